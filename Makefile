@@ -1,0 +1,38 @@
+# make lab    set up, open the course in JupyterLab
+# make test   set up, run everything: unit tests and every chapter
+# make clean  forget the set-up
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+# Jupyter refuses to run as root without being told; its port and the rest can be set: make lab LAB_FLAGS="--port 9999 --no-browser"
+LAB_FLAGS ?=
+ROOT_FLAG := $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
+
+.PHONY: lab test lint execute clean
+
+lab: $(READY)
+	$(BIN)/jupyter lab $(ROOT_FLAG) $(LAB_FLAGS) notebooks/00_start_here.ipynb
+
+test: $(READY)
+	$(BIN)/pytest --nbval
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+execute: $(READY)
+	$(BIN)/python -m nsa_tutorial.course.execute
+
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "nsa_tutorial needs Python 3.10 or newer, and there is no '$(PYTHON)' here: install it, or name yours with 'make $(MAKECMDGOALS) PYTHON=/path/to/python3'."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "nsa_tutorial needs Python 3.10 or newer, and '$(PYTHON)' is $$($(PYTHON) -V 2>&1): name a newer one with 'make $(MAKECMDGOALS) PYTHON=/path/to/python3'."; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "Python's venv module is missing: install it (on Debian and Ubuntu: apt-get install python3-venv), then run make again."; exit 1; }
+	@command -v g++ >/dev/null || command -v clang++ >/dev/null || command -v c++ >/dev/null || { echo "A C++ compiler is missing, which TileLang needs to run its kernels on the CPU: install g++ or clang++ (on Debian and Ubuntu: apt-get install g++), then run make again."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[course,test]"
+	@touch $(READY)
+
+clean:
+	rm -rf $(VENV)
