@@ -1,0 +1,99 @@
+"""Which implementations each operator has, and which of them runs a call.
+
+A backend's function takes what `ops` prepared (checked tensors, `QueryRows`, one form of block list); `reference` is differentiable
+PyTorch, the kernels come chapter by chapter. Here is also what a kernel needs around it: blocks that fit on chip, and autograd.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nsa_tutorial import checks, environment
+from nsa_tutorial.selected_attention import QueryRows
+
+OPERATORS = {
+    "selected_attention": {
+        "reference": "nsa_tutorial.selected_attention:forward",
+        "tilelang": "nsa_tutorial.tilelang_forward:forward",
+        "triton": "nsa_tutorial.triton_forward:forward",
+    },
+    "sliding_window_attention": {"reference": "nsa_tutorial.sliding_window:forward"},
+    "compressed_attention": {"reference": "nsa_tutorial.compression:compressed_attention"},
+    "select_blocks": {"reference": "nsa_tutorial.block_selection:select_blocks"},
+}
+CHAPTER_OF = {
+    ("sliding_window_attention", "tilelang"): "10, tilelang_forward",
+    ("sliding_window_attention", "triton"): "11, triton_forward",
+    ("compressed_attention", "tilelang"): "14, selection_kernels",
+    ("compressed_attention", "triton"): "14, selection_kernels",
+    ("select_blocks", "tilelang"): "14, selection_kernels",
+    ("select_blocks", "triton"): "14, selection_kernels",
+}
+# A kernel holds the keys and the values of one block on chip. This many bytes fit on every GPU from sm_80 on, with room for the
+# queries; a longer block is walked in equal parts.
+LARGEST_KERNEL_TILE = 64 * 1024
+
+
+def choose(operator: str, backend: str, q: Tensor) -> str:
+    """Name the backend that runs `operator` on tensors like `q`; `auto` takes Triton for CUDA tensors where it has a kernel.
+
+    Raises:
+        NotImplementedError: naming the chapter with which the backend comes.
+        TypeError: for a dtype that no kernel computes.
+        BackendUnavailable: one sentence, where the backend cannot run these tensors on this machine.
+    """
+    available = OPERATORS[operator]
+    if backend == "auto":
+        is_for_kernels = q.device.type == "cuda" and q.dtype != torch.float64
+        backend = "triton" if is_for_kernels and "triton" in available else "reference"
+    if backend not in available:
+        raise NotImplementedError(
+            f"{operator}: there is no {backend} backend yet (it comes with chapter {CHAPTER_OF[operator, backend]}): "
+            f"use backend='reference' or 'auto'"
+        )
+    if backend != "reference" and q.dtype not in checks.DTYPES:
+        raise TypeError(f"q: got {checks.describe(q)}, expected float32, float16 or bfloat16 on the {backend} backend")
+    environment.require(backend, q.device.type, str(q.dtype).removeprefix("torch."))
+    return backend
+
+
+def load(operator: str, backend: str, q: Tensor) -> tuple[str, Callable]:
+    """The name and the function of the backend that `choose` names."""
+    backend = choose(operator, backend, q)
+    module, function = OPERATORS[operator][backend].split(":")
+    return backend, getattr(importlib.import_module(module), function)
+
+
+def split_long_blocks(ids: Tensor, block_size: int, bytes_per_token: int) -> tuple[Tensor, int]:
+    """Blocks too long for a kernel's tile, as lists of equal parts: ids `[R, H, S * parts]` and the size of a part."""
+    most = min(128, LARGEST_KERNEL_TILE // bytes_per_token)
+    parts = next(p for p in range(1, block_size + 1) if block_size % p == 0 and block_size // p <= most)
+    if parts == 1:
+        return ids, block_size
+    limit = torch.iinfo(torch.int32).max // parts  # an id this large is past the end of any sequence
+    part = torch.arange(parts, dtype=ids.dtype, device=ids.device)
+    split = torch.where((ids >= 0) & (ids < limit), ids, -1)[..., None] * parts + part
+    return split.masked_fill(split < 0, -1).flatten(-2).contiguous(), block_size // parts
+
+
+class KernelForward(torch.autograd.Function):
+    """A kernel's forward under autograd; its backward says that there is none yet."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, ids: Tensor, rows: QueryRows, block_size: int, scale: float, name: str, kernel: Callable):
+        """Launch the kernel: `o` and `lse`."""
+        ctx.backend = name
+        o, lse = kernel(q, k, v, ids, rows, block_size=block_size, scale=scale)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, *_):
+        """Name the chapter that brings it."""
+        raise NotImplementedError(
+            f"selected_attention: the {ctx.backend} backend has no backward yet (it comes with chapter 13, backward_kernels): "
+            f"use backend='reference' for gradients"
+        )

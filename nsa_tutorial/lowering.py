@@ -1,0 +1,126 @@
+"""What the kernels become on a GPU, shown without one: CUDA C++ from TileLang, TTGIR and PTX from Triton.
+
+Both compilers run on the CPU and need no CUDA device; the text depends on the compiler's version and the target alone. Triton's
+compiler and its interpreter exclude each other within a process, so Triton compiles in a second process.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from nsa_tutorial import environment
+from nsa_tutorial.course.source import Listing
+
+# One shape for every chapter that shows what a kernel becomes: 4 heads with groups of 16, width 128, blocks of 64 tokens.
+EXAMPLE = {"H": 4, "G": 16, "D": 128, "DV": 128, "BS": 64}
+
+
+@functools.cache
+def tilelang_cuda(arch: str = "sm_90", dtype: str = "float16", **shape: int) -> str:
+    """The CUDA C++ of `tilelang_forward.build_kernel`.
+
+    Args:
+        arch: `"sm_80"` (A100), `"sm_90"` (H100, H200) or another architecture TileLang knows.
+        dtype: `"float16"`, `"bfloat16"` or `"float32"`.
+        shape: arguments of `build_kernel`; those of `EXAMPLE` where left out.
+
+    Raises:
+        BackendUnavailable: one sentence, where TileLang is not installed.
+    """
+    environment.require("tilelang", "cuda")
+    import tilelang
+    import tvm
+
+    from nsa_tutorial import tilelang_forward
+
+    target = tvm.target.Target({"kind": "cuda", "arch": arch})
+    kernel = tilelang_forward.build_kernel(**{**EXAMPLE, **shape}, dtype=dtype)
+    with tvm.transform.PassContext(config=dict(tilelang_forward.PASS_CONFIGS)), target:
+        return tilelang.lower(kernel, target=target).kernel_source
+
+
+def excerpt(language: str, *words: str, arch: str = "sm_90", lines: int = 2) -> Listing:
+    """The first `lines` lines that hold each of `words` in what a kernel becomes, with their number: a place to start reading.
+
+    Args:
+        language: `"tilelang"` for CUDA C++, `"triton"` for PTX; of the kernels at the sizes of `EXAMPLE`, in fp16.
+        words: names of functions or instructions.
+        arch, lines: the GPU, and how many lines of each to show.
+
+    Returns:
+        A listing; where the language is not installed, one that says so in a sentence.
+    """
+    device = "cuda" if language == "tilelang" or environment.detect().gpu else "cpu"
+    missing = environment.detect().why_not(language, device)
+    if missing:
+        return Listing(missing, "")
+    name, text = (
+        ("PTX from Triton", triton_stages(arch)["ptx"]) if language == "triton" else ("CUDA C++ from TileLang", tilelang_cuda(arch))
+    )
+    source = text.splitlines()
+    found = {word: [" ".join(line.split()).replace(" {", "\n    {") for line in source if word in line] for word in words}
+    counts = ", ".join(f"{len(hits)} with {word}" for word, hits in found.items())
+    shown = "\n".join(line for hits in found.values() for line in hits[:lines])
+    return Listing(f"{name} for {arch}: {len(source)} lines, {counts}", shown, "text" if language == "triton" else "cuda")
+
+
+@functools.cache
+def _triton_stages(arch: int, dtype: str, shape: tuple[tuple[str, int], ...]) -> Mapping[str, str]:
+    request = json.dumps({"arch": arch, "dtype": dtype, "shape": dict(shape)})
+    finished = subprocess.run(
+        [sys.executable, "-m", "nsa_tutorial.lowering", request],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if finished.returncode:
+        raise RuntimeError(f"triton could not compile the kernel for sm_{arch}:\n{finished.stderr.strip()[-2000:]}")
+    return json.loads(finished.stdout)
+
+
+def triton_stages(arch: str = "sm_90", dtype: str = "float16", **shape: int) -> Mapping[str, str]:
+    """The stages of `triton_forward.kernel` on its way to the GPU, by name: `"ttir"`, `"ttgir"`, `"llir"` and `"ptx"`.
+
+    Args and errors as for `tilelang_cuda`.
+    """
+    environment.require("triton", "cuda" if environment.detect().gpu else "cpu")
+    return _triton_stages(int(arch.removeprefix("sm_")), dtype, tuple({**EXAMPLE, **shape}.items()))
+
+
+def _compile_triton(arch: int, dtype: str, shape: dict[str, int]) -> dict[str, str]:
+    """Runs in the second process, where triton compiles."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from nsa_tutorial.triton_forward import kernel, launch_options, tile_sizes
+
+    pointer = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}[dtype]
+    types = dict.fromkeys(("Q", "K", "V", "Output"), pointer)
+    types |= dict.fromkeys(("BlockIndices", "FirstKey", "NumVisible"), "*i32") | {
+        "LSE": "*fp32",
+        "scale": "fp32",
+        "scale_log2": "fp32",
+        "H": "i32",
+        "S": "i32",
+    }
+    shape = {name: n for name, n in shape.items() if name != "H"}  # an ordinary argument there
+    constants = {**shape, **tile_sizes(**shape)}
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if types.get(name, "").startswith("*")}
+    compiled = triton.compile(
+        ASTSource(kernel, signature, {(kernel.arg_names.index(name),): value for name, value in constants.items()}, aligned),
+        target=GPUTarget("cuda", arch, 32),
+        options=launch_options(**shape, itemsize=4 if dtype == "float32" else 2),
+    )
+    return {name: compiled.asm[name] for name in ("ttir", "ttgir", "llir", "ptx")}
+
+
+if __name__ == "__main__":
+    json.dump(_compile_triton(**json.loads(sys.argv[1])), sys.stdout)

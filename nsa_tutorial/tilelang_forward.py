@@ -1,0 +1,186 @@
+"""Selected attention, forward, in TileLang: one program per (query, key/value head), as one writes it for a GPU.
+
+`build_kernel` makes the kernel from what is fixed at compile time (heads, group, widths, block size, dtype). Numbers of queries,
+keys and slots stay open, so that no new length compiles anything. `forward` calls it on CUDA tensors, or on CPU tensors through
+C. The phases and the names are those of `selected_attention.forward`, where they are explained.
+
+There is no backward here, and no argument is checked: `ops.selected_attention` does.
+"""
+
+import functools
+
+import tilelang
+import torch
+from tilelang import language as T
+from torch import Tensor
+from tvm import tirx
+
+from nsa_tutorial.online_softmax import LOG2_E
+from nsa_tutorial.selected_attention import QueryRows
+from nsa_tutorial.tilelang_cpu import compile_for_cpu
+
+PASS_CONFIGS = {
+    tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
+    # a program is one warp: too small to split into warps that load and warps that compute
+    tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True,
+}
+THREADS, NUM_STAGES = 32, 1
+
+
+def tile_rows(n: int) -> int:
+    """`n` rounded up to what the matrix units take: a multiple of 16."""
+    return -(-n // 16) * 16
+
+
+@T.macro
+def exact_gemm(A, B, C, rows, columns, depth, transpose_B):
+    """`C += A @ B` in IEEE fp32. `T.gemm` would round fp32 inputs to TF32's ten bits for the matrix units."""
+    for d in T.serial(depth):
+        for i, j in T.Parallel(rows, columns):
+            if transpose_B:
+                C[i, j] += A[i, d] * B[j, d]
+            else:
+                C[i, j] += A[i, d] * B[d, j]
+
+
+def build_kernel(
+    H: int, G: int, D: int, DV: int, BS: int, dtype: str = "float16", threads: int = THREADS, num_stages: int = NUM_STAGES
+) -> tirx.PrimFunc:
+    """The kernel for `H` key/value heads, groups of `G` query heads, widths `D` and `DV`, and blocks of `BS` tokens.
+
+    Returns a TileLang function, not yet compiled, of `Q [rows, H, G, D]`, `K [keys, H, D]`, `V [keys, H, DV]`,
+    `BlockIndices [rows, H, S]`, `FirstKey [rows]`, `NumVisible [rows]`, `Output [rows, H, G, DV]`, `LSE [rows, H, G]`,
+    `scale` and `scale_log2`; the last two tensors are written.
+    """
+    rows, keys, S = T.dynamic("rows"), T.dynamic("keys"), T.dynamic("S")
+    accum_dtype = "float32"
+    GT, BT, DT, DVT = tile_rows(G), tile_rows(BS), tile_rows(D), tile_rows(DV)  # tiles: what the matrix units take
+    exact = dtype == "float32"
+
+    @T.prim_func
+    def selected_attention(
+        Q: T.Tensor([rows, H, G, D], dtype),
+        K: T.Tensor([keys, H, D], dtype),
+        V: T.Tensor([keys, H, DV], dtype),
+        BlockIndices: T.Tensor([rows, H, S], "int32"),
+        FirstKey: T.Tensor([rows], "int32"),
+        NumVisible: T.Tensor([rows], "int32"),
+        Output: T.Tensor([rows, H, G, DV], dtype),
+        LSE: T.Tensor([rows, H, G], accum_dtype),
+        scale: T.float32,
+        scale_log2: T.float32,
+    ):
+        # -- locate the program --
+        with T.Kernel(rows, H, threads=threads) as (row, head):
+            Q_shared = T.alloc_shared([GT, DT], dtype)
+            K_shared = T.alloc_shared([BT, DT], dtype)
+            V_shared = T.alloc_shared([BT, DVT], dtype)
+            P_shared = T.alloc_shared([GT, BT], dtype)
+            acc_s = T.alloc_fragment([GT, BT], accum_dtype)
+            acc_o = T.alloc_fragment([GT, DVT], accum_dtype)
+            scores_max = T.alloc_fragment([GT], accum_dtype)
+            scores_max_prev = T.alloc_fragment([GT], accum_dtype)
+            scores_scale = T.alloc_fragment([GT], accum_dtype)
+            scores_sum = T.alloc_fragment([GT], accum_dtype)
+            logsum = T.alloc_fragment([GT], accum_dtype)
+            first_key = FirstKey[row]
+            num_visible = NumVisible[row]
+
+            # -- load the query group --
+            T.copy(Q[row, head, 0:GT, 0:DT], Q_shared)  # [GT, DT], zeros past G and D
+
+            # -- initialise --
+            T.clear(acc_o)
+            T.clear(logsum)
+            T.fill(scores_max, -T.infinity(accum_dtype))
+
+            for slot in T.Pipelined(S, num_stages=num_stages):
+                # -- guard --
+                block_id = BlockIndices[row, head, slot]
+                if block_id >= 0 and block_id < (num_visible + BS - 1) // BS:
+                    block_start = block_id * BS
+                    num_seen = T.min(BS, num_visible - block_start)  # the block's visible keys: its first ones
+
+                    # -- load the keys --
+                    T.copy(K[first_key + block_start : first_key + block_start + BT, head, 0:DT], K_shared)
+
+                    # -- scores --
+                    T.clear(acc_s)
+                    if exact:
+                        exact_gemm(Q_shared, K_shared, acc_s, GT, BT, DT, True)
+                    else:
+                        T.gemm(Q_shared, K_shared, acc_s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+
+                    # -- mask --
+                    for i, j in T.Parallel(GT, BT):
+                        acc_s[i, j] = T.if_then_else(j < num_seen, acc_s[i, j], -T.infinity(accum_dtype))
+
+                    # -- online softmax --
+                    T.copy(scores_max, scores_max_prev)
+                    T.reduce_max(acc_s, scores_max, dim=1, clear=False)
+                    for i in T.Parallel(GT):
+                        scores_scale[i] = T.exp2((scores_max_prev[i] - scores_max[i]) * scale_log2)
+                    for i, j in T.Parallel(GT, BT):
+                        acc_s[i, j] = T.exp2((acc_s[i, j] - scores_max[i]) * scale_log2)
+                    T.reduce_sum(acc_s, scores_sum, dim=1)
+                    for i in T.Parallel(GT):
+                        logsum[i] = logsum[i] * scores_scale[i] + scores_sum[i]
+                    for i, j in T.Parallel(GT, DVT):
+                        acc_o[i, j] *= scores_scale[i]
+
+                    # -- load the values --
+                    for i, j in T.Parallel(BT, DVT):  # no plain copy: weight 0 hides a number, but 0 * NaN is NaN
+                        V_shared[i, j] = T.if_then_else(
+                            i < num_seen and j < DV, V[first_key + block_start + i, head, j], T.cast(0, dtype)
+                        )
+
+                    # -- accumulate --
+                    T.copy(acc_s, P_shared)
+                    if exact:
+                        exact_gemm(P_shared, V_shared, acc_o, GT, DVT, BT, False)
+                    else:
+                        T.gemm(P_shared, V_shared, acc_o, policy=T.GemmWarpPolicy.FullRow)
+
+            # -- normalise and store --
+            for i, j in T.Parallel(GT, DVT):
+                acc_o[i, j] = T.if_then_else(logsum[i] > 0, acc_o[i, j] / logsum[i], 0)
+            for i in T.Parallel(GT):
+                logsum[i] = T.if_then_else(logsum[i] > 0, scores_max[i] * scale + T.log(logsum[i]), -T.infinity(accum_dtype))
+            T.copy(acc_o, Output[row, head, 0:GT, 0:DVT])
+            T.copy(logsum, LSE[row, head, 0:GT])
+
+    return selected_attention
+
+
+@functools.cache
+def compiled(device: str, *shape: int, **options: object) -> tilelang.JITKernel:
+    """The kernel of `build_kernel(*shape, **options)`, compiled for `device` (`"cpu"` or `"cuda"`), once per process."""
+    kernel = build_kernel(*shape, **options)
+    if device == "cpu":
+        return compile_for_cpu(kernel)
+    return tilelang.compile(kernel, target="cuda", pass_configs=PASS_CONFIGS)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *, block_size: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel; arguments and results as in `selected_attention.forward`, on CUDA or CPU tensors."""
+    (B, N, HQ, D), (M, H, DV) = q.shape, v.shape[1:]
+    G = HQ // H
+    dtype = str(q.dtype).removeprefix("torch.")
+    kernel = compiled(q.device.type, H, G, D, DV, block_size, dtype=dtype)
+    o = torch.empty(B * N, H, G, DV, dtype=v.dtype, device=v.device)
+    lse = torch.empty(B * N, H, G, dtype=torch.float32, device=v.device)
+    kernel(
+        q.reshape(B * N, H, G, D).contiguous(),
+        k.reshape(B * M, H, D).contiguous(),
+        v.reshape(B * M, H, DV).contiguous(),
+        ids,
+        rows.first_key,
+        rows.num_visible,
+        o,
+        lse,
+        scale,
+        scale * LOG2_E,
+    )
+    return o.reshape(B, N, HQ, DV), lse.reshape(B, N, HQ)
