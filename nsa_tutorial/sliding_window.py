@@ -1,0 +1,35 @@
+"""The window branch: each query attends to the latest keys (NSA, arXiv 2502.11089, section 3.3.3).
+
+A window of `w` shows a query at position `t` the keys `t - w + 1 … t`: exactly `w` of them, itself included, fewer at the start
+of a sequence. Public code is often one key off.
+
+It does not validate (`ops` does). A tile of `T` queries reads `T + w - 1` keys, and no more scores than `T * (T + w - 1)` exist
+per head.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nsa_tutorial import query_tiles
+from nsa_tutorial.selected_attention import QueryRows
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, *, window_size: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention to the last `window_size` keys.
+
+    Args:
+        q, k, v: `[B, N, HQ, D]`, `[B, M, H, D]`, `[B, M, H, DV]`.
+        rows: from `query_rows`, causal.
+        window_size: keys in the window, the query's own included.
+        scale: factor on the scores, as in `softmax(scale * q @ k)`.
+
+    Returns:
+        `o [B, N, HQ, DV]` in the dtype of `v`, and `lse [B, N, HQ]`: natural logarithm, fp32 (fp64 for fp64 inputs).
+    """
+    N, M = q.shape[1], k.shape[1]
+    first, position = rows.first_key[:N], rows.position[:N]  # those of the first sequence of the batch serve all
+    mask = query_tiles.run_of_keys(first + (position - window_size + 1).clamp(min=0), first + position + 1)
+    # a tile reads from the window of its first query on; what lies before a packed sequence is masked
+    spans = [(t, slice(max(0, M - N + t.start - window_size + 1), M - N + t.stop)) for t in query_tiles.tiles(N)]
+    return query_tiles.attend(q, k, v, spans, mask, scale=scale)
