@@ -1,0 +1,125 @@
+"""One palette and a few helpers, so that a colour, a grid and a title mean the same in every chapter.
+
+A drawing function makes a figure with `new_figure`, draws on its axes, and returns `Picture(figure, finding)`. A `Picture` shows
+as a small PNG in a notebook and prints its finding everywhere else, which is what the stored outputs compare.
+"""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap, to_rgb
+from matplotlib.figure import Figure
+from PIL import Image
+
+# Okabe and Ito's colour-blind safe set. The first five keep their meaning through the whole course.
+PALETTE = {
+    "compressed": "#E69F00",
+    "selected": "#0072B2",
+    "window": "#009E73",
+    "own block": "#CC79A7",
+    "masked": "#C8CCD0",
+    "query": "#D55E00",
+    "key": "#56B4E9",
+    "value": "#8C6BB1",
+    "text": "#1F2328",
+    "faint": "#8A929A",
+}
+
+SURFACE = "#FFFFFF"
+_COLOURS = 128  # of a stored picture: enough for flat areas, text and a colour map, at a third of the size
+
+
+def shades(colour: str) -> LinearSegmentedColormap:
+    """A colour map from white to a palette colour (by name) or any colour matplotlib knows: for weights from 0 to 1."""
+    return LinearSegmentedColormap.from_list(f"white to {colour}", [SURFACE, PALETTE.get(colour, colour)])
+
+
+def readable_on(colour: str) -> str:
+    """Black or white, whichever reads on `colour`."""
+    red, green, blue = to_rgb(PALETTE.get(colour, colour))
+    return PALETTE["text"] if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else SURFACE
+
+
+def new_figure(
+    width: float = 8.0, height: float = 3.2, columns: int = 1, rows: int = 1, **gridspec: object
+) -> tuple[Figure, np.ndarray]:
+    """A figure in the course's style and its axes, as an array `[rows, columns]`. Sizes in inches; 100 pixels each."""
+    figure = Figure(figsize=(width, height), dpi=100, layout="constrained", facecolor=SURFACE)
+    axes = figure.subplots(rows, columns, squeeze=False, gridspec_kw=gridspec or None)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=9, colors=PALETTE["text"])
+        axis.title.set_fontsize(10)
+    return figure, axes
+
+
+def grid(
+    axis: Axes,
+    values: np.ndarray,
+    *,
+    colour: str = "selected",
+    largest: float | None = None,
+    text: str | None = None,
+    hidden: np.ndarray | None = None,
+) -> None:
+    """Draw a matrix as squares: white is 0, `colour` is `largest`.
+
+    Args:
+        axis: where to draw.
+        values: `[rows, columns]`.
+        colour: a palette name.
+        largest: the value drawn in full colour; None takes the largest of `values`.
+        text: a format such as `".2f"` to write each value into its square.
+        hidden: boolean `[rows, columns]`; those squares are drawn in the colour of masked and carry no text.
+    """
+    values = np.asarray(values, dtype=float)
+    top = float(np.nanmax(values)) if largest is None else largest
+    axis.imshow(np.where(np.isfinite(values), values, 0.0), cmap=shades(colour), vmin=0, vmax=top or 1.0, aspect="equal")
+    rows, columns = values.shape
+    if hidden is not None:
+        layer = np.zeros((rows, columns, 4))
+        layer[np.asarray(hidden)] = (*to_rgb(PALETTE["masked"]), 1.0)
+        axis.imshow(layer, aspect="equal")
+    axis.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
+    axis.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
+    axis.grid(which="minor", color=SURFACE, linewidth=1.2)
+    axis.tick_params(which="both", length=0)
+    axis.spines[:].set_visible(False)
+    if text is not None:
+        for i, j in np.ndindex(rows, columns):
+            if hidden is None or not hidden[i, j]:
+                dark = values[i, j] > 0.6 * top
+                axis.text(j, i, format(values[i, j], text), ha="center", va="center", fontsize=8,
+                          color=readable_on(colour) if dark else PALETTE["text"])  # fmt: skip
+
+
+class Picture:
+    """A finished figure and the sentence it proves.
+
+    Args:
+        figure: the figure; its title is set to `finding`.
+        finding: what the figure shows, as one sentence; computed, where it carries a number.
+    """
+
+    def __init__(self, figure: Figure, finding: str) -> None:
+        self.figure, self.finding = figure, finding
+        figure.suptitle(finding, fontsize=11, color=PALETTE["text"])
+
+    def __repr__(self) -> str:
+        return f"Picture: {self.finding}"
+
+    def png(self) -> bytes:
+        """The figure as PNG bytes; the same figure always gives the same bytes."""
+        canvas, small = FigureCanvasAgg(self.figure), io.BytesIO()
+        canvas.draw()
+        drawn = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+        image = drawn.quantize(_COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        image.save(small, format="png", optimize=False)
+        return small.getvalue()
+
+    def _repr_png_(self) -> bytes:
+        return self.png()

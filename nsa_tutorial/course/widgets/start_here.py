@@ -1,0 +1,110 @@
+"""Pictures of chapter 00: the map of the course, and which keys a short list of blocks lets each query see.
+
+`python -m nsa_tutorial.course.widgets.start_here assets/selected_attention.png` draws the picture of README.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.colors import to_rgba
+from matplotlib.patches import FancyBboxPatch, Patch
+
+from nsa_tutorial.course.chapters import CHAPTERS, PARTS
+from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure
+from nsa_tutorial.selected_attention import dense_mask
+
+_INK = "#46525E"  # the map is no picture of attention: it keeps away from the palette's meanings
+
+
+def draw_course() -> Picture:
+    """The chapters in their four parts, in reading order; a chapter that is not here yet is drawn in outline."""
+    per_row, rows = 4, [[c for c in CHAPTERS if c.part == part] for part in range(len(PARTS))]
+    lines = [(part, chapters[i : i + per_row]) for part, chapters in enumerate(rows) for i in range(0, len(chapters), per_row)]
+    figure, axes = new_figure(10.8, 0.62 * len(lines) + 0.5)
+    axis = axes[0, 0]
+    axis.set(xlim=(-1.35, 3 * per_row), ylim=(len(lines), 0))
+    axis.axis("off")
+    for y, (part, chapters) in enumerate(lines):
+        if y == 0 or lines[y - 1][0] != part:
+            axis.text(-1.35, y + 0.5, PARTS[part].replace(", ", ",\n"), va="center", fontsize=9, weight="bold", color=_INK)
+        for x, chapter in enumerate(chapters):
+            face, text = (_INK, "white") if chapter.is_ready else ("white", PALETTE["text"])
+            axis.add_patch(
+                FancyBboxPatch((3 * x + 0.08, y + 0.1), 2.8, 0.8, "round,pad=0,rounding_size=0.1", fc=face, ec=_INK, lw=1.2)
+            )
+            axis.text(
+                3 * x + 0.2, y + 0.34, f"{chapter.number:02d} {chapter.name}", va="center", fontsize=8, weight="bold", color=text
+            )
+            axis.text(3 * x + 0.2, y + 0.67, chapter.idea, va="center", fontsize=7.8, color=text)
+    ready = sum(c.is_ready for c in CHAPTERS)
+    return Picture(figure, f"{len(CHAPTERS)} chapters from one formula to a trained model ({ready} of them, filled, are here)")
+
+
+def draw_selection(visible: torch.Tensor, block_size: int) -> Picture:
+    """Which key each query of one head sees, its own block in another colour than the rest.
+
+    Args:
+        visible: boolean `[N, N]`, one sequence from its start.
+        block_size: tokens per block; drawn as lines.
+    """
+    seen = visible.cpu().numpy()
+    N = len(seen)
+    past = np.tri(N, dtype=bool)
+    block = np.arange(N) // block_size
+    own = seen & (block[:, None] == block)
+    figure, axes = new_figure(6.4, 5.6)
+    axis = axes[0, 0]
+    grid(axis, (seen & ~own).astype(float), colour="selected", largest=1.0, hidden=~past)
+    layer = np.zeros((N, N, 4))
+    layer[own] = to_rgba(PALETTE["own block"])
+    axis.imshow(layer, aspect="equal")
+    for edge in range(block_size, N, block_size):
+        axis.axvline(edge - 0.5, color=PALETTE["text"], linewidth=0.7)
+        axis.axhline(edge - 0.5, color=PALETTE["text"], linewidth=0.7)
+    ticks = range(0, N, block_size)
+    axis.set(xlabel=f"key position, in blocks of {block_size}", ylabel="query position", xticks=ticks, yticks=ticks)
+    handles = [
+        Patch(fc=PALETTE["own block"], label="seen: the query's own block"),
+        Patch(fc=PALETTE["selected"], label="seen: another listed block"),
+        Patch(fc="white", ec=PALETTE["faint"], label="earlier, but not listed"),
+        Patch(fc=PALETTE["masked"], label="later than the query"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=8.5, frameon=False)
+    return Picture(figure, f"Of the {past.sum()} pairs without a list, {seen.sum()} are left ({seen.sum() / past.sum():.0%})")
+
+
+def draw_overview() -> Picture:
+    """README.md's picture: dense attention, and selected attention with lists drawn at random (seeded), of 64 queries."""
+    N, BS, listed = 64, 8, 3
+    generator = torch.Generator().manual_seed(0)
+    own = torch.arange(N) // BS
+    preference = torch.rand(N, N // BS, generator=generator).cumsum(0)  # neighbours mostly agree
+    preference[:, 0] = preference[torch.arange(N), own] = torch.inf
+    preference.masked_fill_(torch.arange(N // BS) > own[:, None], -torch.inf)
+    top = preference.topk(listed, -1)
+    ids = top.indices.masked_fill(top.values == -torch.inf, -1).view(1, N, 1, listed)
+    past = np.tri(N, dtype=bool)
+    seen = dense_mask(ids, N, block_size=BS)[0, :, 0].numpy()
+    figure, axes = new_figure(9.6, 5.4, columns=2)
+    figure.get_layout_engine().set(h_pad=0.12)
+    for axis, shown, name in zip(
+        axes[0], (past, seen), ("dense", f"selected: at most {listed} blocks of {BS} per query"), strict=True
+    ):
+        grid(axis, shown.astype(float), colour="selected", largest=1.0, hidden=~past)
+        axis.set(xlabel="key position", ylabel="query position", xticks=range(0, N, BS), yticks=range(0, N, BS))
+        axis.set_title(f"{name}: {shown.sum():,} pairs", fontsize=10, pad=8)
+    handles = [
+        Patch(fc=PALETTE["selected"], label="computed"),
+        Patch(fc="white", ec=PALETTE["faint"], label="earlier than the query, but in no listed block"),
+        Patch(fc=PALETTE["masked"], label="later than the query"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
+    return Picture(figure, f"A short list of blocks per query keeps {seen.sum() / past.sum():.0%} of the pairs at {N} tokens")
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_bytes(draw_overview().png())
