@@ -1,0 +1,37 @@
+"""Marks shared by all tests: `gpu` runs where there is a CUDA device, the chapters' frame where the notebook packages are."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+import nsa_tutorial  # noqa: F401  (decides how triton runs, before a test imports it)
+
+# A bare GPU machine may hold the kernels' packages alone: there, tests of the course frame are not collected.
+if any(find_spec(package) is None for package in ("ipywidgets", "nbclient", "nbformat")):
+    collect_ignore = [p.name for p in Path(__file__).parent.glob("test_*.py") if "nsa_tutorial.course" in p.read_text()]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def exact_matmul() -> None:
+    """The plain fp32 reference computes in fp32, not in TF32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """PyTorch computes in one thread: on a busy machine, many small operations in two spend their time waiting for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

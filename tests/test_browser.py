@@ -1,0 +1,184 @@
+"""The chapters in a real browser: JupyterLab runs them from top to bottom, and a reader's hand on a control changes what is said.
+
+Needs Chromium and the playwright package, which drives it and brings no browser of its own. Without them these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+FLAGS = [
+    f"--{flag}"
+    for flag in (
+        "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
+        "disable-component-update", "disable-sync",
+    )
+]  # fmt: skip
+
+
+class Lab:
+    """A JupyterLab server on a copy of the notebooks, and a browser that looks at it."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        root = ["--allow-root"] if os.getuid() == 0 else []
+        options = ["--no-browser", f"--port={port}", "--IdentityProvider.token=t", f"--ServerApp.root_dir={folder}", *root]
+        variables = {
+            **os.environ,
+            "JUPYTER_CONFIG_DIR": str(folder / ".config"),
+            "JUPYTERLAB_SETTINGS_DIR": str(folder / ".settings"),
+        }
+        self.folder, self.log = folder, (folder / "lab.log").open("w")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "jupyterlab", *options], stdout=self.log, stderr=self.log, env=variables, cwd=folder
+        )
+        self.wait(lambda: self.api("status") is not None, "the server to answer")
+        self.driver = playwright.sync_playwright().start()
+        self.browser = self.driver.chromium.launch_persistent_context(
+            str(folder / ".profile"), executable_path=CHROMIUM, headless=True, args=FLAGS, viewport={"width": 1400, "height": 1000}
+        )
+
+    def api(self, path: str) -> object:
+        try:
+            with urllib.request.urlopen(f"{self.url}/api/{path}?token=t", timeout=5) as answer:
+                return json.load(answer)
+        except OSError:
+            return None
+
+    def wait(self, condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, f"waited {seconds} s for {what}"
+            time.sleep(0.3)
+
+    def kernel(self, notebook: str) -> dict:
+        sessions = [s for s in self.api("sessions") or [] if s["path"] == notebook]
+        return sessions[0]["kernel"] if sessions else {}
+
+    def is_idle(self, notebook: str) -> bool:
+        kernel = self.kernel(notebook)
+        return kernel.get("execution_state") == "idle" and kernel.get("connections", 0) >= 1
+
+    def run_all(self, notebook: str):
+        """Open a notebook, run all its cells, wait for the last; returns the page."""
+        page = self.browser.new_page()
+        page.goto(f"{self.url}/lab/tree/{notebook}?token=t&reset")
+        page.wait_for_selector(".jp-Notebook", timeout=60_000)
+        self.wait(lambda: self.is_idle(notebook), "the kernel to connect")
+        for _ in range(5):  # JupyterLab drops the command when it comes too early
+            page.get_by_role("menuitem", name="Run", exact=True).click()
+            page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+            time.sleep(1.5)
+            if self.kernel(notebook)["execution_state"] != "idle" or page.locator(".jp-InputPrompt:has-text('[*]')").count():
+                break
+        self.wait(
+            lambda: self.is_idle(notebook) and page.locator(".jp-InputPrompt:has-text('[*]')").count() == 0, f"{notebook} to run"
+        )
+        return page
+
+    def scroll_to(self, page, selector: str) -> None:
+        """JupyterLab draws cells as they come into view: walk down until one holds `selector`."""
+        page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollTo(0, 0)")
+        for _ in range(80):
+            time.sleep(0.3)
+            if page.locator(selector).count():
+                page.locator(selector).first.scroll_into_view_if_needed()
+                return
+            page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollBy(0, 600)")
+        raise AssertionError(f"nothing matches {selector}")
+
+    def close(self) -> None:
+        self.browser.close()
+        self.driver.stop()
+        self.process.terminate()
+        self.process.wait(timeout=20)
+        self.log.close()
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    folder = tmp_path_factory.mktemp("lab")
+    for path in NOTEBOOKS.glob("*.ipynb"):
+        shutil.copy(path, folder)
+    server = Lab(folder)
+    yield server
+    server.close()
+
+
+def press(lab: Lab, page, key: str, times: int) -> str:
+    """Press a key on the first slider, as a reader would; returns what the panel says once it has answered."""
+    said = page.locator(".widget-html-content p").first
+    for _ in range(times):
+        before = said.inner_text()
+        page.locator(".widget-hslider .noUi-handle").first.focus()
+        page.keyboard.press(key)
+        lab.wait(lambda before=before: said.inner_text() != before, "the panel to answer", 30)
+    return said.inner_text()
+
+
+def test_chapter_00_runs_in_the_browser(lab: Lab, tmp_path: Path) -> None:
+    start = time.monotonic()
+    page = lab.run_all("00_start_here.ipynb")
+    assert time.monotonic() - start < 90
+    lab.scroll_to(page, ".jp-RenderedHTMLCommon table td:has-text('TileLang')")
+    page.screenshot(path=tmp_path / "00.png")
+    assert (tmp_path / "00.png").stat().st_size > 20_000
+
+
+def test_chapter_01_slider(lab: Lab) -> None:
+    from nsa_tutorial.course.widgets import dense_attention
+
+    page = lab.run_all("01_dense_attention.ipynb")
+    lab.scroll_to(page, ".widget-hslider")
+    twin = dense_attention.lookup_panel()
+    words = list(twin.controls["query"].options)
+    scale = page.locator(".widget-toggle-button.mod-active").first.inner_text()  # a later cell of the chapter may have moved it
+    before = page.locator(".widget-readout").first.inner_text()
+    shown = press(lab, page, "ArrowLeft", 1)
+    assert shown == twin.set(query=words[words.index(before) - 1], scale=dense_attention.SCALES[scale])
+
+
+def test_chapter_03_slider(lab: Lab) -> None:
+    from nsa_tutorial.course.widgets import online_softmax
+
+    page = lab.run_all("03_online_softmax.ipynb")
+    lab.scroll_to(page, ".widget-hslider")
+    twin = online_softmax.explore()
+    name = next(iter(twin.controls))
+    shown = press(lab, page, "ArrowRight", 2)
+    assert shown == twin.set(**{name: twin.controls[name].value + 2})
+    assert "After chunk" in shown
+
+
+@pytest.mark.parametrize("notebook", ["01_dense_attention.ipynb", "03_online_softmax.ipynb"])
+def test_what_the_browser_ran_has_no_stderr(lab: Lab, notebook: str) -> None:
+    """What JupyterLab saves after a run, read back: every cell ran and none wrote to stderr."""
+    page = next((p for p in lab.browser.pages if notebook in p.url), None) or lab.run_all(notebook)
+    path = lab.folder / notebook
+    before = path.stat().st_mtime_ns
+    page.bring_to_front()
+    page.keyboard.press("Escape")
+    page.keyboard.press("Control+s")
+    lab.wait(lambda: path.stat().st_mtime_ns > before, "the notebook to be saved")
+    cells = [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+    assert all(c["execution_count"] for c in cells)
+    assert not [o for c in cells for o in c["outputs"] if o.get("name") == "stderr"]

@@ -1,0 +1,82 @@
+"""The kernels become GPU code without a GPU, for two architectures and three dtypes; the CPU rewrite keeps its promises."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from nsa_tutorial import environment, lowering
+
+ARCHITECTURES = ["sm_80", "sm_90"]
+DTYPES = ["float16", "bfloat16", "float32"]
+
+needs_tilelang = pytest.mark.skipif(environment.detect().tilelang is None, reason="tilelang is not installed")
+needs_triton = pytest.mark.skipif(environment.detect().triton is None, reason="triton is not installed")
+
+
+@needs_tilelang
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tilelang_becomes_cuda(arch: str, dtype: str) -> None:
+    source = lowering.tilelang_cuda(arch, dtype)
+    assert "__global__ void" in source
+    assert "exp2f" in source
+    assert ("mma_sync" in source) == (dtype != "float32"), "fp32 stays off the matrix units, which would round it to TF32"
+    assert "tf32" not in source.lower()
+
+
+@needs_tilelang
+@pytest.mark.parametrize(
+    "shape", [{"G": 20, "BS": 24, "D": 40, "DV": 56}, {"G": 64, "D": 192}, {"G": 1, "D": 256, "DV": 256}], ids=str
+)
+def test_tilelang_lowers_odd_shapes(shape: dict[str, int]) -> None:
+    assert "__global__ void" in lowering.tilelang_cuda("sm_90", "bfloat16", **shape)
+
+
+@needs_triton
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_becomes_ptx(arch: str, dtype: str) -> None:
+    stages = lowering.triton_stages(arch, dtype)
+    assert set(stages) == {"ttir", "ttgir", "llir", "ptx"}
+    ptx = stages["ptx"]
+    assert f".target {arch}" in ptx
+    assert "ex2.approx" in ptx
+    assert ("mma.sync" in ptx) == (dtype != "float32"), "fp32 dots are IEEE: no TF32 on the matrix units"
+    assert "tf32" not in ptx
+
+
+@needs_triton
+def test_same_text_every_time() -> None:
+    first = dict(lowering.triton_stages("sm_90", "float16"))
+    lowering._triton_stages.cache_clear()
+    assert dict(lowering.triton_stages("sm_90", "float16"))["ptx"] == first["ptx"]
+
+
+@needs_triton
+def test_a_failing_compilation_says_so() -> None:
+    with pytest.raises(RuntimeError, match="triton could not compile the kernel for sm_90"):
+        lowering.triton_stages("sm_90", "float7")
+
+
+@needs_tilelang
+def test_serialise_moves_tiles_and_loops() -> None:
+    from tvm import ir
+
+    from nsa_tutorial.tilelang_cpu import serialise
+    from nsa_tutorial.tilelang_forward import build_kernel
+
+    def scopes_and_kinds(kernel: object) -> tuple[set[str], set[int]]:
+        nodes = json.loads(ir.save_json(kernel))["nodes"]
+        strings = {n["data"] for n in nodes if n.get("type") == "ffi.String" and isinstance(n["data"], str)}
+        return strings, {n["data"]["kind"] for n in nodes if n.get("type") == "tirx.For"}
+
+    kernel = build_kernel(H=1, G=2, D=16, DV=16, BS=16, dtype="float32")
+    strings, kinds = scopes_and_kinds(kernel)
+    assert {"shared.dyn", "local.fragment"} <= strings, "the kernel is written for a GPU"
+    assert 1 in kinds
+    strings, kinds = scopes_and_kinds(serialise(kernel))
+    assert not {"shared.dyn", "shared", "local.fragment"} & strings
+    assert 1 not in kinds
+    assert {"shared.dyn", "local.fragment"} <= scopes_and_kinds(kernel)[0], "the original is left as it was"

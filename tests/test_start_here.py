@@ -1,0 +1,62 @@
+"""Chapter 00: the list of chapters is one, and its pictures show what they say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa_tutorial import environment, lowering
+from nsa_tutorial.course.chapters import CHAPTERS, NOTEBOOKS
+from nsa_tutorial.course.widgets import start_here as pictures
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_every_notebook_is_a_chapter() -> None:
+    assert {c.file for c in CHAPTERS if c.is_ready} == {p.name for p in NOTEBOOKS.glob("*.ipynb")}
+    assert [c.number for c in CHAPTERS] == list(range(18))
+
+
+@pytest.mark.parametrize("chapter", [c for c in CHAPTERS if c.is_ready], ids=lambda c: c.name)
+def test_minutes_agree(chapter) -> None:
+    """README.md promises what the chapter's first cell says."""
+    row = re.search(rf"\(notebooks/{chapter.file}\).*\| (\d+) \|", (ROOT / "README.md").read_text())
+    assert f"About {row.group(1)} minutes" in (NOTEBOOKS / chapter.file).read_text()
+
+
+def test_course_map() -> None:
+    ready = sum(c.is_ready for c in CHAPTERS)
+    assert pictures.draw_course().finding == f"18 chapters from one formula to a trained model ({ready} of them, filled, are here)"
+
+
+def test_selection_picture_counts() -> None:
+    visible = torch.eye(6, dtype=torch.bool)
+    visible[4, 0] = True
+    assert pictures.draw_selection(visible, 2).finding == "Of the 21 pairs without a list, 7 are left (33%)"
+
+
+def test_overview_is_the_stored_asset() -> None:
+    """The command in README.md makes the picture in README.md; pixels may differ with fonts, sizes not by much."""
+    stored = (ROOT / "assets" / "selected_attention.png").read_bytes()
+    assert abs(len(pictures.draw_overview().png()) - len(stored)) < 0.2 * len(stored)
+
+
+@pytest.mark.parametrize(("language", "words"), [("tilelang", ["exp2f"]), ("triton", ["ex2.approx", "mma.sync"])])
+def test_excerpt(language: str, words: list[str]) -> None:
+    if getattr(environment.detect(), language) is None:
+        pytest.skip(f"{language} is not installed")
+    listing = lowering.excerpt(language, *words, lines=1)
+    assert all(re.search(rf"[1-9]\d* with {word}", listing.title) for word in words)
+    assert all(word in listing.code for word in words)
+    assert "sm_80" in lowering.excerpt(language, *words, arch="sm_80").title
+
+
+def test_excerpt_without_the_language(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = environment.detect()
+    monkeypatch.setattr(environment, "detect", lambda: type(here)(**{**vars(here), "triton": None}))
+    listing = lowering.excerpt("triton", "ex2.approx")
+    assert "Triton is not installed here" in listing.title
+    assert listing.code == ""
