@@ -1,9 +1,12 @@
 """Costs of the sparse branches: counted by hand on small shapes, by loops over every query on others."""
 
 import pytest
+import torch
 
-from nsa_tutorial import costs
+from nsa_tutorial import costs, ops, query_tiles
+from nsa_tutorial.compression import num_summaries
 from nsa_tutorial.costs import Cost
+from nsa_tutorial.selected_attention import block_list, query_rows
 
 SHAPES = [(1, 1), (9, 9), (40, 40), (3, 40), (1, 37), (64, 101)]
 
@@ -114,3 +117,48 @@ def test_the_usual_figure_recomputed():
     assert selected / costs.visible_pairs(N, N) == pytest.approx(0.426, abs=5e-4)
     assert costs.selected_keys(1, 16_384, block_size=64, top_n=16) == 16_384 // 16
     assert costs.summary_keys(N, N, length=32, stride=16) / costs.visible_pairs(N, N) == pytest.approx(1 / 16, rel=0.02)
+
+
+# -- against what the code does --
+
+BRANCHES = {
+    "selected": lambda q, k, N: ops.selected_attention(
+        q, k, k, full_lists(N, 4, 3), block_size=4, return_lse=True, backend="reference"
+    ),
+    "selected, fast": lambda q, k, N: selected_under_a_mask(q, k, full_lists(N, 4, 3), 4),
+    "window": lambda q, k, N: ops.sliding_window_attention(q, k, k, window_size=5, return_lse=True, backend="reference"),
+    "compressed": lambda q, k, N: ops.compressed_attention(
+        q, k, k, length=5, stride=3, num_keys=N, return_lse=True, backend="reference"
+    ),
+}
+
+
+def full_lists(N: int, block_size: int, top_n: int) -> torch.Tensor:
+    """The own block and the first others, `[1, N, 1, top_n]`, -1 where there are fewer."""
+    lists = torch.full((1, N, 1, top_n), -1, dtype=torch.int32)
+    for t in range(N):
+        own = t // block_size
+        ids = sorted({own, *range(min(top_n - 1, own))})
+        lists[0, t, 0, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+    return lists
+
+
+def selected_under_a_mask(q, k, lists, block_size):
+    rows = query_rows(1, q.shape[1], k.shape[1], causal=True, cu_seqlens=None, device=q.device)
+    ids = block_list(lists, rows, block_size=block_size, block_counts=None, include_own_block=False)
+    return query_tiles.selected_attention(q, k, k, ids, rows, block_size=block_size, scale=1.0)
+
+
+@pytest.mark.parametrize("N", [1, 5, 30, 41])
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_keys_counted_are_keys_that_the_reference_reads(branch, N):
+    """A key is read by a query if the query's log-sum-exp depends on it: the non-zero rows of the Jacobian are counted."""
+    generator = torch.Generator().manual_seed(N)
+    J = num_summaries(N, 5, 3) if branch == "compressed" else N
+    q, k = (torch.randn(1, n, 1, 4, generator=generator, dtype=torch.float64) for n in (N, J))
+    jacobian = torch.autograd.functional.jacobian(lambda keys: BRANCHES[branch](q, keys, N)[1][0, :, 0].nan_to_num(neginf=0.0), k)
+    counted = {
+        "window": costs.window_keys(N, N, window_size=5),
+        "compressed": costs.summary_keys(N, N, length=5, stride=3),
+    }.get(branch, costs.selected_keys(N, N, block_size=4, top_n=3))
+    assert int((jacobian[:, 0, :, 0] != 0).any(-1).sum()) == counted  # [N, J, D]
