@@ -68,7 +68,7 @@ def attention(
     Raises:
         ValueError: naming the argument, when shapes do not fit.
     """
-    _check_shapes(q, k, v, causal)
+    check_shapes(q, k, v, causal)
     (_, N, HQ, D), (M, H) = q.shape, k.shape[1:3]
     G = group_size(HQ, H)
     dtype = torch.promote_types(torch.promote_types(q.dtype, v.dtype), torch.float32)
@@ -94,7 +94,8 @@ def attention(
     return o, lse.flatten(1, 2).transpose(1, 2)  # [B, N, HQ]
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+def check_shapes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+    """Raise `ValueError`, naming the argument, unless `q`, `k` and `v` are shaped as `attention` wants them."""
     for name, x, layout in (("q", q, "[B, N, HQ, D]"), ("k", k, "[B, M, H, D]"), ("v", v, "[B, M, H, DV]")):
         if x.ndim != 4:
             raise ValueError(f"{name}: expected four dimensions {layout}, got shape {list(x.shape)}")

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_tutorial.grouped_query_attention import _check_shapes, group_size
+from nsa_tutorial.grouped_query_attention import check_shapes, group_size
 from nsa_tutorial.online_softmax import LOG2_E
 
 
@@ -87,7 +87,7 @@ def attention(
     Raises:
         ValueError: naming the argument, when shapes or tiles do not fit.
     """
-    _check_shapes(q, k, v, causal)
+    check_shapes(q, k, v, causal)
     (B, N, HQ, D), (M, H, DV) = q.shape, v.shape[1:]
     if M == 0:
         raise ValueError(f"k: expected at least one key, got shape {list(k.shape)}")
