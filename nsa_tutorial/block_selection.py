@@ -1,8 +1,8 @@
 """Chapter 07: cheap scores decide where to spend (NSA, arXiv 2502.11089, section 3.3.2).
 
 The attention that a query pays to the summaries says which stretches of the sequence matter to it. `importance` carries that
-attention over to the blocks (Eq. 9, 10), and `select_blocks` takes the best of them, the first block and the latest ones in any
-case (Eq. 11, 12).
+attention over to the blocks (Eq. 9, 10), and `choose` takes the best of them, the first block and the latest ones in any case
+(Eq. 11, 12). `select_blocks` is the two together, a tile of queries at a time.
 
 It does not validate (`ops` does) and does not attend to what it chose. Nothing here has a gradient: a choice is a number of a
 block, and the scores behind it learn through the compression branch.
@@ -94,6 +94,33 @@ def importance(q: Tensor, k_cmp: Tensor, rows: QueryRows, lse: Tensor | None = N
 
 
 @torch.no_grad()
+def choose(score: Tensor, own: Tensor, *, top_n: int, num_initial: int, num_local: int) -> Tensor:
+    """The lists that follow from the blocks' scores (Eq. 11, 12): forced blocks first, then the best of the rest.
+
+    Args:
+        score: `[B, T, H, NB]`, what a block is worth to a query; NaN counts as 0.
+        own: `[T]`, the block in which each query stands; later ones are its future.
+        top_n, num_initial, num_local: as for `select_blocks`.
+
+    Returns:
+        `[B, T, H, top_n]` int32: distinct causal ids, ascending, then -1. Of equal scores, those with the lower id.
+    """
+    num_blocks = score.shape[-1]
+    block, own = torch.arange(num_blocks, device=score.device), own[:, None, None]  # [NB], [T, 1, 1]
+
+    # -- force and hide --
+    score = score.masked_fill(score.isnan(), 0)  # NaN sorts above everything, the forced blocks included
+    score = score.masked_fill((block < num_initial) | (block > own - num_local), math.inf)
+    score = score.masked_fill(block > own, -math.inf)  # [B, T, H, NB]
+
+    # -- pick --
+    best, ids = score.sort(dim=-1, descending=True, stable=True)  # stable: ties stay in the order of their ids
+    ids = ids[..., :top_n].masked_fill(best[..., :top_n] == -math.inf, num_blocks).sort(-1).values
+    ids = ids.masked_fill(ids == num_blocks, -1).to(torch.int32)
+    return F.pad(ids, (0, top_n - ids.shape[-1]), value=-1)
+
+
+@torch.no_grad()
 def select_blocks(
     q: Tensor, k_cmp: Tensor, lse: Tensor | None, rows: QueryRows, summaries: QueryRows, *,
     M: int, top_n: int, block_size: int, length: int, stride: int, num_initial: int, num_local: int, scale: float,
@@ -115,22 +142,13 @@ def select_blocks(
     """
     num_blocks = -(-M // block_size)
     overlap = overlap_weights(length, stride, block_size, num_blocks, q.device)
-    block = torch.arange(num_blocks, device=q.device)  # [NB]
     chosen = []
     for tile in query_tiles.tiles(q.shape[1]):
         # -- score --
         of_tile = QueryRows(*(x[: q.shape[1]][tile] for x in summaries))
         score = importance(q[:, tile], k_cmp, of_tile, None if lse is None else lse[:, tile], overlap=overlap, scale=scale)
-        score = score.masked_fill(score.isnan(), 0)  # NaN sorts above everything, the forced blocks included
 
-        # -- force and hide --
-        own = rows.position[: q.shape[1]][tile, None, None] // block_size  # [T, 1, 1]
-        score = score.masked_fill((block < num_initial) | (block > own - num_local), math.inf)
-        score = score.masked_fill(block > own, -math.inf)  # [B, T, H, NB]
-
-        # -- pick --
-        best, ids = score.sort(dim=-1, descending=True, stable=True)  # stable: ties stay in the order of their ids
-        ids = ids[..., :top_n].masked_fill(best[..., :top_n] == -math.inf, num_blocks).sort(-1).values
-        chosen.append(ids.masked_fill(ids == num_blocks, -1).to(torch.int32))
-    ids = torch.cat(chosen, 1)
-    return F.pad(ids, (0, top_n - ids.shape[-1]), value=-1)
+        # -- choose --
+        own = rows.position[: q.shape[1]][tile] // block_size  # [T]
+        chosen.append(choose(score, own, top_n=top_n, num_initial=num_initial, num_local=num_local))
+    return torch.cat(chosen, 1)
