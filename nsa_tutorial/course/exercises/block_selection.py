@@ -73,7 +73,7 @@ _OVERLAP = Exercise(
 Summaries of `length` tokens begin every `stride` tokens: summary 0 at token 0, summary 1 at token `stride`, … Which of them lie,
 wholly or in part, in block number `block` of `block_size` tokens, and how much do they count? Return a dictionary from the
 number of the summary (only those that exist: 0, 1, 2, …) to its weight: the tokens that it shares with the block, in pieces of
-`stride` tokens. A summary that shares none is left out. For `overlap(32, 16, 64, 1)` that is `{3: 1.0, 4: 2.0, 5: 2.0, 6: 2.0, 7: 1.0}`.
+`stride` tokens. A summary that shares none is left out. `overlap(32, 16, 64, 1)` is `{3: 1.0, 4: 2.0, 5: 2.0, 6: 2.0, 7: 1.0}`.
 Nothing has to divide anything; then weights are fractions.
 """,
     minutes=6,
