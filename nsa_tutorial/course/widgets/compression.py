@@ -1,0 +1,373 @@
+"""Chapter 06's pictures: windows and the summaries a query sees, what a mean key knows of its window, and what can be learnt.
+
+`view`, `first_seen`, `logits_and_mass`, `survival` and `error` compute; `draw_windows`, `draw_mean_and_mass`, `draw_survival` and
+`draw_errors` draw; `fit` learns a summary's weights; `explore` puts controls on the windows. What is said of trained heads is
+computed from `heads.load()`, for a length of 32 and a stride of 16 unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import ipywidgets
+import torch
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+from torch import Tensor
+
+from nsa_tutorial import costs
+from nsa_tutorial.compression import MLPWeights, compress, num_summaries
+from nsa_tutorial.course import heads as stored
+from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
+from nsa_tutorial.course.heads import Heads
+from nsa_tutorial.course.widgets import Panel, panel
+
+TOKENS = 65_536  # of the long example
+LENGTHS, STRIDES = (4, 8, 16, 32), (2, 4, 8, 16, 32)
+SHOWN = 96  # tokens in the panel
+NEEDLE = (12, 450, 14)  # query head, query and window of the notebook's example
+_SEEN, _HIDDEN, _PAST = PALETTE["compressed"], PALETTE["masked"], "#D3E9F7"
+
+
+# -- what a query sees --
+
+
+class View(NamedTuple):
+    """What the query at a position sees of its past through summaries.
+
+    Attributes:
+        count: summaries that it sees.
+        covered: how many tokens of its past are in at least one of them.
+        newest: how many of the newest tokens, its own included, are in none of them.
+    """
+
+    count: int
+    covered: int
+    newest: int
+
+
+def view(position: int, length: int, stride: int) -> View:
+    """The summaries that end by `position`, and what they leave out."""
+    count = num_summaries(position + 1, length, stride)
+    if count == 0:
+        return View(0, 0, position + 1)
+    end = (count - 1) * stride + length  # one past the last token of the latest summary
+    covered = end if stride <= length else count * length
+    return View(count, covered, position + 1 - end)
+
+
+def first_seen(token: int, length: int, stride: int) -> int | None:
+    """The first position from which a visible summary contains `token`; None if no window does, as may be if `stride > length`."""
+    window = max(-(-(token - length + 1) // stride), 0)  # the first one that reaches the token
+    return window * stride + length - 1 if window * stride <= token else None
+
+
+@functools.cache
+def share_of_work(length: int, stride: int, tokens: int = TOKENS) -> float:
+    """Scores against summaries for every score of causal dense attention."""
+    return costs.summary_keys(tokens, tokens, length=length, stride=stride) / costs.visible_pairs(tokens, tokens)
+
+
+def sentence(position: int, length: int, stride: int) -> str:
+    """What there is to say about a query and a choice of windows."""
+    seen = view(position, length, stride)
+    told = f"The query at position {position} sees {_many(seen.count, 'summary', 'summaries')}"
+    if seen.count == 0:
+        told += f": the first one ends at position {length - 1}. Its output is 0."
+    else:
+        told += f"; the newest {_many(seen.newest, 'token is', 'tokens are')} in none of them" if seen.newest else ""
+        told += f", and {position + 1 - seen.covered - seen.newest} older ones fell between the windows" if stride > length else ""
+        told += "."
+    return f"{told} At {TOKENS:,} tokens, all keys would make {1 / share_of_work(length, stride):.1f} times as many scores."
+
+
+def _many(n: int, one: str, more: str) -> str:
+    return f"{n} {one if n == 1 else more}"
+
+
+def draw_windows(M: int = 32, length: int = 8, stride: int = 4, position: int = 21) -> Picture:
+    """The windows over `M` tokens and their summaries, those that the query at `position` sees in orange; below, what it misses."""
+    seen, count = view(position, length, stride), num_summaries(M, length, stride)
+    rows = -(-length // stride)  # windows that overlap, one below the other
+    figure, (top, bottom) = _two_rows()
+    step, gap, windows_at = 0.9, 0.2 * max(1.0, M / 48), 1.5
+    summaries_at = windows_at + step * rows + 0.9
+
+    cells = [(token - 0.42, 0.84) for token in range(M)]
+    colours = [_PAST] * position + [PALETTE["query"]] + ["white"] * (M - position - 1)
+    top.broken_barh(cells, (0, 1), facecolors=colours, edgecolors=PALETTE["faint"], linewidth=0.5)
+    colours = [_SEEN if j < seen.count else _HIDDEN for j in range(count)]
+    middles = [j * stride + (length - 1) / 2 for j in range(count)]
+    for row in range(min(rows, count)):
+        spans = [(j * stride - 0.5 + gap / 2, length - gap) for j in range(row, count, rows)]
+        top.broken_barh(spans, (windows_at + step * row, 0.6), facecolors=colours[row::rows])
+    starts = [windows_at + step * (j % rows) + 0.6 for j in range(count)]
+    top.vlines(middles, starts, summaries_at, colors=colours, linewidth=0.9, zorder=0)
+    wide = min(0.8 * stride, M / 40 + 0.6)
+    top.broken_barh([(x - wide / 2, wide) for x in middles], (summaries_at, 1.1), facecolors=colours)
+    if stride >= M / 24:
+        for j, x in enumerate(middles):
+            top.text(x, summaries_at + 0.55, str(j), ha="center", va="center", fontsize=8, color=PALETTE["text"])
+
+    top.axvline(position + 0.5, color=PALETTE["query"], linewidth=1.2, linestyle="--")
+    top.set_xlim(-0.7, M - 0.3)
+    top.set_ylim(summaries_at + 1.3, -0.2)
+    top.set_yticks([0.5, windows_at + step * rows / 2 - 0.15, summaries_at + 0.55], ["tokens", "windows", "summaries"])
+    top.tick_params(left=False, labelbottom=False, bottom=False)
+    top.spines[:].set_visible(False)
+    _draw_newest(bottom, M, length, stride, position)
+    handles = [Patch(color=_SEEN, label="the query sees it"), Patch(color=_HIDDEN, label="ends after the query")]
+    handles.append(Patch(color=PALETTE["query"], label="query"))
+    handles.append(Patch(facecolor=_PAST, edgecolor=PALETTE["faint"], label="its past"))
+    figure.legend(handles=handles, loc="lower center", ncols=4, fontsize=8, frameon=False, handlelength=1.0)
+    told = f"At position {position} a query sees {seen.count} of {_many(count, 'summary', 'summaries')}; "
+    told += f"the newest {_many(seen.newest, 'token is', 'tokens are')} in none" if seen.newest else "the last one ends right there"
+    return Picture(figure, told)
+
+
+def _two_rows() -> tuple:
+    figure, axes = new_figure(8.0, 4.3, rows=2, height_ratios=(2.6, 1))
+    figure.set_layout_engine(None)  # fixed places: nothing jumps under the slider, and it is faster
+    figure.subplots_adjust(left=0.11, right=0.985, top=0.91, bottom=0.2, hspace=0.08)
+    return figure, axes[:, 0]
+
+
+def _draw_newest(axis: Axes, M: int, length: int, stride: int, position: int) -> None:
+    newest = [view(t, length, stride).newest for t in range(M)]
+    axis.step(range(M), newest, where="mid", color=PALETTE["text"], linewidth=1.2)
+    axis.plot([position], [newest[position]], "o", color=PALETTE["query"], markersize=6)
+    axis.set_ylim(0, 1.15 * max(length, stride))
+    axis.set_yticks([0, max(length, stride)])
+    axis.set_xlim(-0.7, M - 0.3)
+    axis.set_xlabel("position of the query, tokens", fontsize=9)
+    axis.set_ylabel("newest tokens\nin no summary", fontsize=8)
+
+
+def explore() -> Panel:
+    """The interactive: windows, the query's position, and what the query sees."""
+
+    def render(length: int, stride: int, position: int) -> tuple[Picture, str]:
+        return draw_windows(SHOWN, length, stride, position), sentence(position, length, stride)
+
+    return panel(
+        "windows and summaries",
+        render,
+        length=ipywidgets.SelectionSlider(options=LENGTHS, value=16, description="length of a window"),
+        stride=ipywidgets.SelectionSlider(options=STRIDES, value=8, description="stride"),
+        position=ipywidgets.IntSlider(value=50, min=0, max=SHOWN - 1, description="query at position"),
+    )
+
+
+# -- what a mean key knows --
+
+
+def logits_and_mass(heads: Heads, length: int = 32, stride: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+    """Every query's scaled scores in every window: their mean, and the logarithm of the mean of their exponentials.
+
+    Returns:
+        `mean` and `mass` `[HQ, N, M_c]`, and `visible`, bool `[N, M_c]`: the windows that end by the query.
+    """
+    k = heads.k[0].repeat_interleave(heads.G, dim=1)  # [N, HQ, D]
+    scores = torch.einsum("ihd,jhd->hij", heads.q[0], k) * k.shape[-1] ** -0.5  # [HQ, N, N]
+    windows = scores.unfold(2, length, stride)  # [HQ, N, M_c, length]
+    N, M_c = windows.shape[1:3]
+    visible = torch.arange(M_c) * stride + length <= torch.arange(1, N + 1)[:, None]
+    return windows.mean(-1), windows.logsumexp(-1) - math.log(length), visible
+
+
+def correlation(x: Tensor, y: Tensor) -> float:
+    """Pearson's, of two tensors of one shape."""
+    return float(torch.corrcoef(torch.stack([x.flatten(), y.flatten()]))[0, 1])
+
+
+def draw_mean_and_mass(heads: Heads | None = None, chosen: tuple[int, ...] = (5, 9, 12), points: int = 2500) -> Picture:
+    """For a few query heads, the mean score of a window against what its weight comes from, over queries and windows."""
+    heads = heads or stored.load()
+    mean, mass, visible = logits_and_mass(heads)
+    figure, axes = new_figure(8.0, 3.3, columns=len(chosen))
+    below = 0
+    for axis, head in zip(axes[0], chosen, strict=True):
+        x, y = mean[head][visible], mass[head][visible]
+        below += int((y < x - 1e-5).sum())
+        some = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:points]
+        axis.plot(x[some], y[some], ".", color=_SEEN, markersize=2, alpha=0.5)
+        low, high = float(x.min()), float(y.max())
+        axis.plot([low, high], [low, high], color=PALETTE["text"], linewidth=1)
+        if head == NEEDLE[0]:
+            axis.plot(mean[NEEDLE], mass[NEEDLE], "o", color=PALETTE["query"], markersize=6)
+        axis.text(0.97, 0.04, f"correlation {correlation(x, y):.2f}\naverage gap {float((y - x).mean()):.1f}",
+                  transform=axis.transAxes, ha="right", va="bottom", fontsize=8, color=PALETTE["text"])  # fmt: skip
+        axis.set_title(heads.labels[head], fontsize=10, color=PALETTE["text"])
+        axis.set_xlim(low - 0.5, float(x.max()) + 0.5)
+        axis.set_ylim(low - 0.5, high + 0.5)
+        axis.set_xlabel("mean score of the window", fontsize=9)
+    axes[0, 0].set_ylabel("log of the mean\nof the exponentials", fontsize=9)
+    where = "no point is" if below == 0 else f"{below} points are"
+    return Picture(figure, f"A window weighs more than its mean key says: {where} below the line")
+
+
+# -- means of rotated keys --
+
+
+def pairs(x: Tensor) -> Tensor:
+    """The squared lengths `[..., D / 2]` of the pairs that the rotary embedding turns: number `i` with number `i + D / 2`."""
+    a, b = x.chunk(2, dim=-1)
+    return a.square() + b.square()
+
+
+def survival(k: Tensor, summaries: Tensor, length: int = 32, stride: int = 16) -> Tensor:
+    """How long the pairs of the summaries are, for the pairs of the tokens that they are made of: `[H, D / 2]`.
+
+    Root mean squares over all windows; 1 where a summary's pair is as long as its tokens', 0 where they cancel.
+
+    Args:
+        k: keys `[1, M, H, D]`.
+        summaries: `[1, M_c, H, D]`, made of them.
+    """
+    windows = k[0].unfold(0, length, stride).movedim(-1, 1)  # [M_c, length, H, D]
+    return (pairs(summaries[0]).mean(0) / pairs(windows).mean((0, 1))).sqrt()
+
+
+def turn_per_token(D: int) -> Tensor:
+    """The angle in radians by which the rotary embedding turns each pair from one token to the next, `[D / 2]`."""
+    return 10_000.0 ** (-torch.arange(D // 2) / (D // 2))
+
+
+def draw_survival(heads: Heads | None = None, length: int = 32, stride: int = 16) -> Picture:
+    """How much of each frequency pair of the real keys survives the mean, beside what rotation alone would leave."""
+    heads = heads or stored.load()
+    kept = survival(heads.k, compress(heads.k, length=length, stride=stride), length, stride)  # [H, D / 2]
+    angle = turn_per_token(heads.k.shape[-1])
+    alone = ((length * angle / 2).sin() / (length * (angle / 2).sin())).abs()
+    figure, axes = new_figure(8.0, 3.2)
+    axis = axes[0, 0]
+    axis.plot(alone, color=PALETTE["text"], linewidth=1.5, label="rotation alone")
+    axis.axhline(length**-0.5, color=PALETTE["faint"], linewidth=1, linestyle="--", label="random directions")
+    styles = ("o", "s", "^", "D")
+    for head, values in enumerate(kept):
+        axis.plot(values, styles[head % 4], color=_SEEN, markersize=5, markeredgecolor=PALETTE["text"], markeredgewidth=0.5,
+                  label=f"KV head {head}")  # fmt: skip
+    axis.set_ylim(0, 1.05)
+    axis.set_xticks(range(0, len(angle), 3), [f"{i}\n{2 * math.pi / angle[i]:,.0f}" for i in range(0, len(angle), 3)])
+    axis.set_xlabel("frequency pair, and below it the tokens that one turn takes", fontsize=9)
+    axis.set_ylabel("length of the mean,\nfor the tokens' length", fontsize=9)
+    axis.legend(fontsize=8, frameon=False, loc="upper left", borderaxespad=0.1)
+    fast = float(kept[:, :4].max())
+    return Picture(figure, f"A mean of {length} rotated keys keeps at most {100 * fast:.0f} % of the four fastest pairs")
+
+
+def turn_back(length: int, D: int) -> Tensor:
+    """The `"linear"` weight `[length * D, D]` that turns a window's tokens back to its middle, and then takes their mean."""
+    angle = -(torch.arange(length) - (length - 1) / 2)[:, None] * turn_per_token(D)  # [length, D / 2]
+    pair, half = torch.arange(D // 2), D // 2
+    weight = torch.zeros(length, D, D)  # [token, from, to]
+    weight[:, pair, pair] = weight[:, pair + half, pair + half] = angle.cos()
+    weight[:, pair, pair + half], weight[:, pair + half, pair] = angle.sin(), -angle.sin()
+    return weight.flatten(0, 1) / length
+
+
+# -- learning a summary --
+
+
+class Task(NamedTuple):
+    """Queries and windows of a stretch of text, and what a summary's score ought to be.
+
+    Attributes:
+        q: `[N, H, G, D]`.
+        k: `[1, N, H, D]`.
+        target: `[H, G, N, M_c]`, the logarithm of the mean of the exponentials of a window's scores.
+        visible: bool `[N, M_c]`.
+        length, stride: of the windows.
+    """
+
+    q: Tensor
+    k: Tensor
+    target: Tensor
+    visible: Tensor
+    length: int
+    stride: int
+
+
+def task(heads: Heads, first: int, last: int, stride: int, length: int = 32) -> Task:
+    """Tokens `first … last - 1` as a task of their own: no query and no window is shared with another stretch."""
+    part = Heads(heads.q[:, first:last], heads.k[:, first:last], heads.v[:, first:last], b"", heads.labels, {})
+    _, mass, visible = logits_and_mass(part, length, stride)
+    q, target = part.q[0].unflatten(1, (-1, heads.G)), mass.unflatten(0, (-1, heads.G))
+    return Task(q, part.k, target, visible, length, stride)
+
+
+def error(of: Task, k_cmp: Tensor) -> Tensor:
+    """Mean squared error of the summaries' scores, per KV head `[H]`.
+
+    A constant added to all scores of a query changes no softmax: each query's mean error is taken out first.
+    """
+    scores = torch.einsum("nhgd,jhd->hgnj", of.q, k_cmp[0]) * of.q.shape[-1] ** -0.5
+    off = (scores - of.target) * of.visible
+    constant = off.sum(-1, keepdim=True) / of.visible.sum(-1, keepdim=True).clamp(min=1)
+    off = (off - constant) * of.visible
+    return off.square().sum((1, 2, 3)) / (of.visible.sum() * of.q.shape[2])
+
+
+def mean_as(kind: str, length: int, H: int, D: int) -> tuple[Tensor, ...]:
+    """Weights, one set per KV head, with which each learnt kind is the mean."""
+    if kind == "weighted":
+        return (torch.full((length, H), 1 / length),)
+    linear = (torch.eye(D).repeat(length, 1) / length).repeat(H, 1, 1)  # [H, length * D, D]
+    if kind == "linear":
+        return (linear,)
+    both = torch.cat([torch.eye(D), -torch.eye(D)]).repeat(H, 1, 1)  # gelu(x) - gelu(-x) = x
+    return torch.zeros(H, length, D), torch.cat([linear, -linear], 2), torch.zeros(H, 2 * D), both, torch.zeros(H, D)
+
+
+def as_weight(kind: str, parts: tuple[Tensor, ...]) -> Tensor | MLPWeights:
+    """What `compress` takes for `weight`."""
+    return MLPWeights(*parts) if kind == "mlp" else parts[0]
+
+
+def fit(of: Task, kind: str, steps: int = 60) -> Tensor | MLPWeights:
+    """Start at the mean, and follow the gradient of the error (Adam); always the same result on the same machine."""
+    H, D = of.k.shape[2:]
+    parts = tuple(x.requires_grad_() for x in mean_as(kind, of.length, H, D))
+    optimiser = torch.optim.Adam(parts, lr=1e-3 if kind == "weighted" else 1e-4)
+    for _ in range(steps):
+        k_cmp = compress(of.k, kind=kind, length=of.length, stride=of.stride, weight=as_weight(kind, parts))
+        optimiser.zero_grad()
+        error(of, k_cmp).mean().backward()
+        optimiser.step()
+    return as_weight(kind, tuple(x.detach() for x in parts))
+
+
+def best_keys(of: Task, steps: int = 100) -> Tensor:
+    """Summary keys that are made of nothing, only fitted, one for each window: no summary of any kind does better."""
+    k_cmp = compress(of.k, length=of.length, stride=of.stride).requires_grad_()
+    optimiser = torch.optim.Adam([k_cmp], lr=3e-2)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        error(of, k_cmp).mean().backward()
+        optimiser.step()
+    return k_cmp.detach()
+
+
+def draw_errors(rows: dict[str, tuple[float, float]]) -> Picture:
+    """Errors of each kind on the windows it learnt from and on others.
+
+    Args:
+        rows: kind, `"mean"` among them, to (error where it learnt, error elsewhere).
+    """
+    figure, axes = new_figure(8.0, 2.6)
+    axis = axes[0, 0]
+    for place, (learnt, held_out) in enumerate(rows.values()):
+        axis.barh(place - 0.19, learnt, 0.34, color=PALETTE["masked"], label="windows it learnt from" if place == 0 else None)
+        axis.barh(place + 0.19, held_out, 0.34, color=_SEEN, label="other windows" if place == 0 else None)
+        for offset, value in ((-0.19, learnt), (0.19, held_out)):
+            axis.text(value + 0.002, place + offset, f"{value:.3f}", va="center", fontsize=8, color=PALETTE["text"])
+    axis.set_yticks(range(len(rows)), list(rows))
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.35 * max(max(pair) for pair in rows.values()))
+    axis.set_xlabel("mean squared error of a score", fontsize=9)
+    axis.legend(fontsize=8, frameon=False, loc="center right")
+    best = min(rows, key=lambda kind: rows[kind][1])
+    less = 100 * (1 - rows[best][1] / rows["mean"][1])
+    return Picture(figure, f"On windows that it has not met, {best!r} is best: {less:.0f} % less error than the mean")
