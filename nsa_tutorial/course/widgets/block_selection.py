@@ -197,6 +197,7 @@ def draw_overlap(length: int = 32, stride: int = 16, block_size: int = 64, block
     """One block and the summaries around it; what lies inside the block is coloured, and its pieces of `stride` are counted."""
     first, weights = block_selection.overlap_weights(length, stride, block_size, block + 1)
     first, weights = int(first[block]), weights[block][weights[block] > 0].tolist()
+    first, weights = max(first, 0), weights[max(-first, 0) :]  # none begins before token 0
     shown = range(max(first - 1, 0), first + len(weights) + 1)
     start, end = block * block_size, (block + 1) * block_size
     figure, axes = new_figure(8.0, 0.9 + 0.3 * len(shown))
@@ -392,7 +393,7 @@ def draw_jump() -> Picture:
     axis = axes[0, 0]
     for part in (slice(0, flip), slice(flip, None)):
         axis.plot(at[part], [x.o for x in steps[part]], color=PALETTE["selected"], linewidth=2)
-        axis.text(at[part].mean(), np.mean([x.o for x in steps[part]]) + (0.18 if part.start == 0 else -0.3),
+        axis.text(at[part].mean(), np.mean([x.o for x in steps[part]]) + (0.18 if part.start == 0 else -0.16),
                   f"list {steps[part][0].ids}", color=PALETTE["selected"], fontsize=9, ha="center")  # fmt: skip
     middle = (at[flip - 1] + at[flip]) / 2
     axis.plot([middle] * 2, [steps[flip - 1].o, steps[flip].o], ":", color=PALETTE["query"], linewidth=1.5)
