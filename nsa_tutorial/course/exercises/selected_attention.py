@@ -1,0 +1,675 @@
+"""Exercises of chapter 05: from a list to tokens, a load behind a guard, counts and own block, the window, and the whole walk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nsa_tutorial import online_softmax
+from nsa_tutorial.course.exercises import Case, Exercise, Misconception
+from nsa_tutorial.course.figures import Picture, grid, new_figure
+from nsa_tutorial.online_softmax import LOG2_E
+
+
+def _random(*shape: int, seed: int, factor: float = 1.0) -> Tensor:
+    return factor * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# -- tokens_of_list --
+
+
+def tokens_of_list(ids: list[int], position: int, M: int, block_size: int, causal: bool) -> list[int]:
+    """Positions of all keys that a query sees through its list, slot by slot."""
+    num_visible = position + 1 if causal else M
+    tokens = []
+    for block_id in ids:
+        block_start = block_id * block_size
+        if block_id >= 0 and block_start < num_visible:  # the guard
+            tokens += range(block_start, min(block_start + block_size, num_visible))
+    return tokens
+
+
+def _tokens(change: str) -> Callable:
+    """A wrong `tokens_of_list`, with one change."""
+
+    def wrong(ids: list[int], position: int, M: int, block_size: int, causal: bool) -> list[int]:
+        num_visible = position + 1 if causal else M
+        tokens = []
+        for block_id in ids:
+            if block_id < 0 and change == "stop":
+                break
+            if block_id < 0 and change == "wrap":
+                block_id += -(-M // block_size)
+            if block_id < 0 and change != "negative":
+                continue
+            if block_id == 0 and change == "zero is empty":
+                continue
+            start = block_id if change == "offset" else block_id * block_size
+            end = start + block_size
+            limit = num_visible
+            if change == "no cut" and causal:
+                limit = M if start < num_visible else 0
+            if change == "future block" and causal and start > position:
+                limit = M
+            if change == "always causal":
+                limit = position + 1
+            if change == "past the end" and not causal:
+                limit = end if start < M else 0
+            if change == "not itself" and causal:
+                limit = position
+            if change == "whole blocks":
+                limit = end if end <= num_visible else 0
+            tokens += range(start, min(end, limit))
+        return tokens
+
+    return wrong
+
+
+_TOKENS = Exercise(
+    name="tokens_of_list",
+    statement="""
+One query at `position`, `M` keys, blocks of `block_size` keys. `ids` is its list: block ids, with `-1` for an empty slot, anywhere.
+Return the positions of all the keys that the query sees, as a list, slot by slot in the order of `ids`. If `causal`, it sees no key
+after its own position; otherwise every key that exists, of the listed blocks. An id in the future, or past the last block,
+shows nothing.
+""",
+    minutes=6,
+    difficulty=2,
+    solution=tokens_of_list,
+    misconceptions=(
+        Misconception(
+            "taking an id for a token's position",
+            _tokens("offset"),
+            "An id counts blocks. At which token does block 2 begin if a block holds 4?",
+        ),
+        Misconception(
+            "letting -1 wrap round to the last block",
+            _tokens("wrap"),
+            "In Python, index -1 is the last one, and the last block is mostly the future. Here -1 means: nothing in this slot.",
+        ),
+        Misconception(
+            "turning -1 into negative positions",
+            _tokens("negative"),
+            "-1 times the block size is a position in front of the first token. An empty slot has to be left out "
+            "before you multiply.",
+        ),
+        Misconception(
+            "stopping at the first empty slot",
+            _tokens("stop"),
+            "`-1` may stand anywhere in the row, with a block behind it. Leave the slot out, and go on.",
+        ),
+        Misconception(
+            "taking id 0 for an empty slot",
+            _tokens("zero is empty"),
+            "Block 0 is the first block of the text. Only negative ids are empty; look at your comparison, or at what "
+            "Python calls true.",
+        ),
+        Misconception(
+            "showing all of a block that the query stands in",
+            _tokens("no cut"),
+            "A block that begins in the past may end in the future. How far may this query see?",
+        ),
+        Misconception(
+            "cutting the own block but not a block further on",
+            _tokens("future block"),
+            "A listed block may lie in the future as a whole. What is its first token, and may the query see that one?",
+        ),
+        Misconception(
+            "running past the last key",
+            _tokens("past the end"),
+            "Where the block size does not divide M, the last block is shorter. With the causal cut you do not notice; "
+            "without it you do.",
+        ),
+        Misconception(
+            "hiding the query's own position from it",
+            _tokens("not itself"),
+            "A query sees itself: at position 0 there is one key, not none. How many keys are visible at position t?",
+        ),
+        Misconception(
+            "keeping only blocks that are visible as a whole",
+            _tokens("whole blocks"),
+            "The visible part of a block counts, however short. In most places the query's own block is the one that is cut.",
+        ),
+        Misconception(
+            "cutting causally always",
+            _tokens("always causal"),
+            "With causal=False the query sees its listed blocks up to the end of the text.",
+        ),
+    ),
+    cases=(
+        Case("blocks of 4, the list [2, 0], query 9 of 12", lambda: ([2, 0], 9, 12, 4, True)),
+        Case("an empty slot in front", lambda: ([-1, 1], 11, 12, 4, True)),
+        Case("nothing but empty slots", lambda: ([-1, -1], 7, 12, 4, True)),
+        Case("a block of the future, and its own", lambda: ([2, 1], 5, 12, 4, True)),
+        Case("block of 3, M = 10, not causal: the last block is short", lambda: ([3, 0], 4, 10, 3, False)),
+        Case("an id past the last block, not causal", lambda: ([4, 1, 9], 2, 10, 3, False)),
+        Case("query 0", lambda: ([0], 0, 7, 4, True)),
+    ),
+    tolerance=0.0,
+)
+
+
+# -- load_block --
+
+
+def load_block(x: Tensor, block_id: int, num_visible: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """A tile [BS, D] of the block's rows, zeros where nothing may be loaded, and `is_seen` [BS]."""
+    offset = block_id * block_size + torch.arange(block_size)  # [BS]
+    is_seen = (block_id >= 0) & (offset < num_visible)
+    tile = x.new_zeros(block_size, x.shape[1])
+    tile[is_seen] = x[offset[is_seen]]
+    return tile, is_seen
+
+
+def _load(change: str) -> Callable:
+    """A wrong `load_block`, with one change."""
+
+    def wrong(x: Tensor, block_id: int, num_visible: int, block_size: int) -> tuple[Tensor, Tensor]:
+        M = len(x)
+        limit = M if change == "no cut" else num_visible
+        offset = (block_id if change == "offset" else block_id * block_size) + torch.arange(block_size)
+        if change == "wrap" and block_id < 0:
+            offset = (block_id + -(-M // block_size)) * block_size + torch.arange(block_size)
+        is_seen = (offset >= 0) & (offset < limit)
+        if change == "only the score":
+            return x[offset % M], is_seen
+        if change == "times the mask":
+            return x[offset % M] * is_seen[:, None], is_seen
+        if change == "out of bounds":
+            rows = x[offset] if block_id >= 0 else x.new_zeros(block_size, x.shape[1])
+            return rows.masked_fill(~is_seen[:, None], 0), is_seen
+        if change == "shorter":
+            return x[offset[is_seen]], is_seen[is_seen]
+        tile = torch.full((block_size, x.shape[1]), -torch.inf if change == "minus infinity" else 0.0)
+        tile[is_seen] = x[offset[is_seen]]
+        if change == "negative counts as seen":
+            is_seen = offset < limit
+        return tile, is_seen
+
+    return wrong
+
+
+_LOAD = Exercise(
+    name="load_block",
+    statement="""
+What a kernel does for one slot. `x` `[M, D]` holds the keys (or the values) of one head, and the query sees its first `num_visible`
+rows. Return `(tile, is_seen)`. `tile` `[BS, D]` always has `block_size` rows: the rows of block `block_id`, and zeros in place of
+every row that the query does not see or that does not exist. `is_seen` `[BS]` is a boolean tensor and says which are real. For
+`block_id = -1` nothing is seen. In the cases the rows that are not to be loaded hold NaN, as memory that nobody has written may.
+""",
+    minutes=7,
+    difficulty=2,
+    solution=load_block,
+    misconceptions=(
+        Misconception(
+            "hiding the score, and loading the row all the same",
+            _load("only the score"),
+            "`is_seen` is right, and it will hide the score. But the hidden row sits in the tile, and its value is multiplied by a "
+            "weight of 0 later. What is 0 · NaN?",
+        ),
+        Misconception(
+            "multiplying by the mask",
+            _load("times the mask"),
+            "0 · NaN is NaN: a product does not remove a number. Choose between the row and a zero instead, or do not "
+            "load it at all.",
+        ),
+        Misconception(
+            "letting -1 wrap round to the last block",
+            _load("wrap"),
+            "-1 names no block. The last block is mostly in the future, and a query that reads it looks ahead.",
+        ),
+        Misconception(
+            "counting the rows of an empty slot as seen",
+            _load("negative counts as seen"),
+            "The tile is right, and its zeros would enter the softmax: a key of zeros has the score 0 and the weight e⁰. Positions "
+            "below num_visible include all negative ones.",
+        ),
+        Misconception(
+            "loading up to the end of the text, whatever the query may see",
+            _load("no cut"),
+            "Rows from num_visible on are the future. They exist, and they are not for this query.",
+        ),
+        Misconception(
+            "taking the id for the first row",
+            _load("offset"),
+            "Block 1 does not begin at row 1. How many rows lie in front of it?",
+        ),
+        Misconception(
+            "reading first and hiding afterwards",
+            _load("out of bounds"),
+            "Where the block runs past the end, there is no row to be read. PyTorch raises an error; a GPU reads what lies there.",
+        ),
+        Misconception(
+            "a tile with fewer rows",
+            _load("shorter"),
+            "A kernel's tile has a fixed shape: keep all block_size rows, and put zeros where there is nothing.",
+        ),
+        Misconception(
+            "filling the tile with −∞",
+            _load("minus infinity"),
+            "−∞ belongs in a score. In a key it is multiplied by a query, and −∞ times a negative number is +∞; in a "
+            "value, 0 · −∞ is NaN.",
+        ),
+    ),
+    cases=(
+        Case("rows 0 to 5, blocks of 2: block 1", lambda: (_rows(6, 6), 1, 6, 2)),
+        Case("block 1 again, and the query sees 3 rows", lambda: (_rows(6, 3), 1, 3, 2)),
+        Case("an empty slot", lambda: (_rows(6, 3), -1, 3, 2)),
+        Case("a block of the future", lambda: (_rows(6, 3), 2, 3, 2)),
+        Case("7 rows, blocks of 3: the last holds one", lambda: (_rows(7, 7), 2, 7, 3)),
+        Case("an empty slot, with the last block visible", lambda: (_rows(8, 8), -1, 8, 4)),
+        Case("two columns, random numbers", lambda: (_random(9, 2, seed=0), 1, 7, 4)),
+    ),
+    tolerance=0.0,
+)
+
+
+def _rows(M: int, num_visible: int) -> Tensor:
+    """Row i is i + 1, and NaN from `num_visible` on."""
+    x = torch.arange(1.0, M + 1)[:, None]
+    return x.masked_fill(torch.arange(M)[:, None] >= num_visible, torch.nan)
+
+
+# -- ids_to_walk --
+
+
+def ids_to_walk(ids: list[int], count: int, position: int, block_size: int) -> list[int]:
+    """The block ids that a query with this list walks over, its own block among them."""
+    walked = [block_id for block_id in ids[:count] if block_id >= 0]
+    own = position // block_size
+    return walked if own in walked else [*walked, own]
+
+
+def _walk(change: str) -> Callable:
+    """A wrong `ids_to_walk`, with one change."""
+
+    def wrong(ids: list[int], count: int, position: int, block_size: int) -> list[int]:
+        own = position % block_size if change == "remainder" else position // block_size
+        if change == "position":
+            own = position
+        if change == "real ones":
+            walked = [i for i in ids if i >= 0][:count]
+        elif change == "no count":
+            walked = [i for i in ids if i >= 0]
+        elif change == "last ones":
+            walked = [i for i in ids[max(len(ids) - count, 0) :] if i >= 0]
+        elif change == "power of two":
+            walked = [i for i in ids[: 1 << max(count - 1, 0).bit_length() if count else 0] if i >= 0]
+        else:
+            walked = [i for i in ids[:count] if i >= 0]
+        if change == "twice":
+            return [*walked, own]
+        if change == "looks at all":
+            return walked if own in ids else [*walked, own]
+        if change == "inside the count":
+            return (walked if own in walked else [*walked, own])[:count]
+        if change == "never":
+            return walked
+        return walked if own in walked else [*walked, own]
+
+    return wrong
+
+
+_WALK = Exercise(
+    name="ids_to_walk",
+    statement="""
+`block_counts` and `include_own_block` for one query, together. `ids` is its row of slots. Return the ids that it walks over,
+in order,
+as a list without empty slots: of the first `count` slots (slots, empty ones included; `count` may exceed their number) those that
+hold a block, and at the end the block that the query's `position` lies in, unless it is among them already.
+""",
+    minutes=5,
+    difficulty=2,
+    solution=ids_to_walk,
+    misconceptions=(
+        Misconception(
+            "counting the own block twice",
+            _walk("twice"),
+            "If a slot lists it already, its keys would be taken into the softmax two times, each with its full weight.",
+        ),
+        Misconception(
+            "looking for the own block in slots that are not read",
+            _walk("looks at all"),
+            "Here the own block is listed behind the count. Nobody reads that slot, so that the block is missing.",
+        ),
+        Misconception(
+            "counting blocks instead of slots",
+            _walk("real ones"),
+            "`count` says how many slots are read, and an empty slot is one of them: cut first, then leave out the empty ones.",
+        ),
+        Misconception(
+            "reading all slots, whatever the count",
+            _walk("no count"),
+            "Slots from `count` on are not read, even where they hold a block.",
+        ),
+        Misconception(
+            "reading the last slots instead of the first",
+            _walk("last ones"),
+            "The first `count` slots are read.",
+        ),
+        Misconception(
+            "rounding the count up to a power of two",
+            _walk("power of two"),
+            "A tile may well be that long, but what lies behind the count has to be left out all the same. Try a count "
+            "of 3. (Public "
+            "libraries fell into this.)",
+        ),
+        Misconception(
+            "the own block competing for the counted slots",
+            _walk("inside the count"),
+            "The count is about the list. The own block comes on top of it.",
+        ),
+        Misconception(
+            "never adding the own block",
+            _walk("never"),
+            "Without it most queries would not even see themselves.",
+        ),
+        Misconception(
+            "taking the query's position for its block",
+            _walk("position"),
+            "An id counts blocks. Which block holds position 9 if a block holds 4?",
+        ),
+        Misconception(
+            "taking the place in the block for the block",
+            _walk("remainder"),
+            "`%` tells where in its block the query stands; the number of the block is the other part of the division.",
+        ),
+    ),
+    cases=(
+        Case("blocks of 4, query 9, two slots", lambda: ([0, 1], 2, 9, 4)),
+        Case("the own block is listed", lambda: ([2, 0], 2, 9, 4)),
+        Case("an empty slot in front, a count of 2", lambda: ([-1, 1, 0], 2, 9, 4)),
+        Case("a count of 3 of 5 slots", lambda: ([0, 3, 1, 5, 2], 3, 27, 4)),
+        Case("the own block behind the count", lambda: ([0, 2], 1, 9, 4)),
+        Case("a count of 0", lambda: ([1, 0], 0, 6, 4)),
+        Case("a count larger than the row", lambda: ([1, -1, 0], 8, 30, 4)),
+    ),
+    tolerance=0.0,
+)
+
+
+# -- window_mask --
+
+
+def window_mask(N: int, M: int, window_size: int) -> Tensor:
+    """Boolean [N, M]: True where query n, at position M - N + n, sees key m through its window."""
+    position = torch.arange(M - N, M)[:, None]  # [N, 1]
+    key = torch.arange(M)  # [M]
+    return (key <= position) & (key > position - window_size)
+
+
+def _window(wider: int = 0, offset: bool = True, causal: bool = True, front: int = 0, aligned: bool = False) -> Callable:
+    """A wrong `window_mask`: how many keys too wide or too narrow, where the queries stand, whether the future is hidden."""
+
+    def wrong(N: int, M: int, window_size: int) -> Tensor:
+        position = torch.arange(N)[:, None] + (M - N if offset else 0)
+        key = torch.arange(M)
+        first = position - window_size + 1 - wider
+        if aligned:
+            first = position // window_size * window_size
+        if not causal:
+            return (key - position).abs() < window_size
+        return (key <= position - front) & (key >= first)
+
+    return wrong
+
+
+def _past_only(N: int, M: int, window_size: int) -> Tensor:
+    return torch.arange(M) > torch.arange(M - N, M)[:, None] - window_size
+
+
+def _complement(N: int, M: int, window_size: int) -> Tensor:
+    return ~window_mask(N, M, window_size)
+
+
+def _draw_window(arguments: tuple, got: object, expected: Tensor) -> Picture:
+    """What was seen beside what should be."""
+    got = torch.as_tensor(got)
+    N, M, w = arguments
+    figure, axes = new_figure(7.0, 0.6 + 0.28 * max(N, 4), columns=2)
+    for axis, mask, title in ((axes[0, 0], got, "yours"), (axes[0, 1], expected, "a window of exactly w")):
+        grid(axis, mask.double().numpy(), colour="window", largest=1.0)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("key", fontsize=9)
+        axis.set_ylabel("query", fontsize=9)
+        axis.set_yticks(range(N), range(M - N, M))
+    widths = sorted(set(got.sum(1).int().tolist()))
+    return Picture(figure, f"A window of {w}: your queries see {', '.join(map(str, widths))} keys")
+
+
+_WINDOW = Exercise(
+    name="window_mask",
+    statement="""
+The sliding window as a mask, `[N, M]` boolean, True where visible: the `N` queries are the last of `M` positions, and each sees
+exactly the latest `window_size` keys, its own included, or all that there are at the start of the text.
+""",
+    minutes=5,
+    difficulty=1,
+    solution=window_mask,
+    misconceptions=(
+        Misconception(
+            "a window of w + 1",
+            _window(wider=1),
+            "Count the keys of a late query. From t − w to t, both included, there are w + 1. Public code often is one "
+            "key off here.",
+        ),
+        Misconception(
+            "a window of w − 1",
+            _window(wider=-1),
+            "Count the keys of a late query: one is missing at the far end.",
+        ),
+        Misconception(
+            "leaving out the query's own key",
+            _window(front=1),
+            "The window ends with the query itself, which is one of the w.",
+        ),
+        Misconception(
+            "shifting the window back by one",
+            _window(front=1, wider=1),
+            "There are w keys, and the query's own is not among them.",
+        ),
+        Misconception(
+            "taking the queries for the first N positions",
+            _window(offset=False),
+            "They are the last N of the M: query 0 stands at position M − N.",
+        ),
+        Misconception(
+            "a window to both sides",
+            _window(causal=False),
+            "The distance to a key of the future is small too, if you drop its sign. A query sees no later key.",
+        ),
+        Misconception(
+            "cutting at the far end only",
+            _past_only,
+            "Keys that are too old are hidden. And those of the future?",
+        ),
+        Misconception(
+            "a block in place of a window",
+            _window(aligned=True),
+            "Blocks begin at multiples of their size; the window moves along with its query, one key at a time.",
+        ),
+        Misconception(
+            "True where hidden",
+            _complement,
+            "The mask is asked for as True where the query sees the key.",
+        ),
+    ),
+    cases=(
+        Case("N = M = 5, a window of 3", lambda: (5, 5, 3)),
+        Case("the last 2 of 6 positions, a window of 2", lambda: (2, 6, 2)),
+        Case("a window of 1: itself", lambda: (3, 4, 1)),
+        Case("a window wider than the text", lambda: (4, 7, 9)),
+        Case("one query, 9 keys: decoding", lambda: (1, 9, 4)),
+    ),
+    tolerance=0.0,
+    picture=_draw_window,
+)
+
+
+# -- attend_to_list --
+
+
+def attend_to_list(
+    q_tile: Tensor, k: Tensor, v: Tensor, ids: list[int], num_visible: int, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """Attention of one query's group to its list: o [G, DV] and lse [G], one block at a time."""
+    G, D = q_tile.shape
+    scale = D**-0.5
+    state = online_softmax.start(G, v.shape[1])
+    for block_id in ids:
+        block_start = block_id * block_size
+        if block_id < 0 or block_start >= num_visible:
+            continue  # nothing is loaded
+        tokens = slice(block_start, min(block_start + block_size, num_visible))
+        acc_s = q_tile @ k[tokens].T  # [G, BS], fewer keys in the last block
+        state = online_softmax.update(state, acc_s, v[tokens], scale * LOG2_E)
+    return online_softmax.finish(state, scale)
+
+
+def _attend(change: str) -> Callable:
+    """A wrong `attend_to_list`, with one change."""
+
+    def wrong(q_tile: Tensor, k: Tensor, v: Tensor, ids: list[int], num_visible: int, block_size: int) -> tuple[Tensor, Tensor]:
+        (G, D), M, DV = q_tile.shape, len(k), v.shape[1]
+        scale = 1.0 if change == "no scale" else D**-0.5
+        scale_log2 = scale * (1.0 if change == "no log2(e)" else LOG2_E)
+        state, parts = online_softmax.start(G, DV), []
+        for block_id in ids:
+            if block_id < 0 and change == "wrap":
+                block_id += -(-M // block_size)
+            if block_id < 0 and change == "stop":
+                break
+            start = block_id * block_size
+            if block_id < 0 or start >= (M if change in ("load, then mask", "no cut") else num_visible):
+                continue
+            end = min(start + block_size, M if change in ("no cut", "load, then mask") else num_visible)
+            acc_s = q_tile @ k[start:end].T
+            if change == "load, then mask":
+                acc_s = acc_s.masked_fill(torch.arange(start, end) >= num_visible, -torch.inf)
+            if change in ("anew", "average"):
+                state = online_softmax.start(G, DV)
+            state = online_softmax.update(state, acc_s, v[start:end], scale_log2)
+            parts.append(online_softmax.finish(state, scale))
+        o, lse = online_softmax.finish(state, scale)
+        if change == "average" and parts:
+            o = torch.stack([part for part, _ in parts]).mean(0)
+            lse = torch.logsumexp(torch.stack([part for _, part in parts]), 0)
+        if change == "0/0":
+            o = state.acc_o / state.logsum[:, None]
+        if change == "lse of 0":
+            lse = lse.masked_fill(lse == -torch.inf, 0)
+        return o, lse
+
+    return wrong
+
+
+_ATTEND = Exercise(
+    name="attend_to_list",
+    statement="""
+The whole walk for one query and one KV head. `q_tile` `[G, D]` are the query's `G` heads of the group, `k` `[M, D]`, `v` `[M, DV]`,
+`ids` the list that they share, `num_visible` the number of keys that the query may see, from the first one on. Return `o` `[G,
+DV]` and `lse` `[G]`,
+scale `D ** -0.5`, holding the scores of one block at a time. Do not load what the query does not see: in some cases it is NaN. Take
+`online_softmax.start(rows, DV)`, `online_softmax.update(state, acc_s, v_tile, scale_log2)`, `online_softmax.finish(state,
+scale)` and
+`online_softmax.LOG2_E`. One case lists nothing at all.
+""",
+    minutes=10,
+    difficulty=3,
+    solution=attend_to_list,
+    misconceptions=(
+        Misconception(
+            "loading what is hidden, and masking its score",
+            _attend("load, then mask"),
+            "The weight of a hidden key is 0, and 0 · NaN is NaN. Cut the block before you load its keys and values.",
+        ),
+        Misconception(
+            "no cut inside the last block",
+            _attend("no cut"),
+            "A block that begins below num_visible may end above it.",
+        ),
+        Misconception(
+            "letting -1 wrap round to the last block",
+            _attend("wrap"),
+            "An empty slot is left out. In Python, -1 counts from the end, where the future is.",
+        ),
+        Misconception(
+            "stopping at the first empty slot",
+            _attend("stop"),
+            "A block may follow behind it: leave out the slot, not the rest of the list.",
+        ),
+        Misconception(
+            "starting anew at every block",
+            _attend("anew"),
+            "The state is what joins the blocks: start it once, in front of the loop.",
+        ),
+        Misconception(
+            "averaging the blocks' outputs",
+            _attend("average"),
+            "Each block's softmax sums to 1 by itself, so that a block of weak scores would count as much as a strong "
+            "one. One softmax runs "
+            "over all keys of the list.",
+        ),
+        Misconception(
+            "dividing by the sum of nothing",
+            _attend("0/0"),
+            "A row that saw no key has logsum 0 and acc_o 0. What is its output to be? `finish` knows.",
+        ),
+        Misconception(
+            "an lse of 0 for an empty row",
+            _attend("lse of 0"),
+            "lse is a logarithm of a sum. A sum of nothing is 0; an lse of 0 says that the weights summed to 1.",
+        ),
+        Misconception(
+            "leaving out the scale",
+            _attend("no scale"),
+            "The dot products are multiplied by D ** -0.5, here inside scale_log2 and in `finish`.",
+        ),
+        Misconception(
+            "`scale_log2` without `log2(e)`",
+            _attend("no log2(e)"),
+            "`update` takes powers of two: eˣ is 2 to the x·log2(e). `finish` wants the plain scale.",
+        ),
+    ),
+    cases=(
+        Case("four tokens, blocks of 2, the list [1, 0]", lambda: _four([1, 0], 4)),
+        Case("the same tokens, the last one hidden", lambda: _four([1, 0], 3)),
+        Case("an empty slot in front", lambda: (*_qkv(2, 11, seed=0), [-1, 1, 0], 11, 4)),
+        Case(
+            "an empty slot in front, and hidden keys and values are NaN", lambda: (*_qkv(2, 11, seed=1, hidden=6), [-1, 1, 0], 6, 4)
+        ),
+        Case("a future block, three rows", lambda: (*_qkv(3, 12, seed=2, hidden=7), [2, 1], 7, 4)),
+        Case("nothing listed", lambda: (*_qkv(2, 8, seed=3), [-1, -1], 8, 4)),
+        Case("scores that fall by the hundred", lambda: _steep([2, 0])),
+        Case("scores that rise by the hundred", lambda: _steep([0, 2])),
+    ),
+)
+
+
+def _qkv(G: int, M: int, *, seed: int, hidden: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Random `q_tile [G, 4]`, `k [M, 4]`, `v [M, 3]`; NaN from key `hidden` on."""
+    q, k, v = (_random(*shape, seed=10 * seed + i, factor=2.0) for i, shape in enumerate(((G, 4), (M, 4), (M, 3))))
+    if hidden is not None:
+        k[hidden:], v[hidden:] = torch.nan, torch.nan
+    return q, k, v
+
+
+def _four(ids: list[int], num_visible: int) -> tuple:
+    return (
+        torch.tensor([[1.0]]),
+        torch.tensor([[0.0], [1.0], [2.0], [3.0]]),
+        torch.tensor([[1.0], [2.0], [4.0], [8.0]]),
+        ids,
+        num_visible,
+        2,
+    )
+
+
+def _steep(ids: list[int]) -> tuple:
+    k = 100 * torch.arange(9.0)[:, None]
+    return torch.ones(1, 1), k, _random(9, 2, seed=9), ids, 9, 3
+
+
+EXERCISES = (_TOKENS, _LOAD, _WALK, _WINDOW, _ATTEND)

@@ -1,0 +1,251 @@
+"""Chapter 05's pictures: one query's list in a real text, the mask of all lists, and what a list moves beside dense tiles.
+
+`group_mass` and `true_lists` choose blocks by the attention that trained heads really pay (no kernel knows it in advance; chapters
+06 and 07 find such blocks cheaply), `token_kinds` says what a list makes of each token, `loads` and `crossover` count bytes.
+`draw_text`, `draw_masks` and `draw_bytes` draw them; `explore` puts controls on the first.
+
+Symbols: `N` positions, `H` key/value heads, `BS` block size, `NB` blocks, `S` slots.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import ipywidgets
+import numpy as np
+import torch
+from matplotlib.colors import to_rgb
+from matplotlib.font_manager import findfont
+from matplotlib.patches import Patch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from nsa_tutorial import costs
+from nsa_tutorial.course import heads
+from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure, readable_on, shades
+from nsa_tutorial.course.heads import Heads
+from nsa_tutorial.course.widgets import Panel, panel
+from nsa_tutorial.selected_attention import dense_mask
+
+KINDS = ("selected", "own block", "not listed", "future")
+COPYING = 3  # the KV head whose group looks farthest back: at lines like the one that the query stands in
+QUERY, BLOCK_SIZE, TOP_N = 385, 16, 4  # the example of the chapter
+CELL = (8, 17)  # pixels of a character
+D = 128  # of the priced example
+_PALE = {"selected": "selected", "own block": "own block", "not listed": "masked"}
+
+# -- lists by the true attention --
+
+
+def group_mass(h: Heads, block_size: int) -> Tensor:
+    """The share of a group's attention that each block of keys gets, `[H, N, NB]`: the mean over the group's query heads."""
+    mass = heads.block_mass(heads.attention_weights(h.q, h.k)[0], block_size)  # [HQ, N, NB]
+    return mass.unflatten(0, (-1, h.G)).mean(1)
+
+
+def true_lists(mass: Tensor, block_size: int, top_n: int) -> Tensor:
+    """The best `top_n` causal blocks of each query by `mass [H, N, NB]`, its own always among them: `[1, N, H, top_n]`.
+
+    Ids ascend; a query with fewer blocks behind it has `-1` in the slots that are left.
+    """
+    NB = mass.shape[-1]
+    own = torch.arange(mass.shape[1])[:, None] // block_size  # [N, 1]
+    block = torch.arange(NB)  # [NB]
+    rank = mass.masked_fill(block == own, torch.inf).masked_fill(block > own, -torch.inf)
+    best = rank.topk(min(top_n, NB), dim=-1)
+    ids = best.indices.masked_fill(best.values == -torch.inf, NB).sort(-1).values  # empty slots last
+    ids = torch.nn.functional.pad(ids, (0, top_n - ids.shape[-1]), value=NB)
+    return ids.masked_fill(ids == NB, -1).permute(1, 0, 2)[None]
+
+
+def token_kinds(ids: list[int], query: int, N: int, block_size: int) -> list[str]:
+    """What each of `N` tokens is to a query with this list: one of `KINDS`."""
+    own = query // block_size
+
+    def kind(token: int) -> str:
+        if token > query:
+            return "future"
+        if token // block_size not in ids:
+            return "not listed"
+        return "own block" if token // block_size == own else "selected"
+
+    return [kind(token) for token in range(N)]
+
+
+@functools.cache
+def _heads() -> Heads:
+    return heads.load()
+
+
+@functools.lru_cache(maxsize=4)
+def _mass(block_size: int) -> Tensor:
+    return group_mass(_heads(), block_size)
+
+
+# -- one query's list, in the text --
+
+
+def draw_text(query: int = QUERY, top_n: int = TOP_N, group: int = COPYING, block_size: int = BLOCK_SIZE) -> Picture:
+    """Above, how the group's attention spreads over the blocks; below, the listed blocks in the text itself."""
+    h, mass = _heads(), _mass(block_size)
+    ids = [i for i in true_lists(mass[group : group + 1, : query + 1], block_size, top_n)[0, query, 0].tolist() if i >= 0]
+    shares, own = mass[group, query].numpy(), query // block_size
+    page = _page(h.text, token_kinds(ids, query, len(h.text), block_size), query)
+    height = page.shape[0] / 100 + 2.5
+    figure, axes = new_figure(8.0, height)
+    figure.set_layout_engine(None)  # fixed places: nothing jumps under the slider
+    bars = axes[0, 0]
+    bars.set_position([0.075, 1 - 1.75 / height, 0.915, 1.4 / height])
+    colours = [PALETTE["own block" if b == own else "selected" if b in ids else "masked"] for b in range(len(shares))]
+    bars.bar(range(len(shares)), 100 * shares, 0.8, color=colours)
+    bars.set_xlim(-0.6, len(shares) - 0.4)
+    bars.set_ylim(0, 100 * max(0.3, 1.15 * shares.max()))
+    bars.set_xticks(range(0, len(shares), max(1, len(shares) // 16)))
+    bars.set_xlabel(f"block id, {block_size} tokens a block", fontsize=9)
+    bars.set_ylabel("attention, %", fontsize=9)
+    figure.figimage(page, (800 - page.shape[1]) // 2, 28, origin="upper")
+    handles = [Patch(color=PALETTE[colour], label=kind) for kind, colour in _PALE.items()]
+    handles.append(Patch(color=PALETTE["query"], label=f"query {query}"))
+    figure.legend(handles=handles, loc="lower center", ncols=4, fontsize=9, frameon=False, bbox_to_anchor=(0.5, 0))
+    return Picture(figure, finding(query, ids, shares, block_size))
+
+
+def finding(query: int, ids: list[int], shares: np.ndarray, block_size: int) -> str:
+    """The title: which blocks, and how much of the attention they hold."""
+    blocks = query // block_size + 1
+    return f"Query {query}: blocks {ids}, {len(ids)} of {blocks}, hold {shares[ids].sum():.0%} of its group's attention"
+
+
+def _page(text: bytes, kinds: list[str], query: int) -> np.ndarray:
+    """The text as pixels, uint8 `[rows, columns, 3]`, each character on the colour of its kind, line ends included."""
+    lines = text.split(b"\n")
+    wide, high = CELL
+    image = Image.new("RGB", (wide * (max(map(len, lines)) + 1), high * len(lines)), SURFACE)
+    pen, font = ImageDraw.Draw(image), ImageFont.truetype(findfont("DejaVu Sans Mono"), 12)
+    row = column = 0
+    for position, byte in enumerate(text):
+        kind = "query" if position == query else _PALE.get(kinds[position])
+        x, y = column * wide, row * high
+        if kind:
+            pen.rectangle((x, y, x + wide - 1, y + high - 2), fill=PALETTE[kind])
+        ink = PALETTE["faint"] if kind is None else readable_on(kind)
+        sign = {0: "·", 10: "↵"}.get(byte, chr(byte))
+        if sign not in " ·↵" or kind:
+            pen.text((x, y + 1), sign, fill=ink, font=font)
+        row, column = (row + 1, 0) if byte == 10 else (row, column + 1)
+    return np.asarray(image)
+
+
+def sentence(query: int, top_n: int, group: int, block_size: int = BLOCK_SIZE) -> str:
+    """What there is to say about one query's list."""
+    h, mass = _heads(), _mass(block_size)
+    ids = true_lists(mass[group : group + 1, : query + 1], block_size, top_n)[0, query, 0]
+    ids = ids[ids >= 0].tolist()
+    keys = sum(kind in ("selected", "own block") for kind in token_kinds(ids, query, len(h.text), block_size))
+    held = mass[group, query, ids].sum().item()
+    return (
+        f"Query {query} ({h.token(query)}) lists the blocks {', '.join(map(str, ids))}: {keys} of the {query + 1} keys "
+        f"that it may see. "
+        f"They hold {held:.0%} of its group's attention."
+    )
+
+
+def explore() -> Panel:
+    """The interactive: another query, another group, a longer list."""
+
+    def render(query: int, top_n: int, group: int) -> tuple[Picture, str]:
+        return draw_text(query, top_n, group), sentence(query, top_n, group)
+
+    h = _heads()
+    return panel(
+        "one query's list in the text",
+        render,
+        query=ipywidgets.IntSlider(QUERY, 0, len(h.text) - 1, description="query"),
+        top_n=ipywidgets.IntSlider(TOP_N, 1, 12, description="blocks listed"),
+        group=ipywidgets.Dropdown(options=list(range(h.k.shape[2])), value=COPYING, description="KV head"),
+    )
+
+
+# -- all lists as a mask --
+
+
+def draw_masks(block_size: int = BLOCK_SIZE, top_n: int = TOP_N, group: int = COPYING, query: int = QUERY) -> Picture:
+    """The lists of one group for all queries: left the attention by blocks, right what the lists let every query see."""
+    h, mass = _heads(), _mass(block_size)[group : group + 1]
+    N = len(h.text)
+    lists = true_lists(mass, block_size, top_n)
+    seen = dense_mask(lists, N, block_size=block_size)[0, :, 0].numpy()  # [N, N]
+    t, key = np.arange(N)[:, None], np.arange(N)[None, :]
+    image = np.ones((N, N, 3))
+    image[key <= t] = to_rgb(PALETTE["masked"])
+    image[seen] = to_rgb(PALETTE["selected"])
+    image[seen & (key // block_size == t // block_size)] = to_rgb(PALETTE["own block"])
+
+    figure, axes = new_figure(8.0, 4.2, columns=2)
+    figure.get_layout_engine().set(h_pad=0.09)  # room below the title
+    left, right = axes[0]
+    left.imshow(np.sqrt(mass[0].numpy()), cmap=shades("selected"), vmin=0, vmax=1, aspect="auto", interpolation="nearest",
+                extent=(0, mass.shape[-1], N, 0))  # fmt: skip
+    right.imshow(image, aspect="auto", interpolation="nearest", extent=(0, N, N, 0))
+    for axis, title, label in ((left, "attention by blocks (darker: more)", "block id"), (right, "what the lists show", "key")):
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel(label, fontsize=9)
+        axis.set_ylabel("query", fontsize=9)
+        axis.axhline(query + 0.5, color=PALETTE["query"], linewidth=1.2)
+    handles = [Patch(color=PALETTE[colour], label=kind) for kind, colour in _PALE.items()]
+    right.legend(handles=handles, loc="upper right", fontsize=8, frameon=False)
+    held = mass.gather(-1, lists[0].permute(1, 0, 2).clamp(min=0)).masked_fill(lists[0].permute(1, 0, 2) < 0, 0).sum(-1).mean()
+    share = seen.sum() / costs.visible_pairs(N, N)
+    return Picture(figure, f"{top_n} blocks of {block_size} per query: {share:.0%} of the pairs, {held:.0%} of the attention")
+
+
+# -- what a list moves, beside dense tiles --
+
+
+def loads(N: int, tile_q: int | None = None, *, G: int = 1, block_size: int = 64, top_n: int = 16) -> float:
+    """Bytes that one query of a group moves on average, `D = DV = 128`, bf16: with a list, or in dense tiles of `tile_q`."""
+    if tile_q is None:
+        cost = costs.selected_attention(N, N, D, block_size=block_size, top_n=top_n, HQ=G, H=1)
+    else:
+        cost = costs.tiled_attention(N, N, D, tile_q=tile_q, tile_k=block_size, HQ=G, H=1)
+    return cost.bytes / N
+
+
+def crossover(tile_q: int, *, G: int = 1, block_size: int = 64, top_n: int = 16) -> int:
+    """The first multiple of `block_size` at which the lists move no more bytes than dense tiles of `tile_q` positions."""
+    low, high = top_n, 2**20 // block_size  # in blocks; below `top_n` of them a list leaves nothing out
+    while high - low > 1:
+        middle = (low + high) // 2
+        N = middle * block_size
+        fewer = loads(N, G=G, block_size=block_size, top_n=top_n) <= loads(N, tile_q, G=G, block_size=block_size)
+        low, high = (low, middle) if fewer else (middle, high)
+    return high * block_size
+
+
+def draw_bytes(rows: int = 128) -> Picture:
+    """Bytes per query over the length: lists, and dense tiles of `rows` rows for groups of 1, 4 and 16."""
+    lengths = 2 ** np.arange(10, 20)
+    figure, axes = new_figure(8.0, 3.6)
+    axis = axes[0, 0]
+    kib = [loads(int(N)) / 1024 for N in lengths]
+    axis.plot(lengths, kib, "o-", color=PALETTE["selected"], markersize=4, label="a list of 16 blocks of 64")
+    found = []
+    for G, style in ((1, "-"), (4, "--"), (16, ":")):
+        tile_q = rows // G
+        tiled = [loads(int(N), tile_q) / 1024 for N in lengths]
+        axis.plot(lengths, tiled, style, color=PALETTE["text"], linewidth=1.5,
+                  label=f"dense tiles, {tile_q} positions ({rows} rows for G = {G})")  # fmt: skip
+        N = crossover(tile_q)
+        found.append(N)
+        axis.plot([N], [loads(N) / 1024], "o", markersize=10, fillstyle="none", markeredgewidth=2, color=PALETTE["query"])
+        axis.annotate(f"{N:,}", (N, loads(N) / 1024), (4, -14), textcoords="offset points", fontsize=9, color=PALETTE["query"])
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log", base=2)
+    axis.set_xticks([2**n for n in range(10, 20, 2)], [f"{2**n:,}" for n in range(10, 20, 2)])
+    axis.set_yticks([4, 16, 64, 256, 1024, 4096], ["4", "16", "64", "256", "1024", "4096"])
+    axis.minorticks_off()
+    axis.set_xlabel("tokens", fontsize=9)
+    axis.set_ylabel("moved per query, KiB", fontsize=9)
+    axis.legend(fontsize=9, frameon=False, loc="upper left")
+    crossings = ", ".join(f"{N:,}" for N in found[::-1])
+    return Picture(figure, f"Lists move fewer bytes than dense tiles from {crossings} tokens on (G = 16, 4, 1)")
