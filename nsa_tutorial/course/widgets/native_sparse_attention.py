@@ -337,7 +337,7 @@ def trade_off(which: str = "local") -> dict[str, list[tuple[float, float]]]:
         v = views(top_n, window)
         both.append((sum(entries(top_n, window).values()), error(gated(fit_gates(v.outputs, v.dense), v.outputs))))
     for loaded, e in sorted(both):
-        if all(e < 0.9 * better for _, better in found["all three, best constant gates"]):
+        if loaded < dense_entries() and all(e < 0.9 * better for _, better in found["all three, best constant gates"]):
             found["all three, best constant gates"].append((loaded, e))
     return found
 
@@ -460,11 +460,11 @@ def draw_gates(g_cmp: float, g_slc: float, g_swa: float, window: int = 64, top_n
 def _draw_entries(axis: Axes, loaded: dict[str, float]) -> None:
     base = 0.0
     for colour, (name, count) in zip(COLOURS, loaded.items(), strict=True):
-        axis.bar(1, count, 0.8, base, color=colour)
+        axis.bar(1, count, 0.9, base, color=colour)
         if count > 12:
             axis.text(1, base + count / 2, f"{name} {count:.0f}", ha="center", va="center", fontsize=8, color=_on(colour))
         base += count
-    axis.bar(0, dense_entries(), 0.8, color=PALETTE["faint"])
+    axis.bar(0, dense_entries(), 0.9, color=PALETTE["faint"])
     axis.text(0, dense_entries() + 4, f"{dense_entries():.0f}", ha="center", fontsize=9)
     axis.text(1, base + 4, f"{base:.0f}", ha="center", fontsize=9)
     axis.set_xticks([0, 1], ["dense", "NSA"])
