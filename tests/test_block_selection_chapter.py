@@ -211,6 +211,16 @@ def test_an_own_summary_ends_with_the_block() -> None:
     assert (own[t % 16 == 15] > 0).all()
 
 
+def test_the_needle_of_chapter_06_is_found_by_short_summaries_and_lost_by_long_ones() -> None:
+    """Query 450, KV head 3: block 15 holds most of head 12's attention."""
+    assert pictures.real()[1][12, 450].argmax() == 15
+    lists = {
+        sizes: pictures.lists("summaries", 4, num_local=1, length=sizes[0], stride=sizes[1])[450, 3] for sizes in pictures.SIZES
+    }
+    assert 15 in lists[8, 4] and 15 in lists[4, 4]
+    assert 15 not in lists[32, 16]
+
+
 def test_too_many_forced_blocks_are_worse_than_the_window() -> None:
     assert mean("summaries", 4, num_initial=1, num_local=2) < mean("latest", 4) < mean("summaries", 4, num_local=1)
 
