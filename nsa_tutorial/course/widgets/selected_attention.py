@@ -2,7 +2,7 @@
 
 `group_mass` and `true_lists` choose blocks by the attention that trained heads really pay (no kernel knows it in advance; chapters
 06 and 07 find such blocks cheaply), `token_kinds` says what a list makes of each token, `loads` and `crossover` count bytes.
-`draw_text`, `draw_masks` and `draw_bytes` draw them; `explore` puts controls on the first.
+`draw_text`, `draw_masks` and `draw_bytes` draw them; `explore` puts controls on the first. `draw_gather` draws a list by hand.
 
 Symbols: `N` positions, `H` key/value heads, `BS` block size, `NB` blocks, `S` slots.
 """
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from matplotlib.colors import to_rgb
 from matplotlib.font_manager import findfont
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -80,6 +80,55 @@ def _heads() -> Heads:
 @functools.lru_cache(maxsize=4)
 def _mass(block_size: int) -> Tensor:
     return group_mass(_heads(), block_size)
+
+
+# -- one query's list, by hand --
+
+
+def tiles_of(ids: list[int], query: int, M: int, block_size: int) -> list[list[int | None]]:
+    """For each slot the tokens that its tile holds, and None for each row that stays zero."""
+    seen = range(min(query + 1, M))
+    starts = [block_id * block_size if block_id >= 0 else M for block_id in ids]  # an empty slot holds nothing that exists
+    return [[token if token in seen else None for token in range(start, start + block_size)] for start in starts]
+
+
+def draw_gather(ids: list[int], query: int, M: int, block_size: int) -> Picture:
+    """Above the keys in their blocks, below the tile of each slot, and what goes from the one to the other."""
+    figure, axes = new_figure(8.0, 2.9)
+    axis, tiles, own = axes[0, 0], tiles_of(ids, query, M, block_size), query // block_size
+    gap, top, bottom = 0.5, 2.4, 0.0
+
+    def square(x: float, y: float, text: str, colour: str | None) -> None:
+        face = SURFACE if colour is None else PALETTE[colour]
+        axis.add_patch(Rectangle((x, y), 0.92, 0.8, facecolor=face, edgecolor=PALETTE["faint"], linewidth=0.8))
+        ink = PALETTE["faint"] if colour is None else readable_on(colour)
+        axis.text(x + 0.46, y + 0.38, text, ha="center", va="center", fontsize=9, color=ink)
+
+    kinds = token_kinds(ids, query, M, block_size)
+    for token, kind in enumerate(kinds):
+        square(token + gap * (token // block_size), top, str(token), _PALE.get(kind))
+    place = query + gap * own
+    axis.add_patch(Rectangle((place - 0.05, top - 0.05), 1.02, 0.9, fill=False, edgecolor=PALETTE["query"], linewidth=2.2))
+    for block in range(-(-M // block_size)):
+        middle = block * (block_size + gap) + block_size / 2
+        axis.text(middle, top + 1.0, f"block {block}", ha="center", fontsize=9, color=PALETTE["text"])
+    for slot, (block_id, tile) in enumerate(zip(ids, tiles, strict=True)):
+        start = slot * (block_size + gap)
+        for row, token in enumerate(tile):
+            colour = None if token is None else "own block" if block_id == own else "selected"
+            square(start + row, bottom, "zero" if token is None else str(token), colour)
+            if token is not None:
+                source = token + gap * block_id + 0.46
+                axis.plot([source, start + row + 0.46], [top - 0.08, bottom + 0.88], color=PALETTE[colour], linewidth=1, alpha=0.8)
+        label = f"slot {slot}: id {block_id}".replace("-", "−")
+        axis.text(start + block_size / 2, bottom - 0.45, label, ha="center", fontsize=9, color=PALETTE["text"])
+    axis.set_xlim(-0.2, max(M + gap * ((M - 1) // block_size), len(ids) * (block_size + gap) - gap) + 0.1)
+    axis.set_ylim(-0.7, 3.8)
+    axis.axis("off")
+    loaded = sum(token is not None for tile in tiles for token in tile)
+    zeros = len(ids) * block_size - loaded
+    told = f"Query {query} with the list {ids}: {loaded} of the {query + 1} keys of its past are loaded, {zeros} rows stay zero"
+    return Picture(figure, told.replace("-", "−"))
 
 
 # -- one query's list, in the text --
