@@ -111,7 +111,7 @@ def draw_windows(M: int = 32, length: int = 8, stride: int = 4, position: int = 
         for j, x in enumerate(middles):
             top.text(x, summaries_at + 0.55, str(j), ha="center", va="center", fontsize=8, color=PALETTE["text"])
 
-    top.axvline(position + 0.5, color=PALETTE["query"], linewidth=1.2, linestyle="--")
+    top.vlines(position + 0.5, -0.2, summaries_at - 0.3, colors=PALETTE["query"], linewidth=1.2, linestyles="--")
     top.set_xlim(-0.7, M - 0.3)
     top.set_ylim(summaries_at + 1.3, -0.2)
     top.set_yticks([0.5, windows_at + step * rows / 2 - 0.15, summaries_at + 0.55], ["tokens", "windows", "summaries"])
@@ -137,7 +137,7 @@ def _two_rows() -> tuple:
 def _draw_newest(axis: Axes, M: int, length: int, stride: int, position: int) -> None:
     newest = [view(t, length, stride).newest for t in range(M)]
     axis.step(range(M), newest, where="mid", color=PALETTE["text"], linewidth=1.2)
-    axis.plot([position], [newest[position]], "o", color=PALETTE["query"], markersize=6)
+    axis.plot([position], [newest[position]], "o", color=PALETTE["query"], markersize=6, clip_on=False, zorder=3)
     axis.set_ylim(0, 1.15 * max(length, stride))
     axis.set_yticks([0, max(length, stride)])
     axis.set_xlim(-0.7, M - 0.3)
