@@ -220,18 +220,19 @@ def test_window_mask_is_what_the_operator_shows(shape):
     assert torch.equal(solutions.window_mask(N, M, w), weights > 0)
 
 
-@pytest.mark.parametrize("ids", [[0, 2], [2, -1, 1], [-1, -1, -1], [5, 0]], ids=str)
-@pytest.mark.parametrize("num_visible", [5, 10, 11])
-def test_attend_to_list_is_the_operator(ids, num_visible):
-    generator = torch.Generator().manual_seed(num_visible)
-    q, k, v = (torch.randn(shape, generator=generator) for shape in ((3, 8), (11, 8), (11, 5)))
-    o, lse = solutions.attend_to_list(q, k, v, ids, num_visible, 4)
-    expected, expected_lse = ops.selected_attention(
-        q[None, None], k[None, :num_visible, None], v[None, :num_visible, None], torch.tensor(ids).view(1, 1, 1, -1),
-        block_size=4, return_lse=True, backend="reference",
-    )  # fmt: skip
-    torch.testing.assert_close(o, expected[0, 0])
-    torch.testing.assert_close(lse, expected_lse[0, 0])
+@pytest.mark.parametrize("shape", [(3, 11, 6, 2), (11, 11, 3, 1), (1, 9, 4, 4)], ids=str)
+def test_attend_to_lists_is_the_operator(shape):
+    N, M, HQ, H = shape
+    generator = torch.Generator().manual_seed(M)
+    q, k, v = (torch.randn(s, generator=generator) for s in ((N, HQ, 8), (M, H, 8), (M, H, 5)))
+    block_indices = torch.rand(N, H, 5, generator=generator).argsort(-1)[..., :3] - 1  # distinct, from -1 to 3
+    block_indices[0] = -1
+    o, lse = solutions.attend_to_lists(q, k, v, block_indices, 4)
+    given = (x[None] for x in (q, k, v, block_indices))
+    expected, expected_lse = ops.selected_attention(*given, block_size=4, return_lse=True, backend="reference")
+    torch.testing.assert_close(o, expected[0])
+    torch.testing.assert_close(lse, expected_lse[0])
+    assert (lse[0] == -torch.inf).all()
 
 
 def test_a_wrong_window_is_drawn():

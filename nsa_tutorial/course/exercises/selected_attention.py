@@ -508,78 +508,98 @@ exactly the latest `window_size` keys, its own included, or all that there are a
 )
 
 
-# -- attend_to_list --
+# -- attend_to_lists --
 
 
-def attend_to_list(
-    q_tile: Tensor, k: Tensor, v: Tensor, ids: list[int], num_visible: int, block_size: int
-) -> tuple[Tensor, Tensor]:
-    """Attention of one query's group to its list: o [G, DV] and lse [G], one block at a time."""
-    G, D = q_tile.shape
-    scale = D**-0.5
-    state = online_softmax.start(G, v.shape[1])
-    for block_id in ids:
-        block_start = block_id * block_size
-        if block_id < 0 or block_start >= num_visible:
-            continue  # nothing is loaded
-        tokens = slice(block_start, min(block_start + block_size, num_visible))
-        acc_s = q_tile @ k[tokens].T  # [G, BS], fewer keys in the last block
-        state = online_softmax.update(state, acc_s, v[tokens], scale * LOG2_E)
-    return online_softmax.finish(state, scale)
+def attend_to_lists(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Causal selected attention of one text: o [N, HQ, DV] and lse [N, HQ], one block at a time."""
+    (N, HQ, D), (M, H, DV) = q.shape, v.shape
+    G, scale = HQ // H, D**-0.5
+    o, lse = torch.empty(N, HQ, DV), torch.empty(N, HQ)
+    for n in range(N):
+        num_visible = M - N + n + 1
+        for h in range(H):
+            group = slice(h * G, (h + 1) * G)  # the query heads that share KV head h and its list
+            state = online_softmax.start(G, DV)
+            for block_id in block_indices[n, h].tolist():
+                block_start = block_id * block_size
+                if block_id < 0 or block_start >= num_visible:
+                    continue  # nothing is loaded
+                tokens = slice(block_start, min(block_start + block_size, num_visible))
+                acc_s = q[n, group] @ k[tokens, h].T  # [G, BS], fewer keys in the last block
+                state = online_softmax.update(state, acc_s, v[tokens, h], scale * LOG2_E)
+            o[n, group], lse[n, group] = online_softmax.finish(state, scale)
+    return o, lse
 
 
 def _attend(change: str) -> Callable:
-    """A wrong `attend_to_list`, with one change."""
+    """A wrong `attend_to_lists`, with one change."""
 
-    def wrong(q_tile: Tensor, k: Tensor, v: Tensor, ids: list[int], num_visible: int, block_size: int) -> tuple[Tensor, Tensor]:
-        (G, D), M, DV = q_tile.shape, len(k), v.shape[1]
+    def wrong(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+        (N, HQ, D), (M, H, DV) = q.shape, v.shape
+        G = HQ // H
         scale = 1.0 if change == "no scale" else D**-0.5
-        scale_log2 = scale * (1.0 if change == "no log2(e)" else LOG2_E)
-        state, parts = online_softmax.start(G, DV), []
-        for block_id in ids:
-            if block_id < 0 and change == "wrap":
-                block_id += -(-M // block_size)
-            if block_id < 0 and change == "stop":
-                break
-            start = block_id * block_size
-            if block_id < 0 or start >= (M if change in ("load, then mask", "no cut") else num_visible):
-                continue
-            end = min(start + block_size, M if change in ("no cut", "load, then mask") else num_visible)
-            acc_s = q_tile @ k[start:end].T
-            if change == "load, then mask":
-                acc_s = acc_s.masked_fill(torch.arange(start, end) >= num_visible, -torch.inf)
-            if change in ("anew", "average"):
-                state = online_softmax.start(G, DV)
-            state = online_softmax.update(state, acc_s, v[start:end], scale_log2)
-            parts.append(online_softmax.finish(state, scale))
-        o, lse = online_softmax.finish(state, scale)
-        if change == "average" and parts:
-            o = torch.stack([part for part, _ in parts]).mean(0)
-            lse = torch.logsumexp(torch.stack([part for _, part in parts]), 0)
-        if change == "0/0":
-            o = state.acc_o / state.logsum[:, None]
-        if change == "lse of 0":
-            lse = lse.masked_fill(lse == -torch.inf, 0)
+        o, lse = torch.empty(N, HQ, DV), torch.empty(N, HQ)
+        for n, h in ((n, h) for n in range(N) for h in range(H)):
+            num_visible = n + 1 if change == "first positions" else M - N + n + 1
+            limit = M if change in ("no cut", "load, then mask") else num_visible
+            group = slice(h, HQ, H) if change == "dealt out" else slice(h * G, (h + 1) * G)
+            state, parts = online_softmax.start(G, DV), []
+            for block_id in block_indices[n, 0 if change == "first list" else h].tolist():
+                if block_id < 0 and change == "wrap":
+                    block_id += -(-M // block_size)
+                if block_id < 0 and change == "stop":
+                    break
+                start = block_id * block_size
+                if block_id < 0 or start >= limit:
+                    continue
+                end = min(start + block_size, limit)
+                acc_s = q[n, group] @ k[start:end, h].T
+                if change == "load, then mask":
+                    acc_s = acc_s.masked_fill(torch.arange(start, end) >= num_visible, -torch.inf)
+                if change in ("anew", "average"):
+                    state = online_softmax.start(G, DV)
+                state = online_softmax.update(state, acc_s, v[start:end, h], scale * LOG2_E)
+                parts.append(online_softmax.finish(state, scale))
+            o[n, group], lse[n, group] = online_softmax.finish(state, scale)
+            if change == "average" and parts:
+                o[n, group] = torch.stack([part for part, _ in parts]).mean(0)
+                lse[n, group] = torch.logsumexp(torch.stack([part for _, part in parts]), 0)
+            if change == "0/0":
+                o[n, group] = state.acc_o / state.logsum[:, None]
         return o, lse
 
     return wrong
 
 
 _ATTEND = Exercise(
-    name="attend_to_list",
+    name="attend_to_lists",
     statement="""
-The whole walk for one query and one KV head. `q_tile` `[G, D]` are the query's `G` heads of the group, `k` `[M, D]`, `v` `[M, DV]`,
-`ids` the list that they share, `num_visible` the number of keys that the query may see, from the first one on. Return `o` `[G,
-DV]` and `lse` `[G]`,
-scale `D ** -0.5`, holding the scores of one block at a time. Do not load what the query does not see: in some cases it is NaN. Take
-`online_softmax.start(rows, DV)`, `online_softmax.update(state, acc_s, v_tile, scale_log2)`, `online_softmax.finish(state,
-scale)` and
-`online_softmax.LOG2_E`. One case lists nothing at all.
+The operator, for one text. `q` `[N, HQ, D]` are the last `N` of `M` positions, `k` `[M, H, D]`, `v` `[M, H, DV]`; `block_indices`
+`[N, H, S]` holds the list of each query and KV head, with `-1` anywhere. Return causal attention's `o` `[N, HQ, DV]` and `lse`
+`[N, HQ]`, scale `D ** -0.5`. Hold the scores of one block at a time, and do not load what a query does not see: in one case it is
+NaN, in another a query sees nothing at all. Start from `walk` above: it does one query and one KV head. What remains is which rows
+of `q` belong together, and how much each query may see.
 """,
     minutes=10,
     difficulty=3,
-    solution=attend_to_list,
+    solution=attend_to_lists,
     misconceptions=(
+        Misconception(
+            "taking the queries for the first N positions",
+            _attend("first positions"),
+            "They are the last N of the M: query 0 stands at position M − N, and sees all that was there before it.",
+        ),
+        Misconception(
+            "dealing out the query heads in turn",
+            _attend("dealt out"),
+            "Query head hq belongs to KV head hq // G: the heads of a group are neighbours. One KV head alone would hide this.",
+        ),
+        Misconception(
+            "the list of the first KV head for all",
+            _attend("first list"),
+            "Each KV head has a list of its own, shared by its own group only.",
+        ),
         Misconception(
             "loading what is hidden, and masking its score",
             _attend("load, then mask"),
@@ -588,7 +608,7 @@ scale)` and
         Misconception(
             "no cut inside the last block",
             _attend("no cut"),
-            "A block that begins below num_visible may end above it.",
+            "A block that begins in a query's past may end in its future, and a listed block may lie there as a whole.",
         ),
         Misconception(
             "letting -1 wrap round to the last block",
@@ -603,14 +623,13 @@ scale)` and
         Misconception(
             "starting anew at every block",
             _attend("anew"),
-            "The state is what joins the blocks: start it once, in front of the loop.",
+            "The state is what joins the blocks of a list: start it once, in front of the walk.",
         ),
         Misconception(
             "averaging the blocks' outputs",
             _attend("average"),
-            "Each block's softmax sums to 1 by itself, so that a block of weak scores would count as much as a strong "
-            "one. One softmax runs "
-            "over all keys of the list.",
+            "Each block's softmax sums to 1 by itself, so that a block of weak scores would count as much as a strong one. "
+            "One softmax runs over all keys of the list.",
         ),
         Misconception(
             "dividing by the sum of nothing",
@@ -618,58 +637,45 @@ scale)` and
             "A row that saw no key has logsum 0 and acc_o 0. What is its output to be? `finish` knows.",
         ),
         Misconception(
-            "an lse of 0 for an empty row",
-            _attend("lse of 0"),
-            "lse is a logarithm of a sum. A sum of nothing is 0; an lse of 0 says that the weights summed to 1.",
-        ),
-        Misconception(
             "leaving out the scale",
             _attend("no scale"),
             "The dot products are multiplied by D ** -0.5, here inside scale_log2 and in `finish`.",
         ),
-        Misconception(
-            "`scale_log2` without `log2(e)`",
-            _attend("no log2(e)"),
-            "`update` takes powers of two: eˣ is 2 to the x·log2(e). `finish` wants the plain scale.",
-        ),
     ),
     cases=(
-        Case("four tokens, blocks of 2, the list [1, 0]", lambda: _four([1, 0], 4)),
-        Case("the same tokens, the last one hidden", lambda: _four([1, 0], 3)),
-        Case("an empty slot in front", lambda: (*_qkv(2, 11, seed=0), [-1, 1, 0], 11, 4)),
-        Case(
-            "an empty slot in front, and hidden keys and values are NaN", lambda: (*_qkv(2, 11, seed=1, hidden=6), [-1, 1, 0], 6, 4)
-        ),
-        Case("a future block, three rows", lambda: (*_qkv(3, 12, seed=2, hidden=7), [2, 1], 7, 4)),
-        Case("nothing listed", lambda: (*_qkv(2, 8, seed=3), [-1, -1], 8, 4)),
-        Case("scores that fall by the hundred", lambda: _steep([2, 0])),
-        Case("scores that rise by the hundred", lambda: _steep([0, 2])),
+        Case("the last 2 of 4 tokens, blocks of 2, the list [1, 0]", lambda: _four([[[1, 0]], [[1, 0]]])),
+        Case("two KV heads with different lists, three query heads each", lambda: _problem(N=3, M=11, HQ=6, H=2, seed=0)),
+        Case("empty slots in front of blocks", lambda: _problem(N=11, M=11, HQ=2, H=1, seed=1, empty=True)),
+        Case("a query that lists nothing", lambda: _four([[[-1, -1]], [[0, -1]]])),
+        Case("4 tokens, blocks of 4, later values are NaN for the first query", lambda: _untouchable()),
+        Case("scores that fall by the hundred, and rise", lambda: _steep()),
     ),
 )
 
 
-def _qkv(G: int, M: int, *, seed: int, hidden: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Random `q_tile [G, 4]`, `k [M, 4]`, `v [M, 3]`; NaN from key `hidden` on."""
-    q, k, v = (_random(*shape, seed=10 * seed + i, factor=2.0) for i, shape in enumerate(((G, 4), (M, 4), (M, 3))))
-    if hidden is not None:
-        k[hidden:], v[hidden:] = torch.nan, torch.nan
-    return q, k, v
+def _problem(*, N: int, M: int, HQ: int, H: int, seed: int, empty: bool = False) -> tuple:
+    """Random tensors; each list is two of the three blocks of 4, in some order, if `empty` behind an empty slot."""
+    q, k, v = _random(N, HQ, 4, seed=seed, factor=2), _random(M, H, 4, seed=seed + 10), _random(M, H, 3, seed=seed + 20)
+    block_indices = torch.rand(N, H, 3, generator=torch.Generator().manual_seed(seed + 30)).argsort(-1)[..., :2]
+    if empty:
+        block_indices = torch.nn.functional.pad(block_indices, (1, 0), value=-1)
+    return q, k, v, block_indices, 4
 
 
-def _four(ids: list[int], num_visible: int) -> tuple:
-    return (
-        torch.tensor([[1.0]]),
-        torch.tensor([[0.0], [1.0], [2.0], [3.0]]),
-        torch.tensor([[1.0], [2.0], [4.0], [8.0]]),
-        ids,
-        num_visible,
-        2,
-    )
+def _four(lists: list[list[list[int]]]) -> tuple:
+    k, v = torch.tensor([0.0, 1, 2, 3]), torch.tensor([1.0, 2, 4, 8])
+    return torch.ones(2, 1, 1), k[:, None, None], v[:, None, None], torch.tensor(lists), 2
 
 
-def _steep(ids: list[int]) -> tuple:
-    k = 100 * torch.arange(9.0)[:, None]
-    return torch.ones(1, 1), k, _random(9, 2, seed=9), ids, 9, 3
+def _untouchable() -> tuple:
+    """The first query comes out finite only if it leaves the last value alone."""
+    q, k, v, _, _ = _four([[[0]], [[0]]])
+    return q, k, v.masked_fill(v == 8, torch.nan), torch.zeros(2, 1, 1, dtype=torch.int64), 4
+
+
+def _steep() -> tuple:
+    k = 100 * torch.arange(9.0)[:, None, None]
+    return torch.ones(2, 1, 1), k, _random(9, 1, 2, seed=9), torch.tensor([[[2, 0]], [[0, 2]]]), 3
 
 
 EXERCISES = (_TOKENS, _LOAD, _WALK, _WINDOW, _ATTEND)
