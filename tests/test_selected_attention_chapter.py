@@ -240,3 +240,13 @@ def test_a_wrong_window_is_drawn():
     one_too_wide = next(m for m in exercise.misconceptions if m.name == "a window of w + 1")
     picture = judge(exercise, one_too_wide.wrong).picture
     assert picture.finding == "A window of 3: your queries see 1, 2, 3, 4 keys"
+
+
+@pytest.mark.parametrize("name", ["tokens_of_list", "window_mask"])
+def test_every_known_mistake_can_be_drawn(name):
+    exercise = chapter_exercises("selected_attention")[name]
+    for known in exercise.misconceptions:
+        picture = judge(exercise, known.wrong).picture
+        assert picture is not None, known.name
+        assert len(picture.png()) < 60_000
+    assert judge(exercise, exercise.solution).picture is None

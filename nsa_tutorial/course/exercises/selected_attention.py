@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nsa_tutorial import online_softmax
 from nsa_tutorial.course.exercises import Case, Exercise, Misconception
-from nsa_tutorial.course.figures import Picture, grid, new_figure
+from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure
 from nsa_tutorial.online_softmax import LOG2_E
 
 
@@ -65,6 +65,24 @@ def _tokens(change: str) -> Callable:
         return tokens
 
     return wrong
+
+
+def _draw_tokens(arguments: tuple, got: list[int], expected: list[int]) -> Picture:
+    """Which tokens were taken, above those that should be; the lines are where blocks begin."""
+    ids, position, M, block_size, _ = arguments
+    first, last = min([0, *got]), max([M - 1, *got])
+    counts = torch.tensor([[taken.count(token) for token in range(first, last + 1)] for taken in (got, expected)])
+    figure, axes = new_figure(7.0, 1.9)
+    axis = axes[0, 0]
+    grid(axis, counts.numpy(), largest=1.0)
+    axis.set_xticks(range(last - first + 1), range(first, last + 1))
+    axis.set_yticks(range(2), ["yours", "expected"])
+    axis.set_xlabel("token", fontsize=9)
+    for block_start in range(0, M + 1, block_size):
+        if first <= block_start <= last + 1:
+            axis.axvline(block_start - first - 0.5, color=PALETTE["text"], linewidth=1)
+    told = f"{len(got)} tokens, not {len(expected)}" if len(got) != len(expected) else f"{len(got)} tokens, but others"
+    return Picture(figure, f"Query {position}, blocks of {block_size}, the list {ids}: {told}")
 
 
 _TOKENS = Exercise(
@@ -148,6 +166,7 @@ shows nothing.
         Case("query 0", lambda: ([0], 0, 7, 4, True)),
     ),
     tolerance=0.0,
+    picture=_draw_tokens,
 )
 
 
@@ -428,12 +447,13 @@ def _draw_window(arguments: tuple, got: object, expected: Tensor) -> Picture:
     """What was seen beside what should be."""
     got = torch.as_tensor(got)
     N, M, w = arguments
-    figure, axes = new_figure(7.0, 0.6 + 0.28 * max(N, 4), columns=2)
+    figure, axes = new_figure(7.0, 1.2 + 0.32 * max(N, 3), columns=2)
     for axis, mask, title in ((axes[0, 0], got, "yours"), (axes[0, 1], expected, "a window of exactly w")):
         grid(axis, mask.double().numpy(), colour="window", largest=1.0)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("key", fontsize=9)
         axis.set_ylabel("query", fontsize=9)
+        axis.set_xticks(range(M))
         axis.set_yticks(range(N), range(M - N, M))
     widths = sorted(set(got.sum(1).int().tolist()))
     return Picture(figure, f"A window of {w}: your queries see {', '.join(map(str, widths))} keys")
