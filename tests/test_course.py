@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import nbformat
 import numpy as np
 import pytest
 import torch
 
 from nsa_tutorial.course import check, execute, exercise, exercises, phases, show, side_by_side, solution
-from nsa_tutorial.course.checking import judge, same
+from nsa_tutorial.course.checking import difference, judge, same
 from nsa_tutorial.course.exercises import Case, Exercise, Misconception
 from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure, readable_on
 from nsa_tutorial.course.widgets import panel
@@ -135,6 +137,18 @@ def test_judge(attempt: object, outcome: str, text: str) -> None:
     verdict = judge(EXERCISE, attempt)
     assert verdict.outcome == outcome
     assert text in verdict.text
+
+
+def test_lists_of_another_length_are_shown_where_they_are_short() -> None:
+    assert difference([0, 2], [0, 2, 5]) == "got 2 values, expected 3\ngot      [0, 2]\nexpected [0, 2, 5]"
+    assert difference(list(range(17)), [0]) == "got 17 values, expected 1"
+    assert difference([torch.zeros(2)], [torch.zeros(2)] * 2) == "got 1 values, expected 2"
+
+
+def test_the_rows_of_a_matrix_stand_below_one_another() -> None:
+    case = Case("a matrix", lambda: (torch.eye(2),))
+    verdict = judge(replace(EXERCISE, cases=(case,)), lambda x: x)
+    assert "with x = [[1., 0.],\n          [0., 1.]]\n" in verdict.text
 
 
 def empty_with_docstring(x):

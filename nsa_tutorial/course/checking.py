@@ -162,7 +162,8 @@ def _inputs(exercise: Exercise, case: Case) -> str:
             few = _numbers(value).numel() <= 12
         except (TypeError, ValueError):
             few = value is None or isinstance(value, str | tuple | list)
-        lines.append(f"with {name} = {_short(value)}\n" if few else "")
+        head = f"with {name} = "
+        lines.append(head + _short(value).replace("\n", "\n" + " " * len(head)) + "\n" if few else "")
     return "".join(lines) if all(lines) else ""
 
 
@@ -217,7 +218,9 @@ def difference(got: object, expected: object) -> str:
         return f"it raised {got!r}"
     if isinstance(got, tuple | list) and isinstance(expected, tuple | list):
         if len(got) != len(expected):
-            return f"got {len(got)} values, expected {len(expected)}"
+            told = f"got {len(got)} values, expected {len(expected)}"
+            few = all(len(x) <= 16 and all(isinstance(y, bool | int | float | str) for y in x) for x in (got, expected))
+            return f"{told}\ngot      {got!r}\nexpected {expected!r}" if few else told
         for position, (g, e) in enumerate(zip(got, expected, strict=True)):
             if not same(g, e, 1e-5):
                 return f"value {position} of the result: {difference(g, e)}"
