@@ -240,6 +240,18 @@ def test_a_long_list_keeps_its_sums_and_its_own_block():
     assert any("more" in cells[1] for _, cells in lines)
 
 
+@pytest.mark.parametrize("show", pictures.SHOWN)
+@pytest.mark.parametrize("query", [0, 3, 200])
+def test_the_list_holds_the_branches_that_are_shown(query, show):
+    settings, branches = Settings(query=query), pictures.SHOWN[show]
+    found = pictures.explore(settings)[1]
+    lines = pictures.table(settings, found, branches)
+    listed = [item for item in found.items if item.branch in branches]
+    assert [branch for branch, _ in lines if branch] == [item.branch for item in listed]
+    assert int(lines[-2][1][3]) == sum(item.keys for item in listed)
+    assert int(lines[-1][1][3]) == query + 1  # dense attention, whatever is shown
+
+
 def test_the_same_picture_every_time_and_small():
     for settings in (Settings(), Settings(N=16), Settings(block_size=4, top_n=64, stride=4, query=511)):
         for show in pictures.SHOWN:

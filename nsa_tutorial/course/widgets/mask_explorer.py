@@ -510,7 +510,7 @@ def draw(settings: Settings | None = None, show: str = "all branches") -> Pictur
         axis.set_title(title, fontsize=10, y=1)
         axis.set_xlabel(label, fontsize=9)
     tokens.set_ylabel("query", fontsize=9)
-    figure.figimage(_draw_list(settings, found), 1120 - LIST_WIDTH - 8, 448 - LIST_HEIGHT, origin="upper")
+    figure.figimage(_draw_list(settings, found, SHOWN[show]), 1120 - LIST_WIDTH - 8, 448 - LIST_HEIGHT, origin="upper")
     figure.text(0.852, 0.876, f"query {t} reads", fontsize=10, ha="center", color=PALETTE["query"])
 
     names = {"own block": "own block", "selected": "selected", "window": "window", "compressed": "through summaries"}
@@ -557,11 +557,15 @@ def _draw_loads(axis: Axes, found: Report, branches: tuple[str, ...]) -> None:
     axis.set_xticks(_ticks(N)[::2])
 
 
-def table(settings: Settings, found: Report) -> list[tuple[str, tuple[str, ...]]]:
-    """The chosen query's list as lines of text, each with its branch ("" without one); more blocks than fit share a line."""
-    blocks = [item for item in found.items if item.block is not None]
-    others = [item for item in found.items if item.block is None]
-    kept = len(blocks) if len(found.items) <= ROOM else ROOM - 2 - len(others)  # the last block keeps its line, too
+def table(settings: Settings, found: Report, branches: Sequence[str] = BRANCHES) -> list[tuple[str, tuple[str, ...]]]:
+    """The chosen query's list as lines of text, each with its branch ("" without one); more blocks than fit share a line.
+
+    Only `branches` are listed and added up.
+    """
+    items = [item for item in found.items if item.branch in branches]
+    blocks = [item for item in items if item.block is not None]
+    others = [item for item in items if item.block is None]
+    kept = len(blocks) if len(items) <= ROOM else ROOM - 2 - len(others)  # the last block keeps its line, too
     lines = [("", ("id", "why", "tokens", "keys", "bytes", "FLOP"))]
     for item in blocks[:kept]:
         lines.append((item.branch, (str(item.block), item.why, *_cells([item]))))
@@ -570,7 +574,7 @@ def table(settings: Settings, found: Report) -> list[tuple[str, tuple[str, ...]]
     for item in blocks[kept:][-1:]:
         lines.append((item.branch, (str(item.block), item.why, *_cells([item]))))
     lines += [(item.branch, ("", item.why, *_cells([item]))) for item in others]
-    lines.append(("", ("", "together", *_cells(found.items))))
+    lines.append(("", ("", "together", *_cells(items))))
     dense, one = settings.query + 1, found.items[0]
     price = (str(dense), amount(dense * one.bytes // one.keys, "B"), amount(dense * one.flops // one.keys))
     return [*lines, ("", ("", "dense", f"0–{settings.query}", *price))]
@@ -582,11 +586,11 @@ def _cells(items: Sequence[Item]) -> tuple[str, ...]:
     return span, str(keys), amount(loaded, "B"), amount(flops)
 
 
-def _draw_list(settings: Settings, found: Report) -> np.ndarray:
+def _draw_list(settings: Settings, found: Report, branches: Sequence[str]) -> np.ndarray:
     """The table as pixels, uint8 `[rows, columns, 3]`. Matplotlib would take longer for its letters than for all of the masks."""
     image = Image.new("RGB", (LIST_WIDTH, LIST_HEIGHT), SURFACE)
     pen, font = ImageDraw.Draw(image), ImageFont.truetype(findfont("DejaVu Sans Mono"), 11)
-    lines, step, y = table(settings, found), 18, 4
+    lines, step, y = table(settings, found, branches), 18, 4
     for number, (branch, cells) in enumerate(lines):
         if number == len(lines) - 2:
             y += 7
