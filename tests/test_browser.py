@@ -17,7 +17,10 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import ipywidgets
 import pytest
+
+from nsa_tutorial.course.widgets import Panel
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -48,6 +51,9 @@ class Lab:
             "JUPYTER_CONFIG_DIR": str(folder / ".config"),
             "JUPYTERLAB_SETTINGS_DIR": str(folder / ".settings"),
         }
+        settings = folder / ".settings" / "@jupyterlab" / "apputils-extension"
+        settings.mkdir(parents=True)
+        (settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')  # no question over the pictures
         self.folder, self.log = folder, (folder / "lab.log").open("w")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "jupyterlab", *options], stdout=self.log, stderr=self.log, env=variables, cwd=folder
@@ -104,16 +110,16 @@ class Lab:
         self.wait(is_done, f"{notebook} to run to its last cell")
         return page
 
-    def scroll_to(self, page, selector: str) -> None:
-        """JupyterLab draws cells as they come into view: walk down until one holds `selector`."""
+    def scroll_to(self, page, target) -> None:
+        """JupyterLab draws cells as they come into view: walk down until one holds `target`."""
         page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollTo(0, 0)")
-        for _ in range(80):
+        for _ in range(150):
             time.sleep(0.3)
-            if page.locator(selector).count():
-                page.locator(selector).first.scroll_into_view_if_needed()
+            if target.count():
+                target.first.scroll_into_view_if_needed()
                 return
             page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollBy(0, 600)")
-        raise AssertionError(f"nothing matches {selector}")
+        raise AssertionError(f"nothing matches {target}")
 
     def close(self) -> None:
         self.browser.close()
@@ -133,63 +139,111 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     server.close()
 
 
-def move(lab: Lab, page, key: str, expected: Callable[[str], str]) -> str:
-    """Press a key on the first slider, as a reader would, and wait for the panel to say what `expected` gives for its new value.
+class Shown:
+    """A panel in the page, beside its twin: the same panel in this process, where it is what a tested pure function makes of it."""
 
-    Returns the slider's new value, as it reads.
-    """
-    said, value = page.locator(".widget-html-content p").first, page.locator(".widget-readout").first
-    before = value.inner_text()
-    for _ in range(3):  # a key pressed while the page is busy may be lost
-        page.locator(".widget-hslider .noUi-handle").first.focus()
-        page.keyboard.press(key)
+    def __init__(self, lab: Lab, page, twin: Panel) -> None:
+        """Find the panel by the names of the twin's controls, and bring it into view."""
+        self.lab, self.page, self.twin = lab, page, twin
+        self.box = page.locator(".jp-OutputArea-output")
+        for name in twin.controls:
+            self.box = self.box.filter(has=self.label(name))
+        lab.scroll_to(page, self.box)
+        self.said = self.box.locator(".widget-html-content p").first
+
+    def label(self, name: str):
+        return self.page.locator(f":is(.widget-label, .widget-label-basic span):text-is('{self.twin.controls[name].description}')")
+
+    def control(self, name: str):
+        return self.box.locator(":is(.widget-inline-hbox, .widget-toggle-buttons)").filter(has=self.label(name))
+
+    def value(self, name: str) -> object:
+        """What a control shows, as the value that `render` gets."""
+        control, drawn = self.twin.controls[name], self.control(name)
+        if isinstance(control, ipywidgets.Dropdown):
+            text = drawn.locator("select").evaluate("select => select.value")
+        elif isinstance(control, ipywidgets.Checkbox):
+            return drawn.locator("input").is_checked()
+        elif isinstance(control, ipywidgets.ToggleButtons):
+            text = drawn.locator(".mod-active").text_content()
+        else:
+            text = drawn.locator(".widget-readout").text_content()
+        if isinstance(control, ipywidgets.IntSlider):
+            return int(text)
+        return next(value for label, value in control._options_full if label == text)
+
+    def expected(self) -> str:
+        return self.twin.set(**{name: self.value(name) for name in self.twin.controls})
+
+    def press(self, name: str, key: str) -> None:
+        """Press a key on a slider, as a reader would: the slider moves, and the panel says what the pure function gives."""
+        before = self.value(name)
+        for _ in range(3):  # a key pressed while the page is busy may be lost
+            self.control(name).locator(".noUi-handle").focus()
+            self.page.keyboard.press(key)
+            with contextlib.suppress(AssertionError):
+                self.lab.wait(lambda: self.value(name) != before, "the slider to move", 10)
+                break
+        assert self.value(name) != before, "the slider did not move"
         with contextlib.suppress(AssertionError):
-            lab.wait(lambda: value.inner_text() != before, "the slider to move", 10)
-            break
-    assert value.inner_text() != before, "the slider did not move"
-    with contextlib.suppress(AssertionError):
-        lab.wait(lambda: said.inner_text() == expected(value.inner_text()), "the panel to answer", 30)
-    assert said.inner_text() == expected(value.inner_text())
-    return value.inner_text()
+            self.lab.wait(lambda: self.said.text_content() == self.expected(), "the panel to answer", 30)
+        assert self.said.text_content() == self.expected()
+
+    def screenshot(self, path: Path) -> None:
+        """A picture of the panel with all its controls, its sentence and its drawn image."""
+        self.box.scroll_into_view_if_needed()
+        self.box.screenshot(path=path)
+        assert path.stat().st_size > 20_000
+        image = self.box.locator("img").first
+        assert image.evaluate("image => image.complete && image.naturalWidth > 400")
 
 
 def test_chapter_00_runs_in_the_browser(lab: Lab, tmp_path: Path) -> None:
     start = time.monotonic()
     page = lab.run_all("00_start_here.ipynb")
     assert time.monotonic() - start < 90
-    lab.scroll_to(page, ".jp-RenderedHTMLCommon table td:has-text('TileLang')")
+    lab.scroll_to(page, page.locator(".jp-RenderedHTMLCommon table td:has-text('TileLang')"))
     page.screenshot(path=tmp_path / "00.png")
     assert (tmp_path / "00.png").stat().st_size > 20_000
 
 
-def test_chapter_01_slider(lab: Lab) -> None:
+def test_chapter_01_slider(lab: Lab, tmp_path: Path) -> None:
     from nsa_tutorial.course.widgets import dense_attention
 
-    page = lab.run_all("01_dense_attention.ipynb")
-    lab.scroll_to(page, ".widget-hslider")
-    twin = dense_attention.lookup_panel()
-
-    def says(word: str) -> str:
-        scale = page.locator(".widget-toggle-button.mod-active").first.inner_text()  # a later cell of the chapter may have moved it
-        return twin.set(query=word, scale=dense_attention.SCALES[scale])
-
-    first = move(lab, page, "ArrowLeft", says)
-    assert move(lab, page, "ArrowLeft", says) != first
+    shown = Shown(lab, lab.run_all("01_dense_attention.ipynb"), dense_attention.lookup_panel())
+    said = shown.said.text_content()
+    for _ in range(2):
+        shown.press("query", "ArrowLeft")
+    assert shown.said.text_content() != said
+    shown.screenshot(tmp_path / "01.png")
 
 
-def test_chapter_03_slider(lab: Lab) -> None:
+def test_chapter_03_slider(lab: Lab, tmp_path: Path) -> None:
     from nsa_tutorial.course.widgets import online_softmax
 
-    page = lab.run_all("03_online_softmax.ipynb")
-    lab.scroll_to(page, ".widget-hslider")
     twin = online_softmax.explore()
-    name = next(iter(twin.controls))
+    shown = Shown(lab, lab.run_all("03_online_softmax.ipynb"), twin)
     for _ in range(2):
-        move(lab, page, "ArrowRight", lambda chunk: twin.set(**{name: int(chunk)}))
-    assert "After chunk" in twin.sentence
+        shown.press(next(iter(twin.controls)), "ArrowRight")
+    assert "After chunk" in shown.said.text_content()
+    shown.screenshot(tmp_path / "03.png")
 
 
-@pytest.mark.parametrize("notebook", ["01_dense_attention.ipynb", "03_online_softmax.ipynb"])
+def test_chapter_05_mask_explorer(lab: Lab, tmp_path: Path) -> None:
+    from nsa_tutorial.course.widgets import mask_explorer
+
+    shown = Shown(lab, lab.run_all("05_selected_attention.ipynb"), mask_explorer.mask_explorer())
+    said = [shown.said.text_content()]
+    for name, key in (("query", "ArrowLeft"), ("top_n", "ArrowRight"), ("block_size", "ArrowLeft"), ("window", "ArrowRight")):
+        shown.press(name, key)
+        said.append(shown.said.text_content())
+    assert len(set(said)) == len(said)
+    settings = mask_explorer.Settings(**{name: shown.value(name) for name in shown.twin.controls if name != "show"})
+    assert shown.said.text_content() == mask_explorer.sentence(settings)
+    shown.screenshot(tmp_path / "05.png")
+
+
+@pytest.mark.parametrize("notebook", ["01_dense_attention.ipynb", "03_online_softmax.ipynb", "05_selected_attention.ipynb"])
 def test_what_the_browser_ran_has_no_stderr(lab: Lab, notebook: str) -> None:
     """What JupyterLab saves after a run, read back: every cell ran and none wrote to stderr."""
     page = next((p for p in lab.browser.pages if notebook in p.url), None) or lab.run_all(notebook)
