@@ -139,6 +139,17 @@ def test_judge(attempt: object, outcome: str, text: str) -> None:
     assert text in verdict.text
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 5), (12, 9)])
+def test_a_grid_keeps_the_lines_between_its_squares(rows: int, columns: int) -> None:
+    """A major tick at a boundary would delete the minor one there, and with it the line."""
+    figure, axes = new_figure(3, 3)
+    axis = axes[0, 0]
+    grid(axis, np.ones((rows, columns)))
+    figure.canvas.draw()
+    assert len(axis.get_xticks(minor=True)) == columns + 1
+    assert len(axis.get_yticks(minor=True)) == rows + 1
+
+
 def test_lists_of_another_length_are_shown_where_they_are_short() -> None:
     assert difference([0, 2], [0, 2, 5]) == "got 2 values, expected 3\ngot      [0, 2]\nexpected [0, 2, 5]"
     assert difference(list(range(17)), [0]) == "got 17 values, expected 1"

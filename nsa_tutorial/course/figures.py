@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 # Okabe and Ito's colour-blind safe set. The first five keep their meaning through the whole course.
@@ -84,6 +85,9 @@ def grid(
         layer = np.zeros((rows, columns, 4))
         layer[np.asarray(hidden)] = (*to_rgb(PALETTE["masked"]), 1.0)
         axis.imshow(layer, aspect="equal")
+    # a major tick between two squares would take the line there away
+    for side in (axis.xaxis, axis.yaxis):
+        side.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
     axis.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
     axis.grid(which="minor", color=SURFACE, linewidth=1.2)
