@@ -221,11 +221,29 @@ def test_findings_carry_computed_numbers() -> None:
     assert found.finding == (
         f"layer 2 head 5: the nearest single view is off by {100 * alone:.0f} %, the gated sum by {100 * window:.0f} %"
     )
+    schemes = pictures.schemes()
+    told = ("window alone", "best constant gates", "best gates per token")
+    numbers = [f"{100 * schemes[name]:.0f} %" for name in told]
+    positions = [pictures.draw_schemes().finding.index(number) for number in numbers]
+    assert positions == sorted(positions)
     share = pictures.query_shares(13, 300)["neither"]
     assert pictures.draw_query(13, 300).finding.endswith(f"{100 * share:.0f} % in neither")
     parts = pictures.operations(65_536)
     summaries = (parts["choice"] + parts["compression"]) / sum(parts.values())
     assert f"{100 * summaries:.0f} %" in pictures.draw_costs().finding
+
+
+def test_the_magnified_query_wants_what_the_window_misses() -> None:
+    """Its largest weight is outside the window and on the list, and gates of its own, which a sigmoid can give, bring it near."""
+    v, head, t = pictures.views(), pictures.FAR, pictures.QUERY
+    _, selected, window, dense = pictures.weights_by_branch(head)[:, t]
+    wanted = dense.argmax()
+    assert window[wanted] == 0 < selected[wanted]
+    A, y = v.outputs[:, 0, t, head].T.double(), v.dense[0, t, head].double()
+    gates = torch.linalg.lstsq(A, y[:, None]).solution[:, 0]
+    assert ((gates > 0) & (gates < 1)).all() and not 0.9 < gates.sum() < 1.1
+    errors = [((A @ g - y).norm() / y.norm()).item() for g in (torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64), gates)]
+    assert errors[0] > 1 and errors[1] < 0.1
 
 
 def test_gates_alone_give_the_branch_alone() -> None:

@@ -1,4 +1,4 @@
-"""Exercises of chapter 08: the gated sum, the gates, what is loaded, a test that finds broken implementations, and the whole."""
+"""Exercises of chapter 08: the gated sum, what is loaded, a test that finds broken implementations, and the whole."""
 
 from __future__ import annotations
 
@@ -156,111 +156,9 @@ A gate of `None` leaves its branch out, and then its output may be `None` too. A
         Case("two tokens, three heads, width 2", _branches(1, 2, 3, 2, seed=0)),
         Case("as many tokens as heads", _branches(2, 3, 3, 4, seed=10)),
         Case("as many heads as the values are wide", _branches(1, 4, 3, 3, seed=20)),
-        Case("no compression", _branches(2, 5, 2, 3, seed=30, off=(0,), missing=True)),
+        Case("no compression", _branches(1, 2, 1, 2, seed=30, off=(0,), missing=True)),
         Case("no selection, though its output is there", _branches(1, 3, 4, 2, seed=40, off=(1,))),
         Case("the window alone", _branches(1, 3, 2, 4, seed=50, off=(0, 1), missing=True)),
-    ),
-)
-
-
-# -- make_gates --
-
-
-def make_gates(x: Tensor, HQ: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Three gates [B, N, HQ] from the MLP's last layer x [B, N, 3 * HQ]: all heads of a branch, then those of the next."""
-    B, N, _ = x.shape
-    gates = torch.sigmoid(x).view(B, N, 3, HQ)
-    return gates[:, :, 0], gates[:, :, 1], gates[:, :, 2]
-
-
-def _gates(order: str = "branch", squash: str = "sigmoid", reverse: bool = False) -> Callable:
-    def wrong(x: Tensor, HQ: int) -> tuple[Tensor, ...]:
-        B, N, _ = x.shape
-        if order == "branch":
-            scores = x.view(B, N, 3, HQ)
-        elif order == "head":
-            scores = x.view(B, N, HQ, 3).transpose(2, 3)
-        else:  # the branches first, as if x were laid out so
-            scores = x.reshape(B, 3, N, HQ).transpose(1, 2)
-        gates = {
-            "sigmoid": lambda s: torch.sigmoid(s),
-            "branches": lambda s: torch.softmax(s, 2),
-            "heads": lambda s: torch.softmax(s, 3),
-            "sum to one": lambda s: torch.sigmoid(s) / torch.sigmoid(s).sum(2, keepdim=True),
-            "none": lambda s: s,
-            "hard": lambda s: (s > 0).to(s.dtype),
-            "tanh": lambda s: torch.tanh(s),
-        }[squash](scores)
-        found = gates.unbind(2)
-        return tuple(found[::-1]) if reverse else tuple(found)
-
-    return wrong
-
-
-_MAKE_GATES = Exercise(
-    name="make_gates",
-    statement="""
-The last layer of the gates' MLP gives `x` `[B, N, 3 * HQ]`, before the sigmoid. Along its last axis lie first all heads' numbers
-for compression, then all heads' for selection, then all heads' for the window. Return the three gates `(g_cmp, g_slc, g_swa)`, each
-`[B, N, HQ]`, as the layer makes them: each by a sigmoid of its own number.
-""",
-    minutes=4,
-    difficulty=1,
-    solution=make_gates,
-    misconceptions=(
-        Misconception(
-            "a softmax over the branches",
-            _gates(squash="branches"),
-            "A softmax makes the branches compete: opening one closes the others. "
-            "Can a head then have all of them open, or all shut?",
-        ),
-        Misconception(
-            "gates divided by their sum",
-            _gates(squash="sum to one"),
-            "Each gate is the sigmoid of its own number and knows nothing of the other two.",
-        ),
-        Misconception(
-            "a softmax over the heads",
-            _gates(squash="heads"),
-            "Heads do not share an amount of gate either.",
-        ),
-        Misconception(
-            "reading the last axis as head by head",
-            _gates(order="head"),
-            "`view` does not move numbers, it only says which axis runs fastest, and that is the last one. Of neighbours along the "
-            "last axis of x: do they differ in the branch or in the head?",
-        ),
-        Misconception(
-            "splitting the tokens instead of the last axis",
-            _gates(order="first"),
-            "The tokens have to stay where they are: cut only the last axis in two.",
-        ),
-        Misconception(
-            "leaving the sigmoid out",
-            _gates(squash="none"),
-            "A gate is between shut and open, 0 and 1. What is its range here?",
-        ),
-        Misconception(
-            "a switch in place of a gate",
-            _gates(squash="hard"),
-            "A step has no gradient: how would the model learn when to open it?",
-        ),
-        Misconception(
-            "tanh in place of the sigmoid",
-            _gates(squash="tanh"),
-            "What does a gate of −1 do to its branch?",
-        ),
-        Misconception(
-            "returning the branches in the wrong order",
-            _gates(reverse=True),
-            "Compression comes first, then selection, then the window: in x, and in what you return.",
-        ),
-    ),
-    cases=(
-        Case("one token, two heads", lambda: (torch.tensor([[[-2.0, -1.0, 0.0, 1.0, 2.0, 3.0]]]), 2)),
-        Case("three heads: as many as branches", lambda: (_random(1, 2, 9, seed=0), 3)),
-        Case("two texts of five tokens, four heads", lambda: (_random(2, 5, 12, seed=1, factor=2.0), 4)),
-        Case("one head, six tokens", lambda: (_random(1, 6, 3, seed=2), 1)),
     ),
 )
 
@@ -284,6 +182,8 @@ def _loaded(change: str) -> Callable:
     """A wrong `keys_loaded`, with one change."""
 
     def wrong(t: int, ids: list[int], block_size: int, window_size: int, length: int, stride: int) -> tuple[int, ...]:
+        if change == "from one":
+            t = t - 1
         summaries = max((t + 1 - length) // stride + 1, 0)
         keys = [range(b * block_size, min((b + 1) * block_size, t + 1)) for b in ids if b >= 0]
         selected, window = sum(map(len, keys)), min(window_size, t + 1)
@@ -342,6 +242,11 @@ summary keys, selected keys and window keys the query loads, each branch for its
             "showing a summary one token early",
             _loaded("one early"),
             "Summary j covers tokens j·stride to j·stride + length − 1. At which t is the last of them there?",
+        ),
+        Misconception(
+            "taking t for the number of keys so far",
+            _loaded("from one"),
+            "Positions are counted from 0. How many keys are there for the query at position 0?",
         ),
         Misconception(
             "counting the own block as a whole",
@@ -518,9 +423,10 @@ The cases hand your test right implementations and broken ones. (Two break other
             "through, for instance a rough log2(e).",
         ),
         Misconception(
-            "a test that demands equality to the last bit",
+            "a test that right implementations fail",
             _property(compare="exact"),
-            "Two right implementations add the same numbers in different orders. A test that fails both is no test.",
+            "Even the operator fails your test. Is every block listed, a last one that is not full included, and are the gates "
+            "(0, 1, 0)? And does it allow for rounding? Two right implementations add the same numbers in different orders.",
         ),
         Misconception(
             "a test with a single block",
@@ -725,4 +631,4 @@ the two latest blocks are forced, as `select_blocks` does unless told otherwise.
 )
 
 
-EXERCISES = (_GATED_SUM, _MAKE_GATES, _KEYS_LOADED, _SELECTS_LIKE_DENSE, _THREE_BRANCHES)
+EXERCISES = (_GATED_SUM, _KEYS_LOADED, _SELECTS_LIKE_DENSE, _THREE_BRANCHES)

@@ -310,8 +310,9 @@ def draw_schemes(top_n: int = 4, window: int = 64) -> Picture:
     axis.set_xlabel("relative error against dense attention, mean over 16 heads, percent", fontsize=9)
     single = min(list(found.values())[:3])
     best = found["best constant gates"]
-    told = f"constant gates come to {100 * best:.0f} %, the best single branch to {100 * single:.0f} %, equal gates to "
-    return Picture(figure, told + f"{100 * found['gates ⅓, ⅓, ⅓']:.0f} %")
+    per_token = found["best gates per token"]
+    told = f"the best branch alone is {100 * single:.0f} % off, constant gates {100 * best:.0f} %, "
+    return Picture(figure, told + f"gates for each token {100 * per_token:.0f} % at best")
 
 
 @functools.cache
