@@ -141,6 +141,15 @@ def test_an_unknown_source_is_refused() -> None:
 
 @pytest.mark.parametrize("n", [4, 8, 16])
 @pytest.mark.parametrize("shared", [True, False], ids=["one list per group", "one per head"])
+def test_captured_averages_over_the_queries_it_names(n: int, shared: bool) -> None:
+    ids = pictures.lists("latest", n, shared=shared)
+    held = (pictures.real()[1] * pictures.listed(ids)).sum(-1)  # [HQ, N]
+    torch.testing.assert_close(pictures.captured(ids), held[:, 16 * n :].mean(-1))
+    torch.testing.assert_close(pictures.captured(ids, 300), held[:, 300:].mean(-1))
+
+
+@pytest.mark.parametrize("n", [4, 8, 16])
+@pytest.mark.parametrize("shared", [True, False], ids=["one list per group", "one per head"])
 def test_the_oracles_lists_hold_the_exact_attention_mass(n: int, shared: bool) -> None:
     expected = stored_heads.attention_mass(pictures.real()[0], pictures.BS, n, per_group=shared)
     torch.testing.assert_close(pictures.captured(pictures.lists("oracle", n, shared=shared)), expected)
@@ -221,14 +230,30 @@ def test_the_needle_of_chapter_06_is_found_by_short_summaries_and_lost_by_long_o
     assert 15 not in lists[32, 16]
 
 
+def test_choosing_pays_where_a_head_looks_far() -> None:
+    """KV head 3: where the best block is not among the latest 4, these hold no more than chance, a chosen list twice that."""
+    mass, t = pictures.real()[1], torch.arange(64, 512)
+    far = t // 16 - mass[12:16, 64:].mean(0).argmax(-1) > 3
+    assert 0.2 < far.double().mean() < 0.4
+
+    def held(by: str, mine: torch.Tensor) -> float:
+        ids = pictures.lists(by, 4, num_local=int(by == "summaries"))
+        return (mass * pictures.listed(ids)).sum(-1)[12:16, t[mine]].mean().item()
+
+    assert held("latest", far) < held("random", far) + 0.02
+    assert held("summaries", far) > 1.8 * held("latest", far)
+    assert held("summaries", ~far) - held("latest", ~far) < 0.1
+
+
 def test_too_many_forced_blocks_are_worse_than_the_window() -> None:
     assert mean("summaries", 4, num_initial=1, num_local=2) < mean("latest", 4) < mean("summaries", 4, num_local=1)
 
 
 def test_a_longer_shared_list_is_the_better_buy() -> None:
     private, shared = (pictures.lists("oracle", n, shared=s) for n, s in ((4, False), (6, True)))
-    assert pictures.blocks_loaded(shared).mean() < pictures.blocks_loaded(private).mean()
-    assert pictures.captured(shared).mean() > pictures.captured(private).mean()
+    since = 6 * pictures.BS  # the same queries for both
+    assert pictures.blocks_loaded(shared, since).mean() < pictures.blocks_loaded(private, since).mean()
+    assert pictures.captured(shared, since).mean() > pictures.captured(private, since).mean()
 
 
 # -- the pictures --

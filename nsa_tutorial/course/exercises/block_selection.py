@@ -63,6 +63,23 @@ def _paper_from_zero(length: int, stride: int, block_size: int, block: int) -> d
     return weights
 
 
+def _double_sum(length: int, stride: int, block_size: int, last: int) -> dict[int, float]:
+    weights: dict[int, float] = {}
+    for m in range(block_size // stride):
+        for n in range(length // stride):
+            weights[last - m - n] = weights.get(last - m - n, 0.0) + 1.0
+    return weights
+
+
+def _paper_as_it_stands(length: int, stride: int, block_size: int, block: int) -> dict[int, float]:
+    return _double_sum(length, stride, block_size, block_size // stride * block)
+
+
+def _paper_moved(length: int, stride: int, block_size: int, block: int) -> dict[int, float]:
+    weights = _double_sum(length, stride, block_size, block_size // stride * (block + 1) - 1)
+    return {summary: weight for summary, weight in weights.items() if summary >= 0}
+
+
 def _draw_overlap(arguments: tuple, _got: object, _expected: object) -> object:
     return draw_overlap(*arguments)
 
@@ -91,6 +108,18 @@ Nothing has to divide anything; then weights are fractions.
             _paper_from_zero,
             "In (l′/d)·j − m − n the first block is j = 1. Take j = 0 for the first block and its summaries are −1, −2, …: "
             "every block gets those of the block before it. Draw the tokens of block 1 and see which summaries touch them.",
+        ),
+        Misconception(
+            "executing the paper's Eq. 9 as it stands",
+            _paper_as_it_stands,
+            "Its blocks and summaries are counted from 1, ours from 0: every block gets the summaries of the block before it. And "
+            "it counts whole pieces, so that stride has to divide the other two sizes. Here it need not: count tokens instead.",
+        ),
+        Misconception(
+            "counting whole pieces where a piece may be cut",
+            _paper_moved,
+            "As long as stride divides the other two sizes, that is right. Where it does not, an edge of the block runs through "
+            "a piece. How many tokens does a summary share with the block then?",
         ),
         Misconception(
             "counting tokens where pieces are asked for",
@@ -317,11 +346,12 @@ def _choose(change: str) -> Callable:
 _CHOOSE = Exercise(
     name="choose_blocks",
     statement="""
-One query that stands in block `own` (counted from 0). `scores[b]` is the importance of block `b`, for all blocks of the text, later
-ones too. Return its list: `top_n` numbers. The first `num_initial` blocks and the latest `num_local` ones, the query's own
-being the latest, are always on it, as far as they exist up to `own`, and take up slots like any other. The best of the other
-blocks fill the rest; of equal ones, those with the lower number. Blocks after `own` are never listed. Numbers ascend, none
-comes twice, and where there are fewer than `top_n`, `-1` fills up the end. (`num_initial + num_local` is never more than `top_n`.)
+One query that stands in block `own` (counted from 0). `scores[b]` is the importance of block `b`, for all blocks of the text,
+later ones too. Return its list: a Python list of `top_n` integers. The first `num_initial` blocks and the latest `num_local`
+ones, the query's own being the latest, are always on it, as far as they exist up to `own`, and take up slots like any other. The
+best of the other blocks fill the rest; of equal ones, those with the lower number. Blocks after `own` are never listed. Numbers
+ascend, none comes twice, and where there are fewer than `top_n`, `-1` fills up the end. (`num_initial + num_local` is never more
+than `top_n`.)
 """,
     minutes=8,
     difficulty=2,

@@ -154,14 +154,17 @@ def listed(ids: Tensor) -> Tensor:
     return found.transpose(0, 1).repeat_interleave(HQ // ids.shape[1], 0)
 
 
-def _after(ids: Tensor) -> slice:
-    """The queries that have to leave a block out."""
-    return slice(ids.shape[-1] * BS, None)
+def _after(ids: Tensor, since: int | None = None) -> slice:
+    """The queries that have to leave a block out, those with more than `n` blocks; or those from position `since` on."""
+    return slice(ids.shape[-1] * BS if since is None else since, None)
 
 
-def captured(ids: Tensor) -> Tensor:
-    """The share of attention that the lists hold, `[HQ]`, averaged over the queries with more than `n` blocks."""
-    return (real()[1] * listed(ids)).sum(-1)[:, _after(ids)].mean(-1)
+def captured(ids: Tensor, since: int | None = None) -> Tensor:
+    """The share of attention that the lists hold, `[HQ]`, averaged over the queries with more than `n` blocks.
+
+    Lists of different lengths compare only over the same queries: give `since`, the first of them.
+    """
+    return (real()[1] * listed(ids)).sum(-1)[:, _after(ids, since)].mean(-1)
 
 
 def recall(ids: Tensor, truth: Tensor) -> float:
@@ -170,9 +173,9 @@ def recall(ids: Tensor, truth: Tensor) -> float:
     return (right.sum() / wanted.sum()).item()
 
 
-def blocks_loaded(ids: Tensor) -> Tensor:
-    """How many different blocks the heads of a group load, `[H]`, averaged over the queries with more than `n` blocks."""
-    together = listed(ids)[:, _after(ids)].unflatten(0, (-1, real()[0].G)).any(1)  # [H, queries, NB]
+def blocks_loaded(ids: Tensor, since: int | None = None) -> Tensor:
+    """How many different blocks the heads of a group load, `[H]`, averaged over the queries of `captured`."""
+    together = listed(ids)[:, _after(ids, since)].unflatten(0, (-1, real()[0].G)).any(1)  # [H, queries, NB]
     return together.sum(-1).double().mean(-1)
 
 
@@ -272,13 +275,13 @@ def draw_query(query: int = 505, kv_head: int = 3, n: int = 4, *, num_local: int
 
 @functools.cache
 def curve(by: str) -> Tensor:
-    """The attention that lists of 1, 2, … 24 blocks hold, one list per group: `[24, HQ]`."""
+    """The attention that lists of 1, 2, … 24 blocks hold, one per group: `[24, HQ]`, each over the queries with more blocks."""
     return torch.stack([captured(lists(by, n, num_local=int(by == "summaries"))) for n in range(1, 25)])
 
 
 def draw_mass(n: int = 4, kv_head: int = 3) -> Picture:
     """Blocks per list across, attention held upwards, by who made the list: left all heads, right the heads of one group."""
-    G, NB = real()[0].G, real()[1].shape[-1]
+    G = real()[0].G
     figure, axes = new_figure(8.0, 3.5, columns=2)
     figure.set_layout_engine(None)
     figure.subplots_adjust(left=0.075, right=0.985, top=0.83, bottom=0.15, wspace=0.08)
@@ -295,7 +298,7 @@ def draw_mass(n: int = 4, kv_head: int = 3) -> Picture:
         axis.set_title(title, fontsize=10)
         axis.set_xticks([1, 4, 8, 12, 16, 20, 24])
         axis.set_ylim(0, 102)
-        axis.set_xlabel(f"blocks on a list, of {NB}", fontsize=9)
+        axis.set_xlabel("blocks on a list (for queries that see more)", fontsize=9)
     axes[0, 1].set_yticklabels([])
     axes[0, 0].set_ylabel("attention held, %", fontsize=9)
     axes[0, 1].legend(loc="lower right", fontsize=9, frameon=False)
@@ -347,7 +350,7 @@ def draw_choice(
     handles = [Patch(color=PALETTE[c], label=label) for c, label in names.items()]
     figure.legend(handles=handles, loc="lower center", ncols=3, fontsize=9, frameon=False, handlelength=1.0)
     found, best = _share(ids, kv_head), _share(lists("oracle", n, shared=shared), kv_head)
-    return Picture(figure, f"KV head {kv_head}, {n} of {NB} blocks a query: the lists hold {found:.0%} of the attention, "
+    return Picture(figure, f"KV head {kv_head}, {n} blocks a query: the lists hold {found:.0%} of the attention, "
                            f"the best lists {best:.0%}")  # fmt: skip
 
 
