@@ -202,7 +202,6 @@ def test_findings_carry_their_numbers():
     assert pictures.draw_windows().finding == "At position 21 a query sees 4 of 7 summaries; the newest 2 tokens are in none"
     assert "sees 5 of 7 summaries; the last one ends right there" in pictures.draw_windows(position=23).finding
     assert "sees 0 of 1 summary; the newest 3 tokens" in pictures.draw_windows(6, 4, 4, 2).finding
-    assert "at most 35 % of the four fastest pairs" in pictures.draw_survival().finding
     assert "no point is below the line" in pictures.draw_mean_and_mass().finding
     rows = {"mean": (0.2, 0.4), "weighted": (0.2, 0.3), "linear": (0.1, 0.5)}
     assert pictures.draw_errors(rows).finding == "On windows that it has not met, 'weighted' is best: 25 % less error than the mean"

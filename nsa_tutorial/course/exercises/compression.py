@@ -142,7 +142,7 @@ _SUMMARISE = Exercise(
 `x` `[M, D]` are keys or values of one head. Return the mean of every window of `length` tokens, one window every `stride`, as
 `[M_c, D]`. A window that does not fit is left out; if none fits, the result has shape `[0, D]`.
 """,
-    minutes=5,
+    minutes=4,
     difficulty=1,
     solution=summarise,
     misconceptions=(
@@ -255,7 +255,7 @@ both by means of windows (`length`, `stride`), and return `(o, lse)` of the quer
 the scale `D ** -0.5`. A query that sees none gets `o` of zeros and `lse` of −∞ (a tensor). You may use your `visible_summaries` and
 `summarise`.
 """,
-    minutes=9,
+    minutes=8,
     difficulty=3,
     solution=attend_to_summaries,
     misconceptions=(
@@ -337,7 +337,7 @@ _LOGIT = Exercise(
 `[W]`, as a tuple: the score that the window's *mean key* gets; and the score that one summary would need, so that `length` tokens
 with that score weigh as much as the window's real tokens. Some scores are in the hundreds: the result has to stay finite.
 """,
-    minutes=5,
+    minutes=4,
     difficulty=2,
     solution=window_logit,
     misconceptions=(
@@ -433,7 +433,7 @@ The paper's φ for one window: `window` `[length, D]`, `position` `[length, D]`,
 `b2` `[D]`. Return the summary `[D]`. The window's tokens enter `w1` one behind the other, the first token's `D` numbers first;
 between the two layers is a `gelu` (`torch.nn.functional.gelu`), and after the second there is nothing.
 """,
-    minutes=5,
+    minutes=4,
     difficulty=1,
     solution=phi,
     misconceptions=(

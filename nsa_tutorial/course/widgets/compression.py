@@ -1,8 +1,8 @@
 """Chapter 06's pictures: windows and the summaries a query sees, what a mean key knows of its window, and what can be learnt.
 
-`view`, `first_seen`, `logits_and_mass`, `survival` and `error` compute; `draw_windows`, `draw_mean_and_mass`, `draw_survival` and
-`draw_errors` draw; `fit` learns a summary's weights; `explore` puts controls on the windows. What is said of trained heads is
-computed from `heads.load()`, for a length of 32 and a stride of 16 unless told otherwise.
+`view`, `first_seen`, `logits_and_mass`, `survival` and `error` compute; `draw_windows`, `draw_mean_and_mass` and `draw_errors`
+draw; `fit` learns a summary's weights; `explore` puts controls on the windows. What is said of trained heads is computed from
+`heads.load()`, for a length of 32 and a stride of 16 unless told otherwise.
 """
 
 from __future__ import annotations
@@ -233,29 +233,6 @@ def survival(k: Tensor, summaries: Tensor, length: int = 32, stride: int = 16) -
 def turn_per_token(D: int) -> Tensor:
     """The angle in radians by which the rotary embedding turns each pair from one token to the next, `[D / 2]`."""
     return 10_000.0 ** (-torch.arange(D // 2) / (D // 2))
-
-
-def draw_survival(heads: Heads | None = None, length: int = 32, stride: int = 16) -> Picture:
-    """How much of each frequency pair of the real keys survives the mean, beside what rotation alone would leave."""
-    heads = heads or stored.load()
-    kept = survival(heads.k, compress(heads.k, length=length, stride=stride), length, stride)  # [H, D / 2]
-    angle = turn_per_token(heads.k.shape[-1])
-    alone = ((length * angle / 2).sin() / (length * (angle / 2).sin())).abs()
-    figure, axes = new_figure(8.0, 3.2)
-    axis = axes[0, 0]
-    axis.plot(alone, color=PALETTE["text"], linewidth=1.5, label="rotation alone")
-    axis.axhline(length**-0.5, color=PALETTE["faint"], linewidth=1, linestyle="--", label="random directions")
-    styles = ("o", "s", "^", "D")
-    for head, values in enumerate(kept):
-        axis.plot(values, styles[head % 4], color=_SEEN, markersize=5, markeredgecolor=PALETTE["text"], markeredgewidth=0.5,
-                  label=f"KV head {head}")  # fmt: skip
-    axis.set_ylim(0, 1.05)
-    axis.set_xticks(range(0, len(angle), 3), [f"{i}\n{2 * math.pi / angle[i]:,.0f}" for i in range(0, len(angle), 3)])
-    axis.set_xlabel("frequency pair, and below it the tokens that one turn takes", fontsize=9)
-    axis.set_ylabel("length of the mean,\nfor the tokens' length", fontsize=9)
-    axis.legend(fontsize=8, frameon=False, loc="upper left", borderaxespad=0.1)
-    fast = float(kept[:, :4].max())
-    return Picture(figure, f"A mean of {length} rotated keys keeps at most {100 * fast:.0f} % of the four fastest pairs")
 
 
 def turn_back(length: int, D: int) -> Tensor:
