@@ -1,4 +1,4 @@
-"""Exercises of chapter 05: from a list to tokens, a load behind a guard, counts and own block, the window, and the whole walk."""
+"""Exercises of chapter 05: from a list to tokens, a load behind a guard, the window, and the whole walk."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _tokens(change: str) -> Callable:
     def wrong(ids: list[int], position: int, M: int, block_size: int, causal: bool) -> list[int]:
         num_visible = position + 1 if causal else M
         tokens = []
-        for block_id in ids:
+        for block_id in sorted(ids) if change == "sorted" else ids:
             if block_id < 0 and change == "stop":
                 break
             if block_id < 0 and change == "wrap":
@@ -82,6 +82,8 @@ def _draw_tokens(arguments: tuple, got: list[int], expected: list[int]) -> Pictu
         if first <= block_start <= last + 1:
             axis.axvline(block_start - first - 0.5, color=PALETTE["text"], linewidth=1)
     told = f"{len(got)} tokens, not {len(expected)}" if len(got) != len(expected) else f"{len(got)} tokens, but others"
+    if sorted(got) == sorted(expected):
+        told = "the right tokens, in another order"
     return Picture(figure, f"Query {position}, blocks of {block_size}, the list {ids}: {told}")
 
 
@@ -89,9 +91,9 @@ _TOKENS = Exercise(
     name="tokens_of_list",
     statement="""
 One query at `position`, `M` keys, blocks of `block_size` keys. `ids` is its list: block ids, with `-1` for an empty slot, anywhere.
-Return the positions of all the keys that the query sees, as a list, slot by slot in the order of `ids`. If `causal`, it sees no key
-after its own position; otherwise every key that exists, of the listed blocks. An id in the future, or past the last block,
-shows nothing.
+Return the positions of all the keys that the query sees, as a list of Python integers, slot by slot in the order of `ids`. If
+`causal`, it sees no key after its own position; otherwise every key that exists, of the listed blocks. An id in the future, or
+past the last block, shows nothing.
 """,
     minutes=6,
     difficulty=2,
@@ -151,6 +153,11 @@ shows nothing.
             "The visible part of a block counts, however short. In most places the query's own block is the one that is cut.",
         ),
         Misconception(
+            "sorting the positions",
+            _tokens("sorted"),
+            "All keys are there. Take them slot by slot, as they stand in the list.",
+        ),
+        Misconception(
             "cutting causally always",
             _tokens("always causal"),
             "With causal=False the query sees its listed blocks up to the end of the text.",
@@ -192,6 +199,9 @@ def _load(change: str) -> Callable:
         if change == "wrap" and block_id < 0:
             offset = (block_id + -(-M // block_size)) * block_size + torch.arange(block_size)
         is_seen = (offset >= 0) & (offset < limit)
+        if change == "negative index":
+            is_seen = offset < limit
+            return x[torch.where(is_seen, offset, 0)].masked_fill(~is_seen[:, None], 0), is_seen
         if change == "only the score":
             return x[offset % M], is_seen
         if change == "times the mask":
@@ -233,6 +243,12 @@ every row that the query does not see or that does not exist. `is_seen` `[BS]` i
             _load("times the mask"),
             "0 · NaN is NaN: a product does not remove a number. Choose between the row and a zero instead, or do not "
             "load it at all.",
+        ),
+        Misconception(
+            "comparing with num_visible only",
+            _load("negative index"),
+            "Every negative position is below num_visible, and as an index it counts from the end. Which half of the guard is "
+            "missing?",
         ),
         Misconception(
             "letting -1 wrap round to the last block",
@@ -289,124 +305,6 @@ def _rows(M: int, num_visible: int) -> Tensor:
     """Row i is i + 1, and NaN from `num_visible` on."""
     x = torch.arange(1.0, M + 1)[:, None]
     return x.masked_fill(torch.arange(M)[:, None] >= num_visible, torch.nan)
-
-
-# -- ids_to_walk --
-
-
-def ids_to_walk(ids: list[int], count: int, position: int, block_size: int) -> list[int]:
-    """The block ids that a query with this list walks over, its own block among them."""
-    walked = [block_id for block_id in ids[:count] if block_id >= 0]
-    own = position // block_size
-    return walked if own in walked else [*walked, own]
-
-
-def _walk(change: str) -> Callable:
-    """A wrong `ids_to_walk`, with one change."""
-
-    def wrong(ids: list[int], count: int, position: int, block_size: int) -> list[int]:
-        own = position % block_size if change == "remainder" else position // block_size
-        if change == "position":
-            own = position
-        if change == "real ones":
-            walked = [i for i in ids if i >= 0][:count]
-        elif change == "no count":
-            walked = [i for i in ids if i >= 0]
-        elif change == "last ones":
-            walked = [i for i in ids[max(len(ids) - count, 0) :] if i >= 0]
-        elif change == "power of two":
-            walked = [i for i in ids[: 1 << max(count - 1, 0).bit_length() if count else 0] if i >= 0]
-        else:
-            walked = [i for i in ids[:count] if i >= 0]
-        if change == "twice":
-            return [*walked, own]
-        if change == "looks at all":
-            return walked if own in ids else [*walked, own]
-        if change == "inside the count":
-            return (walked if own in walked else [*walked, own])[:count]
-        if change == "never":
-            return walked
-        return walked if own in walked else [*walked, own]
-
-    return wrong
-
-
-_WALK = Exercise(
-    name="ids_to_walk",
-    statement="""
-`block_counts` and `include_own_block` for one query, together. `ids` is its row of slots. Return the ids that it walks over,
-in order,
-as a list without empty slots: of the first `count` slots (slots, empty ones included; `count` may exceed their number) those that
-hold a block, and at the end the block that the query's `position` lies in, unless it is among them already.
-""",
-    minutes=5,
-    difficulty=2,
-    solution=ids_to_walk,
-    misconceptions=(
-        Misconception(
-            "counting the own block twice",
-            _walk("twice"),
-            "If a slot lists it already, its keys would be taken into the softmax two times, each with its full weight.",
-        ),
-        Misconception(
-            "looking for the own block in slots that are not read",
-            _walk("looks at all"),
-            "Here the own block is listed behind the count. Nobody reads that slot, so that the block is missing.",
-        ),
-        Misconception(
-            "counting blocks instead of slots",
-            _walk("real ones"),
-            "`count` says how many slots are read, and an empty slot is one of them: cut first, then leave out the empty ones.",
-        ),
-        Misconception(
-            "reading all slots, whatever the count",
-            _walk("no count"),
-            "Slots from `count` on are not read, even where they hold a block.",
-        ),
-        Misconception(
-            "reading the last slots instead of the first",
-            _walk("last ones"),
-            "The first `count` slots are read.",
-        ),
-        Misconception(
-            "rounding the count up to a power of two",
-            _walk("power of two"),
-            "A tile may well be that long, but what lies behind the count has to be left out all the same. Try a count "
-            "of 3. (Public "
-            "libraries fell into this.)",
-        ),
-        Misconception(
-            "the own block competing for the counted slots",
-            _walk("inside the count"),
-            "The count is about the list. The own block comes on top of it.",
-        ),
-        Misconception(
-            "never adding the own block",
-            _walk("never"),
-            "Without it most queries would not even see themselves.",
-        ),
-        Misconception(
-            "taking the query's position for its block",
-            _walk("position"),
-            "An id counts blocks. Which block holds position 9 if a block holds 4?",
-        ),
-        Misconception(
-            "taking the place in the block for the block",
-            _walk("remainder"),
-            "`%` tells where in its block the query stands; the number of the block is the other part of the division.",
-        ),
-    ),
-    cases=(
-        Case("blocks of 4, query 9, two slots", lambda: ([0, 1], 2, 9, 4)),
-        Case("the own block is listed", lambda: ([2, 0], 2, 9, 4)),
-        Case("an empty slot in front, a count of 2", lambda: ([-1, 1, 0], 2, 9, 4)),
-        Case("a count of 3 of 5 slots", lambda: ([0, 3, 1, 5, 2], 3, 27, 4)),
-        Case("the own block behind the count", lambda: ([0, 2], 1, 9, 4)),
-        Case("a count of 0", lambda: ([1, 0], 0, 6, 4)),
-        Case("a count larger than the row", lambda: ([1, -1, 0], 8, 30, 4)),
-    ),
-    tolerance=0.0,
-)
 
 
 # -- window_mask --
@@ -698,4 +596,4 @@ def _steep() -> tuple:
     return torch.ones(2, 1, 1), k, _random(9, 1, 2, seed=9), torch.tensor([[[2, 0]], [[0, 2]]]), 3
 
 
-EXERCISES = (_TOKENS, _LOAD, _WALK, _WINDOW, _ATTEND)
+EXERCISES = (_TOKENS, _LOAD, _WINDOW, _ATTEND)

@@ -1,8 +1,8 @@
-"""Chapter 05's pictures: one query's list in a real text, the mask of all lists, and what a list moves beside dense tiles.
+"""Chapter 05's pictures: one query's list, by hand and in a real text, and what a list moves beside dense tiles.
 
 `group_mass` and `true_lists` choose blocks by the attention that trained heads really pay (no kernel knows it in advance; chapters
 06 and 07 find such blocks cheaply), `token_kinds` says what a list makes of each token, `loads` and `crossover` count bytes.
-`draw_text`, `draw_masks` and `draw_bytes` draw them; `explore` puts controls on the first. `draw_gather` draws a list by hand.
+`draw_gather` draws a list by hand, `draw_text` one in the text; `explore` puts controls on the second.
 
 Symbols: `N` positions, `H` key/value heads, `BS` block size, `NB` blocks, `S` slots.
 """
@@ -14,7 +14,6 @@ import functools
 import ipywidgets
 import numpy as np
 import torch
-from matplotlib.colors import to_rgb
 from matplotlib.font_manager import findfont
 from matplotlib.patches import Patch, Rectangle
 from PIL import Image, ImageDraw, ImageFont
@@ -22,10 +21,9 @@ from torch import Tensor
 
 from nsa_tutorial import costs
 from nsa_tutorial.course import heads
-from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure, readable_on, shades
+from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure, readable_on
 from nsa_tutorial.course.heads import Heads
 from nsa_tutorial.course.widgets import Panel, panel
-from nsa_tutorial.selected_attention import dense_mask
 
 KINDS = ("selected", "own block", "not listed", "future")
 COPYING = 3  # the KV head whose group looks farthest back: at lines like the one that the query stands in
@@ -215,39 +213,6 @@ def explore() -> Panel:
     )
 
 
-# -- all lists as a mask --
-
-
-def draw_masks(block_size: int = BLOCK_SIZE, top_n: int = TOP_N, group: int = COPYING, query: int = QUERY) -> Picture:
-    """The lists of one group for all queries: left the attention by blocks, right what the lists let every query see."""
-    h, mass = _heads(), _mass(block_size)[group : group + 1]
-    N = len(h.text)
-    lists = true_lists(mass, block_size, top_n)
-    seen = dense_mask(lists, N, block_size=block_size)[0, :, 0].numpy()  # [N, N]
-    t, key = np.arange(N)[:, None], np.arange(N)[None, :]
-    image = np.ones((N, N, 3))
-    image[key <= t] = to_rgb(PALETTE["masked"])
-    image[seen] = to_rgb(PALETTE["selected"])
-    image[seen & (key // block_size == t // block_size)] = to_rgb(PALETTE["own block"])
-
-    figure, axes = new_figure(8.0, 4.2, columns=2)
-    figure.get_layout_engine().set(h_pad=0.09)  # room below the title
-    left, right = axes[0]
-    left.imshow(np.sqrt(mass[0].numpy()), cmap=shades("selected"), vmin=0, vmax=1, aspect="auto", interpolation="nearest",
-                extent=(0, mass.shape[-1], N, 0))  # fmt: skip
-    right.imshow(image, aspect="auto", interpolation="nearest", extent=(0, N, N, 0))
-    for axis, title, label in ((left, "attention by blocks (darker: more)", "block id"), (right, "what the lists show", "key")):
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel(label, fontsize=9)
-        axis.set_ylabel("query", fontsize=9)
-        axis.axhline(query + 0.5, color=PALETTE["query"], linewidth=1.2)
-    handles = [Patch(color=PALETTE[colour], label=kind) for kind, colour in _PALE.items()]
-    right.legend(handles=handles, loc="upper right", fontsize=8, frameon=False)
-    held = mass.gather(-1, lists[0].permute(1, 0, 2).clamp(min=0)).masked_fill(lists[0].permute(1, 0, 2) < 0, 0).sum(-1).mean()
-    share = seen.sum() / costs.visible_pairs(N, N)
-    return Picture(figure, f"{top_n} blocks of {block_size} per query: {share:.0%} of the pairs, {held:.0%} of the attention")
-
-
 # -- what a list moves, beside dense tiles --
 
 
@@ -269,32 +234,3 @@ def crossover(tile_q: int, *, G: int = 1, block_size: int = 64, top_n: int = 16)
         fewer = loads(N, G=G, block_size=block_size, top_n=top_n) <= loads(N, tile_q, G=G, block_size=block_size)
         low, high = (low, middle) if fewer else (middle, high)
     return high * block_size
-
-
-def draw_bytes(rows: int = 128) -> Picture:
-    """Bytes per query over the length: lists, and dense tiles of `rows` rows for groups of 1, 4 and 16."""
-    lengths = 2 ** np.arange(10, 20)
-    figure, axes = new_figure(8.0, 3.6)
-    axis = axes[0, 0]
-    kib = [loads(int(N)) / 1024 for N in lengths]
-    axis.plot(lengths, kib, "o-", color=PALETTE["selected"], markersize=4, label="a list of 16 blocks of 64")
-    found = []
-    for G, style in ((1, "-"), (4, "--"), (16, ":")):
-        tile_q = rows // G
-        tiled = [loads(int(N), tile_q) / 1024 for N in lengths]
-        axis.plot(lengths, tiled, style, color=PALETTE["text"], linewidth=1.5,
-                  label=f"dense tiles, {tile_q} positions ({rows} rows for G = {G})")  # fmt: skip
-        N = crossover(tile_q)
-        found.append(N)
-        axis.plot([N], [loads(N) / 1024], "o", markersize=10, fillstyle="none", markeredgewidth=2, color=PALETTE["query"])
-        axis.annotate(f"{N:,}", (N, loads(N) / 1024), (4, -14), textcoords="offset points", fontsize=9, color=PALETTE["query"])
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log", base=2)
-    axis.set_xticks([2**n for n in range(10, 20, 2)], [f"{2**n:,}" for n in range(10, 20, 2)])
-    axis.set_yticks([4, 16, 64, 256, 1024, 4096], ["4", "16", "64", "256", "1024", "4096"])
-    axis.minorticks_off()
-    axis.set_xlabel("tokens", fontsize=9)
-    axis.set_ylabel("moved per query, KiB", fontsize=9)
-    axis.legend(fontsize=9, frameon=False, loc="upper left")
-    crossings = ", ".join(f"{N:,}" for N in found[::-1])
-    return Picture(figure, f"Lists move fewer bytes than dense tiles from {crossings} tokens on (G = 16, 4, 1)")
