@@ -153,6 +153,7 @@ def test_a_grid_keeps_the_lines_between_its_squares(rows: int, columns: int) -> 
 def test_lists_of_another_length_are_shown_where_they_are_short() -> None:
     assert difference([0, 2], [0, 2, 5]) == "got 2 values, expected 3\ngot      [0, 2]\nexpected [0, 2, 5]"
     assert difference(list(range(17)), [0]) == "got 17 values, expected 1"
+    assert difference(torch.tensor([0, 2]), [0, 2]).startswith("got a Tensor, expected a list\n")
     assert difference([torch.zeros(2)], [torch.zeros(2)] * 2) == "got 1 values, expected 2"
 
 

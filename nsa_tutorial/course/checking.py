@@ -227,7 +227,8 @@ def difference(got: object, expected: object) -> str:
     try:
         x, y = _numbers(got), _numbers(expected)
     except (TypeError, ValueError):
-        return f"got {_short(got)}\nexpected {_short(expected)}"
+        kinds = "" if type(got) is type(expected) else f"got a {type(got).__name__}, expected a {type(expected).__name__}\n"
+        return f"{kinds}got {_short(got)}\nexpected {_short(expected)}"
     if x.shape != y.shape:
         return f"got shape {list(x.shape)}, expected {list(y.shape)}"
     if x.numel() <= 12:
