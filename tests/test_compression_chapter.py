@@ -204,7 +204,7 @@ def test_findings_carry_their_numbers():
     assert "sees 0 of 1 summary; the newest 3 tokens" in pictures.draw_windows(6, 4, 4, 2).finding
     assert "no point is below the line" in pictures.draw_mean_and_mass().finding
     rows = {"mean": (0.2, 0.4), "weighted": (0.2, 0.3), "linear": (0.1, 0.5)}
-    assert pictures.draw_errors(rows).finding == "On windows that it has not met, 'weighted' is best: 25 % less error than the mean"
+    assert pictures.draw_errors(rows).finding == "On windows that it has not met, 'weighted' is best: 25% less error than the mean"
 
 
 def test_points_below_the_line_would_be_counted(heads, monkeypatch):

@@ -347,4 +347,4 @@ def draw_errors(rows: dict[str, tuple[float, float]]) -> Picture:
     axis.legend(fontsize=8, frameon=False, loc="center right")
     best = min(rows, key=lambda kind: rows[kind][1])
     less = 100 * (1 - rows[best][1] / rows["mean"][1])
-    return Picture(figure, f"On windows that it has not met, {best!r} is best: {less:.0f} % less error than the mean")
+    return Picture(figure, f"On windows that it has not met, {best!r} is best: {less:.0f}% less error than the mean")
