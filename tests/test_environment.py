@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,10 +84,10 @@ def test_require_raises_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     environment.require("reference")
 
 
-def run(code: str, **variables: str) -> str:
+def run(code: str, *arguments: str, **variables: str) -> str:
     kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, "-c", code], env={**kept, **variables}, capture_output=True, text=True, check=True, cwd=ROOT
+        [sys.executable, "-c", code, *arguments], env={**kept, **variables}, capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout
 
 
@@ -97,16 +99,17 @@ def test_import_decides_before_triton_is_imported() -> None:
     assert run(code, TRITON_INTERPRET="0").split() == ["False", "0"]
 
 
-@pytest.fixture
-def without_kernel_packages(tmp_path: Path) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def without_kernel_packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Variables for a process in which triton and tilelang cannot be found, as on macOS and Windows."""
-    (tmp_path / "sitecustomize.py").write_text(
+    folder = tmp_path_factory.mktemp("hidden")
+    (folder / "sitecustomize.py").write_text(
         "from importlib.machinery import PathFinder\n"
         "find = PathFinder.find_spec\n"
         "hidden = ('triton', 'tilelang', 'tvm')\n"
         "PathFinder.find_spec = lambda name, *rest: None if name.split('.')[0] in hidden else find(name, *rest)\n"
     )
-    return {"PYTHONPATH": str(tmp_path)}
+    return {"PYTHONPATH": str(folder)}
 
 
 def test_operators_without_kernel_packages(without_kernel_packages: dict[str, str]) -> None:
@@ -134,19 +137,26 @@ print("scores_max" in show("nsa_tutorial.triton_forward:kernel", phase="online s
 CHAPTERS = sorted(p.name for p in (ROOT / "notebooks").glob("0[0-8]_*.ipynb"))
 
 
-@pytest.mark.parametrize("chapter", CHAPTERS)
-def test_chapters_without_kernel_packages(chapter: str, without_kernel_packages: dict[str, str]) -> None:
-    """Parts I and II run to the end, and a cell that wanted a kernel says in one sentence what is missing."""
-    code = f"""
-import nbformat
+@pytest.fixture(scope="module")
+def printed_without_kernel_packages(without_kernel_packages: dict[str, str]) -> Iterator[dict[str, Future[str]]]:
+    """What the cells of each chapter print there; as many chapters run at a time as there are cores."""
+    code = """
+import sys, nbformat
 from nsa_tutorial.course import execute
-nb = execute.execute(nbformat.read(execute.NOTEBOOKS / {chapter!r}, as_version=4))
+nb = execute.execute(nbformat.read(execute.NOTEBOOKS / sys.argv[1], as_version=4))
 print(sum(c.cell_type == "code" for c in nb.cells))
 for cell in nb.cells:
     for output in cell.get("outputs", []):
-        print(output.get("text", "") or output.get("data", {{}}).get("text/plain", ""))
+        print(output.get("text", "") or output.get("data", {}).get("text/plain", ""))
 """
-    printed = run(code, **without_kernel_packages)
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 4)) as pool:
+        yield {name: pool.submit(run, code, name, OMP_NUM_THREADS="1", **without_kernel_packages) for name in CHAPTERS}
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_chapters_without_kernel_packages(chapter: str, printed_without_kernel_packages: dict[str, Future[str]]) -> None:
+    """Parts I and II run to the end, and a cell that wanted a kernel says in one sentence what is missing."""
+    printed = printed_without_kernel_packages[chapter].result()
     assert int(printed.splitlines()[0]) > 10
     if chapter.startswith("00"):
         assert "Triton is not installed here" in printed
