@@ -219,18 +219,18 @@ def test_findings_carry_computed_numbers() -> None:
     found = pictures.draw_views(9, (0.0, 0.0, 1.0))
     window = pictures.relative_error(v.outputs[2], v.dense)[9].item()
     assert found.finding == (
-        f"layer 2 head 5: the nearest single view is off by {100 * alone:.0f} %, the gated sum by {100 * window:.0f} %"
+        f"layer 2 head 5: the nearest single view is off by {100 * alone:.0f}%, the gated sum by {100 * window:.0f}%"
     )
     schemes = pictures.schemes()
     told = ("window alone", "best constant gates", "best gates per token")
-    numbers = [f"{100 * schemes[name]:.0f} %" for name in told]
+    numbers = [f"{100 * schemes[name]:.0f}%" for name in told]
     positions = [pictures.draw_schemes().finding.index(number) for number in numbers]
     assert positions == sorted(positions)
     share = pictures.query_shares(13, 300)["neither"]
-    assert pictures.draw_query(13, 300).finding.endswith(f"{100 * share:.0f} % in neither")
+    assert pictures.draw_query(13, 300).finding.endswith(f"{100 * share:.0f}% in neither")
     parts = pictures.operations(65_536)
     summaries = (parts["choice"] + parts["compression"]) / sum(parts.values())
-    assert f"{100 * summaries:.0f} %" in pictures.draw_costs().finding
+    assert f"{100 * summaries:.0f}%" in pictures.draw_costs().finding
 
 
 def test_the_magnified_query_wants_what_the_window_misses() -> None:
@@ -249,10 +249,10 @@ def test_the_magnified_query_wants_what_the_window_misses() -> None:
 def test_gates_alone_give_the_branch_alone() -> None:
     """(0, 0, 1) in the panel is the window; a window of the whole text is exact."""
     error = pictures.schemes()["window alone"]
-    assert f"error {100 * error:.0f} %" in pictures.sentence(0.0, 0.0, 1.0, 64, 4)
-    assert "error 0 % " in pictures.sentence(0.0, 0.0, 1.0, 512, 4)
-    assert "error 0 % " in pictures.sentence(0.0, 1.0, 0.0, 64, 32)
-    assert "error 0 % " not in pictures.sentence(1.0, 1.0, 0.0, 64, 32)
+    assert f"error {100 * error:.0f}%" in pictures.sentence(0.0, 0.0, 1.0, 64, 4)
+    assert "error 0% " in pictures.sentence(0.0, 0.0, 1.0, 512, 4)
+    assert "error 0% " in pictures.sentence(0.0, 1.0, 0.0, 64, 32)
+    assert "error 0% " not in pictures.sentence(1.0, 1.0, 0.0, 64, 32)
 
 
 def test_the_panel_says_what_the_pure_function_says() -> None:

@@ -243,8 +243,8 @@ def draw_views(head: int = FAR, gates: tuple[float, float, float] | None = None,
     figure, axes = new_figure(9.5, 2.9, columns=5)
     figure.set_layout_engine(None)
     figure.subplots_adjust(left=0.06, right=0.995, top=0.76, bottom=0.16, wspace=0.09)
-    names = [f"{name}\nerror {100 * e:.0f} %" for name, e in zip(BRANCHES, alone, strict=True)]
-    names += ["{:.2f} · {:.2f} · {:.2f}".format(*gate.tolist()) + f"\ngated, error {100 * error:.0f} %", "dense\n"]
+    names = [f"{name}\nerror {100 * e:.0f}%" for name, e in zip(BRANCHES, alone, strict=True)]
+    names += ["{:.2f} · {:.2f} · {:.2f}".format(*gate.tolist()) + f"\ngated, error {100 * error:.0f}%", "dense\n"]
     for axis, name, image, colour in zip(
         axes[0], names, (*weights[:3], total, weights[3]), (*COLOURS, PALETTE["text"], PALETTE["text"]), strict=True
     ):
@@ -256,7 +256,7 @@ def draw_views(head: int = FAR, gates: tuple[float, float, float] | None = None,
     axes[0, 0].set_ylabel("query", fontsize=9, labelpad=1)
     label = _heads().labels[head]
     nearest = min(alone)
-    told = f"{label}: the nearest single view is off by {100 * nearest:.0f} %, the gated sum by {100 * error:.0f} %"
+    told = f"{label}: the nearest single view is off by {100 * nearest:.0f}%, the gated sum by {100 * error:.0f}%"
     return Picture(figure, told)
 
 
@@ -288,7 +288,7 @@ def draw_query(head: int = FAR, query: int = QUERY, top_n: int = 4, window: int 
     axis.set_xlabel(f"key, the last 250 that query {query} sees", fontsize=9)
     axis.set_ylabel("weight: dense below, gated above", fontsize=9)
     axis.legend(loc="upper left", fontsize=8, frameon=False, ncols=4)
-    near, listed, neither = (f"{100 * share:.0f} %" for share in query_shares(head, query, top_n, window).values())
+    near, listed, neither = (f"{100 * share:.0f}%" for share in query_shares(head, query, top_n, window).values())
     told = f"{near} of its attention in the window, {listed} in the list only, {neither} in neither"
     return Picture(figure, f"{found.labels[head]}, query {query}: {told}")
 
@@ -304,15 +304,15 @@ def draw_schemes(top_n: int = 4, window: int = 64) -> Picture:
     colours = [*COLOURS, *[PALETTE["masked"]] * 3, *[PALETTE["faint"]] * 2, *[PALETTE["text"]] * 2]
     axis.barh(range(len(found)), [100 * x for x in found.values()], 0.7, color=colours)
     for place, error in enumerate(found.values()):
-        axis.text(100 * error + 1, place, f"{100 * error:.0f} %", va="center", fontsize=9, color=PALETTE["text"])
+        axis.text(100 * error + 1, place, f"{100 * error:.0f}%", va="center", fontsize=9, color=PALETTE["text"])
     axis.set_yticks(range(len(found)), list(found))
     axis.invert_yaxis()
     axis.set_xlabel("relative error against dense attention, mean over 16 heads, percent", fontsize=9)
     single = min(list(found.values())[:3])
     best = found["best constant gates"]
     per_token = found["best gates per token"]
-    told = f"the best branch alone is {100 * single:.0f} % off, constant gates {100 * best:.0f} %, "
-    return Picture(figure, told + f"gates for each token {100 * per_token:.0f} % at best")
+    told = f"the best branch alone is {100 * single:.0f}% off, constant gates {100 * best:.0f}%, "
+    return Picture(figure, told + f"gates for each token {100 * per_token:.0f}% at best")
 
 
 @functools.cache
@@ -360,7 +360,7 @@ def draw_trade_off() -> Picture:
         axis.set_xlabel("keys, summaries included, a query loads", fontsize=9)
     axes[0, 0].set_ylabel("relative error, percent", fontsize=9)
     axes[0, 0].legend(loc="upper right", bbox_to_anchor=(0.9, 1.0), fontsize=9, frameon=False)
-    numbers = "window {:.0f} %, list {:.0f} %, all three {:.0f} %".format(*(100 * at["far", name] for name in trade_off("far")))
+    numbers = "window {:.0f}%, list {:.0f}%, all three {:.0f}%".format(*(100 * at["far", name] for name in trade_off("far")))
     return Picture(figure, f"128 keys a query leave the far heads off by: {numbers}")
 
 
@@ -400,7 +400,7 @@ def draw_costs() -> Picture:
     left.legend(fontsize=9, frameon=False, loc="upper left")
     longest = per_token[-1]
     share = (longest["compression"] + longest["choice"]) / sum(longest.values())
-    return Picture(figure, f"at {LENGTHS[-1]:,} tokens, {100 * share:.0f} % of NSA's operations are about summaries")
+    return Picture(figure, f"at {LENGTHS[-1]:,} tokens, {100 * share:.0f}% of NSA's operations are about summaries")
 
 
 def _draw_stacks(axis: Axes, stacks: list[dict[str, float]], dense: list[float], label: str) -> None:
@@ -429,9 +429,9 @@ def sentence(g_cmp: float, g_slc: float, g_swa: float, window: int, top_n: int) 
     error = relative_error(gated(torch.tensor([g_cmp, g_slc, g_swa]), v.outputs), v.dense).mean()
     best = relative_error(gated(fit_gates(v.outputs, v.dense), v.outputs), v.dense).mean()
     read, all_keys = sum(loaded.values()), dense_entries()
-    told = f"Gates {g_cmp:.1f}, {g_slc:.1f}, {g_swa:.1f}: error {100 * error:.0f} % (best constant gates: {100 * best:.0f} %). "
+    told = f"Gates {g_cmp:.1f}, {g_slc:.1f}, {g_swa:.1f}: error {100 * error:.0f}% (best constant gates: {100 * best:.0f}%). "
     told += f"A query loads {read:.0f} keys, summaries included, "
-    return f"{told}{100 * read / all_keys:.0f} % of dense attention's {all_keys:.0f}."
+    return f"{told}{100 * read / all_keys:.0f}% of dense attention's {all_keys:.0f}."
 
 
 def draw_gates(g_cmp: float, g_slc: float, g_swa: float, window: int = 64, top_n: int = 4) -> Picture:
@@ -454,7 +454,7 @@ def draw_gates(g_cmp: float, g_slc: float, g_swa: float, window: int = 64, top_n
     _draw_entries(right, loaded)
     error = relative_error(o, v.dense).mean()
     share = sum(loaded.values()) / dense_entries()
-    told = f"gates {g_cmp:.1f}, {g_slc:.1f}, {g_swa:.1f}: error {100 * error:.0f} %, {100 * share:.0f} % of dense attention's loads"
+    told = f"gates {g_cmp:.1f}, {g_slc:.1f}, {g_swa:.1f}: error {100 * error:.0f}%, {100 * share:.0f}% of dense attention's loads"
     return Picture(figure, told)
 
 
