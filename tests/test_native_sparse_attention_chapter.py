@@ -219,7 +219,7 @@ def test_findings_carry_computed_numbers() -> None:
     found = pictures.draw_views(9, (0.0, 0.0, 1.0))
     window = pictures.relative_error(v.outputs[2], v.dense)[9].item()
     assert found.finding == (
-        f"layer 2 head 5: the nearest single view is off by {100 * alone:.0f}%, the gated sum by {100 * window:.0f}%"
+        f"Layer 2 head 5: the nearest single view is off by {100 * alone:.0f}%, the gated sum by {100 * window:.0f}%"
     )
     schemes = pictures.schemes()
     told = ("window alone", "best constant gates", "best gates per token")

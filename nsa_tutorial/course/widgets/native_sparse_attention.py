@@ -254,7 +254,7 @@ def draw_views(head: int = FAR, gates: tuple[float, float, float] | None = None,
         axis.set_yticks([0, 128, 256, 384] if axis is axes[0, 0] else [])
         axis.set_xlabel("key", fontsize=9, labelpad=1)
     axes[0, 0].set_ylabel("query", fontsize=9, labelpad=1)
-    label = _heads().labels[head]
+    label = _heads().labels[head].capitalize()
     nearest = min(alone)
     told = f"{label}: the nearest single view is off by {100 * nearest:.0f}%, the gated sum by {100 * error:.0f}%"
     return Picture(figure, told)
@@ -290,7 +290,7 @@ def draw_query(head: int = FAR, query: int = QUERY, top_n: int = 4, window: int 
     axis.legend(loc="upper left", fontsize=8, frameon=False, ncols=4)
     near, listed, neither = (f"{100 * share:.0f}%" for share in query_shares(head, query, top_n, window).values())
     told = f"{near} of its attention in the window, {listed} in the list only, {neither} in neither"
-    return Picture(figure, f"{found.labels[head]}, query {query}: {told}")
+    return Picture(figure, f"{found.labels[head].capitalize()}, query {query}: {told}")
 
 
 # -- how near the sum comes --
@@ -311,7 +311,7 @@ def draw_schemes(top_n: int = 4, window: int = 64) -> Picture:
     single = min(list(found.values())[:3])
     best = found["best constant gates"]
     per_token = found["best gates per token"]
-    told = f"the best branch alone is {100 * single:.0f}% off, constant gates {100 * best:.0f}%, "
+    told = f"The best branch alone is {100 * single:.0f}% off, constant gates {100 * best:.0f}%, "
     return Picture(figure, told + f"gates for each token {100 * per_token:.0f}% at best")
 
 
@@ -400,7 +400,7 @@ def draw_costs() -> Picture:
     left.legend(fontsize=9, frameon=False, loc="upper left")
     longest = per_token[-1]
     share = (longest["compression"] + longest["choice"]) / sum(longest.values())
-    return Picture(figure, f"at {LENGTHS[-1]:,} tokens, {100 * share:.0f}% of NSA's operations are about summaries")
+    return Picture(figure, f"At {LENGTHS[-1]:,} tokens, {100 * share:.0f}% of NSA's operations are about summaries")
 
 
 def _draw_stacks(axis: Axes, stacks: list[dict[str, float]], dense: list[float], label: str) -> None:
@@ -454,7 +454,7 @@ def draw_gates(g_cmp: float, g_slc: float, g_swa: float, window: int = 64, top_n
     _draw_entries(right, loaded)
     error = relative_error(o, v.dense).mean()
     share = sum(loaded.values()) / dense_entries()
-    told = f"gates {g_cmp:.1f}, {g_slc:.1f}, {g_swa:.1f}: error {100 * error:.0f}%, {100 * share:.0f}% of dense attention's loads"
+    told = f"Gates {g_cmp:.1f}, {g_slc:.1f}, {g_swa:.1f}: error {100 * error:.0f}%, {100 * share:.0f}% of dense attention's loads"
     return Picture(figure, told)
 
 
