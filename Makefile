@@ -15,8 +15,9 @@ ROOT_FLAG := $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 lab: $(READY)
 	$(BIN)/jupyter lab $(ROOT_FLAG) $(LAB_FLAGS) notebooks/00_start_here.ipynb
 
+# a process for every core, four at most, and one thread in each; the tests of a file stay together
 test: $(READY)
-	$(BIN)/pytest --nbval
+	OMP_NUM_THREADS=1 $(BIN)/pytest --nbval --numprocesses logical --maxprocesses 4 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -143,7 +143,8 @@ def test_make_is_quick_the_second_time() -> None:
     if not (ROOT / ".venv" / ".ready").exists() or shutil.which("make") is None:
         pytest.skip("not in the environment that make sets up")
     plan = make("--dry-run", "test").stdout.strip().splitlines()
-    assert plan == [".venv/bin/pytest --nbval"]
+    assert len(plan) == 1
+    assert ".venv/bin/pytest --nbval" in plan[0]
 
 
 def test_ci_runs_the_command_of_the_readme() -> None:
