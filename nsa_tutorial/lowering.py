@@ -1,5 +1,7 @@
 """What the kernels become on a GPU, shown without one: CUDA C++ from TileLang, TTGIR and PTX from Triton.
 
+`tilelang_cuda` and `triton_stages` take the kernels of chapters 10 and 11, `basic_cuda` and `basic_stages` those of chapter 09.
+
 Both compilers run on the CPU and need no CUDA device; the text depends on the compiler's version and the target alone. Triton's
 compiler and its interpreter exclude each other within a process, so Triton compiles in a second process.
 """
@@ -18,6 +20,15 @@ from nsa_tutorial.course.source import Listing
 
 # One shape for every chapter that shows what a kernel becomes: 4 heads with groups of 16, width 128, blocks of 64 tokens.
 EXAMPLE = {"H": 4, "G": 16, "D": 128, "DV": 128, "BS": 64}
+# Chapter 09's kernels, each at one size; in `attention` a group of 4 query heads, width 64.
+BASIC_EXAMPLES = {
+    "copy": {"BN": 1024},
+    "softmax": {"BR": 4, "BN": 256},
+    "matmul": {"BM": 64, "BN": 64, "BK": 32, "NUM_STAGES": 2},
+    "attention": {
+        "G": 4, "D": 64, "DV": 64, "CAUSAL": True, "BQ": 64, "BK": 64, "DT": 64, "DVT": 64, "NUM_STAGES": 2,
+    },
+}  # fmt: skip
 
 
 @functools.cache
@@ -41,6 +52,24 @@ def tilelang_cuda(arch: str = "sm_90", dtype: str = "float16", **shape: int) -> 
     target = tvm.target.Target({"kind": "cuda", "arch": arch})
     kernel = tilelang_forward.build_kernel(**{**EXAMPLE, **shape}, dtype=dtype)
     with tvm.transform.PassContext(config=dict(tilelang_forward.PASS_CONFIGS)), target:
+        return tilelang.lower(kernel, target=target).kernel_source
+
+
+@functools.cache
+def basic_cuda(name: str, arch: str = "sm_90", dtype: str = "float16") -> str:
+    """The CUDA C++ of chapter 09's TileLang kernel `name`, at the size of `BASIC_EXAMPLES`. Args and errors as above."""
+    environment.require("tilelang", "cuda")
+    import tilelang
+    import tvm
+
+    from nsa_tutorial import tilelang_basics
+
+    target = tvm.target.Target({"kind": "cuda", "arch": arch})
+    sizes = {key: n for key, n in BASIC_EXAMPLES[name].items() if key != "NUM_STAGES"}  # each language has its own default
+    if "CAUSAL" in sizes:
+        sizes["causal"] = sizes.pop("CAUSAL")
+    kernel = getattr(tilelang_basics, name)(**sizes, dtype=dtype)
+    with tvm.transform.PassContext(config=dict(tilelang_basics.PASS_CONFIGS)), target:
         return tilelang.lower(kernel, target=target).kernel_source
 
 
@@ -71,9 +100,13 @@ def excerpt(language: str, *words: str, arch: str = "sm_90", lines: int = 2) -> 
 
 @functools.cache
 def _triton_stages(arch: int, dtype: str, shape: tuple[tuple[str, int], ...]) -> Mapping[str, str]:
-    request = json.dumps({"arch": arch, "dtype": dtype, "shape": dict(shape)})
+    return _in_a_second_process({"arch": arch, "dtype": dtype, "shape": dict(shape)})
+
+
+def _in_a_second_process(request: dict[str, object]) -> Mapping[str, str]:
+    arch = request["arch"]
     finished = subprocess.run(
-        [sys.executable, "-m", "nsa_tutorial.lowering", request],
+        [sys.executable, "-m", "nsa_tutorial.lowering", json.dumps(request)],
         env={**os.environ, "TRITON_INTERPRET": "0"},
         capture_output=True,
         text=True,
@@ -91,6 +124,13 @@ def triton_stages(arch: str = "sm_90", dtype: str = "float16", **shape: int) -> 
     """
     environment.require("triton", "cuda" if environment.detect().gpu else "cpu")
     return _triton_stages(int(arch.removeprefix("sm_")), dtype, tuple({**EXAMPLE, **shape}.items()))
+
+
+@functools.cache
+def basic_stages(name: str, arch: str = "sm_90", dtype: str = "float16") -> Mapping[str, str]:
+    """The stages of chapter 09's Triton kernel `name`, at the size of `BASIC_EXAMPLES`. Args and errors as above."""
+    environment.require("triton", "cuda" if environment.detect().gpu else "cpu")
+    return _in_a_second_process({"name": name, "arch": int(arch.removeprefix("sm_")), "dtype": dtype})
 
 
 def _compile_triton(arch: int, dtype: str, shape: dict[str, int]) -> dict[str, str]:
@@ -122,5 +162,31 @@ def _compile_triton(arch: int, dtype: str, shape: dict[str, int]) -> dict[str, s
     return {name: compiled.asm[name] for name in ("ttir", "ttgir", "llir", "ptx")}
 
 
+def _compile_basic(name: str, arch: int, dtype: str) -> dict[str, str]:
+    """Runs in the second process; pointers are aligned to 16 bytes, as PyTorch's are, and every other number is an int32."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from nsa_tutorial import triton_basics
+
+    kernel, constants = getattr(triton_basics, name), BASIC_EXAMPLES[name]
+    pointer = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}[dtype]
+    types = dict.fromkeys(("X", "Y", "A", "B", "C", "Q", "V", "Output"), pointer) | {"LSE": "*fp32"}
+    if name == "attention":
+        types |= {"K": pointer}
+    types |= {"scale": "fp32", "scale_log2": "fp32"}
+    signature = {arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in kernel.arg_names}
+    # lengths are multiples of 16 here, which a launch finds out by itself: rows then begin at multiples of 16 bytes
+    aligned = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names) if signature[arg] not in ("constexpr", "fp32")}
+    compiled = triton.compile(
+        ASTSource(kernel, signature, {(kernel.arg_names.index(arg),): value for arg, value in constants.items()}, aligned),
+        target=GPUTarget("cuda", arch, 32),
+        options={"num_warps": 4},
+    )
+    return {stage: compiled.asm[stage] for stage in ("ttir", "ttgir", "llir", "ptx")}
+
+
 if __name__ == "__main__":
-    json.dump(_compile_triton(**json.loads(sys.argv[1])), sys.stdout)
+    _request = json.loads(sys.argv[1])
+    json.dump(_compile_basic(**_request) if "name" in _request else _compile_triton(**_request), sys.stdout)
