@@ -24,7 +24,7 @@ EXAMPLE = {"H": 4, "G": 16, "D": 128, "DV": 128, "BS": 64}
 BASIC_EXAMPLES = {
     "copy": {"BN": 1024},
     "softmax": {"BR": 4, "BN": 256},
-    "matmul": {"BM": 64, "BN": 64, "BK": 32, "NUM_STAGES": 2},
+    "matmul": {"BM": 64, "BN": 64, "BK": 32, "NUM_STAGES": 2},  # in TileLang also N = K = 4096
     "attention": {
         "G": 4, "D": 64, "DV": 64, "CAUSAL": True, "BQ": 64, "BK": 64, "DT": 64, "DVT": 64, "NUM_STAGES": 2,
     },
@@ -66,6 +66,8 @@ def basic_cuda(name: str, arch: str = "sm_90", dtype: str = "float16") -> str:
 
     target = tvm.target.Target({"kind": "cuda", "arch": arch})
     sizes = {key: n for key, n in BASIC_EXAMPLES[name].items() if key != "NUM_STAGES"}  # each language has its own default
+    if name == "matmul":
+        sizes |= {"N": 4096, "K": 4096}
     if "CAUSAL" in sizes:
         sizes["causal"] = sizes.pop("CAUSAL")
     kernel = getattr(tilelang_basics, name)(**sizes, dtype=dtype)
@@ -84,17 +86,34 @@ def excerpt(language: str, *words: str, arch: str = "sm_90", lines: int = 2) -> 
     Returns:
         A listing; where the language is not installed, one that says so in a sentence.
     """
-    device = "cuda" if language == "tilelang" or environment.detect().gpu else "cpu"
-    missing = environment.detect().why_not(language, device)
+    missing = _why_not(language)
     if missing:
         return Listing(missing, "")
-    name, text = (
-        ("PTX from Triton", triton_stages(arch)["ptx"]) if language == "triton" else ("CUDA C++ from TileLang", tilelang_cuda(arch))
-    )
+    return _excerpt(language, triton_stages(arch)["ptx"] if language == "triton" else tilelang_cuda(arch), words, arch, lines)
+
+
+def basic_excerpt(language: str, name: str, *words: str, arch: str = "sm_90", lines: int = 1) -> Listing:
+    """The same of chapter 09's kernel `name`, in fp16 at the size of `BASIC_EXAMPLES`; long lines are cut."""
+    missing = _why_not(language)
+    if missing:
+        return Listing(missing, "")
+    text = basic_stages(name, arch)["ptx"] if language == "triton" else basic_cuda(name, arch)
+    found = _excerpt(language, text, words, arch, lines)
+    cut = (line if len(line) <= 110 else line[:109] + "…" for line in found.code.splitlines())
+    return Listing(found.title, "\n".join(cut), found.language)
+
+
+def _why_not(language: str) -> str | None:
+    """One sentence on why `language` cannot be compiled here: CUDA C++ needs no GPU, PTX no other device than there is."""
+    return environment.detect().why_not(language, "cuda" if language == "tilelang" or environment.detect().gpu else "cpu")
+
+
+def _excerpt(language: str, text: str, words: tuple[str, ...], arch: str, lines: int) -> Listing:
     source = text.splitlines()
     found = {word: [" ".join(line.split()).replace(" {", "\n    {") for line in source if word in line] for word in words}
     counts = ", ".join(f"{len(hits)} with {word}" for word, hits in found.items())
     shown = "\n".join(line for hits in found.values() for line in hits[:lines])
+    name = "PTX from Triton" if language == "triton" else "CUDA C++ from TileLang"
     return Listing(f"{name} for {arch}: {len(source)} lines, {counts}", shown, "text" if language == "triton" else "cuda")
 
 

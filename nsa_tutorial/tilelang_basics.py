@@ -78,9 +78,9 @@ def softmax(BR: int, BN: int, dtype: str, threads: int = 128) -> tirx.PrimFunc:
     return kernel
 
 
-def matmul(BM: int, BN: int, BK: int, dtype: str, num_stages: int = 2, threads: int = 128) -> tirx.PrimFunc:
-    """`A [M, K]` times `B [K, N]` to `C [M, N]`."""
-    M, N, K = T.dynamic("M"), T.dynamic("N"), T.dynamic("K")
+def matmul(N: int, K: int, BM: int, BN: int, BK: int, dtype: str, num_stages: int = 2, threads: int = 128) -> tirx.PrimFunc:
+    """`A [M, K]` times `B [K, N]` to `C [M, N]`; the lengths of rows are fixed, so that 16 bytes of them can be moved at once."""
+    M = T.dynamic("M")
     exact = dtype == "float32"  # T.gemm would round fp32 to TF32
 
     @T.prim_func

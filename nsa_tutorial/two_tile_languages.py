@@ -89,7 +89,7 @@ def matmul(a: Tensor, b: Tensor, *, backend: str = "reference", tile: tuple[int,
 
         triton_basics.matmul[_programs(M, BM), _programs(N, BN)](a, b, c, M, N, K, BM=BM, BN=BN, BK=BK, NUM_STAGES=2)
     else:
-        _tilelang("matmul", a, BM=BM, BN=BN, BK=BK, threads=_threads(BM))(a, b, c)
+        _tilelang("matmul", a, N=N, K=K, BM=BM, BN=BN, BK=BK, threads=_threads(BM))(a, b, c)
     return c
 
 

@@ -59,7 +59,7 @@ and `BN` columns; tiles at the right and at the bottom may reach past the end. R
 `(pid_m, pid_n)` stores, row by row, without those that are not in `C`. For `M = N = 4` and tiles of 2 × 2, program `(0, 1)` stores
 `[2, 3, 6, 7]`.
 """,
-    minutes=5,
+    minutes=4,
     difficulty=1,
     solution=program_offsets,
     misconceptions=(
@@ -147,7 +147,7 @@ the tile of `BN` elements of `X` that begins at `program * BN`; the last tile re
 the elements of `X` in the tile, two tensors of no dimension. Work like a kernel: the tile keeps all its `BN` lanes, and a mask says
 which of them count.
 """,
-    minutes=5,
+    minutes=4,
     difficulty=1,
     solution=masked_reduction,
     misconceptions=(
@@ -234,7 +234,7 @@ least `N`; a masked load puts 0 into the lanes past the end. Return `(BN, varian
 the row, the mean of the squared differences from its mean, computed on the tile. Two passes over the tile: the mean, then the
 differences. What do the lanes past the end hold after the first?
 """,
-    minutes=6,
+    minutes=5,
     difficulty=2,
     solution=padded_variance,
     misconceptions=(
@@ -337,7 +337,7 @@ columns, all `R` rows at once. Return `(scores_max, logsum)`, both `[R]`: the la
 Powers are `exp2((… - …) * LOG2_E)`, subtract first. Every tile has `BN` lanes; those past the end of the row must not count. One pass:
 each tile is loaded once. (`LOG2_E` is in `nsa_tutorial.online_softmax`.)
 """,
-    minutes=8,
+    minutes=7,
     difficulty=2,
     solution=tiled_statistics,
     tolerance=1e-4,
@@ -437,7 +437,7 @@ def _run_row_sums(solution: Callable, language: str, R: int, N: int) -> tuple[Te
     guard = 4 * _BR * max(N, _BN)
     memory = torch.full((R * N + guard,), 1000.0, device=device)
     memory[: R * N] = _random(R * N, seed=R * N).to(device)
-    results = torch.full((R + _BR,), -77.0, device=device)
+    results = torch.full((R + 64,), -77.0, device=device)
     x, y = memory[: R * N].view(R, N), results[:R]
     if language == "triton":
         if not hasattr(kernel, "run"):
@@ -538,7 +538,7 @@ them in tiles of `BN` = 16 columns; the grid is `(cdiv(R, BR),)`.
 `R, N = T.dynamic("R"), T.dynamic("N")`, with its own `BR, BN = 4, 16`. The check launches both (`return None` for a language that
 you leave for later). `T.reduce_sum(x_tile, acc, dim=1, clear=False)` adds to what `acc` holds.
 """,
-    minutes=14,
+    minutes=12,
     difficulty=3,
     solution=row_sums,
     run=_run_row_sums,
