@@ -122,7 +122,7 @@ def _triton_stages(arch: int, dtype: str, shape: tuple[tuple[str, int], ...]) ->
     return _in_a_second_process({"arch": arch, "dtype": dtype, "shape": dict(shape)})
 
 
-def _in_a_second_process(request: dict[str, object]) -> Mapping[str, str]:
+def _in_a_second_process(request: dict[str, object]) -> dict:
     arch = request["arch"]
     finished = subprocess.run(
         [sys.executable, "-m", "nsa_tutorial.lowering", json.dumps(request)],
@@ -148,8 +148,16 @@ def triton_stages(arch: str = "sm_90", dtype: str = "float16", **shape: int) -> 
 @functools.cache
 def basic_stages(name: str, arch: str = "sm_90", dtype: str = "float16") -> Mapping[str, str]:
     """The stages of chapter 09's Triton kernel `name`, at the size of `BASIC_EXAMPLES`. Args and errors as above."""
+    return all_basic_stages(arch, dtype, (name,))[name]
+
+
+@functools.cache
+def all_basic_stages(
+    arch: str = "sm_90", dtype: str = "float16", names: tuple[str, ...] = tuple(BASIC_EXAMPLES)
+) -> Mapping[str, Mapping[str, str]]:
+    """`basic_stages` of several kernels by name, at the price of one process."""
     environment.require("triton", "cuda" if environment.detect().gpu else "cpu")
-    return _in_a_second_process({"name": name, "arch": int(arch.removeprefix("sm_")), "dtype": dtype})
+    return _in_a_second_process({"names": names, "arch": int(arch.removeprefix("sm_")), "dtype": dtype})
 
 
 def _compile_triton(arch: int, dtype: str, shape: dict[str, int]) -> dict[str, str]:
@@ -181,8 +189,13 @@ def _compile_triton(arch: int, dtype: str, shape: dict[str, int]) -> dict[str, s
     return {name: compiled.asm[name] for name in ("ttir", "ttgir", "llir", "ptx")}
 
 
+def _compile_basics(names: list[str], arch: int, dtype: str) -> dict[str, dict[str, str]]:
+    """Runs in the second process."""
+    return {name: _compile_basic(name, arch, dtype) for name in names}
+
+
 def _compile_basic(name: str, arch: int, dtype: str) -> dict[str, str]:
-    """Runs in the second process; pointers are aligned to 16 bytes, as PyTorch's are, and every other number is an int32."""
+    """One kernel; pointers are aligned to 16 bytes, as PyTorch's are, and every other number is an int32."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -197,7 +210,9 @@ def _compile_basic(name: str, arch: int, dtype: str) -> dict[str, str]:
     types |= {"scale": "fp32", "scale_log2": "fp32"}
     signature = {arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in kernel.arg_names}
     # lengths are multiples of 16 here, which a launch finds out by itself: rows then begin at multiples of 16 bytes
-    aligned = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names) if signature[arg] not in ("constexpr", "fp32")}
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names) if signature[arg] not in ("constexpr", "fp32")
+    }
     compiled = triton.compile(
         ASTSource(kernel, signature, {(kernel.arg_names.index(arg),): value for arg, value in constants.items()}, aligned),
         target=GPUTarget("cuda", arch, 32),
@@ -208,4 +223,4 @@ def _compile_basic(name: str, arch: int, dtype: str) -> dict[str, str]:
 
 if __name__ == "__main__":
     _request = json.loads(sys.argv[1])
-    json.dump(_compile_basic(**_request) if "name" in _request else _compile_triton(**_request), sys.stdout)
+    json.dump(_compile_basics(**_request) if "names" in _request else _compile_triton(**_request), sys.stdout)

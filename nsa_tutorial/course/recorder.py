@@ -24,6 +24,7 @@ class Tile(np.ndarray):
     """An array with Triton's `.to(dtype)`, which changes nothing here: everything is fp64 or an integer."""
 
     def to(self, _dtype: object) -> Tile:
+        """The tile itself."""
         return self
 
 

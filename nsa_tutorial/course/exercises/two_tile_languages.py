@@ -54,10 +54,10 @@ def _offsets(
 _OFFSETS = Exercise(
     name="program_offsets",
     statement="""
-`C` `[M, N]` lies in memory row by row, so element `(i, j)` has offset `i * N + j`. The grid has a program for every tile of `BM` rows
-and `BN` columns; tiles at the right and at the bottom may reach past the end. Return the list of the offsets that program
-`(pid_m, pid_n)` stores, row by row, without those that are not in `C`. For `M = N = 4` and tiles of 2 × 2, program `(0, 1)` stores
-`[2, 3, 6, 7]`.
+`C` `[M, N]` lies in memory row by row, so element `(i, j)` has offset `i * N + j`. The grid has a program for every tile of
+`BM` rows and `BN` columns; tiles at the right and at the bottom may reach past the end. Return the list of the offsets that
+program `(pid_m, pid_n)` stores, row by row, without those that are not in `C`. For `M = N = 4` and tiles of 2 × 2, program `(0,
+1)` stores `[2, 3, 6, 7]`.
 """,
     minutes=4,
     difficulty=1,
@@ -142,10 +142,10 @@ def _reduced(mask: str = "right", other: float = -math.inf) -> Callable:
 _REDUCTION = Exercise(
     name="masked_reduction",
     statement="""
-`memory` is a GPU's memory: its first `N` elements are the tensor `X`, behind them lie other tensors. Program number `program` holds
-the tile of `BN` elements of `X` that begins at `program * BN`; the last tile reaches past the end of `X`. Return `(sum, largest)` of
-the elements of `X` in the tile, two tensors of no dimension. Work like a kernel: the tile keeps all its `BN` lanes, and a mask says
-which of them count.
+`memory` is a GPU's memory: its first `N` elements are the tensor `X`, behind them lie other tensors. Program number `program`
+holds the tile of `BN` elements of `X` that begins at `program * BN`; the last tile reaches past the end of `X`. Return `(sum,
+largest)` of the elements of `X` in the tile, two tensors of no dimension. Work like a kernel: the tile keeps all its `BN`
+lanes, and a mask says which of them count.
 """,
     minutes=4,
     difficulty=1,
@@ -229,10 +229,10 @@ def _variance(change: str) -> Callable:
 _VARIANCE = Exercise(
     name="padded_variance",
     statement="""
-`tl.arange` takes powers of two only. A row `x` `[N]` of any length lies in a tile of `BN` lanes, the smallest power of two that is at
-least `N`; a masked load puts 0 into the lanes past the end. Return `(BN, variance)`: the number of lanes, an int, and the variance of
-the row, the mean of the squared differences from its mean, computed on the tile. Two passes over the tile: the mean, then the
-differences. What do the lanes past the end hold after the first?
+`tl.arange` takes powers of two only. A row `x` `[N]` of any length lies in a tile of `BN` lanes, the smallest power of two that
+is at least `N`; a masked load puts 0 into the lanes past the end. Return `(BN, variance)`: the number of lanes, an int, and the
+variance of the row, the mean of the squared differences from its mean, computed on the tile. Two passes over the tile: the
+mean, then the differences. What do the lanes past the end hold after the first?
 """,
     minutes=5,
     difficulty=2,
@@ -241,7 +241,7 @@ differences. What do the lanes past the end hold after the first?
         Misconception(
             "letting the padding into the variance",
             _variance("padding"),
-            "The padding is 0 as it is loaded, and 0 − mean after the mean is taken off. Its square counts unless it is masked again.",
+            "The padding is 0 as it is loaded, and 0 − mean after the mean is taken off. What does its square do in the sum?",
         ),
         Misconception(
             "dividing by the lanes of the tile",
@@ -332,10 +332,10 @@ def _statistics(change: str) -> Callable:
 _STATISTICS = Exercise(
     name="tiled_statistics",
     statement="""
-The chapter's softmax holds a whole row in one tile. For a row that is too long for that, walk over it: `x` `[R, N]` in tiles of `BN`
-columns, all `R` rows at once. Return `(scores_max, logsum)`, both `[R]`: the largest of each row, and the sum of `exp(x - scores_max)`.
-Powers are `exp2((… - …) * LOG2_E)`, subtract first. Every tile has `BN` lanes; those past the end of the row must not count. One pass:
-each tile is loaded once. (`LOG2_E` is in `nsa_tutorial.online_softmax`.)
+The chapter's softmax holds a whole row in one tile. For a row that is too long for that, walk over it: `x` `[R, N]` in tiles of
+`BN` columns, all `R` rows at once. Return `(scores_max, logsum)`, both `[R]`: the largest of each row, and the sum of `exp(x -
+scores_max)`. Powers are `exp2((… - …) * LOG2_E)`, subtract first. Every tile has `BN` lanes; those past the end of the row must
+not count. One pass: each tile is loaded once. (`LOG2_E` is in `nsa_tutorial.online_softmax`.)
 """,
     minutes=7,
     difficulty=2,
@@ -345,7 +345,8 @@ each tile is loaded once. (`LOG2_E` is in `nsa_tutorial.online_softmax`.)
         Misconception(
             "adding sums that are measured from different maxima",
             _statistics("no rescale"),
-            "When the maximum moves, everything added so far was measured from the old one. Chapter 03 calls the factor scores_scale.",
+            "When the maximum moves, everything added so far was measured from the old one. "
+            "Chapter 03 calls the factor scores_scale.",
         ),
         Misconception(
             "forgetting the earlier tiles' maximum",
@@ -522,7 +523,9 @@ def _sums(mistake: str) -> Callable:
 
 def _case(language: str, R: int, N: int, what: str) -> Case:
     name = {"triton": "Triton", "tilelang": "TileLang"}[language]
-    return Case(f"{name}, {what}", lambda: (language, R, N), lambda: environment.detect().why_not(language, environment.detect().device))
+    return Case(
+        f"{name}, {what}", lambda: (language, R, N), lambda: environment.detect().why_not(language, environment.detect().device)
+    )
 
 
 _SIZES = ((3, 16, "three rows of 16"), (1, 5, "one row of 5"), (4, 32, "four rows of 32"), (9, 37, "nine rows of 37"))
@@ -530,12 +533,12 @@ _SIZES = ((3, 16, "three rows of 16"), (1, 5, "one row of 5"), (4, 32, "four row
 _ROW_SUMS = Exercise(
     name="row_sums",
     statement="""
-Write one kernel in both languages: `Y[i]` becomes the sum of row `i` of `X` `[R, N]`, in fp32. A program has `BR` = 4 rows and walks over
-them in tiles of `BN` = 16 columns; the grid is `(cdiv(R, BR),)`.
+Write one kernel in both languages: `Y[i]` becomes the sum of row `i` of `X` `[R, N]`, in fp32. A program has `BR` = 4 rows and
+walks over them in tiles of `BN` = 16 columns; the grid is `(cdiv(R, BR),)`.
 
 `row_sums("triton")` returns a function decorated with `@triton.jit`, `kernel(X, Y, R, N, BR: tl.constexpr, BN: tl.constexpr)`.
-`row_sums("tilelang")` returns a `@T.prim_func` of `X: T.Tensor([R, N], "float32")` and `Y: T.Tensor([R], "float32")`, where
-`R, N = T.dynamic("R"), T.dynamic("N")`, with its own `BR, BN = 4, 16`. The check launches both (`return None` for a language that
+`row_sums("tilelang")` returns a `@T.prim_func` of `X: T.Tensor([R, N], "float32")` and `Y: T.Tensor([R], "float32")`, where `R,
+N = T.dynamic("R"), T.dynamic("N")`, with its own `BR, BN = 4, 16`. The check launches both (`return None` for a language that
 you leave for later). `T.reduce_sum(x_tile, acc, dim=1, clear=False)` adds to what `acc` holds.
 """,
     minutes=12,
