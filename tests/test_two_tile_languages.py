@@ -90,7 +90,7 @@ def test_softmax_of_extreme_scores(shift: float, backend: str, device: str) -> N
 
 @lanes
 @dtypes
-@pytest.mark.parametrize(("M", "K", "N"), [(1, 1, 1), (20, 37, 25), (16, 32, 16), (35, 5, 50)], ids=lambda n: str(n))
+@pytest.mark.parametrize(("M", "K", "N"), [(1, 1, 1), (20, 37, 25), (16, 37, 25), (1, 37, 25)], ids=lambda n: str(n))
 def test_matmul(M: int, K: int, N: int, backend: str, device: str, dtype: torch.dtype) -> None:
     skip_unless_runs(backend, device, dtype)
     a, b = random(M, K, dtype=dtype, device=device), random(K, N, seed=1, dtype=dtype, device=device)
@@ -102,8 +102,8 @@ def test_matmul(M: int, K: int, N: int, backend: str, device: str, dtype: torch.
 def test_matmul_keeps_all_the_bits_of_fp32(backend: str, device: str) -> None:
     """TF32 would lose 2**-12 beside 1."""
     skip_unless_runs(backend, device)
-    a = torch.full((16, 16), 1 + 2**-12, device=device)
-    assert torch.equal(tiles.matmul(a, torch.eye(16, device=device), backend=backend, tile=(16, 16, 16)), a)
+    a = torch.full((16, 37), 1 + 2**-12, device=device)
+    assert torch.equal(tiles.matmul(a, torch.eye(37, 25, device=device), backend=backend, tile=(16, 16, 16)), a[:, :25])
 
 
 # B, N, M, H, G, D, DV. TileLang compiles a kernel for each (G, D, DV, causal, dtype): they are few.
@@ -362,15 +362,15 @@ def test_the_recorder_computes_what_the_kernel_computes() -> None:
 
 @pytest.mark.parametrize("backend", LANGUAGES)
 def test_a_program_reads_nothing_else(backend: str) -> None:
-    """NaN wherever program (1, 2) of the recorder does not load leaves the tile that it stores as it was, in both languages."""
+    """NaN wherever program (1, 1) of the recorder does not load leaves the tile that it stores as it was, in both languages."""
     device = environment.detect().device
     skip_unless_runs(backend, device)
     case = pictures.example("matmul")
-    sizes = case.numbers | {"BM": 16, "BN": 16, "BK": 16, "M": 20, "N": 40, "K": 24}
-    shapes = {"A": (20, 24), "B": (24, 40), "C": (20, 40)}
+    sizes = case.numbers | {"BM": 16, "BN": 16, "BK": 16, "M": 20, "N": 25, "K": 37}
+    shapes = {"A": (20, 37), "B": (37, 25), "C": (20, 25)}
     arrays = {name: np.zeros(shape) for name, shape in shapes.items()}
-    seen = recorder.run("nsa_tutorial.triton_basics:matmul", (1, 2), arrays | sizes)
-    a, b = random(20, 24, device=device), random(24, 40, seed=1, device=device)
+    seen = recorder.run("nsa_tutorial.triton_basics:matmul", (1, 1), arrays | sizes)
+    a, b = random(20, 37, device=device), random(37, 25, seed=1, device=device)
     poisoned = [
         x.masked_fill(torch.from_numpy(seen.touched("load", name) == 0).to(device), torch.nan) for name, x in (("A", a), ("B", b))
     ]
@@ -378,7 +378,7 @@ def test_a_program_reads_nothing_else(backend: str) -> None:
     clean, dirty = (tiles.matmul(*pair, backend=backend, tile=(16, 16, 16)) for pair in ((a, b), poisoned))
     assert torch.equal(clean[stored], dirty[stored])
     assert dirty[~stored].isnan().any()
-    assert int(stored.sum()) == 4 * 8
+    assert int(stored.sum()) == 4 * 9
 
 
 def test_the_recorder_notes_lanes_outside() -> None:
@@ -442,7 +442,7 @@ def test_tilelang_becomes_cuda(name: str, arch: str, dtype: str) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize(("arch", "dtype"), [("sm_80", "bfloat16"), ("sm_90", "float16"), ("sm_90", "float32")])
+@pytest.mark.parametrize(("arch", "dtype"), [("sm_80", "bfloat16"), ("sm_90", "float32")])
 def test_triton_becomes_ptx(arch: str, dtype: str) -> None:
     names = tiles.KERNELS if dtype == "bfloat16" else ("matmul", "attention")
     for name, stages in lowering.all_basic_stages(arch, dtype, names).items():
@@ -486,6 +486,7 @@ def test_a_kernel_in_one_language_is_an_attempt(written: str, unwritten: str) ->
     e = exercises.chapter_exercises("two_tile_languages")["row_sums"]
     if e.missing:
         pytest.skip(e.missing[0])
+    e = replace(e, misconceptions=())  # looking for them would compile each
     verdict = judge(e, lambda language: e.solution(language) if language == written else None)
     assert verdict.outcome == "wrong"
     assert f"there is no {unwritten} kernel yet" in verdict.text
