@@ -58,7 +58,8 @@ def softmax(BR: int, BN: int, dtype: str, threads: int = 128) -> tirx.PrimFunc:
             start = block * BR
 
             # -- load --
-            T.copy(X[start : start + BR, 0:BN], x_tile)  # zeros past R and N
+            # zeros past R and N
+            T.copy(X[start : start + BR, 0:BN], x_tile)
 
             # -- mask --
             for i, j in T.Parallel(BR, BN):

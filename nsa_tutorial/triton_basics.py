@@ -3,7 +3,7 @@
 Each is the program of one tile, launched many times; `tilelang_basics` holds the same four, phase by phase and name by name. They
 are written to be read: no autotuning, nothing that depends on a particular GPU, offsets in 32 bits.
 
-Launching them is the business of `two_tile_languages`; `compile_request` says what a compiler has to know of each.
+Launching them is the business of `two_tile_languages`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def softmax(X, Y, R, N, scale_log2, BR: tl.constexpr, BN: tl.constexpr):
     in_bounds = (rows < R)[:, None] & (columns < N)  # [BR, BN]
 
     # -- load --
-    x_tile = tl.load(X + offsets, mask=in_bounds, other=0.0).to(tl.float32)  # [BR, BN]
+    x_tile = tl.load(X + offsets, mask=in_bounds, other=0.0)
+    x_tile = x_tile.to(tl.float32)  # [BR, BN]
 
     # -- mask --
     x_tile = tl.where(columns < N, x_tile, float("-inf"))
@@ -68,15 +69,19 @@ def matmul(A, B, C, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexp
         # -- load --
         a_mask = (rows < M)[:, None] & (depth < K)
         b_mask = (depth < K)[:, None] & (columns < N)
-        a_tile = tl.load(A + rows[:, None] * K + depth, mask=a_mask, other=0.0)  # [BM, BK]
-        b_tile = tl.load(B + depth[:, None] * N + columns, mask=b_mask, other=0.0)  # [BK, BN]
+        a_offsets = rows[:, None] * K + depth  # [BM, BK]
+        b_offsets = depth[:, None] * N + columns  # [BK, BN]
+        a_tile = tl.load(A + a_offsets, mask=a_mask, other=0.0)
+        b_tile = tl.load(B + b_offsets, mask=b_mask, other=0.0)
 
         # -- accumulate --
-        acc = tl.dot(a_tile, b_tile, acc, input_precision="ieee")  # "ieee": fp32 is not rounded to TF32
+        # "ieee": fp32 is not rounded to TF32
+        acc = tl.dot(a_tile, b_tile, acc, input_precision="ieee")
 
     # -- store --
     c_mask = (rows < M)[:, None] & (columns < N)
-    tl.store(C + rows[:, None] * N + columns, acc.to(C.dtype.element_ty), mask=c_mask)
+    c_offsets = rows[:, None] * N + columns  # [BM, BN]
+    tl.store(C + c_offsets, acc.to(C.dtype.element_ty), mask=c_mask)
 
 
 @triton.jit

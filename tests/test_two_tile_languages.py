@@ -17,6 +17,7 @@ from nsa_tutorial import grouped_query_attention as gqa
 from nsa_tutorial import two_tile_languages as tiles
 from nsa_tutorial.course import exercises, phases, recorder, show
 from nsa_tutorial.course.checking import judge
+from nsa_tutorial.course.languages import Absent
 from nsa_tutorial.course.widgets import two_tile_languages as pictures
 from nsa_tutorial.environment import BackendUnavailable
 
@@ -452,6 +453,35 @@ def test_triton_becomes_ptx(arch: str, dtype: str) -> None:
         if name in ("matmul", "attention"):
             assert ("mma.sync" in stages["ptx"] or "wgmma" in stages["ptx"]) == (dtype != "float32"), name
             assert "cp.async" in stages["ptx"], name
+
+
+@needs_tilelang
+def test_tilelang_lowers_the_tests_tiles() -> None:
+    """What the tests on a GPU compile: one warp, tiles of 16, widths and rows that nothing divides; and the exercise's solution."""
+    import tilelang
+    import tvm
+
+    from nsa_tutorial import tilelang_basics
+
+    kernels = [
+        tilelang_basics.softmax(BR=4, BN=16, dtype="bfloat16"),
+        tilelang_basics.matmul(N=25, K=37, BM=16, BN=16, BK=16, dtype="bfloat16", threads=32),
+        exercises.chapter_exercises("two_tile_languages")["row_sums"].solution("tilelang"),
+    ]
+    target = tvm.target.Target({"kind": "cuda", "arch": "sm_90"})
+    for kernel in kernels:
+        with tvm.transform.PassContext(config=dict(tilelang_basics.PASS_CONFIGS)), target:
+            assert "__global__ void" in tilelang.lower(kernel, target=target).kernel_source
+
+
+def test_an_absent_language_lets_a_kernel_be_written_down() -> None:
+    absent = Absent()
+
+    @absent.jit
+    def kernel(x: absent.constexpr) -> object:
+        return x
+
+    assert kernel(3) == 3
 
 
 def test_excerpts(monkeypatch: pytest.MonkeyPatch) -> None:
