@@ -124,10 +124,9 @@ def _draw_tensor(axis: Axes, name: str, seen: recorder.Record, labels: tuple[str
     picture[stores > 0] = to_rgb(_COLOURS["store"])
     rows, columns = loads.shape
     axis.imshow(picture, aspect="equal", interpolation="nearest")
-    axis.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
-    axis.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
-    axis.grid(which="minor", color="white", linewidth=1)
-    axis.tick_params(which="both", length=0, labelsize=8)
+    axis.vlines(np.arange(columns + 1) - 0.5, -0.5, rows - 0.5, color="white", linewidth=1)  # quicker than a grid of ticks
+    axis.hlines(np.arange(rows + 1) - 0.5, -0.5, columns - 0.5, color="white", linewidth=1)
+    axis.tick_params(length=0, labelsize=8)
     axis.spines[:].set_visible(False)
     step = 4 if columns > 12 else 2
     axis.set_xticks(range(0, columns, step))
@@ -137,19 +136,31 @@ def _draw_tensor(axis: Axes, name: str, seen: recorder.Record, labels: tuple[str
     axis.set_ylabel(labels[0], fontsize=8)
 
 
+def _place(axes: np.ndarray, shapes: list[tuple[int, int]]) -> None:
+    """Squares of one size in all drawings, their upper edges level, spread over the width of the figure."""
+    width, height = 8.0, 3.0
+    gap = 0.62  # inches on the left of each drawing, for its labels
+    across = (width - 0.25 - gap * len(shapes)) / sum(columns for _, columns in shapes)
+    side = min(across, 1.75 / max(rows for rows, _ in shapes))
+    spare = (width - 0.25 - gap * len(shapes) - side * sum(columns for _, columns in shapes)) / len(shapes)
+    left = gap + spare / 2
+    for axis, (rows, columns) in zip(axes, shapes, strict=True):
+        axis.set_position([left / width, (2.4 - side * rows) / height, side * columns / width, side * rows / height])
+        left += side * columns + gap + spare
+
+
 def draw_program(kernel: str = "matmul", program: tuple[int, ...] = (1, 2)) -> Picture:
     """Every tensor of the example; what the program loads and what it stores in colour."""
     seen, case = record(kernel, program), example(kernel)
     if kernel == "copy":
         figure, axes = new_figure(8.0, 2.2, rows=2)
     else:
-        widths = [_flat(np.zeros(shape)).shape[1] + 2 for shape in case.shapes.values()]
-        figure, axes = new_figure(8.0, 3.0, columns=len(widths), width_ratios=widths)
+        figure, axes = new_figure(8.0, 3.0, columns=len(case.shapes))
     figure.set_layout_engine(None)  # fixed places: nothing jumps under the slider, and it is faster
     if kernel == "copy":
         figure.subplots_adjust(left=0.03, right=0.97, top=0.8, bottom=0.3, hspace=2.2)
     else:
-        figure.subplots_adjust(left=0.07, right=0.98, top=0.8, bottom=0.22, wspace=0.35)
+        _place(axes[0], [_flat(np.zeros(shape)).shape for shape in case.shapes.values()])
     for axis, name in zip(axes.flat, case.shapes, strict=True):
         _draw_tensor(axis, name, seen, case.axes[name])
     handles = [Patch(color=_COLOURS["load"], label="loaded"), Patch(color=_COLOURS["store"], label="stored"),
