@@ -1,5 +1,7 @@
 """What the kernels become on a GPU, shown without one: CUDA C++ from TileLang, TTGIR and PTX from Triton.
 
+`tilelang_cuda` and `triton_stages` take the kernels of chapters 10 and 11, `basic_cuda` and `basic_stages` those of chapter 09.
+
 Both compilers run on the CPU and need no CUDA device; the text depends on the compiler's version and the target alone. Triton's
 compiler and its interpreter exclude each other within a process, so Triton compiles in a second process.
 """
@@ -18,6 +20,15 @@ from nsa_tutorial.course.source import Listing
 
 # One shape for every chapter that shows what a kernel becomes: 4 heads with groups of 16, width 128, blocks of 64 tokens.
 EXAMPLE = {"H": 4, "G": 16, "D": 128, "DV": 128, "BS": 64}
+# Chapter 09's kernels, each at one size; in `attention` a group of 4 query heads, width 64.
+BASIC_EXAMPLES = {
+    "copy": {"BN": 1024},
+    "softmax": {"BR": 4, "BN": 256},
+    "matmul": {"BM": 64, "BN": 64, "BK": 32, "NUM_STAGES": 2},  # in TileLang also N = K = 4096
+    "attention": {
+        "G": 4, "D": 64, "DV": 64, "CAUSAL": True, "BQ": 64, "BK": 64, "DT": 64, "DVT": 64, "NUM_STAGES": 2,
+    },
+}  # fmt: skip
 
 
 @functools.cache
@@ -44,6 +55,26 @@ def tilelang_cuda(arch: str = "sm_90", dtype: str = "float16", **shape: int) -> 
         return tilelang.lower(kernel, target=target).kernel_source
 
 
+@functools.cache
+def basic_cuda(name: str, arch: str = "sm_90", dtype: str = "float16") -> str:
+    """The CUDA C++ of chapter 09's TileLang kernel `name`, at the size of `BASIC_EXAMPLES`. Args and errors as above."""
+    environment.require("tilelang", "cuda")
+    import tilelang
+    import tvm
+
+    from nsa_tutorial import tilelang_basics
+
+    target = tvm.target.Target({"kind": "cuda", "arch": arch})
+    sizes = {key: n for key, n in BASIC_EXAMPLES[name].items() if key != "NUM_STAGES"}  # each language has its own default
+    if name == "matmul":
+        sizes |= {"N": 4096, "K": 4096}
+    if "CAUSAL" in sizes:
+        sizes["causal"] = sizes.pop("CAUSAL")
+    kernel = getattr(tilelang_basics, name)(**sizes, dtype=dtype)
+    with tvm.transform.PassContext(config=dict(tilelang_basics.PASS_CONFIGS)), target:
+        return tilelang.lower(kernel, target=target).kernel_source
+
+
 def excerpt(language: str, *words: str, arch: str = "sm_90", lines: int = 2) -> Listing:
     """The first `lines` lines that hold each of `words` in what a kernel becomes, with their number: a place to start reading.
 
@@ -55,25 +86,46 @@ def excerpt(language: str, *words: str, arch: str = "sm_90", lines: int = 2) -> 
     Returns:
         A listing; where the language is not installed, one that says so in a sentence.
     """
-    device = "cuda" if language == "tilelang" or environment.detect().gpu else "cpu"
-    missing = environment.detect().why_not(language, device)
+    missing = _why_not(language)
     if missing:
         return Listing(missing, "")
-    name, text = (
-        ("PTX from Triton", triton_stages(arch)["ptx"]) if language == "triton" else ("CUDA C++ from TileLang", tilelang_cuda(arch))
-    )
+    return _excerpt(language, triton_stages(arch)["ptx"] if language == "triton" else tilelang_cuda(arch), words, arch, lines)
+
+
+def basic_excerpt(language: str, name: str, *words: str, arch: str = "sm_90", lines: int = 1) -> Listing:
+    """The same of chapter 09's kernel `name`, in fp16 at the size of `BASIC_EXAMPLES`; long lines are cut."""
+    missing = _why_not(language)
+    if missing:
+        return Listing(missing, "")
+    text = basic_stages(name, arch)["ptx"] if language == "triton" else basic_cuda(name, arch)
+    found = _excerpt(language, text, words, arch, lines)
+    cut = (line if len(line) <= 110 else line[:109] + "…" for line in found.code.splitlines())
+    return Listing(found.title, "\n".join(cut), found.language)
+
+
+def _why_not(language: str) -> str | None:
+    """One sentence on why `language` cannot be compiled here: CUDA C++ needs no GPU, PTX no other device than there is."""
+    return environment.detect().why_not(language, "cuda" if language == "tilelang" or environment.detect().gpu else "cpu")
+
+
+def _excerpt(language: str, text: str, words: tuple[str, ...], arch: str, lines: int) -> Listing:
     source = text.splitlines()
     found = {word: [" ".join(line.split()).replace(" {", "\n    {") for line in source if word in line] for word in words}
     counts = ", ".join(f"{len(hits)} with {word}" for word, hits in found.items())
     shown = "\n".join(line for hits in found.values() for line in hits[:lines])
+    name = "PTX from Triton" if language == "triton" else "CUDA C++ from TileLang"
     return Listing(f"{name} for {arch}: {len(source)} lines, {counts}", shown, "text" if language == "triton" else "cuda")
 
 
 @functools.cache
 def _triton_stages(arch: int, dtype: str, shape: tuple[tuple[str, int], ...]) -> Mapping[str, str]:
-    request = json.dumps({"arch": arch, "dtype": dtype, "shape": dict(shape)})
+    return _in_a_second_process({"arch": arch, "dtype": dtype, "shape": dict(shape)})
+
+
+def _in_a_second_process(request: dict[str, object]) -> dict:
+    arch = request["arch"]
     finished = subprocess.run(
-        [sys.executable, "-m", "nsa_tutorial.lowering", request],
+        [sys.executable, "-m", "nsa_tutorial.lowering", json.dumps(request)],
         env={**os.environ, "TRITON_INTERPRET": "0"},
         capture_output=True,
         text=True,
@@ -91,6 +143,21 @@ def triton_stages(arch: str = "sm_90", dtype: str = "float16", **shape: int) -> 
     """
     environment.require("triton", "cuda" if environment.detect().gpu else "cpu")
     return _triton_stages(int(arch.removeprefix("sm_")), dtype, tuple({**EXAMPLE, **shape}.items()))
+
+
+@functools.cache
+def basic_stages(name: str, arch: str = "sm_90", dtype: str = "float16") -> Mapping[str, str]:
+    """The stages of chapter 09's Triton kernel `name`, at the size of `BASIC_EXAMPLES`. Args and errors as above."""
+    return all_basic_stages(arch, dtype, (name,))[name]
+
+
+@functools.cache
+def all_basic_stages(
+    arch: str = "sm_90", dtype: str = "float16", names: tuple[str, ...] = tuple(BASIC_EXAMPLES)
+) -> Mapping[str, Mapping[str, str]]:
+    """`basic_stages` of several kernels by name, at the price of one process."""
+    environment.require("triton", "cuda" if environment.detect().gpu else "cpu")
+    return _in_a_second_process({"names": names, "arch": int(arch.removeprefix("sm_")), "dtype": dtype})
 
 
 def _compile_triton(arch: int, dtype: str, shape: dict[str, int]) -> dict[str, str]:
@@ -122,5 +189,38 @@ def _compile_triton(arch: int, dtype: str, shape: dict[str, int]) -> dict[str, s
     return {name: compiled.asm[name] for name in ("ttir", "ttgir", "llir", "ptx")}
 
 
+def _compile_basics(names: list[str], arch: int, dtype: str) -> dict[str, dict[str, str]]:
+    """Runs in the second process."""
+    return {name: _compile_basic(name, arch, dtype) for name in names}
+
+
+def _compile_basic(name: str, arch: int, dtype: str) -> dict[str, str]:
+    """One kernel; pointers are aligned to 16 bytes, as PyTorch's are, and every other number is an int32."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from nsa_tutorial import triton_basics
+
+    kernel, constants = getattr(triton_basics, name), BASIC_EXAMPLES[name]
+    pointer = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}[dtype]
+    types = dict.fromkeys(("X", "Y", "A", "B", "C", "Q", "V", "Output"), pointer) | {"LSE": "*fp32"}
+    if name == "attention":
+        types |= {"K": pointer}
+    types |= {"scale": "fp32", "scale_log2": "fp32"}
+    signature = {arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in kernel.arg_names}
+    # lengths are multiples of 16 here, which a launch finds out by itself: rows then begin at multiples of 16 bytes
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names) if signature[arg] not in ("constexpr", "fp32")
+    }
+    compiled = triton.compile(
+        ASTSource(kernel, signature, {(kernel.arg_names.index(arg),): value for arg, value in constants.items()}, aligned),
+        target=GPUTarget("cuda", arch, 32),
+        options={"num_warps": 4},
+    )
+    return {stage: compiled.asm[stage] for stage in ("ttir", "ttgir", "llir", "ptx")}
+
+
 if __name__ == "__main__":
-    json.dump(_compile_triton(**json.loads(sys.argv[1])), sys.stdout)
+    _request = json.loads(sys.argv[1])
+    json.dump(_compile_basics(**_request) if "names" in _request else _compile_triton(**_request), sys.stdout)

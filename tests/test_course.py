@@ -206,6 +206,8 @@ def wrong_attempts(chapter: str, name: str) -> list[Misconception]:
 def test_exercise(chapter: str, name: str) -> None:
     """The solution is right, every misconception is named (as itself), and an arbitrary wrong answer is just wrong."""
     e = exercises.chapter_exercises(chapter)[name]
+    if e.missing:
+        pytest.skip(e.missing[0])
     assert e.misconceptions, "an exercise catches at least one misconception"
     assert e.difficulty in (1, 2, 3)
     assert 1 <= e.minutes <= 20
@@ -232,7 +234,7 @@ def test_statement_and_solution_read(chapter: str, name: str) -> None:
 
 def test_check_reports_each() -> None:
     chapter = exercises.chapters()[0]
-    known = exercises.chapter_exercises(chapter)
+    known = {name: e for name, e in exercises.chapter_exercises(chapter).items() if not e.missing}
     report = check(chapter, **{name: e.solution for name, e in known.items()})
     assert repr(report).count("✓") == len(known)
 

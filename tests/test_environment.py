@@ -134,7 +134,7 @@ print("scores_max" in show("nsa_tutorial.triton_forward:kernel", phase="online s
     assert lines[4] == "True"
 
 
-CHAPTERS = sorted(p.name for p in (ROOT / "notebooks").glob("0[0-8]_*.ipynb"))
+CHAPTERS = sorted(p.name for p in (ROOT / "notebooks").glob("0?_*.ipynb"))
 
 
 @pytest.fixture(scope="module")
@@ -155,9 +155,9 @@ for cell in nb.cells:
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_chapters_without_kernel_packages(chapter: str, printed_without_kernel_packages: dict[str, Future[str]]) -> None:
-    """Parts I and II run to the end, and a cell that wanted a kernel says in one sentence what is missing."""
+    """Chapters run to the end, and a cell that wanted a kernel says in one sentence what is missing."""
     printed = printed_without_kernel_packages[chapter].result()
     assert int(printed.splitlines()[0]) > 10
-    if chapter.startswith("00"):
+    if chapter.startswith(("00", "09")):
         assert "Triton is not installed here" in printed
         assert "TileLang is not installed here" in printed

@@ -130,24 +130,27 @@ def judge(exercise: Exercise, attempt: Callable) -> Verdict:
         return Verdict(exercise.name, "wrong", f"expected a function, got {type(attempt).__name__}.")
     if _is_empty(attempt):
         return Verdict(exercise.name, "not attempted", "not attempted yet.")
-    got = [_call(attempt, case) for case in exercise.cases]
+    cases, missing = exercise.runnable, "".join(f" Not run: {reason}" for reason in exercise.missing)
+    if not cases:
+        return Verdict(exercise.name, "not attempted", f"cannot be judged here.{missing}")
+    got = [_call(exercise, attempt, case) for case in cases]
     if all(isinstance(g, Raised) and g.kind == "NotImplementedError" for g in got):
         return Verdict(exercise.name, "not attempted", "not attempted yet.")
-    expected = [_call(exercise.solution, case) for case in exercise.cases]
+    expected = [_call(exercise, exercise.solution, case) for case in cases]
     fits = [same(g, e, exercise.tolerance) for g, e in zip(got, expected, strict=True)]
     if all(fits):
-        return Verdict(exercise.name, "right", f"right, on all {len(got)} cases.")
+        return Verdict(exercise.name, "right", f"right, on all {len(got)} cases.{missing}")
     first = fits.index(False)
     picture = None
     if exercise.picture is not None and not isinstance(got[first], Raised):
         try:
-            picture = exercise.picture(exercise.cases[first].arguments(), got[first], expected[first])
+            picture = exercise.picture(cases[first].arguments(), got[first], expected[first])
         except Exception:
             picture = None  # a result of an unexpected kind or shape cannot be drawn; the text below says what it is
-    case = exercise.cases[first]
+    case = cases[first]
     where = f"Smallest failing case: {case.name}.\n{_inputs(exercise, case)}{difference(got[first], expected[first])}"
     for known in exercise.misconceptions:
-        wrong = [_call(known.wrong, case) for case in exercise.cases]
+        wrong = [_call(exercise, known.wrong, case) for case in cases]
         if all(same(g, w, exercise.tolerance) for g, w in zip(got, wrong, strict=True)):
             text = f"not yet: this is {known.name}. {known.hint}\n{where}"
             return Verdict(exercise.name, "misconception", text, known.name, picture)
@@ -157,6 +160,8 @@ def judge(exercise: Exercise, attempt: Callable) -> Verdict:
 def _inputs(exercise: Exercise, case: Case) -> str:
     """The arguments of a case, a line each, where they are few enough to calculate with by hand; otherwise nothing."""
     lines = []
+    if exercise.run is not None:
+        return ""  # the arguments are those of `run`, not the solution's
     for name, value in zip(inspect.signature(exercise.solution).parameters, case.arguments(), strict=False):
         try:
             few = _numbers(value).numel() <= 12
@@ -178,9 +183,9 @@ def _is_empty(function: Callable) -> bool:
     return {i.opname for i in instructions} <= idle and constants == {None}
 
 
-def _call(function: Callable, case: object) -> object:
+def _call(exercise: Exercise, function: Callable, case: Case) -> object:
     try:
-        return function(*case.arguments())
+        return function(*case.arguments()) if exercise.run is None else exercise.run(function, *case.arguments())
     except Exception as error:
         return Raised(type(error).__name__, str(error))
 

@@ -20,10 +20,12 @@ class Case:
     Attributes:
         name: what is special about it, as a phrase ("two KV heads, three query heads each").
         arguments: makes the positional arguments, the same at every call (seed inside).
+        why_not: optional; one sentence on why the case cannot run on this machine, or None where it can.
     """
 
     name: str
     arguments: Callable[[], tuple]
+    why_not: Callable[[], str | None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Exercise:
         cases: inputs, the smallest first; the first that fails is the one shown.
         tolerance: largest allowed difference, absolute and relative.
         picture: optional; draws a failing case from `(arguments, got, expected)`.
+        run: optional; what to do with a solution and the arguments of a case where a plain call is not it: `run(solution,
+            *arguments)` launches the kernel that the solution returns, say.
     """
 
     name: str
@@ -66,6 +70,17 @@ class Exercise:
     misconceptions: tuple[Misconception, ...] = field(default=())
     tolerance: float = 1e-5
     picture: Callable[[tuple, object, object], Picture] | None = None
+    run: Callable[..., object] | None = None
+
+    @property
+    def runnable(self) -> tuple[Case, ...]:
+        """The cases that this machine can run."""
+        return tuple(case for case in self.cases if case.why_not() is None)
+
+    @property
+    def missing(self) -> list[str]:
+        """One sentence for each reason why a case cannot run here."""
+        return list(dict.fromkeys(reason for case in self.cases if (reason := case.why_not()) is not None))
 
 
 def chapter_exercises(chapter: str) -> dict[str, Exercise]:

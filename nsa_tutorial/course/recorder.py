@@ -1,0 +1,197 @@
+"""Run one program of a Triton kernel in NumPy and write down every element that it loads and stores.
+
+The kernel's own source is executed, with small stand-ins for `tl` and for pointers: what is recorded is what the kernel's index
+arithmetic says, on any machine, also where Triton is not installed or compiles for a GPU. Triton's interpreter works the same way.
+
+It knows the operations of chapter 09's kernels and no others, computes in fp64, and says nothing about order, threads or time.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+
+from nsa_tutorial.course.source import show
+
+
+class Tile(np.ndarray):
+    """An array with Triton's `.to(dtype)`, which changes nothing here: everything is fp64 or an integer."""
+
+    def to(self, _dtype: object) -> Tile:
+        """The tile itself."""
+        return self
+
+
+def _tile(x: object) -> Tile:
+    return np.asarray(x).view(Tile)
+
+
+class Pointer:
+    """One address, or an array of addresses, in a tensor."""
+
+    # without this, NumPy would spread `array + pointer` over the array's elements
+    __array_ufunc__ = None
+    dtype = SimpleNamespace(element_ty=None)
+
+    def __init__(self, name: str, offsets: object = 0) -> None:
+        self.name, self.offsets = name, np.asarray(offsets)
+
+    def __add__(self, offsets: object) -> Pointer:
+        return Pointer(self.name, self.offsets + np.asarray(offsets))
+
+    __radd__ = __add__
+
+
+@dataclass(frozen=True)
+class Access:
+    """One `tl.load` or `tl.store` of one program.
+
+    Attributes:
+        kind: `"load"` or `"store"`.
+        tensor: the name of the kernel's pointer argument.
+        offsets: of all lanes of the tile, in elements from the tensor's beginning; the shape is the tile's.
+        mask: which lanes touch memory; the same shape.
+    """
+
+    kind: str
+    tensor: str
+    offsets: np.ndarray
+    mask: np.ndarray
+
+    @property
+    def touched(self) -> np.ndarray:
+        """The offsets of the lanes that touch memory, in the tile's order."""
+        return np.asarray(self.offsets[self.mask])
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one program did.
+
+    Attributes:
+        program: its ids, one per axis of the grid.
+        accesses: its loads and stores in order.
+        shapes: of the tensors, by name.
+    """
+
+    program: tuple[int, ...]
+    accesses: tuple[Access, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def touched(self, kind: str, tensor: str) -> np.ndarray:
+        """How often each element of `tensor` was loaded or stored (`kind`), in the tensor's shape; lanes outside are left out."""
+        size = math.prod(self.shapes[tensor])
+        inside = [a.touched[(a.touched >= 0) & (a.touched < size)] for a in self.accesses if (a.kind, a.tensor) == (kind, tensor)]
+        count = np.bincount(np.concatenate(inside).astype(int), minlength=size) if inside else np.zeros(size, dtype=int)
+        return count.reshape(self.shapes[tensor])
+
+    def outside(self) -> int:
+        """Lanes that touched memory outside of their tensor: none, if the masks are right."""
+        return sum(int(((a.touched < 0) | (a.touched >= math.prod(self.shapes[a.tensor]))).sum()) for a in self.accesses)
+
+
+class _Language:
+    """The part of `tl` that chapter 09 uses, for one program."""
+
+    constexpr = float32 = None
+
+    def __init__(self, program: tuple[int, ...], memory: Mapping[str, np.ndarray], accesses: list[Access]) -> None:
+        self.program, self.memory, self.accesses = program, memory, accesses
+
+    def program_id(self, axis: int) -> int:
+        return self.program[axis]
+
+    def arange(self, start: int, end: int) -> Tile:
+        return _tile(np.arange(start, end))
+
+    def zeros(self, shape: list[int], _dtype: object) -> Tile:
+        return _tile(np.zeros(shape))
+
+    def full(self, shape: list[int], value: float, _dtype: object) -> Tile:
+        return _tile(np.full(shape, value))
+
+    def cdiv(self, a: int, b: int) -> int:
+        return -(-a // b)
+
+    def range(self, n: int, num_stages: int = 1) -> range:
+        return range(int(n))
+
+    def where(self, condition: object, a: object, b: object) -> Tile:
+        return _tile(np.where(condition, a, b))
+
+    def minimum(self, a: object, b: object) -> Tile:
+        return np.minimum(a, b)
+
+    def maximum(self, a: object, b: object) -> Tile:
+        return np.maximum(a, b)
+
+    def max(self, x: Tile, axis: int) -> Tile:
+        return x.max(axis)
+
+    def sum(self, x: Tile, axis: int) -> Tile:
+        return x.sum(axis)
+
+    def exp2(self, x: Tile) -> Tile:
+        return np.exp2(x)
+
+    def log(self, x: Tile) -> Tile:
+        return np.log(x)
+
+    def dot(self, a: Tile, b: Tile, acc: object = 0, input_precision: str = "") -> Tile:
+        return a @ b + acc
+
+    def load(self, pointer: Pointer, mask: object = True, other: float = math.nan) -> Tile:
+        access = self._note("load", pointer, mask)
+        values = self.memory[pointer.name].ravel()
+        real = access.mask & (access.offsets >= 0) & (access.offsets < values.size)
+        loaded = values[np.where(real, access.offsets, 0)]
+        return _tile(np.where(real, loaded, np.where(access.mask, math.nan, other)))  # outside: whatever is there
+
+    def store(self, pointer: Pointer, value: object, mask: object = True) -> None:
+        access = self._note("store", pointer, mask)
+        values = self.memory[pointer.name].reshape(-1)
+        real = access.mask & (access.offsets >= 0) & (access.offsets < values.size)
+        values[access.offsets[real]] = np.broadcast_to(np.asarray(value), access.offsets.shape)[real]
+
+    def _note(self, kind: str, pointer: Pointer, mask: object) -> Access:
+        offsets, lanes = np.broadcast_arrays(pointer.offsets, np.asarray(mask))
+        self.accesses.append(Access(kind, pointer.name, offsets.copy(), lanes.astype(bool)))
+        return self.accesses[-1]
+
+
+@functools.cache
+def _code(source: str) -> object:
+    return compile(source, "<kernel>", "exec")
+
+
+def run(kernel: str | Callable, program: tuple[int, ...], arguments: Mapping[str, object]) -> Record:
+    """Run one program.
+
+    Args:
+        kernel: a Triton kernel, its Python function, or its name, `"nsa_tutorial.triton_basics:copy"`, read without importing it.
+        program: its ids.
+        arguments: by name; a NumPy array stands for the pointer to its first element, and what is stored there is seen in it.
+    """
+    arrays = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
+    accesses: list[Access] = []
+    language = _Language(program, arrays, accesses)
+    names: dict[str, object] = {"tl": language, "triton": SimpleNamespace(jit=lambda function: function)}
+    listing = show(kernel)
+    exec(_code("from __future__ import annotations\n" + listing.code), names)
+    function = names[listing.title.rsplit(" · ", 1)[-1].rsplit(".", 1)[-1]]
+    others = {name: x for name, x in arguments.items() if name not in arrays}
+    with np.errstate(all="ignore"):
+        function(**{name: Pointer(name) for name in arrays}, **others)
+    return Record(program, tuple(accesses), {name: x.shape for name, x in arrays.items()})
+
+
+def programs(grid: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """All program ids of a grid, the first axis fastest, as a launch numbers them."""
+    for ids in itertools.product(*(range(n) for n in reversed(grid))):
+        yield ids[::-1]

@@ -1,0 +1,223 @@
+"""Chapter 09's pictures: which elements one program loads and stores, found by running that program's own index arithmetic.
+
+`example` holds a kernel at a size that can be drawn; `record` runs one of its programs (`course.recorder`), `draw_program` draws
+what it touched, `sentence` says it, and `explore` puts controls on them. `draw_owners` shows the whole grid at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import ipywidgets
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.patches import Patch
+
+from nsa_tutorial.course import recorder
+from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, readable_on
+from nsa_tutorial.course.widgets import Panel, panel
+from nsa_tutorial.online_softmax import LOG2_E
+
+_COLOURS = {"load": PALETTE["key"], "store": PALETTE["query"], "nothing": "#EDEFF1"}
+_OWNERS = [PALETTE["key"], PALETTE["value"]]  # like a chessboard: neighbours differ
+
+
+@dataclass(frozen=True)
+class Example:
+    """A kernel at a size to look at.
+
+    Attributes:
+        grid: its programs, one number per axis.
+        shapes: of its tensors, by name, in the order in which they are drawn.
+        numbers: its other arguments.
+        axes: what a row and what a column of each tensor's drawing is, by tensor.
+    """
+
+    grid: tuple[int, ...]
+    shapes: dict[str, tuple[int, ...]]
+    numbers: dict[str, object]
+    axes: dict[str, tuple[str, str]]
+
+
+@functools.cache
+def example(kernel: str) -> Example:
+    """The example of `"copy"`, `"softmax"`, `"matmul"` or `"attention"`: sizes that no tile divides."""
+    if kernel == "copy":
+        return Example((5,), {"X": (37,), "Y": (37,)}, {"N": 37, "BN": 8}, {"X": ("", "element"), "Y": ("", "element")})
+    if kernel == "softmax":
+        numbers = {"R": 6, "N": 5, "scale_log2": LOG2_E, "BR": 4, "BN": 8}
+        return Example((2,), {"X": (6, 5), "Y": (6, 5)}, numbers, {"X": ("row", "column"), "Y": ("row", "column")})
+    if kernel == "matmul":
+        shapes = {"A": (7, 6), "B": (6, 10), "C": (7, 10)}
+        numbers = {"M": 7, "N": 10, "K": 6, "BM": 4, "BN": 4, "BK": 4, "NUM_STAGES": 2}
+        return Example((2, 3), shapes, numbers, {"A": ("M", "K"), "B": ("K", "N"), "C": ("M", "N")})
+    if kernel == "attention":
+        shapes = {"Q": (1, 6, 4, 2), "K": (1, 10, 2, 2), "V": (1, 10, 2, 2), "Output": (1, 6, 4, 2), "LSE": (1, 6, 4)}
+        numbers = {
+            "N": 6, "M": 10, "HQ": 4, "scale": 0.5, "scale_log2": 0.5 * LOG2_E, "G": 2, "D": 2, "DV": 2, "CAUSAL": True,
+            "BQ": 4, "BK": 4, "DT": 2, "DVT": 2, "NUM_STAGES": 2,
+        }  # fmt: skip
+        axes = {
+            "Q": ("query", "4 heads × 2"), "K": ("key", "2 heads × 2"), "V": ("key", "2 heads × 2"),
+            "Output": ("query", "4 heads × 2"), "LSE": ("query", "4 heads"),
+        }  # fmt: skip
+        return Example((2, 4, 1), shapes, numbers, axes)
+    raise ValueError(f"kernel: got {kernel!r}, expected copy, softmax, matmul or attention")
+
+
+def ids(kernel: str, number: int) -> tuple[int, ...]:
+    """The program ids of program `number`, the first axis fastest; a number past the last program is taken for the last."""
+    known = list(recorder.programs(example(kernel).grid))
+    return known[min(number, len(known) - 1)]
+
+
+@functools.cache
+def record(kernel: str, program: tuple[int, ...]) -> recorder.Record:
+    """Run one program of the example on random numbers and return what it touched."""
+    case, generator = example(kernel), np.random.default_rng(0)
+    tensors = {name: generator.standard_normal(shape) for name, shape in case.shapes.items()}
+    return recorder.run(f"nsa_tutorial.triton_basics:{kernel}", program, tensors | case.numbers)
+
+
+def masked_lanes(seen: recorder.Record) -> tuple[int, int]:
+    """Lanes that a mask keeps from memory, and all lanes, over the program's loads and stores."""
+    return sum(int((~a.mask).sum()) for a in seen.accesses), sum(a.mask.size for a in seen.accesses)
+
+
+def sentence(kernel: str, program: tuple[int, ...]) -> str:
+    """What one program touches, in words."""
+    seen, case = record(kernel, program), example(kernel)
+    grid = " × ".join(map(str, case.grid))
+    told = {"load": [], "store": []}
+    for kind, parts in told.items():
+        for name, shape in case.shapes.items():
+            count = int((seen.touched(kind, name) > 0).sum())
+            if count:
+                parts.append(f"{count} of {math.prod(shape)} elements of {name}")
+    off, lanes = masked_lanes(seen)
+    return (
+        f"Program {_name(program)} of a grid of {grid} loads {_list(told['load'])}, and stores {_list(told['store'])}; "
+        f"{off} of its {lanes} lanes are masked."
+    )
+
+
+def _name(program: tuple[int, ...]) -> str:
+    return str(program[0]) if len(program) == 1 else f"({', '.join(map(str, program))})"
+
+
+def _list(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _flat(count: np.ndarray) -> np.ndarray:
+    """A tensor as rows and columns: without the batch, the heads of a position side by side."""
+    return count.reshape(1, -1) if count.ndim == 1 else count if count.ndim == 2 else count[0].reshape(count.shape[1], -1)
+
+
+def _draw_tensor(axis: Axes, name: str, seen: recorder.Record, labels: tuple[str, str]) -> None:
+    loads, stores = (_flat(seen.touched(kind, name)) for kind in ("load", "store"))
+    picture = np.tile(np.array(to_rgb(_COLOURS["nothing"])), (*loads.shape, 1))
+    picture[loads > 0] = to_rgb(_COLOURS["load"])
+    picture[stores > 0] = to_rgb(_COLOURS["store"])
+    rows, columns = loads.shape
+    axis.imshow(picture, aspect="equal", interpolation="nearest")
+    axis.vlines(np.arange(columns + 1) - 0.5, -0.5, rows - 0.5, color="white", linewidth=1)  # quicker than a grid of ticks
+    axis.hlines(np.arange(rows + 1) - 0.5, -0.5, columns - 0.5, color="white", linewidth=1)
+    axis.tick_params(length=0, labelsize=8)
+    axis.spines[:].set_visible(False)
+    step = 4 if columns > 12 else 2
+    axis.set_xticks(range(0, columns, step))
+    axis.set_yticks(range(0, rows, 2) if rows > 1 else [])
+    axis.set_title(name, fontsize=10)
+    axis.set_xlabel(labels[1], fontsize=8)
+    axis.set_ylabel(labels[0], fontsize=8)
+
+
+def _place(axes: np.ndarray, shapes: list[tuple[int, int]]) -> None:
+    """Squares of one size in all drawings, their upper edges level, spread over the width of the figure."""
+    width, height = 8.0, 3.0
+    gap = 0.62  # inches on the left of each drawing, for its labels
+    across = (width - 0.25 - gap * len(shapes)) / sum(columns for _, columns in shapes)
+    side = min(across, 1.75 / max(rows for rows, _ in shapes))
+    spare = (width - 0.25 - gap * len(shapes) - side * sum(columns for _, columns in shapes)) / len(shapes)
+    left = gap + spare / 2
+    for axis, (rows, columns) in zip(axes, shapes, strict=True):
+        axis.set_position([left / width, (2.4 - side * rows) / height, side * columns / width, side * rows / height])
+        left += side * columns + gap + spare
+
+
+def draw_program(kernel: str = "matmul", program: tuple[int, ...] = (1, 2)) -> Picture:
+    """Every tensor of the example; what the program loads and what it stores in colour."""
+    seen, case = record(kernel, program), example(kernel)
+    if kernel == "copy":
+        figure, axes = new_figure(8.0, 2.2, rows=2)
+    else:
+        figure, axes = new_figure(8.0, 3.0, columns=len(case.shapes))
+    figure.set_layout_engine(None)  # fixed places: nothing jumps under the slider, and it is faster
+    if kernel == "copy":
+        figure.subplots_adjust(left=0.03, right=0.97, top=0.8, bottom=0.3, hspace=2.2)
+    else:
+        _place(axes[0], [_flat(np.zeros(shape)).shape for shape in case.shapes.values()])
+    for axis, name in zip(axes.flat, case.shapes, strict=True):
+        _draw_tensor(axis, name, seen, case.axes[name])
+    handles = [Patch(color=_COLOURS["load"], label="loaded"), Patch(color=_COLOURS["store"], label="stored"),
+               Patch(color=_COLOURS["nothing"], label="not touched")]  # fmt: skip
+    figure.legend(handles=handles, loc="lower center", ncols=3, fontsize=9, frameon=False, handlelength=1.0)
+    off, lanes = masked_lanes(seen)
+    loaded = sum(int((seen.touched("load", name) > 0).sum()) for name in case.shapes)
+    stored = sum(int((seen.touched("store", name) > 0).sum()) for name in case.shapes)
+    told = f"{kernel}, program {_name(program)}: {loaded} elements loaded, {stored} stored, {off} of {lanes} lanes masked"
+    return Picture(figure, told)
+
+
+def owners(kernel: str, tensor: str) -> np.ndarray:
+    """Which program stores each element of `tensor`, by number; -1 where none does, -2 where several do."""
+    found = np.full(example(kernel).shapes[tensor], -1)
+    for number, program in enumerate(recorder.programs(example(kernel).grid)):
+        stored = record(kernel, program).touched("store", tensor) > 0
+        found = np.where(stored, np.where(found == -1, number, -2), found)
+    return found
+
+
+def draw_owners(kernel: str = "matmul", tensor: str = "C") -> Picture:
+    """The result, and in each element the ids of the program that stores it."""
+    found = _flat(owners(kernel, tensor))
+    known = list(recorder.programs(example(kernel).grid))
+    rows, columns = found.shape
+    figure, axes = new_figure(7.0, 3.6)
+    axis = axes[0, 0]
+    colours = [_OWNERS[sum(program) % 2] for program in known]
+    axis.imshow(np.array([[to_rgb(colours[n]) for n in row] for row in found]), aspect="equal", interpolation="nearest")
+    for i, j in np.ndindex(rows, columns):
+        text = ", ".join(map(str, known[found[i, j]]))
+        axis.text(j, i, text, ha="center", va="center", fontsize=9, color=readable_on(colours[found[i, j]]))
+    axis.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
+    axis.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
+    axis.grid(which="minor", color="white", linewidth=1.2)
+    axis.tick_params(which="both", length=0)
+    axis.spines[:].set_visible(False)
+    axis.set_xticks(range(columns))
+    axis.set_yticks(range(rows))
+    labels = example(kernel).axes[tensor]
+    axis.set_ylabel(f"row of {tensor} ({labels[0]})", fontsize=9)
+    axis.set_xlabel(f"column of {tensor} ({labels[1]})", fontsize=9)
+    once = int((found >= 0).sum())
+    return Picture(figure, f"{len(known)} programs store {once} of {found.size} elements of {tensor} exactly once")
+
+
+def explore() -> Panel:
+    """The interactive: a kernel, a program id, and what that program loads and stores."""
+
+    def render(kernel: str, program: int) -> tuple[Picture, str]:
+        chosen = ids(kernel, program)
+        return draw_program(kernel, chosen), sentence(kernel, chosen)
+
+    return panel(
+        "one program's loads and stores",
+        render,
+        kernel=ipywidgets.Dropdown(options=["copy", "softmax", "matmul", "attention"], value="matmul", description="kernel"),
+        program=ipywidgets.IntSlider(5, 0, 7, description="program number"),
+    )
