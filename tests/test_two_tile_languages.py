@@ -80,7 +80,9 @@ def test_softmax_of_extreme_scores(shift: float, backend: str, device: str) -> N
 @pytest.mark.parametrize(("M", "K", "N"), [(1, 1, 1), (20, 37, 25), (16, 37, 25), (1, 37, 25)], ids=lambda n: str(n))
 def test_matmul(M: int, K: int, N: int, backend: str, device: str, dtype: torch.dtype) -> None:
     skip_unless_runs(backend, device, dtype)
-    a, b = random(M, K, dtype=dtype, device=device), random(K, N, seed=1, dtype=dtype, device=device)
+    # sums of order 1, which the budget's 1e-6 is meant for: one row leaves to luck how well the plain product rounds
+    a = random(M, K, dtype=dtype, device=device, factor=K**-0.5)
+    b = random(K, N, seed=1, dtype=dtype, device=device)
     c = tiles.matmul(a, b, backend=backend, tile=(16, 16, 16))
     assert_within_budget(c, a.double() @ b.double(), a @ b, f"{backend} matmul")
 
