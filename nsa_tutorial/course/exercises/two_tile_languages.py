@@ -220,7 +220,7 @@ def _variance(change: str) -> Callable:
         deviation = x_tile - mean
         if change != "padding":
             deviation = torch.where(torch.arange(BN) < N, deviation, 0.0)
-        return BN, (deviation**2).sum() / (N - 1 if change == "unbiased" and N > 1 else count)
+        return BN, (deviation**2).sum() / (N - 1 if change == "unbiased" else count)
 
     return wrong
 
@@ -500,16 +500,16 @@ class _Mistaken:
 
 
 def _sums(mistake: str) -> Callable:
-    """Wrong kernels: `mistake` in both languages, or in Triton alone where TileLang does not let you make it."""
+    """Wrong kernels: `mistake` in both languages, or in the one alone that lets you make it."""
 
     def wrong(language: str) -> object:
         if language == "triton":
-            return _Mistaken(mistake)
+            return row_sums(language) if mistake == "clear" else _Mistaken(mistake)
         if mistake in ("no mask", "store"):
             return row_sums(language)
         BR, BN = _BR, _BN
         R, N = T.dynamic("R"), T.dynamic("N")
-        clear = mistake == "last tile"
+        clear = mistake in ("last tile", "clear")
         stride = 1 if mistake == "ids count rows" else BR
 
         @T.prim_func
@@ -565,6 +565,11 @@ you leave for later). `T.reduce_sum(x_tile, acc, dim=1, clear=False)` adds to wh
             "keeping the last tile only",
             _sums("last tile"),
             "Each tile's sum has to join the sum so far, not to take its place.",
+        ),
+        Misconception(
+            "letting T.reduce_sum clear the sum so far (TileLang)",
+            _sums("clear"),
+            "Unless told otherwise, T.reduce_sum writes over what acc holds. The statement names the option that adds.",
         ),
         Misconception(
             "leaving the ragged tail out",
