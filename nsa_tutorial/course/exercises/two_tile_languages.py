@@ -548,7 +548,8 @@ walks over them in tiles of `BN` = 16 columns; the grid is `(cdiv(R, BR),)`.
 `row_sums("triton")` returns a function decorated with `@triton.jit`, `kernel(X, Y, R, N, BR: tl.constexpr, BN: tl.constexpr)`.
 `row_sums("tilelang")` returns a `@T.prim_func` of `X: T.Tensor([R, N], "float32")` and `Y: T.Tensor([R], "float32")`, where `R,
 N = T.dynamic("R"), T.dynamic("N")`, with its own `BR, BN = 4, 16`. The check launches both (`return None` for a language that
-you leave for later). `T.reduce_sum(x_tile, acc, dim=1, clear=False)` adds to what `acc` holds.
+you leave for later; mistakes are named once both are there). `T.reduce_sum(x_tile, acc, dim=1, clear=False)`
+adds to what `acc` holds.
 """,
     minutes=12,
     difficulty=3,
