@@ -551,7 +551,7 @@ N = T.dynamic("R"), T.dynamic("N")`, with its own `BR, BN = 4, 16`. The check la
 you leave for later; mistakes are named once both are there). `T.reduce_sum(x_tile, acc, dim=1, clear=False)`
 adds to what `acc` holds.
 """,
-    minutes=12,
+    minutes=15,
     difficulty=3,
     solution=row_sums,
     run=_run_row_sums,
