@@ -20,6 +20,7 @@ from nsa_tutorial.course.source import Listing
 
 # One shape for every chapter that shows what a kernel becomes: 4 heads with groups of 16, width 128, blocks of 64 tokens.
 EXAMPLE = {"H": 4, "G": 16, "D": 128, "DV": 128, "BS": 64}
+POINTERS = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}  # in Triton's signatures
 # Chapter 09's kernels, each at one size; in `attention` a group of 4 query heads, width 64.
 BASIC_EXAMPLES = {
     "copy": {"BN": 1024},
@@ -44,34 +45,32 @@ def tilelang_cuda(arch: str = "sm_90", dtype: str = "float16", **shape: int) -> 
         BackendUnavailable: one sentence, where TileLang is not installed.
     """
     environment.require("tilelang", "cuda")
-    import tilelang
-    import tvm
-
     from nsa_tutorial import tilelang_forward
 
-    target = tvm.target.Target({"kind": "cuda", "arch": arch})
     kernel = tilelang_forward.build_kernel(**{**EXAMPLE, **shape}, dtype=dtype)
-    with tvm.transform.PassContext(config=dict(tilelang_forward.PASS_CONFIGS)), target:
-        return tilelang.lower(kernel, target=target).kernel_source
+    return _cuda_source(kernel, arch, tilelang_forward.PASS_CONFIGS)
 
 
 @functools.cache
 def basic_cuda(name: str, arch: str = "sm_90", dtype: str = "float16") -> str:
     """The CUDA C++ of chapter 09's TileLang kernel `name`, at the size of `BASIC_EXAMPLES`. Args and errors as above."""
     environment.require("tilelang", "cuda")
-    import tilelang
-    import tvm
-
     from nsa_tutorial import tilelang_basics
 
-    target = tvm.target.Target({"kind": "cuda", "arch": arch})
     sizes = {key: n for key, n in BASIC_EXAMPLES[name].items() if key != "NUM_STAGES"}  # each language has its own default
     if name == "matmul":
         sizes |= {"N": 4096, "K": 4096}
     if "CAUSAL" in sizes:
         sizes["causal"] = sizes.pop("CAUSAL")
-    kernel = getattr(tilelang_basics, name)(**sizes, dtype=dtype)
-    with tvm.transform.PassContext(config=dict(tilelang_basics.PASS_CONFIGS)), target:
+    return _cuda_source(getattr(tilelang_basics, name)(**sizes, dtype=dtype), arch, tilelang_basics.PASS_CONFIGS)
+
+
+def _cuda_source(kernel: object, arch: str, pass_configs: Mapping[object, object]) -> str:
+    import tilelang
+    import tvm
+
+    target = tvm.target.Target({"kind": "cuda", "arch": arch})
+    with tvm.transform.PassContext(config=dict(pass_configs)), target:
         return tilelang.lower(kernel, target=target).kernel_source
 
 
@@ -162,13 +161,9 @@ def all_basic_stages(
 
 def _compile_triton(arch: int, dtype: str, shape: dict[str, int]) -> dict[str, str]:
     """Runs in the second process, where triton compiles."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from nsa_tutorial.triton_forward import kernel, launch_options, tile_sizes
 
-    pointer = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}[dtype]
+    pointer = POINTERS[dtype]
     types = dict.fromkeys(("Q", "K", "V", "Output"), pointer)
     types |= dict.fromkeys(("BlockIndices", "FirstKey", "NumVisible"), "*i32") | {
         "LSE": "*fp32",
@@ -180,13 +175,9 @@ def _compile_triton(arch: int, dtype: str, shape: dict[str, int]) -> dict[str, s
     shape = {name: n for name, n in shape.items() if name != "H"}  # an ordinary argument there
     constants = {**shape, **tile_sizes(**shape)}
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if types.get(name, "").startswith("*")}
-    compiled = triton.compile(
-        ASTSource(kernel, signature, {(kernel.arg_names.index(name),): value for name, value in constants.items()}, aligned),
-        target=GPUTarget("cuda", arch, 32),
-        options=launch_options(**shape, itemsize=4 if dtype == "float32" else 2),
-    )
-    return {name: compiled.asm[name] for name in ("ttir", "ttgir", "llir", "ptx")}
+    aligned = [name for name in kernel.arg_names if types.get(name, "").startswith("*")]
+    options = launch_options(**shape, itemsize=4 if dtype == "float32" else 2)
+    return _stages(kernel, signature, constants, aligned, arch, options)
 
 
 def _compile_basics(names: list[str], arch: int, dtype: str) -> dict[str, dict[str, str]]:
@@ -196,28 +187,34 @@ def _compile_basics(names: list[str], arch: int, dtype: str) -> dict[str, dict[s
 
 def _compile_basic(name: str, arch: int, dtype: str) -> dict[str, str]:
     """One kernel; pointers are aligned to 16 bytes, as PyTorch's are, and every other number is an int32."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from nsa_tutorial import triton_basics
 
     kernel, constants = getattr(triton_basics, name), BASIC_EXAMPLES[name]
-    pointer = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}[dtype]
+    pointer = POINTERS[dtype]
     types = dict.fromkeys(("X", "Y", "A", "B", "C", "Q", "V", "Output"), pointer) | {"LSE": "*fp32"}
     if name == "attention":
         types |= {"K": pointer}
     types |= {"scale": "fp32", "scale_log2": "fp32"}
     signature = {arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in kernel.arg_names}
     # lengths are multiples of 16 here, which a launch finds out by itself: rows then begin at multiples of 16 bytes
-    aligned = {
-        (i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names) if signature[arg] not in ("constexpr", "fp32")
-    }
-    compiled = triton.compile(
-        ASTSource(kernel, signature, {(kernel.arg_names.index(arg),): value for arg, value in constants.items()}, aligned),
-        target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": 4},
-    )
+    aligned = [arg for arg in kernel.arg_names if signature[arg] not in ("constexpr", "fp32")]
+    return _stages(kernel, signature, constants, aligned, arch, {"num_warps": 4})
+
+
+def _stages(
+    kernel: object, signature: dict[str, str], constants: dict[str, object], aligned: list[str], arch: int,
+    options: dict[str, int],
+) -> dict[str, str]:  # fmt: skip
+    """Compile a Triton kernel; the arguments `aligned` are multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    place = kernel.arg_names.index
+    fixed = {(place(arg),): value for arg, value in constants.items()}
+    multiples = {(place(arg),): [["tt.divisibility", 16]] for arg in aligned}
+    source = ASTSource(kernel, signature, fixed, multiples)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return {stage: compiled.asm[stage] for stage in ("ttir", "ttgir", "llir", "ptx")}
 
 

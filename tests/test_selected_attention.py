@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lanes import dtypes, lanes_of, skip_unless_runs
 from selection import Call, Problem, assert_right
 
 from nsa_tutorial import environment, ops
@@ -17,18 +18,7 @@ from nsa_tutorial.selected_attention import block_list, dense_mask, forward, que
 
 KERNELS = ("tilelang", "triton")
 BACKENDS = ("reference", *KERNELS)
-LANES = [pytest.param(b, "cpu", id=f"{b}-cpu") for b in BACKENDS] + [
-    pytest.param(b, "cuda", id=f"{b}-cuda", marks=pytest.mark.gpu) for b in BACKENDS
-]
-lanes = pytest.mark.parametrize(("backend", "device"), LANES)
-DTYPES = [pytest.param(d, id=str(d).removeprefix("torch.")) for d in (torch.float32, torch.float16, torch.bfloat16)]
-dtypes = pytest.mark.parametrize("dtype", DTYPES)
-
-
-def skip_unless_runs(backend: str, device: str, dtype: torch.dtype = torch.float32) -> None:
-    reason = environment.detect().why_not(backend, device, str(dtype).removeprefix("torch."))
-    if reason is not None:
-        pytest.skip(reason)
+lanes = lanes_of(BACKENDS)
 
 
 PROBLEMS = {

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lanes import dtypes, lanes_of, skip_unless_runs
 from selection import assert_within_budget
 from torch import Tensor
 
-from nsa_tutorial import environment
 from nsa_tutorial import grouped_query_attention as gqa
 from nsa_tutorial import two_tile_languages as tiles
 from nsa_tutorial.environment import BackendUnavailable
 
 LANGUAGES = ("triton", "tilelang")
-LANES = [pytest.param(b, "cpu", id=f"{b}-cpu") for b in LANGUAGES] + [
-    pytest.param(b, "cuda", id=f"{b}-cuda", marks=pytest.mark.gpu) for b in LANGUAGES
-]
-lanes = pytest.mark.parametrize(("backend", "device"), LANES)
-DTYPES = [pytest.param(d, id=str(d).removeprefix("torch.")) for d in (torch.float32, torch.float16, torch.bfloat16)]
-dtypes = pytest.mark.parametrize("dtype", DTYPES)
-
-
-def skip_unless_runs(backend: str, device: str, dtype: torch.dtype = torch.float32) -> None:
-    reason = environment.detect().why_not(backend, device, str(dtype).removeprefix("torch."))
-    if reason is not None:
-        pytest.skip(reason)
+lanes = lanes_of(LANGUAGES)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu", factor: float = 1.0) -> Tensor:
