@@ -24,7 +24,7 @@ PASS_CONFIGS = {
     # a program is one warp: too small to split into warps that load and warps that compute
     tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True,
 }
-THREADS, NUM_STAGES = 32, 1
+NUM_STAGES = 1
 
 
 def tile_rows(n: int) -> int:
@@ -44,18 +44,31 @@ def exact_gemm(A, B, C, rows, columns, depth, transpose_B):
 
 
 def build_kernel(
-    H: int, G: int, D: int, DV: int, BS: int, dtype: str = "float16", threads: int = THREADS, num_stages: int = NUM_STAGES
-) -> tirx.PrimFunc:
+    H: int, G: int, D: int, DV: int, BS: int, dtype: str = "float16", threads: int | None = None, num_stages: int = NUM_STAGES,
+    async_values: bool = True, weights_in_registers: bool | None = None,
+) -> tirx.PrimFunc:  # fmt: skip
     """The kernel for `H` key/value heads, groups of `G` query heads, widths `D` and `DV`, and blocks of `BS` tokens.
 
-    Returns a TileLang function, not yet compiled, of `Q [rows, H, G, D]`, `K [keys, H, D]`, `V [keys, H, DV]`,
-    `BlockIndices [rows, H, S]`, `FirstKey [rows]`, `NumVisible [rows]`, `Output [rows, H, G, DV]`, `LSE [rows, H, G]`,
-    `scale` and `scale_log2`; the last two tensors are written.
+    Args:
+        H, G, D, DV, BS, dtype: what is fixed when the kernel is compiled.
+        threads: of a program; None is what `launch_options` chooses.
+        num_stages: 1 starts the next block's copies as soon as a tile is free; 0 waits for each copy.
+        async_values: copy the values past the registers (`cp.async`), as the keys are.
+        weights_in_registers: keep the weights there between the two products; None is wherever it is possible.
+
+    Returns:
+        A TileLang function, not yet compiled, of `Q [rows, H, G, D]`, `K [keys, H, D]`, `V [keys, H, DV]`,
+        `BlockIndices [rows, H, S]`, `FirstKey [rows]`, `NumVisible [rows]`, `Output [rows, H, G, DV]`, `LSE [rows, H, G]`,
+        `scale` and `scale_log2`; `Output` and `LSE` are written.
     """
     rows, keys, S = T.dynamic("rows"), T.dynamic("keys"), T.dynamic("S")
     accum_dtype = "float32"
     GT, BT, DT, DVT = tile_rows(G), tile_rows(BS), tile_rows(D), tile_rows(DV)  # tiles: what the matrix units take
     exact = dtype == "float32"
+    threads = threads or launch_options(G, D, DV, BS, dtype)["threads"]
+    if weights_in_registers is None:
+        weights_in_registers = not exact and threads <= 2 * GT
+    alloc_weights = T.alloc_fragment if weights_in_registers else T.alloc_shared
 
     @T.prim_func
     def selected_attention(
@@ -75,8 +88,8 @@ def build_kernel(
             Q_shared = T.alloc_shared([GT, DT], dtype)
             K_shared = T.alloc_shared([BT, DT], dtype)
             V_shared = T.alloc_shared([BT, DVT], dtype)
-            P_shared = T.alloc_shared([GT, BT], dtype)
             acc_s = T.alloc_fragment([GT, BT], accum_dtype)
+            acc_s_cast = alloc_weights([GT, BT], dtype)
             acc_o = T.alloc_fragment([GT, DVT], accum_dtype)
             scores_max = T.alloc_fragment([GT], accum_dtype)
             scores_max_prev = T.alloc_fragment([GT], accum_dtype)
@@ -92,54 +105,54 @@ def build_kernel(
             # -- initialise --
             T.clear(acc_o)
             T.clear(logsum)
-            T.fill(scores_max, -T.infinity(accum_dtype))
+            T.fill(scores_max, T.min_value(accum_dtype))  # not -inf: -inf - -inf would be NaN
 
             for slot in T.Pipelined(S, num_stages=num_stages):
                 # -- guard --
                 block_id = BlockIndices[row, head, slot]
-                if block_id >= 0 and block_id < (num_visible + BS - 1) // BS:
-                    block_start = block_id * BS
-                    num_seen = T.min(BS, num_visible - block_start)  # the block's visible keys: its first ones
+                is_visible = T.And(block_id >= 0, block_id < (num_visible + BS - 1) // BS)
+                # an empty slot lies past the last key, where nothing is read
+                block_start = T.if_then_else(is_visible, first_key + block_id * BS, keys)
+                num_seen = T.if_then_else(is_visible, T.min(BS, num_visible - block_id * BS), 0)
 
-                    # -- load the keys --
-                    T.copy(K[first_key + block_start : first_key + block_start + BT, head, 0:DT], K_shared)
+                # -- load the keys --
+                T.copy(K[block_start : block_start + BT, head, 0:DT], K_shared)
 
-                    # -- scores --
-                    T.clear(acc_s)
-                    if exact:
-                        exact_gemm(Q_shared, K_shared, acc_s, GT, BT, DT, True)
-                    else:
-                        T.gemm(Q_shared, K_shared, acc_s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                # -- scores --
+                T.clear(acc_s)
+                if exact:
+                    exact_gemm(Q_shared, K_shared, acc_s, GT, BT, DT, True)
+                else:
+                    T.gemm(Q_shared, K_shared, acc_s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
 
-                    # -- mask --
-                    for i, j in T.Parallel(GT, BT):
-                        acc_s[i, j] = T.if_then_else(j < num_seen, acc_s[i, j], -T.infinity(accum_dtype))
+                # -- mask --
+                for i, j in T.Parallel(GT, BT):
+                    acc_s[i, j] = T.if_then_else(j < num_seen, acc_s[i, j], -T.infinity(accum_dtype))
 
-                    # -- online softmax --
-                    T.copy(scores_max, scores_max_prev)
-                    T.reduce_max(acc_s, scores_max, dim=1, clear=False)
-                    for i in T.Parallel(GT):
-                        scores_scale[i] = T.exp2((scores_max_prev[i] - scores_max[i]) * scale_log2)
-                    for i, j in T.Parallel(GT, BT):
-                        acc_s[i, j] = T.exp2((acc_s[i, j] - scores_max[i]) * scale_log2)
-                    T.reduce_sum(acc_s, scores_sum, dim=1)
-                    for i in T.Parallel(GT):
-                        logsum[i] = logsum[i] * scores_scale[i] + scores_sum[i]
-                    for i, j in T.Parallel(GT, DVT):
-                        acc_o[i, j] *= scores_scale[i]
+                # -- online softmax --
+                T.copy(scores_max, scores_max_prev)
+                T.reduce_max(acc_s, scores_max, dim=1, clear=False)
+                for i in T.Parallel(GT):
+                    scores_scale[i] = T.exp2((scores_max_prev[i] - scores_max[i]) * scale_log2)
+                for i, j in T.Parallel(GT, BT):
+                    acc_s[i, j] = T.exp2((acc_s[i, j] - scores_max[i]) * scale_log2)
+                T.reduce_sum(acc_s, scores_sum, dim=1)
+                for i in T.Parallel(GT):
+                    logsum[i] = logsum[i] * scores_scale[i] + scores_sum[i]
+                for i, j in T.Parallel(GT, DVT):
+                    acc_o[i, j] *= scores_scale[i]
 
-                    # -- load the values --
-                    for i, j in T.Parallel(BT, DVT):  # no plain copy: weight 0 hides a number, but 0 * NaN is NaN
-                        V_shared[i, j] = T.if_then_else(
-                            i < num_seen and j < DV, V[first_key + block_start + i, head, j], T.cast(0, dtype)
-                        )
+                # -- load the values --
+                for i, j in T.Parallel(BT, DVT, prefer_async=async_values):
+                    # no plain copy: weight 0 hides a number, but 0 * NaN is NaN; past the last key zeros are read
+                    V_shared[i, j] = V[T.if_then_else(i < num_seen, block_start + i, keys), head, j]
 
-                    # -- accumulate --
-                    T.copy(acc_s, P_shared)
-                    if exact:
-                        exact_gemm(P_shared, V_shared, acc_o, GT, DVT, BT, False)
-                    else:
-                        T.gemm(P_shared, V_shared, acc_o, policy=T.GemmWarpPolicy.FullRow)
+                # -- accumulate --
+                T.copy(acc_s, acc_s_cast)
+                if exact:
+                    exact_gemm(acc_s_cast, V_shared, acc_o, GT, DVT, BT, False)
+                else:
+                    T.gemm(acc_s_cast, V_shared, acc_o, policy=T.GemmWarpPolicy.FullRow)
 
             # -- normalise and store --
             for i, j in T.Parallel(GT, DVT):
@@ -150,6 +163,10 @@ def build_kernel(
             T.copy(logsum, LSE[row, head, 0:GT])
 
     return selected_attention
+
+
+def launch_options(G: int, D: int, DV: int, BS: int, dtype: str) -> dict[str, int]:
+    return {"threads": 32 * min(8, tile_rows(G) // 16)}
 
 
 @functools.cache
