@@ -21,12 +21,14 @@ OPERATORS = {
         "tilelang": "nsa_tutorial.tilelang_forward:forward",
         "triton": "nsa_tutorial.triton_forward:forward",
     },
-    "sliding_window_attention": {"reference": "nsa_tutorial.sliding_window:forward"},
+    "sliding_window_attention": {
+        "reference": "nsa_tutorial.sliding_window:forward",
+        "tilelang": "nsa_tutorial.tilelang_forward:forward",
+    },
     "compressed_attention": {"reference": "nsa_tutorial.compression:compressed_attention"},
     "select_blocks": {"reference": "nsa_tutorial.block_selection:select_blocks"},
 }
 CHAPTER_OF = {
-    ("sliding_window_attention", "tilelang"): "10, tilelang_forward",
     ("sliding_window_attention", "triton"): "11, triton_forward",
     ("compressed_attention", "tilelang"): "14, selection_kernels",
     ("compressed_attention", "triton"): "14, selection_kernels",
@@ -84,9 +86,11 @@ class KernelForward(torch.autograd.Function):
     """A kernel's forward under autograd; its backward says that there is none yet."""
 
     @staticmethod
-    def forward(ctx, q, k, v, ids: Tensor, rows: QueryRows, block_size: int, scale: float, name: str, kernel: Callable):
+    def forward(
+        ctx, q, k, v, ids: Tensor, rows: QueryRows, block_size: int, scale: float, operator: str, name: str, kernel: Callable
+    ):  # fmt: skip
         """Launch the kernel: `o` and `lse`."""
-        ctx.backend = name
+        ctx.operator, ctx.backend = operator, name
         o, lse = kernel(q, k, v, ids, rows, block_size=block_size, scale=scale)
         return o, lse
 
@@ -94,6 +98,6 @@ class KernelForward(torch.autograd.Function):
     def backward(ctx, *_):
         """Name the chapter that brings it."""
         raise NotImplementedError(
-            f"selected_attention: the {ctx.backend} backend has no backward yet (it comes with chapter 13, backward_kernels): "
+            f"{ctx.operator}: the {ctx.backend} backend has no backward yet (it comes with chapter 13, backward_kernels): "
             f"use backend='reference' for gradients"
         )

@@ -19,6 +19,9 @@ from torch import Tensor
 from nsa_tutorial import backends, checks, compression
 from nsa_tutorial.compression import MLPWeights, summary_rows
 from nsa_tutorial.selected_attention import block_list, query_rows
+from nsa_tutorial.sliding_window import as_selection
+
+WINDOW_BLOCK = 64  # tokens that a kernel takes of a window at a time
 
 
 def selected_attention(
@@ -83,7 +86,7 @@ def selected_attention(
         o, lse = function(q, k, v, ids, rows, block_size=block_size, scale=scale)
     else:
         ids, part = backends.split_long_blocks(ids, block_size, (q.shape[3] + v.shape[3]) * q.element_size())
-        o, lse = backends.KernelForward.apply(q, k, v, ids, rows, part, scale, name, function)
+        o, lse = backends.KernelForward.apply(q, k, v, ids, rows, part, scale, "selected_attention", name, function)
     return (o, lse) if return_lse else o
 
 
@@ -150,13 +153,21 @@ def sliding_window_attention(
     checks.check_bool("return_lse", return_lse)
     checks.check_cu_seqlens(cu_seqlens, q, k)
     scale = checks.check_scale(scale, q.shape[-1])
-    _, function = backends.load("sliding_window_attention", backend, q)
+    name, function = backends.load("sliding_window_attention", backend, q)
 
     if q.numel() == 0:
         o, lse = _empty(q, v)
     else:
         rows = query_rows(q.shape[0], q.shape[1], k.shape[1], causal=True, cu_seqlens=cu_seqlens, device=q.device)
-        o, lse = function(q, k, v, rows, window_size=window_size, scale=scale)
+        if name == "reference":
+            o, lse = function(q, k, v, rows, window_size=window_size, scale=scale)
+        else:
+            window_size = min(window_size, k.shape[1])
+            ids, rows = as_selection(rows, window_size=window_size, H=k.shape[2], block_size=WINDOW_BLOCK)
+            ids, part = backends.split_long_blocks(ids, WINDOW_BLOCK, (q.shape[3] + v.shape[3]) * q.element_size())
+            o, lse = backends.KernelForward.apply(
+                q, k, v, ids, rows, part, scale, "sliding_window_attention", name, function
+            )  # fmt: skip
     return (o, lse) if return_lse else o
 
 

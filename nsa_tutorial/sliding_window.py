@@ -3,12 +3,13 @@
 A window of `w` shows a query at position `t` the keys `t - w + 1 … t`: exactly `w` of them, itself included, fewer at the start
 of a sequence. Public code is often one key off.
 
-It does not validate (`ops` does). A tile of `T` queries reads `T + w - 1` keys, and no more scores than `T * (T + w - 1)` exist
-per head.
+It does not validate (`ops` does). In `forward`, a tile of `T` queries reads `T + w - 1` keys, and no more scores than `T * (T + w -
+1)` exist per head. `as_selection` is the kernels' way: a window is a list of blocks too, if blocks are counted from its first key.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from nsa_tutorial import query_tiles
@@ -33,3 +34,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, *, window_size: in
     # a tile reads from the window of its first query on; what lies before a packed sequence is masked
     spans = [(t, slice(max(0, M - N + t.start - window_size + 1), M - N + t.stop)) for t in query_tiles.tiles(N)]
     return query_tiles.attend(q, k, v, spans, mask, scale=scale)
+
+
+def as_selection(rows: QueryRows, *, window_size: int, H: int, block_size: int) -> tuple[Tensor, QueryRows]:
+    """The window as a selection, for the kernels of selected attention.
+
+    Each row's keys are made to begin with its window, so that it sees all of them, and its list is 0, 1, 2, …: no block is
+    aligned to anything, and none needs a lower bound.
+
+    Returns:
+        Lists `[R, H, S]` int32 with `S = ceil(window_size / block_size)`, and the rows to go with them.
+    """
+    start = (rows.position - window_size + 1).clamp(min=0)
+    blocks = torch.arange(-(-window_size // block_size), dtype=torch.int32, device=start.device)
+    ids = blocks.expand(len(start), H, -1).contiguous()
+    return ids, QueryRows(rows.first_key + start, rows.num_visible - start, rows.position)

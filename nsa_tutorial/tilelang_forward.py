@@ -44,15 +44,16 @@ def exact_gemm(A, B, C, rows, columns, depth, transpose_B):
 
 
 def build_kernel(
-    H: int, G: int, D: int, DV: int, BS: int, dtype: str = "float16", threads: int | None = None, num_stages: int = NUM_STAGES,
-    async_values: bool = True, weights_in_registers: bool | None = None,
+    H: int, G: int, D: int, DV: int, BS: int, dtype: str = "float16", S: int | None = None,
+    threads: int | None = None, num_stages: int = NUM_STAGES, async_values: bool = True, weights_in_registers: bool | None = None,
 ) -> tirx.PrimFunc:  # fmt: skip
     """The kernel for `H` key/value heads, groups of `G` query heads, widths `D` and `DV`, and blocks of `BS` tokens.
 
     Args:
         H, G, D, DV, BS, dtype: what is fixed when the kernel is compiled.
+        S: slots of a list, where they are fixed too; None leaves them open.
         threads: of a program; None is what `launch_options` chooses.
-        num_stages: 1 starts the next block's copies as soon as a tile is free; 0 waits for each copy.
+        num_stages: 1 starts the next block's copies as soon as a tile is free; 0 waits for each copy; more need a fixed `S`.
         async_values: copy the values past the registers (`cp.async`), as the keys are.
         weights_in_registers: keep the weights there between the two products; None is wherever it is possible.
 
@@ -61,7 +62,7 @@ def build_kernel(
         `BlockIndices [rows, H, S]`, `FirstKey [rows]`, `NumVisible [rows]`, `Output [rows, H, G, DV]`, `LSE [rows, H, G]`,
         `scale` and `scale_log2`; `Output` and `LSE` are written.
     """
-    rows, keys, S = T.dynamic("rows"), T.dynamic("keys"), T.dynamic("S")
+    rows, keys, S = T.dynamic("rows"), T.dynamic("keys"), S or T.dynamic("S")
     accum_dtype = "float32"
     GT, BT, DT, DVT = tile_rows(G), tile_rows(BS), tile_rows(D), tile_rows(DV)  # tiles: what the matrix units take
     exact = dtype == "float32"

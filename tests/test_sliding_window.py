@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from branches import LargestStorage, Shape, assert_attention, assert_blind_to
+from lanes import dtypes, lanes_of, skip_unless_runs
 from torch import Tensor
 
 from nsa_tutorial import ops
@@ -48,11 +49,57 @@ def test_sliding_window(dtype: torch.dtype, shape: Shape) -> None:
         assert_attention(*attend(shape, q, k, v, 0.71), q, k, v, mask, 0.71)
 
 
-def test_exactly_w_keys() -> None:
+KERNEL_SHAPES = SHAPES | {
+    "window of two tiles and a bit": Shape(N=300, M=301, D=16, DV=16, window=131),
+    "G 20, widths 64": Shape(H=1, G=20, D=64, DV=64, window=33),
+}
+kernel_lanes = lanes_of(["tilelang"])
+
+
+@kernel_lanes
+@dtypes
+@pytest.mark.parametrize("shape", KERNEL_SHAPES.values(), ids=KERNEL_SHAPES.keys())
+def test_kernels(shape: Shape, dtype: torch.dtype, backend: str, device: str) -> None:
+    skip_unless_runs(backend, device, dtype)
+    if dtype != torch.float32 and shape.magnitude > 1:
+        pytest.skip("rounded scores of this size decide alone: the reference differs from the truth as much")
+    inputs = [x.to(device) for x in shape.make(dtype)]
+    offsets = None if shape.cu is None else shape.offsets.to(device)
+    o, lse = ops.sliding_window_attention(*inputs, window_size=shape.window, cu_seqlens=offsets, return_lse=True, backend=backend)
+    mask = shape.over_heads(shape.seen_keys(shape.window)).to(device)
+    assert_attention(o, lse, *inputs, mask)
+
+
+@lanes_of(["reference", "tilelang"])
+def test_exactly_w_keys(backend: str, device: str) -> None:
     """Scores of zero: the log-sum-exp counts the keys."""
-    q = torch.zeros(1, 9, 1, 4)
-    _, lse = ops.sliding_window_attention(q, q, q, window_size=4, return_lse=True)
+    skip_unless_runs(backend, device)
+    q = torch.zeros(1, 9, 1, 4, device=device)
+    _, lse = ops.sliding_window_attention(q, q, q, window_size=4, return_lse=True, backend=backend)
     assert lse.exp().round().flatten().tolist() == [1, 2, 3, 4, 4, 4, 4, 4, 4]
+
+
+@kernel_lanes
+def test_kernels_read_nothing_outside_the_window(backend: str, device: str) -> None:
+    """NaN in every key and value that no query's window holds, and in the future: 0 * NaN would show it."""
+    skip_unless_runs(backend, device)
+    shape = Shape(N=3, M=90, window=20)
+    q, k, v = (x.to(device) for x in shape.make())
+    for position in range(3):
+        hidden = torch.ones(90, dtype=torch.bool, device=device)
+        hidden[87 + position - 19 : 87 + position + 1] = False
+        spoiled = [x.masked_fill(hidden[:, None, None], torch.nan) for x in (k, v)]
+        o, _ = ops.sliding_window_attention(q, *spoiled, window_size=20, return_lse=True, backend=backend)
+        right = ops.sliding_window_attention(q, k, v, window_size=20)
+        assert torch.allclose(o[:, position], right[:, position], atol=1e-5)
+
+
+def test_kernels_have_no_backward() -> None:
+    skip_unless_runs("tilelang", "cpu")
+    q, k, v = (x.requires_grad_() for x in SHAPES["window of two"].make())
+    o = ops.sliding_window_attention(q, k, v, window_size=2, backend="tilelang")
+    with pytest.raises(NotImplementedError, match="sliding_window_attention: the tilelang backend has no backward yet"):
+        o.sum().backward()
 
 
 @pytest.mark.parametrize("window", [45, 46, 10_000])
