@@ -1,9 +1,9 @@
 """The kernel as it is usually published, for finding its mistakes: selected attention in TileLang, with four of them.
 
-The design is that of the public TileLang example: everything is fixed at compile time but the numbers of queries and keys, the grid
-runs over (query, tile of value channels, batch times key/value head), the guard is a branch, and the causal mask is the accumulator's
-starting value. The four places at which it goes wrong are arguments, so that each can be mended alone; `MISTAKES` are theirs, and
-`MENDED` are right. `build_kernel(**MENDED)` computes the contract's function, and is what `tilelang_forward` is measured against.
+The design is that of the public TileLang example: everything is fixed at compile time but the numbers of queries and keys, the
+grid runs over (query, tile of value channels, batch times key/value head), the guard is a branch, and the causal mask is the
+accumulator's starting value. The four places at which it goes wrong are arguments, so that each can be mended alone; `MISTAKES` are
+the mistakes, `MENDED` is right, and with `MENDED` it is what `tilelang_forward` is measured against.
 
 Use `ops.selected_attention` for anything but study.
 """

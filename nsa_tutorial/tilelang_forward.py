@@ -167,26 +167,30 @@ def build_kernel(
 
 
 def launch_options(G: int, D: int, DV: int, BS: int, dtype: str) -> dict[str, int]:
+    """The threads of a program for a shape."""
     return {"threads": 32 * min(8, tile_rows(G) // 16)}
 
 
 @functools.cache
-def compiled(device: str, *shape: int, **options: object) -> tilelang.JITKernel:
+def compiled(
+    device: str, *shape: int, pass_configs: tuple[tuple[str, object], ...] = tuple(PASS_CONFIGS.items()), **options: object
+) -> tilelang.JITKernel:
     """The kernel of `build_kernel(*shape, **options)`, compiled for `device` (`"cpu"` or `"cuda"`), once per process."""
     kernel = build_kernel(*shape, **options)
-    if device == "cpu":
-        return compile_for_cpu(kernel)
-    return tilelang.compile(kernel, target="cuda", pass_configs=PASS_CONFIGS)
+    return compile_for_cpu(kernel) if device == "cpu" else tilelang.compile(kernel, target="cuda", pass_configs=dict(pass_configs))
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *, block_size: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *, block_size: int, scale: float, **options: object
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel; arguments and results as in `selected_attention.forward`, on CUDA or CPU tensors."""
+    """Launch the kernel; arguments and results as in `selected_attention.forward`, on CUDA or CPU tensors.
+
+    `options` are those of `compiled` and of `build_kernel`, for measuring what each of them does.
+    """
     (B, N, HQ, D), (M, H, DV) = q.shape, v.shape[1:]
     G = HQ // H
     dtype = str(q.dtype).removeprefix("torch.")
-    kernel = compiled(q.device.type, H, G, D, DV, block_size, dtype=dtype)
+    kernel = compiled(q.device.type, H, G, D, DV, block_size, dtype=dtype, **options)
     o = torch.empty(B * N, H, G, DV, dtype=v.dtype, device=v.device)
     lse = torch.empty(B * N, H, G, dtype=torch.float32, device=v.device)
     kernel(
