@@ -54,7 +54,8 @@ def build_kernel(
         S: slots of a list, where they are fixed too; None leaves them open.
         threads: of a program; None is what `launch_options` chooses.
         num_stages: 1 starts the next block's copies as soon as a tile is free; 0 waits for each copy; more need a fixed `S`.
-        async_values: copy the values past the registers (`cp.async`), as the keys are.
+        async_values: hide values by their index, so that the copy can run past the registers (`cp.async`), as that of the keys
+            does; otherwise by a choice between two numbers, for which they have to be in registers.
         weights_in_registers: keep the weights there between the two products; None is wherever it is possible.
 
     Returns:
@@ -144,9 +145,12 @@ def build_kernel(
                     acc_o[i, j] *= scores_scale[i]
 
                 # -- load the values --
-                for i, j in T.Parallel(BT, DVT, prefer_async=async_values):
-                    # no plain copy: weight 0 hides a number, but 0 * NaN is NaN; past the last key zeros are read
-                    V_shared[i, j] = V[T.if_then_else(i < num_seen, block_start + i, keys), head, j]
+                # no plain copy: weight 0 hides a number, but 0 * NaN is NaN
+                for i, j in T.Parallel(BT, DVT):
+                    if async_values:  # past the last key zeros are read
+                        V_shared[i, j] = V[T.if_then_else(i < num_seen, block_start + i, keys), head, j]
+                    else:
+                        V_shared[i, j] = T.if_then_else(i < num_seen, V[block_start + i, head, j], T.cast(0, dtype))
 
                 # -- accumulate --
                 T.copy(acc_s, acc_s_cast)
