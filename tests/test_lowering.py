@@ -80,3 +80,20 @@ def test_serialise_moves_tiles_and_loops() -> None:
     assert not {"shared.dyn", "shared", "local.fragment"} & strings
     assert 1 not in kinds
     assert {"shared.dyn", "local.fragment"} <= scopes_and_kinds(kernel)[0], "the original is left as it was"
+
+
+@needs_tilelang
+def test_both_copies_run_past_the_registers() -> None:
+    """In the forward kernel keys and values are copied by `cp.async`, ahead of time and after it."""
+    assert lowering.tilelang_cuda("sm_90").count("cp_async_gs") == 4
+    assert lowering.tilelang_cuda("sm_90", async_values=False).count("cp_async_gs") == 2
+    assert lowering.tilelang_cuda("sm_90", num_stages=0).count("cp_async_gs") == 0
+
+
+@needs_tilelang
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(
+    ("G", "D", "DV", "BS"), [(1, 5, 3, 16), (20, 64, 64, 12), (48, 128, 128, 64), (64, 192, 128, 64), (7, 256, 256, 32)]
+)
+def test_every_shape_becomes_cuda(G: int, D: int, DV: int, BS: int, dtype: str) -> None:
+    assert "selected_attention_kernel" in lowering.tilelang_cuda("sm_90", dtype, H=2, G=G, D=D, DV=DV, BS=BS)
