@@ -134,7 +134,7 @@ print("scores_max" in show("nsa_tutorial.triton_forward:kernel", phase="online s
     assert lines[4] == "True"
 
 
-CHAPTERS = sorted(p.name for p in (ROOT / "notebooks").glob("0?_*.ipynb"))
+CHAPTERS = sorted(p.name for p in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 
 
 @pytest.fixture(scope="module")
@@ -160,4 +160,5 @@ def test_chapters_without_kernel_packages(chapter: str, printed_without_kernel_p
     assert int(printed.splitlines()[0]) > 10
     if chapter.startswith(("00", "09")):
         assert "Triton is not installed here" in printed
+    if chapter.startswith(("00", "09", "10")):
         assert "TileLang is not installed here" in printed

@@ -120,9 +120,14 @@ def _cut(source: str, phase: str) -> str:
     raise ValueError(f"show: no phase {phase!r}; the phases here are {known}")
 
 
+def markers(source: str) -> dict[int, str]:
+    """The phases that begin in a source text, by line number from 1."""
+    return {i: m["name"] for i, line in enumerate(source.splitlines(), 1) if (m := _MARKER.match(line))}
+
+
 def phases(obj: object) -> list[str]:
     """The names of the phases of a function, in order of appearance. `obj` is what `show` takes."""
-    return [m["name"] for line in _source(obj)[1].splitlines() if (m := _MARKER.match(line))]
+    return list(markers(_source(obj)[1]).values())
 
 
 def show(obj: object, phase: str | None = None) -> Listing:

@@ -1,0 +1,472 @@
+"""Chapter 10's pictures: one program block by block, what the kernels become in CUDA, and what each decision gave on a GPU.
+
+`stepper` runs the PyTorch twin on real heads under `course.trace`; `draw_step`, `sentence` and `explore` look at one program of it.
+`measured` and `lowered` read what was stored: times from `python -m nsa_tutorial.bench`, and facts about the CUDA text, which takes
+TileLang minutes to write for all variants:
+
+    python -m nsa_tutorial.course.widgets.tilelang_forward assets/tilelang_forward_cuda.json
+
+Nothing here computes attention, and nothing needs TileLang but that command.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import ipywidgets
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.patches import Patch, Rectangle
+from torch import Tensor
+
+from nsa_tutorial import selected_attention
+from nsa_tutorial.course import heads
+from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure, shades
+from nsa_tutorial.course.trace import Trace, trace
+from nsa_tutorial.course.widgets import Panel, panel
+
+ASSETS = Path(__file__).resolve().parents[3] / "assets"
+MEASURED, LOWERED = ASSETS / "tilelang_forward_h200.json", ASSETS / "tilelang_forward_cuda.json"
+
+# -- what the kernels become --
+
+EXAMPLE = {"H": 4, "G": 16, "D": 128, "BS": 64, "S": 16}  # also the shape of the measurements
+WORDS = ("cp_async_gs", "tma_load", "mbarrier", "mma_sync", "exp2f", "__syncthreads", "if (")
+EXCERPTS = ("Q_shared =", "K_shared =", "V_shared =", "acc_s_cast", "float acc_o", "float acc_s", "float logsum")
+
+
+def variants() -> Iterator[tuple[str, str, object, dict]]:
+    """Kernel, what is changed, the TileLang function, its pass configurations: what `lowered` holds a row of."""
+    from tilelang import PassConfigKey as Key
+
+    from nsa_tutorial import tilelang_first_draft as draft
+    from nsa_tutorial import tilelang_forward as ours
+
+    H, G, D, BS, S = EXAMPLE.values()
+
+    def build(**options: object) -> object:
+        return ours.build_kernel(H, G, D, D, BS, **options)
+
+    def build_draft(**options: object) -> object:
+        return draft.build_kernel(1, H * G, G, D, BS, S, **draft.MENDED, **options)
+
+    yield "ours", "", build(), ours.PASS_CONFIGS
+    yield "ours", "exact exp2", build(), {**ours.PASS_CONFIGS, Key.TL_ENABLE_FAST_MATH: False}
+    yield "ours", "TMA off", build(), {**ours.PASS_CONFIGS, Key.TL_DISABLE_TMA_LOWER: True}
+    yield "ours", "no bounds checks", build(), {**ours.PASS_CONFIGS, Key.TL_DISABLE_SAFE_MEMORY_ACCESS: True}
+    specialised = {**ours.PASS_CONFIGS, Key.TL_DISABLE_WARP_SPECIALIZED: False}
+    yield "ours", "warp specialisation, 128 threads", build(threads=128), specialised
+    yield "ours", "values through registers", build(async_values=False), ours.PASS_CONFIGS
+    yield "ours", "weights through shared memory", build(weights_in_registers=False), ours.PASS_CONFIGS
+    yield "first draft", "2 stages", build_draft(), draft.PASS_CONFIGS
+    yield "first draft", "1 stage", build_draft(num_stages=1), draft.PASS_CONFIGS
+    yield "first draft", "2 stages, TMA allowed", build_draft(), {**draft.PASS_CONFIGS, Key.TL_DISABLE_TMA_LOWER: False}
+
+
+def facts(source: str) -> dict[str, object]:
+    """What a chapter says of a kernel's CUDA text: lines, counts of `WORDS`, where each shared tile begins, and some lines."""
+    kernel = source[source.index('extern "C" __global__ void __launch_bounds__') :]
+    shared = dict(re.findall(r"void\* (\w+) = \(\(void\*\)\(\(char\*\)buf_dyn_shmem \+ (\d+)\)\);", kernel))
+    shown = {}
+    for word in EXCERPTS:
+        line = next((" ".join(line.split()) for line in kernel.splitlines() if word in line), "")
+        shown[word] = line if len(line) <= 110 else line[:109] + "…"
+    return {
+        "lines": len(source.splitlines()),
+        "counts": {word: kernel.count(word) for word in WORDS},
+        "shared": {name: int(offset) for name, offset in shared.items()},
+        "excerpts": {word: line for word, line in shown.items() if line},
+    }
+
+
+def write_lowered(path: Path) -> None:
+    """Lower every variant for sm_90 and store the facts."""
+    from tilelang.cuda.intrinsics.layout.mma_layout import mma_store_32x8_to_shared_16x16_layout as place
+
+    from nsa_tutorial import lowering
+
+    owner = [[0] * 16 for _ in range(16)]
+    for thread in range(32):
+        for element in range(8):
+            row, column = place(thread, element)
+            owner[row][column] = thread
+    rows = []
+    for kernel, change, function, pass_configs in variants():
+        print(kernel, change, file=sys.stderr)
+        rows.append({"kernel": kernel, "change": change, **facts(lowering._cuda_source(function, "sm_90", pass_configs))})
+    told = {
+        "command": "python -m nsa_tutorial.course.widgets.tilelang_forward assets/tilelang_forward_cuda.json",
+        "tilelang": version("tilelang"), "target": "sm_90", "dtype": "float16", **EXAMPLE, "owner": owner, "rows": rows,
+    }  # fmt: skip
+    path.write_text(json.dumps(told, indent=1) + "\n")
+
+
+@functools.cache
+def lowered() -> dict:
+    """What `write_lowered` stored; `lowered_row` finds one variant."""
+    return json.loads(LOWERED.read_text())
+
+
+def lowered_row(kernel: str, change: str = "") -> dict:
+    """One variant's facts."""
+    return next(row for row in lowered()["rows"] if (row["kernel"], row["change"]) == (kernel, change))
+
+
+def tiles(row: dict) -> dict[str, int]:
+    """Bytes of each shared tile of a variant, by name, from where they begin; of tiles at the same place the first."""
+    G, BS, sizes = EXAMPLE["G"], EXAMPLE["BS"], {}
+    starts = sorted(set(row["shared"].values()))
+    last = 2 * G * BS if "acc_s_cast" in row["shared"] else 2 * BS * EXAMPLE["D"]  # one copy of the last tile
+    for start, end in zip(starts, [*starts[1:], starts[-1] + last], strict=True):
+        sizes[next(name for name in sorted(row["shared"], reverse=True) if row["shared"][name] == start)] = end - start
+    return sizes
+
+
+def draw_shared() -> Picture:
+    """The shared memory of one multiprocessor, filled with programs of three variants."""
+    chosen = [
+        ("our kernel", lowered_row("ours")),
+        ("first draft, 1 stage", lowered_row("first draft", "1 stage")),
+        ("first draft, 2 stages", lowered_row("first draft", "2 stages")),
+    ]
+    colours = {"Q_shared": "query", "K_shared": "key", "V_shared": "value", "acc_s_cast": "faint"}
+    figure, axes = new_figure(8.0, 2.7)
+    axis, counts = axes[0, 0], []
+    for y, (_, row) in enumerate(chosen):
+        sizes = tiles(row)
+        counts.append(SM_BYTES // (sum(sizes.values()) + PROGRAM_BYTES))
+        axis.barh(y, SM_BYTES / 1024, height=0.7, color=PALETTE["masked"], alpha=0.35)
+        for program in range(counts[-1]):
+            left = program * (sum(sizes.values()) + PROGRAM_BYTES) / 1024
+            for name, size in sizes.items():
+                axis.barh(y, size / 1024, left=left, height=0.7, color=PALETTE[colours[name]])
+                left += size / 1024
+            axis.barh(y, PROGRAM_BYTES / 1024, left=left, height=0.7, color=PALETTE["text"])
+    axis.set_yticks(range(len(chosen)), [f"{name}\n{sum(tiles(row).values()) // 1024} KiB a program" for name, row in chosen])
+    axis.invert_yaxis()
+    axis.set_xlim(0, SM_BYTES / 1024)
+    axis.set_xlabel("shared memory of one multiprocessor, KiB", fontsize=9)
+    handles = [Patch(color=PALETTE[c], label=name) for name, c in colours.items()]
+    handles += [Patch(color=PALETTE["text"], label="reserved"), Patch(color=PALETTE["masked"], alpha=0.35, label="unused")]
+    figure.legend(handles=handles, loc="outside lower center", ncols=6, fontsize=8.5, frameon=False, handlelength=1.0)
+    return Picture(
+        figure, f"An SM holds {counts[0]} programs of our kernel; of the first draft {counts[1]} with 1 stage, {counts[2]} with 2"
+    )
+
+
+SM_BYTES, PROGRAM_BYTES = 228 * 1024, 1024  # of an H100 or H200; what each program costs on top (CUDA programming guide)
+
+
+def draw_fragment(thread: int = 5) -> Picture:
+    """Which thread holds which element of a 16 × 16 piece of a fragment of scores."""
+    owner = np.array(lowered()["owner"])
+    figure, axes = new_figure(6.4, 4.6)
+    axis = axes[0, 0]
+    mine, neighbours = owner == thread, owner // 4 == thread // 4
+    picture = np.where(mine, 1.0, np.where(neighbours, 0.35, 0.06))
+    axis.imshow(picture, cmap=shades("selected"), vmin=0, vmax=1, aspect="equal")
+    for i, j in np.ndindex(owner.shape):
+        axis.text(j, i, owner[i, j], ha="center", va="center", fontsize=8, color=SURFACE if mine[i, j] else PALETTE["text"])
+    axis.vlines(np.arange(17) - 0.5, -0.5, 15.5, color=SURFACE, linewidth=1)
+    axis.hlines(np.arange(17) - 0.5, -0.5, 15.5, color=SURFACE, linewidth=1)
+    axis.spines[:].set_visible(False)
+    axis.tick_params(length=0)
+    axis.set_xticks(range(0, 16, 2))
+    axis.set_yticks(range(0, 16, 2))
+    axis.set_xlabel("key of the block (the first 16 of 64)", fontsize=9)
+    axis.set_ylabel("query head of the group", fontsize=9)
+    row = len(np.unique(owner[0]))
+    told = f"Thread {thread} holds {mine.sum()} of these {owner.size} scores; each row lies with {row} threads"
+    return Picture(figure, told)
+
+
+# -- what was measured --
+
+
+@functools.cache
+def measured() -> dict:
+    """The stored result of `python -m nsa_tutorial.bench selected --steps`: machine, versions, command, rows."""
+    return json.loads(MEASURED.read_text())
+
+
+def times(tokens: int = 65536, group: int = 16, width: int = 128) -> dict[str, dict]:
+    """The rows of one shape by what was changed; `"ours"` is the kernel as it is, and dense attention goes by its own names."""
+    rows = [r for r in measured()["rows"] if (r["tokens"], r["group"], r["width"]) == (tokens, group, width)]
+    return {r["change"] or ("ours" if r["kernel"] == "tilelang" else r["kernel"]): r for r in rows}
+
+
+CHAIN = {
+    "first draft, mended, 2 stages": "first draft, 2 stages",
+    "first draft, mended, 1 stage": "1 stage: more programs at a time",
+    "values through registers": "a mask for the branch: keys by cp.async,\nweights stay in registers",
+    "ours": "values by index: by cp.async, too",
+}
+L2_BYTES_PER_S = 9.7e12  # what an H200's L2 gives for such gathers, measured for this course
+
+
+def gather_ms(tokens: int = 65536, group: int = 16, width: int = 128) -> float:
+    """Milliseconds in which L2 could deliver every listed block to every program, and nothing else happened."""
+    row = times(tokens, group, width)["ours"]
+    elements = row["tokens"] * row["kv_heads"] * row["slots"] * row["block_size"] * (row["width"] + row["value_width"])
+    return 2 * elements / L2_BYTES_PER_S * 1e3
+
+
+def draw_chain() -> Picture:
+    """From the published design to our kernel, decision by decision."""
+    found, limit = times(), gather_ms()
+    ms = [found[change]["ms"] for change in CHAIN]
+    figure, axes = new_figure(8.0, 2.9)
+    axis = axes[0, 0]
+    axis.barh(range(len(ms)), ms, height=0.62, color=[PALETTE["masked"]] * (len(ms) - 1) + [PALETTE["selected"]])
+    for y, value in enumerate(ms):
+        axis.text(value + 0.3, y, f"{value:.1f} ms", va="center", fontsize=9)
+    axis.axvline(limit, color=PALETTE["query"], linewidth=1.2, linestyle="--")
+    axis.text(
+        limit - 0.2, len(ms) - 0.45, f"gathers alone: {limit:.1f} ms", color=PALETTE["query"], fontsize=8.5, ha="right", va="top"
+    )
+    axis.set_yticks(range(len(ms)), list(CHAIN.values()), fontsize=8.5)
+    axis.set_ylim(len(ms) - 0.1, -0.6)
+    axis.set_xlim(0, max(ms) * 1.14)
+    axis.set_xlabel(
+        "milliseconds: 65,536 tokens, 4 KV heads of 16 query heads, width 128, 16 blocks of 64 tokens, fp16, H200", fontsize=8.5
+    )
+    return Picture(figure, f"The same answer in {ms[0]:.1f} ms and in {ms[-1]:.1f} ms: {ms[0] / ms[-1]:.1f} times as fast")
+
+
+UNDONE = {
+    "weights through shared memory": "weights through shared memory",
+    "no stage: each copy is waited for": "no stage: each copy is waited for",
+    "2 stages, number of slots fixed": "2 stages",
+    "3 stages, number of slots fixed": "3 stages",
+    "64 threads": "2 warps a program",
+    "128 threads": "4 warps a program",
+    "256 threads": "8 warps a program",
+}
+
+
+def draw_undone() -> Picture:
+    """Our kernel with one decision undone at a time."""
+    found = times()
+    ours = found["ours"]["ms"]
+    ms = {label: found[change]["ms"] for change, label in UNDONE.items()}
+    figure, axes = new_figure(8.0, 3.1)
+    axis = axes[0, 0]
+    axis.barh(range(len(ms)), [*ms.values()], height=0.62, color=PALETTE["masked"])
+    for y, value in enumerate(ms.values()):
+        axis.text(value + 0.3, y, f"{value:.1f} ms", va="center", fontsize=9)
+    axis.axvline(ours, color=PALETTE["selected"], linewidth=1.6)
+    axis.text(ours + 0.2, -0.62, f"as it is: {ours:.1f} ms", color=PALETTE["selected"], fontsize=8.5, ha="left", va="bottom")
+    axis.set_yticks(range(len(ms)), list(ms), fontsize=9)
+    axis.set_ylim(len(ms) - 0.5, -1.1)
+    axis.set_xlim(0, max(ms.values()) * 1.14)
+    axis.set_xlabel("milliseconds, the same shape", fontsize=9)
+    worst = max(ms, key=ms.get)
+    return Picture(figure, f"One decision undone at a time: {worst} costs {ms[worst] / ours:.1f} times the time")
+
+
+# -- one program, block by block --
+
+N, BS, S = 96, 16, 4
+SIGNED = LinearSegmentedColormap.from_list("signed", [PALETTE["query"], SURFACE, PALETTE["selected"]])
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call of selected attention on real heads.
+
+    Attributes:
+        q, k, v: the first `N` positions of the stored heads.
+        ids: `[N, H, S]` int32: the group's best block, an empty slot, its second and its third best, by the true weights.
+        rows: of `query_rows`.
+        scale: of the scores.
+        text: the bytes at the positions.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    ids: Tensor
+    rows: selected_attention.QueryRows
+    scale: float
+    text: bytes
+
+
+@functools.cache
+def example() -> Example:
+    """The example of the stepper."""
+    stored = heads.load()
+    q, k, v = (x[:, :N].contiguous() for x in (stored.q, stored.k, stored.v))
+    H = k.shape[2]
+    mass = heads.block_mass(heads.attention_weights(q, k)[0], BS)  # [HQ, N, NB]
+    best = mass.reshape(H, -1, *mass.shape[1:]).sum(1).topk(S - 1, -1)  # [H, N, S - 1]
+    chosen = best.indices.masked_fill(best.values <= 0, -1)
+    ids = torch.cat([chosen[..., :1], torch.full_like(chosen[..., :1], -1), chosen[..., 1:]], -1)
+    rows = selected_attention.query_rows(1, N, N, causal=True, cu_seqlens=None, device=q.device)
+    ids = ids.transpose(0, 1).to(torch.int32).contiguous()
+    return Example(q, k, v, ids, rows, q.shape[-1] ** -0.5, bytes(stored.text[:N]))
+
+
+@functools.cache
+def stepper() -> Trace:
+    """The PyTorch twin on the example, with its variables at the end of every phase; all programs at once."""
+    e = example()
+    return trace(selected_attention.forward, e.q, e.k, e.v, e.ids, e.rows, block_size=BS, scale=e.scale)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What one program holds at the end of a slot: tiles `[BS, D]`, scores in nats and weights `[G, BS]`, statistics `[G]`."""
+
+    block_id: int
+    is_seen: np.ndarray
+    k_tile: np.ndarray
+    v_tile: np.ndarray
+    scores: np.ndarray
+    weights: np.ndarray
+    scores_max_prev: np.ndarray
+    scores_max: np.ndarray
+    scores_scale: np.ndarray
+    logsum: np.ndarray
+    acc_o: np.ndarray
+
+
+@functools.cache
+def moment(token: int, head: int, slot: int) -> Moment:
+    """Slot `slot` of program (`token`, `head`), read from the trace."""
+    masked, softmax, end = (stepper().at(phase, slot) for phase in ("mask", "online softmax", "accumulate"))
+    scale = example().scale
+
+    def mine(step: object, name: str) -> np.ndarray:
+        return step[name][token, head].numpy()
+
+    return Moment(
+        int(softmax["block_id"][token, head]), mine(masked, "is_seen"), mine(masked, "k_tile"), mine(end, "v_tile"),
+        mine(masked, "acc_s") * scale, mine(softmax, "acc_s"), mine(softmax, "scores_max_prev") * scale,
+        mine(softmax, "scores_max") * scale, mine(softmax, "scores_scale"), mine(end, "logsum"), mine(end, "acc_o"),
+    )  # fmt: skip
+
+
+def sentence(token: int, head: int, slot: int) -> str:
+    """What happens in one slot of one program, in words."""
+    m = moment(token, head, slot)
+    at = f"Program (token {token}, KV head {head}), slot {slot}: "
+    if not m.is_seen.any():
+        why = "an empty slot" if m.block_id < 0 else f"block {m.block_id} lies in the future"
+        return f"{at}{why}. Nothing is seen, every factor is 1, the sums stay as they were."
+    seen, raised = int(m.is_seen.sum()), int((m.scores_max > m.scores_max_prev).sum())
+    return (
+        f"{at}block {m.block_id}, keys {m.block_id * BS} to {m.block_id * BS + BS - 1}, of which {seen} are seen. "
+        f"The maximum rises in {raised} of {len(m.logsum)} heads; the denominators are now "
+        f"{', '.join(f'{x:.2f}' for x in m.logsum)}."
+    )
+
+
+def _show(axis: Axes, values: np.ndarray, title: str, *, signed: bool = True, largest: float | None = None) -> None:
+    if signed:
+        top = largest or float(np.abs(values).max()) or 1.0
+        axis.imshow(values, cmap=SIGNED, vmin=-top, vmax=top, aspect="auto", interpolation="nearest")
+    else:
+        axis.imshow(values, cmap=shades("selected"), vmin=0, vmax=largest or 1.0, aspect="auto", interpolation="nearest")
+    axis.set_title(title, fontsize=9, loc="left", pad=3)
+    axis.tick_params(length=0, labelsize=7)
+    axis.set_xticks([])
+    axis.set_yticks([])
+    axis.spines[:].set_visible(False)
+
+
+def _hide(axis: Axes, hidden: np.ndarray, rows: int) -> None:
+    for j in np.flatnonzero(hidden):
+        axis.add_patch(Rectangle((j - 0.5, -0.5), 1, rows, color=PALETTE["masked"], linewidth=0))
+
+
+def draw_step(token: int = 77, head: int = 0, slot: int = 0) -> Picture:
+    """What one program holds at the end of one slot: tiles, scores, weights, statistics, accumulator."""
+    m, e = moment(token, head, slot), example()
+    G, D, DV = len(m.logsum), m.k_tile.shape[1], m.v_tile.shape[1]
+    figure, axes = new_figure(8.6, 5.0, columns=2, rows=3, height_ratios=(16, 9, 9))
+    figure.set_layout_engine(None)
+    figure.subplots_adjust(left=0.075, right=0.985, top=0.87, bottom=0.075, hspace=0.62, wspace=0.14)
+    (k_axis, v_axis), (s_axis, w_axis), (o_axis, table) = axes
+    seen = m.is_seen.any()
+    letters = [_letter(e.text[m.block_id * BS + j]) if seen and m.block_id * BS + j < len(e.text) else "" for j in range(BS)]
+    for axis, tile, name, width in ((k_axis, m.k_tile, "K_shared", D), (v_axis, m.v_tile, "V_shared", DV)):
+        _show(axis, tile, f"{name}  [{BS} keys, {width} channels]")
+        for j in np.flatnonzero(~m.is_seen):
+            axis.add_patch(Rectangle((-0.5, j - 0.5), width, 1, color=PALETTE["masked"], linewidth=0))
+        for j, letter in enumerate(letters if axis is k_axis else ()):
+            axis.text(-1.1, j, letter, fontsize=7, family="monospace", ha="center", va="center", color=PALETTE["text"])
+    scores = np.where(np.isfinite(m.scores), m.scores, 0)
+    largest = float(np.abs(scores).max()) or 1.0
+    _show(s_axis, scores, f"acc_s: scores, −{largest:.1f} to {largest:.1f} nats", largest=largest)
+    _show(w_axis, m.weights, "acc_s: weights, 0 to 1", signed=False)
+    for axis in (s_axis, w_axis):
+        _hide(axis, ~m.is_seen, G)
+        for j, letter in enumerate(letters):
+            axis.text(j, G - 0.1, letter, fontsize=8, family="monospace", ha="center", va="center", color=PALETTE["text"])
+    _show(o_axis, m.acc_o, f"acc_o  [{G} heads, {DV} channels], not yet divided")
+    for axis in (s_axis, o_axis):
+        axis.set_yticks(range(G), [f"head {head * G + g}" for g in range(G)])
+    _table(table, m, head)
+    return Picture(figure, _finding(m, token, head, slot))
+
+
+def _finding(m: Moment, token: int, head: int, slot: int) -> str:
+    start = f"token {token}, KV head {head}, slot {slot}: "
+    if not m.is_seen.any():
+        return f"{start}empty; nothing is loaded, nothing changes"
+    past = float((m.scores_scale).mean())
+    told = "there is no past to rescale" if past == 0 else f"the past is multiplied by {past:.2f} on average"
+    return f"{start}block {m.block_id}, {int(m.is_seen.sum())} of {BS} keys seen, {told}"
+
+
+def _letter(byte: int) -> str:
+    letter = chr(byte)
+    return "␣" if letter == " " else "⏎" if letter == "\n" else "·" if byte < 32 else letter
+
+
+def _table(axis: Axes, m: Moment, head: int) -> None:
+    axis.axis("off")
+    axis.set_title("per head, before → after this block", fontsize=9, loc="left", pad=3)
+    columns = (0.0, 0.17, 0.55, 0.80)
+    for x, name in zip(columns, ("head", "scores_max, nats", "scores_scale", "logsum"), strict=True):
+        axis.text(x, 0.92, name, fontsize=8, color=PALETTE["faint"], va="center", transform=axis.transAxes)
+    for g in range(len(m.logsum)):
+        y = 0.70 - 0.22 * g
+        values = (
+            f"{head * len(m.logsum) + g}", f"{_nats(m.scores_max_prev[g])} → {_nats(m.scores_max[g])}",
+            f"{m.scores_scale[g]:.3f}", f"{m.logsum[g]:.3f}",
+        )  # fmt: skip
+        for x, value in zip(columns, values, strict=True):
+            axis.text(x, y, value, fontsize=8.5, va="center", transform=axis.transAxes, family="monospace")
+
+
+def _nats(x: float) -> str:
+    return f"{x:.2f}" if np.isfinite(x) else "−∞"
+
+
+def explore() -> Panel:
+    """The interactive: walk one program through its list."""
+
+    def render(token: int, head: int, slot: int) -> tuple[Picture, str]:
+        return draw_step(token, head, slot), sentence(token, head, slot)
+
+    return panel(
+        "one program, block by block",
+        render,
+        token=ipywidgets.IntSlider(77, 0, N - 1, description="token"),
+        head=ipywidgets.IntSlider(0, 0, example().k.shape[2] - 1, description="KV head"),
+        slot=ipywidgets.IntSlider(0, 0, S - 1, description="slot"),
+    )
+
+
+if __name__ == "__main__":
+    write_lowered(Path(sys.argv[1]))
