@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial import checks, environment
-from nsa_tutorial.selected_attention import QueryRows
 
 OPERATORS = {
     "selected_attention": {
@@ -23,13 +22,17 @@ OPERATORS = {
     },
     "sliding_window_attention": {
         "reference": "nsa_tutorial.sliding_window:forward",
-        "tilelang": "nsa_tutorial.tilelang_forward:forward",
+        "tilelang": "nsa_tutorial.tilelang_forward:sliding_window",
+        "triton": "nsa_tutorial.triton_forward:sliding_window",
+    },
+    "selected_and_window_attention": {
+        "reference": "nsa_tutorial.sliding_window:selection_and_window",
+        "triton": "nsa_tutorial.triton_forward:selection_and_window",
     },
     "compressed_attention": {"reference": "nsa_tutorial.compression:compressed_attention"},
     "select_blocks": {"reference": "nsa_tutorial.block_selection:select_blocks"},
 }
 CHAPTER_OF = {
-    ("sliding_window_attention", "triton"): "11, triton_forward",
     ("compressed_attention", "tilelang"): "14, selection_kernels",
     ("compressed_attention", "triton"): "14, selection_kernels",
     ("select_blocks", "tilelang"): "14, selection_kernels",
@@ -86,13 +89,10 @@ class KernelForward(torch.autograd.Function):
     """A kernel's forward under autograd; its backward says that there is none yet."""
 
     @staticmethod
-    def forward(
-        ctx, q, k, v, ids: Tensor, rows: QueryRows, block_size: int, scale: float, operator: str, name: str, kernel: Callable
-    ):  # fmt: skip
-        """Launch the kernel: `o` and `lse`."""
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, operator: str, name: str, launch: Callable) -> tuple[Tensor, ...]:
+        """`launch(q, k, v)`: outputs and log-sum-exps."""
         ctx.operator, ctx.backend = operator, name
-        o, lse = kernel(q, k, v, ids, rows, block_size=block_size, scale=scale)
-        return o, lse
+        return launch(q, k, v)
 
     @staticmethod
     def backward(ctx, *_):

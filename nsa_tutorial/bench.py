@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-from nsa_tutorial import backends, environment, ops
+from nsa_tutorial import environment, ops
 from nsa_tutorial.selected_attention import QueryRows, block_list, query_rows
 
 CHECKED_QUERIES = 64
@@ -188,12 +188,12 @@ def tilelang_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]
     shape = problem.shape
     scale = shape.width**-0.5
     ids = block_list(problem.block_indices, problem.rows, block_size=shape.block_size, block_counts=None, include_own_block=False)
-    ids, part = backends.split_long_blocks(ids, shape.block_size, (shape.width + shape.value_width) * problem.q.element_size())
 
     def changed(pass_configs: dict[object, object] | None = None, **options: object) -> Callable[[], Tensor]:
         configs = tuple({**tilelang_forward.PASS_CONFIGS, **(pass_configs or {})}.items())
         return lambda: tilelang_forward.forward(
-            problem.q, problem.k, problem.v, ids, problem.rows, block_size=part, scale=scale, pass_configs=configs, **options
+            problem.q, problem.k, problem.v, ids, problem.rows,
+            block_size=shape.block_size, scale=scale, pass_configs=configs, **options,
         )[0]  # fmt: skip
 
     def draft(num_stages: int) -> Callable[[], Tensor]:
@@ -205,7 +205,7 @@ def tilelang_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]
     if shape.group % 16 == 0 and shape.width == shape.value_width <= 128:
         yield "first draft, mended, 2 stages", draft(2)
         yield "first draft, mended, 1 stage", draft(1)
-    slots = ids.shape[-1]
+    slots = shape.slots  # of lists that no long block splits
     yield "values through registers", changed(async_values=False)
     yield "weights through shared memory", changed(weights_in_registers=False)
     yield "no stage: each copy is waited for", changed(num_stages=0)

@@ -12,6 +12,7 @@ backend that cannot run these tensors on this machine raises `BackendUnavailable
 from __future__ import annotations
 
 import importlib
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,9 +20,6 @@ from torch import Tensor
 from nsa_tutorial import backends, checks, compression
 from nsa_tutorial.compression import MLPWeights, summary_rows
 from nsa_tutorial.selected_attention import block_list, query_rows
-from nsa_tutorial.sliding_window import as_selection
-
-WINDOW_BLOCK = 64  # tokens that a kernel takes of a window at a time
 
 
 def selected_attention(
@@ -85,8 +83,8 @@ def selected_attention(
     elif name == "reference":
         o, lse = function(q, k, v, ids, rows, block_size=block_size, scale=scale)
     else:
-        ids, part = backends.split_long_blocks(ids, block_size, (q.shape[3] + v.shape[3]) * q.element_size())
-        o, lse = backends.KernelForward.apply(q, k, v, ids, rows, part, scale, "selected_attention", name, function)
+        launch = partial(function, ids=ids, rows=rows, block_size=block_size, scale=scale)
+        o, lse = backends.KernelForward.apply(q, k, v, "selected_attention", name, launch)
     return (o, lse) if return_lse else o
 
 
@@ -159,15 +157,11 @@ def sliding_window_attention(
         o, lse = _empty(q, v)
     else:
         rows = query_rows(q.shape[0], q.shape[1], k.shape[1], causal=True, cu_seqlens=cu_seqlens, device=q.device)
+        launch = partial(function, rows=rows, window_size=window_size, scale=scale)
         if name == "reference":
-            o, lse = function(q, k, v, rows, window_size=window_size, scale=scale)
+            o, lse = launch(q, k, v)
         else:
-            window_size = min(window_size, k.shape[1])
-            ids, rows = as_selection(rows, window_size=window_size, H=k.shape[2], block_size=WINDOW_BLOCK)
-            ids, part = backends.split_long_blocks(ids, WINDOW_BLOCK, (q.shape[3] + v.shape[3]) * q.element_size())
-            o, lse = backends.KernelForward.apply(
-                q, k, v, ids, rows, part, scale, "sliding_window_attention", name, function
-            )  # fmt: skip
+            o, lse = backends.KernelForward.apply(q, k, v, "sliding_window_attention", name, launch)
     return (o, lse) if return_lse else o
 
 

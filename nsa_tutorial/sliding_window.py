@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa_tutorial import query_tiles
+from nsa_tutorial import query_tiles, selected_attention
 from nsa_tutorial.selected_attention import QueryRows
 
 
@@ -49,3 +49,11 @@ def as_selection(rows: QueryRows, *, window_size: int, H: int, block_size: int) 
     blocks = torch.arange(-(-window_size // block_size), dtype=torch.int32, device=start.device)
     ids = blocks.expand(len(start), H, -1).contiguous()
     return ids, QueryRows(rows.first_key + start, rows.num_visible - start, rows.position)
+
+
+def selection_and_window(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *, block_size: int, window_size: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Both branches over the same keys and values, one after the other: `o` and `lse` of the lists, then of the windows."""
+    selected = selected_attention.forward(q, k, v, ids, rows, block_size=block_size, scale=scale)
+    return (*selected, *forward(q, k, v, rows, window_size=window_size, scale=scale))

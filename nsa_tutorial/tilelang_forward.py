@@ -15,8 +15,10 @@ from tilelang import language as T
 from torch import Tensor
 from tvm import tirx
 
+from nsa_tutorial.backends import split_long_blocks
 from nsa_tutorial.online_softmax import LOG2_E
 from nsa_tutorial.selected_attention import QueryRows
+from nsa_tutorial.sliding_window import as_selection
 from nsa_tutorial.tilelang_cpu import compile_for_cpu
 
 PASS_CONFIGS = {
@@ -30,6 +32,8 @@ LAUNCH_TABLE = (
     (128, 64, 1, 1),  # D 128: 3.6, 4.4, 4.6; D 64: 1.9, 2.2, 2.8; D 32: 1.1, 1.4, 2.2; G 64, D 128: 6.7 with 1, 8.9 with 2
     (256, 128, 2, 1),  # D 192, DV 128: 13.8, 5.5, 7.2; D 256: 11.7, 7.9, 8.6; D 128, blocks of 128: 5.3, 4.1, 4.8
 )
+
+WINDOW_BLOCK = 64  # tokens of a window that are taken at a time
 
 
 def tile_rows(n: int) -> int:
@@ -204,6 +208,7 @@ def forward(
     """
     (B, N, HQ, D), (M, H, DV) = q.shape, v.shape[1:]
     G = HQ // H
+    ids, block_size = split_long_blocks(ids, block_size, (D + DV) * q.element_size())
     dtype = str(q.dtype).removeprefix("torch.")
     kernel = compiled(q.device.type, H, G, D, DV, block_size, dtype=dtype, **options)
     o = torch.empty(B * N, H, G, DV, dtype=v.dtype, device=v.device)
@@ -221,3 +226,10 @@ def forward(
         scale * LOG2_E,
     )
     return o.reshape(B, N, HQ, DV), lse.reshape(B, N, HQ)
+
+
+def sliding_window(q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, *, window_size: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Launch the same kernel on windows, as lists of blocks; arguments and results as in `sliding_window.forward`."""
+    window_size = min(window_size, k.shape[1])
+    ids, rows = as_selection(rows, window_size=window_size, H=k.shape[2], block_size=WINDOW_BLOCK)
+    return forward(q, k, v, ids, rows, block_size=WINDOW_BLOCK, scale=scale)

@@ -13,29 +13,45 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_tutorial.online_softmax import LOG2_E
 from nsa_tutorial.selected_attention import QueryRows
 
+WINDOW_BLOCK = 64  # tokens of a window that a program takes as one block
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["R", "first_row", "S", "window_size"])  # a new length compiles nothing
 def kernel(
-    Q, K, V, BlockIndices, FirstKey, NumVisible, Output, LSE, scale, scale_log2, H, S,
-    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr,
+    Q, K, V, BlockIndices, FirstKey, NumVisible, Output, LSE, scale, scale_log2, R, first_row, H, S, window_size,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, WINDOW: tl.constexpr,
     GT: tl.constexpr, DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Reads `Q [rows, H, G, D]`, `K [keys, H, D]`, `V [keys, H, DV]`, `BlockIndices [rows, H, S]`; writes `Output` and `LSE`.
+    """Reads `Q [R, H, G, D]`, `K [keys, H, D]`, `V [keys, H, DV]`, `BlockIndices [R, H, S]`; writes `Output` and `LSE`.
 
-    The grid is `(rows, H)`. `GT, DT, DVT, BT` are `G, D, DV, BS` rounded up to powers of two of at least 16.
+    The grid is `(rows, H)`: rows `0 … R-1` attend to their lists, and with `WINDOW` rows `R … 2R-1` to their windows; the first
+    program has row `first_row`. `GT, DT, DVT` are `G, D, DV` rounded up to powers of two of at least 16, `BT` is how many tokens
+    of a block a step takes: a power of two, and a whole block if that is at least as long.
     """
     # -- locate the program --
-    row = tl.program_id(0).to(tl.int64)  # 64 bits: row * H * G * D may pass 2**31
+    row = tl.program_id(0).to(tl.int64) + first_row  # 64 bits: row * H * G * D may pass 2**31
     head = tl.program_id(1)
-    first_key = tl.load(FirstKey + row).to(tl.int64)
-    num_visible = tl.load(NumVisible + row)
+    query = row % R
+    first_key = tl.load(FirstKey + query).to(tl.int64)
+    num_visible = tl.load(NumVisible + query)
+    num_slots = S
+    is_window = False
+    if WINDOW:  # the blocks of a window are counted from its first key, so that its list is 0, 1, 2, …
+        is_window = row >= R
+        window_start = tl.where(is_window, tl.maximum(num_visible - window_size, 0), 0)
+        first_key += window_start
+        num_visible -= window_start
+        num_slots = tl.where(is_window, tl.cdiv(window_size, BS), S)
     group, width, value_width, tokens = tl.arange(0, GT), tl.arange(0, DT), tl.arange(0, DVT), tl.arange(0, BT)
-    group_row = (row * H + head) * G + group  # [GT]
+    group_row = (query * H + head) * G + group  # [GT]
     in_group = group < G
+    k_offset = tokens[:, None] * (H * D) + width  # [BT, DT], the same for every block
+    v_offset = tokens[:, None] * (H * DV) + value_width  # [BT, DVT]
 
     # -- load the query group --
     q_tile = tl.load(Q + group_row[:, None] * D + width, mask=in_group[:, None] & (width < D), other=0.0)  # [GT, DT]
@@ -45,17 +61,20 @@ def kernel(
     logsum = tl.zeros([GT], tl.float32)
     scores_max = tl.full([GT], float("-inf"), tl.float32)
 
-    for slot in range(S):
+    PARTS: tl.constexpr = (BS + BT - 1) // BT
+    for step in range(num_slots * PARTS):
         # -- guard --
-        block_id = tl.load(BlockIndices + (row * H + head) * S + slot)
+        slot, part_start = step // PARTS, step % PARTS * BT
+        block_id = tl.load(BlockIndices + (query * H + head) * S + slot, mask=is_window == 0, other=slot)
         is_visible = (block_id >= 0) & (block_id < (num_visible + BS - 1) // BS)
-        offset = tl.where(is_visible, block_id, 0) * BS + tokens  # [BT]
-        is_seen = is_visible & (tokens < BS) & (offset < num_visible)
-        key_row = (first_key + offset) * H + head  # [BT]
+        start = tl.where(is_visible, block_id, 0) * BS + part_start
+        num_seen = tl.where(is_visible, tl.minimum(BS - part_start, num_visible - start), 0)
+        is_seen = tokens < num_seen  # [BT]
+        key_row = (first_key + start) * H + head
 
         # -- load the keys --
         k_mask = is_seen[:, None] & (width < D)
-        k_tile = tl.load(K + key_row[:, None] * D + width, mask=k_mask, other=0.0)  # [BT, DT]
+        k_tile = tl.load(K + key_row * D + k_offset, mask=k_mask, other=0.0)  # [BT, DT]
 
         # -- scores --
         acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [GT, BT]
@@ -76,7 +95,7 @@ def kernel(
 
         # -- load the values --
         v_mask = is_seen[:, None] & (value_width < DV)
-        v_tile = tl.load(V + key_row[:, None] * DV + value_width, mask=v_mask, other=0.0)  # [BT, DVT]
+        v_tile = tl.load(V + key_row * DV + v_offset, mask=v_mask, other=0.0)  # [BT, DVT]
 
         # -- accumulate --
         acc_o = tl.dot(acc_s.to(v_tile.dtype), v_tile, acc_o, input_precision="ieee")
@@ -86,38 +105,212 @@ def kernel(
     safe_sum = tl.where(is_empty, 1.0, logsum)
     o_tile = acc_o / safe_sum[:, None]
     lse = scores_max * scale + tl.log(safe_sum)  # -inf for an empty row
+    o_row = ((row - first_row) * H + head) * G + group
     o_mask = in_group[:, None] & (value_width < DV)
-    tl.store(Output + group_row[:, None] * DV + value_width, o_tile.to(Output.dtype.element_ty), mask=o_mask)
-    tl.store(LSE + group_row, lse, mask=in_group)
+    tl.store(Output + o_row[:, None] * DV + value_width, o_tile.to(Output.dtype.element_ty), mask=o_mask)
+    tl.store(LSE + o_row, lse, mask=in_group)
 
 
-def tile_sizes(G: int, D: int, DV: int, BS: int) -> dict[str, int]:
-    """The tiles of a shape: each size rounded up to what `tl.arange` and `tl.dot` take, a power of two, 16 at least."""
-    return {name: max(16, triton.next_power_of_2(n)) for name, n in {"GT": G, "DT": D, "DVT": DV, "BT": BS}.items()}
+@triton.jit
+def online_softmax(acc_s, scores_max_prev, logsum, acc_o, scale_log2):
+    """One tile's scores `[GT, BT]`: its weights, and the running maximum, sum and accumulator, rescaled."""
+    scores_max = tl.maximum(scores_max_prev, tl.max(acc_s, axis=1))
+    shift = tl.where(scores_max == float("-inf"), 0.0, scores_max)
+    scores_scale = tl.exp2((scores_max_prev - shift) * scale_log2)
+    acc_s = tl.exp2((acc_s - shift[:, None]) * scale_log2)
+    return acc_s, scores_max, logsum * scores_scale + tl.sum(acc_s, axis=1), acc_o * scores_scale[:, None]
+
+
+@triton.jit(do_not_specialize=["R", "first_row", "S", "window_size", "keys"])
+def descriptor_kernel(
+    Q, K, V, KDescriptor, VDescriptor, BlockIndices, FirstKey, NumVisible, Output, LSE, scale, scale_log2,
+    R, first_row, H, S, window_size, keys,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, WINDOW: tl.constexpr,
+    GT: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """`kernel`, with keys and values fetched by the tensor memory accelerator: one instruction a tile, and no address arithmetic.
+
+    A descriptor knows the tensor's end, not the query's: it fetches whole tiles. So the loop takes the blocks that are visible as a
+    whole, and the one block that is visible in part, if the list names it, follows by pointers and masks. `BT` divides `BS`, and
+    `D` and `DV` are powers of two.
+    """
+    # -- locate the program --
+    row = tl.program_id(0).to(tl.int64) + first_row
+    head = tl.program_id(1)
+    query = row % R
+    first_key = tl.load(FirstKey + query)
+    num_visible = tl.load(NumVisible + query)
+    num_slots = S
+    is_window = False
+    if WINDOW:
+        is_window = row >= R
+        window_start = tl.where(is_window, tl.maximum(num_visible - window_size, 0), 0)
+        first_key += window_start
+        num_visible -= window_start
+        num_slots = tl.where(is_window, tl.cdiv(window_size, BS), S)
+    group, width, value_width, tokens = tl.arange(0, GT), tl.arange(0, D), tl.arange(0, DV), tl.arange(0, BT)
+    group_row = (query * H + head) * G + group  # [GT]
+    in_group = group < G
+
+    # -- load the query group --
+    q_tile = tl.load(Q + group_row[:, None] * D + width, mask=in_group[:, None], other=0.0)  # [GT, D]
+
+    # -- initialise --
+    acc_o = tl.zeros([GT, DV], tl.float32)
+    logsum = tl.zeros([GT], tl.float32)
+    scores_max = tl.full([GT], float("-inf"), tl.float32)
+
+    PARTS: tl.constexpr = BS // BT
+    num_whole = num_visible // BS  # blocks that are visible as a whole; the next one may be in part
+    num_partial = 0  # how often the list names that one
+    for step in range(num_slots * PARTS):
+        # -- guard --
+        slot, part_start = step // PARTS, step % PARTS * BT
+        block_id = tl.load(BlockIndices + (query * H + head) * S + slot, mask=is_window == 0, other=slot)
+        is_whole = (block_id >= 0) & (block_id < num_whole)
+        num_partial += ((block_id == num_whole) & (part_start == 0)).to(tl.int32)
+        # past the last key a descriptor gives zeros, and reads nothing
+        key_row = tl.where(is_whole, first_key + block_id * BS + part_start, keys)
+
+        # -- load the keys --
+        k_tile = KDescriptor.load([key_row, head, 0]).reshape([BT, D])
+
+        # -- scores --
+        acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [GT, BT]
+
+        # -- mask --
+        acc_s = tl.where(is_whole, acc_s, float("-inf"))
+
+        # -- online softmax --
+        acc_s, scores_max, logsum, acc_o = online_softmax(acc_s, scores_max, logsum, acc_o, scale_log2)
+
+        # -- load the values --
+        v_tile = VDescriptor.load([key_row, head, 0]).reshape([BT, DV])
+
+        # -- accumulate --
+        acc_o = tl.dot(acc_s.to(v_tile.dtype), v_tile, acc_o, input_precision="ieee")
+
+    # -- the block that is visible in part --
+    partial_start = num_whole * BS
+    num_partial = tl.where(partial_start < num_visible, num_partial, 0)
+    for step in range(num_partial * PARTS):
+        start = partial_start + step % PARTS * BT
+        is_seen = tokens < num_visible - start  # [BT]
+        key_row = ((first_key + start).to(tl.int64) + tokens) * H + head  # [BT]
+        k_tile = tl.load(K + key_row[:, None] * D + width, mask=is_seen[:, None], other=0.0)
+        acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        acc_s = tl.where(is_seen, acc_s, float("-inf"))
+        acc_s, scores_max, logsum, acc_o = online_softmax(acc_s, scores_max, logsum, acc_o, scale_log2)
+        v_tile = tl.load(V + key_row[:, None] * DV + value_width, mask=is_seen[:, None], other=0.0)
+        acc_o = tl.dot(acc_s.to(v_tile.dtype), v_tile, acc_o, input_precision="ieee")
+
+    # -- normalise and store --
+    is_empty = logsum == 0
+    safe_sum = tl.where(is_empty, 1.0, logsum)
+    o_tile = acc_o / safe_sum[:, None]
+    lse = scores_max * scale + tl.log(safe_sum)  # -inf for an empty row
+    o_row = ((row - first_row) * H + head) * G + group
+    tl.store(Output + o_row[:, None] * DV + value_width, o_tile.to(Output.dtype.element_ty), mask=in_group[:, None])
+    tl.store(LSE + o_row, lse, mask=in_group)
+
+
+def tile_sizes(G: int, D: int, DV: int, BS: int, itemsize: int) -> dict[str, int]:
+    """The tiles of a shape: sizes rounded up to what `tl.arange` and `tl.dot` take, a power of two, 16 at least.
+
+    A step takes 32 tokens of a block (64 for groups of more than 32 heads), fewer where rows are long in bytes: short tiles let
+    more programs share a multiprocessor, each with several steps' loads on their way.
+    """
+    tiles = {name: max(16, triton.next_power_of_2(n)) for name, n in {"GT": G, "DT": D, "DVT": DV, "BT": BS}.items()}
+    row_bytes = max(tiles["DT"], tiles["DVT"]) * itemsize
+    longest = 32 if tiles["GT"] <= 32 else 64
+    tiles["BT"] = min(tiles["BT"], longest, max(16, 2**14 // row_bytes))
+    return tiles
 
 
 def launch_options(G: int, D: int, DV: int, BS: int, itemsize: int) -> dict[str, int]:
-    """Warps and pipeline stages for a shape: a warp for every 8 KiB of a tile of keys or values, or for 16 query heads.
+    """Warps and pipeline stages for a shape: a warp for every 16 query heads, and three stages where the tiles leave room.
 
-    Two stages (the next block's keys and values travel while this one's are computed) where the tiles leave room for them.
+    Measured on an H200, 1,024 keys a query, ms for 16,384 tokens: …
     """
-    tiles = tile_sizes(G, D, DV, BS)
-    tile_bytes = tiles["BT"] * max(tiles["DT"], tiles["DVT"]) * itemsize
-    warps = max(1, tile_bytes // 2**13, tiles["GT"] // 16)
-    return {"num_warps": min(8, triton.next_power_of_2(warps)), "num_stages": 2 if tile_bytes <= 2**14 else 1}
+    tiles = tile_sizes(G, D, DV, BS, itemsize)
+    tile_bytes = tiles["BT"] * (tiles["DT"] + tiles["DVT"]) * itemsize
+    return {"num_warps": min(8, tiles["GT"] // 16), "num_stages": 3 if tile_bytes <= 2**14 or tiles["GT"] > 32 else 2}
+
+
+def can_use_descriptors(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> bool:
+    """Whether `descriptor_kernel` takes these: rows are powers of two of at least 16 bytes, and a step's tokens divide a block.
+
+    Its copies are Hopper's and later; elsewhere Triton would take them apart again. In fp32 the products dominate, not the copies.
+    """
+    (D, DV), itemsize = (q.shape[3], v.shape[3]), q.element_size()
+    BT = tile_sizes(1, D, DV, block_size, itemsize)["BT"]
+    is_aligned = all(n == triton.next_power_of_2(n) and n >= 16 for n in (D, DV)) and block_size % BT == 0 and k.shape[1] > 0
+    return is_aligned and itemsize == 2 and q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *, block_size: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *, block_size: int, scale: float, **options: object
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel; arguments and results as in `selected_attention.forward`, on CUDA tensors, or on the CPU interpreted."""
-    (B, N, HQ, D), (H, DV) = q.shape, v.shape[2:]
-    G, S = HQ // H, ids.shape[-1]
-    o = torch.empty(B, N, HQ, DV, dtype=v.dtype, device=v.device)
-    lse = torch.empty(B, N, HQ, dtype=torch.float32, device=v.device)
-    kernel[(B * N, H)](
-        q.contiguous(), k.contiguous(), v.contiguous(), ids, rows.first_key, rows.num_visible, o, lse, scale, scale * LOG2_E, H, S,
-        G=G, D=D, DV=DV, BS=block_size, **tile_sizes(G, D, DV, block_size),
-        **launch_options(G, D, DV, block_size, q.element_size()),
-    )  # fmt: skip
+    """Launch the kernel; arguments and results as in `selected_attention.forward`, on CUDA tensors, or on the CPU interpreted.
+
+    `options` are those of `launch`, for measuring what each of them does.
+    """
+    o, lse = launch(q, k, v, ids, rows, block_size=block_size, scale=scale, **options)
+    return o[0], lse[0]
+
+
+def sliding_window(
+    q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, *, window_size: int, scale: float, **options: object
+) -> tuple[Tensor, Tensor]:
+    """Launch the windows alone; arguments and results as in `sliding_window.forward`."""
+    no_list = rows.first_key.new_empty(len(rows.first_key), v.shape[2], 0)
+    o, lse = launch(q, k, v, no_list, rows, block_size=WINDOW_BLOCK, scale=scale, window_size=window_size, **options)
+    return o[0], lse[0]
+
+
+def selection_and_window(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *, block_size: int, window_size: int, scale: float,
+    **options: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Both in one launch, over the same keys and values: `o` and `lse` of the lists, then of the windows. `rows` are causal."""
+    o, lse = launch(q, k, v, ids, rows, block_size=block_size, scale=scale, window_size=window_size, **options)
+    return o[0], lse[0], o[1], lse[1]
+
+
+def launch(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *, block_size: int, scale: float, window_size: int = 0,
+    use_descriptors: bool | None = None, **options: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Launch lists, windows, or both.
+
+    Args:
+        q, k, v, ids, rows, block_size, scale: as in `selected_attention.forward`; no slots for windows alone.
+        window_size: keys of a window; 0 for none.
+        use_descriptors: which of the two kernels; None takes `descriptor_kernel` wherever `can_use_descriptors`.
+        options: of the launch, in place of what `tile_sizes` and `launch_options` choose: `BT`, `num_warps`, `num_stages`.
+
+    Returns:
+        Outputs `[branches, B, N, HQ, DV]` and log-sum-exps `[branches, B, N, HQ]`: of the lists, if there are any, then of the
+        windows.
+    """
+    (B, N, HQ, D), (M, H, DV) = q.shape, v.shape[1:]
+    R, G, S = B * N, HQ // H, ids.shape[-1]
+    branches = (S > 0) + (window_size > 0)
+    o = torch.empty(branches, B, N, HQ, DV, dtype=v.dtype, device=v.device)
+    lse = torch.empty(branches, B, N, HQ, dtype=torch.float32, device=v.device)
+    shape = (G, D, DV, block_size, q.element_size())
+    tiles, options = tile_sizes(*shape), launch_options(*shape) | options
+    tiles |= {name: options.pop(name) for name in ("BT",) if name in options}
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    inputs, outputs = (ids, rows.first_key, rows.num_visible), (o, lse, scale, scale * LOG2_E)
+    sizes, fixed = (R, 0 if S else R, H, S, window_size), {"G": G, "D": D, "DV": DV, "BS": block_size, "WINDOW": window_size > 0}
+    grid = (branches * R, H)
+    if can_use_descriptors(q, k, v, block_size) if use_descriptors is None else use_descriptors:
+        described = [
+            TensorDescriptor.from_tensor(x.view(B * M, H, -1), [tiles["BT"], 1, x.shape[-1]]) for x in (k, v)
+        ]  # fmt: skip
+        fixed |= {"GT": tiles["GT"], "BT": tiles["BT"]}
+        descriptor_kernel[grid](q, k, v, *described, *inputs, *outputs, *sizes, B * M, **fixed, **options)
+    else:
+        kernel[grid](q, k, v, *inputs, *outputs, *sizes, **fixed, **tiles, **options)
     return o, lse
