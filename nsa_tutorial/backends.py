@@ -27,6 +27,7 @@ OPERATORS = {
     },
     "selected_and_window_attention": {
         "reference": "nsa_tutorial.sliding_window:selection_and_window",
+        "tilelang": "nsa_tutorial.tilelang_forward:selection_and_window",
         "triton": "nsa_tutorial.triton_forward:selection_and_window",
     },
     "compressed_attention": {"reference": "nsa_tutorial.compression:compressed_attention"},
@@ -46,6 +47,8 @@ LARGEST_KERNEL_TILE = 64 * 1024
 def choose(operator: str, backend: str, q: Tensor) -> str:
     """Name the backend that runs `operator` on tensors like `q`; `auto` takes Triton for CUDA tensors where it has a kernel.
 
+    The kernels have no backward yet: for queries that require gradients, `auto` takes the reference.
+
     Raises:
         NotImplementedError: naming the chapter with which the backend comes.
         TypeError: for a dtype that no kernel computes.
@@ -53,7 +56,8 @@ def choose(operator: str, backend: str, q: Tensor) -> str:
     """
     available = OPERATORS[operator]
     if backend == "auto":
-        is_for_kernels = q.device.type == "cuda" and q.dtype != torch.float64
+        needs_backward = torch.is_grad_enabled() and q.requires_grad
+        is_for_kernels = q.device.type == "cuda" and q.dtype != torch.float64 and not needs_backward
         backend = "triton" if is_for_kernels and "triton" in available else "reference"
     if backend not in available:
         raise NotImplementedError(
@@ -64,6 +68,14 @@ def choose(operator: str, backend: str, q: Tensor) -> str:
         raise TypeError(f"q: got {checks.describe(q)}, expected float32, float16 or bfloat16 on the {backend} backend")
     environment.require(backend, q.device.type, str(q.dtype).removeprefix("torch."))
     return backend
+
+
+def nearest(operator: str, backend: str, q: Tensor) -> str:
+    """`choose`, with the reference in place of a backend that the course has not written yet."""
+    try:
+        return choose(operator, backend, q)
+    except NotImplementedError:
+        return choose(operator, "reference", q)
 
 
 def load(operator: str, backend: str, q: Tensor) -> tuple[str, Callable]:

@@ -2,7 +2,7 @@
 
 A backend is a function behind an operator: `reference` is PyTorch, differentiable, on any device; `tilelang` and `triton` are the
 kernels, on CUDA tensors, and on CPU tensors through TileLang's C target and Triton's interpreter. `auto` takes Triton for CUDA
-tensors where the kernel exists (`backends.OPERATORS`), and the reference otherwise.
+tensors where the kernel exists (`backends.OPERATORS`) and no gradient is asked for, and the reference otherwise.
 
 Wrong arguments raise `ValueError` or `TypeError`, naming the argument, what came and what was expected, before anything runs; a
 backend that cannot run these tensors on this machine raises `BackendUnavailable`, one that the course has not written yet
@@ -165,6 +165,55 @@ def sliding_window_attention(
     return (o, lse) if return_lse else o
 
 
+def selected_and_window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    *,
+    window_size: int,
+    block_size: int = 64,
+    block_counts: Tensor | int | None = None,
+    include_own_block: bool = False,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, ...]:
+    """`selected_attention` and `sliding_window_attention` over the same queries, keys and values; in Triton, one launch.
+
+    The two outputs stay apart, for gates of their own; both branches are causal.
+
+    Args:
+        q, k, v, block_indices, block_size, block_counts, include_own_block, scale, cu_seqlens, return_lse, backend: as for
+            `selected_attention`.
+        window_size: as for `sliding_window_attention`; exactly so many keys, whatever the block size.
+
+    Returns:
+        `(o_selected, o_window)`, or `(o_selected, lse_selected, o_window, lse_window)`.
+    """
+    checks.check_backend(backend)
+    checks.check_qkv(q, k, v)
+    checks.check_block_arguments(block_indices, block_counts, q, k)
+    checks.check_positive_int("window_size", window_size)
+    checks.check_positive_int("block_size", block_size)
+    checks.check_bool("include_own_block", include_own_block)
+    checks.check_bool("return_lse", return_lse)
+    checks.check_cu_seqlens(cu_seqlens, q, k)
+    scale = checks.check_scale(scale, q.shape[-1])
+    operator = "selected_and_window_attention"
+    name, function = backends.load(operator, backend, q)
+
+    if q.numel() == 0:
+        found = _empty(q, v) * 2
+    else:
+        rows = query_rows(q.shape[0], q.shape[1], k.shape[1], causal=True, cu_seqlens=cu_seqlens, device=q.device)
+        ids = block_list(block_indices, rows, block_size=block_size, block_counts=block_counts, include_own_block=include_own_block)
+        launch = partial(function, ids=ids, rows=rows, block_size=block_size, window_size=window_size, scale=scale)
+        found = launch(q, k, v) if name == "reference" else backends.KernelForward.apply(q, k, v, operator, name, launch)
+    return found if return_lse else found[::2]
+
+
 def compress(
     x: Tensor,
     *,
@@ -314,10 +363,11 @@ def native_sparse_attention(
         block_counts: with `block_indices`, as for `selected_attention`; without, the number of blocks to choose, at least 3,
             because the first causal block and the two latest are always among them.
         block_size, window_size, length, stride: of the branches.
-        backend: of every operator in use.
+        backend: of selected attention and the window, which share a launch in Triton. Compression and the choice of blocks have no
+            kernels yet (chapter 14) and run on the reference, tile by tile of queries.
 
     Returns:
-        `o [B, N, HQ, DV]` in the dtype of `v`. Differentiable in `q`, `k`, `v` and the gates.
+        `o [B, N, HQ, DV]` in the dtype of `v`. On the reference differentiable in `q`, `k`, `v` and the gates.
     """
     checks.check_backend(backend)
     checks.check_qkv(q, k, v)

@@ -233,3 +233,11 @@ def sliding_window(q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, *, window_s
     window_size = min(window_size, k.shape[1])
     ids, rows = as_selection(rows, window_size=window_size, H=k.shape[2], block_size=WINDOW_BLOCK)
     return forward(q, k, v, ids, rows, block_size=WINDOW_BLOCK, scale=scale)
+
+
+def selection_and_window(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *, block_size: int, window_size: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Both over the same keys and values, in two launches: `o` and `lse` of the lists, then of the windows."""
+    selected = forward(q, k, v, ids, rows, block_size=block_size, scale=scale)
+    return (*selected, *sliding_window(q, k, v, rows, window_size=window_size, scale=scale))

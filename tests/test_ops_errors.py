@@ -335,17 +335,10 @@ def test_wrong_argument_of_the_other_operators(call: Callable, change: dict, err
 
 
 NOT_YET = {
-    "window, tilelang": (
-        window,
-        "tilelang",
-        "sliding_window_attention: there is no tilelang backend yet .*chapter 10, tilelang_forward",
-    ),
-    "window, triton": (window, "triton", "sliding_window_attention: there is no triton backend yet .*chapter 11, triton_forward"),
     "compressed, tilelang": (compressed, "tilelang", "compressed_attention: .*tilelang.*chapter 14, selection_kernels"),
     "compressed, triton": (compressed, "triton", "compressed_attention: .*triton.*chapter 14, selection_kernels"),
     "select, tilelang": (select, "tilelang", "select_blocks: .*tilelang.*chapter 14, selection_kernels"),
     "select, triton": (select, "triton", "select_blocks: .*triton.*chapter 14, selection_kernels"),
-    "native, triton": (native, "triton", "compressed_attention: .*triton.*chapter 14, selection_kernels"),
 }
 
 

@@ -1,0 +1,149 @@
+"""The Triton kernels' own choices: which kernel, which tiles, what is compiled again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from lanes import dtypes, skip_unless_runs
+from selection import Problem, assert_right, assert_within_budget
+
+from nsa_tutorial import environment, ops
+from nsa_tutorial.selected_attention import block_list, query_rows
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(environment.detect().triton is None, reason="triton is not installed"),
+]
+
+on = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+DESCRIBED = {
+    "more keys than queries": Problem(B=2, N=9, M=75, D=16, DV=32, BS=16),
+    "partly visible blocks everywhere": Problem(N=20, M=20, D=16, DV=16, BS=16, S=2),
+    "block of 128, in steps": Problem(N=3, M=600, D=64, DV=64, BS=128, G=16, H=1, S=3),
+    "packed, own block": Problem(N=35, M=35, D=16, DV=16, cu=(0, 7, 7, 18, 35), own=True, counts="random"),
+    "not causal": Problem(N=7, M=43, D=16, DV=16, causal=False),
+    "the same block twice": Problem(N=20, M=20, D=16, DV=16, BS=16, S=2, seed=3),
+}
+
+
+def forward(problem: Problem, dtype: torch.dtype, device: str, ids: torch.Tensor | None = None, **options: object):
+    from nsa_tutorial import triton_forward
+
+    call = problem.make(dtype, device)
+    call = call if ids is None else call.having(ids=ids)
+    given = call.options
+    rows = query_rows(
+        problem.B, problem.N, problem.M, causal=given["causal"], cu_seqlens=given["cu_seqlens"], device=torch.device(device)
+    )
+    lists = {"block_counts": given["block_counts"], "include_own_block": given["include_own_block"]}
+    ids = block_list(call.ids, rows, block_size=problem.BS, **lists)
+    sizes = {"block_size": problem.BS, "scale": problem.D**-0.5}
+    return call, triton_forward.forward(call.q, call.k, call.v, ids, rows, **sizes, **options)
+
+
+@on
+@dtypes
+@pytest.mark.parametrize("problem", DESCRIBED.values(), ids=DESCRIBED.keys())
+@pytest.mark.parametrize("use_descriptors", [True, False], ids=["descriptors", "pointers"])
+def test_both_kernels(use_descriptors: bool, problem: Problem, dtype: torch.dtype, device: str) -> None:
+    skip_unless_runs("triton", device, dtype)
+    if device == "cuda" and use_descriptors and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("no tensor memory accelerator")
+    call, (o, lse) = forward(problem, dtype, device, use_descriptors=use_descriptors)
+    (o_true, lse_true), (o_plain, lse_plain) = call.truth(), call.plain()
+    assert_within_budget(o, o_true, o_plain, "o")
+    assert_within_budget(lse, lse_true, lse_plain, "lse")
+
+
+@on
+@pytest.mark.parametrize("use_descriptors", [True, False], ids=["descriptors", "pointers"])
+def test_a_repeated_block_counts_twice_in_both(use_descriptors: bool, device: str) -> None:
+    """The caller's error, but one with a defined result, also for the block that is visible in part."""
+    skip_unless_runs("triton", device)
+    problem = Problem(N=20, M=20, D=16, DV=16, BS=16, S=2)
+    ids = torch.tensor([1, 1], dtype=torch.int32, device=device).expand(1, 20, 2, 2)
+    _, (_, twice) = forward(problem, torch.float32, device, ids, use_descriptors=use_descriptors)
+    _, (_, once) = forward(replace(problem, S=1), torch.float32, device, ids[..., :1], use_descriptors=use_descriptors)
+    assert torch.allclose(twice[:, 16:], once[:, 16:] + torch.log(torch.tensor(2.0)), atol=1e-5)
+
+
+@on
+@pytest.mark.parametrize("use_descriptors", [True, False], ids=["descriptors", "pointers"])
+def test_hidden_keys_and_values_are_not_used(use_descriptors: bool, device: str) -> None:
+    """NaN in all that is hidden: in the future of the own block, past the counted slots, in other sequences."""
+    skip_unless_runs("triton", device)
+    from nsa_tutorial import triton_forward
+
+    problem = Problem(N=1, M=27, D=16, DV=16, BS=16, S=2)
+    call = problem.make(device=device)
+    k, v = (torch.cat([x, torch.full_like(x[:, :13], torch.nan)], 1) for x in (call.k, call.v))
+    rows = query_rows(1, 1, 27, causal=True, cu_seqlens=None, device=torch.device(device))
+    ids = torch.tensor([0, 1], dtype=torch.int32, device=device).expand(1, 2, 2).contiguous()
+    o, _ = triton_forward.forward(call.q, k, v, ids, rows, block_size=16, scale=0.25, use_descriptors=use_descriptors)
+    right, _ = triton_forward.forward(call.q, call.k, call.v, ids, rows, block_size=16, scale=0.25, use_descriptors=False)
+    assert torch.allclose(o, right, atol=1e-6)
+
+
+@pytest.mark.parametrize("BT", [16, 32, 64])
+def test_any_step_gives_the_same(BT: int) -> None:
+    """A step may be shorter than a block, as long, or longer."""
+    skip_unless_runs("triton", "cpu")
+    problem = Problem(N=3, M=70, D=16, DV=16, BS=32, S=2)
+    call, (o, _) = forward(problem, torch.float32, "cpu", BT=BT)
+    assert torch.allclose(o.double(), call.truth()[0], atol=1e-6)
+
+
+def test_a_block_is_no_longer_than_its_step_needs() -> None:
+    """No list is rewritten for a long block: 3 slots of 200 tokens stay 3."""
+    skip_unless_runs("triton", "cpu")
+    assert_right(Problem(N=3, M=450, BS=200, S=3).make(), "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 5], ids=["lists", "lists and windows"])
+@pytest.mark.parametrize("D", [16, 24], ids=["descriptors", "pointers"])
+def test_new_lengths_compile_nothing(D: int, window: int) -> None:
+    """Queries, keys, batch, slots, windows and packing are open."""
+    from nsa_tutorial import triton_forward
+
+    def compiled() -> int:
+        kernels = (triton_forward.kernel, triton_forward.descriptor_kernel)
+        return sum(len(entry[0]) for kernel in kernels for entry in kernel.device_caches.values())
+
+    def run(problem: Problem, window: int) -> None:
+        call = problem.make(torch.float16, "cuda")
+        if window:
+            options = {name: x for name, x in call.options.items() if name != "causal"}
+            ops.selected_and_window_attention(call.q, call.k, call.v, call.ids, window_size=window, **options, backend="triton")
+        else:
+            call.run("triton")
+
+    first = Problem(H=3, S=5, D=D, DV=16)
+    run(first, window)
+    before = compiled()
+    for n, problem in enumerate(
+        (replace(first, N=1, M=99), replace(first, B=3, N=33, M=44, S=16), replace(first, S=1, N=64, M=64, cu=(0, 7, 64)))
+    ):
+        run(problem, window and window + n)
+    assert compiled() == before
+
+
+@pytest.mark.gpu
+def test_a_cache_longer_than_32_bits_hold() -> None:
+    """Both kernels at the end of a cache of more than 2**31 elements, in a list and in a window."""
+    H, D, BS, M = 8, 128, 64, 2**21 + 2**14 + 5
+    k = torch.zeros(1, M, H, D, dtype=torch.float16, device="cuda")
+    k[:, -200:] = torch.randn(1, 200, H, D, dtype=torch.float16, device="cuda")
+    q = torch.randn(1, 3, H * 2, D, dtype=torch.float16, device="cuda")
+    ids = torch.tensor([(M - 1) // BS], dtype=torch.int32, device="cuda").expand(1, 3, H, 1)
+    near_ids = torch.zeros_like(ids)
+    tail = k[:, (M - 1) // BS * BS :].contiguous()
+    found = ops.selected_and_window_attention(q, k, k, ids, window_size=70, block_size=BS, backend="triton")
+    near = ops.selected_attention(q, tail, tail, near_ids, block_size=BS, backend="reference")
+    window = ops.sliding_window_attention(
+        q, k[:, -200:].contiguous(), k[:, -200:].contiguous(), window_size=70, backend="reference"
+    )
+    assert torch.allclose(found[0].float(), near.float(), atol=2e-3)
+    assert torch.allclose(found[1].float(), window.float(), atol=2e-3)
