@@ -383,8 +383,6 @@ def _folded(change: str) -> Callable:
         default = {"1/D": 1 / D, "root": D**0.5}.get(change, D**-0.5)
         if change == "ignore":
             return default * LOG2_E
-        if change == "falsy":
-            return (scale or default) * LOG2_E
         if change == "draft":
             return default * LOG2_E if scale is None else scale
         if change == "both":
@@ -398,8 +396,8 @@ _SCALE = Exercise(
     name="fold_scale",
     statement=f"""
 **The caller's scale.** The kernel's powers are `exp2(c * score)`. Return the `c` for which that is `exp(scale * score)`, for
-a caller's `scale` (any number) and for `scale=None`, which stands for $1/\\sqrt{{D}}$. A Python function: it runs before the
-kernel is compiled. `LOG2_E` has been imported.
+a caller's `scale` (any positive number) and for `scale=None`, which stands for $1/\\sqrt{{D}}$. A Python function: it runs before
+the kernel is compiled. `LOG2_E` has been imported.
 {_HOW.format(2)}""",
     minutes=4,
     difficulty=1,
@@ -432,11 +430,6 @@ kernel is compiled. `LOG2_E` has been imported.
             "A caller who says 0.3 means 0.3.",
         ),
         Misconception(
-            "taking a scale of 0 for none",
-            _folded("falsy"),
-            "`scale or default` asks whether scale is true. 0 is a number too: it makes all weights equal.",
-        ),
-        Misconception(
             "dividing by √D although the caller gave a scale",
             _folded("both"),
             "The caller's scale stands in place of the default, not beside it.",
@@ -450,7 +443,7 @@ kernel is compiled. `LOG2_E` has been imported.
     cases=(
         _case("no scale", 3, 3, [0, 1], scale=None),
         _case("a scale of 0.3", 3, 3, [0, 1], scale=0.3),
-        _case("a scale of 0", 3, 3, [0, 1], scale=0.0),
+        _case("a scale of 1.5", 4, 4, [1, 0], scale=1.5),
     ),
 )
 

@@ -12,6 +12,7 @@ Nothing here computes attention, and nothing needs TileLang but that command.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import re
 import sys
@@ -73,7 +74,7 @@ def variants() -> Iterator[tuple[str, str, object, dict]]:
 
 
 def facts(source: str) -> dict[str, object]:
-    """What a chapter says of a kernel's CUDA text: lines, counts of `WORDS`, where each shared tile begins, and some lines."""
+    """What a chapter says of a kernel's CUDA text: its size and hash, counts of `WORDS`, where shared tiles begin, some lines."""
     kernel = source[source.index('extern "C" __global__ void __launch_bounds__') :]
     shared = dict(re.findall(r"void\* (\w+) = \(\(void\*\)\(\(char\*\)buf_dyn_shmem \+ (\d+)\)\);", kernel))
     shown = {}
@@ -82,6 +83,7 @@ def facts(source: str) -> dict[str, object]:
         shown[word] = line if len(line) <= 110 else line[:109] + "…"
     return {
         "lines": len(source.splitlines()),
+        "sha256": hashlib.sha256(source.encode()).hexdigest(),
         "counts": {word: kernel.count(word) for word in WORDS},
         "shared": {name: int(offset) for name, offset in shared.items()},
         "excerpts": {word: line for word, line in shown.items() if line},
@@ -236,9 +238,8 @@ def draw_chain() -> Picture:
     axis.set_yticks(range(len(ms)), list(CHAIN.values()), fontsize=8.5)
     axis.set_ylim(len(ms) - 0.1, -0.6)
     axis.set_xlim(0, max(ms) * 1.14)
-    axis.set_xlabel(
-        "milliseconds: 65,536 tokens, 4 KV heads of 16 query heads, width 128, 16 blocks of 64 tokens, fp16, H200", fontsize=8.5
-    )
+    shape = "65,536 tokens, 4 KV heads, groups of 16, width 128, 16 blocks of 64 tokens, fp16"
+    axis.set_xlabel(f"milliseconds; {shape}", fontsize=8.5, loc="right")
     return Picture(figure, f"The same answer in {ms[0]:.1f} ms and in {ms[-1]:.1f} ms: {ms[0] / ms[-1]:.1f} times as fast")
 
 
@@ -270,7 +271,7 @@ def draw_undone() -> Picture:
     axis.set_xlim(0, max(ms.values()) * 1.14)
     axis.set_xlabel("milliseconds, the same shape", fontsize=9)
     worst = max(ms, key=ms.get)
-    return Picture(figure, f"One decision undone at a time: {worst} costs {ms[worst] / ours:.1f} times the time")
+    return Picture(figure, f"One decision undone at a time: with {worst}, {ms[worst] / ours:.1f} times as long")
 
 
 # -- one program, block by block --
@@ -392,9 +393,9 @@ def draw_step(token: int = 77, head: int = 0, slot: int = 0) -> Picture:
     """What one program holds at the end of one slot: tiles, scores, weights, statistics, accumulator."""
     m, e = moment(token, head, slot), example()
     G, D, DV = len(m.logsum), m.k_tile.shape[1], m.v_tile.shape[1]
-    figure, axes = new_figure(8.6, 5.0, columns=2, rows=3, height_ratios=(16, 9, 9))
+    figure, axes = new_figure(8.6, 5.0, columns=2, rows=3, height_ratios=(20, 8, 8))
     figure.set_layout_engine(None)
-    figure.subplots_adjust(left=0.075, right=0.985, top=0.87, bottom=0.075, hspace=0.62, wspace=0.14)
+    figure.subplots_adjust(left=0.075, right=0.985, top=0.87, bottom=0.075, hspace=0.5, wspace=0.14)
     (k_axis, v_axis), (s_axis, w_axis), (o_axis, table) = axes
     seen = m.is_seen.any()
     letters = [_letter(e.text[m.block_id * BS + j]) if seen and m.block_id * BS + j < len(e.text) else "" for j in range(BS)]
