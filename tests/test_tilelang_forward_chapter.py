@@ -72,6 +72,26 @@ def test_trace_keeps_copies() -> None:
     assert found.at("end")["kept"] is found.at("count", 2)["kept"], "what has not changed is not copied again"
 
 
+def branch(x: int) -> str:
+    if x > 0:
+        # -- above --
+        told = "above"
+    else:
+        told = "below"
+        # -- below --
+        told = told.upper()
+    # -- tell --
+    return told
+
+
+@pytest.mark.parametrize(("x", "seen"), [(1, ["above", "tell"]), (-1, ["below", "tell"])])
+def test_trace_takes_one_branch(x: int, seen: list[str]) -> None:
+    """No docstring, and a phase that begins in one branch is none of the other's."""
+    found = trace(branch, x)
+    assert [step.phase for step in found.steps] == seen
+    assert found.result == branch(x)
+
+
 def test_trace_errors() -> None:
     with pytest.raises(ValueError, match=r"no turn 3 of a phase 'add'; the phases are 'begin', 'add', .*, with up to 3 turns"):
         trace(walk, [1, 2, 30]).at("add", 3)

@@ -78,7 +78,6 @@ def trace(function: Callable, *args: object, **keywords: object) -> Trace:
     """
     steps: list[Step] = []
     ended: dict[str, int] = {}
-
     copied: dict[int, tuple[object, int, object]] = {}  # what a tensor was, how often it had been written to, and its copy
 
     def copy(value: object) -> object:
@@ -118,12 +117,12 @@ def _hooked(function: Callable, note: Callable) -> Callable:
 
 def _add_hooks(parent: ast.AST, found: Mapping[int, str]) -> None:
     """Put the calls into every block below `parent`; `found` names the phase that begins at a line."""
+    before = parent.lineno
     for field in ("body", "orelse", "finalbody"):
         block = getattr(parent, field, None)
         if not isinstance(block, list):
             continue
-        start = parent.body[0].lineno if field == "body" and isinstance(parent, ast.FunctionDef) else parent.lineno
-        phase, before, new = None, start - 1, []
+        phase, new = None, []
         for statement in block:
             begun = [name for line, name in found.items() if before < line < statement.lineno]
             holds = any(statement.lineno <= line <= statement.end_lineno for line in found)
