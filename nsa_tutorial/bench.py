@@ -1,8 +1,8 @@
 """Measure the operators of a backend: `python -m nsa_tutorial.bench selected --backend tilelang --tokens 8192 65536`.
 
 Every combination of the sizes given is one row: median and spread of a call's time, the ratio to dense attention measured in the
-same run, and the error against the fp64 reference on the last queries, so that no wrong kernel is ever called fast. `--steps` adds,
-for TileLang, the kernel with one decision changed at a time. Rows go to a CSV or JSON file, or as CSV to the standard output; JSON
+same run, and the error against the fp64 reference on the last queries, so that no wrong kernel is ever called fast. `--steps` adds
+the kernel of TileLang or Triton with one decision changed at a time. Rows go to a CSV or JSON file, or as CSV to the standard output; JSON
 also holds the machine, the versions and the command.
 
 On a GPU, `triton.testing.do_bench` measures (the cache is emptied between calls), on a CPU `torch.utils.benchmark`. Compilation is
@@ -219,6 +219,38 @@ def tilelang_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]
     yield "warp specialisation, 128 threads", changed({PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: False}, threads=128)
 
 
+def triton_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """The Triton kernels, and the one with pointers with one decision of its launch changed at a time."""
+    from nsa_tutorial import triton_forward
+
+    shape = problem.shape
+    scale = shape.width**-0.5
+    ids = block_list(problem.block_indices, problem.rows, block_size=shape.block_size, block_counts=None, include_own_block=False)
+
+    def changed(use_descriptors: bool = False, **options: int) -> Callable[[], Tensor]:
+        return lambda: triton_forward.forward(
+            problem.q, problem.k, problem.v, ids, problem.rows,
+            block_size=shape.block_size, scale=scale, use_descriptors=use_descriptors, **options,
+        )[0]  # fmt: skip
+
+    yield "pointers, whole blocks, 2 warps, 2 stages", changed(BT=max(16, shape.block_size), num_warps=2, num_stages=2)
+    yield "pointers", changed()
+    for BT in (16, 32, 64):
+        if BT <= shape.block_size:
+            yield f"pointers, steps of {BT} tokens", changed(BT=BT)
+    for warps in (1, 2, 4):
+        yield f"pointers, {warps} warp{'s' * (warps > 1)}", changed(num_warps=warps)
+    for stages in (1, 2, 3, 4):
+        yield f"pointers, {stages} stage{'s' * (stages > 1)}", changed(num_stages=stages)
+    if triton_forward.can_use_descriptors(problem.q, problem.k, problem.v, shape.block_size):
+        yield "descriptors", changed(True)
+        yield "descriptors, 2 stages", changed(True, num_stages=2)
+        yield "descriptors, steps of 64 tokens, 2 stages", changed(True, BT=min(64, shape.block_size), num_stages=2)
+
+
+STEPS = {"tilelang": tilelang_steps, "triton": triton_steps}
+
+
 def measure_shape(
     operator: str, names: list[str], shape: Shape, device: str, *, steps: bool, with_dense: bool, seconds: float, jobs: int,
     bar: tqdm,
@@ -227,8 +259,8 @@ def measure_shape(
     problem = Problem.make(shape, device)
     truth = problem.last_queries().call(operator, "reference")
     calls = [(name, "", lambda name=name: problem.call(operator, name)) for name in names]
-    if steps and operator == "selected" and "tilelang" in names:
-        calls += [("tilelang", change, call) for change, call in tilelang_steps(problem)]
+    if steps:
+        calls += [(name, change, call) for name in names if name in STEPS for change, call in STEPS[name](problem)]
         bar.set_description(f"{shape.tokens} tokens, compiling {len(calls)} kernels")
         with ThreadPoolExecutor(jobs) as pool:  # what goes wrong here goes wrong again below, and is noted there
             list(pool.map(lambda call: _attempt(call[2]), calls))
@@ -319,7 +351,7 @@ def parser() -> argparse.ArgumentParser:
         p.add_argument("--slots", **every, default=[16] if on_gpu else [4], help="blocks of a list")
         p.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float16"] if on_gpu else ["float32"])
         if name == "selected":
-            p.add_argument("--steps", action="store_true", help="TileLang with one decision changed at a time, too")
+            p.add_argument("--steps", action="store_true", help="a kernel with one decision changed at a time, too")
         p.add_argument("--no-dense", action="store_true", help="leave dense attention out")
         p.add_argument("--seconds", type=float, default=0.3, help="spent on each measurement")
         p.add_argument("--jobs", type=int, metavar="n", default=min(16, os.cpu_count() or 1), help="kernels compiled at a time")

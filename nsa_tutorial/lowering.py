@@ -168,12 +168,11 @@ def _compile_triton(arch: int, dtype: str, shape: dict[str, int]) -> dict[str, s
     types |= dict.fromkeys(("BlockIndices", "FirstKey", "NumVisible"), "*i32") | {"LSE": "*fp32"}
     types |= {"scale": "fp32", "scale_log2": "fp32"} | dict.fromkeys(("R", "first_row", "H", "S", "window_size"), "i32")
     shape = {name: n for name, n in shape.items() if name != "H"}  # an ordinary argument there
-    shape |= {"itemsize": 4 if dtype == "float32" else 2}
-    constants = {**shape, **tile_sizes(**shape), "WINDOW": False}
-    del constants["itemsize"]
+    options = launch_options(**shape, itemsize=4 if dtype == "float32" else 2)
+    tiles = tile_sizes(shape["G"], shape["D"], shape["DV"]) | {"BT": options.pop("BT")}
+    constants = {**shape, **tiles, "WINDOW": False}
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     aligned = [name for name in kernel.arg_names if types.get(name, "").startswith("*")]
-    options = launch_options(**shape)
     return _stages(kernel, signature, constants, aligned, arch, options)
 
 

@@ -9,6 +9,8 @@ There is no backward here, and no argument is checked: `ops.selected_attention` 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -123,16 +125,17 @@ def online_softmax(acc_s, scores_max_prev, logsum, acc_o, scale_log2):
 
 @triton.jit(do_not_specialize=["R", "first_row", "S", "window_size", "keys"])
 def descriptor_kernel(
-    Q, K, V, KDescriptor, VDescriptor, BlockIndices, FirstKey, NumVisible, Output, LSE, scale, scale_log2,
+    Q, K, V, KDescriptor, VDescriptor, LargestValue, BlockIndices, FirstKey, NumVisible, Output, LSE, scale, scale_log2,
     R, first_row, H, S, window_size, keys,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, WINDOW: tl.constexpr,
     GT: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """`kernel`, with keys and values fetched by the tensor memory accelerator: one instruction a tile, and no address arithmetic.
 
-    A descriptor knows the tensor's end, not the query's: it fetches whole tiles. So the loop takes the blocks that are visible as a
-    whole, and the one block that is visible in part, if the list names it, follows by pointers and masks. `BT` divides `BS`, and
-    `D` and `DV` are powers of two.
+    A descriptor knows the tensor's end, not the query's: it fetches whole tiles, hidden values too. A weight of 0 hides them if
+    they are finite, which `LargestValue`, the largest magnitude in `V`, tells. If they are not, the loop takes the blocks that are
+    visible as a whole, and the one that is visible in part, if the list names it, follows by pointers and masks. `BT` divides `BS`,
+    and `D` and `DV` are powers of two.
     """
     # -- locate the program --
     row = tl.program_id(0).to(tl.int64) + first_row
@@ -163,14 +166,18 @@ def descriptor_kernel(
     PARTS: tl.constexpr = BS // BT
     num_whole = num_visible // BS  # blocks that are visible as a whole; the next one may be in part
     num_partial = 0  # how often the list names that one
+    is_finite = tl.load(LargestValue) < float("inf")  # False for NaN
+    num_direct = tl.where(is_finite, (num_visible + BS - 1) // BS, num_whole)
     for step in range(num_slots * PARTS):
         # -- guard --
         slot, part_start = step // PARTS, step % PARTS * BT
         block_id = tl.load(BlockIndices + (query * H + head) * S + slot, mask=is_window == 0, other=slot)
-        is_whole = (block_id >= 0) & (block_id < num_whole)
+        is_direct = (block_id >= 0) & (block_id < num_direct)
         num_partial += ((block_id == num_whole) & (part_start == 0)).to(tl.int32)
+        start = tl.where(is_direct, block_id, 0) * BS + part_start
+        is_seen = is_direct & (tokens < num_visible - start)  # [BT]
         # past the last key a descriptor gives zeros, and reads nothing
-        key_row = tl.where(is_whole, first_key + block_id * BS + part_start, keys)
+        key_row = tl.where(is_direct, first_key + start, keys)
 
         # -- load the keys --
         k_tile = KDescriptor.load([key_row, head, 0]).reshape([BT, D])
@@ -179,7 +186,7 @@ def descriptor_kernel(
         acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [GT, BT]
 
         # -- mask --
-        acc_s = tl.where(is_whole, acc_s, float("-inf"))
+        acc_s = tl.where(is_seen, acc_s, float("-inf"))
 
         # -- online softmax --
         acc_s, scores_max, logsum, acc_o = online_softmax(acc_s, scores_max, logsum, acc_o, scale_log2)
@@ -192,7 +199,7 @@ def descriptor_kernel(
 
     # -- the block that is visible in part --
     partial_start = num_whole * BS
-    num_partial = tl.where(partial_start < num_visible, num_partial, 0)
+    num_partial = tl.where(is_finite | (partial_start == num_visible), 0, num_partial)
     for step in range(num_partial * PARTS):
         start = partial_start + step % PARTS * BT
         is_seen = tokens < num_visible - start  # [BT]
@@ -214,27 +221,39 @@ def descriptor_kernel(
     tl.store(LSE + o_row, lse, mask=in_group)
 
 
-def tile_sizes(G: int, D: int, DV: int, BS: int, itemsize: int) -> dict[str, int]:
-    """The tiles of a shape: sizes rounded up to what `tl.arange` and `tl.dot` take, a power of two, 16 at least.
-
-    A step takes 32 tokens of a block (64 for groups of more than 32 heads), fewer where rows are long in bytes: short tiles let
-    more programs share a multiprocessor, each with several steps' loads on their way.
-    """
-    tiles = {name: max(16, triton.next_power_of_2(n)) for name, n in {"GT": G, "DT": D, "DVT": DV, "BT": BS}.items()}
-    row_bytes = max(tiles["DT"], tiles["DVT"]) * itemsize
-    longest = 32 if tiles["GT"] <= 32 else 64
-    tiles["BT"] = min(tiles["BT"], longest, max(16, 2**14 // row_bytes))
-    return tiles
+def tile_sizes(G: int, D: int, DV: int) -> dict[str, int]:
+    """The tiles of a shape: sizes rounded up to what `tl.arange` and `tl.dot` take, a power of two, 16 at least."""
+    return {name: _power_of_two(n) for name, n in {"GT": G, "DT": D, "DVT": DV}.items()}
 
 
-def launch_options(G: int, D: int, DV: int, BS: int, itemsize: int) -> dict[str, int]:
-    """Warps and pipeline stages for a shape: a warp for every 16 query heads, and three stages where the tiles leave room.
+def _power_of_two(n: int) -> int:
+    return max(16, triton.next_power_of_2(n))
 
-    Measured on an H200, 1,024 keys a query, ms for 16,384 tokens: …
-    """
-    tiles = tile_sizes(G, D, DV, BS, itemsize)
-    tile_bytes = tiles["BT"] * (tiles["DT"] + tiles["DVT"]) * itemsize
-    return {"num_warps": min(8, tiles["GT"] // 16), "num_stages": 3 if tile_bytes <= 2**14 or tiles["GT"] > 32 else 2}
+
+# Largest group and longest token (key and value, padded, in bytes) up to which a row holds: tokens of a step, warps, stages. Behind
+# it milliseconds of the pointer kernel on an H200, 16,384 tokens, 4 key/value heads, 1,024 keys a query, and of the runner-up.
+LAUNCH_TABLE = (
+    (16, 512, 32, 1, 3),  # D 128, 65,536 tokens: 14.5, 15.1 with 2 warps; D 64: 6.7, 7.1 with 2 stages
+    (16, 768, 32, 1, 2),  # D 192, DV 128: 4.9, 5.7 with 2 warps
+    (16, 1024, 64, 2, 2),  # D 256: 8.0, 8.2 in steps of 32
+    (32, 1024, 64, 2, 2),  # D 128: 5.0, 6.0 with 4 warps
+    (64, 512, 64, 4, 3),  # D 128: 5.4, 5.9 with 2 stages
+    (64, 1024, 64, 4, 2),
+    (128, 2048, 32, 8, 2),
+)
+SHARED_MEMORY = 227 * 1024  # bytes that a program can have on an H100 or H200
+
+
+def launch_options(G: int, D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY) -> dict[str, int]:
+    """Tokens of a step, warps and pipeline stages for a shape, from `LAUNCH_TABLE`, as far as `shared_memory`, in bytes, allows."""
+    tiles = tile_sizes(G, D, DV)
+    token_bytes = (tiles["DT"] + tiles["DVT"]) * itemsize
+    fitting = [row for row in LAUNCH_TABLE if row[0] >= tiles["GT"] and row[1] >= token_bytes] or [LAUNCH_TABLE[-1]]
+    BT, warps, stages = fitting[0][2:]
+    BT = min(BT, _power_of_two(BS))
+    while BT * token_bytes * stages + tiles["GT"] * tiles["DT"] * itemsize > shared_memory and (stages > 1 or BT > 16):
+        BT, stages = (BT, stages - 1) if stages > 1 else (BT // 2, 1)
+    return {"BT": BT, "num_warps": warps, "num_stages": stages}
 
 
 def can_use_descriptors(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> bool:
@@ -243,7 +262,7 @@ def can_use_descriptors(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> boo
     Its copies are Hopper's and later; elsewhere Triton would take them apart again. In fp32 the products dominate, not the copies.
     """
     (D, DV), itemsize = (q.shape[3], v.shape[3]), q.element_size()
-    BT = tile_sizes(1, D, DV, block_size, itemsize)["BT"]
+    BT = launch_options(q.shape[2] // k.shape[2], D, DV, block_size, itemsize)["BT"]
     is_aligned = all(n == triton.next_power_of_2(n) and n >= 16 for n in (D, DV)) and block_size % BT == 0 and k.shape[1] > 0
     return is_aligned and itemsize == 2 and q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
 
@@ -287,7 +306,7 @@ def launch(
         q, k, v, ids, rows, block_size, scale: as in `selected_attention.forward`; no slots for windows alone.
         window_size: keys of a window; 0 for none.
         use_descriptors: which of the two kernels; None takes `descriptor_kernel` wherever `can_use_descriptors`.
-        options: of the launch, in place of what `tile_sizes` and `launch_options` choose: `BT`, `num_warps`, `num_stages`.
+        options: `BT`, `num_warps`, `num_stages`, in place of what `launch_options` chooses.
 
     Returns:
         Outputs `[branches, B, N, HQ, DV]` and log-sum-exps `[branches, B, N, HQ]`: of the lists, if there are any, then of the
@@ -298,9 +317,8 @@ def launch(
     branches = (S > 0) + (window_size > 0)
     o = torch.empty(branches, B, N, HQ, DV, dtype=v.dtype, device=v.device)
     lse = torch.empty(branches, B, N, HQ, dtype=torch.float32, device=v.device)
-    shape = (G, D, DV, block_size, q.element_size())
-    tiles, options = tile_sizes(*shape), launch_options(*shape) | options
-    tiles |= {name: options.pop(name) for name in ("BT",) if name in options}
+    chosen = launch_options(G, D, DV, block_size, q.element_size(), _shared_memory(q.device)) | options
+    tiles = tile_sizes(G, D, DV) | {"BT": chosen.pop("BT")}
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     inputs, outputs = (ids, rows.first_key, rows.num_visible), (o, lse, scale, scale * LOG2_E)
     sizes, fixed = (R, 0 if S else R, H, S, window_size), {"G": G, "D": D, "DV": DV, "BS": block_size, "WINDOW": window_size > 0}
@@ -310,7 +328,14 @@ def launch(
             TensorDescriptor.from_tensor(x.view(B * M, H, -1), [tiles["BT"], 1, x.shape[-1]]) for x in (k, v)
         ]  # fmt: skip
         fixed |= {"GT": tiles["GT"], "BT": tiles["BT"]}
-        descriptor_kernel[grid](q, k, v, *described, *inputs, *outputs, *sizes, B * M, **fixed, **options)
+        largest = torch.linalg.vector_norm(v, float("inf"), dtype=torch.float32)
+        descriptor_kernel[grid](q, k, v, *described, largest, *inputs, *outputs, *sizes, B * M, **fixed, **chosen)
     else:
-        kernel[grid](q, k, v, *inputs, *outputs, *sizes, **fixed, **tiles, **options)
+        kernel[grid](q, k, v, *inputs, *outputs, *sizes, **fixed, **tiles, **chosen)
     return o, lse
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have on `device`."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else SHARED_MEMORY
