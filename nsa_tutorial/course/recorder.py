@@ -3,7 +3,8 @@
 The kernel's own source is executed, with small stand-ins for `tl` and for pointers: what is recorded is what the kernel's index
 arithmetic says, on any machine, also where Triton is not installed or compiles for a GPU. Triton's interpreter works the same way.
 
-It knows the operations of chapter 09's kernels and no others, computes in fp64, and says nothing about order, threads or time.
+It knows the operations of chapter 09's kernels and of `triton_forward.kernel` and no others, computes in fp64 and int64, and says
+nothing about order, threads or time.
 """
 
 from __future__ import annotations
@@ -97,15 +98,15 @@ class Record:
 
 
 class _Language:
-    """The part of `tl` that chapter 09 uses, for one program."""
+    """The part of `tl` that these kernels use, for one program."""
 
-    constexpr = float32 = None
+    constexpr = float32 = int64 = None
 
     def __init__(self, program: tuple[int, ...], memory: Mapping[str, np.ndarray], accesses: list[Access]) -> None:
         self.program, self.memory, self.accesses = program, memory, accesses
 
-    def program_id(self, axis: int) -> int:
-        return self.program[axis]
+    def program_id(self, axis: int) -> Tile:
+        return _tile(self.program[axis])
 
     def arange(self, start: int, end: int) -> Tile:
         return _tile(np.arange(start, end))
@@ -151,7 +152,9 @@ class _Language:
         values = self.memory[pointer.name].ravel()
         real = access.mask & (access.offsets >= 0) & (access.offsets < values.size)
         loaded = values[np.where(real, access.offsets, 0)]
-        return _tile(np.where(real, loaded, np.where(access.mask, math.nan, other)))  # outside: whatever is there
+        unknown = math.nan if values.dtype.kind == "f" else np.iinfo(np.int32).min  # outside: whatever is there
+        filler = np.where(access.mask, np.asarray(unknown, values.dtype), np.asarray(other).astype(values.dtype))
+        return _tile(np.where(real, loaded, filler))
 
     def store(self, pointer: Pointer, value: object, mask: object = True) -> None:
         access = self._note("store", pointer, mask)
@@ -170,6 +173,11 @@ def _code(source: str) -> object:
     return compile(source, "<kernel>", "exec")
 
 
+def _jit(function: Callable | None = None, **_options: object) -> Callable:
+    """Stands for `triton.jit`, bare or with options, which change nothing here."""
+    return function or _jit
+
+
 def run(kernel: str | Callable, program: tuple[int, ...], arguments: Mapping[str, object]) -> Record:
     """Run one program.
 
@@ -181,7 +189,7 @@ def run(kernel: str | Callable, program: tuple[int, ...], arguments: Mapping[str
     arrays = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
     accesses: list[Access] = []
     language = _Language(program, arrays, accesses)
-    names: dict[str, object] = {"tl": language, "triton": SimpleNamespace(jit=lambda function: function)}
+    names: dict[str, object] = {"tl": language, "triton": SimpleNamespace(jit=_jit)}
     listing = show(kernel)
     exec(_code("from __future__ import annotations\n" + listing.code), names)
     function = names[listing.title.rsplit(" · ", 1)[-1].rsplit(".", 1)[-1]]
