@@ -2,8 +2,8 @@
 
 Every combination of the sizes given is one row: median and spread of a call's time, the ratio to dense attention measured in the
 same run, and the error against the fp64 reference on the last queries, so that no wrong kernel is ever called fast. `--steps` adds
-the kernel of TileLang or Triton with one decision changed at a time. Rows go to a CSV or JSON file, or as CSV to the standard output; JSON
-also holds the machine, the versions and the command.
+the kernel of TileLang or Triton with one decision changed at a time. Rows go to a CSV or JSON file, or as CSV to the standard
+output; JSON also holds the machine, the versions and the command.
 
 On a GPU, `triton.testing.do_bench` measures (the cache is emptied between calls), on a CPU `torch.utils.benchmark`. Compilation is
 excluded. Times of the CPU say nothing about a GPU: there, Triton is interpreted and TileLang runs one program after the other.
