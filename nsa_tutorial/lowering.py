@@ -117,8 +117,8 @@ def _excerpt(language: str, text: str, words: tuple[str, ...], arch: str, lines:
 
 
 @functools.cache
-def _triton_stages(arch: int, dtype: str, shape: tuple[tuple[str, int], ...]) -> Mapping[str, str]:
-    return _in_a_second_process({"arch": arch, "dtype": dtype, "shape": dict(shape)})
+def _triton_stages(arch: int, dtype: str, kernel: str, shape: tuple[tuple[str, int], ...]) -> Mapping[str, str]:
+    return _in_a_second_process({"arch": arch, "dtype": dtype, "kernel": kernel, "shape": dict(shape)})
 
 
 def _in_a_second_process(request: dict[str, object]) -> dict:
@@ -135,13 +135,13 @@ def _in_a_second_process(request: dict[str, object]) -> dict:
     return json.loads(finished.stdout)
 
 
-def triton_stages(arch: str = "sm_90", dtype: str = "float16", **shape: int) -> Mapping[str, str]:
-    """The stages of `triton_forward.kernel` on its way to the GPU, by name: `"ttir"`, `"ttgir"`, `"llir"` and `"ptx"`.
+def triton_stages(arch: str = "sm_90", dtype: str = "float16", *, kernel: str = "kernel", **shape: int) -> Mapping[str, str]:
+    """The stages of a kernel of `triton_forward` on its way to the GPU, by name: `"ttir"`, `"ttgir"`, `"llir"` and `"ptx"`.
 
-    Args and errors as for `tilelang_cuda`.
+    `kernel` is `"kernel"` or `"descriptor_kernel"`, other args and errors as for `tilelang_cuda`.
     """
     environment.require("triton", "cuda" if environment.detect().gpu else "cpu")
-    return _triton_stages(int(arch.removeprefix("sm_")), dtype, tuple({**EXAMPLE, **shape}.items()))
+    return _triton_stages(int(arch.removeprefix("sm_")), dtype, kernel, tuple({**EXAMPLE, **shape}.items()))
 
 
 @functools.cache
@@ -159,18 +159,24 @@ def all_basic_stages(
     return _in_a_second_process({"names": names, "arch": int(arch.removeprefix("sm_")), "dtype": dtype})
 
 
-def _compile_triton(arch: int, dtype: str, shape: dict[str, int]) -> dict[str, str]:
+def _compile_triton(arch: int, dtype: str, kernel: str, shape: dict[str, int]) -> dict[str, str]:
     """Runs in the second process, where triton compiles."""
-    from nsa_tutorial.triton_forward import kernel, launch_options, tile_sizes
+    from nsa_tutorial import triton_forward
+    from nsa_tutorial.triton_forward import launch_options, tile_sizes
 
+    kernel = getattr(triton_forward, kernel)
     pointer = POINTERS[dtype]
     types = dict.fromkeys(("Q", "K", "V", "Output"), pointer)
     types |= dict.fromkeys(("BlockIndices", "FirstKey", "NumVisible"), "*i32") | {"LSE": "*fp32"}
-    types |= {"scale": "fp32", "scale_log2": "fp32"} | dict.fromkeys(("R", "first_row", "H", "S", "window_size"), "i32")
+    types |= {"scale": "fp32", "scale_log2": "fp32", "LargestValue": "*fp32"}
+    types |= dict.fromkeys(("R", "first_row", "H", "S", "window_size", "keys"), "i32")
     shape = {name: n for name, n in shape.items() if name != "H"}  # an ordinary argument there
     options = launch_options(**shape, itemsize=4 if dtype == "float32" else 2)
     tiles = tile_sizes(shape["G"], shape["D"], shape["DV"]) | {"BT": options.pop("BT")}
+    for name, width in (("KDescriptor", shape["D"]), ("VDescriptor", shape["DV"])):
+        types[name] = f"tensordesc<{pointer[1:]}[{tiles['BT']}, 1, {width}]>"
     constants = {**shape, **tiles, "WINDOW": False}
+    constants = {name: constants[name] for name in kernel.arg_names if name in constants}
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     aligned = [name for name in kernel.arg_names if types.get(name, "").startswith("*")]
     return _stages(kernel, signature, constants, aligned, arch, options)
