@@ -236,7 +236,7 @@ def triton_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]]]
     yield "pointers, whole blocks, 2 warps, 2 stages", changed(BT=max(16, shape.block_size), num_warps=2, num_stages=2)
     yield "pointers", changed()
     for BT in (16, 32, 64):
-        if BT <= shape.block_size:
+        if shape.block_size >= BT:
             yield f"pointers, steps of {BT} tokens", changed(BT=BT)
     for warps in (1, 2, 4):
         yield f"pointers, {warps} warp{'s' * (warps > 1)}", changed(num_warps=warps)
