@@ -56,40 +56,34 @@ def forward(
         `o [B, N, HQ, DV]` in the dtype of the values.
     """
     g_cmp, g_slc, g_swa = gates
-    # which backend each part in use runs on, found out before anything runs
-    scoring = backends.nearest("compressed_attention", backend, q) if g_cmp is not None else None
-    choosing = backends.nearest("select_blocks", backend, q) if g_slc is not None and block_indices is None else None
-    attending = backends.choose("selected_attention", backend, q) if g_slc is not None else None
-    sliding = backends.choose("sliding_window_attention", backend, q) if g_swa is not None else None
+    used = ((g_slc, "selected_attention"), (g_swa, "sliding_window_attention"))
+    attending = {backends.choose(operator, backend, q) for gate, operator in used if gate is not None}  # may raise: before all else
+    scoring = backends.nearest("select_blocks", backend, q)
+    share = g_slc is not None and g_swa is not None and all(x is y for x, y in zip(selected, window, strict=True))
     M = next(pair[0].shape[1] for pair, gate in ((selected, g_slc), (window, g_swa), (selected, g_cmp)) if gate is not None)
-    common = {"scale": scale, "cu_seqlens": cu_seqlens}
-    windows = {"length": length, "stride": stride, "num_keys": M}
+    common = {"scale": scale, "cu_seqlens": cu_seqlens, "backend": backend}
+    windows = {**common, "length": length, "stride": stride, "num_keys": M, "backend": scoring}
     o_cmp = o_slc = o_swa = None
 
     # -- compression --
     if g_cmp is not None:
-        o_cmp, lse = ops.compressed_attention(q, *compressed, **windows, **common, return_lse=True, backend=scoring)
+        o_cmp, lse = ops.compressed_attention(q, *compressed, **windows, return_lse=True)
 
     # -- selection --
-    if choosing is not None:
-        block_indices = ops.select_blocks(
-            q, compressed[0], lse, top_n=block_counts, block_size=block_size, **windows, **common, backend=choosing
-        )
-        block_counts = None
-        block_indices = block_indices[..., : -(-M // block_size)]  # past that, ascending lists hold nothing but -1
-    lists = {"block_size": block_size, "block_counts": block_counts}
-    share = all(x is y for x, y in zip(selected, window, strict=True))
-    if share and attending == sliding and attending not in (None, "reference"):  # one launch serves both branches
-        o_slc, o_swa = ops.selected_and_window_attention(
-            q, *selected, block_indices, window_size=window_size, **lists, **common, backend=attending
-        )
-        return gated_sum(gates, (o_cmp, o_slc, o_swa))
     if g_slc is not None:
-        o_slc = _selected_attention(q, *selected, block_indices, **lists, **common, backend=attending)
+        if block_indices is None:
+            block_indices = ops.select_blocks(q, compressed[0], lse, top_n=block_counts, block_size=block_size, **windows)
+            block_counts = None
+            block_indices = block_indices[..., : -(-M // block_size)]  # past that, ascending lists hold nothing but -1
+        lists = {"block_indices": block_indices, "block_counts": block_counts, "block_size": block_size, **common}
+        if share and "reference" not in attending:  # kernels take both in one launch
+            o_slc, o_swa = ops.selected_and_window_attention(q, *selected, window_size=window_size, **lists)
+        else:
+            o_slc = _selected_attention(q, *selected, **lists)
 
     # -- window --
-    if g_swa is not None:
-        o_swa = ops.sliding_window_attention(q, *window, window_size=window_size, **common, backend=sliding)
+    if g_swa is not None and o_swa is None:
+        o_swa = ops.sliding_window_attention(q, *window, window_size=window_size, **common)
     return gated_sum(gates, (o_cmp, o_slc, o_swa))
 
 
@@ -98,7 +92,7 @@ def _selected_attention(
     block_size: int, block_counts: Tensor | int | None, scale: float | None, cu_seqlens: Tensor | None, backend: str,
 ) -> Tensor:  # fmt: skip
     """The kernels' selected attention, or, in place of the reference that mirrors them step by step, the fast one under a mask."""
-    if q.numel() == 0 or backend != "reference":
+    if q.numel() == 0 or backends.choose("selected_attention", backend, q) != "reference":
         return ops.selected_attention(
             q, k, v, block_indices, block_size=block_size, block_counts=block_counts,
             scale=scale, cu_seqlens=cu_seqlens, backend=backend,
