@@ -53,8 +53,8 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One measurement.
+class Row(Shape):
+    """One measurement, of one shape.
 
     Attributes:
         operator, kernel, change: what ran; `change` says what differs from the kernel as `ops` calls it, empty where nothing does.
@@ -68,14 +68,6 @@ class Row:
     operator: str
     kernel: str
     change: str
-    tokens: int
-    kv_heads: int
-    group: int
-    width: int
-    value_width: int
-    block_size: int
-    slots: int
-    dtype: str
     ms: float | None = None
     ms_low: float | None = None
     ms_high: float | None = None
@@ -287,7 +279,7 @@ def _row(
     operator: str, kernel: str, change: str, problem: Problem, call: Callable[[], Tensor], device: str, seconds: float,
     truth: Tensor | None,
 ) -> Row:  # fmt: skip
-    row = Row(operator, kernel, change, **asdict(problem.shape))
+    row = Row(**asdict(problem.shape), operator=operator, kernel=kernel, change=change)
     try:
         if truth is not None:
             error, is_right = problem.judge(call(), truth)
@@ -340,22 +332,26 @@ def parser() -> argparse.ArgumentParser:
     ):
         p = operators.add_parser(name, help=summary, description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         every = {"nargs": "+", "type": int, "metavar": "n"}
-        p.add_argument("--backend", nargs="+", choices=("reference", "tilelang", "triton"), default=["tilelang"])
-        p.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
+        p.add_argument(
+            "--backend", nargs="+", choices=("reference", "tilelang", "triton"), default=["tilelang"], help="what is measured"
+        )
+        p.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu", help="where")
         p.add_argument("--tokens", **every, default=[8192, 65536] if on_gpu else [128, 512], help="queries, and keys")
         p.add_argument("--kv-heads", **every, default=[4] if on_gpu else [1], help="key/value heads")
         p.add_argument("--group", **every, default=[16], help="query heads of a key/value head")
         p.add_argument("--width", **every, default=[128] if on_gpu else [64], help="channels of queries and keys")
-        p.add_argument("--value-width", type=int, metavar="n", help="channels of values (default: those of the keys)")
+        p.add_argument("--value-width", type=int, metavar="n", default=argparse.SUPPRESS, help="channels of values, if others")
         p.add_argument("--block-size", **every, default=[64] if on_gpu else [32], help="tokens of a block")
         p.add_argument("--slots", **every, default=[16] if on_gpu else [4], help="blocks of a list")
-        p.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float16"] if on_gpu else ["float32"])
+        p.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float16"] if on_gpu else ["float32"], help="of tensors")
         if name == "selected":
             p.add_argument("--steps", action="store_true", help="a kernel with one decision changed at a time, too")
         p.add_argument("--no-dense", action="store_true", help="leave dense attention out")
         p.add_argument("--seconds", type=float, default=0.3, help="spent on each measurement")
         p.add_argument("--jobs", type=int, metavar="n", default=min(16, os.cpu_count() or 1), help="kernels compiled at a time")
-        p.add_argument("--output", type=Path, metavar="file", help=".json or .csv; CSV on the standard output without it")
+        p.add_argument(
+            "--output", type=Path, metavar="file", default=argparse.SUPPRESS, help=".json or .csv; without it CSV is printed"
+        )
     return result
 
 
@@ -365,7 +361,7 @@ def shapes(options: argparse.Namespace) -> list[Shape]:
     found = []
     for values in itertools.product(*(getattr(options, name) for name in sizes)):
         size = dict(zip(sizes, values, strict=True))
-        found.append(Shape(**size, value_width=options.value_width or size["width"]))
+        found.append(Shape(**size, value_width=getattr(options, "value_width", size["width"])))
     return found
 
 
@@ -374,8 +370,9 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     command = parser()
     options = command.parse_args(arguments)
-    if options.output is not None and options.output.suffix not in (".json", ".csv"):
-        command.error(f"--output: got {options.output}, expected a name that ends in .json or .csv")
+    path = getattr(options, "output", None)
+    if path is not None and path.suffix not in (".json", ".csv"):
+        command.error(f"--output: got {path}, expected a name that ends in .json or .csv")
     if getattr(options, "steps", False) and options.device == "cpu":
         command.error("--steps: got --device cpu, expected cuda: on a CPU these decisions change nothing")
     for name, dtype in itertools.product(options.backend, options.dtype):
@@ -391,7 +388,7 @@ def main(arguments: list[str] | None = None) -> int:
                 options.operator, options.backend, shape, options.device, steps=getattr(options, "steps", False),
                 with_dense=not options.no_dense, seconds=options.seconds, jobs=options.jobs, bar=bar,
             )  # fmt: skip
-    write(rows, about(arguments), options.output)
+    write(rows, about(arguments), path)
     return int(any(row.change == "" and not row.kernel.startswith("dense") and not row.is_right for row in rows))
 
 

@@ -93,7 +93,7 @@ def test_what_cannot_run_is_noted() -> None:
 
     row = bench._row("selected", "x", "y", problem, fails, "cpu", 0.01, torch.zeros(1))
     assert (row.ms, row.note) == (None, "RuntimeError: no such tile")
-    assert replace(row, note="") == bench.Row("selected", "x", "y", **asdict(SHAPE))
+    assert replace(row, note="") == bench.Row(**asdict(SHAPE), operator="selected", kernel="x", change="y")
 
 
 @pytest.mark.parametrize(
