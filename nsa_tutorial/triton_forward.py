@@ -1,10 +1,13 @@
-"""Selected attention, forward, in Triton: one program per (query, key/value head).
+"""Selected attention and sliding windows, forward, in Triton: one program per (query, key/value head).
 
 `kernel` is the GPU kernel; `forward` launches it, on CUDA tensors compiled, on CPU tensors through Triton's interpreter. The phases
 and the names are those of `selected_attention.forward`, where they are explained. The guard is a mask, not a branch: an empty slot
 loads nothing, and a loop without branches is one whose loads Triton can start early.
 
-There is no backward here, and no argument is checked: `ops.selected_attention` does.
+`descriptor_kernel` computes the same with tensor descriptors, on Hopper and later: the second step, faster where rows are long.
+`sliding_window` and `selection_and_window` launch either of them on windows, or on lists and windows at once.
+
+There is no backward here, and no argument is checked: `ops` does.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ def kernel(
         window_start = tl.where(is_window, tl.maximum(num_visible - window_size, 0), 0)
         first_key += window_start
         num_visible -= window_start
-        num_slots = tl.where(is_window, tl.cdiv(window_size, BS), S)
+        num_slots = tl.where(is_window, tl.cdiv(num_visible, BS), S)
     group, width, value_width, tokens = tl.arange(0, GT), tl.arange(0, DT), tl.arange(0, DVT), tl.arange(0, BT)
     group_row = (query * H + head) * G + group  # [GT]
     in_group = group < G
@@ -150,7 +153,7 @@ def descriptor_kernel(
         window_start = tl.where(is_window, tl.maximum(num_visible - window_size, 0), 0)
         first_key += window_start
         num_visible -= window_start
-        num_slots = tl.where(is_window, tl.cdiv(window_size, BS), S)
+        num_slots = tl.where(is_window, tl.cdiv(num_visible, BS), S)
     group, width, value_width, tokens = tl.arange(0, GT), tl.arange(0, D), tl.arange(0, DV), tl.arange(0, BT)
     group_row = (query * H + head) * G + group  # [GT]
     in_group = group < G
@@ -282,7 +285,7 @@ def sliding_window(
     q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, *, window_size: int, scale: float, **options: object
 ) -> tuple[Tensor, Tensor]:
     """Launch the windows alone; arguments and results as in `sliding_window.forward`."""
-    no_list = rows.first_key.new_empty(len(rows.first_key), v.shape[2], 0)
+    no_list = rows.first_key.new_empty(len(rows.first_key), v.shape[2], 0)  # [R, H, S = 0]
     o, lse = launch(q, k, v, no_list, rows, block_size=WINDOW_BLOCK, scale=scale, window_size=window_size, **options)
     return o[0], lse[0]
 
