@@ -169,8 +169,11 @@ class _Language:
 
 
 @functools.cache
-def _code(source: str) -> object:
-    return compile(source, "<kernel>", "exec")
+def _code(kernel: str | Callable) -> tuple[object, str]:
+    """A kernel's source, compiled, and its function's name."""
+    listing = show(kernel)
+    code = compile("from __future__ import annotations\n" + listing.code, "<kernel>", "exec")
+    return code, listing.title.rsplit(" · ", 1)[-1].rsplit(".", 1)[-1]
 
 
 def _jit(function: Callable | None = None, **_options: object) -> Callable:
@@ -190,9 +193,9 @@ def run(kernel: str | Callable, program: tuple[int, ...], arguments: Mapping[str
     accesses: list[Access] = []
     language = _Language(program, arrays, accesses)
     names: dict[str, object] = {"tl": language, "triton": SimpleNamespace(jit=_jit)}
-    listing = show(kernel)
-    exec(_code("from __future__ import annotations\n" + listing.code), names)
-    function = names[listing.title.rsplit(" · ", 1)[-1].rsplit(".", 1)[-1]]
+    code, name = _code(kernel)
+    exec(code, names)
+    function = names[name]
     others = {name: x for name, x in arguments.items() if name not in arrays}
     with np.errstate(all="ignore"):
         function(**{name: Pointer(name) for name in arrays}, **others)

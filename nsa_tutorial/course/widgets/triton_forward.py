@@ -1,0 +1,496 @@
+"""Chapter 11's pictures: pointer tiles and masks of the Triton kernel, found by running its own source, and what was measured.
+
+`program` runs one program of `triton_forward.kernel` (`course.recorder`) on any small call; `record` does so on chapter 10's real
+heads, and `moment` adds the tiles that the PyTorch twin holds in the same step (`course.trace`). `draw_step`, `sentence` and
+`explore` show both beside each other. `measured` reads the times stored by `python -m nsa_tutorial.bench`.
+
+Nothing here computes attention, and nothing needs Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+
+import ipywidgets
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.patches import Patch, Rectangle
+from torch import Tensor
+
+from nsa_tutorial import selected_attention, sliding_window
+from nsa_tutorial.course import recorder
+from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure, readable_on
+from nsa_tutorial.course.trace import Trace, trace
+from nsa_tutorial.course.widgets import Panel, panel
+from nsa_tutorial.course.widgets.tilelang_forward import ASSETS, BS, SIGNED, N, S, example
+from nsa_tutorial.online_softmax import LOG2_E
+from nsa_tutorial.selected_attention import QueryRows
+
+KERNEL = "nsa_tutorial.triton_forward:kernel"
+MEASURED = ASSETS / "triton_forward_h200.json"
+WINDOW = 40  # keys of the stepper's window: two and a half blocks
+_NOTHING = "#EDEFF1"
+
+
+# -- one program of the kernel --
+
+
+def power_of_two(n: int) -> int:
+    """The least length of a tile's side that holds `n`: a power of two, at least 16."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def arguments(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *, block_size: int, window_size: int = 0, BT: int | None = None,
+    tiles: tuple[int, int, int] | None = None,
+) -> dict[str, object]:  # fmt: skip
+    """The kernel's arguments for the recorder, of a call of `triton_forward.launch`; outputs are NaN until they are stored.
+
+    `tiles` are `GT, DT, DVT` where the padding is in the way of seeing something.
+    """
+    (B, queries, HQ, D), (H, DV) = q.shape, v.shape[2:]
+    R, G, slots = B * queries, HQ // H, ids.shape[-1]
+    outputs = (1 + (window_size > 0)) * R
+    GT, DT, DVT = tiles or (power_of_two(G), power_of_two(D), power_of_two(DV))
+    scale = D**-0.5
+    arrays = {
+        "Q": q.double().reshape(R, H, G, D), "K": k.double().reshape(-1, H, D), "V": v.double().reshape(-1, H, DV),
+        "BlockIndices": ids.long(), "FirstKey": rows.first_key.long(), "NumVisible": rows.num_visible.long(),
+    }  # fmt: skip
+    numbers = {
+        "scale": scale, "scale_log2": scale * LOG2_E, "R": R, "first_row": 0, "H": H, "S": slots, "window_size": window_size,
+        "G": G, "D": D, "DV": DV, "BS": block_size, "WINDOW": window_size > 0, "GT": GT, "DT": DT, "DVT": DVT,
+        "BT": BT or block_size,
+    }  # fmt: skip
+    empty = {"Output": np.full((outputs, H, G, DV), np.nan), "LSE": np.full((outputs, H, G), np.nan)}
+    return {name: x.numpy() for name, x in arrays.items()} | empty | numbers
+
+
+def program(ids: tuple[int, int], call: dict[str, object]) -> recorder.Record:
+    """Run program `(row, head)` of the kernel; `call` are `arguments`, whose outputs it stores to."""
+    return recorder.run(KERNEL, ids, call)
+
+
+def loads(seen: recorder.Record, tensor: str) -> list[recorder.Access]:
+    """The loads of `tensor` in order: for keys and values, one for each step of the loop."""
+    return [access for access in seen.accesses if (access.kind, access.tensor) == ("load", tensor)]
+
+
+# -- the pointer tile --
+
+
+@functools.cache
+def pointer_example() -> recorder.Record:
+    """Program (9, 1) over ten keys of two heads, two channels each; its list is block 0, block 2, in blocks of 4."""
+    k = torch.arange(40.0).reshape(1, 10, 2, 2)
+    rows = selected_attention.query_rows(1, 10, 10, causal=True, cu_seqlens=None, device=k.device)
+    ids = torch.tensor([0, 2]).expand(10, 2, 2).contiguous()
+    return program((9, 1), arguments(k, k, k, ids, rows, block_size=4, tiles=(1, 2, 2)))
+
+
+def draw_pointers() -> Picture:
+    """Two slots' tiles in the memory of K, and the offsets within a tile, which are the same for both."""
+    first, second = loads(pointer_example(), "K")
+    keys, H, D = pointer_example().shapes["K"]
+    figure, axes = new_figure(8.0, 4.3, columns=2, width_ratios=(5, 4))
+    figure.set_layout_engine(None)
+    axis, tile = axes[0]
+    axis.set_position([0.08, 0.13, 0.36, 0.72])
+    tile.set_position([0.60, 0.36, 0.22, 0.40])
+    colours = np.tile(np.array(to_rgb(_NOTHING)), (keys, H * D, 1))
+    for access, colour in ((first, "selected"), (second, "key")):
+        colours.reshape(-1, 3)[access.touched] = to_rgb(PALETTE[colour])
+    _squares(axis, colours)
+    for offset in range(keys * H * D):
+        i, j = divmod(offset, H * D)
+        axis.text(j, i, offset, ha="center", va="center", fontsize=8.5, color=readable_on(tuple(colours[i, j])))
+    below = second.offsets[~second.mask].reshape(-1, D)
+    for i in below[:, 0] // (H * D):
+        axis.add_patch(Rectangle((D - 0.45, i - 0.45), D - 0.1, 0.9, fill=False, edgecolor=PALETTE["key"], linestyle=":"))
+    axis.set_ylim(keys + 1.5, -0.5)
+    axis.set_xticks([0.5, 2.5], ["head 0", "head 1"], fontsize=9)
+    axis.set_yticks(range(keys))
+    axis.set_ylabel("row of K: the key", fontsize=9)
+    axis.set_title("K [10, 2, 2], each element's offset", fontsize=9.5)
+    base = [int(access.offsets.min()) for access in (first, second)]
+    inside = first.offsets - base[0]
+    if not np.array_equal(inside, second.offsets - base[1]):
+        raise AssertionError("the offsets within a tile have moved")
+    _squares(tile, np.tile(np.array(to_rgb(_NOTHING)), (*inside.shape, 1)))
+    for i, j in np.ndindex(inside.shape):
+        tile.text(j, i, inside[i, j], ha="center", va="center", fontsize=9, color=PALETTE["text"])
+    tile.set_xticks(range(D))
+    tile.set_yticks(range(inside.shape[0]))
+    tile.set_xlabel("channel", fontsize=9)
+    tile.set_ylabel("token of the block", fontsize=9)
+    tile.set_title("k_offset: the same for every slot", fontsize=9.5)
+    for y, slot, colour in ((0.17, 0, "selected"), (0.10, 1, "key")):
+        access = (first, second)[slot]
+        told = f"slot {slot}: begins at {base[slot]}, {int(access.mask.sum())} of {access.mask.size} lanes load"
+        figure.text(0.53, y, told, fontsize=9.5, color=PALETTE[colour])
+    return Picture(figure, f"From slot 0 to slot 1 the base moves by {base[1] - base[0]}; the {inside.size} offsets stay")
+
+
+def _squares(axis: Axes, colours: np.ndarray) -> None:
+    rows, columns = colours.shape[:2]
+    axis.imshow(colours, aspect="auto", interpolation="nearest")
+    axis.vlines(np.arange(columns + 1) - 0.5, -0.5, rows - 0.5, color=SURFACE, linewidth=1)
+    axis.hlines(np.arange(rows + 1) - 0.5, -0.5, columns - 0.5, color=SURFACE, linewidth=1)
+    axis.tick_params(length=0, labelsize=8.5)
+    axis.spines[:].set_visible(False)
+
+
+# -- packed sequences, windows --
+
+
+def draw_packed(cu_seqlens: tuple[int, ...] = (0, 3, 4, 9)) -> Picture:
+    """Which keys each packed query sees, and the two numbers that say it."""
+    tokens = cu_seqlens[-1]
+    cu, cpu = torch.tensor(cu_seqlens), torch.device("cpu")
+    rows = selected_attention.query_rows(1, tokens, tokens, causal=True, cu_seqlens=cu, device=cpu)
+    first, visible = rows.first_key.numpy(), rows.num_visible.numpy()
+    key = np.arange(tokens)
+    sees = (key >= first[:, None]) & (key < (first + visible)[:, None])
+    colours = np.tile(np.array(to_rgb(_NOTHING)), (tokens, tokens, 1))
+    for number, start in enumerate(dict.fromkeys(first.tolist())):  # two colours, only to tell neighbours apart
+        colours[sees & (first == start)[:, None]] = to_rgb(PALETTE["value" if number % 2 else "key"])
+    figure, axes = new_figure(6.6, 3.7)
+    figure.set_layout_engine(None)
+    axis = axes[0, 0]
+    axis.set_position([0.10, 0.15, 0.46, 0.66])
+    _squares(axis, colours)
+    axis.set_xticks(range(tokens))
+    axis.set_yticks(range(tokens))
+    axis.set_xlabel("row of K", fontsize=9)
+    axis.set_ylabel("query row", fontsize=9)
+    for x, title, values in ((1.2, "FirstKey", first), (1.55, "NumVisible", visible)):
+        axis.text(x, 1.03, title, transform=axis.transAxes, ha="center", fontsize=9)
+        for i, value in enumerate(values):
+            axis.text(x, i, value, transform=axis.get_yaxis_transform(), ha="center", va="center", fontsize=9)
+    sequences = len(cu_seqlens) - 1
+    return Picture(
+        figure, f"{tokens} queries of {sequences} sequences see {int(sees.sum())} of {tokens**2} pairs: two numbers a row"
+    )
+
+
+def windows(tokens: int, window_size: int) -> np.ndarray:
+    """For each query and key, the block of its window that the key lies in, counted from the window's first key; -1 outside."""
+    rows = selected_attention.query_rows(1, tokens, tokens, causal=True, cu_seqlens=None, device=torch.device("cpu"))
+    _, window = sliding_window.as_selection(rows, window_size=window_size, H=1, block_size=4)
+    first, visible = (x.numpy()[:, None] for x in (window.first_key, window.num_visible))
+    distance = np.arange(tokens) - first
+    return np.where((distance >= 0) & (distance < visible), distance // 4, -1)
+
+
+def draw_windows(tokens: int = 16, window_size: int = 6) -> Picture:
+    """Windows whose blocks are counted from their first key, beside windows of the aligned blocks that hold them."""
+    block, query, key = windows(tokens, window_size), np.arange(tokens)[:, None], np.arange(tokens)
+    aligned = (key // 4 >= np.maximum(query - window_size + 1, 0) // 4) & (key <= query)
+    figure, axes = new_figure(8.0, 3.9, columns=2)
+    light = tuple(0.45 * np.array(to_rgb(PALETTE["window"])) + 0.55)
+    exact = np.tile(np.array(to_rgb(_NOTHING)), (tokens, tokens, 1))
+    exact[block == 0], exact[block == 1] = to_rgb(PALETTE["window"]), light
+    whole = np.tile(np.array(to_rgb(_NOTHING)), (tokens, tokens, 1))
+    whole[aligned & (block >= 0)], whole[aligned & (block < 0)] = light, to_rgb(PALETTE["query"])
+    for axis, picture, title in ((axes[0, 0], exact, "from the window's first key"), (axes[0, 1], whole, "whole aligned blocks")):
+        axis.set_title(title, fontsize=9.5)
+        _squares(axis, picture)
+        axis.set_aspect("equal")
+        axis.set_xticks(range(0, tokens, 4))
+        axis.set_yticks(range(0, tokens, 4))
+        axis.set_xlabel("key", fontsize=9)
+    axes[0, 0].set_ylabel("query", fontsize=9)
+    handles = [Patch(color=PALETTE["window"], label="block 0"), Patch(color=light, label="block 1, or in the window"),
+               Patch(color=PALETTE["query"], label="too much")]  # fmt: skip
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False, handlelength=1.0)
+    full = slice(window_size - 1, None)
+    counts = aligned.sum(1)[full]
+    told = f"A window of {window_size} is {window_size} keys; whole aligned blocks would show {counts.min()} to {counts.max()}"
+    return Picture(figure, told)
+
+
+# -- one program, step by step --
+
+
+@functools.cache
+def _window_rows() -> tuple[Tensor, QueryRows]:
+    e = example()
+    return sliding_window.as_selection(e.rows, window_size=WINDOW, H=e.k.shape[2], block_size=BS)
+
+
+@functools.cache
+def twin(branch: str) -> Trace:
+    """The PyTorch twin on the example: `"list"`, or `"window"`, its window as a list. All programs at once."""
+    e = example()
+    ids, rows = (e.ids, e.rows) if branch == "list" else _window_rows()
+    return trace(selected_attention.forward, e.q, e.k, e.v, ids, rows, block_size=BS, scale=e.scale)
+
+
+@functools.cache
+def given() -> dict[str, object]:
+    """The kernel's arguments on the example; what recorded programs stored is in its outputs."""
+    e = example()
+    return arguments(e.q, e.k, e.v, e.ids, e.rows, block_size=BS, window_size=WINDOW)
+
+
+def row_of(branch: str, token: int) -> int:
+    """The program's first id: rows of windows follow those of lists."""
+    return token + (N if branch == "window" else 0)
+
+
+@functools.cache
+def record(branch: str, token: int, head: int) -> recorder.Record:
+    """One program of the kernel on the example, lists and windows in one launch."""
+    return program((row_of(branch, token), head), given())
+
+
+def slots(branch: str, token: int, head: int) -> int:
+    """Steps of the program's loop: a window's list is as long as what it shows."""
+    return len(loads(record(branch, token, head), "K"))
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One step of one program: what it loads, from the kernel, and the twin's tiles, scores in nats."""
+
+    keys: recorder.Access
+    block_id: int
+    scores: np.ndarray
+    weights: np.ndarray
+    scores_max_prev: np.ndarray
+    scores_max: np.ndarray
+    scores_scale: np.ndarray
+    logsum: np.ndarray
+
+    @property
+    def is_seen(self) -> np.ndarray:
+        """The keys of the block that are loaded."""
+        return np.asarray(self.keys.mask.any(1))
+
+
+def moment(branch: str, token: int, head: int, slot: int) -> Moment:
+    """Step `slot` of program (`token`, `head`) of a branch."""
+    masked, softmax, end = (twin(branch).at(phase, slot) for phase in ("mask", "online softmax", "accumulate"))
+    scale = example().scale
+
+    def mine(step: object, name: str) -> np.ndarray:
+        return step[name][token, head].numpy()
+
+    return Moment(
+        loads(record(branch, token, head), "K")[slot], int(softmax["block_id"][token, head]), mine(masked, "acc_s") * scale,
+        mine(softmax, "acc_s"), mine(softmax, "scores_max_prev") * scale, mine(softmax, "scores_max") * scale,
+        mine(softmax, "scores_scale"), mine(end, "logsum"),
+    )  # fmt: skip
+
+
+def slice_rows(m: Moment) -> int:
+    """How many rows of K the TileLang kernel's `T.copy` takes in this step: a whole block, up to the tensor's end."""
+    return 0 if not m.is_seen.any() else min(BS, N - int(m.keys.touched.min()) // given()["K"][0].size)
+
+
+def sentence(branch: str = "list", token: int = 77, head: int = 0, slot: int = 0) -> str:
+    """What one step loads and does, in words."""
+    slot = min(slot, slots(branch, token, head) - 1)
+    m = moment(branch, token, head, slot)
+    at = f"Program ({row_of(branch, token)}, {head}), the {branch} of token {token}, slot {slot}: "
+    if not m.is_seen.any():
+        return f"{at}an empty slot. All {m.keys.mask.size} lanes are off, and nothing changes."
+    first, rose = int(m.keys.touched.min()), int((m.scores_max > m.scores_max_prev).sum())
+    return (
+        f"{at}block {m.block_id}, from offset {first} of K: {int(m.keys.mask.sum())} of {m.keys.mask.size} lanes load, "
+        f"{int(m.is_seen.sum())} rows; TileLang's slice copies {slice_rows(m)}. "
+        f"The maximum rises in {rose} of {len(m.logsum)} heads; the denominators are now {', '.join(f'{x:.2f}' for x in m.logsum)}."
+    )
+
+
+def draw_step(branch: str = "list", token: int = 77, head: int = 0, slot: int = 0) -> Picture:
+    """What one step touches of K, its lanes, and the twin's scores and statistics."""
+    slot = min(slot, slots(branch, token, head) - 1)
+    m = moment(branch, token, head, slot)
+    figure, axes = new_figure(8.6, 4.9, columns=2, rows=2)
+    figure.set_layout_engine(None)
+    places = ([0.07, 0.07, 0.37, 0.80], [0.53, 0.65, 0.44, 0.22], [0.53, 0.36, 0.44, 0.18], [0.53, 0.03, 0.44, 0.23])
+    memory, lanes, scores, table = axes.flat
+    for axis, place in zip(axes.flat, places, strict=True):
+        axis.set_position(place)
+    _draw_memory(memory, m, given()["K"].shape, head)
+    _draw_lanes(lanes, m, given()["K"])
+    _draw_scores(scores, m, head)
+    _draw_statistics(table, m, head)
+    told = f"{int(m.keys.mask.sum())} of {m.keys.mask.size} lanes load"
+    what = f"block {m.block_id}" if m.block_id >= 0 else "empty"
+    return Picture(figure, f"({row_of(branch, token)}, {head}), the {branch} of token {token}, slot {slot}: {what}, {told}")
+
+
+def _draw_memory(axis: Axes, m: Moment, shape: tuple[int, int, int], head: int) -> None:
+    keys, H, D = shape
+    colours = np.tile(np.array(to_rgb(_NOTHING)), (keys, H * D, 1))
+    colours.reshape(-1, 3)[m.keys.touched] = to_rgb(PALETTE["key"])
+    axis.imshow(colours, aspect="auto", interpolation="nearest")
+    axis.hlines(np.arange(0, keys + 1, BS) - 0.5, -0.5, H * D - 0.5, color=SURFACE, linewidth=1.2)
+    axis.vlines(np.arange(0, H * D + 1, D) - 0.5, -0.5, keys - 0.5, color=SURFACE, linewidth=1.2)
+    axis.spines[:].set_visible(False)
+    axis.tick_params(length=0, labelsize=8)
+    axis.set_yticks(range(0, keys, BS))
+    axis.set_xticks(np.arange(H) * D + D / 2 - 0.5, [f"head {h}" for h in range(H)], fontsize=8)
+    axis.set_ylabel("row of K (blocks of the sequence)", fontsize=8.5)
+    if not m.keys.touched.size:
+        axis.set_title("K in memory: no address is used", fontsize=9, loc="left", pad=3)
+        return
+    base = int(m.keys.touched.min())
+    place = head * D - 1.5, base // (H * D) - 1
+    slice_ = Rectangle(place, D + 2, slice_rows(m) + 1, fill=False, edgecolor=PALETTE["query"], linestyle="--", clip_on=False)
+    axis.add_patch(slice_)
+    beside = (place[0] - 2, "right") if head > 1 else (place[0] + D + 4, "left")
+    axis.text(beside[0], place[1] + slice_rows(m) / 2, f"TileLang's slice,\n{slice_rows(m)} rows", fontsize=8, ha=beside[1],
+              va="center", color=PALETTE["query"])  # fmt: skip
+    axis.set_title(f"K in memory, loaded from offset {base}", fontsize=9, loc="left", pad=3)
+
+
+def _draw_lanes(axis: Axes, m: Moment, keys: np.ndarray) -> None:
+    """The key tile, lanes that are off in grey, with the bytes of the text."""
+    D = keys.shape[2]
+    tile = np.where(m.keys.mask, keys.ravel()[np.where(m.keys.mask, m.keys.offsets, 0)], 0.0)
+    top = float(np.abs(tile).max()) or 1.0
+    axis.imshow(tile.T, cmap=SIGNED, vmin=-top, vmax=top, aspect="auto", interpolation="nearest")
+    _hide(axis, ~m.is_seen, D)
+    rows = m.keys.offsets[:, 0] // keys[0].size
+    letters = [_letter(example().text[row]) if on else "" for row, on in zip(rows, m.is_seen, strict=True)]
+    _bare(axis, letters, D)
+    axis.set_title(f"k_tile [{BS} keys, {D} channels], grey: lanes off", fontsize=9, loc="left", pad=3)
+    axis.set_ylabel("channel", fontsize=8)
+
+
+def _draw_scores(axis: Axes, m: Moment, head: int) -> None:
+    seen = np.where(np.isfinite(m.scores), m.scores, 0.0)
+    top = float(np.abs(seen).max()) or 1.0
+    axis.imshow(seen, cmap=SIGNED, vmin=-top, vmax=top, aspect="auto", interpolation="nearest")
+    _hide(axis, ~m.is_seen, len(seen))
+    _bare(axis, [], len(seen))
+    axis.set_yticks(range(len(seen)), [f"head {head * len(seen) + g}" for g in range(len(seen))], fontsize=8)
+    axis.set_title(f"acc_s: scores, −{top:.1f} to {top:.1f} nats", fontsize=9, loc="left", pad=3)
+
+
+def _hide(axis: Axes, hidden: np.ndarray, height: int) -> None:
+    for j in np.flatnonzero(hidden):
+        axis.add_patch(Rectangle((j - 0.5, -0.5), 1, height, color=PALETTE["masked"], linewidth=0))
+
+
+def _bare(axis: Axes, letters: list[str], height: int) -> None:
+    axis.spines[:].set_visible(False)
+    axis.tick_params(length=0, labelsize=8)
+    axis.set_xticks([])
+    axis.set_yticks([])
+    for j, letter in enumerate(letters):
+        axis.text(j, height - 0.4, letter, fontsize=8, family="monospace", ha="center", va="top", color=PALETTE["text"])
+
+
+def _letter(byte: int) -> str:
+    return {32: "␣", 10: "⏎"}.get(byte, chr(byte) if byte > 31 else "·")
+
+
+def _draw_statistics(axis: Axes, m: Moment, head: int) -> None:
+    axis.axis("off")
+    axis.set_title("per head, before → after this step", fontsize=9, loc="left", pad=3)
+    lines = [f"{'head':6}{'scores_max, nats':19}{'scores_scale':14}logsum"]
+    for g in range(len(m.logsum)):
+        change = " → ".join(f"{x:.2f}" if np.isfinite(x) else "−∞" for x in (m.scores_max_prev[g], m.scores_max[g]))
+        lines.append(f"{head * len(m.logsum) + g:<6}{change:19}{m.scores_scale[g]:<14.3f}{m.logsum[g]:.3f}")
+    axis.text(0.0, 0.97, "\n".join(lines), fontsize=8.5, va="top", family="monospace", linespacing=1.55, transform=axis.transAxes)
+
+
+def explore() -> Panel:
+    """The interactive: walk one program, of the lists or of the windows, through its blocks."""
+
+    def render(branch: str, token: int, head: int, slot: int) -> tuple[Picture, str]:
+        return draw_step(branch, token, head, slot), sentence(branch, token, head, slot)
+
+    return panel(
+        "one program, its pointers and its masks",
+        render,
+        branch=ipywidgets.ToggleButtons(options=["list", "window"], value="list", description="branch"),
+        token=ipywidgets.IntSlider(77, 0, N - 1, description="token"),
+        head=ipywidgets.IntSlider(0, 0, example().k.shape[2] - 1, description="KV head"),
+        slot=ipywidgets.IntSlider(0, 0, S - 1, description="slot"),
+    )
+
+
+# -- what was measured --
+
+
+@functools.cache
+def measured() -> dict:
+    """The stored result of `python -m nsa_tutorial.bench`: machine, versions, command, rows."""
+    return json.loads(MEASURED.read_text())
+
+
+def times(tokens: int = 65536, group: int = 16, width: int = 128) -> dict[str, dict]:
+    """The rows of one shape by what was changed; `"as it is"` is what `launch` chooses; dense attention goes by its names."""
+    rows = [r for r in measured()["rows"] if (r["tokens"], r["group"], r["width"]) == (tokens, group, width)]
+    return {r["change"] or ("as it is" if r["kernel"] == "triton" else r["kernel"]): r for r in rows}
+
+
+def beside_tilelang() -> list[tuple[int, int, float, float]]:
+    """Tokens and width of each shape with groups of 16: how many times as fast as dense attention Triton was, and TileLang."""
+
+    def ratios(rows: list[dict], kernel: str) -> dict[tuple[int, int], float]:
+        plain = [row for row in rows if (row["kernel"], row["change"], row["group"]) == (kernel, "", 16)]
+        return {(row["tokens"], row["width"]): row["dense_ratio"] for row in plain}
+
+    ours = ratios(measured()["rows"], "triton")
+    theirs = ratios(json.loads((ASSETS / "tilelang_forward_h200.json").read_text())["rows"], "tilelang")
+    return [(*shape, ours[shape], theirs[shape]) for shape in ours if shape in theirs]
+
+
+CHAIN = {
+    "pointers, whole blocks, 2 warps, 2 stages": "pointers: whole blocks,\n2 warps, 2 stages",
+    "pointers": "steps of 32 tokens,\n1 warp, 3 stages",
+    "descriptors": "tensor descriptors",
+}
+SAME = ("pointers", "pointers, steps of 32 tokens", "pointers, 1 warp", "pointers, 3 stages")  # one kernel, four times
+CHANGED = {
+    "pointers, steps of 16 tokens": "steps of 16 tokens",
+    "pointers, steps of 64 tokens": "steps of 64 tokens",
+    "pointers, 2 warps": "2 warps",
+    "pointers, 4 warps": "4 warps",
+    "pointers, 1 stage": "1 stage",
+    "pointers, 2 stages": "2 stages",
+    "pointers, 4 stages": "4 stages",
+}
+
+
+def spread() -> tuple[float, float]:
+    """The shortest and the longest time of the kernel with pointers, measured four times in one run of the benchmark."""
+    ms = [times()[change]["ms"] for change in SAME]
+    return min(ms), max(ms)
+
+
+def draw_ladder() -> Picture:
+    """From the first version to tensor descriptors, and the version with pointers with one decision changed at a time."""
+    found = times()
+    chain = {label: found[change]["ms"] for change, label in CHAIN.items()}
+    changed = {label: found[change]["ms"] for change, label in CHANGED.items()}
+    figure, axes = new_figure(8.0, 4.6, rows=2, height_ratios=(4, 7))
+    axes[0, 0].sharex(axes[1, 0])
+    colours = [PALETTE["masked"], PALETTE["key"], PALETTE["selected"]]
+    for axis, bars, colour in ((axes[0, 0], chain, colours), (axes[1, 0], changed, PALETTE["masked"])):
+        axis.barh(range(len(bars)), [*bars.values()], height=0.64, color=colour)
+        for y, ms in enumerate(bars.values()):
+            label = axis.text(ms + 0.2, y, f"{ms:.1f} ms", va="center", fontsize=9)
+            label.set_bbox({"facecolor": SURFACE, "edgecolor": "none", "pad": 0.8})
+        axis.set_yticks(range(len(bars)), list(bars), fontsize=8.5)
+        axis.set_ylim(len(bars) - 0.45, -0.6)
+    low, high = spread()
+    axes[1, 0].axvspan(low, high, color=PALETTE["key"], alpha=0.35, zorder=0, linewidth=0)
+    axes[1, 0].set_title(f"the second bar with one change; band: itself, {len(SAME)} times, {low:.1f} to {high:.1f} ms",
+                         fontsize=9, loc="left")  # fmt: skip
+    axes[1, 0].set_xlim(0, max([*chain.values(), *changed.values()]) * 1.12)
+    shape = "65,536 tokens, 4 KV heads, groups of 16, width 128, 16 blocks of 64, bf16"
+    axes[1, 0].set_xlabel(f"milliseconds; {shape}", fontsize=8.5)
+    first, *_, last = chain.values()
+    worst = max(changed, key=changed.get)
+    return Picture(figure, f"From {first:.1f} ms to {last:.1f} ms; {worst} instead would take {changed[worst]:.1f} ms")

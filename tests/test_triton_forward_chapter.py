@@ -1,0 +1,286 @@
+"""Chapter 11's frame: the recorder on the Triton kernel, pictures, what was measured, exercises that say what the kernel does."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from selection import Problem
+
+from nsa_tutorial import environment, lowering, selected_attention, sliding_window
+from nsa_tutorial.course import exercises, phases, recorder
+from nsa_tutorial.course.widgets import triton_forward as pictures
+
+NOTEBOOK = Path(__file__).resolve().parents[1] / "notebooks" / "11_triton_forward.ipynb"
+needs_triton = pytest.mark.skipif(
+    environment.detect().why_not("triton", "cpu") is not None, reason="Triton does not run on this CPU"
+)
+PROBLEMS = {
+    "a group of 1, widths of 1": Problem(N=3, M=3, H=1, G=1, D=1, DV=1, BS=2, S=2),
+    "more keys than queries": Problem(B=2, N=3, M=11, H=2, G=3, D=5, DV=7, BS=4, S=3),
+    "packed, own block, counts": Problem(N=9, M=9, H=2, G=2, D=3, DV=2, BS=2, cu=(0, 3, 3, 4, 9), own=True, counts="random"),
+    "not causal": Problem(N=3, M=7, H=1, G=4, D=4, DV=4, BS=3, causal=False),
+    "a group of 20": Problem(N=2, M=5, H=2, G=20, D=2, DV=3, BS=2, S=2),
+}
+
+
+def prose() -> str:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
+def made(problem: Problem) -> tuple:
+    """The tensors, lists and rows of a problem, as a backend gets them."""
+    call = problem.make(torch.float32, "cpu")
+    given = call.options
+    rows = selected_attention.query_rows(
+        problem.B, problem.N, problem.M, causal=given["causal"], cu_seqlens=given["cu_seqlens"], device=torch.device("cpu")
+    )
+    lists = {"block_counts": given["block_counts"], "include_own_block": given["include_own_block"]}
+    return call.q, call.k, call.v, selected_attention.block_list(call.ids, rows, block_size=problem.BS, **lists), rows
+
+
+# -- the recorder --
+
+
+@pytest.mark.parametrize("BT", [None, 1], ids=["whole blocks", "a step for each token"])
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
+def test_all_programs_together_are_the_twin(problem: Problem, BT: int | None) -> None:
+    """What the recorded programs store is what the PyTorch twin returns; each element once, and nothing outside of a tensor."""
+    q, k, v, ids, rows = made(problem)
+    call = pictures.arguments(q, k, v, ids, rows, block_size=problem.BS, BT=BT)
+    seen = [pictures.program(ids_, call) for ids_ in recorder.programs((len(rows.first_key), k.shape[2]))]
+    for tensor in ("Output", "LSE"):
+        assert (sum(record.touched("store", tensor) for record in seen) == 1).all()
+    assert sum(record.outside() for record in seen) == 0
+    o, lse = selected_attention.forward(q, k, v, ids, rows, block_size=problem.BS, scale=problem.D**-0.5)
+    np.testing.assert_allclose(call["Output"].ravel(), o.ravel(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(call["LSE"].ravel(), lse.ravel(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
+def test_a_program_loads_the_keys_that_its_query_sees_and_no_others(problem: Problem) -> None:
+    q, k, v, ids, rows = made(problem)
+    call = pictures.arguments(q, k, v, ids, rows, block_size=problem.BS)
+    options = problem.make(torch.float32, "cpu").options
+    mask = selected_attention.dense_mask(
+        problem.make(torch.float32, "cpu").ids, problem.M, block_size=problem.BS, causal=options["causal"],
+        block_counts=options["block_counts"], include_own_block=options["include_own_block"], cu_seqlens=options["cu_seqlens"],
+    )  # fmt: skip
+    for row, head in recorder.programs((problem.B * problem.N, k.shape[2])):
+        b, n = divmod(row, problem.N)
+        for tensor in ("K", "V"):
+            loaded = pictures.program((row, head), call).touched("load", tensor).reshape(problem.B, problem.M, k.shape[2], -1) > 0
+            expected = np.zeros(loaded.shape, dtype=bool)
+            expected[b, :, head] = mask[b, n, head].numpy()[:, None]
+            np.testing.assert_array_equal(loaded, expected)
+
+
+@pytest.mark.parametrize("window_size", [1, 3, 6])
+def test_rows_behind_the_lists_are_windows(window_size: int) -> None:
+    q, k, v, ids, rows = made(PROBLEMS["packed, own block, counts"])
+    call = pictures.arguments(q, k, v, ids, rows, block_size=4, window_size=window_size)
+    for program in recorder.programs((2 * len(ids), k.shape[2])):
+        assert pictures.program(program, call).outside() == 0
+    found = sliding_window.selection_and_window(q, k, v, ids, rows, block_size=4, window_size=window_size, scale=3**-0.5)
+    for stored, expected in ((call["Output"], found[::2]), (call["LSE"], found[1::2])):
+        expected = torch.stack(expected).reshape(stored.shape)
+        np.testing.assert_allclose(stored, expected, rtol=1e-4, atol=1e-5)
+
+
+@needs_triton
+def test_the_recorder_stores_what_the_interpreter_stores() -> None:
+    from nsa_tutorial import triton_forward
+
+    q, k, v, ids, rows = made(PROBLEMS["more keys than queries"])
+    call = pictures.arguments(q, k, v, ids, rows, block_size=4)
+    for program in recorder.programs((len(ids), k.shape[2])):
+        pictures.program(program, call)
+    o, lse = triton_forward.forward(q, k, v, ids, rows, block_size=4, scale=5**-0.5)
+    np.testing.assert_allclose(call["Output"].ravel(), o.ravel(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(call["LSE"].ravel(), lse.ravel(), rtol=1e-4, atol=1e-5)
+
+
+def test_integers_stay_integers() -> None:
+    """An id loaded as a float could not be an index; a lane outside of an integer tensor is no number of the tensor's."""
+
+    def load(X, N):
+        tl.store(X + 0, tl.load(X + N))  # noqa: F821
+
+    x = np.arange(1, 4)
+    seen = recorder.run(load, (0,), {"X": x, "N": 3})
+    assert seen.outside() == 1
+    assert x.dtype.kind == "i" and x[0] < 0
+
+
+# -- pictures --
+
+
+def test_the_offsets_within_a_tile_stay() -> None:
+    first, second = pictures.loads(pictures.pointer_example(), "K")
+    moved = second.offsets - first.offsets
+    assert (moved == moved.flat[0]).all()
+    assert pictures.draw_pointers().finding == f"From slot 0 to slot 1 the base moves by {moved.flat[0]}; the 8 offsets stay"
+    assert first.mask.all() and second.mask.sum() == 4, "block 2 has two keys of four"
+
+
+@pytest.mark.parametrize("window_size", [1, 4, 6])
+def test_windows(window_size: int) -> None:
+    block = pictures.windows(16, window_size)
+    assert ((block >= 0).sum(1) == np.minimum(np.arange(16) + 1, window_size)).all()
+    assert (block[np.arange(16), np.arange(16)] >= 0).all()
+    assert block.max() == (window_size - 1) // 4
+
+
+def test_pictures() -> None:
+    findings = {
+        pictures.draw_windows: "A window of 6 is 6 keys; whole aligned blocks would show 6 to 9",
+        pictures.draw_packed: "9 queries of 3 sequences see 22 of 81 pairs: two numbers a row",
+        pictures.draw_step: "(77, 0), the list of token 77, slot 0: block 4, 448 of 512 lanes load",
+    }
+    for draw, finding in findings.items():
+        picture = draw()
+        assert picture.finding == finding
+        assert len(picture.png()) < 60_000
+
+
+@pytest.mark.parametrize("branch", ["list", "window"])
+@pytest.mark.parametrize(("token", "head"), [(77, 0), (20, 3), (0, 1)])
+def test_the_stepper_shows_one_program_twice(branch: str, token: int, head: int) -> None:
+    """In every step the kernel loads the keys that the twin sees, and at the end has the twin's output."""
+    pictures.record(branch, token, head)
+    o, lse = pictures.twin(branch).result
+    place, mine = (pictures.row_of(branch, token), head), slice(4 * head, 4 * head + 4)
+    np.testing.assert_allclose(pictures.given()["Output"][place], o[0, token, mine], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(pictures.given()["LSE"][place], lse[0, token, mine], rtol=1e-4, atol=1e-5)
+    for slot in range(pictures.slots(branch, token, head)):
+        m = pictures.moment(branch, token, head, slot)
+        np.testing.assert_array_equal(m.is_seen, np.isfinite(m.scores).all(0))
+        assert int(m.is_seen.sum()) <= pictures.slice_rows(m) <= pictures.BS
+
+
+def test_panel() -> None:
+    panel = pictures.explore()
+    assert panel.sentence == pictures.sentence("list", 77, 0, 0)
+    assert "slot 1: an empty slot. All 512 lanes are off" in panel.set(slot=1)
+    assert panel.set(branch="window", slot=3).startswith("Program (173, 0), the window of token 77, slot 2"), "a window has three"
+    assert "the window of token 3, slot 0: block 0" in panel.set(token=3, slot=3), "an early one has fewer"
+
+
+# -- what the kernels become --
+
+
+@needs_triton
+def test_only_descriptors_use_the_memory_accelerator() -> None:
+    stages = {name: lowering.triton_stages(kernel=name) for name in ("kernel", "descriptor_kernel")}
+    assert "cp.async.bulk.tensor" not in stages["kernel"]["ptx"]
+    assert "mbarrier" not in stages["kernel"]["ptx"]
+    assert stages["descriptor_kernel"]["ptx"].count("cp.async.bulk.tensor") > 2
+    assert all("cp.async.cg" in stage["ptx"] and "mma.sync" in stage["ptx"] for stage in stages.values())
+    assert "instrShape = [16, 8]" in stages["kernel"]["ttgir"]
+
+
+# -- what was measured --
+
+
+def test_the_stored_table() -> None:
+    told = pictures.measured()
+    assert re.match(r"python -m nsa_tutorial.bench selected --backend triton .*--steps", told["command"])
+    assert "H200" in told["machine"]
+    for row in told["rows"]:
+        assert row["ms"] is not None, row["note"]
+        assert row["is_right"] or row["kernel"].startswith("dense"), row["change"]
+
+
+def test_what_the_chapter_says_of_the_table() -> None:
+    found = {change: row["ms"] for change, row in pictures.times().items()}
+    chain = [found[change] for change in pictures.CHAIN]
+    assert all(later < earlier for earlier, later in pairwise(chain)), "no decision costs time"
+    low, high = pictures.spread()
+    assert low <= found["pointers"] <= high
+    gain = chain[0] - found["pointers"]
+    for change in ("pointers, steps of 64 tokens", "pointers, 2 warps", "pointers, 2 stages"):
+        assert found[change] - found["pointers"] > gain, "undone alone, it costs more than all of them give"
+    assert max(pictures.CHANGED, key=found.get) == "pointers, steps of 64 tokens"
+    assert found["pointers, steps of 16 tokens"] < low
+    picture = pictures.draw_ladder()
+    assert picture.finding.startswith(f"From {chain[0]:.1f} ms to {chain[-1]:.1f} ms")
+    assert len(picture.png()) < 60_000
+    for tokens, _, ours, theirs in pictures.beside_tilelang():
+        assert (ours > 8 and theirs > 8) if tokens == 65536 else (1 < ours < 2 and 1 < theirs < 2)
+
+
+# -- the exercises say what the kernel does --
+
+
+def solution(name: str):
+    return exercises.chapter_exercises("triton_forward")[name].solution
+
+
+def cases(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", exercises.chapter_exercises("triton_forward")[name].cases, ids=lambda case: case.name)
+
+
+def test_the_minutes_are_told() -> None:
+    minutes = sum(e.minutes for e in exercises.chapter_exercises("triton_forward").values())
+    assert f"{minutes} of them exercises" in prose()
+    assert f"about {minutes} minutes" in prose()
+
+
+@pytest.mark.parametrize("G", [1, 4, 16, 20])
+def test_store_offsets_is_where_the_kernel_stores(G: int) -> None:
+    q, k, v, ids, rows = made(Problem(N=3, M=3, H=2, G=G, D=2, DV=2, BS=2, S=1))
+    seen = pictures.program((2, 1), pictures.arguments(q, k, v, ids, rows, block_size=2))
+    stored = next(a for a in seen.accesses if (a.kind, a.tensor) == ("store", "LSE"))
+    assert solution("store_offsets")(2, 1, 2, G) == np.where(stored.mask, stored.offsets, -1).tolist()
+
+
+@cases("key_rows")
+def test_key_rows_is_what_the_kernel_loads(case: exercises.Case) -> None:
+    ids, first_key, num_visible, BS = case.arguments()
+    k = torch.zeros(1, first_key + num_visible + BS, 1, 1)
+    rows = selected_attention.QueryRows(*(torch.tensor([n]) for n in (first_key, num_visible, num_visible - 1)))
+    lists = torch.tensor(ids).reshape(1, 1, -1)
+    seen = pictures.program((0, 0), pictures.arguments(k[:, :1], k, k, lists, rows, block_size=BS))
+    loaded = [np.where(a.mask[:, 0], a.offsets[:, 0], -1).tolist() for a in pictures.loads(seen, "K")]
+    assert solution("key_rows")(*case.arguments()).tolist() == loaded
+
+
+@cases("locate")
+def test_locate_is_query_rows(case: exercises.Case) -> None:
+    (cu,) = case.arguments()
+    rows = selected_attention.query_rows(1, cu[-1], cu[-1], causal=True, cu_seqlens=torch.tensor(cu), device=torch.device("cpu"))
+    assert solution("locate")(cu) == (rows.first_key.tolist(), rows.num_visible.tolist())
+
+
+@cases("window_row")
+def test_window_row_is_what_the_kernel_walks(case: exercises.Case) -> None:
+    position, first_key, window_size, BS = case.arguments()
+    rows = selected_attention.QueryRows(*(torch.tensor([n]) for n in (first_key, position + 1, position)))
+    _, window = sliding_window.as_selection(rows, window_size=window_size, H=1, block_size=BS)
+    row, num_visible, num_slots = solution("window_row")(*case.arguments())
+    assert (row, num_visible) == (window.first_key.item(), window.num_visible.item())
+    k = torch.zeros(1, first_key + position + 1, 1, 1)
+    lists = torch.full((1, 1, 1), -1)
+    call = pictures.arguments(k[:, :1], k, k, lists, rows, block_size=BS, window_size=window_size)
+    steps = pictures.loads(pictures.program((1, 0), call), "K")
+    assert len(steps) == num_slots
+    assert np.concatenate([step.touched for step in steps]).tolist() == list(range(row, row + num_visible))
+
+
+@cases("overflowing_rows")
+def test_overflowing_rows_is_the_first(case: exercises.Case) -> None:
+    H, G, D = case.arguments()
+    R = solution("overflowing_rows")(H, G, D)
+    last = [torch.empty(rows, H, G, D, device="meta").numel() - 1 for rows in (R - 1, R)]
+    assert last[0] <= torch.iinfo(torch.int32).max < last[1]
+
+
+def test_phases_are_those_of_the_twin() -> None:
+    kernel = "nsa_tutorial.triton_forward:kernel"
+    assert phases(kernel) == phases(selected_attention.forward) == phases("nsa_tutorial.tilelang_forward:build_kernel")
