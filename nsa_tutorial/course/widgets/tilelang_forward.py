@@ -414,8 +414,8 @@ def draw_step(token: int = 77, head: int = 0, slot: int = 0) -> Picture:
         _show(axis, tile, f"{name}  [{BS} keys, {width} channels]")
         first = int(m.is_seen.sum())  # what is hidden lies behind what is seen
         axis.add_patch(Rectangle((-0.5, first - 0.5), width, BS - first, color=PALETTE["masked"], linewidth=0))
-        for j, letter in enumerate(letters if axis is k_axis else ()):
-            axis.text(-1.1, j, letter, fontsize=7, family="monospace", ha="center", va="center", color=PALETTE["text"])
+    if seen:
+        k_axis.set_ylabel(f"keys {m.block_id * BS} to {m.block_id * BS + BS - 1}", fontsize=8)
     scores = np.where(np.isfinite(m.scores), m.scores, 0)
     largest = float(np.abs(scores).max()) or 1.0
     _show(s_axis, scores, f"acc_s: scores, −{largest:.1f} to {largest:.1f} nats", largest=largest)
