@@ -8,12 +8,15 @@ compiler and its interpreter exclude each other within a process, so Triton comp
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from nsa_tutorial import environment
 from nsa_tutorial.course.source import Listing
@@ -66,12 +69,33 @@ def basic_cuda(name: str, arch: str = "sm_90", dtype: str = "float16") -> str:
 
 
 def _cuda_source(kernel: object, arch: str, pass_configs: Mapping[object, object]) -> str:
+    """Lower a kernel, which takes TileLang seconds, or recall the text: it is kept on disk beside TileLang's compiled kernels.
+
+    A text's name is a hash of all that it depends on: the kernel's own representation, the target, the passes, the version.
+    """
     import tilelang
     import tvm
 
+    passes = sorted((str(name), value) for name, value in pass_configs.items())
+    parts = (tvm.ir.save_json(kernel), arch, passes, tilelang.__version__)
+    known = _cache_folder() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()}.cu"
+    if known.exists():
+        return known.read_text()
     target = tvm.target.Target({"kind": "cuda", "arch": arch})
     with tvm.transform.PassContext(config=dict(pass_configs)), target:
-        return tilelang.lower(kernel, target=target).kernel_source
+        source = tilelang.lower(kernel, target=target).kernel_source
+    with contextlib.suppress(OSError):  # a folder that cannot be written to costs time, nothing else
+        known.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = known.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(source)
+        unfinished.replace(known)
+    return source
+
+
+def _cache_folder() -> Path:
+    import tilelang
+
+    return Path(tilelang.env.TILELANG_CACHE_DIR) / "cuda"
 
 
 def excerpt(language: str, *words: str, arch: str = "sm_90", lines: int = 2) -> Listing:
