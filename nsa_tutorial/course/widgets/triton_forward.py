@@ -311,16 +311,17 @@ def draw_step(branch: str = "list", token: int = 77, head: int = 0, slot: int = 
     """What one step touches of K, its lanes, and the twin's scores and statistics."""
     slot = min(slot, slots(branch, token, head) - 1)
     m = moment(branch, token, head, slot)
-    figure, axes = new_figure(8.6, 4.9, columns=2, rows=2)
+    figure, axes = new_figure(8.6, 4.9, columns=3)
     figure.set_layout_engine(None)
-    places = ([0.07, 0.07, 0.37, 0.80], [0.53, 0.65, 0.44, 0.22], [0.53, 0.36, 0.44, 0.18], [0.53, 0.03, 0.44, 0.23])
-    memory, lanes, scores, table = axes.flat
+    places = ([0.07, 0.07, 0.37, 0.80], [0.53, 0.65, 0.44, 0.22], [0.53, 0.36, 0.44, 0.18])
     for axis, place in zip(axes.flat, places, strict=True):
         axis.set_position(place)
+    memory, lanes, scores = axes.flat
     _draw_memory(memory, m, given()["K"].shape, head)
     _draw_lanes(lanes, m, given()["K"])
     _draw_scores(scores, m, head)
-    _draw_statistics(table, m, head)
+    figure.text(0.53, 0.265, "per head, before → after this step", fontsize=9, va="center")
+    figure.text(0.53, 0.235, _statistics(m, head), fontsize=8.5, va="top", family="monospace", linespacing=1.55)
     told = f"{int(m.keys.mask.sum())} of {m.keys.mask.size} lanes load"
     what = f"block {m.block_id}" if m.block_id >= 0 else "empty"
     return Picture(figure, f"({row_of(branch, token)}, {head}), the {branch} of token {token}, slot {slot}: {what}, {told}")
@@ -393,14 +394,12 @@ def _letter(byte: int) -> str:
     return {32: "␣", 10: "⏎"}.get(byte, chr(byte) if byte > 31 else "·")
 
 
-def _draw_statistics(axis: Axes, m: Moment, head: int) -> None:
-    axis.axis("off")
-    axis.set_title("per head, before → after this step", fontsize=9, loc="left", pad=3)
+def _statistics(m: Moment, head: int) -> str:
     lines = [f"{'head':6}{'scores_max, nats':19}{'scores_scale':14}logsum"]
     for g in range(len(m.logsum)):
         change = " → ".join(f"{x:.2f}" if np.isfinite(x) else "−∞" for x in (m.scores_max_prev[g], m.scores_max[g]))
         lines.append(f"{head * len(m.logsum) + g:<6}{change:19}{m.scores_scale[g]:<14.3f}{m.logsum[g]:.3f}")
-    axis.text(0.0, 0.97, "\n".join(lines), fontsize=8.5, va="top", family="monospace", linespacing=1.55, transform=axis.transAxes)
+    return "\n".join(lines)
 
 
 def explore() -> Panel:
