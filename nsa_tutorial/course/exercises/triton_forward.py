@@ -129,7 +129,10 @@ def _rows(empty: str = "masked", end: str = "visible", base: bool = True, unit: 
                 here = blocks + block_id
             is_visible = (here >= 0 or empty == "score only") and here < blocks and not stopped
             start = here * (BS if unit == "block" else 1) if is_visible else 0
-            last = {"visible": num_visible, "block": start + BS, "one more": num_visible + 1, "one less": num_visible - 1}[end]
+            last = {
+                "visible": num_visible, "block": start + BS, "one more": num_visible + 1, "one less": num_visible - 1,
+                "tensor": num_visible - first_key,
+            }[end]  # fmt: skip
             is_seen = is_visible & (start + tokens < last)
             rows.append(torch.where(is_seen, (first_key if base else 0) + start + tokens, -1))
         return torch.stack(rows)
@@ -184,6 +187,11 @@ load.
             "losing the last visible key",
             _rows(end="one less"),
             "With causal attention, the last visible key is the query's own. Does a query see itself?",
+        ),
+        Misconception(
+            "comparing a row of K with a count of the sequence",
+            _rows(end="tensor"),
+            "`num_visible` counts from the sequence's first key. From where do the numbers count that you compare with it?",
         ),
         Misconception(
             "forgetting where the sequence begins",

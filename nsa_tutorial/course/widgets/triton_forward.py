@@ -337,7 +337,7 @@ def _draw_memory(axis: Axes, m: Moment, shape: tuple[int, int, int], head: int) 
     axis.spines[:].set_visible(False)
     axis.tick_params(length=0, labelsize=8)
     axis.set_yticks(range(0, keys, BS))
-    axis.set_xticks(np.arange(H) * D + D / 2 - 0.5, [f"head {h}" for h in range(H)], fontsize=8)
+    axis.set_xticks(np.arange(H) * D + D / 2 - 0.5, [f"KV head {h}" for h in range(H)], fontsize=8)
     axis.set_ylabel("row of K (blocks of the sequence)", fontsize=8.5)
     if not m.keys.touched.size:
         axis.set_title("K in memory: no address is used", fontsize=9, loc="left", pad=3)
@@ -349,7 +349,7 @@ def _draw_memory(axis: Axes, m: Moment, shape: tuple[int, int, int], head: int) 
     beside = (place[0] - 2, "right") if head > 1 else (place[0] + D + 4, "left")
     axis.text(beside[0], place[1] + slice_rows(m) / 2, f"TileLang's slice,\n{slice_rows(m)} rows", fontsize=8, ha=beside[1],
               va="center", color=PALETTE["query"])  # fmt: skip
-    axis.set_title(f"K in memory, loaded from offset {base}", fontsize=9, loc="left", pad=3)
+    axis.set_title(f"K in memory, loaded from offset {base}", fontsize=9, loc="left", pad=6)
 
 
 def _draw_lanes(axis: Axes, m: Moment, keys: np.ndarray) -> None:
@@ -373,7 +373,8 @@ def _draw_scores(axis: Axes, m: Moment, head: int) -> None:
     _hide(axis, ~m.is_seen, len(seen))
     _bare(axis, [], len(seen))
     axis.set_yticks(range(len(seen)), [f"head {head * len(seen) + g}" for g in range(len(seen))], fontsize=8)
-    axis.set_title(f"acc_s: scores, −{top:.1f} to {top:.1f} nats", fontsize=9, loc="left", pad=3)
+    told = f"scores, −{top:.1f} to {top:.1f} nats" if m.is_seen.any() else "no score counts"
+    axis.set_title(f"acc_s: {told}", fontsize=9, loc="left", pad=3)
 
 
 def _hide(axis: Axes, hidden: np.ndarray, height: int) -> None:
