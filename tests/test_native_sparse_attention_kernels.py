@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lanes import lanes_of, skip_unless_runs
 from torch import Tensor
 
-from nsa_tutorial import backends, ops
+from nsa_tutorial import backends, environment, ops
+from nsa_tutorial.block_selection import importance, overlap_weights
+from nsa_tutorial.compression import summary_rows
+from nsa_tutorial.selected_attention import query_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,9 +49,53 @@ def test_one_launch_for_selection_and_window(monkeypatch: pytest.MonkeyPatch) ->
     assert [launched["window_size"] for launched in launches] == [7]
 
 
-def test_auto_leaves_gradients_to_the_reference() -> None:
-    q = torch.empty(1, 1, 1, 16, device="meta", requires_grad=True)
-    assert backends.choose("selected_attention", "auto", q) == "reference"
+def test_auto_leaves_gradients_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA tensors, which need not exist for the choice."""
+    monkeypatch.setattr(environment, "require", lambda *_: None)
+
+    def chosen(requires_grad: bool) -> str:
+        q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16, requires_grad=requires_grad)
+        return backends.choose("selected_attention", "auto", q)
+
+    assert chosen(False) == "triton"
+    assert chosen(True) == "reference"
+    with torch.no_grad():
+        assert chosen(True) == "triton"
+
+
+def worst_exchange(ids: Tensor, exact: Tensor, score: Tensor) -> float:
+    """Over all rows, how much more the blocks that `ids` misses are worth than those it has in their place, relative to them."""
+
+    def chosen(lists: Tensor) -> Tensor:
+        ones = torch.zeros(*score.shape[:-1], score.shape[-1] + 1, dtype=torch.bool, device=score.device)
+        return ones.scatter_(-1, torch.where(lists < 0, score.shape[-1], lists).long(), True)[..., :-1]
+
+    has, right = chosen(ids), chosen(exact)
+    missed = score.masked_fill(~(right & ~has), -torch.inf).amax(-1)
+    instead = score.masked_fill(~(has & ~right), torch.inf).amin(-1)
+    differs = missed.isfinite()
+    return ((missed - instead) / missed)[differs].max().item() if differs.any() else 0.0
+
+
+@pytest.mark.parametrize(
+    ("N", "device"), [pytest.param(300, "cpu", id="cpu"), pytest.param(2048, "cuda", id="cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)], ids=["float32", "bfloat16"])
+def test_only_rounding_changes_the_choice(N: int, device: str, dtype: torch.dtype, rounding: float) -> None:
+    """Where the list is not that of fp64, the blocks that changed places are worth the same but for rounding."""
+    length, stride, BS = 32, 16, 64
+    q, k, *_ = inputs(N, 16, 1, 64, dtype, device)
+    choose = {"top_n": 16 if N > 1024 else 4, "block_size": BS, "num_keys": N}
+    ids = ops.select_blocks(q, ops.compress(k), **choose)
+    q, k_cmp = q.double(), ops.compress(k.double())
+    exact = ops.select_blocks(q, k_cmp, **choose)
+    rows = query_rows(1, N, N, causal=True, cu_seqlens=None, device=q.device)
+    overlap = overlap_weights(length, stride, BS, -(-N // BS), q.device)
+    summaries = summary_rows(rows, N, length=length, stride=stride, cu_seqlens=None)
+    score = importance(q, k_cmp, summaries, overlap=overlap, scale=64**-0.5)
+    assert worst_exchange(ids, exact, score) < rounding
+    other = exact.roll(1, dims=1)  # the lists of other queries are no rounding
+    assert worst_exchange(other, exact, score) > rounding
 
 
 @pytest.mark.gpu
@@ -61,7 +110,7 @@ def test_auto_on_the_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_end_to_end_at_2048(dtype: torch.dtype) -> None:
-    """Choice included: where it differs from that of fp64, the two blocks are worth the same but for rounding."""
+    """Choice included: where the lists are those of fp64, so is the output."""
     q, k, v, *gates = inputs(2048, 16, 1, 64, dtype, "cuda")
     choose = {"top_n": 16, "block_size": 64, "num_keys": 2048}
     k_cmp = ops.compress(k)

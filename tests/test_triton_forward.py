@@ -24,7 +24,6 @@ DESCRIBED = {
     "block of 128, in steps": Problem(N=3, M=600, D=64, DV=64, BS=128, G=16, H=1, S=3),
     "packed, own block": Problem(N=35, M=35, D=16, DV=16, cu=(0, 7, 7, 18, 35), own=True, counts="random"),
     "not causal": Problem(N=7, M=43, D=16, DV=16, causal=False),
-    "the same block twice": Problem(N=20, M=20, D=16, DV=16, BS=16, S=2, seed=3),
 }
 
 
@@ -95,10 +94,17 @@ def test_any_step_gives_the_same(BT: int) -> None:
     assert torch.allclose(o.double(), call.truth()[0], atol=1e-6)
 
 
-def test_a_block_is_no_longer_than_its_step_needs() -> None:
-    """No list is rewritten for a long block: 3 slots of 200 tokens stay 3."""
+def test_no_list_is_rewritten_for_a_long_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes a block in steps: 3 slots of 200 tokens stay 3."""
     skip_unless_runs("triton", "cpu")
+    from nsa_tutorial import triton_forward
+
+    slots = []
+    original = triton_forward.launch
+    monkeypatch.setattr(triton_forward, "launch", lambda *a, **o: slots.append(a[3].shape[-1]) or original(*a, **o))
     assert_right(Problem(N=3, M=450, BS=200, S=3).make(), "triton")
+    assert slots
+    assert set(slots) == {3}
 
 
 @pytest.mark.gpu
