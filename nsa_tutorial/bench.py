@@ -344,6 +344,7 @@ def parser() -> argparse.ArgumentParser:
         p.add_argument("--block-size", **every, default=[64] if on_gpu else [32], help="tokens of a block")
         p.add_argument("--slots", **every, default=[16] if on_gpu else [4], help="blocks of a list")
         p.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float16"] if on_gpu else ["float32"], help="of tensors")
+        p.set_defaults(steps=False)
         if name == "selected":
             p.add_argument("--steps", action="store_true", help="a kernel with one decision changed at a time, too")
         p.add_argument("--no-dense", action="store_true", help="leave dense attention out")
@@ -373,7 +374,7 @@ def main(arguments: list[str] | None = None) -> int:
     path = getattr(options, "output", None)
     if path is not None and path.suffix not in (".json", ".csv"):
         command.error(f"--output: got {path}, expected a name that ends in .json or .csv")
-    if getattr(options, "steps", False) and options.device == "cpu":
+    if options.steps and options.device == "cpu":
         command.error("--steps: got --device cpu, expected cuda: on a CPU these decisions change nothing")
     for name, dtype in itertools.product(options.backend, options.dtype):
         reason = environment.detect().why_not(name, options.device, dtype)
@@ -385,7 +386,7 @@ def main(arguments: list[str] | None = None) -> int:
     with torch.no_grad(), tqdm(shapes(options), unit="shape", file=sys.stderr) as bar:
         for shape in bar:
             rows += measure_shape(
-                options.operator, options.backend, shape, options.device, steps=getattr(options, "steps", False),
+                options.operator, options.backend, shape, options.device, steps=options.steps,
                 with_dense=not options.no_dense, seconds=options.seconds, jobs=options.jobs, bar=bar,
             )  # fmt: skip
     write(rows, about(arguments), path)

@@ -27,7 +27,9 @@ PASS_CONFIGS = {
     tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True,
 }
 # Widest tile and longest block up to which a row holds, warps for every 16 rows of a group's tile, stages. Behind it milliseconds
-# with 1, 2 and 4 warps: H200, 16,384 tokens, 4 key/value heads, 1,024 keys a query, fp16, G 16. More stages were never faster.
+# with 1, 2 and 4 warps: H200, torch 2.11, TileLang 0.1.15, 16,384 tokens, 4 key/value heads, 1,024 keys a query, fp16, G 16; one
+# run, to be had again by `python -m nsa_tutorial.bench selected --steps --tokens 16384` with the widths and blocks in question.
+# What more stages do is in assets/tilelang_forward_h200.json.
 LAUNCH_TABLE = (
     (128, 64, 1, 1),  # D 128: 3.6, 4.4, 4.6; D 64: 1.9, 2.2, 2.8; D 32: 1.1, 1.4, 2.2; G 64, D 128: 6.7 with 1, 8.9 with 2
     (256, 128, 2, 1),  # D 192, DV 128: 13.8, 5.5, 7.2; D 256: 11.7, 7.9, 8.6; D 128, blocks of 128: 5.3, 4.1, 4.8

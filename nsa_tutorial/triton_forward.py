@@ -4,8 +4,9 @@
 and the names are those of `selected_attention.forward`, where they are explained. The guard is a mask, not a branch: an empty slot
 loads nothing, and a loop without branches is one whose loads Triton can start early.
 
-`descriptor_kernel` computes the same with tensor descriptors, on Hopper and later: the second step, faster where rows are long.
-`sliding_window` and `selection_and_window` launch either of them on windows, or on lists and windows at once.
+`descriptor_kernel` computes the same with tensor descriptors, on Hopper and later: the second step, faster at width 128 and as fast
+at 64 (assets/triton_forward_h200.json). `sliding_window` and `selection_and_window` launch either of them on
+windows, or on lists and windows at once.
 
 There is no backward here, and no argument is checked: `ops` does.
 """
@@ -234,9 +235,11 @@ def _power_of_two(n: int) -> int:
 
 
 # Largest group and longest token (key and value, padded, in bytes) up to which a row holds: tokens of a step, warps, stages. Behind
-# it milliseconds of the pointer kernel on an H200, 16,384 tokens, 4 key/value heads, 1,024 keys a query, and of the runner-up.
+# it milliseconds of the pointer kernel and of the runner-up: H200, torch 2.11, Triton 3.6, 16,384 tokens, 4 key/value heads, 1,024
+# keys a query, bf16; one run, to be had again by `python -m nsa_tutorial.bench selected --backend triton --steps --tokens 16384
+# --dtype bfloat16` with the groups and widths in question. The last two rows were not measured.
 LAUNCH_TABLE = (
-    (16, 512, 32, 1, 3),  # D 128, 65,536 tokens: 14.5, 15.1 with 2 warps; D 64: 6.7, 7.1 with 2 stages
+    (16, 512, 32, 1, 3),  # 65,536 tokens, D 128: 14.5, 15.1 with 2 warps; D 64: 6.7, 7.1 with 2 stages
     (16, 768, 32, 1, 2),  # D 192, DV 128: 4.9, 5.7 with 2 warps
     (16, 1024, 64, 2, 2),  # D 256: 8.0, 8.2 in steps of 32
     (32, 1024, 64, 2, 2),  # D 128: 5.0, 6.0 with 4 warps
@@ -262,7 +265,8 @@ def launch_options(G: int, D: int, DV: int, BS: int, itemsize: int, shared_memor
 def can_use_descriptors(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> bool:
     """Whether `descriptor_kernel` takes these: rows are powers of two of at least 16 bytes, and a step's tokens divide a block.
 
-    Its copies are Hopper's and later; elsewhere Triton would take them apart again. In fp32 the products dominate, not the copies.
+    Its copies are Hopper's and later; elsewhere Triton takes them apart again. fp32, whose products keep off the matrix
+    units, stays with pointers; it was not measured with descriptors.
     """
     (D, DV), itemsize = (q.shape[3], v.shape[3]), q.element_size()
     BT = launch_options(q.shape[2] // k.shape[2], D, DV, block_size, itemsize)["BT"]
