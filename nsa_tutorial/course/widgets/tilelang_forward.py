@@ -226,7 +226,7 @@ CHAIN = {
     "values through registers": "a mask for the branch: keys by cp.async,\nweights stay in registers",
     "ours": "values by index: by cp.async, too",
 }
-L2_BYTES_PER_S = 9.7e12  # what an H200's L2 gives for such gathers, measured for this course
+L2_BYTES_PER_S = 9.7e12  # what an H200's L2 gives for such gathers: a rough figure, whose measurement is not stored here
 
 
 def gather_ms(tokens: int = 65536, group: int = 16, width: int = 128) -> float:
