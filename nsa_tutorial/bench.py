@@ -61,7 +61,7 @@ class Row(Shape):
         ms, ms_low, ms_high: median, 20 % and 80 % quantile of a call, in milliseconds; None where it could not run.
         dense_ratio: time of the fastest dense attention of the same shape and run, over this one; None where none was measured.
         error: largest difference from the fp64 reference over the last queries.
-        is_right: whether that is within 16 units of the dtype's precision.
+        is_right: whether that is within 16 units of the dtype's precision; None where it was not judged.
         note: why it could not run.
     """
 
@@ -212,21 +212,24 @@ def tilelang_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]
 
 
 def triton_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """The Triton kernels, and the one with pointers with one decision of its launch changed at a time."""
-    from nsa_tutorial import triton_forward
+    """The Triton kernels, the one with pointers with one decision of its launch changed at a time, and the probe."""
+    from nsa_tutorial import triton_forward, triton_probe
 
     shape = problem.shape
     scale = shape.width**-0.5
     ids = block_list(problem.block_indices, problem.rows, block_size=shape.block_size, block_counts=None, include_own_block=False)
 
-    def changed(use_descriptors: bool = False, **options: int) -> Callable[[], Tensor]:
+    future = ids.masked_fill(ids < 0, shape.tokens)  # a slot that names a block past the end is walked, and empty like the others
+
+    def changed(use_descriptors: bool = False, lists: Tensor = ids, **options: int) -> Callable[[], Tensor]:
         return lambda: triton_forward.forward(
-            problem.q, problem.k, problem.v, ids, problem.rows,
+            problem.q, problem.k, problem.v, lists, problem.rows,
             block_size=shape.block_size, scale=scale, use_descriptors=use_descriptors, **options,
         )[0]  # fmt: skip
 
     yield "pointers, whole blocks, 2 warps, 2 stages", changed(BT=max(16, shape.block_size), num_warps=2, num_stages=2)
     yield "pointers", changed()
+    yield "pointers, empty slots walked", changed(lists=future)
     for BT in (16, 32, 64):
         if shape.block_size >= BT:
             yield f"pointers, steps of {BT} tokens", changed(BT=BT)
@@ -236,10 +239,15 @@ def triton_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]]]
         yield f"pointers, {stages} stage{'s' * (stages > 1)}", changed(num_stages=stages)
     if triton_forward.can_use_descriptors(problem.q, problem.k, problem.v, shape.block_size):
         yield "descriptors", changed(True)
+        yield "descriptors, empty slots walked", changed(True, future)
+        yield PROBE, lambda: triton_probe.loads_and_products(
+            problem.q, problem.k, problem.v, ids, problem.rows, block_size=shape.block_size
+        )  # fmt: skip
         yield "descriptors, 2 stages", changed(True, num_stages=2)
         yield "descriptors, steps of 64 tokens, 2 stages", changed(True, BT=min(64, shape.block_size), num_stages=2)
 
 
+PROBE = "descriptors, loads and products alone"  # no attention, so there is nothing to judge
 STEPS = {"tilelang": tilelang_steps, "triton": triton_steps}
 
 
@@ -259,7 +267,7 @@ def measure_shape(
     rows = []
     for kernel, change, call in calls:
         bar.set_description(f"{shape.tokens} tokens, {kernel} {change}".strip())
-        rows.append(_row(operator, kernel, change, problem, call, device, seconds, truth))
+        rows.append(_row(operator, kernel, change, problem, call, device, seconds, None if change == PROBE else truth))
     dense = dense_calls(problem) if with_dense else {}
     for name, call in dense.items():
         bar.set_description(f"{shape.tokens} tokens, {name}")

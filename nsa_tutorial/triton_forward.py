@@ -27,6 +27,17 @@ from nsa_tutorial.selected_attention import QueryRows
 WINDOW_BLOCK = 64  # tokens of a window that a program takes as one block
 
 
+@triton.jit
+def count_slots(block_list, S):
+    """How many of a list's `S` slots to walk: up to the last that names a block. `block_list` points at the first, 16 a load."""
+    num_slots = 0
+    for first in range(0, S, 16):
+        slot = first + tl.arange(0, 16)
+        ids = tl.load(block_list + slot, mask=slot < S, other=-1)
+        num_slots = tl.maximum(num_slots, tl.max(tl.where(ids >= 0, slot + 1, 0), axis=0))
+    return num_slots
+
+
 @triton.jit(do_not_specialize=["R", "first_row", "S", "window_size"])  # a new length compiles nothing
 def kernel(
     Q, K, V, BlockIndices, FirstKey, NumVisible, Output, LSE, scale, scale_log2, R, first_row, H, S, window_size,
@@ -45,14 +56,14 @@ def kernel(
     query = row % R
     first_key = tl.load(FirstKey + query).to(tl.int64)
     num_visible = tl.load(NumVisible + query)
-    num_slots = S
+    num_slots = count_slots(BlockIndices + (query * H + head) * S, S)
     is_window = False
     if WINDOW:  # the blocks of a window are counted from its first key, so that its list is 0, 1, 2, …
         is_window = row >= R
         window_start = tl.where(is_window, tl.maximum(num_visible - window_size, 0), 0)
         first_key += window_start
         num_visible -= window_start
-        num_slots = tl.where(is_window, tl.cdiv(num_visible, BS), S)
+        num_slots = tl.where(is_window, tl.cdiv(num_visible, BS), num_slots)
     group, width, value_width, tokens = tl.arange(0, GT), tl.arange(0, DT), tl.arange(0, DVT), tl.arange(0, BT)
     group_row = (query * H + head) * G + group  # [GT]
     in_group = group < G
@@ -147,14 +158,14 @@ def descriptor_kernel(
     query = row % R
     first_key = tl.load(FirstKey + query)
     num_visible = tl.load(NumVisible + query)
-    num_slots = S
+    num_slots = count_slots(BlockIndices + (query * H + head) * S, S)
     is_window = False
     if WINDOW:
         is_window = row >= R
         window_start = tl.where(is_window, tl.maximum(num_visible - window_size, 0), 0)
         first_key += window_start
         num_visible -= window_start
-        num_slots = tl.where(is_window, tl.cdiv(num_visible, BS), S)
+        num_slots = tl.where(is_window, tl.cdiv(num_visible, BS), num_slots)
     group, width, value_width, tokens = tl.arange(0, GT), tl.arange(0, D), tl.arange(0, DV), tl.arange(0, BT)
     group_row = (query * H + head) * G + group  # [GT]
     in_group = group < G

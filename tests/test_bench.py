@@ -135,22 +135,9 @@ def test_steps_on_the_gpu(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_triton_steps_on_the_gpu(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    bench.main(
-        [
-            "selected",
-            "--backend",
-            "triton",
-            "--tokens",
-            "1024",
-            "--slots",
-            "4",
-            "--steps",
-            "--seconds",
-            "0.02",
-            "--output",
-            str(path),
-        ]
-    )
+    sizes = ["--tokens", "1024", "--slots", "4", "--seconds", "0.02"]
+    bench.main(["selected", "--backend", "triton", *sizes, "--steps", "--output", str(path)])
     rows = {row["change"]: row for row in json.loads(path.read_text())["rows"] if row["kernel"] == "triton"}
-    assert {"", "pointers", "pointers, 1 warp", "pointers, 4 stages"} <= rows.keys()
-    assert all(row["is_right"] for row in rows.values())
+    assert {"", "pointers", "pointers, 1 warp", "pointers, 4 stages", "pointers, empty slots walked"} <= rows.keys()
+    assert all(row["ms"] for row in rows.values())
+    assert all(row["is_right"] for change, row in rows.items() if change != bench.PROBE)

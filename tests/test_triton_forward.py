@@ -70,6 +70,21 @@ def test_a_repeated_block_counts_twice_in_both(use_descriptors: bool, device: st
 
 @on
 @pytest.mark.parametrize("use_descriptors", [True, False], ids=["descriptors", "pointers"])
+@pytest.mark.parametrize("slots", [(0,), (15,), (16,), (39,), (0, 17), (3, 39), ()], ids=str)
+def test_no_block_is_lost_at_the_end_of_a_list(slots: tuple[int, ...], use_descriptors: bool, device: str) -> None:
+    """The walk ends at the last slot that names a block, wherever in 40 it lies, and whatever is empty before it."""
+    skip_unless_runs("triton", device)
+    problem = Problem(N=20, M=40, D=16, DV=16, BS=16, S=40)
+    ids = torch.full((1, 20, 2, 40), -1, dtype=torch.int32, device=device)
+    for block_id, slot in enumerate(slots):
+        ids[..., slot] = block_id
+    call, (o, lse) = forward(problem, torch.float32, device, ids, use_descriptors=use_descriptors)
+    assert_within_budget(o, call.truth()[0], call.plain()[0], "o")
+    assert_within_budget(lse, call.truth()[1], call.plain()[1], "lse")
+
+
+@on
+@pytest.mark.parametrize("use_descriptors", [True, False], ids=["descriptors", "pointers"])
 def test_hidden_keys_and_values_are_not_used(use_descriptors: bool, device: str) -> None:
     """NaN in all that is hidden: in the future of the own block, past the counted slots, in other sequences."""
     skip_unless_runs("triton", device)

@@ -248,7 +248,20 @@ def test_key_rows_is_what_the_kernel_loads(case: exercises.Case) -> None:
     lists = torch.tensor(ids).reshape(1, 1, -1)
     seen = pictures.program((0, 0), pictures.arguments(k[:, :1], k, k, lists, rows, block_size=BS))
     loaded = [np.where(a.mask[:, 0], a.offsets[:, 0], -1).tolist() for a in pictures.loads(seen, "K")]
-    assert solution("key_rows")(*case.arguments()).tolist() == loaded
+    walked = solution("walked_slots")(ids)  # nothing is loaded in the slots behind
+    assert len(loaded) == walked
+    assert solution("key_rows")(*case.arguments()).tolist() == loaded + [[-1] * BS] * (len(ids) - walked)
+
+
+@cases("walked_slots")
+def test_walked_slots_is_how_many_steps_the_kernel_takes(case: exercises.Case) -> None:
+    (ids,) = case.arguments()
+    k = torch.zeros(1, 40, 1, 1)
+    rows = selected_attention.QueryRows(*(torch.tensor([n]) for n in (0, 40, 39)))
+    lists = torch.tensor(ids, dtype=torch.int64).reshape(1, 1, -1)
+    for BS, BT in ((2, 2), (4, 2)):  # a block a step, and two steps a block
+        call = pictures.arguments(k[:, :1], k, k, lists, rows, block_size=BS, BT=BT)
+        assert len(pictures.loads(pictures.program((0, 0), call), "K")) == solution("walked_slots")(ids) * BS // BT
 
 
 @cases("locate")

@@ -9,6 +9,8 @@ nothing about order, threads or time.
 
 from __future__ import annotations
 
+import ast
+import builtins
 import functools
 import itertools
 import math
@@ -133,7 +135,7 @@ class _Language:
         return np.maximum(a, b)
 
     def max(self, x: Tile, axis: int) -> Tile:
-        return x.max(axis)
+        return _tile(x.max(axis))
 
     def sum(self, x: Tile, axis: int) -> Tile:
         return x.sum(axis)
@@ -170,10 +172,18 @@ class _Language:
 
 @functools.cache
 def _code(kernel: str | Callable) -> tuple[object, str]:
-    """A kernel's source, compiled, and its function's name."""
+    """A kernel's source with that of the functions it calls, compiled, and its function's name."""
     listing = show(kernel)
-    code = compile("from __future__ import annotations\n" + listing.code, "<kernel>", "exec")
+    source = listing.code + (_called(kernel, listing.code) if isinstance(kernel, str) else "")
+    code = compile("from __future__ import annotations\n" + source, "<kernel>", "exec")
     return code, listing.title.rsplit(" · ", 1)[-1].rsplit(".", 1)[-1]
+
+
+def _called(kernel: str, code: str) -> str:
+    """The source of the functions of its module that a kernel, given by name, calls."""
+    calls = (node.func for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call))
+    names = {call.id for call in calls if isinstance(call, ast.Name)} - set(vars(builtins))
+    return "".join("\n" + show(f"{kernel.partition(':')[0]}:{name}").code for name in sorted(names))
 
 
 def _jit(function: Callable | None = None, **_options: object) -> Callable:
@@ -185,7 +195,8 @@ def run(kernel: str | Callable, program: tuple[int, ...], arguments: Mapping[str
     """Run one program.
 
     Args:
-        kernel: a Triton kernel, its Python function, or its name, `"nsa_tutorial.triton_basics:copy"`, read without importing it.
+        kernel: a Triton kernel, its Python function, or its name, `"nsa_tutorial.triton_basics:copy"`, read without importing it;
+            a kernel given by name may call functions of its module.
         program: its ids.
         arguments: by name; a NumPy array stands for the pointer to its first element, and what is stored there is seen in it.
     """

@@ -1,4 +1,4 @@
-"""Exercises of chapter 11: rows of a padded group, empty slots, packed offsets, a window's first key, 64-bit offsets."""
+"""Exercises of chapter 11: rows of a padded group, empty slots, the list's end, packed offsets, a window's first key, 64 bits."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -212,6 +212,94 @@ load.
         Case("nothing but empty slots", lambda: ([-1, -1], 3, 6, 2)),
         Case("a long list, first slot empty", lambda: ([-1, 4, -1, 0, 2], 8, 14, 3)),
     ),
+)
+
+
+# -- walked_slots --
+
+
+def walked_slots(ids: list[int]) -> int:
+    """How many slots of the list a program walks: up to the last that names a block."""
+    num_slots = 0
+    for slot, block_id in enumerate(ids):
+        if block_id >= 0:
+            num_slots = slot + 1
+    return num_slots
+
+
+def _walked(how: str) -> Callable:
+    """A wrong `walked_slots`."""
+
+    def wrong(ids: list[int]) -> int:
+        named = [slot for slot, block_id in enumerate(ids) if block_id >= 0]
+        nonzero = [slot for slot, block_id in enumerate(ids) if block_id > 0]
+        return {
+            "named": len(named), "first empty": ids.index(-1) if -1 in ids else len(ids), "last": max(named, default=0),
+            "nonzero": max(nonzero, default=-1) + 1, "all": len(ids), "largest id": max(ids, default=-1) + 1,
+            "distance": named[-1] - named[0] + 1 if named else 0,
+        }[how]  # fmt: skip
+
+    return wrong
+
+
+_WALKED = Exercise(
+    name="walked_slots",
+    statement="""
+A list `ids` has a fixed number of slots, of which the last ones are often empty: the first queries of a text have fewer blocks
+than slots, and a count may allow fewer. A program walks slots 0, 1, 2, … in order and need not walk on when nothing but empty
+slots is left. Return how many slots it walks: the least number after which no block of the list is missing.
+""",
+    minutes=3,
+    difficulty=1,
+    solution=walked_slots,
+    misconceptions=(
+        Misconception(
+            "counting the blocks",
+            _walked("named"),
+            "An empty slot may lie in the middle. If the program walks as many slots as there are blocks, where does it stop?",
+        ),
+        Misconception(
+            "stopping at the first empty slot",
+            _walked("first empty"),
+            "-1 says that this slot is empty. What does it say about the slots behind it?",
+        ),
+        Misconception(
+            "the number of the last slot in place of how many there are",
+            _walked("last"),
+            "Slots are numbered from 0. If the last block lies in slot 2, how many slots are walked?",
+        ),
+        Misconception(
+            "taking block 0 for an empty slot",
+            _walked("nonzero"),
+            "Which number says that a slot is empty? Block 0 holds the first keys of the text.",
+        ),
+        Misconception(
+            "walking everything",
+            _walked("all"),
+            "Right, and slower: how many steps does a list take that is empty at its end?",
+        ),
+        Misconception(
+            "mixing up blocks and slots",
+            _walked("largest id"),
+            "Block 7 may lie in slot 0. Is it the block's number or its slot's that the loop counts?",
+        ),
+        Misconception(
+            "leaving out empty slots at the beginning",
+            _walked("distance"),
+            "The walk begins at slot 0. Does it jump over empty slots there?",
+        ),
+    ),
+    cases=(
+        Case("empty at the end", lambda: ([3, 0, -1, -1],)),
+        Case("an empty slot in the middle", lambda: ([2, -1, 1],)),
+        Case("a full list", lambda: ([4, 1, 2],)),
+        Case("nothing but empty slots", lambda: ([-1, -1],)),
+        Case("empty at the beginning", lambda: ([-1, -1, 5, -1],)),
+        Case("block 0 last", lambda: ([6, 0],)),
+        Case("more slots than one load takes", lambda: ([9] + [-1] * 17 + [3, -1],)),
+        Case("no slot", lambda: ([],)),
+    ),
+    tolerance=0.0,
 )
 
 
@@ -480,4 +568,4 @@ offset into a tensor `Q` `[R, H, G, D]` is more than that. (No memory is needed 
     tolerance=0.0,
 )
 
-EXERCISES = (_STORE, _KEYS, _LOCATE, _WINDOW, _OVERFLOW)
+EXERCISES = (_STORE, _KEYS, _WALKED, _LOCATE, _WINDOW, _OVERFLOW)
