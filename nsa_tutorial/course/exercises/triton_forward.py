@@ -127,11 +127,11 @@ def _rows(empty: str = "masked", end: str = "visible", base: bool = True, unit: 
                 here = max(block_id, 0)
             elif empty == "last" and block_id < 0:
                 here = blocks + block_id
-            is_visible = (here >= 0 or empty == "score only") and here < blocks and not stopped
+            is_visible = (here >= 0 or empty == "score only") and (here < blocks or end == "none") and not stopped
             start = here * (BS if unit == "block" else 1) if is_visible else 0
             last = {
-                "visible": num_visible, "block": start + BS, "one more": num_visible + 1, "one less": num_visible - 1,
-                "tensor": num_visible - first_key,
+                "visible": num_visible, "block": start + BS, "none": start + BS, "one more": num_visible + 1,
+                "one less": num_visible - 1, "tensor": num_visible - first_key,
             }[end]  # fmt: skip
             is_seen = is_visible & (start + tokens < last)
             rows.append(torch.where(is_seen, (first_key if base else 0) + start + tokens, -1))
@@ -143,10 +143,10 @@ def _rows(empty: str = "masked", end: str = "visible", base: bool = True, unit: 
 _KEYS = Exercise(
     name="key_rows",
     statement="""
-A program's list `ids` names blocks of `BS` keys, counted from the beginning of its own sequence, which is row `first_key` of
-`K`; its query sees the first `num_visible` keys of that sequence. A slot may hold -1, also in the middle of the list. Return
-the tensor `[S, BS]` of the rows of `K` that the program loads, one row of it for each slot, with -1 for each lane that must not
-load.
+A program's list `ids`, a Python list here, names blocks of `BS` keys, counted from the beginning of its own sequence, which is
+row `first_key` of `K`; its query sees the first `num_visible` keys of that sequence. A slot may hold -1, also in the middle of
+the list. Return the tensor `[S, BS]` of the rows of `K` that the program loads, one row of it for each slot, with -1 for each
+lane that must not load.
 """,
     minutes=7,
     difficulty=2,
@@ -172,6 +172,11 @@ load.
             "reading -1 as Python does",
             _rows(empty="last"),
             "In Python, index -1 is the last element. Here it is no block at all.",
+        ),
+        Misconception(
+            "loading whatever the list names",
+            _rows(end="none"),
+            "The list decides which blocks a query wants. Which number says how far it may see?",
         ),
         Misconception(
             "loading the whole block that the query stands in",
@@ -245,9 +250,9 @@ def _walked(how: str) -> Callable:
 _WALKED = Exercise(
     name="walked_slots",
     statement="""
-A list `ids` has a fixed number of slots, of which the last ones are often empty: the first queries of a text have fewer blocks
-than slots, and a count may allow fewer. A program walks slots 0, 1, 2, … in order and need not walk on when nothing but empty
-slots is left. Return how many slots it walks: the least number after which no block of the list is missing.
+A Python list `ids` has a fixed number of slots, of which the last ones are often empty (-1): the first queries of a text have
+fewer blocks than slots. A program walks slots 0, 1, 2, … in order, and may stop as soon as nothing but empty slots is left.
+Return how many slots it walks, at the least, without missing a block.
 """,
     minutes=3,
     difficulty=1,
