@@ -7,8 +7,9 @@ and `from_ejkernel` take the arguments of a library's function under its own nam
     o = ops.native_sparse_attention(**interop.from_fla(q, k, v, g_cmp, g_slc, g_swa, window_size=512))
     o = interop.heads_first(ops.selected_attention(**interop.from_lucidrains(fq, fk, fv, 64, indices, mask)))
 
-What is said of a library was read in its public source. Where its own backends disagree, a conversion follows the one that does
-what the arguments say; where it computes something that no operator here computes, the conversion raises.
+What is said of a library was read in its public source, and where the library is installed, tests/test_interop_libraries.py asks
+the library itself. Where its own backends disagree, a conversion follows the one that does what the arguments say; where it
+computes something that no operator here computes, the conversion raises.
 
 It imports none of these libraries and runs none of their code. Tensors keep their dtype and their gradients.
 
@@ -297,7 +298,7 @@ def from_lucidrains(
         block_dk_dv_use_dot: how their backward multiplies; dropped.
         return_sliding_window_out: raises. Their forward shows `block_size + 1` keys: `ops.sliding_window_attention(q, k, v,
             window_size=block_size + 1)`; their backward scans fewer.
-        rows that see no key: NaN there, output 0 here.
+        rows that see no key: NaN there, output 0 here. Without the own block, a row whose first slot is empty is NaN there, too.
 
     Args:
         fq, fk, fv: `[B, HQ, N, D]`, `[B, H, N, D]`, `[B, H, N, D]`; as many queries as keys: theirs count from the first key.
@@ -386,7 +387,7 @@ def from_ejkernel(
             blocks: what was computed with it leaked the future and has no counterpart here.
         g_slc: None leaves the selection in, ungated. It becomes a gate of ones.
         rows that see no key: output 0 here and on Triton (where their log-sum-exp is 0, here `-inf`); the XLA backend averages
-            the values of what the slots name, the future's included.
+            the values of what the slots name, the future's included, and -1 read as block 0.
         token_indices: follow from `cu_seqlens`; dropped.
 
     Args:
