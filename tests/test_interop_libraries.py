@@ -1,6 +1,6 @@
 """What `interop` says of other libraries, asked of the libraries themselves. Each test needs one of them, and skips without it:
 
-    pip install flash-linear-attention native-sparse-attention-pytorch einx ejkernel
+    pip install flash-linear-attention native-sparse-attention-pytorch ejkernel
 
 They are no dependencies of this package. What was compared are fla-core 0.6.0 (its naive functions on a CPU, its kernels on an
 H200), native-sparse-attention-pytorch 0.2.3 (its kernels, H200) and ejkernel 0.0.80.3 (its XLA backend, on a CPU), all of them
