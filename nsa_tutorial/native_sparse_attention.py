@@ -1,4 +1,4 @@
-"""Chapter 08: three views of the past, gated (NSA, arXiv 2502.11089, section 3.3, Eq. 5).
+"""Chapter 08: three views of the past, gated (NSA, arXiv 2502.11089, section 3.2, Eq. 5).
 
 `forward` runs the three branches, each through its operator, and `gated_sum` adds them up. `NativeSparseAttention` is the layer
 that a model holds: projections, gates, a learnt compression for keys and for values, and keys and values of each branch's own.
