@@ -245,8 +245,7 @@ Return the condition.
         Misconception(
             "dropping the ragged block",
             _seen("full blocks"),
-            "That is the published advice, `i_s + BS <= seq_len`: nothing is read past the end any more. And which keys are never "
-            "read at all?",
+            "That is the guard `i_s + BS <= seq_len`: nothing is read past the end any more. And which keys are never read at all?",
         ),
         Misconception(
             "checking the end and forgetting the future",

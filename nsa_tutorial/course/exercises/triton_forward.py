@@ -61,12 +61,12 @@ numbers: the offset in `LSE` at which each row is stored, and -1 for a row that 
         Misconception(
             "no padding",
             _stored(0, "never"),
-            "A matrix unit multiplies tiles, not rows. What is the least that `tl.dot` takes?",
+            "A matrix unit multiplies tiles, not rows. How many rows has the smallest of them?",
         ),
         Misconception(
             "a power of two, but fewer than 16 rows",
             _stored(1),
-            "`tl.arange` is satisfied with a power of two. `tl.dot` also asks for a least number of rows.",
+            "`tl.arange` is satisfied with a power of two. What else has to fit: which tiles does a matrix unit multiply?",
         ),
         Misconception(
             "always 16 rows",
@@ -143,10 +143,10 @@ def _rows(empty: str = "masked", end: str = "visible", base: bool = True, unit: 
 _KEYS = Exercise(
     name="key_rows",
     statement="""
-A program's list `ids`, a Python list here, names blocks of `BS` keys, counted from the beginning of its own sequence, which is
-row `first_key` of `K`; its query sees the first `num_visible` keys of that sequence. A slot may hold -1, also in the middle of
-the list. Return the tensor `[S, BS]` of the rows of `K` that the program loads, one row of it for each slot, with -1 for each
-lane that must not load.
+Chapter 05's `tokens_of_list`, as a kernel has it: with lanes, and sequences that begin anywhere. A program's list `ids`, a
+Python list here, names blocks of `BS` keys, counted from the beginning of its own sequence, which is row `first_key` of `K`; its
+query sees the first `num_visible` keys of that sequence. A slot may hold -1, also in the middle of the list. Return the tensor
+`[S, BS]` of the rows of `K` that the program loads, one row of it for each slot, with -1 for each lane that must not load.
 """,
     minutes=7,
     difficulty=2,

@@ -331,10 +331,10 @@ def _statistics(change: str) -> Callable:
 _STATISTICS = Exercise(
     name="tiled_statistics",
     statement="""
-The chapter's softmax holds a whole row in one tile. For a row that is too long for that, walk over it: `x` `[R, N]` in tiles of
-`BN` columns, all `R` rows at once. Return `(scores_max, logsum)`, both `[R]`: the largest of each row, and the sum of `exp(x -
-scores_max)`. Powers are `exp2((… - …) * LOG2_E)`, subtract first. Every tile has `BN` lanes; those past the end of the row must
-not count. One pass: each tile is loaded once. (`LOG2_E` is in `nsa_tutorial.online_softmax`.)
+The chapter's softmax holds a whole row in one tile. For a row that is too long for that, walk over it with chapter 03's step:
+`x` `[R, N]` in tiles of `BN` columns, all `R` rows at once. Return `(scores_max, logsum)`, both `[R]`: the largest of each row,
+and the sum of `exp(x - scores_max)`. Powers are `exp2((… - …) * LOG2_E)`, subtract first. Every tile has `BN` lanes; those past
+the end of the row must not count. One pass: each tile is loaded once. (`LOG2_E` is in `nsa_tutorial.online_softmax`.)
 """,
     minutes=7,
     difficulty=2,
