@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import nbformat
@@ -179,6 +180,23 @@ def not_implemented(x):
 @pytest.mark.parametrize("attempt", [empty_with_docstring, empty_with_pass, not_implemented, lambda x: None])
 def test_not_attempted(attempt: object) -> None:
     assert judge(EXERCISE, attempt).outcome == "not attempted"
+
+
+def test_what_an_exercise_knows_is_computed_once() -> None:
+    """The solution and the wrong ones run once for all checks; the reader's function runs every time, whatever it has become."""
+    runs = []
+
+    def noted(name: str, function: Callable) -> Callable:
+        return lambda x: runs.append(name) or function(x)
+
+    wrong = Misconception("squaring", noted("wrong", lambda x: x**2), "2 squared is 4, which hides it.")
+    known = replace(EXERCISE, solution=noted("solution", double), misconceptions=(wrong,))
+    factor = [3]
+    attempt = noted("attempt", lambda x: factor[0] * x)
+    assert [judge(known, attempt).outcome for _ in range(3)] == ["wrong"] * 3
+    factor[0] = 2
+    assert judge(known, attempt).outcome == "right"
+    assert [runs.count(name) for name in ("solution", "wrong", "attempt")] == [2, 2, 8], "two cases"
 
 
 def test_returning_a_constant_is_an_attempt() -> None:
