@@ -237,7 +237,7 @@ def descriptor_kernel(
 
 
 def tile_sizes(G: int, D: int, DV: int) -> dict[str, int]:
-    """The tiles of a shape: sizes rounded up to what `tl.arange` and `tl.dot` take, a power of two, 16 at least."""
+    """The tiles of a shape: powers of two, as `tl.arange` wants them, and 16 at least, the side of the matrix units' tiles."""
     return {name: _power_of_two(n) for name, n in {"GT": G, "DT": D, "DVT": DV}.items()}
 
 

@@ -243,6 +243,18 @@ def test_chapter_05_mask_explorer(lab: Lab, tmp_path: Path) -> None:
     shown.screenshot(tmp_path / "05.png")
 
 
+def test_chapter_11_stepper(lab: Lab, tmp_path: Path) -> None:
+    from nsa_tutorial.course.widgets import triton_forward
+
+    shown = Shown(lab, lab.run_all("11_triton_forward.ipynb"), triton_forward.explore())
+    said = [shown.said.text_content()]
+    for name, key in (("slot", "ArrowLeft"), ("slot", "ArrowLeft"), ("head", "ArrowRight"), ("token", "ArrowLeft")):
+        shown.press(name, key)
+        said.append(shown.said.text_content())
+    assert len(set(said)) == len(said)
+    shown.screenshot(tmp_path / "11.png")
+
+
 @pytest.mark.parametrize("notebook", ["01_dense_attention.ipynb", "03_online_softmax.ipynb", "05_selected_attention.ipynb"])
 def test_what_the_browser_ran_has_no_stderr(lab: Lab, notebook: str) -> None:
     """What JupyterLab saves after a run, read back: every cell ran and none wrote to stderr."""

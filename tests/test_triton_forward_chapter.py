@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -243,6 +246,42 @@ def test_what_the_chapter_says_of_dense_attention() -> None:
     """The gain is about a third of how many fewer keys there are."""
     for tokens, _, *ratios in pictures.beside_tilelang():
         assert all(0.25 < ratio / (tokens / 2 / 1024) < 0.45 for ratio in ratios)
+
+
+DOT = """
+import sys
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+
+@triton.jit
+def dot(A, B, C, M: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
+    a = tl.load(A + tl.arange(0, M)[:, None] * K + tl.arange(0, K))
+    b = tl.load(B + tl.arange(0, K)[:, None] * N + tl.arange(0, N))
+    tl.store(C + tl.arange(0, M)[:, None] * N + tl.arange(0, N), tl.dot(a, b))
+
+
+signature = {"A": "*fp16", "B": "*fp16", "C": "*fp32", "M": "constexpr", "K": "constexpr", "N": "constexpr"}
+for M, K in ((16, 16), (4, 16), (16, 8)):
+    try:
+        triton.compile(ASTSource(dot, signature, {"M": M, "K": K, "N": 16}), target=GPUTarget("cuda", 90, 32))
+        print(M, K, "compiles")
+    except Exception as error:
+        print(M, K, str(error.__cause__ or error).strip().splitlines()[-1])
+"""
+
+
+@needs_triton
+def test_what_a_dot_insists_on(tmp_path: Path) -> None:
+    """Fewer than 16 rows are filled up, fewer than 16 summed numbers refused: what chapter 11 says in brackets."""
+    (tmp_path / "dot.py").write_text(DOT)
+    compiling = os.environ | {"TRITON_INTERPRET": "0"}
+    run = subprocess.run([sys.executable, tmp_path / "dot.py"], capture_output=True, text=True, env=compiling, check=True)
+    square, few_rows, few_sums = run.stdout.splitlines()
+    assert (square, few_rows) == ("16 16 compiles", "4 16 compiles")
+    assert few_sums == "16 8 Input shapes should have M >= 1, N >= 1 and K >= 16"
 
 
 # -- the exercises say what the kernel does --
