@@ -15,6 +15,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -58,6 +59,11 @@ def _version(package: str) -> str | None:
         return getattr(sys.modules.get(package), "__version__", "unknown version")
 
 
+def _release(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version, or none where it has none."""
+    return tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+
+
 @dataclass(frozen=True, repr=False)
 class Environment:
     """The parts of a machine that decide which kernels run, and how.
@@ -69,6 +75,7 @@ class Environment:
         c_compiler: path of the compiler that TileLang's C target uses, or None.
         triton_interpreted: True where Triton runs its interpreter (in Python, on the CPU).
         platform: operating system and processor.
+        numpy: version, on which Triton's interpreter runs.
     """
 
     python: str
@@ -80,6 +87,7 @@ class Environment:
     capability: tuple[int, int] | None
     c_compiler: str | None
     triton_interpreted: bool
+    numpy: str
 
     def why_not(self, backend: str, device: str = "cpu", dtype: str = "float32") -> str | None:
         """One sentence on why `backend` cannot run tensors of `dtype` on `device` here, or None where it can.
@@ -106,6 +114,8 @@ class Environment:
                 "Triton compiles for the GPU in this process, so its kernels take CUDA tensors only: "
                 "move the tensors to the GPU, or set TRITON_INTERPRET=1 before Python starts."
             )
+        if backend == "triton" and () < _release(self.triton) < (3, 7) and _release(self.numpy) >= (2, 4):
+            return f"The interpreter of Triton {self.triton} does not run on NumPy {self.numpy}: install triton>=3.7, or numpy<2.4."
         if backend == "tilelang" and self.c_compiler is None:
             return "TileLang runs CPU tensors through C and finds no C++ compiler (g++ or clang++) on the PATH: install one."
         if dtype == "bfloat16":
@@ -155,6 +165,7 @@ class Environment:
 @functools.cache
 def detect() -> Environment:
     """Look at this machine once per process and return its `Environment`."""
+    import numpy
     import torch
 
     has_gpu = torch.cuda.is_available()
@@ -168,6 +179,7 @@ def detect() -> Environment:
         capability=torch.cuda.get_device_capability() if has_gpu else None,
         c_compiler=next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None),
         triton_interpreted=os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on"),
+        numpy=numpy.__version__,
     )
 
 

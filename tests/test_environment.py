@@ -16,7 +16,7 @@ from nsa_tutorial import environment
 from nsa_tutorial.environment import BackendUnavailable, Environment
 
 ROOT = Path(__file__).resolve().parents[1]
-LAPTOP = Environment("3.11", "Linux on x86_64", "2.13.0", "3.7.1", "0.1.15", None, None, "/usr/bin/g++", True)
+LAPTOP = Environment("3.11", "Linux on x86_64", "2.13.0", "3.7.1", "0.1.15", None, None, "/usr/bin/g++", True, "2.4.6")
 GPU = replace(LAPTOP, gpu="NVIDIA H200", capability=(9, 0), triton_interpreted=False)
 MAC = replace(LAPTOP, platform="Darwin on arm64", triton=None, tilelang=None)
 
@@ -29,6 +29,9 @@ MAC = replace(LAPTOP, platform="Darwin on arm64", triton=None, tilelang=None)
         (LAPTOP, "tilelang", "cpu", "float16", None),
         (LAPTOP, "triton", "cpu", "bfloat16", "Triton's interpreter does not compute bfloat16"),
         (LAPTOP, "tilelang", "cpu", "bfloat16", "TileLang's C target does not compute bfloat16"),
+        (replace(LAPTOP, triton="3.6.0"), "triton", "cpu", "float32", "Triton 3.6.0 does not run on NumPy 2.4.6"),
+        (replace(LAPTOP, triton="3.6.0", numpy="2.3.5"), "triton", "cpu", "float32", None),
+        (replace(LAPTOP, triton="unknown version"), "triton", "cpu", "float32", None),
         (replace(LAPTOP, c_compiler=None), "tilelang", "cpu", "float32", "finds no C[+][+] compiler"),
         (GPU, "triton", "cuda", "bfloat16", None),
         (GPU, "tilelang", "cuda", "bfloat16", None),

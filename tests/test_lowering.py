@@ -62,6 +62,7 @@ def test_a_failing_compilation_says_so() -> None:
 
 @needs_tilelang
 def test_serialise_moves_tiles_and_loops() -> None:
+    import tilelang  # noqa: F401 - it brings tvm
     from tvm import ir
 
     from nsa_tutorial.tilelang_cpu import serialise

@@ -281,7 +281,7 @@ def test_what_a_dot_insists_on(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, tmp_path / "dot.py"], capture_output=True, text=True, env=compiling, check=True)
     square, few_rows, few_sums = run.stdout.splitlines()
     assert (square, few_rows) == ("16 16 compiles", "4 16 compiles")
-    assert few_sums == "16 8 Input shapes should have M >= 1, N >= 1 and K >= 16"
+    assert few_sums.endswith("K >= 16"), few_sums
 
 
 # -- the exercises say what the kernel does --
