@@ -239,7 +239,7 @@ def test_cache_facts():
 def test_pictures_state_their_finding():
     assert "`repeat` hands 4 of 8 query heads" in repr(pictures.draw_head_order(2, 4))
     assert "8, 2, 1 KV heads" in repr(pictures.draw_wiring())
-    assert "4 KV heads for 64 query heads: 65 536 tokens take 7.5 GiB, not 120 GiB" in repr(pictures.draw_cache(4, 65_536))
+    assert "4 KV heads for 64 query heads: 65,536 tokens take 7.5 GiB, not 120 GiB" in repr(pictures.draw_cache(4, 65_536))
 
 
 def test_explorer_says_what_the_pure_function_gives():

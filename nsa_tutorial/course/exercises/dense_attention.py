@@ -173,6 +173,12 @@ Complete `causal_weights(scores)`: from scaled scores to weights, so that no que
             "here it does, and takes all the weight. Which amount is enough for every score?",
         ),
         Misconception(
+            "a mask multiplied with -inf",
+            lambda s: torch.softmax(s + ~_visible(s) * float("-inf"), -1),
+            "0 times an infinity is nan, so the keys that should stay as they are become nan. "
+            "Write -inf where the mask is True, and touch nothing else: which function does that?",
+        ),
+        Misconception(
             "a softmax without its largest score subtracted",
             lambda s: (e := torch.exp(_hide(s, ~_visible(s)))) / e.sum(-1, keepdim=True),
             "Keys are hidden as they should be. But the exponentials of scores far below zero are all 0, and 0 / 0 is nan. "

@@ -313,8 +313,8 @@ A model has `layers` layers, each with `HQ` query heads in groups of `G`; keys a
         ),
     ),
     cases=(
-        Case("65 536 tokens, 4 layers, HQ = 12, G = 3, D = 192, DV = 128", lambda: (65_536, 4, 12, 3, 192, 128)),
-        Case("131 072 tokens, 30 layers, HQ = 64, G = 16, D = 192, DV = 128", lambda: (131_072, 30, 64, 16, 192, 128)),
+        Case("65,536 tokens, 4 layers, HQ = 12, G = 3, D = 192, DV = 128", lambda: (65_536, 4, 12, 3, 192, 128)),
+        Case("131,072 tokens, 30 layers, HQ = 64, G = 16, D = 192, DV = 128", lambda: (131_072, 30, 64, 16, 192, 128)),
     ),
     tolerance=1e-6,
 )

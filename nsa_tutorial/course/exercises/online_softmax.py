@@ -320,7 +320,8 @@ ONLINE_STEP = Exercise(
     statement=r"""
 Take one chunk of keys into the state: the heart of every kernel in this course.
 
-- `scores_max_prev` `[G]`, `logsum` `[G]`, `acc_o` `[G, DV]`: the state so far (`-inf`, `0`, `0` before the first chunk).
+- `scores_max_prev` `[G]`, `logsum` `[G]`, `acc_o` `[G, DV]`: the state so far (`-inf`, `0`, `0` before the first chunk); the
+  maximum is unscaled, like the scores.
 - `acc_s` `[G, BS]`: this chunk's unscaled scores, all finite. `v` `[BS, DV]`: its values.
 - `scale_log2`: the scale, times $\log_2 e$.
 

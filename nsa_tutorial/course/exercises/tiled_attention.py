@@ -160,6 +160,13 @@ diagonal). For `N = M = 4` and tiles of 2 × 2 that is `["DS", "FD"]`. Build no 
 # -- mask_tile --
 
 
+def _padded(BQ: int, BK: int, seed: int) -> Tensor:
+    """Random scores of a tile whose last key does not exist: there the score is 0."""
+    scores = _random(BQ, BK, seed=seed)
+    scores[:, -1] = 0
+    return scores
+
+
 def mask_tile(acc_s: Tensor, query_start: int, key_start: int, N: int, M: int, causal: bool) -> Tensor:
     """The scores of a tile [BQ, BK], with -inf for every key that is in its query's future or does not exist."""
     BQ, BK = acc_s.shape
@@ -262,15 +269,15 @@ lies in the query's future. The `N` queries are the last of `M` positions. Keep 
     cases=(
         Case(
             "queries 2 and 3 of 4, at positions 3 and 4; keys 2 to 5, and there are only 5",
-            lambda: (torch.tensor([[1.0, 2, 3, 0], [4, 5, 6, 0]]), 2, 2, 4, 5, True),
+            lambda: (torch.tensor([[1.0, 2, 3, 0], [0, 5, 6, 0]]), 2, 2, 4, 5, True),
         ),
         Case(
             "the same without the causal mask",
-            lambda: (torch.tensor([[1.0, 2, 3, 0], [4, 5, 6, 0]]), 2, 2, 4, 5, False),
+            lambda: (torch.tensor([[1.0, 2, 3, 0], [0, 5, 6, 0]]), 2, 2, 4, 5, False),
         ),
         Case("a tile on the diagonal, 4 × 6", lambda: (_random(4, 6, seed=0), 8, 6, 16, 16, True)),
-        Case("the last 3 of 11 positions, keys from 8", lambda: (_random(3, 4, seed=1), 0, 8, 3, 11, True)),
-        Case("the last 3 of 11 positions, no causal mask", lambda: (_random(3, 4, seed=2), 0, 8, 3, 11, False)),
+        Case("the last 3 of 11 positions, keys from 8", lambda: (_padded(3, 4, seed=1), 0, 8, 3, 11, True)),
+        Case("the last 3 of 11 positions, no causal mask", lambda: (_padded(3, 4, seed=2), 0, 8, 3, 11, False)),
         Case("a full tile", lambda: (_random(4, 4, seed=3), 8, 0, 16, 16, True)),
     ),
 )
@@ -438,12 +445,14 @@ def _attend(change: str) -> Callable:
                     break
                 keys = slice(key_start, key_start + tile_k)
                 acc_s = q[query_start : query_start + tile_q] @ k[keys].T
+                if change == "scaled before":
+                    acc_s = acc_s * scale
                 if change != "no mask":
                     acc_s = acc_s.masked_fill(torch.arange(M)[keys] > position[:, None], -torch.inf)
                 if change == "last tile only":
                     state = online_softmax.start(rows, v.shape[1])
                 state = online_softmax.update(state, acc_s, v[keys], scale_log2)
-            tile_o, tile_lse = online_softmax.finish(state, scale)
+            tile_o, tile_lse = online_softmax.finish(state, scale_log2 if change == "finish in base two" else scale)
             o.append(tile_o)
             lse.append(tile_lse)
         return torch.cat(o), torch.cat(lse)
@@ -514,6 +523,16 @@ results below one another.
             "leaving out the scale",
             _attend("no scale"),
             "The dot products are multiplied by D ** -0.5, here inside scale_log2 and in `finish`.",
+        ),
+        Misconception(
+            "scaling the scores before `update`, which scales them itself",
+            _attend("scaled before"),
+            "`update` takes plain dot products: the scale is in `scale_log2` already.",
+        ),
+        Misconception(
+            "`finish` with `scale_log2`",
+            _attend("finish in base two"),
+            "`o` is right. But lse is a natural logarithm: what does chapter 03's `finish` say about its scale?",
         ),
         Misconception(
             "`scale_log2` without `log2(e)`",

@@ -225,14 +225,13 @@ def draw_cost(lengths: tuple[int, ...] = tuple(2**i for i in range(10, 18))) -> 
     axis.set_ylabel("GiB for one head, 2 bytes each", fontsize=9)
     N = 65536
     scores, rest = sizes(N)
-    at = f"{N:,}".replace(",", " ")
     for size, colour, label in (
-        (scores, "query", f"{scores / GIB:.0f} GiB at {at}"),
+        (scores, "query", f"{scores / GIB:.0f} GiB at {N:,}"),
         (rest, "selected", f"{rest / 2**20:.0f} MiB"),
     ):
         axis.plot(N, size / GIB, "o", markersize=10, fillstyle="none", markeredgewidth=1.5, color=PALETTE["text"])
         axis.annotate(label, (N, size / GIB), xytext=(-9, 5), textcoords="offset points", ha="right", fontsize=9,
                       color=PALETTE[colour])  # fmt: skip
     return Picture(
-        figure, f"At {at} tokens one head's scores take {scores / GIB:.0f} GiB, {scores // rest} times its q, k, v and o"
+        figure, f"At {N:,} tokens one head's scores take {scores / GIB:.0f} GiB, {scores // rest} times its q, k, v and o"
     )

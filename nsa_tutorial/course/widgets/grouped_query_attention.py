@@ -21,7 +21,7 @@ from nsa_tutorial.grouped_query_attention import group_size, kv_head
 
 HQ, D, LAYERS = 64, 128, 60
 KV_HEADS = (64, 16, 8, 4, 1)
-CONTEXTS = tuple(2**power for power in range(12, 21))  # 4096 … 1 048 576 tokens
+CONTEXTS = tuple(2**power for power in range(12, 21))  # 4096 … 1,048,576 tokens
 GIB = 2**30
 # NVIDIA H200 (SXM) data sheet: memory, memory bandwidth, and bf16 tensor-core rate without sparsity.
 H200_BYTES, H200_BYTES_PER_S, H200_FLOPS_PER_S = 141e9, 4.8e12, 989e12
@@ -71,10 +71,6 @@ def cache_facts(H: int, tokens: int) -> CacheFacts:
 
 def _gib(value: float) -> str:
     return f"{value:.0f} GiB" if value >= 100 else f"{value:.2f} GiB" if value < 1 else f"{value:.1f} GiB"
-
-
-def _spaced(number: int) -> str:
-    return f"{number:,}".replace(",", " ")
 
 
 def _heads(H: int) -> str:
@@ -169,12 +165,12 @@ def draw_cache(H: int = 8, tokens: int = 65_536) -> Picture:
     axis.plot(x[[0, -1]], [limit, limit], color=PALETTE["text"], linestyle="--", linewidth=1, zorder=2)
     axis.text(x[0], limit + 0.2, f"memory of one H200: {H200_BYTES / GIB:.0f} GiB", fontsize=8, va="bottom")
     axis.scatter([np.log2(tokens)], [np.log2(facts.gib)], s=55, color=PALETTE["query"], zorder=4)
-    axis.set_xticks(x[::2], [_spaced(n) for n in CONTEXTS[::2]])
+    axis.set_xticks(x[::2], [f"{n:,}" for n in CONTEXTS[::2]])
     axis.set_yticks(range(-3, 12, 2), ["1/8", "1/2", "2", "8", "32", "128", "512", "2048"])
     axis.set_xlim(x[0] - 0.1, x[-1] + 1.3)
     axis.set_xlabel("context length, tokens (logarithmic)")
     axis.set_ylabel("KV cache, GiB (logarithmic)")
-    finding = f"{_heads(H)} for {HQ} query heads: {_spaced(tokens)} tokens take {_gib(facts.gib)}"
+    finding = f"{_heads(H)} for {HQ} query heads: {tokens:,} tokens take {_gib(facts.gib)}"
     return Picture(figure, finding if H == HQ else f"{finding}, not {_gib(facts.gib_all_heads)}")
 
 
@@ -189,7 +185,7 @@ def cache_sentence(H: int, tokens: int) -> str:
             f"{facts.read_ms:.1f} ms at least."
         )
     return (
-        f"{_heads(H)}, each read by {readers}: at {_spaced(tokens)} tokens the cache takes {_gib(facts.gib)} "
+        f"{_heads(H)}, each read by {readers}: at {tokens:,} tokens the cache takes {_gib(facts.gib)} "
         f"({_heads(HQ)}: {_gib(facts.gib_all_heads)}). {fits} Attention for a new token does {facts.intensity:.1f} operations "
         "per byte."
     )
@@ -202,7 +198,7 @@ def cache_explorer() -> Panel:
         lambda H, tokens: (draw_cache(H, tokens), cache_sentence(H, tokens)),
         H=ipywidgets.SelectionSlider(options=KV_HEADS, value=8, description="KV heads H", continuous_update=False),
         tokens=ipywidgets.SelectionSlider(
-            options=[(_spaced(n), n) for n in CONTEXTS],
+            options=[(f"{n:,}", n) for n in CONTEXTS],
             value=65_536,
             description="context length",
             continuous_update=False,
