@@ -75,6 +75,10 @@ def _paper_as_it_stands(length: int, stride: int, block_size: int, block: int) -
     return _double_sum(length, stride, block_size, block_size // stride * block)
 
 
+def _paper_block_moved(length: int, stride: int, block_size: int, block: int) -> dict[int, float]:
+    return _double_sum(length, stride, block_size, block_size // stride * (block + 1))
+
+
 def _paper_moved(length: int, stride: int, block_size: int, block: int) -> dict[int, float]:
     weights = _double_sum(length, stride, block_size, block_size // stride * (block + 1) - 1)
     return {summary: weight for summary, weight in weights.items() if summary >= 0}
@@ -106,14 +110,19 @@ Nothing has to divide anything; then weights are fractions.
         Misconception(
             "reading the paper's Eq. 9 with blocks counted from 0",
             _paper_from_zero,
-            "In (l′/d)·j − m − n the first block is j = 1. Take j = 0 for the first block and its summaries are −1, −2, …: "
-            "every block gets those of the block before it. Draw the tokens of block 1 and see which summaries touch them.",
+            "In (l′/d)·j − m − n the first block is j = 1. Take j = 0 for the first block and its summaries are 0, −1, −2, …: "
+            "every block gets mostly those of the block before it. Draw the tokens of block 1 and see which summaries touch them.",
         ),
         Misconception(
             "executing the paper's Eq. 9 as it stands",
             _paper_as_it_stands,
-            "Its blocks and summaries are counted from 1, ours from 0: every block gets the summaries of the block before it. And "
-            "it counts whole pieces, so that stride has to divide the other two sizes. Here it need not: count tokens instead.",
+            "Its blocks and summaries are counted from 1, ours from 0: every block gets mostly the summaries of the one before. "
+            "And it counts whole pieces, so that stride has to divide the other two sizes. Here it need not: count tokens instead.",
+        ),
+        Misconception(
+            "counting the paper's blocks from 1, and its summaries from 0",
+            _paper_block_moved,
+            "You have moved the block. In Eq. 9 the summaries are counted from 1 as well: what is its summary 4 called here?",
         ),
         Misconception(
             "counting whole pieces where a piece may be cut",
@@ -320,7 +329,7 @@ def _choose(change: str) -> Callable:
 
     def wrong(scores: list[float], own: int, top_n: int, num_initial: int, num_local: int) -> list[int]:
         last = len(scores) - 1 if change == "future" else own
-        first = [*range(min(num_initial, own + 1))]
+        first = [*range(num_initial if change == "first ahead" else min(num_initial, own + 1))]
         latest = [*range(max(own - num_local + 1, 0), own + 1)]
         if change == "past own":
             latest = [*range(own, min(own + num_local, len(scores)))]
@@ -395,6 +404,11 @@ than `top_n`.)
             "The latest num_local blocks end with the query's own. Count backwards from there.",
         ),
         Misconception(
+            "forcing first blocks ahead of the query",
+            _choose("first ahead"),
+            "In the first block of a text, the second one is still the future, forced or not. Which rule comes last?",
+        ),
+        Misconception(
             "not counting the own block among the local ones",
             _choose("own is not local"),
             "The own block is the latest that there is, and the one that summaries know least about. Where does the count begin?",
@@ -421,6 +435,7 @@ than `top_n`.)
         Case("equal scores", lambda: ([0.2, 0.2, 0.2, 0.2, 0.2], 4, 3, 0, 1)),
         Case("own block 1: fewer blocks than slots", lambda: ([0.3, 0.7, 0.9, 0.8], 1, 4, 1, 2)),
         Case("the first block of a text", lambda: ([1.0, 2.0], 0, 3, 1, 2)),
+        Case("the first block again, two forced in front", lambda: ([0.5, 0.2, 0.1], 0, 3, 2, 1)),
         Case("two forced at either end", lambda: ([0.0, 0.0, 0.6, 0.9, 0.7, 0.0, 0.0, 1.0], 6, 5, 2, 2)),
         Case("nothing forced", lambda: ([0.4, 0.1, 0.3, 0.2], 3, 2, 0, 0)),
     ),

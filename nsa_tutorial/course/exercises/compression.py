@@ -173,6 +173,12 @@ _SUMMARISE = Exercise(
             "A window may start at token M − length: it then ends with the last token.",
         ),
         Misconception(
+            "making windows of a text that is shorter than one",
+            lambda x, length, stride: x.unfold(0, length, stride).mean(-1),
+            "`unfold` raises an error if not even one window fits, and `torch.stack` if there is nothing to stack. How many "
+            "windows fit into such a text, and what shape have their means?",
+        ),
+        Misconception(
             "the mean over the width",
             _summarise_over("width"),
             "The tokens of a window are to be averaged, number by number. Which axis holds the tokens?",

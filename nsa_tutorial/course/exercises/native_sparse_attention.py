@@ -191,6 +191,8 @@ def _loaded(change: str) -> Callable:
             summaries = t // stride + 1  # those that have begun
         if change == "no overlap":
             summaries = (t + 1) // length
+        if change == "below zero":
+            summaries = (t + 1 - length) // stride + 1
         if change == "one early":
             summaries = max((t + 2 - length) // stride + 1, 0)
         if change == "whole blocks":
@@ -234,6 +236,11 @@ summary keys, selected keys and window keys the query loads, each branch for its
             "A summary is of tokens up to its end. What would a query learn from one that ends after it?",
         ),
         Misconception(
+            "a negative number of summaries",
+            _loaded("below zero"),
+            "The formula goes on below zero where no window has ended yet. How few summaries can a query load?",
+        ),
+        Misconception(
             "counting summaries as if they did not overlap",
             _loaded("no overlap"),
             "A new one begins every `stride` tokens, not every `length`.",
@@ -271,6 +278,7 @@ summary keys, selected keys and window keys the query loads, each branch for its
     ),
     cases=(
         Case("position 2 of the text, nothing but its own block", lambda: (2, [0, -1], 4, 5, 4, 2)),
+        Case("position 0: no summary for a long time", lambda: (0, [0, -1], 4, 5, 6, 2)),
         Case("position 11, the last of its block", lambda: (11, [0, 2], 4, 5, 4, 2)),
         Case("position 12, the first of its block", lambda: (12, [0, 2, 3], 4, 5, 4, 2)),
         Case("a summary ends just now", lambda: (13, [0, 1, 3], 4, 3, 6, 4)),
@@ -525,8 +533,9 @@ def _put_together(change: str) -> Callable:
             o_slc = ops.selected_attention(q, k, v, ids, block_size=stride)
         window = window_size + 1 if change == "wide window" else window_size
         o_swa, lse_swa = ops.sliding_window_attention(q, k, v, window_size=window, return_lse=True)
-        if change == "window of summaries":
-            o_swa = o_slc
+        if change == "default block size":
+            ids = ops.select_blocks(q, k_cmp, None, top_n=top_n, **sizes)
+            o_slc = ops.selected_attention(q, k, v, ids)
         if change == "by lse":
             weights = torch.softmax(torch.stack([lse_cmp, lse_slc, lse_swa]), 0)
             return sum(w[..., None] * o for w, o in zip(weights, (o_cmp, o_slc, o_swa), strict=True))
@@ -562,6 +571,11 @@ the two latest blocks are forced, as `select_blocks` does unless told otherwise.
             "leaving length and stride at their defaults",
             _put_together("default sizes"),
             "Summaries do not tell how they were made. Every operator that takes them has to be told `length` and `stride`.",
+        ),
+        Misconception(
+            "leaving the block size at its default",
+            _put_together("default block size"),
+            "A block of 64 tokens holds all of these short texts. Which two operators have to be told `block_size`?",
         ),
         Misconception(
             "choosing blocks by the summaries of the values",

@@ -226,7 +226,7 @@ _LOAD = Exercise(
 What a kernel does for one slot. `x` `[M, D]` holds the keys (or the values) of one head, and the query sees its first `num_visible`
 rows. Return `(tile, is_seen)`. `tile` `[BS, D]` always has `block_size` rows: the rows of block `block_id`, and zeros in place of
 every row that the query does not see or that does not exist. `is_seen` `[BS]` is a boolean tensor and says which are real. For
-`block_id = -1` nothing is seen. In the cases the rows that are not to be loaded hold NaN, as memory that nobody has written may.
+`block_id = -1` nothing is seen. In most cases the rows that the query does not see hold NaN, as memory that nobody has written may.
 """,
     minutes=7,
     difficulty=2,
@@ -370,8 +370,7 @@ exactly the latest `window_size` keys, its own included, or all that there are a
         Misconception(
             "a window of w + 1",
             _window(wider=1),
-            "Count the keys of a late query. From t − w to t, both included, there are w + 1. Public code often is one "
-            "key off here.",
+            "Count the keys of a late query. From t − w to t, both included, there are w + 1.",
         ),
         Misconception(
             "a window of w − 1",
@@ -459,7 +458,7 @@ def _attend(change: str) -> Callable:
         scale = 1.0 if change == "no scale" else D**-0.5
         o, lse = torch.empty(N, HQ, DV), torch.empty(N, HQ)
         for n, h in ((n, h) for n in range(N) for h in range(H)):
-            num_visible = n + 1 if change == "first positions" else M - N + n + 1
+            num_visible = n + 1 if change == "first positions" else M - N + n + (change != "not itself")
             limit = M if change in ("no cut", "load, then mask") else num_visible
             group = slice(h, HQ, H) if change == "dealt out" else slice(h * G, (h + 1) * G)
             state, parts = online_softmax.start(G, DV), []
@@ -507,6 +506,11 @@ of `q` belong together, and how much each query may see.
             "taking the queries for the first N positions",
             _attend("first positions"),
             "They are the last N of the M: query 0 stands at position M − N, and sees all that was there before it.",
+        ),
+        Misconception(
+            "hiding the query's own position from it",
+            _attend("not itself"),
+            "A query sees itself: the last of M sees M keys. How many does the one at position t see?",
         ),
         Misconception(
             "dealing out the query heads in turn",
