@@ -1,7 +1,7 @@
 """The window branch: each query attends to the latest keys (NSA, arXiv 2502.11089, section 3.3.3).
 
 A window of `w` shows a query at position `t` the keys `t - w + 1 … t`: exactly `w` of them, itself included, fewer at the start
-of a sequence. Public code is often one key off.
+of a sequence. (To the letter, the paper's range of keys has one more; where it counts them, in section 5.2, they are `w`.)
 
 It does not validate (`ops` does). In `forward`, a tile of `T` queries reads `T + w - 1` keys, and no more scores than `T * (T + w -
 1)` exist per head. `as_selection` is the kernels' way: a window is a list of blocks too, if blocks are counted from its first key.
