@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -25,6 +26,18 @@ def test_minutes_agree(chapter) -> None:
     """README.md promises what the chapter's first cell says."""
     row = re.search(rf"\(notebooks/{chapter.file}\).*\| (\d+) \|", (ROOT / "README.md").read_text())
     assert f"About {row.group(1)} minutes" in (NOTEBOOKS / chapter.file).read_text()
+
+
+@pytest.mark.parametrize(("column", "language"), [(-2, "tilelang"), (-1, "triton")], ids=["tilelang", "triton"])
+def test_the_names_are_those_of_the_kernels(column: int, language: str) -> None:
+    """Every name that the table of chapter 00 gives for a kernel is in that kernel's source."""
+    cells = json.loads((NOTEBOOKS / "00_start_here.ipynb").read_text())["cells"]
+    recap = "".join("".join(cell["source"]) + "\n" for cell in cells).split("\n## Recap", 1)[1]
+    rows = [line.strip("|").split("|") for line in recap.splitlines() if line.startswith("| ")][1:]
+    names = {name for row in rows for name in re.findall(r"`(\w+)`", row[column])}
+    source = (ROOT / "nsa_tutorial" / f"{language}_forward.py").read_text()
+    assert len(names) > 20
+    assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", source)] == []
 
 
 def test_course_map() -> None:
