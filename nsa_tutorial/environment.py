@@ -142,9 +142,10 @@ class Environment:
             if self.gpu
             else "none: every kernel runs on the CPU"
         )
+        through_c = f"translated to C, compiled by {os.path.basename(self.c_compiler or '')}"
         ways = {
             "triton": "interpreted, in Python" if self.triton_interpreted else "compiled for the GPU",
-            "tilelang": "compiled for the GPU" if self.gpu else f"compiled to C by {os.path.basename(self.c_compiler or '')}",
+            "tilelang": "compiled for the GPU" if self.gpu else through_c,
         }
         rows = [("GPU", "", gpu), ("Python", self.python, self.platform), ("PyTorch", self.torch, "reference backend")]
         for backend, name in (("triton", "Triton"), ("tilelang", "TileLang")):

@@ -49,7 +49,7 @@ CHAPTERS = tuple(
             ("compression", 2, "a block can be summarised"),
             ("block_selection", 2, "cheap scores choose the blocks"),
             ("native_sparse_attention", 2, "three views, gated"),
-            ("two_tile_languages", 3, "one tile's program, launched often"),
+            ("two_tile_languages", 3, "one tile's program, run many times"),
             ("tilelang_forward", 3, "one program per query and KV head"),
             ("triton_forward", 3, "the same, with pointers and masks"),
             ("gradients", 3, "the backward without the matrix"),
