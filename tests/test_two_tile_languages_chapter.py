@@ -265,6 +265,7 @@ def test_a_missing_language_is_said_and_not_counted(monkeypatch: pytest.MonkeyPa
     if e.missing:
         pytest.skip(e.missing[0])
     here = environment.detect()
+    assert "right, on all 8 cases." in judge(e, e.solution).text  # what is known of these is not what is asked next
     monkeypatch.setattr(environment, "detect", lambda: replace(here, tilelang=None))
     verdict = judge(e, e.solution)
     assert verdict.outcome == "right"
