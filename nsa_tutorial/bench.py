@@ -218,7 +218,6 @@ def triton_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]]]
     shape = problem.shape
     scale = shape.width**-0.5
     ids = block_list(problem.block_indices, problem.rows, block_size=shape.block_size, block_counts=None, include_own_block=False)
-
     future = ids.masked_fill(ids < 0, shape.tokens)  # a slot that names a block past the end is walked, and empty like the others
 
     def changed(use_descriptors: bool = False, lists: Tensor = ids, **options: int) -> Callable[[], Tensor]:

@@ -247,15 +247,17 @@ def _power_of_two(n: int) -> int:
 
 # Largest group and longest token (key and value, padded, in bytes) up to which a row holds: tokens of a step, warps, stages. Behind
 # it milliseconds of the pointer kernel and of the runner-up: H200, torch 2.11, Triton 3.6, 16,384 tokens, 4 key/value heads, 1,024
-# keys a query, bf16; one run, to be had again by `python -m nsa_tutorial.bench selected --backend triton --steps --tokens 16384
-# --dtype bfloat16` with the groups and widths in question. The last two rows were not measured.
+# keys a query, bf16; to be had again by `python -m nsa_tutorial.bench selected --backend triton --steps --tokens 16384 --dtype
+# bfloat16 --no-dense` with the groups and widths in question. The first row's are in assets/triton_forward_h200.json; the last one,
+# for wide fp32, was not measured.
 LAUNCH_TABLE = (
-    (16, 512, 32, 1, 3),  # 65,536 tokens, D 128: 14.5, 15.1 with 2 warps; D 64: 6.7, 7.1 with 2 stages
+    (16, 512, 32, 1, 3),  # 65,536 tokens, D 128: 14.7, 15.5 with 2 warps; D 64: 7.1, 7.3 with 2 stages
     (16, 768, 32, 1, 2),  # D 192, DV 128: 4.9, 5.7 with 2 warps
     (16, 1024, 64, 2, 2),  # D 256: 8.0, 8.2 in steps of 32
     (32, 1024, 64, 2, 2),  # D 128: 5.0, 6.0 with 4 warps
-    (64, 512, 64, 4, 3),  # D 128: 5.4, 5.9 with 2 stages
-    (64, 1024, 64, 4, 2),
+    (64, 512, 64, 4, 3),  # D 128: 5.9, 6.1 with 2 stages
+    (64, 1024, 64, 4, 2),  # D 256: 17.0, and 12.8 in steps of 32; with descriptors, which Hopper takes, 12.6
+    (128, 1024, 64, 8, 2),  # with descriptors D 128: 12.3, 16.7 in steps of 32; D 256: 19.4, 23.8
     (128, 2048, 32, 8, 2),
 )
 SHARED_MEMORY = 227 * 1024  # bytes that a program can have on an H100 or H200
@@ -342,15 +344,18 @@ def launch(
     sizes, fixed = (R, 0 if S else R, H, S, window_size), {"G": G, "D": D, "DV": DV, "BS": block_size, "WINDOW": window_size > 0}
     grid = (branches * R, H)
     if can_use_descriptors(q, k, v, block_size) if use_descriptors is None else use_descriptors:
-        described = [
-            TensorDescriptor.from_tensor(x.view(B * M, H, -1), [tiles["BT"], 1, x.shape[-1]]) for x in (k, v)
-        ]  # fmt: skip
         fixed |= {"GT": tiles["GT"], "BT": tiles["BT"]}
         largest = torch.linalg.vector_norm(v, float("inf"), dtype=torch.float32)
+        described = descriptors(k, v, BT=tiles["BT"])
         descriptor_kernel[grid](q, k, v, *described, largest, *inputs, *outputs, *sizes, B * M, **fixed, **chosen)
     else:
         kernel[grid](q, k, v, *inputs, *outputs, *sizes, **fixed, **tiles, **chosen)
     return o, lse
+
+
+def descriptors(*tensors: Tensor, BT: int) -> list[TensorDescriptor]:
+    """Of contiguous keys and values `[B, M, H, width]`: boxes of `BT` tokens of one head, from `[B * M, H, width]`."""
+    return [TensorDescriptor.from_tensor(x.flatten(0, 1), [BT, 1, x.shape[-1]]) for x in tensors]
 
 
 @functools.cache

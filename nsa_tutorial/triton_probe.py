@@ -12,10 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_tutorial.selected_attention import QueryRows
-from nsa_tutorial.triton_forward import count_slots, launch_options, tile_sizes
+from nsa_tutorial.triton_forward import count_slots, descriptors, launch_options, tile_sizes
 
 
 @triton.jit(do_not_specialize=["S", "keys"])
@@ -79,9 +78,7 @@ def loads_and_products(
     R, G = B * N, HQ // H
     chosen = launch_options(G, D, DV, block_size, q.element_size()) | options
     sizes = {"G": G, "D": D, "DV": DV, "BS": block_size, "GT": tile_sizes(G, D, DV)["GT"], "BT": chosen.pop("BT")}
-    described = [
-        TensorDescriptor.from_tensor(x.contiguous().view(B * M, H, -1), [sizes["BT"], 1, x.shape[-1]]) for x in (k, v)
-    ]  # fmt: skip
+    described = descriptors(k.contiguous(), v.contiguous(), BT=sizes["BT"])
     o = torch.empty(B, N, HQ, DV, dtype=v.dtype, device=v.device)
     kernel[(R, H)](q.contiguous(), *described, ids, rows.first_key, o, H, ids.shape[-1], B * M, **sizes, **chosen)
     return o

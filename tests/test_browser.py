@@ -189,6 +189,14 @@ class Shown:
             self.lab.wait(lambda: self.said.text_content() == self.expected(), "the panel to answer", 30)
         assert self.said.text_content() == self.expected()
 
+    def walk(self, *moves: tuple[str, str]) -> None:
+        """Press one key after the other; the panel never says the same twice."""
+        said = [self.said.text_content()]
+        for name, key in moves:
+            self.press(name, key)
+            said.append(self.said.text_content())
+        assert len(set(said)) == len(said)
+
     def screenshot(self, path: Path) -> None:
         """A picture of the panel with all its controls, its sentence and its drawn image."""
         self.box.scroll_into_view_if_needed()
@@ -233,11 +241,7 @@ def test_chapter_05_mask_explorer(lab: Lab, tmp_path: Path) -> None:
     from nsa_tutorial.course.widgets import mask_explorer
 
     shown = Shown(lab, lab.run_all("05_selected_attention.ipynb"), mask_explorer.mask_explorer())
-    said = [shown.said.text_content()]
-    for name, key in (("query", "ArrowLeft"), ("top_n", "ArrowRight"), ("block_size", "ArrowLeft"), ("window", "ArrowRight")):
-        shown.press(name, key)
-        said.append(shown.said.text_content())
-    assert len(set(said)) == len(said)
+    shown.walk(("query", "ArrowLeft"), ("top_n", "ArrowRight"), ("block_size", "ArrowLeft"), ("window", "ArrowRight"))
     settings = mask_explorer.Settings(**{name: shown.value(name) for name in shown.twin.controls if name != "show"})
     assert shown.said.text_content() == mask_explorer.sentence(settings)
     shown.screenshot(tmp_path / "05.png")
@@ -247,11 +251,7 @@ def test_chapter_11_stepper(lab: Lab, tmp_path: Path) -> None:
     from nsa_tutorial.course.widgets import triton_forward
 
     shown = Shown(lab, lab.run_all("11_triton_forward.ipynb"), triton_forward.explore())
-    said = [shown.said.text_content()]
-    for name, key in (("slot", "ArrowLeft"), ("slot", "ArrowLeft"), ("head", "ArrowRight"), ("token", "ArrowLeft")):
-        shown.press(name, key)
-        said.append(shown.said.text_content())
-    assert len(set(said)) == len(said)
+    shown.walk(("slot", "ArrowLeft"), ("slot", "ArrowLeft"), ("head", "ArrowRight"), ("token", "ArrowLeft"))
     shown.screenshot(tmp_path / "11.png")
 
 

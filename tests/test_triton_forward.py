@@ -123,6 +123,17 @@ def test_no_list_is_rewritten_for_a_long_block(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.gpu
+@dtypes
+@pytest.mark.parametrize(("G", "D"), [(100, 16), (128, 128), (128, 256)], ids=str)
+@pytest.mark.parametrize("use_descriptors", [True, False], ids=["descriptors", "pointers"])
+def test_groups_of_more_than_64_heads(use_descriptors: bool, G: int, D: int, dtype: torch.dtype) -> None:
+    problem = Problem(N=20, M=200, H=2, G=G, D=D, DV=D, BS=64, S=3)
+    call, (o, lse) = forward(problem, dtype, "cuda", use_descriptors=use_descriptors)
+    assert_within_budget(o, call.truth()[0], call.plain()[0], "o")
+    assert_within_budget(lse, call.truth()[1], call.plain()[1], "lse")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("window", [0, 5], ids=["lists", "lists and windows"])
 @pytest.mark.parametrize("D", [16, 24], ids=["descriptors", "pointers"])
 def test_new_lengths_compile_nothing(D: int, window: int) -> None:
@@ -152,8 +163,12 @@ def test_new_lengths_compile_nothing(D: int, window: int) -> None:
 
 
 @pytest.mark.gpu
-def test_a_cache_longer_than_32_bits_hold() -> None:
+@pytest.mark.parametrize("use_descriptors", [True, False], ids=["descriptors", "pointers"])
+def test_a_cache_longer_than_32_bits_hold(use_descriptors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both kernels at the end of a cache of more than 2**31 elements, in a list and in a window."""
+    from nsa_tutorial import triton_forward
+
+    monkeypatch.setattr(triton_forward, "can_use_descriptors", lambda *_: use_descriptors)
     H, D, BS, M = 8, 128, 64, 2**21 + 2**14 + 5
     k = torch.zeros(1, M, H, D, dtype=torch.float16, device="cuda")
     k[:, -200:] = torch.randn(1, 200, H, D, dtype=torch.float16, device="cuda")

@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -354,19 +354,21 @@ class Moment:
     acc_o: np.ndarray
 
 
+def held(run: Trace, token: int, head: int, slot: int) -> Callable[[str, str], np.ndarray]:
+    """`(phase, name)` to what program (`token`, `head`) of a traced twin holds under that name when the phase ends in `slot`."""
+    return lambda phase, name: run.at(phase, slot)[name][token, head].numpy()
+
+
 @functools.cache
 def moment(token: int, head: int, slot: int) -> Moment:
     """Slot `slot` of program (`token`, `head`), read from the trace."""
-    masked, softmax, end = (stepper().at(phase, slot) for phase in ("mask", "online softmax", "accumulate"))
-    scale = example().scale
-
-    def mine(step: object, name: str) -> np.ndarray:
-        return step[name][token, head].numpy()
-
+    mine, scale = held(stepper(), token, head, slot), example().scale
+    softmax = "online softmax"
     return Moment(
-        int(softmax["block_id"][token, head]), mine(masked, "is_seen"), mine(masked, "k_tile"), mine(end, "v_tile"),
-        mine(masked, "acc_s") * scale, mine(softmax, "acc_s"), mine(softmax, "scores_max_prev") * scale,
-        mine(softmax, "scores_max") * scale, mine(softmax, "scores_scale"), mine(end, "logsum"), mine(end, "acc_o"),
+        int(mine(softmax, "block_id")), mine("mask", "is_seen"), mine("mask", "k_tile"), mine("accumulate", "v_tile"),
+        mine("mask", "acc_s") * scale, mine(softmax, "acc_s"), mine(softmax, "scores_max_prev") * scale,
+        mine(softmax, "scores_max") * scale, mine(softmax, "scores_scale"), mine("accumulate", "logsum"),
+        mine("accumulate", "acc_o"),
     )  # fmt: skip
 
 
@@ -407,7 +409,7 @@ def draw_step(token: int = 77, head: int = 0, slot: int = 0) -> Picture:
     figure.subplots_adjust(left=0.075, right=0.985, top=0.87, bottom=0.075, hspace=0.5, wspace=0.14)
     (k_axis, v_axis), (s_axis, w_axis), (o_axis, table) = axes
     seen = m.is_seen.any()
-    letters = [_letter(e.text[m.block_id * BS + j]) if seen and m.block_id * BS + j < len(e.text) else "" for j in range(BS)]
+    letters = [letter(e.text[m.block_id * BS + j]) if seen and m.block_id * BS + j < len(e.text) else "" for j in range(BS)]
     for axis, tile, name, width in ((k_axis, m.k_tile, "K_shared", D), (v_axis, m.v_tile, "V_shared", DV)):
         _show(axis, tile, f"{name}  [{BS} keys, {width} channels]")
         first = int(m.is_seen.sum())  # what is hidden lies behind what is seen
@@ -420,8 +422,8 @@ def draw_step(token: int = 77, head: int = 0, slot: int = 0) -> Picture:
     _show(w_axis, m.weights, "acc_s: weights, 0 to 1", signed=False)
     for axis in (s_axis, w_axis):
         axis.add_patch(Rectangle((first - 0.5, -0.5), BS - first, G, color=PALETTE["masked"], linewidth=0))
-        for j, letter in enumerate(letters):
-            axis.text(j, G - 0.1, letter, fontsize=8, family="monospace", ha="center", va="center", color=PALETTE["text"])
+        for j, sign in enumerate(letters):
+            axis.text(j, G - 0.1, sign, fontsize=8, family="monospace", ha="center", va="center", color=PALETTE["text"])
     _show(o_axis, m.acc_o, f"acc_o  [{G} heads, {DV} channels], not yet divided")
     for axis in (s_axis, o_axis):
         axis.set_yticks(range(G), [f"head {head * G + g}" for g in range(G)])
@@ -438,9 +440,9 @@ def _finding(m: Moment, token: int, head: int, slot: int) -> str:
     return f"{start}block {m.block_id}, {int(m.is_seen.sum())} of {BS} keys seen, {told}"
 
 
-def _letter(byte: int) -> str:
-    letter = chr(byte)
-    return "␣" if letter == " " else "⏎" if letter == "\n" else "·" if byte < 32 else letter
+def letter(byte: int) -> str:
+    """One sign for a byte of the text."""
+    return {32: "␣", 10: "↵"}.get(byte, chr(byte) if byte > 31 else "·")
 
 
 def _table(axis: Axes, m: Moment, head: int) -> None:

@@ -26,7 +26,7 @@ from nsa_tutorial.course import recorder
 from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure, readable_on
 from nsa_tutorial.course.trace import Trace, trace
 from nsa_tutorial.course.widgets import Panel, panel
-from nsa_tutorial.course.widgets.tilelang_forward import ASSETS, BS, SIGNED, N, S, example
+from nsa_tutorial.course.widgets.tilelang_forward import ASSETS, BS, SIGNED, N, S, example, held, letter
 from nsa_tutorial.online_softmax import LOG2_E
 from nsa_tutorial.selected_attention import QueryRows
 
@@ -274,16 +274,12 @@ class Moment:
 
 def moment(branch: str, token: int, head: int, slot: int) -> Moment:
     """Step `slot` of program (`token`, `head`) of a branch."""
-    masked, softmax, end = (twin(branch).at(phase, slot) for phase in ("mask", "online softmax", "accumulate"))
-    scale = example().scale
-
-    def mine(step: object, name: str) -> np.ndarray:
-        return step[name][token, head].numpy()
-
+    mine, scale = held(twin(branch), token, head, slot), example().scale
+    softmax = "online softmax"
     return Moment(
-        loads(record(branch, token, head), "K")[slot], int(softmax["block_id"][token, head]), mine(masked, "acc_s") * scale,
+        loads(record(branch, token, head), "K")[slot], int(mine(softmax, "block_id")), mine("mask", "acc_s") * scale,
         mine(softmax, "acc_s"), mine(softmax, "scores_max_prev") * scale, mine(softmax, "scores_max") * scale,
-        mine(softmax, "scores_scale"), mine(end, "logsum"),
+        mine(softmax, "scores_scale"), mine("accumulate", "logsum"),
     )  # fmt: skip
 
 
@@ -360,7 +356,7 @@ def _draw_lanes(axis: Axes, m: Moment, keys: np.ndarray) -> None:
     axis.imshow(tile.T, cmap=SIGNED, vmin=-top, vmax=top, aspect="auto", interpolation="nearest")
     _hide(axis, ~m.is_seen, D)
     rows = m.keys.offsets[:, 0] // keys[0].size
-    letters = [_letter(example().text[row]) if on else "" for row, on in zip(rows, m.is_seen, strict=True)]
+    letters = [letter(example().text[row]) if on else "" for row, on in zip(rows, m.is_seen, strict=True)]
     _bare(axis, letters, D)
     axis.set_title(f"k_tile [{BS} keys, {D} channels], grey: lanes off", fontsize=9, loc="left", pad=3)
     axis.set_ylabel("channel", fontsize=8)
@@ -387,12 +383,8 @@ def _bare(axis: Axes, letters: list[str], height: int) -> None:
     axis.tick_params(length=0, labelsize=8)
     axis.set_xticks([])
     axis.set_yticks([])
-    for j, letter in enumerate(letters):
-        axis.text(j, height - 0.4, letter, fontsize=8, family="monospace", ha="center", va="top", color=PALETTE["text"])
-
-
-def _letter(byte: int) -> str:
-    return {32: "␣", 10: "⏎"}.get(byte, chr(byte) if byte > 31 else "·")
+    for j, sign in enumerate(letters):
+        axis.text(j, height - 0.4, sign, fontsize=8, family="monospace", ha="center", va="top", color=PALETTE["text"])
 
 
 def _statistics(m: Moment, head: int) -> str:
