@@ -1,8 +1,9 @@
 """Chapter 06's pictures: windows and the summaries a query sees, what a mean key knows of its window, and what can be learnt.
 
-`view`, `first_seen`, `logits_and_mass`, `survival` and `error` compute; `draw_windows`, `draw_mean_and_mass` and `draw_errors`
-draw; `fit` learns a summary's weights; `explore` puts controls on the windows. What is said of trained heads is computed from
-`heads.load()`, for a length of 32 and a stride of 16 unless told otherwise.
+`view`, `first_seen`, `logits_and_mass`, `correlation`, `survival` and `error` compute; `draw_windows`,
+`draw_mean_and_mass` and `draw_errors` draw; `fit` learns a summary's weights; `explore` puts controls on
+the windows. What is said of trained heads is computed from `heads.load()`, for a length of 32 and a stride
+of 16 unless told otherwise.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ TOKENS = 65_536  # of the long example
 LENGTHS, STRIDES = (4, 8, 16, 32), (2, 4, 8, 16, 32)
 SHOWN = 96  # tokens in the panel
 NEEDLE = (12, 450, 14)  # query head, query and window of the notebook's example
+FIRST = 128  # the first query whose windows are compared: it sees seven of them
 _SEEN, _HIDDEN, _PAST = PALETTE["compressed"], PALETTE["masked"], "#D3E9F7"
 
 
@@ -177,35 +179,52 @@ def logits_and_mass(heads: Heads, length: int = 32, stride: int = 16) -> tuple[T
     return windows.mean(-1), windows.logsumexp(-1) - math.log(length), visible
 
 
-def correlation(x: Tensor, y: Tensor) -> float:
-    """Pearson's, of two tensors of one shape."""
-    return float(torch.corrcoef(torch.stack([x.flatten(), y.flatten()]))[0, 1])
+def centred(x: Tensor, visible: Tensor) -> Tensor:
+    """`x` `[..., N, M_c]` less each query's mean over the windows that it sees; 0 at those that it does not."""
+    mean = (x * visible).sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp(min=1)
+    return (x - mean) * visible
+
+
+def correlation(x: Tensor, y: Tensor, visible: Tensor, first: int = FIRST) -> Tensor:
+    """Pearson's correlation within each query, over its windows: the mean over the queries from `first` on, `[HQ]`.
+
+    A constant added to all of a query's scores changes no softmax, and here it changes nothing either.
+    """
+    x, y = (centred(z.double(), visible)[:, first:] for z in (x, y))
+    return ((x * y).sum(-1) / (x.square().sum(-1) * y.square().sum(-1)).sqrt()).mean(-1)
 
 
 def draw_mean_and_mass(heads: Heads | None = None, chosen: tuple[int, ...] = (5, 9, 12), points: int = 2500) -> Picture:
-    """For a few query heads, the mean score of a window against what its weight comes from, over queries and windows."""
+    """For a few query heads, a window's mean score against what its weight asks for, both less the query's mean.
+
+    The points are windows of the queries from `FIRST` on, as in `correlation`; on the line the mean key would be right.
+    """
     heads = heads or stored.load()
     mean, mass, visible = logits_and_mass(heads)
-    figure, axes = new_figure(8.0, 3.3, columns=len(chosen))
-    below = 0
-    for axis, head in zip(axes[0], chosen, strict=True):
-        x, y = mean[head][visible], mass[head][visible]
-        below += int((y < x - 1e-5).sum())
+    found = correlation(mean, mass, visible).tolist()
+    mean, mass, late = centred(mean, visible), centred(mass, visible), visible.clone()
+    late[:FIRST] = False
+    shown = torch.stack([z[list(chosen)][:, late] for z in (mean, mass)])  # [2, chosen heads, points]
+    low, high = float(shown.min()) - 0.5, float(shown.max()) + 0.5
+    figure, axes = new_figure(8.0, 3.4, columns=len(chosen))
+    for axis, head, (x, y) in zip(axes[0], chosen, shown.unbind(1), strict=True):
         some = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:points]
         axis.plot(x[some], y[some], ".", color=_SEEN, markersize=2, alpha=0.5)
-        low, high = float(x.min()), float(y.max())
-        axis.plot([low, high], [low, high], color=PALETTE["text"], linewidth=1)
+        axis.plot([low, high], [low, high], color=PALETTE["text"], linewidth=0.8)
         if head == NEEDLE[0]:
-            axis.plot(mean[NEEDLE], mass[NEEDLE], "o", color=PALETTE["query"], markersize=6)
-        axis.text(0.97, 0.04, f"correlation {correlation(x, y):.2f}\naverage gap {float((y - x).mean()):.1f}",
-                  transform=axis.transAxes, ha="right", va="bottom", fontsize=8, color=PALETTE["text"])  # fmt: skip
+            at = float(mean[NEEDLE]), float(mass[NEEDLE])
+            axis.plot(*at, "o", color=PALETTE["text"], markeredgecolor="white", markersize=7)
+            axis.annotate("needle", at, (-7, 0), textcoords="offset points", ha="right", va="center", fontsize=8)
+        axis.text(0.97, 0.04, f"correlation {found[head]:.2f}", transform=axis.transAxes, ha="right",
+                  va="bottom", fontsize=8, color=PALETTE["text"])  # fmt: skip
         axis.set_title(heads.labels[head], fontsize=10, color=PALETTE["text"])
-        axis.set_xlim(low - 0.5, float(x.max()) + 0.5)
-        axis.set_ylim(low - 0.5, high + 0.5)
-        axis.set_xlabel("mean score of the window", fontsize=9)
-    axes[0, 0].set_ylabel("log of the mean\nof the exponentials", fontsize=9)
-    where = "no point is" if below == 0 else f"{below} points are"
-    return Picture(figure, f"A window weighs more than its mean key says: {where} below the line")
+        axis.set_xlim(low, high)
+        axis.set_yticks(axis.get_xticks())
+        axis.set(xlim=(low, high), ylim=(low, high), aspect="equal")
+        axis.set_xlabel("mean key's score,\nless the query's mean", fontsize=9)
+    axes[0, 0].set_ylabel("score that the weight asks for,\nless the query's mean", fontsize=9)
+    numbers = ", ".join(f"{found[head]:.2f}" for head in chosen)
+    return Picture(figure, f"How well mean keys follow the weight depends on the head: correlation {numbers}")
 
 
 # -- means of rotated keys --
@@ -281,9 +300,7 @@ def error(of: Task, k_cmp: Tensor) -> Tensor:
     A constant added to all scores of a query changes no softmax: each query's mean error is taken out first.
     """
     scores = torch.einsum("nhgd,jhd->hgnj", of.q, k_cmp[0]) * of.q.shape[-1] ** -0.5
-    off = (scores - of.target) * of.visible
-    constant = off.sum(-1, keepdim=True) / of.visible.sum(-1, keepdim=True).clamp(min=1)
-    off = (off - constant) * of.visible
+    off = centred(scores - of.target, of.visible)
     return off.square().sum((1, 2, 3)) / (of.visible.sum() * of.q.shape[2])
 
 
