@@ -1,7 +1,8 @@
 """What an implementation has to compute and to move: floating-point operations and bytes, from the shapes alone.
 
 Matrix products are counted, a multiply and an add as two operations, as is usual; the softmax's few operations per score are not.
-Bytes are those of the named tensors, each time an implementation reads or writes them in main memory.
+Bytes are those of the named tensors, each time an implementation reads or writes them, as if main memory served them all. A cache
+in between (L2) may serve repeated reads: main memory sees this many bytes at the most, and each tensor once at the least.
 
 Symbols: `B` batch, `N` queries, `M` keys, `HQ` query heads, `H` key/value heads, `D` key width, `DV` value width.
 """
@@ -17,7 +18,7 @@ class Cost:
 
     Attributes:
         flops: floating-point operations of the matrix products.
-        bytes_read, bytes_written: traffic with main memory, in bytes.
+        bytes_read, bytes_written: traffic of the programs, in bytes; with main memory, if nothing hits the cache in between.
     """
 
     flops: int
@@ -31,7 +32,7 @@ class Cost:
 
     @property
     def intensity(self) -> float:
-        """Operations per byte moved; a machine's own ratio decides whether arithmetic or memory is the limit."""
+        """Operations per byte moved; a machine's own ratio says which is the limit, arithmetic or (without a cache) memory."""
         return self.flops / self.bytes
 
 

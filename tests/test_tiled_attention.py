@@ -329,3 +329,13 @@ def test_the_panel_says_what_the_pure_function_says():
     assert panel.set(tile_q=256, tile_k=16) == pictures.sentence(256, 16)
     assert "which fits into 227" in panel.sentence and "less than the arithmetic" in panel.sentence
     assert "does not fit" in panel.set(tile_k=64)
+
+
+@pytest.mark.parametrize("tile", [(16, 128), (256, 16)], ids=str)
+def test_a_time_of_main_memory_is_said_to_be_without_hits(tile):
+    """Keys and values fit into L2: the counted bytes bound main memory's from above, each tensor once from below."""
+    cost = costs.tiled_attention(pictures.TOKENS, pictures.TOKENS, pictures.WIDTH, tile_q=tile[0], tile_k=tile[1])
+    once = 4 * pictures.TOKENS * pictures.WIDTH * 2
+    assert once // 2 < 50e6 < once < cost.bytes
+    told = pictures.sentence(*tile)
+    assert told.index("If nothing hits L2") < told.index("main memory needs")
