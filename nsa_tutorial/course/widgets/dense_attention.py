@@ -120,7 +120,7 @@ def draw_lookup(query: int = 4, scale: float = 0.5, causal: bool = True) -> Pict
         if weight > 0 and not value.any()
     ]
     if empty:  # then the mixture sums to less than the weights do
-        output.set_xlabel(f"{' and '.join(empty)} {'hand' if len(empty) > 1 else 'hands'} over zeros", fontsize=8)
+        output.set_xlabel(f"{' and '.join(empty)} {'hand' if len(empty) > 1 else 'hands'} over zeros", fontsize=8, loc="right")
     return Picture(figure, _finding(query, found))
 
 
