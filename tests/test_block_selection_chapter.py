@@ -230,6 +230,32 @@ def test_the_needle_of_chapter_06_is_found_by_short_summaries_and_lost_by_long_o
     assert 15 not in lists[32, 16]
 
 
+SUMMARIES = ((4, 4), (8, 4), (16, 16), (16, 8), (32, 16))
+
+
+def test_what_the_chapter_says_about_needles() -> None:
+    """One block, more than three back, holds over half of a head's attention: short summaries list it more often."""
+    back = torch.arange(512)[:, None] // 16 - torch.arange(32)
+    needles = (pictures.real()[1][12:16] > 0.5) & (back > 3)
+    found = {
+        sizes: pictures.listed(pictures.lists("summaries", 4, num_local=1, length=sizes[0], stride=sizes[1]))[12:16]
+        for sizes in SUMMARIES
+    }
+    share = {sizes: listed[needles].double().mean().item() for sizes, listed in found.items()}
+    assert max(share, key=share.get) == (4, 4) and share[4, 4] == pytest.approx(24 / 25, abs=0.01)
+    assert min(share, key=share.get) == (32, 16) and share[32, 16] == pytest.approx(6 / 7, abs=0.02)
+    assert share[16, 16] > max(share[8, 4], share[16, 8])
+    assert [sizes for sizes in SUMMARIES if not found[sizes][0, 450, 15]] == [(16, 8), (32, 16)]
+
+
+def test_overlap_does_not_help() -> None:
+    """As many summaries without overlap, or half as many, hold more attention; the chapter says so of lists of 4."""
+    held = {sizes: mean("summaries", 4, length=sizes[0], stride=sizes[1], num_local=1) for sizes in SUMMARIES}
+    assert 0 < held[4, 4] - held[8, 4] < 0.005
+    assert 0 < held[16, 16] - held[16, 8] < 0.005
+    assert held[32, 16] < min(held[sizes] for sizes in SUMMARIES[:-1]) - 0.02
+
+
 def test_choosing_pays_where_a_head_looks_far() -> None:
     """KV head 3: where the best block is not among the latest 4, these hold no more than chance, a chosen list twice that."""
     mass, t = pictures.real()[1], torch.arange(64, 512)
