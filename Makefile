@@ -1,5 +1,6 @@
 # make lab    set up, open the course in JupyterLab
-# make test   set up, run everything: unit tests and every chapter
+# make test   set up, run the unit tests and every chapter
+# make test-all   the same with all cases of every test: the sizes, dtypes and architectures that make test leaves out
 # make clean  forget the set-up
 
 PYTHON ?= python3
@@ -9,15 +10,19 @@ READY  := $(VENV)/.ready
 # Jupyter refuses to run as root without being told; its port and the rest can be set: make lab LAB_FLAGS="--port 9999 --no-browser"
 LAB_FLAGS ?=
 ROOT_FLAG := $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
+# a process for every core, four at most, and one thread in each; the tests of a file stay together
+TEST := OMP_NUM_THREADS=1 $(BIN)/pytest --nbval --numprocesses logical --maxprocesses 4 --dist loadfile
 
-.PHONY: lab test lint execute clean
+.PHONY: lab test test-all lint execute clean
 
 lab: $(READY)
 	$(BIN)/jupyter lab $(ROOT_FLAG) $(LAB_FLAGS) notebooks/00_start_here.ipynb
 
-# a process for every core, four at most, and one thread in each; the tests of a file stay together
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest --nbval --numprocesses logical --maxprocesses 4 --dist loadfile
+	$(TEST)
+
+test-all: $(READY)
+	$(TEST) -m ""
 
 lint: $(READY)
 	$(BIN)/ruff check .

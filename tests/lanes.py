@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import pytest
 import torch
 
 from nsa_tutorial import environment
 
-dtypes = pytest.mark.parametrize(
-    "dtype", [pytest.param(d, id=str(d).removeprefix("torch.")) for d in (torch.float32, torch.float16, torch.bfloat16)]
-)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+dtypes = pytest.mark.parametrize("dtype", [pytest.param(d, id=name_of(d)) for d in DTYPES])
 
 
 def lanes_of(backends: Sequence[str]) -> pytest.MarkDecorator:
     """A test's `backend` and `device`: each backend on the CPU, then each on CUDA."""
     on_cpu = [pytest.param(b, "cpu", id=f"{b}-cpu") for b in backends]
     return pytest.mark.parametrize(
-        ("backend", "device"), on_cpu + [pytest.param(b, "cuda", id=f"{b}-cuda", marks=pytest.mark.gpu) for b in backends]
+        ("backend", "device"),
+        on_cpu + [pytest.param(b, "cuda", id=f"{b}-cuda", marks=pytest.mark.gpu) for b in backends],
     )
 
 
+def product(
+    name: str,
+    cases: Mapping[str, object],
+    backends: Sequence[str],
+    quick: Mapping[torch.dtype, Collection[str]],
+) -> pytest.MarkDecorator:
+    """A test's argument `name`, `dtype`, `backend` and `device`: every case in every dtype on every lane.
+
+    On CUDA all of them run. On the CPU those run whose case `quick` names for the dtype; the others carry the mark
+    `exhaustive`. No kernel computes bfloat16 there.
+    """
+    unknown = {case for some in quick.values() for case in some} - cases.keys()
+    assert not unknown, f"no cases of these names: {unknown}"
+    params = []
+    for key, case in cases.items():
+        for dtype in DTYPES:
+            for device in ("cpu", "cuda"):
+                for backend in backends:
+                    if device == "cpu" and dtype == torch.bfloat16 and backend != "reference":
+                        continue
+                    marks = [pytest.mark.gpu] if device == "cuda" else []
+                    if device == "cpu" and key not in quick.get(dtype, ()):
+                        marks = [pytest.mark.exhaustive]
+                    label = f"{key}-{name_of(dtype)}-{backend}-{device}"
+                    params.append(pytest.param(case, dtype, backend, device, id=label, marks=marks))
+    return pytest.mark.parametrize((name, "dtype", "backend", "device"), params)
+
+
 def skip_unless_runs(backend: str, device: str, dtype: torch.dtype = torch.float32) -> None:
-    reason = environment.detect().why_not(backend, device, str(dtype).removeprefix("torch."))
+    reason = environment.detect().why_not(backend, device, name_of(dtype))
     if reason is not None:
         pytest.skip(reason)

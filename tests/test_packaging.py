@@ -147,6 +147,15 @@ def test_make_is_quick_the_second_time() -> None:
     assert ".venv/bin/pytest --nbval" in plan[0]
 
 
+def test_make_test_all_leaves_nothing_out() -> None:
+    """The command of `make test` on every case: a later -m takes the place of the one in pyproject.toml."""
+    if not (ROOT / ".venv" / ".ready").exists() or shutil.which("make") is None:
+        pytest.skip("not in the environment that make sets up")
+    some, every = (make("--dry-run", goal).stdout.strip() for goal in ("test", "test-all"))
+    assert every == f'{some} -m ""'
+    assert "-m 'not exhaustive'" in (ROOT / "pyproject.toml").read_text()
+
+
 def test_ci_runs_the_command_of_the_readme() -> None:
     assert "make test" in (ROOT / ".ci" / "run").read_text().splitlines()
     assert "make test" in (ROOT / "README.md").read_text()
