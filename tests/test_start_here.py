@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nsa_tutorial import environment, lowering
-from nsa_tutorial.course.chapters import CHAPTERS, NOTEBOOKS
+from nsa_tutorial.course.chapters import CHAPTERS, NOTEBOOKS, PARTS
 from nsa_tutorial.course.widgets import start_here as pictures
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,6 +38,19 @@ def test_the_names_are_those_of_the_kernels(column: int, language: str) -> None:
     source = (ROOT / "nsa_tutorial" / f"{language}_forward.py").read_text()
     assert len(names) > 20
     assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", source)] == []
+
+
+def test_the_parts_are_those_of_the_readme() -> None:
+    """Chapters that are here stand under the same headings there; what comes after the kernels is no kernel chapter."""
+    assert [c.part for c in CHAPTERS] == sorted(c.part for c in CHAPTERS)
+    heading, found = PARTS[0], {}
+    for line in (ROOT / "README.md").read_text().splitlines():
+        if part := re.match(r"\| \*\*(.+)\*\* \| \| \|", line):
+            heading = part.group(1)
+        if row := re.search(r"\(notebooks/(\d\d_\w+\.ipynb)\)", line):
+            found.setdefault(row.group(1), heading)
+    assert {c.file: PARTS[c.part] for c in CHAPTERS if c.is_ready}.items() <= found.items()
+    assert PARTS[CHAPTERS[-1].part] == "Training and serving"
 
 
 def test_course_map() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
-PARTS = ("Start", "Attention, exactly", "Attention, sparsely", "Kernels")
+PARTS = ("Start", "Attention, exactly", "Attention, sparsely", "Kernels", "Training and serving")
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ CHAPTERS = tuple(
             ("two_tile_languages", 3, "one tile's program, run many times"),
             ("tilelang_forward", 3, "one program per query and KV head"),
             ("triton_forward", 3, "the same, with pointers and masks"),
-            ("gradients", 3, "the backward without the matrix"),
-            ("backward_kernels", 3, "a list, and its inverse"),
-            ("selection_kernels", 3, "pick without storing the scores"),
-            ("decoding", 3, "one query, a long cache"),
-            ("performance", 3, "is it fast, and why"),
-            ("capstone", 3, "train it"),
+            ("gradients", 4, "the backward without the matrix"),
+            ("backward_kernels", 4, "a list, and its inverse"),
+            ("selection_kernels", 4, "pick without storing the scores"),
+            ("decoding", 4, "one query, a long cache"),
+            ("performance", 4, "is it fast, and why"),
+            ("capstone", 4, "train it"),
         ]
     )
 )

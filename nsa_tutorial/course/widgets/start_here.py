@@ -21,7 +21,7 @@ _INK = "#46525E"  # the map is no picture of attention: it keeps away from the p
 
 
 def draw_course() -> Picture:
-    """The chapters in their four parts, in reading order; a chapter that is not here yet is drawn in outline."""
+    """The chapters in their parts, in reading order; a chapter that is not here yet is drawn in outline."""
     per_row, rows = 4, [[c for c in CHAPTERS if c.part == part] for part in range(len(PARTS))]
     lines = [(part, chapters[i : i + per_row]) for part, chapters in enumerate(rows) for i in range(0, len(chapters), per_row)]
     figure, axes = new_figure(10.8, 0.62 * len(lines) + 0.5)
@@ -30,7 +30,8 @@ def draw_course() -> Picture:
     axis.axis("off")
     for y, (part, chapters) in enumerate(lines):
         if y == 0 or lines[y - 1][0] != part:
-            axis.text(-1.35, y + 0.5, PARTS[part].replace(", ", ",\n"), va="center", fontsize=9, weight="bold", color=_INK)
+            name = PARTS[part].replace(", ", ",\n").replace(" and ", "\nand ")  # the column is narrow
+            axis.text(-1.35, y + 0.5, name, va="center", fontsize=9, weight="bold", color=_INK)
         for x, chapter in enumerate(chapters):
             face, text = (_INK, "white") if chapter.is_ready else ("white", PALETTE["text"])
             axis.add_patch(
