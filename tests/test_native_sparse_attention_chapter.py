@@ -128,11 +128,22 @@ def test_lse_weights_merge_disjoint_keys() -> None:
     assert torch.allclose(counted[0] / counted[1], 8 * torch.exp(lse[0] - lse[1]), rtol=1e-5)
 
 
+def test_best_equal_gate_is_the_best() -> None:
+    outputs, dense = made(torch.full((3, 4), 0.37, dtype=torch.float64))
+    assert pictures.best_equal_gate(outputs, dense) == 0.37
+    v = pictures.views()
+    best = pictures.best_equal_gate(v.outputs, v.dense)
+    assert best == 0.42
+    error = pictures.schemes()["best equal gates"]
+    for gate in (0.0, 1 / 3, best - 0.02, best + 0.02, 1 / 2, 1.0):
+        assert error < pictures.relative_error(gate * v.outputs.sum(0), v.dense).mean().item()
+
+
 def test_schemes_keep_the_order_that_the_chapter_tells() -> None:
     found = pictures.schemes()
     order = [
         "best gates per token", "by LSE, a summary counts 8", "best constant gates", "merged by LSE", "window alone",
-        "selection alone", "gates ⅓, ⅓, ⅓", "compression alone", "gates 1, 1, 1",
+        "best equal gates", "selection alone", "gates ⅓, ⅓, ⅓", "compression alone", "gates 1, 1, 1",
     ]  # fmt: skip
     assert [found[name] for name in order] == sorted(found[name] for name in order)
     assert found["compression alone"] < 1 < found["gates 1, 1, 1"]

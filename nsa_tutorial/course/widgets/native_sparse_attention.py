@@ -146,6 +146,15 @@ def fit_gates(outputs: Tensor, dense: Tensor, *, bounded: bool = True) -> Tensor
     return gates.T
 
 
+def best_equal_gate(outputs: Tensor, dense: Tensor) -> float:
+    """The one constant gate, from 0 to 1 in steps of 0.01, with the smallest mean error over the heads.
+
+    All three branches, all heads and all tokens have this gate.
+    """
+    total = outputs.sum(0)
+    return min((g / 100 for g in range(101)), key=lambda g: relative_error(g * total, dense).mean().item())
+
+
 def nearest_per_token(outputs: Tensor, dense: Tensor) -> Tensor:
     """The gated sum `[1, N, HQ, DV]` with the best three numbers for each token and head: no gates whatever come nearer."""
     A = outputs[:, 0].permute(1, 2, 3, 0).double()  # [N, HQ, DV, 3]
@@ -174,6 +183,7 @@ def schemes(top_n: int = 4, window: int = 64) -> dict[str, float]:
     found = {f"{name} alone": error(o) for name, o in zip(BRANCHES, v.outputs, strict=True)}
     for name, gate in (("gates 1, 1, 1", 1.0), ("gates ½, ½, ½", 1 / 2), ("gates ⅓, ⅓, ⅓", 1 / 3)):
         found[name] = error(gated(torch.full((3,), gate), v.outputs))
+    found["best equal gates"] = error(best_equal_gate(v.outputs, v.dense) * v.outputs.sum(0))
     found["merged by LSE"] = error((lse_weights(v.lse)[..., None] * v.outputs).sum(0))
     found[f"by LSE, a summary counts {STRIDE}"] = error((lse_weights(v.lse, STRIDE)[..., None] * v.outputs).sum(0))
     found["best constant gates"] = error(gated(fit_gates(v.outputs, v.dense), v.outputs))
@@ -299,9 +309,9 @@ def draw_query(head: int = FAR, query: int = QUERY, top_n: int = 4, window: int 
 def draw_schemes(top_n: int = 4, window: int = 64) -> Picture:
     """The errors of `schemes`, a bar each."""
     found = schemes(top_n, window)
-    figure, axes = new_figure(8.0, 3.3)
+    figure, axes = new_figure(8.0, 3.6)
     axis = axes[0, 0]
-    colours = [*COLOURS, *[PALETTE["masked"]] * 3, *[PALETTE["faint"]] * 2, *[PALETTE["text"]] * 2]
+    colours = [*COLOURS, *[PALETTE["masked"]] * 4, *[PALETTE["faint"]] * 2, *[PALETTE["text"]] * 2]
     axis.barh(range(len(found)), [100 * x for x in found.values()], 0.7, color=colours)
     for place, error in enumerate(found.values()):
         axis.text(100 * error + 1, place, f"{100 * error:.0f}%", va="center", fontsize=9, color=PALETTE["text"])
