@@ -183,7 +183,7 @@ def test_not_attempted(attempt: object) -> None:
 
 
 def test_what_an_exercise_knows_is_computed_once() -> None:
-    """The solution and the wrong ones run once for all checks; the reader's function runs every time, whatever it has become."""
+    """The solution runs once a case for all checks, a wrong one up to the case that tells it apart; the reader's every time."""
     runs = []
 
     def noted(name: str, function: Callable) -> Callable:
@@ -196,7 +196,7 @@ def test_what_an_exercise_knows_is_computed_once() -> None:
     assert [judge(known, attempt).outcome for _ in range(3)] == ["wrong"] * 3
     factor[0] = 2
     assert judge(known, attempt).outcome == "right"
-    assert [runs.count(name) for name in ("solution", "wrong", "attempt")] == [2, 2, 8], "two cases"
+    assert [runs.count(name) for name in ("solution", "wrong", "attempt")] == [2, 1, 8], "two cases"
 
 
 def test_returning_a_constant_is_an_attempt() -> None:
@@ -216,17 +216,26 @@ def test_same() -> None:
 ALL = [pytest.param(c, e, id=f"{c}-{e}") for c in exercises.chapters() for e in exercises.chapter_exercises(c)]
 
 
-def wrong_attempts(chapter: str, name: str) -> list[Misconception]:
-    return list(exercises.chapter_exercises(chapter)[name].misconceptions)
+def mistakes() -> list:
+    """Each exercise with the number of misconceptions to try: where each is a kernel to compile, one in `make test`."""
+    params = []
+    for p in ALL:
+        e = exercises.chapter_exercises(p.values[0])[p.values[1]]
+        compiles = [pytest.mark.exhaustive] if e.run is not None else []
+        params.append(pytest.param(*p.values, len(e.misconceptions), id=p.id, marks=compiles))
+        if compiles:
+            params.append(pytest.param(*p.values, 1, id=f"{p.id}, first misconception"))
+    return params
 
 
-@pytest.mark.parametrize(("chapter", "name"), ALL)
-def test_exercise(chapter: str, name: str) -> None:
-    """The solution is right, every misconception is named (as itself), and an arbitrary wrong answer is just wrong."""
+@pytest.mark.parametrize(("chapter", "name", "count"), mistakes())
+def test_exercise(chapter: str, name: str, count: int) -> None:
+    """The solution is right, misconceptions are named (as themselves), and an arbitrary wrong answer is just wrong."""
     e = exercises.chapter_exercises(chapter)[name]
     if e.missing:
         pytest.skip(e.missing[0])
     assert e.misconceptions, "an exercise catches at least one misconception"
+    e = replace(e, misconceptions=e.misconceptions[:count])
     assert e.difficulty in (1, 2, 3)
     assert 1 <= e.minutes <= 20
     assert judge(e, e.solution).outcome == "right"

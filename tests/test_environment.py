@@ -35,6 +35,8 @@ MAC = replace(LAPTOP, platform="Darwin on arm64", triton=None, tilelang=None)
         (replace(LAPTOP, triton="3.6.0"), "triton", "cpu", "float32", "Triton 3.6.0 does not run on NumPy 2.4.6"),
         (replace(LAPTOP, triton="3.6.0", numpy="2.3.5"), "triton", "cpu", "float32", None),
         (replace(LAPTOP, triton="unknown version"), "triton", "cpu", "float32", None),
+        (replace(LAPTOP, triton="3.5.1"), "triton", "cpu", "float32", "Triton 3.5.1 is older than 3.6, .*install triton>=3.6"),
+        (replace(GPU, triton="3.2.0"), "triton", "cuda", "float16", "Triton 3.2.0 is older than 3.6"),
         (replace(LAPTOP, c_compiler=None), "tilelang", "cpu", "float32", "finds no C[+][+] compiler"),
         (GPU, "triton", "cuda", "bfloat16", None),
         (GPU, "tilelang", "cuda", "bfloat16", None),
@@ -165,6 +167,7 @@ for cell in nb.cells:
         yield {name: pool.submit(run, code, name, OMP_NUM_THREADS="1", **without_kernel_packages) for name in ASKING}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("chapter", ASKING)
 def test_chapters_without_kernel_packages(chapter: str, printed_without_kernel_packages: dict[str, Future[str]]) -> None:
     """Chapters run to the end, and a cell that wanted a kernel says in one sentence what is missing."""
@@ -176,15 +179,21 @@ def test_chapters_without_kernel_packages(chapter: str, printed_without_kernel_p
         assert "TileLang is not installed here" in printed
 
 
+def imports_of(chapters: list[str]) -> list[str]:
+    """Each once."""
+    lines = "\n".join(map(code_of, chapters)).splitlines()
+    return list(dict.fromkeys(line for line in lines if re.match("(import|from) ", line)))
+
+
 def test_the_other_chapters_need_no_kernel_package(without_kernel_packages: dict[str, str]) -> None:
-    """Their imports work without, and nothing that they import for pictures and exercises knows the packages' names."""
+    """Every chapter's imports work without; what the others import never names the packages."""
     others = [chapter for chapter in CHAPTERS if chapter not in ASKING]
     assert {chapter[:2] for chapter in others} >= {"01", "02", "05", "06", "07", "08"}
-    imports = [line for chapter in others for line in code_of(chapter).splitlines() if re.match("(import|from) ", line)]
-    code = "\n".join(
-        [*dict.fromkeys(imports), "import sys", "print(*(name for name in sys.modules if 'course' in name), sep='\\n')"]
-    )
-    modules = run(code, **without_kernel_packages).split()
+    print_modules = ["import sys", "print(*(name for name in sys.modules if 'course' in name))"]
+    code = "\n".join([*imports_of(others), *print_modules, *imports_of(ASKING), "print('all')"])
+    printed = run(code, **without_kernel_packages).splitlines()
+    assert printed[-1] == "all"
+    modules = printed[0].split()
     assert "nsa_tutorial.course.widgets.mask_explorer" in modules
     for name in modules:
         if re.search("widgets|exercises", name):

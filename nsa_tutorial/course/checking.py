@@ -137,7 +137,7 @@ def judge(exercise: Exercise, attempt: Callable) -> Verdict:
     got = [_call(exercise, attempt, case) for case in cases]
     if all(isinstance(g, Raised) and g.kind == "NotImplementedError" for g in got):
         return Verdict(exercise.name, "not attempted", "not attempted yet.")
-    expected = _answers(exercise, exercise.solution, cases)
+    expected = [_answer(exercise, exercise.solution, case) for case in cases]
     fits = [same(g, e, exercise.tolerance) for g, e in zip(got, expected, strict=True)]
     if all(fits):
         return Verdict(exercise.name, "right", f"right, on all {len(got)} cases.{missing}")
@@ -151,16 +151,17 @@ def judge(exercise: Exercise, attempt: Callable) -> Verdict:
     case = cases[first]
     where = f"Smallest failing case: {case.name}.\n{_inputs(exercise, case)}{difference(got[first], expected[first])}"
     for known in exercise.misconceptions:
-        if all(same(g, w, exercise.tolerance) for g, w in zip(got, _answers(exercise, known.wrong, cases), strict=True)):
+        pairs = zip(got, cases, strict=True)
+        if all(same(g, _answer(exercise, known.wrong, case), exercise.tolerance) for g, case in pairs):
             text = f"not yet: this is {known.name}. {known.hint}\n{where}"
             return Verdict(exercise.name, "misconception", text, known.name, picture)
     return Verdict(exercise.name, "wrong", f"not yet. {where}", None, picture)
 
 
 @functools.cache
-def _answers(exercise: Exercise, function: Callable, cases: tuple[Case, ...]) -> list[object]:
-    """What a function of the exercise's own, its solution or a wrong one, gives on the cases: once a process, kernels take long."""
-    return [_call(exercise, function, case) for case in cases]
+def _answer(exercise: Exercise, function: Callable, case: Case) -> object:
+    """What a function of the exercise's own, its solution or a wrong one, gives: once a process, kernels take long."""
+    return _call(exercise, function, case)
 
 
 def _inputs(exercise: Exercise, case: Case) -> str:
