@@ -216,6 +216,10 @@ def test_costs_are_those_of_the_shapes(name):
         "compressed": costs.compressed_attention(**shape, length=settings.length, stride=settings.stride),
     }
     assert found.cost == costs.total(*found.branches.values())
+    sizes = {name: getattr(settings, name) for name in ("block_size", "top_n", "length", "stride")}
+    whole = costs.native_sparse_attention(**shape, **sizes, window_size=settings.window)
+    assert found.choice.flops == whole.flops - found.cost.flops
+    assert found.choice.bytes_written == 4 * settings.N * settings.top_n
     assert found.dense.flops == 2 * 4 * costs.visible_pairs(settings.N, settings.N) * 64
 
 
@@ -260,6 +264,8 @@ def test_the_same_picture_every_time_and_small():
             found = pictures.explore(settings)[1]
             loads = found.cost if show == "all branches" else found.branches[{"sliding window": "window"}.get(show, show)]
             assert f"{loads.flops / found.dense.flops:.0%} of dense" in picture.finding
+            chosen = f"choosing {found.choice.flops / found.dense.flops:.0%} more"
+            assert (chosen in picture.finding) == (show in ("all branches", "selected"))
         first = picture.png()
         assert first == pictures.draw(settings, show).png()
         assert len(first) < 60_000

@@ -7,8 +7,8 @@
 `importance` and `choose_blocks` turn them into block lists, `branch_masks` into what is seen, `report` into numbers, `draw` into a
 picture. It is computed here by means of its own, from the definitions, and the tests hold it against the chapters' modules.
 
-It prices three branches, each computed by one program per query and KV head (`costs.py`): not the making of the summaries, not the
-choice of the blocks, not the gated sum.
+It prices three branches, each computed by one program per query and KV head (`costs.py`), and apart from
+them the choice of the blocks: not the making of the summaries, not the gated sum.
 
 Symbols: `N` positions, `G` query heads of the group, `BS` block size, `NB` blocks, `M_c` summaries.
 """
@@ -335,6 +335,7 @@ class Report:
         keys: by branch (`"compressed"`, `"selected"`, `"window"`), what each query loads `[N]`.
         branches: the cost of each branch over the whole sequence, one group of heads.
         cost: their sum.
+        choice: the cost of choosing the blocks: the summaries' scores once more. It is in no branch.
         dense: the cost if every query loaded all of its past in the same way.
         tiled: the cost of a dense kernel in which `TILE` queries share their loads.
     """
@@ -345,6 +346,7 @@ class Report:
     keys: dict[str, np.ndarray]
     branches: dict[str, Cost]
     cost: Cost
+    choice: Cost
     dense: Cost
     tiled: Cost
 
@@ -368,6 +370,8 @@ def report(settings: Settings, masks: Masks, query: int, *, G: int = 4, D: int =
     shape = {"N": N, "D": D, "DV": DV, "HQ": G, "H": 1, "itemsize": ITEMSIZE}
     branches = {name: costs.one_program_per_query(int(count.sum()), **shape) for name, count in keys.items()}
     lists = Cost(0, 4 * N * settings.top_n, 0)  # block ids, int32
+    summaries = int(keys["compressed"].sum())
+    read = (N * G * D + summaries * D) * ITEMSIZE + 4 * N * G  # q, the summaries' keys, the log-sum-exp
     branches["selected"] = costs.total(branches["selected"], lists)
     return Report(
         items=tuple(_items(settings, masks, query, G, D, DV)),
@@ -376,6 +380,7 @@ def report(settings: Settings, masks: Masks, query: int, *, G: int = 4, D: int =
         keys=keys,
         branches=branches,
         cost=costs.total(*branches.values()),
+        choice=Cost(2 * G * summaries * D, read, 4 * N * settings.top_n),
         dense=costs.one_program_per_query(costs.visible_pairs(N, N), **shape),
         tiled=costs.tiled_attention(N, N, D, DV, tile_q=TILE, tile_k=TILE, HQ=G, H=1, itemsize=ITEMSIZE),
     )
@@ -452,7 +457,9 @@ def sentence(settings: Settings) -> str:
         f"{_count(loads['compressed'], 'summary')}. One by one it sees {found.query_density:.0%} of its past, all queries together "
         f"{found.density:.0%} of theirs. For {len(data.logits)} heads on one KV head that is {amount(found.cost.flops)}FLOP, "
         f"{flops:.0%} of dense, and {amount(found.cost.bytes, 'B')}, {moved:.0%} of dense where every query loads its own keys; "
-        f"where {TILE} queries share them, dense moves {amount(found.tiled.bytes, 'B')}."
+        f"where {TILE} queries share them, dense moves {amount(found.tiled.bytes, 'B')}. Choosing the blocks comes "
+        f"on top: {amount(found.choice.flops)}FLOP, {found.choice.flops / found.dense.flops:.0%} of dense, and "
+        f"{amount(found.choice.bytes, 'B')}."
     )
     return f"{told} Out of range: {', '.join(settings.adjusted)}." if settings.adjusted else told
 
@@ -524,16 +531,19 @@ def draw(settings: Settings | None = None, show: str = "all branches") -> Pictur
 
 
 def finding(settings: Settings, found: Report, show: str = "all branches") -> str:
-    """The title: what the shown branches do of dense attention's arithmetic."""
+    """The title: what the shown branches do of dense attention's arithmetic, and what choosing the blocks adds."""
     selected = f"{_count(settings.top_n, 'block')} of {settings.block_size}"
     branches, told = {
-        "all branches": (found.branches, f"{selected}, a window of {settings.window} and the summaries"),
+        "all branches": (found.branches, f"{selected}, window {settings.window}, summaries"),
         "compressed": (["compressed"], f"Summaries of {settings.length} tokens, one every {settings.stride}"),
         "selected": (["selected"], selected),
         "sliding window": (["window"], f"A window of {settings.window}"),
     }[show]
     share = sum(found.branches[name].flops for name in branches) / found.dense.flops
-    return f"{told}: {share:.0%} of dense attention's arithmetic at {settings.N} tokens"
+    told = f"{told}: {share:.0%} of dense attention's arithmetic at {settings.N} tokens"
+    if "selected" not in branches:
+        return told
+    return f"{told}, choosing {found.choice.flops / found.dense.flops:.0%} more"
 
 
 def _ticks(n: int) -> list[int]:
