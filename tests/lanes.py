@@ -33,8 +33,9 @@ def product(
     cases: Mapping[str, object],
     backends: Sequence[str],
     quick: Mapping[torch.dtype, Collection[str]],
+    dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> pytest.MarkDecorator:
-    """A test's argument `name`, `dtype`, `backend` and `device`: every case in every dtype on every lane.
+    """A test's `name`, `dtype`, `backend` and `device`: every case in each of `dtypes` on every lane.
 
     On CUDA all of them run. On the CPU those run whose case `quick` names for the dtype; the others carry the mark
     `exhaustive`. No kernel computes bfloat16 there.
@@ -43,7 +44,7 @@ def product(
     assert not unknown, f"no cases of these names: {unknown}"
     params = []
     for key, case in cases.items():
-        for dtype in DTYPES:
+        for dtype in dtypes:
             for device in ("cpu", "cuda"):
                 for backend in backends:
                     if device == "cpu" and dtype == torch.bfloat16 and backend != "reference":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lanes import lanes_of, skip_unless_runs
+from lanes import lanes_of, product, skip_unless_runs
 from selection import assert_within_budget
 from torch import Tensor
 
@@ -64,20 +64,19 @@ def test_all_mistakes_hide_on_comfortable_input(backend: str, device: str) -> No
     torch.testing.assert_close(draft.run(q, k, v, ids, block_size=16).float(), expected, rtol=5e-3, atol=5e-3)
 
 
-@lanes
-@pytest.mark.parametrize(
-    ("B", "N", "H", "G", "D", "BS", "S", "causal", "scale"),
-    [
-        pytest.param(1, 37, 1, 16, 32, 16, 3, True, None, id="ragged"),
-        pytest.param(2, 40, 2, 16, 64, 32, 2, True, 0.3, id="two-sequences-two-heads-a-scale"),
-        pytest.param(1, 45, 2, 32, 16, 16, 4, False, None, id="not-causal-ragged-group-of-32"),
-    ],
-)
-def test_mended_is_right(
-    B: int, N: int, H: int, G: int, D: int, BS: int, S: int, causal: bool, scale: float | None, backend: str, device: str
-) -> None:
+CASES = {  # B, N, H, G, D, BS, S, causal, scale: each its own kernel
+    "ragged": (1, 37, 1, 16, 32, 16, 3, True, None),
+    "two-sequences-two-heads-a-scale": (2, 40, 2, 16, 64, 32, 2, True, 0.3),
+    "not-causal-ragged-group-of-32": (1, 45, 2, 32, 16, 16, 4, False, None),
+}
+HALF = torch.float16
+
+
+@product("case", CASES, ["tilelang"], {HALF: ["not-causal-ragged-group-of-32"]}, dtypes=[HALF])
+def test_mended_is_right(case: tuple, dtype: torch.dtype, backend: str, device: str) -> None:
     """Within the contract's error budget, with empty slots, blocks of the future and a row without any block."""
-    skip_unless_runs(backend, device, torch.float16)
+    skip_unless_runs(backend, device, dtype)
+    B, N, H, G, D, BS, S, causal, scale = case
     g = torch.Generator().manual_seed(N)
     q, k, v = (torch.randn(B, N, n, D, generator=g).half().to(device) for n in (H * G, H, H))
     blocks = -(-N // BS)

@@ -122,15 +122,18 @@ def test_heads_look_where_trained_heads_look(heads: Heads, weights: torch.Tensor
 # -- how much the best blocks hold --
 
 
-@pytest.mark.parametrize("block_size", [16, 32, 20], ids=lambda b: f"blocks of {b}")
-@pytest.mark.parametrize("per_group", [False, True], ids=["per head", "per group"])
+@pytest.mark.parametrize(
+    ("block_size", "per_group"),
+    [(16, True), (20, False)],
+    ids=["blocks of 16, per group", "blocks of 20, per head"],
+)
 def test_mass_grows_with_n_and_ends_at_one(heads: Heads, weights: torch.Tensor, block_size: int, per_group: bool) -> None:
     G, NB = heads.G if per_group else 1, -(-512 // block_size)
-    masses = [top_mass(weights, block_size, n, G) for n in range(1, NB + 1)]
+    masses = [top_mass(weights, block_size, n, G) for n in (1, 2, 4, 9, NB - 1, NB)]
     for less, more in pairwise(masses):
         assert (more >= less - 1e-12).all()
     torch.testing.assert_close(masses[-1], torch.ones_like(masses[-1]))
-    averages = [attention_mass(heads, block_size, n, per_group=per_group) for n in (1, 4, 8, 16)]
+    averages = [attention_mass(heads, block_size, n, per_group=per_group) for n in (1, 4, 16)]
     assert all((more > less).all() for less, more in pairwise(averages))
     assert attention_mass(heads, block_size, NB, per_group=per_group).tolist() == [1.0] * heads.q.shape[2]
 
@@ -270,8 +273,14 @@ def test_scores_depend_on_the_distance_alone() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_command_writes_what_load_reads(device: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_command_writes_what_load_reads(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU with a small model."""
     path = tmp_path / "heads.npz"
+    if device == "cpu":
+        small = dataclasses.replace(SMALL, context=512, batch=1)
+        monkeypatch.setattr(train_heads, "Size", lambda: small)
     assert train_heads.main(["--steps", "1", "--device", device, "--out", str(path)]) == 0
     heads = load(path)
     assert heads.q.shape[1] == 512 and heads.info["steps"] == 1

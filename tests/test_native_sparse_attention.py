@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from branches import Shape, assert_blind_to
+from branches import LargestStorage, Shape, assert_blind_to
 from torch import Tensor
 
 from nsa_tutorial import ops, query_tiles
@@ -355,6 +355,15 @@ def test_the_reference_trains_at_1024_tokens() -> None:
     assert min(seconds) < 3
 
 
+def test_scores_of_one_tile_exist_at_a_time() -> None:
+    """No tensor on the way holds a number for each query and key."""
+    N = 1024
+    with torch.no_grad(), LargestStorage() as largest:
+        layer_of(PAPER)(torch.randn(1, N, 256))
+    assert largest.bytes <= 4 * 16 * 128 * N  # 16 heads, a tile of 128 queries
+
+
+@pytest.mark.exhaustive
 def test_the_reference_at_4096_tokens_stays_small() -> None:
     """Peak memory of a process of its own, PyTorch included."""
     pytest.importorskip("resource")

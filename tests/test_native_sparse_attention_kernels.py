@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lanes import lanes_of, skip_unless_runs
+from lanes import product, skip_unless_runs
 from torch import Tensor
 
 from nsa_tutorial import backends, environment, ops
@@ -23,11 +23,19 @@ def inputs(N: int, HQ: int, H: int, D: int, dtype: torch.dtype, device: str) -> 
     return q, k, v, *(torch.rand(1, N, HQ, generator=g).to(device, dtype) for _ in range(3))
 
 
-@lanes_of(["tilelang", "triton"])
-@pytest.mark.parametrize("gates", [(0, 1, 2), (1, 2), (0, 1), (2,)], ids=str)
-def test_agrees_with_the_reference(gates: tuple[int, ...], backend: str, device: str) -> None:
-    skip_unless_runs(backend, device)
-    q, k, v, *all_gates = inputs(40, 4, 2, 16, torch.float32, device)
+GATES = {str(gates): gates for gates in ((0, 1, 2), (1, 2), (0, 1), (2,))}
+FULL = torch.float32
+
+
+@product("gates", GATES, ["tilelang", "triton"], {FULL: ["(0, 1, 2)", "(0, 1)"]}, dtypes=[FULL])
+def test_agrees_with_the_reference(
+    gates: tuple[int, ...],
+    dtype: torch.dtype,
+    backend: str,
+    device: str,
+) -> None:
+    skip_unless_runs(backend, device, dtype)
+    q, k, v, *all_gates = inputs(40, 4, 2, 16, dtype, device)
     used = [g if i in gates else None for i, g in enumerate(all_gates)]
     options = {"block_size": 16, "window_size": 7, "length": 8, "stride": 4, "block_counts": 3}
     if 0 not in gates and 1 in gates:
