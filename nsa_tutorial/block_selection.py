@@ -94,13 +94,16 @@ def importance(q: Tensor, k_cmp: Tensor, rows: QueryRows, lse: Tensor | None = N
 
 
 @torch.no_grad()
-def choose(score: Tensor, own: Tensor, *, top_n: int, num_initial: int, num_local: int) -> Tensor:
+def choose(
+    score: Tensor, own: Tensor, *, top_n: int, num_initial: int, num_local: int, block_counts: Tensor | None = None
+) -> Tensor:
     """The lists that follow from the blocks' scores (Eq. 11, 12): forced blocks first, then the best of the rest.
 
     Args:
         score: `[B, T, H, NB]`, what a block is worth to a query; NaN counts as 0.
         own: `[T]`, the block in which each query stands; later ones are its future.
         top_n, num_initial, num_local: as for `select_blocks`.
+        block_counts: `[B, T, H]`, how many blocks a row takes of its first `top_n`; None is all.
 
     Returns:
         `[B, T, H, top_n]` int32: distinct causal ids, ascending, then -1. Of equal scores, those with the lower id.
@@ -115,7 +118,10 @@ def choose(score: Tensor, own: Tensor, *, top_n: int, num_initial: int, num_loca
 
     # -- pick --
     best, ids = score.sort(dim=-1, descending=True, stable=True)  # stable: ties stay in the order of their ids
-    ids = ids[..., :top_n].masked_fill(best[..., :top_n] == -math.inf, num_blocks).sort(-1).values
+    is_left_out = best[..., :top_n] == -math.inf
+    if block_counts is not None:
+        is_left_out |= torch.arange(is_left_out.shape[-1], device=score.device) >= block_counts[..., None]
+    ids = ids[..., :top_n].masked_fill(is_left_out, num_blocks).sort(-1).values
     ids = ids.masked_fill(ids == num_blocks, -1).to(torch.int32)
     return F.pad(ids, (0, top_n - ids.shape[-1]), value=-1)
 
@@ -124,6 +130,7 @@ def choose(score: Tensor, own: Tensor, *, top_n: int, num_initial: int, num_loca
 def select_blocks(
     q: Tensor, k_cmp: Tensor, lse: Tensor | None, rows: QueryRows, summaries: QueryRows, *,
     M: int, top_n: int, block_size: int, length: int, stride: int, num_initial: int, num_local: int, scale: float,
+    block_counts: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The ids of the blocks each query attends to, one choice for all query heads of a group (Eq. 11, 12).
 
@@ -136,6 +143,7 @@ def select_blocks(
         block_size, length, stride: in tokens.
         num_initial, num_local: how many of the first and of the latest causal blocks (the query's own included) are always taken.
         scale: factor on the scores.
+        block_counts: `[B, N, H]`, how many of the first `top_n` each row takes; None is all.
 
     Returns:
         `[B, N, H, top_n]` int32: distinct causal ids, ascending, then -1. Of equally important blocks, those with the lower id.
@@ -150,5 +158,6 @@ def select_blocks(
 
         # -- choose --
         own = rows.position[: q.shape[1]][tile] // block_size  # [T]
-        chosen.append(choose(score, own, top_n=top_n, num_initial=num_initial, num_local=num_local))
+        counts = None if block_counts is None else block_counts[:, tile]
+        chosen.append(choose(score, own, top_n=top_n, num_initial=num_initial, num_local=num_local, block_counts=counts))
     return torch.cat(chosen, 1)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from numbers import Real
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from nsa_tutorial.compression import KINDS, MLPWeights, num_summaries, summary_offsets
+from nsa_tutorial import packed
+from nsa_tutorial.compression import KINDS, MLPWeights, num_summaries
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLOATS = (*DTYPES, torch.float64)  # float64 is for the reference backend
 LARGEST_WIDTH = 256
 BACKENDS = ("auto", "reference", "tilelang", "triton")
-_RIGHT_OFFSETS = WeakIdKeyDictionary()  # offsets on a device, once they are found right: their version and number of positions
 
 
 def describe(x: object) -> str:
@@ -112,8 +110,7 @@ def _check_attention(q: Tensor, **keys_and_values: tuple[Tensor, str]) -> None:
 def check_cu_seqlens(cu_seqlens: Tensor | None, q: Tensor, k: Tensor, *, name: str = "q") -> None:
     """Packed sequences: `[num_sequences + 1]` offsets that rise from 0 to `N`, with `B == 1` and `N == M`.
 
-    To read the values, the host waits for the device. It does so once for a tensor on a device that PyTorch has not changed since:
-    the layers of a model share one. `name` is what the operator calls `q`.
+    To read the values, the host waits for the device, once for a tensor (`packed.offsets`). `name` is what the operator calls `q`.
     """
     if cu_seqlens is None:
         return
@@ -124,18 +121,13 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, q: Tensor, k: Tensor, *, name: s
         raise ValueError(f"cu_seqlens: got a batch of {B}, expected 1: packed sequences lie behind each other in one row")
     if N != M:
         raise ValueError(f"cu_seqlens: got {N} queries and {M} keys, expected as many queries as keys")
-    state = None if cu_seqlens.is_cpu or cu_seqlens.is_inference() else (cu_seqlens._version, N)
-    if state is not None and _RIGHT_OFFSETS.get(cu_seqlens) == state:
-        return
-    offsets = cu_seqlens.tolist()
-    if len(offsets) < 2 or offsets[0] != 0:
-        raise ValueError(f"cu_seqlens: got {_short(offsets)}, expected at least two offsets, the first 0")
-    if offsets[-1] != N:
-        raise ValueError(f"cu_seqlens: got a last offset of {offsets[-1]}, expected the number of positions, {N}")
-    if any(a > b for a, b in pairwise(offsets)):
-        raise ValueError(f"cu_seqlens: got {_short(offsets)}, expected offsets that never decrease")
-    if state is not None:
-        _RIGHT_OFFSETS[cu_seqlens] = state
+    offsets = packed.offsets(cu_seqlens)
+    if len(offsets.values) < 2 or offsets.values[0] != 0:
+        raise ValueError(f"cu_seqlens: got {_short(offsets.values)}, expected at least two offsets, the first 0")
+    if offsets.values[-1] != N:
+        raise ValueError(f"cu_seqlens: got a last offset of {offsets.values[-1]}, expected the number of positions, {N}")
+    if not offsets.rise:
+        raise ValueError(f"cu_seqlens: got {_short(offsets.values)}, expected offsets that never decrease")
 
 
 def check_compression(kind: object, weight: object, x: Tensor, length: int) -> None:
@@ -188,7 +180,7 @@ def check_summaries(
     if cu_seqlens is None:
         expected = num_summaries(M, length, stride)
     elif M == N:
-        expected = int(summary_offsets(cu_seqlens, length, stride)[-1])
+        expected = sum(num_summaries(n, length, stride) for n in packed.offsets(cu_seqlens).lengths)
     else:
         raise ValueError(f"num_keys: got {M}, expected the number of queries, {N}, for packed sequences")
     if k_cmp.shape[1] != expected:
@@ -216,13 +208,20 @@ def check_block_arguments(block_indices: Tensor, block_counts: Tensor | int | No
         raise ValueError(f"block_indices: got {describe(block_indices)}, expected [B, N, H, S] with [B, N, H] = {list(expected)}")
     if block_indices.shape[3] == 0:
         raise ValueError(f"block_indices: got {describe(block_indices)}, expected at least one slot")
+    check_block_counts(block_counts, q, k)
+    check_same_device(q=q, block_indices=block_indices)
+
+
+def check_block_counts(block_counts: Tensor | int | None, q: Tensor, k: Tensor, *, least: int = 0) -> None:
+    """`block_counts` is None, an int of at least `least`, or an integer tensor `[B, N, H]`."""
     if isinstance(block_counts, Tensor):
-        check_tensor("block_counts", block_counts, "[B, N, H]", integers)
+        expected = (*q.shape[:2], k.shape[2])
+        check_tensor("block_counts", block_counts, "[B, N, H]", (torch.int32, torch.int64))
         if tuple(block_counts.shape) != expected:
             raise ValueError(f"block_counts: got {describe(block_counts)}, expected [B, N, H] = {list(expected)}")
+        check_same_device(q=q, block_counts=block_counts)
     elif block_counts is not None:
-        check_positive_int("block_counts", block_counts, least=0)
-    check_same_device(q=q, block_indices=block_indices, block_counts=block_counts if isinstance(block_counts, Tensor) else None)
+        check_positive_int("block_counts", block_counts, least=least)
 
 
 def check_gates(q: Tensor, **gates: Tensor | None) -> None:
@@ -240,5 +239,5 @@ def check_backend(backend: object) -> None:
         raise ValueError(f"backend: got {describe(backend)}, expected one of {', '.join(BACKENDS)}")
 
 
-def _short(offsets: list[int]) -> str:
-    return str(offsets) if len(offsets) <= 12 else f"[{', '.join(map(str, offsets[:6]))}, …, {offsets[-1]}]"
+def _short(offsets: tuple[int, ...]) -> str:
+    return str(list(offsets)) if len(offsets) <= 12 else f"[{', '.join(map(str, offsets[:6]))}, …, {offsets[-1]}]"

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa_tutorial import query_tiles
+from nsa_tutorial import packed, query_tiles
 from nsa_tutorial.selected_attention import QueryRows
 
 KINDS = ("mean", "weighted", "linear", "mlp")
@@ -61,11 +61,12 @@ def summary_offsets(cu_seqlens: Tensor, length: int, stride: int) -> Tensor:
 
 
 def first_tokens(M: int, length: int, stride: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-    """The token `[M_c]` with which each summary begins. With `cu_seqlens`, the host waits for the number of summaries."""
+    """The token `[M_c]` with which each summary begins. The host waits for fresh `cu_seqlens` (`packed.offsets`)."""
     if cu_seqlens is None:
         return torch.arange(num_summaries(M, length, stride), device=device) * stride
     offsets = summary_offsets(cu_seqlens, length, stride)
-    summary = torch.arange(int(offsets[-1]), device=device)
+    total = sum(num_summaries(n, length, stride) for n in packed.offsets(cu_seqlens).lengths)
+    summary = torch.arange(total, device=device)
     sequence = torch.searchsorted(offsets[1:].contiguous(), summary, right=True)  # which sequence holds the summary
     return cu_seqlens[sequence] + (summary - offsets[sequence]) * stride
 

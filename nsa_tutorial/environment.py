@@ -21,6 +21,7 @@ import sys
 from dataclasses import dataclass
 
 KERNEL_PLATFORM = "Linux on x86-64"
+OLDEST_TRITON = (3, 6)  # as in pyproject.toml
 
 
 class BackendUnavailable(RuntimeError):
@@ -104,6 +105,11 @@ class Environment:
             return (
                 f"{name} is not installed here ({self.platform}; it is published for {KERNEL_PLATFORM}), "
                 f"so its kernels do not run: the reference backend computes the same function."
+            )
+        if backend == "triton" and () < _release(self.triton) < OLDEST_TRITON:
+            oldest = ".".join(map(str, OLDEST_TRITON))
+            return (
+                f"Triton {self.triton} is older than {oldest}, the oldest version these kernels run with: install triton>={oldest}."
             )
         if device == "cuda":
             if backend == "triton" and self.triton_interpreted:

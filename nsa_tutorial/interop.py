@@ -189,7 +189,8 @@ def from_fla(
         block_counts: with lists given, an int is not read and all slots are: it becomes None. A tensor `[B, N, H]` is read by
             `parallel_nsa` (and not by `naive_nsa`), and stays. Without lists it is the number of blocks to choose; there
             `parallel_nsa` rounds up to a power of two and attends to all of these, `naive_nsa` takes exactly so many, and so
-            does this. For the kernel's lists, give the next power of two.
+            does this. For the kernel's lists, give the next power of two. A tensor cuts the list of each row, in the order of
+            importance, here as there.
         choosing blocks: the first one and the two latest are always among them, as here. The versions that had `head_first` took
             the query's own alone, and ignored lists given together with `g_cmp`: for theirs, give as `block_indices` what
             `ops.select_blocks` chooses with `num_initial=0, num_local=1`.
@@ -258,8 +259,6 @@ def _nsa_arguments(
 
 def _counts(block_counts: Tensor | int, *, lists: bool, int_is_read: bool) -> Tensor | int | None:
     """The counts for given lists, or the number of blocks to choose."""
-    if not lists and isinstance(block_counts, Tensor):
-        raise ValueError(f"block_counts: got {checks.describe(block_counts)}, expected an int where the blocks are chosen")
     if isinstance(block_counts, Tensor):
         return block_counts
     checks.check_positive_int("block_counts", block_counts, least=0 if lists else 1)
@@ -293,11 +292,12 @@ def from_lucidrains(
             here computes these, so they raise: mask them out, and include the own block.
         include_block_causal: it is `include_own_block`.
         lists per query head, `[B, HQ, N, S]`: keys and values are expanded there, and so they are here (`expand_keys_values`).
-        sel_scale: ones, which carry gradients to the selection scores. The values change nothing and these gradients do not
-            exist here: ones are accepted and dropped.
+        sel_scale: ones, which carry gradients to the selection scores. These gradients do not exist here yet (chapter 13), and
+            a scale that is dropped without a word would train nothing: raises.
         block_dk_dv_use_dot: how their backward multiplies; dropped.
-        return_sliding_window_out: raises. Their forward shows `block_size + 1` keys: `ops.sliding_window_attention(q, k, v,
-            window_size=block_size + 1)`; their backward scans fewer.
+        return_sliding_window_out: a second output, of the latest `block_size + 1` keys (their backward scans fewer): the arguments
+            are then those of `ops.selected_and_window_attention`, with that `window_size`, and with `return_lse` both branches
+            return theirs.
         rows that see no key: NaN there, output 0 here. Without the own block, a row whose first slot is empty is NaN there, too.
 
     Args:
@@ -306,11 +306,12 @@ def from_lucidrains(
         block_size, …: under their names.
 
     Returns:
-        The arguments of `ops.selected_attention`; its output is positions first, `heads_first` brings it back.
+        The arguments of `ops.selected_attention`, or, with `return_sliding_window_out`, of `ops.selected_and_window_attention`;
+        outputs are positions first, `heads_first` brings them back.
 
     Raises:
         ValueError: for a block that is not wholly before the query, naming the first row `[b, n, h]`, and for what has no
-            counterpart here, named; TypeError.
+            counterpart here, named; TypeError; NotImplementedError for `sel_scale`.
     """
     _check_mask("[B, H, N, S]", selected_block_indices=selected_block_indices, fmask=fmask)
     q, k, v = (_swap(name, x, "[B, H, N, D]") for name, x in (("fq", fq), ("fk", fk), ("fv", fv)))
@@ -326,11 +327,12 @@ def from_lucidrains(
             f"selected_block_indices: got {checks.describe(selected_block_indices)}, expected [B, H, N, S] with [B, H, N] = "
             f"{[B, H, N]}, or {HQ} heads"
         )
-    if sel_scale is not None and not (sel_scale == 1).all():
-        raise ValueError("sel_scale: got values other than 1, expected None or ones, which change no result")
-    if return_sliding_window_out:
-        expected = f"False: it is ops.sliding_window_attention with window_size={block_size + 1}"
-        raise ValueError(f"return_sliding_window_out: got True, expected {expected}")
+    checks.check_bool("return_sliding_window_out", return_sliding_window_out)
+    if sel_scale is not None:
+        raise NotImplementedError(
+            f"sel_scale: got {checks.describe(sel_scale)}, expected None: the gradient of the selection comes with chapter 13, "
+            "backward_kernels"
+        )
     _check_before_the_query(ids, mask, block_size, include_block_causal)
     if ids.shape[2] != H:
         k, v = expand_keys_values(k, v, HQ)
@@ -340,6 +342,7 @@ def from_lucidrains(
         "block_size": block_size,
         "include_own_block": include_block_causal,
         "return_lse": return_lse,
+        **({"window_size": block_size + 1} if return_sliding_window_out else {}),
     }  # fmt: skip
 
 
@@ -409,6 +412,8 @@ def from_ejkernel(
         raise ValueError("token_indices: got a value without cu_seqlens, expected None: they locate the tokens of packed sequences")
     block_indices = _per_query(block_indices, N, H, block_size)
     block_counts = _per_query(block_counts, N, H, block_size)
+    if g_cmp is not None and isinstance(block_counts, Tensor):
+        raise ValueError(f"block_counts: got {checks.describe(block_counts)}, expected an int where the blocks are chosen")
     counts = _counts(block_counts, lists=g_cmp is None, int_is_read=True)
     if g_cmp is not None:
         summaries = {"length": block_size, "stride": block_size, "cu_seqlens": cu_seqlens}

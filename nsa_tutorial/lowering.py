@@ -192,7 +192,7 @@ def _compile_triton(arch: int, dtype: str, kernel: str, shape: dict[str, int]) -
     pointer = POINTERS[dtype]
     types = dict.fromkeys(("Q", "K", "V", "Output"), pointer)
     types |= dict.fromkeys(("BlockIndices", "FirstKey", "NumVisible"), "*i32") | {"LSE": "*fp32"}
-    types |= {"scale": "fp32", "scale_log2": "fp32", "LargestValue": "*fp32"}
+    types |= {"scale": "fp32", "scale_log2": "fp32"}
     types |= dict.fromkeys(("R", "first_row", "H", "S", "window_size", "keys"), "i32")
     shape = {name: n for name, n in shape.items() if name != "H"}  # an ordinary argument there
     options = launch_options(**shape, itemsize=4 if dtype == "float32" else 2)

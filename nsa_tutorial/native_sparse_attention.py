@@ -72,9 +72,8 @@ def forward(
     # -- selection --
     if g_slc is not None:
         if block_indices is None:
-            block_indices = ops.select_blocks(q, compressed[0], lse, top_n=block_counts, block_size=block_size, **windows)
+            block_indices = _choose_blocks(q, compressed[0], lse, block_counts, M, block_size=block_size, **windows)
             block_counts = None
-            block_indices = block_indices[..., : -(-M // block_size)]  # past that, ascending lists hold nothing but -1
         lists = {"block_indices": block_indices, "block_counts": block_counts, "block_size": block_size, **common}
         if share and "reference" not in attending:  # kernels take both in one launch
             o_slc, o_swa = ops.selected_and_window_attention(q, *selected, window_size=window_size, **lists)
@@ -85,6 +84,18 @@ def forward(
     if g_swa is not None and o_swa is None:
         o_swa = ops.sliding_window_attention(q, *window, window_size=window_size, **common)
     return gated_sum(gates, (o_cmp, o_slc, o_swa))
+
+
+def _choose_blocks(
+    q: Tensor, k_cmp: Tensor, lse: Tensor, block_counts: Tensor | int, M: int, *, block_size: int, **windows: object
+) -> Tensor:
+    """Lists of `block_counts` blocks, or of as many as each row's own count says; no longer than there are blocks."""
+    of_rows = block_counts if isinstance(block_counts, Tensor) else None
+    top_n = block_counts if of_rows is None else int(of_rows.max()) if of_rows.numel() else 0
+    num_blocks = -(-M // block_size)
+    top_n = max(3, min(top_n, num_blocks))  # the three that are forced; past the last block, lists hold nothing but -1
+    ids = ops.select_blocks(q, k_cmp, lse, top_n=top_n, block_counts=of_rows, block_size=block_size, **windows)
+    return ids[..., : max(1, num_blocks)]
 
 
 def _selected_attention(

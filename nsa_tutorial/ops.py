@@ -51,13 +51,14 @@ def selected_attention(
         scale: factor on the scores, positive; None is `D ** -0.5`.
         causal: a query sees no key after its own position.
         cu_seqlens: `[num_sequences + 1]` int32 offsets of packed sequences (`B == 1`, `N == M`); blocks count from each
-            sequence's own start.
+            sequence's own start. To check them, the host waits for the device, once for a tensor.
         return_lse: also return the log-sum-exp of the scaled, visible scores.
         backend: `"auto"`, `"reference"`, `"tilelang"` or `"triton"`.
 
     Returns:
         `o [B, N, HQ, DV]` in the dtype of `v`, or `(o, lse)` with `lse [B, N, HQ]` fp32, natural logarithm. A query that sees no
-        key gets output 0 and `lse = -inf`.
+        key gets output 0 and `lse = -inf`. NaN and infinity in a query or in a key that it sees spoil its `o` and `lse`, as IEEE
+        arithmetic has it; in a value that it sees, its `o` alone; in what is hidden, nothing.
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what was expected, before anything runs.
@@ -76,6 +77,7 @@ def selected_attention(
     name, function = backends.load("selected_attention", backend, q)
 
     (B, N), M = q.shape[:2], k.shape[1]
+    block_size = _at_most_one_block(block_size, M)
     rows = query_rows(B, N, M, causal=causal, cu_seqlens=cu_seqlens, device=q.device)
     ids = block_list(block_indices, rows, block_size=block_size, block_counts=block_counts, include_own_block=include_own_block)
     if q.numel() == 0:  # no query: nothing to launch
@@ -207,6 +209,7 @@ def selected_and_window_attention(
     if q.numel() == 0:
         found = _empty(q, v) * 2
     else:
+        block_size = _at_most_one_block(block_size, k.shape[1])
         rows = query_rows(q.shape[0], q.shape[1], k.shape[1], causal=True, cu_seqlens=cu_seqlens, device=q.device)
         ids = block_list(block_indices, rows, block_size=block_size, block_counts=block_counts, include_own_block=include_own_block)
         launch = partial(function, ids=ids, rows=rows, block_size=block_size, window_size=window_size, scale=scale)
@@ -290,6 +293,7 @@ def select_blocks(
     num_local: int = 2,
     scale: float | None = None,
     num_keys: int | None = None,
+    block_counts: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -301,6 +305,8 @@ def select_blocks(
         top_n: how many blocks a list holds.
         block_size: tokens per block.
         num_initial, num_local: how many of the first and of the latest causal blocks, the query's own included, are always taken.
+        block_counts: `[B, N, H]`, how many blocks each row keeps of those that are chosen, the forced ones first, then the most
+            important ones; None keeps all.
 
     Returns:
         `[B, N, H, top_n]` int32, one list for all query heads of a group: distinct ids, ascending, none in the query's future, -1
@@ -320,6 +326,9 @@ def select_blocks(
         raise ValueError(f"top_n: got {top_n}, expected at least num_initial + num_local = {num_initial + num_local}")
     if lse is not None:
         checks.check_per_head("lse", lse, q)
+    if block_counts is not None:
+        checks.check_tensor("block_counts", block_counts, "[B, N, H]", (torch.int32, torch.int64))
+        checks.check_block_counts(block_counts, q, k_cmp)
     scale = checks.check_scale(scale, q.shape[-1])
     _, function = backends.load("select_blocks", backend, q)
 
@@ -330,8 +339,8 @@ def select_blocks(
     summaries = summary_rows(rows, M, length=length, stride=stride, cu_seqlens=cu_seqlens)
     return function(
         q, k_cmp, lse, rows, summaries,
-        M=M, top_n=top_n, block_size=block_size, length=length, stride=stride,
-        num_initial=num_initial, num_local=num_local, scale=scale,
+        M=M, top_n=top_n, block_size=_at_most_one_block(block_size, M), length=length, stride=stride,
+        num_initial=num_initial, num_local=num_local, scale=scale, block_counts=block_counts,
     )  # fmt: skip
 
 
@@ -361,7 +370,8 @@ def native_sparse_attention(
         block_indices: `[B, N, H, S]`, as for `selected_attention`; None chooses the blocks by attention to the summaries, which
             takes `g_cmp`.
         block_counts: with `block_indices`, as for `selected_attention`; without, the number of blocks to choose, at least 3,
-            because the first causal block and the two latest are always among them.
+            because the first causal block and the two latest are always among them. For a tensor `[B, N, H]`, each row keeps so
+            many, those three first; to know the largest, the host waits for the device.
         block_size, window_size, length, stride: of the branches.
         backend: of selected attention and the window, which share a launch in Triton. Compression and the choice of blocks have no
             kernels yet (chapter 14) and run on the reference, tile by tile of queries.
@@ -378,8 +388,10 @@ def native_sparse_attention(
         checks.check_block_arguments(block_indices, block_counts, q, k)
     elif g_slc is not None and g_cmp is None:
         raise ValueError("block_indices: got None, expected [B, N, H, S]: without g_cmp there is nothing to choose blocks by")
+    elif g_slc is not None and block_counts is None:
+        raise TypeError("block_counts: got None, expected an int of at least 3, or [B, N, H]: how many blocks to choose")
     elif g_slc is not None:
-        checks.check_positive_int("block_counts", block_counts, least=3)
+        checks.check_block_counts(block_counts, q, k, least=3)
     checks.check_cu_seqlens(cu_seqlens, q, k)
     scale = checks.check_scale(scale, q.shape[-1])
 
@@ -391,6 +403,11 @@ def native_sparse_attention(
         block_indices=block_indices, block_counts=block_counts, block_size=block_size, window_size=window_size,
         length=length, stride=stride, scale=scale, cu_seqlens=cu_seqlens, backend=backend,
     )  # fmt: skip
+
+
+def _at_most_one_block(block_size: int, M: int) -> int:
+    """`block_size`, or where all `M` keys lie in block 0 anyway the least power of two that holds them: few sizes, few kernels."""
+    return min(block_size, max(16, 1 << max(M - 1, 0).bit_length()))
 
 
 def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nsa_tutorial.online_softmax import LOG2_E
 from nsa_tutorial.selected_attention import QueryRows
@@ -51,7 +52,7 @@ def masked_scores(q: Tensor, k: Tensor, is_seen: Tensor) -> Tensor:
 
     Args:
         q: `[B, T, HQ, D]`.
-        k: `[B, J, H, D]`; what is not finite counts as 0.
+        k: `[B, J, H, D]`.
         is_seen: bool, broadcastable to `[B, H, T, J]`.
 
     Returns:
@@ -60,13 +61,47 @@ def masked_scores(q: Tensor, k: Tensor, is_seen: Tensor) -> Tensor:
     (B, T, HQ, D), (J, H) = q.shape, k.shape[1:3]
     dtype = torch.promote_types(q.dtype, torch.float32)
     q_tile = q.to(dtype).reshape(B, T, H, HQ // H, D).permute(0, 2, 3, 1, 4)  # [B, H, G, T, D]
-    k_tile = _finite(k.to(dtype)).transpose(1, 2)  # [B, H, J, D]
-    acc_s = (q_tile.reshape(B, H, -1, D) @ k_tile.transpose(-1, -2)).view(B, H, HQ // H, T, J)
+    k_tile = k.to(dtype).transpose(1, 2)  # [B, H, J, D]
+    acc_s = _Scores.apply(q_tile.reshape(B, H, -1, D), k_tile).view(B, H, HQ // H, T, J)
     return acc_s.masked_fill_(~is_seen.expand(B, H, T, J)[:, :, None], -math.inf)
 
 
+class _Scores(torch.autograd.Function):
+    """`q [..., T, D] @ k [..., J, D]ᵀ`, in whose backward the gradient of a hidden score, 0, hides NaN and infinity too."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor) -> Tensor:
+        """`[..., T, J]`."""
+        ctx.save_for_backward(q, k)
+        return q @ k.transpose(-1, -2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_s: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of `q` and `k`."""
+        q, k = ctx.saved_tensors
+        return d_s @ _finite(k), d_s.transpose(-1, -2) @ _finite(q)
+
+
+class _WeightedSum(torch.autograd.Function):
+    """`p [..., T, J] @ v [..., J, DV]`, in which a weight of 0 hides NaN and infinity too, in the backward as well."""
+
+    @staticmethod
+    def forward(ctx, p: Tensor, v: Tensor) -> Tensor:
+        """`[..., T, DV]`; what is not finite in `v` counts as 0."""
+        ctx.save_for_backward(p, v)
+        return p @ _finite(v)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_o: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of `p` and `v`."""
+        p, v = ctx.saved_tensors
+        return d_o @ _finite(v).transpose(-1, -2), p.transpose(-1, -2) @ _finite(d_o)
+
+
 def _finite(x: Tensor) -> Tensor:
-    """0 * NaN is NaN: a weight of 0 hides a number from the result, but nothing else."""
+    """`x` with 0 in place of NaN and infinity, for products in which 0 times anything is to be 0."""
     return x.masked_fill(~x.isfinite(), 0)
 
 
@@ -84,7 +119,8 @@ def attend(
 
     Returns:
         `o [B, N, HQ, DV]` in the dtype of `v`, and `lse [B, N, HQ]`: natural logarithm, fp32 (fp64 for fp64 inputs). A query that
-        sees no key gets output 0 and `lse = -inf`; one that sees a key or a value that is not finite gets NaN.
+        sees no key gets output 0 and `lse = -inf`. What is not finite spoils the rows that see it, and no others: a query or a
+        key as IEEE arithmetic has it, a value by NaN in its own channel of `o`.
     """
     B, HQ, DV = q.shape[0], q.shape[2], v.shape[3]
     tiles_o, tiles_lse = [], []
@@ -95,21 +131,20 @@ def attend(
 
         # -- softmax --
         scores_max = acc_s.detach().amax(-1)  # [B, H, G, T]
-        shift = scores_max.masked_fill(scores_max == -math.inf, 0)  # where nothing is seen, -inf - -inf would be NaN
+        # -inf - -inf would be NaN where nothing is seen, and -inf - NaN where something hidden meets a row that is spoiled
+        shift = scores_max.masked_fill((scores_max == -math.inf) | scores_max.isnan(), 0)
         acc_s = (acc_s - shift[..., None]).mul_(scale * LOG2_E).exp2_()
         logsum = acc_s.sum(-1)  # [B, H, G, T]
 
         # -- weighted sum --
-        v_tile = _finite(v[:, keys].to(acc_s.dtype)).transpose(1, 2)  # [B, H, J, DV]
-        acc_o = (acc_s.flatten(2, 3) @ v_tile).view(*logsum.shape, DV)  # [B, H, G, T, DV]
-
-        # -- what is not finite --
-        is_bad = ~(k[:, keys].isfinite().all(-1) & v[:, keys].isfinite().all(-1)).transpose(1, 2)  # [B, H, J]
-        is_spoiled = (is_seen & is_bad[:, :, None]).any(-1)[:, :, None]  # [B, H, 1, T]
-        logsum = logsum.masked_fill(is_spoiled, math.nan)
+        v_tile = v[:, keys].to(acc_s.dtype).transpose(1, 2)  # [B, H, J, DV]
+        acc_o = _WeightedSum.apply(acc_s.flatten(2, 3), v_tile).view(*logsum.shape, DV)  # [B, H, G, T, DV]
+        sees_bad = is_seen.to(acc_s.dtype) @ (~v_tile.isfinite()).to(acc_s.dtype)  # [B, H, T, DV], how many
+        acc_o = acc_o.masked_fill((sees_bad > 0)[:, :, None], math.nan)
 
         # -- normalise and store --
-        safe_sum = logsum.masked_fill(logsum == 0, 1)
+        is_empty = ~is_seen.expand(B, k.shape[2], -1, -1).any(-1)[:, :, None]  # [B, H, 1, T]
+        safe_sum = logsum.masked_fill(is_empty, 1)
         o, lse = acc_o / safe_sum[..., None], scores_max * scale + torch.log(safe_sum)
         tiles_o.append(o.permute(0, 3, 1, 2, 4).reshape(B, -1, HQ, DV).to(v.dtype))  # [B, T, HQ, DV]
         tiles_lse.append(lse.permute(0, 3, 1, 2).reshape(B, -1, HQ))  # [B, T, HQ]

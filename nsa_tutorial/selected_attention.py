@@ -106,11 +106,13 @@ def forward(
     acc_o = q_tile.new_zeros(R, H, G, DV)
     logsum = q_tile.new_zeros(R, H, G)
     scores_max = torch.full_like(logsum, -math.inf)
+    is_empty = torch.ones(R, H, 1, dtype=torch.bool, device=q.device)  # until a block is visible
 
     for slot in range(S):
         # -- guard --
         block_id = ids[:, :, slot]  # [R, H]
         is_visible = (block_id >= 0) & (block_id < (num_visible + BS - 1) // BS)
+        is_empty = is_empty & ~is_visible[:, :, None]
         block_start = torch.where(is_visible, block_id, 0) * BS
 
         # -- load the keys --
@@ -143,7 +145,6 @@ def forward(
         acc_o = acc_o + acc_s @ v_tile
 
     # -- normalise and store --
-    is_empty = logsum == 0
     safe_sum = logsum.masked_fill(is_empty, 1)
     o = acc_o / safe_sum[..., None]
     lse = scores_max * scale + torch.log(safe_sum)  # -inf for an empty row

@@ -36,18 +36,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, *, window_size: in
     return query_tiles.attend(q, k, v, spans, mask, scale=scale)
 
 
-def as_selection(rows: QueryRows, *, window_size: int, H: int, block_size: int) -> tuple[Tensor, QueryRows]:
+def as_selection(rows: QueryRows, *, window_size: int, block_size: int) -> tuple[Tensor, QueryRows]:
     """The window as a selection, for the kernels of selected attention.
 
     Each row's keys are made to begin with its window, so that it sees all of them, and its list is 0, 1, 2, …: no block is
-    aligned to anything, and none needs a lower bound.
+    aligned to anything, none needs a lower bound, and one list serves all rows and heads.
 
     Returns:
-        Lists `[R, H, S]` int32 with `S = ceil(window_size / block_size)`, and the rows to go with them.
+        That list, `[S]` int32 with `S = ceil(window_size / block_size)`, and the rows to go with it.
     """
     start = (rows.position - window_size + 1).clamp(min=0)
-    blocks = torch.arange(-(-window_size // block_size), dtype=torch.int32, device=start.device)
-    ids = blocks.expand(len(start), H, -1).contiguous()
+    ids = torch.arange(-(-window_size // block_size), dtype=torch.int32, device=start.device)
     return ids, QueryRows(rows.first_key + start, rows.num_visible - start, rows.position)
 
 

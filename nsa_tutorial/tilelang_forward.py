@@ -57,6 +57,7 @@ def exact_gemm(A, B, C, rows, columns, depth, transpose_B):
 def build_kernel(
     H: int, G: int, D: int, DV: int, BS: int, dtype: str = "float16", S: int | None = None,
     threads: int | None = None, num_stages: int | None = None, async_values: bool = True, weights_in_registers: bool | None = None,
+    one_list: bool = False,
 ) -> tirx.PrimFunc:  # fmt: skip
     """The kernel for `H` key/value heads, groups of `G` query heads, widths `D` and `DV`, and blocks of `BS` tokens.
 
@@ -68,6 +69,7 @@ def build_kernel(
         async_values: hide values by their index, so that the copy can run past the registers (`cp.async`), as that of the keys
             does; otherwise by a choice between two numbers, for which they have to be in registers.
         weights_in_registers: keep the weights there between the two products; None is wherever it is possible.
+        one_list: every row walks the same list, `BlockIndices [S]`, as windows do.
 
     Returns:
         A TileLang function, not yet compiled, of `Q [rows, H, G, D]`, `K [keys, H, D]`, `V [keys, H, DV]`,
@@ -90,7 +92,7 @@ def build_kernel(
         Q: T.Tensor([rows, H, G, D], dtype),
         K: T.Tensor([keys, H, D], dtype),
         V: T.Tensor([keys, H, DV], dtype),
-        BlockIndices: T.Tensor([rows, H, S], "int32"),
+        BlockIndices: T.Tensor([S] if one_list else [rows, H, S], "int32"),
         FirstKey: T.Tensor([rows], "int32"),
         NumVisible: T.Tensor([rows], "int32"),
         Output: T.Tensor([rows, H, G, DV], dtype),
@@ -111,6 +113,7 @@ def build_kernel(
             scores_scale = T.alloc_fragment([GT], accum_dtype)
             scores_sum = T.alloc_fragment([GT], accum_dtype)
             logsum = T.alloc_fragment([GT], accum_dtype)
+            is_empty = T.alloc_var("bool", init=True)  # until a block is visible
             first_key = FirstKey[row]
             num_visible = NumVisible[row]
 
@@ -124,8 +127,9 @@ def build_kernel(
 
             for slot in T.Pipelined(S, num_stages=num_stages):
                 # -- guard --
-                block_id = BlockIndices[row, head, slot]
+                block_id = BlockIndices[slot] if one_list else BlockIndices[row, head, slot]
                 is_visible = T.And(block_id >= 0, block_id < (num_visible + BS - 1) // BS)
+                is_empty = T.And(is_empty, T.Not(is_visible))
                 # an empty slot lies past the last key, where nothing is read
                 block_start = T.if_then_else(is_visible, first_key + block_id * BS, keys)
                 num_seen = T.if_then_else(is_visible, T.min(BS, num_visible - block_id * BS), 0)
@@ -174,9 +178,9 @@ def build_kernel(
 
             # -- normalise and store --
             for i, j in T.Parallel(GT, DVT):
-                acc_o[i, j] = T.if_then_else(logsum[i] > 0, acc_o[i, j] / logsum[i], 0)
+                acc_o[i, j] = T.if_then_else(is_empty, 0, acc_o[i, j] / logsum[i])
             for i in T.Parallel(GT):
-                logsum[i] = T.if_then_else(logsum[i] > 0, scores_max[i] * scale + T.log(logsum[i]), -T.infinity(accum_dtype))
+                logsum[i] = T.if_then_else(is_empty, -T.infinity(accum_dtype), scores_max[i] * scale + T.log(logsum[i]))
             T.copy(acc_o, Output[row, head, 0:GT, 0:DVT])
             T.copy(logsum, LSE[row, head, 0:GT])
 
@@ -232,9 +236,8 @@ def forward(
 
 def sliding_window(q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, *, window_size: int, scale: float) -> tuple[Tensor, Tensor]:
     """Launch the same kernel on windows, as lists of blocks; arguments and results as in `sliding_window.forward`."""
-    window_size = min(window_size, k.shape[1])
-    ids, rows = as_selection(rows, window_size=window_size, H=k.shape[2], block_size=WINDOW_BLOCK)
-    return forward(q, k, v, ids, rows, block_size=WINDOW_BLOCK, scale=scale)
+    ids, rows = as_selection(rows, window_size=min(window_size, k.shape[1]), block_size=WINDOW_BLOCK)
+    return forward(q, k, v, ids, rows, block_size=WINDOW_BLOCK, scale=scale, one_list=True)
 
 
 def selection_and_window(

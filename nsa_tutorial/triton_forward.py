@@ -28,14 +28,29 @@ WINDOW_BLOCK = 64  # tokens of a window that a program takes as one block
 
 
 @triton.jit
-def count_slots(block_list, S):
-    """How many of a list's `S` slots to walk: up to the last that names a block. `block_list` points at the first, 16 a load."""
+def count_slots(block_list, S, num_blocks):
+    """How many of a list's `S` slots to walk: up to the last that names one of the first `num_blocks` blocks.
+
+    `block_list` points at the first slot; 16 ids a load.
+    """
     num_slots = 0
     for first in range(0, S, 16):
         slot = first + tl.arange(0, 16)
         ids = tl.load(block_list + slot, mask=slot < S, other=-1)
-        num_slots = tl.maximum(num_slots, tl.max(tl.where(ids >= 0, slot + 1, 0), axis=0))
+        names_block = (ids >= 0) & (ids < num_blocks)
+        num_slots = tl.maximum(num_slots, tl.max(tl.where(names_block, slot + 1, 0), axis=0))
     return num_slots
+
+
+@triton.jit
+def count_listed(block_list, S, block_id):
+    """How often a list of `S` slots names the block `block_id`."""
+    num_listed = 0
+    for first in range(0, S, 16):
+        slot = first + tl.arange(0, 16)
+        ids = tl.load(block_list + slot, mask=slot < S, other=-1)
+        num_listed += tl.sum((ids == block_id).to(tl.int32), axis=0)
+    return num_listed
 
 
 @triton.jit(do_not_specialize=["R", "first_row", "S", "window_size"])  # a new length compiles nothing
@@ -56,14 +71,16 @@ def kernel(
     query = row % R
     first_key = tl.load(FirstKey + query).to(tl.int64)
     num_visible = tl.load(NumVisible + query)
-    num_slots = count_slots(BlockIndices + (query * H + head) * S, S)
+    num_blocks = tl.cdiv(num_visible, BS)  # that hold a visible key
+    num_slots = count_slots(BlockIndices + (query * H + head) * S, S, num_blocks)
     is_window = False
     if WINDOW:  # the blocks of a window are counted from its first key, so that its list is 0, 1, 2, …
         is_window = row >= R
         window_start = tl.where(is_window, tl.maximum(num_visible - window_size, 0), 0)
         first_key += window_start
         num_visible -= window_start
-        num_slots = tl.where(is_window, tl.cdiv(num_visible, BS), num_slots)
+        num_blocks = tl.cdiv(num_visible, BS)
+        num_slots = tl.where(is_window, num_blocks, num_slots)
     group, width, value_width, tokens = tl.arange(0, GT), tl.arange(0, DT), tl.arange(0, DVT), tl.arange(0, BT)
     group_row = (query * H + head) * G + group  # [GT]
     in_group = group < G
@@ -83,7 +100,7 @@ def kernel(
         # -- guard --
         slot, part_start = step // PARTS, step % PARTS * BT
         block_id = tl.load(BlockIndices + (query * H + head) * S + slot, mask=is_window == 0, other=slot)
-        is_visible = (block_id >= 0) & (block_id < (num_visible + BS - 1) // BS)
+        is_visible = (block_id >= 0) & (block_id < num_blocks)
         start = tl.where(is_visible, block_id, 0) * BS + part_start
         num_seen = tl.where(is_visible, tl.minimum(BS - part_start, num_visible - start), 0)
         is_seen = tokens < num_seen  # [BT]
@@ -118,7 +135,7 @@ def kernel(
         acc_o = tl.dot(acc_s.to(v_tile.dtype), v_tile, acc_o, input_precision="ieee")
 
     # -- normalise and store --
-    is_empty = logsum == 0
+    is_empty = num_slots == 0  # no block is visible
     safe_sum = tl.where(is_empty, 1.0, logsum)
     o_tile = acc_o / safe_sum[:, None]
     lse = scores_max * scale + tl.log(safe_sum)  # -inf for an empty row
@@ -140,32 +157,38 @@ def online_softmax(acc_s, scores_max_prev, logsum, acc_o, scale_log2):
 
 @triton.jit(do_not_specialize=["R", "first_row", "S", "window_size", "keys"])
 def descriptor_kernel(
-    Q, K, V, KDescriptor, VDescriptor, LargestValue, BlockIndices, FirstKey, NumVisible, Output, LSE, scale, scale_log2,
+    Q, K, V, KDescriptor, VDescriptor, BlockIndices, FirstKey, NumVisible, Output, LSE, scale, scale_log2,
     R, first_row, H, S, window_size, keys,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, WINDOW: tl.constexpr,
     GT: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """`kernel`, with keys and values fetched by the tensor memory accelerator: one instruction a tile, and no address arithmetic.
 
-    A descriptor knows the tensor's end, not the query's: it fetches whole tiles, hidden values too. A weight of 0 hides them if
-    they are finite, which `LargestValue`, the largest magnitude in `V`, tells. If they are not, the loop takes the blocks that are
-    visible as a whole, and the one that is visible in part, if the list names it, follows by pointers and masks. `BT` divides `BS`,
-    and `D` and `DV` are powers of two.
+    A descriptor knows where the tensor ends, not where the query's sight does: it fetches whole tiles, hidden values too, and a
+    weight of 0 hides a number, but not NaN. So the loop takes the blocks that are visible as a whole. The one that is visible in
+    part, if the list names it, follows by pointers and masks. `BT` divides `BS`, and `D` and `DV` are powers of two.
     """
+    tl.static_assert(BS % BT == 0, "BT: expected a divisor of BS, since a block is walked in whole steps")
     # -- locate the program --
     row = tl.program_id(0).to(tl.int64) + first_row
     head = tl.program_id(1)
     query = row % R
     first_key = tl.load(FirstKey + query)
     num_visible = tl.load(NumVisible + query)
-    num_slots = count_slots(BlockIndices + (query * H + head) * S, S)
+    block_list = BlockIndices + (query * H + head) * S
+    num_whole = num_visible // BS  # blocks that are visible as a whole; the next one may be in part
+    num_slots = count_slots(block_list, S, num_whole)
+    num_partial = count_listed(block_list, S, num_whole)
     is_window = False
     if WINDOW:
         is_window = row >= R
         window_start = tl.where(is_window, tl.maximum(num_visible - window_size, 0), 0)
         first_key += window_start
         num_visible -= window_start
-        num_slots = tl.where(is_window, tl.cdiv(num_visible, BS), num_slots)
+        num_whole = num_visible // BS
+        num_slots = tl.where(is_window, num_whole, num_slots)
+        num_partial = tl.where(is_window, 1, num_partial)
+    num_partial = tl.where(num_visible % BS == 0, 0, num_partial)
     group, width, value_width, tokens = tl.arange(0, GT), tl.arange(0, D), tl.arange(0, DV), tl.arange(0, BT)
     group_row = (query * H + head) * G + group  # [GT]
     in_group = group < G
@@ -179,20 +202,14 @@ def descriptor_kernel(
     scores_max = tl.full([GT], float("-inf"), tl.float32)
 
     PARTS: tl.constexpr = BS // BT
-    num_whole = num_visible // BS  # blocks that are visible as a whole; the next one may be in part
-    num_partial = 0  # how often the list names that one
-    is_finite = tl.load(LargestValue) < float("inf")  # False for NaN
-    num_direct = tl.where(is_finite, (num_visible + BS - 1) // BS, num_whole)
     for step in range(num_slots * PARTS):
         # -- guard --
         slot, part_start = step // PARTS, step % PARTS * BT
-        block_id = tl.load(BlockIndices + (query * H + head) * S + slot, mask=is_window == 0, other=slot)
-        is_direct = (block_id >= 0) & (block_id < num_direct)
-        num_partial += ((block_id == num_whole) & (part_start == 0)).to(tl.int32)
-        start = tl.where(is_direct, block_id, 0) * BS + part_start
-        is_seen = is_direct & (tokens < num_visible - start)  # [BT]
+        block_id = tl.load(block_list + slot, mask=is_window == 0, other=slot)
+        is_whole = (block_id >= 0) & (block_id < num_whole)
+        start = tl.where(is_whole, block_id, 0) * BS + part_start
         # past the last key a descriptor gives zeros, and reads nothing
-        key_row = tl.where(is_direct, first_key + start, keys)
+        key_row = tl.where(is_whole, first_key + start, keys)
 
         # -- load the keys --
         k_tile = KDescriptor.load([key_row, head, 0]).reshape([BT, D])
@@ -201,7 +218,7 @@ def descriptor_kernel(
         acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [GT, BT]
 
         # -- mask --
-        acc_s = tl.where(is_seen, acc_s, float("-inf"))
+        acc_s = tl.where(is_whole, acc_s, float("-inf"))
 
         # -- online softmax --
         acc_s, scores_max, logsum, acc_o = online_softmax(acc_s, scores_max, logsum, acc_o, scale_log2)
@@ -214,9 +231,9 @@ def descriptor_kernel(
 
     # -- the block that is visible in part --
     partial_start = num_whole * BS
-    num_partial = tl.where(is_finite | (partial_start == num_visible), 0, num_partial)
-    for step in range(num_partial * PARTS):
-        start = partial_start + step % PARTS * BT
+    num_parts = tl.cdiv(num_visible - partial_start, BT)
+    for step in range(num_partial * num_parts):
+        start = partial_start + step % num_parts * BT
         is_seen = tokens < num_visible - start  # [BT]
         key_row = ((first_key + start).to(tl.int64) + tokens) * H + head  # [BT]
         k_tile = tl.load(K + key_row[:, None] * D + width, mask=is_seen[:, None], other=0.0)
@@ -227,7 +244,7 @@ def descriptor_kernel(
         acc_o = tl.dot(acc_s.to(v_tile.dtype), v_tile, acc_o, input_precision="ieee")
 
     # -- normalise and store --
-    is_empty = logsum == 0
+    is_empty = (num_slots == 0) & (num_partial == 0)
     safe_sum = tl.where(is_empty, 1.0, logsum)
     o_tile = acc_o / safe_sum[:, None]
     lse = scores_max * scale + tl.log(safe_sum)  # -inf for an empty row
@@ -345,9 +362,8 @@ def launch(
     grid = (branches * R, H)
     if can_use_descriptors(q, k, v, block_size) if use_descriptors is None else use_descriptors:
         fixed |= {"GT": tiles["GT"], "BT": tiles["BT"]}
-        largest = torch.linalg.vector_norm(v, float("inf"), dtype=torch.float32)
         described = descriptors(k, v, BT=tiles["BT"])
-        descriptor_kernel[grid](q, k, v, *described, largest, *inputs, *outputs, *sizes, B * M, **fixed, **chosen)
+        descriptor_kernel[grid](q, k, v, *described, *inputs, *outputs, *sizes, B * M, **fixed, **chosen)
     else:
         kernel[grid](q, k, v, *inputs, *outputs, *sizes, **fixed, **tiles, **chosen)
     return o, lse

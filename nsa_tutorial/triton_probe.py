@@ -1,6 +1,6 @@
 """What the loads and products of the forward cost by themselves: a measuring instrument, no attention.
 
-`kernel` is `triton_forward.descriptor_kernel` without mask, softmax and sums, and without the look at `v` that its launch takes. It
+`kernel` is `triton_forward.descriptor_kernel` without mask, softmax and sums. It
 fetches the same tiles in the same order, and both products wait for them as there: a kernel that takes as long is held up by these,
 and not by its softmax. Where the probe is the slower one, it says nothing.
 `python -m nsa_tutorial.bench selected --backend triton --steps` measures both in one run.
@@ -27,7 +27,7 @@ def kernel(
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     first_key = tl.load(FirstKey + row)
-    num_slots = count_slots(BlockIndices + (row * H + head) * S, S)
+    num_slots = count_slots(BlockIndices + (row * H + head) * S, S, keys)  # no id is that large
     group, width, value_width = tl.arange(0, GT), tl.arange(0, D), tl.arange(0, DV)
     group_row = (row * H + head) * G + group  # [GT]
     in_group = group < G

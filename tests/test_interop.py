@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 import torch
+import torch.nn.functional as F
 from selection import assert_within_budget
 from torch import Tensor
 
@@ -211,6 +212,19 @@ def test_fla_choosing_blocks(M: int, count: int) -> None:
     assert near(ops.native_sparse_attention(**arguments), right)
 
 
+def test_fla_choosing_as_many_blocks_as_each_row_counts() -> None:
+    """The forced ones first, then by importance: the first so many of the list that the largest count chooses."""
+    q, k, v, *gates = tensors()
+    counts = torch.randint(3, 6, (2, 23, 2), generator=torch.Generator().manual_seed(4))
+    lists = [choose(q, means(k), count, lambda own: {0, own - 1, own}, 0) for count in (3, 4, 5)]
+    width = max(x.shape[-1] for x in lists)
+    padded = [F.pad(x, (0, width - x.shape[-1]), value=-1) for x in lists]
+    ids = torch.stack(padded).gather(0, (counts - 3)[None, ..., None].expand(1, -1, -1, -1, width))[0]
+    right = three_branches(q, k, v, gates, causal_blocks(ids, 3), 6)
+    arguments = interop.from_fla(q, k, v, *gates, block_counts=counts, block_size=BS, window_size=6)
+    assert near(ops.native_sparse_attention(**arguments), right)
+
+
 def test_fla_lists_win_over_the_choice() -> None:
     q, k, v, g_cmp, g_slc, _ = tensors()
     ids = lists()
@@ -230,7 +244,7 @@ def test_fla_heads_first() -> None:
     ids, counts = lists(), torch.randint(0, 5, (2, 23, 2), generator=torch.Generator().manual_seed(5))
     right = ops.native_sparse_attention(**interop.from_fla(q, k, v, *gates, ids, counts, BS, 7))
     theirs = [x.transpose(1, 2).contiguous() for x in (q, k, v, *gates, ids, counts)]
-    assert torch.equal(ops.native_sparse_attention(**interop.from_fla(*theirs, BS, 7, head_first=True)), right)
+    assert near(ops.native_sparse_attention(**interop.from_fla(*theirs, BS, 7, head_first=True)), right)
 
 
 def test_fla_packed() -> None:
@@ -283,7 +297,7 @@ def test_lucidrains(heads: int, own: bool) -> None:
     ids, mask = before_the_query(own, heads)
     right = attend(q, k, v, lucidrains_keys(ids, mask, own))
     theirs = [x.transpose(1, 2) for x in (q, k, v)]
-    arguments = interop.from_lucidrains(*theirs, BS, ids, mask, torch.ones(ids.shape), own, return_lse=True)
+    arguments = interop.from_lucidrains(*theirs, BS, ids, mask, None, own, return_lse=True)
     o, lse = ops.selected_attention(**arguments)
     assert near(o, right[0])
     assert near(lse, right[1])
@@ -338,10 +352,23 @@ def test_lucidrains_window_is_one_key_wider() -> None:
     q, k, v, *_ = tensors()
     right, _ = attend(q, k, v, lambda b, n, i: [p for p in range(n + 1) if n - p <= BS])
     assert near(ops.sliding_window_attention(q, k, v, window_size=BS + 1), right)
-    with pytest.raises(ValueError, match=r"return_sliding_window_out: got True, expected False: .*window_size=6"):
-        interop.from_lucidrains(
-            *(x.transpose(1, 2) for x in (q, k, v)), BS, *before_the_query(True), return_sliding_window_out=True
-        )  # fmt: skip
+
+
+@pytest.mark.parametrize("heads", [2, 6], ids=["lists per group", "lists per query head"])
+def test_lucidrains_with_the_window_as_a_second_output(heads: int) -> None:
+    """Both outputs and both log-sum-exps, from the arguments of one call."""
+    q, k, v, *_ = tensors()
+    ids, mask = before_the_query(True, heads)
+    arguments = interop.from_lucidrains(
+        *(x.transpose(1, 2) for x in (q, k, v)), BS, ids, mask, return_lse=True, return_sliding_window_out=True
+    )
+    o, lse, o_window, lse_window = ops.selected_and_window_attention(**arguments)
+    for found, right in (
+        ((o, lse), attend(q, k, v, lucidrains_keys(ids, mask, True))),
+        ((o_window, lse_window), attend(q, k, v, lambda b, n, i: [p for p in range(n + 1) if n - p <= BS])),
+    ):
+        assert near(found[0], right[0])
+        assert near(found[1], right[1])
 
 
 # -- ejkernel --
@@ -459,11 +486,6 @@ WRONG = {
         r"g_swa: got None, expected a gate \[B, N, HQ\] for the window of 3",
     ),
     "fla: negative window": (lambda: interop.from_fla(Q, K, V, window_size=-1), ValueError, "window_size: got -1, expected"),
-    "fla: counts for a choice": (
-        lambda: interop.from_fla(Q, K, V, *GATES, block_counts=IDS[..., 0]),
-        ValueError,
-        "block_counts: got a int64 tensor .*expected an int where the blocks are chosen",
-    ),
     "fla: no counts": (lambda: interop.from_fla(Q, K, V, *GATES, block_counts=None), TypeError, "block_counts: got None"),
     "fla: two offsets": (
         lambda: interop.from_fla(Q, K, V, block_indices=IDS, cu_seqlens=(CU, CU[:2])),
@@ -505,9 +527,9 @@ WRONG = {
     ),
     "lucidrains: block_size": (lambda: interop.from_lucidrains(FQ, FK, FV, 0, FIDS, NONE), ValueError, "block_size: got 0"),
     "lucidrains: sel_scale": (
-        lambda: interop.from_lucidrains(FQ, FK, FV, 5, FIDS, NONE, 2.0 * torch.ones(FIDS.shape)),
-        ValueError,
-        "sel_scale: got values other than 1, expected None or ones",
+        lambda: interop.from_lucidrains(FQ, FK, FV, 5, FIDS, NONE, torch.ones(FIDS.shape)),
+        NotImplementedError,
+        "sel_scale: got a float32 tensor .*expected None: the gradient of the selection comes with chapter 13",
     ),
     "ejkernel: fewer queries than keys": (
         lambda: interop.from_ejkernel(Q[:, 1:], K, V),

@@ -304,12 +304,13 @@ WRONG_CALLS = {
         r"block_indices: got None, expected \[B, N, H, S\]: without g_cmp",
     ),
     "native: too few blocks": (native, {"block_counts": 2}, ValueError, "block_counts: got 2, expected an int of at least 3"),
-    "native: counts per row to choose": (
+    "native: counts of another shape": (
         native,
-        {"block_counts": IDS[..., 0]},
-        TypeError,
-        r"block_counts: got a int32 tensor.*an int",
+        {"block_counts": IDS[:, :, :1, 0]},
+        ValueError,
+        r"block_counts: got a int32 tensor.*expected \[B, N, H\]",
     ),
+    "native: no counts": (native, {"block_counts": None}, TypeError, "block_counts: got None, expected an int of at least 3"),
     "native: indices for query heads": (
         native,
         {"block_indices": IDS.repeat(1, 1, 3, 1)},

@@ -100,6 +100,16 @@ def test_hidden_keys_and_values_are_not_used(use_descriptors: bool, device: str)
     assert torch.allclose(o, right, atol=1e-6)
 
 
+def test_a_step_that_does_not_divide_a_block_is_refused() -> None:
+    """By descriptors; with pointers it is right, and dropped tokens would be wrong without a word."""
+    skip_unless_runs("triton", "cpu")
+    problem = Problem(N=3, M=96, D=16, DV=16, BS=48, S=2)
+    with pytest.raises(Exception, match="BT: expected a divisor of BS"):
+        forward(problem, torch.float32, "cpu", use_descriptors=True, BT=32)
+    call, (o, _) = forward(problem, torch.float32, "cpu", BT=32)
+    assert torch.allclose(o.double(), call.truth()[0], atol=1e-6)
+
+
 @pytest.mark.parametrize("BT", [16, 32, 64])
 def test_any_step_gives_the_same(BT: int) -> None:
     """A step may be shorter than a block, as long, or longer."""

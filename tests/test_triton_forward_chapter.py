@@ -344,7 +344,7 @@ def test_locate_is_query_rows(case: exercises.Case) -> None:
 def test_window_row_is_what_the_kernel_walks(case: exercises.Case) -> None:
     position, first_key, window_size, BS = case.arguments()
     rows = selected_attention.QueryRows(*(torch.tensor([n]) for n in (first_key, position + 1, position)))
-    _, window = sliding_window.as_selection(rows, window_size=window_size, H=1, block_size=BS)
+    _, window = sliding_window.as_selection(rows, window_size=window_size, block_size=BS)
     row, num_visible, num_slots = solution("window_row")(*case.arguments())
     assert (row, num_visible) == (window.first_key.item(), window.num_visible.item())
     k = torch.zeros(1, first_key + position + 1, 1, 1)

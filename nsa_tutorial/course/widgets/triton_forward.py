@@ -180,7 +180,7 @@ def draw_packed(cu_seqlens: tuple[int, ...] = (0, 3, 4, 9)) -> Picture:
 def windows(tokens: int, window_size: int) -> np.ndarray:
     """For each query and key, the block of its window that the key lies in, counted from the window's first key; -1 outside."""
     rows = selected_attention.query_rows(1, tokens, tokens, causal=True, cu_seqlens=None, device=torch.device("cpu"))
-    _, window = sliding_window.as_selection(rows, window_size=window_size, H=1, block_size=4)
+    _, window = sliding_window.as_selection(rows, window_size=window_size, block_size=4)
     first, visible = (x.numpy()[:, None] for x in (window.first_key, window.num_visible))
     distance = np.arange(tokens) - first
     return np.where((distance >= 0) & (distance < visible), distance // 4, -1)
@@ -218,8 +218,10 @@ def draw_windows(tokens: int = 16, window_size: int = 6) -> Picture:
 
 @functools.cache
 def _window_rows() -> tuple[Tensor, QueryRows]:
+    """Each row's list, and its keys counted from its window's first."""
     e = example()
-    return sliding_window.as_selection(e.rows, window_size=WINDOW, H=e.k.shape[2], block_size=BS)
+    ids, rows = sliding_window.as_selection(e.rows, window_size=WINDOW, block_size=BS)
+    return ids.expand(len(rows.position), e.k.shape[2], -1), rows
 
 
 @functools.cache
