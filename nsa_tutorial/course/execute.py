@@ -70,7 +70,7 @@ def execute(notebook: nbformat.NotebookNode, *, folder: Path = NOTEBOOKS, refres
             _settle(output, cell)
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
-        "language_info": {"name": "python", "pygments_lexer": "ipython3"},
+        "language_info": notebook.metadata["language_info"],  # the kernel's own, which JupyterLab would write, too
     }
     return notebook
 
