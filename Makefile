@@ -10,8 +10,9 @@ READY  := $(VENV)/.ready
 # Jupyter refuses to run as root without being told; its port and the rest can be set: make lab LAB_FLAGS="--port 9999 --no-browser"
 LAB_FLAGS ?=
 ROOT_FLAG := $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
-# a process for every core, four at most, and one thread in each; the tests of a file stay together
-TEST := OMP_NUM_THREADS=1 $(BIN)/pytest --nbval --numprocesses logical --maxprocesses 4 --dist loadfile
+# a process for every core, four at most, and one thread in each; the tests of a file stay together,
+# and files come in the order of tests/conftest.py
+TEST := OMP_NUM_THREADS=1 $(BIN)/pytest --nbval --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: lab test test-all lint execute clean
 

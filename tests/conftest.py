@@ -1,6 +1,7 @@
 """Marks shared by all tests: `gpu` runs where there is a CUDA device, the chapters' frame where the notebook packages are."""
 
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,7 +15,15 @@ if any(find_spec(package) is None for package in ("ipywidgets", "nbclient", "nbf
     collect_ignore = [p.name for p in Path(__file__).parent.glob("test_*.py") if "nsa_tutorial.course" in p.read_text()]
 
 
+@cache
+def compiles(path: Path) -> bool:
+    """Whether a file has to do with compiled kernels."""
+    return "tilelang" in path.read_text()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # What compiles kernels takes longest: first, so that no process is left with such a file at the end.
+    items.sort(key=lambda item: not compiles(item.path))
     if torch.cuda.is_available():
         return
     for item in items:
