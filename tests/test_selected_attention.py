@@ -61,7 +61,7 @@ QUICK_IN_HALF = {
     "own block and counts",
     "packed sequences, not causal",
     "large scores",
-    "G 20, block 8",
+    "G 1, widths 16",
 }
 QUICK = {torch.float32: QUICK_IN_FULL, torch.float16: QUICK_IN_HALF, torch.bfloat16: QUICK_IN_HALF}
 
@@ -104,12 +104,13 @@ def test_any_shape(backend: str, device: str, problem: Problem) -> None:
 
 
 def two_blocks(first: float, second: float, device: str, dtype: torch.dtype) -> Call:
-    """One query over two blocks whose scores, scaled, are `first` and `second`, with values 1 and 2."""
-    k = torch.tensor([first] * 16 + [second] * 16)[None, :, None, None].expand(1, 32, 1, 16)
-    v = torch.tensor([1.0] * 16 + [2.0] * 16)[None, :, None, None].expand(1, 32, 1, 16)
+    """One query over two blocks of 32 with scaled scores `first` and `second` and values 1 and 2."""
+    k = torch.tensor([first] * 32 + [second] * 32)[None, :, None, None].expand(1, 64, 1, 16)
+    v = torch.tensor([1.0] * 32 + [2.0] * 32)[None, :, None, None].expand(1, 64, 1, 16)
     q = torch.ones(1, 1, 1, 16)
     ids = torch.tensor([0, 1], dtype=torch.int32).view(1, 1, 1, 2)
-    call = Call(q.to(dtype), k.to(dtype), v.to(dtype), ids, {**Problem(BS=16).make().options, "scale": 1 / 16})
+    options = {**Problem(BS=32).make().options, "scale": 1 / 16}
+    call = Call(q.to(dtype), k.to(dtype), v.to(dtype), ids, options)
     return call.to(device)
 
 
