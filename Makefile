@@ -1,6 +1,6 @@
 # make lab    set up, open the course in JupyterLab
 # make test   set up, run the unit tests and every chapter
-# make test-all   the same with all cases of every test: the sizes, dtypes and architectures that make test leaves out
+# make test-all   the same with all cases of every test: every size, dtype and architecture
 # make clean  forget the set-up
 
 PYTHON ?= python3
@@ -12,7 +12,8 @@ LAB_FLAGS ?=
 ROOT_FLAG := $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 # a process for every core, four at most, and one thread in each; the tests of a file stay together,
 # and files come in the order of tests/conftest.py
-TEST := OMP_NUM_THREADS=1 $(BIN)/pytest --nbval --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+TEST := OMP_NUM_THREADS=1 $(BIN)/pytest --nbval --numprocesses logical --maxprocesses 4 --dist loadfile \
+	--no-loadscope-reorder
 
 .PHONY: lab test test-all lint execute clean
 

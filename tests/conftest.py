@@ -22,7 +22,7 @@ def compiles(path: Path) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # What compiles kernels takes longest: first, so that no process is left with such a file at the end.
+    # What compiles kernels takes longest: first, so that no process is left with it at the end.
     items.sort(key=lambda item: not compiles(item.path))
     if torch.cuda.is_available():
         return

@@ -35,7 +35,7 @@ def product(
     quick: Mapping[torch.dtype, Collection[str]],
     dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> pytest.MarkDecorator:
-    """A test's `name`, `dtype`, `backend` and `device`: every case in each of `dtypes` on every lane.
+    """A test's `name`, `dtype`, `backend` and `device`: every case in every dtype on every lane.
 
     On CUDA all of them run. On the CPU those run whose case `quick` names for the dtype; the others carry the mark
     `exhaustive`. No kernel computes bfloat16 there.

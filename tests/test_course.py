@@ -183,7 +183,7 @@ def test_not_attempted(attempt: object) -> None:
 
 
 def test_what_an_exercise_knows_is_computed_once() -> None:
-    """The solution runs once a case for all checks, a wrong one up to the case that tells it apart; the reader's every time."""
+    """The solution runs once a case, a wrong one up to the case that differs, the reader's each time."""
     runs = []
 
     def noted(name: str, function: Callable) -> Callable:
@@ -217,7 +217,7 @@ ALL = [pytest.param(c, e, id=f"{c}-{e}") for c in exercises.chapters() for e in 
 
 
 def mistakes() -> list:
-    """Each exercise with the number of misconceptions to try: where each is a kernel to compile, one in `make test`.
+    """Each exercise with how many misconceptions to try: of kernels to compile, one in `make test`.
 
     Chapter 10's own tests try one of each exercise of theirs.
     """
@@ -234,7 +234,7 @@ def mistakes() -> list:
 
 @pytest.mark.parametrize(("chapter", "name"), ALL)
 def test_exercise_is_complete(chapter: str, name: str) -> None:
-    """It catches a misconception, says how long it takes, and its cases have names and arguments that stay."""
+    """It catches a misconception and says how long it takes; its cases keep names and arguments."""
     e = exercises.chapter_exercises(chapter)[name]
     assert e.misconceptions
     assert e.difficulty in (1, 2, 3)
@@ -246,7 +246,7 @@ def test_exercise_is_complete(chapter: str, name: str) -> None:
 
 @pytest.mark.parametrize(("chapter", "name", "count"), mistakes())
 def test_exercise(chapter: str, name: str, count: int) -> None:
-    """The solution is right, misconceptions are named (as themselves), and an arbitrary wrong answer is just wrong."""
+    """The solution is right, misconceptions are named as themselves, any other answer is just wrong."""
     e = exercises.chapter_exercises(chapter)[name]
     if e.missing:
         pytest.skip(e.missing[0])

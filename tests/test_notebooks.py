@@ -167,7 +167,7 @@ def test_exercises_are_all_there(path: Path) -> None:
 
 
 def run_nbval(folder: Path, *cells: tuple[str, str, list[str]]) -> str:
-    """What `pytest --nbval` says of a notebook of (source, stored text, tags), set up as chapters are."""
+    """What `pytest --nbval` says of a notebook of (source, stored text, tags), set up as a chapter."""
     kernel = {"name": "python3", "display_name": "", "language": "python"}
     notebook = nbformat.v4.new_notebook(metadata={"kernelspec": kernel})
     for source, text, cell_tags in cells:
@@ -182,7 +182,7 @@ def run_nbval(folder: Path, *cells: tuple[str, str, list[str]]) -> str:
 
 
 def test_nbval_compares_sanitises_and_skips(tmp_path: Path) -> None:
-    """Text is compared, but for times, addresses and where a tag says so; a cell for the GPU waits."""
+    """Text is compared but for times, addresses and where a tag says so; a GPU's cell waits."""
     said = run_nbval(
         tmp_path,
         ("print('three')", "three\n", []),

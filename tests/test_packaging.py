@@ -148,7 +148,7 @@ def test_make_is_quick_the_second_time() -> None:
 
 
 def test_make_test_all_leaves_nothing_out() -> None:
-    """The command of `make test` on every case: a later -m takes the place of the one in pyproject.toml."""
+    """The command of `make test` on every case: a later -m replaces the one in pyproject.toml."""
     if not (ROOT / ".venv" / ".ready").exists() or shutil.which("make") is None:
         pytest.skip("not in the environment that make sets up")
     some, every = (make("--dry-run", goal).stdout.strip() for goal in ("test", "test-all"))

@@ -39,7 +39,7 @@ def run(problem: Problem, window: int, dtype: torch.dtype, device: str, backend:
 
 
 @product("case", PROBLEMS, BACKENDS, QUICK)
-def test_error_budget(case: tuple[Problem, int], dtype: torch.dtype, backend: str, device: str) -> None:
+def test_error_budget(case: tuple, dtype: torch.dtype, backend: str, device: str) -> None:
     skip_unless_runs(backend, device, dtype)
     problem, window = case
     call, (o, lse, o_window, lse_window) = problem.make(dtype, device), run(problem, window, dtype, device, backend)

@@ -21,8 +21,8 @@ BACKENDS = ("reference", *KERNELS)
 lanes = lanes_of(BACKENDS)
 
 
-# On the CPU a case costs what it compiles, a TileLang kernel for each H, G, D, DV, BS and dtype, and its rows
-# in Triton's interpreter: few of both.
+# On the CPU a case costs what it compiles, a TileLang kernel for each H, G, D, DV, BS and dtype,
+# and its rows in Triton's interpreter: few of both.
 PROBLEMS = {
     "two KV heads, three queries each, ragged tail": Problem(B=2, N=9, M=37),
     "one query, one key": Problem(N=1, M=1, S=1),

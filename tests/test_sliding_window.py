@@ -49,8 +49,8 @@ def test_sliding_window(dtype: torch.dtype, shape: Shape) -> None:
         assert_attention(*attend(shape, q, k, v, 0.71), q, k, v, mask, 0.71)
 
 
-# On the CPU a case costs what it compiles, a TileLang kernel for each H, G, D, DV and dtype, and its rows
-# in Triton's interpreter: few of both. Both kernels take 64 keys at a time.
+# On the CPU a case costs what it compiles, a TileLang kernel for each H, G, D, DV and dtype,
+# and its rows in Triton's interpreter: few of both. Both kernels take 64 keys at a time.
 KERNEL_SHAPES = SHAPES | {
     "two KV heads, odd window": Shape(B=2, N=6, M=17),
     "window of one": Shape(N=5, M=37, window=1),
@@ -102,7 +102,8 @@ def test_exactly_w_keys(backend: str, device: str) -> None:
     skip_unless_runs(backend, device)
     q, k, v = (torch.zeros_like(x, device=device) for x in Shape(N=9, M=9).make())
     _, lse = ops.sliding_window_attention(q, k, v, window_size=4, return_lse=True, backend=backend)
-    assert (lse.exp().round() == torch.tensor([1, 2, 3, 4, 4, 4, 4, 4, 4], device=device)[:, None]).all()
+    expected = torch.tensor([1, 2, 3, 4, 4, 4, 4, 4, 4], device=device)[:, None]
+    assert (lse.exp().round() == expected).all()
 
 
 @kernel_lanes

@@ -75,7 +75,7 @@ def test_overview_is_the_stored_asset() -> None:
     [("tilelang", "CUDA C++ from TileLang"), ("triton", "PTX from Triton")],
 )
 def test_excerpt(language: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which lines are shown and counted, on a text of three; the chapter shows those of a kernel."""
+    """Which lines are shown and counted, on a text of three; the chapter shows a kernel's."""
     text = {arch: f"// {arch}\n  x = exp2f(a)\ny = exp2f(b) + 1" for arch in ("sm_80", "sm_90")}
     monkeypatch.setattr(lowering, "tilelang_cuda", lambda arch: text[arch])
     monkeypatch.setattr(lowering, "triton_stages", lambda arch: {"ptx": text[arch]})

@@ -151,8 +151,8 @@ def judge(exercise: Exercise, attempt: Callable) -> Verdict:
     case = cases[first]
     where = f"Smallest failing case: {case.name}.\n{_inputs(exercise, case)}{difference(got[first], expected[first])}"
     for known in exercise.misconceptions:
-        pairs = zip(got, cases, strict=True)
-        if all(same(g, _answer(exercise, known.wrong, case), exercise.tolerance) for g, case in pairs):
+        answers = (_answer(exercise, known.wrong, case) for case in cases)
+        if all(same(g, w, exercise.tolerance) for g, w in zip(got, answers, strict=True)):
             text = f"not yet: this is {known.name}. {known.hint}\n{where}"
             return Verdict(exercise.name, "misconception", text, known.name, picture)
     return Verdict(exercise.name, "wrong", f"not yet. {where}", None, picture)
@@ -160,7 +160,7 @@ def judge(exercise: Exercise, attempt: Callable) -> Verdict:
 
 @functools.cache
 def _answer(exercise: Exercise, function: Callable, case: Case) -> object:
-    """What a function of the exercise's own, its solution or a wrong one, gives: once a process, kernels take long."""
+    """What the exercise's solution or a wrong one gives: once a process, kernels take long."""
     return _call(exercise, function, case)
 
 
