@@ -218,7 +218,7 @@ def triton_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]]]
     shape = problem.shape
     scale = shape.width**-0.5
     ids = block_list(problem.block_indices, problem.rows, block_size=shape.block_size, block_counts=None, include_own_block=False)
-    future = ids.masked_fill(ids < 0, shape.tokens)  # a slot that names a block past the end is walked, and empty like the others
+    between = ids.roll(-2, -1)  # empty slots stand at the end of a list; now two blocks follow them, and they are walked
 
     def changed(use_descriptors: bool = False, lists: Tensor = ids, **options: int) -> Callable[[], Tensor]:
         return lambda: triton_forward.forward(
@@ -228,7 +228,7 @@ def triton_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]]]
 
     yield "pointers, whole blocks, 2 warps, 2 stages", changed(BT=max(16, shape.block_size), num_warps=2, num_stages=2)
     yield "pointers", changed()
-    yield "pointers, empty slots walked", changed(lists=future)
+    yield "pointers, empty slots walked", changed(lists=between)
     for BT in (16, 32, 64):
         if shape.block_size >= BT:
             yield f"pointers, steps of {BT} tokens", changed(BT=BT)
@@ -238,7 +238,7 @@ def triton_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]]]
         yield f"pointers, {stages} stage{'s' * (stages > 1)}", changed(num_stages=stages)
     if triton_forward.can_use_descriptors(problem.q, problem.k, problem.v, shape.block_size):
         yield "descriptors", changed(True)
-        yield "descriptors, empty slots walked", changed(True, future)
+        yield "descriptors, empty slots walked", changed(True, between)
         yield PROBE, lambda: triton_probe.loads_and_products(
             problem.q, problem.k, problem.v, ids, problem.rows, block_size=shape.block_size
         )  # fmt: skip

@@ -69,7 +69,7 @@ def is_seen_and_exists(query, key, num_keys, causal):
 def normalise_or_zero(acc_o, logsum, G, BV):
     """Divide by the sum of the weights; a row without any is 0."""
     for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = T.if_then_else(logsum[i] > 0, acc_o[i, j] / logsum[i], 0)
+        acc_o[i, j] = T.if_then_else(logsum[i] == 0, 0, acc_o[i, j] / logsum[i])
 
 
 def fold_any_scale(scale, D):

@@ -43,6 +43,18 @@ def count_slots(block_list, S, num_blocks):
 
 
 @triton.jit
+def first_slot(block_list, S, num_blocks):
+    """The first slot of a list that names one of the first `num_blocks` blocks, or `S`."""
+    slot_found = S
+    for first in range(0, S, 16):
+        slot = first + tl.arange(0, 16)
+        ids = tl.load(block_list + slot, mask=slot < S, other=-1)
+        names_block = (ids >= 0) & (ids < num_blocks)
+        slot_found = tl.minimum(slot_found, tl.min(tl.where(names_block, slot, S), axis=0))
+    return slot_found
+
+
+@triton.jit
 def count_listed(block_list, S, block_id):
     """How often a list of `S` slots names the block `block_id`."""
     num_listed = 0
@@ -155,10 +167,10 @@ def online_softmax(acc_s, scores_max_prev, logsum, acc_o, scale_log2):
     return acc_s, scores_max, logsum * scores_scale + tl.sum(acc_s, axis=1), acc_o * scores_scale[:, None]
 
 
-@triton.jit(do_not_specialize=["R", "first_row", "S", "window_size", "keys"])
+@triton.jit(do_not_specialize=["R", "first_row", "S", "window_size"])
 def descriptor_kernel(
     Q, K, V, KDescriptor, VDescriptor, BlockIndices, FirstKey, NumVisible, Output, LSE, scale, scale_log2,
-    R, first_row, H, S, window_size, keys,
+    R, first_row, H, S, window_size,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, WINDOW: tl.constexpr,
     GT: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
@@ -178,6 +190,8 @@ def descriptor_kernel(
     block_list = BlockIndices + (query * H + head) * S
     num_whole = num_visible // BS  # blocks that are visible as a whole; the next one may be in part
     num_slots = count_slots(block_list, S, num_whole)
+    start_slot = tl.minimum(first_slot(block_list, S, num_whole), num_slots)
+    last_block = tl.load(block_list + num_slots - 1, mask=num_slots > 0, other=0)
     num_partial = count_listed(block_list, S, num_whole)
     is_window = False
     if WINDOW:
@@ -187,6 +201,7 @@ def descriptor_kernel(
         num_visible -= window_start
         num_whole = num_visible // BS
         num_slots = tl.where(is_window, num_whole, num_slots)
+        start_slot = tl.where(is_window, 0, start_slot)
         num_partial = tl.where(is_window, 1, num_partial)
     num_partial = tl.where(num_visible % BS == 0, 0, num_partial)
     group, width, value_width, tokens = tl.arange(0, GT), tl.arange(0, D), tl.arange(0, DV), tl.arange(0, BT)
@@ -202,14 +217,13 @@ def descriptor_kernel(
     scores_max = tl.full([GT], float("-inf"), tl.float32)
 
     PARTS: tl.constexpr = BS // BT
-    for step in range(num_slots * PARTS):
+    for step in range(start_slot * PARTS, num_slots * PARTS):
         # -- guard --
         slot, part_start = step // PARTS, step % PARTS * BT
         block_id = tl.load(block_list + slot, mask=is_window == 0, other=slot)
         is_whole = (block_id >= 0) & (block_id < num_whole)
-        start = tl.where(is_whole, block_id, 0) * BS + part_start
-        # past the last key a descriptor gives zeros, and reads nothing
-        key_row = tl.where(is_whole, first_key + start, keys)
+        # a slot between two others that names no whole block: the list's last block is loaded in its place, and not used
+        key_row = first_key + tl.where(is_whole, block_id, last_block) * BS + part_start
 
         # -- load the keys --
         k_tile = KDescriptor.load([key_row, head, 0]).reshape([BT, D])
@@ -349,7 +363,7 @@ def launch(
         Outputs `[branches, B, N, HQ, DV]` and log-sum-exps `[branches, B, N, HQ]`: of the lists, if there are any, then of the
         windows.
     """
-    (B, N, HQ, D), (M, H, DV) = q.shape, v.shape[1:]
+    (B, N, HQ, D), (H, DV) = q.shape, v.shape[2:]
     R, G, S = B * N, HQ // H, ids.shape[-1]
     branches = (S > 0) + (window_size > 0)
     o = torch.empty(branches, B, N, HQ, DV, dtype=v.dtype, device=v.device)
@@ -363,7 +377,7 @@ def launch(
     if can_use_descriptors(q, k, v, block_size) if use_descriptors is None else use_descriptors:
         fixed |= {"GT": tiles["GT"], "BT": tiles["BT"]}
         described = descriptors(k, v, BT=tiles["BT"])
-        descriptor_kernel[grid](q, k, v, *described, *inputs, *outputs, *sizes, B * M, **fixed, **chosen)
+        descriptor_kernel[grid](q, k, v, *described, *inputs, *outputs, *sizes, **fixed, **chosen)
     else:
         kernel[grid](q, k, v, *inputs, *outputs, *sizes, **fixed, **tiles, **chosen)
     return o, lse

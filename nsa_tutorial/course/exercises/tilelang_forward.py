@@ -272,7 +272,7 @@ Return the condition.
 def normalise(acc_o: object, logsum: object, G: int, BV: int) -> None:
     """Divide each row of acc_o [G, BV] by its sum of weights logsum [G]; a row without weights becomes 0."""
     for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = T.if_then_else(logsum[i] > 0, acc_o[i, j] / logsum[i], 0)
+        acc_o[i, j] = T.if_then_else(logsum[i] == 0, 0, acc_o[i, j] / logsum[i])
 
 
 def _divide_always(acc_o: object, logsum: object, G: int, BV: int) -> None:
