@@ -1,6 +1,6 @@
 # make lab    set up, open the course in JupyterLab
 # make test   set up, run the unit tests and every chapter
-# make test-all   the same with all cases of every test: every size, dtype and architecture
+# make test-all   the same with all cases of every test: every size, dtype and architecture (make test-rest: the difference)
 # make clean  forget the set-up
 
 PYTHON ?= python3
@@ -15,7 +15,7 @@ ROOT_FLAG := $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
 TEST := OMP_NUM_THREADS=1 $(BIN)/pytest --nbval --numprocesses logical --maxprocesses 4 --dist loadfile \
 	--no-loadscope-reorder
 
-.PHONY: lab test test-all lint execute clean
+.PHONY: lab test test-all test-rest lint execute clean
 
 lab: $(READY)
 	$(BIN)/jupyter lab $(ROOT_FLAG) $(LAB_FLAGS) notebooks/00_start_here.ipynb
@@ -25,6 +25,9 @@ test: $(READY)
 
 test-all: $(READY)
 	$(TEST) -m ""
+
+test-rest: $(READY)
+	$(TEST) -m exhaustive
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -100,9 +100,9 @@ def assert_attention(o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, ma
 
 
 def select_loop(
-    shape: Shape, q: Tensor, k_cmp: Tensor, *, top_n: int, num_initial: int, num_local: int
+    shape: Shape, q: Tensor, k_cmp: Tensor, *, top_n: int, num_initial: int, num_local: int, counts: Tensor | None = None
 ) -> list[list[list[list[int]]]]:
-    """The blocks of every row `[b][n][h]`, one query at a time, one token at a time."""
+    """The blocks of every row `[b][n][h]`, one query at a time, one token at a time; `counts [B, N, H]` cut each row's."""
     summaries, seen = shape.summaries(), shape.seen_summaries()
     G, BS = shape.G, shape.BS
     chosen = [[[[] for _ in range(shape.H)] for _ in range(shape.N)] for _ in range(shape.B)]
@@ -120,7 +120,8 @@ def select_loop(
                                 score[token // BS] += mass / shape.stride
                 forced = {i for i in range(own + 1) if i < num_initial or i > own - num_local}
                 free = sorted((i for i in range(own + 1) if i not in forced), key=lambda i: (-round(score[i], 9), i))
-                best = sorted(forced | set(free[: top_n - len(forced)]))
+                ranked = [*sorted(forced), *free][:top_n]
+                best = sorted(ranked if counts is None else ranked[: int(counts[b, n, h])])
                 chosen[b][n][h] = best + [-1] * (top_n - len(best))
     return chosen
 

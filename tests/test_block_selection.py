@@ -139,6 +139,16 @@ def test_properties(top_n: int, num_initial: int, num_local: int, shape: Shape, 
 
 
 @shapes
+def test_each_row_keeps_as_many_as_it_counts(shape: Shape) -> None:
+    """The forced blocks first, those with the lower ids before the others, then the most important ones."""
+    q, k_cmp = summarised(shape)
+    counts = torch.randint(0, 7, (shape.B, shape.N, shape.H), generator=torch.Generator().manual_seed(1))
+    sizes = {"top_n": 5, "num_initial": 1, "num_local": 2}
+    found = select(shape, q, k_cmp, block_counts=counts, **sizes)
+    assert found.tolist() == select_loop(shape, q, k_cmp, **sizes, counts=counts)
+
+
+@shapes
 def test_lse_spares_the_softmax(shape: Shape) -> None:
     q, k_cmp = summarised(shape)
     _, lse = ops.compressed_attention(q, k_cmp, k_cmp, **options(shape), return_lse=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import shutil
 import socket
 import subprocess
@@ -268,3 +269,21 @@ def test_what_the_browser_ran_has_no_stderr(lab: Lab, notebook: str) -> None:
     cells = [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
     assert all(c["execution_count"] for c in cells)
     assert not [o for c in cells for o in c["outputs"] if o.get("name") == "stderr"]
+
+
+@pytest.mark.parametrize("notebook", ["02_grouped_query_attention.ipynb", "08_native_sparse_attention.ipynb"])
+def test_opening_a_chapter_changes_nothing(lab: Lab, notebook: str) -> None:
+    """What JupyterLab saves is what is stored, to the byte, but for the number of another Python."""
+    path = lab.folder / notebook
+    stored, before = (NOTEBOOKS / notebook).read_text(encoding="utf-8"), path.stat().st_mtime_ns
+    page = lab.browser.new_page()
+    page.goto(f"{lab.url}/lab/tree/{notebook}?token=t&reset")
+    page.wait_for_selector(".jp-Notebook", timeout=60_000)
+    lab.wait(lambda: lab.is_idle(notebook), "the kernel to connect")
+    time.sleep(2)  # it then tells JupyterLab of itself
+    page.keyboard.press("Escape")
+    page.keyboard.press("Control+s")
+    lab.wait(lambda: path.stat().st_mtime_ns > before, "the notebook to be saved")
+    here, there = platform.python_version(), json.loads(stored)["metadata"]["language_info"]["version"]
+    saved = path.read_text(encoding="utf-8")
+    assert saved.replace(f'"version": "{here}"', f'"version": "{there}"') == stored

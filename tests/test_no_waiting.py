@@ -49,6 +49,22 @@ def test_the_host_does_not_wait(problem: Problem, backend: str, forbid_waiting: 
 
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
+def test_summaries_do_not_wait(problem: Problem, forbid_waiting: Callable[[str], None]) -> None:
+    """How many there are follows from the offsets that were read when they were checked."""
+    call = problem.make(torch.float16, "cuda")
+    options = {"length": 4, "stride": 2, "cu_seqlens": call.options["cu_seqlens"]}
+
+    def run() -> None:
+        k, v = ops.compress(call.k, **options), ops.compress(call.v, **options)
+        ops.compressed_attention(call.q, k, v, num_keys=call.k.shape[1], **options)
+
+    run()
+    forbid_waiting("error")
+    run()
+    forbid_waiting("default")
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
 def test_in_a_cuda_graph(problem: Problem) -> None:
     """Captured once, replayed on new queries, keys, values and lists."""
     skip_unless_runs("triton", "cuda", torch.float16)

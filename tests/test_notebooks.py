@@ -61,6 +61,7 @@ def test_executed_in_order(path: Path) -> None:
     for cell in code_cells(notebook):
         assert cell.source.strip(), f"cell {cell.id} is empty"
     assert notebook.metadata["kernelspec"]["name"] == "python3"
+    assert {"codemirror_mode", "mimetype", "version"} <= notebook.metadata["language_info"].keys(), "JupyterLab would add them"
     assert "widgets" not in notebook.metadata
 
 

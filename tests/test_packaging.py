@@ -151,13 +151,15 @@ def test_make_test_all_leaves_nothing_out() -> None:
     """The command of `make test` on every case: a later -m replaces the one in pyproject.toml."""
     if not (ROOT / ".venv" / ".ready").exists() or shutil.which("make") is None:
         pytest.skip("not in the environment that make sets up")
-    some, every = (make("--dry-run", goal).stdout.strip() for goal in ("test", "test-all"))
+    some, every, rest = (make("--dry-run", goal).stdout.strip() for goal in ("test", "test-all", "test-rest"))
     assert every == f'{some} -m ""'
+    assert rest == f"{some} -m exhaustive"
     assert "-m 'not exhaustive'" in (ROOT / "pyproject.toml").read_text()
 
 
 def test_ci_runs_the_command_of_the_readme() -> None:
-    assert "make test" in (ROOT / ".ci" / "run").read_text().splitlines()
+    commands = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert commands[-3:] == ["make lint", "make test", "make test-rest"]
     assert "make test" in (ROOT / "README.md").read_text()
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 

@@ -96,9 +96,9 @@ def write(path: Path, notebook: nbformat.NotebookNode) -> bool:
     """Write a notebook in one fixed form; True if the file changed."""
     text = nbformat.writes(notebook, version=4) + "\n"
     text = json.dumps(json.loads(text), indent=1, ensure_ascii=False, sort_keys=True) + "\n"
-    if path.exists() and path.read_text() == text:
+    if path.exists() and path.read_text(encoding="utf-8") == text:
         return False
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return True
 
 

@@ -79,7 +79,7 @@ def _named(name: str) -> tuple[str, str]:
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise ValueError(f"show: no module {module!r}; expected 'package.module' or 'package.module:function', got {name!r}")
-    text = Path(spec.origin).read_text()
+    text = Path(spec.origin).read_text(encoding="utf-8")
     if not qualname:
         return module, text
     body: list[ast.stmt] = ast.parse(text).body
