@@ -61,8 +61,8 @@ def example(kernel: str) -> Example:
             "BQ": 4, "BK": 4, "DT": 2, "DVT": 2, "NUM_STAGES": 2,
         }  # fmt: skip
         axes = {
-            "Q": ("query", "4 heads × 2"), "K": ("key", "2 heads × 2"), "V": ("key", "2 heads × 2"),
-            "Output": ("query", "4 heads × 2"), "LSE": ("query", "4 heads"),
+            "Q": ("query", "query head"), "K": ("key", "KV head"), "V": ("key", "KV head"),
+            "Output": ("query", "query head"), "LSE": ("query", "query head"),
         }  # fmt: skip
         return Example((2, 4, 1), shapes, numbers, axes)
     raise ValueError(f"kernel: got {kernel!r}, expected copy, softmax, matmul or attention")
@@ -128,8 +128,14 @@ def _draw_tensor(axis: Axes, name: str, seen: recorder.Record, labels: tuple[str
     axis.hlines(np.arange(rows + 1) - 0.5, -0.5, columns - 0.5, color="white", linewidth=1)
     axis.tick_params(length=0, labelsize=8)
     axis.spines[:].set_visible(False)
-    step = 4 if columns > 12 else 2
-    axis.set_xticks(range(0, columns, step))
+    shape = seen.shapes[name]
+    if len(shape) > 2:  # heads side by side, each with its channels
+        heads, channels = shape[2], math.prod(shape[3:])
+        axis.set_xticks(np.arange(heads) * channels + (channels - 1) / 2, range(heads))
+        edges = np.arange(1, heads) * channels - 0.5
+        axis.vlines(edges, -0.5, rows - 0.5, color="white", linewidth=3)
+    else:
+        axis.set_xticks(range(0, columns, 4 if columns > 12 else 2))
     axis.set_yticks(range(0, rows, 2) if rows > 1 else [])
     axis.set_title(name, fontsize=10)
     axis.set_xlabel(labels[1], fontsize=8)
@@ -166,10 +172,9 @@ def draw_program(kernel: str = "matmul", program: tuple[int, ...] = (1, 2)) -> P
     handles = [Patch(color=_COLOURS["load"], label="loaded"), Patch(color=_COLOURS["store"], label="stored"),
                Patch(color=_COLOURS["nothing"], label="not touched")]  # fmt: skip
     figure.legend(handles=handles, loc="lower center", ncols=3, fontsize=9, frameon=False, handlelength=1.0)
-    off, lanes = masked_lanes(seen)
     loaded = sum(int((seen.touched("load", name) > 0).sum()) for name in case.shapes)
     stored = sum(int((seen.touched("store", name) > 0).sum()) for name in case.shapes)
-    told = f"{kernel}, program {_name(program)}: {loaded} elements loaded, {stored} stored, {off} of {lanes} lanes masked"
+    told = f"{kernel}, program {_name(program)}: {loaded} elements loaded, {stored} stored"
     return Picture(figure, told)
 
 
