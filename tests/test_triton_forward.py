@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lanes import dtypes, skip_unless_runs
+from lanes import dtypes, product, skip_unless_runs
 from selection import Problem, assert_right, assert_within_budget
 
 from nsa_tutorial import environment, ops
@@ -42,12 +42,10 @@ def forward(problem: Problem, dtype: torch.dtype, device: str, ids: torch.Tensor
     return call, triton_forward.forward(call.q, call.k, call.v, ids, rows, **sizes, **options)
 
 
-@on
-@dtypes
-@pytest.mark.parametrize("problem", DESCRIBED.values(), ids=DESCRIBED.keys())
+@product("problem", DESCRIBED, ["triton"], {torch.float32: DESCRIBED, torch.float16: ["packed, own block"]})
 @pytest.mark.parametrize("use_descriptors", [True, False], ids=["descriptors", "pointers"])
-def test_both_kernels(use_descriptors: bool, problem: Problem, dtype: torch.dtype, device: str) -> None:
-    skip_unless_runs("triton", device, dtype)
+def test_both_kernels(use_descriptors: bool, problem: Problem, dtype: torch.dtype, backend: str, device: str) -> None:
+    skip_unless_runs(backend, device, dtype)
     if device == "cuda" and use_descriptors and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("no tensor memory accelerator")
     call, (o, lse) = forward(problem, dtype, device, use_descriptors=use_descriptors)
@@ -108,6 +106,34 @@ def test_a_step_that_does_not_divide_a_block_is_refused() -> None:
         forward(problem, torch.float32, "cpu", use_descriptors=True, BT=32)
     call, (o, _) = forward(problem, torch.float32, "cpu", BT=32)
     assert torch.allclose(o.double(), call.truth()[0], atol=1e-6)
+
+
+@on
+@pytest.mark.parametrize("number", [float("nan"), float("inf")], ids=str)
+def test_a_hole_shows_nothing_of_what_is_loaded_in_its_place(number: float, device: str) -> None:
+    """-1, an id past the end and the block that is visible in part, between two that are visible as a whole."""
+    skip_unless_runs("triton", device)
+    from nsa_tutorial import triton_forward
+
+    problem = Problem(N=1, M=72, D=16, DV=16, BS=16, S=5)
+    ids = torch.tensor([2, -1, 99, 4, 0], dtype=torch.int32, device=device).expand(1, 1, 2, 5)
+    call, (right, lse) = forward(problem, torch.float32, device, ids, use_descriptors=False)
+    hidden = ~call.mask()[0, 0].any(0)
+    k, v = (x.masked_fill(hidden[:, None, None], number) for x in (call.k, call.v))
+    rows = query_rows(1, 1, 72, causal=True, cu_seqlens=None, device=torch.device(device))
+
+    def by_descriptors(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        lists, options = ids[0].contiguous(), {"block_size": 16, "scale": 0.25, "use_descriptors": True}
+        return triton_forward.forward(call.q, k, v, lists, rows, **options)
+
+    o, lse_after = by_descriptors(v)
+    assert torch.allclose(o, right, atol=1e-6)
+    assert torch.allclose(lse, lse_after, atol=1e-6)
+    v[:, 3, 0, 5] = number  # of block 0, the list's last, which holes load
+    o, lse_after = by_descriptors(v)
+    assert not o[0, 0, :3, 5].isfinite().any()
+    assert torch.allclose(o[0, 0, 3:], right[0, 0, 3:], atol=1e-6)
+    assert torch.allclose(lse, lse_after, atol=1e-6)
 
 
 @pytest.mark.parametrize("BT", [16, 32, 64])
