@@ -1,9 +1,15 @@
 """The kernel as it is usually published, for finding its mistakes: selected attention in TileLang, with four of them.
 
-The design is that of the public TileLang example: everything is fixed at compile time but the numbers of queries and keys, the
-grid runs over (query, tile of value channels, batch times key/value head), the guard is a branch, and the causal mask is the
-accumulator's starting value. The four places at which it goes wrong are arguments, so that each can be mended alone; `MISTAKES` are
-the mistakes, `MENDED` is right, and with `MENDED` it is what `tilelang_forward` is measured against.
+The design is that of TileLang's public forward example
+(examples/deepseek_nsa/example_tilelang_nsa_fwd.py): everything is fixed at compile time but the
+numbers of queries and keys, the grid runs over (query, tile of value channels, batch times
+key/value head), the guard is a branch, and the causal mask is the accumulator's starting value.
+Three of the four mistakes stand there: `update_max`, `is_seen` and `normalise`. The fourth,
+`fold_scale`, stands in the decode example beside it (example_tilelang_nsa_decode.py); the forward
+example multiplies a caller's scale by log2(e), too.
+
+The four places are arguments, so that each can be mended alone; `MISTAKES` are the mistakes,
+`MENDED` is right, and with `MENDED` it is what `tilelang_forward` is measured against.
 
 Use `ops.selected_attention` for anything but study.
 """
@@ -49,7 +55,7 @@ def normalise(acc_o, logsum, G, BV):
 
 
 def fold_scale(scale, D):
-    """The factor for `exp2`: the default is in base two, the caller's own scale is not."""
+    """The factor for `exp2`: the default has its log2(e), the caller's own scale has not."""
     return D**-0.5 * LOG2_E if scale is None else scale
 
 
@@ -67,7 +73,7 @@ def is_seen_and_exists(query, key, num_keys, causal):
 
 @T.macro
 def normalise_or_zero(acc_o, logsum, G, BV):
-    """Divide by the sum of the weights; a row without any is 0."""
+    """Divide by the sum of the weights; a row without any is 0, and NaN stays NaN."""
     for i, j in T.Parallel(G, BV):
         acc_o[i, j] = T.if_then_else(logsum[i] == 0, 0, acc_o[i, j] / logsum[i])
 

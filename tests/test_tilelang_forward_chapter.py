@@ -182,7 +182,7 @@ def test_panel() -> None:
     assert panel.sentence == pictures.sentence(77, 0, 0)
     assert "slot 1: an empty slot. Nothing is seen" in panel.set(slot=1)
     assert panel.set(token=0, head=2, slot=0).startswith(
-        "Program (token 0, KV head 2), slot 0: block 0, keys 0 to 15, of which 1 are"
+        "Program (token 0, KV head 2), slot 0: block 0, keys 0 to 15, of which 1 is seen."
     )
 
 
@@ -335,6 +335,18 @@ def test_the_draft_makes_the_first_mistake(name: str) -> None:
     verdict = judge(e, tilelang_first_draft.MISTAKES[name])
     assert (verdict.outcome, verdict.misconception) == ("misconception", e.misconceptions[0].name)
     assert judge(replace(e, misconceptions=()), tilelang_first_draft.MENDED[name]).outcome == "right"
+
+
+@needs_tilelang
+def test_a_sum_above_zero_swallows_nan() -> None:
+    """Named where a visible key is NaN, and nowhere else: NaN is compared as equal to NaN."""
+    e = exercises.chapter_exercises("tilelang_forward")["normalise"]
+    mistake = next(m for m in e.misconceptions if m.name == "asking whether the sum is above 0")
+    verdict = judge(replace(e, misconceptions=(mistake,)), mistake.wrong)
+    assert (verdict.outcome, verdict.misconception) == ("misconception", mistake.name)
+    assert "Smallest failing case: one query with one key, which is NaN." in verdict.text
+    others = tuple(case for case in e.cases if "NaN" not in case.name)
+    assert judge(replace(e, misconceptions=(), cases=others), mistake.wrong).outcome == "right"
 
 
 @needs_tilelang

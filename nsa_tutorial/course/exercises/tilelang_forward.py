@@ -1,4 +1,4 @@
-"""Exercises of chapter 10: the four mistakes of the published design, each mended by the reader, and how many programs fit."""
+"""Exercises of chapter 10: the four mistakes of the first draft, each mended by the reader, and how many programs fit."""
 
 from __future__ import annotations
 
@@ -290,6 +290,11 @@ def _divide_with_epsilon(acc_o: object, logsum: object, G: int, BV: int) -> None
         acc_o[i, j] = acc_o[i, j] / (logsum[i] + 1e-3)
 
 
+def _above_zero(acc_o: object, logsum: object, G: int, BV: int) -> None:
+    for i, j in T.Parallel(G, BV):
+        acc_o[i, j] = T.if_then_else(logsum[i] > 0, acc_o[i, j] / logsum[i], 0)
+
+
 def _more_than_one(acc_o: object, logsum: object, G: int, BV: int) -> None:
     for i, j in T.Parallel(G, BV):
         acc_o[i, j] = T.if_then_else(logsum[i] > 1, acc_o[i, j] / logsum[i], 0)
@@ -297,7 +302,7 @@ def _more_than_one(acc_o: object, logsum: object, G: int, BV: int) -> None:
 
 def _first_head(acc_o: object, logsum: object, G: int, BV: int) -> None:
     for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = T.if_then_else(logsum[0] > 0, acc_o[i, j] / logsum[0], 0)
+        acc_o[i, j] = T.if_then_else(logsum[0] == 0, 0, acc_o[i, j] / logsum[0])
 
 
 def _not_divided(acc_o: object, logsum: object, G: int, BV: int) -> None:
@@ -314,9 +319,10 @@ _NORMALISE = Exercise(
     name="normalise",
     statement=f"""
 **The empty row.** After the loop, `acc_o` `[G, BV]` is the weighted sum of values and `logsum` `[G]` the sum of the weights,
-both fragments. A query whose slots are all empty has 0 in both, and its output is to be exactly 0. Write the body of the
-macro: divide in place, over `for i, j in T.Parallel(G, BV)`. A choice between two numbers is `T.if_then_else(condition, a,
-b)`.
+both fragments. A query whose slots are all empty has 0 in both, and its output is to be exactly
+0. A query that sees a NaN has NaN in both, and its output is to stay NaN. Write the body of the
+macro: divide in place, over `for i, j in T.Parallel(G, BV)`. A choice between two numbers is
+`T.if_then_else(condition, a, b)`.
 {_HOW.format(2)}""",
     minutes=5,
     difficulty=1,
@@ -327,6 +333,11 @@ b)`.
             "dividing by a sum that may be 0",
             _divide_always,
             "0 / 0 is NaN, and one NaN in a layer's output is NaN everywhere a layer later.",
+        ),
+        Misconception(
+            "asking whether the sum is above 0",
+            _above_zero,
+            "The empty row is 0 now. But a row that sees a NaN has NaN for its sum. Is NaN > 0?",
         ),
         Misconception(
             "adding 1 to every sum",
@@ -363,6 +374,7 @@ b)`.
     cases=(
         _case("one query without a block", 1, 1, [-1, -1]),
         _case("one query with one key", 1, 1, [0, -1]),
+        _case("one query with one key, which is NaN", 1, 1, [0, -1], key_scores=[math.nan]),
         _case("two keys of equal score", 2, 2, [-1, 0], key_scores=[3, 3]),
         _case("a query without a block among others", 5, 5, [[0, -1], [-1, 0], [-1, -1], [1, 0], [2, 0]]),
         _case("only blocks of the future", 3, 3, [[1, -1], [1, 1], [0, 1]]),
@@ -507,7 +519,7 @@ Return `(bytes of a program, programs)`.
         Misconception(
             "tiles that are not rounded up",
             _fits("not padded"),
-            "The matrix units take 16 rows at least: a group of 4 heads has a tile of 16.",
+            "One `mma` instruction takes 16 rows: a group of 4 heads has a tile of 16.",
         ),
         Misconception(
             "forgetting the values' tile",

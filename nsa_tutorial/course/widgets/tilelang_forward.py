@@ -236,7 +236,7 @@ def probe_ms(tokens: int = 65536, width: int = 128) -> float:
 
 
 def draw_chain() -> Picture:
-    """From the published design to our kernel, decision by decision."""
+    """From the first draft, mended, to our kernel, decision by decision."""
     found, limit = times(), probe_ms()
     ms = [found[change]["ms"] for change in CHAIN]
     figure, axes = new_figure(8.0, 2.9)
@@ -381,7 +381,8 @@ def sentence(token: int, head: int, slot: int) -> str:
         return f"{at}{why}. Nothing is seen, every factor is 1, the sums stay as they were."
     seen, raised = int(m.is_seen.sum()), int((m.scores_max > m.scores_max_prev).sum())
     return (
-        f"{at}block {m.block_id}, keys {m.block_id * BS} to {m.block_id * BS + BS - 1}, of which {seen} are seen. "
+        f"{at}block {m.block_id}, keys {m.block_id * BS} to {m.block_id * BS + BS - 1}, "
+        f"of which {seen} {'is' if seen == 1 else 'are'} seen. "
         f"The maximum rises in {raised} of {len(m.logsum)} heads; the denominators are now "
         f"{', '.join(f'{x:.2f}' for x in m.logsum)}."
     )
@@ -410,10 +411,21 @@ def draw_step(token: int = 77, head: int = 0, slot: int = 0) -> Picture:
     (k_axis, v_axis), (s_axis, w_axis), (o_axis, table) = axes
     seen = m.is_seen.any()
     letters = [letter(e.text[m.block_id * BS + j]) if seen and m.block_id * BS + j < len(e.text) else "" for j in range(BS)]
-    for axis, tile, name, width in ((k_axis, m.k_tile, "K_shared", D), (v_axis, m.v_tile, "V_shared", DV)):
-        _show(axis, tile, f"{name}  [{BS} keys, {width} channels]")
-        first = int(m.is_seen.sum())  # what is hidden lies behind what is seen
-        axis.add_patch(Rectangle((-0.5, first - 0.5), width, BS - first, color=PALETTE["masked"], linewidth=0))
+    first = int(m.is_seen.sum())  # what is hidden lies behind what is seen
+    start = m.block_id * BS  # T.copy brings the whole block, hidden keys too
+    k_tile = e.k[0, start : start + BS, head].numpy() if seen else m.k_tile
+    for axis, tile, name, width in (
+        (k_axis, k_tile, "K_shared", D),
+        (v_axis, m.v_tile, "V_shared", DV),
+    ):
+        loaded = seen and axis is k_axis
+        told = ", dotted: loaded, not seen" if loaded and first < BS else ""
+        _show(axis, tile, f"{name}  [{BS} keys, {width} channels]{told}")
+        look = {"fill": False, "edgecolor": PALETTE["text"], "linestyle": ":", "linewidth": 1.4}
+        look = look if loaded else {"color": PALETTE["masked"], "linewidth": 0}
+        if first < BS:
+            place = (-0.5, first - 0.5)
+            axis.add_patch(Rectangle(place, width, BS - first, clip_on=False, **look))
     if seen:
         k_axis.set_ylabel(f"keys {m.block_id * BS} to {m.block_id * BS + BS - 1}", fontsize=8)
     scores = np.where(np.isfinite(m.scores), m.scores, 0)
