@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -63,6 +64,27 @@ def test_all_programs_together_are_the_twin(problem: Problem, BT: int | None) ->
         assert (sum(record.touched("store", tensor) for record in seen) == 1).all()
     assert sum(record.outside() for record in seen) == 0
     o, lse = selected_attention.forward(q, k, v, ids, rows, block_size=problem.BS, scale=problem.D**-0.5)
+    np.testing.assert_allclose(call["Output"].ravel(), o.ravel(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(call["LSE"].ravel(), lse.ravel(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("BT", [None, 1], ids=["whole blocks", "a step for each token"])
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
+def test_descriptors_give_what_the_twin_gives(problem: Problem, BT: int | None) -> None:
+    """The other kernel, from its own source: nothing past a tensor's end, and nothing that its query may not see."""
+    q, k, v, ids, rows = made(problem)
+    call = pictures.arguments(q, k, v, ids, rows, block_size=problem.BS, BT=BT)
+    for program in recorder.programs((len(rows.first_key), k.shape[2])):
+        seen = pictures.descriptor_program(program, call)
+        boxes = [a for a in seen.accesses if a.kind == "load" and a.tensor in "KV"]
+        first, visible = rows.first_key[program[0]].item(), rows.num_visible[program[0]].item()
+        for access in boxes:
+            row = access.touched // math.prod(seen.shapes[access.tensor][1:])
+            assert ((row >= first) & (row < first + visible)).all()
+        assert seen.outside() == 0
+    o, lse = selected_attention.forward(
+        q, k, v, ids, rows, block_size=problem.BS, scale=problem.D**-0.5
+    )  # fmt: skip
     np.testing.assert_allclose(call["Output"].ravel(), o.ravel(), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(call["LSE"].ravel(), lse.ravel(), rtol=1e-4, atol=1e-5)
 
@@ -211,10 +233,17 @@ def test_what_the_chapter_says_of_the_table() -> None:
     for change in ("pointers, steps of 64 tokens", "pointers, 2 warps", "pointers, 2 stages"):
         assert found[change] - found["pointers"] > gain / 2, "undone alone, it costs most of what all of them give"
     assert max(pictures.CHANGED, key=found.get) == "pointers, steps of 64 tokens"
-    assert found["pointers, steps of 16 tokens"] < high, "as good at width 128"
-    assert pictures.times(width=64)["pointers, steps of 16 tokens"]["ms"] > 1.05 * pictures.times(width=64)["pointers"]["ms"]
+    narrow = {change: row["ms"] for change, row in pictures.times(width=64).items()}
+    steps = "pointers, steps of 16 tokens"
+    assert high < found[steps] < 1.03 * found["pointers"], "a little slower at width 128"
+    assert narrow[steps] > 1.1 * narrow["pointers"], "and more so at width 64"
+    noise = [narrow[change] for change in pictures.SAME]
+    assert min(noise) < narrow["descriptors"] < max(noise), "no gain beyond the noise at width 64"
     picture = pictures.draw_ladder()
-    assert picture.finding.startswith(f"From {chain[0]:.1f} ms to {chain[-1]:.1f} ms")
+    worst = found["pointers, steps of 64 tokens"]
+    assert picture.finding == (
+        f"From {chain[0]:.1f} ms to {chain[-1]:.1f} ms; one choice changed alone takes up to {worst:.1f} ms (steps of 64 tokens)"
+    )
     assert len(picture.png()) < 60_000
     for tokens, _, ours, theirs in pictures.beside_tilelang():
         assert (ours > 8 and theirs > 8) if tokens == 65536 else (1 < ours < 2 and 1 < theirs < 2)
@@ -224,9 +253,9 @@ def test_what_the_chapter_says_of_the_probe() -> None:
     for tokens, width in itertools.product((65536, 8192), (128, 64)):
         found = {change: row["ms"] for change, row in pictures.times(tokens, width=width).items()}
         once, again, probe = (found[name] for name in ("descriptors", "as it is", bench.PROBE))
-        assert max(once, again) / min(once, again) < 1.035, "the kernel's two times differ by up to 3%"
+        assert max(once, again) / min(once, again) < 1.055, "two times that differ by up to 5 %"
         if width == 128:
-            assert min(abs(probe - once), abs(probe - again)) <= abs(once - again), "as long as the kernel"
+            assert abs(probe / min(once, again) - 1) < 0.025, "as long as the kernel, to 2 %"
         else:
             assert probe > 1.05 * max(once, again), "slower"
 
@@ -234,12 +263,31 @@ def test_what_the_chapter_says_of_the_probe() -> None:
 def test_what_the_chapter_says_of_empty_slots() -> None:
     for tokens, width in itertools.product((65536, 8192), (128, 64)):
         found = {change: row["ms"] for change, row in pictures.times(tokens, width=width).items()}
-        pointers, descriptors = (found[f"{name}, empty slots walked"] / found[name] - 1 for name in ("pointers", "descriptors"))
+        pointers, descriptors = (
+            found[f"{name}, empty slots walked"] / found[name] - 1 for name in ("pointers", "descriptors")
+        )  # fmt: skip
         if tokens == 8192:
-            assert 0.025 < pointers < 0.095, "about their share, 5.9%"
-            assert 0.1 < descriptors < 0.15, "about twice as much"
+            assert 0.02 < pointers < 0.1, "about their share"
         else:
-            assert max(abs(pointers), abs(descriptors)) < 0.02, "too few to matter"
+            assert abs(pointers) < 0.01, "too few to matter"
+        assert descriptors > pointers + 0.03, "the own block's slot comes on top"
+        assert abs(descriptors - (0.068 if tokens == 65536 else 0.113)) < 0.06, "about the share"
+
+
+@pytest.mark.parametrize("tokens", [256, 8192])
+def test_which_slots_a_turned_list_makes_walk(tokens: int) -> None:
+    """What the chapter counts, by the exercise's rule, on the lists that the benchmark turns."""
+    walked_slots = solution("walked_slots")
+    lists = bench.random_blocks(tokens, 1, 64, 16, "cpu")[0, :, 0]
+    for position in range(0, tokens, 16 if tokens == 256 else 397):
+        ids, own = lists[position].tolist(), position // 64
+        turned, named = ids[2:] + ids[:2], min(own + 1, 16)
+        assert walked_slots(ids, own + 1) == named and ids[0] == own
+        assert abs(walked_slots(turned, own + 1) - named - (16 - named)) <= 1
+        if (position + 1) % 64:  # the own block is visible in part
+            whole = [slot for slot, block_id in enumerate(turned) if 0 <= block_id < own]
+            walk = whole[-1] + 1 - whole[0] if whole else 0
+            assert walk - (named - 1) == (17 - named) * (named > 2)
 
 
 def test_what_the_chapter_says_of_dense_attention() -> None:
@@ -317,20 +365,23 @@ def test_key_rows_is_what_the_kernel_loads(case: exercises.Case) -> None:
     lists = torch.tensor(ids).reshape(1, 1, -1)
     seen = pictures.program((0, 0), pictures.arguments(k[:, :1], k, k, lists, rows, block_size=BS))
     loaded = [np.where(a.mask[:, 0], a.offsets[:, 0], -1).tolist() for a in pictures.loads(seen, "K")]
-    walked = solution("walked_slots")(ids)  # nothing is loaded in the slots behind
+    walked = solution("walked_slots")(ids, -(-num_visible // BS))  # nothing is loaded behind
     assert len(loaded) == walked
     assert solution("key_rows")(*case.arguments()).tolist() == loaded + [[-1] * BS] * (len(ids) - walked)
 
 
 @cases("walked_slots")
 def test_walked_slots_is_how_many_steps_the_kernel_takes(case: exercises.Case) -> None:
-    (ids,) = case.arguments()
+    ids, num_blocks = case.arguments()
     k = torch.zeros(1, 40, 1, 1)
-    rows = selected_attention.QueryRows(*(torch.tensor([n]) for n in (0, 40, 39)))
     lists = torch.tensor(ids, dtype=torch.int64).reshape(1, 1, -1)
-    for BS, BT in ((2, 2), (4, 2)):  # a block a step, and two steps a block
+    # a block a step, and two steps a block; the last block visible as a whole, and in part
+    for (BS, BT), missing in itertools.product(((2, 2), (4, 2)), (0, 1)):
+        visible = num_blocks * BS - missing
+        rows = selected_attention.QueryRows(*(torch.tensor([n]) for n in (0, visible, visible - 1)))
         call = pictures.arguments(k[:, :1], k, k, lists, rows, block_size=BS, BT=BT)
-        assert len(pictures.loads(pictures.program((0, 0), call), "K")) == solution("walked_slots")(ids) * BS // BT
+        steps = len(pictures.loads(pictures.program((0, 0), call), "K"))
+        assert steps == solution("walked_slots")(ids, num_blocks) * BS // BT
 
 
 @cases("locate")

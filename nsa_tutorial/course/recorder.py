@@ -3,8 +3,8 @@
 The kernel's own source is executed, with small stand-ins for `tl` and for pointers: what is recorded is what the kernel's index
 arithmetic says, on any machine, also where Triton is not installed or compiles for a GPU. Triton's interpreter works the same way.
 
-It knows the operations of chapter 09's kernels and of `triton_forward.kernel` and no others, computes in fp64 and int64, and says
-nothing about order, threads or time.
+It knows the operations of chapter 09's kernels and of the two of `triton_forward`, and no others, computes in fp64 and int64, and
+says nothing about order, threads or time.
 """
 
 from __future__ import annotations
@@ -49,6 +49,22 @@ class Pointer:
         return Pointer(self.name, self.offsets + np.asarray(offsets))
 
     __radd__ = __add__
+
+    def __sub__(self, offsets: object) -> Pointer:
+        return self + -np.asarray(offsets)
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """A tensor descriptor: boxes of `tokens` rows of one head of a tensor `[rows, heads, width]`.
+
+    Attributes:
+        tensor: the name of the kernel's argument that is the tensor itself.
+        tokens: rows of a box.
+    """
+
+    tensor: str
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -102,7 +118,7 @@ class Record:
 class _Language:
     """The part of `tl` that these kernels use, for one program."""
 
-    constexpr = float32 = int64 = None
+    constexpr = float32 = int64 = int32 = None
 
     def __init__(self, program: tuple[int, ...], memory: Mapping[str, np.ndarray], accesses: list[Access]) -> None:
         self.program, self.memory, self.accesses = program, memory, accesses
@@ -137,6 +153,12 @@ class _Language:
     def max(self, x: Tile, axis: int) -> Tile:
         return _tile(x.max(axis))
 
+    def min(self, x: Tile, axis: int) -> Tile:
+        return _tile(x.min(axis))
+
+    def static_assert(self, condition: bool, message: str) -> None:
+        assert condition, message
+
     def sum(self, x: Tile, axis: int) -> Tile:
         return x.sum(axis)
 
@@ -157,6 +179,13 @@ class _Language:
         unknown = math.nan if values.dtype.kind == "f" else np.iinfo(np.int32).min  # outside: whatever is there
         filler = np.where(access.mask, np.asarray(unknown, values.dtype), np.asarray(other).astype(values.dtype))
         return _tile(np.where(real, loaded, filler))
+
+    def load_box(self, descriptor: Descriptor, corner: list) -> Tile:
+        rows, heads, width = self.memory[descriptor.tensor].shape
+        row = np.asarray(corner[0]) + np.arange(descriptor.tokens)
+        offsets = (row * heads + corner[1])[:, None] * width + np.arange(width)
+        inside = np.broadcast_to(((row >= 0) & (row < rows))[:, None], offsets.shape)
+        return self.load(Pointer(descriptor.tensor, offsets), mask=inside, other=0.0)[:, None]
 
     def store(self, pointer: Pointer, value: object, mask: object = True) -> None:
         access = self._note("store", pointer, mask)
@@ -198,7 +227,8 @@ def run(kernel: str | Callable, program: tuple[int, ...], arguments: Mapping[str
         kernel: a Triton kernel, its Python function, or its name, `"nsa_tutorial.triton_basics:copy"`, read without importing it;
             a kernel given by name may call functions of its module.
         program: its ids.
-        arguments: by name; a NumPy array stands for the pointer to its first element, and what is stored there is seen in it.
+        arguments: by name; a NumPy array stands for the pointer to its first element, and what is stored there is seen in it; a
+            `Descriptor` stands for a tensor descriptor of one of these arrays.
     """
     arrays = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
     accesses: list[Access] = []
@@ -208,6 +238,9 @@ def run(kernel: str | Callable, program: tuple[int, ...], arguments: Mapping[str
     exec(code, names)
     function = names[name]
     others = {name: x for name, x in arguments.items() if name not in arrays}
+    for name, x in others.items():
+        if isinstance(x, Descriptor):
+            others[name] = SimpleNamespace(load=functools.partial(language.load_box, x))
     with np.errstate(all="ignore"):
         function(**{name: Pointer(name) for name in arrays}, **others)
     return Record(program, tuple(accesses), {name: x.shape for name, x in arrays.items()})

@@ -1,5 +1,6 @@
 """Exercises of chapter 11: rows of a padded group, empty slots, the list's end, packed offsets, a window's first key, 64 bits."""
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -61,12 +62,12 @@ numbers: the offset in `LSE` at which each row is stored, and -1 for a row that 
         Misconception(
             "no padding",
             _stored(0, "never"),
-            "A matrix unit multiplies tiles, not rows. How many rows has the smallest of them?",
+            "A matrix unit multiplies tiles, not rows. How many rows does `m16n8k16` take?",
         ),
         Misconception(
             "a power of two, but fewer than 16 rows",
             _stored(1),
-            "`tl.arange` is satisfied with a power of two. What else has to fit: which tiles does a matrix unit multiply?",
+            "`tl.arange` is satisfied with a power of two. What else has to fit: how many rows does `m16n8k16` take?",
         ),
         Misconception(
             "always 16 rows",
@@ -223,11 +224,11 @@ query sees the first `num_visible` keys of that sequence. A slot may hold -1, al
 # -- walked_slots --
 
 
-def walked_slots(ids: list[int]) -> int:
-    """How many slots of the list a program walks: up to the last that names a block."""
+def walked_slots(ids: list[int], num_blocks: int) -> int:
+    """How many slots of the list a program walks: up to the last that names one of the first num_blocks blocks."""
     num_slots = 0
     for slot, block_id in enumerate(ids):
-        if block_id >= 0:
+        if 0 <= block_id < num_blocks:
             num_slots = slot + 1
     return num_slots
 
@@ -235,14 +236,16 @@ def walked_slots(ids: list[int]) -> int:
 def _walked(how: str) -> Callable:
     """A wrong `walked_slots`."""
 
-    def wrong(ids: list[int]) -> int:
-        named = [slot for slot, block_id in enumerate(ids) if block_id >= 0]
-        nonzero = [slot for slot, block_id in enumerate(ids) if block_id > 0]
+    def wrong(ids: list[int], num_blocks: int) -> int:
+        end = {"future": math.inf, "one more": num_blocks + 1}.get(how, num_blocks)
+        least = 1 if how == "nonzero" else 0
+        named = [slot for slot, block_id in enumerate(ids) if least <= block_id < end]
+        empty = [slot for slot in range(len(ids)) if slot not in named]
         return {
-            "named": len(named), "first empty": ids.index(-1) if -1 in ids else len(ids), "last": max(named, default=0),
-            "nonzero": max(nonzero, default=-1) + 1, "all": len(ids), "largest id": max(ids, default=-1) + 1,
+            "named": len(named), "first empty": min(empty, default=len(ids)), "last": max(named, default=0), "all": len(ids),
+            "largest id": max((ids[slot] for slot in named), default=-1) + 1,
             "distance": named[-1] - named[0] + 1 if named else 0,
-        }[how]  # fmt: skip
+        }.get(how, max(named, default=-1) + 1)  # fmt: skip
 
     return wrong
 
@@ -250,9 +253,11 @@ def _walked(how: str) -> Callable:
 _WALKED = Exercise(
     name="walked_slots",
     statement="""
-A Python list `ids` has a fixed number of slots, of which the last ones are often empty (-1): the first queries of a text have
-fewer blocks than slots. A program walks slots 0, 1, 2, … in order, and may stop as soon as nothing but empty slots is left.
-Return how many slots it walks, at the least, without missing a block.
+A Python list `ids` has a fixed number of slots. A query sees the first `num_blocks` blocks of its
+sequence, the last of them perhaps in part. A slot that names none of these loads nothing: it is
+empty (-1), or names a block of the future. Such slots mostly stand at the end. A program walks
+slots 0, 1, 2, … in order, and may stop as soon as no slot is left that loads anything. Return how
+many slots it walks, at the least, without missing a block.
 """,
     minutes=3,
     difficulty=1,
@@ -264,7 +269,7 @@ Return how many slots it walks, at the least, without missing a block.
             "An empty slot may lie in the middle. If the program walks as many slots as there are blocks, where does it stop?",
         ),
         Misconception(
-            "stopping at the first empty slot",
+            "stopping at the first slot without a visible block",
             _walked("first empty"),
             "-1 says that this slot is empty. What does it say about the slots behind it?",
         ),
@@ -272,6 +277,16 @@ Return how many slots it walks, at the least, without missing a block.
             "the number of the last slot in place of how many there are",
             _walked("last"),
             "Slots are numbered from 0. If the last block lies in slot 2, how many slots are walked?",
+        ),
+        Misconception(
+            "walking up to blocks of the future",
+            _walked("future"),
+            "A block behind the last visible one is named, and nothing of it is loaded. Does the walk have to reach its slot?",
+        ),
+        Misconception(
+            "taking one block too many for visible",
+            _walked("one more"),
+            "Blocks are numbered from 0. Which number has the last of `num_blocks` blocks?",
         ),
         Misconception(
             "taking block 0 for an empty slot",
@@ -295,14 +310,17 @@ Return how many slots it walks, at the least, without missing a block.
         ),
     ),
     cases=(
-        Case("empty at the end", lambda: ([3, 0, -1, -1],)),
-        Case("an empty slot in the middle", lambda: ([2, -1, 1],)),
-        Case("a full list", lambda: ([4, 1, 2],)),
-        Case("nothing but empty slots", lambda: ([-1, -1],)),
-        Case("empty at the beginning", lambda: ([-1, -1, 5, -1],)),
-        Case("block 0 last", lambda: ([6, 0],)),
-        Case("more slots than one load takes", lambda: ([9] + [-1] * 17 + [3, -1],)),
-        Case("no slot", lambda: ([],)),
+        Case("empty at the end", lambda: ([3, 0, -1, -1], 5)),
+        Case("an empty slot in the middle", lambda: ([2, -1, 1], 3)),
+        Case("a full list", lambda: ([4, 1, 2], 9)),
+        Case("nothing but empty slots", lambda: ([-1, -1], 2)),
+        Case("a block of the future last", lambda: ([1, 0, 4], 2)),
+        Case("the first block that is not visible", lambda: ([0, 2, -1], 2)),
+        Case("a block of the future in the middle", lambda: ([7, 1, -1], 3)),
+        Case("empty at the beginning", lambda: ([-1, -1, 5, -1], 8)),
+        Case("block 0 last", lambda: ([6, 0], 7)),
+        Case("more slots than one load takes", lambda: ([9] + [-1] * 17 + [3, -1], 10)),
+        Case("no slot", lambda: ([], 1)),
     ),
     tolerance=0.0,
 )

@@ -75,6 +75,14 @@ def program(ids: tuple[int, int], call: dict[str, object]) -> recorder.Record:
     return recorder.run(KERNEL, ids, call)
 
 
+def descriptor_program(ids: tuple[int, int], call: dict[str, object]) -> recorder.Record:
+    """Run program `(row, head)` of the kernel with tensor descriptors; `call` are `arguments`."""
+    boxes = {f"{name}Descriptor": recorder.Descriptor(name, call["BT"]) for name in "KV"}
+    padded = ("DT", "DVT")  # a descriptor's widths need no padding
+    given = {name: x for name, x in call.items() if name not in padded}
+    return recorder.run(f"{KERNEL.partition(':')[0]}:descriptor_kernel", ids, given | boxes)
+
+
 def loads(seen: recorder.Record, tensor: str) -> list[recorder.Access]:
     """The loads of `tensor` in order: for keys and values, one for each step of the loop."""
     return [access for access in seen.accesses if (access.kind, access.tensor) == ("load", tensor)]
@@ -191,22 +199,32 @@ def draw_windows(tokens: int = 16, window_size: int = 6) -> Picture:
     block, query, key = windows(tokens, window_size), np.arange(tokens)[:, None], np.arange(tokens)
     aligned = (key // 4 >= np.maximum(query - window_size + 1, 0) // 4) & (key <= query)
     figure, axes = new_figure(8.0, 3.9, columns=2)
-    light = tuple(0.45 * np.array(to_rgb(PALETTE["window"])) + 0.55)
     exact = np.tile(np.array(to_rgb(_NOTHING)), (tokens, tokens, 1))
-    exact[block == 0], exact[block == 1] = to_rgb(PALETTE["window"]), light
-    whole = np.tile(np.array(to_rgb(_NOTHING)), (tokens, tokens, 1))
-    whole[aligned & (block >= 0)], whole[aligned & (block < 0)] = light, to_rgb(PALETTE["query"])
-    for axis, picture, title in ((axes[0, 0], exact, "from the window's first key"), (axes[0, 1], whole, "whole aligned blocks")):
+    exact[block >= 0] = to_rgb(PALETTE["window"])
+    whole = exact.copy()
+    whole[aligned & (block < 0)] = to_rgb(PALETTE["query"])
+    numbers = np.where(aligned, key // 4, -1)
+    for axis, picture, title, walked in (
+        (axes[0, 0], exact, "from the window's first key", block),
+        (axes[0, 1], whole, "whole aligned blocks", numbers),
+    ):
         axis.set_title(title, fontsize=9.5)
         _squares(axis, picture)
+        for i, j in np.argwhere(walked >= 0):
+            text = readable_on(tuple(picture[i, j]))
+            axis.text(j, i, walked[i, j], fontsize=7, ha="center", va="center", color=text)
         axis.set_aspect("equal")
         axis.set_xticks(range(0, tokens, 4))
         axis.set_yticks(range(0, tokens, 4))
         axis.set_xlabel("key", fontsize=9)
     axes[0, 0].set_ylabel("query", fontsize=9)
-    handles = [Patch(color=PALETTE["window"], label="block 0"), Patch(color=light, label="block 1, or in the window"),
-               Patch(color=PALETTE["query"], label="too much")]  # fmt: skip
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False, handlelength=1.0)
+    colours = {"in the window": "window", "too much": "query"}
+    handles = [Patch(color=PALETTE[colour], label=label) for label, colour in colours.items()]
+    title = "numbers: which of its blocks the program finds the key in"
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=2, fontsize=9, frameon=False,
+        handlelength=1.0, title=title, title_fontsize=9,
+    )  # fmt: skip
     full = slice(window_size - 1, None)
     counts = aligned.sum(1)[full]
     told = f"A window of {window_size} is {window_size} keys; whole aligned blocks would show {counts.min()} to {counts.max()}"
@@ -290,6 +308,10 @@ def slice_rows(m: Moment) -> int:
     return 0 if not m.is_seen.any() else min(BS, N - int(m.keys.touched.min()) // given()["K"][0].size)
 
 
+def _rows(n: int) -> str:
+    return f"{n} row{'s' * (n != 1)}"
+
+
 def sentence(branch: str = "list", token: int = 77, head: int = 0, slot: int = 0) -> str:
     """What one step loads and does, in words."""
     slot = min(slot, slots(branch, token, head) - 1)
@@ -300,7 +322,7 @@ def sentence(branch: str = "list", token: int = 77, head: int = 0, slot: int = 0
     first, rose = int(m.keys.touched.min()), int((m.scores_max > m.scores_max_prev).sum())
     return (
         f"{at}block {m.block_id}, from offset {first} of K: {int(m.keys.mask.sum())} of {m.keys.mask.size} lanes load, "
-        f"{int(m.is_seen.sum())} rows; TileLang's slice copies {slice_rows(m)}. "
+        f"{_rows(int(m.is_seen.sum()))}; TileLang's slice copies {slice_rows(m)}. "
         f"The maximum rises in {rose} of {len(m.logsum)} heads; the denominators are now {', '.join(f'{x:.2f}' for x in m.logsum)}."
     )
 
@@ -345,7 +367,7 @@ def _draw_memory(axis: Axes, m: Moment, shape: tuple[int, int, int], head: int) 
     slice_ = Rectangle(place, D + 2, slice_rows(m) + 1, fill=False, edgecolor=PALETTE["query"], linestyle="--", clip_on=False)
     axis.add_patch(slice_)
     beside = (place[0] - 2, "right") if head > 1 else (place[0] + D + 4, "left")
-    axis.text(beside[0], place[1] + slice_rows(m) / 2, f"TileLang's slice,\n{slice_rows(m)} rows", fontsize=8, ha=beside[1],
+    axis.text(beside[0], place[1] + slice_rows(m) / 2, f"TileLang's slice,\n{_rows(slice_rows(m))}", fontsize=8, ha=beside[1],
               va="center", color=PALETTE["query"])  # fmt: skip
     axis.set_title(f"K in memory, loaded from offset {base}", fontsize=9, loc="left", pad=6)
 
@@ -360,7 +382,7 @@ def _draw_lanes(axis: Axes, m: Moment, keys: np.ndarray) -> None:
     rows = m.keys.offsets[:, 0] // keys[0].size
     letters = [letter(example().text[row]) if on else "" for row, on in zip(rows, m.is_seen, strict=True)]
     _bare(axis, letters, D)
-    axis.set_title(f"k_tile [{BS} keys, {D} channels], grey: lanes off", fontsize=9, loc="left", pad=3)
+    axis.set_title(f"k_tile, turned: {D} channels by {BS} keys, grey: lanes off", fontsize=9, loc="left", pad=3)
     axis.set_ylabel("channel", fontsize=8)
 
 
@@ -487,4 +509,5 @@ def draw_ladder() -> Picture:
     axes[1, 0].set_xlabel(f"milliseconds; {shape}", fontsize=8.5)
     first, *_, last = chain.values()
     worst = max(changed, key=changed.get)
-    return Picture(figure, f"From {first:.1f} ms to {last:.1f} ms; {worst} instead would take {changed[worst]:.1f} ms")
+    told = f"one choice changed alone takes up to {changed[worst]:.1f} ms ({worst})"
+    return Picture(figure, f"From {first:.1f} ms to {last:.1f} ms; {told}")
