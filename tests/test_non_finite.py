@@ -18,7 +18,8 @@ from lanes import product as on_lanes
 from selection import Problem
 from torch import Tensor
 
-from nsa_tutorial import ops
+from nsa_tutorial import ops, query_tiles
+from nsa_tutorial.selected_attention import block_list, query_rows
 
 BACKENDS = ["reference", "tilelang", "triton"]
 lanes = lanes_of(BACKENDS)
@@ -82,15 +83,26 @@ def list_beside_window(backend: str, dtype: torch.dtype, device: str) -> tuple[C
 
 def summaries(backend: str, dtype: torch.dtype, device: str) -> tuple[Callable, list[Tensor], Tensor]:
     """Several tiles of queries; what is spoiled lies in the first."""
-    shape = Shape(N=160, M=160, H=2, G=2, D=16, DV=16, length=8, stride=4)
+    shape = Shape(N=140, M=140, H=2, G=2, D=16, DV=16, length=2, stride=1)  # the third query sees two of them
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return ops.compressed_attention(q, k, v, length=8, stride=4, return_lse=True, backend=backend)
+        return ops.compressed_attention(q, k, v, length=2, stride=1, return_lse=True, backend=backend)
 
     q, k, v = (x.to(device) for x in shape.make(dtype))
-    q[:, QUERY] = q[:, 20]  # a query that sees summaries
     M_c = len(shape.summaries())
     return run, [q, k[:, :M_c], v[:, :M_c]], shape.over_heads(shape.seen_summaries()).to(device)
+
+
+def in_tiles(backend: str, dtype: torch.dtype, device: str) -> tuple[Callable, list[Tensor], Tensor]:
+    """The list as `native_sparse_attention` computes it on the reference: a mask over a tile of queries."""
+    call = Problem(N=N, M=M, G=2, D=16, DV=16, own=True, S=2).make(dtype, device)
+    rows = query_rows(1, N, M, causal=True, cu_seqlens=None, device=call.q.device)
+    ids = block_list(call.ids, rows, block_size=16, block_counts=None, include_own_block=True)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return query_tiles.selected_attention(q, k, v, ids, rows, block_size=16, scale=16**-0.5)
+
+    return run, [call.q, call.k, call.v], call.mask()
 
 
 OPERATORS = {f.__name__: f for f in (selected, window, list_beside_window)}
@@ -115,8 +127,9 @@ def test_one_rule(case: tuple[Operator, str, float], dtype: torch.dtype, backend
 
 @pytest.mark.parametrize("where", "qkv")
 @pytest.mark.parametrize("number", NUMBERS, ids=str)
-def test_summaries(number: float, where: str) -> None:
-    assert_rule(summaries, "k" if where == "q" else where, number, "reference", torch.float32, "cpu")
+@pytest.mark.parametrize("operator", [summaries, in_tiles], ids=lambda f: f.__name__)
+def test_on_the_reference_alone(operator: Operator, number: float, where: str) -> None:
+    assert_rule(operator, where, number, "reference", torch.float32, "cpu")
 
 
 def assert_rule(operator: Operator, where: str, number: float, backend: str, dtype: torch.dtype, device: str) -> None:
@@ -172,7 +185,7 @@ def test_all_that_a_row_does_not_see(operator: Operator, backend: str, device: s
 
 @pytest.mark.parametrize("where", "qkv")
 @pytest.mark.parametrize("number", NUMBERS, ids=str)
-@pytest.mark.parametrize("operator", [*OPERATORS.values(), summaries], ids=[*OPERATORS, "summaries"])
+@pytest.mark.parametrize("operator", [*OPERATORS.values(), summaries, in_tiles], ids=lambda f: f.__name__)
 def test_gradients_of_what_is_not_spoiled(operator: Operator, number: float, where: str) -> None:
     """Rows that do not see it keep their gradients to the bit, and so does what only such rows see."""
     run, tensors, mask = operator("reference", torch.float32, "cpu")
