@@ -220,7 +220,7 @@ def draw_windows(tokens: int = 16, window_size: int = 6) -> Picture:
     axes[0, 0].set_ylabel("query", fontsize=9)
     colours = {"in the window": "window", "too much": "query"}
     handles = [Patch(color=PALETTE[colour], label=label) for label, colour in colours.items()]
-    title = "numbers: which of its blocks the program finds the key in"
+    title = "numbers: the block in which the program finds the key"
     figure.legend(
         handles=handles, loc="outside lower center", ncols=2, fontsize=9, frameon=False,
         handlelength=1.0, title=title, title_fontsize=9,
