@@ -1,8 +1,8 @@
 """What the loads and products of the forward cost by themselves: a measuring instrument, no attention.
 
-`kernel` is `triton_forward.descriptor_kernel` without mask, softmax and sums. It
-fetches the same tiles in the same order, and both products wait for them as there: a kernel that takes as long is held up by these,
-and not by its softmax. Where the probe is the slower one, it says nothing.
+`kernel` is `triton_forward.descriptor_kernel` without mask, softmax and sums. It fetches as many tiles (the block that is visible
+in part as a whole, in its place), and both products wait for them as there: a kernel that takes as long is held up by these, and
+not by its softmax. Where the probe is the slower one, it says nothing.
 `python -m nsa_tutorial.bench selected --backend triton --steps` measures both in one run.
 """
 

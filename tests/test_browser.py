@@ -27,6 +27,8 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
+exhaustive = pytest.mark.exhaustive  # make test runs a chapter's cells once, and one chapter's here
+
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 FLAGS = [
     f"--{flag}"
@@ -207,6 +209,7 @@ class Shown:
         assert image.evaluate("image => image.complete && image.naturalWidth > 400")
 
 
+@exhaustive
 def test_chapter_00_runs_in_the_browser(lab: Lab, tmp_path: Path) -> None:
     start = time.monotonic()
     page = lab.run_all("00_start_here.ipynb")
@@ -216,6 +219,7 @@ def test_chapter_00_runs_in_the_browser(lab: Lab, tmp_path: Path) -> None:
     assert (tmp_path / "00.png").stat().st_size > 20_000
 
 
+@exhaustive
 def test_chapter_01_slider(lab: Lab, tmp_path: Path) -> None:
     from nsa_tutorial.course.widgets import dense_attention
 
@@ -238,6 +242,7 @@ def test_chapter_03_slider(lab: Lab, tmp_path: Path) -> None:
     shown.screenshot(tmp_path / "03.png")
 
 
+@exhaustive
 def test_chapter_05_mask_explorer(lab: Lab, tmp_path: Path) -> None:
     from nsa_tutorial.course.widgets import mask_explorer
 
@@ -248,6 +253,7 @@ def test_chapter_05_mask_explorer(lab: Lab, tmp_path: Path) -> None:
     shown.screenshot(tmp_path / "05.png")
 
 
+@exhaustive
 def test_chapter_11_stepper(lab: Lab, tmp_path: Path) -> None:
     from nsa_tutorial.course.widgets import triton_forward
 
@@ -256,7 +262,14 @@ def test_chapter_11_stepper(lab: Lab, tmp_path: Path) -> None:
     shown.screenshot(tmp_path / "11.png")
 
 
-@pytest.mark.parametrize("notebook", ["01_dense_attention.ipynb", "03_online_softmax.ipynb", "05_selected_attention.ipynb"])
+@pytest.mark.parametrize(
+    "notebook",
+    [
+        "03_online_softmax.ipynb",
+        pytest.param("01_dense_attention.ipynb", marks=exhaustive),
+        pytest.param("05_selected_attention.ipynb", marks=exhaustive),
+    ],
+)
 def test_what_the_browser_ran_has_no_stderr(lab: Lab, notebook: str) -> None:
     """What JupyterLab saves after a run, read back: every cell ran and none wrote to stderr."""
     page = next((p for p in lab.browser.pages if notebook in p.url), None) or lab.run_all(notebook)
@@ -271,7 +284,10 @@ def test_what_the_browser_ran_has_no_stderr(lab: Lab, notebook: str) -> None:
     assert not [o for c in cells for o in c["outputs"] if o.get("name") == "stderr"]
 
 
-@pytest.mark.parametrize("notebook", ["02_grouped_query_attention.ipynb", "08_native_sparse_attention.ipynb"])
+@pytest.mark.parametrize(
+    "notebook",
+    ["02_grouped_query_attention.ipynb", pytest.param("08_native_sparse_attention.ipynb", marks=exhaustive)],
+)
 def test_opening_a_chapter_changes_nothing(lab: Lab, notebook: str) -> None:
     """What JupyterLab saves is what is stored, to the byte, but for the number of another Python."""
     path = lab.folder / notebook
