@@ -22,7 +22,7 @@ needs_triton = pytest.mark.skipif(environment.detect().triton is None, reason="t
     ("arch", "dtype", "shape"),
     [
         pytest.param("sm_90", "float16", {}, id="sm_90-float16"),  # the text that chapters show
-        pytest.param("sm_90", "float32", ODD, id="sm_90-float32-odd"),
+        pytest.param("sm_90", "float32", ODD, id="sm_90-float32-odd", marks=exhaustive),
         pytest.param("sm_80", "float16", {}, id="sm_80-float16", marks=exhaustive),
         pytest.param("sm_90", "bfloat16", {}, id="sm_90-bfloat16", marks=exhaustive),
         pytest.param("sm_90", "float32", {}, id="sm_90-float32", marks=exhaustive),

@@ -170,7 +170,9 @@ SMALL = Shape(N=8, M=11, G=2, D=3, DV=2, length=3, stride=2, BS=2, window=3)
     [SMALL, replace(SMALL, N=11, G=1, cu=(0, 3, 11))],
     ids=["more keys than queries", "packed"],
 )
-@pytest.mark.parametrize("branches", ["compression", "selection", "window", "all"])
+@pytest.mark.parametrize(
+    "branches", ["all", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("compression", "selection", "window"))]
+)
 def test_gradients(branches: str, shape: Shape) -> None:
     """In q, k, v and the gates. Scores differ by more than gradcheck's steps, so that the choice of blocks stays."""
     kept = [branches in (name, "all") for name in ("compression", "selection", "window")]

@@ -197,7 +197,7 @@ def test_the_interactive_says_what_the_pure_function_computes():
 
 
 @pytest.mark.parametrize("reference", pictures.REFERENCES)
-@pytest.mark.parametrize("lift", [0, 127, 140])
+@pytest.mark.parametrize("lift", [0, pytest.param(127, marks=pytest.mark.exhaustive), 140])
 def test_the_picture_fits_and_its_title_is_computed(reference, lift):
     for step in (1, 3, 6):
         picture = pictures.draw_stream(step, reference, lift)

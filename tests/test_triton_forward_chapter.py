@@ -201,6 +201,7 @@ def test_panel() -> None:
 # -- what the kernels become --
 
 
+@pytest.mark.exhaustive  # chapter 11 prints it
 @needs_triton
 def test_only_descriptors_use_the_memory_accelerator() -> None:
     stages = {name: lowering.triton_stages(kernel=name) for name in ("kernel", "descriptor_kernel")}
