@@ -1,4 +1,5 @@
-"""How `pytest --nbval` runs the chapters: a short time limit per cell, no addresses in comparisons, `gpu` cells only on a GPU."""
+"""How `pytest --nbval` runs the chapters: a short time limit per cell, no addresses in comparisons,
+`gpu` cells only on a GPU."""
 
 from pathlib import Path
 
@@ -12,7 +13,9 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if config.option.nbval_sanitize_with is None:
         config.option.nbval_sanitize_with = str(HERE / "sanitize.cfg")
-    if int(config.option.nbval_cell_timeout) == 2000:  # nbval's default, far longer than any cell here takes
+    if (
+        int(config.option.nbval_cell_timeout) == 2000
+    ):  # nbval's default, far longer than any cell here takes
         config.option.nbval_cell_timeout = 60
 
 

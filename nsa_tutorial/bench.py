@@ -1,12 +1,15 @@
-"""Measure the operators of a backend: `python -m nsa_tutorial.bench selected --backend tilelang --tokens 8192 65536`.
+"""Measure the operators of a backend: `python -m nsa_tutorial.bench selected --backend tilelang
+--tokens 8192 65536`.
 
-Every combination of the sizes given is one row: median and spread of a call's time, the ratio to dense attention measured in the
-same run, and the error against the fp64 reference on the last queries, so that no wrong kernel is ever called fast. `--steps` adds
-the kernel of TileLang or Triton with one decision changed at a time. Rows go to a CSV or JSON file, or as CSV to the standard
+Every combination of the sizes given is one row: median and spread of a call's time, the ratio to
+dense attention measured in the same run, and the error against the fp64 reference on the last
+queries, so that no wrong kernel is ever called fast. `--steps` adds the kernel of TileLang or
+Triton with one decision changed at a time. Rows go to a CSV or JSON file, or as CSV to the standard
 output; JSON also holds the machine, the versions and the command.
 
-On a GPU, `triton.testing.do_bench` measures (the cache is emptied between calls), on a CPU `torch.utils.benchmark`. Compilation is
-excluded. Times of the CPU say nothing about a GPU: there, Triton is interpreted and TileLang runs one program after the other.
+On a GPU, `triton.testing.do_bench` measures (the cache is emptied between calls), on a CPU
+`torch.utils.benchmark`. Compilation is excluded. Times of the CPU say nothing about a GPU: there,
+Triton is interpreted and TileLang runs one program after the other.
 """
 
 from __future__ import annotations
@@ -31,8 +34,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-from nsa_tutorial import environment, ops
-from nsa_tutorial.selected_attention import QueryRows, block_list, query_rows
+from nsa_tutorial import ops
+from nsa_tutorial.runtime import environment
+from nsa_tutorial.sparse.selected_attention import QueryRows, block_list, query_rows
 
 CHECKED_QUERIES = 64
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -40,7 +44,8 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 @dataclass(frozen=True)
 class Shape:
-    """One call: batch 1, as many queries as keys, causal. For the window, `slots * block_size` keys are its size."""
+    """One call: batch 1, as many queries as keys, causal. For the window, `slots * block_size` keys
+    are its size."""
 
     tokens: int
     kv_heads: int
@@ -57,11 +62,15 @@ class Row(Shape):
     """One measurement, of one shape.
 
     Attributes:
-        operator, kernel, change: what ran; `change` says what differs from the kernel as `ops` calls it, empty where nothing does.
-        ms, ms_low, ms_high: median, 20 % and 80 % quantile of a call, in milliseconds; None where it could not run.
-        dense_ratio: time of the fastest dense attention of the same shape and run, over this one; None where none was measured.
+        operator, kernel, change: what ran; `change` says what differs from the kernel as `ops`
+            calls it, empty where nothing does.
+        ms, ms_low, ms_high: median, 20 % and 80 % quantile of a call, in milliseconds; None where
+            it could not run.
+        dense_ratio: time of the fastest dense attention of the same shape and run, over this one;
+            None where none was measured.
         error: largest difference from the fp64 reference over the last queries.
-        is_right: whether that is within 16 units of the dtype's precision; None where it was not judged.
+        is_right: whether that is within 16 units of the dtype's precision; None where it was not
+            judged.
         note: why it could not run.
     """
 
@@ -78,11 +87,15 @@ class Row(Shape):
 
 
 def random_blocks(tokens: int, kv_heads: int, block_size: int, slots: int, device: str) -> Tensor:
-    """Lists `[1, tokens, kv_heads, slots]` of distinct causal blocks, the query's own first; -1 where there are not enough."""
+    """Lists `[1, tokens, kv_heads, slots]` of distinct causal blocks, the query's own first; -1
+    where there are not enough."""
     generator = torch.Generator(device).manual_seed(0)
     num_blocks, parts = -(-tokens // block_size), []
     for start in range(0, tokens, 4096):
-        own = torch.arange(start, min(start + 4096, tokens), device=device)[:, None, None] // block_size
+        own = (
+            torch.arange(start, min(start + 4096, tokens), device=device)[:, None, None]
+            // block_size
+        )
         score = torch.rand(len(own), kv_heads, num_blocks, generator=generator, device=device)
         block = torch.arange(num_blocks, device=device)
         score = score.masked_fill(block > own, -1).masked_fill(block == own, 2)
@@ -92,17 +105,24 @@ def random_blocks(tokens: int, kv_heads: int, block_size: int, slots: int, devic
     return torch.cat(parts)[None]
 
 
-def measure(call: Callable[[], object], device: str, *, seconds: float) -> tuple[float, float, float]:
-    """Median, 20 % and 80 % quantile of a call's time, in milliseconds; the first call is not counted."""
+def measure(
+    call: Callable[[], object], device: str, *, seconds: float
+) -> tuple[float, float, float]:
+    """Median, 20 % and 80 % quantile of a call's time, in milliseconds; the first call is not
+    counted."""
     call()
     if device == "cuda":
         from triton.testing import do_bench
 
-        return tuple(do_bench(call, warmup=100 * seconds, rep=1000 * seconds, quantiles=[0.5, 0.2, 0.8]))
+        return tuple(
+            do_bench(call, warmup=100 * seconds, rep=1000 * seconds, quantiles=[0.5, 0.2, 0.8])
+        )
     from torch.utils.benchmark import Timer
 
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-    times = torch.tensor(timer.blocked_autorange(min_run_time=seconds).times, dtype=torch.float64) * 1e3
+    times = (
+        torch.tensor(timer.blocked_autorange(min_run_time=seconds).times, dtype=torch.float64) * 1e3
+    )
     return tuple(times.quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)).tolist())
 
 
@@ -121,12 +141,17 @@ class Problem:
     def make(cls, shape: Shape, device: str) -> Problem:
         """Draw them, the same ones every time."""
         generator = torch.Generator(device).manual_seed(1)
-        dtype, heads = DTYPES[shape.dtype], (shape.kv_heads * shape.group, shape.kv_heads, shape.kv_heads)
+        dtype, heads = (
+            DTYPES[shape.dtype],
+            (shape.kv_heads * shape.group, shape.kv_heads, shape.kv_heads),
+        )
         q, k, v = (
             torch.randn(1, shape.tokens, n, width, generator=generator, device=device, dtype=dtype)
             for n, width in zip(heads, (shape.width, shape.width, shape.value_width), strict=True)
         )
-        rows = query_rows(1, shape.tokens, shape.tokens, causal=True, cu_seqlens=None, device=q.device)
+        rows = query_rows(
+            1, shape.tokens, shape.tokens, causal=True, cu_seqlens=None, device=q.device
+        )
         ids = random_blocks(shape.tokens, shape.kv_heads, shape.block_size, shape.slots, device)
         return cls(shape, q, k, v, ids, rows)
 
@@ -138,25 +163,33 @@ class Problem:
     def call(self, operator: str, backend: str) -> Tensor:
         """The operator's output on these tensors."""
         if operator == "window":
-            return ops.sliding_window_attention(self.q, self.k, self.v, window_size=self.window_size, backend=backend)
+            return ops.sliding_window_attention(
+                self.q, self.k, self.v, window_size=self.window_size, backend=backend
+            )
         return ops.selected_attention(
-            self.q, self.k, self.v, self.block_indices, block_size=self.shape.block_size, backend=backend
+            self.q, self.k, self.v, self.block_indices, block_size=self.shape.block_size,
+            backend=backend
         )  # fmt: skip
 
     def last_queries(self) -> Problem:
         """The same with the last queries alone, in fp64: small enough for the reference."""
         n = CHECKED_QUERIES
         wide = (self.q[:, -n:].double(), self.k.double(), self.v.double())
-        return replace(self, q=wide[0], k=wide[1], v=wide[2], block_indices=self.block_indices[:, -n:])
+        return replace(
+            self, q=wide[0], k=wide[1], v=wide[2], block_indices=self.block_indices[:, -n:]
+        )
 
     def judge(self, o: Tensor, truth: Tensor) -> tuple[float, bool]:
         """Largest error of the last queries, and whether it is rounding."""
         error = (o[:, -CHECKED_QUERIES:].double() - truth).abs().max().item()
-        return error, error <= 16 * torch.finfo(self.q.dtype).eps * truth.abs().max().item()  # False for NaN
+        return error, error <= 16 * torch.finfo(
+            self.q.dtype
+        ).eps * truth.abs().max().item()  # False for NaN
 
 
 def dense_calls(problem: Problem) -> dict[str, Callable[[], Tensor]]:
-    """Dense causal attention by name: PyTorch's flash and cuDNN kernels on a GPU, its own choice on a CPU."""
+    """Dense causal attention by name: PyTorch's flash and cuDNN kernels on a GPU, its own choice on
+    a CPU."""
     q, k, v = (x.transpose(1, 2) for x in (problem.q, problem.k, problem.v))
 
     def dense(kernel: SDPBackend | None) -> Tensor:
@@ -167,21 +200,33 @@ def dense_calls(problem: Problem) -> dict[str, Callable[[], Tensor]]:
 
     if problem.q.device.type == "cpu" or problem.shape.dtype == "float32":
         return {"dense": lambda: dense(None)}
-    kernels = {"dense, flash": SDPBackend.FLASH_ATTENTION, "dense, cuDNN": SDPBackend.CUDNN_ATTENTION}
+    kernels = {
+        "dense, flash": SDPBackend.FLASH_ATTENTION,
+        "dense, cuDNN": SDPBackend.CUDNN_ATTENTION,
+    }
     return {name: lambda kernel=kernel: dense(kernel) for name, kernel in kernels.items()}
 
 
 def tilelang_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """The TileLang kernel with one decision changed at a time, and the published design it comes from."""
+    """The TileLang kernel with one decision changed at a time, and the published design it comes
+    from."""
     from tilelang import PassConfigKey
 
-    from nsa_tutorial import tilelang_first_draft, tilelang_forward
+    from nsa_tutorial.kernels import tilelang_first_draft, tilelang_forward
 
     shape = problem.shape
     scale = shape.width**-0.5
-    ids = block_list(problem.block_indices, problem.rows, block_size=shape.block_size, block_counts=None, include_own_block=False)
+    ids = block_list(
+        problem.block_indices,
+        problem.rows,
+        block_size=shape.block_size,
+        block_counts=None,
+        include_own_block=False,
+    )
 
-    def changed(pass_configs: dict[object, object] | None = None, **options: object) -> Callable[[], Tensor]:
+    def changed(
+        pass_configs: dict[object, object] | None = None, **options: object
+    ) -> Callable[[], Tensor]:
         configs = tuple({**tilelang_forward.PASS_CONFIGS, **(pass_configs or {})}.items())
         return lambda: tilelang_forward.forward(
             problem.q, problem.k, problem.v, ids, problem.rows,
@@ -190,7 +235,8 @@ def tilelang_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]
 
     def draft(num_stages: int) -> Callable[[], Tensor]:
         return lambda: tilelang_first_draft.run(
-            problem.q, problem.k, problem.v, problem.block_indices, block_size=shape.block_size, num_stages=num_stages,
+            problem.q, problem.k, problem.v, problem.block_indices, block_size=shape.block_size,
+            num_stages=num_stages,
             **tilelang_first_draft.MENDED,
         )  # fmt: skip
 
@@ -208,25 +254,42 @@ def tilelang_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]
         yield f"{threads} threads", changed(threads=threads)
     yield "exact exp2", changed({PassConfigKey.TL_ENABLE_FAST_MATH: False})
     yield "TMA off", changed({PassConfigKey.TL_DISABLE_TMA_LOWER: True})
-    yield "warp specialisation, 128 threads", changed({PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: False}, threads=128)
+    yield (
+        "warp specialisation, 128 threads",
+        changed({PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: False}, threads=128),
+    )
 
 
 def triton_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """The Triton kernels, the one with pointers with one decision of its launch changed at a time, and the probe."""
-    from nsa_tutorial import triton_forward, triton_probe
+    """The Triton kernels, the one with pointers with one decision of its launch changed at a time,
+    and the probe."""
+    from nsa_tutorial.kernels import triton_forward, triton_probe
 
     shape = problem.shape
     scale = shape.width**-0.5
-    ids = block_list(problem.block_indices, problem.rows, block_size=shape.block_size, block_counts=None, include_own_block=False)
-    between = ids.roll(-2, -1)  # empty slots stand at the end of a list; now two blocks follow them, and they are walked
+    ids = block_list(
+        problem.block_indices,
+        problem.rows,
+        block_size=shape.block_size,
+        block_counts=None,
+        include_own_block=False,
+    )
+    between = ids.roll(
+        -2, -1
+    )  # empty slots stand at the end of a list; now two blocks follow them, and they are walked
 
-    def changed(use_descriptors: bool = False, lists: Tensor = ids, **options: int) -> Callable[[], Tensor]:
+    def changed(
+        use_descriptors: bool = False, lists: Tensor = ids, **options: int
+    ) -> Callable[[], Tensor]:
         return lambda: triton_forward.forward(
             problem.q, problem.k, problem.v, lists, problem.rows,
             block_size=shape.block_size, scale=scale, use_descriptors=use_descriptors, **options,
         )[0]  # fmt: skip
 
-    yield "pointers, whole blocks, 2 warps, 2 stages", changed(BT=max(16, shape.block_size), num_warps=2, num_stages=2)
+    yield (
+        "pointers, whole blocks, 2 warps, 2 stages",
+        changed(BT=max(16, shape.block_size), num_warps=2, num_stages=2),
+    )
     yield "pointers", changed()
     yield "pointers, empty slots walked", changed(lists=between)
     for BT in (16, 32, 64):
@@ -243,7 +306,10 @@ def triton_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]]]
             problem.q, problem.k, problem.v, ids, problem.rows, block_size=shape.block_size
         )  # fmt: skip
         yield "descriptors, 2 stages", changed(True, num_stages=2)
-        yield "descriptors, steps of 64 tokens, 2 stages", changed(True, BT=min(64, shape.block_size), num_stages=2)
+        yield (
+            "descriptors, steps of 64 tokens, 2 stages",
+            changed(True, BT=min(64, shape.block_size), num_stages=2),
+        )
 
 
 PROBE = "descriptors, loads and products alone"  # no attention, so there is nothing to judge
@@ -251,7 +317,8 @@ STEPS = {"tilelang": tilelang_steps, "triton": triton_steps}
 
 
 def measure_shape(
-    operator: str, names: list[str], shape: Shape, device: str, *, steps: bool, with_dense: bool, seconds: float, jobs: int,
+    operator: str, names: list[str], shape: Shape, device: str, *, steps: bool, with_dense: bool,
+    seconds: float, jobs: int,
     bar: tqdm,
 ) -> list[Row]:  # fmt: skip
     """All rows of one shape."""
@@ -259,19 +326,39 @@ def measure_shape(
     truth = problem.last_queries().call(operator, "reference")
     calls = [(name, "", lambda name=name: problem.call(operator, name)) for name in names]
     if steps:
-        calls += [(name, change, call) for name in names if name in STEPS for change, call in STEPS[name](problem)]
+        calls += [
+            (name, change, call)
+            for name in names
+            if name in STEPS
+            for change, call in STEPS[name](problem)
+        ]
         bar.set_description(f"{shape.tokens} tokens, compiling {len(calls)} kernels")
-        with ThreadPoolExecutor(jobs) as pool:  # what goes wrong here goes wrong again below, and is noted there
+        with ThreadPoolExecutor(
+            jobs
+        ) as pool:  # what goes wrong here goes wrong again below, and is noted there
             list(pool.map(lambda call: _attempt(call[2]), calls))
     rows = []
     for kernel, change, call in calls:
         bar.set_description(f"{shape.tokens} tokens, {kernel} {change}".strip())
-        rows.append(_row(operator, kernel, change, problem, call, device, seconds, None if change == PROBE else truth))
+        rows.append(
+            _row(
+                operator,
+                kernel,
+                change,
+                problem,
+                call,
+                device,
+                seconds,
+                None if change == PROBE else truth,
+            )
+        )
     dense = dense_calls(problem) if with_dense else {}
     for name, call in dense.items():
         bar.set_description(f"{shape.tokens} tokens, {name}")
         rows.append(_row(operator, name, "", problem, call, device, seconds, None))
-    fastest = min((row.ms for row in rows if row.kernel in dense and row.ms is not None), default=None)
+    fastest = min(
+        (row.ms for row in rows if row.kernel in dense and row.ms is not None), default=None
+    )
     if fastest is not None:
         rows = [replace(row, dense_ratio=fastest / row.ms) if row.ms else row for row in rows]
     return rows
@@ -283,7 +370,8 @@ def _attempt(call: Callable[[], object]) -> None:
 
 
 def _row(
-    operator: str, kernel: str, change: str, problem: Problem, call: Callable[[], Tensor], device: str, seconds: float,
+    operator: str, kernel: str, change: str, problem: Problem, call: Callable[[], Tensor],
+    device: str, seconds: float,
     truth: Tensor | None,
 ) -> Row:  # fmt: skip
     row = Row(**asdict(problem.shape), operator=operator, kernel=kernel, change=change)
@@ -293,7 +381,9 @@ def _row(
             row = replace(row, error=error, is_right=is_right)
         ms, low, high = measure(call, device, seconds=seconds)
     except Exception as error:  # a compiler may refuse one of the variants: that is a result too
-        return replace(row, note=f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:200]}")
+        return replace(
+            row, note=f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:200]}"
+        )
     return replace(row, ms=ms, ms_low=low, ms_high=high)
 
 
@@ -314,14 +404,22 @@ def about(command: list[str]) -> dict[str, object]:
 def write(rows: list[Row], facts: dict[str, object], path: Path | None) -> None:
     """Rows to a `.json` or `.csv` file, or as CSV to the standard output."""
     if path is not None and path.suffix == ".json":
-        path.write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        path.write_text(
+            json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+        )
         return
     machine = {name: facts[name] for name in ("machine", "torch", "triton", "tilelang")}
-    with open(path, "w", newline="") if path is not None else open(sys.stdout.fileno(), "w", newline="", closefd=False) as file:
+    with (
+        open(path, "w", newline="")
+        if path is not None
+        else open(sys.stdout.fileno(), "w", newline="", closefd=False) as file
+    ):
         writer = csv.DictWriter(file, [*Row.__dataclass_fields__, *machine])
         writer.writeheader()
         for row in rows:
-            numbers = {key: f"{x:.4g}" if isinstance(x, float) else x for key, x in asdict(row).items()}
+            numbers = {
+                key: f"{x:.4g}" if isinstance(x, float) else x for key, x in asdict(row).items()
+            }
             writer.writerow({**numbers, **machine})
 
 
@@ -330,35 +428,89 @@ def parser() -> argparse.ArgumentParser:
     on_gpu = environment.detect().gpu is not None
     summary, _, rest = __doc__.partition("\n\n")
     result = argparse.ArgumentParser(
-        "python -m nsa_tutorial.bench", description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m nsa_tutorial.bench",
+        description=summary,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     operators = result.add_subparsers(dest="operator", required=True, metavar="operator")
     for name, summary in (
         ("selected", "selected_attention: each query attends to a list of blocks"),
         ("window", "sliding_window_attention over slots * block-size keys"),
     ):
-        p = operators.add_parser(name, help=summary, description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        p = operators.add_parser(
+            name,
+            help=summary,
+            description=summary,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
         every = {"nargs": "+", "type": int, "metavar": "n"}
         p.add_argument(
-            "--backend", nargs="+", choices=("reference", "tilelang", "triton"), default=["tilelang"], help="what is measured"
+            "--backend",
+            nargs="+",
+            choices=("reference", "tilelang", "triton"),
+            default=["tilelang"],
+            help="what is measured",
         )
-        p.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu", help="where")
-        p.add_argument("--tokens", **every, default=[8192, 65536] if on_gpu else [128, 512], help="queries, and keys")
-        p.add_argument("--kv-heads", **every, default=[4] if on_gpu else [1], help="key/value heads")
+        p.add_argument(
+            "--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu", help="where"
+        )
+        p.add_argument(
+            "--tokens",
+            **every,
+            default=[8192, 65536] if on_gpu else [128, 512],
+            help="queries, and keys",
+        )
+        p.add_argument(
+            "--kv-heads", **every, default=[4] if on_gpu else [1], help="key/value heads"
+        )
         p.add_argument("--group", **every, default=[16], help="query heads of a key/value head")
-        p.add_argument("--width", **every, default=[128] if on_gpu else [64], help="channels of queries and keys")
-        p.add_argument("--value-width", type=int, metavar="n", default=argparse.SUPPRESS, help="channels of values, if others")
-        p.add_argument("--block-size", **every, default=[64] if on_gpu else [32], help="tokens of a block")
+        p.add_argument(
+            "--width",
+            **every,
+            default=[128] if on_gpu else [64],
+            help="channels of queries and keys",
+        )
+        p.add_argument(
+            "--value-width",
+            type=int,
+            metavar="n",
+            default=argparse.SUPPRESS,
+            help="channels of values, if others",
+        )
+        p.add_argument(
+            "--block-size", **every, default=[64] if on_gpu else [32], help="tokens of a block"
+        )
         p.add_argument("--slots", **every, default=[16] if on_gpu else [4], help="blocks of a list")
-        p.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float16"] if on_gpu else ["float32"], help="of tensors")
+        p.add_argument(
+            "--dtype",
+            nargs="+",
+            choices=DTYPES,
+            default=["float16"] if on_gpu else ["float32"],
+            help="of tensors",
+        )
         p.set_defaults(steps=False)
         if name == "selected":
-            p.add_argument("--steps", action="store_true", help="a kernel with one decision changed at a time, too")
+            p.add_argument(
+                "--steps",
+                action="store_true",
+                help="a kernel with one decision changed at a time, too",
+            )
         p.add_argument("--no-dense", action="store_true", help="leave dense attention out")
         p.add_argument("--seconds", type=float, default=0.3, help="spent on each measurement")
-        p.add_argument("--jobs", type=int, metavar="n", default=min(16, os.cpu_count() or 1), help="kernels compiled at a time")
         p.add_argument(
-            "--output", type=Path, metavar="file", default=argparse.SUPPRESS, help=".json or .csv; without it CSV is printed"
+            "--jobs",
+            type=int,
+            metavar="n",
+            default=min(16, os.cpu_count() or 1),
+            help="kernels compiled at a time",
+        )
+        p.add_argument(
+            "--output",
+            type=Path,
+            metavar="file",
+            default=argparse.SUPPRESS,
+            help=".json or .csv; without it CSV is printed",
         )
     return result
 
@@ -374,7 +526,8 @@ def shapes(options: argparse.Namespace) -> list[Shape]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status, 1 where a kernel as `ops` calls it was wrong or did not run."""
+    """Run the command line; returns the exit status, 1 where a kernel as `ops` calls it was wrong
+    or did not run."""
     arguments = sys.argv[1:] if arguments is None else arguments
     command = parser()
     options = command.parse_args(arguments)
@@ -382,7 +535,9 @@ def main(arguments: list[str] | None = None) -> int:
     if path is not None and path.suffix not in (".json", ".csv"):
         command.error(f"--output: got {path}, expected a name that ends in .json or .csv")
     if options.steps and options.device == "cpu":
-        command.error("--steps: got --device cpu, expected cuda: on a CPU these decisions change nothing")
+        command.error(
+            "--steps: got --device cpu, expected cuda: on a CPU these decisions change nothing"
+        )
     for name, dtype in itertools.product(options.backend, options.dtype):
         reason = environment.detect().why_not(name, options.device, dtype)
         if options.device == "cuda" and not environment.detect().gpu:
@@ -394,10 +549,16 @@ def main(arguments: list[str] | None = None) -> int:
         for shape in bar:
             rows += measure_shape(
                 options.operator, options.backend, shape, options.device, steps=options.steps,
-                with_dense=not options.no_dense, seconds=options.seconds, jobs=options.jobs, bar=bar,
+                with_dense=not options.no_dense, seconds=options.seconds, jobs=options.jobs,
+                bar=bar,
             )  # fmt: skip
     write(rows, about(arguments), path)
-    return int(any(row.change == "" and not row.kernel.startswith("dense") and not row.is_right for row in rows))
+    return int(
+        any(
+            row.change == "" and not row.kernel.startswith("dense") and not row.is_right
+            for row in rows
+        )
+    )
 
 
 if __name__ == "__main__":

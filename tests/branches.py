@@ -1,4 +1,5 @@
-"""Random inputs for NSA's branches, and what the contract says of them in loops over single positions: the oracles, in fp64."""
+"""Random inputs for NSA's branches, and what the contract says of them in loops over single
+positions: the oracles, in fp64."""
 
 from __future__ import annotations
 
@@ -12,12 +13,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nsa_tutorial.selected_attention import masked_attention
+from nsa_tutorial.sparse.selected_attention import masked_attention
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one call; `make` draws queries, keys and values. `cu` packs sequences, and then `N == M`."""
+    """Sizes of one call; `make` draws queries, keys and values. `cu` packs sequences, and then
+    `N == M`."""
 
     B: int = 1
     N: int = 37
@@ -38,7 +40,11 @@ class Shape:
         g = torch.Generator().manual_seed(self.seed)
         q = torch.randn(self.B, self.N, self.H * self.G, self.D, generator=g) * self.magnitude
         k = torch.randn(self.B, self.M, self.H, self.D, generator=g)
-        return q.to(dtype), k.to(dtype), torch.randn(self.B, self.M, self.H, self.DV, generator=g).to(dtype)
+        return (
+            q.to(dtype),
+            k.to(dtype),
+            torch.randn(self.B, self.M, self.H, self.DV, generator=g).to(dtype),
+        )
 
     @property
     def offsets(self) -> Tensor | None:
@@ -89,7 +95,15 @@ class Shape:
         return mask[None, :, None].expand(self.B, -1, self.H, -1)
 
 
-def assert_attention(o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None) -> None:
+def assert_attention(
+    o: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float | None = None,
+) -> None:
     """`o` and `lse` are those of attention under `mask`, to the contract's error budget."""
     o_true, lse_true = masked_attention(q.double(), k.double(), v.double(), mask, scale)
     o_plain, lse_plain = masked_attention(q, k, v, mask, scale)
@@ -100,9 +114,17 @@ def assert_attention(o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, ma
 
 
 def select_loop(
-    shape: Shape, q: Tensor, k_cmp: Tensor, *, top_n: int, num_initial: int, num_local: int, counts: Tensor | None = None
+    shape: Shape,
+    q: Tensor,
+    k_cmp: Tensor,
+    *,
+    top_n: int,
+    num_initial: int,
+    num_local: int,
+    counts: Tensor | None = None,
 ) -> list[list[list[list[int]]]]:
-    """The blocks of every row `[b][n][h]`, one query at a time, one token at a time; `counts [B, N, H]` cut each row's."""
+    """The blocks of every row `[b][n][h]`, one query at a time, one token at a time;
+    `counts [B, N, H]` cut each row's."""
     summaries, seen = shape.summaries(), shape.seen_summaries()
     G, BS = shape.G, shape.BS
     chosen = [[[[] for _ in range(shape.H)] for _ in range(shape.N)] for _ in range(shape.B)]
@@ -119,7 +141,10 @@ def select_loop(
                             if token // BS <= own:
                                 score[token // BS] += mass / shape.stride
                 forced = {i for i in range(own + 1) if i < num_initial or i > own - num_local}
-                free = sorted((i for i in range(own + 1) if i not in forced), key=lambda i: (-round(score[i], 9), i))
+                free = sorted(
+                    (i for i in range(own + 1) if i not in forced),
+                    key=lambda i: (-round(score[i], 9), i),
+                )
                 ranked = [*sorted(forced), *free][:top_n]
                 best = sorted(ranked if counts is None else ranked[: int(counts[b, n, h])])
                 chosen[b][n][h] = best + [-1] * (top_n - len(best))
@@ -132,12 +157,16 @@ def finite(x: Tensor) -> Tensor:
 
 
 def assert_blind_to(
-    call: Callable[..., tuple[Tensor, ...]], tensors: list[Tensor], spoil: list[tuple[int, slice]], rows: slice
+    call: Callable[..., tuple[Tensor, ...]],
+    tensors: list[Tensor],
+    spoil: list[tuple[int, slice]],
+    rows: slice,
 ) -> None:
-    """What `call(*tensors)` gives for the queries `rows` stays the same to the bit with NaN in `spoil`, and with other numbers.
+    """What `call(*tensors)` gives for the queries `rows` stays the same to the bit with NaN in
+    `spoil`, and with other numbers.
 
-    With other numbers, so do the gradients. With NaN, those of the queries that see it are NaN, also where nobody asks for their
-    output: 0 * NaN.
+    With other numbers, so do the gradients. With NaN, those of the queries that see it are NaN,
+    also where nobody asks for their output: 0 * NaN.
 
     Args:
         call: returns tensors `[B, N, ...]`.
@@ -155,7 +184,9 @@ def assert_blind_to(
         sum(finite(x).sum() for x in outputs).backward()
         results.append((outputs, [x.grad for x in inputs]))
     (outputs, gradients), (outputs_5, gradients_5), (outputs_nan, _) = results
-    assert all(torch.equal(a, b) for a, b in zip(outputs + gradients, outputs_5 + gradients_5, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(outputs + gradients, outputs_5 + gradients_5, strict=True)
+    )
     assert all(torch.equal(a, b) for a, b in zip(outputs, outputs_nan, strict=True))
 
 

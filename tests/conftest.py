@@ -1,4 +1,5 @@
-"""Marks shared by all tests: `gpu` runs where there is a CUDA device, the chapters' frame where the notebook packages are."""
+"""Marks shared by all tests: `gpu` runs where there is a CUDA device, the chapters' frame where the
+notebook packages are."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -10,9 +11,11 @@ import torch
 
 import nsa_tutorial  # noqa: F401  (decides how triton runs, before a test imports it)
 
-# A bare GPU machine may hold the kernels' packages alone: there, tests of the course frame are not collected.
+# A bare GPU machine may hold the kernels' packages alone: there, tests of the course frame are not
+# collected.
 if any(find_spec(package) is None for package in ("ipywidgets", "nbclient", "nbformat")):
-    collect_ignore = [p.name for p in Path(__file__).parent.glob("test_*.py") if "nsa_tutorial.course" in p.read_text()]
+    tests = Path(__file__).parent.glob("*/test_*.py")
+    collect_ignore = [str(p) for p in tests if "nsa_tutorial.course" in p.read_text()]
 
 
 @cache
@@ -39,7 +42,8 @@ def exact_matmul() -> None:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """PyTorch computes in one thread: on a busy machine, many small operations in two spend their time waiting for each other."""
+    """PyTorch computes in one thread: on a busy machine, many small operations in two spend their
+    time waiting for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

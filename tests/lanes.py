@@ -1,4 +1,5 @@
-"""Where a kernel's tests run: a lane is a backend on a device, and CUDA lanes carry the mark `gpu`."""
+"""Where a kernel's tests run: a lane is a backend on a device, and CUDA lanes carry the mark
+`gpu`."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import pytest
 import torch
 
-from nsa_tutorial import environment
+from nsa_tutorial.runtime import environment
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -37,8 +38,8 @@ def product(
 ) -> pytest.MarkDecorator:
     """A test's `name`, `dtype`, `backend` and `device`: every case in every dtype on every lane.
 
-    On CUDA all of them run. On the CPU those run whose case `quick` names for the dtype; the others carry the mark
-    `exhaustive`. No kernel computes bfloat16 there.
+    On CUDA all of them run. On the CPU those run whose case `quick` names for the dtype; the others
+    carry the mark `exhaustive`. No kernel computes bfloat16 there.
     """
     unknown = {case for some in quick.values() for case in some} - cases.keys()
     assert not unknown, f"no cases of these names: {unknown}"

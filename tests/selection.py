@@ -1,4 +1,5 @@
-"""Random selected-attention problems, and the judgement of an answer against fp64 under the contract's error budget."""
+"""Random selected-attention problems, and the judgement of an answer against fp64 under the
+contract's error budget."""
 
 from __future__ import annotations
 
@@ -8,14 +9,15 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial import ops
-from nsa_tutorial.selected_attention import dense_mask, masked_attention
+from nsa_tutorial.sparse.selected_attention import dense_mask, masked_attention
 
 
 @dataclass(frozen=True)
 class Problem:
     """Sizes and options of one call; `make` draws its tensors from `seed`.
 
-    Lists hold distinct ids, among them -1, ids of the future and ids past the last block, in any order.
+    Lists hold distinct ids, among them -1, ids of the future and ids past the last block, in any
+    order.
     """
 
     B: int = 1
@@ -38,15 +40,21 @@ class Problem:
 
     def make(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Call:
         g = torch.Generator().manual_seed(self.seed)
-        q = (torch.randn(self.B, self.N, self.H * self.G, self.D, generator=g) * self.magnitude).to(dtype)
+        q = (torch.randn(self.B, self.N, self.H * self.G, self.D, generator=g) * self.magnitude).to(
+            dtype
+        )
         k = torch.randn(self.B, self.M, self.H, self.D, generator=g).to(dtype)
         v = torch.randn(self.B, self.M, self.H, self.DV, generator=g).to(dtype)
         pool = max(-(-self.M // self.BS) + 2, self.S)  # two ids past the last block
         order = torch.rand(self.B, self.N, self.H, pool, generator=g).argsort(-1)[..., : self.S]
-        ids = order.masked_fill(torch.rand(order.shape, generator=g) < 0.15, -1).to(self.index_dtype)
+        ids = order.masked_fill(torch.rand(order.shape, generator=g) < 0.15, -1).to(
+            self.index_dtype
+        )
         counts = self.counts
         if counts == "random":
-            counts = torch.randint(0, self.S + 1, (self.B, self.N, self.H), generator=g, dtype=torch.int32)
+            counts = torch.randint(
+                0, self.S + 1, (self.B, self.N, self.H), generator=g, dtype=torch.int32
+            )
         cu = None if self.cu is None else torch.tensor(self.cu, dtype=torch.int32)
         options = {
             "block_size": self.BS,
@@ -70,7 +78,9 @@ class Call:
     options: dict
 
     def to(self, device: str) -> Call:
-        options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.options.items()}
+        options = {
+            name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.options.items()
+        }
         return Call(*(x.to(device) for x in (self.q, self.k, self.v, self.ids)), options)
 
     def having(self, **changes: object) -> Call:
@@ -79,7 +89,9 @@ class Call:
         return replace(self, **tensors, options={**self.options, **changes})
 
     def run(self, backend: str) -> tuple[Tensor, Tensor]:
-        return ops.selected_attention(self.q, self.k, self.v, self.ids, **self.options, return_lse=True, backend=backend)
+        return ops.selected_attention(
+            self.q, self.k, self.v, self.ids, **self.options, return_lse=True, backend=backend
+        )
 
     def mask(self) -> Tensor:
         options = {name: x for name, x in self.options.items() if name != "scale"}
@@ -87,7 +99,9 @@ class Call:
 
     def truth(self) -> tuple[Tensor, Tensor]:
         """The answer in fp64, from the dense mask."""
-        return masked_attention(self.q.double(), self.k.double(), self.v.double(), self.mask(), self.options["scale"])
+        return masked_attention(
+            self.q.double(), self.k.double(), self.v.double(), self.mask(), self.options["scale"]
+        )
 
     def plain(self) -> tuple[Tensor, Tensor]:
         """What plain PyTorch gives in the call's own dtype."""
@@ -95,13 +109,20 @@ class Call:
 
 
 def assert_within_budget(got: Tensor, truth: Tensor, plain: Tensor, what: str) -> None:
-    """The error against fp64 is at most twice that of plain PyTorch in the same dtype, plus 1e-6; non-finite places agree."""
-    assert got.shape == truth.shape, f"{what}: shape {list(got.shape)}, expected {list(truth.shape)}"
+    """The error against fp64 is at most twice that of plain PyTorch in the same dtype, plus 1e-6;
+    non-finite places agree."""
+    assert got.shape == truth.shape, (
+        f"{what}: shape {list(got.shape)}, expected {list(truth.shape)}"
+    )
     assert not got.isnan().any(), f"{what}: NaN"
     finite = truth.isfinite()
-    assert torch.equal(got[~finite].double(), truth[~finite]), f"{what}: differs where the truth is not finite"
+    assert torch.equal(got[~finite].double(), truth[~finite]), (
+        f"{what}: differs where the truth is not finite"
+    )
     error = (got.double() - truth)[finite].abs().max().item() if finite.any() else 0.0
-    budget = 2 * ((plain.double() - truth)[finite].abs().max().item() if finite.any() else 0.0) + 1e-6
+    budget = (
+        2 * ((plain.double() - truth)[finite].abs().max().item() if finite.any() else 0.0) + 1e-6
+    )
     assert error <= budget, f"{what}: error {error:.2e} over the budget of {budget:.2e}"
 
 

@@ -1,4 +1,5 @@
-"""What comes from another library computes here what it computed there: judged in fp64 by loops written from its conventions."""
+"""What comes from another library computes here what it computed there: judged in fp64 by loops
+written from its conventions."""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ Keys = Callable[[int, int, int], list[int]]
 
 
 def tensors(
-    B: int = 2, N: int = 23, M: int | None = None, H: int = 2, G: int = 3, dtype: torch.dtype = torch.float64
+    B: int = 2,
+    N: int = 23,
+    M: int | None = None,
+    H: int = 2,
+    G: int = 3,
+    dtype: torch.dtype = torch.float64,
 ) -> list[Tensor]:
     """q, k, v and three gates, positions first."""
     g = torch.Generator().manual_seed(N)
@@ -30,15 +36,20 @@ def tensors(
     return [torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def lists(N: int = 23, M: int | None = None, heads: int = 2, S: int = 4, B: int = 2, seed: int = 0) -> Tensor:
+def lists(
+    N: int = 23, M: int | None = None, heads: int = 2, S: int = 4, B: int = 2, seed: int = 0
+) -> Tensor:
     """Distinct ids in any order, with -1 and blocks of the future among them."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.rand(B, N, heads, max(-(-(M or N) // BS), S), generator=g).argsort(-1)[..., :S]
     return ids.masked_fill(torch.rand(ids.shape, generator=g) < 0.2, -1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, keys: Keys, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """Softmax over the keys `keys(b, n, i)` of query head `i`, a row at a time; a key listed twice counts twice."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, keys: Keys, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Softmax over the keys `keys(b, n, i)` of query head `i`, a row at a time; a key listed twice
+    counts twice."""
     (B, N, HQ, D), G = q.shape, q.shape[2] // k.shape[2]
     o, lse = q.new_zeros(B, N, HQ, v.shape[3]), q.new_full((B, N, HQ), -math.inf)
     for b, n, i in product(range(B), range(N), range(HQ)):
@@ -50,24 +61,32 @@ def attend(q: Tensor, k: Tensor, v: Tensor, keys: Keys, scale: float | None = No
 
 
 def causal_blocks(ids: Tensor, G: int, offset: int = 0, counts: Tensor | None = None) -> Keys:
-    """fla's and ejKernel's reading of a list: a slot whose block begins by the query's position, up to that position."""
+    """fla's and ejKernel's reading of a list: a slot whose block begins by the query's position, up
+    to that position."""
 
     def keys(b: int, n: int, i: int) -> list[int]:
         row, t = ids[b, n, i // G].tolist(), offset + n
         read = row if counts is None else row[: int(counts[b, n, i // G])]
-        return [p for j in read if 0 <= j * BS <= t for p in range(j * BS, min((j + 1) * BS, t + 1))]
+        return [
+            p for j in read if 0 <= j * BS <= t for p in range(j * BS, min((j + 1) * BS, t + 1))
+        ]
 
     return keys
 
 
-def choose(q: Tensor, k_cmp: Tensor, count: int, always: Callable[[int], set[int]], offset: int = 0) -> Tensor:
-    """Blocks by the softmax mass of complete ones, summed over the group, 1 a head for `always(own)`; ties go to the later."""
+def choose(
+    q: Tensor, k_cmp: Tensor, count: int, always: Callable[[int], set[int]], offset: int = 0
+) -> Tensor:
+    """Blocks by the softmax mass of complete ones, summed over the group, 1 a head for
+    `always(own)`; ties go to the later."""
     (B, N, HQ, D), H = q.shape, k_cmp.shape[2]
     ids = torch.full((B, N, H, count), -1)
     for b, n, h in product(range(B), range(N), range(H)):
         t = offset + n
         heads, complete = slice(h * HQ // H, (h + 1) * HQ // H), (t + 1) // BS
-        mass = (q[b, n, heads] @ k_cmp[b, :complete, h].T * D**-0.5).softmax(-1).sum(0).tolist() + [0.0] * (t // BS + 1 - complete)
+        mass = (q[b, n, heads] @ k_cmp[b, :complete, h].T * D**-0.5).softmax(-1).sum(0).tolist() + [
+            0.0
+        ] * (t // BS + 1 - complete)
         mass = [HQ / H if j in always(t // BS) else m for j, m in enumerate(mass)]
         best = sorted(range(len(mass)), key=lambda j: (-mass[j], -j))[:count]
         ids[b, n, h, : len(best)] = torch.tensor(best)
@@ -80,17 +99,36 @@ def means(x: Tensor) -> Tensor:
 
 
 def three_branches(
-    q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor | None], selected: Keys, window: int = 0, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: list[Tensor | None],
+    selected: Keys,
+    window: int = 0,
+    scale: float | None = None,
 ) -> Tensor:
-    """fla's sum: a selection without gate counts whole, summaries are complete blocks, a window of w shows w keys."""
+    """fla's sum: a selection without gate counts whole, summaries are complete blocks, a window of
+    w shows w keys."""
     g_cmp, g_slc, g_swa = gates
     offset = k.shape[1] - q.shape[1]
     o, _ = attend(q, k, v, selected, scale)
     o = o if g_slc is None else g_slc[..., None] * o
     if g_cmp is not None:
-        o = o + g_cmp[..., None] * attend(q, means(k), means(v), lambda b, n, i: [*range((offset + n + 1) // BS)], scale)[0]
+        o = (
+            o
+            + g_cmp[..., None]
+            * attend(
+                q, means(k), means(v), lambda b, n, i: [*range((offset + n + 1) // BS)], scale
+            )[0]
+        )
     if window:
-        last = attend(q, k, v, lambda b, n, i: [*range(max(offset + n - window + 1, 0), offset + n + 1)], scale)[0]
+        last = attend(
+            q,
+            k,
+            v,
+            lambda b, n, i: [*range(max(offset + n - window + 1, 0), offset + n + 1)],
+            scale,
+        )[0]
         o = o + g_swa[..., None] * last
     return o
 
@@ -118,7 +156,10 @@ def test_attention_heads_first() -> None:
     ids = lists()
     o, lse = attend(q, k, v, causal_blocks(ids, 3))
     inputs = [interop.positions_first(x.transpose(1, 2).contiguous()) for x in (q, k, v, ids)]
-    o_here, lse_here = (interop.heads_first(x) for x in ops.selected_attention(*inputs, block_size=BS, return_lse=True))
+    o_here, lse_here = (
+        interop.heads_first(x)
+        for x in ops.selected_attention(*inputs, block_size=BS, return_lse=True)
+    )
     assert near(o_here, o.permute(0, 2, 1, 3))
     assert near(lse_here, lse.permute(0, 2, 1))
 
@@ -151,14 +192,21 @@ def test_lists_of_heads_that_agree() -> None:
     heads = heads.masked_fill((heads < 0) & (torch.rand(heads.shape, generator=g) < 0.5), -9)
     grouped = interop.group_lists(heads, 2)
     assert grouped.shape == ids.shape
-    assert near(ops.selected_attention(q, k, v, grouped, block_size=BS), attend(q, k, v, causal_blocks(ids, 3))[0])
+    assert near(
+        ops.selected_attention(q, k, v, grouped, block_size=BS),
+        attend(q, k, v, causal_blocks(ids, 3))[0],
+    )
 
 
 def test_the_first_row_of_heads_that_differ() -> None:
     heads = lists().repeat_interleave(3, dim=2)
     heads[1, 4, 3:] = torch.tensor([[3, 1, 0, -1], [3, 1, 0, 4], [-1, 0, 1, 3]])
     heads[1, 9, 0] += 1
-    with pytest.raises(ValueError, match=r"block_indices: got heads that differ in row \[1, 4, 1\], .*expected the same blocks"):
+    with pytest.raises(
+        ValueError,
+        match=r"block_indices: got heads that differ in row \[1, 4, 1\], .*expected the same "
+        r"blocks",
+    ):
         interop.group_lists(heads, 2)
 
 
@@ -197,9 +245,15 @@ def test_fla_with_lists(M: int, gated: bool) -> None:
 
 def test_fla_counts_of_each_row() -> None:
     q, k, v, *_ = tensors()
-    ids, counts = lists(), torch.randint(0, 5, (2, 23, 2), generator=torch.Generator().manual_seed(4))
+    ids, counts = (
+        lists(),
+        torch.randint(0, 5, (2, 23, 2), generator=torch.Generator().manual_seed(4)),
+    )
     arguments = interop.from_fla(q, k, v, block_indices=ids, block_counts=counts, block_size=BS)
-    assert near(ops.native_sparse_attention(**arguments), attend(q, k, v, causal_blocks(ids, 3, counts=counts))[0])
+    assert near(
+        ops.native_sparse_attention(**arguments),
+        attend(q, k, v, causal_blocks(ids, 3, counts=counts))[0],
+    )
 
 
 @pytest.mark.parametrize("count", [3, 4])
@@ -213,13 +267,16 @@ def test_fla_choosing_blocks(M: int, count: int) -> None:
 
 
 def test_fla_choosing_as_many_blocks_as_each_row_counts() -> None:
-    """The forced ones first, then by importance: the first so many of the list that the largest count chooses."""
+    """The forced ones first, then by importance: the first so many of the list that the largest
+    count chooses."""
     q, k, v, *gates = tensors()
     counts = torch.randint(3, 6, (2, 23, 2), generator=torch.Generator().manual_seed(4))
     lists = [choose(q, means(k), count, lambda own: {0, own - 1, own}, 0) for count in (3, 4, 5)]
     width = max(x.shape[-1] for x in lists)
     padded = [F.pad(x, (0, width - x.shape[-1]), value=-1) for x in lists]
-    ids = torch.stack(padded).gather(0, (counts - 3)[None, ..., None].expand(1, -1, -1, -1, width))[0]
+    ids = torch.stack(padded).gather(0, (counts - 3)[None, ..., None].expand(1, -1, -1, -1, width))[
+        0
+    ]
     right = three_branches(q, k, v, gates, causal_blocks(ids, 3), 6)
     arguments = interop.from_fla(q, k, v, *gates, block_counts=counts, block_size=BS, window_size=6)
     assert near(ops.native_sparse_attention(**arguments), right)
@@ -229,7 +286,10 @@ def test_fla_lists_win_over_the_choice() -> None:
     q, k, v, g_cmp, g_slc, _ = tensors()
     ids = lists()
     right = three_branches(q, k, v, [g_cmp, g_slc, None], causal_blocks(ids, 3))
-    assert near(ops.native_sparse_attention(**interop.from_fla(q, k, v, g_cmp, g_slc, None, ids, 2, BS)), right)
+    assert near(
+        ops.native_sparse_attention(**interop.from_fla(q, k, v, g_cmp, g_slc, None, ids, 2, BS)),
+        right,
+    )
 
 
 def test_fla_without_a_window_has_no_window_gate() -> None:
@@ -241,17 +301,23 @@ def test_fla_without_a_window_has_no_window_gate() -> None:
 
 def test_fla_heads_first() -> None:
     q, k, v, *gates = tensors()
-    ids, counts = lists(), torch.randint(0, 5, (2, 23, 2), generator=torch.Generator().manual_seed(5))
+    ids, counts = (
+        lists(),
+        torch.randint(0, 5, (2, 23, 2), generator=torch.Generator().manual_seed(5)),
+    )
     right = ops.native_sparse_attention(**interop.from_fla(q, k, v, *gates, ids, counts, BS, 7))
     theirs = [x.transpose(1, 2).contiguous() for x in (q, k, v, *gates, ids, counts)]
-    assert near(ops.native_sparse_attention(**interop.from_fla(*theirs, BS, 7, head_first=True)), right)
+    assert near(
+        ops.native_sparse_attention(**interop.from_fla(*theirs, BS, 7, head_first=True)), right
+    )
 
 
 def test_fla_packed() -> None:
     q, k, v, *gates = tensors(B=1)
     ids = lists(B=1)
     cu = torch.tensor([0, 9, 9, 23], dtype=torch.int32)
-    parts = [three_branches(*(x[:, a:b] for x in (q, k, v)), [g[:, a:b] for g in gates], causal_blocks(ids[:, a:b], 3), 4)
+    parts = [three_branches(*(x[:, a:b] for x in (q, k, v)), [g[:, a:b] for g in gates],
+    causal_blocks(ids[:, a:b], 3), 4)
              for a, b in ((0, 9), (9, 23))]  # fmt: skip
     for offsets in (cu, (cu, cu.clone())):
         arguments = interop.from_fla(q, k, v, *gates, ids, 4, BS, 4, cu_seqlens=offsets)
@@ -260,7 +326,10 @@ def test_fla_packed() -> None:
 
 def test_the_selection_of_a_whole() -> None:
     q, k, v, *gates = tensors()
-    ids, counts = lists(), torch.randint(0, 5, (2, 23, 2), generator=torch.Generator().manual_seed(6))
+    ids, counts = (
+        lists(),
+        torch.randint(0, 5, (2, 23, 2), generator=torch.Generator().manual_seed(6)),
+    )
     arguments = interop.selection_only(interop.from_fla(q, k, v, *gates, ids, counts, BS, 7, 0.4))
     o, lse = ops.selected_attention(**arguments, return_lse=True)
     o_right, lse_right = attend(q, k, v, causal_blocks(ids, 3, counts=counts), 0.4)
@@ -272,7 +341,8 @@ def test_the_selection_of_a_whole() -> None:
 
 
 def before_the_query(own: bool, heads: int = 2) -> tuple[Tensor, Tensor]:
-    """Lists and a mask heads first, as their kernels want them, with ids of anything under the mask."""
+    """Lists and a mask heads first, as their kernels want them, with ids of anything under the
+    mask."""
     ids = lists(heads=heads, seed=7).transpose(1, 2).contiguous()  # [B, H, N, S]
     t = torch.arange(23)[:, None]
     mask = (ids >= 0) & (ids < (t if own else t + 1) // BS)
@@ -285,7 +355,9 @@ def lucidrains_keys(ids: Tensor, mask: Tensor, own: bool) -> Keys:
     def keys(b: int, n: int, i: int) -> list[int]:
         h = i * ids.shape[1] // 6
         chosen = ids[b, h, n][mask[b, h, n]].tolist()
-        return [p for j in chosen for p in range(j * BS, (j + 1) * BS)] + ([*range(n // BS * BS, n + 1)] if own else [])
+        return [p for j in chosen for p in range(j * BS, (j + 1) * BS)] + (
+            [*range(n // BS * BS, n + 1)] if own else []
+        )
 
     return keys
 
@@ -301,7 +373,9 @@ def test_lucidrains(heads: int, own: bool) -> None:
     o, lse = ops.selected_attention(**arguments)
     assert near(o, right[0])
     assert near(lse, right[1])
-    gradients, right_gradients = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (o, right[0]))
+    gradients, right_gradients = (
+        torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (o, right[0])
+    )
     assert all(near(a, b) for a, b in zip(gradients, right_gradients, strict=True))
 
 
@@ -309,7 +383,9 @@ def test_lucidrains_all_masked() -> None:
     q, k, v, *_ = (x.transpose(1, 2) for x in tensors()[:3])
     ids, mask = before_the_query(False)
     o, lse = ops.selected_attention(
-        **interop.from_lucidrains(q, k, v, BS, ids, mask & False, include_block_causal=False, return_lse=True)
+        **interop.from_lucidrains(
+            q, k, v, BS, ids, mask & False, include_block_causal=False, return_lse=True
+        )
     )
     assert not o.any()
     assert (lse == -math.inf).all()
@@ -327,11 +403,17 @@ def test_lucidrains_all_masked() -> None:
         pytest.param(True, 12, -1, "0 … 1", id="no block at all"),
     ],
 )
-def test_lucidrains_blocks_without_a_causal_mask(own: bool, n: int, block: int, expected: str) -> None:
+def test_lucidrains_blocks_without_a_causal_mask(
+    own: bool, n: int, block: int, expected: str
+) -> None:
     q, k, v = (x.transpose(1, 2) for x in tensors()[:3])
     ids, mask = before_the_query(own)
     ids[1, 0, n, 2], mask[1, 0, n, 2] = block, True
-    with pytest.raises(ValueError, match=rf"selected_block_indices: got block {block} in row \[1, {n}, 0\], expected {expected}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"selected_block_indices: got block {block} in row \[1, {n}, 0\], expected "
+        rf"{expected}",
+    ):
         interop.from_lucidrains(q, k, v, BS, ids, mask, include_block_causal=own)
     mask[1, 0, n, 2] = False
     interop.from_lucidrains(q, k, v, BS, ids, mask, include_block_causal=own)
@@ -341,9 +423,14 @@ def test_lucidrains_own_block_at_its_last_query() -> None:
     """Without the added own block, it has nothing of the future there, and means the same."""
     q, k, v, *_ = tensors()
     ids, mask = before_the_query(False)
-    ids[1, 0, 14], mask[1, 0, 14] = torch.tensor([2, 0, 9, 9]), torch.tensor([True, True, False, False])
+    ids[1, 0, 14], mask[1, 0, 14] = (
+        torch.tensor([2, 0, 9, 9]),
+        torch.tensor([True, True, False, False]),
+    )
     o = ops.selected_attention(
-        **interop.from_lucidrains(*(x.transpose(1, 2) for x in (q, k, v)), BS, ids, mask, include_block_causal=False)
+        **interop.from_lucidrains(
+            *(x.transpose(1, 2) for x in (q, k, v)), BS, ids, mask, include_block_causal=False
+        )
     )
     assert near(o, attend(q, k, v, lucidrains_keys(ids, mask, False))[0])
 
@@ -360,12 +447,20 @@ def test_lucidrains_with_the_window_as_a_second_output(heads: int) -> None:
     q, k, v, *_ = tensors()
     ids, mask = before_the_query(True, heads)
     arguments = interop.from_lucidrains(
-        *(x.transpose(1, 2) for x in (q, k, v)), BS, ids, mask, return_lse=True, return_sliding_window_out=True
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        BS,
+        ids,
+        mask,
+        return_lse=True,
+        return_sliding_window_out=True,
     )
     o, lse, o_window, lse_window = ops.selected_and_window_attention(**arguments)
     for found, right in (
         ((o, lse), attend(q, k, v, lucidrains_keys(ids, mask, True))),
-        ((o_window, lse_window), attend(q, k, v, lambda b, n, i: [p for p in range(n + 1) if n - p <= BS])),
+        (
+            (o_window, lse_window),
+            attend(q, k, v, lambda b, n, i: [p for p in range(n + 1) if n - p <= BS]),
+        ),
     ):
         assert near(found[0], right[0])
         assert near(found[1], right[1])
@@ -390,8 +485,12 @@ def test_ejkernel_lists_of_query_blocks() -> None:
     ids = lists(N=5, M=23).transpose(1, 2)  # [B, H, NB, S]
     counts = torch.randint(0, 5, (2, 2, 5), generator=torch.Generator().manual_seed(8))
     of_query = torch.arange(23) // BS
-    keys = causal_blocks(ids[:, :, of_query].transpose(1, 2), 3, counts=counts[:, :, of_query].transpose(1, 2))
-    arguments = interop.from_ejkernel(q, k, v, block_indices=ids, block_counts=counts, block_size=BS)
+    keys = causal_blocks(
+        ids[:, :, of_query].transpose(1, 2), 3, counts=counts[:, :, of_query].transpose(1, 2)
+    )
+    arguments = interop.from_ejkernel(
+        q, k, v, block_indices=ids, block_counts=counts, block_size=BS
+    )
     assert near(ops.native_sparse_attention(**arguments), attend(q, k, v, keys)[0])
 
 
@@ -399,7 +498,9 @@ def test_ejkernel_lists_of_either_kind() -> None:
     """Two queries, two heads, two blocks: lists are taken for those of queries, as there."""
     q, k, v, *_ = tensors(N=2)
     ids = torch.tensor([[[[0], [0]], [[-1], [1]]]]).expand(2, -1, -1, -1)
-    o = ops.native_sparse_attention(**interop.from_ejkernel(q, k, v, block_indices=ids, block_counts=1, block_size=1))
+    o = ops.native_sparse_attention(
+        **interop.from_ejkernel(q, k, v, block_indices=ids, block_counts=1, block_size=1)
+    )
     assert near(o, attend(q, k, v, lambda b, n, i: [0] if n == 0 else [1] if i >= 3 else [])[0])
 
 
@@ -417,7 +518,9 @@ def test_ejkernel_packed() -> None:
     q, k, v, g_cmp, g_slc, _ = tensors(B=1)
     cu = torch.tensor([0, 9, 23], dtype=torch.int32)
     token_indices = torch.tensor([[s, p] for s, n in enumerate((9, 14)) for p in range(n)])
-    arguments = interop.from_ejkernel(q, k, v, g_cmp, g_slc, None, 2, BS, cu_seqlens=cu, token_indices=token_indices)
+    arguments = interop.from_ejkernel(
+        q, k, v, g_cmp, g_slc, None, 2, BS, cu_seqlens=cu, token_indices=token_indices
+    )
     o = ops.native_sparse_attention(**arguments)
     for a, b in ((0, 9), (9, 23)):
         part = interop.from_ejkernel(*(x[:, a:b] for x in (q, k, v, g_cmp, g_slc)), None, 2, BS)
@@ -431,7 +534,9 @@ def test_minus_one_is_empty_and_wraps_nowhere() -> None:
     ids[..., 0] = 0
     for x in (k, v):
         x[:, 20:] = torch.nan
-    o = ops.native_sparse_attention(**interop.from_ejkernel(q, k, v, block_indices=ids, block_counts=2, block_size=BS))
+    o = ops.native_sparse_attention(
+        **interop.from_ejkernel(q, k, v, block_indices=ids, block_counts=2, block_size=BS)
+    )
     assert o.isfinite().all()
 
 
@@ -455,8 +560,16 @@ WRONG = {
         ValueError,
         r"x: got a int64 tensor of shape \[1, 3\].*\[B, N, H, D\]",
     ),
-    "mask: integers": (lambda: interop.mask_slots(IDS, IDS), TypeError, "mask: got a int64 tensor .*expected bool"),
-    "mask: float ids": (lambda: interop.mask_slots(IDS.float(), IDS > 0), TypeError, "block_indices: got a float32 tensor"),
+    "mask: integers": (
+        lambda: interop.mask_slots(IDS, IDS),
+        TypeError,
+        "mask: got a int64 tensor .*expected bool",
+    ),
+    "mask: float ids": (
+        lambda: interop.mask_slots(IDS.float(), IDS > 0),
+        TypeError,
+        "block_indices: got a float32 tensor",
+    ),
     "mask: another shape": (
         lambda: interop.mask_slots(IDS, IDS[..., :2] > 0),
         ValueError,
@@ -467,9 +580,21 @@ WRONG = {
         ValueError,
         "block_indices: got lists of 2 query heads for 4 key/value heads",
     ),
-    "group: H 0": (lambda: interop.group_lists(IDS, 0), ValueError, "H: got 0, expected an int of at least 1"),
-    "group: rank": (lambda: interop.group_lists(IDS[0], 2), ValueError, "block_indices: got .*expected 4 dimensions"),
-    "expand: HQ": (lambda: interop.expand_keys_values(K, V, 3), ValueError, "HQ: got 3 query heads over 2 key/value heads"),
+    "group: H 0": (
+        lambda: interop.group_lists(IDS, 0),
+        ValueError,
+        "H: got 0, expected an int of at least 1",
+    ),
+    "group: rank": (
+        lambda: interop.group_lists(IDS[0], 2),
+        ValueError,
+        "block_indices: got .*expected 4 dimensions",
+    ),
+    "expand: HQ": (
+        lambda: interop.expand_keys_values(K, V, 3),
+        ValueError,
+        "HQ: got 3 query heads over 2 key/value heads",
+    ),
     "expand: v": (
         lambda: interop.expand_keys_values(K, V[:, :4], 6),
         ValueError,
@@ -485,8 +610,16 @@ WRONG = {
         ValueError,
         r"g_swa: got None, expected a gate \[B, N, HQ\] for the window of 3",
     ),
-    "fla: negative window": (lambda: interop.from_fla(Q, K, V, window_size=-1), ValueError, "window_size: got -1, expected"),
-    "fla: no counts": (lambda: interop.from_fla(Q, K, V, *GATES, block_counts=None), TypeError, "block_counts: got None"),
+    "fla: negative window": (
+        lambda: interop.from_fla(Q, K, V, window_size=-1),
+        ValueError,
+        "window_size: got -1, expected",
+    ),
+    "fla: no counts": (
+        lambda: interop.from_fla(Q, K, V, *GATES, block_counts=None),
+        TypeError,
+        "block_counts: got None",
+    ),
     "fla: two offsets": (
         lambda: interop.from_fla(Q, K, V, block_indices=IDS, cu_seqlens=(CU, CU[:2])),
         ValueError,
@@ -497,14 +630,22 @@ WRONG = {
         TypeError,
         r"cu_seqlens: got None .*expected a tensor of shape \[num_sequences \+ 1\]",
     ),
-    "fla: head_first": (lambda: interop.from_fla(Q, K, V, head_first=1), TypeError, "head_first: got 1"),
+    "fla: head_first": (
+        lambda: interop.from_fla(Q, K, V, head_first=1),
+        TypeError,
+        "head_first: got 1",
+    ),
     "fla: gates of rank 4": (
         lambda: interop.from_fla(FQ, FK, FV, Q, head_first=True),
         ValueError,
         r"g_cmp: got .*expected the dimensions \[B, HQ, N\]",
     ),
     "fla: q": (lambda: interop.from_fla(None, K, V), TypeError, "q: got None"),
-    "lucidrains: q": (lambda: interop.from_lucidrains([], FK, FV, 5, FIDS, NONE), TypeError, r"fq: got \[\] \(list\)"),
+    "lucidrains: q": (
+        lambda: interop.from_lucidrains([], FK, FV, 5, FIDS, NONE),
+        TypeError,
+        r"fq: got \[\] \(list\)",
+    ),
     "lucidrains: float mask": (
         lambda: interop.from_lucidrains(FQ, FK, FV, 5, FIDS, NONE.float()),
         TypeError,
@@ -525,11 +666,16 @@ WRONG = {
         ValueError,
         "fq: got 10 queries for 11 keys, expected as many",
     ),
-    "lucidrains: block_size": (lambda: interop.from_lucidrains(FQ, FK, FV, 0, FIDS, NONE), ValueError, "block_size: got 0"),
+    "lucidrains: block_size": (
+        lambda: interop.from_lucidrains(FQ, FK, FV, 0, FIDS, NONE),
+        ValueError,
+        "block_size: got 0",
+    ),
     "lucidrains: sel_scale": (
         lambda: interop.from_lucidrains(FQ, FK, FV, 5, FIDS, NONE, torch.ones(FIDS.shape)),
         NotImplementedError,
-        "sel_scale: got a float32 tensor .*expected None: the gradient of the selection comes with chapter 13",
+        "sel_scale: got a float32 tensor .*expected None: the gradient of the selection comes "
+        "with chapter 13",
     ),
     "ejkernel: fewer queries than keys": (
         lambda: interop.from_ejkernel(Q[:, 1:], K, V),
@@ -552,7 +698,9 @@ WRONG = {
         "block_indices: got None, expected",
     ),
     "ejkernel: lists of another shape": (
-        lambda: ops.native_sparse_attention(**interop.from_ejkernel(Q, K, V, block_indices=IDS[:, :5])),
+        lambda: ops.native_sparse_attention(
+            **interop.from_ejkernel(Q, K, V, block_indices=IDS[:, :5])
+        ),
         ValueError,
         r"block_indices: got .*\[2, 5, 2, 4\].*\[2, 11, 2\]",
     ),

@@ -1,10 +1,12 @@
-"""What `interop` says of other libraries, asked of the libraries themselves. Each test needs one of them, and skips without it:
+"""What `interop` says of other libraries, asked of the libraries themselves. Each test needs one of
+them, and skips without it:
 
     pip install flash-linear-attention native-sparse-attention-pytorch ejkernel
 
-They are no dependencies of this package. What was compared are fla-core 0.6.0 (its naive functions on a CPU, its kernels on an
-H200), native-sparse-attention-pytorch 0.2.3 (its kernels, H200) and ejkernel 0.0.80.3 (its XLA backend, on a CPU), all of them
-forward; fla's window, which needs flash-attn, and ejkernel's Triton backend were not.
+They are no dependencies of this package. What was compared are fla-core 0.6.0 (its naive functions
+on a CPU, its kernels on an H200), native-sparse-attention-pytorch 0.2.3 (its kernels, H200) and
+ejkernel 0.0.80.3 (its XLA backend, on a CPU), all of them forward; fla's window, which needs
+flash-attn, and ejkernel's Triton backend were not.
 """
 
 from __future__ import annotations
@@ -23,14 +25,22 @@ BS = 32
 
 
 def library(module: str, name: str):
-    """A function of a library, or the test is skipped; libraries may warn that something else is not installed."""
+    """A function of a library, or the test is skipped; libraries may warn that something else is
+    not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return getattr(pytest.importorskip(module), name)
 
 
 def tensors(
-    device: str, *, B: int = 2, N: int = 150, H: int = 2, G: int = 16, D: int = 64, dtype: torch.dtype = torch.float16
+    device: str,
+    *,
+    B: int = 2,
+    N: int = 150,
+    H: int = 2,
+    G: int = 16,
+    D: int = 64,
+    dtype: torch.dtype = torch.float16,
 ) -> list[Tensor]:
     """q, k, v and two gates, positions first."""
     g = torch.Generator().manual_seed(N)
@@ -38,8 +48,11 @@ def tensors(
     return [torch.randn(shape, generator=g).to(device, dtype) for shape in shapes]
 
 
-def lists(device: str, *, B: int = 2, N: int = 150, heads: int = 2, S: int = 4, before: bool = False) -> Tensor:
-    """Distinct ids in any order, with -1 and blocks of the future (or none of these) among them; slot 0 is never empty."""
+def lists(
+    device: str, *, B: int = 2, N: int = 150, heads: int = 2, S: int = 4, before: bool = False
+) -> Tensor:
+    """Distinct ids in any order, with -1 and blocks of the future (or none of these) among them;
+    slot 0 is never empty."""
     g = torch.Generator().manual_seed(1)
     own = torch.arange(N)[None, :, None, None] // BS
     ids = torch.rand(B, N, heads, 5, generator=g).argsort(-1)[..., :S]
@@ -59,7 +72,10 @@ def assert_same(theirs: Tensor, ours: Tensor, tolerance: float = 4e-3) -> None:
 
 def in_fp64(arguments: dict[str, object]) -> dict[str, object]:
     """The same arguments, computed exactly."""
-    exact = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in arguments.items()}
+    exact = {
+        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in arguments.items()
+    }
     return exact | {"backend": "reference"}
 
 
@@ -76,18 +92,28 @@ kernels = pytest.mark.parametrize(
 
 
 def without_summaries(monkeypatch: pytest.MonkeyPatch, function: object) -> None:
-    """fla pools keys also where no summary is asked for, by a kernel that a CPU cannot run; its result is not used then."""
+    """fla pools keys also where no summary is asked for, by a kernel that a CPU cannot run; its
+    result is not used then."""
     monkeypatch.setitem(function.__globals__, "mean_pooling", lambda x, *_: x)
 
 
 @kernels
 @pytest.mark.parametrize("gated", [True, False], ids=["gate", "no gate"])
-def test_fla_lists(gated: bool, module: str, name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fla_lists(
+    gated: bool, module: str, name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Layout, ids, -1, the future, causal blocks, the gate, and an int count that is not read."""
     function = library(module, name)
     without_summaries(monkeypatch, function)
     q, k, v, gate, _ = tensors(device)
-    arguments = {"q": q, "k": k, "v": v, "block_indices": lists(device), "block_counts": 1, "block_size": BS}
+    arguments = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "block_indices": lists(device),
+        "block_counts": 1,
+        "block_size": BS,
+    }
     arguments |= {"g_slc": gate.sigmoid()} if gated else {}
     ours = ops.native_sparse_attention(**in_fp64(interop.from_fla(**arguments)))
     assert_same(function(**arguments), ours)
@@ -99,12 +125,23 @@ def test_fla_packed(module: str, name: str, device: str, monkeypatch: pytest.Mon
     without_summaries(monkeypatch, function)
     q, k, v, *_ = tensors(device, B=1)
     cu_seqlens = torch.tensor([0, 37, 101, 150], device=device)
-    start = cu_seqlens[torch.searchsorted(cu_seqlens, torch.arange(150, device=device), right=True) - 1]
+    start = cu_seqlens[
+        torch.searchsorted(cu_seqlens, torch.arange(150, device=device), right=True) - 1
+    ]
     own = ((torch.arange(150, device=device) - start) // BS)[None, :, None, None]
     others = lists(device, B=1)[..., 1:]
     ids = torch.cat([own.expand(-1, -1, 2, -1), others.masked_fill(others == own, -1)], -1)
-    arguments = {"q": q, "k": k, "v": v, "block_indices": ids, "block_size": BS, "cu_seqlens": cu_seqlens}
-    assert_same(function(**arguments), ops.native_sparse_attention(**in_fp64(interop.from_fla(**arguments))))
+    arguments = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "block_indices": ids,
+        "block_size": BS,
+        "cu_seqlens": cu_seqlens,
+    }
+    assert_same(
+        function(**arguments), ops.native_sparse_attention(**in_fp64(interop.from_fla(**arguments)))
+    )
 
 
 @pytest.mark.gpu
@@ -112,16 +149,34 @@ def test_fla_counts_of_each_row() -> None:
     function = library("fla.ops.nsa.parallel", "parallel_nsa")
     q, k, v, *_ = tensors("cuda")
     counts = torch.randint(1, 5, (2, 150, 2), generator=torch.Generator().manual_seed(2)).cuda()
-    arguments = {"q": q, "k": k, "v": v, "block_indices": lists("cuda"), "block_counts": counts, "block_size": BS}
-    assert_same(function(**arguments), ops.native_sparse_attention(**in_fp64(interop.from_fla(**arguments))))
+    arguments = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "block_indices": lists("cuda"),
+        "block_counts": counts,
+        "block_size": BS,
+    }
+    assert_same(
+        function(**arguments), ops.native_sparse_attention(**in_fp64(interop.from_fla(**arguments)))
+    )
 
 
 @pytest.mark.gpu
 def test_fla_choosing_blocks() -> None:
-    """Summaries, the choice by their mass, and the forced blocks; where two blocks' masses round alike, either may be chosen."""
+    """Summaries, the choice by their mass, and the forced blocks; where two blocks' masses round
+    alike, either may be chosen."""
     function = library("fla.ops.nsa.parallel", "parallel_nsa")
     q, k, v, g_cmp, g_slc = tensors("cuda", N=700)
-    arguments = {"q": q, "k": k, "v": v, "g_cmp": g_cmp.sigmoid(), "g_slc": g_slc.sigmoid(), "block_counts": 8, "block_size": BS}
+    arguments = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "g_cmp": g_cmp.sigmoid(),
+        "g_slc": g_slc.sigmoid(),
+        "block_counts": 8,
+        "block_size": BS,
+    }
     theirs = function(**arguments)
     ours = ops.native_sparse_attention(**in_fp64(interop.from_fla(**arguments)))
     apart = (theirs.double() - ours).abs().amax((-1, -2)) > 4e-3  # [B, N]
@@ -133,7 +188,17 @@ def test_fla_chooses_as_we_do() -> None:
     q, k, *_ = tensors("cpu", N=160, dtype=torch.float64)
     k_cmp = ops.compress(k, length=BS, stride=BS)
     theirs = function(q, k_cmp, 3, BS, 0.125)
-    ours = ops.select_blocks(q, k_cmp, top_n=3, block_size=BS, length=BS, stride=BS, num_initial=1, num_local=2, scale=0.125)
+    ours = ops.select_blocks(
+        q,
+        k_cmp,
+        top_n=3,
+        block_size=BS,
+        length=BS,
+        stride=BS,
+        num_initial=1,
+        num_local=2,
+        scale=0.125,
+    )
     assert torch.equal(theirs.sort(-1).values, ours.sort(-1).values.long())
 
 
@@ -141,14 +206,23 @@ def test_fla_chooses_as_we_do() -> None:
 def test_fla_a_row_that_sees_nothing() -> None:
     function = library("fla.ops.nsa.parallel", "parallel_nsa")
     q, k, v, *_ = tensors("cuda")
-    arguments = {"q": q, "k": k, "v": v, "block_indices": torch.full((2, 150, 2, 4), -1, device="cuda"), "block_size": BS}
+    arguments = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "block_indices": torch.full((2, 150, 2, 4), -1, device="cuda"),
+        "block_size": BS,
+    }
     assert function(**arguments).isnan().all(), "0/0"
     assert (ops.native_sparse_attention(**interop.from_fla(**arguments)) == 0).all()
 
 
 # -- lucidrains --
 
-LUCIDRAINS = "native_sparse_attention_pytorch.triton_native_sparse_attention", "native_sparse_attend"
+LUCIDRAINS = (
+    "native_sparse_attention_pytorch.triton_native_sparse_attention",
+    "native_sparse_attend",
+)
 
 
 @pytest.mark.gpu
@@ -166,7 +240,9 @@ def test_lucidrains(heads: int, own: bool) -> None:
     first_is_empty = (ids[..., 0] < 0).repeat_interleave(8 // heads, dim=1)
     not_a_number = first_is_empty if not own else torch.zeros_like(first_is_empty)
     assert first_is_empty.any() and not first_is_empty.all()
-    assert torch.equal(theirs.isnan().all(-1), not_a_number), "a first slot that is empty, with no key before it"
+    assert torch.equal(theirs.isnan().all(-1), not_a_number), (
+        "a first slot that is empty, with no key before it"
+    )
     assert_same(theirs[~not_a_number], ours[~not_a_number])
     assert_same(lse[~not_a_number], our_lse[~not_a_number], 1e-2)
 
@@ -179,7 +255,9 @@ def test_lucidrains_window_is_one_key_wider() -> None:
     ids = torch.zeros(2, 2, 160, 1, dtype=torch.long, device="cuda")
     _, theirs = function(fq, fk, fv, BS, ids, ids > 0, return_sliding_window_out=True)
     for width, is_theirs in ((BS + 1, True), (BS, False)):
-        ours = ops.sliding_window_attention(q.double(), k.double(), v.double(), window_size=width, backend="reference")
+        ours = ops.sliding_window_attention(
+            q.double(), k.double(), v.double(), window_size=width, backend="reference"
+        )
         assert ((theirs.double() - interop.heads_first(ours)).abs().max() < 4e-3) == is_theirs
 
 
@@ -207,7 +285,9 @@ def test_ejkernel_lists(gated: bool, count: int) -> None:
     options = {"block_indices": lists("cpu").int(), "block_counts": count, "block_size": BS}
     options |= {"g_slc": gate.sigmoid()} if gated else {}
     arguments = interop.from_ejkernel(q, k, v, **options)
-    assert_same(through_jax(q, k, v, **options), ops.native_sparse_attention(**in_fp64(arguments)), 1e-4)
+    assert_same(
+        through_jax(q, k, v, **options), ops.native_sparse_attention(**in_fp64(arguments)), 1e-4
+    )
 
 
 def test_ejkernel_counts_of_each_row() -> None:
@@ -215,22 +295,39 @@ def test_ejkernel_counts_of_each_row() -> None:
     counts = torch.randint(1, 5, (2, 150, 2), generator=torch.Generator().manual_seed(2)).int()
     options = {"block_indices": lists("cpu").int(), "block_counts": counts, "block_size": BS}
     arguments = interop.from_ejkernel(q, k, v, **options)
-    assert_same(through_jax(q, k, v, **options), ops.native_sparse_attention(**in_fp64(arguments)), 1e-4)
+    assert_same(
+        through_jax(q, k, v, **options), ops.native_sparse_attention(**in_fp64(arguments)), 1e-4
+    )
 
 
 def test_ejkernel_choosing_blocks() -> None:
     """With `g_cmp`, given lists are ignored, and blocks chosen."""
     q, k, v, g_cmp, g_slc = tensors("cpu", G=3, N=160, dtype=torch.float32)
-    options = {"g_cmp": g_cmp.sigmoid(), "g_slc": g_slc.sigmoid(), "block_counts": 2, "block_size": BS}
+    options = {
+        "g_cmp": g_cmp.sigmoid(),
+        "g_slc": g_slc.sigmoid(),
+        "block_counts": 2,
+        "block_size": BS,
+    }
     arguments = interop.from_ejkernel(q, k, v, **options)
-    assert_same(through_jax(q, k, v, **options), ops.native_sparse_attention(**in_fp64(arguments)), 1e-4)
+    assert_same(
+        through_jax(q, k, v, **options), ops.native_sparse_attention(**in_fp64(arguments)), 1e-4
+    )
 
 
 def test_ejkernel_a_row_that_sees_nothing() -> None:
-    """The average of all values that the slots name, the future's included, and -1 read as block 0."""
+    """The average of all values that the slots name, the future's included, and -1 read as block
+    0."""
     q, k, v, *_ = tensors("cpu", B=1, N=3 * BS, dtype=torch.float32)
-    options = {"block_indices": torch.tensor([2, -1]).expand(1, 3 * BS, 2, 2).int(), "block_counts": 2, "block_size": BS}
-    theirs, ours = through_jax(q, k, v, **options), ops.native_sparse_attention(**interop.from_ejkernel(q, k, v, **options))
+    options = {
+        "block_indices": torch.tensor([2, -1]).expand(1, 3 * BS, 2, 2).int(),
+        "block_counts": 2,
+        "block_size": BS,
+    }
+    theirs, ours = (
+        through_jax(q, k, v, **options),
+        ops.native_sparse_attention(**interop.from_ejkernel(q, k, v, **options)),
+    )
     blind = slice(0, 2 * BS)
     average = torch.cat([v[:, :BS], v[:, 2 * BS :]], 1).mean(1).repeat_interleave(16, 1)
     assert_same(theirs[:, blind], average[:, None].expand(-1, 2 * BS, -1, -1), 1e-5)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from selection import Problem
 
-from nsa_tutorial import backends, environment, ops
-from nsa_tutorial.compression import MLPWeights
+from nsa_tutorial import ops
+from nsa_tutorial.runtime import backends, environment
+from nsa_tutorial.sparse.compression import MLPWeights
 
 BACKENDS = ("auto", "reference", "tilelang", "triton")
 CALL = Problem(B=2, N=9, M=37).make()
@@ -17,16 +18,44 @@ PACKED = Problem(N=20, M=20, cu=(0, 20)).make()
 half = CALL.q.half()
 
 WRONG = {
-    "q is a list": ({"q": [1.0]}, TypeError, r"q: got \[1\.0\] \(list\), expected a tensor of shape \[B, N, HQ, D\]"),
-    "q of rank 3": ({"q": CALL.q[0]}, ValueError, r"q: got a float32 tensor of shape \[9, 6, 24\].*expected 4 dimensions"),
+    "q is a list": (
+        {"q": [1.0]},
+        TypeError,
+        r"q: got \[1\.0\] \(list\), expected a tensor of shape \[B, N, HQ, D\]",
+    ),
+    "q of rank 3": (
+        {"q": CALL.q[0]},
+        ValueError,
+        r"q: got a float32 tensor of shape \[9, 6, 24\].*expected 4 dimensions",
+    ),
     "q of integers": ({"q": CALL.q.int()}, TypeError, "q: got a int32 tensor.*expected float32"),
-    "k of another dtype": ({"k": CALL.k.half()}, TypeError, "k: got a float16 tensor.*expected the dtype of q, float32"),
-    "v of another dtype": ({"v": CALL.v.double()}, TypeError, "v: got a float64 tensor.*expected the dtype of q"),
+    "k of another dtype": (
+        {"k": CALL.k.half()},
+        TypeError,
+        "k: got a float16 tensor.*expected the dtype of q, float32",
+    ),
+    "v of another dtype": (
+        {"v": CALL.v.double()},
+        TypeError,
+        "v: got a float64 tensor.*expected the dtype of q",
+    ),
     "k of another batch": ({"k": CALL.k[:1]}, ValueError, "k: got .*expected the batch of q, 2"),
-    "k of another width": ({"k": CALL.k[..., :8]}, ValueError, "k: got .*expected the width of q, 24"),
-    "v of another length": ({"v": CALL.v[:, :5]}, ValueError, r"v: got .*positions and heads of k, \[2, 37, 2\]"),
+    "k of another width": (
+        {"k": CALL.k[..., :8]},
+        ValueError,
+        "k: got .*expected the width of q, 24",
+    ),
+    "v of another length": (
+        {"v": CALL.v[:, :5]},
+        ValueError,
+        r"v: got .*positions and heads of k, \[2, 37, 2\]",
+    ),
     "v of other heads": ({"v": CALL.v[:, :, :1]}, ValueError, "v: got .*positions and heads of k"),
-    "HQ no multiple of H": ({"q": CALL.q[:, :, :5]}, ValueError, "got 5 query heads over 2 key/value heads, expected a multiple"),
+    "HQ no multiple of H": (
+        {"q": CALL.q[:, :, :5]},
+        ValueError,
+        "got 5 query heads over 2 key/value heads, expected a multiple",
+    ),
     "more queries than keys": (
         {"k": CALL.k[:, :4], "v": CALL.v[:, :4]},
         ValueError,
@@ -37,31 +66,71 @@ WRONG = {
         ValueError,
         "q and k: got width 257, expected 1 to 256",
     ),
-    "DV over 256": ({"v": torch.zeros(2, 37, 2, 300)}, ValueError, "v: got width 300, expected 1 to 256"),
-    "float indices": ({"ids": CALL.ids.float()}, TypeError, "block_indices: got a float32 tensor.*expected int32 or int64"),
-    "indices of rank 3": ({"ids": CALL.ids[0]}, ValueError, r"block_indices: .*expected 4 dimensions, \[B, N, H, S\]"),
+    "DV over 256": (
+        {"v": torch.zeros(2, 37, 2, 300)},
+        ValueError,
+        "v: got width 300, expected 1 to 256",
+    ),
+    "float indices": (
+        {"ids": CALL.ids.float()},
+        TypeError,
+        "block_indices: got a float32 tensor.*expected int32 or int64",
+    ),
+    "indices of rank 3": (
+        {"ids": CALL.ids[0]},
+        ValueError,
+        r"block_indices: .*expected 4 dimensions, \[B, N, H, S\]",
+    ),
     "indices for query heads": (
         {"ids": CALL.ids.repeat(1, 1, 3, 1)},
         ValueError,
         r"block_indices: got .*\[2, 9, 6, 4\].*\[B, N, H\] = \[2, 9, 2\]",
     ),
-    "no slot": ({"ids": CALL.ids[..., :0]}, ValueError, "block_indices: got .*expected at least one slot"),
-    "block_size 0": ({"block_size": 0}, ValueError, "block_size: got 0, expected an int of at least 1"),
+    "no slot": (
+        {"ids": CALL.ids[..., :0]},
+        ValueError,
+        "block_indices: got .*expected at least one slot",
+    ),
+    "block_size 0": (
+        {"block_size": 0},
+        ValueError,
+        "block_size: got 0, expected an int of at least 1",
+    ),
     "block_size -1": ({"block_size": -1}, ValueError, "block_size: got -1"),
-    "block_size a float": ({"block_size": 16.0}, TypeError, r"block_size: got 16\.0 \(float\), expected an int"),
-    "counts negative": ({"block_counts": -1}, ValueError, "block_counts: got -1, expected an int of at least 0"),
+    "block_size a float": (
+        {"block_size": 16.0},
+        TypeError,
+        r"block_size: got 16\.0 \(float\), expected an int",
+    ),
+    "counts negative": (
+        {"block_counts": -1},
+        ValueError,
+        "block_counts: got -1, expected an int of at least 0",
+    ),
     "counts a bool": ({"block_counts": True}, TypeError, r"block_counts: got True \(bool\)"),
     "counts of another shape": (
         {"block_counts": torch.zeros(2, 9, 6, dtype=torch.int32)},
         ValueError,
         r"block_counts: got .*expected \[B, N, H\] = \[2, 9, 2\]",
     ),
-    "counts of floats": ({"block_counts": torch.zeros(2, 9, 2)}, TypeError, "block_counts: got a float32 tensor"),
-    "scale 0": ({"scale": 0}, ValueError, "scale: got 0, expected a positive finite number or None"),
+    "counts of floats": (
+        {"block_counts": torch.zeros(2, 9, 2)},
+        TypeError,
+        "block_counts: got a float32 tensor",
+    ),
+    "scale 0": (
+        {"scale": 0},
+        ValueError,
+        "scale: got 0, expected a positive finite number or None",
+    ),
     "scale negative": ({"scale": -0.1}, ValueError, "scale: got -0.1"),
     "scale infinite": ({"scale": float("inf")}, ValueError, "scale: got inf"),
     "scale a string": ({"scale": "1"}, TypeError, "scale: got '1'"),
-    "causal not a bool": ({"causal": 1}, TypeError, r"causal: got 1 \(int\), expected True or False"),
+    "causal not a bool": (
+        {"causal": 1},
+        TypeError,
+        r"causal: got 1 \(int\), expected True or False",
+    ),
     "own block not a bool": ({"include_own_block": None}, TypeError, "include_own_block: got None"),
     "cu_seqlens with a batch": (
         {"cu_seqlens": torch.tensor([0, 9], dtype=torch.int32)},
@@ -74,10 +143,22 @@ WRONG_PACKED = {
     "a list": ([0, 20], TypeError, r"cu_seqlens: got \[0, 20\] \(list\)"),
     "of floats": (torch.tensor([0.0, 20.0]), TypeError, "cu_seqlens: got a float32 tensor"),
     "of rank 2": (torch.tensor([[0, 20]]), ValueError, "cu_seqlens: .*expected 1 dimensions"),
-    "not from 0": (torch.tensor([1, 20]), ValueError, r"cu_seqlens: got \[1, 20\], expected at least two offsets, the first 0"),
+    "not from 0": (
+        torch.tensor([1, 20]),
+        ValueError,
+        r"cu_seqlens: got \[1, 20\], expected at least two offsets, the first 0",
+    ),
     "one offset": (torch.tensor([0]), ValueError, "cu_seqlens: .*at least two offsets"),
-    "not to N": (torch.tensor([0, 19]), ValueError, "cu_seqlens: got a last offset of 19, expected the number of positions, 20"),
-    "decreasing": (torch.tensor([0, 9, 5, 20]), ValueError, "cu_seqlens: .*expected offsets that never decrease"),
+    "not to N": (
+        torch.tensor([0, 19]),
+        ValueError,
+        "cu_seqlens: got a last offset of 19, expected the number of positions, 20",
+    ),
+    "decreasing": (
+        torch.tensor([0, 9, 5, 20]),
+        ValueError,
+        "cu_seqlens: .*expected offsets that never decrease",
+    ),
 }
 
 
@@ -89,7 +170,9 @@ def test_wrong_argument(change: dict, error: type, message: str, backend: str) -
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("offsets", "error", "message"), WRONG_PACKED.values(), ids=WRONG_PACKED.keys())
+@pytest.mark.parametrize(
+    ("offsets", "error", "message"), WRONG_PACKED.values(), ids=WRONG_PACKED.keys()
+)
 def test_wrong_cu_seqlens(offsets: object, error: type, message: str, backend: str) -> None:
     with pytest.raises(error, match=message):
         PACKED.having(cu_seqlens=offsets).run(backend)
@@ -107,7 +190,10 @@ def test_return_lse_is_a_bool() -> None:
 
 
 def test_unknown_backend() -> None:
-    with pytest.raises(ValueError, match=r"backend: got 'cuda' \(str\), expected one of auto, reference, tilelang, triton"):
+    with pytest.raises(
+        ValueError,
+        match=r"backend: got 'cuda' \(str\), expected one of auto, reference, tilelang, triton",
+    ):
         CALL.run("cuda")
 
 
@@ -121,7 +207,9 @@ def test_devices_must_agree(name: str) -> None:
     else:
         call = CALL.having(**{name: getattr(CALL, name).to("meta")})
     with pytest.raises(
-        ValueError, match=f"{'block_indices' if name == 'ids' else name}: got .* on meta, expected the device of q, cpu"
+        ValueError,
+        match=f"{'block_indices' if name == 'ids' else name}: got .* on meta, expected the "
+        "device of q, cpu",
     ):
         call.run("reference")
 
@@ -129,7 +217,10 @@ def test_devices_must_agree(name: str) -> None:
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([0, 1, 0], r"a block twice in row \[0, 1, 0\], \[0, 1, 0\], expected distinct ids below 3, or -1"),
+        (
+            [0, 1, 0],
+            r"a block twice in row \[0, 1, 0\], \[0, 1, 0\], expected distinct ids below 3, or -1",
+        ),
         ([0, 3, -1], r"an id past the last block in row \[0, 1, 0\]"),
         ([0, -2, 1], "a negative id that is not -1"),
     ],
@@ -151,11 +242,14 @@ def test_check_block_indices_counts_from_each_sequence() -> None:
         ops.check_block_indices(ids, 20, block_size=8, cu_seqlens=torch.tensor([0, 5, 20]))
 
 
-# The other operators, over 37 keys of 2 heads and 6 query heads of width 24; summaries of 8 tokens every 4.
+# The other operators, over 37 keys of 2 heads and 6 query heads of width 24; summaries of 8 tokens
+# every 4.
 Q, K, V = torch.zeros(2, 37, 6, 24), torch.zeros(2, 37, 2, 24), torch.zeros(2, 37, 2, 40)
 K_CMP, V_CMP, GATE = K[:, :8], V[:, :8], torch.ones(2, 37, 6)
 IDS = torch.zeros(2, 37, 2, 4, dtype=torch.int32)
-MLP = MLPWeights(torch.zeros(8, 24), torch.zeros(192, 5), torch.zeros(5), torch.zeros(5, 24), torch.zeros(24))
+MLP = MLPWeights(
+    torch.zeros(8, 24), torch.zeros(192, 5), torch.zeros(5), torch.zeros(5, 24), torch.zeros(24)
+)
 
 
 def window(**change: object) -> object:
@@ -167,34 +261,110 @@ def compress(**change: object) -> object:
 
 
 def compressed(**change: object) -> object:
-    return ops.compressed_attention(**{"q": Q, "k_cmp": K_CMP, "v_cmp": V_CMP, "length": 8, "stride": 4, **change})
+    return ops.compressed_attention(
+        **{"q": Q, "k_cmp": K_CMP, "v_cmp": V_CMP, "length": 8, "stride": 4, **change}
+    )
 
 
 def select(**change: object) -> object:
-    return ops.select_blocks(**{"q": Q, "k_cmp": K_CMP, "block_size": 8, "top_n": 4, "length": 8, "stride": 4, **change})
+    return ops.select_blocks(
+        **{"q": Q, "k_cmp": K_CMP, "block_size": 8, "top_n": 4, "length": 8, "stride": 4, **change}
+    )
 
 
 def native(**change: object) -> object:
     gates = {"g_cmp": GATE, "g_slc": GATE, "g_swa": GATE}
-    return ops.native_sparse_attention(**{"q": Q, "k": K, "v": V, **gates, "block_size": 8, "length": 8, "stride": 4, **change})
+    return ops.native_sparse_attention(
+        **{"q": Q, "k": K, "v": V, **gates, "block_size": 8, "length": 8, "stride": 4, **change}
+    )
 
 
 WRONG_CALLS = {
-    "window: q of rank 3": (window, {"q": Q[0]}, ValueError, r"q: got .*expected 4 dimensions, \[B, N, HQ, D\]"),
-    "window: v of another dtype": (window, {"v": V.half()}, TypeError, r"v: got a float16 tensor.*expected the dtype of q"),
-    "window: more queries than keys": (window, {"k": K[:, :9], "v": V[:, :9]}, ValueError, "q: got 37 queries for 9 keys"),
-    "window: of 0": (window, {"window_size": 0}, ValueError, "window_size: got 0, expected an int of at least 1"),
-    "window: a float": (window, {"window_size": 5.0}, TypeError, r"window_size: got 5\.0 \(float\)"),
-    "window: scale": (window, {"scale": -1}, ValueError, "scale: got -1, expected a positive finite number or None"),
+    "window: q of rank 3": (
+        window,
+        {"q": Q[0]},
+        ValueError,
+        r"q: got .*expected 4 dimensions, \[B, N, HQ, D\]",
+    ),
+    "window: v of another dtype": (
+        window,
+        {"v": V.half()},
+        TypeError,
+        r"v: got a float16 tensor.*expected the dtype of q",
+    ),
+    "window: more queries than keys": (
+        window,
+        {"k": K[:, :9], "v": V[:, :9]},
+        ValueError,
+        "q: got 37 queries for 9 keys",
+    ),
+    "window: of 0": (
+        window,
+        {"window_size": 0},
+        ValueError,
+        "window_size: got 0, expected an int of at least 1",
+    ),
+    "window: a float": (
+        window,
+        {"window_size": 5.0},
+        TypeError,
+        r"window_size: got 5\.0 \(float\)",
+    ),
+    "window: scale": (
+        window,
+        {"scale": -1},
+        ValueError,
+        "scale: got -1, expected a positive finite number or None",
+    ),
     "window: return_lse": (window, {"return_lse": 1}, TypeError, "return_lse: got 1"),
-    "window: cu_seqlens with a batch": (window, {"cu_seqlens": torch.tensor([0, 37])}, ValueError, "cu_seqlens: got a batch of 2"),
-    "compress: x of integers": (compress, {"x": K.int()}, TypeError, r"x: got a int32 tensor.*expected float32"),
-    "compress: x of rank 3": (compress, {"x": K[0]}, ValueError, r"x: got .*expected 4 dimensions, \[B, M, H, D\]"),
-    "compress: unknown kind": (compress, {"kind": "max"}, ValueError, r"kind: got 'max' \(str\), expected one of mean, weighted, "),
-    "compress: length 0": (compress, {"length": 0}, ValueError, "length: got 0, expected an int of at least 1"),
-    "compress: stride a float": (compress, {"stride": 4.0}, TypeError, r"stride: got 4\.0 \(float\)"),
-    "compress: a weight for the mean": (compress, {"weight": K}, ValueError, r"weight: got .*expected None for kind 'mean'"),
-    "compress: no weight": (compress, {"kind": "weighted"}, TypeError, r"weight: got None .*of shape \[8\] or \[8, 2\]"),
+    "window: cu_seqlens with a batch": (
+        window,
+        {"cu_seqlens": torch.tensor([0, 37])},
+        ValueError,
+        "cu_seqlens: got a batch of 2",
+    ),
+    "compress: x of integers": (
+        compress,
+        {"x": K.int()},
+        TypeError,
+        r"x: got a int32 tensor.*expected float32",
+    ),
+    "compress: x of rank 3": (
+        compress,
+        {"x": K[0]},
+        ValueError,
+        r"x: got .*expected 4 dimensions, \[B, M, H, D\]",
+    ),
+    "compress: unknown kind": (
+        compress,
+        {"kind": "max"},
+        ValueError,
+        r"kind: got 'max' \(str\), expected one of mean, weighted, ",
+    ),
+    "compress: length 0": (
+        compress,
+        {"length": 0},
+        ValueError,
+        "length: got 0, expected an int of at least 1",
+    ),
+    "compress: stride a float": (
+        compress,
+        {"stride": 4.0},
+        TypeError,
+        r"stride: got 4\.0 \(float\)",
+    ),
+    "compress: a weight for the mean": (
+        compress,
+        {"weight": K},
+        ValueError,
+        r"weight: got .*expected None for kind 'mean'",
+    ),
+    "compress: no weight": (
+        compress,
+        {"kind": "weighted"},
+        TypeError,
+        r"weight: got None .*of shape \[8\] or \[8, 2\]",
+    ),
     "compress: weight of another length": (
         compress,
         {"kind": "weighted", "weight": torch.ones(7)},
@@ -247,7 +417,8 @@ WRONG_CALLS = {
         compressed,
         {"k_cmp": K[:, :9], "v_cmp": V[:, :9]},
         ValueError,
-        r"k_cmp: got 9 summaries, expected 8: those of 37 keys \(num_keys\) with length 8 and stride 4",
+        r"k_cmp: got 9 summaries, expected 8: those of 37 keys \(num_keys\) with length 8 and "
+        r"stride 4",
     ),
     "compressed: num_keys missing": (
         compressed,
@@ -255,33 +426,84 @@ WRONG_CALLS = {
         ValueError,
         r"k_cmp: got 8 summaries, expected 0: those of 5 keys",
     ),
-    "compressed: num_keys below N": (compressed, {"num_keys": 36}, ValueError, "num_keys: got 36, expected an int of at least 37"),
+    "compressed: num_keys below N": (
+        compressed,
+        {"num_keys": 36},
+        ValueError,
+        "num_keys: got 36, expected an int of at least 37",
+    ),
     "compressed: v_cmp of another count": (
         compressed,
         {"v_cmp": V[:, :7]},
         ValueError,
         r"v_cmp: got .*expected the batch, positions and heads of k_cmp, \[2, 8, 2\]",
     ),
-    "compressed: k_cmp of another width": (compressed, {"k_cmp": K_CMP[..., :8]}, ValueError, r"k_cmp: got .*width of q, 24"),
-    "compressed: heads": (compressed, {"q": Q[:, :, :5]}, ValueError, "q and k_cmp: got 5 query heads over 2 key/value heads"),
+    "compressed: k_cmp of another width": (
+        compressed,
+        {"k_cmp": K_CMP[..., :8]},
+        ValueError,
+        r"k_cmp: got .*width of q, 24",
+    ),
+    "compressed: heads": (
+        compressed,
+        {"q": Q[:, :, :5]},
+        ValueError,
+        "q and k_cmp: got 5 query heads over 2 key/value heads",
+    ),
     "compressed: packed, another num_keys": (
         compressed,
-        {"q": Q[:1], "k_cmp": K_CMP[:1], "v_cmp": V_CMP[:1], "num_keys": 40, "cu_seqlens": torch.tensor([0, 37])},
+        {
+            "q": Q[:1],
+            "k_cmp": K_CMP[:1],
+            "v_cmp": V_CMP[:1],
+            "num_keys": 40,
+            "cu_seqlens": torch.tensor([0, 37]),
+        },
         ValueError,
         "num_keys: got 40, expected the number of queries, 37, for packed sequences",
     ),
     "compressed: packed, another count": (
         compressed,
-        {"q": Q[:1], "k_cmp": K_CMP[:1], "v_cmp": V_CMP[:1], "cu_seqlens": torch.tensor([0, 18, 37])},
+        {
+            "q": Q[:1],
+            "k_cmp": K_CMP[:1],
+            "v_cmp": V_CMP[:1],
+            "cu_seqlens": torch.tensor([0, 18, 37]),
+        },
         ValueError,
         "k_cmp: got 8 summaries, expected 6",
     ),
-    "select: another count": (select, {"k_cmp": K[:, :9]}, ValueError, "k_cmp: got 9 summaries, expected 8"),
-    "select: top_n 0": (select, {"top_n": 0}, ValueError, "top_n: got 0, expected an int of at least 1"),
-    "select: top_n too small": (select, {"top_n": 2}, ValueError, r"top_n: got 2, expected at least num_initial \+ num_local = 3"),
+    "select: another count": (
+        select,
+        {"k_cmp": K[:, :9]},
+        ValueError,
+        "k_cmp: got 9 summaries, expected 8",
+    ),
+    "select: top_n 0": (
+        select,
+        {"top_n": 0},
+        ValueError,
+        "top_n: got 0, expected an int of at least 1",
+    ),
+    "select: top_n too small": (
+        select,
+        {"top_n": 2},
+        ValueError,
+        r"top_n: got 2, expected at least num_initial \+ num_local = 3",
+    ),
     "select: block_size 0": (select, {"block_size": 0}, ValueError, "block_size: got 0"),
-    "select: num_local negative": (select, {"num_local": -1}, ValueError, "num_local: got -1, expected an int of at least 0"),
-    "select: lse of other heads": (select, {"lse": GATE[..., :2]}, ValueError, r"lse: got .*expected \[B, N, HQ\] = \[2, 37, 6\]"),
+    "select: num_local negative": (
+        select,
+        {"num_local": -1},
+        ValueError,
+        "num_local: got -1, expected an int of at least 0",
+    ),
+    "select: lse of other heads": (
+        select,
+        {"lse": GATE[..., :2]},
+        ValueError,
+        r"lse: got .*expected \[B, N, HQ\] = \[2, 37, 6\]",
+    ),
     "select: lse of integers": (select, {"lse": GATE.int()}, TypeError, "lse: got a int32 tensor"),
     "native: no gate": (
         native,
@@ -295,22 +517,42 @@ WRONG_CALLS = {
         ValueError,
         r"g_swa: got .*expected \[B, N, HQ\] = \[2, 37, 6\]",
     ),
-    "native: a number for a gate": (native, {"g_cmp": 0.5}, TypeError, r"g_cmp: got 0\.5 \(float\), expected a tensor"),
-    "native: gate elsewhere": (native, {"g_slc": GATE.to("meta")}, ValueError, r"g_slc: got .*on meta, expected the device of q"),
+    "native: a number for a gate": (
+        native,
+        {"g_cmp": 0.5},
+        TypeError,
+        r"g_cmp: got 0\.5 \(float\), expected a tensor",
+    ),
+    "native: gate elsewhere": (
+        native,
+        {"g_slc": GATE.to("meta")},
+        ValueError,
+        r"g_slc: got .*on meta, expected the device of q",
+    ),
     "native: nothing to choose by": (
         native,
         {"g_cmp": None},
         ValueError,
         r"block_indices: got None, expected \[B, N, H, S\]: without g_cmp",
     ),
-    "native: too few blocks": (native, {"block_counts": 2}, ValueError, "block_counts: got 2, expected an int of at least 3"),
+    "native: too few blocks": (
+        native,
+        {"block_counts": 2},
+        ValueError,
+        "block_counts: got 2, expected an int of at least 3",
+    ),
     "native: counts of another shape": (
         native,
         {"block_counts": IDS[:, :, :1, 0]},
         ValueError,
         r"block_counts: got a int32 tensor.*expected \[B, N, H\]",
     ),
-    "native: no counts": (native, {"block_counts": None}, TypeError, "block_counts: got None, expected an int of at least 3"),
+    "native: no counts": (
+        native,
+        {"block_counts": None},
+        TypeError,
+        "block_counts: got None, expected an int of at least 3",
+    ),
     "native: indices for query heads": (
         native,
         {"block_indices": IDS.repeat(1, 1, 3, 1)},
@@ -319,7 +561,12 @@ WRONG_CALLS = {
     ),
     "native: window of 0": (native, {"window_size": 0}, ValueError, "window_size: got 0"),
     "native: length 0": (native, {"length": 0}, ValueError, "length: got 0"),
-    "native: unknown backend": (native, {"backend": "cuda"}, ValueError, r"backend: got 'cuda' \(str\)"),
+    "native: unknown backend": (
+        native,
+        {"backend": "cuda"},
+        ValueError,
+        r"backend: got 'cuda' \(str\)",
+    ),
 }
 
 
@@ -329,16 +576,32 @@ def test_the_calls_are_right_without_a_change() -> None:
     compress(kind="mlp", weight=MLP)
 
 
-@pytest.mark.parametrize(("call", "change", "error", "message"), WRONG_CALLS.values(), ids=WRONG_CALLS.keys())
-def test_wrong_argument_of_the_other_operators(call: Callable, change: dict, error: type, message: str) -> None:
+@pytest.mark.parametrize(
+    ("call", "change", "error", "message"), WRONG_CALLS.values(), ids=WRONG_CALLS.keys()
+)
+def test_wrong_argument_of_the_other_operators(
+    call: Callable, change: dict, error: type, message: str
+) -> None:
     with pytest.raises(error, match=message):
         call(**change)
 
 
 NOT_YET = {
-    "compressed, tilelang": (compressed, "tilelang", "compressed_attention: .*tilelang.*chapter 14, selection_kernels"),
-    "compressed, triton": (compressed, "triton", "compressed_attention: .*triton.*chapter 14, selection_kernels"),
-    "select, tilelang": (select, "tilelang", "select_blocks: .*tilelang.*chapter 14, selection_kernels"),
+    "compressed, tilelang": (
+        compressed,
+        "tilelang",
+        "compressed_attention: .*tilelang.*chapter 14, selection_kernels",
+    ),
+    "compressed, triton": (
+        compressed,
+        "triton",
+        "compressed_attention: .*triton.*chapter 14, selection_kernels",
+    ),
+    "select, tilelang": (
+        select,
+        "tilelang",
+        "select_blocks: .*tilelang.*chapter 14, selection_kernels",
+    ),
     "select, triton": (select, "triton", "select_blocks: .*triton.*chapter 14, selection_kernels"),
 }
 
@@ -351,7 +614,11 @@ def test_backends_that_come_later(call: Callable, backend: str, message: str) ->
 
 def test_every_missing_backend_names_its_chapter() -> None:
     named = {"reference", "tilelang", "triton"}
-    missing = {(operator, b) for operator, available in backends.OPERATORS.items() for b in named - set(available)}
+    missing = {
+        (operator, b)
+        for operator, available in backends.OPERATORS.items()
+        for b in named - set(available)
+    }
     assert missing == set(backends.CHAPTER_OF)
 
 

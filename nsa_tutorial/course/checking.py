@@ -1,7 +1,9 @@
-"""Judge an exercise: not attempted yet · right · wrong, and this is the misconception · wrong, here is the smallest failing case.
+"""Judge an exercise: not attempted yet · right · wrong, and this is the misconception · wrong, here
+is the smallest failing case.
 
-`check` looks at what a solution computes on the cases, never at how it is written. A misconception is recognised when
-the reader's function gives, on every case, what the known wrong implementation gives.
+`check` looks at what a solution computes on the cases, never at how it is written. A misconception
+is recognised when the reader's function gives, on every case, what the known wrong implementation
+gives.
 """
 
 from __future__ import annotations
@@ -71,7 +73,10 @@ class Report:
     def _ipython_display_(self) -> None:
         from IPython.display import display
 
-        text = "".join(f'<pre style="margin:2px 0;white-space:pre-wrap">{html.escape(str(v))}</pre>' for v in self.verdicts)
+        text = "".join(
+            f'<pre style="margin:2px 0;white-space:pre-wrap">{html.escape(str(v))}</pre>'
+            for v in self.verdicts
+        )
         display({"text/plain": repr(self), "text/html": text}, raw=True)
         for verdict in self.verdicts:
             if verdict.picture is not None:
@@ -91,7 +96,10 @@ class Statement:
     def _repr_markdown_(self) -> str:
         e = self.exercise
         head = f"**Exercise `{e.name}`** · {e.minutes} minutes · {_STARS[e.difficulty]}"
-        return f'{head}\n\n{e.statement.strip()}\n\nStuck? Run `solution("{self.chapter}", "{e.name}")`.'
+        return (
+            f'{head}\n\n{e.statement.strip()}\n\nStuck? Run `solution("{self.chapter}", '
+            f'"{e.name}")`.'
+        )
 
 
 def _find(chapter: str, name: str) -> Exercise:
@@ -128,10 +136,15 @@ def check(chapter: str, **solutions: Callable) -> Report:
 def judge(exercise: Exercise, attempt: Callable) -> Verdict:
     """Run `attempt` on the cases of `exercise` and say what it is."""
     if not callable(attempt):
-        return Verdict(exercise.name, "wrong", f"expected a function, got {type(attempt).__name__}.")
+        return Verdict(
+            exercise.name, "wrong", f"expected a function, got {type(attempt).__name__}."
+        )
     if _is_empty(attempt):
         return Verdict(exercise.name, "not attempted", "not attempted yet.")
-    cases, missing = exercise.runnable, "".join(f" Not run: {reason}" for reason in exercise.missing)
+    cases, missing = (
+        exercise.runnable,
+        "".join(f" Not run: {reason}" for reason in exercise.missing),
+    )
     if not cases:
         return Verdict(exercise.name, "not attempted", f"cannot be judged here.{missing}")
     got = [_call(exercise, attempt, case) for case in cases]
@@ -147,9 +160,14 @@ def judge(exercise: Exercise, attempt: Callable) -> Verdict:
         try:
             picture = exercise.picture(cases[first].arguments(), got[first], expected[first])
         except Exception:
-            picture = None  # a result of an unexpected kind or shape cannot be drawn; the text below says what it is
+            # a result of an unexpected kind or shape cannot be drawn; the text below says what it
+            # is
+            picture = None
     case = cases[first]
-    where = f"Smallest failing case: {case.name}.\n{_inputs(exercise, case)}{difference(got[first], expected[first])}"
+    where = (
+        "Smallest failing case: "
+        f"{case.name}.\n{_inputs(exercise, case)}{difference(got[first], expected[first])}"
+    )
     for known in exercise.misconceptions:
         answers = (_answer(exercise, known.wrong, case) for case in cases)
         if all(same(g, w, exercise.tolerance) for g, w in zip(got, answers, strict=True)):
@@ -165,22 +183,28 @@ def _answer(exercise: Exercise, function: Callable, case: Case) -> object:
 
 
 def _inputs(exercise: Exercise, case: Case) -> str:
-    """The arguments of a case, a line each, where they are few enough to calculate with by hand; otherwise nothing."""
+    """The arguments of a case, a line each, where they are few enough to calculate with by hand;
+    otherwise nothing."""
     lines = []
     if exercise.run is not None:
         return ""  # the arguments are those of `run`, not the solution's
-    for name, value in zip(inspect.signature(exercise.solution).parameters, case.arguments(), strict=False):
+    for name, value in zip(
+        inspect.signature(exercise.solution).parameters, case.arguments(), strict=False
+    ):
         try:
             few = _numbers(value).numel() <= 12
         except (TypeError, ValueError):
             few = value is None or isinstance(value, str | tuple | list)
         head = f"with {name} = "
-        lines.append(head + _short(value).replace("\n", "\n" + " " * len(head)) + "\n" if few else "")
+        lines.append(
+            head + _short(value).replace("\n", "\n" + " " * len(head)) + "\n" if few else ""
+        )
     return "".join(lines) if all(lines) else ""
 
 
 def _is_empty(function: Callable) -> bool:
-    """True for a body of nothing but a docstring, `...` or `pass`: it does no more than return None."""
+    """True for a body of nothing but a docstring, `...` or `pass`: it does no more than return
+    None."""
     code = getattr(function, "__code__", None)
     if code is None:
         return False
@@ -192,13 +216,18 @@ def _is_empty(function: Callable) -> bool:
 
 def _call(exercise: Exercise, function: Callable, case: Case) -> object:
     try:
-        return function(*case.arguments()) if exercise.run is None else exercise.run(function, *case.arguments())
+        return (
+            function(*case.arguments())
+            if exercise.run is None
+            else exercise.run(function, *case.arguments())
+        )
     except Exception as error:
         return Raised(type(error).__name__, str(error))
 
 
 def same(a: object, b: object, tolerance: float) -> bool:
-    """Whether two results agree: same structure, shapes and non-finite places, numbers within `tolerance`."""
+    """Whether two results agree: same structure, shapes and non-finite places, numbers within
+    `tolerance`."""
     if isinstance(a, Raised) or isinstance(b, Raised):
         return isinstance(a, Raised) and isinstance(b, Raised) and a.kind == b.kind
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
@@ -211,7 +240,9 @@ def same(a: object, b: object, tolerance: float) -> bool:
         x, y = _numbers(a), _numbers(b)
     except (TypeError, ValueError):
         return type(a) is type(b) and a == b
-    return x.shape == y.shape and torch.allclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True)
+    return x.shape == y.shape and torch.allclose(
+        x, y, rtol=tolerance, atol=tolerance, equal_nan=True
+    )
 
 
 def _numbers(value: object) -> torch.Tensor:
@@ -231,7 +262,10 @@ def difference(got: object, expected: object) -> str:
     if isinstance(got, tuple | list) and isinstance(expected, tuple | list):
         if len(got) != len(expected):
             told = f"got {len(got)} values, expected {len(expected)}"
-            few = all(len(x) <= 16 and all(isinstance(y, bool | int | float | str) for y in x) for x in (got, expected))
+            few = all(
+                len(x) <= 16 and all(isinstance(y, bool | int | float | str) for y in x)
+                for x in (got, expected)
+            )
             return f"{told}\ngot      {got!r}\nexpected {expected!r}" if few else told
         for position, (g, e) in enumerate(zip(got, expected, strict=True)):
             if not same(g, e, 1e-5):
@@ -239,7 +273,11 @@ def difference(got: object, expected: object) -> str:
     try:
         x, y = _numbers(got), _numbers(expected)
     except (TypeError, ValueError):
-        kinds = "" if type(got) is type(expected) else f"got a {type(got).__name__}, expected a {type(expected).__name__}\n"
+        kinds = (
+            ""
+            if type(got) is type(expected)
+            else f"got a {type(got).__name__}, expected a {type(expected).__name__}\n"
+        )
         return f"{kinds}got {_short(got)}\nexpected {_short(expected)}"
     if x.shape != y.shape:
         return f"got shape {list(x.shape)}, expected {list(y.shape)}"
@@ -253,7 +291,9 @@ def difference(got: object, expected: object) -> str:
 def _short(value: object) -> str:
     if isinstance(value, torch.Tensor | np.ndarray):
         x = _numbers(value)
-        text = re.sub(r"\n\s*\n", "\n", np.array2string(x.numpy(), precision=4, separator=", "))  # no blank lines between tables
+        text = re.sub(
+            r"\n\s*\n", "\n", np.array2string(x.numpy(), precision=4, separator=", ")
+        )  # no blank lines between tables
         one_line = sum(n > 1 for n in x.shape) <= 1  # a column of [[[[1.]]]] reads better as a row
         return " ".join(text.split()) if one_line else text
     return f"{value:.6g}" if isinstance(value, float) else repr(value)

@@ -1,12 +1,13 @@
 """Run notebooks in a clean kernel and store their outputs, so that a diff shows only what changed.
 
-    python -m nsa_tutorial.course.execute                 every chapter
-    python -m nsa_tutorial.course.execute 01 online       the chapters whose file name contains one of these
-    python -m nsa_tutorial.course.execute --refresh       new outputs also for cells whose output differs from run to run
+    python -m nsa_tutorial.course.execute             every chapter
+    python -m nsa_tutorial.course.execute 01 online   those whose file name has one of these in it
+    python -m nsa_tutorial.course.execute --refresh   new outputs also where they differ every time
 
-Stored are: execution counts from 1, outputs without timestamps and without widget state, joined streams. Running it twice changes
-nothing: a cell tagged `nbval-ignore-output` keeps the output it has where the new one differs only in numbers (timings, say), and a
-cell tagged `gpu` is skipped, its output kept, where there is no CUDA device.
+Stored are: execution counts from 1, outputs without timestamps and without widget state, joined
+streams. Running it twice changes nothing: a cell tagged `nbval-ignore-output` keeps the output it
+has where the new one differs only in numbers (timings, say), and a cell tagged `gpu` is skipped,
+its output kept, where there is no CUDA device.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class _Client(NotebookClient):
         return await super().async_execute_cell(cell, cell_index, **keywords)
 
 
-def execute(notebook: nbformat.NotebookNode, *, folder: Path = NOTEBOOKS, refresh: bool = False) -> nbformat.NotebookNode:
+def execute(
+    notebook: nbformat.NotebookNode, *, folder: Path = NOTEBOOKS, refresh: bool = False
+) -> nbformat.NotebookNode:
     """Run a notebook from top to bottom and return it with reviewable outputs.
 
     Args:
@@ -51,7 +54,12 @@ def execute(notebook: nbformat.NotebookNode, *, folder: Path = NOTEBOOKS, refres
     import torch
 
     kept = {c.id: c.outputs for c in notebook.cells if c.cell_type == "code"}
-    client = _Client(notebook, timeout=TIMEOUT_S, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+    client = _Client(
+        notebook,
+        timeout=TIMEOUT_S,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
+    )
     client.coalesce_streams = True
     client.skip_gpu = not torch.cuda.is_available()
     client.execute()
@@ -64,13 +72,21 @@ def execute(notebook: nbformat.NotebookNode, *, folder: Path = NOTEBOOKS, refres
         cell.execution_count = count
         tags = cell.metadata.get("tags", [])
         volatile = "nbval-ignore-output" in tags and not refresh
-        if (volatile and _outline(kept[cell.id]) == _outline(cell.outputs)) or ("gpu" in tags and client.skip_gpu):
+        if (volatile and _outline(kept[cell.id]) == _outline(cell.outputs)) or (
+            "gpu" in tags and client.skip_gpu
+        ):
             cell.outputs = kept[cell.id]
         for output in cell.outputs:
             _settle(output, cell)
     notebook.metadata = {
-        "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
-        "language_info": notebook.metadata["language_info"],  # the kernel's own, which JupyterLab would write, too
+        "kernelspec": {
+            "display_name": "Python 3 (ipykernel)",
+            "language": "python",
+            "name": "python3",
+        },
+        "language_info": notebook.metadata[
+            "language_info"
+        ],  # the kernel's own, which JupyterLab would write, too
     }
     return notebook
 
@@ -78,11 +94,15 @@ def execute(notebook: nbformat.NotebookNode, *, folder: Path = NOTEBOOKS, refres
 def _outline(outputs: list[nbformat.NotebookNode]) -> list[str]:
     """Outputs without their numbers and pictures: what stays when only a measurement changes."""
     texts = (o.get("text") or o.get("data", {}).get("text/plain", "") for o in outputs)
-    return [f"{o.output_type}: {re.sub(r'[0-9.]+', '#', text)}" for o, text in zip(outputs, texts, strict=True)]
+    return [
+        f"{o.output_type}: {re.sub(r'[0-9.]+', '#', text)}"
+        for o, text in zip(outputs, texts, strict=True)
+    ]
 
 
 def _settle(output: nbformat.NotebookNode, cell: nbformat.NotebookNode) -> None:
-    """Take out of an output what differs from run to run and says nothing: the numbers of cells, the random ids of widgets."""
+    """Take out of an output what differs from run to run and says nothing: the numbers of cells,
+    the random ids of widgets."""
     if output.output_type == "execute_result":
         output.execution_count = cell.execution_count
     if "metadata" in output:
@@ -104,11 +124,21 @@ def write(path: Path, notebook: nbformat.NotebookNode) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m nsa_tutorial.course.execute", description=__doc__.split("\n\n")[0])
-    parser.add_argument("chapters", nargs="*", help="parts of file names; all chapters if none is given")
-    parser.add_argument("--refresh", action="store_true", help="also replace outputs that differ from run to run")
+    parser = argparse.ArgumentParser(
+        prog="python -m nsa_tutorial.course.execute", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument(
+        "chapters", nargs="*", help="parts of file names; all chapters if none is given"
+    )
+    parser.add_argument(
+        "--refresh", action="store_true", help="also replace outputs that differ from run to run"
+    )
     chosen = parser.parse_args(arguments)
-    paths = [p for p in sorted(NOTEBOOKS.glob("*.ipynb")) if not chosen.chapters or any(c in p.name for c in chosen.chapters)]
+    paths = [
+        p
+        for p in sorted(NOTEBOOKS.glob("*.ipynb"))
+        if not chosen.chapters or any(c in p.name for c in chosen.chapters)
+    ]
     if not paths:
         print(f"no notebook in {NOTEBOOKS.name}/ matches {' '.join(chosen.chapters)}")
         return 2
@@ -120,7 +150,10 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{path.name}: a cell failed\n{error}")
             return 1
         changed = write(path, notebook)
-        print(f"{path.name}: {time.perf_counter() - start:.1f} s, {'written' if changed else 'unchanged'}")
+        print(
+            f"{path.name}: {time.perf_counter() - start:.1f} s, "
+            f"{'written' if changed else 'unchanged'}"
+        )
     return 0
 
 

@@ -1,7 +1,9 @@
-"""One palette and a few helpers, so that a colour, a grid and a title mean the same in every chapter.
+"""One palette and a few helpers, so that a colour, a grid and a title mean the same in every
+chapter.
 
-A drawing function makes a figure with `new_figure`, draws on its axes, and returns `Picture(figure, finding)`. A `Picture` shows
-as a small PNG in a notebook and prints its finding everywhere else, which is what the stored outputs compare.
+A drawing function makes a figure with `new_figure`, draws on its axes, and returns
+`Picture(figure, finding)`. A `Picture` shows as a small PNG in a notebook and prints its finding
+everywhere else, which is what the stored outputs compare.
 """
 
 from __future__ import annotations
@@ -31,12 +33,17 @@ PALETTE = {
 }
 
 SURFACE = "#FFFFFF"
-_COLOURS = 128  # of a stored picture: enough for flat areas, text and a colour map, at a third of the size
+_COLOURS = (
+    128  # of a stored picture: enough for flat areas, text and a colour map, at a third of the size
+)
 
 
 def shades(colour: str) -> LinearSegmentedColormap:
-    """A colour map from white to a palette colour (by name) or any colour matplotlib knows: for weights from 0 to 1."""
-    return LinearSegmentedColormap.from_list(f"white to {colour}", [SURFACE, PALETTE.get(colour, colour)])
+    """A colour map from white to a palette colour (by name) or any colour matplotlib knows: for
+    weights from 0 to 1."""
+    return LinearSegmentedColormap.from_list(
+        f"white to {colour}", [SURFACE, PALETTE.get(colour, colour)]
+    )
 
 
 def readable_on(colour: str) -> str:
@@ -48,7 +55,8 @@ def readable_on(colour: str) -> str:
 def new_figure(
     width: float = 8.0, height: float = 3.2, columns: int = 1, rows: int = 1, **gridspec: object
 ) -> tuple[Figure, np.ndarray]:
-    """A figure in the course's style and its axes, as an array `[rows, columns]`. Sizes in inches; 100 pixels each."""
+    """A figure in the course's style and its axes, as an array `[rows, columns]`. Sizes in inches;
+    100 pixels each."""
     figure = Figure(figsize=(width, height), dpi=100, layout="constrained", facecolor=SURFACE)
     axes = figure.subplots(rows, columns, squeeze=False, gridspec_kw=gridspec or None)
     for axis in axes.flat:
@@ -75,11 +83,18 @@ def grid(
         colour: a palette name.
         largest: the value drawn in full colour; None takes the largest of `values`.
         text: a format such as `".2f"` to write each value into its square.
-        hidden: boolean `[rows, columns]`; those squares are drawn in the colour of masked and carry no text.
+        hidden: boolean `[rows, columns]`; those squares are drawn in the colour of masked and carry
+            no text.
     """
     values = np.asarray(values, dtype=float)
     top = float(np.nanmax(values)) if largest is None else largest
-    axis.imshow(np.where(np.isfinite(values), values, 0.0), cmap=shades(colour), vmin=0, vmax=top or 1.0, aspect="equal")
+    axis.imshow(
+        np.where(np.isfinite(values), values, 0.0),
+        cmap=shades(colour),
+        vmin=0,
+        vmax=top or 1.0,
+        aspect="equal",
+    )
     rows, columns = values.shape
     if hidden is not None:
         layer = np.zeros((rows, columns, 4))

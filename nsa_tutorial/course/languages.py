@@ -1,16 +1,18 @@
-"""`triton`, `tl`, `tilelang` and `T` by name, on any machine: `from nsa_tutorial.course.languages import T, tl, triton`.
+"""`triton`, `tl`, `tilelang` and `T` by name, on any machine:
+`from nsa_tutorial.course.languages import T, tl, triton`.
 
-Where a language is not installed, its names stand for an `Absent`, so that a cell that defines a kernel runs to its end; the
-kernel can be read and not launched.
+Where a language is not installed, its names stand for an `Absent`, so that a cell that defines a
+kernel runs to its end; the kernel can be read and not launched.
 """
 
 from __future__ import annotations
 
-from nsa_tutorial import environment
+from nsa_tutorial.runtime import environment
 
 
 class Absent:
-    """Stands for a language that is not installed: any attribute is itself, and as a decorator it changes nothing."""
+    """Stands for a language that is not installed: any attribute is itself, and as a decorator it
+    changes nothing."""
 
     def __getattr__(self, name: str) -> Absent:
         return self

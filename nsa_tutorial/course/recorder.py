@@ -1,10 +1,12 @@
-"""Run one program of a Triton kernel in NumPy and write down every element that it loads and stores.
+"""Run one program of a Triton kernel in NumPy and write down every element that it loads and
+stores.
 
-The kernel's own source is executed, with small stand-ins for `tl` and for pointers: what is recorded is what the kernel's index
-arithmetic says, on any machine, also where Triton is not installed or compiles for a GPU. Triton's interpreter works the same way.
+The kernel's own source is executed, with small stand-ins for `tl` and for pointers: what is
+recorded is what the kernel's index arithmetic says, on any machine, also where Triton is not
+installed or compiles for a GPU. Triton's interpreter works the same way.
 
-It knows the operations of chapter 09's kernels and of the two of `triton_forward`, and no others, computes in fp64 and int64, and
-says nothing about order, threads or time.
+It knows the operations of chapter 09's kernels and of the two of `triton_forward`, and no others,
+computes in fp64 and int64, and says nothing about order, threads or time.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from nsa_tutorial.course.source import show
 
 
 class Tile(np.ndarray):
-    """An array with Triton's `.to(dtype)`, which changes nothing here: everything is fp64 or an integer."""
+    """An array with Triton's `.to(dtype)`, which changes nothing here: everything is fp64 or an
+    integer."""
 
     def to(self, _dtype: object) -> Tile:
         """The tile itself."""
@@ -74,7 +77,8 @@ class Access:
     Attributes:
         kind: `"load"` or `"store"`.
         tensor: the name of the kernel's pointer argument.
-        offsets: of all lanes of the tile, in elements from the tensor's beginning; the shape is the tile's.
+        offsets: of all lanes of the tile, in elements from the tensor's beginning; the shape is the
+            tile's.
         mask: which lanes touch memory; the same shape.
     """
 
@@ -104,15 +108,27 @@ class Record:
     shapes: Mapping[str, tuple[int, ...]]
 
     def touched(self, kind: str, tensor: str) -> np.ndarray:
-        """How often each element of `tensor` was loaded or stored (`kind`), in the tensor's shape; lanes outside are left out."""
+        """How often each element of `tensor` was loaded or stored (`kind`), in the tensor's shape;
+        lanes outside are left out."""
         size = math.prod(self.shapes[tensor])
-        inside = [a.touched[(a.touched >= 0) & (a.touched < size)] for a in self.accesses if (a.kind, a.tensor) == (kind, tensor)]
-        count = np.bincount(np.concatenate(inside).astype(int), minlength=size) if inside else np.zeros(size, dtype=int)
+        inside = [
+            a.touched[(a.touched >= 0) & (a.touched < size)]
+            for a in self.accesses
+            if (a.kind, a.tensor) == (kind, tensor)
+        ]
+        count = (
+            np.bincount(np.concatenate(inside).astype(int), minlength=size)
+            if inside
+            else np.zeros(size, dtype=int)
+        )
         return count.reshape(self.shapes[tensor])
 
     def outside(self) -> int:
         """Lanes that touched memory outside of their tensor: none, if the masks are right."""
-        return sum(int(((a.touched < 0) | (a.touched >= math.prod(self.shapes[a.tensor]))).sum()) for a in self.accesses)
+        return sum(
+            int(((a.touched < 0) | (a.touched >= math.prod(self.shapes[a.tensor]))).sum())
+            for a in self.accesses
+        )
 
 
 class _Language:
@@ -120,7 +136,9 @@ class _Language:
 
     constexpr = float32 = int64 = int32 = None
 
-    def __init__(self, program: tuple[int, ...], memory: Mapping[str, np.ndarray], accesses: list[Access]) -> None:
+    def __init__(
+        self, program: tuple[int, ...], memory: Mapping[str, np.ndarray], accesses: list[Access]
+    ) -> None:
         self.program, self.memory, self.accesses = program, memory, accesses
 
     def program_id(self, axis: int) -> Tile:
@@ -176,8 +194,12 @@ class _Language:
         values = self.memory[pointer.name].ravel()
         real = access.mask & (access.offsets >= 0) & (access.offsets < values.size)
         loaded = values[np.where(real, access.offsets, 0)]
-        unknown = math.nan if values.dtype.kind == "f" else np.iinfo(np.int32).min  # outside: whatever is there
-        filler = np.where(access.mask, np.asarray(unknown, values.dtype), np.asarray(other).astype(values.dtype))
+        unknown = (
+            math.nan if values.dtype.kind == "f" else np.iinfo(np.int32).min
+        )  # outside: whatever is there
+        filler = np.where(
+            access.mask, np.asarray(unknown, values.dtype), np.asarray(other).astype(values.dtype)
+        )
         return _tile(np.where(real, loaded, filler))
 
     def load_box(self, descriptor: Descriptor, corner: list) -> Tile:
@@ -191,7 +213,9 @@ class _Language:
         access = self._note("store", pointer, mask)
         values = self.memory[pointer.name].reshape(-1)
         real = access.mask & (access.offsets >= 0) & (access.offsets < values.size)
-        values[access.offsets[real]] = np.broadcast_to(np.asarray(value), access.offsets.shape)[real]
+        values[access.offsets[real]] = np.broadcast_to(np.asarray(value), access.offsets.shape)[
+            real
+        ]
 
     def _note(self, kind: str, pointer: Pointer, mask: object) -> Access:
         offsets, lanes = np.broadcast_arrays(pointer.offsets, np.asarray(mask))
@@ -220,15 +244,19 @@ def _jit(function: Callable | None = None, **_options: object) -> Callable:
     return function or _jit
 
 
-def run(kernel: str | Callable, program: tuple[int, ...], arguments: Mapping[str, object]) -> Record:
+def run(
+    kernel: str | Callable, program: tuple[int, ...], arguments: Mapping[str, object]
+) -> Record:
     """Run one program.
 
     Args:
-        kernel: a Triton kernel, its Python function, or its name, `"nsa_tutorial.triton_basics:copy"`, read without importing it;
-            a kernel given by name may call functions of its module.
+        kernel: a Triton kernel, its Python function, or its name,
+            `"nsa_tutorial.kernels.triton_basics:copy"`, read without importing it; a kernel given
+            by name may call functions of its module.
         program: its ids.
-        arguments: by name; a NumPy array stands for the pointer to its first element, and what is stored there is seen in it; a
-            `Descriptor` stands for a tensor descriptor of one of these arrays.
+        arguments: by name; a NumPy array stands for the pointer to its first element, and what is
+            stored there is seen in it; a `Descriptor` stands for a tensor descriptor of one of
+            these arrays.
     """
     arrays = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
     accesses: list[Access] = []

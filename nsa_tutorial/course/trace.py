@@ -1,9 +1,12 @@
-"""Run a phased function and look over its shoulder: the local variables at the end of every phase, by the function's own source.
+"""Run a phased function and look over its shoulder: the local variables at the end of every phase,
+by the function's own source.
 
-`trace(function, *args, **keywords)` executes the source of `function` with one call added at the end of each phase (`# -- name --`,
-see `source.py`); nothing of what it computes is written a second time. A phase inside a loop ends once in every turn.
+`trace(function, *args, **keywords)` executes the source of `function` with one call added at the
+end of each phase (`# -- name --`, see `source.py`); nothing of what it computes is written a second
+time. A phase inside a loop ends once in every turn.
 
-It records plain Python functions, as the PyTorch twins of the kernels are. Programs of a Triton kernel are recorded by `recorder`.
+It records plain Python functions, as the PyTorch twins of the kernels are. Programs of a Triton
+kernel are recorded by `recorder`.
 """
 
 from __future__ import annotations
@@ -63,7 +66,10 @@ class Trace:
             if (step.phase, step.turn) == (phase, turn):
                 return step
         known = ", ".join(repr(name) for name in dict.fromkeys(step.phase for step in self.steps))
-        raise ValueError(f"no turn {turn} of a phase {phase!r}; the phases are {known}, with up to {self.turns} turns")
+        raise ValueError(
+            f"no turn {turn} of a phase {phase!r}; the phases are {known}, with up to "
+            f"{self.turns} turns"
+        )
 
 
 def trace(function: Callable, *args: object, **keywords: object) -> Trace:
@@ -78,7 +84,9 @@ def trace(function: Callable, *args: object, **keywords: object) -> Trace:
     """
     steps: list[Step] = []
     ended: dict[str, int] = {}
-    copied: dict[int, tuple[object, int, object]] = {}  # what a tensor was, how often it had been written to, and its copy
+    copied: dict[
+        int, tuple[object, int, object]
+    ] = {}  # what a tensor was, how often it had been written to, and its copy
 
     def copy(value: object) -> object:
         if not isinstance(value, torch.Tensor):
@@ -98,12 +106,16 @@ def trace(function: Callable, *args: object, **keywords: object) -> Trace:
 
 
 def _hooked(function: Callable, note: Callable) -> Callable:
-    """The function, compiled anew with a call of `note` at the end of each phase, in its module's own names."""
+    """The function, compiled anew with a call of `note` at the end of each phase, in its module's
+    own names."""
     lines, first = inspect.getsourcelines(function)
     source = textwrap.dedent("".join(lines))
     found = markers(source)
     if not found:
-        raise ValueError(f"trace: {function.__name__} has no phases, expected comments such as '# -- online softmax --'")
+        raise ValueError(
+            f"trace: {function.__name__} has no phases, expected comments such as '# -- online "
+            "softmax --'"
+        )
     tree = ast.parse(source)
     definition = tree.body[0]
     definition.decorator_list, definition.returns = [], None
@@ -116,7 +128,8 @@ def _hooked(function: Callable, note: Callable) -> Callable:
 
 
 def _add_hooks(parent: ast.AST, found: Mapping[int, str]) -> None:
-    """Put the calls into every block below `parent`; `found` names the phase that begins at a line."""
+    """Put the calls into every block below `parent`; `found` names the phase that begins at a
+    line."""
     before = parent.lineno
     for field in ("body", "orelse", "finalbody"):
         block = getattr(parent, field, None)

@@ -1,20 +1,24 @@
-"""Train a small byte-level transformer on the standard library, and keep the queries, keys and values of a few of its heads.
+"""Train a small byte-level transformer on the standard library, and keep the queries, keys and
+values of a few of its heads.
 
-    python -m nsa_tutorial.course.train_heads                    7 000 steps, then writes assets/heads.npz
-    python -m nsa_tutorial.course.train_heads --device cpu       the same, although there is a GPU
+    python -m nsa_tutorial.course.train_heads                 7 000 steps, writes assets/heads.npz
+    python -m nsa_tutorial.course.train_heads --device cpu    the same, although there is a GPU
     python -m nsa_tutorial.course.train_heads --steps 100 --out heads.npz
 
-The stored heads' 7 000 steps took 57 s on an H200 (their `info` says with what); two cores need about 0.1 s a step.
+The stored heads' 7 000 steps took 57 s on an H200 (their `info` says with what); two cores need
+about 0.1 s a step.
 
-The later chapters choose blocks of keys. Random queries and keys say nothing about that, for their attention has no structure;
-trained heads look at the start, at the bytes just before, and at the place where the same words stood a while ago. The text is what
-every Python brings along: the sources of its standard library and the help topics of `pydoc`. Which files are held out depends on a
-hash of their names alone, so they stay held out from one Python version to the next.
+The later chapters choose blocks of keys. Random queries and keys say nothing about that, for their
+attention has no structure; trained heads look at the start, at the bytes just before, and at the
+place where the same words stood a while ago. The text is what every Python brings along: the
+sources of its standard library and the help topics of `pydoc`. Which files are held out depends on
+a hash of their names alone, so they stay held out from one Python version to the next.
 
-It does not teach training (chapter 17 does), has no attention of its own (PyTorch's serves), and resumes nothing. `heads.py` loads
-what it writes.
+It does not teach training (chapter 17 does), has no attention of its own (PyTorch's serves), and
+resumes nothing. `heads.py` loads what it writes.
 
-Symbols: `B` batch, `N` positions, `HQ` query heads, `H` key/value heads, `G = HQ // H`, `D` head width, `W` model width.
+Symbols: `B` batch, `N` positions, `HQ` query heads, `H` key/value heads, `G = HQ // H`, `D` head
+width, `W` model width.
 """
 
 from __future__ import annotations
@@ -35,10 +39,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nsa_tutorial.course.heads import COMMAND, PATH, attention_weights, copy_share, copy_targets, first_share, previous_share
+from nsa_tutorial.course.heads import (
+    COMMAND,
+    PATH,
+    attention_weights,
+    copy_share,
+    copy_targets,
+    first_share,
+    previous_share,
+)
 
 TRAIN_BYTES = 6_000_000
-SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "turtledemo", "ensurepip"}
+SKIPPED = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "encodings",
+    "turtledemo",
+    "ensurepip",
+}
 START = 0  # the byte that begins every sequence; no Python source holds one
 
 
@@ -46,16 +68,21 @@ START = 0  # the byte that begins every sequence; no Python source holds one
 
 
 def documents() -> dict[str, bytes]:
-    """The standard library's sources and the topics of `pydoc`, by name, in the order of their names."""
+    """The standard library's sources and the topics of `pydoc`, by name, in the order of their
+    names."""
     from pydoc_data.topics import topics
 
     root = Path(sysconfig.get_paths()["stdlib"])
     found = {f"pydoc topic {name}": text.encode() for name, text in topics.items()}
     for path in root.rglob("*.py"):
         name = path.relative_to(root)
-        generated = name.name.startswith("_sysconfigdata") or name.parts[0].startswith(("config-", "pydoc_data"))
+        generated = name.name.startswith("_sysconfigdata") or name.parts[0].startswith(
+            ("config-", "pydoc_data")
+        )
         if not generated and not SKIPPED.intersection(name.parts):
-            found[name.as_posix()] = path.read_bytes().replace(b"\r\n", b"\n")  # Windows stores both
+            found[name.as_posix()] = path.read_bytes().replace(
+                b"\r\n", b"\n"
+            )  # Windows stores both
     return dict(sorted(found.items()))
 
 
@@ -64,16 +91,26 @@ def is_held_out(name: str) -> bool:
     return zlib.crc32(name.encode()) % 16 == 0
 
 
-def split(texts: dict[str, bytes], train_bytes: int = TRAIN_BYTES) -> tuple[Tensor, dict[str, bytes]]:
+def split(
+    texts: dict[str, bytes], train_bytes: int = TRAIN_BYTES
+) -> tuple[Tensor, dict[str, bytes]]:
     """The bytes to train on, uint8 `[at most train_bytes]`, and the held-out documents by name."""
-    train = bytes([START]).join(text for name, text in texts.items() if not is_held_out(name))[:train_bytes]
-    return torch.from_numpy(np.frombuffer(train, np.uint8).copy()), {n: t for n, t in texts.items() if is_held_out(n)}
+    train = bytes([START]).join(text for name, text in texts.items() if not is_held_out(name))[
+        :train_bytes
+    ]
+    return torch.from_numpy(np.frombuffer(train, np.uint8).copy()), {
+        n: t for n, t in texts.items() if is_held_out(n)
+    }
 
 
-def repetitive_passage(texts: dict[str, bytes], length: int = 511, apart: int = 128, gram: int = 12) -> tuple[str, int, bytes]:
-    """The passage, beginning with a line, of which most repeats something that stands `apart` bytes or more before it.
+def repetitive_passage(
+    texts: dict[str, bytes], length: int = 511, apart: int = 128, gram: int = 12
+) -> tuple[str, int, bytes]:
+    """The passage, beginning with a line, of which most repeats something that stands `apart` bytes
+    or more before it.
 
-    A byte counts as repeated if the `gram` bytes that end with it were last seen at least `apart` bytes earlier in the passage.
+    A byte counts as repeated if the `gram` bytes that end with it were last seen at least `apart`
+    bytes earlier in the passage.
 
     Returns:
         The document's name, the number of the passage's first line, and the passage.
@@ -117,7 +154,8 @@ class Size:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) of `x` `[B, N, heads, D]`: the angle grows with the position."""
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) of `x` `[B, N, heads, D]`: the
+    angle grows with the position."""
     N, half = x.shape[1], x.shape[3] // 2
     frequency = 10_000.0 ** (-torch.arange(half, device=x.device) / half)
     angle = torch.arange(N, device=x.device)[:, None, None] * frequency  # [N, 1, D/2]
@@ -135,11 +173,16 @@ class Block(nn.Module):
         self.attention_norm, self.mlp_norm = nn.RMSNorm(W), nn.RMSNorm(W)
         self.qkv = nn.Linear(W, sum(self.heads) * D, bias=False)
         self.out = nn.Linear(size.query_heads * D, W, bias=False)
-        self.mlp = nn.Sequential(nn.Linear(W, 4 * W, bias=False), nn.GELU(), nn.Linear(4 * W, W, bias=False))
+        self.mlp = nn.Sequential(
+            nn.Linear(W, 4 * W, bias=False), nn.GELU(), nn.Linear(4 * W, W, bias=False)
+        )
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What attention sees of `x` `[B, N, W]`: `q` `[B, N, HQ, D]` and `k` `[B, N, H, D]`, both rotated, and `v` as `k`."""
-        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (sum(self.heads), -1))  # [B, N, HQ + H + H, D]
+        """What attention sees of `x` `[B, N, W]`: `q` `[B, N, HQ, D]` and `k` `[B, N, H, D]`, both
+        rotated, and `v` as `k`."""
+        qkv = self.qkv(self.attention_norm(x)).unflatten(
+            -1, (sum(self.heads), -1)
+        )  # [B, N, HQ + H + H, D]
         q, k, v = qkv.split(self.heads, dim=2)
         return rotate(q), rotate(k), v
 
@@ -162,7 +205,9 @@ class Transformer(nn.Module):
         nn.init.normal_(self.embed.weight, std=0.5)
         for name, module in self.named_modules():
             if name.endswith(("out", "mlp.2")):
-                nn.init.zeros_(module.weight)  # the last of a branch: at first, every layer passes on what it gets
+                nn.init.zeros_(
+                    module.weight
+                )  # the last of a branch: at first, every layer passes on what it gets
             elif isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.7 * module.in_features**-0.5)
 
@@ -187,7 +232,8 @@ class Transformer(nn.Module):
 
 
 def windows(data: Tensor, starts: Tensor, context: int) -> Tensor:
-    """Sequences `[len(starts), context + 1]`, int64: the start byte, then `context` bytes of `data`."""
+    """Sequences `[len(starts), context + 1]`, int64: the start byte, then `context` bytes of
+    `data`."""
     tokens = data[starts[:, None] + torch.arange(context)].long()
     return F.pad(tokens, (1, 0), value=START)
 
@@ -197,14 +243,21 @@ def loss_of(model: Transformer, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def train(data: Tensor, size: Size, *, steps: int, seed: int = 0, device: str = "cpu") -> tuple[Transformer, list[float]]:
-    """Train a model on `data`, uint8, and print a line now and then; returns the model and the loss of every step."""
+def train(
+    data: Tensor, size: Size, *, steps: int, seed: int = 0, device: str = "cpu"
+) -> tuple[Transformer, list[float]]:
+    """Train a model on `data`, uint8, and print a line now and then; returns the model and the loss
+    of every step."""
     torch.manual_seed(seed)
     sample = torch.Generator().manual_seed(seed)
     model = Transformer(size).to(device)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    optimiser = torch.optim.AdamW(
+        model.parameters(), lr=size.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
+    )
     warm_up = torch.optim.lr_scheduler.LinearLR(optimiser, 0.01, total_iters=size.warm_up)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(steps - size.warm_up, 1), eta_min=size.learning_rate / 20)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(
+        optimiser, max(steps - size.warm_up, 1), eta_min=size.learning_rate / 20
+    )
     schedule = torch.optim.lr_scheduler.SequentialLR(optimiser, [warm_up, cosine], [size.warm_up])
     losses, begin = [], time.perf_counter()
     for step in range(1, steps + 1):
@@ -218,25 +271,37 @@ def train(data: Tensor, size: Size, *, steps: int, seed: int = 0, device: str = 
         losses.append(loss.item())
         if step % 50 == 0 or step == steps:
             recent, seconds = losses[-50:], time.perf_counter() - begin
-            print(f"step {step:5d} of {steps}   {sum(recent) / len(recent):.3f} nats per byte   {seconds:4.0f} s", flush=True)
+            print(
+                f"step {step:5d} of {steps}   {sum(recent) / len(recent):.3f} nats per byte   "
+                f"{seconds:4.0f} s",
+                flush=True,
+            )
     return model, losses
 
 
 @torch.no_grad()
-def held_out_loss(model: Transformer, texts: dict[str, bytes], context: int, count: int = 64, device: str = "cpu") -> float:
+def held_out_loss(
+    model: Transformer, texts: dict[str, bytes], context: int, count: int = 64, device: str = "cpu"
+) -> float:
     """Nats per byte over `count` sequences, evenly spaced over the held-out documents."""
     data = torch.from_numpy(np.frombuffer(bytes([START]).join(texts.values()), np.uint8).copy())
     starts = torch.linspace(0, len(data) - context, count).long()
-    return float(np.mean([loss_of(model, windows(data, s[None], context).to(device)).item() for s in starts]))
+    return float(
+        np.mean([loss_of(model, windows(data, s[None], context).to(device)).item() for s in starts])
+    )
 
 
 # -- what is kept --
 
 
-def choose_groups(weights: Tensor, text: bytes, kv_heads: int, count: int = 4) -> list[tuple[int, int]]:
-    """The groups worth keeping, `(layer, KV head)` in the order of the layers: those with the strongest head of each kind.
+def choose_groups(
+    weights: Tensor, text: bytes, kv_heads: int, count: int = 4
+) -> list[tuple[int, int]]:
+    """The groups worth keeping, `(layer, KV head)` in the order of the layers: those with the
+    strongest head of each kind.
 
-    In turn, the kinds are copying, looking at the byte before, and looking at the start, until `count` groups are chosen.
+    In turn, the kinds are copying, looking at the byte before, and looking at the start, until
+    `count` groups are chosen.
 
     Args:
         weights: `[layers, HQ, N, N]`.
@@ -244,7 +309,9 @@ def choose_groups(weights: Tensor, text: bytes, kv_heads: int, count: int = 4) -
         kv_heads: `H`, per layer.
         count: how many groups.
     """
-    shares = torch.stack([copy_share(weights, copy_targets(text)), previous_share(weights), first_share(weights)])
+    shares = torch.stack(
+        [copy_share(weights, copy_targets(text)), previous_share(weights), first_share(weights)]
+    )
     best = shares.unflatten(-1, (kv_heads, -1)).amax(-1)  # [kind, layer, H]
     count, chosen = min(count, best[0].numel()), []
     for kind in itertools.cycle(best):
@@ -262,23 +329,32 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def store(model: Transformer, size: Size, held_out: dict[str, bytes], path: Path, facts: dict) -> dict:
-    """Write `q`, `k`, `v` (fp16) of the chosen groups on one held-out text, the text, and `facts`, completed; returns the facts."""
+def store(
+    model: Transformer, size: Size, held_out: dict[str, bytes], path: Path, facts: dict
+) -> dict:
+    """Write `q`, `k`, `v` (fp16) of the chosen groups on one held-out text, the text, and `facts`,
+    completed; returns the facts."""
     name, line, passage = repetitive_passage(held_out, size.context - 1)
     text = bytes([START]) + passage
     layers = model.cpu().queries_keys_values(torch.tensor(list(text))[None])
     weights = torch.cat([attention_weights(q, k) for q, k, _ in layers])  # [layers, HQ, N, N]
     groups, G = choose_groups(weights, text, size.kv_heads), size.query_heads // size.kv_heads
     arrays = {
-        "q": torch.cat([layers[layer][0][0, :, h * G : (h + 1) * G] for layer, h in groups], dim=1),  # [N, groups · G, D]
-        "k": torch.stack([layers[layer][1][0, :, h] for layer, h in groups], dim=1),  # [N, groups, D]
+        "q": torch.cat(
+            [layers[layer][0][0, :, h * G : (h + 1) * G] for layer, h in groups], dim=1
+        ),  # [N, groups · G, D]
+        "k": torch.stack(
+            [layers[layer][1][0, :, h] for layer, h in groups], dim=1
+        ),  # [N, groups, D]
         "v": torch.stack([layers[layer][2][0, :, h] for layer, h in groups], dim=1),
     }
     labels = [f"layer {layer} head {h * G + g}" for layer, h in groups for g in range(G)]
     facts = facts | {"text": f"{name}, from line {line}, held out from training", "labels": labels}
     path.parent.mkdir(parents=True, exist_ok=True)
     halves = {name: x.to(torch.float16).numpy() for name, x in arrays.items()}
-    np.savez_compressed(path, text=np.frombuffer(text, np.uint8), info=np.array(json.dumps(facts)), **halves)
+    np.savez_compressed(
+        path, text=np.frombuffer(text, np.uint8), info=np.array(json.dumps(facts)), **halves
+    )
     return facts
 
 
@@ -286,8 +362,12 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__.split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=7000)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, help="CPU threads; 1 is faster than 2 where other programs are busy")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument(
+        "--threads", type=int, help="CPU threads; 1 is faster than 2 where other programs are busy"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=PATH, help="assets/heads.npz, if not given")
     chosen = parser.parse_args(arguments)
@@ -315,7 +395,10 @@ def main(arguments: list[str] | None = None) -> int:
         "threads": torch.get_num_threads(),
     }
     facts = store(model, size, held_out, chosen.out, facts)
-    print(f"held out: {loss:.3f} nats per byte; {seconds:.0f} s; {chosen.out.name} holds {', '.join(facts['labels'])}")
+    print(
+        f"held out: {loss:.3f} nats per byte; {seconds:.0f} s; {chosen.out.name} holds "
+        f"{', '.join(facts['labels'])}"
+    )
     return 0
 
 

@@ -1,7 +1,8 @@
 """Exercises as data: an exercise costs its author its content and nothing else.
 
-The module of the chapter's name in this package holds `EXERCISES`, a tuple of `Exercise`. Everything else (the statement as the
-reader sees it, checking, naming the misconception, the smallest failing case, the tests) is made from these.
+The module of the chapter's name in this package holds `EXERCISES`, a tuple of `Exercise`.
+Everything else (the statement as the reader sees it, checking, naming the misconception, the
+smallest failing case, the tests) is made from these.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class Case:
     Attributes:
         name: what is special about it, as a phrase ("two KV heads, three query heads each").
         arguments: makes the positional arguments, the same at every call (seed inside).
-        why_not: optional; one sentence on why the case cannot run on this machine, or None where it can.
+        why_not: optional; one sentence on why the case cannot run on this machine, or None where it
+            can.
     """
 
     name: str
@@ -33,8 +35,10 @@ class Misconception:
     """A wrong solution worth recognising.
 
     Attributes:
-        name: the mistake as a phrase that completes "this is …" ("dividing by d where √d is meant").
-        wrong: an implementation with that mistake and no other. It may raise: raising the same error type counts as the same.
+        name: the mistake as a phrase that completes "this is …" ("dividing by d where √d is
+            meant").
+        wrong: an implementation with that mistake and no other. It may raise: raising the same
+            error type counts as the same.
         hint: what to tell the reader: why it is wrong, and where to look; not the solution.
     """
 
@@ -52,13 +56,14 @@ class Exercise:
         statement: what the function gets and returns, in Markdown; symbols as in the chapter.
         minutes: what it takes a reader who followed the chapter.
         difficulty: 1 (apply), 2 (think), 3 (stretch).
-        solution: the reference; its source is what `solution(chapter, name)` shows, so it reads well.
+        solution: the reference; its source is what `solution(chapter, name)` shows, so it reads
+            well.
         misconceptions: the wrong solutions that are recognised by what they compute.
         cases: inputs, the smallest first; the first that fails is the one shown.
         tolerance: largest allowed difference, absolute and relative.
         picture: optional; draws a failing case from `(arguments, got, expected)`.
-        run: optional; what to do with a solution and the arguments of a case where a plain call is not it: `run(solution,
-            *arguments)` launches the kernel that the solution returns, say.
+        run: optional; what to do with a solution and the arguments of a case where a plain call is
+            not it: `run(solution, *arguments)` launches the kernel that the solution returns, say.
     """
 
     name: str
@@ -80,7 +85,9 @@ class Exercise:
     @property
     def missing(self) -> list[str]:
         """One sentence for each reason why a case cannot run here."""
-        return list(dict.fromkeys(reason for case in self.cases if (reason := case.why_not()) is not None))
+        return list(
+            dict.fromkeys(reason for case in self.cases if (reason := case.why_not()) is not None)
+        )
 
 
 def chapter_exercises(chapter: str) -> dict[str, Exercise]:
@@ -94,7 +101,10 @@ def chapter_exercises(chapter: str) -> dict[str, Exercise]:
     except ModuleNotFoundError as error:
         if error.name != f"{__name__}.{chapter}":
             raise
-        raise ValueError(f"no exercises for chapter {chapter!r}; chapters with exercises: {', '.join(chapters())}") from None
+        raise ValueError(
+            f"no exercises for chapter {chapter!r}; chapters with exercises: "
+            f"{', '.join(chapters())}"
+        ) from None
     return {exercise.name: exercise for exercise in module.EXERCISES}
 
 

@@ -1,4 +1,5 @@
-"""Exercises of chapter 07: from summaries to blocks, the score of a group, the list, and what learns from attending to it."""
+"""Exercises of chapter 07: from summaries to blocks, the score of a group, the list, and what
+learns from attending to it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def _random(*shape: int, seed: int, factor: float = 1.0) -> Tensor:
 
 
 def overlap(length: int, stride: int, block_size: int, block: int) -> dict[int, float]:
-    """How often each summary counts for one block: {summary: pieces of `stride` tokens that it has in the block}."""
+    """How often each summary counts for one block: {summary: pieces of `stride` tokens that it has
+    in the block}."""
     start, end = block * block_size, (block + 1) * block_size
     weights = {}
     for summary in range(-(-end // stride)):  # those that begin before the block ends
@@ -46,7 +48,13 @@ def _overlap(change: str) -> Callable:
             if change == "inside" and tokens < length:
                 continue
             if tokens > 0:
-                weight = {"tokens": tokens, "equal": 1, "starts": 1, "whole": tokens // stride, "length": tokens / length}
+                weight = {
+                    "tokens": tokens,
+                    "equal": 1,
+                    "starts": 1,
+                    "whole": tokens // stride,
+                    "length": tokens / length,
+                }
                 weights[summary] = float(weight.get(change, tokens / stride))
         return weights
 
@@ -91,11 +99,13 @@ def _draw_overlap(arguments: tuple, _got: object, _expected: object) -> object:
 _OVERLAP = Exercise(
     name="overlap",
     statement="""
-Summaries of `length` tokens begin every `stride` tokens: summary 0 at token 0, summary 1 at token `stride`, … Which of them lie,
-wholly or in part, in block number `block` of `block_size` tokens, and how much do they count? Return a dictionary from the
-number of the summary (only those that exist: 0, 1, 2, …) to its weight: the tokens that it shares with the block, in pieces of
-`stride` tokens. A summary that shares none is left out. `overlap(32, 16, 64, 1)` is `{3: 1.0, 4: 2.0, 5: 2.0, 6: 2.0, 7: 1.0}`.
-Nothing has to divide anything; then weights are fractions.
+Summaries of `length` tokens begin every `stride` tokens: summary 0 at token 0, summary 1 at token
+`stride`, … Which of them lie, wholly or in part, in block number `block` of `block_size` tokens,
+and how much do they count? Return a dictionary from the number of the summary (only those that
+exist: 0, 1, 2, …) to its weight: the tokens that it shares with the block, in pieces of `stride`
+tokens. A summary that shares none is left out. `overlap(32, 16, 64, 1)` is
+`{3: 1.0, 4: 2.0, 5: 2.0, 6: 2.0, 7: 1.0}`. Nothing has to divide anything; then weights are
+fractions.
 """,
     minutes=6,
     difficulty=2,
@@ -104,70 +114,84 @@ Nothing has to divide anything; then weights are fractions.
         Misconception(
             "counting only the summaries that begin in the block, once each",
             _overlap("starts"),
-            "A summary reaches over the edges: one may begin before the block and end in it. And two pieces in the block "
+            "A summary reaches over the edges: one may begin before the block and end in it. And "
+            "two pieces in the block "
             "count twice as much as one.",
         ),
         Misconception(
             "reading the paper's Eq. 9 with blocks counted from 0",
             _paper_from_zero,
-            "In (l′/d)·j − m − n the first block is j = 1. Take j = 0 for the first block and its summaries are 0, −1, −2, …: "
-            "every block gets mostly those of the block before it. Draw the tokens of block 1 and see which summaries touch them.",
+            "In (l′/d)·j − m − n the first block is j = 1. Take j = 0 for the first block and "
+            "its summaries are 0, −1, −2, …: "
+            "every block gets mostly those of the block before it. Draw the tokens of block 1 "
+            "and see which summaries touch them.",
         ),
         Misconception(
             "executing the paper's Eq. 9 as it stands",
             _paper_as_it_stands,
-            "Its blocks and summaries are counted from 1, ours from 0: every block gets mostly the summaries of the one before. "
-            "And it counts whole pieces, so that stride has to divide the other two sizes. Here it need not: count tokens instead.",
+            "Its blocks and summaries are counted from 1, ours from 0: every block gets mostly "
+            "the summaries of the one before. "
+            "And it counts whole pieces, so that stride has to divide the other two sizes. Here "
+            "it need not: count tokens instead.",
         ),
         Misconception(
             "counting the paper's blocks from 1, and its summaries from 0",
             _paper_block_moved,
-            "You have moved the block. In Eq. 9 the summaries are counted from 1 as well: what is its summary 4 called here?",
+            "You have moved the block. In Eq. 9 the summaries are counted from 1 as well: what "
+            "is its summary 4 called here?",
         ),
         Misconception(
             "counting whole pieces where a piece may be cut",
             _paper_moved,
-            "As long as stride divides the other two sizes, that is right. Where it does not, an edge of the block runs through "
+            "As long as stride divides the other two sizes, that is right. Where it does not, an "
+            "edge of the block runs through "
             "a piece. How many tokens does a summary share with the block then?",
         ),
         Misconception(
             "counting tokens where pieces are asked for",
             _overlap("tokens"),
-            "All weights are too large by the same factor. The choice would be the same, but the paper's 1, 2, 2, 2, 1 counts "
+            "All weights are too large by the same factor. The choice would be the same, but the "
+            "paper's 1, 2, 2, 2, 1 counts "
             "in another unit. Which?",
         ),
         Misconception(
             "giving all summaries that touch the block the same weight",
             _overlap("equal"),
-            "A summary at the edge speaks mostly of the neighbouring block. How much of it is about this one?",
+            "A summary at the edge speaks mostly of the neighbouring block. How much of it is "
+            "about this one?",
         ),
         Misconception(
             "listing summaries that do not exist",
             _overlap("negative"),
-            "Before block 0 there is no token, so that no summary begins there. Where does the first one begin?",
+            "Before block 0 there is no token, so that no summary begins there. Where does the "
+            "first one begin?",
         ),
         Misconception(
             "counting only summaries that lie wholly in the block",
             _overlap("inside"),
-            "The summaries at the two edges share some of their tokens with the block. Where a summary is longer than a "
+            "The summaries at the two edges share some of their tokens with the block. Where a "
+            "summary is longer than a "
             "block, nothing at all would be left.",
         ),
         Misconception(
             "rounding fractions down",
             _overlap("whole"),
-            "Where stride does not divide the other sizes, a summary may share half a piece with the block, and half a piece "
+            "Where stride does not divide the other sizes, a summary may share half a piece with "
+            "the block, and half a piece "
             "is not nothing.",
         ),
         Misconception(
             "dividing by the summary's length",
             _overlap("length"),
-            "That is the share of the summary in the block. The order of the blocks would be the same; the unit asked for is "
+            "That is the share of the summary in the block. The order of the blocks would be the "
+            "same; the unit asked for is "
             "another one.",
         ),
         Misconception(
             "laying the summaries side by side",
             _overlap("side by side"),
-            "They begin every `stride` tokens, whatever their length, and overlap where stride is shorter.",
+            "They begin every `stride` tokens, whatever their length, and overlap where stride "
+            "is shorter.",
         ),
     ),
     cases=(
@@ -187,9 +211,12 @@ Nothing has to divide anything; then weights are fractions.
 
 
 def block_importance(scores: Tensor, weights: Tensor) -> Tensor:
-    """What each block is worth to one query of one group: scores [G, M_c], weights [NB, M_c] -> [NB]."""
+    """What each block is worth to one query of one group: scores [G, M_c], weights [NB, M_c] ->
+    [NB]."""
     lse = scores.logsumexp(1, keepdim=True)  # [G, 1]
-    p = torch.exp(scores - lse).masked_fill(scores == -torch.inf, 0)  # [G, M_c], each head's attention to the summaries
+    p = torch.exp(scores - lse).masked_fill(
+        scores == -torch.inf, 0
+    )  # [G, M_c], each head's attention to the summaries
     return weights @ p.sum(0)
 
 
@@ -204,7 +231,9 @@ _IMPORTANCE_WRONG = {
     "average": lambda scores, weights: weights @ _softmax(scores).mean(0),
     "logits": lambda scores, weights: weights @ scores.masked_fill(scores == -torch.inf, 0).sum(0),
     "not normalised": lambda scores, weights: weights @ torch.exp(scores).sum(0),
-    "one softmax": lambda scores, weights: weights @ _softmax(scores.flatten()).view(scores.shape).sum(0),
+    "one softmax": lambda scores, weights: (
+        weights @ _softmax(scores.flatten()).view(scores.shape).sum(0)
+    ),
     "one head": lambda scores, weights: weights @ _softmax(scores)[0],
     "per head": lambda scores, weights: _softmax(scores) @ weights.T,
     "over heads": lambda scores, weights: weights @ _softmax(scores, 0).sum(0),
@@ -214,7 +243,9 @@ _IMPORTANCE_WRONG = {
 
 
 def _small_group() -> tuple[Tensor, Tensor]:
-    return torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 3.0]]), torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0]])
+    return torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 3.0]]), torch.tensor(
+        [[2.0, 1.0, 0.0], [0.0, 1.0, 2.0]]
+    )
 
 
 def _loud_head() -> tuple[Tensor, Tensor]:
@@ -222,17 +253,21 @@ def _loud_head() -> tuple[Tensor, Tensor]:
 
 
 def _hidden() -> tuple[Tensor, Tensor]:
-    scores, weights = _random(3, 5, seed=0, factor=2.0), torch.tensor([[2.0, 2, 1, 0, 0], [0, 0, 1, 2, 1], [0, 0, 0, 0, 1]])
+    scores, weights = (
+        _random(3, 5, seed=0, factor=2.0),
+        torch.tensor([[2.0, 2, 1, 0, 0], [0, 0, 1, 2, 1], [0, 0, 0, 0, 1]]),
+    )
     return scores.masked_fill(torch.arange(5) > 2, -torch.inf), weights
 
 
 _IMPORTANCE = Exercise(
     name="block_importance",
     statement="""
-One query, one group of `G` heads. `scores` `[G, M_c]` are the scaled scores of each head with the summaries, `-inf` where a summary
-is not visible yet; `weights` `[NB, M_c]` says how often a summary counts for a block. Return the importance of each block, `[NB]`:
-each head's attention to the visible summaries (Eq. 8), carried over to the blocks (Eq. 9), summed over the heads (Eq. 10), because
-the group gets one list. A query that sees no summary at all gives 0 everywhere.
+One query, one group of `G` heads. `scores` `[G, M_c]` are the scaled scores of each head with the
+summaries, `-inf` where a summary is not visible yet; `weights` `[NB, M_c]` says how often a summary
+counts for a block. Return the importance of each block, `[NB]`: each head's attention to the
+visible summaries (Eq. 8), carried over to the blocks (Eq. 9), summed over the heads (Eq. 10),
+because the group gets one list. A query that sees no summary at all gives 0 everywhere.
 """,
     minutes=6,
     difficulty=2,
@@ -241,18 +276,21 @@ the group gets one list. A query that sees no summary at all gives 0 everywhere.
         Misconception(
             "adding up the heads' scores before the softmax",
             _IMPORTANCE_WRONG["summed"],
-            "A head with large scores then decides alone. Each head has one unit of attention to give away: when is it handed out?",
+            "A head with large scores then decides alone. Each head has one unit of attention to "
+            "give away: when is it handed out?",
         ),
         Misconception(
             "averaging the heads' scores before the softmax",
             _IMPORTANCE_WRONG["mean"],
-            "The softmax of a mean score is not the mean of softmaxes. Each head has one unit of attention to give away: when "
+            "The softmax of a mean score is not the mean of softmaxes. Each head has one unit of "
+            "attention to give away: when "
             "is it handed out?",
         ),
         Misconception(
             "taking the largest share among the heads",
             _IMPORTANCE_WRONG["max"],
-            "One head that is sure then counts as much as four that agree. Eq. 10 lets every head add its share.",
+            "One head that is sure then counts as much as four that agree. Eq. 10 lets every "
+            "head add its share.",
         ),
         Misconception(
             "averaging over the heads",
@@ -262,22 +300,26 @@ the group gets one list. A query that sees no summary at all gives 0 everywhere.
         Misconception(
             "leaving the softmax out",
             _IMPORTANCE_WRONG["logits"],
-            "Scores of different heads have no common scale, and may be negative. What puts each head on the same footing?",
+            "Scores of different heads have no common scale, and may be negative. What puts each "
+            "head on the same footing?",
         ),
         Misconception(
             "exponentials without their sum",
             _IMPORTANCE_WRONG["not normalised"],
-            "Without its log-sum-exp, a head with large scores outweighs the others by orders of magnitude.",
+            "Without its log-sum-exp, a head with large scores outweighs the others by orders of "
+            "magnitude.",
         ),
         Misconception(
             "one softmax over all heads together",
             _IMPORTANCE_WRONG["one softmax"],
-            "Each head's shares sum to 1 over the summaries that it sees. Along which dimension do you normalise?",
+            "Each head's shares sum to 1 over the summaries that it sees. Along which dimension "
+            "do you normalise?",
         ),
         Misconception(
             "a softmax over the heads",
             _IMPORTANCE_WRONG["over heads"],
-            "A head shares its attention among the summaries, not the other way round. Along which dimension do you normalise?",
+            "A head shares its attention among the summaries, not the other way round. Along "
+            "which dimension do you normalise?",
         ),
         Misconception(
             "asking only the first head of the group",
@@ -287,7 +329,8 @@ the group gets one list. A query that sees no summary at all gives 0 everywhere.
         Misconception(
             "one importance for each head",
             _IMPORTANCE_WRONG["per head"],
-            "A loaded block serves all heads of the group, so that they share one list. What has to happen to the G rows?",
+            "A loaded block serves all heads of the group, so that they share one list. What has "
+            "to happen to the G rows?",
         ),
         Misconception(
             "forgetting how much of a summary lies in a block",
@@ -297,7 +340,8 @@ the group gets one list. A query that sees no summary at all gives 0 everywhere.
         Misconception(
             "NaN where no summary is visible",
             _IMPORTANCE_WRONG["nan"],
-            "The first queries of a text see no summary: all their scores are −∞. Their shares are 0, not 0/0.",
+            "The first queries of a text see no summary: all their scores are −∞. Their shares "
+            "are 0, not 0/0.",
         ),
     ),
     cases=(
@@ -305,7 +349,10 @@ the group gets one list. A query that sees no summary at all gives 0 everywhere.
         Case("three heads agree, a fourth one shouts", _loud_head),
         Case("three heads, three of five summaries visible", _hidden),
         Case("no summary visible", lambda: (torch.full((2, 3), -torch.inf), _small_group()[1])),
-        Case("fractions as weights", lambda: (_random(4, 3, seed=1), torch.tensor([[1 / 3, 4 / 3, 0.0], [0.0, 0.5, 1.0]]))),
+        Case(
+            "fractions as weights",
+            lambda: (_random(4, 3, seed=1), torch.tensor([[1 / 3, 4 / 3, 0.0], [0.0, 0.5, 1.0]])),
+        ),
     ),
 )
 
@@ -313,7 +360,9 @@ the group gets one list. A query that sees no summary at all gives 0 everywhere.
 # -- choose_blocks --
 
 
-def choose_blocks(scores: list[float], own: int, top_n: int, num_initial: int, num_local: int) -> list[int]:
+def choose_blocks(
+    scores: list[float], own: int, top_n: int, num_initial: int, num_local: int
+) -> list[int]:
     """The list of one query that stands in block `own`."""
     first = range(min(num_initial, own + 1))
     latest = range(max(own - num_local + 1, 0), own + 1)
@@ -327,7 +376,9 @@ def choose_blocks(scores: list[float], own: int, top_n: int, num_initial: int, n
 def _choose(change: str) -> Callable:
     """A wrong `choose_blocks`, with one change."""
 
-    def wrong(scores: list[float], own: int, top_n: int, num_initial: int, num_local: int) -> list[int]:
+    def wrong(
+        scores: list[float], own: int, top_n: int, num_initial: int, num_local: int
+    ) -> list[int]:
         last = len(scores) - 1 if change == "future" else own
         first = [*range(num_initial if change == "first ahead" else min(num_initial, own + 1))]
         latest = [*range(max(own - num_local + 1, 0), own + 1)]
@@ -355,12 +406,13 @@ def _choose(change: str) -> Callable:
 _CHOOSE = Exercise(
     name="choose_blocks",
     statement="""
-One query that stands in block `own` (counted from 0). `scores[b]` is the importance of block `b`, for all blocks of the text,
-later ones too. Return its list: a Python list of `top_n` integers. The first `num_initial` blocks and the latest `num_local`
-ones, the query's own being the latest, are always on it, as far as they exist up to `own`, and take up slots like any other. The
-best of the other blocks fill the rest; of equal ones, those with the lower number. Blocks after `own` are never listed. Numbers
-ascend, none comes twice, and where there are fewer than `top_n`, `-1` fills up the end. (`num_initial + num_local` is never more
-than `top_n`.)
+One query that stands in block `own` (counted from 0). `scores[b]` is the importance of block `b`,
+for all blocks of the text, later ones too. Return its list: a Python list of `top_n` integers. The
+first `num_initial` blocks and the latest `num_local` ones, the query's own being the latest, are
+always on it, as far as they exist up to `own`, and take up slots like any other. The best of the
+other blocks fill the rest; of equal ones, those with the lower number. Blocks after `own` are never
+listed. Numbers ascend, none comes twice, and where there are fewer than `top_n`, `-1` fills up the
+end. (`num_initial + num_local` is never more than `top_n`.)
 """,
     minutes=8,
     difficulty=2,
@@ -369,34 +421,40 @@ than `top_n`.)
         Misconception(
             "forced blocks on top of top_n",
             _choose("on top"),
-            "The list has top_n slots in all: that is what the kernel's loop runs over. Forced blocks take some of them.",
+            "The list has top_n slots in all: that is what the kernel's loop runs over. Forced "
+            "blocks take some of them.",
         ),
         Misconception(
             "letting ties go to the higher number",
             _choose("higher id"),
-            "Equal scores are common, among blocks without a visible summary for instance. The rule has to be the same in "
+            "Equal scores are common, among blocks without a visible summary for instance. The "
+            "rule has to be the same in "
             "every implementation: which block comes first?",
         ),
         Misconception(
             "listing by score instead of by number",
             _choose("by score"),
-            "The order of the scores is needed to choose, not afterwards. Ascending numbers walk through memory in order.",
+            "The order of the scores is needed to choose, not afterwards. Ascending numbers walk "
+            "through memory in order.",
         ),
         Misconception(
             "choosing blocks of the future",
             _choose("future"),
-            "Blocks after own hold only keys that the query must not see. Selected attention would skip them, and the slot "
+            "Blocks after own hold only keys that the query must not see. Selected attention "
+            "would skip them, and the slot "
             "would be lost.",
         ),
         Misconception(
             "leaving out the -1s",
             _choose("no padding"),
-            "Early queries have fewer than top_n blocks behind them, and yet all lists are rows of one tensor.",
+            "Early queries have fewer than top_n blocks behind them, and yet all lists are rows "
+            "of one tensor.",
         ),
         Misconception(
             "writing the -1s in front",
             _choose("padding first"),
-            "-1 is the smallest number, so it comes first where you sort after filling up. When should you fill up?",
+            "-1 is the smallest number, so it comes first where you sort after filling up. When "
+            "should you fill up?",
         ),
         Misconception(
             "forcing local blocks ahead of the query",
@@ -406,17 +464,20 @@ than `top_n`.)
         Misconception(
             "forcing first blocks ahead of the query",
             _choose("first ahead"),
-            "In the first block of a text, the second one is still the future, forced or not. Which rule comes last?",
+            "In the first block of a text, the second one is still the future, forced or not. "
+            "Which rule comes last?",
         ),
         Misconception(
             "not counting the own block among the local ones",
             _choose("own is not local"),
-            "The own block is the latest that there is, and the one that summaries know least about. Where does the count begin?",
+            "The own block is the latest that there is, and the one that summaries know least "
+            "about. Where does the count begin?",
         ),
         Misconception(
             "a block twice, once as first and once as local",
             _choose("twice"),
-            "For an early query the first blocks are the latest ones, too. A block that is listed twice gets its attention twice.",
+            "For an early query the first blocks are the latest ones, too. A block that is "
+            "listed twice gets its attention twice.",
         ),
         Misconception(
             "forcing nothing",
@@ -430,13 +491,21 @@ than `top_n`.)
         ),
     ),
     cases=(
-        Case("own block 3, two slots free for the best", lambda: ([0.1, 0.5, 0.3, 0.0], 3, 3, 0, 1)),
-        Case("own block 4 of 6, first and own forced", lambda: ([0.0, 0.2, 0.9, 0.4, 0.1, 0.8], 4, 3, 1, 1)),
+        Case(
+            "own block 3, two slots free for the best", lambda: ([0.1, 0.5, 0.3, 0.0], 3, 3, 0, 1)
+        ),
+        Case(
+            "own block 4 of 6, first and own forced",
+            lambda: ([0.0, 0.2, 0.9, 0.4, 0.1, 0.8], 4, 3, 1, 1),
+        ),
         Case("equal scores", lambda: ([0.2, 0.2, 0.2, 0.2, 0.2], 4, 3, 0, 1)),
         Case("own block 1: fewer blocks than slots", lambda: ([0.3, 0.7, 0.9, 0.8], 1, 4, 1, 2)),
         Case("the first block of a text", lambda: ([1.0, 2.0], 0, 3, 1, 2)),
         Case("the first block again, two forced in front", lambda: ([0.5, 0.2, 0.1], 0, 3, 2, 1)),
-        Case("two forced at either end", lambda: ([0.0, 0.0, 0.6, 0.9, 0.7, 0.0, 0.0, 1.0], 6, 5, 2, 2)),
+        Case(
+            "two forced at either end",
+            lambda: ([0.0, 0.0, 0.6, 0.9, 0.7, 0.0, 0.0, 1.0], 6, 5, 2, 2),
+        ),
         Case("nothing forced", lambda: ([0.4, 0.1, 0.3, 0.2], 3, 2, 0, 0)),
     ),
     tolerance=0.0,
@@ -448,15 +517,21 @@ than `top_n`.)
 
 def who_learns(o: Tensor, tensors: dict[str, Tensor]) -> list[str]:
     """The names of the tensors in which a small change changes `o`, as far as autograd knows."""
-    gradients = torch.autograd.grad(o.sum(), list(tensors.values()), allow_unused=True)  # None: not connected at all
-    return [name for name, g in zip(tensors, gradients, strict=True) if g is not None and (g != 0).any()]
+    gradients = torch.autograd.grad(
+        o.sum(), list(tensors.values()), allow_unused=True
+    )  # None: not connected at all
+    return [
+        name for name, g in zip(tensors, gradients, strict=True) if g is not None and (g != 0).any()
+    ]
 
 
 def _learns(change: str) -> Callable:
     """A wrong `who_learns`, with one change."""
 
     def wrong(o: Tensor, tensors: dict[str, Tensor]) -> list[str]:
-        gradients = torch.autograd.grad(o.sum(), list(tensors.values()), allow_unused=change != "strict")
+        gradients = torch.autograd.grad(
+            o.sum(), list(tensors.values()), allow_unused=change != "strict"
+        )
         says_yes = {
             "requires": lambda g: True,
             "not none": lambda g: g is not None,
@@ -469,14 +544,30 @@ def _learns(change: str) -> Callable:
 
 
 def _branches(g_cmp: float | None, g_slc: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-    """The gated sum of compressed and selected attention, and the leaves it was made from; `w` weighs the keys of a summary."""
+    """The gated sum of compressed and selected attention, and the leaves it was made from; `w`
+    weighs the keys of a summary."""
     sizes = {"q": (1, 24, 2, 4), "k": (1, 24, 1, 4), "v": (1, 24, 1, 3)}
-    leaves = {name: _random(*shape, seed=i).requires_grad_() for i, (name, shape) in enumerate(sizes.items())}
+    leaves = {
+        name: _random(*shape, seed=i).requires_grad_()
+        for i, (name, shape) in enumerate(sizes.items())
+    }
     leaves["w"] = torch.full((4,), 0.25).requires_grad_()
     k_cmp = ops.compress(leaves["k"], kind="weighted", weight=leaves["w"], length=4, stride=2)
     v_cmp = ops.compress(leaves["v"], length=4, stride=2)
-    o_cmp, lse = ops.compressed_attention(leaves["q"], k_cmp, v_cmp, length=4, stride=2, return_lse=True)
-    ids = ops.select_blocks(leaves["q"], k_cmp, lse, top_n=2, block_size=8, length=4, stride=2, num_initial=0, num_local=1)
+    o_cmp, lse = ops.compressed_attention(
+        leaves["q"], k_cmp, v_cmp, length=4, stride=2, return_lse=True
+    )
+    ids = ops.select_blocks(
+        leaves["q"],
+        k_cmp,
+        lse,
+        top_n=2,
+        block_size=8,
+        length=4,
+        stride=2,
+        num_initial=0,
+        num_local=1,
+    )
     o_slc = ops.selected_attention(leaves["q"], leaves["k"], leaves["v"], ids, block_size=8)
     parts = [gate * o for gate, o in ((g_cmp, o_cmp), (g_slc, o_slc)) if gate is not None]
     return sum(parts[1:], parts[0])[:, -1], leaves
@@ -485,13 +576,15 @@ def _branches(g_cmp: float | None, g_slc: float | None) -> tuple[Tensor, dict[st
 _LEARNS = Exercise(
     name="who_learns",
     statement="""
-`o` is the output of some attention, `tensors` a dictionary of what it was computed from, by name; all of them have
-`requires_grad=True`. Return the names, in the dictionary's order, of those that a training step on `o.sum()` would move: those
-whose gradient is not 0 everywhere. PyTorch's `torch.autograd.grad` gives gradients without storing them.
+`o` is the output of some attention, `tensors` a dictionary of what it was computed from, by name;
+all of them have `requires_grad=True`. Return the names, in the dictionary's order, of those that a
+training step on `o.sum()` would move: those whose gradient is not 0 everywhere. PyTorch's
+`torch.autograd.grad` gives gradients without storing them.
 
-Before you run the check: the cases are outputs of the compressed and of the selected branch. `q`, `k` and `v` are what you think,
-`w` are the learnt weights with which the summary keys are made, and the lists of the selected branch were chosen from those
-summaries. For which branch is `w` in your answer?
+Before you run the check: the cases are outputs of the compressed and of the selected branch. `q`,
+`k` and `v` are what you think, `w` are the learnt weights with which the summary keys are made, and
+the lists of the selected branch were chosen from those summaries. For which branch is `w` in your
+answer?
 """,
     minutes=5,
     difficulty=2,
@@ -500,24 +593,28 @@ summaries. For which branch is `w` in your answer?
         Misconception(
             "taking everything that could learn for something that learns",
             _learns("requires"),
-            "requires_grad says that a tensor asks for a gradient. Whether one arrives depends on the way from o back to it: "
+            "requires_grad says that a tensor asks for a gradient. Whether one arrives depends "
+            "on the way from o back to it: "
             "a list of integers is the end of that way.",
         ),
         Misconception(
             "taking a gradient of zeros for learning",
             _learns("not none"),
-            "Behind a gate of 0 a tensor is connected, and its gradient is 0 in every place: a training step leaves it as it is.",
+            "Behind a gate of 0 a tensor is connected, and its gradient is 0 in every place: a "
+            "training step leaves it as it is.",
         ),
         Misconception(
             "not allowing for a tensor that o does not depend on",
             _learns("strict"),
-            "PyTorch raises an error for a tensor that has no part in o, and here that is an answer, not an accident. Look at "
+            "PyTorch raises an error for a tensor that has no part in o, and here that is an "
+            "answer, not an accident. Look at "
             "allow_unused.",
         ),
         Misconception(
             "asking for a gradient in every place",
             _learns("all"),
-            "Keys and values of blocks that are on no list get a gradient of 0, the others do not: such a tensor learns in part.",
+            "Keys and values of blocks that are on no list get a gradient of 0, the others do "
+            "not: such a tensor learns in part.",
         ),
         Misconception(
             "naming those that do not learn",

@@ -1,4 +1,5 @@
-"""Exercises of chapter 06: who sees a summary, making one, attending to them, what a mean key misses, and the learnt summary."""
+"""Exercises of chapter 06: who sees a summary, making one, attending to them, what a mean key
+misses, and the learnt summary."""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ def _draw_visible(arguments: tuple, got: object, expected: int) -> Picture:
 _VISIBLE = Exercise(
     name="visible_summaries",
     statement="""
-Summary `j` is made of the tokens `j * stride … j * stride + length - 1`. Return how many summaries the query at `position`
-(counted from 0) sees, as an int. For `length = 4` and `stride = 2` the queries at positions 0 to 7 see 0, 0, 0, 1, 1, 2, 2, 3.
+Summary `j` is made of the tokens `j * stride … j * stride + length - 1`. Return how many summaries
+the query at `position` (counted from 0) sees, as an int. For `length = 4` and `stride = 2` the
+queries at positions 0 to 7 see 0, 0, 0, 1, 1, 2, 2, 3.
 """,
     minutes=4,
     difficulty=2,
@@ -47,22 +49,26 @@ Summary `j` is made of the tokens `j * stride … j * stride + length - 1`. Retu
         Misconception(
             "letting a summary be seen once it starts",
             lambda position, length, stride: position // stride + 1,
-            "A summary that has started may still hold tokens of the query's future. Which of its tokens has to be there first?",
+            "A summary that has started may still hold tokens of the query's future. Which of "
+            "its tokens has to be there first?",
         ),
         Misconception(
             "letting a summary be seen only after its last token",
             lambda position, length, stride: max((position - length) // stride + 1, 0),
-            "A query sees its own token. If a window ends with it, there is nothing in it from the future.",
+            "A query sees its own token. If a window ends with it, there is nothing in it from "
+            "the future.",
         ),
         Misconception(
             "rounding up",
             lambda position, length, stride: max(-(-(position + 1 - length) // stride) + 1, 0),
-            "A window that is only partly there does not count. In which direction does that round?",
+            "A window that is only partly there does not count. In which direction does that "
+            "round?",
         ),
         Misconception(
             "rounding towards zero",
             lambda position, length, stride: max(int((position + 1 - length) / stride) + 1, 0),
-            "For an early query the number in front of the division is negative, and int() rounds it up. What does // do with it?",
+            "For an early query the number in front of the division is negative, and int() "
+            "rounds it up. What does // do with it?",
         ),
         Misconception(
             "going below zero at the start",
@@ -82,7 +88,8 @@ Summary `j` is made of the tokens `j * stride … j * stride + length - 1`. Retu
         Misconception(
             "counting whole strides",
             lambda position, length, stride: (position + 1) // stride,
-            "A stride is the distance from one window's start to the next; the window itself is longer. "
+            "A stride is the distance from one window's start to the next; the window itself is "
+            "longer. "
             "Look at the first position at which anything is seen.",
         ),
     ),
@@ -106,12 +113,15 @@ Summary `j` is made of the tokens `j * stride … j * stride + length - 1`. Retu
 def summarise(x: Tensor, length: int, stride: int) -> Tensor:
     """The means of the windows of x [M, D]: [M_c, D]."""
     count = max((len(x) - length) // stride + 1, 0)
-    token = torch.arange(count)[:, None] * stride + torch.arange(length)  # [M_c, length], whose tokens
+    token = torch.arange(count)[:, None] * stride + torch.arange(
+        length
+    )  # [M_c, length], whose tokens
     return x[token].mean(1)  # [M_c, length, D] to [M_c, D]
 
 
 def _means(starts: Callable[[int, int, int], range], pad: bool = False) -> Callable:
-    """A wrong `summarise` with other starts; windows at the end may be cut short, or padded with zeros."""
+    """A wrong `summarise` with other starts; windows at the end may be cut short, or padded with
+    zeros."""
 
     def wrong(x: Tensor, length: int, stride: int) -> Tensor:
         means = []
@@ -126,7 +136,9 @@ def _means(starts: Callable[[int, int, int], range], pad: bool = False) -> Calla
 def _summarise_over(axis: str) -> Callable:
     def wrong(x: Tensor, length: int, stride: int) -> Tensor:
         count = max((len(x) - length) // stride + 1, 0)
-        windows = x[torch.arange(count)[:, None] * stride + torch.arange(length)]  # [M_c, length, D]
+        windows = x[
+            torch.arange(count)[:, None] * stride + torch.arange(length)
+        ]  # [M_c, length, D]
         if axis == "width":
             return windows.mean(2)
         if axis == "sum":
@@ -139,8 +151,9 @@ def _summarise_over(axis: str) -> Callable:
 _SUMMARISE = Exercise(
     name="summarise",
     statement="""
-`x` `[M, D]` are keys or values of one head. Return the mean of every window of `length` tokens, one window every `stride`, as
-`[M_c, D]`. A window that does not fit is left out; if none fits, the result has shape `[0, D]`.
+`x` `[M, D]` are keys or values of one head. Return the mean of every window of `length` tokens, one
+window every `stride`, as `[M_c, D]`. A window that does not fit is left out; if none fits, the
+result has shape `[0, D]`.
 """,
     minutes=4,
     difficulty=1,
@@ -149,7 +162,8 @@ _SUMMARISE = Exercise(
         Misconception(
             "windows that do not overlap",
             _means(lambda M, length, stride: range(0, M - length + 1, length)),
-            "The next window starts `stride` tokens after the last one, though that one has not ended yet.",
+            "The next window starts `stride` tokens after the last one, though that one has not "
+            "ended yet.",
         ),
         Misconception(
             "a window at every token",
@@ -159,13 +173,15 @@ _SUMMARISE = Exercise(
         Misconception(
             "keeping the ragged tail",
             _means(lambda M, length, stride: range(0, M, stride)),
-            "The last windows run past the end. A mean of fewer tokens would be another kind of summary, and would change "
+            "The last windows run past the end. A mean of fewer tokens would be another kind of "
+            "summary, and would change "
             "with every token that comes.",
         ),
         Misconception(
             "filling the ragged tail with zeros",
             _means(lambda M, length, stride: range(0, M, stride), pad=True),
-            "Tokens that do not exist would count as tokens of zeros. Windows that do not fit are left out.",
+            "Tokens that do not exist would count as tokens of zeros. Windows that do not fit "
+            "are left out.",
         ),
         Misconception(
             "losing the last window where it just fits",
@@ -175,18 +191,21 @@ _SUMMARISE = Exercise(
         Misconception(
             "making windows of a text that is shorter than one",
             lambda x, length, stride: x.unfold(0, length, stride).mean(-1),
-            "`unfold` raises an error if not even one window fits, and `torch.stack` if there is nothing to stack. How many "
+            "`unfold` raises an error if not even one window fits, and `torch.stack` if there is "
+            "nothing to stack. How many "
             "windows fit into such a text, and what shape have their means?",
         ),
         Misconception(
             "the mean over the width",
             _summarise_over("width"),
-            "The tokens of a window are to be averaged, number by number. Which axis holds the tokens?",
+            "The tokens of a window are to be averaged, number by number. Which axis holds the "
+            "tokens?",
         ),
         Misconception(
             "the sum in place of the mean",
             _summarise_over("sum"),
-            "The weights of a window's tokens are to sum to 1; else a longer window would have larger keys.",
+            "The weights of a window's tokens are to sum to 1; else a longer window would have "
+            "larger keys.",
         ),
         Misconception(
             "dividing by the stride",
@@ -195,8 +214,14 @@ _SUMMARISE = Exercise(
         ),
     ),
     cases=(
-        Case("six tokens, one number wide, length 4, stride 2", lambda: (torch.arange(6.0)[:, None] ** 2, 4, 2)),
-        Case("seven tokens, two numbers wide, length 3, stride 2", lambda: (torch.arange(14.0).view(7, 2) ** 2, 3, 2)),
+        Case(
+            "six tokens, one number wide, length 4, stride 2",
+            lambda: (torch.arange(6.0)[:, None] ** 2, 4, 2),
+        ),
+        Case(
+            "seven tokens, two numbers wide, length 3, stride 2",
+            lambda: (torch.arange(14.0).view(7, 2) ** 2, 3, 2),
+        ),
         Case("19 tokens, length 8, stride 3", lambda: (_random(19, 5, seed=0), 8, 3)),
         Case("16 tokens, no overlap", lambda: (_random(16, 3, seed=1), 4, 4)),
         Case("five tokens, length 8", lambda: (_random(5, 3, seed=2), 8, 4)),
@@ -207,7 +232,9 @@ _SUMMARISE = Exercise(
 # -- attend_to_summaries --
 
 
-def attend_to_summaries(q: Tensor, k: Tensor, v: Tensor, position: int, length: int, stride: int) -> tuple[Tensor, Tensor]:
+def attend_to_summaries(
+    q: Tensor, k: Tensor, v: Tensor, position: int, length: int, stride: int
+) -> tuple[Tensor, Tensor]:
     """Attention of one query to the summaries it sees: o [DV] and lse."""
     k_cmp, v_cmp = summarise(k, length, stride), summarise(v, length, stride)
     count = visible_summaries(position, length, stride)
@@ -220,10 +247,15 @@ def attend_to_summaries(q: Tensor, k: Tensor, v: Tensor, position: int, length: 
 def _attend(change: str) -> Callable:
     """A wrong `attend_to_summaries`, with one change."""
 
-    def wrong(q: Tensor, k: Tensor, v: Tensor, position: int, length: int, stride: int) -> tuple[Tensor, Tensor]:
+    def wrong(
+        q: Tensor, k: Tensor, v: Tensor, position: int, length: int, stride: int
+    ) -> tuple[Tensor, Tensor]:
         first_tokens = v[: max(len(v) - length + 1, 0) : stride]
         v_cmp = first_tokens if change == "unsummarised values" else summarise(v, length, stride)
-        k_cmp, scale = summarise(k, length, stride), 1.0 if change == "no scale" else q.shape[0] ** -0.5
+        k_cmp, scale = (
+            summarise(k, length, stride),
+            1.0 if change == "no scale" else q.shape[0] ** -0.5,
+        )
         count = visible_summaries(position, length, stride)
         if change == "starts":
             count = min(position // stride + 1, len(k_cmp))
@@ -256,10 +288,11 @@ def _weighted(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 _ATTEND = Exercise(
     name="attend_to_summaries",
     statement="""
-One query `q` `[D]` at `position` in a text of `M` tokens, with keys `k` `[M, D]` and values `v` `[M, DV]` of one head. Summarise
-both by means of windows (`length`, `stride`), and return `(o, lse)` of the query's attention to the summaries that it sees, with
-the scale `D ** -0.5`. A query that sees none gets `o` of zeros and `lse` of −∞ (a tensor). You may use your `visible_summaries` and
-`summarise`.
+One query `q` `[D]` at `position` in a text of `M` tokens, with keys `k` `[M, D]` and values `v`
+`[M, DV]` of one head. Summarise both by means of windows (`length`, `stride`), and return
+`(o, lse)` of the query's attention to the summaries that it sees, with the scale `D ** -0.5`. A
+query that sees none gets `o` of zeros and `lse` of −∞ (a tensor). You may use your
+`visible_summaries` and `summarise`.
 """,
     minutes=8,
     difficulty=3,
@@ -268,22 +301,26 @@ the scale `D ** -0.5`. A query that sees none gets `o` of zeros and `lse` of −
         Misconception(
             "softmax over nothing",
             _attend("nan"),
-            "Where every score is −∞, the softmax divides 0 by 0. The contract says what an early query gets: catch it before.",
+            "Where every score is −∞, the softmax divides 0 by 0. The contract says what an "
+            "early query gets: catch it before.",
         ),
         Misconception(
             "an lse of 0 for a query that sees nothing",
             _attend("lse 0"),
-            "lse is the logarithm of the sum of the exponentials. What is the sum over nothing, and its logarithm?",
+            "lse is the logarithm of the sum of the exponentials. What is the sum over nothing, "
+            "and its logarithm?",
         ),
         Misconception(
             "attending to tokens where there is no summary yet",
             _attend("tokens"),
-            "It sounds helpful, but this branch only knows summaries; the newest tokens are the sliding window's business.",
+            "It sounds helpful, but this branch only knows summaries; the newest tokens are the "
+            "sliding window's business.",
         ),
         Misconception(
             "summarising the keys and not the values",
             _attend("unsummarised values"),
-            "A summary stands for all tokens of its window, in both: its key says what there is, and its value should hold it.",
+            "A summary stands for all tokens of its window, in both: its key says what there is, "
+            "and its value should hold it.",
         ),
         Misconception(
             "letting a summary be seen once it starts",
@@ -308,20 +345,47 @@ the scale `D ** -0.5`. A query that sees none gets `o` of zeros and `lse` of −
         Misconception(
             "masking after the softmax",
             _attend("normalised over all"),
-            "The hidden summaries are gone from the sum of the values, but not from the denominator: do the weights sum to 1?",
+            "The hidden summaries are gone from the sum of the values, but not from the "
+            "denominator: do the weights sum to 1?",
         ),
-        Misconception("leaving out the scale", _attend("no scale"), "Scores are multiplied by D ** -0.5, as in every chapter."),
+        Misconception(
+            "leaving out the scale",
+            _attend("no scale"),
+            "Scores are multiplied by D ** -0.5, as in every chapter.",
+        ),
     ),
     cases=(
         Case(
             "four tokens, length 2, stride 1; the query at position 2",
-            lambda: (torch.ones(1), torch.tensor([[0.0], [2], [4], [9]]), torch.tensor([[1.0], [3], [8], [9]]), 2, 2, 1),
+            lambda: (
+                torch.ones(1),
+                torch.tensor([[0.0], [2], [4], [9]]),
+                torch.tensor([[1.0], [3], [8], [9]]),
+                2,
+                2,
+                1,
+            ),
         ),
-        Case("the first query of four", lambda: (torch.ones(1), torch.ones(4, 1), torch.ones(4, 1), 0, 2, 1)),
-        Case("12 tokens, position 9", lambda: (_random(4, seed=0), _random(12, 4, seed=1), _random(12, 3, seed=2), 9, 4, 2)),
-        Case("23 tokens, position 17", lambda: (_random(6, seed=3), _random(23, 6, seed=4), _random(23, 5, seed=5), 17, 5, 3)),
-        Case("position 3 of 23", lambda: (_random(6, seed=3), _random(23, 6, seed=4), _random(23, 5, seed=5), 3, 5, 3)),
-        Case("the last query", lambda: (_random(4, seed=6), _random(16, 4, seed=7), _random(16, 2, seed=8), 15, 4, 4)),
+        Case(
+            "the first query of four",
+            lambda: (torch.ones(1), torch.ones(4, 1), torch.ones(4, 1), 0, 2, 1),
+        ),
+        Case(
+            "12 tokens, position 9",
+            lambda: (_random(4, seed=0), _random(12, 4, seed=1), _random(12, 3, seed=2), 9, 4, 2),
+        ),
+        Case(
+            "23 tokens, position 17",
+            lambda: (_random(6, seed=3), _random(23, 6, seed=4), _random(23, 5, seed=5), 17, 5, 3),
+        ),
+        Case(
+            "position 3 of 23",
+            lambda: (_random(6, seed=3), _random(23, 6, seed=4), _random(23, 5, seed=5), 3, 5, 3),
+        ),
+        Case(
+            "the last query",
+            lambda: (_random(4, seed=6), _random(16, 4, seed=7), _random(16, 2, seed=8), 15, 4, 4),
+        ),
     ),
 )
 
@@ -330,7 +394,8 @@ the scale `D ** -0.5`. A query that sees none gets `o` of zeros and `lse` of −
 
 
 def window_logit(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """For windows of token scores [W, length]: the mean key's score, and the score that would give the window its weight."""
+    """For windows of token scores [W, length]: the mean key's score, and the score that would give
+    the window its weight."""
     by_mean_key = scores.mean(1)
     by_weight = scores.logsumexp(1) - math.log(scores.shape[1])
     return by_mean_key, by_weight
@@ -339,9 +404,10 @@ def window_logit(scores: Tensor) -> tuple[Tensor, Tensor]:
 _LOGIT = Exercise(
     name="window_logit",
     statement="""
-`scores` `[W, length]` holds one query's scaled scores with the tokens of `W` windows, a row each. Return two tensors of shape
-`[W]`, as a tuple: the score that the window's *mean key* gets; and the score that one summary would need, so that `length` tokens
-with that score weigh as much as the window's real tokens. Some scores are in the hundreds: the result has to stay finite.
+`scores` `[W, length]` holds one query's scaled scores with the tokens of `W` windows, a row each.
+Return two tensors of shape `[W]`, as a tuple: the score that the window's *mean key* gets; and the
+score that one summary would need, so that `length` tokens with that score weigh as much as the
+window's real tokens. Some scores are in the hundreds: the result has to stay finite.
 """,
     minutes=4,
     difficulty=2,
@@ -350,23 +416,27 @@ with that score weigh as much as the window's real tokens. Some scores are in th
         Misconception(
             "the two the other way round",
             lambda scores: window_logit(scores)[::-1],
-            "First the mean key's score, then the one that the window's weight asks for. Which of the two is never the smaller?",
+            "First the mean key's score, then the one that the window's weight asks for. Which "
+            "of the two is never the smaller?",
         ),
         Misconception(
             "the mean for both",
             lambda scores: (scores.mean(1), scores.mean(1)),
-            "A softmax weighs by exponentials. Is the exponential of a mean the mean of the exponentials?",
+            "A softmax weighs by exponentials. Is the exponential of a mean the mean of the "
+            "exponentials?",
         ),
         Misconception(
             "the log-sum-exp without the length",
             lambda scores: (scores.mean(1), scores.logsumexp(1)),
-            "That is the score of *one* token as heavy as the whole window. Here `length` equal tokens share the weight: "
+            "That is the score of *one* token as heavy as the whole window. Here `length` equal "
+            "tokens share the weight: "
             "for a window of zeros the answer is 0.",
         ),
         Misconception(
             "the largest score for the window's weight",
             lambda scores: (scores.mean(1), scores.amax(1)),
-            "If all of the window's tokens had the largest score, it would weigh more than it does.",
+            "If all of the window's tokens had the largest score, it would weigh more than it "
+            "does.",
         ),
         Misconception(
             "the sum for the mean key's score",
@@ -376,7 +446,8 @@ with that score weigh as much as the window's real tokens. Some scores are in th
         Misconception(
             "a mean weighted by the softmax",
             lambda scores: (scores.mean(1), (scores.softmax(1) * scores).sum(1)),
-            "That is the score that the query finds on average where it looks, and always too high. "
+            "That is the score that the query finds on average where it looks, and always too "
+            "high. "
             "Write down the window's weight first, as a sum.",
         ),
         Misconception(
@@ -387,11 +458,14 @@ with that score weigh as much as the window's real tokens. Some scores are in th
         Misconception(
             "exponentials that overflow",
             lambda scores: (scores.mean(1), scores.exp().mean(1).log()),
-            "Right for small scores. In fp32 the powers of e end at e to the 88.7: subtract the largest score first (chapter 03).",
+            "Right for small scores. In fp32 the powers of e end at e to the 88.7: subtract the "
+            "largest score first (chapter 03).",
         ),
     ),
     cases=(
-        Case("a flat window and one that is not", lambda: (torch.tensor([[1.0, 1.0], [0.0, 2.0]]),)),
+        Case(
+            "a flat window and one that is not", lambda: (torch.tensor([[1.0, 1.0], [0.0, 2.0]]),)
+        ),
         Case("a needle among zeros", lambda: (torch.tensor([[0.0, 0.0, 0.0, 10.0]]),)),
         Case("three windows of five", lambda: (_random(3, 5, seed=0, factor=2.0),)),
         Case("scores in the hundreds", lambda: (_random(2, 4, seed=1, factor=300.0),)),
@@ -412,8 +486,14 @@ def phi(window: Tensor, position: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2
 def _phi(change: str) -> Callable:
     """A wrong `phi`, with one change."""
 
-    def wrong(window: Tensor, position: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-        x = {"no position": window, "product": window * position, "reversed": window + position.flip(0)}.get(change)
+    def wrong(
+        window: Tensor, position: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor
+    ) -> Tensor:
+        x = {
+            "no position": window,
+            "product": window * position,
+            "reversed": window + position.flip(0),
+        }.get(change)
         x = window + position if x is None else x
         x = x.T.flatten() if change == "columns" else x.flatten()
         if change == "position on one token":
@@ -435,9 +515,10 @@ def _weights(length: int, D: int, hidden: int, seed: int) -> tuple:
 _PHI = Exercise(
     name="phi",
     statement="""
-The paper's φ for one window: `window` `[length, D]`, `position` `[length, D]`, `w1` `[length * D, F]`, `b1` `[F]`, `w2` `[F, D]`,
-`b2` `[D]`. Return the summary `[D]`. The window's tokens enter `w1` one behind the other, the first token's `D` numbers first;
-between the two layers is a `gelu` (`torch.nn.functional.gelu`), and after the second there is nothing.
+The paper's φ for one window: `window` `[length, D]`, `position` `[length, D]`, `w1`
+`[length * D, F]`, `b1` `[F]`, `w2` `[F, D]`, `b2` `[D]`. Return the summary `[D]`. The window's
+tokens enter `w1` one behind the other, the first token's `D` numbers first; between the two layers
+is a `gelu` (`torch.nn.functional.gelu`), and after the second there is nothing.
 """,
     minutes=4,
     difficulty=1,
@@ -466,14 +547,29 @@ between the two layers is a `gelu` (`torch.nn.functional.gelu`), and after the s
         Misconception(
             "flattening number by number, not token by token",
             _phi("columns"),
-            "Rows 0 to D − 1 of w1 belong to the first token. In which order does `flatten` read [length, D]?",
+            "Rows 0 to D − 1 of w1 belong to the first token. In which order does `flatten` read "
+            "[length, D]?",
         ),
         Misconception(
-            "leaving out the gelu", _phi("no gelu"), "Two linear layers in a row are one: there would be nothing gained."
+            "leaving out the gelu",
+            _phi("no gelu"),
+            "Two linear layers in a row are one: there would be nothing gained.",
         ),
-        Misconception("a relu in place of the gelu", _phi("relu"), "They are alike far from 0, and differ near it."),
-        Misconception("a gelu after the second layer too", _phi("gelu twice"), "A key may have large negative numbers as well."),
-        Misconception("leaving out b1", _phi("no b1"), "Each layer adds its own bias before anything else happens."),
+        Misconception(
+            "a relu in place of the gelu",
+            _phi("relu"),
+            "They are alike far from 0, and differ near it.",
+        ),
+        Misconception(
+            "a gelu after the second layer too",
+            _phi("gelu twice"),
+            "A key may have large negative numbers as well.",
+        ),
+        Misconception(
+            "leaving out b1",
+            _phi("no b1"),
+            "Each layer adds its own bias before anything else happens.",
+        ),
         Misconception("leaving out b2", _phi("no b2"), "The second layer has a bias, too."),
     ),
     cases=(
@@ -488,8 +584,13 @@ between the two layers is a `gelu` (`torch.nn.functional.gelu`), and after the s
                 torch.tensor([0.5, 0.0]),
             ),
         ),
-        Case("three tokens, two numbers wide, four hidden units", lambda: _weights(3, 2, 4, seed=0)),
-        Case("five tokens, three numbers wide, seven hidden units", lambda: _weights(5, 3, 7, seed=10)),
+        Case(
+            "three tokens, two numbers wide, four hidden units", lambda: _weights(3, 2, 4, seed=0)
+        ),
+        Case(
+            "five tokens, three numbers wide, seven hidden units",
+            lambda: _weights(5, 3, 7, seed=10),
+        ),
     ),
 )
 

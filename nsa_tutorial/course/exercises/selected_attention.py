@@ -1,4 +1,5 @@
-"""Exercises of chapter 05: from a list to tokens, a load behind a guard, the window, and the whole walk."""
+"""Exercises of chapter 05: from a list to tokens, a load behind a guard, the window, and the whole
+walk."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nsa_tutorial import online_softmax
 from nsa_tutorial.course.exercises import Case, Exercise, Misconception
 from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure
-from nsa_tutorial.online_softmax import LOG2_E
+from nsa_tutorial.exact import online_softmax
+from nsa_tutorial.exact.online_softmax import LOG2_E
 
 
 def _random(*shape: int, seed: int, factor: float = 1.0) -> Tensor:
@@ -20,7 +21,9 @@ def _random(*shape: int, seed: int, factor: float = 1.0) -> Tensor:
 # -- tokens_of_list --
 
 
-def tokens_of_list(ids: list[int], position: int, M: int, block_size: int, causal: bool) -> list[int]:
+def tokens_of_list(
+    ids: list[int], position: int, M: int, block_size: int, causal: bool
+) -> list[int]:
     """Positions of all keys that a query sees through its list, slot by slot."""
     num_visible = position + 1 if causal else M
     tokens = []
@@ -71,7 +74,9 @@ def _draw_tokens(arguments: tuple, got: list[int], expected: list[int]) -> Pictu
     """Which tokens were taken, above those that should be; the lines are where blocks begin."""
     ids, position, M, block_size, _ = arguments
     first, last = min([0, *got]), max([M - 1, *got])
-    counts = torch.tensor([[taken.count(token) for token in range(first, last + 1)] for taken in (got, expected)])
+    counts = torch.tensor(
+        [[taken.count(token) for token in range(first, last + 1)] for taken in (got, expected)]
+    )
     figure, axes = new_figure(7.0, 1.9)
     axis = axes[0, 0]
     grid(axis, counts.numpy(), largest=1.0)
@@ -81,7 +86,11 @@ def _draw_tokens(arguments: tuple, got: list[int], expected: list[int]) -> Pictu
     for block_start in range(0, M + 1, block_size):
         if first <= block_start <= last + 1:
             axis.axvline(block_start - first - 0.5, color=PALETTE["text"], linewidth=1)
-    told = f"{len(got)} tokens, not {len(expected)}" if len(got) != len(expected) else f"{len(got)} tokens, but others"
+    told = (
+        f"{len(got)} tokens, not {len(expected)}"
+        if len(got) != len(expected)
+        else f"{len(got)} tokens, but others"
+    )
     if sorted(got) == sorted(expected):
         told = "the right tokens, in another order"
     return Picture(figure, f"Query {position}, blocks of {block_size}, the list {ids}: {told}")
@@ -90,10 +99,11 @@ def _draw_tokens(arguments: tuple, got: list[int], expected: list[int]) -> Pictu
 _TOKENS = Exercise(
     name="tokens_of_list",
     statement="""
-One query at `position`, `M` keys, blocks of `block_size` keys. `ids` is its list: block ids, with `-1` for an empty slot, anywhere.
-Return the positions of all the keys that the query sees, as a list of Python integers, slot by slot in the order of `ids`. If
-`causal`, it sees no key after its own position; otherwise every key that exists, of the listed blocks. An id in the future, or
-past the last block, shows nothing.
+One query at `position`, `M` keys, blocks of `block_size` keys. `ids` is its list: block ids, with
+`-1` for an empty slot, anywhere. Return the positions of all the keys that the query sees, as a
+list of Python integers, slot by slot in the order of `ids`. If `causal`, it sees no key after its
+own position; otherwise every key that exists, of the listed blocks. An id in the future, or past
+the last block, shows nothing.
 """,
     minutes=6,
     difficulty=2,
@@ -107,23 +117,27 @@ past the last block, shows nothing.
         Misconception(
             "letting -1 wrap round to the last block",
             _tokens("wrap"),
-            "In Python, index -1 is the last one, and the last block is mostly the future. Here -1 means: nothing in this slot.",
+            "In Python, index -1 is the last one, and the last block is mostly the future. Here "
+            "-1 means: nothing in this slot.",
         ),
         Misconception(
             "turning -1 into negative positions",
             _tokens("negative"),
-            "-1 times the block size is a position in front of the first token. An empty slot has to be left out "
+            "-1 times the block size is a position in front of the first token. An empty slot "
+            "has to be left out "
             "before you multiply.",
         ),
         Misconception(
             "stopping at the first empty slot",
             _tokens("stop"),
-            "`-1` may stand anywhere in the row, with a block behind it. Leave the slot out, and go on.",
+            "`-1` may stand anywhere in the row, with a block behind it. Leave the slot out, and "
+            "go on.",
         ),
         Misconception(
             "taking id 0 for an empty slot",
             _tokens("zero is empty"),
-            "Block 0 is the first block of the text. Only negative ids are empty; look at your comparison, or at what "
+            "Block 0 is the first block of the text. Only negative ids are empty; look at your "
+            "comparison, or at what "
             "Python calls true.",
         ),
         Misconception(
@@ -134,23 +148,27 @@ past the last block, shows nothing.
         Misconception(
             "cutting the own block but not a block further on",
             _tokens("future block"),
-            "A listed block may lie in the future as a whole. What is its first token, and may the query see that one?",
+            "A listed block may lie in the future as a whole. What is its first token, and may "
+            "the query see that one?",
         ),
         Misconception(
             "running past the last key",
             _tokens("past the end"),
-            "Where the block size does not divide M, the last block is shorter. With the causal cut you do not notice; "
+            "Where the block size does not divide M, the last block is shorter. With the causal "
+            "cut you do not notice; "
             "without it you do.",
         ),
         Misconception(
             "hiding the query's own position from it",
             _tokens("not itself"),
-            "A query sees itself: at position 0 there is one key, not none. How many keys are visible at position t?",
+            "A query sees itself: at position 0 there is one key, not none. How many keys are "
+            "visible at position t?",
         ),
         Misconception(
             "keeping only blocks that are visible as a whole",
             _tokens("whole blocks"),
-            "The visible part of a block counts, however short. In most places the query's own block is the one that is cut.",
+            "The visible part of a block counts, however short. In most places the query's own "
+            "block is the one that is cut.",
         ),
         Misconception(
             "sorting the positions",
@@ -168,7 +186,10 @@ past the last block, shows nothing.
         Case("an empty slot in front", lambda: ([-1, 1], 11, 12, 4, True)),
         Case("nothing but empty slots", lambda: ([-1, -1], 7, 12, 4, True)),
         Case("a block of the future, and its own", lambda: ([2, 1], 5, 12, 4, True)),
-        Case("block of 3, M = 10, not causal: the last block is short", lambda: ([3, 0], 4, 10, 3, False)),
+        Case(
+            "block of 3, M = 10, not causal: the last block is short",
+            lambda: ([3, 0], 4, 10, 3, False),
+        ),
         Case("an id past the last block, not causal", lambda: ([4, 1, 9], 2, 10, 3, False)),
         Case("query 0", lambda: ([0], 0, 7, 4, True)),
     ),
@@ -180,7 +201,9 @@ past the last block, shows nothing.
 # -- load_block --
 
 
-def load_block(x: Tensor, block_id: int, num_visible: int, block_size: int) -> tuple[Tensor, Tensor]:
+def load_block(
+    x: Tensor, block_id: int, num_visible: int, block_size: int
+) -> tuple[Tensor, Tensor]:
     """A tile [BS, D] of the block's rows, zeros where nothing may be loaded, and `is_seen` [BS]."""
     offset = block_id * block_size + torch.arange(block_size)  # [BS]
     is_seen = (block_id >= 0) & (offset < num_visible)
@@ -195,7 +218,9 @@ def _load(change: str) -> Callable:
     def wrong(x: Tensor, block_id: int, num_visible: int, block_size: int) -> tuple[Tensor, Tensor]:
         M = len(x)
         limit = M if change == "no cut" else num_visible
-        offset = (block_id if change == "offset" else block_id * block_size) + torch.arange(block_size)
+        offset = (block_id if change == "offset" else block_id * block_size) + torch.arange(
+            block_size
+        )
         if change == "wrap" and block_id < 0:
             offset = (block_id + -(-M // block_size)) * block_size + torch.arange(block_size)
         is_seen = (offset >= 0) & (offset < limit)
@@ -211,7 +236,9 @@ def _load(change: str) -> Callable:
             return rows.masked_fill(~is_seen[:, None], 0), is_seen
         if change == "shorter":
             return x[offset[is_seen]], is_seen[is_seen]
-        tile = torch.full((block_size, x.shape[1]), -torch.inf if change == "minus infinity" else 0.0)
+        tile = torch.full(
+            (block_size, x.shape[1]), -torch.inf if change == "minus infinity" else 0.0
+        )
         tile[is_seen] = x[offset[is_seen]]
         if change == "negative counts as seen":
             is_seen = offset < limit
@@ -223,10 +250,12 @@ def _load(change: str) -> Callable:
 _LOAD = Exercise(
     name="load_block",
     statement="""
-What a kernel does for one slot. `x` `[M, D]` holds the keys (or the values) of one head, and the query sees its first `num_visible`
-rows. Return `(tile, is_seen)`. `tile` `[BS, D]` always has `block_size` rows: the rows of block `block_id`, and zeros in place of
-every row that the query does not see or that does not exist. `is_seen` `[BS]` is a boolean tensor and says which are real. For
-`block_id = -1` nothing is seen. In most cases the rows that the query does not see hold NaN, as memory that nobody has written may.
+What a kernel does for one slot. `x` `[M, D]` holds the keys (or the values) of one head, and the
+query sees its first `num_visible` rows. Return `(tile, is_seen)`. `tile` `[BS, D]` always has
+`block_size` rows: the rows of block `block_id`, and zeros in place of every row that the query does
+not see or that does not exist. `is_seen` `[BS]` is a boolean tensor and says which are real. For
+`block_id = -1` nothing is seen. In most cases the rows that the query does not see hold NaN, as
+memory that nobody has written may.
 """,
     minutes=7,
     difficulty=2,
@@ -235,30 +264,35 @@ every row that the query does not see or that does not exist. `is_seen` `[BS]` i
         Misconception(
             "hiding the score, and loading the row all the same",
             _load("only the score"),
-            "`is_seen` is right, and it will hide the score. But the hidden row sits in the tile, and its value is multiplied by a "
+            "`is_seen` is right, and it will hide the score. But the hidden row sits in the "
+            "tile, and its value is multiplied by a "
             "weight of 0 later. What is 0 · NaN?",
         ),
         Misconception(
             "multiplying by the mask",
             _load("times the mask"),
-            "0 · NaN is NaN: a product does not remove a number. Choose between the row and a zero instead, or do not "
+            "0 · NaN is NaN: a product does not remove a number. Choose between the row and a "
+            "zero instead, or do not "
             "load it at all.",
         ),
         Misconception(
             "comparing with num_visible only",
             _load("negative index"),
-            "Every negative position is below num_visible, and as an index it counts from the end. Which half of the guard is "
+            "Every negative position is below num_visible, and as an index it counts from the "
+            "end. Which half of the guard is "
             "missing?",
         ),
         Misconception(
             "letting -1 wrap round to the last block",
             _load("wrap"),
-            "-1 names no block. The last block is mostly in the future, and a query that reads it looks ahead.",
+            "-1 names no block. The last block is mostly in the future, and a query that reads "
+            "it looks ahead.",
         ),
         Misconception(
             "counting the rows of an empty slot as seen",
             _load("negative counts as seen"),
-            "The tile is right, and its zeros would enter the softmax: a key of zeros has the score 0 and the weight e⁰. Positions "
+            "The tile is right, and its zeros would enter the softmax: a key of zeros has the "
+            "score 0 and the weight e⁰. Positions "
             "below num_visible include all negative ones.",
         ),
         Misconception(
@@ -274,17 +308,20 @@ every row that the query does not see or that does not exist. `is_seen` `[BS]` i
         Misconception(
             "reading first and hiding afterwards",
             _load("out of bounds"),
-            "Where the block runs past the end, there is no row to be read. PyTorch raises an error; a GPU reads what lies there.",
+            "Where the block runs past the end, there is no row to be read. PyTorch raises an "
+            "error; a GPU reads what lies there.",
         ),
         Misconception(
             "a tile with fewer rows",
             _load("shorter"),
-            "A kernel's tile has a fixed shape: keep all block_size rows, and put zeros where there is nothing.",
+            "A kernel's tile has a fixed shape: keep all block_size rows, and put zeros where "
+            "there is nothing.",
         ),
         Misconception(
             "filling the tile with −∞",
             _load("minus infinity"),
-            "−∞ belongs in a score. In a key it is multiplied by a query, and −∞ times a negative number is +∞; in a "
+            "−∞ belongs in a score. In a key it is multiplied by a query, and −∞ times a "
+            "negative number is +∞; in a "
             "value, 0 · −∞ is NaN.",
         ),
     ),
@@ -317,8 +354,11 @@ def window_mask(N: int, M: int, window_size: int) -> Tensor:
     return (key <= position) & (key > position - window_size)
 
 
-def _window(wider: int = 0, offset: bool = True, causal: bool = True, front: int = 0, aligned: bool = False) -> Callable:
-    """A wrong `window_mask`: how many keys too wide or too narrow, where the queries stand, whether the future is hidden."""
+def _window(
+    wider: int = 0, offset: bool = True, causal: bool = True, front: int = 0, aligned: bool = False
+) -> Callable:
+    """A wrong `window_mask`: how many keys too wide or too narrow, where the queries stand, whether
+    the future is hidden."""
 
     def wrong(N: int, M: int, window_size: int) -> Tensor:
         position = torch.arange(N)[:, None] + (M - N if offset else 0)
@@ -346,7 +386,10 @@ def _draw_window(arguments: tuple, got: object, expected: Tensor) -> Picture:
     got = torch.as_tensor(got)
     N, M, w = arguments
     figure, axes = new_figure(7.0, 1.2 + 0.32 * max(N, 3), columns=2)
-    for axis, mask, title in ((axes[0, 0], got, "yours"), (axes[0, 1], expected, "a window of exactly w")):
+    for axis, mask, title in (
+        (axes[0, 0], got, "yours"),
+        (axes[0, 1], expected, "a window of exactly w"),
+    ):
         grid(axis, mask.double().numpy(), colour="window", largest=1.0)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("key", fontsize=9)
@@ -360,8 +403,9 @@ def _draw_window(arguments: tuple, got: object, expected: Tensor) -> Picture:
 _WINDOW = Exercise(
     name="window_mask",
     statement="""
-The sliding window as a mask, `[N, M]` boolean, True where visible: the `N` queries are the last of `M` positions, and each sees
-exactly the latest `window_size` keys, its own included, or all that there are at the start of the text.
+The sliding window as a mask, `[N, M]` boolean, True where visible: the `N` queries are the last of
+`M` positions, and each sees exactly the latest `window_size` keys, its own included, or all that
+there are at the start of the text.
 """,
     minutes=5,
     difficulty=1,
@@ -395,7 +439,8 @@ exactly the latest `window_size` keys, its own included, or all that there are a
         Misconception(
             "a window to both sides",
             _window(causal=False),
-            "The distance to a key of the future is small too, if you drop its sign. A query sees no later key.",
+            "The distance to a key of the future is small too, if you drop its sign. A query "
+            "sees no later key.",
         ),
         Misconception(
             "cutting at the far end only",
@@ -405,7 +450,8 @@ exactly the latest `window_size` keys, its own included, or all that there are a
         Misconception(
             "a block in place of a window",
             _window(aligned=True),
-            "Blocks begin at multiples of their size; the window moves along with its query, one key at a time.",
+            "Blocks begin at multiples of their size; the window moves along with its query, one "
+            "key at a time.",
         ),
         Misconception(
             "True where hidden",
@@ -428,7 +474,9 @@ exactly the latest `window_size` keys, its own included, or all that there are a
 # -- attend_to_lists --
 
 
-def attend_to_lists(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+def attend_to_lists(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int
+) -> tuple[Tensor, Tensor]:
     """Causal selected attention of one text: o [N, HQ, DV] and lse [N, HQ], one block at a time."""
     (N, HQ, D), (M, H, DV) = q.shape, v.shape
     G, scale = HQ // H, D**-0.5
@@ -452,13 +500,17 @@ def attend_to_lists(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, bloc
 def _attend(change: str) -> Callable:
     """A wrong `attend_to_lists`, with one change."""
 
-    def wrong(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    def wrong(
+        q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int
+    ) -> tuple[Tensor, Tensor]:
         (N, HQ, D), (M, H, DV) = q.shape, v.shape
         G = HQ // H
         scale = 1.0 if change == "no scale" else D**-0.5
         o, lse = torch.empty(N, HQ, DV), torch.empty(N, HQ)
         for n, h in ((n, h) for n in range(N) for h in range(H)):
-            num_visible = n + 1 if change == "first positions" else M - N + n + (change != "not itself")
+            num_visible = (
+                n + 1 if change == "first positions" else M - N + n + (change != "not itself")
+            )
             limit = M if change in ("no cut", "load, then mask") else num_visible
             group = slice(h, HQ, H) if change == "dealt out" else slice(h * G, (h + 1) * G)
             state, parts = online_softmax.start(G, DV), []
@@ -492,11 +544,12 @@ def _attend(change: str) -> Callable:
 _ATTEND = Exercise(
     name="attend_to_lists",
     statement="""
-The operator, for one text. `q` `[N, HQ, D]` are the last `N` of `M` positions, `k` `[M, H, D]`, `v` `[M, H, DV]`; `block_indices`
-`[N, H, S]` holds the list of each query and KV head, with `-1` anywhere. Return causal attention's `o` `[N, HQ, DV]` and `lse`
-`[N, HQ]`, scale `D ** -0.5`. Hold the scores of one block at a time, and do not load what a query does not see: in one case it is
-NaN, in another a query sees nothing at all. Start from `walk` above: it does one query and one KV head. What remains is which rows
-of `q` belong together, and how much each query may see.
+The operator, for one text. `q` `[N, HQ, D]` are the last `N` of `M` positions, `k` `[M, H, D]`, `v`
+`[M, H, DV]`; `block_indices` `[N, H, S]` holds the list of each query and KV head, with `-1`
+anywhere. Return causal attention's `o` `[N, HQ, DV]` and `lse` `[N, HQ]`, scale `D ** -0.5`. Hold
+the scores of one block at a time, and do not load what a query does not see: in one case it is NaN,
+in another a query sees nothing at all. Start from `walk` above: it does one query and one KV head.
+What remains is which rows of `q` belong together, and how much each query may see.
 """,
     minutes=10,
     difficulty=3,
@@ -505,17 +558,20 @@ of `q` belong together, and how much each query may see.
         Misconception(
             "taking the queries for the first N positions",
             _attend("first positions"),
-            "They are the last N of the M: query 0 stands at position M − N, and sees all that was there before it.",
+            "They are the last N of the M: query 0 stands at position M − N, and sees all that "
+            "was there before it.",
         ),
         Misconception(
             "hiding the query's own position from it",
             _attend("not itself"),
-            "A query sees itself: the last of M sees M keys. How many does the one at position t see?",
+            "A query sees itself: the last of M sees M keys. How many does the one at position t "
+            "see?",
         ),
         Misconception(
             "dealing out the query heads in turn",
             _attend("dealt out"),
-            "Query head hq belongs to KV head hq // G: the heads of a group are neighbours. One KV head alone would hide this.",
+            "Query head hq belongs to KV head hq // G: the heads of a group are neighbours. One "
+            "KV head alone would hide this.",
         ),
         Misconception(
             "the list of the first KV head for all",
@@ -525,12 +581,14 @@ of `q` belong together, and how much each query may see.
         Misconception(
             "loading what is hidden, and masking its score",
             _attend("load, then mask"),
-            "The weight of a hidden key is 0, and 0 · NaN is NaN. Cut the block before you load its keys and values.",
+            "The weight of a hidden key is 0, and 0 · NaN is NaN. Cut the block before you load "
+            "its keys and values.",
         ),
         Misconception(
             "no cut inside the last block",
             _attend("no cut"),
-            "A block that begins in a query's past may end in its future, and a listed block may lie there as a whole.",
+            "A block that begins in a query's past may end in its future, and a listed block may "
+            "lie there as a whole.",
         ),
         Misconception(
             "letting -1 wrap round to the last block",
@@ -550,13 +608,15 @@ of `q` belong together, and how much each query may see.
         Misconception(
             "averaging the blocks' outputs",
             _attend("average"),
-            "Each block's softmax sums to 1 by itself, so that a block of weak scores would count as much as a strong one. "
+            "Each block's softmax sums to 1 by itself, so that a block of weak scores would "
+            "count as much as a strong one. "
             "One softmax runs over all keys of the list.",
         ),
         Misconception(
             "dividing by the sum of nothing",
             _attend("0/0"),
-            "A row that saw no key has logsum 0 and acc_o 0. What is its output to be? `finish` knows.",
+            "A row that saw no key has logsum 0 and acc_o 0. What is its output to be? `finish` "
+            "knows.",
         ),
         Misconception(
             "leaving out the scale",
@@ -565,20 +625,39 @@ of `q` belong together, and how much each query may see.
         ),
     ),
     cases=(
-        Case("the last 2 of 4 tokens, blocks of 2, the list [1, 0]", lambda: _four([[[1, 0]], [[1, 0]]])),
-        Case("two KV heads with different lists, three query heads each", lambda: _problem(N=3, M=11, HQ=6, H=2, seed=0)),
-        Case("empty slots in front of blocks", lambda: _problem(N=11, M=11, HQ=2, H=1, seed=1, empty=True)),
+        Case(
+            "the last 2 of 4 tokens, blocks of 2, the list [1, 0]",
+            lambda: _four([[[1, 0]], [[1, 0]]]),
+        ),
+        Case(
+            "two KV heads with different lists, three query heads each",
+            lambda: _problem(N=3, M=11, HQ=6, H=2, seed=0),
+        ),
+        Case(
+            "empty slots in front of blocks",
+            lambda: _problem(N=11, M=11, HQ=2, H=1, seed=1, empty=True),
+        ),
         Case("a query that lists nothing", lambda: _four([[[-1, -1]], [[0, -1]]])),
-        Case("4 tokens, blocks of 4, later values are NaN for the first query", lambda: _untouchable()),
+        Case(
+            "4 tokens, blocks of 4, later values are NaN for the first query",
+            lambda: _untouchable(),
+        ),
         Case("scores that fall by the hundred, and rise", lambda: _steep()),
     ),
 )
 
 
 def _problem(*, N: int, M: int, HQ: int, H: int, seed: int, empty: bool = False) -> tuple:
-    """Random tensors; each list is two of the three blocks of 4, in some order, if `empty` behind an empty slot."""
-    q, k, v = _random(N, HQ, 4, seed=seed, factor=2), _random(M, H, 4, seed=seed + 10), _random(M, H, 3, seed=seed + 20)
-    block_indices = torch.rand(N, H, 3, generator=torch.Generator().manual_seed(seed + 30)).argsort(-1)[..., :2]
+    """Random tensors; each list is two of the three blocks of 4, in some order, if `empty` behind
+    an empty slot."""
+    q, k, v = (
+        _random(N, HQ, 4, seed=seed, factor=2),
+        _random(M, H, 4, seed=seed + 10),
+        _random(M, H, 3, seed=seed + 20),
+    )
+    block_indices = torch.rand(N, H, 3, generator=torch.Generator().manual_seed(seed + 30)).argsort(
+        -1
+    )[..., :2]
     if empty:
         block_indices = torch.nn.functional.pad(block_indices, (1, 0), value=-1)
     return q, k, v, block_indices, 4

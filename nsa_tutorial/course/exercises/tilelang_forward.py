@@ -1,4 +1,5 @@
-"""Exercises of chapter 10: the four mistakes of the first draft, each mended by the reader, and how many programs fit."""
+"""Exercises of chapter 10: the four mistakes of the first draft, each mended by the reader, and how
+many programs fit."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from types import FunctionType
 import torch
 from torch import Tensor
 
-from nsa_tutorial import environment
 from nsa_tutorial.course.exercises import Case, Exercise, Misconception
 from nsa_tutorial.course.languages import T
-from nsa_tutorial.online_softmax import LOG2_E
+from nsa_tutorial.exact.online_softmax import LOG2_E
+from nsa_tutorial.runtime import environment
 
 # -- the draft with a piece of the reader's --
 
@@ -23,20 +24,33 @@ _COMPILED: dict[str, Callable] = {}
 
 
 def _run_with(name: str, block_size: int = 2) -> Callable:
-    """`run` of an exercise: the first draft on the CPU with its piece `name` from the reader, and the others mended."""
+    """`run` of an exercise: the first draft on the CPU with its piece `name` from the reader, and
+    the others mended."""
 
     def run(
-        piece: Callable, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, causal: bool, scale: float | None
+        piece: Callable, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, causal: bool,
+        scale: float | None
     ) -> Tensor:  # fmt: skip
-        from nsa_tutorial import tilelang_first_draft as draft
-        from nsa_tutorial.tilelang_cpu import compile_for_cpu
+        from nsa_tutorial.kernels import tilelang_first_draft as draft
+        from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
 
         if name in _MACROS and isinstance(piece, FunctionType):
             piece = T.macro(piece)
         (B, _, HQ, D), H, S = q.shape, k.shape[2], block_indices.shape[3]
         pieces = {**draft.MENDED, name: piece}
         with _quiet():
-            kernel = draft.build_kernel(B, HQ, HQ // H, D, block_size, S, causal=causal, scale=scale, dtype="float32", **pieces)
+            kernel = draft.build_kernel(
+                B,
+                HQ,
+                HQ // H,
+                D,
+                block_size,
+                S,
+                causal=causal,
+                scale=scale,
+                dtype="float32",
+                **pieces,
+            )
         text = kernel.script()  # two pieces that come to the same kernel are compiled once
         if text not in _COMPILED:
             _COMPILED[text] = compile_for_cpu(kernel)
@@ -49,7 +63,8 @@ def _run_with(name: str, block_size: int = 2) -> Callable:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """TileLang logs a page of generated code for a piece that it cannot read; the error alone says enough."""
+    """TileLang logs a page of generated code for a piece that it cannot read; the error alone says
+    enough."""
     logging.disable(logging.CRITICAL)
     try:
         yield
@@ -62,20 +77,25 @@ def _why_not() -> str | None:
 
 
 def _case(
-    name: str, N: int, M: int, ids: list[int] | list[list[int]], *, key_scores: list[float] | None = None,
+    name: str, N: int, M: int, ids: list[int] | list[list[int]], *,
+    key_scores: list[float] | None = None,
     query_factors: tuple[float, float] = (1.0, 1.0), causal: bool = True, scale: float | None = 1.0,
 ) -> Case:  # fmt: skip
     """One sequence, two query heads on one KV head, width 2.
 
-    `ids` is one list for all queries or one for each. With `key_scores`, a query of head `i` scores key `j` with
-    `query_factors[i] * key_scores[j]`; otherwise queries and keys are random.
+    `ids` is one list for all queries or one for each. With `key_scores`, a query of head `i` scores
+    key `j` with `query_factors[i] * key_scores[j]`; otherwise queries and keys are random.
     """
 
     def arguments() -> tuple:
         g = torch.Generator().manual_seed(N + 10 * M)
         q, k, v = (torch.randn(1, n, h, 2, generator=g) for n, h in ((N, 2), (M, 1), (M, 1)))
         if key_scores is not None:
-            q = torch.tensor([[factor, 0.0] for factor in query_factors]).expand(1, N, 2, 2).contiguous()
+            q = (
+                torch.tensor([[factor, 0.0] for factor in query_factors])
+                .expand(1, N, 2, 2)
+                .contiguous()
+            )
             k = torch.tensor([[score, 0.0] for score in key_scores])[None, :, None]
         lists = torch.tensor(ids, dtype=torch.int32)
         lists = lists.expand(N, -1) if lists.ndim == 1 else lists
@@ -85,15 +105,17 @@ def _case(
 
 
 _HOW = """
-The check puts your function into the draft (the other three pieces are mended there), compiles it for the CPU, a second or two for
-each new piece, and runs it on small inputs in fp32: two query heads on one KV head, width 2, blocks of {} tokens.
+The check puts your function into the draft (the other three pieces are mended there), compiles it
+for the CPU, a second or two for each new piece, and runs it on small inputs in fp32: two query
+heads on one KV head, width 2, blocks of {} tokens.
 """
 
 # -- update_max --
 
 
 def update_max(acc_s: object, scores_max: object) -> None:
-    """Bring scores_max [G] up to date with the scores acc_s [G, BS] of this block; -inf before the first block."""
+    """Bring scores_max [G] up to date with the scores acc_s [G, BS] of this block; -inf before the
+    first block."""
     T.reduce_max(acc_s, scores_max, dim=1, clear=False)
 
 
@@ -134,9 +156,10 @@ def _largest_magnitude(acc_s: object, scores_max: object) -> None:
 _MAX = Exercise(
     name="update_max",
     statement=f"""
-**The maximum that does not run.** `acc_s` `[G, BS]` are a block's scores, `scores_max` `[G]` is the fragment with the
-statistic of the softmax; before the first block it holds $-\\infty$. The draft fills it with $-\\infty$ before each block and
-takes that block's maximum. Write the piece as it should be: the body of a TileLang macro, without `return`.
+**The maximum that does not run.** `acc_s` `[G, BS]` are a block's scores, `scores_max` `[G]` is the
+fragment with the statistic of the softmax; before the first block it holds $-\\infty$. The draft
+fills it with $-\\infty$ before each block and takes that block's maximum. Write the piece as it
+should be: the body of a TileLang macro, without `return`.
 `T.reduce_max(tile, fragment, dim=1, clear=...)` is all you need; what does `clear` clear?
 {_HOW.format(2)}""",
     minutes=6,
@@ -148,13 +171,15 @@ takes that block's maximum. Write the piece as it should be: the body of a TileL
         Misconception(
             "the maximum of this block alone",
             _max_of_block,
-            "Whether you fill it or let clear=True do so: what the earlier blocks had found is gone. If this block lies far below "
+            "Whether you fill it or let clear=True do so: what the earlier blocks had found is "
+            "gone. If this block lies far below "
             "them, scores_scale becomes 2 to a large positive number.",
         ),
         Misconception(
             "a maximum that is never below 0",
             _max_with_zero,
-            "It runs, and it does not overflow. But what is exp2 of a score of −200, measured from 0? And of its row's sum?",
+            "It runs, and it does not overflow. But what is exp2 of a score of −200, measured "
+            "from 0? And of its row's sum?",
         ),
         Misconception(
             "leaving the maximum where it starts",
@@ -169,22 +194,49 @@ takes that block's maximum. Write the piece as it should be: the body of a TileL
         Misconception(
             "one maximum for all heads of the group",
             _max_of_tile,
-            "Each row of the tile is a head with a softmax of its own. What is left of a head whose scores all lie far below "
+            "Each row of the tile is a head with a softmax of its own. What is left of a head "
+            "whose scores all lie far below "
             "another's?",
         ),
         Misconception(
             "the largest magnitude",
             _largest_magnitude,
-            "exp2 overflows on one side only. Measured from +60, what is left of a row whose scores are all −60?",
+            "exp2 overflows on one side only. Measured from +60, what is left of a row whose "
+            "scores are all −60?",
         ),
     ),
     cases=(
         _case("scores of order one", 6, 6, [0, 1, 2]),
-        _case("each block 100 below the one before", 6, 6, [0, 1, 2], key_scores=[0, 1, -100, -99, -200, -199]),
-        _case("each block 100 above the one before", 6, 6, [0, 1, 2], key_scores=[-200, -199, -100, -99, 0, 1]),
+        _case(
+            "each block 100 below the one before",
+            6,
+            6,
+            [0, 1, 2],
+            key_scores=[0, 1, -100, -99, -200, -199],
+        ),
+        _case(
+            "each block 100 above the one before",
+            6,
+            6,
+            [0, 1, 2],
+            key_scores=[-200, -199, -100, -99, 0, 1],
+        ),
         _case("all scores about -60", 6, 6, [2, 0, 1], key_scores=[-60, -61, -62, -60, -61, -59]),
-        _case("all scores about -200", 6, 6, [0, 1, 2], key_scores=[-200, -201, -202, -200, -201, -199]),
-        _case("one head 200 above the other", 6, 6, [0, 1, 2], key_scores=[200, 201, 202, 200, 201, 199], query_factors=(1, 0.01)),
+        _case(
+            "all scores about -200",
+            6,
+            6,
+            [0, 1, 2],
+            key_scores=[-200, -201, -202, -200, -201, -199],
+        ),
+        _case(
+            "one head 200 above the other",
+            6,
+            6,
+            [0, 1, 2],
+            key_scores=[200, 201, 202, 200, 201, 199],
+            query_factors=(1, 0.01),
+        ),
     ),
 )
 
@@ -192,7 +244,8 @@ takes that block's maximum. Write the piece as it should be: the body of a TileL
 
 
 def is_seen(query: object, key: object, num_keys: object, causal: bool) -> object:
-    """Whether the query at position query sees the key at position key, of num_keys that there are."""
+    """Whether the query at position query sees the key at position key, of num_keys that there
+    are."""
     return T.And(key < num_keys, query >= key) if causal else key < num_keys
 
 
@@ -216,10 +269,10 @@ def _seen(change: str) -> Callable:
 _SEEN = Exercise(
     name="is_seen",
     statement=f"""
-**The missing end.** `is_seen` is asked for every score of a block. `query` and `key` are positions, `num_keys` is how many
-keys there are: expressions of the kernel, not Python numbers (so join two comparisons with `T.And(a, b)`). `causal` is a
-Python bool, fixed when the kernel is compiled. The last block may reach past the end; what is not there was loaded as zeros.
-Return the condition.
+**The missing end.** `is_seen` is asked for every score of a block. `query` and `key` are positions,
+`num_keys` is how many keys there are: expressions of the kernel, not Python numbers (so join two
+comparisons with `T.And(a, b)`). `causal` is a Python bool, fixed when the kernel is compiled. The
+last block may reach past the end; what is not there was loaded as zeros. Return the condition.
 {_HOW.format(4)}""",
     minutes=5,
     difficulty=2,
@@ -230,7 +283,8 @@ Return the condition.
         Misconception(
             "saying nothing of the end where nothing is causal",
             _seen("nothing"),
-            "T.copy puts zeros past the end. A key of zeros scores 0, and exp2 of 0 minus the maximum is a weight like any other.",
+            "T.copy puts zeros past the end. A key of zeros scores 0, and exp2 of 0 minus the "
+            "maximum is a weight like any other.",
         ),
         Misconception(
             "hiding the future where nothing is causal",
@@ -245,12 +299,14 @@ Return the condition.
         Misconception(
             "dropping the ragged block",
             _seen("full blocks"),
-            "That is the guard `i_s + BS <= seq_len`: nothing is read past the end any more. And which keys are never read at all?",
+            "That is the guard `i_s + BS <= seq_len`: nothing is read past the end any more. And "
+            "which keys are never read at all?",
         ),
         Misconception(
             "checking the end and forgetting the future",
             _seen("end alone"),
-            "With causal=True the last block of a list is often the query's own. What lies in its second half?",
+            "With causal=True the last block of a list is often the query's own. What lies in "
+            "its second half?",
         ),
         Misconception(
             "hiding the query's own key",
@@ -261,7 +317,14 @@ Return the condition.
     cases=(
         _case("two keys in a block of 4, not causal", 1, 2, [0, -1], causal=False),
         _case("five keys, not causal", 2, 5, [0, 1], causal=False),
-        _case("all scores below 0, not causal", 3, 6, [1, 0], key_scores=[-9, -9, -8, -7, -5, -6], causal=False),
+        _case(
+            "all scores below 0, not causal",
+            3,
+            6,
+            [1, 0],
+            key_scores=[-9, -9, -8, -7, -5, -6],
+            causal=False,
+        ),
         _case("six keys, causal", 6, 6, [0, 1]),
     ),
 )
@@ -270,7 +333,8 @@ Return the condition.
 
 
 def normalise(acc_o: object, logsum: object, G: int, BV: int) -> None:
-    """Divide each row of acc_o [G, BV] by its sum of weights logsum [G]; a row without weights becomes 0."""
+    """Divide each row of acc_o [G, BV] by its sum of weights logsum [G]; a row without weights
+    becomes 0."""
     for i, j in T.Parallel(G, BV):
         acc_o[i, j] = T.if_then_else(logsum[i] == 0, 0, acc_o[i, j] / logsum[i])
 
@@ -318,11 +382,11 @@ def _guard_the_product(acc_o: object, logsum: object, G: int, BV: int) -> None:
 _NORMALISE = Exercise(
     name="normalise",
     statement=f"""
-**The empty row.** After the loop, `acc_o` `[G, BV]` is the weighted sum of values and `logsum` `[G]` the sum of the weights,
-both fragments. A query whose slots are all empty has 0 in both, and its output is to be exactly
-0. A query that sees a NaN has NaN in both, and its output is to stay NaN. Write the body of the
-macro: divide in place, over `for i, j in T.Parallel(G, BV)`. A choice between two numbers is
-`T.if_then_else(condition, a, b)`.
+**The empty row.** After the loop, `acc_o` `[G, BV]` is the weighted sum of values and `logsum`
+`[G]` the sum of the weights, both fragments. A query whose slots are all empty has 0 in both, and
+its output is to be exactly 0. A query that sees a NaN has NaN in both, and its output is to stay
+NaN. Write the body of the macro: divide in place, over `for i, j in T.Parallel(G, BV)`. A choice
+between two numbers is `T.if_then_else(condition, a, b)`.
 {_HOW.format(2)}""",
     minutes=5,
     difficulty=1,
@@ -342,12 +406,14 @@ macro: divide in place, over `for i, j in T.Parallel(G, BV)`. A choice between t
         Misconception(
             "adding 1 to every sum",
             _divide_by_one_more,
-            "The empty row is 0 now. What has become of a row with one key, whose weight should be 1?",
+            "The empty row is 0 now. What has become of a row with one key, whose weight should "
+            "be 1?",
         ),
         Misconception(
             "adding a small number to every sum",
             _divide_with_epsilon,
-            "The empty row is 0 now, and every other row is a little too small: an error that no row needed. "
+            "The empty row is 0 now, and every other row is a little too small: an error that no "
+            "row needed. "
             "How small is the smallest sum of a row that is not empty?",
         ),
         Misconception(
@@ -368,7 +434,8 @@ macro: divide in place, over `for i, j in T.Parallel(G, BV)`. A choice between t
         Misconception(
             "multiplying by the sum",
             _guard_the_product,
-            "The empty row is right. A row with two equal keys should give the mean of their values.",
+            "The empty row is right. A row with two equal keys should give the mean of their "
+            "values.",
         ),
     ),
     cases=(
@@ -376,7 +443,12 @@ macro: divide in place, over `for i, j in T.Parallel(G, BV)`. A choice between t
         _case("one query with one key", 1, 1, [0, -1]),
         _case("one query with one key, which is NaN", 1, 1, [0, -1], key_scores=[math.nan]),
         _case("two keys of equal score", 2, 2, [-1, 0], key_scores=[3, 3]),
-        _case("a query without a block among others", 5, 5, [[0, -1], [-1, 0], [-1, -1], [1, 0], [2, 0]]),
+        _case(
+            "a query without a block among others",
+            5,
+            5,
+            [[0, -1], [-1, 0], [-1, -1], [1, 0], [2, 0]],
+        ),
         _case("only blocks of the future", 3, 3, [[1, -1], [1, 1], [0, 1]]),
     ),
 )
@@ -398,7 +470,11 @@ def _folded(change: str) -> Callable:
             return default * LOG2_E if scale is None else scale
         if change == "both":
             return default * LOG2_E if scale is None else scale * default * LOG2_E
-        return (default if scale is None else scale) * {"twice": LOG2_E**2, "ln 2": 1 / LOG2_E, "none": 1.0}.get(change, LOG2_E)
+        return (default if scale is None else scale) * {
+            "twice": LOG2_E**2,
+            "ln 2": 1 / LOG2_E,
+            "none": 1.0,
+        }.get(change, LOG2_E)
 
     return wrong
 
@@ -406,9 +482,10 @@ def _folded(change: str) -> Callable:
 _SCALE = Exercise(
     name="fold_scale",
     statement=f"""
-**The caller's scale.** The kernel's powers are `exp2(c * score)`. Return the `c` for which that is `exp(scale * score)`, for
-a caller's `scale` (any positive number) and for `scale=None`, which stands for $1/\\sqrt{{D}}$. A Python function: it runs before
-the kernel is compiled. `LOG2_E` has been imported.
+**The caller's scale.** The kernel's powers are `exp2(c * score)`. Return the `c` for which that is
+`exp(scale * score)`, for a caller's `scale` (any positive number) and for `scale=None`, which
+stands for $1/\\sqrt{{D}}$. A Python function: it runs before the kernel is compiled. `LOG2_E` has
+been imported.
 {_HOW.format(2)}""",
     minutes=4,
     difficulty=1,
@@ -463,7 +540,9 @@ the kernel is compiled. `LOG2_E` has been imported.
 _SHARED, _RESERVED, _MOST = 228 * 1024, 1024, 32
 
 
-def programs_per_sm(G: int, D: int, DV: int, BS: int, num_stages: int, itemsize: int) -> tuple[int, int]:
+def programs_per_sm(
+    G: int, D: int, DV: int, BS: int, num_stages: int, itemsize: int
+) -> tuple[int, int]:
     """Bytes of shared memory of a program, and how many programs an SM of an H200 holds by that."""
     GT, BT, DT, DVT = (-(-n // 16) * 16 for n in (G, BS, D, DV))
     copies = max(num_stages, 1)  # of the tiles that the pipeline fills
@@ -473,10 +552,20 @@ def programs_per_sm(G: int, D: int, DV: int, BS: int, num_stages: int, itemsize:
 
 def _fits(change: str) -> Callable:
     def wrong(G: int, D: int, DV: int, BS: int, num_stages: int, itemsize: int) -> tuple[int, int]:
-        GT, BT, DT, DVT = (n if change == "not padded" else -(-n // 16) * 16 for n in (G, BS, D, DV))
-        copies = 1 if change == "one copy" else num_stages if change == "zero copies" else max(num_stages, 1)
+        GT, BT, DT, DVT = (
+            n if change == "not padded" else -(-n // 16) * 16 for n in (G, BS, D, DV)
+        )
+        copies = (
+            1
+            if change == "one copy"
+            else num_stages
+            if change == "zero copies"
+            else max(num_stages, 1)
+        )
         tiles = copies * BT * (DT if change == "no values" else DT + DVT)
-        size = (GT * DT * (copies if change == "queries too" else 1) + tiles) * (1 if change == "elements" else itemsize)
+        size = (GT * DT * (copies if change == "queries too" else 1) + tiles) * (
+            1 if change == "elements" else itemsize
+        )
         if change == "accumulators":
             size += 4 * GT * (BT + DVT)
         reserved = 0 if change == "reserved" else _RESERVED
@@ -490,10 +579,11 @@ def _fits(change: str) -> Callable:
 _PROGRAMS = Exercise(
     name="programs_per_sm",
     statement="""
-How many programs of our kernel does one multiprocessor (SM) of an H200 hold at a time, by its shared memory? A program keeps
-there `Q_shared` `[GT, DT]`, and for each stage of the pipeline (for `num_stages` 0 as for 1) `K_shared` `[BT, DT]` and
-`V_shared` `[BT, DVT]`, in elements of `itemsize` bytes; everything else is in registers. The sides are `G`, `D`, `BS`, `DV`
-rounded up to a multiple of 16. An SM has 228 KiB, keeps 1 KiB for itself for each program, and holds at most 32 programs.
+How many programs of our kernel does one multiprocessor (SM) of an H200 hold at a time, by its
+shared memory? A program keeps there `Q_shared` `[GT, DT]`, and for each stage of the pipeline (for
+`num_stages` 0 as for 1) `K_shared` `[BT, DT]` and `V_shared` `[BT, DVT]`, in elements of `itemsize`
+bytes; everything else is in registers. The sides are `G`, `D`, `BS`, `DV` rounded up to a multiple
+of 16. An SM has 228 KiB, keeps 1 KiB for itself for each program, and holds at most 32 programs.
 Return `(bytes of a program, programs)`.
 """,
     minutes=6,
@@ -503,7 +593,8 @@ Return `(bytes of a program, programs)`.
         Misconception(
             "copying the queries for each stage, too",
             _fits("queries too"),
-            "Stages exist so that the next block's tiles can arrive while this one's are read. Does the query group change from "
+            "Stages exist so that the next block's tiles can arrive while this one's are read. "
+            "Does the query group change from "
             "one block to the next?",
         ),
         Misconception(

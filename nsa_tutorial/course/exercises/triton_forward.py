@@ -1,4 +1,5 @@
-"""Exercises of chapter 11: rows of a padded group, empty slots, the list's end, packed offsets, a window's first key, 64 bits."""
+"""Exercises of chapter 11: rows of a padded group, empty slots, the list's end, packed offsets, a
+window's first key, 64 bits."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +14,8 @@ from nsa_tutorial.course.exercises import Case, Exercise, Misconception
 
 
 def store_offsets(query: int, head: int, H: int, G: int) -> list[int]:
-    """Where in LSE [R, H, G] the rows of program (query, head)'s tile are stored; -1 for a row that stores nothing."""
+    """Where in LSE [R, H, G] the rows of program (query, head)'s tile are stored; -1 for a row that
+    stores nothing."""
     GT = 16
     while GT < G:
         GT *= 2
@@ -23,7 +25,13 @@ def store_offsets(query: int, head: int, H: int, G: int) -> list[int]:
     return torch.where(in_group, group_row, -1).tolist()
 
 
-def _stored(least: int = 16, grow: str = "double", masked: bool = True, stride: str = "G", order: str = "query") -> Callable:
+def _stored(
+    least: int = 16,
+    grow: str = "double",
+    masked: bool = True,
+    stride: str = "G",
+    order: str = "query",
+) -> Callable:
     """A wrong `store_offsets`, with one change."""
 
     def wrong(query: int, head: int, H: int, G: int) -> list[int]:
@@ -46,9 +54,10 @@ def _stored(least: int = 16, grow: str = "double", masked: bool = True, stride: 
 _STORE = Exercise(
     name="store_offsets",
     statement="""
-`LSE` `[R, H, G]` lies in memory without gaps. Program `(query, head)` computes a tile of `GT` rows, one for each of the `G`
-query heads of its group and the rest padding; `GT` is `G` rounded up to a power of two, and at least 16. Return a list of `GT`
-numbers: the offset in `LSE` at which each row is stored, and -1 for a row that the mask keeps from being stored.
+`LSE` `[R, H, G]` lies in memory without gaps. Program `(query, head)` computes a tile of `GT` rows,
+one for each of the `G` query heads of its group and the rest padding; `GT` is `G` rounded up to a
+power of two, and at least 16. Return a list of `GT` numbers: the offset in `LSE` at which each row
+is stored, and -1 for a row that the mask keeps from being stored.
 """,
     minutes=5,
     difficulty=1,
@@ -57,7 +66,8 @@ numbers: the offset in `LSE` at which each row is stored, and -1 for a row that 
         Misconception(
             "storing the padding",
             _stored(masked=False),
-            "Behind the group's own numbers lie those of the next KV head. Which program do they belong to, and who stores last?",
+            "Behind the group's own numbers lie those of the next KV head. Which program do they "
+            "belong to, and who stores last?",
         ),
         Misconception(
             "no padding",
@@ -67,7 +77,8 @@ numbers: the offset in `LSE` at which each row is stored, and -1 for a row that 
         Misconception(
             "a power of two, but fewer than 16 rows",
             _stored(1),
-            "`tl.arange` is satisfied with a power of two. What else has to fit: how many rows does `m16n8k16` take?",
+            "`tl.arange` is satisfied with a power of two. What else has to fit: how many rows "
+            "does `m16n8k16` take?",
         ),
         Misconception(
             "always 16 rows",
@@ -77,17 +88,20 @@ numbers: the offset in `LSE` at which each row is stored, and -1 for a row that 
         Misconception(
             "rounding up to a multiple of 16",
             _stored(16, "multiple"),
-            "TileLang takes any multiple of 16, and chapter 10 pads so. What lengths does `tl.arange` take?",
+            "TileLang takes any multiple of 16, and chapter 10 pads so. What lengths does "
+            "`tl.arange` take?",
         ),
         Misconception(
             "padding the tensor as well as the tile",
             _stored(stride="GT"),
-            "The tile has gaps, the tensor has none. How many numbers of LSE lie between two neighbouring programs?",
+            "The tile has gaps, the tensor has none. How many numbers of LSE lie between two "
+            "neighbouring programs?",
         ),
         Misconception(
             "exchanging query and head",
             _stored(order="head"),
-            "The last axis of `[R, H, G]` runs fastest, then the one before it. Which of the two is further out, query or head?",
+            "The last axis of `[R, H, G]` runs fastest, then the one before it. Which of the two "
+            "is further out, query or head?",
         ),
     ),
     cases=(
@@ -104,7 +118,8 @@ numbers: the offset in `LSE` at which each row is stored, and -1 for a row that 
 
 
 def key_rows(ids: list[int], first_key: int, num_visible: int, BS: int) -> Tensor:
-    """The rows of K that a program loads, `[S, BS]`: a row for each slot, -1 in a lane that loads nothing."""
+    """The rows of K that a program loads, `[S, BS]`: a row for each slot, -1 in a lane that loads
+    nothing."""
     tokens = torch.arange(BS)  # [BS]
     rows = []
     for block_id in ids:
@@ -115,7 +130,9 @@ def key_rows(ids: list[int], first_key: int, num_visible: int, BS: int) -> Tenso
     return torch.stack(rows)  # [S, BS]
 
 
-def _rows(empty: str = "masked", end: str = "visible", base: bool = True, unit: str = "block") -> Callable:
+def _rows(
+    empty: str = "masked", end: str = "visible", base: bool = True, unit: str = "block"
+) -> Callable:
     """A wrong `key_rows`, with one change."""
 
     def wrong(ids: list[int], first_key: int, num_visible: int, BS: int) -> Tensor:
@@ -128,10 +145,15 @@ def _rows(empty: str = "masked", end: str = "visible", base: bool = True, unit: 
                 here = max(block_id, 0)
             elif empty == "last" and block_id < 0:
                 here = blocks + block_id
-            is_visible = (here >= 0 or empty == "score only") and (here < blocks or end == "none") and not stopped
+            is_visible = (
+                (here >= 0 or empty == "score only")
+                and (here < blocks or end == "none")
+                and not stopped
+            )
             start = here * (BS if unit == "block" else 1) if is_visible else 0
             last = {
-                "visible": num_visible, "block": start + BS, "none": start + BS, "one more": num_visible + 1,
+                "visible": num_visible, "block": start + BS, "none": start + BS,
+                "one more": num_visible + 1,
                 "one less": num_visible - 1, "tensor": num_visible - first_key,
             }[end]  # fmt: skip
             is_seen = is_visible & (start + tokens < last)
@@ -144,10 +166,12 @@ def _rows(empty: str = "masked", end: str = "visible", base: bool = True, unit: 
 _KEYS = Exercise(
     name="key_rows",
     statement="""
-Chapter 05's `tokens_of_list`, as a kernel has it: with lanes, and sequences that begin anywhere. A program's list `ids`, a
-Python list here, names blocks of `BS` keys, counted from the beginning of its own sequence, which is row `first_key` of `K`; its
-query sees the first `num_visible` keys of that sequence. A slot may hold -1, also in the middle of the list. Return the tensor
-`[S, BS]` of the rows of `K` that the program loads, one row of it for each slot, with -1 for each lane that must not load.
+Chapter 05's `tokens_of_list`, as a kernel has it: with lanes, and sequences that begin anywhere. A
+program's list `ids`, a Python list here, names blocks of `BS` keys, counted from the beginning of
+its own sequence, which is row `first_key` of `K`; its query sees the first `num_visible` keys of
+that sequence. A slot may hold -1, also in the middle of the list. Return the tensor `[S, BS]` of
+the rows of `K` that the program loads, one row of it for each slot, with -1 for each lane that must
+not load.
 """,
     minutes=7,
     difficulty=2,
@@ -156,7 +180,8 @@ query sees the first `num_visible` keys of that sequence. A slot may hold -1, al
         Misconception(
             "hiding the score of an empty slot, but loading its keys",
             _rows(empty="score only"),
-            "-1 times BS is an address, too: BS rows before the sequence, in somebody else's keys or before the tensor. The mask "
+            "-1 times BS is an address, too: BS rows before the sequence, in somebody else's "
+            "keys or before the tensor. The mask "
             "on the score comes too late for the load.",
         ),
         Misconception(
@@ -167,7 +192,8 @@ query sees the first `num_visible` keys of that sequence. A slot may hold -1, al
         Misconception(
             "taking an empty slot for block 0",
             _rows(empty="zero"),
-            "Clamping makes the address legal, and the block count. What does a block that is listed twice do to the softmax?",
+            "Clamping makes the address legal, and the block count. What does a block that is "
+            "listed twice do to the softmax?",
         ),
         Misconception(
             "reading -1 as Python does",
@@ -182,7 +208,8 @@ query sees the first `num_visible` keys of that sequence. A slot may hold -1, al
         Misconception(
             "loading the whole block that the query stands in",
             _rows(end="block"),
-            "The last visible block is often visible in part. What do its other keys know that the query must not?",
+            "The last visible block is often visible in part. What do its other keys know that "
+            "the query must not?",
         ),
         Misconception(
             "seeing one key too many",
@@ -192,12 +219,14 @@ query sees the first `num_visible` keys of that sequence. A slot may hold -1, al
         Misconception(
             "losing the last visible key",
             _rows(end="one less"),
-            "With causal attention, the last visible key is the query's own. Does a query see itself?",
+            "With causal attention, the last visible key is the query's own. Does a query see "
+            "itself?",
         ),
         Misconception(
             "comparing a row of K with a count of the sequence",
             _rows(end="tensor"),
-            "`num_visible` counts from the sequence's first key. From where do the numbers count that you compare with it?",
+            "`num_visible` counts from the sequence's first key. From where do the numbers count "
+            "that you compare with it?",
         ),
         Misconception(
             "forgetting where the sequence begins",
@@ -225,7 +254,8 @@ query sees the first `num_visible` keys of that sequence. A slot may hold -1, al
 
 
 def walked_slots(ids: list[int], num_blocks: int) -> int:
-    """How many slots of the list a program walks: up to the last that names one of the first num_blocks blocks."""
+    """How many slots of the list a program walks: up to the last that names one of the first
+    num_blocks blocks."""
     num_slots = 0
     for slot, block_id in enumerate(ids):
         if 0 <= block_id < num_blocks:
@@ -242,7 +272,8 @@ def _walked(how: str) -> Callable:
         named = [slot for slot, block_id in enumerate(ids) if least <= block_id < end]
         empty = [slot for slot in range(len(ids)) if slot not in named]
         return {
-            "named": len(named), "first empty": min(empty, default=len(ids)), "last": max(named, default=0), "all": len(ids),
+            "named": len(named), "first empty": min(empty, default=len(ids)),
+            "last": max(named, default=0), "all": len(ids),
             "largest id": max((ids[slot] for slot in named), default=-1) + 1,
             "distance": named[-1] - named[0] + 1 if named else 0,
         }.get(how, max(named, default=-1) + 1)  # fmt: skip
@@ -266,7 +297,8 @@ many slots it walks, at the least, without missing a block.
         Misconception(
             "counting the blocks",
             _walked("named"),
-            "An empty slot may lie in the middle. If the program walks as many slots as there are blocks, where does it stop?",
+            "An empty slot may lie in the middle. If the program walks as many slots as there "
+            "are blocks, where does it stop?",
         ),
         Misconception(
             "stopping at the first slot without a visible block",
@@ -276,12 +308,14 @@ many slots it walks, at the least, without missing a block.
         Misconception(
             "the number of the last slot in place of how many there are",
             _walked("last"),
-            "Slots are numbered from 0. If the last block lies in slot 2, how many slots are walked?",
+            "Slots are numbered from 0. If the last block lies in slot 2, how many slots are "
+            "walked?",
         ),
         Misconception(
             "walking up to blocks of the future",
             _walked("future"),
-            "A block behind the last visible one is named, and nothing of it is loaded. Does the walk have to reach its slot?",
+            "A block behind the last visible one is named, and nothing of it is loaded. Does the "
+            "walk have to reach its slot?",
         ),
         Misconception(
             "taking one block too many for visible",
@@ -301,7 +335,8 @@ many slots it walks, at the least, without missing a block.
         Misconception(
             "mixing up blocks and slots",
             _walked("largest id"),
-            "Block 7 may lie in slot 0. Is it the block's number or its slot's that the loop counts?",
+            "Block 7 may lie in slot 0. Is it the block's number or its slot's that the loop "
+            "counts?",
         ),
         Misconception(
             "leaving out empty slots at the beginning",
@@ -330,7 +365,8 @@ many slots it walks, at the least, without missing a block.
 
 
 def locate(cu_seqlens: list[int]) -> tuple[list[int], list[int]]:
-    """For each packed token, the first key of its sequence, and how many keys it sees, itself included."""
+    """For each packed token, the first key of its sequence, and how many keys it sees, itself
+    included."""
     first_key, num_visible = [], []
     for start, end in pairwise(cu_seqlens):
         for token in range(start, end):
@@ -348,10 +384,16 @@ def _located(visible: str = "causal", right: bool = True, first: str = "start") 
         sequence = torch.searchsorted(cu[1:].contiguous(), token, right=right)
         start = cu[sequence]
         counts = {
-            "causal": token - start + 1, "past": token - start, "all": cu[sequence + 1] - start, "global": token + 1,
+            "causal": token - start + 1, "past": token - start, "all": cu[sequence + 1] - start,
+            "global": token + 1,
             "remaining": cu[sequence + 1] - token,
         }  # fmt: skip
-        places = {"start": start, "sequence": sequence, "zero": torch.zeros_like(token), "token": token}
+        places = {
+            "start": start,
+            "sequence": sequence,
+            "zero": torch.zeros_like(token),
+            "token": token,
+        }
         return places[first].tolist(), counts[visible].tolist()
 
     return wrong
@@ -360,9 +402,10 @@ def _located(visible: str = "causal", right: bool = True, first: str = "start") 
 _LOCATE = Exercise(
     name="locate",
     statement="""
-Sequences lie one behind the other in one tensor; sequence `i` has the tokens `cu_seqlens[i]` up to, but without, `cu_seqlens[i
-+ 1]`, and may be empty. A kernel's row needs two numbers: at which row of `K` its sequence begins, and how many keys from there
-it sees under causal attention, its own included. Return the two lists `(first_key, num_visible)`, a number for each token.
+Sequences lie one behind the other in one tensor; sequence `i` has the tokens `cu_seqlens[i]` up to,
+but without, `cu_seqlens[i + 1]`, and may be empty. A kernel's row needs two numbers: at which row
+of `K` its sequence begins, and how many keys from there it sees under causal attention, its own
+included. Return the two lists `(first_key, num_visible)`, a number for each token.
 """,
     minutes=5,
     difficulty=2,
@@ -371,18 +414,21 @@ it sees under causal attention, its own included. Return the two lists `(first_k
         Misconception(
             "counting the keys from the beginning of the tensor",
             _located(visible="global"),
-            "The second sequence's first token sees one key. What would it see with this number, counted from its own first key?",
+            "The second sequence's first token sees one key. What would it see with this number, "
+            "counted from its own first key?",
         ),
         Misconception(
             "giving a boundary's token to the sequence before it",
             _located(right=False),
-            "`cu_seqlens[i]` is both the end of one sequence and the beginning of the next. To which of them does the token of "
+            "`cu_seqlens[i]` is both the end of one sequence and the beginning of the next. To "
+            "which of them does the token of "
             "that number belong?",
         ),
         Misconception(
             "no causal mask within a sequence",
             _located(visible="all"),
-            "Whole sequences is what a query sees without causality. Here a token sees nothing of what comes after it.",
+            "Whole sequences is what a query sees without causality. Here a token sees nothing "
+            "of what comes after it.",
         ),
         Misconception(
             "leaving out the query's own key",
@@ -397,12 +443,14 @@ it sees under causal attention, its own included. Return the two lists `(first_k
         Misconception(
             "letting every sequence begin at row 0",
             _located(first="zero"),
-            "Then all sequences attend to the keys of the first. A test with one sequence does not see it.",
+            "Then all sequences attend to the keys of the first. A test with one sequence does "
+            "not see it.",
         ),
         Misconception(
             "counting down to the end of the sequence",
             _located(visible="remaining"),
-            "These are the keys from the query on, its future. How many lie between the sequence's beginning and the query?",
+            "These are the keys from the query on, its future. How many lie between the "
+            "sequence's beginning and the query?",
         ),
     ),
     cases=(
@@ -419,14 +467,20 @@ it sees under causal attention, its own included. Return the two lists `(first_k
 
 
 def window_row(position: int, first_key: int, window_size: int, BS: int) -> tuple[int, int, int]:
-    """A window's first row of K, how many keys from there are visible, and how many blocks of BS its program walks."""
+    """A window's first row of K, how many keys from there are visible, and how many blocks of BS
+    its program walks."""
     start = max(position + 1 - window_size, 0)
     num_visible = position + 1 - start
     return first_key + start, num_visible, -(-num_visible // BS)
 
 
 def _window(
-    extra: int = 0, aligned: bool = False, clamp: str = "sequence", itself: bool = True, count: str = "own", blocks: str = "up"
+    extra: int = 0,
+    aligned: bool = False,
+    clamp: str = "sequence",
+    itself: bool = True,
+    count: str = "own",
+    blocks: str = "up",
 ) -> Callable:
     """A wrong `window_row`, with one change."""
 
@@ -438,10 +492,17 @@ def _window(
             start = max(start, -first_key)
         if aligned:
             start = start // BS * BS
-        visible = {"own": position + int(itself) - start, "sequence": position + 1, "window": window_size}[count]
-        slots = {"up": -(-visible // BS), "down": visible // BS, "one more": visible // BS + 1, "all": -(-window_size // BS)}[
-            blocks
-        ]
+        visible = {
+            "own": position + int(itself) - start,
+            "sequence": position + 1,
+            "window": window_size,
+        }[count]
+        slots = {
+            "up": -(-visible // BS),
+            "down": visible // BS,
+            "one more": visible // BS + 1,
+            "all": -(-window_size // BS),
+        }[blocks]
         return first_key + start, visible, slots
 
     return wrong
@@ -450,10 +511,12 @@ def _window(
 _WINDOW = Exercise(
     name="window_row",
     statement="""
-The query at `position` of its sequence, which begins at row `first_key` of `K`, has a window of `window_size` keys: its own and
-those before it, fewer at the beginning of the sequence. The kernel counts a window's blocks from the window's *first key*: the
-list is 0, 1, 2, … Return `(row, num_visible, num_slots)`: the row of `K` that the window begins at, how many keys from there
-the query sees, and how many blocks of `BS` keys its program walks: no more than hold something visible.
+The query at `position` of its sequence, which begins at row `first_key` of `K`, has a window of
+`window_size` keys: its own and those before it, fewer at the beginning of the sequence. The kernel
+counts a window's blocks from the window's *first key*: the list is 0, 1, 2, … Return
+`(row, num_visible, num_slots)`: the row of `K` that the window begins at, how many keys from there
+the query sees, and how many blocks of `BS` keys its program walks: no more than hold something
+visible.
 """,
     minutes=6,
     difficulty=2,
@@ -472,13 +535,15 @@ the query sees, and how many blocks of `BS` keys its program walks: no more than
         Misconception(
             "beginning at a block's edge",
             _window(aligned=True),
-            "Whole blocks are convenient and give some queries up to BS - 1 keys more than others. The window has exactly "
+            "Whole blocks are convenient and give some queries up to BS - 1 keys more than "
+            "others. The window has exactly "
             "window_size.",
         ),
         Misconception(
             "reaching back before the sequence",
             _window(clamp="tensor"),
-            "Rows of K before first_key exist, but in another sequence. Where does the window of an early query end on the left?",
+            "Rows of K before first_key exist, but in another sequence. Where does the window of "
+            "an early query end on the left?",
         ),
         Misconception(
             "reaching back before the tensor",
@@ -508,7 +573,8 @@ the query sees, and how many blocks of `BS` keys its program walks: no more than
         Misconception(
             "one block more than the window needs",
             _window(blocks="one more"),
-            "Blocks aligned to the tensor may straddle one more. These are counted from the window's own first key.",
+            "Blocks aligned to the tensor may straddle one more. These are counted from the "
+            "window's own first key.",
         ),
     ),
     cases=(
@@ -533,7 +599,9 @@ def overflowing_rows(H: int, G: int, D: int) -> int:
     return (largest + 1) // row + 1
 
 
-def _overflow(limit: int = 2**31, up: bool = False, itemsize: int = 1, group: bool = True, bound: bool = True) -> Callable:
+def _overflow(
+    limit: int = 2**31, up: bool = False, itemsize: int = 1, group: bool = True, bound: bool = True
+) -> Callable:
     """A wrong `overflowing_rows`, with one change."""
 
     def wrong(H: int, G: int, D: int) -> int:
@@ -548,9 +616,9 @@ def _overflow(limit: int = 2**31, up: bool = False, itemsize: int = 1, group: bo
 _OVERFLOW = Exercise(
     name="overflowing_rows",
     statement="""
-Offsets count elements. An int32 holds numbers up to `2**31 - 1`. Return the least number of rows `R` for which the largest
-offset into a tensor `Q` `[R, H, G, D]` is more than that. (No memory is needed to answer: a test that wants such a tensor takes
-`device="meta"`.)
+Offsets count elements. An int32 holds numbers up to `2**31 - 1`. Return the least number of rows
+`R` for which the largest offset into a tensor `Q` `[R, H, G, D]` is more than that. (No memory is
+needed to answer: a test that wants such a tensor takes `device="meta"`.)
 """,
     minutes=5,
     difficulty=2,
@@ -574,7 +642,8 @@ offset into a tensor `Q` `[R, H, G, D]` is more than that. (No memory is needed 
         Misconception(
             "counting bytes",
             _overflow(itemsize=2),
-            "`Q + offset` moves by elements: Triton knows how many bytes one takes, and addresses have 64 bits.",
+            "`Q + offset` moves by elements: Triton knows how many bytes one takes, and "
+            "addresses have 64 bits.",
         ),
         Misconception(
             "counting KV heads in place of query heads",

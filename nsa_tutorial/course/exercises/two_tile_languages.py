@@ -1,14 +1,15 @@
-"""Exercises of chapter 09: what a program covers, masks, lengths that are no power of two, tiles of a row, both languages."""
+"""Exercises of chapter 09: what a program covers, masks, lengths that are no power of two, tiles of
+a row, both languages."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from nsa_tutorial import environment
 from nsa_tutorial.course.exercises import Case, Exercise, Misconception
 from nsa_tutorial.course.languages import T, tilelang, tl, triton
-from nsa_tutorial.online_softmax import LOG2_E
+from nsa_tutorial.exact.online_softmax import LOG2_E
+from nsa_tutorial.runtime import environment
 
 
 def _random(*shape: int, seed: int, factor: float = 1.0) -> Tensor:
@@ -28,7 +29,12 @@ def program_offsets(pid_m: int, pid_n: int, M: int, N: int, BM: int, BN: int) ->
 
 
 def _offsets(
-    thread: bool = False, starts: bool = True, swap: bool = False, stride: str = "N", mask: str = "both", one_row: bool = False
+    thread: bool = False,
+    starts: bool = True,
+    swap: bool = False,
+    stride: str = "N",
+    mask: str = "both",
+    one_row: bool = False,
 ) -> Callable:
     """A wrong `program_offsets`, with one change."""
 
@@ -53,10 +59,11 @@ def _offsets(
 _OFFSETS = Exercise(
     name="program_offsets",
     statement="""
-`C` `[M, N]` lies in memory row by row, so element `(i, j)` has offset `i * N + j`. The grid has a program for every tile of
-`BM` rows and `BN` columns; tiles at the right and at the bottom may reach past the end. Return the list of the offsets that
-program `(pid_m, pid_n)` stores, row by row, without those that are not in `C`. For `M = N = 4` and tiles of 2 × 2, program `(0,
-1)` stores `[2, 3, 6, 7]`.
+`C` `[M, N]` lies in memory row by row, so element `(i, j)` has offset `i * N + j`. The grid has a
+program for every tile of `BM` rows and `BN` columns; tiles at the right and at the bottom may reach
+past the end. Return the list of the offsets that program `(pid_m, pid_n)` stores, row by row,
+without those that are not in `C`. For `M = N = 4` and tiles of 2 × 2, program `(0, 1)` stores
+`[2, 3, 6, 7]`.
 """,
     minutes=4,
     difficulty=1,
@@ -65,7 +72,8 @@ program `(pid_m, pid_n)` stores, row by row, without those that are not in `C`. 
         Misconception(
             "taking a program for a thread",
             _offsets(thread=True),
-            "A program id names a tile, not an element. How many elements does one program answer for?",
+            "A program id names a tile, not an element. How many elements does one program "
+            "answer for?",
         ),
         Misconception(
             "forgetting that ids count tiles",
@@ -75,12 +83,14 @@ program `(pid_m, pid_n)` stores, row by row, without those that are not in `C`. 
         Misconception(
             "walking along the wrong axis",
             _offsets(swap=True),
-            "pid_m counts tiles of rows, pid_n tiles of columns. A square grid hides the difference.",
+            "pid_m counts tiles of rows, pid_n tiles of columns. A square grid hides the "
+            "difference.",
         ),
         Misconception(
             "stepping to the next row by the width of the tile",
             _offsets(stride="BN"),
-            "The tile is a window into C. From one of its rows to the next you pass all the columns of C, not only the tile's.",
+            "The tile is a window into C. From one of its rows to the next you pass all the "
+            "columns of C, not only the tile's.",
         ),
         Misconception(
             "stepping to the next row by the number of rows",
@@ -90,18 +100,21 @@ program `(pid_m, pid_n)` stores, row by row, without those that are not in `C`. 
         Misconception(
             "masking only past the end of the memory",
             _offsets(mask="end"),
-            "An offset below M * N is in C, but perhaps in another row: past the last column, the next row begins. "
+            "An offset below M * N is in C, but perhaps in another row: past the last column, "
+            "the next row begins. "
             "That element belongs to another program.",
         ),
         Misconception(
             "a missing mask",
             _offsets(mask="none"),
-            "The last tiles reach past the end of C. On a GPU such a store changes somebody else's memory, without an error.",
+            "The last tiles reach past the end of C. On a GPU such a store changes somebody "
+            "else's memory, without an error.",
         ),
         Misconception(
             "covering only the first row of the tile",
             _offsets(one_row=True),
-            "A tile has two sides. Its offsets are a table: one axis from the rows, one from the columns.",
+            "A tile has two sides. Its offsets are a table: one axis from the rows, one from the "
+            "columns.",
         ),
     ),
     cases=(
@@ -119,21 +132,36 @@ program `(pid_m, pid_n)` stores, row by row, without those that are not in `C`. 
 
 
 def masked_reduction(memory: Tensor, N: int, program: int, BN: int) -> tuple[Tensor, Tensor]:
-    """The sum and the largest of the elements of X that the program's tile holds; X is the first N elements of memory."""
+    """The sum and the largest of the elements of X that the program's tile holds; X is the first N
+    elements of memory."""
     columns = program * BN + torch.arange(BN)  # [BN]
     in_bounds = columns < N
-    x_tile = memory[torch.where(in_bounds, columns, 0)]  # [BN], one address that exists for every masked lane
-    return torch.where(in_bounds, x_tile, 0.0).sum(), torch.where(in_bounds, x_tile, -torch.inf).max()
+    x_tile = memory[
+        torch.where(in_bounds, columns, 0)
+    ]  # [BN], one address that exists for every masked lane
+    return torch.where(in_bounds, x_tile, 0.0).sum(), torch.where(
+        in_bounds, x_tile, -torch.inf
+    ).max()
 
 
 def _reduced(mask: str = "right", other: float = -torch.inf) -> Callable:
     def wrong(memory: Tensor, N: int, program: int, BN: int) -> tuple[Tensor, Tensor]:
         lanes = torch.arange(BN)
         columns = program * BN + lanes
-        masks = {"right": columns < N, "none": lanes >= 0, "lanes": lanes < N, "one more": columns <= N, "clamp": lanes >= 0}
+        masks = {
+            "right": columns < N,
+            "none": lanes >= 0,
+            "lanes": lanes < N,
+            "one more": columns <= N,
+            "clamp": lanes >= 0,
+        }
         in_bounds = masks[mask]
-        x_tile = memory[columns.clamp(max=N - 1) if mask == "clamp" else torch.where(in_bounds, columns, 0)]
-        return torch.where(in_bounds, x_tile, 0.0).sum(), torch.where(in_bounds, x_tile, other).max()
+        x_tile = memory[
+            columns.clamp(max=N - 1) if mask == "clamp" else torch.where(in_bounds, columns, 0)
+        ]
+        return torch.where(in_bounds, x_tile, 0.0).sum(), torch.where(
+            in_bounds, x_tile, other
+        ).max()
 
     return wrong
 
@@ -141,9 +169,10 @@ def _reduced(mask: str = "right", other: float = -torch.inf) -> Callable:
 _REDUCTION = Exercise(
     name="masked_reduction",
     statement="""
-`memory` is a GPU's memory: its first `N` elements are the tensor `X`, behind them lie other tensors. Program number `program`
-holds the tile of `BN` elements of `X` that begins at `program * BN`; the last tile reaches past the end of `X`. Return `(sum,
-largest)` of the elements of `X` in the tile, two tensors of no dimension. Work like a kernel: the tile keeps all its `BN`
+`memory` is a GPU's memory: its first `N` elements are the tensor `X`, behind them lie other
+tensors. Program number `program` holds the tile of `BN` elements of `X` that begins at
+`program * BN`; the last tile reaches past the end of `X`. Return `(sum, largest)` of the elements
+of `X` in the tile, two tensors of no dimension. Work like a kernel: the tile keeps all its `BN`
 lanes, and a mask says which of them count.
 """,
     minutes=4,
@@ -153,17 +182,20 @@ lanes, and a mask says which of them count.
         Misconception(
             "a missing mask",
             _reduced("none"),
-            "The tile goes on behind X, and the memory there is somebody's. Nothing stops the load: you do.",
+            "The tile goes on behind X, and the memory there is somebody's. Nothing stops the "
+            "load: you do.",
         ),
         Misconception(
             "masking lanes instead of positions",
             _reduced("lanes"),
-            "Lane 0 of program 2 is not element 0 of X. Compare with N what you load, not its place in the tile.",
+            "Lane 0 of program 2 is not element 0 of X. Compare with N what you load, not its "
+            "place in the tile.",
         ),
         Misconception(
             "zeros where the maximum needs −∞",
             _reduced(other=0.0),
-            "What must a lane hold so that it changes nothing? For a sum it is 0. If all numbers are negative, 0 is the largest.",
+            "What must a lane hold so that it changes nothing? For a sum it is 0. If all numbers "
+            "are negative, 0 is the largest.",
         ),
         Misconception(
             "letting one element too many in",
@@ -177,7 +209,10 @@ lanes, and a mask says which of them count.
         ),
     ),
     cases=(
-        Case("five elements in tiles of 4, program 1", lambda: (torch.tensor([1.0, 2, 3, 4, 5, 100, 200, 300]), 5, 1, 4)),
+        Case(
+            "five elements in tiles of 4, program 1",
+            lambda: (torch.tensor([1.0, 2, 3, 4, 5, 100, 200, 300]), 5, 1, 4),
+        ),
         Case("all negative", lambda: (torch.tensor([-3.0, -2, -5, 7, 9, 9, 9, 9]), 3, 0, 4)),
         Case("a full tile", lambda: (_random(16, seed=0), 12, 1, 4)),
         Case("a tile with one element", lambda: (_random(32, seed=1), 17, 2, 8)),
@@ -189,7 +224,8 @@ lanes, and a mask says which of them count.
 
 
 def padded_variance(x: Tensor) -> tuple[int, Tensor]:
-    """`(BN, variance)` of a row x [N], computed on a tile of BN lanes, the smallest power of two that holds the row."""
+    """`(BN, variance)` of a row x [N], computed on a tile of BN lanes, the smallest power of two
+    that holds the row."""
     N = len(x)
     BN = 1
     while BN < N:
@@ -198,7 +234,9 @@ def padded_variance(x: Tensor) -> tuple[int, Tensor]:
     in_bounds = columns < N
     x_tile = torch.cat([x, x.new_zeros(BN - N)])  # [BN], what a masked load gives
     mean = x_tile.sum() / N
-    deviation = torch.where(in_bounds, x_tile - mean, 0.0)  # [BN], padding is no longer 0 once the mean is taken off
+    deviation = torch.where(
+        in_bounds, x_tile - mean, 0.0
+    )  # [BN], padding is no longer 0 once the mean is taken off
     return BN, (deviation**2).sum() / N
 
 
@@ -228,10 +266,11 @@ def _variance(change: str) -> Callable:
 _VARIANCE = Exercise(
     name="padded_variance",
     statement="""
-`tl.arange` takes powers of two only. A row `x` `[N]` of any length lies in a tile of `BN` lanes, the smallest power of two that
-is at least `N`; a masked load puts 0 into the lanes past the end. Return `(BN, variance)`: the number of lanes, an int, and the
-variance of the row, the mean of the squared differences from its mean, computed on the tile. Two passes over the tile: the
-mean, then the differences. What do the lanes past the end hold after the first?
+`tl.arange` takes powers of two only. A row `x` `[N]` of any length lies in a tile of `BN` lanes,
+the smallest power of two that is at least `N`; a masked load puts 0 into the lanes past the end.
+Return `(BN, variance)`: the number of lanes, an int, and the variance of the row, the mean of the
+squared differences from its mean, computed on the tile. Two passes over the tile: the mean, then
+the differences. What do the lanes past the end hold after the first?
 """,
     minutes=5,
     difficulty=2,
@@ -240,7 +279,8 @@ mean, then the differences. What do the lanes past the end hold after the first?
         Misconception(
             "letting the padding into the variance",
             _variance("padding"),
-            "The padding is 0 as it is loaded, and 0 − mean after the mean is taken off. What does its square do in the sum?",
+            "The padding is 0 as it is loaded, and 0 − mean after the mean is taken off. What "
+            "does its square do in the sum?",
         ),
         Misconception(
             "dividing by the lanes of the tile",
@@ -260,7 +300,8 @@ mean, then the differences. What do the lanes past the end hold after the first?
         Misconception(
             "a range that is no power of two",
             _variance("no power"),
-            "PyTorch takes any length, tl.arange does not: a tile is spread evenly over threads, whose number is a power of two.",
+            "PyTorch takes any length, tl.arange does not: a tile is spread evenly over threads, "
+            "whose number is a power of two.",
         ),
         Misconception(
             "sixteen lanes for every row",
@@ -270,7 +311,8 @@ mean, then the differences. What do the lanes past the end hold after the first?
         Misconception(
             "dividing by N − 1",
             _variance("unbiased"),
-            "That estimates the variance of what the row was drawn from. Here it is the mean of the squares.",
+            "That estimates the variance of what the row was drawn from. Here it is the mean of "
+            "the squares.",
         ),
     ),
     cases=(
@@ -316,7 +358,9 @@ def _statistics(change: str) -> Callable:
                 x_tile = x_tile.masked_fill(columns >= N, -torch.inf)
             scores_max_prev = scores_max
             tile_max = x_tile.amax(1)
-            scores_max = tile_max if change == "own max" else torch.maximum(scores_max_prev, tile_max)
+            scores_max = (
+                tile_max if change == "own max" else torch.maximum(scores_max_prev, tile_max)
+            )
             scale = torch.exp2((scores_max_prev - scores_max) * factor)
             if change == "no rescale":
                 scale = torch.ones_like(scale)
@@ -331,10 +375,12 @@ def _statistics(change: str) -> Callable:
 _STATISTICS = Exercise(
     name="tiled_statistics",
     statement="""
-The chapter's softmax holds a whole row in one tile. For a row that is too long for that, walk over it with chapter 03's step:
-`x` `[R, N]` in tiles of `BN` columns, all `R` rows at once. Return `(scores_max, logsum)`, both `[R]`: the largest of each row,
-and the sum of `exp(x - scores_max)`. Powers are `exp2((… - …) * LOG2_E)`, subtract first. Every tile has `BN` lanes; those past
-the end of the row must not count. One pass: each tile is loaded once. (`LOG2_E` is in `nsa_tutorial.online_softmax`.)
+The chapter's softmax holds a whole row in one tile. For a row that is too long for that, walk over
+it with chapter 03's step: `x` `[R, N]` in tiles of `BN` columns, all `R` rows at once. Return
+`(scores_max, logsum)`, both `[R]`: the largest of each row, and the sum of `exp(x - scores_max)`.
+Powers are `exp2((… - …) * LOG2_E)`, subtract first. Every tile has `BN` lanes; those past the end
+of the row must not count. One pass: each tile is loaded once. (`LOG2_E` is in
+`nsa_tutorial.exact.online_softmax`.)
 """,
     minutes=7,
     difficulty=2,
@@ -350,22 +396,26 @@ the end of the row must not count. One pass: each tile is loaded once. (`LOG2_E`
         Misconception(
             "forgetting the earlier tiles' maximum",
             _statistics("own max"),
-            "A later tile may be lower than all before it; the row's largest is the largest of both.",
+            "A later tile may be lower than all before it; the row's largest is the largest of "
+            "both.",
         ),
         Misconception(
             "padding with zeros",
             _statistics("zeros"),
-            "exp(0 − scores_max) is not 0. Which number vanishes under exp, and never is the largest?",
+            "exp(0 − scores_max) is not 0. Which number vanishes under exp, and never is the "
+            "largest?",
         ),
         Misconception(
             "counting lanes past the end",
             _statistics("no mask"),
-            "The last tile has BN lanes and fewer elements. An address that is legal is not yet an element that counts.",
+            "The last tile has BN lanes and fewer elements. An address that is legal is not yet "
+            "an element that counts.",
         ),
         Misconception(
             "a maximum that starts at 0",
             _statistics("start"),
-            "In a row of negative numbers 0 is larger than all of them. What is the largest of nothing?",
+            "In a row of negative numbers 0 is larger than all of them. What is the largest of "
+            "nothing?",
         ),
         Misconception(
             "powers of two where powers of e are meant",
@@ -420,7 +470,9 @@ def row_sums(language: str) -> object:
             start = block * BR
             T.clear(acc)
             for step in T.serial(T.ceildiv(N, BN)):
-                T.copy(X[start : start + BR, step * BN : step * BN + BN], x_tile)  # zeros past R and N
+                T.copy(
+                    X[start : start + BR, step * BN : step * BN + BN], x_tile
+                )  # zeros past R and N
                 T.reduce_sum(x_tile, acc, dim=1, clear=False)
             T.copy(acc, Y[start : start + BR])
 
@@ -434,14 +486,17 @@ def _compiled(kernel: object, device: str) -> Callable:
     """The TileLang kernel, compiled once for all cases: two that read the same are the same."""
     key = (kernel.script(), device)
     if key not in _COMPILED:
-        from nsa_tutorial.tilelang_cpu import compile_for_cpu
+        from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
 
-        _COMPILED[key] = compile_for_cpu(kernel) if device == "cpu" else tilelang.compile(kernel, target="cuda")
+        _COMPILED[key] = (
+            compile_for_cpu(kernel) if device == "cpu" else tilelang.compile(kernel, target="cuda")
+        )
     return _COMPILED[key]
 
 
 def _run_row_sums(solution: Callable, language: str, R: int, N: int) -> tuple[Tensor, str]:
-    """Launch the kernel for `language` between guards: 1000s behind `X`, and numbers behind `Y` that must stay."""
+    """Launch the kernel for `language` between guards: 1000s behind `X`, and numbers behind `Y`
+    that must stay."""
     kernel = solution(language)
     name = {"triton": "Triton", "tilelang": "TileLang"}[language]
     if kernel is None:
@@ -518,7 +573,13 @@ def _sums(mistake: str) -> Callable:
                 x_tile = T.alloc_fragment([BR, BN], "float32")
                 acc = T.alloc_fragment([BR], "float32")
                 start = block * stride
-                steps = 1 if mistake == "first tile" else N // BN if mistake == "full tiles" else T.ceildiv(N, BN)
+                steps = (
+                    1
+                    if mistake == "first tile"
+                    else N // BN
+                    if mistake == "full tiles"
+                    else T.ceildiv(N, BN)
+                )
                 T.clear(acc)
                 for step in T.serial(steps):
                     T.copy(X[start : start + BR, step * BN : step * BN + BN], x_tile)
@@ -533,23 +594,32 @@ def _sums(mistake: str) -> Callable:
 def _case(language: str, R: int, N: int, what: str) -> Case:
     name = {"triton": "Triton", "tilelang": "TileLang"}[language]
     return Case(
-        f"{name}, {what}", lambda: (language, R, N), lambda: environment.detect().why_not(language, environment.detect().device)
+        f"{name}, {what}",
+        lambda: (language, R, N),
+        lambda: environment.detect().why_not(language, environment.detect().device),
     )
 
 
-_SIZES = ((3, 16, "three rows of 16"), (1, 5, "one row of 5"), (4, 32, "four rows of 32"), (9, 37, "nine rows of 37"))
+_SIZES = (
+    (3, 16, "three rows of 16"),
+    (1, 5, "one row of 5"),
+    (4, 32, "four rows of 32"),
+    (9, 37, "nine rows of 37"),
+)
 
 _ROW_SUMS = Exercise(
     name="row_sums",
     statement="""
-Write one kernel in both languages: `Y[i]` becomes the sum of row `i` of `X` `[R, N]`, in fp32. A program has `BR` = 4 rows and
-walks over them in tiles of `BN` = 16 columns; the grid is `(cdiv(R, BR),)`.
+Write one kernel in both languages: `Y[i]` becomes the sum of row `i` of `X` `[R, N]`, in fp32. A
+program has `BR` = 4 rows and walks over them in tiles of `BN` = 16 columns; the grid is
+`(cdiv(R, BR),)`.
 
-`row_sums("triton")` returns a function decorated with `@triton.jit`, `kernel(X, Y, R, N, BR: tl.constexpr, BN: tl.constexpr)`.
-`row_sums("tilelang")` returns a `@T.prim_func` of `X: T.Tensor([R, N], "float32")` and `Y: T.Tensor([R], "float32")`, where `R,
-N = T.dynamic("R"), T.dynamic("N")`, with its own `BR, BN = 4, 16`. The check launches both (`return None` for a language that
-you leave for later; mistakes are named once both are there). `T.reduce_sum(x_tile, acc, dim=1, clear=False)`
-adds to what `acc` holds.
+`row_sums("triton")` returns a function decorated with `@triton.jit`,
+`kernel(X, Y, R, N, BR: tl.constexpr, BN: tl.constexpr)`. `row_sums("tilelang")` returns a
+`@T.prim_func` of `X: T.Tensor([R, N], "float32")` and `Y: T.Tensor([R], "float32")`, where
+`R, N = T.dynamic("R"), T.dynamic("N")`, with its own `BR, BN = 4, 16`. The check launches both
+(`return None` for a language that you leave for later; mistakes are named once both are there).
+`T.reduce_sum(x_tile, acc, dim=1, clear=False)` adds to what `acc` holds.
 """,
     minutes=15,
     difficulty=3,
@@ -570,7 +640,8 @@ adds to what `acc` holds.
         Misconception(
             "letting T.reduce_sum clear the sum so far (TileLang)",
             _sums("clear"),
-            "Unless told otherwise, T.reduce_sum writes over what acc holds. The statement names the option that adds.",
+            "Unless told otherwise, T.reduce_sum writes over what acc holds. The statement names "
+            "the option that adds.",
         ),
         Misconception(
             "leaving the ragged tail out",
@@ -580,7 +651,8 @@ adds to what `acc` holds.
         Misconception(
             "a missing mask on the load (Triton)",
             _sums("no mask"),
-            "Past the end of a row lies the next row, and past the last one somebody else's memory: here, 1000s. "
+            "Past the end of a row lies the next row, and past the last one somebody else's "
+            "memory: here, 1000s. "
             "In TileLang, T.copy put the bounds there for you.",
         ),
         Misconception(

@@ -1,10 +1,13 @@
-"""Chapter 07's pictures: which summaries lie in a block, where cheap scores send a query, and how much attention the lists hold.
+"""Chapter 07's pictures: which summaries lie in a block, where cheap scores send a query, and how
+much attention the lists hold.
 
-`tiny` makes the example by hand. On the stored heads, `lists` chooses blocks in four ways, and `captured`, `recall`,
-`output_error` and `blocks_loaded` judge a choice. `draw_overlap`, `draw_query`, `draw_mass`, `draw_choice` and `draw_jump` draw;
-`explore` puts controls on `draw_choice`.
+`tiny` makes the example by hand. On the stored heads, `lists` chooses blocks in four ways, and
+`captured`, `recall`, `output_error` and `blocks_loaded` judge a choice. `draw_overlap`,
+`draw_query`, `draw_mass`, `draw_choice` and `draw_jump` draw; `explore` puts controls on
+`draw_choice`.
 
-Symbols: `N` positions, `HQ` query heads, `H` key/value heads, `G = HQ // H`, `NB` blocks of `BS` keys, `n` slots of a list.
+Symbols: `N` positions, `HQ` query heads, `H` key/value heads, `G = HQ // H`, `NB` blocks of `BS`
+keys, `n` slots of a list.
 """
 
 from __future__ import annotations
@@ -20,15 +23,16 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
-from nsa_tutorial import block_selection, ops
-from nsa_tutorial.compression import summary_rows
+from nsa_tutorial import ops
 from nsa_tutorial.course import heads as stored_heads
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, shades
 from nsa_tutorial.course.heads import Heads
 from nsa_tutorial.course.widgets import Panel, panel
-from nsa_tutorial.dense_attention import attention
-from nsa_tutorial.grouped_query_attention import expand_kv_heads
-from nsa_tutorial.selected_attention import query_rows
+from nsa_tutorial.exact.dense_attention import attention
+from nsa_tutorial.exact.grouped_query_attention import expand_kv_heads
+from nsa_tutorial.sparse import block_selection
+from nsa_tutorial.sparse.compression import summary_rows
+from nsa_tutorial.sparse.selected_attention import query_rows
 
 BS = 16
 SOURCES = ("oracle", "summaries", "latest", "random")
@@ -46,10 +50,12 @@ _TITLES = {
 
 
 def tiny() -> tuple[Tensor, Tensor, Tensor]:
-    """32 tokens in 4 blocks of 8: `q [1, 32, 2, 2]`, `k [1, 32, 1, 2]`, `v [1, 32, 1, 1]`, two heads on one KV head.
+    """32 tokens in 4 blocks of 8: `q [1, 32, 2, 2]`, `k [1, 32, 1, 2]`, `v [1, 32, 1, 1]`, two
+    heads on one KV head.
 
-    All queries are the same. Head 0 looks for the first number of a key, head 1 for the second. Tokens 10 to 13 (in block 1) offer
-    4 of the first, tokens 18 to 21 (in block 2) offer 3 of the second. A value is the number of its block.
+    All queries are the same. Head 0 looks for the first number of a key, head 1 for the second.
+    Tokens 10 to 13 (in block 1) offer 4 of the first, tokens 18 to 21 (in block 2) offer 3 of the
+    second. A value is the number of its block.
     """
     q = torch.eye(2).expand(1, 32, 2, 2)
     k = torch.zeros(1, 32, 1, 2)
@@ -59,7 +65,8 @@ def tiny() -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Step(NamedTuple):
-    """The last token of `tiny` asks with one head, `q = [1 - s, s]`, and may read 2 of 4 blocks, its own among them.
+    """The last token of `tiny` asks with one head, `q = [1 - s, s]`, and may read 2 of 4 blocks,
+    its own among them.
 
     Attributes:
         ids: its list.
@@ -76,7 +83,8 @@ class Step(NamedTuple):
 
 @functools.cache
 def turn(s: float) -> Step:
-    """Turn the query of `Step` from what block 1 offers (`s = 0`) to what block 2 offers (`s = 1`)."""
+    """Turn the query of `Step` from what block 1 offers (`s = 0`) to what block 2 offers
+    (`s = 1`)."""
     _, k, v = tiny()
     at = torch.tensor(s, requires_grad=True)
     q = torch.stack([1 - at, at]).view(1, 1, 1, 2)
@@ -94,17 +102,22 @@ def turn(s: float) -> Step:
 
 @functools.cache
 def real() -> tuple[Heads, Tensor]:
-    """The stored heads, and how much of each query's attention each block holds, `[HQ, N, NB]` in fp64."""
+    """The stored heads, and how much of each query's attention each block holds, `[HQ, N, NB]` in
+    fp64."""
     stored = stored_heads.load()
-    return stored, stored_heads.block_mass(stored_heads.attention_weights(stored.q, stored.k)[0], BS)
+    return stored, stored_heads.block_mass(
+        stored_heads.attention_weights(stored.q, stored.k)[0], BS
+    )
 
 
 @functools.cache
 def scores(by: str, length: int = 8, stride: int = 4, shared: bool = True) -> Tensor:
-    """What each block is worth to each query, `[N, H, NB]`, or `[N, HQ, NB]` where each head scores for itself.
+    """What each block is worth to each query, `[N, H, NB]`, or `[N, HQ, NB]` where each head scores
+    for itself.
 
     Args:
-        by: `"oracle"`, the true attention; `"summaries"`, the importance of Eq. 9; `"latest"`, the later the better; `"random"`.
+        by: `"oracle"`, the true attention; `"summaries"`, the importance of Eq. 9; `"latest"`, the
+            later the better; `"random"`.
         length, stride: of the summaries, which are mean keys.
         shared: add up the heads of a group (Eq. 10).
     """
@@ -116,31 +129,47 @@ def scores(by: str, length: int = 8, stride: int = 4, shared: bool = True) -> Te
     if by == "latest":
         return torch.arange(NB).expand(N, lists_per_query, NB).double()
     if by == "random":
-        return torch.rand(N, lists_per_query, NB, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        return torch.rand(
+            N, lists_per_query, NB, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+        )
     if by != "summaries":
         raise ValueError(f"by: got {by!r}, expected one of {', '.join(SOURCES)}")
     k = stored.k if shared else expand_kv_heads(stored.k, stored.G)
     k_cmp = ops.compress(k, length=length, stride=stride)
-    rows = summary_rows(query_rows(1, N, N, causal=True, cu_seqlens=None, device=k.device), N, length=length, stride=stride,
+    rows = summary_rows(query_rows(1, N, N, causal=True, cu_seqlens=None, device=k.device), N,
+    length=length, stride=stride,
                         cu_seqlens=None)  # fmt: skip
     overlap = block_selection.overlap_weights(length, stride, BS, NB)
-    return block_selection.importance(stored.q, k_cmp, rows, overlap=overlap, scale=k.shape[-1] ** -0.5)[0]
+    return block_selection.importance(
+        stored.q, k_cmp, rows, overlap=overlap, scale=k.shape[-1] ** -0.5
+    )[0]
 
 
 @functools.lru_cache(maxsize=64)
 def lists(
-    by: str, n: int, *, num_initial: int = 0, num_local: int = 0, length: int = 8, stride: int = 4, shared: bool = True
+    by: str,
+    n: int,
+    *,
+    num_initial: int = 0,
+    num_local: int = 0,
+    length: int = 8,
+    stride: int = 4,
+    shared: bool = True,
 ) -> Tensor:
-    """The blocks that each query of the stored heads attends to, `[N, H, n]`, or `[N, HQ, n]` where each head chooses for itself.
+    """The blocks that each query of the stored heads attends to, `[N, H, n]`, or `[N, HQ, n]` where
+    each head chooses for itself.
 
     Args:
         by, length, stride, shared: as for `scores`.
         n: slots of a list.
-        num_initial, num_local: how many of the first and of the latest blocks are forced; by default none.
+        num_initial, num_local: how many of the first and of the latest blocks are forced; by
+            default none.
     """
     score = scores(by, length, stride, shared)
     own = torch.arange(len(score)) // BS
-    return block_selection.choose(score[None], own, top_n=n, num_initial=num_initial, num_local=num_local)[0]
+    return block_selection.choose(
+        score[None], own, top_n=n, num_initial=num_initial, num_local=num_local
+    )[0]
 
 
 # -- judging a choice --
@@ -150,17 +179,21 @@ def listed(ids: Tensor) -> Tensor:
     """Bool `[HQ, N, NB]`: which blocks are in the list of which head and query."""
     HQ, N, NB = real()[1].shape
     slot = torch.where(ids >= 0, ids, NB).long()
-    found = torch.zeros(N, ids.shape[1], NB + 1, dtype=torch.bool).scatter_(-1, slot, True)[..., :NB]
+    found = torch.zeros(N, ids.shape[1], NB + 1, dtype=torch.bool).scatter_(-1, slot, True)[
+        ..., :NB
+    ]
     return found.transpose(0, 1).repeat_interleave(HQ // ids.shape[1], 0)
 
 
 def _after(ids: Tensor, since: int | None = None) -> slice:
-    """The queries that have to leave a block out, those with more than `n` blocks; or those from position `since` on."""
+    """The queries that have to leave a block out, those with more than `n` blocks; or those from
+    position `since` on."""
     return slice(ids.shape[-1] * BS if since is None else since, None)
 
 
 def captured(ids: Tensor, since: int | None = None) -> Tensor:
-    """The share of attention that the lists hold, `[HQ]`, averaged over the queries with more than `n` blocks.
+    """The share of attention that the lists hold, `[HQ]`, averaged over the queries with more than
+    `n` blocks.
 
     Lists of different lengths compare only over the same queries: give `since`, the first of them.
     """
@@ -168,14 +201,18 @@ def captured(ids: Tensor, since: int | None = None) -> Tensor:
 
 
 def recall(ids: Tensor, truth: Tensor) -> float:
-    """How many of the blocks that `truth` lists are in `ids`, as a share, over the queries with more than `n` blocks."""
+    """How many of the blocks that `truth` lists are in `ids`, as a share, over the queries with
+    more than `n` blocks."""
     right, wanted = (listed(ids) & listed(truth))[:, _after(ids)], listed(truth)[:, _after(ids)]
     return (right.sum() / wanted.sum()).item()
 
 
 def blocks_loaded(ids: Tensor, since: int | None = None) -> Tensor:
-    """How many different blocks the heads of a group load, `[H]`, averaged over the queries of `captured`."""
-    together = listed(ids)[:, _after(ids, since)].unflatten(0, (-1, real()[0].G)).any(1)  # [H, queries, NB]
+    """How many different blocks the heads of a group load, `[H]`, averaged over the queries of
+    `captured`."""
+    together = (
+        listed(ids)[:, _after(ids, since)].unflatten(0, (-1, real()[0].G)).any(1)
+    )  # [H, queries, NB]
     return together.sum(-1).double().mean(-1)
 
 
@@ -183,21 +220,29 @@ def blocks_loaded(ids: Tensor, since: int | None = None) -> Tensor:
 def _dense() -> Tensor:
     stored, (_, N, NB) = real()[0], real()[1].shape
     every = torch.arange(NB).expand(1, N, stored.k.shape[2], NB)
-    return ops.selected_attention(stored.q, stored.k, stored.v, every, block_size=BS)[0]  # [N, HQ, DV]
+    return ops.selected_attention(stored.q, stored.k, stored.v, every, block_size=BS)[
+        0
+    ]  # [N, HQ, DV]
 
 
 def output_error(ids: Tensor) -> float:
-    """How far selected attention with these lists, one per group, is from dense attention: ‖o - dense‖ / ‖dense‖, all heads."""
+    """How far selected attention with these lists, one per group, is from dense attention: ‖o -
+    dense‖ / ‖dense‖, all heads."""
     stored, dense = real()[0], _dense()
-    o = ops.selected_attention(stored.q, stored.k, stored.v, ids[None].contiguous(), block_size=BS)[0]
+    o = ops.selected_attention(stored.q, stored.k, stored.v, ids[None].contiguous(), block_size=BS)[
+        0
+    ]
     return ((o - dense)[_after(ids)].norm() / dense[_after(ids)].norm()).item()
 
 
 # -- which summaries lie in a block --
 
 
-def draw_overlap(length: int = 32, stride: int = 16, block_size: int = 64, block: int = 1) -> Picture:
-    """One block and the summaries around it; what lies inside the block is coloured, and its pieces of `stride` are counted."""
+def draw_overlap(
+    length: int = 32, stride: int = 16, block_size: int = 64, block: int = 1
+) -> Picture:
+    """One block and the summaries around it; what lies inside the block is coloured, and its pieces
+    of `stride` are counted."""
     first, weights = block_selection.overlap_weights(length, stride, block_size, block + 1)
     first, weights = int(first[block]), weights[block][weights[block] > 0].tolist()
     first, weights = max(first, 0), weights[max(-first, 0) :]  # none begins before token 0
@@ -210,10 +255,32 @@ def draw_overlap(length: int = 32, stride: int = 16, block_size: int = 64, block
     for row, summary in enumerate(shown):
         left, right = summary * stride, summary * stride + length
         inside = (max(left, start), max(min(right, end), max(left, start)))
-        axis.add_patch(Rectangle((left, row - 0.34), right - left, 0.68, facecolor="#FBE9C6", edgecolor=PALETTE["compressed"]))
-        axis.add_patch(Rectangle((inside[0], row - 0.34), inside[1] - inside[0], 0.68, facecolor=PALETTE["compressed"]))
+        axis.add_patch(
+            Rectangle(
+                (left, row - 0.34),
+                right - left,
+                0.68,
+                facecolor="#FBE9C6",
+                edgecolor=PALETTE["compressed"],
+            )
+        )
+        axis.add_patch(
+            Rectangle(
+                (inside[0], row - 0.34),
+                inside[1] - inside[0],
+                0.68,
+                facecolor=PALETTE["compressed"],
+            )
+        )
         weight = weights[summary - first] if 0 <= summary - first < len(weights) else 0
-        axis.text(high + 0.02 * (high - low), row, f"counts {_number(weight)}", va="center", fontsize=9, color=PALETTE["text"])
+        axis.text(
+            high + 0.02 * (high - low),
+            row,
+            f"counts {_number(weight)}",
+            va="center",
+            fontsize=9,
+            color=PALETTE["text"],
+        )
     for edge in range(low - low % stride, high + 1, stride):
         axis.axvline(edge, color=PALETTE["faint"], linewidth=0.6, linestyle=":", zorder=3)
     axis.set_xlim(low, high + 0.14 * (high - low))
@@ -225,7 +292,10 @@ def draw_overlap(length: int = 32, stride: int = 16, block_size: int = 64, block
     axis.set_xticks([t for t in ticks if low <= t <= high])
     axis.set_xlabel(f"token (block {block} shaded, dotted every {stride})", fontsize=9)
     told = ", ".join(_number(w) for w in weights)
-    return Picture(figure, f"Block {block} counts {told} pieces of summaries {first} to {first + len(weights) - 1}")
+    return Picture(
+        figure,
+        f"Block {block} counts {told} pieces of summaries {first} to {first + len(weights) - 1}",
+    )
 
 
 def _number(x: float) -> str:
@@ -235,11 +305,22 @@ def _number(x: float) -> str:
 # -- one query --
 
 
-def draw_query(query: int = 505, kv_head: int = 3, n: int = 4, *, num_local: int = 1, length: int = 8, stride: int = 4) -> Picture:
-    """One query of one group: above the importance of each block, below the attention it really gets; the list is shaded."""
+def draw_query(
+    query: int = 505,
+    kv_head: int = 3,
+    n: int = 4,
+    *,
+    num_local: int = 1,
+    length: int = 8,
+    stride: int = 4,
+) -> Picture:
+    """One query of one group: above the importance of each block, below the attention it really
+    gets; the list is shaded."""
     stored, mass = real()
     mine = slice(kv_head * stored.G, (kv_head + 1) * stored.G)
-    ids = lists("summaries", n, num_local=num_local, length=length, stride=stride)[query, kv_head].tolist()
+    ids = lists("summaries", n, num_local=num_local, length=length, stride=stride)[
+        query, kv_head
+    ].tolist()
     best = lists("oracle", n)[query, kv_head].tolist()
     importance = scores("summaries", length, stride)[query, kv_head].numpy()
     true = mass[mine, query].mean(0).numpy()  # [NB]
@@ -262,11 +343,22 @@ def draw_query(query: int = 505, kv_head: int = 3, n: int = 4, *, num_local: int
         axis.set_xticks(range(0, mass.shape[-1], 4))
     axes[0, 0].set_xticklabels([])
     axes[1, 0].set_xlabel(f"block of {BS} keys", fontsize=9)
-    handles = [Patch(color=PALETTE["selected"], alpha=0.22, label="on the list"), Patch(color=PALETTE["own block"], alpha=0.22)]
+    handles = [
+        Patch(color=PALETTE["selected"], alpha=0.22, label="on the list"),
+        Patch(color=PALETTE["own block"], alpha=0.22),
+    ]
     handles[1].set_label("on the list: own block, forced")
-    figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.09, 0.945), ncols=2, fontsize=8, frameon=False)
+    figure.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(0.09, 0.945),
+        ncols=2,
+        fontsize=8,
+        frameon=False,
+    )
     held = [sum(true[b] for b in row if b >= 0) for row in (ids, best)]
-    return Picture(figure, f"Query {query}, KV head {kv_head}: the list holds {held[0]:.0%} of the attention, "
+    return Picture(figure, f"Query {query}, KV head {kv_head}: the list holds {held[0]:.0%} of "
+                           "the attention, "
                            f"the best {n} blocks {held[1]:.0%}")  # fmt: skip
 
 
@@ -275,12 +367,16 @@ def draw_query(query: int = 505, kv_head: int = 3, n: int = 4, *, num_local: int
 
 @functools.cache
 def curve(by: str) -> Tensor:
-    """The attention that lists of 1, 2, … 24 blocks hold, one per group: `[24, HQ]`, each over the queries with more blocks."""
-    return torch.stack([captured(lists(by, n, num_local=int(by == "summaries"))) for n in range(1, 25)])
+    """The attention that lists of 1, 2, … 24 blocks hold, one per group: `[24, HQ]`, each over the
+    queries with more blocks."""
+    return torch.stack(
+        [captured(lists(by, n, num_local=int(by == "summaries"))) for n in range(1, 25)]
+    )
 
 
 def draw_mass(n: int = 4, kv_head: int = 3) -> Picture:
-    """Blocks per list across, attention held upwards, by who made the list: left all heads, right the heads of one group."""
+    """Blocks per list across, attention held upwards, by who made the list: left all heads, right
+    the heads of one group."""
     G = real()[0].G
     figure, axes = new_figure(8.0, 3.5, columns=2)
     figure.set_layout_engine(None)
@@ -303,8 +399,10 @@ def draw_mass(n: int = 4, kv_head: int = 3) -> Picture:
     axes[0, 0].set_ylabel("attention held, %", fontsize=9)
     axes[0, 1].legend(loc="lower right", fontsize=9, frameon=False)
     everyone, group = heads
-    return Picture(figure, f"{n} blocks from summaries hold {at[everyone, 'summaries']} of the attention, the best "
-                           f"{at[everyone, 'oracle']}; in {group} {at[group, 'summaries']} and {at[group, 'oracle']}")  # fmt: skip
+    return Picture(figure, f"{n} blocks from summaries hold {at[everyone, 'summaries']} of the "
+                           "attention, the best "
+                           f"{at[everyone, 'oracle']}; in {group} {at[group, 'summaries']} and "
+                           f"{at[group, 'oracle']}")  # fmt: skip
 
 
 # -- the choice, all queries of a group --
@@ -316,21 +414,33 @@ def _share(ids: Tensor, kv_head: int) -> float:
 
 
 def draw_choice(
-    kv_head: int = 3, n: int = 4, *, num_initial: int = 0, num_local: int = 1, length: int = 8, stride: int = 4,
+    kv_head: int = 3, n: int = 4, *, num_initial: int = 0, num_local: int = 1, length: int = 8,
+    stride: int = 4,
     shared: bool = True,
 ) -> Picture:  # fmt: skip
-    """Queries downwards, blocks across: importance from summaries, the lists that follow, and the attention the blocks really get.
+    """Queries downwards, blocks across: importance from summaries, the lists that follow, and the
+    attention the blocks really get.
 
     Where each head chooses for itself, the middle panel is the darker, the more heads list a block.
     """
     stored, mass = real()
     _, N, NB = mass.shape
     mine = slice(kv_head * stored.G, (kv_head + 1) * stored.G)
-    ids = lists("summaries", n, num_initial=num_initial, num_local=num_local, length=length, stride=stride, shared=shared)
+    ids = lists(
+        "summaries",
+        n,
+        num_initial=num_initial,
+        num_local=num_local,
+        length=length,
+        stride=stride,
+        shared=shared,
+    )
     importance = scores("summaries", length, stride)[:, kv_head]
     importance = (importance / importance.sum(-1, keepdim=True).clamp(min=1e-30)).numpy()
     figure, axes = new_figure(8.0, 4.3, columns=3)
-    figure.set_layout_engine(None)  # fixed places: nothing jumps under the controls, and it is faster
+    figure.set_layout_engine(
+        None
+    )  # fixed places: nothing jumps under the controls, and it is faster
     figure.subplots_adjust(left=0.075, right=0.985, top=0.84, bottom=0.19, wspace=0.09)
     panels = (
         ("importance, from summaries", _heat(importance, "compressed")),
@@ -348,14 +458,18 @@ def draw_choice(
     axes[0, 0].set_ylabel("query", fontsize=9)
     names = {"selected": "listed", "own block": "listed: own block", "masked": "future"}
     handles = [Patch(color=PALETTE[c], label=label) for c, label in names.items()]
-    figure.legend(handles=handles, loc="lower center", ncols=3, fontsize=9, frameon=False, handlelength=1.0)
+    figure.legend(
+        handles=handles, loc="lower center", ncols=3, fontsize=9, frameon=False, handlelength=1.0
+    )
     found, best = _share(ids, kv_head), _share(lists("oracle", n, shared=shared), kv_head)
-    return Picture(figure, f"KV head {kv_head}, {n} blocks a query: the lists hold {found:.0%} of the attention, "
+    return Picture(figure, f"KV head {kv_head}, {n} blocks a query: the lists hold {found:.0%} "
+                           "of the attention, "
                            f"the best lists {best:.0%}")  # fmt: skip
 
 
 def _heat(share: np.ndarray, colour: str) -> np.ndarray:
-    """Shares `[N, NB]` as colours; the full colour stands for a half and more, and small shares are lifted by a square root."""
+    """Shares `[N, NB]` as colours; the full colour stands for a half and more, and small shares are
+    lifted by a square root."""
     return shades(colour)(np.sqrt(np.clip(share / 0.5, 0, 1)))[..., :3]
 
 
@@ -368,17 +482,34 @@ def _lists_image(share: np.ndarray) -> np.ndarray:
 
 
 def sentence(
-    kv_head: int, n: int, *, num_initial: int = 0, num_local: int = 1, length: int = 8, stride: int = 4, shared: bool = True
+    kv_head: int,
+    n: int,
+    *,
+    num_initial: int = 0,
+    num_local: int = 1,
+    length: int = 8,
+    stride: int = 4,
+    shared: bool = True,
 ) -> str:
     """What there is to say about such lists."""
     stored = real()[0]
-    ids = lists("summaries", n, num_initial=num_initial, num_local=num_local, length=length, stride=stride, shared=shared)
+    ids = lists(
+        "summaries",
+        n,
+        num_initial=num_initial,
+        num_local=num_local,
+        length=length,
+        stride=stride,
+        shared=shared,
+    )
     forced = min(num_initial + num_local, n)
     per = f"one list for {stored.G} heads" if shared else "a list for each head"
     best, latest = (_share(lists(by, n, shared=shared), kv_head) for by in ("oracle", "latest"))
     return (
-        f"KV head {kv_head} ({stored.labels[kv_head * stored.G][:7]}): {n} blocks a query, {forced} of them forced, from summaries "
-        f"of {length} every {stride}, {per}: {_share(ids, kv_head):.0%} of the attention. The best lists, nothing forced, hold "
+        f"KV head {kv_head} ({stored.labels[kv_head * stored.G][:7]}): {n} blocks a query, "
+        f"{forced} of them forced, from summaries "
+        f"of {length} every {stride}, {per}: {_share(ids, kv_head):.0%} of the attention. The "
+        "best lists, nothing forced, hold "
         f"{best:.0%}, the latest {n} blocks {latest:.0%}. "
         f"A query's {stored.G} heads together load {blocks_loaded(ids)[kv_head]:.1f} blocks."
     )
@@ -388,7 +519,8 @@ def sentence(
 
 
 def draw_jump() -> Picture:
-    """The output of the turning query: selected attention jumps where its list changes, dense attention does not."""
+    """The output of the turning query: selected attention jumps where its list changes, dense
+    attention does not."""
     at = np.linspace(0, 1, 201)
     steps = [turn(float(s)) for s in at]
     flip = next(i for i in range(1, len(steps)) if steps[i].ids != steps[i - 1].ids)
@@ -396,33 +528,63 @@ def draw_jump() -> Picture:
     axis = axes[0, 0]
     for part in (slice(0, flip), slice(flip, None)):
         axis.plot(at[part], [x.o for x in steps[part]], color=PALETTE["selected"], linewidth=2)
-        axis.text(at[part].mean(), np.mean([x.o for x in steps[part]]) + (0.18 if part.start == 0 else -0.16),
-                  f"list {steps[part][0].ids}", color=PALETTE["selected"], fontsize=9, ha="center")  # fmt: skip
+        axis.text(at[part].mean(),
+        np.mean([x.o for x in steps[part]]) + (0.18 if part.start == 0 else -0.16),
+                  f"list {steps[part][0].ids}", color=PALETTE["selected"], fontsize=9,
+                  ha="center")  # fmt: skip
     middle = (at[flip - 1] + at[flip]) / 2
-    axis.plot([middle] * 2, [steps[flip - 1].o, steps[flip].o], ":", color=PALETTE["query"], linewidth=1.5)
+    axis.plot(
+        [middle] * 2, [steps[flip - 1].o, steps[flip].o], ":", color=PALETTE["query"], linewidth=1.5
+    )
     axis.plot(at, [x.dense for x in steps], "--", color=PALETTE["text"], linewidth=1.2)
-    handles = [Line2D([], [], color=PALETTE["selected"], linewidth=2, label="selected attention, 2 of 4 blocks")]
-    handles.append(Line2D([], [], color=PALETTE["text"], linewidth=1.2, linestyle="--", label="dense attention"))
+    handles = [
+        Line2D(
+            [],
+            [],
+            color=PALETTE["selected"],
+            linewidth=2,
+            label="selected attention, 2 of 4 blocks",
+        )
+    ]
+    handles.append(
+        Line2D(
+            [], [], color=PALETTE["text"], linewidth=1.2, linestyle="--", label="dense attention"
+        )
+    )
     axis.legend(handles=handles, loc="lower right", fontsize=9, frameon=False)
     axis.set_xlabel("s, from a query for block 1 (0) to a query for block 2 (1)", fontsize=9)
     axis.set_ylabel("output", fontsize=9)
-    return Picture(figure, f"At s = {middle:.2f} the list changes from {steps[flip - 1].ids} to {steps[flip].ids}: "
-                           f"the output jumps from {steps[flip - 1].o:.2f} to {steps[flip].o:.2f}")  # fmt: skip
+    return Picture(figure, f"At s = {middle:.2f} the list changes from {steps[flip - 1].ids} to "
+                           f"{steps[flip].ids}: "
+                           f"the output jumps from {steps[flip - 1].o:.2f} to "
+                           f"{steps[flip].o:.2f}")  # fmt: skip
 
 
 # -- the interactive --
 
 
 def explore() -> Panel:
-    """The interactive: slots, forced blocks, sharing and summaries, on one of the stored groups of heads."""
+    """The interactive: slots, forced blocks, sharing and summaries, on one of the stored groups of
+    heads."""
 
     def render(
-        kv_head: int, sizes: tuple[int, int], top_n: int, num_initial: int, num_local: int, shared: bool
+        kv_head: int,
+        sizes: tuple[int, int],
+        top_n: int,
+        num_initial: int,
+        num_local: int,
+        shared: bool,
     ) -> tuple[Picture, str]:
         num_local = min(num_local, top_n)
         num_initial = min(num_initial, top_n - num_local)  # forced blocks are within the list
         length, stride = sizes
-        options = {"num_initial": num_initial, "num_local": num_local, "length": length, "stride": stride, "shared": shared}
+        options = {
+            "num_initial": num_initial,
+            "num_local": num_local,
+            "length": length,
+            "stride": stride,
+            "shared": shared,
+        }
         return draw_choice(kv_head, top_n, **options), sentence(kv_head, top_n, **options)
 
     groups = real()[0].k.shape[2]
@@ -432,8 +594,16 @@ def explore() -> Panel:
         render,
         kv_head=ipywidgets.Dropdown(options=list(range(groups)), value=3, description="KV head"),
         sizes=ipywidgets.Dropdown(options=sizes, value=(8, 4), description="summaries of"),
-        top_n=ipywidgets.IntSlider(4, 1, 16, description="blocks on a list (top-n)", continuous_update=False),
-        num_initial=ipywidgets.IntSlider(0, 0, 4, description="first blocks forced", continuous_update=False),
-        num_local=ipywidgets.IntSlider(1, 0, 4, description="latest blocks forced", continuous_update=False),
-        shared=ipywidgets.Checkbox(True, description="one list for the heads of a group", indent=False),
+        top_n=ipywidgets.IntSlider(
+            4, 1, 16, description="blocks on a list (top-n)", continuous_update=False
+        ),
+        num_initial=ipywidgets.IntSlider(
+            0, 0, 4, description="first blocks forced", continuous_update=False
+        ),
+        num_local=ipywidgets.IntSlider(
+            1, 0, 4, description="latest blocks forced", continuous_update=False
+        ),
+        shared=ipywidgets.Checkbox(
+            True, description="one list for the heads of a group", indent=False
+        ),
     )

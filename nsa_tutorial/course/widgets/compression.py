@@ -1,9 +1,10 @@
-"""Chapter 06's pictures: windows and the summaries a query sees, what a mean key knows of its window, and what can be learnt.
+"""Chapter 06's pictures: windows and the summaries a query sees, what a mean key knows of its
+window, and what can be learnt.
 
-`view`, `first_seen`, `logits_and_mass`, `correlation`, `survival` and `error` compute; `draw_windows`,
-`draw_mean_and_mass` and `draw_errors` draw; `fit` learns a summary's weights; `explore` puts controls on
-the windows. What is said of trained heads is computed from `heads.load()`, for a length of 32 and a stride
-of 16 unless told otherwise.
+`view`, `first_seen`, `logits_and_mass`, `correlation`, `survival` and `error` compute;
+`draw_windows`, `draw_mean_and_mass` and `draw_errors` draw; `fit` learns a summary's weights;
+`explore` puts controls on the windows. What is said of trained heads is computed from
+`heads.load()`, for a length of 32 and a stride of 16 unless told otherwise.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from torch import Tensor
 
-from nsa_tutorial import costs
-from nsa_tutorial.compression import MLPWeights, compress, num_summaries
 from nsa_tutorial.course import heads as stored
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
 from nsa_tutorial.course.heads import Heads
 from nsa_tutorial.course.widgets import Panel, panel
+from nsa_tutorial.runtime import costs
+from nsa_tutorial.sparse.compression import MLPWeights, compress, num_summaries
 
 TOKENS = 65_536  # of the long example
 LENGTHS, STRIDES = (4, 8, 16, 32), (2, 4, 8, 16, 32)
@@ -61,7 +62,8 @@ def view(position: int, length: int, stride: int) -> View:
 
 
 def first_seen(token: int, length: int, stride: int) -> int | None:
-    """The first position from which a visible summary contains `token`; None if no window does, as may be if `stride > length`."""
+    """The first position from which a visible summary contains `token`; None if no window does, as
+    may be if `stride > length`."""
     window = max(-(-(token - length + 1) // stride), 0)  # the first one that reaches the token
     return window * stride + length - 1 if window * stride <= token else None
 
@@ -69,7 +71,9 @@ def first_seen(token: int, length: int, stride: int) -> int | None:
 @functools.cache
 def share_of_work(length: int, stride: int, tokens: int = TOKENS) -> float:
     """Scores against summaries for every score of causal dense attention."""
-    return costs.summary_keys(tokens, tokens, length=length, stride=stride) / costs.visible_pairs(tokens, tokens)
+    return costs.summary_keys(tokens, tokens, length=length, stride=stride) / costs.visible_pairs(
+        tokens, tokens
+    )
 
 
 def sentence(position: int, length: int, stride: int) -> str:
@@ -79,10 +83,21 @@ def sentence(position: int, length: int, stride: int) -> str:
     if seen.count == 0:
         told += f": the first one ends at position {length - 1}. Its output is 0."
     else:
-        told += f"; the newest {_many(seen.newest, 'token is', 'tokens are')} in none of them" if seen.newest else ""
-        told += f", and {position + 1 - seen.covered - seen.newest} older ones fell between the windows" if stride > length else ""
+        told += (
+            f"; the newest {_many(seen.newest, 'token is', 'tokens are')} in none of them"
+            if seen.newest
+            else ""
+        )
+        told += (
+            f", and {position + 1 - seen.covered - seen.newest} older ones fell between the windows"
+            if stride > length
+            else ""
+        )
         told += "."
-    return f"{told} At {TOKENS:,} tokens, all keys would make {1 / share_of_work(length, stride):.1f} times as many scores."
+    return (
+        f"{told} At {TOKENS:,} tokens, all keys would make "
+        f"{1 / share_of_work(length, stride):.1f} times as many scores."
+    )
 
 
 def _many(n: int, one: str, more: str) -> str:
@@ -90,7 +105,8 @@ def _many(n: int, one: str, more: str) -> str:
 
 
 def draw_windows(M: int = 32, length: int = 8, stride: int = 4, position: int = 21) -> Picture:
-    """The windows over `M` tokens and their summaries, those that the query at `position` sees in orange; below, what it misses."""
+    """The windows over `M` tokens and their summaries, those that the query at `position` sees in
+    orange; below, what it misses."""
     seen, count = view(position, length, stride), num_summaries(M, length, stride)
     rows = -(-length // stride)  # windows that overlap, one below the other
     figure, (top, bottom) = _two_rows()
@@ -108,24 +124,56 @@ def draw_windows(M: int = 32, length: int = 8, stride: int = 4, position: int = 
     starts = [windows_at + step * (j % rows) + 0.6 for j in range(count)]
     top.vlines(middles, starts, summaries_at, colors=colours, linewidth=0.9, zorder=0)
     wide = min(0.8 * stride, M / 40 + 0.6)
-    top.broken_barh([(x - wide / 2, wide) for x in middles], (summaries_at, 1.1), facecolors=colours)
+    top.broken_barh(
+        [(x - wide / 2, wide) for x in middles], (summaries_at, 1.1), facecolors=colours
+    )
     if stride >= M / 24:
         for j, x in enumerate(middles):
-            top.text(x, summaries_at + 0.55, str(j), ha="center", va="center", fontsize=8, color=PALETTE["text"])
+            top.text(
+                x,
+                summaries_at + 0.55,
+                str(j),
+                ha="center",
+                va="center",
+                fontsize=8,
+                color=PALETTE["text"],
+            )
 
-    top.vlines(position + 0.5, -0.2, summaries_at - 0.3, colors=PALETTE["query"], linewidth=1.2, linestyles="--")
+    top.vlines(
+        position + 0.5,
+        -0.2,
+        summaries_at - 0.3,
+        colors=PALETTE["query"],
+        linewidth=1.2,
+        linestyles="--",
+    )
     top.set_xlim(-0.7, M - 0.3)
     top.set_ylim(summaries_at + 1.3, -0.2)
-    top.set_yticks([0.5, windows_at + step * rows / 2 - 0.15, summaries_at + 0.55], ["tokens", "windows", "summaries"])
+    top.set_yticks(
+        [0.5, windows_at + step * rows / 2 - 0.15, summaries_at + 0.55],
+        ["tokens", "windows", "summaries"],
+    )
     top.tick_params(left=False, labelbottom=False, bottom=False)
     top.spines[:].set_visible(False)
     _draw_newest(bottom, M, length, stride, position)
-    handles = [Patch(color=_SEEN, label="the query sees it"), Patch(color=_HIDDEN, label="ends after the query")]
+    handles = [
+        Patch(color=_SEEN, label="the query sees it"),
+        Patch(color=_HIDDEN, label="ends after the query"),
+    ]
     handles.append(Patch(color=PALETTE["query"], label="query"))
     handles.append(Patch(facecolor=_PAST, edgecolor=PALETTE["faint"], label="its past"))
-    figure.legend(handles=handles, loc="lower center", ncols=4, fontsize=8, frameon=False, handlelength=1.0)
-    told = f"At position {position} a query sees {seen.count} of {_many(count, 'summary', 'summaries')}; "
-    told += f"the newest {_many(seen.newest, 'token is', 'tokens are')} in none" if seen.newest else "the last one ends right there"
+    figure.legend(
+        handles=handles, loc="lower center", ncols=4, fontsize=8, frameon=False, handlelength=1.0
+    )
+    told = (
+        f"At position {position} a query sees {seen.count} of "
+        f"{_many(count, 'summary', 'summaries')}; "
+    )
+    told += (
+        f"the newest {_many(seen.newest, 'token is', 'tokens are')} in none"
+        if seen.newest
+        else "the last one ends right there"
+    )
     return Picture(figure, told)
 
 
@@ -139,7 +187,15 @@ def _two_rows() -> tuple:
 def _draw_newest(axis: Axes, M: int, length: int, stride: int, position: int) -> None:
     newest = [view(t, length, stride).newest for t in range(M)]
     axis.step(range(M), newest, where="mid", color=PALETTE["text"], linewidth=1.2)
-    axis.plot([position], [newest[position]], "o", color=PALETTE["query"], markersize=6, clip_on=False, zorder=3)
+    axis.plot(
+        [position],
+        [newest[position]],
+        "o",
+        color=PALETTE["query"],
+        markersize=6,
+        clip_on=False,
+        zorder=3,
+    )
     axis.set_ylim(0, 1.15 * max(length, stride))
     axis.set_yticks([0, max(length, stride)])
     axis.set_xlim(-0.7, M - 0.3)
@@ -156,20 +212,28 @@ def explore() -> Panel:
     return panel(
         "windows and summaries",
         render,
-        length=ipywidgets.SelectionSlider(options=LENGTHS, value=16, description="length of a window"),
+        length=ipywidgets.SelectionSlider(
+            options=LENGTHS, value=16, description="length of a window"
+        ),
         stride=ipywidgets.SelectionSlider(options=STRIDES, value=8, description="stride"),
-        position=ipywidgets.IntSlider(value=50, min=0, max=SHOWN - 1, description="query at position"),
+        position=ipywidgets.IntSlider(
+            value=50, min=0, max=SHOWN - 1, description="query at position"
+        ),
     )
 
 
 # -- what a mean key knows --
 
 
-def logits_and_mass(heads: Heads, length: int = 32, stride: int = 16) -> tuple[Tensor, Tensor, Tensor]:
-    """Every query's scaled scores in every window: their mean, and the logarithm of the mean of their exponentials.
+def logits_and_mass(
+    heads: Heads, length: int = 32, stride: int = 16
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Every query's scaled scores in every window: their mean, and the logarithm of the mean of
+    their exponentials.
 
     Returns:
-        `mean` and `mass` `[HQ, N, M_c]`, and `visible`, bool `[N, M_c]`: the windows that end by the query.
+        `mean` and `mass` `[HQ, N, M_c]`, and `visible`, bool `[N, M_c]`: the windows that end by
+            the query.
     """
     k = heads.k[0].repeat_interleave(heads.G, dim=1)  # [N, HQ, D]
     scores = torch.einsum("ihd,jhd->hij", heads.q[0], k) * k.shape[-1] ** -0.5  # [HQ, N, N]
@@ -180,31 +244,40 @@ def logits_and_mass(heads: Heads, length: int = 32, stride: int = 16) -> tuple[T
 
 
 def centred(x: Tensor, visible: Tensor) -> Tensor:
-    """`x` `[..., N, M_c]` less each query's mean over the windows that it sees; 0 at those that it does not."""
+    """`x` `[..., N, M_c]` less each query's mean over the windows that it sees; 0 at those that it
+    does not."""
     mean = (x * visible).sum(-1, keepdim=True) / visible.sum(-1, keepdim=True).clamp(min=1)
     return (x - mean) * visible
 
 
 def correlation(x: Tensor, y: Tensor, visible: Tensor, first: int = FIRST) -> Tensor:
-    """Pearson's correlation within each query, over its windows: the mean over the queries from `first` on, `[HQ]`.
+    """Pearson's correlation within each query, over its windows: the mean over the queries from
+    `first` on, `[HQ]`.
 
-    A constant added to all of a query's scores changes no softmax, and here it changes nothing either.
+    A constant added to all of a query's scores changes no softmax, and here it changes nothing
+    either.
     """
     x, y = (centred(z.double(), visible)[:, first:] for z in (x, y))
     return ((x * y).sum(-1) / (x.square().sum(-1) * y.square().sum(-1)).sqrt()).mean(-1)
 
 
-def draw_mean_and_mass(heads: Heads | None = None, chosen: tuple[int, ...] = (5, 9, 12), points: int = 2500) -> Picture:
-    """For a few query heads, a window's mean score against what its weight asks for, both less the query's mean.
+def draw_mean_and_mass(
+    heads: Heads | None = None, chosen: tuple[int, ...] = (5, 9, 12), points: int = 2500
+) -> Picture:
+    """For a few query heads, a window's mean score against what its weight asks for, both less the
+    query's mean.
 
-    The points are windows of the queries from `FIRST` on, as in `correlation`; on the line the mean key would be right.
+    The points are windows of the queries from `FIRST` on, as in `correlation`; on the line the mean
+    key would be right.
     """
     heads = heads or stored.load()
     mean, mass, visible = logits_and_mass(heads)
     found = correlation(mean, mass, visible).tolist()
     mean, mass, late = centred(mean, visible), centred(mass, visible), visible.clone()
     late[:FIRST] = False
-    shown = torch.stack([z[list(chosen)][:, late] for z in (mean, mass)])  # [2, chosen heads, points]
+    shown = torch.stack(
+        [z[list(chosen)][:, late] for z in (mean, mass)]
+    )  # [2, chosen heads, points]
     low, high = float(shown.min()) - 0.5, float(shown.max()) + 0.5
     figure, axes = new_figure(8.0, 3.4, columns=len(chosen))
     for axis, head, (x, y) in zip(axes[0], chosen, shown.unbind(1), strict=True):
@@ -214,8 +287,17 @@ def draw_mean_and_mass(heads: Heads | None = None, chosen: tuple[int, ...] = (5,
         if head == NEEDLE[0]:
             at = float(mean[NEEDLE]), float(mass[NEEDLE])
             axis.plot(*at, "o", color=PALETTE["text"], markeredgecolor="white", markersize=7)
-            axis.annotate("needle", at, (-7, 0), textcoords="offset points", ha="right", va="center", fontsize=8)
-        axis.text(0.97, 0.04, f"correlation {found[head]:.2f}", transform=axis.transAxes, ha="right",
+            axis.annotate(
+                "needle",
+                at,
+                (-7, 0),
+                textcoords="offset points",
+                ha="right",
+                va="center",
+                fontsize=8,
+            )
+        axis.text(0.97, 0.04, f"correlation {found[head]:.2f}", transform=axis.transAxes,
+        ha="right",
                   va="bottom", fontsize=8, color=PALETTE["text"])  # fmt: skip
         axis.set_title(heads.labels[head], fontsize=10, color=PALETTE["text"])
         axis.set_xlim(low, high)
@@ -224,22 +306,27 @@ def draw_mean_and_mass(heads: Heads | None = None, chosen: tuple[int, ...] = (5,
         axis.set_xlabel("mean key's score,\nless the query's mean", fontsize=9)
     axes[0, 0].set_ylabel("score that the weight asks for,\nless the query's mean", fontsize=9)
     numbers = ", ".join(f"{found[head]:.2f}" for head in chosen)
-    return Picture(figure, f"How well mean keys follow the weight depends on the head: correlation {numbers}")
+    return Picture(
+        figure, f"How well mean keys follow the weight depends on the head: correlation {numbers}"
+    )
 
 
 # -- means of rotated keys --
 
 
 def pairs(x: Tensor) -> Tensor:
-    """The squared lengths `[..., D / 2]` of the pairs that the rotary embedding turns: number `i` with number `i + D / 2`."""
+    """The squared lengths `[..., D / 2]` of the pairs that the rotary embedding turns: number `i`
+    with number `i + D / 2`."""
     a, b = x.chunk(2, dim=-1)
     return a.square() + b.square()
 
 
 def survival(k: Tensor, summaries: Tensor, length: int = 32, stride: int = 16) -> Tensor:
-    """How long the pairs of the summaries are, for the pairs of the tokens that they are made of: `[H, D / 2]`.
+    """How long the pairs of the summaries are, for the pairs of the tokens that they are made of:
+    `[H, D / 2]`.
 
-    Root mean squares over all windows; 1 where a summary's pair is as long as its tokens', 0 where they cancel.
+    Root mean squares over all windows; 1 where a summary's pair is as long as its tokens', 0 where
+    they cancel.
 
     Args:
         k: keys `[1, M, H, D]`.
@@ -250,13 +337,17 @@ def survival(k: Tensor, summaries: Tensor, length: int = 32, stride: int = 16) -
 
 
 def turn_per_token(D: int) -> Tensor:
-    """The angle in radians by which the rotary embedding turns each pair from one token to the next, `[D / 2]`."""
+    """The angle in radians by which the rotary embedding turns each pair from one token to the
+    next, `[D / 2]`."""
     return 10_000.0 ** (-torch.arange(D // 2) / (D // 2))
 
 
 def turn_back(length: int, D: int) -> Tensor:
-    """The `"linear"` weight `[length * D, D]` that turns a window's tokens back to its middle, and then takes their mean."""
-    angle = -(torch.arange(length) - (length - 1) / 2)[:, None] * turn_per_token(D)  # [length, D / 2]
+    """The `"linear"` weight `[length * D, D]` that turns a window's tokens back to its middle, and
+    then takes their mean."""
+    angle = -(torch.arange(length) - (length - 1) / 2)[:, None] * turn_per_token(
+        D
+    )  # [length, D / 2]
     pair, half = torch.arange(D // 2), D // 2
     weight = torch.zeros(length, D, D)  # [token, from, to]
     weight[:, pair, pair] = weight[:, pair + half, pair + half] = angle.cos()
@@ -273,7 +364,8 @@ class Task(NamedTuple):
     Attributes:
         q: `[N, H, G, D]`.
         k: `[1, N, H, D]`.
-        target: `[H, G, N, M_c]`, the logarithm of the mean of the exponentials of a window's scores.
+        target: `[H, G, N, M_c]`, the logarithm of the mean of the exponentials of a window's
+            scores.
         visible: bool `[N, M_c]`.
         length, stride: of the windows.
     """
@@ -287,8 +379,16 @@ class Task(NamedTuple):
 
 
 def task(heads: Heads, first: int, last: int, stride: int, length: int = 32) -> Task:
-    """Tokens `first … last - 1` as a task of their own: no query and no window is shared with another stretch."""
-    part = Heads(heads.q[:, first:last], heads.k[:, first:last], heads.v[:, first:last], b"", heads.labels, {})
+    """Tokens `first … last - 1` as a task of their own: no query and no window is shared with
+    another stretch."""
+    part = Heads(
+        heads.q[:, first:last],
+        heads.k[:, first:last],
+        heads.v[:, first:last],
+        b"",
+        heads.labels,
+        {},
+    )
     _, mass, visible = logits_and_mass(part, length, stride)
     q, target = part.q[0].unflatten(1, (-1, heads.G)), mass.unflatten(0, (-1, heads.G))
     return Task(q, part.k, target, visible, length, stride)
@@ -297,7 +397,8 @@ def task(heads: Heads, first: int, last: int, stride: int, length: int = 32) -> 
 def error(of: Task, k_cmp: Tensor) -> Tensor:
     """Mean squared error of the summaries' scores, per KV head `[H]`.
 
-    A constant added to all scores of a query changes no softmax: each query's mean error is taken out first.
+    A constant added to all scores of a query changes no softmax: each query's mean error is taken
+    out first.
     """
     scores = torch.einsum("nhgd,jhd->hgnj", of.q, k_cmp[0]) * of.q.shape[-1] ** -0.5
     off = centred(scores - of.target, of.visible)
@@ -312,7 +413,13 @@ def mean_as(kind: str, length: int, H: int, D: int) -> tuple[Tensor, ...]:
     if kind == "linear":
         return (linear,)
     both = torch.cat([torch.eye(D), -torch.eye(D)]).repeat(H, 1, 1)  # gelu(x) - gelu(-x) = x
-    return torch.zeros(H, length, D), torch.cat([linear, -linear], 2), torch.zeros(H, 2 * D), both, torch.zeros(H, D)
+    return (
+        torch.zeros(H, length, D),
+        torch.cat([linear, -linear], 2),
+        torch.zeros(H, 2 * D),
+        both,
+        torch.zeros(H, D),
+    )
 
 
 def as_weight(kind: str, parts: tuple[Tensor, ...]) -> Tensor | MLPWeights:
@@ -321,12 +428,15 @@ def as_weight(kind: str, parts: tuple[Tensor, ...]) -> Tensor | MLPWeights:
 
 
 def fit(of: Task, kind: str, steps: int = 60) -> Tensor | MLPWeights:
-    """Start at the mean, and follow the gradient of the error (Adam); always the same result on the same machine."""
+    """Start at the mean, and follow the gradient of the error (Adam); always the same result on the
+    same machine."""
     H, D = of.k.shape[2:]
     parts = tuple(x.requires_grad_() for x in mean_as(kind, of.length, H, D))
     optimiser = torch.optim.Adam(parts, lr=1e-3 if kind == "weighted" else 1e-4)
     for _ in range(steps):
-        k_cmp = compress(of.k, kind=kind, length=of.length, stride=of.stride, weight=as_weight(kind, parts))
+        k_cmp = compress(
+            of.k, kind=kind, length=of.length, stride=of.stride, weight=as_weight(kind, parts)
+        )
         optimiser.zero_grad()
         error(of, k_cmp).mean().backward()
         optimiser.step()
@@ -334,7 +444,8 @@ def fit(of: Task, kind: str, steps: int = 60) -> Tensor | MLPWeights:
 
 
 def best_keys(of: Task, steps: int = 100) -> Tensor:
-    """Summary keys that are made of nothing, only fitted, one for each window: no summary of any kind does better."""
+    """Summary keys that are made of nothing, only fitted, one for each window: no summary of any
+    kind does better."""
     k_cmp = compress(of.k, length=of.length, stride=of.stride).requires_grad_()
     optimiser = torch.optim.Adam([k_cmp], lr=3e-2)
     for _ in range(steps):
@@ -353,10 +464,25 @@ def draw_errors(rows: dict[str, tuple[float, float]]) -> Picture:
     figure, axes = new_figure(8.0, 2.6)
     axis = axes[0, 0]
     for place, (learnt, held_out) in enumerate(rows.values()):
-        axis.barh(place - 0.19, learnt, 0.34, color=PALETTE["masked"], label="windows it learnt from" if place == 0 else None)
-        axis.barh(place + 0.19, held_out, 0.34, color=_SEEN, label="other windows" if place == 0 else None)
+        axis.barh(
+            place - 0.19,
+            learnt,
+            0.34,
+            color=PALETTE["masked"],
+            label="windows it learnt from" if place == 0 else None,
+        )
+        axis.barh(
+            place + 0.19, held_out, 0.34, color=_SEEN, label="other windows" if place == 0 else None
+        )
         for offset, value in ((-0.19, learnt), (0.19, held_out)):
-            axis.text(value + 0.002, place + offset, f"{value:.3f}", va="center", fontsize=8, color=PALETTE["text"])
+            axis.text(
+                value + 0.002,
+                place + offset,
+                f"{value:.3f}",
+                va="center",
+                fontsize=8,
+                color=PALETTE["text"],
+            )
     axis.set_yticks(range(len(rows)), list(rows))
     axis.invert_yaxis()
     axis.set_xlim(0, 1.35 * max(max(pair) for pair in rows.values()))
@@ -364,4 +490,7 @@ def draw_errors(rows: dict[str, tuple[float, float]]) -> Picture:
     axis.legend(fontsize=8, frameon=False, loc="center right")
     best = min(rows, key=lambda kind: rows[kind][1])
     less = 100 * (1 - rows[best][1] / rows["mean"][1])
-    return Picture(figure, f"On windows that it has not met, {best!r} is best: {less:.0f}% less error than the mean")
+    return Picture(
+        figure,
+        f"On windows that it has not met, {best!r} is best: {less:.0f}% less error than the mean",
+    )

@@ -1,4 +1,5 @@
-"""Pictures of chapter 02: who reads whose keys, in which order copies come, how large the cache is; and the cache explorer.
+"""Pictures of chapter 02: who reads whose keys, in which order copies come, how large the cache is;
+and the cache explorer.
 
 The example model has 64 query heads of width 128 and 60 layers; the machine is one NVIDIA H200.
 """
@@ -14,16 +15,17 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.patches import Rectangle
 
-from nsa_tutorial import costs
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, readable_on, shades
 from nsa_tutorial.course.widgets import Panel, panel
-from nsa_tutorial.grouped_query_attention import group_size, kv_head
+from nsa_tutorial.exact.grouped_query_attention import group_size, kv_head
+from nsa_tutorial.runtime import costs
 
 HQ, D, LAYERS = 64, 128, 60
 KV_HEADS = (64, 16, 8, 4, 1)
 CONTEXTS = tuple(2**power for power in range(12, 21))  # 4096 … 1,048,576 tokens
 GIB = 2**30
-# NVIDIA H200 (SXM) data sheet: memory, memory bandwidth, and bf16 tensor-core rate without sparsity.
+# NVIDIA H200 (SXM) data sheet: memory, memory bandwidth, and bf16 tensor-core rate without
+# sparsity.
 H200_BYTES, H200_BYTES_PER_S, H200_FLOPS_PER_S = 141e9, 4.8e12, 989e12
 
 
@@ -36,7 +38,10 @@ def wires(HQ: int, H: int) -> list[tuple[int, int]]:
 def head_order(H: int, G: int) -> dict[str, list[int]]:
     """Which KV head each of the `H·G` copies came from, by the way of copying."""
     heads = torch.arange(H)
-    return {"repeat_interleave": heads.repeat_interleave(G).tolist(), "repeat": heads.repeat(G).tolist()}
+    return {
+        "repeat_interleave": heads.repeat_interleave(G).tolist(),
+        "repeat": heads.repeat(G).tolist(),
+    }
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,8 @@ class CacheFacts:
 
     Attributes:
         G: query heads per KV head.
-        gib: the size of the cache in GiB; `gib_all_heads` what it would be with one KV head per query head.
+        gib: the size of the cache in GiB; `gib_all_heads` what it would be with one KV head per
+            query head.
         intensity: operations per byte moved when one token is decoded.
         read_ms: the least time to read the cache once, in milliseconds, on the example machine.
     """
@@ -70,7 +76,13 @@ def cache_facts(H: int, tokens: int) -> CacheFacts:
 
 
 def _gib(value: float) -> str:
-    return f"{value:.0f} GiB" if value >= 100 else f"{value:.2f} GiB" if value < 1 else f"{value:.1f} GiB"
+    return (
+        f"{value:.0f} GiB"
+        if value >= 100
+        else f"{value:.2f} GiB"
+        if value < 1
+        else f"{value:.1f} GiB"
+    )
 
 
 def _heads(H: int) -> str:
@@ -82,18 +94,37 @@ def _draw_wires(axis: Axes, HQ: int, H: int, *, numbered: bool) -> None:
     centre = [h * G + (G - 1) / 2 for h in range(H)]
     if numbered:
         segments = [[(hq, 1.0), (centre[h], 0.0)] for hq, h in wires(HQ, H)]
-        axis.add_collection(LineCollection(segments, colors=PALETTE["faint"], linewidths=1.4, zorder=1))
+        axis.add_collection(
+            LineCollection(segments, colors=PALETTE["faint"], linewidths=1.4, zorder=1)
+        )
     else:  # too many wires to tell apart: one filled fan per group
         corners = ((-G / 2 + 0.2, 1.0), (G / 2 - 0.2, 1.0), (0.3, 0.0), (-0.3, 0.0))
         fans = [[(c + x, y) for x, y in corners] for c in centre]
         axis.add_collection(PolyCollection(fans, facecolors=PALETTE["masked"], zorder=1))
     axis.scatter(range(HQ), [1.0] * HQ, s=210 if numbered else 7, color=PALETTE["query"], zorder=2)
-    axis.scatter(centre, [0.0] * H, s=210 if numbered else 40 if H < 64 else 7, color=PALETTE["key"], marker="s", zorder=2)
+    axis.scatter(
+        centre,
+        [0.0] * H,
+        s=210 if numbered else 40 if H < 64 else 7,
+        color=PALETTE["key"],
+        marker="s",
+        zorder=2,
+    )
     if numbered:
         for hq in range(HQ):
-            axis.text(hq, 1.0, str(hq), ha="center", va="center", fontsize=8, color=readable_on("query"))
+            axis.text(
+                hq, 1.0, str(hq), ha="center", va="center", fontsize=8, color=readable_on("query")
+            )
         for h in range(H):
-            axis.text(centre[h], 0.0, str(h), ha="center", va="center", fontsize=8, color=readable_on("key"))
+            axis.text(
+                centre[h],
+                0.0,
+                str(h),
+                ha="center",
+                va="center",
+                fontsize=8,
+                color=readable_on("key"),
+            )
     axis.set_xlim(-0.04 * HQ - 0.4, 1.04 * HQ - 0.6)
     axis.set_ylim(-0.3, 1.3)
     axis.set_xticks([])
@@ -108,15 +139,21 @@ def draw_wiring(HQ: int = 8, kv_heads: tuple[int, ...] = (8, 2, 1)) -> Picture:
     names = {HQ: "multi-head", 1: "multi-query"}
     for axis, H in zip(axes[0], kv_heads, strict=True):
         _draw_wires(axis, HQ, H, numbered=True)
-        axis.set_title(f"{names.get(H, 'grouped-query')}: H = {H}, G = {group_size(HQ, H)}", fontsize=10)
+        axis.set_title(
+            f"{names.get(H, 'grouped-query')}: H = {H}, G = {group_size(HQ, H)}", fontsize=10
+        )
         if axis is not axes[0, 0]:
             axis.set_yticks([])
     counts = ", ".join(str(H) for H in kv_heads)
-    return Picture(figure, f"{HQ} query heads each time; what has to be cached is the blue row: {counts} KV heads")
+    return Picture(
+        figure,
+        f"{HQ} query heads each time; what has to be cached is the blue row: {counts} KV heads",
+    )
 
 
 def draw_head_order(H: int = 2, G: int = 4) -> Picture:
-    """Two ways to copy `H` heads `G` times, each square numbered by the KV head it came from; wrong squares are outlined."""
+    """Two ways to copy `H` heads `G` times, each square numbered by the KV head it came from; wrong
+    squares are outlined."""
     orders = head_order(H, G)
     right, other = orders["repeat_interleave"], orders["repeat"]
     misplaced = sum(a != b for a, b in zip(right, other, strict=True))
@@ -125,16 +162,31 @@ def draw_head_order(H: int = 2, G: int = 4) -> Picture:
     for row, heads in enumerate((right, other)):
         for hq, h in enumerate(heads):
             wrong = h != right[hq]
-            axis.add_patch(_square(hq, row, shades("key")(0.35 + 0.65 * h / max(H - 1, 1)), outlined=wrong))
-            axis.text(hq, row, f"{h} ✗" if wrong else str(h), ha="center", va="center", fontsize=9, color=PALETTE["text"])
+            axis.add_patch(
+                _square(hq, row, shades("key")(0.35 + 0.65 * h / max(H - 1, 1)), outlined=wrong)
+            )
+            axis.text(
+                hq,
+                row,
+                f"{h} ✗" if wrong else str(h),
+                ha="center",
+                va="center",
+                fontsize=9,
+                color=PALETTE["text"],
+            )
     axis.set_xlim(-0.55, H * G - 0.45)
     axis.set_ylim(1.5, -0.5)
     axis.set_xticks(range(H * G))
     axis.set_yticks([0, 1], list(orders))
-    axis.set_xlabel("query head hq (in the square: the KV head it is given; outlined: the wrong one)")
+    axis.set_xlabel(
+        "query head hq (in the square: the KV head it is given; outlined: the wrong one)"
+    )
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
-    return Picture(figure, f"H = {H}, G = {G}: `repeat` hands {misplaced} of {H * G} query heads the wrong keys")
+    return Picture(
+        figure,
+        f"H = {H}, G = {G}: `repeat` hands {misplaced} of {H * G} query heads the wrong keys",
+    )
 
 
 def _square(column: int, row: int, colour: tuple[float, ...], *, outlined: bool) -> Rectangle:
@@ -149,7 +201,8 @@ def _square(column: int, row: int, colour: tuple[float, ...], *, outlined: bool)
 
 
 def draw_cache(H: int = 8, tokens: int = 65_536) -> Picture:
-    """Left: the wiring of the example model. Right: cache size against context length, one line per number of KV heads."""
+    """Left: the wiring of the example model. Right: cache size against context length, one line per
+    number of KV heads."""
     facts = cache_facts(H, tokens)
     figure, axes = new_figure(8.4, 3.0, columns=2, width_ratios=[1.0, 1.5])
     _draw_wires(axes[0, 0], HQ, H, numbered=False)
@@ -159,11 +212,32 @@ def draw_cache(H: int = 8, tokens: int = 65_536) -> Picture:
     for heads in KV_HEADS:
         y = np.log2([cache_facts(heads, n).gib for n in CONTEXTS])
         chosen = heads == H
-        axis.plot(x, y, color=PALETTE["key" if chosen else "masked"], linewidth=3 if chosen else 1, zorder=3 if chosen else 1)
-        axis.text(x[-1] + 0.15, y[-1], f"H = {heads}", va="center", fontsize=8, color=PALETTE["text" if chosen else "faint"])
+        axis.plot(
+            x,
+            y,
+            color=PALETTE["key" if chosen else "masked"],
+            linewidth=3 if chosen else 1,
+            zorder=3 if chosen else 1,
+        )
+        axis.text(
+            x[-1] + 0.15,
+            y[-1],
+            f"H = {heads}",
+            va="center",
+            fontsize=8,
+            color=PALETTE["text" if chosen else "faint"],
+        )
     limit = np.log2(H200_BYTES / GIB)
-    axis.plot(x[[0, -1]], [limit, limit], color=PALETTE["text"], linestyle="--", linewidth=1, zorder=2)
-    axis.text(x[0], limit + 0.2, f"memory of one H200: {H200_BYTES / GIB:.0f} GiB", fontsize=8, va="bottom")
+    axis.plot(
+        x[[0, -1]], [limit, limit], color=PALETTE["text"], linestyle="--", linewidth=1, zorder=2
+    )
+    axis.text(
+        x[0],
+        limit + 0.2,
+        f"memory of one H200: {H200_BYTES / GIB:.0f} GiB",
+        fontsize=8,
+        va="bottom",
+    )
     axis.scatter([np.log2(tokens)], [np.log2(facts.gib)], s=55, color=PALETTE["query"], zorder=4)
     axis.set_xticks(x[::2], [f"{n:,}" for n in CONTEXTS[::2]])
     axis.set_yticks(range(-3, 12, 2), ["1/8", "1/2", "2", "8", "32", "128", "512", "2048"])
@@ -181,12 +255,15 @@ def cache_sentence(H: int, tokens: int) -> str:
     fits = "It does not fit into one H200."
     if facts.gib * GIB <= H200_BYTES:
         fits = (
-            "It fits into one H200, the model's weights not counted; every new token reads all of it, which takes "
+            "It fits into one H200, the model's weights not counted; every new token reads all "
+            "of it, which takes "
             f"{facts.read_ms:.1f} ms at least."
         )
     return (
-        f"{_heads(H)}, each read by {readers}: at {tokens:,} tokens the cache takes {_gib(facts.gib)} "
-        f"({_heads(HQ)}: {_gib(facts.gib_all_heads)}). {fits} Attention for a new token does {facts.intensity:.1f} operations "
+        f"{_heads(H)}, each read by {readers}: at {tokens:,} tokens the cache takes "
+        f"{_gib(facts.gib)} "
+        f"({_heads(HQ)}: {_gib(facts.gib_all_heads)}). {fits} Attention for a new token does "
+        f"{facts.intensity:.1f} operations "
         "per byte."
     )
 
@@ -196,7 +273,9 @@ def cache_explorer() -> Panel:
     return panel(
         "KV heads and context length → size of the cache",
         lambda H, tokens: (draw_cache(H, tokens), cache_sentence(H, tokens)),
-        H=ipywidgets.SelectionSlider(options=KV_HEADS, value=8, description="KV heads H", continuous_update=False),
+        H=ipywidgets.SelectionSlider(
+            options=KV_HEADS, value=8, description="KV heads H", continuous_update=False
+        ),
         tokens=ipywidgets.SelectionSlider(
             options=[(f"{n:,}", n) for n in CONTEXTS],
             value=65_536,

@@ -1,14 +1,16 @@
-"""The mask explorer: what each branch of native sparse attention lets a query see, as tokens, as blocks, and as a list with prices.
+"""The mask explorer: what each branch of native sparse attention lets a query see, as tokens, as
+blocks, and as a list with prices.
 
     from nsa_tutorial.course.widgets import mask_explorer
     mask_explorer.mask_explorer()
 
-`Settings` are the controls, brought into range. `source` gives the scores of a group of heads, made up or of the trained heads;
-`importance` and `choose_blocks` turn them into block lists, `branch_masks` into what is seen, `report` into numbers, `draw` into a
-picture. It is computed here by means of its own, from the definitions, and the tests hold it against the chapters' modules.
+`Settings` are the controls, brought into range. `source` gives the scores of a group of heads, made
+up or of the trained heads; `importance` and `choose_blocks` turn them into block lists,
+`branch_masks` into what is seen, `report` into numbers, `draw` into a picture. It is computed here
+by means of its own, from the definitions, and the tests hold it against the chapters' modules.
 
-It prices three branches, each computed by one program per query and KV head (`costs.py`), and apart from
-them the choice of the blocks: not the making of the summaries, not the gated sum.
+It prices three branches, each computed by one program per query and KV head (`costs.py`), and apart
+from them the choice of the blocks: not the making of the summaries, not the gated sum.
 
 Symbols: `N` positions, `G` query heads of the group, `BS` block size, `NB` blocks, `M_c` summaries.
 """
@@ -29,15 +31,20 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from PIL import Image, ImageDraw, ImageFont
 
-from nsa_tutorial import costs
-from nsa_tutorial.costs import Cost
 from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure
 from nsa_tutorial.course.widgets import Panel, panel
+from nsa_tutorial.runtime import costs
+from nsa_tutorial.runtime.costs import Cost
 
 MAX_N = 512
 SYNTHETIC, REAL = "sink + diagonal + random copies", "trained heads"
 POWERS = (4, 8, 16, 32, 64, 128)
-BRANCHES = ("compressed", "window", "selected", "own block")  # in the order of drawing: later ones cover earlier ones
+BRANCHES = (
+    "compressed",
+    "window",
+    "selected",
+    "own block",
+)  # in the order of drawing: later ones cover earlier ones
 SHOWN = {
     "all branches": BRANCHES,
     "compressed": ("compressed",),
@@ -82,26 +89,37 @@ def _heads() -> object | None:
 
 
 def sources() -> dict[str, tuple[int, int]]:
-    """The data that can be explored: by name, the number of head groups and the number of positions."""
+    """The data that can be explored: by name, the number of head groups and the number of
+    positions."""
     heads, found = _heads(), {SYNTHETIC: (2, MAX_N)}
-    return found if heads is None else {**found, REAL: (heads.k.shape[2], min(heads.k.shape[1], MAX_N))}
+    return (
+        found
+        if heads is None
+        else {**found, REAL: (heads.k.shape[2], min(heads.k.shape[1], MAX_N))}
+    )
 
 
 @functools.lru_cache(maxsize=2)
 def synthetic_logits(group: int, G: int = 4) -> np.ndarray:
-    """Made-up scores `[G, 512, 512]` of `G` heads: a sink at the start, a diagonal, and a few passages that copy an earlier one.
+    """Made-up scores `[G, 512, 512]` of `G` heads: a sink at the start, a diagonal, and a few
+    passages that copy an earlier one.
 
-    The copies belong to the group, their strength to the head. The same group always gives the same numbers, read-only.
+    The copies belong to the group, their strength to the head. The same group always gives the same
+    numbers, read-only.
     """
     random = np.random.default_rng(group)
     t, key = np.arange(MAX_N)[:, None], np.arange(MAX_N)[None, :]
-    logits = 0.5 * random.normal(size=(G, MAX_N, MAX_N)) + random.normal(size=(1, 1, MAX_N))  # some keys please every query
+    logits = 0.5 * random.normal(size=(G, MAX_N, MAX_N)) + random.normal(
+        size=(1, 1, MAX_N)
+    )  # some keys please every query
     logits += 6.0 * (key < 4) + 5.0 * np.exp(-np.abs(t - key) / 8)
     starts = np.sort(random.integers(MAX_N // 10, MAX_N - 48, size=7))
     for start in starts:
         length, distance = random.integers(32, 80), random.integers(40, 350)
         copied = (t >= start) & (t < start + length) & (start >= distance)
-        near = np.exp(-np.abs(t - distance - key) / 6)  # a little to each side, as trained heads look
+        near = np.exp(
+            -np.abs(t - distance - key) / 6
+        )  # a little to each side, as trained heads look
         logits += random.uniform(6, 10, size=(G, 1, 1)) * copied * near
     logits.setflags(write=False)
     return logits
@@ -115,8 +133,16 @@ def source(data: str, N: int, group: int) -> Source:
     else:
         heads = _heads()
         mine = slice(group * heads.G, (group + 1) * heads.G)
-        q, k = heads.q[0, :N, mine].double().numpy(), heads.k[0, :N, group].double().numpy()  # [N, G, D], [N, D]
-        found = Source(np.einsum("igd,jd->gij", q, k) * k.shape[1] ** -0.5, k.shape[1], heads.v.shape[3], heads.text[:N])
+        q, k = (
+            heads.q[0, :N, mine].double().numpy(),
+            heads.k[0, :N, group].double().numpy(),
+        )  # [N, G, D], [N, D]
+        found = Source(
+            np.einsum("igd,jd->gij", q, k) * k.shape[1] ** -0.5,
+            k.shape[1],
+            heads.v.shape[3],
+            heads.text[:N],
+        )
     found.logits.setflags(write=False)
     return found
 
@@ -126,17 +152,18 @@ def source(data: str, N: int, group: int) -> Source:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is explored. A value out of range is moved to the nearest one allowed, and `adjusted` says so.
+    """What is explored. A value out of range is moved to the nearest one allowed, and `adjusted`
+    says so.
 
     Attributes:
         N: sequence length, 16 to 512.
         block_size: keys per block, a power of two from 4 to 128.
         top_n: blocks listed per query, the forced ones among them.
-        num_initial, num_local: first and last blocks of a query's past that are always listed; the last one is its own. Together
-            at most `top_n`; local ones go first.
+        num_initial, num_local: first and last blocks of a query's past that are always listed; the
+            last one is its own. Together at most `top_n`; local ones go first.
         window: keys of the sliding window, the query's own included.
-        length, stride: tokens of a summary and from one summary to the next: powers of two, a summary no longer than the text, the
-            stride no longer than the summary or a block.
+        length, stride: tokens of a summary and from one summary to the next: powers of two, a
+            summary no longer than the text, the stride no longer than the summary or a block.
         query: position of the query that is looked at.
         group: which group of heads of `data`.
         data: one of `sources()`.
@@ -182,7 +209,9 @@ class Settings:
             value = 2 ** (value.bit_length() - 1)
         if value != given:
             object.__setattr__(self, name, value)
-            object.__setattr__(self, "adjusted", (*self.adjusted, f"{name} {given} becomes {value}"))
+            object.__setattr__(
+                self, "adjusted", (*self.adjusted, f"{name} {given} becomes {value}")
+            )
 
     @property
     def NB(self) -> int:
@@ -194,27 +223,33 @@ class Settings:
 
 
 def summary_visible(settings: Settings) -> np.ndarray:
-    """Bool `[N, M_c]`: summary `j` is visible to query `t` once its last token, `j · stride + length - 1`, is at `t` or before."""
+    """Bool `[N, M_c]`: summary `j` is visible to query `t` once its last token,
+    `j · stride + length - 1`, is at `t` or before."""
     last = np.arange(0, settings.N - settings.length + 1, settings.stride) + settings.length - 1
     return last[None, :] <= np.arange(settings.N)[:, None]
 
 
 def importance(settings: Settings, logits: np.ndarray) -> np.ndarray:
-    """How much the compressed branch cares for each block, `[N, NB]`, summed over the heads of `logits` `[G, N, N]`.
+    """How much the compressed branch cares for each block, `[N, NB]`, summed over the heads of
+    `logits` `[G, N, N]`.
 
-    A summary is a mean of keys, so its score is the mean of its tokens' scores. Then a softmax over the visible summaries; and
-    every `stride` tokens of a summary give its whole weight to the block they lie in (arXiv 2502.11089, Eq. 9 and 10).
+    A summary is a mean of keys, so its score is the mean of its tokens' scores. Then a softmax over
+    the visible summaries; and every `stride` tokens of a summary give its whole weight to the block
+    they lie in (arXiv 2502.11089, Eq. 9 and 10).
     """
     N, length, stride = settings.N, settings.length, settings.stride
     visible = summary_visible(settings)
     M_c, per_summary = visible.shape[1], length // stride
 
-    # Sums run in the same order for every summary and every block, so that equal ones stay equal to the last bit.
+    # Sums run in the same order for every summary and every block, so that equal ones stay equal to
+    # the last bit.
     pieces = logits[..., : N // stride * stride].reshape(*logits.shape[:2], -1, stride).sum(-1)
     scores = sum(pieces[..., offset : offset + M_c] for offset in range(per_summary)) / length
     scores = np.where(visible, scores, -np.inf)  # [G, N, M_c]
     largest = scores.max(-1, keepdims=True)
-    weights = np.exp(scores - np.where(np.isfinite(largest), largest, 0))  # all 0 where no summary is visible
+    weights = np.exp(
+        scores - np.where(np.isfinite(largest), largest, 0)
+    )  # all 0 where no summary is visible
     weights = (weights / np.maximum(weights.sum(-1, keepdims=True), 1e-30)).sum(0)  # [N, M_c]
 
     total = np.zeros((settings.NB, N))
@@ -226,16 +261,23 @@ def importance(settings: Settings, logits: np.ndarray) -> np.ndarray:
 
 def forced_blocks(settings: Settings) -> np.ndarray:
     """Bool `[N, NB]`: the blocks listed whatever their importance."""
-    block, own = np.arange(settings.NB)[None, :], np.arange(settings.N)[:, None] // settings.block_size
+    block, own = (
+        np.arange(settings.NB)[None, :],
+        np.arange(settings.N)[:, None] // settings.block_size,
+    )
     return (block <= own) & ((block < settings.num_initial) | (block > own - settings.num_local))
 
 
 def choose_blocks(settings: Settings, scores: np.ndarray) -> np.ndarray:
-    """Bool `[N, NB]`: the `top_n` blocks of every query by `scores` `[N, NB]`, forced ones first, ties to the lower id.
+    """Bool `[N, NB]`: the `top_n` blocks of every query by `scores` `[N, NB]`, forced ones first,
+    ties to the lower id.
 
-    A query with fewer blocks behind it lists all of them; a block that begins after the query is never listed.
+    A query with fewer blocks behind it lists all of them; a block that begins after the query is
+    never listed.
     """
-    causal = np.arange(settings.NB)[None, :] <= np.arange(settings.N)[:, None] // settings.block_size
+    causal = (
+        np.arange(settings.NB)[None, :] <= np.arange(settings.N)[:, None] // settings.block_size
+    )
     rank = np.where(forced_blocks(settings), np.inf, scores)
     rank = np.where(causal, rank, -np.inf)
     best = np.argsort(-rank, axis=-1, kind="stable")[:, : settings.top_n]
@@ -248,19 +290,24 @@ def choose_blocks(settings: Settings, scores: np.ndarray) -> np.ndarray:
 
 
 def branch_masks(settings: Settings, scores: np.ndarray) -> dict[str, np.ndarray]:
-    """What every query sees through each branch: a bool `[N, N]`, query by key, for each of `BRANCHES`.
+    """What every query sees through each branch: a bool `[N, N]`, query by key, for each of
+    `BRANCHES`.
 
     Args:
         settings: all but `query` matters.
         scores: importance of the blocks, `[N, NB]`.
 
     Returns:
-        `"selected"`, the keys of listed blocks but the query's own, and `"own block"`, those of its own if that is listed; together
-        the selected branch. `"window"`, the last keys. `"compressed"`, the keys that some visible summary covers: seen through the
+        `"selected"`, the keys of listed blocks but the query's own, and `"own block"`, those of its
+            own if that is listed; together
+        the selected branch. `"window"`, the last keys. `"compressed"`, the keys that some visible
+            summary covers: seen through the
         summary, not one by one.
     """
     t, key = np.arange(settings.N)[:, None], np.arange(settings.N)[None, :]
-    listed = choose_blocks(settings, scores)[:, np.arange(settings.N) // settings.block_size] & (key <= t)  # [N, N]
+    listed = choose_blocks(settings, scores)[:, np.arange(settings.N) // settings.block_size] & (
+        key <= t
+    )  # [N, N]
     own = key // settings.block_size == t // settings.block_size
     ended = summary_visible(settings).sum(-1, keepdims=True)  # [N, 1]
     # the visible summaries are the first ones, and they leave no gap: stride <= length
@@ -274,21 +321,27 @@ def branch_masks(settings: Settings, scores: np.ndarray) -> dict[str, np.ndarray
 
 
 def block_masks(settings: Settings, masks: Masks) -> dict[str, np.ndarray]:
-    """The same by blocks: bool `[N, NB]`, True where a branch shows the query some key of the block."""
+    """The same by blocks: bool `[N, NB]`, True where a branch shows the query some key of the
+    block."""
     starts = np.arange(0, settings.N, settings.block_size)
     return {name: np.logical_or.reduceat(mask, starts, axis=1) for name, mask in masks.items()}
 
 
 def picture_colours() -> dict[str, tuple[float, float, float]]:
-    """The colour of each branch in the masks. What is seen only through summaries is paler: it is most of the past."""
+    """The colour of each branch in the masks. What is seen only through summaries is paler: it is
+    most of the past."""
     colours = {name: to_rgb(PALETTE[name]) for name in (*BRANCHES, "masked")}
     colours["compressed"] = tuple(0.55 * c + 0.45 for c in colours["compressed"])
     return colours
 
 
 def rgb(masks: Masks, causal: np.ndarray, branches: tuple[str, ...] = BRANCHES) -> np.ndarray:
-    """Masks as one picture, uint8 `[rows, columns, 3]`: `branches` over one another, else the past grey and the future white."""
-    colours = {name: np.round(255 * np.array(colour)).astype(np.uint8) for name, colour in picture_colours().items()}
+    """Masks as one picture, uint8 `[rows, columns, 3]`: `branches` over one another, else the past
+    grey and the future white."""
+    colours = {
+        name: np.round(255 * np.array(colour)).astype(np.uint8)
+        for name, colour in picture_colours().items()
+    }
     image = np.full((*causal.shape, 3), 255, dtype=np.uint8)
     image[causal] = colours["masked"]
     for name in BRANCHES:
@@ -330,12 +383,14 @@ class Report:
 
     Attributes:
         items: the list of one query.
-        density: share of all causal pairs that the selected branch or the window sees token by token.
+        density: share of all causal pairs that the selected branch or the window sees token by
+            token.
         query_density: the same for the one query.
         keys: by branch (`"compressed"`, `"selected"`, `"window"`), what each query loads `[N]`.
         branches: the cost of each branch over the whole sequence, one group of heads.
         cost: their sum.
-        choice: the cost of choosing the blocks: the summaries' scores once more. It is in no branch.
+        choice: the cost of choosing the blocks: the summaries' scores once more. It is in no
+            branch.
         dense: the cost if every query loaded all of its past in the same way.
         tiled: the cost of a dense kernel in which `TILE` queries share their loads.
     """
@@ -351,8 +406,11 @@ class Report:
     tiled: Cost
 
 
-def report(settings: Settings, masks: Masks, query: int, *, G: int = 4, D: int = 128, DV: int = 128) -> Report:
-    """Lists and prices what `masks` from `branch_masks` show, for `query` and for the whole sequence.
+def report(
+    settings: Settings, masks: Masks, query: int, *, G: int = 4, D: int = 128, DV: int = 128
+) -> Report:
+    """Lists and prices what `masks` from `branch_masks` show, for `query` and for the whole
+    sequence.
 
     Args:
         settings: that the masks were made with.
@@ -368,10 +426,14 @@ def report(settings: Settings, masks: Masks, query: int, *, G: int = 4, D: int =
         "window": masks["window"].sum(-1),
     }
     shape = {"N": N, "D": D, "DV": DV, "HQ": G, "H": 1, "itemsize": ITEMSIZE}
-    branches = {name: costs.one_program_per_query(int(count.sum()), **shape) for name, count in keys.items()}
+    branches = {
+        name: costs.one_program_per_query(int(count.sum()), **shape) for name, count in keys.items()
+    }
     lists = Cost(0, 4 * N * settings.top_n, 0)  # block ids, int32
     summaries = int(keys["compressed"].sum())
-    read = (N * G * D + summaries * D) * ITEMSIZE + 4 * N * G  # q, the summaries' keys, the log-sum-exp
+    read = (
+        N * G * D + summaries * D
+    ) * ITEMSIZE + 4 * N * G  # q, the summaries' keys, the log-sum-exp
     branches["selected"] = costs.total(branches["selected"], lists)
     return Report(
         items=tuple(_items(settings, masks, query, G, D, DV)),
@@ -382,13 +444,24 @@ def report(settings: Settings, masks: Masks, query: int, *, G: int = 4, D: int =
         cost=costs.total(*branches.values()),
         choice=Cost(2 * G * summaries * D, read, 4 * N * settings.top_n),
         dense=costs.one_program_per_query(costs.visible_pairs(N, N), **shape),
-        tiled=costs.tiled_attention(N, N, D, DV, tile_q=TILE, tile_k=TILE, HQ=G, H=1, itemsize=ITEMSIZE),
+        tiled=costs.tiled_attention(
+            N, N, D, DV, tile_q=TILE, tile_k=TILE, HQ=G, H=1, itemsize=ITEMSIZE
+        ),
     )
 
 
 def _items(settings: Settings, masks: Masks, query: int, G: int, D: int, DV: int) -> list[Item]:
     def item(branch: str, block: int | None, why: str, first: int, last: int, keys: int) -> Item:
-        return Item(branch, block, why, first, last, keys, keys * (D + DV) * ITEMSIZE, 2 * G * keys * (D + DV))
+        return Item(
+            branch,
+            block,
+            why,
+            first,
+            last,
+            keys,
+            keys * (D + DV) * ITEMSIZE,
+            2 * G * keys * (D + DV),
+        )
 
     listed = block_masks(settings, {"list": masks["selected"] | masks["own block"]})["list"][query]
     own, items = query // settings.block_size, []
@@ -403,12 +476,30 @@ def _items(settings: Settings, masks: Masks, query: int, G: int, D: int, DV: int
             if block > own - settings.num_local
             else "score"
         )
-        items.append(item("own block" if block == own else "selected", block, why, first, last, last - first + 1))
+        items.append(
+            item(
+                "own block" if block == own else "selected",
+                block,
+                why,
+                first,
+                last,
+                last - first + 1,
+            )
+        )
     window = np.flatnonzero(masks["window"][query])
     items.append(item("window", None, "window", int(window[0]), query, len(window)))
     summaries = int(summary_visible(settings)[query].sum())
     if summaries:
-        items.append(item("compressed", None, "summaries", 0, (summaries - 1) * settings.stride + settings.length - 1, summaries))
+        items.append(
+            item(
+                "compressed",
+                None,
+                "summaries",
+                0,
+                (summaries - 1) * settings.stride + settings.length - 1,
+                summaries,
+            )
+        )
     return items
 
 
@@ -417,7 +508,9 @@ def _items(settings: Settings, masks: Masks, query: int, G: int, D: int, DV: int
 
 @functools.lru_cache(maxsize=8)
 def _masks_of(settings: Settings) -> Masks:
-    found = branch_masks(settings, importance(settings, source(settings.data, settings.N, settings.group).logits))
+    found = branch_masks(
+        settings, importance(settings, source(settings.data, settings.N, settings.group).logits)
+    )
     for mask in found.values():
         mask.setflags(write=False)
     return found
@@ -432,7 +525,8 @@ def explore(settings: Settings) -> tuple[Masks, Report]:
 
 
 def amount(x: float, unit: str = "") -> str:
-    """A number of bytes or operations in three digits at most: `640 B`, `1.5 KiB`; `12.3 k`, `4.56 M` without a unit."""
+    """A number of bytes or operations in three digits at most: `640 B`, `1.5 KiB`; `12.3 k`,
+    `4.56 M` without a unit."""
     base, prefixes = (1024, ("", "Ki", "Mi", "Gi")) if unit else (1000, ("", "k", "M", "G"))
     power = 0
     while x >= 999.5 and power < 3:
@@ -452,13 +546,20 @@ def sentence(settings: Settings) -> str:
     where = f" ({_quote(data.text, t)})" if data.text else ""
     flops, moved = found.cost.flops / found.dense.flops, found.cost.bytes / found.dense.bytes
     told = (
-        f"Query {t}{where} loads {sum(loads.values())} times where dense attention has {_count(t + 1, 'key')}: "
-        f"{_count(loads['selected'], 'key')} in its blocks ({', '.join(listed)}), {loads['window']} in its window and "
-        f"{_count(loads['compressed'], 'summary')}. One by one it sees {found.query_density:.0%} of its past, all queries together "
-        f"{found.density:.0%} of theirs. For {len(data.logits)} heads on one KV head that is {amount(found.cost.flops)}FLOP, "
-        f"{flops:.0%} of dense, and {amount(found.cost.bytes, 'B')}, {moved:.0%} of dense where every query loads its own keys; "
-        f"where {TILE} queries share them, dense moves {amount(found.tiled.bytes, 'B')}. Choosing the blocks comes "
-        f"on top: {amount(found.choice.flops)}FLOP, {found.choice.flops / found.dense.flops:.0%} of dense, and "
+        f"Query {t}{where} loads {sum(loads.values())} times where dense attention has "
+        f"{_count(t + 1, 'key')}: "
+        f"{_count(loads['selected'], 'key')} in its blocks ({', '.join(listed)}), "
+        f"{loads['window']} in its window and "
+        f"{_count(loads['compressed'], 'summary')}. One by one it sees {found.query_density:.0%} "
+        "of its past, all queries together "
+        f"{found.density:.0%} of theirs. For {len(data.logits)} heads on one KV head that is "
+        f"{amount(found.cost.flops)}FLOP, "
+        f"{flops:.0%} of dense, and {amount(found.cost.bytes, 'B')}, {moved:.0%} of dense where "
+        "every query loads its own keys; "
+        f"where {TILE} queries share them, dense moves {amount(found.tiled.bytes, 'B')}. "
+        "Choosing the blocks comes "
+        f"on top: {amount(found.choice.flops)}FLOP, {found.choice.flops / found.dense.flops:.0%} "
+        "of dense, and "
         f"{amount(found.choice.bytes, 'B')}."
     )
     return f"{told} Out of range: {', '.join(settings.adjusted)}." if settings.adjusted else told
@@ -471,14 +572,19 @@ def _count(n: int, noun: str) -> str:
 
 def _quote(text: bytes, position: int) -> str:
     shown = text[max(position - 11, 0) : position + 1]
-    return "the last byte of “" + "".join(chr(b) if 32 < b < 127 else {32: "␣", 10: "↵"}.get(b, "·") for b in shown) + "”"
+    return (
+        "the last byte of “"
+        + "".join(chr(b) if 32 < b < 127 else {32: "␣", 10: "↵"}.get(b, "·") for b in shown)
+        + "”"
+    )
 
 
 # -- the picture --
 
 
 def draw(settings: Settings | None = None, show: str = "all branches") -> Picture:
-    """Tokens, blocks, and loads per query, all with queries downwards; beside them the list of the chosen query.
+    """Tokens, blocks, and loads per query, all with queries downwards; beside them the list of the
+    chosen query.
 
     Args:
         settings: None takes the defaults.
@@ -495,7 +601,11 @@ def draw(settings: Settings | None = None, show: str = "all branches") -> Pictur
     causal = np.tri(N, dtype=bool)
     images = (
         (tokens, rgb(masks, causal, SHOWN[show]), N),
-        (blocks, rgb(block_masks(settings, masks), causal[:, :: settings.block_size], SHOWN[show]), settings.NB),
+        (
+            blocks,
+            rgb(block_masks(settings, masks), causal[:, :: settings.block_size], SHOWN[show]),
+            settings.NB,
+        ),
     )
     for axis, image, columns in images:
         axis.imshow(image, aspect="auto", interpolation="nearest", extent=(0, columns, N, 0))
@@ -517,25 +627,52 @@ def draw(settings: Settings | None = None, show: str = "all branches") -> Pictur
         axis.set_title(title, fontsize=10, y=1)
         axis.set_xlabel(label, fontsize=9)
     tokens.set_ylabel("query", fontsize=9)
-    figure.figimage(_draw_list(settings, found, SHOWN[show]), 1120 - LIST_WIDTH - 8, 448 - LIST_HEIGHT, origin="upper")
+    figure.figimage(
+        _draw_list(settings, found, SHOWN[show]),
+        1120 - LIST_WIDTH - 8,
+        448 - LIST_HEIGHT,
+        origin="upper",
+    )
     figure.text(0.852, 0.876, f"query {t} reads", fontsize=10, ha="center", color=PALETTE["query"])
 
-    names = {"own block": "own block", "selected": "selected", "window": "window", "compressed": "through summaries"}
+    names = {
+        "own block": "own block",
+        "selected": "selected",
+        "window": "window",
+        "compressed": "through summaries",
+    }
     if show == "all branches":
         names |= {"window": "window, not selected", "compressed": "through summaries only"}
-    handles = [Patch(color=picture_colours()[b], label=name) for b, name in names.items() if b in SHOWN[show]]
+    handles = [
+        Patch(color=picture_colours()[b], label=name)
+        for b, name in names.items()
+        if b in SHOWN[show]
+    ]
     handles.append(Patch(color=picture_colours()["masked"], label="not seen"))
-    handles.append(Line2D([], [], color=PALETTE["text"], linewidth=1.2, label="loads of dense attention"))
-    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(0.04, 0), ncols=6, fontsize=9, frameon=False)
+    handles.append(
+        Line2D([], [], color=PALETTE["text"], linewidth=1.2, label="loads of dense attention")
+    )
+    figure.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0.04, 0),
+        ncols=6,
+        fontsize=9,
+        frameon=False,
+    )
     return Picture(figure, finding(settings, found, show))
 
 
 def finding(settings: Settings, found: Report, show: str = "all branches") -> str:
-    """The title: what the shown branches do of dense attention's arithmetic, and what choosing the blocks adds."""
+    """The title: what the shown branches do of dense attention's arithmetic, and what choosing the
+    blocks adds."""
     selected = f"{_count(settings.top_n, 'block')} of {settings.block_size}"
     branches, told = {
         "all branches": (found.branches, f"{selected}, window {settings.window}, summaries"),
-        "compressed": (["compressed"], f"Summaries of {settings.length} tokens, one every {settings.stride}"),
+        "compressed": (
+            ["compressed"],
+            f"Summaries of {settings.length} tokens, one every {settings.stride}",
+        ),
         "selected": (["selected"], selected),
         "sliding window": (["window"], f"A window of {settings.window}"),
     }[show]
@@ -567,15 +704,20 @@ def _draw_loads(axis: Axes, found: Report, branches: tuple[str, ...]) -> None:
     axis.set_xticks(_ticks(N)[::2])
 
 
-def table(settings: Settings, found: Report, branches: Sequence[str] = BRANCHES) -> list[tuple[str, tuple[str, ...]]]:
-    """The chosen query's list as lines of text, each with its branch ("" without one); more blocks than fit share a line.
+def table(
+    settings: Settings, found: Report, branches: Sequence[str] = BRANCHES
+) -> list[tuple[str, tuple[str, ...]]]:
+    """The chosen query's list as lines of text, each with its branch ("" without one); more blocks
+    than fit share a line.
 
     Only `branches` are listed and added up.
     """
     items = [item for item in found.items if item.branch in branches]
     blocks = [item for item in items if item.block is not None]
     others = [item for item in items if item.block is None]
-    kept = len(blocks) if len(items) <= ROOM else ROOM - 2 - len(others)  # the last block keeps its line, too
+    kept = (
+        len(blocks) if len(items) <= ROOM else ROOM - 2 - len(others)
+    )  # the last block keeps its line, too
     lines = [("", ("id", "why", "tokens", "keys", "bytes", "FLOP"))]
     for item in blocks[:kept]:
         lines.append((item.branch, (str(item.block), item.why, *_cells([item]))))
@@ -586,18 +728,25 @@ def table(settings: Settings, found: Report, branches: Sequence[str] = BRANCHES)
     lines += [(item.branch, ("", item.why, *_cells([item]))) for item in others]
     lines.append(("", ("", "together", *_cells(items))))
     dense, one = settings.query + 1, found.items[0]
-    price = (str(dense), amount(dense * one.bytes // one.keys, "B"), amount(dense * one.flops // one.keys))
+    price = (
+        str(dense),
+        amount(dense * one.bytes // one.keys, "B"),
+        amount(dense * one.flops // one.keys),
+    )
     return [*lines, ("", ("", "dense", f"0–{settings.query}", *price))]
 
 
 def _cells(items: Sequence[Item]) -> tuple[str, ...]:
-    keys, loaded, flops = (sum(getattr(item, name) for item in items) for name in ("keys", "bytes", "flops"))
+    keys, loaded, flops = (
+        sum(getattr(item, name) for item in items) for name in ("keys", "bytes", "flops")
+    )
     span = f"{items[0].first}–{items[0].last}" if len(items) == 1 else ""
     return span, str(keys), amount(loaded, "B"), amount(flops)
 
 
 def _draw_list(settings: Settings, found: Report, branches: Sequence[str]) -> np.ndarray:
-    """The table as pixels, uint8 `[rows, columns, 3]`. Matplotlib would take longer for its letters than for all of the masks."""
+    """The table as pixels, uint8 `[rows, columns, 3]`. Matplotlib would take longer for its letters
+    than for all of the masks."""
     image = Image.new("RGB", (LIST_WIDTH, LIST_HEIGHT), SURFACE)
     pen, font = ImageDraw.Draw(image), ImageFont.truetype(findfont("DejaVu Sans Mono"), 11)
     lines, step, y = table(settings, found, branches), 18, 4
@@ -608,7 +757,12 @@ def _draw_list(settings: Settings, found: Report, branches: Sequence[str]) -> np
         if branch:
             colour = tuple(round(255 * c) for c in picture_colours()[branch])
             pen.rectangle((2, y + 2, 11, y + 11), fill=colour)
-        pen.text((18, y), "{:>3} {:<9} {:>7}  {:>4}  {:>8} {:>6}".format(*cells), fill=PALETTE["text"], font=font)
+        pen.text(
+            (18, y),
+            "{:>3} {:<9} {:>7}  {:>4}  {:>8} {:>6}".format(*cells),
+            fill=PALETTE["text"],
+            font=font,
+        )
         y += step
         if number == 0:
             pen.line((18, y - 2, LIST_WIDTH, y - 2), fill=PALETTE["faint"])
@@ -625,11 +779,14 @@ def file_name(settings: Settings, show: str = "all branches") -> str:
         f"mask_{data}_N{settings.N}_block{settings.block_size}_top{settings.top_n}_first{settings.num_initial}",
         f"local{settings.num_local}_window{settings.window}_summary{settings.length}by{settings.stride}_query{settings.query}",
     )
-    return "_".join(parts) + ("" if show == "all branches" else f"_{show.replace(' ', '-')}") + ".png"
+    return (
+        "_".join(parts) + ("" if show == "all branches" else f"_{show.replace(' ', '-')}") + ".png"
+    )
 
 
 def export(settings: Settings, show: str = "all branches", folder: Path | str = ".") -> Path:
-    """Write the picture of these settings into `folder`, over an older one of the same name, and return where it is."""
+    """Write the picture of these settings into `folder`, over an older one of the same name, and
+    return where it is."""
     path = Path(folder) / file_name(settings, show)
     path.write_bytes(draw(settings, show).png())
     return path
@@ -639,25 +796,34 @@ def export(settings: Settings, show: str = "all branches", folder: Path | str = 
 
 
 def mask_explorer() -> Panel:
-    """The interactive: controls in three columns, sentence, picture, and a button that saves it in the working directory."""
+    """The interactive: controls in three columns, sentence, picture, and a button that saves it in
+    the working directory."""
     start = Settings()
 
     def render(show: str, **values: object) -> tuple[Picture, str]:
         settings = Settings(**values)
         return draw(settings, show), sentence(settings)
 
-    def slider(name: str, low: int, high: int, text: str, step: int = 1, live: bool = False) -> ipywidgets.IntSlider:
-        return ipywidgets.IntSlider(getattr(start, name), low, high, step, description=text, continuous_update=live)
+    def slider(
+        name: str, low: int, high: int, text: str, step: int = 1, live: bool = False
+    ) -> ipywidgets.IntSlider:
+        return ipywidgets.IntSlider(
+            getattr(start, name), low, high, step, description=text, continuous_update=live
+        )
 
     def powers(name: str, text: str) -> ipywidgets.SelectionSlider:
-        return ipywidgets.SelectionSlider(options=POWERS, value=getattr(start, name), description=text, continuous_update=False)
+        return ipywidgets.SelectionSlider(
+            options=POWERS, value=getattr(start, name), description=text, continuous_update=False
+        )
 
     groups = range(max(groups for groups, _ in sources().values()))
     explorer = panel(
         "which keys, which blocks, at what price",
         render,
         data=ipywidgets.Dropdown(options=list(sources()), value=start.data, description="scores"),
-        group=ipywidgets.Dropdown(options=list(groups), value=start.group, description="head group"),
+        group=ipywidgets.Dropdown(
+            options=list(groups), value=start.group, description="head group"
+        ),
         show=ipywidgets.Dropdown(options=list(SHOWN), description="show"),
         N=slider("N", 16, MAX_N, "tokens", step=8),
         query=slider("query", 0, MAX_N - 1, "query", live=True),
@@ -679,7 +845,9 @@ def mask_explorer() -> Panel:
     save.on_click(on_click)
     for control in explorer.controls.values():
         control.layout.width = "auto"
-    columns = ipywidgets.Layout(grid_template_columns="repeat(3, minmax(0, 1fr))", grid_gap="0 24px", max_width="1120px")
+    columns = ipywidgets.Layout(
+        grid_template_columns="repeat(3, minmax(0, 1fr))", grid_gap="0 24px", max_width="1120px"
+    )
     message, image = explorer.children[-2:]
     explorer.children = (
         ipywidgets.GridBox(list(explorer.controls.values()), layout=columns),

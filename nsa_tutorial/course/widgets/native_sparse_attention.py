@@ -1,9 +1,11 @@
-"""Chapter 08's pictures: the three views of trained heads, their gated sum, what it misses and what it costs.
+"""Chapter 08's pictures: the three views of trained heads, their gated sum, what it misses and what
+it costs.
 
-`views` runs the three branches on the stored heads and keeps their outputs. `relative_error`, `fit_gates`, `schemes` and
-`trade_off` compute from them, `operations` and `new_token_bytes` count, the `draw_*` functions draw, and `explore` puts sliders on
-gates, window and list. The text is 512 bytes long, with blocks of 16 and summaries of 16 every 8; a long model has the paper's
-settings (arXiv 2502.11089, section 4.1).
+`views` runs the three branches on the stored heads and keeps their outputs. `relative_error`,
+`fit_gates`, `schemes` and `trade_off` compute from them, `operations` and `new_token_bytes` count,
+the `draw_*` functions draw, and `explore` puts sliders on gates, window and list. The text is 512
+bytes long, with blocks of 16 and summaries of 16 every 8; a long model has the paper's settings
+(arXiv 2502.11089, section 4.1).
 """
 
 from __future__ import annotations
@@ -18,19 +20,25 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from nsa_tutorial import costs, ops
+from nsa_tutorial import ops
 from nsa_tutorial.course import heads
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, shades
 from nsa_tutorial.course.widgets import Panel, panel
-from nsa_tutorial.dense_attention import causal_mask
-from nsa_tutorial.grouped_query_attention import attention
+from nsa_tutorial.exact.dense_attention import causal_mask
+from nsa_tutorial.exact.grouped_query_attention import attention
+from nsa_tutorial.runtime import costs
 
 BRANCHES = ("compression", "selection", "window")
 COLOURS = (PALETTE["compressed"], PALETTE["selected"], PALETTE["window"])
 BLOCK_SIZE, LENGTH, STRIDE = 16, 16, 8
 SUMMARIES = {"length": LENGTH, "stride": STRIDE}
 TOP_N, WINDOW = (3, 4, 6, 8, 12, 16, 32), (8, 16, 32, 64, 128, 256, 512)
-MODEL = {"D": 192, "DV": 128, "HQ": 64, "H": 4}  # section 4.1; the branches' settings there are the defaults of `costs`
+MODEL = {
+    "D": 192,
+    "DV": 128,
+    "HQ": 64,
+    "H": 4,
+}  # section 4.1; the branches' settings there are the defaults of `costs`
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
 FAR, QUERY = 14, 500  # layer 3 head 6, and a query of it that looks far back
 LOCAL_HEADS, FAR_HEADS = slice(0, 12), slice(12, 16)  # of layers 0 and 2; of layer 3
@@ -82,45 +90,60 @@ def _compression() -> tuple[Tensor, Tensor, Tensor]:
 def _selection(top_n: int) -> tuple[Tensor, Tensor, Tensor]:
     found, (k_cmp, _, lse) = _heads(), _compression()
     ids = ops.select_blocks(found.q, k_cmp, lse, top_n=top_n, block_size=BLOCK_SIZE, **SUMMARIES)
-    return ids, *ops.selected_attention(found.q, found.k, found.v, ids, block_size=BLOCK_SIZE, return_lse=True)
+    return ids, *ops.selected_attention(
+        found.q, found.k, found.v, ids, block_size=BLOCK_SIZE, return_lse=True
+    )
 
 
 @functools.cache
 def _window(window: int) -> tuple[Tensor, Tensor]:
     found = _heads()
-    return ops.sliding_window_attention(found.q, found.k, found.v, window_size=window, return_lse=True)
+    return ops.sliding_window_attention(
+        found.q, found.k, found.v, window_size=window, return_lse=True
+    )
 
 
 @functools.cache
 def views(top_n: int = 4, window: int = 64) -> Views:
-    """Run the three branches on the stored heads: mean summaries, lists chosen from them, and the window."""
+    """Run the three branches on the stored heads: mean summaries, lists chosen from them, and the
+    window."""
     _, o_cmp, lse_cmp = _compression()
     ids, o_slc, lse_slc = _selection(top_n)
     o_swa, lse_swa = _window(window)
-    return Views(top_n, window, ids, torch.stack([o_cmp, o_slc, o_swa]), torch.stack([lse_cmp, lse_slc, lse_swa]), _dense())
+    return Views(
+        top_n,
+        window,
+        ids,
+        torch.stack([o_cmp, o_slc, o_swa]),
+        torch.stack([lse_cmp, lse_slc, lse_swa]),
+        _dense(),
+    )
 
 
 def relative_error(o: Tensor, dense: Tensor) -> Tensor:
-    """Root of the squared difference over the squared output, per head: `[1, N, HQ, DV]` twice to `[HQ]`. 0 is exact, and an
-    output of nothing but zeros has 1."""
+    """Root of the squared difference over the squared output, per head: `[1, N, HQ, DV]` twice to
+    `[HQ]`. 0 is exact, and an output of nothing but zeros has 1."""
     return ((o - dense).square().sum((0, 1, 3)) / dense.square().sum((0, 1, 3))).sqrt()
 
 
 def error_by_position(o: Tensor, dense: Tensor) -> Tensor:
-    """The same along the text, mean over heads: `[N // BINS]`, each position's difference relative to its head's usual output."""
+    """The same along the text, mean over heads: `[N // BINS]`, each position's difference relative
+    to its head's usual output."""
     usual = dense.square().sum(3).mean(1, keepdim=True)  # [1, 1, HQ]
     squared = (o - dense).square().sum(3) / usual  # [1, N, HQ]
     return squared[0].unflatten(0, (-1, BINS)).mean(1).sqrt().mean(-1)
 
 
 def gated(gates: Tensor, outputs: Tensor) -> Tensor:
-    """Constant gates `[3]` or `[3, HQ]`, the same for every token, on `outputs [3, 1, N, HQ, DV]`."""
+    """Constant gates `[3]` or `[3, HQ]`, the same for every token, on
+    `outputs [3, 1, N, HQ, DV]`."""
     gates = gates.reshape(3, 1, 1, -1, 1).to(outputs.dtype)
     return (gates * outputs).sum(0)
 
 
 def fit_gates(outputs: Tensor, dense: Tensor, *, bounded: bool = True) -> Tensor:
-    """The constant gates of each head, `[3, HQ]`, whose sum comes nearest to dense attention, by least squares.
+    """The constant gates of each head, `[3, HQ]`, whose sum comes nearest to dense attention, by
+    least squares.
 
     Args:
         outputs: `[3, 1, N, HQ, DV]`.
@@ -136,7 +159,9 @@ def fit_gates(outputs: Tensor, dense: Tensor, *, bounded: bool = True) -> Tensor
     gates = torch.zeros(len(A), 3, dtype=torch.float64)
     for state in product((0.0, 1.0, None), repeat=3):  # each gate at a bound, or free
         free = [i for i in range(3) if state[i] is None]
-        tried = torch.tensor([x or 0.0 for x in state], dtype=torch.float64).repeat(len(A), 1)  # [HQ, 3]
+        tried = torch.tensor([x or 0.0 for x in state], dtype=torch.float64).repeat(
+            len(A), 1
+        )  # [HQ, 3]
         if free:
             rest = mixed - (gram @ tried[..., None])[..., 0]
             tried[:, free] = torch.linalg.solve(gram[:, free][:, :, free], rest[:, free])
@@ -147,23 +172,28 @@ def fit_gates(outputs: Tensor, dense: Tensor, *, bounded: bool = True) -> Tensor
 
 
 def best_equal_gate(outputs: Tensor, dense: Tensor) -> float:
-    """The one constant gate, from 0 to 1 in steps of 0.01, with the smallest mean error over the heads.
+    """The one constant gate, from 0 to 1 in steps of 0.01, with the smallest mean error over the
+    heads.
 
     All three branches, all heads and all tokens have this gate.
     """
     total = outputs.sum(0)
-    return min((g / 100 for g in range(101)), key=lambda g: relative_error(g * total, dense).mean().item())
+    return min(
+        (g / 100 for g in range(101)), key=lambda g: relative_error(g * total, dense).mean().item()
+    )
 
 
 def nearest_per_token(outputs: Tensor, dense: Tensor) -> Tensor:
-    """The gated sum `[1, N, HQ, DV]` with the best three numbers for each token and head: no gates whatever come nearer."""
+    """The gated sum `[1, N, HQ, DV]` with the best three numbers for each token and head: no gates
+    whatever come nearer."""
     A = outputs[:, 0].permute(1, 2, 3, 0).double()  # [N, HQ, DV, 3]
     nearest = A @ (torch.linalg.pinv(A, rtol=1e-6) @ dense[0, ..., None].double())
     return nearest[None, ..., 0].to(dense.dtype)
 
 
 def lse_weights(lse: Tensor, tokens: int = 1) -> Tensor:
-    """The branches merged as if their keys were disjoint: softmax over the branches' `lse [3, ...]`.
+    """The branches merged as if their keys were disjoint: softmax over the branches'
+    `lse [3, ...]`.
 
     Args:
         lse: of compression, selection and window.
@@ -174,7 +204,8 @@ def lse_weights(lse: Tensor, tokens: int = 1) -> Tensor:
 
 
 def schemes(top_n: int = 4, window: int = 64) -> dict[str, float]:
-    """The relative error, mean over heads, of each branch alone and of several ways to put them together."""
+    """The relative error, mean over heads, of each branch alone and of several ways to put them
+    together."""
     v = views(top_n, window)
 
     def error(o: Tensor) -> float:
@@ -185,7 +216,9 @@ def schemes(top_n: int = 4, window: int = 64) -> dict[str, float]:
         found[name] = error(gated(torch.full((3,), gate), v.outputs))
     found["best equal gates"] = error(best_equal_gate(v.outputs, v.dense) * v.outputs.sum(0))
     found["merged by LSE"] = error((lse_weights(v.lse)[..., None] * v.outputs).sum(0))
-    found[f"by LSE, a summary counts {STRIDE}"] = error((lse_weights(v.lse, STRIDE)[..., None] * v.outputs).sum(0))
+    found[f"by LSE, a summary counts {STRIDE}"] = error(
+        (lse_weights(v.lse, STRIDE)[..., None] * v.outputs).sum(0)
+    )
     found["best constant gates"] = error(gated(fit_gates(v.outputs, v.dense), v.outputs))
     found["best gates per token"] = error(nearest_per_token(v.outputs, v.dense))
     return found
@@ -211,14 +244,17 @@ def dense_entries(N: int = 512) -> float:
 
 @functools.cache
 def weights_by_branch(head: int, top_n: int = 4, window: int = 64) -> np.ndarray:
-    """Attention weights of one head on tokens, `[4, N, N]`: of the three branches, and dense. A summary's weight is spread evenly
-    over its tokens: with mean values, that is what its tokens' values get."""
+    """Attention weights of one head on tokens, `[4, N, N]`: of the three branches, and dense. A
+    summary's weight is spread evenly over its tokens: with mean values, that is what its tokens'
+    values get."""
     found, v = _heads(), views(top_n, window)
     N, kv_head = found.q.shape[1], head // found.G
     q, k = found.q[0, :, head].double(), found.k[0, :, kv_head].double()
     scores = q @ k.T * k.shape[1] ** -0.5
     causal, key = causal_mask(N, N), torch.arange(N)
-    lists = torch.zeros(N, N // BLOCK_SIZE + 1, dtype=torch.bool)  # one column more for the empty slots
+    lists = torch.zeros(
+        N, N // BLOCK_SIZE + 1, dtype=torch.bool
+    )  # one column more for the empty slots
     lists.scatter_(1, v.ids[0, :, kv_head].long() % lists.shape[1], True)
     masks = [
         lists[:, :-1].repeat_interleave(BLOCK_SIZE, 1) & causal,
@@ -228,7 +264,9 @@ def weights_by_branch(head: int, top_n: int = 4, window: int = 64) -> np.ndarray
     found_weights = [torch.softmax(scores.masked_fill(~mask, -torch.inf), 1) for mask in masks]
 
     start = torch.arange(0, N - LENGTH + 1, STRIDE)  # [M_c]
-    spread = ((key >= start[:, None]) & (key < start[:, None] + LENGTH)).double() / LENGTH  # [M_c, N]
+    spread = (
+        (key >= start[:, None]) & (key < start[:, None] + LENGTH)
+    ).double() / LENGTH  # [M_c, N]
     summary_scores = (scores @ spread.T).masked_fill(start + LENGTH - 1 > key[:, None], -torch.inf)
     compressed = torch.softmax(summary_scores, 1).nan_to_num(0) @ spread
     return torch.stack([compressed, *found_weights]).numpy()
@@ -240,8 +278,14 @@ def _image(weights: np.ndarray) -> np.ndarray:
     return np.sqrt(weights.reshape(N // 4, 4, N // 4, 4).max((1, 3)))
 
 
-def draw_views(head: int = FAR, gates: tuple[float, float, float] | None = None, top_n: int = 4, window: int = 64) -> Picture:
-    """The weights of one head as each branch sees them, their gated sum, and dense attention; the best constant gates if None."""
+def draw_views(
+    head: int = FAR,
+    gates: tuple[float, float, float] | None = None,
+    top_n: int = 4,
+    window: int = 64,
+) -> Picture:
+    """The weights of one head as each branch sees them, their gated sum, and dense attention; the
+    best constant gates if None."""
     v, weights = views(top_n, window), weights_by_branch(head, top_n, window)
     best = fit_gates(v.outputs, v.dense)[:, head]
     gate = best if gates is None else torch.tensor(gates, dtype=torch.float64)
@@ -254,11 +298,25 @@ def draw_views(head: int = FAR, gates: tuple[float, float, float] | None = None,
     figure.set_layout_engine(None)
     figure.subplots_adjust(left=0.06, right=0.995, top=0.76, bottom=0.16, wspace=0.09)
     names = [f"{name}\nerror {100 * e:.0f}%" for name, e in zip(BRANCHES, alone, strict=True)]
-    names += ["{:.2f} · {:.2f} · {:.2f}".format(*gate.tolist()) + f"\ngated, error {100 * error:.0f}%", "dense\n"]
+    names += [
+        "{:.2f} · {:.2f} · {:.2f}".format(*gate.tolist()) + f"\ngated, error {100 * error:.0f}%",
+        "dense\n",
+    ]
     for axis, name, image, colour in zip(
-        axes[0], names, (*weights[:3], total, weights[3]), (*COLOURS, PALETTE["text"], PALETTE["text"]), strict=True
+        axes[0],
+        names,
+        (*weights[:3], total, weights[3]),
+        (*COLOURS, PALETTE["text"], PALETTE["text"]),
+        strict=True,
     ):
-        axis.imshow(_image(image), cmap=shades(colour), vmin=0, vmax=0.6, extent=(0, 512, 512, 0), interpolation="nearest")
+        axis.imshow(
+            _image(image),
+            cmap=shades(colour),
+            vmin=0,
+            vmax=0.6,
+            extent=(0, 512, 512, 0),
+            interpolation="nearest",
+        )
         axis.set_title(name, fontsize=9, color=PALETTE["text"])
         axis.set_xticks([0, 128, 256, 384])
         axis.set_yticks([0, 128, 256, 384] if axis is axes[0, 0] else [])
@@ -266,19 +324,26 @@ def draw_views(head: int = FAR, gates: tuple[float, float, float] | None = None,
     axes[0, 0].set_ylabel("query", fontsize=9, labelpad=1)
     label = _heads().labels[head].capitalize()
     nearest = min(alone)
-    told = f"{label}: the nearest single view is off by {100 * nearest:.0f}%, the gated sum by {100 * error:.0f}%"
+    told = (
+        f"{label}: the nearest single view is off by {100 * nearest:.0f}%, the gated sum by "
+        f"{100 * error:.0f}%"
+    )
     return Picture(figure, told)
 
 
-def query_shares(head: int = FAR, query: int = QUERY, top_n: int = 4, window: int = 64) -> dict[str, float]:
-    """Where dense attention of one query goes: the share inside the window, only in the list, and in neither."""
+def query_shares(
+    head: int = FAR, query: int = QUERY, top_n: int = 4, window: int = 64
+) -> dict[str, float]:
+    """Where dense attention of one query goes: the share inside the window, only in the list, and
+    in neither."""
     _, selected, latest, dense = weights_by_branch(head, top_n, window)[:, query]
     near, listed = dense[latest > 0].sum(), dense[(selected > 0) & (latest == 0)].sum()
     return {"window": near, "only the list": listed, "neither": 1 - near - listed}
 
 
 def draw_query(head: int = FAR, query: int = QUERY, top_n: int = 4, window: int = 64) -> Picture:
-    """One query: what each branch gives every key, gated, one on top of the other; below, what dense attention gives it."""
+    """One query: what each branch gives every key, gated, one on top of the other; below, what
+    dense attention gives it."""
     found, v = _heads(), views(top_n, window)
     weights = weights_by_branch(head, top_n, window)[:, query, : query + 1]
     gate = fit_gates(v.outputs, v.dense)[:, head].numpy()
@@ -298,7 +363,9 @@ def draw_query(head: int = FAR, query: int = QUERY, top_n: int = 4, window: int 
     axis.set_xlabel(f"key, the last 250 that query {query} sees", fontsize=9)
     axis.set_ylabel("weight: dense below, gated above", fontsize=9)
     axis.legend(loc="upper left", fontsize=8, frameon=False, ncols=4)
-    near, listed, neither = (f"{100 * share:.0f}%" for share in query_shares(head, query, top_n, window).values())
+    near, listed, neither = (
+        f"{100 * share:.0f}%" for share in query_shares(head, query, top_n, window).values()
+    )
     told = f"{near} of its attention in the window, {listed} in the list only, {neither} in neither"
     return Picture(figure, f"{found.labels[head].capitalize()}, query {query}: {told}")
 
@@ -314,10 +381,19 @@ def draw_schemes(top_n: int = 4, window: int = 64) -> Picture:
     colours = [*COLOURS, *[PALETTE["masked"]] * 4, *[PALETTE["faint"]] * 2, *[PALETTE["text"]] * 2]
     axis.barh(range(len(found)), [100 * x for x in found.values()], 0.7, color=colours)
     for place, error in enumerate(found.values()):
-        axis.text(100 * error + 1, place, f"{100 * error:.0f}%", va="center", fontsize=9, color=PALETTE["text"])
+        axis.text(
+            100 * error + 1,
+            place,
+            f"{100 * error:.0f}%",
+            va="center",
+            fontsize=9,
+            color=PALETTE["text"],
+        )
     axis.set_yticks(range(len(found)), list(found))
     axis.invert_yaxis()
-    axis.set_xlabel("relative error against dense attention, mean over 16 heads, percent", fontsize=9)
+    axis.set_xlabel(
+        "relative error against dense attention, mean over 16 heads, percent", fontsize=9
+    )
     single = min(list(found.values())[:3])
     best = found["best constant gates"]
     per_token = found["best gates per token"]
@@ -327,50 +403,85 @@ def draw_schemes(top_n: int = 4, window: int = 64) -> Picture:
 
 @functools.cache
 def trade_off(which: str = "local") -> dict[str, list[tuple[float, float]]]:
-    """`(keys a query loads, relative error)`, mean over queries and over the local or the far heads, along three ways.
+    """`(keys a query loads, relative error)`, mean over queries and over the local or the far
+    heads, along three ways.
 
-    The window alone; the list, together with the summaries from which it is chosen; all three under the best constant gates, of
-    all lists and windows those that are better, by a tenth of the error at least, than any cheaper choice.
+    The window alone; the list, together with the summaries from which it is chosen; all three under
+    the best constant gates, of all lists and windows those that are better, by a tenth of the error
+    at least, than any cheaper choice.
     """
     group = LOCAL_HEADS if which == "local" else FAR_HEADS
-    found = {"window alone": [], "list, chosen from summaries": [], "all three, best constant gates": []}
+    found = {
+        "window alone": [],
+        "list, chosen from summaries": [],
+        "all three, best constant gates": [],
+    }
 
     def error(o: Tensor) -> float:
         return relative_error(o, _dense())[group].mean().item()
 
     for window in WINDOW[:-1]:
-        found["window alone"].append((entries(4, window)["window"], error(views(4, window).outputs[2])))
+        found["window alone"].append(
+            (entries(4, window)["window"], error(views(4, window).outputs[2]))
+        )
     for top_n in TOP_N[:-1]:
         loaded = entries(top_n)
-        found["list, chosen from summaries"].append((loaded["compression"] + loaded["selection"], error(views(top_n).outputs[1])))
+        found["list, chosen from summaries"].append(
+            (loaded["compression"] + loaded["selection"], error(views(top_n).outputs[1]))
+        )
     both = []
     for top_n, window in product(TOP_N[:-1], WINDOW[:-1]):
         v = views(top_n, window)
-        both.append((sum(entries(top_n, window).values()), error(gated(fit_gates(v.outputs, v.dense), v.outputs))))
+        both.append(
+            (
+                sum(entries(top_n, window).values()),
+                error(gated(fit_gates(v.outputs, v.dense), v.outputs)),
+            )
+        )
     for loaded, e in sorted(both):
-        if loaded < dense_entries() and all(e < 0.9 * better for _, better in found["all three, best constant gates"]):
+        if loaded < dense_entries() and all(
+            e < 0.9 * better for _, better in found["all three, best constant gates"]
+        ):
             found["all three, best constant gates"].append((loaded, e))
     return found
 
 
 def draw_trade_off() -> Picture:
-    """Error over keys loaded, one line per way, for the heads that look near and for those that look far."""
+    """Error over keys loaded, one line per way, for the heads that look near and for those that
+    look far."""
     figure, axes = new_figure(8.5, 3.4, columns=2)
     titles = {"local": "12 heads of layers 0 and 2: local", "far": "4 heads of layer 3: far"}
-    colours, dense, at = (PALETTE["window"], PALETTE["selected"], PALETTE["text"]), dense_entries(), {}
+    colours, dense, at = (
+        (PALETTE["window"], PALETTE["selected"], PALETTE["text"]),
+        dense_entries(),
+        {},
+    )
     for axis, (which, title) in zip(axes[0], titles.items(), strict=True):
-        for (name, points), colour, marker in zip(trade_off(which).items(), colours, "^so", strict=True):
-            axis.plot([x for x, _ in points], [100 * y for _, y in points], f"{marker}-", color=colour, markersize=4, label=name)
+        for (name, points), colour, marker in zip(
+            trade_off(which).items(), colours, "^so", strict=True
+        ):
+            axis.plot(
+                [x for x, _ in points],
+                [100 * y for _, y in points],
+                f"{marker}-",
+                color=colour,
+                markersize=4,
+                label=name,
+            )
             at[which, name] = np.interp(128, *zip(*points, strict=True))
         axis.axvline(dense, color=PALETTE["faint"], linestyle="--", linewidth=1)
-        axis.text(dense - 3, 52, f"dense: {dense:.0f}", ha="right", fontsize=8, color=PALETTE["text"])
+        axis.text(
+            dense - 3, 52, f"dense: {dense:.0f}", ha="right", fontsize=8, color=PALETTE["text"]
+        )
         axis.set_title(title, fontsize=10)
         axis.set_ylim(0, 100)
         axis.set_xlim(0, 280)
         axis.set_xlabel("keys, summaries included, a query loads", fontsize=9)
     axes[0, 0].set_ylabel("relative error, percent", fontsize=9)
     axes[0, 0].legend(loc="upper right", bbox_to_anchor=(0.9, 1.0), fontsize=9, frameon=False)
-    numbers = "window {:.0f}%, list {:.0f}%, all three {:.0f}%".format(*(100 * at["far", name] for name in trade_off("far")))
+    numbers = "window {:.0f}%, list {:.0f}%, all three {:.0f}%".format(
+        *(100 * at["far", name] for name in trade_off("far"))
+    )
     return Picture(figure, f"128 keys a query leave the far heads off by: {numbers}")
 
 
@@ -378,19 +489,22 @@ def draw_trade_off() -> Picture:
 
 
 def operations(N: int) -> dict[str, int]:
-    """Operations of one layer of the paper's model on `N` tokens, by part: three branches, and the choice of blocks, which is all
-    else that `costs.native_sparse_attention` counts."""
+    """Operations of one layer of the paper's model on `N` tokens, by part: three branches, and the
+    choice of blocks, which is all else that `costs.native_sparse_attention` counts."""
     branches = {
         "compression": costs.compressed_attention(N, N, **MODEL).flops,
         "selection": costs.selected_attention(N, N, **MODEL).flops,
         "window": costs.sliding_window_attention(N, N, **MODEL).flops,
     }
-    return {"choice": costs.native_sparse_attention(N, N, **MODEL).flops - sum(branches.values()), **branches}
+    return {
+        "choice": costs.native_sparse_attention(N, N, **MODEL).flops - sum(branches.values()),
+        **branches,
+    }
 
 
 def new_token_bytes(M: int) -> dict[str, int]:
-    """Bytes that each branch moves for one new token at the end of `M`, in one layer of the paper's model. The choice reads what
-    the compressed branch has just read, and is left out."""
+    """Bytes that each branch moves for one new token at the end of `M`, in one layer of the paper's
+    model. The choice reads what the compressed branch has just read, and is left out."""
     return {
         "compression": costs.compressed_attention(1, M, **MODEL).bytes,
         "selection": costs.selected_attention(1, M, **MODEL).bytes,
@@ -399,21 +513,32 @@ def new_token_bytes(M: int) -> dict[str, int]:
 
 
 def draw_costs() -> Picture:
-    """Operations a token of NSA's parts, and the bytes that one new token moves, beside dense attention."""
+    """Operations a token of NSA's parts, and the bytes that one new token moves, beside dense
+    attention."""
     figure, axes = new_figure(8.5, 3.4, columns=2)
     left, right = axes[0]
     per_token = [{name: flops / N / 1e6 for name, flops in operations(N).items()} for N in LENGTHS]
     dense = [costs.tiled_attention(N, N, **MODEL).flops / N / 1e6 for N in LENGTHS]
     _draw_stacks(left, per_token, dense, "operations a token, million")
     moved = [{name: size / 2**20 for name, size in new_token_bytes(N).items()} for N in LENGTHS]
-    _draw_stacks(right, moved, [costs.decode_attention(N, **MODEL).bytes / 2**20 for N in LENGTHS], "moved for one new token, MiB")
+    _draw_stacks(
+        right,
+        moved,
+        [costs.decode_attention(N, **MODEL).bytes / 2**20 for N in LENGTHS],
+        "moved for one new token, MiB",
+    )
     left.legend(fontsize=9, frameon=False, loc="upper left")
     longest = per_token[-1]
     share = (longest["compression"] + longest["choice"]) / sum(longest.values())
-    return Picture(figure, f"At {LENGTHS[-1]:,} tokens, {100 * share:.0f}% of NSA's operations are about summaries")
+    return Picture(
+        figure,
+        f"At {LENGTHS[-1]:,} tokens, {100 * share:.0f}% of NSA's operations are about summaries",
+    )
 
 
-def _draw_stacks(axis: Axes, stacks: list[dict[str, float]], dense: list[float], label: str) -> None:
+def _draw_stacks(
+    axis: Axes, stacks: list[dict[str, float]], dense: list[float], label: str
+) -> None:
     colours = {"choice": "#F6D48A", **dict(zip(BRANCHES, COLOURS, strict=True))}
     names = {"choice": "choice of blocks, from summaries"}
     place = np.arange(len(stacks))
@@ -424,7 +549,14 @@ def _draw_stacks(axis: Axes, stacks: list[dict[str, float]], dense: list[float],
         axis.bar(place + 0.2, size, 0.4, base, color=colours[name], label=names.get(name, name))
         base = base + size
     for i, (whole, ours) in enumerate(zip(dense, base, strict=True)):
-        axis.text(i + 0.26, ours + 0.015 * dense[-1], f"1/{whole / ours:.1f}", ha="center", fontsize=8, color=PALETTE["text"])
+        axis.text(
+            i + 0.26,
+            ours + 0.015 * dense[-1],
+            f"1/{whole / ours:.1f}",
+            ha="center",
+            fontsize=8,
+            color=PALETTE["text"],
+        )
     axis.set_xticks(place, [f"{N // 1024}k" for N in LENGTHS])
     axis.set_xlabel("tokens (k = 1,024)", fontsize=9)
     axis.set_ylabel(label, fontsize=9)
@@ -439,13 +571,19 @@ def sentence(g_cmp: float, g_slc: float, g_swa: float, window: int, top_n: int) 
     error = relative_error(gated(torch.tensor([g_cmp, g_slc, g_swa]), v.outputs), v.dense).mean()
     best = relative_error(gated(fit_gates(v.outputs, v.dense), v.outputs), v.dense).mean()
     read, all_keys = sum(loaded.values()), dense_entries()
-    told = f"Gates {g_cmp:.1f}, {g_slc:.1f}, {g_swa:.1f}: error {100 * error:.0f}% (best constant gates: {100 * best:.0f}%). "
+    told = (
+        f"Gates {g_cmp:.1f}, {g_slc:.1f}, {g_swa:.1f}: error {100 * error:.0f}% (best "
+        f"constant gates: {100 * best:.0f}%). "
+    )
     told += f"A query loads {read:.0f} keys, summaries included, "
     return f"{told}{100 * read / all_keys:.0f}% of dense attention's {all_keys:.0f}."
 
 
-def draw_gates(g_cmp: float, g_slc: float, g_swa: float, window: int = 64, top_n: int = 4) -> Picture:
-    """Left the error along the text, of each branch and of the gated sum; right what the branches load."""
+def draw_gates(
+    g_cmp: float, g_slc: float, g_swa: float, window: int = 64, top_n: int = 4
+) -> Picture:
+    """Left the error along the text, of each branch and of the gated sum; right what the branches
+    load."""
     v, loaded = views(top_n, window), entries(top_n, window)
     o = gated(torch.tensor([g_cmp, g_slc, g_swa]), v.outputs)
     figure, axes = new_figure(8.5, 3.3, columns=2, width_ratios=(2.2, 1))
@@ -454,8 +592,20 @@ def draw_gates(g_cmp: float, g_slc: float, g_swa: float, window: int = 64, top_n
     left, right = axes[0]
     position = np.arange(len(error_by_position(o, v.dense))) * BINS + BINS / 2
     for name, colour, output in zip(BRANCHES, COLOURS, v.outputs, strict=True):
-        left.plot(position, 100 * error_by_position(output, v.dense).numpy(), color=colour, linewidth=1.2, label=name)
-    left.plot(position, 100 * error_by_position(o, v.dense).numpy(), color=PALETTE["text"], linewidth=2.4, label="gated sum")
+        left.plot(
+            position,
+            100 * error_by_position(output, v.dense).numpy(),
+            color=colour,
+            linewidth=1.2,
+            label=name,
+        )
+    left.plot(
+        position,
+        100 * error_by_position(o, v.dense).numpy(),
+        color=PALETTE["text"],
+        linewidth=2.4,
+        label="gated sum",
+    )
     left.set_ylim(0, 160)
     left.set_xlim(0, 512)
     left.set_xlabel("position of the query", fontsize=9)
@@ -464,7 +614,10 @@ def draw_gates(g_cmp: float, g_slc: float, g_swa: float, window: int = 64, top_n
     _draw_entries(right, loaded)
     error = relative_error(o, v.dense).mean()
     share = sum(loaded.values()) / dense_entries()
-    told = f"Gates {g_cmp:.1f}, {g_slc:.1f}, {g_swa:.1f}: error {100 * error:.0f}%, {100 * share:.0f}% of dense attention's loads"
+    told = (
+        f"Gates {g_cmp:.1f}, {g_slc:.1f}, {g_swa:.1f}: error {100 * error:.0f}%, "
+        f"{100 * share:.0f}% of dense attention's loads"
+    )
     return Picture(figure, told)
 
 
@@ -473,7 +626,15 @@ def _draw_entries(axis: Axes, loaded: dict[str, float]) -> None:
     for colour, (name, count) in zip(COLOURS, loaded.items(), strict=True):
         axis.bar(1, count, 0.9, base, color=colour)
         if count > 12:
-            axis.text(1, base + count / 2, f"{name} {count:.0f}", ha="center", va="center", fontsize=8, color=_on(colour))
+            axis.text(
+                1,
+                base + count / 2,
+                f"{name} {count:.0f}",
+                ha="center",
+                va="center",
+                fontsize=8,
+                color=_on(colour),
+            )
         base += count
     axis.bar(0, dense_entries(), 0.9, color=PALETTE["faint"])
     axis.text(0, dense_entries() + 4, f"{dense_entries():.0f}", ha="center", fontsize=9)
@@ -488,13 +649,20 @@ def _on(colour: str) -> str:
 
 
 def explore() -> Panel:
-    """The interactive: three gates, the window and the list; error against dense attention, and what is loaded."""
+    """The interactive: three gates, the window and the list; error against dense attention, and
+    what is loaded."""
 
-    def render(g_cmp: float, g_slc: float, g_swa: float, window: int, top_n: int) -> tuple[Picture, str]:
-        return draw_gates(g_cmp, g_slc, g_swa, window, top_n), sentence(g_cmp, g_slc, g_swa, window, top_n)
+    def render(
+        g_cmp: float, g_slc: float, g_swa: float, window: int, top_n: int
+    ) -> tuple[Picture, str]:
+        return draw_gates(g_cmp, g_slc, g_swa, window, top_n), sentence(
+            g_cmp, g_slc, g_swa, window, top_n
+        )
 
     def gate(name: str) -> ipywidgets.FloatSlider:
-        return ipywidgets.FloatSlider(0.5, min=0.0, max=1.0, step=0.1, description=f"gate of {name}", readout_format=".1f")
+        return ipywidgets.FloatSlider(
+            0.5, min=0.0, max=1.0, step=0.1, description=f"gate of {name}", readout_format=".1f"
+        )
 
     for top_n in TOP_N:  # computed once, so that no slider waits
         _selection(top_n)
@@ -504,6 +672,8 @@ def explore() -> Panel:
         g_cmp=gate("compression"),
         g_slc=gate("selection"),
         g_swa=gate("window"),
-        window=ipywidgets.SelectionSlider(options=WINDOW, value=64, description="keys in the window"),
+        window=ipywidgets.SelectionSlider(
+            options=WINDOW, value=64, description="keys in the window"
+        ),
         top_n=ipywidgets.SelectionSlider(options=TOP_N, value=4, description="blocks in the list"),
     )

@@ -1,7 +1,8 @@
-"""Chapter 03's picture: a row of scores read chunk by chunk, what its exponents are measured from, and the denominator so far.
+"""Chapter 03's picture: a row of scores read chunk by chunk, what its exponents are measured from,
+and the denominator so far.
 
-`walk` computes, in fp32 as a kernel does; `draw_stream` draws one moment of it; `explore` puts controls on it; `limit` is what the
-reader finds out with them.
+`walk` computes, in fp32 as a kernel does; `draw_stream` draws one moment of it; `explore` puts
+controls on it; `limit` is what the reader finds out with them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,32 @@ from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
 from nsa_tutorial.course.widgets import Panel, panel
 
 CHUNK = 4  # keys
-SCORES = (2, 4, 1, 3, 3, 5, 2, 4, 1, 3, 4, 2, 6, 7, 4, 5, 3, 2, 5, 4, 7, 6, 8, 5)  # in log2 units: scale_log2 is 1
+SCORES = (
+    2,
+    4,
+    1,
+    3,
+    3,
+    5,
+    2,
+    4,
+    1,
+    3,
+    4,
+    2,
+    6,
+    7,
+    4,
+    5,
+    3,
+    2,
+    5,
+    4,
+    7,
+    6,
+    8,
+    5,
+)  # in log2 units: scale_log2 is 1
 CHUNKS = len(SCORES) // CHUNK
 REFERENCES = ("running max", "chunk's own max", "no max")
 HIGHEST_LIFT = 160  # log2 units
@@ -58,7 +84,8 @@ class Moment:
 def row(lift: int = 0) -> Tensor:
     """The picture's 24 scores `[M]`, fp32, in log2 units, the first chunk lifted by `lift`.
 
-    Chunk 3 has the largest score the first chunk has unlifted, 4: it lies `lift` below the first one, and no chunk lies lower.
+    Chunk 3 has the largest score the first chunk has unlifted, 4: it lies `lift` below the first
+    one, and no chunk lies lower.
     """
     scores = torch.tensor(SCORES, dtype=torch.float32)
     scores[:CHUNK] += lift
@@ -66,12 +93,14 @@ def row(lift: int = 0) -> Tensor:
 
 
 def positions() -> Tensor:
-    """The picture's values `[M]`: each key's number, so that the output is the mean position of what is attended to."""
+    """The picture's values `[M]`: each key's number, so that the output is the mean position of
+    what is attended to."""
     return torch.arange(len(SCORES), dtype=torch.float32)
 
 
 def walk(scores: Tensor, v: Tensor, reference: str = "running max") -> list[Moment]:
-    """Read `scores` `[M]` and `v` `[M]` by chunks of `CHUNK` keys, measuring exponents from `reference`.
+    """Read `scores` `[M]` and `v` `[M]` by chunks of `CHUNK` keys, measuring exponents from
+    `reference`.
 
     Args:
         scores: in log2 units, fp32.
@@ -92,7 +121,9 @@ def walk(scores: Tensor, v: Tensor, reference: str = "running max") -> list[Mome
             "chunk's own max": acc_s.max(),
             "no max": torch.tensor(0.0),
         }[reference]
-        unmoved = reference == "no max"  # its reference is 0 from the start, and nothing is ever rescaled
+        unmoved = (
+            reference == "no max"
+        )  # its reference is 0 from the start, and nothing is ever rescaled
         scores_scale = torch.tensor(1.0) if unmoved else torch.exp2(scores_max_prev - scores_max)
         acc_s = torch.exp2(acc_s - scores_max)
         parts = torch.cat([parts * scores_scale, acc_s.sum()[None]])
@@ -101,7 +132,14 @@ def walk(scores: Tensor, v: Tensor, reference: str = "running max") -> list[Mome
         seen = slice(0, first + CHUNK)
         exact = torch.softmax(scores[seen].double() * math.log(2), 0) @ v[seen].double()
         moments.append(
-            Moment(scores_max.item(), scores_scale.item(), tuple(parts.tolist()), logsum.item(), acc_o.item(), exact.item())
+            Moment(
+                scores_max.item(),
+                scores_scale.item(),
+                tuple(parts.tolist()),
+                logsum.item(),
+                acc_o.item(),
+                exact.item(),
+            )
         )
     return moments
 
@@ -111,7 +149,8 @@ def _right(moment: Moment) -> bool:
 
 
 def number(x: float) -> str:
-    """A number as the picture writes it: three digits (four, never 1e+03), huge or tiny ones as a power of two."""
+    """A number as the picture writes it: three digits (four, never 1e+03), huge or tiny ones as a
+    power of two."""
     if math.isnan(x):
         return "NaN"
     if 999.5 <= abs(x) < 1e4:
@@ -124,7 +163,9 @@ def number(x: float) -> str:
 def limit(reference: str) -> int:
     """The highest lift, up to `HIGHEST_LIFT`, at which the output is right after every chunk."""
     lifts = range(HIGHEST_LIFT + 1)
-    failing = (lift for lift in lifts if not all(map(_right, walk(row(lift), positions(), reference))))
+    failing = (
+        lift for lift in lifts if not all(map(_right, walk(row(lift), positions(), reference)))
+    )
     return next(failing, HIGHEST_LIFT + 1) - 1
 
 
@@ -134,21 +175,34 @@ def sentence(step: int, reference: str = "running max", lift: int = 0) -> str:
     if reference == "no max":
         told = "nothing subtracted, "
     else:
-        told = f"scores_max {number(moment.scores_max)}, scores_scale {number(moment.scores_scale)}, "
-    told += f"logsum {number(moment.logsum)}, acc_o {number(moment.acc_o)}, so o = {number(moment.o)}"
+        told = (
+            f"scores_max {number(moment.scores_max)}, scores_scale {number(moment.scores_scale)}, "
+        )
+    told += (
+        f"logsum {number(moment.logsum)}, acc_o {number(moment.acc_o)}, so o = {number(moment.o)}"
+    )
     told = f"After chunk {step} of {CHUNKS}: {told}"
     if _right(moment):
         return f"{told}, which is right."
-    return f"{told}, and {number(moment.exact)} would be right: something passed 2^128, where fp32 ends."
+    return (
+        f"{told}, and {number(moment.exact)} would be right: something passed 2^128, where "
+        "fp32 ends."
+    )
 
 
 def finding(moments: list[Moment], reference: str) -> str:
     """What the picture of these moments shows."""
     last, after = moments[-1], f"after chunk {len(moments)}"
     if not _right(last):
-        where = {"chunk's own max": "Measured from each chunk's own max", "no max": "With no max subtracted"}[reference]
+        where = {
+            "chunk's own max": "Measured from each chunk's own max",
+            "no max": "With no max subtracted",
+        }[reference]
         lost = "acc_o" if math.isfinite(last.logsum) else "logsum"
-        return f"{where}, {after} {lost} is {number(getattr(last, lost))} in fp32, and o is {number(last.o)}"
+        return (
+            f"{where}, {after} {lost} is {number(getattr(last, lost))} in fp32, and o is "
+            f"{number(last.o)}"
+        )
     rises = sum(m.scores_scale < 1 for m in moments[1:])
     if reference == "no max":
         told = "With no max subtracted, sums grow with the scores"
@@ -164,11 +218,13 @@ def finding(moments: list[Moment], reference: str) -> str:
 
 
 def draw_stream(step: int = CHUNKS, reference: str = "running max", lift: int = 0) -> Picture:
-    """The row after `step` chunks: scores and what they are measured from above, the denominator after each chunk below.
+    """The row after `step` chunks: scores and what they are measured from above, the denominator
+    after each chunk below.
 
-    Blue was read before, orange is the chunk just read, grey is still to come. A bar of `logsum` is cut into what each chunk
-    contributes to it now. One that would leave the axis, marked by an arrow, is drawn at full height and cut in the right shares;
-    one that is not finite is an empty frame.
+    Blue was read before, orange is the chunk just read, grey is still to come. A bar of `logsum` is
+    cut into what each chunk contributes to it now. One that would leave the axis, marked by an
+    arrow, is drawn at full height and cut in the right shares; one that is not finite is an empty
+    frame.
     """
     scores, moments = row(lift), walk(row(lift), positions(), reference)[:step]
     figure, axes = new_figure(8.0, 4.9, rows=2, height_ratios=(1, 1.1))
@@ -179,7 +235,9 @@ def draw_stream(step: int = CHUNKS, reference: str = "running max", lift: int = 
     _draw_logsum(bottom, moments, max(m.logsum for m in walk(row(lift), positions())))
     for axis in (top, bottom):
         axis.set_xlim(-0.7, len(SCORES) - 0.3)
-        axis.yaxis.set_major_locator(MaxNLocator(3, integer=True))  # the numbers stand at the bars; every tick costs time
+        axis.yaxis.set_major_locator(
+            MaxNLocator(3, integer=True)
+        )  # the numbers stand at the bars; every tick costs time
     handles = [
         Patch(color=PALETTE["key"], label="read before (below: one piece per chunk)"),
         Patch(color=PALETTE["query"], label="just read"),
@@ -192,30 +250,66 @@ def draw_stream(step: int = CHUNKS, reference: str = "running max", lift: int = 
 
 
 def _bars(
-    axis: Axes, centres: Sequence[float], width: float, bottoms: Sequence[float], heights: Sequence[float], colours: Sequence[str],
+    axis: Axes, centres: Sequence[float], width: float, bottoms: Sequence[float],
+    heights: Sequence[float], colours: Sequence[str],
     **style: object,
 ) -> None:  # fmt: skip
     """`axis.bar` as one collection, which is faster under a slider than a patch for each bar."""
     edges = [(x - width / 2, x + width / 2) for x in centres]
     spans = zip(edges, bottoms, heights, strict=True)
-    corners = [((left, y), (right, y), (right, y + height), (left, y + height)) for (left, right), y, height in spans]
+    corners = [
+        ((left, y), (right, y), (right, y + height), (left, y + height))
+        for (left, right), y, height in spans
+    ]
     axis.add_collection(PolyCollection(corners, facecolors=colours, **style), autolim=False)
 
 
 def _draw_scores(axis: Axes, scores: Tensor, moments: list[Moment], reference: str) -> None:
     step = len(moments)
-    chunk_colours = [PALETTE["key"]] * (step - 1) + [PALETTE["query"]] + [PALETTE["masked"]] * (CHUNKS - step)
-    _bars(axis, range(len(SCORES)), 0.7, [0.0] * len(SCORES), scores.tolist(), [c for c in chunk_colours for _ in range(CHUNK)])
+    chunk_colours = (
+        [PALETTE["key"]] * (step - 1) + [PALETTE["query"]] + [PALETTE["masked"]] * (CHUNKS - step)
+    )
+    _bars(
+        axis,
+        range(len(SCORES)),
+        0.7,
+        [0.0] * len(SCORES),
+        scores.tolist(),
+        [c for c in chunk_colours for _ in range(CHUNK)],
+    )
     height = scores.max().item() * 1.25 + 1
-    for key, score in enumerate(scores.tolist()):  # a bar of 2 beside one of 130 is a pixel high: write it down
+    for key, score in enumerate(
+        scores.tolist()
+    ):  # a bar of 2 beside one of 130 is a pixel high: write it down
         line = moments[key // CHUNK].scores_max if key // CHUNK < step else 0.0
         y, side = score + 0.02 * height, "bottom"
-        if score < line < score + 0.1 * height:  # keep out of the line: into the bar, or above the line where the bar is low
-            y, side = (score - 0.02 * height, "top") if score > 0.12 * height else (line + 0.02 * height, "bottom")
-        axis.text(key, y, f"{score:.0f}", ha="center", va=side, fontsize=7, color=PALETTE["text"], parse_math=False)
+        if (
+            score < line < score + 0.1 * height
+        ):  # keep out of the line: into the bar, or above the line where the bar is low
+            y, side = (
+                (score - 0.02 * height, "top")
+                if score > 0.12 * height
+                else (line + 0.02 * height, "bottom")
+            )
+        axis.text(
+            key,
+            y,
+            f"{score:.0f}",
+            ha="center",
+            va=side,
+            fontsize=7,
+            color=PALETTE["text"],
+            parse_math=False,
+        )
     if reference != "no max":
         edges = [c * CHUNK - 0.5 for c in range(step)]
-        axis.hlines([m.scores_max for m in moments], edges, [e + CHUNK for e in edges], color=PALETTE["text"], linewidth=1.6)
+        axis.hlines(
+            [m.scores_max for m in moments],
+            edges,
+            [e + CHUNK for e in edges],
+            color=PALETTE["text"],
+            linewidth=1.6,
+        )
     axis.set_ylim(0, height)
     axis.set_xticks(range(0, len(SCORES), CHUNK))
     axis.set_xlabel("key", fontsize=9)
@@ -228,29 +322,58 @@ def _draw_logsum(axis: Axes, moments: list[Moment], usual: float) -> None:
     bars: list[tuple[float, float, float, str]] = []  # centre, bottom, height, colour of each piece
     for c, moment in enumerate(moments):
         if not math.isfinite(moment.logsum):
-            axis.bar(centres[c], 0.86 * height, 2.6, fill=False, edgecolor=PALETTE["faint"], linestyle="--")
-            axis.text(centres[c], 0.43 * height, number(moment.logsum), ha="center", va="center", fontsize=10)
+            axis.bar(
+                centres[c],
+                0.86 * height,
+                2.6,
+                fill=False,
+                edgecolor=PALETTE["faint"],
+                linestyle="--",
+            )
+            axis.text(
+                centres[c],
+                0.43 * height,
+                number(moment.logsum),
+                ha="center",
+                va="center",
+                fontsize=10,
+            )
             continue
         beyond = moment.logsum >= height
         pieces = np.array(moment.parts) * (0.86 * height / moment.logsum if beyond else 1)
         colours = [PALETTE["key"]] * c + [PALETTE["query"]]
-        bars += zip([centres[c]] * (c + 1), np.cumsum(pieces) - pieces, pieces, colours, strict=True)
+        bars += zip(
+            [centres[c]] * (c + 1), np.cumsum(pieces) - pieces, pieces, colours, strict=True
+        )
         told = f"{number(moment.logsum)}{' ↑' if beyond else ''}"
-        axis.text(centres[c], pieces.sum() + 0.02 * height, told, ha="center", va="bottom", fontsize=9, color=PALETTE["text"])
+        axis.text(
+            centres[c],
+            pieces.sum() + 0.02 * height,
+            told,
+            ha="center",
+            va="bottom",
+            fontsize=9,
+            color=PALETTE["text"],
+        )
     if bars:
         x, bottoms, heights, colours = zip(*bars, strict=True)
         _bars(axis, x, 2.6, bottoms, heights, colours, edgecolors="white", linewidths=0.8)
-    steps = [f"× {number(m.scores_scale)}  + {number(m.parts[-1])}" for m in moments] + [""] * (CHUNKS - len(moments))
+    steps = [f"× {number(m.scores_scale)}  + {number(m.parts[-1])}" for m in moments] + [""] * (
+        CHUNKS - len(moments)
+    )
     axis.set_xticks(centres, [f"chunk {c + 1}\n{step}" for c, step in enumerate(steps)])
     axis.set_xlabel(
-        "× scores_scale: the old sum changes its unit (blue)     + scores_sum: the chunk's own terms (orange)", fontsize=9
+        "× scores_scale: the old sum changes its unit (blue)     + scores_sum: the chunk's own "
+        "terms (orange)",
+        fontsize=9,
     )
     axis.set_ylabel("logsum", fontsize=9)
     axis.set_ylim(0, height)
 
 
 def explore() -> Panel:
-    """The interactive: step through the chunks, switch stability off, lift the first chunk until something overflows."""
+    """The interactive: step through the chunks, switch stability off, lift the first chunk until
+    something overflows."""
 
     def render(step: int, reference: str, lift: int) -> tuple[Picture, str]:
         return draw_stream(step, reference, lift), sentence(step, reference, lift)
@@ -259,6 +382,10 @@ def explore() -> Panel:
         "softmax, chunk by chunk",
         render,
         step=ipywidgets.IntSlider(1, 1, CHUNKS, description="chunks read"),
-        reference=ipywidgets.Dropdown(options=REFERENCES, value=REFERENCES[0], description="exponents measured from"),
-        lift=ipywidgets.IntSlider(0, 0, HIGHEST_LIFT, description="first chunk lifted by (log2 units)"),
+        reference=ipywidgets.Dropdown(
+            options=REFERENCES, value=REFERENCES[0], description="exponents measured from"
+        ),
+        lift=ipywidgets.IntSlider(
+            0, 0, HIGHEST_LIFT, description="first chunk lifted by (log2 units)"
+        ),
     )

@@ -1,8 +1,10 @@
-"""Chapter 05's pictures: one query's list, by hand and in a real text, and what a list moves beside dense tiles.
+"""Chapter 05's pictures: one query's list, by hand and in a real text, and what a list moves beside
+dense tiles.
 
-`group_mass` and `true_lists` choose blocks by the attention that trained heads really pay (no kernel knows it in advance; chapters
-06 and 07 find such blocks cheaply), `token_kinds` says what a list makes of each token, `loads` and `crossover` count bytes.
-`draw_gather` draws a list by hand, `draw_text` one in the text; `explore` puts controls on the second.
+`group_mass` and `true_lists` choose blocks by the attention that trained heads really pay (no
+kernel knows it in advance; chapters 06 and 07 find such blocks cheaply), `token_kinds` says what a
+list makes of each token, `loads` and `crossover` count bytes. `draw_gather` draws a list by hand,
+`draw_text` one in the text; `explore` puts controls on the second.
 
 Symbols: `N` positions, `H` key/value heads, `BS` block size, `NB` blocks, `S` slots.
 """
@@ -19,14 +21,16 @@ from matplotlib.patches import Patch, Rectangle
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from nsa_tutorial import costs
 from nsa_tutorial.course import heads
 from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure, readable_on
 from nsa_tutorial.course.heads import Heads
 from nsa_tutorial.course.widgets import Panel, panel
+from nsa_tutorial.runtime import costs
 
 KINDS = ("selected", "own block", "not listed", "future")
-COPYING = 3  # the KV head whose group looks farthest back: at lines like the one that the query stands in
+COPYING = (
+    3  # the KV head whose group looks farthest back: at lines like the one that the query stands in
+)
 QUERY, BLOCK_SIZE, TOP_N = 385, 16, 4  # the example of the chapter
 CELL = (8, 17)  # pixels of a character
 D = 128  # of the priced example
@@ -36,13 +40,15 @@ _PALE = {"selected": "selected", "own block": "own block", "not listed": "masked
 
 
 def group_mass(h: Heads, block_size: int) -> Tensor:
-    """The share of a group's attention that each block of keys gets, `[H, N, NB]`: the mean over the group's query heads."""
+    """The share of a group's attention that each block of keys gets, `[H, N, NB]`: the mean over
+    the group's query heads."""
     mass = heads.block_mass(heads.attention_weights(h.q, h.k)[0], block_size)  # [HQ, N, NB]
     return mass.unflatten(0, (-1, h.G)).mean(1)
 
 
 def true_lists(mass: Tensor, block_size: int, top_n: int) -> Tensor:
-    """The best `top_n` causal blocks of each query by `mass [H, N, NB]`, its own always among them: `[1, N, H, top_n]`.
+    """The best `top_n` causal blocks of each query by `mass [H, N, NB]`, its own always among them:
+    `[1, N, H, top_n]`.
 
     Ids ascend; a query with fewer blocks behind it has `-1` in the slots that are left.
     """
@@ -51,7 +57,9 @@ def true_lists(mass: Tensor, block_size: int, top_n: int) -> Tensor:
     block = torch.arange(NB)  # [NB]
     rank = mass.masked_fill(block == own, torch.inf).masked_fill(block > own, -torch.inf)
     best = rank.topk(min(top_n, NB), dim=-1)
-    ids = best.indices.masked_fill(best.values == -torch.inf, NB).sort(-1).values  # empty slots last
+    ids = (
+        best.indices.masked_fill(best.values == -torch.inf, NB).sort(-1).values
+    )  # empty slots last
     ids = torch.nn.functional.pad(ids, (0, top_n - ids.shape[-1]), value=NB)
     return ids.masked_fill(ids == NB, -1).permute(1, 0, 2)[None]
 
@@ -86,19 +94,27 @@ def _mass(block_size: int) -> Tensor:
 def tiles_of(ids: list[int], query: int, M: int, block_size: int) -> list[list[int | None]]:
     """For each slot the tokens that its tile holds, and None for each row that stays zero."""
     seen = range(min(query + 1, M))
-    starts = [block_id * block_size if block_id >= 0 else M for block_id in ids]  # an empty slot holds nothing that exists
-    return [[token if token in seen else None for token in range(start, start + block_size)] for start in starts]
+    starts = [
+        block_id * block_size if block_id >= 0 else M for block_id in ids
+    ]  # an empty slot holds nothing that exists
+    return [
+        [token if token in seen else None for token in range(start, start + block_size)]
+        for start in starts
+    ]
 
 
 def draw_gather(ids: list[int], query: int, M: int, block_size: int) -> Picture:
-    """Above the keys in their blocks, below the tile of each slot, and what goes from the one to the other."""
+    """Above the keys in their blocks, below the tile of each slot, and what goes from the one to
+    the other."""
     figure, axes = new_figure(8.0, 2.9)
     axis, tiles, own = axes[0, 0], tiles_of(ids, query, M, block_size), query // block_size
     gap, top, bottom = 0.5, 2.4, 0.0
 
     def square(x: float, y: float, text: str, colour: str | None) -> None:
         face = SURFACE if colour is None else PALETTE[colour]
-        axis.add_patch(Rectangle((x, y), 0.92, 0.8, facecolor=face, edgecolor=PALETTE["faint"], linewidth=0.8))
+        axis.add_patch(
+            Rectangle((x, y), 0.92, 0.8, facecolor=face, edgecolor=PALETTE["faint"], linewidth=0.8)
+        )
         ink = PALETTE["faint"] if colour is None else readable_on(colour)
         axis.text(x + 0.46, y + 0.38, text, ha="center", va="center", fontsize=9, color=ink)
 
@@ -106,10 +122,21 @@ def draw_gather(ids: list[int], query: int, M: int, block_size: int) -> Picture:
     for token, kind in enumerate(kinds):
         square(token + gap * (token // block_size), top, str(token), _PALE.get(kind))
     place = query + gap * own
-    axis.add_patch(Rectangle((place - 0.05, top - 0.05), 1.02, 0.9, fill=False, edgecolor=PALETTE["query"], linewidth=2.2))
+    axis.add_patch(
+        Rectangle(
+            (place - 0.05, top - 0.05),
+            1.02,
+            0.9,
+            fill=False,
+            edgecolor=PALETTE["query"],
+            linewidth=2.2,
+        )
+    )
     for block in range(-(-M // block_size)):
         middle = block * (block_size + gap) + block_size / 2
-        axis.text(middle, top + 1.0, f"block {block}", ha="center", fontsize=9, color=PALETTE["text"])
+        axis.text(
+            middle, top + 1.0, f"block {block}", ha="center", fontsize=9, color=PALETTE["text"]
+        )
     for slot, (block_id, tile) in enumerate(zip(ids, tiles, strict=True)):
         start = slot * (block_size + gap)
         for row, token in enumerate(tile):
@@ -117,25 +144,52 @@ def draw_gather(ids: list[int], query: int, M: int, block_size: int) -> Picture:
             square(start + row, bottom, "zero" if token is None else str(token), colour)
             if token is not None:
                 source = token + gap * block_id + 0.46
-                axis.plot([source, start + row + 0.46], [top - 0.08, bottom + 0.88], color=PALETTE[colour], linewidth=1, alpha=0.8)
+                axis.plot(
+                    [source, start + row + 0.46],
+                    [top - 0.08, bottom + 0.88],
+                    color=PALETTE[colour],
+                    linewidth=1,
+                    alpha=0.8,
+                )
         label = f"slot {slot}: id {block_id}".replace("-", "−")
-        axis.text(start + block_size / 2, bottom - 0.45, label, ha="center", fontsize=9, color=PALETTE["text"])
-    axis.set_xlim(-0.2, max(M + gap * ((M - 1) // block_size), len(ids) * (block_size + gap) - gap) + 0.1)
+        axis.text(
+            start + block_size / 2,
+            bottom - 0.45,
+            label,
+            ha="center",
+            fontsize=9,
+            color=PALETTE["text"],
+        )
+    axis.set_xlim(
+        -0.2, max(M + gap * ((M - 1) // block_size), len(ids) * (block_size + gap) - gap) + 0.1
+    )
     axis.set_ylim(-0.7, 3.8)
     axis.axis("off")
     loaded = sum(token is not None for tile in tiles for token in tile)
     zeros = len(ids) * block_size - loaded
-    told = f"Query {query} with the list {ids}: {loaded} of the {query + 1} keys of its past are loaded, {zeros} rows stay zero"
+    told = (
+        f"Query {query} with the list {ids}: {loaded} of the {query + 1} keys of its past "
+        f"are loaded, {zeros} rows stay zero"
+    )
     return Picture(figure, told.replace("-", "−"))
 
 
 # -- one query's list, in the text --
 
 
-def draw_text(query: int = QUERY, top_n: int = TOP_N, group: int = COPYING, block_size: int = BLOCK_SIZE) -> Picture:
-    """Above, how the group's attention spreads over the blocks; below, the listed blocks in the text itself."""
+def draw_text(
+    query: int = QUERY, top_n: int = TOP_N, group: int = COPYING, block_size: int = BLOCK_SIZE
+) -> Picture:
+    """Above, how the group's attention spreads over the blocks; below, the listed blocks in the
+    text itself."""
     h, mass = _heads(), _mass(block_size)
-    ids = [i for i in true_lists(mass[group : group + 1, : query + 1], block_size, top_n)[0, query, 0].tolist() if i >= 0]
+    ids = [
+        i
+        for i in true_lists(mass[group : group + 1, : query + 1], block_size, top_n)[
+            0, query, 0
+        ].tolist()
+        if i >= 0
+    ]
     shares, own = mass[group, query].numpy(), query // block_size
     page = _page(h.text, token_kinds(ids, query, len(h.text), block_size), query)
     height = page.shape[0] / 100 + 2.5
@@ -143,7 +197,10 @@ def draw_text(query: int = QUERY, top_n: int = TOP_N, group: int = COPYING, bloc
     figure.set_layout_engine(None)  # fixed places: nothing jumps under the slider
     bars = axes[0, 0]
     bars.set_position([0.075, 1 - 1.75 / height, 0.915, 1.4 / height])
-    colours = [PALETTE["own block" if b == own else "selected" if b in ids else "masked"] for b in range(len(shares))]
+    colours = [
+        PALETTE["own block" if b == own else "selected" if b in ids else "masked"]
+        for b in range(len(shares))
+    ]
     bars.bar(range(len(shares)), 100 * shares, 0.8, color=colours)
     bars.set_xlim(-0.6, len(shares) - 0.4)
     bars.set_ylim(0, 100 * max(0.3, 1.15 * shares.max()))
@@ -153,18 +210,29 @@ def draw_text(query: int = QUERY, top_n: int = TOP_N, group: int = COPYING, bloc
     figure.figimage(page, (800 - page.shape[1]) // 2, 28, origin="upper")
     handles = [Patch(color=PALETTE[colour], label=kind) for kind, colour in _PALE.items()]
     handles.append(Patch(color=PALETTE["query"], label=f"query {query}"))
-    figure.legend(handles=handles, loc="lower center", ncols=4, fontsize=9, frameon=False, bbox_to_anchor=(0.5, 0))
+    figure.legend(
+        handles=handles,
+        loc="lower center",
+        ncols=4,
+        fontsize=9,
+        frameon=False,
+        bbox_to_anchor=(0.5, 0),
+    )
     return Picture(figure, finding(query, ids, shares, block_size))
 
 
 def finding(query: int, ids: list[int], shares: np.ndarray, block_size: int) -> str:
     """The title: which blocks, and how much of the attention they hold."""
     blocks = query // block_size + 1
-    return f"Query {query}: blocks {ids}, {len(ids)} of {blocks}, hold {shares[ids].sum():.0%} of its group's attention"
+    return (
+        f"Query {query}: blocks {ids}, {len(ids)} of {blocks}, hold {shares[ids].sum():.0%} "
+        "of its group's attention"
+    )
 
 
 def _page(text: bytes, kinds: list[str], query: int) -> np.ndarray:
-    """The text as pixels, uint8 `[rows, columns, 3]`, each character on the colour of its kind, line ends included."""
+    """The text as pixels, uint8 `[rows, columns, 3]`, each character on the colour of its kind,
+    line ends included."""
     lines = text.split(b"\n")
     wide, high = CELL
     image = Image.new("RGB", (wide * (max(map(len, lines)) + 1), high * len(lines)), SURFACE)
@@ -188,10 +256,14 @@ def sentence(query: int, top_n: int, group: int, block_size: int = BLOCK_SIZE) -
     h, mass = _heads(), _mass(block_size)
     ids = true_lists(mass[group : group + 1, : query + 1], block_size, top_n)[0, query, 0]
     ids = ids[ids >= 0].tolist()
-    keys = sum(kind in ("selected", "own block") for kind in token_kinds(ids, query, len(h.text), block_size))
+    keys = sum(
+        kind in ("selected", "own block")
+        for kind in token_kinds(ids, query, len(h.text), block_size)
+    )
     held = mass[group, query, ids].sum().item()
     return (
-        f"Query {query} ({h.token(query)}) lists the blocks {', '.join(map(str, ids))}: {keys} of the {query + 1} keys "
+        f"Query {query} ({h.token(query)}) lists the blocks {', '.join(map(str, ids))}: {keys} "
+        f"of the {query + 1} keys "
         f"that it may see. "
         f"They hold {held:.0%} of its group's attention."
     )
@@ -209,15 +281,20 @@ def explore() -> Panel:
         render,
         query=ipywidgets.IntSlider(QUERY, 0, len(h.text) - 1, description="query"),
         top_n=ipywidgets.IntSlider(TOP_N, 1, 12, description="blocks listed"),
-        group=ipywidgets.Dropdown(options=list(range(h.k.shape[2])), value=COPYING, description="KV head"),
+        group=ipywidgets.Dropdown(
+            options=list(range(h.k.shape[2])), value=COPYING, description="KV head"
+        ),
     )
 
 
 # -- what a list moves, beside dense tiles --
 
 
-def loads(N: int, tile_q: int | None = None, *, G: int = 1, block_size: int = 64, top_n: int = 16) -> float:
-    """Bytes that one query of a group moves on average, `D = DV = 128`, bf16: with a list, or in dense tiles of `tile_q`."""
+def loads(
+    N: int, tile_q: int | None = None, *, G: int = 1, block_size: int = 64, top_n: int = 16
+) -> float:
+    """Bytes that one query of a group moves on average, `D = DV = 128`, bf16: with a list, or in
+    dense tiles of `tile_q`."""
     if tile_q is None:
         cost = costs.selected_attention(N, N, D, block_size=block_size, top_n=top_n, HQ=G, H=1)
     else:
@@ -226,11 +303,17 @@ def loads(N: int, tile_q: int | None = None, *, G: int = 1, block_size: int = 64
 
 
 def crossover(tile_q: int, *, G: int = 1, block_size: int = 64, top_n: int = 16) -> int:
-    """The first multiple of `block_size` at which the lists move no more bytes than dense tiles of `tile_q` positions."""
-    low, high = top_n, 2**20 // block_size  # in blocks; below `top_n` of them a list leaves nothing out
+    """The first multiple of `block_size` at which the lists move no more bytes than dense tiles of
+    `tile_q` positions."""
+    low, high = (
+        top_n,
+        2**20 // block_size,
+    )  # in blocks; below `top_n` of them a list leaves nothing out
     while high - low > 1:
         middle = (low + high) // 2
         N = middle * block_size
-        fewer = loads(N, G=G, block_size=block_size, top_n=top_n) <= loads(N, tile_q, G=G, block_size=block_size)
+        fewer = loads(N, G=G, block_size=block_size, top_n=top_n) <= loads(
+            N, tile_q, G=G, block_size=block_size
+        )
         low, high = (low, middle) if fewer else (middle, high)
     return high * block_size

@@ -1,6 +1,8 @@
-"""Pictures of chapter 00: the map of the course, and which keys a short list of blocks lets each query see.
+"""Pictures of chapter 00: the map of the course, and which keys a short list of blocks lets each
+query see.
 
-`python -m nsa_tutorial.course.widgets.start_here assets/selected_attention.png` draws the picture of README.md.
+`python -m nsa_tutorial.course.widgets.start_here assets/selected_attention.png` draws the picture
+of README.md.
 """
 
 from __future__ import annotations
@@ -15,34 +17,59 @@ from matplotlib.patches import FancyBboxPatch, Patch
 
 from nsa_tutorial.course.chapters import CHAPTERS, PARTS
 from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure
-from nsa_tutorial.selected_attention import dense_mask
+from nsa_tutorial.sparse.selected_attention import dense_mask
 
 _INK = "#46525E"  # the map is no picture of attention: it keeps away from the palette's meanings
 
 
 def draw_course() -> Picture:
-    """The chapters in their parts, in reading order; a chapter that is not here yet is drawn in outline."""
+    """The chapters in their parts, in reading order; a chapter that is not here yet is drawn in
+    outline."""
     per_row, rows = 4, [[c for c in CHAPTERS if c.part == part] for part in range(len(PARTS))]
-    lines = [(part, chapters[i : i + per_row]) for part, chapters in enumerate(rows) for i in range(0, len(chapters), per_row)]
+    lines = [
+        (part, chapters[i : i + per_row])
+        for part, chapters in enumerate(rows)
+        for i in range(0, len(chapters), per_row)
+    ]
     figure, axes = new_figure(10.8, 0.62 * len(lines) + 0.5)
     axis = axes[0, 0]
     axis.set(xlim=(-1.35, 3 * per_row), ylim=(len(lines), 0))
     axis.axis("off")
     for y, (part, chapters) in enumerate(lines):
         if y == 0 or lines[y - 1][0] != part:
-            name = PARTS[part].replace(", ", ",\n").replace(" and ", "\nand ")  # the column is narrow
+            name = (
+                PARTS[part].replace(", ", ",\n").replace(" and ", "\nand ")
+            )  # the column is narrow
             axis.text(-1.35, y + 0.5, name, va="center", fontsize=9, weight="bold", color=_INK)
         for x, chapter in enumerate(chapters):
             face, text = (_INK, "white") if chapter.is_ready else ("white", PALETTE["text"])
             axis.add_patch(
-                FancyBboxPatch((3 * x + 0.08, y + 0.1), 2.8, 0.8, "round,pad=0,rounding_size=0.1", fc=face, ec=_INK, lw=1.2)
+                FancyBboxPatch(
+                    (3 * x + 0.08, y + 0.1),
+                    2.8,
+                    0.8,
+                    "round,pad=0,rounding_size=0.1",
+                    fc=face,
+                    ec=_INK,
+                    lw=1.2,
+                )
             )
             axis.text(
-                3 * x + 0.2, y + 0.34, f"{chapter.number:02d} {chapter.name}", va="center", fontsize=8, weight="bold", color=text
+                3 * x + 0.2,
+                y + 0.34,
+                f"{chapter.number:02d} {chapter.name}",
+                va="center",
+                fontsize=8,
+                weight="bold",
+                color=text,
             )
             axis.text(3 * x + 0.2, y + 0.67, chapter.idea, va="center", fontsize=7.8, color=text)
     ready = sum(c.is_ready for c in CHAPTERS)
-    return Picture(figure, f"{len(CHAPTERS)} chapters from one formula to a trained model ({ready} of them, filled, are here)")
+    return Picture(
+        figure,
+        f"{len(CHAPTERS)} chapters from one formula to a trained model ({ready} of them, filled, "
+        "are here)",
+    )
 
 
 def draw_selection(visible: torch.Tensor, block_size: int) -> Picture:
@@ -67,7 +94,12 @@ def draw_selection(visible: torch.Tensor, block_size: int) -> Picture:
         axis.axvline(edge - 0.5, color=PALETTE["text"], linewidth=0.7)
         axis.axhline(edge - 0.5, color=PALETTE["text"], linewidth=0.7)
     ticks = range(0, N, block_size)
-    axis.set(xlabel=f"key position, in blocks of {block_size}", ylabel="query position", xticks=ticks, yticks=ticks)
+    axis.set(
+        xlabel=f"key position, in blocks of {block_size}",
+        ylabel="query position",
+        xticks=ticks,
+        yticks=ticks,
+    )
     handles = [
         Patch(fc=PALETTE["own block"], label="seen: the query's own block"),
         Patch(fc=PALETTE["selected"], label="seen: another listed block"),
@@ -75,11 +107,16 @@ def draw_selection(visible: torch.Tensor, block_size: int) -> Picture:
         Patch(fc=PALETTE["masked"], label="later than the query"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=8.5, frameon=False)
-    return Picture(figure, f"Of the {past.sum()} pairs without a list, {seen.sum()} are left ({seen.sum() / past.sum():.0%})")
+    return Picture(
+        figure,
+        f"Of the {past.sum()} pairs without a list, {seen.sum()} are left "
+        f"({seen.sum() / past.sum():.0%})",
+    )
 
 
 def draw_overview() -> Picture:
-    """README.md's picture: dense attention, and selected attention with lists drawn at random (seeded), of 64 queries."""
+    """README.md's picture: dense attention, and selected attention with lists drawn at random
+    (seeded), of 64 queries."""
     N, BS, listed = 64, 8, 3
     generator = torch.Generator().manual_seed(0)
     own = torch.arange(N) // BS
@@ -93,18 +130,32 @@ def draw_overview() -> Picture:
     figure, axes = new_figure(9.6, 5.4, columns=2)
     figure.get_layout_engine().set(h_pad=0.12)
     for axis, shown, name in zip(
-        axes[0], (past, seen), ("dense", f"selected: at most {listed} blocks of {BS} per query"), strict=True
+        axes[0],
+        (past, seen),
+        ("dense", f"selected: at most {listed} blocks of {BS} per query"),
+        strict=True,
     ):
         grid(axis, shown.astype(float), colour="selected", largest=1.0, hidden=~past)
-        axis.set(xlabel="key position", ylabel="query position", xticks=range(0, N, BS), yticks=range(0, N, BS))
+        axis.set(
+            xlabel="key position",
+            ylabel="query position",
+            xticks=range(0, N, BS),
+            yticks=range(0, N, BS),
+        )
         axis.set_title(f"{name}: {shown.sum():,} pairs", fontsize=10, pad=8)
     handles = [
         Patch(fc=PALETTE["selected"], label="computed"),
-        Patch(fc="white", ec=PALETTE["faint"], label="earlier than the query, but in no listed block"),
+        Patch(
+            fc="white", ec=PALETTE["faint"], label="earlier than the query, but in no listed block"
+        ),
         Patch(fc=PALETTE["masked"], label="later than the query"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
-    return Picture(figure, f"A short list of blocks per query keeps {seen.sum() / past.sum():.0%} of the pairs at {N} tokens")
+    return Picture(
+        figure,
+        f"A short list of blocks per query keeps {seen.sum() / past.sum():.0%} of the pairs at "
+        f"{N} tokens",
+    )
 
 
 if __name__ == "__main__":

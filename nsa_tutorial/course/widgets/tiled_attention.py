@@ -1,7 +1,9 @@
-"""Chapter 04's pictures: the walk over the tiles beside a byte meter, and what a choice of tile sizes costs.
+"""Chapter 04's pictures: the walk over the tiles beside a byte meter, and what a choice of tile
+sizes costs.
 
-`meter` and `facts` compute; `draw_walk` and `draw_tile_sizes` draw them; `explore` puts controls on the second. `largest_tensor`
-watches what a function allocates. The long example is one causal head of 65,536 tokens, `D = DV = 128`, in bf16, on an H200.
+`meter` and `facts` compute; `draw_walk` and `draw_tile_sizes` draw them; `explore` puts controls on
+the second. `largest_tensor` watches what a function allocates. The long example is one causal head
+of 65,536 tokens, `D = DV = 128`, in bf16, on an H200.
 """
 
 from __future__ import annotations
@@ -17,15 +19,17 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa_tutorial import costs
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.course.widgets.grouped_query_attention import H200_BYTES_PER_S, H200_FLOPS_PER_S
-from nsa_tutorial.dense_attention import causal_mask
-from nsa_tutorial.tiled_attention import Tile, tiles
+from nsa_tutorial.exact.dense_attention import causal_mask
+from nsa_tutorial.exact.tiled_attention import Tile, tiles
+from nsa_tutorial.runtime import costs
 
 GIB, KIB = 2**30, 2**10
-SHARED_BYTES = 227 * KIB  # that one program may use, of 228 KiB on a multiprocessor: NVIDIA's Hopper tuning guide
+SHARED_BYTES = (
+    227 * KIB
+)  # that one program may use, of 228 KiB on a multiprocessor: NVIDIA's Hopper tuning guide
 MACHINE = H200_FLOPS_PER_S / H200_BYTES_PER_S  # operations for every byte of main memory
 TOKENS, WIDTH = 65_536, 128
 TILE_Q = (1, 4, 16, 32, 64, 128, 192, 256)
@@ -50,7 +54,9 @@ _ON_CHIP = {
 class _Largest(TorchDispatchMode):
     bytes = 0
 
-    def __torch_dispatch__(self, function: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+    def __torch_dispatch__(
+        self, function: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
         result = function(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
             self.bytes = max(self.bytes, result.untyped_storage().nbytes())
@@ -58,7 +64,8 @@ class _Largest(TorchDispatchMode):
 
 
 def largest_tensor(function: Callable[[], object]) -> int:
-    """The bytes of memory behind the largest tensor that any PyTorch operation gives while `function` runs."""
+    """The bytes of memory behind the largest tensor that any PyTorch operation gives while
+    `function` runs."""
     with _Largest() as largest:
         function()
     return largest.bytes
@@ -88,7 +95,8 @@ class Meter:
 
 
 def meter(N: int, M: int, D: int, tile_q: int, tile_k: int, causal: bool = True) -> list[Meter]:
-    """The meter after every tile that is not skipped, one head in bf16; after the last one, all that the walk moves."""
+    """The meter after every tile that is not skipped, one head in bf16; after the last one, all
+    that the walk moves."""
     visited = [t for t in tiles(N, M, tile_q, tile_k, causal) if t.kind != "skipped"]
     readings, q, kv, out = [], 0, 0, 0
     for i, tile in enumerate(visited):
@@ -96,16 +104,26 @@ def meter(N: int, M: int, D: int, tile_q: int, tile_k: int, causal: bool = True)
         if tile.key_start == 0:
             q += rows * D * 2
         kv += (tile.key_end - tile.key_start) * 2 * D * 2
-        if i + 1 == len(visited) or visited[i + 1].key_start == 0:  # the last tile of its queries: store
+        if (
+            i + 1 == len(visited) or visited[i + 1].key_start == 0
+        ):  # the last tile of its queries: store
             out += rows * D * 2 + rows * 4
         readings.append(Meter(tile, q, kv, out))
     return readings
 
 
 def draw_walk(
-    N: int = 64, M: int = 64, tile_q: int = 16, tile_k: int = 16, *, D: int = 16, causal: bool = True, step: int | None = None
+    N: int = 64,
+    M: int = 64,
+    tile_q: int = 16,
+    tile_k: int = 16,
+    *,
+    D: int = 16,
+    causal: bool = True,
+    step: int | None = None,
 ) -> Picture:
-    """The tiles in the order of the walk, and the bytes moved after `step` of them (all of them by default)."""
+    """The tiles in the order of the walk, and the bytes moved after `step` of them (all of them by
+    default)."""
     readings = meter(N, M, D, tile_q, tile_k, causal)
     step = len(readings) if step is None else step
     figure, axes = new_figure(8.0, 4.0, columns=2, width_ratios=(1.25, 1))
@@ -116,13 +134,25 @@ def draw_walk(
     moved, table = readings[step - 1].bytes, costs.dense_attention(N, M, D).bytes
     skipped = sum(t.kind == "skipped" for t in tiles(N, M, tile_q, tile_k, causal))
     if step == len(readings):
-        told = f"{step} tiles read, {skipped} skipped: {moved / KIB:.1f} KiB moved, with the table it was {table / KIB:.1f}"
+        told = (
+            f"{step} tiles read, {skipped} skipped: {moved / KIB:.1f} KiB moved, with the "
+            f"table it was {table / KIB:.1f}"
+        )
     else:
         told = f"{step} of {len(readings)} tiles read: {moved / KIB:.1f} KiB moved so far"
     return Picture(figure, told)
 
 
-def _draw_tiles(axis: Axes, readings: list[Meter], N: int, M: int, tile_q: int, tile_k: int, causal: bool, step: int) -> None:
+def _draw_tiles(
+    axis: Axes,
+    readings: list[Meter],
+    N: int,
+    M: int,
+    tile_q: int,
+    tile_k: int,
+    causal: bool,
+    step: int,
+) -> None:
     visible = causal_mask(N, M).numpy() if causal else np.ones((N, M), dtype=bool)
     picture = np.ones((N, M, 3))
     for number, reading in enumerate(readings[:step], 1):
@@ -131,7 +161,8 @@ def _draw_tiles(axis: Axes, readings: list[Meter], N: int, M: int, tile_q: int, 
         picture[part] = np.where(visible[part][..., None], _rgb(PALETTE["key"]), _rgb(_HIDDEN))
         centre = ((t.key_start + t.key_end - 1) / 2, (t.query_start + t.query_end - 1) / 2)
         axis.text(*centre, str(number), ha="center", va="center", fontsize=9, color=PALETTE["text"],
-                  bbox={"boxstyle": "circle,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.85})  # fmt: skip
+                  bbox={"boxstyle": "circle,pad=0.2", "facecolor": "white", "edgecolor": "none",
+                  "alpha": 0.85})  # fmt: skip
     for t in tiles(N, M, tile_q, tile_k, causal):
         if t.kind == "skipped":
             picture[t.query_start : t.query_end, t.key_start : t.key_end] = _rgb(PALETTE["masked"])
@@ -139,41 +170,77 @@ def _draw_tiles(axis: Axes, readings: list[Meter], N: int, M: int, tile_q: int, 
     for t in tiles(N, M, tile_q, tile_k, causal):
         axis.add_patch(_outline(t, "white" if t.kind == "skipped" else PALETTE["faint"], 0.8))
     axis.add_patch(_outline(readings[step - 1].tile, PALETTE["query"], 2.5))
-    axis.set_xticks(np.arange(0, M + 1, tile_k) - 0.5, range(0, M + 1, tile_k))  # a tick where a tile begins
+    axis.set_xticks(
+        np.arange(0, M + 1, tile_k) - 0.5, range(0, M + 1, tile_k)
+    )  # a tick where a tile begins
     axis.set_yticks(np.arange(0, N + 1, tile_q) - 0.5, range(0, N + 1, tile_q))
     axis.set_xlabel(f"key, {tile_k} a tile", fontsize=9)
     axis.set_ylabel(f"query, {tile_q} a tile", fontsize=9)
-    handles = [Patch(color=PALETTE["key"], label="visible"), Patch(color=_HIDDEN, label="computed, masked")]
+    handles = [
+        Patch(color=PALETTE["key"], label="visible"),
+        Patch(color=_HIDDEN, label="computed, masked"),
+    ]
     handles.append(Patch(color=PALETTE["masked"], label="skipped"))
-    axis.figure.legend(handles=handles if causal else handles[:1], loc="lower left", bbox_to_anchor=(0.08, 0.0), ncols=3,
+    axis.figure.legend(handles=handles if causal else handles[:1], loc="lower left",
+    bbox_to_anchor=(0.08, 0.0), ncols=3,
                        fontsize=9, frameon=False, handlelength=1.0, columnspacing=1.0)  # fmt: skip
 
 
 def _outline(t: Tile, colour: str, width: float) -> Rectangle:
     size = (t.key_end - t.key_start, t.query_end - t.query_start)
-    return Rectangle((t.key_start - 0.5, t.query_start - 0.5), *size, fill=False, edgecolor=colour, linewidth=width, clip_on=False)
+    return Rectangle(
+        (t.key_start - 0.5, t.query_start - 0.5),
+        *size,
+        fill=False,
+        edgecolor=colour,
+        linewidth=width,
+        clip_on=False,
+    )
 
 
 def _rgb(colour: str) -> np.ndarray:
     return np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
 
 
-def _draw_meter(axis: Axes, reading: Meter, dense: costs.Cost, pairs: int, N: int, M: int, D: int) -> None:
+def _draw_meter(
+    axis: Axes, reading: Meter, dense: costs.Cost, pairs: int, N: int, M: int, D: int
+) -> None:
     bars = {
-        "with the table": {"q": N * D * 2, "k and v": 2 * M * D * 2, "table": 4 * pairs * 2, "o and lse": N * D * 2},
+        "with the table": {
+            "q": N * D * 2,
+            "k and v": 2 * M * D * 2,
+            "table": 4 * pairs * 2,
+            "o and lse": N * D * 2,
+        },
         "by tiles": {"q": reading.q, "k and v": reading.kv, "table": 0, "o and lse": reading.out},
     }
     for place, parts in enumerate(bars.values()):
         bottom = 0.0
         for name, size in parts.items():
-            axis.bar(place, size / KIB, 0.6, bottom, color=PALETTE[_PARTS[name]], label=name if place == 0 else None)
+            axis.bar(
+                place,
+                size / KIB,
+                0.6,
+                bottom,
+                color=PALETTE[_PARTS[name]],
+                label=name if place == 0 else None,
+            )
             bottom += size / KIB
-        axis.text(place, bottom + 0.01 * dense.bytes / KIB, f"{bottom:.1f} KiB", ha="center", va="bottom", fontsize=9)
+        axis.text(
+            place,
+            bottom + 0.01 * dense.bytes / KIB,
+            f"{bottom:.1f} KiB",
+            ha="center",
+            va="bottom",
+            fontsize=9,
+        )
     axis.set_xticks(range(len(bars)), list(bars))
     axis.set_ylim(0, 1.12 * dense.bytes / KIB)
     axis.set_ylabel("moved, KiB", fontsize=9)
     handles, labels = axis.get_legend_handles_labels()
-    axis.legend(handles[::-1], labels[::-1], loc="upper right", fontsize=8, frameon=False, handlelength=1.0)
+    axis.legend(
+        handles[::-1], labels[::-1], loc="upper right", fontsize=8, frameon=False, handlelength=1.0
+    )
 
 
 # -- tile sizes --
@@ -188,7 +255,8 @@ class Facts:
         intensity: operations per byte moved.
         kib: what one program holds on the chip.
         fits: whether it may.
-        memory_ms: what an H200's main memory needs for all of it, so if nothing hits L2 (data sheet).
+        memory_ms: what an H200's main memory needs for all of it, so if nothing hits L2 (data
+            sheet).
         arithmetic_ms: what the operations take at the data sheet's rate.
     """
 
@@ -202,7 +270,8 @@ class Facts:
 
 @functools.cache
 def facts(tile_q: int, tile_k: int) -> Facts:
-    """Bytes, intensity, room and data-sheet times of one causal head with 65,536 tokens, `D = DV = 128`, bf16."""
+    """Bytes, intensity, room and data-sheet times of one causal head with 65,536 tokens,
+    `D = DV = 128`, bf16."""
     cost = costs.tiled_attention(TOKENS, TOKENS, WIDTH, tile_q=tile_q, tile_k=tile_k)
     held = sum(costs.tile_bytes_on_chip(tile_q, tile_k, WIDTH).values())
     return Facts(
@@ -218,7 +287,10 @@ def facts(tile_q: int, tile_k: int) -> Facts:
 def sentence(tile_q: int, tile_k: int) -> str:
     """What there is to say about a choice of tile sizes."""
     f = facts(tile_q, tile_k)
-    told = f"Tiles of {tile_q} queries and {tile_k} keys move {f.gib:.1f} GiB, {f.intensity:.1f} operations per byte. "
+    told = (
+        f"Tiles of {tile_q} queries and {tile_k} keys move {f.gib:.1f} GiB, "
+        f"{f.intensity:.1f} operations per byte. "
+    )
     told += f"If nothing hits L2, main memory needs {f.memory_ms:.1f} ms, "
     if f.intensity < MACHINE:
         told += f"the arithmetic only {f.arithmetic_ms:.1f}. "
@@ -229,17 +301,36 @@ def sentence(tile_q: int, tile_k: int) -> str:
 
 
 def draw_tile_sizes(tile_q: int = 128, tile_k: int = 128) -> Picture:
-    """Left what each height of a query tile moves, the chosen one ringed; right what the chosen tiles take up on the chip."""
+    """Left what each height of a query tile moves, the chosen one ringed; right what the chosen
+    tiles take up on the chip."""
     f = facts(tile_q, tile_k)
     figure, axes = new_figure(8.0, 3.4, columns=2, width_ratios=(1.2, 1))
     figure.set_layout_engine(None)  # fixed places: nothing jumps under the slider, and it is faster
     figure.subplots_adjust(left=0.08, right=0.985, top=0.9, bottom=0.15, wspace=0.3)
     left, right = axes[0]
-    left.plot(TILE_Q, [facts(size, tile_k).gib for size in TILE_Q], "o-", color=PALETTE["key"], markersize=4)
-    left.plot([tile_q], [f.gib], "o", markersize=12, fillstyle="none", markeredgewidth=2, color=PALETTE["query"])
+    left.plot(
+        TILE_Q,
+        [facts(size, tile_k).gib for size in TILE_Q],
+        "o-",
+        color=PALETTE["key"],
+        markersize=4,
+    )
+    left.plot(
+        [tile_q],
+        [f.gib],
+        "o",
+        markersize=12,
+        fillstyle="none",
+        markeredgewidth=2,
+        color=PALETTE["query"],
+    )
     table = costs.dense_attention(TOKENS, TOKENS, WIDTH).bytes / GIB
     once = costs.tiled_attention(TOKENS, TOKENS, WIDTH, tile_q=TOKENS, tile_k=TOKENS).bytes / GIB
-    even = costs.tiled_attention(TOKENS, TOKENS, WIDTH, tile_q=128, tile_k=tile_k).flops / MACHINE / GIB
+    even = (
+        costs.tiled_attention(TOKENS, TOKENS, WIDTH, tile_q=128, tile_k=tile_k).flops
+        / MACHINE
+        / GIB
+    )
     lines = [
         (table, f"with the table: {table:.0f} GiB"),
         (even, "memory as fast as arithmetic (no L2)"),
@@ -258,7 +349,10 @@ def draw_tile_sizes(tile_q: int = 128, tile_k: int = 128) -> Picture:
     left.set_ylabel("moved, GiB", fontsize=9)
     _draw_on_chip(right, tile_q, tile_k)
     fit = "which fits" if f.fits else "which does not fit"
-    told = f"{tile_q} × {tile_k}: {f.gib:.1f} GiB moved, {f.intensity:.1f} operations per byte; {f.kib:.0f} KiB on the chip, {fit}"
+    told = (
+        f"{tile_q} × {tile_k}: {f.gib:.1f} GiB moved, {f.intensity:.1f} operations per byte; "
+        f"{f.kib:.0f} KiB on the chip, {fit}"
+    )
     return Picture(figure, told)
 
 
@@ -268,7 +362,11 @@ def _draw_on_chip(axis: Axes, tile_q: int, tile_k: int) -> None:
     names = [*parts, "all of it"]
     gap = 0.02 * max(limit, sum(parts.values()) / KIB)
     label = {"va": "center", "fontsize": 8, "color": PALETTE["text"], "zorder": 3}
-    label["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # keeps the dashed line out of the number
+    label["bbox"] = {
+        "facecolor": "white",
+        "edgecolor": "none",
+        "pad": 0.5,
+    }  # keeps the dashed line out of the number
     start = 0.0
     for place, (name, size) in enumerate(parts.items()):
         axis.barh(place, size / KIB, 0.7, start, color=_ON_CHIP[name])
@@ -292,6 +390,8 @@ def explore() -> Panel:
     return panel(
         "tile sizes",
         render,
-        tile_q=ipywidgets.SelectionSlider(options=TILE_Q, value=16, description="queries in a tile"),
+        tile_q=ipywidgets.SelectionSlider(
+            options=TILE_Q, value=16, description="queries in a tile"
+        ),
         tile_k=ipywidgets.SelectionSlider(options=TILE_K, value=128, description="keys in a tile"),
     )

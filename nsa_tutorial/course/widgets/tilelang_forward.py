@@ -1,8 +1,10 @@
-"""Chapter 10's pictures: one program block by block, what the kernels become in CUDA, and what each decision gave on a GPU.
+"""Chapter 10's pictures: one program block by block, what the kernels become in CUDA, and what each
+decision gave on a GPU.
 
-`stepper` runs the PyTorch twin on real heads under `course.trace`; `draw_step`, `sentence` and `explore` look at one program of it.
-`measured` and `lowered` read what was stored: times from `python -m nsa_tutorial.bench`, and facts about the CUDA text, which takes
-TileLang minutes to write for all variants:
+`stepper` runs the PyTorch twin on real heads under `course.trace`; `draw_step`, `sentence` and
+`explore` look at one program of it. `measured` and `lowered` read what was stored: times from
+`python -m nsa_tutorial.bench`, and facts about the CUDA text, which takes TileLang minutes to write
+for all variants:
 
     python -m nsa_tutorial.course.widgets.tilelang_forward assets/tilelang_forward_cuda.json
 
@@ -29,31 +31,42 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
-from nsa_tutorial import selected_attention
 from nsa_tutorial.bench import PROBE
 from nsa_tutorial.course import heads
 from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure, shades
 from nsa_tutorial.course.trace import Trace, trace
 from nsa_tutorial.course.widgets import Panel, panel
+from nsa_tutorial.sparse import selected_attention
 
 ASSETS = Path(__file__).resolve().parents[3] / "assets"
 MEASURED, LOWERED = ASSETS / "tilelang_forward_h200.json", ASSETS / "tilelang_forward_cuda.json"
-GROUPS = ASSETS / "tilelang_groups_h200.json"  # the kernel as it is, from another run: groups of 16 and of 4
+GROUPS = (
+    ASSETS / "tilelang_groups_h200.json"
+)  # the kernel as it is, from another run: groups of 16 and of 4
 PROBED = ASSETS / "triton_forward_h200.json"
 
 # -- what the kernels become --
 
 EXAMPLE = {"H": 4, "G": 16, "D": 128, "BS": 64, "S": 16}  # also the shape of the measurements
 WORDS = ("cp_async_gs", "tma_load", "mbarrier", "mma_sync", "exp2f", "__syncthreads", "if (")
-EXCERPTS = ("Q_shared =", "K_shared =", "V_shared =", "acc_s_cast", "float acc_o", "float acc_s", "float logsum")
+EXCERPTS = (
+    "Q_shared =",
+    "K_shared =",
+    "V_shared =",
+    "acc_s_cast",
+    "float acc_o",
+    "float acc_s",
+    "float logsum",
+)
 
 
 def variants() -> Iterator[tuple[str, str, object, dict]]:
-    """Kernel, what is changed, the TileLang function, its pass configurations: what `lowered` holds a row of."""
+    """Kernel, what is changed, the TileLang function, its pass configurations: what `lowered` holds
+    a row of."""
     from tilelang import PassConfigKey as Key
 
-    from nsa_tutorial import tilelang_first_draft as draft
-    from nsa_tutorial import tilelang_forward as ours
+    from nsa_tutorial.kernels import tilelang_first_draft as draft
+    from nsa_tutorial.kernels import tilelang_forward as ours
 
     H, G, D, BS, S = EXAMPLE.values()
 
@@ -66,21 +79,39 @@ def variants() -> Iterator[tuple[str, str, object, dict]]:
     yield "ours", "", build(), ours.PASS_CONFIGS
     yield "ours", "exact exp2", build(), {**ours.PASS_CONFIGS, Key.TL_ENABLE_FAST_MATH: False}
     yield "ours", "TMA off", build(), {**ours.PASS_CONFIGS, Key.TL_DISABLE_TMA_LOWER: True}
-    yield "ours", "no bounds checks", build(), {**ours.PASS_CONFIGS, Key.TL_DISABLE_SAFE_MEMORY_ACCESS: True}
+    yield (
+        "ours",
+        "no bounds checks",
+        build(),
+        {**ours.PASS_CONFIGS, Key.TL_DISABLE_SAFE_MEMORY_ACCESS: True},
+    )
     specialised = {**ours.PASS_CONFIGS, Key.TL_DISABLE_WARP_SPECIALIZED: False}
     yield "ours", "warp specialisation, 128 threads", build(threads=128), specialised
     yield "ours", "values through registers", build(async_values=False), ours.PASS_CONFIGS
     yield "ours", "no stage", build(num_stages=0), ours.PASS_CONFIGS
-    yield "ours", "weights through shared memory", build(weights_in_registers=False), ours.PASS_CONFIGS
+    yield (
+        "ours",
+        "weights through shared memory",
+        build(weights_in_registers=False),
+        ours.PASS_CONFIGS,
+    )
     yield "first draft", "2 stages", build_draft(), draft.PASS_CONFIGS
     yield "first draft", "1 stage", build_draft(num_stages=1), draft.PASS_CONFIGS
-    yield "first draft", "2 stages, TMA allowed", build_draft(), {**draft.PASS_CONFIGS, Key.TL_DISABLE_TMA_LOWER: False}
+    yield (
+        "first draft",
+        "2 stages, TMA allowed",
+        build_draft(),
+        {**draft.PASS_CONFIGS, Key.TL_DISABLE_TMA_LOWER: False},
+    )
 
 
 def facts(source: str) -> dict[str, object]:
-    """What a chapter says of a kernel's CUDA text: its size and hash, counts of `WORDS`, where shared tiles begin, some lines."""
+    """What a chapter says of a kernel's CUDA text: its size and hash, counts of `WORDS`, where
+    shared tiles begin, some lines."""
     kernel = source[source.index('extern "C" __global__ void __launch_bounds__') :]
-    shared = dict(re.findall(r"void\* (\w+) = \(\(void\*\)\(\(char\*\)buf_dyn_shmem \+ (\d+)\)\);", kernel))
+    shared = dict(
+        re.findall(r"void\* (\w+) = \(\(void\*\)\(\(char\*\)buf_dyn_shmem \+ (\d+)\)\);", kernel)
+    )
     shown = {}
     for word in EXCERPTS:
         line = next((" ".join(line.split()) for line in kernel.splitlines() if word in line), "")
@@ -96,9 +127,11 @@ def facts(source: str) -> dict[str, object]:
 
 def write_lowered(path: Path) -> None:
     """Lower every variant for sm_90 and store the facts."""
-    from tilelang.cuda.intrinsics.layout.mma_layout import mma_store_32x8_to_shared_16x16_layout as place
+    from tilelang.cuda.intrinsics.layout.mma_layout import (
+        mma_store_32x8_to_shared_16x16_layout as place,
+    )
 
-    from nsa_tutorial import lowering
+    from nsa_tutorial.runtime import lowering
 
     owner = [[0] * 16 for _ in range(16)]
     for thread in range(32):
@@ -108,10 +141,18 @@ def write_lowered(path: Path) -> None:
     rows = []
     for kernel, change, function, pass_configs in variants():
         print(kernel, change, file=sys.stderr)
-        rows.append({"kernel": kernel, "change": change, **facts(lowering._cuda_source(function, "sm_90", pass_configs))})
+        rows.append(
+            {
+                "kernel": kernel,
+                "change": change,
+                **facts(lowering._cuda_source(function, "sm_90", pass_configs)),
+            }
+        )
     told = {
-        "command": "python -m nsa_tutorial.course.widgets.tilelang_forward assets/tilelang_forward_cuda.json",
-        "tilelang": version("tilelang"), "target": "sm_90", "dtype": "float16", **EXAMPLE, "owner": owner, "rows": rows,
+        "command": "python -m nsa_tutorial.course.widgets.tilelang_forward "
+                   "assets/tilelang_forward_cuda.json",
+        "tilelang": version("tilelang"), "target": "sm_90", "dtype": "float16", **EXAMPLE,
+        "owner": owner, "rows": rows,
     }  # fmt: skip
     path.write_text(json.dumps(told, indent=1) + "\n")
 
@@ -124,16 +165,25 @@ def lowered() -> dict:
 
 def lowered_row(kernel: str, change: str = "") -> dict:
     """One variant's facts."""
-    return next(row for row in lowered()["rows"] if (row["kernel"], row["change"]) == (kernel, change))
+    return next(
+        row for row in lowered()["rows"] if (row["kernel"], row["change"]) == (kernel, change)
+    )
 
 
 def tiles(row: dict) -> dict[str, int]:
-    """Bytes of each shared tile of a variant, by name, from where they begin; of tiles at the same place the first."""
+    """Bytes of each shared tile of a variant, by name, from where they begin; of tiles at the same
+    place the first."""
     G, BS, sizes = EXAMPLE["G"], EXAMPLE["BS"], {}
     starts = sorted(set(row["shared"].values()))
-    last = 2 * G * BS if "acc_s_cast" in row["shared"] else 2 * BS * EXAMPLE["D"]  # one copy of the last tile
+    last = (
+        2 * G * BS if "acc_s_cast" in row["shared"] else 2 * BS * EXAMPLE["D"]
+    )  # one copy of the last tile
     for start, end in zip(starts, [*starts[1:], starts[-1] + last], strict=True):
-        sizes[next(name for name in sorted(row["shared"], reverse=True) if row["shared"][name] == start)] = end - start
+        sizes[
+            next(
+                name for name in sorted(row["shared"], reverse=True) if row["shared"][name] == start
+            )
+        ] = end - start
     return sizes
 
 
@@ -157,19 +207,37 @@ def draw_shared() -> Picture:
                 axis.barh(y, size / 1024, left=left, height=0.7, color=PALETTE[colours[name]])
                 left += size / 1024
             axis.barh(y, PROGRAM_BYTES / 1024, left=left, height=0.7, color=PALETTE["text"])
-    axis.set_yticks(range(len(chosen)), [f"{name}\n{sum(tiles(row).values()) // 1024} KiB a program" for name, row in chosen])
+    axis.set_yticks(
+        range(len(chosen)),
+        [f"{name}\n{sum(tiles(row).values()) // 1024} KiB a program" for name, row in chosen],
+    )
     axis.invert_yaxis()
     axis.set_xlim(0, SM_BYTES / 1024)
     axis.set_xlabel("shared memory of one multiprocessor, KiB", fontsize=9)
     handles = [Patch(color=PALETTE[c], label=name) for name, c in colours.items()]
-    handles += [Patch(color=PALETTE["text"], label="reserved"), Patch(color=PALETTE["masked"], alpha=0.35, label="unused")]
-    figure.legend(handles=handles, loc="outside lower center", ncols=6, fontsize=8.5, frameon=False, handlelength=1.0)
+    handles += [
+        Patch(color=PALETTE["text"], label="reserved"),
+        Patch(color=PALETTE["masked"], alpha=0.35, label="unused"),
+    ]
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=6,
+        fontsize=8.5,
+        frameon=False,
+        handlelength=1.0,
+    )
     return Picture(
-        figure, f"An SM holds {counts[0]} programs of our kernel; of the first draft {counts[1]} with 1 stage, {counts[2]} with 2"
+        figure,
+        f"An SM holds {counts[0]} programs of our kernel; of the first draft {counts[1]} with 1 "
+        f"stage, {counts[2]} with 2",
     )
 
 
-SM_BYTES, PROGRAM_BYTES = 228 * 1024, 1024  # of an H100 or H200; what each program costs on top (CUDA programming guide)
+SM_BYTES, PROGRAM_BYTES = (
+    228 * 1024,
+    1024,
+)  # of an H100 or H200; what each program costs on top (CUDA programming guide)
 
 
 def draw_fragment(thread: int = 5) -> Picture:
@@ -181,7 +249,15 @@ def draw_fragment(thread: int = 5) -> Picture:
     picture = np.where(mine, 1.0, np.where(neighbours, 0.35, 0.06))
     axis.imshow(picture, cmap=shades("selected"), vmin=0, vmax=1, aspect="equal")
     for i, j in np.ndindex(owner.shape):
-        axis.text(j, i, owner[i, j], ha="center", va="center", fontsize=8, color=SURFACE if mine[i, j] else PALETTE["text"])
+        axis.text(
+            j,
+            i,
+            owner[i, j],
+            ha="center",
+            va="center",
+            fontsize=8,
+            color=SURFACE if mine[i, j] else PALETTE["text"],
+        )
     axis.vlines(np.arange(17) - 0.5, -0.5, 15.5, color=SURFACE, linewidth=1)
     axis.hlines(np.arange(17) - 0.5, -0.5, 15.5, color=SURFACE, linewidth=1)
     axis.spines[:].set_visible(False)
@@ -191,7 +267,10 @@ def draw_fragment(thread: int = 5) -> Picture:
     axis.set_xlabel("key of the block (the first 16 of 64)", fontsize=9)
     axis.set_ylabel("query head of the group", fontsize=9)
     row = len(np.unique(owner[0]))
-    told = f"Thread {thread} holds {mine.sum()} of these {owner.size} scores; each row lies with {row} threads"
+    told = (
+        f"Thread {thread} holds {mine.sum()} of these {owner.size} scores; each row lies "
+        f"with {row} threads"
+    )
     return Picture(figure, told)
 
 
@@ -200,24 +279,39 @@ def draw_fragment(thread: int = 5) -> Picture:
 
 @functools.cache
 def measured(path: Path = MEASURED) -> dict:
-    """A stored result of `python -m nsa_tutorial.bench selected`: machine, versions, command, rows."""
+    """A stored result of `python -m nsa_tutorial.bench selected`: machine, versions, command,
+    rows."""
     return json.loads(path.read_text())
 
 
-def times(tokens: int = 65536, group: int = 16, width: int = 128, path: Path = MEASURED) -> dict[str, dict]:
-    """The rows of one shape by what was changed; `"ours"` is the kernel as it is, and dense attention goes by its own names."""
-    rows = [r for r in measured(path)["rows"] if (r["tokens"], r["group"], r["width"]) == (tokens, group, width)]
+def times(
+    tokens: int = 65536, group: int = 16, width: int = 128, path: Path = MEASURED
+) -> dict[str, dict]:
+    """The rows of one shape by what was changed; `"ours"` is the kernel as it is, and dense
+    attention goes by its own names."""
+    rows = [
+        r
+        for r in measured(path)["rows"]
+        if (r["tokens"], r["group"], r["width"]) == (tokens, group, width)
+    ]
     return {r["change"] or ("ours" if r["kernel"] == "tilelang" else r["kernel"]): r for r in rows}
 
 
 def same_kernel() -> list[float]:
-    """Milliseconds of our kernel at the shape of the pictures, each time that it was measured: one CUDA text, four times."""
+    """Milliseconds of our kernel at the shape of the pictures, each time that it was measured: one
+    CUDA text, four times."""
     found = times()
-    return [found["ours"]["ms"], found["32 threads"]["ms"], found["TMA off"]["ms"], times(path=GROUPS)["ours"]["ms"]]
+    return [
+        found["ours"]["ms"],
+        found["32 threads"]["ms"],
+        found["TMA off"]["ms"],
+        times(path=GROUPS)["ours"]["ms"],
+    ]
 
 
 def ratios(change: str) -> list[float]:
-    """How many times as long a change takes as ours, in each shape that was measured, from the least to the most."""
+    """How many times as long a change takes as ours, in each shape that was measured, from the
+    least to the most."""
     shapes = sorted({(r["tokens"], r["group"], r["width"]) for r in measured()["rows"]})
     return sorted(times(*shape)[change]["ms"] / times(*shape)["ours"]["ms"] for shape in shapes)
 
@@ -225,13 +319,15 @@ def ratios(change: str) -> list[float]:
 CHAIN = {
     "first draft, mended, 2 stages": "first draft, 2 stages",
     "first draft, mended, 1 stage": "1 stage: more programs at a time",
-    "values through registers": "a mask for the branch: keys by cp.async,\nweights stay in registers",
+    "values through registers": "a mask for the branch: keys by cp.async,\nweights stay in "
+    "registers",
     "ours": "values by index: by cp.async, too",
 }
 
 
 def probe_ms(tokens: int = 65536, width: int = 128) -> float:
-    """Milliseconds that the same tiles take if they are loaded and multiplied, and nothing else: chapter 11's probe, in bf16."""
+    """Milliseconds that the same tiles take if they are loaded and multiplied, and nothing else:
+    chapter 11's probe, in bf16."""
     return times(tokens, width=width, path=PROBED)[PROBE]["ms"]
 
 
@@ -241,18 +337,35 @@ def draw_chain() -> Picture:
     ms = [found[change]["ms"] for change in CHAIN]
     figure, axes = new_figure(8.0, 2.9)
     axis = axes[0, 0]
-    axis.barh(range(len(ms)), ms, height=0.62, color=[PALETTE["masked"]] * (len(ms) - 1) + [PALETTE["selected"]])
+    axis.barh(
+        range(len(ms)),
+        ms,
+        height=0.62,
+        color=[PALETTE["masked"]] * (len(ms) - 1) + [PALETTE["selected"]],
+    )
     for y, value in enumerate(ms):
         axis.text(value + 0.3, y, f"{value:.1f} ms", va="center", fontsize=9)
     axis.axvline(limit, color=PALETTE["query"], linewidth=1.2, linestyle="--")
     told = f"loads and products alone: {limit:.1f} ms"
-    axis.text(limit - 0.2, len(ms) - 0.45, told, color=PALETTE["query"], fontsize=8.5, ha="right", va="top")
+    axis.text(
+        limit - 0.2,
+        len(ms) - 0.45,
+        told,
+        color=PALETTE["query"],
+        fontsize=8.5,
+        ha="right",
+        va="top",
+    )
     axis.set_yticks(range(len(ms)), list(CHAIN.values()), fontsize=8.5)
     axis.set_ylim(len(ms) - 0.1, -0.6)
     axis.set_xlim(0, max(ms) * 1.14)
     shape = "65,536 tokens, 4 KV heads, groups of 16, width 128, 16 blocks of 64 tokens, fp16"
     axis.set_xlabel(f"milliseconds; {shape}", fontsize=8.5, loc="right")
-    return Picture(figure, f"The same answer in {ms[0]:.1f} ms and in {ms[-1]:.1f} ms: {ms[0] / ms[-1]:.1f} times as fast")
+    return Picture(
+        figure,
+        f"The same answer in {ms[0]:.1f} ms and in {ms[-1]:.1f} ms: {ms[0] / ms[-1]:.1f} times "
+        "as fast",
+    )
 
 
 UNDONE = {
@@ -279,19 +392,31 @@ def draw_undone() -> Picture:
         axis.text(value + 0.3, y, f"{value:.1f} ms", va="center", fontsize=9)
     axis.axvspan(min(same), max(same), color=PALETTE["selected"], alpha=0.3, linewidth=0)
     told = f"as it is, measured {len(same)} times: {min(same):.1f} to {max(same):.1f} ms"
-    axis.text(max(same) + 0.3, -0.62, told, color=PALETTE["selected"], fontsize=8.5, ha="left", va="bottom")
+    axis.text(
+        max(same) + 0.3,
+        -0.62,
+        told,
+        color=PALETTE["selected"],
+        fontsize=8.5,
+        ha="left",
+        va="bottom",
+    )
     axis.set_yticks(range(len(ms)), list(ms), fontsize=9)
     axis.set_ylim(len(ms) - 0.5, -1.1)
     axis.set_xlim(0, max(ms.values()) * 1.14)
     axis.set_xlabel("milliseconds, the same shape", fontsize=9)
     worst = max(ms, key=ms.get)
-    return Picture(figure, f"One decision undone at a time: with {worst}, {ms[worst] / ours:.1f} times as long")
+    return Picture(
+        figure, f"One decision undone at a time: with {worst}, {ms[worst] / ours:.1f} times as long"
+    )
 
 
 # -- one program, block by block --
 
 N, BS, S = 96, 16, 4
-SIGNED = LinearSegmentedColormap.from_list("signed", [PALETTE["query"], SURFACE, PALETTE["selected"]])
+SIGNED = LinearSegmentedColormap.from_list(
+    "signed", [PALETTE["query"], SURFACE, PALETTE["selected"]]
+)
 
 
 @dataclass(frozen=True)
@@ -300,7 +425,8 @@ class Example:
 
     Attributes:
         q, k, v: the first `N` positions of the stored heads.
-        ids: `[N, H, S]` int32: the group's best block, an empty slot, its second and its third best, by the true weights.
+        ids: `[N, H, S]` int32: the group's best block, an empty slot, its second and its third
+            best, by the true weights.
         rows: of `query_rows`.
         scale: of the scores.
         text: the bytes at the positions.
@@ -332,14 +458,18 @@ def example() -> Example:
 
 @functools.cache
 def stepper() -> Trace:
-    """The PyTorch twin on the example, with its variables at the end of every phase; all programs at once."""
+    """The PyTorch twin on the example, with its variables at the end of every phase; all programs
+    at once."""
     e = example()
-    return trace(selected_attention.forward, e.q, e.k, e.v, e.ids, e.rows, block_size=BS, scale=e.scale)
+    return trace(
+        selected_attention.forward, e.q, e.k, e.v, e.ids, e.rows, block_size=BS, scale=e.scale
+    )
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What one program holds at the end of a slot: tiles `[BS, D]`, scores in nats and weights `[G, BS]`, statistics `[G]`."""
+    """What one program holds at the end of a slot: tiles `[BS, D]`, scores in nats and weights
+    `[G, BS]`, statistics `[G]`."""
 
     block_id: int
     is_seen: np.ndarray
@@ -355,7 +485,8 @@ class Moment:
 
 
 def held(run: Trace, token: int, head: int, slot: int) -> Callable[[str, str], np.ndarray]:
-    """`(phase, name)` to what program (`token`, `head`) of a traced twin holds under that name when the phase ends in `slot`."""
+    """`(phase, name)` to what program (`token`, `head`) of a traced twin holds under that name when
+    the phase ends in `slot`."""
     return lambda phase, name: run.at(phase, slot)[name][token, head].numpy()
 
 
@@ -365,9 +496,12 @@ def moment(token: int, head: int, slot: int) -> Moment:
     mine, scale = held(stepper(), token, head, slot), example().scale
     softmax = "online softmax"
     return Moment(
-        int(mine(softmax, "block_id")), mine("mask", "is_seen"), mine("mask", "k_tile"), mine("accumulate", "v_tile"),
-        mine("mask", "acc_s") * scale, mine(softmax, "acc_s"), mine(softmax, "scores_max_prev") * scale,
-        mine(softmax, "scores_max") * scale, mine(softmax, "scores_scale"), mine("accumulate", "logsum"),
+        int(mine(softmax, "block_id")), mine("mask", "is_seen"), mine("mask", "k_tile"),
+        mine("accumulate", "v_tile"),
+        mine("mask", "acc_s") * scale, mine(softmax, "acc_s"),
+        mine(softmax, "scores_max_prev") * scale,
+        mine(softmax, "scores_max") * scale, mine(softmax, "scores_scale"),
+        mine("accumulate", "logsum"),
         mine("accumulate", "acc_o"),
     )  # fmt: skip
 
@@ -388,12 +522,23 @@ def sentence(token: int, head: int, slot: int) -> str:
     )
 
 
-def _show(axis: Axes, values: np.ndarray, title: str, *, signed: bool = True, largest: float | None = None) -> None:
+def _show(
+    axis: Axes, values: np.ndarray, title: str, *, signed: bool = True, largest: float | None = None
+) -> None:
     if signed:
         top = largest or float(np.abs(values).max()) or 1.0
-        axis.imshow(values, cmap=SIGNED, vmin=-top, vmax=top, aspect="auto", interpolation="nearest")
+        axis.imshow(
+            values, cmap=SIGNED, vmin=-top, vmax=top, aspect="auto", interpolation="nearest"
+        )
     else:
-        axis.imshow(values, cmap=shades("selected"), vmin=0, vmax=largest or 1.0, aspect="auto", interpolation="nearest")
+        axis.imshow(
+            values,
+            cmap=shades("selected"),
+            vmin=0,
+            vmax=largest or 1.0,
+            aspect="auto",
+            interpolation="nearest",
+        )
     axis.set_title(title, fontsize=9, loc="left", pad=3)
     axis.tick_params(length=0, labelsize=7)
     axis.set_xticks([])
@@ -402,7 +547,8 @@ def _show(axis: Axes, values: np.ndarray, title: str, *, signed: bool = True, la
 
 
 def draw_step(token: int = 77, head: int = 0, slot: int = 0) -> Picture:
-    """What one program holds at the end of one slot: tiles, scores, weights, statistics, accumulator."""
+    """What one program holds at the end of one slot: tiles, scores, weights, statistics,
+    accumulator."""
     m, e = moment(token, head, slot), example()
     G, D, DV = len(m.logsum), m.k_tile.shape[1], m.v_tile.shape[1]
     figure, axes = new_figure(8.6, 5.0, columns=2, rows=3, height_ratios=(20, 8, 8))
@@ -410,7 +556,10 @@ def draw_step(token: int = 77, head: int = 0, slot: int = 0) -> Picture:
     figure.subplots_adjust(left=0.075, right=0.985, top=0.87, bottom=0.075, hspace=0.5, wspace=0.14)
     (k_axis, v_axis), (s_axis, w_axis), (o_axis, table) = axes
     seen = m.is_seen.any()
-    letters = [letter(e.text[m.block_id * BS + j]) if seen and m.block_id * BS + j < len(e.text) else "" for j in range(BS)]
+    letters = [
+        letter(e.text[m.block_id * BS + j]) if seen and m.block_id * BS + j < len(e.text) else ""
+        for j in range(BS)
+    ]
     first = int(m.is_seen.sum())  # what is hidden lies behind what is seen
     start = m.block_id * BS  # T.copy brings the whole block, hidden keys too
     k_tile = e.k[0, start : start + BS, head].numpy() if seen else m.k_tile
@@ -433,9 +582,20 @@ def draw_step(token: int = 77, head: int = 0, slot: int = 0) -> Picture:
     _show(s_axis, scores, f"acc_s: scores, −{largest:.1f} to {largest:.1f} nats", largest=largest)
     _show(w_axis, m.weights, "acc_s: weights, 0 to 1", signed=False)
     for axis in (s_axis, w_axis):
-        axis.add_patch(Rectangle((first - 0.5, -0.5), BS - first, G, color=PALETTE["masked"], linewidth=0))
+        axis.add_patch(
+            Rectangle((first - 0.5, -0.5), BS - first, G, color=PALETTE["masked"], linewidth=0)
+        )
         for j, sign in enumerate(letters):
-            axis.text(j, G - 0.1, sign, fontsize=8, family="monospace", ha="center", va="center", color=PALETTE["text"])
+            axis.text(
+                j,
+                G - 0.1,
+                sign,
+                fontsize=8,
+                family="monospace",
+                ha="center",
+                va="center",
+                color=PALETTE["text"],
+            )
     _show(o_axis, m.acc_o, f"acc_o  [{G} heads, {DV} channels], not yet divided")
     for axis in (s_axis, o_axis):
         axis.set_yticks(range(G), [f"head {head * G + g}" for g in range(G)])
@@ -448,7 +608,11 @@ def _finding(m: Moment, token: int, head: int, slot: int) -> str:
     if not m.is_seen.any():
         return f"{start}empty; nothing is loaded, nothing changes"
     past = float((m.scores_scale).mean())
-    told = "there is no past to rescale" if past == 0 else f"the past is multiplied by {past:.2f} on average"
+    told = (
+        "there is no past to rescale"
+        if past == 0
+        else f"the past is multiplied by {past:.2f} on average"
+    )
     return f"{start}block {m.block_id}, {int(m.is_seen.sum())} of {BS} keys seen, {told}"
 
 
@@ -461,18 +625,32 @@ def _table(axis: Axes, m: Moment, head: int) -> None:
     axis.axis("off")
     axis.set_title("per head, before → after this block", fontsize=9, loc="left", pad=3)
     columns = (0.0, 0.17, 0.55, 0.80)
-    for x, name in zip(columns, ("head", "scores_max, nats", "scores_scale", "logsum"), strict=True):
-        axis.text(x, 0.92, name, fontsize=8, color=PALETTE["faint"], va="center", transform=axis.transAxes)
+    for x, name in zip(
+        columns, ("head", "scores_max, nats", "scores_scale", "logsum"), strict=True
+    ):
+        axis.text(
+            x, 0.92, name, fontsize=8, color=PALETTE["faint"], va="center", transform=axis.transAxes
+        )
     G = len(m.logsum)
     values = (
         (f"{head * G + g}" for g in range(G)),
-        (f"{_nats(before)} → {_nats(after)}" for before, after in zip(m.scores_max_prev, m.scores_max, strict=True)),
+        (
+            f"{_nats(before)} → {_nats(after)}"
+            for before, after in zip(m.scores_max_prev, m.scores_max, strict=True)
+        ),
         (f"{x:.3f}" for x in m.scores_scale),
         (f"{x:.3f}" for x in m.logsum),
     )
     for x, column in zip(columns, values, strict=True):
         axis.text(
-            x, 0.80, "\n".join(column), fontsize=8.5, va="top", transform=axis.transAxes, family="monospace", linespacing=1.25
+            x,
+            0.80,
+            "\n".join(column),
+            fontsize=8.5,
+            va="top",
+            transform=axis.transAxes,
+            family="monospace",
+            linespacing=1.25,
         )
 
 

@@ -1,8 +1,10 @@
-"""Chapter 11's pictures: pointer tiles and masks of the Triton kernel, found by running its own source, and what was measured.
+"""Chapter 11's pictures: pointer tiles and masks of the Triton kernel, found by running its own
+source, and what was measured.
 
-`program` runs one program of `triton_forward.kernel` (`course.recorder`) on any small call; `record` does so on chapter 10's real
-heads, and `moment` adds the tiles that the PyTorch twin holds in the same step (`course.trace`). `draw_step`, `sentence` and
-`explore` show both beside each other. `measured` reads the times stored by `python -m nsa_tutorial.bench`.
+`program` runs one program of `triton_forward.kernel` (`course.recorder`) on any small call;
+`record` does so on chapter 10's real heads, and `moment` adds the tiles that the PyTorch twin holds
+in the same step (`course.trace`). `draw_step`, `sentence` and `explore` show both beside each
+other. `measured` reads the times stored by `python -m nsa_tutorial.bench`.
 
 Nothing here computes attention, and nothing needs Triton.
 """
@@ -21,16 +23,25 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
-from nsa_tutorial import selected_attention, sliding_window
 from nsa_tutorial.course import recorder
 from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure, readable_on
 from nsa_tutorial.course.trace import Trace, trace
 from nsa_tutorial.course.widgets import Panel, panel
-from nsa_tutorial.course.widgets.tilelang_forward import ASSETS, BS, SIGNED, N, S, example, held, letter
-from nsa_tutorial.online_softmax import LOG2_E
-from nsa_tutorial.selected_attention import QueryRows
+from nsa_tutorial.course.widgets.tilelang_forward import (
+    ASSETS,
+    BS,
+    SIGNED,
+    N,
+    S,
+    example,
+    held,
+    letter,
+)
+from nsa_tutorial.exact.online_softmax import LOG2_E
+from nsa_tutorial.sparse import selected_attention, sliding_window
+from nsa_tutorial.sparse.selected_attention import QueryRows
 
-KERNEL = "nsa_tutorial.triton_forward:kernel"
+KERNEL = "nsa_tutorial.kernels.triton_forward:kernel"
 MEASURED = ASSETS / "triton_forward_h200.json"
 WINDOW = 40  # keys of the stepper's window: two and a half blocks
 _NOTHING = "#EDEFF1"
@@ -45,10 +56,12 @@ def power_of_two(n: int) -> int:
 
 
 def arguments(
-    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *, block_size: int, window_size: int = 0, BT: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *, block_size: int,
+    window_size: int = 0, BT: int | None = None,
     tiles: tuple[int, int, int] | None = None,
 ) -> dict[str, object]:  # fmt: skip
-    """The kernel's arguments for the recorder, of a call of `triton_forward.launch`; outputs are NaN until they are stored.
+    """The kernel's arguments for the recorder, of a call of `triton_forward.launch`; outputs are
+    NaN until they are stored.
 
     `tiles` are `GT, DT, DVT` where the padding is in the way of seeing something.
     """
@@ -58,20 +71,28 @@ def arguments(
     GT, DT, DVT = tiles or (power_of_two(G), power_of_two(D), power_of_two(DV))
     scale = D**-0.5
     arrays = {
-        "Q": q.double().reshape(R, H, G, D), "K": k.double().reshape(-1, H, D), "V": v.double().reshape(-1, H, DV),
-        "BlockIndices": ids.long(), "FirstKey": rows.first_key.long(), "NumVisible": rows.num_visible.long(),
+        "Q": q.double().reshape(R, H, G, D), "K": k.double().reshape(-1, H, D),
+        "V": v.double().reshape(-1, H, DV),
+        "BlockIndices": ids.long(), "FirstKey": rows.first_key.long(),
+        "NumVisible": rows.num_visible.long(),
     }  # fmt: skip
     numbers = {
-        "scale": scale, "scale_log2": scale * LOG2_E, "R": R, "first_row": 0, "H": H, "S": slots, "window_size": window_size,
-        "G": G, "D": D, "DV": DV, "BS": block_size, "WINDOW": window_size > 0, "GT": GT, "DT": DT, "DVT": DVT,
+        "scale": scale, "scale_log2": scale * LOG2_E, "R": R, "first_row": 0, "H": H, "S": slots,
+        "window_size": window_size,
+        "G": G, "D": D, "DV": DV, "BS": block_size, "WINDOW": window_size > 0, "GT": GT, "DT": DT,
+        "DVT": DVT,
         "BT": BT or block_size,
     }  # fmt: skip
-    empty = {"Output": np.full((outputs, H, G, DV), np.nan), "LSE": np.full((outputs, H, G), np.nan)}
+    empty = {
+        "Output": np.full((outputs, H, G, DV), np.nan),
+        "LSE": np.full((outputs, H, G), np.nan),
+    }
     return {name: x.numpy() for name, x in arrays.items()} | empty | numbers
 
 
 def program(ids: tuple[int, int], call: dict[str, object]) -> recorder.Record:
-    """Run program `(row, head)` of the kernel; `call` are `arguments`, whose outputs it stores to."""
+    """Run program `(row, head)` of the kernel; `call` are `arguments`, whose outputs it stores
+    to."""
     return recorder.run(KERNEL, ids, call)
 
 
@@ -93,7 +114,8 @@ def loads(seen: recorder.Record, tensor: str) -> list[recorder.Access]:
 
 @functools.cache
 def pointer_example() -> recorder.Record:
-    """Program (9, 1) over ten keys of two heads, two channels each; its list is block 0, block 2, in blocks of 4."""
+    """Program (9, 1) over ten keys of two heads, two channels each; its list is block 0, block 2,
+    in blocks of 4."""
     k = torch.arange(40.0).reshape(1, 10, 2, 2)
     rows = selected_attention.query_rows(1, 10, 10, causal=True, cu_seqlens=None, device=k.device)
     ids = torch.tensor([0, 2]).expand(10, 2, 2).contiguous()
@@ -101,7 +123,8 @@ def pointer_example() -> recorder.Record:
 
 
 def draw_pointers() -> Picture:
-    """Two slots' tiles in the memory of K, and the offsets within a tile, which are the same for both."""
+    """Two slots' tiles in the memory of K, and the offsets within a tile, which are the same for
+    both."""
     first, second = loads(pointer_example(), "K")
     keys, H, D = pointer_example().shapes["K"]
     figure, axes = new_figure(8.0, 4.3, columns=2, width_ratios=(5, 4))
@@ -115,10 +138,27 @@ def draw_pointers() -> Picture:
     _squares(axis, colours)
     for offset in range(keys * H * D):
         i, j = divmod(offset, H * D)
-        axis.text(j, i, offset, ha="center", va="center", fontsize=8.5, color=readable_on(tuple(colours[i, j])))
+        axis.text(
+            j,
+            i,
+            offset,
+            ha="center",
+            va="center",
+            fontsize=8.5,
+            color=readable_on(tuple(colours[i, j])),
+        )
     below = second.offsets[~second.mask].reshape(-1, D)
     for i in below[:, 0] // (H * D):
-        axis.add_patch(Rectangle((D - 0.45, i - 0.45), D - 0.1, 0.9, fill=False, edgecolor=PALETTE["key"], linestyle=":"))
+        axis.add_patch(
+            Rectangle(
+                (D - 0.45, i - 0.45),
+                D - 0.1,
+                0.9,
+                fill=False,
+                edgecolor=PALETTE["key"],
+                linestyle=":",
+            )
+        )
     axis.set_ylim(keys + 1.5, -0.5)
     axis.set_xticks([0.5, 2.5], ["head 0", "head 1"], fontsize=9)
     axis.set_yticks(range(keys))
@@ -138,9 +178,16 @@ def draw_pointers() -> Picture:
     tile.set_title("k_offset: the same for every slot", fontsize=9.5)
     for y, slot, colour in ((0.17, 0, "selected"), (0.10, 1, "key")):
         access = (first, second)[slot]
-        told = f"slot {slot}: begins at {base[slot]}, {int(access.mask.sum())} of {access.mask.size} lanes load"
+        told = (
+            f"slot {slot}: begins at {base[slot]}, {int(access.mask.sum())} of "
+            f"{access.mask.size} lanes load"
+        )
         figure.text(0.53, y, told, fontsize=9.5, color=PALETTE[colour])
-    return Picture(figure, f"From slot 0 to slot 1 the base moves by {base[1] - base[0]}; the {inside.size} offsets stay")
+    return Picture(
+        figure,
+        f"From slot 0 to slot 1 the base moves by {base[1] - base[0]}; the {inside.size} offsets "
+        "stay",
+    )
 
 
 def _squares(axis: Axes, colours: np.ndarray) -> None:
@@ -164,8 +211,12 @@ def draw_packed(cu_seqlens: tuple[int, ...] = (0, 3, 4, 9)) -> Picture:
     key = np.arange(tokens)
     sees = (key >= first[:, None]) & (key < (first + visible)[:, None])
     colours = np.tile(np.array(to_rgb(_NOTHING)), (tokens, tokens, 1))
-    for number, start in enumerate(dict.fromkeys(first.tolist())):  # two colours, only to tell neighbours apart
-        colours[sees & (first == start)[:, None]] = to_rgb(PALETTE["value" if number % 2 else "key"])
+    for number, start in enumerate(
+        dict.fromkeys(first.tolist())
+    ):  # two colours, only to tell neighbours apart
+        colours[sees & (first == start)[:, None]] = to_rgb(
+            PALETTE["value" if number % 2 else "key"]
+        )
     figure, axes = new_figure(6.6, 3.7)
     figure.set_layout_engine(None)
     axis = axes[0, 0]
@@ -178,16 +229,29 @@ def draw_packed(cu_seqlens: tuple[int, ...] = (0, 3, 4, 9)) -> Picture:
     for x, title, values in ((1.2, "FirstKey", first), (1.55, "NumVisible", visible)):
         axis.text(x, 1.03, title, transform=axis.transAxes, ha="center", fontsize=9)
         for i, value in enumerate(values):
-            axis.text(x, i, value, transform=axis.get_yaxis_transform(), ha="center", va="center", fontsize=9)
+            axis.text(
+                x,
+                i,
+                value,
+                transform=axis.get_yaxis_transform(),
+                ha="center",
+                va="center",
+                fontsize=9,
+            )
     sequences = len(cu_seqlens) - 1
     return Picture(
-        figure, f"{tokens} queries of {sequences} sequences see {int(sees.sum())} of {tokens**2} pairs: two numbers a row"
+        figure,
+        f"{tokens} queries of {sequences} sequences see {int(sees.sum())} of {tokens**2} pairs: "
+        "two numbers a row",
     )
 
 
 def windows(tokens: int, window_size: int) -> np.ndarray:
-    """For each query and key, the block of its window that the key lies in, counted from the window's first key; -1 outside."""
-    rows = selected_attention.query_rows(1, tokens, tokens, causal=True, cu_seqlens=None, device=torch.device("cpu"))
+    """For each query and key, the block of its window that the key lies in, counted from the
+    window's first key; -1 outside."""
+    rows = selected_attention.query_rows(
+        1, tokens, tokens, causal=True, cu_seqlens=None, device=torch.device("cpu")
+    )
     _, window = sliding_window.as_selection(rows, window_size=window_size, block_size=4)
     first, visible = (x.numpy()[:, None] for x in (window.first_key, window.num_visible))
     distance = np.arange(tokens) - first
@@ -195,7 +259,8 @@ def windows(tokens: int, window_size: int) -> np.ndarray:
 
 
 def draw_windows(tokens: int = 16, window_size: int = 6) -> Picture:
-    """Windows whose blocks are counted from their first key, beside windows of the aligned blocks that hold them."""
+    """Windows whose blocks are counted from their first key, beside windows of the aligned blocks
+    that hold them."""
     block, query, key = windows(tokens, window_size), np.arange(tokens)[:, None], np.arange(tokens)
     aligned = (key // 4 >= np.maximum(query - window_size + 1, 0) // 4) & (key <= query)
     figure, axes = new_figure(8.0, 3.9, columns=2)
@@ -227,7 +292,10 @@ def draw_windows(tokens: int = 16, window_size: int = 6) -> Picture:
     )  # fmt: skip
     full = slice(window_size - 1, None)
     counts = aligned.sum(1)[full]
-    told = f"A window of {window_size} is {window_size} keys; whole aligned blocks would show {counts.min()} to {counts.max()}"
+    told = (
+        f"A window of {window_size} is {window_size} keys; whole aligned blocks would show "
+        f"{counts.min()} to {counts.max()}"
+    )
     return Picture(figure, told)
 
 
@@ -244,7 +312,8 @@ def _window_rows() -> tuple[Tensor, QueryRows]:
 
 @functools.cache
 def twin(branch: str) -> Trace:
-    """The PyTorch twin on the example: `"list"`, or `"window"`, its window as a list. All programs at once."""
+    """The PyTorch twin on the example: `"list"`, or `"window"`, its window as a list. All programs
+    at once."""
     e = example()
     ids, rows = (e.ids, e.rows) if branch == "list" else _window_rows()
     return trace(selected_attention.forward, e.q, e.k, e.v, ids, rows, block_size=BS, scale=e.scale)
@@ -275,7 +344,8 @@ def slots(branch: str, token: int, head: int) -> int:
 
 @dataclass(frozen=True)
 class Moment:
-    """One step of one program: what it loads, from the kernel, and the twin's tiles, scores in nats."""
+    """One step of one program: what it loads, from the kernel, and the twin's tiles, scores in
+    nats."""
 
     keys: recorder.Access
     block_id: int
@@ -297,15 +367,20 @@ def moment(branch: str, token: int, head: int, slot: int) -> Moment:
     mine, scale = held(twin(branch), token, head, slot), example().scale
     softmax = "online softmax"
     return Moment(
-        loads(record(branch, token, head), "K")[slot], int(mine(softmax, "block_id")), mine("mask", "acc_s") * scale,
-        mine(softmax, "acc_s"), mine(softmax, "scores_max_prev") * scale, mine(softmax, "scores_max") * scale,
+        loads(record(branch, token, head), "K")[slot], int(mine(softmax, "block_id")),
+        mine("mask", "acc_s") * scale,
+        mine(softmax, "acc_s"), mine(softmax, "scores_max_prev") * scale,
+        mine(softmax, "scores_max") * scale,
         mine(softmax, "scores_scale"), mine("accumulate", "logsum"),
     )  # fmt: skip
 
 
 def slice_rows(m: Moment) -> int:
-    """How many rows of K the TileLang kernel's `T.copy` takes in this step: a whole block, up to the tensor's end."""
-    return 0 if not m.is_seen.any() else min(BS, N - int(m.keys.touched.min()) // given()["K"][0].size)
+    """How many rows of K the TileLang kernel's `T.copy` takes in this step: a whole block, up to
+    the tensor's end."""
+    return (
+        0 if not m.is_seen.any() else min(BS, N - int(m.keys.touched.min()) // given()["K"][0].size)
+    )
 
 
 def _rows(n: int) -> str:
@@ -321,9 +396,11 @@ def sentence(branch: str = "list", token: int = 77, head: int = 0, slot: int = 0
         return f"{at}an empty slot. All {m.keys.mask.size} lanes are off, and nothing changes."
     first, rose = int(m.keys.touched.min()), int((m.scores_max > m.scores_max_prev).sum())
     return (
-        f"{at}block {m.block_id}, from offset {first} of K: {int(m.keys.mask.sum())} of {m.keys.mask.size} lanes load, "
+        f"{at}block {m.block_id}, from offset {first} of K: {int(m.keys.mask.sum())} of "
+        f"{m.keys.mask.size} lanes load, "
         f"{_rows(int(m.is_seen.sum()))}; TileLang's slice copies {slice_rows(m)}. "
-        f"The maximum rises in {rose} of {len(m.logsum)} heads; the denominators are now {', '.join(f'{x:.2f}' for x in m.logsum)}."
+        f"The maximum rises in {rose} of {len(m.logsum)} heads; the denominators are now "
+        f"{', '.join(f'{x:.2f}' for x in m.logsum)}."
     )
 
 
@@ -341,10 +418,22 @@ def draw_step(branch: str = "list", token: int = 77, head: int = 0, slot: int = 
     _draw_lanes(lanes, m, given()["K"])
     _draw_scores(scores, m, head)
     figure.text(0.53, 0.265, "per head, before → after this step", fontsize=9, va="center")
-    figure.text(0.53, 0.235, _statistics(m, head), fontsize=8.5, va="top", family="monospace", linespacing=1.55)
+    figure.text(
+        0.53,
+        0.235,
+        _statistics(m, head),
+        fontsize=8.5,
+        va="top",
+        family="monospace",
+        linespacing=1.55,
+    )
     told = f"{int(m.keys.mask.sum())} of {m.keys.mask.size} lanes load"
     what = f"block {m.block_id}" if m.block_id >= 0 else "empty"
-    return Picture(figure, f"({row_of(branch, token)}, {head}), the {branch} of token {token}, slot {slot}: {what}, {told}")
+    return Picture(
+        figure,
+        f"({row_of(branch, token)}, {head}), the {branch} of token {token}, slot {slot}: {what}, "
+        f"{told}",
+    )
 
 
 def _draw_memory(axis: Axes, m: Moment, shape: tuple[int, int, int], head: int) -> None:
@@ -364,10 +453,20 @@ def _draw_memory(axis: Axes, m: Moment, shape: tuple[int, int, int], head: int) 
         return
     base = int(m.keys.touched.min())
     place = head * D - 1.5, base // (H * D) - 1
-    slice_ = Rectangle(place, D + 2, slice_rows(m) + 1, fill=False, edgecolor=PALETTE["query"], linestyle="--", clip_on=False)
+    slice_ = Rectangle(
+        place,
+        D + 2,
+        slice_rows(m) + 1,
+        fill=False,
+        edgecolor=PALETTE["query"],
+        linestyle="--",
+        clip_on=False,
+    )
     axis.add_patch(slice_)
     beside = (place[0] - 2, "right") if head > 1 else (place[0] + D + 4, "left")
-    axis.text(beside[0], place[1] + slice_rows(m) / 2, f"TileLang's slice,\n{_rows(slice_rows(m))}", fontsize=8, ha=beside[1],
+    axis.text(beside[0], place[1] + slice_rows(m) / 2, "TileLang's "
+                                                       f"slice,\n{_rows(slice_rows(m))}",
+                                                       fontsize=8, ha=beside[1],
               va="center", color=PALETTE["query"])  # fmt: skip
     axis.set_title(f"K in memory, loaded from offset {base}", fontsize=9, loc="left", pad=6)
 
@@ -380,9 +479,13 @@ def _draw_lanes(axis: Axes, m: Moment, keys: np.ndarray) -> None:
     axis.imshow(tile.T, cmap=SIGNED, vmin=-top, vmax=top, aspect="auto", interpolation="nearest")
     _hide(axis, ~m.is_seen, D)
     rows = m.keys.offsets[:, 0] // keys[0].size
-    letters = [letter(example().text[row]) if on else "" for row, on in zip(rows, m.is_seen, strict=True)]
+    letters = [
+        letter(example().text[row]) if on else "" for row, on in zip(rows, m.is_seen, strict=True)
+    ]
     _bare(axis, letters, D)
-    axis.set_title(f"k_tile, turned: {D} channels by {BS} keys, grey: lanes off", fontsize=9, loc="left", pad=3)
+    axis.set_title(
+        f"k_tile, turned: {D} channels by {BS} keys, grey: lanes off", fontsize=9, loc="left", pad=3
+    )
     axis.set_ylabel("channel", fontsize=8)
 
 
@@ -392,7 +495,9 @@ def _draw_scores(axis: Axes, m: Moment, head: int) -> None:
     axis.imshow(seen, cmap=SIGNED, vmin=-top, vmax=top, aspect="auto", interpolation="nearest")
     _hide(axis, ~m.is_seen, len(seen))
     _bare(axis, [], len(seen))
-    axis.set_yticks(range(len(seen)), [f"head {head * len(seen) + g}" for g in range(len(seen))], fontsize=8)
+    axis.set_yticks(
+        range(len(seen)), [f"head {head * len(seen) + g}" for g in range(len(seen))], fontsize=8
+    )
     told = f"scores, −{top:.1f} to {top:.1f} nats" if m.is_seen.any() else "no score counts"
     axis.set_title(f"acc_s: {told}", fontsize=9, loc="left", pad=3)
 
@@ -408,14 +513,27 @@ def _bare(axis: Axes, letters: list[str], height: int) -> None:
     axis.set_xticks([])
     axis.set_yticks([])
     for j, sign in enumerate(letters):
-        axis.text(j, height - 0.4, sign, fontsize=8, family="monospace", ha="center", va="top", color=PALETTE["text"])
+        axis.text(
+            j,
+            height - 0.4,
+            sign,
+            fontsize=8,
+            family="monospace",
+            ha="center",
+            va="top",
+            color=PALETTE["text"],
+        )
 
 
 def _statistics(m: Moment, head: int) -> str:
     lines = [f"{'head':6}{'scores_max, nats':19}{'scores_scale':14}logsum"]
     for g in range(len(m.logsum)):
-        change = " → ".join(f"{x:.2f}" if np.isfinite(x) else "−∞" for x in (m.scores_max_prev[g], m.scores_max[g]))
-        lines.append(f"{head * len(m.logsum) + g:<6}{change:19}{m.scores_scale[g]:<14.3f}{m.logsum[g]:.3f}")
+        change = " → ".join(
+            f"{x:.2f}" if np.isfinite(x) else "−∞" for x in (m.scores_max_prev[g], m.scores_max[g])
+        )
+        lines.append(
+            f"{head * len(m.logsum) + g:<6}{change:19}{m.scores_scale[g]:<14.3f}{m.logsum[g]:.3f}"
+        )
     return "\n".join(lines)
 
 
@@ -428,7 +546,9 @@ def explore() -> Panel:
     return panel(
         "one program, its pointers and its masks",
         render,
-        branch=ipywidgets.ToggleButtons(options=["list", "window"], value="list", description="branch"),
+        branch=ipywidgets.ToggleButtons(
+            options=["list", "window"], value="list", description="branch"
+        ),
         token=ipywidgets.IntSlider(77, 0, N - 1, description="token"),
         head=ipywidgets.IntSlider(0, 0, example().k.shape[2] - 1, description="KV head"),
         slot=ipywidgets.IntSlider(0, 0, S - 1, description="slot"),
@@ -445,20 +565,32 @@ def measured() -> dict:
 
 
 def times(tokens: int = 65536, group: int = 16, width: int = 128) -> dict[str, dict]:
-    """The rows of one shape by what was changed; `"as it is"` is what `launch` chooses; dense attention goes by its names."""
-    rows = [r for r in measured()["rows"] if (r["tokens"], r["group"], r["width"]) == (tokens, group, width)]
-    return {r["change"] or ("as it is" if r["kernel"] == "triton" else r["kernel"]): r for r in rows}
+    """The rows of one shape by what was changed; `"as it is"` is what `launch` chooses; dense
+    attention goes by its names."""
+    rows = [
+        r
+        for r in measured()["rows"]
+        if (r["tokens"], r["group"], r["width"]) == (tokens, group, width)
+    ]
+    return {
+        r["change"] or ("as it is" if r["kernel"] == "triton" else r["kernel"]): r for r in rows
+    }
 
 
 def beside_tilelang() -> list[tuple[int, int, float, float]]:
-    """Tokens and width of each shape with groups of 16: how many times as fast as dense attention Triton was, and TileLang."""
+    """Tokens and width of each shape with groups of 16: how many times as fast as dense attention
+    Triton was, and TileLang."""
 
     def ratios(rows: list[dict], kernel: str) -> dict[tuple[int, int], float]:
-        plain = [row for row in rows if (row["kernel"], row["change"], row["group"]) == (kernel, "", 16)]
+        plain = [
+            row for row in rows if (row["kernel"], row["change"], row["group"]) == (kernel, "", 16)
+        ]
         return {(row["tokens"], row["width"]): row["dense_ratio"] for row in plain}
 
     ours = ratios(measured()["rows"], "triton")
-    theirs = ratios(json.loads((ASSETS / "tilelang_forward_h200.json").read_text())["rows"], "tilelang")
+    theirs = ratios(
+        json.loads((ASSETS / "tilelang_forward_h200.json").read_text())["rows"], "tilelang"
+    )
     return [(*shape, ours[shape], theirs[shape]) for shape in ours if shape in theirs]
 
 
@@ -467,7 +599,12 @@ CHAIN = {
     "pointers": "steps of 32 tokens,\n1 warp, 3 stages",
     "descriptors": "tensor descriptors",
 }
-SAME = ("pointers", "pointers, steps of 32 tokens", "pointers, 1 warp", "pointers, 3 stages")  # one kernel, four times
+SAME = (
+    "pointers",
+    "pointers, steps of 32 tokens",
+    "pointers, 1 warp",
+    "pointers, 3 stages",
+)  # one kernel, four times
 CHANGED = {
     "pointers, steps of 16 tokens": "steps of 16 tokens",
     "pointers, steps of 64 tokens": "steps of 64 tokens",
@@ -480,20 +617,25 @@ CHANGED = {
 
 
 def spread() -> tuple[float, float]:
-    """The shortest and the longest time of the kernel with pointers, measured four times in one run of the benchmark."""
+    """The shortest and the longest time of the kernel with pointers, measured four times in one run
+    of the benchmark."""
     ms = [times()[change]["ms"] for change in SAME]
     return min(ms), max(ms)
 
 
 def draw_ladder() -> Picture:
-    """From the first version to tensor descriptors, and the version with pointers with one decision changed at a time."""
+    """From the first version to tensor descriptors, and the version with pointers with one decision
+    changed at a time."""
     found = times()
     chain = {label: found[change]["ms"] for change, label in CHAIN.items()}
     changed = {label: found[change]["ms"] for change, label in CHANGED.items()}
     figure, axes = new_figure(8.0, 4.6, rows=2, height_ratios=(4, 7))
     axes[0, 0].sharex(axes[1, 0])
     colours = [PALETTE["masked"], PALETTE["key"], PALETTE["selected"]]
-    for axis, bars, colour in ((axes[0, 0], chain, colours), (axes[1, 0], changed, PALETTE["masked"])):
+    for axis, bars, colour in (
+        (axes[0, 0], chain, colours),
+        (axes[1, 0], changed, PALETTE["masked"]),
+    ):
         axis.barh(range(len(bars)), [*bars.values()], height=0.64, color=colour)
         for y, ms in enumerate(bars.values()):
             label = axis.text(ms + 0.2, y, f"{ms:.1f} ms", va="center", fontsize=9)
@@ -502,7 +644,8 @@ def draw_ladder() -> Picture:
         axis.set_ylim(len(bars) - 0.45, -0.6)
     low, high = spread()
     axes[1, 0].axvspan(low, high, color=PALETTE["key"], alpha=0.35, zorder=0, linewidth=0)
-    axes[1, 0].set_title(f"the second bar with one change; band: itself, {len(SAME)} times, {low:.1f} to {high:.1f} ms",
+    axes[1, 0].set_title(f"the second bar with one change; band: itself, {len(SAME)} times, "
+                         f"{low:.1f} to {high:.1f} ms",
                          fontsize=9, loc="left")  # fmt: skip
     axes[1, 0].set_xlim(0, max([*chain.values(), *changed.values()]) * 1.12)
     shape = "65,536 tokens, 4 KV heads, groups of 16, width 128, 16 blocks of 64, bf16"

@@ -1,7 +1,9 @@
-"""Chapter 09's pictures: which elements one program loads and stores, found by running that program's own index arithmetic.
+"""Chapter 09's pictures: which elements one program loads and stores, found by running that
+program's own index arithmetic.
 
-`example` holds a kernel at a size that can be drawn; `record` runs one of its programs (`course.recorder`), `draw_program` draws
-what it touched, `sentence` says it, and `explore` puts controls on them. `draw_owners` shows the whole grid at once.
+`example` holds a kernel at a size that can be drawn; `record` runs one of its programs
+(`course.recorder`), `draw_program` draws what it touched, `sentence` says it, and `explore` puts
+controls on them. `draw_owners` shows the whole grid at once.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from matplotlib.patches import Patch
 from nsa_tutorial.course import recorder
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, readable_on
 from nsa_tutorial.course.widgets import Panel, panel
-from nsa_tutorial.online_softmax import LOG2_E
+from nsa_tutorial.exact.online_softmax import LOG2_E
 
 _COLOURS = {"load": PALETTE["key"], "store": PALETTE["query"], "nothing": "#EDEFF1"}
 _OWNERS = [PALETTE["key"], PALETTE["value"]]  # like a chessboard: neighbours differ
@@ -44,20 +46,38 @@ class Example:
 
 @functools.cache
 def example(kernel: str) -> Example:
-    """The example of `"copy"`, `"softmax"`, `"matmul"` or `"attention"`: sizes that no tile divides."""
+    """The example of `"copy"`, `"softmax"`, `"matmul"` or `"attention"`: sizes that no tile
+    divides."""
     if kernel == "copy":
-        return Example((5,), {"X": (37,), "Y": (37,)}, {"N": 37, "BN": 8}, {"X": ("", "element"), "Y": ("", "element")})
+        return Example(
+            (5,),
+            {"X": (37,), "Y": (37,)},
+            {"N": 37, "BN": 8},
+            {"X": ("", "element"), "Y": ("", "element")},
+        )
     if kernel == "softmax":
         numbers = {"R": 6, "N": 5, "scale_log2": LOG2_E, "BR": 4, "BN": 8}
-        return Example((2,), {"X": (6, 5), "Y": (6, 5)}, numbers, {"X": ("row", "column"), "Y": ("row", "column")})
+        return Example(
+            (2,),
+            {"X": (6, 5), "Y": (6, 5)},
+            numbers,
+            {"X": ("row", "column"), "Y": ("row", "column")},
+        )
     if kernel == "matmul":
         shapes = {"A": (7, 6), "B": (6, 10), "C": (7, 10)}
         numbers = {"M": 7, "N": 10, "K": 6, "BM": 4, "BN": 4, "BK": 4, "NUM_STAGES": 2}
         return Example((2, 3), shapes, numbers, {"A": ("M", "K"), "B": ("K", "N"), "C": ("M", "N")})
     if kernel == "attention":
-        shapes = {"Q": (1, 6, 4, 2), "K": (1, 10, 2, 2), "V": (1, 10, 2, 2), "Output": (1, 6, 4, 2), "LSE": (1, 6, 4)}
+        shapes = {
+            "Q": (1, 6, 4, 2),
+            "K": (1, 10, 2, 2),
+            "V": (1, 10, 2, 2),
+            "Output": (1, 6, 4, 2),
+            "LSE": (1, 6, 4),
+        }
         numbers = {
-            "N": 6, "M": 10, "HQ": 4, "scale": 0.5, "scale_log2": 0.5 * LOG2_E, "G": 2, "D": 2, "DV": 2, "CAUSAL": True,
+            "N": 6, "M": 10, "HQ": 4, "scale": 0.5, "scale_log2": 0.5 * LOG2_E, "G": 2, "D": 2,
+            "DV": 2, "CAUSAL": True,
             "BQ": 4, "BK": 4, "DT": 2, "DVT": 2, "NUM_STAGES": 2,
         }  # fmt: skip
         axes = {
@@ -69,7 +89,8 @@ def example(kernel: str) -> Example:
 
 
 def ids(kernel: str, number: int) -> tuple[int, ...]:
-    """The program ids of program `number`, the first axis fastest; a number past the last program is taken for the last."""
+    """The program ids of program `number`, the first axis fastest; a number past the last program
+    is taken for the last."""
     known = list(recorder.programs(example(kernel).grid))
     return known[min(number, len(known) - 1)]
 
@@ -79,7 +100,9 @@ def record(kernel: str, program: tuple[int, ...]) -> recorder.Record:
     """Run one program of the example on random numbers and return what it touched."""
     case, generator = example(kernel), np.random.default_rng(0)
     tensors = {name: generator.standard_normal(shape) for name, shape in case.shapes.items()}
-    return recorder.run(f"nsa_tutorial.triton_basics:{kernel}", program, tensors | case.numbers)
+    return recorder.run(
+        f"nsa_tutorial.kernels.triton_basics:{kernel}", program, tensors | case.numbers
+    )
 
 
 def masked_lanes(seen: recorder.Record) -> tuple[int, int]:
@@ -99,7 +122,8 @@ def sentence(kernel: str, program: tuple[int, ...]) -> str:
                 parts.append(f"{count} of {math.prod(shape)} elements of {name}")
     off, lanes = masked_lanes(seen)
     return (
-        f"Program {_name(program)} of a grid of {grid} loads {_list(told['load'])}, and stores {_list(told['store'])}; "
+        f"Program {_name(program)} of a grid of {grid} loads {_list(told['load'])}, and stores "
+        f"{_list(told['store'])}; "
         f"{off} of its {lanes} lanes are masked."
     )
 
@@ -114,7 +138,13 @@ def _list(parts: list[str]) -> str:
 
 def _flat(count: np.ndarray) -> np.ndarray:
     """A tensor as rows and columns: without the batch, the heads of a position side by side."""
-    return count.reshape(1, -1) if count.ndim == 1 else count if count.ndim == 2 else count[0].reshape(count.shape[1], -1)
+    return (
+        count.reshape(1, -1)
+        if count.ndim == 1
+        else count
+        if count.ndim == 2
+        else count[0].reshape(count.shape[1], -1)
+    )
 
 
 def _draw_tensor(axis: Axes, name: str, seen: recorder.Record, labels: tuple[str, str]) -> None:
@@ -124,7 +154,9 @@ def _draw_tensor(axis: Axes, name: str, seen: recorder.Record, labels: tuple[str
     picture[stores > 0] = to_rgb(_COLOURS["store"])
     rows, columns = loads.shape
     axis.imshow(picture, aspect="equal", interpolation="nearest")
-    axis.vlines(np.arange(columns + 1) - 0.5, -0.5, rows - 0.5, color="white", linewidth=1)  # quicker than a grid of ticks
+    axis.vlines(
+        np.arange(columns + 1) - 0.5, -0.5, rows - 0.5, color="white", linewidth=1
+    )  # quicker than a grid of ticks
     axis.hlines(np.arange(rows + 1) - 0.5, -0.5, columns - 0.5, color="white", linewidth=1)
     axis.tick_params(length=0, labelsize=8)
     axis.spines[:].set_visible(False)
@@ -143,15 +175,25 @@ def _draw_tensor(axis: Axes, name: str, seen: recorder.Record, labels: tuple[str
 
 
 def _place(axes: np.ndarray, shapes: list[tuple[int, int]]) -> None:
-    """Squares of one size in all drawings, their upper edges level, spread over the width of the figure."""
+    """Squares of one size in all drawings, their upper edges level, spread over the width of the
+    figure."""
     width, height = 8.0, 3.0
     gap = 0.62  # inches on the left of each drawing, for its labels
     across = (width - 0.25 - gap * len(shapes)) / sum(columns for _, columns in shapes)
     side = min(across, 1.75 / max(rows for rows, _ in shapes))
-    spare = (width - 0.25 - gap * len(shapes) - side * sum(columns for _, columns in shapes)) / len(shapes)
+    spare = (width - 0.25 - gap * len(shapes) - side * sum(columns for _, columns in shapes)) / len(
+        shapes
+    )
     left = gap + spare / 2
     for axis, (rows, columns) in zip(axes, shapes, strict=True):
-        axis.set_position([left / width, (2.4 - side * rows) / height, side * columns / width, side * rows / height])
+        axis.set_position(
+            [
+                left / width,
+                (2.4 - side * rows) / height,
+                side * columns / width,
+                side * rows / height,
+            ]
+        )
         left += side * columns + gap + spare
 
 
@@ -169,9 +211,12 @@ def draw_program(kernel: str = "matmul", program: tuple[int, ...] = (1, 2)) -> P
         _place(axes[0], [_flat(np.zeros(shape)).shape for shape in case.shapes.values()])
     for axis, name in zip(axes.flat, case.shapes, strict=True):
         _draw_tensor(axis, name, seen, case.axes[name])
-    handles = [Patch(color=_COLOURS["load"], label="loaded"), Patch(color=_COLOURS["store"], label="stored"),
+    handles = [Patch(color=_COLOURS["load"], label="loaded"),
+    Patch(color=_COLOURS["store"], label="stored"),
                Patch(color=_COLOURS["nothing"], label="not touched")]  # fmt: skip
-    figure.legend(handles=handles, loc="lower center", ncols=3, fontsize=9, frameon=False, handlelength=1.0)
+    figure.legend(
+        handles=handles, loc="lower center", ncols=3, fontsize=9, frameon=False, handlelength=1.0
+    )
     loaded = sum(int((seen.touched("load", name) > 0).sum()) for name in case.shapes)
     stored = sum(int((seen.touched("store", name) > 0).sum()) for name in case.shapes)
     told = f"{kernel}, program {_name(program)}: {loaded} elements loaded, {stored} stored"
@@ -179,7 +224,8 @@ def draw_program(kernel: str = "matmul", program: tuple[int, ...] = (1, 2)) -> P
 
 
 def owners(kernel: str, tensor: str) -> np.ndarray:
-    """Which program stores each element of `tensor`, by number; -1 where none does, -2 where several do."""
+    """Which program stores each element of `tensor`, by number; -1 where none does, -2 where
+    several do."""
     found = np.full(example(kernel).shapes[tensor], -1)
     for number, program in enumerate(recorder.programs(example(kernel).grid)):
         stored = record(kernel, program).touched("store", tensor) > 0
@@ -195,10 +241,22 @@ def draw_owners(kernel: str = "matmul", tensor: str = "C") -> Picture:
     figure, axes = new_figure(7.0, 3.6)
     axis = axes[0, 0]
     colours = [_OWNERS[sum(program) % 2] for program in known]
-    axis.imshow(np.array([[to_rgb(colours[n]) for n in row] for row in found]), aspect="equal", interpolation="nearest")
+    axis.imshow(
+        np.array([[to_rgb(colours[n]) for n in row] for row in found]),
+        aspect="equal",
+        interpolation="nearest",
+    )
     for i, j in np.ndindex(rows, columns):
         text = ", ".join(map(str, known[found[i, j]]))
-        axis.text(j, i, text, ha="center", va="center", fontsize=9, color=readable_on(colours[found[i, j]]))
+        axis.text(
+            j,
+            i,
+            text,
+            ha="center",
+            va="center",
+            fontsize=9,
+            color=readable_on(colours[found[i, j]]),
+        )
     axis.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
     axis.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
     axis.grid(which="minor", color="white", linewidth=1.2)
@@ -210,7 +268,10 @@ def draw_owners(kernel: str = "matmul", tensor: str = "C") -> Picture:
     axis.set_ylabel(f"row of {tensor} ({labels[0]})", fontsize=9)
     axis.set_xlabel(f"column of {tensor} ({labels[1]})", fontsize=9)
     once = int((found >= 0).sum())
-    return Picture(figure, f"{len(known)} programs store {once} of {found.size} elements of {tensor} exactly once")
+    return Picture(
+        figure,
+        f"{len(known)} programs store {once} of {found.size} elements of {tensor} exactly once",
+    )
 
 
 def explore() -> Panel:
@@ -223,6 +284,8 @@ def explore() -> Panel:
     return panel(
         "one program's loads and stores",
         render,
-        kernel=ipywidgets.Dropdown(options=["copy", "softmax", "matmul", "attention"], value="matmul", description="kernel"),
+        kernel=ipywidgets.Dropdown(
+            options=["copy", "softmax", "matmul", "attention"], value="matmul", description="kernel"
+        ),
         program=ipywidgets.IntSlider(5, 0, 7, description="program number"),
     )

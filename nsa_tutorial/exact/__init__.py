@@ -1,0 +1,1 @@
+"""Part I: attention, exactly. Chapters 01 to 04."""

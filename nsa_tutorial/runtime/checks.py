@@ -1,0 +1,307 @@
+"""What every operator checks before anything runs: a wrong argument is named, with what came and
+what was expected."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from nsa_tutorial.runtime import packed
+from nsa_tutorial.sparse.compression import KINDS, MLPWeights, num_summaries
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FLOATS = (*DTYPES, torch.float64)  # float64 is for the reference backend
+LARGEST_WIDTH = 256
+BACKENDS = ("auto", "reference", "tilelang", "triton")
+
+
+def describe(x: object) -> str:
+    """How an argument is named in an error: type, shape, dtype and device of a tensor, the value of
+    anything else."""
+    if isinstance(x, Tensor):
+        return (
+            f"a {str(x.dtype).removeprefix('torch.')} tensor of shape {list(x.shape)} on {x.device}"
+        )
+    return f"{x!r} ({type(x).__name__})"
+
+
+def check_tensor(name: str, x: object, shape: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    """`x` is a tensor with as many dimensions as `shape` names (as in `"[B, N, HQ, D]"`) and one of
+    `dtypes`."""
+    rank = shape.count(",") + 1
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {describe(x)}, expected a tensor of shape {shape}")
+    if x.ndim != rank:
+        raise ValueError(f"{name}: got {describe(x)}, expected {rank} dimensions, {shape}")
+    if x.dtype not in dtypes:
+        names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise TypeError(f"{name}: got {describe(x)}, expected {names}")
+
+
+def check_same_device(**tensors: Tensor | None) -> None:
+    """All given tensors are on the device of the first."""
+    (first, reference), *others = tensors.items()
+    for name, x in others:
+        if x is not None and x.device != reference.device:
+            raise ValueError(
+                f"{name}: got {describe(x)}, expected the device of {first}, {reference.device}"
+            )
+
+
+def check_positive_int(name: str, x: object, *, least: int = 1, most: int | None = None) -> None:
+    """`x` is an integer (not a bool) of at least `least`, and at most `most`."""
+    if isinstance(x, bool) or not isinstance(x, int):
+        raise TypeError(f"{name}: got {describe(x)}, expected an int of at least {least}")
+    if x < least:
+        raise ValueError(f"{name}: got {x}, expected an int of at least {least}")
+    if most is not None and x > most:
+        raise ValueError(f"{name}: got {x}, expected an int of at most {most}")
+
+
+def check_bool(name: str, x: object) -> None:
+    """`x` is True or False."""
+    if not isinstance(x, bool):
+        raise TypeError(f"{name}: got {describe(x)}, expected True or False")
+
+
+def check_positive_number(name: str, x: object, *, otherwise: str = "") -> None:
+    """`x` is a positive finite number (not a bool); `otherwise` is what else the argument may
+    be."""
+    if isinstance(x, bool) or not isinstance(x, Real):
+        raise TypeError(f"{name}: got {describe(x)}, expected a positive number{otherwise}")
+    if not 0 < x < math.inf:
+        raise ValueError(f"{name}: got {x}, expected a positive finite number{otherwise}")
+
+
+def check_scale(scale: object, D: int) -> float:
+    """The factor on the scores: `D ** -0.5` for None, otherwise a positive finite number."""
+    if scale is None:
+        return D**-0.5
+    check_positive_number("scale", scale, otherwise=" or None")
+    return float(scale)
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """`q [B, N, HQ, D]`, `k [B, M, H, D]`, `v [B, M, H, DV]` fit together; queries are the last `N`
+    of the `M` positions."""
+    _check_attention(q, k=(k, "[B, M, H, D]"), v=(v, "[B, M, H, DV]"))
+    N, M = q.shape[1], k.shape[1]
+    if N > M:
+        raise ValueError(
+            f"q: got {N} queries for {M} keys, expected at most {M}: queries are the last positions"
+        )
+
+
+def _check_attention(q: Tensor, **keys_and_values: tuple[Tensor, str]) -> None:
+    """Queries fit keys and values: `k=(k, "[B, M, H, D]"), v=(v, "[B, M, H, DV]")`, by the names
+    that the operator gives them."""
+    (k_name, (k, _)), (v_name, (v, _)) = keys_and_values.items()
+    for name, (x, shape) in {"q": (q, "[B, N, HQ, D]"), **keys_and_values}.items():
+        check_tensor(name, x, shape, FLOATS)
+    for name, x in ((k_name, k), (v_name, v)):
+        if x.dtype != q.dtype:
+            raise TypeError(
+                f"{name}: got {describe(x)}, expected the dtype of q, "
+                f"{str(q.dtype).removeprefix('torch.')}"
+            )
+    check_same_device(**{"q": q, k_name: k, v_name: v})
+    (B, _, HQ, D), H = q.shape, k.shape[2]
+    if k.shape[0] != B:
+        raise ValueError(f"{k_name}: got {describe(k)}, expected the batch of q, {B}")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"{v_name}: got {describe(v)}, expected the batch, positions and heads of {k_name}, "
+            f"{list(k.shape[:3])}"
+        )
+    if k.shape[3] != D:
+        raise ValueError(f"{k_name}: got {describe(k)}, expected the width of q, {D}")
+    for name, width in ((f"q and {k_name}", D), (v_name, v.shape[3])):
+        if not 1 <= width <= LARGEST_WIDTH:
+            raise ValueError(f"{name}: got width {width}, expected 1 to {LARGEST_WIDTH}")
+    if H == 0 or HQ == 0 or HQ % H:
+        raise ValueError(
+            f"q and {k_name}: got {HQ} query heads over {H} key/value heads, expected a multiple"
+        )
+
+
+def check_cu_seqlens(cu_seqlens: Tensor | None, q: Tensor, k: Tensor, *, name: str = "q") -> None:
+    """Packed sequences: `[num_sequences + 1]` offsets that rise from 0 to `N`, with `B == 1` and
+    `N == M`.
+
+    To read the values, the host waits for the device, once for a tensor (`packed.offsets`). `name`
+    is what the operator calls `q`.
+    """
+    if cu_seqlens is None:
+        return
+    check_tensor("cu_seqlens", cu_seqlens, "[num_sequences + 1]", (torch.int32, torch.int64))
+    check_same_device(**{name: q, "cu_seqlens": cu_seqlens})
+    B, N, M = q.shape[0], q.shape[1], k.shape[1]
+    if B != 1:
+        raise ValueError(
+            f"cu_seqlens: got a batch of {B}, expected 1: packed sequences lie behind each other "
+            "in one row"
+        )
+    if N != M:
+        raise ValueError(
+            f"cu_seqlens: got {N} queries and {M} keys, expected as many queries as keys"
+        )
+    offsets = packed.offsets(cu_seqlens)
+    if len(offsets.values) < 2 or offsets.values[0] != 0:
+        raise ValueError(
+            f"cu_seqlens: got {_short(offsets.values)}, expected at least two offsets, the first 0"
+        )
+    if offsets.values[-1] != N:
+        raise ValueError(
+            f"cu_seqlens: got a last offset of {offsets.values[-1]}, expected the number of "
+            f"positions, {N}"
+        )
+    if not offsets.rise:
+        raise ValueError(
+            f"cu_seqlens: got {_short(offsets.values)}, expected offsets that never decrease"
+        )
+
+
+def check_compression(kind: object, weight: object, x: Tensor, length: int) -> None:
+    """`x [B, M, H, D]` can be summarised, and `weight` is what `kind` needs (`compression.compress`
+    lists the shapes)."""
+    check_tensor("x", x, "[B, M, H, D]", FLOATS)
+    if kind not in KINDS:
+        raise ValueError(f"kind: got {describe(kind)}, expected one of {', '.join(KINDS)}")
+    H, D = x.shape[2:]
+    flat = length * D
+    if kind == "mean":
+        if weight is not None:
+            raise ValueError(f"weight: got {describe(weight)}, expected None for kind 'mean'")
+    elif kind == "weighted":
+        _check_weight("weight", weight, x, (length,), (length, H))
+    elif kind == "linear":
+        _check_weight("weight", weight, x, (flat, D), (H, flat, D))
+    elif not isinstance(weight, MLPWeights):
+        raise TypeError(f"weight: got {describe(weight)}, expected an MLPWeights for kind 'mlp'")
+    else:
+        hidden = weight.w1.shape[-1] if isinstance(weight.w1, Tensor) and weight.w1.ndim else 0
+        shapes = MLPWeights((length, D), (flat, hidden), (hidden,), (hidden, D), (D,))
+        for name, w, shape in zip(MLPWeights._fields, weight, shapes, strict=True):
+            _check_weight(f"weight.{name}", w, x, shape, (H, *shape))
+
+
+def _check_weight(name: str, weight: object, x: Tensor, *shapes: tuple[int, ...]) -> None:
+    """`weight` is a floating-point tensor of one of `shapes`, on the device of `x`."""
+    expected = " or ".join(str(list(shape)) for shape in shapes)
+    if not isinstance(weight, Tensor) or weight.dtype not in FLOATS:
+        raise TypeError(
+            f"{name}: got {describe(weight)}, expected a floating-point tensor of shape {expected}"
+        )
+    if tuple(weight.shape) not in shapes:
+        raise ValueError(f"{name}: got {describe(weight)}, expected shape {expected}")
+    check_same_device(**{"x": x, name: weight})
+
+
+def check_summaries(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    *,
+    num_keys: int | None,
+    length: int,
+    stride: int,
+    cu_seqlens: Tensor | None,
+) -> int:
+    """Queries fit the summaries, of which there are as many as the keys have; returns the number of
+    keys, `M`."""
+    _check_attention(q, k_cmp=(k_cmp, "[B, M_c, H, D]"), v_cmp=(v_cmp, "[B, M_c, H, DV]"))
+    check_positive_int("length", length)
+    check_positive_int("stride", stride)
+    check_cu_seqlens(cu_seqlens, q, q)
+    N = q.shape[1]
+    if num_keys is None:
+        M = N
+    else:
+        check_positive_int("num_keys", num_keys, least=N)
+        M = num_keys
+    if cu_seqlens is None:
+        expected = num_summaries(M, length, stride)
+    elif M == N:
+        expected = sum(num_summaries(n, length, stride) for n in packed.offsets(cu_seqlens).lengths)
+    else:
+        raise ValueError(
+            f"num_keys: got {M}, expected the number of queries, {N}, for packed sequences"
+        )
+    if k_cmp.shape[1] != expected:
+        raise ValueError(
+            f"k_cmp: got {k_cmp.shape[1]} summaries, expected {expected}: those of {M} keys "
+            "(num_keys) "
+            f"with length {length} and stride {stride}"
+        )
+    return M
+
+
+def check_per_head(name: str, x: Tensor, q: Tensor) -> None:
+    """`x [B, N, HQ]`, a gate or a log-sum-exp, has one number for each query and head of `q`."""
+    check_tensor(name, x, "[B, N, HQ]", FLOATS)
+    if x.shape != q.shape[:3]:
+        raise ValueError(f"{name}: got {describe(x)}, expected [B, N, HQ] = {list(q.shape[:3])}")
+    check_same_device(**{"q": q, name: x})
+
+
+def check_block_arguments(
+    block_indices: Tensor, block_counts: Tensor | int | None, q: Tensor, k: Tensor
+) -> None:
+    """`block_indices [B, N, H, S]` and `block_counts` (int, `[B, N, H]` or None) fit `q` and
+    `k`."""
+    integers = (torch.int32, torch.int64)
+    check_tensor("block_indices", block_indices, "[B, N, H, S]", integers)
+    expected = (*q.shape[:2], k.shape[2])
+    if tuple(block_indices.shape[:3]) != expected:
+        raise ValueError(
+            f"block_indices: got {describe(block_indices)}, expected [B, N, H, S] with [B, N, H] "
+            f"= {list(expected)}"
+        )
+    if block_indices.shape[3] == 0:
+        raise ValueError(
+            f"block_indices: got {describe(block_indices)}, expected at least one slot"
+        )
+    check_block_counts(block_counts, q, k)
+    check_same_device(q=q, block_indices=block_indices)
+
+
+def check_block_counts(
+    block_counts: Tensor | int | None, q: Tensor, k: Tensor, *, least: int = 0
+) -> None:
+    """`block_counts` is None, an int of at least `least`, or an integer tensor `[B, N, H]`."""
+    if isinstance(block_counts, Tensor):
+        expected = (*q.shape[:2], k.shape[2])
+        check_tensor("block_counts", block_counts, "[B, N, H]", (torch.int32, torch.int64))
+        if tuple(block_counts.shape) != expected:
+            raise ValueError(
+                f"block_counts: got {describe(block_counts)}, expected [B, N, H] = {list(expected)}"
+            )
+        check_same_device(q=q, block_counts=block_counts)
+    elif block_counts is not None:
+        check_positive_int("block_counts", block_counts, least=least)
+
+
+def check_gates(q: Tensor, **gates: Tensor | None) -> None:
+    """Each gate is None or `[B, N, HQ]`, and not all are None."""
+    if all(gate is None for gate in gates.values()):
+        raise ValueError(f"{', '.join(gates)}: got None for each, expected at least one gate")
+    for name, gate in gates.items():
+        if gate is not None:
+            check_per_head(name, gate, q)
+
+
+def check_backend(backend: object) -> None:
+    """`backend` is one of the names the operators know."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: got {describe(backend)}, expected one of {', '.join(BACKENDS)}")
+
+
+def _short(offsets: tuple[int, ...]) -> str:
+    return (
+        str(list(offsets))
+        if len(offsets) <= 12
+        else f"[{', '.join(map(str, offsets[:6]))}, …, {offsets[-1]}]"
+    )

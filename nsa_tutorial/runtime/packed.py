@@ -1,0 +1,48 @@
+"""What the host has to know of packed sequences: their offsets, read from the device once.
+
+`cu_seqlens` lies on the device, and every operator that takes it needs facts that only its values
+tell: whether they are right, and how many summaries the sequences have. To read them the host waits
+for the device. Here it does so once for a tensor that PyTorch has not changed since: the layers of
+a model share one.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class Offsets(NamedTuple):
+    """The values of `cu_seqlens`, and whether they never decrease."""
+
+    values: tuple[int, ...]
+    rise: bool
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of each sequence, in tokens."""
+        return [b - a for a, b in pairwise(self.values)]
+
+
+_KNOWN = (
+    WeakIdKeyDictionary()
+)  # offsets on a device: the version of the tensor that was read, and what it held
+
+
+def offsets(cu_seqlens: Tensor) -> Offsets:
+    """Read `cu_seqlens`; the host waits for the device the first time, and again once the tensor
+    has changed in place."""
+    remember = (
+        not cu_seqlens.is_cpu and not cu_seqlens.is_inference()
+    )  # a tensor of inference mode has no version
+    version, known = _KNOWN.get(cu_seqlens, (None, None)) if remember else (None, None)
+    if known is not None and version == cu_seqlens._version:
+        return known
+    values = tuple(cu_seqlens.tolist())
+    found = Offsets(values, all(a <= b for a, b in pairwise(values)))
+    if remember:
+        _KNOWN[cu_seqlens] = (cu_seqlens._version, found)
+    return found

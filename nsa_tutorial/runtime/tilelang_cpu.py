@@ -1,0 +1,50 @@
+"""Run a TileLang kernel, written for a GPU, on the CPU: unchanged to the reader, rewritten just
+before compilation.
+
+TileLang's C target knows neither shared memory nor fragments nor parallel loops. It takes the same
+kernel once every tile lies in local memory and every parallel loop is serial, which is what
+`serialise` does to the finished kernel. The CPU then runs one program after the other, one element
+after the other: the results are the kernel's, races and missing barriers are not seen.
+
+The rewrite edits the JSON form of TileLang 0.1's intermediate representation, where memory scopes
+are strings and loop kinds are integers; all that depends on it is in this file.
+"""
+
+from __future__ import annotations
+
+import json
+
+import tilelang
+from tvm import ir, tirx
+
+_GPU_SCOPES = {"shared.dyn", "shared", "local.fragment"}
+_SERIAL, _PARALLEL = 0, 1  # tvm::tirx::ForKind
+
+
+def serialise(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The same kernel with shared memory and fragments in local memory and parallel loops in
+    order."""
+    graph = json.loads(ir.save_json(kernel))
+    for node in graph["nodes"]:
+        kind, data = node.get("type"), node.get("data")
+        if kind == "tirx.For" and data["kind"] == _PARALLEL:
+            data["kind"] = _SERIAL
+        elif kind == "ffi.String" and data in _GPU_SCOPES:
+            node["data"] = "local"
+    return ir.load_json(json.dumps(graph))
+
+
+def compile_for_cpu(kernel: tirx.PrimFunc) -> tilelang.JITKernel:
+    """Compile a kernel to C and load it: about a second, kept on disk by TileLang for the next
+    time.
+
+    Vectorised code is switched off because TileLang's C has no fp16 vectors; `-O3` because the
+    default is unoptimised.
+    """
+    return tilelang.compile(
+        serialise(kernel),
+        target="c",
+        execution_backend="cython",
+        pass_configs={"tirx.disable_vectorize": True},
+        compile_flags=["-O3"],
+    )

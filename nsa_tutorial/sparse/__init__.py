@@ -1,0 +1,1 @@
+"""Part II: attention, sparsely. Chapters 05 to 08."""

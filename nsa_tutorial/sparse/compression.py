@@ -1,0 +1,185 @@
+"""Chapter 06: a block of tokens can be summarised (NSA, arXiv 2502.11089, section 3.3.1).
+
+Overlapping windows of `length` tokens, one every `stride`, each become one summary key or value
+(`compress`); attention then reads summaries in place of tokens (`compressed_attention`), a
+`stride`-th of the work. Four ways to summarise: the mean, a learnt weighting, a learnt linear map
+of the whole window, and the paper's φ, an MLP with a learnt embedding for each position in the
+window.
+
+It does not validate (`ops` does), does not choose blocks from the summaries (chapter 07), and keeps
+no cache.
+
+Symbols: `M` tokens · `M_c` summaries, those of packed sequences one sequence after the other · `F`
+hidden units of the MLP.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nsa_tutorial.runtime import packed
+from nsa_tutorial.sparse import query_tiles
+from nsa_tutorial.sparse.selected_attention import QueryRows
+
+KINDS = ("mean", "weighted", "linear", "mlp")
+Count = TypeVar("Count", int, Tensor)
+
+
+class MLPWeights(NamedTuple):
+    """What the paper's φ learns: `w2 · gelu(w1 · (window + position) + b1) + b2`, the window's
+    tokens one behind the other.
+
+    Each tensor serves all heads, or carries one more dimension in front, `[H, ...]`, and serves one
+    head each. The paper names no activation and no number of hidden units `F`.
+
+    Attributes:
+        position: `[length, D]`, added to the window's tokens, first to last.
+        w1, b1: `[length * D, F]` and `[F]`.
+        w2, b2: `[F, D]` and `[D]`.
+    """
+
+    position: Tensor
+    w1: Tensor
+    b1: Tensor
+    w2: Tensor
+    b2: Tensor
+
+
+def num_summaries(M: Count, length: int, stride: int) -> Count:
+    """How many windows of `length`, one every `stride`, lie wholly in `M` tokens. An int gives an
+    int, a tensor a tensor.
+
+    >>> num_summaries(100, 32, 16), num_summaries(31, 32, 16)
+    (5, 0)
+    """
+    count = (M - length) // stride + 1
+    return count.clamp(min=0) if isinstance(count, Tensor) else max(count, 0)
+
+
+def summary_offsets(cu_seqlens: Tensor, length: int, stride: int) -> Tensor:
+    """`cu_seqlens` of the summaries, `[num_sequences + 1]`: where each sequence's summaries begin,
+    and how many there are."""
+    counts = num_summaries(cu_seqlens.diff(), length, stride)
+    return F.pad(counts.cumsum(0), (1, 0)).to(cu_seqlens.dtype)
+
+
+def first_tokens(
+    M: int, length: int, stride: int, cu_seqlens: Tensor | None, device: torch.device
+) -> Tensor:
+    """The token `[M_c]` with which each summary begins. The host waits for fresh `cu_seqlens`
+    (`packed.offsets`)."""
+    if cu_seqlens is None:
+        return torch.arange(num_summaries(M, length, stride), device=device) * stride
+    offsets = summary_offsets(cu_seqlens, length, stride)
+    total = sum(num_summaries(n, length, stride) for n in packed.offsets(cu_seqlens).lengths)
+    summary = torch.arange(total, device=device)
+    sequence = torch.searchsorted(
+        offsets[1:].contiguous(), summary, right=True
+    )  # which sequence holds the summary
+    return cu_seqlens[sequence] + (summary - offsets[sequence]) * stride
+
+
+def compress(
+    x: Tensor,
+    *,
+    kind: str = "mean",
+    length: int = 32,
+    stride: int = 16,
+    weight: Tensor | MLPWeights | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Summarise keys or values (Eq. 7): summary `j` of a sequence is made of its tokens
+    `j * stride … j * stride + length - 1`.
+
+    Args:
+        x: `[B, M, H, D]`.
+        kind: `"mean"` (no weight); `"weighted"`, a sum of the tokens with weight `[length]` or
+            `[length, H]`; `"linear"`, weight `[length * D, D]` or `[H, length * D, D]`; `"mlp"`,
+            weight an `MLPWeights`.
+        length, stride: tokens of a window, and from one window's start to the next.
+        weight: as `kind` needs it, on the device of `x`.
+        cu_seqlens: `[num_sequences + 1]` offsets of packed sequences: no window crosses from one
+            into the next.
+
+    Returns:
+        `[B, M_c, H, D]` in the dtype of `x`, computed in fp32 at least.
+    """
+    B, M, H, D = x.shape
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    token = first_tokens(M, length, stride, cu_seqlens, x.device)[:, None] + torch.arange(
+        length, device=x.device
+    )  # [M_c, length]
+    windows = x.index_select(1, token.flatten()).to(dtype).view(B, len(token), length, H, D)
+    if kind == "mean":
+        return windows.mean(2).to(x.dtype)
+    if kind == "weighted":
+        per_head = weight.to(dtype).view(length, -1).expand(length, H)
+        return torch.einsum("bjlhd,lh->bjhd", windows, per_head).to(x.dtype)
+    windows = windows.permute(0, 3, 1, 2, 4)  # [B, H, M_c, length, D]
+    if kind == "linear":
+        return (windows.flatten(3) @ weight.to(dtype)).transpose(1, 2).to(x.dtype)
+    position, w1, b1, w2, b2 = (w.to(dtype) for w in weight)
+    hidden = F.gelu(
+        (windows + position[..., None, :, :]).flatten(3) @ w1 + b1[..., None, :]
+    )  # [B, H, M_c, F]
+    return (hidden @ w2 + b2[..., None, :]).transpose(1, 2).to(x.dtype)
+
+
+def summary_rows(
+    rows: QueryRows, M: int, *, length: int, stride: int, cu_seqlens: Tensor | None
+) -> QueryRows:
+    """The same query rows, with summaries for keys: a summary is visible once its window ends by
+    the query's position.
+
+    Args:
+        rows: from `query_rows`, causal.
+        M: key positions, from which the summaries were made.
+        length, stride, cu_seqlens: as for `compress`.
+
+    Returns:
+        `first_key`, the first summary of the row's sequence in the flattened `[B * M_c]`;
+            `num_visible`, how many of its
+        summaries the query sees; `position` as before. Runs on the device of `rows` without
+            synchronising with the host.
+    """
+    if cu_seqlens is None:
+        first = rows.first_key // M * num_summaries(M, length, stride)
+    else:
+        sequence = torch.searchsorted(
+            cu_seqlens.contiguous(), rows.first_key
+        )  # or an empty one at the same place: no summaries
+        first = summary_offsets(cu_seqlens, length, stride)[sequence]
+    return QueryRows(
+        first.to(torch.int32), num_summaries(rows.position + 1, length, stride), rows.position
+    )
+
+
+def compressed_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, rows: QueryRows, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention to the visible summaries.
+
+    Args:
+        q: `[B, N, HQ, D]`.
+        k_cmp, v_cmp: summaries `[B, M_c, H, D]` and `[B, M_c, H, DV]`.
+        rows: from `summary_rows`.
+        scale: factor on the scores, as in `softmax(scale * q @ k)`.
+
+    Returns:
+        `o [B, N, HQ, DV]` in the dtype of `v_cmp`, and `lse [B, N, HQ]`: natural logarithm, fp32
+            (fp64 for fp64 inputs). A query
+        that sees no summary gets output 0 and `lse = -inf`.
+    """
+    N = q.shape[1]
+    k_cmp, v_cmp = query_tiles.at_least_one(k_cmp), query_tiles.at_least_one(v_cmp)
+    first, num_visible = (
+        rows.first_key[:N],
+        rows.num_visible[:N],
+    )  # those of the first sequence of the batch serve all
+    mask = query_tiles.run_of_keys(first, first + num_visible)
+    spans = [(queries, slice(0, k_cmp.shape[1])) for queries in query_tiles.tiles(N)]
+    return query_tiles.attend(q, k_cmp, v_cmp, spans, mask, scale=scale)

@@ -1,0 +1,83 @@
+"""The window branch: each query attends to the latest keys (NSA, arXiv 2502.11089, section 3.3.3).
+
+A window of `w` shows a query at position `t` the keys `t - w + 1 … t`: exactly `w` of them, itself
+included, fewer at the start of a sequence. (To the letter, the paper's range of keys has one more;
+where it counts them, in section 5.2, they are `w`.)
+
+It does not validate (`ops` does). In `forward`, a tile of `T` queries reads `T + w - 1` keys, and
+no more scores than `T * (T + w - 1)` exist per head. `as_selection` is the kernels' way: a window
+is a list of blocks too, if blocks are counted from its first key.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa_tutorial.sparse import query_tiles, selected_attention
+from nsa_tutorial.sparse.selected_attention import QueryRows
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, *, window_size: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention to the last `window_size` keys.
+
+    Args:
+        q, k, v: `[B, N, HQ, D]`, `[B, M, H, D]`, `[B, M, H, DV]`.
+        rows: from `query_rows`, causal.
+        window_size: keys in the window, the query's own included.
+        scale: factor on the scores, as in `softmax(scale * q @ k)`.
+
+    Returns:
+        `o [B, N, HQ, DV]` in the dtype of `v`, and `lse [B, N, HQ]`: natural logarithm, fp32 (fp64
+            for fp64 inputs).
+    """
+    N, M = q.shape[1], k.shape[1]
+    first, position = (
+        rows.first_key[:N],
+        rows.position[:N],
+    )  # those of the first sequence of the batch serve all
+    mask = query_tiles.run_of_keys(
+        first + (position - window_size + 1).clamp(min=0), first + position + 1
+    )
+    # a tile reads from the window of its first query on; what lies before a packed sequence is
+    # masked
+    spans = [
+        (t, slice(max(0, M - N + t.start - window_size + 1), M - N + t.stop))
+        for t in query_tiles.tiles(N)
+    ]
+    return query_tiles.attend(q, k, v, spans, mask, scale=scale)
+
+
+def as_selection(rows: QueryRows, *, window_size: int, block_size: int) -> tuple[Tensor, QueryRows]:
+    """The window as a selection, for the kernels of selected attention.
+
+    Each row's keys are made to begin with its window, so that it sees all of them, and its list is
+    0, 1, 2, …: no block is aligned to anything, none needs a lower bound, and one list serves all
+    rows and heads.
+
+    Returns:
+        That list, `[S]` int32 with `S = ceil(window_size / block_size)`, and the rows to go with
+            it.
+    """
+    start = (rows.position - window_size + 1).clamp(min=0)
+    ids = torch.arange(-(-window_size // block_size), dtype=torch.int32, device=start.device)
+    return ids, QueryRows(rows.first_key + start, rows.num_visible - start, rows.position)
+
+
+def selection_and_window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ids: Tensor,
+    rows: QueryRows,
+    *,
+    block_size: int,
+    window_size: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Both branches over the same keys and values, one after the other: `o` and `lse` of the lists,
+    then of the windows."""
+    selected = selected_attention.forward(q, k, v, ids, rows, block_size=block_size, scale=scale)
+    return (*selected, *forward(q, k, v, rows, window_size=window_size, scale=scale))

@@ -1,0 +1,412 @@
+"""What chapter 07 draws, prints and claims: lists on the stored heads, their judgement, the turning
+query, the panel."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from nsa_tutorial import ops
+from nsa_tutorial.course import heads as stored_heads
+from nsa_tutorial.course.exercises import block_selection as exercises
+from nsa_tutorial.course.widgets import block_selection as pictures
+from nsa_tutorial.sparse import block_selection
+from nsa_tutorial.sparse.compression import summary_rows
+from nsa_tutorial.sparse.selected_attention import query_rows
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FORCED = {"nothing": (0, 0), "own": (0, 1), "first and two latest": (1, 2)}
+forced = pytest.mark.parametrize(("num_initial", "num_local"), FORCED.values(), ids=FORCED.keys())
+
+
+def mean(by: str, n: int, **options: object) -> float:
+    return pictures.captured(pictures.lists(by, n, **options)).mean().item()
+
+
+# -- the module and the exercises say the same --
+
+
+@pytest.mark.parametrize(
+    "sizes", [(4, 2, 8), (32, 16, 64), (5, 3, 4), (6, 2, 2), (2, 5, 4), (7, 3, 10)], ids=str
+)
+def test_overlap_of_the_exercise_is_the_modules(sizes: tuple[int, int, int]) -> None:
+    first, weights = block_selection.overlap_weights(*sizes, 6)
+    for block in range(6):
+        got = {
+            int(first[block]) + i: w
+            for i, w in enumerate(weights[block].tolist())
+            if w and first[block] + i >= 0
+        }
+        assert got == pytest.approx(exercises.overlap(*sizes, block))
+
+
+def test_importance_of_the_exercise_is_the_modules() -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 30, 6, 4, generator=g), torch.randn(1, 30, 2, 4, generator=g)
+    length, stride, BS, scale = 5, 3, 7, 0.7
+    k_cmp = ops.compress(k, length=length, stride=stride)
+    rows = query_rows(1, 30, 30, causal=True, cu_seqlens=None, device=q.device)
+    rows = summary_rows(rows, 30, length=length, stride=stride, cu_seqlens=None)
+    got = block_selection.importance(
+        q, k_cmp, rows, overlap=block_selection.overlap_weights(length, stride, BS, 5), scale=scale
+    )
+    M_c = k_cmp.shape[1]
+    weights = torch.zeros(5, M_c)
+    for block in range(5):
+        for summary, weight in exercises.overlap(length, stride, BS, block).items():
+            if summary < M_c:
+                weights[block, summary] = weight
+    for t, h in itertools.product(range(30), range(2)):
+        s = scale * q[0, t, 3 * h : 3 * h + 3] @ k_cmp[0, :, h].T
+        s = s.masked_fill(torch.arange(M_c) * stride + length > t + 1, -torch.inf)
+        torch.testing.assert_close(got[0, t, h], exercises.block_importance(s, weights))
+
+
+@pytest.mark.parametrize(
+    ("top_n", "num_initial", "num_local"),
+    [(1, 0, 0), (1, 0, 1), (3, 1, 2), (5, 0, 1), (5, 2, 3), (9, 1, 2)],
+    ids=str,
+)
+def test_choose_is_the_exercises_loop(top_n: int, num_initial: int, num_local: int) -> None:
+    g = torch.Generator().manual_seed(top_n)
+    score = torch.randint(0, 4, (2, 7, 3, 7), generator=g).float()  # many ties
+    own = torch.tensor([0, 1, 2, 3, 4, 5, 6])
+    ids = block_selection.choose(
+        score, own, top_n=top_n, num_initial=num_initial, num_local=num_local
+    )
+    assert ids.dtype == torch.int32
+    for b, t, h in itertools.product(range(2), range(7), range(3)):
+        expected = exercises.choose_blocks(
+            score[b, t, h].tolist(), t, top_n, num_initial, num_local
+        )
+        assert ids[b, t, h].tolist() == expected
+
+
+# -- the example by hand --
+
+
+def test_the_two_heads_disagree_and_the_stronger_one_decides() -> None:
+    q, k, _ = pictures.tiny()
+    k_cmp = ops.compress(k, length=4, stride=2)
+    pick = {
+        "top_n": 1,
+        "block_size": 8,
+        "length": 4,
+        "stride": 2,
+        "num_initial": 0,
+        "num_local": 0,
+        "scale": 1.0,
+    }
+    alone = [
+        ops.select_blocks(q[:, :, i : i + 1], k_cmp, **pick)[0, 31, 0].tolist() for i in range(2)
+    ]
+    together = ops.select_blocks(q, k_cmp, **pick)[0, 31, 0].tolist()
+    assert (alone, together) == ([[1], [2]], [1])
+
+
+@pytest.mark.parametrize("s", [0.1, 0.3, 0.5, 0.7, 0.9])
+def test_autograd_is_right_where_the_list_stays(s: float) -> None:
+    before, step, after = (pictures.turn(s + d) for d in (-0.01, 0.0, 0.01))
+    assert before.ids == step.ids == after.ids
+    assert step.slope == pytest.approx((after.o - before.o) / 0.02, rel=0.01)
+
+
+def test_the_output_jumps_where_the_list_changes_and_dense_attention_does_not() -> None:
+    steps = [pictures.turn(i / 200) for i in range(201)]
+    pairs = list(itertools.pairwise(steps))
+    flips = [i for i, (a, b) in enumerate(pairs) if a.ids != b.ids]
+    assert len(flips) == 1
+    assert (pairs[flips[0]][0].ids, pairs[flips[0]][1].ids) == ([1, 3], [2, 3])
+    assert abs(pairs[flips[0]][1].o - pairs[flips[0]][0].o) > 0.5
+    assert max(abs(b.o - a.o) for i, (a, b) in enumerate(pairs) if i not in flips) < 0.02
+    assert max(abs(b.dense - a.dense) for a, b in pairs) < 0.02
+
+
+# -- lists on the stored heads --
+
+
+@pytest.mark.parametrize("sizes", pictures.SIZES, ids=str)
+@forced
+def test_lists_from_summaries_are_the_operators(
+    num_initial: int, num_local: int, sizes: tuple[int, int]
+) -> None:
+    stored, (length, stride) = pictures.real()[0], sizes
+    k_cmp = ops.compress(stored.k, length=length, stride=stride)
+    pick = {"num_initial": num_initial, "num_local": num_local, "length": length, "stride": stride}
+    expected = ops.select_blocks(stored.q, k_cmp, top_n=4, block_size=pictures.BS, **pick)[0]
+    assert torch.equal(pictures.lists("summaries", 4, **pick), expected)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one list per group", "one per head"])
+@pytest.mark.parametrize("by", pictures.SOURCES)
+def test_lists_are_lists(by: str, shared: bool) -> None:
+    ids = pictures.lists(by, 5, num_initial=1, num_local=2, shared=shared)
+    assert ids.shape == (512, 4 if shared else 16, 5)
+    ops.check_block_indices(ids[None], 512, block_size=pictures.BS)
+    for t in (0, 15, 16, 47, 100, 511):
+        own = t // pictures.BS
+        for row in ids[t].tolist():
+            taken = [i for i in row if i >= 0]
+            assert len(taken) == min(5, own + 1) and max(taken) == own
+            assert {0, own, max(own - 1, 0)} <= set(taken)
+
+
+def test_the_latest_blocks_end_with_the_own_one() -> None:
+    assert pictures.lists("latest", 3)[100, 2].tolist() == [4, 5, 6]
+    assert pictures.lists("latest", 3)[20, 0].tolist() == [0, 1, -1]
+
+
+def test_an_unknown_source_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^by: got 'tea leaves', expected one of oracle"):
+        pictures.scores("tea leaves")
+
+
+# -- judging them --
+
+
+@pytest.mark.parametrize("n", [4, 8, 16])
+@pytest.mark.parametrize("shared", [True, False], ids=["one list per group", "one per head"])
+def test_captured_averages_over_the_queries_it_names(n: int, shared: bool) -> None:
+    ids = pictures.lists("latest", n, shared=shared)
+    held = (pictures.real()[1] * pictures.listed(ids)).sum(-1)  # [HQ, N]
+    torch.testing.assert_close(pictures.captured(ids), held[:, 16 * n :].mean(-1))
+    torch.testing.assert_close(pictures.captured(ids, 300), held[:, 300:].mean(-1))
+
+
+@pytest.mark.parametrize("n", [4, 8, 16])
+@pytest.mark.parametrize("shared", [True, False], ids=["one list per group", "one per head"])
+def test_the_oracles_lists_hold_the_exact_attention_mass(n: int, shared: bool) -> None:
+    expected = stored_heads.attention_mass(pictures.real()[0], pictures.BS, n, per_group=shared)
+    torch.testing.assert_close(
+        pictures.captured(pictures.lists("oracle", n, shared=shared)), expected
+    )
+
+
+@pytest.mark.parametrize("n", [1, 4, 8])
+def test_nobody_beats_the_oracle(n: int) -> None:
+    """For no query of no group: the oracle takes the blocks with the largest mass, summed over the
+    group's heads."""
+
+    def held(by: str) -> torch.Tensor:
+        mass = pictures.real()[1] * pictures.listed(
+            pictures.lists(by, n, num_local=int(by == "summaries"))
+        )
+        return mass.sum(-1).unflatten(0, (4, 4)).sum(1)  # [H, N]
+
+    best = held("oracle")
+    for by in ("summaries", "latest", "random"):
+        assert (held(by) <= best + 1e-12).all()
+
+
+def test_summaries_of_one_token_are_the_oracle() -> None:
+    assert mean("summaries", 4, length=1, stride=1) == pytest.approx(mean("oracle", 4), abs=1e-4)
+
+
+def test_every_block_listed_is_dense_attention() -> None:
+    ids = torch.arange(32).expand(512, 4, 32)
+    assert pictures.listed(ids).all()
+    some = torch.cat([pictures.lists("latest", 31), torch.zeros(512, 4, 1, dtype=torch.int32)], -1)
+    assert pictures.listed(some)[:, 511].sum() == 16 * 32
+    assert pictures.output_error(pictures.lists("oracle", 31)) < 0.01
+
+
+def test_recall_by_a_loop() -> None:
+    ids, truth = pictures.lists("summaries", 4, num_local=1), pictures.lists("oracle", 4)
+    rows = [
+        (set(a), set(b))
+        for a, b in zip(
+            ids[64:].flatten(0, 1).tolist(), truth[64:].flatten(0, 1).tolist(), strict=True
+        )
+    ]
+    expected = sum(len(a & b) for a, b in rows) / sum(len(b) for _, b in rows)
+    assert pictures.recall(ids, truth) == pytest.approx(expected)
+    assert pictures.recall(truth, truth) == 1
+
+
+def test_a_group_loads_its_shared_list_or_the_union_of_its_heads() -> None:
+    assert pictures.blocks_loaded(pictures.lists("oracle", 4)).tolist() == [4.0] * 4
+    ids = pictures.lists("oracle", 4, shared=False)
+    expected = [
+        len({i for row in ids[t, 8:12].tolist() for i in row}) for t in range(64, 512)
+    ]  # KV head 2
+    assert pictures.blocks_loaded(ids)[2].item() == pytest.approx(sum(expected) / len(expected))
+
+
+# -- what the chapter says about them --
+
+
+@pytest.mark.parametrize("n", [4, 8, 16])
+def test_summaries_choose_better_than_the_window_and_chance_and_nearly_as_well_as_the_oracle(
+    n: int,
+) -> None:
+    oracle, summaries, latest, chance = (
+        mean(by, n, num_local=int(by == "summaries"))
+        for by in ("oracle", "summaries", "latest", "random")
+    )
+    assert chance < latest < summaries < oracle
+    assert summaries > 0.97 * oracle
+
+
+def test_without_a_forced_own_block_long_summaries_are_blind() -> None:
+    assert mean("summaries", 4, length=16, stride=16) < 0.5
+    assert mean("summaries", 4, length=16, stride=16, num_local=1) > 0.69
+
+
+def test_an_own_summary_ends_with_the_block() -> None:
+    """Summaries of 16 on blocks of 16: the own block has no importance, but for its last query."""
+    score, t = pictures.scores("summaries", 16, 16), torch.arange(512)
+    own = score[t, :, t // 16]  # [N, H]
+    assert (own[t % 16 < 15] == 0).all()
+    assert (own[t % 16 == 15] > 0).all()
+
+
+def test_the_needle_of_chapter_06_is_found_by_short_summaries_and_lost_by_long_ones() -> None:
+    """Query 450, KV head 3: block 15 holds most of head 12's attention."""
+    assert pictures.real()[1][12, 450].argmax() == 15
+    lists = {
+        sizes: pictures.lists("summaries", 4, num_local=1, length=sizes[0], stride=sizes[1])[450, 3]
+        for sizes in pictures.SIZES
+    }
+    assert 15 in lists[8, 4] and 15 in lists[4, 4]
+    assert 15 not in lists[32, 16]
+
+
+SUMMARIES = ((4, 4), (8, 4), (16, 16), (16, 8), (32, 16))
+
+
+def test_what_the_chapter_says_about_needles() -> None:
+    """One block, more than three back, holds over half of a head's attention: short summaries list
+    it more often."""
+    back = torch.arange(512)[:, None] // 16 - torch.arange(32)
+    needles = (pictures.real()[1][12:16] > 0.5) & (back > 3)
+    found = {
+        sizes: pictures.listed(
+            pictures.lists("summaries", 4, num_local=1, length=sizes[0], stride=sizes[1])
+        )[12:16]
+        for sizes in SUMMARIES
+    }
+    share = {sizes: listed[needles].double().mean().item() for sizes, listed in found.items()}
+    assert max(share, key=share.get) == (4, 4) and share[4, 4] == pytest.approx(24 / 25, abs=0.01)
+    assert min(share, key=share.get) == (32, 16) and share[32, 16] == pytest.approx(6 / 7, abs=0.02)
+    assert share[16, 16] > max(share[8, 4], share[16, 8])
+    assert [sizes for sizes in SUMMARIES if not found[sizes][0, 450, 15]] == [(16, 8), (32, 16)]
+
+
+def test_overlap_does_not_help() -> None:
+    """As many summaries without overlap, or half as many, hold more attention; the chapter says so
+    of lists of 4."""
+    held = {
+        sizes: mean("summaries", 4, length=sizes[0], stride=sizes[1], num_local=1)
+        for sizes in SUMMARIES
+    }
+    assert 0 < held[4, 4] - held[8, 4] < 0.005
+    assert 0 < held[16, 16] - held[16, 8] < 0.005
+    assert held[32, 16] < min(held[sizes] for sizes in SUMMARIES[:-1]) - 0.02
+
+
+def test_choosing_pays_where_a_head_looks_far() -> None:
+    """KV head 3: where the best block is not among the latest 4, these hold no more than chance, a
+    chosen list twice that."""
+    mass, t = pictures.real()[1], torch.arange(64, 512)
+    far = t // 16 - mass[12:16, 64:].mean(0).argmax(-1) > 3
+    assert 0.2 < far.double().mean() < 0.4
+
+    def held(by: str, mine: torch.Tensor) -> float:
+        ids = pictures.lists(by, 4, num_local=int(by == "summaries"))
+        return (mass * pictures.listed(ids)).sum(-1)[12:16, t[mine]].mean().item()
+
+    assert held("latest", far) < held("random", far) + 0.02
+    assert held("summaries", far) > 1.8 * held("latest", far)
+    assert held("summaries", ~far) - held("latest", ~far) < 0.1
+
+
+def test_too_many_forced_blocks_are_worse_than_the_window() -> None:
+    assert (
+        mean("summaries", 4, num_initial=1, num_local=2)
+        < mean("latest", 4)
+        < mean("summaries", 4, num_local=1)
+    )
+
+
+def test_a_longer_shared_list_is_the_better_buy() -> None:
+    private, shared = (pictures.lists("oracle", n, shared=s) for n, s in ((4, False), (6, True)))
+    since = 6 * pictures.BS  # the same queries for both
+    assert (
+        pictures.blocks_loaded(shared, since).mean() < pictures.blocks_loaded(private, since).mean()
+    )
+    assert pictures.captured(shared, since).mean() > pictures.captured(private, since).mean()
+
+
+# -- the pictures --
+
+DRAWINGS = {
+    "overlap": lambda: pictures.draw_overlap(),
+    "overlap, fractions": lambda: pictures.draw_overlap(5, 3, 4, 1),
+    "overlap, block 0": lambda: pictures.draw_overlap(4, 2, 8, 0),
+    "overlap, gaps": lambda: pictures.draw_overlap(2, 5, 4, 1),
+    "query": lambda: pictures.draw_query(),
+    "early query": lambda: pictures.draw_query(20, 0, 3),
+    "mass": lambda: pictures.draw_mass(),
+    "choice": lambda: pictures.draw_choice(),
+    "choice, per head": lambda: pictures.draw_choice(
+        1, 3, num_initial=1, num_local=2, length=32, stride=16, shared=False
+    ),
+    "jump": lambda: pictures.draw_jump(),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWINGS.values(), ids=DRAWINGS.keys())
+def test_pictures_are_small_and_always_the_same(draw: object) -> None:
+    first = draw()
+    assert first.png() == draw().png()
+    assert len(first.png()) <= 60_000
+    assert len(first.finding) <= 100, "the title fits over the figure"
+
+
+def test_findings_carry_their_numbers() -> None:
+    assert (
+        pictures.draw_overlap().finding == "Block 1 counts 1, 2, 2, 2, 1 pieces of summaries 3 to 7"
+    )
+    assert (
+        pictures.draw_overlap(5, 3, 4, 1).finding
+        == "Block 1 counts 0.33, 1.33, 0.67 pieces of summaries 0 to 2"
+    )
+    assert (
+        pictures.draw_overlap(4, 2, 8, 0).finding
+        == "Block 0 counts 2, 2, 2, 1 pieces of summaries 0 to 3"
+    )
+    share = pictures.captured(pictures.lists("summaries", 6, num_local=1))[4:8].mean()
+    assert f"the lists hold {share:.0%} of" in pictures.draw_choice(1, 6).finding
+    assert f"chosen blocks hold {mean('summaries', 7, num_local=1):.0%}" in pictures.draw_mass(
+        7
+    ).finding.replace("7 blocks from summaries", "chosen blocks")
+
+
+def test_a_querys_finding_is_its_mass() -> None:
+    ids, mass = pictures.lists("summaries", 4, num_local=1)[505, 3], pictures.real()[1]
+    share = mass[12:16, 505][:, ids.long()].sum(-1).mean()
+    assert f"the list holds {share:.0%}" in pictures.draw_query(505, 3).finding
+
+
+# -- the panel --
+
+
+def test_the_panel_says_what_the_pure_function_says() -> None:
+    panel = pictures.explore()
+    assert panel.sentence == pictures.sentence(3, 4)
+    got = panel.set(kv_head=1, sizes=(16, 16), top_n=6, num_initial=1, num_local=2, shared=False)
+    assert got == pictures.sentence(
+        1, 6, num_initial=1, num_local=2, length=16, stride=16, shared=False
+    )
+    assert "3 of them forced, from summaries of 16 every 16, a list for each head" in got
+
+
+def test_the_panel_forces_no_more_than_a_list_holds() -> None:
+    panel = pictures.explore()
+    assert panel.set(top_n=2, num_initial=4, num_local=4) == pictures.sentence(
+        3, 2, num_initial=0, num_local=2
+    )
+    assert panel.set(top_n=5) == pictures.sentence(3, 5, num_initial=1, num_local=4)

@@ -1,0 +1,418 @@
+"""Showing source, drawing, judging exercises, and running notebooks: the frame of every chapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import nbformat
+import numpy as np
+import pytest
+import torch
+
+from nsa_tutorial.course import (
+    check,
+    execute,
+    exercise,
+    exercises,
+    phases,
+    show,
+    side_by_side,
+    solution,
+)
+from nsa_tutorial.course.checking import difference, judge, same
+from nsa_tutorial.course.exercises import Case, Exercise, Misconception
+from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure, readable_on
+from nsa_tutorial.course.widgets import panel
+
+KERNELS = [
+    "nsa_tutorial.sparse.selected_attention:forward",
+    "nsa_tutorial.kernels.tilelang_forward:build_kernel",
+    "nsa_tutorial.kernels.triton_forward:kernel",
+]
+
+
+def phased(x: int) -> int:
+    # -- first --
+    y = x + 1
+    for _ in range(2):
+        # -- inside the loop --
+        y *= 2
+
+        y -= 1
+    # -- last --
+    return y
+
+
+def test_show_whole() -> None:
+    listing = show(phased)
+    assert listing.code.startswith("def phased(x: int) -> int:")
+    assert (
+        "return y" in listing._repr_html_().replace("</span>", "").replace("<span", "")
+        or "return" in listing._repr_html_()
+    )
+    assert "phased" in listing.title
+
+
+def test_show_phase() -> None:
+    assert show(phased, "first").code == "# -- first --\ny = x + 1\nfor _ in range(2):\n"
+    assert show(phased, "inside the loop").code == "# -- inside the loop --\ny *= 2\n\ny -= 1\n"
+    assert show(phased, phase="last").code == "# -- last --\nreturn y\n"
+    assert phases(phased) == ["first", "inside the loop", "last"]
+
+
+def test_show_unknown() -> None:
+    with pytest.raises(
+        ValueError,
+        match="no phase 'middle'; the phases here are 'first', 'inside the loop', 'last'",
+    ):
+        show(phased, "middle")
+    with pytest.raises(ValueError, match="defines no 'nothing'"):
+        show("nsa_tutorial.runtime.costs:nothing")
+    with pytest.raises(ValueError, match="no module"):
+        show("nsa_tutorial.nowhere:f")
+
+
+def test_show_by_name_is_show_of_the_object() -> None:
+    from nsa_tutorial.sparse import selected_attention
+    from nsa_tutorial.sparse.selected_attention import QueryRows
+
+    assert (
+        show("nsa_tutorial.sparse.selected_attention:forward").code
+        == show(selected_attention.forward).code
+    )
+    assert show("nsa_tutorial.sparse.selected_attention:QueryRows").code == show(QueryRows).code
+    assert show("nsa_tutorial.runtime.costs:Cost.bytes").code.startswith(
+        "@property\ndef bytes(self)"
+    )
+
+
+def test_show_a_triton_kernel() -> None:
+    pytest.importorskip("triton")
+    from nsa_tutorial.kernels import triton_forward
+
+    assert "def kernel(" in show(triton_forward.kernel).code
+
+
+def test_the_three_kernels_have_the_same_phases() -> None:
+    first, second, third = (phases(name) for name in KERNELS)
+    assert first == second == third
+    assert len(first) == 11
+
+
+def test_the_online_softmax_has_the_same_names() -> None:
+    names = [
+        "scores_max",
+        "scores_max_prev",
+        "scores_scale",
+        "scores_sum",
+        "logsum",
+        "acc_s",
+        "acc_o",
+        "scale_log2",
+    ]
+    for kernel in KERNELS:
+        code = show(kernel, "online softmax").code
+        assert all(name in code for name in names), kernel
+
+
+def test_side_by_side() -> None:
+    three = side_by_side(*KERNELS, phase="online softmax")
+    assert three._repr_html_().count("<td") == 3
+    assert repr(three).count("# -- online softmax --") == 3
+
+
+def test_html_is_escaped() -> None:
+    assert "<b>" not in show(lambda: "<b>")._repr_html_()
+
+
+def double(x: torch.Tensor, y: float = 2.0) -> torch.Tensor:
+    return x * y
+
+
+EXERCISE = Exercise(
+    name="double",
+    statement="Double `x`.",
+    minutes=1,
+    difficulty=1,
+    solution=double,
+    misconceptions=(
+        Misconception("squaring", lambda x, y=2.0: x**2, "2 squared is 4, which hides it."),
+        Misconception(
+            "refusing", lambda x, y=2.0: (_ for _ in ()).throw(KeyError("no")), "Why raise?"
+        ),
+    ),
+    cases=(
+        Case("a two", lambda: (torch.tensor([2.0]),)),
+        Case("three numbers", lambda: (torch.arange(3.0),)),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "outcome", "text"),
+    [
+        (double, "right", "right, on all 2 cases"),
+        (lambda x: x + x, "right", "right"),
+        (lambda x: (2 * x).numpy(), "right", "right"),
+        (lambda x: x**2, "misconception", "this is squaring. 2 squared is 4"),
+        (lambda x: {}["x"], "misconception", "this is refusing"),
+        (lambda x: x * 3, "wrong", "a two.\nwith x = [2.]\ngot      [6.]\nexpected [4.]"),
+        (lambda x: x + 2, "wrong", "three numbers"),
+        (lambda x: x[None] * 2, "wrong", "got shape [1, 1], expected [1]"),
+        (lambda x: [][0], "wrong", "it raised IndexError"),
+        (lambda x: print(end=""), "wrong", "it returned None: is the return statement missing?"),
+        (lambda x: "four", "wrong", "got 'four'"),
+        (lambda x: x * torch.nan, "wrong", "got      [nan]"),
+        (3, "wrong", "expected a function, got int"),
+    ],
+    ids=lambda p: p if isinstance(p, str) and len(p) < 30 else "",
+)
+def test_judge(attempt: object, outcome: str, text: str) -> None:
+    verdict = judge(EXERCISE, attempt)
+    assert verdict.outcome == outcome
+    assert text in verdict.text
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 5), (12, 9)])
+def test_a_grid_keeps_the_lines_between_its_squares(rows: int, columns: int) -> None:
+    """A major tick at a boundary would delete the minor one there, and with it the line."""
+    figure, axes = new_figure(3, 3)
+    axis = axes[0, 0]
+    grid(axis, np.ones((rows, columns)))
+    figure.canvas.draw()
+    assert len(axis.get_xticks(minor=True)) == columns + 1
+    assert len(axis.get_yticks(minor=True)) == rows + 1
+
+
+def test_lists_of_another_length_are_shown_where_they_are_short() -> None:
+    assert (
+        difference([0, 2], [0, 2, 5])
+        == "got 2 values, expected 3\ngot      [0, 2]\nexpected [0, 2, 5]"
+    )
+    assert difference(list(range(17)), [0]) == "got 17 values, expected 1"
+    assert difference(torch.tensor([0, 2]), [0, 2]).startswith("got a Tensor, expected a list\n")
+    assert difference([torch.zeros(2)], [torch.zeros(2)] * 2) == "got 1 values, expected 2"
+
+
+def test_the_rows_of_a_matrix_stand_below_one_another() -> None:
+    case = Case("a matrix", lambda: (torch.eye(2),))
+    verdict = judge(replace(EXERCISE, cases=(case,)), lambda x: x)
+    assert "with x = [[1., 0.],\n          [0., 1.]]\n" in verdict.text
+
+
+def empty_with_docstring(x):
+    """Double x."""
+    ...
+
+
+def empty_with_pass(x):
+    pass
+
+
+def not_implemented(x):
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "attempt", [empty_with_docstring, empty_with_pass, not_implemented, lambda x: None]
+)
+def test_not_attempted(attempt: object) -> None:
+    assert judge(EXERCISE, attempt).outcome == "not attempted"
+
+
+def test_what_an_exercise_knows_is_computed_once() -> None:
+    """The solution runs once a case, a wrong one up to the case that differs, the reader's each
+    time."""
+    runs = []
+
+    def noted(name: str, function: Callable) -> Callable:
+        return lambda x: runs.append(name) or function(x)
+
+    wrong = Misconception(
+        "squaring", noted("wrong", lambda x: x**2), "2 squared is 4, which hides it."
+    )
+    known = replace(EXERCISE, solution=noted("solution", double), misconceptions=(wrong,))
+    factor = [3]
+    attempt = noted("attempt", lambda x: factor[0] * x)
+    assert [judge(known, attempt).outcome for _ in range(3)] == ["wrong"] * 3
+    factor[0] = 2
+    assert judge(known, attempt).outcome == "right"
+    assert [runs.count(name) for name in ("solution", "wrong", "attempt")] == [2, 1, 8], "two cases"
+
+
+def test_returning_a_constant_is_an_attempt() -> None:
+    assert judge(EXERCISE, lambda x: 4).outcome == "wrong"
+
+
+def test_same() -> None:
+    nan, inf = float("nan"), float("inf")
+    assert same(torch.tensor([nan, -inf, 1.0]), np.array([nan, -inf, 1.0 + 1e-7]), 1e-5)
+    assert not same(torch.tensor([inf]), torch.tensor([-inf]), 1e-5)
+    assert same((1, [2.0, "a"]), (1, (2.0, "a")), 1e-5)
+    assert not same((1, 2), (1, 2, 3), 1e-5)
+    assert not same(None, 0, 1e-5)
+    assert not same(torch.ones(2, 1), torch.ones(2), 1e-5)
+
+
+ALL = [
+    pytest.param(c, e, id=f"{c}-{e}")
+    for c in exercises.chapters()
+    for e in exercises.chapter_exercises(c)
+]
+
+
+def mistakes() -> list:
+    """Each exercise with how many misconceptions to try: of kernels to compile, one in `make test`.
+
+    Chapter 10's own tests try one of each exercise of theirs.
+    """
+    params = []
+    for p in ALL:
+        chapter, name = p.values
+        e = exercises.chapter_exercises(chapter)[name]
+        compiles = [pytest.mark.exhaustive] if e.run is not None else []
+        params.append(pytest.param(*p.values, len(e.misconceptions), id=p.id, marks=compiles))
+        if compiles and chapter != "tilelang_forward":
+            params.append(pytest.param(*p.values, 1, id=f"{p.id}, first misconception"))
+    return params
+
+
+@pytest.mark.parametrize(("chapter", "name"), ALL)
+def test_exercise_is_complete(chapter: str, name: str) -> None:
+    """It catches a misconception and says how long it takes; its cases keep names and arguments."""
+    e = exercises.chapter_exercises(chapter)[name]
+    assert e.misconceptions
+    assert e.difficulty in (1, 2, 3)
+    assert 1 <= e.minutes <= 20
+    assert [c.name for c in e.cases] == list(dict.fromkeys(c.name for c in e.cases))
+    for case in e.cases:
+        assert same(case.arguments(), case.arguments(), 0.0), case.name
+
+
+@pytest.mark.parametrize(("chapter", "name", "count"), mistakes())
+def test_exercise(chapter: str, name: str, count: int) -> None:
+    """The solution is right, misconceptions are named as themselves, any other answer is just
+    wrong."""
+    e = exercises.chapter_exercises(chapter)[name]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    e = replace(e, misconceptions=e.misconceptions[:count])
+    assert judge(e, e.solution).outcome == "right"
+    for known in e.misconceptions:
+        verdict = judge(e, known.wrong)
+        assert (verdict.outcome, verdict.misconception) == ("misconception", known.name)
+        assert known.hint in verdict.text
+    assert judge(e, lambda *a, **k: "nothing like it").outcome == "wrong"
+    assert judge(e, lambda *a, **k: None).outcome == "not attempted"
+
+
+@pytest.mark.parametrize(("chapter", "name"), ALL)
+def test_statement_and_solution_read(chapter: str, name: str) -> None:
+    e = exercises.chapter_exercises(chapter)[name]
+    markdown = exercise(chapter, name)._repr_markdown_()
+    assert f"{e.minutes} minutes" in markdown
+    assert e.statement.strip() in markdown
+    assert e.solution.__name__ in solution(chapter, name).code
+
+
+def test_check_reports_each() -> None:
+    chapter = exercises.chapters()[0]
+    known = {name: e for name, e in exercises.chapter_exercises(chapter).items() if not e.missing}
+    report = check(chapter, **{name: e.solution for name, e in known.items()})
+    assert repr(report).count("✓") == len(known)
+
+
+def test_unknown_chapter_and_exercise() -> None:
+    with pytest.raises(
+        ValueError, match="no exercises for chapter 'nothing'; chapters with exercises: "
+    ):
+        check("nothing", f=double)
+    with pytest.raises(ValueError, match="has no exercise 'f'; it has "):
+        check(exercises.chapters()[0], f=double)
+
+
+def test_picture_is_small_and_the_same_every_time() -> None:
+    def draw() -> Picture:
+        figure, axes = new_figure(4, 3)
+        grid(axes[0, 0], np.arange(6.0).reshape(2, 3), text=".1f", hidden=np.eye(2, 3, dtype=bool))
+        return Picture(figure, "six numbers")
+
+    first, second = draw(), draw()
+    assert first.png() == second.png()
+    assert first.png().startswith(b"\x89PNG")
+    assert len(first.png()) < 60_000
+    assert repr(first) == "Picture: six numbers"
+
+
+def test_palette_can_be_written_on() -> None:
+    assert {readable_on(c) for c in PALETTE} <= {PALETTE["text"], "#FFFFFF"}
+    assert readable_on("masked") == PALETTE["text"]
+    assert readable_on("selected") == "#FFFFFF"
+
+
+def test_panel_redraws() -> None:
+    import ipywidgets
+
+    def render(n: int, on: bool) -> tuple[Picture, str]:
+        figure, _ = new_figure(2, 2)
+        return Picture(figure, f"{n}"), f"n < {n} and {on}"
+
+    p = panel("a test", render, n=ipywidgets.IntSlider(1, 0, 5), on=ipywidgets.Checkbox(False))
+    before = p.children[-1].value
+    assert p.sentence == "n < 1 and False"
+    assert p.set(n=4, on=True) == "n < 4 and True"
+    assert p.children[-1].value != before
+    assert p.children[-2].value == "<p>n &lt; 4 and True</p>"
+    assert repr(p) == "Interactive: a test (n, on)"
+
+
+def notebook(*cells: tuple[str, list[str]]) -> nbformat.NotebookNode:
+    nb = nbformat.v4.new_notebook()
+    for i, (source, tags) in enumerate(cells):
+        cell = nbformat.v4.new_code_cell(source, id=f"cell-{i}")
+        if tags:
+            cell.metadata["tags"] = tags
+        nb.cells.append(cell)
+    return nb
+
+
+def test_executing_twice_changes_nothing(tmp_path) -> None:
+    path = tmp_path / "n.ipynb"
+    nb = notebook(
+        ("import time\nprint(time.perf_counter_ns())", ["nbval-ignore-output"]),
+        ("import ipywidgets\nipywidgets.IntSlider()", []),
+        ("print('a', flush=True)\nprint('b')\n1 + 1", []),
+    )
+    assert execute.write(path, execute.execute(nb, folder=tmp_path))
+    first = path.read_text()
+    assert not execute.write(path, execute.execute(nbformat.read(path, 4), folder=tmp_path))
+    assert path.read_text() == first
+    stored = nbformat.read(path, 4)
+    assert [c.execution_count for c in stored.cells] == [1, 2, 3]
+    assert "widgets" not in stored.metadata
+    assert (
+        stored.cells[1].outputs[0].data["application/vnd.jupyter.widget-view+json"]["model_id"]
+        == "cell-1"
+    )
+    assert [o.output_type for o in stored.cells[2].outputs] == ["stream", "execute_result"]
+    execute.write(path, execute.execute(nbformat.read(path, 4), folder=tmp_path, refresh=True))
+    assert path.read_text() != first
+
+
+def test_a_changed_cell_gets_a_new_output(tmp_path) -> None:
+    nb = execute.execute(notebook(("print('one')", ["nbval-ignore-output"])), folder=tmp_path)
+    nb.cells[0].source = "print('two')"
+    assert execute.execute(nb, folder=tmp_path).cells[0].outputs[0].text == "two\n"
+
+
+def test_gpu_cells_wait_for_a_gpu(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    nb = execute.execute(notebook(("raise SystemError", ["gpu"]), ("1", [])), folder=tmp_path)
+    assert nb.cells[0].outputs == []
+    assert nb.cells[1].outputs[0].data["text/plain"] == "1"
+
+
+def test_execute_command_names_what_it_cannot_find(capsys: pytest.CaptureFixture) -> None:
+    assert execute.main(["no-such-chapter"]) == 2
+    assert "no notebook in notebooks/ matches no-such-chapter" in capsys.readouterr().out

@@ -1,0 +1,353 @@
+"""Chapter 08's pictures: what they compute agrees with the operators, the costs and the exercises,
+and what they say with that."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_tutorial import ops
+from nsa_tutorial.course import heads
+from nsa_tutorial.course.exercises import native_sparse_attention as exercises
+from nsa_tutorial.course.widgets import native_sparse_attention as pictures
+from nsa_tutorial.exact import online_softmax
+from nsa_tutorial.exact.grouped_query_attention import attention
+from nsa_tutorial.runtime import costs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+settings = pytest.mark.parametrize(
+    ("top_n", "window"), [(4, 64), (8, 16)], ids=["4 blocks, 64", "8 blocks, 16"]
+)
+
+
+# -- the branches --
+
+
+@settings
+def test_views_are_what_the_operator_gives(top_n: int, window: int) -> None:
+    """Each branch alone, by gates of 1 and 0, with the blocks that the operator chooses itself."""
+    real, v = heads.load(), pictures.views(top_n, window)
+    sizes = {
+        "block_counts": top_n,
+        "block_size": 16,
+        "window_size": window,
+        "length": 16,
+        "stride": 8,
+    }
+    for branch, o in enumerate(v.outputs):
+        gates = [torch.full((1, 512, 16), float(branch == i)) for i in range(3)]
+        assert torch.allclose(
+            ops.native_sparse_attention(real.q, real.k, real.v, *gates, **sizes), o, atol=1e-5
+        )
+    assert torch.allclose(v.dense, attention(real.q, real.k, real.v))
+
+
+@settings
+@pytest.mark.parametrize("head", [0, 6, 9, 15])
+def test_drawn_weights_make_the_outputs(head: int, top_n: int, window: int) -> None:
+    """Weights on tokens times the tokens' values are the branch's output, spread summaries
+    included."""
+    v = pictures.views(top_n, window)
+    values = heads.load().v[0, :, head // 4].double()
+    weights = torch.from_numpy(pictures.weights_by_branch(head, top_n, window))
+    for w, o in zip(weights, (*v.outputs, v.dense), strict=True):
+        assert torch.allclose(w @ values, o[0, :, head].double(), atol=1e-4)
+    sums = weights.sum(-1)
+    assert torch.allclose(sums[1:], torch.ones(3, 512, dtype=torch.float64))
+    assert torch.allclose(sums[0, 15:], torch.ones(497, dtype=torch.float64))
+    assert (sums[0, :15] == 0).all()  # no summary has ended yet
+
+
+def test_shares_of_a_query_are_all_of_its_attention() -> None:
+    for head, query in ((12, 40), (13, 300), (14, 500)):
+        shares = pictures.query_shares(head, query)
+        assert sum(shares.values()) == pytest.approx(1)
+        assert all(-1e-9 <= share <= 1 for share in shares.values())
+    assert pictures.query_shares(12, 40)["window"] == pytest.approx(
+        1
+    )  # its window reaches the start
+
+
+# -- errors and gates --
+
+
+def test_relative_error() -> None:
+    dense = torch.randn(1, 20, 3, 4, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(pictures.relative_error(dense, dense), torch.zeros(3))
+    assert torch.allclose(pictures.relative_error(torch.zeros_like(dense), dense), torch.ones(3))
+    factor = torch.tensor([1.1, 3.0, -1.0])[:, None]
+    assert torch.allclose(
+        pictures.relative_error(factor * dense, dense), torch.tensor([0.1, 2.0, 2.0]), atol=1e-5
+    )
+
+
+def test_error_by_position_averages_to_the_error() -> None:
+    """For one head, squares of the curve average to the square of the head's error."""
+    v = pictures.views()
+    for head in (3, 13):
+        one = (x[:, :, head : head + 1] for x in (v.outputs[2], v.dense))
+        o, dense = one
+        curve = pictures.error_by_position(o, dense)
+        assert curve.square().mean().sqrt().item() == pytest.approx(
+            pictures.relative_error(o, dense).item(), rel=1e-4
+        )
+
+
+def made(gates: Tensor) -> tuple[Tensor, Tensor]:
+    """Three outputs, and what `gates [3, HQ]` make of them."""
+    outputs = torch.randn(
+        3, 1, 30, gates.shape[1], 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    return outputs, pictures.gated(gates, outputs)
+
+
+def test_fit_finds_the_gates_that_were_used() -> None:
+    gates = torch.tensor(
+        [[0.2, 0.0, 1.0, 0.5], [0.7, 1.0, 0.0, 0.5], [0.1, 0.4, 1.0, 0.5]], dtype=torch.float64
+    )
+    outputs, dense = made(gates)
+    for bounded in (True, False):
+        assert torch.allclose(pictures.fit_gates(outputs, dense, bounded=bounded), gates, atol=1e-9)
+
+
+def test_fit_stays_in_bounds_and_is_the_best_there() -> None:
+    gates = torch.tensor([[1.6, -0.4, 0.3], [-0.3, 1.2, 0.4], [0.4, 0.5, 2.0]], dtype=torch.float64)
+    outputs, dense = made(gates)
+    assert torch.allclose(pictures.fit_gates(outputs, dense, bounded=False), gates, atol=1e-9)
+    fitted = pictures.fit_gates(outputs, dense)
+    assert (fitted >= 0).all() and (fitted <= 1).all()
+    best = pictures.relative_error(pictures.gated(fitted, outputs), dense)
+    for tried in itertools.product(torch.linspace(0, 1, 6).tolist(), repeat=3):
+        other = pictures.relative_error(
+            pictures.gated(torch.tensor(tried, dtype=torch.float64), outputs), dense
+        )
+        assert (best <= other + 1e-12).all()
+
+
+@settings
+def test_best_per_token_is_nearer_than_best_per_head(top_n: int, window: int) -> None:
+    v = pictures.views(top_n, window)
+    per_token = pictures.relative_error(pictures.nearest_per_token(v.outputs, v.dense), v.dense)
+    per_head = pictures.relative_error(
+        pictures.gated(pictures.fit_gates(v.outputs, v.dense, bounded=False), v.outputs), v.dense
+    )
+    assert (per_token < per_head).all()
+
+
+def test_best_per_token_is_exact_where_it_can_be() -> None:
+    outputs, _ = made(torch.ones(3, 2, dtype=torch.float64))
+    gates = torch.randn(
+        3, 1, 30, 2, 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
+    dense = (gates * outputs).sum(0)
+    assert torch.allclose(pictures.nearest_per_token(outputs, dense), dense, atol=1e-5)
+
+
+def test_lse_weights_merge_disjoint_keys() -> None:
+    """Three sets of keys without overlap: the weights of the chapter are those of chapter 03's
+    merge."""
+    g = torch.Generator().manual_seed(3)
+    o, lse = torch.randn(3, 1, 5, 2, 4, generator=g), torch.randn(3, 1, 5, 2, generator=g)
+    two = online_softmax.merge(o[0], lse[0], o[1], lse[1])
+    expected, _ = online_softmax.merge(*two, o[2], lse[2])
+    assert torch.allclose((pictures.lse_weights(lse)[..., None] * o).sum(0), expected, atol=1e-6)
+    counted = pictures.lse_weights(lse, tokens=8)
+    assert torch.allclose(counted[0] / counted[1], 8 * torch.exp(lse[0] - lse[1]), rtol=1e-5)
+
+
+def test_best_equal_gate_is_the_best() -> None:
+    outputs, dense = made(torch.full((3, 4), 0.37, dtype=torch.float64))
+    assert pictures.best_equal_gate(outputs, dense) == 0.37
+    v = pictures.views()
+    best = pictures.best_equal_gate(v.outputs, v.dense)
+    assert best == 0.42
+    error = pictures.schemes()["best equal gates"]
+    for gate in (0.0, 1 / 3, best - 0.02, best + 0.02, 1 / 2, 1.0):
+        assert error < pictures.relative_error(gate * v.outputs.sum(0), v.dense).mean().item()
+
+
+def test_schemes_keep_the_order_that_the_chapter_tells() -> None:
+    found = pictures.schemes()
+    order = [
+        "best gates per token", "by LSE, a summary counts 8", "best constant gates",
+        "merged by LSE", "window alone",
+        "best equal gates", "selection alone", "gates ⅓, ⅓, ⅓", "compression alone",
+        "gates 1, 1, 1",
+    ]  # fmt: skip
+    assert [found[name] for name in order] == sorted(found[name] for name in order)
+    assert found["compression alone"] < 1 < found["gates 1, 1, 1"]
+    assert set(order) < set(found)
+
+
+# -- what is loaded, and what it costs --
+
+
+@settings
+def test_entries_are_what_the_exercise_counts(top_n: int, window: int) -> None:
+    """Query by query over the lists that were chosen: every query's own block is among them, so
+    that every list loads the same."""
+    ids = pictures.views(top_n, window).ids[0]  # [N, H, top_n]
+    for kv_head in range(4):
+        counts = torch.tensor(
+            [
+                exercises.keys_loaded(t, ids[t, kv_head].tolist(), 16, window, 16, 8)
+                for t in range(512)
+            ],
+            dtype=torch.float64,
+        )
+        assert counts.mean(0)[:3].tolist() == pytest.approx(
+            list(pictures.entries(top_n, window).values())
+        )
+    assert pictures.dense_entries() == 256.5
+
+
+def test_the_last_query_of_a_long_text() -> None:
+    """The chapter's opening question, by the costs and by the exercise."""
+    loaded = (
+        costs.summary_keys(1, 65_536),
+        costs.selected_keys(1, 65_536),
+        costs.window_keys(1, 65_536),
+    )
+    ids = [0, *range(1009, 1024)]
+    assert (
+        exercises.keys_loaded(65_535, ids, 64, 512, 32, 16)
+        == (*loaded, sum(loaded))
+        == (4095, 1024, 512, 5631)
+    )
+    tokens = {t for block in ids for t in range(block * 64, block * 64 + 64)} | set(
+        range(65_536 - 512, 65_536)
+    )
+    assert len(tokens) <= 1408
+
+
+@pytest.mark.parametrize("N", [4096, 65_536])
+def test_operations_are_all_that_is_counted(N: int) -> None:
+    parts = pictures.operations(N)
+    assert sum(parts.values()) == costs.native_sparse_attention(N, N, **pictures.MODEL).flops
+    # the choice computes the summaries' scores once more, without the weighted sum of the values
+    assert parts["choice"] * (192 + 128) == parts["compression"] * 192
+
+
+def test_operations_never_get_ten_times_fewer() -> None:
+    ratios = [
+        costs.tiled_attention(N, N, **pictures.MODEL).flops / sum(pictures.operations(N).values())
+        for N in (4096, 65_536, 2**22)
+    ]
+    assert ratios == sorted(ratios)
+    assert 9 < ratios[-1] < 16 * (192 + 128) / (2 * 192 + 128)
+
+
+def test_bytes_of_a_new_token() -> None:
+    moved = pictures.new_token_bytes(65_536)
+    per_key = 4 * (192 + 128) * 2  # KV heads, key and value, bf16
+    for name, keys in (("compression", 4095), ("selection", 1024), ("window", 512)):
+        assert (
+            keys * per_key < moved[name] < keys * per_key + 100_000
+        )  # and the query, the output and the list
+
+
+@pytest.mark.parametrize("which", ["local", "far"])
+def test_trade_off_lines_fall(which: str) -> None:
+    for points in pictures.trade_off(which).values():
+        loads, errors = zip(*points, strict=True)
+        assert list(loads) == sorted(loads)
+        assert list(errors) == sorted(errors, reverse=True)
+
+
+# -- the pictures --
+
+PICTURES = {
+    "views": pictures.draw_views,
+    "views, gates given": lambda: pictures.draw_views(3, (0.5, 0.0, 1.0), 8, 16),
+    "one query": pictures.draw_query,
+    "schemes": pictures.draw_schemes,
+    "trade-off": pictures.draw_trade_off,
+    "costs": pictures.draw_costs,
+    "gates": lambda: pictures.draw_gates(0.5, 0.5, 0.5),
+    "gates, everything loaded": lambda: pictures.draw_gates(1.0, 1.0, 1.0, 512, 32),
+}
+
+
+@pytest.mark.parametrize("draw", PICTURES.values(), ids=PICTURES.keys())
+def test_pictures_are_small(draw: object) -> None:
+    assert len(draw().png()) <= 60_000
+
+
+def test_findings_carry_computed_numbers() -> None:
+    v = pictures.views()
+    alone = min(pictures.relative_error(o, v.dense)[9].item() for o in v.outputs)
+    found = pictures.draw_views(9, (0.0, 0.0, 1.0))
+    window = pictures.relative_error(v.outputs[2], v.dense)[9].item()
+    assert found.finding == (
+        f"Layer 2 head 5: the nearest single view is off by {100 * alone:.0f}%, the gated sum by "
+        f"{100 * window:.0f}%"
+    )
+    schemes = pictures.schemes()
+    told = ("window alone", "best constant gates", "best gates per token")
+    numbers = [f"{100 * schemes[name]:.0f}%" for name in told]
+    positions = [pictures.draw_schemes().finding.index(number) for number in numbers]
+    assert positions == sorted(positions)
+    share = pictures.query_shares(13, 300)["neither"]
+    assert pictures.draw_query(13, 300).finding.endswith(f"{100 * share:.0f}% in neither")
+    parts = pictures.operations(65_536)
+    summaries = (parts["choice"] + parts["compression"]) / sum(parts.values())
+    assert f"{100 * summaries:.0f}%" in pictures.draw_costs().finding
+
+
+def test_the_magnified_query_wants_what_the_window_misses() -> None:
+    """Its largest weight is outside the window and on the list, and gates of its own, which a
+    sigmoid can give, bring it near."""
+    v, head, t = pictures.views(), pictures.FAR, pictures.QUERY
+    _, selected, window, dense = pictures.weights_by_branch(head)[:, t]
+    wanted = dense.argmax()
+    assert window[wanted] == 0 < selected[wanted]
+    A, y = v.outputs[:, 0, t, head].T.double(), v.dense[0, t, head].double()
+    gates = torch.linalg.lstsq(A, y[:, None]).solution[:, 0]
+    assert ((gates > 0) & (gates < 1)).all() and not 0.9 < gates.sum() < 1.1
+    errors = [
+        ((A @ g - y).norm() / y.norm()).item()
+        for g in (torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64), gates)
+    ]
+    assert errors[0] > 1 and errors[1] < 0.1
+
+
+def test_gates_alone_give_the_branch_alone() -> None:
+    """(0, 0, 1) in the panel is the window; a window of the whole text is exact."""
+    error = pictures.schemes()["window alone"]
+    assert f"error {100 * error:.0f}%" in pictures.sentence(0.0, 0.0, 1.0, 64, 4)
+    assert "error 0% " in pictures.sentence(0.0, 0.0, 1.0, 512, 4)
+    assert "error 0% " in pictures.sentence(0.0, 1.0, 0.0, 64, 32)
+    assert "error 0% " not in pictures.sentence(1.0, 1.0, 0.0, 64, 32)
+
+
+def test_the_panel_says_what_the_pure_function_says() -> None:
+    panel = pictures.explore()
+    assert panel.sentence == pictures.sentence(0.5, 0.5, 0.5, 64, 4)
+    before = panel.children[-1].value
+    assert panel.set(g_cmp=0.1, g_slc=0.9, g_swa=0.0, window=16, top_n=6) == pictures.sentence(
+        0.1, 0.9, 0.0, 16, 6
+    )
+    assert panel.children[-1].value != before
+
+
+# -- the implementations that the property exercise judges --
+
+
+def test_broken_implementations_are_broken_and_right_ones_right() -> None:
+    """Against the oracle in fp64, on other inputs than the solution's."""
+    g = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(2, 30, h, 16, generator=g) for h in (4, 2, 2))
+    gates = tuple(torch.full((2, 30, 4), x) for x in (0.0, 1.0, 0.0))
+    expected = attention(q.double(), k.double(), v.double())
+    (property_test,) = (e for e in exercises.EXERCISES if e.name == "selects_like_dense")
+    for case in property_test.cases:
+        (nsa,) = case.arguments()
+        o = nsa(q, k, v, gates, torch.arange(8).expand(2, 30, 2, 8), 4).double()
+        holds = (o - expected).abs().max() < 1e-4
+        assert o.shape == expected.shape, case.name
+        assert holds == property_test.solution(nsa), case.name
+        assert holds == ("right" in case.name or "not against" in case.name), case.name

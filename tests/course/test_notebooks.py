@@ -1,0 +1,251 @@
+"""Hygiene of the chapters: what stored outputs must not contain, and the rhythm every chapter
+keeps."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import inspect
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+
+from nsa_tutorial.course import exercises
+
+NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
+RHYTHM = ["Predict", "Build", "Picture", "Check", "Recap", "Next"]
+TAGS = {"nbval-ignore-output", "raises-exception", "gpu"}
+
+each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+
+
+def read(path: Path) -> nbformat.NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [c for c in notebook.cells if c.cell_type == "code"]
+
+
+def tags(cell: nbformat.NotebookNode) -> list[str]:
+    return cell.metadata.get("tags", [])
+
+
+def texts(cell: nbformat.NotebookNode) -> list[str]:
+    """Everything textual that a cell's outputs hold."""
+    found = []
+    for output in cell.outputs:
+        found.append(output.get("text", ""))
+        found += [
+            value for kind, value in output.get("data", {}).items() if kind.startswith("text/")
+        ]
+        found += output.get("traceback", [])
+    return found
+
+
+@each
+def test_valid(path: Path) -> None:
+    nbformat.validate(json.loads(path.read_text()))
+    ids = [c.id for c in read(path).cells]
+    assert len(ids) == len(set(ids))
+
+
+@each
+def test_executed_in_order(path: Path) -> None:
+    notebook = read(path)
+    assert [c.execution_count for c in code_cells(notebook)] == list(
+        range(1, len(code_cells(notebook)) + 1)
+    )
+    for cell in code_cells(notebook):
+        assert cell.source.strip(), f"cell {cell.id} is empty"
+    assert notebook.metadata["kernelspec"]["name"] == "python3"
+    assert {"codemirror_mode", "mimetype", "version"} <= notebook.metadata[
+        "language_info"
+    ].keys(), "JupyterLab would add them"
+    assert "widgets" not in notebook.metadata
+
+
+@each
+def test_outputs_are_clean(path: Path) -> None:
+    for cell in code_cells(read(path)):
+        for output in cell.outputs:
+            assert output.get("name") != "stderr", f"cell {cell.id}: stderr: {output.get('text')}"
+            if output.output_type == "error":
+                assert "raises-exception" in tags(cell), f"cell {cell.id}: {output.ename}"
+            for kind, data in output.get("data", {}).items():
+                assert kind != "image/svg+xml", f"cell {cell.id}: SVG carries a date"
+                if kind.startswith("image/"):
+                    size = len(base64.b64decode(data))
+                    assert size <= 60_000, f"cell {cell.id}: a figure of {size} bytes"
+        if "raises-exception" in tags(cell):
+            assert any(o.output_type == "error" for o in cell.outputs), (
+                f"cell {cell.id}: expected to raise, and did not"
+            )
+        for text in texts(cell):
+            found = re.search(
+                r"(?<![\w.])/(?:home|root|tmp|usr|work|opt|var|Users|mnt)/\S*|[A-Z]:\\\\?\w+", text
+            )
+            assert not found, f"cell {cell.id}: a path of this machine: {found.group()}"
+            assert not re.search(r"0x[0-9a-f]{8,}", text), f"cell {cell.id}: an address"
+
+
+@each
+def test_cells_are_short(path: Path) -> None:
+    for cell in read(path).cells:
+        if cell.cell_type == "code":
+            assert len(cell.source.splitlines()) <= 16, (
+                f"cell {cell.id}: {len(cell.source.splitlines())} lines"
+            )
+            assert not cell.source.rstrip().endswith(";"), f"cell {cell.id}: a trailing semicolon"
+            assert "NBVAL" not in cell.source, f"cell {cell.id}: use a cell tag"
+            assert not re.search(r"\b(interact|clear_output|update_display)\(", cell.source), (
+                f"cell {cell.id}"
+            )
+        assert set(tags(cell)) <= TAGS, f"cell {cell.id}: unknown tags {tags(cell)}"
+
+
+@each
+def test_rhythm(path: Path) -> None:
+    notebook = read(path)
+    first = notebook.cells[0]
+    assert re.match(rf"# {path.stem[:2]} · \S", first.source), (
+        "the first cell is the title, '# NN · Title'"
+    )
+    assert "?" in first.source, "the hook is a question"
+    assert re.search(r"\d", first.source.split("\n", 1)[1]), "the hook has a number in it"
+    assert re.search(r"\d+ minutes", first.source), "the first cell says how long the chapter takes"
+    headings = [
+        h
+        for c in notebook.cells
+        if c.cell_type == "markdown"
+        for h in re.findall(r"^## (.+)$", c.source, re.M)
+    ]
+    expected = [h for h in RHYTHM if h != "Check" or path.stem[3:] in exercises.chapters()]
+    assert headings == expected
+
+
+@each
+def test_recap_has_three_sentences_and_the_names(path: Path) -> None:
+    source = "\n\n".join(c.source for c in read(path).cells if c.cell_type == "markdown")
+    recap = source.split("\n## Recap", 1)[1].split("\n## Next", 1)[0]
+    prose = recap.split("|", 1)[0]
+    sentences = re.findall(r"[.?!](?=\s|$)", re.sub(r"\$[^$]*\$|`[^`]*`", "x", prose))
+    assert len(sentences) == 3, f"the recap has {len(sentences)} sentences"
+    assert recap.count("\n|") >= 4, "the recap ends in the table of names"
+
+
+@each
+def test_has_pictures(path: Path) -> None:
+    figures = [
+        o for c in code_cells(read(path)) for o in c.outputs if "image/png" in o.get("data", {})
+    ]
+    assert figures
+
+
+@each
+def test_every_interactive_has_a_static_twin(path: Path) -> None:
+    """A widget reads as nothing on a page; the figure of the same section is a cell or two before
+    it."""
+    cells = code_cells(read(path))
+    for i, cell in enumerate(cells):
+        if any(
+            "application/vnd.jupyter.widget-view+json" in o.get("data", {}) for o in cell.outputs
+        ):
+            near = cells[max(0, i - 3) : i + 2]
+            assert any("image/png" in o.get("data", {}) for c in near for o in c.outputs), (
+                f"cell {cell.id}: no static twin"
+            )
+
+
+@each
+def test_links_lead_somewhere(path: Path) -> None:
+    for cell in read(path).cells:
+        if cell.cell_type == "markdown":
+            for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", cell.source):
+                target = path.parent / link
+                later = re.match(r"\d\d_\w+\.ipynb$", link) and int(link[:2]) > int(
+                    NOTEBOOKS[-1].name[:2]
+                )
+                assert target.exists() or later, f"cell {cell.id}: {link} does not exist"
+
+
+@each
+def test_exercises_are_all_there(path: Path) -> None:
+    """Statement, stub with the solution's parameters, check: in that order, and as shipped not
+    attempted."""
+    chapter = path.stem[3:]
+    if chapter not in exercises.chapters():
+        pytest.skip("a chapter without exercises")
+    known = exercises.chapter_exercises(chapter)
+    assert len(known) >= 3
+    cells = code_cells(read(path))
+    for name, exercise in known.items():
+        position = next(
+            (
+                i
+                for i, c in enumerate(cells)
+                if re.match(rf'exercise\("{chapter}", "{name}"\)', c.source)
+            ),
+            None,
+        )
+        assert position is not None, f"{name}: its statement is not shown"
+        stub, checking = cells[position + 1], cells[position + 2]
+        function = next(
+            n
+            for n in ast.walk(ast.parse(stub.source))
+            if isinstance(n, ast.FunctionDef) and n.name == name
+        )
+        assert [a.arg for a in function.args.args] == list(
+            inspect.signature(exercise.solution).parameters
+        )
+        assert checking.source.strip() == f'check("{chapter}", {name}={name})'
+        assert tags(checking) == ["nbval-ignore-output"]
+        assert checking.outputs[0].data["text/plain"] == f"○ {name}: not attempted yet."
+    imported = re.search(
+        r"from nsa_tutorial.course import (.+)", "\n".join(c.source for c in cells)
+    ).group(1)
+    assert {"check", "exercise", "solution"} <= set(re.split(r",\s*", imported)), (
+        "a reader who is stuck calls solution()"
+    )
+
+
+def run_nbval(folder: Path, *cells: tuple[str, str, list[str]]) -> str:
+    """What `pytest --nbval` says of a notebook of (source, stored text, tags), set up as a
+    chapter."""
+    kernel = {"name": "python3", "display_name": "", "language": "python"}
+    notebook = nbformat.v4.new_notebook(metadata={"kernelspec": kernel})
+    for source, text, cell_tags in cells:
+        outputs = [nbformat.v4.new_output("stream", name="stdout", text=text)] if text else []
+        facts = {"outputs": outputs, "execution_count": 1, "metadata": {"tags": cell_tags}}
+        notebook.cells.append(nbformat.v4.new_code_cell(source, **facts))
+    nbformat.write(notebook, folder / "chapter.ipynb")
+    for name in ("conftest.py", "sanitize.cfg"):
+        shutil.copy(NOTEBOOKS[0].parent / name, folder)
+    command = [sys.executable, "-m", "pytest", "--nbval", "-p", "no:cacheprovider", "chapter.ipynb"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
+
+
+def test_nbval_compares_sanitises_and_skips(tmp_path: Path) -> None:
+    """Text is compared but for times, addresses and where a tag says so; a GPU's cell waits."""
+    said = run_nbval(
+        tmp_path,
+        ("print('three')", "three\n", []),
+        (
+            "print('took 12.5 ms at', object())",
+            "took 99.9 ms at <object object at 0x7fffffffffff>\n",
+            [],
+        ),
+        ("print('mine')", "yours\n", ["nbval-ignore-output"]),
+        ("import torch; assert torch.cuda.is_available()", "", ["gpu"]),
+        ("print('four')", "five\n", []),
+    )
+    passed = "4 passed" if torch.cuda.is_available() else "3 passed, 1 skipped"
+    assert f" 1 failed, {passed} " in said.splitlines()[-1]
+    assert re.findall(r"^FAILED chapter\.ipynb::.*Cell (\d)", said, re.M) == ["4"]

@@ -1,0 +1,266 @@
+"""Chapter 05's pictures and exercises: lists by the true attention, bytes beside dense tiles,
+solutions against `ops`."""
+
+import itertools
+
+import pytest
+import torch
+
+from nsa_tutorial import ops
+from nsa_tutorial.course import heads
+from nsa_tutorial.course.checking import judge
+from nsa_tutorial.course.exercises import chapter_exercises
+from nsa_tutorial.course.exercises import selected_attention as solutions
+from nsa_tutorial.course.widgets import selected_attention as pictures
+from nsa_tutorial.runtime import costs
+from nsa_tutorial.sparse.selected_attention import dense_mask
+
+
+@pytest.fixture(scope="module")
+def h():
+    return heads.load()
+
+
+def random_mass(H: int, N: int, block_size: int, seed: int = 0) -> torch.Tensor:
+    """Like `group_mass`: causal, rows sum to 1; with many ties."""
+    block = torch.arange(-(-N // block_size))
+    mass = torch.randint(
+        1, 4, (H, N, len(block)), generator=torch.Generator().manual_seed(seed)
+    ).double()
+    mass = mass.masked_fill(block > torch.arange(N)[:, None] // block_size, 0)
+    return mass / mass.sum(-1, keepdim=True)
+
+
+# -- lists by the true attention --
+
+
+def test_group_mass_is_causal_and_sums_to_one(h):
+    mass = pictures.group_mass(h, 24)  # 512 is no multiple of it
+    assert mass.shape == (4, 512, 22)
+    torch.testing.assert_close(mass.sum(-1), torch.ones(4, 512, dtype=mass.dtype))
+    future = torch.arange(22) > torch.arange(512)[:, None] // 24
+    assert (mass.masked_select(future) == 0).all()
+
+
+def test_group_mass_is_the_mean_over_the_heads_that_share_the_list(h):
+    weights = heads.attention_weights(h.q, h.k)[0]  # [HQ, N, N]
+    first_of_group_2 = 2 * h.G
+    by_hand = sum(weights[first_of_group_2 + i, 300, 32:48].sum() for i in range(h.G)) / h.G
+    torch.testing.assert_close(pictures.group_mass(h, 16)[2, 300, 2], by_hand)
+
+
+@pytest.mark.parametrize(
+    ("N", "block_size", "top_n"), [(37, 8, 3), (20, 4, 1), (9, 16, 2), (40, 8, 7)], ids=str
+)
+def test_true_lists_hold_the_own_block_and_the_best_of_the_past(N, block_size, top_n):
+    mass = random_mass(2, N, block_size)
+    lists = pictures.true_lists(mass, block_size, top_n)
+    assert lists.shape == (1, N, 2, top_n)
+    ops.check_block_indices(lists, N, block_size=block_size)
+    for t, head in itertools.product(range(N), range(2)):
+        row, own = lists[0, t, head].tolist(), t // block_size
+        ids = [i for i in row if i >= 0]
+        assert row == sorted(ids) + [-1] * (top_n - len(ids))
+        assert own in ids and max(ids) == own
+        assert len(ids) == min(top_n, own + 1)
+        left_out = [mass[head, t, i] for i in range(own) if i not in ids]
+        assert all(mass[head, t, i] >= x for i in ids if i != own for x in left_out)
+
+
+def test_true_lists_hold_no_more_than_the_best_blocks_and_little_less(h):
+    mass = pictures.group_mass(h, 16)
+    lists = pictures.true_lists(mass, 16, 4)[0].permute(1, 0, 2)  # [H, N, S]
+    held = mass.gather(-1, lists.clamp(min=0)).masked_fill(lists < 0, 0).sum(-1)
+    best = mass.topk(4, dim=-1).values.sum(-1)
+    assert (held <= best + 1e-12).all()
+    assert (
+        held >= mass.topk(3, dim=-1).values.sum(-1) - 1e-12
+    ).all()  # the own block costs one place at the most
+
+
+@pytest.mark.parametrize("query", [0, 15, 16, 100, 127])
+def test_token_kinds_are_the_mask(query):
+    ids = [i for i in (0, 3, query // 16) if i <= query // 16]
+    kinds = pictures.token_kinds(ids, query, 128, 16)
+    block_indices = torch.tensor(ids).expand(1, 128, 1, len(ids))
+    seen = dense_mask(block_indices, 128, block_size=16)[0, query, 0].tolist()
+    assert [kind in ("selected", "own block") for kind in kinds] == seen
+    assert kinds.count("future") == 127 - query
+    assert kinds.count("own block") == query % 16 + 1
+
+
+@pytest.mark.parametrize(("query", "M"), [(9, 12), (3, 12), (0, 5), (9, 10)], ids=str)
+def test_tiles_hold_what_the_query_sees_and_zeros(query, M):
+    ids = [2, -1, 0, 7]
+    tiles = pictures.tiles_of(ids, query, M, 4)
+    assert [len(tile) for tile in tiles] == [4, 4, 4, 4]
+    tokens = [token for tile in tiles for token in tile if token is not None]
+    assert tokens == solutions.tokens_of_list(ids, query, M, 4, causal=True)
+    assert tiles[1] == tiles[3] == [None] * 4
+
+
+def test_the_gather_picture_counts_rows():
+    finding = pictures.draw_gather([0, -1, 2], 9, 12, 4).finding
+    assert (
+        finding
+        == "Query 9 with the list [0, −1, 2]: 6 of the 10 keys of its past are loaded, 6 rows "
+        "stay zero"
+    )
+
+
+# -- bytes --
+
+
+def test_loads_are_the_costs():
+    assert pictures.loads(4096) * 4096 == costs.selected_attention(4096, 4096, 128).bytes
+    assert (
+        pictures.loads(4096, 32, G=4) * 4096
+        == costs.tiled_attention(4096, 4096, 128, tile_q=32, HQ=4, H=1).bytes
+    )
+
+
+@pytest.mark.parametrize(
+    ("tile_q", "block_size", "top_n"),
+    [(8, 64, 16), (64, 64, 16), (16, 32, 4), (128, 16, 8)],
+    ids=str,
+)
+def test_the_crossover_is_where_lists_begin_to_move_less(tile_q, block_size, top_n):
+    N = pictures.crossover(tile_q, block_size=block_size, top_n=top_n)
+
+    def ratio(N: int) -> float:
+        tiled = pictures.loads(N, tile_q, block_size=block_size)
+        return pictures.loads(N, block_size=block_size, top_n=top_n) / tiled
+
+    assert ratio(N) <= 1 < ratio(N - block_size)
+    late_query = (top_n - 1) * block_size + (1 + block_size) / 2
+    assert pytest.approx(2 * tile_q * late_query, rel=0.1) == N
+
+
+def test_the_crossover_hardly_depends_on_the_group():
+    """Both load a KV head's keys for all of its group; what differs is the list itself, one for the
+    group."""
+    assert pictures.crossover(64, G=16) == pytest.approx(pictures.crossover(64, G=1), rel=0.01)
+
+
+# -- the pictures --
+
+
+def test_the_text_picture_says_what_its_list_holds(h):
+    mass = pictures.group_mass(h, 16)[3, 385]
+    finding = pictures.draw_text(385, 4, 3).finding
+    assert (
+        finding == "Query 385: blocks [18, 20, 21, 24], 4 of 25, hold 95% of its group's attention"
+    )
+    assert f"{mass[[18, 20, 21, 24]].sum().item():.0%}" == "95%"
+    assert mass[[21, 22, 23, 24]].sum() < 0.3  # the latest blocks hold little of it
+
+
+def test_the_page_colours_each_character(h):
+    """The pixel in the corner of a character's cell shows what the token is to the query."""
+    kinds = pictures.token_kinds([18, 20, 21, 24], 385, 512, 16)
+    page = pictures._page(h.text, kinds, 385)
+    wide, high = pictures.CELL
+    colours = {
+        "selected": "#0072B2",
+        "own block": "#CC79A7",
+        "not listed": "#C8CCD0",
+        "future": "#FFFFFF",
+    }
+    row = column = 0
+    for position, byte in enumerate(h.text):
+        colour = "#D55E00" if position == 385 else colours[kinds[position]]
+        corner = page[row * high, column * wide]
+        assert "#" + "".join(f"{c:02X}" for c in corner) == colour, position
+        row, column = (row + 1, 0) if byte == 10 else (row, column + 1)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        pictures.draw_text,
+        lambda: pictures.draw_text(0, 1, 0),
+        lambda: pictures.draw_text(511, 12, 1, block_size=64),
+        lambda: pictures.draw_gather([2, 0, 5], 4, 11, 3),
+    ],
+    ids=["text", "first query", "last query, long blocks", "gather"],
+)
+def test_pictures_are_small(draw):
+    assert len(draw().png()) < 60_000
+
+
+def test_the_panel_says_what_the_pure_function_says():
+    panel = pictures.explore()
+    assert panel.sentence == pictures.sentence(385, 4, 3)
+    before = panel.children[-1].value
+    assert panel.set(query=40, top_n=2, group=1) == pictures.sentence(40, 2, 1)
+    assert panel.children[-1].value != before
+    assert "lists the blocks 0, 1: " in panel.set(query=31)
+    assert "32 of the 32 keys" in panel.sentence
+
+
+# -- the solutions compute what the operators do --
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("position", [0, 3, 6, 9])
+def test_tokens_of_list_is_a_row_of_the_mask(position, causal):
+    ids = [2, -1, 0, 7]
+    mask = dense_mask(torch.tensor(ids).expand(1, 10, 1, 4), 10, block_size=4, causal=causal)[
+        0, position, 0
+    ]
+    tokens = solutions.tokens_of_list(ids, position, 10, 4, causal)
+    assert sorted(tokens) == mask.nonzero().flatten().tolist()
+    assert len(tokens) == len(set(tokens))
+
+
+@pytest.mark.parametrize("shape", [(7, 7, 3), (2, 9, 4), (1, 5, 1), (4, 6, 20)], ids=str)
+def test_window_mask_is_what_the_operator_shows(shape):
+    N, M, w = shape
+    q, k = torch.ones(1, N, 1, 4), torch.ones(1, M, 1, 4)
+    weights = ops.sliding_window_attention(q, k, torch.eye(M)[None, :, None], window_size=w)[
+        0, :, 0
+    ]  # [N, M]
+    assert torch.equal(solutions.window_mask(N, M, w), weights > 0)
+
+
+@pytest.mark.parametrize("shape", [(3, 11, 6, 2), (11, 11, 3, 1), (1, 9, 4, 4)], ids=str)
+def test_attend_to_lists_is_the_operator(shape):
+    N, M, HQ, H = shape
+    generator = torch.Generator().manual_seed(M)
+    q, k, v = (torch.randn(s, generator=generator) for s in ((N, HQ, 8), (M, H, 8), (M, H, 5)))
+    block_indices = (
+        torch.rand(N, H, 5, generator=generator).argsort(-1)[..., :3] - 1
+    )  # distinct, from -1 to 3
+    block_indices[0] = -1
+    o, lse = solutions.attend_to_lists(q, k, v, block_indices, 4)
+    given = (x[None] for x in (q, k, v, block_indices))
+    expected, expected_lse = ops.selected_attention(
+        *given, block_size=4, return_lse=True, backend="reference"
+    )
+    torch.testing.assert_close(o, expected[0])
+    torch.testing.assert_close(lse, expected_lse[0])
+    assert (lse[0] == -torch.inf).all()
+
+
+def test_a_wrong_window_is_drawn():
+    exercise = chapter_exercises("selected_attention")["window_mask"]
+    one_too_wide = next(m for m in exercise.misconceptions if m.name == "a window of w + 1")
+    picture = judge(exercise, one_too_wide.wrong).picture
+    assert picture.finding == "A window of 3: your queries see 1, 2, 3, 4 keys"
+
+
+def test_a_sorted_list_is_told_from_other_tokens():
+    exercise = chapter_exercises("selected_attention")["tokens_of_list"]
+    found = judge(exercise, lambda ids, *rest: sorted(exercise.solution(ids, *rest)))
+    assert found.misconception == "sorting the positions"
+    assert found.picture.finding.endswith("the list [2, 0]: the right tokens, in another order")
+
+
+@pytest.mark.parametrize("name", ["tokens_of_list", "window_mask"])
+def test_every_known_mistake_can_be_drawn(name):
+    exercise = chapter_exercises("selected_attention")[name]
+    for known in exercise.misconceptions:
+        picture = judge(exercise, known.wrong).picture
+        assert picture is not None, known.name
+        assert len(picture.png()) < 60_000
+    assert judge(exercise, exercise.solution).picture is None

@@ -1,0 +1,460 @@
+"""Chapter 10's frame: the tracer, one program block by block, what was stored about CUDA text and
+times, the exercises' draft."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nsa_tutorial import ops
+from nsa_tutorial.course import exercises, phases
+from nsa_tutorial.course.checking import Raised, judge, same
+from nsa_tutorial.course.trace import trace
+from nsa_tutorial.course.widgets import tilelang_forward as pictures
+from nsa_tutorial.runtime import environment
+from nsa_tutorial.sparse import selected_attention
+
+NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "10_tilelang_forward.ipynb"
+needs_tilelang = pytest.mark.skipif(
+    environment.detect().why_not("tilelang", "cpu") is not None,
+    reason="TileLang does not run on this CPU",
+)
+
+
+def prose() -> str:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
+# -- the tracer --
+
+
+def walk(values: list[int], stop: int = 10) -> int:
+    """A function with phases before, in and after loops and branches."""
+    # -- begin --
+    total = 0
+    kept = torch.zeros(1)
+    for value in values:
+        # -- add --
+        total += value
+        kept += value
+
+        if total > stop:
+            # -- too much --
+            total = stop
+        # -- count --
+        kept = kept * 1
+    # -- end --
+    total *= 2
+    return total
+
+
+def test_trace_sees_the_end_of_every_phase() -> None:
+    found = trace(walk, [1, 2, 30])
+    assert found.result == walk([1, 2, 30]) == 20
+    assert [(s.phase, s.turn) for s in found.steps] == [
+        ("begin", 0), ("add", 0), ("count", 0), ("add", 1), ("count", 1), ("add", 2),
+        ("too much", 0), ("count", 2), ("end", 0)
+    ]  # fmt: skip
+    assert [found.at("add", turn)["total"] for turn in range(3)] == [1, 3, 33]
+    assert found.at("too much")["total"] == 10
+    assert found.at("end")["total"] == 20
+    assert found.turns == 3
+
+
+def test_trace_keeps_copies() -> None:
+    """A tensor that is written to in place later on stays as it was when a phase ended."""
+    found = trace(walk, [1, 2, 30])
+    assert [found.at("add", turn)["kept"].item() for turn in range(3)] == [1, 3, 33]
+    assert found.at("end")["kept"] is found.at("count", 2)["kept"], (
+        "what has not changed is not copied again"
+    )
+
+
+def branch(x: int) -> str:
+    if x > 0:
+        # -- above --
+        told = "above"
+    else:
+        told = "below"
+        # -- below --
+        told = told.upper()
+    # -- tell --
+    return told
+
+
+@pytest.mark.parametrize(("x", "seen"), [(1, ["above", "tell"]), (-1, ["below", "tell"])])
+def test_trace_takes_one_branch(x: int, seen: list[str]) -> None:
+    """No docstring, and a phase that begins in one branch is none of the other's."""
+    found = trace(branch, x)
+    assert [step.phase for step in found.steps] == seen
+    assert found.result == branch(x)
+
+
+def test_trace_errors() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"no turn 3 of a phase 'add'; the phases are 'begin', 'add', .*, with up to 3 turns",
+    ):
+        trace(walk, [1, 2, 30]).at("add", 3)
+    with pytest.raises(ValueError, match="math_free has no phases"):
+        trace(math_free, 2)
+
+
+def math_free(x: int) -> int:
+    return x + 1
+
+
+def test_trace_reports_the_lines_of_the_file() -> None:
+    with pytest.raises(TypeError) as caught:
+        trace(walk, ["a"])
+    entry = caught.traceback[-1]
+    assert Path(str(entry.path)).name == Path(__file__).name
+    assert "total += value" in Path(__file__).read_text().splitlines()[entry.lineno]
+
+
+@pytest.mark.parametrize("S", [1, 3])
+def test_trace_of_the_twin(S: int) -> None:
+    """Same result as the plain call, and each phase of the loop once for each slot."""
+    g = torch.Generator().manual_seed(S)
+    q, k, v = (torch.randn(1, 7, n, d, generator=g) for n, d in ((6, 4), (2, 4), (2, 5)))
+    rows = selected_attention.query_rows(1, 7, 7, causal=True, cu_seqlens=None, device=q.device)
+    ids = torch.randint(-1, 3, (7, 2, S), generator=g, dtype=torch.int32)
+    options = {"block_size": 3, "scale": 0.7}
+    found = trace(selected_attention.forward, q, k, v, ids, rows, **options)
+    assert same(found.result, selected_attention.forward(q, k, v, ids, rows, **options), 0.0)
+    assert list(dict.fromkeys(step.phase for step in found.steps)) == phases(
+        selected_attention.forward
+    )
+    assert found.turns == S
+    assert torch.equal(
+        found.at("online softmax", S - 1)["logsum"], found.at("normalise and store")["logsum"]
+    )
+
+
+# -- one program, block by block --
+
+
+@needs_tilelang
+def test_the_trace_ends_where_the_kernel_does() -> None:
+    from nsa_tutorial.kernels import tilelang_forward
+
+    e = pictures.example()
+    o, lse = tilelang_forward.forward(
+        e.q, e.k, e.v, e.ids, e.rows, block_size=pictures.BS, scale=e.scale
+    )
+    torch.testing.assert_close((o, lse), pictures.stepper().result, rtol=1e-5, atol=1e-5)
+
+
+def test_the_stepper_is_selected_attention() -> None:
+    e = pictures.example()
+    N, H = e.q.shape[1], e.k.shape[2]
+    ids = e.ids.reshape(1, N, H, pictures.S)
+    expected = ops.selected_attention(
+        e.q, e.k, e.v, ids, block_size=pictures.BS, return_lse=True, backend="reference"
+    )
+    torch.testing.assert_close(pictures.stepper().result, expected)
+
+
+@pytest.mark.parametrize(("token", "head"), [(77, 0), (20, 3), (0, 1)])
+def test_moments_add_up(token: int, head: int) -> None:
+    """Maximum, denominator and accumulator of each slot follow from those before and from the
+    slot's scores and values."""
+    e, G = pictures.example(), 4
+    largest, total, acc = np.full(G, -np.inf), np.zeros(G), np.zeros((G, 32))
+    for slot in range(pictures.S):
+        m = pictures.moment(token, head, slot)
+        assert np.isneginf(m.scores[:, ~m.is_seen]).all()
+        assert (m.weights[:, ~m.is_seen] == 0).all()
+        new = np.maximum(largest, m.scores.max(1))
+        np.testing.assert_allclose(m.scores_max, new, rtol=1e-6)
+        if np.isfinite(new).all():
+            factor, weights = np.exp(largest - new), np.exp(m.scores - new[:, None])
+            total, acc = total * factor + weights.sum(1), acc * factor[:, None] + weights @ m.v_tile
+        largest = new
+        np.testing.assert_allclose(m.logsum, total, rtol=1e-4)
+        np.testing.assert_allclose(m.acc_o, acc, rtol=1e-3, atol=1e-4)
+        keys = m.block_id * pictures.BS + np.arange(pictures.BS)
+        assert (m.is_seen == ((m.block_id >= 0) & (keys <= token))).all()
+    o = pictures.stepper().result[0][0, token, head * G : (head + 1) * G].numpy()
+    np.testing.assert_allclose(acc / total[:, None], o, rtol=1e-3, atol=1e-4)
+    assert e.text[token : token + 1]
+
+
+def test_step_pictures() -> None:
+    picture = pictures.draw_step(77, 0, 0)
+    assert picture.finding.startswith("token 77, KV head 0, slot 0: block 4, 14 of 16 keys seen")
+    assert len(picture.png()) < 60_000
+    assert pictures.draw_step(77, 0, 1).finding.endswith(
+        "empty; nothing is loaded, nothing changes"
+    )
+
+
+def test_panel() -> None:
+    panel = pictures.explore()
+    assert panel.sentence == pictures.sentence(77, 0, 0)
+    assert "slot 1: an empty slot. Nothing is seen" in panel.set(slot=1)
+    assert panel.set(token=0, head=2, slot=0).startswith(
+        "Program (token 0, KV head 2), slot 0: block 0, keys 0 to 15, of which 1 is seen."
+    )
+
+
+# -- what was stored about the CUDA text --
+
+
+def test_facts_of_the_cuda_text() -> None:
+    """What the chapter says of it."""
+    rows = {(row["kernel"], row["change"]): row for row in pictures.lowered()["rows"]}
+    ours = rows["ours", ""]
+    for change in ("exact exp2", "TMA off"):
+        assert rows["ours", change]["sha256"] == ours["sha256"], "not a letter of the text changes"
+    assert rows["ours", "no bounds checks"]["counts"]["if ("] < ours["counts"]["if ("]
+    special = rows["ours", "warp specialisation, 128 threads"]
+    assert special["counts"]["tma_load"] > 0 < special["counts"]["mbarrier"]
+    assert ours["counts"]["tma_load"] == ours["counts"]["mbarrier"] == 0
+    keys = (
+        ("first draft", "2 stages"),
+        ("ours", "no stage"),
+        ("ours", "values through registers"),
+        ("ours", ""),
+    )
+    none, waiting, half, both = (rows[key]["counts"]["cp_async_gs"] for key in keys)
+    assert none == waiting == 0 < half < both, (
+        "the draft and the kernel without a stage wait for every copy"
+    )
+    assert ours["excerpts"]["float acc_o"] == "float acc_o[64];"
+
+
+@pytest.mark.parametrize(
+    ("key", "stages", "extra", "fit"),
+    [
+        (("ours", ""), 1, 0, 6),
+        (("first draft", "1 stage"), 1, 2048, 5),
+        (("first draft", "2 stages"), 2, 2048, 3),
+    ],
+)
+def test_shared_memory_is_what_the_exercise_computes(
+    key: tuple, stages: int, extra: int, fit: int
+) -> None:
+    row = pictures.lowered_row(*key)
+    programs_per_sm = exercises.chapter_exercises("tilelang_forward")["programs_per_sm"].solution
+    size = sum(pictures.tiles(row).values())
+    assert size - extra == programs_per_sm(16, 128, 128, 64, stages, 2)[0]
+    assert pictures.SM_BYTES // (size + pictures.PROGRAM_BYTES) == fit
+    assert f"{size // 1024} KiB" in prose()
+
+
+def test_shared_and_fragment_pictures() -> None:
+    assert (
+        pictures.draw_shared().finding
+        == "An SM holds 6 programs of our kernel; of the first draft 5 with 1 stage, 3 with 2"
+    )
+    owner = np.array(pictures.lowered()["owner"])
+    assert (np.bincount(owner.flat) == 8).all() and len(np.unique(owner)) == 32
+    assert (
+        pictures.draw_fragment().finding
+        == "Thread 5 holds 8 of these 256 scores; each row lies with 4 threads"
+    )
+
+
+@needs_tilelang
+@pytest.mark.skipif(
+    environment.detect().tilelang != pictures.lowered()["tilelang"],
+    reason="another TileLang than the stored facts",
+)
+@pytest.mark.parametrize(
+    ("kernel", "change"),
+    [("ours", ""), pytest.param("first draft", "1 stage", marks=pytest.mark.exhaustive)],
+    ids=["ours", "first draft"],
+)
+def test_the_stored_facts_are_those_of_today(kernel: str, change: str) -> None:
+    """Of a text that chapter 00 lowers too, and of the quickest; the others are made alike."""
+    from nsa_tutorial.runtime import lowering
+
+    *_, function, pass_configs = next(v for v in pictures.variants() if v[:2] == (kernel, change))
+    facts = pictures.facts(lowering._cuda_source(function, "sm_90", pass_configs))
+    assert {"kernel": kernel, "change": change, **facts} == pictures.lowered_row(kernel, change)
+
+
+# -- what was measured --
+
+
+def test_the_stored_table() -> None:
+    assert "--steps" in pictures.measured()["command"]
+    for told in (pictures.measured(), pictures.measured(pictures.GROUPS)):
+        assert re.fullmatch(r"python -m nsa_tutorial.bench selected [^/]*", told["command"]), (
+            "no path of a machine"
+        )
+        assert "H200" in told["machine"]
+        assert all(told[name] for name in ("python", "torch", "triton", "tilelang"))
+        for row in told["rows"]:
+            assert row["ms"] is not None, row["note"]
+            if not row["kernel"].startswith("dense"):
+                assert row["is_right"] == (row["change"] != "warp specialisation, 128 threads"), (
+                    row["change"]
+                )
+    assert {row["group"] for row in pictures.measured(pictures.GROUPS)["rows"]} == {4, 16}
+
+
+def test_what_the_chapter_says_of_the_table() -> None:
+    found = pictures.times()
+    first, ours = found["first draft, mended, 2 stages"]["ms"], found["ours"]["ms"]
+    assert f"one in {first:.0f} milliseconds, the other in {ours:.0f}" in prose()
+    chain = [found[change]["ms"] for change in pictures.CHAIN]
+    assert all(later <= 1.01 * earlier for earlier, later in pairwise(chain)), (
+        "no decision costs time"
+    )
+    assert chain[3] < 0.8 * chain[2] < 0.8 * chain[1] < 0.8 * chain[0], (
+        "fewer stages and values by index are the large steps"
+    )
+    stages = [f"{n} stage{'s' * (n > 1)}, number of slots fixed" for n in (1, 2, 3)] + [
+        "no stage: each copy is waited for"
+    ]
+    assert [found[name]["ms"] for name in stages] == sorted(found[name]["ms"] for name in stages)
+    warps = [found[f"{n} threads"]["ms"] for n in (32, 64, 128, 256)]
+    assert warps == sorted(warps)
+    assert 1 < ours / pictures.probe_ms() < 1.1, "nearly as fast as its loads and products alone"
+
+
+def test_what_is_noise() -> None:
+    """One CUDA text, measured again; a difference counts where it is larger than that, or there in
+    every shape."""
+    same, found = pictures.same_kernel(), pictures.times()
+    assert same[0] == found["ours"]["ms"]
+    assert (
+        pictures.lowered_row("ours", "TMA off")["sha256"] == pictures.lowered_row("ours")["sha256"]
+    )
+    noise, weights, values = (
+        pictures.ratios(c)
+        for c in ("TMA off", "weights through shared memory", "values through registers")
+    )
+    assert len(noise) == len(weights) == len(values) == 4
+    assert noise[0] < 1 < noise[-1], "noise goes both ways"
+    assert f"its {noise[0]:.2f} to {noise[-1]:.2f} are noise" in prose()
+    assert f"takes {values[0]:.2f} to {values[-1]:.2f} times as long" in prose()
+    assert values[0] > noise[-1] and values[0] > max(same) / min(same)
+    assert all(1.05 < ratio < 1.15 for ratio in weights), "about a tenth, in every shape"
+    step = found["first draft, mended, 1 stage"]["ms"] / found["values through registers"]["ms"]
+    assert step < weights[-1], (
+        "the mask and the weights together are worth no more than the weights"
+    )
+
+
+def test_groups_of_four() -> None:
+    """The same time as groups of 16, for a quarter of the work."""
+    four, sixteen = (pictures.times(group=group, path=pictures.GROUPS) for group in (4, 16))
+    assert abs(four["ours"]["ms"] / sixteen["ours"]["ms"] - 1) < 0.05
+    assert four["dense, cuDNN"]["ms"] < 0.3 * sixteen["dense, cuDNN"]["ms"]
+    assert pictures.times(8192, 4, path=pictures.GROUPS)["ours"]["dense_ratio"] < 1, (
+        "and dense attention is faster there"
+    )
+
+
+def test_measurement_pictures() -> None:
+    found = pictures.times()
+    first, ours = found["first draft, mended, 2 stages"]["ms"], found["ours"]["ms"]
+    assert (
+        pictures.draw_chain().finding
+        == f"The same answer in {first:.1f} ms and in {ours:.1f} ms: {first / ours:.1f} times as "
+        "fast"
+    )
+    assert re.match(
+        r"One decision undone at a time: with .+, \d\.\d times as long",
+        pictures.draw_undone().finding,
+    )
+    for picture in (
+        pictures.draw_chain(),
+        pictures.draw_undone(),
+        pictures.draw_shared(),
+        pictures.draw_fragment(),
+    ):
+        assert len(picture.png()) < 60_000
+
+
+# -- the exercises' draft --
+
+DRAFTED = ("update_max", "is_seen", "normalise", "fold_scale")
+
+
+@needs_tilelang
+@pytest.mark.parametrize("name", DRAFTED)
+def test_the_solution_makes_the_draft_right(name: str) -> None:
+    """On every case, the draft with the solution is what the reference computes."""
+    e = exercises.chapter_exercises("tilelang_forward")[name]
+    for case in e.cases:
+        q, k, v, ids, causal, scale = case.arguments()
+        block_size = 4 if name == "is_seen" else 2
+        expected = ops.selected_attention(
+            q, k, v, ids, block_size=block_size, causal=causal, scale=scale, backend="reference"
+        )
+        assert same(e.run(e.solution, *case.arguments()), expected, 1e-4), case.name
+
+
+@needs_tilelang
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "normalise" else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in DRAFTED
+    ],
+)
+def test_the_draft_makes_the_first_mistake(name: str) -> None:
+    """The first misconception of each exercise is the draft's own mistake."""
+    from nsa_tutorial.kernels import tilelang_first_draft
+
+    e = exercises.chapter_exercises("tilelang_forward")[name]
+    verdict = judge(e, tilelang_first_draft.MISTAKES[name])
+    assert (verdict.outcome, verdict.misconception) == ("misconception", e.misconceptions[0].name)
+    assert (
+        judge(replace(e, misconceptions=()), tilelang_first_draft.MENDED[name]).outcome == "right"
+    )
+
+
+@needs_tilelang
+def test_a_sum_above_zero_swallows_nan() -> None:
+    """Named where a visible key is NaN, and nowhere else: NaN is compared as equal to NaN."""
+    e = exercises.chapter_exercises("tilelang_forward")["normalise"]
+    mistake = next(m for m in e.misconceptions if m.name == "asking whether the sum is above 0")
+    verdict = judge(replace(e, misconceptions=(mistake,)), mistake.wrong)
+    assert (verdict.outcome, verdict.misconception) == ("misconception", mistake.name)
+    assert "Smallest failing case: one query with one key, which is NaN." in verdict.text
+    others = tuple(case for case in e.cases if "NaN" not in case.name)
+    assert judge(replace(e, misconceptions=(), cases=others), mistake.wrong).outcome == "right"
+
+
+@needs_tilelang
+def test_a_piece_that_cannot_be_compiled_is_one_error(capfd: pytest.CaptureFixture) -> None:
+    def normalise(acc_o, logsum, G, BV):
+        for i in undefined_name(G):  # noqa: F821
+            acc_o[i, 0] = 0
+
+    e = exercises.chapter_exercises("tilelang_forward")["normalise"]
+    verdict = judge(replace(e, misconceptions=()), normalise)  # looking for them would compile each
+    assert verdict.outcome == "wrong"
+    assert "it raised NameError" in verdict.text
+    assert "".join(capfd.readouterr()).count("\n") < 3, (
+        "TileLang's page of generated code stays away"
+    )
+
+
+def test_without_tilelang_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = environment.detect()
+    monkeypatch.setattr(environment, "detect", lambda: replace(here, tilelang=None))
+    for name in DRAFTED:
+        e = exercises.chapter_exercises("tilelang_forward")[name]
+        verdict = judge(e, e.solution)
+        assert verdict.outcome == "not attempted"
+        assert "cannot be judged here. Not run: TileLang is not installed here" in verdict.text
+    e = exercises.chapter_exercises("tilelang_forward")["programs_per_sm"]
+    assert judge(e, e.solution).outcome == "right"
+    assert not isinstance(e.solution(16, 64, 64, 32, 1, 2), Raised) and math.isfinite(
+        e.solution(16, 64, 64, 32, 1, 2)[0]
+    )

@@ -1,0 +1,506 @@
+"""Chapter 11's frame: the recorder on the Triton kernel, pictures, what was measured, exercises
+that say what the kernel does."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from selection import Problem
+
+from nsa_tutorial import bench
+from nsa_tutorial.course import exercises, phases, recorder
+from nsa_tutorial.course.widgets import triton_forward as pictures
+from nsa_tutorial.runtime import environment, lowering
+from nsa_tutorial.sparse import selected_attention, sliding_window
+
+NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "11_triton_forward.ipynb"
+needs_triton = pytest.mark.skipif(
+    environment.detect().why_not("triton", "cpu") is not None,
+    reason="Triton does not run on this CPU",
+)
+PROBLEMS = {
+    "a group of 1, widths of 1": Problem(N=3, M=3, H=1, G=1, D=1, DV=1, BS=2, S=2),
+    "more keys than queries": Problem(B=2, N=3, M=11, H=2, G=3, D=5, DV=7, BS=4, S=3),
+    "packed, own block, counts": Problem(
+        N=9, M=9, H=2, G=2, D=3, DV=2, BS=2, cu=(0, 3, 3, 4, 9), own=True, counts="random"
+    ),
+    "not causal": Problem(N=3, M=7, H=1, G=4, D=4, DV=4, BS=3, causal=False),
+    "a group of 20": Problem(N=2, M=5, H=2, G=20, D=2, DV=3, BS=2, S=2),
+}
+
+
+def prose() -> str:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
+def made(problem: Problem) -> tuple:
+    """The tensors, lists and rows of a problem, as a backend gets them."""
+    call = problem.make(torch.float32, "cpu")
+    given = call.options
+    rows = selected_attention.query_rows(
+        problem.B,
+        problem.N,
+        problem.M,
+        causal=given["causal"],
+        cu_seqlens=given["cu_seqlens"],
+        device=torch.device("cpu"),
+    )
+    lists = {"block_counts": given["block_counts"], "include_own_block": given["include_own_block"]}
+    return (
+        call.q,
+        call.k,
+        call.v,
+        selected_attention.block_list(call.ids, rows, block_size=problem.BS, **lists),
+        rows,
+    )
+
+
+# -- the recorder --
+
+
+@pytest.mark.parametrize("BT", [None, 1], ids=["whole blocks", "a step for each token"])
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
+def test_all_programs_together_are_the_twin(problem: Problem, BT: int | None) -> None:
+    """What the recorded programs store is what the PyTorch twin returns; each element once, and
+    nothing outside of a tensor."""
+    q, k, v, ids, rows = made(problem)
+    call = pictures.arguments(q, k, v, ids, rows, block_size=problem.BS, BT=BT)
+    seen = [
+        pictures.program(ids_, call)
+        for ids_ in recorder.programs((len(rows.first_key), k.shape[2]))
+    ]
+    for tensor in ("Output", "LSE"):
+        assert (sum(record.touched("store", tensor) for record in seen) == 1).all()
+    assert sum(record.outside() for record in seen) == 0
+    o, lse = selected_attention.forward(
+        q, k, v, ids, rows, block_size=problem.BS, scale=problem.D**-0.5
+    )
+    np.testing.assert_allclose(call["Output"].ravel(), o.ravel(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(call["LSE"].ravel(), lse.ravel(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("BT", [None, 1], ids=["whole blocks", "a step for each token"])
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
+def test_descriptors_give_what_the_twin_gives(problem: Problem, BT: int | None) -> None:
+    """The other kernel, from its own source: nothing past a tensor's end, and nothing that its
+    query may not see."""
+    q, k, v, ids, rows = made(problem)
+    call = pictures.arguments(q, k, v, ids, rows, block_size=problem.BS, BT=BT)
+    for program in recorder.programs((len(rows.first_key), k.shape[2])):
+        seen = pictures.descriptor_program(program, call)
+        boxes = [a for a in seen.accesses if a.kind == "load" and a.tensor in "KV"]
+        first, visible = rows.first_key[program[0]].item(), rows.num_visible[program[0]].item()
+        for access in boxes:
+            row = access.touched // math.prod(seen.shapes[access.tensor][1:])
+            assert ((row >= first) & (row < first + visible)).all()
+        assert seen.outside() == 0
+    o, lse = selected_attention.forward(
+        q, k, v, ids, rows, block_size=problem.BS, scale=problem.D**-0.5
+    )  # fmt: skip
+    np.testing.assert_allclose(call["Output"].ravel(), o.ravel(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(call["LSE"].ravel(), lse.ravel(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
+def test_a_program_loads_the_keys_that_its_query_sees_and_no_others(problem: Problem) -> None:
+    q, k, v, ids, rows = made(problem)
+    call = pictures.arguments(q, k, v, ids, rows, block_size=problem.BS)
+    options = problem.make(torch.float32, "cpu").options
+    mask = selected_attention.dense_mask(
+        problem.make(torch.float32, "cpu").ids, problem.M, block_size=problem.BS,
+        causal=options["causal"],
+        block_counts=options["block_counts"], include_own_block=options["include_own_block"],
+        cu_seqlens=options["cu_seqlens"],
+    )  # fmt: skip
+    for row, head in recorder.programs((problem.B * problem.N, k.shape[2])):
+        b, n = divmod(row, problem.N)
+        for tensor in ("K", "V"):
+            loaded = (
+                pictures.program((row, head), call)
+                .touched("load", tensor)
+                .reshape(problem.B, problem.M, k.shape[2], -1)
+                > 0
+            )
+            expected = np.zeros(loaded.shape, dtype=bool)
+            expected[b, :, head] = mask[b, n, head].numpy()[:, None]
+            np.testing.assert_array_equal(loaded, expected)
+
+
+@pytest.mark.parametrize("window_size", [1, 3, 6])
+def test_rows_behind_the_lists_are_windows(window_size: int) -> None:
+    q, k, v, ids, rows = made(PROBLEMS["packed, own block, counts"])
+    call = pictures.arguments(q, k, v, ids, rows, block_size=4, window_size=window_size)
+    for program in recorder.programs((2 * len(ids), k.shape[2])):
+        assert pictures.program(program, call).outside() == 0
+    found = sliding_window.selection_and_window(
+        q, k, v, ids, rows, block_size=4, window_size=window_size, scale=3**-0.5
+    )
+    for stored, expected in ((call["Output"], found[::2]), (call["LSE"], found[1::2])):
+        expected = torch.stack(expected).reshape(stored.shape)
+        np.testing.assert_allclose(stored, expected, rtol=1e-4, atol=1e-5)
+
+
+@needs_triton
+def test_the_recorder_stores_what_the_interpreter_stores() -> None:
+    from nsa_tutorial.kernels import triton_forward
+
+    q, k, v, ids, rows = made(PROBLEMS["more keys than queries"])
+    call = pictures.arguments(q, k, v, ids, rows, block_size=4)
+    for program in recorder.programs((len(ids), k.shape[2])):
+        pictures.program(program, call)
+    o, lse = triton_forward.forward(q, k, v, ids, rows, block_size=4, scale=5**-0.5)
+    np.testing.assert_allclose(call["Output"].ravel(), o.ravel(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(call["LSE"].ravel(), lse.ravel(), rtol=1e-4, atol=1e-5)
+
+
+def test_integers_stay_integers() -> None:
+    """An id loaded as a float could not be an index; a lane outside of an integer tensor is no
+    number of the tensor's."""
+
+    def load(X, N):
+        tl.store(X + 0, tl.load(X + N))  # noqa: F821
+
+    x = np.arange(1, 4)
+    seen = recorder.run(load, (0,), {"X": x, "N": 3})
+    assert seen.outside() == 1
+    assert x.dtype.kind == "i" and x[0] < 0
+
+
+# -- pictures --
+
+
+def test_the_offsets_within_a_tile_stay() -> None:
+    first, second = pictures.loads(pictures.pointer_example(), "K")
+    moved = second.offsets - first.offsets
+    assert (moved == moved.flat[0]).all()
+    assert (
+        pictures.draw_pointers().finding
+        == f"From slot 0 to slot 1 the base moves by {moved.flat[0]}; the 8 offsets stay"
+    )
+    assert first.mask.all() and second.mask.sum() == 4, "block 2 has two keys of four"
+
+
+@pytest.mark.parametrize("window_size", [1, 4, 6])
+def test_windows(window_size: int) -> None:
+    block = pictures.windows(16, window_size)
+    assert ((block >= 0).sum(1) == np.minimum(np.arange(16) + 1, window_size)).all()
+    assert (block[np.arange(16), np.arange(16)] >= 0).all()
+    assert block.max() == (window_size - 1) // 4
+
+
+def test_pictures() -> None:
+    findings = {
+        pictures.draw_windows: "A window of 6 is 6 keys; whole aligned blocks would show 6 to 9",
+        pictures.draw_packed: "9 queries of 3 sequences see 22 of 81 pairs: two numbers a row",
+        pictures.draw_step: "(77, 0), the list of token 77, slot 0: block 4, 448 of 512 lanes load",
+    }
+    for draw, finding in findings.items():
+        picture = draw()
+        assert picture.finding == finding
+        assert len(picture.png()) < 60_000
+
+
+@pytest.mark.parametrize("branch", ["list", "window"])
+@pytest.mark.parametrize(("token", "head"), [(77, 0), (20, 3), (0, 1)])
+def test_the_stepper_shows_one_program_twice(branch: str, token: int, head: int) -> None:
+    """In every step the kernel loads the keys that the twin sees, and at the end has the twin's
+    output."""
+    pictures.record(branch, token, head)
+    o, lse = pictures.twin(branch).result
+    place, mine = (pictures.row_of(branch, token), head), slice(4 * head, 4 * head + 4)
+    np.testing.assert_allclose(
+        pictures.given()["Output"][place], o[0, token, mine], rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        pictures.given()["LSE"][place], lse[0, token, mine], rtol=1e-4, atol=1e-5
+    )
+    for slot in range(pictures.slots(branch, token, head)):
+        m = pictures.moment(branch, token, head, slot)
+        np.testing.assert_array_equal(m.is_seen, np.isfinite(m.scores).all(0))
+        assert int(m.is_seen.sum()) <= pictures.slice_rows(m) <= pictures.BS
+
+
+def test_panel() -> None:
+    panel = pictures.explore()
+    assert panel.sentence == pictures.sentence("list", 77, 0, 0)
+    assert "slot 1: an empty slot. All 512 lanes are off" in panel.set(slot=1)
+    assert panel.set(branch="window", slot=3).startswith(
+        "Program (173, 0), the window of token 77, slot 2"
+    ), "a window has three"
+    assert "the window of token 3, slot 0: block 0" in panel.set(token=3, slot=3), (
+        "an early one has fewer"
+    )
+
+
+# -- what the kernels become --
+
+
+@pytest.mark.exhaustive  # chapter 11 prints it
+@needs_triton
+def test_only_descriptors_use_the_memory_accelerator() -> None:
+    stages = {name: lowering.triton_stages(kernel=name) for name in ("kernel", "descriptor_kernel")}
+    assert "cp.async.bulk.tensor" not in stages["kernel"]["ptx"]
+    assert "mbarrier" not in stages["kernel"]["ptx"]
+    assert stages["descriptor_kernel"]["ptx"].count("cp.async.bulk.tensor") > 2
+    assert all(
+        "cp.async.cg" in stage["ptx"] and "mma.sync" in stage["ptx"] for stage in stages.values()
+    )
+    assert "instrShape = [16, 8]" in stages["kernel"]["ttgir"]
+
+
+# -- what was measured --
+
+
+def test_the_stored_table() -> None:
+    told = pictures.measured()
+    assert re.match(
+        r"python -m nsa_tutorial.bench selected --backend triton .*--steps", told["command"]
+    )
+    assert "H200" in told["machine"]
+    for row in told["rows"]:
+        assert row["ms"] is not None, row["note"]
+        assert (
+            row["is_right"] or row["kernel"].startswith("dense") or row["change"] == bench.PROBE
+        ), row["change"]
+
+
+def test_what_the_chapter_says_of_the_table() -> None:
+    found = {change: row["ms"] for change, row in pictures.times().items()}
+    chain = [found[change] for change in pictures.CHAIN]
+    assert all(later < earlier for earlier, later in pairwise(chain)), "no decision costs time"
+    low, high = pictures.spread()
+    assert low <= found["pointers"] <= high
+    gain = chain[0] - found["pointers"]
+    for change in ("pointers, steps of 64 tokens", "pointers, 2 warps", "pointers, 2 stages"):
+        assert found[change] - found["pointers"] > gain / 2, (
+            "undone alone, it costs most of what all of them give"
+        )
+    assert max(pictures.CHANGED, key=found.get) == "pointers, steps of 64 tokens"
+    narrow = {change: row["ms"] for change, row in pictures.times(width=64).items()}
+    steps = "pointers, steps of 16 tokens"
+    assert high < found[steps] < 1.03 * found["pointers"], "a little slower at width 128"
+    assert narrow[steps] > 1.1 * narrow["pointers"], "and more so at width 64"
+    noise = [narrow[change] for change in pictures.SAME]
+    assert min(noise) < narrow["descriptors"] < max(noise), "no gain beyond the noise at width 64"
+    picture = pictures.draw_ladder()
+    worst = found["pointers, steps of 64 tokens"]
+    assert picture.finding == (
+        f"From {chain[0]:.1f} ms to {chain[-1]:.1f} ms; one choice changed alone takes up to "
+        f"{worst:.1f} ms (steps of 64 tokens)"
+    )
+    assert len(picture.png()) < 60_000
+    for tokens, _, ours, theirs in pictures.beside_tilelang():
+        assert (ours > 8 and theirs > 8) if tokens == 65536 else (1 < ours < 2 and 1 < theirs < 2)
+
+
+def test_what_the_chapter_says_of_the_probe() -> None:
+    for tokens, width in itertools.product((65536, 8192), (128, 64)):
+        found = {change: row["ms"] for change, row in pictures.times(tokens, width=width).items()}
+        once, again, probe = (found[name] for name in ("descriptors", "as it is", bench.PROBE))
+        assert max(once, again) / min(once, again) < 1.055, "two times that differ by up to 5 %"
+        if width == 128:
+            assert abs(probe / min(once, again) - 1) < 0.025, "as long as the kernel, to 2 %"
+        else:
+            assert probe > 1.05 * max(once, again), "slower"
+
+
+def test_what_the_chapter_says_of_empty_slots() -> None:
+    for tokens, width in itertools.product((65536, 8192), (128, 64)):
+        found = {change: row["ms"] for change, row in pictures.times(tokens, width=width).items()}
+        pointers, descriptors = (
+            found[f"{name}, empty slots walked"] / found[name] - 1 for name in ("pointers",
+            "descriptors")
+        )  # fmt: skip
+        if tokens == 8192:
+            assert 0.02 < pointers < 0.1, "about their share"
+        else:
+            assert abs(pointers) < 0.01, "too few to matter"
+        assert descriptors > pointers + 0.03, "the own block's slot comes on top"
+        assert abs(descriptors - (0.068 if tokens == 65536 else 0.113)) < 0.06, "about the share"
+
+
+@pytest.mark.parametrize("tokens", [256, 8192])
+def test_which_slots_a_turned_list_makes_walk(tokens: int) -> None:
+    """What the chapter counts, by the exercise's rule, on the lists that the benchmark turns."""
+    walked_slots = solution("walked_slots")
+    lists = bench.random_blocks(tokens, 1, 64, 16, "cpu")[0, :, 0]
+    for position in range(0, tokens, 16 if tokens == 256 else 397):
+        ids, own = lists[position].tolist(), position // 64
+        turned, named = ids[2:] + ids[:2], min(own + 1, 16)
+        assert walked_slots(ids, own + 1) == named and ids[0] == own
+        assert abs(walked_slots(turned, own + 1) - named - (16 - named)) <= 1
+        if (position + 1) % 64:  # the own block is visible in part
+            whole = [slot for slot, block_id in enumerate(turned) if 0 <= block_id < own]
+            walk = whole[-1] + 1 - whole[0] if whole else 0
+            assert walk - (named - 1) == (17 - named) * (named > 2)
+
+
+def test_what_the_chapter_says_of_dense_attention() -> None:
+    """The gain is about a third of how many fewer keys there are."""
+    for tokens, _, *ratios in pictures.beside_tilelang():
+        assert all(0.25 < ratio / (tokens / 2 / 1024) < 0.45 for ratio in ratios)
+
+
+DOT = """
+import sys
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+
+@triton.jit
+def dot(A, B, C, M: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
+    a = tl.load(A + tl.arange(0, M)[:, None] * K + tl.arange(0, K))
+    b = tl.load(B + tl.arange(0, K)[:, None] * N + tl.arange(0, N))
+    tl.store(C + tl.arange(0, M)[:, None] * N + tl.arange(0, N), tl.dot(a, b))
+
+
+signature = {"A": "*fp16", "B": "*fp16", "C": "*fp32"} | dict.fromkeys("MKN", "constexpr")
+for M, K in ((16, 16), (4, 16), (16, 8)):
+    try:
+        source = ASTSource(dot, signature, {"M": M, "K": K, "N": 16})
+        triton.compile(source, target=GPUTarget("cuda", 90, 32))
+        print(M, K, "compiles")
+    except Exception as error:
+        print(M, K, str(error.__cause__ or error).strip().splitlines()[-1])
+"""
+
+
+@needs_triton
+def test_what_a_dot_insists_on(tmp_path: Path) -> None:
+    """Fewer than 16 rows are filled up, fewer than 16 summed numbers refused: what chapter 11 says
+    in brackets."""
+    (tmp_path / "dot.py").write_text(DOT)
+    compiling = os.environ | {"TRITON_INTERPRET": "0"}
+    run = subprocess.run(
+        [sys.executable, tmp_path / "dot.py"],
+        capture_output=True,
+        text=True,
+        env=compiling,
+        check=True,
+    )
+    square, few_rows, few_sums = run.stdout.splitlines()
+    assert (square, few_rows) == ("16 16 compiles", "4 16 compiles")
+    assert few_sums.endswith("K >= 16"), few_sums
+
+
+# -- the exercises say what the kernel does --
+
+
+def solution(name: str):
+    return exercises.chapter_exercises("triton_forward")[name].solution
+
+
+def cases(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "case",
+        exercises.chapter_exercises("triton_forward")[name].cases,
+        ids=lambda case: case.name,
+    )
+
+
+def test_the_minutes_are_told() -> None:
+    minutes = sum(e.minutes for e in exercises.chapter_exercises("triton_forward").values())
+    assert f"{minutes} of them exercises" in prose()
+    assert f"about {minutes} minutes" in prose()
+
+
+@pytest.mark.parametrize("G", [1, 4, 16, 20])
+def test_store_offsets_is_where_the_kernel_stores(G: int) -> None:
+    q, k, v, ids, rows = made(Problem(N=3, M=3, H=2, G=G, D=2, DV=2, BS=2, S=1))
+    seen = pictures.program((2, 1), pictures.arguments(q, k, v, ids, rows, block_size=2))
+    stored = next(a for a in seen.accesses if (a.kind, a.tensor) == ("store", "LSE"))
+    assert (
+        solution("store_offsets")(2, 1, 2, G) == np.where(stored.mask, stored.offsets, -1).tolist()
+    )
+
+
+@cases("key_rows")
+def test_key_rows_is_what_the_kernel_loads(case: exercises.Case) -> None:
+    ids, first_key, num_visible, BS = case.arguments()
+    k = torch.zeros(1, first_key + num_visible + BS, 1, 1)
+    rows = selected_attention.QueryRows(
+        *(torch.tensor([n]) for n in (first_key, num_visible, num_visible - 1))
+    )
+    lists = torch.tensor(ids).reshape(1, 1, -1)
+    seen = pictures.program((0, 0), pictures.arguments(k[:, :1], k, k, lists, rows, block_size=BS))
+    loaded = [
+        np.where(a.mask[:, 0], a.offsets[:, 0], -1).tolist() for a in pictures.loads(seen, "K")
+    ]
+    walked = solution("walked_slots")(ids, -(-num_visible // BS))  # nothing is loaded behind
+    assert len(loaded) == walked
+    assert solution("key_rows")(*case.arguments()).tolist() == loaded + [[-1] * BS] * (
+        len(ids) - walked
+    )
+
+
+@cases("walked_slots")
+def test_walked_slots_is_how_many_steps_the_kernel_takes(case: exercises.Case) -> None:
+    ids, num_blocks = case.arguments()
+    k = torch.zeros(1, 40, 1, 1)
+    lists = torch.tensor(ids, dtype=torch.int64).reshape(1, 1, -1)
+    # a block a step, and two steps a block; the last block visible as a whole, and in part
+    for (BS, BT), missing in itertools.product(((2, 2), (4, 2)), (0, 1)):
+        visible = num_blocks * BS - missing
+        rows = selected_attention.QueryRows(*(torch.tensor([n]) for n in (0, visible, visible - 1)))
+        call = pictures.arguments(k[:, :1], k, k, lists, rows, block_size=BS, BT=BT)
+        steps = len(pictures.loads(pictures.program((0, 0), call), "K"))
+        assert steps == solution("walked_slots")(ids, num_blocks) * BS // BT
+
+
+@cases("locate")
+def test_locate_is_query_rows(case: exercises.Case) -> None:
+    (cu,) = case.arguments()
+    rows = selected_attention.query_rows(
+        1, cu[-1], cu[-1], causal=True, cu_seqlens=torch.tensor(cu), device=torch.device("cpu")
+    )
+    assert solution("locate")(cu) == (rows.first_key.tolist(), rows.num_visible.tolist())
+
+
+@cases("window_row")
+def test_window_row_is_what_the_kernel_walks(case: exercises.Case) -> None:
+    position, first_key, window_size, BS = case.arguments()
+    rows = selected_attention.QueryRows(
+        *(torch.tensor([n]) for n in (first_key, position + 1, position))
+    )
+    _, window = sliding_window.as_selection(rows, window_size=window_size, block_size=BS)
+    row, num_visible, num_slots = solution("window_row")(*case.arguments())
+    assert (row, num_visible) == (window.first_key.item(), window.num_visible.item())
+    k = torch.zeros(1, first_key + position + 1, 1, 1)
+    lists = torch.full((1, 1, 1), -1)
+    call = pictures.arguments(k[:, :1], k, k, lists, rows, block_size=BS, window_size=window_size)
+    steps = pictures.loads(pictures.program((1, 0), call), "K")
+    assert len(steps) == num_slots
+    assert np.concatenate([step.touched for step in steps]).tolist() == list(
+        range(row, row + num_visible)
+    )
+
+
+@cases("overflowing_rows")
+def test_overflowing_rows_is_the_first(case: exercises.Case) -> None:
+    H, G, D = case.arguments()
+    R = solution("overflowing_rows")(H, G, D)
+    last = [torch.empty(rows, H, G, D, device="meta").numel() - 1 for rows in (R - 1, R)]
+    assert last[0] <= torch.iinfo(torch.int32).max < last[1]
+
+
+def test_phases_are_those_of_the_twin() -> None:
+    kernel = "nsa_tutorial.kernels.triton_forward:kernel"
+    assert (
+        phases(kernel)
+        == phases(selected_attention.forward)
+        == phases("nsa_tutorial.kernels.tilelang_forward:build_kernel")
+    )

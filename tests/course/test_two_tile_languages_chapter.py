@@ -1,0 +1,327 @@
+"""Chapter 09's frame: both languages beside each other, what one program touches, what the
+compilers make, the last exercise."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from nsa_tutorial.course import exercises, phases, recorder, show
+from nsa_tutorial.course.checking import judge
+from nsa_tutorial.course.languages import Absent
+from nsa_tutorial.course.widgets import two_tile_languages as pictures
+from nsa_tutorial.exact import grouped_query_attention as gqa
+from nsa_tutorial.kernels import two_tile_languages as tiles
+from nsa_tutorial.runtime import environment, lowering
+
+needs_tilelang = pytest.mark.skipif(
+    environment.detect().tilelang is None, reason="tilelang is not installed"
+)
+needs_triton = pytest.mark.skipif(
+    environment.detect().triton is None, reason="triton is not installed"
+)
+interpreted = pytest.mark.skipif(
+    environment.detect().triton is None or not environment.detect().triton_interpreted,
+    reason="needs Triton's interpreter",
+)
+
+
+# -- the two languages beside each other --
+
+MODULES = ("nsa_tutorial.kernels.triton_basics", "nsa_tutorial.kernels.tilelang_basics")
+
+
+@pytest.mark.parametrize("name", tiles.KERNELS)
+def test_phases_are_the_same(name: str) -> None:
+    ours, theirs = (phases(f"{module}:{name}") for module in MODULES)
+    assert ours == theirs
+    assert len(ours) >= 3
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("copy", "block x_tile BN"),
+        ("softmax", "block x_tile scores_max scores_sum scale_log2 BR BN"),
+        ("matmul", "a_tile b_tile acc step depth BM BN BK"),
+        (
+            "attention",
+            "head batch kv_head start position num_keys q_tile k_tile v_tile p_tile acc_s acc_o "
+            "scores_max scores_max_prev "
+            "scores_scale scores_sum logsum scale scale_log2 step visible G D DV DT DVT BQ BK",
+        ),
+    ],
+)
+def test_names_are_the_same(name: str, names: str) -> None:
+    for module in MODULES:
+        code = show(f"{module}:{name}").code
+        assert not [n for n in names.split() if not re.search(rf"\b{n}\b", code)], module
+
+
+def test_exponents_subtract_first() -> None:
+    for module in MODULES:
+        code = show(f"{module}:attention", "online softmax").code
+        assert re.search(
+            r"exp2\(\(acc_s(\[i, j\])? - scores_max\[[^]]+\]\) \* scale_log2\)", code
+        ), module
+
+
+# -- what one program touches --
+
+
+@interpreted
+@pytest.mark.parametrize("kernel", tiles.KERNELS)
+def test_the_recorder_sees_what_tritons_interpreter_does(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every address that the real kernel loads and stores, program by program, mask by mask."""
+    from triton.runtime import interpreter
+
+    from nsa_tutorial.kernels import triton_basics
+
+    case = pictures.example(kernel)
+    tensors = {name: torch.randn(shape) for name, shape in case.shapes.items()}
+    builder = interpreter.interpreter_builder
+    seen: dict[tuple, list] = {}
+
+    def spy(kind: str, original):
+        def note(ptrs, *args, **keywords):
+            mask = args[0] if kind == "load" else args[1]
+            program = tuple(builder.grid_idx[: len(case.grid)])
+            seen.setdefault(program, []).append(
+                (kind, np.sort(ptrs.data[mask.data].astype(np.int64)))
+            )
+            return original(ptrs, *args, **keywords)
+
+        return note
+
+    monkeypatch.setattr(builder, "create_masked_load", spy("load", builder.create_masked_load))
+    monkeypatch.setattr(builder, "create_masked_store", spy("store", builder.create_masked_store))
+    getattr(triton_basics, kernel)[case.grid](*tensors.values(), **case.numbers)
+    assert set(seen) == set(recorder.programs(case.grid))
+    for program, accesses in seen.items():
+        recorded = pictures.record(kernel, program).accesses
+        assert [kind for kind, _ in accesses] == [a.kind for a in recorded]
+        for (_, addresses), access in zip(accesses, recorded, strict=True):
+            mine = np.sort(tensors[access.tensor].data_ptr() + 4 * access.touched.astype(np.int64))
+            assert np.array_equal(addresses, mine)
+
+
+@pytest.mark.parametrize("kernel", tiles.KERNELS)
+def test_programs_store_everything_once_and_stay_inside(kernel: str) -> None:
+    case = pictures.example(kernel)
+    everyone = [pictures.record(kernel, program) for program in recorder.programs(case.grid)]
+    assert len(everyone) == math.prod(case.grid)
+    assert not any(seen.outside() for seen in everyone)
+    for tensor in {a.tensor for seen in everyone for a in seen.accesses if a.kind == "store"}:
+        assert (sum(seen.touched("store", tensor) for seen in everyone) == 1).all()
+        assert (pictures.owners(kernel, tensor) >= 0).all()
+    for tensor in {a.tensor for seen in everyone for a in seen.accesses if a.kind == "load"}:
+        assert (sum(seen.touched("load", tensor) for seen in everyone) >= 1).all(), (
+            "an input that nobody reads"
+        )
+
+
+def test_the_recorder_computes_what_the_kernel_computes() -> None:
+    """Nothing but the kernel's own source decides what is recorded: the results are right too."""
+    case, generator = pictures.example("attention"), np.random.default_rng(1)
+    tensors = {name: generator.standard_normal(shape) for name, shape in case.shapes.items()}
+    for program in recorder.programs(case.grid):
+        recorder.run(
+            "nsa_tutorial.kernels.triton_basics:attention", program, tensors | case.numbers
+        )
+    q, k, v, o, lse = (torch.from_numpy(x) for x in tensors.values())
+    expected = gqa.attention(q, k, v, scale=0.5, return_lse=True)
+    torch.testing.assert_close((o, lse), expected)
+
+
+@pytest.mark.parametrize("backend", ["triton", "tilelang"])
+def test_a_program_reads_nothing_else(backend: str) -> None:
+    """NaN wherever program (1, 1) of the recorder does not load leaves the tile that it stores as
+    it was, in both languages."""
+    device = environment.detect().device
+    reason = environment.detect().why_not(backend, device)
+    if reason is not None:
+        pytest.skip(reason)
+    case = pictures.example("matmul")
+    sizes = case.numbers | {"BM": 16, "BN": 16, "BK": 16, "M": 20, "N": 25, "K": 37}
+    shapes = {"A": (20, 37), "B": (37, 25), "C": (20, 25)}
+    arrays = {name: np.zeros(shape) for name, shape in shapes.items()}
+    seen = recorder.run("nsa_tutorial.kernels.triton_basics:matmul", (1, 1), arrays | sizes)
+    a, b = torch.randn(20, 37, device=device), torch.randn(37, 25, device=device)
+    poisoned = [
+        x.masked_fill(torch.from_numpy(seen.touched("load", name) == 0).to(device), torch.nan)
+        for name, x in (("A", a), ("B", b))
+    ]
+    stored = torch.from_numpy(seen.touched("store", "C") > 0).to(device)
+    clean, dirty = (
+        tiles.matmul(*pair, backend=backend, tile=(16, 16, 16)) for pair in ((a, b), poisoned)
+    )
+    assert torch.equal(clean[stored], dirty[stored])
+    assert dirty[~stored].isnan().any()
+    assert int(stored.sum()) == 4 * 9
+
+
+def test_the_recorder_notes_lanes_outside() -> None:
+    from nsa_tutorial.course.languages import tl
+
+    def careless(X, Y, BN):
+        columns = tl.program_id(0) * BN + tl.arange(0, BN)
+        tl.store(Y + columns, tl.load(X + columns))
+
+    arrays = {"X": np.zeros(5), "Y": np.zeros(5)}
+    assert recorder.run(careless, (0,), arrays | {"BN": 4}).outside() == 0
+    assert recorder.run(careless, (1,), arrays | {"BN": 4}).outside() == 6
+
+
+@pytest.mark.parametrize(
+    ("kernel", "program", "finding"),
+    [
+        ("copy", (4,), "copy, program 4: 5 elements loaded, 5 stored"),
+        ("softmax", (1,), "softmax, program 1: 10 elements loaded, 10 stored"),
+        ("matmul", (0, 0), "matmul, program (0, 0): 48 elements loaded, 16 stored"),
+    ],
+)
+def test_program_pictures(kernel: str, program: tuple, finding: str) -> None:
+    picture = pictures.draw_program(kernel, program)
+    assert picture.finding == finding
+    assert len(picture.png()) < 60_000
+
+
+def test_owner_pictures() -> None:
+    assert pictures.draw_owners().finding == "6 programs store 70 of 70 elements of C exactly once"
+    assert pictures.owners("copy", "Y").tolist() == [i // 8 for i in range(37)]
+
+
+def test_panel() -> None:
+    panel = pictures.explore()
+    assert panel.sentence == pictures.sentence("matmul", (1, 2))
+    assert "Program 4 of a grid of 5 loads 5 of 37 elements of X" in panel.set(
+        kernel="copy", program=7
+    )
+    assert panel.set(kernel="attention", program=7).startswith(
+        "Program (1, 3, 0) of a grid of 2 × 4 × 1 loads 4 of 48"
+    )
+    with pytest.raises(ValueError, match="kernel: got 'transpose'"):
+        pictures.example("transpose")
+
+
+# -- what the compilers make of them --
+
+
+@needs_tilelang
+@pytest.mark.parametrize(
+    ("name", "arch", "dtype"),
+    [
+        ("matmul", "sm_90", "float16"),  # the text that the chapter shows
+        ("matmul", "sm_90", "float32"),
+        pytest.param("copy", "sm_80", "bfloat16", marks=pytest.mark.exhaustive),
+        pytest.param("softmax", "sm_80", "bfloat16", marks=pytest.mark.exhaustive),
+        pytest.param("matmul", "sm_80", "bfloat16", marks=pytest.mark.exhaustive),
+        pytest.param("attention", "sm_90", "float16", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_tilelang_becomes_cuda(name: str, arch: str, dtype: str) -> None:
+    source = lowering.basic_cuda(name, arch, dtype)
+    assert "__global__ void" in source
+    assert "tf32" not in source.lower()
+    if name in ("matmul", "attention"):
+        assert ("wgmma" in source or "mma_sync" in source) == (dtype != "float32"), (
+            "fp32 stays off the matrix units"
+        )
+        assert "cp_async_gs" in source, "the loads are asynchronous"
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [("sm_90", "float32"), pytest.param("sm_80", "bfloat16", marks=pytest.mark.exhaustive)],
+)
+def test_triton_becomes_ptx(arch: str, dtype: str) -> None:
+    names = tiles.KERNELS if dtype == "bfloat16" else ("matmul",)
+    for name, stages in lowering.all_basic_stages(arch, dtype, names).items():
+        assert set(stages) == {"ttir", "ttgir", "llir", "ptx"}
+        assert f".target {arch}" in stages["ptx"]
+        assert "tf32" not in stages["ptx"]
+        if name in ("matmul", "attention"):
+            assert ("mma.sync" in stages["ptx"] or "wgmma" in stages["ptx"]) == (
+                dtype != "float32"
+            ), name
+            assert "cp.async" in stages["ptx"], name
+
+
+@needs_tilelang
+@pytest.mark.exhaustive
+def test_tilelang_lowers_the_tests_tiles() -> None:
+    """What the tests on a GPU compile: one warp, tiles of 16, widths and rows that nothing divides;
+    and the exercise's solution."""
+    import tilelang
+    import tvm
+
+    from nsa_tutorial.kernels import tilelang_basics
+
+    kernels = [
+        tilelang_basics.softmax(BR=4, BN=16, dtype="bfloat16"),
+        tilelang_basics.matmul(N=25, K=37, BM=16, BN=16, BK=16, dtype="bfloat16", threads=32),
+        exercises.chapter_exercises("two_tile_languages")["row_sums"].solution("tilelang"),
+    ]
+    target = tvm.target.Target({"kind": "cuda", "arch": "sm_90"})
+    for kernel in kernels:
+        with tvm.transform.PassContext(config=dict(tilelang_basics.PASS_CONFIGS)), target:
+            assert "__global__ void" in tilelang.lower(kernel, target=target).kernel_source
+
+
+def test_an_absent_language_lets_a_kernel_be_written_down() -> None:
+    absent = Absent()
+
+    @absent.jit
+    def kernel(x: absent.constexpr) -> object:
+        return x
+
+    assert kernel(3) == 3
+
+
+def test_excerpts(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = environment.detect()
+    monkeypatch.setattr(environment, "detect", lambda: replace(here, triton=None, tilelang=None))
+    for language, name in (("triton", "Triton"), ("tilelang", "TileLang")):
+        listing = lowering.basic_excerpt(language, "copy", "word")
+        assert listing.title.startswith(f"{name} is not installed here")
+        assert listing.code == ""
+
+
+# -- the exercise in both languages --
+
+
+def test_a_missing_language_is_said_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    e = exercises.chapter_exercises("two_tile_languages")["row_sums"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    here = environment.detect()
+    assert (
+        "right, on all 8 cases." in judge(e, e.solution).text
+    )  # what is known of these is not what is asked next
+    monkeypatch.setattr(environment, "detect", lambda: replace(here, tilelang=None))
+    verdict = judge(e, e.solution)
+    assert verdict.outcome == "right"
+    assert "right, on all 4 cases. Not run: TileLang is not installed here" in verdict.text
+    monkeypatch.setattr(environment, "detect", lambda: replace(here, tilelang=None, triton=None))
+    verdict = judge(e, e.solution)
+    assert verdict.outcome == "not attempted"
+    assert "cannot be judged here. Not run: Triton is not installed here" in verdict.text
+
+
+@pytest.mark.parametrize(("written", "unwritten"), [("triton", "TileLang"), ("tilelang", "Triton")])
+def test_a_kernel_in_one_language_is_an_attempt(written: str, unwritten: str) -> None:
+    e = exercises.chapter_exercises("two_tile_languages")["row_sums"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    e = replace(e, misconceptions=())  # looking for them would compile each
+    verdict = judge(e, lambda language: e.solution(language) if language == written else None)
+    assert verdict.outcome == "wrong"
+    assert f"there is no {unwritten} kernel yet" in verdict.text

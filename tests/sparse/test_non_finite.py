@@ -1,0 +1,251 @@
+"""NaN and infinity: one rule on every backend. What a row sees spoils it as IEEE arithmetic has it;
+what is hidden does nothing.
+
+A visible key, or the query itself, spoils the row's output and log-sum-exp; a visible value spoils
+the output's channel, and never the log-sum-exp; a row that sees a key is never taken for one that
+sees none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from branches import Shape
+from lanes import lanes_of, skip_unless_runs
+from lanes import product as on_lanes
+from selection import Problem
+from torch import Tensor
+
+from nsa_tutorial import ops
+from nsa_tutorial.sparse import query_tiles
+from nsa_tutorial.sparse.selected_attention import block_list, query_rows
+
+BACKENDS = ["reference", "tilelang", "triton"]
+lanes = lanes_of(BACKENDS)
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+
+N, M = 12, 40  # queries at the positions 28 to 39
+KEY, QUERY = (
+    30,
+    2,
+)  # what is spoiled: for some rows it is listed, for some hidden, for two the future
+NUMBERS = (math.nan, math.inf, -math.inf)
+Operator = Callable[[str, torch.dtype, str], tuple[Callable, list[Tensor], Tensor]]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The textbook's softmax, a row at a time, over what `mask [B, N, H, M]` shows: the rule."""
+    (B, N, HQ, D), G = q.shape, q.shape[2] // k.shape[2]
+    o, lse = q.new_zeros(B, N, HQ, v.shape[3]), q.new_full((B, N, HQ), -math.inf)
+    for b, n, i in product(range(B), range(N), range(HQ)):
+        visible = mask[b, n, i // G].nonzero().flatten()
+        if len(visible):
+            s = (k[b, visible, i // G] * q[b, n, i]).sum(-1) * D**-0.5
+            p = torch.exp(s - s.max())  # all NaN where all scores are -inf
+            o[b, n, i] = (p[:, None] * v[b, visible, i // G]).sum(0) / p.sum()
+            lse[b, n, i] = -math.inf if s.max() == -math.inf else s.max() + p.sum().log()
+    return o, lse
+
+
+def spoil(tensors: list[Tensor], where: str, number: float) -> list[Tensor]:
+    """`q`, `k`, `v` with `number` in one channel of one head of one of them."""
+    tensors = [x.clone() for x in tensors]
+    tensors["qkv".index(where)][0, QUERY if where == "q" else KEY, 0, 1] = number
+    return tensors
+
+
+def selected(
+    backend: str, dtype: torch.dtype, device: str
+) -> tuple[Callable, list[Tensor], Tensor]:
+    call = Problem(N=N, M=M, G=2, D=16, DV=16, own=True, S=2).make(dtype, device)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return call.having(q=q, k=k, v=v).run(backend)
+
+    return run, [call.q, call.k, call.v], call.mask()
+
+
+def window(backend: str, dtype: torch.dtype, device: str) -> tuple[Callable, list[Tensor], Tensor]:
+    shape = Shape(N=N, M=M, G=2, D=16, DV=16, window=9)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return ops.sliding_window_attention(
+            q, k, v, window_size=9, return_lse=True, backend=backend
+        )
+
+    return (
+        run,
+        [x.to(device) for x in shape.make(dtype)],
+        shape.over_heads(shape.seen_keys(9)).to(device),
+    )
+
+
+def list_beside_window(
+    backend: str, dtype: torch.dtype, device: str
+) -> tuple[Callable, list[Tensor], Tensor]:
+    """The list of `selected_and_window_attention`, which its window must leave alone."""
+    call = Problem(N=N, M=M, G=2, D=16, DV=16, S=2).make(dtype, device)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        options = {"block_size": 16, "window_size": 3, "return_lse": True, "backend": backend}
+        return ops.selected_and_window_attention(q, k, v, call.ids, **options)[:2]
+
+    return run, [call.q, call.k, call.v], call.mask()
+
+
+def summaries(
+    backend: str, dtype: torch.dtype, device: str
+) -> tuple[Callable, list[Tensor], Tensor]:
+    """Several tiles of queries; what is spoiled lies in the first."""
+    shape = Shape(
+        N=140, M=140, H=2, G=2, D=16, DV=16, length=2, stride=1
+    )  # the third query sees two of them
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return ops.compressed_attention(
+            q, k, v, length=2, stride=1, return_lse=True, backend=backend
+        )
+
+    q, k, v = (x.to(device) for x in shape.make(dtype))
+    M_c = len(shape.summaries())
+    return run, [q, k[:, :M_c], v[:, :M_c]], shape.over_heads(shape.seen_summaries()).to(device)
+
+
+def in_tiles(
+    backend: str, dtype: torch.dtype, device: str
+) -> tuple[Callable, list[Tensor], Tensor]:
+    """The list as `native_sparse_attention` computes it on the reference: a mask over a tile of
+    queries."""
+    call = Problem(N=N, M=M, G=2, D=16, DV=16, own=True, S=2).make(dtype, device)
+    rows = query_rows(1, N, M, causal=True, cu_seqlens=None, device=call.q.device)
+    ids = block_list(call.ids, rows, block_size=16, block_counts=None, include_own_block=True)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return query_tiles.selected_attention(q, k, v, ids, rows, block_size=16, scale=16**-0.5)
+
+    return run, [call.q, call.k, call.v], call.mask()
+
+
+OPERATORS = {f.__name__: f for f in (selected, window, list_beside_window)}
+CASES = {
+    f"{name} {where} {x}": (OPERATORS[name], where, x)
+    for name, where, x in product(OPERATORS, "qkv", NUMBERS)
+}
+IN_16_BITS = ["selected q nan", "selected k inf", "selected v -inf", "window k nan", "window v nan"]
+ELSEWHERE = [
+    "window q nan",
+    "window k nan",
+    "window k inf",
+    "window v -inf",
+    "list_beside_window k nan",
+    "list_beside_window v nan",
+]
+QUICK = {
+    torch.float32: [x for x in CASES if x.startswith("selected")] + ELSEWHERE,
+    torch.float16: IN_16_BITS,
+}
+
+
+@on_lanes("case", CASES, BACKENDS, QUICK)
+def test_one_rule(
+    case: tuple[Operator, str, float], dtype: torch.dtype, backend: str, device: str
+) -> None:
+    skip_unless_runs(backend, device, dtype)
+    assert_rule(*case, backend, dtype, device)
+
+
+@pytest.mark.parametrize("where", "qkv")
+@pytest.mark.parametrize("number", NUMBERS, ids=str)
+@pytest.mark.parametrize("operator", [summaries, in_tiles], ids=lambda f: f.__name__)
+def test_on_the_reference_alone(operator: Operator, number: float, where: str) -> None:
+    assert_rule(operator, where, number, "reference", torch.float32, "cpu")
+
+
+def assert_rule(
+    operator: Operator, where: str, number: float, backend: str, dtype: torch.dtype, device: str
+) -> None:
+    run, tensors, mask = operator(backend, dtype, device)
+    o_clean, lse_clean = run(*tensors)
+    spoiled = spoil(tensors, where, number)
+    o, lse = run(*spoiled)
+    o_true, lse_true = (
+        x.to(device) for x in attention(*(x.double().cpu() for x in spoiled), mask.cpu())
+    )
+    assert not o_true.isfinite().all(), "nobody sees the number: the case is none"
+    tolerance = 1e-5 if dtype == torch.float32 else 16 * torch.finfo(dtype).eps
+
+    finite = o_true.isfinite()
+    assert torch.equal(o.isfinite(), finite)
+    assert torch.allclose(o.double()[finite], o_true[finite], atol=tolerance)
+    if where == "v":
+        assert torch.equal(lse, lse_clean), "a value reached the log-sum-exp"
+    else:
+        assert torch.equal(o.isnan(), o_true.isnan())
+        assert torch.allclose(lse.double(), lse_true, atol=8 * tolerance, equal_nan=True)
+    if where != "q":  # who does not see it gives the same to the bit
+        blind = ~mask[:, :, :, KEY].repeat_interleave(2, 2)
+        assert torch.equal(o[blind], o_clean[blind])
+        assert torch.equal(lse[blind], lse_clean[blind])
+
+
+@lanes
+def test_all_visible_scores_minus_infinity(backend: str, device: str) -> None:
+    """Not a row that saw nothing: 0/0 in the output, the logarithm of 0 beside it. The row without
+    a block stays empty."""
+    skip_unless_runs(backend, device)
+    call = Problem(N=2, M=2, H=1, G=2, D=16, DV=16, S=1).make(device=device)
+    k = call.k.clone()
+    k[..., 3] = -math.inf
+    ids = torch.tensor([-1, 0], dtype=torch.int32, device=device).view(1, 2, 1, 1)
+    o, lse = call.having(q=call.q.abs() + 1, k=k, ids=ids).run(backend)
+    assert (o[0, 0] == 0).all()
+    assert o[0, 1].isnan().all()
+    assert (lse == -math.inf).all()
+
+
+@lanes
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+def test_all_that_a_row_does_not_see(operator: Operator, backend: str, device: str) -> None:
+    """NaN in every key and value that is hidden from a row: in its own block, before its window,
+    past the end."""
+    skip_unless_runs(backend, device)
+    run, (q, k, v), mask = operator(backend, torch.float32, device)
+    o, lse = run(q, k, v)
+    for row in (QUERY, N - 1):
+        hidden = ~mask[0, row].T[None, ..., None]  # [1, M, H, 1]
+        o_after, lse_after = run(
+            q, k.masked_fill(hidden, math.nan), v.masked_fill(hidden, math.inf)
+        )
+        assert torch.equal(o[:, row], o_after[:, row])
+        assert torch.equal(lse[:, row], lse_after[:, row])
+
+
+@pytest.mark.parametrize("where", "qkv")
+@pytest.mark.parametrize("number", NUMBERS, ids=str)
+@pytest.mark.parametrize(
+    "operator", [*OPERATORS.values(), summaries, in_tiles], ids=lambda f: f.__name__
+)
+def test_gradients_of_what_is_not_spoiled(operator: Operator, number: float, where: str) -> None:
+    """Rows that do not see it keep their gradients to the bit, and so does what only such rows
+    see."""
+    run, tensors, mask = operator("reference", torch.float32, "cpu")
+
+    def gradients(tensors: list[Tensor]) -> list[Tensor]:
+        inputs = [x.clone().requires_grad_() for x in tensors]
+        o, lse = run(*inputs)
+        (o.sum() + lse.masked_fill(lse == -math.inf, 0).sum()).backward()
+        return [x.grad[0] for x in inputs]
+
+    clean, (d_q, d_k, d_v) = gradients(tensors), gradients(spoil(tensors, where, number))
+    is_spoiled = (
+        torch.arange(d_q.shape[0]) == QUERY if where == "q" else mask[0, :, 0, KEY]
+    )  # [N], in head 0
+    seen_by_them = mask[0, is_spoiled, 0].any(0)  # [M]
+    assert torch.equal(d_q[~is_spoiled], clean[0][~is_spoiled])
+    for d, right in ((d_k, clean[1]), (d_v, clean[2])):
+        assert torch.equal(d[~seen_by_them], right[~seen_by_them])
+        assert torch.equal(d[:, 1], right[:, 1])
