@@ -274,9 +274,8 @@ def triton_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]]]
         block_counts=None,
         include_own_block=False,
     )
-    between = ids.roll(
-        -2, -1
-    )  # empty slots stand at the end of a list; now two blocks follow them, and they are walked
+    # empty slots stand at the end of a list; now two blocks follow them, and they are walked
+    between = ids.roll(-2, -1)
 
     def changed(
         use_descriptors: bool = False, lists: Tensor = ids, **options: int

@@ -291,9 +291,8 @@ def difference(got: object, expected: object) -> str:
 def _short(value: object) -> str:
     if isinstance(value, torch.Tensor | np.ndarray):
         x = _numbers(value)
-        text = re.sub(
-            r"\n\s*\n", "\n", np.array2string(x.numpy(), precision=4, separator=", ")
-        )  # no blank lines between tables
+        # no blank lines between tables
+        text = re.sub(r"\n\s*\n", "\n", np.array2string(x.numpy(), precision=4, separator=", "))
         one_line = sum(n > 1 for n in x.shape) <= 1  # a column of [[[[1.]]]] reads better as a row
         return " ".join(text.split()) if one_line else text
     return f"{value:.6g}" if isinstance(value, float) else repr(value)

@@ -84,9 +84,8 @@ def execute(
             "language": "python",
             "name": "python3",
         },
-        "language_info": notebook.metadata[
-            "language_info"
-        ],  # the kernel's own, which JupyterLab would write, too
+        # the kernel's own, which JupyterLab would write, too
+        "language_info": notebook.metadata["language_info"],
     }
     return notebook
 

@@ -163,9 +163,8 @@ def top_mass(weights: Tensor, block_size: int, n: int, G: int = 1) -> Tensor:
     """
     mass = block_mass(weights, block_size)  # [..., HQ, N, NB]
     grouped = mass.unflatten(-3, (-1, G))  # [..., H, G, N, NB]
-    chosen = (
-        grouped.sum(-3, keepdim=True).topk(min(n, mass.shape[-1]), dim=-1).indices
-    )  # [..., H, 1, N, n]
+    # [..., H, 1, N, n]
+    chosen = grouped.sum(-3, keepdim=True).topk(min(n, mass.shape[-1]), dim=-1).indices
     return grouped.gather(-1, chosen.expand(*grouped.shape[:-1], -1)).sum(-1).flatten(-3, -2)
 
 
@@ -182,9 +181,10 @@ def attention_mass(heads: Heads, block_size: int, n: int, *, per_group: bool = F
     Returns:
         fp64 `[HQ]`; 1 where no query has more than `n` blocks.
     """
+    # [HQ, N]
     held = top_mass(
         attention_weights(heads.q, heads.k)[0], block_size, n, heads.G if per_group else 1
-    )  # [HQ, N]
+    )
     first_query = n * block_size  # the first with more than n blocks
     return (
         held[:, first_query:].mean(-1) if first_query < held.shape[-1] else held.new_ones(len(held))

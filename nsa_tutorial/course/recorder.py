@@ -194,9 +194,8 @@ class _Language:
         values = self.memory[pointer.name].ravel()
         real = access.mask & (access.offsets >= 0) & (access.offsets < values.size)
         loaded = values[np.where(real, access.offsets, 0)]
-        unknown = (
-            math.nan if values.dtype.kind == "f" else np.iinfo(np.int32).min
-        )  # outside: whatever is there
+        # outside: whatever is there
+        unknown = math.nan if values.dtype.kind == "f" else np.iinfo(np.int32).min
         filler = np.where(
             access.mask, np.asarray(unknown, values.dtype), np.asarray(other).astype(values.dtype)
         )

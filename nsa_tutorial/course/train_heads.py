@@ -80,9 +80,8 @@ def documents() -> dict[str, bytes]:
             ("config-", "pydoc_data")
         )
         if not generated and not SKIPPED.intersection(name.parts):
-            found[name.as_posix()] = path.read_bytes().replace(
-                b"\r\n", b"\n"
-            )  # Windows stores both
+            # Windows stores both
+            found[name.as_posix()] = path.read_bytes().replace(b"\r\n", b"\n")
     return dict(sorted(found.items()))
 
 
@@ -180,9 +179,8 @@ class Block(nn.Module):
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What attention sees of `x` `[B, N, W]`: `q` `[B, N, HQ, D]` and `k` `[B, N, H, D]`, both
         rotated, and `v` as `k`."""
-        qkv = self.qkv(self.attention_norm(x)).unflatten(
-            -1, (sum(self.heads), -1)
-        )  # [B, N, HQ + H + H, D]
+        # [B, N, HQ + H + H, D]
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (sum(self.heads), -1))
         q, k, v = qkv.split(self.heads, dim=2)
         return rotate(q), rotate(k), v
 
@@ -205,9 +203,8 @@ class Transformer(nn.Module):
         nn.init.normal_(self.embed.weight, std=0.5)
         for name, module in self.named_modules():
             if name.endswith(("out", "mlp.2")):
-                nn.init.zeros_(
-                    module.weight
-                )  # the last of a branch: at first, every layer passes on what it gets
+                # the last of a branch: at first, every layer passes on what it gets
+                nn.init.zeros_(module.weight)
             elif isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.7 * module.in_features**-0.5)
 
@@ -340,12 +337,10 @@ def store(
     weights = torch.cat([attention_weights(q, k) for q, k, _ in layers])  # [layers, HQ, N, N]
     groups, G = choose_groups(weights, text, size.kv_heads), size.query_heads // size.kv_heads
     arrays = {
-        "q": torch.cat(
-            [layers[layer][0][0, :, h * G : (h + 1) * G] for layer, h in groups], dim=1
-        ),  # [N, groups · G, D]
-        "k": torch.stack(
-            [layers[layer][1][0, :, h] for layer, h in groups], dim=1
-        ),  # [N, groups, D]
+        # [N, groups · G, D]
+        "q": torch.cat([layers[layer][0][0, :, h * G : (h + 1) * G] for layer, h in groups], dim=1),
+        # [N, groups, D]
+        "k": torch.stack([layers[layer][1][0, :, h] for layer, h in groups], dim=1),
         "v": torch.stack([layers[layer][2][0, :, h] for layer, h in groups], dim=1),
     }
     labels = [f"layer {layer} head {h * G + g}" for layer, h in groups for g in range(G)]

@@ -30,14 +30,15 @@ class State(NamedTuple):
 
     Attributes:
         scores_max: `[G]`, the largest score so far, unscaled; `-inf` before the first visible key.
-        logsum: `[G]`, the denominator so far, the sum of `exp2((score - scores_max) * scale_log2)`.
-            Kernels store only its logarithm, hence their name for it.
+        running_sum: `[G]`, the denominator so far, the sum of
+            `exp2((score - scores_max) * scale_log2)`. Kernels store only its logarithm, hence their
+            name for it.
         acc_o: `[G, DV]`, the same sum with each term multiplied by its value: the numerator of the
             output.
     """
 
     scores_max: Tensor
-    logsum: Tensor
+    running_sum: Tensor
     acc_o: Tensor
 
 
@@ -52,7 +53,7 @@ def start(
     `-inf`."""
     return State(
         scores_max=torch.full((rows,), -torch.inf, dtype=dtype, device=device),
-        logsum=torch.zeros(rows, dtype=dtype, device=device),
+        running_sum=torch.zeros(rows, dtype=dtype, device=device),
         acc_o=torch.zeros(rows, DV, dtype=dtype, device=device),
     )
 
@@ -81,7 +82,7 @@ def update(state: State, acc_s: Tensor, v: Tensor, scale_log2: float) -> State:
     however large they are, while the products of large scores with `scale_log2` are rounded before
     they meet.
     """
-    scores_max, logsum, acc_o = state
+    scores_max, running_sum, acc_o = state
 
     # -- online softmax --
     scores_max_prev = scores_max  # [G]
@@ -90,12 +91,12 @@ def update(state: State, acc_s: Tensor, v: Tensor, scale_log2: float) -> State:
     scores_scale = torch.exp2((scores_max_prev - shift) * scale_log2)  # [G]
     acc_s = torch.exp2((acc_s - shift[:, None]) * scale_log2)  # [G, BS]
     scores_sum = acc_s.sum(1)  # [G]
-    logsum = logsum * scores_scale + scores_sum  # [G]
+    running_sum = running_sum * scores_scale + scores_sum  # [G]
     acc_o = acc_o * scores_scale[:, None]  # [G, DV]
 
     # -- accumulate --
     acc_o = acc_o + acc_s @ v.to(acc_s.dtype)  # [G, DV]
-    return State(scores_max, logsum, acc_o)
+    return State(scores_max, running_sum, acc_o)
 
 
 def finish(state: State, scale: float) -> tuple[Tensor, Tensor]:
@@ -110,11 +111,10 @@ def finish(state: State, scale: float) -> tuple[Tensor, Tensor]:
             row that saw no key gets
         `o = 0`, `lse = -inf`.
     """
-    scores_max, logsum, acc_o = state
-    o = (
-        acc_o / logsum.masked_fill(logsum == 0, 1)[:, None]
-    )  # [G, DV], an empty row is 0 / 1, not 0 / 0
-    return o, scores_max * scale + torch.log(logsum)
+    scores_max, running_sum, acc_o = state
+    # [G, DV], an empty row is 0 / 1, not 0 / 0
+    o = acc_o / running_sum.masked_fill(running_sum == 0, 1)[:, None]
+    return o, scores_max * scale + torch.log(running_sum)
 
 
 def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,10 +130,8 @@ def merge(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, T
     """
     lse_max = torch.maximum(lse1, lse2)  # [...]
     shift = lse_max.masked_fill(lse_max == -torch.inf, 0)  # [...], as in `update`
-    weight1, weight2 = (
-        torch.exp(lse1 - shift),
-        torch.exp(lse2 - shift),
-    )  # [...], the larger of the two is 1
+    # [...], the larger of the two is 1
+    weight1, weight2 = torch.exp(lse1 - shift), torch.exp(lse2 - shift)
     total = weight1 + weight2  # [...]
     o = o1 * weight1[..., None] + o2 * weight2[..., None]  # [..., DV]
     return o / total.masked_fill(total == 0, 1)[..., None], shift + torch.log(total)
@@ -162,9 +160,8 @@ def streaming_attention(
     N, M, D = q.shape[0], k.shape[0], q.shape[1]
     dtype = torch.promote_types(q.dtype, torch.float32)
     scale = D**-0.5 if scale is None else scale
-    hidden = (
-        ~causal_mask(N, M, q.device) if causal else None
-    )  # [N, M], for brevity: a kernel compares positions instead
+    # [N, M], for brevity: a kernel compares positions instead
+    hidden = ~causal_mask(N, M, q.device) if causal else None
     state = start(N, v.shape[1], dtype=dtype, device=q.device)
     for first in range(0, M, chunk):
         keys = slice(first, first + chunk)

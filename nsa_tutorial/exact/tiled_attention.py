@@ -66,9 +66,8 @@ def tiles(N: int, M: int, tile_q: int, tile_k: int, causal: bool = True) -> Iter
         raise ValueError(f"N: the queries are the last N of the M = {M} positions, got N = {N}")
     for query_start in range(0, N, tile_q):
         query_end = min(query_start + tile_q, N)
-        seen_by_first = (
-            M - N + query_start + 1 if causal else M
-        )  # so many keys, from key 0 on; the other queries see more
+        # so many keys, from key 0 on; the other queries see more
+        seen_by_first = M - N + query_start + 1 if causal else M
         seen_by_last = M - N + query_end if causal else M
         for key_start in range(0, M, tile_k):
             key_end = min(key_start + tile_k, M)
@@ -130,8 +129,8 @@ def attention(
 
         # -- initialise --
         acc_o = q_tile.new_zeros(*q_tile.shape[:-1], DV)  # [B, H, G, BQ, DV]
-        logsum = q_tile.new_zeros(q_tile.shape[:-1])  # [B, H, G, BQ]
-        scores_max = torch.full_like(logsum, -math.inf)  # [B, H, G, BQ]
+        running_sum = q_tile.new_zeros(q_tile.shape[:-1])  # [B, H, G, BQ]
+        scores_max = torch.full_like(running_sum, -math.inf)  # [B, H, G, BQ]
 
         for tile in walk:
             # -- skip --
@@ -140,9 +139,8 @@ def attention(
 
             # -- load the keys --
             keys = slice(tile.key_start, tile.key_end)
-            k_tile = (
-                k[:, keys].to(dtype).transpose(1, 2)[:, :, None]
-            )  # [B, H, 1, BK, D], one for the G heads of a group
+            # [B, H, 1, BK, D], one for the G heads of a group
+            k_tile = k[:, keys].to(dtype).transpose(1, 2)[:, :, None]
 
             # -- scores --
             acc_s = q_tile @ k_tile.transpose(-1, -2)  # [B, H, G, BQ, BK]
@@ -159,7 +157,7 @@ def attention(
             scores_scale = torch.exp2((scores_max_prev - shift) * scale_log2)
             acc_s = torch.exp2((acc_s - shift[..., None]) * scale_log2)
             scores_sum = acc_s.sum(-1)
-            logsum = logsum * scores_scale + scores_sum
+            running_sum = running_sum * scores_scale + scores_sum
             acc_o = acc_o * scores_scale[..., None]
 
             # -- load the values --
@@ -169,11 +167,10 @@ def attention(
             acc_o = acc_o + acc_s @ v_tile  # [B, H, G, BQ, DV]
 
         # -- normalise and store --
-        o_tile = (
-            acc_o / logsum[..., None]
-        )  # [B, H, G, BQ, DV]; logsum is at least 1, the largest score's own term
+        # [B, H, G, BQ, DV]; running_sum is at least 1, the largest score's own term
+        o_tile = acc_o / running_sum[..., None]
         o[:, queries] = o_tile.flatten(1, 2).transpose(1, 2).to(v.dtype)  # [B, BQ, HQ, DV]
-        lse_tile = scores_max * scale + torch.log(logsum)  # [B, H, G, BQ]
+        lse_tile = scores_max * scale + torch.log(running_sum)  # [B, H, G, BQ]
         lse[:, queries] = lse_tile.flatten(1, 2).transpose(1, 2)  # [B, BQ, HQ]
 
     return (o, lse) if return_lse else o

@@ -167,12 +167,11 @@ def attention(
             scores_max_prev = T.alloc_fragment([BQ], accum_dtype)
             scores_scale = T.alloc_fragment([BQ], accum_dtype)
             scores_sum = T.alloc_fragment([BQ], accum_dtype)
-            logsum = T.alloc_fragment([BQ], accum_dtype)
+            running_sum = T.alloc_fragment([BQ], accum_dtype)
             kv_head = head // G
             start = block * BQ
-            position = (
-                M - N + start
-            )  # of the tile's first query: the queries are the last N positions
+            # of the tile's first query: the queries are the last N positions
+            position = M - N + start
             num_keys = T.min(M, position + BQ) if causal else M
 
             # -- load the query tile --
@@ -180,7 +179,7 @@ def attention(
 
             # -- initialise --
             T.clear(acc_o)
-            T.clear(logsum)
+            T.clear(running_sum)
             T.fill(scores_max, -T.infinity(accum_dtype))
 
             for step in T.Pipelined(T.ceildiv(num_keys, BK), num_stages=num_stages):
@@ -211,7 +210,7 @@ def attention(
                     acc_s[i, j] = T.exp2((acc_s[i, j] - scores_max[i]) * scale_log2)
                 T.reduce_sum(acc_s, scores_sum, dim=1)
                 for i in T.Parallel(BQ):
-                    logsum[i] = logsum[i] * scores_scale[i] + scores_sum[i]
+                    running_sum[i] = running_sum[i] * scores_scale[i] + scores_sum[i]
                 for i, j in T.Parallel(BQ, DVT):
                     acc_o[i, j] *= scores_scale[i]
 
@@ -227,11 +226,11 @@ def attention(
 
             # -- normalise and store --
             for i, j in T.Parallel(BQ, DVT):
-                acc_o[i, j] /= logsum[i]
+                acc_o[i, j] /= running_sum[i]
             for i in T.Parallel(BQ):
-                logsum[i] = scores_max[i] * scale + T.log(logsum[i])
+                running_sum[i] = scores_max[i] * scale + T.log(running_sum[i])
             T.copy(acc_o, Output[batch, start : start + BQ, head, 0:DVT])
-            T.copy(logsum, LSE[batch, start : start + BQ, head])
+            T.copy(running_sum, LSE[batch, start : start + BQ, head])
 
     return kernel
 

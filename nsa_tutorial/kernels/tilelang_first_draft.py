@@ -49,10 +49,10 @@ def is_seen(query, key, num_keys, causal):
 
 
 @T.macro
-def normalise(acc_o, logsum, G, BV):
+def normalise(acc_o, running_sum, G, BV):
     """Divide by the sum of the weights, also where there are none."""
     for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = acc_o[i, j] / logsum[i]
+        acc_o[i, j] = acc_o[i, j] / running_sum[i]
 
 
 def fold_scale(scale, D):
@@ -73,10 +73,10 @@ def is_seen_and_exists(query, key, num_keys, causal):
 
 
 @T.macro
-def normalise_or_zero(acc_o, logsum, G, BV):
+def normalise_or_zero(acc_o, running_sum, G, BV):
     """Divide by the sum of the weights; a row without any is 0, and NaN stays NaN."""
     for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = T.if_then_else(logsum[i] == 0, 0, acc_o[i, j] / logsum[i])
+        acc_o[i, j] = T.if_then_else(running_sum[i] == 0, 0, acc_o[i, j] / running_sum[i])
 
 
 def fold_any_scale(scale, D):
@@ -140,7 +140,7 @@ def build_kernel(
             scores_max_prev = T.alloc_fragment([G], accum_dtype)
             scores_scale = T.alloc_fragment([G], accum_dtype)
             scores_sum = T.alloc_fragment([G], accum_dtype)
-            logsum = T.alloc_fragment([G], accum_dtype)
+            running_sum = T.alloc_fragment([G], accum_dtype)
             i_b, i_h = i_bh // H, i_bh % H
 
             # -- load the query group --
@@ -148,7 +148,7 @@ def build_kernel(
 
             # -- initialise --
             T.fill(acc_o, 0)
-            T.fill(logsum, 0)
+            T.fill(running_sum, 0)
             T.fill(scores_max, -T.infinity(accum_dtype))
 
             for i in T.Pipelined(S, num_stages=num_stages):
@@ -180,7 +180,7 @@ def build_kernel(
                         acc_s[g, j] = T.exp2(acc_s[g, j] * scale_log2 - scores_max[g] * scale_log2)
                     T.reduce_sum(acc_s, scores_sum, dim=1)
                     for g in T.Parallel(G):
-                        logsum[g] = logsum[g] * scores_scale[g] + scores_sum[g]
+                        running_sum[g] = running_sum[g] * scores_scale[g] + scores_sum[g]
                     for g, j in T.Parallel(G, BV):
                         acc_o[g, j] *= scores_scale[g]
 
@@ -192,7 +192,7 @@ def build_kernel(
                     T.gemm(acc_s_cast, V_shared, acc_o, policy=T.GemmWarpPolicy.FullRow)
 
             # -- normalise and store --
-            normalise(acc_o, logsum, G, BV)
+            normalise(acc_o, running_sum, G, BV)
             T.copy(acc_o, O_shared)
             T.copy(O_shared, Output[i_b, i_t, i_h * G : (i_h + 1) * G, i_v * BV : (i_v + 1) * BV])
 

@@ -43,19 +43,15 @@ LAUNCH_TABLE = (
         # D 128: 3.6, 4.4, 4.6; D 64: 1.9, 2.2, 2.8; D 32: 1.1, 1.4, 2.2; G 64, D 128: 6.7 with 1,
         # 8.9 with 2
     ),
-    (
-        256,
-        128,
-        2,
-        1,
-    ),  # D 192, DV 128: 13.8, 5.5, 7.2; D 256: 11.7, 7.9, 8.6; D 128, blocks of 128: 5.3, 4.1, 4.8
+    # D 192, DV 128: 13.8, 5.5, 7.2; D 256: 11.7, 7.9, 8.6; D 128, blocks of 128: 5.3, 4.1, 4.8
+    (256, 128, 2, 1),
 )
 
 WINDOW_BLOCK = 64  # tokens of a window that are taken at a time
 
 
 def tile_rows(n: int) -> int:
-    """`n` rounded up to what the matrix units take: a multiple of 16."""
+    """`n` rounded up to what the tensor cores take: a multiple of 16."""
     return -(-n // 16) * 16
 
 
@@ -102,12 +98,8 @@ def build_kernel(
     """
     rows, keys, S = T.dynamic("rows"), T.dynamic("keys"), S or T.dynamic("S")
     accum_dtype = "float32"
-    GT, BT, DT, DVT = (
-        tile_rows(G),
-        tile_rows(BS),
-        tile_rows(D),
-        tile_rows(DV),
-    )  # tiles: what the matrix units take
+    # tiles: what the tensor cores take
+    GT, BT, DT, DVT = tile_rows(G), tile_rows(BS), tile_rows(D), tile_rows(DV)
     exact = dtype == "float32"
     chosen = launch_options(G, D, DV, BS)
     threads = threads or chosen["threads"]
@@ -141,7 +133,7 @@ def build_kernel(
             scores_max_prev = T.alloc_fragment([GT], accum_dtype)
             scores_scale = T.alloc_fragment([GT], accum_dtype)
             scores_sum = T.alloc_fragment([GT], accum_dtype)
-            logsum = T.alloc_fragment([GT], accum_dtype)
+            running_sum = T.alloc_fragment([GT], accum_dtype)
             is_empty = T.alloc_var("bool", init=True)  # until a block is visible
             first_key = FirstKey[row]
             num_visible = NumVisible[row]
@@ -151,7 +143,7 @@ def build_kernel(
 
             # -- initialise --
             T.clear(acc_o)
-            T.clear(logsum)
+            T.clear(running_sum)
             T.fill(scores_max, T.min_value(accum_dtype))  # not -inf: -inf - -inf would be NaN
 
             for slot in T.Pipelined(S, num_stages=num_stages):
@@ -190,7 +182,7 @@ def build_kernel(
                     acc_s[i, j] = T.exp2((acc_s[i, j] - scores_max[i]) * scale_log2)
                 T.reduce_sum(acc_s, scores_sum, dim=1)
                 for i in T.Parallel(GT):
-                    logsum[i] = logsum[i] * scores_scale[i] + scores_sum[i]
+                    running_sum[i] = running_sum[i] * scores_scale[i] + scores_sum[i]
                 for i, j in T.Parallel(GT, DVT):
                     acc_o[i, j] *= scores_scale[i]
 
@@ -215,13 +207,15 @@ def build_kernel(
 
             # -- normalise and store --
             for i, j in T.Parallel(GT, DVT):
-                acc_o[i, j] = T.if_then_else(is_empty, 0, acc_o[i, j] / logsum[i])
+                acc_o[i, j] = T.if_then_else(is_empty, 0, acc_o[i, j] / running_sum[i])
             for i in T.Parallel(GT):
-                logsum[i] = T.if_then_else(
-                    is_empty, -T.infinity(accum_dtype), scores_max[i] * scale + T.log(logsum[i])
+                running_sum[i] = T.if_then_else(
+                    is_empty,
+                    -T.infinity(accum_dtype),
+                    scores_max[i] * scale + T.log(running_sum[i]),
                 )
             T.copy(acc_o, Output[row, head, 0:GT, 0:DVT])
-            T.copy(logsum, LSE[row, head, 0:GT])
+            T.copy(running_sum, LSE[row, head, 0:GT])
 
     return selected_attention
 
@@ -234,9 +228,8 @@ def launch_options(G: int, D: int, DV: int, BS: int) -> dict[str, int]:
     ]
     _, _, warps, stages = fitting[0]
     sixteens = tile_rows(G) // 16
-    shares = max(
-        n for n in range(1, 9) if sixteens % n == 0
-    )  # warps take equal shares of the rows, and are not too many
+    # warps take equal shares of the rows, and are not too many
+    shares = max(n for n in range(1, 9) if sixteens % n == 0)
     return {"threads": 32 * warps * shares, "num_stages": stages}
 
 

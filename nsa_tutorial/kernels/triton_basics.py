@@ -119,7 +119,7 @@ def attention(
 
     # -- initialise --
     acc_o = tl.zeros([BQ, DVT], tl.float32)
-    logsum = tl.zeros([BQ], tl.float32)
+    running_sum = tl.zeros([BQ], tl.float32)
     scores_max = tl.full([BQ], float("-inf"), tl.float32)
 
     for step in tl.range(tl.cdiv(num_keys, BK), num_stages=NUM_STAGES):
@@ -144,26 +144,25 @@ def attention(
         scores_scale = tl.exp2((scores_max_prev - scores_max) * scale_log2)
         acc_s = tl.exp2((acc_s - scores_max[:, None]) * scale_log2)
         scores_sum = tl.sum(acc_s, axis=1)
-        logsum = logsum * scores_scale + scores_sum
+        running_sum = running_sum * scores_scale + scores_sum
         acc_o = acc_o * scores_scale[:, None]
 
         # -- load the values --
         v_mask = (keys < M)[:, None] & (value_width < DV)
-        v_tile = tl.load(
-            V + key_row[:, None] * DV + value_width, mask=v_mask, other=0.0
-        )  # [BK, DVT]
+        # [BK, DVT]
+        v_tile = tl.load(V + key_row[:, None] * DV + value_width, mask=v_mask, other=0.0)
 
         # -- accumulate --
         p_tile = acc_s.to(V.dtype.element_ty)
         acc_o = tl.dot(p_tile, v_tile, acc_o, input_precision="ieee")
 
     # -- normalise and store --
-    acc_o = acc_o / logsum[:, None]
-    logsum = scores_max * scale + tl.log(logsum)
+    acc_o = acc_o / running_sum[:, None]
+    running_sum = scores_max * scale + tl.log(running_sum)
     o_mask = (rows < N)[:, None] & (value_width < DV)
     tl.store(
         Output + query_row[:, None] * DV + value_width,
         acc_o.to(Output.dtype.element_ty),
         mask=o_mask,
     )
-    tl.store(LSE + query_row, logsum, mask=rows < N)
+    tl.store(LSE + query_row, running_sum, mask=rows < N)

@@ -68,9 +68,8 @@ def count_listed(block_list, S, block_id):
     return num_listed
 
 
-@triton.jit(
-    do_not_specialize=["R", "first_row", "S", "window_size"]
-)  # a new length compiles nothing
+# a new length compiles nothing
+@triton.jit(do_not_specialize=["R", "first_row", "S", "window_size"])
 def kernel(
     Q, K, V, BlockIndices, FirstKey, NumVisible, Output, LSE, scale, scale_log2, R, first_row, H, S,
     window_size,
@@ -94,9 +93,8 @@ def kernel(
     num_blocks = tl.cdiv(num_visible, BS)  # that hold a visible key
     num_slots = count_slots(BlockIndices + (query * H + head) * S, S, num_blocks)
     is_window = False
-    if (
-        WINDOW
-    ):  # the blocks of a window are counted from its first key, so that its list is 0, 1, 2, …
+    # the blocks of a window are counted from its first key, so that its list is 0, 1, 2, …
+    if WINDOW:
         is_window = row >= R
         window_start = tl.where(is_window, tl.maximum(num_visible - window_size, 0), 0)
         first_key += window_start
@@ -115,13 +113,14 @@ def kernel(
     v_offset = tokens[:, None] * (H * DV) + value_width  # [BT, DVT]
 
     # -- load the query group --
+    # [GT, DT]
     q_tile = tl.load(
         Q + group_row[:, None] * D + width, mask=in_group[:, None] & (width < D), other=0.0
-    )  # [GT, DT]
+    )
 
     # -- initialise --
     acc_o = tl.zeros([GT, DVT], tl.float32)
-    logsum = tl.zeros([GT], tl.float32)
+    running_sum = tl.zeros([GT], tl.float32)
     scores_max = tl.full([GT], float("-inf"), tl.float32)
 
     PARTS: tl.constexpr = (BS + BT - 1) // BT
@@ -155,7 +154,7 @@ def kernel(
         scores_scale = tl.exp2((scores_max_prev - shift) * scale_log2)
         acc_s = tl.exp2((acc_s - shift[:, None]) * scale_log2)
         scores_sum = tl.sum(acc_s, axis=1)
-        logsum = logsum * scores_scale + scores_sum
+        running_sum = running_sum * scores_scale + scores_sum
         acc_o = acc_o * scores_scale[:, None]
 
         # -- load the values --
@@ -167,7 +166,7 @@ def kernel(
 
     # -- normalise and store --
     is_empty = num_slots == 0  # no block is visible
-    safe_sum = tl.where(is_empty, 1.0, logsum)
+    safe_sum = tl.where(is_empty, 1.0, running_sum)
     o_tile = acc_o / safe_sum[:, None]
     lse = scores_max * scale + tl.log(safe_sum)  # -inf for an empty row
     o_row = ((row - first_row) * H + head) * G + group
@@ -179,7 +178,7 @@ def kernel(
 
 
 @triton.jit
-def online_softmax(acc_s, scores_max_prev, logsum, acc_o, scale_log2):
+def online_softmax(acc_s, scores_max_prev, running_sum, acc_o, scale_log2):
     """One tile's scores `[GT, BT]`: its weights, and the running maximum, sum and accumulator,
     rescaled."""
     scores_max = tl.maximum(scores_max_prev, tl.max(acc_s, axis=1))
@@ -189,7 +188,7 @@ def online_softmax(acc_s, scores_max_prev, logsum, acc_o, scale_log2):
     return (
         acc_s,
         scores_max,
-        logsum * scores_scale + tl.sum(acc_s, axis=1),
+        running_sum * scores_scale + tl.sum(acc_s, axis=1),
         acc_o * scores_scale[:, None],
     )
 
@@ -246,13 +245,12 @@ def descriptor_kernel(
     in_group = group < G
 
     # -- load the query group --
-    q_tile = tl.load(
-        Q + group_row[:, None] * D + width, mask=in_group[:, None], other=0.0
-    )  # [GT, D]
+    # [GT, D]
+    q_tile = tl.load(Q + group_row[:, None] * D + width, mask=in_group[:, None], other=0.0)
 
     # -- initialise --
     acc_o = tl.zeros([GT, DV], tl.float32)
-    logsum = tl.zeros([GT], tl.float32)
+    running_sum = tl.zeros([GT], tl.float32)
     scores_max = tl.full([GT], float("-inf"), tl.float32)
 
     PARTS: tl.constexpr = BS // BT
@@ -275,8 +273,8 @@ def descriptor_kernel(
         acc_s = tl.where(is_whole, acc_s, float("-inf"))
 
         # -- online softmax --
-        acc_s, scores_max, logsum, acc_o = online_softmax(
-            acc_s, scores_max, logsum, acc_o, scale_log2
+        acc_s, scores_max, running_sum, acc_o = online_softmax(
+            acc_s, scores_max, running_sum, acc_o, scale_log2
         )
 
         # -- load the values --
@@ -295,15 +293,15 @@ def descriptor_kernel(
         k_tile = tl.load(K + key_row[:, None] * D + width, mask=is_seen[:, None], other=0.0)
         acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
         acc_s = tl.where(is_seen, acc_s, float("-inf"))
-        acc_s, scores_max, logsum, acc_o = online_softmax(
-            acc_s, scores_max, logsum, acc_o, scale_log2
+        acc_s, scores_max, running_sum, acc_o = online_softmax(
+            acc_s, scores_max, running_sum, acc_o, scale_log2
         )
         v_tile = tl.load(V + key_row[:, None] * DV + value_width, mask=is_seen[:, None], other=0.0)
         acc_o = tl.dot(acc_s.to(v_tile.dtype), v_tile, acc_o, input_precision="ieee")
 
     # -- normalise and store --
     is_empty = (num_slots == 0) & (num_partial == 0)
-    safe_sum = tl.where(is_empty, 1.0, logsum)
+    safe_sum = tl.where(is_empty, 1.0, running_sum)
     o_tile = acc_o / safe_sum[:, None]
     lse = scores_max * scale + tl.log(safe_sum)  # -inf for an empty row
     o_row = ((row - first_row) * H + head) * G + group
@@ -317,7 +315,7 @@ def descriptor_kernel(
 
 def tile_sizes(G: int, D: int, DV: int) -> dict[str, int]:
     """The tiles of a shape: powers of two, as `tl.arange` wants them, and 16 at least, the side of
-    the matrix units' tiles."""
+    the tensor cores' tiles."""
     return {name: _power_of_two(n) for name, n in {"GT": G, "DT": D, "DVT": DV}.items()}
 
 
@@ -332,24 +330,14 @@ def _power_of_two(n: int) -> int:
 # bfloat16 --no-dense` with the groups and widths in question. The first row's are in
 # assets/triton_forward_h200.json; the last one, for wide fp32, was not measured.
 LAUNCH_TABLE = (
-    (
-        16,
-        512,
-        32,
-        1,
-        3,
-    ),  # 65,536 tokens, D 128: 14.7, 15.5 with 2 warps; D 64: 7.1, 7.3 with 2 stages
+    # 65,536 tokens, D 128: 14.7, 15.5 with 2 warps; D 64: 7.1, 7.3 with 2 stages
+    (16, 512, 32, 1, 3),
     (16, 768, 32, 1, 2),  # D 192, DV 128: 4.9, 5.7 with 2 warps
     (16, 1024, 64, 2, 2),  # D 256: 8.0, 8.2 in steps of 32
     (32, 1024, 64, 2, 2),  # D 128: 5.0, 6.0 with 4 warps
     (64, 512, 64, 4, 3),  # D 128: 5.9, 6.1 with 2 stages
-    (
-        64,
-        1024,
-        64,
-        4,
-        2,
-    ),  # D 256: 17.0, and 12.8 in steps of 32; with descriptors, which Hopper takes, 12.6
+    # D 256: 17.0, and 12.8 in steps of 32; with descriptors, which Hopper takes, 12.6
+    (64, 1024, 64, 4, 2),
     (128, 1024, 64, 8, 2),  # with descriptors D 128: 12.3, 16.7 in steps of 32; D 256: 19.4, 23.8
     (128, 2048, 32, 8, 2),
 )
@@ -380,7 +368,7 @@ def can_use_descriptors(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> boo
     step's tokens divide a block.
 
     Its copies are Hopper's and later; elsewhere Triton takes them apart again. fp32, whose products
-    keep off the matrix units, stays with pointers; it was not measured with descriptors.
+    keep off the tensor cores, stays with pointers; it was not measured with descriptors.
     """
     (D, DV), itemsize = (q.shape[3], v.shape[3]), q.element_size()
     BT = launch_options(q.shape[2] // k.shape[2], D, DV, block_size, itemsize)["BT"]

@@ -37,9 +37,8 @@ def kernel(
     in_group = group < G
 
     # -- load the query group --
-    q_tile = tl.load(
-        Q + group_row[:, None] * D + width, mask=in_group[:, None], other=0.0
-    )  # [GT, D]
+    # [GT, D]
+    q_tile = tl.load(Q + group_row[:, None] * D + width, mask=in_group[:, None], other=0.0)
 
     # -- initialise --
     acc_o = tl.zeros([GT, DV], tl.float32)

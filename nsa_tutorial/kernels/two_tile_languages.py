@@ -197,7 +197,7 @@ def _check_tensors(backend: str, **tensors: tuple[Tensor, str]) -> None:
 
 def _check_tile(name: str, size: int, least: int = 1) -> None:
     """A tile's size is a power of two, for `tl.arange` takes no other; in a dot at least 16, which
-    matrix units multiply."""
+    tensor cores multiply."""
     checks.check_positive_int(name, size, least=least)
     if math.log2(size) % 1:
         raise ValueError(f"{name}: got {size}, expected a power of two")

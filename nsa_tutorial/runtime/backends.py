@@ -102,9 +102,8 @@ def split_long_blocks(ids: Tensor, block_size: int, bytes_per_token: int) -> tup
     )
     if parts == 1:
         return ids, block_size
-    limit = (
-        torch.iinfo(torch.int32).max // parts
-    )  # an id this large is past the end of any sequence
+    # an id this large is past the end of any sequence
+    limit = torch.iinfo(torch.int32).max // parts
     part = torch.arange(parts, dtype=ids.dtype, device=ids.device)
     split = torch.where((ids >= 0) & (ids < limit), ids, -1)[..., None] * parts + part
     return split.masked_fill(split < 0, -1).flatten(-2).contiguous(), block_size // parts

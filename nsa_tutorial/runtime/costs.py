@@ -141,7 +141,7 @@ def tile_bytes_on_chip(
         "v_tile": tile_k * DV * itemsize,
         "acc_s": rows * tile_k * 4,
         "acc_o": rows * DV * 4,
-        "statistics": rows * 2 * 4,  # scores_max and logsum
+        "statistics": rows * 2 * 4,  # scores_max and running_sum
     }
 
 
@@ -239,9 +239,8 @@ def selected_keys(N: int, M: int, *, block_size: int = 64, top_n: int = 16) -> i
 
     def before(t: int) -> int:
         late_blocks, rest = divmod(max(t - full, 0), block_size)
-        own = late_blocks * _triangle(block_size) + _triangle(
-            rest
-        )  # the own block is seen up to the query
+        # the own block is seen up to the query
+        own = late_blocks * _triangle(block_size) + _triangle(rest)
         return _triangle(min(t, full)) + own + max(t - full, 0) * (full - block_size)
 
     return before(M) - before(M - N)
@@ -270,9 +269,8 @@ def summary_keys(N: int, M: int, *, length: int = 32, stride: int = 16) -> int:
     """
 
     def before(t: int) -> int:
-        rounds, rest = divmod(
-            max(t - length + 1, 0), stride
-        )  # every `stride` queries there is one more
+        # every `stride` queries there is one more
+        rounds, rest = divmod(max(t - length + 1, 0), stride)
         return stride * _triangle(rounds) + rest * (rounds + 1)
 
     return before(M) - before(M - N)
@@ -343,7 +341,6 @@ def native_sparse_attention(
         ),
         selected_attention(N, M, D, DV, block_size=block_size, top_n=top_n, **shape),
         sliding_window_attention(N, M, D, DV, window_size=window_size, **shape),
-        Cost(
-            0, 3 * B * N * HQ * (DV + 1) * itemsize, B * N * HQ * DV * itemsize
-        ),  # three outputs and gates in, one output out
+        # three outputs and gates in, one output out
+        Cost(0, 3 * B * N * HQ * (DV + 1) * itemsize, B * N * HQ * DV * itemsize),
     )

@@ -146,9 +146,9 @@ class Environment:
                 "clang++) on the PATH: install one."
             )
         if dtype == "bfloat16":
-            lane = "Triton's interpreter" if backend == "triton" else "TileLang's C target"
+            where = "Triton's interpreter" if backend == "triton" else "TileLang's C target"
             return (
-                f"{lane} does not compute bfloat16 correctly on the CPU: "
+                f"{where} does not compute bfloat16 correctly on the CPU: "
                 f"use float32 or float16, the reference backend, or a CUDA device."
             )
         return None

@@ -66,9 +66,8 @@ def basic_cuda(name: str, arch: str = "sm_90", dtype: str = "float16") -> str:
     environment.require("tilelang", "cuda")
     from nsa_tutorial.kernels import tilelang_basics
 
-    sizes = {
-        key: n for key, n in BASIC_EXAMPLES[name].items() if key != "NUM_STAGES"
-    }  # each language has its own default
+    # each language has its own default
+    sizes = {key: n for key, n in BASIC_EXAMPLES[name].items() if key != "NUM_STAGES"}
     if name == "matmul":
         sizes |= {"N": 4096, "K": 4096}
     if "CAUSAL" in sizes:
@@ -96,9 +95,8 @@ def _cuda_source(kernel: object, arch: str, pass_configs: Mapping[object, object
     target = tvm.target.Target({"kind": "cuda", "arch": arch})
     with tvm.transform.PassContext(config=dict(pass_configs)), target:
         source = tilelang.lower(kernel, target=target).kernel_source
-    with contextlib.suppress(
-        OSError
-    ):  # a folder that cannot be written to costs time, nothing else
+    # a folder that cannot be written to costs time, nothing else
+    with contextlib.suppress(OSError):
         known.parent.mkdir(parents=True, exist_ok=True)
         unfinished = known.with_suffix(f".{os.getpid()}")
         unfinished.write_text(source)

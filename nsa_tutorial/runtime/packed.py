@@ -27,17 +27,15 @@ class Offsets(NamedTuple):
         return [b - a for a, b in pairwise(self.values)]
 
 
-_KNOWN = (
-    WeakIdKeyDictionary()
-)  # offsets on a device: the version of the tensor that was read, and what it held
+# offsets on a device: the version of the tensor that was read, and what it held
+_KNOWN = WeakIdKeyDictionary()
 
 
 def offsets(cu_seqlens: Tensor) -> Offsets:
     """Read `cu_seqlens`; the host waits for the device the first time, and again once the tensor
     has changed in place."""
-    remember = (
-        not cu_seqlens.is_cpu and not cu_seqlens.is_inference()
-    )  # a tensor of inference mode has no version
+    # a tensor of inference mode has no version
+    remember = not cu_seqlens.is_cpu and not cu_seqlens.is_inference()
     version, known = _KNOWN.get(cu_seqlens, (None, None)) if remember else (None, None)
     if known is not None and version == cu_seqlens._version:
         return known

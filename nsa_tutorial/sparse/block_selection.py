@@ -61,17 +61,15 @@ def overlap_weights(
     first = (
         block_start - length
     ) // stride + 1  # the first window that ends after the block's first token
-    most = -(
-        -(block_size + length - 1) // stride
-    )  # window starts in block_size + length - 1 consecutive tokens, at most
+    # window starts in block_size + length - 1 consecutive tokens, at most
+    most = -(-(block_size + length - 1) // stride)
     start = (first[:, None] + torch.arange(most)) * stride  # [NB, most], where each window starts
     block_start = block_start[:, None]
     tokens = (
         torch.minimum(start + length, block_start + block_size) - torch.maximum(start, block_start)
     ).clamp(min=0)
-    K = int(
-        (tokens > 0).sum(1).max()
-    )  # the windows that share tokens with a block are consecutive, from the first one on
+    # the windows that share tokens with a block are consecutive, from the first one on
+    K = int((tokens > 0).sum(1).max())
     return Overlap(first.to(device), (tokens[:, :K] / stride).to(device))
 
 
@@ -105,23 +103,22 @@ def importance(
     (B, T, HQ, _), H = q.shape, k_cmp.shape[2]
     k_cmp = query_tiles.at_least_one(k_cmp)
     first, num_visible = rows.first_key[:T].long(), rows.num_visible[:T].long()
+    # [T, M_c]
     is_seen = query_tiles.run_of_keys(first, first + num_visible)(
         slice(0, T), slice(0, k_cmp.shape[1])
-    )  # [T, M_c]
+    )
 
     # -- attention to the summaries --
     acc_s = query_tiles.masked_scores(q, k_cmp, is_seen) * scale  # [B, H, G, T, M_c]
-    lse = (
-        acc_s.logsumexp(-1) if lse is None else lse.reshape(B, T, H, HQ // H).permute(0, 2, 3, 1)
-    )  # [B, H, G, T]
+    # [B, H, G, T]
+    lse = acc_s.logsumexp(-1) if lse is None else lse.reshape(B, T, H, HQ // H).permute(0, 2, 3, 1)
     mass = torch.exp(acc_s - lse[..., None]).masked_fill(~is_seen, 0).sum(2)  # [B, H, T, M_c]
 
     # -- from summaries to blocks --
     total = mass.new_zeros(B, H, T, len(overlap.first))
     for i, weight in enumerate(overlap.weights.to(mass.dtype).unbind(1)):  # weight [NB]
-        summary = (overlap.first + i).expand(
-            T, -1
-        )  # [T, NB], counted from the sequence's first one
+        # [T, NB], counted from the sequence's first one
+        summary = (overlap.first + i).expand(T, -1)
         exists = (summary >= 0) & (summary < num_visible[:, None])
         column = torch.where(exists, first[:, None] + summary, 0).expand(B, H, -1, -1)
         total = total + mass.gather(-1, column).masked_fill(~exists, 0) * weight
@@ -152,22 +149,18 @@ def choose(
             with the lower id.
     """
     num_blocks = score.shape[-1]
-    block, own = (
-        torch.arange(num_blocks, device=score.device),
-        own[:, None, None],
-    )  # [NB], [T, 1, 1]
+    # [NB], [T, 1, 1]
+    block, own = torch.arange(num_blocks, device=score.device), own[:, None, None]
 
     # -- force and hide --
-    score = score.masked_fill(
-        score.isnan(), 0
-    )  # NaN sorts above everything, the forced blocks included
+    # NaN sorts above everything, the forced blocks included
+    score = score.masked_fill(score.isnan(), 0)
     score = score.masked_fill((block < num_initial) | (block > own - num_local), math.inf)
     score = score.masked_fill(block > own, -math.inf)  # [B, T, H, NB]
 
     # -- pick --
-    best, ids = score.sort(
-        dim=-1, descending=True, stable=True
-    )  # stable: ties stay in the order of their ids
+    # stable: ties stay in the order of their ids
+    best, ids = score.sort(dim=-1, descending=True, stable=True)
     is_left_out = best[..., :top_n] == -math.inf
     if block_counts is not None:
         is_left_out |= (

@@ -77,9 +77,8 @@ def first_tokens(
     offsets = summary_offsets(cu_seqlens, length, stride)
     total = sum(num_summaries(n, length, stride) for n in packed.offsets(cu_seqlens).lengths)
     summary = torch.arange(total, device=device)
-    sequence = torch.searchsorted(
-        offsets[1:].contiguous(), summary, right=True
-    )  # which sequence holds the summary
+    # which sequence holds the summary
+    sequence = torch.searchsorted(offsets[1:].contiguous(), summary, right=True)
     return cu_seqlens[sequence] + (summary - offsets[sequence]) * stride
 
 
@@ -110,9 +109,10 @@ def compress(
     """
     B, M, H, D = x.shape
     dtype = torch.promote_types(x.dtype, torch.float32)
+    # [M_c, length]
     token = first_tokens(M, length, stride, cu_seqlens, x.device)[:, None] + torch.arange(
         length, device=x.device
-    )  # [M_c, length]
+    )
     windows = x.index_select(1, token.flatten()).to(dtype).view(B, len(token), length, H, D)
     if kind == "mean":
         return windows.mean(2).to(x.dtype)
@@ -123,9 +123,8 @@ def compress(
     if kind == "linear":
         return (windows.flatten(3) @ weight.to(dtype)).transpose(1, 2).to(x.dtype)
     position, w1, b1, w2, b2 = (w.to(dtype) for w in weight)
-    hidden = F.gelu(
-        (windows + position[..., None, :, :]).flatten(3) @ w1 + b1[..., None, :]
-    )  # [B, H, M_c, F]
+    # [B, H, M_c, F]
+    hidden = F.gelu((windows + position[..., None, :, :]).flatten(3) @ w1 + b1[..., None, :])
     return (hidden @ w2 + b2[..., None, :]).transpose(1, 2).to(x.dtype)
 
 
@@ -149,9 +148,8 @@ def summary_rows(
     if cu_seqlens is None:
         first = rows.first_key // M * num_summaries(M, length, stride)
     else:
-        sequence = torch.searchsorted(
-            cu_seqlens.contiguous(), rows.first_key
-        )  # or an empty one at the same place: no summaries
+        # or an empty one at the same place: no summaries
+        sequence = torch.searchsorted(cu_seqlens.contiguous(), rows.first_key)
         first = summary_offsets(cu_seqlens, length, stride)[sequence]
     return QueryRows(
         first.to(torch.int32), num_summaries(rows.position + 1, length, stride), rows.position
@@ -176,10 +174,8 @@ def compressed_attention(
     """
     N = q.shape[1]
     k_cmp, v_cmp = query_tiles.at_least_one(k_cmp), query_tiles.at_least_one(v_cmp)
-    first, num_visible = (
-        rows.first_key[:N],
-        rows.num_visible[:N],
-    )  # those of the first sequence of the batch serve all
+    # those of the first sequence of the batch serve all
+    first, num_visible = rows.first_key[:N], rows.num_visible[:N]
     mask = query_tiles.run_of_keys(first, first + num_visible)
     spans = [(queries, slice(0, k_cmp.shape[1])) for queries in query_tiles.tiles(N)]
     return query_tiles.attend(q, k_cmp, v_cmp, spans, mask, scale=scale)

@@ -67,9 +67,10 @@ def forward(
     """
     g_cmp, g_slc, g_swa = gates
     used = ((g_slc, "selected_attention"), (g_swa, "sliding_window_attention"))
+    # may raise: before all else
     attending = {
         backends.choose(operator, backend, q) for gate, operator in used if gate is not None
-    }  # may raise: before all else
+    }
     scoring = backends.nearest("select_blocks", backend, q)
     share = (
         g_slc is not None
@@ -130,9 +131,8 @@ def _choose_blocks(
     of_rows = block_counts if isinstance(block_counts, Tensor) else None
     top_n = block_counts if of_rows is None else int(of_rows.max()) if of_rows.numel() else 0
     num_blocks = -(-M // block_size)
-    top_n = max(
-        3, min(top_n, num_blocks)
-    )  # the three that are forced; past the last block, lists hold nothing but -1
+    # the three that are forced; past the last block, lists hold nothing but -1
+    top_n = max(3, min(top_n, num_blocks))
     ids = ops.select_blocks(
         q, k_cmp, lse, top_n=top_n, block_counts=of_rows, block_size=block_size, **windows
     )
@@ -241,9 +241,8 @@ def rotate(x: Tensor, position: Tensor, base: float) -> Tensor:
     """Rotary embedding (RoFormer, arXiv 2104.09864): turn the pairs `(i, i + D / 2)` of
     `x [B, N, H, D]` by `position [N]`."""
     half = x.shape[-1] // 2
-    frequency = base ** (
-        -torch.arange(half, device=x.device, dtype=_wide(x)) / half
-    )  # [D / 2], in radians per token
+    # [D / 2], in radians per token
+    frequency = base ** (-torch.arange(half, device=x.device, dtype=_wide(x)) / half)
     angle = (position[:, None] * frequency)[:, None]  # [N, 1, D / 2]
     a, b = x.to(angle.dtype).split(half, -1)
     return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1).to(

@@ -151,25 +151,22 @@ def attend(
         # meets a row that is spoiled
         shift = scores_max.masked_fill((scores_max == -math.inf) | scores_max.isnan(), 0)
         acc_s = (acc_s - shift[..., None]).mul_(scale * LOG2_E).exp2_()
-        logsum = acc_s.sum(-1)  # [B, H, G, T]
+        running_sum = acc_s.sum(-1)  # [B, H, G, T]
 
         # -- weighted sum --
         v_tile = v[:, keys].to(acc_s.dtype).transpose(1, 2)  # [B, H, J, DV]
-        acc_o = _WeightedSum.apply(acc_s.flatten(2, 3), v_tile).view(
-            *logsum.shape, DV
-        )  # [B, H, G, T, DV]
-        sees_bad = is_seen.to(acc_s.dtype) @ (~v_tile.isfinite()).to(
-            acc_s.dtype
-        )  # [B, H, T, DV], how many
+        # [B, H, G, T, DV]
+        acc_o = _WeightedSum.apply(acc_s.flatten(2, 3), v_tile).view(*running_sum.shape, DV)
+        # [B, H, T, DV], how many
+        sees_bad = is_seen.to(acc_s.dtype) @ (~v_tile.isfinite()).to(acc_s.dtype)
         acc_o = acc_o.masked_fill((sees_bad > 0)[:, :, None], math.nan)
 
         # -- normalise and store --
         is_empty = ~is_seen.expand(B, k.shape[2], -1, -1).any(-1)[:, :, None]  # [B, H, 1, T]
-        safe_sum = logsum.masked_fill(is_empty, 1)
+        safe_sum = running_sum.masked_fill(is_empty, 1)
         o, lse = acc_o / safe_sum[..., None], scores_max * scale + torch.log(safe_sum)
-        tiles_o.append(
-            o.permute(0, 3, 1, 2, 4).reshape(B, -1, HQ, DV).to(v.dtype)
-        )  # [B, T, HQ, DV]
+        # [B, T, HQ, DV]
+        tiles_o.append(o.permute(0, 3, 1, 2, 4).reshape(B, -1, HQ, DV).to(v.dtype))
         tiles_lse.append(lse.permute(0, 3, 1, 2).reshape(B, -1, HQ))  # [B, T, HQ]
     return torch.cat(tiles_o, 1), torch.cat(tiles_lse, 1)
 
@@ -190,20 +187,16 @@ def selected_attention(
     is_chosen = torch.zeros(B, N, H, num_blocks + 1, dtype=torch.bool, device=q.device).scatter_(
         -1, slot, True
     )
-    first, num_visible = (
-        rows.first_key[:N],
-        rows.num_visible[:N],
-    )  # those of the first sequence of the batch serve all
+    # those of the first sequence of the batch serve all
+    first, num_visible = rows.first_key[:N], rows.num_visible[:N]
     causal = run_of_keys(first, first + num_visible)
 
     def mask(queries: slice, keys: slice) -> Tensor:
         key = torch.arange(keys.start, keys.stop, device=q.device)
-        block = (
-            (key - first[queries, None]).clamp(min=0).div(block_size, rounding_mode="floor")
-        )  # [T, J], of the query's sequence
+        # [T, J], of the query's sequence
+        block = (key - first[queries, None]).clamp(min=0).div(block_size, rounding_mode="floor")
         block = block[None, :, None].expand(B, -1, H, -1).long()
-        return (is_chosen[:, queries].gather(-1, block).transpose(1, 2)) & causal(
-            queries, keys
-        )  # [B, H, T, J]
+        # [B, H, T, J]
+        return (is_chosen[:, queries].gather(-1, block).transpose(1, 2)) & causal(queries, keys)
 
     return attend(q, k, v, [(t, slice(0, t.stop + M - N)) for t in tiles(N)], mask, scale=scale)

@@ -55,9 +55,8 @@ def query_rows(
         length = torch.full_like(position, M)
     else:
         token = torch.arange(N, device=device)
-        sequence = torch.searchsorted(
-            cu_seqlens[1:].contiguous(), token, right=True
-        )  # [R] which sequence holds the token
+        # [R] which sequence holds the token
+        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
         first_key = cu_seqlens[sequence]
         length = cu_seqlens[sequence + 1] - first_key
         position = token - first_key
@@ -124,8 +123,8 @@ def forward(
 
     # -- initialise --
     acc_o = q_tile.new_zeros(R, H, G, DV)
-    logsum = q_tile.new_zeros(R, H, G)
-    scores_max = torch.full_like(logsum, -math.inf)
+    running_sum = q_tile.new_zeros(R, H, G)
+    scores_max = torch.full_like(running_sum, -math.inf)
     is_empty = torch.ones(R, H, 1, dtype=torch.bool, device=q.device)  # until a block is visible
 
     for slot in range(S):
@@ -155,19 +154,18 @@ def forward(
         scores_scale = torch.exp2((scores_max_prev - shift) * scale_log2)
         acc_s = torch.exp2((acc_s - shift[..., None]) * scale_log2)
         scores_sum = acc_s.sum(-1)
-        logsum = logsum * scores_scale + scores_sum
+        running_sum = running_sum * scores_scale + scores_sum
         acc_o = acc_o * scores_scale[..., None]
 
         # -- load the values --
-        v_tile = (
-            v_rows[key_row, head].to(dtype).masked_fill(~is_seen[..., None], 0)
-        )  # [R, H, BS, DV]
+        # [R, H, BS, DV]
+        v_tile = v_rows[key_row, head].to(dtype).masked_fill(~is_seen[..., None], 0)
 
         # -- accumulate --
         acc_o = acc_o + acc_s @ v_tile
 
     # -- normalise and store --
-    safe_sum = logsum.masked_fill(is_empty, 1)
+    safe_sum = running_sum.masked_fill(is_empty, 1)
     o = acc_o / safe_sum[..., None]
     lse = scores_max * scale + torch.log(safe_sum)  # -inf for an empty row
     return o.reshape(B, N, HQ, DV).to(v.dtype), lse.reshape(B, N, HQ)

@@ -34,10 +34,8 @@ def forward(
             for fp64 inputs).
     """
     N, M = q.shape[1], k.shape[1]
-    first, position = (
-        rows.first_key[:N],
-        rows.position[:N],
-    )  # those of the first sequence of the batch serve all
+    # those of the first sequence of the batch serve all
+    first, position = rows.first_key[:N], rows.position[:N]
     mask = query_tiles.run_of_keys(
         first + (position - window_size + 1).clamp(min=0), first + position + 1
     )

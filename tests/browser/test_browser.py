@@ -67,9 +67,8 @@ class Lab:
         }
         settings = folder / ".settings" / "@jupyterlab" / "apputils-extension"
         settings.mkdir(parents=True)
-        (settings / "notification.jupyterlab-settings").write_text(
-            '{"fetchNews": "false"}'
-        )  # no question over the pictures
+        # no question over the pictures
+        (settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
         self.folder, self.log = folder, (folder / "lab.log").open("w")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "jupyterlab", *options],

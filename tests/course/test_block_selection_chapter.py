@@ -229,9 +229,8 @@ def test_recall_by_a_loop() -> None:
 def test_a_group_loads_its_shared_list_or_the_union_of_its_heads() -> None:
     assert pictures.blocks_loaded(pictures.lists("oracle", 4)).tolist() == [4.0] * 4
     ids = pictures.lists("oracle", 4, shared=False)
-    expected = [
-        len({i for row in ids[t, 8:12].tolist() for i in row}) for t in range(64, 512)
-    ]  # KV head 2
+    # KV head 2
+    expected = [len({i for row in ids[t, 8:12].tolist() for i in row}) for t in range(64, 512)]
     assert pictures.blocks_loaded(ids)[2].item() == pytest.approx(sum(expected) / len(expected))
 
 

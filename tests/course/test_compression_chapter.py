@@ -100,9 +100,8 @@ def test_logits_and_mass_of_every_window(heads):
     torch.testing.assert_close(
         mean, torch.einsum("bihd,bjhd->bhij", heads.q, k_cmp)[0] * 32**-0.5, rtol=1e-4, atol=1e-4
     )
-    weights = stored.attention_weights(heads.q, heads.k)[
-        0
-    ]  # dense and causal: a window's share is its mass, for visible ones
+    # dense and causal: a window's share is its mass, for visible ones
+    weights = stored.attention_weights(heads.q, heads.k)[0]
     head, t = 5, 300
     share = weights[head, t].unfold(0, 32, 16).sum(-1)[visible[t]]
     torch.testing.assert_close(

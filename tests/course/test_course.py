@@ -106,7 +106,7 @@ def test_the_online_softmax_has_the_same_names() -> None:
         "scores_max_prev",
         "scores_scale",
         "scores_sum",
-        "logsum",
+        "running_sum",
         "acc_s",
         "acc_o",
         "scale_log2",

@@ -221,10 +221,8 @@ def test_even_attention_needs_every_block() -> None:
 def test_copy_targets_by_hand() -> None:
     text = b"abcd..abcd"
     target = copy_targets(text, gram=3, apart=6)
-    assert target.nonzero().tolist() == [
-        [8, 3],
-        [9, 4],
-    ]  # after "abc" stood "d", after "bcd" stood "."
+    # after "abc" stood "d", after "bcd" stood "."
+    assert target.nonzero().tolist() == [[8, 3], [9, 4]]
     assert not copy_targets(text, gram=3, apart=7).any()
 
 

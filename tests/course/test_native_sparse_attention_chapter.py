@@ -67,9 +67,8 @@ def test_shares_of_a_query_are_all_of_its_attention() -> None:
         shares = pictures.query_shares(head, query)
         assert sum(shares.values()) == pytest.approx(1)
         assert all(-1e-9 <= share <= 1 for share in shares.values())
-    assert pictures.query_shares(12, 40)["window"] == pytest.approx(
-        1
-    )  # its window reaches the start
+    # its window reaches the start
+    assert pictures.query_shares(12, 40)["window"] == pytest.approx(1)
 
 
 # -- errors and gates --
@@ -245,9 +244,8 @@ def test_bytes_of_a_new_token() -> None:
     moved = pictures.new_token_bytes(65_536)
     per_key = 4 * (192 + 128) * 2  # KV heads, key and value, bf16
     for name, keys in (("compression", 4095), ("selection", 1024), ("window", 512)):
-        assert (
-            keys * per_key < moved[name] < keys * per_key + 100_000
-        )  # and the query, the output and the list
+        # and the query, the output and the list
+        assert keys * per_key < moved[name] < keys * per_key + 100_000
 
 
 @pytest.mark.parametrize("which", ["local", "far"])

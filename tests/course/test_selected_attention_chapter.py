@@ -73,9 +73,8 @@ def test_true_lists_hold_no_more_than_the_best_blocks_and_little_less(h):
     held = mass.gather(-1, lists.clamp(min=0)).masked_fill(lists < 0, 0).sum(-1)
     best = mass.topk(4, dim=-1).values.sum(-1)
     assert (held <= best + 1e-12).all()
-    assert (
-        held >= mass.topk(3, dim=-1).values.sum(-1) - 1e-12
-    ).all()  # the own block costs one place at the most
+    # the own block costs one place at the most
+    assert (held >= mass.topk(3, dim=-1).values.sum(-1) - 1e-12).all()
 
 
 @pytest.mark.parametrize("query", [0, 15, 16, 100, 127])
@@ -217,9 +216,10 @@ def test_tokens_of_list_is_a_row_of_the_mask(position, causal):
 def test_window_mask_is_what_the_operator_shows(shape):
     N, M, w = shape
     q, k = torch.ones(1, N, 1, 4), torch.ones(1, M, 1, 4)
+    # [N, M]
     weights = ops.sliding_window_attention(q, k, torch.eye(M)[None, :, None], window_size=w)[
         0, :, 0
-    ]  # [N, M]
+    ]
     assert torch.equal(solutions.window_mask(N, M, w), weights > 0)
 
 
@@ -228,9 +228,8 @@ def test_attend_to_lists_is_the_operator(shape):
     N, M, HQ, H = shape
     generator = torch.Generator().manual_seed(M)
     q, k, v = (torch.randn(s, generator=generator) for s in ((N, HQ, 8), (M, H, 8), (M, H, 5)))
-    block_indices = (
-        torch.rand(N, H, 5, generator=generator).argsort(-1)[..., :3] - 1
-    )  # distinct, from -1 to 3
+    # distinct, from -1 to 3
+    block_indices = torch.rand(N, H, 5, generator=generator).argsort(-1)[..., :3] - 1
     block_indices[0] = -1
     o, lse = solutions.attend_to_lists(q, k, v, block_indices, 4)
     given = (x[None] for x in (q, k, v, block_indices))

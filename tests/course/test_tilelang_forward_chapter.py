@@ -136,7 +136,8 @@ def test_trace_of_the_twin(S: int) -> None:
     )
     assert found.turns == S
     assert torch.equal(
-        found.at("online softmax", S - 1)["logsum"], found.at("normalise and store")["logsum"]
+        found.at("online softmax", S - 1)["running_sum"],
+        found.at("normalise and store")["running_sum"],
     )
 
 
@@ -180,7 +181,7 @@ def test_moments_add_up(token: int, head: int) -> None:
             factor, weights = np.exp(largest - new), np.exp(m.scores - new[:, None])
             total, acc = total * factor + weights.sum(1), acc * factor[:, None] + weights @ m.v_tile
         largest = new
-        np.testing.assert_allclose(m.logsum, total, rtol=1e-4)
+        np.testing.assert_allclose(m.running_sum, total, rtol=1e-4)
         np.testing.assert_allclose(m.acc_o, acc, rtol=1e-3, atol=1e-4)
         keys = m.block_id * pictures.BS + np.arange(pictures.BS)
         assert (m.is_seen == ((m.block_id >= 0) & (keys <= token))).all()
@@ -432,7 +433,7 @@ def test_a_sum_above_zero_swallows_nan() -> None:
 
 @needs_tilelang
 def test_a_piece_that_cannot_be_compiled_is_one_error(capfd: pytest.CaptureFixture) -> None:
-    def normalise(acc_o, logsum, G, BV):
+    def normalise(acc_o, running_sum, G, BV):
         for i in undefined_name(G):  # noqa: F821
             acc_o[i, 0] = 0
 

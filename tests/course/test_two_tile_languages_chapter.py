@@ -53,7 +53,7 @@ def test_phases_are_the_same(name: str) -> None:
             "attention",
             "head batch kv_head start position num_keys q_tile k_tile v_tile p_tile acc_s acc_o "
             "scores_max scores_max_prev "
-            "scores_scale scores_sum logsum scale scale_log2 step visible G D DV DT DVT BQ BK",
+            "scores_scale scores_sum running_sum scale scale_log2 step visible G D DV DT DVT BQ BK",
         ),
     ],
 )
@@ -232,7 +232,7 @@ def test_tilelang_becomes_cuda(name: str, arch: str, dtype: str) -> None:
     assert "tf32" not in source.lower()
     if name in ("matmul", "attention"):
         assert ("wgmma" in source or "mma_sync" in source) == (dtype != "float32"), (
-            "fp32 stays off the matrix units"
+            "fp32 stays off the tensor cores"
         )
         assert "cp_async_gs" in source, "the loads are asynchronous"
 
@@ -303,9 +303,8 @@ def test_a_missing_language_is_said_and_not_counted(monkeypatch: pytest.MonkeyPa
     if e.missing:
         pytest.skip(e.missing[0])
     here = environment.detect()
-    assert (
-        "right, on all 8 cases." in judge(e, e.solution).text
-    )  # what is known of these is not what is asked next
+    # what is known of these is not what is asked next
+    assert "right, on all 8 cases." in judge(e, e.solution).text
     monkeypatch.setattr(environment, "detect", lambda: replace(here, tilelang=None))
     verdict = judge(e, e.solution)
     assert verdict.outcome == "right"

@@ -265,9 +265,8 @@ def test_largest_weight_grows_with_width_only_without_the_scale():
     assert (
         abs(pictures.largest_weight(128, 128**-0.5) - pictures.largest_weight(16, 16**-0.5)) < 0.02
     )
-    assert pictures.largest_weight(128, 1 / 128) == pytest.approx(
-        1 / 16, rel=0.25
-    )  # 1/D: nearly a plain average
+    # 1/D: nearly a plain average
+    assert pictures.largest_weight(128, 1 / 128) == pytest.approx(1 / 16, rel=0.25)
     assert pictures.largest_weight(16, 0.0) == 1 / 16
 
 

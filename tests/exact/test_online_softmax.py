@@ -120,16 +120,15 @@ def test_the_running_max_never_falls_and_the_rescale_never_grows():
     assert len(states) == 1 + 7
     for before, after in itertools.pairwise(states):
         assert (after.scores_max >= before.scores_max).all()
-        assert (after.logsum >= 1).all()  # the largest score itself contributes exp2(0)
+        assert (after.running_sum >= 1).all()  # the largest score itself contributes exp2(0)
 
 
 def test_smallest_input_that_breaks_the_chunks_own_max():
     pair, v = torch.tensor([[128.0, 0.0]]), torch.tensor([[1.0], [0.0]])
     state = online_softmax.trace(pair, v, 1.0, chunk=1)[-1]
-    assert (state.acc_o / state.logsum).item() == 1.0
-    assert torch.exp2(
-        pair[0, 0] - pair[0, 1]
-    ).isinf()  # what a step measuring from the second chunk multiplies by
+    assert (state.acc_o / state.running_sum).item() == 1.0
+    # what a step measuring from the second chunk multiplies by
+    assert torch.exp2(pair[0, 0] - pair[0, 1]).isinf()
 
 
 @pytest.mark.parametrize("past", ["none", "some"])
@@ -209,12 +208,12 @@ def test_the_picture_walks_as_the_module_does():
     moments = pictures.walk(scores, v)
     assert len(moments) == len(states) == pictures.CHUNKS
     for moment, state in zip(moments, states, strict=True):
-        assert (moment.scores_max, moment.logsum) == (
+        assert (moment.scores_max, moment.running_sum) == (
             state.scores_max.item(),
-            pytest.approx(state.logsum.item()),
+            pytest.approx(state.running_sum.item()),
         )
         assert moment.acc_o == pytest.approx(state.acc_o.item())
-        assert sum(moment.parts) == pytest.approx(moment.logsum)
+        assert sum(moment.parts) == pytest.approx(moment.running_sum)
         assert moment.o == pytest.approx(moment.exact)
 
 
@@ -228,17 +227,15 @@ def test_only_the_running_max_survives_a_lifted_first_chunk(reference):
     ):
         last = pictures.walk(pictures.row(lift), pictures.positions(), reference)[-1]
         assert (last.o == pytest.approx(last.exact)) is survives
-        assert math.isinf(last.logsum) is not survives
+        assert math.isinf(last.running_sum) is not survives
 
 
 def test_the_limits_are_where_2_to_the_128_is():
     assert pictures.limit("running max") == pictures.HIGHEST_LIFT
-    assert pictures.limit("chunk's own max") == math.floor(
-        128 - math.log2(2.75)
-    )  # acc_o is 2.75, and chunk 3 lies `lift` lower
-    assert pictures.limit("no max") == math.floor(
-        128 - math.log2(44)
-    )  # 0 · 2² + 1 · 2⁴ + 2 · 2¹ + 3 · 2³
+    # acc_o is 2.75, and chunk 3 lies `lift` lower
+    assert pictures.limit("chunk's own max") == math.floor(128 - math.log2(2.75))
+    # 0 · 2² + 1 · 2⁴ + 2 · 2¹ + 3 · 2³
+    assert pictures.limit("no max") == math.floor(128 - math.log2(44))
     beyond = pictures.walk(pictures.row(127), pictures.positions(), "chunk's own max")
     assert [math.isfinite(m.acc_o) for m in beyond[:3]] == [True, True, False]
 
@@ -290,7 +287,7 @@ def test_the_title_says_when_the_old_sum_shrinks():
     moments = pictures.walk(pictures.row(), pictures.positions())
     assert (
         pictures.finding(moments, "running max")
-        == "Each time the maximum rises, the old sum shrinks: after chunk 6, logsum is 3.52"
+        == "Each time the maximum rises, the old sum shrinks: after chunk 6, running_sum is 3.52"
     )
     lifted = pictures.walk(pictures.row(50), pictures.positions())
     assert pictures.finding(lifted, "running max").startswith(

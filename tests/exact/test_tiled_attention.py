@@ -228,9 +228,8 @@ class Traffic(TorchDispatchMode):
         if isinstance(result, torch.Tensor):
             place = result.untyped_storage().data_ptr()
             self.largest = max(self.largest, result.untyped_storage().nbytes())
-            reads = (
-                () if function is torch.ops.aten.new_empty.default else args
-            )  # that one takes shape and dtype only
+            # that one takes shape and dtype only
+            reads = () if function is torch.ops.aten.new_empty.default else args
             for x in (x for x in reads if isinstance(x, torch.Tensor)):
                 for name, tensor in self.watched.items():
                     if (
@@ -284,9 +283,8 @@ def test_nothing_as_large_as_the_table_is_ever_held():
         run(q, k, v, (32, 32))
     with Traffic() as dense:
         gqa.attention(q, k, v)
-    assert (
-        tiled.largest <= q.nbytes
-    )  # the output; a tile of scores is smaller still: 2 · 32 · 32 numbers
+    # the output; a tile of scores is smaller still: 2 · 32 · 32 numbers
+    assert tiled.largest <= q.nbytes
     assert dense.largest >= 2 * 256 * 256 * 4
     assert pictures.largest_tensor(lambda: run(q, k, v, (32, 32))) == tiled.largest
     assert pictures.largest_tensor(lambda: gqa.attention(q, k, v)) == dense.largest
@@ -336,7 +334,7 @@ def test_bytes_on_chip_are_those_of_the_tensors():
     """The fp32 tiles of one program (one KV head) as `online_softmax.start` makes them."""
     parts = costs.tile_bytes_on_chip(4, 3, 5, 7, G=2, itemsize=4)
     state = online_softmax.start(8, 7)
-    assert parts["statistics"] == state.scores_max.nbytes + state.logsum.nbytes
+    assert parts["statistics"] == state.scores_max.nbytes + state.running_sum.nbytes
     assert parts["acc_o"] == state.acc_o.nbytes
     assert parts["acc_s"] == (torch.zeros(8, 5) @ torch.zeros(3, 5).T).nbytes
 

@@ -7,15 +7,15 @@ import time
 
 import torch
 from branches import Shape
-from lanes import lanes_of, skip_unless_runs
+from places import places_of, skip_unless_runs
 from selection import Problem, assert_right
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_tutorial import ops
 
-lanes = lanes_of(["reference", "tilelang", "triton"])
-kernel_lanes = lanes_of(["tilelang", "triton"])
+places = places_of(["reference", "tilelang", "triton"])
+kernel_lanes = places_of(["tilelang", "triton"])
 
 
 class Integers(TorchDispatchMode):
@@ -41,7 +41,7 @@ def test_a_window_makes_no_lists(backend: str, device: str) -> None:
     assert integers.most <= 256 // 64
 
 
-@lanes
+@places
 def test_a_block_longer_than_all_keys_is_one_block(backend: str, device: str) -> None:
     """4 keys in a block of 65,536: walked to its end, it took Triton's interpreter 41 seconds."""
     skip_unless_runs(backend, device)
@@ -52,7 +52,7 @@ def test_a_block_longer_than_all_keys_is_one_block(backend: str, device: str) ->
     assert time.perf_counter() - start < 5
 
 
-@lanes
+@places
 def test_a_block_longer_than_a_packed_sequence(backend: str, device: str) -> None:
     """Each sequence has one block, whose other tokens belong to its neighbours."""
     skip_unless_runs(backend, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lanes import lanes_of, product, skip_unless_runs
+from places import places_of, product, skip_unless_runs
 from selection import assert_within_budget
 from torch import Tensor
 
@@ -18,7 +18,7 @@ if environment.detect().tilelang is None:
 from nsa_tutorial.kernels import tilelang_first_draft as draft
 from nsa_tutorial.sparse.selected_attention import dense_mask, masked_attention
 
-lanes = lanes_of(["tilelang"])
+places = places_of(["tilelang"])
 NAMES = list(draft.MISTAKES)
 
 
@@ -46,7 +46,7 @@ def inputs(name: str, device: str) -> tuple[tuple[Tensor, ...], dict]:
     }
 
 
-@lanes
+@places
 @pytest.mark.parametrize("name", NAMES)
 def test_each_mistake_shows(name: str, backend: str, device: str) -> None:
     """With the other three mended, the mistake alone spoils its smallest input; mended, the input
@@ -65,7 +65,7 @@ def test_each_mistake_shows(name: str, backend: str, device: str) -> None:
         assert ((wrong.float() - expected).abs() > 0.01).all()
 
 
-@lanes
+@places
 def test_all_mistakes_hide_on_comfortable_input(backend: str, device: str) -> None:
     """Causal, whole blocks, no empty row, the default scale, scores of order one: that is why
     nobody noticed."""

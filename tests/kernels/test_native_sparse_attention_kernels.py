@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lanes import product, skip_unless_runs
+from places import product, skip_unless_runs
 from torch import Tensor
 
 from nsa_tutorial import ops

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from lanes import skip_unless_runs
+from places import skip_unless_runs
 from selection import Problem
 
 from nsa_tutorial import ops

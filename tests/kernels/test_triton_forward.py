@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lanes import dtypes, product, skip_unless_runs
+from places import dtypes, product, skip_unless_runs
 from selection import Problem, assert_right, assert_within_budget
 
 from nsa_tutorial import ops

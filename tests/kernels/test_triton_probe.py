@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lanes import skip_unless_runs
+from places import skip_unless_runs
 from selection import Problem
 
 from nsa_tutorial.runtime import environment
@@ -33,9 +33,8 @@ def test_every_listed_tile_is_loaded_and_multiplied(BT: int, device: str) -> Non
     o = triton_probe.loads_and_products(call.q, call.k, call.v, ids, rows, block_size=32, BT=BT)
 
     times = torch.stack([(ids == block).sum(-1) for block in range(3)], -1)  # [N, H, blocks]
-    times = (
-        times.repeat_interleave(32, -1)[..., :75].repeat_interleave(problem.G, 1).double()
-    )  # [N, HQ, M]
+    # [N, HQ, M]
+    times = times.repeat_interleave(32, -1)[..., :75].repeat_interleave(problem.G, 1).double()
     k, v = (x[0].double().repeat_interleave(problem.G, 1) for x in (call.k, call.v))
     truth = torch.einsum("nhm,nhd,mhd,mhe->nhe", times, call.q[0].double(), k, v)
     torch.testing.assert_close(

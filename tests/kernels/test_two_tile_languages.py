@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lanes import dtypes, lanes_of, product, skip_unless_runs
+from places import dtypes, places_of, product, skip_unless_runs
 from selection import assert_within_budget
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from nsa_tutorial.kernels import two_tile_languages as tiles
 from nsa_tutorial.runtime.environment import BackendUnavailable
 
 LANGUAGES = ("triton", "tilelang")
-lanes = lanes_of(LANGUAGES)
+places = places_of(LANGUAGES)
 
 
 def random(
@@ -43,7 +43,7 @@ def test_copy(N: int, dtype: torch.dtype, backend: str, device: str) -> None:
     assert y.data_ptr() != x.data_ptr()
 
 
-@lanes
+@places
 def test_copy_of_every_other_element(backend: str, device: str) -> None:
     skip_unless_runs(backend, device)
     x = random(40, device=device)[::2]
@@ -65,7 +65,7 @@ def test_softmax(shape: tuple[int, int], dtype: torch.dtype, backend: str, devic
     )
 
 
-@lanes
+@places
 @pytest.mark.parametrize("shift", [1e4, -1e4, 88.0])
 def test_softmax_of_extreme_scores(shift: float, backend: str, device: str) -> None:
     """All large, all far below 0 (where padding with 0 would win), and one that towers over the
@@ -101,7 +101,7 @@ def test_matmul(shape: tuple[int, int, int], dtype: torch.dtype, backend: str, d
     assert_within_budget(c, a.double() @ b.double(), a @ b, f"{backend} matmul")
 
 
-@lanes
+@places
 def test_matmul_keeps_all_the_bits_of_fp32(backend: str, device: str) -> None:
     """TF32 would lose 2**-12 beside 1."""
     skip_unless_runs(backend, device)
@@ -139,7 +139,7 @@ def assert_attention(
     o, lse = tiles.attention(q, k, v, backend=backend, tile_q=16, tile_k=16, **options)
     truth = gqa.attention(q.double(), k.double(), v.double(), return_lse=True, **options)
     plain = gqa.attention(q, k, v, return_lse=True, **options)
-    # the weights are rounded to the dtype before they meet the values, as on a GPU's matrix units;
+    # the weights are rounded to the dtype before they meet the values, as on a GPU's tensor cores;
     # PyTorch's stay in fp32 here
     rounding = torch.finfo(v.dtype).eps if v.dtype != torch.float32 else 0.0
     assert_within_budget(o, truth[0], plain[0] + rounding * v.abs().max(), f"{backend} o")
@@ -149,7 +149,7 @@ def assert_attention(
     return o, lse
 
 
-@lanes
+@places
 @causal_or_not
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_attention(shape: tuple, causal: bool, backend: str, device: str) -> None:
@@ -157,7 +157,7 @@ def test_attention(shape: tuple, causal: bool, backend: str, device: str) -> Non
     assert_attention(*qkv(shape, device=device), backend, causal=causal)
 
 
-@lanes
+@places
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize(
     "shape", [(1, 21, 50, 2, 3, 24, 40), (1, 1, 1, 1, 3, 24, 40)], ids=["odd", "one"]
@@ -177,7 +177,7 @@ def test_other_groups(group: tuple, dtype: torch.dtype, backend: str, device: st
     assert_attention(*qkv((1, 3, 20, 1, G, D, DV), device=device), backend)
 
 
-@lanes
+@places
 def test_attention_of_extreme_scores(backend: str, device: str) -> None:
     """Scores of thousands, the largest in the first tile for one query and in the last for
     another."""
@@ -189,7 +189,7 @@ def test_attention_of_extreme_scores(backend: str, device: str) -> None:
     assert torch.isfinite(lse).all()
 
 
-@lanes
+@places
 def test_keys_of_the_future_and_past_the_end_do_not_matter(backend: str, device: str) -> None:
     """The same queries, once at the end of a short text and once as the beginning of a longer
     one."""

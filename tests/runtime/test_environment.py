@@ -205,11 +205,12 @@ def code_of(chapter: str) -> str:
     return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
 
 
+# for a kernel
 ASKING = [
     chapter
     for chapter in CHAPTERS
     if re.search("triton|tilelang|lowering|backend", code_of(chapter))
-]  # for a kernel
+]
 
 
 @pytest.fixture(scope="module")

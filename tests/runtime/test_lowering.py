@@ -70,7 +70,7 @@ def test_triton_becomes_ptx(arch: str, dtype: str) -> None:
     assert f".target {arch}" in ptx
     assert "ex2.approx" in ptx
     assert ("mma.sync" in ptx) == (dtype != "float32"), (
-        "fp32 dots are IEEE: no TF32 on the matrix units"
+        "fp32 dots are IEEE: no TF32 on the tensor cores"
     )
     assert "tf32" not in ptx
 

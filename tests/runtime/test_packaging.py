@@ -84,9 +84,8 @@ def test_conda_uses_the_same_constraints() -> None:
 def test_conda_pip_section_resolves(tmp_path: Path) -> None:
     """pip finds one set of versions for it: what is installed here already, when make installed
     it."""
-    requirements = (
-        ROOT / "requirements-of-the-test.txt"
-    )  # beside constraints.txt, where conda's pip runs
+    # beside constraints.txt, where conda's pip runs
+    requirements = ROOT / "requirements-of-the-test.txt"
     requirements.write_text("\n".join(conda_pip_section()) + "\n")
     try:
         command = [
@@ -114,9 +113,8 @@ def test_conda_pip_section_resolves(tmp_path: Path) -> None:
 def make(
     *arguments: str, path: str | None = None, folder: Path = ROOT
 ) -> subprocess.CompletedProcess:
-    variables = {
-        k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))
-    }  # `make test` may run this test
+    # `make test` may run this test
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
     variables |= {"PATH": path} if path is not None else {}
     return subprocess.run(
         [shutil.which("make"), *arguments],

@@ -55,9 +55,8 @@ def test_one_program_per_query_by_hand():
     # each.
     cost = costs.one_program_per_query(6, 3, 5, 7, B=2, HQ=4, H=2)
     assert cost.flops == 2 * (2 * 4 * 6) * 12  # every query head computes
-    assert (
-        cost.bytes_read == 2 * (2 * 3 * 4 * 5) + 2 * (2 * 2 * 6) * 12
-    )  # but the group of 2 loads once
+    # but the group of 2 loads once
+    assert cost.bytes_read == 2 * (2 * 3 * 4 * 5) + 2 * (2 * 2 * 6) * 12
     assert cost.bytes_written == 2 * (2 * 3 * 4 * 7) + 4 * (2 * 3 * 4)
 
 
@@ -90,14 +89,14 @@ def test_native_sparse_attention_by_hand():
         4, 4, 2, 3, block_size=2, top_n=1, window_size=3, length=2, stride=2, HQ=2, H=1
     )
     branch_keys, q, o, rows = 4 + 6 + 9, 4 * 2 * 2, 4 * 2 * 3, 4 * 2
-    assert (
-        cost.flops == 2 * 2 * branch_keys * 5 + 2 * 2 * 4 * 2
-    )  # the branches; the summaries' scores again
+    # the branches; the summaries' scores again
+    assert cost.flops == 2 * 2 * branch_keys * 5 + 2 * 2 * 4 * 2
     summaries_in, branches_in, choice_in = 4 * 5, 3 * q + branch_keys * 5, q + 4 * 2
+    # lse; list
     assert (
         cost.bytes_read
         == 2 * (summaries_in + branches_in + choice_in + 3 * o + 3 * rows) + 4 * rows + 4 * 4
-    )  # lse; list
+    )
     assert cost.bytes_written == 2 * (2 * 5 + 3 * o + o) + 4 * 3 * rows + 4 * 4
 
 

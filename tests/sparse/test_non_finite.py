@@ -15,8 +15,8 @@ from itertools import product
 import pytest
 import torch
 from branches import Shape
-from lanes import lanes_of, skip_unless_runs
-from lanes import product as on_lanes
+from places import places_of, skip_unless_runs
+from places import product as on_places
 from selection import Problem
 from torch import Tensor
 
@@ -25,14 +25,12 @@ from nsa_tutorial.sparse import query_tiles
 from nsa_tutorial.sparse.selected_attention import block_list, query_rows
 
 BACKENDS = ["reference", "tilelang", "triton"]
-lanes = lanes_of(BACKENDS)
+places = places_of(BACKENDS)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 
 N, M = 12, 40  # queries at the positions 28 to 39
-KEY, QUERY = (
-    30,
-    2,
-)  # what is spoiled: for some rows it is listed, for some hidden, for two the future
+# what is spoiled: for some rows it is listed, for some hidden, for two the future
+KEY, QUERY = 30, 2
 NUMBERS = (math.nan, math.inf, -math.inf)
 Operator = Callable[[str, torch.dtype, str], tuple[Callable, list[Tensor], Tensor]]
 
@@ -101,9 +99,8 @@ def summaries(
     backend: str, dtype: torch.dtype, device: str
 ) -> tuple[Callable, list[Tensor], Tensor]:
     """Several tiles of queries; what is spoiled lies in the first."""
-    shape = Shape(
-        N=140, M=140, H=2, G=2, D=16, DV=16, length=2, stride=1
-    )  # the third query sees two of them
+    # the third query sees two of them
+    shape = Shape(N=140, M=140, H=2, G=2, D=16, DV=16, length=2, stride=1)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return ops.compressed_attention(
@@ -150,7 +147,7 @@ QUICK = {
 }
 
 
-@on_lanes("case", CASES, BACKENDS, QUICK)
+@on_places("case", CASES, BACKENDS, QUICK)
 def test_one_rule(
     case: tuple[Operator, str, float], dtype: torch.dtype, backend: str, device: str
 ) -> None:
@@ -192,7 +189,7 @@ def assert_rule(
         assert torch.equal(lse[blind], lse_clean[blind])
 
 
-@lanes
+@places
 def test_all_visible_scores_minus_infinity(backend: str, device: str) -> None:
     """Not a row that saw nothing: 0/0 in the output, the logarithm of 0 beside it. The row without
     a block stays empty."""
@@ -207,7 +204,7 @@ def test_all_visible_scores_minus_infinity(backend: str, device: str) -> None:
     assert (lse == -math.inf).all()
 
 
-@lanes
+@places
 @pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 def test_all_that_a_row_does_not_see(operator: Operator, backend: str, device: str) -> None:
     """NaN in every key and value that is hidden from a row: in its own block, before its window,
@@ -241,9 +238,8 @@ def test_gradients_of_what_is_not_spoiled(operator: Operator, number: float, whe
         return [x.grad[0] for x in inputs]
 
     clean, (d_q, d_k, d_v) = gradients(tensors), gradients(spoil(tensors, where, number))
-    is_spoiled = (
-        torch.arange(d_q.shape[0]) == QUERY if where == "q" else mask[0, :, 0, KEY]
-    )  # [N], in head 0
+    # [N], in head 0
+    is_spoiled = torch.arange(d_q.shape[0]) == QUERY if where == "q" else mask[0, :, 0, KEY]
     seen_by_them = mask[0, is_spoiled, 0].any(0)  # [M]
     assert torch.equal(d_q[~is_spoiled], clean[0][~is_spoiled])
     for d, right in ((d_k, clean[1]), (d_v, clean[2])):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lanes import lanes_of, product, skip_unless_runs
+from places import places_of, product, skip_unless_runs
 from selection import Problem, assert_within_budget
 
 from nsa_tutorial import ops
@@ -14,7 +14,7 @@ from nsa_tutorial.sparse.selected_attention import dense_mask, masked_attention
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 BACKENDS = ("reference", "tilelang", "triton")
-lanes = lanes_of(BACKENDS)
+places = places_of(BACKENDS)
 PROBLEMS = {
     "two KV heads, ragged tail": (Problem(B=2, N=5, M=37), 5),
     "window of one": (Problem(N=5, M=37), 1),
@@ -72,7 +72,7 @@ def test_error_budget(case: tuple, dtype: torch.dtype, backend: str, device: str
     assert_within_budget(lse_window, lse_true, lse_plain, "lse_window")
 
 
-@lanes
+@places
 def test_two_outputs_without_lse(backend: str, device: str) -> None:
     skip_unless_runs(backend, device)
     call = Problem(N=9, M=37).make(device=device)

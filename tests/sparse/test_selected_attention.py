@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lanes import dtypes, lanes_of, product, skip_unless_runs
+from places import dtypes, places_of, product, skip_unless_runs
 from selection import Call, Problem, assert_right
 
 from nsa_tutorial import ops
@@ -20,7 +20,7 @@ from nsa_tutorial.sparse.selected_attention import block_list, dense_mask, forwa
 
 KERNELS = ("tilelang", "triton")
 BACKENDS = ("reference", *KERNELS)
-lanes = lanes_of(BACKENDS)
+places = places_of(BACKENDS)
 
 
 # On the CPU a case costs what it compiles, a TileLang kernel for each H, G, D, DV, BS and dtype,
@@ -100,7 +100,7 @@ def problems(draw: st.DrawFn) -> Problem:
     )  # fmt: skip
 
 
-@lanes
+@places
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(problem=problems())
 def test_any_shape(backend: str, device: str, problem: Problem) -> None:
@@ -120,7 +120,7 @@ def two_blocks(first: float, second: float, device: str, dtype: torch.dtype) -> 
     return call.to(device)
 
 
-@lanes
+@places
 @dtypes
 @pytest.mark.parametrize(
     "scores",
@@ -141,7 +141,7 @@ def test_running_max_runs(
         )
 
 
-@lanes
+@places
 @dtypes
 @pytest.mark.parametrize(
     "ids",
@@ -158,7 +158,7 @@ def test_empty_rows(ids: list[int], backend: str, device: str, dtype: torch.dtyp
     assert torch.equal(lse, torch.full_like(lse, -torch.inf))
 
 
-@lanes
+@places
 def test_int64_ids_do_not_wrap(backend: str, device: str) -> None:
     """2**32 is block 0 to whoever casts to 32 bits without looking."""
     skip_unless_runs(backend, device)
@@ -168,7 +168,7 @@ def test_int64_ids_do_not_wrap(backend: str, device: str) -> None:
     assert lse.max() == -torch.inf
 
 
-@lanes
+@places
 def test_holes_and_order_do_not_matter(backend: str, device: str) -> None:
     skip_unless_runs(backend, device)
     call = Problem(N=9, M=70).make(device=device)
@@ -182,10 +182,9 @@ def test_holes_and_order_do_not_matter(backend: str, device: str) -> None:
     assert torch.allclose(lse, lse_shuffled, atol=1e-6)
 
 
-@lanes
-@pytest.mark.filterwarnings(
-    "ignore:All-NaN slice:RuntimeWarning"
-)  # the interpreter's, on the rows that do see NaN
+@places
+# the interpreter's, on the rows that do see NaN
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 def test_nothing_leaks_from_the_future(backend: str, device: str) -> None:
     """Not even NaN: a weight of zero hides a number, but 0 * NaN is NaN."""
     skip_unless_runs(backend, device)
@@ -198,7 +197,7 @@ def test_nothing_leaks_from_the_future(backend: str, device: str) -> None:
     assert torch.equal(lse[:, :21], lse_after[:, :21])
 
 
-@lanes
+@places
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 def test_nothing_leaks_between_packed_sequences(backend: str, device: str) -> None:
     skip_unless_runs(backend, device)
@@ -210,7 +209,7 @@ def test_nothing_leaks_between_packed_sequences(backend: str, device: str) -> No
     assert torch.equal(o[:, :13], o_after[:, :13])
 
 
-@lanes
+@places
 def test_nothing_is_read_past_the_end(backend: str, device: str) -> None:
     """Keys and values are the front of a longer buffer whose rest is NaN."""
     skip_unless_runs(backend, device)
@@ -224,7 +223,7 @@ def test_nothing_is_read_past_the_end(backend: str, device: str) -> None:
     assert torch.equal(o, o_after)
 
 
-@lanes
+@places
 def test_packed_sequences_are_separate_calls(backend: str, device: str) -> None:
     skip_unless_runs(backend, device)
     bounds = (0, 1, 20, 23)
@@ -237,7 +236,7 @@ def test_packed_sequences_are_separate_calls(backend: str, device: str) -> None:
         assert torch.allclose(lse[:, start:end], lse_part, atol=1e-6)
 
 
-@lanes
+@places
 def test_all_blocks_selected_is_dense_attention(backend: str, device: str) -> None:
     skip_unless_runs(backend, device)
     call = Problem(N=35, M=35).make(device=device)
@@ -248,7 +247,7 @@ def test_all_blocks_selected_is_dense_attention(backend: str, device: str) -> No
     assert torch.allclose(o, dense, atol=2e-6)
 
 
-@lanes
+@places
 def test_non_contiguous_inputs(backend: str, device: str) -> None:
     skip_unless_runs(backend, device)
     call = Problem(B=2, N=9, M=37).make(device=device)
@@ -263,7 +262,7 @@ def test_non_contiguous_inputs(backend: str, device: str) -> None:
     assert torch.equal(lse, lse_strided)
 
 
-@lanes
+@places
 def test_own_block_is_not_counted_twice(backend: str, device: str) -> None:
     """Listing the own block and asking for it is the same as either alone."""
     skip_unless_runs(backend, device)
@@ -276,7 +275,7 @@ def test_own_block_is_not_counted_twice(backend: str, device: str) -> None:
     assert torch.allclose(listed, past_the_count, atol=1e-6)
 
 
-@lanes
+@places
 @pytest.mark.parametrize("N", [0, 3], ids=["no query", "three queries"])
 def test_no_sequence(N: int, backend: str, device: str) -> None:
     skip_unless_runs(backend, device)
@@ -296,7 +295,7 @@ def test_bfloat16_on_the_cpu_is_refused(backend: str) -> None:
         Problem().make(torch.bfloat16).run(backend)
 
 
-@lanes
+@places
 def test_gradients(backend: str, device: str) -> None:
     skip_unless_runs(backend, device)
     call = Problem().make(device=device)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from branches import LargestStorage, Shape, assert_attention, assert_blind_to
-from lanes import lanes_of, product, skip_unless_runs
+from places import places_of, product, skip_unless_runs
 from torch import Tensor
 
 from nsa_tutorial import ops
@@ -86,7 +86,7 @@ QUICK = {
     },
     torch.float16: {"two KV heads, odd window", "packed, one empty"},
 }
-kernel_lanes = lanes_of(["tilelang", "triton"])
+kernel_lanes = places_of(["tilelang", "triton"])
 
 
 @product("shape", KERNEL_SHAPES, ["tilelang", "triton"], QUICK)
@@ -107,7 +107,7 @@ def test_kernels(shape: Shape, dtype: torch.dtype, backend: str, device: str) ->
     assert_attention(o, lse, *inputs, mask)
 
 
-@lanes_of(["reference", "tilelang", "triton"])
+@places_of(["reference", "tilelang", "triton"])
 def test_exactly_w_keys(backend: str, device: str) -> None:
     """Scores of zero: the log-sum-exp counts the keys."""
     skip_unless_runs(backend, device)

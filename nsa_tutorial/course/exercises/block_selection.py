@@ -214,9 +214,8 @@ def block_importance(scores: Tensor, weights: Tensor) -> Tensor:
     """What each block is worth to one query of one group: scores [G, M_c], weights [NB, M_c] ->
     [NB]."""
     lse = scores.logsumexp(1, keepdim=True)  # [G, 1]
-    p = torch.exp(scores - lse).masked_fill(
-        scores == -torch.inf, 0
-    )  # [G, M_c], each head's attention to the summaries
+    # [G, M_c], each head's attention to the summaries
+    p = torch.exp(scores - lse).masked_fill(scores == -torch.inf, 0)
     return weights @ p.sum(0)
 
 
@@ -517,9 +516,8 @@ end. (`num_initial + num_local` is never more than `top_n`.)
 
 def who_learns(o: Tensor, tensors: dict[str, Tensor]) -> list[str]:
     """The names of the tensors in which a small change changes `o`, as far as autograd knows."""
-    gradients = torch.autograd.grad(
-        o.sum(), list(tensors.values()), allow_unused=True
-    )  # None: not connected at all
+    # None: not connected at all
+    gradients = torch.autograd.grad(o.sum(), list(tensors.values()), allow_unused=True)
     return [
         name for name, g in zip(tensors, gradients, strict=True) if g is not None and (g != 0).any()
     ]

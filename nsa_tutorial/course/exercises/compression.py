@@ -113,9 +113,8 @@ queries at positions 0 to 7 see 0, 0, 0, 1, 1, 2, 2, 3.
 def summarise(x: Tensor, length: int, stride: int) -> Tensor:
     """The means of the windows of x [M, D]: [M_c, D]."""
     count = max((len(x) - length) // stride + 1, 0)
-    token = torch.arange(count)[:, None] * stride + torch.arange(
-        length
-    )  # [M_c, length], whose tokens
+    # [M_c, length], whose tokens
+    token = torch.arange(count)[:, None] * stride + torch.arange(length)
     return x[token].mean(1)  # [M_c, length, D] to [M_c, D]
 
 
@@ -136,9 +135,8 @@ def _means(starts: Callable[[int, int, int], range], pad: bool = False) -> Calla
 def _summarise_over(axis: str) -> Callable:
     def wrong(x: Tensor, length: int, stride: int) -> Tensor:
         count = max((len(x) - length) // stride + 1, 0)
-        windows = x[
-            torch.arange(count)[:, None] * stride + torch.arange(length)
-        ]  # [M_c, length, D]
+        # [M_c, length, D]
+        windows = x[torch.arange(count)[:, None] * stride + torch.arange(length)]
         if axis == "width":
             return windows.mean(2)
         if axis == "sum":

@@ -460,14 +460,8 @@ def _nsa_window_always(
 def selects_like_dense(nsa: Callable) -> bool:
     """Whether nsa, with every block listed and only the selection's gate open, is dense causal
     attention."""
-    B, N, H, G, D, block_size = (
-        1,
-        21,
-        2,
-        3,
-        8,
-        4,
-    )  # a ragged last block; several KV heads, several query heads on each
+    # a ragged last block; several KV heads, several query heads on each
+    B, N, H, G, D, block_size = 1, 21, 2, 3, 8, 4
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(B, N, H * G, D, generator=generator)
     k = torch.randn(B, N, H, D, generator=generator)

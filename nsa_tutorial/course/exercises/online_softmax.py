@@ -40,9 +40,8 @@ def softmax_base_two(acc_s: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     scores_max = acc_s.amax(1)  # [G]
     p = torch.exp2((acc_s - scores_max[:, None]) * scale_log2)  # [G, BS]
     total = p.sum(1)  # [G]
-    lse = (scores_max * scale_log2 + torch.log2(total)) * math.log(
-        2
-    )  # [G], log2 units to natural ones
+    # [G], log2 units to natural ones
+    lse = (scores_max * scale_log2 + torch.log2(total)) * math.log(2)
     return p / total[:, None], lse
 
 
@@ -243,19 +242,19 @@ and the **natural** log-sum-exp `[G]` of `acc_s * scale`. Scores may be in the t
 
 def online_step(
     scores_max_prev: Tensor,
-    logsum: Tensor,
+    running_sum: Tensor,
     acc_o: Tensor,
     acc_s: Tensor,
     v: Tensor,
     scale_log2: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The state `(scores_max, logsum, acc_o)` after one more chunk `acc_s`, `v`."""
+    """The state `(scores_max, running_sum, acc_o)` after one more chunk `acc_s`, `v`."""
     scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))  # [G]
     scores_scale = torch.exp2((scores_max_prev - scores_max) * scale_log2)  # [G]
     p = torch.exp2((acc_s - scores_max[:, None]) * scale_log2)  # [G, BS]
-    logsum = logsum * scores_scale + p.sum(1)  # [G]
+    running_sum = running_sum * scores_scale + p.sum(1)  # [G]
     acc_o = acc_o * scores_scale[:, None] + p @ v  # [G, DV]
-    return scores_max, logsum, acc_o
+    return scores_max, running_sum, acc_o
 
 
 State = tuple[Tensor, Tensor, Tensor]
@@ -273,95 +272,107 @@ def _step(
 ) -> State:
     """`online_step` with its mistakes: the chunk's own maximum, and which power of `scores_scale`
     goes on each sum (1 is right)."""
-    scores_max_prev, logsum, acc_o = state
+    scores_max_prev, running_sum, acc_o = state
     own_max = acc_s.amax(1)
     scores_max = own_max if own else torch.maximum(scores_max_prev, own_max)
     scores_scale = torch.exp2((scores_max_prev - scores_max) * scale_log2)
     p = torch.exp2((acc_s - scores_max[:, None]) * scale_log2)
-    logsum = (logsum * scores_scale**logsum_by if logsum_by else logsum) + p.sum(1)
+    running_sum = (running_sum * scores_scale**logsum_by if logsum_by else running_sum) + p.sum(1)
     acc_o = (acc_o * scores_scale[:, None] ** acc_o_by if acc_o_by else acc_o) + p @ v
-    return scores_max, logsum, acc_o
+    return scores_max, running_sum, acc_o
 
 
-def _no_rescale(scores_max_prev, logsum, acc_o, acc_s, v, scale_log2):
-    return _step((scores_max_prev, logsum, acc_o), acc_s, v, scale_log2, logsum_by=0, acc_o_by=0)
+def _no_rescale(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+    return _step(
+        (scores_max_prev, running_sum, acc_o), acc_s, v, scale_log2, logsum_by=0, acc_o_by=0
+    )
 
 
-def _only_logsum(scores_max_prev, logsum, acc_o, acc_s, v, scale_log2):
-    return _step((scores_max_prev, logsum, acc_o), acc_s, v, scale_log2, acc_o_by=0)
+def _only_logsum(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+    return _step((scores_max_prev, running_sum, acc_o), acc_s, v, scale_log2, acc_o_by=0)
 
 
-def _only_acc_o(scores_max_prev, logsum, acc_o, acc_s, v, scale_log2):
-    return _step((scores_max_prev, logsum, acc_o), acc_s, v, scale_log2, logsum_by=0)
+def _only_acc_o(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+    return _step((scores_max_prev, running_sum, acc_o), acc_s, v, scale_log2, logsum_by=0)
 
 
-def _upside_down(scores_max_prev, logsum, acc_o, acc_s, v, scale_log2):
-    return _step((scores_max_prev, logsum, acc_o), acc_s, v, scale_log2, logsum_by=-1, acc_o_by=-1)
+def _upside_down(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+    return _step(
+        (scores_max_prev, running_sum, acc_o), acc_s, v, scale_log2, logsum_by=-1, acc_o_by=-1
+    )
 
 
-def _own_max(scores_max_prev, logsum, acc_o, acc_s, v, scale_log2):
-    return _step((scores_max_prev, logsum, acc_o), acc_s, v, scale_log2, own=True)
+def _own_max(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+    return _step((scores_max_prev, running_sum, acc_o), acc_s, v, scale_log2, own=True)
 
 
-def _natural_exp(scores_max_prev, logsum, acc_o, acc_s, v, scale_log2):
-    return _step((scores_max_prev, logsum, acc_o), acc_s, v, scale_log2 * LOG2_E)
+def _natural_exp(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+    return _step((scores_max_prev, running_sum, acc_o), acc_s, v, scale_log2 * LOG2_E)
 
 
-def _lost(scores_max_prev, logsum, acc_o, acc_s, v, scale_log2):
-    return _step((scores_max_prev, logsum * 0, acc_o * 0), acc_s, v, scale_log2)
+def _lost(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+    return _step((scores_max_prev, running_sum * 0, acc_o * 0), acc_s, v, scale_log2)
 
 
-def _everything_rescaled(scores_max_prev, logsum, acc_o, acc_s, v, scale_log2):
+def _everything_rescaled(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
     scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
     scores_scale = torch.exp2((scores_max_prev - scores_max) * scale_log2)
     p = torch.exp2((acc_s - scores_max[:, None]) * scale_log2)
-    return scores_max, (logsum + p.sum(1)) * scores_scale, (acc_o + p @ v) * scores_scale[:, None]
+    return (
+        scores_max,
+        (running_sum + p.sum(1)) * scores_scale,
+        (acc_o + p @ v) * scores_scale[:, None],
+    )
 
 
-def _divided(scores_max_prev, logsum, acc_o, acc_s, v, scale_log2):
-    scores_max, logsum, acc_o = online_step(scores_max_prev, logsum, acc_o, acc_s, v, scale_log2)
-    return scores_max, logsum, acc_o / logsum[:, None]
+def _divided(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+    scores_max, running_sum, acc_o = online_step(
+        scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2
+    )
+    return scores_max, running_sum, acc_o / running_sum[:, None]
 
 
-def _multiplied_and_divided(scores_max_prev, logsum, acc_o, acc_s, v, scale_log2):
-    return _divided(scores_max_prev, logsum, acc_o * logsum[:, None], acc_s, v, scale_log2)
+def _multiplied_and_divided(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+    return _divided(
+        scores_max_prev, running_sum, acc_o * running_sum[:, None], acc_s, v, scale_log2
+    )
 
 
-def _factor_unscaled(scores_max_prev, logsum, acc_o, acc_s, v, scale_log2):
+def _factor_unscaled(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
     scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
     factor = torch.exp2(scores_max_prev - scores_max)
-    _, scores_sum, summed = _step((scores_max, logsum * 0, acc_o * 0), acc_s, v, scale_log2)
-    return scores_max, logsum * factor + scores_sum, acc_o * factor[:, None] + summed
+    _, scores_sum, summed = _step((scores_max, running_sum * 0, acc_o * 0), acc_s, v, scale_log2)
+    return scores_max, running_sum * factor + scores_sum, acc_o * factor[:, None] + summed
 
 
-def _max_unscaled(scores_max_prev, logsum, acc_o, acc_s, v, scale_log2):
+def _max_unscaled(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
     scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
     factor, p = (
         torch.exp2(scores_max_prev - scores_max),
         torch.exp2(acc_s * scale_log2 - scores_max[:, None]),
     )
-    return scores_max, logsum * factor + p.sum(1), acc_o * factor[:, None] + p @ v
+    return scores_max, running_sum * factor + p.sum(1), acc_o * factor[:, None] + p @ v
 
 
-def _powers_unscaled(scores_max_prev, logsum, acc_o, acc_s, v, scale_log2):
+def _powers_unscaled(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
     scores_max, scores_scale, _ = guarded_step(scores_max_prev, acc_s, scale_log2)
     p = torch.exp2(acc_s - scores_max[:, None])
-    return scores_max, logsum * scores_scale + p.sum(1), acc_o * scores_scale[:, None] + p @ v
+    return scores_max, running_sum * scores_scale + p.sum(1), acc_o * scores_scale[:, None] + p @ v
 
 
-def _powers_from_old_max(scores_max_prev, logsum, acc_o, acc_s, v, scale_log2):
+def _powers_from_old_max(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
     scores_max, scores_scale, _ = guarded_step(scores_max_prev, acc_s, scale_log2)
     p = torch.exp2((acc_s - scores_max_prev[:, None]) * scale_log2)
-    return scores_max, logsum * scores_scale + p.sum(1), acc_o * scores_scale[:, None] + p @ v
+    return scores_max, running_sum * scores_scale + p.sum(1), acc_o * scores_scale[:, None] + p @ v
 
 
-def _chunk_max_for_all_rows(scores_max_prev, logsum, acc_o, acc_s, v, scale_log2):
+def _chunk_max_for_all_rows(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
     level = torch.maximum(scores_max_prev, acc_s.max())
     scores_scale, p = (
         torch.exp2((scores_max_prev - level) * scale_log2),
         torch.exp2((acc_s - level[:, None]) * scale_log2),
     )
-    return level, logsum * scores_scale + p.sum(1), acc_o * scores_scale[:, None] + p @ v
+    return level, running_sum * scores_scale + p.sum(1), acc_o * scores_scale[:, None] + p @ v
 
 
 def _after(seed: int, G: int, DV: int, top: list[float]) -> tuple[Tensor, Tensor, Tensor]:
@@ -383,12 +394,12 @@ ONLINE_STEP = Exercise(
     statement=r"""
 Take one chunk of keys into the state: the heart of every kernel in this course.
 
-- `scores_max_prev` `[G]`, `logsum` `[G]`, `acc_o` `[G, DV]`: the state so far (`-inf`, `0`, `0`
-  before the first chunk); the maximum is unscaled, like the scores.
+- `scores_max_prev` `[G]`, `running_sum` `[G]`, `acc_o` `[G, DV]`: the state so far (`-inf`, `0`,
+  `0` before the first chunk); the maximum is unscaled, like the scores.
 - `acc_s` `[G, BS]`: this chunk's unscaled scores, all finite. `v` `[BS, DV]`: its values.
 - `scale_log2`: the scale, times $\log_2 e$.
 
-Return the new `(scores_max, logsum, acc_o)`. Nothing is divided yet.
+Return the new `(scores_max, running_sum, acc_o)`. Nothing is divided yet.
 """,
     minutes=8,
     difficulty=2,
@@ -445,13 +456,15 @@ Return the new `(scores_max, logsum, acc_o)`. Nothing is divided yet.
         Misconception(
             "rescaling the denominator but not the accumulator",
             _only_logsum,
-            "logsum and acc_o are the same sum, without the values and with them. What rescales "
+            "running_sum and acc_o are the same sum, without the values and with them. What "
+            "rescales "
             "one must rescale the other.",
         ),
         Misconception(
             "rescaling the accumulator but not the denominator",
             _only_acc_o,
-            "logsum and acc_o are the same sum, without the values and with them. What rescales "
+            "running_sum and acc_o are the same sum, without the values and with them. What "
+            "rescales "
             "one must rescale the other.",
         ),
         Misconception(
@@ -776,14 +789,11 @@ def merge_partials(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[
     """The result over both sets of keys from the results over each."""
     lse_max = torch.maximum(lse1, lse2)  # [N]
     shift = torch.where(lse_max == -torch.inf, 0.0, lse_max)
-    w1, w2 = (
-        torch.exp(lse1 - shift),
-        torch.exp(lse2 - shift),
-    )  # [N], shares of the denominator, up to a common factor
+    # [N], shares of the denominator, up to a common factor
+    w1, w2 = torch.exp(lse1 - shift), torch.exp(lse2 - shift)
     total = w1 + w2
-    o = (o1 * w1[:, None] + o2 * w2[:, None]) / torch.where(total == 0, 1.0, total)[
-        :, None
-    ]  # [N, DV]
+    # [N, DV]
+    o = (o1 * w1[:, None] + o2 * w2[:, None]) / torch.where(total == 0, 1.0, total)[:, None]
     return o, shift + torch.log(total)
 
 

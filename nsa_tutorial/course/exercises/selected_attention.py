@@ -535,7 +535,7 @@ def _attend(change: str) -> Callable:
                 o[n, group] = torch.stack([part for part, _ in parts]).mean(0)
                 lse[n, group] = torch.logsumexp(torch.stack([part for _, part in parts]), 0)
             if change == "0/0":
-                o[n, group] = state.acc_o / state.logsum[:, None]
+                o[n, group] = state.acc_o / state.running_sum[:, None]
         return o, lse
 
     return wrong
@@ -615,7 +615,8 @@ What remains is which rows of `q` belong together, and how much each query may s
         Misconception(
             "dividing by the sum of nothing",
             _attend("0/0"),
-            "A row that saw no key has logsum 0 and acc_o 0. What is its output to be? `finish` "
+            "A row that saw no key has running_sum 0 and acc_o 0. What is its output to be? "
+            "`finish` "
             "knows.",
         ),
         Misconception(

@@ -332,57 +332,57 @@ last block may reach past the end; what is not there was loaded as zeros. Return
 # -- normalise --
 
 
-def normalise(acc_o: object, logsum: object, G: int, BV: int) -> None:
-    """Divide each row of acc_o [G, BV] by its sum of weights logsum [G]; a row without weights
+def normalise(acc_o: object, running_sum: object, G: int, BV: int) -> None:
+    """Divide each row of acc_o [G, BV] by its sum of weights running_sum [G]; a row without weights
     becomes 0."""
     for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = T.if_then_else(logsum[i] == 0, 0, acc_o[i, j] / logsum[i])
+        acc_o[i, j] = T.if_then_else(running_sum[i] == 0, 0, acc_o[i, j] / running_sum[i])
 
 
-def _divide_always(acc_o: object, logsum: object, G: int, BV: int) -> None:
+def _divide_always(acc_o: object, running_sum: object, G: int, BV: int) -> None:
     for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = acc_o[i, j] / logsum[i]
+        acc_o[i, j] = acc_o[i, j] / running_sum[i]
 
 
-def _divide_by_one_more(acc_o: object, logsum: object, G: int, BV: int) -> None:
+def _divide_by_one_more(acc_o: object, running_sum: object, G: int, BV: int) -> None:
     for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = acc_o[i, j] / (logsum[i] + 1.0)
+        acc_o[i, j] = acc_o[i, j] / (running_sum[i] + 1.0)
 
 
-def _divide_with_epsilon(acc_o: object, logsum: object, G: int, BV: int) -> None:
+def _divide_with_epsilon(acc_o: object, running_sum: object, G: int, BV: int) -> None:
     for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = acc_o[i, j] / (logsum[i] + 1e-3)
+        acc_o[i, j] = acc_o[i, j] / (running_sum[i] + 1e-3)
 
 
-def _above_zero(acc_o: object, logsum: object, G: int, BV: int) -> None:
+def _above_zero(acc_o: object, running_sum: object, G: int, BV: int) -> None:
     for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = T.if_then_else(logsum[i] > 0, acc_o[i, j] / logsum[i], 0)
+        acc_o[i, j] = T.if_then_else(running_sum[i] > 0, acc_o[i, j] / running_sum[i], 0)
 
 
-def _more_than_one(acc_o: object, logsum: object, G: int, BV: int) -> None:
+def _more_than_one(acc_o: object, running_sum: object, G: int, BV: int) -> None:
     for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = T.if_then_else(logsum[i] > 1, acc_o[i, j] / logsum[i], 0)
+        acc_o[i, j] = T.if_then_else(running_sum[i] > 1, acc_o[i, j] / running_sum[i], 0)
 
 
-def _first_head(acc_o: object, logsum: object, G: int, BV: int) -> None:
+def _first_head(acc_o: object, running_sum: object, G: int, BV: int) -> None:
     for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = T.if_then_else(logsum[0] == 0, 0, acc_o[i, j] / logsum[0])
+        acc_o[i, j] = T.if_then_else(running_sum[0] == 0, 0, acc_o[i, j] / running_sum[0])
 
 
-def _not_divided(acc_o: object, logsum: object, G: int, BV: int) -> None:
+def _not_divided(acc_o: object, running_sum: object, G: int, BV: int) -> None:
     for i, j in T.Parallel(G, BV):
         acc_o[i, j] = acc_o[i, j] * 1.0
 
 
-def _guard_the_product(acc_o: object, logsum: object, G: int, BV: int) -> None:
+def _guard_the_product(acc_o: object, running_sum: object, G: int, BV: int) -> None:
     for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = acc_o[i, j] * T.if_then_else(logsum[i] > 0, logsum[i], 0)
+        acc_o[i, j] = acc_o[i, j] * T.if_then_else(running_sum[i] > 0, running_sum[i], 0)
 
 
 _NORMALISE = Exercise(
     name="normalise",
     statement=f"""
-**The empty row.** After the loop, `acc_o` `[G, BV]` is the weighted sum of values and `logsum`
+**The empty row.** After the loop, `acc_o` `[G, BV]` is the weighted sum of values and `running_sum`
 `[G]` the sum of the weights, both fragments. A query whose slots are all empty has 0 in both, and
 its output is to be exactly 0. A query that sees a NaN has NaN in both, and its output is to stay
 NaN. Write the body of the macro: divide in place, over `for i, j in T.Parallel(G, BV)`. A choice
@@ -429,7 +429,7 @@ between two numbers is `T.if_then_else(condition, a, b)`.
         Misconception(
             "not dividing",
             _not_divided,
-            "The weights of a row are to add up to 1. So far they add up to logsum.",
+            "The weights of a row are to add up to 1. So far they add up to running_sum.",
         ),
         Misconception(
             "multiplying by the sum",

@@ -72,7 +72,7 @@ is stored, and -1 for a row that the mask keeps from being stored.
         Misconception(
             "no padding",
             _stored(0, "never"),
-            "A matrix unit multiplies tiles, not rows. How many rows does `m16n8k16` take?",
+            "A tensor core multiplies tiles, not rows. How many rows does `m16n8k16` take?",
         ),
         Misconception(
             "a power of two, but fewer than 16 rows",

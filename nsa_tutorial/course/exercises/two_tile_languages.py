@@ -136,9 +136,8 @@ def masked_reduction(memory: Tensor, N: int, program: int, BN: int) -> tuple[Ten
     elements of memory."""
     columns = program * BN + torch.arange(BN)  # [BN]
     in_bounds = columns < N
-    x_tile = memory[
-        torch.where(in_bounds, columns, 0)
-    ]  # [BN], one address that exists for every masked lane
+    # [BN], one address that exists for every masked lane
+    x_tile = memory[torch.where(in_bounds, columns, 0)]
     return torch.where(in_bounds, x_tile, 0.0).sum(), torch.where(
         in_bounds, x_tile, -torch.inf
     ).max()
@@ -234,9 +233,8 @@ def padded_variance(x: Tensor) -> tuple[int, Tensor]:
     in_bounds = columns < N
     x_tile = torch.cat([x, x.new_zeros(BN - N)])  # [BN], what a masked load gives
     mean = x_tile.sum() / N
-    deviation = torch.where(
-        in_bounds, x_tile - mean, 0.0
-    )  # [BN], padding is no longer 0 once the mean is taken off
+    # [BN], padding is no longer 0 once the mean is taken off
+    deviation = torch.where(in_bounds, x_tile - mean, 0.0)
     return BN, (deviation**2).sum() / N
 
 
@@ -331,7 +329,7 @@ def tiled_statistics(x: Tensor, BN: int) -> tuple[Tensor, Tensor]:
     """The largest of each row of x [R, N] and the sum of exp(x - largest), BN columns at a time."""
     R, N = x.shape
     scores_max = torch.full((R,), -torch.inf)
-    logsum = torch.zeros(R)
+    running_sum = torch.zeros(R)
     for start in range(0, N, BN):
         columns = start + torch.arange(BN)  # [BN]
         x_tile = x[:, columns.clamp(max=N - 1)]  # [R, BN]
@@ -339,8 +337,10 @@ def tiled_statistics(x: Tensor, BN: int) -> tuple[Tensor, Tensor]:
         scores_max_prev = scores_max
         scores_max = torch.maximum(scores_max_prev, x_tile.amax(1))
         scores_scale = torch.exp2((scores_max_prev - scores_max) * LOG2_E)
-        logsum = logsum * scores_scale + torch.exp2((x_tile - scores_max[:, None]) * LOG2_E).sum(1)
-    return scores_max, logsum
+        running_sum = running_sum * scores_scale + torch.exp2(
+            (x_tile - scores_max[:, None]) * LOG2_E
+        ).sum(1)
+    return scores_max, running_sum
 
 
 def _statistics(change: str) -> Callable:
@@ -348,7 +348,7 @@ def _statistics(change: str) -> Callable:
         R, N = x.shape
         factor = 1.0 if change == "base" else LOG2_E
         scores_max = torch.full((R,), 0.0 if change == "start" else -torch.inf)
-        logsum = torch.zeros(R)
+        running_sum = torch.zeros(R)
         for start in range(0, N, BN):
             columns = start + torch.arange(BN)
             x_tile = x[:, columns.clamp(max=N - 1)]
@@ -364,10 +364,12 @@ def _statistics(change: str) -> Callable:
             scale = torch.exp2((scores_max_prev - scores_max) * factor)
             if change == "no rescale":
                 scale = torch.ones_like(scale)
-            logsum = logsum * scale + torch.exp2((x_tile - scores_max[:, None]) * factor).sum(1)
+            running_sum = running_sum * scale + torch.exp2(
+                (x_tile - scores_max[:, None]) * factor
+            ).sum(1)
             if change == "first":
                 break
-        return scores_max, logsum
+        return scores_max, running_sum
 
     return wrong
 
@@ -377,10 +379,10 @@ _STATISTICS = Exercise(
     statement="""
 The chapter's softmax holds a whole row in one tile. For a row that is too long for that, walk over
 it with chapter 03's step: `x` `[R, N]` in tiles of `BN` columns, all `R` rows at once. Return
-`(scores_max, logsum)`, both `[R]`: the largest of each row, and the sum of `exp(x - scores_max)`.
-Powers are `exp2((… - …) * LOG2_E)`, subtract first. Every tile has `BN` lanes; those past the end
-of the row must not count. One pass: each tile is loaded once. (`LOG2_E` is in
-`nsa_tutorial.exact.online_softmax`.)
+`(scores_max, running_sum)`, both `[R]`: the largest of each row, and the sum of
+`exp(x - scores_max)`. Powers are `exp2((… - …) * LOG2_E)`, subtract first. Every tile has `BN`
+lanes; those past the end of the row must not count. One pass: each tile is loaded once. (`LOG2_E`
+is in `nsa_tutorial.exact.online_softmax`.)
 """,
     minutes=7,
     difficulty=2,
@@ -470,9 +472,8 @@ def row_sums(language: str) -> object:
             start = block * BR
             T.clear(acc)
             for step in T.serial(T.ceildiv(N, BN)):
-                T.copy(
-                    X[start : start + BR, step * BN : step * BN + BN], x_tile
-                )  # zeros past R and N
+                # zeros past R and N
+                T.copy(X[start : start + BR, step * BN : step * BN + BN], x_tile)
                 T.reduce_sum(x_tile, acc, dim=1, clear=False)
             T.copy(acc, Y[start : start + BR])
 

@@ -210,9 +210,8 @@ def recall(ids: Tensor, truth: Tensor) -> float:
 def blocks_loaded(ids: Tensor, since: int | None = None) -> Tensor:
     """How many different blocks the heads of a group load, `[H]`, averaged over the queries of
     `captured`."""
-    together = (
-        listed(ids)[:, _after(ids, since)].unflatten(0, (-1, real()[0].G)).any(1)
-    )  # [H, queries, NB]
+    # [H, queries, NB]
+    together = listed(ids)[:, _after(ids, since)].unflatten(0, (-1, real()[0].G)).any(1)
     return together.sum(-1).double().mean(-1)
 
 
@@ -220,9 +219,8 @@ def blocks_loaded(ids: Tensor, since: int | None = None) -> Tensor:
 def _dense() -> Tensor:
     stored, (_, N, NB) = real()[0], real()[1].shape
     every = torch.arange(NB).expand(1, N, stored.k.shape[2], NB)
-    return ops.selected_attention(stored.q, stored.k, stored.v, every, block_size=BS)[
-        0
-    ]  # [N, HQ, DV]
+    # [N, HQ, DV]
+    return ops.selected_attention(stored.q, stored.k, stored.v, every, block_size=BS)[0]
 
 
 def output_error(ids: Tensor) -> float:
@@ -438,9 +436,8 @@ def draw_choice(
     importance = scores("summaries", length, stride)[:, kv_head]
     importance = (importance / importance.sum(-1, keepdim=True).clamp(min=1e-30)).numpy()
     figure, axes = new_figure(8.0, 4.3, columns=3)
-    figure.set_layout_engine(
-        None
-    )  # fixed places: nothing jumps under the controls, and it is faster
+    # fixed places: nothing jumps under the controls, and it is faster
+    figure.set_layout_engine(None)
     figure.subplots_adjust(left=0.075, right=0.985, top=0.84, bottom=0.19, wspace=0.09)
     panels = (
         ("importance, from summaries", _heat(importance, "compressed")),

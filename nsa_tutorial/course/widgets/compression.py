@@ -275,9 +275,8 @@ def draw_mean_and_mass(
     found = correlation(mean, mass, visible).tolist()
     mean, mass, late = centred(mean, visible), centred(mass, visible), visible.clone()
     late[:FIRST] = False
-    shown = torch.stack(
-        [z[list(chosen)][:, late] for z in (mean, mass)]
-    )  # [2, chosen heads, points]
+    # [2, chosen heads, points]
+    shown = torch.stack([z[list(chosen)][:, late] for z in (mean, mass)])
     low, high = float(shown.min()) - 0.5, float(shown.max()) + 0.5
     figure, axes = new_figure(8.0, 3.4, columns=len(chosen))
     for axis, head, (x, y) in zip(axes[0], chosen, shown.unbind(1), strict=True):
@@ -345,9 +344,8 @@ def turn_per_token(D: int) -> Tensor:
 def turn_back(length: int, D: int) -> Tensor:
     """The `"linear"` weight `[length * D, D]` that turns a window's tokens back to its middle, and
     then takes their mean."""
-    angle = -(torch.arange(length) - (length - 1) / 2)[:, None] * turn_per_token(
-        D
-    )  # [length, D / 2]
+    # [length, D / 2]
+    angle = -(torch.arange(length) - (length - 1) / 2)[:, None] * turn_per_token(D)
     pair, half = torch.arange(D // 2), D // 2
     weight = torch.zeros(length, D, D)  # [token, from, to]
     weight[:, pair, pair] = weight[:, pair + half, pair + half] = angle.cos()

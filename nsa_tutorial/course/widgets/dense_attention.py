@@ -94,9 +94,8 @@ def draw_lookup(query: int = 4, scale: float = 0.5, causal: bool = True) -> Pict
     found = look_up(query, scale, causal)
     hidden = ~torch.isfinite(found.scores)
     figure, axes = new_figure(9.2, 3.5, columns=3, width_ratios=[1.15, 1.3, 0.75])
-    figure.set_layout_engine(
-        None
-    )  # fixed margins: faster, and nothing jumps when the query changes
+    # fixed margins: faster, and nothing jumps when the query changes
+    figure.set_layout_engine(None)
     figure.subplots_adjust(left=0.08, right=0.975, top=0.82, bottom=0.14, wspace=0.17)
     scores, weights, output = axes[0]
 

@@ -39,12 +39,8 @@ from nsa_tutorial.runtime.costs import Cost
 MAX_N = 512
 SYNTHETIC, REAL = "sink + diagonal + random copies", "trained heads"
 POWERS = (4, 8, 16, 32, 64, 128)
-BRANCHES = (
-    "compressed",
-    "window",
-    "selected",
-    "own block",
-)  # in the order of drawing: later ones cover earlier ones
+# in the order of drawing: later ones cover earlier ones
+BRANCHES = "compressed", "window", "selected", "own block"
 SHOWN = {
     "all branches": BRANCHES,
     "compressed": ("compressed",),
@@ -109,17 +105,15 @@ def synthetic_logits(group: int, G: int = 4) -> np.ndarray:
     """
     random = np.random.default_rng(group)
     t, key = np.arange(MAX_N)[:, None], np.arange(MAX_N)[None, :]
-    logits = 0.5 * random.normal(size=(G, MAX_N, MAX_N)) + random.normal(
-        size=(1, 1, MAX_N)
-    )  # some keys please every query
+    # some keys please every query
+    logits = 0.5 * random.normal(size=(G, MAX_N, MAX_N)) + random.normal(size=(1, 1, MAX_N))
     logits += 6.0 * (key < 4) + 5.0 * np.exp(-np.abs(t - key) / 8)
     starts = np.sort(random.integers(MAX_N // 10, MAX_N - 48, size=7))
     for start in starts:
         length, distance = random.integers(32, 80), random.integers(40, 350)
         copied = (t >= start) & (t < start + length) & (start >= distance)
-        near = np.exp(
-            -np.abs(t - distance - key) / 6
-        )  # a little to each side, as trained heads look
+        # a little to each side, as trained heads look
+        near = np.exp(-np.abs(t - distance - key) / 6)
         logits += random.uniform(6, 10, size=(G, 1, 1)) * copied * near
     logits.setflags(write=False)
     return logits
@@ -133,10 +127,8 @@ def source(data: str, N: int, group: int) -> Source:
     else:
         heads = _heads()
         mine = slice(group * heads.G, (group + 1) * heads.G)
-        q, k = (
-            heads.q[0, :N, mine].double().numpy(),
-            heads.k[0, :N, group].double().numpy(),
-        )  # [N, G, D], [N, D]
+        # [N, G, D], [N, D]
+        q, k = heads.q[0, :N, mine].double().numpy(), heads.k[0, :N, group].double().numpy()
         found = Source(
             np.einsum("igd,jd->gij", q, k) * k.shape[1] ** -0.5,
             k.shape[1],
@@ -247,9 +239,8 @@ def importance(settings: Settings, logits: np.ndarray) -> np.ndarray:
     scores = sum(pieces[..., offset : offset + M_c] for offset in range(per_summary)) / length
     scores = np.where(visible, scores, -np.inf)  # [G, N, M_c]
     largest = scores.max(-1, keepdims=True)
-    weights = np.exp(
-        scores - np.where(np.isfinite(largest), largest, 0)
-    )  # all 0 where no summary is visible
+    # all 0 where no summary is visible
+    weights = np.exp(scores - np.where(np.isfinite(largest), largest, 0))
     weights = (weights / np.maximum(weights.sum(-1, keepdims=True), 1e-30)).sum(0)  # [N, M_c]
 
     total = np.zeros((settings.NB, N))
@@ -305,9 +296,10 @@ def branch_masks(settings: Settings, scores: np.ndarray) -> dict[str, np.ndarray
         summary, not one by one.
     """
     t, key = np.arange(settings.N)[:, None], np.arange(settings.N)[None, :]
+    # [N, N]
     listed = choose_blocks(settings, scores)[:, np.arange(settings.N) // settings.block_size] & (
         key <= t
-    )  # [N, N]
+    )
     own = key // settings.block_size == t // settings.block_size
     ended = summary_visible(settings).sum(-1, keepdims=True)  # [N, 1]
     # the visible summaries are the first ones, and they leave no gap: stride <= length
@@ -715,9 +707,8 @@ def table(
     items = [item for item in found.items if item.branch in branches]
     blocks = [item for item in items if item.block is not None]
     others = [item for item in items if item.block is None]
-    kept = (
-        len(blocks) if len(items) <= ROOM else ROOM - 2 - len(others)
-    )  # the last block keeps its line, too
+    # the last block keeps its line, too
+    kept = len(blocks) if len(items) <= ROOM else ROOM - 2 - len(others)
     lines = [("", ("id", "why", "tokens", "keys", "bytes", "FLOP"))]
     for item in blocks[:kept]:
         lines.append((item.branch, (str(item.block), item.why, *_cells([item]))))

@@ -33,12 +33,8 @@ COLOURS = (PALETTE["compressed"], PALETTE["selected"], PALETTE["window"])
 BLOCK_SIZE, LENGTH, STRIDE = 16, 16, 8
 SUMMARIES = {"length": LENGTH, "stride": STRIDE}
 TOP_N, WINDOW = (3, 4, 6, 8, 12, 16, 32), (8, 16, 32, 64, 128, 256, 512)
-MODEL = {
-    "D": 192,
-    "DV": 128,
-    "HQ": 64,
-    "H": 4,
-}  # section 4.1; the branches' settings there are the defaults of `costs`
+# section 4.1; the branches' settings there are the defaults of `costs`
+MODEL = {"D": 192, "DV": 128, "HQ": 64, "H": 4}
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
 FAR, QUERY = 14, 500  # layer 3 head 6, and a query of it that looks far back
 LOCAL_HEADS, FAR_HEADS = slice(0, 12), slice(12, 16)  # of layers 0 and 2; of layer 3
@@ -159,9 +155,8 @@ def fit_gates(outputs: Tensor, dense: Tensor, *, bounded: bool = True) -> Tensor
     gates = torch.zeros(len(A), 3, dtype=torch.float64)
     for state in product((0.0, 1.0, None), repeat=3):  # each gate at a bound, or free
         free = [i for i in range(3) if state[i] is None]
-        tried = torch.tensor([x or 0.0 for x in state], dtype=torch.float64).repeat(
-            len(A), 1
-        )  # [HQ, 3]
+        # [HQ, 3]
+        tried = torch.tensor([x or 0.0 for x in state], dtype=torch.float64).repeat(len(A), 1)
         if free:
             rest = mixed - (gram @ tried[..., None])[..., 0]
             tried[:, free] = torch.linalg.solve(gram[:, free][:, :, free], rest[:, free])
@@ -252,9 +247,8 @@ def weights_by_branch(head: int, top_n: int = 4, window: int = 64) -> np.ndarray
     q, k = found.q[0, :, head].double(), found.k[0, :, kv_head].double()
     scores = q @ k.T * k.shape[1] ** -0.5
     causal, key = causal_mask(N, N), torch.arange(N)
-    lists = torch.zeros(
-        N, N // BLOCK_SIZE + 1, dtype=torch.bool
-    )  # one column more for the empty slots
+    # one column more for the empty slots
+    lists = torch.zeros(N, N // BLOCK_SIZE + 1, dtype=torch.bool)
     lists.scatter_(1, v.ids[0, :, kv_head].long() % lists.shape[1], True)
     masks = [
         lists[:, :-1].repeat_interleave(BLOCK_SIZE, 1) & causal,

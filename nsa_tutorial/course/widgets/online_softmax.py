@@ -63,22 +63,22 @@ class Moment:
     Attributes:
         scores_max: what the exponents are measured from; 0 where nothing is subtracted.
         scores_scale: the factor put on what was there before.
-        parts: what each chunk read so far contributes to `logsum`, in the chunks' order.
-        logsum, acc_o: denominator and numerator so far.
+        parts: what each chunk read so far contributes to `running_sum`, in the chunks' order.
+        running_sum, acc_o: denominator and numerator so far.
         exact: the true output over the keys read so far, from fp64.
     """
 
     scores_max: float
     scores_scale: float
     parts: tuple[float, ...]
-    logsum: float
+    running_sum: float
     acc_o: float
     exact: float
 
     @property
     def o(self) -> float:
         """The output over the keys read so far, as far as fp32 still knows it."""
-        return (torch.tensor(self.acc_o) / torch.tensor(self.logsum)).item()
+        return (torch.tensor(self.acc_o) / torch.tensor(self.running_sum)).item()
 
 
 def row(lift: int = 0) -> Tensor:
@@ -111,7 +111,7 @@ def walk(scores: Tensor, v: Tensor, reference: str = "running max") -> list[Mome
         One `Moment` per chunk.
     """
     moments: list[Moment] = []
-    scores_max, logsum, acc_o = torch.tensor(-torch.inf), torch.tensor(0.0), torch.tensor(0.0)
+    scores_max, running_sum, acc_o = torch.tensor(-torch.inf), torch.tensor(0.0), torch.tensor(0.0)
     parts = torch.zeros(0)
     for first in range(0, len(scores), CHUNK):
         acc_s, values = scores[first : first + CHUNK], v[first : first + CHUNK]
@@ -121,13 +121,12 @@ def walk(scores: Tensor, v: Tensor, reference: str = "running max") -> list[Mome
             "chunk's own max": acc_s.max(),
             "no max": torch.tensor(0.0),
         }[reference]
-        unmoved = (
-            reference == "no max"
-        )  # its reference is 0 from the start, and nothing is ever rescaled
+        # its reference is 0 from the start, and nothing is ever rescaled
+        unmoved = reference == "no max"
         scores_scale = torch.tensor(1.0) if unmoved else torch.exp2(scores_max_prev - scores_max)
         acc_s = torch.exp2(acc_s - scores_max)
         parts = torch.cat([parts * scores_scale, acc_s.sum()[None]])
-        logsum = logsum * scores_scale + acc_s.sum()
+        running_sum = running_sum * scores_scale + acc_s.sum()
         acc_o = acc_o * scores_scale + acc_s @ values
         seen = slice(0, first + CHUNK)
         exact = torch.softmax(scores[seen].double() * math.log(2), 0) @ v[seen].double()
@@ -136,7 +135,7 @@ def walk(scores: Tensor, v: Tensor, reference: str = "running max") -> list[Mome
                 scores_max.item(),
                 scores_scale.item(),
                 tuple(parts.tolist()),
-                logsum.item(),
+                running_sum.item(),
                 acc_o.item(),
                 exact.item(),
             )
@@ -179,7 +178,8 @@ def sentence(step: int, reference: str = "running max", lift: int = 0) -> str:
             f"scores_max {number(moment.scores_max)}, scores_scale {number(moment.scores_scale)}, "
         )
     told += (
-        f"logsum {number(moment.logsum)}, acc_o {number(moment.acc_o)}, so o = {number(moment.o)}"
+        f"running_sum {number(moment.running_sum)}, acc_o {number(moment.acc_o)}, so o = "
+        f"{number(moment.o)}"
     )
     told = f"After chunk {step} of {CHUNKS}: {told}"
     if _right(moment):
@@ -198,7 +198,7 @@ def finding(moments: list[Moment], reference: str) -> str:
             "chunk's own max": "Measured from each chunk's own max",
             "no max": "With no max subtracted",
         }[reference]
-        lost = "acc_o" if math.isfinite(last.logsum) else "logsum"
+        lost = "acc_o" if math.isfinite(last.running_sum) else "running_sum"
         return (
             f"{where}, {after} {lost} is {number(getattr(last, lost))} in fp32, and o is "
             f"{number(last.o)}"
@@ -214,17 +214,17 @@ def finding(moments: list[Moment], reference: str) -> str:
         told = "While the maximum stays, the old sum stays"
     else:
         told = "Each time the maximum rises, the old sum shrinks"
-    return f"{told}: {after}, logsum is {number(last.logsum)}"
+    return f"{told}: {after}, running_sum is {number(last.running_sum)}"
 
 
 def draw_stream(step: int = CHUNKS, reference: str = "running max", lift: int = 0) -> Picture:
     """The row after `step` chunks: scores and what they are measured from above, the denominator
     after each chunk below.
 
-    Blue was read before, orange is the chunk just read, grey is still to come. A bar of `logsum` is
-    cut into what each chunk contributes to it now. One that would leave the axis, marked by an
-    arrow, is drawn at full height and cut in the right shares; one that is not finite is an empty
-    frame.
+    Blue was read before, orange is the chunk just read, grey is still to come. A bar of
+    `running_sum` is cut into what each chunk contributes to it now. One that would leave the axis,
+    marked by an arrow, is drawn at full height and cut in the right shares; one that is not finite
+    is an empty frame.
     """
     scores, moments = row(lift), walk(row(lift), positions(), reference)[:step]
     figure, axes = new_figure(8.0, 4.9, rows=2, height_ratios=(1, 1.1))
@@ -232,12 +232,11 @@ def draw_stream(step: int = CHUNKS, reference: str = "running max", lift: int = 
     figure.subplots_adjust(left=0.08, right=0.985, top=0.91, bottom=0.225, hspace=0.45)
     top, bottom = axes[:, 0]
     _draw_scores(top, scores, moments, reference)
-    _draw_logsum(bottom, moments, max(m.logsum for m in walk(row(lift), positions())))
+    _draw_logsum(bottom, moments, max(m.running_sum for m in walk(row(lift), positions())))
     for axis in (top, bottom):
         axis.set_xlim(-0.7, len(SCORES) - 0.3)
-        axis.yaxis.set_major_locator(
-            MaxNLocator(3, integer=True)
-        )  # the numbers stand at the bars; every tick costs time
+        # the numbers stand at the bars; every tick costs time
+        axis.yaxis.set_major_locator(MaxNLocator(3, integer=True))
     handles = [
         Patch(color=PALETTE["key"], label="read before (below: one piece per chunk)"),
         Patch(color=PALETTE["query"], label="just read"),
@@ -278,14 +277,12 @@ def _draw_scores(axis: Axes, scores: Tensor, moments: list[Moment], reference: s
         [c for c in chunk_colours for _ in range(CHUNK)],
     )
     height = scores.max().item() * 1.25 + 1
-    for key, score in enumerate(
-        scores.tolist()
-    ):  # a bar of 2 beside one of 130 is a pixel high: write it down
+    # a bar of 2 beside one of 130 is a pixel high: write it down
+    for key, score in enumerate(scores.tolist()):
         line = moments[key // CHUNK].scores_max if key // CHUNK < step else 0.0
         y, side = score + 0.02 * height, "bottom"
-        if (
-            score < line < score + 0.1 * height
-        ):  # keep out of the line: into the bar, or above the line where the bar is low
+        # keep out of the line: into the bar, or above the line where the bar is low
+        if score < line < score + 0.1 * height:
             y, side = (
                 (score - 0.02 * height, "top")
                 if score > 0.12 * height
@@ -321,7 +318,7 @@ def _draw_logsum(axis: Axes, moments: list[Moment], usual: float) -> None:
     height = 1.3 * usual
     bars: list[tuple[float, float, float, str]] = []  # centre, bottom, height, colour of each piece
     for c, moment in enumerate(moments):
-        if not math.isfinite(moment.logsum):
+        if not math.isfinite(moment.running_sum):
             axis.bar(
                 centres[c],
                 0.86 * height,
@@ -333,19 +330,19 @@ def _draw_logsum(axis: Axes, moments: list[Moment], usual: float) -> None:
             axis.text(
                 centres[c],
                 0.43 * height,
-                number(moment.logsum),
+                number(moment.running_sum),
                 ha="center",
                 va="center",
                 fontsize=10,
             )
             continue
-        beyond = moment.logsum >= height
-        pieces = np.array(moment.parts) * (0.86 * height / moment.logsum if beyond else 1)
+        beyond = moment.running_sum >= height
+        pieces = np.array(moment.parts) * (0.86 * height / moment.running_sum if beyond else 1)
         colours = [PALETTE["key"]] * c + [PALETTE["query"]]
         bars += zip(
             [centres[c]] * (c + 1), np.cumsum(pieces) - pieces, pieces, colours, strict=True
         )
-        told = f"{number(moment.logsum)}{' ↑' if beyond else ''}"
+        told = f"{number(moment.running_sum)}{' ↑' if beyond else ''}"
         axis.text(
             centres[c],
             pieces.sum() + 0.02 * height,
@@ -367,7 +364,7 @@ def _draw_logsum(axis: Axes, moments: list[Moment], usual: float) -> None:
         "terms (orange)",
         fontsize=9,
     )
-    axis.set_ylabel("logsum", fontsize=9)
+    axis.set_ylabel("running_sum", fontsize=9)
     axis.set_ylim(0, height)
 
 

@@ -57,9 +57,8 @@ def true_lists(mass: Tensor, block_size: int, top_n: int) -> Tensor:
     block = torch.arange(NB)  # [NB]
     rank = mass.masked_fill(block == own, torch.inf).masked_fill(block > own, -torch.inf)
     best = rank.topk(min(top_n, NB), dim=-1)
-    ids = (
-        best.indices.masked_fill(best.values == -torch.inf, NB).sort(-1).values
-    )  # empty slots last
+    # empty slots last
+    ids = best.indices.masked_fill(best.values == -torch.inf, NB).sort(-1).values
     ids = torch.nn.functional.pad(ids, (0, top_n - ids.shape[-1]), value=NB)
     return ids.masked_fill(ids == NB, -1).permute(1, 0, 2)[None]
 
@@ -94,9 +93,8 @@ def _mass(block_size: int) -> Tensor:
 def tiles_of(ids: list[int], query: int, M: int, block_size: int) -> list[list[int | None]]:
     """For each slot the tokens that its tile holds, and None for each row that stays zero."""
     seen = range(min(query + 1, M))
-    starts = [
-        block_id * block_size if block_id >= 0 else M for block_id in ids
-    ]  # an empty slot holds nothing that exists
+    # an empty slot holds nothing that exists
+    starts = [block_id * block_size if block_id >= 0 else M for block_id in ids]
     return [
         [token if token in seen else None for token in range(start, start + block_size)]
         for start in starts
@@ -305,10 +303,8 @@ def loads(
 def crossover(tile_q: int, *, G: int = 1, block_size: int = 64, top_n: int = 16) -> int:
     """The first multiple of `block_size` at which the lists move no more bytes than dense tiles of
     `tile_q` positions."""
-    low, high = (
-        top_n,
-        2**20 // block_size,
-    )  # in blocks; below `top_n` of them a list leaves nothing out
+    # in blocks; below `top_n` of them a list leaves nothing out
+    low, high = top_n, 2**20 // block_size
     while high - low > 1:
         middle = (low + high) // 2
         N = middle * block_size

@@ -37,9 +37,8 @@ def draw_course() -> Picture:
     axis.axis("off")
     for y, (part, chapters) in enumerate(lines):
         if y == 0 or lines[y - 1][0] != part:
-            name = (
-                PARTS[part].replace(", ", ",\n").replace(" and ", "\nand ")
-            )  # the column is narrow
+            # the column is narrow
+            name = PARTS[part].replace(", ", ",\n").replace(" and ", "\nand ")
             axis.text(-1.35, y + 0.5, name, va="center", fontsize=9, weight="bold", color=_INK)
         for x, chapter in enumerate(chapters):
             face, text = (_INK, "white") if chapter.is_ready else ("white", PALETTE["text"])

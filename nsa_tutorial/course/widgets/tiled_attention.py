@@ -27,9 +27,8 @@ from nsa_tutorial.exact.tiled_attention import Tile, tiles
 from nsa_tutorial.runtime import costs
 
 GIB, KIB = 2**30, 2**10
-SHARED_BYTES = (
-    227 * KIB
-)  # that one program may use, of 228 KiB on a multiprocessor: NVIDIA's Hopper tuning guide
+# that one program may use, of 228 KiB on a multiprocessor: NVIDIA's Hopper tuning guide
+SHARED_BYTES = 227 * KIB
 MACHINE = H200_FLOPS_PER_S / H200_BYTES_PER_S  # operations for every byte of main memory
 TOKENS, WIDTH = 65_536, 128
 TILE_Q = (1, 4, 16, 32, 64, 128, 192, 256)
@@ -104,9 +103,8 @@ def meter(N: int, M: int, D: int, tile_q: int, tile_k: int, causal: bool = True)
         if tile.key_start == 0:
             q += rows * D * 2
         kv += (tile.key_end - tile.key_start) * 2 * D * 2
-        if (
-            i + 1 == len(visited) or visited[i + 1].key_start == 0
-        ):  # the last tile of its queries: store
+        # the last tile of its queries: store
+        if i + 1 == len(visited) or visited[i + 1].key_start == 0:
             out += rows * D * 2 + rows * 4
         readings.append(Meter(tile, q, kv, out))
     return readings
@@ -170,9 +168,8 @@ def _draw_tiles(
     for t in tiles(N, M, tile_q, tile_k, causal):
         axis.add_patch(_outline(t, "white" if t.kind == "skipped" else PALETTE["faint"], 0.8))
     axis.add_patch(_outline(readings[step - 1].tile, PALETTE["query"], 2.5))
-    axis.set_xticks(
-        np.arange(0, M + 1, tile_k) - 0.5, range(0, M + 1, tile_k)
-    )  # a tick where a tile begins
+    # a tick where a tile begins
+    axis.set_xticks(np.arange(0, M + 1, tile_k) - 0.5, range(0, M + 1, tile_k))
     axis.set_yticks(np.arange(0, N + 1, tile_q) - 0.5, range(0, N + 1, tile_q))
     axis.set_xlabel(f"key, {tile_k} a tile", fontsize=9)
     axis.set_ylabel(f"query, {tile_q} a tile", fontsize=9)
@@ -362,11 +359,8 @@ def _draw_on_chip(axis: Axes, tile_q: int, tile_k: int) -> None:
     names = [*parts, "all of it"]
     gap = 0.02 * max(limit, sum(parts.values()) / KIB)
     label = {"va": "center", "fontsize": 8, "color": PALETTE["text"], "zorder": 3}
-    label["bbox"] = {
-        "facecolor": "white",
-        "edgecolor": "none",
-        "pad": 0.5,
-    }  # keeps the dashed line out of the number
+    # keeps the dashed line out of the number
+    label["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
     start = 0.0
     for place, (name, size) in enumerate(parts.items()):
         axis.barh(place, size / KIB, 0.7, start, color=_ON_CHIP[name])

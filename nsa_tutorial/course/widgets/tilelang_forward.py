@@ -40,9 +40,8 @@ from nsa_tutorial.sparse import selected_attention
 
 ASSETS = Path(__file__).resolve().parents[3] / "assets"
 MEASURED, LOWERED = ASSETS / "tilelang_forward_h200.json", ASSETS / "tilelang_forward_cuda.json"
-GROUPS = (
-    ASSETS / "tilelang_groups_h200.json"
-)  # the kernel as it is, from another run: groups of 16 and of 4
+# the kernel as it is, from another run: groups of 16 and of 4
+GROUPS = ASSETS / "tilelang_groups_h200.json"
 PROBED = ASSETS / "triton_forward_h200.json"
 
 # -- what the kernels become --
@@ -56,7 +55,7 @@ EXCERPTS = (
     "acc_s_cast",
     "float acc_o",
     "float acc_s",
-    "float logsum",
+    "float running_sum",
 )
 
 
@@ -175,9 +174,8 @@ def tiles(row: dict) -> dict[str, int]:
     place the first."""
     G, BS, sizes = EXAMPLE["G"], EXAMPLE["BS"], {}
     starts = sorted(set(row["shared"].values()))
-    last = (
-        2 * G * BS if "acc_s_cast" in row["shared"] else 2 * BS * EXAMPLE["D"]
-    )  # one copy of the last tile
+    # one copy of the last tile
+    last = 2 * G * BS if "acc_s_cast" in row["shared"] else 2 * BS * EXAMPLE["D"]
     for start, end in zip(starts, [*starts[1:], starts[-1] + last], strict=True):
         sizes[
             next(
@@ -234,10 +232,8 @@ def draw_shared() -> Picture:
     )
 
 
-SM_BYTES, PROGRAM_BYTES = (
-    228 * 1024,
-    1024,
-)  # of an H100 or H200; what each program costs on top (CUDA programming guide)
+# of an H100 or H200; what each program costs on top (CUDA programming guide)
+SM_BYTES, PROGRAM_BYTES = 228 * 1024, 1024
 
 
 def draw_fragment(thread: int = 5) -> Picture:
@@ -480,7 +476,7 @@ class Moment:
     scores_max_prev: np.ndarray
     scores_max: np.ndarray
     scores_scale: np.ndarray
-    logsum: np.ndarray
+    running_sum: np.ndarray
     acc_o: np.ndarray
 
 
@@ -501,7 +497,7 @@ def moment(token: int, head: int, slot: int) -> Moment:
         mine("mask", "acc_s") * scale, mine(softmax, "acc_s"),
         mine(softmax, "scores_max_prev") * scale,
         mine(softmax, "scores_max") * scale, mine(softmax, "scores_scale"),
-        mine("accumulate", "logsum"),
+        mine("accumulate", "running_sum"),
         mine("accumulate", "acc_o"),
     )  # fmt: skip
 
@@ -517,8 +513,8 @@ def sentence(token: int, head: int, slot: int) -> str:
     return (
         f"{at}block {m.block_id}, keys {m.block_id * BS} to {m.block_id * BS + BS - 1}, "
         f"of which {seen} {'is' if seen == 1 else 'are'} seen. "
-        f"The maximum rises in {raised} of {len(m.logsum)} heads; the denominators are now "
-        f"{', '.join(f'{x:.2f}' for x in m.logsum)}."
+        f"The maximum rises in {raised} of {len(m.running_sum)} heads; the denominators are now "
+        f"{', '.join(f'{x:.2f}' for x in m.running_sum)}."
     )
 
 
@@ -550,7 +546,7 @@ def draw_step(token: int = 77, head: int = 0, slot: int = 0) -> Picture:
     """What one program holds at the end of one slot: tiles, scores, weights, statistics,
     accumulator."""
     m, e = moment(token, head, slot), example()
-    G, D, DV = len(m.logsum), m.k_tile.shape[1], m.v_tile.shape[1]
+    G, D, DV = len(m.running_sum), m.k_tile.shape[1], m.v_tile.shape[1]
     figure, axes = new_figure(8.6, 5.0, columns=2, rows=3, height_ratios=(20, 8, 8))
     figure.set_layout_engine(None)
     figure.subplots_adjust(left=0.075, right=0.985, top=0.87, bottom=0.075, hspace=0.5, wspace=0.14)
@@ -626,12 +622,12 @@ def _table(axis: Axes, m: Moment, head: int) -> None:
     axis.set_title("per head, before → after this block", fontsize=9, loc="left", pad=3)
     columns = (0.0, 0.17, 0.55, 0.80)
     for x, name in zip(
-        columns, ("head", "scores_max, nats", "scores_scale", "logsum"), strict=True
+        columns, ("head", "scores_max, nats", "scores_scale", "running_sum"), strict=True
     ):
         axis.text(
             x, 0.92, name, fontsize=8, color=PALETTE["faint"], va="center", transform=axis.transAxes
         )
-    G = len(m.logsum)
+    G = len(m.running_sum)
     values = (
         (f"{head * G + g}" for g in range(G)),
         (
@@ -639,7 +635,7 @@ def _table(axis: Axes, m: Moment, head: int) -> None:
             for before, after in zip(m.scores_max_prev, m.scores_max, strict=True)
         ),
         (f"{x:.3f}" for x in m.scores_scale),
-        (f"{x:.3f}" for x in m.logsum),
+        (f"{x:.3f}" for x in m.running_sum),
     )
     for x, column in zip(columns, values, strict=True):
         axis.text(

@@ -211,9 +211,8 @@ def draw_packed(cu_seqlens: tuple[int, ...] = (0, 3, 4, 9)) -> Picture:
     key = np.arange(tokens)
     sees = (key >= first[:, None]) & (key < (first + visible)[:, None])
     colours = np.tile(np.array(to_rgb(_NOTHING)), (tokens, tokens, 1))
-    for number, start in enumerate(
-        dict.fromkeys(first.tolist())
-    ):  # two colours, only to tell neighbours apart
+    # two colours, only to tell neighbours apart
+    for number, start in enumerate(dict.fromkeys(first.tolist())):
         colours[sees & (first == start)[:, None]] = to_rgb(
             PALETTE["value" if number % 2 else "key"]
         )
@@ -354,7 +353,7 @@ class Moment:
     scores_max_prev: np.ndarray
     scores_max: np.ndarray
     scores_scale: np.ndarray
-    logsum: np.ndarray
+    running_sum: np.ndarray
 
     @property
     def is_seen(self) -> np.ndarray:
@@ -371,7 +370,7 @@ def moment(branch: str, token: int, head: int, slot: int) -> Moment:
         mine("mask", "acc_s") * scale,
         mine(softmax, "acc_s"), mine(softmax, "scores_max_prev") * scale,
         mine(softmax, "scores_max") * scale,
-        mine(softmax, "scores_scale"), mine("accumulate", "logsum"),
+        mine(softmax, "scores_scale"), mine("accumulate", "running_sum"),
     )  # fmt: skip
 
 
@@ -399,8 +398,8 @@ def sentence(branch: str = "list", token: int = 77, head: int = 0, slot: int = 0
         f"{at}block {m.block_id}, from offset {first} of K: {int(m.keys.mask.sum())} of "
         f"{m.keys.mask.size} lanes load, "
         f"{_rows(int(m.is_seen.sum()))}; TileLang's slice copies {slice_rows(m)}. "
-        f"The maximum rises in {rose} of {len(m.logsum)} heads; the denominators are now "
-        f"{', '.join(f'{x:.2f}' for x in m.logsum)}."
+        f"The maximum rises in {rose} of {len(m.running_sum)} heads; the denominators are now "
+        f"{', '.join(f'{x:.2f}' for x in m.running_sum)}."
     )
 
 
@@ -526,14 +525,13 @@ def _bare(axis: Axes, letters: list[str], height: int) -> None:
 
 
 def _statistics(m: Moment, head: int) -> str:
-    lines = [f"{'head':6}{'scores_max, nats':19}{'scores_scale':14}logsum"]
-    for g in range(len(m.logsum)):
+    lines = [f"{'head':6}{'scores_max, nats':19}{'scores_scale':14}running_sum"]
+    for g in range(len(m.running_sum)):
         change = " → ".join(
             f"{x:.2f}" if np.isfinite(x) else "−∞" for x in (m.scores_max_prev[g], m.scores_max[g])
         )
-        lines.append(
-            f"{head * len(m.logsum) + g:<6}{change:19}{m.scores_scale[g]:<14.3f}{m.logsum[g]:.3f}"
-        )
+        query_head = head * len(m.running_sum) + g
+        lines.append(f"{query_head:<6}{change:19}{m.scores_scale[g]:<14.3f}{m.running_sum[g]:.3f}")
     return "\n".join(lines)
 
 
@@ -599,12 +597,8 @@ CHAIN = {
     "pointers": "steps of 32 tokens,\n1 warp, 3 stages",
     "descriptors": "tensor descriptors",
 }
-SAME = (
-    "pointers",
-    "pointers, steps of 32 tokens",
-    "pointers, 1 warp",
-    "pointers, 3 stages",
-)  # one kernel, four times
+# one kernel, four times
+SAME = "pointers", "pointers, steps of 32 tokens", "pointers, 1 warp", "pointers, 3 stages"
 CHANGED = {
     "pointers, steps of 16 tokens": "steps of 16 tokens",
     "pointers, steps of 64 tokens": "steps of 64 tokens",

@@ -154,9 +154,8 @@ def _draw_tensor(axis: Axes, name: str, seen: recorder.Record, labels: tuple[str
     picture[stores > 0] = to_rgb(_COLOURS["store"])
     rows, columns = loads.shape
     axis.imshow(picture, aspect="equal", interpolation="nearest")
-    axis.vlines(
-        np.arange(columns + 1) - 0.5, -0.5, rows - 0.5, color="white", linewidth=1
-    )  # quicker than a grid of ticks
+    # quicker than a grid of ticks
+    axis.vlines(np.arange(columns + 1) - 0.5, -0.5, rows - 0.5, color="white", linewidth=1)
     axis.hlines(np.arange(rows + 1) - 0.5, -0.5, columns - 0.5, color="white", linewidth=1)
     axis.tick_params(length=0, labelsize=8)
     axis.spines[:].set_visible(False)

@@ -1,4 +1,4 @@
-"""Where a kernel's tests run: a lane is a backend on a device, and CUDA lanes carry the mark
+"""Where a kernel's tests run: a place is a backend on a device, and CUDA places carry the mark
 `gpu`."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def name_of(dtype: torch.dtype) -> str:
 dtypes = pytest.mark.parametrize("dtype", [pytest.param(d, id=name_of(d)) for d in DTYPES])
 
 
-def lanes_of(backends: Sequence[str]) -> pytest.MarkDecorator:
+def places_of(backends: Sequence[str]) -> pytest.MarkDecorator:
     """A test's `backend` and `device`: each backend on the CPU, then each on CUDA."""
     on_cpu = [pytest.param(b, "cpu", id=f"{b}-cpu") for b in backends]
     return pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def product(
     quick: Mapping[torch.dtype, Collection[str]],
     dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> pytest.MarkDecorator:
-    """A test's `name`, `dtype`, `backend` and `device`: every case in every dtype on every lane.
+    """A test's `name`, `dtype`, `backend` and `device`: every case in every dtype on every place.
 
     On CUDA all of them run. On the CPU those run whose case `quick` names for the dtype; the others
     carry the mark `exhaustive`. No kernel computes bfloat16 there.
