@@ -214,7 +214,7 @@ def finding(moments: list[Moment], reference: str) -> str:
         told = "While the maximum stays, the old sum stays"
     else:
         told = "Each time the maximum rises, the old sum shrinks"
-    return f"{told}: {after}, running_sum is {number(last.running_sum)}"
+    return f"{told}: {after}, its sum is {number(last.running_sum)}"
 
 
 def draw_stream(step: int = CHUNKS, reference: str = "running max", lift: int = 0) -> Picture:
@@ -232,7 +232,7 @@ def draw_stream(step: int = CHUNKS, reference: str = "running max", lift: int = 
     figure.subplots_adjust(left=0.08, right=0.985, top=0.91, bottom=0.225, hspace=0.45)
     top, bottom = axes[:, 0]
     _draw_scores(top, scores, moments, reference)
-    _draw_logsum(bottom, moments, max(m.running_sum for m in walk(row(lift), positions())))
+    _draw_running_sum(bottom, moments, max(m.running_sum for m in walk(row(lift), positions())))
     for axis in (top, bottom):
         axis.set_xlim(-0.7, len(SCORES) - 0.3)
         # the numbers stand at the bars; every tick costs time
@@ -313,7 +313,7 @@ def _draw_scores(axis: Axes, scores: Tensor, moments: list[Moment], reference: s
     axis.set_ylabel("score, log2 units", fontsize=9)
 
 
-def _draw_logsum(axis: Axes, moments: list[Moment], usual: float) -> None:
+def _draw_running_sum(axis: Axes, moments: list[Moment], usual: float) -> None:
     centres = [c * CHUNK + (CHUNK - 1) / 2 for c in range(CHUNKS)]
     height = 1.3 * usual
     bars: list[tuple[float, float, float, str]] = []  # centre, bottom, height, colour of each piece
