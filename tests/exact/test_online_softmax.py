@@ -287,7 +287,7 @@ def test_the_title_says_when_the_old_sum_shrinks():
     moments = pictures.walk(pictures.row(), pictures.positions())
     assert (
         pictures.finding(moments, "running max")
-        == "Each time the maximum rises, the old sum shrinks: after chunk 6, running_sum is 3.52"
+        == "Each time the maximum rises, the old sum shrinks: after chunk 6, sum 3.52"
     )
     lifted = pictures.walk(pictures.row(50), pictures.positions())
     assert pictures.finding(lifted, "running max").startswith(

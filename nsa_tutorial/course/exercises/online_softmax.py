@@ -288,7 +288,7 @@ def _no_rescale(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
     )
 
 
-def _only_logsum(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+def _only_running_sum(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
     return _step((scores_max_prev, running_sum, acc_o), acc_s, v, scale_log2, acc_o_by=0)
 
 
@@ -455,7 +455,7 @@ Return the new `(scores_max, running_sum, acc_o)`. Nothing is divided yet.
         ),
         Misconception(
             "rescaling the denominator but not the accumulator",
-            _only_logsum,
+            _only_running_sum,
             "running_sum and acc_o are the same sum, without the values and with them. What "
             "rescales "
             "one must rescale the other.",

@@ -214,7 +214,7 @@ def finding(moments: list[Moment], reference: str) -> str:
         told = "While the maximum stays, the old sum stays"
     else:
         told = "Each time the maximum rises, the old sum shrinks"
-    return f"{told}: {after}, its sum is {number(last.running_sum)}"
+    return f"{told}: {after}, sum {number(last.running_sum)}"
 
 
 def draw_stream(step: int = CHUNKS, reference: str = "running max", lift: int = 0) -> Picture:
