@@ -1,0 +1,140 @@
+"""The course's kernels as CUDA C++ and as PTX, at the sizes that the chapters show.
+
+`tilelang_cuda` and `triton_stages` take the kernels of chapters 10 and 11, `basic_cuda` and
+`basic_stages` those of chapter 09. `runtime.lowering` compiles; no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from nsa_tutorial.course.source import Listing
+from nsa_tutorial.runtime import environment, lowering
+
+# One shape for every chapter that shows what a kernel becomes: 4 heads with groups of 16, width
+# 128, blocks of 64 tokens.
+EXAMPLE = {"H": 4, "G": 16, "D": 128, "DV": 128, "BS": 64}
+# Chapter 09's kernels, each at one size; in `attention` a group of 4 query heads, width 64.
+BASIC_EXAMPLES = {
+    "copy": {"BN": 1024},
+    "softmax": {"BR": 4, "BN": 256},
+    "matmul": {"BM": 64, "BN": 64, "BK": 32},
+    "attention": {"G": 4, "D": 64, "DV": 64, "BQ": 64, "BK": 64, "DT": 64, "DVT": 64},
+}
+FORWARD = "nsa_tutorial.kernels.triton_forward:kernel"
+POINTERS = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}  # in Triton's signatures
+
+
+@functools.cache
+def tilelang_cuda(arch: str = "sm_90", dtype: str = "float16", **shape: int) -> str:
+    """The CUDA C++ of `tilelang_forward.build_kernel`, whose arguments `shape` are those of
+    `EXAMPLE` where left out. `arch` and errors as for `lowering.cuda`."""
+    environment.require("tilelang", "cuda")
+    from nsa_tutorial.kernels import tilelang_forward as forward
+
+    kernel = forward.build_kernel(**{**EXAMPLE, **shape}, dtype=dtype)
+    return lowering.cuda(kernel, arch, forward.PASS_CONFIGS)
+
+
+@functools.cache
+def basic_cuda(name: str, arch: str = "sm_90", dtype: str = "float16") -> str:
+    """The CUDA C++ of chapter 09's TileLang kernel `name`, at the size of `BASIC_EXAMPLES`."""
+    environment.require("tilelang", "cuda")
+    from nsa_tutorial.kernels import tilelang_basics as basics
+
+    fixed_here = {"matmul": {"N": 4096, "K": 4096}, "attention": {"causal": True}}
+    kernel = getattr(basics, name)(**BASIC_EXAMPLES[name], **fixed_here.get(name, {}), dtype=dtype)
+    return lowering.cuda(kernel, arch, basics.PASS_CONFIGS)
+
+
+@functools.cache
+def triton_stages(
+    arch: str = "sm_90", dtype: str = "float16", *, kernel: str = FORWARD, **shape: int
+) -> Mapping[str, str]:
+    """The stages, `"ttir"` to `"ptx"`, of a Triton kernel that computes chapter 11's forward.
+
+    `kernel` is its name as `show` takes it; `shape` as for `tilelang_cuda`, errors as for
+    `lowering.stages`.
+    """
+    environment.require("triton", environment.detect().device)
+    from nsa_tutorial.kernels.triton_forward import launch_options, tile_sizes
+
+    # H is an ordinary argument here
+    sizes = {name: n for name, n in {**EXAMPLE, **shape}.items() if name != "H"}
+    options = launch_options(**sizes, itemsize=4 if dtype == "float32" else 2)
+    tiles = tile_sizes(sizes["G"], sizes["D"], sizes["DV"]) | {"BT": options.pop("BT")}
+    types = _types(dtype, "Q", "K", "V", "Output")
+    types |= dict.fromkeys(("BlockIndices", "FirstKey", "NumVisible"), "*i32")
+    for name, width in (("KDescriptor", "D"), ("VDescriptor", "DV")):
+        types[name] = f"tensordesc<{POINTERS[dtype][1:]}[{tiles['BT']}, 1, {sizes[width]}]>"
+    constants = {**sizes, **tiles, "WINDOW": False}
+    return lowering.stages(kernel, constants, types, arch=arch, **options)
+
+
+@functools.cache
+def basic_stages(name: str, arch: str = "sm_90", dtype: str = "float16") -> Mapping[str, str]:
+    """The stages of chapter 09's Triton kernel `name`, at the size of `BASIC_EXAMPLES`."""
+    types = _types(dtype, *("Q", "K", "V", "Output") if name == "attention" else "XYABC")
+    return lowering.stages(
+        f"nsa_tutorial.kernels.triton_basics:{name}",
+        {**BASIC_EXAMPLES[name], "CAUSAL": True, "NUM_STAGES": 2},
+        types,
+        aligned=("M", "N", "K", "R", "HQ"),  # rows then begin at multiples of 16 bytes
+        arch=arch,
+        num_warps=4,
+    )
+
+
+def _types(dtype: str, *tensors: str) -> dict[str, str]:
+    """Triton's types of the arguments: of `tensors` that have the dtype, and of those that have one
+    type in every dtype."""
+    always = {"LSE": "*fp32", "scale": "fp32", "scale_log2": "fp32"}
+    return dict.fromkeys(tensors, POINTERS[dtype]) | always
+
+
+def excerpt(
+    language: str, *words: str, name: str | None = None, arch: str = "sm_90", lines: int = 1
+) -> Listing:
+    """The first `lines` lines that hold each of `words` in what a kernel becomes in fp16, with
+    their number: a place to start reading. Long lines are cut.
+
+    Args:
+        language: `"tilelang"` for CUDA C++, `"triton"` for PTX.
+        words: names of functions or instructions.
+        name: of a kernel of chapter 09; None is the forward of chapters 10 and 11.
+        arch, lines: the GPU, and how many lines of each to show.
+
+    Returns:
+        A listing; where the language is not installed, one that says so in a sentence.
+    """
+    here, is_triton = environment.detect(), language == "triton"
+    if missing := here.why_not(language, here.device if is_triton else "cuda"):
+        return Listing(missing, "")
+    if is_triton:
+        text = (basic_stages(name, arch) if name else triton_stages(arch))["ptx"]
+    else:
+        text = basic_cuda(name, arch) if name else tilelang_cuda(arch)
+    source = [" ".join(line.split()) for line in text.splitlines()]
+    found = {word: [line for line in source if word in line] for word in words}
+    counts = ", ".join(f"{len(hits)} with {word}" for word, hits in found.items())
+    shown = "\n".join(line for hits in found.values() for line in hits[:lines])
+    cut = (x if len(x) <= 100 else x[:99] + "…" for x in shown.replace(" {", "\n    {").split("\n"))
+    told = "PTX from Triton" if is_triton else "CUDA C++ from TileLang"
+    title = f"{told} for {arch}: {len(source)} lines, {counts}"
+    return Listing(title, "\n".join(cut), "text" if is_triton else "cuda")
+
+
+# -- until chapters 09 and 11 and their tests call the functions above --
+
+
+def basic_excerpt(language: str, name: str, *words: str) -> Listing:
+    """`excerpt(…, name=name)`."""
+    return excerpt(language, *words, name=name)
+
+
+def all_basic_stages(
+    arch: str, dtype: str, names: tuple[str, ...] = tuple(BASIC_EXAMPLES)
+) -> Mapping[str, Mapping[str, str]]:
+    """`basic_stages` of several kernels."""
+    return {name: basic_stages(name, arch, dtype) for name in names}

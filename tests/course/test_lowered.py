@@ -1,0 +1,105 @@
+"""The course's kernels become GPU code without a GPU, for two architectures and three dtypes."""
+
+from __future__ import annotations
+
+import pytest
+
+from nsa_tutorial.course import lowered
+from nsa_tutorial.runtime import environment
+
+exhaustive = pytest.mark.exhaustive
+needs_tilelang = pytest.mark.skipif(
+    environment.detect().tilelang is None, reason="tilelang is not installed"
+)
+needs_triton = pytest.mark.skipif(
+    environment.detect().triton is None, reason="triton is not installed"
+)
+ODD = {"G": 20, "BS": 24, "D": 40, "DV": 56}
+OTHERS = [ODD, {"G": 64, "D": 192}, {"G": 1, "D": 256, "DV": 256}]
+
+
+@needs_tilelang
+@pytest.mark.parametrize(
+    ("arch", "dtype", "shape"),
+    [
+        pytest.param("sm_90", "float16", {}, id="sm_90-float16"),  # the text that chapters show
+        pytest.param("sm_90", "float32", ODD, id="sm_90-float32-odd", marks=exhaustive),
+        pytest.param("sm_80", "float16", {}, id="sm_80-float16", marks=exhaustive),
+        pytest.param("sm_90", "bfloat16", {}, id="sm_90-bfloat16", marks=exhaustive),
+        pytest.param("sm_90", "float32", {}, id="sm_90-float32", marks=exhaustive),
+        *(
+            pytest.param("sm_90", "bfloat16", shape, id=f"sm_90-bfloat16-{shape}", marks=exhaustive)
+            for shape in OTHERS
+        ),
+    ],
+)
+def test_tilelang_becomes_cuda(arch: str, dtype: str, shape: dict[str, int]) -> None:
+    """In 16 bits keys and values are copied by `cp.async`, ahead of time."""
+    source = lowered.tilelang_cuda(arch, dtype, **shape)
+    assert "__global__ void" in source
+    assert "exp2f" in source
+    if not shape and dtype != "float32":
+        assert "cp_async_gs" in source
+    on_tensor_cores = "mma_sync" in source or "wgmma" in source  # the latter for groups of 64 rows
+    assert on_tensor_cores == (dtype != "float32"), (
+        "fp32 stays off them: they would round it to TF32"
+    )
+    assert "tf32" not in source.lower()
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [
+        ("sm_90", "float16"),
+        ("sm_80", "float32"),
+        pytest.param("sm_80", "float16", marks=exhaustive),
+        pytest.param("sm_90", "float32", marks=exhaustive),
+        pytest.param("sm_80", "bfloat16", marks=exhaustive),
+        pytest.param("sm_90", "bfloat16", marks=exhaustive),
+    ],
+)
+def test_triton_becomes_ptx(arch: str, dtype: str) -> None:
+    stages = lowered.triton_stages(arch, dtype)
+    assert set(stages) == {"ttir", "ttgir", "llir", "ptx"}
+    ptx = stages["ptx"]
+    assert f".target {arch}" in ptx
+    assert "ex2.approx" in ptx
+    assert ("mma.sync" in ptx) == (dtype != "float32"), (
+        "fp32 dots are IEEE: no TF32 on the tensor cores"
+    )
+    assert "tf32" not in ptx
+
+
+@pytest.mark.parametrize(
+    ("language", "told"),
+    [("tilelang", "CUDA C++ from TileLang"), ("triton", "PTX from Triton")],
+)
+def test_excerpt(language: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which lines are shown and counted, on a text of three; the chapters show a kernel's."""
+    long = "y = exp2f(b) + " + "1" * 200
+    text = {arch: f"// {arch}\n  x = exp2f(a)\n{long}" for arch in ("sm_80", "sm_90")}
+    monkeypatch.setattr(lowered, "tilelang_cuda", lambda arch: text[arch])
+    monkeypatch.setattr(lowered, "triton_stages", lambda arch: {"ptx": text[arch]})
+    monkeypatch.setattr(lowered, "basic_cuda", lambda name, arch: name)
+    monkeypatch.setattr(lowered, "basic_stages", lambda name, arch: {"ptx": name})
+    monkeypatch.setattr(environment.Environment, "why_not", lambda *_: None)
+    listing = lowered.excerpt(language, "exp2f", "sm_")
+    assert listing.title == f"{told} for sm_90: 3 lines, 2 with exp2f, 1 with sm_"
+    assert listing.code == "x = exp2f(a)\n// sm_90"
+    assert lowered.excerpt(language, "sm_", arch="sm_80").code == "// sm_80"
+    assert lowered.excerpt(language, "exp2f", lines=2).code.splitlines()[1] == f"{long[:99]}…"
+    assert lowered.excerpt(language, "o", name="copy").code == "copy"
+
+
+@pytest.mark.parametrize("name", [None, "copy"], ids=["forward", "basic"])
+@pytest.mark.parametrize("language", ["Triton", "TileLang"])
+def test_excerpt_without_the_language(
+    language: str, name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = environment.detect()
+    without = type(here)(**{**vars(here), language.lower(): None})
+    monkeypatch.setattr(environment, "detect", lambda: without)
+    listing = lowered.excerpt(language.lower(), "exp2f", name=name)
+    assert f"{language} is not installed here" in listing.title
+    assert listing.code == ""
