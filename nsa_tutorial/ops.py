@@ -1,28 +1,32 @@
-"""The public operators: they check their arguments, choose a backend, and give every backend the
-same inputs.
+"""The public operators: they check their arguments and hand them to PyTorch's dispatcher.
 
-A backend is a function behind an operator: `reference` is PyTorch, differentiable, on any device;
-`tilelang` and `triton` are the kernels, on CUDA tensors, and on CPU tensors through TileLang's C
-target and Triton's interpreter. `auto` takes Triton for CUDA tensors where the kernel exists
-(`backends.OPERATORS`) and no gradient is asked for, and the reference otherwise.
+Each is a custom operator of PyTorch's, `torch.ops.nsa_tutorial.*`, which `library` defines:
+`torch.compile` takes a model that uses them in one graph, with a length that may change; they run
+on meta tensors, under activation checkpoints and deterministic algorithms, and `torch.autocast`
+casts queries, keys and values to its dtype. A second derivative does not exist and raises.
+
+A backend is a function behind an operator: `reference` is PyTorch, on any device; `tilelang` and
+`triton` are the kernels, on CUDA tensors, and on CPU tensors through TileLang's C target and
+Triton's interpreter. `auto` takes Triton for CUDA tensors where the kernel exists
+(`library.BACKENDS`), and the reference otherwise. Gradients are computed by the reference
+(`training.gradients`), whatever the backend.
 
 Wrong arguments raise `ValueError` or `TypeError`, naming the argument, what came and what was
-expected, before anything runs; a backend that cannot run these tensors on this machine raises
-`BackendUnavailable`, one that the course has not written yet `NotImplementedError`, naming its
-chapter.
+expected, before anything runs, and while `torch.compile` traces; a backend that cannot run these
+tensors on this machine raises `BackendUnavailable`, one that the course has not written yet
+`NotImplementedError`, naming its chapter.
 """
 
 from __future__ import annotations
 
-import importlib
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from nsa_tutorial.runtime import backends, checks
-from nsa_tutorial.sparse import compression
-from nsa_tutorial.sparse.compression import MLPWeights, summary_rows
+from nsa_tutorial import library
+from nsa_tutorial.runtime import checks
+from nsa_tutorial.sparse.compression import KINDS, MLPWeights, num_summaries
 from nsa_tutorial.sparse.selected_attention import block_list, query_rows
 
 
@@ -67,10 +71,9 @@ def selected_attention(
 
     Returns:
         `o [B, N, HQ, DV]` in the dtype of `v`, or `(o, lse)` with `lse [B, N, HQ]` fp32, natural
-            logarithm. A query that sees no
-        key gets output 0 and `lse = -inf`. NaN and infinity in a query or in a key that it sees
-            spoil its `o` and `lse`, as IEEE
-        arithmetic has it; in a value that it sees, its `o` alone; in what is hidden, nothing.
+        logarithm. A query that sees no key gets output 0 and `lse = -inf`. NaN and infinity in a
+        query or in a key that it sees spoil its `o` and `lse`, as IEEE arithmetic has it; in a
+        value that it sees, its `o` alone; in what is hidden, nothing.
 
     Raises:
         ValueError, TypeError: naming the argument, what came and what was expected, before anything
@@ -79,34 +82,15 @@ def selected_attention(
             machine.
         NotImplementedError: on `backward` through a kernel backend, which has no backward yet.
     """
-    checks.check_backend(backend)
-    checks.check_qkv(q, k, v)
+    q, k, v = _autocast(q, k, v)
+    backend, scale = _check("selected_attention", backend, q, k, v, scale, cu_seqlens, return_lse)
     checks.check_block_arguments(block_indices, block_counts, q, k)
     checks.check_positive_int("block_size", block_size)
     checks.check_bool("include_own_block", include_own_block)
     checks.check_bool("causal", causal)
-    checks.check_bool("return_lse", return_lse)
-    checks.check_cu_seqlens(cu_seqlens, q, k)
-    scale = checks.check_scale(scale, q.shape[-1])
-    name, function = backends.load("selected_attention", backend, q)
-
-    (B, N), M = q.shape[:2], k.shape[1]
-    block_size = _at_most_one_block(block_size, M)
-    rows = query_rows(B, N, M, causal=causal, cu_seqlens=cu_seqlens, device=q.device)
-    ids = block_list(
-        block_indices,
-        rows,
-        block_size=block_size,
-        block_counts=block_counts,
-        include_own_block=include_own_block,
-    )
-    if q.numel() == 0:  # no query: nothing to launch
-        o, lse = _empty(q, v)
-    elif name == "reference":
-        o, lse = function(q, k, v, ids, rows, block_size=block_size, scale=scale)
-    else:
-        launch = partial(function, ids=ids, rows=rows, block_size=block_size, scale=scale)
-        o, lse = backends.KernelForward.apply(q, k, v, "selected_attention", name, launch)
+    lists = _read_slots(block_indices, block_counts)
+    options = (block_size, include_own_block, causal, scale, backend)
+    o, lse = library.selected_attention(q, k, v, *lists, cu_seqlens, *options)
     return (o, lse) if return_lse else o
 
 
@@ -176,25 +160,12 @@ def sliding_window_attention(
     Returns:
         As `selected_attention`.
     """
-    checks.check_backend(backend)
-    checks.check_qkv(q, k, v)
+    operator = "sliding_window_attention"
+    q, k, v = _autocast(q, k, v)
+    backend, scale = _check(operator, backend, q, k, v, scale, cu_seqlens, return_lse)
     checks.check_positive_int("window_size", window_size)
-    checks.check_bool("return_lse", return_lse)
-    checks.check_cu_seqlens(cu_seqlens, q, k)
-    scale = checks.check_scale(scale, q.shape[-1])
-    name, function = backends.load("sliding_window_attention", backend, q)
-
-    if q.numel() == 0:
-        o, lse = _empty(q, v)
-    else:
-        rows = query_rows(
-            q.shape[0], q.shape[1], k.shape[1], causal=True, cu_seqlens=cu_seqlens, device=q.device
-        )
-        launch = partial(function, rows=rows, window_size=window_size, scale=scale)
-        if name == "reference":
-            o, lse = launch(q, k, v)
-        else:
-            o, lse = backends.KernelForward.apply(q, k, v, "sliding_window_attention", name, launch)
+    options = (window_size, scale, backend)
+    o, lse = library.sliding_window_attention(q, k, v, cu_seqlens, *options)
     return (o, lse) if return_lse else o
 
 
@@ -227,46 +198,18 @@ def selected_and_window_attention(
     Returns:
         `(o_selected, o_window)`, or `(o_selected, lse_selected, o_window, lse_window)`.
     """
-    checks.check_backend(backend)
-    checks.check_qkv(q, k, v)
+    operator = "selected_and_window_attention"
+    q, k, v = _autocast(q, k, v)
+    backend, scale = _check(operator, backend, q, k, v, scale, cu_seqlens, return_lse)
     checks.check_block_arguments(block_indices, block_counts, q, k)
     checks.check_positive_int("window_size", window_size)
     checks.check_positive_int("block_size", block_size)
     checks.check_bool("include_own_block", include_own_block)
-    checks.check_bool("return_lse", return_lse)
-    checks.check_cu_seqlens(cu_seqlens, q, k)
-    scale = checks.check_scale(scale, q.shape[-1])
-    operator = "selected_and_window_attention"
-    name, function = backends.load(operator, backend, q)
-
-    if q.numel() == 0:
-        found = _empty(q, v) * 2
-    else:
-        block_size = _at_most_one_block(block_size, k.shape[1])
-        rows = query_rows(
-            q.shape[0], q.shape[1], k.shape[1], causal=True, cu_seqlens=cu_seqlens, device=q.device
-        )
-        ids = block_list(
-            block_indices,
-            rows,
-            block_size=block_size,
-            block_counts=block_counts,
-            include_own_block=include_own_block,
-        )
-        launch = partial(
-            function,
-            ids=ids,
-            rows=rows,
-            block_size=block_size,
-            window_size=window_size,
-            scale=scale,
-        )
-        found = (
-            launch(q, k, v)
-            if name == "reference"
-            else backends.KernelForward.apply(q, k, v, operator, name, launch)
-        )
-    return found if return_lse else found[::2]
+    lists = _read_slots(block_indices, block_counts)
+    options = (window_size, block_size, include_own_block, scale, backend)
+    o, lse = library.selected_and_window_attention(q, k, v, *lists, cu_seqlens, *options)
+    (o_slc, o_swa), (lse_slc, lse_swa) = o.unbind(), lse.unbind()
+    return (o_slc, lse_slc, o_swa, lse_swa) if return_lse else (o_slc, o_swa)
 
 
 def compress(
@@ -287,11 +230,10 @@ def compress(
     """
     checks.check_positive_int("length", length)
     checks.check_positive_int("stride", stride)
-    checks.check_compression(kind, weight, x, length)
+    weights = _check_weight(kind, weight, x, length)
     checks.check_cu_seqlens(cu_seqlens, x, x, name="x")
-    return compression.compress(
-        x, kind=kind, length=length, stride=stride, weight=weight, cu_seqlens=cu_seqlens
-    )
+    compress = torch.ops.nsa_tutorial.compress
+    return compress(x, weights, cu_seqlens, kind, length, stride)
 
 
 def compressed_attention(
@@ -322,22 +264,12 @@ def compressed_attention(
     Returns:
         As `selected_attention`; a query that sees no summary gets output 0 and `lse = -inf`.
     """
-    checks.check_backend(backend)
-    M = checks.check_summaries(
-        q, k_cmp, v_cmp, num_keys=num_keys, length=length, stride=stride, cu_seqlens=cu_seqlens
-    )
-    checks.check_bool("return_lse", return_lse)
-    scale = checks.check_scale(scale, q.shape[-1])
-    _, function = backends.load("compressed_attention", backend, q)
-
-    if q.numel() == 0:
-        o, lse = _empty(q, v_cmp)
-    else:
-        rows = query_rows(
-            q.shape[0], q.shape[1], M, causal=True, cu_seqlens=cu_seqlens, device=q.device
-        )
-        rows = summary_rows(rows, M, length=length, stride=stride, cu_seqlens=cu_seqlens)
-        o, lse = function(q, k_cmp, v_cmp, rows, scale=scale)
+    operator = "compressed_attention"
+    q, k_cmp, v_cmp = _autocast(q, k_cmp, v_cmp)
+    M = _check_summaries(q, k_cmp, v_cmp, num_keys, length, stride, cu_seqlens)
+    backend, scale = _check_rest(operator, backend, q, scale, return_lse)
+    options = (M, length, stride, scale, backend)
+    o, lse = library.compressed_attention(q, k_cmp, v_cmp, cu_seqlens, *options)
     return (o, lse) if return_lse else o
 
 
@@ -375,22 +307,16 @@ def select_blocks(
 
     Returns:
         `[B, N, H, top_n]` int32, one list for all query heads of a group: distinct ids, ascending,
-            none in the query's future, -1
-        where there are fewer. The importance of a block is the softmax mass of every visible
-            summary, times the pieces of
-        `stride` tokens that it has in the block; ties go to the lower id. There is no gradient.
+        none in the query's future, -1 where there are fewer. The importance of a block is the
+        softmax mass of every visible summary, times the pieces of `stride` tokens that it has in
+        the block; ties go to the lower id. There is no gradient.
     """
-    checks.check_backend(backend)
-    M = checks.check_summaries(
-        q, k_cmp, k_cmp, num_keys=num_keys, length=length, stride=stride, cu_seqlens=cu_seqlens
-    )
-    for name, x, least in (
-        ("top_n", top_n, 1),
-        ("block_size", block_size, 1),
-        ("num_initial", num_initial, 0),
-        ("num_local", num_local, 0),
-    ):
-        checks.check_positive_int(name, x, least=least)
+    q, k_cmp = _autocast(q, k_cmp)
+    M = _check_summaries(q, k_cmp, k_cmp, num_keys, length, stride, cu_seqlens)
+    checks.check_positive_int("top_n", top_n)
+    checks.check_positive_int("block_size", block_size)
+    checks.check_positive_int("num_initial", num_initial, least=0)
+    checks.check_positive_int("num_local", num_local, least=0)
     if num_initial + num_local > top_n:
         raise ValueError(
             f"top_n: got {top_n}, expected at least num_initial + num_local = "
@@ -399,22 +325,12 @@ def select_blocks(
     if lse is not None:
         checks.check_per_head("lse", lse, q)
     if block_counts is not None:
-        checks.check_tensor("block_counts", block_counts, "[B, N, H]", (torch.int32, torch.int64))
+        checks.check_tensor("block_counts", block_counts, "[B, N, H]", checks.INTEGERS)
         checks.check_block_counts(block_counts, q, k_cmp)
-    scale = checks.check_scale(scale, q.shape[-1])
-    _, function = backends.load("select_blocks", backend, q)
-
-    (B, N), H = q.shape[:2], k_cmp.shape[2]
-    if q.numel() == 0:
-        return torch.full((B, N, H, top_n), -1, dtype=torch.int32, device=q.device)
-    rows = query_rows(B, N, M, causal=True, cu_seqlens=cu_seqlens, device=q.device)
-    summaries = summary_rows(rows, M, length=length, stride=stride, cu_seqlens=cu_seqlens)
-    return function(
-        q, k_cmp, lse, rows, summaries,
-        M=M, top_n=top_n, block_size=_at_most_one_block(block_size, M), length=length,
-        stride=stride,
-        num_initial=num_initial, num_local=num_local, scale=scale, block_counts=block_counts,
-    )  # fmt: skip
+    backend, scale = _check_rest("select_blocks", backend, q, scale, False)
+    scores = (q.detach(), k_cmp.detach(), None if lse is None else lse.detach())
+    options = (M, top_n, block_size, length, stride, num_initial, num_local, scale, backend)
+    return library.select_blocks(*scores, block_counts, cu_seqlens, *options)
 
 
 def native_sparse_attention(
@@ -455,56 +371,186 @@ def native_sparse_attention(
 
     Returns:
         `o [B, N, HQ, DV]` in the dtype of `v`. On the reference differentiable in `q`, `k`, `v` and
-            the gates.
+        the gates.
     """
-    checks.check_backend(backend)
-    checks.check_qkv(q, k, v)
-    checks.check_gates(q, g_cmp=g_cmp, g_slc=g_slc, g_swa=g_swa)
-    for name, x in (
-        ("block_size", block_size),
-        ("window_size", window_size),
-        ("length", length),
-        ("stride", stride),
-    ):
-        checks.check_positive_int(name, x)
-    if block_indices is not None:
-        checks.check_block_arguments(block_indices, block_counts, q, k)
-    elif g_slc is not None and g_cmp is None:
-        raise ValueError(
-            "block_indices: got None, expected [B, N, H, S]: without g_cmp there is nothing to "
-            "choose blocks by"
-        )
-    elif g_slc is not None and block_counts is None:
-        raise TypeError(
-            "block_counts: got None, expected an int of at least 3, or [B, N, H]: how many "
-            "blocks to choose"
-        )
-    elif g_slc is not None:
-        checks.check_block_counts(block_counts, q, k, least=3)
-    checks.check_cu_seqlens(cu_seqlens, q, k)
-    scale = checks.check_scale(scale, q.shape[-1])
-
-    # it calls the operators of this module, so that it cannot be imported before them
-    nsa = importlib.import_module("nsa_tutorial.sparse.native_sparse_attention")
+    q, k, v = _autocast(q, k, v)
+    _check("selected_attention", backend, q, k, v, scale, cu_seqlens, False)
     summaries = (
         []
         if g_cmp is None
         else [compress(x, length=length, stride=stride, cu_seqlens=cu_seqlens) for x in (k, v)]
     )
-    return nsa.forward(
-        q, summaries, (k, v), (k, v), (g_cmp, g_slc, g_swa),
+    return three_branches(
+        q, summaries, [k, v], [], (g_cmp, g_slc, g_swa), num_keys=k.shape[1],
         block_indices=block_indices, block_counts=block_counts, block_size=block_size,
-        window_size=window_size,
-        length=length, stride=stride, scale=scale, cu_seqlens=cu_seqlens, backend=backend,
+        window_size=window_size, length=length, stride=stride, scale=scale, cu_seqlens=cu_seqlens,
+        backend=backend,
     )  # fmt: skip
 
 
-def _at_most_one_block(block_size: int, M: int) -> int:
-    """`block_size`, or where all `M` keys lie in block 0 anyway the least power of two that holds
-    them: few sizes, few kernels."""
-    return min(block_size, max(16, 1 << max(M - 1, 0).bit_length()))
+def three_branches(
+    q: Tensor, compressed: Sequence[Tensor], selected: Sequence[Tensor], window: Sequence[Tensor],
+    gates: Sequence[Tensor | None], *, num_keys: int, block_indices: Tensor | None = None,
+    block_counts: Tensor | int | None = 16, block_size: int = 64, window_size: int = 512,
+    length: int = 32, stride: int = 16, scale: float | None = None,
+    cu_seqlens: Tensor | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
+    """`native_sparse_attention` over keys and values that the branches may have of their own.
+
+    Args:
+        q: `[B, N, HQ, D]`.
+        compressed: summary keys and values `[B, M_c, H, D]`, `[B, M_c, H, DV]`, made with `length`
+            and `stride`; none without that branch.
+        selected, window: keys and values `[B, M, H, D]`, `[B, M, H, DV]` of these branches; without
+            any, the window has those of the selection, and kernels take both in one launch.
+        gates: of compression, selection and window, each `[B, N, HQ]` or None.
+        num_keys: `M`.
+        block_indices, …, backend: as for `native_sparse_attention`.
+
+    Returns:
+        `o [B, N, HQ, DV]` in the dtype of the values.
+    """
+    g_cmp, g_slc, g_swa = gates
+    checks.check_gates(q, g_cmp=g_cmp, g_slc=g_slc, g_swa=g_swa)
+    for name, x in (("block_size", block_size), ("window_size", window_size)):
+        checks.check_positive_int(name, x)
+    for name, x in (("length", length), ("stride", stride)):
+        checks.check_positive_int(name, x)
+    scale = checks.check_scale(scale, q.shape[-1])
+    keys = (selected or window or compressed)[0]
+    top_n = 0
+    if block_indices is not None:
+        checks.check_block_arguments(block_indices, block_counts, q, keys)
+        block_indices, block_counts = _read_slots(block_indices, block_counts)
+    elif g_slc is not None:
+        block_counts, top_n = _number_to_choose(q, keys, g_cmp, block_counts, num_keys, block_size)
+    else:
+        block_counts = None
+    return torch.ops.nsa_tutorial.native_sparse_attention(
+        q, list(compressed), list(selected), list(window), g_cmp, g_slc, g_swa,
+        block_indices, block_counts, cu_seqlens,
+        num_keys, top_n, block_size, window_size, length, stride, scale, backend,
+    )  # fmt: skip
 
 
-def _empty(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp of no query at all."""
-    return v.new_zeros(*q.shape[:3], v.shape[3]), v.new_zeros(q.shape[:3], dtype=torch.float32)
+# -- what the operators check before anything runs --
+
+
+def _autocast(*tensors: Tensor) -> Sequence[Tensor]:
+    """Queries, keys and values in the dtype of `torch.autocast`, where it is on."""
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    is_cast = [isinstance(x, Tensor) and x.dtype in checks.DTYPES for x in tensors]
+    return [x.to(dtype) if cast else x for x, cast in zip(tensors, is_cast, strict=True)]
+
+
+def _check(
+    operator: str, backend: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None,
+    cu_seqlens: Tensor | None, return_lse: bool,
+) -> tuple[str, float]:  # fmt: skip
+    """What all operators over keys and values ask of them; the backend that runs, and the scale."""
+    checks.check_qkv(q, k, v)
+    checks.check_cu_seqlens(cu_seqlens, q, k)
+    return _check_rest(operator, backend, q, scale, return_lse)
+
+
+def _check_rest(
+    operator: str, backend: str, q: Tensor, scale: float | None, return_lse: bool
+) -> tuple[str, float]:
+    """What all operators with queries ask; the backend that runs, and the scale."""
+    checks.check_backend(backend)
+    checks.check_bool("return_lse", return_lse)
+    return library.choose(operator, backend, q), checks.check_scale(scale, q.shape[-1])
+
+
+def _read_slots(
+    block_indices: Tensor, block_counts: Tensor | int | None
+) -> tuple[Tensor, Tensor | None]:
+    """Lists, and how many slots of each row are read: an int is a cut through all of them."""
+    if not isinstance(block_counts, int):
+        return block_indices, block_counts
+    if block_counts == 0:
+        return torch.full_like(block_indices[..., :1], -1), None
+    return block_indices[..., :block_counts], None
+
+
+def _number_to_choose(
+    q: Tensor, k: Tensor, g_cmp: Tensor | None, block_counts: Tensor | int | None, M: int,
+    block_size: int,
+) -> tuple[Tensor | None, int]:  # fmt: skip
+    """The counts of each row, if there are any, and the length of the lists: past the last block
+    they would hold nothing but -1."""
+    if g_cmp is None:
+        raise ValueError(
+            "block_indices: got None, expected [B, N, H, S]: without g_cmp there is nothing to "
+            "choose blocks by"
+        )
+    if block_counts is None:
+        raise TypeError(
+            "block_counts: got None, expected an int of at least 3, or [B, N, H]: how many blocks "
+            "to choose"
+        )
+    checks.check_block_counts(block_counts, q, k, least=3)
+    of_rows = block_counts if isinstance(block_counts, Tensor) else None
+    if of_rows is not None:
+        block_counts = int(of_rows.max()) if of_rows.numel() else 0
+    return of_rows, max(3, min(block_counts, -(-M // block_size)))
+
+
+def _check_summaries(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, num_keys: int | None, length: int, stride: int,
+    cu_seqlens: Tensor | None,
+) -> int:  # fmt: skip
+    """Queries fit the summaries, of which there are as many as the keys have (of packed sequences,
+    `library` counts them); returns the number of keys, `M`."""
+    checks.check_attention(q, k_cmp=(k_cmp, "[B, M_c, H, D]"), v_cmp=(v_cmp, "[B, M_c, H, DV]"))
+    checks.check_positive_int("length", length)
+    checks.check_positive_int("stride", stride)
+    checks.check_cu_seqlens(cu_seqlens, q, q)
+    N = M = q.shape[1]
+    if num_keys is not None:
+        checks.check_positive_int("num_keys", num_keys, least=N)
+        M = num_keys
+    if cu_seqlens is not None:
+        if M != N:
+            raise ValueError(
+                f"num_keys: got {M}, expected the number of queries, {N}, for packed sequences"
+            )
+        return M
+    expected = num_summaries(M, length, stride)
+    if k_cmp.shape[1] != expected:
+        raise ValueError(
+            f"k_cmp: got {k_cmp.shape[1]} summaries, expected {expected}: those of {M} keys "
+            f"(num_keys) with length {length} and stride {stride}"
+        )
+    return M
+
+
+def _check_weight(kind: object, weight: object, x: Tensor, length: int) -> list[Tensor]:
+    """`x [B, M, H, D]` can be summarised, and `weight` is what `kind` needs; as a list."""
+    checks.check_tensor("x", x, "[B, M, H, D]", checks.FLOATS)
+    if kind not in KINDS:
+        raise ValueError(f"kind: got {checks.describe(kind)}, expected one of {', '.join(KINDS)}")
+    H, D = x.shape[2:]
+    flat = length * D
+    if kind == "mean":
+        if weight is not None:
+            raise ValueError(
+                f"weight: got {checks.describe(weight)}, expected None for kind 'mean'"
+            )
+        return []
+    if kind != "mlp":
+        shapes = {"weighted": ((length,), (length, H)), "linear": ((flat, D), (H, flat, D))}[kind]
+        checks.check_weight("weight", weight, x, *shapes)
+        return [weight]
+    if not isinstance(weight, MLPWeights):
+        raise TypeError(
+            f"weight: got {checks.describe(weight)}, expected an MLPWeights for kind 'mlp'"
+        )
+    hidden = weight.w1.shape[-1] if isinstance(weight.w1, Tensor) and weight.w1.ndim else 0
+    shapes = ((length, D), (flat, hidden), (hidden,), (hidden, D), (D,))
+    for name, w, shape in zip(MLPWeights._fields, weight, shapes, strict=True):
+        checks.check_weight(f"weight.{name}", w, x, shape, (H, *shape))
+    return list(weight)

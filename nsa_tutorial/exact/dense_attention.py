@@ -27,7 +27,7 @@ def softmax(scores: Tensor, dim: int = -1) -> Tensor:
 
     Returns:
         Weights of the same shape and dtype. A row of nothing but `-inf` has no weights to give: it
-            is all 0, not NaN.
+        is all 0, not NaN.
     """
     highest = scores.amax(dim, keepdim=True)
     highest = highest.masked_fill(highest == -torch.inf, 0)  # -inf - (-inf) would be NaN
@@ -80,10 +80,8 @@ def attention(
 
     Returns:
         `o` `[B, N, HQ, DV]` in the dtype of `v`, computed in fp32 (fp64 inputs stay fp64). With
-            `return_lse` also `lse`
-        `[B, N, HQ]`, fp32 (or fp64), the natural logarithm of the sum of `exp(score)` over the
-            visible keys. A query that sees
-        no key gets output 0 and `lse = -inf`.
+        `return_lse` also `lse` `[B, N, HQ]`, fp32 (or fp64), the natural logarithm of the sum of
+        `exp(score)` over the visible keys. A query that sees no key gets output 0 and `lse = -inf`.
 
     Raises:
         ValueError: naming the argument, when shapes do not fit.

@@ -78,9 +78,8 @@ def attention(
 
     Returns:
         `o` `[B, N, HQ, DV]` in the dtype of `v`, computed in fp32 (fp64 inputs stay fp64). With
-            `return_lse` also `lse`
-        `[B, N, HQ]`, fp32 (or fp64), the natural logarithm of the sum of `exp(score)` over the
-            visible keys.
+        `return_lse` also `lse` `[B, N, HQ]`, fp32 (or fp64), the natural logarithm of the sum of
+        `exp(score)` over the visible keys.
 
     Raises:
         ValueError: naming the argument, when shapes do not fit.

@@ -108,8 +108,7 @@ def finish(state: State, scale: float) -> tuple[Tensor, Tensor]:
 
     Returns:
         `o` `[G, DV]` and `lse` `[G]`, the natural logarithm of the sum of `exp(score * scale)`. A
-            row that saw no key gets
-        `o = 0`, `lse = -inf`.
+        row that saw no key gets `o = 0`, `lse = -inf`.
     """
     scores_max, running_sum, acc_o = state
     # [G, DV], an empty row is 0 / 1, not 0 / 0

@@ -18,7 +18,6 @@ from torch import Tensor
 from tvm import tirx
 
 from nsa_tutorial.exact.online_softmax import LOG2_E
-from nsa_tutorial.runtime.backends import split_long_blocks
 from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
 from nsa_tutorial.sparse.selected_attention import QueryRows
 from nsa_tutorial.sparse.sliding_window import as_selection
@@ -48,6 +47,9 @@ LAUNCH_TABLE = (
 )
 
 WINDOW_BLOCK = 64  # tokens of a window that are taken at a time
+# A kernel holds the keys and the values of one block on chip. This many bytes fit on every GPU from
+# sm_80 on, with room for the queries; a longer block is walked in equal parts.
+LARGEST_KERNEL_TILE = 64 * 1024
 
 
 def tile_rows(n: int) -> int:
@@ -288,6 +290,22 @@ def forward(
     return o.reshape(B, N, HQ, DV), lse.reshape(B, N, HQ)
 
 
+def split_long_blocks(ids: Tensor, block_size: int, bytes_per_token: int) -> tuple[Tensor, int]:
+    """Blocks too long for a kernel's tile, as lists of equal parts: ids `[R, H, S * parts]` and the
+    size of a part."""
+    most = min(128, LARGEST_KERNEL_TILE // bytes_per_token)
+    parts = next(
+        p for p in range(1, block_size + 1) if block_size % p == 0 and block_size // p <= most
+    )
+    if parts == 1:
+        return ids, block_size
+    # an id this large is past the end of any sequence
+    limit = torch.iinfo(torch.int32).max // parts
+    part = torch.arange(parts, dtype=ids.dtype, device=ids.device)
+    split = torch.where((ids >= 0) & (ids < limit), ids, -1)[..., None] * parts + part
+    return split.masked_fill(split < 0, -1).flatten(-2).contiguous(), block_size // parts
+
+
 def sliding_window(
     q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, *, window_size: int, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -300,17 +318,12 @@ def sliding_window(
 
 
 def selection_and_window(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ids: Tensor,
-    rows: QueryRows,
-    *,
-    block_size: int,
-    window_size: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both over the same keys and values, in two launches: `o` and `lse` of the lists, then of the
-    windows."""
-    selected = forward(q, k, v, ids, rows, block_size=block_size, scale=scale)
-    return (*selected, *sliding_window(q, k, v, rows, window_size=window_size, scale=scale))
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *, block_size: int,
+    window_size: int, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Both over the same keys and values, in two launches: `o [2, B, N, HQ, DV]` and `lse [2, B, N,
+    HQ]`, of the lists, then of the windows."""
+    lists = forward(q, k, v, ids, rows, block_size=block_size, scale=scale)
+    windows = sliding_window(q, k, v, rows, window_size=window_size, scale=scale)
+    o, lse = (torch.stack(pair) for pair in zip(lists, windows, strict=True))
+    return o, lse

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial.runtime import packed
-from nsa_tutorial.sparse.compression import KINDS, MLPWeights, num_summaries
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLOATS = (*DTYPES, torch.float64)  # float64 is for the reference backend
 LARGEST_WIDTH = 256
+INTEGERS = (torch.int32, torch.int64)
 BACKENDS = ("auto", "reference", "tilelang", "triton")
 
 
@@ -87,7 +87,7 @@ def check_scale(scale: object, D: int) -> float:
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """`q [B, N, HQ, D]`, `k [B, M, H, D]`, `v [B, M, H, DV]` fit together; queries are the last `N`
     of the `M` positions."""
-    _check_attention(q, k=(k, "[B, M, H, D]"), v=(v, "[B, M, H, DV]"))
+    check_attention(q, k=(k, "[B, M, H, D]"), v=(v, "[B, M, H, DV]"))
     N, M = q.shape[1], k.shape[1]
     if N > M:
         raise ValueError(
@@ -95,7 +95,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _check_attention(q: Tensor, **keys_and_values: tuple[Tensor, str]) -> None:
+def check_attention(q: Tensor, **keys_and_values: tuple[Tensor, str]) -> None:
     """Queries fit keys and values: `k=(k, "[B, M, H, D]"), v=(v, "[B, M, H, DV]")`, by the names
     that the operator gives them."""
     (k_name, (k, _)), (v_name, (v, _)) = keys_and_values.items()
@@ -128,15 +128,11 @@ def _check_attention(q: Tensor, **keys_and_values: tuple[Tensor, str]) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor | None, q: Tensor, k: Tensor, *, name: str = "q") -> None:
-    """Packed sequences: `[num_sequences + 1]` offsets that rise from 0 to `N`, with `B == 1` and
-    `N == M`.
-
-    To read the values, the host waits for the device, once for a tensor (`packed.offsets`). `name`
-    is what the operator calls `q`.
-    """
+    """Packed sequences: `[num_sequences + 1]` integers, with `B == 1` and `N == M`. `name` is what
+    the operator calls `q`. `check_offsets` looks at the values."""
     if cu_seqlens is None:
         return
-    check_tensor("cu_seqlens", cu_seqlens, "[num_sequences + 1]", (torch.int32, torch.int64))
+    check_tensor("cu_seqlens", cu_seqlens, "[num_sequences + 1]", INTEGERS)
     check_same_device(**{name: q, "cu_seqlens": cu_seqlens})
     B, N, M = q.shape[0], q.shape[1], k.shape[1]
     if B != 1:
@@ -148,6 +144,13 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, q: Tensor, k: Tensor, *, name: s
         raise ValueError(
             f"cu_seqlens: got {N} queries and {M} keys, expected as many queries as keys"
         )
+
+
+def check_offsets(cu_seqlens: Tensor | None, N: int) -> None:
+    """The values of `cu_seqlens` rise from 0 to `N`. To read them, the host waits for the device,
+    once for a tensor (`packed.offsets`)."""
+    if cu_seqlens is None:
+        return
     offsets = packed.offsets(cu_seqlens)
     if len(offsets.values) < 2 or offsets.values[0] != 0:
         raise ValueError(
@@ -164,31 +167,7 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, q: Tensor, k: Tensor, *, name: s
         )
 
 
-def check_compression(kind: object, weight: object, x: Tensor, length: int) -> None:
-    """`x [B, M, H, D]` can be summarised, and `weight` is what `kind` needs (`compression.compress`
-    lists the shapes)."""
-    check_tensor("x", x, "[B, M, H, D]", FLOATS)
-    if kind not in KINDS:
-        raise ValueError(f"kind: got {describe(kind)}, expected one of {', '.join(KINDS)}")
-    H, D = x.shape[2:]
-    flat = length * D
-    if kind == "mean":
-        if weight is not None:
-            raise ValueError(f"weight: got {describe(weight)}, expected None for kind 'mean'")
-    elif kind == "weighted":
-        _check_weight("weight", weight, x, (length,), (length, H))
-    elif kind == "linear":
-        _check_weight("weight", weight, x, (flat, D), (H, flat, D))
-    elif not isinstance(weight, MLPWeights):
-        raise TypeError(f"weight: got {describe(weight)}, expected an MLPWeights for kind 'mlp'")
-    else:
-        hidden = weight.w1.shape[-1] if isinstance(weight.w1, Tensor) and weight.w1.ndim else 0
-        shapes = MLPWeights((length, D), (flat, hidden), (hidden,), (hidden, D), (D,))
-        for name, w, shape in zip(MLPWeights._fields, weight, shapes, strict=True):
-            _check_weight(f"weight.{name}", w, x, shape, (H, *shape))
-
-
-def _check_weight(name: str, weight: object, x: Tensor, *shapes: tuple[int, ...]) -> None:
+def check_weight(name: str, weight: object, x: Tensor, *shapes: tuple[int, ...]) -> None:
     """`weight` is a floating-point tensor of one of `shapes`, on the device of `x`."""
     expected = " or ".join(str(list(shape)) for shape in shapes)
     if not isinstance(weight, Tensor) or weight.dtype not in FLOATS:
@@ -198,45 +177,6 @@ def _check_weight(name: str, weight: object, x: Tensor, *shapes: tuple[int, ...]
     if tuple(weight.shape) not in shapes:
         raise ValueError(f"{name}: got {describe(weight)}, expected shape {expected}")
     check_same_device(**{"x": x, name: weight})
-
-
-def check_summaries(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    *,
-    num_keys: int | None,
-    length: int,
-    stride: int,
-    cu_seqlens: Tensor | None,
-) -> int:
-    """Queries fit the summaries, of which there are as many as the keys have; returns the number of
-    keys, `M`."""
-    _check_attention(q, k_cmp=(k_cmp, "[B, M_c, H, D]"), v_cmp=(v_cmp, "[B, M_c, H, DV]"))
-    check_positive_int("length", length)
-    check_positive_int("stride", stride)
-    check_cu_seqlens(cu_seqlens, q, q)
-    N = q.shape[1]
-    if num_keys is None:
-        M = N
-    else:
-        check_positive_int("num_keys", num_keys, least=N)
-        M = num_keys
-    if cu_seqlens is None:
-        expected = num_summaries(M, length, stride)
-    elif M == N:
-        expected = sum(num_summaries(n, length, stride) for n in packed.offsets(cu_seqlens).lengths)
-    else:
-        raise ValueError(
-            f"num_keys: got {M}, expected the number of queries, {N}, for packed sequences"
-        )
-    if k_cmp.shape[1] != expected:
-        raise ValueError(
-            f"k_cmp: got {k_cmp.shape[1]} summaries, expected {expected}: those of {M} keys "
-            "(num_keys) "
-            f"with length {length} and stride {stride}"
-        )
-    return M
 
 
 def check_per_head(name: str, x: Tensor, q: Tensor) -> None:
@@ -252,8 +192,7 @@ def check_block_arguments(
 ) -> None:
     """`block_indices [B, N, H, S]` and `block_counts` (int, `[B, N, H]` or None) fit `q` and
     `k`."""
-    integers = (torch.int32, torch.int64)
-    check_tensor("block_indices", block_indices, "[B, N, H, S]", integers)
+    check_tensor("block_indices", block_indices, "[B, N, H, S]", INTEGERS)
     expected = (*q.shape[:2], k.shape[2])
     if tuple(block_indices.shape[:3]) != expected:
         raise ValueError(

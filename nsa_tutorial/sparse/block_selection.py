@@ -97,8 +97,7 @@ def importance(
 
     Returns:
         `[B, T, H, NB]`, fp32 (fp64 for fp64 inputs). A block's summands are added in the same order
-            for every block, so that
-        equal attention gives equal importance to the last bit.
+        for every block, so that equal attention gives equal importance to the last bit.
     """
     (B, T, HQ, _), H = q.shape, k_cmp.shape[2]
     k_cmp = query_tiles.at_least_one(k_cmp)
@@ -146,7 +145,7 @@ def choose(
 
     Returns:
         `[B, T, H, top_n]` int32: distinct causal ids, ascending, then -1. Of equal scores, those
-            with the lower id.
+        with the lower id.
     """
     num_blocks = score.shape[-1]
     # [NB], [T, 1, 1]
@@ -195,7 +194,7 @@ def select_blocks(
 
     Returns:
         `[B, N, H, top_n]` int32: distinct causal ids, ascending, then -1. Of equally important
-            blocks, those with the lower id.
+        blocks, those with the lower id.
     """
     num_blocks = -(-M // block_size)
     overlap = overlap_weights(length, stride, block_size, num_blocks, q.device)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from nsa_tutorial.runtime import packed
 from nsa_tutorial.sparse import query_tiles
+from nsa_tutorial.sparse.query_tiles import View
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
 KINDS = ("mean", "weighted", "linear", "mlp")
@@ -107,12 +108,17 @@ def compress(
     Returns:
         `[B, M_c, H, D]` in the dtype of `x`, computed in fp32 at least.
     """
-    B, M, H, D = x.shape
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    # [M_c, length]
-    token = first_tokens(M, length, stride, cu_seqlens, x.device)[:, None] + torch.arange(
-        length, device=x.device
-    )
+    first = first_tokens(x.shape[1], length, stride, cu_seqlens, x.device)
+    return summarise(x, first, kind=kind, length=length, weight=weight)
+
+
+def summarise(
+    x: Tensor, first: Tensor, *, kind: str, length: int, weight: Tensor | MLPWeights | None
+) -> Tensor:
+    """The summaries of the windows of `length` tokens that begin at `first [M_c]`; the rest is as
+    in `compress`."""
+    (B, _, H, D), dtype = x.shape, torch.promote_types(x.dtype, torch.float32)
+    token = first[:, None] + torch.arange(length, device=x.device)  # [M_c, length]
     windows = x.index_select(1, token.flatten()).to(dtype).view(B, len(token), length, H, D)
     if kind == "mean":
         return windows.mean(2).to(x.dtype)
@@ -123,8 +129,8 @@ def compress(
     if kind == "linear":
         return (windows.flatten(3) @ weight.to(dtype)).transpose(1, 2).to(x.dtype)
     position, w1, b1, w2, b2 = (w.to(dtype) for w in weight)
-    # [B, H, M_c, F]
-    hidden = F.gelu((windows + position[..., None, :, :]).flatten(3) @ w1 + b1[..., None, :])
+    flat = (windows + position[..., None, :, :]).flatten(3)  # [B, H, M_c, length * D]
+    hidden = F.gelu(flat @ w1 + b1[..., None, :])  # [B, H, M_c, F]
     return (hidden @ w2 + b2[..., None, :]).transpose(1, 2).to(x.dtype)
 
 
@@ -141,9 +147,8 @@ def summary_rows(
 
     Returns:
         `first_key`, the first summary of the row's sequence in the flattened `[B * M_c]`;
-            `num_visible`, how many of its
-        summaries the query sees; `position` as before. Runs on the device of `rows` without
-            synchronising with the host.
+        `num_visible`, how many of its summaries the query sees; `position` as before. Runs on the
+        device of `rows` without synchronising with the host.
     """
     if cu_seqlens is None:
         first = rows.first_key // M * num_summaries(M, length, stride)
@@ -169,13 +174,16 @@ def compressed_attention(
 
     Returns:
         `o [B, N, HQ, DV]` in the dtype of `v_cmp`, and `lse [B, N, HQ]`: natural logarithm, fp32
-            (fp64 for fp64 inputs). A query
-        that sees no summary gets output 0 and `lse = -inf`.
+        (fp64 for fp64 inputs). A query that sees no summary gets output 0 and `lse = -inf`.
     """
-    N = q.shape[1]
     k_cmp, v_cmp = query_tiles.at_least_one(k_cmp), query_tiles.at_least_one(v_cmp)
+    view = view_of_summaries(rows, N=q.shape[1], M_c=k_cmp.shape[1])
+    return query_tiles.attend(q, k_cmp, v_cmp, view, scale=scale)
+
+
+def view_of_summaries(rows: QueryRows, *, N: int, M_c: int) -> View:
+    """What `N` queries see of `M_c` summaries, `rows` being from `summary_rows`."""
     # those of the first sequence of the batch serve all
     first, num_visible = rows.first_key[:N], rows.num_visible[:N]
-    mask = query_tiles.run_of_keys(first, first + num_visible)
-    spans = [(queries, slice(0, k_cmp.shape[1])) for queries in query_tiles.tiles(N)]
-    return query_tiles.attend(q, k_cmp, v_cmp, spans, mask, scale=scale)
+    spans = [(queries, slice(0, M_c)) for queries in query_tiles.tiles(N)]
+    return View(spans, query_tiles.run_of_keys(first, first + num_visible))

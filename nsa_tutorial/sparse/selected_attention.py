@@ -108,7 +108,7 @@ def forward(
 
     Returns:
         `o [B, N, HQ, DV]` in the dtype of `v`, and `lse [B, N, HQ]`: natural logarithm, fp32 (fp64
-            for fp64 inputs).
+        for fp64 inputs).
     """
     # -- locate the program --
     (B, N, HQ, D), (H, DV), BS = q.shape, v.shape[2:], block_size

@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa_tutorial.sparse import query_tiles, selected_attention
+from nsa_tutorial.sparse import query_tiles
+from nsa_tutorial.sparse.query_tiles import View
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
 
@@ -31,21 +32,23 @@ def forward(
 
     Returns:
         `o [B, N, HQ, DV]` in the dtype of `v`, and `lse [B, N, HQ]`: natural logarithm, fp32 (fp64
-            for fp64 inputs).
+        for fp64 inputs).
     """
-    N, M = q.shape[1], k.shape[1]
+    view = view_of_windows(rows, N=q.shape[1], M=k.shape[1], window_size=window_size)
+    return query_tiles.attend(q, k, v, view, scale=scale)
+
+
+def view_of_windows(rows: QueryRows, *, N: int, M: int, window_size: int) -> View:
+    """What `N` queries see of `M` keys. A tile reads from the window of its first query on; what
+    lies before a packed sequence is masked."""
     # those of the first sequence of the batch serve all
     first, position = rows.first_key[:N], rows.position[:N]
-    mask = query_tiles.run_of_keys(
-        first + (position - window_size + 1).clamp(min=0), first + position + 1
-    )
-    # a tile reads from the window of its first query on; what lies before a packed sequence is
-    # masked
+    start = first + (position - window_size + 1).clamp(min=0)
     spans = [
         (t, slice(max(0, M - N + t.start - window_size + 1), M - N + t.stop))
         for t in query_tiles.tiles(N)
     ]
-    return query_tiles.attend(q, k, v, spans, mask, scale=scale)
+    return View(spans, query_tiles.run_of_keys(start, first + position + 1))
 
 
 def as_selection(rows: QueryRows, *, window_size: int, block_size: int) -> tuple[Tensor, QueryRows]:
@@ -57,25 +60,8 @@ def as_selection(rows: QueryRows, *, window_size: int, block_size: int) -> tuple
 
     Returns:
         That list, `[S]` int32 with `S = ceil(window_size / block_size)`, and the rows to go with
-            it.
+        it.
     """
     start = (rows.position - window_size + 1).clamp(min=0)
     ids = torch.arange(-(-window_size // block_size), dtype=torch.int32, device=start.device)
     return ids, QueryRows(rows.first_key + start, rows.num_visible - start, rows.position)
-
-
-def selection_and_window(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ids: Tensor,
-    rows: QueryRows,
-    *,
-    block_size: int,
-    window_size: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both branches over the same keys and values, one after the other: `o` and `lse` of the lists,
-    then of the windows."""
-    selected = selected_attention.forward(q, k, v, ids, rows, block_size=block_size, scale=scale)
-    return (*selected, *forward(q, k, v, rows, window_size=window_size, scale=scale))

@@ -15,14 +15,14 @@ from branches import LargestStorage, Shape, assert_blind_to
 from torch import Tensor
 
 from nsa_tutorial import ops
-from nsa_tutorial.sparse import query_tiles
-from nsa_tutorial.sparse.native_sparse_attention import (
+from nsa_tutorial.layer import (
     Compression,
     NativeSparseAttention,
     NativeSparseAttentionConfig,
-    gated_sum,
     rotate,
 )
+from nsa_tutorial.sparse import query_tiles
+from nsa_tutorial.sparse.native_sparse_attention import gated_sum
 from nsa_tutorial.sparse.selected_attention import (
     block_list,
     dense_mask,
@@ -461,10 +461,7 @@ def test_the_reference_at_4096_tokens_stays_small() -> None:
     pytest.importorskip("resource")
     program = """
 import resource, torch
-from nsa_tutorial.sparse.native_sparse_attention import (
-    NativeSparseAttention,
-    NativeSparseAttentionConfig,
-)
+from nsa_tutorial import NativeSparseAttention, NativeSparseAttentionConfig
 torch.set_num_threads(1)
 with torch.no_grad():
     config = NativeSparseAttentionConfig(width=256, query_heads=16, kv_heads=1)

@@ -20,9 +20,7 @@ from places import product as on_places
 from selection import Problem
 from torch import Tensor
 
-from nsa_tutorial import ops
-from nsa_tutorial.sparse import query_tiles
-from nsa_tutorial.sparse.selected_attention import block_list, query_rows
+from nsa_tutorial import library, ops
 
 BACKENDS = ["reference", "tilelang", "triton"]
 places = places_of(BACKENDS)
@@ -118,11 +116,10 @@ def in_tiles(
     """The list as `native_sparse_attention` computes it on the reference: a mask over a tile of
     queries."""
     call = Problem(N=N, M=M, G=2, D=16, DV=16, own=True, S=2).make(dtype, device)
-    rows = query_rows(1, N, M, causal=True, cu_seqlens=None, device=call.q.device)
-    ids = block_list(call.ids, rows, block_size=16, block_counts=None, include_own_block=True)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return query_tiles.selected_attention(q, k, v, ids, rows, block_size=16, scale=16**-0.5)
+        options = (16, True, True, 16**-0.5, "masked")
+        return library.selected_attention(q, k, v, call.ids, None, None, *options)
 
     return run, [call.q, call.k, call.v], call.mask()
 

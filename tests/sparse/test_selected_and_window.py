@@ -108,17 +108,3 @@ def test_wrong_arguments(change: dict, error: type, message: str) -> None:
         ops.selected_and_window_attention(
             call.q, call.k, call.v, call.ids, **{"window_size": 3, "block_size": 16} | change
         )
-
-
-def test_kernels_have_no_backward() -> None:
-    skip_unless_runs("triton", "cpu")
-    call = Problem(N=3, M=5).make()
-    q = call.q.requires_grad_()
-    o, _ = ops.selected_and_window_attention(
-        q, call.k, call.v, call.ids, window_size=3, block_size=16, backend="triton"
-    )
-    with pytest.raises(
-        NotImplementedError,
-        match="selected_and_window_attention: the triton backend has no backward yet",
-    ):
-        o.sum().backward()

@@ -135,18 +135,6 @@ def test_kernels_read_nothing_outside_the_window(backend: str, device: str) -> N
         assert torch.allclose(o[:, position], right[:, position], atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["tilelang", "triton"])
-def test_kernels_have_no_backward(backend: str) -> None:
-    skip_unless_runs(backend, "cpu")
-    q, k, v = (x.requires_grad_() for x in Shape(N=3).make())
-    o = ops.sliding_window_attention(q, k, v, window_size=2, backend=backend)
-    with pytest.raises(
-        NotImplementedError,
-        match=f"sliding_window_attention: the {backend} backend has no backward yet",
-    ):
-        o.sum().backward()
-
-
 @pytest.mark.parametrize("window", [45, 46, 10_000])
 def test_a_window_over_everything_is_dense_attention(window: int) -> None:
     shape = Shape(B=2, N=45, M=45, window=window)

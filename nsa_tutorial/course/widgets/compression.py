@@ -233,7 +233,7 @@ def logits_and_mass(
 
     Returns:
         `mean` and `mass` `[HQ, N, M_c]`, and `visible`, bool `[N, M_c]`: the windows that end by
-            the query.
+        the query.
     """
     k = heads.k[0].repeat_interleave(heads.G, dim=1)  # [N, HQ, D]
     scores = torch.einsum("ihd,jhd->hij", heads.q[0], k) * k.shape[-1] ** -0.5  # [HQ, N, N]

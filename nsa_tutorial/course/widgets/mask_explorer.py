@@ -290,10 +290,9 @@ def branch_masks(settings: Settings, scores: np.ndarray) -> dict[str, np.ndarray
 
     Returns:
         `"selected"`, the keys of listed blocks but the query's own, and `"own block"`, those of its
-            own if that is listed; together
-        the selected branch. `"window"`, the last keys. `"compressed"`, the keys that some visible
-            summary covers: seen through the
-        summary, not one by one.
+        own if that is listed; together the selected branch. `"window"`, the last keys.
+        `"compressed"`, the keys that some visible summary covers: seen through the summary, not one
+        by one.
     """
     t, key = np.arange(settings.N)[:, None], np.arange(settings.N)[None, :]
     # [N, N]

@@ -1,0 +1,207 @@
+"""The layer that a model holds: projections, gates, a learnt compression for keys and for values,
+and Native Sparse Attention between them (arXiv 2502.11089; chapter 08).
+
+    config = NativeSparseAttentionConfig(width=512, query_heads=16, kv_heads=1)
+    y = NativeSparseAttention(config)(x)  # [B, N, width] to [B, N, width]
+
+It keeps no cache of keys (chapter 15), and knows no tensor parallelism and no dropout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nsa_tutorial import library, ops
+from nsa_tutorial.runtime import checks
+from nsa_tutorial.sparse.compression import KINDS, MLPWeights
+from nsa_tutorial.sparse.native_sparse_attention import BRANCHES, wide
+
+
+@dataclass(frozen=True)
+class NativeSparseAttentionConfig:
+    """The sizes of a layer, checked when it is made: a wrong one raises `ValueError` or
+    `TypeError`, naming it.
+
+    Attributes:
+        width: of the model.
+        query_heads, kv_heads: `HQ` and `H`; the groups of `HQ // H` heads share keys, values and
+            selected blocks.
+        key_width, value_width: `D` and `DV`, at most 256.
+        block_size, top_n: tokens of a selected block, and blocks of a list.
+        window_size: keys of the window.
+        length, stride, compression: of the summaries, as for `ops.compress`.
+        separate_keys: each branch has keys and values of its own, as in the paper; otherwise all
+            share one set.
+        rotary_base: of the rotary embedding of queries and keys, before they are summarised; None
+            for none.
+        gate_width: hidden units of the gates' MLP.
+        backend: of every operator.
+    """
+
+    width: int
+    query_heads: int
+    kv_heads: int
+    key_width: int = 64
+    value_width: int = 64
+    block_size: int = 64
+    top_n: int = 16
+    window_size: int = 512
+    length: int = 32
+    stride: int = 16
+    compression: str = "mlp"
+    separate_keys: bool = True
+    rotary_base: float | None = 10_000.0
+    gate_width: int = 64
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "width",
+            "query_heads",
+            "kv_heads",
+            "block_size",
+            "window_size",
+            "length",
+            "stride",
+            "gate_width",
+        ):
+            checks.check_positive_int(name, getattr(self, name))
+        checks.check_positive_int("top_n", self.top_n, least=3)
+        for name in ("key_width", "value_width"):
+            checks.check_positive_int(name, getattr(self, name), most=checks.LARGEST_WIDTH)
+        if self.query_heads % self.kv_heads:
+            raise ValueError(
+                f"query_heads: got {self.query_heads}, expected a multiple of kv_heads, "
+                f"{self.kv_heads}"
+            )
+        if self.compression not in KINDS:
+            raise ValueError(
+                f"compression: got {self.compression!r}, expected one of {', '.join(KINDS)}"
+            )
+        checks.check_bool("separate_keys", self.separate_keys)
+        if self.rotary_base is not None:
+            checks.check_positive_number("rotary_base", self.rotary_base, otherwise=" or None")
+            if self.key_width % 2:
+                raise ValueError(
+                    f"key_width: got {self.key_width}, expected an even width for the rotary "
+                    "embedding"
+                )
+        checks.check_backend(self.backend)
+
+
+def rotate(x: Tensor, position: Tensor, base: float) -> Tensor:
+    """Rotary embedding (RoFormer, arXiv 2104.09864): turn the pairs `(i, i + D / 2)` of
+    `x [B, N, H, D]` by `position [N]`."""
+    half = x.shape[-1] // 2
+    # [D / 2], in radians per token
+    frequency = base ** (-torch.arange(half, device=x.device, dtype=wide(x)) / half)
+    angle = (position[:, None] * frequency)[:, None]  # [N, 1, D / 2]
+    a, b = x.to(angle.dtype).split(half, -1)
+    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1).to(
+        x.dtype
+    )
+
+
+class Compression(nn.Module):
+    """`ops.compress` with the weights it learns; "weighted" and "linear" begin as the mean."""
+
+    def __init__(self, kind: str, length: int, stride: int, heads: int, width: int) -> None:
+        super().__init__()
+        self.kind, self.length, self.stride = kind, length, stride
+        flat, hidden = length * width, 4 * width
+        initial = {
+            "mean": {},
+            "weighted": {"weight": torch.full((length, heads), 1 / length)},
+            "linear": {"weight": torch.eye(width).repeat(length, 1) / length},
+            "mlp": {
+                "position": torch.randn(length, width) * 0.02,
+                "w1": torch.randn(flat, hidden) * flat**-0.5,
+                "b1": torch.zeros(hidden),
+                "w2": torch.randn(hidden, width) * hidden**-0.5,
+                "b2": torch.zeros(width),
+            },
+        }[kind]
+        self.weights = nn.ParameterDict(initial)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """`[B, M, H, D]` to `[B, M_c, H, D]`."""
+        weight = (
+            MLPWeights(**self.weights)
+            if self.kind == "mlp"
+            else self.weights["weight"]
+            if self.weights
+            else None
+        )
+        return ops.compress(
+            x,
+            kind=self.kind,
+            length=self.length,
+            stride=self.stride,
+            weight=weight,
+            cu_seqlens=cu_seqlens,
+        )
+
+
+class NativeSparseAttention(nn.Module):
+    """A causal attention layer: `x [B, N, width]` to `[B, N, width]`."""
+
+    def __init__(self, config: NativeSparseAttentionConfig) -> None:
+        super().__init__()
+        self.config = c = config
+        sets = len(BRANCHES) if c.separate_keys else 1
+        self.q = nn.Linear(c.width, c.query_heads * c.key_width, bias=False)
+        self.k = nn.Linear(c.width, sets * c.kv_heads * c.key_width, bias=False)
+        self.v = nn.Linear(c.width, sets * c.kv_heads * c.value_width, bias=False)
+        self.o = nn.Linear(c.query_heads * c.value_width, c.width, bias=False)
+        self.gate = nn.Sequential(
+            nn.Linear(c.width, c.gate_width),
+            nn.SiLU(),
+            nn.Linear(c.gate_width, len(BRANCHES) * c.query_heads),
+            nn.Sigmoid(),
+        )
+        self.compress_k = Compression(c.compression, c.length, c.stride, c.kv_heads, c.key_width)
+        self.compress_v = Compression(c.compression, c.length, c.stride, c.kv_heads, c.value_width)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Attend.
+
+        Args:
+            x: `[B, N, width]`.
+            cu_seqlens: `[num_sequences + 1]` offsets of packed sequences, `B == 1`; positions count
+                from each one's start.
+        """
+        c = self.config
+        checks.check_tensor("x", x, "[B, N, width]", checks.FLOATS)
+        if x.shape[2] != c.width:
+            raise ValueError(
+                f"x: got {checks.describe(x)}, expected the width of the layer, {c.width}"
+            )
+        checks.check_cu_seqlens(cu_seqlens, x, x, name="x")
+        B, N = x.shape[:2]
+
+        # -- project --
+        q = self.q(x).view(B, N, c.query_heads, c.key_width)
+        k = self.k(x).view(B, N, -1, c.key_width)  # [B, N, sets * H, D]
+        v = self.v(x).view(B, N, -1, c.value_width)
+        gates = self.gate(x).view(B, N, len(BRANCHES), c.query_heads).unbind(2)
+        if c.rotary_base is not None:
+            position = torch.arange(N, device=x.device)
+            if cu_seqlens is not None:
+                position = library.positions(cu_seqlens, N)
+            q, k = (rotate(x, position, c.rotary_base) for x in (q, k))
+
+        # -- one set of keys and values for each branch --
+        sets = list(zip(k.split(c.kv_heads, 2), v.split(c.kv_heads, 2), strict=True))
+        (k_cmp, v_cmp), selected, window = sets if c.separate_keys else (*sets * 2, ())
+
+        # -- attend --
+        compressed = (self.compress_k(k_cmp, cu_seqlens), self.compress_v(v_cmp, cu_seqlens))
+        o = ops.three_branches(
+            q, compressed, selected, window, gates, num_keys=N, block_counts=c.top_n,
+            block_size=c.block_size, window_size=c.window_size, length=c.length, stride=c.stride,
+            cu_seqlens=cu_seqlens, backend=c.backend,
+        )  # fmt: skip
+        return self.o(o.flatten(2))
