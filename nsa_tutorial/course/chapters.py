@@ -14,7 +14,7 @@ class Chapter:
     """One chapter.
 
     Attributes:
-        number: 0 to 17.
+        number: 0 to 18.
         name: of its notebook, its module and its exercises.
         part: index into `PARTS`.
         idea: the one idea, as a phrase.
@@ -58,6 +58,7 @@ CHAPTERS = tuple(
             ("decoding", 4, "one query, a long cache"),
             ("performance", 4, "is it fast, and why"),
             ("capstone", 4, "train it"),
+            ("many_gpus", 4, "split the queries, gather the keys"),
         ]
     )
 )

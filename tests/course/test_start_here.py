@@ -11,14 +11,13 @@ import torch
 
 from nsa_tutorial.course.chapters import CHAPTERS, NOTEBOOKS, PARTS
 from nsa_tutorial.course.widgets import start_here as pictures
-from nsa_tutorial.runtime import environment, lowering
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_notebook_is_a_chapter() -> None:
     assert {c.file for c in CHAPTERS if c.is_ready} == {p.name for p in NOTEBOOKS.glob("*.ipynb")}
-    assert [c.number for c in CHAPTERS] == list(range(18))
+    assert [c.number for c in CHAPTERS] == list(range(19))
 
 
 @pytest.mark.parametrize("chapter", [c for c in CHAPTERS if c.is_ready], ids=lambda c: c.name)
@@ -37,14 +36,13 @@ def test_the_names_are_those_of_the_kernels(column: int, language: str) -> None:
     recap = "".join("".join(cell["source"]) + "\n" for cell in cells).split("\n## Recap", 1)[1]
     rows = [line.strip("|").split("|") for line in recap.splitlines() if line.startswith("| ")][1:]
     names = {name for row in rows for name in re.findall(r"`(\w+)`", row[column])}
-    source = (ROOT / "nsa_tutorial" / f"{language}_forward.py").read_text()
+    source = (ROOT / "nsa_tutorial" / "kernels" / f"{language}_forward.py").read_text()
     assert len(names) > 20
     assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", source)] == []
 
 
 def test_the_parts_are_those_of_the_readme() -> None:
-    """Chapters that are here stand under the same headings there; what comes after the kernels is
-    no kernel chapter."""
+    """Chapters that are here stand under the same headings there."""
     assert [c.part for c in CHAPTERS] == sorted(c.part for c in CHAPTERS)
     heading, found = PARTS[0], {}
     for line in (ROOT / "README.md").read_text().splitlines():
@@ -60,7 +58,7 @@ def test_course_map() -> None:
     ready = sum(c.is_ready for c in CHAPTERS)
     assert (
         pictures.draw_course().finding
-        == f"18 chapters from one formula to a trained model ({ready} of them, filled, are here)"
+        == f"19 chapters from one formula to a trained model ({ready} of them, filled, are here)"
     )
 
 
@@ -78,27 +76,3 @@ def test_overview_is_the_stored_asset() -> None:
     not by much."""
     stored = (ROOT / "assets" / "selected_attention.png").read_bytes()
     assert abs(len(pictures.draw_overview().png()) - len(stored)) < 0.2 * len(stored)
-
-
-@pytest.mark.parametrize(
-    ("language", "told"),
-    [("tilelang", "CUDA C++ from TileLang"), ("triton", "PTX from Triton")],
-)
-def test_excerpt(language: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which lines are shown and counted, on a text of three; the chapter shows a kernel's."""
-    text = {arch: f"// {arch}\n  x = exp2f(a)\ny = exp2f(b) + 1" for arch in ("sm_80", "sm_90")}
-    monkeypatch.setattr(lowering, "tilelang_cuda", lambda arch: text[arch])
-    monkeypatch.setattr(lowering, "triton_stages", lambda arch: {"ptx": text[arch]})
-    monkeypatch.setattr(lowering, "_why_not", lambda language: None)
-    listing = lowering.excerpt(language, "exp2f", "sm_", lines=1)
-    assert listing.title == f"{told} for sm_90: 3 lines, 2 with exp2f, 1 with sm_"
-    assert listing.code == "x = exp2f(a)\n// sm_90"
-    assert lowering.excerpt(language, "sm_", arch="sm_80").code == "// sm_80"
-
-
-def test_excerpt_without_the_language(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = environment.detect()
-    monkeypatch.setattr(environment, "detect", lambda: type(here)(**{**vars(here), "triton": None}))
-    listing = lowering.excerpt("triton", "ex2.approx")
-    assert "Triton is not installed here" in listing.title
-    assert listing.code == ""

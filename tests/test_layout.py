@@ -1,0 +1,181 @@
+"""The parts of the course are the folders of the package: arrows go down, a chapter's files are
+found by its name, and a file is read in one sitting."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "nsa_tutorial"
+# Folders and modules of the package, the highest first. What shares a line knows nothing of each
+# other. `__init__` stands outside: it names the layer, and imports it when it is asked for.
+LEVELS = (
+    {"course"},
+    {"bench", "interop"},
+    {"layer"},
+    {"ops"},
+    {"library"},
+    {"kernels", "training"},
+    {"sparse"},
+    {"exact"},
+    {"runtime"},
+)
+BELOW = {place: set().union(*LEVELS[i + 1 :]) for i, level in enumerate(LEVELS) for place in level}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+CODE = sorted(p for folder in ("nsa_tutorial", "tests", "notebooks") for p in
+              (ROOT / folder).rglob("*.py"))  # fmt: skip
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def place_of(module: str) -> str:
+    """The folder or the module of the package that holds `nsa_tutorial.…`."""
+    place = module.split(".")[1]
+    return "layer" if place.startswith("NativeSparseAttention") else place
+
+
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """The modules of this package that a file names, with their lines: in imports wherever they
+    stand, and in strings, which `import_module` and tables of functions take."""
+    package = ".".join(path.relative_to(ROOT).parent.parts)
+    tree = ast.parse(path.read_text())
+    docstrings = {
+        node.value for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }  # fmt: skip
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            source = "." * node.level + (node.module or "")
+            source = importlib.util.resolve_name(source, package)
+            names = [f"{source}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found = node not in docstrings and re.match(r"nsa_tutorial(\.\w+)+", node.value)
+            names = [found.group()] if found else []
+        for name in names:
+            if name.startswith("nsa_tutorial."):
+                yield node.lineno, name
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_arrows_go_down(path: Path) -> None:
+    """A module imports from its own folder and from what stands below it."""
+    if path == PACKAGE / "__init__.py":
+        return
+    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    assert own in BELOW, f"{own}: expected a place in LEVELS"
+    wrong = [
+        f"{name_of(path)}:{line} names {module}"
+        for line, module in imports(path)
+        if place_of(module) not in {own, *BELOW[own]}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_counts_as_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    path = tmp_path / "nsa_tutorial" / "exact" / "module.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        '"""nsa_tutorial.docstring"""\n'
+        "import torch, nsa_tutorial.a\n"
+        "from nsa_tutorial import b, ops as c\n"
+        "def f():\n"
+        "    from nsa_tutorial.d.e import g\n"
+        "    from ..h import i\n"
+        '    import_module("nsa_tutorial.j")\n'
+        'TABLE = {"key": "nsa_tutorial.k.l:m", "prose": "see nsa_tutorial.n"}\n'
+        'name = f"nsa_tutorial.p.{TABLE}"\n'
+    )
+    assert {place_of(module) for _, module in imports(path)} == {*"abdhjkp", "ops"}
+
+
+def test_operators_import_no_kernel_language() -> None:
+    """Triton and TileLang are imported when a kernel is first called, and not before."""
+    code = (
+        "import sys, nsa_tutorial; from nsa_tutorial import ops, NativeSparseAttention; "
+        "print([name for name in ('triton', 'tilelang', 'tvm') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+# -- a chapter's files --
+
+PARTS = ("exact", "sparse", "kernels", "training")
+# Chapters whose modules have other names; all others have that of the chapter.
+MODULES_OF = {
+    "backward_kernels": ("tilelang_backward", "triton_backward"),
+    "selection_kernels": ("tilelang_selection", "triton_selection"),
+}
+CHAPTERS = [path.stem[3:] for path in NOTEBOOKS if path.stem != "00_start_here"]
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_a_chapter_is_found_by_its_name(chapter: str) -> None:
+    """Its module stands in one folder, its tests in the folder of that name, its exercises and its
+    pictures in the course."""
+    for name in MODULES_OF.get(chapter, (chapter,)):
+        folders = [part for part in PARTS if (PACKAGE / part / f"{name}.py").exists()]
+        assert len(folders) == 1, f"{name}.py is in {folders or 'no folder'}"
+        tests = ROOT / "tests" / folders[0] / f"test_{name}.py"
+        assert tests.exists(), f"{name_of(tests)} does not exist"
+    for folder in ("exercises", "widgets"):
+        path = PACKAGE / "course" / folder / f"{chapter}.py"
+        assert path.exists(), f"{name_of(path)} does not exist"
+
+
+# -- what is read in one sitting --
+
+LONGEST = 300
+# Longer ones, and why.
+LONG = {
+    "nsa_tutorial/ops.py": "a function for each operator, whose docstring is its manual",
+    "nsa_tutorial/library.py": "one custom operator after the other, each with its backward",
+    "nsa_tutorial/bench.py": "a command line, and a table for each of its subcommands",
+    "nsa_tutorial/runtime/costs.py": "bytes and FLOPs of one implementation after the other",
+    "nsa_tutorial/course/train_heads.py": "run once, to make assets/heads.npz; no chapter shows it",
+}
+# A chapter's exercises, or its pictures, one after the other: a reader opens one of them, by
+# `show`.
+PIECE_BY_PIECE = ("exercises", "widgets")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_module_is_read_in_one_sitting(path: Path) -> None:
+    """At most 300 lines, or a reason is given; a reason that is no longer needed goes."""
+    if path.parent.name in PIECE_BY_PIECE:
+        return
+    lines = len(path.read_text().splitlines())
+    assert (lines > LONGEST) == (name_of(path) in LONG), f"{name_of(path)}: {lines} lines"
+
+
+@pytest.mark.parametrize("path", [*CODE, *NOTEBOOKS], ids=name_of)
+def test_a_line_fits_a_cell(path: Path) -> None:
+    """100 columns; a mark for ruff and a string without spaces may go past them, as in ruff."""
+    text = path.read_text()
+    if path.suffix == ".ipynb":
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        text = "\n".join("".join(cell["source"]) for cell in cells)
+    lines = (line.partition("  # noqa")[0] for line in text.splitlines())
+    wide = [line for line in lines if len(line) > 100 and " " in line.strip()]
+    assert not wide, "\n".join(wide)
