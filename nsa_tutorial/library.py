@@ -329,7 +329,7 @@ def first_tokens(cu_seqlens: Tensor, num_keys: int, length: int, stride: int) ->
 @first_tokens.register_fake
 def _(cu_seqlens, num_keys, length, stride):
     M_c = torch.library.get_ctx().new_dynamic_size()  # follows from values, not from shapes
-    return cu_seqlens.new_empty(M_c)
+    return cu_seqlens.new_empty(M_c, dtype=torch.int64)
 
 
 @custom_op("nsa_tutorial::positions", mutates_args=())

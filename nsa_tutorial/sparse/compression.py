@@ -119,7 +119,7 @@ def summarise(
     in `compress`."""
     (B, _, H, D), dtype = x.shape, torch.promote_types(x.dtype, torch.float32)
     token = first[:, None] + torch.arange(length, device=x.device)  # [M_c, length]
-    windows = x.index_select(1, token.flatten()).to(dtype).view(B, len(token), length, H, D)
+    windows = x.index_select(1, token.flatten()).to(dtype).view(B, token.shape[0], length, H, D)
     if kind == "mean":
         return windows.mean(2).to(x.dtype)
     if kind == "weighted":

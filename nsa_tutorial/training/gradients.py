@@ -89,7 +89,8 @@ def of_tiles(
         d_k[:, :, keys] += d_s.transpose(-1, -2) @ finite(q_tile) * scale
         dq_tile = (d_s @ k_tile * scale).unflatten(2, (G, -1))  # [B, H, G, T, D]
         d_q[:, queries] = dq_tile.movedim(3, 1).flatten(2, 3).to(q.dtype)
-    return d_q, d_k.transpose(1, 2).to(k.dtype), d_v.transpose(1, 2).to(v.dtype)
+    d_k, d_v = (x.transpose(1, 2).contiguous() for x in (d_k, d_v))
+    return d_q, d_k.to(k.dtype), d_v.to(v.dtype)
 
 
 def of_lists(
