@@ -3,6 +3,7 @@ machine in one sentence."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -171,10 +172,21 @@ def test_make_says_what_is_missing(
     assert not (bare / ".venv").exists()
 
 
+def skip_unless_set_up() -> None:
+    """With the environment that make set up from the files as they are now."""
+    ready = ROOT / ".venv" / ".ready"
+    files = [ROOT / name for name in ("pyproject.toml", "constraints.txt")]
+    if (
+        shutil.which("make") is None
+        or not ready.exists()
+        or any(ready.stat().st_mtime < path.stat().st_mtime for path in files)
+    ):
+        pytest.skip("not in the environment that make sets up")
+
+
 def test_make_is_quick_the_second_time() -> None:
     """Once the environment stands, make goes straight to the command."""
-    if not (ROOT / ".venv" / ".ready").exists() or shutil.which("make") is None:
-        pytest.skip("not in the environment that make sets up")
+    skip_unless_set_up()
     plan = make("--dry-run", "test").stdout.strip().splitlines()
     assert len(plan) == 1
     assert ".venv/bin/pytest --nbval" in plan[0]
@@ -182,8 +194,7 @@ def test_make_is_quick_the_second_time() -> None:
 
 def test_make_test_all_leaves_nothing_out() -> None:
     """The command of `make test` on every case: a later -m replaces the one in pyproject.toml."""
-    if not (ROOT / ".venv" / ".ready").exists() or shutil.which("make") is None:
-        pytest.skip("not in the environment that make sets up")
+    skip_unless_set_up()
     some, every, rest = (
         make("--dry-run", goal).stdout.strip() for goal in ("test", "test-all", "test-rest")
     )
@@ -199,9 +210,30 @@ def test_ci_runs_the_command_of_the_readme() -> None:
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
-def test_the_readme_lists_every_chapter() -> None:
-    text = (ROOT / "README.md").read_text()
-    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        assert f"(notebooks/{path.name})" in text, f"README.md: no row for {path.name}"
+PAGES = ("README.md", "OPERATORS.md", "CONTRIBUTING.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_commands_of_a_page_lead_somewhere(page: str) -> None:
+    """Files that are linked or named in code exist; so do the modules and the goals of commands."""
+    text = (ROOT / page).read_text()
     for link in re.findall(r"\]\((?!https?:|#)([^)]+)\)", text):
-        assert (ROOT / link).exists(), f"README.md links to {link}, which does not exist"
+        assert (ROOT / link).exists(), f"{page} links to {link}, which does not exist"
+    for name in re.findall(r"\b(?:notebooks|tests|assets)/[\w/]+\.\w+", text):
+        assert (ROOT / name).exists(), f"{page} names {name}, which does not exist"
+    for module in re.findall(r"python -m ([\w.]+)", text):
+        assert importlib.util.find_spec(module) is not None, f"{page} runs {module}"
+    for goal in re.findall(r"^make ([\w-]+)", text, re.MULTILINE):
+        assert f"\n{goal}: " in (ROOT / "Makefile").read_text(), f"{page} makes {goal}"
+
+
+@pytest.mark.parametrize("page", PAGES[:2])
+def test_the_examples_of_a_page_run(page: str) -> None:
+    """As they stand, one after the other."""
+    names: dict[str, object] = {}
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
+        exec(code, names)
+    if page == "README.md":
+        assert names["y"].shape == (1, 1024, 512)
+    else:
+        assert names["o"].shape == (1, 256, 16, 64)
