@@ -1,0 +1,176 @@
+"""The layer is a module like any other: it compiles in one graph, copies, stores and loads, and
+trains under autocast and activation checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from places import places_of, skip_unless_runs
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from nsa_tutorial import NativeSparseAttention, NativeSparseAttentionConfig
+
+places = places_of(["reference", "tilelang", "triton"])
+WIDTH = 32
+
+
+class Model(nn.Module):
+    """Two layers with a residual stream, as a transformer has them."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"query_heads": 4, "kv_heads": 2, "key_width": 16, "value_width": 8, "top_n": 3}
+        sizes |= {"block_size": 8, "window_size": 5, "length": 4, "stride": 2, "gate_width": 16}
+        config = NativeSparseAttentionConfig(WIDTH, **(sizes | options))
+        self.layers = nn.ModuleList(NativeSparseAttention(config) for _ in range(2))
+        self.checkpoints = False
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            if self.checkpoints:
+                x = x + checkpoint(layer, x, cu_seqlens, use_reentrant=False)
+            else:
+                x = x + layer(x, cu_seqlens)
+        return x
+
+
+def draw(N: int, B: int = 1) -> Tensor:
+    return torch.randn(B, N, WIDTH, generator=torch.Generator().manual_seed(N))
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+SHARED = {"separate_keys": False, "compression": "mean", "rotary_base": None}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="separate keys"),
+        pytest.param(SHARED, id="shared keys", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_one_graph_for_every_length(options: dict[str, object]) -> None:
+    model = Model(**options)
+    torch._dynamo.reset()
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for i, N in enumerate((24, 41, 64, 9)):
+        x = draw(N, B=2)
+        with torch.compiler.set_stance("fail_on_recompile") if i > 1 else nullcontext():
+            y = fast(x)
+        assert torch.equal(y, model(x))
+        found, right = (gradients(model, f(x).square().sum()) for f in (fast, model))
+        assert all(torch.equal(found[name], right[name]) for name in right)
+
+
+@places
+def test_one_graph_on_each_backend(backend: str, device: str) -> None:
+    skip_unless_runs(backend, device)
+    model = Model(backend=backend, **SHARED).to(device)
+    torch._dynamo.reset()
+    x = draw(24).to(device)
+    assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
+
+
+@pytest.mark.exhaustive
+def test_inductor() -> None:
+    """PyTorch's own compiler, C++ included."""
+    model = Model()
+    torch._dynamo.reset()
+    fast = torch.compile(model, fullgraph=True)
+    for N in (24, 41, 64):
+        assert torch.allclose(fast(draw(N)), model(draw(N)), atol=1e-5)
+
+
+def test_packed_sequences_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many summaries there are follows from the offsets: PyTorch asks for this switch where a
+    size follows from values."""
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+    model = Model()
+    torch._dynamo.reset()
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for ends in ((7, 24), (11, 13, 24), (2, 9, 10, 24)):
+        cu_seqlens = torch.tensor([0, *ends], dtype=torch.int32)
+        assert torch.equal(fast(draw(24), cu_seqlens), model(draw(24), cu_seqlens))
+
+
+def test_wrong_input_raises_while_compiling() -> None:
+    fast = torch.compile(Model(), fullgraph=True, backend="aot_eager")
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"x: got a float32 tensor .*expected the width of the"):
+        fast(torch.randn(1, 24, WIDTH + 1))
+
+
+def test_copies_and_state_dicts(tmp_path: Path) -> None:
+    model, x = Model(), draw(24)
+    right = model(x)
+    other = Model()
+    for p in other.parameters():
+        nn.init.zeros_(p)
+    other.load_state_dict(model.state_dict())
+    stored = Model()
+    for p in stored.parameters():
+        nn.init.zeros_(p)
+    save_model(model, str(tmp_path / "model.safetensors"))
+    load_model(stored, str(tmp_path / "model.safetensors"))
+    torch.save(model, tmp_path / "model.pt")
+    pickled = torch.load(tmp_path / "model.pt", weights_only=False)
+    for same in (other, stored, pickled, copy.deepcopy(model)):
+        assert torch.equal(same(x), right)
+    twin = copy.deepcopy(model)
+    gradients(twin, twin(x).sum())
+    assert all(p.grad is None for p in model.parameters()), "a copy shares nothing"
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_checkpoints_give_the_same_gradients(packed: bool) -> None:
+    model, x = Model(), draw(24)
+    cu_seqlens = torch.tensor([0, 7, 7, 24], dtype=torch.int32) if packed else None
+    right = gradients(model, model(x, cu_seqlens).square().sum())
+    model.checkpoints = True
+    found = gradients(model, model(x, cu_seqlens).square().sum())
+    assert all(torch.equal(found[name], right[name]) for name in right)
+
+
+def test_checkpoints_in_a_compiled_model() -> None:
+    model, x = Model(), draw(24)
+    right = gradients(model, model(x).square().sum())
+    model.checkpoints = True
+    torch._dynamo.reset()
+    fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = gradients(model, fast(x).square().sum())
+    assert all(torch.allclose(found[name], right[name], atol=1e-5) for name in right)
+
+
+def test_autocast() -> None:
+    """The layer in bf16, its weights and their gradients in fp32."""
+    model, x = Model(), draw(24)
+    right = model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    assert (y - right).abs().max() < 0.05 * right.abs().max()
+    assert not torch.equal(y, right)
+    found = gradients(model, y.float().square().sum())
+    exact = gradients(model, model(x).square().sum())
+    assert all(grad.dtype == torch.float32 for grad in found.values())
+    error = sum((found[name] - exact[name]).square().sum() for name in exact)
+    assert error < 0.05**2 * sum(grad.square().sum() for grad in exact.values())
+
+
+def test_on_meta_tensors() -> None:
+    """A model that is too large for this machine has a shape all the same."""
+    with torch.device("meta"):
+        config = NativeSparseAttentionConfig(4096, query_heads=64, kv_heads=4, key_width=192)
+        layer = NativeSparseAttention(config)
+        assert layer(torch.empty(1, 65_536, 4096)).shape == (1, 65_536, 4096)
