@@ -263,10 +263,9 @@ def tilelang_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]
 def triton_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """The Triton kernels, the one with pointers with one decision of its launch changed at a time,
     and the probe."""
-    from nsa_tutorial.kernels import triton_forward, triton_probe
+    from nsa_tutorial.kernels import triton_descriptors, triton_forward, triton_probe
 
     shape = problem.shape
-    scale = shape.width**-0.5
     ids = block_list(
         problem.block_indices,
         problem.rows,
@@ -277,37 +276,42 @@ def triton_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]]]
     # empty slots stand at the end of a list; now two blocks follow them, and they are walked
     between = ids.roll(-2, -1)
 
-    def changed(
-        use_descriptors: bool = False, lists: Tensor = ids, **options: int
-    ) -> Callable[[], Tensor]:
-        return lambda: triton_forward.forward(
-            problem.q, problem.k, problem.v, lists, problem.rows,
-            block_size=shape.block_size, scale=scale, use_descriptors=use_descriptors, **options,
-        )[0]  # fmt: skip
+    def pointers(lists: Tensor = ids, **options: int) -> Callable[[], Tensor]:
+        return changed(triton_forward.launch, lists, options)
 
+    def descriptors(lists: Tensor = ids, **options: int) -> Callable[[], Tensor]:
+        return changed(triton_descriptors.launch, lists, options)
+
+    def changed(launch: Callable, lists: Tensor, options: dict[str, int]) -> Callable[[], Tensor]:
+        return lambda: launch(
+            problem.q, problem.k, problem.v, lists, problem.rows,
+            block_size=shape.block_size, scale=shape.width**-0.5, **options,
+        )[0][0]  # fmt: skip
+
+    whole_block = max(16, shape.block_size)
     yield (
         "pointers, whole blocks, 2 warps, 2 stages",
-        changed(BT=max(16, shape.block_size), num_warps=2, num_stages=2),
+        pointers(BT=whole_block, num_warps=2, num_stages=2),
     )
-    yield "pointers", changed()
-    yield "pointers, empty slots walked", changed(lists=between)
+    yield "pointers", pointers()
+    yield "pointers, empty slots walked", pointers(between)
     for BT in (16, 32, 64):
         if shape.block_size >= BT:
-            yield f"pointers, steps of {BT} tokens", changed(BT=BT)
+            yield f"pointers, steps of {BT} tokens", pointers(BT=BT)
     for warps in (1, 2, 4):
-        yield f"pointers, {warps} warp{'s' * (warps > 1)}", changed(num_warps=warps)
+        yield f"pointers, {warps} warp{'s' * (warps > 1)}", pointers(num_warps=warps)
     for stages in (1, 2, 3, 4):
-        yield f"pointers, {stages} stage{'s' * (stages > 1)}", changed(num_stages=stages)
-    if triton_forward.can_use_descriptors(problem.q, problem.k, problem.v, shape.block_size):
-        yield "descriptors", changed(True)
-        yield "descriptors, empty slots walked", changed(True, between)
+        yield f"pointers, {stages} stage{'s' * (stages > 1)}", pointers(num_stages=stages)
+    if triton_descriptors.can_use_descriptors(problem.q, problem.k, problem.v, shape.block_size):
+        yield "descriptors", descriptors()
+        yield "descriptors, empty slots walked", descriptors(between)
         yield PROBE, lambda: triton_probe.loads_and_products(
             problem.q, problem.k, problem.v, ids, problem.rows, block_size=shape.block_size
         )  # fmt: skip
-        yield "descriptors, 2 stages", changed(True, num_stages=2)
+        yield "descriptors, 2 stages", descriptors(num_stages=2)
         yield (
             "descriptors, steps of 64 tokens, 2 stages",
-            changed(True, BT=min(64, shape.block_size), num_stages=2),
+            descriptors(BT=min(64, shape.block_size), num_stages=2),
         )
 
 

@@ -19,10 +19,10 @@ import torch
 from selection import Problem
 
 from nsa_tutorial import bench
-from nsa_tutorial.course import exercises, phases, recorder
+from nsa_tutorial.course import exercises, lowered, phases, recorder
 from nsa_tutorial.course.widgets import triton_forward as pictures
-from nsa_tutorial.runtime import environment, lowering
-from nsa_tutorial.sparse import selected_attention, sliding_window
+from nsa_tutorial.runtime import environment
+from nsa_tutorial.sparse import native_sparse_attention, selected_attention, sliding_window
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "11_triton_forward.ipynb"
 needs_triton = pytest.mark.skipif(
@@ -144,12 +144,11 @@ def test_rows_behind_the_lists_are_windows(window_size: int) -> None:
     call = pictures.arguments(q, k, v, ids, rows, block_size=4, window_size=window_size)
     for program in recorder.programs((2 * len(ids), k.shape[2])):
         assert pictures.program(program, call).outside() == 0
-    found = sliding_window.selection_and_window(
+    found = native_sparse_attention.selection_and_window(
         q, k, v, ids, rows, block_size=4, window_size=window_size, scale=3**-0.5
     )
-    for stored, expected in ((call["Output"], found[::2]), (call["LSE"], found[1::2])):
-        expected = torch.stack(expected).reshape(stored.shape)
-        np.testing.assert_allclose(stored, expected, rtol=1e-4, atol=1e-5)
+    for stored, expected in zip((call["Output"], call["LSE"]), found, strict=True):
+        np.testing.assert_allclose(stored, expected.reshape(stored.shape), rtol=1e-4, atol=1e-5)
 
 
 @needs_triton
@@ -160,14 +159,14 @@ def test_the_recorder_stores_what_the_interpreter_stores() -> None:
     call = pictures.arguments(q, k, v, ids, rows, block_size=4)
     for program in recorder.programs((len(ids), k.shape[2])):
         pictures.program(program, call)
-    o, lse = triton_forward.forward(q, k, v, ids, rows, block_size=4, scale=5**-0.5)
+    o, lse = triton_forward.launch(q, k, v, ids, rows, block_size=4, scale=5**-0.5)
     np.testing.assert_allclose(call["Output"].ravel(), o.ravel(), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(call["LSE"].ravel(), lse.ravel(), rtol=1e-4, atol=1e-5)
 
 
 def test_integers_stay_integers() -> None:
-    """An id loaded as a float could not be an index; a lane outside of an integer tensor is no
-    number of the tensor's."""
+    """An id loaded as a float could not be an index; what is loaded outside of an integer tensor is
+    no number of the tensor's."""
 
     def load(X, N):
         tl.store(X + 0, tl.load(X + N))  # noqa: F821
@@ -204,7 +203,8 @@ def test_pictures() -> None:
     findings = {
         pictures.draw_windows: "A window of 6 is 6 keys; whole aligned blocks would show 6 to 9",
         pictures.draw_packed: "9 queries of 3 sequences see 22 of 81 pairs: two numbers a row",
-        pictures.draw_step: "(77, 0), the list of token 77, slot 0: block 4, 448 of 512 lanes load",
+        pictures.draw_step: "(77, 0), the list of token 77, slot 0: block 4, "
+        "448 of 512 elements load",
     }
     for draw, finding in findings.items():
         picture = draw()
@@ -235,7 +235,7 @@ def test_the_stepper_shows_one_program_twice(branch: str, token: int, head: int)
 def test_panel() -> None:
     panel = pictures.explore()
     assert panel.sentence == pictures.sentence("list", 77, 0, 0)
-    assert "slot 1: an empty slot. All 512 lanes are off" in panel.set(slot=1)
+    assert "slot 1: an empty slot. All 512 elements are masked" in panel.set(slot=1)
     assert panel.set(branch="window", slot=3).startswith(
         "Program (173, 0), the window of token 77, slot 2"
     ), "a window has three"
@@ -250,14 +250,26 @@ def test_panel() -> None:
 @pytest.mark.exhaustive  # chapter 11 prints it
 @needs_triton
 def test_only_descriptors_use_the_memory_accelerator() -> None:
-    stages = {name: lowering.triton_stages(kernel=name) for name in ("kernel", "descriptor_kernel")}
-    assert "cp.async.bulk.tensor" not in stages["kernel"]["ptx"]
-    assert "mbarrier" not in stages["kernel"]["ptx"]
-    assert stages["descriptor_kernel"]["ptx"].count("cp.async.bulk.tensor") > 2
-    assert all(
-        "cp.async.cg" in stage["ptx"] and "mma.sync" in stage["ptx"] for stage in stages.values()
+    taught, fast = (
+        lowered.triton_stages(kernel=name) for name in (pictures.KERNEL, pictures.DESCRIPTOR_KERNEL)
     )
-    assert "instrShape = [16, 8]" in stages["kernel"]["ttgir"]
+    assert "cp.async.bulk.tensor" not in taught["ptx"]
+    assert "mbarrier" not in taught["ptx"]
+    assert fast["ptx"].count("cp.async.bulk.tensor") > 2
+    for stages in (taught, fast):
+        assert "cp.async.cg" in stages["ptx"] and "mma.sync" in stages["ptx"]
+    assert "instrShape = [16, 8]" in taught["ttgir"]
+
+
+@pytest.mark.exhaustive
+@needs_triton
+@pytest.mark.parametrize("kernel", [pictures.KERNEL, pictures.DESCRIPTOR_KERNEL])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_both_kernels_compile(arch: str, dtype: str, kernel: str) -> None:
+    ptx = lowered.triton_stages(arch, dtype, kernel=kernel)["ptx"]
+    assert f".target {arch}" in ptx
+    assert "tf32" not in ptx
 
 
 # -- what was measured --
@@ -320,9 +332,9 @@ def test_what_the_chapter_says_of_empty_slots() -> None:
     for tokens, width in itertools.product((65536, 8192), (128, 64)):
         found = {change: row["ms"] for change, row in pictures.times(tokens, width=width).items()}
         pointers, descriptors = (
-            found[f"{name}, empty slots walked"] / found[name] - 1 for name in ("pointers",
-            "descriptors")
-        )  # fmt: skip
+            found[f"{name}, empty slots walked"] / found[name] - 1
+            for name in ("pointers", "descriptors")
+        )
         if tokens == 8192:
             assert 0.02 < pointers < 0.1, "about their share"
         else:

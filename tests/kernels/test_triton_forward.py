@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,8 @@ pytestmark = [
 ]
 
 on = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+POINTERS, DESCRIPTORS = "triton_forward", "triton_descriptors"
+both = pytest.mark.parametrize("module", [DESCRIPTORS, POINTERS], ids=["descriptors", "pointers"])
 DESCRIBED = {
     "more keys than queries": Problem(B=2, N=9, M=75, D=16, DV=32, BS=16),
     "partly visible blocks everywhere": Problem(N=20, M=20, D=16, DV=16, BS=16, S=2),
@@ -30,15 +33,20 @@ DESCRIBED = {
 }
 
 
+def launch(module: str, *call: object, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """`o` and `lse` of the lists, by one of the two kernels."""
+    o, lse = importlib.import_module(f"nsa_tutorial.kernels.{module}").launch(*call, **options)
+    return o[0], lse[0]
+
+
 def forward(
+    module: str,
     problem: Problem,
     dtype: torch.dtype,
     device: str,
     ids: torch.Tensor | None = None,
-    **options: object,
+    **options: int,
 ):
-    from nsa_tutorial.kernels import triton_forward
-
     call = problem.make(dtype, device)
     call = call if ids is None else call.having(ids=ids)
     given = call.options
@@ -53,7 +61,7 @@ def forward(
     lists = {"block_counts": given["block_counts"], "include_own_block": given["include_own_block"]}
     ids = block_list(call.ids, rows, block_size=problem.BS, **lists)
     sizes = {"block_size": problem.BS, "scale": problem.D**-0.5}
-    return call, triton_forward.forward(call.q, call.k, call.v, ids, rows, **sizes, **options)
+    return call, launch(module, call.q, call.k, call.v, ids, rows, **sizes, **options)
 
 
 @product(
@@ -62,39 +70,38 @@ def forward(
     ["triton"],
     {torch.float32: DESCRIBED, torch.float16: ["packed, own block"]},
 )
-@pytest.mark.parametrize("use_descriptors", [True, False], ids=["descriptors", "pointers"])
+@both
 def test_both_kernels(
-    use_descriptors: bool, problem: Problem, dtype: torch.dtype, backend: str, device: str
+    module: str, problem: Problem, dtype: torch.dtype, backend: str, device: str
 ) -> None:
     skip_unless_runs(backend, device, dtype)
-    if device == "cuda" and use_descriptors and torch.cuda.get_device_capability() < (9, 0):
+    if device == "cuda" and module == DESCRIPTORS and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("no tensor memory accelerator")
-    call, (o, lse) = forward(problem, dtype, device, use_descriptors=use_descriptors)
+    call, (o, lse) = forward(module, problem, dtype, device)
     (o_true, lse_true), (o_plain, lse_plain) = call.truth(), call.plain()
     assert_within_budget(o, o_true, o_plain, "o")
     assert_within_budget(lse, lse_true, lse_plain, "lse")
 
 
 @on
-@pytest.mark.parametrize("use_descriptors", [True, False], ids=["descriptors", "pointers"])
-def test_a_repeated_block_counts_twice_in_both(use_descriptors: bool, device: str) -> None:
+@both
+def test_a_repeated_block_counts_twice_in_both(module: str, device: str) -> None:
     """The caller's error, but one with a defined result, also for the block that is visible in
     part."""
     skip_unless_runs("triton", device)
     problem = Problem(N=20, M=20, D=16, DV=16, BS=16, S=2)
     ids = torch.tensor([1, 1], dtype=torch.int32, device=device).expand(1, 20, 2, 2)
-    _, (_, twice) = forward(problem, torch.float32, device, ids, use_descriptors=use_descriptors)
-    _, (_, once) = forward(
-        replace(problem, S=1), torch.float32, device, ids[..., :1], use_descriptors=use_descriptors
-    )
+    _, (_, twice) = forward(module, problem, torch.float32, device, ids)
+    first = replace(problem, S=1)
+    _, (_, once) = forward(module, first, torch.float32, device, ids[..., :1])
     assert torch.allclose(twice[:, 16:], once[:, 16:] + torch.log(torch.tensor(2.0)), atol=1e-5)
 
 
 @on
-@pytest.mark.parametrize("use_descriptors", [True, False], ids=["descriptors", "pointers"])
+@both
 @pytest.mark.parametrize("slots", [(0,), (15,), (16,), (39,), (0, 17), (3, 39), ()], ids=str)
 def test_no_block_is_lost_at_the_end_of_a_list(
-    slots: tuple[int, ...], use_descriptors: bool, device: str
+    slots: tuple[int, ...], module: str, device: str
 ) -> None:
     """The walk ends at the last slot that names a block, wherever in 40 it lies, and whatever is
     empty before it."""
@@ -103,30 +110,24 @@ def test_no_block_is_lost_at_the_end_of_a_list(
     ids = torch.full((1, 1, 1, 40), -1, dtype=torch.int32, device=device)
     for block_id, slot in enumerate(slots):
         ids[..., slot] = block_id
-    call, (o, lse) = forward(problem, torch.float32, device, ids, use_descriptors=use_descriptors)
+    call, (o, lse) = forward(module, problem, torch.float32, device, ids)
     assert_within_budget(o, call.truth()[0], call.plain()[0], "o")
     assert_within_budget(lse, call.truth()[1], call.plain()[1], "lse")
 
 
 @on
-@pytest.mark.parametrize("use_descriptors", [True, False], ids=["descriptors", "pointers"])
-def test_hidden_keys_and_values_are_not_used(use_descriptors: bool, device: str) -> None:
+@both
+def test_hidden_keys_and_values_are_not_used(module: str, device: str) -> None:
     """NaN in all that is hidden: in the future of the own block, past the counted slots, in other
     sequences."""
     skip_unless_runs("triton", device)
-    from nsa_tutorial.kernels import triton_forward
-
     problem = Problem(N=1, M=27, D=16, DV=16, BS=16, S=2)
     call = problem.make(device=device)
     k, v = (torch.cat([x, torch.full_like(x[:, :13], torch.nan)], 1) for x in (call.k, call.v))
     rows = query_rows(1, 1, 27, causal=True, cu_seqlens=None, device=torch.device(device))
     ids = torch.tensor([0, 1], dtype=torch.int32, device=device).expand(1, 2, 2).contiguous()
-    o, _ = triton_forward.forward(
-        call.q, k, v, ids, rows, block_size=16, scale=0.25, use_descriptors=use_descriptors
-    )
-    right, _ = triton_forward.forward(
-        call.q, call.k, call.v, ids, rows, block_size=16, scale=0.25, use_descriptors=False
-    )
+    o, _ = launch(module, call.q, k, v, ids, rows, block_size=16, scale=0.25)
+    right, _ = launch(POINTERS, call.q, call.k, call.v, ids, rows, block_size=16, scale=0.25)
     assert torch.allclose(o, right, atol=1e-6)
 
 
@@ -136,8 +137,8 @@ def test_a_step_that_does_not_divide_a_block_is_refused() -> None:
     skip_unless_runs("triton", "cpu")
     problem = Problem(N=3, M=96, D=16, DV=16, BS=48, S=2)
     with pytest.raises(Exception, match="BT: expected a divisor of BS"):
-        forward(problem, torch.float32, "cpu", use_descriptors=True, BT=32)
-    call, (o, _) = forward(problem, torch.float32, "cpu", BT=32)
+        forward(DESCRIPTORS, problem, torch.float32, "cpu", BT=32)
+    call, (o, _) = forward(POINTERS, problem, torch.float32, "cpu", BT=32)
     assert torch.allclose(o.double(), call.truth()[0], atol=1e-6)
 
 
@@ -147,21 +148,16 @@ def test_a_hole_shows_nothing_of_what_is_loaded_in_its_place(number: float, devi
     """-1, an id past the end and the block that is visible in part, between two that are visible as
     a whole."""
     skip_unless_runs("triton", device)
-    from nsa_tutorial.kernels import triton_forward
-
     problem = Problem(N=1, M=72, D=16, DV=16, BS=16, S=5)
     ids = torch.tensor([2, -1, 99, 4, 0], dtype=torch.int32, device=device).expand(1, 1, 2, 5)
-    call, (right, lse) = forward(problem, torch.float32, device, ids, use_descriptors=False)
+    call, (right, lse) = forward(POINTERS, problem, torch.float32, device, ids)
     hidden = ~call.mask()[0, 0].any(0)
     k, v = (x.masked_fill(hidden[:, None, None], number) for x in (call.k, call.v))
     rows = query_rows(1, 1, 72, causal=True, cu_seqlens=None, device=torch.device(device))
 
     def by_descriptors(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        lists, options = (
-            ids[0].contiguous(),
-            {"block_size": 16, "scale": 0.25, "use_descriptors": True},
-        )
-        return triton_forward.forward(call.q, k, v, lists, rows, **options)
+        lists = ids[0].contiguous()
+        return launch(DESCRIPTORS, call.q, k, v, lists, rows, block_size=16, scale=0.25)
 
     o, lse_after = by_descriptors(v)
     assert torch.allclose(o, right, atol=1e-6)
@@ -178,34 +174,82 @@ def test_any_step_gives_the_same(BT: int) -> None:
     """A step may be shorter than a block, as long, or longer."""
     skip_unless_runs("triton", "cpu")
     problem = Problem(N=3, M=70, D=16, DV=16, BS=32, S=2)
-    call, (o, _) = forward(problem, torch.float32, "cpu", BT=BT)
+    call, (o, _) = forward(POINTERS, problem, torch.float32, "cpu", BT=BT)
     assert torch.allclose(o.double(), call.truth()[0], atol=1e-6)
 
 
 def test_no_list_is_rewritten_for_a_long_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel takes a block in steps: 3 slots of 200 tokens stay 3."""
     skip_unless_runs("triton", "cpu")
-    from nsa_tutorial.kernels import triton_forward
+    from nsa_tutorial.kernels import triton_launch
 
     slots = []
-    original = triton_forward.launch
+    original = triton_launch.launch
     monkeypatch.setattr(
-        triton_forward, "launch", lambda *a, **o: slots.append(a[3].shape[-1]) or original(*a, **o)
+        triton_launch, "launch", lambda *a, **o: slots.append(a[3].shape[-1]) or original(*a, **o)
     )
     assert_right(Problem(N=3, M=450, BS=200, S=3).make(), "triton")
     assert slots
     assert set(slots) == {3}
 
 
+@both
+def test_the_operators_take_the_kernel_that_suits(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Descriptors where they can be used, and pointers everywhere else; lists, windows and both."""
+    skip_unless_runs("triton", "cpu")
+    from nsa_tutorial.kernels import triton_descriptors, triton_forward, triton_launch
+
+    taken = []
+    for kernels in (triton_descriptors, triton_forward):
+        original, name = kernels.launch, kernels.__name__.rpartition(".")[2]
+        monkeypatch.setattr(
+            kernels, "launch", lambda *a, f=original, n=name, **o: taken.append(n) or f(*a, **o)
+        )
+    monkeypatch.setattr(triton_descriptors, "can_use_descriptors", lambda *_: module == DESCRIPTORS)
+    call = Problem(N=5, M=40, D=16, DV=16, BS=16, S=2).make()
+    rows = query_rows(1, 5, 40, causal=True, cu_seqlens=None, device=call.q.device)
+    ids = call.ids[0].to(torch.int32).contiguous()
+    tensors, sizes = (call.q, call.k, call.v), {"block_size": 16, "scale": 0.25}
+    o, lse = triton_launch.forward(*tensors, ids, rows, **sizes)
+    window = triton_launch.sliding_window(*tensors, rows, window_size=7, scale=0.25)
+    fused = triton_launch.selection_and_window(*tensors, ids, rows, window_size=7, **sizes)
+    assert taken == [module] * 3
+    for found, lists, windows in zip(fused, (o, lse), window, strict=True):
+        torch.testing.assert_close(found, torch.stack((lists, windows)))
+
+
+@on
+def test_autotune_takes_the_kernel(device: str) -> None:
+    """As chapter 11 shows it: several configurations on a GPU, one for the interpreter."""
+    skip_unless_runs("triton", device)
+    import triton
+
+    from nsa_tutorial.kernels import triton_forward
+
+    configs = [triton.Config({"BT": BT}, num_warps=1, num_stages=2) for BT in (16, 32)]
+    tried = configs if device == "cuda" else configs[:1]
+    tuned = triton.autotune(configs=tried, key=["G", "D", "DV", "BS"])(triton_forward.kernel)
+    problem = Problem(N=5, M=40, D=16, DV=16, BS=32, S=2)
+    call, (o, lse) = forward(POINTERS, problem, torch.float32, device)
+    rows = query_rows(1, 5, 40, causal=True, cu_seqlens=None, device=call.q.device)
+    ids = block_list(call.ids, rows, block_size=32, block_counts=None, include_own_block=False)
+    grid, given = triton_forward.arguments(
+        call.q, call.k, call.v, ids, rows, block_size=32, scale=0.25
+    )
+    tuned[grid](**given)
+    assert tuned.best_config in tried
+    torch.testing.assert_close((given["Output"][0], given["LSE"][0]), (o, lse))
+
+
 @pytest.mark.gpu
 @dtypes
 @pytest.mark.parametrize(("G", "D"), [(100, 16), (128, 128), (128, 256)], ids=str)
-@pytest.mark.parametrize("use_descriptors", [True, False], ids=["descriptors", "pointers"])
-def test_groups_of_more_than_64_heads(
-    use_descriptors: bool, G: int, D: int, dtype: torch.dtype
-) -> None:
+@both
+def test_groups_of_more_than_64_heads(module: str, G: int, D: int, dtype: torch.dtype) -> None:
     problem = Problem(N=20, M=200, H=2, G=G, D=D, DV=D, BS=64, S=3)
-    call, (o, lse) = forward(problem, dtype, "cuda", use_descriptors=use_descriptors)
+    call, (o, lse) = forward(module, problem, dtype, "cuda")
     assert_within_budget(o, call.truth()[0], call.plain()[0], "o")
     assert_within_budget(lse, call.truth()[1], call.plain()[1], "lse")
 
@@ -215,10 +259,10 @@ def test_groups_of_more_than_64_heads(
 @pytest.mark.parametrize("D", [16, 24], ids=["descriptors", "pointers"])
 def test_new_lengths_compile_nothing(D: int, window: int) -> None:
     """Queries, keys, batch, slots, windows and packing are open."""
-    from nsa_tutorial.kernels import triton_forward
+    from nsa_tutorial.kernels import triton_descriptors, triton_forward
 
     def compiled() -> int:
-        kernels = (triton_forward.kernel, triton_forward.descriptor_kernel)
+        kernels = (triton_forward.kernel, triton_descriptors.descriptor_kernel)
         return sum(len(entry[0]) for kernel in kernels for entry in kernel.device_caches.values())
 
     def run(problem: Problem, window: int) -> None:
@@ -246,14 +290,12 @@ def test_new_lengths_compile_nothing(D: int, window: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("use_descriptors", [True, False], ids=["descriptors", "pointers"])
-def test_a_cache_longer_than_32_bits_hold(
-    use_descriptors: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@both
+def test_a_cache_longer_than_32_bits_hold(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both kernels at the end of a cache of more than 2**31 elements, in a list and in a window."""
-    from nsa_tutorial.kernels import triton_forward
+    from nsa_tutorial.kernels import triton_descriptors
 
-    monkeypatch.setattr(triton_forward, "can_use_descriptors", lambda *_: use_descriptors)
+    monkeypatch.setattr(triton_descriptors, "can_use_descriptors", lambda *_: module == DESCRIPTORS)
     H, D, BS, M = 8, 128, 64, 2**21 + 2**14 + 5
     k = torch.zeros(1, M, H, D, dtype=torch.float16, device="cuda")
     k[:, -200:] = torch.randn(1, 200, H, D, dtype=torch.float16, device="cuda")

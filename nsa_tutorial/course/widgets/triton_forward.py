@@ -1,4 +1,4 @@
-"""Chapter 11's pictures: pointer tiles and masks of the Triton kernel, found by running its own
+"""Chapter 11's pictures: the Triton kernel's pointer tiles and masks, found by running its own
 source, and what was measured.
 
 `program` runs one program of `triton_forward.kernel` (`course.recorder`) on any small call;
@@ -42,6 +42,7 @@ from nsa_tutorial.sparse import selected_attention, sliding_window
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
 KERNEL = "nsa_tutorial.kernels.triton_forward:kernel"
+DESCRIPTOR_KERNEL = "nsa_tutorial.kernels.triton_descriptors:descriptor_kernel"
 MEASURED = ASSETS / "triton_forward_h200.json"
 WINDOW = 40  # keys of the stepper's window: two and a half blocks
 _NOTHING = "#EDEFF1"
@@ -56,8 +57,8 @@ def power_of_two(n: int) -> int:
 
 
 def arguments(
-    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *, block_size: int,
-    window_size: int = 0, BT: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
+    block_size: int, window_size: int = 0, BT: int | None = None,
     tiles: tuple[int, int, int] | None = None,
 ) -> dict[str, object]:  # fmt: skip
     """The kernel's arguments for the recorder, of a call of `triton_forward.launch`; outputs are
@@ -71,17 +72,18 @@ def arguments(
     GT, DT, DVT = tiles or (power_of_two(G), power_of_two(D), power_of_two(DV))
     scale = D**-0.5
     arrays = {
-        "Q": q.double().reshape(R, H, G, D), "K": k.double().reshape(-1, H, D),
+        "Q": q.double().reshape(R, H, G, D),
+        "K": k.double().reshape(-1, H, D),
         "V": v.double().reshape(-1, H, DV),
-        "BlockIndices": ids.long(), "FirstKey": rows.first_key.long(),
+        "BlockIndices": ids.long(),
+        "FirstKey": rows.first_key.long(),
         "NumVisible": rows.num_visible.long(),
-    }  # fmt: skip
+    }
     numbers = {
-        "scale": scale, "scale_log2": scale * LOG2_E, "R": R, "first_row": 0, "H": H, "S": slots,
-        "window_size": window_size,
-        "G": G, "D": D, "DV": DV, "BS": block_size, "WINDOW": window_size > 0, "GT": GT, "DT": DT,
-        "DVT": DVT,
-        "BT": BT or block_size,
+        "scale": scale, "scale_log2": scale * LOG2_E,
+        "R": R, "first_row": 0, "H": H, "S": slots, "window_size": window_size,
+        "G": G, "D": D, "DV": DV, "BS": block_size, "WINDOW": window_size > 0,
+        "GT": GT, "DT": DT, "DVT": DVT, "BT": BT or block_size,
     }  # fmt: skip
     empty = {
         "Output": np.full((outputs, H, G, DV), np.nan),
@@ -91,8 +93,8 @@ def arguments(
 
 
 def program(ids: tuple[int, int], call: dict[str, object]) -> recorder.Record:
-    """Run program `(row, head)` of the kernel; `call` are `arguments`, whose outputs it stores
-    to."""
+    """Run program `(row, head)` of the kernel; `call` are `arguments`, and it stores to their
+    outputs."""
     return recorder.run(KERNEL, ids, call)
 
 
@@ -101,7 +103,7 @@ def descriptor_program(ids: tuple[int, int], call: dict[str, object]) -> recorde
     boxes = {f"{name}Descriptor": recorder.Descriptor(name, call["BT"]) for name in "KV"}
     padded = ("DT", "DVT")  # a descriptor's widths need no padding
     given = {name: x for name, x in call.items() if name not in padded}
-    return recorder.run(f"{KERNEL.partition(':')[0]}:descriptor_kernel", ids, given | boxes)
+    return recorder.run(DESCRIPTOR_KERNEL, ids, given | boxes)
 
 
 def loads(seen: recorder.Record, tensor: str) -> list[recorder.Access]:
@@ -138,27 +140,12 @@ def draw_pointers() -> Picture:
     _squares(axis, colours)
     for offset in range(keys * H * D):
         i, j = divmod(offset, H * D)
-        axis.text(
-            j,
-            i,
-            offset,
-            ha="center",
-            va="center",
-            fontsize=8.5,
-            color=readable_on(tuple(colours[i, j])),
-        )
+        shade = readable_on(tuple(colours[i, j]))
+        axis.text(j, i, offset, ha="center", va="center", fontsize=8.5, color=shade)
     below = second.offsets[~second.mask].reshape(-1, D)
+    dotted = {"fill": False, "edgecolor": PALETTE["key"], "linestyle": ":"}
     for i in below[:, 0] // (H * D):
-        axis.add_patch(
-            Rectangle(
-                (D - 0.45, i - 0.45),
-                D - 0.1,
-                0.9,
-                fill=False,
-                edgecolor=PALETTE["key"],
-                linestyle=":",
-            )
-        )
+        axis.add_patch(Rectangle((D - 0.45, i - 0.45), D - 0.1, 0.9, **dotted))
     axis.set_ylim(keys + 1.5, -0.5)
     axis.set_xticks([0.5, 2.5], ["head 0", "head 1"], fontsize=9)
     axis.set_yticks(range(keys))
@@ -177,17 +164,15 @@ def draw_pointers() -> Picture:
     tile.set_ylabel("token of the block", fontsize=9)
     tile.set_title("k_offset: the same for every slot", fontsize=9.5)
     for y, slot, colour in ((0.17, 0, "selected"), (0.10, 1, "key")):
-        access = (first, second)[slot]
-        told = (
-            f"slot {slot}: begins at {base[slot]}, {int(access.mask.sum())} of "
-            f"{access.mask.size} lanes load"
-        )
+        told = f"slot {slot}: begins at {base[slot]}, {_loading((first, second)[slot])}"
         figure.text(0.53, y, told, fontsize=9.5, color=PALETTE[colour])
-    return Picture(
-        figure,
-        f"From slot 0 to slot 1 the base moves by {base[1] - base[0]}; the {inside.size} offsets "
-        "stay",
-    )
+    moved = base[1] - base[0]
+    told = f"From slot 0 to slot 1 the base moves by {moved}; the {inside.size} offsets stay"
+    return Picture(figure, told)
+
+
+def _loading(access: recorder.Access) -> str:
+    return f"{int(access.mask.sum())} of {access.mask.size} elements load"
 
 
 def _squares(axis: Axes, colours: np.ndarray) -> None:
@@ -213,9 +198,8 @@ def draw_packed(cu_seqlens: tuple[int, ...] = (0, 3, 4, 9)) -> Picture:
     colours = np.tile(np.array(to_rgb(_NOTHING)), (tokens, tokens, 1))
     # two colours, only to tell neighbours apart
     for number, start in enumerate(dict.fromkeys(first.tolist())):
-        colours[sees & (first == start)[:, None]] = to_rgb(
-            PALETTE["value" if number % 2 else "key"]
-        )
+        colour = PALETTE["value" if number % 2 else "key"]
+        colours[sees & (first == start)[:, None]] = to_rgb(colour)
     figure, axes = new_figure(6.6, 3.7)
     figure.set_layout_engine(None)
     axis = axes[0, 0]
@@ -227,22 +211,12 @@ def draw_packed(cu_seqlens: tuple[int, ...] = (0, 3, 4, 9)) -> Picture:
     axis.set_ylabel("query row", fontsize=9)
     for x, title, values in ((1.2, "FirstKey", first), (1.55, "NumVisible", visible)):
         axis.text(x, 1.03, title, transform=axis.transAxes, ha="center", fontsize=9)
+        beside = {"transform": axis.get_yaxis_transform(), "ha": "center", "va": "center"}
         for i, value in enumerate(values):
-            axis.text(
-                x,
-                i,
-                value,
-                transform=axis.get_yaxis_transform(),
-                ha="center",
-                va="center",
-                fontsize=9,
-            )
-    sequences = len(cu_seqlens) - 1
-    return Picture(
-        figure,
-        f"{tokens} queries of {sequences} sequences see {int(sees.sum())} of {tokens**2} pairs: "
-        "two numbers a row",
-    )
+            axis.text(x, i, value, fontsize=9, **beside)
+    pairs = f"{int(sees.sum())} of {tokens**2} pairs"
+    told = f"{tokens} queries of {len(cu_seqlens) - 1} sequences see {pairs}: two numbers a row"
+    return Picture(figure, told)
 
 
 def windows(tokens: int, window_size: int) -> np.ndarray:
@@ -366,20 +340,23 @@ def moment(branch: str, token: int, head: int, slot: int) -> Moment:
     mine, scale = held(twin(branch), token, head, slot), example().scale
     softmax = "online softmax"
     return Moment(
-        loads(record(branch, token, head), "K")[slot], int(mine(softmax, "block_id")),
-        mine("mask", "acc_s") * scale,
-        mine(softmax, "acc_s"), mine(softmax, "scores_max_prev") * scale,
-        mine(softmax, "scores_max") * scale,
-        mine(softmax, "scores_scale"), mine("accumulate", "running_sum"),
-    )  # fmt: skip
+        keys=loads(record(branch, token, head), "K")[slot],
+        block_id=int(mine(softmax, "block_id")),
+        scores=mine("mask", "acc_s") * scale,
+        weights=mine(softmax, "acc_s"),
+        scores_max_prev=mine(softmax, "scores_max_prev") * scale,
+        scores_max=mine(softmax, "scores_max") * scale,
+        scores_scale=mine(softmax, "scores_scale"),
+        running_sum=mine("accumulate", "running_sum"),
+    )
 
 
 def slice_rows(m: Moment) -> int:
     """How many rows of K the TileLang kernel's `T.copy` takes in this step: a whole block, up to
     the tensor's end."""
-    return (
-        0 if not m.is_seen.any() else min(BS, N - int(m.keys.touched.min()) // given()["K"][0].size)
-    )
+    if not m.is_seen.any():
+        return 0
+    return min(BS, N - int(m.keys.touched.min()) // given()["K"][0].size)
 
 
 def _rows(n: int) -> str:
@@ -392,19 +369,19 @@ def sentence(branch: str = "list", token: int = 77, head: int = 0, slot: int = 0
     m = moment(branch, token, head, slot)
     at = f"Program ({row_of(branch, token)}, {head}), the {branch} of token {token}, slot {slot}: "
     if not m.is_seen.any():
-        return f"{at}an empty slot. All {m.keys.mask.size} lanes are off, and nothing changes."
+        return f"{at}an empty slot. All {m.keys.mask.size} elements are masked: nothing changes."
     first, rose = int(m.keys.touched.min()), int((m.scores_max > m.scores_max_prev).sum())
+    sums = ", ".join(f"{x:.2f}" for x in m.running_sum)
     return (
-        f"{at}block {m.block_id}, from offset {first} of K: {int(m.keys.mask.sum())} of "
-        f"{m.keys.mask.size} lanes load, "
+        f"{at}block {m.block_id}, from offset {first} of K: {_loading(m.keys)}, "
         f"{_rows(int(m.is_seen.sum()))}; TileLang's slice copies {slice_rows(m)}. "
         f"The maximum rises in {rose} of {len(m.running_sum)} heads; the denominators are now "
-        f"{', '.join(f'{x:.2f}' for x in m.running_sum)}."
+        f"{sums}."
     )
 
 
 def draw_step(branch: str = "list", token: int = 77, head: int = 0, slot: int = 0) -> Picture:
-    """What one step touches of K, its lanes, and the twin's scores and statistics."""
+    """What one step touches of K, its tile of keys, and the twin's scores and statistics."""
     slot = min(slot, slots(branch, token, head) - 1)
     m = moment(branch, token, head, slot)
     figure, axes = new_figure(8.6, 4.9, columns=3)
@@ -412,27 +389,17 @@ def draw_step(branch: str = "list", token: int = 77, head: int = 0, slot: int = 
     places = ([0.07, 0.07, 0.37, 0.80], [0.53, 0.65, 0.44, 0.22], [0.53, 0.36, 0.44, 0.18])
     for axis, place in zip(axes.flat, places, strict=True):
         axis.set_position(place)
-    memory, lanes, scores = axes.flat
+    memory, keys, scores = axes.flat
     _draw_memory(memory, m, given()["K"].shape, head)
-    _draw_lanes(lanes, m, given()["K"])
+    _draw_keys(keys, m, given()["K"])
     _draw_scores(scores, m, head)
+    table = {"fontsize": 8.5, "va": "top", "family": "monospace", "linespacing": 1.55}
     figure.text(0.53, 0.265, "per head, before → after this step", fontsize=9, va="center")
-    figure.text(
-        0.53,
-        0.235,
-        _statistics(m, head),
-        fontsize=8.5,
-        va="top",
-        family="monospace",
-        linespacing=1.55,
-    )
-    told = f"{int(m.keys.mask.sum())} of {m.keys.mask.size} lanes load"
+    figure.text(0.53, 0.235, _statistics(m, head), **table)
+    program_id = f"({row_of(branch, token)}, {head})"
     what = f"block {m.block_id}" if m.block_id >= 0 else "empty"
-    return Picture(
-        figure,
-        f"({row_of(branch, token)}, {head}), the {branch} of token {token}, slot {slot}: {what}, "
-        f"{told}",
-    )
+    told = f"the {branch} of token {token}, slot {slot}: {what}, {_loading(m.keys)}"
+    return Picture(figure, f"{program_id}, {told}")
 
 
 def _draw_memory(axis: Axes, m: Moment, shape: tuple[int, int, int], head: int) -> None:
@@ -451,27 +418,18 @@ def _draw_memory(axis: Axes, m: Moment, shape: tuple[int, int, int], head: int) 
         axis.set_title("K in memory: no address is used", fontsize=9, loc="left", pad=3)
         return
     base = int(m.keys.touched.min())
-    place = head * D - 1.5, base // (H * D) - 1
-    slice_ = Rectangle(
-        place,
-        D + 2,
-        slice_rows(m) + 1,
-        fill=False,
-        edgecolor=PALETTE["query"],
-        linestyle="--",
-        clip_on=False,
-    )
-    axis.add_patch(slice_)
-    beside = (place[0] - 2, "right") if head > 1 else (place[0] + D + 4, "left")
-    axis.text(beside[0], place[1] + slice_rows(m) / 2, "TileLang's "
-                                                       f"slice,\n{_rows(slice_rows(m))}",
-                                                       fontsize=8, ha=beside[1],
-              va="center", color=PALETTE["query"])  # fmt: skip
+    left, top = head * D - 1.5, base // (H * D) - 1
+    dashed = {"fill": False, "edgecolor": PALETTE["query"], "linestyle": "--", "clip_on": False}
+    axis.add_patch(Rectangle((left, top), D + 2, slice_rows(m) + 1, **dashed))
+    x, side = (left - 2, "right") if head > 1 else (left + D + 4, "left")
+    told = f"TileLang's slice,\n{_rows(slice_rows(m))}"
+    style = {"fontsize": 8, "ha": side, "va": "center", "color": PALETTE["query"]}
+    axis.text(x, top + slice_rows(m) / 2, told, **style)
     axis.set_title(f"K in memory, loaded from offset {base}", fontsize=9, loc="left", pad=6)
 
 
-def _draw_lanes(axis: Axes, m: Moment, keys: np.ndarray) -> None:
-    """The key tile, lanes that are off in grey, with the bytes of the text."""
+def _draw_keys(axis: Axes, m: Moment, keys: np.ndarray) -> None:
+    """The key tile, masked elements in grey, with the bytes of the text."""
     D = keys.shape[2]
     tile = np.where(m.keys.mask, keys.ravel()[np.where(m.keys.mask, m.keys.offsets, 0)], 0.0)
     top = float(np.abs(tile).max()) or 1.0
@@ -482,9 +440,8 @@ def _draw_lanes(axis: Axes, m: Moment, keys: np.ndarray) -> None:
         letter(example().text[row]) if on else "" for row, on in zip(rows, m.is_seen, strict=True)
     ]
     _bare(axis, letters, D)
-    axis.set_title(
-        f"k_tile, turned: {D} channels by {BS} keys, grey: lanes off", fontsize=9, loc="left", pad=3
-    )
+    title = f"k_tile, turned: {D} channels by {BS} keys, grey: masked"
+    axis.set_title(title, fontsize=9, loc="left", pad=3)
     axis.set_ylabel("channel", fontsize=8)
 
 
@@ -494,9 +451,8 @@ def _draw_scores(axis: Axes, m: Moment, head: int) -> None:
     axis.imshow(seen, cmap=SIGNED, vmin=-top, vmax=top, aspect="auto", interpolation="nearest")
     _hide(axis, ~m.is_seen, len(seen))
     _bare(axis, [], len(seen))
-    axis.set_yticks(
-        range(len(seen)), [f"head {head * len(seen) + g}" for g in range(len(seen))], fontsize=8
-    )
+    heads = [f"head {head * len(seen) + g}" for g in range(len(seen))]
+    axis.set_yticks(range(len(seen)), heads, fontsize=8)
     told = f"scores, −{top:.1f} to {top:.1f} nats" if m.is_seen.any() else "no score counts"
     axis.set_title(f"acc_s: {told}", fontsize=9, loc="left", pad=3)
 
@@ -511,17 +467,9 @@ def _bare(axis: Axes, letters: list[str], height: int) -> None:
     axis.tick_params(length=0, labelsize=8)
     axis.set_xticks([])
     axis.set_yticks([])
+    style = {"fontsize": 8, "family": "monospace", "ha": "center", "va": "top"}
     for j, sign in enumerate(letters):
-        axis.text(
-            j,
-            height - 0.4,
-            sign,
-            fontsize=8,
-            family="monospace",
-            ha="center",
-            va="top",
-            color=PALETTE["text"],
-        )
+        axis.text(j, height - 0.4, sign, color=PALETTE["text"], **style)
 
 
 def _statistics(m: Moment, head: int) -> str:
@@ -541,12 +489,11 @@ def explore() -> Panel:
     def render(branch: str, token: int, head: int, slot: int) -> tuple[Picture, str]:
         return draw_step(branch, token, head, slot), sentence(branch, token, head, slot)
 
+    branches = ["list", "window"]
     return panel(
         "one program, its pointers and its masks",
         render,
-        branch=ipywidgets.ToggleButtons(
-            options=["list", "window"], value="list", description="branch"
-        ),
+        branch=ipywidgets.ToggleButtons(options=branches, value="list", description="branch"),
         token=ipywidgets.IntSlider(77, 0, N - 1, description="token"),
         head=ipywidgets.IntSlider(0, 0, example().k.shape[2] - 1, description="KV head"),
         slot=ipywidgets.IntSlider(0, 0, S - 1, description="slot"),
@@ -565,14 +512,12 @@ def measured() -> dict:
 def times(tokens: int = 65536, group: int = 16, width: int = 128) -> dict[str, dict]:
     """The rows of one shape by what was changed; `"as it is"` is what `launch` chooses; dense
     attention goes by its names."""
-    rows = [
-        r
-        for r in measured()["rows"]
-        if (r["tokens"], r["group"], r["width"]) == (tokens, group, width)
-    ]
-    return {
-        r["change"] or ("as it is" if r["kernel"] == "triton" else r["kernel"]): r for r in rows
-    }
+    found = {}
+    for row in measured()["rows"]:
+        if (row["tokens"], row["group"], row["width"]) == (tokens, group, width):
+            plain = "as it is" if row["kernel"] == "triton" else row["kernel"]
+            found[row["change"] or plain] = row
+    return found
 
 
 def beside_tilelang() -> list[tuple[int, int, float, float]]:
@@ -585,10 +530,8 @@ def beside_tilelang() -> list[tuple[int, int, float, float]]:
         ]
         return {(row["tokens"], row["width"]): row["dense_ratio"] for row in plain}
 
-    ours = ratios(measured()["rows"], "triton")
-    theirs = ratios(
-        json.loads((ASSETS / "tilelang_forward_h200.json").read_text())["rows"], "tilelang"
-    )
+    tilelang = json.loads((ASSETS / "tilelang_forward_h200.json").read_text())
+    ours, theirs = ratios(measured()["rows"], "triton"), ratios(tilelang["rows"], "tilelang")
     return [(*shape, ours[shape], theirs[shape]) for shape in ours if shape in theirs]
 
 
@@ -597,7 +540,7 @@ CHAIN = {
     "pointers": "steps of 32 tokens,\n1 warp, 3 stages",
     "descriptors": "tensor descriptors",
 }
-# one kernel, four times
+# The same kernel, measured four times.
 SAME = "pointers", "pointers, steps of 32 tokens", "pointers, 1 warp", "pointers, 3 stages"
 CHANGED = {
     "pointers, steps of 16 tokens": "steps of 16 tokens",
@@ -626,10 +569,8 @@ def draw_ladder() -> Picture:
     figure, axes = new_figure(8.0, 4.6, rows=2, height_ratios=(4, 7))
     axes[0, 0].sharex(axes[1, 0])
     colours = [PALETTE["masked"], PALETTE["key"], PALETTE["selected"]]
-    for axis, bars, colour in (
-        (axes[0, 0], chain, colours),
-        (axes[1, 0], changed, PALETTE["masked"]),
-    ):
+    drawn = (axes[0, 0], chain, colours), (axes[1, 0], changed, PALETTE["masked"])
+    for axis, bars, colour in drawn:
         axis.barh(range(len(bars)), [*bars.values()], height=0.64, color=colour)
         for y, ms in enumerate(bars.values()):
             label = axis.text(ms + 0.2, y, f"{ms:.1f} ms", va="center", fontsize=9)
@@ -638,9 +579,8 @@ def draw_ladder() -> Picture:
         axis.set_ylim(len(bars) - 0.45, -0.6)
     low, high = spread()
     axes[1, 0].axvspan(low, high, color=PALETTE["key"], alpha=0.35, zorder=0, linewidth=0)
-    axes[1, 0].set_title(f"the second bar with one change; band: itself, {len(SAME)} times, "
-                         f"{low:.1f} to {high:.1f} ms",
-                         fontsize=9, loc="left")  # fmt: skip
+    band = f"band: itself, {len(SAME)} times, {low:.1f} to {high:.1f} ms"
+    axes[1, 0].set_title(f"the second bar with one change; {band}", fontsize=9, loc="left")
     axes[1, 0].set_xlim(0, max([*chain.values(), *changed.values()]) * 1.12)
     shape = "65,536 tokens, 4 KV heads, groups of 16, width 128, 16 blocks of 64, bf16"
     axes[1, 0].set_xlabel(f"milliseconds; {shape}", fontsize=8.5)

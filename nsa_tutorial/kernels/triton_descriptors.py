@@ -1,0 +1,205 @@
+"""Chapter 11's kernel with tensor descriptors: the second step, for Hopper and later.
+
+The tensor memory accelerator fetches keys and values here, one instruction a tile, with no address
+arithmetic. Faster than `triton_forward.kernel` at width 128 and as fast at 64
+(assets/triton_forward_h200.json). `launch` takes what `triton_forward.launch` takes, where
+`can_use_descriptors`; `triton_launch` asks.
+
+There is no backward here, and no argument is checked: `ops` does.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nsa_tutorial.kernels.triton_forward import arguments, options_of
+from nsa_tutorial.kernels.triton_tiles import launch_options
+from nsa_tutorial.sparse.selected_attention import QueryRows
+
+
+@triton.jit
+def scan_list(block_list, S, num_whole):
+    """One look at a list of `S` slots, 16 ids a load. Blocks `0 … num_whole - 1` are visible as a
+    whole, the next one in part.
+
+    Returns the first slot that names a whole block, or `S`; the slot after the last one that does,
+    or 0; and how many slots name the block that is visible in part.
+    """
+    start_slot = S
+    num_slots = 0
+    num_partial = 0
+    for first in range(0, S, 16):
+        slot = first + tl.arange(0, 16)
+        ids = tl.load(block_list + slot, mask=slot < S, other=-1)
+        is_whole = (ids >= 0) & (ids < num_whole)
+        start_slot = tl.minimum(start_slot, tl.min(tl.where(is_whole, slot, S), axis=0))
+        num_slots = tl.maximum(num_slots, tl.max(tl.where(is_whole, slot + 1, 0), axis=0))
+        num_partial += tl.sum((ids == num_whole).to(tl.int32), axis=0)
+    return start_slot, num_slots, num_partial
+
+
+@triton.jit
+def online_softmax(acc_s, scores_max_prev, running_sum, acc_o, scale_log2):
+    """The weights of one tile's scores `[GT, BT]`; the running maximum, sum and accumulator with
+    them, rescaled."""
+    scores_max = tl.maximum(scores_max_prev, tl.max(acc_s, axis=1))
+    shift = tl.where(scores_max == float("-inf"), 0.0, scores_max)
+    scores_scale = tl.exp2((scores_max_prev - shift) * scale_log2)
+    acc_s = tl.exp2((acc_s - shift[:, None]) * scale_log2)
+    running_sum = running_sum * scores_scale + tl.sum(acc_s, axis=1)
+    return acc_s, scores_max, running_sum, acc_o * scores_scale[:, None]
+
+
+@triton.jit(do_not_specialize=["R", "first_row", "S", "window_size"])  # new lengths, same kernel
+def descriptor_kernel(
+    Q, K, V, KDescriptor, VDescriptor, BlockIndices, FirstKey, NumVisible, Output, LSE,
+    scale, scale_log2, R, first_row, H, S, window_size,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, WINDOW: tl.constexpr,
+    GT: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """`triton_forward.kernel`, with whole blocks fetched by descriptor.
+
+    A descriptor knows where the tensor ends, not where the query's sight does: it fetches whole
+    tiles, hidden values too, and a weight of 0 hides a number, but not NaN. So the loop takes the
+    blocks that are visible as a whole. The one that is visible in part, if the list names it,
+    follows by pointers and masks. `BT` divides `BS`, and `D` and `DV` are powers of two.
+    """
+    tl.static_assert(
+        BS % BT == 0, "BT: expected a divisor of BS, since a block is walked in whole steps"
+    )
+    # -- locate the program --
+    row = tl.program_id(0).to(tl.int64) + first_row
+    head = tl.program_id(1)
+    query = row % R
+    first_key = tl.load(FirstKey + query)
+    num_visible = tl.load(NumVisible + query)
+    num_whole = num_visible // BS  # blocks that are visible as a whole; the next one may be in part
+    block_list = BlockIndices + (query * H + head) * S
+    start_slot, num_slots, num_partial = scan_list(block_list, S, num_whole)
+    start_slot = tl.minimum(start_slot, num_slots)
+    last_block = tl.load(block_list + num_slots - 1, mask=num_slots > 0, other=0)
+    has_list = True
+    if WINDOW:  # a window's blocks are counted from its first key, so its list is 0, 1, 2, …
+        has_list = row < R
+        window_start = tl.where(has_list, 0, tl.maximum(num_visible - window_size, 0))
+        first_key += window_start
+        num_visible -= window_start
+        num_whole = num_visible // BS
+        start_slot = tl.where(has_list, start_slot, 0)
+        num_slots = tl.where(has_list, num_slots, num_whole)
+        num_partial = tl.where(has_list, num_partial, 1)
+    num_partial = tl.where(num_visible % BS == 0, 0, num_partial)
+    group = tl.arange(0, GT)
+    width = tl.arange(0, D)
+    value_width = tl.arange(0, DV)
+    tokens = tl.arange(0, BT)
+    group_row = (query * H + head) * G + group  # [GT]
+    in_group = group < G  # [GT]
+
+    # -- load the query group --
+    q_pointer = Q + group_row[:, None] * D + width  # [GT, D]
+    q_tile = tl.load(q_pointer, mask=in_group[:, None], other=0.0)
+
+    # -- initialise --
+    acc_o = tl.zeros([GT, DV], tl.float32)
+    running_sum = tl.zeros([GT], tl.float32)
+    scores_max = tl.full([GT], float("-inf"), tl.float32)
+
+    PARTS: tl.constexpr = BS // BT
+    for step in range(start_slot * PARTS, num_slots * PARTS):
+        # -- guard --
+        slot, part_start = step // PARTS, step % PARTS * BT
+        block_id = tl.load(block_list + slot, mask=has_list, other=slot)
+        is_whole = (block_id >= 0) & (block_id < num_whole)
+        # A slot between two others that names no whole block: the list's last block is loaded in
+        # its place, and not used.
+        key_row = first_key + tl.where(is_whole, block_id, last_block) * BS + part_start
+
+        # -- load the keys --
+        k_tile = KDescriptor.load([key_row, head, 0]).reshape([BT, D])
+
+        # -- scores --
+        acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [GT, BT]
+
+        # -- mask --
+        acc_s = tl.where(is_whole, acc_s, float("-inf"))
+
+        # -- online softmax --
+        acc_s, scores_max, running_sum, acc_o = online_softmax(
+            acc_s, scores_max, running_sum, acc_o, scale_log2
+        )
+
+        # -- load the values --
+        v_tile = VDescriptor.load([key_row, head, 0]).reshape([BT, DV])
+
+        # -- accumulate --
+        acc_o = tl.dot(acc_s.to(v_tile.dtype), v_tile, acc_o, input_precision="ieee")
+
+    # -- the block that is visible in part --
+    partial_start = num_whole * BS
+    num_parts = tl.cdiv(num_visible - partial_start, BT)
+    for step in range(num_partial * num_parts):
+        start = partial_start + step % num_parts * BT
+        is_seen = tokens < num_visible - start  # [BT]
+        key_row = ((first_key + start).to(tl.int64) + tokens) * H + head  # [BT]
+        k_tile = tl.load(K + key_row[:, None] * D + width, mask=is_seen[:, None], other=0.0)
+        acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        acc_s = tl.where(is_seen, acc_s, float("-inf"))
+        acc_s, scores_max, running_sum, acc_o = online_softmax(
+            acc_s, scores_max, running_sum, acc_o, scale_log2
+        )
+        v_tile = tl.load(V + key_row[:, None] * DV + value_width, mask=is_seen[:, None], other=0.0)
+        acc_o = tl.dot(acc_s.to(v_tile.dtype), v_tile, acc_o, input_precision="ieee")
+
+    # -- normalise and store --
+    is_empty = (num_slots == 0) & (num_partial == 0)
+    safe_sum = tl.where(is_empty, 1.0, running_sum)
+    o_tile = acc_o / safe_sum[:, None]  # [GT, DV]
+    lse = scores_max * scale + tl.log(safe_sum)  # [GT], -inf for an empty row
+    o_row = ((row - first_row) * H + head) * G + group  # [GT]
+    o_pointer = Output + o_row[:, None] * DV + value_width  # [GT, DV]
+    tl.store(o_pointer, o_tile.to(Output.dtype.element_ty), mask=in_group[:, None])
+    tl.store(LSE + o_row, lse, mask=in_group)
+
+
+def launch(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
+    block_size: int, scale: float, window_size: int = 0, **options: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Run the kernel; arguments and results as in `triton_forward.launch`, of shapes that
+    `can_use_descriptors`."""
+    sizes = {"block_size": block_size, "scale": scale, "window_size": window_size}
+    grid, given = arguments(q, k, v, ids, rows, **sizes)
+    chosen = options_of(given) | options
+    boxes = descriptors(given["K"], given["V"], BT=chosen["BT"])
+    given |= {"KDescriptor": boxes[0], "VDescriptor": boxes[1]}
+    del given["DT"], given["DVT"]  # widths are powers of two already
+    descriptor_kernel[grid](**given, **chosen)
+    return given["Output"], given["LSE"]
+
+
+def descriptors(*tensors: Tensor, BT: int) -> list[TensorDescriptor]:
+    """Of contiguous keys and values `[B, M, H, width]`: boxes of `BT` tokens of one head, from
+    `[B * M, H, width]`."""
+    return [TensorDescriptor.from_tensor(x.flatten(0, 1), [BT, 1, x.shape[-1]]) for x in tensors]
+
+
+def can_use_descriptors(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> bool:
+    """Whether `launch` takes these: 16-bit numbers on a GPU with the accelerator, widths that are
+    powers of two of at least 16, and a step that divides a block.
+
+    The accelerator's copies are Hopper's and later; elsewhere Triton takes them apart again. fp32,
+    whose products keep off the tensor cores, stays with pointers; it was not measured here.
+    """
+    if not (q.is_cuda and q.element_size() == 2 and k.shape[1] > 0):
+        return False
+    if torch.cuda.get_device_capability(q.device) < (9, 0):
+        return False
+    D, DV = q.shape[3], v.shape[3]
+    BT = launch_options(q.shape[2] // k.shape[2], D, DV, block_size, q.element_size())["BT"]
+    fits = all(n >= 16 and n == triton.next_power_of_2(n) for n in (D, DV))
+    return fits and block_size % BT == 0

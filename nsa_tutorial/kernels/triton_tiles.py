@@ -1,0 +1,75 @@
+"""Which tiles, warps and pipeline stages the Triton kernels of the forward take, by shape.
+
+`tile_sizes` is what `tl.arange` and the tensor cores ask for. `launch_options` reads
+`LAUNCH_TABLE`, which is frozen from measurements: no call of an operator measures anything.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from triton import next_power_of_2
+
+# Largest group, most bytes of a token (its key and value, padded): tokens of a step, warps, stages.
+# Behind a row stand milliseconds of the kernel with pointers, and of the runner-up: H200, torch
+# 2.11, Triton 3.6, 16,384 tokens, 4 key/value heads, 1,024 keys a query, bf16; to be had again by
+# `python -m nsa_tutorial.bench selected --backend triton --steps --tokens 16384 --dtype bfloat16
+# --no-dense` with the groups and widths in question. The first row was measured at 65,536 tokens:
+# assets/triton_forward_h200.json. The last one, for wide fp32, was not measured.
+LAUNCH_TABLE = (
+    (16, 512, 32, 1, 3),  # D 128: 14.7, 15.5 with 2 warps; D 64: 7.1, 7.3 with 2 stages
+    (16, 768, 32, 1, 2),  # D 192, DV 128: 4.9, 5.7 with 2 warps
+    (16, 1024, 64, 2, 2),  # D 256: 8.0, 8.2 in steps of 32
+    (32, 1024, 64, 2, 2),  # D 128: 5.0, 6.0 with 4 warps
+    (64, 512, 64, 4, 3),  # D 128: 5.9, 6.1 with 2 stages
+    (64, 1024, 64, 4, 2),  # D 256: 17.0, 12.8 in steps of 32; with descriptors, on Hopper, 12.6
+    (128, 1024, 64, 8, 2),  # descriptors, D 128: 12.3, 16.7 in steps of 32; D 256: 19.4, 23.8
+    (128, 2048, 32, 8, 2),
+)
+SHARED_MEMORY = 227 * 1024  # bytes that a program can have on an H100 or H200
+
+
+def tile_sizes(G: int, D: int, DV: int) -> dict[str, int]:
+    """`GT, DT, DVT`: a group and its widths, rounded up to what a tile's side may be."""
+    return {"GT": _side(G), "DT": _side(D), "DVT": _side(DV)}
+
+
+def _side(n: int) -> int:
+    """A power of two, since `tl.arange` takes no other length, and 16 at least, as the tensor cores
+    do."""
+    return max(16, next_power_of_2(n))
+
+
+def launch_options(
+    G: int, D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
+) -> dict[str, int]:
+    """`BT, num_warps, num_stages`, from `LAUNCH_TABLE`, as far as `shared_memory` allows.
+
+    Args:
+        G, D, DV, BS: heads of a group, widths of keys and values, tokens of a block.
+        itemsize: bytes of a number.
+        shared_memory: bytes that a program may have.
+    """
+    tiles = tile_sizes(G, D, DV)
+    token_bytes = (tiles["DT"] + tiles["DVT"]) * itemsize
+    query_bytes = tiles["GT"] * tiles["DT"] * itemsize
+    fitting = [row for row in LAUNCH_TABLE if tiles["GT"] <= row[0] and token_bytes <= row[1]]
+    BT, num_warps, num_stages = (fitting or LAUNCH_TABLE[-1:])[0][2:]
+    BT = min(BT, _side(BS))
+    while query_bytes + num_stages * BT * token_bytes > shared_memory:
+        if num_stages > 1:
+            num_stages -= 1
+        elif BT > 16:
+            BT //= 2
+        else:
+            break  # nothing is left to save: the launch will say what it lacks
+    return {"BT": BT, "num_warps": num_warps, "num_stages": num_stages}
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have on `device`."""
+    if device.type != "cuda":
+        return SHARED_MEMORY
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
