@@ -80,7 +80,6 @@ def selected_attention(
             runs.
         BackendUnavailable: one sentence, where the backend cannot run these tensors on this
             machine.
-        NotImplementedError: on `backward` through a kernel backend, which has no backward yet.
     """
     q, k, v = _autocast(q, k, v)
     backend, scale = _check("selected_attention", backend, q, k, v, scale, cu_seqlens, return_lse)
@@ -370,8 +369,7 @@ def native_sparse_attention(
             by tile of queries.
 
     Returns:
-        `o [B, N, HQ, DV]` in the dtype of `v`. On the reference differentiable in `q`, `k`, `v` and
-        the gates.
+        `o [B, N, HQ, DV]` in the dtype of `v`, differentiable in `q`, `k`, `v` and the gates.
     """
     q, k, v = _autocast(q, k, v)
     _check("selected_attention", backend, q, k, v, scale, cu_seqlens, False)

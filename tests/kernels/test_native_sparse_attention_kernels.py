@@ -10,8 +10,7 @@ import torch
 from places import product, skip_unless_runs
 from torch import Tensor
 
-from nsa_tutorial import ops
-from nsa_tutorial.runtime import backends, environment
+from nsa_tutorial import library, ops
 from nsa_tutorial.sparse.block_selection import importance, overlap_weights
 from nsa_tutorial.sparse.compression import summary_rows
 from nsa_tutorial.sparse.selected_attention import query_rows
@@ -79,20 +78,20 @@ def test_one_launch_for_selection_and_window(monkeypatch: pytest.MonkeyPatch) ->
     assert [launched["window_size"] for launched in launches] == [7]
 
 
-def test_auto_leaves_gradients_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("operator", "device", "dtype", "chosen"),
+    [
+        ("selected_attention", "cuda", torch.float16, "triton"),
+        ("selected_attention", "cuda", torch.float64, "reference"),
+        ("selected_attention", "cpu", torch.float32, "reference"),
+        ("selected_attention", "meta", torch.float32, "reference"),
+        ("compressed_attention", "cuda", torch.float16, "reference"),
+    ],
+)
+def test_what_auto_takes(operator: str, device: str, dtype: torch.dtype, chosen: str) -> None:
     """On CUDA tensors, which need not exist for the choice."""
-    monkeypatch.setattr(environment, "require", lambda *_: None)
-
-    def chosen(requires_grad: bool) -> str:
-        q = SimpleNamespace(
-            device=torch.device("cuda"), dtype=torch.float16, requires_grad=requires_grad
-        )
-        return backends.choose("selected_attention", "auto", q)
-
-    assert chosen(False) == "triton"
-    assert chosen(True) == "reference"
-    with torch.no_grad():
-        assert chosen(True) == "triton"
+    q = SimpleNamespace(device=torch.device(device), dtype=dtype)
+    assert library.choose(operator, "auto", q) == chosen
 
 
 def worst_exchange(ids: Tensor, exact: Tensor, score: Tensor) -> float:
@@ -148,13 +147,16 @@ def test_only_rounding_changes_the_choice(
 
 @pytest.mark.gpu
 def test_auto_on_the_gpu() -> None:
-    q = torch.empty(1, 1, 1, 16, device="cuda")
-    assert backends.choose("selected_and_window_attention", "auto", q) == "triton"
-    assert (
-        backends.choose("selected_and_window_attention", "auto", q.requires_grad_()) == "reference"
+    """Its outputs are Triton's, and its gradients are there."""
+    q, k, v, *_ = inputs(300, 16, 1, 64, torch.float16, "cuda")
+    q.requires_grad_()
+    o, triton, reference = (
+        ops.sliding_window_attention(q, k, v, window_size=64, backend=backend)
+        for backend in ("auto", "triton", "reference")
     )
-    with torch.no_grad():
-        assert backends.choose("selected_and_window_attention", "auto", q) == "triton"
+    assert torch.equal(o, triton) and not torch.equal(o, reference)
+    (found,), (right,) = (torch.autograd.grad(x.sum(), q) for x in (o, reference))
+    assert torch.allclose(found, right, atol=1e-2)
 
 
 @pytest.mark.gpu

@@ -10,11 +10,7 @@ import torch
 from branches import Shape, assert_attention
 from torch import Tensor
 
-from nsa_tutorial import ops
-from nsa_tutorial.sparse.native_sparse_attention import (
-    NativeSparseAttention,
-    NativeSparseAttentionConfig,
-)
+from nsa_tutorial import NativeSparseAttention, NativeSparseAttentionConfig, ops
 
 pytestmark = pytest.mark.gpu
 
