@@ -20,7 +20,6 @@ from torch import Tensor
 from nsa_tutorial import ops
 from nsa_tutorial.runtime import checks
 
-INTEGERS = (torch.int32, torch.int64)
 SELECTION = ("q", "k", "v", "block_indices", "block_size", "block_counts", "scale", "cu_seqlens")
 
 
@@ -94,7 +93,7 @@ def from_fla(
     _expect(window_size == 0 or g_swa is not None, "g_swa", g_swa, expected)
     if isinstance(cu_seqlens, tuple):
         for x in cu_seqlens:
-            checks.check_tensor("cu_seqlens", x, "[num_sequences + 1]", INTEGERS)
+            checks.check_tensor("cu_seqlens", x, "[num_sequences + 1]", checks.INTEGERS)
         one = "the same offsets for queries and keys: packed queries have all keys"
         _expect(torch.equal(*cu_seqlens), "cu_seqlens", [x.tolist() for x in cu_seqlens], one)
         cu_seqlens = cu_seqlens[0]
@@ -147,7 +146,7 @@ def from_lucidrains(
     for name, x in (("fq", fq), ("fk", fk), ("fv", fv)):
         checks.check_tensor(name, x, "[B, H, N, D]", checks.FLOATS)
     for name, x, dtypes in (
-        ("selected_block_indices", selected_block_indices, INTEGERS),
+        ("selected_block_indices", selected_block_indices, checks.INTEGERS),
         ("fmask", fmask, (torch.bool,)),
     ):
         checks.check_tensor(name, x, "[B, H, N, S]", dtypes)

@@ -69,7 +69,7 @@ def triton_stages(
     for name, width in (("KDescriptor", "D"), ("VDescriptor", "DV")):
         types[name] = f"tensordesc<{POINTERS[dtype][1:]}[{tiles['BT']}, 1, {sizes[width]}]>"
     constants = {**sizes, **tiles, "WINDOW": False}
-    return lowering.stages(kernel, constants, types, arch=arch, **options)
+    return lowering.stages(SHORT.get(kernel, kernel), constants, types, arch=arch, **options)
 
 
 @functools.cache
@@ -126,6 +126,11 @@ def excerpt(
 
 
 # -- until chapters 09 and 11 and their tests call the functions above --
+
+SHORT = {
+    "kernel": FORWARD,
+    "descriptor_kernel": "nsa_tutorial.kernels.triton_descriptors:descriptor_kernel",
+}
 
 
 def basic_excerpt(language: str, name: str, *words: str) -> Listing:
