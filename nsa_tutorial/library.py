@@ -23,6 +23,7 @@ from nsa_tutorial.sparse import compression
 from nsa_tutorial.sparse.compression import MLPWeights, num_summaries, summary_rows
 from nsa_tutorial.sparse.native_sparse_attention import NUM_INITIAL, NUM_LOCAL, gated_sum
 from nsa_tutorial.sparse.selected_attention import QueryRows, block_list, query_rows
+from nsa_tutorial.training import gradients
 
 BACKENDS = {
     "selected_attention": {
@@ -92,11 +93,6 @@ def _load(operator: str, backend: str, q: Tensor) -> Callable:
         environment.require(backend, q.device.type, str(q.dtype).removeprefix("torch."))
     module, function = BACKENDS[operator][backend].split(":")
     return getattr(importlib.import_module(module), function)
-
-
-def _gradients() -> object:
-    """The module of the backward: imported when it is first needed, as a backend's is."""
-    return importlib.import_module("nsa_tutorial.training.gradients")
 
 
 def _rows(q: Tensor, M: int, cu_seqlens: Tensor | None, causal: bool = True) -> QueryRows:
@@ -171,8 +167,8 @@ def selected_attention_backward(
     )
     saved = (d_o, d_lse, q, k, v, o, lse)
     if backend == "masked":
-        return _gradients().of_masked_lists(*saved, ids, rows, block_size=block_size, scale=scale)
-    return _gradients().of_lists(*saved, ids, rows, block_size=block_size, scale=scale)
+        return gradients.of_masked_lists(*saved, ids, rows, block_size=block_size, scale=scale)
+    return gradients.of_lists(*saved, ids, rows, block_size=block_size, scale=scale)
 
 
 # -- sliding window --
@@ -202,7 +198,7 @@ def sliding_window_attention_backward(
         return _empty_gradients(q, k, v)
     rows = _rows(q, k.shape[1], cu_seqlens)
     saved = (d_o, d_lse, q, k, v, o, lse)
-    return _gradients().of_windows(*saved, rows, window_size=window_size, scale=scale)
+    return gradients.of_windows(*saved, rows, window_size=window_size, scale=scale)
 
 
 # -- lists and windows at once --
@@ -273,7 +269,7 @@ def compressed_attention_backward(
     if q.numel() == 0:
         return _empty_gradients(q, k, v)
     _, rows = _summary_rows(q, k, cu_seqlens, num_keys, length, stride)
-    return _gradients().of_summaries(d_o, d_lse, q, k, v, o, lse, rows, scale=scale)
+    return gradients.of_summaries(d_o, d_lse, q, k, v, o, lse, rows, scale=scale)
 
 
 def _summary_rows(
