@@ -5,8 +5,8 @@ The kernel's own source is executed, with small stand-ins for `tl` and for point
 recorded is what the kernel's index arithmetic says, on any machine, also where Triton is not
 installed or compiles for a GPU. Triton's interpreter works the same way.
 
-It knows the operations of chapter 09's kernels and of the two of `triton_forward`, and no others,
-computes in fp64 and int64, and says nothing about order, threads or time.
+It knows the operations of chapter 09's kernels, of `triton_forward` and of `triton_descriptors`,
+and no others, computes in fp64 and int64, and says nothing about order, threads or time.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class Access:
     Attributes:
         kind: `"load"` or `"store"`.
         tensor: the name of the kernel's pointer argument.
-        offsets: of all lanes of the tile, in elements from the tensor's beginning; the shape is the
+        offsets: of all elements of the tile, counted from the tensor's beginning; the shape is the
             tile's.
-        mask: which lanes touch memory; the same shape.
+        mask: which of them touch memory; the same shape.
     """
 
     kind: str
@@ -89,7 +89,7 @@ class Access:
 
     @property
     def touched(self) -> np.ndarray:
-        """The offsets of the lanes that touch memory, in the tile's order."""
+        """The offsets that touch memory, in the tile's order."""
         return np.asarray(self.offsets[self.mask])
 
 
@@ -109,26 +109,22 @@ class Record:
 
     def touched(self, kind: str, tensor: str) -> np.ndarray:
         """How often each element of `tensor` was loaded or stored (`kind`), in the tensor's shape;
-        lanes outside are left out."""
-        size = math.prod(self.shapes[tensor])
-        inside = [
-            a.touched[(a.touched >= 0) & (a.touched < size)]
-            for a in self.accesses
-            if (a.kind, a.tensor) == (kind, tensor)
-        ]
-        count = (
-            np.bincount(np.concatenate(inside).astype(int), minlength=size)
-            if inside
-            else np.zeros(size, dtype=int)
-        )
+        what lies outside is left out."""
+        count = np.zeros(math.prod(self.shapes[tensor]), dtype=int)
+        for access in self.accesses:
+            if (access.kind, access.tensor) == (kind, tensor):
+                inside = (access.touched >= 0) & (access.touched < count.size)
+                np.add.at(count, access.touched[inside], 1)
         return count.reshape(self.shapes[tensor])
 
     def outside(self) -> int:
-        """Lanes that touched memory outside of their tensor: none, if the masks are right."""
-        return sum(
-            int(((a.touched < 0) | (a.touched >= math.prod(self.shapes[a.tensor]))).sum())
-            for a in self.accesses
-        )
+        """How many loads and stores of single elements lay outside of their tensor: none, if the
+        masks are right."""
+        count = 0
+        for access in self.accesses:
+            size = math.prod(self.shapes[access.tensor])
+            count += int(((access.touched < 0) | (access.touched >= size)).sum())
+        return count
 
 
 class _Language:
@@ -194,12 +190,9 @@ class _Language:
         values = self.memory[pointer.name].ravel()
         real = access.mask & (access.offsets >= 0) & (access.offsets < values.size)
         loaded = values[np.where(real, access.offsets, 0)]
-        # outside: whatever is there
-        unknown = math.nan if values.dtype.kind == "f" else np.iinfo(np.int32).min
-        filler = np.where(
-            access.mask, np.asarray(unknown, values.dtype), np.asarray(other).astype(values.dtype)
-        )
-        return _tile(np.where(real, loaded, filler))
+        unknown = math.nan if values.dtype.kind == "f" else np.iinfo(np.int32).min  # outside
+        unloaded = np.where(access.mask, unknown, other).astype(values.dtype)
+        return _tile(np.where(real, loaded, unloaded))
 
     def load_box(self, descriptor: Descriptor, corner: list) -> Tile:
         rows, heads, width = self.memory[descriptor.tensor].shape
@@ -212,13 +205,12 @@ class _Language:
         access = self._note("store", pointer, mask)
         values = self.memory[pointer.name].reshape(-1)
         real = access.mask & (access.offsets >= 0) & (access.offsets < values.size)
-        values[access.offsets[real]] = np.broadcast_to(np.asarray(value), access.offsets.shape)[
-            real
-        ]
+        stored = np.broadcast_to(np.asarray(value), access.offsets.shape)
+        values[access.offsets[real]] = stored[real]
 
     def _note(self, kind: str, pointer: Pointer, mask: object) -> Access:
-        offsets, lanes = np.broadcast_arrays(pointer.offsets, np.asarray(mask))
-        self.accesses.append(Access(kind, pointer.name, offsets.copy(), lanes.astype(bool)))
+        offsets, mask = np.broadcast_arrays(pointer.offsets, np.asarray(mask))
+        self.accesses.append(Access(kind, pointer.name, offsets.copy(), mask.astype(bool)))
         return self.accesses[-1]
 
 

@@ -15,16 +15,26 @@ import tilelang
 from tilelang import language as T
 from tvm import tirx
 
-from nsa_tutorial.kernels.tilelang_forward import exact_gemm
 from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
 
 PASS_CONFIGS = {
     tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
-    # all threads of a program do the same work; splitting them into loaders and computers is not
-    # this chapter's subject
+    # all threads of a program do the same work: warps that only load are no subject of chapter 09
     tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True,
 }
 accum_dtype = "float32"
+
+
+@T.macro
+def exact_gemm(A, B, C, rows, columns, depth, transpose_B):
+    """`C += A @ B` in IEEE fp32. `T.gemm` would round fp32 inputs to TF32's ten bits for the tensor
+    cores."""
+    for d in T.serial(depth):
+        for i, j in T.Parallel(rows, columns):
+            if transpose_B:
+                C[i, j] += A[i, d] * B[j, d]
+            else:
+                C[i, j] += A[i, d] * B[d, j]
 
 
 def copy(BN: int, dtype: str, threads: int = 128) -> tirx.PrimFunc:
@@ -61,8 +71,7 @@ def softmax(BR: int, BN: int, dtype: str, threads: int = 128) -> tirx.PrimFunc:
             start = block * BR
 
             # -- load --
-            # zeros past R and N
-            T.copy(X[start : start + BR, 0:BN], x_tile)
+            T.copy(X[start : start + BR, 0:BN], x_tile)  # zeros past R and N
 
             # -- mask --
             for i, j in T.Parallel(BR, BN):
@@ -123,18 +132,9 @@ def matmul(
 
 
 def attention(
-    G: int,
-    D: int,
-    DV: int,
-    causal: bool,
-    BQ: int,
-    BK: int,
-    DT: int,
-    DVT: int,
-    dtype: str,
-    num_stages: int = 1,
-    threads: int = 128,
-) -> tirx.PrimFunc:
+    G: int, D: int, DV: int, causal: bool, BQ: int, BK: int, DT: int, DVT: int, dtype: str,
+    num_stages: int = 1, threads: int = 128,
+) -> tirx.PrimFunc:  # fmt: skip
     """`Q [B, N, HQ, D]`, `K [B, M, H, D]`, `V [B, M, H, DV]` to `Output [B, N, HQ, DV]` and
     `LSE [B, N, HQ]`.
 
@@ -170,8 +170,7 @@ def attention(
             running_sum = T.alloc_fragment([BQ], accum_dtype)
             kv_head = head // G
             start = block * BQ
-            # of the tile's first query: the queries are the last N positions
-            position = M - N + start
+            position = M - N + start  # the first query's: the queries are the last N positions
             num_keys = T.min(M, position + BQ) if causal else M
 
             # -- load the query tile --
@@ -239,9 +238,8 @@ def attention(
 def compiled(name: str, device: str, **options: object) -> tilelang.JITKernel:
     """The kernel of the function `name(**options)`, compiled for `device` (`"cpu"` or `"cuda"`),
     once per process."""
-    kernel = {"copy": copy, "softmax": softmax, "matmul": matmul, "attention": attention}[name](
-        **options
-    )
+    functions = {"copy": copy, "softmax": softmax, "matmul": matmul, "attention": attention}
+    kernel = functions[name](**options)
     if device == "cpu":
         return compile_for_cpu(kernel)
     return tilelang.compile(kernel, target="cuda", pass_configs=PASS_CONFIGS)

@@ -57,8 +57,9 @@ def softmax(X, Y, R, N, scale_log2, BR: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def matmul(
-    A, B, C, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NUM_STAGES: tl.constexpr
-):
+    A, B, C, M, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     """`A [M, K]` times `B [K, N]` to `C [M, N]`; the grid is `(cdiv(M, BM), cdiv(N, BN))`."""
     # -- locate the program --
     rows = tl.program_id(0) * BM + tl.arange(0, BM)  # [BM]
@@ -79,8 +80,7 @@ def matmul(
         b_tile = tl.load(B + b_offsets, mask=b_mask, other=0.0)
 
         # -- accumulate --
-        # "ieee": fp32 is not rounded to TF32
-        acc = tl.dot(a_tile, b_tile, acc, input_precision="ieee")
+        acc = tl.dot(a_tile, b_tile, acc, input_precision="ieee")  # fp32 is not rounded to TF32
 
     # -- store --
     c_mask = (rows < M)[:, None] & (columns < N)
@@ -90,10 +90,9 @@ def matmul(
 
 @triton.jit
 def attention(
-    Q, K, V, Output, LSE, N, M, HQ, scale, scale_log2, G: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, CAUSAL: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, DT: tl.constexpr, DVT: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    Q, K, V, Output, LSE, N, M, HQ, scale, scale_log2,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr, BQ: tl.constexpr,
+    BK: tl.constexpr, DT: tl.constexpr, DVT: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """`Q [B, N, HQ, D]`, `K [B, M, H, D]`, `V [B, M, H, DV]` to `Output` and `LSE`; the grid is
     `(cdiv(N, BQ), HQ, B)`.
@@ -149,8 +148,8 @@ def attention(
 
         # -- load the values --
         v_mask = (keys < M)[:, None] & (value_width < DV)
-        # [BK, DVT]
-        v_tile = tl.load(V + key_row[:, None] * DV + value_width, mask=v_mask, other=0.0)
+        v_offset = key_row[:, None] * DV + value_width  # [BK, DVT]
+        v_tile = tl.load(V + v_offset, mask=v_mask, other=0.0)
 
         # -- accumulate --
         p_tile = acc_s.to(V.dtype.element_ty)
@@ -158,11 +157,8 @@ def attention(
 
     # -- normalise and store --
     acc_o = acc_o / running_sum[:, None]
-    running_sum = scores_max * scale + tl.log(running_sum)
+    lse = scores_max * scale + tl.log(running_sum)  # [BQ]
     o_mask = (rows < N)[:, None] & (value_width < DV)
-    tl.store(
-        Output + query_row[:, None] * DV + value_width,
-        acc_o.to(Output.dtype.element_ty),
-        mask=o_mask,
-    )
-    tl.store(LSE + query_row, running_sum, mask=rows < N)
+    o_offset = query_row[:, None] * DV + value_width  # [BQ, DVT]
+    tl.store(Output + o_offset, acc_o.to(Output.dtype.element_ty), mask=o_mask)
+    tl.store(LSE + query_row, lse, mask=rows < N)

@@ -1,5 +1,5 @@
-"""Chapter 09: a kernel is one tile's program, launched many times; the same four kernels in Triton
-and in TileLang.
+"""Chapter 09: a kernel is one tile's program, launched many times; four kernels, in Triton and in
+TileLang.
 
 Here are the functions that launch them: `copy`, `softmax`, `matmul` and `attention` check their
 arguments, cut the result into tiles, and start one program for each. The kernels are in
@@ -14,6 +14,7 @@ Symbols: `BN`, `BR`, `BM`, `BK`, `BQ` sizes of a tile; `N`, `R`, `M`, `K` sizes 
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import torch
@@ -66,8 +67,7 @@ def softmax(x: Tensor, *, backend: str = "reference", tile_rows: int = 4) -> Ten
         )
     if backend == "reference":
         return torch.softmax(x, -1)
-    BN = max(16, next_power_of_2(N))
-    y = torch.empty_like(x)
+    y, BN = torch.empty_like(x), _padded(N, backend)
     if backend == "triton":
         from nsa_tutorial.kernels import triton_basics
 
@@ -80,8 +80,10 @@ def softmax(x: Tensor, *, backend: str = "reference", tile_rows: int = 4) -> Ten
 def matmul(
     a: Tensor, b: Tensor, *, backend: str = "reference", tile: tuple[int, int, int] = (64, 64, 32)
 ) -> Tensor:
-    """`a [M, K] @ b [K, N]`, summed in fp32; `tile` is `(BM, BN, BK)`, powers of two of at least
-    16. Errors as in `copy`."""
+    """`a [M, K] @ b [K, N]`, summed in fp32; `tile` is `(BM, BN, BK)`, powers of two from 16 on.
+
+    Errors as in `copy`.
+    """
     _check_tensors(backend, a=(a, "[M, K]"), b=(b, "[K, N]"))
     if a.shape[1] != b.shape[0]:
         raise ValueError(f"b: got {checks.describe(b)}, expected {a.shape[1]} rows, the width of a")
@@ -106,8 +108,7 @@ def matmul(
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, backend: str = "reference", causal: bool = True,
-    scale: float | None = None,
-    tile_q: int = 64, tile_k: int = 32,
+    scale: float | None = None, tile_q: int = 64, tile_k: int = 32,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Grouped-query attention by tiles (chapter 04): `o [B, N, HQ, DV]` in the dtype of `v`, and
     `lse [B, N, HQ]` in fp32.
@@ -133,8 +134,8 @@ def attention(
         return gqa.attention(q, k, v, causal=causal, scale=scale, return_lse=True)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     o, lse = v.new_empty(B, N, HQ, DV), q.new_empty(B, N, HQ, dtype=torch.float32)
-    DT, DVT = max(16, next_power_of_2(D)), max(16, next_power_of_2(DV))
-    sizes = {"G": HQ // H, "D": D, "DV": DV, "BQ": tile_q, "BK": tile_k, "DT": DT, "DVT": DVT}
+    sizes = {"G": HQ // H, "D": D, "DV": DV, "BQ": tile_q, "BK": tile_k}
+    sizes |= {"DT": _padded(D, backend), "DVT": _padded(DV, backend)}
     if backend == "triton":
         from nsa_tutorial.kernels import triton_basics
 
@@ -149,9 +150,11 @@ def attention(
     return o, lse
 
 
-def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least `n`: `tl.arange` takes no other length."""
-    return 1 << (n - 1).bit_length()
+def _padded(n: int, backend: str) -> int:
+    """`n` rounded up to a power of two, as `tl.arange` wants it, and to 16 at least, as a dot
+    does."""
+    language = importlib.import_module("triton" if backend == "triton" else "tilelang.math")
+    return max(16, language.next_power_of_2(n))
 
 
 def _programs(n: int, tile: int) -> int:
@@ -177,20 +180,16 @@ def _check_tensors(backend: str, **tensors: tuple[Tensor, str]) -> None:
     empty and not too large."""
     if backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}, expected one of {', '.join(BACKENDS)}")
-    first = next(iter(tensors.values()))[0]
+    first_name, (first, _) = next(iter(tensors.items()))
+    dtypes = checks.FLOATS if backend == "reference" else checks.DTYPES
     for name, (x, shape) in tensors.items():
-        checks.check_tensor(
-            name, x, shape, checks.FLOATS if backend == "reference" else checks.DTYPES
-        )
+        checks.check_tensor(name, x, shape, dtypes)
         if x.dtype != first.dtype:
-            raise TypeError(
-                f"{name}: got {checks.describe(x)}, expected the dtype of {next(iter(tensors))}, "
-                f"{first.dtype}"
-            )
+            expected = f"the dtype of {first_name}, {first.dtype}"
+            raise TypeError(f"{name}: got {checks.describe(x)}, expected {expected}")
         if not 1 <= x.numel() <= LARGEST_TENSOR:
-            raise ValueError(
-                f"{name}: got {checks.describe(x)}, expected 1 to {LARGEST_TENSOR} elements"
-            )
+            expected = f"1 to {LARGEST_TENSOR} elements"
+            raise ValueError(f"{name}: got {checks.describe(x)}, expected {expected}")
     checks.check_same_device(**{name: x for name, (x, _) in tensors.items()})
     environment.require(backend, first.device.type, str(first.dtype).removeprefix("torch."))
 

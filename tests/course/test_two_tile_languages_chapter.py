@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from nsa_tutorial.course import exercises, phases, recorder, show
+from nsa_tutorial.course import exercises, lowered, phases, recorder, show
 from nsa_tutorial.course.checking import judge
 from nsa_tutorial.course.languages import Absent
 from nsa_tutorial.course.widgets import two_tile_languages as pictures
 from nsa_tutorial.exact import grouped_query_attention as gqa
 from nsa_tutorial.kernels import two_tile_languages as tiles
-from nsa_tutorial.runtime import environment, lowering
+from nsa_tutorial.runtime import environment
 
 needs_tilelang = pytest.mark.skipif(
     environment.detect().tilelang is None, reason="tilelang is not installed"
@@ -52,8 +52,8 @@ def test_phases_are_the_same(name: str) -> None:
         (
             "attention",
             "head batch kv_head start position num_keys q_tile k_tile v_tile p_tile acc_s acc_o "
-            "scores_max scores_max_prev "
-            "scores_scale scores_sum running_sum scale scale_log2 step visible G D DV DT DVT BQ BK",
+            "scores_max scores_max_prev scores_scale scores_sum running_sum scale scale_log2 "
+            "step visible G D DV DT DVT BQ BK",
         ),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_program_reads_nothing_else(backend: str) -> None:
     assert int(stored.sum()) == 4 * 9
 
 
-def test_the_recorder_notes_lanes_outside() -> None:
+def test_the_recorder_counts_what_lies_outside() -> None:
     from nsa_tutorial.course.languages import tl
 
     def careless(X, Y, BN):
@@ -227,7 +227,7 @@ def test_panel() -> None:
     ],
 )
 def test_tilelang_becomes_cuda(name: str, arch: str, dtype: str) -> None:
-    source = lowering.basic_cuda(name, arch, dtype)
+    source = lowered.basic_cuda(name, arch, dtype)
     assert "__global__ void" in source
     assert "tf32" not in source.lower()
     if name in ("matmul", "attention"):
@@ -244,7 +244,8 @@ def test_tilelang_becomes_cuda(name: str, arch: str, dtype: str) -> None:
 )
 def test_triton_becomes_ptx(arch: str, dtype: str) -> None:
     names = tiles.KERNELS if dtype == "bfloat16" else ("matmul",)
-    for name, stages in lowering.all_basic_stages(arch, dtype, names).items():
+    for name in names:
+        stages = lowered.basic_stages(name, arch, dtype)
         assert set(stages) == {"ttir", "ttgir", "llir", "ptx"}
         assert f".target {arch}" in stages["ptx"]
         assert "tf32" not in stages["ptx"]
@@ -290,7 +291,7 @@ def test_excerpts(monkeypatch: pytest.MonkeyPatch) -> None:
     here = environment.detect()
     monkeypatch.setattr(environment, "detect", lambda: replace(here, triton=None, tilelang=None))
     for language, name in (("triton", "Triton"), ("tilelang", "TileLang")):
-        listing = lowering.basic_excerpt(language, "copy", "word")
+        listing = lowered.excerpt(language, "word", name="copy")
         assert listing.title.startswith(f"{name} is not installed here")
         assert listing.code == ""
 

@@ -342,6 +342,8 @@ def test_reference_takes_fp64() -> None:
     assert torch.equal(tiles.matmul(x, x.T), x @ x.T)
 
 
-@pytest.mark.parametrize(("n", "power"), [(1, 1), (2, 2), (3, 4), (16, 16), (17, 32)])
-def test_next_power_of_2(n: int, power: int) -> None:
-    assert tiles.next_power_of_2(n) == power
+@pytest.mark.parametrize("backend", LANGUAGES)
+@pytest.mark.parametrize(("n", "power"), [(1, 16), (15, 16), (16, 16), (17, 32), (64, 64)])
+def test_padded(n: int, power: int, backend: str) -> None:
+    skip_unless_runs(backend, "cpu")
+    assert tiles._padded(n, backend) == power

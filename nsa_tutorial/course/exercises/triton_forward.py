@@ -118,7 +118,7 @@ is stored, and -1 for a row that the mask keeps from being stored.
 
 
 def key_rows(ids: list[int], first_key: int, num_visible: int, BS: int) -> Tensor:
-    """The rows of K that a program loads, `[S, BS]`: a row for each slot, -1 in a lane that loads
+    """The rows of K that a program loads, `[S, BS]`: a row for each slot, -1 where it loads
     nothing."""
     tokens = torch.arange(BS)  # [BS]
     rows = []
@@ -145,17 +145,17 @@ def _rows(
                 here = max(block_id, 0)
             elif empty == "last" and block_id < 0:
                 here = blocks + block_id
-            is_visible = (
-                (here >= 0 or empty == "score only")
-                and (here < blocks or end == "none")
-                and not stopped
-            )
+            is_block = here >= 0 or empty == "score only"
+            is_visible = is_block and (here < blocks or end == "none") and not stopped
             start = here * (BS if unit == "block" else 1) if is_visible else 0
             last = {
-                "visible": num_visible, "block": start + BS, "none": start + BS,
+                "visible": num_visible,
+                "block": start + BS,
+                "none": start + BS,
                 "one more": num_visible + 1,
-                "one less": num_visible - 1, "tensor": num_visible - first_key,
-            }[end]  # fmt: skip
+                "one less": num_visible - 1,
+                "tensor": num_visible - first_key,
+            }[end]
             is_seen = is_visible & (start + tokens < last)
             rows.append(torch.where(is_seen, (first_key if base else 0) + start + tokens, -1))
         return torch.stack(rows)
@@ -166,12 +166,12 @@ def _rows(
 _KEYS = Exercise(
     name="key_rows",
     statement="""
-Chapter 05's `tokens_of_list`, as a kernel has it: with lanes, and sequences that begin anywhere. A
+Chapter 05's `tokens_of_list`, as a kernel has it: with tiles, and sequences that begin anywhere. A
 program's list `ids`, a Python list here, names blocks of `BS` keys, counted from the beginning of
 its own sequence, which is row `first_key` of `K`; its query sees the first `num_visible` keys of
 that sequence. A slot may hold -1, also in the middle of the list. Return the tensor `[S, BS]` of
-the rows of `K` that the program loads, one row of it for each slot, with -1 for each lane that must
-not load.
+the rows of `K` that the program loads, one row of it for each slot, with -1 for each element that
+must not load.
 """,
     minutes=7,
     difficulty=2,
@@ -181,8 +181,7 @@ not load.
             "hiding the score of an empty slot, but loading its keys",
             _rows(empty="score only"),
             "-1 times BS is an address, too: BS rows before the sequence, in somebody else's "
-            "keys or before the tensor. The mask "
-            "on the score comes too late for the load.",
+            "keys or before the tensor. The mask on the score comes too late for the load.",
         ),
         Misconception(
             "stopping at the first empty slot",
@@ -272,11 +271,13 @@ def _walked(how: str) -> Callable:
         named = [slot for slot, block_id in enumerate(ids) if least <= block_id < end]
         empty = [slot for slot in range(len(ids)) if slot not in named]
         return {
-            "named": len(named), "first empty": min(empty, default=len(ids)),
-            "last": max(named, default=0), "all": len(ids),
+            "named": len(named),
+            "first empty": min(empty, default=len(ids)),
+            "last": max(named, default=0),
+            "all": len(ids),
             "largest id": max((ids[slot] for slot in named), default=-1) + 1,
             "distance": named[-1] - named[0] + 1 if named else 0,
-        }.get(how, max(named, default=-1) + 1)  # fmt: skip
+        }.get(how, max(named, default=-1) + 1)
 
     return wrong
 
@@ -384,10 +385,12 @@ def _located(visible: str = "causal", right: bool = True, first: str = "start") 
         sequence = torch.searchsorted(cu[1:].contiguous(), token, right=right)
         start = cu[sequence]
         counts = {
-            "causal": token - start + 1, "past": token - start, "all": cu[sequence + 1] - start,
+            "causal": token - start + 1,
+            "past": token - start,
+            "all": cu[sequence + 1] - start,
             "global": token + 1,
             "remaining": cu[sequence + 1] - token,
-        }  # fmt: skip
+        }
         places = {
             "start": start,
             "sequence": sequence,
@@ -421,8 +424,7 @@ included. Return the two lists `(first_key, num_visible)`, a number for each tok
             "giving a boundary's token to the sequence before it",
             _located(right=False),
             "`cu_seqlens[i]` is both the end of one sequence and the beginning of the next. To "
-            "which of them does the token of "
-            "that number belong?",
+            "which of them does the token of that number belong?",
         ),
         Misconception(
             "no causal mask within a sequence",
@@ -536,8 +538,7 @@ visible.
             "beginning at a block's edge",
             _window(aligned=True),
             "Whole blocks are convenient and give some queries up to BS - 1 keys more than "
-            "others. The window has exactly "
-            "window_size.",
+            "others. The window has exactly window_size.",
         ),
         Misconception(
             "reaching back before the sequence",

@@ -101,8 +101,7 @@ without those that are not in `C`. For `M = N = 4` and tiles of 2 × 2, program 
             "masking only past the end of the memory",
             _offsets(mask="end"),
             "An offset below M * N is in C, but perhaps in another row: past the last column, "
-            "the next row begins. "
-            "That element belongs to another program.",
+            "the next row begins. That element belongs to another program.",
         ),
         Misconception(
             "a missing mask",
@@ -136,31 +135,27 @@ def masked_reduction(memory: Tensor, N: int, program: int, BN: int) -> tuple[Ten
     elements of memory."""
     columns = program * BN + torch.arange(BN)  # [BN]
     in_bounds = columns < N
-    # [BN], one address that exists for every masked lane
-    x_tile = memory[torch.where(in_bounds, columns, 0)]
-    return torch.where(in_bounds, x_tile, 0.0).sum(), torch.where(
-        in_bounds, x_tile, -torch.inf
-    ).max()
+    x_tile = memory[torch.where(in_bounds, columns, 0)]  # [BN], a masked address must exist here
+    total = torch.where(in_bounds, x_tile, 0.0).sum()
+    return total, torch.where(in_bounds, x_tile, -torch.inf).max()
 
 
 def _reduced(mask: str = "right", other: float = -torch.inf) -> Callable:
     def wrong(memory: Tensor, N: int, program: int, BN: int) -> tuple[Tensor, Tensor]:
-        lanes = torch.arange(BN)
-        columns = program * BN + lanes
+        places = torch.arange(BN)
+        columns = program * BN + places
         masks = {
             "right": columns < N,
-            "none": lanes >= 0,
-            "lanes": lanes < N,
+            "none": places >= 0,
+            "places": places < N,
             "one more": columns <= N,
-            "clamp": lanes >= 0,
+            "clamp": places >= 0,
         }
         in_bounds = masks[mask]
-        x_tile = memory[
-            columns.clamp(max=N - 1) if mask == "clamp" else torch.where(in_bounds, columns, 0)
-        ]
-        return torch.where(in_bounds, x_tile, 0.0).sum(), torch.where(
-            in_bounds, x_tile, other
-        ).max()
+        legal = columns.clamp(max=N - 1) if mask == "clamp" else torch.where(in_bounds, columns, 0)
+        x_tile = memory[legal]
+        total = torch.where(in_bounds, x_tile, 0.0).sum()
+        return total, torch.where(in_bounds, x_tile, other).max()
 
     return wrong
 
@@ -172,7 +167,7 @@ _REDUCTION = Exercise(
 tensors. Program number `program` holds the tile of `BN` elements of `X` that begins at
 `program * BN`; the last tile reaches past the end of `X`. Return `(sum, largest)` of the elements
 of `X` in the tile, two tensors of no dimension. Work like a kernel: the tile keeps all its `BN`
-lanes, and a mask says which of them count.
+elements, and a mask says which of them count.
 """,
     minutes=4,
     difficulty=1,
@@ -185,16 +180,16 @@ lanes, and a mask says which of them count.
             "load: you do.",
         ),
         Misconception(
-            "masking lanes instead of positions",
-            _reduced("lanes"),
-            "Lane 0 of program 2 is not element 0 of X. Compare with N what you load, not its "
-            "place in the tile.",
+            "masking places of the tile instead of positions in X",
+            _reduced("places"),
+            "Place 0 of program 2's tile is not element 0 of X. Compare with N what you load, not "
+            "its place in the tile.",
         ),
         Misconception(
             "zeros where the maximum needs −∞",
             _reduced(other=0.0),
-            "What must a lane hold so that it changes nothing? For a sum it is 0. If all numbers "
-            "are negative, 0 is the largest.",
+            "What must a masked element hold so that it changes nothing? For a sum it is 0. If "
+            "all numbers are negative, 0 is the largest.",
         ),
         Misconception(
             "letting one element too many in",
@@ -202,7 +197,7 @@ lanes, and a mask says which of them count.
             "X has N elements, and the first has number 0. Which number has the last?",
         ),
         Misconception(
-            "loading the last element again for every lane past the end",
+            "loading the last element again for every place past the end",
             _reduced("clamp"),
             "That keeps every address legal, and the maximum right. What does the sum count?",
         ),
@@ -223,7 +218,7 @@ lanes, and a mask says which of them count.
 
 
 def padded_variance(x: Tensor) -> tuple[int, Tensor]:
-    """`(BN, variance)` of a row x [N], computed on a tile of BN lanes, the smallest power of two
+    """`(BN, variance)` of a row x [N], computed on a tile of BN elements, the smallest power of two
     that holds the row."""
     N = len(x)
     BN = 1
@@ -233,8 +228,8 @@ def padded_variance(x: Tensor) -> tuple[int, Tensor]:
     in_bounds = columns < N
     x_tile = torch.cat([x, x.new_zeros(BN - N)])  # [BN], what a masked load gives
     mean = x_tile.sum() / N
-    # [BN], padding is no longer 0 once the mean is taken off
-    deviation = torch.where(in_bounds, x_tile - mean, 0.0)
+    # padding is no longer 0 once the mean is taken off
+    deviation = torch.where(in_bounds, x_tile - mean, 0.0)  # [BN]
     return BN, (deviation**2).sum() / N
 
 
@@ -264,11 +259,11 @@ def _variance(change: str) -> Callable:
 _VARIANCE = Exercise(
     name="padded_variance",
     statement="""
-`tl.arange` takes powers of two only. A row `x` `[N]` of any length lies in a tile of `BN` lanes,
-the smallest power of two that is at least `N`; a masked load puts 0 into the lanes past the end.
-Return `(BN, variance)`: the number of lanes, an int, and the variance of the row, the mean of the
-squared differences from its mean, computed on the tile. Two passes over the tile: the mean, then
-the differences. What do the lanes past the end hold after the first?
+`tl.arange` takes powers of two only. A row `x` `[N]` of any length lies in a tile of `BN` elements,
+the smallest power of two that is at least `N`; a masked load puts 0 into the places past the end.
+Return `(BN, variance)`: the length of the tile, an int, and the variance of the row, the mean of
+the squared differences from its mean, computed on the tile. Two passes over the tile: the mean,
+then the differences. What do the places past the end hold after the first?
 """,
     minutes=5,
     difficulty=2,
@@ -281,14 +276,14 @@ the differences. What do the lanes past the end hold after the first?
             "does its square do in the sum?",
         ),
         Misconception(
-            "dividing by the lanes of the tile",
+            "dividing by the length of the tile",
             _variance("divide by BN"),
             "The sum is right, for zeros add nothing. But how many numbers were added up?",
         ),
         Misconception(
             "rounding a power of two up to the next",
             _variance("always double"),
-            "A row of 8 fits into 8 lanes. Half of the lanes would be idle.",
+            "A row of 8 fits into a tile of 8. Half of a tile of 16 would be idle.",
         ),
         Misconception(
             "rounding down",
@@ -302,7 +297,7 @@ the differences. What do the lanes past the end hold after the first?
             "whose number is a power of two.",
         ),
         Misconception(
-            "sixteen lanes for every row",
+            "a tile of sixteen for every row",
             _variance("at least 16"),
             "Sixteen is what a dot asks for. A range may be as short as 1.",
         ),
@@ -337,9 +332,8 @@ def tiled_statistics(x: Tensor, BN: int) -> tuple[Tensor, Tensor]:
         scores_max_prev = scores_max
         scores_max = torch.maximum(scores_max_prev, x_tile.amax(1))
         scores_scale = torch.exp2((scores_max_prev - scores_max) * LOG2_E)
-        running_sum = running_sum * scores_scale + torch.exp2(
-            (x_tile - scores_max[:, None]) * LOG2_E
-        ).sum(1)
+        weights = torch.exp2((x_tile - scores_max[:, None]) * LOG2_E)  # [R, BN]
+        running_sum = running_sum * scores_scale + weights.sum(1)
     return scores_max, running_sum
 
 
@@ -358,15 +352,13 @@ def _statistics(change: str) -> Callable:
                 x_tile = x_tile.masked_fill(columns >= N, -torch.inf)
             scores_max_prev = scores_max
             tile_max = x_tile.amax(1)
-            scores_max = (
-                tile_max if change == "own max" else torch.maximum(scores_max_prev, tile_max)
-            )
+            both = torch.maximum(scores_max_prev, tile_max)
+            scores_max = tile_max if change == "own max" else both
             scale = torch.exp2((scores_max_prev - scores_max) * factor)
             if change == "no rescale":
                 scale = torch.ones_like(scale)
-            running_sum = running_sum * scale + torch.exp2(
-                (x_tile - scores_max[:, None]) * factor
-            ).sum(1)
+            weights = torch.exp2((x_tile - scores_max[:, None]) * factor)
+            running_sum = running_sum * scale + weights.sum(1)
             if change == "first":
                 break
         return scores_max, running_sum
@@ -381,7 +373,7 @@ The chapter's softmax holds a whole row in one tile. For a row that is too long 
 it with chapter 03's step: `x` `[R, N]` in tiles of `BN` columns, all `R` rows at once. Return
 `(scores_max, running_sum)`, both `[R]`: the largest of each row, and the sum of
 `exp(x - scores_max)`. Powers are `exp2((… - …) * LOG2_E)`, subtract first. Every tile has `BN`
-lanes; those past the end of the row must not count. One pass: each tile is loaded once. (`LOG2_E`
+columns; those past the end of the row must not count. One pass: each tile is loaded once. (`LOG2_E`
 is in `nsa_tutorial.exact.online_softmax`.)
 """,
     minutes=7,
@@ -408,10 +400,10 @@ is in `nsa_tutorial.exact.online_softmax`.)
             "largest?",
         ),
         Misconception(
-            "counting lanes past the end",
+            "counting columns past the end",
             _statistics("no mask"),
-            "The last tile has BN lanes and fewer elements. An address that is legal is not yet "
-            "an element that counts.",
+            "The last tile has BN columns, and fewer of them are in x. An address that is legal "
+            "is not yet an element that counts.",
         ),
         Misconception(
             "a maximum that starts at 0",
@@ -472,8 +464,8 @@ def row_sums(language: str) -> object:
             start = block * BR
             T.clear(acc)
             for step in T.serial(T.ceildiv(N, BN)):
-                # zeros past R and N
-                T.copy(X[start : start + BR, step * BN : step * BN + BN], x_tile)
+                column = step * BN
+                T.copy(X[start : start + BR, column : column + BN], x_tile)  # zeros past R and N
                 T.reduce_sum(x_tile, acc, dim=1, clear=False)
             T.copy(acc, Y[start : start + BR])
 
@@ -574,13 +566,7 @@ def _sums(mistake: str) -> Callable:
                 x_tile = T.alloc_fragment([BR, BN], "float32")
                 acc = T.alloc_fragment([BR], "float32")
                 start = block * stride
-                steps = (
-                    1
-                    if mistake == "first tile"
-                    else N // BN
-                    if mistake == "full tiles"
-                    else T.ceildiv(N, BN)
-                )
+                steps = {"first tile": 1, "full tiles": N // BN}.get(mistake, T.ceildiv(N, BN))
                 T.clear(acc)
                 for step in T.serial(steps):
                     T.copy(X[start : start + BR, step * BN : step * BN + BN], x_tile)
@@ -653,13 +639,13 @@ program has `BR` = 4 rows and walks over them in tiles of `BN` = 16 columns; the
             "a missing mask on the load (Triton)",
             _sums("no mask"),
             "Past the end of a row lies the next row, and past the last one somebody else's "
-            "memory: here, 1000s. "
-            "In TileLang, T.copy put the bounds there for you.",
+            "memory: here, 1000s. In TileLang, T.copy put the bounds there for you.",
         ),
         Misconception(
             "a missing mask on the store (Triton)",
             _sums("store"),
-            "The last program has four lanes and perhaps one row. The other lanes wrote behind Y.",
+            "The last program has a tile of four rows, and perhaps one row of X. The others were "
+            "stored behind Y.",
         ),
         Misconception(
             "programs that begin one row apart",

@@ -49,41 +49,29 @@ def example(kernel: str) -> Example:
     """The example of `"copy"`, `"softmax"`, `"matmul"` or `"attention"`: sizes that no tile
     divides."""
     if kernel == "copy":
-        return Example(
-            (5,),
-            {"X": (37,), "Y": (37,)},
-            {"N": 37, "BN": 8},
-            {"X": ("", "element"), "Y": ("", "element")},
-        )
+        shapes = {"X": (37,), "Y": (37,)}
+        numbers = {"N": 37, "BN": 8}
+        return Example((5,), shapes, numbers, dict.fromkeys(shapes, ("", "element")))
     if kernel == "softmax":
+        shapes = {"X": (6, 5), "Y": (6, 5)}
         numbers = {"R": 6, "N": 5, "scale_log2": LOG2_E, "BR": 4, "BN": 8}
-        return Example(
-            (2,),
-            {"X": (6, 5), "Y": (6, 5)},
-            numbers,
-            {"X": ("row", "column"), "Y": ("row", "column")},
-        )
+        return Example((2,), shapes, numbers, dict.fromkeys(shapes, ("row", "column")))
     if kernel == "matmul":
         shapes = {"A": (7, 6), "B": (6, 10), "C": (7, 10)}
         numbers = {"M": 7, "N": 10, "K": 6, "BM": 4, "BN": 4, "BK": 4, "NUM_STAGES": 2}
         return Example((2, 3), shapes, numbers, {"A": ("M", "K"), "B": ("K", "N"), "C": ("M", "N")})
     if kernel == "attention":
         shapes = {
-            "Q": (1, 6, 4, 2),
-            "K": (1, 10, 2, 2),
-            "V": (1, 10, 2, 2),
-            "Output": (1, 6, 4, 2),
-            "LSE": (1, 6, 4),
-        }
+            "Q": (1, 6, 4, 2), "K": (1, 10, 2, 2), "V": (1, 10, 2, 2),
+            "Output": (1, 6, 4, 2), "LSE": (1, 6, 4),
+        }  # fmt: skip
         numbers = {
-            "N": 6, "M": 10, "HQ": 4, "scale": 0.5, "scale_log2": 0.5 * LOG2_E, "G": 2, "D": 2,
-            "DV": 2, "CAUSAL": True,
+            "N": 6, "M": 10, "HQ": 4, "scale": 0.5, "scale_log2": 0.5 * LOG2_E,
+            "G": 2, "D": 2, "DV": 2, "CAUSAL": True,
             "BQ": 4, "BK": 4, "DT": 2, "DVT": 2, "NUM_STAGES": 2,
         }  # fmt: skip
-        axes = {
-            "Q": ("query", "query head"), "K": ("key", "KV head"), "V": ("key", "KV head"),
-            "Output": ("query", "query head"), "LSE": ("query", "query head"),
-        }  # fmt: skip
+        queries, keys = ("query", "query head"), ("key", "KV head")
+        axes = {"Q": queries, "K": keys, "V": keys, "Output": queries, "LSE": queries}
         return Example((2, 4, 1), shapes, numbers, axes)
     raise ValueError(f"kernel: got {kernel!r}, expected copy, softmax, matmul or attention")
 
@@ -100,13 +88,13 @@ def record(kernel: str, program: tuple[int, ...]) -> recorder.Record:
     """Run one program of the example on random numbers and return what it touched."""
     case, generator = example(kernel), np.random.default_rng(0)
     tensors = {name: generator.standard_normal(shape) for name, shape in case.shapes.items()}
-    return recorder.run(
-        f"nsa_tutorial.kernels.triton_basics:{kernel}", program, tensors | case.numbers
-    )
+    name = f"nsa_tutorial.kernels.triton_basics:{kernel}"
+    return recorder.run(name, program, tensors | case.numbers)
 
 
-def masked_lanes(seen: recorder.Record) -> tuple[int, int]:
-    """Lanes that a mask keeps from memory, and all lanes, over the program's loads and stores."""
+def masked_elements(seen: recorder.Record) -> tuple[int, int]:
+    """Elements of tiles that a mask keeps from memory, and all of them, over the program's loads
+    and stores."""
     return sum(int((~a.mask).sum()) for a in seen.accesses), sum(a.mask.size for a in seen.accesses)
 
 
@@ -120,11 +108,10 @@ def sentence(kernel: str, program: tuple[int, ...]) -> str:
             count = int((seen.touched(kind, name) > 0).sum())
             if count:
                 parts.append(f"{count} of {math.prod(shape)} elements of {name}")
-    off, lanes = masked_lanes(seen)
+    masked, elements = masked_elements(seen)
     return (
         f"Program {_name(program)} of a grid of {grid} loads {_list(told['load'])}, and stores "
-        f"{_list(told['store'])}; "
-        f"{off} of its {lanes} lanes are masked."
+        f"{_list(told['store'])}; in its tiles, {masked} of {elements} elements are masked."
     )
 
 
@@ -138,13 +125,9 @@ def _list(parts: list[str]) -> str:
 
 def _flat(count: np.ndarray) -> np.ndarray:
     """A tensor as rows and columns: without the batch, the heads of a position side by side."""
-    return (
-        count.reshape(1, -1)
-        if count.ndim == 1
-        else count
-        if count.ndim == 2
-        else count[0].reshape(count.shape[1], -1)
-    )
+    if count.ndim > 2:
+        return count[0].reshape(count.shape[1], -1)
+    return np.atleast_2d(count)
 
 
 def _draw_tensor(axis: Axes, name: str, seen: recorder.Record, labels: tuple[str, str]) -> None:
@@ -178,22 +161,14 @@ def _place(axes: np.ndarray, shapes: list[tuple[int, int]]) -> None:
     figure."""
     width, height = 8.0, 3.0
     gap = 0.62  # inches on the left of each drawing, for its labels
-    across = (width - 0.25 - gap * len(shapes)) / sum(columns for _, columns in shapes)
-    side = min(across, 1.75 / max(rows for rows, _ in shapes))
-    spare = (width - 0.25 - gap * len(shapes) - side * sum(columns for _, columns in shapes)) / len(
-        shapes
-    )
+    room, columns_of_all = width - 0.25 - gap * len(shapes), sum(columns for _, columns in shapes)
+    side = min(room / columns_of_all, 1.75 / max(rows for rows, _ in shapes))
+    spare = (room - side * columns_of_all) / len(shapes)
     left = gap + spare / 2
     for axis, (rows, columns) in zip(axes, shapes, strict=True):
-        axis.set_position(
-            [
-                left / width,
-                (2.4 - side * rows) / height,
-                side * columns / width,
-                side * rows / height,
-            ]
-        )
-        left += side * columns + gap + spare
+        across, up = side * columns, side * rows
+        axis.set_position([left / width, (2.4 - up) / height, across / width, up / height])
+        left += across + gap + spare
 
 
 def draw_program(kernel: str = "matmul", program: tuple[int, ...] = (1, 2)) -> Picture:
@@ -210,9 +185,8 @@ def draw_program(kernel: str = "matmul", program: tuple[int, ...] = (1, 2)) -> P
         _place(axes[0], [_flat(np.zeros(shape)).shape for shape in case.shapes.values()])
     for axis, name in zip(axes.flat, case.shapes, strict=True):
         _draw_tensor(axis, name, seen, case.axes[name])
-    handles = [Patch(color=_COLOURS["load"], label="loaded"),
-    Patch(color=_COLOURS["store"], label="stored"),
-               Patch(color=_COLOURS["nothing"], label="not touched")]  # fmt: skip
+    labels = {"load": "loaded", "store": "stored", "nothing": "not touched"}
+    handles = [Patch(color=_COLOURS[kind], label=label) for kind, label in labels.items()]
     figure.legend(
         handles=handles, loc="lower center", ncols=3, fontsize=9, frameon=False, handlelength=1.0
     )
@@ -240,22 +214,11 @@ def draw_owners(kernel: str = "matmul", tensor: str = "C") -> Picture:
     figure, axes = new_figure(7.0, 3.6)
     axis = axes[0, 0]
     colours = [_OWNERS[sum(program) % 2] for program in known]
-    axis.imshow(
-        np.array([[to_rgb(colours[n]) for n in row] for row in found]),
-        aspect="equal",
-        interpolation="nearest",
-    )
+    picture = np.array([[to_rgb(colours[number]) for number in row] for row in found])
+    axis.imshow(picture, aspect="equal", interpolation="nearest")
     for i, j in np.ndindex(rows, columns):
-        text = ", ".join(map(str, known[found[i, j]]))
-        axis.text(
-            j,
-            i,
-            text,
-            ha="center",
-            va="center",
-            fontsize=9,
-            color=readable_on(colours[found[i, j]]),
-        )
+        text, shade = ", ".join(map(str, known[found[i, j]])), readable_on(colours[found[i, j]])
+        axis.text(j, i, text, ha="center", va="center", fontsize=9, color=shade)
     axis.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
     axis.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
     axis.grid(which="minor", color="white", linewidth=1.2)
@@ -266,11 +229,8 @@ def draw_owners(kernel: str = "matmul", tensor: str = "C") -> Picture:
     labels = example(kernel).axes[tensor]
     axis.set_ylabel(f"row of {tensor} ({labels[0]})", fontsize=9)
     axis.set_xlabel(f"column of {tensor} ({labels[1]})", fontsize=9)
-    once = int((found >= 0).sum())
-    return Picture(
-        figure,
-        f"{len(known)} programs store {once} of {found.size} elements of {tensor} exactly once",
-    )
+    once = f"{int((found >= 0).sum())} of {found.size} elements of {tensor}"
+    return Picture(figure, f"{len(known)} programs store {once} exactly once")
 
 
 def explore() -> Panel:
@@ -280,11 +240,10 @@ def explore() -> Panel:
         chosen = ids(kernel, program)
         return draw_program(kernel, chosen), sentence(kernel, chosen)
 
+    kernels = ["copy", "softmax", "matmul", "attention"]
     return panel(
         "one program's loads and stores",
         render,
-        kernel=ipywidgets.Dropdown(
-            options=["copy", "softmax", "matmul", "attention"], value="matmul", description="kernel"
-        ),
+        kernel=ipywidgets.Dropdown(options=kernels, value="matmul", description="kernel"),
         program=ipywidgets.IntSlider(5, 0, 7, description="program number"),
     )
