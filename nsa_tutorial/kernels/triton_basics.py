@@ -29,8 +29,7 @@ def copy(X, Y, N, BN: tl.constexpr):
 
 @triton.jit
 def softmax(X, Y, R, N, scale_log2, BR: tl.constexpr, BN: tl.constexpr):
-    """Each row of `X [R, N]` to `Y [R, N]`; `BN` holds a whole row; the grid is
-    `(cdiv(R, BR),)`."""
+    """Each row of `X [R, N]` to `Y [R, N]`, held whole in `BN`; the grid is `(cdiv(R, BR),)`."""
     # -- locate the program --
     block = tl.program_id(0)
     rows = block * BR + tl.arange(0, BR)  # [BR]

@@ -190,12 +190,3 @@ def options_of(given: dict[str, object]) -> dict[str, int]:
     shape = {name: given[name] for name in ("G", "D", "DV", "BS")}
     q = given["Q"]
     return launch_options(**shape, itemsize=q.element_size(), shared_memory=shared_memory(q.device))
-
-
-def __getattr__(name: str) -> object:
-    """Temporary, for `runtime.backends`: the operators' entries, which are `triton_launch`'s."""
-    if name in ("forward", "sliding_window", "selection_and_window"):
-        from nsa_tutorial.kernels import triton_launch
-
-        return getattr(triton_launch, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
