@@ -92,7 +92,7 @@ def softmax(BR: int, BN: int, dtype: str, threads: int = 128) -> tirx.PrimFunc:
 
 
 def matmul(
-    N: int, K: int, BM: int, BN: int, BK: int, dtype: str, num_stages: int = 2, threads: int = 128
+    N: int, K: int, BM: int, BN: int, BD: int, dtype: str, num_stages: int = 2, threads: int = 128
 ) -> tirx.PrimFunc:
     """`A [M, K]` times `B [K, N]` to `C [M, N]`; the lengths of rows are fixed, so that 16 bytes of
     them can be moved at once."""
@@ -103,8 +103,8 @@ def matmul(
     def kernel(A: T.Tensor([M, K], dtype), B: T.Tensor([K, N], dtype), C: T.Tensor([M, N], dtype)):
         # -- locate the program --
         with T.Kernel(T.ceildiv(M, BM), T.ceildiv(N, BN), threads=threads) as (block_m, block_n):
-            a_tile = T.alloc_shared([BM, BK], dtype)
-            b_tile = T.alloc_shared([BK, BN], dtype)
+            a_tile = T.alloc_shared([BM, BD], dtype)
+            b_tile = T.alloc_shared([BD, BN], dtype)
             acc = T.alloc_fragment([BM, BN], accum_dtype)
             row = block_m * BM
             column = block_n * BN
@@ -112,16 +112,16 @@ def matmul(
             # -- initialise --
             T.clear(acc)
 
-            for step in T.Pipelined(T.ceildiv(K, BK), num_stages=num_stages):
-                depth = step * BK
+            for step in T.Pipelined(T.ceildiv(K, BD), num_stages=num_stages):
+                depth = step * BD
 
                 # -- load --
-                T.copy(A[row : row + BM, depth : depth + BK], a_tile)
-                T.copy(B[depth : depth + BK, column : column + BN], b_tile)
+                T.copy(A[row : row + BM, depth : depth + BD], a_tile)
+                T.copy(B[depth : depth + BD, column : column + BN], b_tile)
 
                 # -- accumulate --
                 if exact:
-                    exact_gemm(a_tile, b_tile, acc, BM, BN, BK, False)
+                    exact_gemm(a_tile, b_tile, acc, BM, BN, BD, False)
                 else:
                     T.gemm(a_tile, b_tile, acc)
 

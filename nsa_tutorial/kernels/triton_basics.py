@@ -57,7 +57,7 @@ def softmax(X, Y, R, N, scale_log2, BR: tl.constexpr, BN: tl.constexpr):
 @triton.jit
 def matmul(
     A, B, C, M, N, K,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """`A [M, K]` times `B [K, N]` to `C [M, N]`; the grid is `(cdiv(M, BM), cdiv(N, BN))`."""
     # -- locate the program --
@@ -67,14 +67,14 @@ def matmul(
     # -- initialise --
     acc = tl.zeros([BM, BN], tl.float32)
 
-    for step in tl.range(tl.cdiv(K, BK), num_stages=NUM_STAGES):
-        depth = step * BK + tl.arange(0, BK)  # [BK]
+    for step in tl.range(tl.cdiv(K, BD), num_stages=NUM_STAGES):
+        depth = step * BD + tl.arange(0, BD)  # [BD]
 
         # -- load --
         a_mask = (rows < M)[:, None] & (depth < K)
         b_mask = (depth < K)[:, None] & (columns < N)
-        a_offsets = rows[:, None] * K + depth  # [BM, BK]
-        b_offsets = depth[:, None] * N + columns  # [BK, BN]
+        a_offsets = rows[:, None] * K + depth  # [BM, BD]
+        b_offsets = depth[:, None] * N + columns  # [BD, BN]
         a_tile = tl.load(A + a_offsets, mask=a_mask, other=0.0)
         b_tile = tl.load(B + b_offsets, mask=b_mask, other=0.0)
 

@@ -8,8 +8,8 @@ imported where neither language is installed, and `backend="reference"` is plain
 
 They are for learning: forward only, no autotuning, fewer than 2**31 elements in any tensor.
 
-Symbols: `BN`, `BR`, `BM`, `BK`, `BQ` sizes of a tile; `N`, `R`, `M`, `K` sizes of a tensor; in
-`attention` as in chapter 04.
+Symbols: `BN`, `BR`, `BM` sides of a tile, `BD` the depth of one step of `matmul`; `N`, `R`, `M`,
+`K` sizes of a tensor; in `attention` as in chapter 04, `BQ` queries and `BK` keys of a tile.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def softmax(x: Tensor, *, backend: str = "reference", tile_rows: int = 4) -> Ten
 def matmul(
     a: Tensor, b: Tensor, *, backend: str = "reference", tile: tuple[int, int, int] = (64, 64, 32)
 ) -> Tensor:
-    """`a [M, K] @ b [K, N]`, summed in fp32; `tile` is `(BM, BN, BK)`, powers of two from 16 on.
+    """`a [M, K] @ b [K, N]`, summed in fp32; `tile` is `(BM, BN, BD)`, powers of two from 16 on.
 
     Errors as in `copy`.
     """
@@ -88,21 +88,21 @@ def matmul(
     if a.shape[1] != b.shape[0]:
         raise ValueError(f"b: got {checks.describe(b)}, expected {a.shape[1]} rows, the width of a")
     if not isinstance(tile, tuple) or len(tile) != 3:
-        raise TypeError(f"tile: got {checks.describe(tile)}, expected three ints, (BM, BN, BK)")
+        raise TypeError(f"tile: got {checks.describe(tile)}, expected three ints, (BM, BN, BD)")
     for size in tile:
         _check_tile("tile", size, least=16)
     if backend == "reference":
         return a @ b
-    (M, K), N, (BM, BN, BK) = a.shape, b.shape[1], tile
+    (M, K), N, (BM, BN, BD) = a.shape, b.shape[1], tile
     a, b, c = a.contiguous(), b.contiguous(), a.new_empty(M, N)
     if backend == "triton":
         from nsa_tutorial.kernels import triton_basics
 
         triton_basics.matmul[_programs(M, BM), _programs(N, BN)](
-            a, b, c, M, N, K, BM=BM, BN=BN, BK=BK, NUM_STAGES=2
+            a, b, c, M, N, K, BM=BM, BN=BN, BD=BD, NUM_STAGES=2
         )
     else:
-        _tilelang("matmul", a, N=N, K=K, BM=BM, BN=BN, BK=BK, threads=_threads(BM))(a, b, c)
+        _tilelang("matmul", a, N=N, K=K, BM=BM, BN=BN, BD=BD, threads=_threads(BM))(a, b, c)
     return c
 
 

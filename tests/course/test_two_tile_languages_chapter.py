@@ -48,7 +48,7 @@ def test_phases_are_the_same(name: str) -> None:
     [
         ("copy", "block x_tile BN"),
         ("softmax", "block x_tile scores_max scores_sum scale_log2 BR BN"),
-        ("matmul", "a_tile b_tile acc step depth BM BN BK"),
+        ("matmul", "a_tile b_tile acc step depth BM BN BD"),
         (
             "attention",
             "head batch kv_head start position num_keys q_tile k_tile v_tile p_tile acc_s acc_o "
@@ -149,7 +149,7 @@ def test_a_program_reads_nothing_else(backend: str) -> None:
     if reason is not None:
         pytest.skip(reason)
     case = pictures.example("matmul")
-    sizes = case.numbers | {"BM": 16, "BN": 16, "BK": 16, "M": 20, "N": 25, "K": 37}
+    sizes = case.numbers | {"BM": 16, "BN": 16, "BD": 16, "M": 20, "N": 25, "K": 37}
     shapes = {"A": (20, 37), "B": (37, 25), "C": (20, 25)}
     arrays = {name: np.zeros(shape) for name, shape in shapes.items()}
     seen = recorder.run("nsa_tutorial.kernels.triton_basics:matmul", (1, 1), arrays | sizes)
@@ -268,7 +268,7 @@ def test_tilelang_lowers_the_tests_tiles() -> None:
 
     kernels = [
         tilelang_basics.softmax(BR=4, BN=16, dtype="bfloat16"),
-        tilelang_basics.matmul(N=25, K=37, BM=16, BN=16, BK=16, dtype="bfloat16", threads=32),
+        tilelang_basics.matmul(N=25, K=37, BM=16, BN=16, BD=16, dtype="bfloat16", threads=32),
         exercises.chapter_exercises("two_tile_languages")["row_sums"].solution("tilelang"),
     ]
     target = tvm.target.Target({"kind": "cuda", "arch": "sm_90"})

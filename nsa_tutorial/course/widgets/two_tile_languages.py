@@ -58,7 +58,7 @@ def example(kernel: str) -> Example:
         return Example((2,), shapes, numbers, dict.fromkeys(shapes, ("row", "column")))
     if kernel == "matmul":
         shapes = {"A": (7, 6), "B": (6, 10), "C": (7, 10)}
-        numbers = {"M": 7, "N": 10, "K": 6, "BM": 4, "BN": 4, "BK": 4, "NUM_STAGES": 2}
+        numbers = {"M": 7, "N": 10, "K": 6, "BM": 4, "BN": 4, "BD": 4, "NUM_STAGES": 2}
         return Example((2, 3), shapes, numbers, {"A": ("M", "K"), "B": ("K", "N"), "C": ("M", "N")})
     if kernel == "attention":
         shapes = {
