@@ -212,25 +212,22 @@ def tilelang_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]
     from."""
     from tilelang import PassConfigKey
 
-    from nsa_tutorial.kernels import tilelang_first_draft, tilelang_forward
+    from nsa_tutorial.kernels import tilelang_first_draft, tilelang_forward, tilelang_launch
+    from nsa_tutorial.kernels.tilelang_variants import variant
 
     shape = problem.shape
-    scale = shape.width**-0.5
-    ids = block_list(
-        problem.block_indices,
-        problem.rows,
-        block_size=shape.block_size,
-        block_counts=None,
-        include_own_block=False,
-    )
+    options = {"block_counts": None, "include_own_block": False}
+    ids = block_list(problem.block_indices, problem.rows, block_size=shape.block_size, **options)
+    token_bytes = (shape.width + shape.value_width) * problem.q.element_size()
+    ids, block_size = tilelang_launch.split_long_blocks(ids, shape.block_size, token_bytes)
 
     def changed(
-        pass_configs: dict[object, object] | None = None, **options: object
+        change: str = "", pass_configs: dict[object, object] | None = None, **numbers: int
     ) -> Callable[[], Tensor]:
         configs = tuple({**tilelang_forward.PASS_CONFIGS, **(pass_configs or {})}.items())
-        return lambda: tilelang_forward.forward(
+        return lambda: variant(change, **numbers).launch(
             problem.q, problem.k, problem.v, ids, problem.rows,
-            block_size=shape.block_size, scale=scale, pass_configs=configs, **options,
+            block_size=block_size, scale=shape.width**-0.5, pass_configs=configs,
         )[0]  # fmt: skip
 
     def draft(num_stages: int) -> Callable[[], Tensor]:
@@ -243,20 +240,20 @@ def tilelang_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]
     if shape.group % 16 == 0 and shape.width == shape.value_width <= 128:
         yield "first draft, mended, 2 stages", draft(2)
         yield "first draft, mended, 1 stage", draft(1)
-    slots = shape.slots  # of lists that no long block splits
-    yield "values through registers", changed(async_values=False)
-    yield "weights through shared memory", changed(weights_in_registers=False)
-    yield "no stage: each copy is waited for", changed(num_stages=0)
-    yield "1 stage, number of slots fixed", changed(S=slots)
-    yield "2 stages, number of slots fixed", changed(S=slots, num_stages=2)
-    yield "3 stages, number of slots fixed", changed(S=slots, num_stages=3)
+    slots = ids.shape[-1]
+    yield "values through registers", changed("values through registers")
+    yield "weights through shared memory", changed("weights through shared memory")
+    yield "no stage: each copy is waited for", changed(stages=0)
+    yield "1 stage, number of slots fixed", changed(slots=slots)
+    yield "2 stages, number of slots fixed", changed(slots=slots, stages=2)
+    yield "3 stages, number of slots fixed", changed(slots=slots, stages=3)
     for threads in (32, 64, 128, 256):
         yield f"{threads} threads", changed(threads=threads)
-    yield "exact exp2", changed({PassConfigKey.TL_ENABLE_FAST_MATH: False})
-    yield "TMA off", changed({PassConfigKey.TL_DISABLE_TMA_LOWER: True})
+    yield "exact exp2", changed("", {PassConfigKey.TL_ENABLE_FAST_MATH: False})
+    yield "TMA off", changed("", {PassConfigKey.TL_DISABLE_TMA_LOWER: True})
     yield (
         "warp specialisation, 128 threads",
-        changed({PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: False}, threads=128),
+        changed("", {PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: False}, threads=128),
     )
 
 

@@ -29,17 +29,17 @@ BACKENDS = {
     "selected_attention": {
         "reference": "nsa_tutorial.sparse.selected_attention:forward",
         "masked": "nsa_tutorial.sparse.query_tiles:selected_attention",
-        "tilelang": "nsa_tutorial.kernels.tilelang_forward:forward",
+        "tilelang": "nsa_tutorial.kernels.tilelang_launch:forward",
         "triton": "nsa_tutorial.kernels.triton_launch:forward",
     },
     "sliding_window_attention": {
         "reference": "nsa_tutorial.sparse.sliding_window:forward",
-        "tilelang": "nsa_tutorial.kernels.tilelang_forward:sliding_window",
+        "tilelang": "nsa_tutorial.kernels.tilelang_launch:sliding_window",
         "triton": "nsa_tutorial.kernels.triton_launch:sliding_window",
     },
     "selected_and_window_attention": {
         "reference": "nsa_tutorial.sparse.native_sparse_attention:selection_and_window",
-        "tilelang": "nsa_tutorial.kernels.tilelang_forward:selection_and_window",
+        "tilelang": "nsa_tutorial.kernels.tilelang_launch:selection_and_window",
         "triton": "nsa_tutorial.kernels.triton_launch:selection_and_window",
     },
     "compressed_attention": {

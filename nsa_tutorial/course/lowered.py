@@ -19,7 +19,7 @@ EXAMPLE = {"H": 4, "G": 16, "D": 128, "DV": 128, "BS": 64}
 BASIC_EXAMPLES = {
     "copy": {"BN": 1024},
     "softmax": {"BR": 4, "BN": 256},
-    "matmul": {"BM": 64, "BN": 64, "BK": 32},
+    "matmul": {"BM": 64, "BN": 64, "BD": 32},
     "attention": {"G": 4, "D": 64, "DV": 64, "BQ": 64, "BK": 64, "DT": 64, "DVT": 64},
 }
 FORWARD = "nsa_tutorial.kernels.triton_forward:kernel"

@@ -66,11 +66,12 @@ def variants() -> Iterator[tuple[str, str, object, dict]]:
 
     from nsa_tutorial.kernels import tilelang_first_draft as draft
     from nsa_tutorial.kernels import tilelang_forward as ours
+    from nsa_tutorial.kernels.tilelang_variants import variant
 
     H, G, D, BS, S = EXAMPLE.values()
 
-    def build(**options: object) -> object:
-        return ours.build_kernel(H, G, D, D, BS, **options)
+    def build(change: str = "", **numbers: int) -> object:
+        return variant(change, **numbers).build_kernel(H, G, D, D, BS)
 
     def build_draft(**options: object) -> object:
         return draft.build_kernel(1, H * G, G, D, BS, S, **draft.MENDED, **options)
@@ -86,14 +87,9 @@ def variants() -> Iterator[tuple[str, str, object, dict]]:
     )
     specialised = {**ours.PASS_CONFIGS, Key.TL_DISABLE_WARP_SPECIALIZED: False}
     yield "ours", "warp specialisation, 128 threads", build(threads=128), specialised
-    yield "ours", "values through registers", build(async_values=False), ours.PASS_CONFIGS
-    yield "ours", "no stage", build(num_stages=0), ours.PASS_CONFIGS
-    yield (
-        "ours",
-        "weights through shared memory",
-        build(weights_in_registers=False),
-        ours.PASS_CONFIGS,
-    )
+    for change in ("values through registers", "weights through shared memory"):
+        yield "ours", change, build(change), ours.PASS_CONFIGS
+    yield "ours", "no stage", build(stages=0), ours.PASS_CONFIGS
     yield "first draft", "2 stages", build_draft(), draft.PASS_CONFIGS
     yield "first draft", "1 stage", build_draft(num_stages=1), draft.PASS_CONFIGS
     yield (
@@ -144,7 +140,7 @@ def write_lowered(path: Path) -> None:
             {
                 "kernel": kernel,
                 "change": change,
-                **facts(lowering._cuda_source(function, "sm_90", pass_configs)),
+                **facts(lowering.cuda(function, "sm_90", pass_configs)),
             }
         )
     told = {
