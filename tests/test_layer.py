@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from places import places_of, skip_unless_runs
-from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -113,6 +112,7 @@ def test_wrong_input_raises_while_compiling() -> None:
 
 
 def test_copies_and_state_dicts(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
     model, x = Model(), draw(24)
     right = model(x)
     other = Model()
@@ -122,8 +122,8 @@ def test_copies_and_state_dicts(tmp_path: Path) -> None:
     stored = Model()
     for p in stored.parameters():
         nn.init.zeros_(p)
-    save_model(model, str(tmp_path / "model.safetensors"))
-    load_model(stored, str(tmp_path / "model.safetensors"))
+    safetensors.save_model(model, str(tmp_path / "model.safetensors"))
+    safetensors.load_model(stored, str(tmp_path / "model.safetensors"))
     torch.save(model, tmp_path / "model.pt")
     pickled = torch.load(tmp_path / "model.pt", weights_only=False)
     for same in (other, stored, pickled, copy.deepcopy(model)):
@@ -174,3 +174,44 @@ def test_on_meta_tensors() -> None:
         config = NativeSparseAttentionConfig(4096, query_heads=64, kv_heads=4, key_width=192)
         layer = NativeSparseAttention(config)
         assert layer(torch.empty(1, 65_536, 4096)).shape == (1, 65_536, 4096)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_trains_on_a_gpu(dtype: torch.dtype) -> None:
+    """Compiled by PyTorch with our kernels inside: the loss falls as it does without."""
+
+    def train(compiled: bool) -> list[float]:
+        model = Model(**SHARED).cuda()
+        torch._dynamo.reset()
+        run = torch.compile(model, fullgraph=True) if compiled else model
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
+        losses = []
+        for step in range(8):
+            x = draw(40 + 8 * step, B=2).cuda()
+            with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
+                loss = (run(x) - x.flip(-1)).square().mean()
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            losses.append(loss.item())
+        return losses
+
+    found, right = train(True), train(False)
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    assert torch.allclose(torch.tensor(found), torch.tensor(right), rtol=tolerance)
+
+
+@pytest.mark.gpu
+def test_deterministic_on_a_gpu() -> None:
+    """Twice the same gradients, to the bit, and nothing that PyTorch could not promise."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = []
+        for _ in range(2):
+            model = Model(**SHARED).cuda()
+            x = draw(300, B=2).cuda()
+            found.append(gradients(model, model(x).square().sum()))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])

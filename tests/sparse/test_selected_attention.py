@@ -376,12 +376,12 @@ def test_auto_takes_the_reference_on_the_cpu() -> None:
 
 @pytest.mark.gpu
 def test_auto_takes_triton_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nsa_tutorial.kernels import triton_forward
+    from nsa_tutorial.kernels import triton_launch
 
     seen = []
-    original = triton_forward.forward
+    original = triton_launch.forward
     monkeypatch.setattr(
-        triton_forward, "forward", lambda *a, **k: seen.append(1) or original(*a, **k)
+        triton_launch, "forward", lambda *a, **k: seen.append(1) or original(*a, **k)
     )
     Problem().make(torch.float16, "cuda").run("auto")
     assert seen == [1]
@@ -437,10 +437,11 @@ def test_new_lengths_compile_nothing() -> None:
 
 @pytest.mark.gpu
 def test_new_lengths_compile_nothing_in_triton() -> None:
-    from nsa_tutorial.kernels import triton_forward
+    from nsa_tutorial.kernels import triton_descriptors, triton_forward
 
     def compiled() -> int:
-        return sum(len(entry[0]) for entry in triton_forward.kernel.device_caches.values())
+        kernels = (triton_forward.kernel, triton_descriptors.descriptor_kernel)
+        return sum(len(entry[0]) for k in kernels for entry in k.device_caches.values())
 
     Problem(H=3, S=5).make(torch.float16, "cuda").run("triton")
     before = compiled()
