@@ -1,13 +1,15 @@
 """Marks shared by all tests: `gpu` runs where there is a CUDA device, the chapters' frame where the
 notebook packages are."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nsa_tutorial  # noqa: F401  (decides how triton runs, before a test imports it)
 
@@ -38,6 +40,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def exact_matmul() -> None:
     """The plain fp32 reference computes in fp32, not in TF32."""
     torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[TorchDispatchMode], object]:
+    """A mode that sees what a backend does inside of an operator: from outside, that is one
+    call."""
+    from nsa_tutorial import library
+
+    @contextmanager
+    def on(mode: TorchDispatchMode) -> Iterator[TorchDispatchMode]:
+        load = library._load
+
+        def watched(*arguments: object) -> Callable:
+            function = load(*arguments)
+
+            def run(*tensors: object, **options: object) -> object:
+                with mode:
+                    return function(*tensors, **options)
+
+            return run
+
+        with monkeypatch.context() as patch, mode:
+            patch.setattr(library, "_load", watched)
+            yield mode
+
+    return on
 
 
 @pytest.fixture

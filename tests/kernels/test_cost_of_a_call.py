@@ -4,6 +4,7 @@ steps past the end."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 from branches import Shape
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa_tutorial import ops
 
 places = places_of(["reference", "tilelang", "triton"])
-kernel_lanes = places_of(["tilelang", "triton"])
+on_kernels = places_of(["tilelang", "triton"])
 
 
 class Integers(TorchDispatchMode):
@@ -31,12 +32,12 @@ class Integers(TorchDispatchMode):
         return out
 
 
-@kernel_lanes
-def test_a_window_makes_no_lists(backend: str, device: str) -> None:
+@on_kernels
+def test_a_window_makes_no_lists(watch: Callable, backend: str, device: str) -> None:
     """A number for each row, or one for each block of the window, and never their product."""
     skip_unless_runs(backend, device)
     q, k, v = (x.to(device) for x in Shape(N=3, M=300, H=2, G=1, D=4, DV=4).make())
-    with Integers() as integers:
+    with watch(Integers()) as integers:
         ops.sliding_window_attention(q, k, v, window_size=256, backend=backend)
     assert integers.most <= 256 // 64
 
@@ -85,12 +86,12 @@ class Reductions(TorchDispatchMode):
         return out
 
 
-@kernel_lanes
-def test_nothing_reads_all_keys_or_values(backend: str, device: str) -> None:
+@on_kernels
+def test_nothing_reads_all_keys_or_values(watch: Callable, backend: str, device: str) -> None:
     """One query of a long cache: a reduction over `v` before the launch would read 1 GB at a
     million tokens."""
     skip_unless_runs(backend, device)
     call = Problem(N=1, M=4096, D=16, DV=16, S=2).make(device=device)
-    with Reductions(call.v.numel()) as reductions:
+    with watch(Reductions(call.v.numel())) as reductions:
         call.run(backend)
     assert reductions.of == []

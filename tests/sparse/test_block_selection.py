@@ -264,9 +264,9 @@ def test_nothing_to_do(B: int, N: int) -> None:
     assert select(shape, *summarised(shape), top_n=4).shape == (B, N, 2, 4)
 
 
-def test_scores_of_one_tile_exist_at_a_time() -> None:
+def test_scores_of_one_tile_exist_at_a_time(watch) -> None:
     shape = Shape(N=2048, M=2048, H=1, G=16, D=4, length=32, stride=16, BS=64)
     inputs = summarised(shape, torch.float32)
-    with LargestStorage() as largest:
+    with watch(LargestStorage()) as largest:
         select(shape, *inputs, top_n=16)
     assert largest.bytes <= 16 * 128 * 127 * 4

@@ -330,9 +330,9 @@ def test_nothing_to_do(B: int, N: int) -> None:
     assert (o.shape, lse.shape) == ((B, N, 6, 40), (B, N, 6))
 
 
-def test_scores_of_one_tile_exist_at_a_time() -> None:
+def test_scores_of_one_tile_exist_at_a_time(watch) -> None:
     shape = Shape(N=2048, M=2048, H=1, G=16, D=4, DV=4, length=32, stride=16)
     inputs = summarised(shape)
-    with torch.no_grad(), LargestStorage() as largest:
+    with torch.no_grad(), watch(LargestStorage()) as largest:
         attend(shape, *inputs)
     assert largest.bytes <= 16 * 128 * 127 * 4

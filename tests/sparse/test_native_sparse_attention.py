@@ -447,10 +447,10 @@ def test_the_reference_trains_at_1024_tokens() -> None:
     assert min(seconds) < 3
 
 
-def test_scores_of_one_tile_exist_at_a_time() -> None:
+def test_scores_of_one_tile_exist_at_a_time(watch) -> None:
     """No tensor on the way holds a number for each query and key."""
     N = 1024
-    with torch.no_grad(), LargestStorage() as largest:
+    with torch.no_grad(), watch(LargestStorage()) as largest:
         layer_of(PAPER)(torch.randn(1, N, 256))
     assert largest.bytes <= 4 * 16 * 128 * N  # 16 heads, a tile of 128 queries
 

@@ -206,10 +206,10 @@ def test_nothing_to_do(B: int, N: int) -> None:
     assert (o.shape, lse.shape) == ((B, N, 6, 40), (B, N, 6))
 
 
-def test_scores_of_one_tile_exist_at_a_time() -> None:
+def test_scores_of_one_tile_exist_at_a_time(watch) -> None:
     """Per head tile * (tile + w - 1) scores, whatever N is."""
     shape = Shape(N=2048, M=2048, H=1, G=4, D=2, DV=2, window=100)
     inputs = shape.make()
-    with torch.no_grad(), LargestStorage() as largest:
+    with torch.no_grad(), watch(LargestStorage()) as largest:
         attend(shape, *inputs)
     assert largest.bytes <= 4 * 128 * (128 + 100 - 1) * 4
