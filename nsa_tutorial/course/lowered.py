@@ -58,7 +58,7 @@ def triton_stages(
     `lowering.stages`.
     """
     environment.require("triton", environment.detect().device)
-    from nsa_tutorial.kernels.triton_forward import launch_options, tile_sizes
+    from nsa_tutorial.kernels.triton_tiles import launch_options, tile_sizes
 
     # H is an ordinary argument here
     sizes = {name: n for name, n in {**EXAMPLE, **shape}.items() if name != "H"}
@@ -69,7 +69,7 @@ def triton_stages(
     for name, width in (("KDescriptor", "D"), ("VDescriptor", "DV")):
         types[name] = f"tensordesc<{POINTERS[dtype][1:]}[{tiles['BT']}, 1, {sizes[width]}]>"
     constants = {**sizes, **tiles, "WINDOW": False}
-    return lowering.stages(SHORT.get(kernel, kernel), constants, types, arch=arch, **options)
+    return lowering.stages(kernel, constants, types, arch=arch, **options)
 
 
 @functools.cache
@@ -123,23 +123,3 @@ def excerpt(
     told = "PTX from Triton" if is_triton else "CUDA C++ from TileLang"
     title = f"{told} for {arch}: {len(source)} lines, {counts}"
     return Listing(title, "\n".join(cut), "text" if is_triton else "cuda")
-
-
-# -- until chapters 09 and 11 and their tests call the functions above --
-
-SHORT = {
-    "kernel": FORWARD,
-    "descriptor_kernel": "nsa_tutorial.kernels.triton_descriptors:descriptor_kernel",
-}
-
-
-def basic_excerpt(language: str, name: str, *words: str) -> Listing:
-    """`excerpt(…, name=name)`."""
-    return excerpt(language, *words, name=name)
-
-
-def all_basic_stages(
-    arch: str, dtype: str, names: tuple[str, ...] = tuple(BASIC_EXAMPLES)
-) -> Mapping[str, Mapping[str, str]]:
-    """`basic_stages` of several kernels."""
-    return {name: basic_stages(name, arch, dtype) for name in names}

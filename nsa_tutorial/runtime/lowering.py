@@ -98,12 +98,5 @@ def _compile(
     return {stage: compiled.asm[stage] for stage in ("ttir", "ttgir", "llir", "ptx")}
 
 
-def __getattr__(name: str) -> object:
-    # until every chapter and test imports nsa_tutorial.course.lowered, where these are now
-    if name == "_cuda_source":
-        return cuda
-    return getattr(importlib.import_module("nsa_tutorial.course.lowered"), name)
-
-
 if __name__ == "__main__":
     json.dump(_compile(*json.loads(sys.argv[1])), sys.stdout)
