@@ -302,10 +302,10 @@ def test_what_the_chapter_says_of_the_table() -> None:
     assert max(pictures.CHANGED, key=found.get) == "pointers, steps of 64 tokens"
     narrow = {change: row["ms"] for change, row in pictures.times(width=64).items()}
     steps = "pointers, steps of 16 tokens"
-    assert high < found[steps] < 1.03 * found["pointers"], "a little slower at width 128"
-    assert narrow[steps] > 1.1 * narrow["pointers"], "and more so at width 64"
+    assert low <= found[steps] <= high, "no difference at width 128"
+    assert narrow[steps] > 1.09 * narrow["pointers"], "a tenth at width 64"
     noise = [narrow[change] for change in pictures.SAME]
-    assert min(noise) < narrow["descriptors"] < max(noise), "no gain beyond the noise at width 64"
+    assert 0.99 * min(noise) < narrow["descriptors"] < max(noise), "at width 64 hardly a gain"
     picture = pictures.draw_ladder()
     worst = found["pointers, steps of 64 tokens"]
     assert picture.finding == (
@@ -321,7 +321,7 @@ def test_what_the_chapter_says_of_the_probe() -> None:
     for tokens, width in itertools.product((65536, 8192), (128, 64)):
         found = {change: row["ms"] for change, row in pictures.times(tokens, width=width).items()}
         once, again, probe = (found[name] for name in ("descriptors", "as it is", bench.PROBE))
-        assert max(once, again) / min(once, again) < 1.055, "two times that differ by up to 5 %"
+        assert max(once, again) / min(once, again) < 1.045, "two times that differ by up to 4 %"
         if width == 128:
             assert abs(probe / min(once, again) - 1) < 0.025, "as long as the kernel, to 2 %"
         else:
@@ -338,8 +338,8 @@ def test_what_the_chapter_says_of_empty_slots() -> None:
         if tokens == 8192:
             assert 0.02 < pointers < 0.1, "about their share"
         else:
-            assert abs(pointers) < 0.01, "too few to matter"
-        assert descriptors > pointers + 0.03, "the own block's slot comes on top"
+            assert abs(pointers) < 0.02, "too few to matter"
+        assert descriptors > pointers + 0.025, "the own block's slot comes on top"
         assert abs(descriptors - (0.068 if tokens == 65536 else 0.113)) < 0.06, "about the share"
 
 
