@@ -14,11 +14,13 @@ from nsa_tutorial.runtime import environment
 environment.prepare()
 
 __version__ = "0.1.0"
-__all__ = ["NativeSparseAttention", "NativeSparseAttentionConfig"]
+__all__ = ["NativeSparseAttention", "NativeSparseAttentionConfig", "ops"]
 
 
 def __getattr__(name: str) -> object:
-    """The layer and its configuration, imported when they are first asked for."""
+    """The operators, the layer and its configuration, imported when they are first asked for."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "ops":
+        return importlib.import_module("nsa_tutorial.ops")
     return getattr(importlib.import_module("nsa_tutorial.layer"), name)

@@ -395,8 +395,8 @@ def compress(
 def native_sparse_attention(
     q: Tensor, compressed: list[Tensor], selected: list[Tensor], window: list[Tensor],
     g_cmp: Tensor | None, g_slc: Tensor | None, g_swa: Tensor | None,
-    block_indices: Tensor | None, block_counts: Tensor | None, cu_seqlens: Tensor | None,
-    num_keys: int, top_n: int, block_size: int, window_size: int, length: int, stride: int,
+    block_indices: Tensor | None, block_counts: Tensor | None, num_keys: int, top_n: int,
+    cu_seqlens: Tensor | None, block_size: int, window_size: int, length: int, stride: int,
     scale: float, backend: str,
 ) -> Tensor:  # fmt: skip
     """`ops.native_sparse_attention` over the keys and values of each branch, `compressed` being

@@ -372,18 +372,15 @@ def native_sparse_attention(
         `o [B, N, HQ, DV]` in the dtype of `v`, differentiable in `q`, `k`, `v` and the gates.
     """
     q, k, v = _autocast(q, k, v)
-    _check("selected_attention", backend, q, k, v, scale, cu_seqlens, False)
-    summaries = (
-        []
-        if g_cmp is None
-        else [compress(x, length=length, stride=stride, cu_seqlens=cu_seqlens) for x in (k, v)]
-    )
-    return three_branches(
-        q, summaries, [k, v], [], (g_cmp, g_slc, g_swa), num_keys=k.shape[1],
-        block_indices=block_indices, block_counts=block_counts, block_size=block_size,
-        window_size=window_size, length=length, stride=stride, scale=scale, cu_seqlens=cu_seqlens,
-        backend=backend,
-    )  # fmt: skip
+    gates, summaries = (g_cmp, g_slc, g_swa), []
+    _, scale = _check("selected_attention", backend, q, k, v, scale, cu_seqlens, False)
+    sizes = (block_size, window_size, length, stride)
+    lists = _check_branches(q, k, gates, block_indices, block_counts, k.shape[1], *sizes)
+    if g_cmp is not None:
+        summary = {"length": length, "stride": stride, "cu_seqlens": cu_seqlens}
+        summaries = [compress(k, **summary), compress(v, **summary)]
+    run = torch.ops.nsa_tutorial.native_sparse_attention
+    return run(q, summaries, [k, v], [], *gates, *lists, cu_seqlens, *sizes, scale, backend)
 
 
 def three_branches(
@@ -408,27 +405,14 @@ def three_branches(
     Returns:
         `o [B, N, HQ, DV]` in the dtype of the values.
     """
-    g_cmp, g_slc, g_swa = gates
-    checks.check_gates(q, g_cmp=g_cmp, g_slc=g_slc, g_swa=g_swa)
-    for name, x in (("block_size", block_size), ("window_size", window_size)):
-        checks.check_positive_int(name, x)
-    for name, x in (("length", length), ("stride", stride)):
-        checks.check_positive_int(name, x)
+    checks.check_backend(backend)
     scale = checks.check_scale(scale, q.shape[-1])
+    sizes = (block_size, window_size, length, stride)
     keys = (selected or window or compressed)[0]
-    top_n = 0
-    if block_indices is not None:
-        checks.check_block_arguments(block_indices, block_counts, q, keys)
-        block_indices, block_counts = _read_slots(block_indices, block_counts)
-    elif g_slc is not None:
-        block_counts, top_n = _number_to_choose(q, keys, g_cmp, block_counts, num_keys, block_size)
-    else:
-        block_counts = None
-    return torch.ops.nsa_tutorial.native_sparse_attention(
-        q, list(compressed), list(selected), list(window), g_cmp, g_slc, g_swa,
-        block_indices, block_counts, cu_seqlens,
-        num_keys, top_n, block_size, window_size, length, stride, scale, backend,
-    )  # fmt: skip
+    lists = _check_branches(q, keys, gates, block_indices, block_counts, num_keys, *sizes)
+    pairs = (list(compressed), list(selected), list(window))
+    run = torch.ops.nsa_tutorial.native_sparse_attention
+    return run(q, *pairs, *gates, *lists, cu_seqlens, *sizes, scale, backend)
 
 
 # -- what the operators check before anything runs --
@@ -474,12 +458,33 @@ def _read_slots(
     return block_indices[..., :block_counts], None
 
 
+def _check_branches(
+    q: Tensor, k: Tensor, gates: Sequence[Tensor | None], block_indices: Tensor | None,
+    block_counts: Tensor | int | None, M: int, block_size: int, window_size: int, length: int,
+    stride: int,
+) -> tuple[Tensor | None, Tensor | None, int, int]:  # fmt: skip
+    """The gates, the lists and the sizes of the three branches; the lists, their counts, `M`, and
+    how many blocks are to be chosen."""
+    g_cmp, g_slc, g_swa = gates
+    checks.check_gates(q, g_cmp=g_cmp, g_slc=g_slc, g_swa=g_swa)
+    checks.check_positive_int("block_size", block_size)
+    checks.check_positive_int("window_size", window_size)
+    checks.check_positive_int("length", length)
+    checks.check_positive_int("stride", stride)
+    if block_indices is not None:
+        checks.check_block_arguments(block_indices, block_counts, q, k)
+        return *_read_slots(block_indices, block_counts), M, 0
+    if g_slc is None:
+        return None, None, M, 0
+    return None, *_number_to_choose(q, k, g_cmp, block_counts, M, block_size)
+
+
 def _number_to_choose(
     q: Tensor, k: Tensor, g_cmp: Tensor | None, block_counts: Tensor | int | None, M: int,
     block_size: int,
-) -> tuple[Tensor | None, int]:  # fmt: skip
-    """The counts of each row, if there are any, and the length of the lists: past the last block
-    they would hold nothing but -1."""
+) -> tuple[Tensor | None, int, int]:  # fmt: skip
+    """The counts of each row, if there are any, `M`, and the length of the lists: past the last
+    block they would hold nothing but -1."""
     if g_cmp is None:
         raise ValueError(
             "block_indices: got None, expected [B, N, H, S]: without g_cmp there is nothing to "
@@ -494,7 +499,7 @@ def _number_to_choose(
     of_rows = block_counts if isinstance(block_counts, Tensor) else None
     if of_rows is not None:
         block_counts = int(of_rows.max()) if of_rows.numel() else 0
-    return of_rows, max(3, min(block_counts, -(-M // block_size)))
+    return of_rows, M, max(3, min(block_counts, -(-M // block_size)))
 
 
 def _check_summaries(

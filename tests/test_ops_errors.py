@@ -631,3 +631,10 @@ def test_branches_in_use_alone_need_a_backend(backend: str) -> None:
     options = {"g_slc": GATE[:1, :9, :3], "block_indices": IDS[:1, :9, :1, :1], "block_size": 16}
     o = ops.native_sparse_attention(q, k, v, **options, backend=backend)
     assert torch.allclose(o, torch.ones_like(o), atol=1e-6)
+
+
+def test_a_wrong_gate_raises_before_anything_is_summarised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "compress", lambda *_, **__: pytest.fail("it ran"))
+    q, k, v = CALL.q, CALL.k, CALL.v
+    with pytest.raises(ValueError, match=r"g_cmp: got .*expected \[B, N, HQ\]"):
+        ops.native_sparse_attention(q, k, v, q[:, 1:, :, 0])
