@@ -1,5 +1,4 @@
-"""The kernel as it is usually published, for finding its mistakes: selected attention in TileLang,
-with four of them.
+"""Selected attention in TileLang as it is usually published, with four mistakes to find.
 
 The design is that of TileLang's public forward example
 (examples/deepseek_nsa/example_tilelang_nsa_fwd.py): everything is fixed at compile time but the
@@ -100,24 +99,25 @@ MENDED = {
 
 def build_kernel(
     batch: int, heads: int, groups: int, D: int, BS: int, S: int, *,
-    causal: bool = True, scale: float | None = None, dtype: str = "float16", threads: int = 32,
-    num_stages: int = 2,
-    update_max: Callable = update_max, is_seen: Callable = is_seen, normalise: Callable = normalise,
-    fold_scale: Callable = fold_scale,
+    causal: bool = True, scale: float | None = None, dtype: str = "float16",
+    threads: int = 32, num_stages: int = 2,
+    update_max: Callable = update_max, is_seen: Callable = is_seen,
+    normalise: Callable = normalise, fold_scale: Callable = fold_scale,
 ) -> tirx.PrimFunc:  # fmt: skip
-    """The kernel for `heads` query heads in groups of `groups`, width `D`, lists of `S` blocks of
-    `BS` tokens.
+    """The kernel for `heads` query heads in groups of `groups`, width `D`, and lists of `S` blocks
+    of `BS` tokens.
 
-    Returns a TileLang function of `Q [batch, N, heads, D]`, `K` and
-    `V [batch, M, heads // groups, D]`, `BlockIndices [batch, N, heads // groups, S]` and `Output`,
-    like `Q`, which is written; queries are the first positions.
+    With `H = heads // groups`, it is a TileLang function of `Q [batch, N, heads, D]`,
+    `K [batch, M, H, D]`, `V [batch, M, H, D]`, `BlockIndices [batch, N, H, S]` and
+    `Output [batch, N, heads, D]`, which is written. Queries are the first positions.
     """
     N, M = T.dynamic("N"), T.dynamic("M")
     H, G = heads // groups, groups
-    BK = BV = min(128, tilelang.math.next_power_of_2(D))
-    NK, NV = tilelang.cdiv(D, BK), tilelang.cdiv(D, BV)
+    BD = BV = min(128, tilelang.math.next_power_of_2(D))  # channels of a key tile, a value tile
+    NK, NV = tilelang.cdiv(D, BD), tilelang.cdiv(D, BV)
     assert NK == 1, f"D: got {D}, expected at most 128: a key's channels are one tile here"
     scale_log2 = fold_scale(scale, D)
+    full_rows = T.GemmWarpPolicy.FullRow  # a warp has 16 rows of the group, all columns
 
     @T.prim_func
     def first_draft(
@@ -129,8 +129,8 @@ def build_kernel(
     ):
         # -- locate the program --
         with T.Kernel(N, NV, batch * H, threads=threads) as (i_t, i_v, i_bh):
-            Q_shared = T.alloc_shared([G, BK], dtype)
-            K_shared = T.alloc_shared([BS, BK], dtype)
+            Q_shared = T.alloc_shared([G, BD], dtype)
+            K_shared = T.alloc_shared([BS, BD], dtype)
             V_shared = T.alloc_shared([BS, BV], dtype)
             O_shared = T.alloc_shared([G, BV], dtype)
             acc_s = T.alloc_fragment([G, BS], accum_dtype)
@@ -144,7 +144,7 @@ def build_kernel(
             i_b, i_h = i_bh // H, i_bh % H
 
             # -- load the query group --
-            T.copy(Q[i_b, i_t, i_h * G : (i_h + 1) * G, 0:BK], Q_shared)
+            T.copy(Q[i_b, i_t, i_h * G : (i_h + 1) * G, 0:BD], Q_shared)
 
             # -- initialise --
             T.fill(acc_o, 0)
@@ -156,18 +156,15 @@ def build_kernel(
                 i_s = BlockIndices[i_b, i_t, i_h, i] * BS
                 if i_s <= (i_t if causal else M - 1) and i_s >= 0:
                     # -- load the keys --
-                    T.copy(K[i_b, i_s : i_s + BS, i_h, 0:BK], K_shared)
+                    T.copy(K[i_b, i_s : i_s + BS, i_h, 0:BD], K_shared)
 
                     # -- mask --
                     for g, j in T.Parallel(G, BS):
-                        acc_s[g, j] = T.if_then_else(
-                            is_seen(i_t, i_s + j, M, causal), 0, -T.infinity(accum_dtype)
-                        )
+                        visible = is_seen(i_t, i_s + j, M, causal)
+                        acc_s[g, j] = T.if_then_else(visible, 0, -T.infinity(accum_dtype))
 
                     # -- scores --
-                    T.gemm(
-                        Q_shared, K_shared, acc_s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow
-                    )
+                    T.gemm(Q_shared, K_shared, acc_s, transpose_B=True, policy=full_rows)
 
                     # -- online softmax --
                     T.copy(scores_max, scores_max_prev)
@@ -189,7 +186,7 @@ def build_kernel(
 
                     # -- accumulate --
                     T.copy(acc_s, acc_s_cast)
-                    T.gemm(acc_s_cast, V_shared, acc_o, policy=T.GemmWarpPolicy.FullRow)
+                    T.gemm(acc_s_cast, V_shared, acc_o, policy=full_rows)
 
             # -- normalise and store --
             normalise(acc_o, running_sum, G, BV)
@@ -201,14 +198,12 @@ def build_kernel(
 
 @functools.cache
 def compiled(device: str, *sizes: int, **options: object) -> tilelang.JITKernel:
-    """The kernel of `build_kernel(*sizes, **options)`, compiled for `device` (`"cpu"` or `"cuda"`),
-    once per process."""
+    """The kernel of `build_kernel(*sizes, **options)`, compiled for `"cpu"` or `"cuda"`, once per
+    process."""
     kernel = build_kernel(*sizes, **options)
-    return (
-        compile_for_cpu(kernel)
-        if device == "cpu"
-        else tilelang.compile(kernel, target="cuda", pass_configs=PASS_CONFIGS)
-    )
+    if device == "cpu":
+        return compile_for_cpu(kernel)
+    return tilelang.compile(kernel, target="cuda", pass_configs=PASS_CONFIGS)
 
 
 def run(
@@ -230,12 +225,7 @@ def run(
     (B, _, HQ, D), H, S = q.shape, k.shape[2], block_indices.shape[3]
     dtype = str(q.dtype).removeprefix("torch.")
     kernel = compiled(q.device.type, B, HQ, HQ // H, D, block_size, S, dtype=dtype, **options)
+    ids = block_indices.to(torch.int32).contiguous()
     o = torch.empty_like(q)
-    kernel(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        block_indices.to(torch.int32).contiguous(),
-        o,
-    )
+    kernel(q.contiguous(), k.contiguous(), v.contiguous(), ids, o)
     return o

@@ -28,8 +28,8 @@ def _run_with(name: str, block_size: int = 2) -> Callable:
     the others mended."""
 
     def run(
-        piece: Callable, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, causal: bool,
-        scale: float | None
+        piece: Callable, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor,
+        causal: bool, scale: float | None,
     ) -> Tensor:  # fmt: skip
         from nsa_tutorial.kernels import tilelang_first_draft as draft
         from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
@@ -38,19 +38,9 @@ def _run_with(name: str, block_size: int = 2) -> Callable:
             piece = T.macro(piece)
         (B, _, HQ, D), H, S = q.shape, k.shape[2], block_indices.shape[3]
         pieces = {**draft.MENDED, name: piece}
+        sizes, options = (B, HQ, HQ // H, D, block_size, S), {"causal": causal, "scale": scale}
         with _quiet():
-            kernel = draft.build_kernel(
-                B,
-                HQ,
-                HQ // H,
-                D,
-                block_size,
-                S,
-                causal=causal,
-                scale=scale,
-                dtype="float32",
-                **pieces,
-            )
+            kernel = draft.build_kernel(*sizes, **options, dtype="float32", **pieces)
         text = kernel.script()  # two pieces that come to the same kernel are compiled once
         if text not in _COMPILED:
             _COMPILED[text] = compile_for_cpu(kernel)
@@ -78,8 +68,8 @@ def _why_not() -> str | None:
 
 def _case(
     name: str, N: int, M: int, ids: list[int] | list[list[int]], *,
-    key_scores: list[float] | None = None,
-    query_factors: tuple[float, float] = (1.0, 1.0), causal: bool = True, scale: float | None = 1.0,
+    key_scores: list[float] | None = None, query_factors: tuple[float, float] = (1.0, 1.0),
+    causal: bool = True, scale: float | None = 1.0,
 ) -> Case:  # fmt: skip
     """One sequence, two query heads on one KV head, width 2.
 
@@ -91,11 +81,8 @@ def _case(
         g = torch.Generator().manual_seed(N + 10 * M)
         q, k, v = (torch.randn(1, n, h, 2, generator=g) for n, h in ((N, 2), (M, 1), (M, 1)))
         if key_scores is not None:
-            q = (
-                torch.tensor([[factor, 0.0] for factor in query_factors])
-                .expand(1, N, 2, 2)
-                .contiguous()
-            )
+            heads = torch.tensor([[factor, 0.0] for factor in query_factors])
+            q = heads.expand(1, N, 2, 2).contiguous()
             k = torch.tensor([[score, 0.0] for score in key_scores])[None, :, None]
         lists = torch.tensor(ids, dtype=torch.int32)
         lists = lists.expand(N, -1) if lists.ndim == 1 else lists
@@ -172,8 +159,8 @@ should be: the body of a TileLang macro, without `return`.
             "the maximum of this block alone",
             _max_of_block,
             "Whether you fill it or let clear=True do so: what the earlier blocks had found is "
-            "gone. If this block lies far below "
-            "them, scores_scale becomes 2 to a large positive number.",
+            "gone. If this block lies far below them, scores_scale becomes 2 to a large positive "
+            "number.",
         ),
         Misconception(
             "a maximum that is never below 0",
@@ -195,8 +182,7 @@ should be: the body of a TileLang macro, without `return`.
             "one maximum for all heads of the group",
             _max_of_tile,
             "Each row of the tile is a head with a softmax of its own. What is left of a head "
-            "whose scores all lie far below "
-            "another's?",
+            "whose scores all lie far below another's?",
         ),
         Misconception(
             "the largest magnitude",
@@ -207,38 +193,18 @@ should be: the body of a TileLang macro, without `return`.
     ),
     cases=(
         _case("scores of order one", 6, 6, [0, 1, 2]),
-        _case(
-            "each block 100 below the one before",
-            6,
-            6,
-            [0, 1, 2],
-            key_scores=[0, 1, -100, -99, -200, -199],
-        ),
-        _case(
-            "each block 100 above the one before",
-            6,
-            6,
-            [0, 1, 2],
-            key_scores=[-200, -199, -100, -99, 0, 1],
-        ),
-        _case("all scores about -60", 6, 6, [2, 0, 1], key_scores=[-60, -61, -62, -60, -61, -59]),
-        _case(
-            "all scores about -200",
-            6,
-            6,
-            [0, 1, 2],
-            key_scores=[-200, -201, -202, -200, -201, -199],
-        ),
-        _case(
-            "one head 200 above the other",
-            6,
-            6,
-            [0, 1, 2],
-            key_scores=[200, 201, 202, 200, 201, 199],
-            query_factors=(1, 0.01),
-        ),
+        _case("each block 100 below the one before", 6, 6, [0, 1, 2],
+              key_scores=[0, 1, -100, -99, -200, -199]),
+        _case("each block 100 above the one before", 6, 6, [0, 1, 2],
+              key_scores=[-200, -199, -100, -99, 0, 1]),
+        _case("all scores about -60", 6, 6, [2, 0, 1],
+              key_scores=[-60, -61, -62, -60, -61, -59]),
+        _case("all scores about -200", 6, 6, [0, 1, 2],
+              key_scores=[-200, -201, -202, -200, -201, -199]),
+        _case("one head 200 above the other", 6, 6, [0, 1, 2],
+              key_scores=[200, 201, 202, 200, 201, 199], query_factors=(1, 0.01)),
     ),
-)
+)  # fmt: skip
 
 # -- is_seen --
 
@@ -317,17 +283,11 @@ last block may reach past the end; what is not there was loaded as zeros. Return
     cases=(
         _case("two keys in a block of 4, not causal", 1, 2, [0, -1], causal=False),
         _case("five keys, not causal", 2, 5, [0, 1], causal=False),
-        _case(
-            "all scores below 0, not causal",
-            3,
-            6,
-            [1, 0],
-            key_scores=[-9, -9, -8, -7, -5, -6],
-            causal=False,
-        ),
+        _case("all scores below 0, not causal", 3, 6, [1, 0],
+              key_scores=[-9, -9, -8, -7, -5, -6], causal=False),
         _case("six keys, causal", 6, 6, [0, 1]),
     ),
-)
+)  # fmt: skip
 
 # -- normalise --
 
@@ -413,8 +373,7 @@ between two numbers is `T.if_then_else(condition, a, b)`.
             "adding a small number to every sum",
             _divide_with_epsilon,
             "The empty row is 0 now, and every other row is a little too small: an error that no "
-            "row needed. "
-            "How small is the smallest sum of a row that is not empty?",
+            "row needed. How small is the smallest sum of a row that is not empty?",
         ),
         Misconception(
             "taking a sum of 1 for an empty row",
@@ -443,15 +402,11 @@ between two numbers is `T.if_then_else(condition, a, b)`.
         _case("one query with one key", 1, 1, [0, -1]),
         _case("one query with one key, which is NaN", 1, 1, [0, -1], key_scores=[math.nan]),
         _case("two keys of equal score", 2, 2, [-1, 0], key_scores=[3, 3]),
-        _case(
-            "a query without a block among others",
-            5,
-            5,
-            [[0, -1], [-1, 0], [-1, -1], [1, 0], [2, 0]],
-        ),
+        _case("a query without a block among others", 5, 5,
+              [[0, -1], [-1, 0], [-1, -1], [1, 0], [2, 0]]),
         _case("only blocks of the future", 3, 3, [[1, -1], [1, 1], [0, 1]]),
     ),
-)
+)  # fmt: skip
 
 # -- fold_scale --
 
@@ -470,11 +425,8 @@ def _folded(change: str) -> Callable:
             return default * LOG2_E if scale is None else scale
         if change == "both":
             return default * LOG2_E if scale is None else scale * default * LOG2_E
-        return (default if scale is None else scale) * {
-            "twice": LOG2_E**2,
-            "ln 2": 1 / LOG2_E,
-            "none": 1.0,
-        }.get(change, LOG2_E)
+        base = {"twice": LOG2_E**2, "ln 2": 1 / LOG2_E, "none": 1.0}.get(change, LOG2_E)
+        return (default if scale is None else scale) * base
 
     return wrong
 
@@ -552,20 +504,12 @@ def programs_per_sm(
 
 def _fits(change: str) -> Callable:
     def wrong(G: int, D: int, DV: int, BS: int, num_stages: int, itemsize: int) -> tuple[int, int]:
-        GT, BT, DT, DVT = (
-            n if change == "not padded" else -(-n // 16) * 16 for n in (G, BS, D, DV)
-        )
-        copies = (
-            1
-            if change == "one copy"
-            else num_stages
-            if change == "zero copies"
-            else max(num_stages, 1)
-        )
+        to = 1 if change == "not padded" else 16
+        GT, BT, DT, DVT = (-(-n // to) * to for n in (G, BS, D, DV))
+        copies = {"one copy": 1, "zero copies": num_stages}.get(change, max(num_stages, 1))
         tiles = copies * BT * (DT if change == "no values" else DT + DVT)
-        size = (GT * DT * (copies if change == "queries too" else 1) + tiles) * (
-            1 if change == "elements" else itemsize
-        )
+        queries = GT * DT * (copies if change == "queries too" else 1)
+        size = (queries + tiles) * (1 if change == "elements" else itemsize)
         if change == "accumulators":
             size += 4 * GT * (BT + DVT)
         reserved = 0 if change == "reserved" else _RESERVED
@@ -594,8 +538,7 @@ Return `(bytes of a program, programs)`.
             "copying the queries for each stage, too",
             _fits("queries too"),
             "Stages exist so that the next block's tiles can arrive while this one's are read. "
-            "Does the query group change from "
-            "one block to the next?",
+            "Does the query group change from one block to the next?",
         ),
         Misconception(
             "one copy of the tiles for any number of stages",

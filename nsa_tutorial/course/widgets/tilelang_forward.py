@@ -3,8 +3,8 @@ decision gave on a GPU.
 
 `stepper` runs the PyTorch twin on real heads under `course.trace`; `draw_step`, `sentence` and
 `explore` look at one program of it. `measured` and `lowered` read what was stored: times from
-`python -m nsa_tutorial.bench`, and facts about the CUDA text, which takes TileLang minutes to write
-for all variants:
+`python -m nsa_tutorial.bench`, and facts about the CUDA text of every variant, half a minute's
+work for TileLang:
 
     python -m nsa_tutorial.course.widgets.tilelang_forward assets/tilelang_forward_cuda.json
 
@@ -40,23 +40,20 @@ from nsa_tutorial.sparse import selected_attention
 
 ASSETS = Path(__file__).resolve().parents[3] / "assets"
 MEASURED, LOWERED = ASSETS / "tilelang_forward_h200.json", ASSETS / "tilelang_forward_cuda.json"
-# the kernel as it is, from another run: groups of 16 and of 4
-GROUPS = ASSETS / "tilelang_groups_h200.json"
+GROUPS = ASSETS / "tilelang_groups_h200.json"  # another run: groups of 16 and of 4
 PROBED = ASSETS / "triton_forward_h200.json"
 
 # -- what the kernels become --
 
 EXAMPLE = {"H": 4, "G": 16, "D": 128, "BS": 64, "S": 16}  # also the shape of the measurements
-WORDS = ("cp_async_gs", "tma_load", "mbarrier", "mma_sync", "exp2f", "__syncthreads", "if (")
+WORDS = (
+    "cp_async_gs", "cp_async_gs_conditional", "tma_load", "mbarrier", "mma_sync", "exp2f",
+    "__syncthreads",
+)  # fmt: skip
 EXCERPTS = (
-    "Q_shared =",
-    "K_shared =",
-    "V_shared =",
-    "acc_s_cast",
-    "float acc_o",
-    "float acc_s",
+    "Q_shared =", "K_shared =", "V_shared =", "acc_s_cast", "float acc_o", "float acc_s",
     "float running_sum",
-)
+)  # fmt: skip
 
 
 def variants() -> Iterator[tuple[str, str, object, dict]]:
@@ -76,46 +73,35 @@ def variants() -> Iterator[tuple[str, str, object, dict]]:
     def build_draft(**options: object) -> object:
         return draft.build_kernel(1, H * G, G, D, BS, S, **draft.MENDED, **options)
 
+    def switched(key: Key, value: bool) -> tuple[object, dict]:
+        return build(), {**ours.PASS_CONFIGS, key: value}
+
     yield "ours", "", build(), ours.PASS_CONFIGS
-    yield "ours", "exact exp2", build(), {**ours.PASS_CONFIGS, Key.TL_ENABLE_FAST_MATH: False}
-    yield "ours", "TMA off", build(), {**ours.PASS_CONFIGS, Key.TL_DISABLE_TMA_LOWER: True}
-    yield (
-        "ours",
-        "no bounds checks",
-        build(),
-        {**ours.PASS_CONFIGS, Key.TL_DISABLE_SAFE_MEMORY_ACCESS: True},
-    )
-    specialised = {**ours.PASS_CONFIGS, Key.TL_DISABLE_WARP_SPECIALIZED: False}
-    yield "ours", "warp specialisation, 128 threads", build(threads=128), specialised
+    yield "ours", "exact exp2", *switched(Key.TL_ENABLE_FAST_MATH, False)
+    yield "ours", "TMA off", *switched(Key.TL_DISABLE_TMA_LOWER, True)
+    yield "ours", "warp specialisation", *switched(Key.TL_DISABLE_WARP_SPECIALIZED, False)
+    yield "ours", "no bounds checks", *switched(Key.TL_DISABLE_SAFE_MEMORY_ACCESS, True)
     for change in ("values through registers", "weights through shared memory"):
         yield "ours", change, build(change), ours.PASS_CONFIGS
     yield "ours", "no stage", build(stages=0), ours.PASS_CONFIGS
     yield "first draft", "2 stages", build_draft(), draft.PASS_CONFIGS
     yield "first draft", "1 stage", build_draft(num_stages=1), draft.PASS_CONFIGS
-    yield (
-        "first draft",
-        "2 stages, TMA allowed",
-        build_draft(),
-        {**draft.PASS_CONFIGS, Key.TL_DISABLE_TMA_LOWER: False},
-    )
 
 
 def facts(source: str) -> dict[str, object]:
     """What a chapter says of a kernel's CUDA text: its size and hash, counts of `WORDS`, where
     shared tiles begin, some lines."""
     kernel = source[source.index('extern "C" __global__ void __launch_bounds__') :]
-    shared = dict(
-        re.findall(r"void\* (\w+) = \(\(void\*\)\(\(char\*\)buf_dyn_shmem \+ (\d+)\)\);", kernel)
+    shared = re.findall(
+        r"void\* (\w+) = \(\(void\*\)\(\(char\*\)buf_dyn_shmem \+ (\d+)\)\);", kernel
     )
-    shown = {}
-    for word in EXCERPTS:
-        line = next((" ".join(line.split()) for line in kernel.splitlines() if word in line), "")
-        shown[word] = line if len(line) <= 110 else line[:109] + "…"
+    lines = [" ".join(line.split()) for line in kernel.splitlines()]
+    shown = {word: next((line for line in lines if word in line), "") for word in EXCERPTS}
     return {
         "lines": len(source.splitlines()),
         "sha256": hashlib.sha256(source.encode()).hexdigest(),
         "counts": {word: kernel.count(word) for word in WORDS},
-        "shared": {name: int(offset) for name, offset in shared.items()},
+        "shared": {name: int(offset) for name, offset in shared},
         "excerpts": {word: line for word, line in shown.items() if line},
     }
 
@@ -136,13 +122,8 @@ def write_lowered(path: Path) -> None:
     rows = []
     for kernel, change, function, pass_configs in variants():
         print(kernel, change, file=sys.stderr)
-        rows.append(
-            {
-                "kernel": kernel,
-                "change": change,
-                **facts(lowering.cuda(function, "sm_90", pass_configs)),
-            }
-        )
+        found = facts(lowering.cuda(function, "sm_90", pass_configs))
+        rows.append({"kernel": kernel, "change": change, **found})
     told = {
         "command": "python -m nsa_tutorial.course.widgets.tilelang_forward "
                    "assets/tilelang_forward_cuda.json",
@@ -160,25 +141,23 @@ def lowered() -> dict:
 
 def lowered_row(kernel: str, change: str = "") -> dict:
     """One variant's facts."""
-    return next(
-        row for row in lowered()["rows"] if (row["kernel"], row["change"]) == (kernel, change)
-    )
+    wanted = (kernel, change)
+    return next(row for row in lowered()["rows"] if (row["kernel"], row["change"]) == wanted)
 
 
 def tiles(row: dict) -> dict[str, int]:
-    """Bytes of each shared tile of a variant, by name, from where they begin; of tiles at the same
-    place the first."""
-    G, BS, sizes = EXAMPLE["G"], EXAMPLE["BS"], {}
-    starts = sorted(set(row["shared"].values()))
-    # one copy of the last tile
-    last = 2 * G * BS if "acc_s_cast" in row["shared"] else 2 * BS * EXAMPLE["D"]
-    for start, end in zip(starts, [*starts[1:], starts[-1] + last], strict=True):
-        sizes[
-            next(
-                name for name in sorted(row["shared"], reverse=True) if row["shared"][name] == start
-            )
-        ] = end - start
-    return sizes
+    """Bytes of each shared tile of a variant, by name, from where they begin; where two tiles share
+    a place, of one of them."""
+    G, D, BS = EXAMPLE["G"], EXAMPLE["D"], EXAMPLE["BS"]
+    last = 2 * G * BS if "acc_s_cast" in row["shared"] else 2 * BS * D  # bytes of the last tile
+    names = {start: name for name, start in sorted(row["shared"].items())}
+    starts = sorted(names)
+    ends = [*starts[1:], starts[-1] + last]
+    return {names[start]: end - start for start, end in zip(starts, ends, strict=True)}
+
+
+# of an H100 or H200; what each program costs on top (CUDA programming guide)
+SM_BYTES, PROGRAM_BYTES = 228 * 1024, 1024
 
 
 def draw_shared() -> Picture:
@@ -190,21 +169,20 @@ def draw_shared() -> Picture:
     ]
     colours = {"Q_shared": "query", "K_shared": "key", "V_shared": "value", "acc_s_cast": "faint"}
     figure, axes = new_figure(8.0, 2.7)
-    axis, counts = axes[0, 0], []
-    for y, (_, row) in enumerate(chosen):
+    axis, counts, labels = axes[0, 0], [], []
+    for y, (variant, row) in enumerate(chosen):
         sizes = tiles(row)
-        counts.append(SM_BYTES // (sum(sizes.values()) + PROGRAM_BYTES))
+        each = sum(sizes.values()) + PROGRAM_BYTES
+        counts.append(SM_BYTES // each)
+        labels.append(f"{variant}\n{sum(sizes.values()) // 1024} KiB a program")
         axis.barh(y, SM_BYTES / 1024, height=0.7, color=PALETTE["masked"], alpha=0.35)
         for program in range(counts[-1]):
-            left = program * (sum(sizes.values()) + PROGRAM_BYTES) / 1024
+            left = program * each / 1024
             for name, size in sizes.items():
                 axis.barh(y, size / 1024, left=left, height=0.7, color=PALETTE[colours[name]])
                 left += size / 1024
             axis.barh(y, PROGRAM_BYTES / 1024, left=left, height=0.7, color=PALETTE["text"])
-    axis.set_yticks(
-        range(len(chosen)),
-        [f"{name}\n{sum(tiles(row).values()) // 1024} KiB a program" for name, row in chosen],
-    )
+    axis.set_yticks(range(len(chosen)), labels)
     axis.invert_yaxis()
     axis.set_xlim(0, SM_BYTES / 1024)
     axis.set_xlabel("shared memory of one multiprocessor, KiB", fontsize=9)
@@ -213,23 +191,13 @@ def draw_shared() -> Picture:
         Patch(color=PALETTE["text"], label="reserved"),
         Patch(color=PALETTE["masked"], alpha=0.35, label="unused"),
     ]
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=6,
-        fontsize=8.5,
-        frameon=False,
-        handlelength=1.0,
-    )
+    look = {"ncols": 6, "fontsize": 8.5, "frameon": False, "handlelength": 1.0}
+    figure.legend(handles=handles, loc="outside lower center", **look)
     return Picture(
         figure,
         f"An SM holds {counts[0]} programs of our kernel; of the first draft {counts[1]} with 1 "
         f"stage, {counts[2]} with 2",
     )
-
-
-# of an H100 or H200; what each program costs on top (CUDA programming guide)
-SM_BYTES, PROGRAM_BYTES = 228 * 1024, 1024
 
 
 def draw_fragment(thread: int = 5) -> Picture:
@@ -241,15 +209,8 @@ def draw_fragment(thread: int = 5) -> Picture:
     picture = np.where(mine, 1.0, np.where(neighbours, 0.35, 0.06))
     axis.imshow(picture, cmap=shades("selected"), vmin=0, vmax=1, aspect="equal")
     for i, j in np.ndindex(owner.shape):
-        axis.text(
-            j,
-            i,
-            owner[i, j],
-            ha="center",
-            va="center",
-            fontsize=8,
-            color=SURFACE if mine[i, j] else PALETTE["text"],
-        )
+        colour = SURFACE if mine[i, j] else PALETTE["text"]
+        axis.text(j, i, owner[i, j], ha="center", va="center", fontsize=8, color=colour)
     axis.vlines(np.arange(17) - 0.5, -0.5, 15.5, color=SURFACE, linewidth=1)
     axis.hlines(np.arange(17) - 0.5, -0.5, 15.5, color=SURFACE, linewidth=1)
     axis.spines[:].set_visible(False)
@@ -281,24 +242,16 @@ def times(
 ) -> dict[str, dict]:
     """The rows of one shape by what was changed; `"ours"` is the kernel as it is, and dense
     attention goes by its own names."""
-    rows = [
-        r
-        for r in measured(path)["rows"]
-        if (r["tokens"], r["group"], r["width"]) == (tokens, group, width)
-    ]
+    shape = (tokens, group, width)
+    rows = [r for r in measured(path)["rows"] if (r["tokens"], r["group"], r["width"]) == shape]
     return {r["change"] or ("ours" if r["kernel"] == "tilelang" else r["kernel"]): r for r in rows}
 
 
 def same_kernel() -> list[float]:
     """Milliseconds of our kernel at the shape of the pictures, each time that it was measured: one
-    CUDA text, four times."""
+    CUDA text, three times."""
     found = times()
-    return [
-        found["ours"]["ms"],
-        found["32 threads"]["ms"],
-        found["TMA off"]["ms"],
-        times(path=GROUPS)["ours"]["ms"],
-    ]
+    return [found[name]["ms"] for name in ("ours", "32 threads", "TMA off")]
 
 
 def ratios(change: str) -> list[float]:
@@ -311,9 +264,8 @@ def ratios(change: str) -> list[float]:
 CHAIN = {
     "first draft, mended, 2 stages": "first draft, 2 stages",
     "first draft, mended, 1 stage": "1 stage: more programs at a time",
-    "values through registers": "a mask for the branch: keys by cp.async,\nweights stay in "
-    "registers",
-    "ours": "values by index: by cp.async, too",
+    "values through registers": "no branch: keys by cp.async,\nweights stay in registers",
+    "ours": "values through a view: by cp.async, too",
 }
 
 
@@ -329,35 +281,21 @@ def draw_chain() -> Picture:
     ms = [found[change]["ms"] for change in CHAIN]
     figure, axes = new_figure(8.0, 2.9)
     axis = axes[0, 0]
-    axis.barh(
-        range(len(ms)),
-        ms,
-        height=0.62,
-        color=[PALETTE["masked"]] * (len(ms) - 1) + [PALETTE["selected"]],
-    )
+    colours = [PALETTE["masked"]] * (len(ms) - 1) + [PALETTE["selected"]]
+    axis.barh(range(len(ms)), ms, height=0.62, color=colours)
     for y, value in enumerate(ms):
         axis.text(value + 0.3, y, f"{value:.1f} ms", va="center", fontsize=9)
     axis.axvline(limit, color=PALETTE["query"], linewidth=1.2, linestyle="--")
     told = f"loads and products alone: {limit:.1f} ms"
-    axis.text(
-        limit - 0.2,
-        len(ms) - 0.45,
-        told,
-        color=PALETTE["query"],
-        fontsize=8.5,
-        ha="right",
-        va="top",
-    )
+    look = {"fontsize": 8.5, "ha": "right", "va": "top"}
+    axis.text(limit - 0.2, len(ms) - 0.45, told, color=PALETTE["query"], **look)
     axis.set_yticks(range(len(ms)), list(CHAIN.values()), fontsize=8.5)
     axis.set_ylim(len(ms) - 0.1, -0.6)
     axis.set_xlim(0, max(ms) * 1.14)
     shape = "65,536 tokens, 4 KV heads, groups of 16, width 128, 16 blocks of 64 tokens, fp16"
     axis.set_xlabel(f"milliseconds; {shape}", fontsize=8.5, loc="right")
-    return Picture(
-        figure,
-        f"The same answer in {ms[0]:.1f} ms and in {ms[-1]:.1f} ms: {ms[0] / ms[-1]:.1f} times "
-        "as fast",
-    )
+    faster = f"{ms[0] / ms[-1]:.1f} times as fast"
+    return Picture(figure, f"The same answer in {ms[0]:.1f} ms and in {ms[-1]:.1f} ms: {faster}")
 
 
 UNDONE = {
@@ -384,31 +322,22 @@ def draw_undone() -> Picture:
         axis.text(value + 0.3, y, f"{value:.1f} ms", va="center", fontsize=9)
     axis.axvspan(min(same), max(same), color=PALETTE["selected"], alpha=0.3, linewidth=0)
     told = f"as it is, measured {len(same)} times: {min(same):.1f} to {max(same):.1f} ms"
-    axis.text(
-        max(same) + 0.3,
-        -0.62,
-        told,
-        color=PALETTE["selected"],
-        fontsize=8.5,
-        ha="left",
-        va="bottom",
-    )
+    look = {"fontsize": 8.5, "ha": "left", "va": "bottom"}
+    axis.text(max(same) + 0.3, -0.62, told, color=PALETTE["selected"], **look)
     axis.set_yticks(range(len(ms)), list(ms), fontsize=9)
     axis.set_ylim(len(ms) - 0.5, -1.1)
     axis.set_xlim(0, max(ms.values()) * 1.14)
     axis.set_xlabel("milliseconds, the same shape", fontsize=9)
     worst = max(ms, key=ms.get)
-    return Picture(
-        figure, f"One decision undone at a time: with {worst}, {ms[worst] / ours:.1f} times as long"
-    )
+    longest = f"with {worst}, {ms[worst] / ours:.1f} times as long"
+    return Picture(figure, f"One decision undone at a time: {longest}")
 
 
 # -- one program, block by block --
 
 N, BS, S = 96, 16, 4
-SIGNED = LinearSegmentedColormap.from_list(
-    "signed", [PALETTE["query"], SURFACE, PALETTE["selected"]]
-)
+COLOURS = (PALETTE["query"], SURFACE, PALETTE["selected"])  # negative, 0, positive
+SIGNED = LinearSegmentedColormap.from_list("signed", COLOURS)
 
 
 @dataclass(frozen=True)
@@ -488,13 +417,12 @@ def moment(token: int, head: int, slot: int) -> Moment:
     mine, scale = held(stepper(), token, head, slot), example().scale
     softmax = "online softmax"
     return Moment(
-        int(mine(softmax, "block_id")), mine("mask", "is_seen"), mine("mask", "k_tile"),
-        mine("accumulate", "v_tile"),
+        int(mine(softmax, "block_id")), mine("mask", "is_seen"),
+        mine("mask", "k_tile"), mine("accumulate", "v_tile"),
         mine("mask", "acc_s") * scale, mine(softmax, "acc_s"),
-        mine(softmax, "scores_max_prev") * scale,
-        mine(softmax, "scores_max") * scale, mine(softmax, "scores_scale"),
-        mine("accumulate", "running_sum"),
-        mine("accumulate", "acc_o"),
+        mine(softmax, "scores_max_prev") * scale, mine(softmax, "scores_max") * scale,
+        mine(softmax, "scores_scale"),
+        mine("accumulate", "running_sum"), mine("accumulate", "acc_o"),
     )  # fmt: skip
 
 
@@ -519,18 +447,10 @@ def _show(
 ) -> None:
     if signed:
         top = largest or float(np.abs(values).max()) or 1.0
-        axis.imshow(
-            values, cmap=SIGNED, vmin=-top, vmax=top, aspect="auto", interpolation="nearest"
-        )
+        look = {"cmap": SIGNED, "vmin": -top, "vmax": top}
     else:
-        axis.imshow(
-            values,
-            cmap=shades("selected"),
-            vmin=0,
-            vmax=largest or 1.0,
-            aspect="auto",
-            interpolation="nearest",
-        )
+        look = {"cmap": shades("selected"), "vmin": 0, "vmax": largest or 1.0}
+    axis.imshow(values, aspect="auto", interpolation="nearest", **look)
     axis.set_title(title, fontsize=9, loc="left", pad=3)
     axis.tick_params(length=0, labelsize=7)
     axis.set_xticks([])
@@ -542,52 +462,31 @@ def draw_step(token: int = 77, head: int = 0, slot: int = 0) -> Picture:
     """What one program holds at the end of one slot: tiles, scores, weights, statistics,
     accumulator."""
     m, e = moment(token, head, slot), example()
-    G, D, DV = len(m.running_sum), m.k_tile.shape[1], m.v_tile.shape[1]
+    G, DV = len(m.running_sum), m.v_tile.shape[1]
     figure, axes = new_figure(8.6, 5.0, columns=2, rows=3, height_ratios=(20, 8, 8))
     figure.set_layout_engine(None)
     figure.subplots_adjust(left=0.075, right=0.985, top=0.87, bottom=0.075, hspace=0.5, wspace=0.14)
     (k_axis, v_axis), (s_axis, w_axis), (o_axis, table) = axes
-    seen = m.is_seen.any()
-    letters = [
-        letter(e.text[m.block_id * BS + j]) if seen and m.block_id * BS + j < len(e.text) else ""
-        for j in range(BS)
-    ]
-    first = int(m.is_seen.sum())  # what is hidden lies behind what is seen
-    start = m.block_id * BS  # T.copy brings the whole block, hidden keys too
-    k_tile = e.k[0, start : start + BS, head].numpy() if seen else m.k_tile
-    for axis, tile, name, width in (
-        (k_axis, k_tile, "K_shared", D),
-        (v_axis, m.v_tile, "V_shared", DV),
-    ):
-        loaded = seen and axis is k_axis
-        told = ", dotted: loaded, not seen" if loaded and first < BS else ""
-        _show(axis, tile, f"{name}  [{BS} keys, {width} channels]{told}")
-        look = {"fill": False, "edgecolor": PALETTE["text"], "linestyle": ":", "linewidth": 1.4}
-        look = look if loaded else {"color": PALETTE["masked"], "linewidth": 0}
-        if first < BS:
-            place = (-0.5, first - 0.5)
-            axis.add_patch(Rectangle(place, width, BS - first, clip_on=False, **look))
+    start, seen = m.block_id * BS, int(m.is_seen.sum())  # what is hidden lies behind what is seen
+    signs = [letter(byte) for byte in e.text[start : start + BS]] if seen else []
+    for axis, tile, name in ((k_axis, m.k_tile, "K_shared"), (v_axis, m.v_tile, "V_shared")):
+        width = tile.shape[1]
+        _show(axis, tile, f"{name}  [{BS} keys, {width} channels]")
+        if seen < BS:
+            place, look = (-0.5, seen - 0.5), {"color": PALETTE["masked"], "linewidth": 0}
+            axis.add_patch(Rectangle(place, width, BS - seen, **look))
     if seen:
-        k_axis.set_ylabel(f"keys {m.block_id * BS} to {m.block_id * BS + BS - 1}", fontsize=8)
+        k_axis.set_ylabel(f"keys {start} to {start + BS - 1}", fontsize=8)
     scores = np.where(np.isfinite(m.scores), m.scores, 0)
     largest = float(np.abs(scores).max()) or 1.0
     _show(s_axis, scores, f"acc_s: scores, −{largest:.1f} to {largest:.1f} nats", largest=largest)
     _show(w_axis, m.weights, "acc_s: weights, 0 to 1", signed=False)
+    look = {"fontsize": 8, "family": "monospace", "ha": "center", "va": "center"}
     for axis in (s_axis, w_axis):
-        axis.add_patch(
-            Rectangle((first - 0.5, -0.5), BS - first, G, color=PALETTE["masked"], linewidth=0)
-        )
-        for j, sign in enumerate(letters):
-            axis.text(
-                j,
-                G - 0.1,
-                sign,
-                fontsize=8,
-                family="monospace",
-                ha="center",
-                va="center",
-                color=PALETTE["text"],
-            )
+        hidden = Rectangle((seen - 0.5, -0.5), BS - seen, G, color=PALETTE["masked"], linewidth=0)
+        axis.add_patch(hidden)
+        for j, sign in enumerate(signs):
+            axis.text(j, G - 0.1, sign, color=PALETTE["text"], **look)
     _show(o_axis, m.acc_o, f"acc_o  [{G} heads, {DV} channels], not yet divided")
     for axis in (s_axis, o_axis):
         axis.set_yticks(range(G), [f"head {head * G + g}" for g in range(G)])
@@ -599,12 +498,9 @@ def _finding(m: Moment, token: int, head: int, slot: int) -> str:
     start = f"token {token}, KV head {head}, slot {slot}: "
     if not m.is_seen.any():
         return f"{start}empty; nothing is loaded, nothing changes"
-    past = float((m.scores_scale).mean())
-    told = (
-        "there is no past to rescale"
-        if past == 0
-        else f"the past is multiplied by {past:.2f} on average"
-    )
+    told, past = "there is no past to rescale", float(m.scores_scale.mean())
+    if past:
+        told = f"the past is multiplied by {past:.2f} on average"
     return f"{start}block {m.block_id}, {int(m.is_seen.sum())} of {BS} keys seen, {told}"
 
 
@@ -616,34 +512,21 @@ def letter(byte: int) -> str:
 def _table(axis: Axes, m: Moment, head: int) -> None:
     axis.axis("off")
     axis.set_title("per head, before → after this block", fontsize=9, loc="left", pad=3)
-    columns = (0.0, 0.17, 0.55, 0.80)
-    for x, name in zip(
-        columns, ("head", "scores_max, nats", "scores_scale", "running_sum"), strict=True
-    ):
-        axis.text(
-            x, 0.92, name, fontsize=8, color=PALETTE["faint"], va="center", transform=axis.transAxes
-        )
-    G = len(m.running_sum)
-    values = (
-        (f"{head * G + g}" for g in range(G)),
-        (
-            f"{_nats(before)} → {_nats(after)}"
-            for before, after in zip(m.scores_max_prev, m.scores_max, strict=True)
-        ),
+    at = {"va": "center", "transform": axis.transAxes}
+    places = (0.0, 0.17, 0.55, 0.80)
+    names = ("head", "scores_max, nats", "scores_scale", "running_sum")
+    for x, name in zip(places, names, strict=True):
+        axis.text(x, 0.92, name, fontsize=8, color=PALETTE["faint"], **at)
+    maxima = zip(m.scores_max_prev, m.scores_max, strict=True)
+    columns = (
+        (f"{head * len(m.running_sum) + g}" for g in range(len(m.running_sum))),
+        (f"{_nats(before)} → {_nats(after)}" for before, after in maxima),
         (f"{x:.3f}" for x in m.scores_scale),
         (f"{x:.3f}" for x in m.running_sum),
     )
-    for x, column in zip(columns, values, strict=True):
-        axis.text(
-            x,
-            0.80,
-            "\n".join(column),
-            fontsize=8.5,
-            va="top",
-            transform=axis.transAxes,
-            family="monospace",
-            linespacing=1.25,
-        )
+    at |= {"va": "top", "family": "monospace", "linespacing": 1.25}
+    for x, column in zip(places, columns, strict=True):
+        axis.text(x, 0.80, "\n".join(column), fontsize=8.5, **at)
 
 
 def _nats(x: float) -> str:
