@@ -1,10 +1,11 @@
-"""The operators as PyTorch knows them: `torch.ops.nsa_tutorial.*`, each with a fake kernel and a
-gradient, so that `torch.compile`, meta tensors and checkpoints take them like PyTorch's own.
+"""The operators as PyTorch knows them: `torch.ops.nsa_tutorial.*`. Each has a fake kernel, which
+returns shapes and computes nothing, and those that attend have a gradient. So `torch.compile`, meta
+tensors and checkpoints take them like PyTorch's own.
 
-An operator here has checked arguments (`ops` checks them), flat ones, and the name of the backend
-that runs it. Its implementation locates the query rows, brings lists into one form, and calls the
-backend's function from `BACKENDS`, which is imported when it is first needed. The offsets of packed
-sequences are the one argument that is checked here, because only a running operator can read them.
+An operator here takes checked, flat arguments (`ops` checks them) and the backend's name. Its
+implementation locates the query rows, brings lists into one form, and calls the backend's function
+from `BACKENDS`, which is imported when it is first needed. The offsets of packed sequences are the
+one argument that is checked here, because only a running operator can read them.
 
 Every backend's forward shares one backward, `training.gradients`, in PyTorch: it needs `o` and
 `lse` of the forward and nothing else.
@@ -59,7 +60,7 @@ CHAPTER_OF = {
 
 def choose(operator: str, backend: str, q: Tensor) -> str:
     """Name the backend that runs `operator` on tensors like `q`: `auto` takes Triton for CUDA
-    tensors where it has a kernel, and the reference otherwise.
+    tensors where it has a kernel for their dtype, and the reference otherwise.
 
     Raises:
         NotImplementedError: naming the chapter with which the backend comes.
@@ -83,7 +84,7 @@ def choose(operator: str, backend: str, q: Tensor) -> str:
 
 
 def nearest(operator: str, backend: str, q: Tensor) -> str:
-    """`choose`, with the reference in place of a backend that the course has not written yet."""
+    """`choose`, with `auto` in place of a backend that the course has not written yet."""
     return choose(operator, backend if backend in BACKENDS[operator] else "auto", q)
 
 
@@ -117,8 +118,8 @@ def _lists(
 
 
 def _at_most_one_block(block_size: int, M: int) -> int:
-    """`block_size`, or where all `M` keys lie in block 0 anyway the least power of two that holds
-    them: few sizes, few kernels."""
+    """`block_size`; where all `M` keys lie in block 0 anyway, the least power of two that holds
+    them, 16 at least: few sizes, few kernels."""
     return min(block_size, max(16, 1 << max(M - 1, 0).bit_length()))
 
 
@@ -341,20 +342,20 @@ def _(cu_seqlens, N):
     return cu_seqlens.new_empty(N, dtype=torch.int32)
 
 
-# -- gradients and fake kernels of the four that attend --
+# -- the four that attend: their gradients, and fake kernels --
 
 
 def _differentiable(operator, backward, num_tensors: int) -> None:
-    """Give `operator(q, k, v, *lists, *options)` its fake kernel and `backward`; `num_tensors` are
-    the tensors among its arguments."""
+    """Make `backward` the gradient of `operator(q, k, v, *lists, *options)`, and give it a fake
+    kernel. The first `num_tensors` arguments are tensors or None."""
 
     def save(ctx, inputs, output) -> None:
         ctx.save_for_backward(*output, *inputs[:num_tensors])
         ctx.options = inputs[num_tensors:]
 
     def run(ctx, d_o: Tensor, d_lse: Tensor) -> tuple:
-        gradients = backward(d_o, d_lse, *ctx.saved_tensors, *ctx.options)
-        return *gradients, *[None] * (num_tensors - 3 + len(ctx.options))
+        of_qkv = backward(d_o, d_lse, *ctx.saved_tensors, *ctx.options)
+        return *of_qkv, *[None] * (num_tensors - 3 + len(ctx.options))
 
     def fake_backward(d_o, d_lse, o, lse, q, k, v, *_):
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -400,7 +401,8 @@ def native_sparse_attention(
     scale: float, backend: str,
 ) -> Tensor:  # fmt: skip
     """`ops.native_sparse_attention` over the keys and values of each branch, `compressed` being
-    summaries. An empty `window` has those of `selected`; `backend` may be `auto`."""
+    summaries. Where `window` is empty, the keys and values of `selected` serve both. Without
+    `g_cmp` there are lists (`ops` sees to it); `backend` may be `auto`."""
     attending = choose("selected_attention", backend, q)
     o_cmp = o_slc = o_swa = None
 

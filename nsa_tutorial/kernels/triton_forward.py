@@ -95,6 +95,7 @@ def kernel(
     for step in range(num_slots * PARTS):
         # -- guard --
         slot, part_start = step // PARTS, step % PARTS * BT
+        # a row of a window reads no list: its blocks are 0, 1, 2, …
         block_id = tl.load(block_list + slot, mask=has_list, other=slot)
         is_visible = (block_id >= 0) & (block_id < num_blocks)
         start = tl.where(is_visible, block_id, 0) * BS + part_start

@@ -40,7 +40,7 @@ def selection_and_window(
     block_size: int, window_size: int, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Both over the same keys and values, in one launch: `o [2, B, N, HQ, DV]` and
-    `lse [2, B, N, HQ]`, of the lists, then of the windows. `rows` are causal."""
+    `lse [2, B, N, HQ]`, of the lists, then of the windows. `rows` are from `query_rows`, causal."""
     sizes = {"block_size": block_size, "scale": scale, "window_size": window_size}
     return launch(q, k, v, ids, rows, **sizes)
 

@@ -4,14 +4,14 @@ A forward keeps `o` and `lse`; nothing of the scores is stored. The backward com
 and repeats five lines, in a tile of queries under a mask (`of_tiles`) or slot by slot of a list
 (`of_lists`):
 
-    p  = exp(s - lse)                the weights, from the log-sum-exp of the forward
-    dv = pᵀ @ d_o
-    dp = d_o @ vᵀ
-    ds = p * (dp - delta)            with delta = sum(d_o * o) - d_lse, a number per query and head
-    dq = scale * ds @ k,  dk = scale * dsᵀ @ q
+    p   = exp(s - lse)               the weights, from the scaled scores and their log-sum-exp
+    d_v = pᵀ @ d_o
+    d_p = d_o @ vᵀ
+    d_s = p * (d_p - delta)          with delta = sum(d_o * o) - d_lse, one per query and head
+    d_q = scale * d_s @ k,  d_k = scale * d_sᵀ @ q
 
-A number that is not finite reaches no gradient of what its row does not see, and a row whose own
-gradient is 0 adds nothing, whatever stands in it.
+NaN and infinity in what a row does not see never reach its gradients. A row that no loss depends on
+adds nothing, whatever stands in it.
 
 It is plain PyTorch, without a kernel, and does not validate (`ops` does). A second derivative does
 not exist.
@@ -30,13 +30,14 @@ from nsa_tutorial.sparse.query_tiles import View, finite
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-ROWS = 2**26  # numbers that the gathered keys of one slot may have: 256 MiB in fp32
+GATHERED = 2**26  # numbers that the gathered keys of one slot may have: 256 MiB in fp32
 
 
 def delta(d_o: Tensor, d_lse: Tensor, o: Tensor, dtype: torch.dtype) -> Tensor:
     """`sum(d_o * o) - d_lse`, `[B, N, HQ]`: what each score's gradient is measured from.
 
-    It stands in for a row of `p * dp`, since `sum(p * dp) = sum(p * (d_o @ vᵀ)) = sum(d_o * o)`.
+    It stands in for the sum over a row: `sum(p * d_p) = sum(p * (d_o @ vᵀ)) = sum(d_o * o)`. A
+    gradient of `lse` adds `p * d_lse` to `d_s`.
     """
     return (d_o.to(dtype) * o.to(dtype)).sum(-1) - d_lse.to(dtype)
 
@@ -98,7 +99,7 @@ def of_lists(
     ids: Tensor, rows: QueryRows, *, block_size: int, scale: float,
 ) -> Gradients:  # fmt: skip
     """The backward of `selected_attention.forward`: its arguments, `o` and `lse`, and their
-    gradients, as in `of_tiles`. Phases and names are those of the forward."""
+    gradients, as in `of_tiles`. Names are those of the forward."""
     (B, N, HQ, D), (M, H, DV), BS = q.shape, v.shape[1:], block_size
     R, G, S, dtype = B * N, HQ // H, ids.shape[-1], torch.promote_types(q.dtype, torch.float32)
     k_rows, v_rows = k.reshape(-1, D), v.reshape(-1, DV)  # [B * M * H, …]
@@ -109,10 +110,10 @@ def of_lists(
     lse = lse.reshape(R, H, G).to(dtype)
     head = torch.arange(H, device=q.device)[:, None]  # [H, 1]
 
-    for part in query_tiles.tiles(R, max(1, ROWS // (H * BS * max(D, DV)))):
+    for part in query_tiles.tiles(R, max(1, GATHERED // (H * BS * max(D, DV)))):
         # -- load the query group --
         q_tile = q.reshape(R, H, G, D)[part].to(dtype)  # [T, H, G, D]
-        q_asked = q_tile.masked_fill(~asked[part], 0)
+        q_asked = q_tile.masked_fill(~asked[part], 0)  # 0 * NaN would be NaN
         do_tile = d_o.reshape(R, H, G, DV)[part].to(dtype)  # [T, H, G, DV]
         first_key, num_visible = rows.first_key[part, None], rows.num_visible[part, None]  # [T, 1]
 
