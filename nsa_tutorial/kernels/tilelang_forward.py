@@ -26,8 +26,7 @@ from nsa_tutorial.sparse.selected_attention import QueryRows
 
 PASS_CONFIGS = {
     tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
-    # a program is one warp, too small to split into warps that load and warps that compute; and the
-    # results would be wrong
+    # a program is one warp: nothing to split into warps that load and warps that compute
     tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True,
 }
 
@@ -112,8 +111,9 @@ def build_kernel(
 
             for slot in T.Pipelined(num_blocks if is_window else S, num_stages=num_stages):
                 # -- guard --
-                # an empty slot is the block before the first or behind the last; clamped where it
-                # is loaded, or every address would hold the clamp (and no id may overflow below)
+                # An empty slot is the block before the first or behind the last: nothing is read
+                # there, and no product below overflows. (Clamped in a second line, every address
+                # would hold the clamp.)
                 block_id = (
                     slot if is_window else T.clamp(BlockIndices[row, head, slot], -1, num_blocks)
                 )
@@ -123,7 +123,7 @@ def build_kernel(
                 num_seen = T.min(BS, num_visible - block_start)
 
                 # -- load the keys --
-                T.copy(K_seen[block_start : block_start + BT, head, 0:DT], K_shared)
+                T.copy(K_seen[block_start : block_start + BT, head, 0:DT], K_shared)  # [BT, DT]
 
                 # -- scores --
                 T.clear(acc_s)
