@@ -5,8 +5,8 @@ included, fewer at the start of a sequence. (To the letter, the paper's range of
 where it counts them, in section 5.2, they are `w`.)
 
 It does not validate (`ops` does). In `forward`, a tile of `T` queries reads `T + w - 1` keys, and
-no more scores than `T * (T + w - 1)` exist per head. `as_selection` is the kernels' way: a window
-is a list of blocks too, if blocks are counted from its first key.
+no more scores than `T * (T + w - 1)` exist per head. `as_selection` says what the kernels do: a
+window is a list of blocks too, if blocks are counted from its first key.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def view_of_windows(rows: QueryRows, *, N: int, M: int, window_size: int) -> Vie
 
 
 def as_selection(rows: QueryRows, *, window_size: int, block_size: int) -> tuple[Tensor, QueryRows]:
-    """The window as a selection, for the kernels of selected attention.
+    """The window as a selection, as the kernels of selected attention walk it.
 
     Each row's keys are made to begin with its window, so that it sees all of them, and its list is
     0, 1, 2, …: no block is aligned to anything, none needs a lower bound, and one list serves all

@@ -264,7 +264,10 @@ def test_nothing_leaks_from_the_future(N: int) -> None:
         [(1, later), (2, later)],
         slice(0, 21),
     )
-    whole = lambda q, k, v: attend(shape, q, *(ops.compress(x, length=7, stride=3) for x in (k, v)))  # noqa: E731
+
+    def whole(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return attend(shape, q, *(ops.compress(x, length=7, stride=3) for x in (k, v)))
+
     later = slice(21, None)
     assert_blind_to(whole, list(shape.make()), [(0, later), (1, later), (2, later)], slice(0, 21))
 

@@ -766,8 +766,10 @@ def file_name(settings: Settings, show: str = "all branches") -> str:
     """A name for the picture of these settings, different for different ones."""
     data = {SYNTHETIC: "synthetic", REAL: "heads"}[settings.data] + str(settings.group)
     parts = (
-        f"mask_{data}_N{settings.N}_block{settings.block_size}_top{settings.top_n}_first{settings.num_initial}",
-        f"local{settings.num_local}_window{settings.window}_summary{settings.length}by{settings.stride}_query{settings.query}",
+        f"mask_{data}_N{settings.N}_block{settings.block_size}_top{settings.top_n}"
+        f"_first{settings.num_initial}",
+        f"local{settings.num_local}_window{settings.window}"
+        f"_summary{settings.length}by{settings.stride}_query{settings.query}",
     )
     return (
         "_".join(parts) + ("" if show == "all branches" else f"_{show.replace(' ', '-')}") + ".png"
