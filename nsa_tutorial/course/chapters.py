@@ -1,7 +1,17 @@
-"""The chapters, once: what the map draws, what README.md lists and the tests compare."""
+"""The chapters, once: what the map draws, what README.md lists and the tests compare.
+
+Every chapter ends with one line that leads to its neighbours. After adding or renaming a chapter:
+
+    python -m nsa_tutorial.course.chapters            write these lines
+    python -m nsa_tutorial.course.chapters --check    only say which of them are not right
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +45,18 @@ class Chapter:
         """Whether the notebook is there."""
         return (NOTEBOOKS / self.file).exists()
 
+    @property
+    def title(self) -> str:
+        """The title in the notebook's first line, up to a colon: "Online softmax". Before there is
+        a notebook, the name."""
+        if self.is_ready:
+            notebook = json.loads((NOTEBOOKS / self.file).read_text(encoding="utf-8"))
+            first = "".join(notebook["cells"][0]["source"])
+            found = re.match(r"# \d\d · ([^:\n]+)", first)
+            if found:
+                return found.group(1).strip()
+        return self.name.replace("_", " ").capitalize()
+
 
 CHAPTERS = tuple(
     Chapter(number, name, part, idea)
@@ -62,3 +84,61 @@ CHAPTERS = tuple(
         ]
     )
 )
+
+
+_NEIGHBOURS = re.compile(r"\n+(?:← )?[^\n]*\[Map\]\(00_start_here\.ipynb\)[^\n]*\s*$")
+
+
+def neighbours(chapter: Chapter) -> str:
+    """The last line of a chapter: the one before it, the map of chapter 00, the one after it."""
+    parts = []
+    if chapter.number > 0:
+        before = CHAPTERS[chapter.number - 1]
+        parts.append(f"← [{before.title}]({before.file})")
+    parts.append(f"[Map]({CHAPTERS[0].file})")
+    if chapter.number + 1 < len(CHAPTERS):
+        after = CHAPTERS[chapter.number + 1]
+        ready, coming = f"[{after.title}]({after.file}) →", f"{after.title} (in preparation)"
+        parts.append(ready if after.is_ready else coming)
+    return " · ".join(parts)
+
+
+def link_neighbours(chapter: Chapter, *, write: bool = True) -> bool:
+    """End a chapter with the line that `neighbours` gives; True if another one, or none, was
+    there.
+
+    Args:
+        chapter: one whose notebook exists; its last cell is the section `## Next`.
+        write: False only looks.
+    """
+    path = NOTEBOOKS / chapter.file
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    last = notebook["cells"][-1]
+    source = "".join(last["source"])
+    wanted = f"{_NEIGHBOURS.sub('', source).rstrip()}\n\n{neighbours(chapter)}"
+    if source == wanted:
+        return False
+    if write:
+        last["source"] = wanted.splitlines(keepends=True)
+        text = json.dumps(notebook, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+        path.write_text(text, encoding="utf-8")
+    return True
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m nsa_tutorial.course.chapters",
+        description="End every chapter with a line that leads to its neighbours.",
+    )
+    parser.add_argument("--check", action="store_true", help="only say what is not right")
+    check = parser.parse_args(arguments).check
+    ready = [c for c in CHAPTERS if c.is_ready]
+    wrong = [c for c in ready if link_neighbours(c, write=not check)]
+    for chapter in wrong:
+        print(f"{chapter.file}: {'its last line is not right' if check else 'written'}")
+    return int(check and bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
