@@ -9,156 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 import shutil
-import socket
-import subprocess
-import sys
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import ipywidgets
 import pytest
+from lab import CHROMIUM, Lab
 
 from nsa_tutorial.course.widgets import Panel
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-
 exhaustive = pytest.mark.exhaustive  # make test runs a chapter's cells once, and one chapter's here
-
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
-FLAGS = [
-    f"--{flag}"
-    for flag in (
-        "no-sandbox", "disable-gpu", "disable-quic", "no-first-run",
-            "disable-background-networking",
-        "disable-component-update", "disable-sync",
-    )
-]  # fmt: skip
-
-
-class Lab:
-    """A JupyterLab server on a copy of the notebooks, and a browser that looks at it."""
-
-    def __init__(self, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        root = ["--allow-root"] if os.getuid() == 0 else []
-        options = [
-            "--no-browser",
-            f"--port={port}",
-            "--IdentityProvider.token=t",
-            f"--ServerApp.root_dir={folder}",
-            *root,
-        ]
-        variables = {
-            **os.environ,
-            "JUPYTER_CONFIG_DIR": str(folder / ".config"),
-            "JUPYTERLAB_SETTINGS_DIR": str(folder / ".settings"),
-        }
-        settings = folder / ".settings" / "@jupyterlab" / "apputils-extension"
-        settings.mkdir(parents=True)
-        # no question over the pictures
-        (settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
-        self.folder, self.log = folder, (folder / "lab.log").open("w")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "jupyterlab", *options],
-            stdout=self.log,
-            stderr=self.log,
-            env=variables,
-            cwd=folder,
-        )
-        self.wait(lambda: self.api("status") is not None, "the server to answer")
-        self.driver = playwright.sync_playwright().start()
-        self.browser = self.driver.chromium.launch_persistent_context(
-            str(folder / ".profile"),
-            executable_path=CHROMIUM,
-            headless=True,
-            args=FLAGS,
-            viewport={"width": 1400, "height": 1000},
-        )
-
-    def api(self, path: str) -> object:
-        try:
-            with urllib.request.urlopen(f"{self.url}/api/{path}?token=t", timeout=5) as answer:
-                return json.load(answer)
-        except OSError:
-            return None
-
-    def wait(self, condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, f"waited {seconds} s for {what}"
-            time.sleep(0.3)
-
-    def kernel(self, notebook: str) -> dict:
-        sessions = [s for s in self.api("sessions") or [] if s["path"] == notebook]
-        return sessions[0]["kernel"] if sessions else {}
-
-    def is_idle(self, notebook: str) -> bool:
-        kernel = self.kernel(notebook)
-        return kernel.get("execution_state") == "idle" and kernel.get("connections", 0) >= 1
-
-    def run_all(self, notebook: str):
-        """Open a notebook, run all its cells, wait for the last; returns the page."""
-        page = self.browser.new_page()
-        page.goto(f"{self.url}/lab/tree/{notebook}?token=t&reset")
-        page.wait_for_selector(".jp-Notebook", timeout=60_000)
-        self.wait(lambda: self.is_idle(notebook), "the kernel to connect")
-        for _ in range(5):  # JupyterLab drops the command when it comes too early
-            page.get_by_role("menuitem", name="Run", exact=True).click()
-            page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-            time.sleep(1.5)
-            if (
-                self.kernel(notebook)["execution_state"] != "idle"
-                or page.locator(".jp-InputPrompt:has-text('[*]')").count()
-            ):
-                break
-
-        # The kernel is idle for a moment between two cells, and only cells in view are drawn: the
-        # last cell's number counts.
-        cells = json.loads((self.folder / notebook).read_text())["cells"]
-        last = page.locator(
-            f".jp-InputPrompt:text-is('[{sum(c['cell_type'] == 'code' for c in cells)}]:')"
-        )
-        to_end = (
-            "for (const p of document.querySelectorAll('.jp-WindowedPanel-outer')) "
-            "p.scrollTo(0, p.scrollHeight)"
-        )
-
-        def is_done() -> bool:
-            page.evaluate(to_end)
-            return self.is_idle(notebook) and last.count() == 1
-
-        self.wait(is_done, f"{notebook} to run to its last cell")
-        return page
-
-    def scroll_to(self, page, target) -> None:
-        """JupyterLab draws cells as they come into view: walk down until one holds `target`."""
-        page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollTo(0, 0)")
-        for _ in range(150):
-            time.sleep(0.3)
-            if target.count():
-                target.first.scroll_into_view_if_needed()
-                return
-            page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollBy(0, 600)")
-        raise AssertionError(f"nothing matches {target}")
-
-    def close(self) -> None:
-        self.browser.close()
-        self.driver.stop()
-        self.process.terminate()
-        self.process.wait(timeout=20)
-        self.log.close()
 
 
 @pytest.fixture(scope="module")
@@ -343,10 +208,7 @@ def test_opening_a_chapter_changes_nothing(lab: Lab, notebook: str) -> None:
     Python."""
     path = lab.folder / notebook
     stored, before = (NOTEBOOKS / notebook).read_text(encoding="utf-8"), path.stat().st_mtime_ns
-    page = lab.browser.new_page()
-    page.goto(f"{lab.url}/lab/tree/{notebook}?token=t&reset")
-    page.wait_for_selector(".jp-Notebook", timeout=60_000)
-    lab.wait(lambda: lab.is_idle(notebook), "the kernel to connect")
+    page = lab.open(notebook)
     time.sleep(2)  # it then tells JupyterLab of itself
     page.keyboard.press("Escape")
     page.keyboard.press("Control+s")
