@@ -104,8 +104,10 @@ def _settle(output: nbformat.NotebookNode, cell: nbformat.NotebookNode) -> None:
     the random ids of widgets."""
     if output.output_type == "execute_result":
         output.execution_count = cell.execution_count
-    if "metadata" in output:
-        output.metadata = {}
+    if "metadata" in output:  # of a picture, its size and its text for those who do not see it
+        output.metadata = {k: v for k, v in output.metadata.items() if k == "image/png"}
+        if "image/png" in output.data:
+            output.data.pop("text/html", None)  # the same picture once more
     view = output.get("data", {}).get("application/vnd.jupyter.widget-view+json")
     if view is not None:
         view["model_id"] = cell.id

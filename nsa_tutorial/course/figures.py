@@ -8,6 +8,8 @@ everywhere else, which is what the stored outputs compare.
 
 from __future__ import annotations
 
+import base64
+import html
 import io
 
 import numpy as np
@@ -17,6 +19,8 @@ from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
+
+from nsa_tutorial.course.vector import svg
 
 # Okabe and Ito's colour-blind safe set. The first five keep their meaning through the whole course.
 PALETTE = {
@@ -33,6 +37,7 @@ PALETTE = {
 }
 
 SURFACE = "#FFFFFF"
+_TITLE_HEIGHT = 0.26  # inches at the top of a figure that its title takes
 _COLOURS = (
     128  # of a stored picture: enough for flat areas, text and a colour map, at a third of the size
 )
@@ -94,12 +99,13 @@ def grid(
         vmin=0,
         vmax=top or 1.0,
         aspect="equal",
+        interpolation="none",  # squares stay squares at any size
     )
     rows, columns = values.shape
     if hidden is not None:
         layer = np.zeros((rows, columns, 4))
         layer[np.asarray(hidden)] = (*to_rgb(PALETTE["masked"]), 1.0)
-        axis.imshow(layer, aspect="equal")
+        axis.imshow(layer, aspect="equal", interpolation="none")
     # a major tick between two squares would take the line there away
     for side in (axis.xaxis, axis.yaxis):
         side.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -131,14 +137,46 @@ class Picture:
     def __repr__(self) -> str:
         return f"Picture: {self.finding}"
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height on a page, in CSS pixels: 100 to the inch."""
+        width, height = self.figure.get_size_inches()
+        return round(100 * width), round(100 * height)
+
     def png(self) -> bytes:
-        """The figure as PNG bytes; the same figure always gives the same bytes."""
-        canvas, small = FigureCanvasAgg(self.figure), io.BytesIO()
-        canvas.draw()
-        drawn = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+        """The figure as PNG bytes, two pixels for each of `size`, as sharp screens have them; the
+        same figure always gives the same bytes."""
+        before = self.figure.dpi
+        self.figure.set_dpi(200)
+        try:
+            canvas, small = FigureCanvasAgg(self.figure), io.BytesIO()
+            canvas.draw()
+            drawn = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+        finally:
+            self.figure.set_dpi(before)
         image = drawn.quantize(_COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
         image.save(small, format="png", optimize=False)
         return small.getvalue()
 
-    def _repr_png_(self) -> bytes:
-        return self.png()
+    def svg(self) -> str:
+        """The figure as an `<svg>` element without its title, for a place that says the finding in
+        words."""
+        title = self.figure._suptitle
+        title.set_visible(False)
+        try:
+            return svg(self.figure, self.finding, cut_top=_TITLE_HEIGHT)
+        finally:
+            title.set_visible(True)
+
+    def _repr_mimebundle_(self, **_: object) -> tuple[dict[str, object], dict[str, object]]:
+        # Jupyter shows an image without a text for those who do not see it, and HTML with one.
+        # What is stored is the image; `execute` leaves the HTML out.
+        width, height = self.size
+        encoded = base64.b64encode(self.png()).decode("ascii")
+        facts = {"alt": self.finding, "width": width, "height": height}
+        told = " ".join(f'{name}="{html.escape(str(fact))}"' for name, fact in facts.items())
+        shown = (
+            f'<img {told} style="max-width:100%;height:auto" src="data:image/png;base64,{encoded}">'
+        )
+        data = {"text/plain": repr(self), "text/html": shown, "image/png": encoded}
+        return data, {"image/png": facts}
