@@ -22,8 +22,6 @@ from nsa_tutorial.course import (
 )
 from nsa_tutorial.course.checking import difference, judge, same
 from nsa_tutorial.course.exercises import Case, Exercise, Misconception
-from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure, readable_on
-from nsa_tutorial.course.widgets import panel
 
 KERNELS = [
     "nsa_tutorial.sparse.selected_attention:forward",
@@ -174,17 +172,6 @@ def test_judge(attempt: object, outcome: str, text: str) -> None:
     assert text in verdict.text
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 5), (12, 9)])
-def test_a_grid_keeps_the_lines_between_its_squares(rows: int, columns: int) -> None:
-    """A major tick at a boundary would delete the minor one there, and with it the line."""
-    figure, axes = new_figure(3, 3)
-    axis = axes[0, 0]
-    grid(axis, np.ones((rows, columns)))
-    figure.canvas.draw()
-    assert len(axis.get_xticks(minor=True)) == columns + 1
-    assert len(axis.get_yticks(minor=True)) == rows + 1
-
-
 def test_lists_of_another_length_are_shown_where_they_are_short() -> None:
     assert (
         difference([0, 2], [0, 2, 5])
@@ -330,41 +317,6 @@ def test_unknown_chapter_and_exercise() -> None:
         check("nothing", f=double)
     with pytest.raises(ValueError, match="has no exercise 'f'; it has "):
         check(exercises.chapters()[0], f=double)
-
-
-def test_picture_is_small_and_the_same_every_time() -> None:
-    def draw() -> Picture:
-        figure, axes = new_figure(4, 3)
-        grid(axes[0, 0], np.arange(6.0).reshape(2, 3), text=".1f", hidden=np.eye(2, 3, dtype=bool))
-        return Picture(figure, "six numbers")
-
-    first, second = draw(), draw()
-    assert first.png() == second.png()
-    assert first.png().startswith(b"\x89PNG")
-    assert len(first.png()) < 60_000
-    assert repr(first) == "Picture: six numbers"
-
-
-def test_palette_can_be_written_on() -> None:
-    assert {readable_on(c) for c in PALETTE} <= {PALETTE["text"], "#FFFFFF"}
-    assert readable_on("masked") == PALETTE["text"]
-    assert readable_on("selected") == "#FFFFFF"
-
-
-def test_panel_redraws() -> None:
-    import ipywidgets
-
-    def render(n: int, on: bool) -> tuple[Picture, str]:
-        figure, _ = new_figure(2, 2)
-        return Picture(figure, f"{n}"), f"n < {n} and {on}"
-
-    p = panel("a test", render, n=ipywidgets.IntSlider(1, 0, 5), on=ipywidgets.Checkbox(False))
-    before = p.children[-1].value
-    assert p.sentence == "n < 1 and False"
-    assert p.set(n=4, on=True) == "n < 4 and True"
-    assert p.children[-1].value != before
-    assert p.children[-2].value == "<p>n &lt; 4 and True</p>"
-    assert repr(p) == "Interactive: a test (n, on)"
 
 
 def notebook(*cells: tuple[str, list[str]]) -> nbformat.NotebookNode:
