@@ -1,4 +1,5 @@
-# make lab    set up, open the course in JupyterLab
+# make lab    set up, open your own copy of the chapters in JupyterLab (my_chapters/)
+# make check  run your copy: every cell, and whether it prints what the course says
 # make test   set up, run the unit tests and every chapter
 # make test-all   the same with all cases of every test: every size, dtype and architecture (make test-rest: the difference)
 # make clean  forget the set-up
@@ -7,18 +8,21 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-# Jupyter refuses to run as root without being told; its port and the rest can be set: make lab LAB_FLAGS="--port 9999 --no-browser"
+# JupyterLab's port and the rest can be set: make lab LAB_FLAGS="--port 9999 --no-browser"
 LAB_FLAGS ?=
-ROOT_FLAG := $(shell [ "$$(id -u)" = 0 ] && echo --allow-root)
+COPIES := $(BIN)/python -m nsa_tutorial.course.copies
 # a process for every core, four at most, and one thread in each; the tests of a file stay together,
 # and files come in the order of tests/conftest.py
-TEST := OMP_NUM_THREADS=1 $(BIN)/pytest --nbval --numprocesses logical --maxprocesses 4 --dist loadfile \
-	--no-loadscope-reorder
+SPREAD := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+TEST := OMP_NUM_THREADS=1 $(BIN)/pytest --nbval $(SPREAD)
 
-.PHONY: lab test test-all test-rest lint execute clean
+.PHONY: lab check test test-all test-rest lint execute clean
 
 lab: $(READY)
-	$(BIN)/jupyter lab $(ROOT_FLAG) $(LAB_FLAGS) notebooks/00_start_here.ipynb
+	$(COPIES) --lab $(LAB_FLAGS)
+
+check: $(READY)
+	@OMP_NUM_THREADS=1 $(COPIES) --check $(SPREAD)
 
 test: $(READY)
 	$(TEST)

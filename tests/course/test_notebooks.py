@@ -8,18 +8,20 @@ import base64
 import inspect
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import nbformat
 import pytest
 import torch
 
-from nsa_tutorial.course import exercises
+from nsa_tutorial.course import chapters, execute, exercises
+from nsa_tutorial.course.chapters import CHAPTERS, Chapter, link_neighbours
 
-NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 RHYTHM = ["Predict", "Build", "Picture", "Check", "Recap", "Next"]
 TAGS = {"nbval-ignore-output", "raises-exception", "gpu"}
 
@@ -36,6 +38,41 @@ def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 def tags(cell: nbformat.NotebookNode) -> list[str]:
     return cell.metadata.get("tags", [])
+
+
+def anchors(text: str) -> set[str]:
+    """What `#…` may name in a page: headings, as Jupyter and as GitHub write them, and ids."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    headings = [h.replace("`", "").strip() for h in re.findall(r"^#+ (.+)$", text, re.M)]
+    jupyter = {h.replace(" ", "-") for h in headings}
+    github = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+    return jupyter | github | set(re.findall(r"(?:id|name)=[\"']([^\"']+)", text))
+
+
+def dead_links(text: str, folder: Path) -> list[str]:
+    """The links of a Markdown page in `folder`, also in its HTML, that lead nowhere."""
+    prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.M | re.S)
+    links = re.findall(r"\]\(\s*<?([^)\s>]+)", prose)
+    links += re.findall(r"(?:href|src)=[\"']([^\"']+)", prose)
+    dead = []
+    for link in links:
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = unquote(link).partition("#")
+        page = folder / name
+        there = page.exists() and (not anchor or anchor in anchors(markdown_of(page, text)))
+        if not there:
+            dead.append(link)
+    return dead
+
+
+def markdown_of(page: Path, otherwise: str = "") -> str:
+    """The prose of a file; `otherwise` where the link has no file in it."""
+    if page.is_dir():
+        return otherwise
+    if page.suffix != ".ipynb":
+        return page.read_text(encoding="utf-8")
+    return "\n\n".join(c.source for c in read(page).cells if c.cell_type == "markdown")
 
 
 def texts(cell: nbformat.NotebookNode) -> list[str]:
@@ -166,14 +203,31 @@ def test_every_interactive_has_a_static_twin(path: Path) -> None:
 
 @each
 def test_links_lead_somewhere(path: Path) -> None:
-    for cell in read(path).cells:
-        if cell.cell_type == "markdown":
-            for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", cell.source):
-                target = path.parent / link
-                later = re.match(r"\d\d_\w+\.ipynb$", link) and int(link[:2]) > int(
-                    NOTEBOOKS[-1].name[:2]
-                )
-                assert target.exists() or later, f"cell {cell.id}: {link} does not exist"
+    assert dead_links(markdown_of(path), path.parent) == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "OPERATORS.md"])
+def test_links_of_a_page_lead_somewhere(page: str) -> None:
+    assert dead_links((ROOT / page).read_text(encoding="utf-8"), ROOT) == []
+
+
+def test_dead_links_are_found(tmp_path: Path) -> None:
+    (tmp_path / "there.md").write_text("# A heading")
+    text = (
+        "# One `two` & three\n[a](there.md) [b](there.md#A-heading) [c](#One-two-&-three) "
+        "[d](https://example.org) [e](gone.md) [f](#Two) [g](there.md#B) ![h](gone.png)\n"
+        '<a href="there.md">i</a> <img alt="" src="gone.svg"> <a href=\'#Three\'>j</a>\n'
+        "`[not](a.link)`\n```\n# no heading\n```\n[k](#no-heading)"
+    )
+    gone = ["gone.md", "#Two", "there.md#B", "gone.png", "#no-heading", "gone.svg", "#Three"]
+    assert dead_links(text, tmp_path) == gone
+
+
+@pytest.mark.parametrize("chapter", [c for c in CHAPTERS if c.is_ready], ids=lambda c: c.name)
+def test_every_chapter_ends_with_its_neighbours(chapter: Chapter) -> None:
+    last = read(NOTEBOOKS[0].parent / chapter.file).cells[-1]
+    assert re.search(r"^## Next$", last.source, re.M), "the last section is Next"
+    assert not link_neighbours(chapter, write=False), "run python -m nsa_tutorial.course.chapters"
 
 
 @each
@@ -226,9 +280,8 @@ def run_nbval(folder: Path, *cells: tuple[str, str, list[str]]) -> str:
         facts = {"outputs": outputs, "execution_count": 1, "metadata": {"tags": cell_tags}}
         notebook.cells.append(nbformat.v4.new_code_cell(source, **facts))
     nbformat.write(notebook, folder / "chapter.ipynb")
-    for name in ("conftest.py", "sanitize.cfg"):
-        shutil.copy(NOTEBOOKS[0].parent / name, folder)
-    command = [sys.executable, "-m", "pytest", "--nbval", "-p", "no:cacheprovider", "chapter.ipynb"]
+    command = [sys.executable, "-m", "pytest", "--nbval", "-p", "no:cacheprovider"]
+    command += ["-p", "nsa_tutorial.course.nbval_rules", "chapter.ipynb"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
 
 
@@ -249,3 +302,37 @@ def test_nbval_compares_sanitises_and_skips(tmp_path: Path) -> None:
     passed = "4 passed" if torch.cuda.is_available() else "3 passed, 1 skipped"
     assert f" 1 failed, {passed} " in said.splitlines()[-1]
     assert re.findall(r"^FAILED chapter\.ipynb::.*Cell (\d)", said, re.M) == ["4"]
+
+
+def test_neighbours_are_written_once_and_follow_the_chapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The command on a course of two chapters, then of three."""
+    monkeypatch.setattr(chapters, "NOTEBOOKS", tmp_path)
+
+    def add(number: int, title: str) -> Path:
+        cells = [f"# {number:02d} · {title}: more", "## Next\n\nAnd [Map](#x) then."]
+        notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(c) for c in cells])
+        path = tmp_path / CHAPTERS[number].file
+        execute.write(path, notebook)
+        return path
+
+    first, second = add(0, "Begin"), add(1, "Look up")
+    assert chapters.main(["--check"]) == 1
+    assert chapters.main([]) == 0
+    assert chapters.main(["--check"]) == 0
+    there = "[Map](00_start_here.ipynb)"
+    begin = f"{there} · [Look up](01_dense_attention.ipynb) →"
+    assert read(first).cells[-1].source == f"## Next\n\nAnd [Map](#x) then.\n\n{begin}"
+    line = f"← [Begin](00_start_here.ipynb) · {there}"
+    coming = f"{line} · Grouped query attention (in preparation)"
+    assert read(second).cells[-1].source.splitlines()[-1] == coming
+    add(2, "Share")
+    assert chapters.main([]) == 0
+    ready = f"{line} · [Share](02_grouped_query_attention.ipynb) →"
+    assert read(second).cells[-1].source == f"## Next\n\nAnd [Map](#x) then.\n\n{ready}"
+    stored = second.read_text(encoding="utf-8")
+    assert not execute.write(second, read(second)), "another form than that of execute"
+    assert chapters.main([]) == 0
+    assert second.read_text(encoding="utf-8") == stored
+    assert capsys.readouterr().out.count("written") == 4

@@ -1,0 +1,76 @@
+"""How `pytest --nbval` runs chapters: a short time limit for a cell, no addresses, times or pixels
+in comparisons, `gpu` cells only on a GPU, and a reader's own cells only run.
+
+A plugin of pytest; `conftest.py` at the top of the repository loads it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nsa_tutorial.course.copies import MARKER
+from nsa_tutorial.course.copying import answers, source
+
+# Replaced on both sides before stored and new outputs are compared.
+PATTERNS = {r"0x[0-9a-f]{6,}": "ADDRESS", r"\d+(\.\d+)? (µs|ms|s)\b": "TIME"}
+NBVAL_TIMEOUT_S, TIMEOUT_S = 2000, 60  # nbval's default, far longer than any cell here takes
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A cell may take a minute, unless the command line says otherwise."""
+    if config.pluginmanager.hasplugin("nbval"):
+        limit = config.option.nbval_cell_timeout
+        config.option.nbval_cell_timeout = TIMEOUT_S if limit == NBVAL_TIMEOUT_S else limit
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """A reader's copy is run only where it is asked for by name."""
+    return True if (collection_path / MARKER).is_dir() else None
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Live pictures carry their pixels in HTML, too; what they show is in their plain text."""
+    if hasattr(collector, "sanitize_patterns"):
+        collector.sanitize_patterns.update(PATTERNS)
+        collector.skip_compare += ("text/html",)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cells that cannot run here, and those of which only the run counts."""
+    cells = [item for item in items if hasattr(item, "cell")]
+    gpu = [item for item in cells if "gpu" in item.cell.metadata.get("tags", [])]
+    if gpu and not _has_gpu():
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    copies = {item.path for item in cells if (item.path.parent / MARKER).is_dir()}
+    compared = {path: _compared(path) for path in copies}
+    for item in cells:
+        cell = (item.cell.get("id"), item.cell.source)
+        if item.path in copies and cell not in compared[item.path]:
+            item.options["check"] = False
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _compared(path: Path) -> set[tuple[str, str]]:
+    """The cells of a reader's copy whose outputs are the course's to tell: neither answers nor
+    the reader's own cells, and run before."""
+    base = path.parent / MARKER / "base" / path.name
+    if not base.exists():
+        return set()
+    mine, course = (json.loads(p.read_text(encoding="utf-8")) for p in (path, base))
+    hidden = [c.get("id") for c in answers(mine)]
+    known = {(c.get("id"), source(c)) for c in course["cells"]}
+    ran = {
+        (c.get("id"), source(c))
+        for c in mine["cells"]
+        if c.get("execution_count") is not None and c.get("id") not in hidden
+    }
+    return known & ran
