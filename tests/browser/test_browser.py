@@ -43,7 +43,7 @@ class Shown:
     def __init__(self, lab: Lab, page, twin: Panel) -> None:
         """Find the panel by the names of the twin's controls, and bring it into view."""
         self.lab, self.page, self.twin = lab, page, twin
-        self.box = page.locator(".jp-OutputArea-output")
+        self.box = page.locator(".nsa-panel")
         for name in twin.controls:
             self.box = self.box.filter(has=self.label(name))
         lab.scroll_to(page, self.box)
@@ -108,8 +108,7 @@ class Shown:
         self.box.scroll_into_view_if_needed()
         self.box.screenshot(path=path)
         assert path.stat().st_size > 20_000
-        image = self.box.locator("img").first
-        assert image.evaluate("image => image.complete && image.naturalWidth > 400")
+        assert self.box.locator("svg").first.bounding_box()["width"] > 400
 
 
 @exhaustive

@@ -1,0 +1,199 @@
+"""Every interactive in a real page: it fits, nothing in it scrolls, each control has a name, a key
+moves the picture in time, and pictures are sharp and say what they show.
+
+`pytest -m "" -s tests/browser/test_panels.py` prints the time from a key to the drawn picture.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+from lab import CHROMIUM, Lab
+
+from nsa_tutorial.course import latency
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+exhaustive = pytest.mark.exhaustive
+
+PANELS = list(latency.panels())
+FEW = ["online_softmax.explore", "mask_explorer.mask_explorer", "triton_forward.explore"]
+HEIGHT = 560  # of 599 that JupyterLab leaves for a notebook on a screen of 1280 x 720
+KEY_TO_PICTURE_MS = 100
+
+MEASURED = """panel => {
+  const parts = [panel, ...panel.querySelectorAll('*')];
+  for (let o = panel.parentElement; !o.matches('.jp-Notebook'); o = o.parentElement) parts.push(o);
+  const scrolls = (part, way, size) =>
+    part['scroll' + size] > part['client' + size] + 1
+    && ['auto', 'scroll'].includes(getComputedStyle(part)['overflow' + way]);
+  const named = part => part.getAttribute('aria-label') || part.labels?.length
+    || part.tagName === 'BUTTON' && part.textContent.trim();
+  const pen = document.createElement('canvas').getContext('2d');
+  const cut = select => {
+    pen.font = getComputedStyle(select).font;
+    const widest = Math.max(...[...select.options].map(o => pen.measureText(o.text).width));
+    return widest > select.clientWidth - 22;  // the arrow's
+  };
+  const box = panel.getBoundingClientRect();
+  const svg = panel.querySelector('svg');
+  return {
+    height: box.height,
+    scrolling: parts.filter(p => scrolls(p, 'X', 'Width') || scrolls(p, 'Y', 'Height'))
+      .map(p => String(p.className)),
+    outside: parts.filter(p => p.tagName !== 'STYLE' && panel.contains(p) && !p.closest('svg')
+      && p.getBoundingClientRect().right > box.right + 1).map(p => String(p.className)),
+    unnamed: [...panel.querySelectorAll('[role=slider], select, input, button, [contenteditable]')]
+      .filter(p => !named(p)).map(p => p.outerHTML.slice(0, 99)),
+    cut: [...panel.querySelectorAll('select')].filter(cut).map(s => s.labels[0].textContent),
+    live: panel.querySelector('.nsa-said > .widget-html-content').getAttribute('aria-live'),
+    finding: svg.getAttribute('aria-label'),
+    drawn: svg.getBoundingClientRect().width,
+    smallest: Math.min(...[...svg.querySelectorAll('text')].map(
+      t => parseFloat(getComputedStyle(t).fontSize) * svg.getScreenCTM().a)),
+  };
+}"""
+# waits for the picture that follows a key, and for the frame that shows it
+ANSWERED = """panel => {
+  window.answer = new Promise(done => {
+    let pressed = 0;
+    const note = () => { pressed = performance.now(); };
+    panel.addEventListener('keydown', note, {once: true, capture: true});
+    const watch = new MutationObserver(() => {
+      watch.disconnect();
+      requestAnimationFrame(() => setTimeout(() => done(performance.now() - pressed)));
+    });
+    watch.observe(panel.querySelector('.nsa-drawn'), {subtree: true, childList: true});
+    setTimeout(() => { watch.disconnect(); done(null); }, 3000);
+  });
+}"""
+
+
+STATIC = """from nsa_tutorial.course.widgets import online_softmax
+online_softmax.draw_stream()"""
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    folder = tmp_path_factory.mktemp("panels")
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    for file, names in (("all", PANELS), ("few", FEW)):
+        notebook = nbformat.v4.new_notebook(metadata={"kernelspec": kernel})
+        for name in names:
+            module, maker = name.split(".")
+            source = f"from nsa_tutorial.course.widgets import {module}\n{module}.{maker}()"
+            notebook.cells.append(nbformat.v4.new_code_cell(source))
+        drawn = (
+            "from nsa_tutorial.course.widgets import online_softmax\nonline_softmax.draw_stream()"
+        )
+        notebook.cells.append(nbformat.v4.new_code_cell(drawn))
+        nbformat.write(notebook, folder / f"{file}.ipynb")
+    server = Lab(folder)
+    yield server
+    server.close()
+
+
+def shown(page, number: int):
+    """The panel of a cell, in view."""
+    cell = page.locator(".jp-CodeCell").nth(number)
+    cell.scroll_into_view_if_needed()
+    found = cell.locator(".nsa-panel")
+    found.wait_for(timeout=30_000)
+    found.locator("svg").wait_for(timeout=30_000)
+    found.locator(".noUi-handle[aria-label]").first.wait_for(timeout=30_000)
+    found.scroll_into_view_if_needed()
+    return found
+
+
+SCREENS = [
+    pytest.param("few", "lab", "dark", (1280, 720), id="few-lab-dark-1280"),
+    *(
+        pytest.param("all", app, theme, size, id=f"all-{app}-{theme}-{size[0]}", marks=exhaustive)
+        for app in ("lab", "notebook")
+        for theme in ("light", "dark")
+        for size in ((1280, 720), (1440, 900))
+    ),
+]
+
+
+@pytest.mark.parametrize(("file", "app", "theme", "size"), SCREENS)
+def test_panels_fit_and_are_named(
+    lab: Lab, tmp_path: Path, file: str, app: str, theme: str, size: tuple[int, int]
+) -> None:
+    page = lab.run_all(f"{file}.ipynb", app=app, theme=theme, size=size)
+    wrong = {}
+    for number, name in enumerate(PANELS if file == "all" else FEW):
+        panel = shown(page, number)
+        found = panel.evaluate(MEASURED)
+        panel.screenshot(path=tmp_path / f"{name}.png")
+        bad = {key: found[key] for key in ("scrolling", "outside", "unnamed", "cut") if found[key]}
+        if found["height"] > HEIGHT:
+            bad["height"] = found["height"]
+        if found["smallest"] < 8.5:
+            bad["smallest letters, px"] = found["smallest"]
+        if found["drawn"] < 400 or len(found["finding"] or "") < 20 or found["live"] != "polite":
+            bad["picture or sentence"] = found
+        if bad:
+            wrong[name] = bad
+    assert not wrong
+    image = page.locator(".jp-RenderedHTMLCommon img, .jp-RenderedImage img").last
+    image.scroll_into_view_if_needed()
+    facts = image.evaluate("i => [i.alt, i.naturalWidth / i.getBoundingClientRect().width]")
+    assert len(facts[0]) > 20, "the finding, for those who do not see it"
+    assert facts[1] >= 1.9, "pixels of the picture for each of the page's"
+    page.close()
+
+
+def test_reset_brings_the_start_back(lab: Lab) -> None:
+    page = lab.run_all("few.ipynb")
+    panel = shown(page, 0)
+    said, drawn = panel.locator(".nsa-said p"), panel.locator("svg")
+    start = said.text_content(), drawn.get_attribute("aria-label")
+    panel.locator(".noUi-handle").first.focus()
+    page.keyboard.press("ArrowRight")
+    lab.wait(lambda: said.text_content() != start[0], "the panel to answer")
+    panel.get_by_role("button", name="Reset").click()
+    lab.wait(
+        lambda: (said.text_content(), drawn.get_attribute("aria-label")) == start,
+        "the panel to be as at the start",
+    )
+    page.close()
+
+
+@exhaustive
+def test_a_key_moves_the_picture_in_time(lab: Lab, capsys: pytest.CaptureFixture) -> None:
+    """Twice the budget is allowed here, since other tests run on the same machine; alone, each
+    median lies under it."""
+    page = lab.run_all("all.ipynb")
+    late = {}
+    for number, name in enumerate(PANELS):
+        panel = shown(page, number)
+        for handle in panel.locator(".noUi-handle").all():
+            if handle.get_attribute("aria-disabled") == "true":
+                continue
+            lowest = handle.get_attribute("aria-valuenow") == handle.get_attribute("aria-valuemin")
+            times = []
+            for _ in range(5):
+                handle.focus()
+                time.sleep(0.2)
+                panel.evaluate(ANSWERED)
+                page.keyboard.press("ArrowRight" if lowest else "ArrowLeft")
+                times.append(page.evaluate("window.answer"))
+            heard = [t for t in times if t is not None]
+            if not heard:
+                continue
+            median = statistics.median(heard)
+            with capsys.disabled():
+                label = handle.get_attribute("aria-label")
+                print(f"\n{name:42}{label:36}{median:6.0f} ms, at most {max(heard):.0f}", end="")
+            if median > 2 * KEY_TO_PICTURE_MS:
+                late[name, handle.get_attribute("aria-label")] = heard
+    page.close()
+    assert not late
