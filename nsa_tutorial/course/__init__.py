@@ -1,11 +1,25 @@
-"""The frame every chapter uses: showing source, drawing, exercises, widgets.
+"""The frame every chapter uses: showing source, drawing, exercises, predictions, widgets.
 
 A notebook imports from here only these names:
 
-    from nsa_tutorial.course import check, exercise, show, side_by_side, solution
+    from nsa_tutorial.course import check, exercise, hint, phases, predict, progress, reveal
+    from nsa_tutorial.course import show, side_by_side, solution
 """
 
-from nsa_tutorial.course.checking import check, exercise, solution
+from nsa_tutorial.course.checking import check, exercise, hint, solution
+from nsa_tutorial.course.predictions import predict, reveal
 from nsa_tutorial.course.source import phases, show, side_by_side
+from nsa_tutorial.course.standing import progress
 
-__all__ = ["check", "exercise", "phases", "show", "side_by_side", "solution"]
+__all__ = [
+    "check",
+    "exercise",
+    "hint",
+    "phases",
+    "predict",
+    "progress",
+    "reveal",
+    "show",
+    "side_by_side",
+    "solution",
+]

@@ -20,8 +20,9 @@ from nsa_tutorial.course import (
     side_by_side,
     solution,
 )
-from nsa_tutorial.course.checking import difference, judge, same
 from nsa_tutorial.course.exercises import Case, Exercise, Misconception
+from nsa_tutorial.course.judging import judge
+from nsa_tutorial.course.values import difference, same
 
 KERNELS = [
     "nsa_tutorial.sparse.selected_attention:forward",
@@ -150,19 +151,19 @@ EXERCISE = Exercise(
 @pytest.mark.parametrize(
     ("attempt", "outcome", "text"),
     [
-        (double, "right", "right, on all 2 cases"),
-        (lambda x: x + x, "right", "right"),
-        (lambda x: (2 * x).numpy(), "right", "right"),
-        (lambda x: x**2, "misconception", "this is squaring. 2 squared is 4"),
-        (lambda x: {}["x"], "misconception", "this is refusing"),
-        (lambda x: x * 3, "wrong", "a two.\nwith x = [2.]\ngot      [6.]\nexpected [4.]"),
+        (double, "right", "Right, on all 2 cases."),
+        (lambda x: x + x, "right", "Right"),
+        (lambda x: (2 * x).numpy(), "right", "Right"),
+        (lambda x: x**2, "misconception", "Not yet. This looks like squaring. 2 squared is 4"),
+        (lambda x: {}["x"], "misconception", "This looks like refusing. Why raise?"),
+        (lambda x: x * 3, "wrong", "a two.\ngot      [6.]\nexpected [4.]\nwith x = [2.]"),
         (lambda x: x + 2, "wrong", "three numbers"),
-        (lambda x: x[None] * 2, "wrong", "got shape [1, 1], expected [1]"),
+        (lambda x: x[None] * 2, "wrong", "Got shape [1, 1], expected [1]."),
         (lambda x: [][0], "wrong", "it raised IndexError"),
-        (lambda x: print(end=""), "wrong", "it returned None: is the return statement missing?"),
-        (lambda x: "four", "wrong", "got 'four'"),
+        (lambda x: print(end=""), "wrong", "It returned None: is the return statement missing?"),
+        (lambda x: "four", "wrong", "got      'four'\nexpected [4.]"),
         (lambda x: x * torch.nan, "wrong", "got      [nan]"),
-        (3, "wrong", "expected a function, got int"),
+        (3, "wrong", "not a function but of type int"),
     ],
     ids=lambda p: p if isinstance(p, str) and len(p) < 30 else "",
 )
@@ -175,17 +176,17 @@ def test_judge(attempt: object, outcome: str, text: str) -> None:
 def test_lists_of_another_length_are_shown_where_they_are_short() -> None:
     assert (
         difference([0, 2], [0, 2, 5])
-        == "got 2 values, expected 3\ngot      [0, 2]\nexpected [0, 2, 5]"
+        == "Got 2 values, expected 3.\ngot      [0, 2]\nexpected [0, 2, 5]"
     )
-    assert difference(list(range(17)), [0]) == "got 17 values, expected 1"
-    assert difference(torch.tensor([0, 2]), [0, 2]).startswith("got a Tensor, expected a list\n")
-    assert difference([torch.zeros(2)], [torch.zeros(2)] * 2) == "got 1 values, expected 2"
+    assert difference(list(range(17)), [0]) == "Got 17 values, expected 1."
+    assert difference(torch.tensor([0, 2]), [0, 2]).startswith("Got a Tensor, expected a list.\n")
+    assert difference([torch.zeros(2)], [torch.zeros(2)] * 2) == "Got 1 values, expected 2."
 
 
 def test_the_rows_of_a_matrix_stand_below_one_another() -> None:
     case = Case("a matrix", lambda: (torch.eye(2),))
     verdict = judge(replace(EXERCISE, cases=(case,)), lambda x: x)
-    assert "with x = [[1., 0.],\n          [0., 1.]]\n" in verdict.text
+    assert verdict.text.endswith("with x = [[1., 0.],\n          [0., 1.]]")
 
 
 def empty_with_docstring(x):
@@ -209,7 +210,7 @@ def test_not_attempted(attempt: object) -> None:
 
 
 def test_what_an_exercise_knows_is_computed_once() -> None:
-    """The solution runs once a case, a wrong one up to the case that differs, the reader's each
+    """The solution and a wrong one run once a case, the reader's each
     time."""
     runs = []
 
@@ -225,7 +226,7 @@ def test_what_an_exercise_knows_is_computed_once() -> None:
     assert [judge(known, attempt).outcome for _ in range(3)] == ["wrong"] * 3
     factor[0] = 2
     assert judge(known, attempt).outcome == "right"
-    assert [runs.count(name) for name in ("solution", "wrong", "attempt")] == [2, 1, 8], "two cases"
+    assert [runs.count(name) for name in ("solution", "wrong", "attempt")] == [2, 2, 8], "two cases"
 
 
 def test_returning_a_constant_is_an_attempt() -> None:

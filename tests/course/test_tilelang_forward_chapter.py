@@ -16,8 +16,10 @@ import torch
 
 from nsa_tutorial import ops
 from nsa_tutorial.course import exercises, phases
-from nsa_tutorial.course.checking import Raised, judge, same
+from nsa_tutorial.course.attempts import Raised
+from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.trace import trace
+from nsa_tutorial.course.values import same
 from nsa_tutorial.course.widgets import tilelang_forward as pictures
 from nsa_tutorial.runtime import environment
 from nsa_tutorial.sparse import selected_attention

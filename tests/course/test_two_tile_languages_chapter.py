@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nsa_tutorial.course import exercises, lowered, phases, recorder, show
-from nsa_tutorial.course.checking import judge
+from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.languages import Absent
 from nsa_tutorial.course.widgets import two_tile_languages as pictures
 from nsa_tutorial.exact import grouped_query_attention as gqa
@@ -305,11 +305,11 @@ def test_a_missing_language_is_said_and_not_counted(monkeypatch: pytest.MonkeyPa
         pytest.skip(e.missing[0])
     here = environment.detect()
     # what is known of these is not what is asked next
-    assert "right, on all 8 cases." in judge(e, e.solution).text
+    assert "Right, on all 8 cases." in judge(e, e.solution).text
     monkeypatch.setattr(environment, "detect", lambda: replace(here, tilelang=None))
     verdict = judge(e, e.solution)
     assert verdict.outcome == "right"
-    assert "right, on all 4 cases. Not run: TileLang is not installed here" in verdict.text
+    assert "Right, on all 4 cases. Not run: TileLang is not installed here" in verdict.text
     monkeypatch.setattr(environment, "detect", lambda: replace(here, tilelang=None, triton=None))
     verdict = judge(e, e.solution)
     assert verdict.outcome == "not attempted"

@@ -1,15 +1,25 @@
-"""Exercises as data: an exercise costs its author its content and nothing else.
+"""Exercises and predictions as data: they cost their author their content and nothing else.
 
-The module of the chapter's name in this package holds `EXERCISES`, a tuple of `Exercise`.
+The module of the chapter's name in this package holds these, each where the chapter has any:
+
+- `EXERCISES`, a tuple of `Exercise`: what the reader writes;
+- `PREDICTIONS`, a tuple of `Prediction`: what the reader guesses;
+- `TRAPS`, a tuple of `Trap`: where the chapter warns of a mistake, and who recognises it;
+- `DOUBLES`, a tuple of `Double`: two mistakes at once, which are both to be named.
+
 Everything else (the statement as the reader sees it, checking, naming the misconception, the
-smallest failing case, the tests) is made from these.
+smallest failing case, hints one by one, the tests) is made from these.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
 
 from nsa_tutorial.course.figures import Picture
 
@@ -35,8 +45,8 @@ class Misconception:
     """A wrong solution worth recognising.
 
     Attributes:
-        name: the mistake as a phrase that completes "this is …" ("dividing by d where √d is
-            meant").
+        name: the mistake as a phrase that completes "This looks like …" ("dividing by d where √d
+            is meant").
         wrong: an implementation with that mistake and no other. It may raise: raising the same
             error type counts as the same.
         hint: what to tell the reader: why it is wrong, and where to look; not the solution.
@@ -64,6 +74,11 @@ class Exercise:
         picture: optional; draws a failing case from `(arguments, got, expected)`.
         run: optional; what to do with a solution and the arguments of a case where a plain call is
             not it: `run(solution, *arguments)` launches the kernel that the solution returns, say.
+        hints: three, each more telling, none with a line of the solution.
+        why: one sentence on why the solution is as it is, shown below it.
+        combine: optional; makes an implementation with several mistakes at once, from the names of
+            their misconceptions, for pairs that no case isolates. It raises `ValueError` for
+            mistakes that exclude each other.
     """
 
     name: str
@@ -76,6 +91,9 @@ class Exercise:
     tolerance: float = 1e-5
     picture: Callable[[tuple, object, object], Picture] | None = None
     run: Callable[..., object] | None = None
+    hints: tuple[str, ...] = ()
+    why: str = ""
+    combine: Callable[[frozenset[str]], Callable] | None = None
 
     @property
     def runnable(self) -> tuple[Case, ...]:
@@ -90,14 +108,60 @@ class Exercise:
         )
 
 
-def chapter_exercises(chapter: str) -> dict[str, Exercise]:
-    """The exercises of a chapter by name, in the chapter's order.
+@dataclass(frozen=True)
+class Prediction:
+    """A question to guess at before the chapter answers it.
+
+    Attributes:
+        name: what `predict(name, ...)` and `reveal(name, ...)` call it; unique in the course.
+        question: what is asked, in a sentence.
+        reason: why the answer is what it is, in a sentence or two.
+        thoughts: pairs of a wrong guess (a value, or a function that says whether a guess is meant)
+            and a sentence on the thought that leads there.
+        unit: written behind the numbers ("GiB").
+        tolerance: relative error up to which a number counts as right.
+    """
+
+    name: str
+    question: str
+    reason: str
+    thoughts: tuple[tuple[object, str], ...] = ()
+    unit: str = ""
+    tolerance: float = 0.0
+
+
+@dataclass(frozen=True)
+class Trap:
+    """A mistake that the chapter warns of, and that its checker therefore recognises.
+
+    Attributes:
+        quote: the chapter's words, from one cell; white space does not count.
+        exercise: the exercise in which a reader can make the mistake.
+        misconception: the name of the one that recognises it.
+    """
+
+    quote: str
+    exercise: str
+    misconception: str
+
+
+@dataclass(frozen=True)
+class Double:
+    """An implementation with two mistakes at once, and the names of both, the first-named first."""
+
+    exercise: str
+    wrong: Callable
+    names: tuple[str, str]
+
+
+def chapter_module(chapter: str) -> ModuleType:
+    """The module that holds what a chapter asks of its reader.
 
     Raises:
-        ValueError: if the chapter has none, naming those that have.
+        ValueError: if there is none, naming the chapters that have one.
     """
     try:
-        module = importlib.import_module(f"{__name__}.{chapter}")
+        return importlib.import_module(f"{__name__}.{chapter}")
     except ModuleNotFoundError as error:
         if error.name != f"{__name__}.{chapter}":
             raise
@@ -105,11 +169,46 @@ def chapter_exercises(chapter: str) -> dict[str, Exercise]:
             f"no exercises for chapter {chapter!r}; chapters with exercises: "
             f"{', '.join(chapters())}"
         ) from None
-    return {exercise.name: exercise for exercise in module.EXERCISES}
 
 
-def chapters() -> list[str]:
-    """The chapters that have exercises, by module name."""
-    import pkgutil
+def chapter_exercises(chapter: str) -> dict[str, Exercise]:
+    """The exercises of a chapter by name, in the chapter's order.
 
+    Raises:
+        ValueError: if the chapter has none, naming those that have.
+    """
+    known = getattr(chapter_module(chapter), "EXERCISES", ())
+    if not known:
+        raise ValueError(
+            f"chapter {chapter!r} has no exercises; chapters with exercises: "
+            f"{', '.join(chapters())}"
+        )
+    return {exercise.name: exercise for exercise in known}
+
+
+def modules() -> list[str]:
+    """The chapters that ask anything of their reader, by module name."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+@functools.cache
+def chapters() -> tuple[str, ...]:
+    """The chapters that have exercises, by module name."""
+    return tuple(name for name in modules() if getattr(chapter_module(name), "EXERCISES", ()))
+
+
+def prediction(name: str) -> Prediction:
+    """The prediction of that name, from whichever chapter has it.
+
+    Raises:
+        ValueError: if there is none, naming those that there are.
+    """
+    known = {}
+    # The chapter whose text has the name comes first: others need not be imported, and some take
+    # their time.
+    folder = Path(__file__).parent
+    for chapter in sorted(modules(), key=lambda m: name not in (folder / f"{m}.py").read_text()):
+        known |= {p.name: p for p in getattr(chapter_module(chapter), "PREDICTIONS", ())}
+        if name in known:
+            return known[name]
+    raise ValueError(f"no prediction {name!r}; there are: {', '.join(sorted(known)) or 'none yet'}")

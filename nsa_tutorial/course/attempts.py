@@ -1,0 +1,222 @@
+"""Call an attempt on a case; where it raises, find the reader's own line and what the error usually
+means."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import linecache
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType, TracebackType
+
+from nsa_tutorial.course.exercises import Case, Exercise
+from nsa_tutorial.course.speech import Code, Part
+
+_SHAPES = (
+    "The shapes do not fit. Print `x.shape` of both just before this line, and write down which "
+    "axis is which."
+)
+_NOTHING = (
+    "Something here is None. Does it come from a function that you have not written yet, or that "
+    "lacks its `return`?"
+)
+# The first pattern found in "Kind: message" gives the sentence.
+MEANINGS = (
+    (
+        r"Cannot use and / or / not operator to Expr",
+        "These values exist only when the kernel runs, so Python cannot decide `and`, `or`, `not`, "
+        "`if` or `a < b < c` on them now. Join two conditions with `T.And(a, b)` or `(a) & (b)`, "
+        "and negate with `~(a)`. The parentheses matter: `&` binds tighter than `<`.",
+    ),
+    (
+        r"if_then_else only accept the condition to be boolean",
+        "The kernel needs a condition here, such as `a < b`, and got another kind of value.",
+    ),
+    (
+        r"using augmented assignment",
+        "A TileLang buffer changes element by element: write to `buffer[i, j]`, inside "
+        "`T.Parallel`.",
+    ),
+    (
+        r"arange's range must be a power of 2",
+        "A tile's sides are powers of 2. Take the next larger one, and mask what lies past the "
+        "end.",
+    ),
+    (
+        r"chained boolean operators|logical (and|or)",
+        "Triton joins conditions element by element: `(a) & (b)`, `(a) | (b)` and `~(a)`, each "
+        "condition in parentheses.",
+    ),
+    (
+        r"Boolean value of Tensor with more than one value is ambiguous",
+        "Python's `if`, `and`, `or`, `not` and `a < b < c` need one yes or no, and a tensor holds "
+        "many. Use `torch.where`, or `(a) & (b)`, `(a) | (b)`, `~(a)` with the parentheses.",
+    ),
+    (
+        r"appears? to not have been used in the graph",
+        "You asked for the gradient of a tensor that the result does not depend on. Did a "
+        "`detach`, a new tensor or another name cut it off? If it really does not depend on it, "
+        "pass `allow_unused=True`; its gradient is then None.",
+    ),
+    (
+        r"does not require grad and does not have a grad_fn",
+        "Nothing here was recorded for a backward pass. Did you call `requires_grad_()` on the "
+        "inputs, and avoid `detach` and `no_grad`?",
+    ),
+    (
+        r"grad can be implicitly created only for scalar outputs",
+        "A backward pass starts from one number. Sum first, or say with which weights the outputs "
+        "count (`grad_outputs`).",
+    ),
+    (r"leaf Variable that requires grad", "Write into a copy (`x.clone()`), or make a new tensor."),
+    (r"Can't call numpy\(\) on Tensor that requires grad", "Call `.detach()` first."),
+    (
+        r"must match the size of tensor|cannot be multiplied|does not broadcast|must match except"
+        r"|expects each tensor to be equal size|must match the existing size"
+        r"|is invalid for input of size|make_shape_compatible|incompatible dimensions"
+        r"|same number of dimensions|inconsistent tensor size|expected to be in range of",
+        _SHAPES,
+    ),
+    (
+        r"same dtype, but|not implemented for '(Long|Int|Bool)'|could not infer output dtype",
+        "One of these tensors holds whole numbers. Convert it with `.float()`, or to the dtype of "
+        "the other.",
+    ),
+    (
+        r"masks?, but got mask with dtype|tensors used as indices must be long",
+        "A mask or an index must be boolean or whole numbers; this one has another dtype. A "
+        "comparison such as `x > 0` gives a mask, and `.long()` gives indices.",
+    ),
+    (
+        r"only one element tensors|cannot be converted to (Scalar|an index)",
+        "One number is needed here, and this tensor holds several, or one that is not whole.",
+    ),
+    (r"NoneType", _NOTHING),
+    (
+        r"^UnboundLocalError",
+        "The name gets its value further down, or in a branch that was not taken.",
+    ),
+    (r"^NameError", "Is the name spelled as where you set it, and was that cell run?"),
+    (r"^AttributeError: module", "The library has no function of that name. Is it spelled right?"),
+    (r"^AttributeError", "This value is of another kind than the line expects. Print its `type`."),
+    (r"positional arguments? but|missing \d+ required|unexpected keyword", "Count the arguments."),
+    (r"object is not callable", "Round brackets call a function. To pick an element, use `[ ]`."),
+    (
+        r"^IndexError",
+        "The first index is 0, so the last one is the length minus 1. What is the largest index "
+        "that you ask for?",
+    ),
+    (r"^KeyError", "Print the keys that there are: `list(d)`."),
+    (r"^ZeroDivisionError", "Which input makes the divisor 0, and what should come out then?"),
+    (r"^RecursionError", "The function calls itself. Did you mean another one of a similar name?"),
+)
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What a call came to when it raised instead of returning.
+
+    Attributes:
+        kind: the error's type.
+        message: its text.
+        where: the reader's line, as "line 3 of your cell"; empty if no line of theirs was running.
+        line: the source text of that line.
+    """
+
+    kind: str
+    message: str
+    where: str = ""
+    line: str = ""
+
+    def __repr__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+    def told(self) -> tuple[Part, ...]:
+        """The reader's line, the error, and what it usually means."""
+        place = (f"In {self.where}:", Code(self.line)) if self.where else ()
+        here = "" if self.where else "Here "
+        meaning = next((said for pattern, said in MEANINGS if re.search(pattern, repr(self))), "")
+        return *place, f"{here}it raised {self!r}".rstrip(), *([meaning] if meaning else [])
+
+
+def call(exercise: Exercise, function: Callable, case: Case) -> object:
+    """What `function` gives on `case`: its result, or `Raised`."""
+    try:
+        return (
+            function(*case.arguments())
+            if exercise.run is None
+            else exercise.run(function, *case.arguments())
+        )
+    except Exception as error:
+        cause = _cause(error)
+        return Raised(type(cause).__name__, str(cause), *_line(function, error))
+
+
+@functools.cache
+def answer(exercise: Exercise, function: Callable, case: Case) -> object:
+    """What the exercise's solution or a wrong one gives: once a process, kernels take long."""
+    return call(exercise, function, case)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Triton's interpreter raises an error of its own from the one that tells something."""
+    while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _codes(function: object) -> Iterator[CodeType]:
+    """The code of a function, of what it wraps, and of a kernel's Python function."""
+    seen = []
+    while function is not None and function not in seen:
+        seen.append(function)
+        if hasattr(function, "__code__"):
+            yield function.__code__
+        function = next(
+            (
+                inner
+                for name in ("__wrapped__", "fn", "func", "orig_func")
+                if (inner := getattr(function, name, None)) is not None
+            ),
+            None,
+        )
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[tuple[CodeType, int]]:
+    while traceback is not None:
+        yield traceback.tb_frame.f_code, traceback.tb_lineno
+        traceback = traceback.tb_next
+
+
+def _line(function: Callable, error: BaseException) -> tuple[str, str]:
+    """The innermost line of the reader's file, cell or function, that was running."""
+    files = {code.co_filename for code in _codes(function)}
+    found = ("", "")
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    for link in chain:
+        for code, number in _frames(link.__traceback__):
+            if code.co_filename not in files:
+                continue
+            is_cell = "ipykernel" in code.co_filename or code.co_filename.startswith("<ipython")
+            relative = number if is_cell else number - code.co_firstlineno + 1
+            text = linecache.getline(code.co_filename, number).strip()
+            if text:
+                found = f"line {relative} of your {'cell' if is_cell else 'function'}", text
+    return found
+
+
+def is_empty(function: Callable) -> bool:
+    """True for a body of nothing but a docstring, `...` or `pass`: it does no more than return
+    None."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return False
+    idle = {"RESUME", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST", "NOP", "CACHE"}
+    instructions = list(dis.get_instructions(code))
+    constants = {i.argval for i in instructions if i.opname in ("LOAD_CONST", "RETURN_CONST")}
+    return {i.opname for i in instructions} <= idle and constants == {None}

@@ -1,0 +1,147 @@
+"""Judge an exercise: not attempted yet, right, or wrong. A wrong answer is told by the mistake that
+it looks like and by the smallest case that shows it.
+
+Judged is what a solution computes on the cases, never how it is written.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nsa_tutorial.course.attempts import Raised, answer, call, is_empty
+from nsa_tutorial.course.exercises import Case, Exercise, Misconception
+from nsa_tutorial.course.figures import Picture
+from nsa_tutorial.course.recognition import Evidence, recognise
+from nsa_tutorial.course.speech import STYLE, Code, Message, Part
+from nsa_tutorial.course.values import aligned, differences, is_short, same
+
+_TONES = {"not attempted": "open", "right": "right", "misconception": "wrong", "wrong": "wrong"}
+_SIGNS = {"open": "○", "right": "✓", "wrong": "✗"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The judgement of one exercise.
+
+    Attributes:
+        exercise: its name.
+        outcome: `"not attempted"`, `"right"`, `"misconception"` or `"wrong"`.
+        lead: what the reader is told first.
+        parts: what else.
+        misconceptions: the names of the recognised mistakes: none, one or two.
+        picture: a picture of the failing case, if the exercise draws one.
+    """
+
+    exercise: str
+    outcome: str
+    lead: str
+    parts: tuple[Part, ...] = ()
+    misconceptions: tuple[str, ...] = ()
+    picture: Picture | None = None
+
+    @property
+    def misconception(self) -> str | None:
+        """The first recognised mistake, if any."""
+        return self.misconceptions[0] if self.misconceptions else None
+
+    @property
+    def message(self) -> Message:
+        """The verdict as it is said."""
+        tone = _TONES[self.outcome]
+        return Message(tone, _SIGNS[tone], self.exercise, self.lead, self.parts)
+
+    @property
+    def text(self) -> str:
+        """What the reader is told, all of it."""
+        return self.message.text
+
+    def __str__(self) -> str:
+        return repr(self.message)
+
+
+class Report:
+    """The verdicts of one `check` call, as Jupyter and `print` show them."""
+
+    def __init__(self, verdicts: list[Verdict]) -> None:
+        self.verdicts = verdicts
+
+    def __repr__(self) -> str:
+        return "\n".join(map(str, self.verdicts))
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        text = STYLE + "".join(v.message.html() for v in self.verdicts)
+        display({"text/plain": repr(self), "text/html": text}, raw=True)
+        for verdict in self.verdicts:
+            if verdict.picture is not None:
+                display(verdict.picture)
+
+
+def judge(exercise: Exercise, attempt: Callable) -> Verdict:
+    """Run `attempt` on the cases of `exercise` and say what it is."""
+    if not callable(attempt):
+        found = f"This is not a function but of type {type(attempt).__name__}."
+        return Verdict(exercise.name, "wrong", "Not yet.", (found,))
+    if is_empty(attempt):
+        return Verdict(exercise.name, "not attempted", "not attempted yet.")
+    cases = exercise.runnable
+    missing = tuple(filter(None, [" ".join(f"Not run: {why}" for why in exercise.missing)]))
+    if not cases:
+        return Verdict(exercise.name, "not attempted", "it cannot be judged here.", missing)
+    got = [call(exercise, attempt, case) for case in cases]
+    if all(isinstance(g, Raised) and g.kind == "NotImplementedError" for g in got):
+        return Verdict(exercise.name, "not attempted", "not attempted yet.")
+    expected = [answer(exercise, exercise.solution, case) for case in cases]
+    pairs = zip(got, expected, strict=True)
+    failing = [i for i, (g, e) in enumerate(pairs) if not same(g, e, exercise.tolerance)]
+    if not failing:
+        count = f"all {len(got)} cases" if len(got) > 1 else "the one case"
+        return Verdict(exercise.name, "right", f"Right, on {count}.", missing)
+    found = recognise(Evidence(exercise, cases, got, expected, failing))
+    case, answers = cases[found.shown], (got[found.shown], expected[found.shown])
+    where = "Smallest failing case" if found.shown == failing[0] else "Smallest such case"
+    parts = [
+        *([_looks_like(found.mistakes)] if found.mistakes else []),
+        f"{where}: {case.name}.",
+        *differences(*answers),
+        *_inputs(exercise, case),
+        *([f"There is something else, too: {cases[found.other].name}."] if found.other is not None
+          else []),
+    ]  # fmt: skip
+    outcome = "misconception" if found.mistakes else "wrong"
+    names = tuple(mistake.name for mistake in found.mistakes)
+    picture = _picture(exercise, case, *answers)
+    return Verdict(exercise.name, outcome, "Not yet.", tuple(parts), names, picture)
+
+
+def _looks_like(mistakes: tuple[Misconception, ...]) -> str:
+    if len(mistakes) == 1:
+        return f"This looks like {mistakes[0].name}. {mistakes[0].hint}"
+    first, second = mistakes
+    return (
+        f"Two things. First, this looks like {first.name}. {first.hint} "
+        f"Then, {second.name}. {second.hint}"
+    )
+
+
+def _inputs(exercise: Exercise, case: Case) -> tuple[Code, ...]:
+    """The arguments of a case, where they are few enough to calculate with by hand."""
+    if exercise.run is not None:
+        return ()  # the arguments are those of `run`, not the solution's
+    names = inspect.signature(exercise.solution).parameters
+    named = list(zip(names, case.arguments(), strict=False))
+    if not named or not all(is_short(value) for _, value in named):
+        return ()
+    return (Code("\n".join(aligned(*((f"with {name} =", value) for name, value in named)))),)
+
+
+def _picture(exercise: Exercise, case: Case, got: object, expected: object) -> Picture | None:
+    if exercise.picture is None or isinstance(got, Raised):
+        return None
+    try:
+        return exercise.picture(case.arguments(), got, expected)
+    except Exception:
+        return None  # a result of an unexpected kind cannot be drawn; the text says what it is

@@ -1,0 +1,200 @@
+"""Guess before you are told: `predict("name", value)`, and later `reveal("name", answer)`.
+
+A guess may be anything: it is described, never trusted to behave.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers as abstract
+from fractions import Fraction
+
+import numpy as np
+import torch
+
+from nsa_tutorial.course import exercises, reader
+from nsa_tutorial.course.exercises import Prediction
+from nsa_tutorial.course.speech import Message
+
+_NEAR = Fraction(1, 10)  # relative distance up to which a number is close
+_MEANT = Fraction(1, 50)  # and up to which it is the wrong number that a thought leads to
+_SAID = 80  # characters of a guess that are repeated
+_TIMES = {2: "twice", 3: "three times", 4: "four times", 5: "five times", 6: "six times",
+          7: "seven times", 8: "eight times", 9: "nine times", 10: "ten times"}  # fmt: skip
+_PARTS = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth", 6: "a sixth", 7: "a seventh",
+          8: "an eighth", 9: "a ninth", 10: "a tenth"}  # fmt: skip
+
+
+def predict(name: str, guess: object) -> Message:
+    """Note a guess; None is no guess yet.
+
+    Raises:
+        ValueError: for a prediction that does not exist, naming those that do.
+    """
+    asked = exercises.prediction(name)
+    guess = _simple(guess)
+    if guess is not None:
+        reader.note_guess(name, guess)
+        return Message("open", "○", name, f"noted, {_written(guess, asked)}.", ("You will see.",))
+    before = reader.guess_of(name)
+    if before is not None:
+        return Message("open", "○", name, f"your guess so far is {_written(before, asked)}.")
+    nudge = "Put a guess in place of None, even a wild one."
+    return Message("open", "○", name, "no guess yet.", (nudge,))
+
+
+def reveal(name: str, answer: object) -> Message:
+    """Set the answer beside the guess: how far off it was, and which thought leads there.
+
+    Raises:
+        ValueError: for a prediction that does not exist, naming those that do.
+    """
+    asked = exercises.prediction(name)
+    guess, answer = _simple(reader.guess_of(name)), _simple(answer)
+    truth = _written(answer, asked)
+    if guess is None:
+        nudge = "Next time, guess first: an answer stays longer beside a guess, even a wrong one."
+        return Message("open", "○", name, f"it is {truth}.", (asked.reason, nudge))
+    said = _written(guess, asked)
+    distance = _distance(guess, answer, asked)
+    if distance in ("exactly right", "right"):
+        lead = f"You said {said}, and it is {truth}: {distance}."
+        return Message("right", "✓", name, lead, (asked.reason,))
+    near = distance.startswith("close")
+    lead = f"You said {said}, it is {truth}{': ' + distance if distance else ''}."
+    thought = _thought(guess, asked)
+    reason = f"{thought} {asked.reason}".strip()
+    return Message("right" if near else "wrong", "≈" if near else "→", name, lead, (reason,))
+
+
+def _simple(value: object) -> object:
+    """Tensors and arrays as numbers and lists, other things as they are."""
+    try:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu()
+            return value.item() if value.numel() == 1 else value.tolist()
+        if isinstance(value, np.ndarray | np.generic):
+            return value.item() if value.size == 1 else value.tolist()
+    except Exception:
+        return repr(type(value))  # a tensor without values, say on the meta device
+    return value
+
+
+def _number(value: object, unit: str) -> Fraction | float | None:
+    """A number, exactly where it is finite; also from text such as "1,000" or "8 GiB"."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, str):
+        text = value.strip().replace(",", "").replace("_", "")
+        if unit and text.endswith(unit):
+            text = text[: -len(unit)].strip()
+        try:
+            value = float(text)
+        except ValueError:
+            return None
+    if not isinstance(value, abstract.Real):
+        return None
+    try:
+        return Fraction(value)
+    except (OverflowError, ValueError, TypeError):  # infinite, or not a number
+        try:
+            return float(value)
+        except (OverflowError, ValueError, TypeError):
+            return None
+
+
+def _written(value: object, asked: Prediction) -> str:
+    """A guess or an answer in words that fit a line."""
+    number = None if isinstance(value, str) else _number(value, asked.unit)
+    if isinstance(number, Fraction):
+        return _of_number(number, value) + (f" {asked.unit}" if asked.unit else "")
+    try:
+        text = value if isinstance(value, str) else repr(value)
+        text = " ".join(text.split())
+    except Exception:
+        return f"something of type {type(value).__name__}"
+    return text if len(text) <= _SAID else f"{text[:_SAID]}…"
+
+
+def _of_number(number: Fraction, value: object) -> str:
+    if number.denominator == 1 and abs(number) < 10**15:
+        return f"{int(number):,}"
+    if 0 < abs(number) < Fraction(1, 10**300) or abs(number) >= 10**300:
+        digits = abs(number.numerator).bit_length() - number.denominator.bit_length()
+        return f"about 10^{round(digits * math.log10(2))}" + (", negative" if number < 0 else "")
+    return f"{float(number):.6g}" if abs(number) < 10**15 else f"{float(number):.3g}"
+
+
+def _distance(guess: object, answer: object, asked: Prediction) -> str:
+    """How far a guess is off, in words; empty where there is no more to say than that it is."""
+    x, y = _number(guess, asked.unit), _number(answer, asked.unit)
+    if y is None or isinstance(answer, str):
+        return "exactly right" if _equal(guess, answer) else ""
+    if x is None:
+        return "a number was asked for"
+    if not (isinstance(x, Fraction) and isinstance(y, Fraction)):
+        return "exactly right" if x == y else "not a finite number"
+    if abs(x - y) <= abs(y) * Fraction(1, 10**9):
+        return "exactly right"
+    if abs(x - y) <= abs(y) * Fraction(asked.tolerance):
+        return "right"
+    if y == 0 or x == 0:
+        return ""
+    if x == -y:
+        return "the sign is the other way round"
+    if x * y < 0:
+        return "of the other sign"
+    return _ratio(x / y)
+
+
+def _ratio(ratio: Fraction) -> str:
+    """A guess over the answer, both of one sign, in words."""
+    if abs(ratio - 1) <= _NEAR:
+        return "close, within 10 %"
+    large = ratio > 1
+    times = ratio if large else 1 / ratio
+    whole = round(times)
+    if whole in _TIMES and abs(times - whole) <= whole * _NEAR / 2:
+        return f"{_TIMES[whole]} as much" if large else f"{_PARTS[whole]} of it"
+    if times < 2:
+        percent = round(abs(ratio - 1) * 100)
+        return f"{percent} % too {'much' if large else 'little'}"
+    if times < 10:
+        return f"{float(times):.2g} times too {'much' if large else 'little'}"
+    if times < 10**6:
+        return f"{round(times):,} times too {'much' if large else 'little'}"
+    return f"more than a million times too {'much' if large else 'little'}"
+
+
+def _equal(guess: object, answer: object) -> bool:
+    """Equality that text and lists are granted and that never raises."""
+    if isinstance(guess, str) and isinstance(answer, str):
+        return " ".join(guess.casefold().split()) == " ".join(answer.casefold().split())
+    if isinstance(guess, list | tuple) and isinstance(answer, list | tuple):
+        return len(guess) == len(answer) and all(map(_equal, guess, answer))
+    if isinstance(guess, bool) or isinstance(answer, bool):
+        return guess is answer
+    try:
+        return bool(guess == answer)
+    except Exception:
+        return False
+
+
+def _thought(guess: object, asked: Prediction) -> str:
+    """The sentence on the thought that leads to this guess, if one is known."""
+    number = _number(guess, asked.unit)
+    for wrong, told in asked.thoughts:
+        if callable(wrong):
+            try:
+                if wrong(guess):
+                    return told
+            except Exception:
+                continue  # the guess is of a kind that the question was not made for
+            continue
+        value = _number(wrong, asked.unit)
+        if isinstance(value, Fraction) and isinstance(number, Fraction):
+            if abs(number - value) <= abs(value) * _MEANT:
+                return told
+        elif _equal(guess, wrong):
+            return told
+    return ""

@@ -1,0 +1,149 @@
+"""Compare two results, and say in what they differ: numbers, tensors, lists of them, anything.
+
+What is short is written whole: lists of up to 16 values, tensors of up to 24.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from nsa_tutorial.course.attempts import Raised
+from nsa_tutorial.course.speech import Code, Part, plain
+
+_FEW, _FEW_NUMBERS = 16, 24  # what is written whole: values of a list, numbers of a tensor
+_PAIRED = 1e-5  # of two lists, the values further apart than this are the ones to speak of
+_SCALARS = bool | int | float | str | np.generic
+
+
+def same(a: object, b: object, tolerance: float) -> bool:
+    """Whether two results agree: same structure, shapes and non-finite places, numbers within
+    `tolerance`."""
+    if isinstance(a, Raised) or isinstance(b, Raised):
+        return isinstance(a, Raised) and isinstance(b, Raised) and a.kind == b.kind
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(same(x, y, tolerance) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key], tolerance) for key in b)
+    if a is None or b is None or isinstance(a, str) or isinstance(b, str):
+        return type(a) is type(b) and a == b
+    try:
+        x, y = numbers(a), numbers(b)
+    except (TypeError, ValueError, OverflowError):
+        return type(a) is type(b) and bool(a == b)
+    return x.shape == y.shape and torch.allclose(
+        x, y, rtol=tolerance, atol=tolerance, equal_nan=True
+    )
+
+
+def numbers(value: object) -> torch.Tensor:
+    """A number or a tensor of any library as a tensor in fp64.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().to(torch.float64)
+    if isinstance(value, bool | int | float | np.ndarray | np.generic):
+        return torch.as_tensor(np.asarray(value, dtype=np.float64))
+    raise TypeError(f"not a number or a tensor: {type(value).__name__}")
+
+
+def short(value: object) -> str:
+    """A value as a reader would write it down: four digits, no dtype, rows below one another."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        array = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+        is_whole = isinstance(array, torch.Tensor) and not array.is_floating_point()
+        array = array.numpy() if is_whole else numbers(array).numpy()
+        # no blank lines between tables
+        text = re.sub(r"\n\s*\n", "\n", np.array2string(array, precision=4, separator=", "))
+        one_line = sum(n > 1 for n in array.shape) <= 1  # a column [[[[1.]]]] reads better as a row
+        return " ".join(text.split()) if one_line else text
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        inside = ", ".join(map(short, value))
+        tail = "," if isinstance(value, tuple) and len(value) == 1 else ""
+        return f"[{inside}]" if isinstance(value, list) else f"({inside}{tail})"
+    if isinstance(value, float | np.floating):
+        return f"{float(value):.6g}"
+    return repr(value.item() if isinstance(value, np.generic) else value)
+
+
+def is_short(value: object) -> bool:
+    """Whether `value` is written whole: up to 16 values in lists, up to 24 numbers in a tensor."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return math.prod(value.shape) <= _FEW_NUMBERS
+    leaves = list(_leaves(value)) if isinstance(value, list | tuple) else [value]
+    return len(leaves) <= _FEW and all(x is None or isinstance(x, _SCALARS) for x in leaves)
+
+
+def _leaves(value: object) -> Iterator[object]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def difference(got: object, expected: object) -> str:
+    """How `got` differs from `expected`, as text."""
+    return plain(differences(got, expected))
+
+
+def differences(got: object, expected: object) -> tuple[Part, ...]:
+    """How `got` differs from `expected`: sentences, and values as code."""
+    if got is None:
+        return ("It returned None: is the return statement missing?",)
+    if isinstance(got, Raised):
+        return got.told()
+    if isinstance(got, tuple | list) and isinstance(expected, tuple | list):
+        return _of_lists(got, expected)
+    try:
+        x, y = numbers(got), numbers(expected)
+    except (TypeError, ValueError, OverflowError):
+        kinds = (
+            ()
+            if type(got) is type(expected)
+            else (f"Got a {type(got).__name__}, expected a {type(expected).__name__}.",)
+        )
+        return *kinds, _both(got, expected)
+    if x.shape != y.shape:
+        return (f"Got shape {list(x.shape)}, expected {list(y.shape)}.",)
+    if x.numel() <= _FEW_NUMBERS:
+        return (_both(got, expected),)
+    gap = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs().nan_to_num(math.inf))
+    worst = tuple(int(i) for i in np.unravel_index(int(gap.argmax()), x.shape))
+    return (
+        f"The largest difference is at index {list(worst)}.",
+        Code(f"got      {x[worst]:.5g}\nexpected {y[worst]:.5g}"),
+    )
+
+
+def _of_lists(got: tuple | list, expected: tuple | list) -> tuple[Part, ...]:
+    counts = (
+        (f"Got {len(got)} values, expected {len(expected)}.",) if len(got) != len(expected) else ()
+    )
+    if is_short(got) and is_short(expected):
+        return *counts, _both(got, expected)
+    if counts:
+        return counts
+    for position, (g, e) in enumerate(zip(got, expected, strict=True)):
+        if not same(g, e, _PAIRED):
+            return f"Value {position} of the result:", *differences(g, e)
+    return (_both(got, expected),)
+
+
+def _both(got: object, expected: object) -> Code:
+    return Code("\n".join(aligned(("got", got), ("expected", expected))))
+
+
+def aligned(*named: tuple[str, object]) -> list[str]:
+    """Each value behind its name, in one column; rows of a matrix stay below one another."""
+    width = max(len(name) for name, _ in named)
+    return [
+        f"{name:<{width}} " + short(value).replace("\n", "\n" + " " * (width + 1))
+        for name, value in named
+    ]
