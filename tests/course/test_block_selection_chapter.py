@@ -400,12 +400,33 @@ def test_the_panel_says_what_the_pure_function_says() -> None:
     assert got == pictures.sentence(
         1, 6, num_initial=1, num_local=2, length=16, stride=16, shared=False
     )
-    assert "3 of them forced, from summaries of 16 every 16, a list for each head" in got
+    assert "a list for each of its 4 heads: 6 blocks, 3 forced, hold " in got
 
 
 def test_the_panel_forces_no_more_than_a_list_holds() -> None:
     panel = pictures.explore()
+    first, latest = (panel.controls[name] for name in ("num_initial", "num_local"))
     assert panel.set(top_n=2, num_initial=4, num_local=4) == pictures.sentence(
         3, 2, num_initial=0, num_local=2
     )
-    assert panel.set(top_n=5) == pictures.sentence(3, 5, num_initial=1, num_local=4)
+    assert (first.max, latest.max) == (0, 2)
+    assert first.disabled, "the latest blocks fill the list"
+    latest.value = 1
+    assert (first.max, first.value, first.disabled) == (1, 0, False)
+    panel.set(top_n=5)
+    assert (first.max, latest.max) == (4, 4)
+
+
+def test_the_panel_says_which_control_had_to_move() -> None:
+    panel = pictures.explore()
+    panel.set(top_n=6, num_initial=3, num_local=3)
+    panel.controls["top_n"].value = 4
+    assert (panel.values["num_initial"], panel.values["num_local"]) == (1, 3)
+    assert panel.moved == "first blocks forced: 3 is out of range here, now 1."
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_latest_blocks_are_the_same_for_every_head(n: int) -> None:
+    """So one list a group tells their share, also where each head has its own."""
+    apart, shared = (pictures.lists("latest", n, shared=x) for x in (False, True))
+    assert torch.equal(pictures.captured(apart), pictures.captured(shared))

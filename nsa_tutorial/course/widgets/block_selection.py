@@ -13,12 +13,12 @@ keys, `n` slots of a list.
 from __future__ import annotations
 
 import functools
+from itertools import product
 from typing import NamedTuple
 
 import ipywidgets
 import numpy as np
 import torch
-from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
@@ -27,6 +27,7 @@ from nsa_tutorial import ops
 from nsa_tutorial.course import heads as stored_heads
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, shades
 from nsa_tutorial.course.heads import Heads
+from nsa_tutorial.course.sheet import Place, Sheet, byte_colour, bytes_of
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.exact.dense_attention import attention
 from nsa_tutorial.exact.grouped_query_attention import expand_kv_heads
@@ -37,6 +38,7 @@ from nsa_tutorial.sparse.selected_attention import query_rows
 BS = 16
 SOURCES = ("oracle", "summaries", "latest", "random")
 SIZES = ((4, 4), (8, 4), (8, 8), (16, 8), (16, 16), (32, 16))  # (length, stride) of the summaries
+_FORCED = 4  # blocks of either kind that the panel can force
 _COLOURS = {"oracle": "text", "summaries": "compressed", "latest": "window", "random": "faint"}
 _TITLES = {
     "oracle": "oracle: the best blocks",
@@ -406,9 +408,12 @@ def draw_mass(n: int = 4, kv_head: int = 3) -> Picture:
 # -- the choice, all queries of a group --
 
 
-def _share(ids: Tensor, kv_head: int) -> float:
+@functools.lru_cache(maxsize=256)
+def _share(by: str, n: int, kv_head: int, **options: object) -> float:
+    """The attention that lists hold, mean over the heads of a group; `options` are those of
+    `lists`."""
     G = real()[0].G
-    return captured(ids)[kv_head * G : (kv_head + 1) * G].mean().item()
+    return captured(lists(by, n, **options))[kv_head * G : (kv_head + 1) * G].mean().item()
 
 
 def draw_choice(
@@ -421,94 +426,85 @@ def draw_choice(
 
     Where each head chooses for itself, the middle panel is the darker, the more heads list a block.
     """
-    stored, mass = real()
-    _, N, NB = mass.shape
-    mine = slice(kv_head * stored.G, (kv_head + 1) * stored.G)
-    ids = lists(
-        "summaries",
-        n,
-        num_initial=num_initial,
-        num_local=num_local,
-        length=length,
-        stride=stride,
-        shared=shared,
-    )
-    importance = scores("summaries", length, stride)[:, kv_head]
-    importance = (importance / importance.sum(-1, keepdim=True).clamp(min=1e-30)).numpy()
-    figure, axes = new_figure(8.0, 4.3, columns=3)
-    # fixed places: nothing jumps under the controls, and it is faster
-    figure.set_layout_engine(None)
-    figure.subplots_adjust(left=0.075, right=0.985, top=0.84, bottom=0.19, wspace=0.09)
-    panels = (
-        ("importance, from summaries", _heat(importance, "compressed")),
-        ("lists", _lists_image(listed(ids)[mine].double().mean(0).numpy())),
-        ("true attention", _heat(mass[mine].mean(0).numpy(), "text")),
-    )
-    future = np.arange(NB)[None, :] > np.arange(N)[:, None] // BS
-    for axis, (title, image) in zip(axes[0], panels, strict=True):
-        image[future] = to_rgb(PALETTE["masked"])
-        axis.imshow(image, aspect="auto", interpolation="nearest", extent=(0, NB, N, 0))
-        axis.set_title(title, fontsize=10)
-        axis.set_xticks(range(0, NB + 1, 8))
-        axis.set_yticks(range(0, N + 1, 128) if axis is axes[0, 0] else [])
-        axis.set_xlabel(f"block of {BS} keys", fontsize=9)
-    axes[0, 0].set_ylabel("query", fontsize=9)
+    G, (_, N, NB) = real()[0].G, real()[1].shape
+    options = {
+        "num_initial": num_initial, "num_local": num_local,
+        "length": length, "stride": stride, "shared": shared,
+    }  # fmt: skip
+    on_lists = listed(lists("summaries", n, **options))[kv_head * G : (kv_head + 1) * G]
+    images = {
+        "importance, from summaries": _importance_image(kv_head, length, stride),
+        "lists": _lists_image(on_lists.double().mean(0).numpy()),
+        "true attention": _true_image(kv_head),
+    }
+    sheet = Sheet(8.2, 3.95)
+    for column, (title, image) in enumerate(images.items()):
+        place = Place(0.68 + 2.5 * column, 0.58, 2.36, 2.62)
+        sheet.image(place, image)
+        sheet.text(place.x(0.5), 0.46, title, 10, across="center")
+        sheet.below(place, {(b + 0.5) / NB: b for b in range(0, NB, 8)}, f"block of {BS} keys")
+        if column == 0:
+            sheet.beside(place, {i / N: i for i in range(0, N + 1, 128)}, "query")
     names = {"selected": "listed", "own block": "listed: own block", "masked": "future"}
-    handles = [Patch(color=PALETTE[c], label=label) for c, label in names.items()]
-    figure.legend(
-        handles=handles, loc="lower center", ncols=3, fontsize=9, frameon=False, handlelength=1.0
+    sheet.legend(2.3, 3.78, names)
+    found = _share("summaries", n, kv_head, **options)
+    best = _share("oracle", n, kv_head, shared=shared)
+    return Picture(
+        sheet.figure,
+        f"KV head {kv_head}, {n} blocks a query: the lists hold {found:.0%} of the attention, "
+        f"the best lists {best:.0%}",
     )
-    found, best = _share(ids, kv_head), _share(lists("oracle", n, shared=shared), kv_head)
-    return Picture(figure, f"KV head {kv_head}, {n} blocks a query: the lists hold {found:.0%} "
-                           "of the attention, "
-                           f"the best lists {best:.0%}")  # fmt: skip
+
+
+@functools.lru_cache(maxsize=32)
+def _importance_image(kv_head: int, length: int, stride: int) -> np.ndarray:
+    importance = scores("summaries", length, stride)[:, kv_head]
+    share = importance / importance.sum(-1, keepdim=True).clamp(min=1e-30)
+    return _heat(share.numpy(), "compressed")
+
+
+@functools.cache
+def _true_image(kv_head: int) -> np.ndarray:
+    stored, mass = real()
+    return _heat(mass[kv_head * stored.G : (kv_head + 1) * stored.G].mean(0).numpy(), "text")
 
 
 def _heat(share: np.ndarray, colour: str) -> np.ndarray:
     """Shares `[N, NB]` as colours; the full colour stands for a half and more, and small shares are
-    lifted by a square root."""
-    return shades(colour)(np.sqrt(np.clip(share / 0.5, 0, 1)))[..., :3]
+    lifted by a square root. 24 shades: no eye tells more, and the picture is half as large."""
+    lifted = np.round(24 * np.sqrt(np.clip(share / 0.5, 0, 1))) / 24
+    return _hide_future(bytes_of(lifted, shades(colour), 0, 1))
 
 
 def _lists_image(share: np.ndarray) -> np.ndarray:
     """The share of heads `[N, NB]` that list a block as colours, the own blocks in theirs."""
-    image = shades("selected")(share)[..., :3]
+    image = bytes_of(share, shades("selected"), 0, 1)
     own = np.arange(len(share))[:, None] // BS == np.arange(share.shape[1])
-    image[own] = shades("own block")(share[own])[..., :3]
+    image[own] = bytes_of(share[own], shades("own block"), 0, 1)
+    return _hide_future(image)
+
+
+def _hide_future(image: np.ndarray) -> np.ndarray:
+    N, NB = image.shape[:2]
+    image[np.arange(NB)[None, :] > np.arange(N)[:, None] // BS] = byte_colour("masked")
     return image
 
 
-def sentence(
-    kv_head: int,
-    n: int,
-    *,
-    num_initial: int = 0,
-    num_local: int = 1,
-    length: int = 8,
-    stride: int = 4,
-    shared: bool = True,
-) -> str:
-    """What there is to say about such lists."""
+def sentence(kv_head: int, n: int, **options: object) -> str:
+    """What there is to say about such lists; `options` are those of `draw_choice`."""
     stored = real()[0]
-    ids = lists(
-        "summaries",
-        n,
-        num_initial=num_initial,
-        num_local=num_local,
-        length=length,
-        stride=stride,
-        shared=shared,
-    )
-    forced = min(num_initial + num_local, n)
-    per = f"one list for {stored.G} heads" if shared else "a list for each head"
-    best, latest = (_share(lists(by, n, shared=shared), kv_head) for by in ("oracle", "latest"))
+    options = {"num_initial": 0, "num_local": 1, "shared": True} | options
+    shared, forced = options["shared"], options["num_initial"] + options["num_local"]
+    held = _share("summaries", n, kv_head, **options)
+    best, latest = _share("oracle", n, kv_head, shared=shared), _share("latest", n, kv_head)
+    loaded = blocks_loaded(lists("summaries", n, **options))[kv_head]
+    per = "one list for its" if shared else "a list for each of its"
+    blocks = "1 block" if n == 1 else f"{n} blocks"
     return (
-        f"KV head {kv_head} ({stored.labels[kv_head * stored.G][:7]}): {n} blocks a query, "
-        f"{forced} of them forced, from summaries "
-        f"of {length} every {stride}, {per}: {_share(ids, kv_head):.0%} of the attention. The "
-        "best lists, nothing forced, hold "
-        f"{best:.0%}, the latest {n} blocks {latest:.0%}. "
-        f"A query's {stored.G} heads together load {blocks_loaded(ids)[kv_head]:.1f} blocks."
+        f"KV head {kv_head} ({stored.labels[kv_head * stored.G][:7]}), {per} {stored.G} heads: "
+        f"{blocks}, {forced} forced, hold {held:.0%} of the attention. "
+        f"The best lists hold {best:.0%}, the latest blocks {latest:.0%}. "
+        f"Together the {stored.G} heads load {loaded:.1f} blocks a query."
     )
 
 
@@ -572,35 +568,36 @@ def explore() -> Panel:
         num_local: int,
         shared: bool,
     ) -> tuple[Picture, str]:
-        num_local = min(num_local, top_n)
-        num_initial = min(num_initial, top_n - num_local)  # forced blocks are within the list
-        length, stride = sizes
         options = {
-            "num_initial": num_initial,
-            "num_local": num_local,
-            "length": length,
-            "stride": stride,
-            "shared": shared,
-        }
+            "num_initial": num_initial, "num_local": num_local,
+            "length": sizes[0], "stride": sizes[1], "shared": shared,
+        }  # fmt: skip
         return draw_choice(kv_head, top_n, **options), sentence(kv_head, top_n, **options)
+
+    def limits(top_n: int, num_local: int, **_: object) -> dict[str, range]:
+        """Forced blocks are within the list."""
+        num_local = min(num_local, top_n)
+        return {
+            "num_local": range(min(_FORCED, top_n) + 1),
+            "num_initial": range(min(_FORCED, top_n - num_local) + 1),
+        }
+
+    def idle(top_n: int, num_local: int, **_: object) -> set[str]:
+        return {"num_initial"} if num_local == top_n else set()
 
     groups = real()[0].k.shape[2]
     sizes = {f"{length} tokens, every {stride}": (length, stride) for length, stride in SIZES}
+    for (length, stride), shared in product(SIZES, (True, False)):
+        scores("summaries", length, stride, shared)  # computed once, so that no control waits
     return panel(
         "which blocks cheap scores choose",
         render,
+        limits=limits,
+        idle=idle,
         kv_head=ipywidgets.Dropdown(options=list(range(groups)), value=3, description="KV head"),
         sizes=ipywidgets.Dropdown(options=sizes, value=(8, 4), description="summaries of"),
-        top_n=ipywidgets.IntSlider(
-            4, 1, 16, description="blocks on a list (top-n)", continuous_update=False
-        ),
-        num_initial=ipywidgets.IntSlider(
-            0, 0, 4, description="first blocks forced", continuous_update=False
-        ),
-        num_local=ipywidgets.IntSlider(
-            1, 0, 4, description="latest blocks forced", continuous_update=False
-        ),
-        shared=ipywidgets.Checkbox(
-            True, description="one list for the heads of a group", indent=False
-        ),
+        top_n=ipywidgets.IntSlider(4, 1, 16, description="blocks on a list"),
+        num_initial=ipywidgets.IntSlider(0, 0, _FORCED, description="first blocks forced"),
+        num_local=ipywidgets.IntSlider(1, 0, _FORCED, description="latest blocks forced"),
+        shared=ipywidgets.Checkbox(True, description="one list for a group", indent=False),
     )

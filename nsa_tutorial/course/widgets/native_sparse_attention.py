@@ -22,11 +22,14 @@ from torch import Tensor
 
 from nsa_tutorial import ops
 from nsa_tutorial.course import heads
-from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, shades
+from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, readable_on, shades
+from nsa_tutorial.course.sheet import Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.exact.dense_attention import causal_mask
 from nsa_tutorial.exact.grouped_query_attention import attention
 from nsa_tutorial.runtime import costs
+from nsa_tutorial.sparse import query_tiles
+from nsa_tutorial.sparse.selected_attention import QueryRows, query_rows
 
 BRANCHES = ("compression", "selection", "window")
 COLOURS = (PALETTE["compressed"], PALETTE["selected"], PALETTE["window"])
@@ -86,9 +89,19 @@ def _compression() -> tuple[Tensor, Tensor, Tensor]:
 def _selection(top_n: int) -> tuple[Tensor, Tensor, Tensor]:
     found, (k_cmp, _, lse) = _heads(), _compression()
     ids = ops.select_blocks(found.q, k_cmp, lse, top_n=top_n, block_size=BLOCK_SIZE, **SUMMARIES)
-    return ids, *ops.selected_attention(
-        found.q, found.k, found.v, ids, block_size=BLOCK_SIZE, return_lse=True
-    )
+    # under a mask: ten times as fast on a CPU as gathering the lists' blocks, and 7 lists are run
+    o, lse = query_tiles.selected_attention(
+        found.q, found.k, found.v, ids[0], _rows(), block_size=BLOCK_SIZE,
+        scale=found.q.shape[-1] ** -0.5,
+    )  # fmt: skip
+    return ids, o, lse
+
+
+@functools.cache
+def _rows() -> QueryRows:
+    found = _heads()
+    N = found.q.shape[1]
+    return query_rows(1, N, N, causal=True, cu_seqlens=None, device=found.q.device)
 
 
 @functools.cache
@@ -150,7 +163,7 @@ def fit_gates(outputs: Tensor, dense: Tensor, *, bounded: bool = True) -> Tensor
     y = dense[0].transpose(0, 1).flatten(1).double()  # [HQ, N * DV]
     gram, mixed = A.mT @ A, (A.mT @ y[..., None])[..., 0]  # [HQ, 3, 3], [HQ, 3]
     if not bounded:
-        return torch.linalg.solve(gram, mixed).T
+        return _solve(gram, mixed).T
     best = torch.full((len(A),), torch.inf, dtype=torch.float64)
     gates = torch.zeros(len(A), 3, dtype=torch.float64)
     for state in product((0.0, 1.0, None), repeat=3):  # each gate at a bound, or free
@@ -159,11 +172,16 @@ def fit_gates(outputs: Tensor, dense: Tensor, *, bounded: bool = True) -> Tensor
         tried = torch.tensor([x or 0.0 for x in state], dtype=torch.float64).repeat(len(A), 1)
         if free:
             rest = mixed - (gram @ tried[..., None])[..., 0]
-            tried[:, free] = torch.linalg.solve(gram[:, free][:, :, free], rest[:, free])
+            tried[:, free] = _solve(gram[:, free][:, :, free], rest[:, free])
         loss = (tried[:, None] @ gram @ tried[..., None])[:, 0, 0] - 2 * (tried * mixed).sum(1)
         better = (tried >= 0).all(1) & (tried <= 1).all(1) & (loss < best)
         best, gates = torch.where(better, loss, best), torch.where(better[:, None], tried, gates)
     return gates.T
+
+
+def _solve(gram: Tensor, mixed: Tensor) -> Tensor:
+    """The least of the solutions: two branches that see everything are one and the same."""
+    return (torch.linalg.pinv(gram, rtol=1e-10, hermitian=True) @ mixed[..., None])[..., 0]
 
 
 def best_equal_gate(outputs: Tensor, dense: Tensor) -> float:
@@ -559,11 +577,29 @@ def _draw_stacks(
 # -- the interactive --
 
 
+@functools.lru_cache(maxsize=64)
+def _curves(top_n: int, window: int) -> tuple[np.ndarray, float]:
+    """The branches' errors along the text, `[3, N // BINS]`, and the error under the best constant
+    gates."""
+    v = views(top_n, window)
+    along = torch.stack([error_by_position(output, v.dense) for output in v.outputs])
+    best = relative_error(gated(fit_gates(v.outputs, v.dense), v.outputs), v.dense)
+    return along.numpy(), best.mean().item()
+
+
+def _sum_of(
+    g_cmp: float, g_slc: float, g_swa: float, window: int, top_n: int
+) -> tuple[Tensor, float]:
+    """The gated sum's error along the text, and its mean over the heads."""
+    v = views(top_n, window)
+    o = gated(torch.tensor([g_cmp, g_slc, g_swa]), v.outputs)
+    return error_by_position(o, v.dense), relative_error(o, v.dense).mean().item()
+
+
 def sentence(g_cmp: float, g_slc: float, g_swa: float, window: int, top_n: int) -> str:
     """What there is to say about a choice of gates, window and list."""
-    v, loaded = views(top_n, window), entries(top_n, window)
-    error = relative_error(gated(torch.tensor([g_cmp, g_slc, g_swa]), v.outputs), v.dense).mean()
-    best = relative_error(gated(fit_gates(v.outputs, v.dense), v.outputs), v.dense).mean()
+    loaded, (_, best) = entries(top_n, window), _curves(top_n, window)
+    error = _sum_of(g_cmp, g_slc, g_swa, window, top_n)[1]
     read, all_keys = sum(loaded.values()), dense_entries()
     told = (
         f"Gates {g_cmp:.1f}, {g_slc:.1f}, {g_swa:.1f}: error {100 * error:.0f}% (best "
@@ -578,68 +614,63 @@ def draw_gates(
 ) -> Picture:
     """Left the error along the text, of each branch and of the gated sum; right what the branches
     load."""
-    v, loaded = views(top_n, window), entries(top_n, window)
-    o = gated(torch.tensor([g_cmp, g_slc, g_swa]), v.outputs)
-    figure, axes = new_figure(8.5, 3.3, columns=2, width_ratios=(2.2, 1))
-    figure.set_layout_engine(None)  # fixed places: nothing jumps under the slider, and it is faster
-    figure.subplots_adjust(left=0.075, right=0.985, top=0.88, bottom=0.15, wspace=0.27)
-    left, right = axes[0]
-    position = np.arange(len(error_by_position(o, v.dense))) * BINS + BINS / 2
-    for name, colour, output in zip(BRANCHES, COLOURS, v.outputs, strict=True):
-        left.plot(
-            position,
-            100 * error_by_position(output, v.dense).numpy(),
-            color=colour,
-            linewidth=1.2,
-            label=name,
-        )
-    left.plot(
-        position,
-        100 * error_by_position(o, v.dense).numpy(),
-        color=PALETTE["text"],
-        linewidth=2.4,
-        label="gated sum",
-    )
-    left.set_ylim(0, 160)
-    left.set_xlim(0, 512)
-    left.set_xlabel("position of the query", fontsize=9)
-    left.set_ylabel("relative error, percent", fontsize=9)
-    left.legend(fontsize=8, frameon=False, ncols=4, loc="upper center")
-    _draw_entries(right, loaded)
-    error = relative_error(o, v.dense).mean()
+    along, error = _sum_of(g_cmp, g_slc, g_swa, window, top_n)
+    loaded = entries(top_n, window)
+    sheet = Sheet(8.4, 3.7)
+    curves = [*_curves(top_n, window)[0], along.numpy()]
+    _draw_errors(sheet, Place(0.75, 0.62, 4.75, 2.5), curves)
+    _draw_entries(sheet, Place(6.35, 0.42, 1.95, 2.7), loaded)
     share = sum(loaded.values()) / dense_entries()
     told = (
         f"Gates {g_cmp:.1f}, {g_slc:.1f}, {g_swa:.1f}: error {100 * error:.0f}%, "
         f"{100 * share:.0f}% of dense attention's loads"
     )
-    return Picture(figure, told)
+    return Picture(sheet.figure, told)
 
 
-def _draw_entries(axis: Axes, loaded: dict[str, float]) -> None:
+def _draw_errors(sheet: Sheet, place: Place, curves: list[np.ndarray]) -> None:
+    """One line per branch and one, thicker, for their gated sum."""
+    top = 160 if np.max(curves) < 1.6 else 200  # percent; more than 200 no gates reach
+    x = place.x((np.arange(len(curves[0])) + 0.5) / len(curves[0]))
+    paths = [np.stack([x, place.y(1 - 100 * errors / top)], 1) for errors in curves]
+    percent, names = range(0, top + 1, 50), (*BRANCHES, "gated sum")
+    rules = [[(place.left, y), (place.x(1), y)] for y in (place.y(1 - p / top) for p in percent)]
+    sheet.lines(rules, "masked", [1.0, *[0.5] * (len(rules) - 1)])
+    colours, widths = [*COLOURS, "text"], [1.4, 1.4, 1.4, 2.6]
+    keys = [place.left + start for start in (0.1, 1.4, 2.45, 3.4)]
+    dashes = [[(left, 0.46), (left + 0.22, 0.46)] for left in keys]
+    sheet.lines([*paths, *dashes], colours * 2, widths * 2)
+    for left, name in zip(keys, names, strict=True):
+        sheet.text(left + 0.28, 0.46, name)
+    tokens = _heads().q.shape[1]
+    sheet.below(place, {t / tokens: t for t in range(0, tokens + 1, 128)}, "position of the query")
+    sheet.beside(place, {1 - p / top: p for p in percent}, "relative error, percent")
+
+
+def _draw_entries(sheet: Sheet, place: Place, loaded: dict[str, float]) -> None:
+    """Two bars: the keys that a query of dense attention loads, and those of the three branches."""
+    total, dense = sum(loaded.values()), dense_entries()
+    top, width = max(300.0, 1.12 * total), 0.8
+    left = {"dense": place.left + 0.1, "NSA": place.left + 1.05}
+    bars = [(left["dense"], place.y(1 - dense / top), width, place.height * dense / top)]
     base = 0.0
     for colour, (name, count) in zip(COLOURS, loaded.items(), strict=True):
-        axis.bar(1, count, 0.9, base, color=colour)
-        if count > 12:
-            axis.text(
-                1,
-                base + count / 2,
-                f"{name} {count:.0f}",
-                ha="center",
-                va="center",
-                fontsize=8,
-                color=_on(colour),
-            )
         base += count
-    axis.bar(0, dense_entries(), 0.9, color=PALETTE["faint"])
-    axis.text(0, dense_entries() + 4, f"{dense_entries():.0f}", ha="center", fontsize=9)
-    axis.text(1, base + 4, f"{base:.0f}", ha="center", fontsize=9)
-    axis.set_xticks([0, 1], ["dense", "NSA"])
-    axis.set_ylim(0, max(300, 1.1 * base))
-    axis.set_ylabel("keys a query loads, mean", fontsize=9)
-
-
-def _on(colour: str) -> str:
-    return PALETTE["text"] if colour == PALETTE["compressed"] else "white"
+        bars.append((left["NSA"], place.y(1 - base / top), width, place.height * count / top))
+        if count * place.height / top > 0.3:
+            y = place.y(1 - (base - count / 2) / top)
+            words = f"{name}\n{count:.0f}"
+            x = left["NSA"] + width / 2
+            sheet.text(x, y, words, 8, readable_on(colour), "center", linespacing=1.0)
+    sheet.boxes(bars, ["faint", *COLOURS])
+    for name, height in (("dense", dense), ("NSA", total)):
+        x = left[name] + width / 2
+        sheet.text(
+            x, place.y(1 - height / top) - 0.04, f"{height:.0f}", 9, "text", "center", "bottom"
+        )
+        sheet.text(x, place.y(1) + 0.04, name, 9, "text", "center", "top")
+    sheet.lines([[(place.left, place.y(1)), (place.x(1), place.y(1))]], "faint")
+    sheet.beside(place, {}, "keys a query loads, mean")
 
 
 def explore() -> Panel:
@@ -649,9 +680,8 @@ def explore() -> Panel:
     def render(
         g_cmp: float, g_slc: float, g_swa: float, window: int, top_n: int
     ) -> tuple[Picture, str]:
-        return draw_gates(g_cmp, g_slc, g_swa, window, top_n), sentence(
-            g_cmp, g_slc, g_swa, window, top_n
-        )
+        settings = (g_cmp, g_slc, g_swa, window, top_n)
+        return draw_gates(*settings), sentence(*settings)
 
     def gate(name: str) -> ipywidgets.FloatSlider:
         return ipywidgets.FloatSlider(
@@ -660,6 +690,8 @@ def explore() -> Panel:
 
     for top_n in TOP_N:  # computed once, so that no slider waits
         _selection(top_n)
+    for window in WINDOW:
+        _window(window)
     return panel(
         "gates, window and list",
         render,
