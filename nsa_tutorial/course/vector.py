@@ -36,7 +36,7 @@ class _Renderer(RendererSVG):
         if ismath:
             return super().get_text_width_height_descent(s, prop, ismath)
         look = (tuple(prop.get_family()), prop.get_size_in_points(), prop.get_weight())
-        return _measured(self._text2path, s, *look)
+        return _measured(s, *look)
 
     def draw_text(
         self, gc: GraphicsContextBase, x: float, y: float, s: str, prop: FontProperties,
@@ -59,10 +59,10 @@ class _Renderer(RendererSVG):
 
 @functools.lru_cache(maxsize=4096)
 def _measured(
-    measure: TextToPath, s: str, family: tuple[str, ...], size: float, weight: str | int
+    s: str, family: tuple[str, ...], size: float, weight: str | int
 ) -> tuple[float, float, float]:
     prop = FontProperties(family=list(family), size=size, weight=weight)
-    return measure.get_text_width_height_descent(s, prop, ismath=False)
+    return TextToPath().get_text_width_height_descent(s, prop, ismath=False)
 
 
 def svg(figure: Figure, alternative: str, *, cut_top: float = 0.0) -> str:

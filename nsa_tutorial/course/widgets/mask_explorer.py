@@ -1,698 +1,218 @@
-"""The mask explorer: what each branch of native sparse attention lets a query see, as tokens, as
-blocks, and as a list with prices.
+"""The mask explorer: what each branch of native sparse attention lets a query see, as a mask of
+tokens, and as the list of one query.
 
     from nsa_tutorial.course.widgets import mask_explorer
     mask_explorer.mask_explorer()
 
-`Settings` are the controls, brought into range. `source` gives the scores of a group of heads, made
-up or of the trained heads; `importance` and `choose_blocks` turn them into block lists,
-`branch_masks` into what is seen, `report` into numbers, `draw` into a picture. It is computed here
-by means of its own, from the definitions, and the tests hold it against the chapters' modules.
-
-It prices three branches, each computed by one program per query and KV head (`costs.py`), and apart
-from them the choice of the blocks: not the making of the summaries, not the gated sum.
-
-Symbols: `N` positions, `G` query heads of the group, `BS` block size, `NB` blocks, `M_c` summaries.
+The controls are the fields of `masks.Settings`. `masks` says what is seen and `mask_report` what it
+costs; here `draw` makes a picture of both, `sentence` and `finding` say them in words, and
+`mask_explorer` is the interactive.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import ipywidgets
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.colors import to_rgb
-from matplotlib.font_manager import findfont
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from PIL import Image, ImageDraw, ImageFont
+from matplotlib.figure import Figure
 
 from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure
+from nsa_tutorial.course.mask_report import (
+    TILE,
+    Item,
+    Report,
+    amount,
+    attention_of,
+    best_blocks,
+    count,
+    explore,
+    quote,
+)  # fmt: skip
+from nsa_tutorial.course.masks import (
+    BRANCHES,
+    MAX_N,
+    POWERS,
+    REAL,
+    SYNTHETIC,
+    Masks,
+    Settings,
+    ranges,
+    source,
+    sources,
+)  # fmt: skip
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.runtime import costs
-from nsa_tutorial.runtime.costs import Cost
 
-MAX_N = 512
-SYNTHETIC, REAL = "sink + diagonal + random copies", "trained heads"
-POWERS = (4, 8, 16, 32, 64, 128)
-# in the order of drawing: later ones cover earlier ones
-BRANCHES = "compressed", "window", "selected", "own block"
 SHOWN = {
     "all branches": BRANCHES,
     "compressed": ("compressed",),
     "selected": ("selected", "own block"),
     "sliding window": ("window",),
 }
-ITEMSIZE = 2  # bytes: fp16 or bf16
-TILE = 64  # queries that share their loads in the dense kernel compared with
-ROOM = 17  # lines of the list
-LIST_WIDTH, LIST_HEIGHT = 312, 390  # pixels
-
-Masks = Mapping[str, np.ndarray]
-
-# -- where the scores come from --
-
-
-@dataclass(frozen=True)
-class Source:
-    """The scores of one group of query heads, and the shapes that its costs are counted for.
-
-    Attributes:
-        logits: scaled scores `[G, N, N]` before the causal mask and the softmax, read-only.
-        D, DV: widths of a key and of a value.
-        text: the bytes that the positions stand for, or None.
-    """
-
-    logits: np.ndarray
-    D: int
-    DV: int
-    text: bytes | None = None
-
-
-@functools.cache
-def _heads() -> object | None:
-    """The stored heads, or None where there are none."""
-    try:
-        from nsa_tutorial.course import heads
-
-        return heads.load()
-    except (ImportError, FileNotFoundError):
-        return None
-
-
-def sources() -> dict[str, tuple[int, int]]:
-    """The data that can be explored: by name, the number of head groups and the number of
-    positions."""
-    heads, found = _heads(), {SYNTHETIC: (2, MAX_N)}
-    return (
-        found
-        if heads is None
-        else {**found, REAL: (heads.k.shape[2], min(heads.k.shape[1], MAX_N))}
-    )
-
-
-@functools.lru_cache(maxsize=2)
-def synthetic_logits(group: int, G: int = 4) -> np.ndarray:
-    """Made-up scores `[G, 512, 512]` of `G` heads: a sink at the start, a diagonal, and a few
-    passages that copy an earlier one.
-
-    The copies belong to the group, their strength to the head. The same group always gives the same
-    numbers, read-only.
-    """
-    random = np.random.default_rng(group)
-    t, key = np.arange(MAX_N)[:, None], np.arange(MAX_N)[None, :]
-    # some keys please every query
-    logits = 0.5 * random.normal(size=(G, MAX_N, MAX_N)) + random.normal(size=(1, 1, MAX_N))
-    logits += 6.0 * (key < 4) + 5.0 * np.exp(-np.abs(t - key) / 8)
-    starts = np.sort(random.integers(MAX_N // 10, MAX_N - 48, size=7))
-    for start in starts:
-        length, distance = random.integers(32, 80), random.integers(40, 350)
-        copied = (t >= start) & (t < start + length) & (start >= distance)
-        # a little to each side, as trained heads look
-        near = np.exp(-np.abs(t - distance - key) / 6)
-        logits += random.uniform(6, 10, size=(G, 1, 1)) * copied * near
-    logits.setflags(write=False)
-    return logits
-
-
-@functools.lru_cache(maxsize=8)
-def source(data: str, N: int, group: int) -> Source:
-    """The scores of head group `group` of one of `sources()`, for the first `N` positions."""
-    if data == SYNTHETIC:
-        found = Source(synthetic_logits(group)[:, :N, :N], D=128, DV=128)
-    else:
-        heads = _heads()
-        mine = slice(group * heads.G, (group + 1) * heads.G)
-        # [N, G, D], [N, D]
-        q, k = heads.q[0, :N, mine].double().numpy(), heads.k[0, :N, group].double().numpy()
-        found = Source(
-            np.einsum("igd,jd->gij", q, k) * k.shape[1] ** -0.5,
-            k.shape[1],
-            heads.v.shape[3],
-            heads.text[:N],
-        )
-    found.logits.setflags(write=False)
-    return found
-
-
-# -- settings --
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is explored. A value out of range is moved to the nearest one allowed, and `adjusted`
-    says so.
-
-    Attributes:
-        N: sequence length, 16 to 512.
-        block_size: keys per block, a power of two from 4 to 128.
-        top_n: blocks listed per query, the forced ones among them.
-        num_initial, num_local: first and last blocks of a query's past that are always listed; the
-            last one is its own. Together at most `top_n`; local ones go first.
-        window: keys of the sliding window, the query's own included.
-        length, stride: tokens of a summary and from one summary to the next: powers of two, a
-            summary no longer than the text, the stride no longer than the summary or a block.
-        query: position of the query that is looked at.
-        group: which group of heads of `data`.
-        data: one of `sources()`.
-        adjusted: what was moved, in words.
-    """
-
-    N: int = 512
-    block_size: int = 16
-    top_n: int = 7
-    num_initial: int = 1
-    num_local: int = 2
-    window: int = 32
-    length: int = 16
-    stride: int = 8
-    query: int = 410
-    group: int = 0
-    data: str = SYNTHETIC
-    adjusted: tuple[str, ...] = field(init=False, default=())
-
-    def __post_init__(self) -> None:
-        for name in (f.name for f in fields(self) if f.type == "int"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-        if self.data not in sources():
-            raise ValueError(f"data: expected one of {list(sources())}, got {self.data!r}")
-        groups, positions = sources()[self.data]
-        self._clamp("N", 16, positions)
-        self._clamp("block_size", 4, POWERS[-1], power=True)
-        self._clamp("top_n", 1, MAX_N)
-        self._clamp("num_local", 0, self.top_n)
-        self._clamp("num_initial", 0, self.top_n - self.num_local)
-        self._clamp("window", 1, self.N)
-        self._clamp("length", 4, min(self.N, POWERS[-1]), power=True)
-        self._clamp("stride", 4, min(self.length, self.block_size), power=True)
-        self._clamp("query", 0, self.N - 1)
-        self._clamp("group", 0, groups - 1)
-
-    def _clamp(self, name: str, low: int, high: int, power: bool = False) -> None:
-        given = getattr(self, name)
-        value = min(max(given, low), high)
-        if power:
-            value = 2 ** (value.bit_length() - 1)
-        if value != given:
-            object.__setattr__(self, name, value)
-            object.__setattr__(
-                self, "adjusted", (*self.adjusted, f"{name} {given} becomes {value}")
-            )
-
-    @property
-    def NB(self) -> int:
-        """Blocks of the text; the last one may be short."""
-        return -(-self.N // self.block_size)
-
-
-# -- which blocks are listed --
-
-
-def summary_visible(settings: Settings) -> np.ndarray:
-    """Bool `[N, M_c]`: summary `j` is visible to query `t` once its last token,
-    `j · stride + length - 1`, is at `t` or before."""
-    last = np.arange(0, settings.N - settings.length + 1, settings.stride) + settings.length - 1
-    return last[None, :] <= np.arange(settings.N)[:, None]
-
-
-def importance(settings: Settings, logits: np.ndarray) -> np.ndarray:
-    """How much the compressed branch cares for each block, `[N, NB]`, summed over the heads of
-    `logits` `[G, N, N]`.
-
-    A summary is a mean of keys, so its score is the mean of its tokens' scores. Then a softmax over
-    the visible summaries; and every `stride` tokens of a summary give its whole weight to the block
-    they lie in (arXiv 2502.11089, Eq. 9 and 10).
-    """
-    N, length, stride = settings.N, settings.length, settings.stride
-    visible = summary_visible(settings)
-    M_c, per_summary = visible.shape[1], length // stride
-
-    # Sums run in the same order for every summary and every block, so that equal ones stay equal to
-    # the last bit.
-    pieces = logits[..., : N // stride * stride].reshape(*logits.shape[:2], -1, stride).sum(-1)
-    scores = sum(pieces[..., offset : offset + M_c] for offset in range(per_summary)) / length
-    scores = np.where(visible, scores, -np.inf)  # [G, N, M_c]
-    largest = scores.max(-1, keepdims=True)
-    # all 0 where no summary is visible
-    weights = np.exp(scores - np.where(np.isfinite(largest), largest, 0))
-    weights = (weights / np.maximum(weights.sum(-1, keepdims=True), 1e-30)).sum(0)  # [N, M_c]
-
-    total = np.zeros((settings.NB, N))
-    for summary in range(M_c):
-        for offset in range(per_summary):
-            total[(summary + offset) * stride // settings.block_size] += weights[:, summary]
-    return total.T
-
-
-def forced_blocks(settings: Settings) -> np.ndarray:
-    """Bool `[N, NB]`: the blocks listed whatever their importance."""
-    block, own = (
-        np.arange(settings.NB)[None, :],
-        np.arange(settings.N)[:, None] // settings.block_size,
-    )
-    return (block <= own) & ((block < settings.num_initial) | (block > own - settings.num_local))
-
-
-def choose_blocks(settings: Settings, scores: np.ndarray) -> np.ndarray:
-    """Bool `[N, NB]`: the `top_n` blocks of every query by `scores` `[N, NB]`, forced ones first,
-    ties to the lower id.
-
-    A query with fewer blocks behind it lists all of them; a block that begins after the query is
-    never listed.
-    """
-    causal = (
-        np.arange(settings.NB)[None, :] <= np.arange(settings.N)[:, None] // settings.block_size
-    )
-    rank = np.where(forced_blocks(settings), np.inf, scores)
-    rank = np.where(causal, rank, -np.inf)
-    best = np.argsort(-rank, axis=-1, kind="stable")[:, : settings.top_n]
-    listed = np.zeros_like(causal)
-    np.put_along_axis(listed, best, True, axis=-1)
-    return listed & causal
-
-
-# -- what is seen --
-
-
-def branch_masks(settings: Settings, scores: np.ndarray) -> dict[str, np.ndarray]:
-    """What every query sees through each branch: a bool `[N, N]`, query by key, for each of
-    `BRANCHES`.
-
-    Args:
-        settings: all but `query` matters.
-        scores: importance of the blocks, `[N, NB]`.
-
-    Returns:
-        `"selected"`, the keys of listed blocks but the query's own, and `"own block"`, those of its
-        own if that is listed; together the selected branch. `"window"`, the last keys.
-        `"compressed"`, the keys that some visible summary covers: seen through the summary, not one
-        by one.
-    """
-    t, key = np.arange(settings.N)[:, None], np.arange(settings.N)[None, :]
-    # [N, N]
-    listed = choose_blocks(settings, scores)[:, np.arange(settings.N) // settings.block_size] & (
-        key <= t
-    )
-    own = key // settings.block_size == t // settings.block_size
-    ended = summary_visible(settings).sum(-1, keepdims=True)  # [N, 1]
-    # the visible summaries are the first ones, and they leave no gap: stride <= length
-    covered = np.where(ended > 0, (ended - 1) * settings.stride + settings.length, 0)
-    return {
-        "compressed": key < covered,
-        "window": (key <= t) & (key > t - settings.window),
-        "selected": listed & ~own,
-        "own block": listed & own,
-    }
-
-
-def block_masks(settings: Settings, masks: Masks) -> dict[str, np.ndarray]:
-    """The same by blocks: bool `[N, NB]`, True where a branch shows the query some key of the
-    block."""
-    starts = np.arange(0, settings.N, settings.block_size)
-    return {name: np.logical_or.reduceat(mask, starts, axis=1) for name, mask in masks.items()}
-
-
-def picture_colours() -> dict[str, tuple[float, float, float]]:
-    """The colour of each branch in the masks. What is seen only through summaries is paler: it is
-    most of the past."""
-    colours = {name: to_rgb(PALETTE[name]) for name in (*BRANCHES, "masked")}
-    colours["compressed"] = tuple(0.55 * c + 0.45 for c in colours["compressed"])
-    return colours
-
-
-def rgb(masks: Masks, causal: np.ndarray, branches: tuple[str, ...] = BRANCHES) -> np.ndarray:
-    """Masks as one picture, uint8 `[rows, columns, 3]`: `branches` over one another, else the past
-    grey and the future white."""
-    colours = {
-        name: np.round(255 * np.array(colour)).astype(np.uint8)
-        for name, colour in picture_colours().items()
-    }
-    image = np.full((*causal.shape, 3), 255, dtype=np.uint8)
-    image[causal] = colours["masked"]
-    for name in BRANCHES:
-        if name in branches:
-            image[masks[name]] = colours[name]
-    return image
-
-
-# -- what it costs --
-
-
-@dataclass(frozen=True)
-class Item:
-    """A line of a query's list.
-
-    Attributes:
-        branch: a name of `BRANCHES`.
-        block: the block's id; None for the window and for the summaries.
-        why: why the query reads it.
-        first, last: positions of the tokens behind it, both included.
-        keys: keys, or summaries, that the query reads there.
-        bytes: of these keys and their values, loaded once for the group.
-        flops: of the group's `G` heads.
-    """
-
-    branch: str
-    block: int | None
-    why: str
-    first: int
-    last: int
-    keys: int
-    bytes: int
-    flops: int
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a mask shows and costs.
-
-    Attributes:
-        items: the list of one query.
-        density: share of all causal pairs that the selected branch or the window sees token by
-            token.
-        query_density: the same for the one query.
-        keys: by branch (`"compressed"`, `"selected"`, `"window"`), what each query loads `[N]`.
-        branches: the cost of each branch over the whole sequence, one group of heads.
-        cost: their sum.
-        choice: the cost of choosing the blocks: the summaries' scores once more. It is in no
-            branch.
-        dense: the cost if every query loaded all of its past in the same way.
-        tiled: the cost of a dense kernel in which `TILE` queries share their loads.
-    """
-
-    items: tuple[Item, ...]
-    density: float
-    query_density: float
-    keys: dict[str, np.ndarray]
-    branches: dict[str, Cost]
-    cost: Cost
-    choice: Cost
-    dense: Cost
-    tiled: Cost
-
-
-def report(
-    settings: Settings, masks: Masks, query: int, *, G: int = 4, D: int = 128, DV: int = 128
-) -> Report:
-    """Lists and prices what `masks` from `branch_masks` show, for `query` and for the whole
-    sequence.
-
-    Args:
-        settings: that the masks were made with.
-        masks: from `branch_masks`.
-        query: the position whose list is made.
-        G, D, DV: query heads of the group, widths of keys and values.
-    """
-    N = settings.N
-    seen = masks["selected"] | masks["own block"] | masks["window"]
-    keys = {
-        "compressed": summary_visible(settings).sum(-1),
-        "selected": (masks["selected"] | masks["own block"]).sum(-1),
-        "window": masks["window"].sum(-1),
-    }
-    shape = {"N": N, "D": D, "DV": DV, "HQ": G, "H": 1, "itemsize": ITEMSIZE}
-    branches = {
-        name: costs.one_program_per_query(int(count.sum()), **shape) for name, count in keys.items()
-    }
-    lists = Cost(0, 4 * N * settings.top_n, 0)  # block ids, int32
-    summaries = int(keys["compressed"].sum())
-    read = (
-        N * G * D + summaries * D
-    ) * ITEMSIZE + 4 * N * G  # q, the summaries' keys, the log-sum-exp
-    branches["selected"] = costs.total(branches["selected"], lists)
-    return Report(
-        items=tuple(_items(settings, masks, query, G, D, DV)),
-        density=seen.sum() / costs.visible_pairs(N, N),
-        query_density=seen[query].sum() / (query + 1),
-        keys=keys,
-        branches=branches,
-        cost=costs.total(*branches.values()),
-        choice=Cost(2 * G * summaries * D, read, 4 * N * settings.top_n),
-        dense=costs.one_program_per_query(costs.visible_pairs(N, N), **shape),
-        tiled=costs.tiled_attention(
-            N, N, D, DV, tile_q=TILE, tile_k=TILE, HQ=G, H=1, itemsize=ITEMSIZE
-        ),
-    )
-
-
-def _items(settings: Settings, masks: Masks, query: int, G: int, D: int, DV: int) -> list[Item]:
-    def item(branch: str, block: int | None, why: str, first: int, last: int, keys: int) -> Item:
-        return Item(
-            branch,
-            block,
-            why,
-            first,
-            last,
-            keys,
-            keys * (D + DV) * ITEMSIZE,
-            2 * G * keys * (D + DV),
-        )
-
-    listed = block_masks(settings, {"list": masks["selected"] | masks["own block"]})["list"][query]
-    own, items = query // settings.block_size, []
-    for block in np.flatnonzero(listed).tolist():
-        first, last = block * settings.block_size, min((block + 1) * settings.block_size - 1, query)
-        why = (
-            "own"
-            if block == own
-            else "first"
-            if block < settings.num_initial
-            else "local"
-            if block > own - settings.num_local
-            else "score"
-        )
-        items.append(
-            item(
-                "own block" if block == own else "selected",
-                block,
-                why,
-                first,
-                last,
-                last - first + 1,
-            )
-        )
-    window = np.flatnonzero(masks["window"][query])
-    items.append(item("window", None, "window", int(window[0]), query, len(window)))
-    summaries = int(summary_visible(settings)[query].sum())
-    if summaries:
-        items.append(
-            item(
-                "compressed",
-                None,
-                "summaries",
-                0,
-                (summaries - 1) * settings.stride + settings.length - 1,
-                summaries,
-            )
-        )
-    return items
-
-
-# -- all of it for some settings --
-
-
-@functools.lru_cache(maxsize=8)
-def _masks_of(settings: Settings) -> Masks:
-    found = branch_masks(
-        settings, importance(settings, source(settings.data, settings.N, settings.group).logits)
-    )
-    for mask in found.values():
-        mask.setflags(write=False)
-    return found
-
-
-def explore(settings: Settings) -> tuple[Masks, Report]:
-    """The masks and the report of these settings' own data."""
-    data = source(settings.data, settings.N, settings.group)
-    # the query changes no mask: leaving it out makes moving it fast
-    masks = _masks_of(replace(settings, query=0))
-    return masks, report(settings, masks, settings.query, G=len(data.logits), D=data.D, DV=data.DV)
-
-
-def amount(x: float, unit: str = "") -> str:
-    """A number of bytes or operations in three digits at most: `640 B`, `1.5 KiB`; `12.3 k`,
-    `4.56 M` without a unit."""
-    base, prefixes = (1024, ("", "Ki", "Mi", "Gi")) if unit else (1000, ("", "k", "M", "G"))
-    power = 0
-    while x >= 999.5 and power < 3:
-        x, power = x / base, power + 1
-    digits = 0 if x >= 99.5 or not power else 1 if x >= 9.95 else 2
-    return f"{x:.{digits}f} {prefixes[power]}{unit}".rstrip()
-
-
-def sentence(settings: Settings) -> str:
-    """What there is to say: the query's list, then the whole sequence against dense attention."""
-    found = explore(settings)[1]
+# what `Report.branches` prices of them
+PRICED = {
+    "all branches": ("selected", "window", "compressed"),
+    "compressed": ("compressed",),
+    "selected": ("selected",),
+    "sliding window": ("window",),
+}
+MOST = {"top_n": 32, "num_initial": 8, "num_local": 8, "window": 256}  # on a slider
+ROOM = 12  # lines of the list
+# What a square of the mask can be, by its number in `kinds`; each covers those before it.
+KINDS = "future", "not seen", *BRANCHES
+
+Square = tuple[float, float, str]  # its upper left corner in inches, and one of `KINDS`
+
+# inches: the figure, the square mask in it, and the chosen query's own row below
+WIDTH, HEIGHT = 6.4, 4.86
+LEFT, TOP, SIDE = 0.55, 0.36, 3.84
+GAP, ROW = 0.07, 0.17
+LIST, LINE = 3.86, 0.168  # left end of the list, and from one line to the next
+
+# -- in words --
+
+
+def sentence(settings: Settings, show: str = "all branches") -> str:
+    """What there is to say: what the query reads, then the whole sequence beside dense
+    attention."""
+    masks, found = explore(settings)
     data, t = source(settings.data, settings.N, settings.group), settings.query
-    listed = [str(item.block) for item in found.items if item.block is not None]
-    if len(listed) > 8:
-        listed[6:-1] = ["…"]
-    loads = {name: int(count[t]) for name, count in found.keys.items()}
-    where = f" ({_quote(data.text, t)})" if data.text else ""
-    flops, moved = found.cost.flops / found.dense.flops, found.cost.bytes / found.dense.bytes
-    told = (
-        f"Query {t}{where} loads {sum(loads.values())} times where dense attention has "
-        f"{_count(t + 1, 'key')}: "
-        f"{_count(loads['selected'], 'key')} in its blocks ({', '.join(listed)}), "
-        f"{loads['window']} in its window and "
-        f"{_count(loads['compressed'], 'summary')}. One by one it sees {found.query_density:.0%} "
-        "of its past, all queries together "
-        f"{found.density:.0%} of theirs. For {len(data.logits)} heads on one KV head that is "
-        f"{amount(found.cost.flops)}FLOP, "
-        f"{flops:.0%} of dense, and {amount(found.cost.bytes, 'B')}, {moved:.0%} of dense where "
-        "every query loads its own keys; "
-        f"where {TILE} queries share them, dense moves {amount(found.tiled.bytes, 'B')}. "
-        "Choosing the blocks comes "
-        f"on top: {amount(found.choice.flops)}FLOP, {found.choice.flops / found.dense.flops:.0%} "
-        "of dense, and "
-        f"{amount(found.choice.bytes, 'B')}."
+    query = f"Query {t} ({quote(data.text, t)})" if data.text else f"Query {t}"
+    keys, window, summaries = (int(found.keys[name][t]) for name in PRICED["all branches"])
+    blocks, past = count(len(found.listed), "block"), count(t + 1, "key")
+    held = "" if show == "compressed" else f"{_held(settings, masks, show):.0%} of its attention"
+    covered = int(masks["compressed"][t].sum())
+    told = {
+        "all branches": f"loads {count(keys, 'key')} of {blocks}, {count(window, 'key')} of its "
+        f"window and {count(summaries, 'summary')}. The keys hold {held}.",
+        "selected": f"reads {blocks}: {keys} of its {past}, with {held}.",
+        "sliding window": f"reads the last {window} of its {past}, with {held}.",
+        "compressed": f"reads {count(summaries, 'summary')}, which cover {covered} of its {past}.",
+    }[show]
+    cost = costs.total(*(found.branches[name] for name in PRICED[show]))
+    work = f"{cost.flops / found.dense.flops:.0%} of dense attention's arithmetic"
+    if "selected" in SHOWN[show]:
+        work += f" and {found.choice.flops / found.dense.flops:.0%} more to choose"
+    whole = (
+        f"All {settings.N} queries take {work}; they move {amount(cost.bytes, 'B')}, dense tiles "
+        f"of {TILE} queries {amount(found.tiled.bytes, 'B')}."
     )
-    return f"{told} Out of range: {', '.join(settings.adjusted)}." if settings.adjusted else told
+    said = f"{query} {told} {whole}"
+    return f"{said} Out of range: {', '.join(settings.adjusted)}." if settings.adjusted else said
 
 
-def _count(n: int, noun: str) -> str:
-    plural = "summaries" if noun == "summary" else f"{noun}s"
-    return f"{n} {noun if n == 1 else plural}"
+def finding(settings: Settings, show: str = "all branches") -> str:
+    """The title: what the query reads through the branches that are shown, and how many of the
+    blocks that matter most are among them."""
+    (masks, found), t = explore(settings), settings.query
+    keys, window, summaries = (int(found.keys[name][t]) for name in PRICED["all branches"])
+    past = count(t + 1, "key")
+    if show == "compressed":
+        return f"Query {t} reads {count(summaries, 'summary')} in place of {past}"
+    if show == "sliding window":
+        held = f"{_held(settings, masks, show):.0%} of its attention"
+        return f"Query {t} finds {held} in {window} of {past}"
+    best = best_blocks(settings)
+    hits = len(set(best) & set(found.listed))
+    if len(best) == 1:
+        told = f"Query {t} {'finds' if hits else 'misses'} its best block"
+    else:
+        which = "all" if hits == len(best) else hits
+        told = f"Query {t} finds {which} of the best {len(best)} blocks"
+    if show == "selected":
+        return f"{told}, reads {keys} of {past}"
+    return f"{told}: {keys + window + summaries} loads, not {t + 1}"
 
 
-def _quote(text: bytes, position: int) -> str:
-    shown = text[max(position - 11, 0) : position + 1]
-    return (
-        "the last byte of “"
-        + "".join(chr(b) if 32 < b < 127 else {32: "␣", 10: "↵"}.get(b, "·") for b in shown)
-        + "”"
-    )
+def _held(settings: Settings, masks: Masks, show: str) -> float:
+    """The share of the query's attention that falls on keys it sees one by one."""
+    t, seen = settings.query, np.zeros(settings.N, dtype=bool)
+    for name in set(SHOWN[show]) - {"compressed"}:
+        seen |= masks[name][t]
+    return float(attention_of(settings)[seen[: t + 1]].sum())
 
 
 # -- the picture --
 
 
+def kinds(masks: Masks, branches: Collection[str] = BRANCHES) -> np.ndarray:
+    """What each square of the mask is, an index into `KINDS`: uint8 `[N, N]`."""
+    N = len(masks["window"])
+    found = np.tri(N, dtype=np.uint8)  # 0 in the future, else not seen
+    for name in BRANCHES:
+        if name in branches:
+            np.copyto(found, KINDS.index(name), where=masks[name])
+    return found
+
+
+def colours() -> np.ndarray:
+    """The colour of each of `KINDS`, uint8 `[6, 4]`. What is seen only through summaries is paler:
+    it is most of the past."""
+    named = [SURFACE, PALETTE["masked"], *(PALETTE[name] for name in BRANCHES)]
+    found = np.array([(*to_rgb(colour), 1.0) for colour in named])
+    found[KINDS.index("compressed"), :3] = 0.55 * found[KINDS.index("compressed"), :3] + 0.45
+    return np.round(255 * found).astype(np.uint8)
+
+
 def draw(settings: Settings | None = None, show: str = "all branches") -> Picture:
-    """Tokens, blocks, and loads per query, all with queries downwards; beside them the list of the
-    chosen query.
+    """The mask, queries downwards and keys to the right, and below it the row of the chosen query;
+    beside them the query's list.
 
     Args:
         settings: None takes the defaults.
-        show: a key of `SHOWN`; the branches that are coloured.
+        show: a key of `SHOWN`; the branches that are coloured and listed.
     """
     settings = settings or Settings()
     masks, found = explore(settings)
-    figure, axes = new_figure(11.2, 5.2, columns=3, width_ratios=[4.0, 1.6, 1.6])
-    figure.set_layout_engine(None)  # fixed margins: faster, and nothing jumps when a control moves
-    figure.subplots_adjust(left=0.05, right=0.7, top=0.86, bottom=0.17, wspace=0.1)
-    tokens, blocks, loads = axes[0]
-    N, t = settings.N, settings.query
-
-    causal = np.tri(N, dtype=bool)
-    images = (
-        (tokens, rgb(masks, causal, SHOWN[show]), N),
-        (
-            blocks,
-            rgb(block_masks(settings, masks), causal[:, :: settings.block_size], SHOWN[show]),
-            settings.NB,
-        ),
-    )
-    for axis, image, columns in images:
-        axis.imshow(image, aspect="auto", interpolation="nearest", extent=(0, columns, N, 0))
-        axis.set_xlim(0, columns)
-    _draw_loads(loads, found, SHOWN[show])
-    for axis in (tokens, blocks, loads):
-        axis.set_ylim(N, 0)
-        axis.axhline(t + 0.5, color=PALETTE["query"], linewidth=1.2)
-        axis.spines[["top", "right"]].set_visible(axis is not loads)
-        axis.spines[:].set_color(PALETTE["faint"])
-        axis.set_yticks(_ticks(N) if axis is tokens else [])
-    tokens.set_xticks(_ticks(N))
-    blocks.set_xticks(_ticks(settings.NB))
-    for axis, title, label in (
-        (tokens, "tokens", "key"),
-        (blocks, f"blocks of {settings.block_size}", "block"),
-        (loads, "loads per query", "keys and summaries"),
-    ):
-        axis.set_title(title, fontsize=10, y=1)
-        axis.set_xlabel(label, fontsize=9)
-    tokens.set_ylabel("query", fontsize=9)
-    figure.figimage(
-        _draw_list(settings, found, SHOWN[show]),
-        1120 - LIST_WIDTH - 8,
-        448 - LIST_HEIGHT,
-        origin="upper",
-    )
-    figure.text(0.852, 0.876, f"query {t} reads", fontsize=10, ha="center", color=PALETTE["query"])
-
-    names = {
-        "own block": "own block",
-        "selected": "selected",
-        "window": "window",
-        "compressed": "through summaries",
-    }
-    if show == "all branches":
-        names |= {"window": "window, not selected", "compressed": "through summaries only"}
-    handles = [
-        Patch(color=picture_colours()[b], label=name)
-        for b, name in names.items()
-        if b in SHOWN[show]
-    ]
-    handles.append(Patch(color=picture_colours()["masked"], label="not seen"))
-    handles.append(
-        Line2D([], [], color=PALETTE["text"], linewidth=1.2, label="loads of dense attention")
-    )
-    figure.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(0.04, 0),
-        ncols=6,
-        fontsize=9,
-        frameon=False,
-    )
-    return Picture(figure, finding(settings, found, show))
+    figure, axes = new_figure(WIDTH, HEIGHT)
+    figure.set_layout_engine(None)  # fixed places: faster, and nothing jumps when a control moves
+    _draw_mask(figure, axes[0, 0], colours()[kinds(masks, SHOWN[show])], settings.query)
+    lines = table(settings, found, SHOWN[show])
+    squares = [*_write_list(figure, lines, settings.query), *_write_legend(figure, show)]
+    corners = np.array([(x, HEIGHT - y) for x, y, _ in squares])[:, None]
+    around = 0.12 * np.array([(0, 0), (1, 0), (1, -1), (0, -1)])
+    faces = colours()[[KINDS.index(name) for *_, name in squares]] / 255
+    look = {"edgecolors": PALETTE["faint"], "linewidths": 0.5}
+    inches = figure.dpi_scale_trans
+    figure.add_artist(PolyCollection(corners + around, facecolors=faces, transform=inches, **look))
+    return Picture(figure, finding(settings, show))
 
 
-def finding(settings: Settings, found: Report, show: str = "all branches") -> str:
-    """The title: what the shown branches do of dense attention's arithmetic, and what choosing the
-    blocks adds."""
-    selected = f"{_count(settings.top_n, 'block')} of {settings.block_size}"
-    branches, told = {
-        "all branches": (found.branches, f"{selected}, window {settings.window}, summaries"),
-        "compressed": (
-            ["compressed"],
-            f"Summaries of {settings.length} tokens, one every {settings.stride}",
-        ),
-        "selected": (["selected"], selected),
-        "sliding window": (["window"], f"A window of {settings.window}"),
-    }[show]
-    share = sum(found.branches[name].flops for name in branches) / found.dense.flops
-    told = f"{told}: {share:.0%} of dense attention's arithmetic at {settings.N} tokens"
-    if "selected" not in branches:
-        return told
-    return f"{told}, choosing {found.choice.flops / found.dense.flops:.0%} more"
+def _draw_mask(figure: Figure, axis: Axes, image: np.ndarray, query: int) -> None:
+    N, height = len(image), SIDE + GAP + ROW
+    per_token, row = SIDE / N, TOP + SIDE + GAP
+    axis.set_position([LEFT / WIDTH, 1 - (TOP + height) / HEIGHT, SIDE / WIDTH, height / HEIGHT])
+    axis.axis("off")  # ticks of its own would take as long as all of the rest
+    strip = image[query : query + 1]
+    for rows, (top, bottom) in ((image, (0, SIDE)), (strip, (SIDE + GAP, height))):
+        axis.imshow(rows, aspect="auto", interpolation="none", extent=(0, SIDE, bottom, top))
+    axis.set(xlim=(0, SIDE), ylim=(height, 0))
+
+    y, right = TOP + (query + 0.5) * per_token, LEFT + SIDE
+    past = [(LEFT, y), (LEFT + (query + 1) * per_token, y)]
+    frame = [(LEFT, row), (right, row), (right, row + ROW), (LEFT, row + ROW), (LEFT, row)]
+    _rule(figure, [past, frame], PALETTE["query"], 1.2)
+    marks = []
+    for position in _ticks(N):
+        x, y = LEFT + position * per_token, TOP + position * per_token
+        marks += [[(LEFT, y), (LEFT - 0.05, y)], [(x, row + ROW), (x, row + ROW + 0.05)]]
+        _write(figure, LEFT - 0.09, y - 0.08, str(position), ha="right")
+        _write(figure, x, row + ROW + 0.07, str(position), ha="center")
+    _rule(figure, marks, PALETTE["text"], 0.8)
+    _write(figure, LEFT + SIDE / 2, row + ROW + 0.23, "key", ha="center")
+    _write(figure, 0.05, TOP + SIDE / 2, "query", rotation=90, ha="left")
 
 
 def _ticks(n: int) -> list[int]:
-    """Round positions from 0 to `n`, at most six of them."""
-    step = next(s for s in (1, 2, 4, 8, 16, 32, 64, 128) if n // s <= 5)
+    """Round positions from 0 to `n`, at most five of them."""
+    step = next(s for s in (4, 8, 16, 32, 64, 128) if n // s <= 4)
     return list(range(0, n + 1, step))
-
-
-def _draw_loads(axis: Axes, found: Report, branches: tuple[str, ...]) -> None:
-    """Loads of each query, stacked by branch, beside the line of dense attention."""
-    colours, N = picture_colours(), len(found.keys["window"])
-    edges = np.repeat(np.arange(N + 1), 2)[1:-1]  # each query is a step one row high
-    left = np.zeros(2 * N)
-    for name in ("selected", "window", "compressed"):
-        if name in branches:
-            right = left + np.repeat(found.keys[name], 2)
-            axis.fill_betweenx(edges, left, right, color=colours[name], linewidth=0)
-            left = right
-    axis.plot([0, N], [0, N], color=PALETTE["text"], linewidth=1.2)
-    axis.set_xlim(0, max(N, left.max()))
-    axis.set_xticks(_ticks(N)[::2])
 
 
 def table(
@@ -708,7 +228,7 @@ def table(
     others = [item for item in items if item.block is None]
     # the last block keeps its line, too
     kept = len(blocks) if len(items) <= ROOM else ROOM - 2 - len(others)
-    lines = [("", ("id", "why", "tokens", "keys", "bytes", "FLOP"))]
+    lines = [("", ("id", "why", "tokens", "keys", "KiB"))]
     for item in blocks[:kept]:
         lines.append((item.branch, (str(item.block), item.why, *_cells([item]))))
     if rest := blocks[kept:-1]:
@@ -718,45 +238,67 @@ def table(
     lines += [(item.branch, ("", item.why, *_cells([item]))) for item in others]
     lines.append(("", ("", "together", *_cells(items))))
     dense, one = settings.query + 1, found.items[0]
-    price = (
-        str(dense),
-        amount(dense * one.bytes // one.keys, "B"),
-        amount(dense * one.flops // one.keys),
-    )
+    price = str(dense), f"{dense * one.bytes / one.keys / 1024:.2f}"
     return [*lines, ("", ("", "dense", f"0–{settings.query}", *price))]
 
 
 def _cells(items: Sequence[Item]) -> tuple[str, ...]:
-    keys, loaded, flops = (
-        sum(getattr(item, name) for item in items) for name in ("keys", "bytes", "flops")
-    )
+    keys, loaded = (sum(getattr(item, name) for item in items) for name in ("keys", "bytes"))
     span = f"{items[0].first}–{items[0].last}" if len(items) == 1 else ""
-    return span, str(keys), amount(loaded, "B"), amount(flops)
+    return span, str(keys), f"{loaded / 1024:.2f}"
 
 
-def _draw_list(settings: Settings, found: Report, branches: Sequence[str]) -> np.ndarray:
-    """The table as pixels, uint8 `[rows, columns, 3]`. Matplotlib would take longer for its letters
-    than for all of the masks."""
-    image = Image.new("RGB", (LIST_WIDTH, LIST_HEIGHT), SURFACE)
-    pen, font = ImageDraw.Draw(image), ImageFont.truetype(findfont("DejaVu Sans Mono"), 11)
-    lines, step, y = table(settings, found, branches), 18, 4
+def _write_list(figure: Figure, lines: Sequence, query: int) -> list[Square]:
+    """The list as text, right of the mask and reaching into its empty half; returns the squares
+    that belong to its lines."""
+    squares, rules, y = [], [], TOP
+    _write(figure, LIST, y, f"query {query} reads", color=PALETTE["query"])
+    y += 1.3 * LINE
     for number, (branch, cells) in enumerate(lines):
-        if number == len(lines) - 2:
-            y += 7
-            pen.line((18, y - 4, LIST_WIDTH, y - 4), fill=PALETTE["faint"])
+        if number in (1, len(lines) - 2):
+            y += 0.08
+            rules.append([(LIST, y - 0.04), (WIDTH - 0.05, y - 0.04)])
         if branch:
-            colour = tuple(round(255 * c) for c in picture_colours()[branch])
-            pen.rectangle((2, y + 2, 11, y + 11), fill=colour)
-        pen.text(
-            (18, y),
-            "{:>3} {:<9} {:>7}  {:>4}  {:>8} {:>6}".format(*cells),
-            fill=PALETTE["text"],
-            font=font,
-        )
-        y += step
-        if number == 0:
-            pen.line((18, y - 2, LIST_WIDTH, y - 2), fill=PALETTE["faint"])
-    return np.asarray(image)
+            squares.append((LIST - 0.18, y + 0.02, branch))
+        written = "{:>3} {:<9} {:>7} {:>4} {:>6}".format(*cells)
+        _write(figure, LIST, y, written, family="monospace")
+        y += LINE
+    _rule(figure, rules, PALETTE["faint"], 0.8)
+    return squares
+
+
+def _write_legend(figure: Figure, show: str) -> list[Square]:
+    """What the colours mean, right of the mask's end; returns their squares."""
+    alone = show != "all branches"
+    names = {
+        "own block": "own block",
+        "selected": "selected",
+        "window": "window" if alone else "window, not selected",
+        "compressed": "through summaries" if alone else "through summaries only",
+    }
+    entries = {name: text for name, text in names.items() if name in SHOWN[show]}
+    entries |= {"not seen": "not seen", "future": "later: never seen"}
+    x, y = LEFT + SIDE + 0.12, TOP + SIDE - 1.06 * LINE * len(entries)
+    squares = []
+    for name, text in entries.items():
+        squares.append((x, y + 0.02, name))
+        _write(figure, x + 0.19, y, text)
+        y += 1.06 * LINE
+    _write(figure, x, TOP + SIDE + GAP, "the query's row", color=PALETTE["query"])
+    return squares
+
+
+def _write(figure: Figure, x: float, y: float, text: str, **look: object) -> None:
+    """Text whose upper left corner is `x`, `y` inches from that of the figure."""
+    look = {"color": PALETTE["text"], "fontsize": 9, "va": "baseline", **look}
+    figure.text(x / WIDTH, 1 - (y + 0.125) / HEIGHT, text, **look)
+
+
+def _rule(figure: Figure, lines: Sequence, colour: str, width: float) -> None:
+    """Lines through points that are `x`, `y` inches from the figure's upper left corner."""
+    points = [[(x, HEIGHT - y) for x, y in line] for line in lines]
+    look = {"colors": colour, "linewidths": width, "transform": figure.dpi_scale_trans}
+    figure.add_artist(LineCollection(points, **look))
 
 
 # -- saving it --
@@ -764,16 +306,14 @@ def _draw_list(settings: Settings, found: Report, branches: Sequence[str]) -> np
 
 def file_name(settings: Settings, show: str = "all branches") -> str:
     """A name for the picture of these settings, different for different ones."""
-    data = {SYNTHETIC: "synthetic", REAL: "heads"}[settings.data] + str(settings.group)
+    data = {SYNTHETIC: "made_up", REAL: "heads"}[settings.data] + str(settings.group)
+    s = settings
     parts = (
-        f"mask_{data}_N{settings.N}_block{settings.block_size}_top{settings.top_n}"
-        f"_first{settings.num_initial}",
-        f"local{settings.num_local}_window{settings.window}"
-        f"_summary{settings.length}by{settings.stride}_query{settings.query}",
+        f"mask_{data}_N{s.N}_block{s.block_size}_top{s.top_n}_first{s.num_initial}",
+        f"local{s.num_local}_window{s.window}_summary{s.length}by{s.stride}_query{s.query}",
     )
-    return (
-        "_".join(parts) + ("" if show == "all branches" else f"_{show.replace(' ', '-')}") + ".png"
-    )
+    which = "" if show == "all branches" else f"_{show.replace(' ', '-')}"
+    return "_".join(parts) + which + ".png"
 
 
 def export(settings: Settings, show: str = "all branches", folder: Path | str = ".") -> Path:
@@ -787,64 +327,75 @@ def export(settings: Settings, show: str = "all branches", folder: Path | str = 
 # -- the interactive --
 
 
-def mask_explorer() -> Panel:
-    """The interactive: controls in three columns, sentence, picture, and a button that saves it in
-    the working directory."""
-    start = Settings()
+def mask_explorer(start: Settings | None = None, show: str = "all branches") -> Panel:
+    """The interactive: the sizes beside the picture, and a button that saves it in the working
+    directory.
+
+    Args:
+        start: where it begins; None takes the defaults.
+        show: a key of `SHOWN`.
+    """
+    start = start or Settings()
 
     def render(show: str, **values: object) -> tuple[Picture, str]:
         settings = Settings(**values)
-        return draw(settings, show), sentence(settings)
+        return draw(settings, show), sentence(settings, show)
 
-    def slider(
-        name: str, low: int, high: int, text: str, step: int = 1, live: bool = False
-    ) -> ipywidgets.IntSlider:
-        return ipywidgets.IntSlider(
-            getattr(start, name), low, high, step, description=text, continuous_update=live
-        )
+    def slider(name: str, text: str, low: int, high: int, step: int = 1) -> ipywidgets.IntSlider:
+        return ipywidgets.IntSlider(getattr(start, name), low, high, step, description=text)
 
-    def powers(name: str, text: str) -> ipywidgets.SelectionSlider:
-        return ipywidgets.SelectionSlider(
-            options=POWERS, value=getattr(start, name), description=text, continuous_update=False
-        )
+    def choice(name: str, text: str, options: Sequence) -> ipywidgets.Dropdown:
+        return ipywidgets.Dropdown(options=options, value=getattr(start, name), description=text)
 
-    groups = range(max(groups for groups, _ in sources().values()))
+    groups = max(groups for groups, _ in sources().values())
     explorer = panel(
-        "which keys, which blocks, at what price",
+        "which keys a query reads, and at what price",
         render,
-        data=ipywidgets.Dropdown(options=list(sources()), value=start.data, description="scores"),
-        group=ipywidgets.Dropdown(
-            options=list(groups), value=start.group, description="head group"
-        ),
-        show=ipywidgets.Dropdown(options=list(SHOWN), description="show"),
-        N=slider("N", 16, MAX_N, "tokens", step=8),
-        query=slider("query", 0, MAX_N - 1, "query", live=True),
-        window=slider("window", 1, 256, "window"),
-        block_size=powers("block_size", "block size"),
-        top_n=slider("top_n", 1, 32, "blocks listed (top-n)"),
-        num_initial=slider("num_initial", 0, 8, "first blocks forced"),
-        num_local=slider("num_local", 0, 8, "local blocks forced"),
-        length=powers("length", "summary length"),
-        stride=powers("stride", "summary stride"),
+        limits=limits,
+        idle=idle,
+        beside=True,
+        data=choice("data", "scores", list(sources())),
+        group=choice("group", "head group", range(groups)),
+        show=ipywidgets.Dropdown(options=list(SHOWN), value=show, description="show"),
+        N=slider("N", "tokens", 16, MAX_N, step=8),
+        query=slider("query", "query", 0, MAX_N - 1),
+        block_size=choice("block_size", "block size", POWERS),
+        top_n=slider("top_n", "blocks listed", 1, MOST["top_n"]),
+        num_initial=slider("num_initial", "first, forced", 0, MOST["num_initial"]),
+        num_local=slider("num_local", "latest, forced", 0, MOST["num_local"]),
+        window=slider("window", "window", 1, MOST["window"]),
+        length=choice("length", "summary length", POWERS),
+        stride=choice("stride", "summary stride", POWERS),
     )
     save, saved = ipywidgets.Button(description="Save as PNG"), ipywidgets.HTML()
 
     def on_click(_button: ipywidgets.Button) -> None:
-        values = {name: control.value for name, control in explorer.controls.items()}
+        values = explorer.values
         show = values.pop("show")
-        saved.value = f"Saved as {export(Settings(**values), show).name}"
+        path = export(Settings(**values), show)
+        saved.value = (
+            '<span role="status" style="display:block;line-height:1.3;overflow-wrap:anywhere">'
+            f"Saved as {path.name}</span>"
+        )
 
     save.on_click(on_click)
-    for control in explorer.controls.values():
-        control.layout.width = "auto"
-    columns = ipywidgets.Layout(
-        grid_template_columns="repeat(3, minmax(0, 1fr))", grid_gap="0 24px", max_width="1120px"
-    )
-    message, image = explorer.children[-2:]
-    explorer.children = (
-        ipywidgets.GridBox(list(explorer.controls.values()), layout=columns),
-        message,
-        image,
-        ipywidgets.HBox([save, saved]),
-    )
+    explorer.actions.children = (*explorer.actions.children, save, saved)
     return explorer
+
+
+def limits(show: str, **values: object) -> Mapping[str, Sequence[int]]:
+    """What each control may be, by its name: `masks.ranges`, and no more than a slider can tell
+    apart."""
+    allowed = ranges(SimpleNamespace(**values))
+    return {name: [x for x in each if x <= MOST.get(name, x)] for name, each in allowed.items()}
+
+
+def idle(show: str, **values: object) -> Collection[str]:
+    """The controls that change nothing, as what they set is not shown. The block size always
+    counts: a summary's stride may not be longer."""
+    return {
+        "all branches": (),
+        "selected": ("window",),
+        "compressed": ("group", "top_n", "num_initial", "num_local", "window"),
+        "sliding window": ("block_size", "top_n", "num_initial", "num_local", "length", "stride"),
+    }[show]
