@@ -28,8 +28,8 @@ MEANINGS = (
     (
         r"Cannot use and / or / not operator to Expr",
         "These values exist only when the kernel runs, so Python cannot decide `and`, `or`, `not`, "
-        "`if` or `a < b < c` on them now. Join two conditions with `T.And(a, b)` or `(a) & (b)`, "
-        "and negate with `~(a)`. The parentheses matter: `&` binds tighter than `<`.",
+        "`if` or `a < b < c` on them now. Write `T.And(a, b)`, `T.Or(a, b)` or `T.Not(a)`. "
+        "`(a) & (b)` works too, but the parentheses matter: `&` binds tighter than `<`.",
     ),
     (
         r"if_then_else only accept the condition to be boolean",
@@ -140,6 +140,11 @@ class Raised:
         here = "" if self.where else "Here "
         meaning = next((said for pattern, said in MEANINGS if re.search(pattern, repr(self))), "")
         return *place, f"{here}it raised {self!r}".rstrip(), *([meaning] if meaning else [])
+
+    @property
+    def is_not_attempted(self) -> bool:
+        """Whether the reader's stub raised, and not torch for a dtype that it has no kernel for."""
+        return self.kind == "NotImplementedError" and "not implemented for" not in self.message
 
 
 def call(exercise: Exercise, function: Callable, case: Case) -> object:

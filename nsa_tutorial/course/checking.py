@@ -69,14 +69,15 @@ def hint(chapter: str, name: str) -> Message:
     """One more hint at every call, the earlier ones before it; after the last, the way to the
     solution."""
     hints = _find(chapter, name).hints
-    last = f'The solution is there, too: `solution("{chapter}", "{name}")`.'
+    solved = f'The solution is there, too: `solution("{chapter}", "{name}")`.'
     if not hints:
-        return Message("open", "○", name, "there are no hints yet.", (last,))
+        return Message("open", "○", name, "there are no hints yet.", (solved,))
     taken = reader.note_hint(chapter, name, len(hints))
     told = [f"{number}. {text}" for number, text in enumerate(hints[:taken], start=1)]
     if taken > len(hints):
-        return Message("open", "○", name, "that is all there is to hint at.", ("", *told, last))
-    return Message("open", "○", name, f"hint {taken} of {len(hints)}.", ("", *told))
+        return Message("open", "○", name, "you have all the hints.", (solved, *told))
+    on = "Run this cell again for the next one." if taken < len(hints) else "It is the last one."
+    return Message("open", "○", name, f"hint {taken} of {len(hints)}.", (on, *told))
 
 
 def solution(chapter: str, name: str) -> Listing:

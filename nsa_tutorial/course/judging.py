@@ -92,7 +92,7 @@ def judge(exercise: Exercise, attempt: Callable) -> Verdict:
     if not cases:
         return Verdict(exercise.name, "not attempted", "it cannot be judged here.", missing)
     got = [call(exercise, attempt, case) for case in cases]
-    if all(isinstance(g, Raised) and g.kind == "NotImplementedError" for g in got):
+    if all(isinstance(g, Raised) and g.is_not_attempted for g in got):
         return Verdict(exercise.name, "not attempted", "not attempted yet.")
     expected = [answer(exercise, exercise.solution, case) for case in cases]
     pairs = zip(got, expected, strict=True)

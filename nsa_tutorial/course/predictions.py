@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers as abstract
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -92,7 +93,7 @@ def _number(value: object, unit: str) -> Fraction | float | None:
             value = float(text)
         except ValueError:
             return None
-    if not isinstance(value, abstract.Real):
+    if not isinstance(value, abstract.Real | Decimal):
         return None
     try:
         return Fraction(value)
@@ -133,7 +134,8 @@ def _distance(guess: object, answer: object, asked: Prediction) -> str:
     if x is None:
         return "a number was asked for"
     if not (isinstance(x, Fraction) and isinstance(y, Fraction)):
-        return "exactly right" if x == y else "not a finite number"
+        alike = x == y or (x != x and y != y)  # both infinite, or neither is a number
+        return "exactly right" if alike else "not a finite number"
     if abs(x - y) <= abs(y) * Fraction(1, 10**9):
         return "exactly right"
     if abs(x - y) <= abs(y) * Fraction(asked.tolerance):

@@ -97,7 +97,7 @@ def _write(path: Path, notes: Notes) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(notes, file, indent=1, ensure_ascii=False)
+            json.dump(notes, file, indent=1)
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
@@ -175,7 +175,7 @@ def note_guess(name: str, guess: object) -> None:
     _guesses[name] = guess
     try:
         text = json.dumps(guess)
-    except (TypeError, ValueError, RecursionError):
+    except Exception:  # a guess may be anything, and fail in any way
         return
     if len(text) > 2000:
         return

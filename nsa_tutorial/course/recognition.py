@@ -141,7 +141,8 @@ def _with_a_second(evidence: Evidence, single: _Account) -> list[_Account]:
     smallest = (unmixed or single.left)[0]
     pairs = []
     for second in evidence.exercise.misconceptions:
-        if second is not first and evidence.explains(second.wrong, smallest):
+        # two entries of one name are two ways to make the same mistake
+        if second.name != first.name and evidence.explains(second.wrong, smallest):
             pairs.append(evidence.account_of_two(first, second))
     return [pair for pair in pairs if pair is not None and pair.explained]
 
@@ -151,6 +152,8 @@ def _combinations(evidence: Evidence) -> list[_Account]:
     known, found = evidence.exercise.misconceptions, []
     for position, first in enumerate(known):
         for second in known[position + 1 :]:
+            if second.name == first.name:
+                continue
             both = _combined(evidence.exercise, frozenset((first.name, second.name)))
             if both is not None and evidence.explains(both, evidence.failing[0]):
                 found.append(evidence.account((first, second), both))

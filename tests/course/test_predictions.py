@@ -1,0 +1,190 @@
+"""Guesses: what is noted, what is said of them, and that nothing a reader guesses breaks a cell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nsa_tutorial.course import exercises, predict, reader, reveal
+from nsa_tutorial.course.exercises import Prediction
+
+CACHE = Prediction(
+    name="cache",
+    question="How many GiB?",
+    reason="Keys and values are both kept.",
+    thoughts=(
+        (4, "That is the keys alone."),
+        (lambda guess: guess > 1000, "That is MiB."),
+        ("none", "It has to be kept somewhere."),
+    ),
+    unit="GiB",
+)
+SHARE = Prediction("share", "What share?", "Because.", tolerance=0.05)
+ASKED = {p.name: p for p in (CACHE, SHARE)}
+
+
+@pytest.fixture(autouse=True)
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(exercises, "prediction", ASKED.__getitem__)
+    reader.forget()
+    yield
+    reader.forget()
+
+
+def told(guess: object, answer: object = 8, name: str = "cache") -> str:
+    predict(name, guess)
+    return repr(reveal(name, answer))
+
+
+def test_a_guess_is_noted() -> None:
+    assert repr(predict("cache", 4)) == "○ cache: noted, 4 GiB. You will see."
+    assert repr(predict("cache", None)) == "○ cache: your guess so far is 4 GiB."
+
+
+def test_no_guess_is_nudged() -> None:
+    nudge = "○ cache: no guess yet. Put a guess in place of None, even a wild one."
+    assert repr(predict("cache", None)) == nudge
+    assert repr(reveal("cache", 8)) == (
+        "○ cache: it is 8 GiB. Keys and values are both kept.\n"
+        "Next time, guess first: an answer stays longer beside a guess, even a wrong one."
+    )
+
+
+def test_a_wrong_guess_hears_how_far_off_and_why() -> None:
+    assert told(4) == (
+        "→ cache: You said 4 GiB, it is 8 GiB: half of it. "
+        "That is the keys alone. Keys and values are both kept."
+    )
+    assert "That is MiB." in told(8192)
+    assert "It has to be kept somewhere." in told("None")
+    assert told(5).endswith("GiB: 38 % too little. Keys and values are both kept.")
+
+
+def test_a_right_guess_hears_the_reason() -> None:
+    expected = (
+        "✓ cache: You said 8 GiB, and it is 8 GiB: exactly right. Keys and values are both kept."
+    )
+    assert told(8) == told(8.0) == told("8 GiB") == told(torch.tensor([8])) == expected
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"),
+    [
+        (1.0, "exactly right"), (1.04, "close, within 10 %"), (0.91, "close, within 10 %"),
+        (0.5, "half of it"), (2, "twice as much"), (10, "ten times as much"),
+        (0.1, "a tenth of it"),
+        (1 / 3, "a third of it"), (1.5, "50 % too much"), (0.8, "20 % too little"),
+        (2.5, "2.5 times too much"), (0.4, "2.5 times too little"), (1000, "1,000 times too much"),
+        (1e-3, "1,000 times too little"), (1e30, "more than a million times too much"),
+        (-1, "the sign is the other way round"), (-3, "of the other sign"),
+    ],
+)  # fmt: skip
+def test_distances_in_words(ratio: float, words: str) -> None:
+    for answer in (8.0, 0.003, -250.0):
+        assert words in told(ratio * answer, answer)
+
+
+def test_a_tolerance_makes_a_number_right() -> None:
+    assert repr(told(0.63, 0.61, "share")).count("and it is 0.61: right.") == 1
+    assert "close" in told(0.57, 0.61, "share")
+
+
+@pytest.mark.parametrize(
+    ("guess", "answer", "is_right"),
+    [
+        ("Triton ", "triton", True), ("tilelang", "triton", False),
+        (True, True, True), (False, True, False), (1, True, False),
+        ([0, 2], (0, 2), True), ([0, 2], [0, 3], False), ([0], [0, 0], False),
+        (torch.tensor([0, 2]), [0, 2], True), ([True], np.array([True, True]), False),
+        (math.nan, math.nan, True), (math.inf, math.inf, True), (0, 0, True), (3, 0, False),
+        (0, 3, False), (True, 1, False), (None, None, False),
+    ],
+)  # fmt: skip
+def test_right_or_not(guess: object, answer: object, is_right: bool) -> None:
+    assert told(guess, answer).startswith("✓") == is_right
+
+
+class Rude:
+    """An object that answers nothing."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("no")
+
+    __hash__ = None
+
+
+@pytest.mark.parametrize(
+    "guess",
+    [
+        math.nan, -math.inf, 10**5000, -(10**400), 1e-320, "", "x" * 10**5, "\ud800", "1e999",
+        "١٢", b"4", 3 + 4j, [], [[]], (None,), {}, {1: {2}}, set(), object(), Rude(), Rude,
+        [Rude()], lambda: 1, np.array([]), np.float32("nan"), np.array(["a"]), torch.empty(0),
+        torch.ones(3, 3), torch.ones(2, device="meta"), torch.tensor(3 + 1j), True, range(3),
+    ],
+    ids=lambda g: type(g).__name__,
+)  # fmt: skip
+@pytest.mark.parametrize("answer", [8, 0, -2.5, math.nan, "text", True, [1, 2], torch.ones(2)])
+def test_nothing_that_is_guessed_breaks_a_cell(
+    guess: object, answer: object, tmp_path: Path
+) -> None:
+    """Neither in memory nor beside a file; what is said is short and has both forms."""
+    (tmp_path / reader.FOLDER).mkdir(exist_ok=True)
+    for message in (predict("cache", guess), reveal("cache", answer)):
+        assert len(repr(message)) < 500
+        assert "</div>" in message._repr_html_()
+    assert reader.notes()["version"] == 1
+
+
+def test_a_guess_outlives_the_kernel(tmp_path: Path) -> None:
+    (tmp_path / reader.FOLDER).mkdir()
+    predict("cache", 4)
+    reader.forget()
+    assert repr(reveal("cache", 8)).startswith("→ cache: You said 4 GiB, it is 8 GiB: half of it.")
+
+
+def test_unknown_names_are_told_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    names = [p.name for p in every()]
+    for call in (predict, reveal):
+        with pytest.raises(ValueError, match="no prediction 'nothing'; there are: ") as caught:
+            call("nothing", 3)
+        assert all(name in str(caught.value) for name in names)
+
+
+# -- what the chapters ask --
+
+
+def every() -> list[Prediction]:
+    modules = map(exercises.chapter_module, exercises.modules())
+    return [p for m in modules for p in getattr(m, "PREDICTIONS", ())]
+
+
+def test_names_are_unique_in_the_course() -> None:
+    names = [p.name for p in every()]
+    assert sorted(names) == sorted(set(names))
+
+
+@pytest.mark.parametrize("asked", every(), ids=lambda p: p.name)
+def test_a_prediction_is_complete(asked: Prediction) -> None:
+    """A question, a reason, thoughts in sentences; found by its name."""
+    assert asked.question.strip().endswith("?")
+    for text in (asked.reason, *(told for _, told in asked.thoughts)):
+        assert text.strip().endswith((".", "!", "?")), text
+
+
+def test_a_chapter_with_predictions_alone_has_no_exercises() -> None:
+    for name in exercises.modules():
+        module = exercises.chapter_module(name)
+        assert (name in exercises.chapters()) == bool(getattr(module, "EXERCISES", ()))
+        if name not in exercises.chapters():
+            with pytest.raises(ValueError, match=f"chapter '{name}' has no exercises; "):
+                exercises.chapter_exercises(name)
