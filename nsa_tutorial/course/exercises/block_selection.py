@@ -3,14 +3,18 @@ learns from attending to it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from nsa_tutorial import ops
-from nsa_tutorial.course.exercises import Case, Exercise, Misconception
+from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.mistakes import slip, together
 from nsa_tutorial.course.widgets.block_selection import draw_overlap
+
+Slips = frozenset[str]
 
 
 def _random(*shape: int, seed: int, factor: float = 1.0) -> Tensor:
@@ -33,32 +37,54 @@ def overlap(length: int, stride: int, block_size: int, block: int) -> dict[int, 
     return weights
 
 
-def _overlap(change: str) -> Callable:
-    """A wrong `overlap`, with one change."""
+def _overlap(
+    slips: Slips, length: int, stride: int, block_size: int, block: int
+) -> dict[int, float]:
+    """`overlap` with slips."""
+    if slips & _PAPERS_SUM.keys():
+        pieces = _PAPERS_SUM[next(iter(slips & _PAPERS_SUM.keys()))](
+            length, stride, block_size, block
+        )
+    elif "five" in slips:
+        first = block * block_size // stride - 1
+        pieces = {first + i: w for i, w in enumerate((1.0, 2.0, 2.0, 2.0, 1.0))}
+    else:
+        pieces = _shared(slips, length, stride, block_size, block)
+    exists = bool(slips & {"negative", "as it stands", "block moved"})
+    return {
+        summary: _in_another_unit(slips, weight, length, stride)
+        for summary, weight in pieces.items()
+        if exists or summary >= 0
+    }
 
-    def wrong(length: int, stride: int, block_size: int, block: int) -> dict[int, float]:
-        start, end = block * block_size, (block + 1) * block_size
-        step = length if change == "side by side" else stride
-        weights = {}
-        for summary in range(-length if change == "negative" else 0, end):
-            first = summary * step
-            tokens = min(first + length, end) - max(first, start)
-            if change == "starts" and not start <= first < end:
-                continue
-            if change == "inside" and tokens < length:
-                continue
-            if tokens > 0:
-                weight = {
-                    "tokens": tokens,
-                    "equal": 1,
-                    "starts": 1,
-                    "whole": tokens // stride,
-                    "length": tokens / length,
-                }
-                weights[summary] = float(weight.get(change, tokens / stride))
-        return weights
 
-    return wrong
+def _shared(
+    slips: Slips, length: int, stride: int, block_size: int, block: int
+) -> dict[int, float]:
+    """Pieces that summaries and the block share, summaries before the first one included."""
+    start, end = block * block_size, (block + 1) * block_size
+    step = length if "side by side" in slips else stride
+    pieces = {}
+    for summary in range(-length, end):
+        first = summary * step
+        tokens = min(first + length, end) - max(first, start)
+        if slips & {"starts", "in full", "before"} and not start <= first < end:
+            continue
+        if "inside" in slips and tokens < length:
+            continue
+        if tokens > 0 or (tokens == 0 and "touching" in slips):
+            pieces[summary] = (length if "in full" in slips else tokens) / stride
+    return pieces
+
+
+def _in_another_unit(slips: Slips, pieces: float, length: int, stride: int) -> float:
+    if "tokens" in slips:
+        return pieces * stride
+    if slips & {"equal", "starts"}:
+        return 1.0
+    if "whole" in slips:
+        return float(math.floor(pieces))
+    return pieces * stride / length if "length" in slips else pieces
 
 
 def _paper_from_zero(length: int, stride: int, block_size: int, block: int) -> dict[int, float]:
@@ -66,8 +92,7 @@ def _paper_from_zero(length: int, stride: int, block_size: int, block: int) -> d
     for m in range(-(-block_size // stride)):
         for n in range(-(-length // stride)):
             summary = block_size * block // stride - m - n
-            if summary >= 0:
-                weights[summary] = weights.get(summary, 0.0) + 1.0
+            weights[summary] = weights.get(summary, 0.0) + 1.0
     return weights
 
 
@@ -88,13 +113,120 @@ def _paper_block_moved(length: int, stride: int, block_size: int, block: int) ->
 
 
 def _paper_moved(length: int, stride: int, block_size: int, block: int) -> dict[int, float]:
-    weights = _double_sum(length, stride, block_size, block_size // stride * (block + 1) - 1)
-    return {summary: weight for summary, weight in weights.items() if summary >= 0}
+    return _double_sum(length, stride, block_size, block_size // stride * (block + 1) - 1)
+
+
+_PAPERS_SUM = {
+    "from zero": _paper_from_zero,
+    "as it stands": _paper_as_it_stands,
+    "block moved": _paper_block_moved,
+    "moved": _paper_moved,
+}
 
 
 def _draw_overlap(arguments: tuple, _got: object, _expected: object) -> object:
     return draw_overlap(*arguments)
 
+
+_OVERLAP_MISTAKES = (
+    Misconception(
+        "counting only the summaries that begin in the block, once each",
+        slip(_overlap, "starts"),
+        "A summary may begin before the block and end in it, and two pieces in the block count "
+        "twice as much as one. Which tokens of block 1 are in summary 3?",
+    ),
+    Misconception(
+        "counting a summary in full for the block where it begins",
+        slip(_overlap, "in full"),
+        "A summary may begin before the block and end in it, and another may begin in it and end "
+        "behind it. Which pieces of summary 7 are in block 1?",
+    ),
+    Misconception(
+        "leaving out the summaries that begin before the block",
+        slip(_overlap, "before"),
+        "Your weights are right, but a summary is missing. Which one begins before the block and "
+        "ends in it?",
+    ),
+    Misconception(
+        "reading the paper's Eq. 9 with blocks counted from 0",
+        slip(_overlap, "from zero"),
+        "In (l′/d)·j − m − n the first block is j = 1. With j = 0 every block gets mostly the "
+        "summaries of the block before it. Which summaries touch the tokens of block 1?",
+    ),
+    Misconception(
+        "executing the paper's Eq. 9 as it stands",
+        slip(_overlap, "as it stands"),
+        "Eq. 9 counts blocks and summaries from 1, we count from 0, so every block gets mostly "
+        "the summaries of the one before. It also counts whole pieces, and here `stride` need "
+        "not divide anything. How many tokens does a summary share with the block?",
+    ),
+    Misconception(
+        "counting the paper's blocks from 1, and its summaries from 0",
+        slip(_overlap, "block moved"),
+        "You have moved the block. In Eq. 9 the summaries are counted from 1 as well: what is "
+        "its summary 4 called here?",
+    ),
+    Misconception(
+        "counting whole pieces where a piece may be cut",
+        slip(_overlap, "moved"),
+        "That is right where `stride` divides the other two sizes. Where it does not, an edge of "
+        "the block runs through a piece. How many tokens does a summary share with the block then?",
+    ),
+    Misconception(
+        "taking 1, 2, 2, 2, 1 for all sizes",
+        slip(_overlap, "five"),
+        "Those five numbers belong to blocks of four pieces and summaries of two. What are they "
+        "where a block is as long as a summary?",
+    ),
+    Misconception(
+        "counting tokens where pieces are asked for",
+        slip(_overlap, "tokens"),
+        "All weights are too large by the same factor. The paper's 1, 2, 2, 2, 1 counts in a "
+        "larger unit than tokens: which?",
+    ),
+    Misconception(
+        "giving all summaries that touch the block the same weight",
+        slip(_overlap, "equal"),
+        "A summary at the edge speaks mostly of the neighbouring block. How much of it is about "
+        "this one?",
+    ),
+    Misconception(
+        "listing summaries that do not exist",
+        slip(_overlap, "negative"),
+        "Before block 0 there is no token, so no summary begins there. Where does the first one "
+        "begin?",
+    ),
+    Misconception(
+        "listing summaries that share nothing with the block",
+        slip(_overlap, "touching"),
+        "A weight of 0 means that the summary ends where the block begins, or begins where it "
+        "ends. Is your comparison `<` or `<=`?",
+    ),
+    Misconception(
+        "counting only summaries that lie wholly in the block",
+        slip(_overlap, "inside"),
+        "The summaries at the two edges share some of their tokens with the block. What is left "
+        "where a summary is longer than a block?",
+    ),
+    Misconception(
+        "rounding fractions down",
+        slip(_overlap, "whole"),
+        "Where `stride` does not divide the other sizes, a summary may share half a piece with "
+        "the block. Is half a piece nothing?",
+    ),
+    Misconception(
+        "dividing by the summary's length",
+        slip(_overlap, "length"),
+        "That is the share of the summary that lies in the block. The order of the blocks would "
+        "be the same. Which unit is asked for?",
+    ),
+    Misconception(
+        "laying the summaries side by side",
+        slip(_overlap, "side by side"),
+        "They begin every `stride` tokens, whatever their length. At which token does summary 1 "
+        "begin?",
+    ),
+)
 
 _OVERLAP = Exercise(
     name="overlap",
@@ -109,90 +241,23 @@ fractions.
 """,
     minutes=6,
     difficulty=2,
+    hints=(
+        "Take summaries of 4 every 2, and block 1 of blocks of 8. Write down the tokens of the "
+        "block, and those of summaries 2, 3 and 4. What do they share?",
+        "A summary and a block are two stretches on one line of tokens. What they share is a "
+        "stretch, too. Where does it begin, and where does it end?",
+        "Go over the summaries from number 0 on. What is shared begins at the later of the two "
+        "starts and stops at the earlier of the two ends. Keep it where it is longer than 0, and "
+        "count it in units of `stride`.",
+    ),
+    why="Nobody knows which of a summary's tokens earned it its attention, so every token passes "
+    "on the same share, and a block gets as many shares as it has of the tokens.",
     solution=overlap,
-    misconceptions=(
-        Misconception(
-            "counting only the summaries that begin in the block, once each",
-            _overlap("starts"),
-            "A summary reaches over the edges: one may begin before the block and end in it. And "
-            "two pieces in the block "
-            "count twice as much as one.",
-        ),
-        Misconception(
-            "reading the paper's Eq. 9 with blocks counted from 0",
-            _paper_from_zero,
-            "In (l′/d)·j − m − n the first block is j = 1. Take j = 0 for the first block and "
-            "its summaries are 0, −1, −2, …: "
-            "every block gets mostly those of the block before it. Draw the tokens of block 1 "
-            "and see which summaries touch them.",
-        ),
-        Misconception(
-            "executing the paper's Eq. 9 as it stands",
-            _paper_as_it_stands,
-            "Its blocks and summaries are counted from 1, ours from 0: every block gets mostly "
-            "the summaries of the one before. "
-            "And it counts whole pieces, so that stride has to divide the other two sizes. Here "
-            "it need not: count tokens instead.",
-        ),
-        Misconception(
-            "counting the paper's blocks from 1, and its summaries from 0",
-            _paper_block_moved,
-            "You have moved the block. In Eq. 9 the summaries are counted from 1 as well: what "
-            "is its summary 4 called here?",
-        ),
-        Misconception(
-            "counting whole pieces where a piece may be cut",
-            _paper_moved,
-            "As long as stride divides the other two sizes, that is right. Where it does not, an "
-            "edge of the block runs through "
-            "a piece. How many tokens does a summary share with the block then?",
-        ),
-        Misconception(
-            "counting tokens where pieces are asked for",
-            _overlap("tokens"),
-            "All weights are too large by the same factor. The choice would be the same, but the "
-            "paper's 1, 2, 2, 2, 1 counts "
-            "in another unit. Which?",
-        ),
-        Misconception(
-            "giving all summaries that touch the block the same weight",
-            _overlap("equal"),
-            "A summary at the edge speaks mostly of the neighbouring block. How much of it is "
-            "about this one?",
-        ),
-        Misconception(
-            "listing summaries that do not exist",
-            _overlap("negative"),
-            "Before block 0 there is no token, so that no summary begins there. Where does the "
-            "first one begin?",
-        ),
-        Misconception(
-            "counting only summaries that lie wholly in the block",
-            _overlap("inside"),
-            "The summaries at the two edges share some of their tokens with the block. Where a "
-            "summary is longer than a "
-            "block, nothing at all would be left.",
-        ),
-        Misconception(
-            "rounding fractions down",
-            _overlap("whole"),
-            "Where stride does not divide the other sizes, a summary may share half a piece with "
-            "the block, and half a piece "
-            "is not nothing.",
-        ),
-        Misconception(
-            "dividing by the summary's length",
-            _overlap("length"),
-            "That is the share of the summary in the block. The order of the blocks would be the "
-            "same; the unit asked for is "
-            "another one.",
-        ),
-        Misconception(
-            "laying the summaries side by side",
-            _overlap("side by side"),
-            "They begin every `stride` tokens, whatever their length, and overlap where stride "
-            "is shorter.",
-        ),
+    misconceptions=_OVERLAP_MISTAKES,
+    combine=together(
+        _OVERLAP_MISTAKES,
+        {*_PAPERS_SUM, "five", "starts", "in full", "before", "inside", "side by side"},
+        {"tokens", "equal", "whole", "length", "starts"},
     ),
     cases=(
         Case("summaries of 4 every 2, blocks of 8, block 1", lambda: (4, 2, 8, 1)),
@@ -219,26 +284,39 @@ def block_importance(scores: Tensor, weights: Tensor) -> Tensor:
     return weights @ p.sum(0)
 
 
-def _softmax(scores: Tensor, dim: int = -1) -> Tensor:
-    return torch.softmax(scores, dim).masked_fill(scores == -torch.inf, 0)
-
-
-_IMPORTANCE_WRONG = {
-    "summed": lambda scores, weights: weights @ _softmax(scores.sum(0)),
-    "mean": lambda scores, weights: weights @ _softmax(scores.mean(0)),
-    "max": lambda scores, weights: weights @ _softmax(scores).amax(0),
-    "average": lambda scores, weights: weights @ _softmax(scores).mean(0),
-    "logits": lambda scores, weights: weights @ scores.masked_fill(scores == -torch.inf, 0).sum(0),
-    "not normalised": lambda scores, weights: weights @ torch.exp(scores).sum(0),
-    "one softmax": lambda scores, weights: (
-        weights @ _softmax(scores.flatten()).view(scores.shape).sum(0)
-    ),
-    "one head": lambda scores, weights: weights @ _softmax(scores)[0],
-    "per head": lambda scores, weights: _softmax(scores) @ weights.T,
-    "over heads": lambda scores, weights: weights @ _softmax(scores, 0).sum(0),
-    "unweighted": lambda scores, weights: (weights > 0).to(scores) @ _softmax(scores).sum(0),
-    "nan": lambda scores, weights: weights @ torch.softmax(scores, -1).sum(0),
-}
+def _importance(slips: Slips, scores: Tensor, weights: Tensor) -> Tensor:
+    """`block_importance` with slips."""
+    # -- before the softmax --
+    if "seen" in slips:
+        scores = scores.masked_fill(scores == -torch.inf, 0)
+    if slips & {"summed", "mean"}:
+        scores = (scores.sum if "summed" in slips else scores.mean)(0, keepdim=True)
+    if "blocks first" in slips:
+        scores, weights = scores @ weights.T, torch.eye(len(weights))
+    hidden = scores == -torch.inf
+    # -- shares --
+    if "logits" in slips:
+        p = scores
+    elif "not normalised" in slips:
+        p = torch.exp(scores)
+    elif "one softmax" in slips:
+        p = torch.softmax(scores.flatten(), 0).view(scores.shape)
+    else:
+        p = torch.softmax(scores, 0 if "over heads" in slips else 1)
+    if "nan" not in slips:
+        p = p.masked_fill(hidden, 0)
+    # -- over the heads, and to the blocks --
+    if "unweighted" in slips:
+        weights = (weights > 0).to(scores)
+    if "mean of a block" in slips:
+        weights = weights / weights.sum(1, keepdim=True)
+    if "per head" in slips:
+        return p @ weights.T
+    if "one head" in slips:
+        return weights @ p[0]
+    if "max" in slips:
+        return weights @ p.amax(0)
+    return weights @ (p.mean(0) if "average" in slips else p.sum(0))
 
 
 def _small_group() -> tuple[Tensor, Tensor]:
@@ -259,6 +337,96 @@ def _hidden() -> tuple[Tensor, Tensor]:
     return scores.masked_fill(torch.arange(5) > 2, -torch.inf), weights
 
 
+_IMPORTANCE_MISTAKES = (
+    Misconception(
+        "adding up the heads' scores before the softmax",
+        slip(_importance, "summed"),
+        "A head with large scores then decides alone. Each head has one unit of attention to "
+        "give away: when is it handed out?",
+    ),
+    Misconception(
+        "averaging the heads' scores before the softmax",
+        slip(_importance, "mean"),
+        "The softmax of a mean score is not the mean of softmaxes. Each head has one unit of "
+        "attention to give away: when is it handed out?",
+    ),
+    Misconception(
+        "carrying scores over to the blocks before the softmax",
+        slip(_importance, "blocks first"),
+        "What a block gets is attention, not a score: −∞ times a weight of 0 is NaN. At which "
+        "step do scores become attention?",
+    ),
+    Misconception(
+        "taking the largest share among the heads",
+        slip(_importance, "max"),
+        "One head that is sure then counts as much as four that agree. What does Eq. 10 do with "
+        "the heads' shares?",
+    ),
+    Misconception(
+        "averaging over the heads",
+        slip(_importance, "average"),
+        "The list that follows is the same, but Eq. 10 does something simpler than dividing. What?",
+    ),
+    Misconception(
+        "leaving the softmax out",
+        slip(_importance, "logits"),
+        "Scores of different heads have no common scale, and may be negative. What puts each "
+        "head on the same footing?",
+    ),
+    Misconception(
+        "exponentials without their sum",
+        slip(_importance, "not normalised"),
+        "A head with large scores then outweighs the others by orders of magnitude. What do a "
+        "head's shares have to add up to?",
+    ),
+    Misconception(
+        "one softmax over all heads together",
+        slip(_importance, "one softmax"),
+        "Each head's shares sum to 1 over the summaries that it sees. Along which dimension do "
+        "you normalise?",
+    ),
+    Misconception(
+        "a softmax over the heads",
+        slip(_importance, "over heads"),
+        "A head shares its attention among the summaries, not the other way round. Along which "
+        "dimension do you normalise?",
+    ),
+    Misconception(
+        "asking only the first head of the group",
+        slip(_importance, "one head"),
+        "The list serves all `G` heads. What do the other rows of `scores` say?",
+    ),
+    Misconception(
+        "one importance for each head",
+        slip(_importance, "per head"),
+        "A loaded block serves all heads of the group, so they share one list. What has to "
+        "happen to the `G` rows?",
+    ),
+    Misconception(
+        "forgetting how much of a summary lies in a block",
+        slip(_importance, "unweighted"),
+        "A weight of 2 counts double, a weight of 1/3 a third. Where do the numbers in `weights` "
+        "come in?",
+    ),
+    Misconception(
+        "taking the mean over a block's summaries",
+        slip(_importance, "mean of a block"),
+        "You divide by the weights of each block. Eq. 9 is a plain sum: a block that shares more "
+        "pieces with summaries gets more. Where does the sum of a row come in?",
+    ),
+    Misconception(
+        "giving attention to summaries that are not visible yet",
+        slip(_importance, "seen"),
+        "A score of −∞ means that the summary is hidden, and its share must be 0. What share does "
+        "a score of 0 get?",
+    ),
+    Misconception(
+        "NaN where no summary is visible",
+        slip(_importance, "nan"),
+        "The first queries of a text see no summary: all their scores are −∞. What is −∞ − (−∞)?",
+    ),
+)
+
 _IMPORTANCE = Exercise(
     name="block_importance",
     statement="""
@@ -270,78 +438,26 @@ because the group gets one list. A query that sees no summary at all gives 0 eve
 """,
     minutes=6,
     difficulty=2,
+    hints=(
+        "Take two heads and one summary for each of two blocks. How much attention does each head "
+        "give away in all, whatever its scores?",
+        "The order matters: first each head shares out its own attention, then the heads are "
+        "added up, then summaries become blocks. What happens in the first step where every score "
+        "is −∞?",
+        "Normalise each row of `scores` by itself, and put 0 where a score is −∞. Adding up the "
+        "rows leaves `[M_c]`, and one matrix product with `weights` makes `[NB]` of it.",
+    ),
+    why="Each head has one unit of attention to give away, so its softmax comes before the sum: "
+    "otherwise the head with the largest scores would decide alone.",
     solution=block_importance,
-    misconceptions=(
-        Misconception(
-            "adding up the heads' scores before the softmax",
-            _IMPORTANCE_WRONG["summed"],
-            "A head with large scores then decides alone. Each head has one unit of attention to "
-            "give away: when is it handed out?",
-        ),
-        Misconception(
-            "averaging the heads' scores before the softmax",
-            _IMPORTANCE_WRONG["mean"],
-            "The softmax of a mean score is not the mean of softmaxes. Each head has one unit of "
-            "attention to give away: when "
-            "is it handed out?",
-        ),
-        Misconception(
-            "taking the largest share among the heads",
-            _IMPORTANCE_WRONG["max"],
-            "One head that is sure then counts as much as four that agree. Eq. 10 lets every "
-            "head add its share.",
-        ),
-        Misconception(
-            "averaging over the heads",
-            _IMPORTANCE_WRONG["average"],
-            "The list that follows is the same, but Eq. 10 does something simpler than dividing.",
-        ),
-        Misconception(
-            "leaving the softmax out",
-            _IMPORTANCE_WRONG["logits"],
-            "Scores of different heads have no common scale, and may be negative. What puts each "
-            "head on the same footing?",
-        ),
-        Misconception(
-            "exponentials without their sum",
-            _IMPORTANCE_WRONG["not normalised"],
-            "Without its log-sum-exp, a head with large scores outweighs the others by orders of "
-            "magnitude.",
-        ),
-        Misconception(
-            "one softmax over all heads together",
-            _IMPORTANCE_WRONG["one softmax"],
-            "Each head's shares sum to 1 over the summaries that it sees. Along which dimension "
-            "do you normalise?",
-        ),
-        Misconception(
-            "a softmax over the heads",
-            _IMPORTANCE_WRONG["over heads"],
-            "A head shares its attention among the summaries, not the other way round. Along "
-            "which dimension do you normalise?",
-        ),
-        Misconception(
-            "asking only the first head of the group",
-            _IMPORTANCE_WRONG["one head"],
-            "The list serves all G heads, so that all of them have a say.",
-        ),
-        Misconception(
-            "one importance for each head",
-            _IMPORTANCE_WRONG["per head"],
-            "A loaded block serves all heads of the group, so that they share one list. What has "
-            "to happen to the G rows?",
-        ),
-        Misconception(
-            "forgetting how much of a summary lies in a block",
-            _IMPORTANCE_WRONG["unweighted"],
-            "A weight of 2 counts double, a weight of 1/3 a third.",
-        ),
-        Misconception(
-            "NaN where no summary is visible",
-            _IMPORTANCE_WRONG["nan"],
-            "The first queries of a text see no summary: all their scores are −∞. Their shares "
-            "are 0, not 0/0.",
-        ),
+    misconceptions=_IMPORTANCE_MISTAKES,
+    combine=together(
+        _IMPORTANCE_MISTAKES,
+        {"logits", "not normalised", "one softmax", "over heads"},
+        {"summed", "mean", "average", "max", "one head", "per head", "one softmax"},
+        {"summed", "mean", "over heads"},
+        {"unweighted", "mean of a block", "blocks first"},
+        {"seen", "nan"},
     ),
     cases=(
         Case("two heads, three summaries, two blocks", _small_group),
@@ -372,35 +488,130 @@ def choose_blocks(
     return chosen + [-1] * (top_n - len(chosen))
 
 
-def _choose(change: str) -> Callable:
-    """A wrong `choose_blocks`, with one change."""
+def _choose(
+    slips: Slips, scores: list[float], own: int, top_n: int, num_initial: int, num_local: int
+) -> list[int]:
+    """`choose_blocks` with slips."""
+    # -- forced blocks --
+    first = [*range(num_initial if "first ahead" in slips else min(num_initial, own + 1))]
+    start = own - num_local + 1
+    latest = [*range(start if "before zero" in slips else max(start, 0), own + 1)]
+    if "past own" in slips:
+        latest = [*range(own, min(own + num_local, len(scores)))]
+    if "own is not local" in slips:
+        latest = [*range(max(own - num_local, 0), own)]
+    if "all of them" in slips and num_local == 0:
+        latest = [*range(own + 1)]
+    forced = [*first, *latest] if "twice" in slips else sorted({*first, *latest})
+    if "nothing forced" in slips:
+        forced = []
+    # -- the best of the rest --
+    last = len(scores) - 1 if "future" in slips else own - ("not its own" in slips)
+    rest = [block for block in range(last + 1) if block not in forced]
+    rest.sort(key=lambda block: (-scores[block], -block if "higher id" in slips else block))
+    if "smallest" in slips:
+        rest.reverse()
+    room = top_n if "on top" in slips else max(top_n - len(forced), 0)
+    # -- the list --
+    chosen = [*forced, *rest[:room]]
+    if "all of them" in slips:
+        chosen = chosen[:top_n]
+    if "by score" not in slips:
+        chosen.sort()
+    padding = [] if "no padding" in slips else [-1] * (top_n - len(chosen))
+    return padding + chosen if "padding first" in slips else chosen + padding
 
-    def wrong(
-        scores: list[float], own: int, top_n: int, num_initial: int, num_local: int
-    ) -> list[int]:
-        last = len(scores) - 1 if change == "future" else own
-        first = [*range(num_initial if change == "first ahead" else min(num_initial, own + 1))]
-        latest = [*range(max(own - num_local + 1, 0), own + 1)]
-        if change == "past own":
-            latest = [*range(own, min(own + num_local, len(scores)))]
-        if change == "own is not local":
-            latest = [*range(max(own - num_local, 0), own)]
-        forced = [*first, *latest] if change == "twice" else sorted({*first, *latest})
-        if change == "nothing forced":
-            forced = []
-        rest = [block for block in range(last + 1) if block not in forced]
-        rest.sort(key=lambda block: (-scores[block], -block if change == "higher id" else block))
-        if change == "smallest":
-            rest.reverse()
-        room = top_n if change == "on top" else max(top_n - len(forced), 0)
-        chosen = [*forced, *rest[:room]]
-        if change != "by score":
-            chosen.sort()
-        padding = [] if change == "no padding" else [-1] * (top_n - len(chosen))
-        return padding + chosen if change == "padding first" else chosen + padding
 
-    return wrong
-
+_CHOOSE_MISTAKES = (
+    Misconception(
+        "forced blocks on top of top_n",
+        slip(_choose, "on top"),
+        "The list has `top_n` slots in all: that is what the kernel's loop runs over. How many "
+        "are left after the forced blocks?",
+    ),
+    Misconception(
+        "letting ties go to the higher number",
+        slip(_choose, "higher id"),
+        "Equal scores are common, for instance among blocks without a visible summary. Every "
+        "implementation needs the same rule: which block comes first?",
+    ),
+    Misconception(
+        "listing by score instead of by number",
+        slip(_choose, "by score"),
+        "The order of the scores is needed to choose, not afterwards. In which order does a "
+        "kernel walk through memory?",
+    ),
+    Misconception(
+        "choosing blocks of the future",
+        slip(_choose, "future"),
+        "Blocks after `own` hold only keys that the query must not see, so their slots would be "
+        "lost. Which blocks may compete?",
+    ),
+    Misconception(
+        "leaving out the -1s",
+        slip(_choose, "no padding"),
+        "Early queries have fewer than `top_n` blocks behind them, and yet all lists are rows of "
+        "one tensor. How long is a row?",
+    ),
+    Misconception(
+        "writing the -1s in front",
+        slip(_choose, "padding first"),
+        "−1 is the smallest number, so it comes first where you sort after filling up. When "
+        "should you fill up?",
+    ),
+    Misconception(
+        "forcing local blocks ahead of the query",
+        slip(_choose, "past own"),
+        "The latest `num_local` blocks end with the query's own. In which direction do you count?",
+    ),
+    Misconception(
+        "forcing first blocks ahead of the query",
+        slip(_choose, "first ahead"),
+        "For a query in the first block, the second block is still the future, forced or not. "
+        "Which rule has the last word?",
+    ),
+    Misconception(
+        "not counting the own block among the local ones",
+        slip(_choose, "own is not local"),
+        "The own block is the latest there is, and the one that summaries know least about. "
+        "Where does the count begin?",
+    ),
+    Misconception(
+        "counting local blocks back past block 0",
+        slip(_choose, "before zero"),
+        "There is a −1 in front that is no empty slot: it is `own - num_local + 1`. Where does "
+        "the text begin?",
+    ),
+    Misconception(
+        "taking the last num_local blocks with a slice that means all of them for 0",
+        slip(_choose, "all of them"),
+        "In Python `[-num_local:]` is the whole list where `num_local` is 0. What else says that "
+        "no block is forced?",
+    ),
+    Misconception(
+        "listing the own block only where it is forced",
+        slip(_choose, "not its own"),
+        "Where nothing is forced, the own block competes by its score like any other block of "
+        "the past. Does your range end before it?",
+    ),
+    Misconception(
+        "a block twice, once as first and once as local",
+        slip(_choose, "twice"),
+        "For an early query the first blocks are the latest ones, too. What happens to the "
+        "attention of a block that is listed twice?",
+    ),
+    Misconception(
+        "forcing nothing",
+        slip(_choose, "nothing forced"),
+        "`num_initial` and `num_local` say which blocks are on the list whatever their score. "
+        "Which ones are they here?",
+    ),
+    Misconception(
+        "taking the smallest scores",
+        slip(_choose, "smallest"),
+        "Sorting ascends unless you say otherwise. Which end of the order do you want?",
+    ),
+)
 
 _CHOOSE = Exercise(
     name="choose_blocks",
@@ -415,79 +626,27 @@ end. (`num_initial + num_local` is never more than `top_n`.)
 """,
     minutes=8,
     difficulty=2,
+    hints=(
+        "Take `own` = 4, `top_n` = 3 and one forced block at either end. Which blocks are on the "
+        "list before you have looked at a single score?",
+        "There are three kinds of slots: forced blocks, the best of the other blocks up to `own`, "
+        "and empty ones. For an early query the first and the latest blocks are the same ones: "
+        "which Python type forgets doubles?",
+        "Sort the blocks that are not forced by score, best first (Python's `sort` is stable). "
+        "Put them behind the forced ones, keep `top_n`, bring those into ascending order, and only "
+        "then fill up with −1.",
+    ),
+    why="A kernel's loop has `top_n` steps and walks through memory in one direction, so a list "
+    "has a fixed length, ascends, and leaves nothing to chance where scores are equal.",
     solution=choose_blocks,
-    misconceptions=(
-        Misconception(
-            "forced blocks on top of top_n",
-            _choose("on top"),
-            "The list has top_n slots in all: that is what the kernel's loop runs over. Forced "
-            "blocks take some of them.",
-        ),
-        Misconception(
-            "letting ties go to the higher number",
-            _choose("higher id"),
-            "Equal scores are common, among blocks without a visible summary for instance. The "
-            "rule has to be the same in "
-            "every implementation: which block comes first?",
-        ),
-        Misconception(
-            "listing by score instead of by number",
-            _choose("by score"),
-            "The order of the scores is needed to choose, not afterwards. Ascending numbers walk "
-            "through memory in order.",
-        ),
-        Misconception(
-            "choosing blocks of the future",
-            _choose("future"),
-            "Blocks after own hold only keys that the query must not see. Selected attention "
-            "would skip them, and the slot "
-            "would be lost.",
-        ),
-        Misconception(
-            "leaving out the -1s",
-            _choose("no padding"),
-            "Early queries have fewer than top_n blocks behind them, and yet all lists are rows "
-            "of one tensor.",
-        ),
-        Misconception(
-            "writing the -1s in front",
-            _choose("padding first"),
-            "-1 is the smallest number, so it comes first where you sort after filling up. When "
-            "should you fill up?",
-        ),
-        Misconception(
-            "forcing local blocks ahead of the query",
-            _choose("past own"),
-            "The latest num_local blocks end with the query's own. Count backwards from there.",
-        ),
-        Misconception(
-            "forcing first blocks ahead of the query",
-            _choose("first ahead"),
-            "In the first block of a text, the second one is still the future, forced or not. "
-            "Which rule comes last?",
-        ),
-        Misconception(
-            "not counting the own block among the local ones",
-            _choose("own is not local"),
-            "The own block is the latest that there is, and the one that summaries know least "
-            "about. Where does the count begin?",
-        ),
-        Misconception(
-            "a block twice, once as first and once as local",
-            _choose("twice"),
-            "For an early query the first blocks are the latest ones, too. A block that is "
-            "listed twice gets its attention twice.",
-        ),
-        Misconception(
-            "forcing nothing",
-            _choose("nothing forced"),
-            "num_initial and num_local say which blocks are on the list whatever their score.",
-        ),
-        Misconception(
-            "taking the smallest scores",
-            _choose("smallest"),
-            "Sorting ascends unless you say otherwise. Which end of the order do you want?",
-        ),
+    misconceptions=_CHOOSE_MISTAKES,
+    combine=together(
+        _CHOOSE_MISTAKES,
+        {"no padding", "padding first"},
+        {"past own", "own is not local", "before zero", "all of them"},
+        {"nothing forced", "twice"},
+        {"nothing forced", "on top"},
+        {"future", "not its own"},
     ),
     cases=(
         Case(
@@ -505,7 +664,7 @@ end. (`num_initial + num_local` is never more than `top_n`.)
             "two forced at either end",
             lambda: ([0.0, 0.0, 0.6, 0.9, 0.7, 0.0, 0.0, 1.0], 6, 5, 2, 2),
         ),
-        Case("nothing forced", lambda: ([0.4, 0.1, 0.3, 0.2], 3, 2, 0, 0)),
+        Case("nothing forced", lambda: ([0.2, 0.1, 0.3, 0.4], 3, 2, 0, 0)),
     ),
     tolerance=0.0,
 )
@@ -523,22 +682,23 @@ def who_learns(o: Tensor, tensors: dict[str, Tensor]) -> list[str]:
     ]
 
 
-def _learns(change: str) -> Callable:
-    """A wrong `who_learns`, with one change."""
+def _learns(slips: Slips, o: Tensor, tensors: dict[str, Tensor]) -> list[str]:
+    """`who_learns` with slips."""
+    if "requires" in slips:
+        return list(tensors)
+    gradients = torch.autograd.grad(
+        o.sum(), list(tensors.values()), allow_unused="strict" not in slips
+    )
 
-    def wrong(o: Tensor, tensors: dict[str, Tensor]) -> list[str]:
-        gradients = torch.autograd.grad(
-            o.sum(), list(tensors.values()), allow_unused=change != "strict"
-        )
-        says_yes = {
-            "requires": lambda g: True,
-            "not none": lambda g: g is not None,
-            "all": lambda g: g is not None and bool((g != 0).all()),
-            "inverse": lambda g: g is None or not (g != 0).any(),
-        }.get(change, lambda g: g is not None and bool((g != 0).any()))
-        return [name for name, g in zip(tensors, gradients, strict=True) if says_yes(g)]
+    def moves(g: Tensor | None) -> bool:
+        if "not none" in slips or (g is None and "none" not in slips):
+            return g is not None
+        changed = g.ne(0)  # raises for None, which is the slip "none"
+        return bool(changed.all() if "all" in slips else changed.any())
 
-    return wrong
+    return [
+        name for name, g in zip(tensors, gradients, strict=True) if moves(g) != ("inverse" in slips)
+    ]
 
 
 def _branches(g_cmp: float | None, g_slc: float | None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -571,6 +731,44 @@ def _branches(g_cmp: float | None, g_slc: float | None) -> tuple[Tensor, dict[st
     return sum(parts[1:], parts[0])[:, -1], leaves
 
 
+_LEARNS_MISTAKES = (
+    Misconception(
+        "taking everything that could learn for something that learns",
+        slip(_learns, "requires"),
+        "`requires_grad` says that a tensor asks for a gradient. A gradient arrives only where a "
+        "way leads from `o` back to the tensor. Does one lead through a list of integers?",
+    ),
+    Misconception(
+        "taking a gradient of zeros for learning",
+        slip(_learns, "not none"),
+        "Behind a gate of 0 a tensor is connected, but its gradient is 0 in every place. What "
+        "does a training step do with it?",
+    ),
+    Misconception(
+        "not allowing for a tensor that o does not depend on",
+        slip(_learns, "strict"),
+        "PyTorch raises an error for a tensor that has no part in `o`, and here that is an "
+        "answer, not an accident. Which argument of `torch.autograd.grad` lets it be unused?",
+    ),
+    Misconception(
+        "forgetting that a gradient may be None",
+        slip(_learns, "none"),
+        "For a tensor that `o` does not depend on, PyTorch gives None in place of a gradient of "
+        "zeros. What does your condition ask of None?",
+    ),
+    Misconception(
+        "asking for a gradient in every place",
+        slip(_learns, "all"),
+        "Keys and values of blocks that are on no list get a gradient of 0, the others do not: "
+        "such a tensor learns in part. How many places are enough?",
+    ),
+    Misconception(
+        "naming those that do not learn",
+        slip(_learns, "inverse"),
+        "These are just the other ones. Which way round is your condition?",
+    ),
+)
+
 _LEARNS = Exercise(
     name="who_learns",
     statement="""
@@ -580,45 +778,26 @@ training step on `o.sum()` would move: those whose gradient is not 0 everywhere.
 `torch.autograd.grad` gives gradients without storing them.
 
 Before you run the check: the cases are outputs of the compressed and of the selected branch. `q`,
-`k` and `v` are what you think, `w` are the learnt weights with which the summary keys are made, and
-the lists of the selected branch were chosen from those summaries. For which branch is `w` in your
-answer?
+`k` and `v` are queries, keys and values, `w` are the learnt weights with which the summary keys are
+made, and the lists of the selected branch were chosen from those summaries. For which branch is `w`
+in your answer?
 """,
     minutes=5,
     difficulty=2,
+    hints=(
+        "Follow the way back from the selected branch's output to `w`. It leads through the list, "
+        "which holds integers. Can a gradient pass there?",
+        "There are two ways not to learn: no connection at all, for which PyTorch gives None or "
+        "an error, and a connection whose gradient is 0 everywhere.",
+        "One call of `torch.autograd.grad` for all tensors, told that some may be unused, gives a "
+        "tensor or None for each name. Keep the names whose tensor has a place other than 0.",
+    ),
+    why="A list holds integers, and no gradient passes through integers: what chose the blocks "
+    "learns through the compressed branch alone, and only while that branch's gate is open.",
     solution=who_learns,
-    misconceptions=(
-        Misconception(
-            "taking everything that could learn for something that learns",
-            _learns("requires"),
-            "requires_grad says that a tensor asks for a gradient. Whether one arrives depends "
-            "on the way from o back to it: "
-            "a list of integers is the end of that way.",
-        ),
-        Misconception(
-            "taking a gradient of zeros for learning",
-            _learns("not none"),
-            "Behind a gate of 0 a tensor is connected, and its gradient is 0 in every place: a "
-            "training step leaves it as it is.",
-        ),
-        Misconception(
-            "not allowing for a tensor that o does not depend on",
-            _learns("strict"),
-            "PyTorch raises an error for a tensor that has no part in o, and here that is an "
-            "answer, not an accident. Look at "
-            "allow_unused.",
-        ),
-        Misconception(
-            "asking for a gradient in every place",
-            _learns("all"),
-            "Keys and values of blocks that are on no list get a gradient of 0, the others do "
-            "not: such a tensor learns in part.",
-        ),
-        Misconception(
-            "naming those that do not learn",
-            _learns("inverse"),
-            "Just the other ones.",
-        ),
+    misconceptions=_LEARNS_MISTAKES,
+    combine=together(
+        _LEARNS_MISTAKES, {"not none", "all"}, {"not none", "none"}, {"strict", "none"}
     ),
     cases=(
         Case("the selected branch alone", lambda: _branches(None, 1.0)),
@@ -630,3 +809,292 @@ answer?
 
 
 EXERCISES = (_OVERLAP, _IMPORTANCE, _CHOOSE, _LEARNS)
+
+
+# -- two mistakes at once --
+
+
+def _two(make: Callable, *slips: str) -> Callable:
+    return lambda *arguments: make(frozenset(slips), *arguments)
+
+
+def _eq_9_in_tokens(length: int, stride: int, block_size: int, block: int) -> dict[int, float]:
+    weights: dict[int, float] = {}
+    for m in range(block_size // stride):
+        for n in range(length // stride):
+            summary = block_size // stride * block - m - n
+            weights[summary] = weights.get(summary, 0.0) + stride
+    return weights
+
+
+def _tokens_of_all(length: int, stride: int, block_size: int, block: int) -> dict[int, int]:
+    mine = set(range(block * block_size, (block + 1) * block_size))
+    shared = {
+        j: len(mine & set(range(j * stride, j * stride + length))) for j in range(-length, 9 * 64)
+    }
+    return {j: tokens for j, tokens in shared.items() if tokens}
+
+
+def _sum_of_scores(scores: Tensor, weights: Tensor) -> Tensor:
+    return weights @ torch.softmax(scores.sum(0), 0)
+
+
+def _mean_of_softmax(scores: Tensor, weights: Tensor) -> Tensor:
+    return (torch.softmax(scores, dim=1) @ weights.T).mean(0)
+
+
+def _grad_of_some(o: Tensor, tensors: dict[str, Tensor]) -> list[str]:
+    gradients = torch.autograd.grad(o.sum(), list(tensors.values()))
+    return [name for name, g in zip(tensors, gradients, strict=True) if g is not None]
+
+
+DOUBLES = (
+    Double(
+        "overlap",
+        _eq_9_in_tokens,
+        (
+            "executing the paper's Eq. 9 as it stands",
+            "counting tokens where pieces are asked for",
+        ),
+    ),
+    Double(
+        "overlap",
+        _tokens_of_all,
+        ("counting tokens where pieces are asked for", "listing summaries that do not exist"),
+    ),
+    Double(
+        "block_importance",
+        _sum_of_scores,
+        ("adding up the heads' scores before the softmax", "NaN where no summary is visible"),
+    ),
+    Double(
+        "block_importance",
+        _mean_of_softmax,
+        ("averaging over the heads", "NaN where no summary is visible"),
+    ),
+    Double(
+        "choose_blocks",
+        _two(_choose, "by score", "no padding"),
+        ("listing by score instead of by number", "leaving out the -1s"),
+    ),
+    Double(
+        "choose_blocks",
+        _two(_choose, "on top", "future"),
+        ("forced blocks on top of top_n", "choosing blocks of the future"),
+    ),
+    Double(
+        "who_learns",
+        _grad_of_some,
+        (
+            "taking a gradient of zeros for learning",
+            "not allowing for a tensor that o does not depend on",
+        ),
+    ),
+)
+
+
+# -- what the chapter warns of --
+
+TRAPS = (
+    Trap(
+        "those that have not must get $p_j = 0$; the formula alone does not see to it",
+        "block_importance",
+        "giving attention to summaries that are not visible yet",
+    ),
+    Trap(
+        "no second pass for the sum",
+        "block_importance",
+        "exponentials without their sum",
+    ),
+    Trap(
+        "A summary is not a block.",
+        "overlap",
+        "counting only summaries that lie wholly in the block",
+    ),
+    Trap(
+        "The two at the ends reach over the edge: half of what they say is about a neighbour.",
+        "overlap",
+        "giving all summaries that touch the block the same weight",
+    ),
+    Trap(
+        "Take it literally in a language that counts from 0, and every block is chosen mostly by "
+        "the attention to the block before it.",
+        "overlap",
+        "executing the paper's Eq. 9 as it stands",
+    ),
+    Trap(
+        "Take it literally in a language that counts from 0",
+        "overlap",
+        "reading the paper's Eq. 9 with blocks counted from 0",
+    ),
+    Trap(
+        "The formula fits if blocks *and* summaries are counted from 1",
+        "overlap",
+        "counting the paper's blocks from 1, and its summaries from 0",
+    ),
+    Trap(
+        "the summary 0 in the first line is our −1, which does not exist",
+        "overlap",
+        "listing summaries that do not exist",
+    ),
+    Trap(
+        "It also works where nothing divides anything",
+        "overlap",
+        "counting whole pieces where a piece may be cut",
+    ),
+    Trap("Then pieces are fractions.", "overlap", "rounding fractions down"),
+    Trap(
+        "For a choice only the order of the blocks matters, not the unit.",
+        "overlap",
+        "counting tokens where pieces are asked for",
+    ),
+    Trap(
+        'a rule that looks simpler: "each summary counts for the block where it begins"',
+        "overlap",
+        "counting only the summaries that begin in the block, once each",
+    ),
+    Trap(
+        "Two lists would be two loads",
+        "block_importance",
+        "one importance for each head",
+    ),
+    Trap(
+        "Add up the *scores* first, and the head with the largest scores decides alone.",
+        "block_importance",
+        "adding up the heads' scores before the softmax",
+    ),
+    Trap(
+        "Two kinds of blocks are on it whatever their score",
+        "choose_blocks",
+        "forcing nothing",
+    ),
+    Trap("Blocks of the future are out.", "choose_blocks", "choosing blocks of the future"),
+    Trap(
+        "the latest `num_local`, which end with the query's **own block**",
+        "choose_blocks",
+        "not counting the own block among the local ones",
+    ),
+    Trap(
+        "**Ties** go to the lower id, which is why the sort is `stable`",
+        "choose_blocks",
+        "letting ties go to the higher number",
+    ),
+    Trap("The list **ascends**", "choose_blocks", "listing by score instead of by number"),
+    Trap("**−1** fills up the *end*", "choose_blocks", "writing the -1s in front"),
+    Trap(
+        "where a query has fewer than `top_n` blocks behind it",
+        "choose_blocks",
+        "leaving out the -1s",
+    ),
+    Trap(
+        "Three forced blocks of four leave one slot to choose",
+        "choose_blocks",
+        "forced blocks on top of top_n",
+    ),
+    Trap(
+        "the lists: distinct, ascending, −1 at the end",
+        "choose_blocks",
+        "a block twice, once as first and once as local",
+    ),
+    Trap(
+        "for `w` there is no way back",
+        "who_learns",
+        "taking everything that could learn for something that learns",
+    ),
+    Trap(
+        "allow_unused=True, retain_graph=True",
+        "who_learns",
+        "not allowing for a tensor that o does not depend on",
+    ),
+    Trap(
+        '"none" if g is None else "yes"',
+        "who_learns",
+        "forgetting that a gradient may be None",
+    ),
+)
+
+
+# -- predictions --
+
+PREDICTIONS = (
+    Prediction(
+        "best_4_blocks",
+        "How many percent of a query's attention do its best 4 blocks hold?",
+        "Attention is sparse: a query cares about few places, and a block of 16 tokens holds a "
+        "place with its surroundings.",
+        (
+            (29, "That is what 4 blocks hold that are drawn by chance."),
+            (22, "That is 4 of 18.5 blocks: right if attention were spread evenly."),
+            (12.5, "That is 4 of 32 blocks. Most queries see fewer, and attention is not even."),
+            (lambda guess: guess >= 95, "Some heads do reach that; the mean does not."),
+        ),
+        unit="%",
+        tolerance=0.03,
+    ),
+    Prediction(
+        "best_8_blocks",
+        "How many percent do the best 8 hold?",
+        "The best blocks come first, so the second four add much less than the first four.",
+        (
+            (45, "That is what 8 blocks hold that are drawn by chance."),
+            (
+                lambda guess: guess > 98,
+                "The tail is long: what is left is spread over many blocks.",
+            ),
+        ),
+        unit="%",
+        tolerance=0.03,
+    ),
+    Prediction(
+        "best_16_blocks",
+        "How many percent do the best 16 hold?",
+        "The tail is long: even the blocks that rank behind 16 hold a little each.",
+        (
+            (66, "That is what 16 blocks hold that are drawn by chance."),
+            (
+                100,
+                "These queries see 24.5 blocks on average, and the worst of them hold something.",
+            ),
+        ),
+        unit="%",
+        tolerance=0.02,
+    ),
+    Prediction(
+        "cheap_4_blocks",
+        "How many percent do 4 blocks hold: the query's own, and 3 chosen by summaries?",
+        "A block that matters to a query has a summary that looks like it, and the block that "
+        "summaries do not see, the own one, is forced.",
+        (
+            (29, "That is chance. Summaries know far more than nothing."),
+            (
+                lambda guess: guess > 75,
+                "That is more than the best 4 blocks hold, and no list of 4 beats the oracle.",
+            ),
+            (lambda guess: guess < 67, "The 4 latest blocks, without choosing, hold 67 %."),
+        ),
+        unit="%",
+        tolerance=0.03,
+    ),
+    Prediction(
+        "touching_summaries",
+        "Summaries of 32 tokens, one every 16: how many share tokens with one block of 64?",
+        "64 / 16 = 4 begin in the block, and one more begins before it and reaches into it.",
+        (
+            (4, "That counts those that begin in the block. Can one begin before it?"),
+            (3, "That counts those that lie wholly in the block. Two more reach over its edges."),
+            (2, "64 / 32 = 2 lie side by side, but here a summary begins every 16 tokens."),
+            (6, "On the left one reaches in; on the right the fourth is already counted."),
+        ),
+    ),
+    Prediction(
+        "sum_of_importance",
+        "Each head gives away 1 unit of attention: what do its importances add up to?",
+        "A summary of `length` tokens has `length / stride` pieces, each of them lies in some "
+        "block, and each counts in full.",
+        (
+            (1, "That is what the summaries get. But each summary counts once for every piece."),
+            (8, "The weights of a block add up to 8, but they weigh shares that are small."),
+            (4, "There are 4 blocks, but they share what the summaries pass on."),
+        ),
+    ),
+)
