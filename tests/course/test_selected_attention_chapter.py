@@ -154,23 +154,41 @@ def test_the_text_picture_says_what_its_list_holds(h):
     assert mass[[21, 22, 23, 24]].sum() < 0.3  # the latest blocks hold little of it
 
 
-def test_the_page_colours_each_character(h):
-    """The pixel in the corner of a character's cell shows what the token is to the query."""
-    kinds = pictures.token_kinds([18, 20, 21, 24], 385, 512, 16)
-    page = pictures._page(h.text, kinds, 385)
-    wide, high = pictures.CELL
-    colours = {
-        "selected": "#0072B2",
-        "own block": "#CC79A7",
-        "not listed": "#C8CCD0",
-        "future": "#FFFFFF",
-    }
-    row = column = 0
-    for position, byte in enumerate(h.text):
-        colour = "#D55E00" if position == 385 else colours[kinds[position]]
-        corner = page[row * high, column * wide]
-        assert "#" + "".join(f"{c:02X}" for c in corner) == colour, position
-        row, column = (row + 1, 0) if byte == 10 else (row, column + 1)
+@pytest.mark.parametrize(
+    ("query", "ids", "block_size"), [(385, [18, 20, 21, 24], 16), (0, [0], 16), (511, [3, 7], 64)]
+)
+def test_runs_are_the_text_each_character_of_its_kind(h, query, ids, block_size):
+    kinds = pictures.token_kinds(ids, query, 512, block_size)
+    runs = pictures.text_runs(h.text, ids, query, block_size)
+    position, lines = 0, h.text.split(b"\n")
+    for run in runs:
+        assert run.start == position
+        for column, sign in enumerate(run.signs, run.column):
+            byte = (lines[run.line] + b"\n")[column]
+            assert sign == {0: "·", 10: "↵"}.get(byte, chr(byte))
+            assert run.kind == ("query" if position == query else kinds[position])
+            position += 1
+    assert position == 512
+
+
+def test_a_selected_run_stays_in_its_block(h):
+    """Two listed neighbours are two runs, or the margin could not name the second."""
+    runs = pictures.text_runs(h.text, [18, 20, 21, 24], 385, 16)
+    selected = [run for run in runs if run.kind == "selected"]
+    assert all(run.start // 16 == (run.start + len(run.signs) - 1) // 16 for run in selected)
+    assert {run.start // 16 for run in selected} == {18, 20, 21}
+
+
+def test_the_text_picture_names_its_blocks_beside_the_lines(h):
+    drawn = pictures.draw_text(385, 4, 3).svg()
+    assert all(f">← {told}<" in drawn for told in ("18", "18, 20", "20–21, 24"))
+
+
+@pytest.mark.parametrize(
+    ("ids", "told"), [([], ""), ([4], "4"), ([0, 1], "0–1"), ([0, 2, 3, 4, 9], "0, 2–4, 9")]
+)
+def test_ranges(ids, told):
+    assert pictures.ranges(ids) == told
 
 
 @pytest.mark.parametrize(
@@ -190,11 +208,27 @@ def test_pictures_are_small(draw):
 def test_the_panel_says_what_the_pure_function_says():
     panel = pictures.explore()
     assert panel.sentence == pictures.sentence(385, 4, 3)
-    before = panel.children[-1].value
+    before = panel.picture
     assert panel.set(query=40, top_n=2, group=1) == pictures.sentence(40, 2, 1)
-    assert panel.children[-1].value != before
+    assert panel.picture != before
     assert "lists the blocks 0, 1: " in panel.set(query=31)
     assert "32 of the 32 keys" in panel.sentence
+
+
+def test_a_longer_list_is_greyed_out_while_there_is_one_block():
+    panel = pictures.explore()
+    for query, disabled in ((15, True), (16, False)):
+        panel.set(query=query)
+        assert panel.controls["top_n"].disabled is disabled
+        same = pictures.sentence(query, 1, 3) == pictures.sentence(query, 12, 3)
+        assert same is disabled
+
+
+def test_the_list_of_a_query_is_its_row_of_all_lists(h):
+    mass = pictures.group_mass(h, 16)
+    for query, top_n, group in ((0, 3, 0), (100, 12, 2), (511, 1, 3)):
+        row = pictures.true_lists(mass, 16, top_n)[0, query, group]
+        assert pictures.list_of(query, top_n, group) == row[row >= 0].tolist()
 
 
 # -- the solutions compute what the operators do --

@@ -267,6 +267,22 @@ def test_the_picture_fits_and_its_title_is_computed(reference, lift):
         assert ("in fp32, and o is" in picture.finding) is not (last.o == pytest.approx(last.exact))
 
 
+@pytest.mark.parametrize("lift", [0, 10, 11, 60, 160])
+def test_a_lifted_chunk_stands_highest_and_flattens_no_other(lift):
+    place, marked, end = pictures._heights(lift)
+    scores = sorted(set(pictures.row(lift).tolist()))
+    heights = [place(score) for score in scores]
+    assert heights == sorted(set(heights)), "in the order of the scores"
+    assert 0.9 * end > heights[-1] - 1e-6
+    assert place(5) - place(4) > 0.04 * end, "a maximum of 4 is told from one of 5"
+    assert all(0 <= place(score) < end for score in marked)
+
+
+def test_a_break_is_drawn_only_where_there_is_one():
+    assert ">≈<" not in pictures.draw_stream(3, lift=10).svg()
+    assert ">≈<" in pictures.draw_stream(3, lift=11).svg()
+
+
 @pytest.mark.parametrize(
     ("x", "told"),
     [

@@ -385,6 +385,13 @@ def test_the_panel_says_what_the_pure_function_says():
     assert "does not fit" in panel.set(tile_k=64)
 
 
+@pytest.mark.parametrize("tile", [(128, 128), (256, 32), (1, 16)], ids=str)
+def test_the_picture_says_what_a_tile_holds_and_whether_it_fits(tile):
+    picture, facts = pictures.draw_tile_sizes(*tile), pictures.facts(*tile)
+    assert ("do not fit" in picture.finding) is not facts.fits
+    assert picture.svg().count(f">{facts.kib:.3g}<") >= 1
+
+
 @pytest.mark.parametrize("tile", [(16, 128), (256, 16)], ids=str)
 def test_a_time_of_main_memory_is_said_to_be_without_hits(tile):
     """Keys and values fit into L2: the counted bytes bound main memory's from above, each tensor

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import ipywidgets
 import torch
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 from torch import Tensor
 
 from nsa_tutorial.course import heads as stored
-from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
+from nsa_tutorial.course import plain
+from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure
 from nsa_tutorial.course.heads import Heads
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.runtime import costs
@@ -108,63 +108,18 @@ def draw_windows(M: int = 32, length: int = 8, stride: int = 4, position: int = 
     """The windows over `M` tokens and their summaries, those that the query at `position` sees in
     orange; below, what it misses."""
     seen, count = view(position, length, stride), num_summaries(M, length, stride)
-    rows = -(-length // stride)  # windows that overlap, one below the other
-    figure, (top, bottom) = _two_rows()
-    step, gap, windows_at = 0.9, 0.2 * max(1.0, M / 48), 1.5
-    summaries_at = windows_at + step * rows + 0.9
-
-    cells = [(token - 0.42, 0.84) for token in range(M)]
-    colours = [_PAST] * position + [PALETTE["query"]] + ["white"] * (M - position - 1)
-    top.broken_barh(cells, (0, 1), facecolors=colours, edgecolors=PALETTE["faint"], linewidth=0.5)
-    colours = [_SEEN if j < seen.count else _HIDDEN for j in range(count)]
-    middles = [j * stride + (length - 1) / 2 for j in range(count)]
-    for row in range(min(rows, count)):
-        spans = [(j * stride - 0.5 + gap / 2, length - gap) for j in range(row, count, rows)]
-        top.broken_barh(spans, (windows_at + step * row, 0.6), facecolors=colours[row::rows])
-    starts = [windows_at + step * (j % rows) + 0.6 for j in range(count)]
-    top.vlines(middles, starts, summaries_at, colors=colours, linewidth=0.9, zorder=0)
-    wide = min(0.8 * stride, M / 40 + 0.6)
-    top.broken_barh(
-        [(x - wide / 2, wide) for x in middles], (summaries_at, 1.1), facecolors=colours
-    )
-    if stride >= M / 24:
-        for j, x in enumerate(middles):
-            top.text(
-                x,
-                summaries_at + 0.55,
-                str(j),
-                ha="center",
-                va="center",
-                fontsize=8,
-                color=PALETTE["text"],
-            )
-
-    top.vlines(
-        position + 0.5,
-        -0.2,
-        summaries_at - 0.3,
-        colors=PALETTE["query"],
-        linewidth=1.2,
-        linestyles="--",
-    )
-    top.set_xlim(-0.7, M - 0.3)
-    top.set_ylim(summaries_at + 1.3, -0.2)
-    top.set_yticks(
-        [0.5, windows_at + step * rows / 2 - 0.15, summaries_at + 0.55],
-        ["tokens", "windows", "summaries"],
-    )
-    top.tick_params(left=False, labelbottom=False, bottom=False)
-    top.spines[:].set_visible(False)
-    _draw_newest(bottom, M, length, stride, position)
-    handles = [
-        Patch(color=_SEEN, label="the query sees it"),
-        Patch(color=_HIDDEN, label="ends after the query"),
+    figure, across = plain.plain_figure(8.2, 4.1), (-0.7, M - 0.3)
+    top = plain.plain_axes(figure, (0.95, 1.62, 7.15, 2.12), across, (1, 0))
+    _draw_windows(top, M, length, stride, position)
+    low = plain.plain_axes(figure, (0.95, 0.8, 7.15, 0.68), across, (0, 1.15 * max(length, stride)))
+    _draw_newest(low, M, length, stride, position)
+    entries = [
+        (_SEEN, "the query sees it"),
+        (_HIDDEN, "ends after the query"),
+        (PALETTE["query"], "query"),
+        (_PAST, "its past"),
     ]
-    handles.append(Patch(color=PALETTE["query"], label="query"))
-    handles.append(Patch(facecolor=_PAST, edgecolor=PALETTE["faint"], label="its past"))
-    figure.legend(
-        handles=handles, loc="lower center", ncols=4, fontsize=8, frameon=False, handlelength=1.0
-    )
+    plain.key(plain.plain_axes(figure, (0.95, 0.04, 7.15, 0.2), (0, 7.15), (0, 0.2)), entries)
     told = (
         f"At position {position} a query sees {seen.count} of "
         f"{_many(count, 'summary', 'summaries')}; "
@@ -177,30 +132,51 @@ def draw_windows(M: int = 32, length: int = 8, stride: int = 4, position: int = 
     return Picture(figure, told)
 
 
-def _two_rows() -> tuple:
-    figure, axes = new_figure(8.0, 4.3, rows=2, height_ratios=(2.6, 1))
-    figure.set_layout_engine(None)  # fixed places: nothing jumps under the slider, and it is faster
-    figure.subplots_adjust(left=0.11, right=0.985, top=0.91, bottom=0.2, hspace=0.08)
-    return figure, axes[:, 0]
+def _draw_windows(axis: Axes, M: int, length: int, stride: int, position: int) -> None:
+    """Tokens, the windows over them, row below row where they overlap, and their summaries."""
+    count, visible = num_summaries(M, length, stride), view(position, length, stride).count
+    rows = max(1, min(-(-length // stride), count))
+    step, gap, windows_at = 0.9, 0.2 * max(1.0, M / 48), 1.5
+    summaries_at = windows_at + step * rows + 0.9
+    axis.set_ylim(summaries_at + 1.3, -0.2)
+    colours = [_PAST] * position + [PALETTE["query"]] + [SURFACE] * (M - position - 1)
+    plain.boxes(axis, [(token - 0.42, 0, 0.84, 1) for token in range(M)], colours,
+                edgecolors=PALETTE["faint"], linewidths=0.5)  # fmt: skip
+
+    colours = [_SEEN if j < visible else _HIDDEN for j in range(count)]
+    middles = [j * stride + (length - 1) / 2 for j in range(count)]
+    tops = [windows_at + step * (j % rows) for j in range(count)]
+    ends = [((x, top + 0.6), (x, summaries_at)) for x, top in zip(middles, tops, strict=True)]
+    plain.lines(axis, ends, colors=colours, linewidths=0.9, zorder=0)
+    starts = [j * stride - 0.5 + gap / 2 for j in range(count)]
+    windows = [(x, top, length - gap, 0.6) for x, top in zip(starts, tops, strict=True)]
+    wide = min(0.8 * stride, M / 40 + 0.6)
+    summaries = [(x - wide / 2, summaries_at, wide, 1.1) for x in middles]
+    plain.boxes(axis, [*windows, *summaries], 2 * colours)
+    if stride >= M / 24:
+        plain.words(axis, [(x, summaries_at + 0.55, str(j)) for j, x in enumerate(middles)])
+    now = position + 0.5
+    plain.lines(axis, [((now, -0.2), (now, summaries_at - 0.3))], colors=PALETTE["query"],
+                linewidths=1.2, linestyles="--")  # fmt: skip
+    names = {
+        "tokens": 0.5,
+        "windows": windows_at + step * rows / 2 - 0.15,
+        "summaries": summaries_at + 0.55,
+    }
+    plain.left(axis, list(names.values()), list(names), line=False, size=9)
 
 
 def _draw_newest(axis: Axes, M: int, length: int, stride: int, position: int) -> None:
     newest = [view(t, length, stride).newest for t in range(M)]
-    axis.step(range(M), newest, where="mid", color=PALETTE["text"], linewidth=1.2)
-    axis.plot(
-        [position],
-        [newest[position]],
-        "o",
-        color=PALETTE["query"],
-        markersize=6,
-        clip_on=False,
-        zorder=3,
-    )
-    axis.set_ylim(0, 1.15 * max(length, stride))
-    axis.set_yticks([0, max(length, stride)])
-    axis.set_xlim(-0.7, M - 0.3)
-    axis.set_xlabel("position of the query, tokens", fontsize=9)
-    axis.set_ylabel("newest tokens\nin no summary", fontsize=8)
+    corners = [(t + side, left) for t, left in enumerate(newest) for side in (-0.5, 0.5)]
+    plain.lines(axis, [corners], colors=PALETTE["text"], linewidths=1.2)
+    axis.plot([position], [newest[position]], "o", color=PALETTE["query"], markersize=6,
+              clip_on=False, zorder=3)  # fmt: skip
+    plain.bottom(axis, range(0, M, 5 if M < 48 else 10), name="position of the query, tokens")
+    plain.left(axis, [0, max(length, stride)])
+    told = (("newest tokens", -47), ("in no summary", -36))
+    for text, away in told:
+        plain.words(axis, [(0.0, 0.5, text)], angle=90, offset=(away, 0), transform=axis.transAxes)
 
 
 def explore() -> Panel:

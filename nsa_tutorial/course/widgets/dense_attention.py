@@ -3,14 +3,18 @@ weighs."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ipywidgets
 import torch
-from matplotlib.patches import Rectangle
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from torch import Tensor
 
-from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, grid, new_figure
+from nsa_tutorial.course import plain
+from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, shades
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.exact import dense_attention
 
@@ -44,6 +48,7 @@ def sentence() -> tuple[list[str], Tensor, Tensor, Tensor]:
 # -- one query's lookup --
 
 SCALES = {"1/√D": 0.5, "1 (no scaling)": 1.0, "1/D": 0.25}
+_HEIGHTS = (0, 1.12)  # of the axes with bars
 
 
 @dataclass(frozen=True)
@@ -90,94 +95,56 @@ def describe(query: int, scale: float = 0.5, causal: bool = True) -> str:
 def draw_lookup(query: int = 4, scale: float = 0.5, causal: bool = True) -> Picture:
     """The grid of scores with one query's row lit, the weights of that row, and the mixture they
     give."""
-    words, *_ = sentence()
-    found = look_up(query, scale, causal)
-    hidden = ~torch.isfinite(found.scores)
-    figure, axes = new_figure(9.2, 3.5, columns=3, width_ratios=[1.15, 1.3, 0.75])
-    # fixed margins: faster, and nothing jumps when the query changes
-    figure.set_layout_engine(None)
-    figure.subplots_adjust(left=0.08, right=0.975, top=0.82, bottom=0.14, wspace=0.17)
-    scores, weights, output = axes[0]
+    words, found = sentence()[0], look_up(query, scale, causal)
+    figure = plain.plain_figure(8.2, 3.35)
+    edges = (-0.5, len(words) - 0.5)
+    scores = plain.plain_axes(figure, (0.82, 0.52, 2.25, 2.25), edges, edges[::-1])
+    _draw_scores(scores, found.scores, words, query)
+    plain.title(scores, "scaled scores (grey: hidden)")
 
-    grid(
-        scores,
-        found.scores.masked_fill(hidden, 0).numpy(),
-        colour="query",
-        largest=8.0,
-        hidden=hidden.numpy(),
-    )
-    # Borders, or a score of 0 would be white on white; two collections of lines draw faster than a
-    # grid of 14 minor ticks.
-    scores.set_xticks([], minor=True)
-    scores.set_yticks([], minor=True)
-    edges, ends = [i - 0.5 for i in range(len(words) + 1)], (-0.5, len(words) - 0.5)
-    scores.vlines(edges, *ends, color=PALETTE["masked"], linewidth=0.8)
-    scores.hlines(edges, *ends, color=PALETTE["masked"], linewidth=0.8)
-    # `add_artist`, not `add_patch`: the limits are set, and widening them for each patch takes
-    # time.
-    for row in range(len(words)):
-        if row != query:
-            scores.add_artist(
-                Rectangle(
-                    (-0.5, row - 0.5),
-                    len(words),
-                    1,
-                    color=SURFACE,
-                    alpha=0.5,
-                    linewidth=0,
-                    zorder=3,
-                )
-            )
-    scores.add_artist(
-        Rectangle(
-            (-0.48, query - 0.48),
-            len(words) - 0.04,
-            0.96,
-            fill=False,
-            edgecolor=PALETTE["query"],
-            linewidth=2,
-            zorder=4,
-        )
-    )
-    for j in torch.nonzero(~hidden[query]).flatten().tolist():
-        scores.text(
-            j,
-            query,
-            f"{found.scores[query, j]:.1f}",
-            ha="center",
-            va="center",
-            fontsize=8,
-            color=PALETTE["text"],
-        )
-    scores.set_xticks(range(len(words)), words, fontsize=8)
-    scores.set_yticks(range(len(words)), words)
-    scores.set_ylabel("query: what the word looks for", fontsize=9)
-    scores.set_xlabel("key: what the word offers", fontsize=9)
-    scores.set_title("scaled scores (grey: hidden)", fontsize=10, y=1)
+    weights = plain.plain_axes(figure, (3.62, 0.52, 2.5, 2.25), (-0.6, len(words) - 0.4), _HEIGHTS)
+    seen = torch.isfinite(found.scores[query]).tolist()
+    _bars(weights, found.weights, words, "key", seen)
+    plain.title(weights, f"weights of “{words[query]}”, sum {found.weights.sum():.2f}")
 
-    _bars(
-        weights,
-        found.weights,
-        words,
-        "key",
-        f"weights of “{words[query]}”, sum {found.weights.sum():.2f}",
-    )
-    for j in torch.nonzero(hidden[query]).flatten().tolist():
-        weights.get_xticklabels()[j].set_color(PALETTE["faint"])
-        weights.texts[j].set(text="hidden", color=PALETTE["faint"])
-    _bars(output, found.output, MEANINGS, "value", f"mixed values, sum {found.output.sum():.2f}")
+    output = plain.plain_axes(figure, (6.6, 0.52, 1.5, 2.25), (-0.6, 2.6), _HEIGHTS)
+    _bars(output, found.output, MEANINGS, "value", [True] * len(MEANINGS))
+    plain.title(output, f"mixed values, sum {found.output.sum():.2f}")
+    plain.words(output, [(1.0, 0.0, missing(found))], va="top", ha="right", offset=(4, -19),
+                transform=output.transAxes)  # fmt: skip
+    return Picture(figure, _finding(query, found))
+
+
+def _draw_scores(axis: Axes, scores: Tensor, words: list[str], query: int) -> None:
+    """The table; the rows of the other words are pale."""
+    colours = shades("query")(scores.clamp(min=0, max=8).numpy() / 8)  # [N, M, 4]
+    colours[~torch.isfinite(scores).numpy()] = (*to_rgb(PALETTE["masked"]), 1)
+    others = [row for row in range(len(words)) if row != query]
+    colours[others] = (1 + colours[others]) / 2
+    places = torch.cartesian_prod(*2 * [torch.arange(len(words))]).tolist()
+    squares = [(j - 0.5, i - 0.5, 1, 1) for i, j in places]
+    # borders, or a score of 0 would be white on white
+    plain.boxes(axis, squares, colours.reshape(-1, 4), edgecolors=PALETTE["masked"], linewidths=0.8)
+    lit = [(-0.48, query - 0.48, len(words) - 0.04, 0.96)]
+    plain.boxes(axis, lit, "none", edgecolors=PALETTE["query"], linewidths=2)
+    told = enumerate(scores[query].tolist())
+    plain.words(axis, [(j, query, f"{x:.1f}") for j, x in told if math.isfinite(x)])
+    at = range(len(words))
+    plain.bottom(axis, at, words, "key: what the word offers", line=False)
+    plain.left(axis, at, words, "query: what the word looks for", line=False, away=48)
+
+
+def missing(found: Lookup) -> str:
+    """Why a mixture sums to less than its weights: the words that hand over zeros."""
+    words, _, _, v = sentence()
     empty = [
         f"“{word}”"
-        for word, weight, value in zip(words, found.weights, sentence()[3], strict=True)
+        for word, weight, value in zip(words, found.weights, v, strict=True)
         if weight > 0 and not value.any()
     ]
-    if empty:  # then the mixture sums to less than the weights do
-        output.set_xlabel(
-            f"{' and '.join(empty)} {'hand' if len(empty) > 1 else 'hands'} over zeros",
-            fontsize=8,
-            loc="right",
-        )
-    return Picture(figure, _finding(query, found))
+    if not empty:
+        return ""
+    return f"{' and '.join(empty)} {'hand' if len(empty) > 1 else 'hands'} over zeros"
 
 
 def _finding(query: int, found: Lookup) -> str:
@@ -196,17 +163,15 @@ def _finding(query: int, found: Lookup) -> str:
     return f"“{words[query]}” gives {top:.0%} of its weight{each} to {' and '.join(best)}"
 
 
-def _bars(
-    axis, heights: Tensor, names: list[str] | tuple[str, ...], colour: str, title: str
-) -> None:
-    """Bars from 0 to 1 with their values on top."""
-    axis.bar(range(len(names)), heights.tolist(), color=PALETTE[colour], width=0.7)
-    for i, height in enumerate(heights.tolist()):
-        axis.text(i, height + 0.02, f"{height:.2f}", ha="center", fontsize=8, color=PALETTE["text"])
-    axis.set_ylim(0, 1.12)
-    axis.set_yticks([0, 0.5, 1])
-    axis.set_xticks(range(len(names)), names, fontsize=8)
-    axis.set_title(title, fontsize=10, y=1)
+def _bars(axis: Axes, heights: Tensor, names: Sequence[str], colour: str, seen: list[bool]) -> None:
+    """Bars from 0 to 1 with their values on top; a hidden one says so."""
+    tops = heights.tolist()
+    plain.boxes(axis, [(i - 0.35, 0, 0.7, top) for i, top in enumerate(tops)], PALETTE[colour])
+    told = [(i, top, f"{top:.2f}" if seen[i] else "hidden") for i, top in enumerate(tops)]
+    colours = [PALETTE["text" if x else "faint"] for x in seen]
+    plain.words(axis, told, colour=colours, va="bottom", offset=(0, 1))
+    plain.left(axis, [0, 0.5, 1], ["0", "0.5", "1"])
+    plain.bottom(axis, range(len(names)), names, size=8)
 
 
 def lookup_panel() -> Panel:
@@ -221,9 +186,7 @@ def lookup_panel() -> Panel:
         "one query and its weights",
         render,
         query=ipywidgets.SelectionSlider(options=words, value="she", description="query"),
-        scale=ipywidgets.ToggleButtons(
-            options=list(SCALES.items()), value=0.5, description="scale"
-        ),
+        scale=ipywidgets.Dropdown(options=SCALES, value=0.5, description="scale"),
         causal=ipywidgets.Checkbox(value=True, description="causal mask", indent=False),
     )
 

@@ -6,15 +6,17 @@ The example model has 64 query heads of width 128 and 60 layers; the machine is 
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 
 import ipywidgets
-import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.collections import LineCollection
 from matplotlib.patches import Rectangle
 
+from nsa_tutorial.course import plain
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, readable_on, shades
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.exact.grouped_query_attention import group_size, kv_head
@@ -89,42 +91,18 @@ def _heads(H: int) -> str:
     return "1 KV head" if H == 1 else f"{H} KV heads"
 
 
-def _draw_wires(axis: Axes, HQ: int, H: int, *, numbered: bool) -> None:
+def _draw_wires(axis: Axes, HQ: int, H: int) -> None:
     G = group_size(HQ, H)
     centre = [h * G + (G - 1) / 2 for h in range(H)]
-    if numbered:
-        segments = [[(hq, 1.0), (centre[h], 0.0)] for hq, h in wires(HQ, H)]
-        axis.add_collection(
-            LineCollection(segments, colors=PALETTE["faint"], linewidths=1.4, zorder=1)
-        )
-    else:  # too many wires to tell apart: one filled fan per group
-        corners = ((-G / 2 + 0.2, 1.0), (G / 2 - 0.2, 1.0), (0.3, 0.0), (-0.3, 0.0))
-        fans = [[(c + x, y) for x, y in corners] for c in centre]
-        axis.add_collection(PolyCollection(fans, facecolors=PALETTE["masked"], zorder=1))
-    axis.scatter(range(HQ), [1.0] * HQ, s=210 if numbered else 7, color=PALETTE["query"], zorder=2)
-    axis.scatter(
-        centre,
-        [0.0] * H,
-        s=210 if numbered else 40 if H < 64 else 7,
-        color=PALETTE["key"],
-        marker="s",
-        zorder=2,
-    )
-    if numbered:
-        for hq in range(HQ):
-            axis.text(
-                hq, 1.0, str(hq), ha="center", va="center", fontsize=8, color=readable_on("query")
-            )
-        for h in range(H):
-            axis.text(
-                centre[h],
-                0.0,
-                str(h),
-                ha="center",
-                va="center",
-                fontsize=8,
-                color=readable_on("key"),
-            )
+    segments = [[(hq, 1.0), (centre[h], 0.0)] for hq, h in wires(HQ, H)]
+    axis.add_collection(LineCollection(segments, colors=PALETTE["faint"], linewidths=1.4, zorder=1))
+    axis.scatter(range(HQ), [1.0] * HQ, s=210, color=PALETTE["query"], zorder=2)
+    axis.scatter(centre, [0.0] * H, s=210, color=PALETTE["key"], marker="s", zorder=2)
+    style = {"ha": "center", "va": "center", "fontsize": 8}
+    for hq in range(HQ):
+        axis.text(hq, 1.0, str(hq), color=readable_on("query"), **style)
+    for h in range(H):
+        axis.text(centre[h], 0.0, str(h), color=readable_on("key"), **style)
     axis.set_xlim(-0.04 * HQ - 0.4, 1.04 * HQ - 0.6)
     axis.set_ylim(-0.3, 1.3)
     axis.set_xticks([])
@@ -138,7 +116,7 @@ def draw_wiring(HQ: int = 8, kv_heads: tuple[int, ...] = (8, 2, 1)) -> Picture:
     figure, axes = new_figure(9.0, 2.5, columns=len(kv_heads))
     names = {HQ: "multi-head", 1: "multi-query"}
     for axis, H in zip(axes[0], kv_heads, strict=True):
-        _draw_wires(axis, HQ, H, numbered=True)
+        _draw_wires(axis, HQ, H)
         axis.set_title(
             f"{names.get(H, 'grouped-query')}: H = {H}, G = {group_size(HQ, H)}", fontsize=10
         )
@@ -201,70 +179,80 @@ def _square(column: int, row: int, colour: tuple[float, ...], *, outlined: bool)
 
 
 def draw_cache(H: int = 8, tokens: int = 65_536) -> Picture:
-    """Left: the wiring of the example model. Right: cache size against context length, one line per
+    """Left: the groups of the example model. Right: cache size against context length, one line per
     number of KV heads."""
     facts = cache_facts(H, tokens)
-    figure, axes = new_figure(8.4, 3.0, columns=2, width_ratios=[1.0, 1.5])
-    _draw_wires(axes[0, 0], HQ, H, numbered=False)
-    axes[0, 0].set_title(f"{HQ} query heads, H = {H}, G = {facts.G}", fontsize=10)
-    axis = axes[0, 1]
-    x = np.log2(CONTEXTS)
-    for heads in KV_HEADS:
-        y = np.log2([cache_facts(heads, n).gib for n in CONTEXTS])
-        chosen = heads == H
-        axis.plot(
-            x,
-            y,
-            color=PALETTE["key" if chosen else "masked"],
-            linewidth=3 if chosen else 1,
-            zorder=3 if chosen else 1,
-        )
-        axis.text(
-            x[-1] + 0.15,
-            y[-1],
-            f"H = {heads}",
-            va="center",
-            fontsize=8,
-            color=PALETTE["text" if chosen else "faint"],
-        )
-    limit = np.log2(H200_BYTES / GIB)
-    axis.plot(
-        x[[0, -1]], [limit, limit], color=PALETTE["text"], linestyle="--", linewidth=1, zorder=2
-    )
-    axis.text(
-        x[0],
-        limit + 0.2,
-        f"memory of one H200: {H200_BYTES / GIB:.0f} GiB",
-        fontsize=8,
-        va="bottom",
-    )
-    axis.scatter([np.log2(tokens)], [np.log2(facts.gib)], s=55, color=PALETTE["query"], zorder=4)
-    axis.set_xticks(x[::2], [f"{n:,}" for n in CONTEXTS[::2]])
-    axis.set_yticks(range(-3, 12, 2), ["1/8", "1/2", "2", "8", "32", "128", "512", "2048"])
-    axis.set_xlim(x[0] - 0.1, x[-1] + 1.3)
-    axis.set_xlabel("context length, tokens (logarithmic)")
-    axis.set_ylabel("KV cache, GiB (logarithmic)")
+    figure = plain.plain_figure(8.3, 3.3)
+    groups = plain.plain_axes(figure, (0.62, 0.52, 2.55, 2.2), (0, HQ), (-0.1, 1.2))
+    _draw_groups(groups, H)
+    plain.title(groups, f"{HQ} query heads, H = {H}, G = {facts.G}")
+    low, high = math.log2(CONTEXTS[0]), math.log2(CONTEXTS[-1])
+    sizes = plain.plain_axes(figure, (4.05, 0.52, 3.6, 2.45), (low - 0.1, high + 0.1), (-3.6, 11.4))
+    _draw_sizes(sizes, H)
+    place = [(math.log2(tokens), math.log2(facts.gib))]
+    sizes.plot(*zip(*place, strict=True), "o", color=PALETTE["query"], markersize=8, zorder=4)
     finding = f"{_heads(H)} for {HQ} query heads: {tokens:,} tokens take {_gib(facts.gib)}"
     return Picture(figure, finding if H == HQ else f"{finding}, not {_gib(facts.gib_all_heads)}")
+
+
+def _draw_groups(axis: Axes, H: int) -> None:
+    """Query heads in a row, a bracket below each group, and the KV head that it reads."""
+    G = group_size(HQ, H)
+    gap = 0 if G == 1 else 1  # between groups
+    places = [hq + gap * (hq // G) for hq in range(HQ)]
+    plain.boxes(axis, [(x - 0.32, 0.92, 0.64, 0.16) for x in places], PALETTE["query"])
+    ends = [(first - 0.3, first + G - 0.7) for first in places[::G]]
+    centres = [(first + last) / 2 for first, last in ends]
+    if G > 1:
+        brackets = [((x, 0.84), (x, 0.76), (y, 0.76), (y, 0.84)) for x, y in ends]
+        plain.lines(axis, brackets, linewidths=1.2)
+    plain.lines(axis, [((x, 0.84 if G == 1 else 0.76), (x, 0.16)) for x in centres], linewidths=1.2)
+    half = min(0.32 + 0.09 * (G - 1), 1.6)
+    plain.boxes(axis, [(x - half, 0.0, 2 * half, 0.16) for x in centres], PALETTE["key"])
+    axis.set_xlim(-0.6, places[-1] + 0.6)
+    told = ((0.95, "heads"), (1.05, "query"), (0.03, "heads"), (0.13, "KV"))
+    plain.words(axis, [(0.0, y, text) for y, text in told], size=8.5, ha="right", offset=(-4, 0),
+                transform=axis.get_yaxis_transform())  # fmt: skip
+
+
+@functools.cache
+def _cache_line(H: int) -> list[tuple[float, float]]:
+    """Log2 of the context's length and of the GiB of its cache."""
+    return [(math.log2(n), math.log2(cache_facts(H, n).gib)) for n in CONTEXTS]
+
+
+def _draw_sizes(axis: Axes, H: int) -> None:
+    chosen = [PALETTE["key" if heads == H else "masked"] for heads in KV_HEADS]
+    widths = [3 if heads == H else 1 for heads in KV_HEADS]
+    plain.lines(axis, [_cache_line(heads) for heads in KV_HEADS], colors=chosen, linewidths=widths)
+    ends = [(*_cache_line(heads)[-1], f"H = {heads}") for heads in KV_HEADS]
+    inks = [PALETTE["text" if heads == H else "faint"] for heads in KV_HEADS]
+    plain.words(axis, ends, colour=inks, ha="left", offset=(7, 0))
+    limit, (low, high) = math.log2(H200_BYTES / GIB), axis.get_xlim()
+    plain.lines(axis, [((low, limit), (high, limit))], colors=PALETTE["text"], linestyles="--")
+    memory = f"memory of one H200: {H200_BYTES / GIB:.0f} GiB"
+    plain.words(axis, [(low, limit, memory)], ha="left", va="bottom", offset=(5, 3))
+    shown = CONTEXTS[::2]
+    plain.bottom(axis, [math.log2(n) for n in shown], [f"{n:,}" for n in shown],
+                 "context length, tokens (logarithmic)")  # fmt: skip
+    plain.left(axis, range(-3, 12, 2), ["1/8", "1/2", "2", "8", "32", "128", "512", "2048"],
+               "KV cache, GiB (logarithmic)", away=36)  # fmt: skip
 
 
 def cache_sentence(H: int, tokens: int) -> str:
     """What the explorer says about a setting."""
     facts = cache_facts(H, tokens)
     readers = "1 query head" if facts.G == 1 else f"{facts.G} query heads"
-    fits = "It does not fit into one H200."
+    fits = "It does not fit into one H200"
     if facts.gib * GIB <= H200_BYTES:
         fits = (
-            "It fits into one H200, the model's weights not counted; every new token reads all "
-            "of it, which takes "
-            f"{facts.read_ms:.1f} ms at least."
+            "It fits into one H200 without the model's weights; each new token reads all of it, "
+            f"{facts.read_ms:.1f} ms at least"
         )
     return (
         f"{_heads(H)}, each read by {readers}: at {tokens:,} tokens the cache takes "
-        f"{_gib(facts.gib)} "
-        f"({_heads(HQ)}: {_gib(facts.gib_all_heads)}). {fits} Attention for a new token does "
-        f"{facts.intensity:.1f} operations "
-        "per byte."
+        f"{_gib(facts.gib)} ({_heads(HQ)}: {_gib(facts.gib_all_heads)}). "
+        f"{fits}, at {facts.intensity:.1f} operations per byte."
     )
 
 
@@ -273,13 +261,8 @@ def cache_explorer() -> Panel:
     return panel(
         "KV heads and context length → size of the cache",
         lambda H, tokens: (draw_cache(H, tokens), cache_sentence(H, tokens)),
-        H=ipywidgets.SelectionSlider(
-            options=KV_HEADS, value=8, description="KV heads H", continuous_update=False
-        ),
+        H=ipywidgets.SelectionSlider(options=KV_HEADS, value=8, description="KV heads H"),
         tokens=ipywidgets.SelectionSlider(
-            options=[(f"{n:,}", n) for n in CONTEXTS],
-            value=65_536,
-            description="context length",
-            continuous_update=False,
+            options=[(f"{n:,}", n) for n in CONTEXTS], value=65_536, description="context length"
         ),
     )

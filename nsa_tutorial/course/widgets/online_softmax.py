@@ -8,20 +8,17 @@ controls on it; `limit` is what the reader finds out with them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import ipywidgets
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
+from nsa_tutorial.course import plain
+from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, readable_on
 from nsa_tutorial.course.widgets import Panel, panel
 
 CHUNK = 4  # keys
@@ -54,6 +51,7 @@ SCORES = (
 CHUNKS = len(SCORES) // CHUNK
 REFERENCES = ("running max", "chunk's own max", "no max")
 HIGHEST_LIFT = 160  # log2 units
+_UNBROKEN = 10  # a lift up to which one axis shows all scores
 
 
 @dataclass(frozen=True)
@@ -224,148 +222,115 @@ def draw_stream(step: int = CHUNKS, reference: str = "running max", lift: int = 
     Blue was read before, orange is the chunk just read, grey is still to come. A bar of
     `running_sum` is cut into what each chunk contributes to it now. One that would leave the axis,
     marked by an arrow, is drawn at full height and cut in the right shares; one that is not finite
-    is an empty frame.
+    is an empty frame. Where the first chunk is lifted far, the axis of the scores is broken.
     """
     scores, moments = row(lift), walk(row(lift), positions(), reference)[:step]
-    figure, axes = new_figure(8.0, 4.9, rows=2, height_ratios=(1, 1.1))
-    figure.set_layout_engine(None)  # fixed places: nothing jumps under the slider, and it is faster
-    figure.subplots_adjust(left=0.08, right=0.985, top=0.91, bottom=0.225, hspace=0.45)
-    top, bottom = axes[:, 0]
-    _draw_scores(top, scores, moments, reference)
-    _draw_running_sum(bottom, moments, max(m.running_sum for m in walk(row(lift), positions())))
-    for axis in (top, bottom):
-        axis.set_xlim(-0.7, len(SCORES) - 0.3)
-        # the numbers stand at the bars; every tick costs time
-        axis.yaxis.set_major_locator(MaxNLocator(3, integer=True))
-    handles = [
-        Patch(color=PALETTE["key"], label="read before (below: one piece per chunk)"),
-        Patch(color=PALETTE["query"], label="just read"),
-        Patch(color=PALETTE["masked"], label="not read yet"),
+    figure = plain.plain_figure(8.2, 4.35)
+    keys = (-0.7, len(SCORES) - 0.3)
+    top = plain.plain_axes(figure, (0.7, 2.62, 7.4, 1.38), keys, (0, 1))
+    _draw_scores(top, scores, moments, reference, lift)
+    usual = max(m.running_sum for m in walk(row(lift), positions()))
+    low = plain.plain_axes(figure, (0.7, 0.85, 7.4, 1.3), keys, (0, 1.3 * usual))
+    _draw_running_sum(low, moments)
+    entries = [
+        (PALETTE["key"], "read before (below: one piece per chunk)"),
+        (PALETTE["query"], "just read"),
+        (PALETTE["masked"], "not read yet"),
     ]
     if reference != "no max":
-        handles.append(Line2D([], [], color=PALETTE["text"], linewidth=1.6, label="scores_max"))
-    figure.legend(handles=handles, loc="lower center", ncols=4, fontsize=9, frameon=False)
+        entries.append((PALETTE["text"], "line: scores_max"))
+    plain.key(plain.plain_axes(figure, (0.7, 0.04, 7.4, 0.2), (0, 7.4), (0, 0.2)), entries)
     return Picture(figure, finding(moments, reference))
 
 
-def _bars(
-    axis: Axes, centres: Sequence[float], width: float, bottoms: Sequence[float],
-    heights: Sequence[float], colours: Sequence[str],
-    **style: object,
-) -> None:  # fmt: skip
-    """`axis.bar` as one collection, which is faster under a slider than a patch for each bar."""
-    edges = [(x - width / 2, x + width / 2) for x in centres]
-    spans = zip(edges, bottoms, heights, strict=True)
-    corners = [
-        ((left, y), (right, y), (right, y + height), (left, y + height))
-        for (left, right), y, height in spans
-    ]
-    axis.add_collection(PolyCollection(corners, facecolors=colours, **style), autolim=False)
+def _heights(lift: int) -> tuple[Callable[[float], float], list[int], float]:
+    """From a score to its place on the axis, the scores written beside it, and the axis' end.
+
+    A first chunk lifted above the others by more than `_UNBROKEN` would flatten them: a break in
+    the axis brings it nearer.
+    """
+    highest = max(SCORES)
+    if lift <= _UNBROKEN:
+        return lambda score: score, [0, 4, 8], max(highest, lift + 4) * 1.2
+    return (
+        lambda score: score if score <= highest else highest + 2 + score - lift,
+        [0, 4, 8, lift + 2],
+        highest + 8,
+    )
 
 
-def _draw_scores(axis: Axes, scores: Tensor, moments: list[Moment], reference: str) -> None:
-    step = len(moments)
-    chunk_colours = (
-        [PALETTE["key"]] * (step - 1) + [PALETTE["query"]] + [PALETTE["masked"]] * (CHUNKS - step)
-    )
-    _bars(
-        axis,
-        range(len(SCORES)),
-        0.7,
-        [0.0] * len(SCORES),
-        scores.tolist(),
-        [c for c in chunk_colours for _ in range(CHUNK)],
-    )
-    height = scores.max().item() * 1.25 + 1
-    # a bar of 2 beside one of 130 is a pixel high: write it down
-    for key, score in enumerate(scores.tolist()):
-        line = moments[key // CHUNK].scores_max if key // CHUNK < step else 0.0
-        y, side = score + 0.02 * height, "bottom"
-        # keep out of the line: into the bar, or above the line where the bar is low
-        if score < line < score + 0.1 * height:
-            y, side = (
-                (score - 0.02 * height, "top")
-                if score > 0.12 * height
-                else (line + 0.02 * height, "bottom")
-            )
-        axis.text(
-            key,
-            y,
-            f"{score:.0f}",
-            ha="center",
-            va=side,
-            fontsize=7,
-            color=PALETTE["text"],
-            parse_math=False,
-        )
+def _draw_scores(
+    axis: Axes, scores: Tensor, moments: list[Moment], reference: str, lift: int
+) -> None:
+    step, (place, marked, end) = len(moments), _heights(lift)
+    axis.set_ylim(0, end)
+    kinds = ["key"] * (step - 1) + ["query"] + ["masked"] * (CHUNKS - step)
+    tops = [place(score) for score in scores.tolist()]
+    plain.boxes(axis, [(key - 0.35, 0, 0.7, y) for key, y in enumerate(tops)],
+                [PALETTE[kind] for kind in kinds for _ in range(CHUNK)])  # fmt: skip
+    above, inside = [], []
+    for key, (y, score) in enumerate(zip(tops, scores.tolist(), strict=True)):
+        chunk = key // CHUNK
+        line = place(moments[chunk].scores_max) if chunk < step and reference != "no max" else -1
+        # a number keeps out of the line: into the bar, or above the line where the bar is low
+        if not y < line < y + 0.13 * end:
+            above.append((key, y, f"{score:.0f}"))
+        elif y > 0.15 * end:
+            inside.append((key, y, f"{score:.0f}"))
+        else:
+            above.append((key, line, f"{score:.0f}"))
+    plain.words(axis, above, va="bottom", offset=(0, 1.5))
+    dark = [readable_on(kinds[key // CHUNK]) for key, *_ in inside]
+    plain.words(axis, inside, colour=dark, va="top", offset=(0, -1.5))
     if reference != "no max":
-        edges = [c * CHUNK - 0.5 for c in range(step)]
-        axis.hlines(
-            [m.scores_max for m in moments],
-            edges,
-            [e + CHUNK for e in edges],
-            color=PALETTE["text"],
-            linewidth=1.6,
-        )
-    axis.set_ylim(0, height)
-    axis.set_xticks(range(0, len(SCORES), CHUNK))
-    axis.set_xlabel("key", fontsize=9)
-    axis.set_ylabel("score, log2 units", fontsize=9)
+        lines = [place(m.scores_max) for m in moments]
+        ends = [(c * CHUNK - 0.5, (c + 1) * CHUNK - 0.5) for c in range(step)]
+        plain.lines(axis, [((x, y), (z, y)) for (x, z), y in zip(ends, lines, strict=True)],
+                    colors=PALETTE["text"], linewidths=1.6)  # fmt: skip
+    plain.bottom(axis, range(0, len(SCORES), CHUNK), name="key")
+    plain.left(axis, [place(score) for score in marked], marked, "score, log2 units")
+    if lift > _UNBROKEN:
+        gap = max(SCORES) + 1.6
+        plain.boxes(axis, [(axis.get_xlim()[0], gap, CHUNK + 0.2, 0.5)], SURFACE, zorder=3)
+        plain.words(axis, [(0.0, gap + 0.25, "≈")], size=11, offset=(-0.5, 0),
+                    transform=axis.get_yaxis_transform())  # fmt: skip
 
 
-def _draw_running_sum(axis: Axes, moments: list[Moment], usual: float) -> None:
+def _draw_running_sum(axis: Axes, moments: list[Moment]) -> None:
     centres = [c * CHUNK + (CHUNK - 1) / 2 for c in range(CHUNKS)]
-    height = 1.3 * usual
-    bars: list[tuple[float, float, float, str]] = []  # centre, bottom, height, colour of each piece
+    height = axis.get_ylim()[1]
+    pieces: list[tuple[float, float, float, float]] = []
+    colours, frames, sums = [], [], []
     for c, moment in enumerate(moments):
+        left = centres[c] - 1.3
         if not math.isfinite(moment.running_sum):
-            axis.bar(
-                centres[c],
-                0.86 * height,
-                2.6,
-                fill=False,
-                edgecolor=PALETTE["faint"],
-                linestyle="--",
-            )
-            axis.text(
-                centres[c],
-                0.43 * height,
-                number(moment.running_sum),
-                ha="center",
-                va="center",
-                fontsize=10,
-            )
+            frames.append((left, 0, 2.6, 0.86 * height))
+            sums.append((centres[c], 0.43 * height, number(moment.running_sum)))
             continue
         beyond = moment.running_sum >= height
-        pieces = np.array(moment.parts) * (0.86 * height / moment.running_sum if beyond else 1)
-        colours = [PALETTE["key"]] * c + [PALETTE["query"]]
-        bars += zip(
-            [centres[c]] * (c + 1), np.cumsum(pieces) - pieces, pieces, colours, strict=True
-        )
+        parts = np.array(moment.parts) * (0.86 * height / moment.running_sum if beyond else 1)
+        bottoms = np.cumsum(parts) - parts
+        pieces += [(left, y, 2.6, part) for y, part in zip(bottoms, parts, strict=True)]
+        colours += [PALETTE["key"]] * c + [PALETTE["query"]]
         told = f"{number(moment.running_sum)}{' ↑' if beyond else ''}"
-        axis.text(
-            centres[c],
-            pieces.sum() + 0.02 * height,
-            told,
-            ha="center",
-            va="bottom",
-            fontsize=9,
-            color=PALETTE["text"],
-        )
-    if bars:
-        x, bottoms, heights, colours = zip(*bars, strict=True)
-        _bars(axis, x, 2.6, bottoms, heights, colours, edgecolors="white", linewidths=0.8)
-    steps = [f"× {number(m.scores_scale)}  + {number(m.parts[-1])}" for m in moments] + [""] * (
-        CHUNKS - len(moments)
-    )
-    axis.set_xticks(centres, [f"chunk {c + 1}\n{step}" for c, step in enumerate(steps)])
-    axis.set_xlabel(
+        sums.append((centres[c], parts.sum(), told))
+    plain.boxes(axis, pieces, colours, edgecolors=SURFACE, linewidths=0.8)
+    plain.boxes(axis, frames, "none", edgecolors=PALETTE["faint"], linewidths=1, linestyles="--")
+    plain.words(axis, sums, size=9, va="bottom", offset=(0, 2))
+    at = axis.get_xaxis_transform()
+    steps = zip(centres, moments, strict=False)
+    told = [(x, 0.0, f"× {number(m.scores_scale)}  + {number(m.parts[-1])}") for x, m in steps]
+    plain.words(axis, told, size=8.5, va="top", offset=(0, -16), transform=at)
+    plain.bottom(axis, centres, [f"chunk {c + 1}" for c in range(CHUNKS)])
+    meaning = (
         "× scores_scale: the old sum changes its unit (blue)     + scores_sum: the chunk's own "
-        "terms (orange)",
-        fontsize=9,
+        "terms (orange)"
     )
-    axis.set_ylabel("running_sum", fontsize=9)
-    axis.set_ylim(0, height)
+    plain.words(axis, [(0.5, 0.0, meaning)], size=9, va="top", offset=(0, -29),
+                transform=axis.transAxes)  # fmt: skip
+    most = next(x for x in (1, 2, 3, 4, 5, 6) if 3 * x >= 0.7 * height)
+    ticks = [x for x in (0, most, 2 * most, 3 * most) if x < height]
+    plain.left(axis, ticks, name="running_sum")
 
 
 def explore() -> Panel:
@@ -380,9 +345,7 @@ def explore() -> Panel:
         render,
         step=ipywidgets.IntSlider(1, 1, CHUNKS, description="chunks read"),
         reference=ipywidgets.Dropdown(
-            options=REFERENCES, value=REFERENCES[0], description="exponents measured from"
+            options=REFERENCES, value=REFERENCES[0], description="measured from"
         ),
-        lift=ipywidgets.IntSlider(
-            0, 0, HIGHEST_LIFT, description="first chunk lifted by (log2 units)"
-        ),
+        lift=ipywidgets.IntSlider(0, 0, HIGHEST_LIFT, description="lift of chunk 1"),
     )

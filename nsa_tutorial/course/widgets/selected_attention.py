@@ -12,16 +12,16 @@ Symbols: `N` positions, `H` key/value heads, `BS` block size, `NB` blocks, `S` s
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import ipywidgets
 import numpy as np
 import torch
-from matplotlib.font_manager import findfont
-from matplotlib.patches import Patch, Rectangle
-from PIL import Image, ImageDraw, ImageFont
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from nsa_tutorial.course import heads
+from nsa_tutorial.course import heads, plain
 from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure, readable_on
 from nsa_tutorial.course.heads import Heads
 from nsa_tutorial.course.widgets import Panel, panel
@@ -32,7 +32,8 @@ COPYING = (
     3  # the KV head whose group looks farthest back: at lines like the one that the query stands in
 )
 QUERY, BLOCK_SIZE, TOP_N = 385, 16, 4  # the example of the chapter
-CELL = (8, 17)  # pixels of a character
+LETTER, LINE = 0.08, 0.165  # inches of a character of the text and of a line
+LETTER_SIZE = 9.6  # points: as wide as `LETTER`
 D = 128  # of the priced example
 _PALE = {"selected": "selected", "own block": "own block", "not listed": "masked"}
 
@@ -179,44 +180,40 @@ def draw_text(
     query: int = QUERY, top_n: int = TOP_N, group: int = COPYING, block_size: int = BLOCK_SIZE
 ) -> Picture:
     """Above, how the group's attention spreads over the blocks; below, the listed blocks in the
-    text itself."""
-    h, mass = _heads(), _mass(block_size)
-    ids = [
-        i
-        for i in true_lists(mass[group : group + 1, : query + 1], block_size, top_n)[
-            0, query, 0
-        ].tolist()
-        if i >= 0
-    ]
-    shares, own = mass[group, query].numpy(), query // block_size
-    page = _page(h.text, token_kinds(ids, query, len(h.text), block_size), query)
-    height = page.shape[0] / 100 + 2.5
-    figure, axes = new_figure(8.0, height)
-    figure.set_layout_engine(None)  # fixed places: nothing jumps under the slider
-    bars = axes[0, 0]
-    bars.set_position([0.075, 1 - 1.75 / height, 0.915, 1.4 / height])
-    colours = [
-        PALETTE["own block" if b == own else "selected" if b in ids else "masked"]
-        for b in range(len(shares))
-    ]
-    bars.bar(range(len(shares)), 100 * shares, 0.8, color=colours)
-    bars.set_xlim(-0.6, len(shares) - 0.4)
-    bars.set_ylim(0, 100 * max(0.3, 1.15 * shares.max()))
-    bars.set_xticks(range(0, len(shares), max(1, len(shares) // 16)))
-    bars.set_xlabel(f"block id, {block_size} tokens a block", fontsize=9)
-    bars.set_ylabel("attention, %", fontsize=9)
-    figure.figimage(page, (800 - page.shape[1]) // 2, 28, origin="upper")
-    handles = [Patch(color=PALETTE[colour], label=kind) for kind, colour in _PALE.items()]
-    handles.append(Patch(color=PALETTE["query"], label=f"query {query}"))
-    figure.legend(
-        handles=handles,
-        loc="lower center",
-        ncols=4,
-        fontsize=9,
-        frameon=False,
-        bbox_to_anchor=(0.5, 0),
-    )
-    return Picture(figure, finding(query, ids, shares, block_size))
+    text itself, their ids at the right."""
+    h, ids = _heads(), list_of(query, top_n, group, block_size)
+    shares, own = _mass(block_size)[group, query].tolist(), query // block_size
+    text_high = LINE * (h.text.count(b"\n") + 1)
+    figure = plain.plain_figure(8.2, text_high + 2.27)
+    bars = plain.plain_axes(figure, (0.62, text_high + 0.87, 7.48, 1.06), (-0.6, len(shares) - 0.4),
+                            (0, 100 * max(0.3, 1.15 * max(shares))))  # fmt: skip
+    kinds = ["own block" if b == own else "selected" if b in ids else "masked"
+             for b in range(len(shares))]  # fmt: skip
+    spans = [(b - 0.4, 0, 0.8, 100 * share) for b, share in enumerate(shares)]
+    plain.boxes(bars, spans, [PALETTE[kind] for kind in kinds])
+    told = [(b, 100 * shares[b], f"{100 * shares[b]:.0f}") for b in ids]
+    plain.words(bars, told, va="bottom", offset=(0, 2))
+    plain.bottom(bars, range(0, len(shares), max(1, len(shares) // 16)),
+                 name=f"block id, {block_size} tokens a block")  # fmt: skip
+    plain.left(bars, [0, 20, 40, 60, 80][: 1 + int(bars.get_ylim()[1] // 20)], name="attention, %")
+    lines = h.text.split(b"\n")
+    page = plain.plain_axes(figure, (0.12, 0.3, 8.0, text_high), (-0.4, 8.0 / LETTER - 0.4),
+                            (len(lines), 0))  # fmt: skip
+    _draw_page(page, text_runs(h.text, ids, query, block_size), ids, block_size)
+    entries = [(PALETTE[colour], kind) for kind, colour in _PALE.items()]
+    entries.append((PALETTE["query"], f"query {query}"))
+    plain.key(plain.plain_axes(figure, (0.62, 0.04, 7.48, 0.2), (0, 7.48), (0, 0.2)), entries)
+    return Picture(figure, finding(query, ids, np.array(shares), block_size))
+
+
+def list_of(query: int, top_n: int, group: int, block_size: int = BLOCK_SIZE) -> list[int]:
+    """The blocks of one query's list in the text, without empty slots."""
+    return [i for i in _lists(block_size, top_n)[0, query, group].tolist() if i >= 0]
+
+
+@functools.cache
+def _lists(block_size: int, top_n: int) -> Tensor:
+    return true_lists(_mass(block_size), block_size, top_n)
 
 
 def finding(query: int, ids: list[int], shares: np.ndarray, block_size: int) -> str:
@@ -228,42 +225,83 @@ def finding(query: int, ids: list[int], shares: np.ndarray, block_size: int) -> 
     )
 
 
-def _page(text: bytes, kinds: list[str], query: int) -> np.ndarray:
-    """The text as pixels, uint8 `[rows, columns, 3]`, each character on the colour of its kind,
-    line ends included."""
-    lines = text.split(b"\n")
-    wide, high = CELL
-    image = Image.new("RGB", (wide * (max(map(len, lines)) + 1), high * len(lines)), SURFACE)
-    pen, font = ImageDraw.Draw(image), ImageFont.truetype(findfont("DejaVu Sans Mono"), 12)
-    row = column = 0
+class Run(NamedTuple):
+    """Characters of one kind, side by side in a line.
+
+    Attributes:
+        line, column: where the first of them stands.
+        kind: one of `KINDS`, or `query`.
+        start: the position of the first of them.
+        signs: what is written, a sign for the start and for line ends.
+    """
+
+    line: int
+    column: int
+    kind: str
+    start: int
+    signs: str
+
+
+def text_runs(text: bytes, ids: list[int], query: int, block_size: int) -> list[Run]:
+    """The text in runs of one kind, cut at the ends of lines and of listed blocks."""
+    kinds = token_kinds(ids, query, len(text), block_size)
+    kinds[query] = "query"
+    runs: list[Run] = []
+    line = column = 0
     for position, byte in enumerate(text):
-        kind = "query" if position == query else _PALE.get(kinds[position])
-        x, y = column * wide, row * high
-        if kind:
-            pen.rectangle((x, y, x + wide - 1, y + high - 2), fill=PALETTE[kind])
-        ink = PALETTE["faint"] if kind is None else readable_on(kind)
-        sign = {0: "·", 10: "↵"}.get(byte, chr(byte))
-        if sign not in " ·↵" or kind:
-            pen.text((x, y + 1), sign, fill=ink, font=font)
-        row, column = (row + 1, 0) if byte == 10 else (row, column + 1)
-    return np.asarray(image)
+        sign, kind = {0: "·", 10: "↵"}.get(byte, chr(byte)), kinds[position]
+        last, block = runs[-1] if runs else None, position // block_size
+        same = last and column and kind == last.kind
+        if same and (kind != "selected" or block == last.start // block_size):
+            runs[-1] = last._replace(signs=last.signs + sign)
+        else:
+            runs.append(Run(line, column, kind, position, sign))
+        line, column = (line + 1, 0) if byte == 10 else (line, column + 1)
+    return runs
+
+
+def _draw_page(axis: Axes, runs: list[Run], ids: list[int], block_size: int) -> None:
+    """The runs on the colours of their kinds, and beside each line the blocks that it shows."""
+    shown = [run for run in runs if run.kind != "future"]
+    colours = {**_PALE, "query": "query"}
+    plain.boxes(axis, [(run.column, run.line + 0.03, len(run.signs), 0.94) for run in shown],
+                [PALETTE[colours[run.kind]] for run in shown])  # fmt: skip
+    inks = {kind: readable_on(colour) for kind, colour in colours.items()}
+    written = [run for run in runs if run.kind != "future" or run.signs.strip("·↵ ")]
+    told, ink = [], []
+    for run in written:
+        signs = run.signs.rstrip("·↵ ") if run.kind == "future" else run.signs
+        bare = signs.lstrip(" ")
+        told.append((run.column + len(signs) - len(bare), run.line + 0.5, bare))
+        ink.append(inks.get(run.kind, PALETTE["faint"]))
+    plain.words(axis, told, colour=ink, ha="left", size=LETTER_SIZE, family="monospace")
+    beside: dict[int, list[int]] = {}
+    for run in shown:
+        block = run.start // block_size
+        if block in ids and block not in beside.setdefault(run.line, []):
+            beside[run.line].append(block)
+    marks = [(85, line + 0.5, f"← {ranges(found)}") for line, found in beside.items() if found]
+    plain.words(axis, [(85, -0.5, "block"), *marks], ha="left", size=8.5)
+
+
+def ranges(ids: list[int]) -> str:
+    """Ascending ids in words, neighbours as a range: `3, 5–8`."""
+    first = [i for i in ids if i - 1 not in ids]
+    last = [i for i in ids if i + 1 not in ids]
+    pairs = zip(first, last, strict=True)
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in pairs)
 
 
 def sentence(query: int, top_n: int, group: int, block_size: int = BLOCK_SIZE) -> str:
     """What there is to say about one query's list."""
-    h, mass = _heads(), _mass(block_size)
-    ids = true_lists(mass[group : group + 1, : query + 1], block_size, top_n)[0, query, 0]
-    ids = ids[ids >= 0].tolist()
-    keys = sum(
-        kind in ("selected", "own block")
-        for kind in token_kinds(ids, query, len(h.text), block_size)
-    )
-    held = mass[group, query, ids].sum().item()
+    h, ids = _heads(), list_of(query, top_n, group, block_size)
+    kinds = token_kinds(ids, query, len(h.text), block_size)
+    keys = sum(kind in ("selected", "own block") for kind in kinds)
+    held = _mass(block_size)[group, query, ids].sum().item()
+    blocks = f"block{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids))}"
     return (
-        f"Query {query} ({h.token(query)}) lists the blocks {', '.join(map(str, ids))}: {keys} "
-        f"of the {query + 1} keys "
-        f"that it may see. "
-        f"They hold {held:.0%} of its group's attention."
+        f"Query {query} ({h.token(query)}) lists the {blocks}: {keys} of the {query + 1} keys "
+        f"that it may see. They hold {held:.0%} of its group's attention."
     )
 
 
@@ -277,10 +315,12 @@ def explore() -> Panel:
     return panel(
         "one query's list in the text",
         render,
+        # in the first block there is nothing else to list
+        idle=lambda query, top_n, group: {"top_n"} if query < BLOCK_SIZE else (),
         query=ipywidgets.IntSlider(QUERY, 0, len(h.text) - 1, description="query"),
-        top_n=ipywidgets.IntSlider(TOP_N, 1, 12, description="blocks listed"),
+        top_n=ipywidgets.IntSlider(TOP_N, 1, 12, description="blocks at most"),
         group=ipywidgets.Dropdown(
-            options=list(range(h.k.shape[2])), value=COPYING, description="KV head"
+            options=range(h.k.shape[2]), value=COPYING, description="KV head"
         ),
     )
 

@@ -9,6 +9,8 @@ of 65,536 tokens, `D = DV = 128`, in bf16, on an H200.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nsa_tutorial.course import plain
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.course.widgets.grouped_query_attention import H200_BYTES_PER_S, H200_FLOPS_PER_S
@@ -297,82 +300,70 @@ def sentence(tile_q: int, tile_k: int) -> str:
     return f"{told}A program holds {f.kib:.1f} KiB on the chip, {fit} into {SHARED_BYTES // KIB}."
 
 
+@functools.cache
+def _levels(tile_k: int) -> list[tuple[float, str]]:
+    """Log2 of the GiB that mean something, and what."""
+    table = costs.dense_attention(TOKENS, TOKENS, WIDTH).bytes
+    once = costs.tiled_attention(TOKENS, TOKENS, WIDTH, tile_q=TOKENS, tile_k=TOKENS).bytes
+    even = costs.tiled_attention(TOKENS, TOKENS, WIDTH, tile_q=128, tile_k=tile_k).flops / MACHINE
+    return [
+        (math.log2(table / GIB), f"with the table: {table / GIB:.0f} GiB"),
+        (math.log2(even / GIB), "memory as fast as arithmetic (no L2)"),
+        (math.log2(once / GIB), "everything once: the floor"),
+    ]
+
+
 def draw_tile_sizes(tile_q: int = 128, tile_k: int = 128) -> Picture:
     """Left what each height of a query tile moves, the chosen one ringed; right what the chosen
     tiles take up on the chip."""
     f = facts(tile_q, tile_k)
-    figure, axes = new_figure(8.0, 3.4, columns=2, width_ratios=(1.2, 1))
-    figure.set_layout_engine(None)  # fixed places: nothing jumps under the slider, and it is faster
-    figure.subplots_adjust(left=0.08, right=0.985, top=0.9, bottom=0.15, wspace=0.3)
-    left, right = axes[0]
-    left.plot(
-        TILE_Q,
-        [facts(size, tile_k).gib for size in TILE_Q],
-        "o-",
-        color=PALETTE["key"],
-        markersize=4,
-    )
-    left.plot(
-        [tile_q],
-        [f.gib],
-        "o",
-        markersize=12,
-        fillstyle="none",
-        markeredgewidth=2,
-        color=PALETTE["query"],
-    )
-    table = costs.dense_attention(TOKENS, TOKENS, WIDTH).bytes / GIB
-    once = costs.tiled_attention(TOKENS, TOKENS, WIDTH, tile_q=TOKENS, tile_k=TOKENS).bytes / GIB
-    even = (
-        costs.tiled_attention(TOKENS, TOKENS, WIDTH, tile_q=128, tile_k=tile_k).flops
-        / MACHINE
-        / GIB
-    )
-    lines = [
-        (table, f"with the table: {table:.0f} GiB"),
-        (even, "memory as fast as arithmetic (no L2)"),
-        (once, "everything once: the floor"),
-    ]
-    for height, label in lines:
-        left.axhline(height, color=PALETTE["faint"], linewidth=1, linestyle="--")
-        left.text(1, height * 1.1, label, fontsize=8, va="bottom", color=PALETTE["text"])
-    left.set_xscale("log", base=2)
-    left.set_yscale("log", base=2)
-    left.set_ylim(once / 1.6, 2500)
-    left.set_xticks([1, 4, 16, 64, 256], ["1", "4", "16", "64", "256"])
-    left.set_yticks([2**-4, 1, 16, 256], ["1/16", "1", "16", "256"])
-    left.minorticks_off()
-    left.set_xlabel("queries in a tile", fontsize=9)
-    left.set_ylabel("moved, GiB", fontsize=9)
-    _draw_on_chip(right, tile_q, tile_k)
-    fit = "which fits" if f.fits else "which does not fit"
+    figure = plain.plain_figure(8.3, 3.5)
+    moved = plain.plain_axes(figure, (0.75, 0.52, 3.6, 2.4), (-0.3, 8.3), (-4.8, 11.3))
+    places = [(math.log2(size), math.log2(facts(size, tile_k).gib)) for size in TILE_Q]
+    plain.title(moved, "moved by each height of a tile")
+    levels = _levels(tile_k)
+    plain.lines(moved, [((-0.3, y), (8.3, y)) for y, _ in levels], linestyles="--")
+    plain.words(moved, [(-0.1, y, told) for y, told in levels], ha="left", va="bottom",
+                offset=(0, 2))  # fmt: skip
+    moved.plot(*zip(*places, strict=True), "o-", color=PALETTE["key"], markersize=4)
+    moved.plot([math.log2(tile_q)], [math.log2(f.gib)], "o", markersize=12, fillstyle="none",
+               markeredgewidth=2, color=PALETTE["query"])  # fmt: skip
+    plain.bottom(moved, [0, 2, 4, 6, 8], ["1", "4", "16", "64", "256"], "queries in a tile")
+    plain.left(moved, [-4, 0, 4, 8], ["1/16", "1", "16", "256"], "moved, GiB", away=34)
+    parts = costs.tile_bytes_on_chip(tile_q, tile_k, WIDTH)
+    end = 1.22 * max(SHARED_BYTES / KIB, sum(parts.values()) / KIB)
+    chip = plain.plain_axes(figure, (5.25, 0.52, 2.95, 2.4), (0, end), (len(parts) + 0.6, -0.6))
+    plain.title(chip, "on the chip: the parts add up")
+    _draw_on_chip(chip, parts)
+    fit = "fit on the chip" if f.fits else "do not fit on the chip"
     told = (
-        f"{tile_q} × {tile_k}: {f.gib:.1f} GiB moved, {f.intensity:.1f} operations per byte; "
-        f"{f.kib:.0f} KiB on the chip, {fit}"
+        f"Tiles of {tile_q} × {tile_k} move {f.gib:.1f} GiB, {f.intensity:.1f} operations per "
+        f"byte; their {f.kib:.0f} KiB {fit}"
     )
     return Picture(figure, told)
 
 
-def _draw_on_chip(axis: Axes, tile_q: int, tile_k: int) -> None:
-    parts = costs.tile_bytes_on_chip(tile_q, tile_k, WIDTH)
+def _draw_on_chip(axis: Axes, parts: dict[str, int]) -> None:
+    sizes = {name: size / KIB for name, size in parts.items()}
+    starts = [0.0, *itertools.accumulate(sizes.values())]
+    total = starts.pop()
     limit = SHARED_BYTES / KIB
-    names = [*parts, "all of it"]
-    gap = 0.02 * max(limit, sum(parts.values()) / KIB)
-    label = {"va": "center", "fontsize": 8, "color": PALETTE["text"], "zorder": 3}
-    # keeps the dashed line out of the number
-    label["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-    start = 0.0
-    for place, (name, size) in enumerate(parts.items()):
-        axis.barh(place, size / KIB, 0.7, start, color=_ON_CHIP[name])
-        axis.barh(len(parts), size / KIB, 0.7, start, color=_ON_CHIP[name])
-        axis.text(start + size / KIB + gap, place, f"{size / KIB:.4g}", **label)
-        start += size / KIB
-    axis.text(start + gap, len(parts), f"{start:.4g}", **label)
-    axis.axvline(limit, color=PALETTE["query"], linewidth=1.2, linestyle="--")
-    axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
-    axis.set_xlim(0, 1.22 * max(limit, start))
-    axis.set_xlabel(f"on the chip, KiB (dashed: {limit:.0f}, all there is)", fontsize=9)
+    spans = list(zip(starts, sizes.values(), strict=True))
+    rows = [*enumerate(spans), *((len(sizes), span) for span in spans)]
+    bars = [(start, row - 0.35, size, 0.7) for row, (start, size) in rows]
+    plain.boxes(axis, bars, [_ON_CHIP[name] for name in sizes] * 2)
+    told = [(start + size, row, f"{size:.3g}") for row, (start, size) in enumerate(spans)]
+    told.append((total, len(sizes), f"{total:.3g}"))
+    plain.words(axis, told, ha="left", offset=(4, 0))
+    # the dashed line keeps out of the numbers
+    near = 0.13 * axis.get_xlim()[1]
+    free = [row for x, row, _ in told if not limit - near < x < limit]
+    dashes = [((limit, row - 0.5), (limit, row + 0.5)) for row in free]
+    plain.lines(axis, dashes, colors=PALETTE["query"], linewidths=1.2, linestyles="--")
+    plain.left(axis, range(len(sizes) + 1), [*sizes, "all of it"])
+    name = f"KiB on the chip (dashed: {limit:.0f}, all there is)"
+    step = 50 if total < 400 else 100
+    plain.bottom(axis, range(0, int(axis.get_xlim()[1]), step), name=name)
 
 
 def explore() -> Panel:
