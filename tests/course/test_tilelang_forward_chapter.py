@@ -433,6 +433,19 @@ def test_a_piece_that_cannot_be_compiled_is_one_error(capfd: pytest.CaptureFixtu
     )
 
 
+@needs_tilelang
+def test_a_condition_without_a_return_is_an_error_and_not_the_end() -> None:
+    """None as a condition would end the process."""
+
+    def is_seen(query, key, num_keys, causal):
+        if causal:
+            return (key < num_keys) & (query >= key)
+
+    e = exercises.chapter_exercises("tilelang_forward")["is_seen"]
+    verdict = judge(replace(e, misconceptions=()), is_seen)
+    assert "is_seen returned None: does every branch have its `return`?" in verdict.text
+
+
 def test_without_tilelang_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     here = environment.detect()
     monkeypatch.setattr(environment, "detect", lambda: replace(here, tilelang=None))
