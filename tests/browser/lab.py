@@ -65,7 +65,7 @@ class Lab:
             "JUPYTER_DATA_DIR": str(self.state / ".data"),
             "JUPYTERLAB_SETTINGS_DIR": str(self.state / ".settings"),
         }
-        self.set("notification", fetchNews="false")  # no question over the pictures
+        self.set("apputils-extension/notification", fetchNews="false")  # no question over the pictures
         self.log = (self.state / "lab.log").open("w")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "jupyterlab", *options],
@@ -85,10 +85,10 @@ class Lab:
         )
 
     def set(self, plugin: str, **settings: object) -> None:
-        """A reader's settings of a plugin of apputils, for the pages opened from now on."""
-        folder = self.state / ".settings" / "@jupyterlab" / "apputils-extension"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{plugin}.jupyterlab-settings").write_text(json.dumps(settings))
+        """A reader's settings of one of JupyterLab's plugins, for the pages opened from now on."""
+        path = self.state / ".settings" / "@jupyterlab" / f"{plugin}.jupyterlab-settings"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(settings))
 
     def trust(self, notebook: str) -> None:
         """Sign a notebook's stored outputs, as `jupyter trust` does; others are sanitised."""
@@ -136,7 +136,7 @@ class Lab:
         Returns:
             The page.
         """
-        self.set("themes", theme=THEMES[theme])
+        self.set("apputils-extension/themes", theme=THEMES[theme])
         page = self.browser.new_page()
         if size:
             page.set_viewport_size({"width": size[0], "height": size[1]})
