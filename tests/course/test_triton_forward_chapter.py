@@ -244,6 +244,33 @@ def test_panel() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("branch", "token", "steps"),
+    [("list", 0, 1), ("list", 17, 3), ("list", 77, 4), ("window", 3, 1), ("window", 77, 3)],
+)
+def test_the_panel_offers_the_steps_that_the_program_takes(
+    branch: str, token: int, steps: int
+) -> None:
+    """A list is walked up to its last block that is visible, a window from its first key on."""
+    panel = pictures.explore()
+    panel.set(branch=branch, token=token)
+    slot = panel.controls["slot"]
+    assert (slot.min, slot.max, slot.disabled) == (0, steps - 1, steps == 1)
+    drawn = pictures.draw_step(branch, token, 0, steps - 1).finding
+    assert f"the {branch} of token {token}, slot {steps - 1}: " in drawn
+    with pytest.raises(IndexError):
+        pictures.sentence(branch, token, 0, steps)
+
+
+def test_the_panel_says_that_the_slot_moved() -> None:
+    panel = pictures.explore()
+    panel.set(slot=3)
+    panel.controls["branch"].value = "window"
+    assert panel.moved == "slot: 3 is out of range here, now 2."
+    panel.controls["token"].value = 2
+    assert panel.moved == "slot: 2 is out of range here, now 0."
+
+
 # -- what the kernels become --
 
 

@@ -201,7 +201,7 @@ def test_owner_pictures() -> None:
 def test_panel() -> None:
     panel = pictures.explore()
     assert panel.sentence == pictures.sentence("matmul", (1, 2))
-    assert "Program 4 of a grid of 5 loads 5 of 37 elements of X" in panel.set(
+    assert "Program 4 of a grid of 5 loads 5 of 37 of X, and stores 5 of 37 of Y." in panel.set(
         kernel="copy", program=7
     )
     assert panel.set(kernel="attention", program=7).startswith(
@@ -209,6 +209,27 @@ def test_panel() -> None:
     )
     with pytest.raises(ValueError, match="kernel: got 'transpose'"):
         pictures.example("transpose")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "programs"), [("copy", 5), ("softmax", 2), ("matmul", 6), ("attention", 8)]
+)
+def test_the_panel_offers_the_programs_of_the_grid(kernel: str, programs: int) -> None:
+    panel = pictures.explore()
+    panel.set(kernel=kernel)
+    slider = panel.controls["program"]
+    assert (slider.min, slider.max) == (0, programs - 1)
+    found = {pictures.ids(kernel, number) for number in range(programs)}
+    assert len(found) == programs
+    with pytest.raises(IndexError):
+        pictures.ids(kernel, programs)
+
+
+def test_the_panel_says_that_the_program_moved() -> None:
+    panel = pictures.explore()
+    panel.controls["kernel"].value = "softmax"
+    assert panel.values["program"] == 1
+    assert panel.moved == "program number: 5 is out of range here, now 1."
 
 
 # -- what the compilers make of them --

@@ -327,7 +327,7 @@ def draw_views(
             vmin=0,
             vmax=0.6,
             extent=(0, 512, 512, 0),
-            interpolation="nearest",
+            interpolation="none",
         )
         axis.set_title(name, fontsize=9, color=PALETTE["text"])
         axis.set_xticks([0, 128, 256, 384])

@@ -22,18 +22,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Protocol
 
 import ipywidgets
 import numpy as np
 import torch
-from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 from torch import Tensor
 
 from nsa_tutorial.bench import PROBE
 from nsa_tutorial.course import heads
 from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure, shades
+from nsa_tutorial.course.sheet import Place, Sheet, byte_colour, bytes_of
 from nsa_tutorial.course.trace import Trace, trace
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.sparse import selected_attention
@@ -207,7 +208,7 @@ def draw_fragment(thread: int = 5) -> Picture:
     axis = axes[0, 0]
     mine, neighbours = owner == thread, owner // 4 == thread // 4
     picture = np.where(mine, 1.0, np.where(neighbours, 0.35, 0.06))
-    axis.imshow(picture, cmap=shades("selected"), vmin=0, vmax=1, aspect="equal")
+    axis.imshow(picture, cmap=shades("selected"), vmin=0, vmax=1, interpolation="none")
     for i, j in np.ndindex(owner.shape):
         colour = SURFACE if mine[i, j] else PALETTE["text"]
         axis.text(j, i, owner[i, j], ha="center", va="center", fontsize=8, color=colour)
@@ -442,56 +443,70 @@ def sentence(token: int, head: int, slot: int) -> str:
     )
 
 
-def _show(
-    axis: Axes, values: np.ndarray, title: str, *, signed: bool = True, largest: float | None = None
-) -> None:
-    if signed:
-        top = largest or float(np.abs(values).max()) or 1.0
-        look = {"cmap": SIGNED, "vmin": -top, "vmax": top}
-    else:
-        look = {"cmap": shades("selected"), "vmin": 0, "vmax": largest or 1.0}
-    axis.imshow(values, aspect="auto", interpolation="nearest", **look)
-    axis.set_title(title, fontsize=9, loc="left", pad=3)
-    axis.tick_params(length=0, labelsize=7)
-    axis.set_xticks([])
-    axis.set_yticks([])
-    axis.spines[:].set_visible(False)
+def signed_bytes(values: np.ndarray, largest: float) -> np.ndarray:
+    """Numbers from `-largest` to `largest` as colours, orange to blue, a byte each."""
+    return bytes_of(values, SIGNED, -largest, largest)
+
+
+def keys_in_a_row(letters: list[str]) -> str:
+    """One sign for each of `BS` keys, as `Sheet.text` writes them in `KEYS` under their columns."""
+    return "  ".join(letter or " " for letter in letters)
+
+
+# 16 columns of 0.225 inches; 9 points of a monospaced font take a third of one
+WIDE, ALL_HEADS = 3.6, 0.62
+KEYS = {"size": 8.97, "family": "monospace", "across": "center"}
 
 
 def draw_step(token: int = 77, head: int = 0, slot: int = 0) -> Picture:
     """What one program holds at the end of one slot: tiles, scores, weights, statistics,
     accumulator."""
     m, e = moment(token, head, slot), example()
-    G, DV = len(m.running_sum), m.v_tile.shape[1]
-    figure, axes = new_figure(8.6, 5.0, columns=2, rows=3, height_ratios=(20, 8, 8))
-    figure.set_layout_engine(None)
-    figure.subplots_adjust(left=0.075, right=0.985, top=0.87, bottom=0.075, hspace=0.5, wspace=0.14)
-    (k_axis, v_axis), (s_axis, w_axis), (o_axis, table) = axes
+    (G, DV), D = m.acc_o.shape, m.k_tile.shape[1]
     start, seen = m.block_id * BS, int(m.is_seen.sum())  # what is hidden lies behind what is seen
-    signs = [letter(byte) for byte in e.text[start : start + BS]] if seen else []
-    for axis, tile, name in ((k_axis, m.k_tile, "K_shared"), (v_axis, m.v_tile, "V_shared")):
-        width = tile.shape[1]
-        _show(axis, tile, f"{name}  [{BS} keys, {width} channels]")
-        if seen < BS:
-            place, look = (-0.5, seen - 0.5), {"color": PALETTE["masked"], "linewidth": 0}
-            axis.add_patch(Rectangle(place, width, BS - seen, **look))
-    if seen:
-        k_axis.set_ylabel(f"keys {start} to {start + BS - 1}", fontsize=8)
     scores = np.where(np.isfinite(m.scores), m.scores, 0)
-    largest = float(np.abs(scores).max()) or 1.0
-    _show(s_axis, scores, f"acc_s: scores, −{largest:.1f} to {largest:.1f} nats", largest=largest)
-    _show(w_axis, m.weights, "acc_s: weights, 0 to 1", signed=False)
-    look = {"fontsize": 8, "family": "monospace", "ha": "center", "va": "center"}
-    for axis in (s_axis, w_axis):
-        hidden = Rectangle((seen - 0.5, -0.5), BS - seen, G, color=PALETTE["masked"], linewidth=0)
-        axis.add_patch(hidden)
-        for j, sign in enumerate(signs):
-            axis.text(j, G - 0.1, sign, color=PALETTE["text"], **look)
-    _show(o_axis, m.acc_o, f"acc_o  [{G} heads, {DV} channels], not yet divided")
-    for axis in (s_axis, o_axis):
-        axis.set_yticks(range(G), [f"head {head * G + g}" for g in range(G)])
-    _table(table, m, head)
-    return Picture(figure, _finding(m, token, head, slot))
+    largest = largest_of(scores)
+    sheet, left, right = Sheet(8.3, 4.2), 0.75, 4.6
+    drawn = {
+        f"K_shared  [{BS} keys, {D} channels]": (
+            Place(left, 0.58, WIDE, 1.28), signed_bytes(m.k_tile, largest_of(m.k_tile)), "rows",
+        ),
+        f"V_shared  [{BS} keys, {DV} channels]": (
+            Place(right, 0.58, WIDE, 1.28), signed_bytes(m.v_tile, largest_of(m.v_tile)), "rows",
+        ),
+        f"acc_s: scores, −{largest:.1f} to {largest:.1f} nats": (
+            Place(left, 2.16, WIDE, ALL_HEADS), signed_bytes(scores, largest), "columns",
+        ),
+        "acc_s: weights, 0 to 1": (
+            Place(right, 2.16, WIDE, ALL_HEADS), bytes_of(m.weights, shades("selected"), 0, 1),
+            "columns",
+        ),
+        f"acc_o  [{G} heads, {DV} channels], not yet divided": (
+            Place(left, 3.38, WIDE, ALL_HEADS), signed_bytes(m.acc_o, largest_of(m.acc_o)), "",
+        ),
+    }  # fmt: skip
+    signs = keys_in_a_row([letter(byte) for byte in e.text[start : start + BS]]) if seen else ""
+    heads = {(g + 0.5) / G: f"head {head * G + g}" for g in range(G)}
+    for title, (place, colours, keys) in drawn.items():
+        if keys == "rows":
+            colours[seen:] = byte_colour("masked")
+        elif keys == "columns":
+            colours[:, seen:] = byte_colour("masked")
+            sheet.text(place.x(0.5), place.y(1) + 0.1, signs, **KEYS)
+        sheet.image(place, colours)
+        sheet.title(place, title)
+        if place.left == left:
+            sheet.beside(place, {} if keys == "rows" else heads)
+    if seen:
+        name = f"keys {start} to {start + BS - 1}"
+        sheet.beside(Place(left, 0.58, WIDE, 1.28), {}, name)
+    draw_statistics(sheet, Place(right, 3.38, WIDE, ALL_HEADS), m, head)
+    return Picture(sheet.figure, _finding(m, token, head, slot))
+
+
+def largest_of(values: np.ndarray) -> float:
+    """The largest size among numbers, for `signed_bytes`; 1 where all are 0."""
+    return float(np.abs(values).max()) or 1.0
 
 
 def _finding(m: Moment, token: int, head: int, slot: int) -> str:
@@ -509,24 +524,33 @@ def letter(byte: int) -> str:
     return {32: "␣", 10: "↵"}.get(byte, chr(byte) if byte > 31 else "·")
 
 
-def _table(axis: Axes, m: Moment, head: int) -> None:
-    axis.axis("off")
-    axis.set_title("per head, before → after this block", fontsize=9, loc="left", pad=3)
-    at = {"va": "center", "transform": axis.transAxes}
-    places = (0.0, 0.17, 0.55, 0.80)
-    names = ("head", "scores_max, nats", "scores_scale", "running_sum")
-    for x, name in zip(places, names, strict=True):
-        axis.text(x, 0.92, name, fontsize=8, color=PALETTE["faint"], **at)
+class Statistics(Protocol):
+    """What `draw_statistics` shows of a step, of one number for each head."""
+
+    scores_max_prev: np.ndarray
+    scores_max: np.ndarray
+    scores_scale: np.ndarray
+    running_sum: np.ndarray
+
+
+def draw_statistics(sheet: Sheet, place: Place, m: Statistics, head: int) -> None:
+    """A row for each head of the group: its maximum before and after, the factor, the sum."""
+    sheet.title(place, "per head, before → after this step")
+    G = len(m.running_sum)
     maxima = zip(m.scores_max_prev, m.scores_max, strict=True)
-    columns = (
-        (f"{head * len(m.running_sum) + g}" for g in range(len(m.running_sum))),
-        (f"{_nats(before)} → {_nats(after)}" for before, after in maxima),
-        (f"{x:.3f}" for x in m.scores_scale),
-        (f"{x:.3f}" for x in m.running_sum),
-    )
-    at |= {"va": "top", "family": "monospace", "linespacing": 1.25}
-    for x, column in zip(places, columns, strict=True):
-        axis.text(x, 0.80, "\n".join(column), fontsize=8.5, **at)
+    columns = {
+        "head": (0.0, [str(head * G + g) for g in range(G)]),
+        "scores_max, nats": (
+            0.17, [f"{_nats(before)} → {_nats(after)}" for before, after in maxima],
+        ),
+        "scores_scale": (0.55, [f"{x:.3f}" for x in m.scores_scale]),
+        "running_sum": (0.79, [f"{x:.3f}" for x in m.running_sum]),
+    }  # fmt: skip
+    for name, (share, numbers) in columns.items():
+        sheet.text(place.x(share), place.top + 0.06, name, 8.5, "faint")
+        words = "\n".join(numbers)
+        look = {"family": "monospace", "linespacing": 1.15, "up": "top"}
+        sheet.text(place.x(share), place.top + 0.15, words, 8.5, **look)
 
 
 def _nats(x: float) -> str:

@@ -25,17 +25,24 @@ from torch import Tensor
 
 from nsa_tutorial.course import recorder
 from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure, readable_on
+from nsa_tutorial.course.sheet import Place, Sheet, byte_colour
 from nsa_tutorial.course.trace import Trace, trace
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.course.widgets.tilelang_forward import (
+    ALL_HEADS,
     ASSETS,
     BS,
-    SIGNED,
+    KEYS,
+    WIDE,
     N,
     S,
+    draw_statistics,
     example,
     held,
+    keys_in_a_row,
+    largest_of,
     letter,
+    signed_bytes,
 )
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.sparse import selected_attention, sliding_window
@@ -177,7 +184,7 @@ def _loading(access: recorder.Access) -> str:
 
 def _squares(axis: Axes, colours: np.ndarray) -> None:
     rows, columns = colours.shape[:2]
-    axis.imshow(colours, aspect="auto", interpolation="nearest")
+    axis.imshow(colours, aspect="auto", interpolation="none")
     axis.vlines(np.arange(columns + 1) - 0.5, -0.5, rows - 0.5, color=SURFACE, linewidth=1)
     axis.hlines(np.arange(rows + 1) - 0.5, -0.5, columns - 0.5, color=SURFACE, linewidth=1)
     axis.tick_params(length=0, labelsize=8.5)
@@ -365,7 +372,6 @@ def _rows(n: int) -> str:
 
 def sentence(branch: str = "list", token: int = 77, head: int = 0, slot: int = 0) -> str:
     """What one step loads and does, in words."""
-    slot = min(slot, slots(branch, token, head) - 1)
     m = moment(branch, token, head, slot)
     at = f"Program ({row_of(branch, token)}, {head}), the {branch} of token {token}, slot {slot}: "
     if not m.is_seen.any():
@@ -382,105 +388,71 @@ def sentence(branch: str = "list", token: int = 77, head: int = 0, slot: int = 0
 
 def draw_step(branch: str = "list", token: int = 77, head: int = 0, slot: int = 0) -> Picture:
     """What one step touches of K, its tile of keys, and the twin's scores and statistics."""
-    slot = min(slot, slots(branch, token, head) - 1)
     m = moment(branch, token, head, slot)
-    figure, axes = new_figure(8.6, 4.9, columns=3)
-    figure.set_layout_engine(None)
-    places = ([0.07, 0.07, 0.37, 0.80], [0.53, 0.65, 0.44, 0.22], [0.53, 0.36, 0.44, 0.18])
-    for axis, place in zip(axes.flat, places, strict=True):
-        axis.set_position(place)
-    memory, keys, scores = axes.flat
-    _draw_memory(memory, m, given()["K"].shape, head)
-    _draw_keys(keys, m, given()["K"])
-    _draw_scores(scores, m, head)
-    table = {"fontsize": 8.5, "va": "top", "family": "monospace", "linespacing": 1.55}
-    figure.text(0.53, 0.265, "per head, before → after this step", fontsize=9, va="center")
-    figure.text(0.53, 0.235, _statistics(m, head), **table)
+    sheet, right = Sheet(8.3, 4.2), 4.6
+    _draw_memory(sheet, Place(0.72, 0.6, 3.1, 3.3), m, given()["K"].shape, head)
+    _draw_keys(sheet, Place(right, 0.58, WIDE, 1.2), m, given()["K"])
+    _draw_scores(sheet, Place(right, 2.24, WIDE, ALL_HEADS), m, head)
+    draw_statistics(sheet, Place(right, 3.38, WIDE, ALL_HEADS), m, head)
     program_id = f"({row_of(branch, token)}, {head})"
     what = f"block {m.block_id}" if m.block_id >= 0 else "empty"
     told = f"the {branch} of token {token}, slot {slot}: {what}, {_loading(m.keys)}"
-    return Picture(figure, f"{program_id}, {told}")
+    return Picture(sheet.figure, f"{program_id}, {told}")
 
 
-def _draw_memory(axis: Axes, m: Moment, shape: tuple[int, int, int], head: int) -> None:
+def _draw_memory(
+    sheet: Sheet, place: Place, m: Moment, shape: tuple[int, int, int], head: int
+) -> None:
     keys, H, D = shape
-    colours = np.tile(np.array(to_rgb(_NOTHING)), (keys, H * D, 1))
-    colours.reshape(-1, 3)[m.keys.touched] = to_rgb(PALETTE["key"])
-    axis.imshow(colours, aspect="auto", interpolation="nearest")
-    axis.hlines(np.arange(0, keys + 1, BS) - 0.5, -0.5, H * D - 0.5, color=SURFACE, linewidth=1.2)
-    axis.vlines(np.arange(0, H * D + 1, D) - 0.5, -0.5, keys - 0.5, color=SURFACE, linewidth=1.2)
-    axis.spines[:].set_visible(False)
-    axis.tick_params(length=0, labelsize=8)
-    axis.set_yticks(range(0, keys, BS))
-    axis.set_xticks(np.arange(H) * D + D / 2 - 0.5, [f"KV head {h}" for h in range(H)], fontsize=8)
-    axis.set_ylabel("row of K (blocks of the sequence)", fontsize=8.5)
+    colours = np.tile(byte_colour(_NOTHING), (keys, H * D, 1))
+    colours.reshape(-1, 3)[m.keys.touched] = byte_colour("key")
+    sheet.image(place, colours)
+    sheet.cuts(place, keys // BS, H, 1.2)
+    rows = {(row + 0.5) / keys: row for row in range(0, keys, BS)}
+    sheet.beside(place, rows, "row of K (blocks of the sequence)")
+    sheet.below(place, {(h + 0.5) / H: f"KV head {h}" for h in range(H)})
     if not m.keys.touched.size:
-        axis.set_title("K in memory: no address is used", fontsize=9, loc="left", pad=3)
+        sheet.title(place, "K in memory: no address is used")
         return
-    base = int(m.keys.touched.min())
-    left, top = head * D - 1.5, base // (H * D) - 1
-    dashed = {"fill": False, "edgecolor": PALETTE["query"], "linestyle": "--", "clip_on": False}
-    axis.add_patch(Rectangle((left, top), D + 2, slice_rows(m) + 1, **dashed))
-    x, side = (left - 2, "right") if head > 1 else (left + D + 4, "left")
-    told = f"TileLang's slice,\n{_rows(slice_rows(m))}"
-    style = {"fontsize": 8, "ha": side, "va": "center", "color": PALETTE["query"]}
-    axis.text(x, top + slice_rows(m) / 2, told, **style)
-    axis.set_title(f"K in memory, loaded from offset {base}", fontsize=9, loc="left", pad=6)
+    base, copied = int(m.keys.touched.min()), slice_rows(m)
+    top = place.y(base // (H * D) / keys)
+    left, high = place.x(head / H), copied / keys * place.height
+    dashed = {"edgecolors": PALETTE["query"], "linestyles": "--", "linewidths": 1.2}
+    frame = (left - 0.02, top - 0.02, place.width / H + 0.04, high + 0.04)
+    sheet.boxes([frame], "none", **dashed)
+    x, side = (left - 0.06, "right") if head > 1 else (left + place.width / H + 0.08, "left")
+    told = f"TileLang's slice,\n{_rows(copied)}"
+    # close to an edge the two lines of text move back inside
+    y = min(max(top + high / 2, place.y(0) + 0.15), place.y(1) - 0.15)
+    sheet.text(x, y, told, 8.5, "query", side)
+    sheet.title(place, f"K in memory, loaded from offset {base:,}")
 
 
-def _draw_keys(axis: Axes, m: Moment, keys: np.ndarray) -> None:
+def _draw_keys(sheet: Sheet, place: Place, m: Moment, keys: np.ndarray) -> None:
     """The key tile, masked elements in grey, with the bytes of the text."""
     D = keys.shape[2]
     tile = np.where(m.keys.mask, keys.ravel()[np.where(m.keys.mask, m.keys.offsets, 0)], 0.0)
-    top = float(np.abs(tile).max()) or 1.0
-    axis.imshow(tile.T, cmap=SIGNED, vmin=-top, vmax=top, aspect="auto", interpolation="nearest")
-    _hide(axis, ~m.is_seen, D)
+    colours = signed_bytes(tile.T, largest_of(tile))
+    colours[:, ~m.is_seen] = byte_colour("masked")
+    sheet.image(place, colours)
+    sheet.title(place, f"k_tile, turned: {D} channels by {BS} keys, grey: masked")
+    sheet.beside(place, {}, "channel")
     rows = m.keys.offsets[:, 0] // keys[0].size
     letters = [
         letter(example().text[row]) if on else "" for row, on in zip(rows, m.is_seen, strict=True)
     ]
-    _bare(axis, letters, D)
-    title = f"k_tile, turned: {D} channels by {BS} keys, grey: masked"
-    axis.set_title(title, fontsize=9, loc="left", pad=3)
-    axis.set_ylabel("channel", fontsize=8)
+    sheet.text(place.x(0.5), place.y(1) + 0.1, keys_in_a_row(letters), **KEYS)
 
 
-def _draw_scores(axis: Axes, m: Moment, head: int) -> None:
-    seen = np.where(np.isfinite(m.scores), m.scores, 0.0)
-    top = float(np.abs(seen).max()) or 1.0
-    axis.imshow(seen, cmap=SIGNED, vmin=-top, vmax=top, aspect="auto", interpolation="nearest")
-    _hide(axis, ~m.is_seen, len(seen))
-    _bare(axis, [], len(seen))
-    heads = [f"head {head * len(seen) + g}" for g in range(len(seen))]
-    axis.set_yticks(range(len(seen)), heads, fontsize=8)
+def _draw_scores(sheet: Sheet, place: Place, m: Moment, head: int) -> None:
+    scores = np.where(np.isfinite(m.scores), m.scores, 0.0)
+    top, G = largest_of(scores), len(scores)
+    colours = signed_bytes(scores, top)
+    colours[:, ~m.is_seen] = byte_colour("masked")
+    sheet.image(place, colours)
+    sheet.beside(place, {(g + 0.5) / G: f"head {head * G + g}" for g in range(G)})
     told = f"scores, −{top:.1f} to {top:.1f} nats" if m.is_seen.any() else "no score counts"
-    axis.set_title(f"acc_s: {told}", fontsize=9, loc="left", pad=3)
-
-
-def _hide(axis: Axes, hidden: np.ndarray, height: int) -> None:
-    for j in np.flatnonzero(hidden):
-        axis.add_patch(Rectangle((j - 0.5, -0.5), 1, height, color=PALETTE["masked"], linewidth=0))
-
-
-def _bare(axis: Axes, letters: list[str], height: int) -> None:
-    axis.spines[:].set_visible(False)
-    axis.tick_params(length=0, labelsize=8)
-    axis.set_xticks([])
-    axis.set_yticks([])
-    style = {"fontsize": 8, "family": "monospace", "ha": "center", "va": "top"}
-    for j, sign in enumerate(letters):
-        axis.text(j, height - 0.4, sign, color=PALETTE["text"], **style)
-
-
-def _statistics(m: Moment, head: int) -> str:
-    lines = [f"{'head':6}{'scores_max, nats':19}{'scores_scale':14}running_sum"]
-    for g in range(len(m.running_sum)):
-        change = " → ".join(
-            f"{x:.2f}" if np.isfinite(x) else "−∞" for x in (m.scores_max_prev[g], m.scores_max[g])
-        )
-        query_head = head * len(m.running_sum) + g
-        lines.append(f"{query_head:<6}{change:19}{m.scores_scale[g]:<14.3f}{m.running_sum[g]:.3f}")
-    return "\n".join(lines)
+    sheet.title(place, f"acc_s: {told}")
 
 
 def explore() -> Panel:
@@ -489,11 +461,19 @@ def explore() -> Panel:
     def render(branch: str, token: int, head: int, slot: int) -> tuple[Picture, str]:
         return draw_step(branch, token, head, slot), sentence(branch, token, head, slot)
 
+    def limits(branch: str, token: int, head: int, **_: object) -> dict[str, range]:
+        return {"slot": range(slots(branch, token, head))}
+
+    def idle(branch: str, token: int, head: int, **_: object) -> set[str]:
+        return {"slot"} if slots(branch, token, head) == 1 else set()
+
     branches = ["list", "window"]
     return panel(
         "one program, its pointers and its masks",
         render,
-        branch=ipywidgets.ToggleButtons(options=branches, value="list", description="branch"),
+        limits=limits,
+        idle=idle,
+        branch=ipywidgets.Dropdown(options=branches, value="list", description="branch"),
         token=ipywidgets.IntSlider(77, 0, N - 1, description="token"),
         head=ipywidgets.IntSlider(0, 0, example().k.shape[2] - 1, description="KV head"),
         slot=ipywidgets.IntSlider(0, 0, S - 1, description="slot"),

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 
 import ipywidgets
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
-from matplotlib.patches import Patch
 
 from nsa_tutorial.course import recorder
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, readable_on
+from nsa_tutorial.course.sheet import Place, Sheet, byte_colour
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.exact.online_softmax import LOG2_E
 
@@ -77,10 +76,8 @@ def example(kernel: str) -> Example:
 
 
 def ids(kernel: str, number: int) -> tuple[int, ...]:
-    """The program ids of program `number`, the first axis fastest; a number past the last program
-    is taken for the last."""
-    known = list(recorder.programs(example(kernel).grid))
-    return known[min(number, len(known) - 1)]
+    """The program ids of program `number`, the first axis fastest."""
+    return list(recorder.programs(example(kernel).grid))[number]
 
 
 @functools.cache
@@ -107,11 +104,11 @@ def sentence(kernel: str, program: tuple[int, ...]) -> str:
         for name, shape in case.shapes.items():
             count = int((seen.touched(kind, name) > 0).sum())
             if count:
-                parts.append(f"{count} of {math.prod(shape)} elements of {name}")
+                parts.append(f"{count} of {math.prod(shape)} of {name}")
     masked, elements = masked_elements(seen)
     return (
         f"Program {_name(program)} of a grid of {grid} loads {_list(told['load'])}, and stores "
-        f"{_list(told['store'])}; in its tiles, {masked} of {elements} elements are masked."
+        f"{_list(told['store'])}. In its tiles, {masked} of {elements} elements are masked."
     )
 
 
@@ -130,70 +127,62 @@ def _flat(count: np.ndarray) -> np.ndarray:
     return np.atleast_2d(count)
 
 
-def _draw_tensor(axis: Axes, name: str, seen: recorder.Record, labels: tuple[str, str]) -> None:
+def _draw_tensor(
+    sheet: Sheet, place: Place, name: str, seen: recorder.Record, labels: tuple[str, str]
+) -> None:
     loads, stores = (_flat(seen.touched(kind, name)) for kind in ("load", "store"))
-    picture = np.tile(np.array(to_rgb(_COLOURS["nothing"])), (*loads.shape, 1))
-    picture[loads > 0] = to_rgb(_COLOURS["load"])
-    picture[stores > 0] = to_rgb(_COLOURS["store"])
+    picture = np.tile(byte_colour(_COLOURS["nothing"]), (*loads.shape, 1))
+    picture[loads > 0] = byte_colour(_COLOURS["load"])
+    picture[stores > 0] = byte_colour(_COLOURS["store"])
     rows, columns = loads.shape
-    axis.imshow(picture, aspect="equal", interpolation="nearest")
-    # quicker than a grid of ticks
-    axis.vlines(np.arange(columns + 1) - 0.5, -0.5, rows - 0.5, color="white", linewidth=1)
-    axis.hlines(np.arange(rows + 1) - 0.5, -0.5, columns - 0.5, color="white", linewidth=1)
-    axis.tick_params(length=0, labelsize=8)
-    axis.spines[:].set_visible(False)
+    sheet.image(place, picture)
+    sheet.cuts(place, rows, columns)
     shape = seen.shapes[name]
     if len(shape) > 2:  # heads side by side, each with its channels
-        heads, channels = shape[2], math.prod(shape[3:])
-        axis.set_xticks(np.arange(heads) * channels + (channels - 1) / 2, range(heads))
-        edges = np.arange(1, heads) * channels - 0.5
-        axis.vlines(edges, -0.5, rows - 0.5, color="white", linewidth=3)
+        sheet.cuts(place, 1, shape[2], 3.0)
+        across = {(head + 0.5) / shape[2]: head for head in range(shape[2])}
     else:
-        axis.set_xticks(range(0, columns, 4 if columns > 12 else 2))
-    axis.set_yticks(range(0, rows, 2) if rows > 1 else [])
-    axis.set_title(name, fontsize=10)
-    axis.set_xlabel(labels[1], fontsize=8)
-    axis.set_ylabel(labels[0], fontsize=8)
+        step = 4 if columns > 12 else 2
+        across = {(i + 0.5) / columns: i for i in range(0, columns, step)}
+    sheet.text(place.x(0.5), place.top - 0.12, name, 10, across="center")
+    sheet.below(place, across, labels[1])
+    down = {(i + 0.5) / rows: i for i in range(0, rows, 2)} if rows > 1 else {}
+    sheet.beside(place, down, labels[0])
 
 
-def _place(axes: np.ndarray, shapes: list[tuple[int, int]]) -> None:
+def _places(shapes: list[tuple[int, int]], width: float) -> list[Place]:
     """Squares of one size in all drawings, their upper edges level, spread over the width of the
-    figure."""
-    width, height = 8.0, 3.0
-    gap = 0.62  # inches on the left of each drawing, for its labels
+    sheet."""
+    gap, top = 0.62, 0.62  # inches on the left of each drawing and over it, for its labels
     room, columns_of_all = width - 0.25 - gap * len(shapes), sum(columns for _, columns in shapes)
-    side = min(room / columns_of_all, 1.75 / max(rows for rows, _ in shapes))
+    side = min(room / columns_of_all, 1.9 / max(rows for rows, _ in shapes))
     spare = (room - side * columns_of_all) / len(shapes)
-    left = gap + spare / 2
-    for axis, (rows, columns) in zip(axes, shapes, strict=True):
-        across, up = side * columns, side * rows
-        axis.set_position([left / width, (2.4 - up) / height, across / width, up / height])
-        left += across + gap + spare
+    left, found = gap + spare / 2, []
+    for rows, columns in shapes:
+        found.append(Place(left, top, side * columns, side * rows))
+        left += side * columns + gap + spare
+    return found
 
 
 def draw_program(kernel: str = "matmul", program: tuple[int, ...] = (1, 2)) -> Picture:
     """Every tensor of the example; what the program loads and what it stores in colour."""
     seen, case = record(kernel, program), example(kernel)
     if kernel == "copy":
-        figure, axes = new_figure(8.0, 2.2, rows=2)
+        sheet = Sheet(8.2, 2.3)
+        places = [Place(0.25, top, 7.7, 7.7 / 37) for top in (0.62, 1.42)]
     else:
-        figure, axes = new_figure(8.0, 3.0, columns=len(case.shapes))
-    figure.set_layout_engine(None)  # fixed places: nothing jumps under the slider, and it is faster
-    if kernel == "copy":
-        figure.subplots_adjust(left=0.03, right=0.97, top=0.8, bottom=0.3, hspace=2.2)
-    else:
-        _place(axes[0], [_flat(np.zeros(shape)).shape for shape in case.shapes.values()])
-    for axis, name in zip(axes.flat, case.shapes, strict=True):
-        _draw_tensor(axis, name, seen, case.axes[name])
+        sheet = Sheet(8.2, 3.2)
+        flat = [_flat(np.zeros(shape)).shape for shape in case.shapes.values()]
+        places = _places(flat, 8.2)
+    for place, name in zip(places, case.shapes, strict=True):
+        _draw_tensor(sheet, place, name, seen, case.axes[name])
     labels = {"load": "loaded", "store": "stored", "nothing": "not touched"}
-    handles = [Patch(color=_COLOURS[kind], label=label) for kind, label in labels.items()]
-    figure.legend(
-        handles=handles, loc="lower center", ncols=3, fontsize=9, frameon=False, handlelength=1.0
-    )
+    names = {_COLOURS[kind]: label for kind, label in labels.items()}
+    sheet.legend(2.7, 2.14 if kernel == "copy" else 3.06, names)
     loaded = sum(int((seen.touched("load", name) > 0).sum()) for name in case.shapes)
     stored = sum(int((seen.touched("store", name) > 0).sum()) for name in case.shapes)
     told = f"{kernel}, program {_name(program)}: {loaded} elements loaded, {stored} stored"
-    return Picture(figure, told)
+    return Picture(sheet.figure, told)
 
 
 def owners(kernel: str, tensor: str) -> np.ndarray:
@@ -215,7 +204,7 @@ def draw_owners(kernel: str = "matmul", tensor: str = "C") -> Picture:
     axis = axes[0, 0]
     colours = [_OWNERS[sum(program) % 2] for program in known]
     picture = np.array([[to_rgb(colours[number]) for number in row] for row in found])
-    axis.imshow(picture, aspect="equal", interpolation="nearest")
+    axis.imshow(picture, aspect="equal", interpolation="none")
     for i, j in np.ndindex(rows, columns):
         text, shade = ", ".join(map(str, known[found[i, j]])), readable_on(colours[found[i, j]])
         axis.text(j, i, text, ha="center", va="center", fontsize=9, color=shade)
@@ -240,10 +229,14 @@ def explore() -> Panel:
         chosen = ids(kernel, program)
         return draw_program(kernel, chosen), sentence(kernel, chosen)
 
+    def limits(kernel: str, **_: object) -> dict[str, range]:
+        return {"program": range(math.prod(example(kernel).grid))}
+
     kernels = ["copy", "softmax", "matmul", "attention"]
     return panel(
         "one program's loads and stores",
         render,
+        limits=limits,
         kernel=ipywidgets.Dropdown(options=kernels, value="matmul", description="kernel"),
-        program=ipywidgets.IntSlider(5, 0, 7, description="program number"),
+        program=ipywidgets.IntSlider(5, 0, 5, description="program number"),
     )
