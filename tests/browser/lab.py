@@ -65,7 +65,8 @@ class Lab:
             "JUPYTER_DATA_DIR": str(self.state / ".data"),
             "JUPYTERLAB_SETTINGS_DIR": str(self.state / ".settings"),
         }
-        self.set("apputils-extension/notification", fetchNews="false")  # no question over the pictures
+        # no question over the pictures
+        self.set("apputils-extension/notification", fetchNews="false")
         self.log = (self.state / "lab.log").open("w")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "jupyterlab", *options],
