@@ -8,8 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course.exercises import Case, Exercise, Misconception
+from nsa_tutorial.course.exercises import Case, Double, Exercise, Prediction, Trap
 from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure
+from nsa_tutorial.course.slips import slips
 from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.exact.online_softmax import LOG2_E
 
@@ -34,36 +35,32 @@ def tokens_of_list(
     return tokens
 
 
-def _tokens(change: str) -> Callable:
-    """A wrong `tokens_of_list`, with one change."""
+def _tokens(*changes: str) -> Callable:
+    """A wrong `tokens_of_list`, with these changes."""
 
     def wrong(ids: list[int], position: int, M: int, block_size: int, causal: bool) -> list[int]:
-        num_visible = position + 1 if causal else M
+        causal = causal or "always causal" in changes
+        num_visible = position + ("not itself" not in changes) if causal else M
         tokens = []
-        for block_id in sorted(ids) if change == "sorted" else ids:
-            if block_id < 0 and change == "stop":
+        for block_id in sorted(ids) if "sorted" in changes else ids:
+            if block_id < 0 and "stop" in changes:
                 break
-            if block_id < 0 and change == "wrap":
+            if block_id < 0 and "wrap" in changes:
                 block_id += -(-M // block_size)
-            if block_id < 0 and change != "negative":
+            if block_id < 0 and "negative" not in changes:
                 continue
-            if block_id == 0 and change == "zero is empty":
+            if block_id == 0 and "zero is empty" in changes:
                 continue
-            start = block_id if change == "offset" else block_id * block_size
-            end = start + block_size
-            limit = num_visible
-            if change == "no cut" and causal:
-                limit = M if start < num_visible else 0
-            if change == "future block" and causal and start > position:
-                limit = M
-            if change == "always causal":
-                limit = position + 1
-            if change == "past the end" and not causal:
-                limit = end if start < M else 0
-            if change == "not itself" and causal:
-                limit = position
-            if change == "whole blocks":
-                limit = end if end <= num_visible else 0
+            start = block_id if "offset" in changes else block_id * block_size
+            end, limit = start + block_size, num_visible
+            is_cut = causal
+            if causal and ("no cut" if start < num_visible else "future block") in changes:
+                is_cut, limit = False, M
+            runs_on = "no such block" in changes or ("past the end" in changes and start < M)
+            if runs_on and not is_cut:
+                limit = end
+            if "whole blocks" in changes:
+                limit = end if end <= limit else 0
             tokens += range(start, min(end, limit))
         return tokens
 
@@ -108,78 +105,86 @@ the last block, shows nothing.
     minutes=6,
     difficulty=2,
     solution=tokens_of_list,
-    misconceptions=(
-        Misconception(
-            "taking an id for a token's position",
-            _tokens("offset"),
-            "An id counts blocks. At which token does block 2 begin if a block holds 4?",
-        ),
-        Misconception(
-            "letting -1 wrap round to the last block",
-            _tokens("wrap"),
-            "In Python, index -1 is the last one, and the last block is mostly the future. Here "
-            "-1 means: nothing in this slot.",
-        ),
-        Misconception(
-            "turning -1 into negative positions",
-            _tokens("negative"),
-            "-1 times the block size is a position in front of the first token. An empty slot "
-            "has to be left out "
-            "before you multiply.",
-        ),
-        Misconception(
-            "stopping at the first empty slot",
-            _tokens("stop"),
-            "`-1` may stand anywhere in the row, with a block behind it. Leave the slot out, and "
-            "go on.",
-        ),
-        Misconception(
-            "taking id 0 for an empty slot",
-            _tokens("zero is empty"),
-            "Block 0 is the first block of the text. Only negative ids are empty; look at your "
-            "comparison, or at what "
-            "Python calls true.",
-        ),
-        Misconception(
-            "showing all of a block that the query stands in",
-            _tokens("no cut"),
-            "A block that begins in the past may end in the future. How far may this query see?",
-        ),
-        Misconception(
-            "cutting the own block but not a block further on",
-            _tokens("future block"),
-            "A listed block may lie in the future as a whole. What is its first token, and may "
-            "the query see that one?",
-        ),
-        Misconception(
-            "running past the last key",
-            _tokens("past the end"),
-            "Where the block size does not divide M, the last block is shorter. With the causal "
-            "cut you do not notice; "
-            "without it you do.",
-        ),
-        Misconception(
-            "hiding the query's own position from it",
-            _tokens("not itself"),
-            "A query sees itself: at position 0 there is one key, not none. How many keys are "
-            "visible at position t?",
-        ),
-        Misconception(
-            "keeping only blocks that are visible as a whole",
-            _tokens("whole blocks"),
-            "The visible part of a block counts, however short. In most places the query's own "
-            "block is the one that is cut.",
-        ),
-        Misconception(
-            "sorting the positions",
-            _tokens("sorted"),
-            "All keys are there. Take them slot by slot, as they stand in the list.",
-        ),
-        Misconception(
-            "cutting causally always",
-            _tokens("always causal"),
-            "With causal=False the query sees its listed blocks up to the end of the text.",
-        ),
+    hints=(
+        "Do the first case by hand: blocks of 4, the list `[2, 0]`, query 9 of 12. Write down the "
+        "tokens of both blocks. Which of them may the query not see?",
+        "Find one number first: how many keys may this query see, counted from key 0? With and "
+        "without `causal`, only this number differs.",
+        "Walk along `ids`. Skip a slot that is empty, or whose first token lies beyond that "
+        "number. From any other slot take a `range`. It ends where the block ends, or at that "
+        "number: whichever comes first.",
+    ),
+    why="One number, how many keys are visible, hides the future and the end of the text alike, so "
+    "one cut serves every block.",
+    **slips(
+        _tokens,
+        {
+            "offset": (
+                "taking an id for a token's position",
+                "An id counts blocks. At which token does block 2 begin if a block holds 4?",
+            ),
+            "wrap": (
+                "letting -1 wrap round to the last block",
+                "In Python, index -1 is the last one, and the last block is mostly the future. "
+                "What does -1 mean in a list?",
+            ),
+            "negative": (
+                "turning -1 into negative positions",
+                "-1 times the block size is a position in front of the first token. What should an "
+                "empty slot add to the list?",
+            ),
+            "stop": (
+                "stopping at the first empty slot",
+                "`-1` may stand anywhere in the row. What if a block comes behind it?",
+            ),
+            "zero is empty": (
+                "taking id 0 for an empty slot",
+                "Block 0 is the first block of the text, and only negative ids are empty. What "
+                "does your comparison say about 0, or Python's `if block_id`?",
+            ),
+            "no cut": (
+                "showing all of a block that the query stands in",
+                "A block that begins in the past may end in the future. How far may this query "
+                "see?",
+            ),
+            "future block": (
+                "cutting the own block but not a block further on",
+                "A listed block may lie in the future as a whole. What is its first token, and may "
+                "the query see that one?",
+            ),
+            "past the end": (
+                "running past the last key",
+                "Where the block size does not divide `M`, the last block is shorter. The causal "
+                "cut hides that. What hides it without the cut?",
+            ),
+            "no such block": (
+                "showing a block that does not exist",
+                "An id may lie past the last block, and its tokens past the last key. Without the "
+                "causal cut, what keeps them out?",
+            ),
+            "not itself": (
+                "hiding the query's own position from it",
+                "A query sees itself: at position 0 there is one key, not none. How many keys are "
+                "visible at position t?",
+            ),
+            "whole blocks": (
+                "keeping only blocks that are visible as a whole",
+                "The visible part of a block counts, however short. What is left of the query's "
+                "own block?",
+            ),
+            "sorted": (
+                "sorting the positions",
+                "All keys are there. In which order do the slots stand?",
+            ),
+            "always causal": (
+                "cutting causally always",
+                "With `causal=False` the query sees its listed blocks up to the end of the text. "
+                "How many keys are visible then?",
+            ),
+        },
+        {"wrap", "negative", "stop"},
+        {"no cut", "whole blocks"},
+        {"past the end", "no such block"},
     ),
     cases=(
         Case("blocks of 4, the list [2, 0], query 9 of 12", lambda: ([2, 0], 9, 12, 4, True)),
@@ -212,37 +217,32 @@ def load_block(
     return tile, is_seen
 
 
-def _load(change: str) -> Callable:
-    """A wrong `load_block`, with one change."""
+def _load(*changes: str) -> Callable:
+    """A wrong `load_block`, with these changes."""
 
     def wrong(x: Tensor, block_id: int, num_visible: int, block_size: int) -> tuple[Tensor, Tensor]:
         M = len(x)
-        limit = M if change == "no cut" else num_visible
-        offset = (block_id if change == "offset" else block_id * block_size) + torch.arange(
-            block_size
-        )
-        if change == "wrap" and block_id < 0:
-            offset = (block_id + -(-M // block_size)) * block_size + torch.arange(block_size)
-        is_seen = (offset >= 0) & (offset < limit)
-        if change == "negative index":
-            is_seen = offset < limit
-            return x[torch.where(is_seen, offset, 0)].masked_fill(~is_seen[:, None], 0), is_seen
-        if change == "only the score":
-            return x[offset % M], is_seen
-        if change == "times the mask":
-            return x[offset % M] * is_seen[:, None], is_seen
-        if change == "out of bounds":
-            rows = x[offset] if block_id >= 0 else x.new_zeros(block_size, x.shape[1])
-            return rows.masked_fill(~is_seen[:, None], 0), is_seen
-        if change == "shorter":
-            return x[offset[is_seen]], is_seen[is_seen]
-        tile = torch.full(
-            (block_size, x.shape[1]), -torch.inf if change == "minus infinity" else 0.0
-        )
-        tile[is_seen] = x[offset[is_seen]]
-        if change == "negative counts as seen":
-            is_seen = offset < limit
-        return tile, is_seen
+        limit = M if "no cut" in changes else num_visible
+        if block_id < 0 and "wrap" in changes:
+            block_id += -(-M // block_size)
+        start = block_id if "offset" in changes else block_id * block_size
+        offset = start + torch.arange(block_size)
+        is_seen = (offset < limit) & ((offset >= 0) | ("negative index" in changes))
+        told = offset < limit if "negative counts as seen" in changes else is_seen
+        row = offset if "out of bounds" in changes else torch.where(offset < M, offset, 0)
+        rows = x[row]
+        if "only the score" in changes:
+            return rows, told
+        if "times the mask" in changes:
+            return rows * is_seen[:, None], told
+        if "nan_to_num" in changes:
+            return x[offset.clamp(0, M - 1)].nan_to_num(0.0), told
+        if "python's and" in changes and block_id < 0:
+            return x.new_zeros(block_size, x.shape[1]), torch.tensor(False)
+        if "shorter" in changes:
+            return rows[is_seen], told
+        nothing = -torch.inf if "minus infinity" in changes else 0.0
+        return rows.masked_fill(~is_seen[:, None], nothing), told
 
     return wrong
 
@@ -260,70 +260,84 @@ memory that nobody has written may.
     minutes=7,
     difficulty=2,
     solution=load_block,
-    misconceptions=(
-        Misconception(
-            "hiding the score, and loading the row all the same",
-            _load("only the score"),
-            "`is_seen` is right, and it will hide the score. But the hidden row sits in the "
-            "tile, and its value is multiplied by a "
-            "weight of 0 later. What is 0 · NaN?",
-        ),
-        Misconception(
-            "multiplying by the mask",
-            _load("times the mask"),
-            "0 · NaN is NaN: a product does not remove a number. Choose between the row and a "
-            "zero instead, or do not "
-            "load it at all.",
-        ),
-        Misconception(
-            "comparing with num_visible only",
-            _load("negative index"),
-            "Every negative position is below num_visible, and as an index it counts from the "
-            "end. Which half of the guard is "
-            "missing?",
-        ),
-        Misconception(
-            "letting -1 wrap round to the last block",
-            _load("wrap"),
-            "-1 names no block. The last block is mostly in the future, and a query that reads "
-            "it looks ahead.",
-        ),
-        Misconception(
-            "counting the rows of an empty slot as seen",
-            _load("negative counts as seen"),
-            "The tile is right, and its zeros would enter the softmax: a key of zeros has the "
-            "score 0 and the weight e⁰. Positions "
-            "below num_visible include all negative ones.",
-        ),
-        Misconception(
-            "loading up to the end of the text, whatever the query may see",
-            _load("no cut"),
-            "Rows from num_visible on are the future. They exist, and they are not for this query.",
-        ),
-        Misconception(
-            "taking the id for the first row",
-            _load("offset"),
-            "Block 1 does not begin at row 1. How many rows lie in front of it?",
-        ),
-        Misconception(
-            "reading first and hiding afterwards",
-            _load("out of bounds"),
-            "Where the block runs past the end, there is no row to be read. PyTorch raises an "
-            "error; a GPU reads what lies there.",
-        ),
-        Misconception(
-            "a tile with fewer rows",
-            _load("shorter"),
-            "A kernel's tile has a fixed shape: keep all block_size rows, and put zeros where "
-            "there is nothing.",
-        ),
-        Misconception(
-            "filling the tile with −∞",
-            _load("minus infinity"),
-            "−∞ belongs in a score. In a key it is multiplied by a query, and −∞ times a "
-            "negative number is +∞; in a "
-            "value, 0 · −∞ is NaN.",
-        ),
+    hints=(
+        "Number the rows of block 2 with blocks of 3: 6, 7, 8. Which of them exist if `x` has 7 "
+        "rows? And which numbers do you get for `block_id = -1`?",
+        "Decide first which of the `block_size` rows are real. It takes two comparisons. Then read "
+        "these rows, and no others.",
+        "Begin with a tile of zeros, and index it with the boolean `is_seen`: that picks the rows "
+        "to fill. The same boolean picks their numbers out of all row numbers.",
+    ),
+    why="A row that is never read cannot spoil the result: 0 · NaN is NaN, so a product or a "
+    "weight of 0 comes too late.",
+    **slips(
+        _load,
+        {
+            "only the score": (
+                "hiding the score, and loading the row all the same",
+                "`is_seen` is right, and it will hide the score. But the hidden row sits in the "
+                "tile, and is multiplied by a weight of 0 later. What is 0 · NaN?",
+            ),
+            "times the mask": (
+                "multiplying by the mask",
+                "0 · NaN is NaN, so a product does not remove a number. Which operation chooses "
+                "between the row and a zero?",
+            ),
+            "negative index": (
+                "comparing with num_visible only",
+                "Every negative position is below num_visible, and as an index it counts from the "
+                "end. Which half of the guard is missing?",
+            ),
+            "wrap": (
+                "letting -1 wrap round to the last block",
+                "-1 names no block. The last block is mostly the future, and the query would look "
+                "ahead. What should an empty slot load?",
+            ),
+            "negative counts as seen": (
+                "counting the rows of an empty slot as seen",
+                "The tile is right, but its zeros would enter the softmax with the score 0 and the "
+                "weight e⁰. Are negative positions below num_visible?",
+            ),
+            "no cut": (
+                "loading up to the end of the text, whatever the query may see",
+                "Rows from num_visible on exist, but they are this query's future. Where does the "
+                "load have to end?",
+            ),
+            "offset": (
+                "taking the id for the first row",
+                "Block 1 does not begin at row 1. How many rows lie in front of it?",
+            ),
+            "out of bounds": (
+                "reading first and hiding afterwards",
+                "Where the block runs past the end, there is no row to read. PyTorch raises an "
+                "error, and a GPU reads whatever lies there. Which rows may be read at all?",
+            ),
+            "shorter": (
+                "making a tile with fewer rows",
+                "A kernel's tile has a fixed shape of `block_size` rows. What stands in the rows "
+                "that are not loaded?",
+            ),
+            "nan_to_num": (
+                "turning NaN into 0 after the load",
+                "Memory that nobody has written may hold anything, also numbers that look real. "
+                "What tells a real row from another, if not its value?",
+            ),
+            "python's and": (
+                "joining the two comparisons with Python's `and`",
+                "`and` gives back one of its sides whole: for -1 a bare False, and not "
+                "`block_size` of them. Which operator joins element by element?",
+            ),
+            "minus infinity": (
+                "filling the tile with −∞",
+                "−∞ belongs in a score. In a key it is multiplied by a query. What is −∞ times a "
+                "negative number?",
+            ),
+        },
+        {"only the score", "times the mask", "shorter", "minus infinity", "nan_to_num"},
+        {"out of bounds", "nan_to_num"},
+        {"only the score", "negative index"},
+        {"wrap", "negative index"},
+        {"negative index", "negative counts as seen"},
     ),
     cases=(
         Case("rows 0 to 5, blocks of 2: block 1", lambda: (_rows(6, 6), 1, 6, 2)),
@@ -354,31 +368,28 @@ def window_mask(N: int, M: int, window_size: int) -> Tensor:
     return (key <= position) & (key > position - window_size)
 
 
-def _window(
-    wider: int = 0, offset: bool = True, causal: bool = True, front: int = 0, aligned: bool = False
-) -> Callable:
-    """A wrong `window_mask`: how many keys too wide or too narrow, where the queries stand, whether
-    the future is hidden."""
+def _window(*changes: str) -> Callable:
+    """A wrong `window_mask`, with these changes."""
 
     def wrong(N: int, M: int, window_size: int) -> Tensor:
-        position = torch.arange(N)[:, None] + (M - N if offset else 0)
+        position = torch.arange(N)[:, None] + (0 if "first positions" in changes else M - N)
         key = torch.arange(M)
-        first = position - window_size + 1 - wider
-        if aligned:
-            first = position // window_size * window_size
-        if not causal:
-            return (key - position).abs() < window_size
-        return (key <= position - front) & (key >= first)
+        w = window_size + ("w + 1" in changes) - ("w - 1" in changes)
+        position = position + (("ahead" in changes) - ("shifted" in changes))
+        first = position // w * w if "block" in changes else position - w + 1
+        last = position - 1 if "not itself" in changes else position
+        if "negative slice" in changes:
+            first = torch.where(first < 0, first + M, first)
+        seen = (key >= first) & (key <= last)
+        if "both sides" in changes:
+            seen = (key - position).abs() < w
+        if "far end only" in changes:
+            seen = key >= first
+        if "causal only" in changes:
+            seen = key <= last
+        return ~seen if "complement" in changes else seen
 
     return wrong
-
-
-def _past_only(N: int, M: int, window_size: int) -> Tensor:
-    return torch.arange(M) > torch.arange(M - N, M)[:, None] - window_size
-
-
-def _complement(N: int, M: int, window_size: int) -> Tensor:
-    return ~window_mask(N, M, window_size)
 
 
 def _draw_window(arguments: tuple, got: object, expected: Tensor) -> Picture:
@@ -410,54 +421,81 @@ there are at the start of the text.
     minutes=5,
     difficulty=1,
     solution=window_mask,
-    misconceptions=(
-        Misconception(
-            "a window of w + 1",
-            _window(wider=1),
-            "Count the keys of a late query. From t − w to t, both included, there are w + 1.",
-        ),
-        Misconception(
-            "a window of w − 1",
-            _window(wider=-1),
-            "Count the keys of a late query: one is missing at the far end.",
-        ),
-        Misconception(
-            "leaving out the query's own key",
-            _window(front=1),
-            "The window ends with the query itself, which is one of the w.",
-        ),
-        Misconception(
-            "shifting the window back by one",
-            _window(front=1, wider=1),
-            "There are w keys, and the query's own is not among them.",
-        ),
-        Misconception(
-            "taking the queries for the first N positions",
-            _window(offset=False),
-            "They are the last N of the M: query 0 stands at position M − N.",
-        ),
-        Misconception(
-            "a window to both sides",
-            _window(causal=False),
-            "The distance to a key of the future is small too, if you drop its sign. A query "
-            "sees no later key.",
-        ),
-        Misconception(
-            "cutting at the far end only",
-            _past_only,
-            "Keys that are too old are hidden. And those of the future?",
-        ),
-        Misconception(
-            "a block in place of a window",
-            _window(aligned=True),
-            "Blocks begin at multiples of their size; the window moves along with its query, one "
-            "key at a time.",
-        ),
-        Misconception(
-            "True where hidden",
-            _complement,
-            "The mask is asked for as True where the query sees the key.",
-        ),
+    hints=(
+        "Write down the keys that the query at position 9 sees through a window of 4. How many are "
+        "there, and which is the oldest?",
+        "Queries and keys are compared by position. At which position does query 0 stand if the "
+        "`N` queries are the last of `M`?",
+        "Make a column of the queries' positions and a row of the keys'. Compared, they give "
+        "`[N, M]`. A key has to pass two comparisons, one at each end of the window.",
+    ),
+    why="From t − w + 1 to t there are exactly w keys, and positions, unlike row numbers, stay "
+    "right in decoding, where the queries are the last of a long text.",
+    **slips(
+        _window,
+        {
+            "w + 1": (
+                "a window of w + 1",
+                "From t − w to t, both included, there are w + 1. Which is the oldest key that a "
+                "late query sees?",
+            ),
+            "w - 1": (
+                "a window of w − 1",
+                "Count the keys of a late query. Which one is missing at the far end?",
+            ),
+            "not itself": (
+                "leaving out the query's own key",
+                "The window ends with the query itself, which is one of the w. Is your comparison "
+                "`<` or `<=`?",
+            ),
+            "shifted": (
+                "shifting the window back by one",
+                "There are w keys, but the query's own is not among them. Which key comes last?",
+            ),
+            "ahead": (
+                "shifting the window ahead by one",
+                "The newest key of each window is one that the query does not see. What is the "
+                "position of the last of M tokens?",
+            ),
+            "negative slice": (
+                "a slice that begins below 0",
+                "For an early query t − w + 1 is negative, and Python counts that from the end. "
+                "Where does its window begin?",
+            ),
+            "first positions": (
+                "taking the queries for the first N positions",
+                "They are the last N of the M. At which position does query 0 stand?",
+            ),
+            "both sides": (
+                "opening the window to both sides",
+                "Without its sign, the distance to a key of the future is small, too. Does a query "
+                "see later keys?",
+            ),
+            "far end only": (
+                "cutting at the far end only",
+                "Keys that are too old are hidden. And those of the future?",
+            ),
+            "causal only": (
+                "hiding the future and nothing else",
+                "That is plain causal attention. Which is the oldest key inside the window?",
+            ),
+            "block": (
+                "a block in place of a window",
+                "Blocks begin at multiples of their size. Where does a window begin that moves "
+                "along with its query, one key at a time?",
+            ),
+            "complement": (
+                "a mask that is True where the key is hidden",
+                "The mask is asked for as True where the query sees the key. What does the `~` of "
+                "it say?",
+            ),
+        },
+        {"w + 1", "w - 1"},
+        {"not itself", "shifted", "ahead", "both sides", "far end only"},
+        {"negative slice", "both sides"},
+        {"both sides", "far end only", "causal only", "block"},
+        {"causal only", "w + 1"},
+        {"causal only", "w - 1"},
     ),
     cases=(
         Case("N = M = 5, a window of 3", lambda: (5, 5, 3)),
@@ -497,45 +535,54 @@ def attend_to_lists(
     return o, lse
 
 
-def _attend(change: str) -> Callable:
-    """A wrong `attend_to_lists`, with one change."""
+def _attend(*changes: str) -> Callable:
+    """A wrong `attend_to_lists`, with these changes."""
 
     def wrong(
         q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int
     ) -> tuple[Tensor, Tensor]:
         (N, HQ, D), (M, H, DV) = q.shape, v.shape
         G = HQ // H
-        scale = 1.0 if change == "no scale" else D**-0.5
+        if "head by head" in changes and HQ > H:
+            raise IndexError(f"query head {H} has no KV head of that number")
+        scale = 1.0 if "no scale" in changes else D**-0.5
+        scale_log2 = scale if "base e" in changes else scale * LOG2_E
         o, lse = torch.empty(N, HQ, DV), torch.empty(N, HQ)
         for n, h in ((n, h) for n in range(N) for h in range(H)):
-            num_visible = (
-                n + 1 if change == "first positions" else M - N + n + (change != "not itself")
-            )
-            limit = M if change in ("no cut", "load, then mask") else num_visible
-            group = slice(h, HQ, H) if change == "dealt out" else slice(h * G, (h + 1) * G)
-            state, parts = online_softmax.start(G, DV), []
-            for block_id in block_indices[n, 0 if change == "first list" else h].tolist():
-                if block_id < 0 and change == "wrap":
+            num_visible = (0 if "first positions" in changes else M - N) + n
+            num_visible += "not itself" not in changes
+            # the guard's limit, and where a block is cut
+            limit = M if {"no causality", "load, then mask"} & {*changes} else num_visible
+            cut = M if "no cut" in changes else limit
+            group = slice(h, HQ, H) if "dealt out" in changes else slice(h * G, (h + 1) * G)
+            state, parts, starts_with_nothing = online_softmax.start(G, DV), [], False
+            for block_id in block_indices[n, 0 if "first list" in changes else h].tolist():
+                if block_id < 0 and "wrap" in changes:
                     block_id += -(-M // block_size)
-                if block_id < 0 and change == "stop":
+                if block_id < 0 and "stop" in changes:
                     break
                 start = block_id * block_size
-                if block_id < 0 or start >= limit:
+                is_empty = block_id < 0 and "load the empty slot" in changes
+                if not is_empty and (block_id < 0 or start >= limit):
+                    starts_with_nothing |= not parts
                     continue
-                end = min(start + block_size, limit)
-                acc_s = q[n, group] @ k[start:end, h].T
-                if change == "load, then mask":
-                    acc_s = acc_s.masked_fill(torch.arange(start, end) >= num_visible, -torch.inf)
-                if change in ("anew", "average"):
+                tokens = torch.arange(start, min(start + block_size, cut))
+                acc_s = q[n, group] @ k[tokens, h].T
+                if is_empty or "load, then mask" in changes:
+                    is_hidden = (tokens < 0) | (tokens >= num_visible)
+                    acc_s = acc_s.masked_fill(is_hidden, -torch.inf)
+                if {"anew", "average"} & {*changes}:
                     state = online_softmax.start(G, DV)
-                state = online_softmax.update(state, acc_s, v[start:end, h], scale * LOG2_E)
+                state = online_softmax.update(state, acc_s, v[tokens, h], scale_log2)
                 parts.append(online_softmax.finish(state, scale))
             o[n, group], lse[n, group] = online_softmax.finish(state, scale)
-            if change == "average" and parts:
+            if "average" in changes and parts:
                 o[n, group] = torch.stack([part for part, _ in parts]).mean(0)
                 lse[n, group] = torch.logsumexp(torch.stack([part for _, part in parts]), 0)
-            if change == "0/0":
+            if "0/0" in changes:
                 o[n, group] = state.acc_o / state.running_sum[:, None]
+            if "-inf - -inf" in changes and starts_with_nothing:
+                o[n, group], lse[n, group] = torch.nan, torch.nan
         return o, lse
 
     return wrong
@@ -554,76 +601,104 @@ What remains is which rows of `q` belong together, and how much each query may s
     minutes=10,
     difficulty=3,
     solution=attend_to_lists,
-    misconceptions=(
-        Misconception(
-            "taking the queries for the first N positions",
-            _attend("first positions"),
-            "They are the last N of the M: query 0 stands at position M − N, and sees all that "
-            "was there before it.",
-        ),
-        Misconception(
-            "hiding the query's own position from it",
-            _attend("not itself"),
-            "A query sees itself: the last of M sees M keys. How many does the one at position t "
-            "see?",
-        ),
-        Misconception(
-            "dealing out the query heads in turn",
-            _attend("dealt out"),
-            "Query head hq belongs to KV head hq // G: the heads of a group are neighbours. One "
-            "KV head alone would hide this.",
-        ),
-        Misconception(
-            "the list of the first KV head for all",
-            _attend("first list"),
-            "Each KV head has a list of its own, shared by its own group only.",
-        ),
-        Misconception(
-            "loading what is hidden, and masking its score",
-            _attend("load, then mask"),
-            "The weight of a hidden key is 0, and 0 · NaN is NaN. Cut the block before you load "
-            "its keys and values.",
-        ),
-        Misconception(
-            "no cut inside the last block",
-            _attend("no cut"),
-            "A block that begins in a query's past may end in its future, and a listed block may "
-            "lie there as a whole.",
-        ),
-        Misconception(
-            "letting -1 wrap round to the last block",
-            _attend("wrap"),
-            "An empty slot is left out. In Python, -1 counts from the end, where the future is.",
-        ),
-        Misconception(
-            "stopping at the first empty slot",
-            _attend("stop"),
-            "A block may follow behind it: leave out the slot, not the rest of the list.",
-        ),
-        Misconception(
-            "starting anew at every block",
-            _attend("anew"),
-            "The state is what joins the blocks of a list: start it once, in front of the walk.",
-        ),
-        Misconception(
-            "averaging the blocks' outputs",
-            _attend("average"),
-            "Each block's softmax sums to 1 by itself, so that a block of weak scores would "
-            "count as much as a strong one. "
-            "One softmax runs over all keys of the list.",
-        ),
-        Misconception(
-            "dividing by the sum of nothing",
-            _attend("0/0"),
-            "A row that saw no key has running_sum 0 and acc_o 0. What is its output to be? "
-            "`finish` "
-            "knows.",
-        ),
-        Misconception(
-            "leaving out the scale",
-            _attend("no scale"),
-            "The dot products are multiplied by D ** -0.5, here inside scale_log2 and in `finish`.",
-        ),
+    hints=(
+        "Take `walk` as it is, for one query and one KV head. What does it need for query n and KV "
+        "head h: which rows of `q`, which keys and values, which list, which `num_visible`?",
+        "Put two loops around it, over queries and over KV heads. Query n is the last of how many "
+        "keys? And which query heads share KV head h?",
+        "The heads of KV head h are `G` neighbours: one slice of `q[n]` is the tile, and the same "
+        "slice of `o[n]` and `lse[n]` takes the result. The list is row `[n, h]`. Cut `k` and `v` "
+        "before you load them.",
+    ),
+    why="Only what the query sees is loaded, so no NaN can come in, and one state over the whole "
+    "list makes its blocks one softmax.",
+    **slips(
+        _attend,
+        {
+            "first positions": (
+                "taking the queries for the first N positions",
+                "They are the last N of the M. At which position does query 0 stand, and how many "
+                "keys came before it?",
+            ),
+            "not itself": (
+                "hiding the query's own position from it",
+                "A query sees itself: the last of M sees M keys. How many does the one at position "
+                "t see?",
+            ),
+            "dealt out": (
+                "dealing out the query heads in turn",
+                "The heads of a group are neighbours: query head hq belongs to KV head hq // G. "
+                "Which heads belong to KV head 1?",
+            ),
+            "head by head": (
+                "taking a query head for a KV head",
+                "There are fewer KV heads than query heads. Which KV head, and which list, does "
+                "query head hq share?",
+            ),
+            "first list": (
+                "taking the first KV head's list for all",
+                "Each KV head has a list of its own. Which index of `block_indices` chooses it?",
+            ),
+            "load, then mask": (
+                "loading what is hidden, and masking its score",
+                "The weight of a hidden key is 0, but its value was loaded. What is 0 · NaN?",
+            ),
+            "load the empty slot": (
+                "loading an empty slot's block, and masking its score",
+                "Its weight is 0, but the -1 has loaded values from the end of the text. What if "
+                "they are NaN?",
+            ),
+            "no cut": (
+                "leaving out the cut inside the last block",
+                "A block that begins in a query's past may end in its future. Where does the slice "
+                "of keys have to end?",
+            ),
+            "no causality": (
+                "letting every query see the future",
+                "Every block is taken as far as the text goes. How many keys may query n see?",
+            ),
+            "wrap": (
+                "letting -1 wrap round to the last block",
+                "In Python, -1 counts from the end, where the future is. What should an empty slot "
+                "do?",
+            ),
+            "stop": (
+                "stopping at the first empty slot",
+                "A block may follow behind it. Which word leaves out one slot, and not the rest of "
+                "the list?",
+            ),
+            "anew": (
+                "starting anew at every block",
+                "The state joins the blocks of a list. Where does it have to start?",
+            ),
+            "average": (
+                "averaging the blocks' outputs",
+                "A block of weak scores would count as much as a strong one. Over which keys does "
+                "the one softmax run?",
+            ),
+            "0/0": (
+                "dividing by the sum of nothing",
+                "A row that saw no key has running_sum 0 and acc_o 0. What does `finish` make of "
+                "it?",
+            ),
+            "-inf - -inf": (
+                "rescaling while the maximum is still −∞",
+                "The first slots may show nothing, and then the old and the new maximum are −∞. "
+                "What is −∞ − (−∞)?",
+            ),
+            "no scale": (
+                "leaving out the scale",
+                "Dot products are multiplied by D ** -0.5. Where do `update` and `finish` get it?",
+            ),
+            "base e": (
+                "powers of two without log₂ e",
+                "`update` takes powers of two. By which factor does an exponent grow from base e "
+                "to base 2?",
+            ),
+        },
+        {"wrap", "stop", "load the empty slot"},
+        {"anew", "average"},
+        {"no cut", "no causality", "load, then mask"},
     ),
     cases=(
         Case(
@@ -642,6 +717,10 @@ What remains is which rows of `q` belong together, and how much each query may s
         Case(
             "4 tokens, blocks of 4, later values are NaN for the first query",
             lambda: _untouchable(),
+        ),
+        Case(
+            "blocks of 2, an empty slot, the last value is NaN",
+            lambda: _four([[[0, -1]], [[0, -1]]], last_value=torch.nan),
         ),
         Case("scores that fall by the hundred, and rise", lambda: _steep()),
     ),
@@ -664,15 +743,15 @@ def _problem(*, N: int, M: int, HQ: int, H: int, seed: int, empty: bool = False)
     return q, k, v, block_indices, 4
 
 
-def _four(lists: list[list[list[int]]]) -> tuple:
-    k, v = torch.tensor([0.0, 1, 2, 3]), torch.tensor([1.0, 2, 4, 8])
+def _four(lists: list[list[list[int]]], last_value: float = 8.0) -> tuple:
+    k, v = torch.tensor([0.0, 1, 2, 3]), torch.tensor([1.0, 2, 4, last_value])
     return torch.ones(2, 1, 1), k[:, None, None], v[:, None, None], torch.tensor(lists), 2
 
 
 def _untouchable() -> tuple:
     """The first query comes out finite only if it leaves the last value alone."""
-    q, k, v, _, _ = _four([[[0]], [[0]]])
-    return q, k, v.masked_fill(v == 8, torch.nan), torch.zeros(2, 1, 1, dtype=torch.int64), 4
+    q, k, v, lists, _ = _four([[[0]], [[0]]], last_value=torch.nan)
+    return q, k, v, lists, 4
 
 
 def _steep() -> tuple:
@@ -681,3 +760,243 @@ def _steep() -> tuple:
 
 
 EXERCISES = (_TOKENS, _LOAD, _WINDOW, _ATTEND)
+
+
+# -- predictions --
+
+PREDICTIONS = (
+    Prediction(
+        "listed_share",
+        "What share of all 4,096² pairs is left with 16 blocks of 64 per query: 1/16, 1/8, 1/5, "
+        "1/4 or 1/2?",
+        "Late queries see almost 1,024 of 4,096 keys, a quarter. Early ones have fewer keys behind "
+        "them, which pulls the share down to a fifth.",
+        (
+            (1 / 16, "16 is the number of blocks; the share depends on how long the text is."),
+            (1 / 8, "A list names only the past, so halving 1/4 for the future counts it twice."),
+            (1 / 4, "1,024 keys of 4,096 is the last query's share. Which share has an early one?"),
+            (1 / 2, "Half is what the causal mask leaves without any list."),
+        ),
+        tolerance=0.1,
+    ),
+    Prediction(
+        "list_crossover",
+        "From which length on do the lists move fewer bytes than dense tiles of 64 positions: "
+        "4,000, 16,000, 60,000 or 130,000 tokens?",
+        "A listed block is loaded for one query, a dense tile for 64. So the text must be 2 · 64 "
+        "lists long before the dense kernel loads more.",
+        (
+            (
+                lambda guess: guess <= 6_000,
+                "Fewer scores are not fewer bytes: each query loads its list for itself alone.",
+            ),
+            (
+                lambda guess: 12_000 <= guess <= 20_000,
+                "That is about right for tiles of 8 positions.",
+            ),
+            (
+                lambda guess: 50_000 <= guess <= 70_000,
+                "64 times a list would be right if tiles loaded all keys. A causal tile loads half "
+                "of them on average.",
+            ),
+        ),
+        unit="tokens",
+        tolerance=0.1,
+    ),
+    Prediction(
+        "keys_of_query_9",
+        "Blocks of 4, the list [0, 2]: how many keys does the query at position 9 see?",
+        "Block 0 gives all four, block 2 only tokens 8 and 9: the query sees no later key.",
+        (
+            (8, "Two whole blocks of 4 hold the future, too."),
+            (5, "A query sees itself."),
+            (10, "10 keys are in its past, but block 1 is not listed."),
+        ),
+    ),
+)
+
+
+# -- what the chapter warns of --
+
+TRAPS = (
+    Trap(
+        "Six, not eight. Block 2 is the query's **own block**",
+        "tokens_of_list",
+        "showing all of a block that the query stands in",
+    ),
+    Trap(
+        "A block is not the unit of causality; positions are.",
+        "attend_to_lists",
+        "leaving out the cut inside the last block",
+    ),
+    Trap(
+        "Take them here, and the query reads two tokens that it is supposed to predict",
+        "load_block",
+        "loading up to the end of the text, whatever the query may see",
+    ),
+    Trap("It may stand anywhere in the row.", "tokens_of_list", "stopping at the first empty slot"),
+    Trap(
+        "It may stand anywhere in the row.", "attend_to_lists", "stopping at the first empty slot"
+    ),
+    Trap(
+        "A block may also lie in the query's future as a whole",
+        "tokens_of_list",
+        "cutting the own block but not a block further on",
+    ),
+    Trap("or past the end of the text.", "tokens_of_list", "showing a block that does not exist"),
+    Trap(
+        "below $\\lceil \\mathtt{num\\_visible} / \\mathtt{BS} \\rceil$",
+        "tokens_of_list",
+        "keeping only blocks that are visible as a whole",
+    ),
+    Trap(
+        "(Where `BS` does not divide `M`, the last block is shorter",
+        "tokens_of_list",
+        "running past the last key",
+    ),
+    Trap("But of id −1 *all* are.", "load_block", "counting the rows of an empty slot as seen"),
+    Trap(
+        "So the left half of the guard is no formality. Leave it out",
+        "load_block",
+        "comparing with num_visible only",
+    ),
+    Trap(
+        "So the left half of the guard is no formality. Leave it out",
+        "tokens_of_list",
+        "turning -1 into negative positions",
+    ),
+    Trap(
+        "A negative index counts from the end, no error is raised",
+        "load_block",
+        "letting -1 wrap round to the last block",
+    ),
+    Trap(
+        "A negative index counts from the end, no error is raised",
+        "attend_to_lists",
+        "letting -1 wrap round to the last block",
+    ),
+    Trap(
+        "The obvious repair: hide these scores too.",
+        "load_block",
+        "hiding the score, and loading the row all the same",
+    ),
+    Trap(
+        "**The −1 has to gate the load, not only the score.**",
+        "attend_to_lists",
+        "loading an empty slot's block, and masking its score",
+    ),
+    Trap("`masked_fill`, not `*`.", "load_block", "multiplying by the mask"),
+    Trap("A tile always has `BS` rows", "load_block", "making a tile with fewer rows"),
+    Trap(
+        "what the query does not see stays zero, and its score −∞",
+        "load_block",
+        "filling the tile with −∞",
+    ),
+    Trap("0/0 is NaN, and one NaN in a batch", "attend_to_lists", "dividing by the sum of nothing"),
+    Trap(
+        "Who owns the list: the query head, or the KV head?",
+        "attend_to_lists",
+        "taking the first KV head's list for all",
+    ),
+    Trap(
+        "Heads 0 and 1 see through the list of KV head 0, heads 2 and 3 through the other.",
+        "attend_to_lists",
+        "dealing out the query heads in turn",
+    ),
+    Trap(
+        "its first slot may be empty, and then the maximum is still −∞",
+        "attend_to_lists",
+        "rescaling while the maximum is still −∞",
+    ),
+    Trap(
+        "**what comes later cannot change what came before**",
+        "attend_to_lists",
+        "letting every query see the future",
+    ),
+    Trap("`t − w` to `t` would be `w + 1`", "window_mask", "a window of w + 1"),
+    Trap(
+        "Blocks begin at multiples of their size, and the window moves with its query",
+        "window_mask",
+        "a block in place of a window",
+    ),
+)
+
+
+# -- two mistakes at once --
+
+
+def _own_block_whole(
+    ids: list[int], position: int, M: int, block_size: int, causal: bool
+) -> list[int]:
+    """No cut, and `causal` is not looked at."""
+    tokens = []
+    for block_id in ids:
+        block_start = block_id * block_size
+        if block_id >= 0 and block_start <= position:
+            tokens += range(block_start, min(block_start + block_size, M))
+    return tokens
+
+
+def _zeros_by_product(
+    x: Tensor, block_id: int, num_visible: int, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """Reads every row, existing or not, and hides by a product."""
+    offset = block_id * block_size + torch.arange(block_size)
+    is_seen = (block_id >= 0) & (offset < num_visible)
+    return x[offset] * is_seen[:, None], is_seen
+
+
+def _unguarded(
+    x: Tensor, block_id: int, num_visible: int, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """Half of the guard, and a product."""
+    offset = block_id * block_size + torch.arange(block_size)
+    is_seen = offset < num_visible
+    return x[offset.clamp(max=len(x) - 1)] * is_seen[:, None], is_seen
+
+
+def _triangles(N: int, M: int, window_size: int) -> Tensor:
+    """Diagonals are counted from the first query, and one too many."""
+    return torch.ones(N, M, dtype=torch.bool).tril().triu(-window_size)
+
+
+DOUBLES = (
+    Double(
+        "tokens_of_list",
+        _own_block_whole,
+        ("showing all of a block that the query stands in", "cutting causally always"),
+    ),
+    Double(
+        "tokens_of_list",
+        _tokens("not itself", "stop"),
+        ("hiding the query's own position from it", "stopping at the first empty slot"),
+    ),
+    Double(
+        "load_block",
+        _zeros_by_product,
+        ("multiplying by the mask", "reading first and hiding afterwards"),
+    ),
+    Double(
+        "load_block", _unguarded, ("multiplying by the mask", "comparing with num_visible only")
+    ),
+    Double(
+        "window_mask",
+        _triangles,
+        ("a window of w + 1", "taking the queries for the first N positions"),
+    ),
+    Double(
+        "window_mask",
+        _window("both sides", "w + 1"),
+        ("opening the window to both sides", "a window of w + 1"),
+    ),
+    Double(
+        "attend_to_lists",
+        _attend("no cut", "stop"),
+        ("leaving out the cut inside the last block", "stopping at the first empty slot"),
+    ),
+    Double(
+        "attend_to_lists",
+        _attend("dealt out", "no scale"),
+        ("dealing out the query heads in turn", "leaving out the scale"),
+    ),
+)
