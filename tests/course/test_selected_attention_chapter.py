@@ -8,9 +8,9 @@ import torch
 
 from nsa_tutorial import ops
 from nsa_tutorial.course import heads
-from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.exercises import selected_attention as solutions
+from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.widgets import selected_attention as pictures
 from nsa_tutorial.runtime import costs
 from nsa_tutorial.sparse.selected_attention import dense_mask

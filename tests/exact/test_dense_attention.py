@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.exercises import chapter_exercises
+from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.widgets import dense_attention as pictures
 from nsa_tutorial.exact import dense_attention as da
 

@@ -243,16 +243,16 @@ def cache_sentence(H: int, tokens: int) -> str:
     """What the explorer says about a setting."""
     facts = cache_facts(H, tokens)
     readers = "1 query head" if facts.G == 1 else f"{facts.G} query heads"
-    fits = "It does not fit into one H200"
+    fits = "The cache does not fit into one H200."
     if facts.gib * GIB <= H200_BYTES:
         fits = (
-            "It fits into one H200 without the model's weights; each new token reads all of it, "
-            f"{facts.read_ms:.1f} ms at least"
+            "The cache alone fits into one H200, and reading all of it takes "
+            f"{facts.read_ms:.1f} ms at least."
         )
     return (
         f"{_heads(H)}, each read by {readers}: at {tokens:,} tokens the cache takes "
-        f"{_gib(facts.gib)} ({_heads(HQ)}: {_gib(facts.gib_all_heads)}). "
-        f"{fits}, at {facts.intensity:.1f} operations per byte."
+        f"{_gib(facts.gib)} ({_heads(HQ)}: {_gib(facts.gib_all_heads)}). Attention for a new "
+        f"token does {facts.intensity:.1f} operations per byte. {fits}"
     )
 
 

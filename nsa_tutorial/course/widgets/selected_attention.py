@@ -32,7 +32,7 @@ COPYING = (
     3  # the KV head whose group looks farthest back: at lines like the one that the query stands in
 )
 QUERY, BLOCK_SIZE, TOP_N = 385, 16, 4  # the example of the chapter
-LETTER, LINE = 0.08, 0.165  # inches of a character of the text and of a line
+LETTER, LINE = 0.08, 0.173  # inches of a character of the text and of a line
 LETTER_SIZE = 9.6  # points: as wide as `LETTER`
 D = 128  # of the priced example
 _PALE = {"selected": "selected", "own block": "own block", "not listed": "masked"}
@@ -264,7 +264,7 @@ def _draw_page(axis: Axes, runs: list[Run], ids: list[int], block_size: int) -> 
     """The runs on the colours of their kinds, and beside each line the blocks that it shows."""
     shown = [run for run in runs if run.kind != "future"]
     colours = {**_PALE, "query": "query"}
-    plain.boxes(axis, [(run.column, run.line + 0.03, len(run.signs), 0.94) for run in shown],
+    plain.boxes(axis, [(run.column, run.line, len(run.signs), 0.96) for run in shown],
                 [PALETTE[colours[run.kind]] for run in shown])  # fmt: skip
     inks = {kind: readable_on(colour) for kind, colour in colours.items()}
     written = [run for run in runs if run.kind != "future" or run.signs.strip("·↵ ")]
@@ -272,7 +272,7 @@ def _draw_page(axis: Axes, runs: list[Run], ids: list[int], block_size: int) -> 
     for run in written:
         signs = run.signs.rstrip("·↵ ") if run.kind == "future" else run.signs
         bare = signs.lstrip(" ")
-        told.append((run.column + len(signs) - len(bare), run.line + 0.5, bare))
+        told.append((run.column + len(signs) - len(bare), run.line + 0.45, bare))
         ink.append(inks.get(run.kind, PALETTE["faint"]))
     plain.words(axis, told, colour=ink, ha="left", size=LETTER_SIZE, family="monospace")
     beside: dict[int, list[int]] = {}

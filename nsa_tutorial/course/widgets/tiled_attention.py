@@ -372,6 +372,8 @@ def explore() -> Panel:
     def render(tile_q: int, tile_k: int) -> tuple[Picture, str]:
         return draw_tile_sizes(tile_q, tile_k), sentence(tile_q, tile_k)
 
+    for sizes in itertools.product(TILE_Q, TILE_K):
+        facts(*sizes)  # counted now, or the first move to a size would wait for it
     return panel(
         "tile sizes",
         render,
