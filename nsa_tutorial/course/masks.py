@@ -56,8 +56,7 @@ def _heads() -> object | None:
 
 
 def sources() -> dict[str, tuple[int, int]]:
-    """The data that can be explored: by name, the number of head groups and the number of
-    positions."""
+    """The data that can be explored: by name, how many head groups and positions it has."""
     heads, found = _heads(), {SYNTHETIC: (2, MAX_N)}
     if heads is None:
         return found
@@ -209,7 +208,8 @@ def importance(settings: Settings, logits: np.ndarray) -> np.ndarray:
 
     # Sums run in the same order for every summary and every block, so that equal ones stay equal to
     # the last bit.
-    pieces = logits[..., : N // stride * stride].reshape(*logits.shape[:2], -1, stride).sum(-1)
+    end = N // stride * stride
+    pieces = sum(logits[..., first:end:stride] for first in range(stride))
     scores = sum(pieces[..., offset : offset + M_c] for offset in range(per_summary)) / length
     scores = np.where(visible, scores, -np.inf)  # [G, N, M_c]
     largest = scores.max(-1, keepdims=True)

@@ -149,16 +149,12 @@ def test_chapter_05_mask_explorer(lab: Lab, tmp_path: Path) -> None:
     from nsa_tutorial.course.widgets import mask_explorer
 
     shown = Shown(lab, lab.run_all("05_selected_attention.ipynb"), mask_explorer.mask_explorer())
-    shown.walk(
-        ("query", "ArrowLeft"),
-        ("top_n", "ArrowRight"),
-        ("block_size", "ArrowLeft"),
-        ("window", "ArrowRight"),
+    shown.walk(("query", "ArrowLeft"), ("top_n", "ArrowRight"), ("num_local", "ArrowLeft"))
+    values = {name: shown.value(name) for name in shown.twin.controls}
+    show = values.pop("show")
+    assert shown.said.text_content() == mask_explorer.sentence(
+        mask_explorer.Settings(**values), show
     )
-    settings = mask_explorer.Settings(
-        **{name: shown.value(name) for name in shown.twin.controls if name != "show"}
-    )
-    assert shown.said.text_content() == mask_explorer.sentence(settings)
     shown.screenshot(tmp_path / "05.png")
 
 
