@@ -3,14 +3,18 @@ and the whole."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from nsa_tutorial import ops
-from nsa_tutorial.course.exercises import Case, Exercise, Misconception
+from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.mistakes import slip, together
 from nsa_tutorial.exact.grouped_query_attention import attention, expand_kv_heads
+
+Slips = frozenset[str]
 
 
 def _random(*shape: int, seed: int, factor: float = 1.0) -> Tensor:
@@ -30,55 +34,36 @@ def gated_sum(gates: list[Tensor | None], outputs: list[Tensor | None]) -> Tenso
     return total
 
 
-def _used(gates: list, outputs: list) -> tuple[Tensor, Tensor]:
-    """Gates and outputs of the branches in use, stacked."""
-    pairs = [(g, o) for g, o in zip(gates, outputs, strict=True) if g is not None]
-    return torch.stack([g for g, _ in pairs]), torch.stack([o for _, o in pairs])
-
-
-def _sum_divided(gates: list, outputs: list) -> Tensor:
-    g, o = _used(gates, outputs)
-    return (g[..., None] * o).sum(0) / g.sum(0)[..., None]
-
-
-def _sum_softmax(gates: list, outputs: list) -> Tensor:
-    g, o = _used(gates, outputs)
-    return (torch.softmax(g, 0)[..., None] * o).sum(0)
-
-
-def _sum_averaged(gates: list, outputs: list) -> Tensor:
-    g, o = _used(gates, outputs)
-    return (g[..., None] * o).sum(0) / len(g)
-
-
-def _sum_three(gates: list, outputs: list) -> Tensor:
-    return gated_sum(gates, outputs) / 3
-
-
-def _sum_sigmoid(gates: list, outputs: list) -> Tensor:
-    return gated_sum([None if g is None else torch.sigmoid(g) for g in gates], outputs)
-
-
-def _sum_last_axis(gates: list, outputs: list) -> Tensor:
-    return sum(g * o for g, o in zip(gates, outputs, strict=True) if g is not None)
-
-
-def _sum_other_axis(gates: list, outputs: list) -> Tensor:
-    turned = [None if g is None else g.transpose(1, 2).reshape(g.shape) for g in gates]
-    return gated_sum(turned, outputs)
-
-
-def _sum_one_per_token(gates: list, outputs: list) -> Tensor:
-    return gated_sum([None if g is None else g.mean(2, keepdim=True) for g in gates], outputs)
-
-
-def _sum_none_is_one(gates: list, outputs: list) -> Tensor:
-    found = [o for o in outputs if o is not None]
-    pairs = zip(gates, outputs, strict=True)
-    return sum(
-        torch.zeros_like(found[0]) if o is None else o if g is None else g[..., None] * o
-        for g, o in pairs
-    )
+def _gated(slips: Slips, gates: list, outputs: list) -> Tensor:
+    """`gated_sum` with slips."""
+    if "none raises" in slips:
+        pairs = list(zip(gates, outputs, strict=True))
+    else:
+        pairs = [(g, o) for g, o in zip(gates, outputs, strict=True) if g is not None]
+    extra = [o for g, o in zip(gates, outputs, strict=True) if g is None and o is not None]
+    used = [g for g, _ in pairs]
+    if None in used:
+        raise TypeError("a gate of None has no axes")
+    if "sigmoid" in slips:
+        used = [torch.sigmoid(g) for g in used]
+    if "softmax" in slips:
+        used = list(torch.softmax(torch.stack(used), 0))
+    if "over heads" in slips:
+        used = [torch.softmax(g, -1) for g in used]
+    divisor = {"divided": sum(used), "averaged": len(used), "three": 3}
+    for change, by in divisor.items():
+        if change in slips:
+            used = [g / by for g in used]
+    if "no gates" in slips:
+        used = [torch.ones_like(g) for g in used]
+    if "other axis" in slips:
+        used = [g.transpose(1, 2).reshape(g.shape) for g in used]
+    if "one per token" in slips:
+        used = [g.mean(2, keepdim=True) for g in used]
+    if "last axis" not in slips:
+        used = [g[..., None] for g in used]
+    total = sum(g * o for g, (_, o) in zip(used, pairs, strict=True))
+    return total + sum(extra) if "none is one" in slips else total
 
 
 def _branches(
@@ -95,6 +80,76 @@ def _branches(
     return arguments
 
 
+_GATED_MISTAKES = (
+    Misconception(
+        "dividing by the sum of the gates",
+        slip(_gated, "divided"),
+        "Gates are no weights of an average, and nothing asks them to sum to 1. How much does a "
+        "head say when all of its gates are small?",
+    ),
+    Misconception(
+        "a softmax over the branches",
+        slip(_gated, "softmax"),
+        "The branches do not compete for one unit of weight. Each gate is a number of its own. "
+        "What should gates of 1, 1 and 1 give?",
+    ),
+    Misconception(
+        "a softmax over the heads",
+        slip(_gated, "over heads"),
+        "Along that axis the heads of a token compete with each other. Equation 5 has no softmax "
+        "at all: what does it do with a gate?",
+    ),
+    Misconception(
+        "averaging over the branches in use",
+        slip(_gated, "averaged"),
+        "Equation 5 is a sum. Where does it divide by the number of branches?",
+    ),
+    Misconception(
+        "dividing by three",
+        slip(_gated, "three"),
+        "Equation 5 is a sum. What should one branch with a gate of 1 give?",
+    ),
+    Misconception(
+        "adding up the outputs without their gates",
+        slip(_gated, "no gates"),
+        "What all three branches see is then counted three times. Which number belongs to each "
+        "output?",
+    ),
+    Misconception(
+        "applying the sigmoid once more",
+        slip(_gated, "sigmoid"),
+        "The gates come out of the layer's sigmoid already. What would a gate of 0 become?",
+    ),
+    Misconception(
+        "lining the gate up with the width",
+        slip(_gated, "last axis"),
+        "PyTorch lines shapes up from the right: in `g * o` the last axis of `g`, the heads, "
+        "meets the last axis of `o`, the width. Where does the gate need an axis of length 1?",
+    ),
+    Misconception(
+        "mixing up tokens and heads of the gates",
+        slip(_gated, "other axis"),
+        "A gate is `[B, N, HQ]`, tokens before heads, exactly like the output. Why reshape it?",
+    ),
+    Misconception(
+        "one gate per token for all heads",
+        slip(_gated, "one per token"),
+        "One head of a token may live on its window while another closes it. How many gates has a "
+        "token?",
+    ),
+    Misconception(
+        "taking None for a gate of 1",
+        slip(_gated, "none is one"),
+        "None leaves the branch out, even where an output was computed. What does it contribute?",
+    ),
+    Misconception(
+        "not allowing for a gate of None",
+        slip(_gated, "none raises"),
+        "A branch that is left out has None in place of its gate, and perhaps in place of its "
+        "output. What should your loop do with it?",
+    ),
+)
+
 _GATED_SUM = Exercise(
     name="gated_sum",
     statement="""
@@ -105,62 +160,24 @@ used as given.
 """,
     minutes=4,
     difficulty=1,
+    hints=(
+        "Write the shapes of a gate and of an output below each other, aligned at the right, as "
+        "PyTorch does. Which axes meet?",
+        "One gate belongs to one token and one head, so it multiplies all `DV` numbers of that "
+        "output. A branch whose gate is None adds nothing.",
+        "Go over gates and outputs side by side and skip None. Give each gate one more axis at "
+        "the end, multiply, and add to a running total. Nothing is divided.",
+    ),
+    why="A gate says how much its branch is worth to this token and this head, so each is a number "
+    "of its own: all three may be small, and two may be large.",
     solution=gated_sum,
-    misconceptions=(
-        Misconception(
-            "dividing by the sum of the gates",
-            _sum_divided,
-            "These are not weights of an average. Nothing asks gates to sum to 1, and the model "
-            "uses that: how much does a head "
-            "say when all of its gates are small?",
-        ),
-        Misconception(
-            "a softmax over the branches",
-            _sum_softmax,
-            "The branches do not compete for one unit of weight. Each gate is its own number, "
-            "and here it is final.",
-        ),
-        Misconception(
-            "averaging over the branches in use",
-            _sum_averaged,
-            "Equation 5 is a sum. Where does it divide by the number of branches?",
-        ),
-        Misconception(
-            "dividing by three",
-            _sum_three,
-            "Equation 5 is a sum. What should one branch with a gate of 1 give?",
-        ),
-        Misconception(
-            "applying the sigmoid once more",
-            _sum_sigmoid,
-            "The gates come out of the layer's sigmoid already. What would a gate of 0 become?",
-        ),
-        Misconception(
-            "lining the gate up with the width",
-            _sum_last_axis,
-            "PyTorch lines shapes up from the right: in `g * o` the last axis of `g`, the heads, "
-            "meets the last axis of `o`, the "
-            "width. Where does the gate need an axis of length 1?",
-        ),
-        Misconception(
-            "mixing up tokens and heads of the gates",
-            _sum_other_axis,
-            "A gate is `[B, N, HQ]`, tokens before heads, exactly like the output. Reshaping is "
-            "not needed; with N = HQ a mistake "
-            "here would not even show in the shapes.",
-        ),
-        Misconception(
-            "one gate per token for all heads",
-            _sum_one_per_token,
-            "Each head has a gate of its own: one head of a token may live on its window while "
-            "another closes it.",
-        ),
-        Misconception(
-            "taking None for a gate of 1",
-            _sum_none_is_one,
-            "None leaves the branch out; it contributes nothing, even where an output was "
-            "computed.",
-        ),
+    misconceptions=_GATED_MISTAKES,
+    combine=together(
+        _GATED_MISTAKES,
+        {"softmax", "over heads", "divided", "averaged", "three", "no gates"},
+        {"other axis", "one per token", "last axis"},
+        {"no gates", "other axis", "one per token", "sigmoid"},
+        {"none raises", "none is one"},
     ),
     cases=(
         Case(
@@ -197,41 +214,129 @@ def keys_loaded(
     return summaries, selected, window, summaries + selected + window
 
 
-def _loaded(change: str) -> Callable:
-    """A wrong `keys_loaded`, with one change."""
+def _loaded(
+    slips: Slips,
+    t: int,
+    ids: list[int],
+    block_size: int,
+    window_size: int,
+    length: int,
+    stride: int,
+) -> tuple[int, ...]:
+    """`keys_loaded` with slips."""
+    if "from one" in slips:
+        t = t - 1
+    # -- summaries --
+    summaries = (t + 1 - length) // stride + 1
+    for change, count in {
+        "no lag": t // stride + 1,  # those that have begun
+        "no overlap": (t + 1) // length,
+        "one early": (t + 2 - length) // stride + 1,
+        "one late": (t - length) // stride + 1,
+    }.items():
+        if change in slips:
+            summaries = count
+    if "below zero" not in slips:
+        summaries = max(summaries, 0)
+    # -- selected --
+    end = t if "own key" in slips else t + 1
+    listed = ids if "minus one" in slips else [b for b in ids if b >= 0]
+    keys = [range(b * block_size, min((b + 1) * block_size, end)) for b in listed]
+    selected = sum(map(len, keys))
+    if "whole blocks" in slips:
+        selected = block_size * sum(b * block_size <= t for b in listed)
+    if "slots" in slips:
+        selected = block_size * len(ids)
+    # -- window --
+    window = min(window_size, t if "short window" in slips else t + 1)
+    if "full window" in slips:
+        window = window_size
+    total = summaries + selected + window
+    if "distinct" in slips:
+        seen = {i for part in keys for i in part} | set(range(t + 1 - window, t + 1))
+        total = summaries + len(seen)
+    return summaries, selected, window, total
 
-    def wrong(
-        t: int, ids: list[int], block_size: int, window_size: int, length: int, stride: int
-    ) -> tuple[int, ...]:
-        if change == "from one":
-            t = t - 1
-        summaries = max((t + 1 - length) // stride + 1, 0)
-        keys = [range(b * block_size, min((b + 1) * block_size, t + 1)) for b in ids if b >= 0]
-        selected, window = sum(map(len, keys)), min(window_size, t + 1)
-        if change == "no lag":
-            summaries = t // stride + 1  # those that have begun
-        if change == "no overlap":
-            summaries = (t + 1) // length
-        if change == "below zero":
-            summaries = (t + 1 - length) // stride + 1
-        if change == "one early":
-            summaries = max((t + 2 - length) // stride + 1, 0)
-        if change == "whole blocks":
-            selected = block_size * sum(b >= 0 and b * block_size <= t for b in ids)
-        if change == "slots":
-            selected = block_size * len(ids)
-        if change == "short window":
-            window = min(window_size, t)
-        if change == "full window":
-            window = window_size
-        total = summaries + selected + window
-        if change == "distinct":
-            seen = {i for part in keys for i in part} | set(range(t + 1 - window, t + 1))
-            total = summaries + len(seen)
-        return summaries, selected, window, total
 
-    return wrong
-
+_LOADED_MISTAKES = (
+    Misconception(
+        "counting a key once that two branches load",
+        slip(_loaded, "distinct"),
+        "Three branches are three attentions. In the layer they even read different tensors. How "
+        "often is a key loaded that lies in the list and in the window?",
+    ),
+    Misconception(
+        "counting summaries that have begun but not ended",
+        slip(_loaded, "no lag"),
+        "A summary is of tokens up to its end. What would a query learn from one that ends after "
+        "it?",
+    ),
+    Misconception(
+        "a negative number of summaries",
+        slip(_loaded, "below zero"),
+        "The formula goes on below zero where no summary has ended yet. How few summaries can a "
+        "query load?",
+    ),
+    Misconception(
+        "counting summaries as if they did not overlap",
+        slip(_loaded, "no overlap"),
+        "A new one begins every `stride` tokens, not every `length`. Where does the second one "
+        "begin?",
+    ),
+    Misconception(
+        "showing a summary one token early",
+        slip(_loaded, "one early"),
+        "Summary j covers tokens j·stride to j·stride + length − 1. At which t is the last of "
+        "them there?",
+    ),
+    Misconception(
+        "showing a summary one token late",
+        slip(_loaded, "one late"),
+        "Summary 0 ends with token length − 1, and the query at that position sees it. Which of "
+        "your numbers is one too small?",
+    ),
+    Misconception(
+        "taking t for the number of keys so far",
+        slip(_loaded, "from one"),
+        "Positions are counted from 0. How many keys are there for the query at position 0?",
+    ),
+    Misconception(
+        "counting the own block as a whole",
+        slip(_loaded, "whole blocks"),
+        "Part of the query's own block lies in its future. How many of the block's keys are at t "
+        "or before?",
+    ),
+    Misconception(
+        "counting the own block up to the key before the query",
+        slip(_loaded, "own key"),
+        "The query sees its own key, too. Does the range of your last block end at t, or behind "
+        "it?",
+    ),
+    Misconception(
+        "counting the slots, empty ones included",
+        slip(_loaded, "slots"),
+        "A slot of −1 loads nothing, and one block may be only partly in the past. How many keys "
+        "does each slot bring?",
+    ),
+    Misconception(
+        "taking -1 for a block",
+        slip(_loaded, "minus one"),
+        "−1 · block_size is a negative position, and your range begins there. How many keys does "
+        "an empty slot hold?",
+    ),
+    Misconception(
+        "a window of the keys before the query, without its own",
+        slip(_loaded, "short window"),
+        "The query at position t can see t + 1 keys: its own is one of them. What does the first "
+        "query of a text load?",
+    ),
+    Misconception(
+        "a full window at the start of the text",
+        slip(_loaded, "full window"),
+        "The query at position 2 has only three keys to see, however wide the window is. What "
+        "limits the count?",
+    ),
+)
 
 _KEYS_LOADED = Exercise(
     name="keys_loaded",
@@ -241,69 +346,29 @@ One query at position `t` (counted from 0), causal. Its list `ids` names distinc
 The window has `window_size` keys, the query's own included. Summaries cover `length` tokens, one
 begins every `stride`, and a query sees those that have ended. Return four whole numbers: how many
 summary keys, selected keys and window keys the query loads, each branch for itself, and how many
-keys that is all together.
+loads that is all together.
 """,
     minutes=7,
     difficulty=2,
+    hints=(
+        "Take t = 2, blocks of 4 and a list of block 0 alone. Which positions can the query see, "
+        "and which of them does each branch load?",
+        "Count each branch for itself. Which summaries have ended by t? Where is the query's own "
+        "block cut off? How long is the text so far?",
+        "Up to t there are t + 1 keys. Summary j ends with token j·stride + length − 1, a block "
+        "ends at its own end or at t, and an empty slot holds nothing. The last number is a plain "
+        "sum.",
+    ),
+    why="Each branch is an attention of its own and loads what it sees: a key in the list and in "
+    "the window is loaded twice, and what does not exist yet is not loaded at all.",
     solution=keys_loaded,
-    misconceptions=(
-        Misconception(
-            "counting a key once that two branches load",
-            _loaded("distinct"),
-            "Three branches are three attentions. A key that lies in the list and in the window "
-            "is loaded by both: in the layer "
-            "even from two different tensors.",
-        ),
-        Misconception(
-            "counting summaries that have begun but not ended",
-            _loaded("no lag"),
-            "A summary is of tokens up to its end. What would a query learn from one that ends "
-            "after it?",
-        ),
-        Misconception(
-            "a negative number of summaries",
-            _loaded("below zero"),
-            "The formula goes on below zero where no window has ended yet. How few summaries can "
-            "a query load?",
-        ),
-        Misconception(
-            "counting summaries as if they did not overlap",
-            _loaded("no overlap"),
-            "A new one begins every `stride` tokens, not every `length`.",
-        ),
-        Misconception(
-            "showing a summary one token early",
-            _loaded("one early"),
-            "Summary j covers tokens j·stride to j·stride + length − 1. At which t is the last "
-            "of them there?",
-        ),
-        Misconception(
-            "taking t for the number of keys so far",
-            _loaded("from one"),
-            "Positions are counted from 0. How many keys are there for the query at position 0?",
-        ),
-        Misconception(
-            "counting the own block as a whole",
-            _loaded("whole blocks"),
-            "Part of the query's own block lies in its future. How many of the block's keys are "
-            "at t or before?",
-        ),
-        Misconception(
-            "counting the slots, empty ones included",
-            _loaded("slots"),
-            "A slot of −1 loads nothing, and one block may be only partly in the past.",
-        ),
-        Misconception(
-            "a window of the keys before the query, without its own",
-            _loaded("short window"),
-            "The query at position t can see t + 1 keys: its own is one of them. Look at the "
-            "first few positions.",
-        ),
-        Misconception(
-            "a full window at the start of the text",
-            _loaded("full window"),
-            "The query at position 2 has only three keys to see, however wide the window is.",
-        ),
+    misconceptions=_LOADED_MISTAKES,
+    combine=together(
+        _LOADED_MISTAKES,
+        {"no lag", "no overlap", "one early", "one late"},
+        {"whole blocks", "slots", "own key", "from one"},
+        {"slots", "minus one"},
+        {"short window", "full window"},
     ),
     cases=(
         Case("position 2 of the text, nothing but its own block", lambda: (2, [0, -1], 4, 5, 4, 2)),
@@ -472,33 +537,100 @@ def selects_like_dense(nsa: Callable) -> bool:
     return o.shape == q.shape and torch.allclose(o, attention(q, k, v), atol=1e-4)
 
 
-def _property(
-    N: int = 21,
-    H: int = 2,
-    G: int = 3,
-    compare: str = "all",
-    atol: float = 1e-4,
-    values: str = "random",
-    others: float = 0.0,
-) -> Callable:
-    """A test that is weaker than it should be, or too strict."""
+_PROPERTY_SIZES = {  # how a slip changes N, H, G, block_size
+    "single block": {"N": 4},
+    "blocks divide": {"N": 20},
+    "tokens as blocks": {"block_size": 1},
+    "no groups": {"H": 3, "G": 1},
+    "single KV head": {"H": 1, "G": 4},
+}
 
-    def weak(nsa: Callable) -> bool:
-        q, k, v = (_random(1, N, heads, 8, seed=heads) for heads in (H * G, H, H))
-        v = torch.ones_like(v) if values == "ones" else v.flip(1)
-        gates = tuple(torch.full((1, N, H * G), g) for g in (others, 1.0, others))
-        o = nsa(q, k, v, gates, torch.arange(-(-N // 4)).expand(1, N, H, -1), 4)
-        expected = attention(q, k, v)
-        if compare == "shape":
-            return o.shape == expected.shape
-        if compare == "exact":
-            return torch.equal(o, expected)
-        if compare == "last":
-            return torch.allclose(o[:, -1], expected[:, -1], atol=atol)
-        return torch.allclose(o, expected, atol=atol)
 
-    return weak
+def _property(slips: Slips, nsa: Callable) -> bool:
+    """A test with slips: weaker than it should be, or too strict."""
+    size = {"N": 21, "H": 2, "G": 3, "block_size": 4}
+    for change in sorted(slips & _PROPERTY_SIZES.keys()):
+        size |= _PROPERTY_SIZES[change]
+    N, H, HQ, block_size = size["N"], size["H"], size["H"] * size["G"], size["block_size"]
+    q, k, v = (_random(1, N, heads, 8, seed=heads) for heads in (HQ, H, H))
+    v = torch.ones_like(v) if "ones" in slips else v.flip(1)
+    others = float("all gates" in slips)
+    gates = tuple(torch.full((1, N, HQ), g) for g in (others, 1.0, others))
+    o = nsa(q, k, v, gates, torch.arange(-(-N // block_size)).expand(1, N, H, -1), block_size)
+    expected = attention(q, k, v)
+    if "shape" in slips:
+        return o.shape == expected.shape
+    if "last" in slips:
+        o, expected = o[:, -1], expected[:, -1]
+    if "exact" in slips:
+        return torch.equal(o, expected)
+    return torch.allclose(o, expected, atol=0.1 if "wide" in slips else 1e-4)
 
+
+_PROPERTY_MISTAKES = (
+    Misconception(
+        "a test that compares only shapes",
+        slip(_property, "shape"),
+        "A kernel that returns noise of the right shape passes this. What should the numbers be?",
+    ),
+    Misconception(
+        "a test with a tolerance so wide that small mistakes pass",
+        slip(_property, "wide"),
+        "A tolerance of tenths lets a wrong constant through, such as a rough log2(e). How large "
+        "is the rounding of fp32?",
+    ),
+    Misconception(
+        "a test that right implementations fail",
+        slip(_property, "exact"),
+        "Even the operator fails your test. Is every block listed, a last one that is not full "
+        "included? Are the gates (0, 1, 0)? Do you allow for rounding?",
+    ),
+    Misconception(
+        "a test with a single block",
+        slip(_property, "single block"),
+        "With N = block_size the walk has one step. Which mistakes begin with the second block?",
+    ),
+    Misconception(
+        "a test in which the blocks divide the text",
+        slip(_property, "blocks divide"),
+        "Texts end where they like. What does an implementation do with a last block that is not "
+        "full?",
+    ),
+    Misconception(
+        "a test with blocks of one token",
+        slip(_property, "tokens as blocks"),
+        "A block of one token is never cut, neither by the query nor by the end of the text. "
+        "Which mistakes need a block of several tokens?",
+    ),
+    Misconception(
+        "a test with as many KV heads as query heads",
+        slip(_property, "no groups"),
+        "With groups of one head, nothing is shared. Which mistakes need a group?",
+    ),
+    Misconception(
+        "a test with a single KV head",
+        slip(_property, "single KV head"),
+        "If there is one KV head, every query head reads it, rightly or by accident. How many KV "
+        "heads does it take to mix them up?",
+    ),
+    Misconception(
+        "a test that looks at the last query only",
+        slip(_property, "last"),
+        "The last query sees everything and has no future to look into. Which queries have?",
+    ),
+    Misconception(
+        "a test whose values are all the same",
+        slip(_property, "ones"),
+        "An average of equal values is that value, whatever the weights. Which values let you see "
+        "the weights?",
+    ),
+    Misconception(
+        "a test with all gates open",
+        slip(_property, "all gates"),
+        "With gates (1, 1, 1) the output is a sum of three attentions, and no right "
+        "implementation equals dense attention. Which branch alone can?",
+    ),
+)
 
 _SELECTS_LIKE_DENSE = Exercise(
     name="selects_like_dense",
@@ -517,67 +649,25 @@ one: `True`.)
 """,
     minutes=12,
     difficulty=3,
+    hints=(
+        "Think of a bug: query head hq reads KV head hq % H. With how many KV heads, and how many "
+        "query heads on each, would your test never notice?",
+        "The comparison is easy, the sizes decide. You need several blocks of several tokens, a "
+        "last block that is not full, groups of several heads, and all queries compared.",
+        "Random `q`, `k`, `v` from a seeded generator; three gates full of 0, 1 and 0; the ids of "
+        "all blocks, a partial last one included, expanded to `[B, N, H, S]`. Then "
+        "`torch.allclose` with the chapter's dense attention, at the tolerance that is given.",
+    ),
+    why="A bug shows only where the broken way and the right one differ: at a last block that is "
+    "not full, in shared heads, for early queries, and in values that are not all alike.",
     solution=selects_like_dense,
-    misconceptions=(
-        Misconception(
-            "a test that compares only shapes",
-            _property(compare="shape"),
-            "A kernel that returns noise of the right shape passes this. What should the numbers "
-            "be?",
-        ),
-        Misconception(
-            "a test with a tolerance so wide that small mistakes pass",
-            _property(atol=0.1),
-            "Rounding in fp32 is a millionth or so. A tolerance of tenths lets a wrong constant "
-            "through, for instance a rough log2(e).",
-        ),
-        Misconception(
-            "a test that right implementations fail",
-            _property(compare="exact"),
-            "Even the operator fails your test. Is every block listed, a last one that is not "
-            "full included, and are the gates "
-            "(0, 1, 0)? And does it allow for rounding? Two right implementations add the same "
-            "numbers in different orders.",
-        ),
-        Misconception(
-            "a test with a single block",
-            _property(N=4),
-            "With N = block_size the walk has one step. What of mistakes from the second block on, "
-            "and of a last block that is not full?",
-        ),
-        Misconception(
-            "a test in which the blocks divide the text",
-            _property(N=20),
-            "Texts end where they like. What does an implementation do with a last block that is "
-            "not full?",
-        ),
-        Misconception(
-            "a test with as many KV heads as query heads",
-            _property(H=3, G=1),
-            "With groups of one head, nothing is shared, and no mistake in the sharing can show.",
-        ),
-        Misconception(
-            "a test with a single KV head",
-            _property(H=1, G=4),
-            "If there is one KV head, every query head reads it, rightly or by accident.",
-        ),
-        Misconception(
-            "a test that looks at the last query only",
-            _property(compare="last"),
-            "The last query sees everything and has no future to look into. Which queries have?",
-        ),
-        Misconception(
-            "a test whose values are all the same",
-            _property(values="ones"),
-            "An average of equal values is that value, whatever the weights. Your test cannot "
-            "see the weights.",
-        ),
-        Misconception(
-            "a test with all gates open",
-            _property(others=1.0),
-            "With gates (1, 1, 1) the output is a sum of three attentions: no right "
-            "implementation equals dense attention then.",
-        ),
+    misconceptions=_PROPERTY_MISTAKES,
+    combine=together(
+        _PROPERTY_MISTAKES,
+        {"single block", "blocks divide", "tokens as blocks"},
+        {"no groups", "single KV head"},
+        {"shape", "wide", "exact"},
+        {"shape", "last"},
     ),
     cases=(
         Case("the operator: right", lambda: (_nsa,)),
@@ -624,52 +714,53 @@ def three_branches(
     return g_cmp[..., None] * o_cmp + g_slc[..., None] * o_slc + g_swa[..., None] * o_swa
 
 
-def _put_together(change: str) -> Callable:
-    """A wrong `three_branches`, with one change."""
-
-    def wrong(
-        q: Tensor, k: Tensor, v: Tensor, g_cmp: Tensor, g_slc: Tensor, g_swa: Tensor,
-        top_n: int, block_size: int, window_size: int, length: int, stride: int,
-    ) -> Tensor:  # fmt: skip
-        sizes = {} if change == "default sizes" else {"length": length, "stride": stride}
-        k_cmp, v_cmp = (ops.compress(x, length=length, stride=stride) for x in (k, v))
-        o_cmp, lse_cmp = ops.compressed_attention(q, k_cmp, v_cmp, **sizes, return_lse=True)
-        own = change == "own block twice"
-        scores = ops.compress(v, length=length, stride=stride) if change == "by values" else k_cmp
-        ids = ops.select_blocks(q, scores, None, top_n=top_n, block_size=block_size, **sizes)
-        if change == "one choice for all":
-            ids = ids[:, :, :1].expand_as(ids)
-        if change == "of the last query":
-            ids = ids[:, -1:].expand_as(ids)
-        o_slc, lse_slc = ops.selected_attention(
-            q, k, v, ids, block_size=block_size, return_lse=True
-        )
-        if own:
-            late = (
-                (torch.arange(q.shape[1]) // block_size)[None, :, None, None]
-                .expand(*ids.shape[:3], 1)
-                .to(ids.dtype)
-            )
-            o_slc = ops.selected_attention(
-                q, k, v, torch.cat([ids, late], -1), block_size=block_size
-            )
-        if change == "blocks of stride":
-            o_slc = ops.selected_attention(q, k, v, ids, block_size=stride)
-        window = window_size + 1 if change == "wide window" else window_size
-        o_swa, lse_swa = ops.sliding_window_attention(q, k, v, window_size=window, return_lse=True)
-        if change == "default block size":
-            ids = ops.select_blocks(q, k_cmp, None, top_n=top_n, **sizes)
-            o_slc = ops.selected_attention(q, k, v, ids)
-        if change == "by lse":
-            weights = torch.softmax(torch.stack([lse_cmp, lse_slc, lse_swa]), 0)
-            return sum(
-                w[..., None] * o for w, o in zip(weights, (o_cmp, o_slc, o_swa), strict=True)
-            )
-        gates = (g_cmp, g_swa, g_slc) if change == "swapped gates" else (g_cmp, g_slc, g_swa)
-        total = sum(g[..., None] * o for g, o in zip(gates, (o_cmp, o_slc, o_swa), strict=True))
-        return total / sum(gates)[..., None] if change == "normalised" else total
-
-    return wrong
+def _put_together(
+    slips: Slips,
+    q: Tensor, k: Tensor, v: Tensor, g_cmp: Tensor, g_slc: Tensor, g_swa: Tensor,
+    top_n: int, block_size: int, window_size: int, length: int, stride: int,
+) -> Tensor:  # fmt: skip
+    """`three_branches` with slips."""
+    sizes = {} if "paper's sizes" in slips else {"length": length, "stride": stride}
+    told = {} if "default sizes" in slips else sizes
+    # -- compression --
+    k_cmp, v_cmp = (ops.compress(x, **sizes) for x in (k, v))
+    o_cmp, lse_cmp = ops.compressed_attention(q, k_cmp, v_cmp, **told, return_lse=True)
+    # -- selection --
+    by = v_cmp if "by values" in slips else k if "by keys" in slips else k_cmp
+    cut = {"block_size": block_size}
+    chosen_by = {} if slips & {"default block size", "block size of the choice"} else cut
+    ids = ops.select_blocks(q, by, None, top_n=top_n, **chosen_by, **told)
+    if "one choice for all" in slips:
+        ids = ids[:, :, :1].expand_as(ids)
+    if "of the last query" in slips:
+        ids = ids[:, -1:].expand_as(ids)
+    if "own block twice" in slips:
+        own = (torch.arange(q.shape[1]) // block_size)[None, :, None, None]
+        ids = torch.cat([ids, own.expand(*ids.shape[:3], 1).to(ids.dtype)], -1)
+    if "default block size" in slips:
+        cut = {}
+    if "blocks of stride" in slips:
+        cut = {"block_size": stride}
+    o_slc, lse_slc = ops.selected_attention(q, k, v, ids, **cut, return_lse=True)
+    # -- window --
+    window = window_size + ("wide window" in slips)
+    o_swa, lse_swa = ops.sliding_window_attention(q, k, v, window_size=window, return_lse=True)
+    # -- all together --
+    outputs, gates = (o_cmp, o_slc, o_swa), (g_cmp, g_slc, g_swa)
+    if slips & {"by lse", "by corrected lse"}:
+        counted = stride if "by corrected lse" in slips else 1
+        lse = torch.stack([lse_cmp + math.log(counted), lse_slc, lse_swa])
+        gates = torch.softmax(lse, 0).unbind(0)
+    if "softmax" in slips:
+        gates = torch.softmax(torch.stack(gates), 0).unbind(0)
+    if "swapped gates" in slips:
+        gates = (gates[0], gates[2], gates[1])
+    if "no gates" in slips:
+        return sum(outputs)
+    if "last axis" not in slips:
+        gates = [g[..., None] for g in gates]
+    total = sum(g * o for g, o in zip(gates, outputs, strict=True))
+    return total / sum(gates) if "normalised" in slips else total
 
 
 def _whole(B: int, N: int, HQ: int, H: int, D: int, DV: int, seed: int, **sizes: int) -> Callable:
@@ -690,6 +781,113 @@ def _whole(B: int, N: int, HQ: int, H: int, D: int, DV: int, seed: int, **sizes:
     return arguments
 
 
+_TOGETHER_MISTAKES = (
+    Misconception(
+        "leaving length and stride at their defaults",
+        slip(_put_together, "default sizes"),
+        "Summaries do not tell how they were made. Which operators that take them have to be told "
+        "`length` and `stride`?",
+    ),
+    Misconception(
+        "making summaries of the paper's sizes",
+        slip(_put_together, "paper's sizes"),
+        "Without `length` and `stride`, `compress` makes summaries of 32 tokens, and most of these "
+        "texts are shorter. Which sizes were you given?",
+    ),
+    Misconception(
+        "leaving the block size at its default",
+        slip(_put_together, "default block size"),
+        "A block of 64 tokens holds all of these short texts. Which two operators have to be told "
+        "`block_size`?",
+    ),
+    Misconception(
+        "telling the block size to the attention alone",
+        slip(_put_together, "block size of the choice"),
+        "`select_blocks` then counts in blocks of 64 tokens and lists one block. Which argument "
+        "does it lack?",
+    ),
+    Misconception(
+        "choosing blocks by keys in place of summaries",
+        slip(_put_together, "by keys"),
+        "`select_blocks` scores blocks by their summaries, and counts how many it gets. Which "
+        "tensor holds the summary keys?",
+    ),
+    Misconception(
+        "choosing blocks by the summaries of the values",
+        slip(_put_together, "by values"),
+        "A query is compared with keys. Of which tensor are the summaries that decide?",
+    ),
+    Misconception(
+        "swapping the gates of selection and window",
+        slip(_put_together, "swapped gates"),
+        "The order is compression, selection, window. Which output does each gate stand beside?",
+    ),
+    Misconception(
+        "leaving the gates out",
+        slip(_put_together, "no gates"),
+        "The plain sum counts three times what all three branches see. What is each output "
+        "multiplied by?",
+    ),
+    Misconception(
+        "lining the gates up with the width",
+        slip(_put_together, "last axis"),
+        "A gate is `[B, N, HQ]`, an output `[B, N, HQ, DV]`, and PyTorch lines shapes up from the "
+        "right. Where does the gate need an axis of length 1?",
+    ),
+    Misconception(
+        "merging the branches by their LSE",
+        slip(_put_together, "by lse"),
+        "That is exact for disjoint sets of keys. These branches overlap, and one of them reads "
+        "summaries. Which weights were you given?",
+    ),
+    Misconception(
+        "merging the branches by an LSE that counts each summary `stride` times",
+        slip(_put_together, "by corrected lse"),
+        "That comes nearer to dense attention, but here the weights are not yours to choose. "
+        "Which ones were you given?",
+    ),
+    Misconception(
+        "a softmax over the gates",
+        slip(_put_together, "softmax"),
+        "The branches do not compete for one unit of weight, and the gates are used as given. "
+        "What should gates of 1, 1 and 1 give?",
+    ),
+    Misconception(
+        "dividing by the sum of the gates",
+        slip(_put_together, "normalised"),
+        "Equation 5 is a sum, and the gates are used as given. What should gates of (0, ½, 0) "
+        "give?",
+    ),
+    Misconception(
+        "listing the own block twice",
+        slip(_put_together, "own block twice"),
+        "`select_blocks` has forced the query's own block into the list already. What happens to "
+        "a block that is listed twice?",
+    ),
+    Misconception(
+        "one list for all KV heads",
+        slip(_put_together, "one choice for all"),
+        "The query heads of a group share a list. Which keys do different groups read?",
+    ),
+    Misconception(
+        "one list for all queries",
+        slip(_put_together, "of the last query"),
+        "The last query's list knows what is the future to an earlier one. Which blocks may each "
+        "query choose among?",
+    ),
+    Misconception(
+        "taking the stride for the block size",
+        slip(_put_together, "blocks of stride"),
+        "The list names blocks of `block_size` tokens. How should the attention that reads the "
+        "list cut the text?",
+    ),
+    Misconception(
+        "a window one key too wide",
+        slip(_put_together, "wide window"),
+        "`window_size` counts the query's own key too. How many keys are left for the past?",
+    ),
+)
+
 _THREE_BRANCHES = Exercise(
     name="three_branches",
     statement="""
@@ -702,71 +900,28 @@ does unless told otherwise.)
 """,
     minutes=8,
     difficulty=2,
+    hints=(
+        "You need five operators. Which of them needs what another one makes? Write them in an "
+        "order in which nothing is missing.",
+        "Summaries come first, one set of keys and one of values. The summary keys serve twice: "
+        "the compressed branch attends to them, and the choice of blocks scores them.",
+        "Tell every operator the sizes that its inputs were made with: `length` and `stride` "
+        "wherever summaries go in, `block_size` wherever lists go in or come out. At the end, "
+        "three products of a gate (with one more axis) and an output, added up.",
+    ),
+    why="The three attentions are complete in themselves and share nothing but the summary keys, "
+    "which also choose the blocks: so gates can weigh them, and nothing needs to be merged.",
     solution=three_branches,
-    misconceptions=(
-        Misconception(
-            "leaving length and stride at their defaults",
-            _put_together("default sizes"),
-            "Summaries do not tell how they were made. Every operator that takes them has to be "
-            "told `length` and `stride`.",
-        ),
-        Misconception(
-            "leaving the block size at its default",
-            _put_together("default block size"),
-            "A block of 64 tokens holds all of these short texts. Which two operators have to be "
-            "told `block_size`?",
-        ),
-        Misconception(
-            "choosing blocks by the summaries of the values",
-            _put_together("by values"),
-            "A query is compared with keys. Of which tensor are the summaries that decide?",
-        ),
-        Misconception(
-            "swapping the gates of selection and window",
-            _put_together("swapped gates"),
-            "The order is compression, selection, window. Which output does each gate stand "
-            "beside?",
-        ),
-        Misconception(
-            "merging the branches by their LSE",
-            _put_together("by lse"),
-            "That is exact for disjoint sets of keys. These branches overlap, one of them reads "
-            "summaries, "
-            "and the gates were given.",
-        ),
-        Misconception(
-            "dividing by the sum of the gates",
-            _put_together("normalised"),
-            "Equation 5 is a sum. The gates are used as given.",
-        ),
-        Misconception(
-            "listing the own block twice",
-            _put_together("own block twice"),
-            "`select_blocks` has forced the query's own block into the list already. A block "
-            "that is listed twice counts twice.",
-        ),
-        Misconception(
-            "one list for all KV heads",
-            _put_together("one choice for all"),
-            "The query heads of a group share a list. Different groups read different keys and "
-            "choose for themselves.",
-        ),
-        Misconception(
-            "one list for all queries",
-            _put_together("of the last query"),
-            "Every query chooses anew, by its own scores, among the blocks of its own past.",
-        ),
-        Misconception(
-            "taking the stride for the block size",
-            _put_together("blocks of stride"),
-            "The list names blocks of `block_size` tokens: the attention that reads the list has "
-            "to cut the text in the same way.",
-        ),
-        Misconception(
-            "a window one key too wide",
-            _put_together("wide window"),
-            "`window_size` counts the query's own key too.",
-        ),
+    misconceptions=_TOGETHER_MISTAKES,
+    combine=together(
+        _TOGETHER_MISTAKES,
+        {"default sizes", "paper's sizes"},
+        {"by keys", "by values"},
+        {"default block size", "block size of the choice", "blocks of stride"},
+        {"by lse", "by corrected lse", "swapped gates", "no gates"},
+        {"by lse", "by corrected lse", "no gates", "normalised", "softmax"},
+        {"one choice for all", "of the last query"},
+        {"no gates", "last axis"},
     ),
     cases=(
         Case(
@@ -798,3 +953,301 @@ does unless told otherwise.)
 
 
 EXERCISES = (_GATED_SUM, _KEYS_LOADED, _SELECTS_LIKE_DENSE, _THREE_BRANCHES)
+
+
+# -- two mistakes at once --
+
+
+def _softmax_of_gates(gates: list, outputs: list) -> Tensor:
+    weights = torch.softmax(torch.stack(gates), 0)
+    return sum(w[..., None] * o for w, o in zip(weights, outputs, strict=True))
+
+
+def _gates_divided_and_none_as_one(gates: list, outputs: list) -> Tensor:
+    return _gated(frozenset({"divided", "none is one"}), gates, outputs)
+
+
+def _loads_without_edges(
+    t: int, ids: list[int], block_size: int, window_size: int, length: int, stride: int
+) -> tuple[int, int, int, int]:
+    summaries = max(0, (t + 1 - length) // stride + 1)
+    selected = sum(block_size for block in ids if block >= 0)
+    return summaries, selected, window_size, summaries + selected + window_size
+
+
+def _distinct_keys_before(
+    t: int, ids: list[int], block_size: int, window_size: int, length: int, stride: int
+) -> tuple[int, int, int, int]:
+    listed = {i for b in ids if b >= 0 for i in range(b * block_size, (b + 1) * block_size)}
+    listed = {i for i in listed if i <= t}
+    window = set(range(max(0, t - window_size + 1), t + 1))
+    begun = t // stride + 1
+    return begun, len(listed), len(window), begun + len(listed | window)
+
+
+def _heads_alone_in_full_blocks(nsa: Callable) -> bool:
+    generator = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(1, 24, 4, 16, generator=generator) for _ in range(3))
+    gates = tuple(torch.full((1, 24, 4), g) for g in (0.0, 1.0, 0.0))
+    ids = torch.arange(3).expand(1, 24, 4, 3)
+    return torch.allclose(nsa(q, k, v, gates, ids, 8), attention(q, k, v), atol=1e-4)
+
+
+def _last_query_of_one_kv_head(nsa: Callable) -> bool:
+    generator = torch.Generator().manual_seed(7)
+    q = torch.randn(1, 19, 4, 16, generator=generator)
+    k, v = (torch.randn(1, 19, 1, 16, generator=generator) for _ in range(2))
+    gates = tuple(torch.full((1, 19, 4), g) for g in (0.0, 1.0, 0.0))
+    o = nsa(q, k, v, gates, torch.arange(3).expand(1, 19, 1, 3), 8)
+    return torch.allclose(o[:, -1], attention(q, k, v)[:, -1], atol=1e-4)
+
+
+def _from_memory(*arguments: object) -> Tensor:
+    return _put_together(frozenset({"swapped gates", "wide window"}), *arguments)
+
+
+def _merged_with_defaults(*arguments: object) -> Tensor:
+    return _put_together(frozenset({"by lse", "default sizes"}), *arguments)
+
+
+DOUBLES = (
+    Double(
+        "gated_sum",
+        _softmax_of_gates,
+        ("a softmax over the branches", "not allowing for a gate of None"),
+    ),
+    Double(
+        "gated_sum",
+        _gates_divided_and_none_as_one,
+        ("dividing by the sum of the gates", "taking None for a gate of 1"),
+    ),
+    Double(
+        "keys_loaded",
+        _loads_without_edges,
+        ("counting the own block as a whole", "a full window at the start of the text"),
+    ),
+    Double(
+        "keys_loaded",
+        _distinct_keys_before,
+        (
+            "counting a key once that two branches load",
+            "counting summaries that have begun but not ended",
+        ),
+    ),
+    Double(
+        "selects_like_dense",
+        _heads_alone_in_full_blocks,
+        (
+            "a test in which the blocks divide the text",
+            "a test with as many KV heads as query heads",
+        ),
+    ),
+    Double(
+        "selects_like_dense",
+        _last_query_of_one_kv_head,
+        ("a test with a single KV head", "a test that looks at the last query only"),
+    ),
+    Double(
+        "three_branches",
+        _from_memory,
+        ("swapping the gates of selection and window", "a window one key too wide"),
+    ),
+    Double(
+        "three_branches",
+        _merged_with_defaults,
+        ("merging the branches by their LSE", "leaving length and stride at their defaults"),
+    ),
+)
+
+
+# -- what the chapter warns of --
+
+TRAPS = (
+    Trap(
+        "Each branch is a complete attention: it has a softmax of its own",
+        "three_branches",
+        "merging the branches by their LSE",
+    ),
+    Trap(
+        "The branches **overlap**",
+        "three_branches",
+        "merging the branches by their LSE",
+    ),
+    Trap(
+        "And if each summary counts for the 8 tokens that it adds?",
+        "three_branches",
+        "merging the branches by an LSE that counts each summary `stride` times",
+    ),
+    Trap(
+        "NSA does not use them.",
+        "three_branches",
+        "merging the branches by an LSE that counts each summary `stride` times",
+    ),
+    Trap(
+        "the newest summary ends up to 7 tokens ago (the lag of chapter 06)",
+        "keys_loaded",
+        "counting summaries that have begun but not ended",
+    ),
+    Trap(
+        "So a gate needs one more axis, of length 1.",
+        "gated_sum",
+        "lining the gate up with the width",
+    ),
+    Trap(
+        "a gate is one number for each token and each query head, `[B, N, HQ]`",
+        "gated_sum",
+        "one gate per token for all heads",
+    ),
+    Trap(
+        "each goes through a sigmoid, *for itself*",
+        "gated_sum",
+        "applying the sigmoid once more",
+    ),
+    Trap(
+        "Nothing makes the three sum to 1.",
+        "gated_sum",
+        "dividing by the sum of the gates",
+    ),
+    Trap(
+        "With gates of 1, what all three see is counted three times",
+        "gated_sum",
+        "adding up the outputs without their gates",
+    ),
+    Trap(
+        "With gates of 1, what all three see is counted three times",
+        "selects_like_dense",
+        "a test with all gates open",
+    ),
+    Trap(
+        "So should we force the gates to sum to 1, by a softmax? The paper does not.",
+        "gated_sum",
+        "a softmax over the branches",
+    ),
+    Trap(
+        "So should we force the gates to sum to 1",
+        "three_branches",
+        "dividing by the sum of the gates",
+    ),
+    Trap(
+        "A gate of `None` leaves its branch out: it is not even computed.",
+        "gated_sum",
+        "not allowing for a gate of None",
+    ),
+    Trap(
+        "with 0 in place of `None`, the summaries are computed, choose the blocks, and say nothing "
+        "themselves",
+        "gated_sum",
+        "taking None for a gate of 1",
+    ),
+    Trap(
+        "list every block, or open the window as far as the text",
+        "selects_like_dense",
+        "a test that right implementations fail",
+    ),
+    Trap(
+        "A summary that is visible before it ends",
+        "keys_loaded",
+        "showing a summary one token early",
+    ),
+    Trap(
+        "a block list that knows the future",
+        "three_branches",
+        "one list for all queries",
+    ),
+    Trap(
+        "a mask that is one key too wide",
+        "three_branches",
+        "a window one key too wide",
+    ),
+    Trap(
+        "the summaries' keys and their `lse` choose the blocks",
+        "three_branches",
+        "choosing blocks by the summaries of the values",
+    ),
+    Trap(
+        "Keys in the list *and* in the window are counted twice, because they are loaded twice",
+        "keys_loaded",
+        "counting a key once that two branches load",
+    ),
+    Trap(
+        "the list of the selection, one for the query heads of a group",
+        "three_branches",
+        "one list for all KV heads",
+    ),
+)
+
+
+# -- predictions --
+
+PREDICTIONS = (
+    Prediction(
+        "keys_at_65536",
+        "How many of 65,536 keys does the last query load, all three branches together?",
+        "A summary begins every 16 of the 65,536 tokens, and that makes 4,095; the list adds 1,024 "
+        "and the window 512.",
+        (
+            (
+                600,
+                "That is little more than the window, 512. The list and the summaries come on top.",
+            ),
+            (
+                lambda guess: 1400 <= guess <= 1600,
+                "That is list and window, 1,024 + 512. The summaries are of the whole text.",
+            ),
+            (4095, "That is the summaries alone."),
+            (5119, "That is summaries and list. The window loads its 512 keys, too."),
+            (5632, "That is the paper's count: it has one summary more than there are."),
+            (16_000, "That is a quarter of the text. A summary stands for 16 new tokens."),
+        ),
+        unit="keys",
+        tolerance=0.01,
+    ),
+    Prediction(
+        "busiest_branch",
+        "Which branch loads most: compression, selection or window?",
+        "The list and the window stay as they are when the text grows; the summaries grow with it.",
+        (
+            ("selection", "16 blocks of 64 are 1,024 keys, in a text of any length."),
+            ("window", "The window has 512 keys, in a text of any length."),
+        ),
+    ),
+    Prediction(
+        "error_of_the_sum",
+        "How far is the plain sum of the three outputs from dense attention, in percent?",
+        "What all three branches see is counted three times, so the output is more than twice as "
+        "long as it should be.",
+        (
+            (0, "The sum would be exact only if the branches shared out one softmax among them."),
+            (20, "A good choice of gates comes that near. The plain sum has no gates."),
+            (60, "The output is not a little too long: it has more than twice the right length."),
+            (100, "That is what zeros get. The plain sum is worse than saying nothing."),
+            (200, "Three equal outputs would be 200 % off, but the compression's is much shorter."),
+        ),
+        unit="%",
+        tolerance=0.02,
+    ),
+    Prediction(
+        "ones_at_half",
+        "All values are 1 and all three gates ½: what is the gated sum?",
+        "Each branch gives exactly 1, because its weights sum to 1, and three halves are added.",
+        (
+            (1, "That would hold if the gates summed to 1. Nothing makes them."),
+            (0.5, "That is one branch alone, and there are three."),
+            (3, "That is the sum with gates of 1."),
+        ),
+    ),
+    Prediction(
+        "smallest_part",
+        "Which part of the layer has the fewest parameters: q, k, v, o, gate, compress_k or "
+        "compress_v?",
+        "The gates' network has only 64 numbers between a token's vector and its 192 gates.",
+        (
+            ("v", "It maps 2,560 numbers to three sets of 4 heads of 128: nearly 4 million."),
+            ("k", "It maps 2,560 numbers to three sets of 4 heads of 192: nearly 6 million."),
+            (
+                lambda guess: guess.startswith("compress"),
+                "It reads 32 tokens of a head at a time, and the width of its network follows.",
+            ),
+        ),
+    ),
+)
