@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa_tutorial.course.exercises import Case, Exercise, Misconception
+from nsa_tutorial.course.exercises import Case, Double, Exercise, Prediction, Trap
 from nsa_tutorial.course.figures import Picture
+from nsa_tutorial.course.slips import slips
 from nsa_tutorial.course.widgets.compression import draw_windows
 
 
@@ -26,6 +27,26 @@ def visible_summaries(position: int, length: int, stride: int) -> int:
     """How many summaries the query at `position` sees."""
     tokens = position + 1  # those up to the query, itself included
     return max((tokens - length) // stride + 1, 0)
+
+
+def _visible(*changes: str) -> Callable:
+    """A wrong `visible_summaries`, with these changes."""
+
+    def wrong(position: int, length: int, stride: int) -> int:
+        tokens = position + ("one late" not in changes)
+        first = 1 if "starts" in changes else stride if "strides" in changes else length
+        step = length if "no overlap" in changes else stride
+        moves = (tokens - first) // step
+        if "up" in changes:
+            moves = -(-(tokens - first) // step)
+        if "towards zero" in changes:
+            moves = int((tokens - first) / step)
+        if "fraction" in changes:
+            moves = (tokens - first) / step
+        count = moves + ("no first" not in changes)
+        return count if "negative" in changes else max(count, 0)
+
+    return wrong
 
 
 def _draw_visible(arguments: tuple, got: object, expected: int) -> Picture:
@@ -45,53 +66,65 @@ queries at positions 0 to 7 see 0, 0, 0, 1, 1, 2, 2, 3.
     minutes=4,
     difficulty=2,
     solution=visible_summaries,
-    misconceptions=(
-        Misconception(
-            "letting a summary be seen once it starts",
-            lambda position, length, stride: position // stride + 1,
-            "A summary that has started may still hold tokens of the query's future. Which of "
-            "its tokens has to be there first?",
-        ),
-        Misconception(
-            "letting a summary be seen only after its last token",
-            lambda position, length, stride: max((position - length) // stride + 1, 0),
-            "A query sees its own token. If a window ends with it, there is nothing in it from "
-            "the future.",
-        ),
-        Misconception(
-            "rounding up",
-            lambda position, length, stride: max(-(-(position + 1 - length) // stride) + 1, 0),
-            "A window that is only partly there does not count. In which direction does that "
-            "round?",
-        ),
-        Misconception(
-            "rounding towards zero",
-            lambda position, length, stride: max(int((position + 1 - length) / stride) + 1, 0),
-            "For an early query the number in front of the division is negative, and int() "
-            "rounds it up. What does // do with it?",
-        ),
-        Misconception(
-            "going below zero at the start",
-            lambda position, length, stride: (position + 1 - length) // stride + 1,
-            "Where no window fits, the formula says how many are missing. A count ends at 0.",
-        ),
-        Misconception(
-            "forgetting the first window",
-            lambda position, length, stride: max((position + 1 - length) // stride, 0),
-            "The division counts how often the window can move on. Where was it before it moved?",
-        ),
-        Misconception(
-            "counting windows that do not overlap",
-            lambda position, length, stride: (position + 1) // length,
-            "A new window starts every `stride` tokens, not every `length`.",
-        ),
-        Misconception(
-            "counting whole strides",
-            lambda position, length, stride: (position + 1) // stride,
-            "A stride is the distance from one window's start to the next; the window itself is "
-            "longer. "
-            "Look at the first position at which anything is seen.",
-        ),
+    hints=(
+        "Length 4, stride 2: write down the first and the last token of the first three windows. "
+        "From which position on is each of them complete?",
+        "How many tokens are there up to the query, itself included? The answer is how many whole "
+        "windows fit into so many tokens.",
+        "Take the first window away from these tokens. How many whole strides fit into the rest? "
+        "Each is one more window. If not even the first one fits, the answer is 0.",
+    ),
+    why="A summary may be seen once its last token is there, so a query sees as many summaries as "
+    "a text that ends with the query itself would have.",
+    **slips(
+        _visible,
+        {
+            "starts": (
+                "letting a summary be seen once it starts",
+                "A summary that has started may still hold tokens of the query's future. Which of "
+                "its tokens has to be there first?",
+            ),
+            "one late": (
+                "letting a summary be seen only after its last token",
+                "A query sees its own token. If a window ends with that token, what in it is from "
+                "the future?",
+            ),
+            "up": (
+                "rounding up",
+                "A window that is only partly there does not count. In which direction does that "
+                "round?",
+            ),
+            "towards zero": (
+                "rounding towards zero",
+                "For an early query the number in front of the division is negative, and `int` "
+                "rounds it up. What does `//` do with it?",
+            ),
+            "fraction": (
+                "counting parts of windows",
+                "The count is no whole number here. Which division of Python rounds down?",
+            ),
+            "negative": (
+                "going below zero at the start",
+                "Where no window fits, the formula says how many are missing. Where does a count "
+                "end?",
+            ),
+            "no first": (
+                "forgetting the first window",
+                "The division counts how often the window can move on. Where was it before it "
+                "moved?",
+            ),
+            "no overlap": (
+                "counting windows that do not overlap",
+                "A window is `length` tokens long. How many tokens later does the next one start?",
+            ),
+            "strides": (
+                "counting whole strides",
+                "A stride is the distance from one window's start to the next. At which position "
+                "does the first window end?",
+            ),
+        },
+        {"starts", "strides"},
+        {"up", "towards zero", "fraction"},
     ),
     cases=(
         Case("a window that ends at the query", lambda: (3, 4, 2)),
@@ -118,30 +151,37 @@ def summarise(x: Tensor, length: int, stride: int) -> Tensor:
     return x[token].mean(1)  # [M_c, length, D] to [M_c, D]
 
 
-def _means(starts: Callable[[int, int, int], range], pad: bool = False) -> Callable:
-    """A wrong `summarise` with other starts; windows at the end may be cut short, or padded with
-    zeros."""
+def _summarise(*changes: str) -> Callable:
+    """A wrong `summarise`, with these changes."""
 
     def wrong(x: Tensor, length: int, stride: int) -> Tensor:
-        means = []
-        for start in starts(len(x), length, stride):
-            window = x[start : start + length]
-            means.append(window.sum(0) / (length if pad else len(window)))
-        return torch.stack(means) if means else x[:0]
-
-    return wrong
-
-
-def _summarise_over(axis: str) -> Callable:
-    def wrong(x: Tensor, length: int, stride: int) -> Tensor:
-        count = max((len(x) - length) // stride + 1, 0)
-        # [M_c, length, D]
-        windows = x[torch.arange(count)[:, None] * stride + torch.arange(length)]
-        if axis == "width":
-            return windows.mean(2)
-        if axis == "sum":
-            return windows.sum(1)
-        return windows.sum(1) / stride
+        M, D = x.shape
+        step = length if "no overlap" in changes else 1 if "every token" in changes else stride
+        end = M - length + ("one short" not in changes)
+        if {"tail", "tail of zeros"} & {*changes}:
+            end = M
+        if "every stride" in changes:
+            end = M // stride * step
+        if "no first" in changes:
+            end = (M - length) // stride * step
+        span = stride if "span" in changes else length
+        windows = [x[start : start + span] for start in range(0, end, step)]
+        if "tail of zeros" in changes:
+            windows = [F.pad(window, (0, 0, 0, length - len(window))) for window in windows]
+        if "short text" in changes and not windows:
+            raise RuntimeError("no window to stack")
+        if "width" in changes:
+            return torch.stack([window.mean(1) for window in windows]) if windows else x[:0, :0]
+        if "one number" in changes:
+            return torch.stack([window.mean() for window in windows]) if windows else x[:0, 0]
+        if "last token" in changes:
+            return torch.stack([window[-1] for window in windows]) if windows else x[:0]
+        means = [window.sum(0) / len(window) for window in windows]
+        if "sum" in changes:
+            means = [window.sum(0) for window in windows]
+        if "by the stride" in changes:
+            means = [window.sum(0) / stride for window in windows]
+        return torch.stack(means) if means else x.new_zeros(0, D)
 
     return wrong
 
@@ -156,60 +196,89 @@ result has shape `[0, D]`.
     minutes=4,
     difficulty=1,
     solution=summarise,
-    misconceptions=(
-        Misconception(
-            "windows that do not overlap",
-            _means(lambda M, length, stride: range(0, M - length + 1, length)),
-            "The next window starts `stride` tokens after the last one, though that one has not "
-            "ended yet.",
-        ),
-        Misconception(
-            "a window at every token",
-            _means(lambda M, length, stride: range(0, M - length + 1)),
-            "One window every `stride` tokens, or there would be as many summaries as tokens.",
-        ),
-        Misconception(
-            "keeping the ragged tail",
-            _means(lambda M, length, stride: range(0, M, stride)),
-            "The last windows run past the end. A mean of fewer tokens would be another kind of "
-            "summary, and would change "
-            "with every token that comes.",
-        ),
-        Misconception(
-            "filling the ragged tail with zeros",
-            _means(lambda M, length, stride: range(0, M, stride), pad=True),
-            "Tokens that do not exist would count as tokens of zeros. Windows that do not fit "
-            "are left out.",
-        ),
-        Misconception(
-            "losing the last window where it just fits",
-            _means(lambda M, length, stride: range(0, M - length, stride)),
-            "A window may start at token M − length: it then ends with the last token.",
-        ),
-        Misconception(
-            "making windows of a text that is shorter than one",
-            lambda x, length, stride: x.unfold(0, length, stride).mean(-1),
-            "`unfold` raises an error if not even one window fits, and `torch.stack` if there is "
-            "nothing to stack. How many "
-            "windows fit into such a text, and what shape have their means?",
-        ),
-        Misconception(
-            "the mean over the width",
-            _summarise_over("width"),
-            "The tokens of a window are to be averaged, number by number. Which axis holds the "
-            "tokens?",
-        ),
-        Misconception(
-            "the sum in place of the mean",
-            _summarise_over("sum"),
-            "The weights of a window's tokens are to sum to 1; else a longer window would have "
-            "larger keys.",
-        ),
-        Misconception(
-            "dividing by the stride",
-            _summarise_over("stride"),
-            "How many tokens are in a window? Their weights are to sum to 1.",
-        ),
+    hints=(
+        "Six tokens, length 4, stride 2: write down the tokens of every window that fits. How many "
+        "are there, and where does the next one start that does not fit?",
+        "Count the windows before you make any. This count is never negative, and it may be 0.",
+        "Make a table of token numbers with a row for each window: a column of starts plus a row "
+        "`0 … length - 1`. Index `x` with it. Which axis of the result holds a window's tokens?",
+    ),
+    why="A table of token numbers `[M_c, length]` works for every count, 0 as well, and a window "
+    "that does not fit never gets into it.",
+    **slips(
+        _summarise,
+        {
+            "no overlap": (
+                "windows that do not overlap",
+                "A window may start before the last one has ended. How many tokens later does it "
+                "start?",
+            ),
+            "every token": (
+                "a window at every token",
+                "There would be as many summaries as tokens. How far does a window move on?",
+            ),
+            "tail": (
+                "keeping the ragged tail",
+                "The last windows run past the end, and their means would change with every token "
+                "that comes. Where may the last window start?",
+            ),
+            "tail of zeros": (
+                "filling the ragged tail with zeros",
+                "Tokens that do not exist would count as tokens of zeros. Where may the last "
+                "window start?",
+            ),
+            "one short": (
+                "losing the last window where it just fits",
+                "A window may end with the last token of all. At which token does that one start?",
+            ),
+            "every stride": (
+                "counting a window for every stride",
+                "The last of them run past the end. Where does the last window start that fits?",
+            ),
+            "no first": (
+                "forgetting the first window",
+                "The division counts how often the window can move on. Where was it before it "
+                "moved?",
+            ),
+            "span": (
+                "windows as long as the stride",
+                "The stride says where the next window starts. How many tokens are in a window?",
+            ),
+            "one number": (
+                "one number for a whole window",
+                "A summary has `D` numbers, like a token. Over which axis is the mean?",
+            ),
+            "short text": (
+                "making windows of a text that is shorter than one",
+                "`unfold` raises an error if not even one window fits, and so does `torch.stack` "
+                "without windows. What shape has a mean over no windows?",
+            ),
+            "width": (
+                "the mean over the width",
+                "The tokens of a window are averaged, number by number. Which axis holds the "
+                "tokens?",
+            ),
+            "last token": (
+                "taking a window's last token for its summary",
+                "One token is there, the others are lost. What is the mean of all of them?",
+            ),
+            "sum": (
+                "the sum in place of the mean",
+                "A longer window would have larger keys. To what should the weights of its tokens "
+                "sum?",
+            ),
+            "by the stride": (
+                "dividing by the stride",
+                "The weights of a window's tokens should sum to 1. How many tokens are in a "
+                "window?",
+            ),
+        },
+        {"no overlap", "every token"},
+        {"tail", "tail of zeros", "one short", "every stride", "no first"},
+        {"tail", "tail of zeros", "short text"},
+        {"tail", "every stride", "width"},
+        {"tail of zeros", "every stride", "span"},
+        {"one number", "width", "last token", "sum", "by the stride"},
     ),
     cases=(
         Case(
@@ -242,45 +311,45 @@ def attend_to_summaries(
     return torch.softmax(scores, 0) @ v_cmp[:count], scores.logsumexp(0)
 
 
-def _attend(change: str) -> Callable:
-    """A wrong `attend_to_summaries`, with one change."""
+def _attend(*changes: str) -> Callable:
+    """A wrong `attend_to_summaries`, with these changes."""
 
     def wrong(
         q: Tensor, k: Tensor, v: Tensor, position: int, length: int, stride: int
     ) -> tuple[Tensor, Tensor]:
-        first_tokens = v[: max(len(v) - length + 1, 0) : stride]
-        v_cmp = first_tokens if change == "unsummarised values" else summarise(v, length, stride)
-        k_cmp, scale = (
-            summarise(k, length, stride),
-            1.0 if change == "no scale" else q.shape[0] ** -0.5,
-        )
+        k_cmp, v_cmp = summarise(k, length, stride), summarise(v, length, stride)
+        if "unsummarised values" in changes:
+            v_cmp = v[: len(v_cmp) * stride : stride]
+        if "values of tokens" in changes:
+            v_cmp = v[: len(v_cmp)]
+        power = 0 if "no scale" in changes else -1 if "by D" in changes else -0.5
+        scale = q.shape[0] ** power
         count = visible_summaries(position, length, stride)
-        if change == "starts":
+        if "starts" in changes:
             count = min(position // stride + 1, len(k_cmp))
-        if change == "one less":
-            count = max((position - length) // stride + 1, 0)
+        if "one late" in changes:
+            count = visible_summaries(position - 1, length, stride)
+        if "all" in changes:
+            count = len(k_cmp)
+        if count == 0 and "tokens" in changes:
+            scores, v_cmp = scale * k[: position + 1] @ q, v[: position + 1]
+            return torch.softmax(scores, 0) @ v_cmp, scores.logsumexp(0)
+        if count == 0 and "nan" not in changes:
+            nothing = 0.0 if "lse 0" in changes else -math.inf
+            return v.new_zeros(v.shape[1]), v.new_tensor(nothing)
         scores = scale * k_cmp @ q
         hidden = torch.arange(len(scores)) >= count
-        if change == "zeros":
-            return _weighted(scores.masked_fill(hidden, 0), v_cmp)
-        if change == "all":
-            return _weighted(scores, v_cmp)
-        if change == "normalised over all":
-            o = torch.softmax(scores, 0).masked_fill(hidden, 0) @ v_cmp
-            return o, scores.logsumexp(0) if count else torch.tensor(-math.inf)
-        if count == 0 and change == "lse 0":
-            return v.new_zeros(v.shape[1]), torch.tensor(0.0)
-        if count == 0 and change == "tokens":
-            return _weighted(scale * k[: position + 1] @ q, v[: position + 1])
-        if count == 0 and change != "nan":
-            return v.new_zeros(v.shape[1]), torch.tensor(-math.inf)
-        return _weighted(scores.masked_fill(hidden, -math.inf), v_cmp)
+        seen = scores.masked_fill(hidden, 0.0 if "zeros" in changes else -math.inf)
+        weights, lse = torch.softmax(seen, 0), seen.logsumexp(0)
+        if {"after the softmax", "denominator"} & {*changes}:
+            weights = torch.softmax(scores, 0).masked_fill(hidden, 0)
+        if "after the softmax" in changes:
+            lse = scores.logsumexp(0)
+        if "sum of exponentials" in changes:
+            lse = seen.exp().sum()
+        return weights @ v_cmp, lse
 
     return wrong
-
-
-def _weighted(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.softmax(scores, 0) @ v, scores.logsumexp(0)
 
 
 _ATTEND = Exercise(
@@ -295,62 +364,94 @@ query that sees none gets `o` of zeros and `lse` of −∞ (a tensor). You may u
     minutes=8,
     difficulty=3,
     solution=attend_to_summaries,
-    misconceptions=(
-        Misconception(
-            "softmax over nothing",
-            _attend("nan"),
-            "Where every score is −∞, the softmax divides 0 by 0. The contract says what an "
-            "early query gets: catch it before.",
-        ),
-        Misconception(
-            "an lse of 0 for a query that sees nothing",
-            _attend("lse 0"),
-            "lse is the logarithm of the sum of the exponentials. What is the sum over nothing, "
-            "and its logarithm?",
-        ),
-        Misconception(
-            "attending to tokens where there is no summary yet",
-            _attend("tokens"),
-            "It sounds helpful, but this branch only knows summaries; the newest tokens are the "
-            "sliding window's business.",
-        ),
-        Misconception(
-            "summarising the keys and not the values",
-            _attend("unsummarised values"),
-            "A summary stands for all tokens of its window, in both: its key says what there is, "
-            "and its value should hold it.",
-        ),
-        Misconception(
-            "letting a summary be seen once it starts",
-            _attend("starts"),
-            "Change the text's last token: does the result of an earlier query change?",
-        ),
-        Misconception(
-            "letting a summary be seen only after its last token",
-            _attend("one less"),
-            "A window that ends with the query's own token holds nothing from the future.",
-        ),
-        Misconception(
-            "seeing all summaries",
-            _attend("all"),
-            "Those that end after the query hold tokens of its future.",
-        ),
-        Misconception(
-            "scores of 0 for hidden summaries",
-            _attend("zeros"),
-            "A score of 0 still weighs e⁰. Which score weighs nothing?",
-        ),
-        Misconception(
-            "masking after the softmax",
-            _attend("normalised over all"),
-            "The hidden summaries are gone from the sum of the values, but not from the "
-            "denominator: do the weights sum to 1?",
-        ),
-        Misconception(
-            "leaving out the scale",
-            _attend("no scale"),
-            "Scores are multiplied by D ** -0.5, as in every chapter.",
-        ),
+    hints=(
+        "Four tokens, length 2, stride 1, the query at position 2: write down the windows. Which "
+        "of them have ended by then?",
+        "Two of your functions do most of it. One makes summaries, of the keys and of the values. "
+        "The other says how many of them, from the first on, the query sees.",
+        "If that number is 0, return zeros and −∞ at once. Otherwise cut both summaries to that "
+        "number. The rest is chapter 01: scores with the scale, then a softmax for `o` and "
+        "`logsumexp` for `lse`.",
+    ),
+    why="Windows end one after the other, so the visible summaries are always the first few, and a "
+    "slice does what a mask would.",
+    **slips(
+        _attend,
+        {
+            "nan": (
+                "a softmax over nothing",
+                "This query sees no summary, so the softmax divides 0 by 0. What should such a "
+                "query get?",
+            ),
+            "lse 0": (
+                "an lse of 0 for a query that sees nothing",
+                "lse is the logarithm of a sum of exponentials. What is the sum over nothing, and "
+                "its logarithm?",
+            ),
+            "tokens": (
+                "attending to tokens where there is no summary yet",
+                "This branch knows only summaries, and the sliding window brings the newest "
+                "tokens. What does a query get that sees no summary?",
+            ),
+            "unsummarised values": (
+                "summarising the keys and not the values",
+                "A summary's key stands for all tokens of its window. What should its value stand "
+                "for?",
+            ),
+            "values of tokens": (
+                "taking token j's value for summary j",
+                "The keys are those of windows, the values those of the first tokens. Which values "
+                "belong to window j?",
+            ),
+            "starts": (
+                "letting a summary be seen once it starts",
+                "Change the text's last token: does the result of an earlier query change?",
+            ),
+            "one late": (
+                "letting a summary be seen only after its last token",
+                "A window that ends with the query's own token holds nothing from the future. Does "
+                "the query see it?",
+            ),
+            "all": (
+                "seeing all summaries",
+                "Some of them end after the query. What do those hold?",
+            ),
+            "zeros": (
+                "scores of 0 for hidden summaries",
+                "A score of 0 still weighs e⁰. Which score weighs nothing?",
+            ),
+            "after the softmax": (
+                "masking after the softmax",
+                "The hidden summaries are gone from the sum of the values, but not from the "
+                "denominator. Do the weights sum to 1?",
+            ),
+            "denominator": (
+                "hidden summaries in the denominator",
+                "`lse` is right, and the weights are those of a softmax over all summaries. Do the "
+                "visible ones sum to 1?",
+            ),
+            "sum of exponentials": (
+                "an lse without its logarithm",
+                "That is the sum of the exponentials. What do the letters l, s and e stand for?",
+            ),
+            "no scale": (
+                "leaving out the scale",
+                "Dot products grow with the width. By which power of D are they multiplied?",
+            ),
+            "by D": (
+                "dividing by D where √D is meant",
+                "The scores are too flat. Which power of D is the scale?",
+            ),
+        },
+        {"nan", "lse 0", "tokens"},
+        {"starts", "one late", "all"},
+        {"zeros", "after the softmax", "denominator"},
+        {"after the softmax", "sum of exponentials"},
+        {"unsummarised values", "values of tokens"},
+        {"no scale", "by D"},
+        {"all", "zeros"},
+        {"all", "after the softmax"},
+        {"all", "denominator"},
     ),
     cases=(
         Case(
@@ -399,6 +500,49 @@ def window_logit(scores: Tensor) -> tuple[Tensor, Tensor]:
     return by_mean_key, by_weight
 
 
+def _logit(*changes: str) -> Callable:
+    """A wrong `window_logit`, with these changes."""
+
+    def wrong(scores: Tensor) -> tuple[Tensor, Tensor]:
+        if "across" in changes:
+            scores = scores.T
+        length = len(scores) if "windows" in changes else scores.shape[1]
+        first = scores.sum(1) if "sum" in changes else scores.mean(1)
+        second = scores.logsumexp(1) - math.log(length)
+        if "mean" in changes:
+            second = scores.mean(1)
+        if "no length" in changes:
+            second = scores.logsumexp(1)
+        if "minus the length" in changes:
+            second = scores.logsumexp(1) - length
+        if "times the length" in changes:
+            second = scores.logsumexp(1) + math.log(length)
+        if "divided by the length" in changes:
+            second = scores.logsumexp(1) / length
+        if "largest" in changes:
+            second = scores.amax(1)
+        if "softmax" in changes:
+            second = (scores.softmax(1) * scores).sum(1)
+        if "weight" in changes:
+            second = scores.exp().mean(1)
+        if "overflow" in changes:
+            weight = scores.exp().sum(1)
+            second = (weight if "no length" in changes else weight / length).log()
+        return (second, first) if "swapped" in changes else (first, second)
+
+    return wrong
+
+
+_OTHER_WEIGHTS = {
+    "mean",
+    "minus the length",
+    "times the length",
+    "divided by the length",
+    "largest",
+    "softmax",
+    "weight",
+}
+
 _LOGIT = Exercise(
     name="window_logit",
     statement="""
@@ -410,55 +554,82 @@ window's real tokens. Some scores are in the hundreds: the result has to stay fi
     minutes=4,
     difficulty=2,
     solution=window_logit,
-    misconceptions=(
-        Misconception(
-            "the two the other way round",
-            lambda scores: window_logit(scores)[::-1],
-            "First the mean key's score, then the one that the window's weight asks for. Which "
-            "of the two is never the smaller?",
-        ),
-        Misconception(
-            "the mean for both",
-            lambda scores: (scores.mean(1), scores.mean(1)),
-            "A softmax weighs by exponentials. Is the exponential of a mean the mean of the "
-            "exponentials?",
-        ),
-        Misconception(
-            "the log-sum-exp without the length",
-            lambda scores: (scores.mean(1), scores.logsumexp(1)),
-            "That is the score of *one* token as heavy as the whole window. Here `length` equal "
-            "tokens share the weight: "
-            "for a window of zeros the answer is 0.",
-        ),
-        Misconception(
-            "the largest score for the window's weight",
-            lambda scores: (scores.mean(1), scores.amax(1)),
-            "If all of the window's tokens had the largest score, it would weigh more than it "
-            "does.",
-        ),
-        Misconception(
-            "the sum for the mean key's score",
-            lambda scores: (scores.sum(1), window_logit(scores)[1]),
-            "The mean key is a `length`-th of the sum of the keys, and so is its score.",
-        ),
-        Misconception(
-            "a mean weighted by the softmax",
-            lambda scores: (scores.mean(1), (scores.softmax(1) * scores).sum(1)),
-            "That is the score that the query finds on average where it looks, and always too "
-            "high. "
-            "Write down the window's weight first, as a sum.",
-        ),
-        Misconception(
-            "the weight itself, not its score",
-            lambda scores: (scores.mean(1), scores.exp().mean(1)),
-            "That is what a token weighs on average. Which score has this exponential?",
-        ),
-        Misconception(
-            "exponentials that overflow",
-            lambda scores: (scores.mean(1), scores.exp().mean(1).log()),
-            "Right for small scores. In fp32 the powers of e end at e to the 88.7: subtract the "
-            "largest score first (chapter 03).",
-        ),
+    hints=(
+        "Take the window `[0, 2]` and find both by hand. What is the mean? And what do its two "
+        "tokens weigh together, e⁰ + e²?",
+        "Say it as an equation: `length` tokens with the score s weigh as much as the real ones "
+        "together. Solve it for s.",
+        "The logarithm turns the factor `length` into a term to take away. PyTorch has the "
+        "logarithm of a sum of exponentials in one function that does not overflow.",
+    ),
+    why="A softmax weighs by exponentials, so the score that a window deserves is the logarithm of "
+    "their mean; the mean of the scores is never more.",
+    **slips(
+        _logit,
+        {
+            "swapped": (
+                "the two the other way round",
+                "First the mean key's score, then the one that the window's weight asks for. Which "
+                "of the two is never the smaller?",
+            ),
+            "mean": (
+                "taking the mean for both",
+                "A softmax weighs by exponentials. Is the exponential of a mean the mean of the "
+                "exponentials?",
+            ),
+            "no length": (
+                "the log-sum-exp without the length",
+                "That is the score of one token as heavy as the whole window. What is the score if "
+                "`length` equal tokens share the weight?",
+            ),
+            "minus the length": (
+                "taking away the length, not its logarithm",
+                "The weight is divided by the length. Which term does that become in a logarithm?",
+            ),
+            "windows": (
+                "taking the number of windows for their length",
+                "`scores` is `[W, length]`. Which axis says how many tokens a window has?",
+            ),
+            "across": (
+                "going across the windows",
+                "Each row is a window. Which axis holds its tokens?",
+            ),
+            "times the length": (
+                "adding the logarithm of the length",
+                "The score grows with the length, though more tokens share the weight. For a "
+                "window of zeros, what has to come out?",
+            ),
+            "divided by the length": (
+                "dividing a score by the length",
+                "The length divides the weight. What does that do to its logarithm?",
+            ),
+            "largest": (
+                "the largest score for the window's weight",
+                "If all tokens had the largest score, the window would weigh more than it does. "
+                "What do the others weigh?",
+            ),
+            "sum": (
+                "the sum for the mean key's score",
+                "The mean key is a `length`-th of the sum of the keys. And its score?",
+            ),
+            "softmax": (
+                "a mean weighted by the softmax",
+                "That is the score that the query finds on average where it looks, and it is too "
+                "high. What does the window weigh, as a sum?",
+            ),
+            "weight": (
+                "giving the weight in place of its score",
+                "That is what a token weighs on average. Which score has this exponential?",
+            ),
+            "overflow": (
+                "exponentials that overflow",
+                "Right for small scores. In fp32, e to the 89 is already ∞. What did chapter 03 "
+                "subtract first?",
+            ),
+        },
+        {*_OTHER_WEIGHTS, "no length"},
+        {*_OTHER_WEIGHTS, "overflow"},
+        {"windows", "no length"},
     ),
     cases=(
         Case(
@@ -481,26 +652,29 @@ def phi(window: Tensor, position: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2
     return hidden @ w2 + b2
 
 
-def _phi(change: str) -> Callable:
-    """A wrong `phi`, with one change."""
+def _phi(*changes: str) -> Callable:
+    """A wrong `phi`, with these changes."""
 
     def wrong(
         window: Tensor, position: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor
     ) -> Tensor:
-        x = {
-            "no position": window,
-            "product": window * position,
-            "reversed": window + position.flip(0),
-        }.get(change)
-        x = window + position if x is None else x
-        x = x.T.flatten() if change == "columns" else x.flatten()
-        if change == "position on one token":
-            x = torch.cat([(window[:1] + position[:1]).flatten(), window[1:].flatten()])
-        hidden = x @ w1 if change == "no b1" else x @ w1 + b1
-        if change != "no gelu":
-            hidden = torch.relu(hidden) if change == "relu" else F.gelu(hidden)
-        o = hidden @ w2 if change == "no b2" else hidden @ w2 + b2
-        return F.gelu(o) if change == "gelu twice" else o
+        if "reversed" in changes:
+            position = position.flip(0)
+        x = window + position
+        if "no position" in changes:
+            x = window
+        if "product" in changes:
+            x = window * position
+        if "position on one token" in changes:
+            x = torch.cat([x[:1], window[1:]])
+        x = (x.T if "columns" in changes else x).flatten()
+        hidden = x @ w1 if {"no b1", "late b1"} & {*changes} else x @ w1 + b1
+        if "no gelu" not in changes:
+            hidden = torch.relu(hidden) if "relu" in changes else F.gelu(hidden)
+        if "late b1" in changes:
+            hidden = hidden + b1
+        o = hidden @ w2 if "no b2" in changes else hidden @ w2 + b2
+        return F.gelu(o) if "gelu twice" in changes else o
 
     return wrong
 
@@ -521,54 +695,78 @@ is a `gelu` (`torch.nn.functional.gelu`), and after the second there is nothing.
     minutes=4,
     difficulty=1,
     solution=phi,
-    misconceptions=(
-        Misconception(
-            "leaving out the position embedding",
-            _phi("no position"),
-            "φ is to know where in the window a token stands. What is added for that, and when?",
-        ),
-        Misconception(
-            "multiplying by the position embedding",
-            _phi("product"),
-            "An embedding is added. With an embedding of zeros, φ should still see the window.",
-        ),
-        Misconception(
-            "the position embedding from last to first",
-            _phi("reversed"),
-            "Row 0 belongs to the first token of the window.",
-        ),
-        Misconception(
-            "a position for the first token only",
-            _phi("position on one token"),
-            "Each of the window's tokens has its own row of `position`.",
-        ),
-        Misconception(
-            "flattening number by number, not token by token",
-            _phi("columns"),
-            "Rows 0 to D − 1 of w1 belong to the first token. In which order does `flatten` read "
-            "[length, D]?",
-        ),
-        Misconception(
-            "leaving out the gelu",
-            _phi("no gelu"),
-            "Two linear layers in a row are one: there would be nothing gained.",
-        ),
-        Misconception(
-            "a relu in place of the gelu",
-            _phi("relu"),
-            "They are alike far from 0, and differ near it.",
-        ),
-        Misconception(
-            "a gelu after the second layer too",
-            _phi("gelu twice"),
-            "A key may have large negative numbers as well.",
-        ),
-        Misconception(
-            "leaving out b1",
-            _phi("no b1"),
-            "Each layer adds its own bias before anything else happens.",
-        ),
-        Misconception("leaving out b2", _phi("no b2"), "The second layer has a bias, too."),
+    hints=(
+        "`w1` has `length * D` rows, and the window is `[length, D]`. What has to happen to the "
+        "window first? And before that: how does φ learn where a token stands?",
+        "Follow the shapes: `[length, D]`, then `[length * D]`, then `[F]`, then `[D]`. Each "
+        "learnt tensor enters once.",
+        "Add `position`, and flatten token after token. The first layer is a product with `w1` "
+        "plus its bias, and the gelu follows it. The second layer is the same with `w2`, and "
+        "without a gelu.",
+    ),
+    why="Each place of the window has rows of `w1` for itself and an embedding of its own, so φ "
+    "can treat the first token unlike the last, which a mean cannot.",
+    **slips(
+        _phi,
+        {
+            "no position": (
+                "leaving out the position embedding",
+                "φ has to know where in the window a token stands. What is added for that, and "
+                "when?",
+            ),
+            "product": (
+                "multiplying by the position embedding",
+                "With an embedding of zeros, φ should still see the window. What does a product "
+                "with zeros leave of it?",
+            ),
+            "reversed": (
+                "the position embedding from last to first",
+                "Row 0 of `position` belongs to one token of the window. Is it the first or the "
+                "last?",
+            ),
+            "position on one token": (
+                "a position for the first token only",
+                "Each of the window's tokens has its own row of `position`. Which rows did you "
+                "add?",
+            ),
+            "columns": (
+                "flattening number by number, not token by token",
+                "Rows 0 to D − 1 of `w1` belong to the first token. In which order does `flatten` "
+                "read `[length, D]`?",
+            ),
+            "no gelu": (
+                "leaving out the gelu",
+                "Two linear layers in a row are no more than one. What stands between them?",
+            ),
+            "relu": (
+                "a relu in place of the gelu",
+                "They are alike far from 0, and differ near it. Which of them is asked for?",
+            ),
+            "gelu twice": (
+                "a gelu after the second layer too",
+                "A gelu lets hardly anything negative through. May a key have large negative "
+                "numbers?",
+            ),
+            "no b1": (
+                "leaving out b1",
+                "A layer is a product plus a bias. Where does the first bias enter, before the "
+                "gelu or after it?",
+            ),
+            "late b1": (
+                "adding b1 after the gelu",
+                "A layer is a product plus a bias, and the gelu acts on both. What does it act on "
+                "here?",
+            ),
+            "no b2": (
+                "leaving out b2",
+                "With all weights 0, the summary should be a bias. Which one?",
+            ),
+        },
+        {"no position", "product", "position on one token"},
+        {"no position", "reversed"},
+        {"no gelu", "relu"},
+        {"no gelu", "late b1"},
+        {"no b1", "late b1"},
     ),
     cases=(
         Case(
@@ -593,3 +791,182 @@ is a `gelu` (`torch.nn.functional.gelu`), and after the second there is nothing.
 )
 
 EXERCISES = (_VISIBLE, _SUMMARISE, _ATTEND, _LOGIT, _PHI)
+
+
+# -- predictions --
+
+PREDICTIONS = (
+    Prediction(
+        "needle_left",
+        "One token has the score 10, the other 31 have 0. How much of the needle's weight is left "
+        "in their mean: 1, 1/3, 1/30 or 1/500?",
+        "The mean key scores 10/32, so the window weighs 32 · e^0.31, about 44. The real tokens "
+        "weigh e^10 and 31, about 22,000.",
+        (
+            (1, "The needle is still in the mean, but its score is divided by 32."),
+            (1 / 3, "The score shrinks 32 times, and the weight is its exponential."),
+            (1 / 30, "The score shrinks 32 times; the weight, its exponential, far more."),
+        ),
+        tolerance=0.1,
+    ),
+    Prediction(
+        "first_query_that_sees",
+        "Windows of 32, a new one every 16. Which position is the first that may see any summary: "
+        "0, 15, 31 or 32?",
+        "The first window ends with token 31, and the query at position 31 sees its own token.",
+        (
+            (0, "At position 0 the first window has started, but 31 of its tokens are to come."),
+            (15, "A stride is where the next window starts, and none has ended there."),
+            (32, "A query sees its own token, so it need not wait for the next one."),
+        ),
+    ),
+    Prediction(
+        "twice_the_text",
+        "The text is twice as long: how many times the work, 1, 2 or 4?",
+        "There are twice as many queries, and each sees twice as many summaries.",
+        (
+            (1, "The number of summaries grows with the text."),
+            (2, "That is one query's work; there are twice as many queries, too."),
+        ),
+        tolerance=0.02,
+    ),
+    Prediction(
+        "how_many_windows",
+        "How many windows of 4, one every 2, fit into 13, 14 and 1 tokens?",
+        "The window moves on by 2 as long as it fits: token 13 alone moves nothing, and where not "
+        "even one window fits, there are 0.",
+        (
+            ((5, 6, -1), "The formula gives −1 for one token, and a count ends at 0."),
+            ((5, 6, 1), "One token does not fill a window of 4."),
+            ((6, 6, 0), "The last window of 13 tokens would run past the end."),
+            ((6, 7, 0), "That counts windows that are only partly there."),
+            ((6, 7, 1), "That counts windows that are only partly there."),
+            ((4, 5, 0), "The first window counts as well as its moves."),
+            ((3, 3, 0), "Windows overlap: the next one starts after 2 tokens, not after 4."),
+        ),
+    ),
+)
+
+
+# -- what the chapter warns of --
+
+TRAPS = (
+    Trap("and none where that is negative", "visible_summaries", "going below zero at the start"),
+    Trap("rounds down, as `//` does", "visible_summaries", "rounding towards zero"),
+    Trap("rounds down, as `//` does", "visible_summaries", "rounding up"),
+    Trap(
+        "it can move on by `stride` as long as it does not run past the end",
+        "summarise",
+        "losing the last window where it just fits",
+    ),
+    Trap("That tail is not padded", "summarise", "filling the ragged tail with zeros"),
+    Trap("and not summarised early", "summarise", "keeping the ragged tail"),
+    Trap(
+        "and none where that is negative",
+        "summarise",
+        "making windows of a text that is shorter than one",
+    ),
+    Trap("The windows overlap.", "summarise", "windows that do not overlap"),
+    Trap(
+        "Each is made of the same window, by itself.",
+        "attend_to_summaries",
+        "summarising the keys and not the values",
+    ),
+    Trap(
+        "Queries 8, 9 and 10 have seen the future.",
+        "visible_summaries",
+        "letting a summary be seen once it starts",
+    ),
+    Trap(
+        "we show a query each summary that has *started*",
+        "attend_to_summaries",
+        "letting a summary be seen once it starts",
+    ),
+    Trap(
+        "has $t + 1$ tokens up to and with its own",
+        "visible_summaries",
+        "letting a summary be seen only after its last token",
+    ),
+    Trap("NaN again, 0 divided by 0.", "attend_to_summaries", "a softmax over nothing"),
+    Trap("output 0, `lse` −∞", "attend_to_summaries", "an lse of 0 for a query that sees nothing"),
+    Trap(
+        "Those who see nothing",
+        "attend_to_summaries",
+        "attending to tokens where there is no summary yet",
+    ),
+    Trap("But attention does not weigh by scores.", "window_logit", "taking the mean for both"),
+    Trap(
+        "If a summary with the score $s$ were to weigh as much as `length` tokens",
+        "window_logit",
+        "the log-sum-exp without the length",
+    ),
+    Trap(
+        "the exponential of a mean is never more than the mean of the exponentials",
+        "window_logit",
+        "the two the other way round",
+    ),
+    Trap("03 (exponentials that overflow)", "window_logit", "exponentials that overflow"),
+    Trap(
+        "the tokens one behind the other", "phi", "flattening number by number, not token by token"
+    ),
+    Trap(
+        "treat a window's first token unlike its last", "phi", "leaving out the position embedding"
+    ),
+    Trap("The paper names no activation; gelu", "phi", "a relu in place of the gelu"),
+)
+
+
+# -- two mistakes at once --
+
+DOUBLES = (
+    Double(
+        "visible_summaries",
+        lambda position, length, stride: (position - length) // stride + 1,
+        ("letting a summary be seen only after its last token", "going below zero at the start"),
+    ),
+    Double(
+        "visible_summaries",
+        lambda position, length, stride: (position + 1 - length) // stride,
+        ("forgetting the first window", "going below zero at the start"),
+    ),
+    Double(
+        "summarise",
+        lambda x, length, stride: x.unfold(0, length, stride).sum(-1),
+        ("the sum in place of the mean", "making windows of a text that is shorter than one"),
+    ),
+    Double(
+        "summarise",
+        _summarise("no overlap", "one short"),
+        ("windows that do not overlap", "losing the last window where it just fits"),
+    ),
+    Double(
+        "attend_to_summaries",
+        _attend("starts", "no scale"),
+        ("letting a summary be seen once it starts", "leaving out the scale"),
+    ),
+    Double(
+        "attend_to_summaries",
+        _attend("one late", "nan"),
+        ("letting a summary be seen only after its last token", "a softmax over nothing"),
+    ),
+    Double(
+        "window_logit",
+        lambda scores: (scores.sum(1), scores.logsumexp(1)),
+        ("the sum for the mean key's score", "the log-sum-exp without the length"),
+    ),
+    Double(
+        "window_logit",
+        lambda scores: (scores.exp().mean(1).log(), scores.mean(1)),
+        ("the two the other way round", "exponentials that overflow"),
+    ),
+    Double(
+        "phi",
+        lambda window, position, w1, b1, w2, b2: torch.relu(window.flatten() @ w1 + b1) @ w2 + b2,
+        ("leaving out the position embedding", "a relu in place of the gelu"),
+    ),
+    Double(
+        "phi",
+        lambda window, position, w1, b1, w2, b2: F.gelu((window + position).flatten() @ w1) @ w2,
+        ("leaving out b1", "leaving out b2"),
+    ),
+)
