@@ -1,11 +1,13 @@
 """Chapter 03: streaming softmax against an independent fp64 computation, merging, edge cases, and
 the interactive."""
 
+import gc
 import itertools
 import math
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from nsa_tutorial.course.widgets import online_softmax as pictures
 from nsa_tutorial.exact import online_softmax
@@ -254,6 +256,17 @@ def test_the_interactive_says_what_the_pure_function_computes():
         and "which is right" in panel.sentence
     )
     assert "which is right" not in panel.set(lift=123)
+
+
+def test_a_drawn_figure_is_gone_before_the_next_move():
+    """It refers to itself: left alone, fourteen of them pile up and are searched for at once."""
+    panel = pictures.explore()
+    panel.set(step=2)
+    before = sum(isinstance(x, Figure) for x in gc.get_objects())
+    for lift in (20, 21, 22):
+        panel.set(lift=lift)
+    assert sum(isinstance(x, Figure) for x in gc.get_objects()) <= before
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("reference", pictures.REFERENCES)

@@ -15,9 +15,10 @@ travels as SVG inside an `HTML` widget: sharp on every screen, and drawn in half
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import html
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import ipywidgets
 from ipywidgets import HTML, Box, Button, GridBox, Layout, VBox
@@ -153,14 +154,19 @@ class Panel(VBox):
             self._settling = False
         key = tuple(self.values.values())
         if key not in self._known:
-            picture, sentence = self._draw(**self.values)
             if len(self._known) >= _REMEMBERED:
                 del self._known[next(iter(self._known))]
-            self._known[key] = picture.svg(), picture.size, sentence
+            with _swept():
+                self._known[key] = self._fresh()
         self.picture, (width, _), self.sentence = self._known[key]
         moved = f' <span class="nsa-moved">{html.escape(self.moved)}</span>' if self.moved else ""
         self._message.value = f"<p>{html.escape(self.sentence)}{moved}</p>"
         self._image.value = f'<div style="max-width:{width}px">{self.picture}</div>'
+
+    def _fresh(self) -> tuple[str, tuple[int, int], str]:
+        """The picture as SVG, its size, and the sentence."""
+        picture, sentence = self._draw(**self.values)
+        return picture.svg(), picture.size, sentence
 
     def _keep_in_range(self) -> str:
         """Bring every control into the limits that the others set, and say which value moved."""
@@ -235,6 +241,23 @@ def _limit_choice(control: ipywidgets.Widget, allowed: list, labels: Mapping) ->
         value = earlier[-1] if earlier else allowed[0]
     control.options = [(labels[x], x) for x in allowed]
     control.value = value
+
+
+@contextlib.contextmanager
+def _swept() -> Iterator[None]:
+    """Throw a drawn figure away at once, in 2 ms.
+
+    Its thousands of objects refer to each other. Left to themselves, they survive while they are
+    drawn, and every fourteenth picture waits 60 ms for a search through all that are left.
+    """
+    searching = gc.isenabled()
+    gc.disable()  # or a search in between would take the figure for something that stays
+    try:
+        yield
+    finally:
+        if searching:
+            gc.enable()
+        gc.collect(0)
 
 
 def _settle_memory() -> None:
