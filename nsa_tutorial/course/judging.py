@@ -135,7 +135,9 @@ def _inputs(exercise: Exercise, case: Case) -> tuple[Code, ...]:
     named = list(zip(names, case.arguments(), strict=False))
     if not named or not all(is_short(value) for _, value in named):
         return ()
-    return (Code("\n".join(aligned(*((f"with {name} =", value) for name, value in named)))),)
+    width = max(len(name) for name, _ in named)
+    lines = aligned(*((f"with {name:<{width}} =", value) for name, value in named))
+    return (Code("\n".join(lines)),)
 
 
 def _picture(exercise: Exercise, case: Case, got: object, expected: object) -> Picture | None:

@@ -65,7 +65,8 @@ def reveal(name: str, answer: object) -> Message:
     lead = f"You said {said}, it is {truth}{': ' + distance if distance else ''}."
     thought = _thought(guess, asked)
     reason = f"{thought} {asked.reason}".strip()
-    return Message("right" if near else "wrong", "≈" if near else "→", name, lead, (reason,))
+    # a guess that is off is no failure: it has no colour of one
+    return Message("right" if near else "open", "≈" if near else "→", name, lead, (reason,))
 
 
 def _simple(value: object) -> object:

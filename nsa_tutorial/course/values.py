@@ -107,7 +107,7 @@ def differences(got: object, expected: object) -> tuple[Part, ...]:
         kinds = (
             ()
             if type(got) is type(expected)
-            else (f"Got a {type(got).__name__}, expected a {type(expected).__name__}.",)
+            else (f"Got type {type(got).__name__}, expected {type(expected).__name__}.",)
         )
         return *kinds, _both(got, expected)
     if x.shape != y.shape:

@@ -121,6 +121,14 @@ def test_every_pair_is_named_whatever_its_order() -> None:
         assert set(judge(SUM, slip(*pair)).misconceptions) == set(pair)
 
 
+def test_the_values_of_the_inputs_stand_in_one_column() -> None:
+    named = replace(
+        SUM, solution=lambda x, longer: 4, misconceptions=(), cases=(Case("", lambda: (1, [2])),)
+    )
+    text = judge(named, lambda x, longer: 0).text
+    assert text.endswith("got      0\nexpected 4\nwith x      = 1\nwith longer = [2]")
+
+
 def test_a_coincidence_on_the_smallest_case_is_no_mistake() -> None:
     """The constant 1 is what `negative` gives on one case of five."""
     verdict = judge(SUM, lambda numbers: 1.0)
