@@ -164,11 +164,7 @@ class Settings:
 
 
 def ranges(settings: Settings) -> dict[str, Sequence[int]]:
-    """What each number may be, given those that stand before it here.
-
-    Args:
-        settings: or anything else with these attributes.
-    """
+    """What each number may be, given those that stand before it here."""
     s, (groups, positions) = settings, sources()[settings.data]
     return {
         "N": range(16, positions + 1),

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import ipywidgets
 import numpy as np
@@ -394,7 +393,7 @@ def mask_explorer(start: Settings | None = None, show: str = "all branches") -> 
 def limits(show: str, **values: object) -> Mapping[str, Sequence[int]]:
     """What each control may be, by its name: `masks.ranges`, and no more than a slider can tell
     apart."""
-    allowed = ranges(SimpleNamespace(**values))
+    allowed = ranges(Settings(**values))
     return {name: [x for x in each if x <= MOST.get(name, x)] for name, each in allowed.items()}
 
 
