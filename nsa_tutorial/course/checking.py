@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from nsa_tutorial.course import reader
 from nsa_tutorial.course.exercises import Exercise, chapter_exercises
@@ -83,4 +84,4 @@ def hint(chapter: str, name: str) -> Message:
 def solution(chapter: str, name: str) -> Listing:
     """The source of an exercise's solution, and why it is as it is."""
     found = _find(chapter, name)
-    return Listing(f"solution of {name}", show(found.solution).code, note=found.why)
+    return replace(show(found.solution), title=f"solution of {name}", note=found.why)

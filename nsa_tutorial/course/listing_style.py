@@ -57,7 +57,8 @@ RULES = """
 .nsa-listing .marker { color: var(--nsa-text); font-weight: 700; }
 .nsa-listing .nsa-gap { display: none; }
 """
-# The rules of a later output come again, after these: each selector here names one class more.
+# A later output repeats RULES, after these rules: where the two meet, a selector here names a
+# class more.
 COLUMNS = """
 .nsa-columns { container-type: inline-size; }
 .nsa-row .nsa-listing pre.nsa-code { font-size: 12px; line-height: 18px; --nsa-row: 18px; }
@@ -71,7 +72,7 @@ FITTING = """@container (min-width: %dpx) {
   grid-template-rows: auto 1fr auto; }
 .nsa-row-%d .nsa-listing { display: grid; grid-row: span 3; grid-template-rows: subgrid;
   grid-template-columns: minmax(0, 1fr); }
-.nsa-row-%d .nsa-gap { display: block; height: calc(var(--rows) * var(--nsa-row)); }
+.nsa-row-%d .nsa-listing .nsa-gap { display: block; height: calc(var(--rows) * var(--nsa-row)); }
 }
 """
 
