@@ -4,13 +4,18 @@ query, the panel."""
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from nsa_tutorial import ops
+from nsa_tutorial.course import exercises as course_exercises
 from nsa_tutorial.course import heads as stored_heads
 from nsa_tutorial.course.exercises import block_selection as exercises
+from nsa_tutorial.course.judging import judge
+from nsa_tutorial.course.mistakes import Wrong
 from nsa_tutorial.course.widgets import block_selection as pictures
 from nsa_tutorial.sparse import block_selection
 from nsa_tutorial.sparse.compression import summary_rows
@@ -430,3 +435,109 @@ def test_the_latest_blocks_are_the_same_for_every_head(n: int) -> None:
     """So one list a group tells their share, also where each head has its own."""
     apart, shared = (pictures.lists("latest", n, shared=x) for x in (False, True))
     assert torch.equal(pictures.captured(apart), pictures.captured(shared))
+
+
+# -- what the tutor says --
+
+EXERCISES = {e.name: e for e in exercises.EXERCISES}
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_without_slips_a_wrong_solution_is_right(name: str) -> None:
+    """A slip changes what it is named for, and nothing else."""
+    e = EXERCISES[name]
+    assert judge(e, Wrong(e.misconceptions[0].wrong.function, frozenset())).outcome == "right"
+
+
+def test_slips_that_exclude_each_other_are_not_combined() -> None:
+    names = {slip: m.name for m in EXERCISES["overlap"].misconceptions for slip in m.wrong.slips}
+    combine = EXERCISES["overlap"].combine
+    with pytest.raises(ValueError, match=r"^these exclude each other: equal, tokens$"):
+        combine(frozenset((names["tokens"], names["equal"])))
+    both = combine(frozenset((names["tokens"], names["negative"])))
+    assert both(4, 2, 8, 0) == {-1: 2.0, 0: 4.0, 1: 4.0, 2: 4.0, 3: 2.0}
+
+
+def eq_9(length: int, stride: int, block_size: int, block: int) -> dict:
+    ratio = block_size // stride
+    return dict(
+        Counter(ratio * block - m - n for m in range(ratio) for n in range(length // stride))
+    )
+
+
+def begins_there(length: int, stride: int, block_size: int, block: int) -> dict:
+    return {j: 1.0 for j in range(500) if j * stride // block_size == block}
+
+
+def scores_first(scores: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return weights @ torch.softmax(scores.sum(0), dim=0)
+
+
+def large_negative(scores: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    scores = scores.masked_fill(scores == -torch.inf, -1e9)
+    return weights @ torch.softmax(scores, dim=1).sum(0)
+
+
+def with_a_slice(scores: list, own: int, top_n: int, num_initial: int, num_local: int) -> list:
+    past = list(range(own + 1))
+    forced = sorted({*past[:num_initial], *past[-num_local:]})
+    rest = sorted((b for b in past if b not in forced), key=lambda b: -scores[b])
+    chosen = sorted([*forced, *rest][:top_n])
+    return chosen + [-1] * (top_n - len(chosen))
+
+
+def without_allow_unused(o: torch.Tensor, tensors: dict) -> list:
+    gradients = torch.autograd.grad(o.sum(), list(tensors.values()))
+    return [name for name, g in zip(tensors, gradients, strict=True) if g.abs().sum() > 0]
+
+
+TYPED = [
+    ("overlap", eq_9, "executing the paper's Eq. 9 as it stands"),
+    (
+        "overlap",
+        begins_there,
+        "counting only the summaries that begin in the block, once each",
+    ),
+    (
+        "block_importance",
+        scores_first,
+        "adding up the heads' scores before the softmax",
+    ),
+    (
+        "block_importance",
+        large_negative,
+        "giving attention to summaries that are not visible yet",
+    ),
+    (
+        "choose_blocks",
+        with_a_slice,
+        "taking the last num_local blocks with a slice that means all of them for 0",
+    ),
+    (
+        "who_learns",
+        without_allow_unused,
+        "not allowing for a tensor that o does not depend on",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "mistake"), TYPED, ids=[typed.__name__ for _, typed, _ in TYPED]
+)
+def test_what_a_reader_would_type_is_recognised(name: str, typed: Callable, mistake: str) -> None:
+    assert judge(EXERCISES[name], typed).misconception == mistake
+
+
+def test_thoughts_about_guesses_hold() -> None:
+    """The wrong guesses that chance and evenly spread attention lead to are what those hold."""
+    thoughts = {
+        p.name: [guess for guess, _ in p.thoughts if not callable(guess)]
+        for p in exercises.PREDICTIONS
+    }
+    for n in (4, 8, 16):
+        assert round(100 * mean("random", n)) in thoughts[f"best_{n}_blocks"]
+    seen = (torch.arange(64, 512) // 16 + 1).double().mean().item()
+    assert round(100 * 4 / seen) in thoughts["best_4_blocks"]
+    assert round(100 * mean("latest", 4)) == 67
+    told = course_exercises.prediction("cheap_4_blocks").thoughts[-1][1]
+    assert "hold 67 %" in told

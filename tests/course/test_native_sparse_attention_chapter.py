@@ -4,6 +4,7 @@ and what they say with that."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from nsa_tutorial import ops
 from nsa_tutorial.course import heads
 from nsa_tutorial.course.exercises import native_sparse_attention as exercises
+from nsa_tutorial.course.judging import judge
+from nsa_tutorial.course.mistakes import Wrong
 from nsa_tutorial.course.widgets import native_sparse_attention as pictures
 from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.exact.grouped_query_attention import attention
@@ -377,3 +380,85 @@ def test_broken_implementations_are_broken_and_right_ones_right() -> None:
         assert o.shape == expected.shape, case.name
         assert holds == property_test.solution(nsa), case.name
         assert holds == ("right" in case.name or "not against" in case.name), case.name
+
+
+# -- what the tutor says --
+
+EXERCISES = {e.name: e for e in exercises.EXERCISES}
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_without_slips_a_wrong_solution_is_right(name: str) -> None:
+    """A slip changes what it is named for, and nothing else."""
+    e = EXERCISES[name]
+    assert judge(e, Wrong(e.misconceptions[0].wrong.function, frozenset())).outcome == "right"
+
+
+def softmax_of_all_gates(gates: list, outputs: list) -> Tensor:
+    weights = torch.softmax(torch.stack([g for g in gates if g is not None]), 0)
+    used = [o for g, o in zip(gates, outputs, strict=True) if g is not None]
+    return sum(w[..., None] * o for w, o in zip(weights, used, strict=True))
+
+
+def zeros_for_none(gates: list, outputs: list) -> Tensor:
+    gates = [torch.zeros(outputs[-1].shape[:3]) if g is None else g for g in gates]
+    return sum(g[..., None] * o for g, o in zip(gates, outputs, strict=True))
+
+
+def minus_one_as_a_block(
+    t: int, ids: list, block_size: int, window_size: int, length: int, stride: int
+) -> list:
+    summaries = max((t + 1 - length) // stride + 1, 0)
+    selected = sum(max(min(block_size, t + 1 - b * block_size), 0) for b in ids)
+    window = min(window_size, t + 1)
+    return [summaries, selected, window, summaries + selected + window]
+
+
+def a_list_too_short(nsa: Callable) -> bool:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 21, heads, 8, generator=generator) for heads in (4, 2, 2))
+    gates = tuple(torch.full((1, 21, 4), g) for g in (0.0, 1.0, 0.0))
+    o = nsa(q, k, v, gates, torch.arange(21 // 4).expand(1, 21, 2, -1), 4)
+    return torch.allclose(o, attention(q, k, v), atol=1e-4)
+
+
+def with_all_defaults(
+    q: Tensor, k: Tensor, v: Tensor, g_cmp: Tensor, g_slc: Tensor, g_swa: Tensor,
+    top_n: int, block_size: int, window_size: int, length: int, stride: int,
+) -> Tensor:  # fmt: skip
+    k_cmp, v_cmp = ops.compress(k), ops.compress(v)
+    o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, return_lse=True)
+    ids = ops.select_blocks(q, k_cmp, lse, top_n=top_n, block_size=block_size)
+    o_slc = ops.selected_attention(q, k, v, ids, block_size=block_size)
+    o_swa = ops.sliding_window_attention(q, k, v, window_size=window_size)
+    return g_cmp[..., None] * o_cmp + g_slc[..., None] * o_slc + g_swa[..., None] * o_swa
+
+
+TYPED = [
+    ("gated_sum", softmax_of_all_gates, "a softmax over the branches"),
+    ("gated_sum", zeros_for_none, "not allowing for a gate of None"),
+    ("keys_loaded", minus_one_as_a_block, "taking -1 for a block"),
+    ("selects_like_dense", a_list_too_short, "a test that right implementations fail"),
+    ("three_branches", with_all_defaults, "making summaries of the paper's sizes"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "mistake"), TYPED, ids=[typed.__name__ for _, typed, _ in TYPED]
+)
+def test_what_a_reader_would_type_is_recognised(name: str, typed: Callable, mistake: str) -> None:
+    assert judge(EXERCISES[name], typed).misconception == mistake
+
+
+def test_thoughts_about_guesses_hold() -> None:
+    """The wrong counts of keys are those of some of the branches."""
+    summaries, selected, window = (
+        costs.summary_keys(1, 65_536),
+        costs.selected_keys(1, 65_536),
+        costs.window_keys(1, 65_536),
+    )
+    (asked,) = (p for p in exercises.PREDICTIONS if p.name == "keys_at_65536")
+    told = {guess: text for guess, text in asked.thoughts if not callable(guess)}
+    assert {summaries, summaries + selected} < told.keys()
+    (both,) = (text for guess, text in asked.thoughts if callable(guess) and guess(1500))
+    assert f"{selected:,} + {window}" in both
