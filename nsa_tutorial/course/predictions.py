@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers as abstract
+import re
 from decimal import Decimal
 from fractions import Fraction
 
@@ -83,7 +84,7 @@ def _simple(value: object) -> object:
 
 
 def _number(value: object, unit: str) -> Fraction | float | None:
-    """A number, exactly where it is finite; also from text such as "1,000" or "8 GiB"."""
+    """A number, exactly where it is finite; also from text such as "1,000", "1/64" or "8 GiB"."""
     if isinstance(value, bool):
         return None
     if isinstance(value, str):
@@ -91,8 +92,11 @@ def _number(value: object, unit: str) -> Fraction | float | None:
         if unit and text.endswith(unit):
             text = text[: -len(unit)].strip()
         try:
-            value = float(text)
-        except ValueError:
+            if re.fullmatch(r"[+-]?\d{1,20}/\d{1,20}", text):
+                return Fraction(text)
+            is_percent = text.endswith("%")
+            value = float(text.removesuffix("%")) / (100 if is_percent else 1)
+        except (ValueError, ZeroDivisionError):
             return None
     if not isinstance(value, abstract.Real | Decimal):
         return None

@@ -73,6 +73,12 @@ def test_a_right_guess_hears_the_reason() -> None:
     assert told(8) == told(8.0) == told("8 GiB") == told(torch.tensor([8])) == expected
 
 
+def test_numbers_may_be_written_out() -> None:
+    for text in ("1/4", " 25 %", "0.25", "2.5e-1", 0.25):
+        assert "exactly right" in told(text, 0.25, "share"), text
+    assert "a number was asked for" in told("1/0", 0.25, "share")
+
+
 @pytest.mark.parametrize(
     ("ratio", "words"),
     [
@@ -126,7 +132,7 @@ class Rude:
     "guess",
     [
         math.nan, -math.inf, 10**5000, -(10**400), 1e-320, "", "x" * 10**5, "\ud800", "1e999",
-        "١٢", b"4", 3 + 4j, [], [[]], (None,), {}, {1: {2}}, set(), object(), Rude(), Rude,
+        "١٢", "1/0", "9" * 5000 + "/1", "%", b"4", 3 + 4j, [], [[]], (None,), {}, {1: {2}}, set(), object(), Rude(), Rude,
         [Rude()], lambda: 1, np.array([]), np.float32("nan"), np.array(["a"]), torch.empty(0),
         torch.ones(3, 3), torch.ones(2, device="meta"), torch.tensor(3 + 1j), True, range(3),
     ],
