@@ -113,7 +113,7 @@ def _written(value: object, asked: Prediction) -> str:
     """A guess or an answer in words that fit a line."""
     number = None if isinstance(value, str) else _number(value, asked.unit)
     if isinstance(number, Fraction):
-        return _of_number(number, value) + (f" {asked.unit}" if asked.unit else "")
+        return _of_number(number) + (f" {asked.unit}" if asked.unit else "")
     try:
         text = value if isinstance(value, str) else repr(value)
         text = " ".join(text.split())
@@ -122,7 +122,7 @@ def _written(value: object, asked: Prediction) -> str:
     return text if len(text) <= _SAID else f"{text[:_SAID]}…"
 
 
-def _of_number(number: Fraction, value: object) -> str:
+def _of_number(number: Fraction) -> str:
     if number.denominator == 1 and abs(number) < 10**15:
         return f"{int(number):,}"
     if 0 < abs(number) < Fraction(1, 10**300) or abs(number) >= 10**300:

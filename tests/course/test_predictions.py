@@ -132,7 +132,8 @@ class Rude:
     "guess",
     [
         math.nan, -math.inf, 10**5000, -(10**400), 1e-320, "", "x" * 10**5, "\ud800", "1e999",
-        "١٢", "1/0", "9" * 5000 + "/1", "%", b"4", 3 + 4j, [], [[]], (None,), {}, {1: {2}}, set(), object(), Rude(), Rude,
+        "١٢", "1/0", "9" * 5000 + "/1", "%", b"4", 3 + 4j, [], [[]],
+        (None,), {}, {1: {2}}, set(), object(), Rude(), Rude,
         [Rude()], lambda: 1, np.array([]), np.float32("nan"), np.array(["a"]), torch.empty(0),
         torch.ones(3, 3), torch.ones(2, device="meta"), torch.tensor(3 + 1j), True, range(3),
     ],
