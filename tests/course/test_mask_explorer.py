@@ -1,8 +1,11 @@
-"""The mask explorer: its masks by loops, its numbers against `costs`, its choice against the
-chapters' modules."""
+"""The mask explorer: its words and its picture say what the masks hold, and a control says what is
+drawn."""
 
-import time
-from dataclasses import fields, replace
+from __future__ import annotations
+
+import re
+import statistics
+from dataclasses import replace
 from types import SimpleNamespace
 
 import ipywidgets
@@ -11,351 +14,144 @@ import pytest
 import torch
 from PIL import Image
 
+from nsa_tutorial.course import latency, masks
+from nsa_tutorial.course.mask_report import attention_of, explore
+from nsa_tutorial.course.masks import BRANCHES, REAL, SYNTHETIC, Settings
+from nsa_tutorial.course.widgets import Panel
 from nsa_tutorial.course.widgets import mask_explorer as pictures
-from nsa_tutorial.course.widgets.mask_explorer import BRANCHES, SYNTHETIC, Settings
-from nsa_tutorial.runtime import costs
-from nsa_tutorial.sparse import selected_attention
+from nsa_tutorial.course.widgets.mask_explorer import KINDS
 
-SETTINGS = {
-    "as shipped": Settings(N=200),
-    "ragged, large blocks": Settings(
-        N=77, block_size=32, top_n=2, num_initial=0, num_local=1, window=5, length=8, stride=4
-    ),
-    "no forced block": Settings(
-        N=90, block_size=8, top_n=3, num_initial=0, num_local=0, window=1, length=32, stride=8
-    ),
-    "summaries longer than the text": Settings(
-        N=20, block_size=4, top_n=2, num_local=1, window=20, length=16, stride=4
-    ),
-    "everything listed": Settings(N=64, block_size=16, top_n=9, window=64, length=4, stride=4),
-}
-shapes = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+BLOCKED = Settings(N=64, block_size=8, top_n=2, num_initial=0, num_local=1, window=12, query=40)
+each_view = pytest.mark.parametrize("show", pictures.SHOWN)
+
+# -- the mask --
 
 
-def scores_of(settings: Settings, seed: int = 0) -> np.ndarray:
-    """Random importances with many ties."""
-    return np.random.default_rng(seed).integers(0, 4, size=(settings.N, settings.NB)).astype(float)
-
-
-# -- settings --
-
-
-def test_settings_in_range_stay_as_they_are():
-    assert Settings().adjusted == ()
-    assert Settings(N=512, query=511, top_n=3, num_initial=1, num_local=2).adjusted == ()
-
-
-@pytest.mark.parametrize(
-    ("given", "becomes"),
-    [
-        ({"N": 4000}, {"N": 512}),
-        ({"N": 0}, {"N": 16, "query": 15, "window": 16}),
-        ({"query": -3}, {"query": 0}),
-        ({"N": 100, "query": 100}, {"query": 99}),
-        ({"block_size": 24}, {"block_size": 16}),
-        ({"block_size": 1}, {"block_size": 4, "stride": 4}),
-        ({"top_n": 0}, {"top_n": 1, "num_local": 1, "num_initial": 0}),
-        ({"top_n": 4, "num_initial": 3, "num_local": 2}, {"num_initial": 2, "num_local": 2}),
-        ({"num_local": 99}, {"num_local": 7, "num_initial": 0}),
-        ({"N": 64, "window": 65}, {"window": 64}),
-        ({"length": 8, "stride": 16}, {"stride": 8}),
-        ({"length": 64, "stride": 64, "block_size": 32}, {"stride": 32}),
-        ({"N": 100, "length": 128}, {"length": 64}),
-        ({"group": 7}, {"group": 1}),
-    ],
-    ids=str,
-)
-def test_settings_out_of_range_move_to_the_nearest_and_say_so(given, becomes):
-    settings, asked = (
-        Settings(**given),
-        {f.name: given.get(f.name, f.default) for f in fields(Settings) if f.init},
-    )
-    got = {name: getattr(settings, name) for name in asked}
-    assert {name: got[name] for name in becomes} == becomes
-    assert {name: got[name] for name in set(given) - set(becomes)} == {
-        name: given[name] for name in set(given) - set(becomes)
-    }
-    moved = sorted(
-        f"{name} {asked[name]} becomes {value}"
-        for name, value in got.items()
-        if value != asked[name]
-    )
-    assert sorted(settings.adjusted) == moved and moved
-    assert Settings(**got).adjusted == (), "moved once, nothing is left to move"
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "says"),
-    [
-        ({"N": 12.0}, TypeError, "N: expected an int"),
-        ({"query": True}, TypeError, "query"),
-        ({"data": "noise"}, ValueError, "data"),
-    ],
-    ids=str,
-)
-def test_settings_refuse_what_no_range_can_mend(given, error, says):
-    with pytest.raises(error, match=says):
-        Settings(**given)
-
-
-# -- masks, by loops --
-
-
-@shapes
-def test_chosen_blocks_by_a_loop(settings):
-    scores, BS = scores_of(settings), settings.block_size
-    listed = pictures.choose_blocks(settings, scores)
-    for t in range(settings.N):
-        own = t // BS
-        forced = {
-            j for j in range(own + 1) if j < settings.num_initial or j > own - settings.num_local
-        }
-        others = sorted(set(range(own + 1)) - forced, key=lambda j: (-scores[t, j], j))
-        expected = forced | set(others[: settings.top_n - len(forced)])
-        assert set(np.flatnonzero(listed[t])) == expected
-        assert len(expected) == min(settings.top_n, own + 1)
-
-
-@shapes
-def test_every_mask_by_a_loop(settings):
-    scores = scores_of(settings, seed=1)
-    masks, listed = (
-        pictures.branch_masks(settings, scores),
-        pictures.choose_blocks(settings, scores),
-    )
-    assert set(masks) == set(BRANCHES)
-    ends = [
-        first + settings.length - 1
-        for first in range(0, settings.N - settings.length + 1, settings.stride)
-    ]
-    for t in range(settings.N):
-        for key in range(settings.N):
-            block, own = key // settings.block_size, t // settings.block_size
-            assert masks["window"][t, key] == (t - settings.window < key <= t)
-            assert masks["own block"][t, key] == (listed[t, own] and block == own and key <= t)
-            assert masks["selected"][t, key] == (listed[t, block] and block != own)
-            covering = [end for end in ends if end - settings.length < key <= end]
-            assert masks["compressed"][t, key] == any(end <= t for end in covering)
-
-
-@shapes
-def test_no_mask_shows_the_future(settings):
-    for mask in pictures.branch_masks(settings, scores_of(settings)).values():
-        assert not np.triu(mask, 1).any()
-
-
-@shapes
-def test_block_masks_are_the_token_masks_block_by_block(settings):
-    masks = pictures.branch_masks(settings, scores_of(settings))
-    for name, by_block in pictures.block_masks(settings, masks).items():
-        assert by_block.shape == (settings.N, settings.NB)
-        for j in range(settings.NB):
-            inside = slice(j * settings.block_size, (j + 1) * settings.block_size)
-            assert np.array_equal(by_block[:, j], masks[name][:, inside].any(1))
-
-
-def test_importance_shares_a_summary_out_as_the_contract_says():
-    # length 32, stride 16, blocks of 64: summaries 4j-1 … 4j+3 count 1, 2, 2, 2, 1 times for block
-    # j.
-    settings = Settings(N=256, block_size=64, length=32, stride=16)
-    logits = np.random.default_rng(0).normal(size=(3, 256, 256))
-    got, t = pictures.importance(settings, logits), 255
-    expected = np.zeros(settings.NB)
-    for head in logits:
-        means = np.array([head[t, j * 16 : j * 16 + 32].mean() for j in range(15)])
-        weights = np.exp(means) / np.exp(means).sum()
-        for block in range(settings.NB):
-            near = zip(range(4 * block - 1, 4 * block + 4), (1, 2, 2, 2, 1), strict=True)
-            expected[block] += sum(weights[j] * times for j, times in near if 0 <= j < 15)
-    np.testing.assert_allclose(got[t], expected)
-    assert not got[:31].any(), "before the first summary ends, nothing is important"
-    np.testing.assert_allclose(got[31:].sum(-1), 3 * 2)  # a weight of 1 per head, in two pieces
-
-
-def test_equal_scores_leave_the_lower_ids():
-    settings = Settings(
-        N=256, block_size=16, top_n=4, num_initial=1, num_local=1, length=16, stride=16
-    )
-    listed = pictures.choose_blocks(
-        settings, pictures.importance(settings, np.full((2, 256, 256), 0.1))
-    )
-    assert np.flatnonzero(listed[255]).tolist() == [0, 1, 2, 15]
-
-
-# -- what is drawn and told --
-
-
-def test_colours_lie_over_one_another_in_the_order_of_the_branches():
-    settings = Settings(
-        N=64, block_size=8, top_n=2, num_initial=0, num_local=1, window=12, query=40
-    )
-    masks, causal = pictures.branch_masks(settings, scores_of(settings)), np.tri(64, dtype=bool)
-    colours = {
-        name: np.round(255 * np.array(c)).astype(np.uint8)
-        for name, c in pictures.picture_colours().items()
-    }
-    image = pictures.rgb(masks, causal)
+@each_view
+def test_colours_lie_over_one_another_in_the_order_of_the_branches(show):
+    made, branches = masks.masks_of(BLOCKED), pictures.SHOWN[show]
+    found = pictures.kinds(made, branches)
     for t, key in np.ndindex(64, 64):
-        top = next(
-            (b for b in reversed(BRANCHES) if masks[b][t, key]), "masked" if key <= t else None
-        )
-        assert np.array_equal(image[t, key], [255] * 3 if top is None else colours[top])
-    only = pictures.rgb(masks, causal, ("window",))
-    assert {tuple(c) for c in only.reshape(-1, 3)} == {
-        tuple(colours["window"]),
-        tuple(colours["masked"]),
-        (255, 255, 255),
-    }
+        seen = [name for name in BRANCHES if name in branches and made[name][t, key]]
+        expected = seen[-1] if seen else "not seen" if key <= t else "future"
+        assert KINDS[found[t, key]] == expected
 
 
-@shapes
-def test_a_list_adds_up_to_what_the_masks_show(settings):
-    scores = scores_of(settings)
-    masks = pictures.branch_masks(settings, scores)
-    for t in (0, settings.N // 2, settings.N - 1):
-        found = pictures.report(settings, masks, t, G=3, D=10, DV=6)
-        by_branch = dict.fromkeys(BRANCHES, 0)
-        for item in found.items:
-            by_branch[item.branch] += item.keys
-            assert (item.bytes, item.flops) == (item.keys * 16 * 2, 2 * 3 * item.keys * 16)
-            assert item.last <= t
-            if item.block is not None:
-                assert (
-                    item.keys
-                    == item.last - item.first + 1
-                    == masks[item.branch][t, item.first : item.last + 1].sum()
-                )
-        assert by_branch["selected"] + by_branch["own block"] == found.keys["selected"][t]
-        assert by_branch["window"] == found.keys["window"][t] == min(settings.window, t + 1)
-        assert (
-            by_branch["compressed"]
-            == found.keys["compressed"][t]
-            == max((t + 1 - settings.length) // settings.stride + 1, 0)
-        )
-        assert [item.block for item in found.items if item.block is not None] == np.flatnonzero(
-            pictures.choose_blocks(settings, scores)[t]
-        ).tolist()
+def test_each_kind_has_its_colour():
+    found = pictures.kinds(masks.masks_of(BLOCKED))
+    assert np.array_equal(pictures.painted(found), pictures.colours()[found])
+    assert len({tuple(colour) for colour in pictures.colours()}) == len(KINDS)
+    assert tuple(pictures.colours()[KINDS.index("future")]) == (255, 255, 255, 255)
 
 
-def test_reasons_of_a_list():
-    settings = Settings(N=128, block_size=16, top_n=5, num_initial=1, num_local=2, query=120)
-    scores = np.zeros((128, 8))
-    scores[120, [3, 5]] = 1
-    found = pictures.report(settings, pictures.branch_masks(settings, scores), 120)
-    whys = [(item.block, item.why) for item in found.items]
-    assert whys == [
-        (0, "first"),
-        (3, "score"),
-        (5, "score"),
-        (6, "local"),
-        (7, "own"),
-        (None, "window"),
-        (None, "summaries"),
-    ]
-
-
-@shapes
-def test_density_counts_tokens_once(settings):
-    masks = pictures.branch_masks(settings, scores_of(settings))
-    pairs = sum(
-        any(masks[b][t, key] for b in BRANCHES if b != "compressed")
-        for t in range(settings.N)
-        for key in range(t + 1)
-    )
-    assert pictures.report(settings, masks, 0).density == pytest.approx(
-        pairs / costs.visible_pairs(settings.N, settings.N)
-    )
-
-
-@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "no forced block"])
-def test_costs_are_those_of_the_shapes(name):
-    # wherever the own block is always listed, no mask is needed to know the cost
-    settings = SETTINGS[name]
-    found = pictures.report(
-        settings, pictures.branch_masks(settings, scores_of(settings)), 0, G=4, D=24, DV=40
-    )
-    shape = {"N": settings.N, "M": settings.N, "D": 24, "DV": 40, "HQ": 4, "H": 1}
-    assert found.branches == {
-        "selected": costs.selected_attention(
-            **shape, block_size=settings.block_size, top_n=settings.top_n
-        ),
-        "window": costs.sliding_window_attention(**shape, window_size=settings.window),
-        "compressed": costs.compressed_attention(
-            **shape, length=settings.length, stride=settings.stride
-        ),
-    }
-    assert found.cost == costs.total(*found.branches.values())
-    sizes = {name: getattr(settings, name) for name in ("block_size", "top_n", "length", "stride")}
-    whole = costs.native_sparse_attention(**shape, **sizes, window_size=settings.window)
-    assert found.choice.flops == whole.flops - found.cost.flops
-    assert found.choice.bytes_written == 4 * settings.N * settings.top_n
-    assert found.dense.flops == 2 * 4 * costs.visible_pairs(settings.N, settings.N) * 64
-
-
-@pytest.mark.parametrize(
-    ("x", "unit", "written"),
-    [(0, "B", "0 B"), (999, "B", "999 B"), (1000, "B", "0.98 KiB"), (16384, "B", "16.0 KiB"),
-    (2.5e9, "", "2.50 G"), (7, "", "7"),
-     (99_960, "", "100 k")],
-    ids=str,
-)  # fmt: skip
-def test_amounts(x, unit, written):
-    assert pictures.amount(x, unit) == written
+# -- the list --
 
 
 def test_a_long_list_keeps_its_sums_and_its_own_block():
     settings = Settings(N=512, block_size=8, top_n=40, query=500)
-    found = pictures.explore(settings)[1]
+    found = explore(settings)[1]
     lines = pictures.table(settings, found)
-    assert len(lines) == pictures.ROOM + 3  # and heading, sum and dense
+    assert len(lines) == pictures.ROOM + 3, "and heading, sum and dense"
     shown = [int(cells[3]) for branch, cells in lines if branch]
     assert sum(shown) == int(lines[-2][1][3]) == sum(item.keys for item in found.items)
     assert sum(branch == "own block" for branch, _ in lines) == 1
     assert any("more" in cells[1] for _, cells in lines)
 
 
-@pytest.mark.parametrize("show", pictures.SHOWN)
+@each_view
 @pytest.mark.parametrize("query", [0, 3, 200])
 def test_the_list_holds_the_branches_that_are_shown(query, show):
     settings, branches = Settings(query=query), pictures.SHOWN[show]
-    found = pictures.explore(settings)[1]
+    found = explore(settings)[1]
     lines = pictures.table(settings, found, branches)
     listed = [item for item in found.items if item.branch in branches]
     assert [branch for branch, _ in lines if branch] == [item.branch for item in listed]
     assert int(lines[-2][1][3]) == sum(item.keys for item in listed)
-    assert int(lines[-1][1][3]) == query + 1  # dense attention, whatever is shown
+    assert lines[-1][1][3:] == (str(query + 1), f"{(query + 1) / 2:.2f}"), "0.5 KiB a key"
+
+
+def texts(settings: Settings, show: str = "all branches") -> list[str]:
+    return [text.get_text() for text in pictures.draw(settings, show).figure.texts]
+
+
+@each_view
+def test_the_picture_writes_the_list_and_explains_its_colours(show):
+    settings = replace(BLOCKED, query=50)
+    written = "\n".join(texts(settings, show))
+    lines = pictures.table(settings, explore(settings)[1], pictures.SHOWN[show])
+    for _, cells in lines:
+        assert re.search(r"\s+".join(map(re.escape, filter(None, cells))), written)
+    drawn = {KINDS[kind] for kind in np.unique(pictures.kinds(masks.masks_of(settings)))}
+    legend = {"own block": "own", "selected": "selected", "window": "window",
+              "compressed": "summaries", "not seen": "not seen", "future": "later"}  # fmt: skip
+    for kind in drawn & {*pictures.SHOWN[show], "not seen", "future"}:
+        assert legend[kind] in written
+
+
+def test_the_longest_list_ends_above_the_legend():
+    settings = Settings(N=512, block_size=4, top_n=32, stride=4, query=511)
+    figure = pictures.draw(settings).figure
+    low, high = (
+        next(text.get_position()[1] for text in figure.texts if text.get_text().strip() == name)
+        for name in ("own block", next(t for t in texts(settings) if " dense " in t).strip())
+    )
+    assert (high - low) * pictures.HEIGHT > pictures.LINE, "inches"
+
+
+# -- in words --
+
+
+def test_findings():
+    settings = Settings(data=REAL, group=3, query=385) if REAL in masks.sources() else None
+    if settings is None:
+        pytest.skip("no heads are stored")
+    assert pictures.finding(settings, "selected") == (
+        "Query 385 finds all of the best 4 blocks, reads 98 of 386 keys"
+    )
+    assert pictures.finding(replace(settings, top_n=1, num_initial=1, num_local=0)) == (
+        "Query 385 misses its best block: 95 loads, not 386"
+    )
+    assert pictures.finding(settings, "compressed") == (
+        "Query 385 reads 47 summaries in place of 386 keys"
+    )
+
+
+@each_view
+def test_a_finding_is_a_title_and_the_sentence_is_short(show):
+    short, long = Settings(N=16, query=9, window=8), Settings(block_size=4, stride=4, query=511)
+    for settings in (Settings(), short, long):
+        assert len(pictures.finding(settings, show)) <= 70, "a longer title leaves the figure"
+        assert len(pictures.sentence(settings, show)) < 270
+
+
+@each_view
+def test_a_sentence_tells_cost_and_attention_of_what_is_shown(show):
+    settings = Settings(query=300)
+    made, found = explore(settings)
+    said, names = pictures.sentence(settings, show), pictures.PRICED[show]
+    flops = sum(found.branches[name].flops for name in names) / found.dense.flops
+    assert f"take {flops:.0%} of dense attention's work" in said
+    choosing = f"plus {found.choice.flops / found.dense.flops:.0%} to choose"
+    assert (choosing in said) == ("selected" in names)
+    seen = np.zeros(512, dtype=bool)
+    for name in set(pictures.SHOWN[show]) - {"compressed"}:
+        seen |= made[name][300]
+    held = attention_of(settings)[seen[:301]].sum()
+    assert (f"{held:.0%} of its attention" in said) == (show != "compressed")
+
+
+def test_a_sentence_says_what_is_out_of_range():
+    assert "Out of range: query 900 becomes 511." in pictures.sentence(Settings(query=900))
+
+
+# -- the picture --
 
 
 def test_the_same_picture_every_time_and_small():
-    for settings in (
-        Settings(),
-        Settings(N=16),
-        Settings(block_size=4, top_n=64, stride=4, query=511),
-    ):
-        for show in pictures.SHOWN:
-            picture = pictures.draw(settings, show)
-            assert len(picture.finding) < 110, "a longer title leaves the figure"
-            found = pictures.explore(settings)[1]
-            loads = (
-                found.cost
-                if show == "all branches"
-                else found.branches[{"sliding window": "window"}.get(show, show)]
-            )
-            assert f"{loads.flops / found.dense.flops:.0%} of dense" in picture.finding
-            chosen = f"choosing {found.choice.flops / found.dense.flops:.0%} more"
-            assert (chosen in picture.finding) == (show in ("all branches", "selected"))
-        first = picture.png()
-        assert first == pictures.draw(settings, show).png()
+    for settings in (Settings(), Settings(N=16), Settings(block_size=4, top_n=64, stride=4)):
+        first = pictures.draw(settings).png()
+        assert first == pictures.draw(settings).png()
         assert len(first) < 60_000
-
-
-def test_synthetic_scores_are_the_seeds():
-    source = pictures.source(SYNTHETIC, 300, 1)
-    assert source.logits.shape == (4, 300, 300)
-    assert np.array_equal(source.logits, pictures.synthetic_logits(1)[:, :300, :300])
-    assert not np.array_equal(source.logits, pictures.source(SYNTHETIC, 300, 0).logits)
-    with pytest.raises(ValueError, match="read-only"):
-        source.logits[0, 0, 0] = 1
 
 
 # -- trained heads --
@@ -369,39 +165,43 @@ def heads(monkeypatch):
         q=torch.randn(1, 200, 6, 8, generator=g), k=torch.randn(1, 200, 3, 8, generator=g),
         v=torch.randn(1, 200, 3, 4, generator=g), text=bytes(range(32, 127)) + b"\n" * 105, G=2,
     )  # fmt: skip
-    pictures.source.cache_clear()
-    pictures._masks_of.cache_clear()
-    monkeypatch.setattr(pictures, "_heads", lambda: made)
+    kept = masks._real_logits, masks._scores_of, masks._masks_of
+    for function in kept:
+        function.cache_clear()
+    monkeypatch.setattr(masks, "_heads", lambda: made)
     yield made
-    pictures.source.cache_clear()
-    pictures._masks_of.cache_clear()
+    for function in kept:
+        function.cache_clear()
 
 
 def test_trained_heads_are_a_choice_where_they_are(heads):
-    assert pictures.sources() == {SYNTHETIC: (2, 512), pictures.REAL: (3, 200)}
-    settings = Settings(data=pictures.REAL, group=2, query=50)
+    assert masks.sources() == {SYNTHETIC: (2, 512), REAL: (3, 200)}
+    settings = Settings(data=REAL, group=2, query=50)
     assert (settings.N, settings.group) == (200, 2)
-    source = pictures.source(pictures.REAL, 200, 2)
+    source = masks.source(REAL, 120, 2)
+    assert (source.D, source.DV, source.text) == (8, 4, heads.text[:120])
     for head in range(2):
-        expected = heads.q[0, :, 4 + head] @ heads.k[0, :, 2].T * 8**-0.5
+        expected = heads.q[0, :120, 4 + head] @ heads.k[0, :120, 2].T * 8**-0.5
         np.testing.assert_allclose(source.logits[head], expected, atol=1e-5)
-    assert "For 2 heads" in pictures.sentence(settings)
     assert "the last byte of “GHIJKLMNOPQR”" in pictures.sentence(settings)
+
+
+def test_data_bounds_length_and_group(heads):
     panel = pictures.mask_explorer()
-    assert "the last byte" in panel.set(data=pictures.REAL, group=2)
+    panel.controls["data"].value = REAL
+    assert (panel.controls["N"].max, panel.values["N"]) == (200, 200)
+    assert "tokens: 512 is out of range here, now 200." in panel.moved
+    panel.set(group=2)
+    panel.controls["data"].value = SYNTHETIC
+    assert latency.choices(panel.controls["group"]) == [0, 1]
+    assert panel.moved == "head group: 2 is out of range here, now 1."
+    assert panel.controls["N"].max == 512
 
 
-def test_without_trained_heads_only_synthetic_scores_are_offered(monkeypatch):
-    monkeypatch.setattr(pictures, "_heads", lambda: None)
-    assert list(pictures.sources()) == [SYNTHETIC]
+def test_without_trained_heads_only_made_up_scores_are_offered(monkeypatch):
+    monkeypatch.setattr(masks, "_heads", lambda: None)
+    assert list(masks.sources()) == [SYNTHETIC]
     assert pictures.mask_explorer().controls["data"].options == (SYNTHETIC,)
-
-
-def test_stored_heads_can_be_explored():
-    if pictures.REAL not in pictures.sources():
-        pytest.skip("no heads are stored")
-    settings = Settings(data=pictures.REAL)
-    assert pictures.draw(settings).finding and "the last byte of" in pictures.sentence(settings)
 
 
 # -- the interactive --
@@ -410,158 +210,107 @@ def test_stored_heads_can_be_explored():
 def test_the_interactive_says_what_the_pure_function_computes():
     panel = pictures.mask_explorer()
     assert panel.sentence == pictures.sentence(Settings())
-    values = {
-        "N": 256,
-        "block_size": 32,
-        "top_n": 4,
-        "num_initial": 0,
-        "num_local": 1,
-        "window": 9,
-        "length": 8,
-        "stride": 4,
-    }
+    values = {"N": 256, "block_size": 32, "top_n": 4, "num_initial": 0, "num_local": 1,
+              "window": 9, "length": 8, "stride": 4, "query": 200, "group": 1}  # fmt: skip
     said = [panel.sentence]
-    for name, value in {**values, "query": 200, "group": 1}.items():
+    for name, value in values.items():
         said.append(panel.set(**{name: value}))
         assert said[-1] != said[-2], f"{name} changes nothing"
-    assert said[-1] == pictures.sentence(Settings(**values, query=200, group=1))
-    assert "N 512" not in said[-1] and "Out of range: query 200 becomes 127." in panel.set(N=128)
+    assert said[-1] == pictures.sentence(Settings(**values))
 
 
-def test_showing_one_branch_changes_the_picture_only():
+def test_it_begins_where_it_is_told_to():
+    start = Settings(N=200, query=90, top_n=3)
+    panel = pictures.mask_explorer(start, "selected")
+    assert panel.sentence == pictures.sentence(start, "selected")
+    panel.set(query=10, show="compressed")
+    panel.reset()
+    assert panel.sentence == pictures.sentence(start, "selected")
+
+
+@pytest.mark.parametrize(
+    ("moved", "reads"),
+    [
+        ({"N": 16}, {"N": 16, "query": 15, "window": 16}),
+        ({"length": 128, "N": 64}, {"length": 64}),
+        ({"top_n": 1}, {"num_local": 1, "num_initial": 0}),
+        ({"num_local": 7}, {"num_local": 7, "num_initial": 0}),
+        ({"block_size": 4}, {"stride": 4}),
+        ({"length": 4}, {"stride": 4}),
+    ],
+    ids=str,
+)
+def test_a_control_never_reads_what_is_not_drawn(moved, reads):
     panel = pictures.mask_explorer()
-    said, before = panel.sentence, panel._image.value
-    assert panel.set(show="sliding window") == said
-    assert panel._image.value != before
+    for name, value in moved.items():
+        panel.controls[name].value = value
+    values = panel.values
+    assert {name: values[name] for name in reads} == reads
+    values.pop("show")
+    assert Settings(**values).adjusted == ()
+    for name in set(reads) - set(moved):
+        assert f"{panel.controls[name].description}: " in panel.moved
 
 
-def test_the_interactive_is_made_of_plain_widgets():
+def test_every_offered_value_is_in_range():
     panel = pictures.mask_explorer()
-    boxes = [panel]
-    while boxes:
-        box = boxes.pop()
-        assert type(box).__module__.startswith(("ipywidgets", "nsa_tutorial.course.widgets"))
-        boxes += getattr(box, "children", ())
+    panel.set(N=40, top_n=2, num_local=1)
+    for name, control in panel.controls.items():
+        for value in latency.choices(control) if name != "show" else ():
+            values = {**panel.values, name: value}
+            values.pop("show")
+            moved = {move.split()[0] for move in Settings(**values).adjusted}
+            assert name not in moved
+
+
+def drawn(panel: Panel) -> tuple[bytes, str]:
+    values = panel.values
+    show = values.pop("show")
+    return pictures.draw(Settings(**values), show).png(), panel.sentence
+
+
+@each_view
+def test_what_is_not_shown_is_greyed_out_and_changes_nothing(show):
+    panel = pictures.mask_explorer()
+    panel.set(show=show)
+    for name, control in panel.controls.items():
+        before = drawn(panel)
+        panel.set(**{name: latency.choices(control)[1]})
+        same = drawn(panel) == before
+        assert same or not control.disabled, name
+        panel.reset()
+        panel.set(show=show)
+    if show != "all branches":
+        assert panel.controls["top_n"].disabled == (show != "selected")
+        assert panel.controls["window"].disabled == (show != "sliding window")
 
 
 def test_the_button_saves_the_picture_and_names_the_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     panel = pictures.mask_explorer()
     panel.set(query=77, show="compressed")
-    button, saved = panel.children[-1].children
+    _, button, saved = panel.actions.children
     assert isinstance(button, ipywidgets.Button)
     button.click()
     (path,) = tmp_path.iterdir()
-    assert (
-        path.name == pictures.file_name(Settings(query=77), "compressed")
-        and path.name in saved.value
-    )
-    assert (
-        path.read_bytes()
-        == panel._image.value
-        == pictures.draw(Settings(query=77), "compressed").png()
-    )
+    assert path.name == pictures.file_name(Settings(query=77), "compressed")
+    assert path.name in saved.value
+    assert path.read_bytes() == pictures.draw(Settings(query=77), "compressed").png()
     with Image.open(path) as image:
-        assert (image.format, image.size) == ("PNG", (1120, 520))
+        width, height = pictures.draw().size
+        assert (image.format, image.size) == ("PNG", (2 * width, 2 * height))
 
 
 def test_file_names_differ_as_settings_do():
     base = Settings()
     names = {pictures.file_name(base, show) for show in pictures.SHOWN}
-    changes = {
-        "N": 500,
-        "block_size": 32,
-        "top_n": 6,
-        "num_initial": 2,
-        "num_local": 3,
-        "window": 9,
-        "length": 32,
-        "stride": 4,
-    }
-    names |= {
-        pictures.file_name(replace(base, **{k: v}))
-        for k, v in {**changes, "query": 3, "group": 1}.items()
-    }
-    assert len(names) == len(pictures.SHOWN) + len(changes) + 2
+    changes = {"N": 500, "block_size": 32, "top_n": 6, "num_initial": 2, "num_local": 3,
+               "window": 9, "length": 32, "stride": 4, "query": 3, "group": 1}  # fmt: skip
+    names |= {pictures.file_name(replace(base, **{k: v})) for k, v in changes.items()}
+    assert len(names) == len(pictures.SHOWN) + len(changes)
     assert all(name.endswith(".png") and " " not in name and "/" not in name for name in names)
 
 
-def test_a_redraw_at_512_tokens_is_quick():
-    panel, times = pictures.mask_explorer(), []
-    for window in (20, 21, 22):  # masks, numbers and picture anew
-        start = time.perf_counter()
-        panel.set(window=window)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.4
-
-
-# -- against the modules of the chapters --
-
-
-@shapes
-def test_selected_masks_agree_with_the_oracle_of_the_kernels(settings):
-    scores = scores_of(settings)
-    masks, listed = (
-        pictures.branch_masks(settings, scores),
-        pictures.choose_blocks(settings, scores),
-    )
-    ids = np.full((settings.N, settings.NB), -1)
-    for t in range(settings.N):
-        mine = np.flatnonzero(listed[t])
-        ids[t, : len(mine)] = mine
-    oracle = selected_attention.dense_mask(
-        torch.from_numpy(ids)[None, :, None], settings.N, block_size=settings.block_size
-    )
-    assert np.array_equal(masks["selected"] | masks["own block"], oracle[0, :, 0].numpy())
-
-
-def problem(N: int, G: int = 3, D: int = 8):
-    """Queries, keys and values of one group in fp64, the scores as the explorer takes them, and the
-    query rows."""
-    g = torch.Generator().manual_seed(N)
-    q, k, v = (torch.randn(1, N, heads, D, generator=g, dtype=torch.float64) for heads in (G, 1, 1))
-    logits = torch.einsum("igd,jd->gij", q[0], k[0, :, 0]) * D**-0.5
-    rows = selected_attention.query_rows(1, N, N, causal=True, cu_seqlens=None, device=q.device)
-    return q, k, v, logits, rows
-
-
-@shapes
-def test_the_window_agrees_with_its_module(settings):
-    sliding_window = pytest.importorskip("nsa_tutorial.sparse.sliding_window")
-    q, k, v, _, rows = problem(settings.N)
-    mask = torch.from_numpy(pictures.branch_masks(settings, scores_of(settings))["window"])[
-        None, :, None
-    ]
-    expected, _ = selected_attention.masked_attention(q, k, v, mask)
-    o, _ = sliding_window.forward(q, k, v, rows, window_size=settings.window, scale=8**-0.5)
-    torch.testing.assert_close(o, expected)
-
-
-@shapes
-def test_visible_summaries_agree_with_their_module(settings):
-    compression = pytest.importorskip("nsa_tutorial.sparse.compression")
-    *_, rows = problem(settings.N)
-    sizes = {"length": settings.length, "stride": settings.stride}
-    counted = compression.summary_rows(rows, settings.N, **sizes, cu_seqlens=None).num_visible
-    assert counted.tolist() == pictures.summary_visible(settings).sum(1).tolist()
-    visible = torch.from_numpy(pictures.summary_visible(settings))
-    assert visible.shape[1] == compression.num_summaries(settings.N, **sizes)
-
-
-@shapes
-def test_the_choice_agrees_with_its_module(settings):
-    block_selection, compression = (
-        pytest.importorskip(f"nsa_tutorial.sparse.{m}") for m in ("block_selection", "compression")
-    )
-    q, k, _, logits, rows = problem(settings.N)
-    sizes = {"length": settings.length, "stride": settings.stride}
-    summaries = compression.summary_rows(rows, settings.N, **sizes, cu_seqlens=None)
-    ids = block_selection.select_blocks(
-        q, compression.compress(k, kind="mean", **sizes), None, rows, summaries, M=settings.N,
-        top_n=settings.top_n,
-        block_size=settings.block_size, **sizes, num_initial=settings.num_initial,
-        num_local=settings.num_local, scale=8**-0.5,
-    )  # fmt: skip
-    listed = pictures.choose_blocks(settings, pictures.importance(settings, logits.numpy()))
-    for t in range(settings.N):
-        assert [i for i in ids[0, t, 0].tolist() if i >= 0] == np.flatnonzero(listed[t]).tolist()
+def test_a_move_at_512_tokens_is_quick():
+    times = latency.measure(pictures.mask_explorer())
+    assert statistics.median(t for found in times.values() for t in found) < 90, "ms"
