@@ -201,11 +201,12 @@ def test_owner_pictures() -> None:
 def test_panel() -> None:
     panel = pictures.explore()
     assert panel.sentence == pictures.sentence("matmul", (1, 2))
-    assert "Program 4 of a grid of 5 loads 5 of 37 of X, and stores 5 of 37 of Y." in panel.set(
-        kernel="copy", program=7
+    assert (
+        "Program 4 of a grid of 5 loads 5 of X's 37 elements, and stores 5 of Y's 37."
+        in panel.set(kernel="copy", program=7)
     )
     assert panel.set(kernel="attention", program=7).startswith(
-        "Program (1, 3, 0) of a grid of 2 × 4 × 1 loads 4 of 48"
+        "Program (1, 3, 0) of a grid of 2 × 4 × 1 loads 4 of Q's 48, 20 of K's 40 and "
     )
     with pytest.raises(ValueError, match="kernel: got 'transpose'"):
         pictures.example("transpose")

@@ -590,7 +590,7 @@ def explore() -> Panel:
     for (length, stride), shared in product(SIZES, (True, False)):
         scores("summaries", length, stride, shared)  # computed once, so that no control waits
     return panel(
-        "which blocks cheap scores choose",
+        "chosen blocks",
         render,
         limits=limits,
         idle=idle,

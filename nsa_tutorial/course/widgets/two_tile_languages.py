@@ -104,11 +104,11 @@ def sentence(kernel: str, program: tuple[int, ...]) -> str:
         for name, shape in case.shapes.items():
             count = int((seen.touched(kind, name) > 0).sum())
             if count:
-                parts.append(f"{count} of {math.prod(shape)} of {name}")
+                parts.append(f"{count} of {name}'s {math.prod(shape)}")
     masked, elements = masked_elements(seen)
     return (
-        f"Program {_name(program)} of a grid of {grid} loads {_list(told['load'])}, and stores "
-        f"{_list(told['store'])}. In its tiles, {masked} of {elements} elements are masked."
+        f"Program {_name(program)} of a grid of {grid} loads {_list(told['load'])} elements, and "
+        f"stores {_list(told['store'])}. In its tiles, {masked} of {elements} elements are masked."
     )
 
 
