@@ -10,6 +10,9 @@ import torch
 
 from nsa_tutorial import ops
 from nsa_tutorial.course import heads as stored
+from nsa_tutorial.course.exercises import chapter_exercises
+from nsa_tutorial.course.exercises import compression as solutions
+from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.widgets import compression as pictures
 from nsa_tutorial.runtime import costs
 from nsa_tutorial.sparse.compression import MLPWeights, compress, num_summaries
@@ -304,3 +307,52 @@ def test_the_panel_redraws_quickly():
         panel.set(position=position)
         times.append(time.perf_counter() - started)
     assert min(times) < 0.15
+
+
+# -- answers as a reader writes them --
+
+
+def stacked(x, length, stride):
+    starts = range(0, len(x) - length, stride)
+    return torch.stack([x[start : start + length].mean(0) for start in starts])
+
+
+def masked_late(q, k, v, position, length, stride):
+    k_cmp, v_cmp = (solutions.summarise(x, length, stride) for x in (k, v))
+    scores = k_cmp @ q * len(q) ** -0.5
+    weights = torch.softmax(scores, 0)
+    weights[solutions.visible_summaries(position, length, stride) :] = 0
+    return weights @ v_cmp, scores.logsumexp(0)
+
+
+LATE = "letting a summary be seen only after its last token"
+
+
+@pytest.mark.parametrize(
+    ("name", "attempt", "named"),
+    [
+        (
+            "visible_summaries",
+            lambda t, length, stride: len(range(0, t - length + 1, stride)),
+            LATE,
+        ),
+        ("visible_summaries", lambda t, length, stride: (t - length) // stride + 1, LATE),
+        ("summarise", stacked, "losing the last window where it just fits"),
+        ("summarise", stacked, "making windows of a text that is shorter than one"),
+        ("attend_to_summaries", masked_late, "masking after the softmax"),
+        (
+            "window_logit",
+            lambda s: (s.mean(1), s.exp().sum(1).log()),
+            "the log-sum-exp without the length",
+        ),
+        (
+            "phi",
+            lambda x, p, w1, b1, w2, b2: ((x + p).T.flatten() @ w1 + b1) @ w2 + b2,
+            "flattening number by number, not token by token",
+        ),
+    ],
+    ids=["a range", "late", "stacked", "short text", "masked late", "overflow", "columns"],
+)
+def test_a_readers_mistake_is_named(name, attempt, named):
+    """None of these is written like the misconception that names it."""
+    assert named in judge(chapter_exercises("compression")[name], attempt).misconceptions

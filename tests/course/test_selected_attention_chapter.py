@@ -297,3 +297,67 @@ def test_every_known_mistake_can_be_drawn(name):
         assert picture is not None, known.name
         assert len(picture.png()) < 60_000
     assert judge(exercise, exercise.solution).picture is None
+
+
+# -- answers as a reader writes them --
+
+
+def whole_blocks(ids, position, M, block_size, causal):
+    tokens = []
+    for i in ids:
+        if i >= 0 and i * block_size < (position + 1 if causal else M):
+            tokens += range(i * block_size, (i + 1) * block_size)
+    return tokens
+
+
+def product_with_the_mask(x, block_id, num_visible, block_size):
+    offset = block_id * block_size + torch.arange(block_size)
+    is_seen = (offset >= 0) & (offset < num_visible)
+    return x[offset.clamp(0, len(x) - 1)] * is_seen[:, None], is_seen
+
+
+def half_a_guard(x, block_id, num_visible, block_size):
+    offset = block_id * block_size + torch.arange(block_size)
+    is_seen = offset < num_visible
+    tile = x[offset.clamp(max=len(x) - 1)]
+    tile[~is_seen] = 0
+    return tile, is_seen
+
+
+def sliced(N, M, window_size):
+    mask = torch.zeros(N, M, dtype=torch.bool)
+    for n in range(N):
+        position = M - N + n
+        mask[n, position - window_size + 1 : position + 1] = True
+    return mask
+
+
+def all_at_once(q, k, v, block_indices, block_size):
+    """Loads every slot, hides scores; one softmax per query and KV head."""
+    (N, HQ, D), (M, H, DV) = q.shape, v.shape
+    o, lse = torch.zeros(N, HQ, DV), torch.zeros(N, HQ)
+    for n, h in itertools.product(range(N), range(H)):
+        group = slice(h * HQ // H, (h + 1) * HQ // H)
+        tokens = (block_indices[n, h, :, None] * block_size + torch.arange(block_size)).flatten()
+        hidden = (tokens < 0) | (tokens > M - N + n)
+        tokens = tokens.clamp(max=M - 1)
+        scores = (q[n, group] @ k[tokens, h].T * D**-0.5).masked_fill(hidden, -torch.inf)
+        o[n, group] = torch.softmax(scores, -1).nan_to_num() @ v[tokens, h]
+        lse[n, group] = scores.logsumexp(-1)
+    return o, lse
+
+
+@pytest.mark.parametrize(
+    ("name", "attempt", "named"),
+    [
+        ("tokens_of_list", whole_blocks, "showing all of a block that the query stands in"),
+        ("load_block", product_with_the_mask, "multiplying by the mask"),
+        ("load_block", half_a_guard, "comparing with num_visible only"),
+        ("window_mask", sliced, "a slice that begins below 0"),
+        ("attend_to_lists", all_at_once, "loading what is hidden, and masking its score"),
+    ],
+    ids=lambda p: p.__name__ if callable(p) else "",
+)
+def test_a_readers_mistake_is_named(name, attempt, named):
+    """None of these is written like the misconception that names it."""
+    assert named in judge(chapter_exercises("selected_attention")[name], attempt).misconceptions

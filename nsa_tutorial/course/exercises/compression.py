@@ -801,7 +801,7 @@ PREDICTIONS = (
         "One token has the score 10, the other 31 have 0. How much of the needle's weight is left "
         "in their mean: 1, 1/3, 1/30 or 1/500?",
         "The mean key scores 10/32, so the window weighs 32 · e^0.31, about 44. The real tokens "
-        "weigh e^10 and 31, about 22,000.",
+        "weigh e^10 + 31, about 22,000.",
         (
             (1, "The needle is still in the mean, but its score is divided by 32."),
             (1 / 3, "The score shrinks 32 times, and the weight is its exponential."),
@@ -826,14 +826,14 @@ PREDICTIONS = (
         "There are twice as many queries, and each sees twice as many summaries.",
         (
             (1, "The number of summaries grows with the text."),
-            (2, "That is one query's work; there are twice as many queries, too."),
+            (2, "That is the work of one query."),
         ),
         tolerance=0.02,
     ),
     Prediction(
         "how_many_windows",
         "How many windows of 4, one every 2, fit into 13, 14 and 1 tokens?",
-        "The window moves on by 2 as long as it fits: token 13 alone moves nothing, and where not "
+        "The window moves on by 2 only where it still fits, so a 13th token adds none. Where not "
         "even one window fits, there are 0.",
         (
             ((5, 6, -1), "The formula gives −1 for one token, and a count ends at 0."),
