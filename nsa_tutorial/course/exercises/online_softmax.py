@@ -1,7 +1,8 @@
 """Exercises of chapter 03: base two, one step of the streaming softmax, the fully masked chunk,
 merging two results and many.
 
-A mistake that can be made in several ways stands here once per way, under one name.
+The wrong solutions of an exercise are one function, told which slips to make. A mistake that can be
+made in several ways stands here once per way, under one name, the plainest last.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course.exercises import Case, Exercise, Misconception
+from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
+from nsa_tutorial.course.mistakes import Wrong, slip, together
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 INF = math.inf
+
+Slips = frozenset[str]
 
 
 def _randn(seed: int, *shape: int, spread: float = 1.0) -> Tensor:
@@ -26,9 +30,11 @@ def _randn(seed: int, *shape: int, spread: float = 1.0) -> Tensor:
     )
 
 
-def _ways(name: str, hint: str, *wrongs: Callable) -> tuple[Misconception, ...]:
-    """One mistake, made in several ways."""
-    return tuple(Misconception(name, wrong, hint) for wrong in wrongs)
+def _ways(
+    function: Callable, name: str, hint: str, *ways: tuple[str, ...]
+) -> tuple[Misconception, ...]:
+    """One mistake, made in several ways: the slips of each."""
+    return tuple(Misconception(name, Wrong(function, frozenset(way)), hint) for way in ways)
 
 
 # -- 1: base two --
@@ -45,63 +51,144 @@ def softmax_base_two(acc_s: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return p / total[:, None], lse
 
 
-def _pieces(acc_s: Tensor, scale_log2: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Maximum, weights, and log2 of the denominator."""
+def _softmax(slips: Slips, acc_s: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """`softmax_base_two` with slips."""
+    scale = 1.0 if "no scale" in slips else scale
+    scale_log2 = scale * (1.0 if "no log2(e)" in slips else LOG2_E)
+    if "log2(e) divides" in slips:
+        scale_log2 = scale / LOG2_E
+    if "twice" in slips:
+        acc_s = acc_s * scale
+    # -- weights --
     scores_max = acc_s.amax(1)
-    p = torch.exp2((acc_s - scores_max[:, None]) * scale_log2)
-    return scores_max, p / p.sum(1, keepdim=True), torch.log2(p.sum(1))
+    level = scores_max * scale_log2  # log2 units, what exponents are measured from
+    if "no max" in slips:
+        level = torch.zeros_like(scores_max)
+    if "one max" in slips:
+        level = acc_s.max().expand(len(acc_s)) * scale_log2
+    if slips & {"max unscaled", "max unscaled twice"}:
+        level = scores_max
+    exponent = acc_s * scale_log2 - level[:, None]
+    p = torch.exp(exponent) if "exp" in slips else torch.exp2(exponent)
+    total = p.sum(1, keepdim=True)
+    # -- lse --
+    added = scores_max * scale_log2 if "max unscaled" in slips else level
+    log2_total = torch.log2(total[:, 0])
+    ways = {
+        "log2 units": added + log2_total,
+        "max natural": scores_max * scale + log2_total,
+        "sum natural": added + log2_total * LN_2,
+        "max natural, sum once more": (scores_max * scale + log2_total) * LN_2,
+        "wrong way": (added + log2_total) * LOG2_E,
+        "lse unscaled": scores_max + log2_total * LN_2,
+        "lse unscaled, all by ln 2": (scores_max + log2_total) * LN_2,
+        "no max in lse": log2_total * LN_2,
+        "no max in lse, log2 units": log2_total,
+    }
+    lse = next((ways[way] for way in ways if way in slips), (added + log2_total) * LN_2)
+    return p if "not divided" in slips else p / total, lse
 
 
-def _wrong_lse(lse: Callable[[Tensor, Tensor, float], Tensor]) -> Callable:
-    """The right weights with `lse(scores_max, log2 of the denominator, scale)`."""
-
-    def wrong(acc_s: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        scores_max, p, log2_total = _pieces(acc_s, scale * LOG2_E)
-        return p, lse(scores_max, log2_total, scale)
-
-    return wrong
-
-
-def _no_log2_e(lse: Callable[[Tensor, Tensor, float], Tensor]) -> Callable:
-    """The weights of exp2 without log2(e), with `lse(...)`."""
-
-    def wrong(acc_s: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        scores_max, p, log2_total = _pieces(acc_s, scale)
-        return p, lse(scores_max, log2_total, scale)
-
-    return wrong
-
-
-def _divided_by_log2_e(acc_s: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return softmax_base_two(acc_s, scale / LOG2_E**2)
-
-
-def _scaled_twice(acc_s: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return softmax_base_two(acc_s * scale, scale)
-
-
-def _measured_from(reference: Callable[[Tensor, float], Tensor]) -> Callable:
-    """Exponents from `acc_s * scale_log2 - reference(acc_s, scale_log2)`, and an lse that adds the
-    same back."""
-
-    def wrong(acc_s: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        shift = reference(acc_s, scale * LOG2_E)
-        p = torch.exp2(acc_s * (scale * LOG2_E) - shift)
-        return p / p.sum(1, keepdim=True), (shift.flatten() + torch.log2(p.sum(1))) * LN_2
-
-    return wrong
-
-
-def _unscaled_max(acc_s: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    scores_max, scale_log2 = acc_s.amax(1), scale * LOG2_E
-    p = torch.exp2(acc_s * scale_log2 - scores_max[:, None])
-    return p / p.sum(1, keepdim=True), (scores_max * scale_log2 + torch.log2(p.sum(1))) * LN_2
-
-
-def _not_normalised(acc_s: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    p, lse = softmax_base_two(acc_s, scale)
-    return p / p.amax(1, keepdim=True), lse  # the largest power is 2^0
-
+_BASE_TWO_MISTAKES = (
+    *_ways(
+        _softmax,
+        "exp2 without log2(e)",
+        "The rows sum to 1, so nothing looks wrong. But these are powers of 2, and they are "
+        "flatter than powers of e. Which power of 2 is e?",
+        ("no log2(e)", "log2 units"),
+        ("no log2(e)", "sum natural"),
+        ("no log2(e)",),
+    ),
+    *_ways(
+        _softmax,
+        "exp of an exponent that holds log2(e) already",
+        "The scale holds log2(e), which turns a power of e into a power of 2. You took a power "
+        "of e. Which function belongs to that scale?",
+        ("exp", "sum natural"),
+        ("exp",),
+    ),
+    Misconception(
+        "dividing by log2(e) where multiplying is meant",
+        slip(_softmax, "log2(e) divides"),
+        "Your weights are too flat. 2 is less than e: does it need a larger exponent to reach "
+        "the same number, or a smaller one?",
+    ),
+    Misconception(
+        "leaving out the scale",
+        slip(_softmax, "no scale"),
+        "This is the softmax of `acc_s`. The statement asks for that of `acc_s * scale`. Where "
+        "could `scale` go, so that it costs nothing?",
+    ),
+    Misconception(
+        "scaling twice",
+        slip(_softmax, "twice"),
+        "The scores were multiplied by `scale`, and then by `scale_log2`. What does `scale_log2` "
+        "hold already?",
+    ),
+    Misconception(
+        "a softmax with no maximum subtracted",
+        slip(_softmax, "no max"),
+        "Small scores are right, large ones give NaN. In fp32, 2^128 is inf and inf / inf is "
+        "NaN. What can you subtract from a row, so that no exponent is above 0?",
+    ),
+    Misconception(
+        "one maximum for all rows",
+        slip(_softmax, "one max"),
+        "A row far below the largest score of another row has nothing left but zeros. How many "
+        "maxima does a tile of `G` rows have?",
+    ),
+    *_ways(
+        _softmax,
+        "a maximum subtracted without its scale",
+        "The scores are scaled when the maximum is subtracted, and the maximum is not. The "
+        "weights hide that until something overflows or vanishes. In which units is each of the "
+        "two?",
+        ("max unscaled twice",),
+        ("max unscaled",),
+    ),
+    Misconception(
+        "powers that were not divided by their sum",
+        slip(_softmax, "not divided"),
+        "The largest weight of each row is 1, since that is 2⁰. What should a row sum to?",
+    ),
+    Misconception(
+        "an lse left in log2 units",
+        slip(_softmax, "log2 units"),
+        "The lse is too large by one factor everywhere. Whoever reads it expects a natural "
+        "logarithm. How many natural units is one log2 unit?",
+    ),
+    *_ways(
+        _softmax,
+        "an lse that adds natural units and log2 units",
+        "In the lse, one of the two terms is a natural logarithm, and the other is in log2 "
+        "units. Which is which?",
+        ("sum natural",),
+        ("max natural, sum once more",),
+        ("max natural",),
+    ),
+    Misconception(
+        "an lse converted the wrong way",
+        slip(_softmax, "wrong way"),
+        "One log2 unit is a factor of 2, one natural unit a factor of e. Does the same number "
+        "count more natural units, or fewer?",
+    ),
+    *_ways(
+        _softmax,
+        "an lse that forgets the scale on the maximum",
+        "The lse is that of scaled scores, but the maximum came in as a plain dot product. What "
+        "has to happen to it first?",
+        ("lse unscaled, all by ln 2",),
+        ("lse unscaled",),
+    ),
+    *_ways(
+        _softmax,
+        "an lse that forgets the maximum",
+        "Your denominator is measured from the maximum, and the lse is that of a sum with "
+        "nothing subtracted. What has to come back?",
+        ("no max in lse, log2 units",),
+        ("no max in lse",),
+    ),
+)
 
 SOFTMAX_BASE_TWO = Exercise(
     name="softmax_base_two",
@@ -116,6 +203,16 @@ and the **natural** log-sum-exp `[G]` of `acc_s * scale`. Scores may be in the t
 """,
     minutes=5,
     difficulty=1,
+    hints=(
+        "Take the scores 1 and 3 and the scale ½. What are e^0.5 and e^1.5 as powers of 2?",
+        "One factor does both, the scale and the change of base. Measure every exponent from its "
+        "row's maximum. Then nothing overflows, and the maximum has to come back in `lse`.",
+        "Begin with the row maxima, `acc_s.amax(1)`, and the scale with log2(e) in it. Take "
+        "powers of the differences and sum them. Add up `lse` in log2 units, and convert it to "
+        "natural ones at the end.",
+    ),
+    why="Changing the base of a power only multiplies its exponent, so log2(e) joins the scale, "
+    "and the GPU's own 2ˣ does the rest.",
     solution=softmax_base_two,
     cases=(
         Case("one row of two scores, scale 0.5", lambda: (torch.tensor([[1.0, 3.0]]), 0.5)),
@@ -125,114 +222,20 @@ and the **natural** log-sum-exp `[G]` of `acc_s * scale`. Scores may be in the t
             lambda: (torch.tensor([[3000.0, 1000.0, -2000.0], [-4000.0, -3000.0, -3500.0]]), 0.5),
         ),
     ),
-    misconceptions=(
-        *_ways(
-            "exp2 without log2(e)",
-            "The rows sum to 1, so nothing looks wrong, but these are powers of two of the "
-            "scores, not of e: a softmax at a higher "
-            "temperature. exp(x) is exp2 of something a little larger than x; fold that factor "
-            "into the scale.",
-            _no_log2_e(
-                lambda scores_max, log2_total, scale: (scores_max * scale + log2_total) * LN_2
-            ),
-            _no_log2_e(lambda scores_max, log2_total, scale: scores_max * scale + log2_total),
-            _no_log2_e(
-                lambda scores_max, log2_total, scale: scores_max * scale + log2_total * LN_2
-            ),
-        ),
-        Misconception(
-            "dividing by log2(e) where multiplying is meant",
-            _divided_by_log2_e,
-            "e is more than 2, so 2 needs the larger exponent to reach the same number. Write e "
-            "as a power of two first.",
-        ),
-        Misconception(
-            "a softmax with no maximum subtracted",
-            _measured_from(lambda acc_s, scale_log2: torch.zeros(len(acc_s), 1, dtype=acc_s.dtype)),
-            "It holds while the scores are small. In fp32 2^128 is inf and inf / inf is NaN; far "
-            "below zero every power is 0, and "
-            "0 / 0 is NaN as well. Measure each row's exponents from something that makes the "
-            "largest of them 0.",
-        ),
-        Misconception(
-            "one maximum for all rows",
-            _measured_from(
-                lambda acc_s, scale_log2: acc_s.max().expand(len(acc_s), 1) * scale_log2
-            ),
-            "Each row is a softmax of its own. A row that lies far below the largest score of "
-            "another has nothing left but zeros.",
-        ),
-        *_ways(
-            "a maximum subtracted without its scale",
-            "acc_s holds plain dot products, so its maximum is one too: both have to be scaled "
-            "before they are subtracted, or "
-            "subtracted first and scaled together. The weights cannot tell, as long as nothing "
-            "overflows or vanishes.",
-            _unscaled_max,
-            _measured_from(lambda acc_s, scale_log2: acc_s.amax(1, keepdim=True)),
-        ),
-        Misconception(
-            "a softmax whose powers were not divided by their sum",
-            _not_normalised,
-            "These are the powers, measured from the row's maximum: the largest is 1. Weights "
-            "sum to 1.",
-        ),
-        Misconception(
-            "an lse left in log2 units",
-            _wrong_lse(
-                lambda scores_max, log2_total, scale: scores_max * scale * LOG2_E + log2_total
-            ),
-            "The weights are right. But whoever reads lse (the backward pass, a merge) expects a "
-            "natural logarithm: convert once, "
-            "at the end. How many natural units is one log2 unit?",
-        ),
-        *_ways(
-            "an lse that adds natural units and log2 units",
-            "The weights are right. In lse, one of the two terms is a natural logarithm and the "
-            "other is in log2 units: bring both "
-            "to one unit before you add them.",
-            _wrong_lse(lambda scores_max, log2_total, scale: scores_max * scale + log2_total),
-            _wrong_lse(
-                lambda scores_max, log2_total, scale: (
-                    scores_max * scale * LOG2_E + log2_total * LN_2
-                )
-            ),
-            _wrong_lse(
-                lambda scores_max, log2_total, scale: (scores_max * scale + log2_total) * LN_2
-            ),
-        ),
-        Misconception(
-            "an lse converted the wrong way",
-            _wrong_lse(
-                lambda scores_max, log2_total, scale: (
-                    (scores_max * scale * LOG2_E + log2_total) * LOG2_E
-                )
-            ),
-            "The weights are right. One log2 unit is a factor of 2, one natural unit a factor of "
-            "e, which is more: the same "
-            "number counts fewer natural units.",
-        ),
-        *_ways(
-            "an lse that forgets the scale on the maximum",
-            "acc_s holds plain dot products, so its maximum is one too. The lse is about scaled "
-            "scores.",
-            _wrong_lse(lambda scores_max, log2_total, scale: scores_max + log2_total * LN_2),
-            _wrong_lse(lambda scores_max, log2_total, scale: (scores_max + log2_total) * LN_2),
-        ),
-        *_ways(
-            "an lse that forgets the maximum",
-            "The weights are right. Your denominator is measured from the maximum, the lse is "
-            "that of the sum with nothing "
-            "subtracted: what was taken out has to come back.",
-            _wrong_lse(lambda scores_max, log2_total, scale: log2_total * LN_2),
-            _wrong_lse(lambda scores_max, log2_total, scale: log2_total),
-        ),
-        Misconception(
-            "scaling twice",
-            _scaled_twice,
-            "The scores were multiplied by scale, and then once more by scale_log2, which "
-            "contains it already.",
-        ),
+    misconceptions=_BASE_TWO_MISTAKES,
+    combine=together(
+        _BASE_TWO_MISTAKES,
+        {"no log2(e)", "log2(e) divides", "exp"},
+        {"no scale", "twice"},
+        {"no max", "one max", "max unscaled"},
+        {
+            "log2 units",
+            "max natural",
+            "wrong way",
+            "lse unscaled",
+            "no max in lse",
+        },
+        {"no max", "no max in lse"},
     ),
 )
 
@@ -257,122 +260,45 @@ def online_step(
     return scores_max, running_sum, acc_o
 
 
-State = tuple[Tensor, Tensor, Tensor]
-
-
 def _step(
-    state: State,
+    slips: Slips,
+    scores_max_prev: Tensor,
+    running_sum: Tensor,
+    acc_o: Tensor,
     acc_s: Tensor,
     v: Tensor,
     scale_log2: float,
-    *,
-    own: bool = False,
-    logsum_by: int = 1,
-    acc_o_by: int = 1,
-) -> State:
-    """`online_step` with its mistakes: the chunk's own maximum, and which power of `scores_scale`
-    goes on each sum (1 is right)."""
-    scores_max_prev, running_sum, acc_o = state
-    own_max = acc_s.amax(1)
-    scores_max = own_max if own else torch.maximum(scores_max_prev, own_max)
-    scores_scale = torch.exp2((scores_max_prev - scores_max) * scale_log2)
-    p = torch.exp2((acc_s - scores_max[:, None]) * scale_log2)
-    running_sum = (running_sum * scores_scale**logsum_by if logsum_by else running_sum) + p.sum(1)
-    acc_o = (acc_o * scores_scale[:, None] ** acc_o_by if acc_o_by else acc_o) + p @ v
-    return scores_max, running_sum, acc_o
-
-
-def _no_rescale(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
-    return _step(
-        (scores_max_prev, running_sum, acc_o), acc_s, v, scale_log2, logsum_by=0, acc_o_by=0
-    )
-
-
-def _only_running_sum(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
-    return _step((scores_max_prev, running_sum, acc_o), acc_s, v, scale_log2, acc_o_by=0)
-
-
-def _only_acc_o(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
-    return _step((scores_max_prev, running_sum, acc_o), acc_s, v, scale_log2, logsum_by=0)
-
-
-def _upside_down(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
-    return _step(
-        (scores_max_prev, running_sum, acc_o), acc_s, v, scale_log2, logsum_by=-1, acc_o_by=-1
-    )
-
-
-def _own_max(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
-    return _step((scores_max_prev, running_sum, acc_o), acc_s, v, scale_log2, own=True)
-
-
-def _natural_exp(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
-    return _step((scores_max_prev, running_sum, acc_o), acc_s, v, scale_log2 * LOG2_E)
-
-
-def _lost(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
-    return _step((scores_max_prev, running_sum * 0, acc_o * 0), acc_s, v, scale_log2)
-
-
-def _everything_rescaled(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
-    scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
-    scores_scale = torch.exp2((scores_max_prev - scores_max) * scale_log2)
-    p = torch.exp2((acc_s - scores_max[:, None]) * scale_log2)
-    return (
-        scores_max,
-        (running_sum + p.sum(1)) * scores_scale,
-        (acc_o + p @ v) * scores_scale[:, None],
-    )
-
-
-def _divided(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
-    scores_max, running_sum, acc_o = online_step(
-        scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2
-    )
-    return scores_max, running_sum, acc_o / running_sum[:, None]
-
-
-def _multiplied_and_divided(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
-    return _divided(
-        scores_max_prev, running_sum, acc_o * running_sum[:, None], acc_s, v, scale_log2
-    )
-
-
-def _factor_unscaled(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
-    scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
-    factor = torch.exp2(scores_max_prev - scores_max)
-    _, scores_sum, summed = _step((scores_max, running_sum * 0, acc_o * 0), acc_s, v, scale_log2)
-    return scores_max, running_sum * factor + scores_sum, acc_o * factor[:, None] + summed
-
-
-def _max_unscaled(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
-    scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
-    factor, p = (
-        torch.exp2(scores_max_prev - scores_max),
-        torch.exp2(acc_s * scale_log2 - scores_max[:, None]),
-    )
-    return scores_max, running_sum * factor + p.sum(1), acc_o * factor[:, None] + p @ v
-
-
-def _powers_unscaled(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
-    scores_max, scores_scale, _ = guarded_step(scores_max_prev, acc_s, scale_log2)
-    p = torch.exp2(acc_s - scores_max[:, None])
-    return scores_max, running_sum * scores_scale + p.sum(1), acc_o * scores_scale[:, None] + p @ v
-
-
-def _powers_from_old_max(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
-    scores_max, scores_scale, _ = guarded_step(scores_max_prev, acc_s, scale_log2)
-    p = torch.exp2((acc_s - scores_max_prev[:, None]) * scale_log2)
-    return scores_max, running_sum * scores_scale + p.sum(1), acc_o * scores_scale[:, None] + p @ v
-
-
-def _chunk_max_for_all_rows(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
-    level = torch.maximum(scores_max_prev, acc_s.max())
-    scores_scale, p = (
-        torch.exp2((scores_max_prev - level) * scale_log2),
-        torch.exp2((acc_s - level[:, None]) * scale_log2),
-    )
-    return level, running_sum * scores_scale + p.sum(1), acc_o * scores_scale[:, None] + p @ v
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`online_step` with slips."""
+    if "log2(e) again" in slips:
+        scale_log2 = scale_log2 * LOG2_E
+    # -- the maximum --
+    own_max = acc_s.max().expand(len(acc_s)) if "one max" in slips else acc_s.amax(1)
+    scores_max = own_max if "own" in slips else torch.maximum(scores_max_prev, own_max)
+    # -- exponents --
+    rise = scores_max - scores_max_prev if "upside down" in slips else scores_max_prev - scores_max
+    factor = torch.exp2(rise * (1.0 if slips & {"factor", "max"} else scale_log2))
+    level = scores_max_prev if "old max" in slips else scores_max
+    p = torch.exp2((acc_s - level[:, None]) * (1.0 if "powers" in slips else scale_log2))
+    if "max" in slips:
+        p = torch.exp2(acc_s * scale_log2 - level[:, None])
+    if "no max" in slips:
+        factor, p = torch.ones_like(scores_max), torch.exp2(acc_s * scale_log2)
+    # -- the sums --
+    old_sum, old_o = running_sum * factor, acc_o * factor[:, None]
+    if slips & {"sum as it was", "new alone"}:
+        old_sum = running_sum
+    if slips & {"acc_o as it was", "new alone"}:
+        old_o = acc_o
+    if "times the sum" in slips:
+        old_o = old_o * running_sum[:, None]
+    if "lost" in slips:
+        old_sum, old_o = running_sum * 0, acc_o * 0
+    new = factor if slips & {"all", "new alone"} else torch.ones_like(factor)
+    running_sum, acc_o = old_sum + p.sum(1) * new, old_o + (p @ v) * new[:, None]
+    if slips & {"divided", "times the sum"}:
+        acc_o = acc_o / running_sum[:, None]
+    return scores_max_prev if "stale" in slips else scores_max, running_sum, acc_o
 
 
 def _after(seed: int, G: int, DV: int, top: list[float]) -> tuple[Tensor, Tensor, Tensor]:
@@ -389,6 +315,116 @@ def _tensors(*lists: list, scale_log2: float = 1.0) -> tuple:
     return (*map(torch.tensor, lists), scale_log2)
 
 
+_SAME_SUM = (
+    "`running_sum` and `acc_o` are the same sum, without the values and with them. What happens "
+    "to the one when the maximum rises, and what to the other?"
+)
+_STEP_MISTAKES = (
+    *_ways(
+        _step,
+        "a missing rescale",
+        "The old sums are measured from the old maximum, the new terms from the new one. "
+        "(Descending scores hide that: there the maximum never moves.) At which rate do you "
+        "change old units into new ones?",
+        ("sum as it was", "acc_o as it was"),
+    ),
+    Misconception(
+        "rescaling the denominator but not the accumulator",
+        slip(_step, "acc_o as it was"),
+        _SAME_SUM,
+    ),
+    Misconception(
+        "rescaling the accumulator but not the denominator",
+        slip(_step, "sum as it was"),
+        _SAME_SUM,
+    ),
+    Misconception(
+        "a rescale factor upside down",
+        slip(_step, "upside down"),
+        "Your factor is above 1, so the old sums grow. The maximum can only rise. What must old "
+        "terms do then?",
+    ),
+    Misconception(
+        "the chunk's own maximum in place of the running one",
+        slip(_step, "own"),
+        "On paper it comes out even, but the factor can now exceed 1. It is inf as soon as a "
+        "chunk lies 128 log2 units below what came before. Which maximum can never fall?",
+    ),
+    Misconception(
+        "powers measured from no maximum at all",
+        slip(_step, "no max"),
+        "Your sums are right while scores are small. In fp32 a score of 128 log2 units is inf. "
+        "What should every exponent be measured from?",
+    ),
+    Misconception(
+        "handing on the old maximum",
+        slip(_step, "stale"),
+        "Both sums are measured from the new maximum, but you return the old one. Which one will "
+        "the next chunk need?",
+    ),
+    Misconception(
+        "folding log2(e) in a second time, or taking exp where exp2 is meant",
+        slip(_step, "log2(e) again"),
+        "Your powers are too steep. `scale_log2` holds log2(e) already. Which base is left for "
+        "the power?",
+    ),
+    Misconception(
+        "a rescale factor without scale_log2",
+        slip(_step, "factor"),
+        "The new powers are right, the factor is not. The old sums hold powers of scaled scores. "
+        "How many log2 units does a maximum rise that rises by 4 dot products?",
+    ),
+    Misconception(
+        "new powers without scale_log2",
+        slip(_step, "powers"),
+        "The factor on the old sums is right, the new powers are not. The chunk's scores are "
+        "plain dot products. What is missing before they become exponents?",
+    ),
+    Misconception(
+        "new powers measured from the old maximum",
+        slip(_step, "old max"),
+        "Some of your new powers exceed 1. The old sums now stand at the new maximum. Where must "
+        "the new terms stand?",
+    ),
+    Misconception(
+        "one maximum for all rows",
+        slip(_step, "one max"),
+        "Each row has a maximum of its own. What is left of a row that lies far below another "
+        "row's largest score?",
+    ),
+    Misconception(
+        "a maximum subtracted without its scale",
+        slip(_step, "max"),
+        "The scores are scaled, the maximum that you subtract is not. Both are plain dot "
+        "products. What must be done to both?",
+    ),
+    Misconception(
+        "rescaling the new terms as well",
+        slip(_step, "all"),
+        "The new terms are measured from the new maximum already. Which sums are still in the "
+        "old unit?",
+    ),
+    Misconception(
+        "rescaling the new terms in place of the old",
+        slip(_step, "new alone"),
+        "The factor is right, but it stands on the wrong term. Which terms are measured from the "
+        "old maximum?",
+    ),
+    Misconception(
+        "a step that loses the old sums",
+        slip(_step, "lost"),
+        "What comes back is this chunk's sum alone. What have the chunks before it given?",
+    ),
+    *_ways(
+        _step,
+        "a division inside the step",
+        "`acc_o` is a numerator. It stays undivided until the row ends, and what comes in was "
+        "not divided either. How often does a row divide?",
+        ("times the sum",),
+        ("divided",),
+    ),
+)
+
 ONLINE_STEP = Exercise(
     name="online_step",
     statement=r"""
@@ -403,6 +439,17 @@ Return the new `(scores_max, running_sum, acc_o)`. Nothing is divided yet.
 """,
     minutes=8,
     difficulty=2,
+    hints=(
+        "Do the chapter's row by hand: the old maximum is 3, the old sum 1.25, and the new scores "
+        "are 2 and 5. What is 1.25 worth when everything is measured from 5?",
+        "Three things happen: the maximum may rise, the old sums change their unit by one factor "
+        "per row, and the new terms are added. Both sums take the same factor.",
+        "Start with the new maximum: the larger one of the old and the chunk's, row by row. Every "
+        "exponent is a difference from it, times `scale_log2`. The factor and the chunk's powers "
+        "are two such exponents. The values join by a matrix product.",
+    ),
+    why="All old terms were measured from one maximum, so one factor per row moves them to the new "
+    "one, and no old score is needed again.",
     solution=online_step,
     cases=(
         Case(
@@ -443,103 +490,14 @@ Return the new `(scores_max, running_sum, acc_o)`. Nothing is divided yet.
             ),
         ),
     ),
-    misconceptions=(
-        Misconception(
-            "a missing rescale",
-            _no_rescale,
-            "What was summed so far is measured from the old maximum, the new terms from the new "
-            "one: bring the old sums to the "
-            "new reference before adding. When the largest score comes first the maximum never "
-            "moves and the factor is 1, which is "
-            "why descending scores hide this mistake.",
-        ),
-        Misconception(
-            "rescaling the denominator but not the accumulator",
-            _only_running_sum,
-            "running_sum and acc_o are the same sum, without the values and with them. What "
-            "rescales "
-            "one must rescale the other.",
-        ),
-        Misconception(
-            "rescaling the accumulator but not the denominator",
-            _only_acc_o,
-            "running_sum and acc_o are the same sum, without the values and with them. What "
-            "rescales "
-            "one must rescale the other.",
-        ),
-        Misconception(
-            "a rescale factor upside down",
-            _upside_down,
-            "The maximum can only rise, so old terms can only shrink: the factor is at most 1. "
-            "Check the order of the subtraction.",
-        ),
-        Misconception(
-            "the chunk's own maximum in place of the running one",
-            _own_max,
-            "In exact arithmetic this gives the same output in the end, but the factor can now "
-            "exceed 1, and in fp32 it is inf as "
-            "soon as a chunk lies 128 log2 units below what came before. Which maximum can never "
-            "fall?",
-        ),
-        Misconception(
-            "folding log2(e) in a second time (or exp where exp2 is meant)",
-            _natural_exp,
-            "scale_log2 contains log2(e) already: the base of the power is two.",
-        ),
-        Misconception(
-            "a rescale factor without scale_log2",
-            _factor_unscaled,
-            "The new powers are right. The old sums hold powers of scaled scores, so the step "
-            "from the old maximum to the new one "
-            "has to be scaled as well.",
-        ),
-        Misconception(
-            "new powers without scale_log2",
-            _powers_unscaled,
-            "The factor on the old sums is right. The scores of this chunk are plain dot "
-            "products too: their distance from the "
-            "maximum has to be scaled before it becomes an exponent.",
-        ),
-        Misconception(
-            "new powers measured from the old maximum",
-            _powers_from_old_max,
-            "The old sums are brought to the new maximum, so the new terms have to be measured "
-            "from it as well. No power may "
-            "exceed 1.",
-        ),
-        Misconception(
-            "one maximum for all rows",
-            _chunk_max_for_all_rows,
-            "Each row has a maximum of its own. A row that lies far below the largest score of "
-            "another has nothing left but zeros.",
-        ),
-        Misconception(
-            "a maximum subtracted without its scale",
-            _max_unscaled,
-            "acc_s and both maxima are plain dot products: whatever is done to one must be done "
-            "to the others before it becomes an "
-            "exponent.",
-        ),
-        Misconception(
-            "rescaling the new terms as well",
-            _everything_rescaled,
-            "The new terms are measured from the new maximum already. Only what was summed "
-            "before has to change its unit.",
-        ),
-        Misconception(
-            "a step that loses the old sums",
-            _lost,
-            "What comes back is this chunk's sum alone. The state is what all chunks so far have "
-            "given: rescale it and add.",
-        ),
-        *_ways(
-            "a division inside the step",
-            "acc_o is the numerator so far and stays undivided until the row ends: one division "
-            "per row, not one per chunk. What "
-            "comes in was not divided either.",
-            _divided,
-            _multiplied_and_divided,
-        ),
+    misconceptions=_STEP_MISTAKES,
+    combine=together(
+        _STEP_MISTAKES,
+        {"sum as it was", "acc_o as it was", "lost", "all", "new alone"},
+        {"own", "no max", "old max", "max"},
+        {"no max", "factor", "powers", "upside down", "one max"},
+        {"max", "factor", "powers"},
+        {"lost", "upside down", "factor"},
     ),
 )
 
@@ -558,107 +516,135 @@ def guarded_step(
     return scores_max, scores_scale, p
 
 
-def _measured(
-    scores_max_prev: Tensor, acc_s: Tensor, scale_log2: float, scores_max: Tensor, shift: Tensor
+def _guarded(
+    slips: Slips, scores_max_prev: Tensor, acc_s: Tensor, scale_log2: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A step that hands on `scores_max` and measures exponents from `shift`."""
-    scores_scale = torch.exp2((scores_max_prev - shift) * scale_log2)
-    return scores_max, scores_scale, torch.exp2((acc_s - shift[:, None]) * scale_log2)
-
-
-def _unguarded(
-    scores_max_prev: Tensor, acc_s: Tensor, scale_log2: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
-    return _measured(scores_max_prev, acc_s, scale_log2, scores_max, scores_max)
-
-
-def _only_p(
-    scores_max_prev: Tensor, acc_s: Tensor, scale_log2: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    scores_max, _, p = guarded_step(scores_max_prev, acc_s, scale_log2)
-    return scores_max, _unguarded(scores_max_prev, acc_s, scale_log2)[1], p
-
-
-def _only_scores_scale(
-    scores_max_prev: Tensor, acc_s: Tensor, scale_log2: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    scores_max, scores_scale, _ = guarded_step(scores_max_prev, acc_s, scale_log2)
-    return scores_max, scores_scale, _unguarded(scores_max_prev, acc_s, scale_log2)[2]
-
-
-def _large_negative(
-    scores_max_prev: Tensor, acc_s: Tensor, scale_log2: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _unguarded(scores_max_prev.clamp(min=-1e30), acc_s.clamp(min=-1e30), scale_log2)
-
-
-def _max_at_least_zero(
-    scores_max_prev: Tensor, acc_s: Tensor, scale_log2: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    scores_max = torch.maximum(scores_max_prev, acc_s.amax(1)).clamp(min=0)
-    return _measured(scores_max_prev, acc_s, scale_log2, scores_max, scores_max)
-
-
-def _zero_for_empty(
-    scores_max_prev: Tensor, acc_s: Tensor, scale_log2: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    scores_max, scores_scale, p = guarded_step(scores_max_prev, acc_s, scale_log2)
-    return torch.where(scores_max == -INF, 0.0, scores_max), scores_scale, p
-
-
-def _floor(floor: float) -> Callable:
-    def wrong(
-        scores_max_prev: Tensor, acc_s: Tensor, scale_log2: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
-        return _measured(
-            scores_max_prev, acc_s, scale_log2, scores_max, scores_max.clamp(min=floor)
-        )
-
-    return wrong
-
-
-def _large_negative_for_empty(
-    scores_max_prev: Tensor, acc_s: Tensor, scale_log2: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    scores_max, scores_scale, p = guarded_step(scores_max_prev, acc_s, scale_log2)
-    return torch.where(scores_max == -INF, -1e30, scores_max), scores_scale, p
-
-
-def _own_chunk_guarded(
-    scores_max_prev: Tensor, acc_s: Tensor, scale_log2: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    """`guarded_step` with slips."""
+    if "-1e30" in slips:
+        scores_max_prev, acc_s = scores_max_prev.clamp(min=-1e30), acc_s.clamp(min=-1e30)
+    if "exp" in slips:
+        scale_log2 = scale_log2 * LOG2_E
+    # -- the maximum, and what stands in for it --
     scores_max = acc_s.amax(1)
-    return _measured(
-        scores_max_prev,
-        acc_s,
-        scale_log2,
-        scores_max,
-        torch.where(scores_max == -INF, 0.0, scores_max),
-    )
+    if "own" not in slips:
+        scores_max = torch.maximum(scores_max_prev, scores_max)
+    if "at least 0" in slips:
+        scores_max = scores_max.clamp(min=0)
+    shift = torch.where(scores_max == -INF, 0.0, scores_max)
+    for floor in (0.0, -1e4):
+        if f"floor {floor}" in slips:
+            shift = scores_max.clamp(min=floor)
+    # -- exponents --
+    rise = scores_max_prev - (scores_max if "factor unguarded" in slips else shift)
+    factor = torch.exp2(rise * (1.0 if "factor unscaled" in slips else scale_log2))
+    if "upside down" in slips:
+        factor = torch.exp2(-rise * scale_log2)
+    fall = acc_s - (scores_max if "p unguarded" in slips else shift)[:, None]
+    p = torch.exp2(fall * (1.0 if "p unscaled" in slips else scale_log2))
+    # -- what is handed on --
+    for name, was in (("1 while empty", scores_max), ("1 if it was empty", scores_max_prev)):
+        if name in slips:
+            factor = torch.where(was == -INF, 1.0, factor)
+    if "0 for a masked chunk" in slips:
+        factor = torch.where(acc_s.amax(1) == -INF, 0.0, factor)
+    for number in (0.0, -1e30):
+        if f"hands on {number}" in slips:
+            scores_max = torch.where(scores_max == -INF, number, scores_max)
+    return scores_max, factor, p
 
 
-def _factor_one_while_empty(
-    scores_max_prev: Tensor, acc_s: Tensor, scale_log2: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    scores_max, scores_scale, p = guarded_step(scores_max_prev, acc_s, scale_log2)
-    return scores_max, torch.where(scores_max == -INF, 1.0, scores_scale), p
-
-
-def _factor_one_if_was_empty(
-    scores_max_prev: Tensor, acc_s: Tensor, scale_log2: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    scores_max, scores_scale, p = guarded_step(scores_max_prev, acc_s, scale_log2)
-    return scores_max, torch.where(scores_max_prev == -INF, 1.0, scores_scale), p
-
-
-def _factor_without_scale(
-    scores_max_prev: Tensor, acc_s: Tensor, scale_log2: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    scores_max, _, p = guarded_step(scores_max_prev, acc_s, scale_log2)
-    return scores_max, guarded_step(scores_max_prev, acc_s, 1.0)[1], p
-
+_GUARDED_MISTAKES = (
+    *_ways(
+        _guarded,
+        "-inf minus -inf, which is NaN",
+        "While the maximum is -inf there is nothing to measure from. The powers should come out "
+        "0. Which number could stand in for the maximum in the exponent, and only there?",
+        ("factor unguarded", "p unguarded"),
+    ),
+    Misconception(
+        "a large negative number in place of -inf",
+        slip(_guarded, "-1e30"),
+        "In a row of nothing but -1e30, the masked keys are the largest scores. What is exp2(0)? "
+        "Which score can no maximum lift?",
+    ),
+    Misconception(
+        "a maximum that is never below 0",
+        slip(_guarded, "at least 0"),
+        "No NaN, but a row whose scores are all near -300 looks empty: its powers underflow to "
+        "0. When, and only when, does the maximum need to be replaced?",
+    ),
+    *_ways(
+        _guarded,
+        "a floor under the maximum, below which true scores may lie",
+        "No NaN, and any finite number may stand in for -inf. But a clamp also replaces true "
+        "maxima that lie lower. When, and only when, is a stand-in needed?",
+        ("floor -10000.0",),
+        ("floor 0.0",),
+    ),
+    *_ways(
+        _guarded,
+        "a stand-in that leaks into the state",
+        "The powers are right, but a row that has seen no key now claims a finite maximum. What "
+        "happens to its first visible score if that lies far lower?",
+        ("hands on -1e+30",),
+        ("hands on 0.0",),
+    ),
+    Misconception(
+        "the chunk's own maximum in place of the running one",
+        slip(_guarded, "own"),
+        "A fully masked chunk must leave a row with a past as it was. Which maximum and which "
+        "factor do that?",
+    ),
+    Misconception(
+        "a factor that forgets the past when a chunk is fully masked",
+        slip(_guarded, "0 for a masked chunk"),
+        "A factor of 0 wipes out what the row has summed so far. A chunk that adds nothing "
+        "should change nothing. Which factor does that?",
+    ),
+    Misconception(
+        "a guard on p that the factor lacks",
+        slip(_guarded, "factor unguarded"),
+        "The powers are right, but where a row has seen nothing, the factor is still exp2 of "
+        "-inf minus -inf. What do both exponents have in common?",
+    ),
+    Misconception(
+        "a guard on the factor that p lacks",
+        slip(_guarded, "p unguarded"),
+        "The factor is right, but where a row has seen nothing, the powers are still exp2 of "
+        "-inf minus -inf. What do both exponents have in common?",
+    ),
+    *_ways(
+        _guarded,
+        "a factor of 1 for a row that had seen no key",
+        "It does no harm, since both sums are 0 there, but it is a special case that nobody "
+        "needs. What is exp2 of -inf minus a finite number?",
+        ("1 if it was empty",),
+        ("1 while empty",),
+    ),
+    Misconception(
+        "a factor upside down",
+        slip(_guarded, "upside down"),
+        "Your factor is above 1, or inf. The maximum can only rise. What must old terms do then?",
+    ),
+    Misconception(
+        "a factor without scale_log2",
+        slip(_guarded, "factor unscaled"),
+        "The powers are right. The factor is a power of scaled scores, too: when the maximum "
+        "rises by 2, how many log2 units is that?",
+    ),
+    Misconception(
+        "powers without scale_log2",
+        slip(_guarded, "p unscaled"),
+        "The factor is right. The scores are plain dot products: what is missing before their "
+        "distance from the maximum becomes an exponent?",
+    ),
+    Misconception(
+        "taking exp where exp2 is meant",
+        slip(_guarded, "exp"),
+        "Your factor and your powers are too small. `scale_log2` holds log2(e) already. Which "
+        "base is left for the power?",
+    ),
+)
 
 GUARDED_STEP = Exercise(
     name="guarded_step",
@@ -670,11 +656,22 @@ Make the exponents of a step safe when a row sees no key, in this chunk or in an
 - `scale_log2`: as before.
 
 Return `(scores_max, scores_scale, p)`: the new running maximum `[G]` (still `-inf` where no key was
-seen), the factor `[G]` on the old sums, and the powers `[G, BS]`, exactly 0 for masked keys. No
-`NaN` anywhere. Where the sums are still 0 the factor is 0.
+seen), the factor `[G]` on the old sums, and the powers `[G, BS]`, exactly 0 for masked keys. Where
+the sums are still 0 the factor is 0. Let no `NaN` arise. A `nan_to_num` at the end would pass this
+check, and would also hide the `NaN` of any other mistake.
 """,
     minutes=6,
     difficulty=2,
+    hints=(
+        "Write down the two exponents of a row that has seen no key and sees none now. Which of "
+        "them is -inf minus -inf?",
+        "An exponent needs some finite number to be measured from. Only a row whose new maximum "
+        "is still -inf lacks one, and there every score is -inf, so any finite number does.",
+        "Keep two tensors: the new maximum, which you return as it is, and a copy with a stand-in "
+        "where it is -inf (`torch.where`). Measure both exponents from the copy.",
+    ),
+    why="-inf minus any finite number is -inf and 2 to that is 0, so a stand-in in the exponent "
+    "gives an empty row its zeros, and clears no `NaN` that comes from another mistake.",
     solution=guarded_step,
     cases=(
         Case(
@@ -691,7 +688,7 @@ seen), the factor `[G]` on the old sums, and the powers `[G, BS]`, exactly 0 for
         ),
         Case(
             "a maximum that rises by 2, scale_log2 = 0.5",
-            lambda: (torch.tensor([1.0]), torch.tensor([[3.0, -INF]]), 0.5),
+            lambda: (torch.tensor([1.0]), torch.tensor([[3.0, 2.0, -INF]]), 0.5),
         ),
         Case(
             "rows of every kind, all scores far below zero",
@@ -704,80 +701,21 @@ seen), the factor `[G]` on the old sums, and the powers `[G, BS]`, exactly 0 for
             ),
         ),
     ),
-    misconceptions=(
-        Misconception(
-            "-inf minus -inf, which is NaN",
-            _unguarded,
-            "As long as the maximum is -inf there is nothing to measure from. The powers should "
-            "come out 0: which number could "
-            "stand in for the maximum in the exponent, and only there?",
-        ),
-        Misconception(
-            "a large negative number in place of -inf",
-            _large_negative,
-            "In a row of nothing but -1e30 the masked keys are the largest ones, and exp2(0) = 1 "
-            "gives each of them weight. "
-            "-inf is the only score that no maximum can lift.",
-        ),
-        Misconception(
-            "a maximum that is never below 0",
-            _max_at_least_zero,
-            "No NaN, but when all true scores are far below zero every power now underflows to "
-            "0, and a row with visible keys "
-            "looks empty. Replace the maximum only where it is -inf.",
-        ),
-        *_ways(
-            "a floor under the maximum, below which true scores may lie",
-            "No NaN, and any finite number may stand in for -inf. But a clamp also replaces true "
-            "maxima that lie lower, and then "
-            "every power of such a row underflows to 0. Replace the maximum only where it is -inf.",
-            _floor(0.0),
-            _floor(-1e4),
-        ),
-        *_ways(
-            "a replacement that leaks into the state",
-            "The powers are right, but a row that has seen nothing now claims a finite maximum. "
-            "Keep the stand-in to the "
-            "exponents, and hand on -inf.",
-            _zero_for_empty,
-            _large_negative_for_empty,
-        ),
-        Misconception(
-            "the chunk's own maximum in place of the running one",
-            _own_chunk_guarded,
-            "A fully masked chunk must leave a row with a past as it was: factor 1, maximum "
-            "unchanged.",
-        ),
-        Misconception(
-            "a guard on p that the factor lacks",
-            _only_p,
-            "The powers are right, but where a row has seen nothing the factor is still "
-            "exp2(-inf - (-inf)). Both exponents are "
-            "measured from the same number.",
-        ),
-        Misconception(
-            "a guard on the factor that p lacks",
-            _only_scores_scale,
-            "The factor is right, but where a row has seen nothing the powers are still "
-            "exp2(-inf - (-inf)). Both exponents are "
-            "measured from the same number.",
-        ),
-        *_ways(
-            "a factor of 1 for a row that had seen no key",
-            "It does no harm, since both sums are 0 there, but it is a special case that nobody "
-            "needs: once the exponent is "
-            "measured from a finite number, 2^-inf = 0 comes out by itself. The statement asks "
-            "for that 0.",
-            _factor_one_while_empty,
-            _factor_one_if_was_empty,
-        ),
-        Misconception(
-            "a factor without scale_log2",
-            _factor_without_scale,
-            "The powers are right. The factor is a power of scaled scores too: when the maximum "
-            "rises by 2, how many log2 units "
-            "is that?",
-        ),
+    misconceptions=_GUARDED_MISTAKES,
+    combine=together(
+        _GUARDED_MISTAKES,
+        {"-1e30", "at least 0", "floor 0.0", "hands on 0.0"},
+        {"-1e30", "factor unguarded"},
+        {"-1e30", "p unguarded"},
+        {"at least 0", "factor unguarded"},
+        {"at least 0", "p unguarded"},
+        {"floor 0.0", "factor unguarded"},
+        {"floor 0.0", "p unguarded"},
+        {"upside down", "factor unscaled"},
+        {"1 while empty", "0 for a masked chunk"},
+        {"1 while empty", "factor unguarded"},
+        {"exp", "factor unscaled"},
+        {"exp", "p unscaled"},
     ),
 )
 
@@ -797,83 +735,43 @@ def merge_partials(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[
     return o, shift + torch.log(total)
 
 
-def _merged(
-    o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor, w1: Tensor, w2: Tensor
+def _merge(
+    slips: Slips, o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Outputs mixed by given weights, with the right lse."""
-    return (o1 * w1[:, None] + o2 * w2[:, None]) / (w1 + w2)[:, None], torch.logaddexp(lse1, lse2)
-
-
-def _average(o1, lse1, o2, lse2):
-    return _merged(o1, lse1, o2, lse2, torch.ones_like(lse1), torch.ones_like(lse2))
-
-
-def _weights_are_lse(o1, lse1, o2, lse2):
-    return _merged(o1, lse1, o2, lse2, lse1, lse2)
-
-
-def _sum_of_outputs(o1, lse1, o2, lse2):
-    return o1 + o2, torch.logaddexp(lse1, lse2)
-
-
-def _weights(lse1: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What both are measured from, and the two weights."""
+    """`merge_partials` with slips."""
+    is_bare = "bare" in slips
     lse_max = torch.maximum(lse1, lse2)
-    shift = torch.where(lse_max == -INF, 0.0, lse_max)
-    return shift, torch.exp(lse1 - shift), torch.exp(lse2 - shift)
-
-
-def _not_divided(o1, lse1, o2, lse2):
-    _, w1, w2 = _weights(lse1, lse2)
-    return o1 * w1[:, None] + o2 * w2[:, None], merge_partials(o1, lse1, o2, lse2)[1]
-
-
-def _lse_without_max(o1, lse1, o2, lse2):
-    _, w1, w2 = _weights(lse1, lse2)
-    return merge_partials(o1, lse1, o2, lse2)[0], torch.log(w1 + w2)
-
-
-def _larger_lse(o1, lse1, o2, lse2):
-    return merge_partials(o1, lse1, o2, lse2)[0], torch.maximum(lse1, lse2)
-
-
-def _sum_of_lse(o1, lse1, o2, lse2):
-    return merge_partials(o1, lse1, o2, lse2)[0], lse1 + lse2
-
-
-def _no_guard(o1, lse1, o2, lse2):
-    lse_max = torch.maximum(lse1, lse2)
-    return _merged(o1, lse1, o2, lse2, torch.exp(lse1 - lse_max), torch.exp(lse2 - lse_max))
-
-
-def _no_guard_at_all(o1, lse1, o2, lse2):
-    o, _ = _no_guard(o1, lse1, o2, lse2)
-    lse_max = torch.maximum(lse1, lse2)
-    return o, lse_max + torch.log(torch.exp(lse1 - lse_max) + torch.exp(lse2 - lse_max))
-
-
-def _no_max(o1, lse1, o2, lse2):
-    w1, w2 = torch.exp(lse1), torch.exp(lse2)
+    shift = lse_max if is_bare else torch.where(lse_max == -INF, 0.0, lse_max)
+    if "as it comes" in slips:
+        shift = torch.zeros_like(lse_max)
+    base = LN_2 if slips & {"base two", "base two, ln"} else 1.0
+    w1, w2 = torch.exp((lse1 - shift) * base), torch.exp((lse2 - shift) * base)
     total = w1 + w2
-    return (o1 * w1[:, None] + o2 * w2[:, None]) / torch.where(total == 0, 1.0, total)[
-        :, None
-    ], torch.log(total)
-
-
-def _swapped(o1, lse1, o2, lse2):
-    o, _ = merge_partials(o1, lse2, o2, lse1)
-    return o, torch.logaddexp(lse1, lse2)
-
-
-def _powers_of_two(logarithm: Callable[[Tensor], Tensor]) -> Callable:
-    """`exp2` of a natural log-sum-exp; the new one from `logarithm` of the sum."""
-
-    def wrong(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-        o, lse = merge_partials(o1, lse1 * LN_2, o2, lse2 * LN_2)  # 2^lse is e^(lse · ln 2)
-        shift = _weights(lse1, lse2)[0]
-        return o, shift + logarithm(torch.exp(lse - shift * LN_2))
-
-    return wrong
+    # -- the new lse --
+    lse = shift + (torch.log2(total) if "base two" in slips else torch.log(total))
+    if is_bare and "bare lse" not in slips:
+        lse = torch.where(lse_max == -INF, -INF, lse)
+    # -- the new output --
+    if "formula" in slips:
+        joint = lse if is_bare else torch.where(lse == -INF, 0.0, lse)
+        w1, w2, total = torch.exp(lse1 - joint), torch.exp(lse2 - joint), torch.ones_like(lse)
+    if "swapped" in slips:
+        w1, w2 = w2, w1
+    if "lse weighs" in slips:
+        w1, w2, total = lse1, lse2, lse1 + lse2
+    if slips & {"average", "sum"}:
+        w1, w2 = torch.ones_like(lse1), torch.ones_like(lse2)
+        total = w1 if "sum" in slips else w1 + w2
+    divisor = total if slips & {"bare", "lse weighs"} else torch.where(total == 0, 1.0, total)
+    o = o1 * w1[:, None] + o2 * w2[:, None]
+    ways = {
+        "no shift back": lse - shift,
+        "larger": lse_max,
+        "sum of lse": lse1 + lse2,
+        "mean of lse": (lse1 + lse2) / 2,
+    }
+    lse = next((ways[way] for way in ways if way in slips), lse)
+    return o if "not divided" in slips else o / divisor[:, None], lse
 
 
 def _between(arguments: tuple, got: object, expected: object) -> Picture:
@@ -922,9 +820,9 @@ def _between(arguments: tuple, got: object, expected: object) -> Picture:
     )
 
 
-def _partial(seed: int, N: int, M: int, DV: int, lift: float = 0.0) -> tuple[Tensor, Tensor]:
+def _partial(seed: int, N: int, M: int, DV: int) -> tuple[Tensor, Tensor]:
     """Output and lse of `N` rows over `M` random keys."""
-    scores = _randn(seed, N, M, spread=2.0) + lift
+    scores = _randn(seed, N, M, spread=2.0)
     return torch.softmax(scores, 1) @ _randn(seed + 1, M, DV), torch.logsumexp(scores, 1)
 
 
@@ -933,6 +831,95 @@ def _with_empty(parts: tuple[Tensor, Tensor], rows: list[int]) -> tuple[Tensor, 
     o[rows], lse[rows] = 0.0, -INF
     return o, lse
 
+
+_MERGE_MISTAKES = (
+    Misconception(
+        "a plain average of the two outputs",
+        slip(_merge, "average"),
+        "Each half was divided by its own denominator, and the halves count by those. Where can "
+        "you find a half's denominator?",
+    ),
+    Misconception(
+        "adding two outputs that were already divided",
+        slip(_merge, "sum"),
+        "`o1` and `o2` are both averages of values, so their sum is up to twice too large. What "
+        "undoes each division?",
+    ),
+    Misconception(
+        "using lse itself as the weight",
+        slip(_merge, "lse weighs"),
+        "lse may be negative, or zero, and a weight may not. lse is the logarithm of a "
+        "denominator. How do you get the denominator itself?",
+    ),
+    *_ways(
+        _merge,
+        "the formula as it stands, without its two precautions",
+        "On paper it is right. In numbers, exp(800) is inf, and where both halves are empty, "
+        "-inf minus -inf is NaN. What can you subtract from both first, and what where both are "
+        "-inf?",
+        ("as it comes", "formula", "bare", "bare lse"),
+        ("as it comes", "bare", "bare lse"),
+    ),
+    *_ways(
+        _merge,
+        "a NaN for rows that are empty on both sides",
+        "There the larger lse is -inf, and -inf minus -inf is NaN. Which finite number could "
+        "such a row be measured from, and what is its sum then divided by?",
+        ("bare", "bare lse"),
+        ("formula", "bare"),
+        ("bare",),
+    ),
+    *_ways(
+        _merge,
+        "taking exp of an lse as it comes",
+        "exp(800) is inf, even in fp64. Only the ratio of the two denominators matters. What can "
+        "you subtract from both logarithms first?",
+        ("as it comes", "formula"),
+        ("as it comes",),
+    ),
+    Misconception(
+        "an exchange of the two weights",
+        slip(_merge, "swapped"),
+        "The half with the smaller denominator counts more here. Which lse belongs to `o1`?",
+    ),
+    *_ways(
+        _merge,
+        "taking powers of two of a natural logarithm",
+        "lse is a natural logarithm. Which function undoes that one?",
+        ("base two, ln",),
+        ("base two",),
+    ),
+    Misconception(
+        "a weighted sum that was not divided",
+        slip(_merge, "not divided"),
+        "Your two weights are denominators, measured from the larger one. What do they sum to, "
+        "and what should weights sum to?",
+    ),
+    Misconception(
+        "an lse that forgets what was subtracted",
+        slip(_merge, "no shift back"),
+        "The lse is that of a sum with nothing subtracted. What did you take out before the "
+        "powers?",
+    ),
+    Misconception(
+        "the larger lse in place of the joint one",
+        slip(_merge, "larger"),
+        "Two denominators add up, so the joint lse is larger than either, by up to ln 2. What "
+        "is the logarithm of their sum?",
+    ),
+    Misconception(
+        "adding the two log-sum-exps",
+        slip(_merge, "sum of lse"),
+        "Adding logarithms multiplies the denominators. What should happen to the denominators "
+        "instead?",
+    ),
+    Misconception(
+        "averaging the two log-sum-exps",
+        slip(_merge, "mean of lse"),
+        "The joint row has more keys than either half, so its denominator is larger than both. "
+        "How do you add what two logarithms stand for?",
+    ),
+)
 
 MERGE_PARTIALS = Exercise(
     name="merge_partials",
@@ -949,15 +936,44 @@ Return `(o, lse)`: `[N, DV]` and `[N]`. Rows empty on both sides give `o = 0`, `
 """,
     minutes=5,
     difficulty=2,
+    hints=(
+        "Let the denominators be 2 and 6, and the outputs 0 and 4. What were the two numerators? "
+        "What are the joint denominator and the joint output?",
+        "Each output counts by its own denominator. Only the ratio of the two matters, so measure "
+        "both from the larger lse before you take powers.",
+        "Find the larger lse, and a stand-in where it is -inf. Take two powers, form the weighted "
+        "sum, and divide it by the weights' sum (by 1 where that is 0). Its logarithm, and what "
+        "you subtracted, give the new lse.",
+    ),
+    why="`e` to the lse is the denominator that a half was divided by, so it undoes the division, "
+    "and what is left are sums, which simply add up.",
     solution=merge_partials,
     cases=(
         Case(
-            "one row, the second half holds three quarters of the denominator",
+            "one row, denominators 2 and 6",
             lambda: (
                 torch.tensor([[0.0, 8.0]]),
-                torch.tensor([0.0]),
+                torch.tensor([math.log(2)]),
                 torch.tensor([[4.0, 0.0]]),
-                torch.tensor([math.log(3)]),
+                torch.tensor([math.log(6)]),
+            ),
+        ),
+        Case(
+            "one row, log-sum-exps of 800",
+            lambda: (
+                torch.tensor([[2.0]]),
+                torch.tensor([800.0]),
+                torch.tensor([[6.0]]),
+                torch.tensor([800.0]),
+            ),
+        ),
+        Case(
+            "one row, empty on both sides",
+            lambda: (
+                torch.tensor([[0.0]]),
+                torch.tensor([-INF]),
+                torch.tensor([[0.0]]),
+                torch.tensor([-INF]),
             ),
         ),
         Case("three rows, 5 and 9 keys", lambda: (*_partial(10, 3, 5, 2), *_partial(20, 3, 9, 2))),
@@ -968,83 +984,15 @@ Return `(o, lse)`: `[N, DV]` and `[N]`. Rows empty on both sides give `o = 0`, `
                 *_with_empty(_partial(40, 4, 3, 2), [1, 2]),
             ),
         ),
-        Case(
-            "log-sum-exps near 800",
-            lambda: (*_partial(50, 2, 5, 3, lift=800.0), *_partial(60, 2, 5, 3, lift=799.0)),
-        ),
     ),
-    misconceptions=(
-        Misconception(
-            "a plain average of the two outputs",
-            _average,
-            "Each half was divided by its own denominator. A half with a larger denominator held "
-            "more of the attention, and lse is "
-            "that denominator's logarithm.",
-        ),
-        Misconception(
-            "adding two outputs that were already divided",
-            _sum_of_outputs,
-            "o1 and o2 are both averages of values; their sum is up to twice too large. Undo "
-            "each division first: multiply by its "
-            "own denominator, add, divide by the sum of both.",
-        ),
-        Misconception(
-            "using lse itself as the weight",
-            _weights_are_lse,
-            "lse is the logarithm of a denominator. It may be negative, or zero; a weight may "
-            "not. Take the denominator itself.",
-        ),
-        *_ways(
-            "a NaN for rows that are empty on both sides",
-            "There the larger lse is -inf, and -inf minus -inf is NaN: measure from a finite "
-            "number, and do not divide by 0.",
-            _no_guard,
-            _no_guard_at_all,
-        ),
-        Misconception(
-            "taking exp of an lse as it comes",
-            _no_max,
-            "exp(800) is inf even in fp64. Only the ratio of the two denominators matters: "
-            "subtract something from both first.",
-        ),
-        Misconception(
-            "an exchange of the two weights",
-            _swapped,
-            "The half with the larger lse is the one that counts more.",
-        ),
-        *_ways(
-            "taking powers of two of a natural logarithm",
-            "lse is stored as a natural logarithm. Either use exp and log, or convert it to log2 "
-            "units first.",
-            _powers_of_two(torch.log2),
-            _powers_of_two(torch.log),
-        ),
-        Misconception(
-            "a weighted sum that was not divided",
-            _not_divided,
-            "Your two weights are right, but they do not sum to 1 yet: they are denominators, "
-            "measured from the larger one.",
-        ),
-        Misconception(
-            "an lse that forgets what was subtracted",
-            _lse_without_max,
-            "The output is right. The lse is that of the sum with nothing subtracted: what was "
-            "taken out has to come back.",
-        ),
-        Misconception(
-            "the larger lse in place of the joint one",
-            _larger_lse,
-            "The output is right. But two denominators add up: the joint lse is larger than "
-            "either, by up to ln 2.",
-        ),
-        Misconception(
-            "adding the two log-sum-exps",
-            _sum_of_lse,
-            "The output is right. But adding logarithms multiplies the denominators, and it is "
-            "the denominators that add up.",
-        ),
-    ),
+    misconceptions=_MERGE_MISTAKES,
     picture=_between,
+    combine=together(
+        _MERGE_MISTAKES,
+        {"average", "sum", "lse weighs", "swapped", "not divided"},
+        {"no shift back", "larger", "sum of lse", "mean of lse"},
+        {"no shift back", "as it comes"},
+    ),
 )
 
 
@@ -1062,86 +1010,40 @@ def merge_many(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return o, shift + torch.log(total)
 
 
-def _mixed(o: Tensor, w: Tensor) -> Tensor:
-    return (w[..., None] * o).sum(0)
-
-
-def _written(o: Tensor, lse: Tensor) -> Tensor:
-    """The outputs with 0 where a part saw no key."""
-    return torch.where((lse == -INF)[..., None], 0.0, o)
-
-
-def _zero_times_nan(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    lse_max = lse.amax(0)
-    w = torch.exp(lse - torch.where(lse_max == -INF, 0.0, lse_max))
+def _many(slips: Slips, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """`merge_many` with slips."""
+    if "only NaN" in slips:
+        o = torch.where(o.isnan(), 0.0, o)
+    elif "unwritten" not in slips:
+        o = torch.where((lse == -INF)[..., None], 0.0, o)
+    # -- weights --
+    is_bare = "bare" in slips
+    lse_max = lse.max() if "one max" in slips else lse.amax(0)
+    shift = lse_max if is_bare else torch.where(lse_max == -INF, 0.0, lse_max)
+    if "as it comes" in slips:
+        shift = torch.zeros_like(lse_max)
+    w = torch.exp(lse - shift)
+    if "base two" in slips:
+        w = torch.exp2(lse - shift)
     total = w.sum(0)
-    return _mixed(o, w) / torch.where(total == 0, 1.0, total)[:, None], merge_many(o, lse)[1]
-
-
-def _nan_cleared_after(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    merged, whole = _zero_times_nan(o, lse)
-    return merged.nan_to_num(), whole
-
-
-def _inf_let_through(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    return _zero_times_nan(torch.where(o.isnan(), 0.0, o), lse)
-
-
-def _softmax_of_nothing(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    return _mixed(_written(o, lse), torch.softmax(lse, 0)), torch.logsumexp(lse, 0)
-
-
-def _nothing_guarded(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    return _mixed(o, torch.softmax(lse, 0)), torch.logsumexp(lse, 0)
-
-
-def _no_shift_anywhere(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    w = torch.exp(lse - lse.amax(0))
-    return _mixed(_written(o, lse), w / w.sum(0)), lse.amax(0) + torch.log(w.sum(0))
-
-
-def _mean(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    return _written(o, lse).mean(0), merge_many(o, lse)[1]
-
-
-def _mean_as_is(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    return o.mean(0), merge_many(o, lse)[1]
-
-
-def _sum(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    return _written(o, lse).sum(0), merge_many(o, lse)[1]
-
-
-def _as_it_comes(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    w = torch.exp(lse)
-    total = w.sum(0)
-    return _mixed(_written(o, lse), w) / torch.where(total == 0, 1.0, total)[:, None], torch.log(
-        total
-    )
-
-
-def _one_maximum(guard: bool) -> Callable:
-    def wrong(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        shift = torch.where(lse.max() == -INF, 0.0, lse.max()) if guard else lse.max()
-        w = torch.exp(lse - shift)
-        total = w.sum(0)
-        return _mixed(_written(o, lse), w) / torch.where(total == 0, 1.0, total)[
-            :, None
-        ], shift + torch.log(total)
-
-    return wrong
-
-
-def _many_without_max(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    merged, whole = merge_many(o, lse)
-    lse_max = lse.amax(0)
-    return merged, whole - torch.where(lse_max == -INF, 0.0, lse_max)
-
-
-def _many_not_divided(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    merged, whole = merge_many(o, lse)
-    lse_max = lse.amax(0)
-    return merged * torch.exp(whole - torch.where(lse_max == -INF, 0.0, lse_max))[:, None], whole
+    # -- lse --
+    whole = shift + torch.log(total)
+    if is_bare and "bare lse" not in slips:
+        whole = torch.where(lse.amax(0) == -INF, -INF, whole)
+    ways = {"no shift back": whole - shift, "larger": lse.amax(0), "sum of lse": lse.sum(0)}
+    whole = next((ways[way] for way in ways if way in slips), whole)
+    # -- output --
+    if slips & {"average", "average of the seen", "sum"}:
+        w, total = torch.ones_like(lse), torch.full_like(lse[0], len(lse))
+        if "sum" in slips:
+            total = torch.ones_like(total)
+        if "average of the seen" in slips:
+            w = (lse > -INF).to(o)
+            total = w.sum(0)
+    divisor = total if is_bare else torch.where(total == 0, 1.0, total)
+    mixed = (w[..., None] * o).sum(0)
+    merged = mixed if "not divided" in slips else mixed / divisor[:, None]
+    return merged.nan_to_num() if "cleared after" in slips else merged, whole
 
 
 def _parts(
@@ -1165,6 +1067,103 @@ def _unwritten(
     return o, lse
 
 
+_MANY_MISTAKES = (
+    Misconception(
+        "a weight of 0 that meets a NaN",
+        slip(_many, "unwritten"),
+        "A part that saw no key has weight 0, but 0 times NaN is NaN. No weight can hide a "
+        "number that was never written. What could stand in its place?",
+    ),
+    *_ways(
+        _many,
+        "a NaN set to 0 after the sum",
+        "One part that was never written makes the whole sum NaN. Setting that to 0 throws away "
+        "what the other parts have seen. When must it be cleared?",
+        ("unwritten", "cleared after"),
+    ),
+    Misconception(
+        "a guard against NaN that lets inf through",
+        slip(_many, "only NaN"),
+        "What the memory held may be any number, and 0 times inf is NaN again. The outputs do "
+        "not show which of them were written. What does?",
+    ),
+    *_ways(
+        _many,
+        "a NaN for a row that no part saw a key for",
+        "There every lse is -inf, and -inf minus -inf is NaN, inside softmax, too. Which finite "
+        "number could such a row be measured from, and what is its sum divided by?",
+        ("bare", "bare lse"),
+        ("bare",),
+    ),
+    *_ways(
+        _many,
+        "a softmax over the parts with nothing guarded",
+        "The idea is right: the shares are the softmax of lse over the parts. But an output that "
+        "was never written may be NaN, and so is the softmax of a row without keys. What do you "
+        "put in place of each?",
+        ("unwritten", "bare", "bare lse"),
+        ("unwritten", "bare"),
+    ),
+    *_ways(
+        _many,
+        "a plain average of the parts",
+        "Each part was divided by its own denominator, and the parts count by those. Where can "
+        "you find a part's denominator?",
+        ("average", "unwritten"),
+        ("average of the seen",),
+        ("average",),
+    ),
+    *_ways(
+        _many,
+        "adding outputs that were already divided",
+        "Each part is an average of values, so the sum is too large. What undoes each division?",
+        ("sum", "unwritten"),
+        ("sum",),
+    ),
+    Misconception(
+        "taking exp of an lse as it comes",
+        slip(_many, "as it comes"),
+        "exp(800) is inf even in fp64, and exp(-800) is 0. Only the ratios within a row matter. "
+        "What can you subtract first?",
+    ),
+    *_ways(
+        _many,
+        "one maximum for all rows",
+        "Measured from the largest lse of all rows, a row that lies 800 lower has nothing but "
+        "zeros. Do two rows have anything to do with each other?",
+        ("one max", "bare", "bare lse"),
+        ("one max",),
+    ),
+    Misconception(
+        "taking powers of two of a natural logarithm",
+        slip(_many, "base two"),
+        "lse is a natural logarithm. Which function undoes that one?",
+    ),
+    Misconception(
+        "an lse that forgets what was subtracted",
+        slip(_many, "no shift back"),
+        "The lse is that of a sum with nothing subtracted. What did you take out before the "
+        "powers?",
+    ),
+    Misconception(
+        "the largest lse in place of the joint one",
+        slip(_many, "larger"),
+        "Denominators add up, so the joint lse is larger than each. What is the logarithm of "
+        "their sum?",
+    ),
+    Misconception(
+        "adding the log-sum-exps",
+        slip(_many, "sum of lse"),
+        "Adding logarithms multiplies the denominators. What should happen to the denominators "
+        "instead?",
+    ),
+    Misconception(
+        "a weighted sum that was not divided",
+        slip(_many, "not divided"),
+        "Your weights are denominators, up to one factor per row. What should weights sum to?",
+    ),
+)
+
 MERGE_MANY = Exercise(
     name="merge_many",
     statement=r"""
@@ -1182,6 +1181,17 @@ Return `(o, lse)`: `[N, DV]` and `[N]`. A row that no program saw a key for give
 """,
     minutes=8,
     difficulty=3,
+    hints=(
+        "Begin with `merge_partials`. Which of its lines change when two parts become a whole "
+        "axis of parts, and which axis is it?",
+        "A part's weight is 0 where it saw no key, but 0 times NaN is NaN. So a number that was "
+        "never written must be replaced before it is multiplied, and only `lse` says which.",
+        "Measure each row from its largest lse over the parts, or from a stand-in where all are "
+        "-inf. Weights are `[S, N]`, outputs `[S, N, DV]`: give the weights a last axis of 1, and "
+        "sum both over the first axis.",
+    ),
+    why="An lse is always written and an output is not, so lse must decide what is read, and not "
+    "only how much it weighs.",
     solution=merge_many,
     cases=(
         Case(
@@ -1208,86 +1218,315 @@ Return `(o, lse)`: `[N, DV]` and `[N]`. A row that no program saw a key for give
             lambda: _parts(80, 3, 3, 2, lift=(800.0, 0.0, -800.0)),
         ),
     ),
-    misconceptions=(
-        Misconception(
-            "a weight of 0 that meets a NaN",
-            _zero_times_nan,
-            "A part that saw no key has weight 0, but 0 times NaN is NaN. A weight cannot hide a "
-            "number that was never written: "
-            "replace the number. (Chapter 10's kernel guards its values for the same reason.)",
-        ),
-        Misconception(
-            "a NaN set to 0 after the sum",
-            _nan_cleared_after,
-            "One part that was never written makes the whole sum NaN, and setting that to 0 "
-            "throws away what the other parts have "
-            "seen. Clear what was not written before you add.",
-        ),
-        Misconception(
-            "a guard against NaN that lets inf through",
-            _inf_let_through,
-            "What the memory held may be any number, and 0 times inf is NaN again. Which outputs "
-            "were written is not to be seen in "
-            "the outputs: ask lse.",
-        ),
-        *_ways(
-            "a NaN for a row that no part saw a key for",
-            "There every lse is -inf, and -inf minus -inf is NaN, inside softmax too. Measure "
-            "such a row from a finite number, and "
-            "do not divide by 0.",
-            _softmax_of_nothing,
-            _no_shift_anywhere,
-        ),
-        Misconception(
-            "a softmax over the parts with nothing guarded",
-            _nothing_guarded,
-            "The idea is right: the shares are the softmax of lse over the parts. Two things go "
-            "wrong where a part is empty: its "
-            "output was never written and may be NaN, and if all parts of a row are empty, so is "
-            "its softmax.",
-        ),
-        *_ways(
-            "a plain average of the parts",
-            "Each part was divided by its own denominator. A part with a larger denominator held "
-            "more of the attention, and lse is "
-            "that denominator's logarithm.",
-            _mean,
-            _mean_as_is,
-        ),
-        Misconception(
-            "adding outputs that were already divided",
-            _sum,
-            "Each part is an average of values. Undo each division first: multiply by the part's "
-            "own denominator, add, divide by "
-            "the sum of them.",
-        ),
-        Misconception(
-            "taking exp of an lse as it comes",
-            _as_it_comes,
-            "exp(800) is inf even in fp64, and exp(-800) is 0. Only the ratios within a row "
-            "matter: subtract something first.",
-        ),
-        *_ways(
-            "one maximum for all rows",
-            "Rows have nothing to do with each other. Measured from the largest lse of all rows, "
-            "a row that lies 800 lower has "
-            "nothing but zeros.",
-            _one_maximum(guard=False),
-            _one_maximum(guard=True),
-        ),
-        Misconception(
-            "an lse that forgets what was subtracted",
-            _many_without_max,
-            "The output is right. The lse is that of the sum with nothing subtracted: what was "
-            "taken out has to come back.",
-        ),
-        Misconception(
-            "a weighted sum that was not divided",
-            _many_not_divided,
-            "The weights are right up to a factor per row, but they do not sum to 1 yet.",
-        ),
+    misconceptions=_MANY_MISTAKES,
+    combine=together(
+        _MANY_MISTAKES,
+        {"unwritten", "only NaN"},
+        {"average", "sum", "not divided", "base two"},
+        {"average", "one max"},
+        {"as it comes", "one max"},
+        {"as it comes", "no shift back"},
+        {"no shift back", "larger", "sum of lse"},
+        {"only NaN", "cleared after"},
     ),
 )
 
 
 EXERCISES = (SOFTMAX_BASE_TWO, ONLINE_STEP, GUARDED_STEP, MERGE_PARTIALS, MERGE_MANY)
+
+
+# -- two mistakes at once --
+
+
+def _too_flat_in_log2_units(acc_s: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    p = torch.exp2(acc_s * scale)
+    total = p.sum(1)
+    return p / total[:, None], torch.log(total)
+
+
+def _unscaled_without_max(acc_s: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    p = torch.exp2((acc_s - acc_s.amax(1, keepdim=True)) * LOG2_E)
+    return p / p.sum(1, keepdim=True), torch.log(p.sum(1))
+
+
+def _own_and_half_rescaled(
+    scores_max_prev: Tensor, running_sum: Tensor, acc_o: Tensor, acc_s: Tensor, v: Tensor,
+    scale_log2: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    scores_max = acc_s.max(1).values
+    scores_scale = torch.exp2((scores_max_prev - scores_max) * scale_log2)
+    p = torch.exp2((acc_s - scores_max[:, None]) * scale_log2)
+    return scores_max, running_sum * scores_scale + p.sum(1), acc_o + p @ v
+
+
+def _exp_and_divided(
+    scores_max_prev: Tensor, running_sum: Tensor, acc_o: Tensor, acc_s: Tensor, v: Tensor,
+    scale_log2: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    scores_max = torch.maximum(scores_max_prev, acc_s.max(1).values)
+    scores_scale = torch.exp((scores_max_prev - scores_max) * scale_log2)
+    p = torch.exp((acc_s - scores_max[:, None]) * scale_log2)
+    running_sum = running_sum * scores_scale + p.sum(1)
+    return scores_max, running_sum, (acc_o * scores_scale[:, None] + p @ v) / running_sum[:, None]
+
+
+def _nothing_guarded_or_scaled(
+    scores_max_prev: Tensor, acc_s: Tensor, scale_log2: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    scores_max = torch.maximum(scores_max_prev, acc_s.max(1).values)
+    p = torch.exp2((acc_s - scores_max[:, None]) * scale_log2)
+    return scores_max, torch.exp2(scores_max_prev - scores_max), p
+
+
+def _zero_everywhere(
+    scores_max_prev: Tensor, acc_s: Tensor, scale_log2: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    scores_max = torch.maximum(scores_max_prev, acc_s.max(1).values)
+    scores_max = torch.where(scores_max.isinf(), torch.zeros(()), scores_max)
+    p = torch.exp2((acc_s - scores_max[:, None]) * scale_log2)
+    return scores_max, torch.exp2(scores_max_prev - scores_max), p
+
+
+def _mean_and_larger(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    return (o1 + o2) / 2, torch.maximum(lse1, lse2)
+
+
+def _both_added(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    return o1 + o2, lse1 + lse2
+
+
+def _softmax_and_larger(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    return (torch.softmax(lse, 0).unsqueeze(-1) * o).sum(0), lse.max(0).values
+
+
+def _raw_and_unwritten(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    w = torch.exp(lse)
+    total = w.sum(0)
+    merged = (w.unsqueeze(-1) * o).sum(0) / total.masked_fill(total == 0, 1).unsqueeze(-1)
+    return merged, torch.log(total)
+
+
+DOUBLES = (
+    Double(
+        "softmax_base_two",
+        _too_flat_in_log2_units,
+        ("exp2 without log2(e)", "a softmax with no maximum subtracted"),
+    ),
+    Double(
+        "softmax_base_two",
+        _unscaled_without_max,
+        ("leaving out the scale", "an lse that forgets the maximum"),
+    ),
+    Double(
+        "online_step",
+        _own_and_half_rescaled,
+        (
+            "the chunk's own maximum in place of the running one",
+            "rescaling the denominator but not the accumulator",
+        ),
+    ),
+    Double(
+        "online_step",
+        _exp_and_divided,
+        (
+            "folding log2(e) in a second time, or taking exp where exp2 is meant",
+            "a division inside the step",
+        ),
+    ),
+    Double(
+        "guarded_step",
+        _nothing_guarded_or_scaled,
+        ("-inf minus -inf, which is NaN", "a factor without scale_log2"),
+    ),
+    Double(
+        "guarded_step",
+        _zero_everywhere,
+        ("a stand-in that leaks into the state", "a factor without scale_log2"),
+    ),
+    Double(
+        "merge_partials",
+        _mean_and_larger,
+        ("a plain average of the two outputs", "the larger lse in place of the joint one"),
+    ),
+    Double(
+        "merge_partials",
+        _both_added,
+        ("adding two outputs that were already divided", "adding the two log-sum-exps"),
+    ),
+    Double(
+        "merge_many",
+        _softmax_and_larger,
+        (
+            "a softmax over the parts with nothing guarded",
+            "the largest lse in place of the joint one",
+        ),
+    ),
+    Double(
+        "merge_many",
+        _raw_and_unwritten,
+        ("taking exp of an lse as it comes", "a weight of 0 that meets a NaN"),
+    ),
+)
+
+
+# -- what the chapter warns of --
+
+TRAPS = (
+    Trap(
+        "Without it, two harmless scores are enough to lose everything.",
+        "softmax_base_two",
+        "a softmax with no maximum subtracted",
+    ),
+    Trap(
+        "Adding is wrong: 1.25 counts in units of 2³, 1.125 in units of 2⁵.",
+        "online_step",
+        "a missing rescale",
+    ),
+    Trap(
+        "It comes out of both sums",
+        "online_step",
+        "rescaling the denominator but not the accumulator",
+    ),
+    Trap(
+        "It comes out of both sums",
+        "online_step",
+        "rescaling the accumulator but not the denominator",
+    ),
+    Trap(
+        "The output is one division, at the very end.",
+        "online_step",
+        "a division inside the step",
+    ),
+    Trap(
+        "Leave `log2(e)` out and no alarm goes off.",
+        "softmax_base_two",
+        "exp2 without log2(e)",
+    ),
+    Trap(
+        "plain dot products, never scaled in place",
+        "softmax_base_two",
+        "scaling twice",
+    ),
+    Trap(
+        "Chapter 01's `lse` is the natural logarithm of the denominator",
+        "softmax_base_two",
+        "an lse left in log2 units",
+    ),
+    Trap(
+        "Every term of `running_sum` was divided by the same power; put it back",
+        "softmax_base_two",
+        "an lse that forgets the maximum",
+    ),
+    Trap(
+        r"$-\infty - (-\infty)$ is NaN, and a NaN never leaves a sum again.",
+        "guarded_step",
+        "-inf minus -inf, which is NaN",
+    ),
+    Trap(
+        "maximum itself must not lie above a score that is still to come",
+        "guarded_step",
+        "a stand-in that leaks into the state",
+    ),
+    Trap(
+        "the row would look empty",
+        "guarded_step",
+        "a maximum that is never below 0",
+    ),
+    Trap(
+        "the state stays as it was",
+        "guarded_step",
+        "a factor that forgets the past when a chunk is fully masked",
+    ),
+    Trap(
+        "A row that sees no key at all ends with output 0",
+        "merge_partials",
+        "a NaN for rows that are empty on both sides",
+    ),
+    Trap(
+        "It measures each chunk from **its own** largest score",
+        "online_step",
+        "the chunk's own maximum in place of the running one",
+    ),
+    Trap(
+        "The running maximum can only rise, so its factor is at\nmost 1",
+        "online_step",
+        "a rescale factor upside down",
+    ),
+    Trap(
+        "overwrites `scores_max` with the block's own maximum, and never compares\nthe two",
+        "guarded_step",
+        "the chunk's own maximum in place of the running one",
+    ),
+    Trap(
+        r"outputs $o_1, o_2$, already divided",
+        "merge_partials",
+        "adding two outputs that were already divided",
+    ),
+    Trap(
+        "so the halves weigh in by those",
+        "merge_partials",
+        "a plain average of the two outputs",
+    ),
+    Trap(
+        "this formula with the two precautions",
+        "merge_partials",
+        "the formula as it stands, without its two precautions",
+    ),
+    Trap(
+        "subtract the larger `lse` before taking powers",
+        "merge_partials",
+        "taking exp of an lse as it comes",
+    ),
+    Trap(
+        "and may be empty",
+        "merge_many",
+        "a NaN for a row that no part saw a key for",
+    ),
+    Trap(
+        'to "chunk\'s own max", or to "no max"',
+        "online_step",
+        "powers measured from no maximum at all",
+    ),
+)
+
+
+# -- predictions --
+
+PREDICTIONS = (
+    Prediction(
+        "numbers_carried",
+        "How many numbers must be carried from chunk to chunk: 2, 66, 130, 1024 or 65536?",
+        "A row carries one maximum, one denominator, and a numerator as wide as a value, however "
+        "many keys it has read.",
+        (
+            (2, "Those are the maximum and the denominator. What is to become of the values?"),
+            (66, "That counts a chunk's 64 scores, but a chunk is forgotten once it is summed."),
+            (1024, "One number per chunk would grow with the row. Sums do not."),
+            (65_536, "All scores would be needed if old terms could not be corrected later."),
+            (128, "That is the numerator. A sum needs its denominator and its maximum, too."),
+            (129, "Nearly: numerator and denominator, but in which unit? The maximum tells."),
+        ),
+    ),
+    Prediction(
+        "sum_from_5",
+        "What is the sum of all four terms, measured from 5?",
+        "Measured from 5, each term of the first chunk is 2³ / 2⁵, a quarter, of what it was "
+        "measured from 3.",
+        (
+            (2.375, "That is 1.25 + 1.125, but the two count in different units."),
+            (1.75, "That takes half of 1.25. The maximum rises by 2, and 2⁻² is a quarter."),
+            (6.125, "That makes the first chunk four times as large. Old terms shrink."),
+            (1.125, "That is the second chunk alone."),
+        ),
+    ),
+    Prediction(
+        "failing_drop",
+        "At which of the drops 100, 127, 128 and 200 does the step fail first?",
+        "The factor is 2 to the drop, and fp32 ends a little below 2¹²⁸.",
+        (
+            (100, "2¹⁰⁰ is large, but fp32 reaches far beyond it."),
+            (127, "2¹²⁷ still fits: the largest fp32 number is almost twice that."),
+            (200, "2²⁰⁰ is inf, too, but it is not the first that fp32 cannot hold."),
+        ),
+    ),
+)
