@@ -148,8 +148,10 @@ def test_chapter_03_slider(lab: Lab, tmp_path: Path) -> None:
 def test_chapter_05_mask_explorer(lab: Lab, tmp_path: Path) -> None:
     from nsa_tutorial.course.widgets import mask_explorer
 
-    shown = Shown(lab, lab.run_all("05_selected_attention.ipynb"), mask_explorer.mask_explorer())
-    shown.walk(("query", "ArrowLeft"), ("top_n", "ArrowRight"), ("num_local", "ArrowLeft"))
+    start = mask_explorer.Settings(data=mask_explorer.REAL, group=3, query=385)
+    twin = mask_explorer.mask_explorer(start, "selected")
+    shown = Shown(lab, lab.run_all("05_selected_attention.ipynb"), twin)
+    shown.walk(("query", "ArrowLeft"), ("top_n", "ArrowRight"), ("N", "ArrowLeft"))
     values = {name: shown.value(name) for name in shown.twin.controls}
     show = values.pop("show")
     assert shown.said.text_content() == mask_explorer.sentence(
@@ -164,7 +166,10 @@ def test_chapter_11_stepper(lab: Lab, tmp_path: Path) -> None:
 
     shown = Shown(lab, lab.run_all("11_triton_forward.ipynb"), triton_forward.explore())
     shown.walk(
-        ("slot", "ArrowLeft"), ("slot", "ArrowLeft"), ("head", "ArrowRight"), ("token", "ArrowLeft")
+        ("slot", "ArrowRight"),
+        ("slot", "ArrowRight"),
+        ("head", "ArrowRight"),
+        ("token", "ArrowLeft"),
     )
     shown.screenshot(tmp_path / "11.png")
 
