@@ -338,7 +338,7 @@ LATE = "letting a summary be seen only after its last token"
         ),
         ("visible_summaries", lambda t, length, stride: (t - length) // stride + 1, LATE),
         ("summarise", stacked, "losing the last window where it just fits"),
-        ("summarise", stacked, "making windows of a text that is shorter than one"),
+        ("summarise", stacked, "stacking no windows at all"),
         ("attend_to_summaries", masked_late, "masking after the softmax"),
         (
             "window_logit",

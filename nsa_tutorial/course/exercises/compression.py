@@ -168,8 +168,10 @@ def _summarise(*changes: str) -> Callable:
         windows = [x[start : start + span] for start in range(0, end, step)]
         if "tail of zeros" in changes:
             windows = [F.pad(window, (0, 0, 0, length - len(window))) for window in windows]
-        if "short text" in changes and not windows:
-            raise RuntimeError("no window to stack")
+        if "unfold" in changes:
+            x.unfold(0, length, stride)  # an error for a text that is shorter than a window
+        if "stack" in changes and not windows:
+            return torch.stack(windows)
         if "width" in changes:
             return torch.stack([window.mean(1) for window in windows]) if windows else x[:0, :0]
         if "one number" in changes:
@@ -248,10 +250,15 @@ result has shape `[0, D]`.
                 "one number for a whole window",
                 "A summary has `D` numbers, like a token. Over which axis is the mean?",
             ),
-            "short text": (
-                "making windows of a text that is shorter than one",
-                "`unfold` raises an error if not even one window fits, and so does `torch.stack` "
-                "without windows. What shape has a mean over no windows?",
+            "unfold": (
+                "unfolding a text that is shorter than a window",
+                "`unfold` raises an error if not even one window fits. What shape has a mean over "
+                "no windows?",
+            ),
+            "stack": (
+                "stacking no windows at all",
+                "`torch.stack` needs at least one tensor, and here no window fits. What shape has "
+                "the result then?",
             ),
             "width": (
                 "the mean over the width",
@@ -275,7 +282,8 @@ result has shape `[0, D]`.
         },
         {"no overlap", "every token"},
         {"tail", "tail of zeros", "one short", "every stride", "no first"},
-        {"tail", "tail of zeros", "short text"},
+        {"unfold", "stack"},
+        {"tail", "tail of zeros", "unfold", "stack"},
         {"tail", "every stride", "width"},
         {"tail of zeros", "every stride", "span"},
         {"one number", "width", "last token", "sum", "by the stride"},
@@ -864,8 +872,9 @@ TRAPS = (
     Trap(
         "and none where that is negative",
         "summarise",
-        "making windows of a text that is shorter than one",
+        "unfolding a text that is shorter than a window",
     ),
+    Trap("and none where that is negative", "summarise", "stacking no windows at all"),
     Trap("The windows overlap.", "summarise", "windows that do not overlap"),
     Trap(
         "Each is made of the same window, by itself.",
@@ -932,7 +941,7 @@ DOUBLES = (
     Double(
         "summarise",
         lambda x, length, stride: x.unfold(0, length, stride).sum(-1),
-        ("the sum in place of the mean", "making windows of a text that is shorter than one"),
+        ("the sum in place of the mean", "unfolding a text that is shorter than a window"),
     ),
     Double(
         "summarise",
