@@ -352,8 +352,9 @@ def mask_explorer(start: Settings | None = None, show: str = "all branches") -> 
     def choice(name: str, text: str, options: Sequence) -> ipywidgets.Dropdown:
         return ipywidgets.Dropdown(options=options, value=getattr(start, name), description=text)
 
-    for group in range(sources()[SYNTHETIC][0]):
-        source(SYNTHETIC, MAX_N, group)  # made once, and not in the middle of a move
+    for data, (heads, positions) in sources().items():
+        for group in range(heads):
+            source(data, positions, group)  # made once, and not in the middle of a move
     groups = max(groups for groups, _ in sources().values())
     explorer = panel(
         "which keys a query reads, and at what price",
