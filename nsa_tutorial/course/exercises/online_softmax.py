@@ -84,8 +84,11 @@ def _softmax(slips: Slips, acc_s: Tensor, scale: float) -> tuple[Tensor, Tensor]
         "lse unscaled, all by ln 2": (scores_max + log2_total) * LN_2,
         "no max in lse": log2_total * LN_2,
         "no max in lse, log2 units": log2_total,
+        "lse of acc_s": torch.logsumexp(acc_s, 1),
     }
     lse = next((ways[way] for way in ways if way in slips), (added + log2_total) * LN_2)
+    if "column" in slips:
+        lse = lse[:, None]
     return p if "not divided" in slips else p / total, lse
 
 
@@ -150,6 +153,18 @@ _BASE_TWO_MISTAKES = (
         "powers that were not divided by their sum",
         slip(_softmax, "not divided"),
         "The largest weight of each row is 1, since that is 2⁰. What should a row sum to?",
+    ),
+    Misconception(
+        "an lse of the scores before scaling",
+        slip(_softmax, "lse of acc_s"),
+        "Your lse is that of `acc_s`. The weights are made from `acc_s * scale`. Of which scores "
+        "should the lse be?",
+    ),
+    Misconception(
+        "an lse with an axis too many",
+        slip(_softmax, "column"),
+        "Every row needs one number, and yours has a second axis of length 1. Did a `keepdim` or "
+        "a `[:, None]` stay on?",
     ),
     Misconception(
         "an lse left in log2 units",
@@ -234,6 +249,7 @@ and the **natural** log-sum-exp `[G]` of `acc_s * scale`. Scores may be in the t
             "wrong way",
             "lse unscaled",
             "no max in lse",
+            "lse of acc_s",
         },
         {"no max", "no max in lse"},
     ),
@@ -272,6 +288,8 @@ def _step(
     """`online_step` with slips."""
     if "log2(e) again" in slips:
         scale_log2 = scale_log2 * LOG2_E
+    if "scaled max" in slips:
+        acc_s, scale_log2 = acc_s * scale_log2, 1.0
     # -- the maximum --
     own_max = acc_s.max().expand(len(acc_s)) if "one max" in slips else acc_s.amax(1)
     scores_max = own_max if "own" in slips else torch.maximum(scores_max_prev, own_max)
@@ -282,6 +300,8 @@ def _step(
     p = torch.exp2((acc_s - level[:, None]) * (1.0 if "powers" in slips else scale_log2))
     if "max" in slips:
         p = torch.exp2(acc_s * scale_log2 - level[:, None])
+    factor = factor**LOG2_E if "exp in the factor" in slips else factor
+    p = p**LOG2_E if "exp in the powers" in slips else p
     if "no max" in slips:
         factor, p = torch.ones_like(scores_max), torch.exp2(acc_s * scale_log2)
     # -- the sums --
@@ -362,11 +382,20 @@ _STEP_MISTAKES = (
         "Both sums are measured from the new maximum, but you return the old one. Which one will "
         "the next chunk need?",
     ),
-    Misconception(
+    *_ways(
+        _step,
         "folding log2(e) in a second time, or taking exp where exp2 is meant",
-        slip(_step, "log2(e) again"),
         "Your powers are too steep. `scale_log2` holds log2(e) already. Which base is left for "
         "the power?",
+        ("exp in the factor",),
+        ("exp in the powers",),
+        ("log2(e) again",),
+    ),
+    Misconception(
+        "a maximum that is stored scaled",
+        slip(_step, "scaled max"),
+        "You compare the chunk's scaled scores with a maximum that came in unscaled. In which "
+        "unit does the state keep its maximum?",
     ),
     Misconception(
         "a rescale factor without scale_log2",
@@ -498,6 +527,7 @@ Return the new `(scores_max, running_sum, acc_o)`. Nothing is divided yet.
         {"no max", "factor", "powers", "upside down", "one max"},
         {"max", "factor", "powers"},
         {"lost", "upside down", "factor"},
+        {"scaled max", "log2(e) again", "factor", "powers", "max"},
     ),
 )
 
@@ -1101,8 +1131,8 @@ _MANY_MISTAKES = (
         "The idea is right: the shares are the softmax of lse over the parts. But an output that "
         "was never written may be NaN, and so is the softmax of a row without keys. What do you "
         "put in place of each?",
-        ("unwritten", "bare", "bare lse"),
         ("unwritten", "bare"),
+        ("unwritten", "bare", "bare lse"),
     ),
     *_ways(
         _many,
