@@ -71,6 +71,11 @@ MEANINGS = (
         "A backward pass starts from one number. Sum first, or say with which weights the outputs "
         "count (`grad_outputs`).",
     ),
+    (
+        r"backward through the graph a second time",
+        "A graph is thrown away once it was walked. Ask for all gradients in one call, or pass "
+        "`retain_graph=True` to all calls but the last.",
+    ),
     (r"leaf Variable that requires grad", "Write into a copy (`x.clone()`), or make a new tensor."),
     (r"Can't call numpy\(\) on Tensor that requires grad", "Call `.detach()` first."),
     (
@@ -134,12 +139,24 @@ class Raised:
     def __repr__(self) -> str:
         return f"{self.kind}: {self.message}"
 
-    def told(self) -> tuple[Part, ...]:
-        """The reader's line, the error, and what it usually means."""
+    @property
+    def gist(self) -> tuple[str, str]:
+        """What two errors share that come of one mistake: their kind. Of a ValueError, which says
+        in words of its own what is wrong with a value, also those, but for numbers and names."""
+        if self.kind != "ValueError":
+            return self.kind, ""
+        first = next(iter(self.message.splitlines()), "")
+        return self.kind, re.sub(r"'[^']*'|\"[^\"]*\"|`[^`]*`|[\W\d]+", " ", first).strip()
+
+    def told(self, is_recognised: bool = False) -> tuple[Part, ...]:
+        """The reader's line, the error, and what it usually means, unless the mistake itself has
+        been named."""
         place = (f"In {self.where}:", Code(self.line)) if self.where else ()
         here = "" if self.where else "Here "
-        meaning = next((said for pattern, said in MEANINGS if re.search(pattern, repr(self))), "")
-        return *place, f"{here}it raised {self!r}".rstrip(), *([meaning] if meaning else [])
+        told = *place, f"{here}it raised {self!r}".rstrip()
+        found = (said for pattern, said in MEANINGS if re.search(pattern, repr(self)))
+        meaning = "" if is_recognised else next(found, "")
+        return (*told, meaning) if meaning else told
 
     @property
     def is_not_attempted(self) -> bool:

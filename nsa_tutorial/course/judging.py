@@ -106,7 +106,7 @@ def judge(exercise: Exercise, attempt: Callable) -> Verdict:
     parts = [
         *([_looks_like(found.mistakes)] if found.mistakes else []),
         f"{where}: {case.name}.",
-        *differences(*answers),
+        *differences(*answers, is_recognised=bool(found.mistakes)),
         *_inputs(exercise, case),
         *([f"There is something else, too: {cases[found.other].name}."] if found.other is not None
           else []),

@@ -42,7 +42,7 @@ def predict(name: str, guess: object) -> Message:
     if before is not None:
         return Message("open", "○", name, f"your guess so far is {_written(before, asked)}.")
     nudge = "Put a guess in place of None, even a wild one."
-    return Message("open", "○", name, "no guess yet.", (nudge,))
+    return Message("open", "○", name, "no guess yet.", (asked.question, nudge))
 
 
 def reveal(name: str, answer: object) -> Message:

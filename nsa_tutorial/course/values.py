@@ -24,7 +24,7 @@ def same(a: object, b: object, tolerance: float) -> bool:
     """Whether two results agree: same structure, shapes and non-finite places, numbers within
     `tolerance`."""
     if isinstance(a, Raised) or isinstance(b, Raised):
-        return isinstance(a, Raised) and isinstance(b, Raised) and a.kind == b.kind
+        return isinstance(a, Raised) and isinstance(b, Raised) and a.gist == b.gist
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(same(x, y, tolerance) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict) and isinstance(b, dict):
@@ -67,6 +67,9 @@ def short(value: object) -> str:
         inside = ", ".join(map(short, value))
         tail = "," if isinstance(value, tuple) and len(value) == 1 else ""
         return f"[{inside}]" if isinstance(value, list) else f"({inside}{tail})"
+    if type(value) is dict:
+        inside = ", ".join(f"{key!r}: {short(item)}" for key, item in value.items())
+        return f"{{{inside}}}"
     if isinstance(value, float | np.floating):
         return f"{float(value):.6g}"
     return repr(value.item() if isinstance(value, np.generic) else value)
@@ -93,12 +96,13 @@ def difference(got: object, expected: object) -> str:
     return plain(differences(got, expected))
 
 
-def differences(got: object, expected: object) -> tuple[Part, ...]:
-    """How `got` differs from `expected`: sentences, and values as code."""
+def differences(got: object, expected: object, is_recognised: bool = False) -> tuple[Part, ...]:
+    """How `got` differs from `expected`: sentences, and values as code; of a mistake that has been
+    named, not what its error means in general."""
     if got is None:
         return ("It returned None: is the return statement missing?",)
     if isinstance(got, Raised):
-        return got.told()
+        return got.told(is_recognised)
     if isinstance(got, tuple | list) and isinstance(expected, tuple | list):
         return _of_lists(got, expected)
     try:

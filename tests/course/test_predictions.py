@@ -48,8 +48,9 @@ def test_a_guess_is_noted() -> None:
 
 
 def test_no_guess_is_nudged() -> None:
-    nudge = "○ cache: no guess yet. Put a guess in place of None, even a wild one."
-    assert repr(predict("cache", None)) == nudge
+    nudge = "Put a guess in place of None, even a wild one."
+    said = f"○ cache: no guess yet. How many GiB?\n{nudge}"
+    assert repr(predict("cache", None)) == said
     assert repr(reveal("cache", 8)) == (
         "○ cache: it is 8 GiB. Keys and values are both kept.\n"
         "Next time, guess first: an answer stays longer beside a guess, even a wrong one."

@@ -580,3 +580,25 @@ def test_check_notes_what_is_solved() -> None:
     check("dense_attention", causal_weights=e.solution)
     check("dense_attention", causal_weights=lambda scores: scores)
     assert reader.notes()["solved"] == {"dense_attention": ["causal_weights"]}
+
+
+def test_of_a_named_mistake_the_error_is_not_explained_again() -> None:
+    """What an error means in general would point away from what the mistake's own hint says."""
+    missing = Misconception("calling a function that is missing", lambda x: None + x, "What is x?")
+    verdict = judge(replace(SUM, misconceptions=(missing,)), lambda x: x + None)
+    assert verdict.misconception == missing.name
+    assert "Something here is None" not in verdict.text
+    assert "Something here is None" in judge(SUM, lambda x: x + None).text
+
+
+def test_errors_that_say_different_things_are_different() -> None:
+    def refusing(sentence: str) -> Callable:
+        def refuse(x: object) -> object:
+            raise ValueError(sentence)
+
+        return refuse
+
+    long = Misconception("a window too long", refusing("window: 9 tokens, expected 4"), "How long?")
+    known = replace(SUM, misconceptions=(long,))
+    assert judge(known, refusing("window: 7 tokens, expected 4")).misconception == long.name
+    assert judge(known, refusing("q: expected 4 axes, got 3")).misconception is None

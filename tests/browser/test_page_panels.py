@@ -1,7 +1,7 @@
 """Every interactive in a real page: it fits, nothing in it scrolls, each control has a name, a key
 moves the picture in time, and pictures are sharp and say what they show.
 
-`pytest -m "" -s tests/browser/test_panels.py` prints the time from a key to the drawn picture.
+`pytest -m "" -s tests/browser/test_page_panels.py` prints the time from a key to the drawn picture.
 """
 
 from __future__ import annotations
