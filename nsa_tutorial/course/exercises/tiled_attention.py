@@ -1,17 +1,21 @@
 """Exercises of chapter 04: which tiles to skip, what to mask on the others, what it all costs, and
-the whole walk."""
+the whole walk.
+
+The wrong solutions of an exercise are one function, told which slips to make.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course.exercises import Case, Exercise, Misconception
+from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
+from nsa_tutorial.course.mistakes import slip, together
 from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.exact.online_softmax import LOG2_E
+
+Slips = frozenset[str]
 
 
 def _random(*shape: int, seed: int, factor: float = 1.0) -> Tensor:
@@ -41,38 +45,29 @@ def tile_kinds(N: int, M: int, tile_q: int, tile_k: int) -> list[str]:
     return rows
 
 
-def _kinds(
-    skip: str = "last",
-    full: str = "first",
-    offset: bool = True,
-    strict: bool = False,
-    clip: bool = True,
-    past: int = 1,
-) -> Callable:
-    """A wrong `tile_kinds`: which query decides on skipping and on masking, where the queries
-    stand, whether tiles end."""
-
-    def wrong(N: int, M: int, tile_q: int, tile_k: int) -> list[str]:
-        rows = []
-        for query_start in range(0, N, tile_q):
-            ends = {"first": query_start, "last": min(query_start + tile_q, N) - 1}
-            ends = {name: at + (M - N if offset else 0) for name, at in ends.items()}
-            row = ""
-            for key_start in range(0, M, tile_k):
-                last_key = (min(key_start + tile_k, M) if clip else key_start + tile_k) - past
-                if key_start > ends[skip] or (strict and key_start == ends[skip]):
-                    row += "S"
-                else:
-                    row += "F" if last_key <= ends[full] else "D"
-            rows.append(row)
-        return rows
-
-    return wrong
-
-
-def _kinds_by_number(N: int, M: int, tile_q: int, tile_k: int) -> list[str]:
-    rows, columns = range(-(-N // tile_q)), range(-(-M // tile_k))
-    return ["".join("S" if j > i else "D" if j == i else "F" for j in columns) for i in rows]
+def _kinds(slips: Slips, N: int, M: int, tile_q: int, tile_k: int) -> list[str]:
+    """`tile_kinds` with slips."""
+    offset = 0 if "first positions" in slips else M - N
+    rows = []
+    for i in range(N // tile_q if "no tail" in slips else -(-N // tile_q)):
+        first = offset + i * tile_q
+        last = offset + min((i + 1) * tile_q, N) - 1
+        row = ""
+        for j in range(M // tile_k if "no tail" in slips else -(-M // tile_k)):
+            start, end = j * tile_k, (j + 1) * tile_k
+            last_key = (end if "unclipped" in slips else min(end, M)) - 1
+            if "past the end" in slips:
+                last_key += 1
+            limit = first if "skip by the first" in slips else last
+            is_skipped = start >= limit if "strict" in slips else start > limit
+            is_full = last_key <= (last if "full by the last" in slips else first)
+            if "by number" in slips:
+                is_skipped, is_full = j > i, j < i
+            row += "S" if is_skipped else "F" if is_full and "never full" not in slips else "D"
+        rows.append(row)
+    if "swapped" in slips:  # a string for each tile of keys
+        return ["".join(column) for column in zip(*rows, strict=True)]
+    return rows
 
 
 def _draw_kinds(arguments: tuple, got: list[str], expected: list[str]) -> Picture:
@@ -107,6 +102,68 @@ def _draw_kinds(arguments: tuple, got: list[str], expected: list[str]) -> Pictur
     )
 
 
+_KINDS_MISTAKES = (
+    Misconception(
+        "comparing the numbers of tiles, not positions",
+        slip(_kinds, "by number"),
+        "Tile 2 of the queries and tile 2 of the keys begin at the same position only where "
+        "`tile_q` equals `tile_k` and `N` equals `M`. At which positions do they begin here?",
+    ),
+    Misconception(
+        "taking the queries for the first N positions",
+        slip(_kinds, "first positions"),
+        "They are the last `N` of the `M`, behind all the keys that were there before. At which "
+        "position does query 0 stand?",
+    ),
+    Misconception(
+        "skipping what the first query of a tile does not see",
+        slip(_kinds, "skip by the first"),
+        "The other queries of the tile stand further on and may see more. Which of them decides "
+        "that nothing is seen?",
+    ),
+    Misconception(
+        "calling a tile full because its last query sees all of it",
+        slip(_kinds, "full by the last"),
+        "A full tile gets no mask, so here the earlier queries look into the future. The last "
+        "query sees the most. Which one sees the least?",
+    ),
+    Misconception(
+        "masking every tile that is not skipped",
+        slip(_kinds, "never full"),
+        "The result would be right, but a mask costs time, and most tiles need none. In which "
+        "tiles does even the first query see the last key?",
+    ),
+    Misconception(
+        "skipping a tile whose first key is the last query's own position",
+        slip(_kinds, "strict"),
+        "One visible pair is enough to keep a tile. Does a query see its own position?",
+    ),
+    Misconception(
+        "taking the end of a tile of keys for its last key",
+        slip(_kinds, "past the end"),
+        "The end is one past the last key, so you call too many tiles diagonal. Which is the "
+        "last key of a tile of 2 that begins at 0?",
+    ),
+    Misconception(
+        "measuring the last tile of keys past the end",
+        slip(_kinds, "unclipped"),
+        "Where `tile_k` does not divide `M`, the last tile holds fewer keys. Which is the last "
+        "key that exists?",
+    ),
+    Misconception(
+        "dropping the tiles at the ends, which hold fewer",
+        slip(_kinds, "no tail"),
+        "Where a size does not divide its length, a shorter tile is left at the end. How many "
+        "tiles of 3 do 7 tokens need?",
+    ),
+    Misconception(
+        "a string for each tile of keys",
+        slip(_kinds, "swapped"),
+        "Your rows and columns have changed places. Over which tiles does the outer loop go, and "
+        "over which the inner one?",
+    ),
+)
+
 _KINDS = Exercise(
     name="tile_kinds",
     statement="""
@@ -119,52 +176,26 @@ enough.
 """,
     minutes=7,
     difficulty=2,
+    hints=(
+        "Draw 4 queries and 6 keys on squared paper and cut them into tiles of 2 × 2. The queries "
+        "are the last 4 of 6. Which keys do the queries of the first tile see?",
+        "Only two queries of a tile matter. The last one sees the most, the first one the least. "
+        "Which of them decides on skipping, and which on full?",
+        "Turn both tiles into positions: the first and the last query's, the first and the last "
+        "key's, with the last ones cut at the end. Then one comparison gives `S`, another one "
+        "`F`, and all else is `D`.",
+    ),
+    why="Sight grows with the position, so a tile's last query decides whether anything is seen, "
+    "and its first whether everything is.",
     solution=tile_kinds,
-    misconceptions=(
-        Misconception(
-            "comparing the numbers of tiles, not positions",
-            _kinds_by_number,
-            "Tile 2 of the queries and tile 2 of the keys begin at the same position only where "
-            "tile_q equals tile_k and N equals M. "
-            "Turn the numbers into positions first.",
-        ),
-        Misconception(
-            "taking the queries for the first N positions",
-            _kinds(offset=False),
-            "They are the last N of the M: query 0 stands at position M − N, behind all keys "
-            "that were there before it.",
-        ),
-        Misconception(
-            "skipping what the first query of a tile does not see",
-            _kinds(skip="first"),
-            "The other queries of the tile stand further on and may see more. Which of them has "
-            "to decide that nothing is seen?",
-        ),
-        Misconception(
-            "calling a tile full because its last query sees all of it",
-            _kinds(full="last"),
-            "A full tile gets no mask, so every query must see every key. The last query sees "
-            "the most; which one sees the least? "
-            "As it is, the earlier queries look into the future.",
-        ),
-        Misconception(
-            "skipping a tile whose first key is the last query's own position",
-            _kinds(strict=True),
-            "A query sees itself: one visible pair is enough to keep the tile.",
-        ),
-        Misconception(
-            "taking the end of a tile of keys for its last key",
-            _kinds(past=0),
-            "The end is one past the last key. A tile whose last key is at the first query's own "
-            "position is full: "
-            "a query sees itself.",
-        ),
-        Misconception(
-            "measuring the last tile of keys past the end",
-            _kinds(clip=False),
-            "Where tile_k does not divide M, the last tile holds fewer keys. Keys that do not "
-            "exist cannot be hidden from anyone.",
-        ),
+    misconceptions=_KINDS_MISTAKES,
+    combine=together(
+        _KINDS_MISTAKES,
+        {"by number", "first positions"},
+        {"by number", "skip by the first"},
+        {"by number", "strict"},
+        {"by number", "full by the last", "never full"},
+        {"by number", "past the end", "unclipped", "never full"},
     ),
     cases=(
         Case("four queries, six keys, tiles of 2 × 2", lambda: (4, 6, 2, 2)),
@@ -185,10 +216,10 @@ enough.
 # -- mask_tile --
 
 
-def _padded(BQ: int, BK: int, seed: int) -> Tensor:
-    """Random scores of a tile whose last key does not exist: there the score is 0."""
+def _padded(BQ: int, BK: int, seed: int, missing: int) -> Tensor:
+    """Random scores of a tile whose last keys do not exist: there the score is 0."""
     scores = _random(BQ, BK, seed=seed)
-    scores[:, -1] = 0
+    scores[:, -missing:] = 0
     return scores
 
 
@@ -207,52 +238,90 @@ def mask_tile(
 
 
 def _masked(
-    offset: bool = True,
-    starts: bool = True,
-    strict: bool = False,
-    tail: bool = True,
-    fill: float = -torch.inf,
-) -> Callable:
-    def wrong(
-        acc_s: Tensor, query_start: int, key_start: int, N: int, M: int, causal: bool
-    ) -> Tensor:
-        BQ, BK = acc_s.shape
-        position = (
-            (M - N if offset else 0) + (query_start if starts else 0) + torch.arange(BQ)[:, None]
-        )
-        key_position = (key_start if starts else 0) + torch.arange(BK)
-        visible = (
-            (key_start + torch.arange(BK) < M).expand(BQ, BK)
-            if tail
-            else torch.ones(BQ, BK, dtype=torch.bool)
-        )
-        if causal:
-            visible = visible & (key_position < position if strict else key_position <= position)
-        return acc_s.masked_fill(~visible, fill)
-
-    return wrong
-
-
-def _triangle(
-    acc_s: Tensor, query_start: int, key_start: int, N: int, M: int, causal: bool
+    slips: Slips, acc_s: Tensor, query_start: int, key_start: int, N: int, M: int, causal: bool
 ) -> Tensor:
-    visible = (key_start + torch.arange(acc_s.shape[1]) < M).expand(acc_s.shape)
-    if causal:
-        visible = visible & torch.ones(acc_s.shape, dtype=torch.bool).tril()
-    return acc_s.masked_fill(~visible, -torch.inf)
+    """`mask_tile` with slips."""
+    BQ, BK = acc_s.shape
+    rows, columns = torch.arange(BQ)[:, None], torch.arange(BK)
+    position = rows + (0 if "no starts" in slips else query_start)
+    position = position + (0 if slips & {"first positions", "triangle"} else M - N)
+    key = columns + (0 if "no starts" in slips else key_start)
+    if "triangle" in slips:
+        position, key = rows, columns
+    is_past = key < position if "strict" in slips else key <= position
+    exists = key_start + columns < M + ("one more" in slips)
+    visible = exists.expand(BQ, BK) | ("tail" in slips)
+    if (causal or "always" in slips) and "future" not in slips:
+        visible = visible & is_past
+    hidden = visible if "upside down" in slips else ~visible
+    scores = acc_s.masked_fill(hidden, 0.0 if "zeros" in slips else -torch.inf)
+    return scores[:, : M - key_start] if "cut" in slips else scores
 
 
-def _always_causal(
-    acc_s: Tensor, query_start: int, key_start: int, N: int, M: int, causal: bool
-) -> Tensor:
-    return mask_tile(acc_s, query_start, key_start, N, M, True)
-
-
-def _tail_by_shape(
-    acc_s: Tensor, query_start: int, key_start: int, N: int, M: int, causal: bool
-) -> Tensor:
-    return mask_tile(acc_s, query_start, key_start, N, M, causal)[:, : M - key_start]
-
+_MASK_MISTAKES = (
+    Misconception(
+        "leaving the ragged tail in",
+        slip(_masked, "tail"),
+        "With `causal` the mask happens to hide the keys past the end, which lie in everyone's "
+        "future. Without it they stay. How much does a score of 0 weigh?",
+    ),
+    Misconception(
+        "keeping the key just past the end",
+        slip(_masked, "one more"),
+        "The keys are numbered from 0. Which is the last number below `M`?",
+    ),
+    Misconception(
+        "leaving the future in",
+        slip(_masked, "future"),
+        "With `causal`, a query sees nothing behind its own position. Which two positions do you "
+        "have to compare?",
+    ),
+    Misconception(
+        "a triangle within the tile, wherever the tile lies",
+        slip(_masked, "triangle"),
+        "`tril` and `triu` compare row and column inside the tile. That is right only where the "
+        "first query stands at the position of the first key. At which positions do they stand "
+        "here?",
+    ),
+    Misconception(
+        "forgetting where the tile begins",
+        slip(_masked, "no starts"),
+        "You count from 0 in every tile. Which query is row 0 of this one, and which key is "
+        "column 0?",
+    ),
+    Misconception(
+        "taking the queries for the first N positions",
+        slip(_masked, "first positions"),
+        "They are the last `N` of the `M`. At which position does query 0 stand?",
+    ),
+    Misconception(
+        "hiding a query's own position from it",
+        slip(_masked, "strict"),
+        "A query sees the keys at its own position and before. Is your comparison `<` or `<=`?",
+    ),
+    Misconception(
+        "writing zeros where -inf is meant",
+        slip(_masked, "zeros"),
+        "These are scores, and the softmax is still to come. What does it make of a score of 0, "
+        "and what of -inf?",
+    ),
+    Misconception(
+        "hiding what is visible",
+        slip(_masked, "upside down"),
+        "`masked_fill` fills where its mask is True. Which pairs does your mask name?",
+    ),
+    Misconception(
+        "applying the causal mask always",
+        slip(_masked, "always"),
+        "You hide the future although `causal` is False. What does a query see then?",
+    ),
+    Misconception(
+        "cutting the tail off",
+        slip(_masked, "cut"),
+        "In PyTorch that would do, but a kernel's tile has a fixed shape. What can stand in the "
+        "columns past the end?",
+    ),
+)
 
 _MASK = Exercise(
     name="mask_tile",
@@ -265,57 +334,30 @@ it lies in the query's future. The `N` queries are the last of `M` positions. Ke
 """,
     minutes=5,
     difficulty=2,
+    hints=(
+        "Take the first case. Row 0 is query 2 of the last 4 of 5: at which position does it "
+        "stand? Which of the keys 2, 3, 4 and 5 exist, and which of those does it see?",
+        "A pair stays where two things hold: the key exists, and, if `causal`, it does not lie "
+        "behind the query. Both compare positions in the whole text, never rows and columns of "
+        "the tile.",
+        "Make two vectors with `torch.arange`: the positions of the queries, as a column, and "
+        "those of the keys, as a row. Compare them with each other and the keys with `M`, join "
+        "both conditions with `&`, and fill where the result is False.",
+    ),
+    why="Positions mean the same in every tile, while a row and a column mean nothing without the "
+    "place where the tile begins.",
     solution=mask_tile,
-    misconceptions=(
-        Misconception(
-            "leaving the ragged tail in",
-            _masked(tail=False),
-            "With causal=True the mask happens to hide the keys past the end, for they lie in "
-            "everyone's future. Without it they stay, "
-            "and a score of 0 is not nothing: it weighs e⁰.",
-        ),
-        Misconception(
-            "a triangle within the tile, wherever the tile lies",
-            _triangle,
-            "`tril` and `triu` compare the row and the column inside the tile. That is right for "
-            "a tile of "
-            "which the first query stands at the "
-            "position of the first key, and for no other. Compare positions in the whole text.",
-        ),
-        Misconception(
-            "forgetting where the tile begins",
-            _masked(starts=False),
-            "Row 0 of the tile is query query_start, and column 0 is key key_start: count from "
-            "there.",
-        ),
-        Misconception(
-            "taking the queries for the first N positions",
-            _masked(offset=False),
-            "They are the last N of the M: query 0 stands at position M − N.",
-        ),
-        Misconception(
-            "hiding a query's own position from it",
-            _masked(strict=True),
-            "A query sees the keys at its own position and before: the comparison has to allow "
-            "equality.",
-        ),
-        Misconception(
-            "writing zeros where −∞ is meant",
-            _masked(fill=0.0),
-            "These are scores, and the softmax is still to come: a score of 0 gets the weight e⁰ "
-            "before the division.",
-        ),
-        Misconception(
-            "applying the causal mask always",
-            _always_causal,
-            "With causal=False every query sees every key that exists.",
-        ),
-        Misconception(
-            "cutting the tail off",
-            _tail_by_shape,
-            "In PyTorch that would do; a kernel's tile has a fixed shape. Keep all BK columns "
-            "and hide those past the end.",
-        ),
+    misconceptions=_MASK_MISTAKES,
+    combine=together(
+        _MASK_MISTAKES,
+        {"triangle", "no starts"},
+        {"triangle", "first positions"},
+        {"tail", "one more", "cut"},
+        {"future", "always"},
+        {"future", "triangle"},
+        {"future", "no starts"},
+        {"future", "first positions"},
+        {"future", "strict"},
     ),
     cases=(
         Case(
@@ -329,11 +371,11 @@ it lies in the query's future. The `N` queries are the last of `M` positions. Ke
         Case("a tile on the diagonal, 4 × 6", lambda: (_random(4, 6, seed=0), 8, 6, 16, 16, True)),
         Case(
             "the last 3 of 11 positions, keys from 8",
-            lambda: (_padded(3, 4, seed=1), 0, 8, 3, 11, True),
+            lambda: (_padded(3, 4, seed=1, missing=1), 0, 8, 3, 11, True),
         ),
         Case(
-            "the last 3 of 11 positions, no causal mask",
-            lambda: (_padded(3, 4, seed=2), 0, 8, 3, 11, False),
+            "the last 3 of 11 positions, no causal mask, two keys past the end",
+            lambda: (_padded(3, 5, seed=2, missing=2), 0, 8, 3, 11, False),
         ),
         Case("a full tile", lambda: (_random(4, 4, seed=3), 8, 0, 16, 16, True)),
     ),
@@ -355,39 +397,133 @@ def tiled_cost(N: int, D: int, tile: int, causal: bool) -> tuple[int, int]:
     return operations, q + kv + o + lse
 
 
-def _cost(change: str) -> Callable:
-    """A wrong `tiled_cost`, with one change."""
+def _cost(slips: Slips, N: int, D: int, tile: int, causal: bool) -> tuple[int, int]:
+    """`tiled_cost` with slips."""
+    tiles = N // tile
+    pairs = tiles * tiles
+    if causal and "no skip" not in slips:
+        pairs = tiles * (tiles + 1) // 2
+        if "no diagonal" in slips:
+            pairs = tiles * (tiles - 1) // 2
+        if "half" in slips:
+            pairs = tiles * tiles / 2
+    # -- operations --
+    operations = pairs * 4 * tile * tile * D
+    if causal and "visible" in slips:
+        operations = 4 * D * N * (N + 1) // 2
+    if "saves" in slips:
+        operations //= tile
+    if "one product" in slips:
+        operations //= 2
+    # -- bytes --
+    size = 4 if "four bytes" in slips else 2
+    k = v = pairs * tile * D * size
+    if "once" in slips:
+        k = v = N * D * size
+    if "per query" in slips:
+        k, v = k * tile, v * tile
+    q = o = N * D * size
+    if "q again" in slips:
+        q = pairs * tile * D * size
+    if "no v" in slips:
+        v = 0
+    if "no o" in slips:
+        o = 0
+    lse = 0 if "no lse" in slips else N * 2 if "lse in two" in slips else N * 4
+    table = 4 * 2 * N * N if "table" in slips else 0
+    moved = q + k + v + o + lse + table
+    return int(operations), int(moved // size if "numbers" in slips else moved)
 
-    def wrong(N: int, D: int, tile: int, causal: bool) -> tuple[int, int]:
-        tiles = N // tile
-        visited = tiles * (tiles + 1) // 2 if causal and change != "no skip" else tiles * tiles
-        operations, kv = visited * 4 * tile * tile * D, visited * 4 * tile * D
-        q = o = N * D * 2
-        lse = N * 4
-        if change == "half":
-            operations, kv = (
-                (operations, kv) if not causal else (2 * N * N * D, N * N * D * 2 // tile)
-            )
-        if change == "saves operations":
-            operations //= tile
-        if change == "visible":
-            operations = 4 * D * N * (N + 1) // 2 if causal else operations
-        if change == "once":
-            kv = 2 * N * D * 2
-        if change == "per query":
-            kv = kv * tile
-        if change == "one product":
-            operations //= 2
-        if change == "table":
-            kv += 4 * 2 * N * N
-        if change == "no lse":
-            lse = 0
-        if change == "lse bf16":
-            lse = N * 2
-        return operations, q + kv + o + lse
 
-    return wrong
-
+_COST_MISTAKES = (
+    Misconception(
+        "taking tiling for a saving of operations",
+        slip(_cost, "saves"),
+        "A tile is loaded fewer times, but each of its queries still meets each of its keys. How "
+        "many dot products are there without a mask?",
+    ),
+    Misconception(
+        "taking exactly half for the causal case",
+        slip(_cost, "half"),
+        "The tiles on the diagonal are loaded and computed whole, so it is more than half. How "
+        "many tiles does the first tile of queries need, and how many the second?",
+    ),
+    Misconception(
+        "counting visible pairs where whole tiles are computed",
+        slip(_cost, "visible"),
+        "A matrix product computes all of a tile. What about the part that is masked afterwards?",
+    ),
+    Misconception(
+        "skipping no tile",
+        slip(_cost, "no skip"),
+        "You count all tiles, with the mask as without. Where does a tile of queries stop under "
+        "the causal mask?",
+    ),
+    Misconception(
+        "leaving out the tiles on the diagonal",
+        slip(_cost, "no diagonal"),
+        "A tile on the diagonal is half visible, so it must be computed. How many of those are "
+        "there?",
+    ),
+    Misconception(
+        "reading k and v once in all",
+        slip(_cost, "once"),
+        "The chip cannot hold all of them. Which keys does the second tile of queries need that "
+        "the first has loaded before?",
+    ),
+    Misconception(
+        "reading k and v once per query",
+        slip(_cost, "per query"),
+        "That is chapter 03 without tiles. How many queries share a tile of keys here?",
+    ),
+    Misconception(
+        "loading q again with every tile of keys",
+        slip(_cost, "q again"),
+        "The tile of queries stays on the chip while the keys pass by. How often is it loaded?",
+    ),
+    Misconception(
+        "forgetting v's bytes",
+        slip(_cost, "no v"),
+        "Your count holds the loads of one tensor where there are two. What does the second "
+        "matrix product multiply the weights with?",
+    ),
+    Misconception(
+        "forgetting o's bytes",
+        slip(_cost, "no o"),
+        "All that is loaded is there. What is written, besides `lse`?",
+    ),
+    Misconception(
+        "counting one matrix product, or one operation for a multiply and an add",
+        slip(_cost, "one product"),
+        "Your operations are half of what they should be. What does one pair of a query and a "
+        "key cost for its score, and what for its weighted value?",
+    ),
+    Misconception(
+        "still moving the table",
+        slip(_cost, "table"),
+        "You write and read N × N scores and weights. Do the scores of a tile ever leave the chip?",
+    ),
+    Misconception(
+        "forgetting lse",
+        slip(_cost, "no lse"),
+        "You are short by one number for each query. What is stored beside `o`?",
+    ),
+    Misconception(
+        "storing lse in two bytes",
+        slip(_cost, "lse in two"),
+        "You are short by 2 bytes for each query. In which format is lse kept?",
+    ),
+    Misconception(
+        "counting four bytes a number",
+        slip(_cost, "four bytes"),
+        "Your bytes are those of fp32. In which format are `q`, `k`, `v` and `o` here?",
+    ),
+    Misconception(
+        "counting numbers where bytes are asked for",
+        slip(_cost, "numbers"),
+        "You have counted numbers. How many bytes does one in bf16 take?",
+    ),
+)
 
 _COST = Exercise(
     name="tiled_cost",
@@ -401,61 +537,26 @@ computed whole. Before you write it: without a mask, does tiling save operations
 """,
     minutes=5,
     difficulty=2,
+    hints=(
+        "Draw `N` = 4 with tiles of 2. How many tiles are computed without a mask, and how many "
+        "with it? How often is the second tile of keys loaded?",
+        "Everything that repeats follows one number: how many tiles are computed. Each of them "
+        "costs the same operations, and one load of a tile of `k` and one of `v`.",
+        "Count the tiles: all of them, or 1 + 2 + … with the mask. A tile has `tile * tile` "
+        "pairs, and a pair costs 2·D operations in each of two products. To the bytes add `q` "
+        "and `o` in bf16 and `lse` in fp32, once each.",
+    ),
+    why="Every query still meets every key that it may see, so the arithmetic stays, but a loaded "
+    "key now serves a whole tile of queries.",
     solution=tiled_cost,
-    misconceptions=(
-        Misconception(
-            "taking tiling for a saving of operations",
-            _cost("saves operations"),
-            "A tile loaded for many queries at once is loaded fewer times, but each of its queries "
-            "still meets each of its keys. How "
-            "many dot products are there without a mask?",
-        ),
-        Misconception(
-            "taking exactly half for the causal case",
-            _cost("half"),
-            "The tiles on the diagonal are loaded and computed whole. Count tiles: 1 + 2 + … one "
-            "more for each tile of queries.",
-        ),
-        Misconception(
-            "counting visible pairs where whole tiles are computed",
-            _cost("visible"),
-            "A matrix product computes all of a tile, also the part that is masked afterwards.",
-        ),
-        Misconception(
-            "skipping no tile",
-            _cost("no skip"),
-            "With the causal mask a tile of queries stops at the diagonal. Chapter 01's "
-            "implementation could not do that.",
-        ),
-        Misconception(
-            "reading k and v once in all",
-            _cost("once"),
-            "The chip cannot hold them: each tile of queries reads all the keys and values that "
-            "it needs again.",
-        ),
-        Misconception(
-            "reading k and v once per query",
-            _cost("per query"),
-            "That is chapter 03 without tiles. Here all queries of a tile share what has been "
-            "loaded.",
-        ),
-        Misconception(
-            "counting one matrix product, or one operation for a multiply and an add",
-            _cost("one product"),
-            "Every pair of a query and a key costs 2·D operations for the score and 2·D more for "
-            "the weighted value.",
-        ),
-        Misconception(
-            "still moving the table",
-            _cost("table"),
-            "The scores of a tile never leave the chip: nothing of size N × N is written or read.",
-        ),
-        Misconception(
-            "forgetting lse", _cost("no lse"), "One number per query is stored beside o."
-        ),
-        Misconception(
-            "storing lse in two bytes", _cost("lse bf16"), "lse is fp32: four bytes per query."
-        ),
+    misconceptions=_COST_MISTAKES,
+    combine=together(
+        _COST_MISTAKES,
+        {"half", "no skip", "no diagonal"},
+        {"visible", "saves"},
+        {"once", "per query"},
+        {"no lse", "lse in two"},
+        {"four bytes", "numbers"},
     ),
     cases=(
         Case("N = 4, D = 3, tiles of 2, causal", lambda: (4, 3, 2, True)),
@@ -493,46 +594,143 @@ def attend_in_tiles(
     return torch.cat(o), torch.cat(lse)
 
 
-def _attend(change: str) -> Callable:
-    """A wrong `attend_in_tiles`, with one change."""
-
-    def wrong(q: Tensor, k: Tensor, v: Tensor, tile_q: int, tile_k: int) -> tuple[Tensor, Tensor]:
-        N, M, D = len(q), len(k), q.shape[1]
-        scale = 1.0 if change == "no scale" else D**-0.5
-        scale_log2 = scale * (1.0 if change == "no log2(e)" else LOG2_E)
-        offset = 0 if change == "first positions" else M - N
-        state, o, lse = online_softmax.start(tile_q, v.shape[1]), [], []
-        end_q = N // tile_q * tile_q if change == "no tail" else N
-        end_k = M // tile_k * tile_k if change == "no key tail" else M
-        for query_start in range(0, end_q, tile_q):
-            rows = min(tile_q, N - query_start)
-            position = offset + query_start + torch.arange(rows)
-            if change == "one state":
-                state = online_softmax.State(*(x[:rows] for x in state))
-            else:
+def _attend(
+    slips: Slips, q: Tensor, k: Tensor, v: Tensor, tile_q: int, tile_k: int
+) -> tuple[Tensor, Tensor]:
+    """`attend_in_tiles` with slips."""
+    N, M = len(q), len(k)
+    scale = 1.0 if "no scale" in slips else q.shape[1] ** -0.5
+    scale_log2 = scale * (1.0 if "no log2(e)" in slips else LOG2_E)
+    offset = 0 if "first positions" in slips else M - N
+    state, o, lse = online_softmax.start(tile_q, v.shape[1]), [], []
+    end_q = N // tile_q * tile_q if "no tail" in slips else N
+    end_k = M // tile_k * tile_k if "no key tail" in slips else M
+    for query_start in range(0, end_q, tile_q):
+        rows = min(tile_q, N - query_start)
+        position = offset + query_start + torch.arange(rows)
+        if "one state" in slips:
+            state = online_softmax.State(*(x[:rows] for x in state))
+        else:
+            state = online_softmax.start(rows, v.shape[1])
+        for key_start in range(0, end_k, tile_k):
+            last = position[0] if "skip early" in slips else position[-1]
+            if key_start > last and "no skip" not in slips:
+                break
+            acc_s = q[query_start : query_start + tile_q] @ k[key_start : key_start + tile_k].T
+            if "scaled before" in slips:
+                acc_s = acc_s * scale
+            columns = torch.arange(acc_s.shape[1])
+            hidden = key_start + columns > position[:, None]
+            if "triangle" in slips:
+                hidden = columns > torch.arange(rows)[:, None]
+            if "strict" in slips:
+                hidden = key_start + columns >= position[:, None]
+            if "no mask" not in slips:
+                acc_s = acc_s.masked_fill(hidden, 0.0 if "zeros" in slips else -torch.inf)
+            if "last tile only" in slips:
                 state = online_softmax.start(rows, v.shape[1])
-            for key_start in range(0, end_k, tile_k):
-                last = position[0] if change == "skip early" else position[-1]
-                if key_start > last and change != "no skip":
-                    break
-                keys = slice(key_start, key_start + tile_k)
-                acc_s = q[query_start : query_start + tile_q] @ k[keys].T
-                if change == "scaled before":
-                    acc_s = acc_s * scale
-                if change != "no mask":
-                    acc_s = acc_s.masked_fill(torch.arange(M)[keys] > position[:, None], -torch.inf)
-                if change == "last tile only":
-                    state = online_softmax.start(rows, v.shape[1])
-                state = online_softmax.update(state, acc_s, v[keys], scale_log2)
-            tile_o, tile_lse = online_softmax.finish(
-                state, scale_log2 if change == "finish in base two" else scale
+            state = online_softmax.update(
+                state, acc_s, v[key_start : key_start + tile_k], scale_log2
             )
-            o.append(tile_o)
-            lse.append(tile_lse)
-        return torch.cat(o), torch.cat(lse)
+        tile_o, tile_lse = online_softmax.finish(
+            state, scale_log2 if "finish in base two" in slips else scale
+        )
+        o.append(state.acc_o if "not divided" in slips else tile_o)
+        lse.append(tile_lse)
+    return torch.cat(o), torch.cat(lse)
 
-    return wrong
 
+_ATTEND_MISTAKES = (
+    Misconception(
+        "tiles on the diagonal left unmasked",
+        slip(_attend, "no mask"),
+        "You skip the tiles of which nothing is visible. In a tile on the diagonal, which "
+        "queries still have to be kept from which keys?",
+    ),
+    Misconception(
+        "skipping tiles that only the first query of the tile does not see",
+        slip(_attend, "skip early"),
+        "Some visible keys are missing. Which query of a tile sees the most, and so decides when "
+        "the walk along the keys may stop?",
+    ),
+    Misconception(
+        "computing tiles of which nothing is visible",
+        slip(_attend, "no skip"),
+        "Here the later values are NaN, and 0 · NaN is NaN: a mask only hides what was computed. "
+        "Behind which position need a tile of keys not even be loaded?",
+    ),
+    Misconception(
+        "taking the queries for the first N positions",
+        slip(_attend, "first positions"),
+        "They are the last `N` of the `M`. At which position does query 0 stand?",
+    ),
+    Misconception(
+        "a triangle within the tile, wherever the tile lies",
+        slip(_attend, "triangle"),
+        "`tril` and `triu` compare row and column inside the tile. At which positions in the "
+        "whole text do the first query and the first key of the tile stand?",
+    ),
+    Misconception(
+        "hiding a query's own position from it",
+        slip(_attend, "strict"),
+        "A query sees the keys at its own position and before. Does your comparison allow "
+        "equality?",
+    ),
+    Misconception(
+        "writing zeros where -inf is meant",
+        slip(_attend, "zeros"),
+        "A hidden score of 0 still gets a weight. Which score gets none?",
+    ),
+    Misconception(
+        "one state for all tiles of queries",
+        slip(_attend, "one state"),
+        "Your later rows remember what other queries saw. When does a tile of queries need an "
+        "empty state?",
+    ),
+    Misconception(
+        "starting anew at every tile of keys",
+        slip(_attend, "last tile only"),
+        "Only the last tile of keys counts. The state is what joins them. Where in the two loops "
+        "should it start?",
+    ),
+    Misconception(
+        "dropping the last queries where tile_q does not divide N",
+        slip(_attend, "no tail"),
+        "The last tile may hold fewer rows. How far does `range(0, N, tile_q)` go, and where "
+        "does a slice end?",
+    ),
+    Misconception(
+        "dropping the last keys where tile_k does not divide M",
+        slip(_attend, "no key tail"),
+        "The last tile may hold fewer keys, and the last queries see them. How far does your "
+        "inner loop go?",
+    ),
+    Misconception(
+        "leaving out the scale",
+        slip(_attend, "no scale"),
+        "Your dot products count in full. In which two arguments does `D ** -0.5` belong?",
+    ),
+    Misconception(
+        "scaling the scores before `update`, which scales them itself",
+        slip(_attend, "scaled before"),
+        "`update` takes plain dot products. What is in `scale_log2` already?",
+    ),
+    Misconception(
+        "`finish` with `scale_log2`",
+        slip(_attend, "finish in base two"),
+        "The lse is a natural logarithm. What does chapter 03's `finish` say about its scale?",
+    ),
+    Misconception(
+        "`scale_log2` without `log2(e)`",
+        slip(_attend, "no log2(e)"),
+        "`update` takes powers of two. Which power of 2 is eˣ?",
+    ),
+    Misconception(
+        "numerators that were not divided",
+        slip(_attend, "not divided"),
+        "`acc_o` is a sum of weighted values. What divides it at the end of a row?",
+    ),
+)
 
 _ATTEND = Exercise(
     name="attend_in_tiles",
@@ -547,81 +745,27 @@ Skip what no query of a tile sees; one case notices if you do not. Take chapter 
 """,
     minutes=12,
     difficulty=3,
+    hints=(
+        "Start from the chapter's `by_tiles`. It has both loops and knows no mask. Which query of "
+        "a tile decides that a tile of keys is skipped?",
+        "A state belongs to one tile of queries: it starts before the walk along the keys, each "
+        "tile of keys updates it, and `finish` ends it. Before each update, compare positions "
+        "and hide the future.",
+        "Per tile of queries, make the positions of its rows, counted from M − N. Stop at the "
+        "first tile of keys behind the last of them. Otherwise multiply, fill the future with "
+        "-inf, update. Collect the results of `finish` in two lists for `torch.cat`.",
+    ),
+    why="A state is all that a row has to remember, so a tile of scores can be forgotten at once, "
+    "and a tile that nobody sees need not even be loaded.",
     solution=attend_in_tiles,
-    misconceptions=(
-        Misconception(
-            "tiles on the diagonal left unmasked",
-            _attend("no mask"),
-            "Skipping leaves out tiles of which nothing is visible. In a tile on the diagonal some "
-            "queries still have to be kept from "
-            "some keys.",
-        ),
-        Misconception(
-            "skipping tiles that only the first query of the tile does not see",
-            _attend("skip early"),
-            "The last query of the tile sees the most. It decides when the walk along the keys "
-            "may stop.",
-        ),
-        Misconception(
-            "computing tiles of which nothing is visible",
-            _attend("no skip"),
-            "The result is the same as long as the values are numbers; here the later ones are "
-            "NaN, and 0 · NaN is NaN. The mask "
-            "only hides what was computed. A tile of keys beyond the last query's position is "
-            "not even loaded.",
-        ),
-        Misconception(
-            "taking the queries for the first N positions",
-            _attend("first positions"),
-            "They are the last N of the M: query 0 stands at position M − N.",
-        ),
-        Misconception(
-            "one state for all tiles of queries",
-            _attend("one state"),
-            "A state belongs to its rows. The next tile of queries starts with an empty one; as it "
-            "is, its rows remember what other "
-            "queries saw.",
-        ),
-        Misconception(
-            "starting anew at every tile of keys",
-            _attend("last tile only"),
-            "The state is what joins the tiles of keys. Start it once for each tile of queries, "
-            "in front of the inner loop.",
-        ),
-        Misconception(
-            "dropping the last queries where tile_q does not divide N",
-            _attend("no tail"),
-            "The last tile may hold fewer rows: `range(0, N, tile_q)` still reaches it, and a "
-            "slice ends by itself.",
-        ),
-        Misconception(
-            "dropping the last keys where tile_k does not divide M",
-            _attend("no key tail"),
-            "The last tile may hold fewer keys, and the last queries see them: themselves, to "
-            "begin with.",
-        ),
-        Misconception(
-            "leaving out the scale",
-            _attend("no scale"),
-            "The dot products are multiplied by D ** -0.5, here inside scale_log2 and in `finish`.",
-        ),
-        Misconception(
-            "scaling the scores before `update`, which scales them itself",
-            _attend("scaled before"),
-            "`update` takes plain dot products: the scale is in `scale_log2` already.",
-        ),
-        Misconception(
-            "`finish` with `scale_log2`",
-            _attend("finish in base two"),
-            "`o` is right. But lse is a natural logarithm: what does chapter 03's `finish` say "
-            "about its scale?",
-        ),
-        Misconception(
-            "`scale_log2` without `log2(e)`",
-            _attend("no log2(e)"),
-            "`update` takes powers of two: eˣ is 2 to the x·log2(e). `finish` wants the plain "
-            "scale.",
-        ),
+    misconceptions=_ATTEND_MISTAKES,
+    combine=together(
+        _ATTEND_MISTAKES,
+        {"no mask", "triangle", "strict"},
+        {"no mask", "zeros"},
+        {"no skip", "skip early"},
+        {"one state", "last tile only"},
+        {"no scale", "scaled before"},
     ),
     cases=(
         Case("three tokens, one number wide, tiles of 2 × 2", lambda: _small()),
@@ -668,3 +812,322 @@ def _steep(direction: int) -> tuple:
 
 
 EXERCISES = (_KINDS, _MASK, _COST, _ATTEND)
+
+
+# -- two mistakes at once --
+
+
+def _from_zero_and_strict(N: int, M: int, tile_q: int, tile_k: int) -> list[str]:
+    rows = []
+    for first in range(0, N, tile_q):
+        last = min(first + tile_q, N) - 1
+        row = ""
+        for start in range(0, M, tile_k):
+            is_full = min(start + tile_k, M) - 1 <= first
+            row += "S" if start >= last else "F" if is_full else "D"
+        rows.append(row)
+    return rows
+
+
+def _first_for_last(N: int, M: int, tile_q: int, tile_k: int) -> list[str]:
+    kinds = []
+    for i in range(0, N, tile_q):
+        first, last = M - N + i, M - N + min(i + tile_q, N) - 1
+        keys = [(j, min(j + tile_k, M) - 1) for j in range(0, M, tile_k)]
+        kinds.append("".join("S" if j > first else "F" if end <= last else "D" for j, end in keys))
+    return kinds
+
+
+def _tril_alone(
+    acc_s: Tensor, query_start: int, key_start: int, N: int, M: int, causal: bool
+) -> Tensor:
+    if not causal:
+        return acc_s
+    return acc_s.masked_fill(~torch.ones(acc_s.shape, dtype=torch.bool).tril(), -torch.inf)
+
+
+def _times_the_mask(
+    acc_s: Tensor, query_start: int, key_start: int, N: int, M: int, causal: bool
+) -> Tensor:
+    position = M - N + query_start + torch.arange(acc_s.shape[0])
+    keys = key_start + torch.arange(acc_s.shape[1])
+    visible = (keys < M) & ((position[:, None] > keys) | (not causal))
+    return acc_s * visible
+
+
+def _no_v_no_lse(N: int, D: int, tile: int, causal: bool) -> tuple[int, int]:
+    n = N // tile
+    count = n * (n + 1) // 2 if causal else n**2
+    return count * tile**2 * D * 4, 2 * (2 * N * D + count * tile * D)
+
+
+def _half_and_once(N: int, D: int, tile: int, causal: bool) -> tuple[int, int]:
+    return 4 * N * N * D // (2 if causal else 1), 4 * N * D * 2 + 4 * N
+
+
+def _first_positions_unscaled(
+    q: Tensor, k: Tensor, v: Tensor, tile_q: int, tile_k: int
+) -> tuple[Tensor, Tensor]:
+    done = []
+    for i in range(0, len(q), tile_q):
+        rows = torch.arange(i, min(i + tile_q, len(q)))
+        state = online_softmax.start(len(rows), v.shape[1])
+        for j in range(0, int(rows[-1]) + 1, tile_k):
+            scores = q[rows] @ k[j : j + tile_k].T
+            columns = j + torch.arange(scores.shape[1])
+            scores[columns > rows[:, None]] = -torch.inf
+            state = online_softmax.update(state, scores, v[j : j + tile_k], LOG2_E)
+        done.append(online_softmax.finish(state, 1.0))
+    return torch.cat([o for o, _ in done]), torch.cat([lse for _, lse in done])
+
+
+def _one_state_and_base_two(
+    q: Tensor, k: Tensor, v: Tensor, tile_q: int, tile_k: int
+) -> tuple[Tensor, Tensor]:
+    scale_log2 = q.shape[1] ** -0.5 * LOG2_E
+    position = torch.arange(len(k) - len(q), len(k))
+    done = []
+    for i in range(0, len(q), tile_q):
+        rows = position[i : i + tile_q]
+        for j in range(0, int(rows[-1]) + 1, tile_k):
+            if j == 0:
+                state = online_softmax.start(len(rows), v.shape[1])
+            scores = q[i : i + tile_q] @ k[j : j + tile_k].T
+            state = online_softmax.update(state, scores, v[j : j + tile_k], scale_log2)
+        done.append(online_softmax.finish(state, scale_log2))
+    return torch.cat([o for o, _ in done]), torch.cat([lse for _, lse in done])
+
+
+DOUBLES = (
+    Double(
+        "tile_kinds",
+        _from_zero_and_strict,
+        (
+            "taking the queries for the first N positions",
+            "skipping a tile whose first key is the last query's own position",
+        ),
+    ),
+    Double(
+        "tile_kinds",
+        _first_for_last,
+        (
+            "skipping what the first query of a tile does not see",
+            "calling a tile full because its last query sees all of it",
+        ),
+    ),
+    Double(
+        "mask_tile",
+        _tril_alone,
+        ("a triangle within the tile, wherever the tile lies", "leaving the ragged tail in"),
+    ),
+    Double(
+        "mask_tile",
+        _times_the_mask,
+        ("writing zeros where -inf is meant", "hiding a query's own position from it"),
+    ),
+    Double("tiled_cost", _no_v_no_lse, ("forgetting v's bytes", "forgetting lse")),
+    Double(
+        "tiled_cost",
+        _half_and_once,
+        ("taking exactly half for the causal case", "reading k and v once in all"),
+    ),
+    Double(
+        "attend_in_tiles",
+        _first_positions_unscaled,
+        ("taking the queries for the first N positions", "leaving out the scale"),
+    ),
+    Double(
+        "attend_in_tiles",
+        _one_state_and_base_two,
+        ("tiles on the diagonal left unmasked", "`finish` with `scale_log2`"),
+    ),
+)
+
+
+# -- what the chapter warns of --
+
+TRAPS = (
+    Trap(
+        "now they are loaded again for each query that sees them",
+        "tiled_cost",
+        "reading k and v once per query",
+    ),
+    Trap(
+        "Take `BQ` queries as a tile `[BQ, D]` and let it stay.",
+        "tiled_cost",
+        "loading q again with every tile of keys",
+    ),
+    Trap(
+        "Chapter 03's state has a row for each of them.",
+        "attend_in_tiles",
+        "one state for all tiles of queries",
+    ),
+    Trap(
+        "The last tile of keys holds one key",
+        "attend_in_tiles",
+        "dropping the last keys where tile_k does not divide M",
+    ),
+    Trap(
+        "its keys and values need not be loaded",
+        "attend_in_tiles",
+        "computing tiles of which nothing is visible",
+    ),
+    Trap(
+        "they are computed whole and masked",
+        "tiled_cost",
+        "counting visible pairs where whole tiles are computed",
+    ),
+    Trap(
+        "The number of a tile says nothing about where it stands; positions do.",
+        "tile_kinds",
+        "comparing the numbers of tiles, not positions",
+    ),
+    Trap(
+        "The 16 queries stand at positions 48 to 63",
+        "tile_kinds",
+        "taking the queries for the first N positions",
+    ),
+    Trap(
+        "only their last tile of keys needs a mask",
+        "tile_kinds",
+        "masking every tile that is not skipped",
+    ),
+    Trap(
+        "the diagonal crosses two tiles in each row",
+        "tile_kinds",
+        "skipping what the first query of a tile does not see",
+    ),
+    Trap(
+        "the diagonal crosses two tiles in each row",
+        "mask_tile",
+        "a triangle within the tile, wherever the tile lies",
+    ),
+    Trap(
+        "Forget the mask on a diagonal tile, and no error tells you.",
+        "attend_in_tiles",
+        "tiles on the diagonal left unmasked",
+    ),
+    Trap(
+        "because it may see the whole tile. The others looked ahead.",
+        "tile_kinds",
+        "calling a tile full because its last query sees all of it",
+    ),
+    Trap(
+        'A score of 0 is not "nothing": it weighs $e^0$',
+        "mask_tile",
+        "writing zeros where -inf is meant",
+    ),
+    Trap(
+        "So a kernel masks its last tile of keys by `key_position < M`.",
+        "mask_tile",
+        "leaving the ragged tail in",
+    ),
+    Trap(
+        "Queries that do not exist are simply not stored.",
+        "attend_in_tiles",
+        "dropping the last queries where tile_q does not divide N",
+    ),
+    Trap(
+        "### Is the table really gone?",
+        "tiled_cost",
+        "still moving the table",
+    ),
+    Trap(
+        "`q` is loaded once, `o` and `lse` are stored once.",
+        "tiled_cost",
+        "forgetting lse",
+    ),
+    Trap(
+        "`q` is loaded once, `o` and `lse` are stored once.",
+        "tiled_cost",
+        "forgetting o's bytes",
+    ),
+    Trap(
+        "Keys and values are loaded by each tile of queries",
+        "tiled_cost",
+        "reading k and v once in all",
+    ),
+    Trap(
+        "Keys and values are loaded by each tile of queries",
+        "tiled_cost",
+        "forgetting v's bytes",
+    ),
+    Trap(
+        "The causal mask saves half of the loads, less the diagonal.",
+        "tiled_cost",
+        "taking exactly half for the causal case",
+    ),
+    Trap(
+        "half of those operations are on hidden pairs",
+        "tiled_cost",
+        "skipping no tile",
+    ),
+    Trap(
+        "None without a mask: every query still meets every key.",
+        "tiled_cost",
+        "taking tiling for a saving of operations",
+    ),
+)
+
+
+# -- predictions --
+
+PREDICTIONS = (
+    Prediction(
+        "gib_without_table",
+        "How many GiB move without the table, if 128 queries share each load: 0.06, 1, 8 or 32?",
+        "Each of the 512 tiles of queries loads the keys and values up to the diagonal, and that "
+        "is half of 512 times 32 MiB.",
+        (
+            (0.06, "Each tensor once would be that, but the chip cannot hold all the keys."),
+            (1, "The chip is too small for tiles of a thousand queries."),
+            (16, "That is without the mask. Half of the tiles are skipped."),
+            (32, "That is what the table moved. It is gone, and loads are shared."),
+        ),
+        unit="GiB",
+        tolerance=0.02,
+    ),
+    Prediction(
+        "operations_left",
+        "How many percent of the operations are left without any mask: 1, 10, 50 or 100?",
+        "Every query still meets every key: tiles change where numbers travel, not how many are "
+        "multiplied.",
+        (
+            (1, "That is about what happens to the bytes. The products are all still there."),
+            (10, "Fewer bytes are moved, but the same pairs are computed."),
+            (50, "A causal mask saves about half. The question was without any mask."),
+        ),
+        unit="%",
+    ),
+    Prediction(
+        "gib_each_alone",
+        "How many GiB move if every query loads all keys and values that it sees?",
+        "A pair moves 8 bytes through the table, but 512 bytes as a key and a value of its own.",
+        (
+            (32, "That is with the table. A score is 8 bytes of traffic, a key and a value 512."),
+            (16, "Half of the table is hidden, but loads are larger than scores."),
+            (0.06, "That is each tensor once. Here a key is loaded by each query that sees it."),
+            (2048, "That counts the hidden half of the pairs, too."),
+            (512, "That counts the keys alone. Each comes with its value."),
+            (lambda guess: guess < 32, "It sounds like less: no table. But every load is alone."),
+        ),
+        unit="GiB",
+        tolerance=0.01,
+    ),
+    Prediction(
+        "kinds_of_16_tiles",
+        "64 tokens in tiles of 16 × 16: how many are diagonal, full, skipped?",
+        "The diagonal of 4 × 4 tiles has 4 of them, and of the other 12 one half lies below it, "
+        "the other above.",
+        (
+            ((4, 12, 0), "That computes all tiles. What lies above the diagonal is not loaded."),
+            ((4, 0, 12), "Below the diagonal every query sees every key: those tiles are full."),
+            ((0, 8, 8), "Half the pairs are visible, but the diagonal cuts through tiles."),
+            ((0, 10, 6), "Ten are computed, but four of those need a mask."),
+            (
+                (7, 6, 3),
+                "Only tiles whose first key stands where their first query stands are cut.",
+            ),
+        ),
+    ),
+)
