@@ -141,9 +141,9 @@ class Raised:
 
     @property
     def gist(self) -> tuple[str, str]:
-        """What two errors share that come of one mistake: their kind. Of a ValueError, which says
-        in words of its own what is wrong with a value, also those, but for numbers and names."""
-        if self.kind != "ValueError":
+        """What two errors share that come of one mistake: their kind. Of the kinds that stand for
+        anything, also what they say, but for numbers and names."""
+        if self.kind not in ("ValueError", "RuntimeError"):
             return self.kind, ""
         first = next(iter(self.message.splitlines()), "")
         return self.kind, re.sub(r"'[^']*'|\"[^\"]*\"|`[^`]*`|[\W\d]+", " ", first).strip()

@@ -92,11 +92,14 @@ def execute(
 
 def _outline(outputs: list[nbformat.NotebookNode]) -> list[str]:
     """Outputs without their numbers and pictures: what stays when only a measurement changes."""
-    texts = (o.get("text") or o.get("data", {}).get("text/plain", "") for o in outputs)
-    return [
-        f"{o.output_type}: {re.sub(r'[0-9.]+', '#', text)}"
-        for o, text in zip(outputs, texts, strict=True)
-    ]
+    told = []
+    for output in outputs:
+        data = output.get("data", {})
+        texts = [output.get("text", ""), data.get("text/plain", "")]
+        if "image/png" not in data:  # a picture's HTML is its pixels
+            texts.append(data.get("text/html", ""))
+        told.append(f"{output.output_type}: {re.sub(r'[0-9.]+', '#', ' '.join(texts))}")
+    return told
 
 
 def _settle(output: nbformat.NotebookNode, cell: nbformat.NotebookNode) -> None:

@@ -145,6 +145,8 @@ def _distance(guess: object, answer: object, asked: Prediction) -> str:
         return "exactly right"
     if abs(x - y) <= abs(y) * Fraction(asked.tolerance):
         return "right"
+    if abs(x - y) == 1 and x.denominator == y.denominator == 1:
+        return "off by one"
     if y == 0 or x == 0:
         return ""
     if x == -y:
