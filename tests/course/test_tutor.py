@@ -27,7 +27,6 @@ NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.i
 # Chapters whose exercises lack hints, a why, or the list of their traps. It only ever shrinks.
 UNFINISHED = {
     "dense_attention", "grouped_query_attention",
-    "tiled_attention",
     "tilelang_forward", "triton_forward", "two_tile_languages",
 }  # fmt: skip
 

@@ -51,7 +51,7 @@ def _kinds(slips: Slips, N: int, M: int, tile_q: int, tile_k: int) -> list[str]:
     rows = []
     for i in range(N // tile_q if "no tail" in slips else -(-N // tile_q)):
         first = offset + i * tile_q
-        last = offset + min((i + 1) * tile_q, N) - 1
+        last = offset + min((i + 1) * tile_q, N) - ("one query more" not in slips)
         row = ""
         for j in range(M // tile_k if "no tail" in slips else -(-M // tile_k)):
             start, end = j * tile_k, (j + 1) * tile_k
@@ -137,6 +137,12 @@ _KINDS_MISTAKES = (
         "skipping a tile whose first key is the last query's own position",
         slip(_kinds, "strict"),
         "One visible pair is enough to keep a tile. Does a query see its own position?",
+    ),
+    Misconception(
+        "taking the end of a tile of queries for its last query",
+        slip(_kinds, "one query more"),
+        "You keep tiles that only the next query would see. Which is the last query of a tile of "
+        "2 that begins at 0?",
     ),
     Misconception(
         "taking the end of a tile of keys for its last key",
@@ -251,12 +257,18 @@ def _masked(
     is_past = key < position if "strict" in slips else key <= position
     exists = key_start + columns < M + ("one more" in slips)
     visible = exists.expand(BQ, BK) | ("tail" in slips)
+    if "zero is missing" in slips:
+        visible = acc_s != 0
     if (causal or "always" in slips) and "future" not in slips:
         visible = visible & is_past
     hidden = visible if "upside down" in slips else ~visible
-    scores = acc_s.masked_fill(hidden, 0.0 if "zeros" in slips else -torch.inf)
+    fill = next((number for name, number in _FILLS.items() if name in slips), -torch.inf)
+    scores = acc_s.masked_fill(hidden, fill)
     return scores[:, : M - key_start] if "cut" in slips else scores
 
+
+_LARGE = (-1e4, -1e30, torch.finfo(torch.float32).min, -1e9)
+_FILLS = {"zeros": 0.0} | {f"large {number}": number for number in _LARGE}
 
 _MASK_MISTAKES = (
     Misconception(
@@ -305,6 +317,21 @@ _MASK_MISTAKES = (
         "These are scores, and the softmax is still to come. What does it make of a score of 0, "
         "and what of -inf?",
     ),
+    *(
+        Misconception(
+            "a large negative number in place of -inf",
+            slip(_masked, f"large {number}"),
+            "It works until a row has nothing else: then the hidden keys are the largest scores. "
+            "Which score can no other be below?",
+        )
+        for number in _LARGE
+    ),
+    Misconception(
+        "taking a score of 0 for a key that does not exist",
+        slip(_masked, "zero is missing"),
+        "A key that exists may have the score 0, too. What tells a key past the end from the "
+        "others?",
+    ),
     Misconception(
         "hiding what is visible",
         slip(_masked, "upside down"),
@@ -352,7 +379,8 @@ it lies in the query's future. The `N` queries are the last of `M` positions. Ke
         _MASK_MISTAKES,
         {"triangle", "no starts"},
         {"triangle", "first positions"},
-        {"tail", "one more", "cut"},
+        {"tail", "one more", "cut", "zero is missing"},
+        {"zeros", "large -1000000000.0"},
         {"future", "always"},
         {"future", "triangle"},
         {"future", "no starts"},
@@ -416,6 +444,8 @@ def _cost(slips: Slips, N: int, D: int, tile: int, causal: bool) -> tuple[int, i
     if "one product" in slips:
         operations //= 2
     # -- bytes --
+    if "loads all" in slips:
+        pairs = tiles * tiles
     size = 4 if "four bytes" in slips else 2
     k = v = pairs * tile * D * size
     if "once" in slips:
@@ -425,11 +455,14 @@ def _cost(slips: Slips, N: int, D: int, tile: int, causal: bool) -> tuple[int, i
     q = o = N * D * size
     if "q again" in slips:
         q = pairs * tile * D * size
+    if "o again" in slips:
+        o = pairs * tile * D * size
     if "no v" in slips:
         v = 0
     if "no o" in slips:
         o = 0
-    lse = 0 if "no lse" in slips else N * 2 if "lse in two" in slips else N * 4
+    rows = pairs * tile if "o again" in slips else N
+    lse = 0 if "no lse" in slips else rows * 2 if "lse in two" in slips else rows * 4
     table = 4 * 2 * N * N if "table" in slips else 0
     moved = q + k + v + o + lse + table
     return int(operations), int(moved // size if "numbers" in slips else moved)
@@ -480,6 +513,18 @@ _COST_MISTAKES = (
         "loading q again with every tile of keys",
         slip(_cost, "q again"),
         "The tile of queries stays on the chip while the keys pass by. How often is it loaded?",
+    ),
+    Misconception(
+        "storing o and lse with every tile of keys",
+        slip(_cost, "o again"),
+        "The state of a row stays on the chip until its walk ends. How often is its output "
+        "written?",
+    ),
+    Misconception(
+        "skipping a tile's operations but not its loads",
+        slip(_cost, "loads all"),
+        "Your operations leave out the skipped tiles, and your bytes do not. Are the keys of a "
+        "skipped tile loaded?",
     ),
     Misconception(
         "forgetting v's bytes",
@@ -555,6 +600,8 @@ computed whole. Before you write it: without a mask, does tiling save operations
         {"half", "no skip", "no diagonal"},
         {"visible", "saves"},
         {"once", "per query"},
+        {"loads all", "no skip"},
+        {"o again", "no o"},
         {"no lse", "lse in two"},
         {"four bytes", "numbers"},
     ),
@@ -629,11 +676,10 @@ def _attend(
                 acc_s = acc_s.masked_fill(hidden, 0.0 if "zeros" in slips else -torch.inf)
             if "last tile only" in slips:
                 state = online_softmax.start(rows, v.shape[1])
-            state = online_softmax.update(
-                state, acc_s, v[key_start : key_start + tile_k], scale_log2
-            )
+            factor = scale if "exchanged" in slips else scale_log2
+            state = online_softmax.update(state, acc_s, v[key_start : key_start + tile_k], factor)
         tile_o, tile_lse = online_softmax.finish(
-            state, scale_log2 if "finish in base two" in slips else scale
+            state, scale_log2 if slips & {"finish in base two", "exchanged"} else scale
         )
         o.append(state.acc_o if "not divided" in slips else tile_o)
         lse.append(tile_lse)
@@ -726,6 +772,12 @@ _ATTEND_MISTAKES = (
         "`update` takes powers of two. Which power of 2 is eˣ?",
     ),
     Misconception(
+        "an exchange of `scale` and `scale_log2`",
+        slip(_attend, "exchanged"),
+        "`update` takes powers of two, and `finish` gives a natural logarithm. Which of the two "
+        "wants log2(e) in its scale?",
+    ),
+    Misconception(
         "numerators that were not divided",
         slip(_attend, "not divided"),
         "`acc_o` is a sum of weighted values. What divides it at the end of a row?",
@@ -766,6 +818,7 @@ Skip what no query of a tile sees; one case notices if you do not. Take chapter 
         {"no skip", "skip early"},
         {"one state", "last tile only"},
         {"no scale", "scaled before"},
+        {"exchanged", "finish in base two", "no log2(e)"},
     ),
     cases=(
         Case("three tokens, one number wide, tiles of 2 × 2", lambda: _small()),
@@ -881,7 +934,7 @@ def _first_positions_unscaled(
     return torch.cat([o for o, _ in done]), torch.cat([lse for _, lse in done])
 
 
-def _one_state_and_base_two(
+def _unmasked_in_base_two(
     q: Tensor, k: Tensor, v: Tensor, tile_q: int, tile_k: int
 ) -> tuple[Tensor, Tensor]:
     scale_log2 = q.shape[1] ** -0.5 * LOG2_E
@@ -938,7 +991,7 @@ DOUBLES = (
     ),
     Double(
         "attend_in_tiles",
-        _one_state_and_base_two,
+        _unmasked_in_base_two,
         ("tiles on the diagonal left unmasked", "`finish` with `scale_log2`"),
     ),
 )
@@ -1093,8 +1146,8 @@ PREDICTIONS = (
         "Every query still meets every key: tiles change where numbers travel, not how many are "
         "multiplied.",
         (
-            (1, "That is about what happens to the bytes. The products are all still there."),
-            (10, "Fewer bytes are moved, but the same pairs are computed."),
+            (1, "Fewer bytes are moved, but every product is still computed."),
+            (10, "A shared load spares bytes. Does it spare any product?"),
             (50, "A causal mask saves about half. The question was without any mask."),
         ),
         unit="%",
@@ -1109,7 +1162,7 @@ PREDICTIONS = (
             (0.06, "That is each tensor once. Here a key is loaded by each query that sees it."),
             (2048, "That counts the hidden half of the pairs, too."),
             (512, "That counts the keys alone. Each comes with its value."),
-            (lambda guess: guess < 32, "It sounds like less: no table. But every load is alone."),
+            (lambda guess: guess < 32, "The table is gone, but now no two queries share a load."),
         ),
         unit="GiB",
         tolerance=0.01,
@@ -1124,10 +1177,6 @@ PREDICTIONS = (
             ((4, 0, 12), "Below the diagonal every query sees every key: those tiles are full."),
             ((0, 8, 8), "Half the pairs are visible, but the diagonal cuts through tiles."),
             ((0, 10, 6), "Ten are computed, but four of those need a mask."),
-            (
-                (7, 6, 3),
-                "Only tiles whose first key stands where their first query stands are cut.",
-            ),
         ),
     ),
 )
