@@ -155,7 +155,7 @@ class Picture:
         finally:
             self.figure.set_dpi(before)
         image = drawn.quantize(_COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-        image.save(small, format="png", optimize=False)
+        image.save(small, format="png", optimize=True)
         return small.getvalue()
 
     def svg(self) -> str:
