@@ -1,0 +1,183 @@
+"""Chapter 04's exercises: their solutions against the module and the costs, and answers as readers
+write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from nsa_tutorial.course.exercises import chapter_exercises
+from nsa_tutorial.course.exercises import tiled_attention as solutions
+from nsa_tutorial.course.judging import judge
+from nsa_tutorial.exact import online_softmax, tiled_attention
+from nsa_tutorial.exact.online_softmax import LOG2_E
+from nsa_tutorial.runtime import costs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KNOWN = chapter_exercises("tiled_attention")
+SHAPES = [(8, 8, 4, 4), (5, 13, 2, 4), (7, 7, 3, 2), (1, 9, 4, 4), (16, 64, 16, 16)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kinds_of_the_exercise_are_the_modules(shape: tuple[int, ...]) -> None:
+    rows: dict[int, str] = {}
+    for tile in tiled_attention.tiles(*shape):
+        rows[tile.query_start] = rows.get(tile.query_start, "") + tile.kind[0].upper()
+    assert solutions.tile_kinds(*shape) == list(rows.values())
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "no mask"])
+@pytest.mark.parametrize(("N", "D", "tile"), [(64, 16, 16), (96, 8, 32), (8, 4, 8)])
+def test_cost_of_the_exercise_is_that_of_costs(N: int, D: int, tile: int, causal: bool) -> None:
+    cost = costs.tiled_attention(N, N, D, tile_q=tile, tile_k=tile, causal=causal)
+    assert solutions.tiled_cost(N, D, tile, causal) == (cost.flops, cost.bytes)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_walk_of_the_exercise_is_the_modules(shape: tuple[int, ...]) -> None:
+    N, M, tile_q, tile_k = shape
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(length, 4, generator=g) for length in (N, M, M))
+    o, lse = tiled_attention.attention(
+        *(x[None, :, None] for x in (q, k, v)), tile_q=tile_q, tile_k=tile_k, return_lse=True
+    )
+    mine = solutions.attend_in_tiles(q, k, v, tile_q, tile_k)
+    torch.testing.assert_close(mine, (o[0, :, 0], lse[0, :, 0]))
+
+
+# -- answers as readers write them --
+
+
+def square(N, M, tile_q, tile_k):
+    def letter(i, j):
+        return "F" if j < i else "D" if j == i else "S"
+
+    return ["".join(letter(i, j) for j in range(M // tile_k)) for i in range(N // tile_q)]
+
+
+def ends(N, M, tile_q, tile_k):
+    """Positions one past the last, of keys and of queries alike."""
+    rows = []
+    for first in range(M - N, M, tile_q):
+        letters = ""
+        for key in range(0, M, tile_k):
+            end = min(key + tile_k, M)
+            letters += "S" if key > min(first + tile_q, M) else "F" if end <= first else "D"
+        rows.append(letters)
+    return rows
+
+
+def triangle(acc_s, query_start, key_start, N, M, causal):
+    return acc_s.masked_fill(torch.ones_like(acc_s).triu(1).bool(), -torch.inf)
+
+
+def zero_is_missing(acc_s, query_start, key_start, N, M, causal):
+    acc_s = acc_s.masked_fill(acc_s == 0, -torch.inf)
+    if not causal:
+        return acc_s
+    rows, columns = (torch.arange(size) for size in acc_s.shape)
+    hidden = key_start + columns > M - N + query_start + rows[:, None]
+    return torch.where(hidden, -torch.inf, acc_s)
+
+
+def no_values(N, D, tile, causal):
+    tiles = sum(i + 1 if causal else N // tile for i in range(N // tile))
+    return tiles * 4 * tile * tile * D, 2 * (2 * N * D) + 4 * N + 2 * tiles * tile * D
+
+
+def everything_per_tile(N, D, tile, causal):
+    tiles = sum(i + 1 if causal else N // tile for i in range(N // tile))
+    return tiles * 4 * tile * tile * D, tiles * (4 * tile * D * 2 + 4 * tile)
+
+
+def chapters_formula(N, D, tile, causal):
+    """Without a mask that is right."""
+    return 4 * N * N * D, 2 * N * D * 2 + 4 * N + 2 * N * D * 2 * (N // tile)
+
+
+def walk(*, mask=True, skip=True, scale_log2=LOG2_E, scale=1.0):
+    def attend(q, k, v, tile_q, tile_k):
+        D, results = q.shape[1], []
+        position = torch.arange(len(k) - len(q), len(k))
+        for rows in position.split(tile_q):
+            state = online_softmax.start(len(rows), v.shape[1])
+            for keys in torch.arange(len(k)).split(tile_k):
+                if skip and keys[0] > rows[-1]:
+                    continue
+                scores = q[rows - position[0]] @ k[keys].T
+                if mask:
+                    scores = scores.masked_fill(keys > rows[:, None], -torch.inf)
+                state = online_softmax.update(state, scores, v[keys], scale_log2 * D**-0.5)
+            results.append(online_softmax.finish(state, scale * D**-0.5))
+        return tuple(torch.cat(part) for part in zip(*results, strict=True))
+
+    return attend
+
+
+def test_the_walk_itself_is_right() -> None:
+    assert judge(KNOWN["attend_in_tiles"], walk()).outcome == "right"
+
+
+ATTEMPTS = {
+    "numbers of tiles": (
+        "tile_kinds",
+        square,
+        {
+            "comparing the numbers of tiles, not positions",
+            "dropping the tiles at the ends, which hold fewer",
+        },
+    ),
+    "ends": (
+        "tile_kinds",
+        ends,
+        {
+            "taking the end of a tile of queries for its last query",
+            "taking the end of a tile of keys for its last key",
+        },
+    ),
+    "triangle": (
+        "mask_tile",
+        triangle,
+        {
+            "a triangle within the tile, wherever the tile lies",
+            "applying the causal mask always",
+        },
+    ),
+    "zeros": (
+        "mask_tile",
+        zero_is_missing,
+        {"taking a score of 0 for a key that does not exist"},
+    ),
+    "v": ("tiled_cost", no_values, {"forgetting v's bytes"}),
+    "all per tile": (
+        "tiled_cost",
+        everything_per_tile,
+        {"loading q again with every tile of keys", "storing o and lse with every tile of keys"},
+    ),
+    "formula": ("tiled_cost", chapters_formula, {"skipping no tile"}),
+    "no skip": (
+        "attend_in_tiles",
+        walk(skip=False),
+        {"computing tiles of which nothing is visible"},
+    ),
+    "no mask": ("attend_in_tiles", walk(mask=False), {"tiles on the diagonal left unmasked"}),
+    "neither": (
+        "attend_in_tiles",
+        walk(mask=False, skip=False),
+        {"tiles on the diagonal left unmasked", "computing tiles of which nothing is visible"},
+    ),
+    "scales": (
+        "attend_in_tiles",
+        walk(scale_log2=1.0, scale=LOG2_E),
+        {"an exchange of `scale` and `scale_log2`"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "attempt", "named"), ATTEMPTS.values(), ids=ATTEMPTS.keys())
+def test_a_readers_mistake_is_named(name: str, attempt: Callable, named: set[str]) -> None:
+    """None of these is written like the misconception that names it."""
+    assert set(judge(KNOWN[name], attempt).misconceptions) == named
