@@ -9,17 +9,23 @@ from nsa_tutorial.course import exercises, reader
 from nsa_tutorial.course.chapters import CHAPTERS, Chapter
 from nsa_tutorial.course.speech import STYLE
 
+# `!important`: JupyterLab's own rules for tables in outputs
 _STYLE = (
-    "<style>.nsa-said table{border-collapse:collapse;margin:4px 0;color:inherit}"
-    ".nsa-said td{padding:2px 10px 2px 0;text-align:left;vertical-align:middle;color:inherit;"
-    "background:transparent;border:0}"
-    ".nsa-said tr{background:transparent}"
-    ".nsa-said .nsa-here td{font-weight:600}"
-    ".nsa-said .nsa-square{display:inline-block;width:1.1em;height:1.1em;line-height:1.1em;"
-    "margin-right:3px;text-align:center;border-radius:2px;font-size:90%;"
-    "border:1px solid var(--nsa-open);color:var(--nsa-open)}"
+    "<style>.nsa-progress{border-collapse:collapse;margin:4px 0!important;color:inherit;"
+    "table-layout:auto!important;font-size:inherit!important}"
+    ".nsa-progress td{padding:2px 16px 2px 0!important;text-align:left!important;"
+    "vertical-align:middle;color:inherit;background:transparent;border:0;white-space:nowrap}"
+    ".nsa-progress tr,.nsa-progress tr:hover{background:transparent!important}"
+    ".nsa-progress .nsa-here td{font-weight:600}"
+    ".nsa-square{display:inline-block;width:1.25em;height:1.25em;line-height:1.2em;"
+    "margin-right:4px;text-align:center;border-radius:3px;font-size:90%;"
+    "border:1px solid var(--nsa-open);color:var(--nsa-open);box-sizing:border-box}"
     ".nsa-said .nsa-done{background:var(--nsa-right);border-color:var(--nsa-right);"
-    "color:var(--nsa-ground)}</style>"
+    "color:var(--nsa-ground)}"
+    ".nsa-names{margin:4px 0;display:flex;flex-wrap:wrap;gap:2px 16px;font-weight:400}"
+    ".nsa-track{height:6px;max-width:420px;border-radius:3px;background:var(--nsa-line);"
+    "overflow:hidden}"
+    ".nsa-track>div{height:100%;background:var(--nsa-right)}</style>"
 )
 
 
@@ -51,6 +57,12 @@ class Progress:
     guesses: int = 0
 
     @property
+    def share(self) -> float:
+        """Of all exercises, the share that is solved."""
+        total = sum(len(row.exercises) for row in self.rows)
+        return sum(row.solved for row in self.rows) / total if total else 0.0
+
+    @property
     def totals(self) -> str:
         """The sum of all rows."""
         solved = sum(row.solved for row in self.rows)
@@ -71,24 +83,31 @@ class Progress:
     def _repr_html_(self) -> str:
         rows = "".join(map(self._row, self.rows))
         return (
-            f'{STYLE}{_STYLE}<div class="nsa-said nsa-open" role="status"><table>{rows}</table>'
+            f'{STYLE}{_STYLE}<div class="nsa-said nsa-open" role="status">'
+            f'<table class="nsa-progress">{rows}</table>{self._names()}'
+            f'<div class="nsa-track"><div style="width:{100 * self.share:.0f}%"></div></div>'
             f"<p>{self.totals}</p></div>"
         )
 
     def _row(self, row: Row) -> str:
-        is_here = row.chapter.name == self.here
-        told = " ".join(
-            f"{_square(name, done)} <code>{html.escape(name)}</code>"
-            if is_here
-            else _square(name, done)
-            for name, done in row.exercises
-        )
-        mark = ' class="nsa-here" aria-current="true"' if is_here else ""
+        squares = "".join(_square(name, done) for name, done in row.exercises)
+        mark = ' class="nsa-here" aria-current="true"' if row.chapter.name == self.here else ""
         title = html.escape(_title(row.chapter))
         return (
-            f'<tr{mark}><td><a href="{row.chapter.file}">{title}</a></td><td>{told}</td>'
+            f'<tr{mark}><td><a href="{row.chapter.file}">{title}</a></td><td>{squares}</td>'
             f"<td>{f'{row.solved} of {len(row.exercises)}' if row.exercises else ''}</td></tr>"
         )
+
+    def _names(self) -> str:
+        """The exercises of this chapter by name."""
+        here = next((row for row in self.rows if row.chapter.name == self.here), None)
+        if here is None or not here.exercises:
+            return ""
+        names = "".join(
+            f"<span>{'✓' if done else '○'} <code>{html.escape(name)}</code></span>"
+            for name, done in here.exercises
+        )
+        return f'<div class="nsa-names">In this chapter: {names}</div>'
 
 
 def _square(name: str, done: bool) -> str:

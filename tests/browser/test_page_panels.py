@@ -53,7 +53,7 @@ MEASURED = """panel => {
     unnamed: [...panel.querySelectorAll('[role=slider], select, input, button, [contenteditable]')]
       .filter(p => !named(p)).map(p => p.outerHTML.slice(0, 99)),
     cut: [...panel.querySelectorAll('select')].filter(cut).map(s => s.labels[0].textContent),
-    live: panel.querySelector('.nsa-said > .widget-html-content').getAttribute('aria-live'),
+    live: panel.querySelector('.nsa-sentence > .widget-html-content').getAttribute('aria-live'),
     finding: svg.getAttribute('aria-label'),
     drawn: svg.getBoundingClientRect().width,
     smallest: Math.min(...[...svg.querySelectorAll('text')].map(
@@ -154,7 +154,7 @@ def test_panels_fit_and_are_named(
 def test_reset_brings_the_start_back(lab: Lab) -> None:
     page = lab.run_all("few.ipynb")
     panel = shown(page, 0)
-    said, drawn = panel.locator(".nsa-said p"), panel.locator("svg")
+    said, drawn = panel.locator(".nsa-sentence p"), panel.locator("svg")
     start = said.text_content(), drawn.get_attribute("aria-label")
     panel.locator(".noUi-handle").first.focus()
     page.keyboard.press("ArrowRight")

@@ -45,7 +45,7 @@ _NAMES = """
     }
     for (const button of panel.querySelectorAll('.widget-toggle-buttons button'))
       button.setAttribute('aria-pressed', button.classList.contains('mod-active'));
-    for (const text of panel.querySelectorAll('.nsa-said > .widget-html-content'))
+    for (const text of panel.querySelectorAll('.nsa-sentence > .widget-html-content'))
       if (!text.hasAttribute('aria-live')) text.setAttribute('aria-live', 'polite');
   };
   name();
@@ -64,8 +64,8 @@ _STYLE = """
 .nsa-panel .nsa-controls select { text-overflow: ellipsis; }
 .nsa-panel .nsa-body { display: flex; flex-direction: column; gap: 0 20px; width: 100%; }
 .nsa-panel .nsa-result { flex: 0 0 auto; min-width: 0; margin: 0; overflow: hidden; }
-.nsa-panel .nsa-said, .nsa-panel .nsa-drawn { margin: 0; width: auto; height: auto; }
-.nsa-panel .nsa-said p { margin: 2px 0; line-height: 1.35; max-width: 960px; }
+.nsa-panel .nsa-sentence, .nsa-panel .nsa-drawn { margin: 0; width: auto; height: auto; }
+.nsa-panel .nsa-sentence p { margin: 2px 0; line-height: 1.35; max-width: 960px; }
 .nsa-panel .nsa-moved { font-style: italic; }
 .nsa-panel .nsa-drawn svg { display: block; width: 100%; height: auto; border-radius: 4px; }
 .nsa-panel.nsa-beside .nsa-controls { grid-template-columns: minmax(0, 1fr); }
@@ -112,7 +112,7 @@ class Panel(VBox):
         }
         self._settling, self._known, self.moved = False, {}, ""
         self._message, self._image = HTML(), HTML()
-        self._message.add_class("nsa-said")
+        self._message.add_class("nsa-sentence")
         self._image.add_class("nsa-drawn")
         for control in controls.values():
             control.style.description_width = "initial"
