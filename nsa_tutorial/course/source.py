@@ -68,7 +68,8 @@ def _source(obj: object) -> Listing:
     """A function, class, module, Triton kernel, or what a `"module:name"` string names, whole."""
     if isinstance(obj, str):
         return _named(obj)
-    obj = getattr(obj, "fn", obj)  # a Triton kernel wraps its Python function
+    # a Triton kernel wraps its Python function, and so does `torch.no_grad()`
+    obj = inspect.unwrap(getattr(obj, "fn", obj))
     lines, first = inspect.getsourcelines(obj)
     if inspect.ismodule(obj):
         return _listing("", obj.__name__, obj.__file__, 1, lines)

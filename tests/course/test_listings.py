@@ -287,3 +287,10 @@ def test_colours_are_readable_and_shared_ones_differ(theme: str, palette: dict[s
     colours = [*letters.values(), *SHARED[theme]]
     assert [c for c in colours if contrast(c, palette["ground"]) < 4.5] == []
     assert len(set(SHARED[theme])) == SHARED_COLOURS
+
+
+def test_a_decorated_function_is_found_in_its_file() -> None:
+    """`torch.no_grad()` puts a function of torch's around it."""
+    from nsa_tutorial.sparse import block_selection
+
+    assert show(block_selection.importance).path == "nsa_tutorial/sparse/block_selection.py"
