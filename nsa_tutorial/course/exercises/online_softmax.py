@@ -400,14 +400,14 @@ _STEP_MISTAKES = (
     Misconception(
         "a rescale factor without scale_log2",
         slip(_step, "factor"),
-        "The new powers are right, the factor is not. The old sums hold powers of scaled scores. "
-        "How many log2 units does a maximum rise that rises by 4 dot products?",
+        "The old sums hold powers of scaled scores, and your factor is one of unscaled ones. When "
+        "the maximum rises by 2, how many log2 units is that?",
     ),
     Misconception(
         "new powers without scale_log2",
         slip(_step, "powers"),
-        "The factor on the old sums is right, the new powers are not. The chunk's scores are "
-        "plain dot products. What is missing before they become exponents?",
+        "The chunk's scores are plain dot products. What is missing before their distance from "
+        "the maximum becomes an exponent?",
     ),
     Misconception(
         "new powers measured from the old maximum",
@@ -614,8 +614,8 @@ _GUARDED_MISTAKES = (
     *_ways(
         _guarded,
         "a stand-in that leaks into the state",
-        "The powers are right, but a row that has seen no key now claims a finite maximum. What "
-        "happens to its first visible score if that lies far lower?",
+        "A row that has seen no key now claims a finite maximum. What happens to its first "
+        "visible score if that lies far lower?",
         ("hands on -1e+30",),
         ("hands on 0.0",),
     ),
@@ -659,14 +659,14 @@ _GUARDED_MISTAKES = (
     Misconception(
         "a factor without scale_log2",
         slip(_guarded, "factor unscaled"),
-        "The powers are right. The factor is a power of scaled scores, too: when the maximum "
-        "rises by 2, how many log2 units is that?",
+        "The factor is a power of scaled scores, too. When the maximum rises by 2, how many log2 "
+        "units is that?",
     ),
     Misconception(
         "powers without scale_log2",
         slip(_guarded, "p unscaled"),
-        "The factor is right. The scores are plain dot products: what is missing before their "
-        "distance from the maximum becomes an exponent?",
+        "The scores are plain dot products. What is missing before their distance from the "
+        "maximum becomes an exponent?",
     ),
     Misconception(
         "taking exp where exp2 is meant",
