@@ -4,16 +4,17 @@ misses, and the learnt summary."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa_tutorial.course.exercises import Case, Double, Exercise, Prediction, Trap
+from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.figures import Picture
-from nsa_tutorial.course.slips import slips
+from nsa_tutorial.course.mistakes import Wrong, slip, together
 from nsa_tutorial.course.widgets.compression import draw_windows
+
+Slips = frozenset[str]
 
 
 def _random(*shape: int, seed: int, factor: float = 1.0) -> Tensor:
@@ -29,24 +30,20 @@ def visible_summaries(position: int, length: int, stride: int) -> int:
     return max((tokens - length) // stride + 1, 0)
 
 
-def _visible(*changes: str) -> Callable:
-    """A wrong `visible_summaries`, with these changes."""
-
-    def wrong(position: int, length: int, stride: int) -> int:
-        tokens = position + ("one late" not in changes)
-        first = 1 if "starts" in changes else stride if "strides" in changes else length
-        step = length if "no overlap" in changes else stride
-        moves = (tokens - first) // step
-        if "up" in changes:
-            moves = -(-(tokens - first) // step)
-        if "towards zero" in changes:
-            moves = int((tokens - first) / step)
-        if "fraction" in changes:
-            moves = (tokens - first) / step
-        count = moves + ("no first" not in changes)
-        return count if "negative" in changes else max(count, 0)
-
-    return wrong
+def _visible(slips: Slips, position: int, length: int, stride: int) -> int:
+    """`visible_summaries` with slips."""
+    tokens = position + ("one late" not in slips)
+    first = 1 if "starts" in slips else stride if "strides" in slips else length
+    step = length if "no overlap" in slips else stride
+    moves = (tokens - first) // step
+    if "up" in slips:
+        moves = -(-(tokens - first) // step)
+    if "towards zero" in slips:
+        moves = int((tokens - first) / step)
+    if "fraction" in slips:
+        moves = (tokens - first) / step
+    count = moves + ("no first" not in slips)
+    return count if "negative" in slips else max(count, 0)
 
 
 def _draw_visible(arguments: tuple, got: object, expected: int) -> Picture:
@@ -55,6 +52,58 @@ def _draw_visible(arguments: tuple, got: object, expected: int) -> Picture:
     drawn = draw_windows(max(position + 2 * length, 16), length, stride, position)
     return Picture(drawn.figure, f"Windows that end by position {position}: {expected}, not {got}")
 
+
+_VISIBLE_MISTAKES = (
+    Misconception(
+        "letting a summary be seen once it starts",
+        slip(_visible, "starts"),
+        "A summary that has started may still hold tokens of the query's future. Which of "
+        "its tokens has to be there first?",
+    ),
+    Misconception(
+        "letting a summary be seen only after its last token",
+        slip(_visible, "one late"),
+        "A query sees its own token. If a window ends with that token, what in it is from "
+        "the future?",
+    ),
+    Misconception(
+        "rounding up",
+        slip(_visible, "up"),
+        "A window that is only partly there does not count. In which direction does that round?",
+    ),
+    Misconception(
+        "rounding towards zero",
+        slip(_visible, "towards zero"),
+        "For an early query the number in front of the division is negative, and `int` "
+        "rounds it up. What does `//` do with it?",
+    ),
+    Misconception(
+        "counting parts of windows",
+        slip(_visible, "fraction"),
+        "The count is no whole number here. Which division of Python rounds down?",
+    ),
+    Misconception(
+        "going below zero at the start",
+        slip(_visible, "negative"),
+        "Where no window fits, the formula says how many are missing. Where does a count end?",
+    ),
+    Misconception(
+        "forgetting the first window",
+        slip(_visible, "no first"),
+        "The division counts how often the window can move on. Where was it before it moved?",
+    ),
+    Misconception(
+        "counting windows that do not overlap",
+        slip(_visible, "no overlap"),
+        "A window is `length` tokens long. How many tokens later does the next one start?",
+    ),
+    Misconception(
+        "counting whole strides",
+        slip(_visible, "strides"),
+        "A stride is the distance from one window's start to the next. At which position "
+        "does the first window end?",
+    ),
+)
 
 _VISIBLE = Exercise(
     name="visible_summaries",
@@ -76,53 +125,9 @@ queries at positions 0 to 7 see 0, 0, 0, 1, 1, 2, 2, 3.
     ),
     why="A summary may be seen once its last token is there, so a query sees as many summaries as "
     "a text that ends with the query itself would have.",
-    **slips(
-        _visible,
-        {
-            "starts": (
-                "letting a summary be seen once it starts",
-                "A summary that has started may still hold tokens of the query's future. Which of "
-                "its tokens has to be there first?",
-            ),
-            "one late": (
-                "letting a summary be seen only after its last token",
-                "A query sees its own token. If a window ends with that token, what in it is from "
-                "the future?",
-            ),
-            "up": (
-                "rounding up",
-                "A window that is only partly there does not count. In which direction does that "
-                "round?",
-            ),
-            "towards zero": (
-                "rounding towards zero",
-                "For an early query the number in front of the division is negative, and `int` "
-                "rounds it up. What does `//` do with it?",
-            ),
-            "fraction": (
-                "counting parts of windows",
-                "The count is no whole number here. Which division of Python rounds down?",
-            ),
-            "negative": (
-                "going below zero at the start",
-                "Where no window fits, the formula says how many are missing. Where does a count "
-                "end?",
-            ),
-            "no first": (
-                "forgetting the first window",
-                "The division counts how often the window can move on. Where was it before it "
-                "moved?",
-            ),
-            "no overlap": (
-                "counting windows that do not overlap",
-                "A window is `length` tokens long. How many tokens later does the next one start?",
-            ),
-            "strides": (
-                "counting whole strides",
-                "A stride is the distance from one window's start to the next. At which position "
-                "does the first window end?",
-            ),
-        },
+    misconceptions=_VISIBLE_MISTAKES,
+    combine=together(
+        _VISIBLE_MISTAKES,
         {"starts", "strides"},
         {"up", "towards zero", "fraction"},
     ),
@@ -151,42 +156,119 @@ def summarise(x: Tensor, length: int, stride: int) -> Tensor:
     return x[token].mean(1)  # [M_c, length, D] to [M_c, D]
 
 
-def _summarise(*changes: str) -> Callable:
-    """A wrong `summarise`, with these changes."""
+def _summarise(slips: Slips, x: Tensor, length: int, stride: int) -> Tensor:
+    """`summarise` with slips."""
+    M, D = x.shape
+    step = length if "no overlap" in slips else 1 if "every token" in slips else stride
+    end = M - length + ("one short" not in slips)
+    if {"tail", "tail of zeros"} & slips:
+        end = M
+    if "every stride" in slips:
+        end = M // stride * step
+    if "no first" in slips:
+        end = (M - length) // stride * step
+    span = stride if "span" in slips else length
+    windows = [x[start : start + span] for start in range(0, end, step)]
+    if "tail of zeros" in slips:
+        windows = [F.pad(window, (0, 0, 0, length - len(window))) for window in windows]
+    if "unfold" in slips:
+        x.unfold(0, length, stride)  # an error for a text that is shorter than a window
+    if "stack" in slips and not windows:
+        return torch.stack(windows)
+    if "width" in slips:
+        return torch.stack([window.mean(1) for window in windows]) if windows else x[:0, :0]
+    if "one number" in slips:
+        return torch.stack([window.mean() for window in windows]) if windows else x[:0, 0]
+    if "last token" in slips:
+        return torch.stack([window[-1] for window in windows]) if windows else x[:0]
+    means = [window.sum(0) / len(window) for window in windows]
+    if "sum" in slips:
+        means = [window.sum(0) for window in windows]
+    if "by the stride" in slips:
+        means = [window.sum(0) / stride for window in windows]
+    return torch.stack(means) if means else x.new_zeros(0, D)
 
-    def wrong(x: Tensor, length: int, stride: int) -> Tensor:
-        M, D = x.shape
-        step = length if "no overlap" in changes else 1 if "every token" in changes else stride
-        end = M - length + ("one short" not in changes)
-        if {"tail", "tail of zeros"} & {*changes}:
-            end = M
-        if "every stride" in changes:
-            end = M // stride * step
-        if "no first" in changes:
-            end = (M - length) // stride * step
-        span = stride if "span" in changes else length
-        windows = [x[start : start + span] for start in range(0, end, step)]
-        if "tail of zeros" in changes:
-            windows = [F.pad(window, (0, 0, 0, length - len(window))) for window in windows]
-        if "unfold" in changes:
-            x.unfold(0, length, stride)  # an error for a text that is shorter than a window
-        if "stack" in changes and not windows:
-            return torch.stack(windows)
-        if "width" in changes:
-            return torch.stack([window.mean(1) for window in windows]) if windows else x[:0, :0]
-        if "one number" in changes:
-            return torch.stack([window.mean() for window in windows]) if windows else x[:0, 0]
-        if "last token" in changes:
-            return torch.stack([window[-1] for window in windows]) if windows else x[:0]
-        means = [window.sum(0) / len(window) for window in windows]
-        if "sum" in changes:
-            means = [window.sum(0) for window in windows]
-        if "by the stride" in changes:
-            means = [window.sum(0) / stride for window in windows]
-        return torch.stack(means) if means else x.new_zeros(0, D)
 
-    return wrong
-
+_SUMMARISE_MISTAKES = (
+    Misconception(
+        "windows that do not overlap",
+        slip(_summarise, "no overlap"),
+        "A window may start before the last one has ended. How many tokens later does it start?",
+    ),
+    Misconception(
+        "a window at every token",
+        slip(_summarise, "every token"),
+        "There would be as many summaries as tokens. How far does a window move on?",
+    ),
+    Misconception(
+        "keeping the ragged tail",
+        slip(_summarise, "tail"),
+        "The last windows run past the end, and their means would change with every token "
+        "that comes. Where may the last window start?",
+    ),
+    Misconception(
+        "filling the ragged tail with zeros",
+        slip(_summarise, "tail of zeros"),
+        "Tokens that do not exist would count as tokens of zeros. Where may the last window start?",
+    ),
+    Misconception(
+        "losing the last window where it just fits",
+        slip(_summarise, "one short"),
+        "A window may end with the last token of all. At which token does that one start?",
+    ),
+    Misconception(
+        "counting a window for every stride",
+        slip(_summarise, "every stride"),
+        "The last of them run past the end. Where does the last window start that fits?",
+    ),
+    Misconception(
+        "forgetting the first window",
+        slip(_summarise, "no first"),
+        "The division counts how often the window can move on. Where was it before it moved?",
+    ),
+    Misconception(
+        "windows as long as the stride",
+        slip(_summarise, "span"),
+        "The stride says where the next window starts. How many tokens are in a window?",
+    ),
+    Misconception(
+        "one number for a whole window",
+        slip(_summarise, "one number"),
+        "A summary has `D` numbers, like a token. Over which axis is the mean?",
+    ),
+    Misconception(
+        "unfolding a text that is shorter than a window",
+        slip(_summarise, "unfold"),
+        "`unfold` raises an error if not even one window fits. What shape has a mean over "
+        "no windows?",
+    ),
+    Misconception(
+        "stacking no windows at all",
+        slip(_summarise, "stack"),
+        "`torch.stack` needs at least one tensor, and here no window fits. What shape has "
+        "the result then?",
+    ),
+    Misconception(
+        "the mean over the width",
+        slip(_summarise, "width"),
+        "The tokens of a window are averaged, number by number. Which axis holds the tokens?",
+    ),
+    Misconception(
+        "taking a window's last token for its summary",
+        slip(_summarise, "last token"),
+        "One token is there, the others are lost. What is the mean of all of them?",
+    ),
+    Misconception(
+        "the sum in place of the mean",
+        slip(_summarise, "sum"),
+        "A longer window would have larger keys. To what should the weights of its tokens sum?",
+    ),
+    Misconception(
+        "dividing by the stride",
+        slip(_summarise, "by the stride"),
+        "The weights of a window's tokens should sum to 1. How many tokens are in a window?",
+    ),
+)
 
 _SUMMARISE = Exercise(
     name="summarise",
@@ -207,79 +289,9 @@ result has shape `[0, D]`.
     ),
     why="A table of token numbers `[M_c, length]` works for every count, 0 as well, and a window "
     "that does not fit never gets into it.",
-    **slips(
-        _summarise,
-        {
-            "no overlap": (
-                "windows that do not overlap",
-                "A window may start before the last one has ended. How many tokens later does it "
-                "start?",
-            ),
-            "every token": (
-                "a window at every token",
-                "There would be as many summaries as tokens. How far does a window move on?",
-            ),
-            "tail": (
-                "keeping the ragged tail",
-                "The last windows run past the end, and their means would change with every token "
-                "that comes. Where may the last window start?",
-            ),
-            "tail of zeros": (
-                "filling the ragged tail with zeros",
-                "Tokens that do not exist would count as tokens of zeros. Where may the last "
-                "window start?",
-            ),
-            "one short": (
-                "losing the last window where it just fits",
-                "A window may end with the last token of all. At which token does that one start?",
-            ),
-            "every stride": (
-                "counting a window for every stride",
-                "The last of them run past the end. Where does the last window start that fits?",
-            ),
-            "no first": (
-                "forgetting the first window",
-                "The division counts how often the window can move on. Where was it before it "
-                "moved?",
-            ),
-            "span": (
-                "windows as long as the stride",
-                "The stride says where the next window starts. How many tokens are in a window?",
-            ),
-            "one number": (
-                "one number for a whole window",
-                "A summary has `D` numbers, like a token. Over which axis is the mean?",
-            ),
-            "unfold": (
-                "unfolding a text that is shorter than a window",
-                "`unfold` raises an error if not even one window fits. What shape has a mean over "
-                "no windows?",
-            ),
-            "stack": (
-                "stacking no windows at all",
-                "`torch.stack` needs at least one tensor, and here no window fits. What shape has "
-                "the result then?",
-            ),
-            "width": (
-                "the mean over the width",
-                "The tokens of a window are averaged, number by number. Which axis holds the "
-                "tokens?",
-            ),
-            "last token": (
-                "taking a window's last token for its summary",
-                "One token is there, the others are lost. What is the mean of all of them?",
-            ),
-            "sum": (
-                "the sum in place of the mean",
-                "A longer window would have larger keys. To what should the weights of its tokens "
-                "sum?",
-            ),
-            "by the stride": (
-                "dividing by the stride",
-                "The weights of a window's tokens should sum to 1. How many tokens are in a "
-                "window?",
-            ),
-        },
+    misconceptions=_SUMMARISE_MISTAKES,
+    combine=together(
+        _SUMMARISE_MISTAKES,
         {"no overlap", "every token"},
         {"tail", "tail of zeros", "one short", "every stride", "no first"},
         {"unfold", "stack"},
@@ -319,46 +331,121 @@ def attend_to_summaries(
     return torch.softmax(scores, 0) @ v_cmp[:count], scores.logsumexp(0)
 
 
-def _attend(*changes: str) -> Callable:
-    """A wrong `attend_to_summaries`, with these changes."""
+def _attend(
+    slips: Slips, q: Tensor, k: Tensor, v: Tensor, position: int, length: int, stride: int
+) -> tuple[Tensor, Tensor]:
+    """`attend_to_summaries` with slips."""
+    k_cmp, v_cmp = summarise(k, length, stride), summarise(v, length, stride)
+    if "unsummarised values" in slips:
+        v_cmp = v[: len(v_cmp) * stride : stride]
+    if "values of tokens" in slips:
+        v_cmp = v[: len(v_cmp)]
+    power = 0 if "no scale" in slips else -1 if "by D" in slips else -0.5
+    scale = q.shape[0] ** power
+    count = visible_summaries(position, length, stride)
+    if "starts" in slips:
+        count = min(position // stride + 1, len(k_cmp))
+    if "one late" in slips:
+        count = visible_summaries(position - 1, length, stride)
+    if "all" in slips:
+        count = len(k_cmp)
+    if count == 0 and "tokens" in slips:
+        scores, v_cmp = scale * k[: position + 1] @ q, v[: position + 1]
+        return torch.softmax(scores, 0) @ v_cmp, scores.logsumexp(0)
+    if count == 0 and "nan" not in slips:
+        nothing = 0.0 if "lse 0" in slips else -math.inf
+        return v.new_zeros(v.shape[1]), v.new_tensor(nothing)
+    scores = scale * k_cmp @ q
+    hidden = torch.arange(len(scores)) >= count
+    seen = scores.masked_fill(hidden, 0.0 if "zeros" in slips else -math.inf)
+    weights, lse = torch.softmax(seen, 0), seen.logsumexp(0)
+    if {"after the softmax", "denominator"} & slips:
+        weights = torch.softmax(scores, 0).masked_fill(hidden, 0)
+    if "after the softmax" in slips:
+        lse = scores.logsumexp(0)
+    if "sum of exponentials" in slips:
+        lse = seen.exp().sum()
+    return weights @ v_cmp, lse
 
-    def wrong(
-        q: Tensor, k: Tensor, v: Tensor, position: int, length: int, stride: int
-    ) -> tuple[Tensor, Tensor]:
-        k_cmp, v_cmp = summarise(k, length, stride), summarise(v, length, stride)
-        if "unsummarised values" in changes:
-            v_cmp = v[: len(v_cmp) * stride : stride]
-        if "values of tokens" in changes:
-            v_cmp = v[: len(v_cmp)]
-        power = 0 if "no scale" in changes else -1 if "by D" in changes else -0.5
-        scale = q.shape[0] ** power
-        count = visible_summaries(position, length, stride)
-        if "starts" in changes:
-            count = min(position // stride + 1, len(k_cmp))
-        if "one late" in changes:
-            count = visible_summaries(position - 1, length, stride)
-        if "all" in changes:
-            count = len(k_cmp)
-        if count == 0 and "tokens" in changes:
-            scores, v_cmp = scale * k[: position + 1] @ q, v[: position + 1]
-            return torch.softmax(scores, 0) @ v_cmp, scores.logsumexp(0)
-        if count == 0 and "nan" not in changes:
-            nothing = 0.0 if "lse 0" in changes else -math.inf
-            return v.new_zeros(v.shape[1]), v.new_tensor(nothing)
-        scores = scale * k_cmp @ q
-        hidden = torch.arange(len(scores)) >= count
-        seen = scores.masked_fill(hidden, 0.0 if "zeros" in changes else -math.inf)
-        weights, lse = torch.softmax(seen, 0), seen.logsumexp(0)
-        if {"after the softmax", "denominator"} & {*changes}:
-            weights = torch.softmax(scores, 0).masked_fill(hidden, 0)
-        if "after the softmax" in changes:
-            lse = scores.logsumexp(0)
-        if "sum of exponentials" in changes:
-            lse = seen.exp().sum()
-        return weights @ v_cmp, lse
 
-    return wrong
-
+_ATTEND_MISTAKES = (
+    Misconception(
+        "a softmax over nothing",
+        slip(_attend, "nan"),
+        "This query sees no summary, so the softmax divides 0 by 0. What should such a query get?",
+    ),
+    Misconception(
+        "an lse of 0 for a query that sees nothing",
+        slip(_attend, "lse 0"),
+        "lse is the logarithm of a sum of exponentials. What is the sum over nothing, and "
+        "its logarithm?",
+    ),
+    Misconception(
+        "attending to tokens where there is no summary yet",
+        slip(_attend, "tokens"),
+        "This branch knows only summaries, and the sliding window brings the newest "
+        "tokens. What does a query get that sees no summary?",
+    ),
+    Misconception(
+        "summarising the keys and not the values",
+        slip(_attend, "unsummarised values"),
+        "A summary's key stands for all tokens of its window. What should its value stand for?",
+    ),
+    Misconception(
+        "taking token j's value for summary j",
+        slip(_attend, "values of tokens"),
+        "The keys are those of windows, the values those of the first tokens. Which values "
+        "belong to window j?",
+    ),
+    Misconception(
+        "letting a summary be seen once it starts",
+        slip(_attend, "starts"),
+        "Change the text's last token: does the result of an earlier query change?",
+    ),
+    Misconception(
+        "letting a summary be seen only after its last token",
+        slip(_attend, "one late"),
+        "A window that ends with the query's own token holds nothing from the future. Does "
+        "the query see it?",
+    ),
+    Misconception(
+        "seeing all summaries",
+        slip(_attend, "all"),
+        "Some of them end after the query. What do those hold?",
+    ),
+    Misconception(
+        "scores of 0 for hidden summaries",
+        slip(_attend, "zeros"),
+        "A score of 0 still weighs e⁰. Which score weighs nothing?",
+    ),
+    Misconception(
+        "masking after the softmax",
+        slip(_attend, "after the softmax"),
+        "The hidden summaries are gone from the sum of the values, but not from the "
+        "denominator. Do the weights sum to 1?",
+    ),
+    Misconception(
+        "hidden summaries in the denominator",
+        slip(_attend, "denominator"),
+        "`lse` is right, and the weights are those of a softmax over all summaries. Do the "
+        "visible ones sum to 1?",
+    ),
+    Misconception(
+        "an lse without its logarithm",
+        slip(_attend, "sum of exponentials"),
+        "That is the sum of the exponentials. What do the letters l, s and e stand for?",
+    ),
+    Misconception(
+        "leaving out the scale",
+        slip(_attend, "no scale"),
+        "Dot products grow with the width. By which power of D are they multiplied?",
+    ),
+    Misconception(
+        "dividing by D where √D is meant",
+        slip(_attend, "by D"),
+        "The scores are too flat. Which power of D is the scale?",
+    ),
+)
 
 _ATTEND = Exercise(
     name="attend_to_summaries",
@@ -383,74 +470,9 @@ query that sees none gets `o` of zeros and `lse` of −∞ (a tensor). You may u
     ),
     why="Windows end one after the other, so the visible summaries are always the first few, and a "
     "slice does what a mask would.",
-    **slips(
-        _attend,
-        {
-            "nan": (
-                "a softmax over nothing",
-                "This query sees no summary, so the softmax divides 0 by 0. What should such a "
-                "query get?",
-            ),
-            "lse 0": (
-                "an lse of 0 for a query that sees nothing",
-                "lse is the logarithm of a sum of exponentials. What is the sum over nothing, and "
-                "its logarithm?",
-            ),
-            "tokens": (
-                "attending to tokens where there is no summary yet",
-                "This branch knows only summaries, and the sliding window brings the newest "
-                "tokens. What does a query get that sees no summary?",
-            ),
-            "unsummarised values": (
-                "summarising the keys and not the values",
-                "A summary's key stands for all tokens of its window. What should its value stand "
-                "for?",
-            ),
-            "values of tokens": (
-                "taking token j's value for summary j",
-                "The keys are those of windows, the values those of the first tokens. Which values "
-                "belong to window j?",
-            ),
-            "starts": (
-                "letting a summary be seen once it starts",
-                "Change the text's last token: does the result of an earlier query change?",
-            ),
-            "one late": (
-                "letting a summary be seen only after its last token",
-                "A window that ends with the query's own token holds nothing from the future. Does "
-                "the query see it?",
-            ),
-            "all": (
-                "seeing all summaries",
-                "Some of them end after the query. What do those hold?",
-            ),
-            "zeros": (
-                "scores of 0 for hidden summaries",
-                "A score of 0 still weighs e⁰. Which score weighs nothing?",
-            ),
-            "after the softmax": (
-                "masking after the softmax",
-                "The hidden summaries are gone from the sum of the values, but not from the "
-                "denominator. Do the weights sum to 1?",
-            ),
-            "denominator": (
-                "hidden summaries in the denominator",
-                "`lse` is right, and the weights are those of a softmax over all summaries. Do the "
-                "visible ones sum to 1?",
-            ),
-            "sum of exponentials": (
-                "an lse without its logarithm",
-                "That is the sum of the exponentials. What do the letters l, s and e stand for?",
-            ),
-            "no scale": (
-                "leaving out the scale",
-                "Dot products grow with the width. By which power of D are they multiplied?",
-            ),
-            "by D": (
-                "dividing by D where √D is meant",
-                "The scores are too flat. Which power of D is the scale?",
-            ),
-        },
+    misconceptions=_ATTEND_MISTAKES,
+    combine=together(
+        _ATTEND_MISTAKES,
         {"nan", "lse 0", "tokens"},
         {"starts", "one late", "all"},
         {"zeros", "after the softmax", "denominator"},
@@ -508,37 +530,33 @@ def window_logit(scores: Tensor) -> tuple[Tensor, Tensor]:
     return by_mean_key, by_weight
 
 
-def _logit(*changes: str) -> Callable:
-    """A wrong `window_logit`, with these changes."""
-
-    def wrong(scores: Tensor) -> tuple[Tensor, Tensor]:
-        if "across" in changes:
-            scores = scores.T
-        length = len(scores) if "windows" in changes else scores.shape[1]
-        first = scores.sum(1) if "sum" in changes else scores.mean(1)
-        second = scores.logsumexp(1) - math.log(length)
-        if "mean" in changes:
-            second = scores.mean(1)
-        if "no length" in changes:
-            second = scores.logsumexp(1)
-        if "minus the length" in changes:
-            second = scores.logsumexp(1) - length
-        if "times the length" in changes:
-            second = scores.logsumexp(1) + math.log(length)
-        if "divided by the length" in changes:
-            second = scores.logsumexp(1) / length
-        if "largest" in changes:
-            second = scores.amax(1)
-        if "softmax" in changes:
-            second = (scores.softmax(1) * scores).sum(1)
-        if "weight" in changes:
-            second = scores.exp().mean(1)
-        if "overflow" in changes:
-            weight = scores.exp().sum(1)
-            second = (weight if "no length" in changes else weight / length).log()
-        return (second, first) if "swapped" in changes else (first, second)
-
-    return wrong
+def _logit(slips: Slips, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """`window_logit` with slips."""
+    if "across" in slips:
+        scores = scores.T
+    length = len(scores) if "windows" in slips else scores.shape[1]
+    first = scores.sum(1) if "sum" in slips else scores.mean(1)
+    second = scores.logsumexp(1) - math.log(length)
+    if "mean" in slips:
+        second = scores.mean(1)
+    if "no length" in slips:
+        second = scores.logsumexp(1)
+    if "minus the length" in slips:
+        second = scores.logsumexp(1) - length
+    if "times the length" in slips:
+        second = scores.logsumexp(1) + math.log(length)
+    if "divided by the length" in slips:
+        second = scores.logsumexp(1) / length
+    if "largest" in slips:
+        second = scores.amax(1)
+    if "softmax" in slips:
+        second = (scores.softmax(1) * scores).sum(1)
+    if "weight" in slips:
+        second = scores.exp().mean(1)
+    if "overflow" in slips:
+        weight = scores.exp().sum(1)
+        second = (weight if "no length" in slips else weight / length).log()
+    return (second, first) if "swapped" in slips else (first, second)
 
 
 _OTHER_WEIGHTS = {
@@ -550,6 +568,81 @@ _OTHER_WEIGHTS = {
     "softmax",
     "weight",
 }
+
+_LOGIT_MISTAKES = (
+    Misconception(
+        "the two the other way round",
+        slip(_logit, "swapped"),
+        "First the mean key's score, then the one that the window's weight asks for. Which "
+        "of the two is never the smaller?",
+    ),
+    Misconception(
+        "taking the mean for both",
+        slip(_logit, "mean"),
+        "A softmax weighs by exponentials. Is the exponential of a mean the mean of the "
+        "exponentials?",
+    ),
+    Misconception(
+        "the log-sum-exp without the length",
+        slip(_logit, "no length"),
+        "That is the score of one token as heavy as the whole window. What is the score if "
+        "`length` equal tokens share the weight?",
+    ),
+    Misconception(
+        "taking away the length, not its logarithm",
+        slip(_logit, "minus the length"),
+        "The weight is divided by the length. Which term does that become in a logarithm?",
+    ),
+    Misconception(
+        "taking the number of windows for their length",
+        slip(_logit, "windows"),
+        "`scores` is `[W, length]`. Which axis says how many tokens a window has?",
+    ),
+    Misconception(
+        "going across the windows",
+        slip(_logit, "across"),
+        "Each row is a window. Which axis holds its tokens?",
+    ),
+    Misconception(
+        "adding the logarithm of the length",
+        slip(_logit, "times the length"),
+        "The score grows with the length, though more tokens share the weight. For a "
+        "window of zeros, what has to come out?",
+    ),
+    Misconception(
+        "dividing a score by the length",
+        slip(_logit, "divided by the length"),
+        "The length divides the weight. What does that do to its logarithm?",
+    ),
+    Misconception(
+        "the largest score for the window's weight",
+        slip(_logit, "largest"),
+        "If all tokens had the largest score, the window would weigh more than it does. "
+        "What do the others weigh?",
+    ),
+    Misconception(
+        "the sum for the mean key's score",
+        slip(_logit, "sum"),
+        "The mean key is a `length`-th of the sum of the keys. And its score?",
+    ),
+    Misconception(
+        "a mean weighted by the softmax",
+        slip(_logit, "softmax"),
+        "That is the score that the query finds on average where it looks, and it is too "
+        "high. What does the window weigh, as a sum?",
+    ),
+    Misconception(
+        "giving the weight in place of its score",
+        slip(_logit, "weight"),
+        "That is what a token weighs on average. Which score has this exponential?",
+    ),
+    Misconception(
+        "exponentials that overflow",
+        slip(_logit, "overflow"),
+        "Right for small scores. In fp32, e to the 89 is already ∞. What did chapter 03 "
+        "subtract first?",
+    ),
+)
 
 _LOGIT = Exercise(
     name="window_logit",
@@ -572,69 +665,9 @@ window's real tokens. Some scores are in the hundreds: the result has to stay fi
     ),
     why="A softmax weighs by exponentials, so the score that a window deserves is the logarithm of "
     "their mean; the mean of the scores is never more.",
-    **slips(
-        _logit,
-        {
-            "swapped": (
-                "the two the other way round",
-                "First the mean key's score, then the one that the window's weight asks for. Which "
-                "of the two is never the smaller?",
-            ),
-            "mean": (
-                "taking the mean for both",
-                "A softmax weighs by exponentials. Is the exponential of a mean the mean of the "
-                "exponentials?",
-            ),
-            "no length": (
-                "the log-sum-exp without the length",
-                "That is the score of one token as heavy as the whole window. What is the score if "
-                "`length` equal tokens share the weight?",
-            ),
-            "minus the length": (
-                "taking away the length, not its logarithm",
-                "The weight is divided by the length. Which term does that become in a logarithm?",
-            ),
-            "windows": (
-                "taking the number of windows for their length",
-                "`scores` is `[W, length]`. Which axis says how many tokens a window has?",
-            ),
-            "across": (
-                "going across the windows",
-                "Each row is a window. Which axis holds its tokens?",
-            ),
-            "times the length": (
-                "adding the logarithm of the length",
-                "The score grows with the length, though more tokens share the weight. For a "
-                "window of zeros, what has to come out?",
-            ),
-            "divided by the length": (
-                "dividing a score by the length",
-                "The length divides the weight. What does that do to its logarithm?",
-            ),
-            "largest": (
-                "the largest score for the window's weight",
-                "If all tokens had the largest score, the window would weigh more than it does. "
-                "What do the others weigh?",
-            ),
-            "sum": (
-                "the sum for the mean key's score",
-                "The mean key is a `length`-th of the sum of the keys. And its score?",
-            ),
-            "softmax": (
-                "a mean weighted by the softmax",
-                "That is the score that the query finds on average where it looks, and it is too "
-                "high. What does the window weigh, as a sum?",
-            ),
-            "weight": (
-                "giving the weight in place of its score",
-                "That is what a token weighs on average. Which score has this exponential?",
-            ),
-            "overflow": (
-                "exponentials that overflow",
-                "Right for small scores. In fp32, e to the 89 is already ∞. What did chapter 03 "
-                "subtract first?",
-            ),
-        },
+    misconceptions=_LOGIT_MISTAKES,
+    combine=together(
+        _LOGIT_MISTAKES,
         {*_OTHER_WEIGHTS, "no length"},
         {*_OTHER_WEIGHTS, "overflow"},
         {"windows", "no length"},
@@ -660,37 +693,94 @@ def phi(window: Tensor, position: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2
     return hidden @ w2 + b2
 
 
-def _phi(*changes: str) -> Callable:
-    """A wrong `phi`, with these changes."""
-
-    def wrong(
-        window: Tensor, position: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor
-    ) -> Tensor:
-        if "reversed" in changes:
-            position = position.flip(0)
-        x = window + position
-        if "no position" in changes:
-            x = window
-        if "product" in changes:
-            x = window * position
-        if "position on one token" in changes:
-            x = torch.cat([x[:1], window[1:]])
-        x = (x.T if "columns" in changes else x).flatten()
-        hidden = x @ w1 if {"no b1", "late b1"} & {*changes} else x @ w1 + b1
-        if "no gelu" not in changes:
-            hidden = torch.relu(hidden) if "relu" in changes else F.gelu(hidden)
-        if "late b1" in changes:
-            hidden = hidden + b1
-        o = hidden @ w2 if "no b2" in changes else hidden @ w2 + b2
-        return F.gelu(o) if "gelu twice" in changes else o
-
-    return wrong
+def _phi(
+    slips: Slips, window: Tensor, position: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor
+) -> Tensor:
+    """`phi` with slips."""
+    if "reversed" in slips:
+        position = position.flip(0)
+    x = window + position
+    if "no position" in slips:
+        x = window
+    if "product" in slips:
+        x = window * position
+    if "position on one token" in slips:
+        x = torch.cat([x[:1], window[1:]])
+    x = (x.T if "columns" in slips else x).flatten()
+    hidden = x @ w1 if {"no b1", "late b1"} & slips else x @ w1 + b1
+    if "no gelu" not in slips:
+        hidden = torch.relu(hidden) if "relu" in slips else F.gelu(hidden)
+    if "late b1" in slips:
+        hidden = hidden + b1
+    o = hidden @ w2 if "no b2" in slips else hidden @ w2 + b2
+    return F.gelu(o) if "gelu twice" in slips else o
 
 
 def _weights(length: int, D: int, hidden: int, seed: int) -> tuple:
     shapes = ((length, D), (length, D), (length * D, hidden), (hidden,), (hidden, D), (D,))
     return tuple(_random(*shape, seed=seed + i) for i, shape in enumerate(shapes))
 
+
+_PHI_MISTAKES = (
+    Misconception(
+        "leaving out the position embedding",
+        slip(_phi, "no position"),
+        "φ has to know where in the window a token stands. What is added for that, and when?",
+    ),
+    Misconception(
+        "multiplying by the position embedding",
+        slip(_phi, "product"),
+        "With an embedding of zeros, φ should still see the window. What does a product "
+        "with zeros leave of it?",
+    ),
+    Misconception(
+        "the position embedding from last to first",
+        slip(_phi, "reversed"),
+        "Row 0 of `position` belongs to one token of the window. Is it the first or the last?",
+    ),
+    Misconception(
+        "a position for the first token only",
+        slip(_phi, "position on one token"),
+        "Each of the window's tokens has its own row of `position`. Which rows did you add?",
+    ),
+    Misconception(
+        "flattening number by number, not token by token",
+        slip(_phi, "columns"),
+        "Rows 0 to D − 1 of `w1` belong to the first token. In which order does `flatten` "
+        "read `[length, D]`?",
+    ),
+    Misconception(
+        "leaving out the gelu",
+        slip(_phi, "no gelu"),
+        "Two linear layers in a row are no more than one. What stands between them?",
+    ),
+    Misconception(
+        "a relu in place of the gelu",
+        slip(_phi, "relu"),
+        "They are alike far from 0, and differ near it. Which of them is asked for?",
+    ),
+    Misconception(
+        "a gelu after the second layer too",
+        slip(_phi, "gelu twice"),
+        "A gelu lets hardly anything negative through. May a key have large negative numbers?",
+    ),
+    Misconception(
+        "leaving out b1",
+        slip(_phi, "no b1"),
+        "A layer is a product plus a bias. Where does the first bias enter, before the "
+        "gelu or after it?",
+    ),
+    Misconception(
+        "adding b1 after the gelu",
+        slip(_phi, "late b1"),
+        "A layer is a product plus a bias, and the gelu acts on both. What does it act on here?",
+    ),
+    Misconception(
+        "leaving out b2",
+        slip(_phi, "no b2"),
+        "With all weights 0, the summary should be a bias. Which one?",
+    ),
+)
 
 _PHI = Exercise(
     name="phi",
@@ -714,62 +804,9 @@ is a `gelu` (`torch.nn.functional.gelu`), and after the second there is nothing.
     ),
     why="Each place of the window has rows of `w1` for itself and an embedding of its own, so φ "
     "can treat the first token unlike the last, which a mean cannot.",
-    **slips(
-        _phi,
-        {
-            "no position": (
-                "leaving out the position embedding",
-                "φ has to know where in the window a token stands. What is added for that, and "
-                "when?",
-            ),
-            "product": (
-                "multiplying by the position embedding",
-                "With an embedding of zeros, φ should still see the window. What does a product "
-                "with zeros leave of it?",
-            ),
-            "reversed": (
-                "the position embedding from last to first",
-                "Row 0 of `position` belongs to one token of the window. Is it the first or the "
-                "last?",
-            ),
-            "position on one token": (
-                "a position for the first token only",
-                "Each of the window's tokens has its own row of `position`. Which rows did you "
-                "add?",
-            ),
-            "columns": (
-                "flattening number by number, not token by token",
-                "Rows 0 to D − 1 of `w1` belong to the first token. In which order does `flatten` "
-                "read `[length, D]`?",
-            ),
-            "no gelu": (
-                "leaving out the gelu",
-                "Two linear layers in a row are no more than one. What stands between them?",
-            ),
-            "relu": (
-                "a relu in place of the gelu",
-                "They are alike far from 0, and differ near it. Which of them is asked for?",
-            ),
-            "gelu twice": (
-                "a gelu after the second layer too",
-                "A gelu lets hardly anything negative through. May a key have large negative "
-                "numbers?",
-            ),
-            "no b1": (
-                "leaving out b1",
-                "A layer is a product plus a bias. Where does the first bias enter, before the "
-                "gelu or after it?",
-            ),
-            "late b1": (
-                "adding b1 after the gelu",
-                "A layer is a product plus a bias, and the gelu acts on both. What does it act on "
-                "here?",
-            ),
-            "no b2": (
-                "leaving out b2",
-                "With all weights 0, the summary should be a bias. Which one?",
-            ),
-        },
+    misconceptions=_PHI_MISTAKES,
+    combine=together(
+        _PHI_MISTAKES,
         {"no position", "product", "position on one token"},
         {"no position", "reversed"},
         {"no gelu", "relu"},
@@ -945,17 +982,17 @@ DOUBLES = (
     ),
     Double(
         "summarise",
-        _summarise("no overlap", "one short"),
+        Wrong(_summarise, frozenset({"no overlap", "one short"})),
         ("windows that do not overlap", "losing the last window where it just fits"),
     ),
     Double(
         "attend_to_summaries",
-        _attend("starts", "no scale"),
+        Wrong(_attend, frozenset({"starts", "no scale"})),
         ("letting a summary be seen once it starts", "leaving out the scale"),
     ),
     Double(
         "attend_to_summaries",
-        _attend("one late", "nan"),
+        Wrong(_attend, frozenset({"one late", "nan"})),
         ("letting a summary be seen only after its last token", "a softmax over nothing"),
     ),
     Double(

@@ -3,16 +3,16 @@ walk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course.exercises import Case, Double, Exercise, Prediction, Trap
+from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure
-from nsa_tutorial.course.slips import slips
+from nsa_tutorial.course.mistakes import Wrong, slip, together
 from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.exact.online_softmax import LOG2_E
+
+Slips = frozenset[str]
 
 
 def _random(*shape: int, seed: int, factor: float = 1.0) -> Tensor:
@@ -35,36 +35,34 @@ def tokens_of_list(
     return tokens
 
 
-def _tokens(*changes: str) -> Callable:
-    """A wrong `tokens_of_list`, with these changes."""
-
-    def wrong(ids: list[int], position: int, M: int, block_size: int, causal: bool) -> list[int]:
-        causal = causal or "always causal" in changes
-        num_visible = position + ("not itself" not in changes) if causal else M
-        tokens = []
-        for block_id in sorted(ids) if "sorted" in changes else ids:
-            if block_id < 0 and "stop" in changes:
-                break
-            if block_id < 0 and "wrap" in changes:
-                block_id += -(-M // block_size)
-            if block_id < 0 and "negative" not in changes:
-                continue
-            if block_id == 0 and "zero is empty" in changes:
-                continue
-            start = block_id if "offset" in changes else block_id * block_size
-            end, limit = start + block_size, num_visible
-            is_cut = causal
-            if causal and ("no cut" if start < num_visible else "future block") in changes:
-                is_cut, limit = False, M
-            runs_on = "no such block" in changes or ("past the end" in changes and start < M)
-            if runs_on and not is_cut:
-                limit = end
-            if "whole blocks" in changes:
-                limit = end if end <= limit else 0
-            tokens += range(start, min(end, limit))
-        return tokens
-
-    return wrong
+def _tokens(
+    slips: Slips, ids: list[int], position: int, M: int, block_size: int, causal: bool
+) -> list[int]:
+    """`tokens_of_list` with slips."""
+    causal = causal or "always causal" in slips
+    num_visible = position + ("not itself" not in slips) if causal else M
+    tokens = []
+    for block_id in sorted(ids) if "sorted" in slips else ids:
+        if block_id < 0 and "stop" in slips:
+            break
+        if block_id < 0 and "wrap" in slips:
+            block_id += -(-M // block_size)
+        if block_id < 0 and "negative" not in slips:
+            continue
+        if block_id == 0 and "zero is empty" in slips:
+            continue
+        start = block_id if "offset" in slips else block_id * block_size
+        end, limit = start + block_size, num_visible
+        is_cut = causal
+        if causal and ("no cut" if start < num_visible else "future block") in slips:
+            is_cut, limit = False, M
+        runs_on = "no such block" in slips or ("past the end" in slips and start < M)
+        if runs_on and not is_cut:
+            limit = end
+        if "whole blocks" in slips:
+            limit = end if end <= limit else 0
+        tokens += range(start, min(end, limit))
+    return tokens
 
 
 def _draw_tokens(arguments: tuple, got: list[int], expected: list[int]) -> Picture:
@@ -93,6 +91,82 @@ def _draw_tokens(arguments: tuple, got: list[int], expected: list[int]) -> Pictu
     return Picture(figure, f"Query {position}, blocks of {block_size}, the list {ids}: {told}")
 
 
+_TOKENS_MISTAKES = (
+    Misconception(
+        "taking an id for a token's position",
+        slip(_tokens, "offset"),
+        "An id counts blocks. At which token does block 2 begin if a block holds 4?",
+    ),
+    Misconception(
+        "letting -1 wrap round to the last block",
+        slip(_tokens, "wrap"),
+        "In Python, index -1 is the last one, and the last block is mostly the future. "
+        "What does -1 mean in a list?",
+    ),
+    Misconception(
+        "turning -1 into negative positions",
+        slip(_tokens, "negative"),
+        "-1 times the block size is a position in front of the first token. What should an "
+        "empty slot add to the list?",
+    ),
+    Misconception(
+        "stopping at the first empty slot",
+        slip(_tokens, "stop"),
+        "`-1` may stand anywhere in the row. What if a block comes behind it?",
+    ),
+    Misconception(
+        "taking id 0 for an empty slot",
+        slip(_tokens, "zero is empty"),
+        "Block 0 is the first block of the text, and only negative ids are empty. What "
+        "does your comparison say about 0, or Python's `if block_id`?",
+    ),
+    Misconception(
+        "showing all of a block that the query stands in",
+        slip(_tokens, "no cut"),
+        "A block that begins in the past may end in the future. How far may this query see?",
+    ),
+    Misconception(
+        "cutting the own block but not a block further on",
+        slip(_tokens, "future block"),
+        "A listed block may lie in the future as a whole. What is its first token, and may "
+        "the query see that one?",
+    ),
+    Misconception(
+        "running past the last key",
+        slip(_tokens, "past the end"),
+        "Where the block size does not divide `M`, the last block is shorter. The causal "
+        "cut hides that. What hides it without the cut?",
+    ),
+    Misconception(
+        "showing a block that does not exist",
+        slip(_tokens, "no such block"),
+        "An id may lie past the last block, and its tokens past the last key. Without the "
+        "causal cut, what keeps them out?",
+    ),
+    Misconception(
+        "hiding the query's own position from it",
+        slip(_tokens, "not itself"),
+        "A query sees itself: at position 0 there is one key, not none. How many keys are "
+        "visible at position t?",
+    ),
+    Misconception(
+        "keeping only blocks that are visible as a whole",
+        slip(_tokens, "whole blocks"),
+        "The visible part of a block counts, however short. What is left of the query's own block?",
+    ),
+    Misconception(
+        "sorting the positions",
+        slip(_tokens, "sorted"),
+        "All keys are there. In which order do the slots stand?",
+    ),
+    Misconception(
+        "cutting causally always",
+        slip(_tokens, "always causal"),
+        "With `causal=False` the query sees its listed blocks up to the end of the text. "
+        "How many keys are visible then?",
+    ),
+)
+
 _TOKENS = Exercise(
     name="tokens_of_list",
     statement="""
@@ -116,72 +190,9 @@ the last block, shows nothing.
     ),
     why="One number, how many keys are visible, hides the future and the end of the text alike, so "
     "one cut serves every block.",
-    **slips(
-        _tokens,
-        {
-            "offset": (
-                "taking an id for a token's position",
-                "An id counts blocks. At which token does block 2 begin if a block holds 4?",
-            ),
-            "wrap": (
-                "letting -1 wrap round to the last block",
-                "In Python, index -1 is the last one, and the last block is mostly the future. "
-                "What does -1 mean in a list?",
-            ),
-            "negative": (
-                "turning -1 into negative positions",
-                "-1 times the block size is a position in front of the first token. What should an "
-                "empty slot add to the list?",
-            ),
-            "stop": (
-                "stopping at the first empty slot",
-                "`-1` may stand anywhere in the row. What if a block comes behind it?",
-            ),
-            "zero is empty": (
-                "taking id 0 for an empty slot",
-                "Block 0 is the first block of the text, and only negative ids are empty. What "
-                "does your comparison say about 0, or Python's `if block_id`?",
-            ),
-            "no cut": (
-                "showing all of a block that the query stands in",
-                "A block that begins in the past may end in the future. How far may this query "
-                "see?",
-            ),
-            "future block": (
-                "cutting the own block but not a block further on",
-                "A listed block may lie in the future as a whole. What is its first token, and may "
-                "the query see that one?",
-            ),
-            "past the end": (
-                "running past the last key",
-                "Where the block size does not divide `M`, the last block is shorter. The causal "
-                "cut hides that. What hides it without the cut?",
-            ),
-            "no such block": (
-                "showing a block that does not exist",
-                "An id may lie past the last block, and its tokens past the last key. Without the "
-                "causal cut, what keeps them out?",
-            ),
-            "not itself": (
-                "hiding the query's own position from it",
-                "A query sees itself: at position 0 there is one key, not none. How many keys are "
-                "visible at position t?",
-            ),
-            "whole blocks": (
-                "keeping only blocks that are visible as a whole",
-                "The visible part of a block counts, however short. What is left of the query's "
-                "own block?",
-            ),
-            "sorted": (
-                "sorting the positions",
-                "All keys are there. In which order do the slots stand?",
-            ),
-            "always causal": (
-                "cutting causally always",
-                "With `causal=False` the query sees its listed blocks up to the end of the text. "
-                "How many keys are visible then?",
-            ),
-        },
+    misconceptions=_TOKENS_MISTAKES,
+    combine=together(
+        _TOKENS_MISTAKES,
         {"wrap", "negative", "stop"},
         {"no cut", "whole blocks"},
         {"past the end", "no such block"},
@@ -217,35 +228,107 @@ def load_block(
     return tile, is_seen
 
 
-def _load(*changes: str) -> Callable:
-    """A wrong `load_block`, with these changes."""
+def _load(
+    slips: Slips, x: Tensor, block_id: int, num_visible: int, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """`load_block` with slips."""
+    M = len(x)
+    limit = M if "no cut" in slips else num_visible
+    if block_id < 0 and "wrap" in slips:
+        block_id += -(-M // block_size)
+    start = block_id if "offset" in slips else block_id * block_size
+    offset = start + torch.arange(block_size)
+    is_seen = (offset < limit) & ((offset >= 0) | ("negative index" in slips))
+    told = offset < limit if "negative counts as seen" in slips else is_seen
+    row = offset if "out of bounds" in slips else torch.where(offset < M, offset, 0)
+    rows = x[row]
+    if "only the score" in slips:
+        return rows, told
+    if "times the mask" in slips:
+        return rows * is_seen[:, None], told
+    if "nan_to_num" in slips:
+        return x[offset.clamp(0, M - 1)].nan_to_num(0.0), told
+    if "python's and" in slips and block_id < 0:
+        return x.new_zeros(block_size, x.shape[1]), torch.tensor(False)
+    if "shorter" in slips:
+        return rows[is_seen], told
+    nothing = -torch.inf if "minus infinity" in slips else 0.0
+    return rows.masked_fill(~is_seen[:, None], nothing), told
 
-    def wrong(x: Tensor, block_id: int, num_visible: int, block_size: int) -> tuple[Tensor, Tensor]:
-        M = len(x)
-        limit = M if "no cut" in changes else num_visible
-        if block_id < 0 and "wrap" in changes:
-            block_id += -(-M // block_size)
-        start = block_id if "offset" in changes else block_id * block_size
-        offset = start + torch.arange(block_size)
-        is_seen = (offset < limit) & ((offset >= 0) | ("negative index" in changes))
-        told = offset < limit if "negative counts as seen" in changes else is_seen
-        row = offset if "out of bounds" in changes else torch.where(offset < M, offset, 0)
-        rows = x[row]
-        if "only the score" in changes:
-            return rows, told
-        if "times the mask" in changes:
-            return rows * is_seen[:, None], told
-        if "nan_to_num" in changes:
-            return x[offset.clamp(0, M - 1)].nan_to_num(0.0), told
-        if "python's and" in changes and block_id < 0:
-            return x.new_zeros(block_size, x.shape[1]), torch.tensor(False)
-        if "shorter" in changes:
-            return rows[is_seen], told
-        nothing = -torch.inf if "minus infinity" in changes else 0.0
-        return rows.masked_fill(~is_seen[:, None], nothing), told
 
-    return wrong
-
+_LOAD_MISTAKES = (
+    Misconception(
+        "hiding the score, and loading the row all the same",
+        slip(_load, "only the score"),
+        "`is_seen` is right, and it will hide the score. But the hidden row sits in the "
+        "tile, and is multiplied by a weight of 0 later. What is 0 · NaN?",
+    ),
+    Misconception(
+        "multiplying by the mask",
+        slip(_load, "times the mask"),
+        "0 · NaN is NaN, so a product does not remove a number. Which operation chooses "
+        "between the row and a zero?",
+    ),
+    Misconception(
+        "comparing with num_visible only",
+        slip(_load, "negative index"),
+        "Every negative position is below num_visible, and as an index it counts from the "
+        "end. Which half of the guard is missing?",
+    ),
+    Misconception(
+        "letting -1 wrap round to the last block",
+        slip(_load, "wrap"),
+        "-1 names no block. The last block is mostly the future, and the query would look "
+        "ahead. What should an empty slot load?",
+    ),
+    Misconception(
+        "counting the rows of an empty slot as seen",
+        slip(_load, "negative counts as seen"),
+        "The tile is right, but its zeros would enter the softmax with the score 0 and the "
+        "weight e⁰. Are negative positions below num_visible?",
+    ),
+    Misconception(
+        "loading up to the end of the text, whatever the query may see",
+        slip(_load, "no cut"),
+        "Rows from num_visible on exist, but they are this query's future. Where does the "
+        "load have to end?",
+    ),
+    Misconception(
+        "taking the id for the first row",
+        slip(_load, "offset"),
+        "Block 1 does not begin at row 1. How many rows lie in front of it?",
+    ),
+    Misconception(
+        "reading first and hiding afterwards",
+        slip(_load, "out of bounds"),
+        "Where the block runs past the end, there is no row to read. PyTorch raises an "
+        "error, and a GPU reads whatever lies there. Which rows may be read at all?",
+    ),
+    Misconception(
+        "making a tile with fewer rows",
+        slip(_load, "shorter"),
+        "A kernel's tile has a fixed shape of `block_size` rows. What stands in the rows "
+        "that are not loaded?",
+    ),
+    Misconception(
+        "turning NaN into 0 after the load",
+        slip(_load, "nan_to_num"),
+        "Memory that nobody has written may hold anything, also numbers that look real. "
+        "What tells a real row from another, if not its value?",
+    ),
+    Misconception(
+        "joining the two comparisons with Python's `and`",
+        slip(_load, "python's and"),
+        "`and` gives back one of its sides whole: for -1 a bare False, and not "
+        "`block_size` of them. Which operator joins element by element?",
+    ),
+    Misconception(
+        "filling the tile with −∞",
+        slip(_load, "minus infinity"),
+        "−∞ belongs in a score. In a key it is multiplied by a query. What is −∞ times a "
+        "negative number?",
+    ),
+)
 
 _LOAD = Exercise(
     name="load_block",
@@ -270,69 +353,9 @@ memory that nobody has written may.
     ),
     why="A row that is never read cannot spoil the result: 0 · NaN is NaN, so a product or a "
     "weight of 0 comes too late.",
-    **slips(
-        _load,
-        {
-            "only the score": (
-                "hiding the score, and loading the row all the same",
-                "`is_seen` is right, and it will hide the score. But the hidden row sits in the "
-                "tile, and is multiplied by a weight of 0 later. What is 0 · NaN?",
-            ),
-            "times the mask": (
-                "multiplying by the mask",
-                "0 · NaN is NaN, so a product does not remove a number. Which operation chooses "
-                "between the row and a zero?",
-            ),
-            "negative index": (
-                "comparing with num_visible only",
-                "Every negative position is below num_visible, and as an index it counts from the "
-                "end. Which half of the guard is missing?",
-            ),
-            "wrap": (
-                "letting -1 wrap round to the last block",
-                "-1 names no block. The last block is mostly the future, and the query would look "
-                "ahead. What should an empty slot load?",
-            ),
-            "negative counts as seen": (
-                "counting the rows of an empty slot as seen",
-                "The tile is right, but its zeros would enter the softmax with the score 0 and the "
-                "weight e⁰. Are negative positions below num_visible?",
-            ),
-            "no cut": (
-                "loading up to the end of the text, whatever the query may see",
-                "Rows from num_visible on exist, but they are this query's future. Where does the "
-                "load have to end?",
-            ),
-            "offset": (
-                "taking the id for the first row",
-                "Block 1 does not begin at row 1. How many rows lie in front of it?",
-            ),
-            "out of bounds": (
-                "reading first and hiding afterwards",
-                "Where the block runs past the end, there is no row to read. PyTorch raises an "
-                "error, and a GPU reads whatever lies there. Which rows may be read at all?",
-            ),
-            "shorter": (
-                "making a tile with fewer rows",
-                "A kernel's tile has a fixed shape of `block_size` rows. What stands in the rows "
-                "that are not loaded?",
-            ),
-            "nan_to_num": (
-                "turning NaN into 0 after the load",
-                "Memory that nobody has written may hold anything, also numbers that look real. "
-                "What tells a real row from another, if not its value?",
-            ),
-            "python's and": (
-                "joining the two comparisons with Python's `and`",
-                "`and` gives back one of its sides whole: for -1 a bare False, and not "
-                "`block_size` of them. Which operator joins element by element?",
-            ),
-            "minus infinity": (
-                "filling the tile with −∞",
-                "−∞ belongs in a score. In a key it is multiplied by a query. What is −∞ times a "
-                "negative number?",
-            ),
-        },
+    misconceptions=_LOAD_MISTAKES,
+    combine=together(
+        _LOAD_MISTAKES,
         {"only the score", "times the mask", "shorter", "minus infinity", "nan_to_num"},
         {"out of bounds", "nan_to_num"},
         {"only the score", "negative index"},
@@ -368,28 +391,24 @@ def window_mask(N: int, M: int, window_size: int) -> Tensor:
     return (key <= position) & (key > position - window_size)
 
 
-def _window(*changes: str) -> Callable:
-    """A wrong `window_mask`, with these changes."""
-
-    def wrong(N: int, M: int, window_size: int) -> Tensor:
-        position = torch.arange(N)[:, None] + (0 if "first positions" in changes else M - N)
-        key = torch.arange(M)
-        w = window_size + ("w + 1" in changes) - ("w - 1" in changes)
-        position = position + (("ahead" in changes) - ("shifted" in changes))
-        first = position // w * w if "block" in changes else position - w + 1
-        last = position - 1 if "not itself" in changes else position
-        if "negative slice" in changes:
-            first = torch.where(first < 0, first + M, first)
-        seen = (key >= first) & (key <= last)
-        if "both sides" in changes:
-            seen = (key - position).abs() < w
-        if "far end only" in changes:
-            seen = key >= first
-        if "causal only" in changes:
-            seen = key <= last
-        return ~seen if "complement" in changes else seen
-
-    return wrong
+def _window(slips: Slips, N: int, M: int, window_size: int) -> Tensor:
+    """`window_mask` with slips."""
+    position = torch.arange(N)[:, None] + (0 if "first positions" in slips else M - N)
+    key = torch.arange(M)
+    w = window_size + ("w + 1" in slips) - ("w - 1" in slips)
+    position = position + (("ahead" in slips) - ("shifted" in slips))
+    first = position // w * w if "block" in slips else position - w + 1
+    last = position - 1 if "not itself" in slips else position
+    if "negative slice" in slips:
+        first = torch.where(first < 0, first + M, first)
+    seen = (key >= first) & (key <= last)
+    if "both sides" in slips:
+        seen = (key - position).abs() < w
+    if "far end only" in slips:
+        seen = key >= first
+    if "causal only" in slips:
+        seen = key <= last
+    return ~seen if "complement" in slips else seen
 
 
 def _draw_window(arguments: tuple, got: object, expected: Tensor) -> Picture:
@@ -411,6 +430,75 @@ def _draw_window(arguments: tuple, got: object, expected: Tensor) -> Picture:
     return Picture(figure, f"A window of {w}: your queries see {', '.join(map(str, widths))} keys")
 
 
+_WINDOW_MISTAKES = (
+    Misconception(
+        "a window of w + 1",
+        slip(_window, "w + 1"),
+        "From t − w to t, both included, there are w + 1. Which is the oldest key that a "
+        "late query sees?",
+    ),
+    Misconception(
+        "a window of w − 1",
+        slip(_window, "w - 1"),
+        "Count the keys of a late query. Which one is missing at the far end?",
+    ),
+    Misconception(
+        "leaving out the query's own key",
+        slip(_window, "not itself"),
+        "The window ends with the query itself, which is one of the w. Is your comparison "
+        "`<` or `<=`?",
+    ),
+    Misconception(
+        "shifting the window back by one",
+        slip(_window, "shifted"),
+        "There are w keys, but the query's own is not among them. Which key comes last?",
+    ),
+    Misconception(
+        "shifting the window ahead by one",
+        slip(_window, "ahead"),
+        "The newest key of each window is one that the query does not see. What is the "
+        "position of the last of M tokens?",
+    ),
+    Misconception(
+        "a slice that begins below 0",
+        slip(_window, "negative slice"),
+        "For an early query t − w + 1 is negative, and Python counts that from the end. "
+        "Where does its window begin?",
+    ),
+    Misconception(
+        "taking the queries for the first N positions",
+        slip(_window, "first positions"),
+        "They are the last N of the M. At which position does query 0 stand?",
+    ),
+    Misconception(
+        "opening the window to both sides",
+        slip(_window, "both sides"),
+        "Without its sign, the distance to a key of the future is small, too. Does a query "
+        "see later keys?",
+    ),
+    Misconception(
+        "cutting at the far end only",
+        slip(_window, "far end only"),
+        "Keys that are too old are hidden. And those of the future?",
+    ),
+    Misconception(
+        "hiding the future and nothing else",
+        slip(_window, "causal only"),
+        "That is plain causal attention. Which is the oldest key inside the window?",
+    ),
+    Misconception(
+        "a block in place of a window",
+        slip(_window, "block"),
+        "Blocks begin at multiples of their size. Where does a window begin that moves "
+        "along with its query, one key at a time?",
+    ),
+    Misconception(
+        "a mask that is True where the key is hidden",
+        slip(_window, "complement"),
+        "The mask is asked for as True where the query sees the key. What does the `~` of it say?",
+    ),
+)
+
 _WINDOW = Exercise(
     name="window_mask",
     statement="""
@@ -431,65 +519,9 @@ there are at the start of the text.
     ),
     why="From t − w + 1 to t there are exactly w keys, and positions, unlike row numbers, stay "
     "right in decoding, where the queries are the last of a long text.",
-    **slips(
-        _window,
-        {
-            "w + 1": (
-                "a window of w + 1",
-                "From t − w to t, both included, there are w + 1. Which is the oldest key that a "
-                "late query sees?",
-            ),
-            "w - 1": (
-                "a window of w − 1",
-                "Count the keys of a late query. Which one is missing at the far end?",
-            ),
-            "not itself": (
-                "leaving out the query's own key",
-                "The window ends with the query itself, which is one of the w. Is your comparison "
-                "`<` or `<=`?",
-            ),
-            "shifted": (
-                "shifting the window back by one",
-                "There are w keys, but the query's own is not among them. Which key comes last?",
-            ),
-            "ahead": (
-                "shifting the window ahead by one",
-                "The newest key of each window is one that the query does not see. What is the "
-                "position of the last of M tokens?",
-            ),
-            "negative slice": (
-                "a slice that begins below 0",
-                "For an early query t − w + 1 is negative, and Python counts that from the end. "
-                "Where does its window begin?",
-            ),
-            "first positions": (
-                "taking the queries for the first N positions",
-                "They are the last N of the M. At which position does query 0 stand?",
-            ),
-            "both sides": (
-                "opening the window to both sides",
-                "Without its sign, the distance to a key of the future is small, too. Does a query "
-                "see later keys?",
-            ),
-            "far end only": (
-                "cutting at the far end only",
-                "Keys that are too old are hidden. And those of the future?",
-            ),
-            "causal only": (
-                "hiding the future and nothing else",
-                "That is plain causal attention. Which is the oldest key inside the window?",
-            ),
-            "block": (
-                "a block in place of a window",
-                "Blocks begin at multiples of their size. Where does a window begin that moves "
-                "along with its query, one key at a time?",
-            ),
-            "complement": (
-                "a mask that is True where the key is hidden",
-                "The mask is asked for as True where the query sees the key. What does the `~` of "
-                "it say?",
-            ),
-        },
+    misconceptions=_WINDOW_MISTAKES,
+    combine=together(
+        _WINDOW_MISTAKES,
         {"w + 1", "w - 1"},
         {"not itself", "shifted", "ahead", "both sides", "far end only"},
         {"negative slice", "both sides"},
@@ -535,58 +567,151 @@ def attend_to_lists(
     return o, lse
 
 
-def _attend(*changes: str) -> Callable:
-    """A wrong `attend_to_lists`, with these changes."""
+def _attend(
+    slips: Slips, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """`attend_to_lists` with slips."""
+    (N, HQ, D), (M, H, DV) = q.shape, v.shape
+    G = HQ // H
+    if "head by head" in slips:
+        k[:, HQ - 1]  # an error where there are fewer KV heads
+    scale = 1.0 if "no scale" in slips else D**-0.5
+    scale_log2 = scale if "base e" in slips else scale * LOG2_E
+    o, lse = torch.empty(N, HQ, DV), torch.empty(N, HQ)
+    for n, h in ((n, h) for n in range(N) for h in range(H)):
+        num_visible = (0 if "first positions" in slips else M - N) + n
+        num_visible += "not itself" not in slips
+        # the guard's limit, and where a block is cut
+        limit = M if {"no causality", "load, then mask"} & slips else num_visible
+        cut = M if "no cut" in slips else limit
+        group = slice(h, HQ, H) if "dealt out" in slips else slice(h * G, (h + 1) * G)
+        state, parts, starts_with_nothing = online_softmax.start(G, DV), [], False
+        for block_id in block_indices[n, 0 if "first list" in slips else h].tolist():
+            if block_id < 0 and "wrap" in slips:
+                block_id += -(-M // block_size)
+            if block_id < 0 and "stop" in slips:
+                break
+            start = block_id * block_size
+            is_empty = block_id < 0 and "load the empty slot" in slips
+            if not is_empty and (block_id < 0 or start >= limit):
+                starts_with_nothing |= not parts
+                continue
+            tokens = torch.arange(start, min(start + block_size, cut))
+            acc_s = q[n, group] @ k[tokens, h].T
+            if is_empty or "load, then mask" in slips:
+                is_hidden = (tokens < 0) | (tokens >= num_visible)
+                acc_s = acc_s.masked_fill(is_hidden, -torch.inf)
+            if {"anew", "average"} & slips:
+                state = online_softmax.start(G, DV)
+            state = online_softmax.update(state, acc_s, v[tokens, h], scale_log2)
+            parts.append(online_softmax.finish(state, scale))
+        o[n, group], lse[n, group] = online_softmax.finish(state, scale)
+        if "average" in slips and parts:
+            o[n, group] = torch.stack([part for part, _ in parts]).mean(0)
+            lse[n, group] = torch.logsumexp(torch.stack([part for _, part in parts]), 0)
+        if "0/0" in slips:
+            o[n, group] = state.acc_o / state.running_sum[:, None]
+        if "-inf - -inf" in slips and starts_with_nothing:
+            o[n, group], lse[n, group] = torch.nan, torch.nan
+    return o, lse
 
-    def wrong(
-        q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int
-    ) -> tuple[Tensor, Tensor]:
-        (N, HQ, D), (M, H, DV) = q.shape, v.shape
-        G = HQ // H
-        if "head by head" in changes:
-            k[:, HQ - 1]  # an error where there are fewer KV heads
-        scale = 1.0 if "no scale" in changes else D**-0.5
-        scale_log2 = scale if "base e" in changes else scale * LOG2_E
-        o, lse = torch.empty(N, HQ, DV), torch.empty(N, HQ)
-        for n, h in ((n, h) for n in range(N) for h in range(H)):
-            num_visible = (0 if "first positions" in changes else M - N) + n
-            num_visible += "not itself" not in changes
-            # the guard's limit, and where a block is cut
-            limit = M if {"no causality", "load, then mask"} & {*changes} else num_visible
-            cut = M if "no cut" in changes else limit
-            group = slice(h, HQ, H) if "dealt out" in changes else slice(h * G, (h + 1) * G)
-            state, parts, starts_with_nothing = online_softmax.start(G, DV), [], False
-            for block_id in block_indices[n, 0 if "first list" in changes else h].tolist():
-                if block_id < 0 and "wrap" in changes:
-                    block_id += -(-M // block_size)
-                if block_id < 0 and "stop" in changes:
-                    break
-                start = block_id * block_size
-                is_empty = block_id < 0 and "load the empty slot" in changes
-                if not is_empty and (block_id < 0 or start >= limit):
-                    starts_with_nothing |= not parts
-                    continue
-                tokens = torch.arange(start, min(start + block_size, cut))
-                acc_s = q[n, group] @ k[tokens, h].T
-                if is_empty or "load, then mask" in changes:
-                    is_hidden = (tokens < 0) | (tokens >= num_visible)
-                    acc_s = acc_s.masked_fill(is_hidden, -torch.inf)
-                if {"anew", "average"} & {*changes}:
-                    state = online_softmax.start(G, DV)
-                state = online_softmax.update(state, acc_s, v[tokens, h], scale_log2)
-                parts.append(online_softmax.finish(state, scale))
-            o[n, group], lse[n, group] = online_softmax.finish(state, scale)
-            if "average" in changes and parts:
-                o[n, group] = torch.stack([part for part, _ in parts]).mean(0)
-                lse[n, group] = torch.logsumexp(torch.stack([part for _, part in parts]), 0)
-            if "0/0" in changes:
-                o[n, group] = state.acc_o / state.running_sum[:, None]
-            if "-inf - -inf" in changes and starts_with_nothing:
-                o[n, group], lse[n, group] = torch.nan, torch.nan
-        return o, lse
 
-    return wrong
-
+_ATTEND_MISTAKES = (
+    Misconception(
+        "taking the queries for the first N positions",
+        slip(_attend, "first positions"),
+        "They are the last N of the M. At which position does query 0 stand, and how many "
+        "keys came before it?",
+    ),
+    Misconception(
+        "hiding the query's own position from it",
+        slip(_attend, "not itself"),
+        "A query sees itself: the last of M sees M keys. How many does the one at position t see?",
+    ),
+    Misconception(
+        "dealing out the query heads in turn",
+        slip(_attend, "dealt out"),
+        "The heads of a group are neighbours: query head hq belongs to KV head hq // G. "
+        "Which heads belong to KV head 1?",
+    ),
+    Misconception(
+        "taking a query head for a KV head",
+        slip(_attend, "head by head"),
+        "There are fewer KV heads than query heads. Which KV head, and which list, does "
+        "query head hq share?",
+    ),
+    Misconception(
+        "taking the first KV head's list for all",
+        slip(_attend, "first list"),
+        "Each KV head has a list of its own. Which index of `block_indices` chooses it?",
+    ),
+    Misconception(
+        "loading what is hidden, and masking its score",
+        slip(_attend, "load, then mask"),
+        "The weight of a hidden key is 0, but its value was loaded. What is 0 · NaN?",
+    ),
+    Misconception(
+        "loading an empty slot's block, and masking its score",
+        slip(_attend, "load the empty slot"),
+        "Its weight is 0, but the -1 has loaded values from the end of the text. What if "
+        "they are NaN?",
+    ),
+    Misconception(
+        "leaving out the cut inside the last block",
+        slip(_attend, "no cut"),
+        "A block that begins in a query's past may end in its future. Where does the slice "
+        "of keys have to end?",
+    ),
+    Misconception(
+        "letting every query see the future",
+        slip(_attend, "no causality"),
+        "Every block is taken as far as the text goes. How many keys may query n see?",
+    ),
+    Misconception(
+        "letting -1 wrap round to the last block",
+        slip(_attend, "wrap"),
+        "In Python, -1 counts from the end, where the future is. What should an empty slot do?",
+    ),
+    Misconception(
+        "stopping at the first empty slot",
+        slip(_attend, "stop"),
+        "A block may follow behind it. Which word leaves out one slot, and not the rest of "
+        "the list?",
+    ),
+    Misconception(
+        "starting anew at every block",
+        slip(_attend, "anew"),
+        "The state joins the blocks of a list. Where does it have to start?",
+    ),
+    Misconception(
+        "averaging the blocks' outputs",
+        slip(_attend, "average"),
+        "A block of weak scores would count as much as a strong one. Over which keys does "
+        "the one softmax run?",
+    ),
+    Misconception(
+        "dividing by the sum of nothing",
+        slip(_attend, "0/0"),
+        "A row that saw no key has running_sum 0 and acc_o 0. What does `finish` make of it?",
+    ),
+    Misconception(
+        "rescaling while the maximum is still −∞",
+        slip(_attend, "-inf - -inf"),
+        "The first slots may show nothing, and then the old and the new maximum are −∞. "
+        "What is −∞ − (−∞)?",
+    ),
+    Misconception(
+        "leaving out the scale",
+        slip(_attend, "no scale"),
+        "Dot products are multiplied by D ** -0.5. Where do `update` and `finish` get it?",
+    ),
+    Misconception(
+        "powers of two without log₂ e",
+        slip(_attend, "base e"),
+        "`update` takes powers of two. By which factor does an exponent grow from base e "
+        "to base 2?",
+    ),
+)
 
 _ATTEND = Exercise(
     name="attend_to_lists",
@@ -612,90 +737,9 @@ What remains is which rows of `q` belong together, and how much each query may s
     ),
     why="Only what the query sees is loaded, so no NaN can come in, and one state over the whole "
     "list makes its blocks one softmax.",
-    **slips(
-        _attend,
-        {
-            "first positions": (
-                "taking the queries for the first N positions",
-                "They are the last N of the M. At which position does query 0 stand, and how many "
-                "keys came before it?",
-            ),
-            "not itself": (
-                "hiding the query's own position from it",
-                "A query sees itself: the last of M sees M keys. How many does the one at position "
-                "t see?",
-            ),
-            "dealt out": (
-                "dealing out the query heads in turn",
-                "The heads of a group are neighbours: query head hq belongs to KV head hq // G. "
-                "Which heads belong to KV head 1?",
-            ),
-            "head by head": (
-                "taking a query head for a KV head",
-                "There are fewer KV heads than query heads. Which KV head, and which list, does "
-                "query head hq share?",
-            ),
-            "first list": (
-                "taking the first KV head's list for all",
-                "Each KV head has a list of its own. Which index of `block_indices` chooses it?",
-            ),
-            "load, then mask": (
-                "loading what is hidden, and masking its score",
-                "The weight of a hidden key is 0, but its value was loaded. What is 0 · NaN?",
-            ),
-            "load the empty slot": (
-                "loading an empty slot's block, and masking its score",
-                "Its weight is 0, but the -1 has loaded values from the end of the text. What if "
-                "they are NaN?",
-            ),
-            "no cut": (
-                "leaving out the cut inside the last block",
-                "A block that begins in a query's past may end in its future. Where does the slice "
-                "of keys have to end?",
-            ),
-            "no causality": (
-                "letting every query see the future",
-                "Every block is taken as far as the text goes. How many keys may query n see?",
-            ),
-            "wrap": (
-                "letting -1 wrap round to the last block",
-                "In Python, -1 counts from the end, where the future is. What should an empty slot "
-                "do?",
-            ),
-            "stop": (
-                "stopping at the first empty slot",
-                "A block may follow behind it. Which word leaves out one slot, and not the rest of "
-                "the list?",
-            ),
-            "anew": (
-                "starting anew at every block",
-                "The state joins the blocks of a list. Where does it have to start?",
-            ),
-            "average": (
-                "averaging the blocks' outputs",
-                "A block of weak scores would count as much as a strong one. Over which keys does "
-                "the one softmax run?",
-            ),
-            "0/0": (
-                "dividing by the sum of nothing",
-                "A row that saw no key has running_sum 0 and acc_o 0. What does `finish` make of "
-                "it?",
-            ),
-            "-inf - -inf": (
-                "rescaling while the maximum is still −∞",
-                "The first slots may show nothing, and then the old and the new maximum are −∞. "
-                "What is −∞ − (−∞)?",
-            ),
-            "no scale": (
-                "leaving out the scale",
-                "Dot products are multiplied by D ** -0.5. Where do `update` and `finish` get it?",
-            ),
-            "base e": (
-                "powers of two without log₂ e",
-                "`update` takes powers of two. By which factor does an exponent grow from base e "
-                "to base 2?",
-            ),
-        },
+    misconceptions=_ATTEND_MISTAKES,
+    combine=together(
+        _ATTEND_MISTAKES,
         {"wrap", "stop", "load the empty slot"},
         {"anew", "average"},
         {"no cut", "no causality", "load, then mask"},
@@ -968,7 +1012,7 @@ DOUBLES = (
     ),
     Double(
         "tokens_of_list",
-        _tokens("not itself", "stop"),
+        Wrong(_tokens, frozenset({"not itself", "stop"})),
         ("hiding the query's own position from it", "stopping at the first empty slot"),
     ),
     Double(
@@ -986,17 +1030,17 @@ DOUBLES = (
     ),
     Double(
         "window_mask",
-        _window("both sides", "w + 1"),
+        Wrong(_window, frozenset({"both sides", "w + 1"})),
         ("opening the window to both sides", "a window of w + 1"),
     ),
     Double(
         "attend_to_lists",
-        _attend("no cut", "stop"),
+        Wrong(_attend, frozenset({"no cut", "stop"})),
         ("leaving out the cut inside the last block", "stopping at the first empty slot"),
     ),
     Double(
         "attend_to_lists",
-        _attend("dealt out", "no scale"),
+        Wrong(_attend, frozenset({"dealt out", "no scale"})),
         ("dealing out the query heads in turn", "leaving out the scale"),
     ),
 )
