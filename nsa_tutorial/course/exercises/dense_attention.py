@@ -3,14 +3,15 @@ it all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course.exercises import Case, Exercise, Misconception
+from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure
+from nsa_tutorial.course.mistakes import slip, together
+
+Slips = frozenset[str]
 
 
 def _random(seed: int, *shape: int, spread: float = 1.0) -> Tensor:
@@ -26,9 +27,140 @@ def scaled_scores(q: Tensor, k: Tensor) -> Tensor:
     return torch.einsum("bihd,bjhd->bhij", q, k) / D**0.5
 
 
-def _dots(q: Tensor, k: Tensor) -> Tensor:
-    return torch.einsum("bihd,bjhd->bhij", q, k)
+_SCALES = {
+    "by the width": lambda D, HQ, N, M: 1 / D,
+    "unscaled": lambda D, HQ, N, M: 1.0,
+    "all heads": lambda D, HQ, N, M: (D * HQ) ** -0.5,
+    "count of heads": lambda D, HQ, N, M: HQ**-0.5,
+    "count of keys": lambda D, HQ, N, M: M**-0.5,
+    "count of queries": lambda D, HQ, N, M: N**-0.5,
+    "multiplied": lambda D, HQ, N, M: D**0.5,
+    "fourth root": lambda D, HQ, N, M: D**-0.25,
+    "precedence": lambda D, HQ, N, M: 1 / D / 2,
+}
+_LAYOUTS = {
+    "positions first": "bihd,bjhd->bihj",
+    "keys first": "bihd,bjhd->bhji",
+    "summed heads": "bihd,bjhd->bij",
+}
 
+
+def _scores(slips: Slips, q: Tensor, k: Tensor) -> Tensor:
+    """`scaled_scores` with slips."""
+    N, HQ, D = q.shape[1:]
+    factor = D**-0.5
+    for name in slips & _SCALES.keys():
+        factor = _SCALES[name](D, HQ, N, k.shape[1])
+    if "heads with heads" in slips:
+        return factor * (q @ k.transpose(-2, -1))
+    if "products" in slips:
+        return factor * q * k
+    layout = "bihd,bjhd->bhij"
+    for name in slips & _LAYOUTS.keys():
+        layout = _LAYOUTS[name]
+    scores = factor * torch.einsum(layout, q, k)
+    if "masked" in slips:
+        hidden = torch.ones(scores.shape[-2:]).tril(scores.shape[-1] - scores.shape[-2]) == 0
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return torch.softmax(scores, -1) if "softmax" in slips else scores
+
+
+_SCORES_MISTAKES = (
+    Misconception(
+        "dividing by D where √D is meant",
+        slip(_scores, "by the width"),
+        "A typical dot product grows like √D. Divided by D it fades towards 0, and every softmax "
+        "towards a plain average. What did the cell that measures the spread print?",
+    ),
+    Misconception(
+        "leaving the scores unscaled",
+        slip(_scores, "unscaled"),
+        "Scores of wide vectors are large only because the vectors are wide. By how much does the "
+        "spread of a dot product grow with D?",
+    ),
+    Misconception(
+        "scaling by the width of all heads together",
+        slip(_scores, "all heads"),
+        "Each head takes its dot product over its own D numbers. How many products are added up "
+        "in one score?",
+    ),
+    Misconception(
+        "scaling by the number of heads",
+        slip(_scores, "count of heads"),
+        "Heads do not see each other, so their number cannot matter to a score. Which entry of "
+        "`q.shape` is the width?",
+    ),
+    Misconception(
+        "scaling by the number of keys",
+        slip(_scores, "count of keys"),
+        "The number of keys decides how many scores a query gets, not how large one score is. "
+        "What is summed inside a single dot product?",
+    ),
+    Misconception(
+        "scaling by the number of queries",
+        slip(_scores, "count of queries"),
+        "How many others ask does not change a query's scores. Which entry of `q.shape` is the "
+        "width?",
+    ),
+    Misconception(
+        "multiplying by √D instead of dividing",
+        slip(_scores, "multiplied"),
+        "Wider vectors already give larger scores, and this makes them larger still. Which "
+        "direction undoes the growth?",
+    ),
+    Misconception(
+        "taking the root of √D once more",
+        slip(_scores, "fourth root"),
+        "The spread is √D, and the scores here are divided by the root of that. Is the scale in "
+        "there once, or half of it?",
+    ),
+    Misconception(
+        "writing `D ** 1/2`, which is (D ** 1) / 2",
+        slip(_scores, "precedence"),
+        "Python takes the power before the quotient, so these scores are divided by 2·D. How do "
+        "you write a power of one half?",
+    ),
+    Misconception(
+        "positions before heads",
+        slip(_scores, "positions first"),
+        "These are the axes [B, N, HQ, M]. Asked for is [B, HQ, N, M], one table of queries and "
+        "keys per head. Which letters stand to the right of your arrow?",
+    ),
+    Misconception(
+        "keys as rows and queries as columns",
+        slip(_scores, "keys first"),
+        "These are the axes [B, HQ, M, N]. Row = who asks, column = who is asked. Which of your "
+        "two letters for positions comes last?",
+    ),
+    Misconception(
+        "adding up the scores of all heads",
+        slip(_scores, "summed heads"),
+        "einsum sums over every letter that is missing to the right of the arrow. Which letter "
+        "are you missing?",
+    ),
+    Misconception(
+        "a matrix product of heads with heads",
+        slip(_scores, "heads with heads"),
+        "`@` multiplies the last two axes, and these are heads and width. Here the positions "
+        "have to meet. Where would the heads have to stand for `@`?",
+    ),
+    Misconception(
+        "products that are not added up",
+        slip(_scores, "products"),
+        "`q * k` pairs query i with key i alone, and keeps D products. Every query meets every "
+        "key, and the products become one number. What adds them up?",
+    ),
+    Misconception(
+        "the weights where the scores are asked for",
+        slip(_scores, "softmax"),
+        "Every row sums to 1, so the softmax is done already. Which step comes before it?",
+    ),
+    Misconception(
+        "masked scores where all of them are asked for",
+        slip(_scores, "masked"),
+        "Some scores are -inf. The mask is the next exercise; which line can go?",
+    ),
+)
 
 SCALED_SCORES = Exercise(
     name="scaled_scores",
@@ -41,13 +173,23 @@ Complete `scaled_scores(q, k)`: the score of every query with every key, per bat
 """,
     minutes=2,
     difficulty=1,
+    hints=(
+        "Look at the table of spreads in *Why the scores are divided by √D*. Which of its columns "
+        "stays at 1 for every width?",
+        "Two steps: all dot products, then one factor on all of them. The factor depends on a "
+        "single entry of `q.shape`. Which?",
+        "The table of letters in *Many sentences, many heads* has the einsum that brings "
+        "[B, N, HQ, D] and [B, M, HQ, D] to [B, HQ, N, M]. Then undo the growth of the spread.",
+    ),
+    why="A dot product of D independent products has the spread √D, and divided by it every head "
+    "starts with scores of the same size, however wide it is.",
     solution=scaled_scores,
     cases=(
         Case(
-            "one head of width 4, two queries, three keys",
+            "one head of width 4, two queries, two keys",
             lambda: (
                 torch.tensor([[[[1.0, 2, 0, 1]], [[0.0, 1, 3, -1]]]]),
-                torch.tensor([[[[2.0, 1, 0, 2]], [[1.0, 1, 1, 1]], [[0.0, -2, 1, 0]]]]),
+                torch.tensor([[[[2.0, 1, 0, 2]], [[0.0, -2, 1, 0]]]]),
             ),
         ),
         Case("three heads of width 8", lambda: (_random(1, 2, 3, 3, 8), _random(2, 2, 5, 3, 8))),
@@ -56,42 +198,13 @@ Complete `scaled_scores(q, k)`: the score of every query with every key, per bat
             lambda: (_random(3, 1, 1, 2, 6), _random(4, 1, 7, 2, 6)),
         ),
     ),
-    misconceptions=(
-        Misconception(
-            "dividing by D where √D is meant",
-            lambda q, k: _dots(q, k) / q.shape[-1],
-            "The variance of a dot product grows like D, so its standard deviation, the typical "
-            "size of a score, grows like √D. "
-            "Dividing by D shrinks the scores towards 0, and every softmax towards a plain "
-            "average. "
-            "Look again at the cell that measures the spread of dot products.",
-        ),
-        Misconception(
-            "leaving the scores unscaled",
-            _dots,
-            "The scores of wide vectors are large only because the vectors are wide, and softmax "
-            "then picks one key and ignores "
-            "the rest. Look at the curve of the largest weight against D.",
-        ),
-        Misconception(
-            "scaling by the width of all heads together",
-            lambda q, k: _dots(q, k) / (q.shape[-1] * q.shape[-2]) ** 0.5,
-            "Each head takes its dot product over its own D numbers and never sees the other "
-            "heads' numbers: "
-            "count how many products go into one score.",
-        ),
-        Misconception(
-            "scaling by the number of keys",
-            lambda q, k: _dots(q, k) / k.shape[1] ** 0.5,
-            "The number of keys decides how many scores a query gets, not how large one score is. "
-            "What is summed inside a single dot product?",
-        ),
-        Misconception(
-            "multiplying by √D instead of dividing",
-            lambda q, k: _dots(q, k) * q.shape[-1] ** 0.5,
-            "A wider vector already gives larger scores; multiplying makes them larger still. "
-            "Which direction undoes the growth?",
-        ),
+    misconceptions=_SCORES_MISTAKES,
+    combine=together(
+        _SCORES_MISTAKES,
+        _SCALES,
+        {*_LAYOUTS, "heads with heads", "products"},
+        {"heads with heads", "products", "masked"},
+        {"heads with heads", "products", "softmax"},
     ),
 )
 
@@ -108,13 +221,51 @@ def causal_weights(scores: Tensor) -> Tensor:
     return torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
 
 
-def _visible(scores: Tensor) -> Tensor:
+_MASKS = {
+    "first keys": lambda N, M: 0,
+    "own hidden": lambda N, M: M - N - 1,
+    "one ahead": lambda N, M: M - N + 1,
+    "no mask": lambda N, M: M,
+}
+
+
+def _visible(scores: Tensor, slips: Slips = frozenset()) -> Tensor:
     N, M = scores.shape
-    return torch.ones(N, M, dtype=torch.bool).tril(M - N)
+    last = M - N
+    for name in slips & _MASKS.keys():
+        last = _MASKS[name](N, M)
+    visible = torch.ones(N, M, dtype=torch.bool).tril(last)
+    return ~visible if "inverted" in slips else visible
 
 
-def _hide(scores: Tensor, hidden: Tensor, value: float = float("-inf")) -> Tensor:
-    return scores.masked_fill(hidden, value)
+def _weights(slips: Slips, scores: Tensor) -> Tensor:
+    """`causal_weights` with slips."""
+    hidden = ~_visible(scores, slips)
+    dim = 0 if "over queries" in slips else -1
+    if "after" in slips:
+        return torch.softmax(scores, dim).masked_fill(hidden, 0.0)
+    if "renormalised" in slips:
+        w = torch.softmax(scores, dim) * ~hidden
+        return w / w.sum(dim, keepdim=True)
+    if "masked exponentials" in slips:
+        e = torch.exp(scores) * ~hidden
+        return e / e.sum(dim, keepdim=True)
+    if "added" in slips:
+        scores = scores - 1e4 * hidden
+    elif "times infinity" in slips:
+        scores = scores + hidden * -torch.inf
+    elif "zeros are hidden" in slips:
+        scores = scores.masked_fill(hidden, 0.0)
+        scores = scores.masked_fill(scores == 0, -torch.inf)
+    else:
+        value = -1e4 if "large" in slips else 0.0 if "zero" in slips else -torch.inf
+        scores = scores.masked_fill(hidden, value)
+    if "scores" in slips:
+        return scores
+    if "overflow" in slips:
+        e = torch.exp(scores)
+        return e / e.sum(dim, keepdim=True)
+    return torch.softmax(scores, dim)
 
 
 def _draw_weights(arguments: tuple, got: Tensor, expected: Tensor) -> Picture:
@@ -142,6 +293,104 @@ def _draw_weights(arguments: tuple, got: Tensor, expected: Tensor) -> Picture:
     return Picture(figure, f"{wrong} of {N} rows differ")
 
 
+_WEIGHTS_MISTAKES = (
+    Misconception(
+        "setting hidden weights to zero after the softmax",
+        slip(_weights, "after"),
+        "The rows sum to less than 1. By then the softmax has divided by a sum that holds the "
+        "hidden scores. Which step must not see them?",
+    ),
+    Misconception(
+        "renormalising after the softmax",
+        slip(_weights, "renormalised"),
+        "That repairs ordinary rows. Where a hidden score is far above the visible ones, the "
+        "softmax has rounded every visible weight to 0, and 0 / 0 is nan. Which step must not see "
+        "the hidden scores at all?",
+    ),
+    Misconception(
+        "a softmax without its largest score subtracted",
+        slip(_weights, "overflow"),
+        "The exponentials of scores far below zero are all 0, and 0 / 0 is nan. What did the "
+        "chapter subtract from every score of a row?",
+    ),
+    Misconception(
+        "exponentials multiplied by the mask",
+        slip(_weights, "masked exponentials"),
+        "The exponential of a huge hidden score is inf, and inf times 0 is nan. Can you hide the "
+        "keys before anything is exponentiated?",
+    ),
+    Misconception(
+        "a large negative number where -inf is meant",
+        slip(_weights, "large"),
+        "It hides a key only while every visible score lies far above it. Here the visible ones "
+        "are lower still, and hidden keys take all the weight. Which score is below every other?",
+    ),
+    Misconception(
+        "adding a large negative number where -inf is meant",
+        slip(_weights, "added"),
+        "A hidden score that stands far above the others stays above them when it is lowered by a "
+        "finite amount. Which amount is enough for every score?",
+    ),
+    Misconception(
+        "a mask multiplied with -inf",
+        slip(_weights, "times infinity"),
+        "0 times infinity is nan, so the keys that should stay as they are become nan. Which "
+        "function writes where the mask is True, and touches nothing else?",
+    ),
+    Misconception(
+        "taking a score of 0 for a hidden one",
+        slip(_weights, "zeros are hidden"),
+        "A key may be visible and have the score 0; here such a key got no weight. How do you "
+        "know who is hidden without looking at the scores?",
+    ),
+    Misconception(
+        "giving hidden keys the score 0",
+        slip(_weights, "zero"),
+        "A score of 0 is a score like any other: exp(0) = 1, so hidden keys still take weight. "
+        "Which score has the exponential exactly 0?",
+    ),
+    Misconception(
+        "lining up the queries with the first keys",
+        slip(_weights, "first keys"),
+        "Query row 0 is not position 0 when N < M: the queries are the last N positions. At which "
+        "position does row i stand?",
+    ),
+    Misconception(
+        "hiding a query's own position",
+        slip(_weights, "own hidden"),
+        "A query may see itself. Without that, the very first row sees nothing, and its softmax "
+        "is 0 / 0 = nan. Is your comparison `<` or `<=`?",
+    ),
+    Misconception(
+        "showing each query the key after its own",
+        slip(_weights, "one ahead"),
+        "Each row gives weight to one position too many, the next word, which a language model "
+        "is to predict. At which position does the last row stand: M, or M - 1?",
+    ),
+    Misconception(
+        "hiding the past and showing the future",
+        slip(_weights, "inverted"),
+        "The mask is the wrong way round. `masked_fill(mask, value)` writes where the mask is "
+        "True: is yours True for what may be seen, or for what may not?",
+    ),
+    Misconception(
+        "normalising over the queries",
+        slip(_weights, "over queries"),
+        "Here the columns sum to 1. Each query spreads its own weight over the keys. Along which "
+        "dimension does its row run?",
+    ),
+    Misconception(
+        "showing every query every key",
+        slip(_weights, "no mask"),
+        "Nothing is hidden: early positions read what comes after them. Which keys may row 0 see?",
+    ),
+    Misconception(
+        "the masked scores where the weights are asked for",
+        slip(_weights, "scores"),
+        "The hidden keys have the score -inf, as they should. What turns scores into weights?",
+    ),
+)
+
 CAUSAL_WEIGHTS = Exercise(
     name="causal_weights",
     statement="""
@@ -158,6 +407,17 @@ position after its own.
 """,
     minutes=6,
     difficulty=2,
+    hints=(
+        "Take two queries and five positions. At which positions do the two queries stand, and "
+        "which keys may each of them see? Write the table down, 1 for seen, 0 for hidden.",
+        "A hidden key must not take part in anything that is summed, so it is the *score* that "
+        "has to change, before the softmax. Which score has the exponential exactly 0?",
+        "Three steps. Compare a column of query positions, which end with M - 1, with a row of "
+        "key positions. Write −∞ over the scores where the comparison says hidden. Then the "
+        "softmax, along the keys.",
+    ),
+    why="Only a score of −∞ takes exactly nothing from the sum that all weights are divided by, "
+    "whatever the size of the others.",
     solution=causal_weights,
     cases=(
         Case(
@@ -165,96 +425,30 @@ position after its own.
             lambda: (torch.tensor([[1.0, 2, 0], [0.0, 1, 3], [2.0, 0, 1]]),),
         ),
         Case(
-            "a hidden score far above the visible ones",
-            lambda: (torch.tensor([[0.0, 3e38], [0.0, 0.0]]),),
+            "hidden scores far above the visible ones",
+            lambda: (torch.tensor([[0.0, 1, 3e38], [1.0, 0, 3e38], [2.0, 0, 1]]),),
         ),
         Case("three positions, all scores far below zero", lambda: (torch.full((3, 3), -3e38),)),
         Case("the last two of five positions are queries", lambda: (_random(5, 2, 5),)),
         Case("decoding: the last of four positions is the only query", lambda: (_random(6, 1, 4),)),
         Case("six positions, scores of about -20", lambda: (_random(7, 6, 6, spread=2.0) - 20.0,)),
     ),
-    misconceptions=(
-        Misconception(
-            "setting hidden weights to zero after the softmax",
-            lambda s: torch.softmax(s, -1).masked_fill(~_visible(s), 0.0),
-            "The softmax has by then divided by a sum that contains the hidden scores, so the "
-            "rows sum to less than 1 and what is "
-            "left still depends on the future. Hide the keys before anything is summed.",
-        ),
-        Misconception(
-            "renormalising after the softmax",
-            lambda s: (w := torch.softmax(s, -1) * _visible(s)) / w.sum(-1, keepdim=True),
-            "Dividing what is left by its own sum repairs rows with ordinary scores. But where a "
-            "hidden score is far above the "
-            "visible ones, the softmax has already rounded every visible weight to 0, and 0 / 0 "
-            "is nan. "
-            "Which step must not see the hidden scores at all?",
-        ),
-        Misconception(
-            "a large negative number where -inf is meant",
-            lambda s: torch.softmax(_hide(s, ~_visible(s), -1e4), -1),
-            "A finite number hides a key only as long as every visible score is far above it; "
-            "here the visible ones are far below, "
-            "and the hidden keys take all the weight. Which score is below every other?",
-        ),
-        Misconception(
-            "adding a large negative number where -inf is meant",
-            lambda s: torch.softmax(s - 1e4 * ~_visible(s), -1),
-            "Lowering a hidden score by a finite amount hides it only as long as it did not "
-            "stand that far above the visible ones; "
-            "here it does, and takes all the weight. Which amount is enough for every score?",
-        ),
-        Misconception(
-            "a mask multiplied with -inf",
-            lambda s: torch.softmax(s + ~_visible(s) * float("-inf"), -1),
-            "0 times an infinity is nan, so the keys that should stay as they are become nan. "
-            "Write -inf where the mask is True, and touch nothing else: which function does that?",
-        ),
-        Misconception(
-            "a softmax without its largest score subtracted",
-            lambda s: (e := torch.exp(_hide(s, ~_visible(s)))) / e.sum(-1, keepdim=True),
-            "Keys are hidden as they should be. But the exponentials of scores far below zero "
-            "are all 0, and 0 / 0 is nan. "
-            "What did the chapter subtract from every score of a row, and why does it change "
-            "nothing else?",
-        ),
-        Misconception(
-            "giving hidden keys the score 0",
-            lambda s: torch.softmax(_hide(s, ~_visible(s), 0.0), -1),
-            "A score of 0 is a score like any other: exp(0) = 1, so hidden keys still take weight. "
-            "Which score has the exponential exactly 0?",
-        ),
-        Misconception(
-            "lining up the queries with the first keys",
-            lambda s: torch.softmax(_hide(s, ~torch.ones_like(s, dtype=torch.bool).tril()), -1),
-            "Query row 0 is not position 0 when N < M: the queries are the last N positions. "
-            "At which position does row i stand, and which keys is that allowed to see?",
-        ),
-        Misconception(
-            "hiding a query's own position",
-            lambda s: torch.softmax(_hide(s, ~_visible(s).tril(s.shape[1] - s.shape[0] - 1)), -1),
-            "A query may see itself: the keys up to and including its own position. Without it "
-            "the very first row sees nothing, "
-            "and its softmax is 0/0 = nan.",
-        ),
-        Misconception(
-            "hiding the past and showing the future",
-            lambda s: torch.softmax(_hide(s, _visible(s)), -1),
-            "The mask is inverted. `masked_fill(mask, value)` writes where the mask is True; "
-            "is your mask True for what may be seen, or for what may not?",
-        ),
-        Misconception(
-            "normalising over the queries",
-            lambda s: torch.softmax(_hide(s, ~_visible(s)), 0),
-            "Here the columns sum to 1. Each query spreads its own weight over the keys: the sum "
-            "runs along a row.",
-        ),
-        Misconception(
-            "showing every query every key",
-            lambda s: torch.softmax(s, -1),
-            "Nothing is hidden: early positions read what comes after them. "
-            "Look at row 0, which may see only the keys up to itself.",
-        ),
+    misconceptions=_WEIGHTS_MISTAKES,
+    combine=together(
+        _WEIGHTS_MISTAKES,
+        {*_MASKS, "inverted"},
+        {
+            "after",
+            "renormalised",
+            "masked exponentials",
+            "large",
+            "added",
+            "times infinity",
+            "zeros are hidden",
+            "zero",
+        },
+        {"after", "renormalised", "masked exponentials", "overflow", "scores"},
+        {"over queries", "scores"},
     ),
     picture=_draw_weights,
 )
@@ -270,13 +464,140 @@ def log_sum_exp(scores: Tensor) -> Tensor:
     return highest[:, 0] + torch.log(torch.exp(scores - highest).sum(-1))
 
 
-def _shifted_sum(scores: Tensor, shift: Tensor) -> Tensor:
-    return torch.exp(scores - shift).sum(-1)
+def _lse(slips: Slips, scores: Tensor) -> Tensor:
+    """`log_sum_exp` with slips."""
+    dim = 0 if "over queries" in slips else -1
+    if "one row" in slips:
+        scores, dim = scores.flatten(), 0
+    # -- the shift --
+    if "pair" in slips:
+        return scores - scores.max(dim=dim, keepdim=True)
+    highest = scores.max(dim=dim, keepdim=True).values
+    if "one maximum" in slips:
+        highest = scores.max() + 0 * highest
+    if "overflow" in slips:
+        highest = torch.zeros_like(highest)
+    if "smallest" in slips:
+        highest = scores.amin(dim, keepdim=True)
+    # -- the sum --
+    e = torch.exp(scores - highest)
+    if "logs first" in slips:
+        total = torch.log(e).sum(dim)
+    elif "last sum" in slips:
+        total = torch.log(torch.softmax(scores, dim).sum(dim))
+    else:
+        total = e.mean(dim) if "mean" in slips else e.sum(dim)
+        if "no logarithm" not in slips:
+            total = torch.log2(total) if "base two" in slips else torch.log(total)
+    # -- back --
+    if "maximum alone" in slips:
+        total = 0 * total
+    if slips & {"no maximum", "last sum"}:
+        highest = 0 * highest
+    if "maximum twice" in slips:
+        highest = -highest
+    if "table" in slips:
+        return highest + total
+    lse = highest.squeeze(dim) + total
+    return lse.unsqueeze(dim) if "column" in slips else lse
 
 
-def _row_max(scores: Tensor) -> Tensor:
-    return scores.max(dim=-1, keepdim=True).values
-
+_LSE_MISTAKES = (
+    Misconception(
+        "forgetting to add the maximum back",
+        slip(_lse, "no maximum"),
+        "In a softmax the shift cancels, because numerator and denominator both carry it. Here "
+        "nothing cancels it. What does subtracting m from every score do to log Σ exp(score)?",
+    ),
+    Misconception(
+        "subtracting the maximum where it is to be added back",
+        slip(_lse, "maximum twice"),
+        "Every score was lowered by m, so the sum of the exponentials is smaller by the factor "
+        "exp(m). In which direction does its logarithm have to go?",
+    ),
+    Misconception(
+        "a column where one number per row is asked for",
+        slip(_lse, "column"),
+        "The numbers are right, but their shape is [N, 1]. Keeping the dimension helps while you "
+        "subtract a row's maximum. Where does it have to go before you return?",
+    ),
+    Misconception(
+        "a column added to a row, which makes a table",
+        slip(_lse, "table"),
+        "The maximum still has the shape [N, 1], the logarithm has [N], and PyTorch adds every "
+        "pair of the two. Which shape should both have?",
+    ),
+    Misconception(
+        "taking the result of `max(dim=…)` for a tensor",
+        slip(_lse, "pair"),
+        "With a dimension, `max` returns two things: the values, and where they stand. Which of "
+        "the two do you need? (`amax` returns it alone.)",
+    ),
+    Misconception(
+        "the sum of exponentials taken as it stands, which overflows",
+        slip(_lse, "overflow"),
+        "fp32 ends near 3.4e38, and exp(89) is already larger, so exp(1000) is inf; exp(-1000) is "
+        "0, and its logarithm -inf. How did the softmax make every largest exponent 0?",
+    ),
+    Misconception(
+        "subtracting the smallest score, not the largest",
+        slip(_lse, "smallest"),
+        "The smallest score of a row with hidden keys is -inf, and -inf - -inf is nan. Which score "
+        "leaves no exponent above 0?",
+    ),
+    Misconception(
+        "one maximum for the whole matrix",
+        slip(_lse, "one maximum"),
+        "A row whose scores all lie far below the matrix's maximum gets only zeros from exp. "
+        "Whose maximum does a row need?",
+    ),
+    Misconception(
+        "leaving out the logarithm",
+        slip(_lse, "no logarithm"),
+        "This is a sum of exponentials, on the scale of weights. On which scale are the scores?",
+    ),
+    Misconception(
+        "a logarithm to the base 2",
+        slip(_lse, "base two"),
+        "The scores are exponents of e. Which logarithm undoes `torch.exp`?",
+    ),
+    Misconception(
+        "the mean of the exponentials where the sum is meant",
+        slip(_lse, "mean"),
+        "Weights are exp(score − lse). With the mean, a row of them sums to M. What should it sum "
+        "to?",
+    ),
+    Misconception(
+        "the logarithm before the sum",
+        slip(_lse, "logs first"),
+        "The logarithm of each exponential is the score again, so this adds up scores. What has "
+        "to happen first, the sum or the logarithm?",
+    ),
+    Misconception(
+        "the logarithm of a sum of weights",
+        slip(_lse, "last sum"),
+        "Weights sum to 1 in every row, so the logarithm is 0 whatever the scores are. The "
+        "log-sum-exp is about what they were divided by: what was that?",
+    ),
+    Misconception(
+        "the maximum itself",
+        slip(_lse, "maximum alone"),
+        "The log-sum-exp is close to the maximum only where one score stands far above the rest. "
+        "How much do two equal scores add?",
+    ),
+    Misconception(
+        "one sum for the whole matrix",
+        slip(_lse, "one row"),
+        "Here all rows went into one sum. How many numbers are asked for, and along which "
+        "dimension does each of their sums run?",
+    ),
+    Misconception(
+        "summing over the queries",
+        slip(_lse, "over queries"),
+        "This is one number per key. Each query, a row, wants its own. Along which dimension does "
+        "a row run?",
+    ),
+)
 
 LOG_SUM_EXP = Exercise(
     name="log_sum_exp",
@@ -291,6 +612,17 @@ it without `torch.logsumexp`.)
 """,
     minutes=6,
     difficulty=2,
+    hints=(
+        "Take the scores 1000 and 1000. What are their exponentials in fp32, and what should the "
+        "answer be? Pull a factor out of the sum, by hand.",
+        "Subtract a row's largest score m from all of its scores. Every exponential shrinks by "
+        "exp(m), so the sum does, too. What does that do to its logarithm?",
+        "Four steps for each row: its maximum, the exponentials of what the scores are above it, "
+        "the logarithm of their sum, and then the maximum comes back. Print the shapes of the two "
+        "parts before you add them.",
+    ),
+    why="A factor exp(m) in front of a sum is a term m in front of its logarithm, so the shift "
+    "that keeps every exponential at 1 or less can be undone exactly.",
     solution=log_sum_exp,
     cases=(
         Case("two rows of three small scores", lambda: (torch.tensor([[1.0, 3, 0], [2.0, 2, 2]]),)),
@@ -308,61 +640,17 @@ it without `torch.logsumexp`.)
             lambda: (_random(10, 2, 4) + torch.tensor([[200.0], [-200.0]]),),
         ),
     ),
-    misconceptions=(
-        Misconception(
-            "forgetting to add the maximum back",
-            lambda s: torch.log(_shifted_sum(s, _row_max(s))),
-            "In a softmax the shift cancels, because numerator and denominator carry it both. "
-            "Here nothing cancels it: "
-            "what does subtracting m from every score do to log Σ exp(score)?",
-        ),
-        Misconception(
-            "a column where one number per row is asked for",
-            lambda s: torch.logsumexp(s, dim=-1, keepdim=True),
-            "The numbers are right, their shape is [N, 1]. Keeping the summed dimension helps "
-            "while you subtract the maximum from "
-            "its row; where does it have to go before you return?",
-        ),
-        Misconception(
-            "a column added to a row, which makes a table",
-            lambda s: _row_max(s) + torch.log(_shifted_sum(s, _row_max(s))),
-            "The maximum still has the shape [N, 1], the logarithm has [N], and PyTorch adds "
-            "every pair of the two. "
-            "Which of the two shapes should both have when they are added?",
-        ),
-        Misconception(
-            "the sum of exponentials taken as it stands, which overflows",
-            lambda s: torch.log(torch.exp(s).sum(-1)),
-            "fp32 ends near 3.4e38, and exp(89) is already larger, so exp(1000) is inf; "
-            "exp(-1000) is 0, and its logarithm -inf. "
-            "Make the largest exponent of every row 0 first.",
-        ),
-        Misconception(
-            "one maximum for the whole matrix",
-            lambda s: s.max() + torch.log(_shifted_sum(s, s.max())),
-            "A row whose scores all lie far below the matrix's maximum gets nothing but zeros "
-            "from exp. "
-            "Each row needs its own maximum.",
-        ),
-        Misconception(
-            "a logarithm to the base 2",
-            lambda s: _row_max(s)[:, 0] + torch.log2(_shifted_sum(s, _row_max(s))),
-            "The scores are exponents of e, so only the natural logarithm brings the sum back to "
-            "their unit.",
-        ),
-        Misconception(
-            "the mean of the exponentials where the sum is meant",
-            lambda s: _row_max(s)[:, 0] + torch.log(torch.exp(s - _row_max(s)).mean(-1)),
-            "Weights are exp(score − lse) and must sum to 1: that needs the logarithm of the "
-            "sum. With the mean they sum to M.",
-        ),
-        Misconception(
-            "the maximum itself",
-            lambda s: _row_max(s)[:, 0],
-            "The log-sum-exp is close to the maximum only when one score stands far above the "
-            "rest; "
-            "two equal scores put it log(2) higher.",
-        ),
+    misconceptions=_LSE_MISTAKES,
+    combine=together(
+        _LSE_MISTAKES,
+        {"pair", "overflow", "one maximum", "last sum", "smallest"},
+        {"no maximum", "maximum twice", "overflow", "last sum", "pair"},
+        {"no logarithm", "base two", "logs first", "last sum", "maximum alone", "pair"},
+        {"mean", "logs first", "last sum", "maximum alone", "pair"},
+        {"column", "table", "pair"},
+        {"over queries", "one row", "table"},
+        {"one row", "one maximum", "pair", "column"},
+        {"no maximum", "maximum alone"},
     ),
 )
 
@@ -380,34 +668,199 @@ def attention_cost(N: int, M: int, D: int, DV: int, itemsize: int) -> dict[str, 
     return {"flops": flops, "bytes": itemsize * (scores_step + softmax_step + sum_step)}
 
 
-def _misjudged_flops(flops: Callable[[int, int, int, int], int]) -> Callable:
-    """The solution with other operations, `flops(N, M, D, DV)`."""
-    return lambda N, M, D, DV, itemsize: (
-        attention_cost(N, M, D, DV, itemsize) | {"flops": flops(N, M, D, DV)}
-    )
+_FLOPS = {
+    "one each": lambda N, M, D, DV: N * M * (D + DV),
+    "one addition fewer": lambda N, M, D, DV: N * M * (2 * D - 1) + N * DV * (2 * M - 1),
+    "scores alone": lambda N, M, D, DV: 2 * N * M * D,
+    "all as wide as keys": lambda N, M, D, DV: 4 * N * M * D,
+    "masked": lambda N, M, D, DV: 2 * (N * M - N * (N - 1) // 2) * (D + DV),
+    "softmax, 1": lambda N, M, D, DV: 2 * N * M * (D + DV) + N * M,
+    "softmax, 3": lambda N, M, D, DV: 2 * N * M * (D + DV) + 3 * N * M,
+    "softmax, 4": lambda N, M, D, DV: 2 * N * M * (D + DV) + 4 * N * M,
+    "softmax, 5": lambda N, M, D, DV: 2 * N * M * (D + DV) + 5 * N * M,
+}
+_TABLES = {
+    "no tables": 0, "one crossing": 1, "two crossings": 2, "three crossings": 3,
+    "mask moved": 5, "scale and mask moved": 8,
+}  # fmt: skip
 
 
-def _misjudged_bytes(
-    *, matrix: int = 4, vectors: int = 1, v_like_k: bool = False, o_like_q: bool = False
-) -> Callable:
-    """The solution with other bytes: `matrix` crossings of N·M numbers, `vectors` of q, k, v and
-    o."""
+def _cost(slips: Slips, N: int, M: int, D: int, DV: int, itemsize: int) -> object:
+    """`attention_cost` with slips."""
+    if "D for DV" in slips:
+        DV = D
+    flops = 2 * N * M * (D + DV)
+    for name in slips & _FLOPS.keys():
+        flops = _FLOPS[name](N, M, D, DV)
+    crossings = 4
+    for name in slips & _TABLES.keys():
+        crossings = _TABLES[name]
+    v = M * (D if slips & {"v and o like q", "v like k"} else DV)
+    if "v per query" in slips:
+        v = N * DV
+    o = N * (D if slips & {"v and o like q", "o like q"} else DV) * ("no output" not in slips)
+    vectors = 0 if "tables alone" in slips else N * D + M * D + v + o
+    elements = vectors + crossings * N * M
+    if "reads alone" in slips:
+        elements -= o + 2 * N * M
+    size = 1 if "elements" in slips else 2 if "two bytes" in slips else itemsize
+    if "operations of bytes" in slips:
+        flops *= itemsize
+    cost = {"flops": flops, "bytes": size * elements}
+    if "swapped" in slips:
+        cost = dict(zip(cost, reversed(cost.values()), strict=True))
+    return tuple(cost.values()) if "tuple" in slips else cost
 
-    def wrong(N: int, M: int, D: int, DV: int, itemsize: int) -> dict[str, int]:
-        tensors = N * D + M * D + M * (D if v_like_k else DV) + N * (D if o_like_q else DV)
-        return attention_cost(N, M, D, DV, itemsize) | {
-            "bytes": itemsize * (vectors * tensors + matrix * N * M)
-        }
 
-    return wrong
+_STEP_BY_STEP = "Which reads and writes does each of the three steps have?"
 
-
-def _swapped(*shape: int) -> dict[str, int]:
-    right = attention_cost(*shape)
-    return {"flops": right["bytes"], "bytes": right["flops"]}
-
-
-_STEP_BY_STEP = "Go through the three steps and write one line of reads and writes for each."
+_COST_MISTAKES = (
+    Misconception(
+        "the right two numbers, each under the other's name",
+        slip(_cost, "swapped"),
+        "Operations come from multiplying and adding, bytes from carrying tensors. Which of your "
+        "two sums holds which?",
+    ),
+    Misconception(
+        "the right two numbers without their names",
+        slip(_cost, "tuple"),
+        "Only the form differs. The statement asks for a dictionary, so that nobody has to "
+        "remember which number comes first. What are its two keys?",
+    ),
+    Misconception(
+        "counting a multiply-add as one operation",
+        slip(_cost, "one each"),
+        "A dot product of width D takes D multiplications and, to sum them, as many additions. "
+        "How many operations is that per pair of numbers?",
+    ),
+    Misconception(
+        "counting one addition fewer than multiplications",
+        slip(_cost, "one addition fewer"),
+        "Strictly true, and not how it is counted: a sum is taken to start at 0, so every "
+        "multiplication has its addition. How many operations is that per pair of numbers?",
+    ),
+    Misconception(
+        "counting one of the two matrix products",
+        slip(_cost, "scores alone"),
+        "The scores are one matrix product. What are the weights multiplied with?",
+    ),
+    Misconception(
+        "computing with values as wide as the keys",
+        slip(_cost, "all as wide as keys"),
+        "The second matrix product sums values. How wide is a value?",
+    ),
+    Misconception(
+        "counting the masked half of the products as free",
+        slip(_cost, "masked"),
+        "The mask is laid over scores that have already been computed. What does a plain matrix "
+        "product know about it?",
+    ),
+    *(
+        Misconception(
+            "counting the softmax's operations",
+            slip(_cost, f"softmax, {count}"),
+            "Real work, but a few operations per score beside 2·D, so they are left out here. "
+            "Which two steps are matrix products?",
+        )
+        for count in (1, 3, 4, 5)
+    ),
+    Misconception(
+        "multiplying operations by the bytes of a number",
+        slip(_cost, "operations of bytes"),
+        "A product of two numbers is one operation, however many bytes they take. Where does "
+        "`itemsize` belong?",
+    ),
+    Misconception(
+        "moving v and o at the width of q and k",
+        slip(_cost, "v and o like q"),
+        "q and k share the width D because they meet in a dot product. v is only summed: how wide "
+        "is it, and how wide are its sums?",
+    ),
+    Misconception(
+        "moving v at the width of k",
+        slip(_cost, "v like k"),
+        "Keys and values come in pairs, M of each, but they need not be equally wide. Which shape "
+        "has v?",
+    ),
+    Misconception(
+        "moving o at the width of q",
+        slip(_cost, "o like q"),
+        "There is one output per query, but it is a sum of values. How wide is a sum of values?",
+    ),
+    Misconception(
+        "taking D for DV everywhere",
+        slip(_cost, "D for DV"),
+        "Values have a width of their own. Where do they enter the operations, and where the "
+        "bytes?",
+    ),
+    Misconception(
+        "carrying N·M numbers three times",
+        slip(_cost, "three crossings"),
+        "Scores and weights are two tensors of N·M numbers, and what one step writes, the next "
+        f"one reads. {_STEP_BY_STEP}",
+    ),
+    Misconception(
+        "carrying N·M numbers twice",
+        slip(_cost, "two crossings"),
+        "There are two tensors of N·M numbers, scores and weights, and each is written by one "
+        f"step and read by the next. {_STEP_BY_STEP}",
+    ),
+    Misconception(
+        "writing the score matrix and never reading it again",
+        slip(_cost, "one crossing"),
+        "What one step writes, the next one reads, and the weights are a second matrix of the "
+        f"same size. {_STEP_BY_STEP}",
+    ),
+    Misconception(
+        "letting the mask move bytes",
+        slip(_cost, "mask moved"),
+        "In this count the mask costs nothing. Which four times does a table of N·M numbers cross "
+        "main memory without it?",
+    ),
+    Misconception(
+        "letting scale and mask be steps of their own",
+        slip(_cost, "scale and mask moved"),
+        "PyTorch does move that much. Here there are three steps, and the mask costs nothing. "
+        "Which four crossings of N·M numbers are left?",
+    ),
+    Misconception(
+        "counting what is read and not what is written",
+        slip(_cost, "reads alone"),
+        f"Every step also writes its result to main memory, the last one too. {_STEP_BY_STEP}",
+    ),
+    Misconception(
+        "leaving out the output",
+        slip(_cost, "no output"),
+        "Three steps, and each of them writes something. What does the last one write?",
+    ),
+    Misconception(
+        "as many values as queries",
+        slip(_cost, "v per query"),
+        "Values come with the keys, one for each of the M positions. Which of v and o has N rows?",
+    ),
+    Misconception(
+        "leaving the score matrix out of the bytes",
+        slip(_cost, "no tables"),
+        "Inputs and output are not all that moves. Through what do three separate steps hand on "
+        "scores and weights?",
+    ),
+    Misconception(
+        "counting the score matrix alone",
+        slip(_cost, "tables alone"),
+        "q, k and v are read and o is written, too. With a single query, how large are they beside "
+        "a table of 1·M scores?",
+    ),
+    Misconception(
+        "counting elements, not bytes",
+        slip(_cost, "elements"),
+        "The number of elements is right. How many bytes does each of them take?",
+    ),
+    Misconception(
+        "taking every number for two bytes",
+        slip(_cost, "two bytes"),
+        "That is right for fp16 and bf16. Here an element has four. Which argument says so?",
+    ),
+)
 
 ATTENTION_COST = Exercise(
     name="attention_cost",
@@ -425,127 +878,345 @@ from main memory and writing its result back.
 """,
     minutes=8,
     difficulty=2,
+    hints=(
+        "Draw the three steps as boxes. Which tensors go into each, which one comes out, and what "
+        "is the shape of each of them?",
+        "Operations: two matrix products, and every pair of numbers in them costs two. Bytes: "
+        "add up the elements that each step reads and writes. A tensor that one step writes and "
+        "the next one reads counts twice.",
+        "Four tensors cross main memory once: q and k are D wide, v and o are DV wide. Two tables "
+        "of N·M numbers cross it twice each. `itemsize` turns elements into bytes, and operations "
+        "do not need it.",
+    ),
+    why="Separate steps can hand on their results only through main memory, so the two tables "
+    "cross it four times while everything else crosses it once.",
     solution=attention_cost,
     cases=(
         Case("N=2, M=3, D=4, DV=5, 2 bytes", lambda: (2, 3, 4, 5, 2)),
         Case("decoding: N=1, M=1000, D=64, DV=128, 2 bytes", lambda: (1, 1000, 64, 128, 2)),
         Case("N=M=4096, D=192, DV=128, 4 bytes", lambda: (4096, 4096, 192, 128, 4)),
     ),
-    misconceptions=(
-        Misconception(
-            "the right two numbers, each under the other's name",
-            _swapped,
-            "Operations come from multiplying and adding, bytes from carrying tensors. Which of "
-            "your two sums holds which?",
-        ),
-        Misconception(
-            "the right two numbers without their names",
-            lambda *shape: tuple(attention_cost(*shape).values()),
-            "Only the form differs: the statement asks for a dictionary, so that nobody has to "
-            "remember which number comes first.",
-        ),
-        Misconception(
-            "counting a multiply-add as one operation",
-            _misjudged_flops(lambda N, M, D, DV: N * M * (D + DV)),
-            "A dot product of width D takes D multiplications and, to sum them, as many "
-            "additions. Both are operations.",
-        ),
-        Misconception(
-            "counting one addition fewer than multiplications",
-            _misjudged_flops(lambda N, M, D, DV: N * M * (2 * D - 1) + N * DV * (2 * M - 1)),
-            "Strictly true, and not how it is counted: a sum is taken to start at 0, so that "
-            "every multiplication has its "
-            "addition. How many operations is that per pair of numbers?",
-        ),
-        Misconception(
-            "counting one of the two matrix products",
-            _misjudged_flops(lambda N, M, D, DV: 2 * N * M * D),
-            "The scores are one matrix product; the weights are then multiplied with the values, "
-            "which is another.",
-        ),
-        Misconception(
-            "computing with values as wide as the keys",
-            _misjudged_flops(lambda N, M, D, DV: 4 * N * M * D),
-            "The second matrix product sums value vectors, DV numbers wide, and DV need not be D.",
-        ),
-        Misconception(
-            "counting the masked half of the products as free",
-            _misjudged_flops(lambda N, M, D, DV: 2 * (N * M - N * (N - 1) // 2) * (D + DV)),
-            "The mask is laid over scores that have already been computed: a plain matrix "
-            "product does not know about it. "
-            "Skipping the hidden part is real work for a later chapter.",
-        ),
-        Misconception(
-            "moving v and o at the width of q and k",
-            _misjudged_bytes(v_like_k=True, o_like_q=True),
-            "q and k share the width D because they meet in a dot product. v is only summed: "
-            "which width has it, and what does "
-            "that make the width of its sums?",
-        ),
-        Misconception(
-            "moving v at the width of k",
-            _misjudged_bytes(v_like_k=True),
-            "Keys and values come in pairs, M of each, but they need not be equally wide. Look "
-            "at the shape of v once more.",
-        ),
-        Misconception(
-            "moving o at the width of q",
-            _misjudged_bytes(o_like_q=True),
-            "There is one output per query, but it is a sum of values, not of queries. How wide "
-            "is a sum of values?",
-        ),
-        Misconception(
-            "taking D for DV everywhere",
-            lambda N, M, D, DV, itemsize: attention_cost(N, M, D, D, itemsize),
-            "Values have a width of their own, DV, in the second matrix product and in the bytes "
-            "of v and o.",
-        ),
-        Misconception(
-            "carrying N·M numbers three times",
-            _misjudged_bytes(matrix=3),
-            "Scores and weights are two tensors of N·M numbers, and what one step writes, the "
-            f"next one reads. {_STEP_BY_STEP}",
-        ),
-        Misconception(
-            "carrying N·M numbers twice",
-            _misjudged_bytes(matrix=2),
-            "Is each table both written and read? And is there one table of N·M numbers, or "
-            f"two? {_STEP_BY_STEP}",
-        ),
-        Misconception(
-            "writing the score matrix and never reading it again",
-            _misjudged_bytes(matrix=1),
-            "What one step writes, the next one reads, and the weights are a second matrix of "
-            f"the same size. {_STEP_BY_STEP}",
-        ),
-        Misconception(
-            "counting what is read and not what is written",
-            lambda N, M, D, DV, itemsize: (
-                attention_cost(N, M, D, DV, itemsize)
-                | {"bytes": itemsize * (N * D + M * D + 2 * N * M + M * DV)}
-            ),
-            f"Every step also writes its result to main memory, the last one too. {_STEP_BY_STEP}",
-        ),
-        Misconception(
-            "leaving the score matrix out of the bytes",
-            _misjudged_bytes(matrix=0),
-            "Inputs and output are not all that moves: three separate steps hand the scores and "
-            "the weights on "
-            "through main memory.",
-        ),
-        Misconception(
-            "counting the score matrix alone",
-            _misjudged_bytes(vectors=0),
-            "For long sequences the score matrix outweighs everything, but q, k and v are read "
-            "and o is written too: "
-            "with a single query that is most of the traffic.",
-        ),
-        Misconception(
-            "counting elements, not bytes",
-            lambda N, M, D, DV, itemsize: attention_cost(N, M, D, DV, 1),
-            "Each element takes `itemsize` bytes.",
-        ),
+    misconceptions=_COST_MISTAKES,
+    combine=together(
+        _COST_MISTAKES,
+        {*_FLOPS, "D for DV"},
+        {*_TABLES, "reads alone"},
+        {"v and o like q", "v like k", "v per query", "D for DV", "tables alone"},
+        {"v and o like q", "o like q", "D for DV", "tables alone", "reads alone", "no output"},
+        {"no tables", "tables alone"},
+        {"elements", "two bytes"},
+        {"swapped", "tuple"},
     ),
 )
 
 EXERCISES = (SCALED_SCORES, CAUSAL_WEIGHTS, LOG_SUM_EXP, ATTENTION_COST)
+
+
+# -- two slips at once --
+
+
+def _unscaled_by_positions(q: Tensor, k: Tensor) -> Tensor:
+    return torch.einsum("bihd,bjhd->bihj", q, k)
+
+
+def _by_width_keys_first(q: Tensor, k: Tensor) -> Tensor:
+    return torch.einsum("bihd,bjhd->bhji", q, k) / q.shape[-1]
+
+
+def _first_keys_large_number(scores: Tensor) -> Tensor:
+    visible = torch.tril(torch.ones(scores.shape)).bool()
+    return torch.softmax(scores.masked_fill(~visible, -1e9), dim=-1)
+
+
+def _own_hidden_zeros_after(scores: Tensor) -> Tensor:
+    N, M = scores.shape
+    query, key = torch.arange(M - N, M)[:, None], torch.arange(M)[None, :]
+    return torch.softmax(scores, dim=-1) * (key < query)
+
+
+def _sum_without_logarithm(scores: Tensor) -> Tensor:
+    return torch.exp(scores).sum(dim=-1)
+
+
+def _base_two_maximum_lost(scores: Tensor) -> Tensor:
+    return torch.log2(torch.exp(scores - scores.amax(-1, keepdim=True)).sum(-1))
+
+
+def _one_operation_three_tables(N: int, M: int, D: int, DV: int, itemsize: int) -> dict[str, int]:
+    elements = N * D + M * D + M * DV + N * DV + 3 * N * M
+    return {"flops": N * M * (D + DV), "bytes": itemsize * elements}
+
+
+def _keys_width_and_elements(N: int, M: int, D: int, DV: int, itemsize: int) -> dict[str, int]:
+    return {"flops": 4 * N * M * D, "bytes": N * D + M * D + M * DV + N * DV + 4 * N * M}
+
+
+DOUBLES = (
+    Double(
+        "scaled_scores",
+        _unscaled_by_positions,
+        ("leaving the scores unscaled", "positions before heads"),
+    ),
+    Double(
+        "scaled_scores",
+        _by_width_keys_first,
+        ("dividing by D where √D is meant", "keys as rows and queries as columns"),
+    ),
+    Double(
+        "causal_weights",
+        _first_keys_large_number,
+        (
+            "a large negative number where -inf is meant",
+            "lining up the queries with the first keys",
+        ),
+    ),
+    Double(
+        "causal_weights",
+        _own_hidden_zeros_after,
+        ("setting hidden weights to zero after the softmax", "hiding a query's own position"),
+    ),
+    Double(
+        "log_sum_exp",
+        _sum_without_logarithm,
+        (
+            "the sum of exponentials taken as it stands, which overflows",
+            "leaving out the logarithm",
+        ),
+    ),
+    Double(
+        "log_sum_exp",
+        _base_two_maximum_lost,
+        ("forgetting to add the maximum back", "a logarithm to the base 2"),
+    ),
+    Double(
+        "attention_cost",
+        _one_operation_three_tables,
+        ("counting a multiply-add as one operation", "carrying N·M numbers three times"),
+    ),
+    Double(
+        "attention_cost",
+        _keys_width_and_elements,
+        ("computing with values as wide as the keys", "counting elements, not bytes"),
+    ),
+)
+
+
+# -- what the chapter warns of --
+
+TRAPS = (
+    Trap(
+        "Softmax as written above has a flaw that shows only with large scores.",
+        "causal_weights",
+        "a softmax without its largest score subtracted",
+    ),
+    Trap(
+        "becomes `inf`, and `inf / inf` is undefined",
+        "log_sum_exp",
+        "the sum of exponentials taken as it stands, which overflows",
+    ),
+    Trap(
+        "`scores - highest` subtracts from each row\nits own largest",
+        "log_sum_exp",
+        "one maximum for the whole matrix",
+    ),
+    Trap(
+        "Divided by D, it fades towards 0, and every softmax with it towards a plain average.",
+        "scaled_scores",
+        "dividing by D where √D is meant",
+    ),
+    Trap(
+        "Without the scale, a wide head with numbers like these starts its training as a hard "
+        "lookup",
+        "scaled_scores",
+        "leaving the scores unscaled",
+    ),
+    Trap(
+        "no\nword may see those that come after it",
+        "causal_weights",
+        "showing every query every key",
+    ),
+    Trap(
+        "True where the key stands at the query's own position or before it",
+        "causal_weights",
+        "hiding a query's own position",
+    ),
+    Trap(
+        "is it enough to compute the weights as before and then write zeros over the hidden ones?",
+        "causal_weights",
+        "setting hidden weights to zero after the softmax",
+    ),
+    Trap(
+        "Which score has the exponential exactly 0?",
+        "causal_weights",
+        "giving hidden keys the score 0",
+    ),
+    Trap(
+        "Could you not divide what is left by its new sum?",
+        "causal_weights",
+        "renormalising after the softmax",
+    ),
+    Trap(
+        "A large negative number instead of −∞ fails too",
+        "causal_weights",
+        "a large negative number where -inf is meant",
+    ),
+    Trap(
+        "with `value` written wherever `mask` is True",
+        "causal_weights",
+        "hiding the past and showing the future",
+    ),
+    Trap(
+        "and that query stands at the *last* position",
+        "causal_weights",
+        "lining up the queries with the first keys",
+    ),
+    Trap(
+        "with N < M its `is_causal=True` takes the queries for the *first* positions, not the last",
+        "causal_weights",
+        "lining up the queries with the first keys",
+    ),
+    Trap(
+        "lse as a column: [N, 1]",
+        "log_sum_exp",
+        "a column where one number per row is asked for",
+    ),
+    Trap(
+        "Heads and batch entries do not see each other",
+        "scaled_scores",
+        "a matrix product of heads with heads",
+    ),
+    Trap(
+        "Letters on the left of `->` that are missing on its right are\nsummed over",
+        "scaled_scores",
+        "adding up the scores of all heads",
+    ),
+    Trap(
+        "Row = who asks, column = who is asked.",
+        "scaled_scores",
+        "keys as rows and queries as columns",
+    ),
+    Trap(
+        "It wants heads before positions, `[batch, head, position, width]`",
+        "scaled_scores",
+        "positions before heads",
+    ),
+    Trap(
+        "A value is only summed, so its width\n**DV** = 3 may differ.",
+        "attention_cost",
+        "taking D for DV everywhere",
+    ),
+    Trap(
+        "two operations per pair of\nnumbers",
+        "attention_cost",
+        "counting a multiply-add as one operation",
+    ),
+    Trap(
+        "(D − 1, counted as D)",
+        "attention_cost",
+        "counting one addition fewer than multiplications",
+    ),
+    Trap(
+        "The softmax's few operations per score are left out, as is\nusual.",
+        "attention_cost",
+        "counting the softmax's operations",
+    ),
+    Trap(
+        "every step reads its\ninputs from main memory and writes its result back",
+        "attention_cost",
+        "counting what is read and not what is written",
+    ),
+    Trap(
+        "hand their results on through main memory, because the table does not fit the small ones",
+        "attention_cost",
+        "leaving the score matrix out of the bytes",
+    ),
+    Trap(
+        "scaling and\nmasking are steps of their own there",
+        "attention_cost",
+        "letting scale and mask be steps of their own",
+    ),
+    Trap(
+        "the mask hides almost half of the pairs, but a plain matrix product computes them all "
+        "first",
+        "attention_cost",
+        "counting the masked half of the products as free",
+    ),
+    Trap(
+        "Two bytes are what a table in bf16 takes. The module's `attention` computes",
+        "attention_cost",
+        "taking every number for two bytes",
+    ),
+    Trap(
+        "The table crosses main memory four times (scores written and read, weights written and "
+        "read)",
+        "attention_cost",
+        "carrying N·M numbers twice",
+    ),
+    Trap(
+        "while `q`, `k`, `v` and `o` cross it once",
+        "attention_cost",
+        "counting the score matrix alone",
+    ),
+)
+
+
+# -- predictions --
+
+PREDICTIONS = (
+    Prediction(
+        name="score_table_gib",
+        question="65,536 tokens, every pair compared, 2 bytes each: how many GiB?",
+        reason="65,536 is 2¹⁶, so there are 2³² pairs and 2³³ bytes: 8 · 2³⁰.",
+        thoughts=(
+            (4, "That is one byte for each pair."),
+            (16, "That is four bytes for each pair, as in fp32."),
+            (8192, "That is the number in MiB. A GiB is 1,024 of them."),
+            (8 * 2**30, "That is the number of bytes. A GiB is 2³⁰ of them."),
+            (2**16 * 2 / 2**30, "That is one row of the table: one token against all others."),
+            (8.589934592, "That is in GB, 10⁹ bytes each. A GiB is a little more."),
+            (lambda guess: guess < 1, "Did you count pairs? There are as many rows as columns."),
+        ),
+        unit="GiB",
+    ),
+    Prediction(
+        name="table_growth",
+        question="A text twice as long: how many times as large is the table?",
+        reason="Twice the rows, and every row twice as long.",
+        thoughts=(
+            (2, "Twice the rows, yes. But every row gets longer, too."),
+            (8, "The table has two sides, not three."),
+            (1, "Every token brings a row and a column."),
+            (3, "That is how much comes on top: three tables more, four in all."),
+        ),
+    ),
+    Prediction(
+        name="spread_of_64",
+        question="The numbers in q and k have the spread 1: which spread has their dot product, "
+        "64 wide?",
+        reason="Each of the 64 products has the variance 1, variances add up to 64, and the "
+        "spread is the root of that.",
+        thoughts=(
+            (64, "That is the variance. The spread is its root."),
+            (1, "That is the spread of one product. 64 of them are added up."),
+            (32, "Positive and negative products cancel in part. What adds up are variances."),
+            (16, "That is the answer for 256. For 64 it is the root of 64."),
+        ),
+        tolerance=0.02,
+    ),
+    Prediction(
+        name="slower_side",
+        question='On a fast GPU, which takes longer: "arithmetic", or "memory", carrying the '
+        "numbers to and fro?",
+        reason="An H200 could do 206 operations for every byte that it moves, and this table asks "
+        "for only 64.",
+        thoughts=(
+            (
+                "arithmetic",
+                "2,199 billion operations are many, but such a GPU does 450 times as "
+                "many in a second.",
+            ),
+            ("both", "They overlap, but one of them sets the pace."),
+            ("neither", "They differ more than three times."),
+        ),
+    ),
+)
