@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -12,8 +13,10 @@ import pytest
 import torch
 
 from nsa_tutorial.course import exercises, lowered, phases, recorder, show
+from nsa_tutorial.course.exercises import two_tile_languages as chapter_09
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.languages import Absent
+from nsa_tutorial.course.mistakes import Wrong
 from nsa_tutorial.course.widgets import two_tile_languages as pictures
 from nsa_tutorial.exact import grouped_query_attention as gqa
 from nsa_tutorial.kernels import two_tile_languages as tiles
@@ -327,11 +330,11 @@ def test_a_missing_language_is_said_and_not_counted(monkeypatch: pytest.MonkeyPa
         pytest.skip(e.missing[0])
     here = environment.detect()
     # what is known of these is not what is asked next
-    assert "Right, on all 8 cases." in judge(e, e.solution).text
+    assert "Right, on all 11 cases." in judge(e, e.solution).text
     monkeypatch.setattr(environment, "detect", lambda: replace(here, tilelang=None))
     verdict = judge(e, e.solution)
     assert verdict.outcome == "right"
-    assert "Right, on all 4 cases. Not run: TileLang is not installed here" in verdict.text
+    assert "Right, on all 6 cases. Not run: TileLang is not installed here" in verdict.text
     monkeypatch.setattr(environment, "detect", lambda: replace(here, tilelang=None, triton=None))
     verdict = judge(e, e.solution)
     assert verdict.outcome == "not attempted"
@@ -347,3 +350,122 @@ def test_a_kernel_in_one_language_is_an_attempt(written: str, unwritten: str) ->
     verdict = judge(e, lambda language: e.solution(language) if language == written else None)
     assert verdict.outcome == "wrong"
     assert f"there is no {unwritten} kernel yet" in verdict.text
+
+
+# -- what the tutor says --
+
+EXERCISES = {e.name: e for e in chapter_09.EXERCISES}
+MADE_OF_SLIPS = [name for name, e in EXERCISES.items() if e.combine is not None]
+
+
+@pytest.mark.parametrize("name", MADE_OF_SLIPS)
+def test_without_slips_a_wrong_solution_is_right(name: str) -> None:
+    """A slip changes what it is named for, and nothing else."""
+    e = EXERCISES[name]
+    assert judge(e, Wrong(e.misconceptions[0].wrong.function, frozenset())).outcome == "right"
+
+
+def offsets_as_a_table(pid_m: int, pid_n: int, M: int, N: int, BM: int, BN: int) -> list:
+    rows = range(pid_m * BM, min(M, (pid_m + 1) * BM))
+    columns = range(pid_n * BN, min(N, (pid_n + 1) * BN))
+    return [[i * N + j for j in columns] for i in rows]
+
+
+def offsets_with_marks(pid_m: int, pid_n: int, M: int, N: int, BM: int, BN: int) -> list:
+    rows, columns = pid_m * BM + torch.arange(BM)[:, None], pid_n * BN + torch.arange(BN)
+    return torch.where((rows < M) & (columns < N), rows * N + columns, -1).flatten().tolist()
+
+
+def the_slice(memory: torch.Tensor, N: int, program: int, BN: int) -> tuple:
+    x_tile = memory[program * BN : (program + 1) * BN]
+    return x_tile.sum(), x_tile.max()
+
+
+def the_mask_as_a_factor(memory: torch.Tensor, N: int, program: int, BN: int) -> tuple:
+    columns = program * BN + torch.arange(BN)
+    x_tile = memory[columns] * (columns < N)
+    return x_tile.sum(), x_tile.max()
+
+
+def only_what_exists(memory: torch.Tensor, N: int, program: int, BN: int) -> tuple:
+    x = memory[:N][program * BN + torch.arange(BN)]
+    return x.sum(), x.max()
+
+
+def no_tile_at_all(x: torch.Tensor) -> tuple:
+    return (x - x.mean()) ** 2, x.var(unbiased=False)
+
+
+def masked_too_late(x: torch.Tensor) -> tuple:
+    BN = 2 ** (len(x) - 1).bit_length()
+    squares = (torch.nn.functional.pad(x, (0, BN - len(x))) - x.mean()) ** 2
+    return squares, squares[: len(x)].sum() / len(x)
+
+
+def full_tiles(x: torch.Tensor, BN: int) -> tuple:
+    largest, total = torch.full((len(x),), -torch.inf), torch.zeros(len(x))
+    for tile in range(x.shape[1] // BN):
+        x_tile = x[:, tile * BN : (tile + 1) * BN]
+        new = torch.maximum(largest, x_tile.amax(1))
+        total = total * torch.exp(largest - new) + torch.exp(x_tile - new[:, None]).sum(1)
+        largest = new
+    return largest, total
+
+
+def maximum_overwritten(x: torch.Tensor, BN: int) -> tuple:
+    largest, total = torch.full((len(x),), -torch.inf), torch.zeros(len(x))
+    for x_tile in x.split(BN, 1):
+        largest = torch.maximum(largest, x_tile.amax(1))
+        scale = torch.exp(largest - largest)
+        total = total * scale + torch.exp(x_tile - largest[:, None]).sum(1)
+    return largest, total
+
+
+def powers_first(x: torch.Tensor, BN: int) -> tuple:
+    total = sum(torch.exp(x_tile).sum(1) for x_tile in x.split(BN, 1))
+    return x.amax(1), total / torch.exp(x.amax(1))
+
+
+TYPED = [
+    ("program_offsets", offsets_as_a_table, "giving a list for each row of the tile"),
+    ("program_offsets", offsets_with_marks, "writing −1 for masked elements"),
+    ("masked_reduction", the_slice, "a missing mask"),
+    ("masked_reduction", the_mask_as_a_factor, "zeros where the maximum needs −∞"),
+    ("masked_reduction", only_what_exists, "an address past the end of X"),
+    ("padded_variance", no_tile_at_all, "a row that lies in no tile"),
+    ("padded_variance", masked_too_late, "leaving something in the tile's masked places"),
+    ("tiled_statistics", full_tiles, "leaving the ragged tile out"),
+    (
+        "tiled_statistics",
+        maximum_overwritten,
+        "adding sums that are measured from different maxima",
+    ),
+    ("tiled_statistics", powers_first, "powers before the maximum is taken off"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "mistake"), TYPED, ids=[typed.__name__ for _, typed, _ in TYPED]
+)
+def test_what_a_reader_would_type_is_recognised(name: str, typed: Callable, mistake: str) -> None:
+    assert judge(EXERCISES[name], typed).misconceptions == (mistake,)
+
+
+def test_a_kernel_that_fails_throughout_is_told_before_the_language_to_come() -> None:
+    e = EXERCISES["row_sums"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    verdict = judge(e, lambda language: (lambda *a: None) if language == "triton" else None)
+    assert verdict.misconceptions == ()
+    assert "the Triton kernel is not decorated with @triton.jit" in verdict.text
+
+
+@pytest.mark.parametrize("written", ["triton", "tilelang"])
+def test_a_right_kernel_in_one_language_is_told_which_one_is_to_come(written: str) -> None:
+    e = EXERCISES["row_sums"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    later = {"triton": "leaving TileLang for later", "tilelang": "leaving Triton for later"}
+    e = replace(e, misconceptions=tuple(m for m in e.misconceptions if m.name == later[written]))
+    verdict = judge(e, lambda language: e.solution(language) if language == written else None)
+    assert verdict.misconceptions == (later[written],)

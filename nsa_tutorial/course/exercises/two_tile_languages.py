@@ -1,15 +1,19 @@
 """Exercises of chapter 09: what a program covers, masks, lengths that are no power of two, tiles of
 a row, both languages."""
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course.exercises import Case, Exercise, Misconception
+from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.languages import T, tilelang, tl, triton
+from nsa_tutorial.course.mistakes import slip, together
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.runtime import environment
+
+Slips = frozenset[str]
 
 
 def _random(*shape: int, seed: int, factor: float = 1.0) -> Tensor:
@@ -29,32 +33,120 @@ def program_offsets(pid_m: int, pid_n: int, M: int, N: int, BM: int, BN: int) ->
 
 
 def _offsets(
-    thread: bool = False,
-    starts: bool = True,
-    swap: bool = False,
-    stride: str = "N",
-    mask: str = "both",
-    one_row: bool = False,
-) -> Callable:
-    """A wrong `program_offsets`, with one change."""
+    slips: Slips, pid_m: int, pid_n: int, M: int, N: int, BM: int, BN: int
+) -> list[int] | list[list[int]]:
+    """`program_offsets` with slips."""
+    if "thread" in slips:
+        return [pid_m * N + pid_n]
+    if "swap" in slips:
+        pid_m, pid_n = pid_n, pid_m
+    is_tiled = "starts" not in slips
+    rows = pid_m * (BM if is_tiled else 1) + torch.arange(1 if "one row" in slips else BM)
+    columns = pid_n * (BN if is_tiled else 1) + torch.arange(BN)
+    stride = BN if "by tile" in slips else M if "by rows" in slips else N
+    offsets = rows[:, None] * stride + columns
+    more = int("one more" in slips)
+    row_exists, column_exists = (rows < M + more)[:, None], columns < N + more
+    keep = row_exists & column_exists
+    if "end" in slips:
+        keep = offsets < M * N
+    if slips & {"none", "rows alone", "columns alone"}:
+        keep = torch.ones_like(keep)
+        keep = keep & row_exists if "rows alone" in slips else keep
+        keep = keep & column_exists if "columns alone" in slips else keep
+    if slips & {"to 0", "as -1"}:
+        masked = 0 if "to 0" in slips else -1
+        offsets, keep = torch.where(keep, offsets, masked), torch.ones_like(keep)
+    if "table" in slips:
+        table = [row[kept].tolist() for row, kept in zip(offsets, keep, strict=True)]
+        return [row for row in table if row]
+    if "by columns" in slips:
+        offsets, keep = offsets.T, keep.T
+    return offsets[keep].tolist()
 
-    def wrong(pid_m: int, pid_n: int, M: int, N: int, BM: int, BN: int) -> list[int]:
-        if thread:
-            return [pid_m * N + pid_n]
-        if swap:
-            pid_m, pid_n = pid_n, pid_m
-        rows = pid_m * (BM if starts else 1) + torch.arange(1 if one_row else BM)
-        columns = pid_n * (BN if starts else 1) + torch.arange(BN)
-        offsets = rows[:, None] * {"N": N, "M": M, "BN": BN}[stride] + columns
-        keep = {
-            "both": (rows < M)[:, None] & (columns < N),
-            "end": offsets < M * N,
-            "none": torch.ones(offsets.shape, dtype=torch.bool),
-        }[mask]
-        return offsets[keep].tolist()
 
-    return wrong
-
+_OFFSETS_MISTAKES = (
+    Misconception(
+        "taking a program for a thread",
+        slip(_offsets, "thread"),
+        "A program id names a tile, not an element. How many elements does one program answer for?",
+    ),
+    Misconception(
+        "forgetting that ids count tiles",
+        slip(_offsets, "starts"),
+        "Your program 1 begins one element after program 0. What lies between the two?",
+    ),
+    Misconception(
+        "walking along the wrong axis",
+        slip(_offsets, "swap"),
+        "A square grid hides it. Which of the two ids counts tiles of rows, and which counts "
+        "tiles of columns?",
+    ),
+    Misconception(
+        "stepping to the next row by the width of the tile",
+        slip(_offsets, "by tile"),
+        "The tile is a window into C. How many elements of C do you pass from one of its rows to "
+        "the next?",
+    ),
+    Misconception(
+        "stepping to the next row by the number of rows",
+        slip(_offsets, "by rows"),
+        "A square C hides it. How many elements does a row of C `[M, N]` hold?",
+    ),
+    Misconception(
+        "masking only past the end of the memory",
+        slip(_offsets, "end"),
+        "An offset below M * N is in C, but past the last column the next row begins. Which "
+        "program stores that element?",
+    ),
+    Misconception(
+        "a missing mask",
+        slip(_offsets, "none"),
+        "The last tiles reach past the end of C. On a GPU such a store changes somebody else's "
+        "memory, without an error. Which rows and which columns exist?",
+    ),
+    Misconception(
+        "a mask on the rows alone",
+        slip(_offsets, "rows alone"),
+        "A tile at the right reaches past the last column. Where in memory do its elements lie "
+        "then?",
+    ),
+    Misconception(
+        "a mask on the columns alone",
+        slip(_offsets, "columns alone"),
+        "A tile at the bottom reaches past the last row. What lies in memory behind C?",
+    ),
+    Misconception(
+        "sending masked elements to offset 0",
+        slip(_offsets, "to 0"),
+        "That is harmless for a load, but this is a store. Whose element lies at offset 0?",
+    ),
+    Misconception(
+        "writing −1 for masked elements",
+        slip(_offsets, "as -1"),
+        "The mask is right. Which of these offsets does the program store?",
+    ),
+    Misconception(
+        "letting one row and one column too many in",
+        slip(_offsets, "one more"),
+        "C has M rows and N columns, both counted from 0. Which number has the last column?",
+    ),
+    Misconception(
+        "covering only the first row of the tile",
+        slip(_offsets, "one row"),
+        "A tile has two sides, so its offsets are a table. How many rows has it?",
+    ),
+    Misconception(
+        "walking down the columns of the tile",
+        slip(_offsets, "by columns"),
+        "The offsets are right, and their order is asked row by row. Which axis runs fastest?",
+    ),
+    Misconception(
+        "giving a list for each row of the tile",
+        slip(_offsets, "table"),
+        "The offsets are right. Can you put them into one list?",
+    ),
+)
 
 _OFFSETS = Exercise(
     name="program_offsets",
@@ -67,54 +159,31 @@ without those that are not in `C`. For `M = N = 4` and tiles of 2 × 2, program 
 """,
     minutes=4,
     difficulty=1,
+    hints=(
+        "Draw a C of 4 × 4 with its offsets 0 to 15, and cut it into tiles of 2 × 2. Which four "
+        "offsets lie in the upper right tile?",
+        "A tile is a table. Its row numbers begin at an id times a side of the tile, and so do its "
+        "column numbers. An element's offset needs one number of each.",
+        "Make the row numbers `[BM]` and the column numbers `[BN]` with `torch.arange`. "
+        "Broadcasting `[BM, 1]` against `[BN]` gives the table of offsets, and a table of what "
+        "exists. Keep the offsets that exist, as a list.",
+    ),
+    why="A program knows nothing but its ids, so where it works, and what it must not touch, both "
+    "have to follow from them.",
     solution=program_offsets,
-    misconceptions=(
-        Misconception(
-            "taking a program for a thread",
-            _offsets(thread=True),
-            "A program id names a tile, not an element. How many elements does one program "
-            "answer for?",
-        ),
-        Misconception(
-            "forgetting that ids count tiles",
-            _offsets(starts=False),
-            "Program 1 does not begin one element after program 0: between them lies a whole tile.",
-        ),
-        Misconception(
-            "walking along the wrong axis",
-            _offsets(swap=True),
-            "pid_m counts tiles of rows, pid_n tiles of columns. A square grid hides the "
-            "difference.",
-        ),
-        Misconception(
-            "stepping to the next row by the width of the tile",
-            _offsets(stride="BN"),
-            "The tile is a window into C. From one of its rows to the next you pass all the "
-            "columns of C, not only the tile's.",
-        ),
-        Misconception(
-            "stepping to the next row by the number of rows",
-            _offsets(stride="M"),
-            "How many elements does a row of C [M, N] hold?",
-        ),
-        Misconception(
-            "masking only past the end of the memory",
-            _offsets(mask="end"),
-            "An offset below M * N is in C, but perhaps in another row: past the last column, "
-            "the next row begins. That element belongs to another program.",
-        ),
-        Misconception(
-            "a missing mask",
-            _offsets(mask="none"),
-            "The last tiles reach past the end of C. On a GPU such a store changes somebody "
-            "else's memory, without an error.",
-        ),
-        Misconception(
-            "covering only the first row of the tile",
-            _offsets(one_row=True),
-            "A tile has two sides. Its offsets are a table: one axis from the rows, one from the "
-            "columns.",
-        ),
+    misconceptions=_OFFSETS_MISTAKES,
+    combine=together(
+        _OFFSETS_MISTAKES,
+        {"thread", "starts"},
+        {"thread", "swap"},
+        {"thread", "one row"},
+        {"thread", "table"},
+        {"by tile", "by rows"},
+        {"table", "by columns"},
+        {"end", "none", "rows alone", "columns alone"},
+        {"none", "one more"},
+        {"end", "one more"},
+        {"to 0", "as -1", "none"},
     ),
     cases=(
         Case("the upper right tile of 4 × 4", lambda: (0, 1, 4, 4, 2, 2)),
@@ -140,25 +209,72 @@ def masked_reduction(memory: Tensor, N: int, program: int, BN: int) -> tuple[Ten
     return total, torch.where(in_bounds, x_tile, -torch.inf).max()
 
 
-def _reduced(mask: str = "right", other: float = -torch.inf) -> Callable:
-    def wrong(memory: Tensor, N: int, program: int, BN: int) -> tuple[Tensor, Tensor]:
-        places = torch.arange(BN)
-        columns = program * BN + places
-        masks = {
-            "right": columns < N,
-            "none": places >= 0,
-            "places": places < N,
-            "one more": columns <= N,
-            "clamp": places >= 0,
-        }
-        in_bounds = masks[mask]
-        legal = columns.clamp(max=N - 1) if mask == "clamp" else torch.where(in_bounds, columns, 0)
-        x_tile = memory[legal]
-        total = torch.where(in_bounds, x_tile, 0.0).sum()
-        return total, torch.where(in_bounds, x_tile, other).max()
+def _reduced(slips: Slips, memory: Tensor, N: int, program: int, BN: int) -> tuple[Tensor, Tensor]:
+    """`masked_reduction` with slips."""
+    places = torch.arange(BN)
+    columns = places if "first tile" in slips else program * BN + places
+    last = N if "one more" in slips else N - 1
+    in_bounds = (places if "places" in slips else columns) <= last
+    if "cut" in slips:
+        memory, legal = memory[:N], columns
+    elif "clamp" in slips:
+        legal, in_bounds = columns.clamp(max=last), places >= 0
+    elif "none" in slips:
+        legal, in_bounds = columns, places >= 0
+    else:
+        legal = torch.where(in_bounds, columns, 0)
+    x_tile = memory[legal]
+    total = torch.where(in_bounds, x_tile, -torch.inf if "-inf" in slips else 0.0).sum()
+    return total, torch.where(in_bounds, x_tile, 0.0 if "zeros" in slips else -torch.inf).max()
 
-    return wrong
 
+_REDUCTION_MISTAKES = (
+    Misconception(
+        "a missing mask",
+        slip(_reduced, "none"),
+        "The tile goes on behind X, and the memory there is somebody's. Nothing stops the load. "
+        "Which of the tile's places hold an element of X?",
+    ),
+    Misconception(
+        "an address past the end of X",
+        slip(_reduced, "cut"),
+        "PyTorch says so, a GPU loads whatever lies there. Which address can a masked place have "
+        "that does exist?",
+    ),
+    Misconception(
+        "masking places of the tile instead of positions in X",
+        slip(_reduced, "places"),
+        "Place 0 of program 2's tile is not element 0 of X. Which number has to be compared with "
+        "N?",
+    ),
+    Misconception(
+        "zeros where the maximum needs −∞",
+        slip(_reduced, "zeros"),
+        "If all numbers are negative, 0 is the largest. What must a masked element hold so that "
+        "it changes no maximum?",
+    ),
+    Misconception(
+        "−∞ where the sum needs zeros",
+        slip(_reduced, "-inf"),
+        "One −∞ makes the whole sum −∞. What must a masked element hold so that it changes no sum?",
+    ),
+    Misconception(
+        "letting one element too many in",
+        slip(_reduced, "one more"),
+        "X has N elements, and the first has number 0. Which number has the last?",
+    ),
+    Misconception(
+        "loading the last element again for every place past the end",
+        slip(_reduced, "clamp"),
+        "That keeps every address legal, and the maximum right. What does the sum count?",
+    ),
+    Misconception(
+        "giving every program the first tile",
+        slip(_reduced, "first tile"),
+        "All programs run the same code and differ in one number. Where does the tile of program "
+        "1 begin?",
+    ),
+)
 
 _REDUCTION = Exercise(
     name="masked_reduction",
@@ -171,36 +287,28 @@ elements, and a mask says which of them count.
 """,
     minutes=4,
     difficulty=1,
+    hints=(
+        "Take program 1 of five elements in tiles of 4. Which of its four places hold an element "
+        "of X, and what lies in memory at the others?",
+        "The mask works twice. It keeps the load at an address that exists, and it decides what a "
+        "masked place holds in each reduction. Is that the same number for a sum and for a "
+        "maximum?",
+        "Compute each place's position in X, and compare it with `N`. One `torch.where` makes the "
+        "addresses legal. Two more put the number that changes nothing into the masked places, "
+        "one before `sum` and one before `max`.",
+    ),
+    why="A mask on the load makes the address legal, and the masked element is still there: each "
+    "reduction needs it to hold the number that changes nothing.",
     solution=masked_reduction,
-    misconceptions=(
-        Misconception(
-            "a missing mask",
-            _reduced("none"),
-            "The tile goes on behind X, and the memory there is somebody's. Nothing stops the "
-            "load: you do.",
-        ),
-        Misconception(
-            "masking places of the tile instead of positions in X",
-            _reduced("places"),
-            "Place 0 of program 2's tile is not element 0 of X. Compare with N what you load, not "
-            "its place in the tile.",
-        ),
-        Misconception(
-            "zeros where the maximum needs −∞",
-            _reduced(other=0.0),
-            "What must a masked element hold so that it changes nothing? For a sum it is 0. If "
-            "all numbers are negative, 0 is the largest.",
-        ),
-        Misconception(
-            "letting one element too many in",
-            _reduced("one more"),
-            "X has N elements, and the first has number 0. Which number has the last?",
-        ),
-        Misconception(
-            "loading the last element again for every place past the end",
-            _reduced("clamp"),
-            "That keeps every address legal, and the maximum right. What does the sum count?",
-        ),
+    misconceptions=_REDUCTION_MISTAKES,
+    combine=together(
+        _REDUCTION_MISTAKES,
+        {"none", "clamp", "places", "cut"},
+        {"none", "one more", "cut"},
+        {"none", "clamp", "zeros"},
+        {"none", "clamp", "-inf"},
+        {"cut", "zeros"},
+        {"cut", "-inf"},
     ),
     cases=(
         Case(
@@ -217,96 +325,150 @@ elements, and a mask says which of them count.
 # -- padded_variance --
 
 
-def padded_variance(x: Tensor) -> tuple[int, Tensor]:
-    """`(BN, variance)` of a row x [N], computed on a tile of BN elements, the smallest power of two
-    that holds the row."""
+def padded_variance(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`(squares, variance)` of a row x [N]: the squared differences from its mean on a tile of BN
+    elements, the smallest power of two that holds the row, and their mean over the row."""
     N = len(x)
     BN = 1
     while BN < N:
         BN *= 2
-    columns = torch.arange(BN)
-    in_bounds = columns < N
+    in_bounds = torch.arange(BN) < N
     x_tile = torch.cat([x, x.new_zeros(BN - N)])  # [BN], what a masked load gives
     mean = x_tile.sum() / N
     # padding is no longer 0 once the mean is taken off
-    deviation = torch.where(in_bounds, x_tile - mean, 0.0)  # [BN]
-    return BN, (deviation**2).sum() / N
+    squares = torch.where(in_bounds, (x_tile - mean) ** 2, 0.0)  # [BN]
+    return squares, squares.sum() / N
 
 
-def _variance(change: str) -> Callable:
-    def wrong(x: Tensor) -> tuple[int, Tensor]:
-        N = len(x)
-        BN = 1 << (N - 1).bit_length()
-        if change == "always double":
-            BN = 1 << N.bit_length()
-        if change == "round down":
-            BN = 1 << (N.bit_length() - 1)
-        if change == "no power":
-            BN = N
-        if change == "at least 16":
-            BN = max(16, BN)
-        x_tile = torch.cat([x, x.new_zeros(max(0, BN - N))])[:BN]
-        count = BN if change == "divide by BN" else N
-        mean = x_tile.sum() / count
-        deviation = x_tile - mean
-        if change != "padding":
-            deviation = torch.where(torch.arange(BN) < N, deviation, 0.0)
-        return BN, (deviation**2).sum() / (N - 1 if change == "unbiased" else count)
+def _variance(slips: Slips, x: Tensor) -> tuple[Tensor, Tensor]:
+    """`padded_variance` with slips."""
+    N = len(x)
+    BN = 1 << (N - 1).bit_length()
+    if "always double" in slips:
+        BN = 1 << N.bit_length()
+    if "round down" in slips:
+        BN = 1 << (N.bit_length() - 1)
+    if "no tile" in slips:
+        BN = N
+    if "at least 16" in slips:
+        BN = max(16, BN)
+    x_tile = torch.cat([x, x.new_zeros(max(0, BN - N))])[:BN]
+    mean = x_tile.sum() / (BN if slips & {"both by BN", "mean by BN"} else N)
+    difference = x_tile - mean
+    if "padding" not in slips:
+        difference = torch.where(torch.arange(BN) < N, difference, 0.0)
+    squares = difference**2
+    count = BN if slips & {"both by BN", "by BN"} else N - 1 if "unbiased" in slips else N
+    variance = squares.sum() / count
+    shown = difference if "not squared" in slips else squares
+    if "left in the tile" in slips:
+        shown = (x_tile - mean) ** 2
+    return shown, variance.sqrt() if "root" in slips else variance
 
-    return wrong
 
+_VARIANCE_MISTAKES = (
+    Misconception(
+        "letting the padding into the variance",
+        slip(_variance, "padding"),
+        "The padding is 0 when it is loaded, and 0 − mean after the mean is taken off. What does "
+        "its square do in the sum?",
+    ),
+    Misconception(
+        "dividing by the length of the tile",
+        slip(_variance, "both by BN"),
+        "Zeros add nothing, so the sums may be right. But how many numbers were added up?",
+    ),
+    Misconception(
+        "taking the mean over the whole tile",
+        slip(_variance, "mean by BN"),
+        "The sum is right, for zeros add nothing. But how many numbers were added up?",
+    ),
+    Misconception(
+        "taking the squares' mean over the whole tile",
+        slip(_variance, "by BN"),
+        "The squares are right. How many of them belong to numbers of the row?",
+    ),
+    Misconception(
+        "a row that lies in no tile",
+        slip(_variance, "no tile"),
+        "PyTorch takes any length, `tl.arange` powers of two only. What is the shortest tile that "
+        "holds the row?",
+    ),
+    Misconception(
+        "rounding a power of two up to the next",
+        slip(_variance, "always double"),
+        "Half of your tile is idle. Does a row of 4 need more than a tile of 4?",
+    ),
+    Misconception(
+        "rounding down",
+        slip(_variance, "round down"),
+        "A tile that is too short holds only the beginning of the row. Which power of two is the "
+        "first that is long enough?",
+    ),
+    Misconception(
+        "a tile of sixteen for every row",
+        slip(_variance, "at least 16"),
+        "Sixteen is what a dot asks for, and there is none here. What is the shortest range?",
+    ),
+    Misconception(
+        "dividing by N − 1",
+        slip(_variance, "unbiased"),
+        "That estimates the variance of what the row was drawn from. What is the mean of the "
+        "squares?",
+    ),
+    Misconception(
+        "a standard deviation",
+        slip(_variance, "root"),
+        "That is a step further than asked. What do you get before the root?",
+    ),
+    Misconception(
+        "leaving something in the tile's masked places",
+        slip(_variance, "left in the tile"),
+        "The variance is right. What do the places past the end hold in `squares`?",
+    ),
+    Misconception(
+        "giving the differences in place of their squares",
+        slip(_variance, "not squared"),
+        "The variance is right. What does it sum up?",
+    ),
+)
 
 _VARIANCE = Exercise(
     name="padded_variance",
     statement="""
 `tl.arange` takes powers of two only. A row `x` `[N]` of any length lies in a tile of `BN` elements,
 the smallest power of two that is at least `N`; a masked load puts 0 into the places past the end.
-Return `(BN, variance)`: the length of the tile, an int, and the variance of the row, the mean of
-the squared differences from its mean, computed on the tile. Two passes over the tile: the mean,
-then the differences. What do the places past the end hold after the first?
+Return `(squares, variance)`. `squares` is the tile `[BN]` of the squared differences from the row's
+mean, with 0 in the places past the end. `variance` is the mean of the row's squares. Two passes
+over the tile: the mean, then the differences. What do the places past the end hold after the first?
 """,
     minutes=5,
     difficulty=2,
+    hints=(
+        "Compute it by hand for 1, 2, 6 in a tile of 4: the mean, the tile less the mean, and its "
+        "squares. What stands in the fourth place?",
+        "Zeros change no sum, so the first pass needs no mask. After the mean is taken off, the "
+        "padding is zero no longer. And a mean counts numbers, not places.",
+        "Start from 1 and double until the row fits. Fill up with zeros (`torch.cat`, or "
+        "`torch.nn.functional.pad`), and divide both sums by `N`. One `torch.where` over the "
+        "squares puts the zeros back.",
+    ),
+    why="The 0 of a masked load is neutral for the next sum only: whatever is computed in between "
+    "may change it, so it is masked again before the next reduction.",
     solution=padded_variance,
-    misconceptions=(
-        Misconception(
-            "letting the padding into the variance",
-            _variance("padding"),
-            "The padding is 0 as it is loaded, and 0 − mean after the mean is taken off. What "
-            "does its square do in the sum?",
-        ),
-        Misconception(
-            "dividing by the length of the tile",
-            _variance("divide by BN"),
-            "The sum is right, for zeros add nothing. But how many numbers were added up?",
-        ),
-        Misconception(
-            "rounding a power of two up to the next",
-            _variance("always double"),
-            "A row of 8 fits into a tile of 8. Half of a tile of 16 would be idle.",
-        ),
-        Misconception(
-            "rounding down",
-            _variance("round down"),
-            "A tile that is too short holds only the beginning of the row.",
-        ),
-        Misconception(
-            "a range that is no power of two",
-            _variance("no power"),
-            "PyTorch takes any length, tl.arange does not: a tile is spread evenly over threads, "
-            "whose number is a power of two.",
-        ),
-        Misconception(
-            "a tile of sixteen for every row",
-            _variance("at least 16"),
-            "Sixteen is what a dot asks for. A range may be as short as 1.",
-        ),
-        Misconception(
-            "dividing by N − 1",
-            _variance("unbiased"),
-            "That estimates the variance of what the row was drawn from. Here it is the mean of "
-            "the squares.",
-        ),
+    misconceptions=_VARIANCE_MISTAKES,
+    combine=together(
+        _VARIANCE_MISTAKES,
+        {"no tile", "always double", "round down", "at least 16"},
+        {"both by BN", "by BN", "unbiased"},
+        {"both by BN", "mean by BN"},
+        {"no tile", "padding"},
+        {"no tile", "left in the tile"},
+        {"padding", "left in the tile"},
+        {"not squared", "left in the tile"},
+        {"no tile", "both by BN"},
+        {"no tile", "by BN"},
+        {"no tile", "mean by BN"},
     ),
     cases=(
         Case("three numbers", lambda: (torch.tensor([1.0, 2.0, 6.0]),)),
@@ -337,34 +499,103 @@ def tiled_statistics(x: Tensor, BN: int) -> tuple[Tensor, Tensor]:
     return scores_max, running_sum
 
 
-def _statistics(change: str) -> Callable:
-    def wrong(x: Tensor, BN: int) -> tuple[Tensor, Tensor]:
-        R, N = x.shape
-        factor = 1.0 if change == "base" else LOG2_E
-        scores_max = torch.full((R,), 0.0 if change == "start" else -torch.inf)
-        running_sum = torch.zeros(R)
-        for start in range(0, N, BN):
-            columns = start + torch.arange(BN)
-            x_tile = x[:, columns.clamp(max=N - 1)]
-            if change == "zeros":
-                x_tile = x_tile.masked_fill(columns >= N, 0.0)
-            elif change != "no mask":
-                x_tile = x_tile.masked_fill(columns >= N, -torch.inf)
-            scores_max_prev = scores_max
-            tile_max = x_tile.amax(1)
-            both = torch.maximum(scores_max_prev, tile_max)
-            scores_max = tile_max if change == "own max" else both
-            scale = torch.exp2((scores_max_prev - scores_max) * factor)
-            if change == "no rescale":
-                scale = torch.ones_like(scale)
-            weights = torch.exp2((x_tile - scores_max[:, None]) * factor)
-            running_sum = running_sum * scale + weights.sum(1)
-            if change == "first":
-                break
-        return scores_max, running_sum
+def _statistics(slips: Slips, x: Tensor, BN: int) -> tuple[Tensor, Tensor]:
+    """`tiled_statistics` with slips."""
+    R, N = x.shape
+    factor = 1.0 if "base" in slips else LOG2_E
 
-    return wrong
+    def power(a: Tensor, b: Tensor) -> Tensor:
+        if "power first" in slips:
+            return torch.exp2(a * factor) / torch.exp2(b * factor)
+        return torch.exp2((a - b) * factor)
 
+    scores_max = torch.full((R,), 0.0 if "start" in slips else -torch.inf)
+    running_sum = torch.zeros(R)
+    end = BN if "first" in slips else N // BN * BN if "full tiles" in slips else N
+    for start in range(0, end, BN):
+        columns = start + torch.arange(BN)
+        x_tile = x[:, columns.clamp(max=N - 1)]
+        if "no mask" not in slips:
+            x_tile = x_tile.masked_fill(columns >= N, 0.0 if "zeros" in slips else -torch.inf)
+        scores_max_prev, tile_max = scores_max, x_tile.amax(1)
+        scores_max = torch.maximum(scores_max_prev, tile_max)
+        if "own max" in slips:
+            scores_max = tile_max
+        scores_scale = power(scores_max_prev, scores_max)
+        if "no rescale" in slips:
+            scores_scale = torch.ones(R)
+        if "inverse" in slips:
+            scores_scale = power(scores_max, scores_max_prev)
+        weights = power(x_tile, (tile_max if "own powers" in slips else scores_max)[:, None])
+        running_sum = running_sum * scores_scale + weights.sum(1)
+    return scores_max, running_sum
+
+
+_STATISTICS_MISTAKES = (
+    Misconception(
+        "adding sums that are measured from different maxima",
+        slip(_statistics, "no rescale"),
+        "When the maximum moves, everything added so far was measured from the old one. Which "
+        "factor carries it over (chapter 03's `scores_scale`), and is the old maximum still there "
+        "when you compute it?",
+    ),
+    Misconception(
+        "a factor the wrong way round",
+        slip(_statistics, "inverse"),
+        "When the maximum grows, what was added before has to become smaller. Which of the two "
+        "maxima is taken off which?",
+    ),
+    Misconception(
+        "measuring each tile's powers from the tile's own maximum",
+        slip(_statistics, "own powers"),
+        "The sum so far was carried over to the row's largest. From which maximum are the new "
+        "powers measured?",
+    ),
+    Misconception(
+        "forgetting the earlier tiles' maximum",
+        slip(_statistics, "own max"),
+        "A later tile may be lower than all before it. What is the largest of both?",
+    ),
+    Misconception(
+        "padding with zeros",
+        slip(_statistics, "zeros"),
+        "0 is a score like any other, and exp(0 − scores_max) is not 0. Which number vanishes "
+        "under exp, and never is the largest?",
+    ),
+    Misconception(
+        "counting columns past the end",
+        slip(_statistics, "no mask"),
+        "The last tile has BN columns, and fewer of them are in x. The address is legal. Does the "
+        "element count?",
+    ),
+    Misconception(
+        "leaving the ragged tile out",
+        slip(_statistics, "full tiles"),
+        "N // BN counts full tiles. In which tile is the last column of a row of 3 in tiles of 2?",
+    ),
+    Misconception(
+        "a maximum that starts at 0",
+        slip(_statistics, "start"),
+        "In a row of negative numbers 0 is larger than all of them. What is the largest of "
+        "nothing?",
+    ),
+    Misconception(
+        "powers of two where powers of e are meant",
+        slip(_statistics, "base"),
+        "`exp2(x)` is 2 to the power x. By what do you multiply x to get e to the power x?",
+    ),
+    Misconception(
+        "powers before the maximum is taken off",
+        slip(_statistics, "power first"),
+        "e to the power 200 is more than fp32 holds, and infinity divided by infinity is NaN. What "
+        "is the largest exponent if you subtract first?",
+    ),
+    Misconception(
+        "reading the first tile only",
+        slip(_statistics, "first"),
+        "One program has all the tiles of its rows. Where is the loop over them?",
+    ),
+)
 
 _STATISTICS = Exercise(
     name="tiled_statistics",
@@ -378,54 +609,33 @@ is in `nsa_tutorial.exact.online_softmax`.)
 """,
     minutes=7,
     difficulty=2,
+    hints=(
+        "Take the row 1, 2, 3 in tiles of two. After the first tile the largest is 2, and the sum "
+        "is e⁻¹ + 1. What has to happen to this sum when 3 arrives?",
+        "It is chapter 03's step for all rows at once: the new maximum, a factor that carries the "
+        "old sum over to it, and the powers of this tile. A place past the end must give the "
+        "power 0.",
+        "Begin with −∞ and 0, one number for each row. In each turn, load `BN` columns (`clamp` "
+        "keeps the addresses legal), hide those past the end, and take `torch.maximum` of the old "
+        "maximum and the tile's. Then scale the sum by 2 to the power of old minus new, and add "
+        "the tile's powers.",
+    ),
+    why="A sum of powers means something only beside the maximum that it was measured from, so the "
+    "two walk along the row together, and two numbers a row are all that a program has to keep.",
     solution=tiled_statistics,
     tolerance=1e-4,
-    misconceptions=(
-        Misconception(
-            "adding sums that are measured from different maxima",
-            _statistics("no rescale"),
-            "When the maximum moves, everything added so far was measured from the old one. "
-            "Chapter 03 calls the factor scores_scale.",
-        ),
-        Misconception(
-            "forgetting the earlier tiles' maximum",
-            _statistics("own max"),
-            "A later tile may be lower than all before it; the row's largest is the largest of "
-            "both.",
-        ),
-        Misconception(
-            "padding with zeros",
-            _statistics("zeros"),
-            "exp(0 − scores_max) is not 0. Which number vanishes under exp, and never is the "
-            "largest?",
-        ),
-        Misconception(
-            "counting columns past the end",
-            _statistics("no mask"),
-            "The last tile has BN columns, and fewer of them are in x. An address that is legal "
-            "is not yet an element that counts.",
-        ),
-        Misconception(
-            "a maximum that starts at 0",
-            _statistics("start"),
-            "In a row of negative numbers 0 is larger than all of them. What is the largest of "
-            "nothing?",
-        ),
-        Misconception(
-            "powers of two where powers of e are meant",
-            _statistics("base"),
-            "exp(x) is exp2(x · LOG2_E).",
-        ),
-        Misconception(
-            "reading the first tile only",
-            _statistics("first"),
-            "The program is one, the tiles of its row are several: the loop is inside the program.",
-        ),
+    misconceptions=_STATISTICS_MISTAKES,
+    combine=together(
+        _STATISTICS_MISTAKES,
+        {"no rescale", "inverse"},
+        {"zeros", "no mask", "full tiles", "first"},
+        {"own max", "own powers", "start"},
     ),
     cases=(
         Case("one row that rises", lambda: (torch.tensor([[1.0, 2.0, 3.0]]), 2)),
         Case("one row that falls, all negative", lambda: (torch.tensor([[-1.0, -2.0, -5.0]]), 2)),
         Case("one tile, exactly full", lambda: (_random(2, 4, seed=4), 4)),
+        Case("a row of large numbers", lambda: (torch.tensor([[200.0, 199.0, 201.0]]), 2)),
         Case("three rows of 37 in tiles of 8", lambda: (_random(3, 37, seed=5, factor=4.0), 8)),
     ),
 )
@@ -521,12 +731,15 @@ def _wrong_sums(X, Y, R, N, BR: tl.constexpr, BN: tl.constexpr, MISTAKE: tl.cons
         steps = 1
     if MISTAKE == "full tiles":
         steps = N // BN
+    stride = N
+    if MISTAKE == "by tile":
+        stride = BN
     for step in tl.range(steps):
         columns = step * BN + tl.arange(0, BN)
         in_bounds = (rows < R)[:, None] & (columns < N)
         if MISTAKE == "no mask":
             in_bounds = (rows >= 0)[:, None] & (columns >= 0)
-        x_tile = tl.load(X + rows[:, None] * N + columns, mask=in_bounds, other=0.0)
+        x_tile = tl.load(X + rows[:, None] * stride + columns, mask=in_bounds, other=0.0)
         if MISTAKE == "last tile":
             acc = tl.sum(x_tile, axis=1)
         else:
@@ -553,7 +766,7 @@ def _sums(mistake: str) -> Callable:
     def wrong(language: str) -> object:
         if language == "triton":
             return row_sums(language) if mistake == "clear" else _Mistaken(mistake)
-        if mistake in ("no mask", "store"):
+        if mistake in ("no mask", "store", "by tile"):
             return row_sums(language)
         BR, BN = _BR, _BN
         R, N = T.dynamic("R"), T.dynamic("N")
@@ -578,6 +791,11 @@ def _sums(mistake: str) -> Callable:
     return wrong
 
 
+def _only(written: str) -> Callable:
+    """The right kernel in one language, and none in the other."""
+    return lambda language: row_sums(language) if language == written else None
+
+
 def _case(language: str, R: int, N: int, what: str) -> Case:
     name = {"triton": "Triton", "tilelang": "TileLang"}[language]
     return Case(
@@ -591,6 +809,7 @@ _SIZES = (
     (3, 16, "three rows of 16"),
     (1, 5, "one row of 5"),
     (4, 32, "four rows of 32"),
+    (8, 16, "eight rows of 16"),
     (9, 37, "nine rows of 37"),
 )
 
@@ -605,11 +824,23 @@ program has `BR` = 4 rows and walks over them in tiles of `BN` = 16 columns; the
 `kernel(X, Y, R, N, BR: tl.constexpr, BN: tl.constexpr)`. `row_sums("tilelang")` returns a
 `@T.prim_func` of `X: T.Tensor([R, N], "float32")` and `Y: T.Tensor([R], "float32")`, where
 `R, N = T.dynamic("R"), T.dynamic("N")`, with its own `BR, BN = 4, 16`. The check launches both
-(`return None` for a language that you leave for later; mistakes are named once both are there).
+(`return None` for a language that you leave for later).
 `T.reduce_sum(x_tile, acc, dim=1, clear=False)` adds to what `acc` holds.
 """,
     minutes=15,
     difficulty=3,
+    hints=(
+        "Follow one program of 4 rows along rows of 37. How many tiles of 16 does it take, and "
+        "what has to outlive each of them?",
+        "Both kernels have three phases: locate the rows, a loop that adds the sums of a tile to "
+        "`acc` `[BR]`, and one store. Triton asks you for a mask on each load and store. TileLang "
+        "has slices, and `T.copy` puts the bounds there.",
+        "Take the rows from the chapter's softmax, and the loop from its matrix product. Fill "
+        "`acc` with zeros before the loop (`tl.zeros`, `T.clear`). Sum each tile along axis 1, "
+        "with zeros in its masked places. Store `acc` behind the loop.",
+    ),
+    why="Rows do not depend on each other, so they are dealt out to programs; the tiles of a row "
+    "add up, so they are a loop inside one.",
     solution=row_sums,
     run=_run_row_sums,
     tolerance=1e-4,
@@ -617,43 +848,355 @@ program has `BR` = 4 rows and walks over them in tiles of `BN` = 16 columns; the
         Misconception(
             "summing the first tile only",
             _sums("first tile"),
-            "A row of 37 has three tiles. One program walks over all of them.",
+            "A row of 37 has three tiles of 16. Which program walks over the other two?",
         ),
         Misconception(
             "keeping the last tile only",
             _sums("last tile"),
-            "Each tile's sum has to join the sum so far, not to take its place.",
+            "Each tile's sum takes the place of the one before. What should it do with the sum so "
+            "far?",
         ),
         Misconception(
-            "letting T.reduce_sum clear the sum so far (TileLang)",
+            "letting `T.reduce_sum` clear the sum so far (TileLang)",
             _sums("clear"),
-            "Unless told otherwise, T.reduce_sum writes over what acc holds. The statement names "
-            "the option that adds.",
+            "Unless told otherwise, `T.reduce_sum` writes over what `acc` holds. Which option of "
+            "the statement makes it add?",
         ),
         Misconception(
             "leaving the ragged tail out",
             _sums("full tiles"),
-            "N // BN counts full tiles. The rest of the row is a tile too, with fewer elements.",
+            "N // BN counts full tiles. In which tile is the last number of a row of 5?",
         ),
         Misconception(
             "a missing mask on the load (Triton)",
             _sums("no mask"),
             "Past the end of a row lies the next row, and past the last one somebody else's "
-            "memory: here, 1000s. In TileLang, T.copy put the bounds there for you.",
+            "memory: here, 1000s. In TileLang, `T.copy` put the bounds there for you. Which two "
+            "bounds has a tile?",
         ),
         Misconception(
             "a missing mask on the store (Triton)",
             _sums("store"),
-            "The last program has a tile of four rows, and perhaps one row of X. The others were "
-            "stored behind Y.",
+            "The last program has a tile of four rows, and perhaps one row of X. Where were the "
+            "others stored?",
+        ),
+        Misconception(
+            "stepping to the next row by the width of the tile (Triton)",
+            _sums("by tile"),
+            "The tile is a window into X. How many numbers of X do you pass from one row to the "
+            "next?",
         ),
         Misconception(
             "programs that begin one row apart",
             _sums("ids count rows"),
             "Program 1 begins where program 0 ends. How many rows does a program have?",
         ),
+        Misconception(
+            "leaving TileLang for later",
+            _only("triton"),
+            "Which slices of X and Y say the same as your Triton kernel's addresses and masks?",
+        ),
+        Misconception(
+            "leaving Triton for later",
+            _only("tilelang"),
+            "Which addresses and masks say the same as your TileLang kernel's slices?",
+        ),
     ),
-    cases=tuple(_case(language, *size) for language in ("triton", "tilelang") for size in _SIZES),
+    cases=(
+        # one more for Triton: a kernel that fails throughout is told before the language to come
+        _case("triton", 4, 16, "one full tile"),
+        *(_case(language, *size) for language in ("triton", "tilelang") for size in _SIZES),
+    ),
 )
 
 EXERCISES = (_OFFSETS, _REDUCTION, _VARIANCE, _STATISTICS, _ROW_SUMS)
+
+
+# -- two mistakes at once --
+
+
+def _tile_of_c_without_ids_or_mask(
+    pid_m: int, pid_n: int, M: int, N: int, BM: int, BN: int
+) -> list[int]:
+    return [(pid_m + i) * N + pid_n + j for i in range(BM) for j in range(BN)]
+
+
+def _up_to_the_last_offset(pid_m: int, pid_n: int, M: int, N: int, BM: int, BN: int) -> list[int]:
+    tile = [(pid_m * BM + i) * BN + pid_n * BN + j for i in range(BM) for j in range(BN)]
+    return [offset for offset in tile if offset < M * N]
+
+
+def _zeros_everywhere(memory: Tensor, N: int, program: int, BN: int) -> tuple[Tensor, Tensor]:
+    x_tile = memory[program * BN : program * BN + BN] * (torch.arange(BN) < N)
+    return x_tile.sum(), x_tile.max()
+
+
+def _one_more_of_zeros(memory: Tensor, N: int, program: int, BN: int) -> tuple[Tensor, Tensor]:
+    columns = torch.arange(program * BN, program * BN + BN)
+    x_tile = torch.where(columns > N, 0.0, memory[columns])
+    return x_tile.sum(), x_tile.max()
+
+
+def _torchs_variance(x: Tensor) -> tuple[Tensor, Tensor]:
+    squares = (x - x.mean()) ** 2
+    return squares, squares.sum() / (len(x) - 1)  # as `x.var()`
+
+
+def _mean_of_the_tile(x: Tensor) -> tuple[Tensor, Tensor]:
+    BN = 2 ** math.ceil(math.log2(len(x)))
+    x_tile = torch.nn.functional.pad(x, (0, BN - len(x)))
+    squares = (x_tile - x_tile.mean()) ** 2
+    return squares, squares.sum() / len(x)
+
+
+def _plain_sum_of_zeros(x: Tensor, BN: int) -> tuple[Tensor, Tensor]:
+    x = torch.nn.functional.pad(x, (0, -x.shape[1] % BN))
+    scores_max, running_sum = x[:, 0], torch.zeros(len(x))
+    for x_tile in x.split(BN, 1):
+        scores_max = torch.maximum(scores_max, x_tile.amax(1))
+        running_sum = running_sum + (x_tile - scores_max[:, None]).exp().sum(1)
+    return scores_max, running_sum
+
+
+def _base_two_from_zero(x: Tensor, BN: int) -> tuple[Tensor, Tensor]:
+    scores_max, running_sum = torch.zeros(len(x)), torch.zeros(len(x))
+    for x_tile in x.split(BN, 1):
+        new = torch.maximum(scores_max, x_tile.amax(1))
+        running_sum = running_sum * torch.exp2(scores_max - new)
+        running_sum += torch.exp2(x_tile - new[:, None]).sum(1)
+        scores_max = new
+    return scores_max, running_sum
+
+
+DOUBLES = (
+    Double(
+        "program_offsets",
+        _tile_of_c_without_ids_or_mask,
+        ("forgetting that ids count tiles", "a missing mask"),
+    ),
+    Double(
+        "program_offsets",
+        _up_to_the_last_offset,
+        (
+            "stepping to the next row by the width of the tile",
+            "masking only past the end of the memory",
+        ),
+    ),
+    Double(
+        "masked_reduction",
+        _zeros_everywhere,
+        (
+            "masking places of the tile instead of positions in X",
+            "zeros where the maximum needs −∞",
+        ),
+    ),
+    Double(
+        "masked_reduction",
+        _one_more_of_zeros,
+        ("letting one element too many in", "zeros where the maximum needs −∞"),
+    ),
+    Double(
+        "padded_variance",
+        _torchs_variance,
+        ("a row that lies in no tile", "dividing by N − 1"),
+    ),
+    Double(
+        "padded_variance",
+        _mean_of_the_tile,
+        ("letting the padding into the variance", "taking the mean over the whole tile"),
+    ),
+    Double(
+        "tiled_statistics",
+        _plain_sum_of_zeros,
+        ("adding sums that are measured from different maxima", "padding with zeros"),
+    ),
+    Double(
+        "tiled_statistics",
+        _base_two_from_zero,
+        ("a maximum that starts at 0", "powers of two where powers of e are meant"),
+    ),
+    Double(
+        "row_sums",
+        lambda language: _sums("store")(language) if language == "triton" else None,
+        ("a missing mask on the store (Triton)", "leaving TileLang for later"),
+    ),
+)
+
+
+# -- what the chapter warns of --
+
+TRAPS = (
+    Trap(
+        "three of them past the end of the tensor, and a **mask** keeps those from touching memory",
+        "masked_reduction",
+        "a missing mask",
+    ),
+    Trap("**A program is not a thread.**", "program_offsets", "taking a program for a thread"),
+    Trap(
+        "together they have to store every element exactly once: nobody checks that for you",
+        "program_offsets",
+        "forgetting that ids count tiles",
+    ),
+    Trap(
+        "what happens without the mask?",
+        "program_offsets",
+        "a missing mask",
+    ),
+    Trap(
+        "In PyTorch that would be an `IndexError`.",
+        "masked_reduction",
+        "an address past the end of X",
+    ),
+    Trap(
+        "A GPU loads whatever is there, and stores over whatever is there",
+        "row_sums",
+        "a missing mask on the store (Triton)",
+    ),
+    Trap(
+        "A missing mask is among the commonest mistakes in this kind of program",
+        "row_sums",
+        "a missing mask on the load (Triton)",
+    ),
+    Trap(
+        "`tl.arange` takes nothing but powers of two",
+        "padded_variance",
+        "a row that lies in no tile",
+    ),
+    Trap(
+        "the smallest power of two that is at least `N`",
+        "padded_variance",
+        "rounding a power of two up to the next",
+    ),
+    Trap(
+        "`BN` the smallest power of two that is at least `N` (`tiles.softmax` takes 16 at least)",
+        "padded_variance",
+        "a tile of sixteen for every row",
+    ),
+    Trap(
+        "The three zeros have joined the sum: 0 is a score like any other.",
+        "tiled_statistics",
+        "padding with zeros",
+    ),
+    Trap(
+        "The load's mask made the *address* legal; it did not make the masked element disappear.",
+        "masked_reduction",
+        "loading the last element again for every place past the end",
+    ),
+    Trap(
+        "it did not make the masked element disappear",
+        "padded_variance",
+        "letting the padding into the variance",
+    ),
+    Trap(
+        "Before a reduction, each masked element gets the number that changes nothing",
+        "masked_reduction",
+        "zeros where the maximum needs −∞",
+    ),
+    Trap(
+        "which for a maximum and for a sum of powers is $-\\infty$",
+        "masked_reduction",
+        "−∞ where the sum needs zeros",
+    ),
+    Trap(
+        "The exponent is the course's usual one (chapter 03), subtract first",
+        "tiled_statistics",
+        "powers before the maximum is taken off",
+    ),
+    Trap(
+        "subtract first, then to base two",
+        "tiled_statistics",
+        "powers of two where powers of e are meant",
+    ),
+    Trap(
+        "A tensor `[R, N]` lies in memory row after row, so element (i, j) has offset `i * N + j`",
+        "program_offsets",
+        "stepping to the next row by the width of the tile",
+    ),
+    Trap(
+        "The grid has two axes, one for tiles of rows and one for tiles of columns.",
+        "program_offsets",
+        "walking along the wrong axis",
+    ),
+    Trap(
+        "The launch is a grid, the walk is a loop",
+        "tiled_statistics",
+        "reading the first tile only",
+    ),
+    Trap(
+        "what may run in any order is a program, what adds up is a loop inside one",
+        "row_sums",
+        "summing the first tile only",
+    ),
+    Trap(
+        "`acc`, the sum so far, never leaves the registers",
+        "row_sums",
+        "keeping the last tile only",
+    ),
+    Trap(
+        "The last program of the grid is the one with ragged ends on all sides",
+        "program_offsets",
+        "masking only past the end of the memory",
+    ),
+    Trap(
+        "the old maximum has to be copied before",
+        "tiled_statistics",
+        "adding sums that are measured from different maxima",
+    ),
+    Trap(
+        "`T.reduce_max(..., clear=False)` takes the larger of old and new",
+        "tiled_statistics",
+        "forgetting the earlier tiles' maximum",
+    ),
+    Trap(
+        "`T.reduce_max(..., clear=False)`",
+        "row_sums",
+        "letting `T.reduce_sum` clear the sum so far (TileLang)",
+    ),
+    Trap(
+        "ragged ends are masked twice, once for the address and once for the value that must not "
+        "count",
+        "tiled_statistics",
+        "counting columns past the end",
+    ),
+)
+
+
+# -- predictions --
+
+PREDICTIONS = (
+    Prediction(
+        "programs_of_matmul",
+        "C of 4,096 × 4,096 in tiles of 64 × 64: how many programs compute it?",
+        "C has 64 tiles along each side, and each tile is one program.",
+        (
+            (64, "64 tiles lie along one side of C. How many lie in all of it?"),
+            (128, "64 along one side plus 64 along the other. Tiles fill an area."),
+            (16_777_216, "That is one for each element of C. A program owns a whole tile."),
+            (262_144, "64³ counts the steps along K as well. They are a loop inside a program."),
+            (8192, "Both sides in one: 4,096 + 4,096. Count tiles, along each side."),
+        ),
+    ),
+    Prediction(
+        "loads_of_a",
+        "How often is each element of A loaded, over all programs?",
+        "Each of the 64 columns of tiles of C needs all of A, and no program hands what it has "
+        "loaded to another one.",
+        (
+            (1, "Once would do if programs shared what they load. Each loads its own strip."),
+            (4096, "Once for each column of C. But one load serves all 64 columns of a tile."),
+            (128, "64 times, and B as often. They are not added up for one element."),
+            (2, "Two programs side by side share a strip of A. How many stand side by side?"),
+        ),
+    ),
+    Prediction(
+        "numbers_in_a_thread",
+        "128 threads share a fragment of 64 × 64 numbers: how many does one thread hold?",
+        "4,096 numbers are dealt out evenly to 128 threads.",
+        (
+            (4096, "That is the whole fragment, and no thread holds it."),
+            (64, "That is a row of the fragment. There are twice as many threads as rows."),
+            (1, "With 4,096 threads. This program has 128."),
+            (128, "32 numbers of fp32 are 128 bytes. The numbers were asked for."),
+        ),
+    ),
+)
