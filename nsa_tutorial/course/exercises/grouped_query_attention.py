@@ -7,8 +7,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course.exercises import Case, Exercise, Misconception
+from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.figures import Picture, grid, new_figure
+from nsa_tutorial.course.mistakes import slip, together
+
+Slips = frozenset[str]
 
 
 def _random(*shape: int, seed: int) -> Tensor:
@@ -35,6 +38,71 @@ def _draw_heads(arguments: tuple, got: Tensor, expected: Tensor) -> Picture:
     return Picture(figure, f"{wrong} of {rows.shape[1]} query heads got another head's keys")
 
 
+def _expand(slips: Slips, x: Tensor, G: int) -> Tensor:
+    """`expand_heads` with slips."""
+    H = x.shape[2]
+    copies = H if "H copies" in slips else G
+    if "unchanged" in slips:
+        return x
+    if "one number" in slips:
+        return x.repeat(copies)
+    if "flat" in slips:
+        return x.repeat_interleave(copies)
+    dim = 1 if "positions" in slips else 3 if "widths" in slips else 2
+    if "repeat" in slips:
+        expanded = x.repeat([copies if axis == dim else 1 for axis in range(4)])
+    else:
+        expanded = x.repeat_interleave(copies, dim=dim)
+    return expanded.unflatten(dim, (-1, copies)) if "own axis" in slips else expanded
+
+
+_EXPAND_MISTAKES = (
+    Misconception(
+        "`repeat` where `repeat_interleave` is meant",
+        slip(_expand, "repeat"),
+        "`repeat` lays whole rounds of heads one after the other, so query head hq gets KV head "
+        "hq % H. With one KV head you cannot see it. Which heads share here: neighbours?",
+    ),
+    Misconception(
+        "repeating positions, not heads",
+        slip(_expand, "positions"),
+        "The layout is [batch, position, head, width]. Which of the four dimensions grew?",
+    ),
+    Misconception(
+        "repeating numbers inside a key, not heads",
+        slip(_expand, "widths"),
+        "The keys have become wider. The layout is [batch, position, head, width]: which dimension "
+        "holds the heads?",
+    ),
+    Misconception(
+        "`repeat_interleave` without a dimension",
+        slip(_expand, "flat"),
+        "Without `dim` PyTorch flattens the tensor first and repeats single numbers. Which "
+        "dimension holds the heads?",
+    ),
+    Misconception(
+        "`repeat` with one number for four dimensions",
+        slip(_expand, "one number"),
+        "`repeat` wants a count for each dimension. But before you write four: does it keep "
+        "neighbours together?",
+    ),
+    Misconception(
+        "H copies of each head where G are needed",
+        slip(_expand, "H copies"),
+        "Each KV head is needed once for every query head that reads it. How many are those?",
+    ),
+    Misconception(
+        "the KV heads as they came",
+        slip(_expand, "unchanged"),
+        "There are still H heads. How many query heads read each of them?",
+    ),
+    Misconception(
+        "leaving the copies on an axis of their own",
+        slip(_expand, "own axis"),
+        "There are five axes, and chapter 01's attention takes four. Which two belong together?",
+    ),
+)
+
 _EXPAND = Exercise(
     name="expand_heads",
     statement="""
@@ -43,33 +111,25 @@ _EXPAND = Exercise(
 """,
     minutes=3,
     difficulty=1,
+    hints=(
+        "Take two KV heads with the numbers 10 and 20, and G = 3. Write down what the six query "
+        "heads have to read, by the rule hq // G.",
+        "The chapter printed two ways to repeat the list [0, 1]. Which of them keeps neighbours "
+        "together?",
+        "One function does it. It wants to know how many copies of each head, and along which of "
+        "the four dimensions.",
+    ),
+    why="Rounding hq / G down gives G neighbours the same KV head, so the copies of a head lie "
+    "next to each other.",
     solution=expand_heads,
-    misconceptions=(
-        Misconception(
-            "`repeat` where `repeat_interleave` is meant",
-            lambda x, G: x.repeat(1, 1, G, 1),
-            "`repeat` lays whole copies of all heads one after the other, so that query head hq "
-            "gets KV head hq % H: neighbours no "
-            "longer share. The shape is right, and with one KV head so is the result. Print "
-            "which head each copy came from.",
-        ),
-        Misconception(
-            "repeating positions, not heads",
-            lambda x, G: x.repeat_interleave(G, dim=1),
-            "The layout is [batch, position, head, width]: look at which of the four dimensions "
-            "grew.",
-        ),
-        Misconception(
-            "`repeat_interleave` without a dimension",
-            lambda x, G: x.repeat_interleave(G),
-            "Without `dim` PyTorch flattens the tensor first and repeats single numbers. Tell it "
-            "which dimension holds the heads.",
-        ),
-        Misconception(
-            "H copies of each head where G are needed",
-            lambda x, G: x.repeat_interleave(x.shape[2], dim=2),
-            "Each KV head is needed once for every query head that reads it. How many are those?",
-        ),
+    misconceptions=_EXPAND_MISTAKES,
+    combine=together(
+        _EXPAND_MISTAKES,
+        {"repeat", "flat", "one number", "unchanged"},
+        {"positions", "widths", "flat", "one number", "unchanged"},
+        {"own axis", "flat", "one number", "unchanged"},
+        {"own axis", "repeat"},
+        {"H copies", "one number", "unchanged"},
     ),
     cases=(
         Case(
@@ -99,36 +159,120 @@ def grouped_scores(q: Tensor, k: Tensor) -> Tensor:
     return scores.flatten(2, 3)  # [B, N, HQ, M]
 
 
-def _heads_interleaved(q: Tensor, k: Tensor) -> Tensor:
-    H = k.shape[2]
-    qg = q.unflatten(2, (q.shape[2] // H, H))
-    return torch.einsum("bighd,bjhd->bighj", qg, k).flatten(2, 3)
+def _grouped(slips: Slips, q: Tensor, k: Tensor) -> Tensor:
+    """`grouped_scores` with slips."""
+    (B, N, HQ, D), (M, H) = q.shape, k.shape[1:3]
+    if "heads with heads" in slips:
+        return q.unflatten(2, (H, -1)) @ k.transpose(-2, -1)
+    if "split" in slips:
+        return torch.einsum("bihgd,bjhd->bihgj", q.unflatten(2, (-1, H)), k).flatten(2, 3)
+    # -- which KV head a query head reads --
+    hq = torch.arange(HQ)
+    kv_head = hq % H if "every H-th" in slips else hq // (HQ // H)
+    if "one for all" in slips:
+        kv_head = torch.zeros_like(hq)
+    keys = k if "one to one" in slips else k[:, :, kv_head]
+    scores = torch.einsum("bihd,bjhd->bihj", q, keys)  # [B, N, HQ, M]
+    # -- what comes after the dot product --
+    if "scaled" in slips:
+        scores = scores * D**-0.5
+    if "masked" in slips:
+        hidden = torch.ones(N, M).tril(M - N)[:, None] == 0  # [N, 1, M]
+        scores = scores.masked_fill(hidden, -torch.inf)
+    if "softmax" in slips:
+        scores = torch.softmax(scores, -1)
+    # -- the axes --
+    if "swapped" in slips:
+        scores = scores.unflatten(2, (H, -1)).transpose(2, 3).flatten(2, 3)
+    if "own axis" in slips:
+        scores = scores.unflatten(2, (H, -1))
+        return scores.permute(0, 2, 3, 1, 4) if "heads first" in slips else scores
+    if "summed" in slips:
+        return scores.unflatten(2, (H, -1)).sum(3)
+    if "heads first" in slips:
+        return scores.transpose(1, 2)
+    return scores.transpose(1, 2).reshape(B, N, HQ, M) if "reshape" in slips else scores
 
 
-def _merged_in_the_wrong_order(q: Tensor, k: Tensor) -> Tensor:
-    H = k.shape[2]
-    qg = q.unflatten(2, (H, q.shape[2] // H))
-    return torch.einsum("bihgd,bjhd->bighj", qg, k).flatten(2, 3)
-
-
-def _merged_by_reshape(q: Tensor, k: Tensor) -> Tensor:
-    (B, N, HQ, _), (M, H) = q.shape, k.shape[1:3]
-    return torch.einsum("bihgd,bjhd->bhgij", q.unflatten(2, (H, HQ // H)), k).reshape(B, N, HQ, M)
-
-
-def _heads_before_positions(q: Tensor, k: Tensor) -> Tensor:
-    H = k.shape[2]
-    return torch.einsum("bihgd,bjhd->bhgij", q.unflatten(2, (H, q.shape[2] // H)), k).flatten(1, 2)
-
-
-def _scaled(q: Tensor, k: Tensor) -> Tensor:
-    return grouped_scores(q, k) * q.shape[-1] ** -0.5
-
-
-def _group_summed(q: Tensor, k: Tensor) -> Tensor:
-    H = k.shape[2]
-    return torch.einsum("bihgd,bjhd->bihj", q.unflatten(2, (H, q.shape[2] // H)), k)
-
+_SCORES_MISTAKES = (
+    Misconception(
+        "sharing a key among every H-th query head, not among neighbours",
+        slip(_grouped, "every H-th"),
+        "Query head hq reads KV head hq % H here. A split of an axis into (a, b) puts neighbours "
+        "into the *last* part, and `repeat` never does. Which of h and g must run fastest?",
+    ),
+    Misconception(
+        "merging the two head axes in the wrong order",
+        slip(_grouped, "swapped"),
+        "Every query met the right key, but the results came back under other heads' numbers. In "
+        "which order did you split the axis that you now merge?",
+    ),
+    Misconception(
+        "merging axes with a reshape that does not move them",
+        slip(_grouped, "reshape"),
+        "`reshape` reads the numbers in the order in which they lie and never moves an axis, so "
+        "heads and positions are mixed up. In which order must the axes stand before you merge "
+        "two of them?",
+    ),
+    Misconception(
+        "heads before positions, as in the chapter's scores",
+        slip(_grouped, "heads first"),
+        "Here the result is asked for as [B, N, HQ, M], the layout of q. Which letter comes second "
+        "to the right of your arrow?",
+    ),
+    Misconception(
+        "leaving the group as an axis of its own",
+        slip(_grouped, "own axis"),
+        "There are five axes, and asked for is one of all HQ query heads. Which two of yours "
+        "stand next to each other and make it?",
+    ),
+    Misconception(
+        "summing the scores of a group's heads",
+        slip(_grouped, "summed"),
+        "einsum sums over every letter that is missing after the arrow. Sharing keys does not mean "
+        "sharing scores: which letter tells the heads of a group apart?",
+    ),
+    Misconception(
+        "splitting the head axis as [G, H] instead of [H, G]",
+        slip(_grouped, "split"),
+        "The letter of the KV heads then runs over the members of a group. Neighbours share a KV "
+        "head: which of the two sizes comes first?",
+    ),
+    Misconception(
+        "a matrix product of heads with heads",
+        slip(_grouped, "heads with heads"),
+        "`@` multiplies the last two axes, and of the keys these are heads and width. Here the "
+        "positions have to meet. Which einsum says so?",
+    ),
+    Misconception(
+        "pairing query heads with KV heads one to one",
+        slip(_grouped, "one to one"),
+        "There are HQ query heads and only H KV heads, so one letter cannot run over both. Into "
+        "which two axes can you split the query heads?",
+    ),
+    Misconception(
+        "one KV head for all query heads",
+        slip(_grouped, "one for all"),
+        "This is multi-query attention: only KV head 0 is read. Which KV head does the last query "
+        "head read?",
+    ),
+    Misconception(
+        "scaled scores where unscaled ones are asked for",
+        slip(_grouped, "scaled"),
+        "In attention the scale comes next. This exercise wants the dot products as they are: "
+        "which factor can go?",
+    ),
+    Misconception(
+        "masked scores where all of them are asked for",
+        slip(_grouped, "masked"),
+        "Some scores are -inf. The mask comes later, as in chapter 01: which line can go?",
+    ),
+    Misconception(
+        "the weights where the scores are asked for",
+        slip(_grouped, "softmax"),
+        "Every row sums to 1, so the softmax is done already. Which step comes before it?",
+    ),
+)
 
 _SCORES = Exercise(
     name="grouped_scores",
@@ -140,50 +284,26 @@ alone.
 """,
     minutes=7,
     difficulty=2,
+    hints=(
+        "Take six query heads with the numbers 1 to 6, and two KV heads with 1 and 10. Which "
+        "queries meet the 10?",
+        "Leave the keys alone and split the queries' head axis in two: which KV head, and which "
+        "member of its group. Then one letter runs over the KV heads of both inputs.",
+        "`unflatten` splits an axis, `flatten` merges two that stand next to each other. In "
+        "between, an einsum with five letters for the queries. Let its result begin with batch "
+        "and position, so that the two head axes come next, in the order of your split.",
+    ),
+    why="A group's heads are G rows that meet the same matrix of keys, so no key is needed twice.",
     solution=grouped_scores,
-    misconceptions=(
-        Misconception(
-            "the head axis split as [G, H] instead of [H, G]",
-            _heads_interleaved,
-            "A split of an axis into (a, b) puts neighbours into the *last* part. Neighbouring "
-            "query heads share a KV head, so "
-            "which of h and g must run fastest? As it is, query head hq reads KV head hq % H.",
-        ),
-        Misconception(
-            "merging the two head axes in the wrong order",
-            _merged_in_the_wrong_order,
-            "Every query met the right key, but the results came back under other heads' "
-            "numbers: the order of the two axes before "
-            "flattening must be the order in which you split them.",
-        ),
-        Misconception(
-            "merging axes with a reshape that does not move them",
-            _merged_by_reshape,
-            "einsum gave you [B, H, G, N, M], positions *after* heads. `reshape` reads the "
-            "numbers in the order in which they lie "
-            "and cuts them anew: it never moves an axis. With one position you cannot see it, "
-            "with two the heads and positions are "
-            "mixed up. In which order must the axes stand before you merge two of them?",
-        ),
-        Misconception(
-            "the order of axes of the chapter's scores, heads before positions",
-            _heads_before_positions,
-            "Every number is right. Here the result is asked for as [B, N, HQ, M], positions "
-            "before heads, the layout of q.",
-        ),
-        Misconception(
-            "scaled scores where unscaled ones are asked for",
-            _scaled,
-            "The dot products are right, and in attention the scale comes next. This exercise "
-            "wants them before that.",
-        ),
-        Misconception(
-            "summing the scores of a group's heads",
-            _group_summed,
-            "einsum sums over every letter that is missing after the arrow. Sharing keys does "
-            "not mean sharing scores: each of the "
-            "HQ heads keeps its own.",
-        ),
+    misconceptions=_SCORES_MISTAKES,
+    combine=together(
+        _SCORES_MISTAKES,
+        {"every H-th", "one for all", "one to one", "split", "heads with heads"},
+        {"swapped", "own axis", "summed", "split", "heads with heads"},
+        {"own axis", "summed", "reshape", "split", "heads with heads"},
+        {"summed", "heads first", "reshape", "split", "heads with heads"},
+        {"scaled", "softmax", "split", "heads with heads"},
+        {"masked", "split", "heads with heads"},
     ),
     cases=(
         Case(
@@ -222,6 +342,76 @@ def key_gradient(dk_expanded: Tensor, H: int) -> Tensor:
     return dk_expanded.unflatten(2, (H, G)).sum(dim=3)  # every copy's share, added up
 
 
+def _gradient(slips: Slips, dk_expanded: Tensor, H: int) -> Tensor:
+    """`key_gradient` with slips."""
+    if "copies" in slips:
+        return dk_expanded
+    if slips & {"all heads", "no heads"}:
+        return dk_expanded.sum(dim=2, keepdim="all heads" in slips)
+    if "groups of H" in slips:
+        return dk_expanded.unflatten(2, (-1, H)).sum(dim=3)
+    shares = dk_expanded.unflatten(2, (H, -1))  # [B, M, H, G, D]
+    if "every H-th" in slips:
+        shares = dk_expanded.unflatten(2, (-1, H)).transpose(2, 3)
+    dim = 2 if "KV heads" in slips else 3
+    if "one head" in slips:
+        return shares.select(dim, 0)
+    is_kept = "own axis" in slips
+    if "mean" in slips:
+        return shares.mean(dim, keepdim=is_kept)
+    return shares.sum(dim, keepdim=is_kept)
+
+
+_GRADIENT_MISTAKES = (
+    Misconception(
+        "averaging over the group",
+        slip(_gradient, "mean"),
+        "If you move a shared key a little, every head of the group sees it move, and the loss "
+        "changes by all their shares together. What would two equal heads make of it?",
+    ),
+    Misconception(
+        "adding up every H-th head, not neighbours",
+        slip(_gradient, "every H-th"),
+        "These are heads hq, hq + H, …, the wiring of `repeat`. Query head hq read KV head "
+        "hq // G. Where do the heads of one group stand?",
+    ),
+    Misconception(
+        "summing over the KV heads, not over the group",
+        slip(_gradient, "KV heads"),
+        "After the split into (H, G) there are two axes of heads, and the result keeps the one of "
+        "the *KV heads*. Which axis of the shape after the split has to go?",
+    ),
+    Misconception(
+        "keeping one head's gradient for the whole group",
+        slip(_gradient, "one head"),
+        "The other heads of the group used the same key. Where do their gradients go?",
+    ),
+    Misconception(
+        "groups of H heads where groups of G are meant",
+        slip(_gradient, "groups of H"),
+        "H is the number of groups, not their size. How many query heads share one KV head?",
+    ),
+    *(
+        Misconception(
+            "adding up all heads, whatever they read",
+            slip(_gradient, way),
+            "Heads of different groups read different keys, and each key wants its own gradient. "
+            "Which heads read KV head 0?",
+        )
+        for way in ("all heads", "no heads")
+    ),
+    Misconception(
+        "keeping an axis of length 1 for the group",
+        slip(_gradient, "own axis"),
+        "The result has one axis more than the keys have. Does your sum keep what it sums over?",
+    ),
+    Misconception(
+        "the gradient of the copies as it came",
+        slip(_gradient, "copies"),
+        "There are HQ copies here, and H keys. What does a key get from its copies?",
+    ),
+)
+
 _GRADIENT = Exercise(
     name="key_gradient",
     statement="""
@@ -231,34 +421,24 @@ respect to the keys themselves, `[B, M, H, D]`.
 """,
     minutes=4,
     difficulty=2,
+    hints=(
+        "Take two KV heads, and copies whose gradients are 1, 2, 4, 8, 16, 32. Which of the six "
+        "belong to KV head 0? Move that key by a little: by how much does the loss change?",
+        "Every copy's share counts in full, so they are added up. The axis of HQ heads holds H "
+        "groups of neighbours.",
+        "Split the head axis in two as you did with the queries. Then one axis of the five is "
+        "summed over: the one that tells the members of a group apart.",
+    ),
+    why="A number that is used in several places changes the loss through each of them, and small "
+    "changes add up.",
     solution=key_gradient,
-    misconceptions=(
-        Misconception(
-            "averaging over the group",
-            lambda dk_expanded, H: dk_expanded.unflatten(2, (H, -1)).mean(dim=3),
-            "If you move a shared key a little, every head of the group sees it move, and the "
-            "loss changes by all their shares "
-            "together. What would an average say about a group of two equal heads?",
-        ),
-        Misconception(
-            "adding up every H-th head, not neighbours",
-            lambda dk_expanded, H: dk_expanded.unflatten(2, (-1, H)).sum(dim=2),
-            "Query head hq read KV head hq // G, so the heads of one group stand next to each "
-            "other. You added heads hq, hq + H, "
-            "…, the wiring of `repeat`.",
-        ),
-        Misconception(
-            "summing over the KV heads, not over the group",
-            lambda dk_expanded, H: dk_expanded.unflatten(2, (H, -1)).sum(dim=2),
-            "After the split into (H, G) there are two axes of heads, and the result keeps the "
-            "one of the *KV heads*. Print the "
-            "shape after the split, and count which axis has to go.",
-        ),
-        Misconception(
-            "keeping one head's gradient for the whole group",
-            lambda dk_expanded, H: dk_expanded[:, :, :: dk_expanded.shape[2] // H],
-            "The other heads of the group used the same key, and their gradients are lost here.",
-        ),
+    misconceptions=_GRADIENT_MISTAKES,
+    combine=together(
+        _GRADIENT_MISTAKES,
+        {"mean", "one head", "all heads", "no heads", "groups of H", "copies"},
+        {"every H-th", "all heads", "no heads", "groups of H", "copies"},
+        {"KV heads", "all heads", "no heads", "groups of H", "copies"},
+        {"own axis", "one head", "all heads", "no heads", "groups of H", "copies"},
     ),
     cases=(
         Case(
@@ -281,6 +461,108 @@ def cache_gib(tokens: int, layers: int, HQ: int, G: int, D: int, DV: int) -> flo
     return 2 * numbers / 2**30
 
 
+_HEADS = {
+    "query heads": lambda HQ, G: HQ,
+    "group": lambda HQ, G: G,
+    "multiplied": lambda HQ, G: HQ * G,
+}
+_SIZES = {"one byte": 1, "doubled": 4, "bits": 16}
+_UNITS = {"GB": 10**9, "bytes": 1, "MiB": 2**20}
+
+
+def _cache(slips: Slips, tokens: int, layers: int, HQ: int, G: int, D: int, DV: int) -> float:
+    """`cache_gib` with slips."""
+    H = HQ // G
+    for name in slips & _HEADS.keys():
+        H = _HEADS[name](HQ, G)
+    width = D if "keys alone" in slips else 2 * D if "values like keys" in slips else D + DV
+    numbers = tokens * H * width + tokens * HQ * D * ("queries" in slips)
+    if "one layer" not in slips:
+        numbers *= layers
+    size, unit = 2, 2**30
+    for name in slips & _SIZES.keys():
+        size = _SIZES[name]
+    for name in slips & _UNITS.keys():
+        unit = _UNITS[name]
+    return size * numbers // unit if "whole" in slips else size * numbers / unit
+
+
+_CACHE_MISTAKES = (
+    Misconception(
+        "counting query heads",
+        slip(_cache, "query heads"),
+        "The cache holds keys and values. How many different ones does a layer have per token?",
+    ),
+    Misconception(
+        "counting the heads of a group, G, where KV heads are meant",
+        slip(_cache, "group"),
+        "G says how many query heads read one KV head: a larger group makes a *smaller* cache. "
+        "How many groups do HQ heads make?",
+    ),
+    Misconception(
+        "multiplying by the group size where it divides",
+        slip(_cache, "multiplied"),
+        "A larger group shares more, so the cache gets smaller. How many groups do HQ heads make?",
+    ),
+    Misconception(
+        "counting the keys alone",
+        slip(_cache, "keys alone"),
+        "Scores need the earlier keys. What does the weighted sum need?",
+    ),
+    Misconception(
+        "taking values to be as wide as keys",
+        slip(_cache, "values like keys"),
+        "Often DV = D, not always. How wide are the values in this case?",
+    ),
+    Misconception(
+        "keeping the queries, too",
+        slip(_cache, "queries"),
+        "Token by token, old keys and old values were read. Was an old query?",
+    ),
+    Misconception(
+        "counting a single layer",
+        slip(_cache, "one layer"),
+        "Every layer attends to keys and values of its own. How many caches are there?",
+    ),
+    Misconception(
+        "GB (10⁹ bytes) where GiB (2³⁰ bytes) are asked for",
+        slip(_cache, "GB"),
+        "A GiB is a little more than a GB. What do you divide the bytes by?",
+    ),
+    Misconception(
+        "bytes where GiB are asked for",
+        slip(_cache, "bytes"),
+        "How many bytes make one GiB?",
+    ),
+    Misconception(
+        "MiB (2²⁰ bytes) where GiB (2³⁰ bytes) are asked for",
+        slip(_cache, "MiB"),
+        "The unit is one step too small. How many MiB make one GiB?",
+    ),
+    Misconception(
+        "whole GiB, the rest cut off",
+        slip(_cache, "whole"),
+        "`//` throws away what is left over, and a cache of less than one GiB becomes 0. Where "
+        "else do you need it, and where not?",
+    ),
+    Misconception(
+        "one byte per number",
+        slip(_cache, "one byte"),
+        "fp16 and bf16 numbers take 16 bits. How many bytes is that?",
+    ),
+    Misconception(
+        "a factor of two too many",
+        slip(_cache, "doubled"),
+        "One 2 stands for the bytes of a number. `D + DV` counts key and value already. What is "
+        "the other 2 for?",
+    ),
+    Misconception(
+        "counting bits, not bytes",
+        slip(_cache, "bits"),
+        "A byte has 8 bits. How many bytes does a number of 16 bits take?",
+    ),
+)
+
 _CACHE = Exercise(
     name="cache_gib",
     statement="""
@@ -290,73 +572,22 @@ at two bytes per number?
 """,
     minutes=3,
     difficulty=1,
-    solution=cache_gib,
-    misconceptions=(
-        Misconception(
-            "counting query heads",
-            lambda tokens, layers, HQ, G, D, DV: 2 * tokens * layers * HQ * (D + DV) / 2**30,
-            "The cache holds keys and values. How many different ones does a layer have per token?",
-        ),
-        Misconception(
-            "counting the heads of a group, G, where KV heads are meant",
-            lambda tokens, layers, HQ, G, D, DV: 2 * tokens * layers * G * (D + DV) / 2**30,
-            "G says how many query heads read one KV head: a larger group makes a *smaller* "
-            "cache. Count the KV heads.",
-        ),
-        Misconception(
-            "multiplying by the group size where it divides",
-            lambda tokens, layers, HQ, G, D, DV: 2 * tokens * layers * HQ * G * (D + DV) / 2**30,
-            "A larger group shares more, so the cache gets smaller. How many groups do HQ heads "
-            "make?",
-        ),
-        Misconception(
-            "counting the keys alone",
-            lambda tokens, layers, HQ, G, D, DV: 2 * tokens * layers * (HQ // G) * D / 2**30,
-            "Scores need the earlier keys; what does the weighted sum need?",
-        ),
-        Misconception(
-            "taking values to be as wide as keys",
-            lambda tokens, layers, HQ, G, D, DV: 2 * tokens * layers * (HQ // G) * 2 * D / 2**30,
-            "Often DV = D, not always: this case has values of another width.",
-        ),
-        Misconception(
-            "counting a single layer",
-            lambda tokens, layers, HQ, G, D, DV: 2 * tokens * (HQ // G) * (D + DV) / 2**30,
-            "Every layer attends to its own keys and values, so every layer keeps its own cache.",
-        ),
-        Misconception(
-            "GB (10⁹ bytes) where GiB (2³⁰ bytes) are asked for",
-            lambda tokens, layers, HQ, G, D, DV: 2 * tokens * layers * (HQ // G) * (D + DV) / 1e9,
-            "The number of bytes is right; only the unit you divide by is not.",
-        ),
-        Misconception(
-            "bytes where GiB are asked for",
-            lambda tokens, layers, HQ, G, D, DV: 2 * tokens * layers * (HQ // G) * (D + DV),
-            "The number of bytes is right. How many bytes make one GiB?",
-        ),
-        Misconception(
-            "MiB (2²⁰ bytes) where GiB (2³⁰ bytes) are asked for",
-            lambda tokens, layers, HQ, G, D, DV: 2 * tokens * layers * (HQ // G) * (D + DV) / 2**20,
-            "The number of bytes is right; the unit is one step too small.",
-        ),
-        Misconception(
-            "whole GiB, the rest cut off",
-            lambda tokens, layers, HQ, G, D, DV: (
-                2 * tokens * layers * (HQ // G) * (D + DV) // 2**30
-            ),
-            "`//` throws away what is left over, and a cache of less than one GiB becomes 0. Use "
-            "it only to count heads.",
-        ),
-        Misconception(
-            "one byte per number",
-            lambda tokens, layers, HQ, G, D, DV: tokens * layers * (HQ // G) * (D + DV) / 2**30,
-            "fp16 and bf16 numbers take 16 bits. How many bytes is that?",
-        ),
+    hints=(
+        "Begin with one token in one layer. How many keys does it leave in the cache, how many "
+        "values, and how wide is each?",
+        "Only KV heads are kept, and each of them is read by G query heads. How many are there?",
+        "Count numbers first: a product of four factors, of which the last is the width of a key "
+        "and a value together. Then turn numbers into bytes, and bytes into GiB.",
     ),
+    why="Sharing happens before anything is stored: G query heads read one key, and a key that is "
+    "there once is stored once.",
+    solution=cache_gib,
+    misconceptions=_CACHE_MISTAKES,
+    combine=together(_CACHE_MISTAKES, _HEADS, _SIZES, _UNITS, {"keys alone", "values like keys"}),
     cases=(
         Case(
-            "65,536 tokens, 4 layers, HQ = 12, G = 3, D = 192, DV = 128",
-            lambda: (65_536, 4, 12, 3, 192, 128),
+            "65,536 tokens, 4 layers, HQ = 12, G = 2, D = 192, DV = 128",
+            lambda: (65_536, 4, 12, 2, 192, 128),
         ),
         Case(
             "131,072 tokens, 30 layers, HQ = 64, G = 16, D = 192, DV = 128",
@@ -378,25 +609,151 @@ def most_kv_heads(gib: float, tokens: int, layers: int, HQ: int, D: int, DV: int
     return max((H for H in shareable if H * per_head <= gib * 2**30), default=0)
 
 
-def _most(room: float, per_head: int, HQ: int) -> int:
-    return max((H for H in range(1, HQ + 1) if HQ % H == 0 and H * per_head <= room), default=0)
+_CHOICES = {"not divided", "more than HQ", "fraction", "powers", "group rounded up", "halved"}
 
 
-def _powers_of_two(gib: float, tokens: int, layers: int, HQ: int, D: int, DV: int) -> int:
-    room, per_head = gib * 2**30, 2 * tokens * layers * (D + DV)
-    return max(
-        (H for H in (1, 2, 4, 8, 16, 32, 64) if HQ % H == 0 and H * per_head <= room), default=0
-    )
+def _most(slips: Slips, gib: float, tokens: int, layers: int, HQ: int, D: int, DV: int) -> float:
+    """`most_kv_heads` with slips."""
+    width = D if "keys alone" in slips else 2 * D if "values like keys" in slips else D + DV
+    size = 1 if "one byte" in slips else 4 if "doubled" in slips else 2
+    per_head = size * tokens * width * (1 if "one layer" in slips else layers)
+    room = gib * (10**9 if "GB" in slips else 2**20 if "MiB" in slips else 2**30)
+    if "no exact fit" in slips:
+        room -= 1
+    fits = int(room // per_head)
+    if slips & {"more than HQ", "fraction"}:
+        return fits if "more than HQ" in slips else room / per_head
+    heads = [H for H in range(1, min(fits, HQ) + 1) if HQ % H == 0 or "not divided" in slips]
+    if "powers" in slips:
+        heads = [H for H in heads if H & (H - 1) == 0]
+    if "group rounded up" in slips and heads:
+        heads = [HQ // -(-HQ // min(fits, HQ))]
+    if "halved" in slips and heads:
+        halves = (HQ >> n for n in range(HQ.bit_length()))
+        heads = [next(half for half in halves if half <= fits)]
+    if "own heads" in slips:
+        heads = [H for H in heads if H < HQ]
+    if not heads:
+        if "error" in slips:
+            raise ValueError("max() arg is an empty sequence")
+        if "division" in slips:
+            raise ZeroDivisionError("integer modulo by zero")
+        return 1 if "at least one" in slips else 0
+    H = min(heads) if "fewest" in slips else max(heads)
+    return HQ // H if "group" in slips else H
 
 
-def _fewest(gib: float, tokens: int, layers: int, HQ: int, D: int, DV: int) -> int:
-    return min(1, most_kv_heads(gib, tokens, layers, HQ, D, DV))
-
-
-def _group_instead(gib: float, tokens: int, layers: int, HQ: int, D: int, DV: int) -> int:
-    H = most_kv_heads(gib, tokens, layers, HQ, D, DV)
-    return HQ // H if H else 0
-
+_MOST_MISTAKES = (
+    Misconception(
+        "a number of KV heads that does not divide HQ",
+        slip(_most, "not divided"),
+        "So many would fit, but the query heads cannot be shared out evenly among them. What did "
+        "`group_size(8, 3)` say?",
+    ),
+    Misconception(
+        "more KV heads than there are query heads",
+        slip(_most, "more than HQ"),
+        "This is how many KV heads the memory can hold. How many can a model with HQ query heads "
+        "have, and which numbers share them out evenly?",
+    ),
+    Misconception(
+        "rounding the group size up, and dividing by it",
+        slip(_most, "group rounded up"),
+        "A group of that size fits, but it need not share out HQ heads evenly. Is HQ % G zero "
+        "here?",
+    ),
+    Misconception(
+        "halving HQ until it fits",
+        slip(_most, "halved"),
+        "Not all divisors of HQ are halves of halves, and half of an odd number is rounded. Which "
+        "numbers divide HQ here?",
+    ),
+    Misconception(
+        "a fraction of a KV head",
+        slip(_most, "fraction"),
+        "This is how many KV heads the memory can hold, to the digit. A model has whole ones: "
+        "which numbers of them share out HQ query heads evenly?",
+    ),
+    Misconception(
+        "leaving H = HQ out of the numbers to try",
+        slip(_most, "own heads"),
+        "With enough memory every query head can have its own KV head. Does your `range` end "
+        "before HQ?",
+    ),
+    Misconception(
+        "trying powers of two only",
+        slip(_most, "powers"),
+        "Most models take a power of two. Which other numbers of KV heads make groups of equal "
+        "size?",
+    ),
+    Misconception(
+        "the group size G where the number of KV heads is asked for",
+        slip(_most, "group"),
+        "G = HQ // H is the number of query heads that share one KV head. Which of the two had "
+        "you in your hands before you divided?",
+    ),
+    Misconception(
+        "the fewest KV heads, not the most",
+        slip(_most, "fewest"),
+        "One KV head makes the smallest cache. How little sharing will do?",
+    ),
+    Misconception(
+        "taking an exact fit for too large",
+        slip(_most, "no exact fit"),
+        "A cache may fill the memory to the last byte. Is your comparison `<` or `<=`?",
+    ),
+    *(
+        Misconception(
+            "an error where not even one KV head fits",
+            slip(_most, error),
+            "Nothing that fits is left here, and your function does not reckon with that. What is "
+            "asked for in that case?",
+        )
+        for error in ("error", "division")
+    ),
+    Misconception(
+        "one KV head where not even one fits",
+        slip(_most, "at least one"),
+        "One head needs more than there is. What is asked for in that case?",
+    ),
+    Misconception(
+        "GB (10⁹ bytes) where GiB (2³⁰ bytes) are given",
+        slip(_most, "GB"),
+        "The memory is given in GiB, which are a little larger than GB. How many bytes is one?",
+    ),
+    Misconception(
+        "MiB (2²⁰ bytes) where GiB (2³⁰ bytes) are given",
+        slip(_most, "MiB"),
+        "The memory is given in GiB. How many MiB make one?",
+    ),
+    Misconception(
+        "counting the keys alone",
+        slip(_most, "keys alone"),
+        "Scores need the earlier keys. What does the weighted sum need?",
+    ),
+    Misconception(
+        "taking values to be as wide as keys",
+        slip(_most, "values like keys"),
+        "Often DV = D, not always. How wide are the values in this case?",
+    ),
+    Misconception(
+        "counting a single layer",
+        slip(_most, "one layer"),
+        "Every layer keeps a cache of its own, and all of them have to fit at once. How many are "
+        "there?",
+    ),
+    Misconception(
+        "one byte per number",
+        slip(_most, "one byte"),
+        "fp16 and bf16 numbers take 16 bits. How many bytes is that?",
+    ),
+    Misconception(
+        "a factor of two too many",
+        slip(_most, "doubled"),
+        "One 2 stands for the bytes of a number. `D + DV` counts key and value already. What is "
+        "the other 2 for?",
+    ),
+)
 
 _MOST = Exercise(
     name="most_kv_heads",
@@ -408,80 +765,31 @@ per number? A cache that fills the memory exactly fits. If even one KV head is t
 """,
     minutes=6,
     difficulty=2,
+    hints=(
+        "Forget sharing for a moment: how many bytes does one KV head cost, and how many of those "
+        "does the memory hold?",
+        "Not every number that fits will do: groups of equal size need an `H` that divides `HQ`. "
+        "Which numbers are those for HQ = 12?",
+        "Go through the numbers from 1 to HQ, keep those that divide HQ and whose cache fits, and "
+        "take the largest. What is there to take if none is left?",
+    ),
+    why="The memory sets a limit, but only divisors of HQ share the query heads out evenly, so the "
+    "answer is the largest divisor below the limit and not the limit itself.",
     solution=most_kv_heads,
-    misconceptions=(
-        Misconception(
-            "a number of KV heads that does not divide HQ",
-            lambda gib, tokens, layers, HQ, D, DV: min(
-                HQ, int(gib * 2**30 // (2 * tokens * layers * (D + DV)))
-            ),
-            "So many would fit, but the query heads cannot be shared out evenly among them. What "
-            "did `group_size(8, 3)` say?",
-        ),
-        Misconception(
-            "more KV heads than there are query heads",
-            lambda gib, tokens, layers, HQ, D, DV: int(
-                gib * 2**30 // (2 * tokens * layers * (D + DV))
-            ),
-            "This is how many KV heads the memory can hold. How many can a model with HQ query "
-            "heads have, and which numbers share "
-            "them out evenly?",
-        ),
-        Misconception(
-            "trying powers of two only",
-            _powers_of_two,
-            "Most models take a power of two, but any divisor of HQ makes groups of equal size.",
-        ),
-        Misconception(
-            "the group size G where the number of KV heads is asked for",
-            _group_instead,
-            "G = HQ // H is the number of query heads that share one KV head. You had H in your "
-            "hands.",
-        ),
-        Misconception(
-            "the fewest KV heads, not the most",
-            _fewest,
-            "One KV head is the smallest cache. Asked for is how little sharing will do.",
-        ),
-        Misconception(
-            "taking an exact fit for too large",
-            lambda gib, tokens, layers, HQ, D, DV: _most(
-                gib * 2**30 - 1, 2 * tokens * layers * (D + DV), HQ
-            ),
-            "A cache may fill the memory to the last byte: compare with ≤.",
-        ),
-        Misconception(
-            "GB (10⁹ bytes) where GiB (2³⁰ bytes) are given",
-            lambda gib, tokens, layers, HQ, D, DV: _most(
-                gib * 1e9, 2 * tokens * layers * (D + DV), HQ
-            ),
-            "The memory is given in GiB, which are a little larger than GB.",
-        ),
-        Misconception(
-            "counting the keys alone",
-            lambda gib, tokens, layers, HQ, D, DV: _most(gib * 2**30, 2 * tokens * layers * D, HQ),
-            "Scores need the earlier keys; what does the weighted sum need?",
-        ),
-        Misconception(
-            "taking values to be as wide as keys",
-            lambda gib, tokens, layers, HQ, D, DV: _most(gib * 2**30, 4 * tokens * layers * D, HQ),
-            "Often DV = D, not always: this case has values of another width.",
-        ),
-        Misconception(
-            "counting a single layer",
-            lambda gib, tokens, layers, HQ, D, DV: _most(gib * 2**30, 2 * tokens * (D + DV), HQ),
-            "Every layer keeps its own cache, and all of them have to fit at once.",
-        ),
-        Misconception(
-            "one byte per number",
-            lambda gib, tokens, layers, HQ, D, DV: _most(
-                gib * 2**30, tokens * layers * (D + DV), HQ
-            ),
-            "fp16 and bf16 numbers take 16 bits. How many bytes is that?",
-        ),
+    misconceptions=_MOST_MISTAKES,
+    combine=together(
+        _MOST_MISTAKES,
+        _CHOICES,
+        {"more than HQ", "fraction", "group"},
+        {"more than HQ", "fraction", "error", "division", "at least one"},
+        {"more than HQ", "fraction", "own heads"},
+        _CHOICES - {"not divided", "powers"} | {"fewest"},
+        {"keys alone", "values like keys"},
+        {"one byte", "doubled"},
+        {"GB", "MiB", "no exact fit"},
     ),
     cases=(
-        Case("room for 10 KV heads, HQ = 12", lambda: (80, 262_144, 48, 12, 192, 128)),
+        Case("room for 9 KV heads, HQ = 42", lambda: (70, 262_144, 48, 42, 192, 128)),
         Case(
             "room for 8 KV heads and a little more, HQ = 32, DV < D",
             lambda: (10, 65_536, 30, 32, 192, 128),
@@ -498,3 +806,342 @@ per number? A cache that fills the memory exactly fits. If even one KV head is t
 )
 
 EXERCISES = (_EXPAND, _SCORES, _GRADIENT, _CACHE, _MOST)
+
+
+# -- two slips at once --
+
+
+def _rounds_of_h_copies(x: Tensor, G: int) -> Tensor:
+    return x.repeat(1, 1, x.shape[2], 1)
+
+
+def _positions_in_rounds(x: Tensor, G: int) -> Tensor:
+    return x.repeat(1, G, 1, 1)
+
+
+def _rounds_heads_first(q: Tensor, k: Tensor) -> Tensor:
+    copies = k.repeat(1, 1, q.shape[2] // k.shape[2], 1)
+    return torch.einsum("bihd,bjhd->bhij", q, copies)
+
+
+def _scaled_with_five_axes(q: Tensor, k: Tensor) -> Tensor:
+    H = k.shape[2]
+    qg = q.unflatten(2, (H, q.shape[2] // H))
+    return torch.einsum("bihgd,bjhd->bihgj", qg, k) * q.shape[-1] ** -0.5
+
+
+def _first_heads(dk_expanded: Tensor, H: int) -> Tensor:
+    return dk_expanded[:, :, :H]
+
+
+def _mean_of_rounds(dk_expanded: Tensor, H: int) -> Tensor:
+    return dk_expanded.unflatten(2, (-1, H)).mean(dim=2)
+
+
+def _query_heads_in_gb(tokens: int, layers: int, HQ: int, G: int, D: int, DV: int) -> float:
+    return 2 * tokens * layers * HQ * (D + DV) / 1e9
+
+
+def _keys_of_one_layer(tokens: int, layers: int, HQ: int, G: int, D: int, DV: int) -> float:
+    return 2 * tokens * (HQ // G) * D / 2**30
+
+
+def _undivided_keys(gib: float, tokens: int, layers: int, HQ: int, D: int, DV: int) -> int:
+    return min(HQ, int(gib * 2**30 // (2 * tokens * layers * D)))
+
+
+def _powers_below(gib: float, tokens: int, layers: int, HQ: int, D: int, DV: int) -> int:
+    per_head = 2 * tokens * layers * (D + DV)
+    fit = [H for H in (1, 2, 4, 8, 16, 32, 64) if HQ % H == 0 and H * per_head < gib * 2**30]
+    return max(fit, default=0)
+
+
+DOUBLES = (
+    Double(
+        "expand_heads",
+        _rounds_of_h_copies,
+        (
+            "`repeat` where `repeat_interleave` is meant",
+            "H copies of each head where G are needed",
+        ),
+    ),
+    Double(
+        "expand_heads",
+        _positions_in_rounds,
+        ("`repeat` where `repeat_interleave` is meant", "repeating positions, not heads"),
+    ),
+    Double(
+        "grouped_scores",
+        _rounds_heads_first,
+        (
+            "sharing a key among every H-th query head, not among neighbours",
+            "heads before positions, as in the chapter's scores",
+        ),
+    ),
+    Double(
+        "grouped_scores",
+        _scaled_with_five_axes,
+        (
+            "leaving the group as an axis of its own",
+            "scaled scores where unscaled ones are asked for",
+        ),
+    ),
+    Double(
+        "key_gradient",
+        _first_heads,
+        (
+            "adding up every H-th head, not neighbours",
+            "keeping one head's gradient for the whole group",
+        ),
+    ),
+    Double(
+        "key_gradient",
+        _mean_of_rounds,
+        ("averaging over the group", "adding up every H-th head, not neighbours"),
+    ),
+    Double(
+        "cache_gib",
+        _query_heads_in_gb,
+        ("counting query heads", "GB (10⁹ bytes) where GiB (2³⁰ bytes) are asked for"),
+    ),
+    Double(
+        "cache_gib",
+        _keys_of_one_layer,
+        ("counting the keys alone", "counting a single layer"),
+    ),
+    Double(
+        "most_kv_heads",
+        _undivided_keys,
+        ("a number of KV heads that does not divide HQ", "counting the keys alone"),
+    ),
+    Double(
+        "most_kv_heads",
+        _powers_below,
+        ("trying powers of two only", "taking an exact fit for too large"),
+    ),
+)
+
+
+# -- what the chapter warns of --
+
+TRAPS = (
+    Trap(
+        "One GiB is $2^{30}$ bytes.",
+        "cache_gib",
+        "GB (10⁹ bytes) where GiB (2³⁰ bytes) are asked for",
+    ),
+    Trap(
+        "a number\ntakes two bytes (fp16 or bf16)",
+        "cache_gib",
+        "one byte per number",
+    ),
+    Trap(
+        "what has to lie ready: tokens, layers, heads",
+        "cache_gib",
+        "counting a single layer",
+    ),
+    Trap(
+        "Old keys were read, old values were read, old queries never: they are not in the cache.",
+        "cache_gib",
+        "keeping the queries, too",
+    ),
+    Trap(
+        "one key of width `D`, one value of width `DV`",
+        "cache_gib",
+        "counting the keys alone",
+    ),
+    Trap(
+        "values of another width, `DV = 5`",
+        "cache_gib",
+        "taking values to be as wide as keys",
+    ),
+    Trap(
+        "Does every query head need keys of its own?",
+        "cache_gib",
+        "counting query heads",
+    ),
+    Trap(
+        "Eight query heads cannot be shared out among three KV heads",
+        "most_kv_heads",
+        "a number of KV heads that does not divide HQ",
+    ),
+    Trap(
+        "Papers write *GQA-8* for eight *groups*, that is eight KV heads. In this course `G` is "
+        "the *size* of a group.",
+        "cache_gib",
+        "counting the heads of a group, G, where KV heads are meant",
+    ),
+    Trap(
+        "both are 8, and nobody notices a mix-up; with 4 KV heads, `G` is 16",
+        "expand_heads",
+        "H copies of each head where G are needed",
+    ),
+    Trap(
+        "both are 8, and nobody notices a mix-up",
+        "most_kv_heads",
+        "the group size G where the number of KV heads is asked for",
+    ),
+    Trap(
+        "Only one of the two is the wiring above",
+        "expand_heads",
+        "`repeat` where `repeat_interleave` is meant",
+    ),
+    Trap(
+        "`repeat` lays whole rounds of heads one after the other",
+        "expand_heads",
+        "`repeat` where `repeat_interleave` is meant",
+    ),
+    Trap(
+        "No error, the right shape, plausible numbers, and half of the heads are wrong.",
+        "grouped_scores",
+        "sharing a key among every H-th query head, not among neighbours",
+    ),
+    Trap(
+        "What matters is the wiring that the weights were trained with.",
+        "key_gradient",
+        "adding up every H-th head, not neighbours",
+    ),
+    Trap(
+        "until you ask for one flat axis of heads",
+        "expand_heads",
+        "leaving the copies on an axis of their own",
+    ),
+    Trap(
+        "Query head `hq = h·G + g` becomes\n`(h, g)`.",
+        "grouped_scores",
+        "merging the two head axes in the wrong order",
+    ),
+    Trap(
+        "The letter `g` stands on the queries alone",
+        "grouped_scores",
+        "pairing query heads with KV heads one to one",
+    ),
+    Trap(
+        "letters that are missing on the right are summed",
+        "grouped_scores",
+        "summing the scores of a group's heads",
+    ),
+    Trap(
+        "position before head, so that its scores come in the order of those rows",
+        "grouped_scores",
+        "merging axes with a reshape that does not move them",
+    ),
+    Trap(
+        "In between, each KV head has its own such product",
+        "grouped_scores",
+        "one KV head for all query heads",
+    ),
+    Trap(
+        "The heads disagree even in sign, and the shared key goes where their sum pushes it.",
+        "key_gradient",
+        "keeping one head's gradient for the whole group",
+    ),
+    Trap(
+        "The sum, not the mean: four heads that agree push\nfour times as hard as one.",
+        "key_gradient",
+        "averaging over the group",
+    ),
+)
+
+
+# -- predictions --
+
+PREDICTIONS = (
+    Prediction(
+        name="cache_of_64_heads",
+        question="Keys and values of 65,536 tokens, 60 layers, 64 heads, each 128 wide, two bytes "
+        "per number: how many GiB?",
+        reason="Every token adds 60 · 64 · (128 + 128) numbers of two bytes, 1.875 MiB, and there "
+        "are 65,536 tokens.",
+        thoughts=(
+            (60, "That is the keys alone, or one byte per number. Half of the cache is values."),
+            (240, "That is a factor of two too many: key and value together are 256 numbers wide."),
+            (2, "That is one layer. Each of the 60 has a cache of its own."),
+            (1.875, "That is one head in all layers, or one token in MiB."),
+            (128.849, "That is in GB, 10⁹ bytes each. A GiB is a little more."),
+            (
+                8,
+                "That was the table of scores in chapter 01. Keys and values are a list, one entry "
+                "per token, but of every head in every layer.",
+            ),
+            (lambda guess: guess > 10**6, "Are these bytes, or MiB? A GiB is 2³⁰ bytes."),
+        ),
+        unit="GiB",
+    ),
+    Prediction(
+        name="fewer_operations",
+        question="If 8 heads share one set of keys, how many times fewer multiplications does "
+        "attention need for a token?",
+        reason="Every query head still meets every position: 64 heads ask 64 questions, whoever "
+        "owns the keys.",
+        thoughts=(
+            (
+                8,
+                "The keys are 8 times fewer, and so are the bytes. But who multiplies is a query "
+                "head, and these are as many as before.",
+            ),
+            (64, "That counts 64 heads, or 8 times 8. No query head has gone."),
+            (7, "Seven of eight sets of keys are gone, but no query head is."),
+            (0, "None is saved. In times, that is 1."),
+            (1 / 8, "The keys shrink to an eighth. The questions do not."),
+        ),
+    ),
+    Prediction(
+        name="repeated_by_repeat",
+        question="KV heads [0, 1], repeat(4): which eight numbers, in which order?",
+        reason="`repeat` lays whole rounds of the list one after the other.",
+        thoughts=(
+            ([0, 0, 0, 0, 1, 1, 1, 1], "That is the other one: it keeps neighbours together."),
+            ([0, 1, 0, 1], "That is two rounds. There are four."),
+        ),
+    ),
+    Prediction(
+        name="repeated_by_repeat_interleave",
+        question="KV heads [0, 1], repeat_interleave(4): which eight numbers, in which order?",
+        reason="`repeat_interleave` repeats each entry where it stands.",
+        thoughts=(
+            ([0, 1, 0, 1, 0, 1, 0, 1], "The name sounds like it, but that is `repeat`."),
+            ([0, 0, 1, 1], "That is each entry twice. It is asked for four times."),
+        ),
+    ),
+    Prediction(
+        name="bytes_behind_expand",
+        question="Keys of 384 bytes, expanded to four copies of each head: how many bytes lie "
+        "behind them?",
+        reason="`expand` gives several indices the same place in memory, so nothing is copied.",
+        thoughts=(
+            (1536, "So many numbers can be read, but four indices share each place."),
+            (96, "It cannot be less than the keys themselves."),
+            (0, "The keys themselves still lie somewhere."),
+        ),
+        unit="bytes",
+    ),
+    Prediction(
+        name="bytes_once_flat",
+        question="And how many bytes, once the head axis is a single axis of 8 again?",
+        reason="One flat axis needs one step from head to head, and no step size visits each place "
+        "four times, so PyTorch makes the copies.",
+        thoughts=(
+            (
+                384,
+                "That would be free. But along one axis the steps in memory are all alike, and "
+                "0, 0, 0, 0, 1, 1, 1, 1 has two kinds of step.",
+            ),
+            (3072, "That is eight copies of both heads. Each head is needed four times."),
+        ),
+        unit="bytes",
+    ),
+    Prediction(
+        name="wait_with_one_kv_head",
+        question='With H = 1, does a token wait longer for the "reading" or for the "computing"?',
+        reason="One KV head gives 64 operations for every byte read, and the machine could do 206.",
+        thoughts=(
+            (
+                "computing",
+                "It comes much closer, but 64 operations per byte are still fewer than "
+                "the machine can do.",
+            ),
+            ("both", "They overlap. The reading takes about three times as long."),
+        ),
+    ),
+)
