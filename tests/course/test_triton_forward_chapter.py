@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from selection import Problem
 
 from nsa_tutorial import bench
 from nsa_tutorial.course import exercises, lowered, phases, recorder
+from nsa_tutorial.course.exercises import triton_forward as chapter_11
+from nsa_tutorial.course.judging import judge
+from nsa_tutorial.course.mistakes import Wrong
 from nsa_tutorial.course.widgets import triton_forward as pictures
 from nsa_tutorial.runtime import environment
 from nsa_tutorial.sparse import native_sparse_attention, selected_attention, sliding_window
@@ -543,3 +547,149 @@ def test_phases_are_those_of_the_twin() -> None:
         == phases(selected_attention.forward)
         == phases("nsa_tutorial.kernels.tilelang_forward:build_kernel")
     )
+
+
+# -- what the tutor says --
+
+EXERCISES = {e.name: e for e in chapter_11.EXERCISES}
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_without_slips_a_wrong_solution_is_right(name: str) -> None:
+    """A slip changes what it is named for, and nothing else."""
+    e = EXERCISES[name]
+    assert judge(e, Wrong(e.misconceptions[0].wrong.function, frozenset())).outcome == "right"
+
+
+def other_brackets(query: int, head: int, H: int, G: int) -> list:
+    group = torch.arange(max(16, 2 ** math.ceil(math.log2(G))))
+    return torch.where(group < G, query * H + head * G + group, -1).tolist()
+
+
+def one_bit_more(query: int, head: int, H: int, G: int) -> list:
+    GT = max(16, 2 ** G.bit_length())
+    return [(query * H + head) * G + i if i < G else -1 for i in range(GT)]
+
+
+def gated_but_not_ended(ids: list, first_key: int, num_visible: int, BS: int) -> torch.Tensor:
+    block_id = torch.tensor(ids)[:, None]
+    return torch.where(block_id >= 0, first_key + block_id * BS + torch.arange(BS), -1)
+
+
+def rows_beside_a_count(ids: list, first_key: int, num_visible: int, BS: int) -> torch.Tensor:
+    block_id = torch.tensor(ids)[:, None]
+    rows = first_key + block_id * BS + torch.arange(BS)
+    return torch.where((block_id >= 0) & (rows < num_visible), rows, -1)
+
+
+def ended_but_not_gated(ids: list, first_key: int, num_visible: int, BS: int) -> torch.Tensor:
+    keys = torch.tensor(ids)[:, None] * BS + torch.arange(BS)
+    return torch.where(keys < num_visible, first_key + keys, -1)
+
+
+def without_empty_slots(ids: list, first_key: int, num_visible: int, BS: int) -> torch.Tensor:
+    return key_by_key([block_id for block_id in ids if block_id >= 0], first_key, num_visible, BS)
+
+
+def key_by_key(ids: list, first_key: int, num_visible: int, BS: int) -> torch.Tensor:
+    rows = torch.full((len(ids), BS), -1.0)
+    for slot, block_id in enumerate(ids):
+        if block_id < 0:
+            break
+        for key in range(block_id * BS, min((block_id + 1) * BS, num_visible)):
+            rows[slot, key - block_id * BS] = first_key + key
+    return rows
+
+
+def from_the_end(ids: list, num_blocks: int) -> int:
+    walked = len(ids)
+    while walked and ids[walked - 1] == -1:
+        walked -= 1
+    return walked
+
+
+def the_slot(ids: list, num_blocks: int) -> int:
+    return max((slot for slot, b in enumerate(ids) if 0 <= b < num_blocks), default=0)
+
+
+def by_search(cu_seqlens: list) -> tuple:
+    token, cu = torch.arange(cu_seqlens[-1]), torch.tensor(cu_seqlens)
+    start = cu[torch.searchsorted(cu, token) - 1]
+    return start.tolist(), (token - start + 1).tolist()
+
+
+def in_pairs(cu_seqlens: list) -> list:
+    return [
+        (start, t - start + 1) for start, end in pairwise(cu_seqlens) for t in range(start, end)
+    ]
+
+
+def not_clamped(position: int, first_key: int, window_size: int, BS: int) -> tuple:
+    return first_key + position - window_size + 1, window_size, -(-window_size // BS)
+
+
+def touched(position: int, first_key: int, window_size: int, BS: int) -> tuple:
+    start = max(position + 1 - window_size, 0)
+    return first_key + start, position + 1 - start, position // BS - start // BS + 1
+
+
+TYPED = [
+    ("store_offsets", other_brackets, "too short a step from query to query"),
+    ("store_offsets", one_bit_more, "rounding a power of two up to the next"),
+    ("key_rows", gated_but_not_ended, "loading whatever the list names"),
+    (
+        "key_rows",
+        rows_beside_a_count,
+        "comparing a row of K with a count of the sequence",
+    ),
+    (
+        "key_rows",
+        ended_but_not_gated,
+        "hiding the score of an empty slot, but loading its keys",
+    ),
+    ("key_rows", without_empty_slots, "leaving out the rows of empty slots"),
+    ("key_rows", key_by_key, "stopping at the first empty slot"),
+    ("walked_slots", from_the_end, "walking up to blocks of the future"),
+    (
+        "walked_slots",
+        the_slot,
+        "the number of the last slot in place of how many there are",
+    ),
+    ("locate", by_search, "giving a boundary's token to the sequence before it"),
+    ("locate", in_pairs, "a list of pairs in place of two lists"),
+    ("window_row", not_clamped, "reaching back before the tensor"),
+    ("window_row", touched, "counting the sequence's blocks that the window touches"),
+    (
+        "overflowing_rows",
+        lambda H, G, D: 2**31 // (H * G * D),
+        "the last number of rows that still fits",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "mistake"),
+    TYPED,
+    ids=[f"{name}-{typed.__name__}" for name, typed, _ in TYPED],
+)
+def test_what_a_reader_would_type_is_recognised(name: str, typed: Callable, mistake: str) -> None:
+    assert judge(EXERCISES[name], typed).misconceptions == (mistake,)
+
+
+def test_whole_numbers_are_shown_as_such() -> None:
+    """`key_rows` gives rows of K, not decimals."""
+    assert "expected [[ 0,  1],\n" in judge(EXERCISES["key_rows"], key_by_key).text
+
+
+def test_thoughts_about_guesses_hold() -> None:
+    known = {p.name: [guess for guess, _ in p.thoughts] for p in chapter_11.PREDICTIONS}
+    elements = 4 * 16 * 128
+    assert {2**32 // elements, 2**31 // (2 * elements), 2**31 // (4 * 128), 2**31 // 128} <= set(
+        known["first_token_past_int32"]
+    )
+    named = {length: (torch.arange(length) // 64 + 1).clamp(max=16) for length in (8192, 65536)}
+    queries = 100 * (named[8192] < 16).double().mean().item()
+    longer = 100 * (1 - named[65536].double().mean().item() / 16)
+    assert {round(queries, 1), round(longer, 1)} <= set(known["empty_slots"])
+    assert int((named[8192] < 16).sum()) == 960
+    assert {65536 * 4, 65536 * 2, 65536 * 64 * 2} <= set(known["programs_of_both_branches"])

@@ -2,13 +2,15 @@
 window's first key, 64 bits."""
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course.exercises import Case, Exercise, Misconception
+from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.mistakes import slip, together
+
+Slips = frozenset[str]
 
 # -- store_offsets --
 
@@ -25,31 +27,106 @@ def store_offsets(query: int, head: int, H: int, G: int) -> list[int]:
     return torch.where(in_group, group_row, -1).tolist()
 
 
-def _stored(
-    least: int = 16,
-    grow: str = "double",
-    masked: bool = True,
-    stride: str = "G",
-    order: str = "query",
-) -> Callable:
-    """A wrong `store_offsets`, with one change."""
+def _stored(slips: Slips, query: int, head: int, H: int, G: int) -> list[int]:
+    """`store_offsets` with slips."""
+    GT = 1 if "few rows" in slips else 16
+    while GT < G:
+        GT *= 2
+    if "doubled" in slips:
+        GT = max(16, 1 << G.bit_length())
+    if "multiple" in slips:
+        GT = -(-G // 16) * 16
+    if "always 16" in slips:
+        GT = 16
+    if "no padding" in slips:
+        GT = G
+    group = torch.arange(GT)
+    stride = GT if "padded tensor" in slips else G
+    program = head * H + query if "exchanged" in slips else query * H + head
+    first_row = program * stride
+    if "brackets" in slips:
+        first_row = query * H + head * G
+    if "groups of 1" in slips:
+        first_row = program
+    group_row = first_row + (group % G if "copies" in slips else group)
+    if slips & {"unmasked", "copies"}:
+        return group_row.tolist()
+    in_group = group < G + ("one more" in slips)
+    return torch.where(in_group, group_row, 0 if "to 0" in slips else -1).tolist()
 
-    def wrong(query: int, head: int, H: int, G: int) -> list[int]:
-        GT = least
-        while grow == "double" and GT < G:
-            GT *= 2
-        if grow == "multiple":
-            GT = -(-G // 16) * 16
-        if grow == "never":
-            GT = least or G
-        group = torch.arange(GT)
-        step = G if stride == "G" else GT
-        program = query * H + head if order == "query" else head * H + query
-        group_row = program * step + group
-        return torch.where(group < G, group_row, -1).tolist() if masked else group_row.tolist()
 
-    return wrong
-
+_STORE_MISTAKES = (
+    Misconception(
+        "storing the padding",
+        slip(_stored, "unmasked"),
+        "Behind the group's own numbers lie those of the next KV head. Which program do they "
+        "belong to, and who stores last?",
+    ),
+    Misconception(
+        "storing one row of the padding",
+        slip(_stored, "one more"),
+        "The heads of a group are numbered from 0. Which number has the last of `G`?",
+    ),
+    Misconception(
+        "storing the padding at offset 0",
+        slip(_stored, "to 0"),
+        "For a load that is harmless, but this is a store. Whose number lies at offset 0?",
+    ),
+    Misconception(
+        "filling the tile with copies of the heads",
+        slip(_stored, "copies"),
+        "Copies store the same number twice, or have to be averaged. Which rows of the tile are "
+        "the group's own?",
+    ),
+    Misconception(
+        "no padding",
+        slip(_stored, "no padding"),
+        "A tensor core multiplies tiles, not rows. How many rows does `m16n8k16` take?",
+    ),
+    Misconception(
+        "a power of two, but fewer than 16 rows",
+        slip(_stored, "few rows"),
+        "`tl.arange` is content with any power of two. How many rows does `m16n8k16` take?",
+    ),
+    Misconception(
+        "always 16 rows",
+        slip(_stored, "always 16"),
+        "What becomes of head 17 of a group of 20?",
+    ),
+    Misconception(
+        "rounding a power of two up to the next",
+        slip(_stored, "doubled"),
+        "Half of your tile is idle. Does a group of 16 need more than 16 rows?",
+    ),
+    Misconception(
+        "rounding up to a multiple of 16",
+        slip(_stored, "multiple"),
+        "TileLang takes any multiple of 16, and chapter 10 pads so. What lengths does "
+        "`tl.arange` take?",
+    ),
+    Misconception(
+        "padding the tensor as well as the tile",
+        slip(_stored, "padded tensor"),
+        "The tile has gaps, the tensor has none. How many numbers of LSE lie between two "
+        "neighbouring programs?",
+    ),
+    Misconception(
+        "too short a step from query to query",
+        slip(_stored, "brackets"),
+        "How many numbers of LSE belong to one query, over all its KV heads?",
+    ),
+    Misconception(
+        "forgetting that each program stores G numbers",
+        slip(_stored, "groups of 1"),
+        "Program (0, 1) stores behind program (0, 0). How many numbers has that one stored?",
+    ),
+    Misconception(
+        "exchanging query and head",
+        slip(_stored, "exchanged"),
+        "The last axis of `[R, H, G]` runs fastest, then the one before it. Which of the two is "
+        "further out, query or head?",
+    ),
+)
 
 _STORE = Exercise(
     name="store_offsets",
@@ -61,48 +138,29 @@ is stored, and -1 for a row that the mask keeps from being stored.
 """,
     minutes=5,
     difficulty=1,
+    hints=(
+        "Take `H = 2` and groups of `G = 4`. Number the elements of LSE from 0, query by query. "
+        "Which four belong to query 1 and KV head 0, and how many rows has the program's tile?",
+        "The program's group begins behind all groups before it: `H` for each earlier query, and "
+        "one for each earlier head. The tile goes on behind the group, and LSE does not.",
+        "Start from 16 and double until the group fits. Number the tile's rows with "
+        "`torch.arange`, add where the group begins, counted in numbers of LSE, and let "
+        "`torch.where` put -1 into the rows from `G` on.",
+    ),
+    why="Programs run in any order and nobody checks a store, so each of them must leave alone "
+    "what belongs to the others.",
     solution=store_offsets,
-    misconceptions=(
-        Misconception(
-            "storing the padding",
-            _stored(masked=False),
-            "Behind the group's own numbers lie those of the next KV head. Which program do they "
-            "belong to, and who stores last?",
-        ),
-        Misconception(
-            "no padding",
-            _stored(0, "never"),
-            "A tensor core multiplies tiles, not rows. How many rows does `m16n8k16` take?",
-        ),
-        Misconception(
-            "a power of two, but fewer than 16 rows",
-            _stored(1),
-            "`tl.arange` is satisfied with a power of two. What else has to fit: how many rows "
-            "does `m16n8k16` take?",
-        ),
-        Misconception(
-            "always 16 rows",
-            _stored(16, "never"),
-            "What becomes of head 17 of a group of 20?",
-        ),
-        Misconception(
-            "rounding up to a multiple of 16",
-            _stored(16, "multiple"),
-            "TileLang takes any multiple of 16, and chapter 10 pads so. What lengths does "
-            "`tl.arange` take?",
-        ),
-        Misconception(
-            "padding the tensor as well as the tile",
-            _stored(stride="GT"),
-            "The tile has gaps, the tensor has none. How many numbers of LSE lie between two "
-            "neighbouring programs?",
-        ),
-        Misconception(
-            "exchanging query and head",
-            _stored(order="head"),
-            "The last axis of `[R, H, G]` runs fastest, then the one before it. Which of the two "
-            "is further out, query or head?",
-        ),
+    misconceptions=_STORE_MISTAKES,
+    combine=together(
+        _STORE_MISTAKES,
+        {"few rows", "doubled", "always 16", "multiple", "no padding"},
+        {"brackets", "groups of 1", "padded tensor", "exchanged"},
+        {"one more", "unmasked", "copies"},
+        {"unmasked", "to 0", "copies"},
+        {"no padding", "unmasked"},
+        {"no padding", "to 0"},
+        {"no padding", "copies"},
+        {"no padding", "padded tensor"},
     ),
     cases=(
         Case("a group of 1", lambda: (0, 1, 2, 1)),
@@ -130,38 +188,123 @@ def key_rows(ids: list[int], first_key: int, num_visible: int, BS: int) -> Tenso
     return torch.stack(rows)  # [S, BS]
 
 
-def _rows(
-    empty: str = "masked", end: str = "visible", base: bool = True, unit: str = "block"
-) -> Callable:
-    """A wrong `key_rows`, with one change."""
+def _rows(slips: Slips, ids: list[int], first_key: int, num_visible: int, BS: int) -> Tensor:
+    """`key_rows` with slips."""
+    if "stop" in slips and min(ids) < 0:
+        first = next(slot for slot, block_id in enumerate(ids) if block_id < 0)
+        ids = ids[:first] + [-1] * (len(ids) - first)
+    if "dropped" in slips:
+        ids = [block_id for block_id in ids if block_id >= 0]
+    tokens, blocks = torch.arange(BS), -(-num_visible // BS)
+    if "zero" in slips:
+        ids = [max(block_id, 0) for block_id in ids]
+    if "last" in slips:
+        ids = [block_id % blocks if block_id < 0 else block_id for block_id in ids]
+    if "sequence" in slips:
+        first_key = 0
+    end = num_visible
+    if "one more" in slips or "one less" in slips:
+        end += 1 if "one more" in slips else -1
+    if "tensor" in slips:
+        end -= first_key
+    if "whole blocks" in slips:
+        end = num_visible // BS * BS
+    rows = []
+    for block_id in ids:
+        is_visible = ("score only" in slips or block_id >= 0) and (
+            "everything" in slips or block_id < blocks
+        )
+        start = block_id * (1 if "in tokens" in slips else BS) if is_visible else 0
+        is_seen = start + tokens < end
+        if slips & {"everything", "own block"}:
+            is_seen = tokens >= 0
+        rows.append(
+            torch.where(
+                is_seen & is_visible, first_key + start + tokens, 0 if "row 0" in slips else -1
+            )
+        )
+    return torch.stack(rows) if rows else torch.empty(0, BS)
 
-    def wrong(ids: list[int], first_key: int, num_visible: int, BS: int) -> Tensor:
-        tokens, rows, stopped = torch.arange(BS), [], False
-        blocks = -(-num_visible // BS)
-        for block_id in ids:
-            stopped = stopped or (empty == "stop" and block_id < 0)
-            here = block_id
-            if empty == "zero":
-                here = max(block_id, 0)
-            elif empty == "last" and block_id < 0:
-                here = blocks + block_id
-            is_block = here >= 0 or empty == "score only"
-            is_visible = is_block and (here < blocks or end == "none") and not stopped
-            start = here * (BS if unit == "block" else 1) if is_visible else 0
-            last = {
-                "visible": num_visible,
-                "block": start + BS,
-                "none": start + BS,
-                "one more": num_visible + 1,
-                "one less": num_visible - 1,
-                "tensor": num_visible - first_key,
-            }[end]
-            is_seen = is_visible & (start + tokens < last)
-            rows.append(torch.where(is_seen, (first_key if base else 0) + start + tokens, -1))
-        return torch.stack(rows)
 
-    return wrong
-
+_KEYS_MISTAKES = (
+    Misconception(
+        "hiding the score of an empty slot, but loading its keys",
+        slip(_rows, "score only"),
+        "-1 times BS is an address, too: BS rows before the sequence, in somebody else's keys or "
+        "before the tensor. Does a mask on the score come in time for the load?",
+    ),
+    Misconception(
+        "stopping at the first empty slot",
+        slip(_rows, "stop"),
+        "-1 says that this slot is empty. What does it say about the slots behind it?",
+    ),
+    Misconception(
+        "taking an empty slot for block 0",
+        slip(_rows, "zero"),
+        "Clamping makes the address legal, and the block count. What does a block that is listed "
+        "twice do to the softmax?",
+    ),
+    Misconception(
+        "reading -1 as Python does",
+        slip(_rows, "last"),
+        "In Python, index -1 is the last element. Which block does it name here?",
+    ),
+    Misconception(
+        "leaving out the rows of empty slots",
+        slip(_rows, "dropped"),
+        "A kernel's loop walks the slots, and each step has a tile of its own. What does the tile "
+        "of an empty slot load?",
+    ),
+    Misconception(
+        "loading whatever the list names",
+        slip(_rows, "everything"),
+        "The list decides which blocks a query wants. Which number says how far it may see?",
+    ),
+    Misconception(
+        "loading the whole block that the query stands in",
+        slip(_rows, "own block"),
+        "The last visible block is often visible in part. What do its other keys know that the "
+        "query must not?",
+    ),
+    Misconception(
+        "leaving out the block that is visible in part",
+        slip(_rows, "whole blocks"),
+        "`num_visible // BS` counts whole blocks. In which block is the query's own key?",
+    ),
+    Misconception(
+        "seeing one key too many",
+        slip(_rows, "one more"),
+        "`num_visible` keys are numbered from 0. Which number has the last of them?",
+    ),
+    Misconception(
+        "losing the last visible key",
+        slip(_rows, "one less"),
+        "With causal attention, the last visible key is the query's own. Does a query see itself?",
+    ),
+    Misconception(
+        "comparing a row of K with a count of the sequence",
+        slip(_rows, "tensor"),
+        "`num_visible` counts from the sequence's first key. From where do the numbers count that "
+        "you compare with it?",
+    ),
+    Misconception(
+        "forgetting where the sequence begins",
+        slip(_rows, "sequence"),
+        "Block 0 of the second sequence is not block 0 of the tensor. At which row of K does it "
+        "begin?",
+    ),
+    Misconception(
+        "counting ids in tokens",
+        slip(_rows, "in tokens"),
+        "How many keys lie between the beginning of block 0 and that of block 2?",
+    ),
+    Misconception(
+        "row 0 in place of −1",
+        slip(_rows, "row 0"),
+        "Row 0 of K is a key like any other. How does your tensor say that an element loads "
+        "nothing?",
+    ),
+)
 
 _KEYS = Exercise(
     name="key_rows",
@@ -175,68 +318,28 @@ must not load.
 """,
     minutes=7,
     difficulty=2,
+    hints=(
+        "Take blocks of 2 and a query that sees 5 keys of a sequence that begins at row 10 of K. "
+        "Which rows do blocks 0, 2 and 3 load, and which does a slot with -1?",
+        "An element loads if two things hold. Its slot names a block, which is at least 0. And its "
+        "key, counted in the *sequence*, comes before `num_visible`.",
+        "For each slot, `tokens` is 0 to `BS` - 1. Find where the block starts in the sequence, "
+        "and compare start and token with `num_visible`. Add `first_key` only to the row of K, "
+        "then let `torch.where` choose between it and -1, and stack the slots.",
+    ),
+    why="A mask on the score hides a number; only a mask on the load keeps a program out of "
+    "memory that is not its query's, and one comparison in the sequence's own count gives it for "
+    "all cases.",
     solution=key_rows,
-    misconceptions=(
-        Misconception(
-            "hiding the score of an empty slot, but loading its keys",
-            _rows(empty="score only"),
-            "-1 times BS is an address, too: BS rows before the sequence, in somebody else's "
-            "keys or before the tensor. The mask on the score comes too late for the load.",
-        ),
-        Misconception(
-            "stopping at the first empty slot",
-            _rows(empty="stop"),
-            "-1 says that this slot is empty. What does it say about the slots behind it?",
-        ),
-        Misconception(
-            "taking an empty slot for block 0",
-            _rows(empty="zero"),
-            "Clamping makes the address legal, and the block count. What does a block that is "
-            "listed twice do to the softmax?",
-        ),
-        Misconception(
-            "reading -1 as Python does",
-            _rows(empty="last"),
-            "In Python, index -1 is the last element. Here it is no block at all.",
-        ),
-        Misconception(
-            "loading whatever the list names",
-            _rows(end="none"),
-            "The list decides which blocks a query wants. Which number says how far it may see?",
-        ),
-        Misconception(
-            "loading the whole block that the query stands in",
-            _rows(end="block"),
-            "The last visible block is often visible in part. What do its other keys know that "
-            "the query must not?",
-        ),
-        Misconception(
-            "seeing one key too many",
-            _rows(end="one more"),
-            "`num_visible` keys are numbered from 0. Which number has the last of them?",
-        ),
-        Misconception(
-            "losing the last visible key",
-            _rows(end="one less"),
-            "With causal attention, the last visible key is the query's own. Does a query see "
-            "itself?",
-        ),
-        Misconception(
-            "comparing a row of K with a count of the sequence",
-            _rows(end="tensor"),
-            "`num_visible` counts from the sequence's first key. From where do the numbers count "
-            "that you compare with it?",
-        ),
-        Misconception(
-            "forgetting where the sequence begins",
-            _rows(base=False),
-            "Block 0 of the second sequence is not block 0 of the tensor.",
-        ),
-        Misconception(
-            "counting ids in tokens",
-            _rows(unit="token"),
-            "Block 2 begins two blocks behind block 0, not two tokens.",
-        ),
+    misconceptions=_KEYS_MISTAKES,
+    combine=together(
+        _KEYS_MISTAKES,
+        {"score only", "stop", "zero", "last", "dropped"},
+        {"everything", "own block", "one more", "one less", "whole blocks"},
+        {"everything", "tensor"},
+        {"own block", "tensor"},
+        {"sequence", "tensor"},
+        {"whole blocks", "tensor"},
     ),
     cases=(
         Case("an empty slot in the middle", lambda: ([0, -1, 1], 0, 4, 2)),
@@ -262,25 +365,90 @@ def walked_slots(ids: list[int], num_blocks: int) -> int:
     return num_slots
 
 
-def _walked(how: str) -> Callable:
-    """A wrong `walked_slots`."""
+def _walked(slips: Slips, ids: list[int], num_blocks: int) -> int:
+    """`walked_slots` with slips."""
+    end = math.inf if "future" in slips else num_blocks + ("one more" in slips)
+    least = 1 if "nonzero" in slips else 0
+    named = [slot for slot, block_id in enumerate(ids) if least <= block_id < end]
+    empty = [slot for slot in range(len(ids)) if slot not in named]
+    walked = max(named, default=-1) + 1
+    if "named" in slips:
+        walked = len(named)
+    if "visible" in slips:
+        walked = min(len(ids), num_blocks)
+    if "first empty" in slips:
+        walked = min(empty, default=len(ids))
+    if "last" in slips:
+        walked = max(named, default=0)
+    if "all" in slips:
+        walked = len(ids)
+    if "largest id" in slips:
+        walked = max((ids[slot] for slot in named), default=-1) + 1
+    if "distance" in slips:
+        walked = named[-1] - named[0] + 1 if named else 0
+    return max(walked, 1) if "at least 1" in slips else walked
 
-    def wrong(ids: list[int], num_blocks: int) -> int:
-        end = {"future": math.inf, "one more": num_blocks + 1}.get(how, num_blocks)
-        least = 1 if how == "nonzero" else 0
-        named = [slot for slot, block_id in enumerate(ids) if least <= block_id < end]
-        empty = [slot for slot in range(len(ids)) if slot not in named]
-        return {
-            "named": len(named),
-            "first empty": min(empty, default=len(ids)),
-            "last": max(named, default=0),
-            "all": len(ids),
-            "largest id": max((ids[slot] for slot in named), default=-1) + 1,
-            "distance": named[-1] - named[0] + 1 if named else 0,
-        }.get(how, max(named, default=-1) + 1)
 
-    return wrong
-
+_WALKED_MISTAKES = (
+    Misconception(
+        "counting the blocks",
+        slip(_walked, "named"),
+        "An empty slot may lie in the middle. If the program walks as many slots as there are "
+        "blocks, where does it stop?",
+    ),
+    Misconception(
+        "walking as many slots as there are visible blocks",
+        slip(_walked, "visible"),
+        "A list names some of the visible blocks, in any of its slots. Which slot is the last that "
+        "matters?",
+    ),
+    Misconception(
+        "stopping at the first slot without a visible block",
+        slip(_walked, "first empty"),
+        "-1 says that this slot is empty. What does it say about the slots behind it?",
+    ),
+    Misconception(
+        "the number of the last slot in place of how many there are",
+        slip(_walked, "last"),
+        "Slots are numbered from 0. If the last block lies in slot 2, how many slots are walked?",
+    ),
+    Misconception(
+        "walking up to blocks of the future",
+        slip(_walked, "future"),
+        "A block behind the last visible one is named, and nothing of it is loaded. Does the walk "
+        "have to reach its slot?",
+    ),
+    Misconception(
+        "taking one block too many for visible",
+        slip(_walked, "one more"),
+        "Blocks are numbered from 0. Which number has the last of `num_blocks` blocks?",
+    ),
+    Misconception(
+        "taking block 0 for an empty slot",
+        slip(_walked, "nonzero"),
+        "Block 0 holds the first keys of the text. Which number says that a slot is empty?",
+    ),
+    Misconception(
+        "walking everything",
+        slip(_walked, "all"),
+        "Right, and slower. How many steps does a list take that is empty at its end?",
+    ),
+    Misconception(
+        "mixing up blocks and slots",
+        slip(_walked, "largest id"),
+        "Block 7 may lie in slot 0. Is it the block's number or its slot's that the loop counts?",
+    ),
+    Misconception(
+        "leaving out empty slots at the beginning",
+        slip(_walked, "distance"),
+        "The walk begins at slot 0. Does it jump over empty slots there?",
+    ),
+    Misconception(
+        "walking a list that names nothing",
+        slip(_walked, "at least 1"),
+        "Every list takes a step of yours. How many slots does `[-1, -1]` make the program walk?",
+    ),
+)
 
 _WALKED = Exercise(
     name="walked_slots",
@@ -293,57 +461,24 @@ many slots it walks, at the least, without missing a block.
 """,
     minutes=3,
     difficulty=1,
+    hints=(
+        "How many slots does `[2, -1, 1]` take, if blocks 0 to 2 are visible? And `[2, 5, 7]`?",
+        "A slot matters if it names one of the blocks 0 to `num_blocks` - 1. The walk may stop "
+        "behind the *last* slot that matters, and it takes every slot before that one.",
+        "Go over the slots with their numbers, from 0, and keep the number of slots walked so far "
+        "each time one names a visible block. A list that names none keeps what you began with.",
+    ),
+    why="The last visible block decides, wherever it stands: a walk that ends earlier loses keys, "
+    "and a walk that goes on only costs time.",
     solution=walked_slots,
-    misconceptions=(
-        Misconception(
-            "counting the blocks",
-            _walked("named"),
-            "An empty slot may lie in the middle. If the program walks as many slots as there "
-            "are blocks, where does it stop?",
-        ),
-        Misconception(
-            "stopping at the first slot without a visible block",
-            _walked("first empty"),
-            "-1 says that this slot is empty. What does it say about the slots behind it?",
-        ),
-        Misconception(
-            "the number of the last slot in place of how many there are",
-            _walked("last"),
-            "Slots are numbered from 0. If the last block lies in slot 2, how many slots are "
-            "walked?",
-        ),
-        Misconception(
-            "walking up to blocks of the future",
-            _walked("future"),
-            "A block behind the last visible one is named, and nothing of it is loaded. Does the "
-            "walk have to reach its slot?",
-        ),
-        Misconception(
-            "taking one block too many for visible",
-            _walked("one more"),
-            "Blocks are numbered from 0. Which number has the last of `num_blocks` blocks?",
-        ),
-        Misconception(
-            "taking block 0 for an empty slot",
-            _walked("nonzero"),
-            "Which number says that a slot is empty? Block 0 holds the first keys of the text.",
-        ),
-        Misconception(
-            "walking everything",
-            _walked("all"),
-            "Right, and slower: how many steps does a list take that is empty at its end?",
-        ),
-        Misconception(
-            "mixing up blocks and slots",
-            _walked("largest id"),
-            "Block 7 may lie in slot 0. Is it the block's number or its slot's that the loop "
-            "counts?",
-        ),
-        Misconception(
-            "leaving out empty slots at the beginning",
-            _walked("distance"),
-            "The walk begins at slot 0. Does it jump over empty slots there?",
-        ),
+    misconceptions=_WALKED_MISTAKES,
+    combine=together(
+        _WALKED_MISTAKES,
+        {"future", "one more"},
+        {"named", "visible", "first empty", "last", "all", "largest id", "distance"},
+        {"all", "future"},
+        {"all", "one more"},
+        {"all", "nonzero"},
     ),
     cases=(
         Case("empty at the end", lambda: ([3, 0, -1, -1], 5)),
@@ -376,31 +511,111 @@ def locate(cu_seqlens: list[int]) -> tuple[list[int], list[int]]:
     return first_key, num_visible
 
 
-def _located(visible: str = "causal", right: bool = True, first: str = "start") -> Callable:
-    """A wrong `locate`, with one change."""
+def _located(
+    slips: Slips, cu_seqlens: list[int]
+) -> tuple[list[int], list[int]] | list[tuple[int, int]]:
+    """`locate` with slips."""
+    if "per sequence" in slips:
+        return cu_seqlens[:-1], [end - start for start, end in pairwise(cu_seqlens)]
+    token, cu = torch.arange(cu_seqlens[-1]), torch.tensor(cu_seqlens)
+    sequence = torch.searchsorted(cu[1:].contiguous(), token, right="boundary" not in slips)
+    if "boundary of all" in slips:
+        sequence = torch.searchsorted(cu, token) - 1
+    start, end = cu[sequence], cu[sequence + 1]
+    if "next" in slips:
+        start = end
+    counted_from = torch.zeros_like(start) if "global" in slips else start
+    num_visible = token + 1 - counted_from
+    if "all" in slips:
+        num_visible = end - counted_from
+    if "remaining" in slips:
+        num_visible = end - token
+    if "past" in slips:
+        num_visible = num_visible - 1
+    first_key = start
+    if "number" in slips:
+        first_key = sequence
+    if "zero" in slips:
+        first_key = torch.zeros_like(token)
+    if "token" in slips:
+        first_key = token
+    if "pairs" in slips:
+        return list(zip(first_key.tolist(), num_visible.tolist(), strict=True))
+    return first_key.tolist(), num_visible.tolist()
 
-    def wrong(cu_seqlens: list[int]) -> tuple[list[int], list[int]]:
-        token = torch.arange(cu_seqlens[-1])
-        cu = torch.tensor(cu_seqlens)
-        sequence = torch.searchsorted(cu[1:].contiguous(), token, right=right)
-        start = cu[sequence]
-        counts = {
-            "causal": token - start + 1,
-            "past": token - start,
-            "all": cu[sequence + 1] - start,
-            "global": token + 1,
-            "remaining": cu[sequence + 1] - token,
-        }
-        places = {
-            "start": start,
-            "sequence": sequence,
-            "zero": torch.zeros_like(token),
-            "token": token,
-        }
-        return places[first].tolist(), counts[visible].tolist()
 
-    return wrong
-
+_BOUNDARY = (
+    "`cu_seqlens[i]` is both the end of one sequence and the beginning of the next. To which of "
+    "them does the token of that number belong?"
+)
+_LOCATE_MISTAKES = (
+    Misconception(
+        "counting the keys from the beginning of the tensor",
+        slip(_located, "global"),
+        "The second sequence's first token sees one key. What would it see with this number, "
+        "counted from its own first key?",
+    ),
+    Misconception(
+        "giving a boundary's token to the sequence before it",
+        slip(_located, "boundary of all"),
+        _BOUNDARY,
+    ),
+    Misconception(
+        "giving a boundary's token to the sequence before it",
+        slip(_located, "boundary"),
+        _BOUNDARY,
+    ),
+    Misconception(
+        "no causal mask within a sequence",
+        slip(_located, "all"),
+        "That is what a query sees without causality. How many keys does a sequence's first token "
+        "see?",
+    ),
+    Misconception(
+        "leaving out the query's own key",
+        slip(_located, "past"),
+        "How many keys does a sequence's first token see?",
+    ),
+    Misconception(
+        "the number of the sequence in place of its first key",
+        slip(_located, "number"),
+        "You know which sequence it is. At which row of K does that one begin?",
+    ),
+    Misconception(
+        "the next sequence's first key in place of its own",
+        slip(_located, "next"),
+        "Which neighbour in `cu_seqlens` is the beginning of a token's sequence, and which is its "
+        "end?",
+    ),
+    Misconception(
+        "letting every sequence begin at row 0",
+        slip(_located, "zero"),
+        "Then all sequences attend to the keys of the first, and a test with one sequence does "
+        "not see it. At which row does the second begin?",
+    ),
+    Misconception(
+        "the token's own row in place of its sequence's first",
+        slip(_located, "token"),
+        "From there on lie keys of the token's future. Where does its sequence begin?",
+    ),
+    Misconception(
+        "counting down to the end of the sequence",
+        slip(_located, "remaining"),
+        "These are the keys from the query on, its future. How many lie between the sequence's "
+        "beginning and the query?",
+    ),
+    Misconception(
+        "a list of pairs in place of two lists",
+        slip(_located, "pairs"),
+        "The numbers are there. How do you get all first keys into one list, and all counts into "
+        "another?",
+    ),
+    Misconception(
+        "two numbers for each sequence in place of each token",
+        slip(_located, "per sequence"),
+        "A row of the kernel is one token. Do two tokens of one sequence see as many keys?",
+    ),
+)
 
 _LOCATE = Exercise(
     name="locate",
@@ -412,48 +627,37 @@ included. Return the two lists `(first_key, num_visible)`, a number for each tok
 """,
     minutes=5,
     difficulty=2,
+    hints=(
+        "Write down what tokens 0 to 4 need if `cu_seqlens` is `[0, 2, 5]`. Which sequence is "
+        "token 2 in, and how many keys does it see?",
+        "All tokens of a sequence share the first number. The second one counts up from 1 in each "
+        "sequence anew.",
+        "Take neighbours of `cu_seqlens` as start and end (`itertools.pairwise` gives them). For "
+        "each token from start up to, but without, end append the start to one list, and to the "
+        "other how far the token is behind it, itself included. An empty sequence adds nothing.",
+    ),
+    why="Where a row's keys begin and how many it sees is all that a kernel needs of a sequence, "
+    "so packed texts cost it two loads and no branch.",
     solution=locate,
-    misconceptions=(
-        Misconception(
-            "counting the keys from the beginning of the tensor",
-            _located(visible="global"),
-            "The second sequence's first token sees one key. What would it see with this number, "
-            "counted from its own first key?",
-        ),
-        Misconception(
-            "giving a boundary's token to the sequence before it",
-            _located(right=False),
-            "`cu_seqlens[i]` is both the end of one sequence and the beginning of the next. To "
-            "which of them does the token of that number belong?",
-        ),
-        Misconception(
-            "no causal mask within a sequence",
-            _located(visible="all"),
-            "Whole sequences is what a query sees without causality. Here a token sees nothing "
-            "of what comes after it.",
-        ),
-        Misconception(
-            "leaving out the query's own key",
-            _located(visible="past"),
-            "How many keys does a sequence's first token see?",
-        ),
-        Misconception(
-            "the number of the sequence in place of its first key",
-            _located(first="sequence"),
-            "Knowing which sequence it is is half of the way. The kernel needs a row of K.",
-        ),
-        Misconception(
-            "letting every sequence begin at row 0",
-            _located(first="zero"),
-            "Then all sequences attend to the keys of the first. A test with one sequence does "
-            "not see it.",
-        ),
-        Misconception(
-            "counting down to the end of the sequence",
-            _located(visible="remaining"),
-            "These are the keys from the query on, its future. How many lie between the "
-            "sequence's beginning and the query?",
-        ),
+    misconceptions=_LOCATE_MISTAKES,
+    combine=together(
+        _LOCATE_MISTAKES,
+        {"global", "remaining"},
+        {"all", "remaining"},
+        {"number", "zero", "token"},
+        {"boundary", "boundary of all"},
+        {"next", "number", "zero", "token"},
+        {"next", "all", "remaining"},
+        {"per sequence", "pairs"},
+        {"per sequence", "next"},
+        {"per sequence", "global"},
+        {"per sequence", "boundary"},
+        {"per sequence", "all"},
+        {"per sequence", "past"},
+        {"per sequence", "number"},
+        {"per sequence", "zero"},
+        {"per sequence", "token"},
+        {"per sequence", "remaining"},
     ),
     cases=(
         Case("two sequences, 2 and 3 tokens", lambda: ([0, 2, 5],)),
@@ -477,38 +681,121 @@ def window_row(position: int, first_key: int, window_size: int, BS: int) -> tupl
 
 
 def _window(
-    extra: int = 0,
-    aligned: bool = False,
-    clamp: str = "sequence",
-    itself: bool = True,
-    count: str = "own",
-    blocks: str = "up",
-) -> Callable:
-    """A wrong `window_row`, with one change."""
+    slips: Slips, position: int, first_key: int, window_size: int, BS: int
+) -> tuple[int, int, int | float]:
+    """`window_row` with slips."""
+    if "absolute" in slips:
+        position -= first_key
+    end = position + ("without itself" not in slips)
+    start = end - window_size - ("one more" in slips)
+    if "before the sequence" in slips:
+        start = max(start, -first_key)
+    elif "before the tensor" not in slips:
+        start = max(start, 0)
+    if "aligned" in slips:
+        start = start // BS * BS
+    num_visible = end - start
+    if "count of the sequence" in slips:
+        num_visible = end
+    if "always a window" in slips:
+        num_visible = window_size
+    if "early" in slips:
+        num_visible = min(position, window_size)
+    num_slots = -(-num_visible // BS)
+    if "rounded down" in slips:
+        num_slots = num_visible // BS
+    if "one block more" in slips:
+        num_slots = num_visible // BS + 1
+    if "touched" in slips:
+        num_slots = (end - 1) // BS - start // BS + 1
+    if "fraction" in slips:
+        num_slots = num_visible / BS
+    if "always all" in slips:
+        num_slots = -(-window_size // BS)
+    return start + (0 if "sequence" in slips else first_key), num_visible, num_slots
 
-    def wrong(position: int, first_key: int, window_size: int, BS: int) -> tuple[int, int, int]:
-        start = position + 1 - window_size - extra - (0 if itself else 1)
-        if clamp == "sequence":
-            start = max(start, 0)
-        elif clamp == "tensor":
-            start = max(start, -first_key)
-        if aligned:
-            start = start // BS * BS
-        visible = {
-            "own": position + int(itself) - start,
-            "sequence": position + 1,
-            "window": window_size,
-        }[count]
-        slots = {
-            "up": -(-visible // BS),
-            "down": visible // BS,
-            "one more": visible // BS + 1,
-            "all": -(-window_size // BS),
-        }[blocks]
-        return first_key + start, visible, slots
 
-    return wrong
-
+_WINDOW_MISTAKES = (
+    Misconception(
+        "a window of one key too many",
+        slip(_window, "one more"),
+        "Take `window_size = 1`. Which keys should the query see, and how many are these?",
+    ),
+    Misconception(
+        "a window without the query's own key",
+        slip(_window, "without itself"),
+        "Take `window_size = 1`. Which key is left for the query to see?",
+    ),
+    Misconception(
+        "beginning at a block's edge",
+        slip(_window, "aligned"),
+        "Whole blocks give some queries up to BS - 1 keys more than others. How many keys has "
+        "each query's window?",
+    ),
+    Misconception(
+        "reaching back before the sequence",
+        slip(_window, "before the sequence"),
+        "Rows of K before `first_key` exist, but in another sequence. Where does the window of an "
+        "early query end on the left?",
+    ),
+    Misconception(
+        "reaching back before the tensor",
+        slip(_window, "before the tensor"),
+        "Where is the window of the very first query?",
+    ),
+    Misconception(
+        "counting the keys from the beginning of the sequence",
+        slip(_window, "count of the sequence"),
+        "The row has moved forward. If the count stays, where does the last visible key lie?",
+    ),
+    Misconception(
+        "as many keys for early queries as for late ones",
+        slip(_window, "always a window"),
+        "How many keys does the query at position 0 see, whatever the window?",
+    ),
+    Misconception(
+        "leaving out early queries' own key",
+        slip(_window, "early"),
+        "The query at position 0 sees itself. How many keys is that?",
+    ),
+    Misconception(
+        "a fraction of a block",
+        slip(_window, "fraction"),
+        "A loop takes whole steps. How many blocks of 2 hold one key?",
+    ),
+    Misconception(
+        "forgetting the last, ragged block",
+        slip(_window, "rounded down"),
+        "How many blocks of 4 hold 6 keys?",
+    ),
+    Misconception(
+        "as many blocks for early queries as for late ones",
+        slip(_window, "always all"),
+        "The query at position 0 sees one key. How many blocks hold it?",
+    ),
+    Misconception(
+        "one block more than the window needs",
+        slip(_window, "one block more"),
+        "How many blocks of 2 hold 2 keys?",
+    ),
+    Misconception(
+        "counting the sequence's blocks that the window touches",
+        slip(_window, "touched"),
+        "A window of 2 may touch two blocks of 2 that are aligned to the sequence. From where are "
+        "the window's own blocks counted?",
+    ),
+    Misconception(
+        "forgetting where the sequence begins",
+        slip(_window, "sequence"),
+        "The window's first key is counted in the sequence, and a row in K. At which row does the "
+        "sequence begin?",
+    ),
+    Misconception(
+        "taking the position for a row of K",
+        slip(_window, "absolute"),
+        "`position` is counted in the query's own sequence. What is taken off it already?",
+    ),
+)
 
 _WINDOW = Exercise(
     name="window_row",
@@ -522,64 +809,33 @@ visible.
 """,
     minutes=6,
     difficulty=2,
+    hints=(
+        "Take the query at position 4, a window of 3 and blocks of 2. Which keys does it see, "
+        "which is the first, and how many blocks of 2 hold them? And the query at position 0?",
+        "Work in the sequence's own count first. The window ends with the query and begins "
+        "`window_size` keys earlier, but never before key 0. Everything else follows from its "
+        "first key.",
+        "With keys numbered from 0, `position + 1` keys end with the query's own. Take the window "
+        "off for the first key, with `max` for the early queries. The difference is how many are "
+        "seen, and dividing it by `BS`, rounded up, gives the blocks. `first_key` is added to the "
+        "row alone.",
+    ),
+    why="If the window's first key is the row's first key, the window needs neither a list nor a "
+    "mask at its lower end, whatever the block size.",
     solution=window_row,
-    misconceptions=(
-        Misconception(
-            "a window of one key too many",
-            _window(extra=1),
-            "Take window_size = 1. Which keys should the query see, and how many are these?",
-        ),
-        Misconception(
-            "a window without the query's own key",
-            _window(itself=False),
-            "The window ends with the query, not before it.",
-        ),
-        Misconception(
-            "beginning at a block's edge",
-            _window(aligned=True),
-            "Whole blocks are convenient and give some queries up to BS - 1 keys more than "
-            "others. The window has exactly window_size.",
-        ),
-        Misconception(
-            "reaching back before the sequence",
-            _window(clamp="tensor"),
-            "Rows of K before first_key exist, but in another sequence. Where does the window of "
-            "an early query end on the left?",
-        ),
-        Misconception(
-            "reaching back before the tensor",
-            _window(clamp="none"),
-            "Where is the window of the very first query?",
-        ),
-        Misconception(
-            "counting the keys from the beginning of the sequence",
-            _window(count="sequence"),
-            "The row has moved forward. If the count stays, where does the last visible key lie?",
-        ),
-        Misconception(
-            "as many keys for early queries as for late ones",
-            _window(count="window"),
-            "The query at position 0 sees one key, whatever the window.",
-        ),
-        Misconception(
-            "forgetting the last, ragged block",
-            _window(blocks="down"),
-            "How many blocks of 4 hold 6 keys?",
-        ),
-        Misconception(
-            "as many blocks for early queries as for late ones",
-            _window(blocks="all"),
-            "The query at position 0 sees one key. How many blocks hold it?",
-        ),
-        Misconception(
-            "one block more than the window needs",
-            _window(blocks="one more"),
-            "Blocks aligned to the tensor may straddle one more. These are counted from the "
-            "window's own first key.",
-        ),
+    misconceptions=_WINDOW_MISTAKES,
+    combine=together(
+        _WINDOW_MISTAKES,
+        {"one more", "absolute"},
+        {"before the sequence", "before the tensor"},
+        {"count of the sequence", "always a window"},
+        {"count of the sequence", "early"},
+        {"always a window", "early"},
+        {"rounded down", "always all", "one block more", "touched", "fraction"},
     ),
     cases=(
         Case("a window of 2 in blocks of 2", lambda: (3, 0, 2, 2)),
+        Case("a window of 2 across the edge of a block of 2", lambda: (4, 0, 2, 2)),
         Case("the first query", lambda: (0, 0, 3, 2)),
         Case("half a window, two blocks", lambda: (4, 0, 9, 4)),
         Case("early in the second sequence", lambda: (1, 7, 5, 4)),
@@ -600,19 +856,69 @@ def overflowing_rows(H: int, G: int, D: int) -> int:
     return (largest + 1) // row + 1
 
 
-def _overflow(
-    limit: int = 2**31, up: bool = False, itemsize: int = 1, group: bool = True, bound: bool = True
-) -> Callable:
-    """A wrong `overflowing_rows`, with one change."""
+def _overflow(slips: Slips, H: int, G: int, D: int) -> int:
+    """`overflowing_rows` with slips."""
+    limit = 2**32 if "unsigned" in slips else 2**31
+    row = D
+    if "one group" not in slips:
+        row *= H
+    if "KV heads" not in slips:
+        row *= G
+    if "one head" in slips:
+        row = D
+    if "bytes" in slips:
+        row *= 2
+    R = limit // row + 1
+    if "exactly" in slips:
+        R = -(-limit // row)
+    if "row's beginning" in slips:
+        R = -(-limit // row) + 1
+    return R - ("still fits" in slips)
 
-    def wrong(H: int, G: int, D: int) -> int:
-        row = H * (G if group else 1) * D * itemsize
-        if up:
-            return -(-limit // row)
-        return limit // row + bound
 
-    return wrong
-
+_OVERFLOW_MISTAKES = (
+    Misconception(
+        "stopping at exactly 2³¹ elements",
+        slip(_overflow, "exactly"),
+        "A tensor of 2³¹ elements has the offsets 0 to 2³¹ - 1. Does the last of them fit?",
+    ),
+    Misconception(
+        "the last number of rows that still fits",
+        slip(_overflow, "still fits"),
+        "This many rows are fine. Which is the first number that is not?",
+    ),
+    Misconception(
+        "looking at the beginning of the last row only",
+        slip(_overflow, "row's beginning"),
+        "The offset of a row's first element may still fit. What about its last one?",
+    ),
+    Misconception(
+        "taking int32 for unsigned",
+        slip(_overflow, "unsigned"),
+        "One of the 32 bits is the sign. What comes after 2**31 - 1?",
+    ),
+    Misconception(
+        "counting bytes",
+        slip(_overflow, "bytes"),
+        "`Q + offset` moves by elements: Triton knows how many bytes one takes, and addresses have "
+        "64 bits. How many elements has a row?",
+    ),
+    Misconception(
+        "counting one head only",
+        slip(_overflow, "one head"),
+        "How many query heads do H groups of G heads have?",
+    ),
+    Misconception(
+        "counting KV heads in place of query heads",
+        slip(_overflow, "KV heads"),
+        "How many query heads do H groups of G heads have?",
+    ),
+    Misconception(
+        "counting the heads of one group only",
+        slip(_overflow, "one group"),
+        "How many query heads do H groups of G heads have?",
+    ),
+)
 
 _OVERFLOW = Exercise(
     name="overflowing_rows",
@@ -623,34 +929,22 @@ needed to answer: a test that wants such a tensor takes `device="meta"`.)
 """,
     minutes=5,
     difficulty=2,
+    hints=(
+        "Take the smallest example: numbers up to 3 in place of 2³¹ - 1, and rows of 2 elements. "
+        "With how many rows is the largest offset more than 3?",
+        "`R` rows have the offsets from 0 to one less than the number of their elements. So the "
+        "question is how many rows have *more* than 2³¹ elements.",
+        "A row of Q has all query heads, with `D` elements each. Divide 2³¹ elements by those of a "
+        "row, rounded down: so many rows still fit. And the next number?",
+    ),
+    why="Offsets count elements from 0, so exactly 2³¹ elements still fit, and the first row "
+    "behind them turns the offset negative.",
     solution=overflowing_rows,
-    misconceptions=(
-        Misconception(
-            "stopping at exactly 2³¹ elements",
-            _overflow(up=True),
-            "A tensor of 2³¹ elements has the offsets 0 to 2³¹ - 1. Does the last of them fit?",
-        ),
-        Misconception(
-            "the last number of rows that still fits",
-            _overflow(bound=False),
-            "This many rows are fine. Which is the first number that is not?",
-        ),
-        Misconception(
-            "taking int32 for unsigned",
-            _overflow(2**32),
-            "One of the 32 bits is the sign. What comes after 2**31 - 1?",
-        ),
-        Misconception(
-            "counting bytes",
-            _overflow(itemsize=2),
-            "`Q + offset` moves by elements: Triton knows how many bytes one takes, and "
-            "addresses have 64 bits.",
-        ),
-        Misconception(
-            "counting KV heads in place of query heads",
-            _overflow(group=False),
-            "A row of Q has H groups of G heads.",
-        ),
+    misconceptions=_OVERFLOW_MISTAKES,
+    combine=together(
+        _OVERFLOW_MISTAKES,
+        {"exactly", "row's beginning"},
+        {"one head", "KV heads", "one group"},
     ),
     cases=(
         Case("64 query heads over 4, width 128", lambda: (4, 16, 128)),
@@ -662,3 +956,411 @@ needed to answer: a test that wants such a tensor takes `device="meta"`.)
 )
 
 EXERCISES = (_STORE, _KEYS, _WALKED, _LOCATE, _WINDOW, _OVERFLOW)
+
+
+# -- two mistakes at once --
+
+
+def _heads_in_place(query: int, head: int, H: int, G: int) -> list[int]:
+    return [(head * H + query) * G + i if i < G else -1 for i in range(16)]
+
+
+def _padded_and_stored(query: int, head: int, H: int, G: int) -> list[int]:
+    GT = max(16, 1 << (G - 1).bit_length())
+    return [(query * H + head) * GT + i for i in range(GT)]
+
+
+def _no_mask_at_all(ids: list[int], first_key: int, num_visible: int, BS: int) -> Tensor:
+    return first_key + torch.tensor(ids)[:, None] * BS + torch.arange(BS)
+
+
+def _clamped_in_the_tensor(ids: list[int], first_key: int, num_visible: int, BS: int) -> Tensor:
+    keys = torch.tensor(ids).clamp(min=0)[:, None] * BS + torch.arange(BS)
+    return torch.where(keys < num_visible, keys, -1)
+
+
+def _count_of_ids(ids: list[int], num_blocks: int) -> int:
+    return sum(block_id >= 0 for block_id in ids)
+
+
+def _last_slot_with_an_id(ids: list[int], num_blocks: int) -> int:
+    return max((slot for slot, block_id in enumerate(ids) if block_id >= 0), default=0)
+
+
+def _token_in_the_tensor(cu_seqlens: list[int]) -> tuple[list[int], list[int]]:
+    first_key = [start for start, end in pairwise(cu_seqlens) for _ in range(start, end)]
+    return first_key, list(range(cu_seqlens[-1]))
+
+
+def _whole_sequences_from_zero(cu_seqlens: list[int]) -> tuple[list[int], list[int]]:
+    lengths = [end - start for start, end in pairwise(cu_seqlens) for _ in range(start, end)]
+    return [0] * cu_seqlens[-1], lengths
+
+
+def _floors(position: int, first_key: int, window_size: int, BS: int) -> tuple[int, int, int]:
+    start = max(position - window_size, 0)
+    num_visible = position + 1 - start
+    return first_key + start, num_visible, num_visible // BS
+
+
+def _in_the_sequence(
+    position: int, first_key: int, window_size: int, BS: int
+) -> tuple[int, int, int]:
+    start = max(position + 1 - window_size, 0)
+    return start, position + 1, -(-(position + 1) // BS)
+
+
+DOUBLES = (
+    Double("store_offsets", _heads_in_place, ("always 16 rows", "exchanging query and head")),
+    Double(
+        "store_offsets",
+        _padded_and_stored,
+        ("storing the padding", "padding the tensor as well as the tile"),
+    ),
+    Double(
+        "key_rows",
+        _no_mask_at_all,
+        (
+            "hiding the score of an empty slot, but loading its keys",
+            "loading whatever the list names",
+        ),
+    ),
+    Double(
+        "key_rows",
+        _clamped_in_the_tensor,
+        ("taking an empty slot for block 0", "forgetting where the sequence begins"),
+    ),
+    Double(
+        "walked_slots",
+        _count_of_ids,
+        ("counting the blocks", "walking up to blocks of the future"),
+    ),
+    Double(
+        "walked_slots",
+        _last_slot_with_an_id,
+        (
+            "the number of the last slot in place of how many there are",
+            "walking up to blocks of the future",
+        ),
+    ),
+    Double(
+        "locate",
+        _token_in_the_tensor,
+        (
+            "counting the keys from the beginning of the tensor",
+            "leaving out the query's own key",
+        ),
+    ),
+    Double(
+        "locate",
+        _whole_sequences_from_zero,
+        ("no causal mask within a sequence", "letting every sequence begin at row 0"),
+    ),
+    Double(
+        "window_row",
+        _floors,
+        ("a window of one key too many", "forgetting the last, ragged block"),
+    ),
+    Double(
+        "window_row",
+        _in_the_sequence,
+        (
+            "counting the keys from the beginning of the sequence",
+            "forgetting where the sequence begins",
+        ),
+    ),
+    Double(
+        "overflowing_rows",
+        lambda H, G, D: (2**31 - 1) // (H * G * D),
+        ("stopping at exactly 2³¹ elements", "the last number of rows that still fits"),
+    ),
+    Double(
+        "overflowing_rows",
+        lambda H, G, D: 2**31 // (H * G * D * 2),
+        ("counting bytes", "the last number of rows that still fits"),
+    ),
+)
+
+
+# -- what the chapter warns of --
+
+TRAPS = (
+    Trap(
+        "So the tile has `GT` rows: `G` rounded up to a power of two, 16 at least.",
+        "store_offsets",
+        "a power of two, but fewer than 16 rows",
+    ),
+    Trap(
+        "`tl.arange` takes nothing but powers of two.",
+        "store_offsets",
+        "rounding up to a multiple of 16",
+    ),
+    Trap(
+        "(Chapter 10 rounds to a multiple of 16: 48 rows for a group of 40.)",
+        "store_offsets",
+        "rounding up to a multiple of 16",
+    ),
+    Trap("takes 16 rows by 8 columns", "store_offsets", "no padding"),
+    Trap("for G in (1, 4, 16, 20, 40):", "store_offsets", "always 16 rows"),
+    Trap(
+        "A published kernel fills the 16 rows with `16 // G` copies of each head",
+        "store_offsets",
+        "filling the tile with copies of the heads",
+    ),
+    Trap(
+        "the group of row `query` and KV head `head` begins at `(query * H + head) * G`",
+        "store_offsets",
+        "exchanging query and head",
+    ),
+    Trap(
+        "*Storing* to them would overwrite what other programs computed",
+        "store_offsets",
+        "storing the padding",
+    ),
+    Trap("The idle rows have offsets like all others.", "store_offsets", "storing the padding"),
+    Trap(
+        "A block begins at key `start` of its sequence, and the sequence at key `first_key` of "
+        "the tensor.",
+        "key_rows",
+        "forgetting where the sequence begins",
+    ),
+    Trap(
+        "The tile has its elements all the same, and a mask keeps them from memory.",
+        "key_rows",
+        "loading whatever the list names",
+    ),
+    Trap(
+        "it has to gate the *load*, not only the score",
+        "key_rows",
+        "hiding the score of an empty slot, but loading its keys",
+    ),
+    Trap(
+        "Nothing crashes, and a mask on the scores hides the result. Why not leave it at that?",
+        "key_rows",
+        "hiding the score of an empty slot, but loading its keys",
+    ),
+    Trap(
+        "`is_visible` is False for -1 and for blocks behind the last visible one.",
+        "key_rows",
+        "loading whatever the list names",
+    ),
+    Trap(
+        "`tl.where(is_visible, block_id, 0)` keeps the arithmetic within the tensor even where "
+        "nothing will be loaded.",
+        "key_rows",
+        "taking an empty slot for block 0",
+    ),
+    Trap(
+        "`num_seen` is how many of the block's tokens may be seen",
+        "key_rows",
+        "comparing a row of K with a count of the sequence",
+    ),
+    Trap(
+        "**One mask for four cases**: empty slot, future block, diagonal, ragged end.",
+        "key_rows",
+        "loading the whole block that the query stands in",
+    ),
+    Trap(
+        "A slot that names a visible block counts as `slot + 1`.",
+        "walked_slots",
+        "the number of the last slot in place of how many there are",
+    ),
+    Trap(
+        "An empty slot, a block of the future and an id past the end count as 0",
+        "walked_slots",
+        "walking up to blocks of the future",
+    ),
+    Trap(
+        "That is not *how many* blocks are named",
+        "walked_slots",
+        "counting the blocks",
+    ),
+    Trap(
+        "a program that walked as many slots as it has blocks would lose the last ones",
+        "walked_slots",
+        "walking as many slots as there are visible blocks",
+    ),
+    Trap(
+        "The other extreme, walking all `S`, is right too, and walks for nothing.",
+        "walked_slots",
+        "walking everything",
+    ),
+    Trap(
+        "the list of every query is block 0, an empty slot, block 2",
+        "key_rows",
+        "stopping at the first empty slot",
+    ),
+    Trap(
+        "Three steps, since the empty slot has a visible block behind it.",
+        "walked_slots",
+        "stopping at the first slot without a visible block",
+    ),
+    Trap(
+        "A block in slot 1 makes the program walk the empty slot before it.",
+        "walked_slots",
+        "leaving out empty slots at the beginning",
+    ),
+    Trap(
+        "so blocks 3 and 7 end no walk",
+        "walked_slots",
+        "taking one block too many for visible",
+    ),
+    Trap(
+        "A list without a visible block takes no step at all",
+        "walked_slots",
+        "walking a list that names nothing",
+    ),
+    Trap(
+        "a block that is listed twice would count twice",
+        "key_rows",
+        "taking an empty slot for block 0",
+    ),
+    Trap(
+        "it moves `first_key` forward to the window's first key",
+        "window_row",
+        "counting the keys from the beginning of the sequence",
+    ),
+    Trap(
+        "Exactly `window_size` keys",
+        "window_row",
+        "a window of one key too many",
+    ),
+    Trap(
+        "(fewer at the beginning of a text)",
+        "window_row",
+        "as many keys for early queries as for late ones",
+    ),
+    Trap(
+        "Blocks that are aligned to the sequence would need one.",
+        "window_row",
+        "beginning at a block's edge",
+    ),
+    Trap(
+        "or as many blocks as hold the window",
+        "window_row",
+        "as many blocks for early queries as for late ones",
+    ),
+    Trap(
+        "`cu_seqlens` holds the places where they begin, and the end of the last",
+        "locate",
+        "giving a boundary's token to the sequence before it",
+    ),
+    Trap(
+        "block ids count from the beginning of a query's own sequence",
+        "locate",
+        "counting the keys from the beginning of the tensor",
+    ),
+    Trap(
+        "a row has a `first_key` and a `num_visible`",
+        "locate",
+        "the number of the sequence in place of its first key",
+    ),
+    Trap(
+        "the address lies 4 GiB (2³¹ elements of 2 bytes) before the tensor",
+        "overflowing_rows",
+        "counting bytes",
+    ),
+    Trap(
+        "the offset turns negative",
+        "overflowing_rows",
+        "taking int32 for unsigned",
+    ),
+    Trap(
+        "first_token = 2**31 // (H * G * D)",
+        "overflowing_rows",
+        "the last number of rows that still fits",
+    ),
+    Trap(
+        'last offset {q_meta.numel() - 1:,}, int32 ends at {2**31 - 1:,}"',
+        "overflowing_rows",
+        "stopping at exactly 2³¹ elements",
+    ),
+    Trap(
+        "It knows where the *tensor* ends, not where the query's sight ends",
+        "key_rows",
+        "loading the whole block that the query stands in",
+    ),
+    Trap(
+        "The block that is visible **in part** comes in the second, by pointers and masks",
+        "key_rows",
+        "leaving out the block that is visible in part",
+    ),
+    Trap(
+        "selected blocks carry **no causal mask** there",
+        "key_rows",
+        "loading the whole block that the query stands in",
+    ),
+    Trap(
+        "of the latest `block_size + 1` keys",
+        "window_row",
+        "a window of one key too many",
+    ),
+    Trap(
+        "Its blocks begin at key 38, at no multiple of 16: a pointer does not mind.",
+        "window_row",
+        "counting the sequence's blocks that the window touches",
+    ),
+)
+
+
+# -- predictions --
+
+PREDICTIONS = (
+    Prediction(
+        "first_token_past_int32",
+        "Which is the first token whose offset in q [tokens, 4, 16, 128] does not fit into 32 "
+        "bits?",
+        "A token has 4 × 16 × 128 = 8,192 elements, and 2³¹ is the first number that an int32 "
+        "does not hold.",
+        (
+            (524_288, "One of the 32 bits is the sign, which leaves 2³¹ numbers from 0 on."),
+            (131_072, "That counts bytes. An offset counts elements, whatever their size."),
+            (lambda guess: guess in (262_143, 262_145), "Tokens and offsets both count from 0."),
+            (4_194_304, "That leaves out the 16 heads of a group: a token has 64 query heads."),
+            (16_777_216, "That is for one head of width 128. A token has 64 of them."),
+            (2**31, "That is the first element that does not fit. A token has 8,192 elements."),
+            (65_536, "All tokens of the example fit. How many elements has a token?"),
+        ),
+    ),
+    Prediction(
+        "rows_for_20_heads",
+        "A group has 20 query heads: how many rows has its tile?",
+        "`tl.arange` takes powers of two only, and 32 is the first that holds 20.",
+        (
+            (20, "A tile's sides are powers of two."),
+            (16, "That is the least that a dot asks for. Where would heads 16 to 19 go?"),
+            (24, "A multiple of 8 would do for the other side of the instruction."),
+            (64, "That is a power of two, but not the first that holds 20."),
+        ),
+    ),
+    Prediction(
+        "programs_of_both_branches",
+        "65,536 queries, 4 KV heads: how many programs has one launch for selection and window?",
+        "There is a program for each query and KV head in each of the two branches.",
+        (
+            (262_144, "That is one branch. One launch saves a launch, and no program."),
+            (65_536, "That is one for each query. There are 4 KV heads, and two branches."),
+            (131_072, "Two branches, yes, and each query has a program for each KV head."),
+            (8_388_608, "That counts query heads. The 16 heads of a group share a program."),
+        ),
+    ),
+    Prediction(
+        "empty_slots",
+        "8,192 tokens, blocks of 64, 16 slots: how many percent of all slots are empty?",
+        "Only queries of the first 15 blocks have fewer than 16 blocks to list, and half of their "
+        "slots are full.",
+        (
+            (11.7, "So many *queries* have empty slots. About half of their slots are full."),
+            (
+                50,
+                "That would be so if a list grew along the whole text. It is full after 960 "
+                "tokens.",
+            ),
+            (0, "The first query has one block to list and 16 slots."),
+            (12.5, "16 blocks are an eighth of the text, but their lists are not empty."),
+            (0.7, "That is what the longer text has."),
+        ),
+        unit="%",
+        tolerance=0.03,
+    ),
+)
