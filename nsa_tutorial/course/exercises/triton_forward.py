@@ -322,7 +322,7 @@ must not load.
         "Take blocks of 2 and a query that sees 5 keys of a sequence that begins at row 10 of K. "
         "Which rows do blocks 0, 2 and 3 load, and which does a slot with -1?",
         "An element loads if two things hold. Its slot names a block, which is at least 0. And its "
-        "key, counted in the *sequence*, comes before `num_visible`.",
+        "key, counted in the sequence, comes before `num_visible`.",
         "For each slot, `tokens` is 0 to `BS` - 1. Find where the block starts in the sequence, "
         "and compare start and token with `num_visible`. Add `first_key` only to the row of K, "
         "then let `torch.where` choose between it and -1, and stack the slots.",
@@ -464,7 +464,7 @@ many slots it walks, at the least, without missing a block.
     hints=(
         "How many slots does `[2, -1, 1]` take, if blocks 0 to 2 are visible? And `[2, 5, 7]`?",
         "A slot matters if it names one of the blocks 0 to `num_blocks` - 1. The walk may stop "
-        "behind the *last* slot that matters, and it takes every slot before that one.",
+        "behind the last slot that matters, and it takes every slot before that one.",
         "Go over the slots with their numbers, from 0, and keep the number of slots walked so far "
         "each time one names a visible block. A list that names none keeps what you began with.",
     ),
@@ -933,7 +933,7 @@ needed to answer: a test that wants such a tensor takes `device="meta"`.)
         "Take the smallest example: numbers up to 3 in place of 2³¹ - 1, and rows of 2 elements. "
         "With how many rows is the largest offset more than 3?",
         "`R` rows have the offsets from 0 to one less than the number of their elements. So the "
-        "question is how many rows have *more* than 2³¹ elements.",
+        "question is how many rows have more than 2³¹ elements.",
         "A row of Q has all query heads, with `D` elements each. Divide 2³¹ elements by those of a "
         "row, rounded down: so many rows still fit. And the next number?",
     ),
@@ -1350,7 +1350,7 @@ PREDICTIONS = (
         "Only queries of the first 15 blocks have fewer than 16 blocks to list, and half of their "
         "slots are full.",
         (
-            (11.7, "So many *queries* have empty slots. About half of their slots are full."),
+            (11.7, "So many queries have empty slots. About half of their slots are full."),
             (
                 50,
                 "That would be so if a list grew along the whole text. It is full after 960 "
