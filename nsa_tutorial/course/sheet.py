@@ -1,22 +1,27 @@
-"""A figure that is one sheet, measured in inches from its upper left corner: for pictures that
-answer a slider.
+"""Where the marks of a picture under a slider stand: on a sheet, in inches, or on a chart of the
+sheet, in the units of its data.
 
-Matplotlib takes about 10 ms for each axes with ticks. A sheet has a single bare axes over the whole
-figure. Images, boxes, lines and texts are put where they belong, so that a picture of five parts is
-drawn in 20 ms. It lays nothing out: whoever draws on it knows the places.
+Matplotlib takes about 10 ms for each axes with ticks, and again for a layout. A sheet is one bare
+axes over the whole figure, measured from its upper left corner. A chart is a bare axes on a place
+of the sheet, which writes its scales. Nothing is laid out: whoever draws knows the places, and
+nothing jumps when a control moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, to_rgb
 from matplotlib.figure import Figure
 
-from nsa_tutorial.course.figures import PALETTE, SURFACE
+from nsa_tutorial.course.figures import SURFACE
+from nsa_tutorial.course.marks import Marks, named
+
+_TICK = 0.042  # inches
+_LETTER = 0.0086  # inches of a usual letter with its space, for each point of its size
 
 
 class Place(NamedTuple):
@@ -44,53 +49,41 @@ def bytes_of(values: np.ndarray, colours: Colormap, low: float, high: float) -> 
 
 def byte_colour(colour: str) -> np.ndarray:
     """A colour of the palette, by name, or one that matplotlib knows, as three bytes."""
-    return np.round(255 * np.array(to_rgb(PALETTE.get(colour, colour)))).astype(np.uint8)
+    return np.round(255 * np.array(to_rgb(named(colour)))).astype(np.uint8)
 
 
-class Sheet:
+def _bare(figure: Figure, box: Sequence[float], x: Sequence[float], y: Sequence[float]) -> Axes:
+    """Axes without ticks, spines and title; `box` in shares of the figure, from below."""
+    axis = figure.add_axes(box)
+    axis.set_axis_off()
+    axis.set(xlim=x, ylim=y, autoscale_on=False)
+    return axis
+
+
+class Sheet(Marks):
     """An empty sheet of `width` by `height` inches. A picture's title takes the first 0.26 inches.
+
+    Its marks stand where they are put, `x` inches from the left edge and `y` from the upper one.
 
     Attributes:
         figure: for `Picture`.
-        axis: the bare axes over all of it, in inches.
     """
 
     def __init__(self, width: float, height: float) -> None:
         self.figure = Figure(figsize=(width, height), dpi=100, facecolor=SURFACE)
-        self.axis = self.figure.add_axes((0, 0, 1, 1))
-        self.axis.set_axis_off()
-        self.axis.set_autoscale_on(False)
-        self.axis.set_xlim(0, width)
-        self.axis.set_ylim(height, 0)
+        super().__init__(_bare(self.figure, (0, 0, 1, 1), (0, width), (height, 0)))
+
+    def chart(self, place: Place, x: Sequence[float], y: Sequence[float]) -> Chart:
+        """Axes on a place, from the first to the last `x` and, upwards, from the first to the last
+        `y`."""
+        return Chart(self, place, x, y)
 
     def image(self, place: Place, colours: np.ndarray) -> None:
-        """Fill a place with squares of the colours `[rows, columns, 3]`."""
+        """Fill a place with squares of the colours `[rows, columns, 3 or 4]`."""
         left, top, width, height = place
         extent = (left, left + width, top + height, top)
         # none: squares stay squares at any size
         self.axis.imshow(colours, extent=extent, aspect="auto", interpolation="none")
-
-    def boxes(
-        self, places: Iterable[tuple[float, float, float, float]], colours: object, **look: object
-    ) -> None:
-        """Filled rectangles, all in one go: a colour of the palette for each, or one for all."""
-        corners = [
-            [(x, y), (x + width, y), (x + width, y + height), (x, y + height)]
-            for x, y, width, height in places
-        ]
-        drawn = PolyCollection(corners, **{"facecolors": _named(colours), "linewidths": 0} | look)
-        self.axis.add_collection(drawn, autolim=False)
-
-    def lines(
-        self,
-        paths: Iterable[object],
-        colours: object = "faint",
-        width: object = 0.8,
-        **look: object,
-    ) -> None:
-        """Lines through points `[n, 2]`, all in one go."""
-        drawn = LineCollection(paths, colors=_named(colours), linewidths=width, **look)
-        self.axis.add_collection(drawn, autolim=False)
 
     def cuts(self, place: Place, rows: int, columns: int, width: float = 1.0) -> None:
         """White lines that cut a place into rows and columns."""
@@ -100,47 +93,115 @@ class Sheet:
         paths += [[(place.left, y), (place.x(1), y)] for y in down]
         self.lines(paths, SURFACE, width)
 
-    def text(
-        self, x: float, y: float, words: object, size: float = 9, colour: str = "text",
-        across: str = "left", up: str = "center", **look: object,
-    ) -> None:  # fmt: skip
-        """Words at a point: `across` and `up` say which part of them stands there."""
-        shade = PALETTE.get(colour, colour)
-        self.axis.text(x, y, str(words), fontsize=size, color=shade, ha=across, va=up, **look)
+    def title(self, place: Place, text: str) -> None:
+        """A text over a place, from its left edge on."""
+        self.text(place.left, place.top - 0.04, text, va="bottom")
 
-    def title(self, place: Place, words: str) -> None:
-        """Words over a place, from its left edge on."""
-        self.text(place.left, place.top - 0.04, words, up="bottom")
-
-    def below(self, place: Place, labels: Mapping[float, object], name: str = "") -> None:
+    def below(
+        self,
+        place: Place,
+        labels: Mapping[float, object],
+        name: str = "",
+        *,
+        gap: float = 0.04,
+        size: float = 8.5,
+    ) -> None:
         """Labels under a place, by their share of its width, and the name of what they count."""
-        for share, label in labels.items():
-            self.text(place.x(share), place.y(1) + 0.04, label, 8.5, across="center", up="top")
+        y = place.y(1) + gap
+        told = [(place.x(share), y, label) for share, label in labels.items()]
+        self.words(told, size=size, va="top")
         if name:
-            y = place.y(1) + (0.2 if labels else 0.04)
-            self.text(place.x(0.5), y, name, across="center", up="top")
+            self.words([(place.x(0.5), y + 0.17 * bool(labels), name)], va="top")
 
-    def beside(self, place: Place, labels: Mapping[float, object], name: str = "") -> None:
+    def beside(
+        self,
+        place: Place,
+        labels: Mapping[float, object],
+        name: str = "",
+        *,
+        gap: float = 0.06,
+        size: float = 8.5,
+        away: float | None = None,
+    ) -> None:
         """Labels to the left of a place, by their share of its height, and the name of what they
-        count."""
-        for share, label in labels.items():
-            self.text(place.left - 0.06, place.y(share), label, 8.5, across="right")
+        count, `away` inches from the place: next to the longest label by default."""
+        told = [(place.left - gap, place.y(share), label) for share, label in labels.items()]
+        self.words(told, size=size, ha="right")
         if name:
             widest = max((len(str(label)) for label in labels.values()), default=0)
-            x = place.left - 0.16 - 0.075 * widest
-            self.text(x, place.y(0.5), name, across="center", rotation=90)
+            x = place.left - (gap + 0.1 + _LETTER * size * widest if away is None else away)
+            self.words([(x, place.y(0.5), name)], angle=90)
 
-    def legend(self, x: float, y: float, names: Mapping[str, str], gap: float = 0.3) -> None:
-        """Squares of colour with their meaning, in a row from a point on: colour to words."""
-        squares = []
-        for words in names.values():
-            squares.append((x, y - 0.055, 0.16, 0.11))
-            self.text(x + 0.22, y, words)
-            x += 0.22 + 0.073 * len(words) + gap
-        self.boxes(squares, list(names))
+    def legend(self, x: float, y: float, names: Mapping[str, str]) -> None:
+        """What colours mean, in a row from a point on: a square and words for each."""
+        squares, told, size = [], [], 8.5
+        for text in names.values():
+            squares.append((x, y - 0.065, 0.13, 0.13))
+            told.append((x + 0.19, y, text))
+            x += 0.42 + _LETTER * size * len(text)
+        edge = {"edgecolors": named("faint"), "linewidths": 0.4}  # for pale colours
+        self.boxes(squares, list(names), **edge)
+        self.words(told, size=size, ha="left")
 
 
-def _named(colours: object) -> object:
-    if isinstance(colours, str):
-        return PALETTE.get(colours, colours)
-    return [PALETTE.get(colour, colour) for colour in colours]
+class Chart(Marks):
+    """Axes without ticks, spines and title on a place of a sheet; `Sheet.chart` makes them.
+
+    Its marks stand in the units of its data. `bottom`, `left` and `title` write around its place.
+    """
+
+    def __init__(self, sheet: Sheet, place: Place, x: Sequence[float], y: Sequence[float]) -> None:
+        self._sheet, self._place = sheet, place
+        wide, high = sheet.figure.get_size_inches()
+        left, bottom = place.left / wide, 1 - place.y(1) / high
+        box = (left, bottom, place.width / wide, place.height / high)
+        super().__init__(_bare(sheet.figure, box, x, y))
+
+    def title(self, text: str) -> None:
+        """What the chart shows, above it."""
+        place = self._place
+        self._sheet.words([(place.x(0.5), place.top - 0.07, text)], size=10, va="bottom")
+
+    def bottom(
+        self,
+        at: Iterable[float],
+        labels: Iterable[object] | None = None,
+        name: str = "",
+        *,
+        line: bool = True,
+        size: float = 8.5,
+    ) -> None:
+        """A scale below the chart: a label at each of `at`, the value if there are no others, and
+        `name` under them."""
+        at, place, (low, high) = list(at), self._place, self.axis.get_xlim()
+        shares = [(x - low) / (high - low) for x in at]
+        if line:
+            y = place.y(1)
+            ticks = [[(place.x(share), y), (place.x(share), y + _TICK)] for share in shares]
+            self._rule([[(place.left, y), (place.x(1), y)], *ticks])
+        told = dict(zip(shares, labels or at, strict=True))
+        self._sheet.below(place, told, name, gap=0.07, size=size)
+
+    def left(
+        self,
+        at: Iterable[float],
+        labels: Iterable[object] | None = None,
+        name: str = "",
+        *,
+        line: bool = True,
+        size: float = 8.5,
+        away: float | None = None,
+    ) -> None:
+        """A scale to the left of the chart, with `name` upwards, `away` inches from it."""
+        at, place, (low, high) = list(at), self._place, self.axis.get_ylim()
+        shares = [1 - (y - low) / (high - low) for y in at]
+        if line:
+            x = place.left
+            ticks = [[(x, place.y(share)), (x - _TICK, place.y(share))] for share in shares]
+            self._rule([[(x, place.top), (x, place.y(1))], *ticks])
+        told = dict(zip(shares, labels or at, strict=True))
+        self._sheet.beside(place, told, name, size=size, away=away)
+
+    def _rule(self, paths: Iterable[Sequence]) -> None:
+        """Lines in inches of the sheet, but in front of the chart's boxes."""
+        self.lines(paths, transform=self._sheet.axis.transData, clip_on=False)

@@ -70,8 +70,10 @@ def test_the_list_holds_the_branches_that_are_shown(query, show):
     assert lines[-1][1][3:] == (str(query + 1), f"{(query + 1) / 2:.2f}"), "0.5 KiB a key"
 
 
-def texts(settings: Settings, show: str = "all branches") -> list[str]:
-    return [text.get_text() for text in pictures.draw(settings, show).figure.texts]
+def texts(settings: Settings, show: str = "all branches") -> dict[str, float]:
+    """Every text of the picture, and how many inches from the upper edge it stands."""
+    (sheet,) = pictures.draw(settings, show).figure.axes
+    return {text.strip(): y for words in sheet.artists for _, y, text in words.entries}
 
 
 @each_view
@@ -90,12 +92,9 @@ def test_the_picture_writes_the_list_and_explains_its_colours(show):
 
 def test_the_longest_list_ends_above_the_legend():
     settings = Settings(N=512, block_size=4, top_n=32, stride=4, query=511)
-    figure = pictures.draw(settings).figure
-    low, high = (
-        next(text.get_position()[1] for text in figure.texts if text.get_text().strip() == name)
-        for name in ("own block", next(t for t in texts(settings) if " dense " in t).strip())
-    )
-    assert (high - low) * pictures.HEIGHT > pictures.LINE, "inches"
+    written = texts(settings)
+    last = next(y for text, y in written.items() if text.startswith("dense "))
+    assert written["own block"] - last > pictures.LINE
 
 
 # -- in words --

@@ -1,5 +1,5 @@
 """A sheet: everything stands where it was put, in inches, and squares have the colours they were
-given."""
+given. A chart on it: marks in the units of its data, scales around its place."""
 
 from __future__ import annotations
 
@@ -76,6 +76,77 @@ def test_in_a_page_squares_are_pixels_and_words_are_words() -> None:
     sizes = [float(size) for size in re.findall(r"font:\w+ ([\d.]+)px", ElementTree.tostring(
         drawn, encoding="unicode"))]  # fmt: skip
     assert min(sizes) >= 8
+
+
+def texts(sheet: Sheet) -> dict[str, ElementTree.Element]:
+    drawn = ElementTree.fromstring(Picture(sheet.figure, "a test").svg())
+    return {text.text: text for text in drawn.iter(f"{SVG}text")}
+
+
+def test_a_legend_keeps_its_texts_apart() -> None:
+    sheet = Sheet(6.0, 1.0)
+    sheet.legend(0.1, 0.8, {"red": "MMM", "blue": "a longer text of many words", "black": "last"})
+    told = list(texts(sheet).values())
+    ends = [float(t.get("x")) + float(t.get("textLength")) for t in told]
+    starts = [float(t.get("x")) - 0.19 * 72 for t in told]  # of its square
+    assert all(end < start for end, start in zip(ends, starts[1:], strict=False))
+
+
+# -- charts --
+
+
+@pytest.mark.parametrize("upwards", [(0, 5), (5, 0)], ids=["y upwards", "y downwards"])
+def test_a_chart_has_the_units_of_its_data(upwards: tuple[int, int]) -> None:
+    sheet = Sheet(4.0, 2.0)
+    chart = sheet.chart(PLACE, (0, 10), upwards)
+    chart.boxes([(2, 1, 4, 2)], "text")
+    drawn = (pixels(sheet) == byte_colour("text")).all(-1)
+    rows, columns = (np.flatnonzero(drawn.any(axis)) for axis in (1, 0))
+    assert (columns[0], columns[-1]) == pytest.approx((140, 219), abs=1)
+    expected = (90, 129) if upwards == (0, 5) else (70, 109)
+    assert (rows[0], rows[-1]) == pytest.approx(expected, abs=1)
+
+
+@pytest.mark.parametrize("upwards", [(0, 5), (5, 0)], ids=["y upwards", "y downwards"])
+def test_scales_write_each_label_and_the_name(upwards: tuple[int, int]) -> None:
+    sheet = Sheet(4.0, 2.0)
+    chart = sheet.chart(PLACE, (0, 10), upwards)
+    chart.bottom([0, 10], ["zero", "ten"], "across")
+    chart.left([0, 5], name="upwards")
+    chart.title("above")
+    told = texts(sheet)
+    assert set(told) == {"zero", "ten", "across", "0", "5", "upwards", "above"}
+    x, y = ({name: float(t.get(axis)) / 72 for name, t in told.items()} for axis in "xy")
+    assert x["zero"] < PLACE.left < x["across"] < PLACE.x(1) < x["ten"] + 0.2
+    assert y["across"] > y["ten"] > PLACE.y(1)
+    assert x["upwards"] < x["0"] < PLACE.left
+    assert bool(y["0"] > y["5"]) is (upwards == (0, 5))
+    assert "rotate(-90" in told["upwards"].get("transform")
+    assert y["above"] < PLACE.top
+
+
+def test_a_scale_follows_its_chart() -> None:
+    """Limits that change before the scale is written count."""
+    sheet = Sheet(4.0, 2.0)
+    chart = sheet.chart(PLACE, (0, 10), (0, 5))
+    chart.axis.set_xlim(-10, 10)
+    chart.bottom([0])
+    label = texts(sheet)["0"]
+    middle = float(label.get("x")) + float(label.get("textLength")) / 2
+    assert middle / 72 == pytest.approx(PLACE.x(0.5), abs=0.01)
+
+
+def test_a_scale_lies_in_front_of_boxes() -> None:
+    """A white border of a bar cuts no piece out of the line that it stands on."""
+    sheet = Sheet(4.0, 2.0)
+    chart = sheet.chart(PLACE, (0, 10), (0, 5))
+    chart.boxes([(2, 0, 6, 3)], "key", edgecolors="white", linewidths=3)
+    chart.bottom([])
+    line = pixels(sheet)[148:152, 105:295].min((0, 2))
+    assert (line < 200).all()
+
+
+# -- colours --
 
 
 @pytest.mark.parametrize(

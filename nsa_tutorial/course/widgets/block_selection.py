@@ -441,7 +441,7 @@ def draw_choice(
     for column, (title, image) in enumerate(images.items()):
         place = Place(0.68 + 2.5 * column, 0.58, 2.36, 2.62)
         sheet.image(place, image)
-        sheet.text(place.x(0.5), 0.46, title, 10, across="center")
+        sheet.text(place.x(0.5), 0.46, title, 10, ha="center")
         sheet.below(place, {(b + 0.5) / NB: b for b in range(0, NB, 8)}, f"block of {BS} keys")
         if column == 0:
             sheet.beside(place, {i / N: i for i in range(0, N + 1, 128)}, "query")

@@ -15,13 +15,12 @@ from typing import NamedTuple
 
 import ipywidgets
 import torch
-from matplotlib.axes import Axes
 from torch import Tensor
 
 from nsa_tutorial.course import heads as stored
-from nsa_tutorial.course import plain
 from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure
 from nsa_tutorial.course.heads import Heads
+from nsa_tutorial.course.sheet import Chart, Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.runtime import costs
 from nsa_tutorial.sparse.compression import MLPWeights, compress, num_summaries
@@ -108,18 +107,21 @@ def draw_windows(M: int = 32, length: int = 8, stride: int = 4, position: int = 
     """The windows over `M` tokens and their summaries, those that the query at `position` sees in
     orange; below, what it misses."""
     seen, count = view(position, length, stride), num_summaries(M, length, stride)
-    figure, across = plain.plain_figure(8.2, 4.1), (-0.7, M - 0.3)
-    top = plain.plain_axes(figure, (0.95, 1.62, 7.15, 2.12), across, (1, 0))
+    sheet, across = Sheet(8.2, 4.1), (-0.7, M - 0.3)
+    top = sheet.chart(Place(0.95, 0.36, 7.15, 2.12), across, (1, 0))
     _draw_windows(top, M, length, stride, position)
-    low = plain.plain_axes(figure, (0.95, 0.8, 7.15, 0.68), across, (0, 1.15 * max(length, stride)))
+    place = Place(0.95, 2.62, 7.15, 0.68)
+    low = sheet.chart(place, across, (0, 1.15 * max(length, stride)))
     _draw_newest(low, M, length, stride, position)
-    entries = [
-        (_SEEN, "the query sees it"),
-        (_HIDDEN, "ends after the query"),
-        (PALETTE["query"], "query"),
-        (_PAST, "its past"),
-    ]
-    plain.key(plain.plain_axes(figure, (0.95, 0.04, 7.15, 0.2), (0, 7.15), (0, 0.2)), entries)
+    for text, away in (("newest tokens", 0.65), ("in no summary", 0.5)):
+        sheet.words([(place.left - away, place.y(0.5), text)], size=8, angle=90)
+    names = {
+        _SEEN: "the query sees it",
+        _HIDDEN: "ends after the query",
+        "query": "query",
+        _PAST: "its past",
+    }
+    sheet.legend(0.95, 3.965, names)
     told = (
         f"At position {position} a query sees {seen.count} of "
         f"{_many(count, 'summary', 'summaries')}; "
@@ -129,54 +131,50 @@ def draw_windows(M: int = 32, length: int = 8, stride: int = 4, position: int = 
         if seen.newest
         else "the last one ends right there"
     )
-    return Picture(figure, told)
+    return Picture(sheet.figure, told)
 
 
-def _draw_windows(axis: Axes, M: int, length: int, stride: int, position: int) -> None:
+def _draw_windows(chart: Chart, M: int, length: int, stride: int, position: int) -> None:
     """Tokens, the windows over them, row below row where they overlap, and their summaries."""
     count, visible = num_summaries(M, length, stride), view(position, length, stride).count
     rows = max(1, min(-(-length // stride), count))
     step, gap, windows_at = 0.9, 0.2 * max(1.0, M / 48), 1.5
     summaries_at = windows_at + step * rows + 0.9
-    axis.set_ylim(summaries_at + 1.3, -0.2)
-    colours = [_PAST] * position + [PALETTE["query"]] + [SURFACE] * (M - position - 1)
-    plain.boxes(axis, [(token - 0.42, 0, 0.84, 1) for token in range(M)], colours,
+    chart.axis.set_ylim(summaries_at + 1.3, -0.2)
+    colours = [_PAST] * position + ["query"] + [SURFACE] * (M - position - 1)
+    chart.boxes([(token - 0.42, 0, 0.84, 1) for token in range(M)], colours,
                 edgecolors=PALETTE["faint"], linewidths=0.5)  # fmt: skip
 
     colours = [_SEEN if j < visible else _HIDDEN for j in range(count)]
     middles = [j * stride + (length - 1) / 2 for j in range(count)]
     tops = [windows_at + step * (j % rows) for j in range(count)]
     ends = [((x, top + 0.6), (x, summaries_at)) for x, top in zip(middles, tops, strict=True)]
-    plain.lines(axis, ends, colors=colours, linewidths=0.9, zorder=0)
+    chart.lines(ends, colours, 0.9, zorder=0)
     starts = [j * stride - 0.5 + gap / 2 for j in range(count)]
     windows = [(x, top, length - gap, 0.6) for x, top in zip(starts, tops, strict=True)]
     wide = min(0.8 * stride, M / 40 + 0.6)
     summaries = [(x - wide / 2, summaries_at, wide, 1.1) for x in middles]
-    plain.boxes(axis, [*windows, *summaries], 2 * colours)
+    chart.boxes([*windows, *summaries], 2 * colours)
     if stride >= M / 24:
-        plain.words(axis, [(x, summaries_at + 0.55, str(j)) for j, x in enumerate(middles)])
+        chart.words([(x, summaries_at + 0.55, str(j)) for j, x in enumerate(middles)], size=8)
     now = position + 0.5
-    plain.lines(axis, [((now, -0.2), (now, summaries_at - 0.3))], colors=PALETTE["query"],
-                linewidths=1.2, linestyles="--")  # fmt: skip
+    chart.lines([((now, -0.2), (now, summaries_at - 0.3))], "query", 1.2, linestyles="--")
     names = {
         "tokens": 0.5,
         "windows": windows_at + step * rows / 2 - 0.15,
         "summaries": summaries_at + 0.55,
     }
-    plain.left(axis, list(names.values()), list(names), line=False, size=9)
+    chart.left(list(names.values()), list(names), line=False, size=9)
 
 
-def _draw_newest(axis: Axes, M: int, length: int, stride: int, position: int) -> None:
+def _draw_newest(chart: Chart, M: int, length: int, stride: int, position: int) -> None:
     newest = [view(t, length, stride).newest for t in range(M)]
     corners = [(t + side, left) for t, left in enumerate(newest) for side in (-0.5, 0.5)]
-    plain.lines(axis, [corners], colors=PALETTE["text"], linewidths=1.2)
-    axis.plot([position], [newest[position]], "o", color=PALETTE["query"], markersize=6,
+    chart.lines([corners], "text", 1.2)
+    chart.axis.plot([position], [newest[position]], "o", color=PALETTE["query"], markersize=6,
               clip_on=False, zorder=3)  # fmt: skip
-    plain.bottom(axis, range(0, M, 5 if M < 48 else 10), name="position of the query, tokens")
-    plain.left(axis, [0, max(length, stride)])
-    told = (("newest tokens", -47), ("in no summary", -36))
-    for text, away in told:
-        plain.words(axis, [(0.0, 0.5, text)], angle=90, offset=(away, 0), transform=axis.transAxes)
+    chart.bottom(range(0, M, 5 if M < 48 else 10), name="position of the query, tokens")
+    chart.left([0, max(length, stride)])
 
 
 def explore() -> Panel:

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 import ipywidgets
 import torch
-from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from torch import Tensor
 
-from nsa_tutorial.course import plain
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, shades
+from nsa_tutorial.course.sheet import Chart, Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.exact import dense_attention
 
@@ -96,26 +95,26 @@ def draw_lookup(query: int = 4, scale: float = 0.5, causal: bool = True) -> Pict
     """The grid of scores with one query's row lit, the weights of that row, and the mixture they
     give."""
     words, found = sentence()[0], look_up(query, scale, causal)
-    figure = plain.plain_figure(8.2, 3.35)
+    sheet = Sheet(8.2, 3.35)
     edges = (-0.5, len(words) - 0.5)
-    scores = plain.plain_axes(figure, (0.82, 0.52, 2.25, 2.25), edges, edges[::-1])
+    scores = sheet.chart(Place(0.82, 0.58, 2.25, 2.25), edges, edges[::-1])
     _draw_scores(scores, found.scores, words, query)
-    plain.title(scores, "scaled scores (grey: hidden)")
+    scores.title("scaled scores (grey: hidden)")
 
-    weights = plain.plain_axes(figure, (3.62, 0.52, 2.5, 2.25), (-0.6, len(words) - 0.4), _HEIGHTS)
+    weights = sheet.chart(Place(3.62, 0.58, 2.5, 2.25), (-0.6, len(words) - 0.4), _HEIGHTS)
     seen = torch.isfinite(found.scores[query]).tolist()
     _bars(weights, found.weights, words, "key", seen)
-    plain.title(weights, f"weights of “{words[query]}”, sum {found.weights.sum():.2f}")
+    weights.title(f"weights of “{words[query]}”, sum {found.weights.sum():.2f}")
 
-    output = plain.plain_axes(figure, (6.6, 0.52, 1.5, 2.25), (-0.6, 2.6), _HEIGHTS)
+    place = Place(6.6, 0.58, 1.5, 2.25)
+    output = sheet.chart(place, (-0.6, 2.6), _HEIGHTS)
     _bars(output, found.output, MEANINGS, "value", [True] * len(MEANINGS))
-    plain.title(output, f"mixed values, sum {found.output.sum():.2f}")
-    plain.words(output, [(1.0, 0.0, missing(found))], va="top", ha="right", offset=(4, -19),
-                transform=output.transAxes)  # fmt: skip
-    return Picture(figure, _finding(query, found))
+    output.title(f"mixed values, sum {found.output.sum():.2f}")
+    sheet.text(place.x(1) + 0.06, place.y(1) + 0.26, missing(found), 8, ha="right", va="top")
+    return Picture(sheet.figure, _finding(query, found))
 
 
-def _draw_scores(axis: Axes, scores: Tensor, words: list[str], query: int) -> None:
+def _draw_scores(chart: Chart, scores: Tensor, words: list[str], query: int) -> None:
     """The table; the rows of the other words are pale."""
     colours = shades("query")(scores.clamp(min=0, max=8).numpy() / 8)  # [N, M, 4]
     colours[~torch.isfinite(scores).numpy()] = (*to_rgb(PALETTE["masked"]), 1)
@@ -124,14 +123,14 @@ def _draw_scores(axis: Axes, scores: Tensor, words: list[str], query: int) -> No
     places = torch.cartesian_prod(*2 * [torch.arange(len(words))]).tolist()
     squares = [(j - 0.5, i - 0.5, 1, 1) for i, j in places]
     # borders, or a score of 0 would be white on white
-    plain.boxes(axis, squares, colours.reshape(-1, 4), edgecolors=PALETTE["masked"], linewidths=0.8)
+    chart.boxes(squares, colours.reshape(-1, 4), edgecolors=PALETTE["masked"], linewidths=0.8)
     lit = [(-0.48, query - 0.48, len(words) - 0.04, 0.96)]
-    plain.boxes(axis, lit, "none", edgecolors=PALETTE["query"], linewidths=2)
+    chart.boxes(lit, "none", edgecolors=PALETTE["query"], linewidths=2)
     told = enumerate(scores[query].tolist())
-    plain.words(axis, [(j, query, f"{x:.1f}") for j, x in told if math.isfinite(x)])
+    chart.words([(j, query, f"{x:.1f}") for j, x in told if math.isfinite(x)], size=8)
     at = range(len(words))
-    plain.bottom(axis, at, words, "key: what the word offers", line=False)
-    plain.left(axis, at, words, "query: what the word looks for", line=False, away=48)
+    chart.bottom(at, words, "key: what the word offers", line=False)
+    chart.left(at, words, "query: what the word looks for", line=False, away=0.67)
 
 
 def missing(found: Lookup) -> str:
@@ -163,15 +162,17 @@ def _finding(query: int, found: Lookup) -> str:
     return f"“{words[query]}” gives {top:.0%} of its weight{each} to {' and '.join(best)}"
 
 
-def _bars(axis: Axes, heights: Tensor, names: Sequence[str], colour: str, seen: list[bool]) -> None:
+def _bars(
+    chart: Chart, heights: Tensor, names: Sequence[str], colour: str, seen: list[bool]
+) -> None:
     """Bars from 0 to 1 with their values on top; a hidden one says so."""
     tops = heights.tolist()
-    plain.boxes(axis, [(i - 0.35, 0, 0.7, top) for i, top in enumerate(tops)], PALETTE[colour])
+    chart.boxes([(i - 0.35, 0, 0.7, top) for i, top in enumerate(tops)], colour)
     told = [(i, top, f"{top:.2f}" if seen[i] else "hidden") for i, top in enumerate(tops)]
-    colours = [PALETTE["text" if x else "faint"] for x in seen]
-    plain.words(axis, told, colour=colours, va="bottom", offset=(0, 1))
-    plain.left(axis, [0, 0.5, 1], ["0", "0.5", "1"])
-    plain.bottom(axis, range(len(names)), names, size=8)
+    inks = ["text" if x else "faint" for x in seen]
+    chart.words(told, size=8, colour=inks, va="bottom", offset=(0, 1))
+    chart.left([0, 0.5, 1], ["0", "0.5", "1"])
+    chart.bottom(range(len(names)), names, size=8)
 
 
 def lookup_panel() -> Panel:

@@ -16,8 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.patches import Rectangle
 
-from nsa_tutorial.course import plain
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, readable_on, shades
+from nsa_tutorial.course.sheet import Chart, Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.exact.grouped_query_attention import group_size, kv_head
 from nsa_tutorial.runtime import costs
@@ -182,37 +182,39 @@ def draw_cache(H: int = 8, tokens: int = 65_536) -> Picture:
     """Left: the groups of the example model. Right: cache size against context length, one line per
     number of KV heads."""
     facts = cache_facts(H, tokens)
-    figure = plain.plain_figure(8.3, 3.3)
-    groups = plain.plain_axes(figure, (0.62, 0.52, 2.55, 2.2), (0, HQ), (-0.1, 1.2))
+    sheet = Sheet(8.3, 3.3)
+    groups = sheet.chart(Place(0.62, 0.58, 2.55, 2.2), (0, HQ), (-0.1, 1.2))
     _draw_groups(groups, H)
-    plain.title(groups, f"{HQ} query heads, H = {H}, G = {facts.G}")
+    groups.title(f"{HQ} query heads, H = {H}, G = {facts.G}")
     low, high = math.log2(CONTEXTS[0]), math.log2(CONTEXTS[-1])
-    sizes = plain.plain_axes(figure, (4.05, 0.52, 3.6, 2.45), (low - 0.1, high + 0.1), (-3.6, 11.4))
+    sizes = sheet.chart(Place(4.05, 0.33, 3.6, 2.45), (low - 0.1, high + 0.1), (-3.6, 11.4))
     _draw_sizes(sizes, H)
     place = [(math.log2(tokens), math.log2(facts.gib))]
-    sizes.plot(*zip(*place, strict=True), "o", color=PALETTE["query"], markersize=8, zorder=4)
+    sizes.axis.plot(*zip(*place, strict=True), "o", color=PALETTE["query"], markersize=8, zorder=4)
     finding = f"{_heads(H)} for {HQ} query heads: {tokens:,} tokens take {_gib(facts.gib)}"
-    return Picture(figure, finding if H == HQ else f"{finding}, not {_gib(facts.gib_all_heads)}")
+    return Picture(
+        sheet.figure, finding if H == HQ else f"{finding}, not {_gib(facts.gib_all_heads)}"
+    )
 
 
-def _draw_groups(axis: Axes, H: int) -> None:
+def _draw_groups(chart: Chart, H: int) -> None:
     """Query heads in a row, a bracket below each group, and the KV head that it reads."""
     G = group_size(HQ, H)
     gap = 0 if G == 1 else 1  # between groups
     places = [hq + gap * (hq // G) for hq in range(HQ)]
-    plain.boxes(axis, [(x - 0.32, 0.92, 0.64, 0.16) for x in places], PALETTE["query"])
+    chart.boxes([(x - 0.32, 0.92, 0.64, 0.16) for x in places], "query")
     ends = [(first - 0.3, first + G - 0.7) for first in places[::G]]
     centres = [(first + last) / 2 for first, last in ends]
     if G > 1:
         brackets = [((x, 0.84), (x, 0.76), (y, 0.76), (y, 0.84)) for x, y in ends]
-        plain.lines(axis, brackets, linewidths=1.2)
-    plain.lines(axis, [((x, 0.84 if G == 1 else 0.76), (x, 0.16)) for x in centres], linewidths=1.2)
+        chart.lines(brackets, width=1.2)
+    chart.lines([((x, 0.84 if G == 1 else 0.76), (x, 0.16)) for x in centres], width=1.2)
     half = min(0.32 + 0.09 * (G - 1), 1.6)
-    plain.boxes(axis, [(x - half, 0.0, 2 * half, 0.16) for x in centres], PALETTE["key"])
-    axis.set_xlim(-0.6, places[-1] + 0.6)
+    chart.boxes([(x - half, 0.0, 2 * half, 0.16) for x in centres], "key")
+    chart.axis.set_xlim(-0.6, places[-1] + 0.6)
     told = ((0.95, "heads"), (1.05, "query"), (0.03, "heads"), (0.13, "KV"))
-    plain.words(axis, [(0.0, y, text) for y, text in told], size=8.5, ha="right", offset=(-4, 0),
-                transform=axis.get_yaxis_transform())  # fmt: skip
+    chart.words([(0.0, y, text) for y, text in told], size=8.5, ha="right", offset=(-4, 0),
+                transform=chart.axis.get_yaxis_transform())  # fmt: skip
 
 
 @functools.cache
@@ -221,22 +223,22 @@ def _cache_line(H: int) -> list[tuple[float, float]]:
     return [(math.log2(n), math.log2(cache_facts(H, n).gib)) for n in CONTEXTS]
 
 
-def _draw_sizes(axis: Axes, H: int) -> None:
-    chosen = [PALETTE["key" if heads == H else "masked"] for heads in KV_HEADS]
+def _draw_sizes(chart: Chart, H: int) -> None:
+    chosen = ["key" if heads == H else "masked" for heads in KV_HEADS]
     widths = [3 if heads == H else 1 for heads in KV_HEADS]
-    plain.lines(axis, [_cache_line(heads) for heads in KV_HEADS], colors=chosen, linewidths=widths)
+    chart.lines([_cache_line(heads) for heads in KV_HEADS], chosen, widths)
     ends = [(*_cache_line(heads)[-1], f"H = {heads}") for heads in KV_HEADS]
-    inks = [PALETTE["text" if heads == H else "faint"] for heads in KV_HEADS]
-    plain.words(axis, ends, colour=inks, ha="left", offset=(7, 0))
-    limit, (low, high) = math.log2(H200_BYTES / GIB), axis.get_xlim()
-    plain.lines(axis, [((low, limit), (high, limit))], colors=PALETTE["text"], linestyles="--")
+    inks = ["text" if heads == H else "faint" for heads in KV_HEADS]
+    chart.words(ends, size=8, colour=inks, ha="left", offset=(7, 0))
+    limit, (low, high) = math.log2(H200_BYTES / GIB), chart.axis.get_xlim()
+    chart.lines([((low, limit), (high, limit))], "text", linestyles="--")
     memory = f"memory of one H200: {H200_BYTES / GIB:.0f} GiB"
-    plain.words(axis, [(low, limit, memory)], ha="left", va="bottom", offset=(5, 3))
+    chart.words([(low, limit, memory)], size=8, ha="left", va="bottom", offset=(5, 3))
     shown = CONTEXTS[::2]
-    plain.bottom(axis, [math.log2(n) for n in shown], [f"{n:,}" for n in shown],
+    chart.bottom([math.log2(n) for n in shown], [f"{n:,}" for n in shown],
                  "context length, tokens (logarithmic)")  # fmt: skip
-    plain.left(axis, range(-3, 12, 2), ["1/8", "1/2", "2", "8", "32", "128", "512", "2048"],
-               "KV cache, GiB (logarithmic)", away=36)  # fmt: skip
+    chart.left(range(-3, 12, 2), ["1/8", "1/2", "2", "8", "32", "128", "512", "2048"],
+               "KV cache, GiB (logarithmic)", away=0.5)  # fmt: skip
 
 
 def cache_sentence(H: int, tokens: int) -> str:

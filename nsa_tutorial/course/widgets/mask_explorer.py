@@ -16,12 +16,9 @@ from pathlib import Path
 
 import ipywidgets
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
 
-from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure
+from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture
 from nsa_tutorial.course.mask_report import (
     TILE,
     Item,
@@ -45,6 +42,7 @@ from nsa_tutorial.course.masks import (
     source,
     sources,
 )  # fmt: skip
+from nsa_tutorial.course.sheet import Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.runtime import costs
 
@@ -73,6 +71,7 @@ WIDTH, HEIGHT = 6.4, 4.86
 LEFT, TOP, SIDE = 0.55, 0.36, 3.84
 GAP, ROW = 0.07, 0.17
 LIST, LINE = 3.86, 0.168  # left end of the list, and from one line to the next
+BASELINE = 0.125  # from the top of a line to where its letters stand
 
 # -- in words --
 
@@ -175,43 +174,31 @@ def draw(settings: Settings | None = None, show: str = "all branches") -> Pictur
     """
     settings = settings or Settings()
     masks, found = explore(settings)
-    figure, axes = new_figure(WIDTH, HEIGHT)
-    figure.set_layout_engine(None)  # fixed places: faster, and nothing jumps when a control moves
-    _draw_mask(figure, axes[0, 0], painted(kinds(masks, SHOWN[show])), settings.query)
+    sheet = Sheet(WIDTH, HEIGHT)
+    _draw_mask(sheet, painted(kinds(masks, SHOWN[show])), settings.query)
     lines = table(settings, found, SHOWN[show])
-    squares = [*_write_list(figure, lines, settings.query), *_write_legend(figure, show)]
-    corners = np.array([(x, HEIGHT - y) for x, y, _ in squares])[:, None]
-    around = 0.12 * np.array([(0, 0), (1, 0), (1, -1), (0, -1)])
+    squares = [*_write_list(sheet, lines, settings.query), *_write_legend(sheet, show)]
     faces = colours()[[KINDS.index(name) for *_, name in squares]] / 255
     look = {"edgecolors": PALETTE["faint"], "linewidths": 0.5}
-    inches = figure.dpi_scale_trans
-    figure.add_artist(PolyCollection(corners + around, facecolors=faces, transform=inches, **look))
-    return Picture(figure, finding(settings, show))
+    sheet.boxes([(x, y, 0.12, 0.12) for x, y, _ in squares], faces, **look)
+    return Picture(sheet.figure, finding(settings, show))
 
 
-def _draw_mask(figure: Figure, axis: Axes, image: np.ndarray, query: int) -> None:
-    N, height = len(image), SIDE + GAP + ROW
-    per_token, row = SIDE / N, TOP + SIDE + GAP
-    axis.set_position([LEFT / WIDTH, 1 - (TOP + height) / HEIGHT, SIDE / WIDTH, height / HEIGHT])
-    axis.axis("off")  # ticks of its own would take as long as all of the rest
-    strip = image[query : query + 1]
-    for rows, (top, bottom) in ((image, (0, SIDE)), (strip, (SIDE + GAP, height))):
-        axis.imshow(rows, aspect="auto", interpolation="none", extent=(0, SIDE, bottom, top))
-    axis.set(xlim=(0, SIDE), ylim=(height, 0))
-
-    y, right = TOP + (query + 0.5) * per_token, LEFT + SIDE
+def _draw_mask(sheet: Sheet, image: np.ndarray, query: int) -> None:
+    N, per_token = len(image), SIDE / len(image)
+    mask, row = Place(LEFT, TOP, SIDE, SIDE), Place(LEFT, TOP + SIDE + GAP, SIDE, ROW)
+    sheet.image(mask, image)
+    sheet.image(row, image[query : query + 1])
+    y, right, bottom = TOP + (query + 0.5) * per_token, row.x(1), row.y(1)
     past = [(LEFT, y), (LEFT + (query + 1) * per_token, y)]
-    frame = [(LEFT, row), (right, row), (right, row + ROW), (LEFT, row + ROW), (LEFT, row)]
-    _rule(figure, [past, frame], PALETTE["query"], 1.2)
-    marks = []
-    for position in _ticks(N):
-        x, y = LEFT + position * per_token, TOP + position * per_token
-        marks += [[(LEFT, y), (LEFT - 0.05, y)], [(x, row + ROW), (x, row + ROW + 0.05)]]
-        _write(figure, LEFT - 0.09, y - 0.08, str(position), ha="right")
-        _write(figure, x, row + ROW + 0.07, str(position), ha="center")
-    _rule(figure, marks, PALETTE["text"], 0.8)
-    _write(figure, LEFT + SIDE / 2, row + ROW + 0.23, "key", ha="center")
-    _write(figure, 0.05, TOP + SIDE / 2, "query", rotation=90, ha="left")
+    frame = [(LEFT, row.top), (right, row.top), (right, bottom), (LEFT, bottom), (LEFT, row.top)]
+    sheet.lines([past, frame], "query", 1.2)
+    shares = {position / N: position for position in _ticks(N)}
+    marks = [[(LEFT, mask.y(share)), (LEFT - 0.05, mask.y(share))] for share in shares]
+    marks += [[(row.x(share), bottom), (row.x(share), bottom + 0.05)] for share in shares]
+    sheet.lines(marks, "text")
+    sheet.beside(mask, shares, "query", gap=0.09, size=9, away=0.44)
+    sheet.below(row, shares, "key", gap=0.09, size=9)
 
 
 def _ticks(n: int) -> list[int]:
@@ -253,11 +240,11 @@ def _cells(items: Sequence[Item]) -> tuple[str, ...]:
     return span, str(keys), f"{loaded / 1024:.2f}"
 
 
-def _write_list(figure: Figure, lines: Sequence, query: int) -> list[Square]:
+def _write_list(sheet: Sheet, lines: Sequence, query: int) -> list[Square]:
     """The list as text, right of the mask and reaching into its empty half; returns the squares
     that belong to its lines."""
-    squares, rules, y = [], [], TOP
-    _write(figure, LIST, y, f"query {query} reads", color=PALETTE["query"])
+    squares, rules, told, y = [], [], [], TOP
+    sheet.text(LIST, y + BASELINE, f"query {query} reads", colour="query", va="baseline")
     y += 1.3 * LINE
     for number, (branch, cells) in enumerate(lines):
         if number in (1, len(lines) - 2):
@@ -266,13 +253,14 @@ def _write_list(figure: Figure, lines: Sequence, query: int) -> list[Square]:
         if branch:
             squares.append((LIST - 0.18, y + 0.02, branch))
         written = "{:>3} {:<9} {:>7} {:>4} {:>6}".format(*cells)
-        _write(figure, LIST, y, written, family="monospace")
+        told.append((LIST, y + BASELINE, written))
         y += LINE
-    _rule(figure, rules, PALETTE["faint"], 0.8)
+    sheet.words(told, ha="left", va="baseline", family="monospace")
+    sheet.lines(rules)
     return squares
 
 
-def _write_legend(figure: Figure, show: str) -> list[Square]:
+def _write_legend(sheet: Sheet, show: str) -> list[Square]:
     """What the colours mean, right of the mask's end; returns their squares."""
     alone = show != "all branches"
     names = {
@@ -284,26 +272,14 @@ def _write_legend(figure: Figure, show: str) -> list[Square]:
     entries = {name: text for name, text in names.items() if name in SHOWN[show]}
     entries |= {"not seen": "not seen", "future": "later: never seen"}
     x, y = LEFT + SIDE + 0.12, TOP + SIDE - 1.06 * LINE * len(entries)
-    squares = []
+    squares, told = [], []
     for name, text in entries.items():
         squares.append((x, y + 0.02, name))
-        _write(figure, x + 0.19, y, text)
+        told.append((x + 0.19, y + BASELINE, text))
         y += 1.06 * LINE
-    _write(figure, x, TOP + SIDE + GAP, "the query's row", color=PALETTE["query"])
+    sheet.words(told, ha="left", va="baseline")
+    sheet.text(x, TOP + SIDE + GAP + BASELINE, "the query's row", colour="query", va="baseline")
     return squares
-
-
-def _write(figure: Figure, x: float, y: float, text: str, **look: object) -> None:
-    """Text whose upper left corner is `x`, `y` inches from that of the figure."""
-    look = {"color": PALETTE["text"], "fontsize": 9, "va": "baseline", **look}
-    figure.text(x / WIDTH, 1 - (y + 0.125) / HEIGHT, text, **look)
-
-
-def _rule(figure: Figure, lines: Sequence, colour: str, width: float) -> None:
-    """Lines through points that are `x`, `y` inches from the figure's upper left corner."""
-    points = [[(x, HEIGHT - y) for x, y in line] for line in lines]
-    look = {"colors": colour, "linewidths": width, "transform": figure.dpi_scale_trans}
-    figure.add_artist(LineCollection(points, **look))
 
 
 # -- saving it --

@@ -661,14 +661,12 @@ def _draw_entries(sheet: Sheet, place: Place, loaded: dict[str, float]) -> None:
             y = place.y(1 - (base - count / 2) / top)
             words = f"{name}\n{count:.0f}"
             x = left["NSA"] + width / 2
-            sheet.text(x, y, words, 8, readable_on(colour), "center", linespacing=1.0)
+            sheet.text(x, y, words, 8, readable_on(colour), ha="center", spacing=1.0)
     sheet.boxes(bars, ["faint", *COLOURS])
     for name, height in (("dense", dense), ("NSA", total)):
         x = left[name] + width / 2
-        sheet.text(
-            x, place.y(1 - height / top) - 0.04, f"{height:.0f}", 9, "text", "center", "bottom"
-        )
-        sheet.text(x, place.y(1) + 0.04, name, 9, "text", "center", "top")
+        sheet.text(x, place.y(1 - height / top) - 0.04, f"{height:.0f}", ha="center", va="bottom")
+        sheet.text(x, place.y(1) + 0.04, name, ha="center", va="top")
     sheet.lines([[(place.left, place.y(1)), (place.x(1), place.y(1))]], "faint")
     sheet.beside(place, {}, "keys a query loads, mean")
 

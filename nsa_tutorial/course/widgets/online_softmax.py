@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import ipywidgets
 import numpy as np
 import torch
-from matplotlib.axes import Axes
 from torch import Tensor
 
-from nsa_tutorial.course import plain
 from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, readable_on
+from nsa_tutorial.course.sheet import Chart, Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
 
 CHUNK = 4  # keys
@@ -225,22 +224,22 @@ def draw_stream(step: int = CHUNKS, reference: str = "running max", lift: int = 
     is an empty frame. Where the first chunk is lifted far, the axis of the scores is broken.
     """
     scores, moments = row(lift), walk(row(lift), positions(), reference)[:step]
-    figure = plain.plain_figure(8.2, 4.35)
+    sheet = Sheet(8.2, 4.35)
     keys = (-0.7, len(SCORES) - 0.3)
-    top = plain.plain_axes(figure, (0.7, 2.62, 7.4, 1.38), keys, (0, 1))
+    top = sheet.chart(Place(0.7, 0.35, 7.4, 1.38), keys, (0, 1))
     _draw_scores(top, scores, moments, reference, lift)
     usual = max(m.running_sum for m in walk(row(lift), positions()))
-    low = plain.plain_axes(figure, (0.7, 0.85, 7.4, 1.3), keys, (0, 1.3 * usual))
+    low = sheet.chart(Place(0.7, 2.2, 7.4, 1.3), keys, (0, 1.3 * usual))
     _draw_running_sum(low, moments)
-    entries = [
-        (PALETTE["key"], "read before (below: one piece per chunk)"),
-        (PALETTE["query"], "just read"),
-        (PALETTE["masked"], "not read yet"),
-    ]
+    names = {
+        "key": "read before (below: one piece per chunk)",
+        "query": "just read",
+        "masked": "not read yet",
+    }
     if reference != "no max":
-        entries.append((PALETTE["text"], "line: scores_max"))
-    plain.key(plain.plain_axes(figure, (0.7, 0.04, 7.4, 0.2), (0, 7.4), (0, 0.2)), entries)
-    return Picture(figure, finding(moments, reference))
+        names["text"] = "line: scores_max"
+    sheet.legend(0.7, 4.215, names)
+    return Picture(sheet.figure, finding(moments, reference))
 
 
 def _heights(lift: int) -> tuple[Callable[[float], float], list[int], float]:
@@ -260,14 +259,14 @@ def _heights(lift: int) -> tuple[Callable[[float], float], list[int], float]:
 
 
 def _draw_scores(
-    axis: Axes, scores: Tensor, moments: list[Moment], reference: str, lift: int
+    chart: Chart, scores: Tensor, moments: list[Moment], reference: str, lift: int
 ) -> None:
     step, (place, marked, end) = len(moments), _heights(lift)
-    axis.set_ylim(0, end)
+    chart.axis.set_ylim(0, end)
     kinds = ["key"] * (step - 1) + ["query"] + ["masked"] * (CHUNKS - step)
     tops = [place(score) for score in scores.tolist()]
-    plain.boxes(axis, [(key - 0.35, 0, 0.7, y) for key, y in enumerate(tops)],
-                [PALETTE[kind] for kind in kinds for _ in range(CHUNK)])  # fmt: skip
+    chart.boxes([(key - 0.35, 0, 0.7, y) for key, y in enumerate(tops)],
+                [kind for kind in kinds for _ in range(CHUNK)])  # fmt: skip
     above, inside = [], []
     for key, (y, score) in enumerate(zip(tops, scores.tolist(), strict=True)):
         chunk = key // CHUNK
@@ -279,26 +278,26 @@ def _draw_scores(
             inside.append((key, y, f"{score:.0f}"))
         else:
             above.append((key, line, f"{score:.0f}"))
-    plain.words(axis, above, va="bottom", offset=(0, 1.5))
+    chart.words(above, size=8, va="bottom", offset=(0, 1.5))
     dark = [readable_on(kinds[key // CHUNK]) for key, *_ in inside]
-    plain.words(axis, inside, colour=dark, va="top", offset=(0, -1.5))
+    chart.words(inside, size=8, colour=dark, va="top", offset=(0, -1.5))
     if reference != "no max":
         lines = [place(m.scores_max) for m in moments]
         ends = [(c * CHUNK - 0.5, (c + 1) * CHUNK - 0.5) for c in range(step)]
-        plain.lines(axis, [((x, y), (z, y)) for (x, z), y in zip(ends, lines, strict=True)],
-                    colors=PALETTE["text"], linewidths=1.6)  # fmt: skip
-    plain.bottom(axis, range(0, len(SCORES), CHUNK), name="key")
-    plain.left(axis, [place(score) for score in marked], marked, "score, log2 units")
+        chart.lines([((x, y), (z, y)) for (x, z), y in zip(ends, lines, strict=True)],
+                    "text", 1.6)  # fmt: skip
+    chart.bottom(range(0, len(SCORES), CHUNK), name="key")
+    chart.left([place(score) for score in marked], marked, "score, log2 units", away=0.39)
     if lift > _UNBROKEN:
         gap = max(SCORES) + 1.6
-        plain.boxes(axis, [(axis.get_xlim()[0], gap, CHUNK + 0.2, 0.5)], SURFACE, zorder=3)
-        plain.words(axis, [(0.0, gap + 0.25, "≈")], size=11, offset=(-0.5, 0),
-                    transform=axis.get_yaxis_transform())  # fmt: skip
+        chart.boxes([(chart.axis.get_xlim()[0], gap, CHUNK + 0.2, 0.5)], SURFACE, zorder=3)
+        chart.words([(0.0, gap + 0.25, "≈")], size=11, offset=(-0.5, 0),
+                    transform=chart.axis.get_yaxis_transform())  # fmt: skip
 
 
-def _draw_running_sum(axis: Axes, moments: list[Moment]) -> None:
+def _draw_running_sum(chart: Chart, moments: list[Moment]) -> None:
     centres = [c * CHUNK + (CHUNK - 1) / 2 for c in range(CHUNKS)]
-    height = axis.get_ylim()[1]
+    height = chart.axis.get_ylim()[1]
     pieces: list[tuple[float, float, float, float]] = []
     colours, frames, sums = [], [], []
     for c, moment in enumerate(moments):
@@ -311,26 +310,26 @@ def _draw_running_sum(axis: Axes, moments: list[Moment]) -> None:
         parts = np.array(moment.parts) * (0.86 * height / moment.running_sum if beyond else 1)
         bottoms = np.cumsum(parts) - parts
         pieces += [(left, y, 2.6, part) for y, part in zip(bottoms, parts, strict=True)]
-        colours += [PALETTE["key"]] * c + [PALETTE["query"]]
+        colours += ["key"] * c + ["query"]
         told = f"{number(moment.running_sum)}{' ↑' if beyond else ''}"
         sums.append((centres[c], parts.sum(), told))
-    plain.boxes(axis, pieces, colours, edgecolors=SURFACE, linewidths=0.8)
-    plain.boxes(axis, frames, "none", edgecolors=PALETTE["faint"], linewidths=1, linestyles="--")
-    plain.words(axis, sums, size=9, va="bottom", offset=(0, 2))
-    at = axis.get_xaxis_transform()
+    chart.boxes(pieces, colours, edgecolors=SURFACE, linewidths=0.8)
+    chart.boxes(frames, "none", edgecolors=PALETTE["faint"], linewidths=1, linestyles="--")
+    chart.words(sums, va="bottom", offset=(0, 2))
+    at = chart.axis.get_xaxis_transform()
     steps = zip(centres, moments, strict=False)
     told = [(x, 0.0, f"× {number(m.scores_scale)}  + {number(m.parts[-1])}") for x, m in steps]
-    plain.words(axis, told, size=8.5, va="top", offset=(0, -16), transform=at)
-    plain.bottom(axis, centres, [f"chunk {c + 1}" for c in range(CHUNKS)])
+    chart.words(told, size=8.5, va="top", offset=(0, -16), transform=at)
+    chart.bottom(centres, [f"chunk {c + 1}" for c in range(CHUNKS)])
     meaning = (
         "× scores_scale: the old sum changes its unit (blue)     + scores_sum: the chunk's own "
         "terms (orange)"
     )
-    plain.words(axis, [(0.5, 0.0, meaning)], size=9, va="top", offset=(0, -29),
-                transform=axis.transAxes)  # fmt: skip
+    chart.words([(0.5, 0.0, meaning)], va="top", offset=(0, -29),
+                transform=chart.axis.transAxes)  # fmt: skip
     most = next(x for x in (1, 2, 3, 4, 5, 6) if 3 * x >= 0.7 * height)
     ticks = [x for x in (0, most, 2 * most, 3 * most) if x < height]
-    plain.left(axis, ticks, name="running_sum")
+    chart.left(ticks, name="running_sum", away=0.39)
 
 
 def explore() -> Panel:

@@ -17,13 +17,13 @@ from typing import NamedTuple
 import ipywidgets
 import numpy as np
 import torch
-from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from nsa_tutorial.course import heads, plain
+from nsa_tutorial.course import heads
 from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure, readable_on
 from nsa_tutorial.course.heads import Heads
+from nsa_tutorial.course.sheet import Chart, Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.runtime import costs
 
@@ -184,26 +184,27 @@ def draw_text(
     h, ids = _heads(), list_of(query, top_n, group, block_size)
     shares, own = _mass(block_size)[group, query].tolist(), query // block_size
     text_high = LINE * (h.text.count(b"\n") + 1)
-    figure = plain.plain_figure(8.2, text_high + 2.27)
-    bars = plain.plain_axes(figure, (0.62, text_high + 0.87, 7.48, 1.06), (-0.6, len(shares) - 0.4),
-                            (0, 100 * max(0.3, 1.15 * max(shares))))  # fmt: skip
+    sheet = Sheet(8.2, text_high + 2.27)
+    bars = sheet.chart(Place(0.62, 0.34, 7.48, 1.06), (-0.6, len(shares) - 0.4),
+                       (0, 100 * max(0.3, 1.15 * max(shares))))  # fmt: skip
     kinds = ["own block" if b == own else "selected" if b in ids else "masked"
              for b in range(len(shares))]  # fmt: skip
     spans = [(b - 0.4, 0, 0.8, 100 * share) for b, share in enumerate(shares)]
-    plain.boxes(bars, spans, [PALETTE[kind] for kind in kinds])
+    bars.boxes(spans, kinds)
     told = [(b, 100 * shares[b], f"{100 * shares[b]:.0f}") for b in ids]
-    plain.words(bars, told, va="bottom", offset=(0, 2))
-    plain.bottom(bars, range(0, len(shares), max(1, len(shares) // 16)),
+    bars.words(told, size=8, va="bottom", offset=(0, 2))
+    bars.bottom(range(0, len(shares), max(1, len(shares) // 16)),
                  name=f"block id, {block_size} tokens a block")  # fmt: skip
-    plain.left(bars, [0, 20, 40, 60, 80][: 1 + int(bars.get_ylim()[1] // 20)], name="attention, %")
+    percent = [0, 20, 40, 60, 80][: 1 + int(bars.axis.get_ylim()[1] // 20)]
+    bars.left(percent, name="attention, %", away=0.39)
     lines = h.text.split(b"\n")
-    page = plain.plain_axes(figure, (0.12, 0.3, 8.0, text_high), (-0.4, 8.0 / LETTER - 0.4),
-                            (len(lines), 0))  # fmt: skip
+    page = sheet.chart(
+        Place(0.12, 1.97, 8.0, text_high), (-0.4, 8.0 / LETTER - 0.4), (len(lines), 0)
+    )
     _draw_page(page, text_runs(h.text, ids, query, block_size), ids, block_size)
-    entries = [(PALETTE[colour], kind) for kind, colour in _PALE.items()]
-    entries.append((PALETTE["query"], f"query {query}"))
-    plain.key(plain.plain_axes(figure, (0.62, 0.04, 7.48, 0.2), (0, 7.48), (0, 0.2)), entries)
-    return Picture(figure, finding(query, ids, np.array(shares), block_size))
+    names = {colour: kind for kind, colour in _PALE.items()} | {"query": f"query {query}"}
+    sheet.legend(0.62, text_high + 2.135, names)
+    return Picture(sheet.figure, finding(query, ids, np.array(shares), block_size))
 
 
 def list_of(query: int, top_n: int, group: int, block_size: int = BLOCK_SIZE) -> list[int]:
@@ -260,12 +261,12 @@ def text_runs(text: bytes, ids: list[int], query: int, block_size: int) -> list[
     return runs
 
 
-def _draw_page(axis: Axes, runs: list[Run], ids: list[int], block_size: int) -> None:
+def _draw_page(chart: Chart, runs: list[Run], ids: list[int], block_size: int) -> None:
     """The runs on the colours of their kinds, and beside each line the blocks that it shows."""
     shown = [run for run in runs if run.kind != "future"]
     colours = {**_PALE, "query": "query"}
-    plain.boxes(axis, [(run.column, run.line, len(run.signs), 0.96) for run in shown],
-                [PALETTE[colours[run.kind]] for run in shown])  # fmt: skip
+    chart.boxes([(run.column, run.line, len(run.signs), 0.96) for run in shown],
+                [colours[run.kind] for run in shown])  # fmt: skip
     inks = {kind: readable_on(colour) for kind, colour in colours.items()}
     written = [run for run in runs if run.kind != "future" or run.signs.strip("·↵ ")]
     told, ink = [], []
@@ -273,15 +274,15 @@ def _draw_page(axis: Axes, runs: list[Run], ids: list[int], block_size: int) -> 
         signs = run.signs.rstrip("·↵ ") if run.kind == "future" else run.signs
         bare = signs.lstrip(" ")
         told.append((run.column + len(signs) - len(bare), run.line + 0.45, bare))
-        ink.append(inks.get(run.kind, PALETTE["faint"]))
-    plain.words(axis, told, colour=ink, ha="left", size=LETTER_SIZE, family="monospace")
+        ink.append(inks.get(run.kind, "faint"))
+    chart.words(told, colour=ink, ha="left", size=LETTER_SIZE, family="monospace")
     beside: dict[int, list[int]] = {}
     for run in shown:
         block = run.start // block_size
         if block in ids and block not in beside.setdefault(run.line, []):
             beside[run.line].append(block)
     marks = [(85, line + 0.5, f"← {ranges(found)}") for line, found in beside.items() if found]
-    plain.words(axis, [(85, -0.5, "block"), *marks], ha="left", size=8.5)
+    chart.words([(85, -0.5, "block"), *marks], ha="left", size=8.5)
 
 
 def ranges(ids: list[int]) -> str:

@@ -21,8 +21,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa_tutorial.course import plain
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
+from nsa_tutorial.course.sheet import Chart, Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.course.widgets.grouped_query_attention import H200_BYTES_PER_S, H200_FLOPS_PER_S
 from nsa_tutorial.exact.dense_attention import causal_mask
@@ -317,33 +317,33 @@ def draw_tile_sizes(tile_q: int = 128, tile_k: int = 128) -> Picture:
     """Left what each height of a query tile moves, the chosen one ringed; right what the chosen
     tiles take up on the chip."""
     f = facts(tile_q, tile_k)
-    figure = plain.plain_figure(8.3, 3.5)
-    moved = plain.plain_axes(figure, (0.75, 0.52, 3.6, 2.4), (-0.3, 8.3), (-4.8, 11.3))
+    sheet = Sheet(8.3, 3.5)
+    moved = sheet.chart(Place(0.75, 0.58, 3.6, 2.4), (-0.3, 8.3), (-4.8, 11.3))
     places = [(math.log2(size), math.log2(facts(size, tile_k).gib)) for size in TILE_Q]
-    plain.title(moved, "moved by each height of a tile")
+    moved.title("moved by each height of a tile")
     levels = _levels(tile_k)
-    plain.lines(moved, [((-0.3, y), (8.3, y)) for y, _ in levels], linestyles="--")
-    plain.words(moved, [(-0.1, y, told) for y, told in levels], ha="left", va="bottom",
+    moved.lines([((-0.3, y), (8.3, y)) for y, _ in levels], linestyles="--")
+    moved.words([(-0.1, y, told) for y, told in levels], size=8, ha="left", va="bottom",
                 offset=(0, 2))  # fmt: skip
-    moved.plot(*zip(*places, strict=True), "o-", color=PALETTE["key"], markersize=4)
-    moved.plot([math.log2(tile_q)], [math.log2(f.gib)], "o", markersize=12, fillstyle="none",
+    moved.axis.plot(*zip(*places, strict=True), "o-", color=PALETTE["key"], markersize=4)
+    moved.axis.plot([math.log2(tile_q)], [math.log2(f.gib)], "o", markersize=12, fillstyle="none",
                markeredgewidth=2, color=PALETTE["query"])  # fmt: skip
-    plain.bottom(moved, [0, 2, 4, 6, 8], ["1", "4", "16", "64", "256"], "queries in a tile")
-    plain.left(moved, [-4, 0, 4, 8], ["1/16", "1", "16", "256"], "moved, GiB", away=34)
+    moved.bottom([0, 2, 4, 6, 8], ["1", "4", "16", "64", "256"], "queries in a tile")
+    moved.left([-4, 0, 4, 8], ["1/16", "1", "16", "256"], "moved, GiB", away=0.47)
     parts = costs.tile_bytes_on_chip(tile_q, tile_k, WIDTH)
     end = 1.22 * max(SHARED_BYTES / KIB, sum(parts.values()) / KIB)
-    chip = plain.plain_axes(figure, (5.25, 0.52, 2.95, 2.4), (0, end), (len(parts) + 0.6, -0.6))
-    plain.title(chip, "on the chip: the parts add up")
+    chip = sheet.chart(Place(5.25, 0.58, 2.95, 2.4), (0, end), (len(parts) + 0.6, -0.6))
+    chip.title("on the chip: the parts add up")
     _draw_on_chip(chip, parts)
     fit = "fit on the chip" if f.fits else "do not fit on the chip"
     told = (
         f"Tiles of {tile_q} × {tile_k} move {f.gib:.1f} GiB, {f.intensity:.1f} operations per "
         f"byte; their {f.kib:.0f} KiB {fit}"
     )
-    return Picture(figure, told)
+    return Picture(sheet.figure, told)
 
 
-def _draw_on_chip(axis: Axes, parts: dict[str, int]) -> None:
+def _draw_on_chip(chart: Chart, parts: dict[str, int]) -> None:
     sizes = {name: size / KIB for name, size in parts.items()}
     starts = [0.0, *itertools.accumulate(sizes.values())]
     total = starts.pop()
@@ -351,19 +351,19 @@ def _draw_on_chip(axis: Axes, parts: dict[str, int]) -> None:
     spans = list(zip(starts, sizes.values(), strict=True))
     rows = [*enumerate(spans), *((len(sizes), span) for span in spans)]
     bars = [(start, row - 0.35, size, 0.7) for row, (start, size) in rows]
-    plain.boxes(axis, bars, [_ON_CHIP[name] for name in sizes] * 2)
+    chart.boxes(bars, [_ON_CHIP[name] for name in sizes] * 2)
     told = [(start + size, row, f"{size:.3g}") for row, (start, size) in enumerate(spans)]
     told.append((total, len(sizes), f"{total:.3g}"))
-    plain.words(axis, told, ha="left", offset=(4, 0))
+    chart.words(told, size=8, ha="left", offset=(4, 0))
     # the dashed line keeps out of the numbers
-    near = 0.13 * axis.get_xlim()[1]
+    near = 0.13 * chart.axis.get_xlim()[1]
     free = [row for x, row, _ in told if not limit - near < x < limit]
     dashes = [((limit, row - 0.5), (limit, row + 0.5)) for row in free]
-    plain.lines(axis, dashes, colors=PALETTE["query"], linewidths=1.2, linestyles="--")
-    plain.left(axis, range(len(sizes) + 1), [*sizes, "all of it"])
+    chart.lines(dashes, "query", 1.2, linestyles="--")
+    chart.left(range(len(sizes) + 1), [*sizes, "all of it"])
     name = f"KiB on the chip (dashed: {limit:.0f}, all there is)"
     step = 50 if total < 400 else 100
-    plain.bottom(axis, range(0, int(axis.get_xlim()[1]), step), name=name)
+    chart.bottom(range(0, int(chart.axis.get_xlim()[1]), step), name=name)
 
 
 def explore() -> Panel:

@@ -455,7 +455,7 @@ def keys_in_a_row(letters: list[str]) -> str:
 
 # 16 columns of 0.225 inches; 9 points of a monospaced font take a third of one
 WIDE, ALL_HEADS = 3.6, 0.62
-KEYS = {"size": 8.97, "family": "monospace", "across": "center"}
+KEYS = {"size": 8.97, "family": "monospace", "ha": "center"}
 
 
 def draw_step(token: int = 77, head: int = 0, slot: int = 0) -> Picture:
@@ -549,8 +549,8 @@ def draw_statistics(sheet: Sheet, place: Place, m: Statistics, head: int) -> Non
     for name, (share, numbers) in columns.items():
         sheet.text(place.x(share), place.top + 0.06, name, 8.5, "faint")
         words = "\n".join(numbers)
-        look = {"family": "monospace", "linespacing": 1.15, "up": "top"}
-        sheet.text(place.x(share), place.top + 0.15, words, 8.5, **look)
+        look = {"family": "monospace", "va": "top"}
+        sheet.text(place.x(share), place.top + 0.17, words, 8.5, **look)
 
 
 def _nats(x: float) -> str:

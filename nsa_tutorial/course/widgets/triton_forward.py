@@ -424,7 +424,7 @@ def _draw_memory(
     told = f"TileLang's slice,\n{_rows(copied)}"
     # close to an edge the two lines of text move back inside
     y = min(max(top + high / 2, place.y(0) + 0.15), place.y(1) - 0.15)
-    sheet.text(x, y, told, 8.5, "query", side)
+    sheet.text(x, y, told, 8.5, "query", ha=side)
     sheet.title(place, f"K in memory, loaded from offset {base:,}")
 
 

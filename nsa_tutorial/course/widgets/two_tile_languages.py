@@ -144,7 +144,7 @@ def _draw_tensor(
     else:
         step = 4 if columns > 12 else 2
         across = {(i + 0.5) / columns: i for i in range(0, columns, step)}
-    sheet.text(place.x(0.5), place.top - 0.12, name, 10, across="center")
+    sheet.text(place.x(0.5), place.top - 0.12, name, 10, ha="center")
     sheet.below(place, across, labels[1])
     down = {(i + 0.5) / rows: i for i in range(0, rows, 2)} if rows > 1 else {}
     sheet.beside(place, down, labels[0])
