@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nsa_tutorial.course.chapters import CHAPTERS, NOTEBOOKS, PARTS
+from nsa_tutorial.course.exercises import start_here
 from nsa_tutorial.course.widgets import start_here as pictures
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,3 +83,20 @@ def test_overview_is_the_stored_asset() -> None:
     not by much."""
     stored = (ROOT / "assets" / "selected_attention.png").read_bytes()
     assert abs(len(pictures.draw_overview().png()) - len(stored)) < 0.2 * len(stored)
+
+
+def test_thoughts_about_guesses_hold() -> None:
+    """What the tutor says that other lists and lengths leave, they leave."""
+    guesses = {
+        p.name: [guess for guess, _ in p.thoughts if not callable(guess)]
+        for p in start_here.PREDICTIONS
+    }
+
+    def pairs(length: int, blocks: int) -> int:
+        return sum(min(t + 1, 8 * (blocks - 1) + t % 8 + 1) for t in range(length))
+
+    assert 3 * (8 * 8 + 36) == 300 == pairs(32, 2) - 36
+    assert {pairs(32, 1), 300, 528 / 2} <= set(guesses["pairs_of_32_tokens"])
+    for length, digits in ((32, 0), (256, 1), (2048, 1)):
+        percent = round(100 * pairs(length, 2) / (length * (length + 1) // 2), digits)
+        assert percent in guesses["percent_of_16384_tokens"]

@@ -1,0 +1,178 @@
+"""What chapter 01's tutor recognises of what a reader would type, and what it says of guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_tutorial.course.exercises import dense_attention as exercises
+from nsa_tutorial.course.judging import judge
+from nsa_tutorial.course.mistakes import Wrong
+from nsa_tutorial.exact import dense_attention as da
+from nsa_tutorial.runtime import costs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EXERCISES = {e.name: e for e in exercises.EXERCISES}
+PREDICTIONS = {p.name: p for p in exercises.PREDICTIONS}
+
+
+# -- the module and the exercises say the same --
+
+
+def test_the_exercises_are_the_modules_attention() -> None:
+    """Scores, weights and lse of the solutions, one after the other, against `da.attention`."""
+    g = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 3, 1, 8, generator=g), torch.randn(1, 5, 1, 8, generator=g)
+    v = torch.randn(1, 5, 1, 6, generator=g)
+    o, lse = da.attention(q, k, v, return_lse=True)
+    scores = exercises.scaled_scores(q, k)[0, 0]
+    torch.testing.assert_close(exercises.causal_weights(scores) @ v[0, :, 0], o[0, :, 0])
+    visible = scores.masked_fill(~da.causal_mask(3, 5), -torch.inf)
+    torch.testing.assert_close(exercises.log_sum_exp(visible), lse[0, :, 0])
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5, 2), (4096, 4096, 192, 128, 4)], ids=str)
+def test_the_cost_is_the_modules(shape: tuple[int, ...]) -> None:
+    *sizes, itemsize = shape
+    cost = costs.dense_attention(*sizes, itemsize=itemsize)
+    assert exercises.attention_cost(*shape) == {"flops": cost.flops, "bytes": cost.bytes}
+
+
+# -- what the tutor says --
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_without_slips_a_wrong_solution_is_right(name: str) -> None:
+    """A slip changes what it is named for, and nothing else."""
+    e = EXERCISES[name]
+    assert judge(e, Wrong(e.misconceptions[0].wrong.function, frozenset())).outcome == "right"
+
+
+def matrix_product(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+
+
+def transposed_back(q: Tensor, k: Tensor) -> Tensor:
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    return (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).transpose(1, 2)
+
+
+def number_by_number(q: Tensor, k: Tensor) -> Tensor:
+    return q * k / q.shape[-1] ** 0.5
+
+
+def one_half(q: Tensor, k: Tensor) -> Tensor:
+    return torch.einsum("bihd,bjhd->bhij", q, k) / q.shape[-1] ** 1 / 2
+
+
+def lower_triangle(scores: Tensor) -> Tensor:
+    scores = scores.tril(scores.shape[1] - scores.shape[0])
+    return torch.softmax(scores, -1)
+
+
+def zeros_of_the_triangle(scores: Tensor) -> Tensor:
+    scores = scores.tril(scores.shape[1] - scores.shape[0])
+    return torch.softmax(scores.masked_fill(scores == 0, -torch.inf), -1)
+
+
+def upper_triangle(scores: Tensor) -> Tensor:
+    hidden = torch.triu(torch.ones_like(scores), scores.shape[1] - scores.shape[0])
+    return torch.softmax(scores.masked_fill(hidden.bool(), -torch.inf), -1)
+
+
+def first_rows(scores: Tensor) -> Tensor:
+    query, key = torch.arange(scores.shape[0])[:, None], torch.arange(scores.shape[1])[None]
+    return torch.softmax(torch.where(key <= query, scores, -torch.inf), -1)
+
+
+def minus_a_billion(scores: Tensor) -> Tensor:
+    visible = da.causal_mask(*scores.shape)
+    return torch.softmax(torch.where(visible, scores, -1e9), -1)
+
+
+def plus_a_large_mask(scores: Tensor) -> Tensor:
+    return torch.softmax(scores + ~da.causal_mask(*scores.shape) * -1e9, -1)
+
+
+def repaired(scores: Tensor) -> Tensor:
+    e = torch.exp(scores - scores.amax(-1, keepdim=True)) * da.causal_mask(*scores.shape)
+    return e / e.sum(-1, keepdim=True)
+
+
+def result_thrown_away(scores: Tensor) -> Tensor:
+    scores.masked_fill(~da.causal_mask(*scores.shape), -torch.inf)
+    return torch.softmax(scores, -1)
+
+
+def maximum_and_its_place(scores: Tensor) -> Tensor:
+    highest = scores.max(-1, keepdim=True)
+    return highest + torch.exp(scores - highest).sum(-1).log()
+
+
+def shifted_by_the_smallest(scores: Tensor) -> Tensor:
+    lowest = scores.amin(-1, keepdim=True)
+    return lowest[:, 0] + torch.exp(scores - lowest).sum(-1).log()
+
+
+def one_sum(scores: Tensor) -> Tensor:
+    return scores.max() + torch.exp(scores - scores.max()).sum().log()
+
+
+def two_bytes(N: int, M: int, D: int, DV: int, itemsize: int) -> dict[str, int]:
+    elements = N * D + M * D + M * DV + N * DV + 4 * N * M
+    return {"flops": 2 * N * M * (D + DV), "bytes": 2 * elements}
+
+
+def inputs_and_output(N: int, M: int, D: int, DV: int, itemsize: int) -> dict[str, int]:
+    elements = N * D + M * D + M * DV + N * DV
+    return {"flops": 2 * N * M * (D + DV), "bytes": itemsize * elements}
+
+
+TYPED = [
+    ("scaled_scores", matrix_product, "a matrix product of heads with heads"),
+    ("scaled_scores", transposed_back, "positions before heads"),
+    ("scaled_scores", number_by_number, "products that are not added up"),
+    ("scaled_scores", one_half, "writing `D ** 1/2`, which is (D ** 1) / 2"),
+    ("causal_weights", lower_triangle, "giving hidden keys the score 0"),
+    ("causal_weights", zeros_of_the_triangle, "taking a score of 0 for a hidden one"),
+    ("causal_weights", upper_triangle, "hiding a query's own position"),
+    ("causal_weights", first_rows, "lining up the queries with the first keys"),
+    ("causal_weights", minus_a_billion, "a large negative number where -inf is meant"),
+    ("causal_weights", plus_a_large_mask, "adding a large negative number where -inf is meant"),
+    ("causal_weights", repaired, "renormalising after the softmax"),
+    ("causal_weights", result_thrown_away, "showing every query every key"),
+    ("log_sum_exp", maximum_and_its_place, "taking the result of `max(dim=…)` for a tensor"),
+    ("log_sum_exp", shifted_by_the_smallest, "subtracting the smallest score, not the largest"),
+    ("log_sum_exp", one_sum, "one sum for the whole matrix"),
+    ("attention_cost", two_bytes, "taking every number for two bytes"),
+    ("attention_cost", inputs_and_output, "leaving the score matrix out of the bytes"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "mistake"), TYPED, ids=[typed.__name__ for _, typed, _ in TYPED]
+)
+def test_what_a_reader_would_type_is_recognised(name: str, typed: Callable, mistake: str) -> None:
+    assert judge(EXERCISES[name], typed).misconceptions == (mistake,)
+
+
+def test_thoughts_about_guesses_hold() -> None:
+    """The numbers that the thoughts give as somebody's way to them come out of that way."""
+    guesses = {
+        name: [guess for guess, _ in p.thoughts if not callable(guess)]
+        for name, p in PREDICTIONS.items()
+    }
+    tokens, gib = 65_536, 2**30
+    for way in (tokens**2, 4 * tokens**2, 2 * tokens):
+        assert way / gib in guesses["score_table_gib"]
+    assert 2 * tokens**2 / 2**20 in guesses["score_table_gib"]
+    assert any(guess == pytest.approx(2 * tokens**2 / 1e9) for guess in guesses["score_table_gib"])
+    cost = costs.dense_attention(tokens, tokens, 128)
+    told = " ".join(told for _, told in PREDICTIONS["slower_side"].thoughts)
+    assert f"{cost.flops / 1e9:,.0f} billion" in told
+    assert f"{989e12 / cost.flops:.0f} times" in told
+    assert f"only {cost.intensity:.0f}." in PREDICTIONS["slower_side"].reason
