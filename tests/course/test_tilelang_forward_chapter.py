@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,12 @@ from nsa_tutorial import ops
 from nsa_tutorial.course import exercises, phases
 from nsa_tutorial.course.attempts import Raised
 from nsa_tutorial.course.judging import judge
+from nsa_tutorial.course.languages import T
+from nsa_tutorial.course.mistakes import Wrong
 from nsa_tutorial.course.trace import trace
 from nsa_tutorial.course.values import same
 from nsa_tutorial.course.widgets import tilelang_forward as pictures
+from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.runtime import environment
 from nsa_tutorial.sparse import selected_attention
 
@@ -369,14 +373,16 @@ def test_measurement_pictures() -> None:
 
 # -- the exercises' draft --
 
-DRAFTED = ("update_max", "is_seen", "normalise", "fold_scale")
+COMPILED = ("update_max", "is_seen", "normalise")
+DRAFTED = (*COMPILED, "fold_scale")
+EXERCISES = exercises.chapter_exercises("tilelang_forward")
 
 
 @needs_tilelang
-@pytest.mark.parametrize("name", DRAFTED)
+@pytest.mark.parametrize("name", COMPILED)
 def test_the_solution_makes_the_draft_right(name: str) -> None:
     """On every case, the draft with the solution is what the reference computes."""
-    e = exercises.chapter_exercises("tilelang_forward")[name]
+    e = EXERCISES[name]
     for case in e.cases:
         q, k, v, ids, causal, scale = case.arguments()
         block_size = 4 if name == "is_seen" else 2
@@ -387,10 +393,27 @@ def test_the_solution_makes_the_draft_right(name: str) -> None:
 
 
 @needs_tilelang
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_the_solution_scales_the_draft(scale: float | None) -> None:
+    """`fold_scale` is judged by its number alone; in the draft, that number is the right one."""
+    from nsa_tutorial.kernels import tilelang_first_draft as draft
+
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 3, n, 16, generator=g) for n in (16, 1, 1))
+    ids = torch.tensor([0, -1], dtype=torch.int32).expand(1, 3, 1, 2)
+    options = {"block_size": 16, "causal": True, "scale": scale}
+    pieces = {**draft.MENDED, "fold_scale": EXERCISES["fold_scale"].solution}
+    expected = ops.selected_attention(q, k, v, ids, backend="reference", **options)
+    assert same(draft.run(q, k, v, ids, **options, **pieces), expected, 1e-4)
+
+
+@needs_tilelang
 @pytest.mark.parametrize(
     "name",
     [
-        name if name == "normalise" else pytest.param(name, marks=pytest.mark.exhaustive)
+        pytest.param(name, marks=pytest.mark.exhaustive)
+        if name in ("update_max", "is_seen")
+        else name
         for name in DRAFTED
     ],
 )
@@ -398,7 +421,7 @@ def test_the_draft_makes_the_first_mistake(name: str) -> None:
     """The first misconception of each exercise is the draft's own mistake."""
     from nsa_tutorial.kernels import tilelang_first_draft
 
-    e = exercises.chapter_exercises("tilelang_forward")[name]
+    e = EXERCISES[name]
     verdict = judge(e, tilelang_first_draft.MISTAKES[name])
     assert (verdict.outcome, verdict.misconception) == ("misconception", e.misconceptions[0].name)
     assert (
@@ -409,8 +432,10 @@ def test_the_draft_makes_the_first_mistake(name: str) -> None:
 @needs_tilelang
 def test_a_sum_above_zero_swallows_nan() -> None:
     """Named where a visible key is NaN, and nowhere else: NaN is compared as equal to NaN."""
-    e = exercises.chapter_exercises("tilelang_forward")["normalise"]
-    mistake = next(m for m in e.misconceptions if m.name == "asking whether the sum is above 0")
+    e = EXERCISES["normalise"]
+    mistake = next(
+        m for m in e.misconceptions if m.name == "taking a row with a NaN for an empty one"
+    )
     verdict = judge(replace(e, misconceptions=(mistake,)), mistake.wrong)
     assert (verdict.outcome, verdict.misconception) == ("misconception", mistake.name)
     assert "Smallest failing case: one query with one key, which is NaN." in verdict.text
@@ -424,7 +449,7 @@ def test_a_piece_that_cannot_be_compiled_is_one_error(capfd: pytest.CaptureFixtu
         for i in undefined_name(G):  # noqa: F821
             acc_o[i, 0] = 0
 
-    e = exercises.chapter_exercises("tilelang_forward")["normalise"]
+    e = EXERCISES["normalise"]
     verdict = judge(replace(e, misconceptions=()), normalise)  # looking for them would compile each
     assert verdict.outcome == "wrong"
     assert "it raised NameError" in verdict.text
@@ -441,7 +466,7 @@ def test_a_condition_without_a_return_is_an_error_and_not_the_end() -> None:
         if causal:
             return (key < num_keys) & (query >= key)
 
-    e = exercises.chapter_exercises("tilelang_forward")["is_seen"]
+    e = EXERCISES["is_seen"]
     verdict = judge(replace(e, misconceptions=()), is_seen)
     assert "is_seen returned None: does every branch have its `return`?" in verdict.text
 
@@ -449,13 +474,164 @@ def test_a_condition_without_a_return_is_an_error_and_not_the_end() -> None:
 def test_without_tilelang_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     here = environment.detect()
     monkeypatch.setattr(environment, "detect", lambda: replace(here, tilelang=None))
-    for name in DRAFTED:
-        e = exercises.chapter_exercises("tilelang_forward")[name]
+    for name in COMPILED:
+        e = EXERCISES[name]
         verdict = judge(e, e.solution)
         assert verdict.outcome == "not attempted"
         assert "cannot be judged here. Not run: TileLang is not installed here" in verdict.text
-    e = exercises.chapter_exercises("tilelang_forward")["programs_per_sm"]
-    assert judge(e, e.solution).outcome == "right"
+    for name in ("fold_scale", "programs_per_sm"):
+        assert judge(EXERCISES[name], EXERCISES[name].solution).outcome == "right"
+    e = EXERCISES["programs_per_sm"]
     assert not isinstance(e.solution(16, 64, 64, 32, 1, 2), Raised) and math.isfinite(
         e.solution(16, 64, 64, 32, 1, 2)[0]
     )
+
+
+# -- what the tutor says --
+
+
+@pytest.mark.parametrize("name", ["is_seen", "fold_scale", "programs_per_sm"])
+def test_without_slips_a_wrong_solution_is_right(name: str) -> None:
+    """A slip changes what it is named for, and nothing else."""
+    e = EXERCISES[name]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    assert judge(e, Wrong(e.misconceptions[0].wrong.function, frozenset())).outcome == "right"
+
+
+@pytest.mark.parametrize("name", ["fold_scale", "programs_per_sm"])
+def test_nearly_every_pair_of_slips_is_named(name: str) -> None:
+    """Of the pairs that go together; now and then, one slip hides another on all cases."""
+    e = EXERCISES[name]
+    found = []
+    for pair in combinations([m.name for m in e.misconceptions], 2):
+        try:
+            both = e.combine(frozenset(pair))
+        except ValueError:
+            continue
+        found.append(set(judge(e, both).misconceptions) == set(pair))
+    assert len(found) > 40
+    assert sum(found) > 0.9 * len(found)
+
+
+def without_clear(acc_s: object, scores_max: object) -> None:
+    T.reduce_max(acc_s, scores_max, dim=1)
+
+
+def by_absolute_value(acc_s: object, scores_max: object) -> None:
+    T.reduce_absmax(acc_s, scores_max, dim=1, clear=False)
+
+
+def with_pythons_max(acc_s: object, scores_max: object) -> None:
+    for g, j in T.Parallel(2, 2):
+        scores_max[g] = max(scores_max[g], acc_s[g, j])
+
+
+def with_and(query: object, key: object, num_keys: object, causal: bool) -> object:
+    return key < num_keys and query >= key if causal else key < num_keys
+
+
+def without_parentheses(query: object, key: object, num_keys: object, causal: bool) -> object:
+    return key < num_keys & query >= key if causal else key < num_keys
+
+
+def with_if(query: object, key: object, num_keys: object, causal: bool) -> object:
+    if key >= num_keys:
+        return False
+    return query >= key if causal else True
+
+
+def divided_at_once(acc_o: object, running_sum: object, G: int, BV: int) -> None:
+    acc_o = acc_o / running_sum
+
+
+def without_nan(acc_o: object, running_sum: object, G: int, BV: int) -> None:
+    for i, j in T.Parallel(G, BV):
+        acc_o[i, j] = acc_o[i, j] / running_sum[i]
+        acc_o[i, j] = T.if_then_else(T.isnan(acc_o[i, j]), 0, acc_o[i, j])
+
+
+def scale_or_default(scale: float | None, D: int) -> float:
+    return scale or D**-0.5 * LOG2_E
+
+
+def natural_log_of_2(scale: float | None, D: int) -> float:
+    return (D**-0.5 if scale is None else scale) * math.log(2)
+
+
+def given_scale_alone(scale: float | None, D: int) -> float:
+    return scale * LOG2_E
+
+
+def next_power(G: int, D: int, DV: int, BS: int, num_stages: int, itemsize: int) -> tuple[int, int]:
+    G, D, DV, BS = (max(16, 1 << (n - 1).bit_length()) for n in (G, D, DV, BS))
+    size = (G * D + max(num_stages, 1) * BS * (D + DV)) * itemsize
+    return size, min(32, 228 * 1024 // (size + 1024))
+
+
+def with_the_reserve(
+    G: int, D: int, DV: int, BS: int, num_stages: int, itemsize: int
+) -> tuple[int, int]:
+    G, D, DV, BS = (math.ceil(n / 16) * 16 for n in (G, D, DV, BS))
+    size = (G * D + max(num_stages, 1) * BS * (D + DV)) * itemsize + 1024
+    return size, min(32, 228 * 1024 // size)
+
+
+PYTHON_DECIDES = "asking Python for what only the kernel knows"
+TYPED = [
+    ("update_max", without_clear, "taking the maximum of this block alone"),
+    ("update_max", by_absolute_value, "taking the largest magnitude for the maximum"),
+    ("update_max", with_pythons_max, PYTHON_DECIDES),
+    ("is_seen", with_and, PYTHON_DECIDES),
+    ("is_seen", without_parentheses, PYTHON_DECIDES),
+    ("is_seen", with_if, PYTHON_DECIDES),
+    ("normalise", divided_at_once, "dividing whole tiles as if they were numbers"),
+    ("normalise", without_nan, "taking a row with a NaN for an empty one"),
+    ("fold_scale", scale_or_default, "leaving a caller's scale in base e"),
+    ("fold_scale", natural_log_of_2, "taking ln 2 where log2(e) is meant"),
+    ("fold_scale", given_scale_alone, "leaving out the default"),
+    ("programs_per_sm", next_power, "rounding up to a power of two"),
+    (
+        "programs_per_sm",
+        with_the_reserve,
+        "adding the SM's own KiB to the program's bytes",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "mistake"),
+    [
+        # each needs several kernels, which take seconds to compile
+        pytest.param(*row, id=row[1].__name__, marks=[pytest.mark.exhaustive] * compiles)
+        for row in TYPED
+        for compiles in [row[0] in COMPILED and row[1] is not with_pythons_max]
+    ],
+)
+def test_what_a_reader_would_type_is_recognised(name: str, typed: Callable, mistake: str) -> None:
+    if EXERCISES[name].missing:
+        pytest.skip(EXERCISES[name].missing[0])
+    assert judge(EXERCISES[name], typed).misconception == mistake
+
+
+def test_thoughts_about_guesses_hold() -> None:
+    """The wrong guesses are the numbers that the thoughts lead to."""
+    thoughts = {
+        p.name: [guess for guess, _ in p.thoughts if not callable(guess)]
+        for p in exercises.chapter_module("tilelang_forward").PREDICTIONS
+    }
+    tokens, heads, H, S = 65_536, 64, 4, 16
+    assert {tokens, tokens * heads, tokens * H * S} < set(thoughts["programs_launched"])
+    loaded = tokens * H * S * 64 * 2 * 128 * 2
+    right = loaded / 1e9
+    assert round(loaded / 2**30) in thoughts["gigabytes_loaded"]
+    assert 0.1 < 2 * tokens * H * 128 * 2 / 1e9 < 0.15, "all keys and values, once"
+    for factor in (1 / 2, 1 / H, 1 / S, heads // H):
+        assert any(abs(x / right / factor - 1) < 0.01 for x in thoughts["gigabytes_loaded"])
+    programs_per_sm = EXERCISES["programs_per_sm"].solution
+    fit = [programs_per_sm(16, 128, 128, 64, stages, 2)[1] for stages in (1, 2, 3)]
+    assert fit == [6, 3, 2]
+    keys, queries = 64 * 128 * 2, 16 * 128 * 2
+    sizes = [queries + 4 * keys, queries + 2 * keys + 2048, queries + keys, queries // 2 + keys]
+    assert {228 * 1024 // (size + 1024) for size in sizes} < set(thoughts["programs_that_fit"])
+    assert math.ceil(228 / 36) in thoughts["programs_that_fit"]

@@ -13,10 +13,13 @@ from types import FunctionType
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course.exercises import Case, Exercise, Misconception
+from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.languages import T
+from nsa_tutorial.course.mistakes import Wrong, slip, together
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.runtime import environment
+
+Slips = frozenset[str]
 
 # -- the draft with a piece of the reader's --
 
@@ -113,6 +116,12 @@ for the CPU, a second or two for each new piece, and runs it on small inputs in 
 heads on one KV head, width 2, blocks of {} tokens.
 """
 
+_PYTHON_DECIDES = "asking Python for what only the kernel knows"
+_PYTHONS_MAX = (
+    "The kernel's numbers have no value yet, but Python's `max` and `min`, like `and`, `or` and "
+    "`not`, want to know them at once. What has `T` in their place?"
+)
+
 # -- update_max --
 
 
@@ -143,6 +152,10 @@ def _max_of_first(acc_s: object, scores_max: object) -> None:
             scores_max[g] = T.max(acc_s[g, 0], acc_s[g, 1])
 
 
+def _max_over_heads(acc_s: object, scores_max: object) -> None:
+    T.reduce_max(acc_s, scores_max, dim=0, clear=False)
+
+
 def _max_of_tile(acc_s: object, scores_max: object) -> None:
     T.reduce_max(acc_s, scores_max, dim=1, clear=False)
     scores_max[0] = T.max(scores_max[0], scores_max[1])
@@ -156,6 +169,20 @@ def _largest_magnitude(acc_s: object, scores_max: object) -> None:
             scores_max[g] = T.max(scores_max[g], -acc_s[g, j])
 
 
+def _max_by_python(acc_s: object, scores_max: object) -> None:
+    for g, j in T.Parallel(2, 2):
+        scores_max[g] = max(scores_max[g], acc_s[g, j])
+
+
+def _max_of_whole_tiles(acc_s: object, scores_max: object) -> None:
+    scores_max = T.max(scores_max, acc_s)
+
+
+def _max_from_zero(acc_s: object, scores_max: object) -> None:
+    T.fill(scores_max, 0)
+    T.reduce_max(acc_s, scores_max, dim=1, clear=False)
+
+
 _MAX = Exercise(
     name="update_max",
     statement=f"""
@@ -167,16 +194,25 @@ should be: the body of a TileLang macro, without `return`.
 {_HOW.format(2)}""",
     minutes=6,
     difficulty=2,
+    hints=(
+        "One head, two blocks: the first scores 100, the second 0. Which maximum should "
+        "`scores_max` hold after the second block? Which one does the draft leave there?",
+        "A maximum that runs starts from what it already holds. So nothing may be written to "
+        "`scores_max` before this block's scores are compared with it.",
+        "One call of `T.reduce_max` along the keys, which are axis 1. Choose `clear` so that the "
+        "call keeps the old value as a candidate, and leave out the `fill`.",
+    ),
+    why="Measured from the largest score so far, every power of 2 is at most 1, so neither a "
+    "weight nor `scores_scale` can overflow, however far apart the blocks' scores lie.",
     solution=update_max,
     run=_run_with("update_max"),
     tolerance=1e-4,
     misconceptions=(
         Misconception(
-            "the maximum of this block alone",
+            "taking the maximum of this block alone",
             _max_of_block,
-            "Whether you fill it or let clear=True do so: what the earlier blocks had found is "
-            "gone. If this block lies far below them, scores_scale becomes 2 to a large positive "
-            "number.",
+            "What the earlier blocks had found is gone, whether a `fill` or `clear=True` wipes it "
+            "out. If this block lies 100 below the one before, what is `scores_scale`?",
         ),
         Misconception(
             "a maximum that is never below 0",
@@ -187,12 +223,18 @@ should be: the body of a TileLang macro, without `return`.
         Misconception(
             "leaving the maximum where it starts",
             _max_untouched,
-            "The scores are measured from scores_max. What is a number minus −∞?",
+            "The scores are measured from `scores_max`. What is a number minus −∞?",
         ),
         Misconception(
             "keeping the first block's maximum",
             _max_of_first,
             "It never falls, which is half of it. What if a later block scores 100 nats more?",
+        ),
+        Misconception(
+            "taking the maximum over the heads in place of the keys",
+            _max_over_heads,
+            "`acc_s` is `[G, BS]`: a row for each head, a column for each key. Along which axis "
+            "lie the scores that one softmax compares?",
         ),
         Misconception(
             "one maximum for all heads of the group",
@@ -201,24 +243,31 @@ should be: the body of a TileLang macro, without `return`.
             "whose scores all lie far below another's?",
         ),
         Misconception(
-            "the largest magnitude",
+            "taking the largest magnitude for the maximum",
             _largest_magnitude,
             "exp2 overflows on one side only. Measured from +60, what is left of a row whose "
             "scores are all −60?",
         ),
+        Misconception(
+            "comparing whole tiles as if they were numbers",
+            _max_of_whole_tiles,
+            "`T.max` takes two numbers, and `acc_s` is a tile. Which function of `T` goes along "
+            "a tile's axis?",
+        ),
+        Misconception(_PYTHON_DECIDES, _max_by_python, _PYTHONS_MAX),
     ),
     cases=(
-        _case("scores of order one", 6, 6, [0, 1, 2]),
-        _case("each block 100 below the one before", 6, 6, [0, 1, 2],
-              key_scores=[0, 1, -100, -99, -200, -199]),
-        _case("each block 100 above the one before", 6, 6, [0, 1, 2],
-              key_scores=[-200, -199, -100, -99, 0, 1]),
-        _case("all scores about -60", 6, 6, [2, 0, 1],
-              key_scores=[-60, -61, -62, -60, -61, -59]),
-        _case("all scores about -200", 6, 6, [0, 1, 2],
-              key_scores=[-200, -201, -202, -200, -201, -199]),
-        _case("one head 200 above the other", 6, 6, [0, 1, 2],
-              key_scores=[200, 201, 202, 200, 201, 199], query_factors=(1, 0.01)),
+        _case("two keys, 200 apart", 1, 2, [0, -1, -1], key_scores=[200, 0], causal=False),
+        _case("two scores of about -60", 1, 2, [-1, 0, -1], key_scores=[-60, -61], causal=False),
+        _case("two scores of about -200", 1, 2, [0, -1, -1],
+              key_scores=[-201, -200], causal=False),
+        _case("one head 200 above the other", 1, 2, [-1, -1, 0],
+              key_scores=[200, 201], query_factors=(1, 0.01), causal=False),
+        _case("five keys, scores of order one", 1, 5, [0, 1, 2], causal=False),
+        _case("each block 100 below the one before", 1, 6, [0, 1, 2],
+              key_scores=[200, 201, 100, 101, 0, 1], causal=False),
+        _case("each block 100 above the one before", 1, 6, [0, 1, 2],
+              key_scores=[0, 1, 100, 101, 200, 201], causal=False),
     ),
 )  # fmt: skip
 
@@ -231,22 +280,34 @@ def is_seen(query: object, key: object, num_keys: object, causal: bool) -> objec
     return T.And(key < num_keys, query >= key) if causal else key < num_keys
 
 
-def _seen(change: str) -> Callable:
-    def wrong(query: object, key: object, num_keys: object, causal: bool) -> object:
-        if change == "nothing":
-            return query >= key if causal else True
-        if change == "always causal":
-            return query >= key
-        if change == "end alone":
-            return key < num_keys
-        end = key // 4 * 4 + 4 <= num_keys if change == "full blocks" else key < num_keys
-        if change == "one more":
-            end = key <= num_keys
-        past = query > key if change == "strict" else query >= key
-        return T.And(end, past) if causal else end
+def _seen(slips: Slips, query: object, key: object, num_keys: object, causal: bool) -> object:
+    """`is_seen` with slips."""
+    if "python" in slips:
+        return key < num_keys and query >= key if causal else key < num_keys
+    if "python, always" in slips:
+        return key < num_keys and (not causal or query >= key)
+    causal = causal != ("swapped" in slips)
+    if "nothing" in slips and not causal:
+        return True
+    if "one more" in slips:
+        end = key <= num_keys
+    elif "one less" in slips:
+        end = key < num_keys - 1
+    else:
+        end = key // 4 * 4 + 4 <= num_keys if "full blocks" in slips else key < num_keys
+    if (not causal and "always causal" not in slips) or "end alone" in slips:
+        return end
+    if "reversed" in slips:
+        return T.And(end, key >= query)
+    past = query > key if "strict" in slips else query >= key
+    return past if "nothing" in slips else T.And(end, past)
 
-    return wrong
 
+_PYTHONS_AND = (
+    "Positions have no value before the kernel runs, but `and`, `or`, `not`, `if` and `a < b < c` "
+    "want a yes or no at once. (So does `&` where a comparison lacks its parentheses.) Which "
+    "function of `T` joins two comparisons?"
+)
 
 _SEEN = Exercise(
     name="is_seen",
@@ -258,49 +319,80 @@ last block may reach past the end; what is not there was loaded as zeros. Return
 {_HOW.format(4)}""",
     minutes=5,
     difficulty=2,
+    hints=(
+        "Take 6 keys in blocks of 4. Which positions has block 1? Which of them hold a key, and "
+        "what does the draft say of the others?",
+        "Two questions are asked of each key: does it exist, and may this query see it? One of "
+        "them is asked always, the other one only where `causal` is set.",
+        "`causal` is a Python bool, so an ordinary `if` may choose between two conditions. One is "
+        "a comparison of `key` with `num_keys`; the other joins it with that of `query` and `key`.",
+    ),
+    why="A key that does not exist was loaded as zeros and scores 0, which is a score like any "
+    "other, so the end has to be said of each key, and not of a whole block.",
     solution=is_seen,
     run=_run_with("is_seen", block_size=4),
     tolerance=1e-4,
     misconceptions=(
         Misconception(
-            "saying nothing of the end where nothing is causal",
-            _seen("nothing"),
-            "T.copy puts zeros past the end. A key of zeros scores 0, and exp2 of 0 minus the "
-            "maximum is a weight like any other.",
+            "forgetting the end where nothing is causal",
+            slip(_seen, "nothing"),
+            "`T.copy` puts zeros past the end, and a key of zeros scores 0: a weight like any "
+            "other. Is each key's own position compared with `num_keys`?",
         ),
         Misconception(
             "hiding the future where nothing is causal",
-            _seen("always causal"),
+            slip(_seen, "always causal"),
             "With causal=False a query sees keys behind it as well. Which condition is left then?",
         ),
         Misconception(
             "letting one key too many in",
-            _seen("one more"),
-            "There are num_keys keys, and the first has number 0. Which number has the last?",
+            slip(_seen, "one more"),
+            "There are `num_keys` keys, and the first has number 0. Which number has the last?",
+        ),
+        Misconception(
+            "leaving the last key out",
+            slip(_seen, "one less"),
+            "The last key has number `num_keys - 1`, and it is one that exists. Is it smaller "
+            "than your limit?",
         ),
         Misconception(
             "dropping the ragged block",
-            _seen("full blocks"),
+            slip(_seen, "full blocks"),
             "That is the guard `i_s + BS <= seq_len`: nothing is read past the end any more. And "
             "which keys are never read at all?",
         ),
         Misconception(
             "checking the end and forgetting the future",
-            _seen("end alone"),
+            slip(_seen, "end alone"),
             "With causal=True the last block of a list is often the query's own. What lies in "
             "its second half?",
         ),
         Misconception(
             "hiding the query's own key",
-            _seen("strict"),
+            slip(_seen, "strict"),
             "A query sees itself. What does the very first one see otherwise?",
         ),
+        Misconception(
+            "seeing the future in place of the past",
+            slip(_seen, "reversed"),
+            "Query 0 sees all keys here, and the last one only itself. Which of `query` and `key` "
+            "should be the larger position?",
+        ),
+        Misconception(
+            "taking causal the other way round",
+            slip(_seen, "swapped"),
+            "The future is hidden where `causal` is False, and seen where it is True. Which of "
+            "your two branches is which?",
+        ),
+        Misconception(_PYTHON_DECIDES, slip(_seen, "python"), _PYTHONS_AND),
+        Misconception(_PYTHON_DECIDES, slip(_seen, "python, always"), _PYTHONS_AND),
     ),
     cases=(
-        _case("two keys in a block of 4, not causal", 1, 2, [0, -1], causal=False),
-        _case("five keys, not causal", 2, 5, [0, 1], causal=False),
-        _case("all scores below 0, not causal", 3, 6, [1, 0],
+        _case("one key in a block of 4, not causal", 1, 1, [0, -1], causal=False),
+        _case("four keys, which fill their block, not causal", 1, 4, [0, -1], causal=False),
+        _case("six keys, all scores below 0, not causal", 1, 6, [1, 0],
               key_scores=[-9, -9, -8, -7, -5, -6], causal=False),
+        _case("four keys, causal", 4, 4, [0, -1]),
         _case("six keys, causal", 6, 6, [0, 1]),
     ),
 )  # fmt: skip
@@ -345,6 +437,16 @@ def _first_head(acc_o: object, running_sum: object, G: int, BV: int) -> None:
         acc_o[i, j] = T.if_then_else(running_sum[0] == 0, 0, acc_o[i, j] / running_sum[0])
 
 
+def _by_channel(acc_o: object, running_sum: object, G: int, BV: int) -> None:
+    for i, j in T.Parallel(G, BV):
+        acc_o[i, j] = T.if_then_else(running_sum[j] == 0, 0, acc_o[i, j] / running_sum[j])
+
+
+def _other_branch(acc_o: object, running_sum: object, G: int, BV: int) -> None:
+    for i, j in T.Parallel(G, BV):
+        acc_o[i, j] = T.if_then_else(running_sum[i] == 0, acc_o[i, j] / running_sum[i], 0)
+
+
 def _not_divided(acc_o: object, running_sum: object, G: int, BV: int) -> None:
     for i, j in T.Parallel(G, BV):
         acc_o[i, j] = acc_o[i, j] * 1.0
@@ -353,6 +455,20 @@ def _not_divided(acc_o: object, running_sum: object, G: int, BV: int) -> None:
 def _guard_the_product(acc_o: object, running_sum: object, G: int, BV: int) -> None:
     for i, j in T.Parallel(G, BV):
         acc_o[i, j] = acc_o[i, j] * T.if_then_else(running_sum[i] > 0, running_sum[i], 0)
+
+
+def _whole_tiles(acc_o: object, running_sum: object, G: int, BV: int) -> None:
+    acc_o = acc_o / running_sum
+
+
+def _python_decides(acc_o: object, running_sum: object, G: int, BV: int) -> None:
+    for i, j in T.Parallel(G, BV):
+        acc_o[i, j] = acc_o[i, j] / max(running_sum[i], 1.0)
+
+
+def _first_head_unguarded(acc_o: object, running_sum: object, G: int, BV: int) -> None:
+    for i, j in T.Parallel(G, BV):
+        acc_o[i, j] = acc_o[i, j] / running_sum[0]
 
 
 _NORMALISE = Exercise(
@@ -366,18 +482,29 @@ between two numbers is `T.if_then_else(condition, a, b)`.
 {_HOW.format(2)}""",
     minutes=5,
     difficulty=1,
+    hints=(
+        "Take three rows by hand, with sums 0, 1.5 and NaN. What should each become, and what "
+        "does a plain division make of it?",
+        "Only one kind of row needs a case of its own. Look for a condition that is true for a "
+        "sum of 0 and false for a sum of NaN: every comparison with NaN is False, but for `!=`.",
+        "Inside the loop, write each element from a choice with three arguments: whether the "
+        "row's sum is exactly 0, then 0, then the quotient. `i` is the head, `j` the channel.",
+    ),
+    why="A row that is not empty has a weight of 1 at its maximum, so its sum is at least 1 or "
+    "NaN: only an empty row has the sum 0, and every other row may be divided.",
     solution=normalise,
     run=_run_with("normalise"),
     misconceptions=(
         Misconception(
             "dividing by a sum that may be 0",
             _divide_always,
-            "0 / 0 is NaN, and one NaN in a layer's output is NaN everywhere a layer later.",
+            "One NaN in a layer's output is NaN everywhere a layer later. What is 0 / 0?",
         ),
         Misconception(
-            "asking whether the sum is above 0",
+            "taking a row with a NaN for an empty one",
             _above_zero,
-            "The empty row is 0 now. But a row that sees a NaN has NaN for its sum. Is NaN > 0?",
+            "The empty row is 0 now, and so is a row that sees a NaN: an error has vanished. What "
+            "does your condition say of NaN? (`NaN > 0` is False.)",
         ),
         Misconception(
             "adding 1 to every sum",
@@ -394,33 +521,53 @@ between two numbers is `T.if_then_else(condition, a, b)`.
         Misconception(
             "taking a sum of 1 for an empty row",
             _more_than_one,
-            "One visible key has the weight 1, and 1 is the sum.",
+            "One visible key has the weight 1. What is the sum of its row?",
         ),
         Misconception(
             "dividing all heads by the first one's sum",
             _first_head,
-            "Each row of the tile is a head, and has a sum of its own.",
+            "Each row of the tile is a head, and has a sum of its own. Which index counts heads?",
+        ),
+        Misconception(
+            "taking the sum by channel in place of head",
+            _by_channel,
+            "`running_sum` is `[G]`: one number for each head. Which of `i` and `j` counts heads?",
+        ),
+        Misconception(
+            "the two choices in the wrong order",
+            _other_branch,
+            "The empty row is divided, and all others are 0. Which of the two comes first in "
+            "`T.if_then_else(condition, a, b)`?",
         ),
         Misconception(
             "not dividing",
             _not_divided,
-            "The weights of a row are to add up to 1. So far they add up to running_sum.",
+            "The weights of a row are to add up to 1. What do they add up to so far?",
         ),
         Misconception(
             "multiplying by the sum",
             _guard_the_product,
             "The empty row is right. A row with two equal keys should give the mean of their "
-            "values.",
+            "values: what does it give?",
         ),
+        Misconception(
+            "dividing whole tiles as if they were numbers",
+            _whole_tiles,
+            "A tile is divided element by element, and written the same way: `acc_o[i, j] = …`. "
+            "Which loop names all of its elements?",
+        ),
+        Misconception(_PYTHON_DECIDES, _python_decides, _PYTHONS_MAX),
     ),
     cases=(
         _case("one query without a block", 1, 1, [-1, -1]),
         _case("one query with one key", 1, 1, [0, -1]),
         _case("one query with one key, which is NaN", 1, 1, [0, -1], key_scores=[math.nan]),
         _case("two keys of equal score", 2, 2, [-1, 0], key_scores=[3, 3]),
-        _case("a query without a block among others", 5, 5,
-              [[0, -1], [-1, 0], [-1, -1], [1, 0], [2, 0]]),
+        _case("two heads with different sums", 2, 2, [0, -1],
+              key_scores=[3, 0], query_factors=(1, 0.1)),
         _case("only blocks of the future", 3, 3, [[1, -1], [1, 1], [0, 1]]),
+        _case("a query without a block among others", 4, 4,
+              [[0, -1], [-1, 0], [-1, -1], [1, 0]]),
     ),
 )  # fmt: skip
 
@@ -432,74 +579,122 @@ def fold_scale(scale: float | None, D: int) -> float:
     return (D**-0.5 if scale is None else scale) * LOG2_E
 
 
-def _folded(change: str) -> Callable:
-    def wrong(scale: float | None, D: int) -> float:
-        default = {"1/D": 1 / D, "root": D**0.5}.get(change, D**-0.5)
-        if change == "ignore":
-            return default * LOG2_E
-        if change == "draft":
-            return default * LOG2_E if scale is None else scale
-        if change == "both":
-            return default * LOG2_E if scale is None else scale * default * LOG2_E
-        base = {"twice": LOG2_E**2, "ln 2": 1 / LOG2_E, "none": 1.0}.get(change, LOG2_E)
-        return (default if scale is None else scale) * base
+def _folded(slips: Slips, scale: float | None, D: int) -> float:
+    """`fold_scale` with slips."""
+    default = 1 / D if "1/D" in slips else D**0.5 if "root" in slips else D**-0.5
+    base = LOG2_E
+    if slips & {"twice", "ln 2", "none"}:
+        base = LOG2_E**2 if "twice" in slips else 1 / LOG2_E if "ln 2" in slips else 1.0
+    if "given alone" in slips:
+        chosen = scale * base
+    elif scale is None or "ignore" in slips:
+        chosen = default * (1.0 if "bare default" in slips else base)
+    else:
+        given = 1 / scale if "inverse" in slips else scale
+        given = given * default if "both" in slips else given
+        chosen = given * (1.0 if "draft" in slips else base)
+    return 2**chosen if "power" in slips else chosen
 
-    return wrong
 
+_SCALE_MISTAKES = (
+    Misconception(
+        "leaving a caller's scale in base e",
+        slip(_folded, "draft"),
+        "The default has its log2(e). Who gives it to a caller's number?",
+    ),
+    Misconception(
+        "leaving the default in base e",
+        slip(_folded, "bare default"),
+        "A caller's number has its log2(e). Who gives it to the default?",
+    ),
+    Misconception(
+        "folding log2(e) in twice",
+        slip(_folded, "twice"),
+        "Your factor is too large by log2(e). How often is the base changed, from e to 2?",
+    ),
+    Misconception(
+        "taking ln 2 where log2(e) is meant",
+        slip(_folded, "ln 2"),
+        "They are each other's inverse. Is exp(1) = 2 to the power 1.44, or to the power 0.69?",
+    ),
+    Misconception(
+        "powers of two where powers of e are meant",
+        slip(_folded, "none"),
+        "exp2(x) is 2 to the power x, and the softmax is defined with e. Which factor leads from "
+        "one base to the other?",
+    ),
+    Misconception(
+        "ignoring the caller's scale",
+        slip(_folded, "ignore"),
+        "A caller who says 0.3 means 0.3. Where does your function read `scale`?",
+    ),
+    Misconception(
+        "dividing by √D although the caller gave a scale",
+        slip(_folded, "both"),
+        "The caller's scale stands in place of the default, not beside it. When is 1/√D meant?",
+    ),
+    Misconception(
+        "dividing by the caller's scale",
+        slip(_folded, "inverse"),
+        "A scale multiplies the scores. Should a larger one make your factor smaller?",
+    ),
+    Misconception(
+        "dividing by D",
+        slip(_folded, "1/D"),
+        "Chapter 01: how does a score's standard deviation grow with the width?",
+    ),
+    Misconception(
+        "multiplying by √D",
+        slip(_folded, "root"),
+        "Wide heads have large scores, and the default makes them smaller. Which sign has the "
+        "exponent of `D` then?",
+    ),
+    Misconception(
+        "leaving out the default",
+        slip(_folded, "given alone"),
+        "Where the caller gives no scale, `scale` is None. What does None stand for here?",
+    ),
+    Misconception(
+        "returning the power in place of its factor",
+        slip(_folded, "power"),
+        "The kernel takes the powers itself, of your number times a score. Which number does it "
+        "need?",
+    ),
+)
 
 _SCALE = Exercise(
     name="fold_scale",
-    statement=f"""
+    statement="""
 **The caller's scale.** The kernel's powers are `exp2(c * score)`. Return the `c` for which that is
 `exp(scale * score)`, for a caller's `scale` (any positive number) and for `scale=None`, which
-stands for $1/\\sqrt{{D}}$. A Python function: it runs before the kernel is compiled. `LOG2_E` has
+stands for $1/\\sqrt{D}$. A Python function: it runs before the kernel is compiled. `LOG2_E` has
 been imported.
-{_HOW.format(2)}""",
+""",
     minutes=4,
     difficulty=1,
+    hints=(
+        "Which power of 2 is e? Try it with `2 ** LOG2_E`. And which power of 2 is e to the 0.3?",
+        "Two steps: first decide which scale is meant, then change the base from e to 2. The "
+        "draft does the second step in one of its branches only.",
+        "Choose between the caller's number and one over the root of `D`, and put the choice in "
+        "parentheses. Then multiply whichever it was by `LOG2_E`, once.",
+    ),
+    why="The hardware has powers of 2 only, and e is 2 to the log2(e), whoever chose the scale.",
     solution=fold_scale,
-    run=_run_with("fold_scale"),
-    misconceptions=(
-        Misconception(
-            "a caller's scale in base e",
-            _folded("draft"),
-            "The default has its log2(e). Who gives it to a caller's number?",
-        ),
-        Misconception(
-            "folding log2(e) in twice",
-            _folded("twice"),
-            "One change of base: exp(x) is exp2(x · log2 e).",
-        ),
-        Misconception(
-            "ln 2 where log2(e) is meant",
-            _folded("ln 2"),
-            "They are each other's inverse. Is exp(1) = 2 to the power 1.44, or to the power 0.69?",
-        ),
-        Misconception(
-            "powers of two where powers of e are meant",
-            _folded("none"),
-            "exp2(x) is 2 to the power x. The softmax is defined with e.",
-        ),
-        Misconception(
-            "ignoring the caller's scale",
-            _folded("ignore"),
-            "A caller who says 0.3 means 0.3.",
-        ),
-        Misconception(
-            "dividing by √D although the caller gave a scale",
-            _folded("both"),
-            "The caller's scale stands in place of the default, not beside it.",
-        ),
-        Misconception(
-            "dividing by D",
-            _folded("1/D"),
-            "Chapter 01: a score's standard deviation grows with the square root of the width.",
-        ),
+    misconceptions=_SCALE_MISTAKES,
+    combine=together(
+        _SCALE_MISTAKES,
+        {"twice", "ln 2", "none"},
+        {"1/D", "root"},
+        {"draft", "bare default", "none", "twice"},
+        {"ignore", "both", "inverse", "draft", "given alone"},
+        {"given alone", "1/D", "root", "bare default"},
     ),
     cases=(
-        _case("no scale", 3, 3, [0, 1], scale=None),
-        _case("a scale of 0.3", 3, 3, [0, 1], scale=0.3),
-        _case("a scale of 1.5", 4, 4, [1, 0], scale=1.5),
+        Case("no scale, width 16", lambda: (None, 16)),
+        Case("a scale of 1", lambda: (1.0, 16)),
+        Case("a scale of 0.3, width 64", lambda: (0.3, 64)),
+        Case("no scale, width 64", lambda: (None, 64)),
     ),
 )
 
@@ -518,23 +713,172 @@ def programs_per_sm(
     return size, min(_MOST, _SHARED // (size + _RESERVED))
 
 
-def _fits(change: str) -> Callable:
-    def wrong(G: int, D: int, DV: int, BS: int, num_stages: int, itemsize: int) -> tuple[int, int]:
-        to = 1 if change == "not padded" else 16
-        GT, BT, DT, DVT = (-(-n // to) * to for n in (G, BS, D, DV))
-        copies = {"one copy": 1, "zero copies": num_stages}.get(change, max(num_stages, 1))
-        tiles = copies * BT * (DT if change == "no values" else DT + DVT)
-        queries = GT * DT * (copies if change == "queries too" else 1)
-        size = (queries + tiles) * (1 if change == "elements" else itemsize)
-        if change == "accumulators":
-            size += 4 * GT * (BT + DVT)
-        reserved = 0 if change == "reserved" else _RESERVED
-        programs = _SHARED / (size + reserved)
-        programs = math.ceil(programs) if change == "rounded up" else math.floor(programs)
-        return size, programs if change == "no limit" else min(_MOST, programs)
+def _fits(
+    slips: Slips, G: int, D: int, DV: int, BS: int, num_stages: int, itemsize: int
+) -> tuple[float, float]:
+    """`programs_per_sm` with slips."""
+    GT, BT, DT, DVT = (_side(slips, n) for n in (G, BS, D, DV))
+    if "group alone" in slips:
+        BT, DT, DVT = BS, D, DV
+    values = 0 if "no values" in slips else DT if "one width" in slips else DVT
+    copies = max(num_stages, 1)
+    if slips & {"one copy", "zero copies", "one more"}:
+        copies = 1 if "one copy" in slips else num_stages + ("one more" in slips)
+    queries = 0 if "no queries" in slips else GT * DT * (copies if "queries too" in slips else 1)
+    elements = queries + copies * BT * (DT + values)
+    elements += GT * BT * ("weights" in slips) + GT * DVT * ("output" in slips)
+    size = elements * (1 if "elements" in slips else itemsize)
+    size += 4 * GT * (BT + DVT) * ("fragments" in slips)
+    KiB = 1000 if "1000" in slips else 1024
+    needed = size + KiB * ("reserved" not in slips)
+    programs = 228 * KiB / needed
+    if "rounded" in slips:
+        programs = round(programs)
+    elif "fraction" not in slips:
+        programs = math.ceil(programs) if "rounded up" in slips else math.floor(programs)
+    programs = programs if "no limit" in slips else min(_MOST, programs)
+    size = needed if "told reserved" in slips else size
+    return (programs, size) if "swapped" in slips else (size, programs)
 
-    return wrong
 
+def _side(slips: Slips, n: int) -> int:
+    """A side of a tile."""
+    if "not padded" in slips:
+        return n
+    if "power" in slips:
+        return max(16, 1 << (n - 1).bit_length())
+    if "down" in slips:
+        return n // 16 * 16
+    return n // 16 * 16 + 16 if "always up" in slips else -(-n // 16) * 16
+
+
+_PROGRAMS_MISTAKES = (
+    Misconception(
+        "copying the queries for each stage, too",
+        slip(_fits, "queries too"),
+        "Stages exist so that the next block's tiles can arrive while this one's are read. "
+        "Does the query group change from one block to the next?",
+    ),
+    Misconception(
+        "one copy of the tiles for any number of stages",
+        slip(_fits, "one copy"),
+        "With two stages, two blocks are in shared memory at once. How many tiles of keys is that?",
+    ),
+    Misconception(
+        "no tiles at all without a stage",
+        slip(_fits, "zero copies"),
+        "`num_stages=0` waits for each copy. Where does the copy land?",
+    ),
+    Misconception(
+        "one more copy of the tiles than there are stages",
+        slip(_fits, "one more"),
+        "With one stage, one block's tiles are in shared memory at a time. And with two?",
+    ),
+    Misconception(
+        "tiles that are not rounded up",
+        slip(_fits, "not padded"),
+        "One `mma` instruction takes 16 rows. How many rows has the tile of a group of 4 heads?",
+    ),
+    Misconception(
+        "rounding up nothing but the group",
+        slip(_fits, "group alone"),
+        "The group's tile has its 16 rows now. How wide is a key of 72 numbers, and how long a "
+        "block of 24 tokens?",
+    ),
+    Misconception(
+        "rounding up to a power of two",
+        slip(_fits, "power"),
+        "So does the draft. Ours rounds up to a multiple of 16: what becomes of 192?",
+    ),
+    Misconception(
+        "rounding down to a multiple of 16",
+        slip(_fits, "down"),
+        "A tile has to hold all of the group. What is 4 // 16?",
+    ),
+    Misconception(
+        "rounding up what is a multiple of 16 already",
+        slip(_fits, "always up"),
+        "A side of 64 is a multiple of 16 as it is. What does your formula make of it?",
+    ),
+    Misconception(
+        "forgetting the values' tile",
+        slip(_fits, "no values"),
+        "Keys are not the only thing that a block brings. What do the weights multiply?",
+    ),
+    Misconception(
+        "taking values to be as wide as keys",
+        slip(_fits, "one width"),
+        "They are in most models, but here keys may be 192 wide and values 128. Which of `D` and "
+        "`DV` belongs to which tile?",
+    ),
+    Misconception(
+        "forgetting the queries' tile",
+        slip(_fits, "no queries"),
+        "The program reads its queries again for every block. Where do they lie meanwhile?",
+    ),
+    Misconception(
+        "counting a tile of weights",
+        slip(_fits, "weights"),
+        "The draft sends its weights through shared memory. Where do ours stay between the two "
+        "products?",
+    ),
+    Misconception(
+        "counting a tile for the output",
+        slip(_fits, "output"),
+        "The draft stages its output in shared memory. From where does our kernel store?",
+    ),
+    Misconception(
+        "counting the fragments",
+        slip(_fits, "fragments"),
+        "Scores and accumulator are tiles, too, made by `T.alloc_fragment`. In which memory?",
+    ),
+    Misconception(
+        "counting elements instead of bytes",
+        slip(_fits, "elements"),
+        "A number in fp16 has two bytes, in fp32 four. Where does `itemsize` come in?",
+    ),
+    Misconception(
+        "forgetting what the SM keeps for itself",
+        slip(_fits, "reserved"),
+        "Each program costs 1 KiB more than it asks for. How often does the SM pay that?",
+    ),
+    Misconception(
+        "adding the SM's own KiB to the program's bytes",
+        slip(_fits, "told reserved"),
+        "The KiB counts when programs are packed into an SM, and it does here. Is it one of the "
+        "program's tiles?",
+    ),
+    Misconception(
+        "taking a KiB for 1,000 bytes",
+        slip(_fits, "1000"),
+        "Memory is counted in powers of two. How many bytes has a KiB?",
+    ),
+    Misconception(
+        "rounding up a program that fits in part",
+        slip(_fits, "rounded up"),
+        "A program runs with all of its memory or not at all. How many whole ones fit?",
+    ),
+    Misconception(
+        "rounding to the nearest number of programs",
+        slip(_fits, "rounded"),
+        "Nine tenths of a program do not run. How many whole ones fit?",
+    ),
+    Misconception(
+        "a fraction of a program",
+        slip(_fits, "fraction"),
+        "A program runs with all of its memory or not at all. Is your division `/` or `//`?",
+    ),
+    Misconception(
+        "forgetting the limit of 32",
+        slip(_fits, "no limit"),
+        "An SM keeps books on 32 programs at most. What do small tiles come to?",
+    ),
+    Misconception(
+        "the two results in the other order",
+        slip(_fits, "swapped"),
+        "Both numbers may well be right. Which is to be returned first?",
+    ),
+)
 
 _PROGRAMS = Exercise(
     name="programs_per_sm",
@@ -548,58 +892,298 @@ Return `(bytes of a program, programs)`.
 """,
     minutes=6,
     difficulty=2,
+    hints=(
+        "Begin with our kernel: 16 heads, widths of 128, blocks of 64, fp16, one stage. The "
+        "chapter's picture shows three tiles, 36 KiB in all. Which sizes do you get for them?",
+        "Three questions, one after the other: which sides do the tiles have, which of them are "
+        "there more than once, and how many such programs go into 228 KiB, with a KiB for each?",
+        "Round the four sides up: `-(-n // 16) * 16` does it. The queries count once, keys and "
+        "values for each stage, at least once. Divide whole numbers at the end, and mind the 32.",
+    ),
+    why="A program starts only where all of its tiles have room, so each further stage of a "
+    "pipeline pushes out programs whose work could have covered the waiting.",
     solution=programs_per_sm,
-    misconceptions=(
-        Misconception(
-            "copying the queries for each stage, too",
-            _fits("queries too"),
-            "Stages exist so that the next block's tiles can arrive while this one's are read. "
-            "Does the query group change from one block to the next?",
-        ),
-        Misconception(
-            "one copy of the tiles for any number of stages",
-            _fits("one copy"),
-            "With two stages, two blocks are in shared memory at once.",
-        ),
-        Misconception(
-            "no tiles at all without a stage",
-            _fits("zero copies"),
-            "num_stages=0 waits for each copy. It still has to land somewhere.",
-        ),
-        Misconception(
-            "tiles that are not rounded up",
-            _fits("not padded"),
-            "One `mma` instruction takes 16 rows: a group of 4 heads has a tile of 16.",
-        ),
-        Misconception(
-            "forgetting the values' tile",
-            _fits("no values"),
-            "Keys are not the only thing that a block brings.",
-        ),
-        Misconception(
-            "counting elements instead of bytes",
-            _fits("elements"),
-            "A number in fp16 has two bytes, in fp32 four.",
-        ),
-        Misconception(
-            "forgetting what the SM keeps for itself",
-            _fits("reserved"),
-            "Each program costs 1 KiB more than it asks for.",
-        ),
-        Misconception(
-            "forgetting the limit of 32",
-            _fits("no limit"),
-            "Small programs do not fit in any number: an SM keeps books on 32 at most.",
-        ),
+    misconceptions=_PROGRAMS_MISTAKES,
+    combine=together(
+        _PROGRAMS_MISTAKES,
+        {"one copy", "zero copies", "one more"},
+        {"not padded", "group alone", "power", "down", "always up"},
+        {"no values", "one width"},
+        {"no queries", "queries too"},
+        {"rounded up", "rounded", "fraction"},
+        {"reserved", "told reserved"},
     ),
     cases=(
         Case("the shape of the measurements", lambda: (16, 128, 128, 64, 1, 2)),
-        Case("two stages", lambda: (16, 128, 128, 64, 2, 2)),
-        Case("no stage, a group of 4", lambda: (4, 64, 64, 32, 0, 2)),
+        Case("a group of 4", lambda: (4, 64, 64, 48, 1, 2)),
         Case("small tiles", lambda: (16, 16, 16, 16, 1, 2)),
+        Case("keys wider than values", lambda: (16, 192, 128, 64, 1, 2)),
+        Case("two stages", lambda: (16, 128, 128, 64, 2, 2)),
+        Case("no stage", lambda: (16, 128, 128, 64, 0, 2)),
         Case("unequal widths in fp32, three stages", lambda: (20, 72, 40, 24, 3, 4)),
-        Case("tiles that just do not fit four times", lambda: (16, 112, 112, 112, 1, 2)),
     ),
 )
 
 EXERCISES = (_MAX, _SEEN, _NORMALISE, _SCALE, _PROGRAMS)
+
+
+# -- two slips at once --
+
+DOUBLES = (
+    Double(
+        "update_max",
+        _max_from_zero,
+        ("taking the maximum of this block alone", "a maximum that is never below 0"),
+    ),
+    Double(
+        "is_seen",
+        lambda query, key, num_keys, causal: (
+            T.And(key <= num_keys, query > key) if causal else key <= num_keys
+        ),
+        ("letting one key too many in", "hiding the query's own key"),
+    ),
+    Double(
+        "normalise",
+        _first_head_unguarded,
+        ("dividing by a sum that may be 0", "dividing all heads by the first one's sum"),
+    ),
+    Double(
+        "fold_scale",
+        lambda scale, D: 1 / D * LOG2_E if scale is None else scale,
+        ("leaving a caller's scale in base e", "dividing by D"),
+    ),
+    Double(
+        "fold_scale",
+        lambda scale, D: (D**0.5 if scale is None else scale) * math.log(2),
+        ("taking ln 2 where log2(e) is meant", "multiplying by √D"),
+    ),
+    Double(
+        "fold_scale",
+        lambda scale, D: (scale or 1) * D**-0.5,
+        (
+            "powers of two where powers of e are meant",
+            "dividing by √D although the caller gave a scale",
+        ),
+    ),
+    Double(
+        "programs_per_sm",
+        lambda G, D, DV, BS, num_stages, itemsize: (
+            2 * (G * D + max(num_stages, 1) * BS * (D + DV)),
+            _SHARED // (2 * (G * D + max(num_stages, 1) * BS * (D + DV)) + _RESERVED),
+        ),
+        ("tiles that are not rounded up", "forgetting the limit of 32"),
+    ),
+    Double(
+        "programs_per_sm",
+        Wrong(_fits, frozenset({"elements", "no limit"})),
+        ("counting elements instead of bytes", "forgetting the limit of 32"),
+    ),
+    Double(
+        "programs_per_sm",
+        Wrong(_fits, frozenset({"zero copies", "reserved"})),
+        ("no tiles at all without a stage", "forgetting what the SM keeps for itself"),
+    ),
+)
+
+# -- what the chapter warns of --
+
+TRAPS = (
+    Trap(
+        "The softmax wants $e^{\\mathtt{scale} \\cdot s}$ for a score $s$",
+        "fold_scale",
+        "powers of two where powers of e are meant",
+    ),
+    Trap(
+        "with $1/\\sqrt{D}$ for `scale` unless the caller gives one",
+        "fold_scale",
+        "dividing by √D although the caller gave a scale",
+    ),
+    Trap(
+        "both kernels round up",
+        "programs_per_sm",
+        "rounding up nothing but the group",
+    ),
+    Trap(
+        "The draft takes the next power of two of the width",
+        "programs_per_sm",
+        "rounding up to a power of two",
+    ),
+    Trap(
+        "Keys may be wider than values",
+        "programs_per_sm",
+        "taking values to be as wide as keys",
+    ),
+    Trap(
+        "A group is rounded up as well: 4 heads lie in a tile of `GT` = 16 rows",
+        "programs_per_sm",
+        "tiles that are not rounded up",
+    ),
+    Trap(
+        "the query group, a block's keys, a block's values",
+        "programs_per_sm",
+        "forgetting the values' tile",
+    ),
+    Trap(
+        "1 KiB is reserved for each",
+        "programs_per_sm",
+        "forgetting what the SM keeps for itself",
+    ),
+    Trap(
+        "two blocks' keys and values lie there at once",
+        "programs_per_sm",
+        "one copy of the tiles for any number of stages",
+    ),
+    Trap(
+        "its weights take another 2 KiB",
+        "programs_per_sm",
+        "counting a tile of weights",
+    ),
+    Trap(
+        "`T.alloc_fragment` is a tile in registers",
+        "programs_per_sm",
+        "counting the fragments",
+    ),
+    Trap(
+        "In ours an empty slot runs through the softmax like any other (you will see why in a "
+        "moment), and $-\\infty - (-\\infty)$ is NaN.",
+        "update_max",
+        "leaving the maximum where it starts",
+    ),
+    Trap(
+        "The public example asks `i_s <= i_t` with `is_causal=False`, too, and so loses later "
+        "blocks.",
+        "is_seen",
+        "hiding the future where nothing is causal",
+    ),
+    Trap("Should it also ask `i_s + BS <= seq_len`?", "is_seen", "dropping the ragged block"),
+    Trap(
+        "(public examples only `if is_causal`, otherwise `T.clear(acc_s)`)",
+        "is_seen",
+        "forgetting the end where nothing is causal",
+    ),
+    Trap(
+        "The two heads of the group prefer different keys of the same block.",
+        "update_max",
+        "one maximum for all heads of the group",
+    ),
+    Trap(
+        "`clear=False` is what makes the maximum *run*",
+        "update_max",
+        "taking the maximum of this block alone",
+    ),
+    Trap(
+        "its maximum rises from 3 to 5",
+        "update_max",
+        "keeping the first block's maximum",
+    ),
+    Trap("The division comes once, at the end.", "normalise", "not dividing"),
+    Trap(
+        "A row that saw no block gets output 0, not 0/0.",
+        "normalise",
+        "dividing by a sum that may be 0",
+    ),
+    Trap(
+        "ours stores from registers",
+        "programs_per_sm",
+        "counting a tile for the output",
+    ),
+    Trap("`NaN > 0` is False.", "normalise", "taking a row with a NaN for an empty one"),
+    Trap(
+        "the draft fills `scores_max` with $-\\infty$ before each block, which is right in algebra",
+        "update_max",
+        "taking the maximum of this block alone",
+    ),
+    Trap(
+        "The fourth key is loaded as zeros, and zeros score 0",
+        "is_seen",
+        "letting one key too many in",
+    ),
+    Trap(
+        "With causal attention the diagonal hides the end by accident",
+        "is_seen",
+        "forgetting the end where nothing is causal",
+    ),
+    Trap(
+        "it drops the last, ragged block, and with it keys that exist",
+        "is_seen",
+        "dropping the ragged block",
+    ),
+    Trap("**0/0.** All slots empty", "normalise", "dividing by a sum that may be 0"),
+    Trap(
+        "The default scale gets its factor, a caller's own does not",
+        "fold_scale",
+        "leaving a caller's scale in base e",
+    ),
+    Trap(
+        "Without a stage each copy is waited for",
+        "programs_per_sm",
+        "no tiles at all without a stage",
+    ),
+)
+
+# -- predictions --
+
+PREDICTIONS = (
+    Prediction(
+        "programs_launched",
+        "65,536 queries, 64 query heads on 4 KV heads: how many programs are launched?",
+        "There is one program for each query and KV head: the 16 heads of a group share their "
+        "list, so one program serves them all.",
+        (
+            (65_536, "That is one for each query. Its KV heads have lists of their own."),
+            (
+                4_194_304,
+                "That is one for each query head, or for each slot of a list. A program serves a "
+                "whole group, and walks over a whole list.",
+            ),
+            (1_048_576, "That is 16 for each query, and a query has 4 KV heads."),
+            (4_096, "That is one for each 16 queries. Heads come in groups here, not queries."),
+            (132, "That is one for each multiprocessor. They take programs one after the other."),
+        ),
+    ),
+    Prediction(
+        "gigabytes_loaded",
+        "How many GB of keys and values do all programs load together?",
+        "Each program loads its own 16 blocks, 512 KiB, whether or not another program has loaded "
+        "them before.",
+        (
+            (128, "That is 128 GiB, which is 137 GB."),
+            (
+                lambda guess: 0.1 < float(guess) < 0.15,
+                "That is all keys and values, once. Each is loaded by a thousand programs.",
+            ),
+            (68.7, "That is the keys alone, or one byte for each number."),
+            (34.4, "That is one KV head. Each of the 4 has lists of its own."),
+            (8.6, "That is one block for each program. A list has 16."),
+            (2_199, "Then each head of a group would load its blocks again: 16 times as much."),
+        ),
+        unit="GB",
+        tolerance=0.02,
+    ),
+    Prediction(
+        "fastest_stages",
+        "How many blocks are under way at a time in the fastest pipeline: 0, 1, 2 or 3?",
+        "With one stage six programs fit on an SM, and while one waits for its block, others have "
+        "theirs.",
+        (
+            (0, "Then each copy is waited for, and that costs more than a second stage."),
+            (2, "That hides more latency within a program, but only 3 programs fit on an SM."),
+            (3, "That hides most latency within a program, but only 2 programs fit on an SM."),
+        ),
+    ),
+    Prediction(
+        "programs_that_fit",
+        "Shared memory of 228 KiB for each SM: how many programs of ours fit?",
+        "Queries take 4 KiB, keys 16, values 16: 36 KiB, and 1 KiB more that is reserved for each "
+        "program.",
+        (
+            (1, "A program takes far less than all of it. How large are its three tiles?"),
+            (3, "That would be two stages: two blocks' keys and values at once."),
+            (5, "Were the weights in shared memory, too, it would be 5."),
+            (7, "36 KiB go into 228 KiB 6.3 times."),
+            (10, "That is a tile of keys without one of values."),
+            (12, "That counts numbers. In fp16 each has two bytes."),
+            (32, "That is the most that an SM holds, however small they are."),
+        ),
+    ),
+)
