@@ -1,4 +1,4 @@
-"""Boxes, lines and words for pictures that answer a slider: many of a kind, as one object.
+"""Boxes, lines, dots and words for pictures that answer a slider: many of a kind, as one object.
 
 Matplotlib spends about 0.4 ms on a text and 1.5 ms on a tick, more than a picture that follows the
 hand can pay. `Marks` draws a hundred of them in the time of one. It does not say where they belong:
@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.backend_bases import RendererBase
 from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.font_manager import FontProperties
+from matplotlib.lines import Line2D
 from matplotlib.transforms import Transform
 
 from nsa_tutorial.course.figures import PALETTE
@@ -91,17 +92,22 @@ class Words(Artist):
 
 
 class Marks:
-    """Draws on axes, in their data coordinates unless a mark is given another transform.
+    """Draws on axes.
 
     A colour is a name of the palette or one that matplotlib knows; where many marks are drawn,
     there may be one for each.
 
-    Attributes:
-        axis: the axes that it draws on.
+    Args:
+        axis: what it draws on.
+        transform: from the marks' `x, y` to the page.
     """
 
-    def __init__(self, axis: Axes) -> None:
-        self.axis = axis
+    def __init__(self, axis: Axes, transform: Transform) -> None:
+        self._axis, self._transform = axis, transform
+
+    def _add(self, drawn: Artist) -> None:
+        drawn.set_transform(self._transform)
+        self._axis.add_artist(drawn)
 
     def boxes(
         self, places: Iterable[tuple[float, float, float, float]], colours: object, **look: object
@@ -109,7 +115,7 @@ class Marks:
         """Filled rectangles: a corner's `x` and `y`, and from there on the width and height."""
         corners = [((x, y), (x + w, y), (x + w, y + h), (x, y + h)) for x, y, w, h in places]
         look = {"facecolors": named(colours), "linewidths": 0} | look
-        self.axis.add_collection(PolyCollection(corners, **look), autolim=False)
+        self._add(PolyCollection(corners, **look))
 
     def lines(
         self,
@@ -119,29 +125,27 @@ class Marks:
         **look: object,
     ) -> None:
         """Lines, each through points `[n, 2]`; widths in points, one for all or one for each."""
-        drawn = LineCollection(paths, colors=named(colours), linewidths=width, **look)
-        self.axis.add_collection(drawn, autolim=False)
+        self._add(LineCollection(paths, colors=named(colours), linewidths=width, **look))
 
-    def words(
-        self,
-        entries: Iterable[tuple[float, float, object]],
-        *,
-        transform: Transform | None = None,
-        **look: object,
+    def dots(
+        self, points: Iterable[tuple[float, float]], colour: str, size: float = 6, **look: object
     ) -> None:
+        """Discs of one colour, `size` points wide."""
+        x, y = zip(*points, strict=True)
+        look = {"linestyle": "none", "marker": "o", "markersize": size, "zorder": 3} | look
+        self._add(Line2D(x, y, color=named(colour), **look))
+
+    def words(self, entries: Iterable[tuple[float, float, object]], **look: object) -> None:
         """Texts at many places.
 
         Args:
             entries: `(x, y, text)` each; a text may have several lines.
-            transform: from `x, y` to the page; the axes' data by default.
             look: `size` (points), `colour`, `family` and `angle` (0, or 90 to write upwards) of all
                 of them; `ha` and `va`, what of a text stands at its place (`left`, `center` or
                 `right`, and `baseline`, `bottom`, `center` or `top`); `spacing` from line to line,
                 in sizes; `offset`, points to the right and up.
         """
-        drawn = Words(entries, **look)
-        drawn.set_transform(transform or self.axis.transData)
-        self.axis.add_artist(drawn)
+        self._add(Words(entries, **look))
 
     def text(
         self, x: float, y: float, text: object, size: float = 9, colour: str = "text",

@@ -2,23 +2,25 @@
 sheet, in the units of its data.
 
 Matplotlib takes about 10 ms for each axes with ticks, and again for a layout. A sheet is one bare
-axes over the whole figure, measured from its upper left corner. A chart is a bare axes on a place
-of the sheet, which writes its scales. Nothing is laid out: whoever draws knows the places, and
-nothing jumps when a control moves.
+axes over the whole figure, measured from its upper left corner. A chart is a place of the sheet
+with limits: its marks are scaled, and it writes its scales. Nothing is laid out: whoever draws
+knows the places, and nothing jumps when a control moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.transforms import Affine2D
 
 from nsa_tutorial.course.figures import SURFACE
 from nsa_tutorial.course.marks import Marks, named
+
+Limits = tuple[float, float]
 
 _TICK = 0.042  # inches
 _LETTER = 0.0086  # inches of a usual letter with its space, for each point of its size
@@ -52,14 +54,6 @@ def byte_colour(colour: str) -> np.ndarray:
     return np.round(255 * np.array(to_rgb(named(colour)))).astype(np.uint8)
 
 
-def _bare(figure: Figure, box: Sequence[float], x: Sequence[float], y: Sequence[float]) -> Axes:
-    """Axes without ticks, spines and title; `box` in shares of the figure, from below."""
-    axis = figure.add_axes(box)
-    axis.set_axis_off()
-    axis.set(xlim=x, ylim=y, autoscale_on=False)
-    return axis
-
-
 class Sheet(Marks):
     """An empty sheet of `width` by `height` inches. A picture's title takes the first 0.26 inches.
 
@@ -71,11 +65,13 @@ class Sheet(Marks):
 
     def __init__(self, width: float, height: float) -> None:
         self.figure = Figure(figsize=(width, height), dpi=100, facecolor=SURFACE)
-        super().__init__(_bare(self.figure, (0, 0, 1, 1), (0, width), (height, 0)))
+        axis = self.figure.add_axes((0, 0, 1, 1))
+        axis.set_axis_off()
+        axis.set(xlim=(0, width), ylim=(height, 0), autoscale_on=False)
+        super().__init__(axis, axis.transData)
 
-    def chart(self, place: Place, x: Sequence[float], y: Sequence[float]) -> Chart:
-        """Axes on a place, from the first to the last `x` and, upwards, from the first to the last
-        `y`."""
+    def chart(self, place: Place, x: Limits, y: Limits) -> Chart:
+        """A chart on a place, its limits from left to right and from below to above."""
         return Chart(self, place, x, y)
 
     def image(self, place: Place, colours: np.ndarray) -> None:
@@ -83,7 +79,7 @@ class Sheet(Marks):
         left, top, width, height = place
         extent = (left, left + width, top + height, top)
         # none: squares stay squares at any size
-        self.axis.imshow(colours, extent=extent, aspect="auto", interpolation="none")
+        self._axis.imshow(colours, extent=extent, aspect="auto", interpolation="none")
 
     def cuts(self, place: Place, rows: int, columns: int, width: float = 1.0) -> None:
         """White lines that cut a place into rows and columns."""
@@ -145,17 +141,22 @@ class Sheet(Marks):
 
 
 class Chart(Marks):
-    """Axes without ticks, spines and title on a place of a sheet; `Sheet.chart` makes them.
+    """A place of a sheet with limits; `Sheet.chart` makes it.
 
-    Its marks stand in the units of its data. `bottom`, `left` and `title` write around its place.
+    Its marks stand in the units of its data, and reach past the place where their data does.
+    `bottom`, `left` and `title` write around it.
+
+    Attributes:
+        x, y: the limits, from left to right and from below to above.
     """
 
-    def __init__(self, sheet: Sheet, place: Place, x: Sequence[float], y: Sequence[float]) -> None:
-        self._sheet, self._place = sheet, place
-        wide, high = sheet.figure.get_size_inches()
-        left, bottom = place.left / wide, 1 - place.y(1) / high
-        box = (left, bottom, place.width / wide, place.height / high)
-        super().__init__(_bare(sheet.figure, box, x, y))
+    def __init__(self, sheet: Sheet, place: Place, x: Limits, y: Limits) -> None:
+        self._sheet, self._place, self.x, self.y = sheet, place, x, y
+        across, down = place.width / (x[1] - x[0]), place.height / (y[0] - y[1])
+        inches = Affine2D.from_values(
+            across, 0, 0, down, place.left - across * x[0], place.top - down * y[1]
+        )
+        super().__init__(sheet._axis, inches + sheet._transform)
 
     def title(self, text: str) -> None:
         """What the chart shows, above it."""
@@ -173,12 +174,12 @@ class Chart(Marks):
     ) -> None:
         """A scale below the chart: a label at each of `at`, the value if there are no others, and
         `name` under them."""
-        at, place, (low, high) = list(at), self._place, self.axis.get_xlim()
+        at, place, (low, high) = list(at), self._place, self.x
         shares = [(x - low) / (high - low) for x in at]
         if line:
             y = place.y(1)
             ticks = [[(place.x(share), y), (place.x(share), y + _TICK)] for share in shares]
-            self._rule([[(place.left, y), (place.x(1), y)], *ticks])
+            self._sheet.lines([[(place.left, y), (place.x(1), y)], *ticks])
         told = dict(zip(shares, labels or at, strict=True))
         self._sheet.below(place, told, name, gap=0.07, size=size)
 
@@ -193,15 +194,11 @@ class Chart(Marks):
         away: float | None = None,
     ) -> None:
         """A scale to the left of the chart, with `name` upwards, `away` inches from it."""
-        at, place, (low, high) = list(at), self._place, self.axis.get_ylim()
-        shares = [1 - (y - low) / (high - low) for y in at]
+        at, place, (low, high) = list(at), self._place, self.y
+        shares = [(high - y) / (high - low) for y in at]
         if line:
             x = place.left
             ticks = [[(x, place.y(share)), (x - _TICK, place.y(share))] for share in shares]
-            self._rule([[(x, place.top), (x, place.y(1))], *ticks])
+            self._sheet.lines([[(x, place.top), (x, place.y(1))], *ticks])
         told = dict(zip(shares, labels or at, strict=True))
         self._sheet.beside(place, told, name, size=size, away=away)
-
-    def _rule(self, paths: Iterable[Sequence]) -> None:
-        """Lines in inches of the sheet, but in front of the chart's boxes."""
-        self.lines(paths, transform=self._sheet.axis.transData, clip_on=False)

@@ -125,17 +125,6 @@ def test_scales_write_each_label_and_the_name(upwards: tuple[int, int]) -> None:
     assert y["above"] < PLACE.top
 
 
-def test_a_scale_follows_its_chart() -> None:
-    """Limits that change before the scale is written count."""
-    sheet = Sheet(4.0, 2.0)
-    chart = sheet.chart(PLACE, (0, 10), (0, 5))
-    chart.axis.set_xlim(-10, 10)
-    chart.bottom([0])
-    label = texts(sheet)["0"]
-    middle = float(label.get("x")) + float(label.get("textLength")) / 2
-    assert middle / 72 == pytest.approx(PLACE.x(0.5), abs=0.01)
-
-
 def test_a_scale_lies_in_front_of_boxes() -> None:
     """A white border of a bar cuts no piece out of the line that it stands on."""
     sheet = Sheet(4.0, 2.0)

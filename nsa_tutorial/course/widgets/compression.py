@@ -107,11 +107,10 @@ def draw_windows(M: int = 32, length: int = 8, stride: int = 4, position: int = 
     """The windows over `M` tokens and their summaries, those that the query at `position` sees in
     orange; below, what it misses."""
     seen, count = view(position, length, stride), num_summaries(M, length, stride)
-    sheet, across = Sheet(8.2, 4.1), (-0.7, M - 0.3)
-    top = sheet.chart(Place(0.95, 0.36, 7.15, 2.12), across, (1, 0))
-    _draw_windows(top, M, length, stride, position)
+    sheet = Sheet(8.2, 4.1)
+    _draw_windows(sheet, Place(0.95, 0.36, 7.15, 2.12), M, length, stride, position)
     place = Place(0.95, 2.62, 7.15, 0.68)
-    low = sheet.chart(place, across, (0, 1.15 * max(length, stride)))
+    low = sheet.chart(place, (-0.7, M - 0.3), (0, 1.15 * max(length, stride)))
     _draw_newest(low, M, length, stride, position)
     for text, away in (("newest tokens", 0.65), ("in no summary", 0.5)):
         sheet.words([(place.left - away, place.y(0.5), text)], size=8, angle=90)
@@ -134,13 +133,15 @@ def draw_windows(M: int = 32, length: int = 8, stride: int = 4, position: int = 
     return Picture(sheet.figure, told)
 
 
-def _draw_windows(chart: Chart, M: int, length: int, stride: int, position: int) -> None:
+def _draw_windows(
+    sheet: Sheet, place: Place, M: int, length: int, stride: int, position: int
+) -> None:
     """Tokens, the windows over them, row below row where they overlap, and their summaries."""
     count, visible = num_summaries(M, length, stride), view(position, length, stride).count
     rows = max(1, min(-(-length // stride), count))
     step, gap, windows_at = 0.9, 0.2 * max(1.0, M / 48), 1.5
     summaries_at = windows_at + step * rows + 0.9
-    chart.axis.set_ylim(summaries_at + 1.3, -0.2)
+    chart = sheet.chart(place, (-0.7, M - 0.3), (summaries_at + 1.3, -0.2))
     colours = [_PAST] * position + ["query"] + [SURFACE] * (M - position - 1)
     chart.boxes([(token - 0.42, 0, 0.84, 1) for token in range(M)], colours,
                 edgecolors=PALETTE["faint"], linewidths=0.5)  # fmt: skip
@@ -171,8 +172,7 @@ def _draw_newest(chart: Chart, M: int, length: int, stride: int, position: int) 
     newest = [view(t, length, stride).newest for t in range(M)]
     corners = [(t + side, left) for t, left in enumerate(newest) for side in (-0.5, 0.5)]
     chart.lines([corners], "text", 1.2)
-    chart.axis.plot([position], [newest[position]], "o", color=PALETTE["query"], markersize=6,
-              clip_on=False, zorder=3)  # fmt: skip
+    chart.dots([(position, newest[position])], "query")
     chart.bottom(range(0, M, 5 if M < 48 else 10), name="position of the query, tokens")
     chart.left([0, max(length, stride)])
 

@@ -183,25 +183,24 @@ def draw_cache(H: int = 8, tokens: int = 65_536) -> Picture:
     number of KV heads."""
     facts = cache_facts(H, tokens)
     sheet = Sheet(8.3, 3.3)
-    groups = sheet.chart(Place(0.62, 0.58, 2.55, 2.2), (0, HQ), (-0.1, 1.2))
-    _draw_groups(groups, H)
-    groups.title(f"{HQ} query heads, H = {H}, G = {facts.G}")
+    _draw_groups(sheet, Place(0.62, 0.58, 2.55, 2.2), H)
     low, high = math.log2(CONTEXTS[0]), math.log2(CONTEXTS[-1])
     sizes = sheet.chart(Place(4.05, 0.33, 3.6, 2.45), (low - 0.1, high + 0.1), (-3.6, 11.4))
     _draw_sizes(sizes, H)
-    place = [(math.log2(tokens), math.log2(facts.gib))]
-    sizes.axis.plot(*zip(*place, strict=True), "o", color=PALETTE["query"], markersize=8, zorder=4)
+    sizes.dots([(math.log2(tokens), math.log2(facts.gib))], "query", 8)
     finding = f"{_heads(H)} for {HQ} query heads: {tokens:,} tokens take {_gib(facts.gib)}"
     return Picture(
         sheet.figure, finding if H == HQ else f"{finding}, not {_gib(facts.gib_all_heads)}"
     )
 
 
-def _draw_groups(chart: Chart, H: int) -> None:
+def _draw_groups(sheet: Sheet, place: Place, H: int) -> None:
     """Query heads in a row, a bracket below each group, and the KV head that it reads."""
     G = group_size(HQ, H)
     gap = 0 if G == 1 else 1  # between groups
     places = [hq + gap * (hq // G) for hq in range(HQ)]
+    chart = sheet.chart(place, (-0.6, places[-1] + 0.6), (-0.1, 1.2))
+    chart.title(f"{HQ} query heads, H = {H}, G = {G}")
     chart.boxes([(x - 0.32, 0.92, 0.64, 0.16) for x in places], "query")
     ends = [(first - 0.3, first + G - 0.7) for first in places[::G]]
     centres = [(first + last) / 2 for first, last in ends]
@@ -211,10 +210,9 @@ def _draw_groups(chart: Chart, H: int) -> None:
     chart.lines([((x, 0.84 if G == 1 else 0.76), (x, 0.16)) for x in centres], width=1.2)
     half = min(0.32 + 0.09 * (G - 1), 1.6)
     chart.boxes([(x - half, 0.0, 2 * half, 0.16) for x in centres], "key")
-    chart.axis.set_xlim(-0.6, places[-1] + 0.6)
     told = ((0.95, "heads"), (1.05, "query"), (0.03, "heads"), (0.13, "KV"))
-    chart.words([(0.0, y, text) for y, text in told], size=8.5, ha="right", offset=(-4, 0),
-                transform=chart.axis.get_yaxis_transform())  # fmt: skip
+    left = chart.x[0]
+    chart.words([(left, y, text) for y, text in told], size=8.5, ha="right", offset=(-4, 0))
 
 
 @functools.cache
@@ -230,7 +228,7 @@ def _draw_sizes(chart: Chart, H: int) -> None:
     ends = [(*_cache_line(heads)[-1], f"H = {heads}") for heads in KV_HEADS]
     inks = ["text" if heads == H else "faint" for heads in KV_HEADS]
     chart.words(ends, size=8, colour=inks, ha="left", offset=(7, 0))
-    limit, (low, high) = math.log2(H200_BYTES / GIB), chart.axis.get_xlim()
+    limit, (low, high) = math.log2(H200_BYTES / GIB), chart.x
     chart.lines([((low, limit), (high, limit))], "text", linestyles="--")
     memory = f"memory of one H200: {H200_BYTES / GIB:.0f} GiB"
     chart.words([(low, limit, memory)], size=8, ha="left", va="bottom", offset=(5, 3))

@@ -226,7 +226,7 @@ def draw_stream(step: int = CHUNKS, reference: str = "running max", lift: int = 
     scores, moments = row(lift), walk(row(lift), positions(), reference)[:step]
     sheet = Sheet(8.2, 4.35)
     keys = (-0.7, len(SCORES) - 0.3)
-    top = sheet.chart(Place(0.7, 0.35, 7.4, 1.38), keys, (0, 1))
+    top = sheet.chart(Place(0.7, 0.35, 7.4, 1.38), keys, (0, _heights(lift)[2]))
     _draw_scores(top, scores, moments, reference, lift)
     usual = max(m.running_sum for m in walk(row(lift), positions()))
     low = sheet.chart(Place(0.7, 2.2, 7.4, 1.3), keys, (0, 1.3 * usual))
@@ -262,7 +262,6 @@ def _draw_scores(
     chart: Chart, scores: Tensor, moments: list[Moment], reference: str, lift: int
 ) -> None:
     step, (place, marked, end) = len(moments), _heights(lift)
-    chart.axis.set_ylim(0, end)
     kinds = ["key"] * (step - 1) + ["query"] + ["masked"] * (CHUNKS - step)
     tops = [place(score) for score in scores.tolist()]
     chart.boxes([(key - 0.35, 0, 0.7, y) for key, y in enumerate(tops)],
@@ -290,14 +289,13 @@ def _draw_scores(
     chart.left([place(score) for score in marked], marked, "score, log2 units", away=0.39)
     if lift > _UNBROKEN:
         gap = max(SCORES) + 1.6
-        chart.boxes([(chart.axis.get_xlim()[0], gap, CHUNK + 0.2, 0.5)], SURFACE, zorder=3)
-        chart.words([(0.0, gap + 0.25, "≈")], size=11, offset=(-0.5, 0),
-                    transform=chart.axis.get_yaxis_transform())  # fmt: skip
+        chart.boxes([(chart.x[0], gap, CHUNK + 0.2, 0.5)], SURFACE, zorder=3)
+        chart.words([(chart.x[0], gap + 0.25, "≈")], size=11, offset=(-0.5, 0))
 
 
 def _draw_running_sum(chart: Chart, moments: list[Moment]) -> None:
     centres = [c * CHUNK + (CHUNK - 1) / 2 for c in range(CHUNKS)]
-    height = chart.axis.get_ylim()[1]
+    height = chart.y[1]
     pieces: list[tuple[float, float, float, float]] = []
     colours, frames, sums = [], [], []
     for c, moment in enumerate(moments):
@@ -316,17 +314,15 @@ def _draw_running_sum(chart: Chart, moments: list[Moment]) -> None:
     chart.boxes(pieces, colours, edgecolors=SURFACE, linewidths=0.8)
     chart.boxes(frames, "none", edgecolors=PALETTE["faint"], linewidths=1, linestyles="--")
     chart.words(sums, va="bottom", offset=(0, 2))
-    at = chart.axis.get_xaxis_transform()
     steps = zip(centres, moments, strict=False)
     told = [(x, 0.0, f"× {number(m.scores_scale)}  + {number(m.parts[-1])}") for x, m in steps]
-    chart.words(told, size=8.5, va="top", offset=(0, -16), transform=at)
+    chart.words(told, size=8.5, va="top", offset=(0, -16))
     chart.bottom(centres, [f"chunk {c + 1}" for c in range(CHUNKS)])
     meaning = (
         "× scores_scale: the old sum changes its unit (blue)     + scores_sum: the chunk's own "
         "terms (orange)"
     )
-    chart.words([(0.5, 0.0, meaning)], va="top", offset=(0, -29),
-                transform=chart.axis.transAxes)  # fmt: skip
+    chart.words([(sum(chart.x) / 2, 0.0, meaning)], va="top", offset=(0, -29))
     most = next(x for x in (1, 2, 3, 4, 5, 6) if 3 * x >= 0.7 * height)
     ticks = [x for x in (0, most, 2 * most, 3 * most) if x < height]
     chart.left(ticks, name="running_sum", away=0.39)

@@ -195,7 +195,7 @@ def draw_text(
     bars.words(told, size=8, va="bottom", offset=(0, 2))
     bars.bottom(range(0, len(shares), max(1, len(shares) // 16)),
                  name=f"block id, {block_size} tokens a block")  # fmt: skip
-    percent = [0, 20, 40, 60, 80][: 1 + int(bars.axis.get_ylim()[1] // 20)]
+    percent = [0, 20, 40, 60, 80][: 1 + int(bars.y[1] // 20)]
     bars.left(percent, name="attention, %", away=0.39)
     lines = h.text.split(b"\n")
     page = sheet.chart(

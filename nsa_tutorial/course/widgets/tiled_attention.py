@@ -325,9 +325,10 @@ def draw_tile_sizes(tile_q: int = 128, tile_k: int = 128) -> Picture:
     moved.lines([((-0.3, y), (8.3, y)) for y, _ in levels], linestyles="--")
     moved.words([(-0.1, y, told) for y, told in levels], size=8, ha="left", va="bottom",
                 offset=(0, 2))  # fmt: skip
-    moved.axis.plot(*zip(*places, strict=True), "o-", color=PALETTE["key"], markersize=4)
-    moved.axis.plot([math.log2(tile_q)], [math.log2(f.gib)], "o", markersize=12, fillstyle="none",
-               markeredgewidth=2, color=PALETTE["query"])  # fmt: skip
+    moved.lines([places], "key", 1.5)
+    moved.dots(places, "key", 4)
+    chosen = [(math.log2(tile_q), math.log2(f.gib))]
+    moved.dots(chosen, "query", 12, fillstyle="none", markeredgewidth=2)
     moved.bottom([0, 2, 4, 6, 8], ["1", "4", "16", "64", "256"], "queries in a tile")
     moved.left([-4, 0, 4, 8], ["1/16", "1", "16", "256"], "moved, GiB", away=0.47)
     parts = costs.tile_bytes_on_chip(tile_q, tile_k, WIDTH)
@@ -356,14 +357,14 @@ def _draw_on_chip(chart: Chart, parts: dict[str, int]) -> None:
     told.append((total, len(sizes), f"{total:.3g}"))
     chart.words(told, size=8, ha="left", offset=(4, 0))
     # the dashed line keeps out of the numbers
-    near = 0.13 * chart.axis.get_xlim()[1]
+    near = 0.13 * chart.x[1]
     free = [row for x, row, _ in told if not limit - near < x < limit]
     dashes = [((limit, row - 0.5), (limit, row + 0.5)) for row in free]
     chart.lines(dashes, "query", 1.2, linestyles="--")
     chart.left(range(len(sizes) + 1), [*sizes, "all of it"])
     name = f"KiB on the chip (dashed: {limit:.0f}, all there is)"
     step = 50 if total < 400 else 100
-    chart.bottom(range(0, int(chart.axis.get_xlim()[1]), step), name=name)
+    chart.bottom(range(0, int(chart.x[1]), step), name=name)
 
 
 def explore() -> Panel:
