@@ -174,11 +174,11 @@ Complete `scaled_scores(q, k)`: the score of every query with every key, per bat
     minutes=2,
     difficulty=1,
     hints=(
-        "Look at the table of spreads in *Why the scores are divided by √D*. Which of its columns "
+        "Look at the table of spreads in “Why the scores are divided by √D”. Which of its columns "
         "stays at 1 for every width?",
         "Two steps: all dot products, then one factor on all of them. The factor depends on a "
         "single entry of `q.shape`. Which?",
-        "The table of letters in *Many sentences, many heads* has the einsum that brings "
+        "The table of letters in “Many sentences, many heads” has the einsum that brings "
         "[B, N, HQ, D] and [B, M, HQ, D] to [B, HQ, N, M]. Then undo the growth of the spread.",
     ),
     why="A dot product of D independent products has the spread √D, and divided by it every head "
@@ -358,8 +358,8 @@ _WEIGHTS_MISTAKES = (
     Misconception(
         "hiding a query's own position",
         slip(_weights, "own hidden"),
-        "A query may see itself. Without that, the very first row sees nothing, and its softmax "
-        "is 0 / 0 = nan. Is your comparison `<` or `<=`?",
+        "A query may see itself. Without that, the very first row sees nothing. Is your "
+        "comparison `<` or `<=`?",
     ),
     Misconception(
         "showing each query the key after its own",
@@ -387,7 +387,7 @@ _WEIGHTS_MISTAKES = (
     Misconception(
         "the masked scores where the weights are asked for",
         slip(_weights, "scores"),
-        "The hidden keys have the score -inf, as they should. What turns scores into weights?",
+        "Hidden keys have the score -inf here. What turns scores into weights?",
     ),
 )
 
@@ -410,7 +410,7 @@ position after its own.
     hints=(
         "Take two queries and five positions. At which positions do the two queries stand, and "
         "which keys may each of them see? Write the table down, 1 for seen, 0 for hidden.",
-        "A hidden key must not take part in anything that is summed, so it is the *score* that "
+        "A hidden key must not take part in anything that is summed, so it is its score that "
         "has to change, before the softmax. Which score has the exponential exactly 0?",
         "Three steps. Compare a column of query positions, which end with M - 1, with a row of "
         "key positions. Write −∞ over the scores where the comparison says hidden. Then the "
@@ -518,7 +518,7 @@ _LSE_MISTAKES = (
     Misconception(
         "a column where one number per row is asked for",
         slip(_lse, "column"),
-        "The numbers are right, but their shape is [N, 1]. Keeping the dimension helps while you "
+        "The shape is [N, 1], and [N] is asked for. Keeping the dimension helps while you "
         "subtract a row's maximum. Where does it have to go before you return?",
     ),
     Misconception(
@@ -724,8 +724,8 @@ _COST_MISTAKES = (
     Misconception(
         "the right two numbers without their names",
         slip(_cost, "tuple"),
-        "Only the form differs. The statement asks for a dictionary, so that nobody has to "
-        "remember which number comes first. What are its two keys?",
+        "The statement asks for a dictionary, so that nobody has to remember which number comes "
+        "first. What are its two keys?",
     ),
     Misconception(
         "counting a multiply-add as one operation",
@@ -853,12 +853,12 @@ _COST_MISTAKES = (
     Misconception(
         "counting elements, not bytes",
         slip(_cost, "elements"),
-        "The number of elements is right. How many bytes does each of them take?",
+        "These are numbers of elements. How many bytes does each of them take?",
     ),
     Misconception(
         "taking every number for two bytes",
         slip(_cost, "two bytes"),
-        "That is right for fp16 and bf16. Here an element has four. Which argument says so?",
+        "That fits fp16 and bf16. In this case an element has four. Which argument says so?",
     ),
 )
 

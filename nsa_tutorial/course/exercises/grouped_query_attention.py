@@ -198,14 +198,15 @@ _SCORES_MISTAKES = (
     Misconception(
         "sharing a key among every H-th query head, not among neighbours",
         slip(_grouped, "every H-th"),
-        "Query head hq reads KV head hq % H here. A split of an axis into (a, b) puts neighbours "
-        "into the *last* part, and `repeat` never does. Which of h and g must run fastest?",
+        "Query head hq reads KV head hq % H here. Splitting an axis into (a, b) keeps neighbours "
+        "together in the last part; `repeat` keeps none together. Which of h and g must run "
+        "fastest?",
     ),
     Misconception(
         "merging the two head axes in the wrong order",
         slip(_grouped, "swapped"),
-        "Every query met the right key, but the results came back under other heads' numbers. In "
-        "which order did you split the axis that you now merge?",
+        "The results came back under other heads' numbers. In which order did you split the axis "
+        "that you now merge?",
     ),
     Misconception(
         "merging axes with a reshape that does not move them",
@@ -379,7 +380,7 @@ _GRADIENT_MISTAKES = (
         "summing over the KV heads, not over the group",
         slip(_gradient, "KV heads"),
         "After the split into (H, G) there are two axes of heads, and the result keeps the one of "
-        "the *KV heads*. Which axis of the shape after the split has to go?",
+        "the KV heads. Which axis of the shape after the split has to go?",
     ),
     Misconception(
         "keeping one head's gradient for the whole group",
@@ -496,7 +497,7 @@ _CACHE_MISTAKES = (
     Misconception(
         "counting the heads of a group, G, where KV heads are meant",
         slip(_cache, "group"),
-        "G says how many query heads read one KV head: a larger group makes a *smaller* cache. "
+        "G says how many query heads read one KV head: a larger group makes a smaller cache. "
         "How many groups do HQ heads make?",
     ),
     Misconception(
