@@ -118,6 +118,12 @@ class Lab:
         kernel = self.kernel(notebook)
         return kernel.get("execution_state") == "idle" and kernel.get("connections", 0) >= 1
 
+    def shut(self, notebook: str) -> None:
+        """End a notebook's kernel, which holds half a GiB."""
+        address = f"{self.url}/api/kernels/{self.kernel(notebook)['id']}"
+        head = {"Authorization": "token t"}
+        urllib.request.urlopen(urllib.request.Request(address, method="DELETE", headers=head))
+
     def open(
         self,
         notebook: str,

@@ -9,14 +9,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import nbformat
 import pytest
-
-pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
-from lab import CHROMIUM, Lab
+from lab import CHROMIUM, Lab, playwright
 
 from nsa_tutorial.course import latency
 
@@ -25,12 +23,13 @@ exhaustive = pytest.mark.exhaustive
 
 PANELS = list(latency.panels())
 FEW = ["online_softmax.explore", "mask_explorer.mask_explorer", "triton_forward.explore"]
+Page, Locator = playwright.Page, playwright.Locator
 HEIGHT = 560  # of 599 that JupyterLab leaves for a notebook on a screen of 1280 x 720
 KEY_TO_PICTURE_MS = 100
 
 MEASURED = """panel => {
   const parts = [panel, ...panel.querySelectorAll('*')];
-  for (let o = panel.parentElement; !o.matches('.jp-Notebook'); o = o.parentElement) parts.push(o);
+  for (let o = panel.parentElement; !o.matches('.jp-Cell'); o = o.parentElement) parts.push(o);
   const scrolls = (part, way, size) =>
     part['scroll' + size] > part['client' + size] + 1
     && ['auto', 'scroll'].includes(getComputedStyle(part)['overflow' + way]);
@@ -82,25 +81,31 @@ online_softmax.draw_stream()"""
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    folder = tmp_path_factory.mktemp("panels")
-    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    for file, names in (("all", PANELS), ("few", FEW)):
-        notebook = nbformat.v4.new_notebook(metadata={"kernelspec": kernel})
-        for name in names:
-            module, maker = name.split(".")
-            source = f"from nsa_tutorial.course.widgets import {module}\n{module}.{maker}()"
-            notebook.cells.append(nbformat.v4.new_code_cell(source))
-        drawn = (
-            "from nsa_tutorial.course.widgets import online_softmax\nonline_softmax.draw_stream()"
-        )
-        notebook.cells.append(nbformat.v4.new_code_cell(drawn))
-        nbformat.write(notebook, folder / f"{file}.ipynb")
-    server = Lab(folder)
+    server = Lab(tmp_path_factory.mktemp("panels"))
     yield server
     server.close()
 
 
-def shown(page, number: int):
+@contextmanager
+def page_with(lab: Lab, names: list[str], **options: object) -> Iterator[Page]:
+    """A page with these panels and a static picture, all run, in a notebook and kernel of its
+    own."""
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    notebook = nbformat.v4.new_notebook(metadata={"kernelspec": kernel})
+    for name in names:
+        module, maker = name.split(".")
+        source = f"from nsa_tutorial.course.widgets import {module}\n{module}.{maker}()"
+        notebook.cells.append(nbformat.v4.new_code_cell(source))
+    notebook.cells.append(nbformat.v4.new_code_cell(STATIC))
+    file = f"panels-{len(list(lab.folder.glob('*.ipynb')))}.ipynb"
+    nbformat.write(notebook, lab.folder / file)
+    page = lab.run_all(file, **options)
+    yield page
+    page.close()
+    lab.shut(file)
+
+
+def shown(page: Page, number: int):
     """The panel of a cell, in view."""
     cell = page.locator(".jp-CodeCell").nth(number)
     cell.scroll_into_view_if_needed()
@@ -113,9 +118,9 @@ def shown(page, number: int):
 
 
 SCREENS = [
-    pytest.param("few", "lab", "dark", (1280, 720), id="few-lab-dark-1280"),
+    pytest.param(FEW, "lab", "dark", (1280, 720), id="few-lab-dark-1280"),
     *(
-        pytest.param("all", app, theme, size, id=f"all-{app}-{theme}-{size[0]}", marks=exhaustive)
+        pytest.param(PANELS, app, theme, size, id=f"all-{app}-{theme}-{size[0]}", marks=exhaustive)
         for app in ("lab", "notebook")
         for theme in ("light", "dark")
         for size in ((1280, 720), (1440, 900))
@@ -123,77 +128,87 @@ SCREENS = [
 ]
 
 
-@pytest.mark.parametrize(("file", "app", "theme", "size"), SCREENS)
+@pytest.mark.parametrize(("names", "app", "theme", "size"), SCREENS)
 def test_panels_fit_and_are_named(
-    lab: Lab, tmp_path: Path, file: str, app: str, theme: str, size: tuple[int, int]
+    lab: Lab, tmp_path: Path, names: list[str], app: str, theme: str, size: tuple[int, int]
 ) -> None:
-    page = lab.run_all(f"{file}.ipynb", app=app, theme=theme, size=size)
-    wrong = {}
-    for number, name in enumerate(PANELS if file == "all" else FEW):
-        panel = shown(page, number)
-        found = panel.evaluate(MEASURED)
-        panel.screenshot(path=tmp_path / f"{name}.png")
-        bad = {key: found[key] for key in ("scrolling", "outside", "unnamed", "cut") if found[key]}
-        if found["height"] > HEIGHT:
-            bad["height"] = found["height"]
-        if found["smallest"] < 8.5:
-            bad["smallest letters, px"] = found["smallest"]
-        if found["drawn"] < 400 or len(found["finding"] or "") < 20 or found["live"] != "polite":
-            bad["picture or sentence"] = found
-        if bad:
-            wrong[name] = bad
-    assert not wrong
-    image = page.locator(".jp-RenderedHTMLCommon img, .jp-RenderedImage img").last
-    image.scroll_into_view_if_needed()
-    facts = image.evaluate("i => [i.alt, i.naturalWidth / i.getBoundingClientRect().width]")
-    assert len(facts[0]) > 20, "the finding, for those who do not see it"
-    assert facts[1] >= 1.9, "pixels of the picture for each of the page's"
-    page.close()
+    with page_with(lab, names, app=app, theme=theme, size=size) as page:
+        wrong = {}
+        for number, name in enumerate(names):
+            panel = shown(page, number)
+            found = panel.evaluate(MEASURED)
+            panel.screenshot(path=tmp_path / f"{name}.png")
+            if bad := faults(found):
+                wrong[name] = bad
+        assert not wrong
+        image = page.locator(".jp-RenderedHTMLCommon img, .jp-RenderedImage img").last
+        image.scroll_into_view_if_needed()
+        facts = image.evaluate("i => [i.alt, i.naturalWidth / i.getBoundingClientRect().width]")
+        assert len(facts[0]) > 20, "the finding, for those who do not see it"
+        assert facts[1] >= 1.9, "pixels of the picture for each of the page's"
+
+
+def faults(found: dict) -> dict:
+    """What is wrong with a measured panel."""
+    bad = {key: found[key] for key in ("scrolling", "outside", "unnamed", "cut") if found[key]}
+    if found["height"] > HEIGHT:
+        bad["height"] = found["height"]
+    if found["smallest"] < 8.5:
+        bad["smallest letters, px"] = found["smallest"]
+    if found["drawn"] < 400 or len(found["finding"] or "") < 20 or found["live"] != "polite":
+        bad["picture or sentence"] = found
+    return bad
 
 
 def test_reset_brings_the_start_back(lab: Lab) -> None:
-    page = lab.run_all("few.ipynb")
-    panel = shown(page, 0)
-    said, drawn = panel.locator(".nsa-sentence p"), panel.locator("svg")
-    start = said.text_content(), drawn.get_attribute("aria-label")
-    panel.locator(".noUi-handle").first.focus()
-    page.keyboard.press("ArrowRight")
-    lab.wait(lambda: said.text_content() != start[0], "the panel to answer")
-    panel.get_by_role("button", name="Reset").click()
-    lab.wait(
-        lambda: (said.text_content(), drawn.get_attribute("aria-label")) == start,
-        "the panel to be as at the start",
-    )
-    page.close()
+    with page_with(lab, FEW[:1]) as page:
+        panel = shown(page, 0)
+        said, drawn = panel.locator(".nsa-sentence p"), panel.locator("svg")
+        start = said.text_content(), drawn.get_attribute("aria-label")
+        panel.locator(".noUi-handle").first.focus()
+        page.keyboard.press("ArrowRight")
+        lab.wait(lambda: said.text_content() != start[0], "the panel to answer")
+        panel.get_by_role("button", name="Reset").click()
+        lab.wait(
+            lambda: (said.text_content(), drawn.get_attribute("aria-label")) == start,
+            "the panel to be as at the start",
+        )
 
 
 @exhaustive
 def test_a_key_moves_the_picture_in_time(lab: Lab, capsys: pytest.CaptureFixture) -> None:
     """Twice the budget is allowed here, since other tests run on the same machine; alone, each
     median lies under it."""
-    page = lab.run_all("all.ipynb")
     late = {}
-    for number, name in enumerate(PANELS):
-        panel = shown(page, number)
-        for handle in panel.locator(".noUi-handle").all():
-            if handle.get_attribute("aria-disabled") == "true":
-                continue
-            lowest = handle.get_attribute("aria-valuenow") == handle.get_attribute("aria-valuemin")
-            times = []
-            for _ in range(5):
-                handle.focus()
-                time.sleep(0.2)
-                panel.evaluate(ANSWERED)
-                page.keyboard.press("ArrowRight" if lowest else "ArrowLeft")
-                times.append(page.evaluate("window.answer"))
-            heard = [t for t in times if t is not None]
-            if not heard:
-                continue
-            median = statistics.median(heard)
-            with capsys.disabled():
+    with page_with(lab, PANELS) as page:
+        for number, name in enumerate(PANELS):
+            panel = shown(page, number)
+            for handle in panel.locator(".noUi-handle").all():
                 label = handle.get_attribute("aria-label")
-                print(f"\n{name:42}{label:36}{median:6.0f} ms, at most {max(heard):.0f}", end="")
-            if median > 2 * KEY_TO_PICTURE_MS:
-                late[name, handle.get_attribute("aria-label")] = heard
-    page.close()
+                times = answers(page, panel, handle)
+                if not times:
+                    continue
+                median = statistics.median(times)
+                with capsys.disabled():
+                    print(
+                        f"\n{name:42}{label:36}{median:6.0f} ms, at most {max(times):.0f}", end=""
+                    )
+                if median > 2 * KEY_TO_PICTURE_MS:
+                    late[name, label] = times
     assert not late
+
+
+def answers(page: Page, panel: Locator, handle: Locator) -> list[float]:
+    """Milliseconds from a key on a slider to the drawn picture, five times; none where the slider
+    is greyed out or has nowhere to go."""
+    low, now, high = (handle.get_attribute(f"aria-value{end}") for end in ("min", "now", "max"))
+    if low == high or handle.locator("xpath=ancestor::*[@disabled]").count():
+        return []
+    times = []
+    for _ in range(5):
+        handle.focus()
+        time.sleep(0.2)
+        panel.evaluate(ANSWERED)
+        page.keyboard.press("ArrowRight" if now == low else "ArrowLeft")
+        times.append(page.evaluate("window.answer"))
+    return [t for t in times if t is not None]
