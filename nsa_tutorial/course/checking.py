@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
-from dataclasses import replace
 
 from nsa_tutorial.course import reader
 from nsa_tutorial.course.exercises import Exercise, chapter_exercises
@@ -47,16 +47,22 @@ def exercise(chapter: str, name: str) -> Statement:
     return Statement(chapter, _find(chapter, name))
 
 
-def check(chapter: str, **solutions: Callable) -> Report:
+def check(chapter: str, *functions: Callable, **solutions: Callable) -> Report:
     """Judge the reader's functions: `check("online_softmax", merge_partials=my_merge)`.
 
     Args:
         chapter: the chapter's module name.
+        functions: functions that are called like their exercises.
         solutions: the reader's function for each exercise, by the exercise's name.
 
     Raises:
-        ValueError: for a chapter or an exercise that does not exist, naming those that do.
+        ValueError: for a chapter or an exercise that does not exist, naming those that do; without
+            a function to judge.
     """
+    solutions = {getattr(f, "__name__", repr(f)): f for f in functions} | solutions
+    if not solutions:
+        known = next(iter(chapter_exercises(chapter)))
+        raise ValueError(f"nothing to check; name a function: check({chapter!r}, {known}={known})")
     known = {name: _find(chapter, name) for name in solutions}
     verdicts = [judge(known[name], attempt) for name, attempt in solutions.items()]
     reader.note_latest(chapter)
@@ -82,6 +88,19 @@ def hint(chapter: str, name: str) -> Message:
 
 
 def solution(chapter: str, name: str) -> Listing:
-    """The source of an exercise's solution, and why it is as it is."""
+    """The source of an exercise's solution, ready to be pasted into the chapter, and why it is as
+    it is."""
     found = _find(chapter, name)
-    return replace(show(found.solution), title=f"solution of {name}", note=found.why)
+    return Listing(f"solution of {name}", _as_in_the_chapter(found.solution), note=found.why)
+
+
+def _as_in_the_chapter(function: Callable) -> str:
+    """The source of a function under a header like its stub's. Type hints are left out: a cell
+    evaluates them, and a chapter does not import their names."""
+    code = show(function).code
+    definition = ast.parse(code).body[0]
+    parameters = definition.args
+    for parameter in (*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs):
+        parameter.annotation = None
+    body = code.splitlines(keepends=True)[definition.body[0].lineno - 1 :]
+    return f"def {definition.name}({ast.unparse(parameters)}):\n{''.join(body)}"

@@ -689,7 +689,7 @@ window's real tokens. Some scores are in the hundreds: the result has to stay fi
 def phi(window: Tensor, position: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     """The learnt summary [D] of one window [length, D]."""
     x = (window + position).flatten()  # [length * D], token after token
-    hidden = F.gelu(x @ w1 + b1)  # [F]
+    hidden = torch.nn.functional.gelu(x @ w1 + b1)  # [F]
     return hidden @ w2 + b2
 
 

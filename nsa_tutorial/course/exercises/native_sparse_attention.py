@@ -12,7 +12,7 @@ from torch import Tensor
 from nsa_tutorial import ops
 from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.mistakes import slip, together
-from nsa_tutorial.exact.grouped_query_attention import attention, expand_kv_heads
+from nsa_tutorial.exact import grouped_query_attention as gqa
 
 Slips = frozenset[str]
 
@@ -453,11 +453,11 @@ def _nsa_no_mask(
     key = torch.arange(M)
     end = (torch.arange(M - N, M) // block_size + 1) * block_size
     scores = (
-        torch.einsum("bnhd,bmhd->bhnm", q, expand_kv_heads(k, q.shape[2] // k.shape[2]))
+        torch.einsum("bnhd,bmhd->bhnm", q, gqa.expand_kv_heads(k, q.shape[2] // k.shape[2]))
         * q.shape[3] ** -0.5
     )
     weights = torch.softmax(scores.masked_fill(key >= end[:, None], -torch.inf), -1)
-    o = torch.einsum("bhnm,bmhd->bnhd", weights, expand_kv_heads(v, q.shape[2] // k.shape[2]))
+    o = torch.einsum("bhnm,bmhd->bnhd", weights, gqa.expand_kv_heads(v, q.shape[2] // k.shape[2]))
     return gates[1][..., None] * o
 
 
@@ -494,7 +494,7 @@ def _nsa_one_query_a_group(
 ) -> Tensor:
     """All heads of a group use the query of its first head."""
     G = q.shape[2] // k.shape[2]
-    return _nsa(expand_kv_heads(q[:, :, ::G], G), k, v, gates, block_indices, block_size)
+    return _nsa(gqa.expand_kv_heads(q[:, :, ::G], G), k, v, gates, block_indices, block_size)
 
 
 def _nsa_no_tail(
@@ -534,7 +534,7 @@ def selects_like_dense(nsa: Callable) -> bool:
     gates = tuple(torch.full((B, N, H * G), g) for g in (0.0, 1.0, 0.0))
     every_block = torch.arange(-(-N // block_size)).expand(B, N, H, -1)
     o = nsa(q, k, v, gates, every_block, block_size)
-    return o.shape == q.shape and torch.allclose(o, attention(q, k, v), atol=1e-4)
+    return o.shape == q.shape and torch.allclose(o, gqa.attention(q, k, v), atol=1e-4)
 
 
 _PROPERTY_SIZES = {  # how a slip changes N, H, G, block_size
@@ -557,7 +557,7 @@ def _property(slips: Slips, nsa: Callable) -> bool:
     others = float("all gates" in slips)
     gates = tuple(torch.full((1, N, HQ), g) for g in (others, 1.0, others))
     o = nsa(q, k, v, gates, torch.arange(-(-N // block_size)).expand(1, N, H, -1), block_size)
-    expected = attention(q, k, v)
+    expected = gqa.attention(q, k, v)
     if "shape" in slips:
         return o.shape == expected.shape
     if "last" in slips:
@@ -990,7 +990,7 @@ def _heads_alone_in_full_blocks(nsa: Callable) -> bool:
     q, k, v = (torch.randn(1, 24, 4, 16, generator=generator) for _ in range(3))
     gates = tuple(torch.full((1, 24, 4), g) for g in (0.0, 1.0, 0.0))
     ids = torch.arange(3).expand(1, 24, 4, 3)
-    return torch.allclose(nsa(q, k, v, gates, ids, 8), attention(q, k, v), atol=1e-4)
+    return torch.allclose(nsa(q, k, v, gates, ids, 8), gqa.attention(q, k, v), atol=1e-4)
 
 
 def _last_query_of_one_kv_head(nsa: Callable) -> bool:
@@ -999,7 +999,7 @@ def _last_query_of_one_kv_head(nsa: Callable) -> bool:
     k, v = (torch.randn(1, 19, 1, 16, generator=generator) for _ in range(2))
     gates = tuple(torch.full((1, 19, 4), g) for g in (0.0, 1.0, 0.0))
     o = nsa(q, k, v, gates, torch.arange(3).expand(1, 19, 1, 3), 8)
-    return torch.allclose(o[:, -1], attention(q, k, v)[:, -1], atol=1e-4)
+    return torch.allclose(o[:, -1], gqa.attention(q, k, v)[:, -1], atol=1e-4)
 
 
 def _from_memory(*arguments: object) -> Tensor:

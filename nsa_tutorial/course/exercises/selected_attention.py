@@ -562,7 +562,9 @@ def attend_to_lists(
                     continue  # nothing is loaded
                 tokens = slice(block_start, min(block_start + block_size, num_visible))
                 acc_s = q[n, group] @ k[tokens, h].T  # [G, BS], fewer keys in the last block
-                state = online_softmax.update(state, acc_s, v[tokens, h], scale * LOG2_E)
+                state = online_softmax.update(
+                    state, acc_s, v[tokens, h], scale * online_softmax.LOG2_E
+                )
             o[n, group], lse[n, group] = online_softmax.finish(state, scale)
     return o, lse
 

@@ -635,7 +635,7 @@ def attend_in_tiles(
             keys = slice(key_start, key_start + tile_k)
             acc_s = q_tile @ k[keys].T  # [BQ, BK]
             acc_s = acc_s.masked_fill(torch.arange(M)[keys] > position[:, None], -torch.inf)
-            state = online_softmax.update(state, acc_s, v[keys], scale * LOG2_E)
+            state = online_softmax.update(state, acc_s, v[keys], scale * online_softmax.LOG2_E)
         outputs.append(online_softmax.finish(state, scale))
     o, lse = zip(*outputs, strict=True)
     return torch.cat(o), torch.cat(lse)

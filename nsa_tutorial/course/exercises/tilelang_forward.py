@@ -710,7 +710,8 @@ def programs_per_sm(
     GT, BT, DT, DVT = (-(-n // 16) * 16 for n in (G, BS, D, DV))
     copies = max(num_stages, 1)  # of the tiles that the pipeline fills
     size = (GT * DT + copies * BT * (DT + DVT)) * itemsize
-    return size, min(_MOST, _SHARED // (size + _RESERVED))
+    # an SM has 228 KiB, keeps 1 KiB of it for each program, and holds 32 programs at the most
+    return size, min(32, 228 * 1024 // (size + 1024))
 
 
 def _fits(
