@@ -110,6 +110,27 @@ MEANINGS = (
     (r"positional arguments? but|missing \d+ required|unexpected keyword", "Count the arguments."),
     (r"object is not callable", "Round brackets call a function. To pick an element, use `[ ]`."),
     (
+        r"arg is an empty sequence|iterable argument is empty|Expected reduction dim",
+        "The largest of nothing was asked for. Which input leaves nothing over here, and what "
+        "should come out then?",
+    ),
+    (
+        r"must be of type tl\.constexpr",
+        "The size of a tile is fixed when the kernel is compiled: declare that parameter as "
+        "`tl.constexpr`.",
+    ),
+    (r"is not in list", "Look it up only where it is there: `if x in values`."),
+    (
+        r"argument 'input' .*must be Tensor, not (int|float)",
+        "For a plain number, use `math`, or `x ** 0.5` for a square root.",
+    ),
+    (r"unsupported operand type\(s\) for \^", "Python writes a power as `x ** 2`."),
+    (
+        r"number of subscripts in the equation",
+        "Write down the shape of each input of `einsum`, and give each axis one letter.",
+    ),
+    (r"-dimensional.*index\(es\) were provided", "A tile needs one index for each of its axes."),
+    (
         r"^IndexError",
         "The first index is 0, so the last one is the length minus 1. What is the largest index "
         "that you ask for?",

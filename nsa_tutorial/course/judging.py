@@ -7,7 +7,7 @@ Judged is what a solution computes on the cases, never how it is written.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nsa_tutorial.course.attempts import Raised, answer, call, is_empty
@@ -108,13 +108,18 @@ def judge(exercise: Exercise, attempt: Callable) -> Verdict:
         f"{where}: {case.name}.",
         *differences(*answers, is_recognised=bool(found.mistakes)),
         *_inputs(exercise, case),
-        *([f"There is something else, too: {cases[found.other].name}."] if found.other is not None
-          else []),
-    ]  # fmt: skip
+        *_something_else(cases, found.other),
+    ]
     outcome = "misconception" if found.mistakes else "wrong"
     names = tuple(mistake.name for mistake in found.mistakes)
     picture = _picture(exercise, case, *answers)
     return Verdict(exercise.name, outcome, "Not yet.", tuple(parts), names, picture)
+
+
+def _something_else(cases: Sequence[Case], other: int | None) -> tuple[str, ...]:
+    if other is None:
+        return ()
+    return (f"There is something else, too; this case shows it: {cases[other].name}.",)
 
 
 def _looks_like(mistakes: tuple[Misconception, ...]) -> str:

@@ -37,7 +37,9 @@ def predict(name: str, guess: object) -> Message:
     guess = _simple(guess)
     if guess is not None:
         reader.note_guess(name, guess)
-        return Message("open", "○", name, f"noted, {_written(guess, asked)}.", ("You will see.",))
+        is_odd = asked.asks_for_a_number and _number(guess, asked.unit) is None
+        wish = "A number is asked for, such as 8, 0.5 or 1/64." if is_odd else "You will see."
+        return Message("open", "○", name, f"noted, {_written(guess, asked)}.", (wish,))
     before = reader.guess_of(name)
     if before is not None:
         return Message("open", "○", name, f"your guess so far is {_written(before, asked)}.")
@@ -94,6 +96,8 @@ def _number(value: object, unit: str) -> Fraction | float | None:
         try:
             if re.fullmatch(r"[+-]?\d{1,20}/\d{1,20}", text):
                 return Fraction(text)
+            if re.fullmatch(r"[\d.]+ ?[kM]", text):
+                return Fraction(text[:-1].strip()) * {"k": 1000, "M": 10**6}[text[-1]]
             is_percent = text.endswith("%")
             value = float(text.removesuffix("%")) / (100 if is_percent else 1)
         except (ValueError, ZeroDivisionError):

@@ -120,10 +120,19 @@ def differences(got: object, expected: object, is_recognised: bool = False) -> t
         return (_both(got, expected),)
     gap = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs().nan_to_num(math.inf))
     worst = tuple(int(i) for i in np.unravel_index(int(gap.argmax()), x.shape))
+    if _is_mask(got) and _is_mask(expected):
+        places = f"They differ at {int((x != y).sum())} of {x.numel()} places, first at"
+        first = [int(i) for i in (x != y).nonzero()[0]]
+        answers = f"got      {bool(x[tuple(first)])}\nexpected {bool(y[tuple(first)])}"
+        return f"{places} index {first}.", Code(answers)
     return (
         f"The largest difference is at index {list(worst)}.",
         Code(f"got      {x[worst]:.5g}\nexpected {y[worst]:.5g}"),
     )
+
+
+def _is_mask(value: object) -> bool:
+    return str(getattr(value, "dtype", "")) in ("torch.bool", "bool")
 
 
 def _of_lists(got: tuple | list, expected: tuple | list) -> tuple[Part, ...]:

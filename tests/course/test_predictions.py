@@ -196,3 +196,9 @@ def test_a_chapter_with_predictions_alone_has_no_exercises() -> None:
         if name not in exercises.chapters():
             with pytest.raises(ValueError, match=f"chapter '{name}' has no exercises; "):
                 exercises.chapter_exercises(name)
+
+
+def test_what_is_no_number_is_said_at_once() -> None:
+    assert "A number is asked for" in repr(predict("cache", "many"))
+    assert "You will see." in repr(predict("cache", "8 GiB"))
+    assert "exactly right" in told("8k", 8000)

@@ -93,7 +93,9 @@ def test_an_unknown_slip_does_not_hide_a_known_one() -> None:
     )
     assert verdict.misconceptions == ("negative",)
     assert "Smallest failing case: a negative number." in verdict.text
-    assert verdict.text.endswith("There is something else, too: four numbers, one negative.")
+    assert verdict.text.endswith(
+        "There is something else, too; this case shows it: four numbers, one negative."
+    )
 
 
 def more_negatives() -> tuple[Case, ...]:
@@ -168,7 +170,7 @@ def test_a_mistake_beside_an_unknown_smallest_case_is_named_with_its_own() -> No
     verdict = judge(SUM, attempt)
     assert verdict.misconceptions == ("negative",)
     assert "Smallest such case: a negative number.\ngot      1\n" in verdict.text
-    assert verdict.text.endswith("There is something else, too: two numbers.")
+    assert verdict.text.endswith("There is something else, too; this case shows it: two numbers.")
 
 
 def test_mistakes_are_computed_no_further_than_needed() -> None:
@@ -598,3 +600,36 @@ def test_errors_that_say_different_things_are_different() -> None:
     known = replace(SUM, misconceptions=(long,))
     assert judge(known, refusing("window: 7 tokens, expected 4")).misconception == long.name
     assert judge(known, refusing("q: expected 4 axes, got 3")).misconception is None
+
+
+@pytest.mark.parametrize(
+    ("attempt", "words"),
+    [
+        (lambda: max([]), "The largest of nothing"),
+        (lambda: torch.ones(2, 0).amax(1), "The largest of nothing"),
+        (lambda: [0].index(1), "only where it is there"),
+        (lambda: torch.sqrt(2), "For a plain number"),
+        (lambda: 0.5 ^ 2, "x ** 2"),
+        (lambda: torch.einsum("ij,j->i", torch.ones(2), torch.ones(2)), "one letter"),
+    ],
+    ids=["empty", "empty axis", "not there", "no tensor", "power", "einsum"],
+)
+def test_more_errors_are_explained(attempt: Callable, words: str) -> None:
+    assert words in judge(SUM, lambda x: attempt()).text
+
+
+def test_a_function_may_be_named_by_itself() -> None:
+    def causal_weights(scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+    assert check("dense_attention", causal_weights).verdicts[0].exercise == "causal_weights"
+    with pytest.raises(ValueError, match="nothing to check; name a function: check"):
+        check("dense_attention")
+
+
+def test_masks_differ_in_yes_and_no() -> None:
+    mask = torch.zeros(6, 6, dtype=torch.bool)
+    other = mask.clone()
+    other[1, 4] = other[5, 5] = True
+    told = "They differ at 2 of 36 places, first at index [1, 4].\ngot      False\nexpected True"
+    assert difference(mask, other) == told

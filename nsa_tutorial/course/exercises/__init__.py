@@ -13,6 +13,7 @@ smallest failing case, hints one by one, the tests) is made from these.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import pkgutil
@@ -129,6 +130,12 @@ class Prediction:
     unit: str = ""
     tolerance: float = 0.0
 
+    @property
+    def asks_for_a_number(self) -> bool:
+        """Whether the answer is a number: it has a unit, or wrong guesses that are numbers."""
+        wrong = [guess for guess, _ in self.thoughts if not callable(guess)]
+        return bool(self.unit) or any(type(guess) in (int, float) for guess in wrong)
+
 
 @dataclass(frozen=True)
 class Trap:
@@ -201,7 +208,7 @@ def prediction(name: str) -> Prediction:
     """The prediction of that name, from whichever chapter has it.
 
     Raises:
-        ValueError: if there is none, naming those that there are.
+        ValueError: if there is none, naming those whose names are like it, or all.
     """
     known = {}
     # The chapter whose text has the name comes first: others need not be imported, and some take
@@ -211,4 +218,5 @@ def prediction(name: str) -> Prediction:
         known |= {p.name: p for p in getattr(chapter_module(chapter), "PREDICTIONS", ())}
         if name in known:
             return known[name]
-    raise ValueError(f"no prediction {name!r}; there are: {', '.join(sorted(known)) or 'none yet'}")
+    like = difflib.get_close_matches(name, known) or sorted(known) or ["none yet"]
+    raise ValueError(f"no prediction {name!r}; there are: {', '.join(like)}")
