@@ -31,8 +31,7 @@ class State(NamedTuple):
     Attributes:
         scores_max: `[G]`, the largest score so far, unscaled; `-inf` before the first visible key.
         running_sum: `[G]`, the denominator so far, the sum of
-            `exp2((score - scores_max) * scale_log2)`. Kernels store only its logarithm, hence their
-            name for it.
+            `exp2((score - scores_max) * scale_log2)`.
         acc_o: `[G, DV]`, the same sum with each term multiplied by its value: the numerator of the
             output.
     """

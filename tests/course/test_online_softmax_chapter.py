@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from nsa_tutorial.course import predict, reader, reveal
 from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.exercises import online_softmax as solutions
 from nsa_tutorial.course.judging import judge
@@ -120,7 +122,159 @@ def shares_cleared(o, lse):
     return (torch.softmax(lse, 0).nan_to_num()[..., None] * o).sum(0), torch.logsumexp(lse, 0)
 
 
+def down_the_columns(acc_s, scale):
+    scores_max = acc_s.amax(0)
+    p = torch.exp2((acc_s - scores_max) * scale * math.log2(math.e))
+    return p / p.sum(0), scores_max * scale + torch.log(p.sum(0))
+
+
+def upright(acc_s, scale):
+    scores_max = acc_s.amax(0)
+    p = torch.exp2((acc_s - scores_max[:, None]) * scale * math.log2(math.e))
+    return p / p.sum(0)[:, None], scores_max * scale + torch.log(p.sum(0))
+
+
+def scaled_again(acc_s, scale):
+    acc_s = acc_s * scale
+    return torch.softmax(acc_s, 1), acc_s.amax(1) * scale + torch.log(
+        torch.exp(acc_s - acc_s.amax(1, keepdim=True)).sum(1)
+    )
+
+
+def softmax_at_least_0(acc_s, scale):
+    acc_s = acc_s * scale
+    scores_max = acc_s.amax(1).relu()
+    p = torch.exp(acc_s - scores_max[:, None])
+    return p / p.sum(1, keepdim=True), scores_max + torch.log(p.sum(1))
+
+
+def never_below_0(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+    scores_max = torch.maximum(scores_max_prev, torch.relu(acc_s.amax(1)))
+    factor = torch.exp2((scores_max_prev - scores_max) * scale_log2)
+    p = torch.exp2((acc_s - scores_max[:, None]) * scale_log2)
+    return scores_max, running_sum * factor + p.sum(1), acc_o * factor[:, None] + p @ v
+
+
+def own_powers(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+    scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
+    factor = torch.exp2((scores_max_prev - scores_max) * scale_log2)
+    p = torch.exp2((acc_s - acc_s.amax(1)[:, None]) * scale_log2)
+    return scores_max, running_sum * factor + p.sum(1), acc_o * factor[:, None] + p @ v
+
+
+def scores_times_v(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+    state = solutions.online_step(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2)
+    factor = torch.exp2((scores_max_prev - state[0]) * scale_log2)
+    return *state[:2], acc_o * factor[:, None] + acc_s @ v
+
+
+def one_sum(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+    state = solutions.online_step(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2)
+    factor = torch.exp2((scores_max_prev - state[0]) * scale_log2)
+    p = torch.exp2((acc_s - state[0][:, None]) * scale_log2)
+    return state[0], running_sum * factor + p.sum(), state[2]
+
+
+def sum_first(*arguments):
+    scores_max, running_sum, acc_o = solutions.online_step(*arguments)
+    return running_sum, scores_max, acc_o
+
+
+def sum_last(*arguments):
+    scores_max, running_sum, acc_o = solutions.online_step(*arguments)
+    return scores_max, acc_o, running_sum
+
+
+def p_first(*arguments):
+    scores_max, factor, p = solutions.guarded_step(*arguments)
+    return scores_max, p, factor
+
+
+def guarded_from(scores_max, shift, scores_max_prev, acc_s, scale_log2):
+    factor = torch.exp2((scores_max_prev - shift) * scale_log2)
+    return scores_max, factor, torch.exp2((acc_s - shift[:, None]) * scale_log2)
+
+
+def from_0(scores_max_prev, acc_s, scale_log2):
+    scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
+    return scores_max, torch.exp2(scores_max_prev * scale_log2), torch.exp2(acc_s * scale_log2)
+
+
+def zeros_if_any(scores_max_prev, acc_s, scale_log2):
+    m = torch.maximum(scores_max_prev, acc_s.amax(1))
+    shift = torch.zeros_like(m) if m.isinf().any() else m
+    return guarded_from(m, shift, scores_max_prev, acc_s, scale_log2)
+
+
+def clamped(scores_max_prev, acc_s, scale_log2):
+    m = torch.maximum(scores_max_prev, acc_s.amax(1)).clamp(min=0)
+    return guarded_from(m, m, scores_max_prev, acc_s, scale_log2)
+
+
+def clamped_shift(scores_max_prev, acc_s, scale_log2):
+    m = torch.maximum(scores_max_prev, acc_s.amax(1))
+    return guarded_from(m, m.clamp(min=0), scores_max_prev, acc_s, scale_log2)
+
+
+def old_maximum_replaced(scores_max_prev, acc_s, scale_log2):
+    prev = scores_max_prev.nan_to_num(neginf=0.0)
+    m = torch.maximum(prev, acc_s.amax(1))
+    return guarded_from(m, m, prev, acc_s, scale_log2)
+
+
+def both_replaced(scores_max_prev, acc_s, scale_log2):
+    m = torch.maximum(scores_max_prev, acc_s.amax(1))
+    prev, shift = (x.nan_to_num(neginf=0.0) for x in (scores_max_prev, m))
+    return guarded_from(m, shift, prev, acc_s, scale_log2)
+
+
+def joined_first(o1, lse1, o2, lse2):
+    lse = torch.logaddexp(lse1, lse2)
+    return torch.exp(lse1 - lse)[:, None] * o1 + torch.exp(lse2 - lse)[:, None] * o2, lse
+
+
+def joined_first_and_guarded(o1, lse1, o2, lse2):
+    lse = torch.logaddexp(lse1, lse2)
+    shift = lse.masked_fill(lse.isinf(), 0)
+    return torch.exp(lse1 - shift)[:, None] * o1 + torch.exp(lse2 - shift)[:, None] * o2, lse
+
+
+def smallest_sum(floor):
+    def merge(o1, lse1, o2, lse2):
+        shift = torch.maximum(lse1, lse2).nan_to_num(neginf=0.0)
+        w1, w2 = torch.exp(lse1 - shift), torch.exp(lse2 - shift)
+        total = (w1 + w2).clamp(min=floor)
+        return (o1 * w1[:, None] + o2 * w2[:, None]) / total[:, None], shift + torch.log(total)
+
+    return merge
+
+
+def many_from(shift, o, lse, floor=0.0):
+    w = torch.exp(lse - shift)
+    total = w.sum(0)
+    o = torch.where(lse.isinf()[..., None], 0.0, o)
+    o = (w[..., None] * o).sum(0) / torch.where(total == 0, 1.0, total)[:, None]
+    return o, shift + torch.log(total.clamp(min=floor))
+
+
+def largest_of_all(o, lse):
+    return many_from(lse.max(), o, lse)
+
+
+def largest_of_all_guarded(o, lse):
+    return many_from(lse.max().nan_to_num(neginf=0.0), o, lse)
+
+
+def smallest_total(o, lse):
+    return many_from(lse.amax(0).nan_to_num(neginf=0.0), o, lse, floor=1e-12)
+
+
+def along_the_rows(o, lse):
+    return (torch.softmax(lse, 1)[..., None] * o).sum(0), torch.logsumexp(lse, 0)
+
+
 PRECAUTIONS = "the formula as it stands, without its two precautions"
+LEAKS = "a stand-in in the divisor that leaks into lse"
 
 
 @pytest.mark.parametrize(
@@ -145,6 +299,51 @@ PRECAUTIONS = "the formula as it stands, without its two precautions"
         ("merge_partials", guarded_but_overflowing, {"taking exp of an lse as it comes"}),
         ("merge_many", nan_for_nan, {"a NaN set to 0 after the sum"}),
         ("merge_many", shares_cleared, {"a weight of 0 that meets a NaN"}),
+        ("softmax_base_two", down_the_columns, {"a softmax down the columns"}),
+        ("softmax_base_two", upright, {"a softmax down the columns"}),
+        ("softmax_base_two", scaled_again, {"an lse that scales its maximum twice"}),
+        ("softmax_base_two", softmax_at_least_0, {"a maximum that is never below 0"}),
+        ("online_step", never_below_0, {"a maximum that is never below 0"}),
+        ("online_step", own_powers, {"new powers measured from the chunk's own maximum"}),
+        ("online_step", scores_times_v, {"scores as weights of the values"}),
+        ("online_step", one_sum, {"one sum for all rows"}),
+        ("online_step", sum_first, {"a state in another order"}),
+        ("online_step", sum_last, {"a state in another order"}),
+        ("guarded_step", p_first, {"results in another order"}),
+        ("guarded_step", from_0, {"measuring every exponent from 0"}),
+        (
+            "guarded_step",
+            zeros_if_any,
+            {"a stand-in for all rows as soon as one of them is empty"},
+        ),
+        ("guarded_step", clamped, {"a maximum that is never below 0"}),
+        (
+            "guarded_step",
+            clamped_shift,
+            {"a floor under the maximum, below which true scores may lie"},
+        ),
+        (
+            "guarded_step",
+            old_maximum_replaced,
+            {"a stand-in for the old maximum before the new one is taken"},
+        ),
+        (
+            "guarded_step",
+            both_replaced,
+            {"a stand-in for the old maximum in the factor, too"},
+        ),
+        ("merge_partials", joined_first, {"a NaN for rows that are empty on both sides"}),
+        ("merge_partials", smallest_sum(1e-20), {LEAKS}),
+        ("merge_partials", smallest_sum(1e-6), {LEAKS}),
+        ("merge_partials", smallest_sum(1.0), {LEAKS}),
+        ("merge_many", smallest_total, {LEAKS}),
+        ("merge_many", along_the_rows, {"shares taken along the rows"}),
+        ("merge_many", largest_of_all_guarded, {"one maximum for all rows"}),
+        (
+            "merge_many",
+            largest_of_all,
+            {"one maximum for all rows, and no stand-in where it is -inf"},
+        ),
     ],
     ids=lambda p: p.__name__ if callable(p) else "",
 )
@@ -155,9 +354,9 @@ def test_a_readers_mistake_is_named(name: str, attempt: Callable, named: set[str
 
 @pytest.mark.parametrize(
     "attempt",
-    [online_softmax.merge, lambda o1, l1, o2, l2: solutions.merge_many(
+    [online_softmax.merge, joined_first_and_guarded, lambda o1, l1, o2, l2: solutions.merge_many(
         torch.stack([o1, o2]), torch.stack([l1, l2]))],
-    ids=["the module's", "by merge_many"],
+    ids=["the module's", "logaddexp", "by merge_many"],
 )  # fmt: skip
 def test_other_ways_to_merge_are_right(attempt: Callable) -> None:
     assert judge(KNOWN["merge_partials"], attempt).outcome == "right"
@@ -175,3 +374,74 @@ def test_clearing_a_nan_is_spoken_of_where_the_check_cannot_see_it() -> None:
     assert judge(e, cleared).outcome == "right"
     assert "nan_to_num" in e.statement
     assert "`NaN`" in e.why
+
+
+@pytest.mark.parametrize(
+    ("attempt", "case"),
+    [
+        (joined_first, "one row, empty on both sides"),
+        (smallest_sum(1e-20), "one row, empty on both sides"),
+    ],
+    ids=["NaN", "finite lse"],
+)
+def test_the_case_shown_is_the_one_that_the_hint_speaks_of(attempt: Callable, case: str) -> None:
+    assert f"Smallest failing case: {case}.\n" in judge(KNOWN["merge_partials"], attempt).text
+
+
+def test_the_picture_says_where_a_merged_output_belongs() -> None:
+    def average(o1, lse1, o2, lse2):
+        return (o1 + o2) / 2, torch.logaddexp(lse1, lse2)
+
+    said = repr(judge(KNOWN["merge_partials"], average).picture)
+    assert "Wrong numbers in your o: 2 of 2." in said
+    assert "between o1 and o2" in said
+
+
+# -- predictions --
+
+
+@pytest.fixture
+def nothing_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    reader.forget()
+    yield
+    reader.forget()
+
+
+@pytest.mark.parametrize(
+    ("name", "guess", "answer", "told"),
+    [
+        ("numbers_carried", 2, 130, "What is to become of the values?"),
+        ("numbers_carried", 66, 130, "a chunk's 64 scores"),
+        ("numbers_carried", 128, 130, "That is the numerator."),
+        ("numbers_carried", 129, 130, "Nearly: numerator and denominator"),
+        ("numbers_carried", 131, 130, "One too many."),
+        ("numbers_carried", 1024, 130, "One number per chunk"),
+        ("numbers_carried", 65_536, 130, "All scores would be needed"),
+        ("sum_from_5", 2.375, 1.4375, "1.25 + 1.125"),
+        ("sum_from_5", 1.75, 1.4375, "half of 1.25"),
+        ("sum_from_5", 1.53125, 1.4375, "a quarter of the second chunk"),
+        ("sum_from_5", 1.40625, 1.4375, "1.25 times 1.125"),
+        ("sum_from_5", 1.125, 1.4375, "the second chunk alone"),
+        ("sum_from_5", 0.3125, 1.4375, "the first chunk, converted"),
+        ("failing_drop", 88, 128, "e^88.7"),
+        ("failing_drop", 100, 128, "fp32 reaches beyond it"),
+        ("failing_drop", 126, 128, "where small numbers end"),
+        ("failing_drop", 127, 128, "2¹²⁷ still fits"),
+        ("failing_drop", 129, 128, "not the first power"),
+        ("failing_drop", 200, 128, "not the first power"),
+    ],
+)
+@pytest.mark.usefixtures("nothing_noted")
+def test_a_guess_is_told_the_thought_that_leads_to_it(
+    name: str, guess: float, answer: float, told: str
+) -> None:
+    """Also where the next number over has a thought of its own."""
+    predict(name, guess)
+    assert told in repr(reveal(name, answer))
+
+
+@pytest.mark.usefixtures("nothing_noted")
+def test_a_rounded_answer_is_not_taken_for_a_mistake() -> None:
+    predict("sum_from_5", 1.43)
+    assert "times 1.125" not in repr(reveal("sum_from_5", 1.4375))

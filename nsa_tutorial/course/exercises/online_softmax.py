@@ -59,37 +59,44 @@ def _softmax(slips: Slips, acc_s: Tensor, scale: float) -> tuple[Tensor, Tensor]
         scale_log2 = scale / LOG2_E
     if "twice" in slips:
         acc_s = acc_s * scale
+    axis = 0 if "columns" in slips else 1
+    beside = 0 if axis == 0 and "upright" not in slips else 1  # where that axis comes back
     # -- weights --
-    scores_max = acc_s.amax(1)
+    scores_max = acc_s.amax(axis)
+    if "at least 0" in slips:
+        scores_max = scores_max.clamp(min=0)
     level = scores_max * scale_log2  # log2 units, what exponents are measured from
     if "no max" in slips:
         level = torch.zeros_like(scores_max)
     if "one max" in slips:
-        level = acc_s.max().expand(len(acc_s)) * scale_log2
+        level = acc_s.max().expand_as(scores_max) * scale_log2
     if slips & {"max unscaled", "max unscaled twice"}:
         level = scores_max
-    exponent = acc_s * scale_log2 - level[:, None]
+    exponent = acc_s * scale_log2 - level.unsqueeze(beside)
     p = torch.exp(exponent) if "exp" in slips else torch.exp2(exponent)
-    total = p.sum(1, keepdim=True)
+    total = p.sum(axis)
     # -- lse --
     added = scores_max * scale_log2 if "max unscaled" in slips else level
-    log2_total = torch.log2(total[:, 0])
+    log2_total = torch.log2(total)
     ways = {
         "log2 units": added + log2_total,
         "max natural": scores_max * scale + log2_total,
         "sum natural": added + log2_total * LN_2,
         "max natural, sum once more": (scores_max * scale + log2_total) * LN_2,
         "wrong way": (added + log2_total) * LOG2_E,
+        "max twice, in log2 units": (added * scale_log2 + log2_total) * LN_2,
+        "max twice, half in log2 units": added * scale + log2_total * LN_2,
+        "max twice": scores_max * scale * scale + log2_total * LN_2,
         "lse unscaled": scores_max + log2_total * LN_2,
         "lse unscaled, all by ln 2": (scores_max + log2_total) * LN_2,
         "no max in lse": log2_total * LN_2,
         "no max in lse, log2 units": log2_total,
-        "lse of acc_s": torch.logsumexp(acc_s, 1),
+        "lse of acc_s": torch.logsumexp(acc_s, axis),
     }
     lse = next((ways[way] for way in ways if way in slips), (added + log2_total) * LN_2)
     if "column" in slips:
         lse = lse[:, None]
-    return p if "not divided" in slips else p / total, lse
+    return p if "not divided" in slips else p / total.unsqueeze(beside), lse
 
 
 _BASE_TWO_MISTAKES = (
@@ -128,6 +135,14 @@ _BASE_TWO_MISTAKES = (
         "The scores were multiplied by `scale`, and then by `scale_log2`. What does `scale_log2` "
         "hold already?",
     ),
+    *_ways(
+        _softmax,
+        "a softmax down the columns",
+        "A row holds the scores of one query, and they lie along the second axis. Along which axis "
+        "did you take the maximum and the sum?",
+        ("columns", "upright"),
+        ("columns",),
+    ),
     Misconception(
         "a softmax with no maximum subtracted",
         slip(_softmax, "no max"),
@@ -139,6 +154,12 @@ _BASE_TWO_MISTAKES = (
         slip(_softmax, "one max"),
         "A row far below the largest score of another row has nothing left but zeros. How many "
         "maxima does a tile of `G` rows have?",
+    ),
+    Misconception(
+        "a maximum that is never below 0",
+        slip(_softmax, "at least 0"),
+        "In a row of negative scores, the largest is negative, too. Measured from 0, all of them "
+        "may underflow, and 0 / 0 is NaN. What should the largest power of every row be?",
     ),
     *_ways(
         _softmax,
@@ -197,6 +218,15 @@ _BASE_TWO_MISTAKES = (
     ),
     *_ways(
         _softmax,
+        "an lse that scales its maximum twice",
+        "The maximum that you put into the lse is one of scaled scores, and it is scaled once "
+        "more there. In which unit is it already?",
+        ("max twice, in log2 units",),
+        ("max twice, half in log2 units",),
+        ("max twice",),
+    ),
+    *_ways(
+        _softmax,
         "an lse that forgets the maximum",
         "Your denominator is measured from the maximum, and the lse is that of a sum with "
         "nothing subtracted. What has to come back?",
@@ -233,8 +263,13 @@ and the **natural** log-sum-exp `[G]` of `acc_s * scale`. Scores may be in the t
         Case("one row of two scores, scale 0.5", lambda: (torch.tensor([[1.0, 3.0]]), 0.5)),
         Case("three rows of seven scores, scale 1/8", lambda: (_randn(0, 3, 7, spread=8.0), 0.125)),
         Case(
-            "two rows of scores in the thousands, in fp32",
-            lambda: (torch.tensor([[3000.0, 1000.0, -2000.0], [-4000.0, -3000.0, -3500.0]]), 0.5),
+            "three rows, two of them with scores in the thousands, in fp32",
+            lambda: (
+                torch.tensor(
+                    [[3000.0, 1000.0, -2000.0], [-4000.0, -3000.0, -3500.0], [4.0, 1.0, -2.0]]
+                ),
+                0.5,
+            ),
         ),
     ),
     misconceptions=_BASE_TWO_MISTAKES,
@@ -242,8 +277,9 @@ and the **natural** log-sum-exp `[G]` of `acc_s * scale`. Scores may be in the t
         _BASE_TWO_MISTAKES,
         {"no log2(e)", "log2(e) divides", "exp"},
         {"no scale", "twice"},
-        {"no max", "one max", "max unscaled"},
+        {"no max", "one max", "max unscaled", "at least 0"},
         {
+            "max twice",
             "log2 units",
             "max natural",
             "wrong way",
@@ -293,10 +329,14 @@ def _step(
     # -- the maximum --
     own_max = acc_s.max().expand(len(acc_s)) if "one max" in slips else acc_s.amax(1)
     scores_max = own_max if "own" in slips else torch.maximum(scores_max_prev, own_max)
+    if "at least 0" in slips:
+        scores_max = scores_max.clamp(min=0)
     # -- exponents --
     rise = scores_max - scores_max_prev if "upside down" in slips else scores_max_prev - scores_max
     factor = torch.exp2(rise * (1.0 if slips & {"factor", "max"} else scale_log2))
     level = scores_max_prev if "old max" in slips else scores_max
+    if "own powers" in slips:
+        level = own_max
     p = torch.exp2((acc_s - level[:, None]) * (1.0 if "powers" in slips else scale_log2))
     if "max" in slips:
         p = torch.exp2(acc_s * scale_log2 - level[:, None])
@@ -315,10 +355,18 @@ def _step(
     if "lost" in slips:
         old_sum, old_o = running_sum * 0, acc_o * 0
     new = factor if slips & {"all", "new alone"} else torch.ones_like(factor)
-    running_sum, acc_o = old_sum + p.sum(1) * new, old_o + (p @ v) * new[:, None]
+    new_sum = p.sum() if "one sum" in slips else p.sum(1)
+    weights = acc_s if "scores weigh" in slips else p
+    running_sum, acc_o = old_sum + new_sum * new, old_o + (weights @ v) * new[:, None]
     if slips & {"divided", "times the sum"}:
         acc_o = acc_o / running_sum[:, None]
-    return scores_max_prev if "stale" in slips else scores_max, running_sum, acc_o
+    # -- what is handed on --
+    scores_max = scores_max_prev if "stale" in slips else scores_max
+    if "sum first" in slips:
+        return running_sum, scores_max, acc_o
+    if "sum last" in slips:
+        return scores_max, acc_o, running_sum
+    return scores_max, running_sum, acc_o
 
 
 def _after(seed: int, G: int, DV: int, top: list[float]) -> tuple[Tensor, Tensor, Tensor]:
@@ -416,6 +464,29 @@ _STEP_MISTAKES = (
         "the new terms stand?",
     ),
     Misconception(
+        "new powers measured from the chunk's own maximum",
+        slip(_step, "own powers"),
+        "The old sums stand at the running maximum, and your new powers at the chunk's own. From "
+        "which maximum must both be measured before they are added?",
+    ),
+    Misconception(
+        "a maximum that is never below 0",
+        slip(_step, "at least 0"),
+        "In a row of negative scores, the largest is negative, too. Measured from 0, scores near "
+        "-300 would underflow. What is the maximum of a row before its first chunk?",
+    ),
+    Misconception(
+        "scores as weights of the values",
+        slip(_step, "scores weigh"),
+        "A value is weighed by the power of its score, not by the score. In the chapter's step, "
+        "`acc_s` holds powers by then. Which tensor holds yours?",
+    ),
+    Misconception(
+        "one sum for all rows",
+        slip(_step, "one sum"),
+        "Each row has a denominator of its own. Along which axis do the powers of one row lie?",
+    ),
+    Misconception(
         "one maximum for all rows",
         slip(_step, "one max"),
         "Each row has a maximum of its own. What is left of a row that lies far below another "
@@ -451,6 +522,14 @@ _STEP_MISTAKES = (
         "not divided either. How often does a row divide?",
         ("times the sum",),
         ("divided",),
+    ),
+    *_ways(
+        _step,
+        "a state in another order",
+        "The state goes in as maximum, sum, accumulator, and the next step expects it so. In "
+        "which order do you return the three?",
+        ("sum last",),
+        ("sum first",),
     ),
 )
 
@@ -494,12 +573,12 @@ Return the new `(scores_max, running_sum, acc_o)`. Nothing is divided yet.
             lambda: _tensors([5.0], [1.125], [[16.0]], [[1.0, 3.0]], [[8.0], [4.0]]),
         ),
         Case(
-            "the first chunk",
+            "the first chunk, all negative in one of the rows",
             lambda: _tensors(
                 [-INF] * 2,
                 [0.0] * 2,
                 [[0.0] * 3] * 2,
-                [[0.5, -2.0], [1.0, 3.0]],
+                [[-0.5, -2.0], [1.0, 3.0]],
                 [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]],
             ),
         ),
@@ -523,7 +602,9 @@ Return the new `(scores_max, running_sum, acc_o)`. Nothing is divided yet.
     combine=together(
         _STEP_MISTAKES,
         {"sum as it was", "acc_o as it was", "lost", "all", "new alone"},
-        {"own", "no max", "old max", "max"},
+        {"own", "no max", "old max", "max", "own powers"},
+        {"own powers", "one max"},
+        {"no max", "at least 0"},
         {"no max", "factor", "powers", "upside down", "one max"},
         {"max", "factor", "powers"},
         {"lost", "upside down", "factor"},
@@ -555,6 +636,9 @@ def _guarded(
     if "exp" in slips:
         scale_log2 = scale_log2 * LOG2_E
     # -- the maximum, and what stands in for it --
+    prev_or_0 = torch.where(scores_max_prev == -INF, 0.0, scores_max_prev)
+    if "old maximum" in slips:
+        scores_max_prev = prev_or_0
     scores_max = acc_s.amax(1)
     if "own" not in slips:
         scores_max = torch.maximum(scores_max_prev, scores_max)
@@ -564,8 +648,11 @@ def _guarded(
     for floor in (0.0, -1e4):
         if f"floor {floor}" in slips:
             shift = scores_max.clamp(min=floor)
+    if "from 0" in slips or ("all rows" in slips and (scores_max == -INF).any()):
+        shift = torch.zeros_like(scores_max)
     # -- exponents --
-    rise = scores_max_prev - (scores_max if "factor unguarded" in slips else shift)
+    old = prev_or_0 if "old maximum, in the factor" in slips else scores_max_prev
+    rise = old - (scores_max if "factor unguarded" in slips else shift)
     factor = torch.exp2(rise * (1.0 if "factor unscaled" in slips else scale_log2))
     if "upside down" in slips:
         factor = torch.exp2(-rise * scale_log2)
@@ -580,7 +667,7 @@ def _guarded(
     for number in (0.0, -1e30):
         if f"hands on {number}" in slips:
             scores_max = torch.where(scores_max == -INF, number, scores_max)
-    return scores_max, factor, p
+    return (scores_max, p, factor) if "p first" in slips else (scores_max, factor, p)
 
 
 _GUARDED_MISTAKES = (
@@ -600,13 +687,38 @@ _GUARDED_MISTAKES = (
     Misconception(
         "a maximum that is never below 0",
         slip(_guarded, "at least 0"),
-        "No NaN, but a row whose scores are all near -300 looks empty: its powers underflow to "
-        "0. When, and only when, does the maximum need to be replaced?",
+        "A row that has seen no key claims the maximum 0, which should still be -inf. So does a "
+        "row whose scores are all near -300, and its powers underflow to 0. When does an exponent "
+        "need a stand-in, and when does the state?",
+    ),
+    Misconception(
+        "measuring every exponent from 0",
+        slip(_guarded, "from 0"),
+        "No NaN, but now the maximum does nothing. Where it stays as it was, the old sums must "
+        "stay, too: a factor of 1. Which rows have no maximum to measure from?",
+    ),
+    Misconception(
+        "a stand-in for all rows as soon as one of them is empty",
+        slip(_guarded, "all rows"),
+        "One row without a key makes you measure every row from 0, and the other rows have "
+        "maxima of their own. How do you choose row by row?",
+    ),
+    Misconception(
+        "a stand-in for the old maximum before the new one is taken",
+        slip(_guarded, "old maximum"),
+        "A row that has seen no key now starts from 0, and no later score below 0 can change that. "
+        "`torch.maximum` has no trouble with -inf. Where does the trouble begin?",
+    ),
+    Misconception(
+        "a stand-in for the old maximum in the factor, too",
+        slip(_guarded, "old maximum, in the factor"),
+        "The old maximum may stay -inf: -inf minus a finite number is no NaN. What is 2 to that, "
+        "and what should the factor on an empty sum be?",
     ),
     *_ways(
         _guarded,
         "a floor under the maximum, below which true scores may lie",
-        "No NaN, and any finite number may stand in for -inf. But a clamp also replaces true "
+        "No NaN, and any finite number may stand in for -inf. But a floor also replaces true "
         "maxima that lie lower. When, and only when, is a stand-in needed?",
         ("floor -10000.0",),
         ("floor 0.0",),
@@ -674,6 +786,12 @@ _GUARDED_MISTAKES = (
         "Your factor and your powers are too small. `scale_log2` holds log2(e) already. Which "
         "base is left for the power?",
     ),
+    Misconception(
+        "results in another order",
+        slip(_guarded, "p first"),
+        "Maximum, factor, powers: that is the order the statement asks for. In which order do you "
+        "return the three?",
+    ),
 )
 
 GUARDED_STEP = Exercise(
@@ -735,6 +853,12 @@ check, and would also hide the `NaN` of any other mistake.
     combine=together(
         _GUARDED_MISTAKES,
         {"-1e30", "at least 0", "floor 0.0", "hands on 0.0"},
+        {"-1e30", "at least 0", "floor 0.0", "from 0", "all rows"},
+        {"-1e30", "at least 0", "old maximum"},
+        {"-1e30", "old maximum, in the factor"},
+        {"old maximum", "old maximum, in the factor", "1 while empty"},
+        {"from 0", "factor unguarded"},
+        {"from 0", "p unguarded"},
         {"-1e30", "factor unguarded"},
         {"-1e30", "p unguarded"},
         {"at least 0", "factor unguarded"},
@@ -765,6 +889,16 @@ def merge_partials(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[
     return o, shift + torch.log(total)
 
 
+# What readers put in place of a sum that may be 0. A logarithm that takes it tells which.
+_FLOORS = tuple(f"floor {least}" for least in (1.0, 1e-6, 1e-8, 1e-9, 1e-10, 1e-12, 1e-30, 1e-20))
+
+
+def _floored(slips: Slips, total: Tensor) -> Tensor:
+    """`total`, or the stand-in of a slip where it is smaller."""
+    floor = next((float(floor.split()[1]) for floor in _FLOORS if floor in slips), 0.0)
+    return total.clamp(min=floor)
+
+
 def _merge(
     slips: Slips, o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -778,7 +912,8 @@ def _merge(
     w1, w2 = torch.exp((lse1 - shift) * base), torch.exp((lse2 - shift) * base)
     total = w1 + w2
     # -- the new lse --
-    lse = shift + (torch.log2(total) if "base two" in slips else torch.log(total))
+    log = torch.log2 if "base two" in slips else torch.log
+    lse = shift + log(_floored(slips, total))
     if is_bare and "bare lse" not in slips:
         lse = torch.where(lse_max == -INF, -INF, lse)
     # -- the new output --
@@ -846,7 +981,8 @@ def _between(arguments: tuple, got: object, expected: object) -> Picture:
     lost = f", {bad} of them not finite" if bad else ""
     return Picture(
         figure,
-        f"{apart} of {o.numel()} merged outputs are not where the parts' shares put them{lost}",
+        f"Wrong numbers in your o: {apart} of {o.numel()}{lost}. Each belongs between o1 and o2, "
+        "nearer to the half with the larger lse.",
     )
 
 
@@ -862,6 +998,10 @@ def _with_empty(parts: tuple[Tensor, Tensor], rows: list[int]) -> tuple[Tensor, 
     return o, lse
 
 
+_LEAKS_INTO_LSE = (
+    "The stand-in keeps 0 / 0 away, but the logarithm took it, too: a row without keys then claims "
+    "a denominator. Which sum belongs under the logarithm?"
+)
 _MERGE_MISTAKES = (
     Misconception(
         "a plain average of the two outputs",
@@ -898,6 +1038,12 @@ _MERGE_MISTAKES = (
         ("bare", "bare lse"),
         ("formula", "bare"),
         ("bare",),
+    ),
+    *_ways(
+        _merge,
+        "a stand-in in the divisor that leaks into lse",
+        _LEAKS_INTO_LSE,
+        *((floor,) for floor in _FLOORS),
     ),
     *_ways(
         _merge,
@@ -990,11 +1136,12 @@ Return `(o, lse)`: `[N, DV]` and `[N]`. Rows empty on both sides give `o = 0`, `
         ),
         Case(
             "one row, log-sum-exps of 800",
+            # in fp64: in fp32 a joint lse near 800 is rounded so far that right shares look wrong
             lambda: (
-                torch.tensor([[2.0]]),
-                torch.tensor([800.0]),
-                torch.tensor([[6.0]]),
-                torch.tensor([800.0]),
+                torch.tensor([[2.0]], dtype=torch.float64),
+                torch.tensor([800.0], dtype=torch.float64),
+                torch.tensor([[6.0]], dtype=torch.float64),
+                torch.tensor([800.0], dtype=torch.float64),
             ),
         ),
         Case(
@@ -1020,8 +1167,9 @@ Return `(o, lse)`: `[N, DV]` and `[N]`. Rows empty on both sides give `o = 0`, `
     combine=together(
         _MERGE_MISTAKES,
         {"average", "sum", "lse weighs", "swapped", "not divided"},
-        {"no shift back", "larger", "sum of lse", "mean of lse"},
+        {"no shift back", "larger", "sum of lse", "mean of lse", "floor 1e-20"},
         {"no shift back", "as it comes"},
+        {"bare", "floor 1e-20"},
     ),
 )
 
@@ -1057,11 +1205,14 @@ def _many(slips: Slips, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         w = torch.exp2(lse - shift)
     total = w.sum(0)
     # -- lse --
-    whole = shift + torch.log(total)
+    whole = shift + torch.log(_floored(slips, total))
     if is_bare and "bare lse" not in slips:
         whole = torch.where(lse.amax(0) == -INF, -INF, whole)
     ways = {"no shift back": whole - shift, "larger": lse.amax(0), "sum of lse": lse.sum(0)}
     whole = next((ways[way] for way in ways if way in slips), whole)
+    if "along the rows" in slips:
+        w, total = torch.softmax(lse, 1), torch.ones_like(total)
+        whole = torch.logsumexp(lse, 1 if "lse along the rows" in slips else 0)
     # -- output --
     if slips & {"average", "average of the seen", "sum"}:
         w, total = torch.ones_like(lse), torch.full_like(lse[0], len(lse))
@@ -1070,7 +1221,8 @@ def _many(slips: Slips, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         if "average of the seen" in slips:
             w = (lse > -INF).to(o)
             total = w.sum(0)
-    divisor = total if is_bare else torch.where(total == 0, 1.0, total)
+    is_divided_bare = is_bare and "safe divisor" not in slips
+    divisor = total if is_divided_bare else torch.where(total == 0, 1.0, total)
     mixed = (w[..., None] * o).sum(0)
     merged = mixed if "not divided" in slips else mixed / divisor[:, None]
     return merged.nan_to_num() if "cleared after" in slips else merged, whole
@@ -1136,6 +1288,22 @@ _MANY_MISTAKES = (
     ),
     *_ways(
         _many,
+        "shares taken along the rows",
+        "Your shares sum to 1 over the rows, and rows have nothing to do with each other. Along "
+        "which axis of `lse` do the parts of one row lie?",
+        ("along the rows", "lse along the rows", "unwritten"),
+        ("along the rows", "lse along the rows"),
+        ("along the rows", "unwritten"),
+        ("along the rows",),
+    ),
+    *_ways(
+        _many,
+        "a stand-in in the divisor that leaks into lse",
+        _LEAKS_INTO_LSE,
+        *((floor,) for floor in _FLOORS),
+    ),
+    *_ways(
+        _many,
         "a plain average of the parts",
         "Each part was divided by its own denominator, and the parts count by those. Where can "
         "you find a part's denominator?",
@@ -1156,13 +1324,19 @@ _MANY_MISTAKES = (
         "exp(800) is inf even in fp64, and exp(-800) is 0. Only the ratios within a row matter. "
         "What can you subtract first?",
     ),
-    *_ways(
-        _many,
+    Misconception(
         "one maximum for all rows",
+        slip(_many, "one max"),
         "Measured from the largest lse of all rows, a row that lies 800 lower has nothing but "
         "zeros. Do two rows have anything to do with each other?",
+    ),
+    *_ways(
+        _many,
+        "one maximum for all rows, and no stand-in where it is -inf",
+        "Where no part saw a key, -inf minus -inf is NaN. And measured from the largest lse of "
+        "all rows, a row far below it has nothing but zeros. What does each row need for itself?",
+        ("one max", "bare", "bare lse", "safe divisor"),
         ("one max", "bare", "bare lse"),
-        ("one max",),
     ),
     Misconception(
         "taking powers of two of a natural logarithm",
@@ -1252,8 +1426,14 @@ Return `(o, lse)`: `[N, DV]` and `[N]`. A row that no program saw a key for give
     combine=together(
         _MANY_MISTAKES,
         {"unwritten", "only NaN"},
-        {"average", "sum", "not divided", "base two"},
+        {"average", "sum", "not divided", "base two", "along the rows"},
         {"average", "one max"},
+        {"along the rows", "one max"},
+        {"along the rows", "bare"},
+        {"along the rows", "as it comes"},
+        {"along the rows", "no shift back"},
+        {"bare", "floor 1e-20"},
+        {"floor 1e-20", "no shift back", "larger", "sum of lse"},
         {"as it comes", "one max"},
         {"as it comes", "no shift back"},
         {"no shift back", "larger", "sum of lse"},
@@ -1529,12 +1709,29 @@ PREDICTIONS = (
         "A row carries one maximum, one denominator, and a numerator as wide as a value, however "
         "many keys it has read.",
         (
-            (2, "Those are the maximum and the denominator. What is to become of the values?"),
-            (66, "That counts a chunk's 64 scores, but a chunk is forgotten once it is summed."),
+            (lambda guess: guess == 1, "A maximum alone? What would the output be made from?"),
+            (
+                lambda guess: guess == 2,
+                "Those are the maximum and the denominator. What is to become of the values?",
+            ),
+            (
+                lambda guess: guess in (64, 65, 66),
+                "That counts a chunk's 64 scores, but a chunk is forgotten once it is summed.",
+            ),
+            (
+                lambda guess: guess == 128,
+                "That is the numerator. A sum needs its denominator and its maximum, too.",
+            ),
+            (
+                lambda guess: guess == 129,
+                "Nearly: numerator and denominator, but in which unit? The maximum tells.",
+            ),
+            (
+                lambda guess: guess == 131,
+                "One too many. What do you count beside maximum, denominator and numerator?",
+            ),
             (1024, "One number per chunk would grow with the row. Sums do not."),
             (65_536, "All scores would be needed if old terms could not be corrected later."),
-            (128, "That is the numerator. A sum needs its denominator and its maximum, too."),
-            (129, "Nearly: numerator and denominator, but in which unit? The maximum tells."),
         ),
     ),
     Prediction(
@@ -1547,6 +1744,15 @@ PREDICTIONS = (
             (1.75, "That takes half of 1.25. The maximum rises by 2, and 2⁻² is a quarter."),
             (6.125, "That makes the first chunk four times as large. Old terms shrink."),
             (1.125, "That is the second chunk alone."),
+            (0.3125, "That is the first chunk, converted. The second is still to be added."),
+            (
+                lambda guess: abs(guess - 1.53125) < 0.005,
+                "That takes a quarter of the second chunk. Which of the two is in the old unit?",
+            ),
+            (
+                lambda guess: abs(guess - 1.40625) < 0.005,
+                "That is 1.25 times 1.125. Once both are in one unit, sums are added.",
+            ),
         ),
     ),
     Prediction(
@@ -1554,9 +1760,20 @@ PREDICTIONS = (
         "At which of the drops 100, 127, 128 and 200 does the step fail first?",
         "The factor is 2 to the drop, and fp32 ends a little below 2¹²⁸.",
         (
-            (100, "2¹⁰⁰ is large, but fp32 reaches far beyond it."),
-            (127, "2¹²⁷ still fits: the largest fp32 number is almost twice that."),
-            (200, "2²⁰⁰ is inf, too, but it is not the first that fp32 cannot hold."),
+            (
+                lambda guess: 88 <= guess < 90,
+                "fp32 does end at e^88.7, but a drop is a power of 2. Which power of 2 is e^88.7?",
+            ),
+            (lambda guess: guess == 127, "2¹²⁷ still fits: the largest number is almost twice it."),
+            (
+                lambda guess: guess in (126, 149, 150),
+                "That is where small numbers end. Which way does this factor go?",
+            ),
+            (
+                lambda guess: guess > 128,
+                "2 to that is inf, too, but it is not the first power that fp32 cannot hold.",
+            ),
+            (lambda guess: 0 < guess < 128, "2 to that is large, but fp32 reaches beyond it."),
         ),
     ),
 )
