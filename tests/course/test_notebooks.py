@@ -120,7 +120,7 @@ def test_outputs_are_clean(path: Path) -> None:
                 assert kind != "image/svg+xml", f"cell {cell.id}: SVG carries a date"
                 if kind.startswith("image/"):
                     size = len(base64.b64decode(data))
-                    assert size <= 60_000, f"cell {cell.id}: a figure of {size} bytes"
+                    assert size <= 80_000, f"cell {cell.id}: a figure of {size} bytes"
         if "raises-exception" in tags(cell):
             assert any(o.output_type == "error" for o in cell.outputs), (
                 f"cell {cell.id}: expected to raise, and did not"
