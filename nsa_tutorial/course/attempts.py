@@ -99,6 +99,11 @@ MEANINGS = (
         r"only one element tensors|cannot be converted to (Scalar|an index)",
         "One number is needed here, and this tensor holds several, or one that is not whole.",
     ),
+    (
+        r"non-zero size|reduction dim to be specified for input.numel\(\) == 0",
+        "There is no element to take the largest or smallest of. Print the shape just before this "
+        "line. Which axis is 0 long, and why?",
+    ),
     (r"NoneType", _NOTHING),
     (
         r"^UnboundLocalError",

@@ -22,7 +22,7 @@ _SCALARS = bool | int | float | str | np.generic
 
 def same(a: object, b: object, tolerance: float) -> bool:
     """Whether two results agree: same structure, shapes and non-finite places, numbers within
-    `tolerance`."""
+    `tolerance`; a mask of PyTorch's agrees with no tensor of numbers."""
     if isinstance(a, Raised) or isinstance(b, Raised):
         return isinstance(a, Raised) and isinstance(b, Raised) and a.gist == b.gist
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
@@ -31,6 +31,8 @@ def same(a: object, b: object, tolerance: float) -> bool:
         return a.keys() == b.keys() and all(same(a[key], b[key], tolerance) for key in b)
     if a is None or b is None or isinstance(a, str) or isinstance(b, str):
         return type(a) is type(b) and a == b
+    if _is_only_one_a_mask(a, b):
+        return False
     try:
         x, y = numbers(a), numbers(b)
     except (TypeError, ValueError, OverflowError):
@@ -38,6 +40,12 @@ def same(a: object, b: object, tolerance: float) -> bool:
     return x.shape == y.shape and torch.allclose(
         x, y, rtol=tolerance, atol=tolerance, equal_nan=True
     )
+
+
+def _is_only_one_a_mask(a: object, b: object) -> bool:
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return False
+    return (a.dtype == torch.bool) != (b.dtype == torch.bool)
 
 
 def numbers(value: object) -> torch.Tensor:
@@ -100,7 +108,8 @@ def differences(got: object, expected: object, is_recognised: bool = False) -> t
     """How `got` differs from `expected`: sentences, and values as code; of a mistake that has been
     named, not what its error means in general."""
     if got is None:
-        return ("It returned None: is the return statement missing?",)
+        why = "." if is_recognised else ": is the return statement missing?"
+        return (f"It returned None{why}",)
     if isinstance(got, Raised):
         return got.told(is_recognised)
     if isinstance(got, tuple | list) and isinstance(expected, tuple | list):
@@ -116,6 +125,9 @@ def differences(got: object, expected: object, is_recognised: bool = False) -> t
         return *kinds, _both(got, expected)
     if x.shape != y.shape:
         return (f"Got shape {list(x.shape)}, expected {list(y.shape)}.",)
+    if _is_only_one_a_mask(got, expected):
+        kinds = (str(value.dtype).removeprefix("torch.") for value in (got, expected))
+        return ("Got dtype {}, expected {}.".format(*kinds),)
     if x.numel() <= _FEW_NUMBERS:
         return (_both(got, expected),)
     gap = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs().nan_to_num(math.inf))

@@ -250,6 +250,8 @@ ERRORS = [
     (lambda x: x.foo, X, "another kind"),
     (set_too_late, X, "further down"),
     (lambda x: x[5], X, "length minus 1"),
+    (lambda x: x[:0].amax(0), X, "no element"),
+    (lambda x: x[:0].max(), X, "no element"),
     (lambda x: [1][3], X, "length minus 1"),
     (lambda x: {}["a"], X, "keys"),
     (lambda x: 1 / 0, X, "divisor"),

@@ -39,14 +39,17 @@ def _tokens(
     slips: Slips, ids: list[int], position: int, M: int, block_size: int, causal: bool
 ) -> list[int]:
     """`tokens_of_list` with slips."""
-    causal = causal or "always causal" in slips
+    causal = (causal or "always causal" in slips) and "no causality" not in slips
     num_visible = position + ("not itself" not in slips) if causal else M
+    num_visible += "one too many" in slips or ("one too late" in slips and causal)
     tokens = []
     for block_id in sorted(ids) if "sorted" in slips else ids:
         if block_id < 0 and "stop" in slips:
             break
         if block_id < 0 and "wrap" in slips:
             block_id += -(-M // block_size)
+        if block_id < 0 and "clamped" in slips:
+            block_id = 0
         if block_id < 0 and "negative" not in slips:
             continue
         if block_id == 0 and "zero is empty" in slips:
@@ -57,10 +60,13 @@ def _tokens(
         if causal and ("no cut" if start < num_visible else "future block") in slips:
             is_cut, limit = False, M
         runs_on = "no such block" in slips or ("past the end" in slips and start < M)
-        if runs_on and not is_cut:
+        if (runs_on and not is_cut) or "no limit" in slips:
             limit = end
         if "whole blocks" in slips:
             limit = end if end <= limit else 0
+        if "ids" in slips:
+            tokens += [block_id] * (start < limit)
+            continue
         tokens += range(start, min(end, limit))
     return tokens
 
@@ -138,10 +144,44 @@ _TOKENS_MISTAKES = (
         "cut hides that. What hides it without the cut?",
     ),
     Misconception(
-        "showing a block that does not exist",
+        "showing keys that do not exist",
         slip(_tokens, "no such block"),
-        "An id may lie past the last block, and its tokens past the last key. Without the "
-        "causal cut, what keeps them out?",
+        "The last block may be short, and an id may lie past it. Without the causal cut, which "
+        "number keeps the missing keys out?",
+    ),
+    Misconception(
+        "taking every block whole, wherever it lies",
+        slip(_tokens, "no limit"),
+        "Some of these tokens lie in the future, or past the end of the text. How many keys may "
+        "this query see, counted from key 0?",
+    ),
+    Misconception(
+        "never looking at `causal`",
+        slip(_tokens, "no causality"),
+        "Every block is taken as far as the text goes. How far may the query see if `causal`?",
+    ),
+    Misconception(
+        "showing one key too many",
+        slip(_tokens, "one too late"),
+        "A `range` leaves out its end. The last key that the query sees is its own: where does "
+        "the range end then?",
+    ),
+    Misconception(
+        "showing one key too many",
+        slip(_tokens, "one too many"),
+        "A `range` leaves out its end, and keys are counted from 0. Which is the last of 10 keys?",
+    ),
+    Misconception(
+        "taking an empty slot for block 0",
+        slip(_tokens, "clamped"),
+        "-1 has become 0, so block 0 is shown although no slot lists it. What should an empty "
+        "slot add to the list?",
+    ),
+    Misconception(
+        "returning ids in place of tokens",
+        slip(_tokens, "ids"),
+        "These are blocks. The positions of the keys in them are asked for. Which tokens does "
+        "block 2 hold?",
     ),
     Misconception(
         "hiding the query's own position from it",
@@ -184,8 +224,8 @@ the last block, shows nothing.
         "tokens of both blocks. Which of them may the query not see?",
         "Find one number first: how many keys may this query see, counted from key 0? With and "
         "without `causal`, only this number differs.",
-        "Walk along `ids`. Skip a slot that is empty, or whose first token lies beyond that "
-        "number. From any other slot take a `range`. It ends where the block ends, or at that "
+        "Walk along `ids`. Skip a slot that is empty, or whose first token lies at or beyond "
+        "that number. From any other slot take a `range`. It ends where the block ends, or at that "
         "number: whichever comes first.",
     ),
     why="One number, how many keys are visible, hides the future and the end of the text alike, so "
@@ -193,9 +233,22 @@ the last block, shows nothing.
     misconceptions=_TOKENS_MISTAKES,
     combine=together(
         _TOKENS_MISTAKES,
-        {"wrap", "negative", "stop"},
+        {"wrap", "negative", "stop", "clamped"},
         {"no cut", "whole blocks"},
         {"past the end", "no such block"},
+        {"no limit", "no cut"},
+        {"no limit", "future block"},
+        {"no limit", "past the end"},
+        {"no limit", "no such block"},
+        {"no limit", "whole blocks"},
+        {"no limit", "not itself"},
+        {"no limit", "no causality"},
+        {"no limit", "always causal"},
+        {"no limit", "one too many"},
+        {"no causality", "always causal", "not itself"},
+        {"no causality", "no cut"},
+        {"no causality", "future block"},
+        {"one too many", "not itself"},
     ),
     cases=(
         Case("blocks of 4, the list [2, 0], query 9 of 12", lambda: ([2, 0], 9, 12, 4, True)),
@@ -228,19 +281,51 @@ def load_block(
     return tile, is_seen
 
 
-def _load(
-    slips: Slips, x: Tensor, block_id: int, num_visible: int, block_size: int
-) -> tuple[Tensor, Tensor]:
+def _load(slips: Slips, *arguments: object) -> object:
     """`load_block` with slips."""
+    found = _load_rows(slips, *arguments)
+    if found is None:
+        return None
+    tile, is_seen = found
+    if "all seen" in slips:
+        is_seen = torch.ones_like(is_seen)
+    if "numbers" in slips:
+        is_seen = is_seen.float()
+    if "tile alone" in slips:
+        return tile
+    return (is_seen, tile) if "swapped" in slips else (tile, is_seen)
+
+
+def _load_rows(
+    slips: Slips, x: Tensor, block_id: int, num_visible: int, block_size: int
+) -> tuple[Tensor, Tensor] | None:
+    """What `_load` returns, but for the slips in how it is returned."""
     M = len(x)
-    limit = M if "no cut" in slips else num_visible
+    if "in place" in slips:
+        x[num_visible:] = 0
     if block_id < 0 and "wrap" in slips:
         block_id += -(-M // block_size)
     start = block_id if "offset" in slips else block_id * block_size
+    limit = num_visible + ("one too many" in slips)
+    if "no cut" in slips or ("own block" in slips and start < limit):
+        limit = M
     offset = start + torch.arange(block_size)
-    is_seen = (offset < limit) & ((offset >= 0) | ("negative index" in slips))
+    takes_negative = {"negative index", "clamped"} & slips
+    is_seen = (offset < limit) & ((offset >= 0) | bool(takes_negative))
+    if ("whole or nothing" in slips and offset[-1] >= limit) or (
+        "zero is empty" in slips and block_id == 0
+    ):
+        is_seen = torch.zeros_like(is_seen)
+    if ("None for -1" in slips and block_id < 0) or (
+        "None for nothing" in slips and not is_seen.any()
+    ):
+        return None
     told = offset < limit if "negative counts as seen" in slips else is_seen
     row = offset if "out of bounds" in slips else torch.where(offset < M, offset, 0)
+    if "clamped" in slips:
+        row = row.clamp(min=0)
+    if "one too many" in slips:
+        x[offset[is_seen]]  # an error where the row after the last is read
     rows = x[row]
     if "only the score" in slips:
         return rows, told
@@ -252,6 +337,8 @@ def _load(
         return x.new_zeros(block_size, x.shape[1]), torch.tensor(False)
     if "shorter" in slips:
         return rows[is_seen], told
+    if "row 0" in slips:
+        return x[torch.where(is_seen, row, 0)], told
     nothing = -torch.inf if "minus infinity" in slips else 0.0
     return rows.masked_fill(~is_seen[:, None], nothing), told
 
@@ -271,6 +358,12 @@ _LOAD_MISTAKES = (
     ),
     Misconception(
         "comparing with num_visible only",
+        slip(_load, "clamped"),
+        "Every negative position is below num_visible, so an empty slot counts as seen, and "
+        "`clamp` loads row 0 for it. Which half of the guard is missing?",
+    ),
+    Misconception(
+        "comparing with num_visible only",
         slip(_load, "negative index"),
         "Every negative position is below num_visible, and as an index it counts from the "
         "end. Which half of the guard is missing?",
@@ -286,6 +379,29 @@ _LOAD_MISTAKES = (
         slip(_load, "negative counts as seen"),
         "The tile is right, but its zeros would enter the softmax with the score 0 and the "
         "weight e⁰. Are negative positions below num_visible?",
+    ),
+    Misconception(
+        "loading one row too many",
+        slip(_load, "one too many"),
+        "The query sees `num_visible` rows, and the first one is row 0. Which is the last, and "
+        "does your comparison say `<` or `<=`?",
+    ),
+    Misconception(
+        "loading all of a block that the query stands in",
+        slip(_load, "own block"),
+        "A block that begins before `num_visible` may end behind it. Which of its rows may be "
+        "loaded?",
+    ),
+    Misconception(
+        "loading a block whole or not at all",
+        slip(_load, "whole or nothing"),
+        "The visible rows of a block count, however few. What is left of the query's own block?",
+    ),
+    Misconception(
+        "taking id 0 for an empty slot",
+        slip(_load, "zero is empty"),
+        "Block 0 holds the first rows of the text, and only negative ids are empty. What does "
+        "your comparison say about 0?",
     ),
     Misconception(
         "loading up to the end of the text, whatever the query may see",
@@ -328,6 +444,51 @@ _LOAD_MISTAKES = (
         "−∞ belongs in a score. In a key it is multiplied by a query. What is −∞ times a "
         "negative number?",
     ),
+    Misconception(
+        "leaving row 0 in the tile where nothing is seen",
+        slip(_load, "row 0"),
+        "Row 0 is safe to read, and `is_seen` is right. But hidden rows of the tile still hold "
+        "numbers. What should stand there?",
+    ),
+    Misconception(
+        "calling every row of the tile real",
+        slip(_load, "all seen"),
+        "The tile is right. But a row of zeros that counts as seen enters the softmax with the "
+        "score 0 and the weight e⁰. Which rows are real?",
+    ),
+    Misconception(
+        "returning numbers where a boolean mask is asked for",
+        slip(_load, "numbers"),
+        "The values are right. But as an index, 0 and 1 choose rows 0 and 1, and `~` fails. "
+        "Which dtype does a comparison give?",
+    ),
+    Misconception(
+        "returning no tile for an empty slot",
+        slip(_load, "None for -1"),
+        "The next step of a kernel takes a tile from every slot. What does a tile hold if "
+        "nothing is loaded?",
+    ),
+    Misconception(
+        "returning no tile where nothing is seen",
+        slip(_load, "None for nothing"),
+        "The next step of a kernel takes a tile from every slot. What does a tile hold if "
+        "nothing is loaded?",
+    ),
+    Misconception(
+        "returning the tile alone",
+        slip(_load, "tile alone"),
+        "A zero in the tile may be a real number. What tells the caller which rows are real?",
+    ),
+    Misconception(
+        "returning `is_seen` before the tile",
+        slip(_load, "swapped"),
+        "Both are there. In which order does the statement ask for them?",
+    ),
+    Misconception(
+        "writing into the tensor that you were given",
+        slip(_load, "in place"),
+        "Other queries see more rows of `x` than this one. Where can the zeros go instead?",
+    ),
 )
 
 _LOAD = Exercise(
@@ -356,20 +517,32 @@ memory that nobody has written may.
     misconceptions=_LOAD_MISTAKES,
     combine=together(
         _LOAD_MISTAKES,
-        {"only the score", "times the mask", "shorter", "minus infinity", "nan_to_num"},
+        {"only the score", "times the mask", "shorter", "minus infinity", "nan_to_num", "row 0"},
         {"out of bounds", "nan_to_num"},
-        {"only the score", "negative index"},
-        {"wrap", "negative index"},
-        {"negative index", "negative counts as seen"},
+        {"out of bounds", "row 0"},
+        {"only the score", "negative index", "clamped", "wrap"},
+        {"negative index", "clamped", "negative counts as seen"},
+        {"no cut", "own block", "whole or nothing"},
+        {"no cut", "one too many"},
+        {"None for -1", "None for nothing", "wrap", "negative index", "clamped"},
+        {"all seen", "negative counts as seen"},
+        {"tile alone", "swapped"},
+        {"tile alone", "numbers"},
+        {"tile alone", "all seen"},
     ),
     cases=(
         Case("rows 0 to 5, blocks of 2: block 1", lambda: (_rows(6, 6), 1, 6, 2)),
+        Case("block 0", lambda: (_rows(6, 6), 0, 6, 2)),
         Case("block 1 again, and the query sees 3 rows", lambda: (_rows(6, 3), 1, 3, 2)),
         Case("an empty slot", lambda: (_rows(6, 3), -1, 3, 2)),
         Case("a block of the future", lambda: (_rows(6, 3), 2, 3, 2)),
         Case("7 rows, blocks of 3: the last holds one", lambda: (_rows(7, 7), 2, 7, 3)),
         Case("an empty slot, with the last block visible", lambda: (_rows(8, 8), -1, 8, 4)),
-        Case("two columns, random numbers", lambda: (_random(9, 2, seed=0), 1, 7, 4)),
+        Case("two columns, random numbers", lambda: (_random(9, 2, seed=0), 1, 6, 4)),
+        Case(
+            "numbers with a gradient, which may not be overwritten",
+            lambda: (_random(7, 1, seed=1).requires_grad_(), 1, 5, 3),
+        ),
     ),
     tolerance=0.0,
 )
@@ -393,7 +566,10 @@ def window_mask(N: int, M: int, window_size: int) -> Tensor:
 
 def _window(slips: Slips, N: int, M: int, window_size: int) -> Tensor:
     """`window_mask` with slips."""
-    position = torch.arange(N)[:, None] + (0 if "first positions" in slips else M - N)
+    before = M - N  # positions in front of the queries
+    if {"first positions", "N - M"} & slips:
+        before = N - M if "N - M" in slips else 0
+    position = torch.arange(N)[:, None] + before
     key = torch.arange(M)
     w = window_size + ("w + 1" in slips) - ("w - 1" in slips)
     position = position + (("ahead" in slips) - ("shifted" in slips))
@@ -408,13 +584,18 @@ def _window(slips: Slips, N: int, M: int, window_size: int) -> Tensor:
         seen = key >= first
     if "causal only" in slips:
         seen = key <= last
-    return ~seen if "complement" in slips else seen
+    if "or" in slips:
+        seen = (key >= first) | (key <= last)
+    seen = ~seen if "complement" in slips else seen
+    seen = seen.T if "transposed" in slips else seen
+    return seen.float() if "numbers" in slips else seen
 
 
 def _draw_window(arguments: tuple, got: object, expected: Tensor) -> Picture:
-    """What was seen beside what should be."""
-    got = torch.as_tensor(got)
+    """What was seen beside what should be, and the first query for which they differ."""
+    got = torch.as_tensor(got).bool()
     N, M, w = arguments
+    differing = (got != expected).any(1).nonzero().flatten().tolist()
     figure, axes = new_figure(7.0, 1.2 + 0.32 * max(N, 3), columns=2)
     for axis, mask, title in (
         (axes[0, 0], got, "yours"),
@@ -426,8 +607,13 @@ def _draw_window(arguments: tuple, got: object, expected: Tensor) -> Picture:
         axis.set_ylabel("query", fontsize=9)
         axis.set_xticks(range(M))
         axis.set_yticks(range(N), range(M - N, M))
-    widths = sorted(set(got.sum(1).int().tolist()))
-    return Picture(figure, f"A window of {w}: your queries see {', '.join(map(str, widths))} keys")
+    told = "the right keys, but as numbers"
+    if differing:
+        n = differing[0]
+        yours, right = (", ".join(map(str, x[n].nonzero().flatten().tolist())) or "none"
+                        for x in (got, expected))  # fmt: skip
+        told = f"the query at position {M - N + n} sees keys {yours}, not {right}"
+    return Picture(figure, f"A window of {w}: {told}")
 
 
 _WINDOW_MISTAKES = (
@@ -497,6 +683,30 @@ _WINDOW_MISTAKES = (
         slip(_window, "complement"),
         "The mask is asked for as True where the query sees the key. What does the `~` of it say?",
     ),
+    Misconception(
+        "giving the queries columns, and the keys rows",
+        slip(_window, "transposed"),
+        "The shape asked for is `[N, M]`: a row for each query. Which of your two vectors has to "
+        "be the column?",
+    ),
+    Misconception(
+        "joining the two ends of the window with `or`",
+        slip(_window, "or"),
+        "Every key passes one of the two comparisons: it is not too new, or not too old. How many "
+        "of them does a key of the window pass?",
+    ),
+    Misconception(
+        "taking N − M for M − N",
+        slip(_window, "N - M"),
+        "The queries stand at the end of the text. How many positions lie in front of them, and "
+        "is your number negative?",
+    ),
+    Misconception(
+        "returning numbers where a boolean mask is asked for",
+        slip(_window, "numbers"),
+        "The values are right. But as an index, 0 and 1 choose rows 0 and 1, and `~` fails. "
+        "Which dtype does a comparison give?",
+    ),
 )
 
 _WINDOW = Exercise(
@@ -524,6 +734,10 @@ there are at the start of the text.
         _WINDOW_MISTAKES,
         {"w + 1", "w - 1"},
         {"not itself", "shifted", "ahead", "both sides", "far end only"},
+        {"first positions", "N - M"},
+        {"or", "both sides", "far end only", "causal only", "block"},
+        {"or", "w + 1"},
+        {"or", "w - 1"},
         {"negative slice", "both sides"},
         {"both sides", "far end only", "causal only", "block"},
         {"causal only", "w + 1"},
@@ -569,47 +783,73 @@ def attend_to_lists(
     return o, lse
 
 
-def _attend(
+def _attend(slips: Slips, *arguments: object) -> tuple[Tensor, Tensor]:
+    """`attend_to_lists` with slips."""
+    o, lse = _attend_rows(slips, *arguments)
+    if "base two" in slips:
+        lse = lse * LOG2_E
+    if "lse of nothing" in slips:
+        lse = lse.masked_fill(lse == -torch.inf, 0.0)
+    return (lse, o) if "swapped" in slips else (o, lse)
+
+
+def _attend_rows(
     slips: Slips, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """`attend_to_lists` with slips."""
+    """What `_attend` returns, but for the slips in how it is returned."""
     (N, HQ, D), (M, H, DV) = q.shape, v.shape
     G = HQ // H
     if "head by head" in slips:
         k[:, HQ - 1]  # an error where there are fewer KV heads
+    if "default size" in slips:
+        block_size = 4
     scale = 1.0 if "no scale" in slips else D**-0.5
     scale_log2 = scale if "base e" in slips else scale * LOG2_E
     o, lse = torch.empty(N, HQ, DV), torch.empty(N, HQ)
+    state = online_softmax.start(G, DV)
     for n, h in ((n, h) for n in range(N) for h in range(H)):
         num_visible = (0 if "first positions" in slips else M - N) + n
-        num_visible += "not itself" not in slips
+        num_visible += ("not itself" not in slips) + ("one too many" in slips)
         # the guard's limit, and where a block is cut
-        limit = M if {"no causality", "load, then mask"} & slips else num_visible
+        limit = M if {"no causality", "load, then mask"} & slips else min(num_visible, M)
         cut = M if "no cut" in slips else limit
         group = slice(h, HQ, H) if "dealt out" in slips else slice(h * G, (h + 1) * G)
-        state, parts, starts_with_nothing = online_softmax.start(G, DV), [], False
-        for block_id in block_indices[n, 0 if "first list" in slips else h].tolist():
+        if "one state" not in slips and ("state of a query" not in slips or h == 0):
+            state = online_softmax.start(G, DV)
+        parts, starts_with_nothing = [], False
+        ids = block_indices[0 if "query 0" in slips else n, 0 if "first list" in slips else h]
+        for block_id in (ids.unique() if "unique" in slips else ids).tolist():
             if block_id < 0 and "wrap" in slips:
                 block_id += -(-M // block_size)
+            if block_id < 0 and "clamped" in slips:
+                block_id = 0
             if block_id < 0 and "stop" in slips:
                 break
             start = block_id * block_size
             is_empty = block_id < 0 and "load the empty slot" in slips
-            if not is_empty and (block_id < 0 or start >= limit):
+            is_left_out = start >= limit and "no guard" not in slips
+            if "whole blocks" in slips:
+                is_left_out = start + block_size > limit
+            if block_id < 0:
+                is_left_out = not {"load the empty slot", "slice of nothing"} & slips
+            if block_id < 0 and "slice of nothing" in slips:
+                start = M  # a slice up to 0 holds as little
+            if is_left_out:
                 starts_with_nothing |= not parts
                 continue
-            tokens = torch.arange(start, min(start + block_size, cut))
+            tokens = torch.arange(start, max(start, min(start + block_size, cut)))
             acc_s = q[n, group] @ k[tokens, h].T
             if is_empty or "load, then mask" in slips:
                 is_hidden = (tokens < 0) | (tokens >= num_visible)
                 acc_s = acc_s.masked_fill(is_hidden, -torch.inf)
-            if {"anew", "average"} & slips:
+            if {"anew", "average", "sum"} & slips:
                 state = online_softmax.start(G, DV)
             state = online_softmax.update(state, acc_s, v[tokens, h], scale_log2)
             parts.append(online_softmax.finish(state, scale))
         o[n, group], lse[n, group] = online_softmax.finish(state, scale)
-        if "average" in slips and parts:
-            o[n, group] = torch.stack([part for part, _ in parts]).mean(0)
+        if {"average", "sum"} & slips and parts:
+            outputs = torch.stack([part for part, _ in parts])
+            o[n, group] = outputs.sum(0) if "sum" in slips else outputs.mean(0)
             lse[n, group] = torch.logsumexp(torch.stack([part for _, part in parts]), 0)
         if "0/0" in slips:
             o[n, group] = state.acc_o / state.running_sum[:, None]
@@ -659,6 +899,52 @@ _ATTEND_MISTAKES = (
         "they are NaN?",
     ),
     Misconception(
+        "going into a block of the future",
+        slip(_attend, "no guard"),
+        "The block begins at `num_visible` or behind it, so the cut leaves nothing of its slice, "
+        "and there is no maximum of no scores. Which blocks does the guard skip?",
+    ),
+    Misconception(
+        "going into an empty slot",
+        slip(_attend, "slice of nothing"),
+        "For -1 the slice ends at 0 and holds no key, and there is no maximum of no scores. What "
+        "should an empty slot do?",
+    ),
+    Misconception(
+        "taking an empty slot for block 0",
+        slip(_attend, "clamped"),
+        "-1 has become 0, so block 0 counts although no slot lists it, or counts once more. What "
+        "should an empty slot add?",
+    ),
+    Misconception(
+        "letting a query see one key too many",
+        slip(_attend, "one too many"),
+        "The query at position t sees keys 0 to t. How many are these, and at which position does "
+        "query n stand?",
+    ),
+    Misconception(
+        "keeping only blocks that are visible as a whole",
+        slip(_attend, "whole blocks"),
+        "The visible part of a block counts, however short. What is left of the query's own block?",
+    ),
+    Misconception(
+        "counting a block once that is listed twice",
+        slip(_attend, "unique"),
+        "A list may name a block twice, and then each of its keys has double weight. What does "
+        "`unique` do to the second one?",
+    ),
+    Misconception(
+        "taking query 0's list for all",
+        slip(_attend, "query 0"),
+        "Each query has lists of its own. Which index of `block_indices` chooses the query?",
+    ),
+    Misconception(
+        "calling `walk` without the block size",
+        slip(_attend, "default size"),
+        "The chapter's `walk` takes blocks of 4 unless it is told otherwise. Which size do you "
+        "have to pass on?",
+    ),
+    Misconception(
         "leaving out the cut inside the last block",
         slip(_attend, "no cut"),
         "A block that begins in a query's past may end in its future. Where does the slice "
@@ -686,6 +972,24 @@ _ATTEND_MISTAKES = (
         "The state joins the blocks of a list. Where does it have to start?",
     ),
     Misconception(
+        "not starting anew for each list",
+        slip(_attend, "state of a query"),
+        "What the first KV head's list has summed up is still in the state when the second one's "
+        "begins. Where does a state have to start?",
+    ),
+    Misconception(
+        "not starting anew for each list",
+        slip(_attend, "one state"),
+        "What the lists before have summed up is still in the state. Where does a state have to "
+        "start?",
+    ),
+    Misconception(
+        "adding up the blocks' outputs",
+        slip(_attend, "sum"),
+        "Each block's weights sum to 1, so those of two blocks sum to 2. Over which keys does the "
+        "one softmax run?",
+    ),
+    Misconception(
         "averaging the blocks' outputs",
         slip(_attend, "average"),
         "A block of weak scores would count as much as a strong one. Over which keys does "
@@ -694,7 +998,8 @@ _ATTEND_MISTAKES = (
     Misconception(
         "dividing by the sum of nothing",
         slip(_attend, "0/0"),
-        "A row that saw no key has running_sum 0 and acc_o 0. What does `finish` make of it?",
+        "A query that sees nothing divides 0 by 0. Which output does the chapter give to such an "
+        "empty row?",
     ),
     Misconception(
         "rescaling while the maximum is still −∞",
@@ -705,13 +1010,30 @@ _ATTEND_MISTAKES = (
     Misconception(
         "leaving out the scale",
         slip(_attend, "no scale"),
-        "Dot products are multiplied by D ** -0.5. Where do `update` and `finish` get it?",
+        "Dot products are multiplied by `D ** -0.5` before the softmax. Where does that happen in "
+        "your code? (`update` and `finish` want to be told.)",
     ),
     Misconception(
         "powers of two without log₂ e",
         slip(_attend, "base e"),
         "`update` takes powers of two. By which factor does an exponent grow from base e "
         "to base 2?",
+    ),
+    Misconception(
+        "returning `lse` in base two",
+        slip(_attend, "base two"),
+        "`o` is right, and `lse` is log₂ e times too large. In which base does the course return "
+        "it?",
+    ),
+    Misconception(
+        "an `lse` of 0 for a row that sees nothing",
+        slip(_attend, "lse of nothing"),
+        "`lse` is the logarithm of a sum, here of a sum of nothing. What is log 0?",
+    ),
+    Misconception(
+        "returning `lse` before `o`",
+        slip(_attend, "swapped"),
+        "Both are there. In which order does the statement ask for them?",
     ),
 )
 
@@ -722,8 +1044,9 @@ The operator, for one text. `q` `[N, HQ, D]` are the last `N` of `M` positions, 
 `[M, H, DV]`; `block_indices` `[N, H, S]` holds the list of each query and KV head, with `-1`
 anywhere. Return causal attention's `o` `[N, HQ, DV]` and `lse` `[N, HQ]`, scale `D ** -0.5`. Hold
 the scores of one block at a time, and do not load what a query does not see: in one case it is NaN,
-in another a query sees nothing at all. Start from `walk` above: it does one query and one KV head.
-What remains is which rows of `q` belong together, and how much each query may see.
+in another a query sees nothing at all. A block that is listed twice counts twice. Start from `walk`
+above: it does one query and one KV head. What remains is which rows of `q` belong together, and how
+much each query may see.
 """,
     minutes=10,
     difficulty=3,
@@ -734,17 +1057,20 @@ What remains is which rows of `q` belong together, and how much each query may s
         "Put two loops around it, over queries and over KV heads. Query n is the last of how many "
         "keys? And which query heads share KV head h?",
         "The heads of KV head h are `G` neighbours: one slice of `q[n]` is the tile, and the same "
-        "slice of `o[n]` and `lse[n]` takes the result. The list is row `[n, h]`. Cut `k` and `v` "
-        "before you load them.",
+        "slice of `o[n]` and `lse[n]` takes the result. The list is row `[n, h]`. `walk` already "
+        "cuts the last block, so it gets all keys and values of KV head h.",
     ),
     why="Only what the query sees is loaded, so no NaN can come in, and one state over the whole "
     "list makes its blocks one softmax.",
     misconceptions=_ATTEND_MISTAKES,
     combine=together(
         _ATTEND_MISTAKES,
-        {"wrap", "stop", "load the empty slot"},
-        {"anew", "average"},
-        {"no cut", "no causality", "load, then mask"},
+        {"wrap", "stop", "load the empty slot", "slice of nothing", "clamped"},
+        {"anew", "average", "sum", "one state", "state of a query"},
+        {"no cut", "no causality", "load, then mask", "whole blocks"},
+        {"no causality", "one too many", "not itself", "whole blocks"},
+        {"load, then mask", "no guard", "whole blocks"},
+        {"no cut", "no guard"},
     ),
     cases=(
         Case(
@@ -760,6 +1086,7 @@ What remains is which rows of `q` belong together, and how much each query may s
             lambda: _problem(N=11, M=11, HQ=2, H=1, seed=1, empty=True),
         ),
         Case("a query that lists nothing", lambda: _four([[[-1, -1]], [[0, -1]]])),
+        Case("a block listed twice", lambda: _four([[[1, 1, 0]], [[0, 1, 0]]])),
         Case(
             "4 tokens, blocks of 4, later values are NaN for the first query",
             lambda: _untouchable(),
@@ -820,7 +1147,7 @@ PREDICTIONS = (
         (
             (1 / 16, "16 is the number of blocks; the share depends on how long the text is."),
             (1 / 8, "A list names only the past, so halving 1/4 for the future counts it twice."),
-            (1 / 4, "1,024 keys of 4,096 is the last query's share. Which share has an early one?"),
+            (1 / 4, "1/4 is the share of the last query. The share of all pairs is an average."),
             (1 / 2, "Half is what the causal mask leaves without any list."),
         ),
         tolerance=0.1,
@@ -889,7 +1216,7 @@ TRAPS = (
         "tokens_of_list",
         "cutting the own block but not a block further on",
     ),
-    Trap("or past the end of the text.", "tokens_of_list", "showing a block that does not exist"),
+    Trap("or past the end of the text.", "tokens_of_list", "showing keys that do not exist"),
     Trap(
         "below $\\lceil \\mathtt{num\\_visible} / \\mathtt{BS} \\rceil$",
         "tokens_of_list",
