@@ -2,6 +2,7 @@
 solutions against `ops`."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.exercises import selected_attention as solutions
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.widgets import selected_attention as pictures
+from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.runtime import costs
 from nsa_tutorial.sparse.selected_attention import dense_mask
 
@@ -279,7 +281,9 @@ def test_a_wrong_window_is_drawn():
     exercise = chapter_exercises("selected_attention")["window_mask"]
     one_too_wide = next(m for m in exercise.misconceptions if m.name == "a window of w + 1")
     picture = judge(exercise, one_too_wide.wrong).picture
-    assert picture.finding == "A window of 3: your queries see 1, 2, 3, 4 keys"
+    assert picture.finding == (
+        "A window of 3: the query at position 3 sees keys 0, 1, 2, 3, not 1, 2, 3"
+    )
 
 
 def test_a_sorted_list_is_told_from_other_tokens():
@@ -347,17 +351,308 @@ def all_at_once(q, k, v, block_indices, block_size):
     return o, lse
 
 
-@pytest.mark.parametrize(
-    ("name", "attempt", "named"),
-    [
-        ("tokens_of_list", whole_blocks, "showing all of a block that the query stands in"),
-        ("load_block", product_with_the_mask, "multiplying by the mask"),
-        ("load_block", half_a_guard, "comparing with num_visible only"),
-        ("window_mask", sliced, "a slice that begins below 0"),
-        ("attend_to_lists", all_at_once, "loading what is hidden, and masking its score"),
-    ],
-    ids=lambda p: p.__name__ if callable(p) else "",
-)
+def tokens_by(guard, end):
+    """`tokens_of_list` with the reader's own guard and end of a block."""
+
+    def tokens_of_list(ids, position, M, block_size, causal):
+        tokens, seen = [], position + 1 if causal else M
+        for i in ids:
+            if guard(i, i * block_size, seen):
+                tokens += range(i * block_size, end(i * block_size, block_size, seen))
+        return tokens
+
+    return tokens_of_list
+
+
+def listed(i, start, seen):
+    return i >= 0
+
+
+def begun(i, start, seen):
+    return i >= 0 and start < seen
+
+
+def cut(start, block_size, seen):
+    return min(start + block_size, seen)
+
+
+def uncut(start, block_size, seen):
+    return start + block_size
+
+
+def load_by(is_seen, hide):
+    """`load_block` with the reader's own mask, and what becomes of the rows."""
+
+    def load_block(x, block_id, num_visible, block_size):
+        offset = block_id * block_size + torch.arange(block_size)
+        seen = is_seen(offset, num_visible)
+        return hide(x, offset, seen)
+
+    return load_block
+
+
+def real(offset, num_visible):
+    return (offset >= 0) & (offset < num_visible)
+
+
+def filled(x, offset, seen):
+    tile = torch.zeros(len(offset), x.shape[1])
+    tile[seen] = x[offset[seen]].detach()
+    return tile, seen
+
+
+def a_short_tile(x, block_id, num_visible, block_size):
+    start = max(block_id * block_size, 0)
+    end = min(start + block_size, num_visible) if block_id >= 0 else start
+    return x[start:end], real(block_id * block_size + torch.arange(block_size), num_visible)
+
+
+def no_block_zero(x, block_id, num_visible, block_size):
+    if block_id <= 0:
+        return torch.zeros(block_size, x.shape[1]), torch.zeros(block_size, dtype=torch.bool)
+    return load_by(real, filled)(x, block_id, num_visible, block_size)
+
+
+def none_for_minus_one(x, block_id, num_visible, block_size):
+    if block_id >= 0:
+        return load_by(real, filled)(x, block_id, num_visible, block_size)
+
+
+def zeros_in_the_input(x, block_id, num_visible, block_size):
+    x[num_visible:] = 0
+    return load_by(real, filled)(x, block_id, num_visible, block_size)
+
+
+def window_by(compare):
+    def window_mask(N, M, window_size):
+        return compare(torch.arange(M - N, M)[:, None], torch.arange(M), window_size)
+
+    return window_mask
+
+
+def attend_by(*, guard=begun, walked=lambda ids: ids, late=1, size=None, rows=None):
+    """`attend_to_lists` around the chapter's `walk`, with the reader's own parts in it."""
+
+    def attend_to_lists(q, k, v, block_indices, block_size):
+        (N, HQ, D), (M, H, DV) = q.shape, v.shape
+        G, scale, BS = HQ // H, D**-0.5, size or block_size
+        o, lse = torch.empty(N, HQ, DV), torch.empty(N, HQ)
+        for n, h in itertools.product(range(N), range(H)):
+            state, seen, group = (
+                online_softmax.start(G, DV),
+                M - N + n + late,
+                slice(h * G, h * G + G),
+            )
+            for i in walked(block_indices[rows(n) if rows else n, h]).tolist():
+                start = i * BS
+                if not guard(i, start, seen):
+                    continue
+                keys = slice(start, min(start + BS, seen))
+                scores = q[n, group] @ k[keys, h].T
+                state = online_softmax.update(
+                    state, scores, v[keys, h], scale * online_softmax.LOG2_E
+                )
+            o[n, group], lse[n, group] = online_softmax.finish(state, scale)
+        return o, lse
+
+    return attend_to_lists
+
+
+def then(change):
+    """The right `attend_to_lists`, and what the reader makes of its result."""
+    return lambda *arguments: change(*solutions.attend_to_lists(*arguments))
+
+
+def softmax_per_block(q, k, v, block_indices, block_size):
+    """Each block's softmax for itself; the outputs are added."""
+    slots = block_indices.split(1, dim=-1)
+    o, lse = zip(
+        *(solutions.attend_to_lists(q, k, v, slot, block_size) for slot in slots), strict=True
+    )
+    return sum(o), torch.stack(lse).logsumexp(0)
+
+
+FUTURE = "going into a block of the future"
+MISTAKES = {
+    "whole blocks": (
+        "tokens_of_list",
+        whole_blocks,
+        ("showing all of a block that the query stands in", "running past the last key"),
+    ),
+    "no cut at all": (
+        "tokens_of_list",
+        tokens_by(listed, uncut),
+        "taking every block whole, wherever it lies",
+    ),
+    "never causal": (
+        "tokens_of_list",
+        lambda ids, position, M, BS, causal: solutions.tokens_of_list(ids, position, M, BS, False),
+        "never looking at `causal`",
+    ),
+    "range to num_visible + 1": (
+        "tokens_of_list",
+        tokens_by(begun, lambda start, BS, seen: min(start + BS, seen + 1)),
+        "showing one key too many",
+    ),
+    "ids.clamp": (
+        "tokens_of_list",
+        lambda ids, *rest: solutions.tokens_of_list([max(i, 0) for i in ids], *rest),
+        "taking an empty slot for block 0",
+    ),
+    "whole blocks only": (
+        "tokens_of_list",
+        lambda ids, position, M, BS, causal: [
+            t
+            for i in ids
+            if 0 <= i < (position + 1 if causal else M) // BS
+            for t in range(i * BS, i * BS + BS)
+        ],
+        "keeping only blocks that are visible as a whole",
+    ),
+    "ids": (
+        "tokens_of_list",
+        lambda ids, *rest: [i for i in ids if i >= 0],
+        "returning ids in place of tokens",
+    ),
+    "ids of the past": (
+        "tokens_of_list",
+        lambda ids, position, M, BS, causal: [
+            i for i in ids if i >= 0 and i * BS < (position + 1 if causal else M)
+        ],
+        "returning ids in place of tokens",
+    ),
+    "product": ("load_block", product_with_the_mask, "multiplying by the mask"),
+    "half a guard": ("load_block", half_a_guard, "comparing with num_visible only"),
+    "half a guard, clamped": (
+        "load_block",
+        load_by(
+            lambda offset, seen: offset < seen,
+            lambda x, offset, seen: (
+                x[offset.clamp(0, len(x) - 1)].masked_fill(~seen[:, None], 0),
+                seen,
+            ),
+        ),
+        "comparing with num_visible only",
+    ),
+    "<=": (
+        "load_block",
+        load_by(lambda offset, seen: (offset >= 0) & (offset <= seen), filled),
+        "loading one row too many",
+    ),
+    "block <= 0": ("load_block", no_block_zero, "taking id 0 for an empty slot"),
+    "None for -1": ("load_block", none_for_minus_one, "returning no tile for an empty slot"),
+    "short tile": ("load_block", a_short_tile, "making a tile with fewer rows"),
+    "row 0": (
+        "load_block",
+        load_by(real, lambda x, offset, seen: (x[torch.where(seen, offset, 0)], seen)),
+        "leaving row 0 in the tile where nothing is seen",
+    ),
+    "all seen": (
+        "load_block",
+        load_by(real, lambda x, offset, seen: (filled(x, offset, seen)[0], seen | True)),
+        "calling every row of the tile real",
+    ),
+    "float mask": (
+        "load_block",
+        load_by(real, lambda x, offset, seen: (filled(x, offset, seen)[0], seen.float())),
+        "returning numbers where a boolean mask is asked for",
+    ),
+    "tile alone": (
+        "load_block",
+        load_by(real, lambda x, offset, seen: filled(x, offset, seen)[0]),
+        "returning the tile alone",
+    ),
+    "input overwritten": (
+        "load_block",
+        zeros_in_the_input,
+        "writing into the tensor that you were given",
+    ),
+    "slice": ("window_mask", sliced, "a slice that begins below 0"),
+    "transposed": (
+        "window_mask",
+        window_by(lambda p, m, w: ((m <= p) & (m > p - w)).T),
+        "giving the queries columns, and the keys rows",
+    ),
+    "or": (
+        "window_mask",
+        window_by(lambda p, m, w: (m <= p) | (m > p - w)),
+        "joining the two ends of the window with `or`",
+    ),
+    "N - M": (
+        "window_mask",
+        lambda N, M, w: torch.ones(N, M).tril(N - M).triu(N - M - w + 1).bool(),
+        "taking N − M for M − N",
+    ),
+    "float window": (
+        "window_mask",
+        window_by(lambda p, m, w: torch.where((m <= p) & (m > p - w), 1.0, 0.0)),
+        "returning numbers where a boolean mask is asked for",
+    ),
+    "all at once": (
+        "attend_to_lists",
+        all_at_once,
+        (
+            "loading what is hidden, and masking its score",
+            "loading an empty slot's block, and masking its score",
+        ),
+    ),
+    "no future": ("attend_to_lists", attend_by(guard=listed), FUTURE),
+    "future by >": (
+        "attend_to_lists",
+        attend_by(guard=lambda i, start, seen: i >= 0 and start <= seen),
+        FUTURE,
+    ),
+    "no empty slot": (
+        "attend_to_lists",
+        attend_by(guard=lambda i, start, seen: start < seen),
+        "going into an empty slot",
+    ),
+    "n + 2": ("attend_to_lists", attend_by(late=2), "letting a query see one key too many"),
+    "unique": (
+        "attend_to_lists",
+        attend_by(walked=torch.unique),
+        "counting a block once that is listed twice",
+    ),
+    "clamp": (
+        "attend_to_lists",
+        attend_by(walked=lambda ids: ids.clamp(min=0)),
+        "taking an empty slot for block 0",
+    ),
+    "default size": ("attend_to_lists", attend_by(size=4), "calling `walk` without the block size"),
+    "query 0": ("attend_to_lists", attend_by(rows=lambda n: 0), "taking query 0's list for all"),
+    "per block": ("attend_to_lists", softmax_per_block, "adding up the blocks' outputs"),
+    "base two": (
+        "attend_to_lists",
+        then(lambda o, lse: (o, lse / math.log(2))),
+        "returning `lse` in base two",
+    ),
+    "lse 0": (
+        "attend_to_lists",
+        then(lambda o, lse: (o, lse.nan_to_num(neginf=0.0))),
+        "an `lse` of 0 for a row that sees nothing",
+    ),
+    "lse first": ("attend_to_lists", then(lambda o, lse: (lse, o)), "returning `lse` before `o`"),
+}
+
+
+@pytest.mark.parametrize(("name", "attempt", "named"), MISTAKES.values(), ids=MISTAKES)
 def test_a_readers_mistake_is_named(name, attempt, named):
     """None of these is written like the misconception that names it."""
-    assert named in judge(chapter_exercises("selected_attention")[name], attempt).misconceptions
+    verdict = judge(chapter_exercises("selected_attention")[name], attempt)
+    assert verdict.misconceptions == (named if isinstance(named, tuple) else (named,))
+
+
+def test_no_tile_is_not_taken_for_a_missing_return():
+    verdict = judge(chapter_exercises("selected_attention")["load_block"], none_for_minus_one)
+    assert "It returned None." in verdict.text
+    assert "return statement" not in verdict.text
+
+
+def test_a_block_listed_twice_counts_twice():
+    q, k, v = (torch.randn(4, 1, 2, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    lists = torch.tensor([0, 1, 1]).expand(4, 1, 3)
+    o, lse = solutions.attend_to_lists(q, k, v, lists, 2)
+    twice = torch.tensor([0, 1, 2, 3, 2, 3])  # the keys of both, as they are listed
+    scores = (k[twice, 0] @ q[3, 0]) * 2**-0.5
+    torch.testing.assert_close(o[3, 0], torch.softmax(scores, 0) @ v[twice, 0])
+    torch.testing.assert_close(lse[3, 0], scores.logsumexp(0))

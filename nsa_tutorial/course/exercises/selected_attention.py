@@ -64,8 +64,8 @@ def _tokens(
             limit = end
         if "whole blocks" in slips:
             limit = end if end <= limit else 0
-        if "ids" in slips:
-            tokens += [block_id] * (start < limit)
+        if {"ids", "ids of the past"} & slips:
+            tokens += [block_id] * ("ids" in slips or start < limit)
             continue
         tokens += range(start, min(end, limit))
     return tokens
@@ -180,6 +180,12 @@ _TOKENS_MISTAKES = (
     Misconception(
         "returning ids in place of tokens",
         slip(_tokens, "ids"),
+        "These are blocks. The positions of the keys in them are asked for. Which tokens does "
+        "block 2 hold?",
+    ),
+    Misconception(
+        "returning ids in place of tokens",
+        slip(_tokens, "ids of the past"),
         "These are blocks. The positions of the keys in them are asked for. Which tokens does "
         "block 2 hold?",
     ),
@@ -459,7 +465,8 @@ _LOAD_MISTAKES = (
     Misconception(
         "returning numbers where a boolean mask is asked for",
         slip(_load, "numbers"),
-        "The values are right. But as an index, 0 and 1 choose rows 0 and 1, and `~` fails. "
+        "The values are right. But as an index, 0 and 1 choose rows 0 and 1, and `~` does not turn "
+        "them round. "
         "Which dtype does a comparison give?",
     ),
     Misconception(
@@ -704,7 +711,8 @@ _WINDOW_MISTAKES = (
     Misconception(
         "returning numbers where a boolean mask is asked for",
         slip(_window, "numbers"),
-        "The values are right. But as an index, 0 and 1 choose rows 0 and 1, and `~` fails. "
+        "The values are right. But as an index, 0 and 1 choose rows 0 and 1, and `~` does not turn "
+        "them round. "
         "Which dtype does a comparison give?",
     ),
 )
@@ -901,14 +909,14 @@ _ATTEND_MISTAKES = (
     Misconception(
         "going into a block of the future",
         slip(_attend, "no guard"),
-        "The block begins at `num_visible` or behind it, so the cut leaves nothing of its slice, "
-        "and there is no maximum of no scores. Which blocks does the guard skip?",
+        "The whole block lies in the query's future: the cut leaves nothing of its slice, and no "
+        "scores have no maximum. At which `block_start` does a block show nothing any more?",
     ),
     Misconception(
         "going into an empty slot",
         slip(_attend, "slice of nothing"),
-        "For -1 the slice ends at 0 and holds no key, and there is no maximum of no scores. What "
-        "should an empty slot do?",
+        "For -1 the slice ends at 0 and holds no key, and no scores have no maximum. What should "
+        "an empty slot add to the state?",
     ),
     Misconception(
         "taking an empty slot for block 0",
@@ -930,8 +938,8 @@ _ATTEND_MISTAKES = (
     Misconception(
         "counting a block once that is listed twice",
         slip(_attend, "unique"),
-        "A list may name a block twice, and then each of its keys has double weight. What does "
-        "`unique` do to the second one?",
+        "A list may name a block twice, and then each of its keys has double weight. Where "
+        "does the second one get lost?",
     ),
     Misconception(
         "taking query 0's list for all",
