@@ -466,8 +466,7 @@ _LOAD_MISTAKES = (
         "returning numbers where a boolean mask is asked for",
         slip(_load, "numbers"),
         "The values are right. But as an index, 0 and 1 choose rows 0 and 1, and `~` does not turn "
-        "them round. "
-        "Which dtype does a comparison give?",
+        "them round. Which dtype does a comparison give?",
     ),
     Misconception(
         "returning no tile for an empty slot",
@@ -712,8 +711,7 @@ _WINDOW_MISTAKES = (
         "returning numbers where a boolean mask is asked for",
         slip(_window, "numbers"),
         "The values are right. But as an index, 0 and 1 choose rows 0 and 1, and `~` does not turn "
-        "them round. "
-        "Which dtype does a comparison give?",
+        "them round. Which dtype does a comparison give?",
     ),
 )
 
