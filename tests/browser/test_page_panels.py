@@ -175,6 +175,29 @@ def test_reset_brings_the_start_back(lab: Lab) -> None:
         )
 
 
+def test_controls_bound_each_other_and_say_so(lab: Lab) -> None:
+    """The mask explorer's text made as short as it can be: the query moves along, the panel says
+    so, and what the sliders read is what is drawn. What is not shown greys its controls out."""
+    with page_with(lab, ["mask_explorer.mask_explorer"]) as page:
+        panel = shown(page, 0)
+        said = panel.locator(".nsa-sentence p")
+        tokens, query = (panel.get_by_role("slider", name=name) for name in ("tokens", "query"))
+        before = int(float(query.get_attribute("aria-valuenow")))
+        tokens.focus()
+        page.keyboard.press("Home")
+        lab.wait(lambda: "is out of range here, now" in said.text_content(), "the panel to say so")
+        fewest = int(float(tokens.get_attribute("aria-valuenow")))
+        last = int(float(query.get_attribute("aria-valuenow")))
+        assert last == int(float(query.get_attribute("aria-valuemax"))) == fewest - 1
+        assert f"query: {before} is out of range here, now {last}." in said.text_content()
+        assert f"Query {last} " in panel.locator("svg").get_attribute("aria-label")
+        greyed = panel.locator("[disabled] .noUi-handle")
+        assert greyed.count() == 0
+        panel.get_by_label("show").select_option("compressed")
+        lab.wait(lambda: greyed.count() > 0, "controls that do nothing now to be greyed out")
+        assert "window" in greyed.evaluate_all("hs => hs.map(h => h.ariaLabel)")
+
+
 @exhaustive
 def test_a_key_moves_the_picture_in_time(lab: Lab, capsys: pytest.CaptureFixture) -> None:
     """Twice the budget is allowed here, since other tests run on the same machine; alone, each

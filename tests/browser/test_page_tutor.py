@@ -13,7 +13,8 @@ from lab import CHROMIUM, Lab
 from nsa_tutorial.course.chapters import CHAPTERS
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-NOTEBOOKS = ("light.ipynb", "dark.ipynb", "contents.ipynb")  # a kernel each
+VIEWS = [f"{theme}-{app}" for theme in ("light", "dark") for app in ("lab", "notebook")]
+NOTEBOOKS = [f"{name}.ipynb" for name in (*VIEWS, "contents")]  # a kernel each
 CELLS = [
     "from nsa_tutorial.course import check, exercise, hint, progress",
     'exercise("dense_attention", "causal_weights")',
@@ -64,9 +65,17 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     server.close()
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_what_is_said_can_be_read(lab: Lab, theme: str) -> None:
-    page = lab.run_all(f"{theme}.ipynb", theme=theme, size=(1400, 4000))
+@pytest.mark.parametrize(
+    ("theme", "app"),
+    [
+        ("light", "lab"),
+        ("dark", "notebook"),
+        pytest.param("dark", "lab", marks=pytest.mark.exhaustive),
+        pytest.param("light", "notebook", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_what_is_said_can_be_read(lab: Lab, theme: str, app: str) -> None:
+    page = lab.run_all(f"{theme}-{app}.ipynb", theme=theme, app=app, size=(1400, 4000))
     found = page.evaluate(CONTRASTS)
     faint = [piece for piece in found if piece[1] < 4.5]
     assert not faint
