@@ -37,14 +37,25 @@ def predict(name: str, guess: object) -> Message:
     guess = _simple(guess)
     if guess is not None:
         reader.note_guess(name, guess)
-        is_odd = asked.asks_for_a_number and _number(guess, asked.unit) is None
-        wish = "A number is asked for, such as 8, 0.5 or 1/64." if is_odd else "You will see."
+        wish = _wish(guess, asked) or "You will see."
         return Message("open", "○", name, f"noted, {_written(guess, asked)}.", (wish,))
     before = reader.guess_of(name)
     if before is not None:
         return Message("open", "○", name, f"your guess so far is {_written(before, asked)}.")
     nudge = "Put a guess in place of None, even a wild one."
     return Message("open", "○", name, "no guess yet.", (asked.question, nudge))
+
+
+def _wish(guess: object, asked: Prediction) -> str:
+    """What to ask of a guess that cannot be meant like this."""
+    if not asked.asks_for_a_number:
+        return ""
+    number = _number(guess, asked.unit)
+    if number is None:
+        return "A number is asked for, such as 8, 0.5 or 1/64."
+    if asked.unit == "%" and 0 < number < 1:
+        return f"That is less than one percent. Did you mean {_of_number(100 * number)}?"
+    return ""
 
 
 def reveal(name: str, answer: object) -> Message:
@@ -115,7 +126,8 @@ def _number(value: object, unit: str) -> Fraction | float | None:
 
 def _written(value: object, asked: Prediction) -> str:
     """A guess or an answer in words that fit a line."""
-    number = None if isinstance(value, str) else _number(value, asked.unit)
+    is_text = isinstance(value, str) and not asked.asks_for_a_number
+    number = None if is_text else _number(value, asked.unit)
     if isinstance(number, Fraction):
         return _of_number(number) + (f" {asked.unit}" if asked.unit else "")
     try:
@@ -182,7 +194,8 @@ def _ratio(ratio: Fraction) -> str:
 def _equal(guess: object, answer: object) -> bool:
     """Equality that text and lists are granted and that never raises."""
     if isinstance(guess, str) and isinstance(answer, str):
-        return " ".join(guess.casefold().split()) == " ".join(answer.casefold().split())
+        x, y = (" ".join(text.casefold().split()).removesuffix("s") for text in (guess, answer))
+        return x == y
     if isinstance(guess, list | tuple) and isinstance(answer, list | tuple):
         return len(guess) == len(answer) and all(map(_equal, guess, answer))
     if isinstance(guess, bool) or isinstance(answer, bool):

@@ -25,7 +25,8 @@ CACHE = Prediction(
     unit="GiB",
 )
 SHARE = Prediction("share", "What share?", "Because.", tolerance=0.05)
-ASKED = {p.name: p for p in (CACHE, SHARE)}
+PERCENT = Prediction("percent", "How many percent?", "Because.", unit="%")
+ASKED = {p.name: p for p in (CACHE, SHARE, PERCENT)}
 
 
 @pytest.fixture(autouse=True)
@@ -202,3 +203,18 @@ def test_what_is_no_number_is_said_at_once() -> None:
     assert "A number is asked for" in repr(predict("cache", "many"))
     assert "You will see." in repr(predict("cache", "8 GiB"))
     assert "exactly right" in told("8k", 8000)
+
+
+def test_a_share_where_percent_are_asked_for_is_asked_about() -> None:
+    assert "Did you mean 60?" in repr(predict("percent", 0.6))
+    assert "Did you mean" not in repr(predict("percent", 60))
+
+
+def test_words_may_stand_in_the_plural() -> None:
+    assert told("Gates", "gate", "share").startswith("✓")
+    assert not told("gas", "gate", "share").startswith("✓")
+
+
+def test_a_number_written_as_text_is_repeated_as_a_number() -> None:
+    predict("cache", "16000")
+    assert repr(predict("cache", None)) == "○ cache: your guess so far is 16,000 GiB."
