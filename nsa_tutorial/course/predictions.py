@@ -48,6 +48,8 @@ def predict(name: str, guess: object) -> Message:
 
 def _wish(guess: object, asked: Prediction) -> str:
     """What to ask of a guess that cannot be meant like this."""
+    if asked.choices and not any(_equal(guess, choice) for choice in asked.choices):
+        return f"Choose one of {', '.join(_written(c, asked) for c in asked.choices)}."
     if not asked.asks_for_a_number:
         return ""
     number = _number(guess, asked.unit)
@@ -150,7 +152,7 @@ def _of_number(number: Fraction) -> str:
 def _distance(guess: object, answer: object, asked: Prediction) -> str:
     """How far a guess is off, in words; empty where there is no more to say than that it is."""
     x, y = _number(guess, asked.unit), _number(answer, asked.unit)
-    if y is None or isinstance(answer, str):
+    if y is None or isinstance(answer, str) or asked.choices:
         return "exactly right" if _equal(guess, answer) else ""
     if x is None:
         return "a number was asked for"

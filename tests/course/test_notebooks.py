@@ -149,6 +149,14 @@ def test_cells_are_short(path: Path) -> None:
 
 
 @each
+def test_a_cell_for_a_gpu_runs_without_one(path: Path) -> None:
+    """The tests skip it there; JupyterLab's Run All does not, and would stop at its error."""
+    for cell in code_cells(read(path)):
+        if "gpu" in tags(cell):
+            assert "torch.cuda.is_available()" in cell.source, f"cell {cell.id}"
+
+
+@each
 def test_rhythm(path: Path) -> None:
     notebook = read(path)
     first = notebook.cells[0]

@@ -26,7 +26,8 @@ CACHE = Prediction(
 )
 SHARE = Prediction("share", "What share?", "Because.", tolerance=0.05)
 PERCENT = Prediction("percent", "How many percent?", "Because.", unit="%")
-ASKED = {p.name: p for p in (CACHE, SHARE, PERCENT)}
+CHOICE = Prediction("choice", "Which, 0, 1 or 2?", "Because.", choices=(0, 1, 2))
+ASKED = {p.name: p for p in (CACHE, SHARE, PERCENT, CHOICE)}
 
 
 @pytest.fixture(autouse=True)
@@ -218,3 +219,9 @@ def test_words_may_stand_in_the_plural() -> None:
 def test_a_number_written_as_text_is_repeated_as_a_number() -> None:
     predict("cache", "16000")
     assert repr(predict("cache", None)) == "○ cache: your guess so far is 16,000 GiB."
+
+
+def test_of_a_choice_nothing_is_far_or_near() -> None:
+    assert told(2, 1, "choice") == "→ choice: You said 2, it is 1. Because."
+    assert "exactly right" in told(1, 1, "choice")
+    assert "Choose one of 0, 1, 2." in repr(predict("choice", 5))

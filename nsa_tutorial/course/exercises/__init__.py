@@ -121,6 +121,7 @@ class Prediction:
             and a sentence on the thought that leads there.
         unit: written behind the numbers ("GiB").
         tolerance: relative error up to which a number counts as right.
+        choices: the answers to choose from, where the question names them.
     """
 
     name: str
@@ -129,6 +130,7 @@ class Prediction:
     thoughts: tuple[tuple[object, str], ...] = ()
     unit: str = ""
     tolerance: float = 0.0
+    choices: tuple[object, ...] = ()
 
     @property
     def asks_for_a_number(self) -> bool:

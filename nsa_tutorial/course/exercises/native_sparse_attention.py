@@ -1210,6 +1210,7 @@ PREDICTIONS = (
             ("selection", "16 blocks of 64 are 1,024 keys, in a text of any length."),
             ("window", "The window has 512 keys, in a text of any length."),
         ),
+        choices=("compression", "selection", "window"),
     ),
     Prediction(
         "error_of_the_sum",
@@ -1249,5 +1250,6 @@ PREDICTIONS = (
                 "It reads 32 tokens of a head at a time, and the width of its network follows.",
             ),
         ),
+        choices=("q", "k", "v", "o", "gate", "compress_k", "compress_v"),
     ),
 )

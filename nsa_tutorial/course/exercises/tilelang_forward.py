@@ -1171,6 +1171,7 @@ PREDICTIONS = (
             (2, "That hides more latency within a program, but only 3 programs fit on an SM."),
             (3, "That hides most latency within a program, but only 2 programs fit on an SM."),
         ),
+        choices=(0, 1, 2, 3),
     ),
     Prediction(
         "programs_that_fit",
