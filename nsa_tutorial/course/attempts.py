@@ -23,6 +23,12 @@ _NOTHING = (
     "Something here is None. Does it come from a function that you have not written yet, or that "
     "lacks its `return`?"
 )
+# TypeErrors that tell a mistake of their own: a call with the wrong arguments, torch in a kernel.
+_WRONG_CALL = r"positional arguments? but|missing \d+ required|unexpected keyword"
+_NO_TENSOR = (
+    r"must be (Tensor|real number), not (Buffer|Var|Add|Sub|Mul|Div|Max|Min|Call|Cast)"
+    r"|'Buffer(Load)?' object has no attribute"
+)
 # The first pattern found in "Kind: message" gives the sentence.
 MEANINGS = (
     (
@@ -34,6 +40,16 @@ MEANINGS = (
     (
         r"if_then_else only accept the condition to be boolean",
         "The kernel needs a condition here, such as `a < b`, and got another kind of value.",
+    ),
+    (
+        _NO_TENSOR,
+        "A kernel's tiles and numbers are no tensors: functions of `torch` and `math` cannot work "
+        "on them, and they lack a tensor's methods. Take the function of `T` that does it.",
+    ),
+    (
+        r"InternalError: bad optional access",
+        "An argument of a `T` function is of the wrong kind. Does text in quotes stand where a "
+        "number, `True` or `False` belongs?",
     ),
     (
         r"using augmented assignment",
@@ -96,6 +112,11 @@ MEANINGS = (
         "comparison such as `x > 0` gives a mask, and `.long()` gives indices.",
     ),
     (
+        r"only integer tensors of a single element",
+        "A tensor meets a tuple here, or is an index into a list. Does a function return two "
+        "things? Then take both: `o, lse = ...`.",
+    ),
+    (
         r"only one element tensors|cannot be converted to (Scalar|an index)",
         "One number is needed here, and this tensor holds several, or one that is not whole.",
     ),
@@ -112,7 +133,7 @@ MEANINGS = (
     (r"^NameError", "Is the name spelled as where you set it, and was that cell run?"),
     (r"^AttributeError: module", "The library has no function of that name. Is it spelled right?"),
     (r"^AttributeError", "This value is of another kind than the line expects. Print its `type`."),
-    (r"positional arguments? but|missing \d+ required|unexpected keyword", "Count the arguments."),
+    (_WRONG_CALL, "Count the arguments."),
     (r"object is not callable", "Round brackets call a function. To pick an element, use `[ ]`."),
     (
         r"arg is an empty sequence|iterable argument is empty|Expected reduction dim",
@@ -145,6 +166,8 @@ MEANINGS = (
     (r"^RecursionError", "The function calls itself. Did you mean another one of a similar name?"),
 )
 
+_STAND_FOR_ANYTHING = ("ValueError", "RuntimeError")
+
 
 @dataclass(frozen=True)
 class Raised:
@@ -168,8 +191,11 @@ class Raised:
     @property
     def gist(self) -> tuple[str, str]:
         """What two errors share that come of one mistake: their kind. Of the kinds that stand for
-        anything, also what they say, but for numbers and names."""
-        if self.kind not in ("ValueError", "RuntimeError"):
+        anything, also what they say, but for numbers and names; of TypeErrors, only where they
+        are about a call."""
+        is_a_call = re.search(f"{_WRONG_CALL}|{_NO_TENSOR}", self.message)
+        says_more = is_a_call if self.kind == "TypeError" else self.kind in _STAND_FOR_ANYTHING
+        if not says_more:
             return self.kind, ""
         first = next(iter(self.message.splitlines()), "")
         return self.kind, re.sub(r"'[^']*'|\"[^\"]*\"|`[^`]*`|[\W\d]+", " ", first).strip()

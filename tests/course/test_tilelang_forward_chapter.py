@@ -551,6 +551,23 @@ def without_nan(acc_o: object, running_sum: object, G: int, BV: int) -> None:
         acc_o[i, j] = T.if_then_else(T.isnan(acc_o[i, j]), 0, acc_o[i, j])
 
 
+def with_a_tiny_epsilon(acc_o: object, running_sum: object, G: int, BV: int) -> None:
+    for i, j in T.Parallel(G, BV):
+        acc_o[i, j] = acc_o[i, j] / (running_sum[i] + 1e-6)
+
+
+def by_sum(acc_s: object, scores_max: object) -> None:
+    T.reduce_sum(acc_s, scores_max, dim=1)
+
+
+def key_and_block(query: object, key: object, num_keys: object, causal: bool) -> object:
+    return T.And(query >= key if causal else True, key + 4 <= num_keys)
+
+
+def joined_with_causal(query: object, key: object, num_keys: object, causal: bool) -> object:
+    return T.And(causal, query >= key)
+
+
 def scale_or_default(scale: float | None, D: int) -> float:
     return scale or D**-0.5 * LOG2_E
 
@@ -582,10 +599,14 @@ TYPED = [
     ("update_max", without_clear, "taking the maximum of this block alone"),
     ("update_max", by_absolute_value, "taking the largest magnitude for the maximum"),
     ("update_max", with_pythons_max, PYTHON_DECIDES),
+    ("update_max", by_sum, "adding the scores up in place of their maximum"),
+    ("is_seen", key_and_block, "taking each key for the start of a block"),
+    ("is_seen", joined_with_causal, "seeing nothing where nothing is causal"),
     ("is_seen", with_and, PYTHON_DECIDES),
     ("is_seen", without_parentheses, PYTHON_DECIDES),
     ("is_seen", with_if, PYTHON_DECIDES),
     ("normalise", divided_at_once, "dividing whole tiles as if they were numbers"),
+    ("normalise", with_a_tiny_epsilon, "adding a small number to every sum"),
     ("normalise", without_nan, "taking a row with a NaN for an empty one"),
     ("fold_scale", scale_or_default, "leaving a caller's scale in base e"),
     ("fold_scale", natural_log_of_2, "taking ln 2 where log2(e) is meant"),
@@ -614,6 +635,63 @@ def test_what_a_reader_would_type_is_recognised(name: str, typed: Callable, mist
     assert judge(EXERCISES[name], typed).misconception == mistake
 
 
+def without_an_output(acc_s: object, scores_max: object) -> None:
+    T.reduce_max(acc_s, dim=1, clear=False)
+
+
+def with_torch(acc_s: object, scores_max: object) -> None:
+    scores_max = torch.maximum(scores_max, acc_s)
+
+
+def with_a_method(acc_s: object, scores_max: object) -> None:
+    scores_max = acc_s.max(1)  # noqa: F841
+
+
+def with_text(acc_s: object, scores_max: object) -> None:
+    T.reduce_max(acc_s, scores_max, dim=1, clear="False")
+
+
+def without_a_choice(acc_o: object, running_sum: object, G: int, BV: int) -> None:
+    for i, j in T.Parallel(G, BV):
+        acc_o[i, j] = T.if_then_else(running_sum[i] == 0, acc_o[i, j] / running_sum[i])
+
+
+@needs_tilelang
+@pytest.mark.parametrize(
+    ("name", "typed", "told"),
+    [
+        ("update_max", without_an_output, "missing 1 required positional argument: 'out'\nCount"),
+        ("update_max", with_torch, "A kernel's tiles and numbers are no tensors"),
+        ("update_max", with_a_method, "A kernel's tiles and numbers are no tensors"),
+        ("update_max", with_text, "Does text in quotes stand where"),
+        ("normalise", without_a_choice, "missing 1 required positional argument: 'f'\nCount"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else None,
+)
+def test_an_error_that_says_enough_is_no_known_mistake(
+    name: str, typed: Callable, told: str
+) -> None:
+    """Though whole tiles, taken for numbers, raise a TypeError as well."""
+    e = EXERCISES[name]
+    whole_tiles = tuple(m for m in e.misconceptions if "whole tiles" in m.name)
+    verdict = judge(replace(e, misconceptions=whole_tiles, cases=e.cases[:1]), typed)
+    assert len(whole_tiles) == 1
+    assert verdict.outcome == "wrong"
+    assert told in verdict.text
+
+
+@needs_tilelang
+def test_an_inverse_sum_is_right() -> None:
+    """The tolerance sees 1e-6 beside a sum of 1, and grants another order of operations."""
+
+    def normalise(acc_o, running_sum, G, BV):
+        for i, j in T.Parallel(G, BV):
+            inverse = 1.0 / running_sum[i]
+            acc_o[i, j] = T.if_then_else(running_sum[i] == 0, 0, acc_o[i, j] * inverse)
+
+    assert judge(EXERCISES["normalise"], normalise).outcome == "right"
+
+
 def test_thoughts_about_guesses_hold() -> None:
     """The wrong guesses are the numbers that the thoughts lead to."""
     thoughts = {
@@ -626,7 +704,8 @@ def test_thoughts_about_guesses_hold() -> None:
     right = loaded / 1e9
     assert round(loaded / 2**30) in thoughts["gigabytes_loaded"]
     assert 0.1 < 2 * tokens * H * 128 * 2 / 1e9 < 0.15, "all keys and values, once"
-    for factor in (1 / 2, 1 / H, 1 / S, heads // H):
+    assert round(2 * tokens * H * 128 * 2 / 1e6) in thoughts["gigabytes_loaded"], "in MB"
+    for factor in (1 / 2, 1 / H, 1 / S, 1 / S / 2, heads // H, 2):
         assert any(abs(x / right / factor - 1) < 0.01 for x in thoughts["gigabytes_loaded"])
     programs_per_sm = EXERCISES["programs_per_sm"].solution
     fit = [programs_per_sm(16, 128, 128, 64, stages, 2)[1] for stages in (1, 2, 3)]

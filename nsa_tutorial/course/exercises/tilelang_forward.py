@@ -146,6 +146,10 @@ def _max_untouched(acc_s: object, scores_max: object) -> None:
         scores_max[g] = scores_max[g] + 0.0
 
 
+def _sum_of_block(acc_s: object, scores_max: object) -> None:
+    T.reduce_sum(acc_s, scores_max, dim=1)
+
+
 def _max_of_first(acc_s: object, scores_max: object) -> None:
     for g in T.Parallel(2):
         if scores_max[g] == -T.infinity("float32"):
@@ -223,7 +227,14 @@ should be: the body of a TileLang macro, without `return`.
         Misconception(
             "leaving the maximum where it starts",
             _max_untouched,
-            "The scores are measured from `scores_max`. What is a number minus −∞?",
+            "`scores_max` is still −∞ here. (A sum that starts at −∞ stays there, too.) The "
+            "scores are measured from it. What is a number minus −∞?",
+        ),
+        Misconception(
+            "adding the scores up in place of their maximum",
+            _sum_of_block,
+            "Two scores of −200 add up to −400. Measured from there, what is exp2 of either? "
+            "Which other `reduce` of `T` keeps the larger one?",
         ),
         Misconception(
             "keeping the first block's maximum",
@@ -289,12 +300,16 @@ def _seen(slips: Slips, query: object, key: object, num_keys: object, causal: bo
     causal = causal != ("swapped" in slips)
     if "nothing" in slips and not causal:
         return True
+    if "blind" in slips and not causal:
+        return key < 0
     if "one more" in slips:
         end = key <= num_keys
     elif "one less" in slips:
         end = key < num_keys - 1
+    elif slips & {"full blocks", "each a block"}:
+        end = (key // 4 * 4 if "full blocks" in slips else key) + 4 <= num_keys
     else:
-        end = key // 4 * 4 + 4 <= num_keys if "full blocks" in slips else key < num_keys
+        end = key < num_keys
     if (not causal and "always causal" not in slips) or "end alone" in slips:
         return end
     if "reversed" in slips:
@@ -345,6 +360,13 @@ last block may reach past the end; what is not there was loaded as zeros. Return
             "With causal=False a query sees keys behind it as well. Which condition is left then?",
         ),
         Misconception(
+            "seeing nothing where nothing is causal",
+            slip(_seen, "blind"),
+            "With causal=False your condition is never true, and a row of −∞ becomes NaN. Is "
+            "`causal` itself part of your condition? (`causal and …` is False then.) And which "
+            "comparison says that a key exists?",
+        ),
+        Misconception(
             "letting one key too many in",
             slip(_seen, "one more"),
             "There are `num_keys` keys, and the first has number 0. Which number has the last?",
@@ -360,6 +382,12 @@ last block may reach past the end; what is not there was loaded as zeros. Return
             slip(_seen, "full blocks"),
             "That is the guard `i_s + BS <= seq_len`: nothing is read past the end any more. And "
             "which keys are never read at all?",
+        ),
+        Misconception(
+            "taking each key for the start of a block",
+            slip(_seen, "each a block"),
+            "`key` is one key's own position. There are 6 keys: what does `key + 4 <= num_keys` "
+            "say of key 3, which exists?",
         ),
         Misconception(
             "checking the end and forgetting the future",
@@ -417,9 +445,12 @@ def _divide_by_one_more(acc_o: object, running_sum: object, G: int, BV: int) -> 
         acc_o[i, j] = acc_o[i, j] / (running_sum[i] + 1.0)
 
 
-def _divide_with_epsilon(acc_o: object, running_sum: object, G: int, BV: int) -> None:
-    for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = acc_o[i, j] / (running_sum[i] + 1e-3)
+def _divide_with(epsilon: float) -> Callable:
+    def divide(acc_o: object, running_sum: object, G: int, BV: int) -> None:
+        for i, j in T.Parallel(G, BV):
+            acc_o[i, j] = acc_o[i, j] / (running_sum[i] + epsilon)
+
+    return divide
 
 
 def _above_zero(acc_o: object, running_sum: object, G: int, BV: int) -> None:
@@ -494,6 +525,7 @@ between two numbers is `T.if_then_else(condition, a, b)`.
     "NaN: only an empty row has the sum 0, and every other row may be divided.",
     solution=normalise,
     run=_run_with("normalise"),
+    tolerance=3e-7,  # a few roundings of fp32; 1e-6 added to a sum of 1 is eight
     misconceptions=(
         Misconception(
             "dividing by a sum that may be 0",
@@ -512,11 +544,15 @@ between two numbers is `T.if_then_else(condition, a, b)`.
             "The empty row is 0 now. What has become of a row with one key, whose weight should "
             "be 1?",
         ),
-        Misconception(
-            "adding a small number to every sum",
-            _divide_with_epsilon,
-            "The empty row is 0 now, and every other row is a little too small: an error that no "
-            "row needed. How small is the smallest sum of a row that is not empty?",
+        *(
+            Misconception(
+                "adding a small number to every sum",
+                _divide_with(epsilon),
+                "The empty row is 0 now. Every other row is a little too small, perhaps by less "
+                "than four digits show, and none of them needed it. How small is the smallest sum "
+                "of a row that is not empty?",
+            )
+            for epsilon in (1e-3, 1e-5, 1e-6)
         ),
         Misconception(
             "taking a sum of 1 for an empty row",
@@ -1150,12 +1186,19 @@ PREDICTIONS = (
         (
             (128, "That is 128 GiB, which is 137 GB."),
             (
+                134,
+                "134 MB, not GB, are all keys and values, once: that it looks alike is chance. "
+                "Each of them is loaded by a thousand programs.",
+            ),
+            (
                 lambda guess: 0.1 < float(guess) < 0.15,
                 "That is all keys and values, once. Each is loaded by a thousand programs.",
             ),
             (68.7, "That is the keys alone, or one byte for each number."),
             (34.4, "That is one KV head. Each of the 4 has lists of its own."),
             (8.6, "That is one block for each program. A list has 16."),
+            (4.3, "That is the keys of one block for each program. A list has 16, with values."),
+            (275, "That would be four bytes for each number. In fp16 each has two."),
             (2_199, "Then each head of a group would load its blocks again: 16 times as much."),
         ),
         unit="GB",
