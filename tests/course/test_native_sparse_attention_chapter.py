@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -434,7 +435,195 @@ def with_all_defaults(
     return g_cmp[..., None] * o_cmp + g_slc[..., None] * o_slc + g_swa[..., None] * o_swa
 
 
+def compared(
+    by: Callable, N: int = 22, gates: tuple = (0.0, 1.0, 0.0), H: int = 2
+) -> Callable[[Callable], object]:
+    """A test as a reader writes it; `by` compares the output with dense attention's."""
+
+    def test(nsa: Callable) -> object:
+        generator = torch.Generator().manual_seed(5)
+        q, k, v = (torch.randn(1, N, heads, 8, generator=generator) for heads in (4, H, H))
+        given = tuple(None if g is None else torch.full((1, N, 4), g) for g in gates)
+        o = nsa(q, k, v, given, torch.arange(-(-N // 4)).expand(1, N, H, -1), 4)
+        return by(o, attention(q, k, v))
+
+    return test
+
+
+def close(o: Tensor, dense: Tensor, atol: float = 1e-4) -> bool:
+    return torch.allclose(o, dense, atol=atol)
+
+
+def asserted(o: Tensor, dense: Tensor) -> bool:
+    assert close(o, dense)
+    return True
+
+
+TESTS = {
+    "atol 0.1": (compared(partial(close, atol=0.1)), "a test with a tolerance so wide"),
+    "atol 1": (compared(partial(close, atol=1.0)), "a test with a tolerance so wide"),
+    "atol 5": (compared(partial(close, atol=5.0)), "a test that passes whatever comes out"),
+    "mean of differences": (
+        compared(lambda o, dense: (o - dense).abs().mean() < 0.1),
+        "a test with a tolerance so wide",
+    ),
+    "head 0": (
+        compared(lambda o, dense: close(o[:, :, 0], dense[:, :, 0])),
+        "a test that compares one head only",
+    ),
+    "no groups": (compared(close, H=4), "a test with as many KV heads as query heads"),
+    "blocks divide": (compared(close, N=20), "a test in which the blocks divide the text"),
+    "signs cancel": (
+        compared(lambda o, dense: (o - dense).mean() < 0.1, N=20),
+        "a test that passes whatever comes out",
+    ),
+    "True": (lambda nsa: True, "a test that passes whatever comes out"),
+    "shapes": (
+        compared(lambda o, dense: o.shape == dense.shape),
+        "a test that passes whatever comes out",
+    ),
+    "assert_close": (
+        compared(partial(torch.testing.assert_close, atol=1e-4, rtol=0)),
+        "a test that asserts where it should answer",
+    ),
+    "assert": (compared(asserted), "a test that asserts where it should answer"),
+    "window's gate": (
+        compared(close, gates=(0.0, 0.0, 1.0)),
+        "a test that right implementations fail",
+    ),
+}
+
+
+@pytest.mark.parametrize("typed", TESTS)
+def test_of_a_weak_test_only_its_weakness_is_named(typed: str) -> None:
+    test, mistake = TESTS[typed]
+    (named,) = judge(EXERCISES["selects_like_dense"], test).misconceptions
+    assert named.startswith(mistake)
+
+
+def test_branches_may_be_left_out_of_a_test() -> None:
+    test = compared(close, gates=(None, 1.0, None))
+    assert judge(EXERCISES["selects_like_dense"], test).outcome == "right"
+
+
+def whole_with(
+    broadcast: bool = False, pair: bool = False, **changed: Callable
+) -> Callable[..., Tensor]:
+    """`three_branches` with changes: each takes what is there and gives what is used."""
+
+    def typed(
+        q: Tensor, k: Tensor, v: Tensor, g_cmp: Tensor, g_slc: Tensor, g_swa: Tensor,
+        top_n: int, block_size: int, window_size: int, length: int, stride: int,
+    ) -> Tensor:  # fmt: skip
+        sizes = {"length": length, "stride": stride}
+        k_cmp, v_cmp = (ops.compress(x, **sizes) for x in (k, v))
+        use = {
+            "values": v_cmp,
+            "read": (k, v),
+            "cut": block_size,
+            "window": window_size,
+        }
+        given = {"k_cmp": k_cmp, "v_cmp": v_cmp, "block_size": block_size, "length": length}
+        use |= {name: change(given) for name, change in changed.items()}
+        o_cmp = ops.compressed_attention(q, k_cmp, use["values"], **sizes, return_lse=pair)
+        ids = ops.select_blocks(q, k_cmp, None, top_n=top_n, block_size=block_size, **sizes)
+        o_slc = ops.selected_attention(q, *use["read"], ids, block_size=use["cut"])
+        o_swa = ops.sliding_window_attention(q, k, v, window_size=use["window"])
+        first = g_cmp if broadcast else g_cmp[..., None]
+        return first * o_cmp + g_slc[..., None] * o_slc + g_swa[..., None] * o_swa
+
+    return typed
+
+
+WHOLE = {
+    "window_size=block_size": (
+        whole_with(window=lambda given: given["block_size"]),
+        "taking the block size for the window's",
+    ),
+    "block_size=length": (
+        whole_with(cut=lambda given: given["length"]),
+        "taking the length of a summary for the block size",
+    ),
+    "selected_attention(q, k_cmp, v_cmp)": (
+        whole_with(read=lambda given: (given["k_cmp"], given["v_cmp"])),
+        "attending to summaries in the selected blocks",
+    ),
+    "compressed_attention(q, k_cmp, k_cmp)": (
+        whole_with(values=lambda given: given["k_cmp"]),
+        "using the summary keys as values, too",
+    ),
+    "g_cmp * o_cmp": (whole_with(broadcast=True), "lining the gates up with the width"),
+}
+
+
+@pytest.mark.parametrize("typed", WHOLE)
+def test_a_whole_with_one_slip_is_all_explained(typed: str) -> None:
+    function, mistake = WHOLE[typed]
+    verdict = judge(EXERCISES["three_branches"], function)
+    assert verdict.misconceptions == (mistake,)
+    assert "something else" not in verdict.text
+
+
+def test_a_pair_that_is_not_unpacked_is_explained() -> None:
+    assert "o, lse = " in judge(EXERCISES["three_branches"], whole_with(pair=True)).text
+
+
+def counted(summaries: Callable | None = None, keys: Callable | None = None) -> Callable:
+    """`keys_loaded` with another count of summaries, or of the selected keys."""
+
+    def typed(
+        t: int, ids: list, block_size: int, window_size: int, length: int, stride: int
+    ) -> tuple:
+        found = [
+            max((t + 1 - length) // stride + 1, 0),
+            sum(max(min(block_size, t + 1 - b * block_size), 0) for b in ids if b >= 0),
+            min(window_size, t + 1),
+        ]
+        if summaries is not None:
+            found[0] = max(summaries(t + 1 - length, stride), 0)
+        if keys is not None:
+            found[1] = keys(ids)
+        return *found, sum(found)
+
+    return typed
+
+
+COUNTS = {
+    "/": (counted(lambda rest, stride: rest / stride + 1), ("counting fractions of a summary",)),
+    "int": (
+        counted(lambda rest, stride: int(rest / stride) + 1),
+        ("counting the first summary before it has ended",),
+    ),
+    "max first": (
+        counted(lambda rest, stride: max(rest, 0) // stride + 1),
+        ("counting the first summary before it has ended",),
+    ),
+    "blocks": (
+        counted(keys=lambda ids: sum(1 for b in ids if b >= 0)),
+        ("counting blocks where keys are meant",),
+    ),
+    "len(ids)": (
+        counted(keys=len),
+        ("counting blocks where keys are meant", "taking -1 for a block"),
+    ),
+}
+
+
+@pytest.mark.parametrize("typed", COUNTS)
+def test_counts_of_something_else_are_recognised(typed: str) -> None:
+    function, mistakes = COUNTS[typed]
+    assert judge(EXERCISES["keys_loaded"], function).misconceptions == mistakes
+
+
+def overwriting(gates: list, outputs: list) -> Tensor:
+    for g, o in zip(gates, outputs, strict=True):
+        if g is not None:
+            o *= g[..., None]
+    return sum(o for g, o in zip(gates, outputs, strict=True) if g is not None)
+
+
 TYPED = [
+    ("gated_sum", overwriting, "overwriting the tensors that were handed in"),
     ("gated_sum", softmax_of_all_gates, "a softmax over the branches"),
     ("gated_sum", zeros_for_none, "not allowing for a gate of None"),
     ("keys_loaded", minus_one_as_a_block, "taking -1 for a block"),
