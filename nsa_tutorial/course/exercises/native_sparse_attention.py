@@ -985,8 +985,8 @@ _TOGETHER_MISTAKES = (
     Misconception(
         "attending to summaries in the selected blocks",
         slip(_put_together, "selected summaries"),
-        "Summaries choose the blocks. The block ids count tokens of the text, so which keys and "
-        "values does the selection read?",
+        "Summaries choose the blocks, and a block is a run of the text's own tokens. Which keys "
+        "and values does the selection read?",
     ),
     Misconception(
         "using the summary keys as values, too",
