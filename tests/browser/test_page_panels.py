@@ -160,6 +160,7 @@ def faults(found: dict) -> dict:
     return bad
 
 
+@exhaustive
 def test_reset_brings_the_start_back(lab: Lab) -> None:
     with page_with(lab, FEW[:1]) as page:
         panel = shown(page, 0)

@@ -69,7 +69,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     ("theme", "app"),
     [
         ("light", "lab"),
-        ("dark", "notebook"),
+        pytest.param("dark", "notebook", marks=pytest.mark.exhaustive),
         pytest.param("dark", "lab", marks=pytest.mark.exhaustive),
         pytest.param("light", "notebook", marks=pytest.mark.exhaustive),
     ],

@@ -456,6 +456,7 @@ def checked_chapter() -> dict:
     return made
 
 
+@pytest.mark.exhaustive
 def test_a_copy_is_checked(course: Course) -> None:
     """Solved or not, run or not, a copy passes; a cell of the course that prints something else
     fails."""
@@ -482,6 +483,7 @@ def test_nothing_to_check_is_said(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert "There is no copy of the chapters yet. Run `make lab` first" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_a_copy_is_run_only_by_name(course: Course) -> None:
     """`pytest --nbval` on the folder around it does not enter it."""
     course.update()

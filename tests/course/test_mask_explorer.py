@@ -268,6 +268,7 @@ def drawn(panel: Panel) -> tuple[bytes, str]:
     return pictures.draw(Settings(**values), show).png(), panel.sentence
 
 
+@pytest.mark.exhaustive
 @each_view
 def test_what_is_not_shown_is_greyed_out_and_changes_nothing(show):
     panel = pictures.mask_explorer()
@@ -310,6 +311,7 @@ def test_file_names_differ_as_settings_do():
     assert all(name.endswith(".png") and " " not in name and "/" not in name for name in names)
 
 
+@pytest.mark.exhaustive
 def test_a_move_at_512_tokens_is_quick():
     times = latency.measure(pictures.mask_explorer())
     assert statistics.median(t for found in times.values() for t in found) < 90, "ms"

@@ -293,6 +293,7 @@ def test_a_sorted_list_is_told_from_other_tokens():
     assert found.picture.finding.endswith("the list [2, 0]: the right tokens, in another order")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["tokens_of_list", "window_mask"])
 def test_every_known_mistake_can_be_drawn(name):
     exercise = chapter_exercises("selected_attention")[name]

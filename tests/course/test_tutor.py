@@ -527,8 +527,22 @@ def test_a_trap_that_the_prose_names_is_recognised(chapter: str, trap: exercises
     assert trap.misconception in {m.name for m in e.misconceptions}
 
 
+def compiles(chapter: str, name: str) -> bool:
+    """Whether an exercise is judged by kernels: they take seconds."""
+    return exercises.chapter_exercises(chapter)[name].run is not None
+
+
 @pytest.mark.parametrize(
-    ("chapter", "double"), DOUBLES, ids=[f"{c}-{' and '.join(d.names)}" for c, d in DOUBLES]
+    ("chapter", "double"),
+    [
+        pytest.param(
+            chapter,
+            double,
+            id=f"{chapter}-{' and '.join(double.names)}",
+            marks=[pytest.mark.exhaustive] if compiles(chapter, double.exercise) else [],
+        )
+        for chapter, double in DOUBLES
+    ],
 )
 def test_two_slips_of_a_chapter_are_both_named(chapter: str, double: exercises.Double) -> None:
     e = exercises.chapter_exercises(chapter)[double.exercise]
