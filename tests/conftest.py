@@ -21,14 +21,14 @@ if any(find_spec(package) is None for package in ("ipywidgets", "nbclient", "nbf
 
 
 @cache
-def compiles(path: Path) -> bool:
-    """Whether a file has to do with compiled kernels."""
-    return "tilelang" in path.read_text()
+def takes_long(path: Path) -> bool:
+    """Whether a file has to do with compiled kernels, or with a browser."""
+    return path.parent.name == "browser" or "tilelang" in path.read_text()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # What compiles kernels takes longest: first, so that no process is left with it at the end.
-    items.sort(key=lambda item: not compiles(item.path))
+    # What takes longest comes first, so that no process is left with it at the end.
+    items.sort(key=lambda item: not takes_long(item.path))
     if torch.cuda.is_available():
         return
     for item in items:
