@@ -4,8 +4,8 @@
     python -m nsa_tutorial.course.latency online_softmax      those with a part of the name
 
 Counted is the kernel's CPU time from a control's new value to the finished picture, for values not
-seen before. Jupyter and the browser add about 30 ms; `BUDGET_MS` leaves room for them within
-100 ms, from where on a hand feels that a picture lags behind.
+seen before. `BUDGET_MS` leaves room for Jupyter and the browser within 100 ms from key to picture,
+which `tests/browser/test_page_panels.py` measures.
 """
 
 from __future__ import annotations

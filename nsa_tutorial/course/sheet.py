@@ -1,8 +1,8 @@
 """Where the marks of a picture under a slider stand: on a sheet, in inches, or on a chart of the
 sheet, in the units of its data.
 
-Matplotlib takes about 10 ms for each axes with ticks, and again for a layout. A sheet is one bare
-axes over the whole figure, measured from its upper left corner. A chart is a place of the sheet
+Axes with ticks, and their layout, are what matplotlib spends most of its time on. A sheet is one
+bare axes over the whole figure, measured from its upper left corner. A chart is a place of the sheet
 with limits: its marks are scaled, and it writes its scales. Nothing is laid out: whoever draws
 knows the places, and nothing jumps when a control moves.
 """

@@ -10,7 +10,7 @@ holds for all of them:
 - The sentence is announced to screen readers, each control has its name, the picture its finding.
 
 Only ipywidgets is used, so the same cell works in JupyterLab, Notebook 7 and VS Code. A picture
-travels as SVG inside an `HTML` widget: sharp on every screen, and drawn in half the time of a PNG.
+travels as SVG inside an `HTML` widget: sharp on every screen, and nothing to encode.
 """
 
 from __future__ import annotations
@@ -245,10 +245,10 @@ def _limit_choice(control: ipywidgets.Widget, allowed: list, labels: Mapping) ->
 
 @contextlib.contextmanager
 def _swept() -> Iterator[None]:
-    """Throw a drawn figure away at once, in 2 ms.
+    """Throw a drawn figure away at once.
 
     Its thousands of objects refer to each other. Left to themselves, they survive while they are
-    drawn, and every fourteenth picture waits 60 ms for a search through all that are left.
+    drawn, and every so often a picture waits for a search through all that are left.
     """
     searching = gc.isenabled()
     gc.disable()  # or a search in between would take the figure for something that stays
@@ -263,8 +263,8 @@ def _swept() -> Iterator[None]:
 def _settle_memory() -> None:
     """Take what is loaded by now out of Python's search for unused objects.
 
-    A figure leaves thousands of them, and each full search walks through all of torch: 300 ms, in
-    the middle of a drag.
+    A figure leaves thousands of them, and each full search walks through all of torch, in the
+    middle of a drag.
     """
     if gc.get_freeze_count() == 0:
         gc.collect()
