@@ -3,8 +3,8 @@ sheet, in the units of its data.
 
 Axes with ticks, and their layout, are what matplotlib spends most of its time on. A sheet is one
 bare axes over the whole figure, measured from its upper left corner. A chart is a place of the
-sheet with limits: its marks are scaled, and it writes its scales. Nothing is laid out: whoever draws
-knows the places, and nothing jumps when a control moves.
+sheet with limits: its marks are scaled, and it writes its scales. Nothing is laid out: whoever
+draws knows the places, and nothing jumps when a control moves.
 """
 
 from __future__ import annotations
