@@ -36,7 +36,7 @@ def sliding_window(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The windows; arguments and results as in `sliding_window.forward`."""
     start = (rows.position - window_size + 1).clamp(min=0)
-    rows = QueryRows(rows.first_key + start, rows.num_visible - start, rows.position)
+    rows = rows._replace(first_key=rows.first_key + start, num_visible=rows.num_visible - start)
     no_list = start.new_empty(len(start), k.shape[2], 0)  # [R, H, S = 0]
     options = {"block_size": WINDOW_BLOCK, "scale": scale, "is_window": True}
     return launch(q, k, v, no_list, rows, **options, out=out)

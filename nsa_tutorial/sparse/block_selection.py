@@ -201,7 +201,7 @@ def select_blocks(
     chosen = []
     for tile in query_tiles.tiles(q.shape[1]):
         # -- score --
-        of_tile = QueryRows(*(x[: q.shape[1]][tile] for x in summaries))
+        of_tile = QueryRows(*(x[: q.shape[1]][tile] for x in summaries[:3]))
         score = importance(
             q[:, tile],
             k_cmp,

@@ -156,9 +156,8 @@ def summary_rows(
         # or an empty one at the same place: no summaries
         sequence = torch.searchsorted(cu_seqlens.contiguous(), rows.first_key)
         first = summary_offsets(cu_seqlens, length, stride)[sequence]
-    return QueryRows(
-        first.to(torch.int32), num_summaries(rows.position + 1, length, stride), rows.position
-    )
+    num_visible = num_summaries(rows.position + 1, length, stride)
+    return rows._replace(first_key=first.to(torch.int32), num_visible=num_visible)
 
 
 def compressed_attention(

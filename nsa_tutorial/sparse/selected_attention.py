@@ -26,7 +26,7 @@ from nsa_tutorial.exact.online_softmax import LOG2_E
 
 
 class QueryRows(NamedTuple):
-    """What a kernel has to know of each query row, as int32 tensors of shape `[R]`.
+    """What a kernel has to know of each query row, mostly as int32 tensors of shape `[R]`.
 
     Attributes:
         first_key: where the keys of the row's sequence begin in the flattened `[B * M]` keys.
@@ -34,11 +34,13 @@ class QueryRows(NamedTuple):
             sequence's end, more keys than queries and packed sequences are all contained in this
             one number.
         position: the query's own position in its sequence.
+        num_sequences: how many sequences there are at most, a number that the host knows.
     """
 
     first_key: Tensor
     num_visible: Tensor
     position: Tensor
+    num_sequences: int = 1
 
 
 def query_rows(
@@ -50,10 +52,12 @@ def query_rows(
     Runs on `device` without synchronising with the host.
     """
     if cu_seqlens is None:
+        num_sequences = B
         position = torch.arange(M - N, M, device=device).repeat(B)  # [R]
         first_key = torch.arange(B, device=device).repeat_interleave(N) * M  # [R]
         length = torch.full_like(position, M)
     else:
+        num_sequences = len(cu_seqlens) - 1
         token = torch.arange(N, device=device)
         # [R] which sequence holds the token
         sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
@@ -61,7 +65,10 @@ def query_rows(
         length = cu_seqlens[sequence + 1] - first_key
         position = token - first_key
     num_visible = position + 1 if causal else length
-    return QueryRows(*(t.to(torch.int32) for t in (first_key, num_visible, position)))
+    first_key, num_visible, position = (
+        t.to(torch.int32) for t in (first_key, num_visible, position)
+    )
+    return QueryRows(first_key, num_visible, position, num_sequences)
 
 
 def block_list(

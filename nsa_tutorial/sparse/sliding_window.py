@@ -64,4 +64,6 @@ def as_selection(rows: QueryRows, *, window_size: int, block_size: int) -> tuple
     """
     start = (rows.position - window_size + 1).clamp(min=0)
     ids = torch.arange(-(-window_size // block_size), dtype=torch.int32, device=start.device)
-    return ids, QueryRows(rows.first_key + start, rows.num_visible - start, rows.position)
+    return ids, rows._replace(
+        first_key=rows.first_key + start, num_visible=rows.num_visible - start
+    )
