@@ -1,0 +1,134 @@
+"""The transpose of the lists: which queries list this block?
+
+A query's list says which blocks it attends to, and the gradient of a query is a sum over them. The
+gradients of a key and a value are sums over the queries that see them, so that their backward asks
+the other way round. One stable sort answers it for all blocks at once. Lists may be short or very
+long (every query lists block 0), so the queries of a block are cut into chunks of similar length,
+one for each program.
+
+Everything runs on the device of the lists, and the host never waits for it. The number of chunks is
+known to the device alone; the tables are as long as they can become at most, and what is over does
+no work.
+
+Symbols: `R` query rows · `H` key/value heads · `S` slots · `E = R * H * S` entries of all lists ·
+`P` chunks at most.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_tutorial.sparse.selected_attention import QueryRows
+
+
+class InverseList(NamedTuple):
+    """The entries of all lists, sorted by the keys that they name.
+
+    A *tile* of keys is a block of a list, or a stretch of keys of a window, for one key/value head.
+
+    Attributes:
+        entries: `[E]`, an entry's place in what it came from: in the flattened lists `[R, H, S]`,
+            or, for windows, in `[H, R]`. Those of one tile follow each other, their rows ascending.
+        first, last: `[tiles]` int32, where the entries of each tile begin, and where they end.
+        tile_size: tile `i` begins at key `i // H * tile_size` and has head `i % H`; 1 for lists,
+            where only some keys begin a block, and no other tile has entries.
+        most_tiles, most_entries: how many tiles with entries, and how many entries of all tiles,
+            there are at most.
+    """
+
+    entries: Tensor
+    first: Tensor
+    last: Tensor
+    tile_size: int
+    most_tiles: int
+    most_entries: int
+
+
+class Chunks(NamedTuple):
+    """What each program of the backward walks: int32 tensors `[P]`.
+
+    Attributes:
+        first_key, head: where its tile of keys begins, in the flattened `[B * M]` keys, and whose.
+        first, last: the entries it walks; none if they are equal.
+        part, num_parts: which chunk of its tile this is, and how many the tile has.
+        place: where in the workspace its share goes, if the tile has others. The chunks of a tile
+            have places that follow each other.
+        num_places: how many places there are at most.
+    """
+
+    first_key: Tensor
+    head: Tensor
+    first: Tensor
+    last: Tensor
+    part: Tensor
+    num_parts: Tensor
+    place: Tensor
+    num_places: int
+
+
+def of_lists(ids: Tensor, rows: QueryRows, *, block_size: int, num_keys: int) -> InverseList:
+    """The inverse of the lists `ids [R, H, S]` from `block_list`, over `num_keys = B * M` keys.
+
+    An entry that no query can see (an empty slot, a block of the future) belongs to no tile.
+    """
+    (R, H, S), BS = ids.shape, block_size
+    head = torch.arange(H, dtype=torch.int32, device=ids.device)[:, None]
+    num_blocks = (rows.num_visible + BS - 1) // BS
+    is_visible = (ids >= 0) & (ids < num_blocks[:, None, None])
+    block_start = rows.first_key[:, None, None] + torch.where(is_visible, ids, 0) * BS  # [R, H, S]
+    tile = torch.where(is_visible, block_start * H + head, num_keys * H)  # behind all others
+    # stable: entries of one block stay in the order of their rows
+    tile, entries = tile.flatten().sort(stable=True)
+    tiles = torch.arange(num_keys * H + 1, dtype=torch.int32, device=ids.device)
+    bounds = torch.searchsorted(tile, tiles, out_int32=True)
+    most_tiles = min(R * H * S, (num_keys // BS + rows.num_sequences) * H)
+    return InverseList(entries, bounds[:-1], bounds[1:], 1, most_tiles, R * H * S)
+
+
+def of_windows(
+    rows: QueryRows, *, window_size: int, tile_size: int, num_keys: int, num_heads: int
+) -> InverseList:
+    """The inverse of the windows: the queries that see some of a tile's keys are a run of rows, and
+    nothing has to be sorted."""
+    R, H, device = len(rows.first_key), num_heads, rows.first_key.device
+    end = rows.first_key + rows.num_visible  # both ascend from row to row
+    start = torch.maximum(rows.first_key, end - window_size)
+    key = torch.arange(0, num_keys, tile_size, dtype=torch.int32, device=device)  # first of a tile
+    first = torch.searchsorted(end, key, right=True, out_int32=True)
+    last = torch.searchsorted(start, key + tile_size - 1, right=True, out_int32=True)
+    last = torch.maximum(first, last)
+    head = torch.arange(H, dtype=torch.int32, device=device) * R  # the entries of a head: [H, R]
+    first, last = ((x[:, None] + head).flatten() for x in (first, last))
+    tiles_of_a_row = min(len(key), (window_size - 2) // tile_size + 2)
+    entries = torch.arange(H * R, device=device)
+    return InverseList(entries, first, last, tile_size, len(key) * H, H * R * tiles_of_a_row)
+
+
+def chunks(inverse: InverseList, *, num_heads: int, length: int) -> Chunks:
+    """Cut the entries of every tile into equal shares of `length` to `2 * length`; fewer entries
+    are one chunk, and without entries there is none.
+
+    Chunks are in the order of their tiles. Long lists belong to early keys, which more queries can
+    see, so the long work comes first.
+    """
+    count = inverse.last - inverse.first  # [tiles]
+    num_parts = torch.where(count > 0, (count // length).clamp(min=1), 0)
+    end = num_parts.cumsum(0, dtype=torch.int32)  # of each tile's chunks
+    most_shares = inverse.most_entries // length
+    chunk = torch.arange(inverse.most_tiles + most_shares, dtype=torch.int32, device=count.device)
+    tile = torch.searchsorted(end, chunk, right=True)  # [P]
+    exists = tile < len(end)
+    tile = tile.clamp(max=len(end) - 1)
+    parts = num_parts[tile].clamp(min=1)
+    part = chunk - (end[tile] - num_parts[tile])
+    start, total = inverse.first[tile], count[tile].long()
+    first = start + total * part // parts
+    last = torch.where(exists, start + total * (part + 1) // parts, first)
+    is_share = exists & (parts > 1)
+    place = is_share.cumsum(0, dtype=torch.int32) - 1
+    tile_start = tile // num_heads * inverse.tile_size
+    columns = (tile_start, tile % num_heads, first, last, part, parts, place)
+    return Chunks(*(x.to(torch.int32) for x in columns), num_places=most_shares)
