@@ -39,8 +39,9 @@ def rows_of(tensor, first, count):
 
 
 def build_kernel(
-    H: int, G: int, D: int, DV: int, BS: int, dtype: str = "float16", *, is_window: bool = False
-) -> tirx.PrimFunc:
+    H: int, G: int, D: int, DV: int, BS: int, dtype: str = "float16", *,
+    is_window: bool = False, has_factors: bool = False,
+) -> tirx.PrimFunc:  # fmt: skip
     """The kernel for `H` key/value heads, groups of `G` query heads, and blocks of `BS` tokens.
 
     Args:
@@ -48,14 +49,16 @@ def build_kernel(
             widths of keys and values.
         is_window: every row sees all its keys, from the first on, and walks their blocks without
             a list.
+        has_factors: each slot has a factor on its scores; otherwise `SlotScale` is never read.
 
     Returns:
         A TileLang function, not yet compiled, of `Q [rows, H, G, D]`, `K [keys, H, D]`,
-        `V [keys, H, DV]`, `BlockIndices [rows, H, S]`, `FirstKey [rows]`, `NumVisible [rows]`,
-        `Output [rows, H, G, DV]`, `LSE [rows, H, G]`, `scale` and `scale_log2`; `Output` and `LSE`
-        are written.
+        `V [keys, H, DV]`, `BlockIndices [rows, H, S]`, `SlotScale [rows, H, S]`,
+        `FirstKey [rows]`, `NumVisible [rows]`, `Output [rows, H, G, DV]`, `LSE [rows, H, G]`,
+        `scale` and `scale_log2`; `Output` and `LSE` are written.
     """
     rows, keys, S = T.dynamic("rows"), T.dynamic("keys"), T.dynamic("S")
+    num_factors = S if has_factors else T.dynamic("num_factors")
     accum_dtype = "float32"
     # tiles: what the tensor cores take
     GT, BT, DT, DVT = tile_rows(G), tile_rows(BS), tile_rows(D), tile_rows(DV)
@@ -73,6 +76,7 @@ def build_kernel(
         K: T.Tensor([keys, H, D], dtype),
         V: T.Tensor([keys, H, DV], dtype),
         BlockIndices: T.Tensor([rows, H, S], "int32"),
+        SlotScale: T.Tensor([rows, H, num_factors], accum_dtype),
         FirstKey: T.Tensor([rows], "int32"),
         NumVisible: T.Tensor([rows], "int32"),
         Output: T.Tensor([rows, H, G, DV], dtype),
@@ -131,6 +135,9 @@ def build_kernel(
                     exact_gemm(Q_shared, K_shared, acc_s, GT, BT, DT, True)
                 else:
                     T.gemm(Q_shared, K_shared, acc_s, transpose_B=True, policy=full_rows)
+                if has_factors:  # what an empty slot has there is masked below
+                    for i, j in T.Parallel(GT, BT):
+                        acc_s[i, j] *= SlotScale[row, head, slot]
 
                 # -- mask --
                 for i, j in T.Parallel(GT, BT):
@@ -190,14 +197,14 @@ def compiled(
 
 def launch(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
-    block_size: int, scale: float, is_window: bool = False,
+    block_size: int, scale: float, slot_scale: Tensor | None = None, is_window: bool = False,
     out: tuple[Tensor, Tensor] | None = None, **options: object,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run the kernel.
 
     Args:
-        q, k, v, ids, rows, block_size, scale: as in `selected_attention.forward`; a window has no
-            list, `ids [R, H, 0]`.
+        q, k, v, ids, rows, block_size, scale, slot_scale: as in `selected_attention.forward`; a
+            window has no list, `ids [R, H, 0]`.
         is_window: as for `build_kernel`.
         out: contiguous tensors for the results; None makes new ones.
         options: of `compiled`.
@@ -209,7 +216,9 @@ def launch(
     R, G = B * N, HQ // H
     dtype = str(q.dtype).removeprefix("torch.")
     shape = (H, G, D, DV, block_size)
-    kernel = compiled(q.device.type, *shape, dtype=dtype, is_window=is_window, **options)
+    kinds = {"is_window": is_window, "has_factors": slot_scale is not None}
+    kernel = compiled(q.device.type, *shape, dtype=dtype, **kinds, **options)
+    factors = k.new_empty(R, H, 0, dtype=torch.float32) if slot_scale is None else slot_scale
     if out is None:
         out = (v.new_empty(B, N, HQ, DV), v.new_empty(B, N, HQ, dtype=torch.float32))
     o, lse = out
@@ -218,6 +227,7 @@ def launch(
         k.reshape(B * M, H, D).contiguous(),
         v.reshape(B * M, H, DV).contiguous(),
         ids,
+        factors.contiguous(),
         rows.first_key,
         rows.num_visible,
         o.view(R, H, G, DV),

@@ -21,13 +21,17 @@ LARGEST_KERNEL_TILE = 64 * 1024
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
-    block_size: int, scale: float, out: tuple[Tensor, Tensor] | None = None,
+    block_size: int, scale: float, slot_scale: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The lists; arguments and results as in `selected_attention.forward`, on CUDA tensors, or on
     CPU tensors through C. `out` is where `o` and `lse` go."""
     token_bytes = (k.shape[-1] + v.shape[-1]) * q.element_size()
-    ids, block_size = split_long_blocks(ids, block_size, token_bytes)
-    return launch(q, k, v, ids, rows, block_size=block_size, scale=scale, out=out)
+    ids, part_size = split_long_blocks(ids, block_size, token_bytes)
+    if slot_scale is not None:  # the parts of a block share its factor
+        slot_scale = slot_scale.repeat_interleave(block_size // part_size, dim=-1)
+    sizes = {"block_size": part_size, "scale": scale, "slot_scale": slot_scale}
+    return launch(q, k, v, ids, rows, **sizes, out=out)
 
 
 def sliding_window(
@@ -44,14 +48,15 @@ def sliding_window(
 
 def selection_and_window(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
-    block_size: int, window_size: int, scale: float,
+    block_size: int, window_size: int, scale: float, slot_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Both over the same keys and values, in two launches: `o [2, B, N, HQ, DV]` and
-    `lse [2, B, N, HQ]`, of the lists, then of the windows."""
+    `lse [2, B, N, HQ]`, of the lists, then of the windows. `slot_scale` is the lists'."""
     o = v.new_empty(2, *q.shape[:3], v.shape[3])
     lse = v.new_empty(2, *q.shape[:3], dtype=torch.float32)
     lists, windows = zip(o, lse, strict=True)
-    forward(q, k, v, ids, rows, block_size=block_size, scale=scale, out=lists)
+    sizes = {"block_size": block_size, "scale": scale, "slot_scale": slot_scale}
+    forward(q, k, v, ids, rows, **sizes, out=lists)
     sliding_window(q, k, v, rows, window_size=window_size, scale=scale, out=windows)
     return o, lse
 

@@ -43,6 +43,18 @@ def scan_list(block_list, S, num_whole):
 
 
 @triton.jit
+def factor_of(slot_scale, block_list, S, block):
+    """The factor of the slot that names `block`, in a list of `S` slots and their factors."""
+    factor = 0.0
+    for first in range(0, S, 16):
+        slot = first + tl.arange(0, 16)
+        ids = tl.load(block_list + slot, mask=slot < S, other=-1)
+        factors = tl.load(slot_scale + slot, mask=ids == block, other=0.0)
+        factor += tl.sum(factors, axis=0)
+    return factor
+
+
+@triton.jit
 def online_softmax(acc_s, scores_max_prev, running_sum, acc_o, scale_log2):
     """The weights of one tile's scores `[GT, BT]`; the running maximum, sum and accumulator with
     them, rescaled."""
@@ -59,7 +71,7 @@ def descriptor_kernel(
     Q, K, V, KDescriptor, VDescriptor, BlockIndices, FirstKey, NumVisible, Output, LSE,
     scale, scale_log2, R, first_row, H, S, window_size,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, WINDOW: tl.constexpr,
-    GT: tl.constexpr, BT: tl.constexpr,
+    GT: tl.constexpr, BT: tl.constexpr, SlotScale=None,
 ):  # fmt: skip
     """`triton_forward.kernel`, with whole blocks fetched by descriptor.
 
@@ -124,6 +136,9 @@ def descriptor_kernel(
 
         # -- scores --
         acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [GT, BT]
+        if SlotScale is not None:  # the slot's factor; where no whole block is, it is masked below
+            factor = SlotScale + (query * H + head) * S + slot
+            acc_s *= tl.load(factor, mask=has_list, other=1.0)
 
         # -- mask --
         acc_s = tl.where(is_whole, acc_s, float("-inf"))
@@ -142,12 +157,17 @@ def descriptor_kernel(
     # -- the block that is visible in part --
     partial_start = num_whole * BS
     num_parts = tl.cdiv(num_visible - partial_start, BT)
+    if SlotScale is not None:
+        partial_factor = factor_of(SlotScale + (query * H + head) * S, block_list, S, num_whole)
+        partial_factor = tl.where(has_list, partial_factor, 1.0)
     for step in range(num_partial * num_parts):
         start = partial_start + step % num_parts * BT
         is_seen = tokens < num_visible - start  # [BT]
         key_row = ((first_key + start).to(tl.int64) + tokens) * H + head  # [BT]
         k_tile = tl.load(K + key_row[:, None] * D + width, mask=is_seen[:, None], other=0.0)
         acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        if SlotScale is not None:
+            acc_s *= partial_factor
         acc_s = tl.where(is_seen, acc_s, float("-inf"))
         acc_s, scores_max, running_sum, acc_o = online_softmax(
             acc_s, scores_max, running_sum, acc_o, scale_log2
@@ -168,12 +188,13 @@ def descriptor_kernel(
 
 def launch(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
-    block_size: int, scale: float, window_size: int = 0, **options: int,
+    block_size: int, scale: float, slot_scale: Tensor | None = None, window_size: int = 0,
+    **options: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run the kernel; arguments and results as in `triton_forward.launch`, of shapes that
     `can_use_descriptors`."""
     sizes = {"block_size": block_size, "scale": scale, "window_size": window_size}
-    grid, given = arguments(q, k, v, ids, rows, **sizes)
+    grid, given = arguments(q, k, v, ids, rows, **sizes, slot_scale=slot_scale)
     chosen = options_of(given) | options
     boxes = descriptors(given["K"], given["V"], BT=chosen["BT"])
     given |= {"KDescriptor": boxes[0], "VDescriptor": boxes[1]}

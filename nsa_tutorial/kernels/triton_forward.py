@@ -44,7 +44,7 @@ def kernel(
     Q, K, V, BlockIndices, FirstKey, NumVisible, Output, LSE,
     scale, scale_log2, R, first_row, H, S, window_size,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, WINDOW: tl.constexpr,
-    GT: tl.constexpr, DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr,
+    GT: tl.constexpr, DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr, SlotScale=None,
 ):  # fmt: skip
     """Reads `Q [R, H, G, D]`, `K [keys, H, D]`, `V [keys, H, DV]`, `BlockIndices [R, H, S]`,
     `FirstKey [R]`, `NumVisible [R]`; writes `Output [rows, H, G, DV]` and `LSE [rows, H, G]`.
@@ -52,7 +52,8 @@ def kernel(
     The grid is `(rows, H)`. Rows `0 … R-1` attend to their lists, and with `WINDOW` rows `R … 2R-1`
     to their windows; the first program has row `first_row`. `GT, DT, DVT` are `G, D, DV` rounded up
     to powers of two of at least 16. `BT` is how many tokens of a block a step takes, a power of
-    two; a `BT` of `BS` or more takes whole blocks.
+    two; a `BT` of `BS` or more takes whole blocks. `SlotScale [R, H, S]` holds a factor for each
+    slot; without it, no code for factors is compiled.
     """
     # -- locate the program --
     row = tl.program_id(0).to(tl.int64) + first_row  # 64 bits: row * H * G * D may pass 2**31
@@ -109,6 +110,9 @@ def kernel(
 
         # -- scores --
         acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [GT, BT]
+        if SlotScale is not None:  # the slot's factor; what an empty slot has there is masked below
+            factor = SlotScale + (query * H + head) * S + slot
+            acc_s *= tl.load(factor, mask=has_list, other=1.0)
 
         # -- mask --
         acc_s = tl.where(is_seen, acc_s, float("-inf"))
@@ -145,13 +149,14 @@ def kernel(
 
 def launch(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
-    block_size: int, scale: float, window_size: int = 0, **options: int,
+    block_size: int, scale: float, slot_scale: Tensor | None = None, window_size: int = 0,
+    **options: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run the kernel: on lists, windows, or both.
 
     Args:
-        q, k, v, ids, rows, block_size, scale: as in `selected_attention.forward`; `ids` has no
-            slots for windows alone.
+        q, k, v, ids, rows, block_size, scale, slot_scale: as in `selected_attention.forward`; `ids`
+            has no slots for windows alone.
         window_size: keys of a window; 0 for none.
         options: `BT`, `num_warps`, `num_stages`, in place of what `launch_options` chooses.
 
@@ -160,14 +165,14 @@ def launch(
         `[branches, B, N, HQ]` in fp32: of the lists, if there are any, then of the windows.
     """
     sizes = {"block_size": block_size, "scale": scale, "window_size": window_size}
-    grid, given = arguments(q, k, v, ids, rows, **sizes)
+    grid, given = arguments(q, k, v, ids, rows, **sizes, slot_scale=slot_scale)
     kernel[grid](**given, **options_of(given) | options)
     return given["Output"], given["LSE"]
 
 
 def arguments(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
-    block_size: int, scale: float, window_size: int = 0,
+    block_size: int, scale: float, slot_scale: Tensor | None = None, window_size: int = 0,
 ) -> tuple[tuple[int, int], dict[str, object]]:  # fmt: skip
     """The grid of a launch, and the kernel's arguments by name, less the options: its outputs too,
     still empty. Args as in `launch`."""
@@ -177,6 +182,7 @@ def arguments(
     given = {
         "Q": q.contiguous(), "K": k.contiguous(), "V": v.contiguous(),
         "BlockIndices": ids, "FirstKey": rows.first_key, "NumVisible": rows.num_visible,
+        "SlotScale": None if slot_scale is None else slot_scale.contiguous(),
         "Output": v.new_empty(branches, B, N, HQ, DV),
         "LSE": v.new_empty(branches, B, N, HQ, dtype=torch.float32),
         "scale": scale, "scale_log2": scale * LOG2_E,

@@ -67,6 +67,31 @@ def launch_options(
     return {"BT": BT, "num_warps": num_warps, "num_stages": num_stages}
 
 
+def backward_options(
+    G: int, D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
+) -> dict[str, int]:
+    """`BT, BR, num_warps, num_stages` of the pass over key tiles: keys of a program, and rows of a
+    step.
+
+    Args:
+        G, D, DV, BS, itemsize, shared_memory: as in `launch_options`.
+    """
+    tiles = tile_sizes(G, D, DV)
+    row_bytes = (tiles["DT"] + tiles["DVT"]) * itemsize
+    is_wide = tiles["DT"] + tiles["DVT"] > 256
+    BT, BR, num_stages = min(64, _side(BS)), 64, 2
+    while BT * row_bytes + (num_stages * row_bytes + 2 * BT * itemsize) * BR > shared_memory:
+        if num_stages > 1:
+            num_stages = 1
+        elif BR > 16:
+            BR //= 2
+        elif BT > 16:
+            BT //= 2
+        else:
+            break
+    return {"BT": BT, "BR": BR, "num_warps": 8 if is_wide else 4, "num_stages": num_stages}
+
+
 @functools.cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may have on `device`."""

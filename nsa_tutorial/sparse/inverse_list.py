@@ -35,8 +35,8 @@ class InverseList(NamedTuple):
         first, last: `[tiles]` int32, where the entries of each tile begin, and where they end.
         tile_size: tile `i` begins at key `i // H * tile_size` and has head `i % H`; 1 for lists,
             where only some keys begin a block, and no other tile has entries.
-        most_tiles, most_entries: how many tiles with entries, and how many entries of all tiles,
-            there are at most.
+        most_tiles: how many tiles have entries, at most.
+        most_entries, most_of_a_tile: how many entries all tiles have at most, and one of them.
     """
 
     entries: Tensor
@@ -45,6 +45,7 @@ class InverseList(NamedTuple):
     tile_size: int
     most_tiles: int
     most_entries: int
+    most_of_a_tile: int
 
 
 class Chunks(NamedTuple):
@@ -85,7 +86,7 @@ def of_lists(ids: Tensor, rows: QueryRows, *, block_size: int, num_keys: int) ->
     tiles = torch.arange(num_keys * H + 1, dtype=torch.int32, device=ids.device)
     bounds = torch.searchsorted(tile, tiles, out_int32=True)
     most_tiles = min(R * H * S, (num_keys // BS + rows.num_sequences) * H)
-    return InverseList(entries, bounds[:-1], bounds[1:], 1, most_tiles, R * H * S)
+    return InverseList(entries, bounds[:-1], bounds[1:], 1, most_tiles, R * H * S, R)
 
 
 def of_windows(
@@ -104,7 +105,12 @@ def of_windows(
     first, last = ((x[:, None] + head).flatten() for x in (first, last))
     tiles_of_a_row = min(len(key), (window_size - 2) // tile_size + 2)
     entries = torch.arange(H * R, device=device)
-    return InverseList(entries, first, last, tile_size, len(key) * H, H * R * tiles_of_a_row)
+    most_entries = H * R * tiles_of_a_row
+    # of a tile's own keys, and of the windows that reach into it from two sequences
+    most_of_a_tile = min(R, tile_size + 2 * (window_size - 1))
+    return InverseList(
+        entries, first, last, tile_size, len(key) * H, most_entries, most_of_a_tile
+    )  # fmt: skip
 
 
 def chunks(inverse: InverseList, *, num_heads: int, length: int) -> Chunks:
@@ -117,7 +123,8 @@ def chunks(inverse: InverseList, *, num_heads: int, length: int) -> Chunks:
     count = inverse.last - inverse.first  # [tiles]
     num_parts = torch.where(count > 0, (count // length).clamp(min=1), 0)
     end = num_parts.cumsum(0, dtype=torch.int32)  # of each tile's chunks
-    most_shares = inverse.most_entries // length
+    is_cut = inverse.most_of_a_tile >= 2 * length
+    most_shares = inverse.most_entries // length if is_cut else 0
     chunk = torch.arange(inverse.most_tiles + most_shares, dtype=torch.int32, device=count.device)
     tile = torch.searchsorted(end, chunk, right=True)  # [P]
     exists = tile < len(end)

@@ -1,0 +1,83 @@
+"""What the backward kernels of both languages read besides the tensors of the forward: which queries
+see a tile of keys, as flat tables on the device.
+
+Symbols: `R` query rows · `H` key/value heads · `S` slots · `E` entries of all lists.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_tutorial.sparse import inverse_list
+from nsa_tutorial.sparse.inverse_list import Chunks, InverseList
+from nsa_tutorial.sparse.selected_attention import QueryRows
+
+WORKSPACE = 2**28  # bytes for the shares of tiles that are cut into chunks
+CHUNK_ROWS = 2**14  # queries times heads of a group that a program walks, and up to twice as many
+
+
+class Tables(NamedTuple):
+    """Attributes:
+    rows: `[E]` int32, the query row of each entry, in the order of `chunks`; `~row` where nothing
+        of it is to be read: no loss asks for it, or it is not finite.
+    factors: `[E]` fp32, the factor on the scores of each entry; None for ones.
+    row_start, row_end: `[R]` int32, the run of keys outside of which a row sees nothing.
+    chunks: what each program walks.
+    """
+
+    rows: Tensor
+    factors: Tensor | None
+    row_start: Tensor
+    row_end: Tensor
+    chunks: Chunks
+
+
+def of_lists(
+    ids: Tensor, rows: QueryRows, is_read: Tensor, *, block_size: int, num_keys: int, G: int,
+    tile_bytes: int, slot_scale: Tensor | None = None,
+) -> Tables:  # fmt: skip
+    """The tables of the lists `ids [R, H, S]`.
+
+    Args:
+        is_read: `[R, H]`, whether a row's queries are to be read.
+        num_keys: `B * M`.
+        G: query heads of a group.
+        tile_bytes: of a chunk's share in the workspace.
+        slot_scale: `[R, H, S]` fp32, or None.
+    """
+    S, H = ids.shape[2], ids.shape[1]
+    inverse = inverse_list.of_lists(ids, rows, block_size=block_size, num_keys=num_keys)
+    row_of_entry = _row_codes(is_read).flatten()[inverse.entries // S]
+    factors = None if slot_scale is None else slot_scale.flatten()[inverse.entries]
+    chunks = _chunks(inverse, H, G, tile_bytes)
+    row_end = rows.first_key + rows.num_visible
+    return Tables(row_of_entry, factors, rows.first_key, row_end, chunks)
+
+
+def of_windows(
+    rows: QueryRows, is_read: Tensor, *, window_size: int, tile_size: int, num_keys: int, G: int,
+    tile_bytes: int,
+) -> Tables:  # fmt: skip
+    """The tables of the windows, for tiles of `tile_size` keys; arguments as in `of_lists`."""
+    H = is_read.shape[1]
+    sizes = {"window_size": window_size, "tile_size": tile_size}
+    inverse = inverse_list.of_windows(rows, **sizes, num_keys=num_keys, num_heads=H)
+    row_of_entry = _row_codes(is_read).T.flatten()
+    chunks = _chunks(inverse, H, G, tile_bytes)
+    row_end = rows.first_key + rows.num_visible
+    row_start = torch.maximum(rows.first_key, row_end - window_size)
+    return Tables(row_of_entry, None, row_start, row_end, chunks)
+
+
+def _chunks(inverse: InverseList, H: int, G: int, tile_bytes: int) -> Chunks:
+    """Chunks as long as fills a program, longer where their shares would not fit the workspace."""
+    length = max(1, CHUNK_ROWS // G, -(-inverse.most_entries * tile_bytes // WORKSPACE))
+    return inverse_list.chunks(inverse, num_heads=H, length=length)
+
+
+def _row_codes(is_read: Tensor) -> Tensor:
+    row = torch.arange(len(is_read), dtype=torch.int32, device=is_read.device)[:, None]
+    return torch.where(is_read, row, ~row)  # [R, H]
