@@ -79,11 +79,12 @@ def forward(
 
 def selection_and_window(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *, block_size: int,
-    window_size: int, scale: float,
+    window_size: int, scale: float, slot_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Both branches over the same keys and values: `o [2, B, N, HQ, DV]` and `lse [2, B, N, HQ]`,
-    of the lists, then of the windows."""
-    lists = selected_attention.forward(q, k, v, ids, rows, block_size=block_size, scale=scale)
+    of the lists, then of the windows. `slot_scale` is the lists'."""
+    sizes = {"block_size": block_size, "scale": scale, "slot_scale": slot_scale}
+    lists = selected_attention.forward(q, k, v, ids, rows, **sizes)
     windows = sliding_window.forward(q, k, v, rows, window_size=window_size, scale=scale)
     o, lse = (torch.stack(pair) for pair in zip(lists, windows, strict=True))
     return o, lse

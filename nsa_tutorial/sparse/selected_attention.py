@@ -102,8 +102,9 @@ def block_list(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *, block_size: int, scale: float
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
+    block_size: int, scale: float, slot_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Selected attention with an online softmax over the listed blocks.
 
     Args:
@@ -112,6 +113,7 @@ def forward(
         rows: from `query_rows`.
         block_size: tokens per block.
         scale: factor on the scores, as in `softmax(scale * q @ k)`.
+        slot_scale: `[R, H, S]`, a factor on the scores of each slot's keys; None for none.
 
     Returns:
         `o [B, N, HQ, DV]` in the dtype of `v`, and `lse [B, N, HQ]`: natural logarithm, fp32 (fp64
@@ -149,6 +151,9 @@ def forward(
 
         # -- scores --
         acc_s = q_tile @ k_tile.transpose(-1, -2)  # [R, H, G, BS]
+        if slot_scale is not None:  # an empty slot's factor may be anything: it is not used
+            factor = torch.where(is_visible, slot_scale[:, :, slot], 1)  # [R, H]
+            acc_s = acc_s * factor[:, :, None, None]
 
         # -- mask --
         acc_s = acc_s.masked_fill(~is_seen[:, :, None, :], -math.inf)
