@@ -169,7 +169,7 @@ def selected_attention_backward(
     saved = (d_o, d_lse, q, k, v, o, lse)
     if backend == "masked":
         return gradients.of_masked_lists(*saved, ids, rows, block_size=block_size, scale=scale)
-    return gradients.of_lists(*saved, ids, rows, block_size=block_size, scale=scale)
+    return gradients.of_lists(*saved, ids, rows, block_size=block_size, scale=scale)[:3]
 
 
 # -- sliding window --
