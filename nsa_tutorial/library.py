@@ -1,126 +1,31 @@
 """The operators as PyTorch knows them: `torch.ops.nsa_tutorial.*`. Each has a fake kernel, which
-returns shapes and computes nothing, and those that attend have a gradient. So `torch.compile`, meta
-tensors and checkpoints take them like PyTorch's own.
+returns shapes and computes nothing, and those that attend have a gradient (`library_backward`). So
+`torch.compile`, meta tensors and checkpoints take them like PyTorch's own.
 
 An operator here takes checked, flat arguments (`ops` checks them) and the backend's name. Its
-implementation locates the query rows, brings lists into one form, and calls the backend's function
-from `BACKENDS`, which is imported when it is first needed. The offsets of packed sequences are the
-one argument that is checked here, because only a running operator can read them.
-
-Every backend's forward shares one backward, `training.gradients`, in PyTorch: it needs `o` and
-`lse` of the forward and nothing else.
+implementation locates the query rows, brings lists into one form, and calls the backend's function;
+`backends` holds all three.
 """
 
 # no `from __future__ import annotations`: PyTorch reads the operators' schemas from them
-import importlib
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from nsa_tutorial.runtime import checks, environment, packed
+from nsa_tutorial import backends
+from nsa_tutorial.backends import BACKENDS, choose, nearest
+from nsa_tutorial.library_backward import (
+    compressed_attention_backward,
+    differentiable,
+    selected_and_window_attention_backward,
+    selected_attention_backward,
+    sliding_window_attention_backward,
+)
+from nsa_tutorial.runtime import checks
 from nsa_tutorial.sparse import compression
-from nsa_tutorial.sparse.compression import MLPWeights, num_summaries, summary_rows
+from nsa_tutorial.sparse.compression import MLPWeights
 from nsa_tutorial.sparse.native_sparse_attention import NUM_INITIAL, NUM_LOCAL, gated_sum
-from nsa_tutorial.sparse.selected_attention import QueryRows, block_list, query_rows
-from nsa_tutorial.training import gradients
-
-BACKENDS = {
-    "selected_attention": {
-        "reference": "nsa_tutorial.sparse.selected_attention:forward",
-        "masked": "nsa_tutorial.sparse.query_tiles:selected_attention",
-        "tilelang": "nsa_tutorial.kernels.tilelang_launch:forward",
-        "triton": "nsa_tutorial.kernels.triton_launch:forward",
-    },
-    "sliding_window_attention": {
-        "reference": "nsa_tutorial.sparse.sliding_window:forward",
-        "tilelang": "nsa_tutorial.kernels.tilelang_launch:sliding_window",
-        "triton": "nsa_tutorial.kernels.triton_launch:sliding_window",
-    },
-    "selected_and_window_attention": {
-        "reference": "nsa_tutorial.sparse.native_sparse_attention:selection_and_window",
-        "tilelang": "nsa_tutorial.kernels.tilelang_launch:selection_and_window",
-        "triton": "nsa_tutorial.kernels.triton_launch:selection_and_window",
-    },
-    "compressed_attention": {
-        "reference": "nsa_tutorial.sparse.compression:compressed_attention",
-    },
-    "select_blocks": {
-        "reference": "nsa_tutorial.sparse.block_selection:select_blocks",
-    },
-}
-CHAPTER_OF = {
-    ("compressed_attention", "tilelang"): "14, selection_kernels",
-    ("compressed_attention", "triton"): "14, selection_kernels",
-    ("select_blocks", "tilelang"): "14, selection_kernels",
-    ("select_blocks", "triton"): "14, selection_kernels",
-}
-
-
-def choose(operator: str, backend: str, q: Tensor) -> str:
-    """Name the backend that runs `operator` on tensors like `q`: `auto` takes Triton for CUDA
-    tensors where it has a kernel for their dtype, and the reference otherwise.
-
-    Raises:
-        NotImplementedError: naming the chapter with which the backend comes.
-        TypeError: for a dtype that no kernel computes.
-    """
-    available = BACKENDS[operator]
-    if backend == "auto":
-        is_for_kernels = q.device.type == "cuda" and q.dtype != torch.float64
-        backend = "triton" if is_for_kernels and "triton" in available else "reference"
-    if backend not in available:
-        raise NotImplementedError(
-            f"{operator}: there is no {backend} backend yet (it comes with chapter "
-            f"{CHAPTER_OF[operator, backend]}): use backend='reference' or 'auto'"
-        )
-    if backend in ("tilelang", "triton") and q.dtype not in checks.DTYPES:
-        raise TypeError(
-            f"q: got {checks.describe(q)}, expected float32, float16 or bfloat16 on the {backend} "
-            "backend"
-        )
-    return backend
-
-
-def nearest(operator: str, backend: str, q: Tensor) -> str:
-    """`choose`, with `auto` in place of a backend that the course has not written yet."""
-    return choose(operator, backend if backend in BACKENDS[operator] else "auto", q)
-
-
-def _load(operator: str, backend: str, q: Tensor) -> Callable:
-    """The backend's function, or `BackendUnavailable`, where this machine cannot run it."""
-    if backend in ("tilelang", "triton"):
-        environment.require(backend, q.device.type, str(q.dtype).removeprefix("torch."))
-    module, function = BACKENDS[operator][backend].split(":")
-    return getattr(importlib.import_module(module), function)
-
-
-def _rows(q: Tensor, M: int, cu_seqlens: Tensor | None, causal: bool = True) -> QueryRows:
-    """Where the query rows stand; before anything runs, the offsets are checked."""
-    checks.check_offsets(cu_seqlens, q.shape[1])
-    B, N = q.shape[:2]
-    return query_rows(B, N, M, causal=causal, cu_seqlens=cu_seqlens, device=q.device)
-
-
-def _lists(
-    q: Tensor, k: Tensor, block_indices: Tensor, block_counts: Tensor | None,
-    cu_seqlens: Tensor | None, block_size: int, include_own_block: bool, causal: bool,
-) -> tuple[Tensor, QueryRows, int]:  # fmt: skip
-    """The lists in the one form that every backend walks, the query rows, and the block size."""
-    rows = _rows(q, k.shape[1], cu_seqlens, causal)
-    block_size = _at_most_one_block(block_size, k.shape[1])
-    ids = block_list(
-        block_indices, rows, block_size=block_size, block_counts=block_counts,
-        include_own_block=include_own_block,
-    )  # fmt: skip
-    return ids, rows, block_size
-
-
-def _at_most_one_block(block_size: int, M: int) -> int:
-    """`block_size`; where all `M` keys lie in block 0 anyway, the least power of two that holds
-    them, 16 at least: few sizes, few kernels."""
-    return min(block_size, max(16, 1 << max(M - 1, 0).bit_length()))
+from nsa_tutorial.sparse.selected_attention import query_rows
 
 
 def _empty(q: Tensor, v: Tensor, *branches: int) -> tuple[Tensor, Tensor]:
@@ -130,46 +35,24 @@ def _empty(q: Tensor, v: Tensor, *branches: int) -> tuple[Tensor, Tensor]:
     return o, q.new_empty(*branches, *q.shape[:3], dtype=wide)
 
 
-def _empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-
-
 # -- selected attention --
 
 
 @custom_op("nsa_tutorial::selected_attention", mutates_args=())
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | None,
-    cu_seqlens: Tensor | None, block_size: int, include_own_block: bool, causal: bool,
-    scale: float, backend: str,
+    slot_scale: Tensor | None, cu_seqlens: Tensor | None, block_size: int, include_own_block: bool,
+    causal: bool, scale: float, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`ops.selected_attention`: `o [B, N, HQ, DV]` and `lse [B, N, HQ]`."""
-    function = _load("selected_attention", backend, q)
-    ids, rows, block_size = _lists(
-        q, k, block_indices, block_counts, cu_seqlens, block_size, include_own_block, causal
-    )
+    function = backends.load(BACKENDS, "selected_attention", backend, q)
+    ids, rows, sizes = backends.listed_blocks(
+        q, k, block_indices, block_counts, slot_scale, cu_seqlens, block_size, include_own_block,
+        causal,
+    )  # fmt: skip
     if q.numel() == 0:
         return _empty(q, v)
-    return function(q, k, v, ids, rows, block_size=block_size, scale=scale)
-
-
-@custom_op("nsa_tutorial::selected_attention_backward", mutates_args=())
-def selected_attention_backward(
-    d_o: Tensor, d_lse: Tensor, o: Tensor, lse: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | None,
-    cu_seqlens: Tensor | None, block_size: int, include_own_block: bool, causal: bool,
-    scale: float, backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of `q`, `k` and `v`."""
-    if q.numel() == 0:
-        return _empty_gradients(q, k, v)
-    ids, rows, block_size = _lists(
-        q, k, block_indices, block_counts, cu_seqlens, block_size, include_own_block, causal
-    )
-    saved = (d_o, d_lse, q, k, v, o, lse)
-    if backend == "masked":
-        return gradients.of_masked_lists(*saved, ids, rows, block_size=block_size, scale=scale)
-    return gradients.of_lists(*saved, ids, rows, block_size=block_size, scale=scale)[:3]
+    return function(q, k, v, ids, rows, **sizes, scale=scale)
 
 
 # -- sliding window --
@@ -181,25 +64,11 @@ def sliding_window_attention(
     backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`ops.sliding_window_attention`: `o` and `lse`."""
-    function = _load("sliding_window_attention", backend, q)
-    rows = _rows(q, k.shape[1], cu_seqlens)
+    function = backends.load(BACKENDS, "sliding_window_attention", backend, q)
+    rows = backends.located_rows(q, k.shape[1], cu_seqlens)
     if q.numel() == 0:
         return _empty(q, v)
     return function(q, k, v, rows, window_size=window_size, scale=scale)
-
-
-@custom_op("nsa_tutorial::sliding_window_attention_backward", mutates_args=())
-def sliding_window_attention_backward(
-    d_o: Tensor, d_lse: Tensor, o: Tensor, lse: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window_size: int, scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of `q`, `k` and `v`."""
-    if q.numel() == 0:
-        return _empty_gradients(q, k, v)
-    rows = _rows(q, k.shape[1], cu_seqlens)
-    saved = (d_o, d_lse, q, k, v, o, lse)
-    return gradients.of_windows(*saved, rows, window_size=window_size, scale=scale)
 
 
 # -- lists and windows at once --
@@ -208,40 +77,19 @@ def sliding_window_attention_backward(
 @custom_op("nsa_tutorial::selected_and_window_attention", mutates_args=())
 def selected_and_window_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | None,
-    cu_seqlens: Tensor | None, window_size: int, block_size: int, include_own_block: bool,
-    scale: float, backend: str,
+    slot_scale: Tensor | None, cu_seqlens: Tensor | None, window_size: int, block_size: int,
+    include_own_block: bool, scale: float, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`ops.selected_and_window_attention`: `o [2, B, N, HQ, DV]` and `lse [2, B, N, HQ]`, of the
     lists, then of the windows."""
-    function = _load("selected_and_window_attention", backend, q)
-    ids, rows, block_size = _lists(
-        q, k, block_indices, block_counts, cu_seqlens, block_size, include_own_block, True
-    )
+    function = backends.load(BACKENDS, "selected_and_window_attention", backend, q)
+    ids, rows, sizes = backends.listed_blocks(
+        q, k, block_indices, block_counts, slot_scale, cu_seqlens, block_size, include_own_block,
+        True,
+    )  # fmt: skip
     if q.numel() == 0:
         return _empty(q, v, 2)
-    return function(
-        q, k, v, ids, rows, block_size=block_size, window_size=window_size, scale=scale
-    )  # fmt: skip
-
-
-@custom_op("nsa_tutorial::selected_and_window_attention_backward", mutates_args=())
-def selected_and_window_attention_backward(
-    d_o: Tensor, d_lse: Tensor, o: Tensor, lse: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | None,
-    cu_seqlens: Tensor | None, window_size: int, block_size: int, include_own_block: bool,
-    scale: float, backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of `q`, `k` and `v`, through both outputs."""
-    of_list, of_window = zip(d_o, d_lse, o, lse, strict=True)
-    by_list = selected_attention_backward(
-        *of_list, q, k, v, block_indices, block_counts, cu_seqlens, block_size, include_own_block,
-        True, scale, backend,
-    )  # fmt: skip
-    by_window = sliding_window_attention_backward(
-        *of_window, q, k, v, cu_seqlens, window_size, scale, backend
-    )  # fmt: skip
-    d_q, d_k, d_v = (a + b for a, b in zip(by_list, by_window, strict=True))
-    return d_q, d_k, d_v
+    return function(q, k, v, ids, rows, **sizes, window_size=window_size, scale=scale)
 
 
 # -- summaries --
@@ -253,40 +101,11 @@ def compressed_attention(
     stride: int, scale: float, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`ops.compressed_attention` to summaries `k [B, M_c, H, D]` and `v`: `o` and `lse`."""
-    function = _load("compressed_attention", backend, q)
-    _, rows = _summary_rows(q, k, cu_seqlens, num_keys, length, stride)
+    function = backends.load(BACKENDS, "compressed_attention", backend, q)
+    _, rows = backends.rows_and_summaries(q, k, cu_seqlens, num_keys, length, stride)
     if q.numel() == 0:
         return _empty(q, v)
     return function(q, k, v, rows, scale=scale)
-
-
-@custom_op("nsa_tutorial::compressed_attention_backward", mutates_args=())
-def compressed_attention_backward(
-    d_o: Tensor, d_lse: Tensor, o: Tensor, lse: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, num_keys: int, length: int,
-    stride: int, scale: float, backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of `q`, `k` and `v`."""
-    if q.numel() == 0:
-        return _empty_gradients(q, k, v)
-    _, rows = _summary_rows(q, k, cu_seqlens, num_keys, length, stride)
-    return gradients.of_summaries(d_o, d_lse, q, k, v, o, lse, rows, scale=scale)
-
-
-def _summary_rows(
-    q: Tensor, k_cmp: Tensor, cu_seqlens: Tensor | None, M: int, length: int, stride: int
-) -> tuple[QueryRows, QueryRows]:
-    """The query rows among the keys, and among the summaries, of which there must be as many as the
-    keys have."""
-    rows = _rows(q, M, cu_seqlens)
-    sequences = [M] if cu_seqlens is None else packed.offsets(cu_seqlens).lengths
-    expected = sum(num_summaries(n, length, stride) for n in sequences)
-    if k_cmp.shape[1] != expected:
-        raise ValueError(
-            f"k_cmp: got {k_cmp.shape[1]} summaries, expected {expected}: those of {M} keys "
-            f"(num_keys) with length {length} and stride {stride}"
-        )
-    return rows, summary_rows(rows, M, length=length, stride=stride, cu_seqlens=cu_seqlens)
 
 
 @custom_op("nsa_tutorial::select_blocks", mutates_args=())
@@ -296,13 +115,13 @@ def select_blocks(
     stride: int, num_initial: int, num_local: int, scale: float, backend: str,
 ) -> Tensor:  # fmt: skip
     """`ops.select_blocks`: int32 `[B, N, H, top_n]`."""
-    function = _load("select_blocks", backend, q)
-    rows, summaries = _summary_rows(q, k_cmp, cu_seqlens, num_keys, length, stride)
+    function = backends.load(BACKENDS, "select_blocks", backend, q)
+    rows, summaries = backends.rows_and_summaries(q, k_cmp, cu_seqlens, num_keys, length, stride)
     if q.numel() == 0:
         return q.new_empty(*q.shape[:2], k_cmp.shape[2], top_n, dtype=torch.int32)
     return function(
         q, k_cmp, lse, rows, summaries,
-        M=num_keys, top_n=top_n, block_size=_at_most_one_block(block_size, num_keys),
+        M=num_keys, top_n=top_n, block_size=backends.at_most_one_block(block_size, num_keys),
         length=length, stride=stride, num_initial=num_initial, num_local=num_local, scale=scale,
         block_counts=block_counts,
     )  # fmt: skip
@@ -345,32 +164,12 @@ def _(cu_seqlens, N):
 # -- the four that attend: their gradients, and fake kernels --
 
 
-def _differentiable(operator, backward, num_tensors: int) -> None:
-    """Make `backward` the gradient of `operator(q, k, v, *lists, *options)`, and give it a fake
-    kernel. The first `num_tensors` arguments are tensors or None."""
-
-    def save(ctx, inputs, output) -> None:
-        ctx.save_for_backward(*output, *inputs[:num_tensors])
-        ctx.options = inputs[num_tensors:]
-
-    def run(ctx, d_o: Tensor, d_lse: Tensor) -> tuple:
-        of_qkv = backward(d_o, d_lse, *ctx.saved_tensors, *ctx.options)
-        return *of_qkv, *[None] * (num_tensors - 3 + len(ctx.options))
-
-    def fake_backward(d_o, d_lse, o, lse, q, k, v, *_):
-        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-    operator.register_autograd(run, setup_context=save)
-    backward.register_fake(fake_backward)
-
-
-for _operator, _backward, _num_tensors in (
-    (selected_attention, selected_attention_backward, 6),
-    (sliding_window_attention, sliding_window_attention_backward, 4),
-    (selected_and_window_attention, selected_and_window_attention_backward, 6),
-    (compressed_attention, compressed_attention_backward, 4),
-):
-    _differentiable(_operator, _backward, _num_tensors)
+differentiable(selected_attention, selected_attention_backward, 7, has_factors=True)
+differentiable(sliding_window_attention, sliding_window_attention_backward, 4)
+differentiable(
+    selected_and_window_attention, selected_and_window_attention_backward, 7, has_factors=True
+)
+differentiable(compressed_attention, compressed_attention_backward, 4)
 for _operator in (selected_attention, sliding_window_attention, compressed_attention):
     _operator.register_fake(lambda q, k, v, *_: _empty(q, v))
 selected_and_window_attention.register_fake(lambda q, k, v, *_: _empty(q, v, 2))
@@ -419,7 +218,7 @@ def native_sparse_attention(
         scores = (q.detach(), compressed[0].detach(), lse.detach())
         block_indices = select_blocks(*scores, block_counts, cu_seqlens, num_keys, *sizes)
         block_counts = None
-    lists = (block_indices, block_counts, cu_seqlens)
+    lists = (block_indices, block_counts, None, cu_seqlens)
     if g_slc is not None and g_swa is not None and not window and attending != "reference":
         options = (window_size, block_size, False, scale, attending)
         o_slc, o_swa = selected_and_window_attention(q, *selected, *lists, *options)[0]

@@ -8,8 +8,8 @@ casts queries, keys and values to its dtype. A second derivative does not exist 
 A backend is a function behind an operator: `reference` is PyTorch, on any device; `tilelang` and
 `triton` are the kernels, on CUDA tensors, and on CPU tensors through TileLang's C target and
 Triton's interpreter. `auto` takes Triton for CUDA tensors where the kernel exists
-(`library.BACKENDS`), and the reference otherwise. Gradients are computed by the reference
-(`training.gradients`), whatever the backend.
+(`backends.BACKENDS`), and the reference otherwise. Gradients are computed by the backward of the
+same backend (`backends.BACKWARDS`).
 
 Wrong arguments raise `ValueError` or `TypeError`, naming the argument, what came and what was
 expected, before anything runs, and while `torch.compile` traces; a backend that cannot run these
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nsa_tutorial import library
+from nsa_tutorial import backends, library
 from nsa_tutorial.runtime import checks
 from nsa_tutorial.sparse.compression import KINDS, MLPWeights, num_summaries
 from nsa_tutorial.sparse.selected_attention import block_list, query_rows
@@ -39,6 +39,7 @@ def selected_attention(
     block_size: int = 64,
     block_counts: Tensor | int | None = None,
     include_own_block: bool = False,
+    slot_scale: Tensor | None = None,
     scale: float | None = None,
     causal: bool = True,
     cu_seqlens: Tensor | None = None,
@@ -61,6 +62,11 @@ def selected_attention(
         block_counts: only the first so many slots of a row are read: an int, or `[B, N, H]`; None
             reads all.
         include_own_block: also attend to the query's own block, unless a slot lists it.
+        slot_scale: `[B, N, H, S]` fp32 (fp64 for fp64 queries), a factor on the scaled scores of a
+            slot's keys, for all query heads of a group; None is ones, and the own block that is
+            added has factor 1. Its gradient at ones, `sum(ds * s)` over the slot's keys and the
+            group's heads, is the gradient of the selection: with `slot_scale = 1 + p - p.detach()`
+            the scores `p` that chose the blocks learn what the blocks were worth.
         scale: factor on the scores, positive; None is `D ** -0.5`.
         causal: a query sees no key after its own position.
         cu_seqlens: `[num_sequences + 1]` int32 offsets of packed sequences (`B == 1`, `N == M`);
@@ -84,10 +90,11 @@ def selected_attention(
     q, k, v = _autocast(q, k, v)
     backend, scale = _check("selected_attention", backend, q, k, v, scale, cu_seqlens, return_lse)
     checks.check_block_arguments(block_indices, block_counts, q, k)
+    checks.check_slot_scale(slot_scale, block_indices, q)
     checks.check_positive_int("block_size", block_size)
     checks.check_bool("include_own_block", include_own_block)
     checks.check_bool("causal", causal)
-    lists = _read_slots(block_indices, block_counts)
+    lists = _read_slots(block_indices, block_counts, slot_scale)
     options = (block_size, include_own_block, causal, scale, backend)
     o, lse = library.selected_attention(q, k, v, *lists, cu_seqlens, *options)
     return (o, lse) if return_lse else o
@@ -178,6 +185,7 @@ def selected_and_window_attention(
     block_size: int = 64,
     block_counts: Tensor | int | None = None,
     include_own_block: bool = False,
+    slot_scale: Tensor | None = None,
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
     return_lse: bool = False,
@@ -189,8 +197,9 @@ def selected_and_window_attention(
     The two outputs stay apart, for gates of their own; both branches are causal.
 
     Args:
-        q, k, v, block_indices, block_size, block_counts, include_own_block, scale, cu_seqlens,
-            return_lse, backend: as for `selected_attention`.
+        q, k, v, block_indices, block_size, block_counts, include_own_block, slot_scale, scale,
+            cu_seqlens, return_lse, backend: as for `selected_attention`; `slot_scale` leaves the
+            window alone.
         window_size: as for `sliding_window_attention`; exactly so many keys, whatever the block
             size.
 
@@ -201,10 +210,11 @@ def selected_and_window_attention(
     q, k, v = _autocast(q, k, v)
     backend, scale = _check(operator, backend, q, k, v, scale, cu_seqlens, return_lse)
     checks.check_block_arguments(block_indices, block_counts, q, k)
+    checks.check_slot_scale(slot_scale, block_indices, q)
     checks.check_positive_int("window_size", window_size)
     checks.check_positive_int("block_size", block_size)
     checks.check_bool("include_own_block", include_own_block)
-    lists = _read_slots(block_indices, block_counts)
+    lists = _read_slots(block_indices, block_counts, slot_scale)
     options = (window_size, block_size, include_own_block, scale, backend)
     o, lse = library.selected_and_window_attention(q, k, v, *lists, cu_seqlens, *options)
     (o_slc, o_swa), (lse_slc, lse_swa) = o.unbind(), lse.unbind()
@@ -444,18 +454,21 @@ def _check_rest(
     """What all operators with queries ask; the backend that runs, and the scale."""
     checks.check_backend(backend)
     checks.check_bool("return_lse", return_lse)
-    return library.choose(operator, backend, q), checks.check_scale(scale, q.shape[-1])
+    return backends.choose(operator, backend, q), checks.check_scale(scale, q.shape[-1])
 
 
 def _read_slots(
-    block_indices: Tensor, block_counts: Tensor | int | None
-) -> tuple[Tensor, Tensor | None]:
-    """Lists, and how many slots of each row are read: an int is a cut through all of them."""
+    block_indices: Tensor, block_counts: Tensor | int | None, slot_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Lists, how many slots of each row are read, and the slots' factors: an int is a cut through
+    all of them."""
     if not isinstance(block_counts, int):
-        return block_indices, block_counts
+        return block_indices, block_counts, slot_scale
+    cut = max(block_counts, 1)
+    block_indices = block_indices[..., :cut]
     if block_counts == 0:
-        return torch.full_like(block_indices[..., :1], -1), None
-    return block_indices[..., :block_counts], None
+        block_indices = torch.full_like(block_indices, -1)
+    return block_indices, None, None if slot_scale is None else slot_scale[..., :cut]
 
 
 def _check_branches(
@@ -473,7 +486,7 @@ def _check_branches(
     checks.check_positive_int("stride", stride)
     if block_indices is not None:
         checks.check_block_arguments(block_indices, block_counts, q, k)
-        return *_read_slots(block_indices, block_counts), M, 0
+        return *_read_slots(block_indices, block_counts)[:2], M, 0
     if g_slc is None:
         return None, None, M, 0
     return None, *_number_to_choose(q, k, g_cmp, block_counts, M, block_size)

@@ -46,11 +46,11 @@ def exact_matmul() -> None:
 def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[TorchDispatchMode], object]:
     """A mode that sees what a backend does inside of an operator: from outside, that is one
     call."""
-    from nsa_tutorial import library
+    from nsa_tutorial import backends
 
     @contextmanager
     def on(mode: TorchDispatchMode) -> Iterator[TorchDispatchMode]:
-        load = library._load
+        load = backends.load
 
         def watched(*arguments: object) -> Callable:
             function = load(*arguments)
@@ -62,7 +62,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[TorchDispatchMode], obje
             return run
 
         with monkeypatch.context() as patch, mode:
-            patch.setattr(library, "_load", watched)
+            patch.setattr(backends, "load", watched)
             yield mode
 
     return on

@@ -24,6 +24,8 @@ LEVELS = (
     {"layer"},
     {"ops"},
     {"library"},
+    {"library_backward"},
+    {"backends"},
     {"kernels", "training"},
     {"sparse"},
     {"exact"},
@@ -150,7 +152,6 @@ LONGEST = 300
 # Longer ones, and why.
 LONG = {
     "nsa_tutorial/ops.py": "a function for each operator, whose docstring is its manual",
-    "nsa_tutorial/library.py": "one custom operator after the other, each with its backward",
     "nsa_tutorial/bench.py": "a command line, and a table for each of its subcommands",
     "nsa_tutorial/runtime/costs.py": "bytes and FLOPs of one implementation after the other",
     "nsa_tutorial/course/train_heads.py": "run once, to make assets/heads.npz; no chapter shows it",

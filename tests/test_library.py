@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from nsa_tutorial import library, ops
+from nsa_tutorial import backends, ops
 from nsa_tutorial.sparse.compression import MLPWeights
 
 HQ, H, D, DV = 4, 2, 16, 24
@@ -43,17 +43,19 @@ def samples(backend: str, device: str, grad: bool) -> Iterator[tuple[object, tup
     """Operators with arguments of theirs, as `ops` gives them."""
     q, k, v = inputs(device=device, grad=grad)
     ids, counts = lists(device=device), torch.full((1, 20, H), 2, device=device)
+    factors = torch.linspace(0.5, 1.5, 3, device=device).repeat(1, 20, H, 1).requires_grad_(grad)
     packed, scale = PACKED.to(device), 0.25
     later = inputs(3, 20, device=device, grad=grad)
     attend = torch.ops.nsa_tutorial.selected_attention.default
-    yield attend, (q, k, v, ids, None, None, 16, False, True, scale, backend)
-    yield attend, (q, k, v, ids, counts, packed, 4, True, False, scale, backend)
-    yield attend, (*later, ids[:, :3], None, None, 16, True, True, scale, backend)
+    yield attend, (q, k, v, ids, None, None, None, 16, False, True, scale, backend)
+    yield attend, (q, k, v, ids, counts, factors, packed, 4, True, False, scale, backend)
+    yield attend, (*later, ids[:, :3], None, None, None, 16, True, True, scale, backend)
     window = torch.ops.nsa_tutorial.sliding_window_attention.default
     yield window, (q, k, v, None, 5, scale, backend)
     yield window, (*later, None, 5, scale, backend)
     both = torch.ops.nsa_tutorial.selected_and_window_attention.default
-    yield both, (q, k, v, ids, None, packed, 5, 4, True, scale, backend)
+    yield both, (q, k, v, ids, None, None, packed, 5, 4, True, scale, backend)
+    yield both, (q, k, v, ids, None, factors, None, 5, 4, False, scale, backend)
     if backend == "reference":
         summaries = [x.detach()[:, :9].clone().requires_grad_(grad) for x in (k, v)]
         compressed = torch.ops.nsa_tutorial.compressed_attention.default
@@ -63,7 +65,7 @@ def samples(backend: str, device: str, grad: bool) -> Iterator[tuple[object, tup
         choose = torch.ops.nsa_tutorial.select_blocks.default
         score = (q.detach(), summaries[0].detach(), None, counts, None)
         yield choose, (*score, 20, 4, 4, 4, 2, 1, 2, scale, backend)
-        yield attend, (q, k, v, ids, None, None, 16, False, True, scale, "masked")
+        yield attend, (q, k, v, ids, None, None, None, 16, False, True, scale, "masked")
 
 
 @places
@@ -283,7 +285,7 @@ def test_all_operators_are_registered() -> None:
         "select_blocks",
         "native_sparse_attention",
     }
-    assert set(library.BACKENDS) <= public
+    assert set(backends.BACKENDS) <= public
 
 
 def test_mlp_weights_pass_the_dispatcher() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from selection import Problem
 
-from nsa_tutorial import library, ops
+from nsa_tutorial import backends, ops
 from nsa_tutorial.runtime import environment
 from nsa_tutorial.sparse.compression import MLPWeights
 
@@ -616,10 +616,10 @@ def test_every_missing_backend_names_its_chapter() -> None:
     named = {"reference", "tilelang", "triton"}
     missing = {
         (operator, b)
-        for operator, available in library.BACKENDS.items()
+        for operator, available in backends.BACKENDS.items()
         for b in named - set(available)
     }
-    assert missing == set(library.CHAPTER_OF)
+    assert missing == set(backends.CHAPTER_OF)
 
 
 @pytest.mark.parametrize("backend", ["tilelang", "triton"])

@@ -207,6 +207,21 @@ def check_block_arguments(
     check_same_device(q=q, block_indices=block_indices)
 
 
+def check_slot_scale(slot_scale: Tensor | None, block_indices: Tensor, q: Tensor) -> None:
+    """`slot_scale` is None, or a factor for each slot of `block_indices`, in fp32 (fp64 with fp64
+    queries)."""
+    if slot_scale is None:
+        return
+    wide = torch.promote_types(q.dtype, torch.float32)
+    check_tensor("slot_scale", slot_scale, "[B, N, H, S]", (wide,))
+    if slot_scale.shape != block_indices.shape:
+        raise ValueError(
+            f"slot_scale: got {describe(slot_scale)}, expected the shape of block_indices, "
+            f"[B, N, H, S] = {list(block_indices.shape)}"
+        )
+    check_same_device(q=q, slot_scale=slot_scale)
+
+
 def check_block_counts(
     block_counts: Tensor | int | None, q: Tensor, k: Tensor, *, least: int = 0
 ) -> None:

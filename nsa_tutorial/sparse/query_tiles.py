@@ -26,7 +26,6 @@ from torch import Tensor
 
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.sparse.selected_attention import QueryRows
-from nsa_tutorial.sparse.selected_attention import forward as walk_the_lists
 
 TILE = 128  # queries
 Mask = Callable[[slice, slice], Tensor]
@@ -167,18 +166,13 @@ def attend(
 
 
 def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
-    block_size: int, scale: float, slot_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *, block_size: int, scale: float
+) -> tuple[Tensor, Tensor]:
     """`selected_attention.forward` under a dense mask: the same arguments, and the same result for
     lists of distinct, causal ids.
 
     It gathers nothing, and on a CPU that is what takes the time. Its own work grows with the square
-    of the length. With `slot_scale` it hands over to `selected_attention.forward`: a mask tells
-    listed from not listed, and no slot from another.
+    of the length.
     """
-    sizes = {"block_size": block_size, "scale": scale}
-    if slot_scale is not None:
-        return walk_the_lists(q, k, v, ids, rows, **sizes, slot_scale=slot_scale)
     view = view_of_lists(ids, rows, N=q.shape[1], M=k.shape[1], block_size=block_size)
     return attend(q, k, v, view, scale=scale)

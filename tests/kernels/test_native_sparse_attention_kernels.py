@@ -10,7 +10,7 @@ import torch
 from places import product, skip_unless_runs
 from torch import Tensor
 
-from nsa_tutorial import library, ops
+from nsa_tutorial import backends, ops
 from nsa_tutorial.sparse.block_selection import importance, overlap_weights
 from nsa_tutorial.sparse.compression import summary_rows
 from nsa_tutorial.sparse.selected_attention import query_rows
@@ -91,7 +91,7 @@ def test_one_launch_for_selection_and_window(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_auto_takes(operator: str, device: str, dtype: torch.dtype, chosen: str) -> None:
     """On CUDA tensors, which need not exist for the choice."""
     q = SimpleNamespace(device=torch.device(device), dtype=dtype)
-    assert library.choose(operator, "auto", q) == chosen
+    assert backends.choose(operator, "auto", q) == chosen
 
 
 def worst_exchange(ids: Tensor, exact: Tensor, score: Tensor) -> float:

@@ -119,7 +119,7 @@ def in_tiles(
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         options = (16, True, True, 16**-0.5, "masked")
-        return library.selected_attention(q, k, v, call.ids, None, None, *options)
+        return library.selected_attention(q, k, v, call.ids, None, None, None, *options)
 
     return run, [call.q, call.k, call.v], call.mask()
 

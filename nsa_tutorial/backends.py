@@ -1,0 +1,169 @@
+"""Which function computes an operator, on each backend, and the form in which it gets its
+arguments.
+
+`BACKENDS` names the forward and `BACKWARDS` the backward of each operator that attends, as
+`"module:function"`; a module is imported when it is first needed. `choose` resolves `auto`.
+
+`located_rows` and `listed_blocks` turn the flat arguments of an operator into what all these
+functions take. The offsets of packed sequences are the one argument that is checked here, because
+only a running operator can read them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nsa_tutorial.runtime import checks, environment, packed
+from nsa_tutorial.sparse.compression import num_summaries, summary_rows
+from nsa_tutorial.sparse.selected_attention import QueryRows, block_list, query_rows
+
+Table = Mapping[str, Mapping[str, str]]
+BACKENDS: Table = {
+    "selected_attention": {
+        "reference": "nsa_tutorial.sparse.selected_attention:forward",
+        # the same under a mask, in place of the reference where slots have no factors
+        "masked": "nsa_tutorial.sparse.query_tiles:selected_attention",
+        "tilelang": "nsa_tutorial.kernels.tilelang_launch:forward",
+        "triton": "nsa_tutorial.kernels.triton_launch:forward",
+    },
+    "sliding_window_attention": {
+        "reference": "nsa_tutorial.sparse.sliding_window:forward",
+        "tilelang": "nsa_tutorial.kernels.tilelang_launch:sliding_window",
+        "triton": "nsa_tutorial.kernels.triton_launch:sliding_window",
+    },
+    "selected_and_window_attention": {
+        "reference": "nsa_tutorial.sparse.native_sparse_attention:selection_and_window",
+        "tilelang": "nsa_tutorial.kernels.tilelang_launch:selection_and_window",
+        "triton": "nsa_tutorial.kernels.triton_launch:selection_and_window",
+    },
+    "compressed_attention": {
+        "reference": "nsa_tutorial.sparse.compression:compressed_attention",
+    },
+    "select_blocks": {
+        "reference": "nsa_tutorial.sparse.block_selection:select_blocks",
+    },
+}
+BACKWARDS: Table = {
+    "selected_attention": {
+        "reference": "nsa_tutorial.training.gradients:of_lists",
+        "masked": "nsa_tutorial.training.gradients:of_masked_lists",
+        "tilelang": "nsa_tutorial.training.gradients:of_lists",
+        "triton": "nsa_tutorial.kernels.triton_backward:of_lists",
+    },
+    "sliding_window_attention": {
+        "reference": "nsa_tutorial.training.gradients:of_windows",
+        "tilelang": "nsa_tutorial.training.gradients:of_windows",
+        "triton": "nsa_tutorial.kernels.triton_backward:of_windows",
+    },
+    "selected_and_window_attention": {
+        "reference": "nsa_tutorial.training.gradients:of_lists_and_windows",
+        "tilelang": "nsa_tutorial.training.gradients:of_lists_and_windows",
+        "triton": "nsa_tutorial.kernels.triton_backward:of_lists_and_windows",
+    },
+    "compressed_attention": {
+        "reference": "nsa_tutorial.training.gradients:of_summaries",
+    },
+}
+CHAPTER_OF = {
+    ("compressed_attention", "tilelang"): "14, selection_kernels",
+    ("compressed_attention", "triton"): "14, selection_kernels",
+    ("select_blocks", "tilelang"): "14, selection_kernels",
+    ("select_blocks", "triton"): "14, selection_kernels",
+}
+
+
+def choose(operator: str, backend: str, q: Tensor) -> str:
+    """Name the backend that runs `operator` on tensors like `q`: `auto` takes Triton for CUDA
+    tensors where it has a kernel for their dtype, and the reference otherwise.
+
+    Raises:
+        NotImplementedError: naming the chapter with which the backend comes.
+        TypeError: for a dtype that no kernel computes.
+    """
+    available = BACKENDS[operator]
+    if backend == "auto":
+        is_for_kernels = q.device.type == "cuda" and q.dtype != torch.float64
+        backend = "triton" if is_for_kernels and "triton" in available else "reference"
+    if backend not in available:
+        raise NotImplementedError(
+            f"{operator}: there is no {backend} backend yet (it comes with chapter "
+            f"{CHAPTER_OF[operator, backend]}): use backend='reference' or 'auto'"
+        )
+    if backend in ("tilelang", "triton") and q.dtype not in checks.DTYPES:
+        raise TypeError(
+            f"q: got {checks.describe(q)}, expected float32, float16 or bfloat16 on the {backend} "
+            "backend"
+        )
+    return backend
+
+
+def nearest(operator: str, backend: str, q: Tensor) -> str:
+    """`choose`, with `auto` in place of a backend that the course has not written yet."""
+    return choose(operator, backend if backend in BACKENDS[operator] else "auto", q)
+
+
+def load(table: Table, operator: str, backend: str, q: Tensor) -> Callable:
+    """The backend's function in `table`, or `BackendUnavailable`, where this machine cannot run
+    it on tensors like `q`."""
+    if backend in ("tilelang", "triton"):
+        environment.require(backend, q.device.type, str(q.dtype).removeprefix("torch."))
+    module, function = table[operator][backend].split(":")
+    return getattr(importlib.import_module(module), function)
+
+
+# -- the form in which a backend's function gets its arguments --
+
+
+def located_rows(q: Tensor, M: int, cu_seqlens: Tensor | None, causal: bool = True) -> QueryRows:
+    """Where the query rows stand; before anything runs, the offsets are checked."""
+    checks.check_offsets(cu_seqlens, q.shape[1])
+    B, N = q.shape[:2]
+    return query_rows(B, N, M, causal=causal, cu_seqlens=cu_seqlens, device=q.device)
+
+
+def listed_blocks(
+    q: Tensor, k: Tensor, block_indices: Tensor, block_counts: Tensor | None,
+    slot_scale: Tensor | None, cu_seqlens: Tensor | None, block_size: int, include_own_block: bool,
+    causal: bool,
+) -> tuple[Tensor, QueryRows, dict[str, object]]:  # fmt: skip
+    """The lists in the one form that every backend walks, the query rows, and `block_size`. With
+    `slot_scale [B, N, H, S]` there is a `slot_scale [R, H, S]` beside it, a slot longer if the own
+    block was added: its factor is 1."""
+    rows = located_rows(q, k.shape[1], cu_seqlens, causal)
+    block_size = at_most_one_block(block_size, k.shape[1])
+    ids = block_list(
+        block_indices, rows, block_size=block_size, block_counts=block_counts,
+        include_own_block=include_own_block,
+    )  # fmt: skip
+    if slot_scale is None:
+        return ids, rows, {"block_size": block_size}
+    factors = slot_scale.flatten(0, 1)
+    factors = F.pad(factors, (0, 1), value=1) if include_own_block else factors
+    return ids, rows, {"block_size": block_size, "slot_scale": factors.contiguous()}
+
+
+def at_most_one_block(block_size: int, M: int) -> int:
+    """`block_size`; where all `M` keys lie in block 0 anyway, the least power of two that holds
+    them, 16 at least: few sizes, few kernels."""
+    return min(block_size, max(16, 1 << max(M - 1, 0).bit_length()))
+
+
+def rows_and_summaries(
+    q: Tensor, k_cmp: Tensor, cu_seqlens: Tensor | None, M: int, length: int, stride: int
+) -> tuple[QueryRows, QueryRows]:
+    """The query rows among the keys, and among the summaries, of which there must be as many as the
+    keys have."""
+    rows = located_rows(q, M, cu_seqlens)
+    sequences = [M] if cu_seqlens is None else packed.offsets(cu_seqlens).lengths
+    expected = sum(num_summaries(n, length, stride) for n in sequences)
+    if k_cmp.shape[1] != expected:
+        raise ValueError(
+            f"k_cmp: got {k_cmp.shape[1]} summaries, expected {expected}: those of {M} keys "
+            f"(num_keys) with length {length} and stride {stride}"
+        )
+    return rows, summary_rows(rows, M, length=length, stride=stride, cu_seqlens=cu_seqlens)

@@ -1,0 +1,148 @@
+"""The gradients of the operators as PyTorch knows them: `torch.ops.nsa_tutorial.*_backward`.
+
+A backward is a custom operator like its forward, with a fake kernel, so that `torch.compile` takes
+it. It has the gradients of the forward's outputs, these outputs, and the forward's arguments, and
+calls the backend's function from `backends.BACKWARDS`. It has no gradient of its own: a second
+derivative raises.
+
+`differentiable` makes one of them the gradient of an operator; `library` calls it.
+"""
+
+# no `from __future__ import annotations`: PyTorch reads the operators' schemas from them
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.library import CustomOpDef, custom_op
+
+from nsa_tutorial import backends
+from nsa_tutorial.backends import BACKWARDS
+
+SLOT_SCALE = 5  # its place among the arguments of the operators that have it
+
+
+def differentiable(
+    operator: CustomOpDef, backward: CustomOpDef, num_tensors: int, has_factors: bool = False
+) -> None:
+    """Make `backward` the gradient of `operator(q, k, v, *lists, *options)`, and give it a fake
+    kernel.
+
+    Args:
+        operator, backward: custom operators; `backward` takes the gradients of the operator's
+            outputs, the outputs, and its arguments.
+        num_tensors: how many of the operator's first arguments are tensors or None.
+        has_factors: there is a `slot_scale` among them; `backward` returns its gradient last.
+    """
+    places = (0, 1, 2, SLOT_SCALE) if has_factors else (0, 1, 2)
+
+    def save(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*output, *inputs[:num_tensors])
+        ctx.options = inputs[num_tensors:]
+
+    def run(ctx, d_o: Tensor, d_lse: Tensor) -> tuple:
+        found = backward(d_o, d_lse, *ctx.saved_tensors, *ctx.options)
+        gradients = [None] * (num_tensors + len(ctx.options))
+        for place, gradient in zip(places, found, strict=True):
+            gradients[place] = gradient if ctx.needs_input_grad[place] else None
+        return tuple(gradients)
+
+    def fake(d_o, d_lse, o, lse, q, *others):
+        inputs = [(q, *others)[place] for place in places]
+        return tuple(_no_factors(q) if x is None else x.new_empty(x.shape) for x in inputs)
+
+    operator.register_autograd(run, setup_context=save)
+    backward.register_fake(fake)
+
+
+def _no_factors(q: Tensor) -> Tensor:
+    """In place of a gradient of factors that there are not: operators return no None."""
+    return q.new_empty(0, dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _of_nothing(*inputs: Tensor) -> tuple[Tensor, ...]:
+    """The gradients without queries."""
+    return tuple(x.new_zeros(x.shape) for x in inputs)
+
+
+def _of_lists(
+    operator: str, backend: str, saved: Sequence[Tensor], lists: tuple, slot_scale: Tensor | None,
+    **options: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of `q`, `k`, `v` and `slot_scale`; `lists` are from `listed_blocks`."""
+    q, (ids, rows, sizes) = saved[2], lists
+    function = backends.load(BACKWARDS, operator, backend, q)
+    d_q, d_k, d_v, *rest = function(*saved, ids, rows, **sizes, **options)
+    of_factors = _no_factors(q)
+    if slot_scale is not None:  # the added own block, if any, stands behind the slots
+        of_factors = rest[0][..., : slot_scale.shape[-1]].reshape(slot_scale.shape).contiguous()
+    return d_q.contiguous(), d_k.contiguous(), d_v.contiguous(), of_factors
+
+
+@custom_op("nsa_tutorial::selected_attention_backward", mutates_args=())
+def selected_attention_backward(
+    d_o: Tensor, d_lse: Tensor, o: Tensor, lse: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | None,
+    slot_scale: Tensor | None, cu_seqlens: Tensor | None, block_size: int, include_own_block: bool,
+    causal: bool, scale: float, backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of `q`, `k`, `v` and `slot_scale`, the last one empty where there is none."""
+    if q.numel() == 0:
+        return _of_nothing(q, k, v, _no_factors(q) if slot_scale is None else slot_scale)
+    lists = backends.listed_blocks(
+        q, k, block_indices, block_counts, slot_scale, cu_seqlens, block_size, include_own_block,
+        causal,
+    )  # fmt: skip
+    saved = (d_o, d_lse, q, k, v, o, lse)
+    return _of_lists("selected_attention", backend, saved, lists, slot_scale, scale=scale)
+
+
+@custom_op("nsa_tutorial::sliding_window_attention_backward", mutates_args=())
+def sliding_window_attention_backward(
+    d_o: Tensor, d_lse: Tensor, o: Tensor, lse: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window_size: int, scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of `q`, `k` and `v`."""
+    if q.numel() == 0:
+        return _of_nothing(q, k, v)
+    function = backends.load(BACKWARDS, "sliding_window_attention", backend, q)
+    rows = backends.located_rows(q, k.shape[1], cu_seqlens)
+    saved = (d_o, d_lse, q, k, v, o, lse)
+    d_q, d_k, d_v = function(*saved, rows, window_size=window_size, scale=scale)
+    return d_q.contiguous(), d_k.contiguous(), d_v.contiguous()
+
+
+@custom_op("nsa_tutorial::selected_and_window_attention_backward", mutates_args=())
+def selected_and_window_attention_backward(
+    d_o: Tensor, d_lse: Tensor, o: Tensor, lse: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | None,
+    slot_scale: Tensor | None, cu_seqlens: Tensor | None, window_size: int, block_size: int,
+    include_own_block: bool, scale: float, backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of `q`, `k`, `v` and `slot_scale`, through both outputs; the last one empty
+    where there is none."""
+    if q.numel() == 0:
+        return _of_nothing(q, k, v, _no_factors(q) if slot_scale is None else slot_scale)
+    lists = backends.listed_blocks(
+        q, k, block_indices, block_counts, slot_scale, cu_seqlens, block_size, include_own_block,
+        True,
+    )  # fmt: skip
+    saved = (d_o, d_lse, q, k, v, o, lse)
+    options = {"window_size": window_size, "scale": scale}
+    operator = "selected_and_window_attention"
+    return _of_lists(operator, backend, saved, lists, slot_scale, **options)
+
+
+@custom_op("nsa_tutorial::compressed_attention_backward", mutates_args=())
+def compressed_attention_backward(
+    d_o: Tensor, d_lse: Tensor, o: Tensor, lse: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, num_keys: int, length: int,
+    stride: int, scale: float, backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of `q` and of the summaries `k` and `v`."""
+    if q.numel() == 0:
+        return _of_nothing(q, k, v)
+    function = backends.load(BACKWARDS, "compressed_attention", backend, q)
+    _, rows = backends.rows_and_summaries(q, k, cu_seqlens, num_keys, length, stride)
+    d_q, d_k, d_v = function(d_o, d_lse, q, k, v, o, lse, rows, scale=scale)
+    return d_q.contiguous(), d_k.contiguous(), d_v.contiguous()
