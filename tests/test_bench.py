@@ -5,64 +5,250 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from nsa_tutorial import bench
+from nsa_tutorial import bench, bench_lists, bench_rows, bench_truth
+from nsa_tutorial.bench_problem import GRADIENTS, Problem, Results, Shape, dense
+from nsa_tutorial.bench_steps import PROBE, newest_first
+from nsa_tutorial.course import heads
+from nsa_tutorial.sparse.selected_attention import dense_mask, masked_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SHAPE = bench.Shape(
+SHAPE = Shape(
     tokens=100, kv_heads=2, group=3, width=8, value_width=5, block_size=16, slots=3, dtype="float32"
 )
-SMALL = [
-    "--device",
-    "cpu",
-    "--backend",
-    "reference",
-    "--tokens",
-    "70",
-    "90",
-    "--kv-heads",
-    "2",
-    "--group",
-    "2",
-    "--width",
-    "8",
-]
+SMALL = ["--device", "cpu", "--backend", "reference", "--tokens", "70", "90"]
+SMALL += ["--kv-heads", "2", "--group", "2", "--width", "8"]
 QUICK = ["--block-size", "16", "--slots", "3", "--seconds", "0.01"]
+KINDS = [*bench_lists.DRIFTS]
+OPERATORS = ["selected", "window"]
 
 
-def test_random_blocks_are_distinct_and_causal() -> None:
-    ids = bench.random_blocks(100, 2, 16, 3, "cpu")
-    assert ids.shape == (1, 100, 2, 3)
-    own = torch.arange(100)[:, None] // 16
-    assert torch.equal(ids[0, :, :, 0], own.expand(-1, 2).int()), "the own block comes first"
-    assert (ids[0] <= own[:, :, None]).all()
-    for row, last in zip(
-        ids[0].flatten(0, 1).tolist(), own.expand(-1, 2).flatten().tolist(), strict=True
-    ):
-        listed = [i for i in row if i >= 0]
-        assert len(set(listed)) == len(listed) == min(3, last + 1)
+def problem_of(operator: str, shape: Shape = SHAPE) -> Problem:
+    return Problem.make(operator, shape, "cpu", "random" if operator == "selected" else "")
 
 
-@pytest.mark.parametrize("operator", ["selected", "window"])
-def test_judges_the_last_queries(operator: str) -> None:
-    problem = bench.Problem.make(SHAPE, "cpu")
-    truth = problem.last_queries().call(operator, "reference")
-    o = problem.call(operator, "reference")
-    assert o.shape == (1, 100, 6, 5)
-    error, is_right = problem.judge(o, truth)
+def reference(problem: Problem) -> torch.Tensor:
+    return problem.attend("reference")[0]
+
+
+# -- lists --
+
+
+@pytest.mark.parametrize("drawn", [2**24, 1], ids=["in one part", "in many"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_lists(kind: str, drawn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Distinct causal blocks, ascending; of the forced ones as many as there is room for."""
+    monkeypatch.setattr(bench_lists, "DRAWN", drawn)
+    tokens, slots = 600, 4
+    ids = bench_lists.draw(kind, tokens, 2, 16, slots, "cpu")
+    assert (ids.shape, ids.dtype) == ((1, tokens, 2, slots), torch.int32)
+    for query, both in enumerate(ids[0].tolist()):
+        own = query // 16
+        for row in both:
+            listed = [i for i in row if i >= 0]
+            assert row == sorted(set(listed)) + [-1] * (slots - len(listed))
+            assert len(listed) == min(slots, own + 1)
+            assert {own, max(own - 1, 0), 0} <= set(listed) <= set(range(own + 1))
+    assert torch.equal(ids, bench_lists.draw(kind, tokens, 2, 16, slots, "cpu")), "the same again"
+    assert not torch.equal(ids[:, :, 0], ids[:, :, 1]), "every head draws its own"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_slots_than_blocks_and_fewer_than_are_forced(kind: str) -> None:
+    ids = bench_lists.draw(kind, 40, 1, 16, 5, "cpu")
+    assert ids[0, -1, 0].tolist() == [0, 1, 2, -1, -1]
+    ids = bench_lists.draw(kind, 100, 1, 16, 1, "cpu")
+    assert torch.equal(ids[0, :, 0, 0], torch.arange(100).int() // 16), "the own block comes first"
+
+
+@pytest.mark.parametrize("neighbours", [1, 2, 3, 4, 7])
+def test_overlap_counts_distinct_blocks(neighbours: int) -> None:
+    ids = bench_lists.draw("random", 150, 2, 16, 4, "cpu")
+    together = alone = 0
+    for start in range(0, 150 - neighbours + 1, neighbours):
+        for head in range(2):
+            tile = ids[0, start : start + neighbours, head]
+            together += len(set(tile[tile >= 0].tolist()))
+            alone += (tile >= 0).sum().item() / neighbours
+    assert bench_lists.overlap(ids, neighbours) == pytest.approx(together / alone)
+
+
+def test_overlap_from_agreeing_to_sharing_nothing() -> None:
+    ids = torch.arange(24).reshape(1, 8, 1, 3)
+    assert bench_lists.overlap(ids) == 4
+    assert bench_lists.overlap(ids[:, :1].expand(-1, 8, -1, -1)) == 1
+    ids[0, 1::2] = -1  # every other query lists nothing
+    assert bench_lists.overlap(ids) == 4
+    with pytest.raises(ValueError, match="neighbours: got 9, expected at most 8"):
+        bench_lists.overlap(ids, 9)
+
+
+@pytest.mark.parametrize("neighbours", [2, 4, 8])
+def test_trained_lists_overlap_as_the_stored_heads_do(neighbours: int) -> None:
+    """`trained` lies among the stored heads, and between the other kinds, at two lengths."""
+    stored = overlaps_of_stored_heads(neighbours)
+    if neighbours == 4:
+        assert [round(min(stored), 2), round(max(stored), 2)] == [1.16, 1.43], "the docstring's"
+    for tokens in (8192, 32768):
+        random, smooth, trained = (
+            bench_lists.overlap(bench_lists.draw(kind, tokens, 1, 64, 16, "cpu"), neighbours)
+            for kind in ("random", "smooth", "trained")
+        )
+        assert smooth < 1.05
+        assert smooth < min(stored) - 0.03 < trained < max(stored) < random
+
+
+def overlaps_of_stored_heads(neighbours: int) -> list[float]:
+    """The overlap of each KV head's lists: the 8 blocks of 16 keys that hold most of the group's
+    attention, the forced ones among them, for queries that have twice as many to choose from."""
+    stored, block_size, slots = heads.load(), 16, 8
+    weights = heads.attention_weights(stored.q, stored.k)[0]  # [HQ, N, N]
+    mass = heads.block_mass(weights, block_size).unflatten(0, (-1, stored.G)).sum(1)  # [H, N, NB]
+    own = torch.arange(mass.shape[1])[:, None] // block_size
+    block = torch.arange(mass.shape[2])
+    mass = mass.masked_fill(block > own, -1)
+    mass = mass.masked_fill((block == 0) | (block == own) | (block == own - 1), math.inf)
+    ids = mass.topk(slots, -1).indices[:, 2 * slots * block_size :]  # [H, N, S]
+    return [bench_lists.overlap(head[None, :, None], neighbours) for head in ids]
+
+
+def test_newest_first() -> None:
+    ids = torch.tensor([[[0, 4, 7, -1]], [[0, -1, -1, -1]]])
+    assert newest_first(ids).tolist() == [[[7, 4, 0, -1]], [[0, -1, -1, -1]]]
+
+
+# -- passes --
+
+
+def test_the_backward_does_not_run_the_forward() -> None:
+    problem, runs = problem_of("selected"), []
+
+    def run(problem: Problem) -> torch.Tensor:
+        runs.append(1)
+        return reference(problem)
+
+    with torch.no_grad():  # as the benchmark does
+        backward = problem.prepare("backward", run)
+        first, again = backward(), backward()
+        assert len(runs) == 1
+        both = problem.prepare("both", run)()
+        assert len(runs) == 2
+        forward = problem.prepare("forward", run)()
+    assert not forward["o"].requires_grad
+    for name in GRADIENTS:
+        assert torch.equal(first[name], again[name])
+        assert torch.equal(first[name], both[name])
+    assert torch.equal(forward["o"], both["o"])
+
+
+def test_dense_attention_is_a_list_of_all_blocks() -> None:
+    """What stands beside the kernels computes the same kind of thing, gradients and all."""
+    problem = problem_of("selected", replace(SHAPE, slots=7))
+    found = problem.prepare("both", dense(None))()
+    for name, x in problem.prepare("both", reference)().items():
+        torch.testing.assert_close(found[name], x)
+
+
+# -- judging --
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_the_truth_is_what_autograd_says_of_dense_attention(operator: str) -> None:
+    problem = problem_of(operator)
+    if operator == "selected":
+        mask = dense_mask(problem.block_indices, 100, block_size=16)
+    else:
+        away = torch.arange(100)[:, None] - torch.arange(100)
+        mask = ((away >= 0) & (away < 48))[None, :, None].expand(1, -1, 2, -1)
+    q, k, v = (x.double().requires_grad_() for x in (problem.q, problem.k, problem.v))
+    o, _ = masked_attention(q, k, v, mask)
+    found = dict(zip(GRADIENTS, torch.autograd.grad(o, (q, k, v), problem.d_o), strict=True))
+    truth = bench_truth.truth(problem, gradients=True)
+    assert truth.keys() == {"o", *GRADIENTS}
+    for name, x in {"o": o, **found}.items():
+        for place, expected in truth[name]:
+            torch.testing.assert_close(x[place], expected, atol=1e-12, rtol=1e-12)
+    assert bench_truth.truth(problem, gradients=False).keys() == {"o"}
+
+
+def test_where_results_are_checked() -> None:
+    truth = bench_truth.truth(problem_of("selected"), gradients=True)
+    (_, queries), _ = truth["o"][0]
+    assert {0, 36, 99} <= set(queries.tolist()), "the last 64, and others over all"
+    places = [(keys.start, keys.stop, head) for (_, keys, head), _ in truth["d_k"]]
+    assert places == [(0, 16, 0), (48, 64, 1), (96, 100, 0)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_rounding_is_right(operator: str, dtype: str) -> None:
+    problem = problem_of(operator, replace(SHAPE, dtype=dtype))
+    truth = bench_truth.truth(problem, gradients=True)
+    errors, is_right = bench_truth.judge(problem.prepare("both", reference)(), truth)
     assert is_right
-    assert error < 1e-5
-    o[0, 99, 0, 0] += 0.01
-    assert not problem.judge(o, truth)[1]
-    o[0, 99, 0, 0] = torch.nan
-    assert not problem.judge(o, truth)[1]
+    assert errors.keys() == {"o", *GRADIENTS}
+    assert all(0 < error < 0.1 for error in errors.values())
+
+
+def one_number(name: str, *place: int, by: float) -> Callable[[Results], None]:
+    def spoil(found: Results) -> None:
+        found[name][place] += by
+
+    return spoil
+
+
+SPOILED = {
+    "one number of the output": one_number("o", 0, 99, 0, 0, by=1.0),
+    "NaN in the output": one_number("o", 0, 99, 0, 0, by=math.nan),
+    "NaN where nothing is checked": one_number("d_k", 0, 20, 0, 0, by=math.nan),
+    "infinity where nothing is checked": one_number("d_v", 0, 20, 0, 0, by=math.inf),
+    "one number of a query's gradient": one_number("d_q", 0, 70, 3, 0, by=1.0),
+    "one number of a key's gradient": one_number("d_k", 0, 3, 0, 0, by=5.0),
+    "one number of a value's gradient": one_number("d_v", 0, 99, 0, 4, by=1.0),
+    "all by a twentieth": lambda found: found["d_k"].mul_(1.05),
+    "the middle block of the other head": lambda found: found["d_v"][0, 48:64, 1].zero_(),
+    "the sum over one head of three": lambda found: found["d_v"].mul_(1 / 3),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
+def test_what_is_wrong_is_found(spoil: Callable[[Results], None]) -> None:
+    problem = problem_of("selected", replace(SHAPE, dtype="bfloat16"))
+    truth = bench_truth.truth(problem, gradients=True)
+    found = problem.prepare("both", reference)()
+    spoil(found)
+    assert not bench_truth.judge(found, truth)[1]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_query_left_out_of_a_sum_is_found(operator: str) -> None:
+    """Every query lists the first block and sees its own: in the keys' gradients, none is
+    missing unseen."""
+    problem = problem_of(operator)
+    truth = bench_truth.truth(problem, gradients=True)
+    for query in (0, 9, 40, 99):
+        d_o = problem.d_o.clone()
+        d_o[:, query] = 0
+        found = replace(problem, d_o=d_o).prepare("backward", reference)()
+        found = {name: found[name] for name in ("d_k", "d_v")}
+        is_seen = operator == "selected" or not 62 < query < 96  # from a block that is checked
+        assert bench_truth.judge(found, truth)[1] != is_seen, query
+
+
+# -- rows --
+
+
+def rows_of(path: Path) -> list[dict]:
+    return json.loads(path.read_text())["rows"]
 
 
 def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,13 +262,38 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
     for row in found["rows"]:
         assert 0 < row["ms_low"] <= row["ms"] <= row["ms_high"]
-        dense = next(
+        fastest = next(
             r["ms"]
             for r in found["rows"]
             if r["kernel"] == "dense" and r["tokens"] == row["tokens"]
         )
-        assert row["dense_ratio"] == pytest.approx(dense / row["ms"])
+        assert row["dense_ratio"] == pytest.approx(fastest / row["ms"])
+        assert row["peak_mib"] is None, "the CPU's memory is not counted"
     assert "90 tokens" in capsys.readouterr().err, "the progress bar"
+
+
+def test_lists_and_passes(tmp_path: Path) -> None:
+    """Each kind of list has its rows in each pass; dense attention, which reads no list, one a
+    pass, to which the others of that pass are compared."""
+    path = tmp_path / "rows.json"
+    sizes = ["--tokens", "200", "--slots", "5"]
+    chosen = ["--lists", *KINDS, "--pass", "forward", "backward", "both", "--output", str(path)]
+    assert bench.main(["selected", *SMALL, *QUICK, *sizes, *chosen]) == 0
+    rows = rows_of(path)
+    ours = [row for row in rows if row["kernel"] == "reference"]
+    fastest = {row["direction"]: row["ms"] for row in rows if row["kernel"] == "dense"}
+    assert [(row["lists"], row["direction"]) for row in ours] == [
+        (kind, direction) for kind in KINDS for direction in ("forward", "backward", "both")
+    ]
+    assert len(rows) - len(ours) == len(fastest) == 3
+    for row in ours:
+        assert row["is_right"]
+        assert 1 <= row["overlap"] <= 4
+        assert (row["error"] is None) == (row["direction"] == "backward")
+        assert (row["d_k_error"] is None) == (row["direction"] == "forward")
+        assert row["dense_ratio"] == pytest.approx(fastest[row["direction"]] / row["ms"])
+    overlap = {row["lists"]: row["overlap"] for row in ours}
+    assert overlap["smooth"] <= overlap["trained"] < overlap["random"]
 
 
 def test_csv(tmp_path: Path) -> None:
@@ -91,7 +302,9 @@ def test_csv(tmp_path: Path) -> None:
     rows = list(csv.DictReader(path.open()))
     assert [row["kernel"] for row in rows] == ["reference", "reference"]
     assert {row["torch"] for row in rows} == {torch.__version__}
+    assert all(row["command"].startswith("python -m nsa_tutorial.bench window") for row in rows)
     assert all(row["is_right"] == "True" and row["dense_ratio"] == "" for row in rows)
+    assert all(row["lists"] == row["overlap"] == "" for row in rows), "a window has no lists"
 
 
 def test_csv_on_the_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
@@ -100,51 +313,67 @@ def test_csv_on_the_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
     assert len(rows) == 2
 
 
-def test_a_wrong_kernel_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    right = bench.Problem.call
-    monkeypatch.setattr(
-        bench.Problem,
-        "call",
-        lambda self, *a: right(self, *a) * (1 if self.q.dtype == torch.float64 else 1.01),
-    )
+@pytest.mark.parametrize("direction", ["forward", "backward", "both"])
+def test_a_wrong_kernel_is_a_failure(
+    direction: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    right = Problem.attend
+    monkeypatch.setattr(Problem, "attend", lambda *a: tuple(1.01 * x for x in right(*a)))
     path = tmp_path / "rows.json"
-    assert bench.main(["selected", *SMALL, *QUICK, "--no-dense", "--output", str(path)]) == 1
-    assert [row["is_right"] for row in json.loads(path.read_text())["rows"]] == [False, False]
+    arguments = [*SMALL, *QUICK, "--pass", direction, "--no-dense", "--output", str(path)]
+    assert bench.main(["selected", *arguments]) == 1
+    assert [row["is_right"] for row in rows_of(path)] == [False, False]
 
 
 def test_what_cannot_run_is_noted() -> None:
-    problem = bench.Problem.make(SHAPE, "cpu")
+    blank = bench_rows.Row(
+        **asdict(SHAPE), operator="selected", kernel="x", change="y", direction="forward"
+    )
 
-    def fails() -> torch.Tensor:
+    def fails() -> object:
         raise RuntimeError("first line\nno such tile")
 
-    row = bench._row("selected", "x", "y", problem, fails, "cpu", 0.01, torch.zeros(1))
-    assert (row.ms, row.note) == (None, "RuntimeError: no such tile")
-    assert replace(row, note="") == bench.Row(
-        **asdict(SHAPE), operator="selected", kernel="x", change="y"
+    for make in (fails, lambda: fails):  # before the call is made, and in it
+        row = bench_rows.measured(blank, make, "cpu", 0.01, {})
+        assert (row.ms, row.note) == (None, "RuntimeError: no such tile")
+        assert replace(row, note="") == blank
+
+
+def test_a_row_without_a_dense_time_has_no_ratio() -> None:
+    blank = bench_rows.Row(
+        **asdict(SHAPE), operator="selected", kernel="x", change="", direction="forward", ms=2.0
     )
+    dense = [replace(blank, kernel=name, ms=ms) for name, ms in (("a", 6.0), ("b", 3.0))]
+    failed = replace(blank, kernel="dense", direction="backward", ms=None)
+    rows = [blank, replace(blank, direction="backward"), replace(blank, ms=None)]
+    ratios = [row.dense_ratio for row in bench_rows.with_ratios(rows, [*dense, failed])]
+    assert ratios == [1.5, None, None]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("selected --output x.txt", "--output: got x.txt, expected a name that ends in .json or"),
+        ("selected --device cpu --steps", "--steps: got --device cpu, expected cuda"),
         (
-            ["selected", "--output", "x.txt"],
-            "--output: got x.txt, expected a name that ends in .json or .csv",
+            "selected --device cuda --steps --backend reference",
+            "--steps: got no kernel that has steps, expected one of: tilelang forward, triton",
         ),
-        (["selected", "--device", "cpu", "--steps"], "--steps: got --device cpu, expected cuda"),
         (
-            ["selected", "--device", "cpu", "--backend", "triton", "--dtype", "bfloat16"],
+            "selected --device cpu --backend triton --dtype bfloat16",
             "bfloat16|not installed|CUDA tensors only",
         ),
-        (["dense"], "invalid choice: 'dense'"),
+        ("selected --lists sorted", "invalid choice: 'sorted'"),
+        ("window --lists random", "unrecognized arguments: --lists random"),
+        ("selected --pass sideways", "invalid choice: 'sideways'"),
+        ("dense", "invalid choice: 'dense'"),
     ],
 )
 def test_errors_in_one_sentence(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        bench.main(arguments)
+        bench.main(arguments.split())
     errors = capsys.readouterr().err
     assert re.search(message, errors), errors
 
@@ -154,8 +383,18 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
         bench.main(["selected", "--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    for option in ("--backend", "--tokens", "--dtype", "--steps", "--output", "--seconds"):
-        assert option in text
+    for option in ("tokens", "dtype", "steps", "output", "seconds", "lists", "pass", "group"):
+        assert f"--{option}" in text
+
+
+# -- on a GPU --
+
+
+def steps_of(path: Path, backend: str, *arguments: str) -> dict[str, dict]:
+    """The rows of a backend by what was changed."""
+    sizes = ["--tokens", "1024", "--slots", "4", "--seconds", "0.02", "--steps"]
+    bench.main(["selected", "--backend", backend, *sizes, *arguments, "--output", str(path)])
+    return {row["change"]: row for row in rows_of(path) if row["kernel"] == backend}
 
 
 @pytest.mark.gpu
@@ -163,51 +402,31 @@ def test_steps_on_the_gpu(tmp_path: Path) -> None:
     """Every decision of the TileLang kernel is measured, and all but warp specialisation is
     right."""
     pytest.importorskip("tilelang")
-    path = tmp_path / "rows.json"
-    bench.main(
-        [
-            "selected",
-            "--tokens",
-            "1024",
-            "--slots",
-            "4",
-            "--steps",
-            "--seconds",
-            "0.02",
-            "--output",
-            str(path),
-        ]
-    )
-    rows = {
-        row["change"]: row
-        for row in json.loads(path.read_text())["rows"]
-        if row["kernel"] == "tilelang"
-    }
-    assert {
-        "",
-        "first draft, mended, 2 stages",
-        "values through registers",
-        "64 threads",
-    } <= rows.keys()
+    rows = steps_of(tmp_path / "rows.json", "tilelang")
+    expected = {"", "first draft, mended, 2 stages", "values through registers", "64 threads"}
+    assert expected <= rows.keys()
     assert all(row["is_right"] for change, row in rows.items() if not change.startswith("warp"))
 
 
 @pytest.mark.gpu
 def test_triton_steps_on_the_gpu(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    sizes = ["--tokens", "1024", "--slots", "4", "--seconds", "0.02"]
-    bench.main(["selected", "--backend", "triton", *sizes, "--steps", "--output", str(path)])
-    rows = {
-        row["change"]: row
-        for row in json.loads(path.read_text())["rows"]
-        if row["kernel"] == "triton"
-    }
-    assert {
-        "",
-        "pointers",
-        "pointers, 1 warp",
-        "pointers, 4 stages",
-        "pointers, empty slots walked",
-    } <= rows.keys()
+    rows = steps_of(tmp_path / "rows.json", "triton")
+    changes = {"pointers", "pointers, 1 warp", "pointers, 4 stages", "pointers, empty slots walked"}
+    assert {"", *changes} <= rows.keys()
     assert all(row["ms"] for row in rows.values())
-    assert all(row["is_right"] for change, row in rows.items() if change != bench.PROBE)
+    assert all(row["is_right"] for change, row in rows.items() if change != PROBE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_passes_on_the_gpu(operator: str, tmp_path: Path) -> None:
+    """Kernels and both dense ones, forward and backward, with what memory they take."""
+    path = tmp_path / "rows.json"
+    lists = ["--lists", *KINDS] if operator == "selected" else []
+    arguments = ["--backend", "triton", "--tokens", "2000", "--group", "4", *lists]
+    passes = ["--pass", "forward", "backward", "both", "--seconds", "0.02"]
+    assert bench.main([operator, *arguments, *passes, "--output", str(path)]) == 0
+    for row in rows_of(path):
+        assert row["ms"], row["note"]
+        output = 2 * 2000 * 16 * 128 / 2**20  # what is returned, at the least, in MiB
+        assert row["peak_mib"] > 0.99 * output

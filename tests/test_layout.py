@@ -21,6 +21,10 @@ PACKAGE = ROOT / "nsa_tutorial"
 LEVELS = (
     {"course"},
     {"bench", "interop"},
+    {"bench_rows"},
+    {"bench_steps", "bench_truth"},
+    {"bench_problem"},
+    {"bench_lists"},
     {"layer"},
     {"ops"},
     {"library"},
@@ -152,7 +156,6 @@ LONGEST = 300
 # Longer ones, and why.
 LONG = {
     "nsa_tutorial/ops.py": "a function for each operator, whose docstring is its manual",
-    "nsa_tutorial/bench.py": "a command line, and a table for each of its subcommands",
     "nsa_tutorial/runtime/costs.py": "bytes and FLOPs of one implementation after the other",
     "nsa_tutorial/course/train_heads.py": "run once, to make assets/heads.npz; no chapter shows it",
 }

@@ -19,7 +19,8 @@ import pytest
 import torch
 from selection import Problem
 
-from nsa_tutorial import bench
+from nsa_tutorial import bench_lists
+from nsa_tutorial.bench_steps import PROBE, newest_first
 from nsa_tutorial.course import exercises, lowered, phases, recorder
 from nsa_tutorial.course.exercises import triton_forward as chapter_11
 from nsa_tutorial.course.judging import judge
@@ -314,9 +315,9 @@ def test_the_stored_table() -> None:
     assert "H200" in told["machine"]
     for row in told["rows"]:
         assert row["ms"] is not None, row["note"]
-        assert (
-            row["is_right"] or row["kernel"].startswith("dense") or row["change"] == bench.PROBE
-        ), row["change"]
+        assert row["is_right"] or row["kernel"].startswith("dense") or row["change"] == PROBE, row[
+            "change"
+        ]
 
 
 def test_what_the_chapter_says_of_the_table() -> None:
@@ -351,7 +352,7 @@ def test_what_the_chapter_says_of_the_table() -> None:
 def test_what_the_chapter_says_of_the_probe() -> None:
     for tokens, width in itertools.product((65536, 8192), (128, 64)):
         found = {change: row["ms"] for change, row in pictures.times(tokens, width=width).items()}
-        once, again, probe = (found[name] for name in ("descriptors", "as it is", bench.PROBE))
+        once, again, probe = (found[name] for name in ("descriptors", "as it is", PROBE))
         assert max(once, again) / min(once, again) < 1.045, "two times that differ by up to 4 %"
         if width == 128:
             assert abs(probe / min(once, again) - 1) < 0.025, "as long as the kernel, to 2 %"
@@ -378,7 +379,7 @@ def test_what_the_chapter_says_of_empty_slots() -> None:
 def test_which_slots_a_turned_list_makes_walk(tokens: int) -> None:
     """What the chapter counts, by the exercise's rule, on the lists that the benchmark turns."""
     walked_slots = solution("walked_slots")
-    lists = bench.random_blocks(tokens, 1, 64, 16, "cpu")[0, :, 0]
+    lists = newest_first(bench_lists.draw("random", tokens, 1, 64, 16, "cpu")[0, :, 0])
     for position in range(0, tokens, 16 if tokens == 256 else 397):
         ids, own = lists[position].tolist(), position // 64
         turned, named = ids[2:] + ids[:2], min(own + 1, 16)

@@ -1,0 +1,126 @@
+"""Kernels with one decision changed at a time: the rows that `--steps` adds to the benchmark.
+
+`STEPS` holds, by backend and pass, a function that yields what is changed and the call to measure.
+A forward's call returns `o`; a backward's returns `(d_q, d_k, d_v)`, and takes `o` and `lse` from
+`problem.attend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from nsa_tutorial.bench_problem import Problem
+
+PROBE = "descriptors, loads and products alone"  # no attention, so there is nothing to judge
+Steps = Iterator[tuple[str, Callable[[], Tensor | tuple[Tensor, ...]]]]
+
+
+def tilelang_steps(problem: Problem) -> Steps:
+    """The TileLang kernel with one decision changed at a time, and the published design it comes
+    from."""
+    from tilelang import PassConfigKey
+
+    from nsa_tutorial.kernels import tilelang_first_draft, tilelang_forward, tilelang_launch
+    from nsa_tutorial.kernels.tilelang_variants import variant
+
+    shape = problem.shape
+    ids = problem.ids
+    token_bytes = (shape.width + shape.value_width) * problem.q.element_size()
+    ids, block_size = tilelang_launch.split_long_blocks(ids, shape.block_size, token_bytes)
+
+    def changed(
+        change: str = "", pass_configs: dict[object, object] | None = None, **numbers: int
+    ) -> Callable[[], Tensor]:
+        configs = tuple({**tilelang_forward.PASS_CONFIGS, **(pass_configs or {})}.items())
+        return lambda: variant(change, **numbers).launch(
+            problem.q, problem.k, problem.v, ids, problem.rows,
+            block_size=block_size, scale=problem.scale, pass_configs=configs,
+        )[0]  # fmt: skip
+
+    def draft(num_stages: int) -> Callable[[], Tensor]:
+        return lambda: tilelang_first_draft.run(
+            problem.q, problem.k, problem.v, problem.block_indices, block_size=shape.block_size,
+            num_stages=num_stages,
+            **tilelang_first_draft.MENDED,
+        )  # fmt: skip
+
+    if shape.group % 16 == 0 and shape.width == shape.value_width <= 128:
+        yield "first draft, mended, 2 stages", draft(2)
+        yield "first draft, mended, 1 stage", draft(1)
+    slots = ids.shape[-1]
+    yield "values through registers", changed("values through registers")
+    yield "weights through shared memory", changed("weights through shared memory")
+    yield "no stage: each copy is waited for", changed(stages=0)
+    yield "1 stage, number of slots fixed", changed(slots=slots)
+    yield "2 stages, number of slots fixed", changed(slots=slots, stages=2)
+    yield "3 stages, number of slots fixed", changed(slots=slots, stages=3)
+    for threads in (32, 64, 128, 256):
+        yield f"{threads} threads", changed(threads=threads)
+    yield "exact exp2", changed("", {PassConfigKey.TL_ENABLE_FAST_MATH: False})
+    yield "TMA off", changed("", {PassConfigKey.TL_DISABLE_TMA_LOWER: True})
+    yield (
+        "warp specialisation, 128 threads",
+        changed("", {PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: False}, threads=128),
+    )
+
+
+def newest_first(ids: Tensor) -> Tensor:
+    """Lists that begin with the query's own block and end with the empty slots."""
+    return ids.sort(-1, descending=True).values
+
+
+def triton_steps(problem: Problem) -> Steps:
+    """The Triton kernels, the one with pointers with one decision of its launch changed at a time,
+    and the probe."""
+    from nsa_tutorial.kernels import triton_descriptors, triton_forward, triton_probe
+
+    shape = problem.shape
+    ids = newest_first(problem.ids)
+    # empty slots stand at the end of a list; now two blocks follow them, and they are walked
+    between = ids.roll(-2, -1)
+
+    def pointers(lists: Tensor = ids, **options: int) -> Callable[[], Tensor]:
+        return changed(triton_forward.launch, lists, options)
+
+    def descriptors(lists: Tensor = ids, **options: int) -> Callable[[], Tensor]:
+        return changed(triton_descriptors.launch, lists, options)
+
+    def changed(launch: Callable, lists: Tensor, options: dict[str, int]) -> Callable[[], Tensor]:
+        return lambda: launch(
+            problem.q, problem.k, problem.v, lists, problem.rows,
+            block_size=shape.block_size, scale=problem.scale, **options,
+        )[0][0]  # fmt: skip
+
+    whole_block = max(16, shape.block_size)
+    yield (
+        "pointers, whole blocks, 2 warps, 2 stages",
+        pointers(BT=whole_block, num_warps=2, num_stages=2),
+    )
+    yield "pointers", pointers()
+    yield "pointers, empty slots walked", pointers(between)
+    for BT in (16, 32, 64):
+        if shape.block_size >= BT:
+            yield f"pointers, steps of {BT} tokens", pointers(BT=BT)
+    for warps in (1, 2, 4):
+        yield f"pointers, {warps} warp{'s' * (warps > 1)}", pointers(num_warps=warps)
+    for stages in (1, 2, 3, 4):
+        yield f"pointers, {stages} stage{'s' * (stages > 1)}", pointers(num_stages=stages)
+    if triton_descriptors.can_use_descriptors(problem.q, problem.k, problem.v, shape.block_size):
+        yield "descriptors", descriptors()
+        yield "descriptors, empty slots walked", descriptors(between)
+        yield PROBE, lambda: triton_probe.loads_and_products(
+            problem.q, problem.k, problem.v, ids, problem.rows, block_size=shape.block_size
+        )  # fmt: skip
+        yield "descriptors, 2 stages", descriptors(num_stages=2)
+        yield (
+            "descriptors, steps of 64 tokens, 2 stages",
+            descriptors(BT=min(64, shape.block_size), num_stages=2),
+        )
+
+
+STEPS = {
+    ("tilelang", "forward"): tilelang_steps,
+    ("triton", "forward"): triton_steps,
+}
