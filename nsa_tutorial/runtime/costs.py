@@ -344,3 +344,75 @@ def native_sparse_attention(
         # three outputs and gates in, one output out
         Cost(0, 3 * B * N * HQ * (DV + 1) * itemsize, B * N * HQ * DV * itemsize),
     )
+
+
+# -- the backward --
+#
+# What a forward keeps for it, and what it computes and moves, with the matrix of weights stored and
+# with its tiles computed again from the log-sum-exp.
+
+
+def kept_for_backward(
+    N: int, M: int, DV: int, *, B: int = 1, HQ: int = 1, weights: bool, itemsize: int = 2
+) -> int:
+    """Bytes that a forward keeps beside its inputs `q`, `k` and `v`.
+
+    With `weights` that is the whole matrix, the hidden half included, and nothing else. Without, it
+    is `o` and the log-sum-exp, which is fp32.
+
+    >>> kept_for_backward(8, 8, 4, weights=True), kept_for_backward(8, 8, 4, weights=False)
+    (128, 96)
+    """
+    return B * HQ * N * (M * itemsize if weights else DV * itemsize + 4)
+
+
+def dense_attention_backward(
+    N: int, M: int, D: int, DV: int | None = None, *, B: int = 1, HQ: int = 1,
+    H: int | None = None, itemsize: int = 2,
+) -> Cost:  # fmt: skip
+    """The backward with stored weights, in steps that each read and write main memory: `d_v`,
+    `d_p`, `d_s`, `d_q`, `d_k`. The counterpart of `dense_attention`, with its arguments.
+
+    The matrices of weights, of `d_p` and of `d_s` cross seven times: the weights are read for `d_v`
+    and for `d_s`, `d_p` is written and read, `d_s` is written, and read for `d_q` and for `d_k`.
+    """
+    DV, H = DV or D, H or HQ
+    pairs = B * HQ * N * M
+    q, k, v, o = B * N * HQ * D, B * M * H * D, B * M * H * DV, B * N * HQ * DV
+    return Cost(
+        flops=2 * pairs * (2 * D + 2 * DV),
+        # d_o for d_v; d_o and v for d_p; k for d_q; q for d_k
+        bytes_read=(5 * pairs + 2 * o + v + k + q) * itemsize,
+        bytes_written=(2 * pairs + q + k + v) * itemsize,
+    )
+
+
+def tiled_attention_backward(
+    N: int, M: int, D: int, DV: int | None = None, *, tile_q: int = 64, tile_k: int = 64,
+    causal: bool = True, B: int = 1, HQ: int = 1, H: int | None = None, itemsize: int = 2,
+) -> Cost:  # fmt: skip
+    """The backward in two walks that compute the weights again, no matrix leaving the chip.
+
+    By tiles of queries: scores, `d_p` and `d_q`, three products, and a tile of queries loads the
+    keys and values that it sees. By tiles of keys: scores, `d_p`, `d_v` and `d_k`, four products,
+    and a tile of keys loads the queries that see it, with their `d_o`, `lse` and `delta` (fp32).
+    Before that, `delta` is made from `d_o` and `o`. Arguments as for `tiled_attention`.
+    """
+    DV, H = DV or D, H or HQ
+    forward = tiled_attention(
+        N, M, D, DV, tile_q=tile_q, tile_k=tile_k, causal=causal, B=B, HQ=HQ, H=H, itemsize=itemsize
+    )
+    pairs = forward.flops // (2 * (D + DV))  # of all heads
+    loaded_keys = forward.bytes_read - B * N * HQ * D * itemsize  # with their values
+    queries = 0  # loaded for one head, each as often as it is loaded
+    for key_start in range(0, M, tile_k):
+        first = max(key_start - (M - N), 0) if causal else 0  # the first that sees the tile
+        queries += N - first // tile_q * tile_q if first < N else 0
+    row = (D + DV) * itemsize + 2 * 4  # q, d_o, lse and delta
+    rows, keys = B * N * HQ, B * M * H * (D + DV) * itemsize
+    prepared = 2 * rows * DV * itemsize  # d_o and o, for delta
+    return Cost(
+        flops=2 * pairs * (4 * D + 3 * DV),
+        bytes_read=prepared + rows * row + loaded_keys + keys + B * HQ * queries * row,
+        bytes_written=rows * 4 + rows * D * itemsize + keys,
+    )
