@@ -4,6 +4,7 @@ again."""
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import math
 import re
@@ -100,13 +101,18 @@ def test_trained_lists_overlap_as_the_stored_heads_do(neighbours: int) -> None:
         assert [round(min(stored), 2), round(max(stored), 2)] == [1.16, 1.43], "the docstring's"
     for tokens in (8192, 65536):
         random, smooth, trained = (
-            bench_lists.overlap(bench_lists.draw(kind, tokens, 1, 64, 16, "cpu"), neighbours)
+            bench_lists.overlap(long_lists(kind, tokens), neighbours)
             for kind in ("random", "smooth", "trained")
         )
         assert smooth < 1.05
         assert smooth < min(stored) - 0.03 < trained < max(stored) < random
         if neighbours == 4:
             assert abs(trained - {8192: 1.16, 65536: 1.29}[tokens]) < 0.02, "the docstring's"
+
+
+@functools.cache
+def long_lists(kind: str, tokens: int) -> torch.Tensor:
+    return bench_lists.draw(kind, tokens, 1, 64, 16, "cpu")
 
 
 def overlaps_of_stored_heads(neighbours: int) -> list[float]:
@@ -216,7 +222,7 @@ SPOILED = {
     "one number of a query's gradient": one_number("d_q", 0, 70, 3, 0, by=1.0),
     "one number of a key's gradient": one_number("d_k", 0, 3, 0, 0, by=5.0),
     "one number of a value's gradient": one_number("d_v", 0, 99, 0, 4, by=1.0),
-    "all by a twentieth": lambda found: found["d_k"].mul_(1.05),
+    "all by a fiftieth": lambda found: found["d_k"].mul_(1.02),
     "the middle block of the other head": lambda found: found["d_v"][0, 48:64, 1].zero_(),
     "the sum over one head of three": lambda found: found["d_v"].mul_(1 / 3),
 }
@@ -233,8 +239,7 @@ def test_what_is_wrong_is_found(spoil: Callable[[Results], None]) -> None:
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_query_left_out_of_a_sum_is_found(operator: str) -> None:
-    """Every query lists the first block and sees its own: in the keys' gradients, none is
-    missing unseen."""
+    """Every query sees one of the blocks that are checked: the first is on every list."""
     problem = problem_of(operator)
     truth = bench_truth.truth(problem, gradients=True)
     for query in (0, 9, 40, 99):
@@ -242,8 +247,7 @@ def test_a_query_left_out_of_a_sum_is_found(operator: str) -> None:
         d_o[:, query] = 0
         found = replace(problem, d_o=d_o).prepare("backward", reference)()
         found = {name: found[name] for name in ("d_k", "d_v")}
-        is_seen = operator == "selected" or not 62 < query < 96  # from a block that is checked
-        assert bench_truth.judge(found, truth)[1] != is_seen, query
+        assert not bench_truth.judge(found, truth)[1], query
 
 
 # -- rows --
