@@ -3,6 +3,7 @@ contract's error budget."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +18,8 @@ class Problem:
     """Sizes and options of one call; `make` draws its tensors from `seed`.
 
     Lists hold distinct ids, among them -1, ids of the future and ids past the last block, in any
-    order.
+    order. With `factors` each slot has one: mostly positive, some 0 or below, and NaN where the
+    slot shows nothing.
     """
 
     B: int = 1
@@ -34,6 +36,7 @@ class Problem:
     causal: bool = True
     cu: tuple[int, ...] | None = None
     scale: float | None = None
+    factors: bool = False
     magnitude: float = 1.0
     index_dtype: torch.dtype = torch.int32
     seed: int = 0
@@ -64,7 +67,15 @@ class Problem:
             "causal": self.causal,
             "cu_seqlens": cu,
         }
-        return Call(q, k, v, ids, options).to(device)
+        call = Call(q, k, v, ids, options)
+        if self.factors:
+            drawn = 1 + torch.randn(ids.shape, generator=g) / 2
+            drawn[torch.rand(ids.shape, generator=g) < 0.1] = 0
+            shows_nothing = ~torch.stack([call.mask_of(s).any(-1) for s in range(self.S)], -1)
+            # numbers that every dtype holds
+            factors = drawn.bfloat16().float().masked_fill(shows_nothing, math.nan)
+            call = call.having(slot_scale=factors)
+        return call.to(device)
 
 
 @dataclass(frozen=True)
@@ -94,18 +105,61 @@ class Call:
         )
 
     def mask(self) -> Tensor:
-        options = {name: x for name, x in self.options.items() if name != "scale"}
+        left_out = ("scale", "slot_scale")
+        options = {name: x for name, x in self.options.items() if name not in left_out}
         return dense_mask(self.ids, self.k.shape[1], **options)
+
+    def mask_of(self, slot: int) -> Tensor:
+        """What one slot shows, without the own block."""
+        others = torch.arange(self.ids.shape[-1], device=self.ids.device) != slot
+        return self.having(ids=self.ids.masked_fill(others, -1), include_own_block=False).mask()
+
+    def factors(self) -> Tensor | None:
+        """The factor of each key in each row, `[B, N, H, M]`: that of the slot that shows it, 1 for
+        the own block that was added. Differentiable in `slot_scale`."""
+        slot_scale = self.options.get("slot_scale")
+        if slot_scale is None:
+            return None
+        S = self.ids.shape[-1]
+        slot_of_key = torch.full(self.mask().shape, S, device=self.ids.device)
+        for slot in range(S):
+            slot_of_key[self.mask_of(slot)] = slot
+        return torch.cat([slot_scale, torch.ones_like(slot_scale[..., :1])], -1).gather(
+            -1, slot_of_key
+        )
 
     def truth(self) -> tuple[Tensor, Tensor]:
         """The answer in fp64, from the dense mask."""
-        return masked_attention(
-            self.q.double(), self.k.double(), self.v.double(), self.mask(), self.options["scale"]
-        )
+        return self.dense(torch.float64)
 
     def plain(self) -> tuple[Tensor, Tensor]:
         """What plain PyTorch gives in the call's own dtype."""
-        return masked_attention(self.q, self.k, self.v, self.mask(), self.options["scale"])
+        return self.dense(self.q.dtype)
+
+    def dense(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        q, k, v = (x.to(dtype) for x in (self.q, self.k, self.v))
+        factors, scale = self.factors(), self.options["scale"]
+        if factors is None:
+            return masked_attention(q, k, v, self.mask(), scale)
+        return scaled_attention(q, k, v, self.mask(), factors.to(dtype), scale)
+
+
+def scaled_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, factors: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`masked_attention`, with a factor `[B, N, H, M]` on each scaled score; a row that sees nothing
+    has gradients of 0."""
+    G = q.shape[2] // k.shape[2]
+    k, v, mask = (t.repeat_interleave(G, dim=2) for t in (k, v, mask))
+    s = torch.einsum("bnhd,bmhd->bnhm", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if factors is not None:
+        s = s * factors.repeat_interleave(G, dim=2)
+    sees = mask.any(-1, keepdim=True)
+    s = s.masked_fill(~mask, -math.inf).masked_fill(~sees, 0)
+    p = torch.softmax(s, -1).masked_fill(~mask, 0)
+    lse = torch.logsumexp(s, -1).masked_fill(~sees[..., 0], -math.inf)
+    return torch.einsum("bnhm,bmhd->bnhd", p, v), lse
 
 
 def assert_within_budget(got: Tensor, truth: Tensor, plain: Tensor, what: str) -> None:

@@ -2,88 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
 from branches import Shape
-from places import product, skip_unless_runs
-from selection import Problem
+from places import places_of, product, skip_unless_runs
+from selection import Problem, scaled_attention
 from torch import Tensor
 
 from nsa_tutorial import ops
-from nsa_tutorial.sparse.selected_attention import masked_attention
 
 BACKENDS = ["reference", "tilelang", "triton"]
-# queries, keys and values to outputs and log-sum-exps; their gradients; the masks they follow
-Case = tuple[Callable, list[Tensor], list[Tensor]]
+places = places_of(BACKENDS)
+Outputs = tuple[Tensor, ...]
 
 
-def lists(problem: Problem) -> Callable[..., Case]:
+@dataclass(frozen=True)
+class Case:
+    """Queries, keys, values and perhaps factors to outputs and log-sum-exps, by an operator and by
+    the dense formula."""
+
+    run: Callable[..., Outputs]
+    dense: Callable[..., Outputs]
+    inputs: dict[str, Tensor]
+
+
+Make = Callable[[torch.dtype, str, str], Case]
+
+
+def lists(problem: Problem) -> Make:
     def make(dtype: torch.dtype, device: str, backend: str) -> Case:
         call = problem.make(dtype, device)
+        mask = call.mask()
 
-        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-            return call.having(**dict(zip("qkv", tensors, strict=True))).run(backend)
+        def run(**inputs: Tensor) -> Outputs:
+            return call.having(**inputs).run(backend)
 
-        return run, [call.q, call.k, call.v], [call.mask()]
+        def dense(q: Tensor, k: Tensor, v: Tensor, **slot_scale: Tensor) -> Outputs:
+            factors = call.having(**slot_scale).factors()
+            factors = factors if factors is None else factors.to(q.dtype)
+            return scaled_attention(q, k, v, mask, factors, problem.scale)
+
+        return Case(run, dense, inputs_of(call))
 
     return make
 
 
-def window(shape: Shape) -> Callable[..., Case]:
+def window(shape: Shape) -> Make:
     def make(dtype: torch.dtype, device: str, backend: str) -> Case:
-        options = {"window_size": shape.window}
+        cu_seqlens = None if shape.cu is None else shape.offsets.to(device)
+        options = {"window_size": shape.window, "return_lse": True, "backend": backend}
 
-        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-            return ops.sliding_window_attention(
-                *tensors, **options, return_lse=True, backend=backend
-            )
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Outputs:
+            return ops.sliding_window_attention(q, k, v, cu_seqlens=cu_seqlens, **options)
 
         mask = shape.over_heads(shape.seen_keys(shape.window)).to(device)
-        return run, [x.to(device) for x in shape.make(dtype)], [mask]
+        inputs = dict(zip("qkv", (x.to(device) for x in shape.make(dtype)), strict=True))
+        return Case(run, lambda q, k, v: scaled_attention(q, k, v, mask), inputs)
 
     return make
 
 
-def both(problem: Problem, window_size: int) -> Callable[..., Case]:
+def both(problem: Problem, window_size: int) -> Make:
     """Two outputs at once, each with a gradient of its own."""
 
     def make(dtype: torch.dtype, device: str, backend: str) -> Case:
-        call = problem.make(dtype, device)
-        options = {"block_size": problem.BS, "window_size": window_size, "return_lse": True}
-
-        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-            return ops.selected_and_window_attention(*tensors, call.ids, **options, backend=backend)
-
+        call, of_lists = problem.make(dtype, device), lists(problem)(dtype, device, backend)
+        options = {name: x for name, x in call.options.items() if name != "causal"}
+        options |= {"window_size": window_size, "return_lse": True, "backend": backend}
         shape = Shape(
-            B=problem.B, N=problem.N, M=problem.M, H=problem.H, G=problem.G, window=window_size
-        )
+            B=problem.B, N=problem.N, M=problem.M, H=problem.H, G=problem.G, window=window_size,
+            cu=problem.cu,
+        )  # fmt: skip
         seen = shape.over_heads(shape.seen_keys(window_size)).to(device)
-        return run, [call.q, call.k, call.v], [call.mask(), seen]
+
+        def run(q: Tensor, k: Tensor, v: Tensor, **factors: Tensor) -> Outputs:
+            return ops.selected_and_window_attention(q, k, v, call.ids, **options | factors)
+
+        def dense(q: Tensor, k: Tensor, v: Tensor, **factors: Tensor) -> Outputs:
+            return *of_lists.dense(q, k, v, **factors), *scaled_attention(q, k, v, seen)
+
+        return Case(run, dense, of_lists.inputs)
 
     return make
+
+
+def inputs_of(call: object) -> dict[str, Tensor]:
+    inputs = {"q": call.q, "k": call.k, "v": call.v}
+    factors = call.options.get("slot_scale")
+    return inputs if factors is None else inputs | {"slot_scale": factors}
 
 
 CASES = {
     "two KV heads, ragged tail": lists(Problem(N=20, M=37, D=16, DV=24)),
     "own block, counts": lists(Problem(N=20, M=37, own=True, counts="random")),
+    "factors, own block": lists(Problem(N=20, M=37, own=True, counts="random", factors=True)),
     "packed": lists(Problem(N=35, M=35, cu=(0, 7, 7, 18, 35), own=True)),
-    "not causal": lists(Problem(N=9, M=37, causal=False)),
+    "packed, factors": lists(Problem(N=35, M=35, cu=(0, 0, 3, 35, 35), factors=True)),
+    "not causal": lists(Problem(N=9, M=37, causal=False, factors=True)),
     "group of one": lists(Problem(N=20, M=20, G=1)),
+    "group of 16": lists(Problem(N=20, M=37, G=16, D=32, DV=16)),
+    "group of 20": lists(Problem(B=2, N=9, M=37, G=20, factors=True)),
     "decoding": lists(Problem(B=2, N=1, M=37)),
+    "blocks of 5": lists(Problem(N=20, M=37, BS=5, own=True)),
+    "blocks of 24": lists(Problem(N=20, M=101, BS=24)),
+    "blocks of 64": lists(Problem(N=12, M=300, BS=64, D=32, DV=64, factors=True)),
+    "blocks of 128": lists(Problem(N=9, M=300, BS=128, D=64, DV=32)),
+    "blocks of 200": lists(Problem(N=5, M=420, BS=200, S=2, factors=True)),
+    "a list of 40": lists(Problem(N=5, M=400, BS=8, S=40)),
+    "one slot": lists(Problem(N=20, M=37, S=1)),
+    "nothing is visible": lists(Problem(N=5, M=20, counts=0)),
+    "many queries of one block": lists(Problem(B=2, N=200, M=200, H=1, G=4, S=2)),
+    "large scores": lists(Problem(N=9, M=37, magnitude=100.0, scale=1.0)),
     "window": window(Shape(N=20, M=37, window=7)),
     "window over tiles": window(Shape(N=140, M=140, window=30)),
+    "window of one": window(Shape(N=9, M=9, window=1)),
+    "window longer than the sequence": window(Shape(B=2, N=9, M=9, window=100)),
+    "window, packed": window(Shape(N=80, M=80, B=1, window=70, cu=(0, 3, 3, 80))),
     "list and window": both(Problem(N=20, M=37), 7),
+    "list and window, all at once": both(
+        Problem(N=35, M=35, cu=(0, 7, 7, 18, 35), own=True, counts="random", factors=True), 9
+    ),
 }
 QUICK = {
-    torch.float32: [*CASES],
-    torch.float16: ["own block, counts", "window", "list and window"],
-    torch.bfloat16: ["own block, counts", "list and window"],
+    torch.float32: CASES.keys()
+    - {"group of 16", "blocks of 128", "window longer than the sequence"},
+    torch.float16: ["factors, own block", "window", "list and window"],
+    torch.bfloat16: ["own block, counts", "list and window, all at once"],
 }
 
 
-def gradients(outputs: tuple[Tensor, ...], inputs: list[Tensor]) -> list[Tensor]:
+def gradients(outputs: Outputs, inputs: list[Tensor]) -> list[Tensor]:
     """Of a loss in which every output and log-sum-exp has a weight of its own; empty rows are left
     out."""
     g = torch.Generator().manual_seed(3)
@@ -94,28 +145,99 @@ def gradients(outputs: tuple[Tensor, ...], inputs: list[Tensor]) -> list[Tensor]
     return list(torch.autograd.grad(loss, inputs))
 
 
-@product("case", CASES, BACKENDS, QUICK)
-def test_error_budget(
-    case: Callable[..., Case], dtype: torch.dtype, backend: str, device: str
-) -> None:
+def of_inputs(
+    function: Callable[..., Outputs], inputs: dict[str, Tensor], dtype: torch.dtype
+) -> list[Tensor]:
+    """Gradients by `function` in `dtype`; factors are in fp32 at least."""
+    wide = torch.promote_types(dtype, torch.float32)
+    leaves = {
+        name: x.detach().to(wide if name == "slot_scale" else dtype).requires_grad_()
+        for name, x in inputs.items()
+    }
+    return gradients(function(**leaves), list(leaves.values()))
+
+
+@product("make", CASES, BACKENDS, QUICK)
+def test_error_budget(make: Make, dtype: torch.dtype, backend: str, device: str) -> None:
     """At most twice the error of plain PyTorch in the same dtype, plus a millionth of the largest
     gradient."""
     skip_unless_runs(backend, device, dtype)
-    run, tensors, masks = case(dtype, device, backend)
-
-    def plain(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(x for mask in masks for x in masked_attention(*tensors, mask))
-
-    truth, naive, ours = (
-        (f, [x.detach().to(kind).requires_grad_() for x in tensors])
-        for f, kind in ((plain, torch.float64), (plain, dtype), (lambda x: run(*x), dtype))
-    )
-    right, rough, found = (gradients(f(x), x) for f, x in (truth, naive, ours))
-    for name, a, b, c in zip("qkv", right, rough, found, strict=True):
-        assert c.dtype == dtype
+    case = make(dtype, device, backend)
+    right = of_inputs(case.dense, case.inputs, torch.float64)
+    rough = of_inputs(case.dense, case.inputs, dtype)
+    found = of_inputs(case.run, case.inputs, dtype)
+    for name, a, b, c in zip(case.inputs, right, rough, found, strict=True):
+        assert c.dtype == (torch.float32 if name == "slot_scale" else dtype)
         budget = 2 * (b.double() - a).abs().max() + 1e-6 * a.abs().max() + 1e-6
         error = (c.double() - a).abs().max()
         assert error <= budget, f"gradient of {name}: {error:.2e} over {budget:.2e}"
+
+
+@places
+def test_what_nobody_sees_has_no_gradient(backend: str, device: str) -> None:
+    """Keys of blocks that no query lists, and queries that see nothing: 0, not next to it."""
+    skip_unless_runs(backend, device)
+    call = Problem(N=30, M=90).make(device=device)
+    ids = torch.tensor([[1, 3]], dtype=torch.int32, device=device).expand(1, 30, 2, 2).clone()
+    ids[:, 7:11] = -1
+    q, k, v = (x.requires_grad_() for x in (call.q, call.k, call.v))
+    o, lse = call.having(ids=ids).run(backend)
+    (o.square().sum() + lse[lse.isfinite()].square().sum()).backward()
+    is_listed = torch.tensor([0, 1, 0, 1, 0, 0], device=device).bool().repeat_interleave(16)[:90]
+    for x in (k, v):
+        assert (x.grad[:, ~is_listed] == 0).all()
+        assert (x.grad[:, is_listed] != 0).any(-1).all()
+    blind = (ids < 0).all(-1)[0, :, 0]
+    assert (q.grad[:, blind] == 0).all()
+    assert (q.grad[:, ~blind] != 0).any(-1).all()
+
+
+@places
+def test_tensors_with_other_strides(backend: str, device: str) -> None:
+    """Heads before positions, a slice of something wider, and a gradient that is one number
+    expanded."""
+    skip_unless_runs(backend, device)
+    call = Problem(N=20, M=37, factors=True).make(device=device)
+
+    def run(**inputs: Tensor) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in inputs.values()]
+        assert [x.stride() for x in leaves] == [x.stride() for x in inputs.values()]
+        o, _ = call.having(**dict(zip(inputs, leaves, strict=True))).run(backend)
+        return list(torch.autograd.grad(o.sum(), leaves))
+
+    inputs = inputs_of(call)
+    strided = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in inputs.items()}
+    strided["v"] = torch.cat([inputs["v"]] * 2, -1)[..., : inputs["v"].shape[-1]]
+    assert not any(x.is_contiguous() for x in strided.values())
+    torch.testing.assert_close(run(**strided), run(**inputs))
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("backend", ["tilelang", "triton"])
+def test_the_same_bits_every_time(backend: str) -> None:
+    """Under `torch.use_deterministic_algorithms`, where thousands of queries share a block."""
+    skip_unless_runs(backend, "cuda", torch.bfloat16)
+    call = Problem(N=5000, M=5000, H=1, G=4, D=32, DV=32).make(torch.bfloat16, "cuda")
+    ids = torch.rand(1, 5000, 1, 8, device="cuda").argsort(-1)[..., :4].int()
+    factors = torch.rand(ids.shape, device="cuda")
+    inputs = [x.requires_grad_() for x in (call.q, call.k, call.v, factors)]
+    options = {"block_size": 16, "window_size": 70, "return_lse": True, "backend": backend}
+
+    def run() -> list[Tensor]:
+        q, k, v, slot_scale = inputs
+        outputs = ops.selected_and_window_attention(q, k, v, ids, **options, slot_scale=slot_scale)
+        return gradients(outputs, inputs)
+
+    first = run()
+    assert all(torch.equal(a, b) for _ in range(3) for a, b in zip(run(), first, strict=True))
 
 
 @pytest.mark.parametrize("M", [20, 3], ids=["summaries", "none"])
