@@ -148,7 +148,7 @@ def scaled_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, factors: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`masked_attention`, with a factor `[B, N, H, M]` on each scaled score; a row that sees nothing
+    """`masked_attention`, with factors `[B, N, H, M]` on the scaled scores; a row that sees nothing
     has gradients of 0."""
     G = q.shape[2] // k.shape[2]
     k, v, mask = (t.repeat_interleave(G, dim=2) for t in (k, v, mask))

@@ -115,7 +115,6 @@ CASES = {
     "one slot": lists(Problem(N=20, M=37, S=1)),
     "nothing is visible": lists(Problem(N=5, M=20, counts=0)),
     "many queries of one block": lists(Problem(B=2, N=200, M=200, H=1, G=4, S=2)),
-    "large scores": lists(Problem(N=9, M=37, magnitude=100.0, scale=1.0)),
     "window": window(Shape(N=20, M=37, window=7)),
     "window over tiles": window(Shape(N=140, M=140, window=30)),
     "window of one": window(Shape(N=9, M=9, window=1)),
@@ -127,8 +126,7 @@ CASES = {
     ),
 }
 QUICK = {
-    torch.float32: CASES.keys()
-    - {"group of 16", "blocks of 128", "window longer than the sequence"},
+    torch.float32: CASES.keys() - {"group of 16", "blocks of 128", "many queries of one block"},
     torch.float16: ["factors, own block", "window", "list and window"],
     torch.bfloat16: ["own block, counts", "list and window, all at once"],
 }
@@ -171,6 +169,22 @@ def test_error_budget(make: Make, dtype: torch.dtype, backend: str, device: str)
         budget = 2 * (b.double() - a).abs().max() + 1e-6 * a.abs().max() + 1e-6
         error = (c.double() - a).abs().max()
         assert error <= budget, f"gradient of {name}: {error:.2e} over {budget:.2e}"
+
+
+@places
+def test_steep_scores(backend: str, device: str) -> None:
+    """Of a thousand and more, hidden ones among them. The weights are computed from a stored `lse`,
+    so they are as exact as fp32 holds a number of that size."""
+    skip_unless_runs(backend, device)
+    problem = Problem(N=9, M=37, magnitude=100.0, scale=1.0, own=True)
+    case = lists(problem)(torch.float32, device, backend)
+    right = of_inputs(case.dense, case.inputs, torch.float64)
+    found = of_inputs(case.run, case.inputs, torch.float32)
+    largest = case.run(**case.inputs)[1].abs().max()
+    assert largest > 1000
+    for name, a, b in zip(case.inputs, right, found, strict=True):
+        error = (b.double() - a).abs().max() / a.abs().max()
+        assert error < 8 * torch.finfo(torch.float32).eps * largest, f"gradient of {name}"
 
 
 @places
