@@ -1,5 +1,5 @@
-"""A call on a GPU is queued and the host goes on: nothing is read back, so that a CUDA graph can
-hold it."""
+"""A call on a GPU, and its backward, are queued and the host goes on: nothing is read back, so that
+a CUDA graph can hold both."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from places import skip_unless_runs
-from selection import Problem
+from selection import Call, Problem
+from torch import Tensor
 
 from nsa_tutorial import ops
 
@@ -18,20 +19,36 @@ PROBLEMS = {
     "plain": Problem(B=2, N=20, M=50, D=16, DV=16, BS=16),
     "own block, counts of each row": Problem(N=20, M=50, own=True, counts="random"),
     "packed": Problem(N=35, M=35, cu=(0, 7, 7, 18, 35), own=True),
+    "factors, blocks of many queries": Problem(N=900, M=900, H=1, S=2, own=True, factors=True),
 }
 
 
-def calls(problem: Problem, backend: str) -> Iterator[Callable[[], object]]:
+def calls(problem: Problem, backend: str) -> Iterator[Callable[[], list[Tensor]]]:
     call = problem.make(torch.float16, "cuda")
+    inputs = inputs_of(call)
     packed = {"cu_seqlens": call.options["cu_seqlens"]}
     lists = {name: x for name, x in call.options.items() if name != "causal"}
-    yield lambda: call.run(backend)
-    yield lambda: ops.sliding_window_attention(
-        call.q, call.k, call.v, window_size=9, **packed, backend=backend
+    options = {"window_size": 9, "return_lse": True, "backend": backend}
+    yield lambda: there_and_back(call.run(backend), inputs)
+    yield lambda: there_and_back(
+        ops.sliding_window_attention(*inputs[:3], **packed, **options), inputs[:3]
     )
-    yield lambda: ops.selected_and_window_attention(
-        call.q, call.k, call.v, call.ids, **lists, window_size=9, backend=backend
+    yield lambda: there_and_back(
+        ops.selected_and_window_attention(*inputs[:3], call.ids, **lists, **options), inputs
     )
+
+
+def inputs_of(call: Call) -> list[Tensor]:
+    """The call's tensors that have gradients."""
+    factors = call.options.get("slot_scale")
+    inputs = [call.q, call.k, call.v] + ([] if factors is None else [factors])
+    return [x.requires_grad_() for x in inputs]
+
+
+def there_and_back(outputs: tuple[Tensor, ...], inputs: list[Tensor]) -> list[Tensor]:
+    """Outputs, and gradients through all of them."""
+    d_outputs = [torch.full_like(x, 0.5) for x in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, inputs, d_outputs)]
 
 
 @pytest.fixture
@@ -71,26 +88,35 @@ def test_summaries_do_not_wait(problem: Problem, forbid_waiting: Callable[[str],
     forbid_waiting("default")
 
 
+@pytest.mark.parametrize("backend", ["triton", "tilelang"])
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
-def test_in_a_cuda_graph(problem: Problem) -> None:
-    """Captured once, replayed on new queries, keys, values and lists."""
-    skip_unless_runs("triton", "cuda", torch.float16)
-    call, other = (problem.make(torch.float16, "cuda") for _ in range(2))
-    call.run("triton")
-    torch.cuda.synchronize()
+def test_in_a_cuda_graph(problem: Problem, backend: str) -> None:
+    """Forward and backward, captured once, replayed on new queries, keys, values and lists."""
+    skip_unless_runs(backend, "cuda", torch.float16)
+    call = problem.make(torch.float16, "cuda")
+    inputs = inputs_of(call)
+
+    def run() -> list[Tensor]:
+        return there_and_back(call.run(backend), inputs)
+
+    side = torch.cuda.Stream()  # the warm-up's, as `torch.cuda.graph` asks for
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        o, lse = call.run("triton")
-    for x, new in (
-        (call.q, -other.q),
-        (call.k, other.k.flip(1)),
-        (call.v, 2 * other.v),
-        (call.ids, other.ids.flip(-1)),
-    ):
-        x.copy_(new)
+        found = run()
+    with torch.no_grad():
+        for x, new in (
+            (call.q, -call.q),
+            (call.k, call.k.flip(1)),
+            (call.v, 2 * call.v),
+            *((x, x.flip(-1)) for x in (call.ids, *inputs[3:])),
+        ):
+            x.copy_(new)
     graph.replay()
-    right = call.run("triton")
-    assert torch.equal(o, right[0]) and torch.equal(lse, right[1])
+    assert all(torch.equal(a, b) for a, b in zip(found, run(), strict=True))
 
 
 def test_offsets_are_read_again_when_they_change() -> None:
