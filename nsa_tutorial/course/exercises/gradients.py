@@ -1,0 +1,895 @@
+"""Exercises of chapter 12: the gradient of a score, delta without the row, weights from the
+log-sum-exp, the sum over a group, and where ln 2 enters.
+
+The wrong solutions of an exercise are one function, told which slips to make.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.mistakes import slip, together
+
+Slips = frozenset[str]
+
+
+def _random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _weights(*shape: int, seed: int) -> Tensor:
+    return torch.softmax(_random(*shape, seed=seed), -1)
+
+
+# -- score_gradient --
+
+
+def score_gradient(p: Tensor, d_p: Tensor) -> Tensor:
+    """Gradient of the scores [N, M], from the weights and the gradient of the weights."""
+    mean = (p * d_p).sum(-1, keepdim=True)  # [N, 1], what a row's average key is worth
+    return p * (d_p - mean)
+
+
+def _score(slips: Slips, p: Tensor, d_p: Tensor) -> Tensor:
+    """`score_gradient` with slips."""
+    if "diagonal" in slips:
+        return p * (1 - p) * d_p
+    weighted = d_p if slips & {"plain sum", "plain mean"} else p * d_p
+    dim = (0, 1) if "whole" in slips else 0 if "column" in slips else -1
+    average = weighted.sum(dim, keepdim=True)
+    if slips & {"plain mean", "mean"}:
+        average = average / p.shape[-1]
+    if "alone" in slips:
+        average = 0 * average
+    difference = average - d_p if "sign" in slips else d_p - average
+    if "no weight" in slips:
+        return difference
+    return p * p * difference if "twice" in slips else p * difference
+
+
+_SCORE_MISTAKES = (
+    Misconception(
+        "forgetting that the other weights shrink",
+        slip(_score, "alone"),
+        "Weights sum to 1, so raising one score takes weight from all the other keys. What do "
+        "they lose together?",
+    ),
+    Misconception(
+        "keeping only the Jacobian's diagonal",
+        slip(_score, "diagonal"),
+        "`p * (1 - p)` is what a score does to its *own* weight. Which entries of the Jacobian "
+        "say what it does to the others?",
+    ),
+    Misconception(
+        "the plain sum of a row of d_p, without the weights",
+        slip(_score, "plain sum"),
+        "A key with no weight changes nothing, whatever stands in its `d_p`. What should "
+        "multiply `d_p` in the sum?",
+    ),
+    Misconception(
+        "the plain mean of a row of d_p, each key counted alike",
+        slip(_score, "plain mean"),
+        "The average that a key has to beat is the one that attention takes. How much does each "
+        "key count in it?",
+    ),
+    Misconception(
+        "dividing the weighted sum by the number of keys",
+        slip(_score, "mean"),
+        "The weights sum to 1 already, so the weighted sum *is* an average. What does `mean` "
+        "divide by once more?",
+    ),
+    Misconception(
+        "summing over the queries, not over the keys",
+        slip(_score, "column"),
+        "Each query has a softmax of its own. Along which axis do the weights sum to 1?",
+    ),
+    Misconception(
+        "one sum for the whole matrix",
+        slip(_score, "whole"),
+        "Each query has a softmax of its own, and so an average of its own. Along which axis do "
+        "the weights sum to 1?",
+    ),
+    Misconception(
+        "the difference the other way round",
+        slip(_score, "sign"),
+        "A key that is worth more than the average should *raise* the loss when its score rises. "
+        "Which sign does your difference give it?",
+    ),
+    Misconception(
+        "leaving out the weight in front",
+        slip(_score, "no weight"),
+        "A hidden key has weight 0, and its score must not matter. What does your formula give it?",
+    ),
+    Misconception(
+        "the weight in front twice",
+        slip(_score, "twice"),
+        "In the column of the Jacobian, each entry holds `p_j` once outside of the bracket. "
+        "Where does your second one come from?",
+    ),
+)
+
+_SCORE = Exercise(
+    name="score_gradient",
+    statement="""
+Derive the backward of a softmax. `p` `[N, M]` are the weights, a row for each query, and `d_p`
+`[N, M]` is the gradient of a loss with respect to them. Return `d_s` `[N, M]`, the gradient with
+respect to the scores. The Jacobian of a row is `diag(p) - outer(p, p)`. Do not build it: two or
+three lines of `[N, M]` are enough.
+""",
+    minutes=5,
+    difficulty=2,
+    hints=(
+        "Take one row. Write the gradient of one score as a sum over the weights: each weight's "
+        "gradient, times what the score does to that weight.",
+        "Split that sum in two. The diagonal part of the Jacobian leaves one term. The outer "
+        "product leaves a sum over the row, and a factor that does not depend on the summation.",
+        "Both parts have the score's own weight as a factor: take it out. What remains in the "
+        "bracket is the key's own `d_p`, less one number for the whole row, a weighted sum that "
+        "keeps its axis.",
+    ),
+    why="The Jacobian is a diagonal less an outer product, so that a product with it needs one "
+    "weighted sum per row.",
+    solution=score_gradient,
+    misconceptions=_SCORE_MISTAKES,
+    combine=together(
+        _SCORE_MISTAKES,
+        {"alone", "diagonal", "plain sum", "plain mean", "mean"},
+        {"alone", "diagonal", "column", "whole"},
+        {"diagonal", "sign"},
+        {"diagonal", "no weight", "twice"},
+    ),
+    cases=(
+        Case(
+            "one query, weights ½, ¼, ¼",
+            lambda: (torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[4.0, 0.0, 8.0]])),
+        ),
+        Case(
+            "two queries, the first sees one key only",
+            lambda: (
+                torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.25, 0.25]]),
+                torch.tensor([[2.0, 9.0, 9.0], [4.0, 0.0, 8.0]]),
+            ),
+        ),
+        Case(
+            "four queries, five keys",
+            lambda: (_weights(4, 5, seed=0), _random(4, 5, seed=1)),
+        ),
+    ),
+)
+
+
+# -- row_delta --
+
+
+def row_delta(d_o: Tensor, o: Tensor, d_lse: Tensor) -> Tensor:
+    """What a row's gradients are measured from, [N, HQ], without its weights."""
+    return (d_o * o).sum(-1) - d_lse
+
+
+def _delta(slips: Slips, d_o: Tensor, o: Tensor, d_lse: Tensor) -> Tensor:
+    """`row_delta` with slips."""
+    first, second = (o if "output" in slips else d_o), (d_o if "gradient" in slips else o)
+    product = first if "no product" in slips else first * second
+    if "heads" in slips:
+        product = product.sum(1, keepdim=True).expand_as(product)
+    delta = product.mean(-1) if "mean" in slips else product.sum(-1)
+    if "other axis" in slips:
+        return product.sum(1)
+    if "added" in slips:
+        delta = delta + d_lse
+    elif "factor" in slips:
+        delta = delta * d_lse
+    elif "no lse" not in slips:
+        delta = delta - d_lse
+    if "sign" in slips:
+        delta = -delta
+    return delta[..., None] if "own axis" in slips else delta
+
+
+_DELTA_MISTAKES = (
+    Misconception(
+        "adding the gradient of lse",
+        slip(_delta, "added"),
+        "The gradient that comes through lse adds `p * d_lse` to `d_s`. Delta stands there "
+        "behind a minus. Which sign makes that right?",
+    ),
+    Misconception(
+        "dropping the gradient that comes through lse",
+        slip(_delta, "no lse"),
+        "A loss may use lse, too: a merge of two branches does. What does `d_lse` add to each "
+        "score of the row?",
+    ),
+    Misconception(
+        "multiplying by the gradient of lse",
+        slip(_delta, "factor"),
+        "Two ways lead from a score to the loss, through `o` and through lse. What happens to "
+        "the gradients of two ways?",
+    ),
+    Misconception(
+        "averaging over the channels",
+        slip(_delta, "mean"),
+        "Delta stands in for a sum over keys. Write `d_p` as a product of `d_o` and a value: "
+        "which sum over the channels is in it?",
+    ),
+    Misconception(
+        "adding up the heads, too",
+        slip(_delta, "heads"),
+        "Each head has a softmax of its own, and so a delta of its own. Over which axes may the "
+        "sum go?",
+    ),
+    Misconception(
+        "summing over the heads, not over the channels",
+        slip(_delta, "other axis"),
+        "The result is one number for each query and head. Which of the three axes has to go?",
+    ),
+    Misconception(
+        "taking o times o",
+        slip(_delta, "output"),
+        "How long `o` is does not matter; what matters is how the loss follows it. Which tensor "
+        "says that?",
+    ),
+    Misconception(
+        "taking d_o times d_o",
+        slip(_delta, "gradient"),
+        "The sum over the keys makes one tensor out of weights and values. Which one?",
+    ),
+    Misconception(
+        "the sum of d_o alone",
+        slip(_delta, "no product"),
+        "That would be right if every output were 1. What multiplies each channel of `d_o`?",
+    ),
+    Misconception(
+        "the sign turned round",
+        slip(_delta, "sign"),
+        "`d_s` is `p` times `d_p` *minus* delta. Does delta bring a minus of its own?",
+    ),
+    Misconception(
+        "keeping an axis of length 1",
+        slip(_delta, "own axis"),
+        "Delta has the shape of lse, `[N, HQ]`. Does your sum keep what it sums over?",
+    ),
+)
+
+_DELTA = Exercise(
+    name="row_delta",
+    statement="""
+In `d_s = p * (d_p - delta)`, delta is a sum over a row of weights that you do not have. What you
+have: `d_o` and `o`, both `[N, HQ, DV]`, and `d_lse` `[N, HQ]`, the gradient that reaches the loss
+through `lse`. Raising a score by a little raises its row's `lse` by the score's weight. Return the
+`delta` `[N, HQ]` with which the formula gives the whole gradient.
+""",
+    minutes=5,
+    difficulty=2,
+    hints=(
+        "Start without lse. In the sum over the keys, replace each `d_p` by what it is: a product "
+        "of `d_o` with that key's value. What can leave the sum?",
+        "What stays inside the sum is weights times values. You know that vector: the forward "
+        "stored it.",
+        "Now lse. It adds `p * d_lse` to `d_s`. Put that into the bracket behind `p`, and see "
+        "with which sign it joins delta.",
+    ),
+    why="`d_o` does not depend on the key, so it leaves the sum, and the weighted sum of the "
+    "values is the output.",
+    solution=row_delta,
+    misconceptions=_DELTA_MISTAKES,
+    combine=together(
+        _DELTA_MISTAKES,
+        {"added", "no lse", "factor", "other axis"},
+        {"mean", "other axis"},
+        {"heads", "other axis"},
+        {"output", "gradient", "no product"},
+        {"sign", "other axis"},
+        {"own axis", "other axis"},
+    ),
+    cases=(
+        Case(
+            "one query, one head, no gradient through lse",
+            lambda: (
+                torch.tensor([[[1.0, 3.0]]]),
+                torch.tensor([[[2.0, 5.0]]]),
+                torch.tensor([[0.0]]),
+            ),
+        ),
+        Case(
+            "the same with d_lse = 2",
+            lambda: (
+                torch.tensor([[[1.0, 3.0]]]),
+                torch.tensor([[[2.0, 5.0]]]),
+                torch.tensor([[2.0]]),
+            ),
+        ),
+        Case(
+            "two queries, three heads, four channels",
+            lambda: (_random(2, 3, 4, seed=2), _random(2, 3, 4, seed=3), _random(2, 3, seed=4)),
+        ),
+        Case(
+            "five queries, two heads",
+            lambda: (_random(5, 2, 3, seed=5), _random(5, 2, 3, seed=6), _random(5, 2, seed=7)),
+        ),
+    ),
+)
+
+
+# -- group_gradients --
+
+
+def group_gradients(
+    p: Tensor, d_s: Tensor, q: Tensor, d_o: Tensor, H: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the keys [H, M, D] and of the values [H, M, DV], from all query heads."""
+    d_k = scale * d_s.transpose(1, 2) @ q  # [HQ, M, D], each query head's share
+    d_v = p.transpose(1, 2) @ d_o  # [HQ, M, DV]
+    return d_k.unflatten(0, (H, -1)).sum(1), d_v.unflatten(0, (H, -1)).sum(1)
+
+
+def _group(
+    slips: Slips, p: Tensor, d_s: Tensor, q: Tensor, d_o: Tensor, H: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`group_gradients` with slips."""
+    for_k, for_v = (p if "p for k" in slips else d_s), (d_s if "d_s for v" in slips else p)
+    d_k, d_v = for_k.transpose(1, 2) @ q, for_v.transpose(1, 2) @ d_o
+    d_k = d_k if "no scale" in slips else scale * d_k
+    d_v = scale * d_v if "scaled v" in slips else d_v
+
+    def joined(x: Tensor) -> Tensor:
+        if "copies" in slips:
+            return x
+        if "all heads" in slips:
+            return x.sum(0, keepdim=True).expand(H, -1, -1)
+        if "every H-th" in slips:
+            x = x.unflatten(0, (-1, H)).transpose(0, 1).flatten(0, 1)
+        groups = x.unflatten(0, (H, -1))
+        if "one head" in slips:
+            return groups[:, 0]
+        if "KV heads" in slips:
+            return groups.sum(0)
+        return groups.mean(1) if "mean" in slips else groups.sum(1)
+
+    d_k, d_v = joined(d_k), joined(d_v)
+    return (d_v, d_k) if "exchanged" in slips else (d_k, d_v)
+
+
+_GROUP_MISTAKES = (
+    Misconception(
+        "one sum over all heads, handed to every KV head",
+        slip(_group, "all heads"),
+        "With one KV head that is right, and hides the mistake. Which query heads read KV head "
+        "0 when there are two?",
+    ),
+    Misconception(
+        "adding up every H-th head, not neighbours",
+        slip(_group, "every H-th"),
+        "With one KV head both are the same. Query head hq reads KV head hq // G. Where do the "
+        "heads of one group stand?",
+    ),
+    Misconception(
+        "a gradient for each query head, not for each KV head",
+        slip(_group, "copies"),
+        "There are HQ shares here, and H keys. What becomes of the shares of one group?",
+    ),
+    Misconception(
+        "averaging over the group",
+        slip(_group, "mean"),
+        "Move a shared key a little, and every head of its group sees it move. Do their effects "
+        "on the loss add up, or do they average?",
+    ),
+    Misconception(
+        "keeping one head's share for the whole group",
+        slip(_group, "one head"),
+        "The other heads of the group used the same key. Where do their shares go?",
+    ),
+    Misconception(
+        "summing over the KV heads, not over the group",
+        slip(_group, "KV heads"),
+        "After the split into (H, G) there are two axes of heads, and the result keeps the one "
+        "of the KV heads. Which one has to go?",
+    ),
+    Misconception(
+        "leaving the scale out of d_k",
+        slip(_group, "no scale"),
+        "The scores are `scale * q @ k`. By how much does such a score change when a key does?",
+    ),
+    Misconception(
+        "putting the scale into d_v, too",
+        slip(_group, "scaled v"),
+        "Values never meet the scale: the output is weights times values. Where does the scale "
+        "stand in the forward?",
+    ),
+    Misconception(
+        "the gradient of the scores where d_v wants the weights",
+        slip(_group, "d_s for v"),
+        "The output is weights times values. By how much does it change when a value does?",
+    ),
+    Misconception(
+        "the weights where d_k wants the gradient of the scores",
+        slip(_group, "p for k"),
+        "A key acts through its scores. Which matrix says how the loss follows the scores?",
+    ),
+    Misconception(
+        "d_v before d_k",
+        slip(_group, "exchanged"),
+        "The order of the results is keys, then values. Which one do you return first?",
+    ),
+)
+
+_GROUP = Exercise(
+    name="group_gradients",
+    statement="""
+`HQ` query heads share `H` KV heads, neighbours in groups of `G = HQ // H`. You have the weights `p`
+and the gradient of the scaled scores `d_s`, both `[HQ, N, M]`, the queries `q` `[HQ, N, D]` and the
+gradient of the output `d_o` `[HQ, N, DV]`. Return `(d_k, d_v)`: `[H, M, D]` and `[H, M, DV]`. The
+scores were `scale * q @ k`.
+""",
+    minutes=5,
+    difficulty=2,
+    hints=(
+        "First one query head, as if it had keys of its own. Which of the five lines gives `d_k`, "
+        "and which `d_v`? Check the shapes: both results have a row for each key.",
+        "Now each key has `G` such shares. A number used in several places changes the loss "
+        "through each of them.",
+        "Split the axis of HQ heads into H groups of neighbours, and sum over the axis that tells "
+        "the members of a group apart. Test with two KV heads: one hides every wrong wiring.",
+    ),
+    why="A key is used by every head of its group, and the effects of its uses on the loss add up.",
+    solution=group_gradients,
+    misconceptions=_GROUP_MISTAKES,
+    combine=together(
+        _GROUP_MISTAKES,
+        {"all heads", "every H-th", "copies", "KV heads"},
+        {"all heads", "copies", "mean", "one head", "KV heads"},
+    ),
+    tolerance=1e-4,
+    cases=(
+        Case(
+            "one query, one key, two heads on each of two KV heads",
+            lambda: (
+                torch.tensor([1.0, 2.0, 3.0, 4.0]).view(4, 1, 1),
+                torch.tensor([1.0, 10.0, 100.0, 1000.0]).view(4, 1, 1),
+                torch.ones(4, 1, 1),
+                torch.tensor([1.0, 1.0, 2.0, 2.0]).view(4, 1, 1),
+                2,
+                0.5,
+            ),
+        ),
+        Case(
+            "one KV head for three heads",
+            lambda: (
+                _weights(3, 2, 4, seed=8),
+                _random(3, 2, 4, seed=9),
+                _random(3, 2, 2, seed=10),
+                _random(3, 2, 3, seed=11),
+                1,
+                0.7,
+            ),
+        ),
+        Case(
+            "three KV heads, two heads each",
+            lambda: (
+                _weights(6, 3, 5, seed=12),
+                _random(6, 3, 5, seed=13),
+                _random(6, 3, 4, seed=14),
+                _random(6, 3, 2, seed=15),
+                3,
+                0.5,
+            ),
+        ),
+        Case(
+            "two KV heads, three heads each",
+            lambda: (
+                _weights(6, 4, 3, seed=16),
+                _random(6, 4, 3, seed=17),
+                _random(6, 4, 2, seed=18),
+                _random(6, 4, 5, seed=19),
+                2,
+                2.0,
+            ),
+        ),
+    ),
+)
+
+
+# -- weights_again --
+
+
+def weights_again(q: Tensor, k: Tensor, lse: Tensor, is_seen: Tensor, scale: float) -> Tensor:
+    """The weights [BQ, BK] of a tile, from the log-sum-exp of the whole rows."""
+    acc_s = scale * q @ k.T
+    p = torch.exp(acc_s - lse[:, None])
+    return p.masked_fill(~is_seen, 0)  # last: it takes what an empty row's exp gives, too
+
+
+def _again(
+    slips: Slips, q: Tensor, k: Tensor, lse: Tensor, is_seen: Tensor, scale: float
+) -> Tensor:
+    """`weights_again` with slips."""
+    acc_s = q @ k.T if "no scale" in slips else scale * q @ k.T
+    is_hidden = is_seen if "upside down" in slips else ~is_seen
+    if "softmax" in slips:
+        return torch.softmax(acc_s.masked_fill(is_hidden, -1e9), -1).masked_fill(is_hidden, 0)
+    row = lse[None, :] if "across" in slips else lse[:, None]
+    if "scaled lse" in slips:
+        row = scale * row
+    if "maximum" in slips:
+        row = acc_s.masked_fill(is_hidden, -torch.inf).amax(-1, keepdim=True)
+    if "divided" in slips:
+        p = torch.exp(acc_s) / row
+    elif "no lse" in slips:
+        p = torch.exp(acc_s)
+    else:
+        p = (torch.exp2 if "base two" in slips else torch.exp)(acc_s - row)
+    p = p if "no mask" in slips else p.masked_fill(is_hidden, 0)
+    if "empty" in slips:
+        p = p.masked_fill((lse == -torch.inf)[:, None], torch.nan)
+    return p
+
+
+_AGAIN_MISTAKES = (
+    Misconception(
+        "NaN for the row that saw nothing",
+        slip(_again, "empty"),
+        "Its lse is -inf. What is `-inf - -inf`, and what is `inf * 0`? Which step can you put "
+        "last, so that neither is left?",
+    ),
+    Misconception(
+        "a softmax over the tile alone",
+        slip(_again, "softmax"),
+        "The tile holds some of the row's keys, and its weights need not sum to 1. Which number "
+        "knows of the other keys?",
+    ),
+    Misconception(
+        "subtracting the tile's own maximum",
+        slip(_again, "maximum"),
+        "A maximum keeps the powers finite, but then they still have to be divided by a sum. "
+        "Which one number does both?",
+    ),
+    Misconception(
+        "dividing by lse",
+        slip(_again, "divided"),
+        "lse is the *logarithm* of the sum. What has a division become in the exponent?",
+    ),
+    Misconception(
+        "powers that nothing divides",
+        slip(_again, "no lse"),
+        "These are powers of the scores, not weights. What do the powers of a row have to be "
+        "divided by?",
+    ),
+    Misconception(
+        "leaving the scale out",
+        slip(_again, "no scale"),
+        "lse was made from the *scaled* scores. Are yours scaled?",
+    ),
+    Misconception(
+        "scaling lse as well",
+        slip(_again, "scaled lse"),
+        "lse is the log-sum-exp of scores that were scaled already. What does another factor do "
+        "to it?",
+    ),
+    Misconception(
+        "leaving the hidden keys in",
+        slip(_again, "no mask"),
+        "A hidden key had no part in lse, and its weight is 0. What does your formula give it?",
+    ),
+    Misconception(
+        "hiding what is seen",
+        slip(_again, "upside down"),
+        "`masked_fill` fills where its mask is True. Which pairs does yours name?",
+    ),
+    Misconception(
+        "taking lse for a number of each key",
+        slip(_again, "across"),
+        "lse belongs to a query, a row of the tile. Which axis has to be added to `[BQ]`?",
+    ),
+    Misconception(
+        "exp2 with a natural logarithm",
+        slip(_again, "base two"),
+        "`exp2` wants exponents in base two. In which base are lse and the scores here?",
+    ),
+)
+
+_AGAIN = Exercise(
+    name="weights_again",
+    statement="""
+Compute the weights of one tile again. `q` `[BQ, D]` and `k` `[BK, D]` are the tile's queries and
+keys, `is_seen` `[BQ, BK]` says who sees whom. `lse` `[BQ]` is the log-sum-exp of the *whole* rows,
+of which the tile holds a part; it is `-inf` for a query that saw no key at all. Return the weights
+`[BQ, BK]`: finite, and 0 where nothing is seen.
+""",
+    minutes=5,
+    difficulty=2,
+    hints=(
+        "Forget the mask for a moment. A weight is a power of the score, divided by the sum of the "
+        "row's powers. What is that division in the exponent?",
+        "Now a row that saw nothing. Try both orders by hand: hide the scores first, or hide the "
+        "weights last. What does `-inf - -inf` give, and what `exp(inf)`?",
+        "Three steps: scaled scores, one power, and a `masked_fill` that comes last. A product "
+        "with the mask will not do: `inf * 0` is NaN.",
+    ),
+    why="`masked_fill` writes 0 whatever stood there, so the power of an empty row never gets out.",
+    solution=weights_again,
+    misconceptions=_AGAIN_MISTAKES,
+    combine=together(
+        _AGAIN_MISTAKES,
+        {"softmax", "maximum", "divided", "no lse", "base two"},
+        {"softmax", "maximum", "no lse", "scaled lse", "across"},
+        {"softmax", "no mask", "upside down"},
+        {"maximum", "upside down"},
+    ),
+    cases=(
+        Case(
+            "two queries, two of their three keys; weights ½ and ¼",
+            lambda: (
+                torch.tensor([[1.0], [0.0]]),
+                torch.tensor([[0.0], [2 * math.log(2)]]),
+                torch.tensor([math.log(4), math.log(4)]),
+                torch.tensor([[True, True], [True, False]]),
+                0.5,
+            ),
+        ),
+        Case(
+            "the second query saw nothing",
+            lambda: (
+                torch.tensor([[1.0], [1.0]]),
+                torch.tensor([[0.0], [1.0], [2.0]]),
+                torch.tensor([1.5, -torch.inf]),
+                torch.tensor([[True, True, False], [False, False, False]]),
+                2.0,
+            ),
+        ),
+        Case(
+            "four queries, three keys, the first two queries saw nothing",
+            lambda: (
+                _random(4, 5, seed=20),
+                _random(3, 5, seed=21),
+                torch.tensor([-torch.inf, -torch.inf, 1.0, 2.0]),
+                torch.tensor([[False] * 3, [False] * 3, [True] * 3, [True, False, True]]),
+                0.3,
+            ),
+        ),
+        Case(
+            "five queries, five keys, causal",
+            lambda: (
+                _random(5, 4, seed=22),
+                _random(5, 4, seed=23),
+                _random(5, seed=24) + 2,
+                torch.ones(5, 5).tril().bool(),
+                0.5,
+            ),
+        ),
+    ),
+)
+
+
+# -- base_two --
+
+
+def base_two(
+    d_o: Tensor, q_log2: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of q [N, D] and k [M, D], where the queries came as `scale * log2(e) * q`."""
+    p = torch.exp2(q_log2 @ k.T - lse[:, None] / math.log(2))
+    d_s = p * (d_o @ v.T - delta[:, None])  # of the scaled scores, in base e
+    d_q = scale * d_s @ k
+    d_k = math.log(2) * d_s.T @ q_log2  # log2(e) came with q_log2, and leaves
+    return d_q, d_k
+
+
+_LN_2, _LOG2_E = math.log(2), 1 / math.log(2)
+
+
+def _two(
+    slips: Slips,
+    d_o: Tensor, q_log2: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`base_two` with slips."""
+    row = lse[:, None] * (1 if "lse" in slips else _LN_2 if "lse times" in slips else _LOG2_E)
+    p = (torch.exp if "exp" in slips else torch.exp2)(q_log2 @ k.T - row)
+    shift = 0 if "no delta" in slips else delta[:, None]
+    if "delta" in slips:
+        shift = shift * _LOG2_E
+    d_s = p * (d_o @ v.T - shift)
+    if "d_s" in slips:
+        d_s = d_s * _LN_2
+    of_q, of_k = scale, _LN_2
+    for name, factor in (("q ln 2", _LN_2), ("q log2 e", _LOG2_E), ("q unscaled", 1 / scale)):
+        of_q = of_q * factor if name in slips else of_q
+    for name, factor in (("k", _LOG2_E), ("k log2 e", _LOG2_E**2), ("k scaled", scale)):
+        of_k = of_k * factor if name in slips else of_k
+    return of_q * d_s @ k, of_k * d_s.T @ q_log2
+
+
+_TWO_MISTAKES = (
+    Misconception(
+        "leaving log2(e) in d_k",
+        slip(_two, "k"),
+        "`q_log2` is `q` times scale *and* log2(e). `d_k` wants `scale * d_s.T @ q`. What has to "
+        "be taken out?",
+    ),
+    Misconception(
+        "scaling d_k twice",
+        slip(_two, "k scaled"),
+        "The scale came with `q_log2` already. What is left to multiply by?",
+    ),
+    Misconception(
+        "multiplying d_k by log2(e), not by ln 2",
+        slip(_two, "k log2 e"),
+        "log2(e) is in `q_log2` once already. Which factor undoes it?",
+    ),
+    Misconception(
+        "ln 2 twice: for d_q as well",
+        slip(_two, "q ln 2"),
+        "`d_q` is made of `d_s` and `k`, and neither carries log2(e): the weights are the same in "
+        "any base. What would ln 2 undo there?",
+    ),
+    Misconception(
+        "log2(e) in d_q",
+        slip(_two, "q log2 e"),
+        "Base two was a way to compute the same weights. Does the score that `d_s` belongs to "
+        "have a log2(e) in it?",
+    ),
+    Misconception(
+        "the gradient of the scaled query for that of the query",
+        slip(_two, "q unscaled"),
+        "The scores are `scale * q @ k`. By how much does a score change when `q` does?",
+    ),
+    Misconception(
+        "ln 2 in d_s",
+        slip(_two, "d_s"),
+        "The derivative of `exp2` brings ln 2, and the score that goes into it brings log2(e). "
+        "What is their product?",
+    ),
+    Misconception(
+        "a natural lse under exp2",
+        slip(_two, "lse"),
+        "In the exponent of 2 both numbers have to be in base two. In which one is `lse`?",
+    ),
+    Misconception(
+        "lse times ln 2, where it should be divided",
+        slip(_two, "lse times"),
+        "A logarithm to base two is larger than the natural one. Does your factor make it larger?",
+    ),
+    Misconception(
+        "exp of exponents in base two",
+        slip(_two, "exp"),
+        "`q_log2 @ k.T` is in base two. Which power undoes a logarithm to base two?",
+    ),
+    Misconception(
+        "delta turned into base two",
+        slip(_two, "delta"),
+        "Delta is a sum of products of gradients and outputs, not an exponent. Does a change of "
+        "base touch it?",
+    ),
+    Misconception(
+        "leaving delta out",
+        slip(_two, "no delta"),
+        "Without delta, raising a score takes nothing from the other keys. What does the row of "
+        "`d_s` sum to?",
+    ),
+)
+
+_TWO = Exercise(
+    name="base_two",
+    statement="""
+A kernel computes in base two. To spare a multiplication per score, it got the queries as
+`q_log2 = scale * log2(e) * q` `[N, D]`. `k` `[M, D]`, `v` `[M, DV]`, `d_o` `[N, DV]`, `lse` `[N]`
+(natural logarithm) and `delta` `[N]` are as always, and every query sees every key. Return
+`(d_q, d_k)`, the gradients of `q` and `k` themselves. Use `exp2`, and bring in `math.log(2)` where it
+is needed, and only there.
+""",
+    minutes=7,
+    difficulty=3,
+    hints=(
+        "Start with the weights: the exponents of `exp2` have to be in base two, both of them. "
+        "The weights that come out are the same as ever, and so is `d_s`.",
+        "Now write down the two products with `q` and `k` themselves, as in the five lines. "
+        "Which of the two can be computed from what you have?",
+        "`d_q` needs `k`, which is untouched. `d_k` needs `scale * q`, and you have that with "
+        "one factor too many. Which number takes log2(e) away?",
+    ),
+    why="Base two changes how a weight is computed, not what it is, so ln 2 is needed only where "
+    "`q_log2` stands in for `scale * q`.",
+    solution=base_two,
+    misconceptions=_TWO_MISTAKES,
+    combine=together(
+        _TWO_MISTAKES,
+        {"k", "k log2 e"},
+        {"q ln 2", "q log2 e"},
+        {"lse", "lse times"},
+        {"delta", "no delta"},
+        {"d_s", "q log2 e"},
+    ),
+    tolerance=1e-4,
+    cases=(
+        Case(
+            "one query, two keys with weight ½",
+            lambda: (
+                torch.tensor([[1.0]]),
+                torch.tensor([[2 / math.log(2)]]),
+                torch.tensor([[1.0], [1.0]]),
+                torch.tensor([[4.0], [0.0]]),
+                torch.tensor([2 + math.log(2)]),
+                torch.tensor([2.0]),
+                0.5,
+            ),
+        ),
+        Case("three queries, four keys", lambda: _in_base_two(3, 4, 5, 2, 0.4, seed=25)),
+        Case("five queries, two keys", lambda: _in_base_two(5, 2, 3, 3, 1.7, seed=26)),
+    ),
+)
+
+
+def _in_base_two(N: int, M: int, D: int, DV: int, scale: float, *, seed: int) -> tuple:
+    """The arguments of `base_two` for random queries, keys and values."""
+    q, k = _random(N, D, seed=seed), _random(M, D, seed=seed + 100)
+    v, d_o = _random(M, DV, seed=seed + 200), _random(N, DV, seed=seed + 300)
+    s = scale * q @ k.T
+    delta = (d_o * (torch.softmax(s, -1) @ v)).sum(-1)
+    return d_o, scale / math.log(2) * q, k, v, torch.logsumexp(s, -1), delta, scale
+
+
+EXERCISES = (_SCORE, _DELTA, _GROUP, _AGAIN, _TWO)
+
+
+# -- two slips at once, written as readers write them --
+
+
+def _sigmoid_of_columns(p: Tensor, d_p: Tensor) -> Tensor:
+    return (d_p - torch.einsum("nm,nm->m", p, d_p)) * p.square()
+
+
+def _plus_and_mean(d_o: Tensor, o: Tensor, d_lse: Tensor) -> Tensor:
+    return torch.stack([(a * b).mean(-1) for a, b in zip(d_o, o, strict=True)]) + d_lse
+
+
+def _interleaved_unscaled(
+    p: Tensor, d_s: Tensor, q: Tensor, d_o: Tensor, H: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    d_k = torch.einsum("hnm,hnd->hmd", d_s, q)
+    d_v = torch.einsum("hnm,hnd->hmd", p, d_o)
+    return tuple(torch.stack([x[h::H].sum(0) for h in range(H)]) for x in (d_k, d_v))
+
+
+def _hidden_first_unscaled(
+    q: Tensor, k: Tensor, lse: Tensor, is_seen: Tensor, scale: float
+) -> Tensor:
+    return torch.exp((q @ k.T).masked_fill(~is_seen, -torch.inf) - lse[:, None])
+
+
+def _ln_2_everywhere(
+    d_o: Tensor, q_log2: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    p = 2 ** (q_log2 @ k.T - lse.unsqueeze(1) * math.log2(math.e))
+    d_s = p * (d_o @ v.T - delta.unsqueeze(1))
+    return math.log(2) * scale * d_s @ k, d_s.T @ q_log2
+
+
+DOUBLES = (
+    Double(
+        "score_gradient",
+        _sigmoid_of_columns,
+        ("summing over the queries, not over the keys", "the weight in front twice"),
+    ),
+    Double(
+        "row_delta",
+        _plus_and_mean,
+        ("adding the gradient of lse", "averaging over the channels"),
+    ),
+    Double(
+        "group_gradients",
+        _interleaved_unscaled,
+        ("adding up every H-th head, not neighbours", "leaving the scale out of d_k"),
+    ),
+    Double(
+        "weights_again",
+        _hidden_first_unscaled,
+        ("NaN for the row that saw nothing", "leaving the scale out"),
+    ),
+    Double(
+        "base_two",
+        _ln_2_everywhere,
+        ("ln 2 twice: for d_q as well", "leaving log2(e) in d_k"),
+    ),
+)
