@@ -119,9 +119,11 @@ LUCIDRAINS = {
     "mean the same here, and others raise. So does the own block listed and included: it counts "
     "twice there",
     "fmask": "-1 in block_indices for each False",
-    "sel_scale": "raises: its gradient comes with chapter 13",
+    "sel_scale": "slot_scale, in fp32. It must be ones there: the forward does not read it, and "
+    "the backward gives each slot sum(ds * s) for it (return_sel_grads), as here. Other factors "
+    "scale the scores here",
     "include_block_causal": "include_own_block",
-    "return_lse": "return_lse",
+    "return_lse": "return_lse; their gradients leave out what comes through it",
     "block_dk_dv_use_dot": "dropped: how their backward multiplies",
     "return_sliding_window_out": "window_size of block_size + 1 keys, as many as theirs shows, for "
     "ops.selected_and_window_attention",
@@ -138,11 +140,6 @@ def from_lucidrains(
 ) -> dict[str, object]:  # fmt: skip
     """Arguments of `ops.selected_attention`, or, with `return_sliding_window_out`, of
     `ops.selected_and_window_attention`, by the table `LUCIDRAINS`."""
-    if sel_scale is not None:
-        raise NotImplementedError(
-            f"sel_scale: got {checks.describe(sel_scale)}, expected None: the gradient of the "
-            "selection comes with chapter 13, backward_kernels"
-        )
     for name, x in (("fq", fq), ("fk", fk), ("fv", fv)):
         checks.check_tensor(name, x, "[B, H, N, D]", checks.FLOATS)
     for name, x, dtypes in (
@@ -161,6 +158,13 @@ def from_lucidrains(
     _expect(is_right, "selected_block_indices", selected_block_indices, expected)
     expected = f"the shape of selected_block_indices, {list(selected_block_indices.shape)}"
     _expect(mask.shape == ids.shape, "fmask", fmask, expected)
+    factors = {}
+    if sel_scale is not None:
+        checks.check_tensor("sel_scale", sel_scale, "[B, H, N, S]", checks.FLOATS)
+        is_right = sel_scale.shape == selected_block_indices.shape
+        _expect(is_right, "sel_scale", sel_scale, expected)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        factors = {"slot_scale": heads_first(sel_scale).to(wide)}
 
     # how many blocks, from the first one, end before the query, or before the own block if added
     past = torch.arange(N, device=ids.device) + (0 if include_block_causal else 1)
@@ -178,7 +182,7 @@ def from_lucidrains(
     return {
         "q": q, "k": k, "v": v, "block_indices": ids.masked_fill(~mask, -1),
         "block_size": block_size, "include_own_block": include_block_causal,
-        "return_lse": return_lse,
+        "return_lse": return_lse, **factors,
         **({"window_size": block_size + 1} if return_sliding_window_out else {}),
     }  # fmt: skip
 

@@ -375,6 +375,38 @@ def test_lucidrains_window_is_one_key_wider() -> None:
     assert near(ops.sliding_window_attention(q, k, v, window_size=BS + 1), right)
 
 
+@pytest.mark.parametrize("window", [False, True], ids=["lists", "list and window"])
+@pytest.mark.parametrize("own", [True, False], ids=["own block", "no own block"])
+@pytest.mark.parametrize("heads", [2, 6], ids=["lists per group", "lists per query head"])
+def test_lucidrains_gradient_of_the_selection(heads: int, own: bool, window: bool) -> None:
+    """As their backward sums it up, a block at a time, in `kv_block_grads`; straight through, with
+    ones."""
+    q, k, v, *_ = tensors()
+    ids, mask = before_the_query(own, heads)
+    scores = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    arguments = interop.from_lucidrains(
+        *(x.transpose(1, 2) for x in (q, k, v)), BS, ids, mask,
+        1 + scores - scores.detach(), own, return_lse=True, return_sliding_window_out=window,
+    )  # fmt: skip
+    attends = ops.selected_and_window_attention if window else ops.selected_attention
+    o, lse, *_ = attends(**arguments)
+    d_o = torch.randn(o.shape, generator=torch.Generator().manual_seed(2), dtype=o.dtype)
+    (found,) = torch.autograd.grad((o * d_o).sum(), scores)
+
+    delta, softmax_scale = (d_o * o).sum(-1), q.shape[-1] ** -0.5
+    kv_block_grads = torch.zeros(ids.shape, dtype=q.dtype)
+    for b, n, i, slot in product(range(2), range(23), range(6), range(ids.shape[-1])):
+        h, kv = i * heads // 6, i // 3
+        if mask[b, h, n, slot]:
+            keys = slice(int(ids[b, h, n, slot]) * BS, (int(ids[b, h, n, slot]) + 1) * BS)
+            qk = k[b, keys, kv] @ q[b, n, i]
+            p = torch.exp(qk * softmax_scale - lse[b, n, i])
+            ds = p * (v[b, keys, kv] @ d_o[b, n, i] - delta[b, n, i]) * softmax_scale
+            kv_block_grads[b, h, n, slot] += (ds * qk).sum()
+    assert (kv_block_grads != 0).any()
+    torch.testing.assert_close(found, kv_block_grads.float())
+
+
 @pytest.mark.parametrize("heads", [2, 6], ids=["lists per group", "lists per query head"])
 def test_lucidrains_with_the_window_as_a_second_output(heads: int) -> None:
     """Both outputs and both log-sum-exps, from the arguments of one call."""
@@ -550,11 +582,15 @@ WRONG = {
         ValueError,
         "block_size: got 0",
     ),
-    "lucidrains: sel_scale": (
-        lambda: interop.from_lucidrains(FQ, FK, FV, 5, FIDS, NONE, torch.ones(FIDS.shape)),
-        NotImplementedError,
-        "sel_scale: got a float32 tensor .*expected None: the gradient of the selection comes "
-        "with chapter 13",
+    "lucidrains: sel_scale of another shape": (
+        lambda: interop.from_lucidrains(FQ, FK, FV, 5, FIDS, NONE, torch.ones(2, 11, 2, 4)),
+        ValueError,
+        r"sel_scale: got .*expected the shape of selected_block_indices, \[2, 2, 11, 4\]",
+    ),
+    "lucidrains: sel_scale of integers": (
+        lambda: interop.from_lucidrains(FQ, FK, FV, 5, FIDS, NONE, FIDS),
+        TypeError,
+        "sel_scale: got a int64 tensor .*expected float32",
     ),
     "ejkernel: fewer queries than keys": (
         lambda: interop.from_ejkernel(Q[:, 1:], K, V),

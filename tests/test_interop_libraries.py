@@ -4,9 +4,9 @@ them, and skips without it:
     pip install flash-linear-attention native-sparse-attention-pytorch ejkernel
 
 They are no dependencies of this package. What was compared are fla-core 0.6.0 (its naive functions
-on a CPU, its kernels on an H200), native-sparse-attention-pytorch 0.2.3 (its kernels, H200) and
-ejkernel 0.0.80.3 (its XLA backend, on a CPU), all of them forward; fla's window, which needs
-flash-attn, and ejkernel's Triton backend were not.
+on a CPU, its kernels on an H200), native-sparse-attention-pytorch 0.2.3 (its kernels forward on an H200, backward in Triton's
+interpreter) and ejkernel 0.0.80.3 (its XLA backend, on a CPU). The other two were compared forward
+alone; fla's window, which needs flash-attn, and ejkernel's Triton backend were not.
 """
 
 from __future__ import annotations
@@ -245,6 +245,33 @@ def test_lucidrains(heads: int, own: bool) -> None:
     )
     assert_same(theirs[~not_a_number], ours[~not_a_number])
     assert_same(lse[~not_a_number], our_lse[~not_a_number], 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [2, 8], ids=["lists per group", "lists per query head"])
+def test_lucidrains_gradients(heads: int) -> None:
+    """Of queries, keys and values, and of the selection."""
+    function = library(*LUCIDRAINS)
+    q, k, v, *_ = tensors("cuda", N=160, G=4, dtype=torch.float32)
+    ids = lists("cuda", N=160, heads=heads, before=True)
+    d_o = torch.randn(2, 8, 160, 64, generator=torch.Generator().manual_seed(3)).cuda()
+    fq, fk, fv, ids = (interop.heads_first(x).contiguous() for x in (q, k, v, ids))
+    given = [fq, fk, fv, torch.ones(ids.shape, device="cuda")]
+
+    def gradients(attend: object, inputs: list[Tensor]) -> list[Tensor]:
+        fq, fk, fv, sel_scale = (x.detach().clone().requires_grad_() for x in inputs)
+        o = attend(fq, fk, fv, BS, ids.clamp(min=0), ids >= 0, sel_scale)
+        return list(torch.autograd.grad((o * d_o).sum(), (fq, fk, fv, sel_scale)))
+
+    def ours(*arguments: object) -> Tensor:
+        return interop.heads_first(
+            ops.selected_attention(**interop.from_lucidrains(*arguments), backend="reference")
+        )
+
+    found, right = gradients(function, given), gradients(ours, [x.double() for x in given])
+    for theirs, exact in zip(found, right, strict=True):
+        error = (theirs - exact).abs().max() / exact.abs().max()
+        assert error < 4e-3, "but for the rounding of fp16, in which theirs is computed"
 
 
 @pytest.mark.gpu
