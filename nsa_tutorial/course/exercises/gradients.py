@@ -776,8 +776,8 @@ _TWO = Exercise(
 A kernel computes in base two. To spare a multiplication per score, it got the queries as
 `q_log2 = scale * log2(e) * q` `[N, D]`. `k` `[M, D]`, `v` `[M, DV]`, `d_o` `[N, DV]`, `lse` `[N]`
 (natural logarithm) and `delta` `[N]` are as always, and every query sees every key. Return
-`(d_q, d_k)`, the gradients of `q` and `k` themselves. Use `exp2`, and bring in `math.log(2)` where it
-is needed, and only there.
+`(d_q, d_k)`, the gradients of `q` and `k` themselves. Use `exp2`, and bring in `math.log(2)` where
+it is needed, and only there.
 """,
     minutes=7,
     difficulty=3,
@@ -891,5 +891,136 @@ DOUBLES = (
         "base_two",
         _ln_2_everywhere,
         ("ln 2 twice: for d_q as well", "leaving log2(e) in d_k"),
+    ),
+)
+
+
+# -- what the chapter warns of --
+
+TRAPS = (
+    Trap(
+        "a score that rises takes weight from *all other keys*",
+        "score_gradient",
+        "forgetting that the other weights shrink",
+    ),
+    Trap(
+        "On the diagonal a score feeds its own weight, and everywhere else it takes.",
+        "score_gradient",
+        "keeping only the Jacobian's diagonal",
+    ),
+    Trap(
+        "A key that is worth more than the average pulls `o` up",
+        "score_gradient",
+        "the difference the other way round",
+    ),
+    Trap(
+        "The gradient that comes through `lse` *subtracts*",
+        "row_delta",
+        "adding the gradient of lse",
+    ),
+    Trap(
+        "A loss may use `lse` as well",
+        "row_delta",
+        "dropping the gradient that comes through lse",
+    ),
+    Trap(
+        "One number per query and head",
+        "row_delta",
+        "adding up the heads, too",
+    ),
+    Trap(
+        "**With one KV head, wrong sums look right**: test with two.",
+        "group_gradients",
+        "one sum over all heads, handed to every KV head",
+    ),
+    Trap(
+        "**With one KV head, wrong sums look right**: test with two.",
+        "group_gradients",
+        "adding up every H-th head, not neighbours",
+    ),
+    Trap(
+        "the effects add up",
+        "group_gradients",
+        "averaging over the group",
+    ),
+    Trap(
+        "values never see it",
+        "group_gradients",
+        "putting the scale into d_v, too",
+    ),
+    Trap(
+        "*any* weight can be computed by itself, without the rest of its row",
+        "weights_again",
+        "a softmax over the tile alone",
+    ),
+    Trap(
+        "`lse` holds maximum and sum in one number",
+        "weights_again",
+        "subtracting the tile's own maximum",
+    ),
+    Trap(
+        "Hide its scores, and `-inf - -inf` is NaN.",
+        "weights_again",
+        "NaN for the row that saw nothing",
+    ),
+    Trap(
+        "both cancel in `d_s`",
+        "base_two",
+        "ln 2 in d_s",
+    ),
+    Trap(
+        "carries it on, into every product with them",
+        "base_two",
+        "leaving log2(e) in d_k",
+    ),
+    Trap(
+        "where would ln 2 be one too many?",
+        "base_two",
+        "ln 2 twice: for d_q as well",
+    ),
+)
+
+
+# -- predictions --
+
+PREDICTIONS = (
+    Prediction(
+        "kept_without_weights",
+        "How many MiB does a layer of 16 heads and 65,536 tokens keep beside q, k and v, without "
+        "the weights: 0.25, 260, 4,096 or 131,072?",
+        "It keeps `o`, 128 numbers of two bytes for each query and head, and one `lse` of four.",
+        (
+            (0.25, "That is one `lse` for each token. There are 16 heads, and each keeps `o`."),
+            (4, "That is `lse` of all heads. `o` is kept, too."),
+            (4096, "Lengths times heads times width, but not that many numbers each."),
+            (131_072, "Those are the weights themselves. The question was without them."),
+        ),
+        unit="MiB",
+    ),
+    Prediction(
+        "backward_over_forward",
+        "How many times the forward's operations does a backward take that computes the weights "
+        "again: 1, 2, 3.5 or 8?",
+        "The forward has two products of a tile, the walk for d_q three, and the walk for d_k and "
+        "d_v four.",
+        (
+            (1, "The scores alone are half of a forward, and four gradients follow them."),
+            (2, "That is with stored weights: four products. Here the scores come again, twice."),
+            (2.5, "That is one walk: five products. Two walks repeat the scores and d_p."),
+            (8, "Seven products for two. Which eighth and further ones did you count?"),
+        ),
+        tolerance=0.01,
+    ),
+    Prediction(
+        "strongest_score",
+        "Scores 2, 1, 0 and values 3, 0, 9: which score, raised by a little, moves o most, 0, 1 or "
+        "2?",
+        "A score moves o by its weight times how far its value is from the average, 2.81. For key "
+        "1 that is 0.24 times 2.81.",
+        (
+            (0, "Key 0 has most of the weight, but its value is almost the average."),
+            (2, "Key 2 has the value furthest from the average, but a small weight."),
+        ),
+        choices=(0, 1, 2),
     ),
 )
