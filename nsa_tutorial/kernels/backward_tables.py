@@ -1,5 +1,5 @@
-"""What the backward kernels of both languages read besides the tensors of the forward: which queries
-see a tile of keys, as flat tables on the device.
+"""What the backward kernels of both languages read besides the forward's tensors: which queries see
+a tile of keys, as flat tables on the device.
 
 Symbols: `R` query rows · `H` key/value heads · `S` slots · `E` entries of all lists.
 """
@@ -16,7 +16,9 @@ from nsa_tutorial.sparse.inverse_list import Chunks, InverseList
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
 WORKSPACE = 2**28  # bytes for the shares of tiles that are cut into chunks
-CHUNK_ROWS = 2**14  # queries times heads of a group that a program walks, and up to twice as many
+# Queries times heads of a group that a program walks, and up to twice as many, by the bytes of a
+# number: fp32 gradients bear no long sums in fp32.
+CHUNK_ROWS = {2: 2**14, 4: 2**10}
 
 
 class Tables(NamedTuple):
@@ -36,48 +38,51 @@ class Tables(NamedTuple):
 
 
 def of_lists(
-    ids: Tensor, rows: QueryRows, is_read: Tensor, *, block_size: int, num_keys: int, G: int,
-    tile_bytes: int, slot_scale: Tensor | None = None,
+    ids: Tensor, rows: QueryRows, lse2: Tensor, *, block_size: int, num_keys: int, G: int,
+    share_bytes: int, itemsize: int, slot_scale: Tensor | None = None,
 ) -> Tables:  # fmt: skip
     """The tables of the lists `ids [R, H, S]`.
 
     Args:
-        is_read: `[R, H]`, whether a row's queries are to be read.
+        lse2: `[R, H]`, infinity where no loss asks for a row's group, which then lists nothing, and
+            NaN where its queries are not to be read.
         num_keys: `B * M`.
-        G: query heads of a group.
-        tile_bytes: of a chunk's share in the workspace.
+        G, itemsize: query heads of a group, and bytes of their numbers.
+        share_bytes: that a chunk takes in the workspace.
         slot_scale: `[R, H, S]` fp32, or None.
     """
-    S, H = ids.shape[2], ids.shape[1]
+    H, S = ids.shape[1:]
+    ids = ids.masked_fill((lse2 == torch.inf)[:, :, None], -1)
     inverse = inverse_list.of_lists(ids, rows, block_size=block_size, num_keys=num_keys)
-    row_of_entry = _row_codes(is_read).flatten()[inverse.entries // S]
+    row_of_entry = _row_codes(lse2).flatten()[inverse.entries // S]
     factors = None if slot_scale is None else slot_scale.flatten()[inverse.entries]
-    chunks = _chunks(inverse, H, G, tile_bytes)
+    chunks = _chunks(inverse, H, G, share_bytes, itemsize)
     row_end = rows.first_key + rows.num_visible
     return Tables(row_of_entry, factors, rows.first_key, row_end, chunks)
 
 
 def of_windows(
-    rows: QueryRows, is_read: Tensor, *, window_size: int, tile_size: int, num_keys: int, G: int,
-    tile_bytes: int,
+    rows: QueryRows, lse2: Tensor, *, window_size: int, tile_size: int, num_keys: int, G: int,
+    share_bytes: int, itemsize: int,
 ) -> Tables:  # fmt: skip
     """The tables of the windows, for tiles of `tile_size` keys; arguments as in `of_lists`."""
-    H = is_read.shape[1]
+    H = lse2.shape[1]
     sizes = {"window_size": window_size, "tile_size": tile_size}
     inverse = inverse_list.of_windows(rows, **sizes, num_keys=num_keys, num_heads=H)
-    row_of_entry = _row_codes(is_read).T.flatten()
-    chunks = _chunks(inverse, H, G, tile_bytes)
+    row_of_entry = _row_codes(lse2).T.flatten()
+    chunks = _chunks(inverse, H, G, share_bytes, itemsize)
     row_end = rows.first_key + rows.num_visible
     row_start = torch.maximum(rows.first_key, row_end - window_size)
     return Tables(row_of_entry, None, row_start, row_end, chunks)
 
 
-def _chunks(inverse: InverseList, H: int, G: int, tile_bytes: int) -> Chunks:
+def _chunks(inverse: InverseList, H: int, G: int, share_bytes: int, itemsize: int) -> Chunks:
     """Chunks as long as fills a program, longer where their shares would not fit the workspace."""
-    length = max(1, CHUNK_ROWS // G, -(-inverse.most_entries * tile_bytes // WORKSPACE))
+    fitting = -(-inverse.most_entries * share_bytes // WORKSPACE)
+    length = max(1, CHUNK_ROWS[itemsize] // G, fitting)
     return inverse_list.chunks(inverse, num_heads=H, length=length)
 
 
-def _row_codes(is_read: Tensor) -> Tensor:
-    row = torch.arange(len(is_read), dtype=torch.int32, device=is_read.device)[:, None]
-    return torch.where(is_read, row, ~row)  # [R, H]
+def _row_codes(lse2: Tensor) -> Tensor:
+    row = torch.arange(len(lse2), dtype=torch.int32, device=lse2.device)[:, None]
+    return torch.where(lse2.isfinite(), row, ~row)  # [R, H]

@@ -5,7 +5,8 @@ list, as the forward does. `dkv_kernel` walks the inverse list: the queries that
 in chunks. `sum_kernel` adds the shares of a tile that was cut, in a fixed order, so that every run
 gives the same bits. The five lines are those of `training.gradients`, in the forward's base two.
 
-No argument is checked here: `ops` does.
+`triton_backward_launch` runs them, and is what the operators call. No argument is checked here:
+`ops` does.
 
 Symbols: those of `triton_forward`; `BR` rows of a step, a row being one query and one head · `E`
 entries of the inverse list · `P` its chunks.
@@ -13,33 +14,21 @@ entries of the inverse list · `P` its chunks.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from nsa_tutorial.exact.online_softmax import LOG2_E
-from nsa_tutorial.kernels import backward_tables
+from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.kernels.triton_forward import count_slots
-from nsa_tutorial.kernels.triton_tiles import (
-    backward_options,
-    launch_options,
-    shared_memory,
-    tile_sizes,
-)
-from nsa_tutorial.sparse.selected_attention import QueryRows
 
-LOG2_E_ = tl.constexpr(LOG2_E)
-WINDOW_TILE = 64  # keys of a window that a program takes at a time
-Gradients = tuple[Tensor, Tensor, Tensor]
+LOG2_E = tl.constexpr(online_softmax.LOG2_E)
 
 
 @triton.jit
 def delta_kernel(
-    Output, DO, LSE, DLSE, Delta, LSE2, H,
+    Output, GradO, LSE, GradLSE, Delta, LSE2, H,
     G: tl.constexpr, DV: tl.constexpr, GT: tl.constexpr, DVT: tl.constexpr,
 ):  # fmt: skip
-    """Reads `Output, DO [R, H, G, DV]`, `LSE, DLSE [R, H, G]`; writes `Delta` and `LSE2`
+    """Reads `Output, GradO [R, H, G, DV]`, `LSE, GradLSE [R, H, G]`; writes `Delta` and `LSE2`
     `[R, H, G]`. The grid is `(R, H)`.
 
     `LSE2` is what `dkv_kernel` reads: the log-sum-exp in base two, infinity where no loss asks for
@@ -56,13 +45,13 @@ def delta_kernel(
     offset = group_row[:, None] * DV + width  # [GT, DVT]
     mask = in_group[:, None] & (width < DV)
     o_tile = tl.load(Output + offset, mask=mask, other=0.0).to(tl.float32)
-    do_tile = tl.load(DO + offset, mask=mask, other=0.0).to(tl.float32)
+    do_tile = tl.load(GradO + offset, mask=mask, other=0.0).to(tl.float32)
     lse = tl.load(LSE + group_row, mask=in_group, other=0.0)
-    d_lse = tl.load(DLSE + group_row, mask=in_group, other=0.0)
+    d_lse = tl.load(GradLSE + group_row, mask=in_group, other=0.0)
 
     # -- one number a row --
     delta = tl.sum(do_tile * o_tile, axis=1) - d_lse  # [GT]
-    lse2 = lse * LOG2_E_
+    lse2 = lse * LOG2_E
     asks = tl.max((do_tile != 0).to(tl.int32), axis=1) | (d_lse != 0)  # [GT]
     finite = tl.min((tl.abs(do_tile) < float("inf")).to(tl.int32), axis=1)
     finite &= (tl.abs(lse) < float("inf")).to(tl.int32)
@@ -77,17 +66,18 @@ def delta_kernel(
 
 @triton.jit(do_not_specialize=["S", "window_size"])  # new lengths, same kernel
 def dq_kernel(
-    Q, K, V, DO, LSE, Delta, LSE2, BlockIndices, SlotScale, FirstKey, NumVisible, DQ, DSlotScale,
-    scale, scale_log2, H, S, window_size,
+    Q, K, V, GradO, LSE, Delta, LSE2, BlockIndices, SlotScale, FirstKey, NumVisible,
+    GradQ, GradSlotScale, scale, scale_log2, H, S, window_size,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr,
     WINDOW: tl.constexpr, SLOT_SCALE: tl.constexpr, ADD: tl.constexpr,
     GT: tl.constexpr, DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Reads what `triton_forward.kernel` does, `DO [R, H, G, DV]` and three numbers a row; writes
-    `DQ [R, H, G, D]`, and `DSlotScale [R, H, S]` with `SLOT_SCALE`. The grid is `(R, H)`.
+    """Reads what `triton_forward.kernel` does, `GradO [R, H, G, DV]` and three numbers a row;
+    writes `GradQ [R, H, G, D]`, and `GradSlotScale [R, H, S]` with `SLOT_SCALE`. The grid is
+    `(R, H)`.
 
     With `WINDOW`, rows attend to their windows, and `BlockIndices` is not read. With `ADD`, the
-    gradient is added to what stands in `DQ`.
+    gradient is added to what stands in `GradQ`.
     """
     # -- locate the program --
     row = tl.program_id(0).to(tl.int64)
@@ -118,8 +108,8 @@ def dq_kernel(
     do_mask = in_group[:, None] & (value_width < DV)
     do_offset = group_row[:, None] * DV + value_width  # [GT, DVT]
     q_tile = tl.load(Q + q_offset, mask=q_mask, other=0.0)
-    do_tile = tl.load(DO + do_offset, mask=do_mask, other=0.0)
-    lse = tl.load(LSE + group_row, mask=in_group, other=0.0) * LOG2_E_  # in base two
+    do_tile = tl.load(GradO + do_offset, mask=do_mask, other=0.0)
+    lse = tl.load(LSE + group_row, mask=in_group, other=0.0) * LOG2_E  # in base two
     delta = tl.load(Delta + group_row, mask=in_group, other=0.0)
 
     # -- initialise --
@@ -159,7 +149,7 @@ def dq_kernel(
             d_factor = tl.where(part_start == 0, 0.0, d_factor)
             d_factor += tl.sum(tl.sum(of_group, axis=1), axis=0) * scale
             is_last = part_start + BT >= BS
-            d_pointer = DSlotScale + (row * H + head) * S + slot
+            d_pointer = GradSlotScale + (row * H + head) * S + slot
             tl.store(d_pointer, d_factor, mask=is_last & is_visible)
 
         # -- accumulate --
@@ -169,21 +159,84 @@ def dq_kernel(
     # -- store --
     acc_dq *= scale
     if ADD:
-        acc_dq += tl.load(DQ + q_offset, mask=q_mask, other=0.0).to(tl.float32)
-    tl.store(DQ + q_offset, acc_dq.to(DQ.dtype.element_ty), mask=q_mask)
+        acc_dq += tl.load(GradQ + q_offset, mask=q_mask, other=0.0).to(tl.float32)
+    tl.store(GradQ + q_offset, acc_dq.to(GradQ.dtype.element_ty), mask=q_mask)
+
+
+@triton.jit
+def walk_queries(
+    acc_dk, acc_dv, k_tile, v_tile, key, in_tile, start, end,
+    Q, GradO, Delta, LSE2, Rows, Factors, RowStart, RowEnd, first, head, scale_log2, H,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    WINDOW: tl.constexpr, SLOT_SCALE: tl.constexpr, MASK: tl.constexpr,
+    DT: tl.constexpr, DVT: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Adds to `acc_dk [BT, DT]` and `acc_dv [BT, DVT]` what the rows `start … end - 1` of a chunk
+    give, `BR` a step. Without `MASK` they all see the whole tile."""
+    width = tl.arange(0, DT)
+    value_width = tl.arange(0, DVT)
+    for step in range(start, end, BR):
+        # -- guard --
+        index = step + tl.arange(0, BR)  # [BR]
+        is_row = index < end
+        entry = first + index // G
+        row = tl.load(Rows + entry, mask=is_row, other=-1)
+        is_read = row >= 0  # ~row otherwise
+        row = tl.where(is_read, row, ~row)
+        if WIDE:
+            row = row.to(tl.int64)
+        group_row = (row * H + head) * G + index % G  # [BR]
+
+        # -- load the queries --
+        q_mask = is_read[:, None] & (width < D)
+        do_mask = is_read[:, None] & (value_width < DV)
+        q_tile = tl.load(Q + group_row[:, None] * D + width, mask=q_mask, other=0.0)
+        do_tile = tl.load(GradO + group_row[:, None] * DV + value_width, mask=do_mask, other=0.0)
+        lse = tl.load(LSE2 + group_row, mask=is_row, other=float("inf"))
+        delta = tl.load(Delta + group_row, mask=is_read, other=0.0)
+
+        # -- weights --
+        acc_s = tl.dot(k_tile, q_tile.T, input_precision="ieee")  # [BT, BR]
+        factor = scale_log2
+        if SLOT_SCALE:
+            slot_factor = tl.load(Factors + entry, mask=is_row, other=1.0)
+            factor = scale_log2 * slot_factor
+        p = tl.exp2(acc_s * factor - lse)
+        if MASK:
+            row_end = tl.where(lse == float("inf"), 0, tl.load(RowEnd + row))
+            is_seen = in_tile[:, None] & (key[:, None] < row_end)  # [BT, BR]
+            if WINDOW:
+                is_seen &= key[:, None] >= tl.load(RowStart + row)
+            p = tl.where(is_seen, p, 0.0)
+
+        # -- gradient of the values --
+        acc_dv = tl.dot(p.to(do_tile.dtype), do_tile, acc_dv, input_precision="ieee")
+
+        # -- gradient of the scores --
+        d_p = tl.dot(v_tile, do_tile.T, input_precision="ieee")  # [BT, BR]
+        d_s = p * (d_p - delta)
+        if MASK:
+            d_s = tl.where(is_seen, d_s, 0.0)
+
+        # -- gradient of the keys --
+        if SLOT_SCALE:
+            d_s *= slot_factor
+        acc_dk = tl.dot(d_s.to(q_tile.dtype), q_tile, acc_dk, input_precision="ieee")
+    return acc_dk, acc_dv
 
 
 @triton.jit(do_not_specialize=["num_keys"])
 def dkv_kernel(
-    Q, K, V, DO, Delta, LSE2, Rows, Factors, RowStart, RowEnd,
-    FirstKey, Head, First, Last, NumParts, Place, DK, DV_, DKShares, DVShares,
+    Q, K, V, GradO, Delta, LSE2, Rows, Factors, RowStart, RowEnd,
+    FirstKey, Head, First, Last, NumParts, Place, GradK, GradV, SharesK, SharesV,
     scale, scale_log2, H, num_keys,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr,
     WINDOW: tl.constexpr, SLOT_SCALE: tl.constexpr, ADD: tl.constexpr,
     DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
+    WIDE: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Reads the same, and the tables of `backward_tables.Tables`; writes `DK [keys, H, D]` and
-    `DV_ [keys, H, DV]`, or, for a tile that was cut, a share of them, in fp32.
+    """Reads the same, and the tables of `backward_tables.Tables`; writes `GradK [keys, H, D]` and
+    `GradV [keys, H, DV]`, or, for a tile that was cut, a share of them, in fp32.
 
     The grid is `(P, parts of a tile)`; a tile is `BS` keys, and a program has `BT` of them. Scores
     stand transposed, a key a row: so they are multiplied as they lie in registers.
@@ -212,49 +265,30 @@ def dkv_kernel(
     acc_dk = tl.zeros([BT, DT], tl.float32)
     acc_dv = tl.zeros([BT, DVT], tl.float32)
 
+    # The rows that see the tile in part come first, since entries ascend with their rows. They are
+    # behind a mask, all others go without one.
     num_rows = (last - first) * G
-    for start in range(0, num_rows, BR):
-        # -- guard --
-        index = start + tl.arange(0, BR)  # [BR]
-        entry = first + index // G
-        is_row = index < num_rows
-        row = tl.load(Rows + entry, mask=is_row, other=-1)
-        is_read = row >= 0  # ~row otherwise
-        row = tl.where(is_read, row, ~row).to(tl.int64)
-        group_row = (row * H + head) * G + index % G
-        lse = tl.load(LSE2 + group_row, mask=is_row, other=float("inf"))
-        row_end = tl.load(RowEnd + row)
-        row_end = tl.where(lse == float("inf"), 0, row_end)
-        is_seen = in_tile[:, None] & (key[:, None] < row_end)  # [BT, BR]
-        if WINDOW:
-            is_seen &= key[:, None] >= tl.load(RowStart + row)
-
-        # -- load the queries --
-        q_mask = is_read[:, None] & (width < D)
-        do_mask = is_read[:, None] & (value_width < DV)
-        q_tile = tl.load(Q + group_row[:, None] * D + width, mask=q_mask, other=0.0)
-        do_tile = tl.load(DO + group_row[:, None] * DV + value_width, mask=do_mask, other=0.0)
-        delta = tl.load(Delta + group_row, mask=is_read, other=0.0)
-
-        # -- weights --
-        acc_s = tl.dot(k_tile, q_tile.T, input_precision="ieee")  # [BT, BR]
-        factor = scale_log2
-        if SLOT_SCALE:
-            factor = scale_log2 * tl.load(Factors + entry, mask=is_row, other=1.0)
-        p = tl.exp2(acc_s * factor - lse)
-        p = tl.where(is_seen, p, 0.0)
-
-        # -- gradient of the values --
-        acc_dv = tl.dot(p.to(do_tile.dtype), do_tile, acc_dv, input_precision="ieee")
-
-        # -- gradient of the scores --
-        d_p = tl.dot(v_tile, do_tile.T, input_precision="ieee")  # [BT, BR]
-        d_s = tl.where(is_seen, p * (d_p - delta), 0.0)
-
-        # -- gradient of the keys --
-        if SLOT_SCALE:
-            d_s *= tl.load(Factors + entry, mask=is_row, other=1.0)
-        acc_dk = tl.dot(d_s.to(q_tile.dtype), q_tile, acc_dk, input_precision="ieee")
+    num_masked = num_rows
+    if not WINDOW:
+        entry = first + tl.arange(0, EDGE)  # [EDGE]
+        row = tl.load(Rows + entry, mask=entry < last, other=-1)
+        row_end = tl.load(RowEnd + tl.where(row >= 0, row, ~row))
+        is_partial = (entry < last) & (row_end < first_key - part_start + BS)
+        num_partial = tl.sum(is_partial.to(tl.int32), axis=0)
+        # more may follow than were looked at: then all rows are masked
+        num_masked = tl.where(num_partial == EDGE, num_rows, num_partial * G)
+        num_masked = tl.minimum(tl.cdiv(num_masked, BR) * BR, num_rows)
+    acc_dk, acc_dv = walk_queries(
+        acc_dk, acc_dv, k_tile, v_tile, key, in_tile, 0, num_masked,
+        Q, GradO, Delta, LSE2, Rows, Factors, RowStart, RowEnd, first, head, scale_log2, H,
+        G, D, DV, WINDOW, SLOT_SCALE, True, DT, DVT, BR, WIDE,
+    )  # fmt: skip
+    if not WINDOW:
+        acc_dk, acc_dv = walk_queries(
+            acc_dk, acc_dv, k_tile, v_tile, key, in_tile, num_masked, num_rows,
+            Q, GradO, Delta, LSE2, Rows, Factors, RowStart, RowEnd, first, head, scale_log2, H,
+            G, D, DV, WINDOW, SLOT_SCALE, False, DT, DVT, BR, WIDE,
+        )  # fmt: skip
 
     # -- store --
     acc_dk *= scale
@@ -262,17 +296,18 @@ def dkv_kernel(
         last_row = tl.load(Rows + last - 1)  # it sees most; what it does not, nobody does
         end = tl.load(RowEnd + tl.where(last_row >= 0, last_row, ~last_row))
         in_sight = in_tile & (key < end)
-        store_gradient(DK + k_offset, acc_dk, in_sight[:, None] & (width < D), ADD)
-        store_gradient(DV_ + v_offset, acc_dv, in_sight[:, None] & (value_width < DV), ADD)
+        store_gradient(GradK + k_offset, acc_dk, in_sight[:, None] & (width < D), ADD)
+        store_gradient(GradV + v_offset, acc_dv, in_sight[:, None] & (value_width < DV), ADD)
     else:
         place = tl.load(Place + chunk).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         token = place * BT + tl.arange(0, BT)  # [BT]
-        tl.store(DKShares + token[:, None] * DT + width, acc_dk)
-        tl.store(DVShares + token[:, None] * DVT + value_width, acc_dv)
+        tl.store(SharesK + token[:, None] * DT + width, acc_dk)
+        tl.store(SharesV + token[:, None] * DVT + value_width, acc_dv)
 
 
 @triton.jit
 def store_gradient(pointer, gradient, mask, ADD: tl.constexpr):
+    """In place of what `pointer` shows, or, with `ADD`, on top of it."""
     if ADD:
         gradient += tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
     tl.store(pointer, gradient.to(pointer.dtype.element_ty), mask=mask)
@@ -280,7 +315,7 @@ def store_gradient(pointer, gradient, mask, ADD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_keys"])
 def sum_kernel(
-    DKShares, DVShares, Rows, RowEnd, FirstKey, Head, Last, Part, NumParts, Place, DK, DV_,
+    SharesK, SharesV, Rows, RowEnd, FirstKey, Head, Last, Part, NumParts, Place, GradK, GradV,
     H, num_keys,
     D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, ADD: tl.constexpr,
     DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
@@ -306,8 +341,8 @@ def sum_kernel(
     TILE: tl.constexpr = (BS + BT - 1) // BT * BT  # keys of a place
     for part in range(num_parts):
         token = (place + part) * TILE + offset
-        acc_dk += tl.load(DKShares + token[:, None] * DT + width)
-        acc_dv += tl.load(DVShares + token[:, None] * DVT + value_width)
+        acc_dk += tl.load(SharesK + token[:, None] * DT + width)
+        acc_dv += tl.load(SharesV + token[:, None] * DVT + value_width)
 
     # -- store --
     last_row = tl.load(Rows + tl.load(Last + chunk + num_parts - 1) - 1)
@@ -315,119 +350,5 @@ def sum_kernel(
     in_sight = (offset < BS) & (key < num_keys) & (key < end)
     k_offset = (key[:, None] * H + head) * D + width
     v_offset = (key[:, None] * H + head) * DV + value_width
-    store_gradient(DK + k_offset, acc_dk, in_sight[:, None] & (width < D), ADD)
-    store_gradient(DV_ + v_offset, acc_dv, in_sight[:, None] & (value_width < DV), ADD)
-
-
-def of_lists(
-    d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    ids: Tensor, rows: QueryRows, *, block_size: int, scale: float,
-    slot_scale: Tensor | None = None, out: Gradients | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """The backward of `triton_launch.forward`.
-
-    Args:
-        d_o, d_lse: gradients of `o` and `lse`, `[B, N, HQ, DV]` and `[B, N, HQ]`.
-        q, k, v, ids, rows, block_size, scale, slot_scale: the forward's arguments.
-        o, lse: what it returned.
-        out: gradients to which these are added; None makes new ones.
-
-    Returns:
-        The gradients of `q`, `k`, `v`, in their dtypes, and of `slot_scale`, `[R, H, S]` fp32.
-    """
-    return _backward(
-        d_o, d_lse, q, k, v, o, lse, ids, rows, tile=block_size, window_size=0, scale=scale,
-        slot_scale=slot_scale, out=out,
-    )  # fmt: skip
-
-
-def of_windows(
-    d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    rows: QueryRows, *, window_size: int, scale: float, out: Gradients | None = None,
-) -> Gradients:  # fmt: skip
-    """The backward of `triton_launch.sliding_window`; arguments and results as in `of_lists`."""
-    no_list = rows.first_key.new_empty(len(rows.first_key), v.shape[2], 0)  # [R, H, S = 0]
-    return _backward(
-        d_o, d_lse, q, k, v, o, lse, no_list, rows, tile=WINDOW_TILE, window_size=window_size,
-        scale=scale, slot_scale=None, out=out,
-    )[:3]  # fmt: skip
-
-
-def of_lists_and_windows(
-    d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    ids: Tensor, rows: QueryRows, *, block_size: int, window_size: int, scale: float,
-    slot_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """The backward of `triton_launch.selection_and_window`, through both outputs: `d_o, d_lse, o,
-    lse` are those of the lists, then of the windows."""
-    lists, windows = zip(d_o, d_lse, o, lse, strict=True)
-    *out, d_slot_scale = of_lists(
-        *lists[:2], q, k, v, *lists[2:], ids, rows, block_size=block_size, scale=scale,
-        slot_scale=slot_scale,
-    )  # fmt: skip
-    sizes = {"window_size": window_size, "scale": scale, "out": tuple(out)}
-    of_windows(*windows[:2], q, k, v, *windows[2:], rows, **sizes)
-    return *out, d_slot_scale
-
-
-def _backward(
-    d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    ids: Tensor, rows: QueryRows, *, tile: int, window_size: int, scale: float,
-    slot_scale: Tensor | None, out: Gradients | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """All four kernels, on lists of blocks of `tile` keys, or on windows."""
-    (B, N, HQ, D), (M, H, DV), BS = q.shape, v.shape[1:], tile
-    R, G, S, is_window = B * N, HQ // H, ids.shape[-1], window_size > 0
-    q, k, v, o, d_o, d_lse = (x.contiguous() for x in (q, k, v, o, d_o, d_lse))
-    is_added = out is not None
-    d_q, d_k, d_v = out or (torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v))
-    d_slot_scale = None if slot_scale is None else torch.zeros_like(slot_scale)
-    delta, lse2 = (q.new_empty(R, H, G, dtype=torch.float32) for _ in range(2))
-    sizes = {"G": G, "D": D, "DV": DV, "BS": BS}
-    flags = {"WINDOW": is_window, "SLOT_SCALE": slot_scale is not None, "ADD": is_added}
-    tiles, memory = tile_sizes(G, D, DV), shared_memory(q.device)
-    widths = {name: tiles[name] for name in ("DT", "DVT")}
-    scales = (scale, scale * LOG2_E, H)
-
-    delta_kernel[(R, H)](
-        o, d_o, lse, d_lse, delta, lse2, H,
-        G=G, DV=DV, GT=tiles["GT"], DVT=tiles["DVT"], num_warps=1,
-    )  # fmt: skip
-
-    dq_kernel[(R, H)](
-        q, k, v, d_o, lse, delta, lse2, ids, slot_scale, rows.first_key, rows.num_visible,
-        d_q, d_slot_scale, *scales, S, window_size, **sizes, **flags, **tiles,
-        **launch_options(**sizes, itemsize=q.element_size(), shared_memory=memory),
-    )  # fmt: skip
-
-    options = backward_options(**sizes, itemsize=q.element_size(), shared_memory=memory)
-    BT, num_keys = options["BT"], B * M
-    parts = triton.cdiv(BS, BT)
-    tile_bytes = parts * BT * (tiles["DT"] + tiles["DVT"]) * 4
-    common = {"num_keys": num_keys, "G": G, "tile_bytes": tile_bytes}
-    is_read = lse2[:, :, 0].isfinite()
-    if is_window:
-        tables = backward_tables.of_windows(
-            rows, is_read, window_size=window_size, tile_size=BS, **common
-        )  # fmt: skip
-    else:
-        tables = backward_tables.of_lists(
-            ids, rows, is_read, block_size=BS, slot_scale=slot_scale, **common
-        )  # fmt: skip
-    c = tables.chunks
-    places = c.num_places * parts * BT
-    dk_shares = q.new_empty(places, tiles["DT"], dtype=torch.float32)
-    dv_shares = q.new_empty(places, tiles["DVT"], dtype=torch.float32)
-    dkv_kernel[(len(c.first), parts)](
-        q, k, v, d_o, delta, lse2, tables.rows, tables.factors, tables.row_start, tables.row_end,
-        c.first_key, c.head, c.first, c.last, c.num_parts, c.place, d_k, d_v, dk_shares, dv_shares,
-        *scales, num_keys, **sizes, **flags, **widths, **options,
-    )  # fmt: skip
-    if places:
-        BK = 16
-        sum_kernel[(len(c.first), triton.cdiv(BS, BK))](
-            dk_shares, dv_shares, tables.rows, tables.row_end, c.first_key, c.head, c.last, c.part,
-            c.num_parts, c.place, d_k, d_v, H, num_keys, D=D, DV=DV, BS=BS, ADD=is_added, **widths,
-            BT=BT, BK=BK,
-        )  # fmt: skip
-    return d_q, d_k, d_v, d_slot_scale
+    store_gradient(GradK + k_offset, acc_dk, in_sight[:, None] & (width < D), ADD)
+    store_gradient(GradV + v_offset, acc_dv, in_sight[:, None] & (value_width < DV), ADD)

@@ -67,18 +67,22 @@ def launch_options(
     return {"BT": BT, "num_warps": num_warps, "num_stages": num_stages}
 
 
-def backward_options(
+def dq_options(
     G: int, D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:
-    """`BT, BR, num_warps, num_stages` of the pass over key tiles: keys of a program, and rows of a
-    step.
+    """`BT, num_warps, num_stages` of the backward's walk through the lists: those of the forward,
+    but two stages at most. Arguments as in `launch_options`."""
+    options = launch_options(G, D, DV, BS, itemsize, shared_memory)
+    return options | {"num_stages": min(2, options["num_stages"])}
 
-    Args:
-        G, D, DV, BS, itemsize, shared_memory: as in `launch_options`.
-    """
+
+def dkv_options(
+    G: int, D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
+) -> dict[str, int]:
+    """`BT, BR, num_warps, num_stages` of the backward's walk through the inverse lists: keys of a
+    program, and rows of a step. Arguments as in `launch_options`."""
     tiles = tile_sizes(G, D, DV)
     row_bytes = (tiles["DT"] + tiles["DVT"]) * itemsize
-    is_wide = tiles["DT"] + tiles["DVT"] > 256
     BT, BR, num_stages = min(64, _side(BS)), 64, 2
     while BT * row_bytes + (num_stages * row_bytes + 2 * BT * itemsize) * BR > shared_memory:
         if num_stages > 1:
@@ -88,8 +92,10 @@ def backward_options(
         elif BT > 16:
             BT //= 2
         else:
-            break
-    return {"BT": BT, "BR": BR, "num_warps": 8 if is_wide else 4, "num_stages": num_stages}
+            break  # nothing is left to save: the launch will say what it lacks
+    # the accumulators of wide keys and values do not fit the registers of 4 warps
+    num_warps = 8 if tiles["DT"] + tiles["DVT"] > 256 else 4
+    return {"BT": BT, "BR": BR, "num_warps": num_warps, "num_stages": num_stages}
 
 
 @functools.cache
