@@ -1,0 +1,191 @@
+"""Chapter 12's exercises: their solutions against the module, answers as readers write them; and
+what its pictures compute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_tutorial.course.exercises import chapter_exercises
+from nsa_tutorial.course.exercises import gradients as solutions
+from nsa_tutorial.course.judging import judge
+from nsa_tutorial.course.widgets import gradients as pictures
+from nsa_tutorial.training import gradients
+from nsa_tutorial.training.tile_gradients import preprocess
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KNOWN = chapter_exercises("gradients")
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+# -- solutions --
+
+
+def test_the_score_gradient_is_autograds() -> None:
+    s, d_p = draw(4, 6).requires_grad_(), draw(4, 6, seed=1)
+    p = torch.softmax(s, -1)
+    (right,) = torch.autograd.grad(p, s, d_p)
+    torch.testing.assert_close(solutions.score_gradient(p, d_p), right)
+
+
+def test_delta_is_the_modules() -> None:
+    d_o, o, d_lse = draw(1, 5, 3, 4), draw(1, 5, 3, 4, seed=1), draw(1, 5, 3, seed=2)
+    _, delta = preprocess(d_o, d_lse, o, d_lse)
+    torch.testing.assert_close(solutions.row_delta(d_o[0], o[0], d_lse[0]), delta[0])
+
+
+def test_five_lines_of_the_exercises_are_dense() -> None:
+    """All of them together, on three heads of one group: weights, delta, scores, keys and
+    values."""
+    G, N, D, DV, scale = 3, 5, 4, 2, 0.6
+    q, d_o, k, v = draw(G, N, D), draw(G, N, DV, seed=1), draw(N, D, seed=2), draw(N, DV, seed=3)
+    is_seen = torch.ones(N, N).tril().bool()
+    s = (scale * q @ k.T).masked_fill(~is_seen, -torch.inf)
+    o, lse = torch.softmax(s, -1) @ v, torch.logsumexp(s, -1)
+    p = torch.stack([solutions.weights_again(q[g], k, lse[g], is_seen, scale) for g in range(G)])
+    d_s = solutions.score_gradient(p, d_o @ v.T)
+    d_k, d_v = solutions.group_gradients(p, d_s, q, d_o, 1, scale)
+    rows = (d_o.flatten(0, 1), q.flatten(0, 1))
+    delta = solutions.row_delta(d_o, o, torch.zeros(G, N).double())
+    numbers = (lse.flatten(), delta.flatten(), torch.arange(N).repeat(G))
+    _, *right = gradients.dense(*rows, k, v, *numbers, scale=scale)
+    torch.testing.assert_close([d_k[0], d_v[0]], right)
+
+
+def test_base_two_gives_the_gradients_of_base_e() -> None:
+    N, scale = 6, 0.3
+    q, k, v, d_o = (draw(N, 4, seed=seed) for seed in range(4))
+    s = scale * q @ k.T
+    o, lse = torch.softmax(s, -1) @ v, torch.logsumexp(s, -1)
+    delta, everything = (d_o * o).sum(-1), torch.full((N,), N - 1)
+    mine = solutions.base_two(d_o, scale / math.log(2) * q, k, v, lse, delta, scale)
+    right = gradients.dense(d_o, q, k, v, lse, delta, everything, scale=scale)
+    torch.testing.assert_close(mine, right[:2])
+
+
+# -- answers as readers write them --
+
+
+def jacobian_built(p, d_p):
+    jacobian = torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
+    return (jacobian @ d_p[..., None])[..., 0]
+
+
+def sigmoid_like(p, d_p):
+    return d_p * p - d_p * p**2
+
+
+def over_all(p, d_p):
+    return p * (d_p - (p * d_p).sum())
+
+
+def einsum_plus(d_o, o, d_lse):
+    return torch.einsum("nhd,nhd->nh", d_o, o) + d_lse
+
+
+def norm_of_o(d_o, o, d_lse):
+    return o.pow(2).sum(-1) - d_lse
+
+
+def reshaped(p, d_s, q, d_o, H, scale):
+    """Heads of all groups mixed, as `repeat` would wire them."""
+    d_k, d_v = scale * d_s.mT @ q, p.mT @ d_o
+    return tuple(x.reshape(-1, H, *x.shape[1:]).sum(0) for x in (d_k, d_v))
+
+
+def scaled_both(p, d_s, q, d_o, H, scale):
+    d_k, d_v = (scale * a.mT @ b for a, b in ((d_s, q), (p, d_o)))
+    return tuple(x.reshape(H, -1, *x.shape[1:]).sum(1) for x in (d_k, d_v))
+
+
+def times_the_mask(q, k, lse, is_seen, scale):
+    return torch.exp(scale * (q @ k.T) - lse.unsqueeze(-1)) * is_seen
+
+
+def softmax_again(q, k, lse, is_seen, scale):
+    s = (scale * q @ k.T).masked_fill(~is_seen, -1e30)
+    return s.softmax(-1) * is_seen
+
+
+def as_in_the_five_lines(d_o, q_log2, k, v, lse, delta, scale):
+    """`q_log2` taken for the query."""
+    p = torch.exp2(q_log2 @ k.T - lse[:, None] * math.log2(math.e))
+    d_s = p * (d_o @ v.T - delta[:, None])
+    return scale * d_s @ k, scale * math.log(2) * d_s.T @ q_log2
+
+
+def derivative_of_exp2(d_o, q_log2, k, v, lse, delta, scale):
+    """ln 2 from the derivative, and the log2(e) of the score forgotten."""
+    p = torch.exp2(q_log2 @ k.T - lse[:, None] / math.log(2))
+    d_s = math.log(2) * p * (d_o @ v.T - delta[:, None])
+    return scale * d_s @ k, math.log(2) * d_s.T @ q_log2
+
+
+ATTEMPTS = {
+    "diagonal": ("score_gradient", sigmoid_like, {"keeping only the Jacobian's diagonal"}),
+    "one sum": ("score_gradient", over_all, {"one sum for the whole matrix"}),
+    "plus": ("row_delta", einsum_plus, {"adding the gradient of lse"}),
+    "o squared": ("row_delta", norm_of_o, {"taking o times o"}),
+    "repeat": ("group_gradients", reshaped, {"adding up every H-th head, not neighbours"}),
+    "scaled": ("group_gradients", scaled_both, {"putting the scale into d_v, too"}),
+    "times": ("weights_again", times_the_mask, {"NaN for the row that saw nothing"}),
+    "softmax": ("weights_again", softmax_again, {"a softmax over the tile alone"}),
+    "scale twice": ("base_two", as_in_the_five_lines, {"scaling d_k twice"}),
+    "ln 2": ("base_two", derivative_of_exp2, {"ln 2 in d_s"}),
+}
+
+
+@pytest.mark.parametrize(("name", "attempt", "named"), ATTEMPTS.values(), ids=ATTEMPTS.keys())
+def test_a_readers_mistake_is_named(name: str, attempt: Callable, named: set[str]) -> None:
+    """None of these is written like the misconception that names it."""
+    assert set(judge(KNOWN[name], attempt).misconceptions) == named
+
+
+def test_a_jacobian_that_is_built_is_right_too() -> None:
+    assert judge(KNOWN["score_gradient"], jacobian_built).outcome == "right"
+
+
+# -- pictures --
+
+
+def test_the_jacobian_is_autograds() -> None:
+    s = draw(5)
+    right = torch.autograd.functional.jacobian(lambda s: torch.softmax(s, 0), s)
+    torch.testing.assert_close(pictures.jacobian(s), right)
+
+
+def test_a_delta_that_differs_is_said() -> None:
+    p, d_p, d_o, o = torch.full((2, 2), 0.5), torch.ones(2, 2), torch.ones(2, 3), torch.ones(2, 3)
+    assert pictures.draw_delta(p, d_p, d_o, o / 3).finding.endswith("give the same numbers")
+    assert pictures.draw_delta(p, d_p, d_o, o).finding.endswith("differ")
+
+
+def test_what_autograd_keeps_is_counted_once_and_without_inputs() -> None:
+    x = torch.ones(8, requires_grad=True)
+    assert pictures.kept_bytes(lambda: x * x, x) == 0
+    assert pictures.kept_bytes(lambda: x * x) == 32
+    assert pictures.kept_bytes(lambda: x.exp().sin().sum(), x) == 32, "exp's result, for both"
+
+
+@pytest.mark.parametrize("tokens", pictures.TOKENS)
+def test_storing_is_never_smaller_or_faster(tokens: int) -> None:
+    """From 1,024 tokens on, whatever the width."""
+    for width in pictures.WIDTHS:
+        f = pictures.facts(tokens, width, 16)
+        assert f.stored > f.again
+        assert f.stored_ms > f.again_ms
+
+
+def test_facts_of_the_chapters_layer() -> None:
+    f = pictures.facts(65_536, 128, 16)
+    assert f.stored == 128 * 2**30
+    assert f.again == 260 * 2**20
+    assert (f.stored_limit, f.again_limit) == ("memory", "arithmetic")
