@@ -4,9 +4,10 @@ them, and skips without it:
     pip install flash-linear-attention native-sparse-attention-pytorch ejkernel
 
 They are no dependencies of this package. What was compared are fla-core 0.6.0 (its naive functions
-on a CPU, its kernels on an H200), native-sparse-attention-pytorch 0.2.3 (its kernels forward on an H200, backward in Triton's
-interpreter) and ejkernel 0.0.80.3 (its XLA backend, on a CPU). The other two were compared forward
-alone; fla's window, which needs flash-attn, and ejkernel's Triton backend were not.
+on a CPU, its kernels on an H200), native-sparse-attention-pytorch 0.2.3 (its kernels, H200) and
+ejkernel 0.0.80.3 (its XLA backend, on a CPU), all of them forward; of the backwards, the second's,
+in Triton's interpreter. fla's window, which needs flash-attn, and ejkernel's Triton backend were
+not.
 """
 
 from __future__ import annotations

@@ -107,9 +107,14 @@ def operators(q: Tensor, k: Tensor, v: Tensor, backend: str = "auto") -> dict[st
     kernel = {"backend": backend}
     nsa = {"block_counts": 3, "block_size": 16, "window_size": 5, **sizes, **kernel}
     both = {"window_size": 5, "block_size": 16, "return_lse": True, **kernel}
+    # as many numbers as slots, so that it has a gradient wherever the queries have one
+    factors = 1 + q[..., :H, :3].float() - q[..., :H, :3].float().detach()
     return {
         "selected": lambda: ops.selected_attention(
             q, k, v, ids, block_size=16, block_counts=2, return_lse=True, **kernel
+        ),
+        "scaled": lambda: ops.selected_attention(
+            q, k, v, ids, slot_scale=factors, include_own_block=True, block_size=16, **kernel
         ),
         "window": lambda: ops.sliding_window_attention(q, k, v, window_size=5, **kernel),
         "both": lambda: ops.selected_and_window_attention(q, k, v, ids, **both),
@@ -245,12 +250,52 @@ def test_wrong_offsets_raise_when_compiled() -> None:
         run(*tensors, torch.tensor([0, 7, 7, 19], dtype=torch.int32))
 
 
-def test_a_second_derivative_raises() -> None:
-    q, k, v = inputs(grad=True)
-    o = ops.sliding_window_attention(q, k, v, window_size=3)
+@places
+def test_a_second_derivative_raises(backend: str, device: str) -> None:
+    """Naming the operator, whatever the first one was of."""
+    skip_unless_runs(backend, device)
+    q, k, v = inputs(device=device, grad=True)
+    o = ops.sliding_window_attention(q, k, v, window_size=3, backend=backend)
     (d_q,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="sliding_window_attention_backward"):
         d_q.sum().backward()
+    factors = torch.ones(1, 20, H, 3, device=device, requires_grad=True)
+    options = {"block_size": 16, "slot_scale": factors, "backend": backend}
+    o = ops.selected_attention(q, k, v, lists(device=device), **options)
+    (d_factors,) = torch.autograd.grad(o.square().sum(), factors, create_graph=True)
+    with pytest.raises(RuntimeError, match="selected_attention_backward"):
+        d_factors.sum().backward()
+
+
+@places
+@pytest.mark.parametrize("grad", ["q", "kv", "factors"])
+def test_only_what_is_asked_for_has_a_gradient(grad: str, backend: str, device: str) -> None:
+    skip_unless_runs(backend, device)
+    q, k, v = inputs(device=device)
+    tensors = {"q": [q], "kv": [k, v], "factors": [torch.ones(1, 20, H, 3, device=device)]}[grad]
+    tensors = [x.requires_grad_() for x in tensors]
+    options = {"slot_scale": tensors[0]} if grad == "factors" else {}
+    o = ops.selected_attention(
+        q, k, v, lists(device=device), block_size=16, **options, backend=backend
+    )
+    o.square().sum().backward()
+    assert [x.grad is not None for x in (q, k, v)] == [x.requires_grad for x in (q, k, v)]
+    assert all((x.grad != 0).any() for x in tensors)
+
+
+@pytest.mark.parametrize("name", ["selected_attention", "selected_and_window_attention"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+def test_gradients_of_nothing(name: str, scaled: bool) -> None:
+    """Without queries, keys have gradients of 0."""
+    q, k, v = inputs(0, 20, grad=True)
+    ids = lists(0)
+    factors = {"slot_scale": torch.ones(ids.shape, requires_grad=True)} if scaled else {}
+    window = {"window_size": 3} if "window" in name else {}
+    o = getattr(ops, name)(q, k, v, ids, block_size=16, **factors, **window)
+    sum(x.sum() for x in flat(o)).backward()
+    assert q.grad.shape == q.shape
+    assert not k.grad.any() and not v.grad.any()
+    assert all(x.grad.shape == x.shape for x in factors.values())
 
 
 @pytest.mark.parametrize("name", OPERATORS)

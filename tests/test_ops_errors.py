@@ -108,6 +108,32 @@ WRONG = {
         "block_counts: got -1, expected an int of at least 0",
     ),
     "counts a bool": ({"block_counts": True}, TypeError, r"block_counts: got True \(bool\)"),
+    "factors of another shape": (
+        {"slot_scale": torch.ones(2, 9, 6, 4)},
+        ValueError,
+        r"slot_scale: got .*expected the shape of block_indices, \[B, N, H, S\] = \[2, 9, 2, 4\]",
+    ),
+    "factors of rank 3": (
+        {"slot_scale": torch.ones(2, 9, 2)},
+        ValueError,
+        r"slot_scale: got .*expected 4 dimensions, \[B, N, H, S\]",
+    ),
+    "factors in half precision": (
+        {"slot_scale": torch.ones(2, 9, 2, 4, dtype=torch.float16)},
+        TypeError,
+        "slot_scale: got a float16 tensor.*expected float32",
+    ),
+    "factors in fp64 beside fp32": (
+        {"slot_scale": torch.ones(2, 9, 2, 4, dtype=torch.float64)},
+        TypeError,
+        "slot_scale: got a float64 tensor.*expected float32",
+    ),
+    "factors on another device": (
+        {"slot_scale": torch.ones(2, 9, 2, 4, device="meta")},
+        ValueError,
+        "slot_scale: got .*expected the device of q, cpu",
+    ),
+    "one factor": ({"slot_scale": 0.5}, TypeError, r"slot_scale: got 0\.5 \(float\)"),
     "counts of another shape": (
         {"block_counts": torch.zeros(2, 9, 6, dtype=torch.int32)},
         ValueError,
