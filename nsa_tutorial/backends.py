@@ -53,17 +53,17 @@ BACKWARDS: Table = {
         "reference": "nsa_tutorial.training.gradients:of_lists",
         "masked": "nsa_tutorial.training.gradients:of_masked_lists",
         "tilelang": "nsa_tutorial.training.gradients:of_lists",
-        "triton": "nsa_tutorial.kernels.triton_backward:of_lists",
+        "triton": "nsa_tutorial.kernels.triton_backward_launch:of_lists",
     },
     "sliding_window_attention": {
         "reference": "nsa_tutorial.training.gradients:of_windows",
         "tilelang": "nsa_tutorial.training.gradients:of_windows",
-        "triton": "nsa_tutorial.kernels.triton_backward:of_windows",
+        "triton": "nsa_tutorial.kernels.triton_backward_launch:of_windows",
     },
     "selected_and_window_attention": {
         "reference": "nsa_tutorial.training.gradients:of_lists_and_windows",
         "tilelang": "nsa_tutorial.training.gradients:of_lists_and_windows",
-        "triton": "nsa_tutorial.kernels.triton_backward:of_lists_and_windows",
+        "triton": "nsa_tutorial.kernels.triton_backward_launch:of_lists_and_windows",
     },
     "compressed_attention": {
         "reference": "nsa_tutorial.training.gradients:of_summaries",

@@ -8,8 +8,8 @@ casts queries, keys and values to its dtype. A second derivative does not exist 
 A backend is a function behind an operator: `reference` is PyTorch, on any device; `tilelang` and
 `triton` are the kernels, on CUDA tensors, and on CPU tensors through TileLang's C target and
 Triton's interpreter. `auto` takes Triton for CUDA tensors where the kernel exists
-(`backends.BACKENDS`), and the reference otherwise. Gradients are computed by the backward of the
-same backend (`backends.BACKWARDS`).
+(`backends.BACKENDS`), and the reference otherwise. `backends.BACKWARDS` says who computes its
+gradients.
 
 Wrong arguments raise `ValueError` or `TypeError`, naming the argument, what came and what was
 expected, before anything runs, and while `torch.compile` traces; a backend that cannot run these
