@@ -174,10 +174,8 @@ def backward_dq(
             is_hidden = ~is_seen[:, :, None, :] | (lse_tile == math.inf)  # [T, H, G, BS]
             p = torch.exp(factor * acc_s - lse_tile).masked_fill(is_hidden, 0)
 
-            # -- gradient of the weights --
-            d_p = do_tile @ v_tile.transpose(-1, -2)
-
             # -- gradient of the scores --
+            d_p = do_tile @ v_tile.transpose(-1, -2)
             d_s = (p * (d_p - delta_tile)).masked_fill(is_hidden, 0)
 
             # -- accumulate --
@@ -221,7 +219,7 @@ def backward_dkv(
             offset = block_start + torch.arange(len(k_tile), device=q.device)  # [BS]
             is_seen = offset < (rows.first_key + rows.num_visible)[row, None]  # [T, BS]
 
-            # -- load the query groups --
+            # -- load the queries --
             q_tile, do_tile = (x[row, head].to(dtype).flatten(0, 1) for x in (q_rows, do_rows))
             lse_tile, delta_tile = (x.view(R, H, G)[row, head].view(-1, 1) for x in (lse, delta))
             factor = slot_scale[row, head, slot].repeat_interleave(G)[:, None]  # [BR, 1]
@@ -231,14 +229,14 @@ def backward_dkv(
             is_hidden = ~is_seen.repeat_interleave(G, 0) | (lse_tile == math.inf)
             p = torch.exp(factor * acc_s - lse_tile).masked_fill(is_hidden, 0)
 
-            # -- gradient of the weights --
-            d_p = do_tile @ v_tile.T
+            # -- gradient of the values --
+            acc_dv += p.T @ finite(do_tile)  # over the rows, so over the heads of the group, too
 
             # -- gradient of the scores --
+            d_p = do_tile @ v_tile.T
             d_s = (factor * p * (d_p - delta_tile)).masked_fill(is_hidden, 0)
 
-            # -- accumulate --
-            acc_dv += p.T @ finite(do_tile)  # over the rows, so over the heads of the group, too
+            # -- gradient of the keys --
             acc_dk += d_s.T @ finite(q_tile)
 
         # -- store --

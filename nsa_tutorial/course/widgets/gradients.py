@@ -304,7 +304,8 @@ def _draw_kept(chart: Chart, tokens: int, width: int, heads: int) -> None:
         chart.lines([points], colour, 2)
         chart.dots([point for point in points if point[0] == here], colour, 9)
         side = ("right", "bottom", (-6, 3)) if kept == "stored" else ("left", "top", (6, -4))
-        chart.words([(*points[4], name)], size=9, ha=side[0], va=side[1], offset=side[2])
+        place = points[2 if kept == "stored" else 4]
+        chart.words([(*place, name)], size=9, ha=side[0], va=side[1], offset=side[2])
     limit = math.log2(H200_BYTES / GIB)
     chart.lines([((chart.x[0], limit), (chart.x[1], limit))], "text", linestyles="--")
     memory = f"memory of one H200: {H200_BYTES / GIB:.0f} GiB"
