@@ -52,8 +52,9 @@ def of_lists(
         slot_scale: `[R, H, S]` fp32, or None.
     """
     H, S = ids.shape[1:]
-    ids = ids.masked_fill((lse2 == torch.inf)[:, :, None], -1)
-    inverse = inverse_list.of_lists(ids, rows, block_size=block_size, num_keys=num_keys)
+    inverse = inverse_list.of_lists(
+        ids, rows, block_size=block_size, num_keys=num_keys, is_asked=lse2 != torch.inf
+    )
     row_of_entry = _row_codes(lse2).flatten()[inverse.entries // S]
     factors = None if slot_scale is None else slot_scale.flatten()[inverse.entries]
     chunks = _chunks(inverse, H, G, share_bytes, itemsize)

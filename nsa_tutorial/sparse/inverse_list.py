@@ -70,17 +70,23 @@ class Chunks(NamedTuple):
     num_places: int
 
 
-def of_lists(ids: Tensor, rows: QueryRows, *, block_size: int, num_keys: int) -> InverseList:
+def of_lists(
+    ids: Tensor, rows: QueryRows, *, block_size: int, num_keys: int, is_asked: Tensor | None = None
+) -> InverseList:
     """The inverse of the lists `ids [R, H, S]` from `block_list`, over `num_keys = B * M` keys.
 
-    An entry that no query can see (an empty slot, a block of the future) belongs to no tile.
+    An entry that no query can see (an empty slot, a block of the future) belongs to no tile, nor
+    does one of a list that `is_asked [R, H]` leaves out.
     """
     (R, H, S), BS = ids.shape, block_size
-    head = torch.arange(H, dtype=torch.int32, device=ids.device)[:, None]
-    num_blocks = (rows.num_visible + BS - 1) // BS
-    is_visible = (ids >= 0) & (ids < num_blocks[:, None, None])
-    block_start = rows.first_key[:, None, None] + torch.where(is_visible, ids, 0) * BS  # [R, H, S]
-    tile = torch.where(is_visible, block_start * H + head, num_keys * H)  # behind all others
+    head = torch.arange(H, dtype=torch.int32, device=ids.device)
+    num_blocks = ((rows.num_visible + BS - 1) // BS)[:, None, None]
+    if is_asked is not None:
+        num_blocks = num_blocks * is_asked[:, :, None]
+    is_visible = (ids >= 0) & (ids < num_blocks)
+    first_tile = (rows.first_key[:, None] * H + head)[:, :, None]
+    tile = torch.add(first_tile, ids, alpha=BS * H)  # [R, H, S], of the block's first key
+    tile = torch.where(is_visible, tile, num_keys * H)  # behind all others
     # stable: entries of one block stay in the order of their rows
     tile, entries = tile.flatten().sort(stable=True)
     tiles = torch.arange(num_keys * H + 1, dtype=torch.int32, device=ids.device)
