@@ -1,0 +1,982 @@
+"""Exercises of chapter 13: the inverse list, the rows of a step, shares of a long list, the gradient
+of a choice, the queries of a window's keys, and two programs that store to one place.
+
+The wrong solutions of an exercise are one function, told which slips to make.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.mistakes import slip, together
+
+Slips = frozenset[str]
+Element = tuple[str, int]
+
+
+def _random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# -- inverse_list --
+
+
+def inverse_list(lists: list[list[int]], num_blocks: int) -> tuple[list[int], list[int]]:
+    """The queries that list each block, one block after the other, and where each block's begin."""
+    S = len(lists[0])
+    block = torch.tensor(lists).flatten()  # [N * S]
+    block = torch.where(block < 0, num_blocks, block)  # empty slots: behind all blocks
+    block, entry = block.sort(stable=True)
+    bounds = torch.searchsorted(block, torch.arange(num_blocks + 1))
+    queries = entry[: bounds[-1]] // S
+    return queries.tolist(), bounds.tolist()
+
+
+def _inverse(slips: Slips, lists: list[list[int]], num_blocks: int) -> tuple[list, list]:
+    """`inverse_list` with slips."""
+    S = len(lists[0])
+    block = torch.tensor(lists).flatten()
+    if "as block 0" in slips:
+        block = block.clamp(min=0)
+    elif "in front" not in slips:
+        block = torch.where(block < 0, num_blocks, block)
+    by_block, entry = block.sort(stable=True)
+    if "backwards" in slips:
+        entry = len(block) - 1 - block.flip(0).sort(stable=True).indices
+    bounds = torch.searchsorted(by_block, torch.arange(num_blocks + 1), right="ends" in slips)
+    if "unsorted" in slips:
+        entry = torch.arange(len(block))[block < num_blocks]
+    end = len(block) if slips & {"empty kept", "in front"} else bounds[-1]
+    entry = entry[:end]
+    queries = entry if "entries" in slips else entry % S if "slots" in slips else entry // S
+    if "blocks" in slips:
+        queries = by_block[:end]
+    flat, limits = queries.tolist(), bounds.tolist()
+    if "nested" in slips:
+        flat = [flat[a:b] for a, b in zip(limits, limits[1:], strict=False)]
+    if "counts" in slips:
+        limits = bounds.diff().tolist()
+    elif "listed only" in slips:
+        limits = sorted(set(limits))
+    elif "no end" in slips:
+        limits = limits[:-1]
+    return flat, limits
+
+
+_INVERSE_MISTAKES = (
+    Misconception(
+        "letting empty slots sort in front",
+        slip(_inverse, "in front"),
+        "-1 is smaller than every block, so a sort puts it before block 0. Which number would "
+        "send it behind all blocks?",
+    ),
+    Misconception(
+        "taking an empty slot for block 0",
+        slip(_inverse, "as block 0"),
+        "An empty slot names no block. Whose gradient do its queries add to now?",
+    ),
+    Misconception(
+        "keeping the empty slots at the end",
+        slip(_inverse, "empty kept"),
+        "Behind the last block stand the entries that name none. Where does the last block's "
+        "stretch end?",
+    ),
+    Misconception(
+        "the place of an entry in place of its query",
+        slip(_inverse, "entries"),
+        "The sort tells places in the flattened lists. Each query has `S` of them. Which query "
+        "does place 5 belong to, with two slots?",
+    ),
+    Misconception(
+        "the slot in place of the query",
+        slip(_inverse, "slots"),
+        "A place in the flattened lists is `query * S + slot`. Which of the two is the remainder?",
+    ),
+    Misconception(
+        "the sorted blocks in place of their queries",
+        slip(_inverse, "blocks"),
+        "A sort returns two things: the sorted values, and where each came from. Which one says "
+        "whose entry it was?",
+    ),
+    Misconception(
+        "a block's queries in descending order",
+        slip(_inverse, "backwards"),
+        "Equal keys should stay in the order of their queries. What is a sort called that "
+        "promises that?",
+    ),
+    Misconception(
+        "leaving the entries in the order of the lists",
+        slip(_inverse, "unsorted"),
+        "The queries of block 0 have to stand next to each other. What brings them together?",
+    ),
+    Misconception(
+        "a list for each block in place of one flat list",
+        slip(_inverse, "nested"),
+        "A GPU has no lists of lists. With all queries in one flat list, what do the bounds say?",
+    ),
+    Misconception(
+        "counts in place of bounds",
+        slip(_inverse, "counts"),
+        "A count says how many queries a block has. Where does its stretch begin?",
+    ),
+    Misconception(
+        "where each block ends in place of where it begins",
+        slip(_inverse, "ends"),
+        "`bounds[b]` is where block b's stretch begins. What has to be `bounds[0]`?",
+    ),
+    Misconception(
+        "leaving out the end of the last block",
+        slip(_inverse, "no end"),
+        "Block b's stretch is `queries[bounds[b] : bounds[b + 1]]`. What is that for the last one?",
+    ),
+    Misconception(
+        "leaving out blocks that nobody lists",
+        slip(_inverse, "listed only"),
+        "A program looks up its block by number. At which place does it find block 2 if block 1 "
+        "has no bound?",
+    ),
+)
+
+_INVERSE = Exercise(
+    name="inverse_list",
+    statement="""
+`lists` holds a list for each query, of `S` block ids or -1. Return `(queries, bounds)`, two flat
+lists: the queries that list block 0, then those of block 1, and so on, those of one block in
+ascending order; and `num_blocks + 1` bounds, so that `queries[bounds[b] : bounds[b + 1]]` are the
+queries of block `b`. Two calls do most of it: `sort(stable=True)` and `torch.searchsorted`.
+""",
+    minutes=7,
+    difficulty=2,
+    hints=(
+        "Flatten the lists. Each entry is a pair now: the block that it names, and its place. "
+        "Which query does a place belong to, and where should empty slots go?",
+        "Sort the blocks, and keep the places that the sort returns beside them. Give an empty "
+        "slot a number behind all blocks before you sort.",
+        "In the sorted blocks, `torch.searchsorted` finds where each of 0, 1, …, `num_blocks` "
+        "would begin. The last of these bounds is where the empty slots start.",
+    ),
+    why="Sorting by block brings a block's queries together, and bounds make an empty stretch of "
+    "a block that nobody lists.",
+    solution=inverse_list,
+    misconceptions=_INVERSE_MISTAKES,
+    combine=together(
+        _INVERSE_MISTAKES,
+        {"in front", "as block 0", "empty kept", "unsorted"},
+        {"entries", "slots", "blocks"},
+        {"counts", "ends", "no end", "listed only"},
+        {"nested", "ends"},
+        {"nested", "in front"},
+        {"nested", "empty kept"},
+        {"unsorted", "blocks"},
+        {"unsorted", "backwards"},
+    ),
+    cases=(
+        Case("two blocks, one slot", lambda: ([[0], [1], [0]], 2)),
+        Case("two slots", lambda: ([[0, 1], [1, 0], [1, 2]], 3)),
+        Case("an empty slot", lambda: ([[0, -1], [0, 1], [1, 0]], 2)),
+        Case("a block that nobody lists", lambda: ([[0, -1], [2, 0], [2, 0]], 3)),
+        Case("a query that lists nothing", lambda: ([[-1, 0], [-1, -1], [3, 1], [1, -1]], 5)),
+        Case("three slots", lambda: ([[0, -1, -1], [0, 1, -1], [2, 0, 1], [3, 0, 2]], 4)),
+        Case("everybody lists block 0", lambda: ([[0, b // 2] for b in range(2, 10)], 5)),
+    ),
+)
+
+
+# -- rows_of_step --
+
+
+def rows_of_step(queries: list[int], step: int, head: int, H: int, G: int, BR: int) -> list[int]:
+    """The rows of Q, seen as [R * H * G, D], that a program loads in one step; -1 past its end."""
+    index = step * BR + torch.arange(BR)  # [BR], query after query, head after head
+    is_row = index < len(queries) * G
+    entry = torch.where(is_row, index // G, 0)
+    query = torch.tensor(queries)[entry]
+    row = (query * H + head) * G + index % G
+    return torch.where(is_row, row, -1).tolist()
+
+
+def _step(
+    slips: Slips, queries: list[int], step: int, head: int, H: int, G: int, BR: int
+) -> list[int]:
+    """`rows_of_step` with slips."""
+    num_heads = 1 if "one head" in slips else H * G if "all groups" in slips else G
+    index = step * BR + torch.arange(BR)
+    if "first step" in slips:
+        index = torch.arange(BR)
+    entry, member = index // num_heads, index % num_heads
+    if "step of queries" in slips:
+        entry, member = step * BR + torch.arange(BR) // num_heads, torch.arange(BR) % num_heads
+    if "heads outside" in slips:
+        entry, member = index % len(queries), index // len(queries)
+    is_row = (entry < len(queries)) & (member < num_heads)
+    query = entry if "places" in slips else torch.tensor(queries)[entry.clamp(max=len(queries) - 1)]
+    row = (query * H + head) * G + member
+    if "all groups" in slips:
+        row = query * H * G + member
+    if "one KV head" in slips:
+        row = query * G + member
+    if "brackets" in slips:
+        row = query * H + head * G + member
+    if "short stride" in slips:
+        row = query * H + head + member
+    if "past the end" in slips:
+        return row.tolist()
+    return torch.where(is_row, row, 0 if "row 0" in slips else -1).tolist()
+
+
+_STEP_MISTAKES = (
+    Misconception(
+        "taking one head of each group",
+        slip(_step, "one head"),
+        "Every head of the group has used this block's keys. What happens to the shares of the "
+        "others?",
+    ),
+    Misconception(
+        "taking the heads of all groups",
+        slip(_step, "all groups"),
+        "The heads of another group read other keys, and have a list of their own. How many heads "
+        "share this KV head?",
+    ),
+    Misconception(
+        "all queries of one head first",
+        slip(_step, "heads outside"),
+        "The sum is the same, but the group's heads lie side by side in memory. Which order loads "
+        "them together?",
+    ),
+    Misconception(
+        "loading rows past the end of the chunk",
+        slip(_step, "past the end"),
+        "The last step may have fewer rows than the tile. Whose gradient do the others add to?",
+    ),
+    Misconception(
+        "row 0 in place of −1",
+        slip(_step, "row 0"),
+        "Row 0 of Q is a query like any other. How does your list say that nothing is loaded?",
+    ),
+    Misconception(
+        "the place in the chunk in place of the query",
+        slip(_step, "places"),
+        "A row's place in the chunk is not its place in Q. What does `queries` hold?",
+    ),
+    Misconception(
+        "counting a step in queries",
+        slip(_step, "step of queries"),
+        "A step has `BR` *rows*. How many queries is that, with `G` heads each?",
+    ),
+    Misconception(
+        "loading the first step's rows in every step",
+        slip(_step, "first step"),
+        "Which row of the chunk does step 1 begin with?",
+    ),
+    Misconception(
+        "forgetting the other KV heads",
+        slip(_step, "one KV head"),
+        "Between two queries lie the heads of *all* KV heads. How many are they?",
+    ),
+    Misconception(
+        "too short a step from query to query",
+        slip(_step, "brackets"),
+        "How many rows of Q belong to one query, over all its KV heads?",
+    ),
+    Misconception(
+        "counting in KV heads where rows are query heads",
+        slip(_step, "short stride"),
+        "`query * H + head` is a row of K. How many rows of Q stand for one row of K?",
+    ),
+)
+
+_STEP = Exercise(
+    name="rows_of_step",
+    statement="""
+The program of a block and of KV head `head` walks the chunk `queries`. Its rows are flat: all `G`
+heads of the first query's group, then those of the second, and so on. A step takes `BR` of these
+rows, whether or not `G` divides `BR`. Return, for step `step`, a list of `BR` numbers: the row of
+`Q` seen as `[R * H * G, D]` (it is `[R, H, G, D]` in memory), and -1 behind the chunk's last row.
+""",
+    minutes=5,
+    difficulty=2,
+    hints=(
+        "Number the chunk's rows from 0, heads of a group side by side. Which query of the chunk "
+        "and which head of the group is row 5, with groups of 3?",
+        "A quotient and a remainder. Then ask where that head of that query lies in Q: count the "
+        "query heads that stand before it.",
+        "Step `step` begins at row `step * BR`. Of these numbers, the quotient by `G` is a place "
+        "in `queries`, the remainder a head. Rows from `len(queries) * G` on do not exist.",
+    ),
+    why="A key's gradient sums over queries and over the heads of its group, and with both as "
+    "rows one matrix product does both sums.",
+    solution=rows_of_step,
+    misconceptions=_STEP_MISTAKES,
+    combine=together(
+        _STEP_MISTAKES,
+        {"one head", "all groups", "heads outside"},
+        {"first step", "step of queries"},
+        {"step of queries", "heads outside"},
+        {"past the end", "row 0"},
+        {"all groups", "one KV head", "brackets", "short stride"},
+        {"all groups", "places"},
+    ),
+    cases=(
+        Case("one query, a group of 2", lambda: ([3], 0, 0, 1, 2, 2)),
+        Case("two KV heads", lambda: ([1, 4], 0, 1, 2, 2, 4)),
+        Case("the last rows do not exist", lambda: ([0, 2], 0, 1, 2, 3, 8)),
+        Case("the second step", lambda: ([1, 2, 5], 1, 0, 2, 4, 8)),
+        Case("a query on both sides of a step", lambda: ([1, 2, 6], 1, 1, 2, 3, 4)),
+        Case("three KV heads, groups of 1", lambda: ([2, 3, 7, 8, 9], 1, 2, 3, 1, 4)),
+        Case("groups of 5, the third step", lambda: ([0, 3, 4, 8, 9], 2, 1, 3, 5, 8)),
+    ),
+)
+
+
+# -- chunk_lengths --
+
+
+def chunk_lengths(count: int, length: int) -> list[int]:
+    """How many queries each chunk of a block has, the shorter ones first."""
+    num_parts = max(count // length, 1) if count else 0
+    bounds = [count * part // num_parts for part in range(num_parts)] + [count]
+    return sorted(end - start for start, end in zip(bounds, bounds[1:], strict=False))
+
+
+def _lengths(slips: Slips, count: int, length: int) -> list[int]:
+    """`chunk_lengths` with slips."""
+    unit = 2 * length if "twice" in slips else length
+    parts = -(-count // unit) if "rounded up" in slips else count // unit
+    if "dropped" not in slips:
+        parts = max(parts, 1)
+    if count == 0 and "empty chunk" not in slips:
+        parts = 0
+    if parts == 0:
+        return []
+    if "rest" in slips:
+        shares = [unit] * (count // unit) + [count % unit] * (count % unit > 0)
+        found = shares or [0]
+    elif "uneven" in slips:
+        found = [count // parts] * (parts - 1) + [count - count // parts * (parts - 1)]
+    elif "lost" in slips:
+        found = [count // parts] * parts
+    else:
+        found = [count * (i + 1) // parts - count * i // parts for i in range(parts)]
+    return sorted(found, reverse="long first" in slips)
+
+
+_LENGTHS_MISTAKES = (
+    Misconception(
+        "chunks of one length, and a short rest",
+        slip(_lengths, "rest"),
+        "A rest of one query costs a program, its keys and a share in the workspace, too. What if "
+        "all chunks took a part of the rest?",
+    ),
+    Misconception(
+        "one chunk more, and all of them shorter",
+        slip(_lengths, "rounded up"),
+        "With 11 queries and a length of 4, three chunks have fewer than 4 each. How many chunks "
+        "of *at least* 4 are there?",
+    ),
+    Misconception(
+        "giving the whole rest to one chunk",
+        slip(_lengths, "uneven"),
+        "The kernel is done when its longest program is. How far apart need two equal shares be?",
+    ),
+    Misconception(
+        "losing the rest",
+        slip(_lengths, "lost"),
+        "Add up your lengths. Whose gradient is missing?",
+    ),
+    Misconception(
+        "as few chunks as possible",
+        slip(_lengths, "twice"),
+        "More chunks are more programs at work. What is the largest number of them that leaves "
+        "each at least `length`?",
+    ),
+    Misconception(
+        "dropping a block with few queries",
+        slip(_lengths, "dropped"),
+        "A block that three queries list has a gradient, too. How many chunks does it need?",
+    ),
+    Misconception(
+        "a chunk for a block that nobody lists",
+        slip(_lengths, "empty chunk"),
+        "Without queries there is nothing to sum. How many programs does that take?",
+    ),
+    Misconception(
+        "the longest first",
+        slip(_lengths, "long first"),
+        "Only the order is off. Which ones does the statement ask for first?",
+    ),
+)
+
+_LENGTHS = Exercise(
+    name="chunk_lengths",
+    statement="""
+`count` queries list a block. Cut them into as many chunks as there can be of at least `length`
+queries each, with lengths that differ by one at most. Fewer than `length` queries are one chunk,
+and no queries are none. Return the lengths, the shorter ones first.
+""",
+    minutes=4,
+    difficulty=1,
+    hints=(
+        "Take 11 queries and a length of 4. How many chunks of at least 4 are there? Two special "
+        "cases remain: few queries, and none.",
+        "So 11 queries are two chunks. A remainder is left over. Spread it over the chunks, one "
+        "query each.",
+        "A way without remainders: let part `i` of `n` begin at `count * i // n`. The difference "
+        "of neighbouring beginnings is a length, and they differ by one at most.",
+    ),
+    why="The longest chunk decides when the kernel is done, and shares between `length` and twice "
+    "that are all alike enough.",
+    solution=chunk_lengths,
+    misconceptions=_LENGTHS_MISTAKES,
+    combine=together(
+        _LENGTHS_MISTAKES,
+        {"rest", "uneven", "lost"},
+        {"rest", "rounded up"},
+        {"rest", "dropped"},
+        {"rounded up", "dropped"},
+        {"dropped", "empty chunk"},
+    ),
+    cases=(
+        Case("two full chunks", lambda: (8, 4)),
+        Case("three queries over", lambda: (11, 4)),
+        Case("fewer than `length`", lambda: (3, 4)),
+        Case("nobody lists it", lambda: (0, 4)),
+        Case("nearly twice the length", lambda: (7, 4)),
+        Case("three chunks", lambda: (14, 4)),
+        Case("four chunks, two over", lambda: (30, 7)),
+        Case("a long list", lambda: (51, 6)),
+    ),
+)
+
+
+# -- slot_gradient --
+
+
+def slot_gradient(d_s: Tensor, s: Tensor, is_seen: Tensor) -> Tensor:
+    """The gradient [S] of one query's factors, at ones, from all heads of its group."""
+    return (d_s * s).masked_fill(~is_seen, 0).sum((0, 2))
+
+
+def _slot(slips: Slips, d_s: Tensor, s: Tensor, is_seen: Tensor) -> Tensor:
+    """`slot_gradient` with slips."""
+    s = torch.ones_like(s) if "no score" in slips else s
+    if "one head" in slips:
+        d_s, s = d_s[:1], s[:1]
+    seen = is_seen.expand(d_s.shape)
+    product = d_s * s if "NaN" in slips else (d_s * s).masked_fill(~seen, 0)
+    if "times mask" in slips:
+        product = d_s * s * seen
+    if "apart" in slips:
+        d_sum = d_s.masked_fill(~seen, 0).sum(2)
+        product = (d_sum * s.masked_fill(~seen, 0).sum(2))[..., None]
+    if "heads apart" in slips:
+        return product.sum(2)
+    if "one number" in slips:
+        return product.sum()
+    if "keys mean" in slips:
+        product = product / seen.sum(2, keepdim=True).clamp(min=1)
+    found = product.sum(2)
+    if "over slots" in slips:
+        return product.sum((0, 1))
+    return (
+        -found.sum(0)
+        if "sign" in slips
+        else (found.mean(0) if "heads mean" in slips else found.sum(0))
+    )
+
+
+_SLOT_MISTAKES = (
+    Misconception(
+        "NaN from a hidden key",
+        slip(_slot, "NaN"),
+        "A hidden score is `-inf` and its gradient is 0. What is `0 * -inf`?",
+    ),
+    Misconception(
+        "NaN from a hidden key",
+        slip(_slot, "times mask"),
+        "`0 * -inf` is NaN, and NaN times 0 is NaN still. What writes 0 whatever stood there?",
+    ),
+    Misconception(
+        "leaving the scores out",
+        slip(_slot, "no score"),
+        "That is the gradient of a number *added* to the slot's scores. The factor multiplies "
+        "them. By how much does a score change when the factor does?",
+    ),
+    Misconception(
+        "summing before multiplying",
+        slip(_slot, "apart"),
+        "Each key has its own score and its own gradient. In which order do the two sums and the "
+        "product belong?",
+    ),
+    Misconception(
+        "taking one head of the group",
+        slip(_slot, "one head"),
+        "One factor serves all heads of the group. Through how many of them does it act?",
+    ),
+    Misconception(
+        "averaging over the heads",
+        slip(_slot, "heads mean"),
+        "The heads do not share one effect, each has its own. What do effects do?",
+    ),
+    Misconception(
+        "averaging over the keys",
+        slip(_slot, "keys mean"),
+        "The factor stands in each key's score. Are effects averaged?",
+    ),
+    Misconception(
+        "a gradient for each head",
+        slip(_slot, "heads apart"),
+        "The group has one list, and one factor for each slot. Which axis has to go?",
+    ),
+    Misconception(
+        "one number for all slots",
+        slip(_slot, "one number"),
+        "Each slot has a factor of its own. Which axis stays?",
+    ),
+    Misconception(
+        "summing over the slots, not over their keys",
+        slip(_slot, "over slots"),
+        "The axes are heads, slots, keys. Which one should be left?",
+    ),
+    Misconception(
+        "the sign turned round",
+        slip(_slot, "sign"),
+        "A gradient points to where the loss grows. Who turns it round?",
+    ),
+)
+
+_SLOT = Exercise(
+    name="slot_gradient",
+    statement="""
+One query, the `G` heads of its group, a list of `S` slots with `BS` keys each. `s` `[G, S, BS]` are
+the scaled scores, and `d_s`, of the same shape, the gradient of the loss with respect to them.
+`is_seen` `[S, BS]` is False for hidden keys, whose `s` is `-inf` and whose `d_s` is 0. A factor for
+each slot multiplies the slot's scores, for all heads: `factor[slot] * s`. Return the gradient of
+the factors at ones, `[S]`.
+""",
+    minutes=5,
+    difficulty=2,
+    hints=(
+        "One key, one head: the score that enters the softmax is `factor * s`. By the chain rule, "
+        "what is the factor's gradient?",
+        "The same factor stands in the scores of all keys of its slot, and of all heads. What "
+        "becomes of the effects of all these uses?",
+        "Multiply, then hide, then sum over heads and keys. Hiding comes before the sum, and "
+        "`masked_fill` hides what a product with the mask cannot.",
+    ),
+    why="A factor acts on every score of its slot in proportion to that score, and its effects "
+    "add up over keys and heads.",
+    solution=slot_gradient,
+    misconceptions=_SLOT_MISTAKES,
+    combine=together(
+        _SLOT_MISTAKES,
+        {"NaN", "times mask", "apart"},
+        {"no score", "NaN"},
+        {"no score", "times mask"},
+        {"one head", "heads mean", "heads apart", "one number", "over slots"},
+        {"keys mean", "apart"},
+        {"keys mean", "over slots"},
+        {"keys mean", "one number"},
+        {"heads apart", "sign"},
+        {"one number", "sign"},
+        {"over slots", "sign"},
+        {"heads mean", "sign"},
+        {"apart", "over slots"},
+        {"apart", "one number"},
+    ),
+    cases=(
+        Case(
+            "one head, two slots of two keys",
+            lambda: (
+                torch.tensor([[[1.0, 2.0], [-4.0, 1.0]]]),
+                torch.tensor([[[3.0, 1.0], [0.5, 2.0]]]),
+                torch.tensor([[True, True], [True, True]]),
+            ),
+        ),
+        Case(
+            "two heads, one hidden key",
+            lambda: (
+                torch.tensor([[[1.0, 2.0]], [[-3.0, 0.0]]]) * torch.tensor([1.0, 0.0]),
+                torch.tensor([[[2.0, -torch.inf]], [[1.0, -torch.inf]]]),
+                torch.tensor([[True, False]]),
+            ),
+        ),
+        Case("three heads, two slots, all seen", lambda: _of_slots(3, 2, 3, hidden=0, seed=1)),
+        Case("two heads, three slots, hidden keys", lambda: _of_slots(2, 3, 4, hidden=2, seed=2)),
+        Case("four heads, a slot that is empty", lambda: _of_slots(4, 3, 2, hidden=2, seed=3)),
+    ),
+)
+
+
+def _of_slots(G: int, S: int, BS: int, *, hidden: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The arguments of `slot_gradient`, with the last `hidden` keys of the last slot hidden."""
+    is_seen = torch.ones(S, BS, dtype=torch.bool)
+    is_seen[-1, BS - hidden :] = False
+    s = _random(G, S, BS, seed=seed).masked_fill(~is_seen, -torch.inf)
+    d_s = _random(G, S, BS, seed=seed + 100).masked_fill(~is_seen, 0)
+    return d_s, s, is_seen
+
+
+# -- window_queries --
+
+
+def window_queries(start: int, BT: int, window_size: int, N: int) -> tuple[int, int]:
+    """The run of queries, from the first up to before the last, that see some of BT keys."""
+    last_key = start + BT - 1
+    return start, min(last_key + window_size, N)
+
+
+def _window(slips: Slips, start: int, BT: int, window_size: int, N: int) -> tuple[int, int]:
+    """`window_queries` with slips."""
+    first, last_key = start, start + BT - 1
+    if "keys" in slips:
+        return max(start - window_size + 1, 0), min(start + BT, N)
+    if "whole tile" in slips:
+        first = last_key
+    end = last_key + window_size
+    if "first key" in slips:
+        end = start + window_size
+    if "own tile" in slips:
+        end = start + BT
+    end += ("one more" in slips) - ("one less" in slips)
+    if "past the end" not in slips:
+        end = min(end, N)
+    return first, end - ("inclusive" in slips)
+
+
+_WINDOW_MISTAKES = (
+    Misconception(
+        "stopping behind the queries that see the first key",
+        slip(_window, "first key"),
+        "The last key of the tile stands `BT - 1` later. How long do queries see *that* one?",
+    ),
+    Misconception(
+        "stopping at the end of the tile",
+        slip(_window, "own tile"),
+        "Queries behind the tile look back into it. How far back does a window reach?",
+    ),
+    Misconception(
+        "the keys that a tile of queries sees",
+        slip(_window, "keys"),
+        "That is the forward's question. Here the tile is of keys. On which side of a key do its "
+        "queries stand?",
+    ),
+    Misconception(
+        "waiting until the whole tile is seen",
+        slip(_window, "whole tile"),
+        "A query in the middle of the tile sees its first half. Does that half learn from it?",
+    ),
+    Misconception(
+        "one query too few",
+        slip(_window, "one less"),
+        "Key `i` is seen by the queries `i` to `i + window_size - 1`. How many are they?",
+    ),
+    Misconception(
+        "one query too many",
+        slip(_window, "one more"),
+        "With a window of 1, a query sees itself alone. Which is the last query that sees key `i`?",
+    ),
+    Misconception(
+        "running past the last query",
+        slip(_window, "past the end"),
+        "The text ends. What is loaded for a query that is not there?",
+    ),
+    Misconception(
+        "the last query itself in place of the end",
+        slip(_window, "inclusive"),
+        "A `range` stops before its end. Which number has to be its end?",
+    ),
+)
+
+_WINDOW = Exercise(
+    name="window_queries",
+    statement="""
+Mend the walk. A program has the keys `start` to `start + BT - 1`, and query `t` sees the keys
+`t - window_size + 1` to `t`. Return `(first, end)`: the queries `first` to `end - 1` are those that
+see at least one of the program's keys. There are `N` queries.
+""",
+    minutes=4,
+    difficulty=1,
+    hints=(
+        "Take two keys, 4 and 5, and a window of 3. Write down the queries that see key 4, then "
+        "those that see key 5.",
+        "The first query belongs to the tile's first key. Which key decides when the last one "
+        "comes?",
+        "Key `i` is seen up to query `i + window_size - 1`. Put the tile's last key there, add one "
+        "for the end, and mind the end of the text.",
+    ),
+    why="A tile is in sight until the last of its keys is out of it, so the walk is `BT - 1` "
+    "queries longer than the window.",
+    solution=window_queries,
+    misconceptions=_WINDOW_MISTAKES,
+    combine=together(
+        _WINDOW_MISTAKES,
+        {"first key", "own tile", "keys"},
+        {"keys", "whole tile"},
+        {"keys", "one less"},
+        {"keys", "one more"},
+        {"keys", "past the end"},
+        {"keys", "inclusive"},
+        {"one less", "one more"},
+        {"one less", "inclusive"},
+        {"one more", "inclusive"},
+    ),
+    cases=(
+        Case("two keys, a window of 3", lambda: (4, 2, 3, 20)),
+        Case("a window of 1", lambda: (2, 2, 1, 20)),
+        Case("the first tile", lambda: (0, 4, 4, 20)),
+        Case("near the end of the text", lambda: (8, 4, 5, 13)),
+        Case("a window longer than the tile", lambda: (3, 3, 8, 40)),
+        Case("a tile longer than the window", lambda: (8, 8, 2, 40)),
+        Case("the last tile, not full", lambda: (16, 4, 6, 18)),
+    ),
+)
+
+
+# -- audit --
+
+
+def audit(
+    tensors: list[tuple[str, int]], stores: list[tuple[int, str, int]]
+) -> tuple[list[Element], list[Element]]:
+    """The elements that nobody stores, and those that more than one program stores."""
+    programs = {(name, i): set() for name, size in tensors for i in range(size)}
+    for program, name, offset in stores:
+        programs[name, offset].add(program)
+    never = [element for element, who in programs.items() if not who]
+    raced = [element for element, who in programs.items() if len(who) > 1]
+    return never, raced
+
+
+def _audit(
+    slips: Slips, tensors: list[tuple[str, int]], stores: list[tuple[int, str, int]]
+) -> tuple[list, list]:
+    """`audit` with slips."""
+    if "offsets alone" in slips:
+        stores = [(program, name, i) for program, _, i in stores for name, n in tensors if i < n]
+    named = {name for _, name, _ in stores}
+    if "stored tensors" in slips:
+        tensors = [(name, size) for name, size in tensors if name in named]
+    counted = {(name, i): [] for name, size in tensors for i in range(size)}
+    for program, name, offset in stores:
+        counted[name, offset].append(program)
+    many = len if "stores" in slips else lambda who: len(set(who))
+    never = [element for element, who in counted.items() if not who]
+    if "untouched tensors" in slips:
+        never = [(name, i) for name, i in never if name not in named]
+    least = 2 if "three" in slips else 1
+    raced = [element for element, who in counted.items() if many(who) > least]
+    if "all stored" in slips:
+        raced = [element for element, who in counted.items() if who]
+    if "neighbours" in slips:
+        raced = [
+            (b[1], b[2]) for a, b in zip(stores, stores[1:], strict=False)
+            if a[1:] == b[1:] and a[0] != b[0]
+        ]  # fmt: skip
+    if "names" in slips:
+        never, raced = (list(dict.fromkeys(name for name, _ in x)) for x in (never, raced))
+    return (raced, never) if "exchanged" in slips else (never, raced)
+
+
+_AUDIT_MISTAKES = (
+    Misconception(
+        "counting stores in place of programs",
+        slip(_audit, "stores"),
+        "One program may store twice, one after the other: the second is what stays. Who has to "
+        "store for the winner to be unknown?",
+    ),
+    Misconception(
+        "forgetting tensors that nobody stores to",
+        slip(_audit, "stored tensors"),
+        "A tensor that is never stored does not occur in `stores`. From where do you know that it "
+        "exists?",
+    ),
+    Misconception(
+        "reporting only tensors that are empty as a whole",
+        slip(_audit, "untouched tensors"),
+        "A tensor of which half is stored has another half. What stands there?",
+    ),
+    Misconception(
+        "mixing up the tensors",
+        slip(_audit, "offsets alone"),
+        "Offset 0 of `o` and offset 0 of `lse` are two places. What tells them apart?",
+    ),
+    Misconception(
+        "looking for three programs",
+        slip(_audit, "three"),
+        "How many does it take to race?",
+    ),
+    Misconception(
+        "reporting every element that is stored",
+        slip(_audit, "all stored"),
+        "One program for each element is as it should be. How many are too many?",
+    ),
+    Misconception(
+        "comparing neighbouring stores alone",
+        slip(_audit, "neighbours"),
+        "Programs run in any order, so two stores to one place may stand far apart. What could "
+        "you collect for each place?",
+    ),
+    Misconception(
+        "the tensors' names in place of their elements",
+        slip(_audit, "names"),
+        "Half of a tensor may be fine. Which elements are not?",
+    ),
+    Misconception(
+        "the two results exchanged",
+        slip(_audit, "exchanged"),
+        "The elements that nobody stores come first.",
+    ),
+)
+
+_AUDIT = Exercise(
+    name="audit",
+    statement="""
+Write the test that finds such bugs. `tensors` are pairs of a name and a number of elements.
+`stores` are triples `(program, name, offset)`: this program stored to that element. Return
+`(never, raced)`, two lists of pairs `(name, offset)` in the order of `tensors`: the elements that
+nobody stores, and those that more than one program stores.
+""",
+    minutes=5,
+    difficulty=2,
+    hints=(
+        "Begin with what ought to be stored, not with what was: every element of every tensor. "
+        "What do you have to know of each one?",
+        "For each element, collect *who* stores to it. Without anybody it is the first kind; "
+        "when is it the second?",
+        "A dictionary from each pair to an empty set, filled while you go through `stores`. A set "
+        "does not mind that one program comes twice.",
+    ),
+    why="Programs run in any order, so an element with two writers holds whichever came last, and "
+    "an element without one holds what was in memory.",
+    solution=audit,
+    misconceptions=_AUDIT_MISTAKES,
+    combine=together(
+        _AUDIT_MISTAKES,
+        {"stores", "three", "all stored", "neighbours"},
+        {"stored tensors", "untouched tensors"},
+    ),
+    cases=(
+        Case("two elements, two programs", lambda: ([("o", 2)], [(0, "o", 0), (1, "o", 0)])),
+        Case(
+            "one program stores twice",
+            lambda: ([("o", 2)], [(0, "o", 0), (0, "o", 0), (1, "o", 1)]),
+        ),
+        Case(
+            "a tensor that nobody stores to",
+            lambda: ([("o", 1), ("lse", 2)], [(4, "o", 0)]),
+        ),
+        Case(
+            "two tensors, one of them shared",
+            lambda: (
+                [("o", 2), ("lse", 2)],
+                [(0, "o", 0), (0, "lse", 0), (1, "o", 1), (1, "lse", 0)],
+            ),
+        ),
+        Case(
+            "one place, far apart",
+            lambda: ([("a", 3)], [(0, "a", 1), (1, "a", 0), (2, "a", 2), (3, "a", 1)]),
+        ),
+        Case(
+            "three tensors",
+            lambda: (
+                [("x", 2), ("y", 1), ("z", 2)],
+                [(2, "x", 1), (0, "z", 1), (1, "z", 0), (0, "z", 0), (2, "z", 0)],
+            ),
+        ),
+    ),
+)
+
+EXERCISES = (_INVERSE, _STEP, _LENGTHS, _SLOT, _WINDOW, _AUDIT)
+
+
+# -- two slips at once, written as readers write them --
+
+
+def _nested_with_empty(lists: list[list[int]], num_blocks: int) -> tuple[list, list]:
+    places = [
+        (max(block, 0), place)
+        for place, block in enumerate(b for blocks in lists for b in blocks)
+    ]  # fmt: skip
+    ordered = sorted(places)
+    bounds = [sum(block < b for block, _ in ordered) for b in range(num_blocks + 1)]
+    return [place for _, place in ordered], bounds
+
+
+def _one_head_unmasked(
+    queries: list[int], step: int, head: int, H: int, G: int, BR: int
+) -> list[int]:
+    chunk = queries[step * BR :][:BR] or queries[-1:]
+    chunk = chunk + [queries[-1]] * (BR - len(chunk))
+    return [(query * H + head) * G for query in chunk]
+
+
+def _few_and_uneven(count: int, length: int) -> list[int]:
+    if count == 0:
+        return []
+    n = max(1, count // (2 * length))
+    return sorted([count // n] * (n - 1) + [count - (n - 1) * (count // n)])
+
+
+def _added_and_averaged(d_s: Tensor, s: Tensor, is_seen: Tensor) -> Tensor:
+    return torch.einsum("gsk,sk->s", d_s, is_seen.float()) / len(d_s)
+
+
+def _short_and_past(start: int, BT: int, window_size: int, N: int) -> tuple[int, int]:
+    return start, start + window_size
+
+
+def _counted_where_stored(tensors: list, stores: list) -> tuple[list, list]:
+    places = [(name, offset) for _, name, offset in stores]
+    elements = [(name, i) for name, n in tensors for i in range(n)]
+    stored = {name for name, _ in places}
+    never = [e for e in elements if e not in places and e[0] in stored]
+    return never, [e for e in elements if places.count(e) > 1]
+
+
+DOUBLES = (
+    Double(
+        "inverse_list",
+        _nested_with_empty,
+        ("taking an empty slot for block 0", "the place of an entry in place of its query"),
+    ),
+    Double(
+        "rows_of_step",
+        _one_head_unmasked,
+        ("taking one head of each group", "loading rows past the end of the chunk"),
+    ),
+    Double(
+        "chunk_lengths",
+        _few_and_uneven,
+        ("as few chunks as possible", "giving the whole rest to one chunk"),
+    ),
+    Double(
+        "slot_gradient",
+        _added_and_averaged,
+        ("leaving the scores out", "averaging over the heads"),
+    ),
+    Double(
+        "window_queries",
+        _short_and_past,
+        ("stopping behind the queries that see the first key", "running past the last query"),
+    ),
+    Double(
+        "audit",
+        _counted_where_stored,
+        (
+            "counting stores in place of programs",
+            "forgetting tensors that nobody stores to",
+        ),
+    ),
+)
+
+
+# -- what the chapter warns of --
+
+TRAPS = ()
+
+
+# -- predictions --
+
+PREDICTIONS = ()
