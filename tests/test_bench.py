@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa_tutorial import bench, bench_lists, bench_rows, bench_truth
-from nsa_tutorial.bench_problem import GRADIENTS, Problem, Results, Shape, dense
-from nsa_tutorial.bench_steps import PROBE, newest_first
+from nsa_tutorial.bench import __main__ as bench
+from nsa_tutorial.bench import drawing, judging, measuring
+from nsa_tutorial.bench.problem import GRADIENTS, Problem, Results, Shape, dense
+from nsa_tutorial.bench.steps import PROBE, newest_first
 from nsa_tutorial.course import heads
 from nsa_tutorial.sparse.selected_attention import dense_mask, masked_attention
 
@@ -29,7 +30,7 @@ SHAPE = Shape(
 SMALL = ["--device", "cpu", "--backend", "reference", "--tokens", "70", "90"]
 SMALL += ["--kv-heads", "2", "--group", "2", "--width", "8"]
 QUICK = ["--block-size", "16", "--slots", "3", "--seconds", "0.01"]
-KINDS = [*bench_lists.DRIFTS]
+KINDS = [*drawing.DRIFTS]
 OPERATORS = ["selected", "window"]
 
 
@@ -48,9 +49,9 @@ def reference(problem: Problem) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_lists(kind: str, drawn: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Distinct causal blocks, ascending; of the forced ones as many as there is room for."""
-    monkeypatch.setattr(bench_lists, "DRAWN", drawn)
+    monkeypatch.setattr(drawing, "DRAWN", drawn)
     tokens, slots = 600, 4
-    ids = bench_lists.draw(kind, tokens, 2, 16, slots, "cpu")
+    ids = drawing.draw(kind, tokens, 2, 16, slots, "cpu")
     assert (ids.shape, ids.dtype) == ((1, tokens, 2, slots), torch.int32)
     for query, both in enumerate(ids[0].tolist()):
         own = query // 16
@@ -59,38 +60,38 @@ def test_lists(kind: str, drawn: int, monkeypatch: pytest.MonkeyPatch) -> None:
             assert row == sorted(set(listed)) + [-1] * (slots - len(listed))
             assert len(listed) == min(slots, own + 1)
             assert {own, max(own - 1, 0), 0} <= set(listed) <= set(range(own + 1))
-    assert torch.equal(ids, bench_lists.draw(kind, tokens, 2, 16, slots, "cpu")), "the same again"
+    assert torch.equal(ids, drawing.draw(kind, tokens, 2, 16, slots, "cpu")), "the same again"
     assert not torch.equal(ids[:, :, 0], ids[:, :, 1]), "every head draws its own"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_slots_than_blocks_and_fewer_than_are_forced(kind: str) -> None:
-    ids = bench_lists.draw(kind, 40, 1, 16, 5, "cpu")
+    ids = drawing.draw(kind, 40, 1, 16, 5, "cpu")
     assert ids[0, -1, 0].tolist() == [0, 1, 2, -1, -1]
-    ids = bench_lists.draw(kind, 100, 1, 16, 1, "cpu")
+    ids = drawing.draw(kind, 100, 1, 16, 1, "cpu")
     assert torch.equal(ids[0, :, 0, 0], torch.arange(100).int() // 16), "the own block comes first"
 
 
 @pytest.mark.parametrize("neighbours", [1, 2, 3, 4, 7])
 def test_overlap_counts_distinct_blocks(neighbours: int) -> None:
-    ids = bench_lists.draw("random", 150, 2, 16, 4, "cpu")
+    ids = drawing.draw("random", 150, 2, 16, 4, "cpu")
     together = alone = 0
     for start in range(0, 150 - neighbours + 1, neighbours):
         for head in range(2):
             tile = ids[0, start : start + neighbours, head]
             together += len(set(tile[tile >= 0].tolist()))
             alone += (tile >= 0).sum().item() / neighbours
-    assert bench_lists.overlap(ids, neighbours) == pytest.approx(together / alone)
+    assert drawing.overlap(ids, neighbours) == pytest.approx(together / alone)
 
 
 def test_overlap_from_agreeing_to_sharing_nothing() -> None:
     ids = torch.arange(24).reshape(1, 8, 1, 3)
-    assert bench_lists.overlap(ids) == 4
-    assert bench_lists.overlap(ids[:, :1].expand(-1, 8, -1, -1)) == 1
+    assert drawing.overlap(ids) == 4
+    assert drawing.overlap(ids[:, :1].expand(-1, 8, -1, -1)) == 1
     ids[0, 1::2] = -1  # every other query lists nothing
-    assert bench_lists.overlap(ids) == 4
+    assert drawing.overlap(ids) == 4
     with pytest.raises(ValueError, match="neighbours: got 9, expected at most 8"):
-        bench_lists.overlap(ids, 9)
+        drawing.overlap(ids, 9)
 
 
 @pytest.mark.parametrize("neighbours", [2, 4, 8])
@@ -101,7 +102,7 @@ def test_trained_lists_overlap_as_the_stored_heads_do(neighbours: int) -> None:
         assert [round(min(stored), 2), round(max(stored), 2)] == [1.16, 1.43], "the docstring's"
     for tokens in (8192, 65536):
         random, smooth, trained = (
-            bench_lists.overlap(long_lists(kind, tokens), neighbours)
+            drawing.overlap(long_lists(kind, tokens), neighbours)
             for kind in ("random", "smooth", "trained")
         )
         assert smooth < 1.05
@@ -112,7 +113,7 @@ def test_trained_lists_overlap_as_the_stored_heads_do(neighbours: int) -> None:
 
 @functools.cache
 def long_lists(kind: str, tokens: int) -> torch.Tensor:
-    return bench_lists.draw(kind, tokens, 1, 64, 16, "cpu")
+    return drawing.draw(kind, tokens, 1, 64, 16, "cpu")
 
 
 def overlaps_of_stored_heads(neighbours: int) -> list[float]:
@@ -126,7 +127,7 @@ def overlaps_of_stored_heads(neighbours: int) -> list[float]:
     mass = mass.masked_fill(block > own, -1)
     mass = mass.masked_fill((block == 0) | (block == own) | (block == own - 1), math.inf)
     ids = mass.topk(slots, -1).indices[:, 2 * slots * block_size :]  # [H, N, S]
-    return [bench_lists.overlap(head[None, :, None], neighbours) for head in ids]
+    return [drawing.overlap(head[None, :, None], neighbours) for head in ids]
 
 
 def test_newest_first() -> None:
@@ -180,16 +181,16 @@ def test_the_truth_is_what_autograd_says_of_dense_attention(operator: str) -> No
     q, k, v = (x.double().requires_grad_() for x in (problem.q, problem.k, problem.v))
     o, _ = masked_attention(q, k, v, mask)
     found = dict(zip(GRADIENTS, torch.autograd.grad(o, (q, k, v), problem.d_o), strict=True))
-    truth = bench_truth.truth(problem, gradients=True)
+    truth = judging.truth(problem, gradients=True)
     assert truth.keys() == {"o", *GRADIENTS}
     for name, x in {"o": o, **found}.items():
         for place, expected in truth[name]:
             torch.testing.assert_close(x[place], expected, atol=1e-12, rtol=1e-12)
-    assert bench_truth.truth(problem, gradients=False).keys() == {"o"}
+    assert judging.truth(problem, gradients=False).keys() == {"o"}
 
 
 def test_where_results_are_checked() -> None:
-    truth = bench_truth.truth(problem_of("selected"), gradients=True)
+    truth = judging.truth(problem_of("selected"), gradients=True)
     (_, queries), _ = truth["o"][0]
     assert {0, 36, 99} <= set(queries.tolist()), "the last 64, and others over all"
     places = [(keys.start, keys.stop, head) for (_, keys, head), _ in truth["d_k"]]
@@ -200,8 +201,8 @@ def test_where_results_are_checked() -> None:
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_rounding_is_right(operator: str, dtype: str) -> None:
     problem = problem_of(operator, replace(SHAPE, dtype=dtype))
-    truth = bench_truth.truth(problem, gradients=True)
-    errors, is_right = bench_truth.judge(problem.prepare("both", reference)(), truth)
+    truth = judging.truth(problem, gradients=True)
+    errors, is_right = judging.judge(problem.prepare("both", reference)(), truth)
     assert is_right
     assert errors.keys() == {"o", *GRADIENTS}
     assert all(0 < error < 0.1 for error in errors.values())
@@ -231,23 +232,23 @@ SPOILED = {
 @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
 def test_what_is_wrong_is_found(spoil: Callable[[Results], None]) -> None:
     problem = problem_of("selected", replace(SHAPE, dtype="bfloat16"))
-    truth = bench_truth.truth(problem, gradients=True)
+    truth = judging.truth(problem, gradients=True)
     found = problem.prepare("both", reference)()
     spoil(found)
-    assert not bench_truth.judge(found, truth)[1]
+    assert not judging.judge(found, truth)[1]
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_query_left_out_of_a_sum_is_found(operator: str) -> None:
     """Every query sees one of the blocks that are checked: the first is on every list."""
     problem = problem_of(operator)
-    truth = bench_truth.truth(problem, gradients=True)
+    truth = judging.truth(problem, gradients=True)
     for query in (0, 9, 40, 99):
         d_o = problem.d_o.clone()
         d_o[:, query] = 0
         found = replace(problem, d_o=d_o).prepare("backward", reference)()
         found = {name: found[name] for name in ("d_k", "d_v")}
-        assert not bench_truth.judge(found, truth)[1], query
+        assert not judging.judge(found, truth)[1], query
 
 
 # -- rows --
@@ -332,7 +333,7 @@ def test_a_wrong_kernel_is_a_failure(
 
 
 def test_what_cannot_run_is_noted() -> None:
-    blank = bench_rows.Row(
+    blank = measuring.Row(
         **asdict(SHAPE), operator="selected", kernel="x", change="y", direction="forward"
     )
 
@@ -340,19 +341,19 @@ def test_what_cannot_run_is_noted() -> None:
         raise RuntimeError("first line\nno such tile")
 
     for make in (fails, lambda: fails):  # before the call is made, and in it
-        row = bench_rows.measured(blank, make, "cpu", 0.01, {})
+        row = measuring.measured(blank, make, "cpu", 0.01, {})
         assert (row.ms, row.note) == (None, "RuntimeError: no such tile")
         assert replace(row, note="") == blank
 
 
 def test_a_row_without_a_dense_time_has_no_ratio() -> None:
-    blank = bench_rows.Row(
+    blank = measuring.Row(
         **asdict(SHAPE), operator="selected", kernel="x", change="", direction="forward", ms=2.0
     )
     dense = [replace(blank, kernel=name, ms=ms) for name, ms in (("a", 6.0), ("b", 3.0))]
     failed = replace(blank, kernel="dense", direction="backward", ms=None)
     rows = [blank, replace(blank, direction="backward"), replace(blank, ms=None)]
-    ratios = [row.dense_ratio for row in bench_rows.with_ratios(rows, [*dense, failed])]
+    ratios = [row.dense_ratio for row in measuring.with_ratios(rows, [*dense, failed])]
     assert ratios == [1.5, None, None]
 
 

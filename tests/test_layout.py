@@ -21,10 +21,6 @@ PACKAGE = ROOT / "nsa_tutorial"
 LEVELS = (
     {"course"},
     {"bench", "interop"},
-    {"bench_rows"},
-    {"bench_steps", "bench_truth"},
-    {"bench_problem"},
-    {"bench_lists"},
     {"layer"},
     {"ops"},
     {"library"},
@@ -157,6 +153,7 @@ LONGEST = 300
 LONG = {
     "nsa_tutorial/ops.py": "a function for each operator, whose docstring is its manual",
     "nsa_tutorial/runtime/costs.py": "bytes and FLOPs of one implementation after the other",
+    "nsa_tutorial/kernels/triton_backward.py": "the four kernels of one backward",
     "nsa_tutorial/course/train_heads.py": "run once, to make assets/heads.npz; no chapter shows it",
 }
 # A chapter's exercises, or its pictures, one after the other: a reader opens one of them, by

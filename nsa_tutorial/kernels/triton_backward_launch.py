@@ -129,23 +129,36 @@ def _gradients(
     ids: Tensor, rows: QueryRows, *, tile: int, window_size: int, scale: float,
     slot_scale: Tensor | None, out: Gradients | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    numbers = {"tile": tile, "window_size": window_size, "scale": scale, "slot_scale": slot_scale}
+    call = prepare(d_o, d_lse, q, k, v, o, lse, ids, rows, **numbers, is_added=out is not None)
+    d_q, d_k, d_v = out or (
+        q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    )  # fmt: skip
+    d_slot_scale = None if slot_scale is None else torch.zeros_like(slot_scale)
+    gradient_of_queries(call, d_q, d_slot_scale)
+    gradients_of_keys_and_values(call, d_k, d_v)
+    return d_q, d_k, d_v, d_slot_scale
+
+
+def prepare(
+    d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    ids: Tensor, rows: QueryRows, *, tile: int, window_size: int, scale: float,
+    slot_scale: Tensor | None, is_added: bool = False,
+) -> Backward:  # fmt: skip
+    """What all passes read: contiguous tensors, and the numbers of each row."""
     R, H, G = len(rows.first_key), k.shape[2], q.shape[2] // k.shape[2]
     d_o, q, k, v, lse = (x.contiguous() for x in (d_o, q, k, v, lse))
     delta, lse2 = (q.new_empty(R, H, G, dtype=torch.float32) for _ in range(2))
     call = Backward(
         d_o, q, k, v, lse, ids, rows, tile, window_size, scale, slot_scale, delta, lse2,
-        is_added=out is not None,
+        is_added,
     )  # fmt: skip
     tiles = tile_sizes(G, q.shape[3], v.shape[3])
     triton_backward.delta_kernel[(R, H)](
         o.contiguous(), d_o, lse, d_lse.contiguous(), delta, lse2, H,
         G=G, DV=v.shape[3], GT=tiles["GT"], DVT=tiles["DVT"], num_warps=1,
     )  # fmt: skip
-    d_q, d_k, d_v = out or (torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v))
-    d_slot_scale = None if slot_scale is None else torch.zeros_like(slot_scale)
-    gradient_of_queries(call, d_q, d_slot_scale)
-    gradients_of_keys_and_values(call, d_k, d_v)
-    return d_q, d_k, d_v, d_slot_scale
+    return call
 
 
 def gradient_of_queries(call: Backward, d_q: Tensor, d_slot_scale: Tensor | None) -> None:

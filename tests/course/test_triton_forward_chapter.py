@@ -19,8 +19,8 @@ import pytest
 import torch
 from selection import Problem
 
-from nsa_tutorial import bench_lists
-from nsa_tutorial.bench_steps import PROBE, newest_first
+from nsa_tutorial.bench import drawing
+from nsa_tutorial.bench.steps import PROBE, newest_first
 from nsa_tutorial.course import exercises, lowered, phases, recorder
 from nsa_tutorial.course.exercises import triton_forward as chapter_11
 from nsa_tutorial.course.judging import judge
@@ -379,7 +379,7 @@ def test_what_the_chapter_says_of_empty_slots() -> None:
 def test_which_slots_a_turned_list_makes_walk(tokens: int) -> None:
     """What the chapter counts, by the exercise's rule, on the lists that the benchmark turns."""
     walked_slots = solution("walked_slots")
-    lists = newest_first(bench_lists.draw("random", tokens, 1, 64, 16, "cpu")[0, :, 0])
+    lists = newest_first(drawing.draw("random", tokens, 1, 64, 16, "cpu")[0, :, 0])
     for position in range(0, tokens, 16 if tokens == 256 else 397):
         ids, own = lists[position].tolist(), position // 64
         turned, named = ids[2:] + ids[:2], min(own + 1, 16)

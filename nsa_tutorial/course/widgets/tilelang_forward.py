@@ -31,7 +31,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.patches import Patch
 from torch import Tensor
 
-from nsa_tutorial.bench_steps import PROBE
+from nsa_tutorial.bench.steps import PROBE
 from nsa_tutorial.course import heads
 from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure, shades
 from nsa_tutorial.course.sheet import Place, Sheet, byte_colour, bytes_of

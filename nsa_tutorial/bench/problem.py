@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nsa_tutorial import bench_lists, ops
+from nsa_tutorial import ops
+from nsa_tutorial.bench import drawing
 from nsa_tutorial.sparse.selected_attention import QueryRows, block_list, query_rows
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -48,7 +49,7 @@ class Problem:
         shape: the sizes.
         q, k, v, d_o: random, contiguous; `d_o` is the gradient of the output.
         rows: where the query rows stand.
-        lists: how the lists were drawn (`bench_lists.DRIFTS`); empty for the window.
+        lists: how the lists were drawn (`drawing.DRIFTS`); empty for the window.
         block_indices: the lists; None for the window.
     """
 
@@ -81,9 +82,7 @@ class Problem:
     def with_lists(self, lists: str) -> Problem:
         """The same tensors, with lists of that kind."""
         s = self.shape
-        ids = bench_lists.draw(
-            lists, s.tokens, s.kv_heads, s.block_size, s.slots, self.q.device.type
-        )
+        ids = drawing.draw(lists, s.tokens, s.kv_heads, s.block_size, s.slots, self.q.device.type)
         return replace(self, lists=lists, block_indices=ids)
 
     @property

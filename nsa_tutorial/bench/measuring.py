@@ -1,7 +1,7 @@
 """The rows of the benchmark: what is measured of a shape, and how.
 
 `measure_shape` goes through the lists, the passes and the kernels of one shape, judges each against
-`bench_truth` and measures it, then dense attention beside them. It reads no command line and writes
+`judging` and measures it, then dense attention beside them. It reads no command line and writes
 no file (`bench` does).
 """
 
@@ -17,9 +17,9 @@ from itertools import product
 import torch
 from tqdm import tqdm
 
-from nsa_tutorial import bench_lists, bench_truth
-from nsa_tutorial.bench_problem import GRADIENTS, Problem, Results, Shape, dense_kernels
-from nsa_tutorial.bench_steps import PROBE, STEPS
+from nsa_tutorial.bench import drawing, judging
+from nsa_tutorial.bench.problem import GRADIENTS, Problem, Results, Shape, dense_kernels
+from nsa_tutorial.bench.steps import PROBE, STEPS
 
 Call = Callable[[], Results]
 
@@ -41,7 +41,7 @@ class Row(Shape):
         dense_ratio: time of the fastest dense attention of the same shape, pass and run, over this
             one; None where none was measured.
         error, d_q_error, d_k_error, d_v_error: largest difference of the output and of each
-            gradient from fp64, where they were checked (`bench_truth`).
+            gradient from fp64, where they were checked (`judging`).
         is_right: whether all of them are rounding; None where nothing was judged.
         note: why it could not run.
     """
@@ -127,14 +127,14 @@ def peak_mib(call: Callable[[], object], device: str) -> float | None:
 
 def measured(
     row: Row, make: Callable[[], Call], device: str, seconds: float,
-    truth: dict[str, list[bench_truth.Part]] | None,
+    truth: dict[str, list[judging.Part]] | None,
 ) -> Row:  # fmt: skip
     """The row with what was measured, and judged where there is a truth; with a note, where the
     call did not run."""
     try:
         call = make()
         if truth is not None:
-            errors, is_right = bench_truth.judge(call(), truth)
+            errors, is_right = judging.judge(call(), truth)
             names = {"o": "error"} | {name: f"{name}_error" for name in GRADIENTS}
             row = replace(row, **{names[x]: error for x, error in errors.items()})
             row = replace(row, is_right=is_right)
@@ -156,10 +156,10 @@ def measure_shape(shape: Shape, plan: Plan, bar: tqdm) -> list[Row]:
     for lists in plan.lists:
         if lists:
             problem = problem.with_lists(lists)
-            overlap = bench_lists.overlap(problem.block_indices)
+            overlap = drawing.overlap(problem.block_indices)
             blank = partial(blank, lists=lists, overlap=overlap)
         bar.set_description(f"{shape.tokens} tokens, the truth in fp64")
-        truth = bench_truth.truth(problem, gradients=set(plan.directions) != {"forward"})
+        truth = judging.truth(problem, gradients=set(plan.directions) != {"forward"})
         for direction in plan.directions:
             calls = _calls(problem, direction, plan)
             if plan.steps:

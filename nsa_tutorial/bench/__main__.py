@@ -36,10 +36,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from nsa_tutorial.bench_lists import DRIFTS
-from nsa_tutorial.bench_problem import DTYPES, PASSES, Shape
-from nsa_tutorial.bench_rows import Plan, Row, measure_shape
-from nsa_tutorial.bench_steps import STEPS
+from nsa_tutorial.bench.drawing import DRIFTS
+from nsa_tutorial.bench.measuring import Plan, Row, measure_shape
+from nsa_tutorial.bench.problem import DTYPES, PASSES, Shape
+from nsa_tutorial.bench.steps import STEPS
 from nsa_tutorial.runtime import environment
 
 

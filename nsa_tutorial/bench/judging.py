@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_tutorial.bench_problem import Problem, Results
+from nsa_tutorial.bench.problem import Problem, Results
 
 CHECKED_QUERIES = 64  # the last ones, and as many spread over all
 GATHERED = 2**26  # numbers gathered at a time: 512 MiB in fp64

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor
 
-from nsa_tutorial.bench_problem import Problem
+from nsa_tutorial.bench.problem import Problem
 
 PROBE = "descriptors, loads and products alone"  # no attention, so there is nothing to judge
 Steps = Iterator[tuple[str, Callable[[], Tensor | tuple[Tensor, ...]]]]
@@ -120,7 +121,34 @@ def triton_steps(problem: Problem) -> Steps:
         )
 
 
+def triton_backward_steps(problem: Problem) -> Steps:
+    """The Triton backward of lists with one decision changed at a time, and other designs."""
+    from nsa_tutorial.kernels import triton_backward_launch, triton_backward_variants
+
+    if problem.operator != "selected":
+        return
+    o, lse = (x.detach() for x in problem.attend("triton"))
+    saved = (problem.d_o, torch.zeros_like(lse), problem.q, problem.k, problem.v, o, lse)
+    lists = (*(x.detach() for x in saved), problem.ids, problem.rows)
+    sizes = {"scale": problem.scale, "slot_scale": None}
+    BS, G = problem.shape.block_size, problem.shape.group
+
+    def changed(change: str) -> Callable[[], tuple[Tensor, ...]]:
+        launch = triton_backward_variants.variant(change)
+        return lambda: launch.of_lists(*lists, block_size=BS, **sizes)[:3]
+
+    def per_slot() -> tuple[Tensor, ...]:
+        call = triton_backward_launch.prepare(*lists, tile=BS, window_size=0, **sizes)
+        return triton_backward_variants.per_slot(call)
+
+    for change in triton_backward_variants.CHANGES:
+        if change != triton_backward_variants.BROADCAST or G <= 4:
+            yield change, changed(change)
+    yield "a program per slot, atomics", per_slot
+
+
 STEPS = {
+    ("triton", "backward"): triton_backward_steps,
     ("tilelang", "forward"): tilelang_steps,
     ("triton", "forward"): triton_steps,
 }

@@ -1,0 +1,1 @@
+"""The benchmark of the operators: `python -m nsa_tutorial.bench`."""
