@@ -1,7 +1,8 @@
 """The course's kernels as CUDA C++ and as PTX, at the sizes that the chapters show.
 
 `tilelang_cuda` and `triton_stages` take the kernels of chapters 10 and 11, `basic_cuda` and
-`basic_stages` those of chapter 09. `runtime.lowering` compiles; no GPU is needed.
+`basic_stages` those of chapter 09, `dkv_stages` chapter 13's. `runtime.lowering` compiles; no GPU
+is needed.
 """
 
 from __future__ import annotations
@@ -86,6 +87,27 @@ def basic_stages(name: str, arch: str = "sm_90", dtype: str = "float16") -> Mapp
     )
 
 
+@functools.cache
+def dkv_stages(arch: str = "sm_90", dtype: str = "float16") -> Mapping[str, str]:
+    """The stages of chapter 13's Triton kernel for the keys and values of lists, at the size of
+    `EXAMPLE`; arguments and errors as for `triton_stages`."""
+    environment.require("triton", environment.detect().device)
+    from nsa_tutorial.kernels.triton_tiles import dkv_options, tile_sizes
+
+    sizes = {name: n for name, n in EXAMPLE.items() if name != "H"}
+    options = dkv_options(**sizes, itemsize=4 if dtype == "float32" else 2)
+    tiles = {name: options.pop(name) for name in ("BT", "BR")}
+    tiles |= tile_sizes(sizes["G"], sizes["D"], sizes["DV"])
+    flags = dict.fromkeys(("WINDOW", "SLOT_SCALE", "ADD", "WIDE"), False)
+    constants = {**sizes, **tiles, **flags, "Factors": None, "EDGE": sizes["BS"]}
+    types = _types(dtype, "Q", "K", "V", "GradO", "GradK", "GradV")
+    types |= dict.fromkeys(("Delta", "LSE2", "SharesK", "SharesV"), "*fp32")
+    tables = ("Rows", "RowStart", "RowEnd", "FirstKey", "Head", "First", "Last", "NumParts")
+    types |= dict.fromkeys((*tables, "Place"), "*i32")
+    kernel = "nsa_tutorial.kernels.triton_backward:dkv_kernel"
+    return lowering.stages(kernel, constants, types, arch=arch, **options)
+
+
 def _types(dtype: str, *tensors: str) -> dict[str, str]:
     """Triton's types of the arguments: of `tensors` that have the dtype, and of those that have one
     type in every dtype."""
@@ -102,7 +124,8 @@ def excerpt(
     Args:
         language: `"tilelang"` for CUDA C++, `"triton"` for PTX.
         words: names of functions or instructions.
-        name: of a kernel of chapter 09; None is the forward of chapters 10 and 11.
+        name: of a kernel of chapter 09, or `"dkv"`, chapter 13's in Triton; None is the forward of
+            chapters 10 and 11.
         arch, lines: the GPU, and how many lines of each to show.
 
     Returns:
@@ -112,7 +135,8 @@ def excerpt(
     if missing := here.why_not(language, here.device if is_triton else "cuda"):
         return Listing(missing, "")
     if is_triton:
-        text = (basic_stages(name, arch) if name else triton_stages(arch))["ptx"]
+        stages = dkv_stages(arch) if name == "dkv" else basic_stages(name, arch) if name else None
+        text = (stages or triton_stages(arch))["ptx"]
     else:
         text = basic_cuda(name, arch) if name else tilelang_cuda(arch)
     source = [" ".join(line.split()) for line in text.splitlines()]

@@ -1,10 +1,12 @@
-"""Exercises of chapter 13: the inverse list, the rows of a step, shares of a long list, the gradient
-of a choice, the queries of a window's keys, and two programs that store to one place.
+"""Exercises of chapter 13: the inverse list, the rows of a step, shares of a long list, the
+gradient of a choice, the queries of a window's keys, and two programs that store to one place.
 
 The wrong solutions of an exercise are one function, told which slips to make.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -55,7 +57,7 @@ def _inverse(slips: Slips, lists: list[list[int]], num_blocks: int) -> tuple[lis
         queries = by_block[:end]
     flat, limits = queries.tolist(), bounds.tolist()
     if "nested" in slips:
-        flat = [flat[a:b] for a, b in zip(limits, limits[1:], strict=False)]
+        flat = [flat[a:b] for a, b in pairwise(limits)]
     if "counts" in slips:
         limits = bounds.diff().tolist()
     elif "listed only" in slips:
@@ -337,7 +339,7 @@ def chunk_lengths(count: int, length: int) -> list[int]:
     """How many queries each chunk of a block has, the shorter ones first."""
     num_parts = max(count // length, 1) if count else 0
     bounds = [count * part // num_parts for part in range(num_parts)] + [count]
-    return sorted(end - start for start, end in zip(bounds, bounds[1:], strict=False))
+    return sorted(end - start for start, end in pairwise(bounds))
 
 
 def _lengths(slips: Slips, count: int, length: int) -> list[int]:
@@ -771,7 +773,7 @@ def _audit(
         raced = [element for element, who in counted.items() if who]
     if "neighbours" in slips:
         raced = [
-            (b[1], b[2]) for a, b in zip(stores, stores[1:], strict=False)
+            (b[1], b[2]) for a, b in pairwise(stores)
             if a[1:] == b[1:] and a[0] != b[0]
         ]  # fmt: skip
     if "names" in slips:
@@ -974,9 +976,97 @@ DOUBLES = (
 
 # -- what the chapter warns of --
 
-TRAPS = ()
+TRAPS = (
+    Trap(
+        "**Empty slots and blocks of the future** get a number behind all others",
+        "inverse_list",
+        "letting empty slots sort in front",
+    ),
+    Trap("Others may have none at all.", "inverse_list", "leaving out blocks that nobody lists"),
+    Trap(
+        "The sort is **stable**, so a block's queries ascend.",
+        "inverse_list",
+        "a block's queries in descending order",
+    ),
+    Trap(
+        "query after query, and within a query head after head",
+        "rows_of_step",
+        "all queries of one head first",
+    ),
+    Trap(
+        "`d_k` from one head of each group, which is right for groups of 1",
+        "rows_of_step",
+        "taking one head of each group",
+    ),
+    Trap(
+        '-1 means "load nothing"',
+        "rows_of_step",
+        "loading rows past the end of the chunk",
+    ),
+    Trap(
+        "cut into equal **chunks**",
+        "chunk_lengths",
+        "chunks of one length, and a short rest",
+    ),
+    Trap(
+        "the factor stands in every score of its slot",
+        "slot_gradient",
+        "leaving the scores out",
+    ),
+    Trap("for all heads of the group", "slot_gradient", "taking one head of the group"),
+    Trap(
+        "until the last of its keys is out of sight",
+        "window_queries",
+        "stopping behind the queries that see the first key",
+    ),
+    Trap(
+        "**An LSE that two programs write.**",
+        "audit",
+        "forgetting tensors that nobody stores to",
+    ),
+)
 
 
 # -- predictions --
 
-PREDICTIONS = ()
+PREDICTIONS = (
+    Prediction(
+        "queries_of_a_block",
+        "65,536 tokens have lists of 16 blocks of 64 tokens: how many queries list a block, on "
+        "average?",
+        "65,536 queries name 16 blocks each, and 1,024 blocks share these names. (Early queries "
+        "see fewer blocks than they have slots, so it is a little less than 1,024.)",
+        (
+            (16, "That is how many blocks a query lists. The question was turned round."),
+            (64, "That is how many tokens a block has."),
+            (65_536, "That is the first block alone, which is forced. What of the other 1,023?"),
+            (32_768, "On average so many queries *can see* a block. Each of them lists only 16."),
+        ),
+        tolerance=0.03,
+    ),
+    Prediction(
+        "chunks_of_block_0",
+        "A program takes 1,024 to 2,047 queries of a block: how many programs does the first "
+        "block need, if all 65,536 queries list it?",
+        "As many shares as there can be of at least 1,024 queries.",
+        (
+            (1, "One program would walk all 65,536 queries, while the others are long done."),
+            (33, "Shares of almost 2,048 would do. More programs at work are faster, though."),
+            (32, "Shares of 2,048 are one too long, and more programs at work are faster."),
+            (1024, "That is how many queries a share has at least."),
+        ),
+    ),
+    Prediction(
+        "fastest_backward",
+        'Which backward is the fastest, "slots" (a program for each slot of a list, all gradients '
+        'by atomics), "one pass" (a program for each chunk of a block, d_q by atomics) or "two '
+        'passes"?',
+        "The two passes compute the scores twice, but each sum stays in registers until it is "
+        "done.",
+        (
+            ("slots", "It has the most programs, and each of them adds all that it has to memory."),
+            ("one pass", "It spares two of seven products, and pays with an addition in memory."),
+        ),
+        choices=("slots", "one pass", "two passes"),
+    ),
+)
