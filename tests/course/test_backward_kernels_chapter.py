@@ -1,0 +1,265 @@
+"""Chapter 13's exercises: their solutions against the package, answers as readers write them; and
+the kernels that it shows beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from nsa_tutorial import ops
+from nsa_tutorial.course import phases, show
+from nsa_tutorial.course.exercises import backward_kernels as solutions
+from nsa_tutorial.course.exercises import chapter_exercises
+from nsa_tutorial.course.judging import judge
+from nsa_tutorial.course.mistakes import Wrong
+from nsa_tutorial.sparse import inverse_list as inverse_lists
+from nsa_tutorial.sparse import selected_attention
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KNOWN = chapter_exercises("backward_kernels")
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def causal_rows(N: int) -> selected_attention.QueryRows:
+    return selected_attention.query_rows(
+        1, N, N, causal=True, cu_seqlens=None, device=torch.device("cpu")
+    )
+
+
+# -- solutions --
+
+
+@pytest.mark.parametrize("BS", [1, 3, 4])
+def test_the_inverse_list_is_the_packages(BS: int) -> None:
+    """Of random lists with empty slots, block for block."""
+    N, S = 13, 3
+    blocks = -(-N // BS)
+    g = torch.Generator().manual_seed(BS)
+    order = torch.rand(N, blocks, generator=g).argsort(-1)[:, :S]
+    ids = torch.where((order <= torch.arange(N)[:, None] // BS), order, -1)
+    inverse = inverse_lists.of_lists(ids[:, None], causal_rows(N), block_size=BS, num_keys=N)
+    queries, bounds = solutions.inverse_list(ids.tolist(), blocks)
+    for block in range(blocks):
+        first, last = inverse.first[block * BS], inverse.last[block * BS]
+        theirs = (inverse.entries[first:last] // S).tolist()
+        assert queries[bounds[block] : bounds[block + 1]] == theirs
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 7, 8, 30, 101])
+def test_chunk_lengths_are_the_packages(count: int) -> None:
+    length = 4
+    empty = torch.zeros(0, dtype=torch.int64)
+    bounds = torch.tensor([0, count], dtype=torch.int32)
+    inverse = inverse_lists.InverseList(empty, bounds[:1], bounds[1:], 1, 1, count, count)
+    chunks = inverse_lists.chunks(inverse, num_heads=1, length=length)
+    theirs = (chunks.last - chunks.first).tolist()
+    assert solutions.chunk_lengths(count, length) == sorted(n for n in theirs if n)
+
+
+def test_rows_of_all_steps_are_the_groups_rows() -> None:
+    """Every head of the group of every query, once."""
+    queries, head, H, G, BR = [1, 4, 5, 9], 1, 3, 5, 8
+    steps = (solutions.rows_of_step(queries, step, head, H, G, BR) for step in range(3))
+    rows = [row for step in steps for row in step]
+    q_row = torch.arange(10 * H * G).view(10, H, G)
+    expected = q_row[queries, head].flatten().tolist()
+    assert rows == expected + [-1] * (3 * BR - len(expected))
+
+
+def test_the_slot_gradient_is_the_operators() -> None:
+    """Two heads, blocks of three keys, the last one visible in part."""
+    N, G, D, BS, scale = 8, 2, 4, 3, 0.7
+    q, k, v = draw(1, N, G, D), draw(1, N, 1, D, seed=1), draw(1, N, 1, 5, seed=2)
+    lists = torch.tensor([[0, -1, 2]]).expand(1, N, 1, 3)
+    factors = torch.ones(1, N, 1, 3).double().requires_grad_()
+    o, lse = ops.selected_attention(
+        q, k, v, lists, block_size=BS, scale=scale, slot_scale=factors, return_lse=True
+    )
+    d_o = draw(*o.shape, seed=3)
+    (right,) = torch.autograd.grad(o, factors, d_o)
+    t = 7  # sees the keys 6 and 7 of block 2
+    keys = lists[0, t, 0][:, None] * BS + torch.arange(BS)  # [S, BS]
+    is_seen = (keys >= 0) & (keys <= t)
+    k_tile, v_tile = (x[0, :, 0][keys.clamp(0, N - 1)] for x in (k, v))
+    s = torch.einsum("gd,skd->gsk", scale * q[0, t], k_tile).masked_fill(~is_seen, -torch.inf)
+    p = torch.exp(s - lse[0, t, :, None, None])
+    d_p = torch.einsum("gd,skd->gsk", d_o[0, t], v_tile)
+    delta = (d_o[0, t] * o[0, t]).sum(-1)
+    d_s = p * (d_p - delta[:, None, None])
+    torch.testing.assert_close(solutions.slot_gradient(d_s, s, is_seen), right[0, t, 0])
+
+
+@pytest.mark.parametrize(("BT", "window_size"), [(1, 1), (4, 1), (4, 3), (3, 7), (8, 30)])
+def test_window_queries_are_those_that_see_a_key(BT: int, window_size: int) -> None:
+    N = 21
+    t, key = torch.arange(N)[:, None], torch.arange(N)
+    is_seen = (key <= t) & (key > t - window_size)
+    for start in range(0, N, BT):
+        expected = is_seen[:, start : start + BT].any(1).nonzero().flatten().tolist()
+        assert list(range(*solutions.window_queries(start, BT, window_size, N))) == expected
+
+
+def test_window_queries_are_the_packages() -> None:
+    N, BT, window_size = 21, 4, 6
+    inverse = inverse_lists.of_windows(
+        causal_rows(N), window_size=window_size, tile_size=BT, num_keys=N, num_heads=1
+    )
+    for tile, start in enumerate(range(0, N, BT)):
+        theirs = (inverse.first[tile].item(), inverse.last[tile].item())
+        assert solutions.window_queries(start, BT, window_size, N) == theirs
+
+
+# -- answers as readers write them --
+
+
+def lists_of_queries(lists, num_blocks):
+    by_block = [[q for q, ids in enumerate(lists) if b in ids] for b in range(num_blocks)]
+    bounds = [0]
+    for queries in by_block:
+        bounds.append(bounds[-1] + len(queries))
+    return [q for queries in by_block for q in queries], bounds
+
+
+def kept_nested(lists, num_blocks):
+    by_block = [[q for q, ids in enumerate(lists) if b in ids] for b in range(num_blocks)]
+    return by_block, [sum(map(len, by_block[:b])) for b in range(num_blocks + 1)]
+
+
+def bincount(lists, num_blocks):
+    block = torch.tensor(lists).flatten()
+    order = block.argsort(stable=True)
+    order = order[(block < 0).sum() :]
+    return (order // len(lists[0])).tolist(), torch.bincount(block[block >= 0]).tolist()
+
+
+def first_heads(queries, step, head, H, G, BR):
+    rows = [(query * H + head) * G for query in queries]
+    return [rows[i] if i < len(rows) else -1 for i in range(step * BR, (step + 1) * BR)]
+
+
+def all_rows(queries, step, head, H, G, BR):
+    rows = [(query * H + head) * G + g for query in queries for g in range(G)]
+    rows += [-1] * BR
+    return rows[step * BR : (step + 1) * BR] + [-1] * max(0, (step + 1) * BR - len(rows))
+
+
+def heads_then_queries(queries, step, head, H, G, BR):
+    rows = [(query * H + head) * G + g for g in range(G) for query in queries] + [-1] * BR
+    return rows[step * BR : (step + 1) * BR]
+
+
+def by_range(count, length):
+    return sorted(min(length, count - start) for start in range(0, count, length))
+
+
+def tensor_split(count, length):
+    shares = torch.arange(count).tensor_split(max(1, count // length))
+    return sorted(len(share) for share in shares if len(share))
+
+
+def by_einsum(d_s, s, is_seen):
+    return torch.einsum("gsk,gsk->s", d_s, s.masked_fill(~is_seen, 0))
+
+
+def nan_everywhere(d_s, s, is_seen):
+    return torch.einsum("gsk,gsk->s", d_s, s)
+
+
+def per_head(d_s, s, is_seen):
+    return torch.where(is_seen, d_s * s, 0).sum(-1)
+
+
+def as_in_the_library(start, BT, window_size, N):
+    return start, min(start + window_size, N)
+
+
+def in_whole_tiles(start, BT, window_size, N):
+    return start, min(start + BT, N)
+
+
+def two_stores(tensors, stores):
+    places = [(name, offset) for _, name, offset in stores]
+    elements = [(name, i) for name, n in tensors for i in range(n)]
+    never = [e for e in elements if e not in places]
+    return never, [e for e in elements if places.count(e) > 1]
+
+
+def what_was_stored(tensors, stores):
+    seen, raced = {}, set()
+    for program, name, offset in stores:
+        if seen.setdefault((name, offset), program) != program:
+            raced.add((name, offset))
+    sizes = {name: n for name, n in tensors if any(name == other for _, other, _ in stores)}
+    elements = [(name, i) for name, n in sizes.items() for i in range(n)]
+    return [e for e in elements if e not in seen], [e for e in elements if e in raced]
+
+
+ATTEMPTS = {
+    "nested": ("inverse_list", kept_nested, {"a list for each block in place of one flat list"}),
+    "counts": ("inverse_list", bincount, {"counts in place of bounds"}),
+    "one head": ("rows_of_step", first_heads, {"taking one head of each group"}),
+    "heads": ("rows_of_step", heads_then_queries, {"all queries of one head first"}),
+    "rest": ("chunk_lengths", by_range, {"chunks of one length, and a short rest"}),
+    "NaN": ("slot_gradient", nan_everywhere, {"NaN from a hidden key"}),
+    "heads apart": ("slot_gradient", per_head, {"a gradient for each head"}),
+    "short": (
+        "window_queries",
+        as_in_the_library,
+        {"stopping behind the queries that see the first key"},
+    ),
+    "own tile": ("window_queries", in_whole_tiles, {"stopping at the end of the tile"}),
+    "stores": ("audit", two_stores, {"counting stores in place of programs"}),
+    "stored": ("audit", what_was_stored, {"forgetting tensors that nobody stores to"}),
+}
+
+
+@pytest.mark.parametrize(("name", "attempt", "named"), ATTEMPTS.values(), ids=ATTEMPTS.keys())
+def test_a_readers_mistake_is_named(name: str, attempt: Callable, named: set[str]) -> None:
+    """None of these is written like the misconception that names it."""
+    assert set(judge(KNOWN[name], attempt).misconceptions) == named
+
+
+@pytest.mark.parametrize(
+    ("name", "attempt"),
+    [
+        ("inverse_list", lists_of_queries),
+        ("rows_of_step", all_rows),
+        ("chunk_lengths", tensor_split),
+        ("slot_gradient", by_einsum),
+    ],
+)
+def test_another_way_is_right_too(name: str, attempt: Callable) -> None:
+    assert judge(KNOWN[name], attempt).outcome == "right"
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_without_slips_a_wrong_solution_is_right(name: str) -> None:
+    """A slip changes what it is named for, and nothing else."""
+    e = KNOWN[name]
+    assert judge(e, Wrong(e.misconceptions[0].wrong.function, frozenset())).outcome == "right"
+
+
+# -- what the chapter shows --
+
+
+WALKS = (
+    "nsa_tutorial.training.gradients:backward_dkv",
+    "nsa_tutorial.kernels.triton_backward:walk_queries",
+    "nsa_tutorial.kernels.tilelang_backward:build_dkv",
+)
+
+
+def test_the_walk_has_the_phases_of_its_twin() -> None:
+    twin, walk, _ = map(phases, WALKS)
+    assert [phase for phase in twin if phase in walk] == walk
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_the_phase_that_is_shown_is_there_in_every_language(walk: str) -> None:
+    assert "- delta" in show(walk, "gradient of the scores").code
