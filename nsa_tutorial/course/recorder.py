@@ -5,8 +5,9 @@ The kernel's own source is executed, with small stand-ins for `tl` and for point
 recorded is what the kernel's index arithmetic says, on any machine, also where Triton is not
 installed or compiles for a GPU. Triton's interpreter works the same way.
 
-It knows the operations of chapter 09's kernels, of `triton_forward` and of `triton_descriptors`,
-and no others, computes in fp64 and int64, and says nothing about order, threads or time.
+It knows the operations of chapter 09's kernels, of `triton_forward`, of `triton_descriptors` and of
+`triton_backward.dkv_kernel`, and no others, computes in fp64 and int64, and says nothing about
+order, threads or time.
 """
 
 from __future__ import annotations
@@ -133,12 +134,16 @@ class _Language:
     constexpr = float32 = int64 = int32 = None
 
     def __init__(
-        self, program: tuple[int, ...], memory: Mapping[str, np.ndarray], accesses: list[Access]
-    ) -> None:
-        self.program, self.memory, self.accesses = program, memory, accesses
+        self, program: tuple[int, ...], memory: Mapping[str, np.ndarray], accesses: list[Access],
+        grid: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        self.program, self.memory, self.accesses, self.grid = program, memory, accesses, grid
 
     def program_id(self, axis: int) -> Tile:
         return _tile(self.program[axis])
+
+    def num_programs(self, axis: int) -> Tile:
+        return _tile(self.grid[axis])
 
     def arange(self, start: int, end: int) -> Tile:
         return _tile(np.arange(start, end))
@@ -236,8 +241,9 @@ def _jit(function: Callable | None = None, **_options: object) -> Callable:
 
 
 def run(
-    kernel: str | Callable, program: tuple[int, ...], arguments: Mapping[str, object]
-) -> Record:
+    kernel: str | Callable, program: tuple[int, ...], arguments: Mapping[str, object],
+    grid: tuple[int, ...] = (),
+) -> Record:  # fmt: skip
     """Run one program.
 
     Args:
@@ -248,10 +254,11 @@ def run(
         arguments: by name; a NumPy array stands for the pointer to its first element, and what is
             stored there is seen in it; a `Descriptor` stands for a tensor descriptor of one of
             these arrays.
+        grid: how many programs there are, for a kernel that asks for it.
     """
     arrays = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
     accesses: list[Access] = []
-    language = _Language(program, arrays, accesses)
+    language = _Language(program, arrays, accesses, grid)
     names: dict[str, object] = {"tl": language, "triton": SimpleNamespace(jit=_jit)}
     code, name = _code(kernel)
     exec(code, names)
