@@ -14,6 +14,7 @@ Nothing here needs Triton or a GPU.
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import dataclass
 
 import ipywidgets
@@ -28,6 +29,7 @@ from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, shades
 from nsa_tutorial.course.sheet import Chart, Place, Sheet, byte_colour, bytes_of
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.course.widgets.tilelang_forward import (
+    ASSETS,
     BS,
     N,
     example,
@@ -41,6 +43,7 @@ from nsa_tutorial.sparse import inverse_list, selected_attention
 from nsa_tutorial.sparse.inverse_list import Chunks, InverseList
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
+MEASURED = ASSETS / "triton_backward_h200.json"
 _NOTHING = "#EDEFF1"
 _PALE = "#C6DDEF"  # of what a list names, beside the one list that is lit
 
@@ -572,7 +575,7 @@ def _draw_inverse_list(sheet: Sheet, place: Place, m: Moment, head: int, block: 
     """The queries that list the block, a line for each chunk."""
     sheet.title(place, f"who lists block {block}: a line for each chunk")
     names = {"selected": "added", "query": "this step", _PALE: "to come"}
-    sheet.legend(place.x(0.57), place.top - 0.1, names)
+    sheet.legend(place.x(0.48), place.top - 0.1, names)
     t, squares, shown, words = tables(), [], [], []
     wide, high = place.width / 31, 0.25
     for line, chunk in enumerate(programs_of(head, block)):
@@ -633,7 +636,7 @@ def learned(how: str, scale: float) -> np.ndarray:
 def draw_learning() -> Picture:
     """How often the right block is chosen while the scores train, by gradient and by how peaked
     attention is."""
-    figure, axes = new_figure(7.8, 3.0, columns=2)
+    figure, axes = new_figure(8.2, 2.9, columns=2)
     scales = {"gentle": learning_to_choose.GENTLE, "peaked": learning_to_choose.PEAKED}
     best = learning_to_choose.found_by_hand()
     for axis, (name, scale) in zip(axes[0], scales.items(), strict=True):
@@ -649,19 +652,16 @@ def draw_learning() -> Picture:
     axes[0, 0].set_ylabel("queries that read their block")
     axes[0, 0].legend(frameon=False, fontsize=8.5, loc="center right")
     ends = [float(learned("slot_scale", scale)[:, -30:].mean()) for scale in scales.values()]
-    told = [_verdict(end, best) for end in ends]
-    return Picture(
-        figure,
-        f"Through slot_scale, gentle attention {told[0]} the right block; peaked attention "
-        f"{told[1]} it",
-    )
+    gentle, peaked = (_verdict(end, best) for end in ends)
+    told = f"slot_scale: gentle attention {gentle} its block, peaked attention {peaked} it"
+    return Picture(figure, told)
 
 
 def _verdict(found: float, best: float) -> str:
     chance = learning_to_choose.CHANCE
     if found > (best + chance) / 2:
-        return "learns to choose"
-    return "learns to avoid" if found < chance / 2 else "does not learn to choose"
+        return "learns to find"
+    return "learns to miss" if found < chance / 2 else "only guesses"
 
 
 def _draw_curve(axis: Axes, found: np.ndarray, how: str, colour: str, window: int = 15) -> None:
@@ -671,3 +671,22 @@ def _draw_curve(axis: Axes, found: np.ndarray, how: str, colour: str, window: in
     for one in smooth:
         axis.plot(steps, one, color=colour, linewidth=0.5)
     axis.plot(steps, np.mean(smooth, 0), color=colour, linewidth=2, label=how)
+
+
+# -- what was measured --
+
+
+@functools.cache
+def measured() -> dict:
+    """The stored result of `python -m nsa_tutorial.bench`: machine, versions, command, rows."""
+    return json.loads(MEASURED.read_text())
+
+
+def times(group: int = 16, lists: str = "random") -> dict[str, dict]:
+    """The rows of the Triton backward of 65,536 tokens, width 128, by what was changed; `"ours"` is
+    what the operators run."""
+    shape = {"tokens": 65_536, "width": 128, "group": group, "lists": lists}
+    wanted = {**shape, "kernel": "triton", "direction": "backward"}
+    return {
+        row["change"] or "ours": row for row in measured()["rows"] if wanted.items() <= row.items()
+    }
