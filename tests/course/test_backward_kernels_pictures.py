@@ -1,0 +1,223 @@
+"""Chapter 13's pictures: inverse lists and contention by counting, the recorded kernel against the
+reference backward, and what the pictures say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from nsa_tutorial.course import learning_to_choose
+from nsa_tutorial.course.widgets import backward_kernels as pictures
+from nsa_tutorial.training import gradients
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HEADS, BLOCKS = range(4), range(pictures.N // pictures.BS)
+SETTINGS = {
+    "trained": ("trained", 1024, 16, 16, 2**10),
+    "none forced, few slots": (pictures.NO_BLOCK, 2048, 4, 4, 2**10),
+    "smooth, nothing is cut": ("smooth", 1024, 8, 1, 2**16),
+}
+
+
+# -- the transpose --
+
+
+def test_the_transpose_lists_who_lists() -> None:
+    ids = pictures.small_lists()
+    found = pictures.inverse_of(ids, 4)
+    assert len(found) == len(ids) // 4
+    for block, rows in found.items():
+        assert rows == [row for row, listed in enumerate(ids[:, 0].tolist()) if block in listed]
+
+
+def test_the_transpose_says_both_lengths() -> None:
+    ids = torch.tensor([[0, -1], [0, -1], [1, -1], [0, 1]], dtype=torch.int32)[:, None]
+    picture = pictures.draw_transpose(ids, 2, query=3, block=0)
+    assert picture.finding == "Query 3 lists 2 blocks; 3 queries list block 0"
+
+
+# -- contention --
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())
+def test_contention_by_counting(setting: tuple) -> None:
+    kind, tokens, slots, group, rows = setting
+    c, ids = pictures.contention(*setting), pictures.lists(kind, tokens, slots)[:, 0]
+    blocks, length = tokens // pictures.BLOCK, rows // group
+    counts = [int((ids == block).sum()) for block in range(blocks)]
+    assert c.counts.tolist() == counts
+    assert c.added == sum(counts) * pictures.BLOCK * 2 * pictures.WIDTH
+    # programs start with all rows of the first slot
+    started = ids.T.flatten().split(pictures.AT_ONCE)
+    adding = [[int((wave == block).sum()) for block in range(blocks)] for wave in started]
+    assert c.at_once.tolist() == np.max(adding, 0).tolist()
+    assert c.busiest == pytest.approx(np.mean(np.max(adding, 1)))
+    assert c.sizes.sum() == sum(counts)
+    assert c.sizes.max() < 2 * length
+    assert c.shares == sum(count // length for count in counts if count >= 2 * length)
+    assert c.summed == c.shares * pictures.BLOCK * 2 * pictures.WIDTH
+
+
+def test_lists_without_forced_blocks() -> None:
+    """Distinct causal blocks, as many as there are; nobody is listed by all."""
+    ids = pictures.lists(pictures.NO_BLOCK, 1024, 4)[:, 0]
+    own = torch.arange(1024) // pictures.BLOCK
+    for row, listed in enumerate(ids.tolist()):
+        blocks = [block for block in listed if block >= 0]
+        assert blocks == sorted(set(blocks))
+        assert len(blocks) == min(4, own[row] + 1)
+        assert max(blocks) <= own[row]
+    late = ids[512:]
+    assert max(int((late == block).sum()) for block in range(16)) < len(late) / 2
+
+
+def test_forced_blocks_are_contended() -> None:
+    """Everybody lists block 0, and a program for each slot starts with all of them."""
+    forced = pictures.contention("random", 4096, 16, 16, 2**14)
+    free = pictures.contention(pictures.NO_BLOCK, 4096, 16, 16, 2**14)
+    assert forced.counts[0] == 4096 > free.counts.max()
+    assert forced.at_once[0] == pictures.AT_ONCE
+    assert forced.busiest > free.busiest
+
+
+def test_the_panel_of_contention_says_what_it_draws() -> None:
+    panel = pictures.contention_panel()
+    assert "Block 0 is listed most, by 4,096 queries" in panel.sentence
+    assert "are shares" in panel.sentence
+    assert "No block is cut" in panel.set(rows=2**16, group=1)
+
+
+def test_chunks_of_the_picture() -> None:
+    """A list of 1,024 is cut into eight; what is shorter than two chunks, not at all."""
+    finding = pictures.draw_chunks(length=128).finding
+    assert finding.startswith("Block 0, listed by 1,024 queries, takes 8 of ")
+    assert pictures.draw_chunks(length=1024).finding.startswith(
+        "Block 0, listed by 1,024 queries, takes 1 of 16 programs"
+    )
+
+
+# -- one program of the keys' kernel --
+
+
+def test_all_programs_together_are_the_reference() -> None:
+    """What the recorded kernel stores, whole or in shares, adds up to the gradients of keys and
+    values; nothing is touched outside of a tensor."""
+    e, tensors, c = pictures.example(), pictures.given(), pictures.tables().chunks
+    total = {name: np.zeros_like(tensors[name]) for name in "KV"}
+    for chunk in (c.last > c.first).nonzero().flatten().tolist():
+        seen, stored = pictures.run(chunk, c)
+        assert seen.outside() == 0
+        first, head = int(c.first_key[chunk]), int(c.head[chunk])
+        keys = slice(first, first + pictures.BS)
+        for name in "KV":
+            whole, share = stored[f"Grad{name}"], stored[f"Shares{name}"]
+            mine = share if c.num_parts[chunk] > 1 else whole[keys, head]
+            total[name][keys, head] += np.nan_to_num(mine)
+    q, k, v = (x.double() for x in (e.q, e.k, e.v))
+    o, lse = pictures.selected_attention.forward(
+        q, k, v, e.ids, e.rows, block_size=pictures.BS, scale=e.scale
+    )
+    d_o = torch.from_numpy(tensors["GradO"]).reshape(o.shape)
+    _, d_k, d_v, _ = gradients.of_lists(
+        d_o, torch.zeros_like(lse), q, k, v, o, lse, e.ids, e.rows, block_size=pictures.BS,
+        scale=e.scale,
+    )  # fmt: skip
+    for name, right in (("K", d_k), ("V", d_v)):
+        np.testing.assert_allclose(total[name], right[0].numpy(), rtol=1e-4, atol=1e-5)
+
+
+def all_steps(head: int, block: int, part: int) -> list[pictures.Moment]:
+    chunk = pictures.programs_of(head, block)[part]
+    steps = range(len(pictures.steps_of(chunk)))
+    return [pictures.moment(head, block, part, step) for step in steps]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_every_query_that_lists_a_block_arrives_once(head: int) -> None:
+    ids = pictures.example().ids[:, head]
+    for block in BLOCKS:
+        parts = range(len(pictures.programs_of(head, block)))
+        arrived = [row for part in parts for m in all_steps(head, block, part) for row in m.now]
+        listing = (ids == block).any(-1).nonzero().flatten().tolist()
+        assert arrived == [row for row in listing if row >= block * pictures.BS]
+
+
+def test_a_step_adds_its_weights_times_the_gradient_of_the_output() -> None:
+    d_o = pictures.given()["GradO"].reshape(-1, pictures.given()["GradO"].shape[-1])
+    for head, block, part in ((0, 0, 0), (3, 1, 1), (2, 5, 0)):
+        before = 0.0
+        for m in all_steps(head, block, part):
+            added = m.weights[:, : len(m.touched)] @ d_o[m.touched]
+            np.testing.assert_allclose(m.d_v - before, added, atol=1e-9)
+            before = m.d_v
+
+
+def test_masks_where_a_block_is_seen_in_part() -> None:
+    """A step without a mask needs none, and some of those with one do."""
+    for head in HEADS:
+        for block in BLOCKS:
+            steps = all_steps(head, block, 0)
+            for m in steps:
+                assert m.is_masked or m.is_seen[:, : len(m.touched)].all()
+            sees_all = bool(steps[0].is_seen[:, : len(steps[0].touched)].all())
+            assert steps[0].is_masked is not sees_all
+
+
+def test_the_sentence_follows_the_program() -> None:
+    first = pictures.told_step(0, 0, 0, 0)
+    assert "Queries 0, 1, 2, 3 arrive with 4 heads each, 16 rows; behind a mask: 4" in first
+    parts = len(pictures.programs_of(0, 0))
+    last = pictures.told_step(0, 0, parts - 1, len(all_steps(0, 0, parts - 1)) - 1)
+    assert f"stored as share {parts} of {parts}" in last
+    for head, block in ((h, b) for h in HEADS for b in BLOCKS):
+        for part in range(len(pictures.programs_of(head, block))):
+            end = len(all_steps(head, block, part)) - 1
+            assert "are added, and the sums are stored" in pictures.told_step(
+                head, block, part, end
+            )
+
+
+def test_the_stepper_keeps_to_its_chunks() -> None:
+    panel = pictures.stepper()
+    panel.set(part=2)
+    panel.controls["block"].value = 5
+    assert panel.values["part"] == len(pictures.programs_of(0, 5)) - 1
+    assert panel.controls["part"].disabled is (len(pictures.programs_of(0, 5)) == 1)
+
+
+# -- scores that learn to choose --
+
+
+@pytest.mark.parametrize(
+    ("ends", "told"),
+    [
+        ((0.8, 0.05), "gentle attention learns to find its block, peaked attention learns to miss"),
+        ((0.25, 0.25), "gentle attention only guesses its block, peaked attention only guesses"),
+    ],
+    ids=["as measured", "nothing is learned"],
+)
+def test_the_finding_is_read_from_the_runs(
+    monkeypatch: pytest.MonkeyPatch, ends: tuple[float, float], told: str
+) -> None:
+    levels = dict(zip((learning_to_choose.GENTLE, learning_to_choose.PEAKED), ends, strict=True))
+    monkeypatch.setattr(pictures, "learned", lambda how, scale: np.full((3, 150), levels[scale]))
+    assert told in pictures.draw_learning().finding
+
+
+def test_curves_are_those_of_the_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        learning_to_choose, "run", lambda how, *, seed, scale: torch.full((4,), seed + scale)
+    )
+    np.testing.assert_array_equal(
+        pictures.learned.__wrapped__("none", 2.0), [[2.0] * 4, [3.0] * 4, [4.0] * 4]
+    )
+
+
+# -- all of them --
+
+
+@pytest.mark.parametrize("draw", ["transpose", "chunks", "contention", "step"])
+def test_a_picture_is_small(draw: str) -> None:
+    assert len(getattr(pictures, f"draw_{draw}")().png()) < 60_000
