@@ -644,7 +644,7 @@ def draw_learning() -> Picture:
             _draw_curve(axis, learned(how, scale), how, PALETTE[colour])
         for y, label in ((best, "scores by hand"), (learning_to_choose.CHANCE, "chance")):
             axis.axhline(y, color=PALETTE["text"], linestyle=":", linewidth=1)
-            axis.text(2, y + 0.015, label, fontsize=8, va="bottom")
+            axis.text(0.8, y + 0.015, label, fontsize=7.5, va="bottom")
         axis.set_ylim(0, 1)
         axis.set_xlim(0, learning_to_choose.STEPS)
         axis.set_title(f"{name} attention, scale {scale:g}", fontsize=10)
