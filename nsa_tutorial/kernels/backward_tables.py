@@ -18,7 +18,7 @@ from nsa_tutorial.sparse.selected_attention import QueryRows
 WORKSPACE = 2**28  # bytes for the shares of tiles that are cut into chunks
 # Queries times heads of a group that a program walks, and up to twice as many, by the bytes of a
 # number: fp32 gradients bear no long sums in fp32.
-CHUNK_ROWS = {2: 2**14, 4: 2**10}
+CHUNK_ROWS = {2: 2**14, 4: 2**8}
 
 
 class Tables(NamedTuple):

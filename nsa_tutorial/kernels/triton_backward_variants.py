@@ -75,7 +75,7 @@ CHANGES: dict[str, dict[str, list[tuple[str, str]]]] = {
     "chunks added by atomics": {
         KERNELS: [(SHARE, ADDED)], LAUNCH: [(WORKSPACE, ALL_KEYS), (SUMS, CAST)],
     },
-    "no chunks: a program per block": {TABLES: [("{2: 2**14, 4: 2**10}", "{2: 2**30, 4: 2**30}")]},
+    "no chunks: a program per block": {TABLES: [("{2: 2**14, 4: 2**8}", "{2: 2**30, 4: 2**30}")]},
     BROADCAST: {
         KERNELS: [
             ("acc_s = tl.dot(q_tile, k_tile.T, input_precision=\"ieee\")", BY_ROWS.format(

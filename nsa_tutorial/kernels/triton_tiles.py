@@ -83,10 +83,11 @@ def dkv_options(
     program, and rows of a step. Arguments as in `launch_options`."""
     tiles = tile_sizes(G, D, DV)
     row_bytes = (tiles["DT"] + tiles["DVT"]) * itemsize
-    BT, BR, num_stages = min(64, _side(BS)), 64, 2
+    BT, BR = min(64, _side(BS)), 64
+    num_stages = 2 if G >= 16 else 3  # small groups gather more rows for a step
     while BT * row_bytes + (num_stages * row_bytes + 2 * BT * itemsize) * BR > shared_memory:
         if num_stages > 1:
-            num_stages = 1
+            num_stages -= 1
         elif BR > 16:
             BR //= 2
         elif BT > 16:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nsa_tutorial.sparse.selected_attention import QueryRows
@@ -27,23 +28,23 @@ from nsa_tutorial.sparse.selected_attention import QueryRows
 class InverseList(NamedTuple):
     """The entries of all lists, sorted by the keys that they name.
 
-    A *tile* of keys is a block of a list, or a stretch of keys of a window, for one key/value head.
+    A *tile* of keys is a block of a list, or a stretch of keys of a window, for one key/value head:
+    tile `i` has head `i % H`. Over one sequence, `i // H` is the block's id; sequences follow each
+    other.
 
     Attributes:
         entries: `[E]`, an entry's place in what it came from: in the flattened lists `[R, H, S]`,
             or, for windows, in `[H, R]`. Those of one tile follow each other, their rows ascending.
         first, last: `[tiles]` int32, where the entries of each tile begin, and where they end.
-        tile_size: tile `i` begins at key `i // H * tile_size` and has head `i % H`; 1 for lists,
-            where only some keys begin a block, and no other tile has entries.
-        most_tiles: how many tiles have entries, at most.
+        start: `[tiles]` int32, each tile's first key in the flattened `[B * M]` keys; anything
+            where there are no entries.
         most_entries, most_of_a_tile: how many entries all tiles have at most, and one of them.
     """
 
     entries: Tensor
     first: Tensor
     last: Tensor
-    tile_size: int
-    most_tiles: int
+    start: Tensor
     most_entries: int
     most_of_a_tile: int
 
@@ -78,21 +79,28 @@ def of_lists(
     An entry that no query can see (an empty slot, a block of the future) belongs to no tile, nor
     does one of a list that `is_asked [R, H]` leaves out.
     """
-    (R, H, S), BS = ids.shape, block_size
-    head = torch.arange(H, dtype=torch.int32, device=ids.device)
+    (R, H, S), BS, device = ids.shape, block_size, ids.device
+    head = torch.arange(H, dtype=torch.int32, device=device)
     num_blocks = ((rows.num_visible + BS - 1) // BS)[:, None, None]
     if is_asked is not None:
         num_blocks = num_blocks * is_asked[:, :, None]
     is_visible = (ids >= 0) & (ids < num_blocks)
-    first_tile = (rows.first_key[:, None] * H + head)[:, :, None]
-    tile = torch.add(first_tile, ids, alpha=BS * H)  # [R, H, S], of the block's first key
-    tile = torch.where(is_visible, tile, num_keys * H)  # behind all others
+    # every sequence's last block may be short: one number more for each makes room for it
+    is_new = rows.first_key[1:] != rows.first_key[:-1]
+    sequence = F.pad(is_new.cumsum(0, dtype=torch.int32), (1, 0))  # [R]
+    first_block = rows.first_key // BS + sequence
+    num_tiles = (num_keys // BS + rows.num_sequences) * H
+    tile = torch.add((first_block[:, None] * H + head)[:, :, None], ids, alpha=H)  # [R, H, S]
+    tile = torch.where(is_visible, tile, num_tiles).flatten()  # behind all others
+    if num_tiles < 2**15:
+        tile = tile.to(torch.int16)  # half the bits take half the time
     # stable: entries of one block stay in the order of their rows
-    tile, entries = tile.flatten().sort(stable=True)
-    tiles = torch.arange(num_keys * H + 1, dtype=torch.int32, device=ids.device)
-    bounds = torch.searchsorted(tile, tiles, out_int32=True)
-    most_tiles = min(R * H * S, (num_keys // BS + rows.num_sequences) * H)
-    return InverseList(entries, bounds[:-1], bounds[1:], 1, most_tiles, R * H * S, R)
+    tile, entries = tile.sort(stable=True)
+    bounds = torch.arange(num_tiles + 1, dtype=tile.dtype, device=device)
+    bounds = torch.searchsorted(tile, bounds, out_int32=True)
+    entry = entries[bounds[:-1].clamp(max=len(entries) - 1)]  # the first of each tile
+    start = rows.first_key[entry // (H * S)] + ids.flatten()[entry] * BS
+    return InverseList(entries, bounds[:-1], bounds[1:], start, R * H * S, R)
 
 
 def of_windows(
@@ -114,9 +122,8 @@ def of_windows(
     most_entries = H * R * tiles_of_a_row
     # of a tile's own keys, and of the windows that reach into it from two sequences
     most_of_a_tile = min(R, tile_size + 2 * (window_size - 1))
-    return InverseList(
-        entries, first, last, tile_size, len(key) * H, most_entries, most_of_a_tile
-    )  # fmt: skip
+    start = key.repeat_interleave(H, output_size=len(key) * H)
+    return InverseList(entries, first, last, start, most_entries, most_of_a_tile)
 
 
 def chunks(inverse: InverseList, *, num_heads: int, length: int) -> Chunks:
@@ -131,7 +138,8 @@ def chunks(inverse: InverseList, *, num_heads: int, length: int) -> Chunks:
     end = num_parts.cumsum(0, dtype=torch.int32)  # of each tile's chunks
     is_cut = inverse.most_of_a_tile >= 2 * length
     most_shares = inverse.most_entries // length if is_cut else 0
-    chunk = torch.arange(inverse.most_tiles + most_shares, dtype=torch.int32, device=count.device)
+    most_chunks = min(len(count), inverse.most_entries) + most_shares
+    chunk = torch.arange(most_chunks, dtype=torch.int32, device=count.device)
     tile = torch.searchsorted(end, chunk, right=True)  # [P]
     exists = tile < len(end)
     tile = tile.clamp(max=len(end) - 1)
@@ -142,6 +150,5 @@ def chunks(inverse: InverseList, *, num_heads: int, length: int) -> Chunks:
     last = torch.where(exists, start + total * (part + 1) // parts, first)
     is_share = exists & (parts > 1)
     place = is_share.cumsum(0, dtype=torch.int32) - 1
-    tile_start = tile // num_heads * inverse.tile_size
-    columns = (tile_start, tile % num_heads, first, last, part, parts, place)
+    columns = (inverse.start[tile], tile % num_heads, first, last, part, parts, place)
     return Chunks(*(x.to(torch.int32) for x in columns), num_places=most_shares)

@@ -203,7 +203,7 @@ def backward_dkv(
 
     for tile in (inverse.last > inverse.first).nonzero().flatten().tolist():
         # -- locate the program --
-        block_start, head = divmod(tile, H)
+        block_start, head = int(inverse.start[tile]), tile % H
         keys = slice(block_start, block_start + BS)  # the last one may end earlier
         entries = inverse.entries[inverse.first[tile] : inverse.last[tile]]  # places in [R, H, S]
 

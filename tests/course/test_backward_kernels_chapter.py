@@ -46,7 +46,7 @@ def test_the_inverse_list_is_the_packages(BS: int) -> None:
     inverse = inverse_lists.of_lists(ids[:, None], causal_rows(N), block_size=BS, num_keys=N)
     queries, bounds = solutions.inverse_list(ids.tolist(), blocks)
     for block in range(blocks):
-        first, last = inverse.first[block * BS], inverse.last[block * BS]
+        first, last = inverse.first[block], inverse.last[block]
         theirs = (inverse.entries[first:last] // S).tolist()
         assert queries[bounds[block] : bounds[block + 1]] == theirs
 
@@ -56,7 +56,7 @@ def test_chunk_lengths_are_the_packages(count: int) -> None:
     length = 4
     empty = torch.zeros(0, dtype=torch.int64)
     bounds = torch.tensor([0, count], dtype=torch.int32)
-    inverse = inverse_lists.InverseList(empty, bounds[:1], bounds[1:], 1, 1, count, count)
+    inverse = inverse_lists.InverseList(empty, bounds[:1], bounds[1:], bounds[:1], count, count)
     chunks = inverse_lists.chunks(inverse, num_heads=1, length=length)
     theirs = (chunks.last - chunks.first).tolist()
     assert solutions.chunk_lengths(count, length) == sorted(n for n in theirs if n)

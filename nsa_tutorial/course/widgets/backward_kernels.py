@@ -75,10 +75,8 @@ def inverse_of(ids: Tensor, block_size: int) -> dict[int, list[int]]:
     sizes = {"block_size": block_size, "num_keys": tokens}
     inverse = inverse_list.of_lists(ids, causal_rows(tokens), **sizes)
     row = inverse.entries // S
-    tiles = range(0, tokens, block_size)  # a tile is named by its first key
-    return {
-        tile // block_size: row[inverse.first[tile] : inverse.last[tile]].tolist() for tile in tiles
-    }
+    blocks = range(-(-tokens // block_size))
+    return {block: row[inverse.first[block] : inverse.last[block]].tolist() for block in blocks}
 
 
 def small_lists(tokens: int = 48, block_size: int = 4, slots: int = 4) -> Tensor:
@@ -196,7 +194,7 @@ class Contention:
 def contention(kind: str, tokens: int, slots: int, group: int, rows: int) -> Contention:
     """Of `lists`, in chunks of `rows` rows (queries times heads of a group)."""
     ids, inverted = lists(kind, tokens, slots), inverse(kind, tokens, slots)
-    counts = (inverted.last - inverted.first)[::BLOCK].numpy()
+    counts = (inverted.last - inverted.first)[: tokens // BLOCK].numpy()
     program = ids[:, 0].T.flatten().numpy()  # the block of each, the rows of a slot first
     wave = np.arange(len(program)) // AT_ONCE
     listed, blocks = program >= 0, len(counts)
