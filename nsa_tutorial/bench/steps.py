@@ -148,7 +148,7 @@ def triton_backward_steps(problem: Problem) -> Steps:
 
 
 STEPS = {
-    ("triton", "backward"): triton_backward_steps,
     ("tilelang", "forward"): tilelang_steps,
     ("triton", "forward"): triton_steps,
+    ("triton", "backward"): triton_backward_steps,
 }
