@@ -1,7 +1,8 @@
-"""Which tiles, threads and pipeline stages the TileLang kernel of the forward takes, by shape.
+"""Which tiles, threads and pipeline stages the TileLang kernels take, by shape.
 
-`tile_rows` is what the tensor cores ask for. `launch_options` reads `LAUNCH_TABLE`, which is frozen
-from measurements: no call of an operator measures anything.
+`tile_rows` is what the tensor cores ask for. `launch_options` is the forward's, and reads
+`LAUNCH_TABLE`, which is frozen from measurements: no call of an operator measures anything.
+`dq_options` and `dkv_options` are the backward's.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ LAUNCH_TABLE = (
     (256, 128, 2, 1),
 )
 
+SHARED_MEMORY = 99 * 1024  # bytes that a program can have on every GPU from sm_80 on
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+
 
 def tile_rows(n: int) -> int:
     """`n` rounded up to what the tensor cores take: a multiple of 16."""
@@ -35,3 +39,33 @@ def launch_options(G: int, D: int, DV: int, BS: int) -> dict[str, int]:
     # warps take equal shares of the rows, and are not too many
     shares = max(n for n in range(1, 9) if sixteens % n == 0)
     return {"threads": 32 * warps * shares, "num_stages": stages}
+
+
+def dq_options(G: int, D: int, DV: int, BS: int, dtype: str) -> dict[str, int]:
+    """`BT`, `threads` and `num_stages` of the backward's walk along the lists: tokens of a step,
+    and a warp for every 16 rows of the group, two where the rows are wide."""
+    token_bytes = (tile_rows(D) + tile_rows(DV)) * ITEMSIZE[dtype]
+    BT = min(64, tile_rows(BS))
+    while BT > 16 and (BT + tile_rows(G)) * token_bytes > SHARED_MEMORY:
+        BT = tile_rows(BT // 2)
+    threads = launch_options(G, D, DV, BT)["threads"]
+    return {"BT": BT, "threads": threads, "num_stages": 1}
+
+
+def dkv_options(D: int, DV: int, BS: int, dtype: str) -> dict[str, int]:
+    """`BT`, `BR`, `threads` and `num_stages` of the backward's walk along the inverse lists: keys
+    of a program, rows of a step, and a warp for every 16 keys, two where the rows are wide."""
+    width, itemsize = tile_rows(D) + tile_rows(DV), ITEMSIZE[dtype]
+
+    def size(BT: int, BR: int, num_stages: int) -> int:
+        """Bytes of keys and values, of queries with their five numbers a row, and of weights."""
+        row_bytes = width * itemsize + 5 * 4
+        weights = 0 if width <= 256 and itemsize == 2 else 2 * BT * BR * itemsize
+        return BT * width * itemsize + num_stages * BR * row_bytes + weights
+
+    whole = min(64, tile_rows(BS))
+    choices = [(whole, 64, 2), (whole, 64, 1), (whole, 32, 1), (min(32, whole), 32, 1)]
+    fitting = [choice for choice in choices if size(*choice) <= SHARED_MEMORY]
+    BT, BR, num_stages = (*fitting, (16, 16, 1))[0]
+    threads = 2 * BT if width <= 256 else 4 * BT
+    return {"BT": BT, "BR": BR, "threads": threads, "num_stages": num_stages}
