@@ -467,8 +467,6 @@ def _slot(slips: Slips, d_s: Tensor, s: Tensor, is_seen: Tensor) -> Tensor:
         d_s, s = d_s[:1], s[:1]
     seen = is_seen.expand(d_s.shape)
     product = d_s * s if "NaN" in slips else (d_s * s).masked_fill(~seen, 0)
-    if "times mask" in slips:
-        product = d_s * s * seen
     if "apart" in slips:
         d_sum = d_s.masked_fill(~seen, 0).sum(2)
         product = (d_sum * s.masked_fill(~seen, 0).sum(2))[..., None]
@@ -492,12 +490,8 @@ _SLOT_MISTAKES = (
     Misconception(
         "NaN from a hidden key",
         slip(_slot, "NaN"),
-        "A hidden score is `-inf` and its gradient is 0. What is `0 * -inf`?",
-    ),
-    Misconception(
-        "NaN from a hidden key",
-        slip(_slot, "times mask"),
-        "`0 * -inf` is NaN, and NaN times 0 is NaN still. What writes 0 whatever stood there?",
+        "A hidden score is `-inf` and its gradient is 0. `0 * -inf` is NaN, and NaN times a mask "
+        "is NaN still. What writes 0 whatever stood there?",
     ),
     Misconception(
         "leaving the scores out",
@@ -573,9 +567,8 @@ the factors at ones, `[S]`.
     misconceptions=_SLOT_MISTAKES,
     combine=together(
         _SLOT_MISTAKES,
-        {"NaN", "times mask", "apart"},
+        {"NaN", "apart"},
         {"no score", "NaN"},
-        {"no score", "times mask"},
         {"one head", "heads mean", "heads apart", "one number", "over slots"},
         {"keys mean", "apart"},
         {"keys mean", "over slots"},
@@ -850,8 +843,8 @@ nobody stores, and those that more than one program stores.
         "A dictionary from each pair to an empty set, filled while you go through `stores`. A set "
         "does not mind that one program comes twice.",
     ),
-    why="Programs run in any order, so an element with two writers holds whichever came last, and "
-    "an element without one holds what was in memory.",
+    why="An element with two writers holds what came last, and one without a writer holds what was "
+    "in memory. (The library had chosen the right pointer, and passed on the other one.)",
     solution=audit,
     misconceptions=_AUDIT_MISTAKES,
     combine=together(
@@ -1034,8 +1027,8 @@ PREDICTIONS = (
         "queries_of_a_block",
         "65,536 tokens have lists of 16 blocks of 64 tokens: how many queries list a block, on "
         "average?",
-        "65,536 queries name 16 blocks each, and 1,024 blocks share these names. (Early queries "
-        "see fewer blocks than they have slots, so it is a little less than 1,024.)",
+        "65,536 queries name 16 blocks each, and 1,024 blocks share these names. Early queries "
+        "see fewer blocks than they have slots, so it is a little less than 1,024.",
         (
             (16, "That is how many blocks a query lists. The question was turned round."),
             (64, "That is how many tokens a block has."),
