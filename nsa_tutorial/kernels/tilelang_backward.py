@@ -347,7 +347,7 @@ def build_dkv(
                     if is_window:
                         row_start[i] = RowStart[row]
                     if has_factors:
-                        factor[i] = Factors[first + index // G]
+                        factor[i] = Factors[T.if_then_else(index < num_rows, first + index // G, E)]
                 for i, j in T.Parallel(BR, DVT):
                     index = step * BR + i
                     entry = T.if_then_else(index < num_rows, Rows[first + index // G], -1)
