@@ -51,22 +51,22 @@ BACKENDS: Table = {
 BACKWARDS: Table = {
     "selected_attention": {
         "reference": "nsa_tutorial.training.gradients:of_lists",
-        "masked": "nsa_tutorial.training.gradients:of_masked_lists",
-        "tilelang": "nsa_tutorial.training.gradients:of_lists",
+        "masked": "nsa_tutorial.training.tile_gradients:of_masked_lists",
+        "tilelang": "nsa_tutorial.kernels.tilelang_backward_launch:of_lists",
         "triton": "nsa_tutorial.kernels.triton_backward_launch:of_lists",
     },
     "sliding_window_attention": {
-        "reference": "nsa_tutorial.training.gradients:of_windows",
-        "tilelang": "nsa_tutorial.training.gradients:of_windows",
+        "reference": "nsa_tutorial.training.tile_gradients:of_windows",
+        "tilelang": "nsa_tutorial.kernels.tilelang_backward_launch:of_windows",
         "triton": "nsa_tutorial.kernels.triton_backward_launch:of_windows",
     },
     "selected_and_window_attention": {
         "reference": "nsa_tutorial.training.gradients:of_lists_and_windows",
-        "tilelang": "nsa_tutorial.training.gradients:of_lists_and_windows",
+        "tilelang": "nsa_tutorial.kernels.tilelang_backward_launch:of_lists_and_windows",
         "triton": "nsa_tutorial.kernels.triton_backward_launch:of_lists_and_windows",
     },
     "compressed_attention": {
-        "reference": "nsa_tutorial.training.gradients:of_summaries",
+        "reference": "nsa_tutorial.training.tile_gradients:of_summaries",
     },
 }
 CHAPTER_OF = {

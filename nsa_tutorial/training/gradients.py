@@ -3,11 +3,11 @@
 A forward keeps `o` and `lse`, and none of the scores. The backward computes the scores again, and
 repeats five lines:
 
-    p   = exp(s - lse)               the weights, from the scaled scores and their log-sum-exp
-    d_v = pᵀ @ d_o
-    d_p = d_o @ vᵀ
-    d_s = p * (d_p - delta)          with delta = sum(d_o * o) - d_lse, one per query and head
-    d_q = scale * d_s @ k,  d_k = scale * d_sᵀ @ q
+    1.  p   = exp(s - lse)            the weights, from the scaled scores and their log-sum-exp
+    2.  d_v = pᵀ @ d_o
+    3.  d_p = d_o @ vᵀ
+    4.  d_s = p * (d_p - delta)       with delta = sum(d_o * o) - d_lse, one per query and head
+    5.  d_q = scale * d_s @ k,  d_k = scale * d_sᵀ @ q
 
 `dense` does so with the whole matrix, `by_query_tiles` and `by_key_tiles` with one tile of it at a
 time. `of_lists` is the backward of selected attention, in two passes as in the kernels, with their
@@ -34,13 +34,7 @@ from torch import Tensor
 from nsa_tutorial.sparse import inverse_list, query_tiles
 from nsa_tutorial.sparse.query_tiles import finite
 from nsa_tutorial.sparse.selected_attention import QueryRows
-from nsa_tutorial.training.tile_gradients import (  # noqa: F401
-    Gradients,
-    of_masked_lists,
-    of_summaries,
-    of_windows,
-    preprocess,
-)
+from nsa_tutorial.training.tile_gradients import Gradients, of_windows, preprocess
 
 ListGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 GATHERED = 2**26  # numbers that gathered keys or queries may have: 256 MiB in fp32
@@ -240,6 +234,7 @@ def backward_dkv(
             acc_dk += d_s.T @ finite(q_tile)
 
         # -- store --
+        # a sequence's last block may reach over the next one's keys: their share from here is 0
         d_k[keys, head] += scale * acc_dk
         d_v[keys, head] += acc_dv
     return d_k.view(k.shape).to(k.dtype), d_v.view(v.shape).to(v.dtype)
