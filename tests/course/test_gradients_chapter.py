@@ -129,6 +129,88 @@ def derivative_of_exp2(d_o, q_log2, k, v, lse, delta, scale):
     return scale * d_s @ k, math.log(2) * d_s.T @ q_log2
 
 
+def average_behind_the_bracket(p, d_p):
+    return p * d_p - torch.sum(p * d_p, -1, True)
+
+
+def axis_lost(p, d_p):
+    return p * (d_p - torch.einsum("nm,nm->n", p, d_p))
+
+
+def axis_kept(d_o, o, d_lse):
+    return (d_o * o).sum(-1, keepdim=True) - d_lse
+
+
+def other_heads(d_o, o, d_lse):
+    return d_o @ o.mT - d_lse
+
+
+def other_heads_summed(d_o, o, d_lse):
+    return (d_o @ o.mT).sum(-1) - d_lse
+
+
+def over_queries(d_o, o, d_lse):
+    return (d_o * o).sum(0) - d_lse
+
+
+def over_everything(d_o, o, d_lse):
+    return torch.sum(d_o * o) - d_lse
+
+
+def never_summed(d_o, o, d_lse):
+    return d_o * o - d_lse.unsqueeze(-1)
+
+
+def lse_in_each_channel(d_o, o, d_lse):
+    return torch.einsum("nhd,nhd->nh", d_o - d_lse[..., None], o)
+
+
+def formulas_copied(p, d_s, q, d_o, H, scale):
+    """As `p.T` turns three axes, without PyTorch's warning."""
+    d_v = p.permute(2, 1, 0) @ d_o
+    d_k = scale * d_s.permute(2, 1, 0) @ q
+    return d_k.unflatten(0, (H, -1)).sum(1), d_v.unflatten(0, (H, -1)).sum(1)
+
+
+def hidden_by_a_large_number(q, k, lse, is_seen, scale):
+    return torch.exp((scale * q @ k.T).masked_fill(~is_seen, -1e9) - lse[:, None])
+
+
+def hidden_by_infinity(q, k, lse, is_seen, scale):
+    return torch.exp((scale * q @ k.T).masked_fill(~is_seen, -torch.inf) - lse[:, None])
+
+
+def hidden_by_zero(q, k, lse, is_seen, scale):
+    return torch.where(is_seen, scale * q @ k.T - lse[:, None], 0).exp()
+
+
+def two_powers_divided(q, k, lse, is_seen, scale):
+    return (scale * q @ k.T).masked_fill(~is_seen, -torch.inf).exp() / lse.exp()[:, None]
+
+
+def no_power(q, k, lse, is_seen, scale):
+    return torch.where(is_seen, scale * q @ k.T - lse[:, None], 0)
+
+
+def all_natural(d_o, q_log2, k, v, lse, delta, scale):
+    d_s = torch.exp(q_log2 @ k.T - lse[:, None]) * (d_o @ v.T - delta[:, None])
+    return scale * d_s @ k, math.log(2) * d_s.T @ q_log2
+
+
+def scaled_again(d_o, q_log2, k, v, lse, delta, scale):
+    p = torch.exp2(scale * q_log2 @ k.T - lse[:, None] / math.log(2))
+    d_s = p * (d_o @ v.T - delta[:, None])
+    return scale * d_s @ k, math.log(2) * d_s.T @ q_log2
+
+
+def keys_first(*arguments):
+    return solutions.base_two(*arguments)[::-1]
+
+
+NAN = {"NaN for the row that saw nothing"}
+KEPT = {"a sum that keeps its axis, beside a d_lse without one"}
+CROSSED = {"the products of each head with all the others"}
+
 ATTEMPTS = {
     "diagonal": ("score_gradient", sigmoid_like, {"keeping only the Jacobian's diagonal"}),
     "one sum": ("score_gradient", over_all, {"one sum for the whole matrix"}),
@@ -140,6 +222,36 @@ ATTEMPTS = {
     "softmax": ("weights_again", softmax_again, {"a softmax over the tile alone"}),
     "scale twice": ("base_two", as_in_the_five_lines, {"scaling d_k twice"}),
     "ln 2": ("base_two", derivative_of_exp2, {"ln 2 in d_s"}),
+    "bracket": (
+        "score_gradient",
+        average_behind_the_bracket,
+        {"taking the average off outside of the bracket"},
+    ),
+    "axis lost": ("score_gradient", axis_lost, {"a sum that has lost its axis"}),
+    "axis kept": ("row_delta", axis_kept, KEPT),
+    "crossed": ("row_delta", other_heads, CROSSED),
+    "crossed, summed": ("row_delta", other_heads_summed, CROSSED),
+    "queries": (
+        "row_delta",
+        over_queries,
+        {"summing over the queries or the heads, not over the channels"},
+    ),
+    "whole": ("row_delta", over_everything, {"one sum for the whole tensor"}),
+    "no sum": ("row_delta", never_summed, {"multiplying number by number, and not summing"}),
+    "inside": ("row_delta", lse_in_each_channel, {"taking d_lse off every channel of d_o"}),
+    "copied": ("group_gradients", formulas_copied, {"`.T` where there are three axes"}),
+    "-1e9": (
+        "weights_again",
+        hidden_by_a_large_number,
+        {"infinity for the row that saw nothing"},
+    ),
+    "-inf": ("weights_again", hidden_by_infinity, NAN),
+    "0 / 0": ("weights_again", two_powers_divided, NAN),
+    "0": ("weights_again", hidden_by_zero, {"writing 0 before the power is taken"}),
+    "no power": ("weights_again", no_power, {"stopping at the exponent"}),
+    "natural": ("base_two", all_natural, {"natural exp and lse, with scores in base two"}),
+    "scaled again": ("base_two", scaled_again, {"scaling the scores twice"}),
+    "keys first": ("base_two", keys_first, {"d_k before d_q"}),
 }
 
 
@@ -151,6 +263,12 @@ def test_a_readers_mistake_is_named(name: str, attempt: Callable, named: set[str
 
 def test_a_jacobian_that_is_built_is_right_too() -> None:
     assert judge(KNOWN["score_gradient"], jacobian_built).outcome == "right"
+
+
+def test_weights_of_a_tile_sum_to_one_at_most() -> None:
+    """A reader may check a case by hand: its lse is that of a row which holds the tile."""
+    for case in KNOWN["weights_again"].cases:
+        assert (solutions.weights_again(*case.arguments()).sum(-1) <= 1).all(), case.name
 
 
 # -- pictures --

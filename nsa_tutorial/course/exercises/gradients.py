@@ -40,13 +40,14 @@ def _score(slips: Slips, p: Tensor, d_p: Tensor) -> Tensor:
         return p * (1 - p) * d_p
     weighted = d_p if slips & {"plain sum", "plain mean"} else p * d_p
     dim = (0, 1) if "whole" in slips else 0 if "column" in slips else -1
-    average = weighted.sum(dim, keepdim=True)
+    average = weighted.sum(dim, keepdim="flat" not in slips)
     if slips & {"plain mean", "mean"}:
         average = average / p.shape[-1]
     if "alone" in slips:
         average = 0 * average
-    difference = average - d_p if "sign" in slips else d_p - average
-    if "no weight" in slips:
+    worth = p * d_p if "outside" in slips else d_p
+    difference = average - worth if "sign" in slips else worth - average
+    if slips & {"no weight", "outside"}:
         return difference
     return p * p * difference if "twice" in slips else p * difference
 
@@ -105,6 +106,18 @@ _SCORE_MISTAKES = (
         "A hidden key has weight 0, and its score must not matter. What does your formula give it?",
     ),
     Misconception(
+        "taking the average off outside of the bracket",
+        slip(_score, "outside"),
+        "A key of weight 0 gets minus the average from you, and its score moves nothing. What "
+        "has to multiply the average, too?",
+    ),
+    Misconception(
+        "a sum that has lost its axis",
+        slip(_score, "flat"),
+        "`sum(-1)` is `[N]`, and PyTorch lines it up with the *last* axis of `[N, M]`, the keys. "
+        "Which shape lines up with the queries?",
+    ),
+    Misconception(
         "the weight in front twice",
         slip(_score, "twice"),
         "In the column of the Jacobian, each entry holds `p_j` once outside of the bracket. "
@@ -138,9 +151,10 @@ three lines of `[N, M]` are enough.
     combine=together(
         _SCORE_MISTAKES,
         {"alone", "diagonal", "plain sum", "plain mean", "mean"},
-        {"alone", "diagonal", "column", "whole"},
+        {"alone", "diagonal", "column", "whole", "flat"},
         {"diagonal", "sign"},
-        {"diagonal", "no weight", "twice"},
+        {"diagonal", "no weight", "twice", "outside"},
+        {"alone", "outside"},
     ),
     cases=(
         Case(
@@ -166,24 +180,34 @@ three lines of `[N, M]` are enough.
 
 
 def row_delta(d_o: Tensor, o: Tensor, d_lse: Tensor) -> Tensor:
-    """What a row's gradients are measured from, [N, HQ], without its weights."""
+    """The delta of each row, [N, HQ], made without the row's weights."""
     return (d_o * o).sum(-1) - d_lse
 
 
 def _delta(slips: Slips, d_o: Tensor, o: Tensor, d_lse: Tensor) -> Tensor:
     """`row_delta` with slips."""
     first, second = (o if "output" in slips else d_o), (d_o if "gradient" in slips else o)
-    product = first if "no product" in slips else first * second
+    if "inside" in slips:
+        first = first - d_lse[..., None]
+    if slips & {"every head", "every head, summed"}:
+        product = first @ second.mT
+    else:
+        product = first if "no product" in slips else first * second
     if "heads" in slips:
         product = product.sum(1, keepdim=True).expand_as(product)
-    delta = product.mean(-1) if "mean" in slips else product.sum(-1)
-    if "other axis" in slips:
-        return product.sum(1)
+    if slips & {"no sum", "no sum, aligned", "every head"}:
+        delta = product
+    elif "whole" in slips:
+        delta = product.sum()
+    else:
+        delta = product.sum(1 if "other axis" in slips else -1, keepdim="kept" in slips)
+    delta = delta / product.shape[-1] if "mean" in slips else delta
+    d_lse = d_lse[..., None] if "no sum, aligned" in slips else d_lse
     if "added" in slips:
         delta = delta + d_lse
     elif "factor" in slips:
         delta = delta * d_lse
-    elif "no lse" not in slips:
+    elif not slips & {"no lse", "inside"}:
         delta = delta - d_lse
     if "sign" in slips:
         delta = -delta
@@ -210,6 +234,12 @@ _DELTA_MISTAKES = (
         "the gradients of two ways?",
     ),
     Misconception(
+        "taking d_lse off every channel of d_o",
+        slip(_delta, "inside"),
+        "In your sum, `d_lse` is multiplied by each channel of `o`. Does the way through lse "
+        "pass through the output?",
+    ),
+    Misconception(
         "averaging over the channels",
         slip(_delta, "mean"),
         "Delta stands in for a sum over keys. Write `d_p` as a product of `d_o` and a value: "
@@ -222,9 +252,32 @@ _DELTA_MISTAKES = (
         "sum go?",
     ),
     Misconception(
-        "summing over the heads, not over the channels",
+        "summing over the queries or the heads, not over the channels",
         slip(_delta, "other axis"),
         "The result is one number for each query and head. Which of the three axes has to go?",
+    ),
+    Misconception(
+        "one sum for the whole tensor",
+        slip(_delta, "whole"),
+        "With one query and one head that is right. How many deltas do two queries need?",
+    ),
+    *(
+        Misconception(
+            "multiplying number by number, and not summing",
+            slip(_delta, name),
+            "The result is one number for each query and head, and your product still has its "
+            "channels. What happens to them?",
+        )
+        for name in ("no sum", "no sum, aligned")
+    ),
+    *(
+        Misconception(
+            "the products of each head with all the others",
+            slip(_delta, name),
+            "`@` multiplies each head's `d_o` with *every* head's `o`. Which pairs of heads does "
+            "delta need?",
+        )
+        for name in ("every head", "every head, summed")
     ),
     Misconception(
         "taking o times o",
@@ -252,7 +305,15 @@ _DELTA_MISTAKES = (
         slip(_delta, "own axis"),
         "Delta has the shape of lse, `[N, HQ]`. Does your sum keep what it sums over?",
     ),
+    Misconception(
+        "a sum that keeps its axis, beside a d_lse without one",
+        slip(_delta, "kept"),
+        "The sum is `[N, HQ, 1]` and `d_lse` is `[N, HQ]`. PyTorch lines axes up from the right. "
+        "Which axis of your sum is one too many?",
+    ),
 )
+
+_SHAPES = {"other axis", "no sum", "no sum, aligned", "every head", "every head, summed"}
 
 _DELTA = Exercise(
     name="row_delta",
@@ -278,12 +339,13 @@ through `lse`. Raising a score by a little raises its row's `lse` by the score's
     misconceptions=_DELTA_MISTAKES,
     combine=together(
         _DELTA_MISTAKES,
-        {"added", "no lse", "factor", "other axis"},
-        {"mean", "other axis"},
-        {"heads", "other axis"},
-        {"output", "gradient", "no product"},
-        {"sign", "other axis"},
-        {"own axis", "other axis"},
+        {"added", "no lse", "factor", "inside"},
+        {"mean", "whole", *_SHAPES},
+        {"heads", "whole", "other axis", "every head", "every head, summed"},
+        {"output", "gradient", "no product", "every head", "every head, summed"},
+        {"no product", "inside"},
+        {"sign", *_SHAPES},
+        {"own axis", "kept", "whole", *_SHAPES},
     ),
     cases=(
         Case(
@@ -307,8 +369,8 @@ through `lse`. Raising a score by a little raises its row's `lse` by the score's
             lambda: (_random(2, 3, 4, seed=2), _random(2, 3, 4, seed=3), _random(2, 3, seed=4)),
         ),
         Case(
-            "five queries, two heads",
-            lambda: (_random(5, 2, 3, seed=5), _random(5, 2, 3, seed=6), _random(5, 2, seed=7)),
+            "three queries, three heads, two channels",
+            lambda: (_random(3, 3, 2, seed=5), _random(3, 3, 2, seed=6), _random(3, 3, seed=7)),
         ),
     ),
 )
@@ -331,7 +393,8 @@ def _group(
 ) -> tuple[Tensor, Tensor]:
     """`group_gradients` with slips."""
     for_k, for_v = (p if "p for k" in slips else d_s), (d_s if "d_s for v" in slips else p)
-    d_k, d_v = for_k.transpose(1, 2) @ q, for_v.transpose(1, 2) @ d_o
+    turned = (0, 2) if "all axes" in slips else (1, 2)
+    d_k, d_v = for_k.transpose(*turned) @ q, for_v.transpose(*turned) @ d_o
     d_k = d_k if "no scale" in slips else scale * d_k
     d_v = scale * d_v if "scaled v" in slips else d_v
 
@@ -391,7 +454,8 @@ _GROUP_MISTAKES = (
     Misconception(
         "leaving the scale out of d_k",
         slip(_group, "no scale"),
-        "The scores are `scale * q @ k`. By how much does such a score change when a key does?",
+        "A head's scores are `scale * q @ k.T`. By how much does such a score change when a key "
+        "does?",
     ),
     Misconception(
         "putting the scale into d_v, too",
@@ -410,6 +474,12 @@ _GROUP_MISTAKES = (
         "A key acts through its scores. Which matrix says how the loss follows the scores?",
     ),
     Misconception(
+        "`.T` where there are three axes",
+        slip(_group, "all axes"),
+        "`.T` reverses *all* axes, and the heads end up last. Which two of `[HQ, N, M]` have to "
+        "change places, for each head by itself?",
+    ),
+    Misconception(
         "d_v before d_k",
         slip(_group, "exchanged"),
         "The order of the results is keys, then values. Which one do you return first?",
@@ -421,14 +491,15 @@ _GROUP = Exercise(
     statement="""
 `HQ` query heads share `H` KV heads, neighbours in groups of `G = HQ // H`. You have the weights `p`
 and the gradient of the scaled scores `d_s`, both `[HQ, N, M]`, the queries `q` `[HQ, N, D]` and the
-gradient of the output `d_o` `[HQ, N, DV]`. Return `(d_k, d_v)`: `[H, M, D]` and `[H, M, DV]`. The
-scores were `scale * q @ k`.
+gradient of the output `d_o` `[HQ, N, DV]`. Return `(d_k, d_v)`: `[H, M, D]` and `[H, M, DV]`. Each
+head's scores were `scale * q @ k.T`.
 """,
     minutes=5,
     difficulty=2,
     hints=(
-        "First one query head, as if it had keys of its own. Which of the five lines gives `d_k`, "
-        "and which `d_v`? Check the shapes: both results have a row for each key.",
+        "First one query head, as if it had keys of its own. Line 2 of the five gives `d_v`, and "
+        "line 5 gives `d_k`: transposed weights times `d_o`, transposed `d_s` times `q`. Check the "
+        "shapes: both results have a row for each key.",
         "Now each key has `G` such shares. A number used in several places changes the loss "
         "through each of them.",
         "Split the axis of HQ heads into H groups of neighbours, and sum over the axis that tells "
@@ -515,15 +586,20 @@ def _again(
         row = scale * row
     if "maximum" in slips:
         row = acc_s.masked_fill(is_hidden, -torch.inf).amax(-1, keepdim=True)
-    if "divided" in slips:
+    if "no exp" in slips:
+        p = acc_s - row
+    elif "divided" in slips:
         p = torch.exp(acc_s) / row
     elif "no lse" in slips:
         p = torch.exp(acc_s)
     else:
         p = (torch.exp2 if "base two" in slips else torch.exp)(acc_s - row)
-    p = p if "no mask" in slips else p.masked_fill(is_hidden, 0)
-    if "empty" in slips:
-        p = p.masked_fill((lse == -torch.inf)[:, None], torch.nan)
+    if "no mask" not in slips:
+        p = p.masked_fill(is_hidden, 1 if "early" in slips else 0)  # exp(0) is 1
+    if slips & {"empty", "large"}:
+        p = p.masked_fill(
+            (lse == -torch.inf)[:, None], torch.nan if "empty" in slips else torch.inf
+        )
     return p
 
 
@@ -531,8 +607,24 @@ _AGAIN_MISTAKES = (
     Misconception(
         "NaN for the row that saw nothing",
         slip(_again, "empty"),
-        "Its lse is -inf. What is `-inf - -inf`, and what is `inf * 0`? Which step can you put "
-        "last, so that neither is left?",
+        "Its lse is -inf, and a NaN is one of `-inf - -inf`, `inf * 0` or `0 / 0`. Which of them "
+        "do you compute? And which step, put last, would overwrite it?",
+    ),
+    Misconception(
+        "infinity for the row that saw nothing",
+        slip(_again, "large"),
+        "Its lse is -inf. What does subtracting -inf make of -1e9 or any other finite number? And "
+        "which step, put last, would overwrite it?",
+    ),
+    Misconception(
+        "writing 0 before the power is taken",
+        slip(_again, "early"),
+        "Hidden keys should have *weight* 0. What does the power make of an exponent of 0?",
+    ),
+    Misconception(
+        "stopping at the exponent",
+        slip(_again, "no exp"),
+        "The difference of score and lse is the logarithm of a weight. What undoes a logarithm?",
     ),
     Misconception(
         "a softmax over the tile alone",
@@ -613,10 +705,11 @@ of which the tile holds a part; it is `-inf` for a query that saw no key at all.
     misconceptions=_AGAIN_MISTAKES,
     combine=together(
         _AGAIN_MISTAKES,
-        {"softmax", "maximum", "divided", "no lse", "base two"},
+        {"softmax", "maximum", "divided", "no lse", "base two", "no exp"},
         {"softmax", "maximum", "no lse", "scaled lse", "across"},
-        {"softmax", "no mask", "upside down"},
+        {"softmax", "no mask", "upside down", "early"},
         {"maximum", "upside down"},
+        {"empty", "large", "early"},
     ),
     cases=(
         Case(
@@ -634,7 +727,7 @@ of which the tile holds a part; it is `-inf` for a query that saw no key at all.
             lambda: (
                 torch.tensor([[1.0], [1.0]]),
                 torch.tensor([[0.0], [1.0], [2.0]]),
-                torch.tensor([1.5, -torch.inf]),
+                torch.tensor([2.5, -torch.inf]),
                 torch.tensor([[True, True, False], [False, False, False]]),
                 2.0,
             ),
@@ -644,7 +737,7 @@ of which the tile holds a part; it is `-inf` for a query that saw no key at all.
             lambda: (
                 _random(4, 5, seed=20),
                 _random(3, 5, seed=21),
-                torch.tensor([-torch.inf, -torch.inf, 1.0, 2.0]),
+                torch.tensor([-torch.inf, -torch.inf, 1.5, 2.0]),
                 torch.tensor([[False] * 3, [False] * 3, [True] * 3, [True, False, True]]),
                 0.3,
             ),
@@ -654,7 +747,7 @@ of which the tile holds a part; it is `-inf` for a query that saw no key at all.
             lambda: (
                 _random(5, 4, seed=22),
                 _random(5, 4, seed=23),
-                _random(5, seed=24) + 2,
+                _random(5, seed=24).abs() + 2,
                 torch.ones(5, 5).tril().bool(),
                 0.5,
             ),
@@ -685,8 +778,10 @@ def _two(
     d_o: Tensor, q_log2: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`base_two` with slips."""
-    row = lse[:, None] * (1 if "lse" in slips else _LN_2 if "lse times" in slips else _LOG2_E)
-    p = (torch.exp if "exp" in slips else torch.exp2)(q_log2 @ k.T - row)
+    natural = slips & {"lse", "all natural"}
+    row = lse[:, None] * (1 if natural else _LN_2 if "lse times" in slips else _LOG2_E)
+    acc_s = q_log2 @ k.T * (scale if "scaled" in slips else 1)
+    p = (torch.exp if slips & {"exp", "all natural"} else torch.exp2)(acc_s - row)
     shift = 0 if "no delta" in slips else delta[:, None]
     if "delta" in slips:
         shift = shift * _LOG2_E
@@ -698,7 +793,8 @@ def _two(
         of_q = of_q * factor if name in slips else of_q
     for name, factor in (("k", _LOG2_E), ("k log2 e", _LOG2_E**2), ("k scaled", scale)):
         of_k = of_k * factor if name in slips else of_k
-    return of_q * d_s @ k, of_k * d_s.T @ q_log2
+    d_q, d_k = of_q * d_s @ k, of_k * d_s.T @ q_log2
+    return (d_k, d_q) if "exchanged" in slips else (d_q, d_k)
 
 
 _TWO_MISTAKES = (
@@ -733,7 +829,7 @@ _TWO_MISTAKES = (
     Misconception(
         "the gradient of the scaled query for that of the query",
         slip(_two, "q unscaled"),
-        "The scores are `scale * q @ k`. By how much does a score change when `q` does?",
+        "The scores are `scale * q @ k.T`. By how much does a score change when `q` does?",
     ),
     Misconception(
         "ln 2 in d_s",
@@ -745,6 +841,17 @@ _TWO_MISTAKES = (
         "a natural lse under exp2",
         slip(_two, "lse"),
         "In the exponent of 2 both numbers have to be in base two. In which one is `lse`?",
+    ),
+    Misconception(
+        "natural exp and lse, with scores in base two",
+        slip(_two, "all natural"),
+        "`q_log2 @ k.T` carries a log2(e) that `exp` does not expect. With `exp2` it is in place. "
+        "Which base does lse then need?",
+    ),
+    Misconception(
+        "scaling the scores twice",
+        slip(_two, "scaled"),
+        "`q_log2` is `q` times scale and log2(e). Is a factor missing in `q_log2 @ k.T`?",
     ),
     Misconception(
         "lse times ln 2, where it should be divided",
@@ -768,6 +875,11 @@ _TWO_MISTAKES = (
         "Without delta, raising a score takes nothing from the other keys. What does the row of "
         "`d_s` sum to?",
     ),
+    Misconception(
+        "d_k before d_q",
+        slip(_two, "exchanged"),
+        "The order of the results is queries, then keys. Which one do you return first?",
+    ),
 )
 
 _TWO = Exercise(
@@ -784,8 +896,8 @@ it is needed, and only there.
     hints=(
         "Start with the weights: the exponents of `exp2` have to be in base two, both of them. "
         "The weights that come out are the same as ever, and so is `d_s`.",
-        "Now write down the two products with `q` and `k` themselves, as in the five lines. "
-        "Which of the two can be computed from what you have?",
+        "Line 5 of the five has two products: `d_q` from `d_s` and `k`, `d_k` from `d_s` and `q`, "
+        "both times scale. Which of the two can be computed from what you have?",
         "`d_q` needs `k`, which is untouched. `d_k` needs `scale * q`, and you have that with "
         "one factor too many. Which number takes log2(e) away?",
     ),
@@ -797,20 +909,22 @@ it is needed, and only there.
         _TWO_MISTAKES,
         {"k", "k log2 e"},
         {"q ln 2", "q log2 e"},
-        {"lse", "lse times"},
+        {"lse", "lse times", "all natural"},
+        {"exp", "all natural"},
+        {"exp", "lse"},
         {"delta", "no delta"},
         {"d_s", "q log2 e"},
     ),
     tolerance=1e-4,
     cases=(
         Case(
-            "one query, two keys with weight ½",
+            "one query, two keys with weights ⅓ and ⅔",
             lambda: (
                 torch.tensor([[1.0]]),
-                torch.tensor([[2 / math.log(2)]]),
-                torch.tensor([[1.0], [1.0]]),
-                torch.tensor([[4.0], [0.0]]),
-                torch.tensor([2 + math.log(2)]),
+                torch.tensor([[1.0]]),
+                torch.tensor([[1.0], [2.0]]),
+                torch.tensor([[6.0], [0.0]]),
+                torch.tensor([math.log(6)]),
                 torch.tensor([2.0]),
                 0.5,
             ),
@@ -969,7 +1083,7 @@ TRAPS = (
         "ln 2 in d_s",
     ),
     Trap(
-        "carries it on, into every product with them",
+        "each product with those queries carries the factor on",
         "base_two",
         "leaving log2(e) in d_k",
     ),
@@ -986,13 +1100,13 @@ TRAPS = (
 PREDICTIONS = (
     Prediction(
         "kept_without_weights",
-        "How many MiB does a layer of 16 heads and 65,536 tokens keep beside q, k and v, without "
-        "the weights: 0.25, 260, 4,096 or 131,072?",
+        "How many MiB does a layer of 16 heads of width 128 keep for 65,536 tokens, beside q, k "
+        "and v and without the weights: 0.25, 260, 4,096 or 131,072?",
         "It keeps `o`, 128 numbers of two bytes for each query and head, and one `lse` of four.",
         (
             (0.25, "That is one `lse` for each token. There are 16 heads, and each keeps `o`."),
             (4, "That is `lse` of all heads. `o` is kept, too."),
-            (4096, "Lengths times heads times width, but not that many numbers each."),
+            (4096, "That is a byte for each pair of tokens, a mask. No pairs are kept at all."),
             (131_072, "Those are the weights themselves. The question was without them."),
         ),
         unit="MiB",
@@ -1007,7 +1121,8 @@ PREDICTIONS = (
             (1, "The scores alone are half of a forward, and four gradients follow them."),
             (2, "That is with stored weights: four products. Here the scores come again, twice."),
             (2.5, "That is one walk: five products. Two walks repeat the scores and d_p."),
-            (8, "Seven products for two. Which eighth and further ones did you count?"),
+            (7, "Seven is the number of products. The forward has two of them."),
+            (8, "That would be 16 products of a tile. There are fewer."),
         ),
         tolerance=0.01,
     ),
@@ -1015,11 +1130,12 @@ PREDICTIONS = (
         "strongest_score",
         "Scores 2, 1, 0 and values 3, 0, 9: which score, raised by a little, moves o most, 0, 1 or "
         "2?",
-        "A score moves o by its weight times how far its value is from the average, 2.81. For key "
-        "1 that is 0.24 times 2.81.",
+        "Two things count: a key's weight, and how far its value is from the average, 2.81. Key 1 "
+        "has enough of both. Its value is below the average, so it moves o down.",
         (
             (0, "Key 0 has most of the weight, but its value is almost the average."),
             (2, "Key 2 has the value furthest from the average, but a small weight."),
+            (lambda guess: guess not in (0, 1, 2), "The keys are 0, 1 and 2."),
         ),
         choices=(0, 1, 2),
     ),
