@@ -1,8 +1,8 @@
 """The course's kernels as CUDA C++ and as PTX, at the sizes that the chapters show.
 
 `tilelang_cuda` and `triton_stages` take the kernels of chapters 10 and 11, `basic_cuda` and
-`basic_stages` those of chapter 09, `dkv_stages` chapter 13's. `runtime.lowering` compiles; no GPU
-is needed.
+`basic_stages` those of chapter 09, `dkv_cuda` and `dkv_stages` chapter 13's for keys and values.
+`runtime.lowering` compiles; no GPU is needed.
 """
 
 from __future__ import annotations
@@ -88,6 +88,16 @@ def basic_stages(name: str, arch: str = "sm_90", dtype: str = "float16") -> Mapp
 
 
 @functools.cache
+def dkv_cuda(arch: str = "sm_90", dtype: str = "float16") -> str:
+    """The CUDA C++ of `tilelang_backward.build_dkv` for lists, at the size of `EXAMPLE`."""
+    environment.require("tilelang", "cuda")
+    from nsa_tutorial.kernels import tilelang_backward as backward
+    from nsa_tutorial.kernels.tilelang_forward import PASS_CONFIGS
+
+    return lowering.cuda(backward.build_dkv(**EXAMPLE, dtype=dtype), arch, PASS_CONFIGS)
+
+
+@functools.cache
 def dkv_stages(arch: str = "sm_90", dtype: str = "float16") -> Mapping[str, str]:
     """The stages of chapter 13's Triton kernel for the keys and values of lists, at the size of
     `EXAMPLE`; arguments and errors as for `triton_stages`."""
@@ -124,8 +134,8 @@ def excerpt(
     Args:
         language: `"tilelang"` for CUDA C++, `"triton"` for PTX.
         words: names of functions or instructions.
-        name: of a kernel of chapter 09, or `"dkv"`, chapter 13's in Triton; None is the forward of
-            chapters 10 and 11.
+        name: of a kernel of chapter 09, or `"dkv"`, chapter 13's; None is the forward of chapters
+            10 and 11.
         arch, lines: the GPU, and how many lines of each to show.
 
     Returns:
@@ -134,11 +144,7 @@ def excerpt(
     here, is_triton = environment.detect(), language == "triton"
     if missing := here.why_not(language, here.device if is_triton else "cuda"):
         return Listing(missing, "")
-    if is_triton:
-        stages = dkv_stages(arch) if name == "dkv" else basic_stages(name, arch) if name else None
-        text = (stages or triton_stages(arch))["ptx"]
-    else:
-        text = basic_cuda(name, arch) if name else tilelang_cuda(arch)
+    text = _ptx(name, arch) if is_triton else _cuda(name, arch)
     source = [" ".join(line.split()) for line in text.splitlines()]
     found = {word: [line for line in source if word in line] for word in words}
     counts = ", ".join(f"{len(hits)} with {word}" for word, hits in found.items())
@@ -147,3 +153,15 @@ def excerpt(
     told = "PTX from Triton" if is_triton else "CUDA C++ from TileLang"
     title = f"{told} for {arch}: {len(source)} lines, {counts}"
     return Listing(title, "\n".join(cut), "text" if is_triton else "cuda")
+
+
+def _ptx(name: str | None, arch: str) -> str:
+    if name == "dkv":
+        return dkv_stages(arch)["ptx"]
+    return (basic_stages(name, arch) if name else triton_stages(arch))["ptx"]
+
+
+def _cuda(name: str | None, arch: str) -> str:
+    if name == "dkv":
+        return dkv_cuda(arch)
+    return basic_cuda(name, arch) if name else tilelang_cuda(arch)

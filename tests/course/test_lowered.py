@@ -71,6 +71,22 @@ def test_triton_becomes_ptx(arch: str, dtype: str) -> None:
     assert "tf32" not in ptx
 
 
+@needs_triton
+def test_the_keys_kernel_fills_64_rows_in_triton() -> None:
+    """And adds nothing by atomics."""
+    ptx = lowered.dkv_stages()["ptx"]
+    assert "wgmma.mma_async.sync.aligned.m64" in ptx
+    assert "atom." not in ptx
+
+
+@needs_tilelang
+def test_the_keys_kernel_multiplies_from_registers_in_tilelang() -> None:
+    """And adds nothing by atomics."""
+    cuda = lowered.dkv_cuda()
+    assert "wgmma_rs" in cuda
+    assert "atomic" not in cuda.lower()
+
+
 @pytest.mark.parametrize(
     ("language", "told"),
     [("tilelang", "CUDA C++ from TileLang"), ("triton", "PTX from Triton")],
