@@ -35,13 +35,16 @@ def product(
     backends: Sequence[str],
     quick: Mapping[torch.dtype, Collection[str]],
     dtypes: Sequence[torch.dtype] = DTYPES,
+    slow: Mapping[str, Collection[str]] | None = None,
 ) -> pytest.MarkDecorator:
     """A test's `name`, `dtype`, `backend` and `device`: every case in every dtype on every place.
 
     On CUDA all of them run. On the CPU those run whose case `quick` names for the dtype; the others
     carry the mark `exhaustive`. No kernel computes bfloat16 there.
     """
-    unknown = {case for some in quick.values() for case in some} - cases.keys()
+    slow = slow or {}
+    named = [*quick.values(), *slow.values()]
+    unknown = {case for some in named for case in some} - cases.keys()
     assert not unknown, f"no cases of these names: {unknown}"
     params = []
     for key, case in cases.items():
@@ -51,7 +54,8 @@ def product(
                     if device == "cpu" and dtype == torch.bfloat16 and backend != "reference":
                         continue
                     marks = [pytest.mark.gpu] if device == "cuda" else []
-                    if device == "cpu" and key not in quick.get(dtype, ()):
+                    is_quick = key in quick.get(dtype, ()) and key in slow.get(backend, cases)
+                    if device == "cpu" and not is_quick:
                         marks = [pytest.mark.exhaustive]
                     label = f"{key}-{name_of(dtype)}-{backend}-{device}"
                     params.append(pytest.param(case, dtype, backend, device, id=label, marks=marks))

@@ -130,6 +130,14 @@ QUICK = {
     torch.float16: ["factors, own block", "window", "list and window"],
     torch.bfloat16: ["own block, counts", "list and window, all at once"],
 }
+# TileLang compiles four kernels for every new shape
+SLOW = {
+    "tilelang": [
+        "own block, counts", "packed", "factors, own block", "packed, factors", "not causal",
+        "nothing is visible", "decoding", "one slot", "group of one", "blocks of 200", "window",
+        "window of one", "list and window, all at once",
+    ]
+}  # fmt: skip
 
 
 def gradients(outputs: Outputs, inputs: list[Tensor]) -> list[Tensor]:
@@ -155,7 +163,7 @@ def of_inputs(
     return gradients(function(**leaves), list(leaves.values()))
 
 
-@product("make", CASES, BACKENDS, QUICK)
+@product("make", CASES, BACKENDS, QUICK, slow=SLOW)
 def test_error_budget(make: Make, dtype: torch.dtype, backend: str, device: str) -> None:
     """At most twice the error of plain PyTorch in the same dtype, plus a millionth of the largest
     gradient."""
