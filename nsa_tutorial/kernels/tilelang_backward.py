@@ -21,21 +21,16 @@ from tvm import tirx
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.kernels.tilelang_basics import exact_gemm
 from nsa_tutorial.kernels.tilelang_forward import rows_of
-from nsa_tutorial.kernels.tilelang_tiles import (
-    dkv_options,
-    dq_options,
-    launch_options,
-    tile_rows,
-)
+from nsa_tutorial.kernels.tilelang_tiles import launch_options, tile_rows
 
 accum_dtype = "float32"
 SUM_KEYS = 16  # keys whose shares a program adds
 
 
-def schedule(num_loads: int, num_others: int, options: dict[str, int]) -> dict[str, object]:
-    """What `T.Pipelined` is told: with one stage a tile is loaded anew once all have read it, with
-    two the loads, which come first in a step, are those of the next one."""
-    if options["num_stages"] == 1:
+def stages(num_stages: int, num_loads: int, num_others: int) -> dict[str, object]:
+    """What `T.Pipelined` is told. With one stage a tile is loaded anew as soon as the step has read
+    it. With two the loads, a step's first statements, run a step ahead, into a second tile."""
+    if num_stages == 1:
         return {"num_stages": 1}
     order = list(range(num_loads + num_others))
     return {"order": order, "stage": [0] * num_loads + [1] * num_others}
@@ -107,6 +102,7 @@ def build_delta(H: int, G: int, DV: int, dtype: str) -> tirx.PrimFunc:
 
 def build_dq(
     H: int, G: int, D: int, DV: int, BS: int, dtype: str, *,
+    BT: int, threads: int, num_stages: int,
     is_window: bool = False, has_factors: bool = False, is_added: bool = False,
 ) -> tirx.PrimFunc:  # fmt: skip
     """The kernel that reads what the forward does, `GradO [rows, H, G, DV]`, and three numbers a
@@ -114,6 +110,7 @@ def build_dq(
 
     Args:
         H, G, D, DV, BS, dtype, is_window: as in `tilelang_forward.build_kernel`.
+        BT, threads, num_stages: as `tilelang_tiles.dq_options` has them.
         has_factors: each slot has a factor on its scores, of which the kernel writes the gradient,
             a sum for each part of a block: `GradSlotScale [rows, H, S * parts]`.
         is_added: the gradient is added to what stands in `GradQ`.
@@ -122,10 +119,9 @@ def build_dq(
     num_factors = S if has_factors else T.dynamic("num_factors")
     num_sums = T.dynamic("num_sums")
     exact = dtype == "float32"
-    options = dq_options(G, D, DV, BS, dtype)
-    BT, threads = options["BT"], options["threads"]
     GT, DT, DVT = tile_rows(G), tile_rows(D), tile_rows(DV)
     PARTS = -(-BS // BT)  # steps of a block
+    others = 11 if has_factors else 7  # statements of a step besides its loads
     full_rows = T.GemmWarpPolicy.FullRow  # a warp has 16 rows of the group, all columns
     in_registers = not exact and threads <= 2 * GT
     alloc_gradient = T.alloc_fragment if in_registers else T.alloc_shared
@@ -180,7 +176,7 @@ def build_dq(
             # -- initialise --
             T.clear(acc_dq)
 
-            for step in T.Pipelined(num_slots * PARTS, **schedule(2, 7, options)):
+            for step in T.Pipelined(num_slots * PARTS, **stages(num_stages, 2, others)):
                 # -- guard --
                 # An empty slot is the block before the first or behind the last, as in the forward.
                 slot = step // PARTS
@@ -250,6 +246,7 @@ def build_dq(
 
 def build_dkv(
     H: int, G: int, D: int, DV: int, BS: int, dtype: str, *,
+    BT: int, BR: int, threads: int, num_stages: int,
     is_window: bool = False, has_factors: bool = False, is_added: bool = False,
 ) -> tirx.PrimFunc:  # fmt: skip
     """The kernel that reads the same, and the tables of `backward_tables.Tables`, and writes `GradK
@@ -257,15 +254,15 @@ def build_dkv(
 
     The grid is `(P, parts of a tile)`; a tile is `BS` keys, and a program has `BT` of them. Scores
     stand transposed, a key a row: so they are multiplied as they lie in registers. Arguments as in
-    `build_dq`.
+    `build_dq`, and as `tilelang_tiles.dkv_options` has them.
     """
     rows, keys = T.dynamic("rows"), T.dynamic("keys")
     E, P, places = T.dynamic("E"), T.dynamic("P"), T.dynamic("places")
     num_factors = E if has_factors else T.dynamic("num_factors")
     exact = dtype == "float32"
-    options = dkv_options(D, DV, BS, dtype)
-    BT, BR, threads = options["BT"], options["BR"], options["threads"]
     DT, DVT = tile_rows(D), tile_rows(DV)
+    # rows of an entry: a power of two, or no 16 bytes could be proved to be of one row
+    GP = 1 << (G - 1).bit_length()
     PARTS = -(-BS // BT)  # programs of a tile
     inf = T.infinity(accum_dtype)
     full_rows = T.GemmWarpPolicy.FullRow  # a warp has 16 keys, and all columns
@@ -317,7 +314,7 @@ def build_dkv(
             first = First[chunk]
             last = Last[chunk]
             head = Head[chunk]
-            num_rows = (last - first) * G
+            num_rows = (last - first) * GP
             part_start = part * BT
             first_key = FirstKey[chunk] + part_start
             tile_end = FirstKey[chunk] + BS
@@ -334,28 +331,30 @@ def build_dkv(
             T.clear(acc_dk)
             T.clear(acc_dv)
 
-            for step in T.Pipelined(T.ceildiv(num_rows, BR), **schedule(3, 11, options)):
+            for step in T.Pipelined(T.ceildiv(num_rows, BR), **stages(num_stages, 3, 11)):
                 # -- load the queries --
-                # An entry is a row, or `~row`: outside of all rows, where zeros are read.
+                # An entry is a row, or `~row`. Nothing but zeros is outside of all rows.
                 for i in T.Parallel(BR):
                     index = step * BR + i
-                    entry = T.if_then_else(index < num_rows, Rows[first + index // G], -1)
-                    row = T.if_then_else(index < num_rows, T.max(entry, -1 - entry), rows)
-                    lse[i] = LSE2[row, head, index % G]
-                    delta[i] = Delta[entry, head, index % G]
+                    is_row = T.And(index < num_rows, index % GP < G)
+                    place = T.if_then_else(is_row, first + index // GP, E)
+                    entry = T.if_then_else(is_row, Rows[first + index // GP], -1 - rows)
+                    row = T.max(entry, -1 - entry)
+                    lse[i] = LSE2[row, head, index % GP]
+                    delta[i] = Delta[entry, head, index % GP]
                     row_end[i] = RowEnd[row]
                     if is_window:
                         row_start[i] = RowStart[row]
                     if has_factors:
-                        factor[i] = Factors[T.if_then_else(index < num_rows, first + index // G, E)]
+                        factor[i] = Factors[place]
                 for i, j in T.Parallel(BR, DVT):
                     index = step * BR + i
-                    entry = T.if_then_else(index < num_rows, Rows[first + index // G], -1)
-                    DO_shared[i, j] = GradO[entry, head, index % G, j]
+                    entry = T.if_then_else(index < num_rows, Rows[first + index // GP], -1)
+                    DO_shared[i, j] = GradO[entry, head, index % GP, j]
                 for i, j in T.Parallel(BR, DT):
                     index = step * BR + i
-                    entry = T.if_then_else(index < num_rows, Rows[first + index // G], -1)
-                    Q_shared[i, j] = Q[entry, head, index % G, j]
+                    entry = T.if_then_else(index < num_rows, Rows[first + index // GP], -1)
+                    Q_shared[i, j] = Q[entry, head, index % GP, j]
 
                 # -- weights --
                 T.clear(acc_s)

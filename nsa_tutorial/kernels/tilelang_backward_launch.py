@@ -17,7 +17,12 @@ from torch import Tensor
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.kernels import backward_tables, tilelang_backward
 from nsa_tutorial.kernels.tilelang_forward import PASS_CONFIGS
-from nsa_tutorial.kernels.tilelang_tiles import dkv_options, dq_options, tile_rows
+from nsa_tutorial.kernels.tilelang_tiles import (
+    dkv_options,
+    dq_options,
+    shared_memory,
+    tile_rows,
+)
 from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
@@ -86,6 +91,13 @@ class Backward:
         return {
             "dtype": self.dtype, "is_window": self.window_size > 0,
             "has_factors": self.slot_scale is not None, "is_added": self.is_added,
+        }  # fmt: skip
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """What the choice of options has to know besides the sizes."""
+        return {
+            "itemsize": self.q.element_size(), "shared_memory": shared_memory(self.q.device)
         }  # fmt: skip
 
     @property
@@ -167,8 +179,9 @@ def _gradients(
 
 def gradient_of_queries(call: Backward, d_q: Tensor) -> Tensor | None:
     """Write the gradient of the queries; returns that of the slots' factors."""
-    c, (_, G, D, DV, BS) = call, call.sizes
-    parts = -(-BS // dq_options(G, D, DV, BS, c.dtype)["BT"])
+    c, (_, *shape) = call, call.sizes
+    options = dq_options(*shape, **c.memory)
+    parts = -(-c.tile // options["BT"])  # steps of a block
     rows, slot_scale = c.rows, c.no_factors
     d_slot_scale = slot_scale
     if c.window_size:  # rows that see nothing before their window
@@ -177,7 +190,7 @@ def gradient_of_queries(call: Backward, d_q: Tensor) -> Tensor | None:
     if c.slot_scale is not None:
         slot_scale = c.slot_scale.contiguous()
         d_slot_scale = slot_scale.new_zeros(*slot_scale.shape[:2], slot_scale.shape[2] * parts)
-    kernel = compiled("dq", d_q.device.type, *c.sizes, **c.kinds)
+    kernel = compiled("dq", d_q.device.type, *c.sizes, **c.kinds, **options)
     kernel(
         c.q, c.k, c.v, c.d_o, c.lse, c.delta, c.lse2, c.ids, slot_scale, rows.first_key,
         rows.num_visible, d_q, d_slot_scale, c.scale, c.scale * LOG2_E,
@@ -190,7 +203,8 @@ def gradients_of_keys_and_values(call: Backward, d_k: Tensor, d_v: Tensor) -> No
     were cut."""
     c, (H, G, D, DV, BS) = call, call.sizes
     device, num_keys = d_k.device.type, len(d_k)
-    BT = dkv_options(D, DV, BS, c.dtype)["BT"]
+    options = dkv_options(G, D, DV, BS, **c.memory)
+    BT = options["BT"]
     widths = (tile_rows(D), tile_rows(DV))
     share = (-(-BS // BT) * BT, sum(widths))  # fp32 numbers of a chunk
 
@@ -211,7 +225,7 @@ def gradients_of_keys_and_values(call: Backward, d_k: Tensor, d_v: Tensor) -> No
     shares = [c.lse.new_empty(chunks.num_places, share[0], width) for width in widths]
 
     # -- every chunk --
-    compiled("dkv", device, *c.sizes, **c.kinds)(
+    compiled("dkv", device, *c.sizes, **c.kinds, **options)(
         c.q, c.k, c.v, c.d_o, c.delta, c.lse2, tables.rows, factors, tables.row_start,
         tables.row_end, chunks.first_key, chunks.head, chunks.first, chunks.last, chunks.num_parts,
         chunks.place, d_k, d_v, *shares, c.scale, c.scale * LOG2_E,

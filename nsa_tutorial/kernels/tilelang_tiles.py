@@ -7,6 +7,10 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
+
 # Widest tile and longest block up to which a row holds, warps for every 16 rows of a group's tile,
 # stages. Behind it milliseconds with 1, 2 and 4 warps: H200, torch 2.11, TileLang 0.1.15, 16,384
 # tokens, 4 key/value heads, 1,024 keys a query, fp16, G 16; one run, to be had again by `python -m
@@ -20,8 +24,7 @@ LAUNCH_TABLE = (
     (256, 128, 2, 1),
 )
 
-SHARED_MEMORY = 99 * 1024  # bytes that a program can have on every GPU from sm_80 on
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+SHARED_MEMORY = 227 * 1024  # bytes that a program can have on an H100 or H200
 
 
 def tile_rows(n: int) -> int:
@@ -41,31 +44,46 @@ def launch_options(G: int, D: int, DV: int, BS: int) -> dict[str, int]:
     return {"threads": 32 * warps * shares, "num_stages": stages}
 
 
-def dq_options(G: int, D: int, DV: int, BS: int, dtype: str) -> dict[str, int]:
-    """`BT`, `threads` and `num_stages` of the backward's walk along the lists: tokens of a step,
-    and a warp for every 16 rows of the group, two where the rows are wide."""
-    token_bytes = (tile_rows(D) + tile_rows(DV)) * ITEMSIZE[dtype]
-    BT = min(64, tile_rows(BS))
-    while BT > 16 and (BT + tile_rows(G)) * token_bytes > SHARED_MEMORY:
-        BT = tile_rows(BT // 2)
-    threads = launch_options(G, D, DV, BT)["threads"]
-    return {"BT": BT, "threads": threads, "num_stages": 1}
+def dq_options(
+    G: int, D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
+) -> dict[str, int]:
+    """`BT, threads, num_stages` of the backward's walk along the lists: tokens of a step, and a
+    warp for every 16 rows of the group, two where rows are wide.
+
+    Args:
+        G, D, DV, BS: heads of a group, widths of keys and values, tokens of a block.
+        itemsize: bytes of a number.
+        shared_memory: bytes that a program may have.
+    """
+    token_bytes = (tile_rows(D) + tile_rows(DV)) * itemsize
+    BT = tile_rows(BS) if BS <= 32 else 64  # a power of two: threads take equal shares
+    while BT > 16 and (tile_rows(G) + BT) * token_bytes > shared_memory:
+        BT //= 2
+    return {"BT": BT, "threads": launch_options(G, D, DV, BT)["threads"], "num_stages": 1}
 
 
-def dkv_options(D: int, DV: int, BS: int, dtype: str) -> dict[str, int]:
-    """`BT`, `BR`, `threads` and `num_stages` of the backward's walk along the inverse lists: keys
-    of a program, rows of a step, and a warp for every 16 keys, two where the rows are wide."""
-    width, itemsize = tile_rows(D) + tile_rows(DV), ITEMSIZE[dtype]
+def dkv_options(
+    G: int, D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
+) -> dict[str, int]:
+    """`BT, BR, threads, num_stages` of the pass over key tiles: keys of a program, rows of a step,
+    and a warp for every 16 keys, two where rows are wide. Arguments as in `dq_options`."""
+    width = tile_rows(D) + tile_rows(DV)
+    in_registers = width <= 256 and itemsize == 2  # the weights
 
-    def size(BT: int, BR: int, num_stages: int) -> int:
+    def size(BT: int, BR: int) -> int:
         """Bytes of keys and values, of queries with their five numbers a row, and of weights."""
-        row_bytes = width * itemsize + 5 * 4
-        weights = 0 if width <= 256 and itemsize == 2 else 2 * BT * BR * itemsize
-        return BT * width * itemsize + num_stages * BR * row_bytes + weights
+        weights = 0 if in_registers else 2 * BT * BR * itemsize
+        return BT * width * itemsize + 2 * BR * (width * itemsize + 5 * 4) + weights
 
-    whole = min(64, tile_rows(BS))
-    choices = [(whole, 64, 2), (whole, 64, 1), (whole, 32, 1), (min(32, whole), 32, 1)]
-    fitting = [choice for choice in choices if size(*choice) <= SHARED_MEMORY]
-    BT, BR, num_stages = (*fitting, (16, 16, 1))[0]
-    threads = 2 * BT if width <= 256 else 4 * BT
-    return {"BT": BT, "BR": BR, "threads": threads, "num_stages": num_stages}
+    most = tile_rows(BS) if BS <= 32 else 64
+    choices = [(most, 64), (most, 32), (min(most, 32), 32), (16, 32)]
+    BT, BR = (*(c for c in choices if size(*c) <= shared_memory), (16, 16))[0]
+    return {"BT": BT, "BR": BR, "threads": (2 if width <= 256 else 4) * BT, "num_stages": 2}
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have on `device`."""
+    if device.type != "cuda":
+        return SHARED_MEMORY
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
