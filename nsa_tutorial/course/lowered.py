@@ -93,8 +93,11 @@ def dkv_cuda(arch: str = "sm_90", dtype: str = "float16") -> str:
     environment.require("tilelang", "cuda")
     from nsa_tutorial.kernels import tilelang_backward as backward
     from nsa_tutorial.kernels.tilelang_forward import PASS_CONFIGS
+    from nsa_tutorial.kernels.tilelang_tiles import dkv_options
 
-    return lowering.cuda(backward.build_dkv(**EXAMPLE, dtype=dtype), arch, PASS_CONFIGS)
+    sizes = {name: EXAMPLE[name] for name in ("G", "D", "DV", "BS")}
+    options = dkv_options(**sizes, itemsize=4 if dtype == "float32" else 2)
+    return lowering.cuda(backward.build_dkv(**EXAMPLE, **options, dtype=dtype), arch, PASS_CONFIGS)
 
 
 @functools.cache

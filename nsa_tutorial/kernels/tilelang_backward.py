@@ -204,14 +204,12 @@ def build_dq(
                 else:
                     T.gemm(Q_shared, K_shared, acc_s, transpose_B=True, policy=full_rows)
 
-                # -- gradient of the weights --
+                # -- gradient of the scores --
                 T.clear(d_p)
                 if exact:
                     exact_gemm(DO_shared, V_shared, d_p, GT, BT, DVT, True)
                 else:
                     T.gemm(DO_shared, V_shared, d_p, transpose_B=True, policy=full_rows)
-
-                # -- gradient of the scores --
                 for i, j in T.Parallel(GT, BT):
                     factor = SlotScale[row, head, slot] if has_factors else 1.0
                     p = T.exp2(acc_s[i, j] * (scale_log2 * factor) - lse[i])
@@ -315,6 +313,11 @@ def build_dkv(
             last = Last[chunk]
             head = Head[chunk]
             num_rows = (last - first) * GP
+            # what need not be checked at every load
+            T.assume(0 <= first)
+            T.assume(last <= E)
+            T.assume(0 <= head)
+            T.assume(head < H)
             part_start = part * BT
             first_key = FirstKey[chunk] + part_start
             tile_end = FirstKey[chunk] + BS
@@ -366,20 +369,16 @@ def build_dkv(
                     s = acc_s[i, j] * (factor[j] if has_factors else 1.0)
                     acc_s[i, j] = T.exp2(s * scale_log2 - lse[j])
 
-                # -- gradient of the weights --
+                # -- gradient of the scores --
                 T.clear(d_p)
                 if exact:
                     exact_gemm(V_shared, DO_shared, d_p, BT, BR, DVT, True)
                 else:
                     T.gemm(V_shared, DO_shared, d_p, transpose_B=True, policy=full_rows)
-
-                # -- gradient of the scores --
                 for i, j in T.Parallel(BT, BR):
                     d_p[i, j] = acc_s[i, j] * (d_p[i, j] - delta[j])
                     if has_factors:
                         d_p[i, j] *= factor[j]
-
-                # -- mask --
                 # Entries ascend with their rows, and a later row sees more: where the first one of
                 # a step sees the whole tile, so do all.
                 if is_window or row_end[0] < tile_end:
@@ -390,14 +389,18 @@ def build_dkv(
                         acc_s[i, j] = T.if_then_else(is_seen, acc_s[i, j], 0)
                         d_p[i, j] = T.if_then_else(is_seen, d_p[i, j], 0)
 
-                # -- accumulate --
+                # -- gradient of the values --
                 T.copy(acc_s, p)
-                T.copy(d_p, d_s)
                 if exact:
                     exact_gemm(p, DO_shared, acc_dv, BT, DVT, BR, False)
-                    exact_gemm(d_s, Q_shared, acc_dk, BT, DT, BR, False)
                 else:
                     T.gemm(p, DO_shared, acc_dv, policy=full_rows)
+
+                # -- gradient of the keys --
+                T.copy(d_p, d_s)
+                if exact:
+                    exact_gemm(d_s, Q_shared, acc_dk, BT, DT, BR, False)
+                else:
                     T.gemm(d_s, Q_shared, acc_dk, policy=full_rows)
 
             # -- store --
