@@ -119,7 +119,7 @@ def judge(exercise: Exercise, attempt: Callable) -> Verdict:
 def _something_else(cases: Sequence[Case], other: int | None) -> tuple[str, ...]:
     if other is None:
         return ()
-    return (f"There is something else, too; this case shows it: {cases[other].name}.",)
+    return (f"This does not explain everything. See also the case: {cases[other].name}.",)
 
 
 def _looks_like(mistakes: tuple[Misconception, ...]) -> str:

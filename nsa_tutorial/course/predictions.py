@@ -48,8 +48,9 @@ def predict(name: str, guess: object) -> Message:
 
 def _wish(guess: object, asked: Prediction) -> str:
     """What to ask of a guess that cannot be meant like this."""
-    if asked.choices and not any(_equal(guess, choice) for choice in asked.choices):
-        return f"Choose one of {', '.join(_written(c, asked) for c in asked.choices)}."
+    if asked.choices and not any(_chosen(guess, choice, asked) for choice in asked.choices):
+        choices = ", ".join(_written(c, asked) for c in asked.choices)
+        return f"It is none of the choices: {choices}. You may guess again."
     if not asked.asks_for_a_number:
         return ""
     number = _number(guess, asked.unit)
@@ -153,7 +154,7 @@ def _distance(guess: object, answer: object, asked: Prediction) -> str:
     """How far a guess is off, in words; empty where there is no more to say than that it is."""
     x, y = _number(guess, asked.unit), _number(answer, asked.unit)
     if y is None or isinstance(answer, str) or asked.choices:
-        return "exactly right" if _equal(guess, answer) else ""
+        return "exactly right" if _chosen(guess, answer, asked) else ""
     if x is None:
         return "a number was asked for"
     if not (isinstance(x, Fraction) and isinstance(y, Fraction)):
@@ -206,6 +207,12 @@ def _equal(guess: object, answer: object) -> bool:
         return bool(guess == answer)
     except Exception:
         return False
+
+
+def _chosen(guess: object, choice: object, asked: Prediction) -> bool:
+    """Whether a guess is this choice, which may be a number written as text."""
+    x, y = _number(guess, asked.unit), _number(choice, asked.unit)
+    return _equal(guess, choice) or (x is not None and x == y)
 
 
 def _thought(guess: object, asked: Prediction) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
+import nbformat
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from nsa_tutorial.training.tile_gradients import preprocess
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+CHAPTER = Path(__file__).parents[2] / "notebooks" / "12_gradients.ipynb"
 KNOWN = chapter_exercises("gradients")
 
 
@@ -72,6 +75,13 @@ def test_base_two_gives_the_gradients_of_base_e() -> None:
 
 
 # -- answers as readers write them --
+
+
+def cells(*names: str) -> str:
+    """The code of cells of the chapter."""
+    notebook = nbformat.read(CHAPTER, as_version=4)
+    source = {cell.id: cell.source for cell in notebook.cells}
+    return "\n".join(source[name] for name in names)
 
 
 def jacobian_built(p, d_p):
@@ -207,6 +217,83 @@ def keys_first(*arguments):
     return solutions.base_two(*arguments)[::-1]
 
 
+def output_for_average(p, d_p):
+    """With the notebook's `o`, as the cell of three keys leaves it."""
+    o = torch.softmax(torch.tensor([2.0, 1.0, 0.0]), 0) @ torch.tensor([3.0, 0.0, 9.0])
+    return p * (d_p - o)
+
+
+def worth_for_weight(p, d_p):
+    return d_p * (p - (p * d_p).sum(-1, keepdim=True))
+
+
+def matrices_multiplied(p, d_p):
+    return p * (d_p - p @ d_p)
+
+
+def jacobian_of_one_row(p, d_p):
+    return (torch.diag(p) - torch.outer(p, p)) @ d_p
+
+
+def turned_whole(d_o, o, d_lse):
+    """`d_o @ o.T`, without PyTorch's warning."""
+    return torch.matmul(d_o, o.permute(*reversed(range(o.ndim)))) - d_lse
+
+
+def weights_of_the_notebook(d_o, o, d_lse):
+    """With the notebook's `p` and `d_p`, which are no arguments."""
+    here = {}
+    exec(cells("imports", "eight-tokens", "row-sums"), here)
+    return (here["d_p"] * here["p"]).sum(-1) - d_lse
+
+
+def queries_copied(p, d_s, q, d_o, H, scale):
+    d_k = scale * d_s.mT @ q.repeat_interleave(H, 0)
+    d_v = p.mT @ d_o.repeat_interleave(H, 0)
+    return d_k.unflatten(0, (H, -1)).sum(1), d_v.unflatten(0, (H, -1)).sum(1)
+
+
+def keys_summed(p, d_s, q, d_o, H, scale):
+    d_k, d_v = scale * d_s.mT @ q, p.mT @ d_o
+    HQ, _, M = p.shape
+    return tuple(x.view(H, HQ // H, M, -1).sum(2) for x in (d_k, d_v))
+
+
+def all_heads_in_one(p, d_s, q, d_o, H, scale):
+    return (scale * d_s.mT @ q).sum(0, keepdim=True), (p.mT @ d_o).sum(0, keepdim=True)
+
+
+def never_turned(p, d_s, q, d_o, H, scale):
+    d_k, d_v = scale * d_s @ q, p @ d_o
+    return d_k.unflatten(0, (H, -1)).sum(1), d_v.unflatten(0, (H, -1)).sum(1)
+
+
+def scores_of_zero(q, k, lse, is_seen, scale):
+    return torch.exp((scale * q @ k.T).masked_fill(~is_seen, 0) - lse[:, None])
+
+
+def lse_outside(q, k, lse, is_seen, scale):
+    return (torch.exp(scale * q @ k.T) - lse[:, None]).masked_fill(~is_seen, 0)
+
+
+def lse_of_keys(d_o, q_log2, k, v, lse, delta, scale):
+    p = torch.exp2(q_log2 @ k.T - lse / math.log(2))
+    d_s = p * (d_o @ v.T - delta[:, None])
+    return scale * d_s @ k, math.log(2) * d_s.T @ q_log2
+
+
+def natural_lines_copied(d_o, q_log2, k, v, lse, delta, scale):
+    """The five lines as they stand, with `q_log2` for `q` and the scale left out of line 1."""
+    d_s = torch.exp(q_log2 @ k.T - lse[:, None]) * (d_o @ v.T - delta[:, None])
+    return scale * d_s @ k, scale * d_s.T @ q_log2
+
+
+def ln_2_once_in_d_s(d_o, q_log2, k, v, lse, delta, scale):
+    p = torch.exp2(q_log2 @ k.T - lse[:, None] / math.log(2))
+    d_s = math.log(2) * p * (d_o @ v.T - delta[:, None])
+    return scale * d_s @ k, d_s.T @ q_log2
+
+
 NAN = {"NaN for the row that saw nothing"}
 KEPT = {"a sum that keeps its axis, beside a d_lse without one"}
 CROSSED = {"the products of each head with all the others"}
@@ -251,6 +338,44 @@ ATTEMPTS = {
     "no power": ("weights_again", no_power, {"stopping at the exponent"}),
     "natural": ("base_two", all_natural, {"natural exp and lse, with scores in base two"}),
     "scaled again": ("base_two", scaled_again, {"scaling the scores twice"}),
+    "o": ("score_gradient", output_for_average, {"taking `o` for the average"}),
+    "swapped": ("score_gradient", worth_for_weight, {"`p` and `d_p` in each other's places"}),
+    "p @ d_p": (
+        "score_gradient",
+        matrices_multiplied,
+        {"a matrix product where each row wants a sum of its own"},
+    ),
+    "diag": (
+        "score_gradient",
+        jacobian_of_one_row,
+        {"the Jacobian of one row, given a whole matrix"},
+    ),
+    "o.T": ("row_delta", turned_whole, CROSSED),
+    "globals": ("row_delta", weights_of_the_notebook, {"weights of the notebook, not of the case"}),
+    "copies": (
+        "group_gradients",
+        queries_copied,
+        {"copying the queries, which have all their heads already"},
+    ),
+    "sum(2)": ("group_gradients", keys_summed, {"summing over the keys, not over the group"}),
+    "sum(0)": (
+        "group_gradients",
+        all_heads_in_one,
+        {"one sum over all heads, as if there were one KV head"},
+    ),
+    "no .mT": ("group_gradients", never_turned, {"leaving the matrices unturned"}),
+    "score 0": ("weights_again", scores_of_zero, {"hiding a key by the score 0"}),
+    "exp, then lse": ("weights_again", lse_outside, {"subtracting lse after the power"}),
+    "lse by key": ("base_two", lse_of_keys, {"taking lse for a number of each key"}),
+    "line 5 copied": (
+        "base_two",
+        natural_lines_copied,
+        {
+            "natural exp and lse, with scores in base two",
+            "`q_log2` in line 5, where `q` stood",
+        },
+    ),
+    "ln 2 once": ("base_two", ln_2_once_in_d_s, {"ln 2 in d_q, too"}),
     "keys first": ("base_two", keys_first, {"d_k before d_q"}),
 }
 

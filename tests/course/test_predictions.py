@@ -224,4 +224,5 @@ def test_a_number_written_as_text_is_repeated_as_a_number() -> None:
 def test_of_a_choice_nothing_is_far_or_near() -> None:
     assert told(2, 1, "choice") == "→ choice: You said 2, it is 1. Because."
     assert "exactly right" in told(1, 1, "choice")
-    assert "Choose one of 0, 1, 2." in repr(predict("choice", 5))
+    assert "It is none of the choices: 0, 1, 2." in repr(predict("choice", 5))
+    assert "exactly right" in told("1", 1, "choice")

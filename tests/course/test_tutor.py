@@ -94,7 +94,7 @@ def test_an_unknown_slip_does_not_hide_a_known_one() -> None:
     assert verdict.misconceptions == ("negative",)
     assert "Smallest failing case: a negative number." in verdict.text
     assert verdict.text.endswith(
-        "There is something else, too; this case shows it: four numbers, one negative."
+        "This does not explain everything. See also the case: four numbers, one negative."
     )
 
 
@@ -170,7 +170,9 @@ def test_a_mistake_beside_an_unknown_smallest_case_is_named_with_its_own() -> No
     verdict = judge(SUM, attempt)
     assert verdict.misconceptions == ("negative",)
     assert "Smallest such case: a negative number.\ngot      1\n" in verdict.text
-    assert verdict.text.endswith("There is something else, too; this case shows it: two numbers.")
+    assert verdict.text.endswith(
+        "This does not explain everything. See also the case: two numbers."
+    )
 
 
 def test_mistakes_are_computed_no_further_than_needed() -> None:

@@ -21,6 +21,11 @@ def _random(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def _whole(*shape: int, seed: int) -> Tensor:
+    """Whole numbers from -4 to 4, which a reader can multiply by hand."""
+    return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
 def _weights(*shape: int, seed: int) -> Tensor:
     return torch.softmax(_random(*shape, seed=seed), -1)
 
@@ -38,13 +43,19 @@ def _score(slips: Slips, p: Tensor, d_p: Tensor) -> Tensor:
     """`score_gradient` with slips."""
     if "diagonal" in slips:
         return p * (1 - p) * d_p
+    if "one row's" in slips:
+        return (torch.diag(p) - torch.outer(p, p)) @ d_p
     weighted = d_p if slips & {"plain sum", "plain mean"} else p * d_p
     dim = (0, 1) if "whole" in slips else 0 if "column" in slips else -1
-    average = weighted.sum(dim, keepdim="flat" not in slips)
+    average = p @ d_p if "matrix" in slips else weighted.sum(dim, keepdim="flat" not in slips)
+    if "output" in slips:  # `o`, as the notebook has it
+        average = torch.softmax(torch.tensor([2.0, 1.0, 0.0]), 0) @ torch.tensor([3.0, 0.0, 9.0])
     if slips & {"plain mean", "mean"}:
         average = average / p.shape[-1]
     if "alone" in slips:
         average = 0 * average
+    if "swapped" in slips:
+        return d_p * (p - average)
     worth = p * d_p if "outside" in slips else d_p
     difference = average - worth if "sign" in slips else worth - average
     if slips & {"no weight", "outside"}:
@@ -53,6 +64,12 @@ def _score(slips: Slips, p: Tensor, d_p: Tensor) -> Tensor:
 
 
 _SCORE_MISTAKES = (
+    Misconception(
+        "taking `o` for the average",
+        slip(_score, "output"),
+        "`o` is the average only where the loss is `o` itself, as with the three keys. For any "
+        "`d_p`, what is the average of `d_p`, with the weights `p`?",
+    ),
     Misconception(
         "forgetting that the other weights shrink",
         slip(_score, "alone"),
@@ -123,6 +140,23 @@ _SCORE_MISTAKES = (
         "In the column of the Jacobian, each entry holds `p_j` once outside of the bracket. "
         "Where does your second one come from?",
     ),
+    Misconception(
+        "`p` and `d_p` in each other's places",
+        slip(_score, "swapped"),
+        "The bracket compares a key's worth with the average worth. Is a weight a worth?",
+    ),
+    Misconception(
+        "a matrix product where each row wants a sum of its own",
+        slip(_score, "matrix"),
+        "`@` sums over the columns of `p` and the *rows* of `d_p`, which are different queries. "
+        "How do you multiply number by number, and then sum a row?",
+    ),
+    Misconception(
+        "the Jacobian of one row, given a whole matrix",
+        slip(_score, "one row's"),
+        "`diag` and `outer` are written for one row, and `p` has many. What does the Jacobian's "
+        "product with a row of `d_p` come to, without building it?",
+    ),
 )
 
 _SCORE = Exercise(
@@ -153,8 +187,30 @@ three lines of `[N, M]` are enough.
         {"alone", "diagonal", "plain sum", "plain mean", "mean"},
         {"alone", "diagonal", "column", "whole", "flat"},
         {"diagonal", "sign"},
-        {"diagonal", "no weight", "twice", "outside"},
+        {"diagonal", "no weight", "twice", "outside", "swapped"},
         {"alone", "outside"},
+        {"alone", "swapped"},
+        {"sign", "swapped"},
+        *(
+            {other, slip}
+            for other in ("one row's", "output", "matrix")
+            for slip in (
+                "alone",
+                "diagonal",
+                "plain sum",
+                "plain mean",
+                "mean",
+                "column",
+                "whole",
+                "flat",
+                "sign",
+                "no weight",
+                "twice",
+                "outside",
+                "swapped",
+            )
+        ),
+        {"one row's", "output", "matrix"},
     ),
     cases=(
         Case(
@@ -184,18 +240,31 @@ def row_delta(d_o: Tensor, o: Tensor, d_lse: Tensor) -> Tensor:
     return (d_o * o).sum(-1) - d_lse
 
 
+def _of_the_chapter() -> Tensor:
+    """The sums of `p * d_p` of the chapter's eight tokens, `[8]`: a reader has `p` and `d_p` in the
+    notebook, and they fit no case."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v, d_o = (torch.randn(8, width, generator=g).double() for width in (4, 4, 3, 3))
+    s = (0.5 * q @ k.T).masked_fill(~torch.ones(8, 8).tril().bool(), -torch.inf)
+    return (torch.softmax(s, -1) * (d_o @ v.T)).sum(-1)
+
+
 def _delta(slips: Slips, d_o: Tensor, o: Tensor, d_lse: Tensor) -> Tensor:
     """`row_delta` with slips."""
+    if "notebook's" in slips:
+        return _of_the_chapter() - d_lse
     first, second = (o if "output" in slips else d_o), (d_o if "gradient" in slips else o)
     if "inside" in slips:
         first = first - d_lse[..., None]
-    if slips & {"every head", "every head, summed"}:
+    if "turned" in slips:
+        product = first @ second.permute(2, 1, 0)  # `o.T`
+    elif slips & {"every head", "every head, summed"}:
         product = first @ second.mT
     else:
         product = first if "no product" in slips else first * second
     if "heads" in slips:
         product = product.sum(1, keepdim=True).expand_as(product)
-    if slips & {"no sum", "no sum, aligned", "every head"}:
+    if slips & {"no sum", "no sum, aligned", "every head", "turned"}:
         delta = product
     elif "whole" in slips:
         delta = product.sum()
@@ -277,7 +346,13 @@ _DELTA_MISTAKES = (
             "`@` multiplies each head's `d_o` with *every* head's `o`. Which pairs of heads does "
             "delta need?",
         )
-        for name in ("every head", "every head, summed")
+        for name in ("every head", "every head, summed", "turned")
+    ),
+    Misconception(
+        "weights of the notebook, not of the case",
+        slip(_delta, "notebook's"),
+        "`p` and `d_p` are not arguments: they belong to the notebook's eight tokens. Which two "
+        "arguments give the same sum?",
     ),
     Misconception(
         "taking o times o",
@@ -313,7 +388,8 @@ _DELTA_MISTAKES = (
     ),
 )
 
-_SHAPES = {"other axis", "no sum", "no sum, aligned", "every head", "every head, summed"}
+_CROSSED = {"every head", "every head, summed", "turned"}
+_SHAPES = {"other axis", "no sum", "no sum, aligned", *_CROSSED}
 
 _DELTA = Exercise(
     name="row_delta",
@@ -340,9 +416,29 @@ through `lse`. Raising a score by a little raises its row's `lse` by the score's
     combine=together(
         _DELTA_MISTAKES,
         {"added", "no lse", "factor", "inside"},
+        *(
+            {"notebook's", slip}
+            for slip in (
+                "added",
+                "no lse",
+                "factor",
+                "inside",
+                "mean",
+                "whole",
+                "heads",
+                "output",
+                "gradient",
+                "no product",
+                "sign",
+                "own axis",
+                "kept",
+                *_SHAPES,
+            )
+        ),
         {"mean", "whole", *_SHAPES},
-        {"heads", "whole", "other axis", "every head", "every head, summed"},
-        {"output", "gradient", "no product", "every head", "every head, summed"},
+        {"heads", "whole", "other axis", *_CROSSED},
+        {"output", "gradient", "no product", *_CROSSED},
+        {"inside", "turned"},
         {"no product", "inside"},
         {"sign", *_SHAPES},
         {"own axis", "kept", "whole", *_SHAPES},
@@ -365,12 +461,12 @@ through `lse`. Raising a score by a little raises its row's `lse` by the score's
             ),
         ),
         Case(
-            "two queries, three heads, four channels",
-            lambda: (_random(2, 3, 4, seed=2), _random(2, 3, 4, seed=3), _random(2, 3, seed=4)),
+            "two queries, three heads, two channels",
+            lambda: (_whole(2, 3, 2, seed=2), _whole(2, 3, 2, seed=3), _whole(2, 3, seed=4)),
         ),
         Case(
             "three queries, three heads, two channels",
-            lambda: (_random(3, 3, 2, seed=5), _random(3, 3, 2, seed=6), _random(3, 3, seed=7)),
+            lambda: (_whole(3, 3, 2, seed=5), _whole(3, 3, 2, seed=6), _whole(3, 3, seed=7)),
         ),
     ),
 )
@@ -393,7 +489,9 @@ def _group(
 ) -> tuple[Tensor, Tensor]:
     """`group_gradients` with slips."""
     for_k, for_v = (p if "p for k" in slips else d_s), (d_s if "d_s for v" in slips else p)
-    turned = (0, 2) if "all axes" in slips else (1, 2)
+    if "repeated" in slips:
+        q, d_o = (x.repeat_interleave(H, 0) for x in (q, d_o))
+    turned = (0, 0) if "not turned" in slips else (0, 2) if "all axes" in slips else (1, 2)
     d_k, d_v = for_k.transpose(*turned) @ q, for_v.transpose(*turned) @ d_o
     d_k = d_k if "no scale" in slips else scale * d_k
     d_v = scale * d_v if "scaled v" in slips else d_v
@@ -401,6 +499,8 @@ def _group(
     def joined(x: Tensor) -> Tensor:
         if "copies" in slips:
             return x
+        if "one sum" in slips:
+            return x.sum(0, keepdim=True)
         if "all heads" in slips:
             return x.sum(0, keepdim=True).expand(H, -1, -1)
         if "every H-th" in slips:
@@ -410,6 +510,8 @@ def _group(
             return groups[:, 0]
         if "KV heads" in slips:
             return groups.sum(0)
+        if "keys" in slips:
+            return groups.sum(2)
         return groups.mean(1) if "mean" in slips else groups.sum(1)
 
     d_k, d_v = joined(d_k), joined(d_v)
@@ -422,6 +524,12 @@ _GROUP_MISTAKES = (
         slip(_group, "all heads"),
         "With one KV head that is right, and hides the mistake. Which query heads read KV head "
         "0 when there are two?",
+    ),
+    Misconception(
+        "one sum over all heads, as if there were one KV head",
+        slip(_group, "one sum"),
+        "With one KV head that is right, and hides the mistake. How many KV heads does the result "
+        "have, and which query heads read each of them?",
     ),
     Misconception(
         "adding up every H-th head, not neighbours",
@@ -452,6 +560,12 @@ _GROUP_MISTAKES = (
         "of the KV heads. Which one has to go?",
     ),
     Misconception(
+        "summing over the keys, not over the group",
+        slip(_group, "keys"),
+        "Each key has a gradient of its own. Your axes are (H, G, M, width): which one tells the "
+        "members of a group apart?",
+    ),
+    Misconception(
         "leaving the scale out of d_k",
         slip(_group, "no scale"),
         "A head's scores are `scale * q @ k.T`. By how much does such a score change when a key "
@@ -478,6 +592,18 @@ _GROUP_MISTAKES = (
         slip(_group, "all axes"),
         "`.T` reverses *all* axes, and the heads end up last. Which two of `[HQ, N, M]` have to "
         "change places, for each head by itself?",
+    ),
+    Misconception(
+        "leaving the matrices unturned",
+        slip(_group, "not turned"),
+        "A gradient of the keys has a row for each key. Over which axis of `[HQ, N, M]` must the "
+        "product sum, the queries or the keys?",
+    ),
+    Misconception(
+        "copying the queries, which have all their heads already",
+        slip(_group, "repeated"),
+        "`q` and `d_o` have HQ heads, as `p` and `d_s` do. Only keys and values are shared, and "
+        "their gradients are the results. What is left to copy?",
     ),
     Misconception(
         "d_v before d_k",
@@ -510,8 +636,9 @@ head's scores were `scale * q @ k.T`.
     misconceptions=_GROUP_MISTAKES,
     combine=together(
         _GROUP_MISTAKES,
-        {"all heads", "every H-th", "copies", "KV heads"},
-        {"all heads", "copies", "mean", "one head", "KV heads"},
+        {"all heads", "one sum", "every H-th", "copies", "KV heads"},
+        {"all heads", "one sum", "copies", "mean", "one head", "KV heads", "keys"},
+        {"all axes", "not turned", "repeated", "keys"},
     ),
     tolerance=1e-4,
     cases=(
@@ -581,6 +708,8 @@ def _again(
     is_hidden = is_seen if "upside down" in slips else ~is_seen
     if "softmax" in slips:
         return torch.softmax(acc_s.masked_fill(is_hidden, -1e9), -1).masked_fill(is_hidden, 0)
+    if "score 0" in slips:
+        acc_s = acc_s.masked_fill(is_hidden, 0)
     row = lse[None, :] if "across" in slips else lse[:, None]
     if "scaled lse" in slips:
         row = scale * row
@@ -590,11 +719,13 @@ def _again(
         p = acc_s - row
     elif "divided" in slips:
         p = torch.exp(acc_s) / row
+    elif "outside" in slips:
+        p = torch.exp(acc_s) - row
     elif "no lse" in slips:
         p = torch.exp(acc_s)
     else:
         p = (torch.exp2 if "base two" in slips else torch.exp)(acc_s - row)
-    if "no mask" not in slips:
+    if not slips & {"no mask", "score 0"}:
         p = p.masked_fill(is_hidden, 1 if "early" in slips else 0)  # exp(0) is 1
     if slips & {"empty", "large"}:
         p = p.masked_fill(
@@ -622,6 +753,12 @@ _AGAIN_MISTAKES = (
         "Hidden keys should have *weight* 0. What does the power make of an exponent of 0?",
     ),
     Misconception(
+        "hiding a key by the score 0",
+        slip(_again, "score 0"),
+        "A score of 0 is a score like any other: its power is 1. Which *weight* should a hidden "
+        "key have, and so which step should write it?",
+    ),
+    Misconception(
         "stopping at the exponent",
         slip(_again, "no exp"),
         "The difference of score and lse is the logarithm of a weight. What undoes a logarithm?",
@@ -642,6 +779,12 @@ _AGAIN_MISTAKES = (
         "dividing by lse",
         slip(_again, "divided"),
         "lse is the *logarithm* of the sum. What has a division become in the exponent?",
+    ),
+    Misconception(
+        "subtracting lse after the power",
+        slip(_again, "outside"),
+        "lse is a logarithm, and a division of powers is a subtraction of exponents. On which "
+        "side of `exp` are the exponents?",
     ),
     Misconception(
         "powers that nothing divides",
@@ -705,11 +848,12 @@ of which the tile holds a part; it is `-inf` for a query that saw no key at all.
     misconceptions=_AGAIN_MISTAKES,
     combine=together(
         _AGAIN_MISTAKES,
-        {"softmax", "maximum", "divided", "no lse", "base two", "no exp"},
+        {"softmax", "maximum", "divided", "outside", "no lse", "base two", "no exp"},
         {"softmax", "maximum", "no lse", "scaled lse", "across"},
-        {"softmax", "no mask", "upside down", "early"},
+        {"softmax", "no mask", "upside down", "early", "score 0"},
         {"maximum", "upside down"},
-        {"empty", "large", "early"},
+        {"maximum", "score 0"},
+        {"empty", "large", "early", "score 0"},
     ),
     cases=(
         Case(
@@ -779,7 +923,9 @@ def _two(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`base_two` with slips."""
     natural = slips & {"lse", "all natural"}
-    row = lse[:, None] * (1 if natural else _LN_2 if "lse times" in slips else _LOG2_E)
+    row = (lse[None] if "across" in slips else lse[:, None]) * (
+        1 if natural else _LN_2 if "lse times" in slips else _LOG2_E
+    )
     acc_s = q_log2 @ k.T * (scale if "scaled" in slips else 1)
     p = (torch.exp if slips & {"exp", "all natural"} else torch.exp2)(acc_s - row)
     shift = 0 if "no delta" in slips else delta[:, None]
@@ -791,7 +937,11 @@ def _two(
     of_q, of_k = scale, _LN_2
     for name, factor in (("q ln 2", _LN_2), ("q log2 e", _LOG2_E), ("q unscaled", 1 / scale)):
         of_q = of_q * factor if name in slips else of_q
-    for name, factor in (("k", _LOG2_E), ("k log2 e", _LOG2_E**2), ("k scaled", scale)):
+    for_k = (
+        ("k", _LOG2_E), ("k log2 e", _LOG2_E**2), ("k scaled", scale),
+        ("k copied", _LOG2_E * scale),
+    )  # fmt: skip
+    for name, factor in for_k:
         of_k = of_k * factor if name in slips else of_k
     d_q, d_k = of_q * d_s @ k, of_k * d_s.T @ q_log2
     return (d_k, d_q) if "exchanged" in slips else (d_q, d_k)
@@ -810,15 +960,21 @@ _TWO_MISTAKES = (
         "The scale came with `q_log2` already. What is left to multiply by?",
     ),
     Misconception(
+        "`q_log2` in line 5, where `q` stood",
+        slip(_two, "k copied"),
+        "Line 5 wants `scale * q`. `q_log2` is that already, with log2(e) on top. What remains to "
+        "multiply by, and what is multiplied twice?",
+    ),
+    Misconception(
         "multiplying d_k by log2(e), not by ln 2",
         slip(_two, "k log2 e"),
         "log2(e) is in `q_log2` once already. Which factor undoes it?",
     ),
     Misconception(
-        "ln 2 twice: for d_q as well",
+        "ln 2 in d_q, too",
         slip(_two, "q ln 2"),
-        "`d_q` is made of `d_s` and `k`, and neither carries log2(e): the weights are the same in "
-        "any base. What would ln 2 undo there?",
+        "`d_q` is made of `d_s` and `k`, and neither carries log2(e). (A ln 2 in `d_s` reaches "
+        "`d_q`, too.) What would ln 2 undo there?",
     ),
     Misconception(
         "log2(e) in d_q",
@@ -841,6 +997,11 @@ _TWO_MISTAKES = (
         "a natural lse under exp2",
         slip(_two, "lse"),
         "In the exponent of 2 both numbers have to be in base two. In which one is `lse`?",
+    ),
+    Misconception(
+        "taking lse for a number of each key",
+        slip(_two, "across"),
+        "lse belongs to a query, a row of the scores. Which axis has to be added to `[N]`?",
     ),
     Misconception(
         "natural exp and lse, with scores in base two",
@@ -907,7 +1068,8 @@ it is needed, and only there.
     misconceptions=_TWO_MISTAKES,
     combine=together(
         _TWO_MISTAKES,
-        {"k", "k log2 e"},
+        {"k", "k log2 e", "k copied"},
+        {"k scaled", "k copied"},
         {"q ln 2", "q log2 e"},
         {"lse", "lse times", "all natural"},
         {"exp", "all natural"},
@@ -1004,7 +1166,7 @@ DOUBLES = (
     Double(
         "base_two",
         _ln_2_everywhere,
-        ("ln 2 twice: for d_q as well", "leaving log2(e) in d_k"),
+        ("ln 2 in d_q, too", "leaving log2(e) in d_k"),
     ),
 )
 
@@ -1090,7 +1252,7 @@ TRAPS = (
     Trap(
         "where would ln 2 be one too many?",
         "base_two",
-        "ln 2 twice: for d_q as well",
+        "ln 2 in d_q, too",
     ),
 )
 
@@ -1104,12 +1266,14 @@ PREDICTIONS = (
         "and v and without the weights: 0.25, 260, 4,096 or 131,072?",
         "It keeps `o`, 128 numbers of two bytes for each query and head, and one `lse` of four.",
         (
+            (256, "That is `o` alone. The 16 heads keep `lse`, too: 4 MiB."),
             (0.25, "That is one `lse` for each token. There are 16 heads, and each keeps `o`."),
             (4, "That is `lse` of all heads. `o` is kept, too."),
             (4096, "That is a byte for each pair of tokens, a mask. No pairs are kept at all."),
             (131_072, "Those are the weights themselves. The question was without them."),
         ),
         unit="MiB",
+        choices=(0.25, 260, 4096, 131_072),
     ),
     Prediction(
         "backward_over_forward",
@@ -1119,12 +1283,16 @@ PREDICTIONS = (
         "d_v four.",
         (
             (1, "The scores alone are half of a forward, and four gradients follow them."),
-            (2, "That is with stored weights: four products. Here the scores come again, twice."),
+            (
+                2,
+                "That is with stored weights: four products. The walks add three: each computes "
+                "the scores again, and `d_p` comes a second time.",
+            ),
             (2.5, "That is one walk: five products. Two walks repeat the scores and d_p."),
             (7, "Seven is the number of products. The forward has two of them."),
             (8, "That would be 16 products of a tile. There are fewer."),
         ),
-        tolerance=0.01,
+        choices=(1, 2, 3.5, 8),
     ),
     Prediction(
         "strongest_score",
