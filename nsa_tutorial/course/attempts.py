@@ -98,7 +98,8 @@ MEANINGS = (
         r"must match the size of tensor|cannot be multiplied|does not broadcast|must match except"
         r"|expects each tensor to be equal size|must match the existing size"
         r"|is invalid for input of size|make_shape_compatible|incompatible dimensions"
-        r"|same number of dimensions|inconsistent tensor size|expected to be in range of",
+        r"|same number of dimensions|inconsistent tensor size|expected to be in range of"
+        r"|shape of the mask",
         _SHAPES,
     ),
     (

@@ -49,7 +49,7 @@ def _is_only_one_a_mask(a: object, b: object) -> bool:
 
 
 def numbers(value: object) -> torch.Tensor:
-    """A number or a tensor of any library as a tensor in fp64.
+    """A number, a flat list of numbers or a tensor of any library, as a tensor in fp64.
 
     Raises:
         TypeError: for anything else.
@@ -58,6 +58,8 @@ def numbers(value: object) -> torch.Tensor:
         return value.detach().cpu().to(torch.float64)
     if isinstance(value, bool | int | float | np.ndarray | np.generic):
         return torch.as_tensor(np.asarray(value, dtype=np.float64))
+    if isinstance(value, list) and all(isinstance(x, bool | int | float) for x in value):
+        return torch.tensor(value, dtype=torch.float64)
     raise TypeError(f"not a number or a tensor: {type(value).__name__}")
 
 

@@ -4,6 +4,7 @@ the kernels that it shows beside each other."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -44,11 +45,11 @@ def test_the_inverse_list_is_the_packages(BS: int) -> None:
     order = torch.rand(N, blocks, generator=g).argsort(-1)[:, :S]
     ids = torch.where((order <= torch.arange(N)[:, None] // BS), order, -1)
     inverse = inverse_lists.of_lists(ids[:, None], causal_rows(N), block_size=BS, num_keys=N)
-    queries, bounds = solutions.inverse_list(ids.tolist(), blocks)
+    queries, bounds = solutions.inverse_list(ids, blocks)
     for block in range(blocks):
         first, last = inverse.first[block], inverse.last[block]
         theirs = (inverse.entries[first:last] // S).tolist()
-        assert queries[bounds[block] : bounds[block + 1]] == theirs
+        assert queries[bounds[block] : bounds[block + 1]].tolist() == theirs
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 7, 8, 30, 101])
@@ -132,10 +133,37 @@ def kept_nested(lists, num_blocks):
 
 
 def bincount(lists, num_blocks):
-    block = torch.tensor(lists).flatten()
+    block = lists.flatten()
     order = block.argsort(stable=True)
     order = order[(block < 0).sum() :]
     return (order // len(lists[0])).tolist(), torch.bincount(block[block >= 0]).tolist()
+
+
+def sorted_without_the_empty(lists, num_blocks):
+    x = lists.flatten()
+    x = x[x >= 0]
+    x, order = torch.sort(x, stable=True)
+    return order // lists.size(1), torch.searchsorted(x, torch.arange(num_blocks + 1))
+
+
+def bounds_of_blocks(lists, num_blocks):
+    x = lists.flatten()
+    order = x.argsort(stable=True)[(x < 0).sum() :]
+    bounds = torch.searchsorted(x[order], torch.arange(num_blocks))
+    return order[: bounds[-1]] // lists.size(1), bounds
+
+
+def only_nested(lists, num_blocks):
+    return [(lists == b).any(1).nonzero().flatten() for b in range(num_blocks)]
+
+
+def as_tensors(lists, num_blocks):
+    """Right: of pairs, and each bound a count of smaller blocks."""
+    block, query = zip(
+        *sorted((b, q) for q, ids in enumerate(lists.tolist()) for b in ids if b >= 0), strict=True
+    )
+    smaller = torch.tensor(block) < torch.arange(num_blocks + 1)[:, None]
+    return torch.tensor(query), smaller.sum(1)
 
 
 def first_heads(queries, step, head, H, G, BR):
@@ -152,6 +180,34 @@ def all_rows(queries, step, head, H, G, BR):
 def heads_then_queries(queries, step, head, H, G, BR):
     rows = [(query * H + head) * G + g for g in range(G) for query in queries] + [-1] * BR
     return rows[step * BR : (step + 1) * BR]
+
+
+def whole_queries(queries, step, head, H, G, BR):
+    n = BR // G
+    mine = queries[step * n : (step + 1) * n]
+    rows = [(query * H + head) * G + g for query in mine for g in range(G)]
+    return rows + [-1] * (BR - len(rows))
+
+
+def from_step_on(queries, step, head, H, G, BR):
+    rows = [(query * H + head) * G + g for query in queries for g in range(G)]
+    return [rows[i] if i < len(rows) else -1 for i in range(step, step + BR)]
+
+
+def until_the_last_query(queries, step, head, H, G, BR):
+    rows = [(query * H + head) * G + g for query in queries for g in range(G)]
+    places = range(step * BR, (step + 1) * BR)
+    return [rows[i] if i < len(queries) else -1 for i in places]
+
+
+def longest_rest_last(count, length):
+    return [min(length, count - start) for start in range(0, count, length)]
+
+
+def as_the_bounds_fall(count, length):
+    n = max(count // length, 1) if count else 0
+    bounds = [i * count // n for i in range(n + 1)] if n else [0]
+    return [b - a for a, b in pairwise(bounds)]
 
 
 def by_range(count, length):
@@ -171,6 +227,11 @@ def nan_everywhere(d_s, s, is_seen):
     return torch.einsum("gsk,gsk->s", d_s, s)
 
 
+def sums_first(d_s, s, is_seen):
+    s = s.masked_fill(~is_seen, 0)
+    return d_s.sum((0, 2)) * s.sum((0, 2))
+
+
 def per_head(d_s, s, is_seen):
     return torch.where(is_seen, d_s * s, 0).sum(-1)
 
@@ -181,6 +242,39 @@ def as_in_the_library(start, BT, window_size, N):
 
 def in_whole_tiles(start, BT, window_size, N):
     return start, min(start + BT, N)
+
+
+def one_query_short(start, BT, window_size, N):
+    return start, min(start + BT + window_size - 1, N - 1)
+
+
+def windows_in_turn(start, BT, window_size, N):
+    return start, min(start + BT * window_size, N)
+
+
+def end_first(start, BT, window_size, N):
+    return min(start + BT + window_size - 1, N), start
+
+
+def sorted_results(tensors, stores):
+    who = {}
+    for program, *element in stores:
+        who.setdefault(tuple(element), set()).add(program)
+    elements = {(name, i) for name, n in tensors for i in range(n)}
+    return sorted(elements - set(who)), sorted(e for e in who if len(who[e]) > 1)
+
+
+def raced_as_stored(tensors, stores):
+    who = {}
+    for program, *element in stores:
+        who.setdefault(tuple(element), set()).add(program)
+    never = [(name, i) for name, n in tensors for i in range(n) if (name, i) not in who]
+    return never, [e for e in who if len(who[e]) > 1]
+
+
+def raced_stores(tensors, stores):
+    never, raced = solutions.audit(tensors, stores)
+    return never, [store for store in stores if store[1:] in raced]
 
 
 def two_stores(tensors, stores):
@@ -203,6 +297,45 @@ def what_was_stored(tensors, stores):
 ATTEMPTS = {
     "nested": ("inverse_list", kept_nested, {"a list for each block in place of one flat list"}),
     "counts": ("inverse_list", bincount, {"counts in place of bounds"}),
+    "dropped": (
+        "inverse_list",
+        sorted_without_the_empty,
+        {"dropping the empty slots before the sort"},
+    ),
+    "no end": ("inverse_list", bounds_of_blocks, {"leaving out the end of the last block"}),
+    "only nested": (
+        "inverse_list",
+        only_nested,
+        {"a list for each block in place of one flat list"},
+    ),
+    "whole": ("rows_of_step", whole_queries, {"taking whole queries only"}),
+    "one row": ("rows_of_step", from_step_on, {"moving on by one row a step"}),
+    "queries": (
+        "rows_of_step",
+        until_the_last_query,
+        {"as many rows as the chunk has queries"},
+    ),
+    "rest last": (
+        "chunk_lengths",
+        longest_rest_last,
+        {"chunks of one length, and a short rest"},
+    ),
+    "in order": (
+        "chunk_lengths",
+        as_the_bounds_fall,
+        {"leaving the lengths as the chunks come"},
+    ),
+    "sums": ("slot_gradient", sums_first, {"summing before multiplying"}),
+    "N - 1": ("window_queries", one_query_short, {"leaving out the text's last query"}),
+    "in turn": (
+        "window_queries",
+        windows_in_turn,
+        {"a window for each key, one behind the other"},
+    ),
+    "exchanged": ("window_queries", end_first, {"the two results exchanged"}),
+    "sorted": ("audit", sorted_results, {"another order than that of `tensors`"}),
+    "as stored": ("audit", raced_as_stored, {"another order than that of `tensors`"}),
+    "triples": ("audit", raced_stores, {"the stores in place of the elements"}),
     "one head": ("rows_of_step", first_heads, {"taking one head of each group"}),
     "heads": ("rows_of_step", heads_then_queries, {"all queries of one head first"}),
     "rest": ("chunk_lengths", by_range, {"chunks of one length, and a short rest"}),
@@ -229,6 +362,7 @@ def test_a_readers_mistake_is_named(name: str, attempt: Callable, named: set[str
     ("name", "attempt"),
     [
         ("inverse_list", lists_of_queries),
+        ("inverse_list", as_tensors),
         ("rows_of_step", all_rows),
         ("chunk_lengths", tensor_split),
         ("slot_gradient", by_einsum),
@@ -236,6 +370,12 @@ def test_a_readers_mistake_is_named(name: str, attempt: Callable, named: set[str
 )
 def test_another_way_is_right_too(name: str, attempt: Callable) -> None:
     assert judge(KNOWN[name], attempt).outcome == "right"
+
+
+def test_a_mask_of_another_shape_is_told_as_a_shape() -> None:
+    """It raises an IndexError, and no index is too large."""
+    told = judge(KNOWN["slot_gradient"], lambda d_s, s, is_seen: (d_s * s)[is_seen]).text
+    assert "The shapes do not fit" in told
 
 
 @pytest.mark.parametrize("name", KNOWN)

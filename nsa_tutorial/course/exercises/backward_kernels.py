@@ -25,22 +25,22 @@ def _random(*shape: int, seed: int) -> Tensor:
 # -- inverse_list --
 
 
-def inverse_list(lists: list[list[int]], num_blocks: int) -> tuple[list[int], list[int]]:
+def inverse_list(lists: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
     """The queries that list each block, one block after the other, and where each block's begin."""
-    S = len(lists[0])
-    block = torch.tensor(lists).flatten()  # [N * S]
-    block = torch.where(block < 0, num_blocks, block)  # empty slots: behind all blocks
+    S = lists.shape[1]
+    block = torch.where(lists < 0, num_blocks, lists).flatten()  # empty slots: behind all blocks
     block, entry = block.sort(stable=True)
     bounds = torch.searchsorted(block, torch.arange(num_blocks + 1))
-    queries = entry[: bounds[-1]] // S
-    return queries.tolist(), bounds.tolist()
+    return entry[: bounds[-1]] // S, bounds
 
 
-def _inverse(slips: Slips, lists: list[list[int]], num_blocks: int) -> tuple[list, list]:
+def _inverse(slips: Slips, lists: Tensor, num_blocks: int) -> tuple[list, list] | list:
     """`inverse_list` with slips."""
-    S = len(lists[0])
-    block = torch.tensor(lists).flatten()
-    if "as block 0" in slips:
+    S = lists.shape[1]
+    block = lists.flatten()
+    if "dropped" in slips:
+        block = block[block >= 0]
+    elif "as block 0" in slips:
         block = block.clamp(min=0)
     elif "in front" not in slips:
         block = torch.where(block < 0, num_blocks, block)
@@ -51,13 +51,18 @@ def _inverse(slips: Slips, lists: list[list[int]], num_blocks: int) -> tuple[lis
     if "unsorted" in slips:
         entry = torch.arange(len(block))[block < num_blocks]
     end = len(block) if slips & {"empty kept", "in front"} else bounds[-1]
+    if "no end, cut" in slips:
+        bounds = bounds[:-1]
+        end = bounds[-1]
     entry = entry[:end]
     queries = entry if "entries" in slips else entry % S if "slots" in slips else entry // S
     if "blocks" in slips:
         queries = by_block[:end]
     flat, limits = queries.tolist(), bounds.tolist()
-    if "nested" in slips:
+    if slips & {"nested", "nested alone"}:
         flat = [flat[a:b] for a, b in pairwise(limits)]
+    if "nested alone" in slips:
+        return flat
     if "counts" in slips:
         limits = bounds.diff().tolist()
     elif "listed only" in slips:
@@ -84,6 +89,12 @@ _INVERSE_MISTAKES = (
         slip(_inverse, "empty kept"),
         "Behind the last block stand the entries that name none. Where does the last block's "
         "stretch end?",
+    ),
+    Misconception(
+        "dropping the empty slots before the sort",
+        slip(_inverse, "dropped"),
+        "Without the empty slots, the places behind them have moved up. Which query does place 1 "
+        "belong to now?",
     ),
     Misconception(
         "the place of an entry in place of its query",
@@ -113,10 +124,14 @@ _INVERSE_MISTAKES = (
         slip(_inverse, "unsorted"),
         "The queries of block 0 have to stand next to each other. What brings them together?",
     ),
-    Misconception(
-        "a list for each block in place of one flat list",
-        slip(_inverse, "nested"),
-        "A GPU has no lists of lists. With all queries in one flat list, what do the bounds say?",
+    *(
+        Misconception(
+            "a list for each block in place of one flat list",
+            slip(_inverse, name),
+            "A GPU has no lists of lists. With all queries in one flat list, what do the bounds "
+            "say?",
+        )
+        for name in ("nested", "nested alone")
     ),
     Misconception(
         "counts in place of bounds",
@@ -128,10 +143,14 @@ _INVERSE_MISTAKES = (
         slip(_inverse, "ends"),
         "`bounds[b]` is where block b's stretch begins. What has to be `bounds[0]`?",
     ),
-    Misconception(
-        "leaving out the end of the last block",
-        slip(_inverse, "no end"),
-        "Block b's stretch is `queries[bounds[b] : bounds[b + 1]]`. What is that for the last one?",
+    *(
+        Misconception(
+            "leaving out the end of the last block",
+            slip(_inverse, name),
+            "Block b's stretch is `queries[bounds[b] : bounds[b + 1]]`. What is that for the last "
+            "one?",
+        )
+        for name in ("no end", "no end, cut")
     ),
     Misconception(
         "leaving out blocks that nobody lists",
@@ -141,18 +160,21 @@ _INVERSE_MISTAKES = (
     ),
 )
 
+_NOT_NESTED = ("ends", "in front", "empty kept", "no end, cut")
+
 _INVERSE = Exercise(
     name="inverse_list",
     statement="""
-`lists` holds a list for each query, of `S` block ids or -1. Return `(queries, bounds)`, two flat
-lists: the queries that list block 0, then those of block 1, and so on, those of one block in
-ascending order; and `num_blocks + 1` bounds, so that `queries[bounds[b] : bounds[b + 1]]` are the
-queries of block `b`. Two calls do most of it: `sort(stable=True)` and `torch.searchsorted`.
+`lists` is a tensor `[N, S]`: for each query `S` block ids, or -1 for an empty slot. Return
+`(queries, bounds)`, two flat tensors (or Python lists). `queries` has the queries that list block
+0, then those of block 1, and so on, those of one block in ascending order. `bounds` has
+`num_blocks + 1` numbers: `queries[bounds[b] : bounds[b + 1]]` are the queries of block `b`. Two
+calls do most of it: `sort(stable=True)` and `torch.searchsorted`.
 """,
     minutes=7,
     difficulty=2,
     hints=(
-        "Flatten the lists. Each entry is a pair now: the block that it names, and its place. "
+        "Flatten `lists`. Each entry is a pair now: the block that it names, and its place. "
         "Which query does a place belong to, and where should empty slots go?",
         "Sort the blocks, and keep the places that the sort returns beside them. Give an empty "
         "slot a number behind all blocks before you sort.",
@@ -165,23 +187,34 @@ queries of block `b`. Two calls do most of it: `sort(stable=True)` and `torch.se
     misconceptions=_INVERSE_MISTAKES,
     combine=together(
         _INVERSE_MISTAKES,
-        {"in front", "as block 0", "empty kept", "unsorted"},
+        {"in front", "as block 0", "empty kept", "unsorted", "dropped"},
         {"entries", "slots", "blocks"},
-        {"counts", "ends", "no end", "listed only"},
-        {"nested", "ends"},
-        {"nested", "in front"},
-        {"nested", "empty kept"},
+        {"counts", "ends", "no end", "no end, cut", "listed only", "nested alone"},
+        *({nested, other} for nested in ("nested", "nested alone") for other in _NOT_NESTED),
+        {"nested", "nested alone"},
+        {"no end, cut", "empty kept"},
+        {"no end, cut", "in front"},
+        {"dropped", "backwards"},
         {"unsorted", "blocks"},
         {"unsorted", "backwards"},
     ),
     cases=(
-        Case("two blocks, one slot", lambda: ([[0], [1], [0]], 2)),
-        Case("two slots", lambda: ([[0, 1], [1, 0], [1, 2]], 3)),
-        Case("an empty slot", lambda: ([[0, -1], [0, 1], [1, 0]], 2)),
-        Case("a block that nobody lists", lambda: ([[0, -1], [2, 0], [2, 0]], 3)),
-        Case("a query that lists nothing", lambda: ([[-1, 0], [-1, -1], [3, 1], [1, -1]], 5)),
-        Case("three slots", lambda: ([[0, -1, -1], [0, 1, -1], [2, 0, 1], [3, 0, 2]], 4)),
-        Case("everybody lists block 0", lambda: ([[0, b // 2] for b in range(2, 10)], 5)),
+        Case("two blocks, one slot", lambda: (torch.tensor([[0], [1], [0]]), 2)),
+        Case("an empty slot", lambda: (torch.tensor([[0, -1], [0, 1], [1, 0]]), 2)),
+        Case("two slots", lambda: (torch.tensor([[0, 1], [1, 0], [1, 2]]), 3)),
+        Case("a block that nobody lists", lambda: (torch.tensor([[0, -1], [2, 0], [2, 0]]), 3)),
+        Case(
+            "a query that lists nothing",
+            lambda: (torch.tensor([[-1, 0], [-1, -1], [3, 1], [1, -1]]), 5),
+        ),
+        Case(
+            "three slots",
+            lambda: (torch.tensor([[0, -1, -1], [0, 1, -1], [2, 0, 1], [3, 0, 2]]), 4),
+        ),
+        Case(
+            "everybody lists block 0",
+            lambda: (torch.tensor([[0, b // 2] for b in range(2, 10)]), 5),
+        ),
     ),
 )
 
@@ -207,12 +240,18 @@ def _step(
     index = step * BR + torch.arange(BR)
     if "first step" in slips:
         index = torch.arange(BR)
+    if "by one row" in slips:
+        index = step + torch.arange(BR)
+    if slips & {"whole queries", "whole queries, short"}:
+        index = step * (BR // num_heads) * num_heads + torch.arange(BR // num_heads * num_heads)
     entry, member = index // num_heads, index % num_heads
     if "step of queries" in slips:
         entry, member = step * BR + torch.arange(BR) // num_heads, torch.arange(BR) % num_heads
     if "heads outside" in slips:
         entry, member = index % len(queries), index // len(queries)
     is_row = (entry < len(queries)) & (member < num_heads)
+    if "rows as queries" in slips:
+        is_row &= index < len(queries)
     query = entry if "places" in slips else torch.tensor(queries)[entry.clamp(max=len(queries) - 1)]
     row = (query * H + head) * G + member
     if "all groups" in slips:
@@ -225,7 +264,8 @@ def _step(
         row = query * H + head + member
     if "past the end" in slips:
         return row.tolist()
-    return torch.where(is_row, row, 0 if "row 0" in slips else -1).tolist()
+    rows = torch.where(is_row, row, 0 if "row 0" in slips else -1).tolist()
+    return rows + [-1] * (BR - len(rows)) if "whole queries" in slips else rows
 
 
 _STEP_MISTAKES = (
@@ -267,6 +307,25 @@ _STEP_MISTAKES = (
         slip(_step, "step of queries"),
         "A step has `BR` *rows*. How many queries is that, with `G` heads each?",
     ),
+    *(
+        Misconception(
+            "taking whole queries only",
+            slip(_step, name),
+            "With groups of 3 and 4 rows a step, one query leaves a row idle in every step. Whose "
+            "row could it be?",
+        )
+        for name in ("whole queries", "whole queries, short")
+    ),
+    Misconception(
+        "moving on by one row a step",
+        slip(_step, "by one row"),
+        "A step loads `BR` rows, so step 0 has the rows 0 to `BR - 1`. Where does step 1 begin?",
+    ),
+    Misconception(
+        "as many rows as the chunk has queries",
+        slip(_step, "rows as queries"),
+        "`len(queries)` counts queries. How many rows are they, with `G` heads each?",
+    ),
     Misconception(
         "loading the first step's rows in every step",
         slip(_step, "first step"),
@@ -288,6 +347,8 @@ _STEP_MISTAKES = (
         "`query * H + head` is a row of K. How many rows of Q stand for one row of K?",
     ),
 )
+
+_WHOLE = ("whole queries", "whole queries, short")
 
 _STEP = Exercise(
     name="rows_of_step",
@@ -314,8 +375,12 @@ rows, whether or not `G` divides `BR`. Return, for step `step`, a list of `BR` n
     combine=together(
         _STEP_MISTAKES,
         {"one head", "all groups", "heads outside"},
-        {"first step", "step of queries"},
+        {"first step", "step of queries", "by one row", *_WHOLE},
+        *({whole, "all groups"} for whole in _WHOLE),
+        *({whole, "past the end"} for whole in _WHOLE),
         {"step of queries", "heads outside"},
+        {"step of queries", "rows as queries"},
+        {"past the end", "rows as queries"},
         {"past the end", "row 0"},
         {"all groups", "one KV head", "brackets", "short stride"},
         {"all groups", "places"},
@@ -352,7 +417,7 @@ def _lengths(slips: Slips, count: int, length: int) -> list[int]:
         parts = 0
     if parts == 0:
         return []
-    if "rest" in slips:
+    if slips & {"rest", "rest, in order"}:
         shares = [unit] * (count // unit) + [count % unit] * (count % unit > 0)
         found = shares or [0]
     elif "uneven" in slips:
@@ -361,15 +426,20 @@ def _lengths(slips: Slips, count: int, length: int) -> list[int]:
         found = [count // parts] * parts
     else:
         found = [count * (i + 1) // parts - count * i // parts for i in range(parts)]
+    if slips & {"in order", "rest, in order"}:
+        return found
     return sorted(found, reverse="long first" in slips)
 
 
 _LENGTHS_MISTAKES = (
-    Misconception(
-        "chunks of one length, and a short rest",
-        slip(_lengths, "rest"),
-        "A rest of one query costs a program, its keys and a share in the workspace, too. What if "
-        "all chunks took a part of the rest?",
+    *(
+        Misconception(
+            "chunks of one length, and a short rest",
+            slip(_lengths, name),
+            "A rest of one query costs a program, its keys and a share in the workspace, too. "
+            "What if all chunks took a part of the rest?",
+        )
+        for name in ("rest", "rest, in order")
     ),
     Misconception(
         "one chunk more, and all of them shorter",
@@ -406,9 +476,17 @@ _LENGTHS_MISTAKES = (
     Misconception(
         "the longest first",
         slip(_lengths, "long first"),
-        "Only the order is off. Which ones does the statement ask for first?",
+        "Which lengths does the statement ask for first?",
+    ),
+    Misconception(
+        "leaving the lengths as the chunks come",
+        slip(_lengths, "in order"),
+        "With `count * i // n`, longer and shorter chunks take turns. Which ones does the "
+        "statement ask for first?",
     ),
 )
+
+_RESTS = ("rest", "rest, in order")
 
 _LENGTHS = Exercise(
     name="chunk_lengths",
@@ -433,9 +511,14 @@ and no queries are none. Return the lengths, the shorter ones first.
     misconceptions=_LENGTHS_MISTAKES,
     combine=together(
         _LENGTHS_MISTAKES,
-        {"rest", "uneven", "lost"},
-        {"rest", "rounded up"},
-        {"rest", "dropped"},
+        *(
+            {rest, other}
+            for rest in _RESTS
+            for other in ("uneven", "lost", "rounded up", "dropped")
+        ),
+        {*_RESTS, "in order", "long first"},
+        {"uneven", "lost"},
+        {"lost", "long first", "in order"},
         {"rounded up", "dropped"},
         {"dropped", "empty chunk"},
     ),
@@ -467,6 +550,9 @@ def _slot(slips: Slips, d_s: Tensor, s: Tensor, is_seen: Tensor) -> Tensor:
         d_s, s = d_s[:1], s[:1]
     seen = is_seen.expand(d_s.shape)
     product = d_s * s if "NaN" in slips else (d_s * s).masked_fill(~seen, 0)
+    if "all apart" in slips:
+        hidden = torch.zeros_like(seen) if "NaN" in slips else ~seen
+        return d_s.masked_fill(hidden, 0).sum((0, 2)) * s.masked_fill(hidden, 0).sum((0, 2))
     if "apart" in slips:
         d_sum = d_s.masked_fill(~seen, 0).sum(2)
         product = (d_sum * s.masked_fill(~seen, 0).sum(2))[..., None]
@@ -499,11 +585,14 @@ _SLOT_MISTAKES = (
         "That is the gradient of a number *added* to the slot's scores. The factor multiplies "
         "them. By how much does a score change when the factor does?",
     ),
-    Misconception(
-        "summing before multiplying",
-        slip(_slot, "apart"),
-        "Each key has its own score and its own gradient. In which order do the two sums and the "
-        "product belong?",
+    *(
+        Misconception(
+            "summing before multiplying",
+            slip(_slot, name),
+            "Each key has its own score and its own gradient. In which order do the sums and the "
+            "product belong?",
+        )
+        for name in ("apart", "all apart")
     ),
     Misconception(
         "taking one head of the group",
@@ -542,6 +631,11 @@ _SLOT_MISTAKES = (
     ),
 )
 
+_AFTER = (
+    "no score", "one head", "heads mean", "keys mean", "heads apart", "one number", "over slots",
+    "sign",
+)  # fmt: skip
+
 _SLOT = Exercise(
     name="slot_gradient",
     statement="""
@@ -579,6 +673,8 @@ the factors at ones, `[S]`.
         {"heads mean", "sign"},
         {"apart", "over slots"},
         {"apart", "one number"},
+        {"apart", "all apart"},
+        *({"all apart", other} for other in _AFTER),
     ),
     cases=(
         Case(
@@ -634,10 +730,13 @@ def _window(slips: Slips, start: int, BT: int, window_size: int, N: int) -> tupl
         end = start + window_size
     if "own tile" in slips:
         end = start + BT
+    if "in turn" in slips:
+        end = start + BT * window_size
     end += ("one more" in slips) - ("one less" in slips)
     if "past the end" not in slips:
-        end = min(end, N)
-    return first, end - ("inclusive" in slips)
+        end = min(end, N - ("last left out" in slips))
+    end -= "inclusive" in slips
+    return (end, first) if "exchanged" in slips else (first, end)
 
 
 _WINDOW_MISTAKES = (
@@ -678,6 +777,22 @@ _WINDOW_MISTAKES = (
         "The text ends. What is loaded for a query that is not there?",
     ),
     Misconception(
+        "a window for each key, one behind the other",
+        slip(_window, "in turn"),
+        "The windows of neighbouring keys overlap. By how much does one more key move the end?",
+    ),
+    Misconception(
+        "leaving out the text's last query",
+        slip(_window, "last left out"),
+        "The queries are 0 to `N - 1`, and a `range` stops before its end. What is the largest "
+        "end?",
+    ),
+    Misconception(
+        "the two results exchanged",
+        slip(_window, "exchanged"),
+        "Where the walk begins comes first.",
+    ),
+    Misconception(
         "the last query itself in place of the end",
         slip(_window, "inclusive"),
         "A `range` stops before its end. Which number has to be its end?",
@@ -707,8 +822,14 @@ see at least one of the program's keys. There are `N` queries.
     misconceptions=_WINDOW_MISTAKES,
     combine=together(
         _WINDOW_MISTAKES,
-        {"first key", "own tile", "keys"},
+        {"first key", "own tile", "keys", "in turn"},
+        {"in turn", "one less"},
+        {"in turn", "one more"},
+        {"in turn", "inclusive"},
         {"keys", "whole tile"},
+        {"keys", "last left out"},
+        {"past the end", "last left out"},
+        {"inclusive", "last left out"},
         {"keys", "one less"},
         {"keys", "one more"},
         {"keys", "past the end"},
@@ -769,6 +890,12 @@ def _audit(
             (b[1], b[2]) for a, b in pairwise(stores)
             if a[1:] == b[1:] and a[0] != b[0]
         ]  # fmt: skip
+    if "as stored" in slips:
+        raced = sorted(raced, key=[(name, i) for _, name, i in stores].index)
+    if "sorted" in slips:
+        never, raced = sorted(never), sorted(raced)
+    if "triples" in slips:
+        raced = [store for store in stores if store[1:] in raced]
     if "names" in slips:
         never, raced = (list(dict.fromkeys(name for name, _ in x)) for x in (never, raced))
     return (raced, never) if "exchanged" in slips else (never, raced)
@@ -813,6 +940,20 @@ _AUDIT_MISTAKES = (
         "Programs run in any order, so two stores to one place may stand far apart. What could "
         "you collect for each place?",
     ),
+    *(
+        Misconception(
+            "another order than that of `tensors`",
+            slip(_audit, name),
+            "Go through the elements of `tensors`, and pick. In which order do they come then?",
+        )
+        for name in ("sorted", "as stored")
+    ),
+    Misconception(
+        "the stores in place of the elements",
+        slip(_audit, "triples"),
+        "A place that two programs store to is one element, however many stores it has. How do "
+        "you name it once?",
+    ),
     Misconception(
         "the tensors' names in place of their elements",
         slip(_audit, "names"),
@@ -851,6 +992,9 @@ nobody stores, and those that more than one program stores.
         _AUDIT_MISTAKES,
         {"stores", "three", "all stored", "neighbours"},
         {"stored tensors", "untouched tensors"},
+        {"sorted", "as stored", "triples", "names"},
+        {"offsets alone", "triples"},
+        {"offsets alone", "as stored"},
     ),
     cases=(
         Case("two elements, two programs", lambda: ([("o", 2)], [(0, "o", 0), (1, "o", 0)])),
@@ -874,6 +1018,13 @@ nobody stores, and those that more than one program stores.
             lambda: ([("a", 3)], [(0, "a", 1), (1, "a", 0), (2, "a", 2), (3, "a", 1)]),
         ),
         Case(
+            "stored from the back",
+            lambda: (
+                [("o", 2), ("lse", 3)],
+                [(0, "lse", 1), (1, "lse", 1), (0, "lse", 0), (0, "o", 0), (1, "o", 0)],
+            ),
+        ),
+        Case(
             "three tensors",
             lambda: (
                 [("x", 2), ("y", 1), ("z", 2)],
@@ -889,11 +1040,8 @@ EXERCISES = (_INVERSE, _STEP, _LENGTHS, _SLOT, _WINDOW, _AUDIT)
 # -- two slips at once, written as readers write them --
 
 
-def _nested_with_empty(lists: list[list[int]], num_blocks: int) -> tuple[list, list]:
-    places = [
-        (max(block, 0), place)
-        for place, block in enumerate(b for blocks in lists for b in blocks)
-    ]  # fmt: skip
+def _places_with_empty(lists: Tensor, num_blocks: int) -> tuple[list, list]:
+    places = [(max(block, 0), place) for place, block in enumerate(lists.flatten().tolist())]
     ordered = sorted(places)
     bounds = [sum(block < b for block, _ in ordered) for b in range(num_blocks + 1)]
     return [place for _, place in ordered], bounds
@@ -933,7 +1081,7 @@ def _counted_where_stored(tensors: list, stores: list) -> tuple[list, list]:
 DOUBLES = (
     Double(
         "inverse_list",
-        _nested_with_empty,
+        _places_with_empty,
         ("taking an empty slot for block 0", "the place of an entry in place of its query"),
     ),
     Double(
@@ -1039,26 +1187,30 @@ PREDICTIONS = (
     ),
     Prediction(
         "chunks_of_block_0",
-        "A program takes 1,024 to 2,047 queries of a block: how many programs does the first "
-        "block need, if all 65,536 queries list it?",
-        "As many shares as there can be of at least 1,024 queries.",
+        "A block's queries are cut into as many chunks as there can be of at least 1,024 each, one "
+        "program for a chunk: how many has the first block, which all 65,536 queries list?",
+        "A list is cut into as many chunks as there can be of at least 1,024 queries, and 65,536 / "
+        "1,024 = 64.",
         (
             (1, "One program would walk all 65,536 queries, while the others are long done."),
-            (33, "Shares of almost 2,048 would do. More programs at work are faster, though."),
-            (32, "Shares of 2,048 are one too long, and more programs at work are faster."),
-            (1024, "That is how many queries a share has at least."),
+            (1024, "That is how many queries a chunk has at least."),
+            (65_536, "That is how many queries the block has. A program takes many of them."),
         ),
     ),
     Prediction(
         "fastest_backward",
-        'Which backward is the fastest, "slots" (a program for each slot of a list, all gradients '
-        'by atomics), "one pass" (a program for each chunk of a block, d_q by atomics) or "two '
-        'passes"?',
+        'Which backward is the fastest with groups of 16, "slots" (a program for each slot of a '
+        'list, all gradients by atomics), "one pass" (a program for each chunk of a block, d_q by '
+        'atomics) or "two passes"?',
         "The two passes compute the scores twice, but each sum stays in registers until it is "
         "done.",
         (
             ("slots", "It has the most programs, and each of them adds all that it has to memory."),
-            ("one pass", "It spares two of seven products, and pays with an addition in memory."),
+            (
+                "one pass",
+                "With groups of 4 you would be right. It spares two of seven products, and pays "
+                "with an addition in memory for each row of `d_q`, which is dear with 16 rows.",
+            ),
         ),
         choices=("slots", "one pass", "two passes"),
     ),
