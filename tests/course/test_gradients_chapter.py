@@ -418,6 +418,12 @@ def test_what_autograd_keeps_is_counted_once_and_without_inputs() -> None:
     assert pictures.kept_bytes(lambda: x.exp().sin().sum(), x) == 32, "exp's result, for both"
 
 
+@pytest.mark.parametrize(("tokens", "width"), [(96, 8), (70, 24)], ids=["even", "short last"])
+def test_products_of_the_backward_passes(tokens: int, width: int) -> None:
+    """Two of the forward; four gradients; and three that the walks compute again."""
+    assert pictures.products(tokens, width, tile=32) == {"forward": 2, "stored": 4, "two walks": 7}
+
+
 @pytest.mark.parametrize("tokens", pictures.TOKENS)
 def test_storing_is_never_smaller_or_faster(tokens: int) -> None:
     """From 1,024 tokens on, whatever the width."""

@@ -3,7 +3,8 @@ in for, two walks over the tiles; and what storing the weights takes up, beside 
 again.
 
 `facts` computes; `draw_memory` draws it, and `explore` puts controls on that. `kept_bytes` watches
-what autograd keeps. The machine is one NVIDIA H200 (data sheet), numbers have two bytes.
+what autograd keeps, `products` counts what is multiplied. The machine is one NVIDIA H200 (data
+sheet), numbers have two bytes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure, shades
 from nsa_tutorial.course.sheet import Chart, Place, Sheet
@@ -29,6 +31,7 @@ from nsa_tutorial.course.widgets.grouped_query_attention import (
     H200_FLOPS_PER_S,
 )
 from nsa_tutorial.runtime import costs
+from nsa_tutorial.training import gradients
 
 GIB = 2**30
 TOKENS = tuple(2**power for power in range(10, 18))  # 1,024 … 131,072
@@ -53,6 +56,25 @@ def kept_bytes(function: Callable[[], object], *inputs: Tensor) -> int:
         # its result lives until all is counted, or its memory would be given to another tensor
         _result = function()
     return sum(kept.values())
+
+
+def products(tokens: int, width: int, tile: int = 64) -> dict[str, int]:
+    """How many products of `tokens × tokens × width` PyTorch counts: of a forward, of its backward
+    with stored weights, and of the two walks. Every row sees every key."""
+    q, k, v = (torch.ones(tokens, width, requires_grad=True) for _ in range(3))
+    everything, numbers = torch.full((tokens,), tokens - 1), torch.zeros(tokens)
+    arguments = (torch.ones(tokens, width), *(x.detach() for x in (q, k, v)), numbers, numbers)
+    options = {"scale": 1.0, "tile_q": tile, "tile_k": tile}
+    with FlopCounterMode(display=False) as forward:
+        o = torch.softmax(q @ k.T, -1) @ v
+    with FlopCounterMode(display=False) as stored:
+        o.sum().backward()
+    with FlopCounterMode(display=False) as walks:
+        gradients.by_query_tiles(*arguments, everything, **options)
+        gradients.by_key_tiles(*arguments, everything, **options)
+    counters = {"forward": forward, "stored": stored, "two walks": walks}
+    one = 2 * tokens * tokens * width
+    return {name: c.get_total_flops() // one for name, c in counters.items()}
 
 
 # -- what a score does to the weights of its row --
