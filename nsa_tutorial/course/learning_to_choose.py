@@ -7,10 +7,10 @@ that reads the right block finds its value. Only `W` is trained, from noise, by 
 what is returned. The choice itself has no gradient. Three ways to go on from there:
 
     none              the scores choose, and get no gradient
-    slot_scale        factors `1 + p - p.detach()` on the scores of the chosen blocks' keys, `p`
+    slot_scale        factors `1 + w - w.detach()` on the scores of the chosen blocks' keys, `w`
                       being the softmax of all blocks' scores: the forward stays the same
     straight_through  every block is read and weighted: 1 for a chosen one and 0 for others in the
-                      forward, `p` in the backward. It costs as much as dense attention.
+                      forward, `w` in the backward. It costs as much as dense attention.
 
 What comes out depends on how peaked attention is (`scale`), and that is the point of `GENTLE` and
 `PEAKED`. The gradient of a factor says what a slightly larger one would change, for blocks that
@@ -23,6 +23,8 @@ the two effects apart. Seeds are fixed, and a run takes a few seconds on a CPU.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -34,9 +36,20 @@ from nsa_tutorial import ops
 WAYS = ("none", "slot_scale", "straight_through")
 NUM_BLOCKS, BLOCK_SIZE, TOP_N, WIDTH, QUERIES = 16, 8, 4, 32, 64
 GENTLE, PEAKED = 4.0, 16.0  # scales of the attention: the score of a query's own key
-STEPS, RATE = 150, 0.01
+STEPS, RATE = 100, 0.01
 SPREAD = 10.0  # of the scores of blocks: means of keys are short
 CHANCE = TOP_N / NUM_BLOCKS
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tensors are so small here that several threads would mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Question(NamedTuple):
@@ -82,27 +95,28 @@ def is_found(ids: Tensor, question: Question) -> Tensor:
     return (ids[0, :, 0] == question.block[:, None]).any(-1)
 
 
-def attend(how: str, question: Question, p: Tensor, ids: Tensor, scale: float) -> Tensor:
+def attend(how: str, question: Question, w: Tensor, ids: Tensor, scale: float) -> Tensor:
     """What the queries return, `[1, QUERIES, 1, WIDTH]`: the same numbers in all three ways.
 
     Args:
         how: of `WAYS`.
         question, scale: the attention's tensors and the factor on its scores.
-        p, ids: of `score_blocks`.
+        w, ids: of `score_blocks`.
     """
     q, k, v = question[:3]
     if how == "straight_through":
-        chosen = torch.zeros_like(p).scatter(-1, ids, 1)
-        weight_of_key = (chosen + p - p.detach()).repeat_interleave(BLOCK_SIZE, -1)
+        chosen = torch.zeros_like(w).scatter(-1, ids, 1)
+        weight_of_key = (chosen + w - w.detach()).repeat_interleave(BLOCK_SIZE, -1)
         s = scale * torch.einsum("bnhd,bmhd->bnhm", q, k)
         weights = weight_of_key * torch.exp(s - s.amax(-1, keepdim=True))
         return torch.einsum("bnhm,bmhd->bnhd", weights / weights.sum(-1, keepdim=True), v)
-    p_chosen = p.gather(-1, ids)
-    slot_scale = 1 + p_chosen - p_chosen.detach() if how == "slot_scale" else None
+    w_chosen = w.gather(-1, ids)
+    slot_scale = 1 + w_chosen - w_chosen.detach() if how == "slot_scale" else None
     lists = {"block_size": BLOCK_SIZE, "slot_scale": slot_scale, "causal": False}
     return ops.selected_attention(q, k, v, ids, **lists, scale=scale, backend="reference")
 
 
+@_one_thread()
 def run(
     how: str, steps: int = STEPS, seed: int = 0, *, scale: float = GENTLE, rate: float = RATE
 ) -> Tensor:
@@ -124,13 +138,14 @@ def run(
     adam, found = torch.optim.Adam([scorer], lr=rate), []
     for _ in range(steps):
         question = ask(generator)
-        p, ids = score_blocks(scorer, question)
+        w, ids = score_blocks(scorer, question)
         found.append(is_found(ids, question).float().mean())
-        error = (attend(how, question, p, ids, scale) - question.answer).square().mean()
-        if error.requires_grad:  # it does not for "none": the choice passes nothing on
-            adam.zero_grad()
-            error.backward()
-            adam.step()
+        if how == "none":  # the choice passes nothing on, whatever the error
+            continue
+        error = (attend(how, question, w, ids, scale) - question.answer).square().mean()
+        adam.zero_grad()
+        error.backward()
+        adam.step()
     return torch.stack(found)
 
 
@@ -143,7 +158,8 @@ def found_by_hand(draws: int = 50) -> float:
     return float(torch.stack(found).mean())
 
 
-def pushes(scale: float, draws: int = 50) -> tuple[float, float]:
+@_one_thread()
+def pushes(scale: float, draws: int = 20) -> tuple[float, float]:
     """Where the gradient through `slot_scale` pushes an untrained scorer: towards blocks that are
     similar to the query (positive), or away from them.
 
@@ -153,8 +169,8 @@ def pushes(scale: float, draws: int = 50) -> tuple[float, float]:
     generator, total = torch.Generator().manual_seed(0), torch.zeros(2)
     for _ in range(draws):
         scorer, question = new_scorer(generator).requires_grad_(), ask(generator)
-        p, ids = score_blocks(scorer, question)
-        o = attend("slot_scale", question, p, ids, scale)
+        w, ids = score_blocks(scorer, question)
+        o = attend("slot_scale", question, w, ids, scale)
         error = (o - question.answer).square().mean((0, 2, 3)) / QUERIES
         found = is_found(ids, question)
         for i, part in enumerate((found, ~found)):

@@ -211,8 +211,24 @@ def test_curves_are_those_of_the_experiment(monkeypatch: pytest.MonkeyPatch) -> 
         learning_to_choose, "run", lambda how, *, seed, scale: torch.full((4,), seed + scale)
     )
     np.testing.assert_array_equal(
-        pictures.learned.__wrapped__("none", 2.0), [[2.0] * 4, [3.0] * 4, [4.0] * 4]
+        pictures.learned.__wrapped__("none", 2.0), [[2.0] * 4, [3.0] * 4]
     )
+
+
+# -- what was measured --
+
+
+def test_times_are_of_one_kernel() -> None:
+    """Ours in both languages, and dense attention, which costs in proportion to the groups."""
+    ours = pictures.times(kernel="tilelang")
+    assert list(ours) == ["ours"]
+    assert ours["ours"]["direction"] == "backward"
+    assert ours["ours"]["ms"] != pictures.times()["ours"]["ms"]
+    assert pictures.times(kernel="tilelang", direction="forward")["ours"]["ms"] < ours["ours"]["ms"]
+    sixteen, four = pictures.dense_times(16), pictures.dense_times(4)
+    assert set(sixteen) == set(four) == {"flash", "cuDNN"}
+    for name, ms in sixteen.items():
+        assert ms / four[name] == pytest.approx(4, rel=0.1)
 
 
 # -- all of them --

@@ -43,7 +43,7 @@ from nsa_tutorial.sparse import inverse_list, selected_attention
 from nsa_tutorial.sparse.inverse_list import Chunks, InverseList
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
-MEASURED = ASSETS / "triton_backward_h200.json"
+MEASURED = {name: ASSETS / f"{name}_backward_h200.json" for name in ("triton", "tilelang")}
 _NOTHING = "#EDEFF1"
 _PALE = "#C6DDEF"  # of what a list names, beside the one list that is lit
 
@@ -620,7 +620,7 @@ def stepper() -> Panel:
 
 # -- scores that learn to choose --
 
-SEEDS = 3
+SEEDS = 2
 _WAYS = {"none": "faint", "slot_scale": "selected", "straight_through": "value"}
 
 
@@ -675,16 +675,27 @@ def _draw_curve(axis: Axes, found: np.ndarray, how: str, colour: str, window: in
 
 
 @functools.cache
-def measured() -> dict:
+def measured(language: str = "triton") -> dict:
     """The stored result of `python -m nsa_tutorial.bench`: machine, versions, command, rows."""
-    return json.loads(MEASURED.read_text())
+    return json.loads(MEASURED[language].read_text())
 
 
-def times(group: int = 16, lists: str = "random") -> dict[str, dict]:
-    """The rows of the Triton backward of 65,536 tokens, width 128, by what was changed; `"ours"` is
-    what the operators run."""
+def times(
+    group: int = 16, lists: str = "random", kernel: str = "triton", direction: str = "backward"
+) -> dict[str, dict]:
+    """The rows of one kernel for 65,536 tokens, width 128, by what was changed; `"ours"` is what
+    the operators run."""
     shape = {"tokens": 65_536, "width": 128, "group": group, "lists": lists}
-    wanted = {**shape, "kernel": "triton", "direction": "backward"}
+    wanted = {**shape, "kernel": kernel, "direction": direction}
+    rows = measured("tilelang" if kernel == "tilelang" else "triton")["rows"]
+    return {row["change"] or "ours": row for row in rows if wanted.items() <= row.items()}
+
+
+def dense_times(group: int = 16) -> dict[str, float]:
+    """Milliseconds of a backward of dense attention, at the same shape, by who computes it."""
+    rows = measured()["rows"]
     return {
-        row["change"] or "ours": row for row in measured()["rows"] if wanted.items() <= row.items()
+        row["kernel"].removeprefix("dense, "): row["ms"]
+        for row in rows
+        if row["kernel"].startswith("dense") and row["group"] == group
     }
