@@ -44,8 +44,9 @@ def build_delta(H: int, G: int, DV: int, dtype: str) -> tirx.PrimFunc:
     scores or its gradient are not finite.
     """
     rows = T.dynamic("rows")
-    GT, DVT = tile_rows(G), tile_rows(DV)
-    threads = launch_options(G, DV, DV, 1)["threads"]
+    # powers of two: of these, threads take equal shares
+    GT, DVT = (max(16, 1 << (n - 1).bit_length()) for n in (G, DV))
+    threads = launch_options(GT, DV, DV, 1)["threads"]
     inf, nan = T.infinity(accum_dtype), T.float32(math.nan)
 
     @T.prim_func
@@ -314,9 +315,9 @@ def build_dkv(
             head = Head[chunk]
             num_rows = (last - first) * GP
             # what need not be checked at every load
-            T.assume(0 <= first)
+            T.assume(first >= 0)
             T.assume(last <= E)
-            T.assume(0 <= head)
+            T.assume(head >= 0)
             T.assume(head < H)
             part_start = part * BT
             first_key = FirstKey[chunk] + part_start

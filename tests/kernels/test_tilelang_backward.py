@@ -1,0 +1,238 @@
+"""TileLang's backward beside what `tests/training` asks of every backend: what it becomes in CUDA,
+its chunks, what is never read, and the options."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from branches import Shape
+from places import places_of, skip_unless_runs
+from selection import Problem
+from torch import Tensor
+
+from nsa_tutorial.kernels import backward_tables
+from nsa_tutorial.runtime import environment, lowering
+from nsa_tutorial.sparse import selected_attention, sliding_window
+from nsa_tutorial.sparse.selected_attention import block_list, query_rows
+from nsa_tutorial.training import gradients
+
+if environment.detect().tilelang is None:
+    pytest.skip("tilelang is not installed", allow_module_level=True)
+
+from nsa_tutorial.kernels import tilelang_backward as kernels
+from nsa_tutorial.kernels import tilelang_backward_launch as launch
+from nsa_tutorial.kernels.tilelang_forward import PASS_CONFIGS
+from nsa_tutorial.kernels.tilelang_tiles import SHARED_MEMORY, dkv_options, dq_options, tile_rows
+
+places = places_of(["tilelang"])
+SIZES = {"D": 16, "DV": 24, "G": 2}
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+# -- what it becomes --
+
+SHAPES = {  # H, G, D, DV, BS
+    "shown": (4, 16, 128, 128, 64),
+    "wide": (4, 16, 256, 256, 128),
+    "odd": (2, 17, 192, 128, 33),
+    "group of 64": (4, 64, 128, 128, 64),
+}
+KINDS = {
+    "": {},
+    "-window": {"is_window": True, "is_added": True},
+    "-factors": {"has_factors": True},
+}
+
+
+def cuda(name: str, shape: tuple[int, ...], dtype: str, arch: str, **kinds: bool) -> str:
+    """The CUDA of the kernel of the queries, or of that of the keys, with the options of an
+    H100."""
+    build = {"dq": kernels.build_dq, "dkv": kernels.build_dkv}[name]
+    options = {"dq": dq_options, "dkv": dkv_options}[name](*shape[1:], ITEMSIZE[dtype])
+    return lowering.cuda(build(*shape, dtype=dtype, **options, **kinds), arch, PASS_CONFIGS)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "shape", "name", "kinds"),
+    [
+        pytest.param(
+            arch, dtype, shape, name, kinds, id=f"{name}-{arch}-{dtype}-{label}{kind}",
+            marks=[] if (arch, dtype, label) in quick and not kind else pytest.mark.exhaustive,
+        )
+        for quick in [{("sm_90", "float16", "shown"), ("sm_80", "float32", "odd")}]
+        for arch in ("sm_80", "sm_90")
+        for dtype in ITEMSIZE
+        for label, shape in SHAPES.items()
+        for name in ("dq", "dkv")
+        for kind, kinds in KINDS.items()
+    ],
+)  # fmt: skip
+def test_every_tile_comes_16_bytes_at_a_time(
+    arch: str, dtype: str, shape: tuple, name: str, kinds: dict
+) -> None:
+    """Keys and values, or gathered queries and gradients, for the first step and for the next
+    ones, whatever the group; zeros where nothing is to be read."""
+    source = cuda(name, shape, dtype, arch, **kinds)
+    assert source.count("cp_async_gs_conditional<16>") == 4
+    on_tensor_cores = "mma_sync" in source or "wgmma" in source
+    assert on_tensor_cores == (dtype != "float32"), "fp32 would be rounded to TF32 there"
+    if (arch, name, shape) == ("sm_90", "dkv", SHAPES["shown"]) and on_tensor_cores:
+        # scores stand transposed, so that the weights are multiplied from where they are
+        assert source.count("wgmma_rs<") == 4, "weights should stay in registers"
+
+
+# -- the same gradients --
+
+
+def of_lists(
+    problem: Problem, device: str, has_factors: bool = False
+) -> tuple[tuple, dict[str, object]]:
+    """The arguments of a backward, and its sizes."""
+    call = problem.make(device=device)
+    lengths = (problem.B, problem.N, problem.M)
+    rows = query_rows(*lengths, causal=True, cu_seqlens=None, device=call.q.device)
+    options = {"block_counts": None, "include_own_block": False}
+    ids = block_list(call.ids, rows, block_size=problem.BS, **options)
+    sizes = {"block_size": problem.BS, "scale": problem.D**-0.5}
+    if has_factors:
+        factors = torch.linspace(0.5, 2, ids.numel(), device=device).view(ids.shape)
+        sizes["slot_scale"] = factors
+    o, lse = selected_attention.forward(call.q, call.k, call.v, ids, rows, **sizes)
+    d_o, d_lse = (torch.linspace(-1, 2, x.numel(), device=device).view_as(x) for x in (o, lse))
+    return (d_o, d_lse, call.q, call.k, call.v, o, lse, ids, rows), sizes
+
+
+def of_windows(shape: Shape, device: str) -> tuple[tuple, dict[str, object]]:
+    q, k, v = (x.to(device) for x in shape.make())
+    rows = query_rows(shape.B, shape.N, shape.M, causal=True, cu_seqlens=None, device=q.device)
+    sizes = {"window_size": shape.window, "scale": shape.D**-0.5}
+    o, lse = sliding_window.forward(q, k, v, rows, **sizes)
+    d_o, d_lse = (torch.linspace(-1, 2, x.numel(), device=device).view_as(x) for x in (o, lse))
+    return (d_o, d_lse, q, k, v, o, lse, rows), sizes
+
+
+def assert_close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for a, b in zip(found[:3], expected[:3], strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the tiles of a small problem are cut."""
+    monkeypatch.setattr(backward_tables, "CHUNK_ROWS", {2: 6, 4: 6})
+
+
+@places
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize("BS", [16, 24, 150])
+def test_blocks_in_chunks(BS: int, backend: str, device: str) -> None:
+    """Blocks of one tile, of part of a tile, and of several."""
+    skip_unless_runs(backend, device)
+    arguments, sizes = of_lists(Problem(N=30, M=170, BS=BS, **SIZES), device)
+    found = launch.of_lists(*arguments, **sizes)
+    assert_close(found, gradients.of_lists(*arguments, **sizes))
+
+
+@places
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize(
+    "shape", [Shape(N=20, window=7), Shape(B=2, N=80, M=140, window=30)], ids=str
+)
+def test_windows_in_chunks(shape: Shape, backend: str, device: str) -> None:
+    """There are more places in the table than chunks; those left over write nothing."""
+    skip_unless_runs(backend, device)
+    arguments, sizes = of_windows(shape, device)
+    found = launch.of_windows(*arguments, **sizes)
+    assert_close(found, gradients.of_windows(*arguments, **sizes))
+
+
+@places
+@pytest.mark.parametrize("rows", [8, 2**10], ids=["chunks", "whole tiles"])
+def test_gradients_are_added(
+    rows: int, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To what stands in `out`, in place."""
+    skip_unless_runs(backend, device)
+    monkeypatch.setattr(backward_tables, "CHUNK_ROWS", {2: rows, 4: rows})
+    arguments, sizes = of_windows(Shape(N=20, window=7), device)
+    g = torch.Generator().manual_seed(2)
+    before = [torch.randn(x.shape, generator=g).to(device) for x in arguments[2:5]]
+    out = tuple(x.clone() for x in before)
+    found = launch.of_windows(*arguments, **sizes, out=out)
+    assert all(a is b for a, b in zip(found, out, strict=True))
+    right = gradients.of_windows(*arguments, **sizes)
+    assert_close(found, tuple(a + b for a, b in zip(before, right, strict=True)))
+
+
+@places
+@pytest.mark.parametrize(
+    "changed",
+    [("dq_options", {"BT": 16}), ("dq_options", {"num_stages": 2}), ("dkv_options", {"BR": 32}),
+     ("dkv_options", {"num_stages": 1})],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("has_factors", [False, True], ids=["", "factors"])
+def test_options_change_no_gradient(
+    changed: tuple[str, dict], has_factors: bool, backend: str, device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Steps of a part of a block, loads that run ahead or not, more rows a step."""
+    skip_unless_runs(backend, device)
+    name, options = changed
+    usual = getattr(launch, name)
+    monkeypatch.setattr(launch, name, lambda *a, **k: usual(*a, **k) | options)
+    arguments, sizes = of_lists(Problem(N=30, M=60, BS=40, **SIZES), device, has_factors)
+    found, right = launch.of_lists(*arguments, **sizes), gradients.of_lists(*arguments, **sizes)
+    assert_close(found, right)
+    if has_factors:
+        torch.testing.assert_close(found[3], right[3], atol=1e-5, rtol=1e-4)
+
+
+@places
+def test_rows_of_a_tile_behind_the_block_are_not_read(backend: str, device: str) -> None:
+    """Block 0 of 24 keys lies in a tile of 32, whose last rows are seen, and not listed."""
+    skip_unless_runs(backend, device)
+    arguments, sizes = of_lists(Problem(N=20, M=60, BS=24, S=1, **SIZES), device)
+    d_o, d_lse, q, k, v, *_, ids, rows = arguments
+    lists = (torch.zeros_like(ids), rows)
+    saved = selected_attention.forward(q, k, v, *lists, **sizes)
+    expected = launch.of_lists(d_o, d_lse, q, k, v, *saved, *lists, **sizes)
+    k[:, 24:], v[:, 24:] = torch.nan, torch.nan
+    found = launch.of_lists(d_o, d_lse, q, k, v, *saved, *lists, **sizes)
+    assert all(torch.equal(a, b) for a, b in zip(found[:3], expected[:3], strict=True))
+    assert all(x.isfinite().all() for x in found[:3])
+
+
+@places
+def test_new_lengths_compile_nothing(backend: str, device: str) -> None:
+    """Queries, keys, batch and slots are open."""
+    skip_unless_runs(backend, device)
+
+    def run(**lengths: int) -> None:
+        arguments, sizes = of_lists(Problem(**{"N": 8, "M": 8, "S": 5, **lengths}, **SIZES), device)
+        launch.of_lists(*arguments, **sizes)
+
+    run()
+    before = launch.compiled.cache_info().misses
+    run(N=1, M=99)
+    run(B=3, N=5, M=44, S=16)
+    assert launch.compiled.cache_info().misses == before
+
+
+# -- the options --
+
+
+@pytest.mark.parametrize("memory", [99 * 1024, SHARED_MEMORY], ids=["sm_86", "sm_90"])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("width", [1, 64, 192, 256])
+def test_options_suit_the_gpu(width: int, itemsize: int, memory: int) -> None:
+    """Tiles that a program can hold, in powers of two, and warps that take equal shares."""
+    row_bytes = 2 * tile_rows(width) * itemsize
+    for G, BS in ((1, 5), (16, 33), (17, 64), (64, 200)):
+        sizes = (G, width, width, BS, itemsize, memory)
+        dq, dkv = dq_options(*sizes), dkv_options(*sizes)
+        assert {dq["BT"], dkv["BT"], dkv["BR"]} <= {16, 32, 64}
+        assert dq["threads"] % 32 == dkv["threads"] % (2 * dkv["BT"]) == 0
+        tiles = tile_rows(G) + dq["num_stages"] * dq["BT"]
+        assert tiles * row_bytes <= memory or dq["BT"] == 16
+        assert (dkv["BT"] + dkv["num_stages"] * dkv["BR"]) * row_bytes <= memory
