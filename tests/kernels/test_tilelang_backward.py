@@ -236,3 +236,12 @@ def test_options_suit_the_gpu(width: int, itemsize: int, memory: int) -> None:
         tiles = tile_rows(G) + dq["num_stages"] * dq["BT"]
         assert tiles * row_bytes <= memory or dq["BT"] == 16
         assert (dkv["BT"] + dkv["num_stages"] * dkv["BR"]) * row_bytes <= memory
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(
+    ("G", "DV"), [(3, 40), (1, 16), (16, 128), (20, 24), (33, 80), (3, 136), (64, 256)]
+)
+def test_sums_of_rows_of_any_width_lower(G: int, DV: int, dtype: str) -> None:
+    """Threads cannot share out a tile of 48 columns, nor of 48 rows: the tile is larger, then."""
+    assert "LSE2" in lowering.cuda(kernels.build_delta(2, G, DV, dtype), "sm_90", PASS_CONFIGS)
