@@ -158,6 +158,17 @@ def found_by_hand(draws: int = 50) -> float:
     return float(torch.stack(found).mean())
 
 
+def weight_of_own_key(scale: float) -> float:
+    """The weight that a query gives its own key, on average, if it reads the block of that key and
+    three others."""
+    question = ask(torch.Generator().manual_seed(0))
+    s = scale * torch.einsum("bnhd,bmhd->nm", question.q, question.k)  # [QUERIES, keys]
+    read = (question.block[:, None] + torch.arange(TOP_N)) % NUM_BLOCKS
+    is_read = torch.zeros(QUERIES, NUM_BLOCKS, dtype=torch.bool).scatter(1, read, True)
+    s = s.masked_fill(~is_read.repeat_interleave(BLOCK_SIZE, 1), -torch.inf)
+    return float(torch.softmax(s, -1).amax(-1).mean())
+
+
 @_one_thread()
 def pushes(scale: float, draws: int = 20) -> tuple[float, float]:
     """Where the gradient through `slot_scale` pushes an untrained scorer: towards blocks that are

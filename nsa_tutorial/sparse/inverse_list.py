@@ -79,18 +79,23 @@ def of_lists(
     An entry that no query can see (an empty slot, a block of the future) belongs to no tile, nor
     does one of a list that `is_asked [R, H]` leaves out.
     """
+    # -- who is visible --
     (R, H, S), BS, device = ids.shape, block_size, ids.device
-    head = torch.arange(H, dtype=torch.int32, device=device)
     num_blocks = ((rows.num_visible + BS - 1) // BS)[:, None, None]
     if is_asked is not None:
         num_blocks = num_blocks * is_asked[:, :, None]
     is_visible = (ids >= 0) & (ids < num_blocks)
+
+    # -- number the blocks --
     # every sequence's last block may be short: one number more for each makes room for it
     is_new = rows.first_key[1:] != rows.first_key[:-1]
     sequence = F.pad(is_new.cumsum(0, dtype=torch.int32), (1, 0))  # [R]
     first_block = rows.first_key // BS + sequence
     num_tiles = (num_keys // BS + rows.num_sequences) * H
+    head = torch.arange(H, dtype=torch.int32, device=device)
     tile = torch.add((first_block[:, None] * H + head)[:, :, None], ids, alpha=H)  # [R, H, S]
+
+    # -- sort --
     tile = torch.where(is_visible, tile, num_tiles).flatten()  # behind all others
     if num_tiles < 2**15:
         tile = tile.to(torch.int16)  # half the bits take half the time
@@ -98,6 +103,8 @@ def of_lists(
     tile, entries = tile.sort(stable=True)
     bounds = torch.arange(num_tiles + 1, dtype=tile.dtype, device=device)
     bounds = torch.searchsorted(tile, bounds, out_int32=True)
+
+    # -- where each tile begins --
     entry = entries[bounds[:-1].clamp(max=len(entries) - 1)]  # the first of each tile
     start = rows.first_key[entry // (H * S)] + ids.flatten()[entry] * BS
     return InverseList(entries, bounds[:-1], bounds[1:], start, R * H * S, R)

@@ -76,7 +76,9 @@ def test_lists_of_another_length_are_shown_where_they_are_short() -> None:
         == "Got 2 values, expected 3.\ngot      [0, 2]\nexpected [0, 2, 5]"
     )
     assert difference(list(range(17)), [0]) == "Got 17 values, expected 1."
-    assert difference(torch.tensor([0, 2]), [0, 2]).startswith("Got type Tensor, expected list.\n")
+    nested = difference(torch.tensor([[0, 2]]), [[0, 2]])
+    assert nested.startswith("Got type Tensor, expected list.\n")
+    assert difference(torch.tensor([0, 2]), [0, 3]) == "got      [0, 2]\nexpected [0, 3]"
     assert difference([torch.zeros(2)], [torch.zeros(2)] * 2) == "Got 1 values, expected 2."
 
 
@@ -137,6 +139,9 @@ def test_same() -> None:
     assert not same((1, 2), (1, 2, 3), 1e-5)
     assert not same(None, 0, 1e-5)
     assert not same(torch.ones(2, 1), torch.ones(2), 1e-5)
+    assert same((torch.tensor([1, 2]), [0.5]), ([1, 2], torch.tensor([0.5])), 1e-5)
+    assert not same([1, 2], torch.tensor([1, 3]), 1e-5)
+    assert not same([[1, 2]], torch.tensor([1, 2]), 1e-5)
 
 
 ALL = [

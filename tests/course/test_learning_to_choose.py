@@ -78,6 +78,13 @@ def test_hits_pull_and_misses_push() -> None:
     assert abs(misses) > 100 * abs(hits)
 
 
+def test_gentle_and_peaked_are_what_they_are_called() -> None:
+    assert 0.4 < choosing.weight_of_own_key(choosing.GENTLE) < 0.7
+    assert choosing.weight_of_own_key(choosing.PEAKED) > 0.99
+    alike = choosing.TOP_N * choosing.BLOCK_SIZE
+    assert choosing.weight_of_own_key(0) == pytest.approx(1 / alike)
+
+
 def test_a_scorer_that_knows_the_task() -> None:
     assert choosing.found_by_hand(10) > 3 * choosing.CHANCE
 
