@@ -210,9 +210,7 @@ def test_curves_are_those_of_the_experiment(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         learning_to_choose, "run", lambda how, *, seed, scale: torch.full((4,), seed + scale)
     )
-    np.testing.assert_array_equal(
-        pictures.learned.__wrapped__("none", 2.0), [[2.0] * 4, [3.0] * 4]
-    )
+    np.testing.assert_array_equal(pictures.learned.__wrapped__("none", 2.0), [[2.0] * 4, [3.0] * 4])
 
 
 # -- what was measured --

@@ -648,7 +648,7 @@ def draw_learning() -> Picture:
         axis.set_title(f"{name} attention, scale {scale:g}", fontsize=10)
         axis.set_xlabel("training step")
     axes[0, 0].set_ylabel("queries that read their block")
-    axes[0, 0].legend(frameon=False, fontsize=8.5, loc="center right")
+    axes[0, 0].legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(0, 0.86))
     ends = [float(learned("slot_scale", scale)[:, -30:].mean()) for scale in scales.values()]
     gentle, peaked = (_verdict(end, best) for end in ends)
     told = f"slot_scale: gentle attention {gentle} its block, peaked attention {peaked} it"
