@@ -28,13 +28,17 @@ _PARTS = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth", 6: "a sixth", 7
 
 
 def predict(name: str, guess: object) -> Message:
-    """Note a guess; None is no guess yet.
+    """Note a guess; None is no guess yet, and a guess that is none of the choices is not kept.
 
     Raises:
         ValueError: for a prediction that does not exist, naming those that do.
     """
     asked = exercises.prediction(name)
     guess = _simple(guess)
+    if guess is not None and not _is_choice(guess, asked):
+        return Message(
+            "open", "○", name, f"not noted, {_written(guess, asked)}.", (_wish(guess, asked),)
+        )
     if guess is not None:
         reader.note_guess(name, guess)
         wish = _wish(guess, asked) or "You will see."
@@ -48,7 +52,7 @@ def predict(name: str, guess: object) -> Message:
 
 def _wish(guess: object, asked: Prediction) -> str:
     """What to ask of a guess that cannot be meant like this."""
-    if asked.choices and not any(_chosen(guess, choice, asked) for choice in asked.choices):
+    if not _is_choice(guess, asked):
         choices = ", ".join(_written(c, asked) for c in asked.choices)
         return f"It is none of the choices: {choices}. You may guess again."
     if not asked.asks_for_a_number:
@@ -213,6 +217,11 @@ def _chosen(guess: object, choice: object, asked: Prediction) -> bool:
     """Whether a guess is this choice, which may be a number written as text."""
     x, y = _number(guess, asked.unit), _number(choice, asked.unit)
     return _equal(guess, choice) or (x is not None and x == y)
+
+
+def _is_choice(guess: object, asked: Prediction) -> bool:
+    """Whether a guess is one of the choices, or anything may be guessed."""
+    return not asked.choices or any(_chosen(guess, choice, asked) for choice in asked.choices)
 
 
 def _thought(guess: object, asked: Prediction) -> str:

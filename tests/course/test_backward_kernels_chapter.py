@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -200,6 +201,24 @@ def until_the_last_query(queries, step, head, H, G, BR):
     return [rows[i] if i < len(queries) else -1 for i in places]
 
 
+def rows_of_head_0(queries, step, head, H, G, BR):
+    rows = [int(query) * H * G + g for query in queries for g in range(G)] + [-1] * BR
+    return rows[step * BR : (step + 1) * BR] + [-1] * max(0, (step + 1) * BR - len(rows))
+
+
+def not_padded(queries, step, head, H, G, BR):
+    rows = [(query * H + head) * G + g for query in queries for g in range(G)]
+    return rows[step * BR : (step + 1) * BR]
+
+
+def heads_first_in_a_step(queries, step, head, H, G, BR):
+    n = BR // G or 1
+    mine = queries[step * n : (step + 1) * n]
+    mine = mine + [None] * (n - len(mine))
+    rows = [-1 if q is None else (q * H + head) * G + g for g in range(G) for q in mine]
+    return (rows + [-1] * BR)[:BR]
+
+
 def longest_rest_last(count, length):
     return [min(length, count - start) for start in range(0, count, length)]
 
@@ -277,6 +296,14 @@ def raced_stores(tensors, stores):
     return never, [store for store in stores if store[1:] in raced]
 
 
+def no_races(tensors, stores):
+    return solutions.audit(tensors, stores)[0], []
+
+
+def nothing_found(tensors, stores):
+    return [], []
+
+
 def two_stores(tensors, stores):
     places = [(name, offset) for _, name, offset in stores]
     elements = [(name, i) for name, n in tensors for i in range(n)]
@@ -314,6 +341,19 @@ ATTEMPTS = {
         "rows_of_step",
         until_the_last_query,
         {"as many rows as the chunk has queries"},
+    ),
+    "no head": ("rows_of_step", rows_of_head_0, {"leaving `head` out"}),
+    "not padded": ("rows_of_step", not_padded, {"a short list without −1"}),
+    "heads in a step": (
+        "rows_of_step",
+        heads_first_in_a_step,
+        {"all queries of one head first"},
+    ),
+    "no races": ("audit", no_races, {"no race is ever reported"}),
+    "nothing": (
+        "audit",
+        nothing_found,
+        {"no race is ever reported", "no missing element is ever reported"},
     ),
     "rest last": (
         "chunk_lengths",
@@ -386,6 +426,19 @@ def test_without_slips_a_wrong_solution_is_right(name: str) -> None:
 
 
 # -- what the chapter shows --
+
+
+def test_the_order_of_shares_shows_in_their_sum() -> None:
+    """64 shares in 200 orders: as many different sums as the chapter tells."""
+    g = torch.Generator().manual_seed(0)
+    shares, sums = torch.randn(64, generator=g), set()
+    for _ in range(200):
+        total = torch.zeros(())
+        for share in shares[torch.randperm(64, generator=g)]:
+            total += share
+        sums.add(total.item())
+    notebook = Path(__file__).parents[2] / "notebooks" / "13_backward_kernels.ipynb"
+    assert f"gave {len(sums)} different sums" in " ".join(notebook.read_text().split())
 
 
 WALKS = (

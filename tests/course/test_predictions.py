@@ -224,5 +224,14 @@ def test_a_number_written_as_text_is_repeated_as_a_number() -> None:
 def test_of_a_choice_nothing_is_far_or_near() -> None:
     assert told(2, 1, "choice") == "→ choice: You said 2, it is 1. Because."
     assert "exactly right" in told(1, 1, "choice")
-    assert "It is none of the choices: 0, 1, 2." in repr(predict("choice", 5))
     assert "exactly right" in told("1", 1, "choice")
+
+
+def test_what_is_none_of_the_choices_is_not_kept() -> None:
+    """Neither in place of no guess, nor in place of an earlier one."""
+    said = "○ choice: not noted, atomics. It is none of the choices: 0, 1, 2. You may guess again."
+    assert repr(predict("choice", "atomics")) == said
+    assert "no guess yet" in repr(predict("choice", None))
+    predict("choice", 2)
+    predict("choice", 5)
+    assert repr(predict("choice", None)) == "○ choice: your guess so far is 2."

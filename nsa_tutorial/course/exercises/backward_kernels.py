@@ -245,6 +245,9 @@ def _step(
     if slips & {"whole queries", "whole queries, short"}:
         index = step * (BR // num_heads) * num_heads + torch.arange(BR // num_heads * num_heads)
     entry, member = index // num_heads, index % num_heads
+    if "heads outside, in step" in slips:
+        index, n = torch.arange(BR), max(BR // num_heads, 1)
+        entry, member = step * n + index % n, index // n
     if "step of queries" in slips:
         entry, member = step * BR + torch.arange(BR) // num_heads, torch.arange(BR) % num_heads
     if "heads outside" in slips:
@@ -254,7 +257,7 @@ def _step(
         is_row &= index < len(queries)
     query = entry if "places" in slips else torch.tensor(queries)[entry.clamp(max=len(queries) - 1)]
     row = (query * H + head) * G + member
-    if "all groups" in slips:
+    if slips & {"all groups", "no head"}:
         row = query * H * G + member
     if "one KV head" in slips:
         row = query * G + member
@@ -264,11 +267,24 @@ def _step(
         row = query * H + head + member
     if "past the end" in slips:
         return row.tolist()
+    if "short" in slips:
+        return row[is_row].tolist()
     rows = torch.where(is_row, row, 0 if "row 0" in slips else -1).tolist()
     return rows + [-1] * (BR - len(rows)) if "whole queries" in slips else rows
 
 
 _STEP_MISTAKES = (
+    Misconception(
+        "leaving `head` out",
+        slip(_step, "no head"),
+        "These are the rows of KV head 0, whichever `head` the program has. How many rows of a "
+        "query stand before those of `head`?",
+    ),
+    Misconception(
+        "a short list without −1",
+        slip(_step, "short"),
+        "A tile has `BR` rows in every step. What stands in the rows that the chunk cannot fill?",
+    ),
     Misconception(
         "taking one head of each group",
         slip(_step, "one head"),
@@ -281,11 +297,14 @@ _STEP_MISTAKES = (
         "The heads of another group read other keys, and have a list of their own. How many heads "
         "share this KV head?",
     ),
-    Misconception(
-        "all queries of one head first",
-        slip(_step, "heads outside"),
-        "The sum is the same, but the group's heads lie side by side in memory. Which order loads "
-        "them together?",
+    *(
+        Misconception(
+            "all queries of one head first",
+            slip(_step, name),
+            "The sum is the same, but the group's heads lie side by side in memory. Which order "
+            "loads them together?",
+        )
+        for name in ("heads outside", "heads outside, in step")
     ),
     Misconception(
         "loading rows past the end of the chunk",
@@ -349,14 +368,16 @@ _STEP_MISTAKES = (
 )
 
 _WHOLE = ("whole queries", "whole queries, short")
+_OUTSIDE = ("heads outside", "heads outside, in step")
 
 _STEP = Exercise(
     name="rows_of_step",
     statement="""
 The program of a block and of KV head `head` walks the chunk `queries`. Its rows are flat: all `G`
 heads of the first query's group, then those of the second, and so on. A step takes `BR` of these
-rows, whether or not `G` divides `BR`. Return, for step `step`, a list of `BR` numbers: the row of
-`Q` seen as `[R * H * G, D]` (it is `[R, H, G, D]` in memory), and -1 behind the chunk's last row.
+rows, whether or not `G` divides `BR`. In memory `Q` is `[R, H, G, D]`, for `R` queries. Seen as
+`[R * H * G, D]` it has one row for each query and head. Return, for step `step`, a list of `BR`
+numbers: the rows of this `Q`, and -1 behind the chunk's last row.
 """,
     minutes=5,
     difficulty=2,
@@ -374,15 +395,16 @@ rows, whether or not `G` divides `BR`. Return, for step `step`, a list of `BR` n
     misconceptions=_STEP_MISTAKES,
     combine=together(
         _STEP_MISTAKES,
-        {"one head", "all groups", "heads outside"},
-        {"first step", "step of queries", "by one row", *_WHOLE},
+        {"one head", "all groups", *_OUTSIDE},
+        {"first step", "step of queries", "by one row", "heads outside, in step", *_WHOLE},
         *({whole, "all groups"} for whole in _WHOLE),
         *({whole, "past the end"} for whole in _WHOLE),
         {"step of queries", "heads outside"},
         {"step of queries", "rows as queries"},
         {"past the end", "rows as queries"},
-        {"past the end", "row 0"},
-        {"all groups", "one KV head", "brackets", "short stride"},
+        {"past the end", "row 0", "short"},
+        *({whole, "short"} for whole in _WHOLE),
+        {"all groups", "one KV head", "brackets", "short stride", "no head"},
         {"all groups", "places"},
     ),
     cases=(
@@ -402,8 +424,9 @@ rows, whether or not `G` divides `BR`. Return, for step `step`, a list of `BR` n
 
 def chunk_lengths(count: int, length: int) -> list[int]:
     """How many queries each chunk of a block has, the shorter ones first."""
-    num_parts = max(count // length, 1) if count else 0
-    bounds = [count * part // num_parts for part in range(num_parts)] + [count]
+    num_chunks = max(count // length, 1) if count else 0
+    # chunk i begins at count * i / n, rounded down, and ends where the next one begins
+    bounds = [count * i // num_chunks for i in range(num_chunks)] + [count]
     return sorted(end - start for start, end in pairwise(bounds))
 
 
@@ -418,8 +441,7 @@ def _lengths(slips: Slips, count: int, length: int) -> list[int]:
     if parts == 0:
         return []
     if slips & {"rest", "rest, in order"}:
-        shares = [unit] * (count // unit) + [count % unit] * (count % unit > 0)
-        found = shares or [0]
+        found = [unit] * (count // unit) + [count % unit] * (count % unit > 0) or [0]
     elif "uneven" in slips:
         found = [count // parts] * (parts - 1) + [count - count // parts * (parts - 1)]
     elif "lost" in slips:
@@ -436,7 +458,7 @@ _LENGTHS_MISTAKES = (
         Misconception(
             "chunks of one length, and a short rest",
             slip(_lengths, name),
-            "A rest of one query costs a program, its keys and a share in the workspace, too. "
+            "A rest of one query costs a program and a place in the workspace, too. "
             "What if all chunks took a part of the rest?",
         )
         for name in ("rest", "rest, in order")
@@ -450,7 +472,8 @@ _LENGTHS_MISTAKES = (
     Misconception(
         "giving the whole rest to one chunk",
         slip(_lengths, "uneven"),
-        "The kernel is done when its longest program is. How far apart need two equal shares be?",
+        "The kernel is done when its longest program is. By how much do the most equal lengths "
+        "differ?",
     ),
     Misconception(
         "losing the rest",
@@ -502,11 +525,11 @@ and no queries are none. Return the lengths, the shorter ones first.
         "cases remain: few queries, and none.",
         "So 11 queries are two chunks. A remainder is left over. Spread it over the chunks, one "
         "query each.",
-        "A way without remainders: let part `i` of `n` begin at `count * i // n`. The difference "
-        "of neighbouring beginnings is a length, and they differ by one at most.",
+        "A way without remainders: let chunk `i` of `n` begin at `count * i // n`. The difference "
+        "of neighbouring beginnings is a length, and they differ by one at most. Then sort.",
     ),
-    why="The longest chunk decides when the kernel is done, and shares between `length` and twice "
-    "that are all alike enough.",
+    why="The longest chunk decides when the kernel is done. Every chunk of a list that is cut has "
+    "less than twice `length` queries, so none keeps the others waiting for long.",
     solution=chunk_lengths,
     misconceptions=_LENGTHS_MISTAKES,
     combine=together(
@@ -885,6 +908,10 @@ def _audit(
     raced = [element for element, who in counted.items() if many(who) > least]
     if "all stored" in slips:
         raced = [element for element, who in counted.items() if who]
+    if "no race" in slips:
+        raced = []
+    if "none missing" in slips:
+        never = []
     if "neighbours" in slips:
         raced = [
             (b[1], b[2]) for a, b in pairwise(stores)
@@ -923,6 +950,16 @@ _AUDIT_MISTAKES = (
         "mixing up the tensors",
         slip(_audit, "offsets alone"),
         "Offset 0 of `o` and offset 0 of `lse` are two places. What tells them apart?",
+    ),
+    Misconception(
+        "no race is ever reported",
+        slip(_audit, "no race"),
+        "Two programs that store to one element are a race. Where do you collect who stores?",
+    ),
+    Misconception(
+        "no missing element is ever reported",
+        slip(_audit, "none missing"),
+        "Some elements occur in `tensors` and not in `stores`. Where do you look for them?",
     ),
     Misconception(
         "looking for three programs",
@@ -990,9 +1027,10 @@ nobody stores, and those that more than one program stores.
     misconceptions=_AUDIT_MISTAKES,
     combine=together(
         _AUDIT_MISTAKES,
-        {"stores", "three", "all stored", "neighbours"},
-        {"stored tensors", "untouched tensors"},
+        {"no race", "stores", "three", "all stored", "neighbours"},
+        {"none missing", "stored tensors", "untouched tensors"},
         {"sorted", "as stored", "triples", "names"},
+        *({"no race", other} for other in ("as stored", "triples", "offsets alone")),
         {"offsets alone", "triples"},
         {"offsets alone", "as stored"},
     ),
@@ -1208,8 +1246,9 @@ PREDICTIONS = (
             ("slots", "It has the most programs, and each of them adds all that it has to memory."),
             (
                 "one pass",
-                "With groups of 4 you would be right. It spares two of seven products, and pays "
-                "with an addition in memory for each row of `d_q`, which is dear with 16 rows.",
+                "With groups of 4 you would be right. Two passes compute seven products for a "
+                "block: `s` and `d_p` twice, and the three gradients. One pass computes five, and "
+                "pays with additions in memory to `d_q`, which are dear with 16 rows.",
             ),
         ),
         choices=("slots", "one pass", "two passes"),
