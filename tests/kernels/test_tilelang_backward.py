@@ -59,12 +59,12 @@ def cuda(name: str, shape: tuple[int, ...], dtype: str, arch: str, **kinds: bool
             arch, dtype, shape, name, kinds, id=f"{name}-{arch}-{dtype}-{label}{kind}",
             marks=[] if (arch, dtype, label) in quick and not kind else pytest.mark.exhaustive,
         )
-        for quick in [{("sm_90", "float16", "shown"), ("sm_80", "float32", "odd")}]
-        for arch in ("sm_80", "sm_90")
-        for dtype in ITEMSIZE
+        for quick in [{("sm_90", "float16", "shown")}]
+        for arch, dtype in (("sm_90", "float16"), ("sm_90", "float32"), ("sm_80", "bfloat16"))
         for label, shape in SHAPES.items()
         for name in ("dq", "dkv")
         for kind, kinds in KINDS.items()
+        if not kind or (label, dtype) == ("shown", "float16")
     ],
 )  # fmt: skip
 def test_every_tile_comes_16_bytes_at_a_time(
@@ -124,7 +124,9 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @places
 @pytest.mark.usefixtures("short_chunks")
-@pytest.mark.parametrize("BS", [16, 24, 150])
+@pytest.mark.parametrize(
+    "BS", [24, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (16, 150))]
+)
 def test_blocks_in_chunks(BS: int, backend: str, device: str) -> None:
     """Blocks of one tile, of part of a tile, and of several."""
     skip_unless_runs(backend, device)
@@ -165,6 +167,7 @@ def test_gradients_are_added(
 
 
 @places
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "changed",
     [("dq_options", {"BT": 16}), ("dq_options", {"num_stages": 2}), ("dkv_options", {"BR": 32}),
