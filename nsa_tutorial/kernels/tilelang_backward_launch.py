@@ -20,9 +20,9 @@ from nsa_tutorial.kernels.tilelang_forward import PASS_CONFIGS
 from nsa_tutorial.kernels.tilelang_tiles import (
     dkv_options,
     dq_options,
-    shared_memory,
     tile_rows,
 )
+from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
 from nsa_tutorial.sparse.selected_attention import QueryRows
 

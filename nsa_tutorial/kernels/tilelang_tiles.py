@@ -7,9 +7,7 @@
 
 from __future__ import annotations
 
-import functools
-
-import torch
+from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY
 
 # Widest tile and longest block up to which a row holds, warps for every 16 rows of a group's tile,
 # stages. Behind it milliseconds with 1, 2 and 4 warps: H200, torch 2.11, TileLang 0.1.15, 16,384
@@ -23,8 +21,6 @@ LAUNCH_TABLE = (
     # D 192, DV 128: 13.8, 5.5, 7.2; D 256: 11.7, 7.9, 8.6; D 128, blocks of 128: 5.3, 4.1, 4.8
     (256, 128, 2, 1),
 )
-
-SHARED_MEMORY = 227 * 1024  # bytes that a program can have on an H100 or H200
 
 
 def tile_rows(n: int) -> int:
@@ -79,11 +75,3 @@ def dkv_options(
     choices = [(most, 64), (most, 32), (min(most, 32), 32), (16, 32)]
     BT, BR = (*(c for c in choices if size(*c) <= shared_memory), (16, 16))[0]
     return {"BT": BT, "BR": BR, "threads": (2 if width <= 256 else 4) * BT, "num_stages": 2}
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have on `device`."""
-    if device.type != "cuda":
-        return SHARED_MEMORY
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

@@ -19,9 +19,9 @@ from nsa_tutorial.kernels.triton_descriptors import can_use_descriptors, descrip
 from nsa_tutorial.kernels.triton_tiles import (
     dkv_options,
     dq_options,
-    shared_memory,
     tile_sizes,
 )
+from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
 WINDOW_TILE = 64  # keys of a window that a program takes at a time

@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_tutorial.exact.online_softmax import LOG2_E
-from nsa_tutorial.kernels.triton_tiles import launch_options, shared_memory, tile_sizes
+from nsa_tutorial.kernels.triton_tiles import launch_options, tile_sizes
+from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
 

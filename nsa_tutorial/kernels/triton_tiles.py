@@ -6,10 +6,9 @@
 
 from __future__ import annotations
 
-import functools
-
-import torch
 from triton import next_power_of_2
+
+from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY
 
 # Largest group, most bytes of a token (its key and value, padded): tokens of a step, warps, stages.
 # Behind a row stand milliseconds of the kernel with pointers, and of the runner-up: H200, torch
@@ -27,7 +26,6 @@ LAUNCH_TABLE = (
     (128, 1024, 64, 8, 2),  # descriptors, D 128: 12.3, 16.7 in steps of 32; D 256: 19.4, 23.8
     (128, 2048, 32, 8, 2),
 )
-SHARED_MEMORY = 227 * 1024  # bytes that a program can have on an H100 or H200
 
 
 def tile_sizes(G: int, D: int, DV: int) -> dict[str, int]:
@@ -97,11 +95,3 @@ def dkv_options(
     # the accumulators of wide keys and values do not fit the registers of 4 warps
     num_warps = 8 if tiles["DT"] + tiles["DVT"] > 256 else 4
     return {"BT": BT, "BR": BR, "num_warps": num_warps, "num_stages": num_stages}
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have on `device`."""
-    if device.type != "cuda":
-        return SHARED_MEMORY
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
