@@ -21,7 +21,7 @@ from tvm import tirx
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.kernels.tilelang_basics import exact_gemm
 from nsa_tutorial.kernels.tilelang_forward import rows_of
-from nsa_tutorial.kernels.tilelang_tiles import launch_options, tile_rows
+from nsa_tutorial.kernels.tilelang_tiles import launch_options, tile_rows, tile_sides
 
 accum_dtype = "float32"
 SUM_KEYS = 16  # keys whose shares a program adds
@@ -120,7 +120,7 @@ def build_dq(
     num_factors = S if has_factors else T.dynamic("num_factors")
     num_sums = T.dynamic("num_sums")
     exact = dtype == "float32"
-    GT, DT, DVT = tile_rows(G), tile_rows(D), tile_rows(DV)
+    GT, DT, DVT = tile_sides(G, D, DV)
     PARTS = -(-BS // BT)  # steps of a block
     others = 11 if has_factors else 7  # statements of a step besides its loads
     full_rows = T.GemmWarpPolicy.FullRow  # a warp has 16 rows of the group, all columns

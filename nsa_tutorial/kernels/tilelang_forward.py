@@ -20,7 +20,7 @@ from tvm import tirx
 
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.kernels.tilelang_basics import exact_gemm
-from nsa_tutorial.kernels.tilelang_tiles import launch_options, tile_rows
+from nsa_tutorial.kernels.tilelang_tiles import launch_options, tile_rows, tile_sides
 from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
@@ -61,7 +61,7 @@ def build_kernel(
     num_factors = S if has_factors else T.dynamic("num_factors")
     accum_dtype = "float32"
     # tiles: what the tensor cores take
-    GT, BT, DT, DVT = tile_rows(G), tile_rows(BS), tile_rows(D), tile_rows(DV)
+    (GT, DT, DVT), BT = tile_sides(G, D, DV), tile_rows(BS)
     exact = dtype == "float32"
     options = launch_options(G, D, DV, BS)
     threads, num_stages = options["threads"], options["num_stages"]

@@ -28,15 +28,24 @@ def tile_rows(n: int) -> int:
     return -(-n // 16) * 16
 
 
+def tile_sides(G: int, D: int, DV: int) -> tuple[int, int, int]:
+    """`GT, DT, DVT`: a group and its widths, rounded up to what a tile's sides may be.
+
+    A group's rows are a power of two: reductions ask for as many threads. From 64 rows on, products
+    are those of a warp group, which want 64 columns.
+    """
+    GT = max(16, 1 << (G - 1).bit_length())
+    side = 64 if GT >= 64 else 16
+    return GT, -(-D // side) * side, -(-DV // side) * side
+
+
 def launch_options(G: int, D: int, DV: int, BS: int) -> dict[str, int]:
     """Threads of a program and stages of its pipeline for a shape, from `LAUNCH_TABLE`; past its
     end its last row.
     """
     fitting = [row for row in LAUNCH_TABLE if row[0] >= max(D, DV) and row[1] >= BS]
     _, _, warps, stages = (fitting or LAUNCH_TABLE[-1:])[0]
-    sixteens = tile_rows(G) // 16
-    # warps take equal shares of the rows, and are not too many
-    shares = max(n for n in range(1, 9) if sixteens % n == 0)
+    shares = min(tile_sides(G, D, DV)[0] // 16, 8)  # of the rows, a power of two
     return {"threads": 32 * warps * shares, "num_stages": stages}
 
 
@@ -51,9 +60,10 @@ def dq_options(
         itemsize: bytes of a number.
         shared_memory: bytes that a program may have.
     """
-    token_bytes = (tile_rows(D) + tile_rows(DV)) * itemsize
+    GT, *widths = tile_sides(G, D, DV)
+    token_bytes = sum(widths) * itemsize
     BT = tile_rows(BS) if BS <= 32 else 64  # a power of two: threads take equal shares
-    while BT > 16 and (tile_rows(G) + BT) * token_bytes > shared_memory:
+    while BT > 16 and (GT + BT) * token_bytes > shared_memory:
         BT //= 2
     return {"BT": BT, "threads": launch_options(G, D, DV, BT)["threads"], "num_stages": 1}
 

@@ -21,6 +21,7 @@ if environment.detect().tilelang is None:
 
 from nsa_tutorial.kernels import tilelang_backward as kernels
 from nsa_tutorial.kernels import tilelang_backward_launch as launch
+from nsa_tutorial.kernels import tilelang_forward
 from nsa_tutorial.kernels.tilelang_forward import PASS_CONFIGS
 from nsa_tutorial.kernels.tilelang_tiles import SHARED_MEMORY, dkv_options, dq_options, tile_rows
 
@@ -248,3 +249,14 @@ def test_options_suit_the_gpu(width: int, itemsize: int, memory: int) -> None:
 def test_sums_of_rows_of_any_width_lower(G: int, DV: int, dtype: str) -> None:
     """Threads cannot share out a tile of 48 columns, nor of 48 rows: the tile is larger, then."""
     assert "LSE2" in lowering.cuda(kernels.build_delta(2, G, DV, dtype), "sm_90", PASS_CONFIGS)
+
+
+@pytest.mark.parametrize("BS", [32, 100])
+@pytest.mark.parametrize(("G", "D"), [(33, 136), (64, 136), (96, 128), (96, 80)])
+def test_large_and_odd_groups_lower(G: int, D: int, BS: int) -> None:
+    """Threads in powers of two, and sides that a warp group takes: forward and queries."""
+    sizes = (2, G, D, D, BS, "float16")
+    forward = tilelang_forward.build_kernel(*sizes)
+    queries = kernels.build_dq(*sizes, **dq_options(G, D, D, BS, 2))
+    for kernel in (forward, queries):
+        assert "Q_shared" in lowering.cuda(kernel, "sm_90", PASS_CONFIGS)

@@ -203,7 +203,8 @@ def test_warps_take_equal_shares(row: tuple[int, int, int, int], G: int) -> None
     width, block, warps, stages = row
     options = tilelang_tiles.launch_options(G, width, width, block)
     shares, rest = divmod(options["threads"], 32 * warps)
-    assert rest == 0 and tilelang_tiles.tile_rows(G) % (16 * shares) == 0
+    rows, *_ = tilelang_tiles.tile_sides(G, width, width)
+    assert rest == 0 and G <= rows and rows % (16 * shares) == 0
     assert options["threads"] <= 1024 and options["num_stages"] == stages
 
 

@@ -46,6 +46,7 @@ PROBLEMS = {
     "large scores": Problem(N=9, M=37, magnitude=60.0),
     "G 1, widths 16": Problem(H=1, G=1, D=16, DV=16, BS=32, N=20, M=70),
     "G 20, block 8": Problem(H=1, G=20, D=64, DV=32, BS=8, S=3),
+    "G 33, width 136": Problem(H=1, N=3, M=50, G=33, D=136, BS=32, S=3),
     "G 64, widths 192 and 128": Problem(H=1, N=3, M=150, G=64, D=192, DV=128, BS=64, S=3),
     "widths 256, block of 128": Problem(
         H=1, N=3, M=600, G=16, D=256, DV=256, BS=128, S=2, causal=False
