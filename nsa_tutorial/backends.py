@@ -43,9 +43,11 @@ BACKENDS: Table = {
     },
     "compressed_attention": {
         "reference": "nsa_tutorial.sparse.compression:compressed_attention",
+        "triton": "nsa_tutorial.kernels.triton_selection_launch:compressed_attention",
     },
     "select_blocks": {
         "reference": "nsa_tutorial.sparse.block_selection:select_blocks",
+        "triton": "nsa_tutorial.kernels.triton_selection_launch:select_blocks",
     },
 }
 BACKWARDS: Table = {
@@ -71,9 +73,7 @@ BACKWARDS: Table = {
 }
 CHAPTER_OF = {
     ("compressed_attention", "tilelang"): "14, selection_kernels",
-    ("compressed_attention", "triton"): "14, selection_kernels",
     ("select_blocks", "tilelang"): "14, selection_kernels",
-    ("select_blocks", "triton"): "14, selection_kernels",
 }
 
 

@@ -95,3 +95,46 @@ def dkv_options(
     # the accumulators of wide keys and values do not fit the registers of 4 warps
     num_warps = 8 if tiles["DT"] + tiles["DVT"] > 256 else 4
     return {"BT": BT, "BR": BR, "num_warps": num_warps, "num_stages": num_stages}
+
+
+def attend_options(
+    D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY
+) -> dict[str, int]:
+    """`BQ, BT, num_warps, num_stages` of the walk over the summaries that a tile of queries sees.
+    Arguments as in `launch_options`."""
+    tiles = tile_sizes(1, D, DV)
+    row_bytes = (tiles["DT"] + tiles["DVT"]) * itemsize
+    BQ, BT, num_stages = 128, 64, 3
+    while BQ * tiles["DT"] * itemsize + num_stages * BT * row_bytes > shared_memory:
+        if num_stages > 1:
+            num_stages -= 1
+        elif BT > 16:
+            BT //= 2
+        elif BQ > 16:
+            BQ //= 2
+        else:
+            break
+    return {"BQ": BQ, "BT": BT, "num_warps": 8, "num_stages": num_stages}
+
+
+def score_options(D: int, itemsize: int, shared_memory: int = SHARED_MEMORY) -> dict[str, int]:
+    """`BQ, BT, num_warps, num_stages` of the scores that choose. Arguments as in
+    `launch_options`."""
+    row_bytes = _side(D) * itemsize
+    BQ, BT, num_stages = 128, 64, 3
+    while (num_stages * BQ + BT) * row_bytes + BQ * BT * 4 > shared_memory:
+        if num_stages > 1:
+            num_stages -= 1
+        elif BQ > 16:
+            BQ //= 2
+        else:
+            break
+    return {"BQ": BQ, "BT": BT, "num_warps": 8, "num_stages": num_stages}
+
+
+def pick_options(num_blocks: int) -> dict[str, int]:
+    """`BR, num_warps` of the choice: lists of a program, and a warp for each; more warps where the
+    scores of a list would not fit the registers of one."""
+    if num_blocks > 2048:
+        return {"BR": 1, "num_warps": min(16, num_blocks // 1024)}
+    return {"BR": 4 if num_blocks > 64 else 16, "num_warps": 4}

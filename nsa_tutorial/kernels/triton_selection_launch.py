@@ -1,0 +1,82 @@
+"""What the operators call for summaries on the Triton backend: attention to them, and the choice of
+blocks.
+
+`triton_selection` holds the kernels. No argument is checked here: `ops` does.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa_tutorial.exact.online_softmax import LOG2_E
+from nsa_tutorial.kernels import triton_selection
+from nsa_tutorial.kernels.triton_tiles import (
+    attend_options,
+    pick_options,
+    score_options,
+    tile_sizes,
+)
+from nsa_tutorial.runtime.shared_memory import shared_memory
+from nsa_tutorial.sparse import score_cells
+from nsa_tutorial.sparse.selected_attention import QueryRows
+
+
+def compressed_attention(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, rows: QueryRows, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention to the visible summaries: `compression.compressed_attention`."""
+    (B, N, HQ, D), (_, M_c, H, DV) = q.shape, v_cmp.shape
+    o = v_cmp.new_empty(B, N, HQ, DV)
+    lse = q.new_empty(B, N, HQ, dtype=torch.float32)
+    sizes = {"G": HQ // H, "D": D, "DV": DV}
+    tiles = tile_sizes(**sizes)
+    memory = shared_memory(q.device)
+    options = attend_options(D, DV, q.element_size(), memory)
+    triton_selection.attend_kernel[(triton.cdiv(B * N, options["BQ"]) * HQ,)](
+        q.contiguous(), k_cmp.contiguous(), v_cmp.contiguous(), rows.first_key, rows.num_visible,
+        o, lse, scale, scale * LOG2_E, B * N, H, **sizes, DT=tiles["DT"], DVT=tiles["DVT"],
+        **options,
+    )  # fmt: skip
+    return o, lse
+
+
+def select_blocks(
+    q: Tensor, k_cmp: Tensor, lse: Tensor | None, rows: QueryRows, summaries: QueryRows, *,
+    M: int, top_n: int, block_size: int, length: int, stride: int, num_initial: int, num_local: int,
+    scale: float, block_counts: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The blocks of each query: `block_selection.select_blocks`, a chunk of queries at a time."""
+    (B, N, HQ, D), H = q.shape, k_cmp.shape[2]
+    R = B * N
+    if lse is None:
+        _, lse = compressed_attention(q, k_cmp, k_cmp, summaries, scale=scale)
+    q, k_cmp, lse = q.contiguous(), k_cmp.contiguous(), lse.contiguous()
+    cells = score_cells.cells(
+        M, length=length, stride=stride, block_size=block_size,
+        is_apart=rows.num_sequences == 1 or (rows.num_sequences == B and N % score_cells.TILE == 0),
+    )  # fmt: skip
+    options = score_options(D, q.element_size(), shared_memory(q.device))
+    pick = pick_options(cells.num_blocks)
+    ids = q.new_empty(B, N, H, top_n, dtype=torch.int32)
+    if block_counts is not None:
+        block_counts = block_counts.contiguous()
+    rows_of_a_chunk = score_cells.rows_of_a_chunk(cells, R, H)
+    scores = q.new_empty(cells.shares * rows_of_a_chunk * H * cells.per_row, dtype=torch.float32)
+    for first_row in range(0, R, rows_of_a_chunk):
+        last_row = min(first_row + rows_of_a_chunk, R)
+        num_rows = last_row - first_row
+        triton_selection.score_kernel[(triton.cdiv(num_rows, options["BQ"]) * H,)](
+            q, k_cmp, lse, summaries.first_key, summaries.num_visible, scores, scale * LOG2_E,
+            last_row, first_row, H, cells.per_row, G=HQ // H, D=D, C=cells.size,
+            SHARES=cells.shares, PIECES=cells.pieces, DT=tile_sizes(1, D, D)["DT"], **options,
+        )  # fmt: skip
+        triton_selection.pick_kernel[(triton.cdiv(num_rows * H, pick["BR"]),)](
+            scores, summaries.num_visible, rows.position, block_counts, ids, num_rows, first_row,
+            H, cells.per_row, top_n, num_initial, num_local, length, stride, BS=block_size,
+            C=cells.size, SHARES=cells.shares, K=cells.overlapping, NB=cells.num_blocks,
+            HAS_COUNTS=block_counts is not None, NT=triton.next_power_of_2(top_n),
+            **pick,
+        )  # fmt: skip
+    return ids
