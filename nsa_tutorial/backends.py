@@ -69,6 +69,7 @@ BACKWARDS: Table = {
     },
     "compressed_attention": {
         "reference": "nsa_tutorial.training.tile_gradients:of_summaries",
+        "triton": "nsa_tutorial.kernels.triton_selection_backward:of_summaries",
     },
 }
 CHAPTER_OF = {

@@ -27,7 +27,7 @@ def compressed_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, rows: QueryRows, *, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention to the visible summaries: `compression.compressed_attention`."""
-    (B, N, HQ, D), (_, M_c, H, DV) = q.shape, v_cmp.shape
+    (B, N, HQ, D), (H, DV) = q.shape, v_cmp.shape[2:]
     o = v_cmp.new_empty(B, N, HQ, DV)
     lse = q.new_empty(B, N, HQ, dtype=torch.float32)
     sizes = {"G": HQ // H, "D": D, "DV": DV}

@@ -138,3 +138,20 @@ def pick_options(num_blocks: int) -> dict[str, int]:
     if num_blocks > 2048:
         return {"BR": 1, "num_warps": min(16, num_blocks // 1024)}
     return {"BR": 4 if num_blocks > 64 else 16, "num_warps": 4}
+
+
+def summary_dq_options(
+    D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY
+) -> dict[str, int]:
+    """`BQ, BT, num_warps, num_stages` of the backward's walk over summaries. Arguments as in
+    `launch_options`."""
+    options = attend_options(D, DV, itemsize, shared_memory)
+    return options | {"num_stages": min(2, options["num_stages"])}
+
+
+def summary_dkv_options(
+    D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY
+) -> dict[str, int]:
+    """`BT, BR, num_warps, num_stages` of the walk over the queries that see a tile of summaries.
+    Arguments as in `launch_options`."""
+    return dkv_options(16, D, DV, 64, itemsize, shared_memory)

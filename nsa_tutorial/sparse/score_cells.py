@@ -1,9 +1,10 @@
-"""In what the kernels of the choice leave their scores between the two that compute and read them.
+"""In what the kernels of the choice leave their scores, between the one that computes and the one
+that reads them.
 
-A *cell* is a run of summaries that begin in one block, and holds what they give to that block; where
-summaries reach into the next blocks, it has a share for each of them. So a row of scores is as long
-as its blocks, and not as its summaries. Where a block is no power of two of strides, or rows of
-several sequences share a tile, every summary is a cell of its own.
+A *cell* is a run of summaries that begin in one block, and holds what they give to that block.
+Where summaries reach into the next blocks, it has a share for each of them. So a row of scores is
+as long as its blocks, not as its summaries. A summary is a cell of its own where a block is no power of two
+of strides, or where rows of several sequences share a tile.
 """
 
 from __future__ import annotations
