@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -20,7 +21,7 @@ from places import product as on_places
 from selection import Problem
 from torch import Tensor
 
-from nsa_tutorial import library, ops
+from nsa_tutorial import backends, library, ops
 
 BACKENDS = ["reference", "tilelang", "triton"]
 places = places_of(BACKENDS)
@@ -93,21 +94,32 @@ def list_beside_window(
     return run, [call.q, call.k, call.v], call.mask()
 
 
-def summaries(
-    backend: str, dtype: torch.dtype, device: str
-) -> tuple[Callable, list[Tensor], Tensor]:
-    """Several tiles of queries; what is spoiled lies in the first."""
-    # the third query sees two of them
-    shape = Shape(N=140, M=140, H=2, G=2, D=16, DV=16, length=2, stride=1)
+def of_summaries(shape: Shape) -> Operator:
+    def make(
+        backend: str, dtype: torch.dtype, device: str
+    ) -> tuple[Callable, list[Tensor], Tensor]:
+        if backend not in backends.BACKENDS["compressed_attention"]:
+            pytest.skip("no kernel yet")
+        cu_seqlens = None if shape.cu is None else shape.offsets.to(device)
+        options = {"length": shape.length, "stride": shape.stride, "cu_seqlens": cu_seqlens}
+        options |= {"return_lse": True, "backend": backend}
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return ops.compressed_attention(
-            q, k, v, length=2, stride=1, return_lse=True, backend=backend
-        )
+        def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+            return ops.compressed_attention(q, k, v, **options)
 
-    q, k, v = (x.to(device) for x in shape.make(dtype))
-    M_c = len(shape.summaries())
-    return run, [q, k[:, :M_c], v[:, :M_c]], shape.over_heads(shape.seen_summaries()).to(device)
+        q, k, v = (x.to(device) for x in shape.make(dtype))
+        M_c = len(shape.summaries())
+        mask = shape.over_heads(shape.seen_summaries()).to(device)
+        return run, [q, k[:, :M_c], v[:, :M_c]], mask
+
+    return make
+
+
+# Several tiles of queries, and steps that the last ones see as a whole; what is spoiled lies in the
+# first tile and step. The third query sees two summaries.
+SUMMARIES = Shape(N=140, M=140, H=2, G=2, D=16, DV=16, length=2, stride=1)
+# All in one tile: the third query is in one sequence, and summary 30 in the other.
+PACKED = replace(SUMMARIES, N=44, M=44, cu=(0, 12, 44))
 
 
 def in_tiles(
@@ -124,12 +136,23 @@ def in_tiles(
     return run, [call.q, call.k, call.v], call.mask()
 
 
-OPERATORS = {f.__name__: f for f in (selected, window, list_beside_window)}
+OPERATORS = {f.__name__: f for f in (selected, window, list_beside_window)} | {
+    "summaries": of_summaries(SUMMARIES),
+    "packed_summaries": of_summaries(PACKED),
+}
 CASES = {
     f"{name} {where} {x}": (OPERATORS[name], where, x)
     for name, where, x in product(OPERATORS, "qkv", NUMBERS)
 }
-IN_16_BITS = ["selected q nan", "selected k inf", "selected v -inf", "window k nan", "window v nan"]
+IN_16_BITS = [
+    "selected q nan",
+    "selected k inf",
+    "selected v -inf",
+    "window k nan",
+    "window v nan",
+    "summaries k nan",
+    "summaries v inf",
+]
 ELSEWHERE = [
     "window q nan",
     "window k nan",
@@ -137,9 +160,12 @@ ELSEWHERE = [
     "window v -inf",
     "list_beside_window k nan",
     "list_beside_window v nan",
+    "packed_summaries q nan",
+    "packed_summaries k nan",
+    "packed_summaries v inf",
 ]
 QUICK = {
-    torch.float32: [x for x in CASES if x.startswith("selected")] + ELSEWHERE,
+    torch.float32: [x for x in CASES if x.startswith(("selected", "summaries"))] + ELSEWHERE,
     torch.float16: IN_16_BITS,
 }
 
@@ -154,9 +180,8 @@ def test_one_rule(
 
 @pytest.mark.parametrize("where", "qkv")
 @pytest.mark.parametrize("number", NUMBERS, ids=str)
-@pytest.mark.parametrize("operator", [summaries, in_tiles], ids=lambda f: f.__name__)
-def test_on_the_reference_alone(operator: Operator, number: float, where: str) -> None:
-    assert_rule(operator, where, number, "reference", torch.float32, "cpu")
+def test_a_mask_over_tiles_on_the_reference(number: float, where: str) -> None:
+    assert_rule(in_tiles, where, number, "reference", torch.float32, "cpu")
 
 
 def assert_rule(
@@ -219,6 +244,7 @@ def test_all_that_a_row_does_not_see(operator: Operator, backend: str, device: s
 
 
 GRADIENTS = [x for x in CASES if "nan" in x or x in ("selected k inf", "selected v -inf")]
+GRADIENTS += ["packed_summaries k inf", "packed_summaries v -inf"]
 
 
 @on_places("case", CASES, BACKENDS, {torch.float32: GRADIENTS}, dtypes=[torch.float32])
@@ -231,9 +257,8 @@ def test_gradients_of_what_is_not_spoiled(
 
 @pytest.mark.parametrize("where", "qkv")
 @pytest.mark.parametrize("number", NUMBERS, ids=str)
-@pytest.mark.parametrize("operator", [summaries, in_tiles], ids=lambda f: f.__name__)
-def test_gradients_on_the_reference_alone(operator: Operator, number: float, where: str) -> None:
-    assert_gradients(operator, where, number, "reference", "cpu")
+def test_gradients_of_a_mask_over_tiles_on_the_reference(number: float, where: str) -> None:
+    assert_gradients(in_tiles, where, number, "reference", "cpu")
 
 
 def assert_gradients(
