@@ -38,9 +38,11 @@ from tqdm import tqdm
 
 from nsa_tutorial.bench.drawing import DRIFTS
 from nsa_tutorial.bench.measuring import Plan, Row, measure_shape
+from nsa_tutorial.bench.operators import CHOOSING, OPERATORS
 from nsa_tutorial.bench.problem import DTYPES, PASSES, Shape
 from nsa_tutorial.bench.steps import STEPS
 from nsa_tutorial.runtime import environment
+from nsa_tutorial.sparse.native_sparse_attention import NUM_INITIAL, NUM_LOCAL
 
 
 def about(command: list[str]) -> dict[str, object]:
@@ -88,38 +90,41 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     operators = result.add_subparsers(dest="operator", required=True, metavar="operator")
-    for name, summary in (
-        ("selected", "selected_attention: each query attends to a list of blocks"),
-        ("window", "sliding_window_attention over slots * block-size keys"),
-    ):
+    for name, operator in OPERATORS.items():
         _add_options(
             operators.add_parser(
                 name,
-                help=summary,
-                description=summary,
+                help=operator.summary,
+                description=operator.summary,
                 formatter_class=argparse.ArgumentDefaultsHelpFormatter,
             ),
-            has_lists=name == "selected",
+            name,
         )
     return result
 
 
-def _add_options(p: argparse.ArgumentParser, *, has_lists: bool) -> None:
+def _add_options(p: argparse.ArgumentParser, name: str) -> None:
     """The options of one operator; their defaults are larger where there is a GPU."""
-    on_gpu = environment.detect().gpu is not None
+    on_gpu, operator = environment.detect().gpu is not None, OPERATORS[name]
 
-    def several(name: str, default: list, text: str, **kind: object) -> None:
-        p.add_argument(name, nargs="+", default=default, help=text, **kind)
+    def several(option: str, default: list, text: str, **kind: object) -> None:
+        p.add_argument(option, nargs="+", default=default, help=text, **kind)
 
-    def sizes(name: str, on: list[int], off: list[int], text: str) -> None:
-        several(name, on if on_gpu else off, text, type=int, metavar="n")
+    def sizes(option: str, on: list[int], off: list[int], text: str) -> None:
+        several(option, on if on_gpu else off, text, type=int, metavar="n")
 
     backends = ("reference", "tilelang", "triton")
     several("--backend", ["tilelang"], "what is measured", choices=backends)
     several("--pass", ["forward"], "of what", choices=PASSES, dest="directions")
-    p.set_defaults(steps=False, lists=[""])
-    if has_lists:
+    # the size of a block says where keys are judged, also where there are none
+    p.set_defaults(steps=False, lists=[""], block_size=[64], slots=[0], no_dense=True)
+    p.set_defaults(length=[0], stride=[0], window=[0])
+    if name == "selected":
         several("--lists", ["random"], "how lists are drawn", choices=[*DRIFTS])
+    if name in CHOOSING:
+        kinds = ("random", "smooth")
+        several("--queries", ["random"], "which choose their lists", choices=kinds, dest="lists")
+    if name in {operator for operator, *_ in STEPS}:
         p.add_argument(
             "--steps",
             action="store_true",
@@ -138,10 +143,20 @@ def _add_options(p: argparse.ArgumentParser, *, has_lists: bool) -> None:
         default=argparse.SUPPRESS,
         help="channels of values, if others",
     )
-    sizes("--block-size", [64], [32], "tokens of a block")
-    sizes("--slots", [16], [4], "blocks of a list")
+    for option, on, off, text in (
+        ("block_size", [64], [32], "tokens of a block"),
+        ("slots", [16], [4], "blocks of a list"),
+        ("length", [32], [32], "tokens of a summary"),
+        ("stride", [16], [16], "tokens from one summary's first to the next one's"),
+        ("window", [512], [64], "keys of the window"),
+    ):
+        if option in operator.sizes:
+            sizes("--" + option.replace("_", "-"), on, off, text)
     several("--dtype", ["float16"] if on_gpu else ["float32"], "of tensors", choices=DTYPES)
-    p.add_argument("--no-dense", action="store_true", help="leave dense attention out")
+    if operator.has_dense:
+        p.add_argument(
+            "--no-dense", action="store_true", default=False, help="leave dense attention out"
+        )
     p.add_argument("--seconds", type=float, default=0.3, help="spent on each measurement")
     p.add_argument(
         "--jobs",
@@ -162,6 +177,7 @@ def _add_options(p: argparse.ArgumentParser, *, has_lists: bool) -> None:
 def shapes(options: argparse.Namespace) -> list[Shape]:
     """Every combination of the sizes given."""
     sizes = ("tokens", "kv_heads", "group", "width", "block_size", "slots", "dtype")
+    sizes += ("length", "stride", "window")
     found = []
     for values in itertools.product(*(getattr(options, name) for name in sizes)):
         size = dict(zip(sizes, values, strict=True))
@@ -176,9 +192,18 @@ def fault(options: argparse.Namespace) -> str | None:
         return f"--output: got {path}, expected a name that ends in .json or .csv"
     if options.steps and options.device == "cpu":
         return "--steps: got --device cpu, expected cuda: on a CPU these decisions change nothing"
-    asked = itertools.product(options.backend, options.directions)
+    least = max(options.length)
+    if min(options.tokens) < least:
+        return f"--tokens: got {min(options.tokens)}, expected at least {least}, a summary's length"
+    if options.operator in CHOOSING and min(options.slots) < NUM_INITIAL + NUM_LOCAL:
+        forced = NUM_INITIAL + NUM_LOCAL
+        return f"--slots: got {min(options.slots)}, expected at least {forced}, the forced blocks"
+    asked = itertools.product([options.operator], options.backend, options.directions)
     if options.steps and STEPS.keys().isdisjoint(asked):
-        known = ", ".join(f"{name} {direction}" for name, direction in STEPS)
+        known = ", ".join(
+            f"{name} {direction}" for operator, name, direction in STEPS
+            if operator == options.operator
+        )  # fmt: skip
         return f"--steps: got no kernel that has steps, expected one of: {known}"
     if options.device == "cuda" and not environment.detect().gpu:
         return "there is no CUDA device here"
@@ -208,7 +233,9 @@ def main(arguments: list[str] | None = None) -> int:
             rows += measure_shape(shape, plan, bar)
     write(rows, about(arguments), getattr(options, "output", None))
     ours = [row for row in rows if row.change == "" and not row.kernel.startswith("dense")]
-    return int(not all(row.is_right for row in ours))
+    # what is not there yet is no mistake
+    written = [row for row in ours if not row.note.startswith("NotImplementedError")]
+    return int(not all(row.is_right for row in written))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ more blocks, more are nearly as important as those that are listed.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -47,20 +48,11 @@ def draw(kind: str, tokens: int, kv_heads: int, block_size: int, slots: int, dev
     Returns:
         `[1, tokens, kv_heads, slots]` int32, ascending; -1 where there are fewer blocks.
     """
-    num_blocks, drifts = -(-tokens // block_size), DRIFTS[kind]
-    generator = torch.Generator(device).manual_seed(0)
-    slowest = max(drifts)  # a whole number of every drift, so that a part ends where a knot stands
-    step = max(1, min(DRAWN // (kv_heads * num_blocks), tokens) // slowest) * slowest
-    shape, block = (kv_heads, num_blocks), torch.arange(num_blocks, device=device)
-    knots = {drift: torch.randn(1, *shape, generator=generator, device=device) for drift in drifts}
+    num_blocks = -(-tokens // block_size)
+    block = torch.arange(num_blocks, device=device)
     parts = []
-    for start in range(0, tokens, step):
-        importance = torch.zeros(step, *shape, device=device)
-        for drift, share in drifts.items():
-            # the last knot of one part is the first one of the next
-            fresh = torch.randn(step // drift, *shape, generator=generator, device=device)
-            knots[drift] = torch.cat([knots[drift][-1:], fresh])
-            importance += math.sqrt(share) * _between(knots[drift], drift)
+    for start, importance in _drifts(kind, tokens, (kv_heads, num_blocks), device, seed=0):
+        step = len(importance)
         query = torch.arange(start, min(start + step, tokens), device=device)
         own = (query // block_size)[:, None, None]
         importance = importance[: len(query)].masked_fill_(block > own, -math.inf)
@@ -72,6 +64,40 @@ def draw(kind: str, tokens: int, kv_heads: int, block_size: int, slots: int, dev
         ids = ids.masked_fill(ids == num_blocks, -1).to(torch.int32)
         parts.append(F.pad(ids, (0, slots - ids.shape[-1]), value=-1))
     return torch.cat(parts)[None]
+
+
+def drifting(
+    kind: str, tokens: int, size: tuple[int, int], dtype: torch.dtype, device: str
+) -> Tensor:
+    """Queries that drift as importance does in `draw`: `[1, tokens, *size]`, each number normal.
+
+    With `random`, neighbours have nothing in common; with `smooth`, they are nearly alike, and so
+    are the blocks that they choose.
+    """
+    found = torch.empty(1, tokens, *size, dtype=dtype, device=device)
+    for start, part in _drifts(kind, tokens, size, device, seed=2):
+        found[0, start : start + len(part)] = part[: tokens - start]
+    return found
+
+
+def _drifts(
+    kind: str, tokens: int, size: tuple[int, int], device: str, seed: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Normal numbers for each of the tokens, `[step, *size]`, that drift as `DRIFTS` says: a part
+    of the tokens at a time, with the first one of them. The last part may be longer than needed."""
+    drifts = DRIFTS[kind]
+    generator = torch.Generator(device).manual_seed(seed)
+    slowest = max(drifts)  # a whole number of every drift, so that a part ends where a knot stands
+    step = max(1, min(DRAWN // math.prod(size), tokens) // slowest) * slowest
+    knots = {drift: torch.randn(1, *size, generator=generator, device=device) for drift in drifts}
+    for start in range(0, tokens, step):
+        drifted = torch.zeros(step, *size, device=device)
+        for drift, share in drifts.items():
+            # the last knot of one part is the first one of the next
+            fresh = torch.randn(step // drift, *size, generator=generator, device=device)
+            knots[drift] = torch.cat([knots[drift][-1:], fresh])
+            drifted += math.sqrt(share) * _between(knots[drift], drift)
+        yield start, drifted
 
 
 def _between(knots: Tensor, drift: int) -> Tensor:

@@ -1,141 +1,184 @@
 """What the benchmark holds results against, so that no wrong kernel is ever called fast.
 
-Attention and its gradients are written out in fp64 for some queries, over exactly the keys that
-they see: a literal formula, which shares no code with any backend. Held against it are
+Attention and its gradients are written out in fp64 for some queries (`exact`). Held against it are
 
-    o, d_q      of the last queries, and of others spread over all
+    o, d_q      of the last queries, and of others spread over all; gates and their gradients, too
     d_k, d_v    of the first block of keys, one in the middle and the last, each for one head: the
-                sums over every query that sees the block
+                sums over every query that sees the block; so, too, of summaries
+    lists       of the same queries: a list is wrong if a block that it leaves out is worth more
+                than one that it holds, by more than rounding
 
 and all of a result has to be finite. The first block is listed by every query, so that a kernel
 which loses a part of a long list of queries is found out, too.
+
+`native` is judged by the lists that the same backend chooses, and these lists as above: where two
+blocks are worth nearly the same, rounding decides, and the output follows.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from nsa_tutorial.bench import exact
+from nsa_tutorial.bench.operators import BRANCHES, GATES
 from nsa_tutorial.bench.problem import Problem, Results
+from nsa_tutorial.sparse.native_sparse_attention import NUM_INITIAL, NUM_LOCAL
 
 CHECKED_QUERIES = 64  # the last ones, and as many spread over all
-GATHERED = 2**26  # numbers gathered at a time: 512 MiB in fp64
 # Errors allowed, in units of a dtype's precision: of one number, against the largest one, and of
 # all in the mean square. The reference's are below 1 and a third; in fp32, where a sum over many
 # thousand queries rounds in each addition, a unit is larger than the dtype's.
 LARGEST, MEAN = 4, 1
 LEAST_UNIT = 1e-5
+# How much more, relatively, a block may be worth that was left out; all scores are fp32.
+TIE = 2.0**-14
 
 Part = tuple[tuple, Tensor]  # where it stands in a result, and what stands there
+Truth = dict[str, list[Part]]
 
 
-class Exact(NamedTuple):
-    """Attention of some queries and one KV head, in fp64, and what each of them adds to its keys'
-    gradients. `J` keys are looked at for each query; a hidden one gets 0."""
-
-    keys: Tensor  # [n, J]
-    o: Tensor  # [n, G, DV]
-    d_q: Tensor  # [n, G, D]
-    d_k: Tensor  # [n, J, D]
-    d_v: Tensor  # [n, J, DV]
-
-
-def keys_of(problem: Problem, queries: Tensor, head: int) -> tuple[Tensor, Tensor]:
-    """The keys that the operator shows to each query, `[n, J]`, and whether they are seen: slots
-    may be empty, and a query's own block is seen in part."""
-    query = queries[:, None]
-    if problem.operator == "window":
-        keys = query - torch.arange(problem.window_size, device=query.device)
-        return keys.clamp(min=0), keys >= 0
-    block_size = problem.shape.block_size
-    ids = problem.block_indices[0, queries, head].long().repeat_interleave(block_size, -1)
-    keys = ids * block_size + torch.arange(ids.shape[1], device=query.device) % block_size
-    is_seen = (ids >= 0) & (keys <= query)
-    return keys.masked_fill(~is_seen, 0), is_seen
-
-
-def exact(problem: Problem, queries: Tensor, head: int) -> Exact:
-    """Attention of these queries, and its gradients, for the query heads of one KV head."""
-    G = problem.shape.group
-    heads = slice(head * G, head * G + G)
-    keys, is_seen = keys_of(problem, queries, head)
-    q, d_o = (x[0, queries, heads].double() for x in (problem.q, problem.d_o))  # [n, G, …]
-    k, v = (x[0, keys, head].double() for x in (problem.k, problem.v))  # [n, J, …]
-    scores = q @ k.transpose(-1, -2) * problem.scale
-    p = scores.masked_fill(~is_seen[:, None], -math.inf).softmax(-1)  # [n, G, J]
-    o = p @ v
-    d_p = d_o @ v.transpose(-1, -2)
-    d_s = p * (d_p - (p * d_p).sum(-1, keepdim=True)) * problem.scale
-    return Exact(keys, o, d_s @ k, d_s.transpose(-1, -2) @ q, p.transpose(-1, -2) @ d_o)
-
-
-def _parts(problem: Problem, queries: Tensor, head: int) -> Iterator[Exact]:
-    """`exact`, for as many queries at a time as memory has room for."""
-    s = problem.shape
-    numbers = s.slots * s.block_size * (s.width + s.value_width)
-    for some in queries.split(max(1, GATHERED // numbers)):
-        yield exact(problem, some, head)
-
-
-def of_queries(problem: Problem, queries: Tensor) -> Results:
-    """`o` and `d_q` of these queries, `[n, HQ, …]`."""
-    found = {"o": [], "d_q": []}
-    for head in range(problem.shape.kv_heads):
-        parts = [(part.o, part.d_q) for part in _parts(problem, queries, head)]
-        for name, tensors in zip(found, zip(*parts, strict=True), strict=True):
-            found[name].append(torch.cat(tensors))
-    return {name: torch.cat(tensors, 1) for name, tensors in found.items()}
-
-
-def of_keys(problem: Problem, first: int, last: int, head: int) -> Results:
-    """`d_k` and `d_v` of the keys `first … last - 1`, which lie in one block: the sums over all
-    queries that see one of them."""
-    s, device = problem.shape, problem.q.device
-    if problem.operator == "window":
-        queries = torch.arange(first, min(s.tokens, last - 1 + problem.window_size), device=device)
-    else:
-        listed = problem.block_indices[0, :, head] == first // s.block_size
-        queries = listed.any(-1).nonzero()[:, 0]
-    found = {
-        "d_k": torch.zeros(last - first, s.width, dtype=torch.float64, device=device),
-        "d_v": torch.zeros(last - first, s.value_width, dtype=torch.float64, device=device),
+def truth(problem: Problem, *, gradients: bool) -> Truth:
+    """What the results should be, by name, in the places that are checked."""
+    of_operator = {
+        "selection": _of_choice,
+        "pooling": _of_pooling,
+        "gates": _of_gates,
+        "native": _of_native,
     }
-    for part in _parts(problem, queries, head):
-        is_here = (part.keys >= first) & (part.keys < last)
-        key = part.keys[is_here] - first
-        found["d_k"].index_add_(0, key, part.d_k[is_here])
-        found["d_v"].index_add_(0, key, part.d_v[is_here])
+    found = of_operator.get(problem.operator, _of_branch)(problem, gradients)
+    return {x: parts for x, parts in found.items() if gradients or not x.startswith("d_")}
+
+
+# -- places --
+
+
+def checked(num: int, device: torch.device) -> Tensor:
+    """The last of so many, and others spread over all."""
+    spread = torch.linspace(0, num - 1, CHECKED_QUERIES).long()
+    return torch.cat([spread, torch.arange(max(0, num - CHECKED_QUERIES), num)]).unique().to(device)
+
+
+def blocks(problem: Problem) -> Iterator[tuple[int, int, int]]:
+    """The first block of keys, one in the middle and the last: first key, end, and a KV head."""
+    s = problem.shape
+    last_block = (s.tokens - 1) // s.block_size
+    for block, head in {0: 0, last_block // 2: s.kv_heads - 1, last_block: 0}.items():
+        yield block * s.block_size, min((block + 1) * s.block_size, s.tokens), head
+
+
+# -- one operator each --
+
+
+def _of_branch(problem: Problem, gradients: bool) -> Truth:
+    queries = checked(problem.shape.tokens, problem.device)
+    found = {x: [((0, queries), y)] for x, y in exact.of_queries(problem, queries).items()}
+    if not gradients:
+        return found
+    for first, last, head in blocks(problem):
+        if problem.operator == "compressed":
+            place = exact.covering(problem, first, last)
+            values = exact.of_summaries(problem, place, head)
+        else:
+            place, values = slice(first, last), exact.of_keys(problem, first, last, head)
+        for name, x in values.items():
+            if len(x):  # the last tokens may lie in no summary
+                found.setdefault(name, []).append(((0, place, head), x))
     return found
 
 
-def truth(problem: Problem, *, gradients: bool) -> dict[str, list[Part]]:
-    """What the results should be, by name, in the places that are checked."""
-    s = problem.shape
-    spread = torch.linspace(0, s.tokens - 1, CHECKED_QUERIES).long()
-    queries = torch.cat([spread, torch.arange(max(0, s.tokens - CHECKED_QUERIES), s.tokens)])
-    queries = queries.unique().to(problem.q.device)
-    found = {name: [((0, queries), x)] for name, x in of_queries(problem, queries).items()}
+def _of_choice(problem: Problem, gradients: bool) -> Truth:
+    queries = checked(problem.shape.tokens, problem.device)
+    return {"ids": [((0, queries), _ranks(problem, queries))]}
+
+
+def _ranks(problem: Problem, queries: Tensor) -> Tensor:
+    """What a block is worth, `[n, H, NB]`: infinity where it is forced, -1 where it is hidden."""
+    worth = exact.block_scores(problem, queries)
+    block = torch.arange(worth.shape[-1], device=queries.device)
+    own = queries[:, None, None] // problem.shape.block_size
+    worth.masked_fill_((block < NUM_INITIAL) | (block > own - NUM_LOCAL), math.inf)
+    return worth.masked_fill_(block > own, -1)
+
+
+def _of_pooling(problem: Problem, gradients: bool) -> Truth:
+    summaries = checked(problem.shape.num_summaries, problem.device)
+    found = {}
+    for name in ("k", "v"):
+        x, d_cmp = problem.tensors[name], problem.tensors[f"d_{name}_cmp"]
+        found[f"{name}_cmp"] = [((0, summaries), exact.means(problem, x, summaries))]
+        found[f"d_{name}"] = [
+            (
+                (0, slice(first, last), head),
+                exact.to_tokens(
+                    problem, first, last, d_cmp[0, exact.covering(problem, first, last), head]
+                ),
+            )
+            for first, last, head in blocks(problem)
+        ]
+    return found
+
+
+def _of_gates(problem: Problem, gradients: bool) -> Truth:
+    queries = checked(problem.shape.tokens, problem.device)
+    place = (0, queries)
+    d_o, total, found = problem.d_o[place].double(), 0, {}
+    for gate, branch in zip(GATES, BRANCHES, strict=True):
+        g, o = problem.tensors[gate][place][..., None].double(), problem.tensors[branch][place]
+        total = total + g * o.double()
+        found[f"d_{gate}"] = [(place, (d_o * o.double()).sum(-1))]
+        found[f"d_{branch}"] = [(place, d_o * g)]
+    return {"o": [(place, total)], **found}
+
+
+def _of_native(problem: Problem, gradients: bool) -> Truth:
+    queries = checked(problem.shape.tokens, problem.device)
+    place = (0, queries)
+    parts = {
+        gate: replace(problem, operator=operator).with_tensors(gate=problem.tensors[gate])
+        for gate, operator in zip(GATES, ("compressed", "selected", "window"), strict=True)
+    }
+    o = d_q = 0
+    found = {"ids": _of_choice(problem, gradients)["ids"], "d_k": [], "d_v": []}
+    for gate, part in parts.items():
+        g, values = (
+            problem.tensors[gate][place][..., None].double(),
+            exact.of_queries(part, queries),
+        )
+        o, d_q = o + g * values["o"], d_q + values["d_q"]
+        found[f"d_{gate}"] = [(place, (problem.d_o[place].double() * values["o"]).sum(-1))]
+    found |= {"o": [(place, o)], "d_q": [(place, d_q)]}
     if not gradients:
-        return {"o": found["o"]}
-    last_block = (s.tokens - 1) // s.block_size
-    places = {0: 0, last_block // 2: s.kv_heads - 1, last_block: 0}  # a KV head by block
-    found |= {"d_k": [], "d_v": []}
-    for block, head in places.items():
-        first, last = block * s.block_size, min((block + 1) * s.block_size, s.tokens)
-        for name, x in of_keys(problem, first, last, head).items():
+        return found
+    for first, last, head in blocks(problem):
+        held = exact.covering(problem, first, last)
+        of_summaries = exact.of_summaries(parts["g_cmp"], held, head)
+        to_tokens = partial(exact.to_tokens, problem, first, last)
+        of_lists = exact.of_keys(parts["g_slc"], first, last, head)
+        of_window = exact.of_keys(parts["g_swa"], first, last, head)
+        for name in ("d_k", "d_v"):
+            x = of_lists[name] + of_window[name] + to_tokens(of_summaries[f"{name}_cmp"])
             found[name].append(((0, slice(first, last), head), x))
     return found
 
 
-def judge(found: Results, true: dict[str, list[Part]]) -> tuple[dict[str, float], bool]:
-    """The largest error of each result in the places that are checked, and whether all of them are
-    rounding."""
+# -- judging --
+
+
+def judge(found: Results, true: Truth) -> tuple[dict[str, float], bool]:
+    """The largest error of each result in the places that are checked, for lists the number of
+    wrong ones, and whether all of them are rounding."""
     errors, is_right = {}, True
     for name, x in found.items():
+        if name == "ids":
+            errors[name] = sum(wrong_lists(x[place], worth) for place, worth in true[name])
+            is_right &= errors[name] == 0
+            continue
         unit, largest = max(torch.finfo(x.dtype).eps, LEAST_UNIT), []
         for place, expected in true[name]:
             off = (x[place].double() - expected).abs()
@@ -146,3 +189,25 @@ def judge(found: Results, true: dict[str, list[Part]]) -> tuple[dict[str, float]
         is_right &= bool(x.isfinite().all())
         errors[name] = torch.stack(largest).max().item()  # NaN stays NaN
     return errors, is_right
+
+
+def wrong_lists(ids: Tensor, worth: Tensor) -> int:
+    """How many lists `[n, H, S]` are no choice of the best blocks, nor one up to rounding.
+
+    Args:
+        ids: distinct and ascending, then -1, if they are right.
+        worth: `[n, H, NB]`, at least 0 where a block may be listed, infinite where it has to be.
+    """
+    S, num_blocks = ids.shape[-1], worth.shape[-1]
+    # an empty slot is one block more, behind all others
+    place = ids.long().masked_fill(ids < 0, num_blocks)
+    is_wrong = (ids < -1).any(-1) | (ids >= num_blocks).any(-1)
+    is_wrong |= ((place[..., 1:] <= place[..., :-1]) & (ids[..., 1:] >= 0)).any(-1)
+    is_wrong |= ((ids[..., 1:] >= 0) & (ids[..., :-1] < 0)).any(-1)
+    is_taken = worth.new_zeros(*worth.shape[:-1], num_blocks + 1, dtype=torch.bool)
+    is_taken = is_taken.scatter_(-1, place.clamp(max=num_blocks), True)[..., :num_blocks]
+    is_wrong |= is_taken.sum(-1) != (worth >= 0).sum(-1).clamp(max=S)
+    least = worth.masked_fill(~is_taken, math.inf).amin(-1)
+    best = worth.masked_fill(is_taken, -1).amax(-1)  # of those left out
+    is_wrong |= (least < 0) | (best > least * (1 + TIE) + 1e-30)
+    return int(is_wrong.sum())

@@ -18,13 +18,23 @@ import torch
 from tqdm import tqdm
 
 from nsa_tutorial.bench import drawing, judging
-from nsa_tutorial.bench.problem import GRADIENTS, Problem, Results, Shape, dense_kernels
+from nsa_tutorial.bench.operators import OPERATORS, with_choice
+from nsa_tutorial.bench.problem import Problem, Results, Shape, dense_kernels
 from nsa_tutorial.bench.steps import PROBE, STEPS
 
 Call = Callable[[], Results]
+# The column of a row in which the error of each result stands.
+COLUMNS = {
+    **dict.fromkeys(("o", "k_cmp", "v_cmp"), "error"),
+    "d_q": "d_q_error",
+    **dict.fromkeys(("d_k", "d_k_cmp"), "d_k_error"),
+    **dict.fromkeys(("d_v", "d_v_cmp", "d_o_cmp", "d_o_slc", "d_o_swa"), "d_v_error"),
+    **dict.fromkeys(("d_g_cmp", "d_g_slc", "d_g_swa"), "d_g_error"),
+    "ids": "wrong_lists",
+}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row(Shape):
     """One measurement, of one shape.
 
@@ -32,18 +42,22 @@ class Row(Shape):
         operator, kernel, change: what ran; `change` says what differs from the kernel as `ops`
             calls it, empty where nothing does.
         direction: the pass: forward, backward or both.
-        lists, overlap: how the lists were drawn, and how many blocks four neighbours list together
-            over how many one of them does; empty for windows and for dense attention.
+        lists, overlap: how the lists were drawn, or the queries that choose them, and how many
+            blocks four neighbours list together over how many one of them does; empty where there
+            are no lists.
         ms, ms_low, ms_high: median, 20 % and 80 % quantile of a call, in milliseconds; None where
             it could not run.
         peak_mib: MiB of memory that a call takes at most, its results among them, on top of what it
             is given (a backward: also what the forward kept); None on a CPU.
         dense_ratio: time of the fastest dense attention of the same shape, pass and run, over this
             one; None where none was measured.
-        error, d_q_error, d_k_error, d_v_error: largest difference of the output and of each
-            gradient from fp64, where they were checked (`judging`).
+        error, d_q_error, d_k_error, d_v_error, d_g_error: largest difference of the output and of
+            each gradient from fp64, where they were checked (`judging`). Keys and values may be
+            summaries; for the gated sum, values are the branches.
+        wrong_lists: how many of the lists that were checked differ by more than rounding; None
+            where nothing is chosen.
         is_right: whether all of them are rounding; None where nothing was judged.
-        note: why it could not run.
+        note: why it could not run, or what another backend did in its place.
     """
 
     operator: str
@@ -61,6 +75,8 @@ class Row(Shape):
     d_q_error: float | None = None
     d_k_error: float | None = None
     d_v_error: float | None = None
+    d_g_error: float | None = None
+    wrong_lists: int | None = None
     is_right: bool | None = None
     note: str = ""
 
@@ -70,8 +86,8 @@ class Plan:
     """What is measured of every shape.
 
     Attributes:
-        operator: `"selected"` or `"window"`.
-        backends, directions, lists: by name; for windows, `("",)` in place of lists.
+        operator: of `operators.OPERATORS`.
+        backends, directions, lists: by name; `("",)` in place of lists where there are none.
         device: `"cpu"` or `"cuda"`.
         steps, with_dense: whether kernels with one decision changed, and dense attention, are
             measured, too.
@@ -126,23 +142,34 @@ def peak_mib(call: Callable[[], object], device: str) -> float | None:
 
 
 def measured(
-    row: Row, make: Callable[[], Call], device: str, seconds: float,
-    truth: dict[str, list[judging.Part]] | None,
-) -> Row:  # fmt: skip
+    row: Row, make: Callable[[], Call], device: str, seconds: float, truth: judging.Truth | None
+) -> Row:
     """The row with what was measured, and judged where there is a truth; with a note, where the
     call did not run."""
     try:
         call = make()
         if truth is not None:
-            errors, is_right = judging.judge(call(), truth)
-            names = {"o": "error"} | {name: f"{name}_error" for name in GRADIENTS}
-            row = replace(row, **{names[x]: error for x, error in errors.items()})
-            row = replace(row, is_right=is_right)
+            row = judged(row, call(), truth)
         ms, low, high = measure(call, device, seconds=seconds)
         return replace(row, ms=ms, ms_low=low, ms_high=high, peak_mib=peak_mib(call, device))
     except Exception as error:  # a compiler may refuse one of the variants: that is a result too
         last = (str(error).strip().splitlines() or [""])[-1]
         return replace(row, note=f"{type(error).__name__}: {last[:200]}")
+
+
+def judged(row: Row, found: Results, truth: judging.Truth) -> Row:
+    """The row with the errors of these results; of what shares a column, the largest one."""
+    errors, is_right = judging.judge(found, truth)
+    columns = {}
+    for name, error in errors.items():
+        columns.setdefault(COLUMNS[name], []).append(error)
+    # `max` would lose a NaN that does not come first
+    largest = {x: next((e for e in y if e != e), max(y)) for x, y in columns.items()}
+    if "ids" in found:
+        largest["overlap"] = drawing.overlap(found["ids"])
+    return replace(
+        row, **largest, is_right=is_right and not largest.get("wrong_lists", row.wrong_lists)
+    )
 
 
 # -- all rows of one shape --
@@ -156,10 +183,9 @@ def measure_shape(shape: Shape, plan: Plan, bar: tqdm) -> list[Row]:
     for lists in plan.lists:
         if lists:
             problem = problem.with_lists(lists)
-            overlap = drawing.overlap(problem.block_indices)
-            blank = partial(blank, lists=lists, overlap=overlap)
+            blank = partial(blank, lists=lists)
         bar.set_description(f"{shape.tokens} tokens, the truth in fp64")
-        truth = judging.truth(problem, gradients=set(plan.directions) != {"forward"})
+        truths = _truths(problem, plan)
         for direction in plan.directions:
             calls = _calls(problem, direction, plan)
             if plan.steps:
@@ -168,18 +194,44 @@ def measure_shape(shape: Shape, plan: Plan, bar: tqdm) -> list[Row]:
                     list(pool.map(_attempt, calls.values()))
             for (kernel, change), make in calls.items():
                 bar.set_description(f"{shape.tokens} tokens, {lists} {kernel} {direction} {change}")
-                row = blank(kernel=kernel, change=change, direction=direction)
-                judged = None if change == PROBE else truth
-                rows.append(measured(row, make, device, seconds, judged))
+                row, truth = truths[kernel]
+                row = blank(kernel=kernel, change=change, direction=direction, **row)
+                row = measured(row, make, device, seconds, None if change == PROBE else truth)
+                rows.append(row)
     if not plan.with_dense:
         return rows
     dense = []
-    for direction, (kernel, run) in product(plan.directions, dense_kernels(problem).items()):
+    for direction, (kernel, prepare) in product(plan.directions, dense_kernels(problem).items()):
         bar.set_description(f"{shape.tokens} tokens, {kernel} {direction}")
-        row = blank(kernel=kernel, change="", direction=direction, lists="", overlap=None)
-        make = partial(problem.prepare, direction, run)
-        dense.append(measured(row, make, device, seconds, None))
+        row = blank(kernel=kernel, change="", direction=direction, lists="")
+        dense.append(measured(row, partial(prepare, direction), device, seconds, None))
     return with_ratios(rows + dense, dense)
+
+
+def _truths(
+    problem: Problem, plan: Plan
+) -> dict[str, tuple[dict[str, object], judging.Truth | None]]:
+    """By backend, what each of its rows holds before anything is measured, and the truth."""
+    gradients = set(plan.directions) != {"forward"}
+    if problem.operator != "native":
+        known = {}
+        if problem.operator == "selected":
+            known["overlap"] = drawing.overlap(problem.block_indices)
+        truth = judging.truth(problem, gradients=gradients)
+        return dict.fromkeys(plan.backends, (known, truth))
+    found = {}
+    for name in plan.backends:
+        try:
+            chosen = with_choice(problem, name)
+        except Exception as error:  # the whole call fails likewise, and its row says why
+            found[name] = {"note": f"{type(error).__name__}: {error}"}, None
+            continue
+        truth = judging.truth(chosen, gradients=gradients)
+        ids = chosen.block_indices
+        wrong, _ = judging.judge({"ids": ids}, truth)
+        known = {"overlap": drawing.overlap(ids), "wrong_lists": wrong["ids"]}
+        found[name] = known, truth
+    return found
 
 
 def _calls(
@@ -188,23 +240,24 @@ def _calls(
     """What makes each call of a pass, by kernel and change."""
     calls = {}
     for name in plan.backends:
-        run = partial(_output, name)
+        run = partial(_outputs, name)
         calls[name, ""] = partial(problem.prepare, direction, run)
-        if plan.steps and (name, direction) in STEPS:
-            for change, call in STEPS[name, direction](problem):
-                calls[name, change] = partial(_named, direction, call)
+        if plan.steps and (problem.operator, name, direction) in STEPS:
+            for change, call in STEPS[problem.operator, name, direction](problem):
+                calls[name, change] = partial(_named, problem, direction, call)
     return calls
 
 
-def _output(backend: str, problem: Problem) -> torch.Tensor:
-    return problem.attend(backend)[0]
+def _outputs(backend: str, problem: Problem) -> tuple[torch.Tensor, ...]:
+    return problem.run(backend)
 
 
-def _named(direction: str, call: Callable[[], object]) -> Call:
+def _named(problem: Problem, direction: str, call: Callable[[], object]) -> Call:
     """A step's call, whose results go by name."""
+    operator = OPERATORS[problem.operator]
     if direction == "forward":
-        return lambda: {"o": call()}
-    return lambda: dict(zip(GRADIENTS, call(), strict=True))
+        return lambda: dict(zip(operator.outputs, [call()], strict=True))
+    return lambda: {f"d_{x}": grad for x, grad in zip(operator.inputs, call(), strict=True)}
 
 
 def _attempt(make: Callable[[], Call]) -> None:

@@ -1,34 +1,38 @@
-"""What the benchmark runs: the tensors of one shape, and the passes over them.
+"""What the benchmark runs: the tensors of one operator and one shape, and the passes over them.
 
-A pass is a call without arguments that returns its results by name: `forward` gives `o`,
-`backward` gives `d_q`, `d_k` and `d_v` and nothing of the forward is timed with it, `both` is one
-step of training. Dense attention takes the same passes, for comparison.
+A pass is a call without arguments that returns its results by name: `forward` gives the operator's
+outputs, `backward` the gradients of its inputs and nothing of the forward is timed with it, `both`
+is one step of training. Dense attention takes the same passes, for comparison.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nsa_tutorial import ops
 from nsa_tutorial.bench import drawing
+from nsa_tutorial.bench.operators import OPERATORS
+from nsa_tutorial.sparse.compression import num_summaries
 from nsa_tutorial.sparse.selected_attention import QueryRows, block_list, query_rows
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 PASSES = ("forward", "backward", "both")
-GRADIENTS = ("d_q", "d_k", "d_v")
 Results = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One call: batch 1, as many queries as keys, causal. For the window, `slots * block_size` keys
-    are its size."""
+    """One call: batch 1, as many queries as keys, causal.
+
+    Of the sizes that an operator does not have, `length`, `stride` and `window` are 0. For the
+    window alone, `slots * block_size` keys are its size; to choose blocks, `slots` is how many.
+    """
 
     tokens: int
     kv_heads: int
@@ -38,6 +42,14 @@ class Shape:
     block_size: int
     slots: int
     dtype: str
+    length: int = 0
+    stride: int = 0
+    window: int = 0
+
+    @property
+    def num_summaries(self) -> int:
+        """Summaries of all tokens."""
+        return num_summaries(self.tokens, self.length, self.stride)
 
 
 @dataclass(frozen=True)
@@ -45,21 +57,20 @@ class Problem:
     """The tensors of an operator and a shape.
 
     Attributes:
-        operator: `"selected"` or `"window"`.
+        operator: of `OPERATORS`.
         shape: the sizes.
-        q, k, v, d_o: random, contiguous; `d_o` is the gradient of the output.
         rows: where the query rows stand.
-        lists: how the lists were drawn (`drawing.DRIFTS`); empty for the window.
-        block_indices: the lists; None for the window.
+        tensors: by name, random and contiguous: the operator's inputs, and `d_…`, the gradients of
+            its outputs.
+        lists: how the lists were drawn, or the queries by which blocks are chosen
+            (`drawing.DRIFTS`); empty where there is no choice.
+        block_indices: the lists; None where there are none, or none yet.
     """
 
     operator: str
     shape: Shape
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    d_o: Tensor
     rows: QueryRows
+    tensors: dict[str, Tensor] = field(default_factory=dict)
     lists: str = ""
     block_indices: Tensor | None = None
 
@@ -67,28 +78,59 @@ class Problem:
     def make(cls, operator: str, shape: Shape, device: str, lists: str = "") -> Problem:
         """Draw the tensors, the same ones every time."""
         generator = torch.Generator(device).manual_seed(1)
-        N, H, HQ = shape.tokens, shape.kv_heads, shape.kv_heads * shape.group
-        D, DV = shape.width, shape.value_width
-        q, k, v, d_o = (
-            torch.randn(
-                1, N, heads, width, generator=generator, device=device, dtype=DTYPES[shape.dtype]
-            )
-            for heads, width in ((HQ, D), (H, D), (H, DV), (HQ, DV))
-        )
-        rows = query_rows(1, N, N, causal=True, cu_seqlens=None, device=q.device)
-        problem = cls(operator, shape, q, k, v, d_o, rows)
+        N = shape.tokens
+        rows = query_rows(1, N, N, causal=True, cu_seqlens=None, device=torch.device(device))
+        tensors = {}
+        for name in OPERATORS[operator].drawn:
+            size, dtype = _size(name, shape), DTYPES[shape.dtype]
+            x = torch.randn(size, generator=generator, device=device, dtype=dtype)
+            tensors[name] = x.sigmoid_() if name.startswith("g_") else x
+        problem = OPERATORS[operator].complete(cls(operator, shape, rows, tensors))
         return problem.with_lists(lists) if lists else problem
 
     def with_lists(self, lists: str) -> Problem:
-        """The same tensors, with lists of that kind."""
-        s = self.shape
-        ids = drawing.draw(lists, s.tokens, s.kv_heads, s.block_size, s.slots, self.q.device.type)
-        return replace(self, lists=lists, block_indices=ids)
+        """The same tensors, with lists of that kind; where blocks are chosen, with such queries."""
+        s, device = self.shape, self.q.device.type
+        if self.operator == "selected":
+            ids = drawing.draw(lists, s.tokens, s.kv_heads, s.block_size, s.slots, device)
+            return replace(self, lists=lists, block_indices=ids)
+        q = drawing.drifting(lists, s.tokens, self.q.shape[2:], self.q.dtype, device)
+        problem = replace(self, lists=lists, tensors={**self.tensors, "q": q})
+        return OPERATORS[self.operator].complete(problem)
+
+    def with_tensors(self, **tensors: Tensor) -> Problem:
+        """The same problem, with some tensors replaced."""
+        return replace(self, tensors={**self.tensors, **tensors})
+
+    @property
+    def q(self) -> Tensor:
+        """Queries `[1, tokens, heads, width]`."""
+        return self.tensors["q"]
+
+    @property
+    def k(self) -> Tensor:
+        """Keys."""
+        return self.tensors["k"]
+
+    @property
+    def v(self) -> Tensor:
+        """Values."""
+        return self.tensors["v"]
+
+    @property
+    def d_o(self) -> Tensor:
+        """The gradient of the output."""
+        return self.tensors["d_o"]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.rows.position.device
 
     @property
     def window_size(self) -> int:
-        """Keys of the window: as many as the lists name."""
-        return self.shape.slots * self.shape.block_size
+        """Keys of the window: without a size of its own, as many as lists would name."""
+        return self.shape.window or self.shape.slots * self.shape.block_size
 
     @property
     def scale(self) -> float:
@@ -103,71 +145,91 @@ class Problem:
             include_own_block=False,
         )  # fmt: skip
 
-    def attend(self, backend: str) -> tuple[Tensor, Tensor]:
-        """The operator's `o` and `lse`."""
-        options = {"return_lse": True, "backend": backend}
-        if self.operator == "window":
-            return ops.sliding_window_attention(
-                self.q, self.k, self.v, window_size=self.window_size, **options
-            )
-        return ops.selected_attention(
-            self.q, self.k, self.v, self.block_indices, block_size=self.shape.block_size, **options
-        )
+    def run(self, backend: str) -> tuple[Tensor, ...]:
+        """The operator's outputs; attention adds its `lse`."""
+        return OPERATORS[self.operator].run(self, backend)
 
-    def prepare(self, direction: str, run: Callable[[Problem], Tensor]) -> Callable[[], Results]:
+    def prepare(
+        self, direction: str, run: Callable[[Problem], tuple[Tensor, ...]]
+    ) -> Callable[[], Results]:
         """The call that is measured.
 
         Args:
             direction: of `PASSES`.
-            run: makes an output of a problem's tensors.
+            run: makes the outputs of a problem's tensors.
 
         Returns:
             For `forward`, `run`, without a graph. For `backward`, the gradients alone: the forward
             runs now, once, and what it keeps is held for as long as the call is.
+
+        Raises:
+            NotImplementedError: for a backward of what has none.
         """
+        operator = OPERATORS[self.operator]
         if direction == "forward":
-            return lambda: {"o": run(self)}
-        leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
-        problem = replace(self, **dict(zip("qkv", leaves, strict=True)))
+            return lambda: dict(zip(operator.outputs, run(self), strict=False))
+        if not operator.inputs:
+            raise NotImplementedError(f"{self.operator}: there is no backward")
+        leaves = {x: self.tensors[x].detach().requires_grad_() for x in operator.inputs}
+        problem = self.with_tensors(**leaves)
+        upstream = [self.tensors[f"d_{name}"] for name in operator.outputs]
 
-        def forward() -> Tensor:
+        def forward() -> Results:
             with torch.enable_grad():
-                return run(problem)
+                return dict(zip(operator.outputs, run(problem), strict=False))
 
-        def backward(o: Tensor) -> Results:
-            found = torch.autograd.grad(o, leaves, self.d_o, retain_graph=direction == "backward")
-            return dict(zip(GRADIENTS, found, strict=True))
+        def backward(found: Results) -> Results:
+            outputs, is_kept = [*found.values()], direction == "backward"
+            gradients = torch.autograd.grad(outputs, [*leaves.values()], upstream, is_kept)
+            return {f"d_{x}": grad for x, grad in zip(leaves, gradients, strict=True)}
 
         def both() -> Results:
-            o = forward()
-            return {"o": o.detach(), **backward(o)}
+            found = forward()
+            return {**{x: o.detach() for x, o in found.items()}, **backward(found)}
 
         if direction == "both":
             return both
-        o = forward()
-        return lambda: backward(o)
+        found = forward()
+        return lambda: backward(found)
 
 
-def dense(kernel: SDPBackend | None) -> Callable[[Problem], Tensor]:
+def _size(name: str, shape: Shape) -> tuple[int, ...]:
+    """The size of a tensor that is drawn, by its name."""
+    H, HQ = shape.kv_heads, shape.kv_heads * shape.group
+    if name in ("d_k_cmp", "d_v_cmp"):
+        width = shape.width if name == "d_k_cmp" else shape.value_width
+        return 1, shape.num_summaries, H, width
+    if name.startswith("g_"):
+        return 1, shape.tokens, HQ
+    heads = H if name in ("k", "v") else HQ
+    return 1, shape.tokens, heads, shape.width if name in ("q", "k") else shape.value_width
+
+
+def dense(kernel: SDPBackend | None) -> Callable[[Problem], tuple[Tensor, ...]]:
     """Dense causal attention, as a function of a problem; None leaves the choice to PyTorch."""
 
-    def run(problem: Problem) -> Tensor:
+    def run(problem: Problem) -> tuple[Tensor, ...]:
         q, k, v = (x.transpose(1, 2) for x in (problem.q, problem.k, problem.v))
         options = {"is_causal": True, "enable_gqa": True}
         if kernel is None:
-            return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+            return (F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2),)
         with sdpa_kernel(kernel):
-            return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+            return (F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2),)
 
     return run
 
 
-def dense_kernels(problem: Problem) -> dict[str, Callable[[Problem], Tensor]]:
-    """Dense attention by name: PyTorch's flash and cuDNN kernels on a GPU, its own choice on a CPU
-    and in fp32, which neither of them computes."""
-    if problem.q.device.type == "cpu" or problem.shape.dtype == "float32":
-        return {"dense": dense(None)}
-    return {
-        "dense, flash": dense(SDPBackend.FLASH_ATTENTION),
-        "dense, cuDNN": dense(SDPBackend.CUDNN_ATTENTION),
-    }
+def dense_kernels(problem: Problem) -> dict[str, Callable[[str], Callable[[], Results]]]:
+    """Dense attention to the same queries, keys and values by name, as what prepares a pass:
+    PyTorch's flash and cuDNN kernels on a GPU, its own choice on a CPU and in fp32, which neither
+    of them computes."""
+    if problem.device.type == "cpu" or problem.shape.dtype == "float32":
+        kernels = {"dense": None}
+    else:
+        kernels = {
+            "dense, flash": SDPBackend.FLASH_ATTENTION,
+            "dense, cuDNN": SDPBackend.CUDNN_ATTENTION,
+        }
+    # of q, k and v, and with the gradients of these, as a window has them
+    as_window = replace(problem, operator="window")
+    return {name: partial(as_window.prepare, run=dense(kernel)) for name, kernel in kernels.items()}

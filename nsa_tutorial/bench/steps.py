@@ -1,8 +1,8 @@
 """Kernels with one decision changed at a time: the rows that `--steps` adds to the benchmark.
 
-`STEPS` holds, by backend and pass, a function that yields what is changed and the call to measure.
-A forward's call returns `o`; a backward's returns `(d_q, d_k, d_v)`, and takes `o` and `lse` from
-`problem.attend`.
+`STEPS` holds, by operator, backend and pass, a function that yields what is changed and the call to
+measure. A forward's call returns `o`; a backward's returns `(d_q, d_k, d_v)`, and takes `o` and
+`lse` from `problem.run`.
 """
 
 from __future__ import annotations
@@ -125,9 +125,7 @@ def triton_backward_steps(problem: Problem) -> Steps:
     """The Triton backward of lists with one decision changed at a time, and other designs."""
     from nsa_tutorial.kernels import triton_backward_launch, triton_backward_variants
 
-    if problem.operator != "selected":
-        return
-    o, lse = (x.detach() for x in problem.attend("triton"))
+    o, lse = (x.detach() for x in problem.run("triton"))
     saved = (problem.d_o, torch.zeros_like(lse), problem.q, problem.k, problem.v, o, lse)
     lists = (*(x.detach() for x in saved), problem.ids, problem.rows)
     sizes = {"scale": problem.scale, "slot_scale": None}
@@ -148,7 +146,7 @@ def triton_backward_steps(problem: Problem) -> Steps:
 
 
 STEPS = {
-    ("tilelang", "forward"): tilelang_steps,
-    ("triton", "forward"): triton_steps,
-    ("triton", "backward"): triton_backward_steps,
+    ("selected", "tilelang", "forward"): tilelang_steps,
+    ("selected", "triton", "forward"): triton_steps,
+    ("selected", "triton", "backward"): triton_backward_steps,
 }

@@ -1,0 +1,172 @@
+"""The operators that the benchmark knows: what each takes, gives and stands for.
+
+An operator is run on a `problem.Problem`, whose tensors have the names that stand here. `selection`
+is the choice of blocks and has no backward. `native` is all of Native Sparse Attention in one call;
+the others are its parts, each on inputs of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from nsa_tutorial import backends, ops
+from nsa_tutorial.sparse.native_sparse_attention import gated_sum
+
+if TYPE_CHECKING:
+    from nsa_tutorial.bench.problem import Problem
+
+GATES, BRANCHES = ("g_cmp", "g_slc", "g_swa"), ("o_cmp", "o_slc", "o_swa")
+
+
+def _as_drawn(problem: Problem) -> Problem:
+    return problem
+
+
+class Operator(NamedTuple):
+    """Attributes:
+    summary: for the command line.
+    inputs: names of the tensors that have gradients.
+    outputs: names of what it gives, in order.
+    drawn: names of the tensors that are drawn.
+    run: from a problem and a backend to the outputs, and what else comes with them.
+    uses: the rows of `backends.BACKENDS` that it needs.
+    sizes: which sizes it has besides tokens, heads and widths.
+    complete: adds the tensors that follow from the drawn ones.
+    has_dense: whether dense attention stands beside it.
+    """
+
+    summary: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    drawn: tuple[str, ...]
+    run: Callable[[Problem, str], tuple[Tensor, ...]]
+    uses: tuple[str, ...]
+    sizes: tuple[str, ...] = ()
+    complete: Callable[[Problem], Problem] = _as_drawn
+    has_dense: bool = True
+
+
+# -- how each is run --
+
+
+def selected(p: Problem, backend: str) -> tuple[Tensor, ...]:
+    """Attention to the lists."""
+    options = {"block_size": p.shape.block_size, "return_lse": True, "backend": backend}
+    return ops.selected_attention(p.q, p.k, p.v, p.block_indices, **options)
+
+
+def window(p: Problem, backend: str) -> tuple[Tensor, ...]:
+    """Attention to the latest keys."""
+    options = {"window_size": p.window_size, "return_lse": True, "backend": backend}
+    return ops.sliding_window_attention(p.q, p.k, p.v, **options)
+
+
+def compressed(p: Problem, backend: str) -> tuple[Tensor, ...]:
+    """Attention to the summaries."""
+    summaries, s = (p.tensors["k_cmp"], p.tensors["v_cmp"]), p.shape
+    options = {"length": s.length, "stride": s.stride, "return_lse": True, "backend": backend}
+    return ops.compressed_attention(p.q, *summaries, num_keys=s.tokens, **options)
+
+
+def selection(p: Problem, backend: str) -> tuple[Tensor, ...]:
+    """The choice of blocks, given the summaries and what attention to them left."""
+    s = p.shape
+    options = {"length": s.length, "stride": s.stride, "backend": backend}
+    ids = ops.select_blocks(
+        p.q, p.tensors["k_cmp"], p.tensors["lse"], top_n=s.slots, block_size=s.block_size, **options
+    )
+    return (ids,)
+
+
+def pooling(p: Problem, backend: str) -> tuple[Tensor, ...]:
+    """Means of keys and of values."""
+    options = {"length": p.shape.length, "stride": p.shape.stride}
+    return tuple(ops.compress(x, **options) for x in (p.k, p.v))
+
+
+def gates(p: Problem, backend: str) -> tuple[Tensor, ...]:
+    """Three outputs, each times its gate, added up."""
+    return (gated_sum([p.tensors[x] for x in GATES], [p.tensors[x] for x in BRANCHES]),)
+
+
+def native(p: Problem, backend: str) -> tuple[Tensor, ...]:
+    """Native Sparse Attention, from queries, keys, values and gates."""
+    s = p.shape
+    o = ops.native_sparse_attention(
+        p.q, p.k, p.v, *(p.tensors[x] for x in GATES), block_counts=s.slots,
+        block_size=s.block_size, window_size=p.window_size, length=s.length, stride=s.stride,
+        backend=backend,
+    )  # fmt: skip
+    return (o,)
+
+
+# -- what follows from what is drawn --
+
+
+def _with_summaries(p: Problem) -> Problem:
+    k_cmp, v_cmp = pooling(p, "reference")
+    return p.with_tensors(k_cmp=k_cmp, v_cmp=v_cmp)
+
+
+def _with_lse(p: Problem) -> Problem:
+    """Summaries of keys, and the log-sum-exp of their scores, for which no values are needed."""
+    k_cmp = ops.compress(p.k, length=p.shape.length, stride=p.shape.stride)
+    p = p.with_tensors(k_cmp=k_cmp, v_cmp=k_cmp[..., :1].contiguous())
+    return p.with_tensors(lse=compressed(p, "reference")[1])
+
+
+def with_choice(p: Problem, backend: str) -> Problem:
+    """A problem of `native` with the summaries and the lists that the same backend makes of it, by
+    which its output is judged: bit by bit, they are those of the whole call."""
+
+    def nearest(operator: str) -> str:
+        return backends.nearest(operator, backend, p.q)
+
+    p = p.with_tensors(**dict(zip(("k_cmp", "v_cmp"), pooling(p, backend), strict=True)))
+    p = p.with_tensors(lse=compressed(p, nearest("compressed_attention"))[1])
+    (ids,) = selection(p, nearest("select_blocks"))
+    return replace(p, block_indices=ids)
+
+
+_QKV = ("q", "k", "v")
+OPERATORS = {
+    "selected": Operator(
+        "selected_attention: each query attends to a list of blocks",
+        _QKV, ("o",), (*_QKV, "d_o"), selected, ("selected_attention",), ("block_size", "slots"),
+    ),
+    "window": Operator(
+        "sliding_window_attention over slots * block-size keys",
+        _QKV, ("o",), (*_QKV, "d_o"), window, ("sliding_window_attention",),
+        ("block_size", "slots"),
+    ),
+    "compressed": Operator(
+        "compressed_attention: each query attends to the summaries of its past",
+        ("q", "k_cmp", "v_cmp"), ("o",), (*_QKV, "d_o"), compressed, ("compressed_attention",),
+        ("length", "stride"), _with_summaries,
+    ),
+    "selection": Operator(
+        "select_blocks: each query's choice of blocks, given k_cmp and lse",
+        (), ("ids",), ("q", "k"), selection, ("select_blocks",),
+        ("block_size", "slots", "length", "stride"), _with_lse, has_dense=False,
+    ),
+    "pooling": Operator(
+        "compress: means of keys and of values",
+        ("k", "v"), ("k_cmp", "v_cmp"), ("k", "v", "d_k_cmp", "d_v_cmp"), pooling, (),
+        ("length", "stride"), has_dense=False,
+    ),
+    "gates": Operator(
+        "the gated sum of three branches",
+        (*GATES, *BRANCHES), ("o",), (*GATES, *BRANCHES, "d_o"), gates, (), has_dense=False,
+    ),
+    "native": Operator(
+        "native_sparse_attention from q, k, v and gates: summaries, choice, three branches",
+        (*_QKV, *GATES), ("o",), (*_QKV, "d_o", *GATES), native,
+        ("compressed_attention", "select_blocks", "selected_and_window_attention"),
+        ("block_size", "slots", "length", "stride", "window"),
+    ),
+}  # fmt: skip
+CHOOSING = ("selection", "native")  # those whose lists follow from the queries
