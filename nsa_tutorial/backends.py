@@ -1,8 +1,8 @@
 """Which function computes an operator, on each backend, and the form in which it gets its
 arguments.
 
-`BACKENDS` names the forward and `BACKWARDS` the backward of each operator that attends, as
-`"module:function"`; a module is imported when it is first needed. `choose` resolves `auto`.
+`BACKENDS` names the forward and `BACKWARDS` the backward of each operator, as `"module:function"`;
+a module is imported when it is first needed. `choose` resolves `auto`.
 
 `located_rows` and `listed_blocks` turn the flat arguments of an operator into what all these
 functions take. The offsets of packed sequences are the one argument that is checked here, because
@@ -12,7 +12,7 @@ only a running operator can read them.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -43,11 +43,21 @@ BACKENDS: Table = {
     },
     "compressed_attention": {
         "reference": "nsa_tutorial.sparse.compression:compressed_attention",
+        "tilelang": "nsa_tutorial.kernels.tilelang_selection_launch:compressed_attention",
         "triton": "nsa_tutorial.kernels.triton_selection_launch:compressed_attention",
     },
     "select_blocks": {
         "reference": "nsa_tutorial.sparse.block_selection:select_blocks",
+        "tilelang": "nsa_tutorial.kernels.tilelang_selection_launch:select_blocks",
         "triton": "nsa_tutorial.kernels.triton_selection_launch:select_blocks",
+    },
+    "compress": {  # the mean; other summaries are matmuls, whatever the backend
+        "reference": "nsa_tutorial.sparse.compression:summarise",
+        "triton": "nsa_tutorial.kernels.triton_pooling:mean",
+    },
+    "gated_sum": {
+        "reference": "nsa_tutorial.sparse.native_sparse_attention:gated_sum",
+        "triton": "nsa_tutorial.kernels.triton_gates:gated_sum",
     },
 }
 BACKWARDS: Table = {
@@ -71,16 +81,26 @@ BACKWARDS: Table = {
         "reference": "nsa_tutorial.training.tile_gradients:of_summaries",
         "triton": "nsa_tutorial.kernels.triton_selection_backward:of_summaries",
     },
+    # on the reference, PyTorch derives the gradients of these two
+    "compress": {
+        "triton": "nsa_tutorial.kernels.triton_pooling:mean_backward",
+    },
+    "gated_sum": {
+        "triton": "nsa_tutorial.kernels.triton_gates:gated_sum_backward",
+    },
 }
 CHAPTER_OF = {
+    ("compress", "tilelang"): "14, selection_kernels",
+    ("gated_sum", "tilelang"): "14, selection_kernels",
     ("compressed_attention", "tilelang"): "14, selection_kernels",
     ("select_blocks", "tilelang"): "14, selection_kernels",
 }
 
 
-def choose(operator: str, backend: str, q: Tensor) -> str:
+def choose(operator: str, backend: str, q: Tensor, name: str = "q") -> str:
     """Name the backend that runs `operator` on tensors like `q`: `auto` takes Triton for CUDA
-    tensors where it has a kernel for their dtype, and the reference otherwise.
+    tensors where it has a kernel for their dtype, and the reference otherwise. `name` is what the
+    operator calls `q`.
 
     Raises:
         NotImplementedError: naming the chapter with which the backend comes.
@@ -97,8 +117,8 @@ def choose(operator: str, backend: str, q: Tensor) -> str:
         )
     if backend in ("tilelang", "triton") and q.dtype not in checks.DTYPES:
         raise TypeError(
-            f"q: got {checks.describe(q)}, expected float32, float16 or bfloat16 on the {backend} "
-            "backend"
+            f"{name}: got {checks.describe(q)}, expected float32, float16 or bfloat16 on the "
+            f"{backend} backend"
         )
     return backend
 
@@ -168,3 +188,9 @@ def rows_and_summaries(
             f"(num_keys) with length {length} and stride {stride}"
         )
     return rows, summary_rows(rows, M, length=length, stride=stride, cu_seqlens=cu_seqlens)
+
+
+def one_by_one(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs of branches, `[B, N, HQ, DV]` each, where some came stacked,
+    `[2, B, N, HQ, DV]`."""
+    return [o for x in outputs for o in (x.unbind() if x.ndim == 5 else [x])]

@@ -108,9 +108,11 @@ def rotate(x: Tensor, position: Tensor, base: float) -> Tensor:
 class Compression(nn.Module):
     """`ops.compress` with the weights it learns; "weighted" and "linear" begin as the mean."""
 
-    def __init__(self, kind: str, length: int, stride: int, heads: int, width: int) -> None:
+    def __init__(
+        self, kind: str, length: int, stride: int, heads: int, width: int, backend: str = "auto"
+    ) -> None:
         super().__init__()
-        self.kind, self.length, self.stride = kind, length, stride
+        self.kind, self.length, self.stride, self.backend = kind, length, stride, backend
         flat, hidden = length * width, 4 * width
         initial = {
             "mean": {},
@@ -142,6 +144,7 @@ class Compression(nn.Module):
             stride=self.stride,
             weight=weight,
             cu_seqlens=cu_seqlens,
+            backend=self.backend,
         )
 
 
@@ -162,8 +165,9 @@ class NativeSparseAttention(nn.Module):
             nn.Linear(c.gate_width, len(BRANCHES) * c.query_heads),
             nn.Sigmoid(),
         )
-        self.compress_k = Compression(c.compression, c.length, c.stride, c.kv_heads, c.key_width)
-        self.compress_v = Compression(c.compression, c.length, c.stride, c.kv_heads, c.value_width)
+        windows = (c.compression, c.length, c.stride, c.kv_heads)
+        self.compress_k = Compression(*windows, c.key_width, c.backend)
+        self.compress_v = Compression(*windows, c.value_width, c.backend)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Attend.

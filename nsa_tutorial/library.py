@@ -1,5 +1,5 @@
 """The operators as PyTorch knows them: `torch.ops.nsa_tutorial.*`. Each has a fake kernel, which
-returns shapes and computes nothing, and those that attend have a gradient (`library_backward`). So
+returns shapes and computes nothing, and a gradient where there is one (`library_backward`). So
 `torch.compile`, meta tensors and checkpoints take them like PyTorch's own.
 
 An operator here takes checked, flat arguments (`ops` checks them) and the backend's name. Its
@@ -17,6 +17,8 @@ from nsa_tutorial.backends import BACKENDS, choose, nearest
 from nsa_tutorial.library_backward import (
     compressed_attention_backward,
     differentiable,
+    differentiable_mean,
+    differentiable_sum,
     selected_and_window_attention_backward,
     selected_attention_backward,
     sliding_window_attention_backward,
@@ -24,7 +26,8 @@ from nsa_tutorial.library_backward import (
 from nsa_tutorial.runtime import checks
 from nsa_tutorial.sparse import compression
 from nsa_tutorial.sparse.compression import MLPWeights
-from nsa_tutorial.sparse.native_sparse_attention import NUM_INITIAL, NUM_LOCAL, gated_sum
+from nsa_tutorial.sparse.native_sparse_attention import NUM_INITIAL, NUM_LOCAL
+from nsa_tutorial.sparse.native_sparse_attention import gated_sum as plain_gated_sum
 from nsa_tutorial.sparse.selected_attention import query_rows
 
 
@@ -161,6 +164,45 @@ def _(cu_seqlens, N):
     return cu_seqlens.new_empty(N, dtype=torch.int32)
 
 
+# -- the mean of windows, and the gated sum: on kernels alone --
+
+
+@custom_op("nsa_tutorial::mean_summaries", mutates_args=())
+def mean_summaries(x: Tensor, first: Tensor, length: int, stride: int, backend: str) -> Tensor:
+    """The mean of each window of `x [B, M, H, D]`, `[B, M_c, H, D]`; windows begin at the tokens
+    `first [M_c]`, in ascending order."""
+    function = backends.load(BACKENDS, "compress", backend, x)
+    if x.numel() == 0 or first.numel() == 0:
+        return x.new_empty(x.shape[0], first.shape[0], *x.shape[2:])
+    return function(x, first, length=length)
+
+
+@mean_summaries.register_fake
+def _(x, first, length, stride, backend):
+    return x.new_empty(x.shape[0], first.shape[0], *x.shape[2:])
+
+
+@custom_op("nsa_tutorial::gated_sum", mutates_args=())
+def gated_sum(gates: list[Tensor], outputs: list[Tensor], backend: str) -> Tensor:
+    """The outputs `[B, N, HQ, DV]` of one to three branches, each times its gate `[B, N, HQ]`,
+    added up. Two neighbours may come stacked, `[2, B, N, HQ, DV]`, as
+    `selected_and_window_attention` returns them: no gradient has to be stacked for it."""
+    branches = backends.one_by_one(outputs)
+    function = backends.load(BACKENDS, "gated_sum", backend, branches[0])
+    if branches[0].numel() == 0:
+        return branches[0].new_empty(branches[0].shape)
+    return function(gates, branches)
+
+
+@gated_sum.register_fake
+def _(gates, outputs, backend):
+    return outputs[0].new_empty(outputs[0].shape[-4:])
+
+
+differentiable_mean(mean_summaries)
+differentiable_sum(gated_sum)
+
+
 # -- the four that attend: their gradients, and fake kernels --
 
 
@@ -180,15 +222,20 @@ selected_and_window_attention.register_fake(lambda q, k, v, *_: _empty(q, v, 2))
 
 def compress(
     x: Tensor, weights: list[Tensor], cu_seqlens: Tensor | None, kind: str, length: int,
-    stride: int,
+    stride: int, backend: str,
 ) -> Tensor:  # fmt: skip
-    """`ops.compress`, with the weights of `kind` in a list."""
+    """`ops.compress`, with the weights of `kind` in a list. `backend` is the one of the mean."""
     M = x.shape[1]
+    weight = MLPWeights(*weights) if kind == "mlp" else weights[0] if weights else None
+    if kind != "mean" and compression.has_pieces(M, length, stride, cu_seqlens):
+        sizes = {"length": length, "stride": stride}
+        return compression.summarise_pieces(x, kind=kind, **sizes, weight=weight)
     if cu_seqlens is None:
         first = compression.first_tokens(M, length, stride, None, x.device)
     else:
         first = first_tokens(cu_seqlens, M, length, stride)
-    weight = MLPWeights(*weights) if kind == "mlp" else weights[0] if weights else None
+    if kind == "mean" and backend != "reference":
+        return mean_summaries(x, first, length, stride, backend)
     return compression.summarise(x, first, kind=kind, length=length, weight=weight)
 
 
@@ -203,13 +250,14 @@ def native_sparse_attention(
     summaries. Where `window` is empty, the keys and values of `selected` serve both. Without
     `g_cmp` there are lists (`ops` sees to it); `backend` may be `auto`."""
     attending = choose("selected_attention", backend, q)
-    o_cmp = o_slc = o_swa = None
+    gates, outputs = [g for g in (g_cmp, g_slc, g_swa) if g is not None], []
 
     # -- compression --
     if g_cmp is not None:
         scoring = nearest("compressed_attention", backend, q)
         sizes = (length, stride, scale, scoring)
         o_cmp, lse = compressed_attention(q, *compressed, cu_seqlens, num_keys, *sizes)
+        outputs.append(o_cmp)
 
     # -- selection --
     if g_slc is not None and block_indices is None:
@@ -219,19 +267,29 @@ def native_sparse_attention(
         block_indices = select_blocks(*scores, block_counts, cu_seqlens, num_keys, *sizes)
         block_counts = None
     lists = (block_indices, block_counts, None, cu_seqlens)
-    if g_slc is not None and g_swa is not None and not window and attending != "reference":
+    # kernels take both branches over the same keys in one launch
+    is_shared = g_slc is not None and g_swa is not None and not window
+    at_once = is_shared and attending != "reference"
+    if at_once:
         options = (window_size, block_size, False, scale, attending)
-        o_slc, o_swa = selected_and_window_attention(q, *selected, *lists, *options)[0]
+        outputs.append(selected_and_window_attention(q, *selected, *lists, *options)[0])
     elif g_slc is not None:
         # in place of the reference that mirrors the kernels, the fast one under a mask
         by = "masked" if attending == "reference" else attending
         o_slc, _ = selected_attention(q, *selected, *lists, block_size, False, True, scale, by)
+        outputs.append(o_slc)
 
     # -- window --
-    if g_swa is not None and o_swa is None:
+    if g_swa is not None and not at_once:
         k, v = window or selected
         o_swa, _ = sliding_window_attention(q, k, v, cu_seqlens, window_size, scale, attending)
-    return gated_sum((g_cmp, g_slc, g_swa), (o_cmp, o_slc, o_swa))
+        outputs.append(o_swa)
+
+    # -- gates --
+    gating = nearest("gated_sum", backend, q)
+    if gating == "reference":
+        return plain_gated_sum(gates, backends.one_by_one(outputs))
+    return gated_sum(gates, outputs, gating)
 
 
 _LIBRARY = torch.library.Library("nsa_tutorial", "FRAGMENT")

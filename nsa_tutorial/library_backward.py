@@ -5,7 +5,8 @@ it. It has the gradients of the forward's outputs, these outputs, and the forwar
 calls the backend's function from `backends.BACKWARDS`. It has no gradient of its own: a second
 derivative raises.
 
-`differentiable` makes one of them the gradient of an operator; `library` calls it.
+`differentiable` makes one of them the gradient of an operator that attends, `differentiable_mean`
+and `differentiable_sum` those of the two others; `library` calls them.
 """
 
 # no `from __future__ import annotations`: PyTorch reads the operators' schemas from them
@@ -146,3 +147,77 @@ def compressed_attention_backward(
     _, rows = backends.rows_and_summaries(q, k, cu_seqlens, num_keys, length, stride)
     d_q, d_k, d_v = function(d_o, d_lse, q, k, v, o, lse, rows, scale=scale)
     return d_q.contiguous(), d_k.contiguous(), d_v.contiguous()
+
+
+# -- the mean of windows, and the gated sum --
+
+
+@custom_op("nsa_tutorial::mean_summaries_backward", mutates_args=())
+def mean_summaries_backward(
+    d_summaries: Tensor, first: Tensor, num_tokens: int, length: int, stride: int, backend: str
+) -> Tensor:
+    """The gradient of `num_tokens` tokens, `[B, M, H, D]`."""
+    B, _, H, D = d_summaries.shape
+    if d_summaries.numel() == 0:
+        return d_summaries.new_zeros(B, num_tokens, H, D)
+    function = backends.load(BACKWARDS, "compress", backend, d_summaries)
+    most = -(-length // stride)  # summaries that hold a token
+    return function(d_summaries, first, M=num_tokens, length=length, most=most)
+
+
+@mean_summaries_backward.register_fake
+def _(d_summaries, first, num_tokens, length, stride, backend):
+    B, _, H, D = d_summaries.shape
+    return d_summaries.new_empty(B, num_tokens, H, D)
+
+
+def differentiable_mean(operator: CustomOpDef) -> None:
+    """Make `mean_summaries_backward` the gradient of `operator(x, first, *options)`."""
+
+    def save(ctx, inputs, output) -> None:
+        x, first, *ctx.options = inputs
+        ctx.num_tokens = x.shape[1]
+        ctx.save_for_backward(first)
+
+    def run(ctx, d_summaries: Tensor) -> tuple:
+        (first,) = ctx.saved_tensors
+        d_x = mean_summaries_backward(d_summaries, first, ctx.num_tokens, *ctx.options)
+        return d_x, None, *(None for _ in ctx.options)
+
+    operator.register_autograd(run, setup_context=save)
+
+
+@custom_op("nsa_tutorial::gated_sum_backward", mutates_args=())
+def gated_sum_backward(
+    d_o: Tensor, gates: list[Tensor], outputs: list[Tensor], backend: str
+) -> list[Tensor]:
+    """The gradients of the gates, then those of the outputs, stacked where these are."""
+    found = [x.new_empty(x.shape) for x in (*gates, *outputs)]
+    if d_o.numel() == 0:
+        return [x.zero_() for x in found]
+    function = backends.load(BACKWARDS, "gated_sum", backend, d_o)
+    d_gates, d_outputs = found[: len(gates)], backends.one_by_one(found[len(gates) :])
+    function(d_o, gates, backends.one_by_one(outputs), d_gates, d_outputs)
+    return found
+
+
+@gated_sum_backward.register_fake
+def _(d_o, gates, outputs, backend):
+    return [x.new_empty(x.shape) for x in (*gates, *outputs)]
+
+
+def differentiable_sum(operator: CustomOpDef) -> None:
+    """Make `gated_sum_backward` the gradient of `operator(gates, outputs, backend)`."""
+
+    def save(ctx, inputs, output) -> None:
+        gates, outputs, ctx.backend = inputs
+        ctx.num_gates = len(gates)
+        ctx.save_for_backward(*gates, *outputs)
+
+    def run(ctx, d_o: Tensor) -> tuple:
+        gates = list(ctx.saved_tensors[: ctx.num_gates])
+        outputs = list(ctx.saved_tensors[ctx.num_gates :])
+        found = gated_sum_backward(d_o, gates, outputs, ctx.backend)
+        return found[: ctx.num_gates], found[ctx.num_gates :], None
+
+    operator.register_autograd(run, setup_context=save)

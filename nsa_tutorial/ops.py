@@ -229,9 +229,13 @@ def compress(
     stride: int = 16,
     weight: Tensor | MLPWeights | None = None,
     cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """Summarise keys or values (NSA, arXiv 2502.11089, Eq. 7): `compression.compress`, with its
     arguments checked.
+
+    `backend` chooses who computes means, as for `selected_attention`. The kinds with weights are
+    matmuls of PyTorch's on every backend. On CUDA, they multiply half precision in its own dtype.
 
     Summary `j` of a sequence is made of its tokens `j * stride … j * stride + length - 1`.
     `x [B, M, H, D]` gives `[B, M_c, H, D]` with `M_c = (M - length) // stride + 1`, or 0 for fewer
@@ -241,8 +245,11 @@ def compress(
     checks.check_positive_int("stride", stride)
     weights = _check_weight(kind, weight, x, length)
     checks.check_cu_seqlens(cu_seqlens, x, x, name="x")
+    checks.check_backend(backend)
+    if kind == "mean":
+        backend = backends.choose("compress", backend, x, name="x")
     compress = torch.ops.nsa_tutorial.compress
-    return compress(x, weights, cu_seqlens, kind, length, stride)
+    return compress(x, weights, cu_seqlens, kind, length, stride, backend)
 
 
 def compressed_attention(
@@ -387,7 +394,8 @@ def native_sparse_attention(
     sizes = (block_size, window_size, length, stride)
     lists = _check_branches(q, k, gates, block_indices, block_counts, k.shape[1], *sizes)
     if g_cmp is not None:
-        summary = {"length": length, "stride": stride, "cu_seqlens": cu_seqlens}
+        pooling = backends.nearest("compress", backend, k)
+        summary = {"length": length, "stride": stride, "cu_seqlens": cu_seqlens, "backend": pooling}
         summaries = [compress(k, **summary), compress(v, **summary)]
     run = torch.ops.nsa_tutorial.native_sparse_attention
     return run(q, summaries, [k, v], [], *gates, *lists, cu_seqlens, *sizes, scale, backend)

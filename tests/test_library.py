@@ -82,8 +82,8 @@ def test_opcheck_of_compositions() -> None:
     g = torch.Generator().manual_seed(1)
     compress = torch.ops.nsa_tutorial.compress.default
     weight = torch.randn(4 * D, D, generator=g, requires_grad=True)
-    opcheck(compress, (k, [], None, "mean", 4, 2))
-    opcheck(compress, (k, [weight], None, "linear", 4, 2))
+    opcheck(compress, (k, [], None, "mean", 4, 2, "reference"))
+    opcheck(compress, (k, [weight], None, "linear", 4, 2, "auto"))
     gates = [torch.rand(1, 20, HQ, generator=g, requires_grad=True) for _ in range(3)]
     summaries = [ops.compress(x.detach(), length=4, stride=2).requires_grad_() for x in (k, v)]
     sizes = (4, 5, 4, 2, 0.25, "auto")
@@ -330,7 +330,7 @@ def test_all_operators_are_registered() -> None:
         "select_blocks",
         "native_sparse_attention",
     }
-    assert set(backends.BACKENDS) <= public
+    assert all(hasattr(torch.ops.nsa_tutorial, name) for name in backends.BACKENDS)
 
 
 def test_mlp_weights_pass_the_dispatcher() -> None:

@@ -6,6 +6,9 @@ Overlapping windows of `length` tokens, one every `stride`, each become one summ
 of the whole window, and the paper's φ, an MLP with a learnt embedding for each position in the
 window.
 
+`summarise` is the plain form, which copies every window. `summarise_pieces` computes the same from
+pieces of `stride` tokens, which it reads once; the operators take it where it applies.
+
 It does not validate (`ops` does), does not choose blocks from the summaries (chapter 07), and keeps
 no cache.
 
@@ -83,6 +86,16 @@ def first_tokens(
     return cu_seqlens[sequence] + (summary - offsets[sequence]) * stride
 
 
+def summaries_of_tokens(first: Tensor, M: int, length: int) -> tuple[Tensor, Tensor]:
+    """Which summaries hold a token: token `t` lies in `begin[t] … end[t] - 1`, int32 `[M]` both.
+    `first [M_c]` is from `first_tokens`, in ascending order."""
+    token = torch.arange(M, device=first.device)
+    # those that begin by the token, less those that have ended before it
+    end = torch.searchsorted(first, token, right=True, out_int32=True)
+    begin = torch.searchsorted(first, token - length, right=True, out_int32=True)
+    return begin, end
+
+
 def compress(
     x: Tensor,
     *,
@@ -132,6 +145,59 @@ def summarise(
     flat = (windows + position[..., None, :, :]).flatten(3)  # [B, H, M_c, length * D]
     hidden = F.gelu(flat @ w1 + b1[..., None, :])  # [B, H, M_c, F]
     return (hidden @ w2 + b2[..., None, :]).transpose(1, 2).to(x.dtype)
+
+
+def has_pieces(M: int, length: int, stride: int, cu_seqlens: Tensor | None) -> bool:
+    """Whether `summarise_pieces` takes the call: windows are made of whole pieces, all in a row."""
+    return cu_seqlens is None and length % stride == 0 and length <= M
+
+
+def summarise_pieces(
+    x: Tensor, *, kind: str, length: int, stride: int, weight: Tensor | MLPWeights
+) -> Tensor:
+    """`summarise` for the kinds that learn, without a copy of the windows.
+
+    A window is `K = length / stride` pieces of `stride` tokens. One matmul takes each piece through
+    all `K` parts of the weight, and a summary adds up what `K` neighbours gave it. In half
+    precision on CUDA, tensor cores multiply in the dtype of `x` and accumulate in fp32.
+    """
+    M, H, K = x.shape[1], x.shape[2], length // stride
+    P = num_summaries(M, length, stride) + K - 1  # pieces that a summary has
+    wide = torch.promote_types(x.dtype, torch.float32)
+    dtype = x.dtype if x.is_cuda else wide
+    pieces = x[:, : P * stride].to(dtype).unflatten(1, (P, stride))  # [B, P, stride, H, D]
+    if kind == "weighted":
+        parts = weight.to(dtype).reshape(K, stride, -1).expand(K, stride, H)
+        summaries = _of_neighbours(torch.einsum("bpshd,ksh->bhpkd", pieces, parts), wide)
+        return summaries.transpose(1, 2).to(x.dtype)
+    pieces = pieces.permute(0, 3, 1, 2, 4).flatten(3)  # [B, H, P, stride * D]
+    if kind == "linear":
+        summaries = _of_neighbours(_side_by_side(pieces, weight, K), wide)
+        return summaries.transpose(1, 2).to(x.dtype)
+    position, w1, b1, w2, b2 = weight
+    # the same for every window, so the embedding passes through w1 once
+    constant = position.to(wide).flatten(-2)[..., None, :] @ w1.to(wide) + b1.to(wide)[..., None, :]
+    hidden = F.gelu(_of_neighbours(_side_by_side(pieces, w1, K), wide) + constant)
+    summaries = (hidden.to(dtype) @ w2.to(dtype)).to(wide) + b2.to(wide)[..., None, :]
+    return summaries.transpose(1, 2).to(x.dtype)
+
+
+def _side_by_side(pieces: Tensor, weight: Tensor, K: int) -> Tensor:
+    """Pieces `[B, H, P, C]` times each of the `K` parts `[C, F]` of a weight `[K * C, F]`, in one
+    matmul: `[B, H, P, K, F]`."""
+    parts = weight.to(pieces.dtype).unflatten(-2, (K, -1)).transpose(-3, -2)  # [C, K, F]
+    return (pieces @ parts.flatten(-2)).unflatten(-1, (K, -1))
+
+
+def _of_neighbours(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums over the pieces of each window, in `dtype`: `[B, H, P, K, F]` to `[B, H, M_c, F]`.
+
+    Window `j` takes part `k` of piece `j + k`: a diagonal, on which a step in `k` is also one in
+    `p`.
+    """
+    B, H, P, K, width = parts.shape
+    b, h, p, k, f = parts.stride()
+    return parts.as_strided((B, H, P - K + 1, K, width), (b, h, p, p + k, f)).sum(3, dtype=dtype)
 
 
 def summary_rows(
