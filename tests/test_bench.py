@@ -17,8 +17,8 @@ import torch
 
 from nsa_tutorial.bench import __main__ as bench
 from nsa_tutorial.bench import drawing, judging, measuring
-from nsa_tutorial.bench.problem import GRADIENTS, Problem, Results, Shape, dense
-from nsa_tutorial.bench.steps import PROBE, newest_first
+from nsa_tutorial.bench.problem import Problem, Results, Shape, dense
+from nsa_tutorial.bench.steps import PROBE, Step, newest_first
 from nsa_tutorial.course import heads
 from nsa_tutorial.sparse.selected_attention import dense_mask, masked_attention
 
@@ -30,6 +30,7 @@ SHAPE = Shape(
 SMALL = ["--device", "cpu", "--backend", "reference", "--tokens", "70", "90"]
 SMALL += ["--kv-heads", "2", "--group", "2", "--width", "8"]
 QUICK = ["--block-size", "16", "--slots", "3", "--seconds", "0.01"]
+GRADIENTS = ("d_q", "d_k", "d_v")
 KINDS = [*drawing.DRIFTS]
 OPERATORS = ["selected", "window"]
 
@@ -38,8 +39,8 @@ def problem_of(operator: str, shape: Shape = SHAPE) -> Problem:
     return Problem.make(operator, shape, "cpu", "random" if operator == "selected" else "")
 
 
-def reference(problem: Problem) -> torch.Tensor:
-    return problem.attend("reference")[0]
+def reference(problem: Problem) -> tuple[torch.Tensor, ...]:
+    return problem.run("reference")
 
 
 # -- lists --
@@ -141,7 +142,7 @@ def test_newest_first() -> None:
 def test_the_backward_does_not_run_the_forward() -> None:
     problem, runs = problem_of("selected"), []
 
-    def run(problem: Problem) -> torch.Tensor:
+    def run(problem: Problem) -> tuple[torch.Tensor, ...]:
         runs.append(1)
         return reference(problem)
 
@@ -246,7 +247,7 @@ def test_a_query_left_out_of_a_sum_is_found(operator: str) -> None:
     for query in (0, 9, 40, 99):
         d_o = problem.d_o.clone()
         d_o[:, query] = 0
-        found = replace(problem, d_o=d_o).prepare("backward", reference)()
+        found = problem.with_tensors(d_o=d_o).prepare("backward", reference)()
         found = {name: found[name] for name in ("d_k", "d_v")}
         assert not judging.judge(found, truth)[1], query
 
@@ -324,8 +325,8 @@ def test_csv_on_the_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_wrong_kernel_is_a_failure(
     direction: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    right = Problem.attend
-    monkeypatch.setattr(Problem, "attend", lambda *a: tuple(1.01 * x for x in right(*a)))
+    right = Problem.run
+    monkeypatch.setattr(Problem, "run", lambda *a: tuple(1.01 * x for x in right(*a)))
     path = tmp_path / "rows.json"
     arguments = [*SMALL, *QUICK, "--pass", direction, "--no-dense", "--output", str(path)]
     assert bench.main(["selected", *arguments]) == 1
@@ -341,7 +342,7 @@ def test_what_cannot_run_is_noted() -> None:
         raise RuntimeError("first line\nno such tile")
 
     for make in (fails, lambda: fails):  # before the call is made, and in it
-        row = measuring.measured(blank, make, "cpu", 0.01, {})
+        row = measuring.measured(blank, Step(make), "cpu", 0.01, {})
         assert (row.ms, row.note) == (None, "RuntimeError: no such tile")
         assert replace(row, note="") == blank
 

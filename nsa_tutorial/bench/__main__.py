@@ -40,9 +40,11 @@ from nsa_tutorial.bench.drawing import DRIFTS
 from nsa_tutorial.bench.measuring import Plan, Row, measure_shape
 from nsa_tutorial.bench.operators import CHOOSING, OPERATORS
 from nsa_tutorial.bench.problem import DTYPES, PASSES, Shape
-from nsa_tutorial.bench.steps import STEPS
+from nsa_tutorial.bench.steps import has_steps
 from nsa_tutorial.runtime import environment
 from nsa_tutorial.sparse.native_sparse_attention import NUM_INITIAL, NUM_LOCAL
+
+BACKENDS = ("reference", "tilelang", "triton")
 
 
 def about(command: list[str]) -> dict[str, object]:
@@ -91,6 +93,8 @@ def parser() -> argparse.ArgumentParser:
     )
     operators = result.add_subparsers(dest="operator", required=True, metavar="operator")
     for name, operator in OPERATORS.items():
+        if not operator.summary:
+            continue
         _add_options(
             operators.add_parser(
                 name,
@@ -113,8 +117,7 @@ def _add_options(p: argparse.ArgumentParser, name: str) -> None:
     def sizes(option: str, on: list[int], off: list[int], text: str) -> None:
         several(option, on if on_gpu else off, text, type=int, metavar="n")
 
-    backends = ("reference", "tilelang", "triton")
-    several("--backend", ["tilelang"], "what is measured", choices=backends)
+    several("--backend", ["tilelang"], "what is measured", choices=BACKENDS)
     several("--pass", ["forward"], "of what", choices=PASSES, dest="directions")
     # the size of a block says where keys are judged, also where there are none
     p.set_defaults(steps=False, lists=[""], block_size=[64], slots=[0], no_dense=True)
@@ -124,7 +127,7 @@ def _add_options(p: argparse.ArgumentParser, name: str) -> None:
     if name in CHOOSING:
         kinds = ("random", "smooth")
         several("--queries", ["random"], "which choose their lists", choices=kinds, dest="lists")
-    if name in {operator for operator, *_ in STEPS}:
+    if any(has_steps(name, *case) for case in itertools.product(BACKENDS, PASSES)):
         p.add_argument(
             "--steps",
             action="store_true",
@@ -198,12 +201,13 @@ def fault(options: argparse.Namespace) -> str | None:
     if options.operator in CHOOSING and min(options.slots) < NUM_INITIAL + NUM_LOCAL:
         forced = NUM_INITIAL + NUM_LOCAL
         return f"--slots: got {min(options.slots)}, expected at least {forced}, the forced blocks"
-    asked = itertools.product([options.operator], options.backend, options.directions)
-    if options.steps and STEPS.keys().isdisjoint(asked):
+    asked = itertools.product(options.backend, options.directions)
+    if options.steps and not any(has_steps(options.operator, *case) for case in asked):
         known = ", ".join(
-            f"{name} {direction}" for operator, name, direction in STEPS
-            if operator == options.operator
-        )  # fmt: skip
+            f"{name} {direction}"
+            for name, direction in itertools.product(BACKENDS, PASSES)
+            if has_steps(options.operator, name, direction)
+        )
         return f"--steps: got no kernel that has steps, expected one of: {known}"
     if options.device == "cuda" and not environment.detect().gpu:
         return "there is no CUDA device here"

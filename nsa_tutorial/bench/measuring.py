@@ -8,21 +8,20 @@ no file (`bench` does).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
-from nsa_tutorial.bench import drawing, judging
-from nsa_tutorial.bench.operators import OPERATORS, with_choice
+from nsa_tutorial.bench import drawing, judging, timing
+from nsa_tutorial.bench.operators import stand_ins, with_choice
 from nsa_tutorial.bench.problem import Problem, Results, Shape, dense_kernels
-from nsa_tutorial.bench.steps import PROBE, STEPS
+from nsa_tutorial.bench.steps import Step, prepared, steps_of
 
-Call = Callable[[], Results]
 # The column of a row in which the error of each result stands.
 COLUMNS = {
     **dict.fromkeys(("o", "k_cmp", "v_cmp"), "error"),
@@ -109,49 +108,19 @@ class Plan:
 # -- one row --
 
 
-def measure(
-    call: Callable[[], object], device: str, *, seconds: float
-) -> tuple[float, float, float]:
-    """Median, 20 % and 80 % quantile of a call's time, in milliseconds; the first call is not
-    counted."""
-    call()
-    if device == "cuda":
-        from triton.testing import do_bench
-
-        return tuple(
-            do_bench(call, warmup=100 * seconds, rep=1000 * seconds, quantiles=[0.5, 0.2, 0.8])
-        )
-    from torch.utils.benchmark import Timer
-
-    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-    times = (
-        torch.tensor(timer.blocked_autorange(min_run_time=seconds).times, dtype=torch.float64) * 1e3
-    )
-    return tuple(times.quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)).tolist())
-
-
-def peak_mib(call: Callable[[], object], device: str) -> float | None:
-    """MiB that a call takes at most, on top of what is allocated before it; None on a CPU."""
-    if device == "cpu":
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
-def measured(
-    row: Row, make: Callable[[], Call], device: str, seconds: float, truth: judging.Truth | None
-) -> Row:
+def measured(row: Row, step: Step, device: str, seconds: float, truth: judging.Truth | None) -> Row:
     """The row with what was measured, and judged where there is a truth; with a note, where the
     call did not run."""
     try:
-        call = make()
-        if truth is not None:
+        call = step.make()
+        if truth is not None and step.is_judged:
             row = judged(row, call(), truth)
-        ms, low, high = measure(call, device, seconds=seconds)
-        return replace(row, ms=ms, ms_low=low, ms_high=high, peak_mib=peak_mib(call, device))
+        if step.kernel:
+            times = timing.measure_kernel(call, step.kernel, seconds=seconds)
+        else:
+            times = timing.measure(call, device, seconds=seconds)
+        row = replace(row, **dict(zip(("ms", "ms_low", "ms_high"), times, strict=True)))
+        return replace(row, peak_mib=timing.peak_mib(call, device))
     except Exception as error:  # a compiler may refuse one of the variants: that is a result too
         last = (str(error).strip().splitlines() or [""])[-1]
         return replace(row, note=f"{type(error).__name__}: {last[:200]}")
@@ -185,85 +154,65 @@ def measure_shape(shape: Shape, plan: Plan, bar: tqdm) -> list[Row]:
             problem = problem.with_lists(lists)
             blank = partial(blank, lists=lists)
         bar.set_description(f"{shape.tokens} tokens, the truth in fp64")
-        truths = _truths(problem, plan)
-        for direction in plan.directions:
-            calls = _calls(problem, direction, plan)
+        cases = _cases(problem, plan)
+        for direction, (kernel, case) in product(plan.directions, cases.items()):
+            steps = {"": Step(partial(prepared, case.problem, kernel, direction))}
             if plan.steps:
-                bar.set_description(f"{shape.tokens} tokens, compiling {len(calls)} kernels")
+                steps |= dict(steps_of(case.problem, kernel, direction))
+                bar.set_description(f"{shape.tokens} tokens, compiling {len(steps)} kernels")
                 with ThreadPoolExecutor(plan.jobs) as pool:
-                    list(pool.map(_attempt, calls.values()))
-            for (kernel, change), make in calls.items():
+                    list(pool.map(_attempt, steps.values()))
+            for change, step in steps.items():
                 bar.set_description(f"{shape.tokens} tokens, {lists} {kernel} {direction} {change}")
-                row, truth = truths[kernel]
-                row = blank(kernel=kernel, change=change, direction=direction, **row)
-                row = measured(row, make, device, seconds, None if change == PROBE else truth)
-                rows.append(row)
+                row = blank(kernel=kernel, change=change, direction=direction, **case.known)
+                rows.append(measured(row, step, device, seconds, case.truth))
     if not plan.with_dense:
         return rows
     dense = []
     for direction, (kernel, prepare) in product(plan.directions, dense_kernels(problem).items()):
         bar.set_description(f"{shape.tokens} tokens, {kernel} {direction}")
         row = blank(kernel=kernel, change="", direction=direction, lists="")
-        dense.append(measured(row, partial(prepare, direction), device, seconds, None))
+        step = Step(partial(prepare, direction))
+        dense.append(measured(row, step, device, seconds, None))
     return with_ratios(rows + dense, dense)
 
 
-def _truths(
-    problem: Problem, plan: Plan
-) -> dict[str, tuple[dict[str, object], judging.Truth | None]]:
-    """By backend, what each of its rows holds before anything is measured, and the truth."""
+class Case(NamedTuple):
+    """What a backend is given, what its rows hold before anything is measured, and the truth."""
+
+    problem: Problem
+    known: dict[str, object]
+    truth: judging.Truth | None
+
+
+def _cases(problem: Problem, plan: Plan) -> dict[str, Case]:
+    """A case for each backend; they differ where the backend chooses."""
     gradients = set(plan.directions) != {"forward"}
     if problem.operator != "native":
         known = {}
         if problem.operator == "selected":
             known["overlap"] = drawing.overlap(problem.block_indices)
         truth = judging.truth(problem, gradients=gradients)
-        return dict.fromkeys(plan.backends, (known, truth))
+        return dict.fromkeys(plan.backends, Case(problem, known, truth))
     found = {}
     for name in plan.backends:
         try:
             chosen = with_choice(problem, name)
-        except Exception as error:  # the whole call fails likewise, and its row says why
-            found[name] = {"note": f"{type(error).__name__}: {error}"}, None
+        except Exception as error:  # the whole call fails likewise, and its row says why, too
+            found[name] = Case(problem, {"note": f"{type(error).__name__}: {error}"}, None)
             continue
         truth = judging.truth(chosen, gradients=gradients)
-        ids = chosen.block_indices
-        wrong, _ = judging.judge({"ids": ids}, truth)
-        known = {"overlap": drawing.overlap(ids), "wrong_lists": wrong["ids"]}
-        found[name] = known, truth
+        wrong, _ = judging.judge({"ids": chosen.block_indices}, truth)
+        known = {"overlap": drawing.overlap(chosen.block_indices), "wrong_lists": wrong["ids"]}
+        known["note"] = stand_ins(problem, name)
+        found[name] = Case(chosen, known, truth)
     return found
 
 
-def _calls(
-    problem: Problem, direction: str, plan: Plan
-) -> dict[tuple[str, str], Callable[[], Call]]:
-    """What makes each call of a pass, by kernel and change."""
-    calls = {}
-    for name in plan.backends:
-        run = partial(_outputs, name)
-        calls[name, ""] = partial(problem.prepare, direction, run)
-        if plan.steps and (problem.operator, name, direction) in STEPS:
-            for change, call in STEPS[problem.operator, name, direction](problem):
-                calls[name, change] = partial(_named, problem, direction, call)
-    return calls
-
-
-def _outputs(backend: str, problem: Problem) -> tuple[torch.Tensor, ...]:
-    return problem.run(backend)
-
-
-def _named(problem: Problem, direction: str, call: Callable[[], object]) -> Call:
-    """A step's call, whose results go by name."""
-    operator = OPERATORS[problem.operator]
-    if direction == "forward":
-        return lambda: dict(zip(operator.outputs, [call()], strict=True))
-    return lambda: {f"d_{x}": grad for x, grad in zip(operator.inputs, call(), strict=True)}
-
-
-def _attempt(make: Callable[[], Call]) -> None:
+def _attempt(step: Step) -> None:
     """Compile; what goes wrong here goes wrong again when it is measured, and is noted there."""
     with contextlib.suppress(Exception), torch.no_grad():
-        make()()
+        step.make()()
 
 
 def with_ratios(rows: list[Row], dense: list[Row]) -> list[Row]:

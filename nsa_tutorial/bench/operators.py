@@ -7,13 +7,13 @@ the others are its parts, each on inputs of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from nsa_tutorial import backends, ops
+from nsa_tutorial import backends, library, ops
 from nsa_tutorial.sparse.native_sparse_attention import gated_sum
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def _as_drawn(problem: Problem) -> Problem:
 
 class Operator(NamedTuple):
     """Attributes:
-    summary: for the command line.
+    summary: for the command line; empty for what is measured as a part of `native` alone.
     inputs: names of the tensors that have gradients.
     outputs: names of what it gives, in order.
     drawn: names of the tensors that are drawn.
@@ -82,15 +82,24 @@ def selection(p: Problem, backend: str) -> tuple[Tensor, ...]:
     return (ids,)
 
 
+def lists_and_window(p: Problem, backend: str) -> tuple[Tensor, ...]:
+    """Attention to the lists and to the latest keys, in one launch where there is one."""
+    options = {"block_size": p.shape.block_size, "window_size": p.window_size, "backend": backend}
+    return ops.selected_and_window_attention(p.q, p.k, p.v, p.block_indices, **options)
+
+
 def pooling(p: Problem, backend: str) -> tuple[Tensor, ...]:
     """Means of keys and of values."""
-    options = {"length": p.shape.length, "stride": p.shape.stride}
+    options = {"length": p.shape.length, "stride": p.shape.stride, "backend": backend}
     return tuple(ops.compress(x, **options) for x in (p.k, p.v))
 
 
 def gates(p: Problem, backend: str) -> tuple[Tensor, ...]:
     """Three outputs, each times its gate, added up."""
-    return (gated_sum([p.tensors[x] for x in GATES], [p.tensors[x] for x in BRANCHES]),)
+    factors, outputs = ([p.tensors[x] for x in names] for names in (GATES, BRANCHES))
+    if backends.choose("gated_sum", backend, outputs[0], "o_cmp") == "reference":
+        return (gated_sum(factors, outputs),)
+    return (library.gated_sum(factors, outputs, backend),)
 
 
 def native(p: Problem, backend: str) -> tuple[Tensor, ...]:
@@ -114,9 +123,13 @@ def _with_summaries(p: Problem) -> Problem:
 
 def _with_lse(p: Problem) -> Problem:
     """Summaries of keys, and the log-sum-exp of their scores, for which no values are needed."""
-    k_cmp = ops.compress(p.k, length=p.shape.length, stride=p.shape.stride)
+    options = {"length": p.shape.length, "stride": p.shape.stride, "backend": "reference"}
+    k_cmp = ops.compress(p.k, **options)
     p = p.with_tensors(k_cmp=k_cmp, v_cmp=k_cmp[..., :1].contiguous())
     return p.with_tensors(lse=compressed(p, "reference")[1])
+
+
+# -- the parts of `native` --
 
 
 def with_choice(p: Problem, backend: str) -> Problem:
@@ -126,10 +139,41 @@ def with_choice(p: Problem, backend: str) -> Problem:
     def nearest(operator: str) -> str:
         return backends.nearest(operator, backend, p.q)
 
-    p = p.with_tensors(**dict(zip(("k_cmp", "v_cmp"), pooling(p, backend), strict=True)))
+    k_cmp, v_cmp = pooling(p, nearest("compress"))
+    p = p.with_tensors(k_cmp=k_cmp, v_cmp=v_cmp)
     p = p.with_tensors(lse=compressed(p, nearest("compressed_attention"))[1])
     (ids,) = selection(p, nearest("select_blocks"))
     return replace(p, block_indices=ids)
+
+
+def parts_of(p: Problem) -> Iterator[tuple[str, Problem]]:
+    """The parts of a problem from `with_choice`, each a problem of its own. What comes from above
+    is of the right size and stands for the real numbers: they take as long."""
+    above = {"d_k_cmp": p.tensors["k_cmp"], "d_v_cmp": p.tensors["v_cmp"]}
+    yield "summaries", replace(p, operator="pooling").with_tensors(**above)
+    yield "attention to summaries", replace(p, operator="compressed")
+    yield "choice of blocks", replace(p, operator="selection")
+    yield "attention to lists", replace(p, operator="selected")
+    yield "window", replace(p, operator="window")
+    above = {"d_o_slc": p.d_o, "d_o_swa": p.d_o}
+    yield "lists and window at once", replace(p, operator="lists_and_window").with_tensors(**above)
+    branches = {x: p.d_o.clone() for x in BRANCHES}
+    yield "gates", replace(p, operator="gates").with_tensors(**branches)
+
+
+def stand_ins(p: Problem, backend: str) -> str:
+    """What `native` computes on another backend, because this one has no kernel for it."""
+    others = {x: backends.nearest(x, backend, p.q) for x in OPERATORS[p.operator].uses}
+    return ", ".join(f"{x}: {name}" for x, name in others.items() if name != backend)
+
+
+def check_backward(p: Problem, backend: str) -> None:
+    """Raise `NotImplementedError`, naming the operator, where a backend has a forward and no
+    backward."""
+    for operator in OPERATORS[p.operator].uses:
+        is_known = operator in backends.BACKWARDS and backend in backends.BACKENDS[operator]
+        if is_known and backend not in {"reference", *backends.BACKWARDS[operator]}:
+            raise NotImplementedError(f"{operator}: there is no {backend} backward yet")
 
 
 _QKV = ("q", "k", "v")
@@ -155,17 +199,25 @@ OPERATORS = {
     ),
     "pooling": Operator(
         "compress: means of keys and of values",
-        ("k", "v"), ("k_cmp", "v_cmp"), ("k", "v", "d_k_cmp", "d_v_cmp"), pooling, (),
+        ("k", "v"), ("k_cmp", "v_cmp"), ("k", "v", "d_k_cmp", "d_v_cmp"), pooling, ("compress",),
         ("length", "stride"), has_dense=False,
     ),
     "gates": Operator(
         "the gated sum of three branches",
-        (*GATES, *BRANCHES), ("o",), (*GATES, *BRANCHES, "d_o"), gates, (), has_dense=False,
+        (*GATES, *BRANCHES), ("o",), (*GATES, *BRANCHES, "d_o"), gates, ("gated_sum",),
+        has_dense=False,
+    ),
+    "lists_and_window": Operator(
+        "", _QKV, ("o_slc", "o_swa"), (*_QKV, "d_o_slc", "d_o_swa"), lists_and_window,
+        ("selected_and_window_attention",), ("block_size", "slots", "window"),
     ),
     "native": Operator(
         "native_sparse_attention from q, k, v and gates: summaries, choice, three branches",
         (*_QKV, *GATES), ("o",), (*_QKV, "d_o", *GATES), native,
-        ("compressed_attention", "select_blocks", "selected_and_window_attention"),
+        (
+            "compress", "compressed_attention", "select_blocks", "selected_and_window_attention",
+            "gated_sum",
+        ),
         ("block_size", "slots", "length", "stride", "window"),
     ),
 }  # fmt: skip

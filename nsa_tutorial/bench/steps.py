@@ -1,21 +1,79 @@
-"""Kernels with one decision changed at a time: the rows that `--steps` adds to the benchmark.
+"""Kernels with one decision changed at a time, and the parts of a call: the rows that `--steps`
+adds to the benchmark.
 
 `STEPS` holds, by operator, backend and pass, a function that yields what is changed and the call to
 measure. A forward's call returns `o`; a backward's returns `(d_q, d_k, d_v)`, and takes `o` and
-`lse` from `problem.run`.
+`lse` from `problem.run`. The choice of blocks is timed kernel by kernel, and `native` part by part
+(`operators.parts_of`), on every backend.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nsa_tutorial.bench.problem import Problem
+from nsa_tutorial.bench.operators import OPERATORS, check_backward, parts_of
+from nsa_tutorial.bench.problem import Problem, Results
 
 PROBE = "descriptors, loads and products alone"  # no attention, so there is nothing to judge
 Steps = Iterator[tuple[str, Callable[[], Tensor | tuple[Tensor, ...]]]]
+
+
+class Step(NamedTuple):
+    """One thing to measure.
+
+    Attributes:
+        make: prepares the call.
+        is_judged: whether its results are those of the operator.
+        kernel: if any, how the kernels are named that alone are timed.
+    """
+
+    make: Callable[[], Callable[[], Results]]
+    is_judged: bool = True
+    kernel: str = ""
+
+
+def prepared(problem: Problem, backend: str, direction: str) -> Callable[[], Results]:
+    """A pass over the operator as `ops` calls it."""
+    if direction != "forward":
+        check_backward(problem, backend)
+    return problem.prepare(direction, lambda p: p.run(backend))
+
+
+def has_steps(operator: str, backend: str, direction: str) -> bool:
+    """Whether `--steps` adds anything."""
+    if operator == "selection":
+        return direction == "forward" and backend != "reference"
+    return operator == "native" or (operator, backend, direction) in STEPS
+
+
+def steps_of(problem: Problem, backend: str, direction: str) -> Iterator[tuple[str, Step]]:
+    """What is changed, or measured alone, and the step."""
+    if not has_steps(problem.operator, backend, direction):
+        return
+    whole = partial(prepared, problem, backend, direction)
+    if problem.operator == "selection":
+        yield "scores alone", Step(whole, kernel="score_kernel")
+        yield "pick alone", Step(whole, kernel="pick_kernel")
+    elif problem.operator == "native":
+        for name, part in parts_of(problem):
+            if direction == "forward" or OPERATORS[part.operator].inputs:
+                yield name, Step(partial(prepared, part, backend, direction), is_judged=False)
+    else:
+        for change, call in STEPS[problem.operator, backend, direction](problem):
+            yield change, Step(partial(_named, problem, direction, call), change != PROBE)
+
+
+def _named(problem: Problem, direction: str, call: Callable[[], object]) -> Callable[[], Results]:
+    """A step's call, whose results go by name."""
+    operator = OPERATORS[problem.operator]
+    if direction == "forward":
+        return lambda: dict(zip(operator.outputs, [call()], strict=True))
+    return lambda: {f"d_{x}": grad for x, grad in zip(operator.inputs, call(), strict=True)}
 
 
 def tilelang_steps(problem: Problem) -> Steps:
