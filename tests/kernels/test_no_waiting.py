@@ -38,6 +38,43 @@ def calls(problem: Problem, backend: str) -> Iterator[Callable[[], list[Tensor]]
     )
 
 
+WINDOWS = {"length": 4, "stride": 2}
+NATIVE = WINDOWS | {"block_size": 8, "window_size": 9, "block_counts": 4}
+
+
+def calls_of_summaries(problem: Problem, backend: str) -> Iterator[Callable[[], list[Tensor]]]:
+    """Attention to summaries, the choice of blocks, and all of native sparse attention; how many
+    summaries there are follows from offsets that were read when they were checked."""
+    call = problem.make(torch.float16, "cuda")
+    inputs = inputs_of(call)[:3]
+    packed = {"cu_seqlens": call.options["cu_seqlens"]}
+    summaries = [call.q, *(ops.compress(x.detach(), **WINDOWS, **packed) for x in inputs[1:])]
+    summaries = [x.requires_grad_() for x in summaries]
+    options = WINDOWS | packed | {"num_keys": call.k.shape[1], "backend": backend}
+    gate = torch.rand(call.q.shape[:3], device="cuda", dtype=torch.float16)
+    gates = [gate.clone().requires_grad_() for _ in range(3)]
+    counts = torch.full(call.ids.shape[:3], 4, device="cuda")
+
+    def attend() -> list[Tensor]:
+        outputs = ops.compressed_attention(*summaries, return_lse=True, **options)
+        return there_and_back(outputs, summaries)
+
+    def choose() -> list[Tensor]:
+        pick = {"top_n": 4, "block_size": 8, **options}
+        _, lse = ops.compressed_attention(*summaries, return_lse=True, **options)
+        return [
+            ops.select_blocks(*summaries[:2], lse, **pick),
+            ops.select_blocks(*summaries[:2], **pick),
+            ops.select_blocks(*summaries[:2], lse, block_counts=counts, **pick),
+        ]
+
+    def native() -> list[Tensor]:
+        o = ops.native_sparse_attention(*inputs, *gates, **NATIVE, **packed, backend=backend)
+        return there_and_back((o,), [*inputs, *gates])
+
+    yield from (attend, choose, native)
+
+
 def inputs_of(call: Call) -> list[Tensor]:
     """The call's tensors that have gradients."""
     factors = call.options.get("slot_scale")
@@ -49,6 +86,19 @@ def there_and_back(outputs: tuple[Tensor, ...], inputs: list[Tensor]) -> list[Te
     """Outputs, and gradients through all of them."""
     d_outputs = [torch.full_like(x, 0.5) for x in outputs]
     return [*outputs, *torch.autograd.grad(outputs, inputs, d_outputs)]
+
+
+def captured(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], torch.cuda.CUDAGraph]:
+    """What `run` returns, and the graph that computes it anew."""
+    side = torch.cuda.Stream()  # the warm-up's, as `torch.cuda.graph` asks for
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    return found, graph
 
 
 @pytest.fixture
@@ -65,27 +115,11 @@ def test_the_host_does_not_wait(
 ) -> None:
     """Nor for offsets of packed sequences, after it has read them once."""
     skip_unless_runs(backend, "cuda", torch.float16)
-    for run in calls(problem, backend):
+    for run in (*calls(problem, backend), *calls_of_summaries(problem, backend)):
         run()
         forbid_waiting("error")
         run()
         forbid_waiting("default")
-
-
-@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
-def test_summaries_do_not_wait(problem: Problem, forbid_waiting: Callable[[str], None]) -> None:
-    """How many there are follows from the offsets that were read when they were checked."""
-    call = problem.make(torch.float16, "cuda")
-    options = {"length": 4, "stride": 2, "cu_seqlens": call.options["cu_seqlens"]}
-
-    def run() -> None:
-        k, v = ops.compress(call.k, **options), ops.compress(call.v, **options)
-        ops.compressed_attention(call.q, k, v, num_keys=call.k.shape[1], **options)
-
-    run()
-    forbid_waiting("error")
-    run()
-    forbid_waiting("default")
 
 
 @pytest.mark.parametrize("backend", ["triton", "tilelang"])
@@ -99,14 +133,7 @@ def test_in_a_cuda_graph(problem: Problem, backend: str) -> None:
     def run() -> list[Tensor]:
         return there_and_back(call.run(backend), inputs)
 
-    side = torch.cuda.Stream()  # the warm-up's, as `torch.cuda.graph` asks for
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run()
+    found, graph = captured(run)
     with torch.no_grad():
         for x, new in (
             (call.q, -call.q),
@@ -115,6 +142,27 @@ def test_in_a_cuda_graph(problem: Problem, backend: str) -> None:
             *((x, x.flip(-1)) for x in (call.ids, *inputs[3:])),
         ):
             x.copy_(new)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(found, run(), strict=True))
+
+
+@pytest.mark.parametrize("backend", ["triton", "tilelang"])
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
+def test_native_sparse_attention_in_a_cuda_graph(problem: Problem, backend: str) -> None:
+    """The choice is made anew at every replay: all is as if computed from the new tensors."""
+    skip_unless_runs(backend, "cuda", torch.float16)
+    call = problem.make(torch.float16, "cuda")
+    gate = torch.rand(call.q.shape[:3], device="cuda", dtype=torch.float16)
+    leaves = [*inputs_of(call)[:3], *(gate.clone().requires_grad_() for _ in range(3))]
+    options = NATIVE | {"cu_seqlens": call.options["cu_seqlens"], "backend": backend}
+
+    def run() -> list[Tensor]:
+        return there_and_back((ops.native_sparse_attention(*leaves, **options),), leaves)
+
+    found, graph = captured(run)
+    with torch.no_grad():
+        for x in leaves:
+            x.copy_(x.flip(1))
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(found, run(), strict=True))
 
