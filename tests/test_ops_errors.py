@@ -612,40 +612,36 @@ def test_wrong_argument_of_the_other_operators(
         call(**change)
 
 
-NOT_YET = {
-    "compressed, tilelang": (
-        compressed,
-        "tilelang",
-        "compressed_attention: .*tilelang.*chapter 14, selection_kernels",
-    ),
-    "compressed, triton": (
-        compressed,
-        "triton",
-        "compressed_attention: .*triton.*chapter 14, selection_kernels",
-    ),
-    "select, tilelang": (
-        select,
-        "tilelang",
-        "select_blocks: .*tilelang.*chapter 14, selection_kernels",
-    ),
-    "select, triton": (select, "triton", "select_blocks: .*triton.*chapter 14, selection_kernels"),
-}
+@pytest.mark.parametrize("backend", ["tilelang", "triton"])
+@pytest.mark.parametrize(
+    ("call", "tensors"),
+    [
+        (compressed, {"q": Q, "k_cmp": K_CMP, "v_cmp": V_CMP}),
+        (select, {"q": Q, "k_cmp": K_CMP}),
+        (native, {"q": Q, "k": K, "v": V}),
+    ],
+    ids=["compressed", "select", "native"],
+)
+def test_no_kernel_computes_doubles(
+    call: Callable, tensors: dict[str, torch.Tensor], backend: str
+) -> None:
+    doubles = {name: x.double() for name, x in tensors.items()}
+    expected = f"q: got a float64 tensor.*expected float32, float16 or bfloat16 on the {backend} "
+    with pytest.raises(TypeError, match=expected):
+        call(**doubles, backend=backend)
 
 
-@pytest.mark.parametrize(("call", "backend", "message"), NOT_YET.values(), ids=NOT_YET.keys())
-def test_backends_that_come_later(call: Callable, backend: str, message: str) -> None:
-    with pytest.raises(NotImplementedError, match=message):
-        call(backend=backend)
-
-
-def test_every_missing_backend_names_its_chapter() -> None:
-    named = {"reference", "tilelang", "triton"}
-    missing = {
-        (operator, b)
-        for operator, available in backends.BACKENDS.items()
-        for b in named - set(available)
-    }
-    assert missing == set(backends.CHAPTER_OF)
+@pytest.mark.parametrize("backend", ["reference", "tilelang", "triton"])
+def test_every_operator_has_every_backend(backend: str) -> None:
+    """And where a backend has a backward of its own, the function is there, too."""
+    if (reason := environment.detect().why_not(backend)) is not None:
+        pytest.skip(reason)
+    q = torch.zeros(1)
+    for operator in backends.BACKENDS:
+        assert callable(backends.load(backends.BACKENDS, operator, backend, q))
+    for operator, available in backends.BACKWARDS.items():
+        if backend in available or backend != "reference":
+            assert callable(backends.load(backends.BACKWARDS, operator, backend, q))
 
 
 @pytest.mark.parametrize("backend", ["tilelang", "triton"])
