@@ -1,0 +1,1144 @@
+"""Exercises of chapter 14: the weights of a group as a kernel, the walk of a tile, a merge of two
+lists, forced blocks in a running list, score and id in one number, and the best n by halving.
+
+The wrong solutions of an exercise are one function, or one kernel, told which slips to make.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.languages import tl, triton
+from nsa_tutorial.course.mistakes import slip, together
+from nsa_tutorial.exact.online_softmax import LOG2_E
+from nsa_tutorial.runtime import environment
+
+Slips = frozenset[str]
+
+
+def _random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# -- group_mass --
+
+_BT = 8
+
+
+def group_mass() -> object:
+    """The kernel that sums the weights of BT summaries over the heads of one query's group."""
+
+    @triton.jit
+    def kernel(Q, K, LSE, Mass, scale, log2_e, M, G, D: tl.constexpr, BT: tl.constexpr):
+        tokens = tl.program_id(0) * BT + tl.arange(0, BT)  # [BT]
+        width = tl.arange(0, D)
+        in_bounds = tokens < M
+        k_tile = tl.load(K + tokens[:, None] * D + width, mask=in_bounds[:, None], other=0.0)
+        mass = tl.zeros([BT], tl.float32)
+        for g in range(G):
+            q_row = tl.load(Q + g * D + width)  # [D]
+            s = tl.sum(k_tile * q_row, axis=1) * scale  # [BT]
+            mass += tl.exp2((s - tl.load(LSE + g)) * log2_e)
+        tl.store(Mass + tokens, mass, mask=in_bounds)
+
+    return kernel
+
+
+def _run_group_mass(solution: Callable, G: int, M: int, D: int) -> tuple[Tensor, str]:
+    """Launch the kernel; behind `Mass` lie numbers that must stay, behind `K` large ones."""
+    kernel = solution()
+    if kernel is None:
+        raise NotImplementedError("there is no kernel yet")
+    if not hasattr(kernel, "run"):
+        raise TypeError("the kernel is not decorated with @triton.jit")
+    device, scale = environment.detect().device, D**-0.5
+    q = _random(G, D, seed=G + M)
+    keys = torch.full((M + _BT, D), 1000.0)
+    keys[:M] = _random(M, D, seed=D)
+    lse = (scale * q @ keys[:M].T).logsumexp(1)
+    q, keys, lse = (x.to(device) for x in (q, keys, lse))
+    mass = torch.full((M + 2 * _BT,), -77.0, device=device)
+    kernel[-(-M // _BT),](q, keys, lse, mass, scale, LOG2_E, M, G, D=D, BT=_BT)
+    intact = bool((mass[M:] == -77.0).all())
+    return mass[:M].cpu(), "in bounds" if intact else "stored past the end of Mass"
+
+
+@triton.jit
+def _wrong_mass(
+    Q, K, LSE, Mass, scale, log2_e, M, G, D: tl.constexpr, BT: tl.constexpr, SLIP: tl.constexpr
+):
+    tokens = tl.program_id(0) * BT + tl.arange(0, BT)
+    if SLIP == "first tile":
+        tokens = tl.arange(0, BT)
+    width = tl.arange(0, D)
+    in_bounds = tokens < M
+    k_tile = tl.load(K + tokens[:, None] * D + width, mask=in_bounds[:, None], other=0.0)
+    mass = tl.zeros([BT], tl.float32)
+    total = tl.zeros([BT], tl.float32)
+    total_lse = 0.0
+    for g in range(G):
+        head = 0 if SLIP == "one head" else g
+        q_row = tl.load(Q + head * D + width)
+        s = tl.sum(k_tile * q_row, axis=1)
+        if SLIP != "no scale":
+            s = s * scale
+        lse = tl.load(LSE + (0 if SLIP == "one lse" else head))
+        total += s
+        total_lse += lse
+        if SLIP == "base":
+            weight = tl.exp2(s - lse)
+        elif SLIP == "half base":
+            weight = tl.exp2(s * log2_e - lse)
+        elif SLIP == "no lse":
+            weight = tl.exp2(s * log2_e)
+        else:
+            weight = tl.exp2((s - lse) * log2_e)
+        mass = weight if SLIP == "last head" else mass + weight
+    if SLIP == "scores summed":
+        mass = tl.exp2((total - total_lse) * log2_e)
+    if SLIP == "mean":
+        mass = mass / G
+    if SLIP == "no mask":
+        tl.store(Mass + tokens, mass)
+    else:
+        tl.store(Mass + tokens, mass, mask=in_bounds)
+
+
+class _Mistaken:
+    """`_wrong_mass` with its slip chosen; launched like a kernel."""
+
+    def __init__(self, mistake: str) -> None:
+        self.mistake, self.run = mistake, None
+
+    def __getitem__(self, grid: tuple) -> Callable:
+        return lambda *args, **sizes: _wrong_mass[grid](*args, SLIP=self.mistake, **sizes)
+
+
+def _mass(mistake: str) -> Callable:
+    return lambda: _Mistaken(mistake)
+
+
+def _mass_case(name: str, G: int, M: int, D: int) -> Case:
+    here = environment.detect()
+    return Case(name, lambda: (G, M, D), lambda: here.why_not("triton", here.device))
+
+
+_MASS = Exercise(
+    name="group_mass",
+    statement="""
+Write the heart of the scoring kernel, for one query and one KV head. `group_mass()` returns a
+function decorated with `@triton.jit`:
+`kernel(Q, K, LSE, Mass, scale, log2_e, M, G, D: tl.constexpr, BT: tl.constexpr)`. `Q` is `[G, D]`,
+`K` `[M, D]`, `LSE` `[G]` in natural logarithm. `Mass[j]` becomes the sum over the heads of
+`exp(scale * q · k_j - lse)`. A program has `BT` summaries, and the grid is `(cdiv(M, BT),)`. Load
+the keys once, and go through the heads in a loop. `tl.exp2` is the power that there is; `log2_e` is
+1.4427.
+""",
+    minutes=7,
+    difficulty=2,
+    hints=(
+        "A program has `BT` sums, one for each of its summaries. What does each head add to them?",
+        "Three phases: locate the summaries and load their keys `[BT, D]`, behind a mask; a loop "
+        "over the heads; one store behind the same mask. With one query, the product is "
+        "`tl.sum(…, axis=1)` of an elementwise product.",
+        "In the loop, load one row of `Q` and one number of `LSE`. Scale the sum along the width, "
+        "subtract the head's LSE, and only then multiply by `log2_e` for `tl.exp2`.",
+    ),
+    why="Once the LSE is known, each head's weight is final, so a loop may add them up one after "
+    "the other, and the tile of sums never leaves the program.",
+    solution=group_mass,
+    run=_run_group_mass,
+    tolerance=1e-4,
+    misconceptions=(
+        Misconception(
+            "powers of two where powers of e are meant",
+            _mass("base"),
+            "`tl.exp2(x)` is 2 to the power x. Which factor turns it into e to the power x?",
+        ),
+        Misconception(
+            "an LSE in nats beside scores in bits",
+            _mass("half base"),
+            "Your scores are multiplied by `log2_e`, and `LSE` is a natural logarithm. Can the two "
+            "be subtracted as they are?",
+        ),
+        Misconception(
+            "leaving the LSE out",
+            _mass("no lse"),
+            "Each head gives away one unit of attention. What makes its powers sum to 1?",
+        ),
+        Misconception(
+            "one LSE for all heads",
+            _mass("one lse"),
+            "Every head has a softmax of its own, and so an LSE of its own. Where in `LSE` is it?",
+        ),
+        Misconception(
+            "taking one head of the group",
+            _mass("one head"),
+            "The list is for all heads of the group. Who adds the others?",
+        ),
+        Misconception(
+            "keeping the last head alone",
+            _mass("last head"),
+            "Each turn of the loop overwrites what the heads before have given. Which operator "
+            "adds?",
+        ),
+        Misconception(
+            "summing the scores, then one power",
+            _mass("scores summed"),
+            "A sum in the exponent is a product of weights. A head with one loud score would "
+            "decide alone (chapter 07). What is summed?",
+        ),
+        Misconception(
+            "averaging over the heads",
+            _mass("mean"),
+            "The contract is a sum. The order of blocks is the same, but the numbers are not.",
+        ),
+        Misconception(
+            "leaving the scale out",
+            _mass("no scale"),
+            "The LSE is of scaled scores. Which scores have to be compared with it?",
+        ),
+        Misconception(
+            "storing past the last summary",
+            _mass("no mask"),
+            "The last tile has places past `M`. Whose memory is there?",
+        ),
+        Misconception(
+            "every program takes the first tile",
+            _mass("first tile"),
+            "All programs run the same code. What tells one from the next?",
+        ),
+    ),
+    cases=(
+        _mass_case("one head, one tile", 1, 8, 4),
+        _mass_case("three heads", 3, 8, 4),
+        _mass_case("a ragged last tile", 2, 11, 4),
+        _mass_case("five heads, three tiles", 5, 24, 8),
+    ),
+)
+
+
+# -- walk --
+
+
+def walk(first: int, BQ: int, BT: int, length: int, stride: int) -> tuple[int, int]:
+    """How many steps of BT summaries a tile of BQ queries walks without a mask, and in all."""
+    visible = [max((t + 1 - length) // stride + 1, 0) for t in (first, first + BQ - 1)]
+    return visible[0] // BT, -(-visible[1] // BT)
+
+
+def _walk(slips: Slips, first: int, BQ: int, BT: int, length: int, stride: int) -> tuple[int, int]:
+    """`walk` with slips."""
+
+    def visible(t: int) -> int:
+        if "begun" in slips:
+            return t // stride + 1
+        if "apart" in slips:
+            return (t + 1) // length
+        if "pieces" in slips:
+            return (t + 1) // stride
+        number = (t + ("late" not in slips) - length) // stride + 1
+        return number if "negative" in slips else max(number, 0)
+
+    few, many = visible(first), visible(first + BQ - ("past the tile" not in slips))
+    if "whole by last" in slips:
+        few = many
+    if "steps by first" in slips:
+        many = few
+    if "summaries" in slips:
+        return few, many
+    whole = -(-few // BT) if "whole up" in slips else few // BT
+    steps = many // BT if "steps down" in slips else -(-many // BT)
+    return whole, steps - whole if "masked alone" in slips else steps
+
+
+_WALK_MISTAKES = (
+    Misconception(
+        "a summary that is seen one token late",
+        slip(_walk, "late"),
+        "Query `t` sees the tokens 0 to `t`: `t + 1` of them. With summaries of 4, which is the "
+        "first query that has seen one whole?",
+    ),
+    Misconception(
+        "seeing a summary as soon as it begins",
+        slip(_walk, "begun"),
+        "Its last tokens are the query's future. When may it be seen (chapter 06)?",
+    ),
+    Misconception(
+        "summaries that do not overlap",
+        slip(_walk, "apart"),
+        "A new summary begins every `stride` tokens, though each is `length` long. How many have "
+        "ended?",
+    ),
+    Misconception(
+        "counting a summary after `stride` tokens",
+        slip(_walk, "pieces"),
+        "`(t + 1) // stride` counts pieces of `stride` tokens. The first summary has `length` "
+        "tokens. How many pieces is that?",
+    ),
+    Misconception(
+        "a negative number of summaries",
+        slip(_walk, "negative"),
+        "Early queries see none. What does your quotient say for `t = 0`?",
+    ),
+    Misconception(
+        "unmasked up to what the last query sees",
+        slip(_walk, "whole by last"),
+        "A step without a mask shows all its summaries to all queries of the tile. Which query "
+        "sees the fewest?",
+    ),
+    Misconception(
+        "rounding the unmasked steps up",
+        slip(_walk, "whole up"),
+        "A step that the first query sees in part needs a mask. How many steps does it see as a "
+        "whole?",
+    ),
+    Misconception(
+        "stopping where the first query does",
+        slip(_walk, "steps by first"),
+        "Later queries of the tile see more. For which of them does the walk end?",
+    ),
+    Misconception(
+        "rounding the steps down",
+        slip(_walk, "steps down"),
+        "The last step may have fewer summaries than `BT`. They count, too.",
+    ),
+    Misconception(
+        "the first query behind the tile",
+        slip(_walk, "past the tile"),
+        "The tile has the queries `first` to …? It has `BQ` of them.",
+    ),
+    Misconception(
+        "counting summaries where steps are asked for",
+        slip(_walk, "summaries"),
+        "A step takes `BT` summaries. How many steps are these?",
+    ),
+    Misconception(
+        "the masked steps in place of all",
+        slip(_walk, "masked alone"),
+        "The second number counts all steps of the walk, masked or not.",
+    ),
+)
+
+_VISIBLE = ("late", "begun", "apart", "pieces", "negative")
+
+_WALK = Exercise(
+    name="walk",
+    statement="""
+Mend the walk. A tile has the queries `first` to `first + BQ - 1` of one sequence. Summary `j`
+covers the tokens `j * stride` to `j * stride + length - 1`, and query `t` sees it once it has ended
+by `t`. The tile walks over summaries `BT` at a time, from summary 0 on. Return `(whole, steps)`:
+how many steps *all* of its queries see as a whole, so that they need no mask, and how many steps
+there are until no query sees more.
+""",
+    minutes=5,
+    difficulty=2,
+    hints=(
+        "First for one query: with `length` 4 and `stride` 2, how many summaries do the queries 2, "
+        "3, 4 and 5 see?",
+        "One query of the tile sees the fewest summaries, another the most. Which of the two "
+        "decides on the mask, and which on the end?",
+        "Query `t` sees `t + 1` tokens; from the `length`-th on, every `stride` tokens complete "
+        "one more summary. Divide by `BT`, down for what is whole, up for the end.",
+    ),
+    why="The first query of a tile decides where the mask begins and the last one where the walk "
+    "ends; between them lie a few steps, however long the text is.",
+    solution=walk,
+    misconceptions=_WALK_MISTAKES,
+    combine=together(
+        _WALK_MISTAKES,
+        {"begun", "apart", "pieces", "late"},
+        *({"negative", other} for other in ("begun", "apart", "pieces")),
+        {"whole by last", "steps by first"},
+        *({"summaries", other} for other in ("whole up", "steps down", "masked alone")),
+    ),
+    cases=(
+        Case("one query that sees one summary", lambda: (3, 1, 1, 4, 2)),
+        Case("one query that sees none", lambda: (0, 1, 2, 4, 2)),
+        Case("four queries, single summaries", lambda: (6, 4, 1, 4, 2)),
+        Case("steps of two", lambda: (8, 4, 2, 4, 2)),
+        Case("the first tile", lambda: (0, 8, 2, 4, 1)),
+        Case("a tile behind which a summary ends", lambda: (4, 3, 1, 4, 4)),
+        Case("summaries of 5, every 3", lambda: (17, 6, 3, 5, 3)),
+        Case("the sizes of the paper", lambda: (1024, 128, 16, 32, 16)),
+        Case("the last query of a tile ends one", lambda: (40, 8, 4, 8, 4)),
+    ),
+)
+
+
+# -- merge_lists --
+
+
+def merge_lists(a: list[int], b: list[int]) -> list[int]:
+    """The best n of two lists of n numbers, all three with the largest first."""
+    best = [max(x, y) for x, y in zip(a, reversed(b), strict=True)]
+    return sorted(best, reverse=True)
+
+
+def _merge(slips: Slips, a: list[int], b: list[int]) -> list[int]:
+    """`merge_lists` with slips."""
+    n = len(a)
+    if "one list" in slips:
+        best = list(a)
+    elif "halves" in slips:
+        best = sorted(a[: (n + 1) // 2] + b[: n // 2], reverse=True)
+    elif "in turn" in slips:
+        best = [x for pair in zip(a, b, strict=True) for x in pair][:n]
+    elif "same place" in slips:
+        best = [max(x, y) for x, y in zip(a, b, strict=True)]
+    elif "unsettled" in slips:
+        best = [max(x, y) for x, y in zip(a, reversed(b), strict=True)]
+    else:
+        both = set(a) | set(b) if "set" in slips else a + b
+        both = sorted(both, reverse="smallest" not in slips)
+        best = both if "all" in slips else both[:n]
+    if "no empties" in slips:
+        best = [x for x in best if x >= 0]
+    return best[::-1] if "ascending" in slips else best
+
+
+_MERGE_MISTAKES = (
+    Misconception(
+        "comparing what stands at the same place",
+        slip(_merge, "same place"),
+        "The second of `a` may be better than the first of `b`, and still lose against its own "
+        "neighbour. Which number of `b` should the best of `a` meet?",
+    ),
+    Misconception(
+        "leaving the best in the order in which they met",
+        slip(_merge, "unsettled"),
+        "These are the right numbers. The next merge expects them with the largest first.",
+    ),
+    Misconception(
+        "half of each list",
+        slip(_merge, "halves"),
+        "All of the best may stand in one list. What do you have if the step brought nothing new?",
+    ),
+    Misconception(
+        "taking the lists in turn",
+        slip(_merge, "in turn"),
+        "That is the order of a zip. Which number may come next in a merge?",
+    ),
+    Misconception(
+        "keeping the old list",
+        slip(_merge, "one list"),
+        "What has the new list brought?",
+    ),
+    Misconception(
+        "keeping all of both",
+        slip(_merge, "all"),
+        "The list has `n` places in every step. Who leaves?",
+    ),
+    Misconception(
+        "dropping numbers that occur twice",
+        slip(_merge, "set"),
+        "A set keeps one of each. How many empty places, -1, does a young list have?",
+    ),
+    Misconception(
+        "dropping the empty places",
+        slip(_merge, "no empties"),
+        "A list has `n` places, and -1 stands in those that are empty. A tile cannot be shorter.",
+    ),
+    Misconception(
+        "the smallest numbers",
+        slip(_merge, "smallest"),
+        "Which end of the sorted numbers is the best one?",
+    ),
+    Misconception(
+        "the largest last",
+        slip(_merge, "ascending"),
+        "Both lists come with the largest first. So should yours, for the next merge.",
+    ),
+)
+
+_WAYS_TO_MERGE = ("same place", "unsettled", "halves", "in turn", "one list")
+
+_MERGE = Exercise(
+    name="merge_lists",
+    statement="""
+`a` are the best `n` numbers so far, `b` the best `n` of a new step, both with the largest first,
+and -1 in places that are empty. Return the best `n` of both, the largest first. Python's `sorted`
+may put them in order at the end. But find out *which* numbers stay with `n` comparisons, without
+sorting all `2 n`.
+""",
+    minutes=5,
+    difficulty=2,
+    hints=(
+        "Take 9 7 4 2 and 8 3 1 0. Which four stay? How many come from each list?",
+        "If `i` numbers come from the front of `a`, then `n - i` come from the front of `b`. So "
+        "the more of `a` stay, the fewer of `b` do. Which places compete?",
+        "Let the first of `a` meet the last of `b`, the second the last but one. The larger of "
+        "each pair stays. Then put them in order.",
+    ),
+    why="The pairs `a[i]`, `b[n - 1 - i]` can never both belong to the best `n`, nor can both be "
+    "left out, up to equal numbers; so `n` comparisons decide.",
+    solution=merge_lists,
+    misconceptions=_MERGE_MISTAKES,
+    combine=together(
+        _MERGE_MISTAKES,
+        {*_WAYS_TO_MERGE, "all", "set", "smallest"},
+        {"smallest", "ascending"},
+        {"unsettled", "ascending"},
+        {"set", "no empties"},
+        {"one list", "no empties"},
+    ),
+    cases=(
+        Case("lists of one", lambda: ([3], [5])),
+        Case("lists of two", lambda: ([9, 4], [7, 6])),
+        Case("nothing new is better", lambda: ([9, 8, 7, 6], [5, 3, 2, 1])),
+        Case("all that is new is better", lambda: ([4, 3, 1, 0], [9, 8, 6, 5])),
+        Case("two of each", lambda: ([9, 7, 4, 2], [8, 6, 1, 0])),
+        Case("a young list", lambda: ([5, 2, -1, -1], [7, -1, -1, -1])),
+        Case("three of one, one of the other", lambda: ([9, 4, 3, 1], [8, 7, 6, 2])),
+        Case("equal numbers", lambda: ([6, 6, 2, 2], [6, 5, 5, 2])),
+    ),
+)
+
+
+# -- running_list --
+
+
+def running_list(
+    steps: list[list[float]], own: int, n: int, num_initial: int, num_local: int
+) -> list[int]:
+    """The list of a query whose block scores come a step at a time."""
+    best, block = [], 0  # pairs of score and negated id: of equal scores, the lower id wins
+    for step in steps:
+        for score in step:
+            if block < num_initial or block > own - num_local:
+                score = math.inf
+            if block <= own:
+                best.append((score, -block))
+            block += 1
+        best = sorted(best, reverse=True)[:n]  # a merge: of what came before, n are enough
+    return sorted(-negated for _, negated in best)
+
+
+def _running(
+    slips: Slips, steps: list[list[float]], own: int, n: int, num_initial: int, num_local: int
+) -> list[int]:
+    """`running_list` with slips."""
+    best, kept, block = [], [], 0
+    sign = 1 if "higher ids" in slips else -1
+    local = num_local + ("one more" in slips)
+    forced: set[int] = set()
+    for step in steps:
+        fresh = []
+        for place, score in enumerate(step):
+            is_initial = (place if "by place" in slips else block) < num_initial
+            is_local = block > own - local and not ("own left out" in slips and block == own)
+            is_forced = (is_initial and "no initial" not in slips) or (
+                is_local and "no local" not in slips
+            )
+            if is_forced and block <= own and "on top" in slips:
+                forced.add(block)
+            if is_forced and not slips & {"own score", "on top"}:
+                score = math.inf
+            if block <= own or "future" in slips:
+                fresh.append((score, sign * block))
+            block += 1
+        if "last step" in slips and fresh:
+            best = []
+        best = sorted(best + fresh, reverse=True)[:n]
+        kept += sorted(fresh, reverse=True)[:n]
+    if "each step" in slips:
+        best = kept
+    ids = list(dict.fromkeys([sign * entry for _, entry in best] + sorted(forced)))
+    return ids if "by score" in slips else sorted(ids)
+
+
+_RUNNING_MISTAKES = (
+    Misconception(
+        "forcing by the place within the step",
+        slip(_running, "by place"),
+        "Every step has a place 0, but only one block of the text is the first. How do you know "
+        "which block a score belongs to?",
+    ),
+    Misconception(
+        "forced blocks that keep their own score",
+        slip(_running, "own score"),
+        "A forced block is on the list whatever it scores. Which score never loses?",
+    ),
+    Misconception(
+        "forced blocks on top of n others",
+        slip(_running, "on top"),
+        "The list has `n` places, the forced blocks included. Who has to leave?",
+    ),
+    Misconception(
+        "taking blocks of the future",
+        slip(_running, "future"),
+        "The step that holds the own block may go on behind it. What may the query see of that?",
+    ),
+    Misconception(
+        "forgetting the list at every step",
+        slip(_running, "last step"),
+        "What the steps before found is gone. What has to outlive a step?",
+    ),
+    Misconception(
+        "the best n of every step",
+        slip(_running, "each step"),
+        "That is a list that grows. Merge it with the old one, and keep `n`.",
+    ),
+    Misconception(
+        "the higher id of equal scores",
+        slip(_running, "higher ids"),
+        "Ties go to the lower id. Which of two equal pairs does your sort put first?",
+    ),
+    Misconception(
+        "the best first in place of ascending ids",
+        slip(_running, "by score"),
+        "The list is ascending (chapter 05). By what did you sort last?",
+    ),
+    Misconception(
+        "one local block too many",
+        slip(_running, "one more"),
+        "`num_local` counts the own block. With 1, which blocks are forced?",
+    ),
+    Misconception(
+        "leaving the own block to chance",
+        slip(_running, "own left out"),
+        "The own block is the last of the local ones. Its summaries have hardly ended, so its "
+        "score says little.",
+    ),
+    Misconception(
+        "forcing no initial block",
+        slip(_running, "no initial"),
+        "Which blocks does `num_initial` name?",
+    ),
+    Misconception(
+        "forcing no local block",
+        slip(_running, "no local"),
+        "Which blocks does `num_local` name?",
+    ),
+)
+
+_RUNNING = Exercise(
+    name="running_list",
+    statement="""
+One query, whose own block is `own`. `steps` are lists of block scores, in the order of the text:
+the first step has block 0 and the next ones, the second step goes on from there. Walk over the
+steps and keep a list of at most `n`. Blocks behind `own` are the future. The first `num_initial`
+and the last `num_local` blocks up to `own` (itself included) are taken in any case, and count among
+the `n`. Of equal scores the lower id wins. Return the ids, ascending.
+""",
+    minutes=6,
+    difficulty=2,
+    hints=(
+        "What does a step have to know of the steps before it? And what has to become of the list "
+        "before the next step comes?",
+        "A forced block needs no list of its own. Give it a score that beats every other one, and "
+        "let it compete.",
+        "Count the blocks over all steps. Per step: infinity for forced ones, nothing for the "
+        "future, then merge and cut to `n`. For ties, sort pairs, so that the lower id comes "
+        "first. Put the ids in order at the very end.",
+    ),
+    why="With an infinite score a forced block needs no case of its own: it competes like all "
+    "others, wins, and counts.",
+    solution=running_list,
+    misconceptions=_RUNNING_MISTAKES,
+    combine=together(
+        _RUNNING_MISTAKES,
+        {"own score", "on top"},
+        *({"own score", other} for other in ("by place", "one more", "own left out")),
+        {"own score", "no initial", "no local"},
+        {"by place", "no initial"},
+        {"no local", "one more", "own left out"},
+        {"last step", "each step"},
+    ),
+    cases=(
+        Case("the best two of one step", lambda: ([[1.0, 3.0, 2.0]], 2, 2, 0, 1)),
+        Case("two steps, none forced at the start", lambda: ([[5.0, 1.0], [4.0, 0.5]], 3, 2, 0, 1)),
+        Case("the first block is forced", lambda: ([[0.1, 7.0], [8.0, 9.0]], 3, 3, 1, 1)),
+        Case(
+            "the step goes on behind the own block", lambda: ([[3.0, 2.0], [1.0, 9.0]], 2, 2, 0, 1)
+        ),
+        Case("three steps", lambda: ([[6.0, 2.0], [1.0, 7.0], [3.0, 0.5]], 5, 3, 1, 1)),
+        Case("two local blocks", lambda: ([[6.0, 8.0], [7.0, 0.2], [0.5, 9.0]], 4, 4, 1, 2)),
+        Case("equal scores", lambda: ([[2.0, 5.0, 2.0], [5.0, 5.0, 5.0]], 5, 3, 1, 1)),
+        Case("an early query", lambda: ([[4.0, 1.0, 6.0, 2.0]], 1, 4, 1, 2)),
+        Case(
+            "two initial blocks that are one with the local ones",
+            lambda: ([[0.3, 0.2, 0.4], [0.9, 0.8, 0.7]], 2, 3, 2, 2),
+        ),
+        Case(
+            "four steps, two initial blocks",
+            lambda: ([[0.1, 0.2], [0.9, 0.7], [0.4, 0.8], [0.6, 0.3]], 7, 5, 2, 1),
+        ),
+    ),
+)
+
+
+# -- pack --
+
+
+def pack(scores: Tensor, ids: Tensor, id_bits: int) -> Tensor:
+    """Scores [NB] fp32, with the ids [NB] in their low id_bits: one int32 each."""
+    mask = 2**id_bits - 1
+    bits = scores.view(torch.int32)  # the same 32 bits, read as an integer
+    return (bits & ~mask) | (mask - ids)
+
+
+def _pack(slips: Slips, scores: Tensor, ids: Tensor, id_bits: int) -> Tensor:
+    """`pack` with slips."""
+    width = id_bits - ("one bit less" in slips)
+    mask = 2**width - 1
+    bits = scores.view(torch.int32).long()
+    if "cut numbers" in slips:
+        bits = scores.long()
+    low = ids.long() if "lower ids" in slips else mask - ids.long()
+    if "one too many" in slips:
+        low = low + 1
+    if "negative" in slips:
+        low = -ids.long()
+    if "on top" in slips:
+        return (low << (31 - width)) | (bits >> width)
+    if "shifted" in slips:
+        return (bits << width) | low
+    if "dropped" in slips:
+        return (bits & mask) | low
+    if "added" in slips:
+        return bits + low
+    if "or" in slips:
+        return bits | low
+    if "number of bits" in slips:
+        return (bits & ~id_bits) | low
+    return (bits & ~mask) | low
+
+
+_PACK_MISTAKES = (
+    Misconception(
+        "the id as it is",
+        slip(_pack, "lower ids"),
+        "Of two equal scores the larger integer wins. Which id should win, and so which number "
+        "should stand for it?",
+    ),
+    Misconception(
+        "adding the id to a score that still has its low bits",
+        slip(_pack, "added"),
+        "The sum may carry into the bits above, and nobody can read the id again. Which bits have "
+        "to be 0 first?",
+    ),
+    Misconception(
+        "writing the id over low bits that were not cleared",
+        slip(_pack, "or"),
+        "`|` keeps every 1 that was there. What do you read back as the id?",
+    ),
+    Misconception(
+        "shifting the score out of 32 bits",
+        slip(_pack, "shifted"),
+        "A score has 32 bits already, and its exponent stands highest. Shifted up, it leaves an "
+        "int32. Which of its bits can you spare?",
+    ),
+    Misconception(
+        "the id above the score",
+        slip(_pack, "on top"),
+        "Integers are compared from their highest bits on. What should decide first?",
+    ),
+    Misconception(
+        "the number without its fraction",
+        slip(_pack, "cut numbers"),
+        "Scores below 1 all become 0. You want the same bits, read as an integer: `view`.",
+    ),
+    Misconception(
+        "keeping the low bits and clearing the rest",
+        slip(_pack, "dropped"),
+        "`& mask` keeps what the id needs. Which bits tell how large the score is?",
+    ),
+    Misconception(
+        "the number of bits in place of a mask",
+        slip(_pack, "number of bits"),
+        "`~id_bits` clears the bits of the number `id_bits`. Which number has `id_bits` ones?",
+    ),
+    Misconception(
+        "one bit too few",
+        slip(_pack, "one bit less"),
+        "With 2 bits there are the ids 0 to 3. What is the largest number of `id_bits` bits?",
+    ),
+    Misconception(
+        "a low part that starts at 1",
+        slip(_pack, "one too many"),
+        "Id 0 then needs one bit more than there is. What is the largest that fits?",
+    ),
+    Misconception(
+        "a negative id",
+        slip(_pack, "negative"),
+        "A negative integer has its high bits set, and `|` takes them over. What can you subtract "
+        "the id from?",
+    ),
+)
+
+_HOW = ("on top", "shifted", "dropped", "added", "or", "number of bits")
+
+_PACK = Exercise(
+    name="pack",
+    statement="""
+`scores` are fp32 numbers of at least 0, `ids` their blocks, int32, less than `2**id_bits`. Return
+one int32 for each: the score's bits, whose lowest `id_bits` are replaced so that of two equal
+scores *the lower id gives the larger integer*. `scores.view(torch.int32)` reads a number's bits as
+an integer.
+""",
+    minutes=5,
+    difficulty=2,
+    hints=(
+        "With 2 bits for ids, the lowest two bits of a score become free. Which four patterns can "
+        "stand there, and which one should belong to id 0?",
+        "`2**id_bits - 1` is a number of `id_bits` ones. It helps twice: its complement clears the "
+        "low bits, and it is what an id can be subtracted from.",
+        "Clear first (`&` with the complement of the ones), then put the low part in with `|`. The "
+        "low part is the largest id minus this id.",
+    ),
+    why="The high bits decide, and only where they are equal do the low ones; subtracted from the "
+    "largest, the lower id wins.",
+    solution=pack,
+    tolerance=1e-12,
+    misconceptions=_PACK_MISTAKES,
+    combine=together(
+        _PACK_MISTAKES,
+        set(_HOW),
+        {"lower ids", "negative"},
+        {"lower ids", "one bit less"},
+        {"negative", "one too many"},
+        {"negative", "one bit less"},
+        {"negative", "on top"},
+    ),
+    cases=(
+        Case("two equal scores", lambda: (torch.tensor([1.0, 1.0]), _ids(0, 1), 1)),
+        Case("four ids", lambda: (torch.tensor([0.5, 0.5, 2.0, 0.0]), _ids(0, 1, 2, 3), 2)),
+        Case("scores with low bits", lambda: (torch.tensor([0.1, 0.7, 0.3]), _ids(2, 0, 1), 2)),
+        Case("ids of 10 bits", lambda: (torch.tensor([0.1, 3.3, 1e-3]), _ids(1023, 500, 0), 10)),
+        Case("nearly equal", lambda: (torch.tensor([0.3, 0.30001, 0.29999]), _ids(5, 9, 2), 10)),
+    ),
+)
+
+
+def _ids(*ids: int) -> Tensor:
+    return torch.tensor(ids, dtype=torch.int32)
+
+
+# -- pick --
+
+
+def pick(bits: Tensor, n: int) -> list[int]:
+    """The n blocks of the largest bits, ascending, then -1; found by counting alone."""
+    low, high = 0, 2**31  # at least n blocks have low or more, unless low is 0; fewer have high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if int((bits >= middle).sum()) >= n:
+            low = middle
+        else:
+            high = middle
+    above = (bits > low).nonzero().flatten().tolist()
+    equal = (bits == low).nonzero().flatten().tolist()
+    ids = sorted(above + equal[: n - len(above)])
+    return ids + [-1] * (n - len(ids))
+
+
+def _pick(slips: Slips, bits: Tensor, n: int) -> list[int]:
+    """`pick` with slips."""
+    values = bits.tolist()
+    if "distinct" in slips:
+        ranked = sorted(set(values), reverse=True)
+    else:
+        ranked = sorted(values, reverse=True)
+    position = n - 1 + ("one more" in slips)
+    least = ranked[position] if position < len(ranked) else -1
+    low = least if "hidden" in slips else max(least, 0)
+    above = [i for i, x in enumerate(values) if x > low]
+    equal = [i for i, x in enumerate(values) if x == low]
+    if "zeros" in slips and low == 0:
+        equal = []
+    if "higher ids" in slips:
+        equal = equal[::-1]
+    if not slips & {"all equal", "distinct", "one more"}:
+        equal = equal[: max(n - len(above), 0)]
+    ids = above if "above" in slips else above + equal
+    if "unsorted" not in slips:
+        ids = sorted(ids)
+    if "numbers" in slips:
+        return [values[i] for i in ids] + [-1] * (n - len(ids))
+    return ids if "short" in slips else ids + [-1] * (n - len(ids))
+
+
+_PICK_MISTAKES = (
+    Misconception(
+        "taking all that equal the last",
+        slip(_pick, "all equal"),
+        "Several blocks may share the last place's bits, and only some of them fit. How many "
+        "places are left behind those above?",
+    ),
+    Misconception(
+        "taking only what lies above",
+        slip(_pick, "above"),
+        "`low` is the bits of the n-th block itself. Is that one taken?",
+    ),
+    Misconception(
+        "the higher ids of what is equal",
+        slip(_pick, "higher ids"),
+        "Of equal bits the lower ids win. Which of them do you cut off?",
+    ),
+    Misconception(
+        "taking hidden blocks where too few are visible",
+        slip(_pick, "hidden"),
+        "A hidden block has -1. How low may your range begin?",
+    ),
+    Misconception(
+        "leaving out blocks with score 0",
+        slip(_pick, "zeros"),
+        "The bits of 0.0 are 0, and such a block is visible. Only -1 is hidden.",
+    ),
+    Misconception(
+        "counting equal bits once",
+        slip(_pick, "distinct"),
+        "Two blocks with the same bits take two places. What does your count count?",
+    ),
+    Misconception(
+        "stopping one block too low",
+        slip(_pick, "one more"),
+        "Your threshold lets n + 1 blocks in. When is a count large enough: at `n`, or above it?",
+    ),
+    Misconception(
+        "those above first, then the equal ones",
+        slip(_pick, "unsorted"),
+        "The list is ascending. Put the ids in order when you have them all.",
+    ),
+    Misconception(
+        "the bits in place of their blocks",
+        slip(_pick, "numbers"),
+        "The list names blocks. Where do these bits stand?",
+    ),
+    Misconception(
+        "a short list without -1",
+        slip(_pick, "short"),
+        "Every list has `n` places. What stands in those that no block takes?",
+    ),
+)
+
+_PICK = Exercise(
+    name="pick",
+    statement="""
+`bits` `[NB]` are integers: the bits of block scores, from 0 up to below `2**31`, and -1 for blocks
+that are hidden. Return a list of length `n`: the blocks with the largest bits, of equal ones the
+lower ids, ascending, then -1 where fewer are visible. Sort no scores. You may ask all blocks at
+once one question: *how many have at least this much?*, `(bits >= middle).sum()`. Thirty-one answers
+are enough.
+""",
+    minutes=8,
+    difficulty=3,
+    hints=(
+        "Think of a number between 0 and `2**31`. You ask how many blocks have at least that much, "
+        "and hear a count. What do you know of the n-th best block then?",
+        "Keep two ends: `low`, which at least `n` blocks reach, and `high`, which fewer than `n` "
+        "reach. Ask about the middle, move one end, and stop when the two are neighbours.",
+        "In the end `low` is the bits of the last block that is taken. All above it are in. Of "
+        "those that equal it, the first ones fill what is left of the `n` places. If fewer than "
+        "`n` are visible, `low` never moves from 0, and that is right, too.",
+    ),
+    why="Each answer halves the range that the n-th best can lie in, and 31 answers leave one "
+    "number; no block is moved and no list is kept meanwhile.",
+    solution=pick,
+    misconceptions=_PICK_MISTAKES,
+    combine=together(
+        _PICK_MISTAKES,
+        {"all equal", "above", "zeros"},
+        {"all equal", "higher ids"},
+        {"above", "higher ids"},
+        {"above", "unsorted"},
+        {"above", "hidden"},
+        {"distinct", "all equal", "one more"},
+        {"higher ids", "distinct"},
+        {"higher ids", "one more"},
+        {"numbers", "unsorted"},
+        {"hidden", "zeros"},
+    ),
+    cases=(
+        Case("the best of two", lambda: (torch.tensor([3, 8]), 1)),
+        Case("two of four", lambda: (torch.tensor([5, 9, 2, 7]), 2)),
+        Case("three equal, two places", lambda: (torch.tensor([4, 1, 4, 4]), 2)),
+        Case("one above, two of three equal", lambda: (torch.tensor([4, 4, 9, 4, 1]), 3)),
+        Case("fewer visible than places", lambda: (torch.tensor([6, 2, -1, -1]), 3)),
+        Case("a visible zero", lambda: (torch.tensor([0, 5, 0, -1]), 2)),
+        Case("twice the same, above", lambda: (torch.tensor([7, 2, 7, 5, 3]), 3)),
+        Case("bits of scores", lambda: (_bits(0.3, 0.1, 2.5, 0.3, 1e-9, math.inf), 4)),
+        Case("all visible, few places", lambda: (_bits(*(_random(24, seed=3).abs().tolist())), 5)),
+    ),
+)
+
+
+def _bits(*scores: float) -> Tensor:
+    return torch.tensor(scores).view(torch.int32)
+
+
+EXERCISES = (_MASS, _WALK, _RUNNING, _MERGE, _PACK, _PICK)
+
+
+# -- two slips at once, written as readers write them --
+
+
+def _late_and_leaking(first: int, BQ: int, BT: int, length: int, stride: int) -> tuple[int, int]:
+    last = first + BQ - 1
+    visible = max(0, (last - length) // stride + 1)
+    return visible // BT, math.ceil(visible / BT)
+
+
+def _all_and_rising(a: list[int], b: list[int]) -> list[int]:
+    return sorted(a + b)
+
+
+def _cut_by_place(
+    steps: list[list[float]], own: int, n: int, num_initial: int, num_local: int
+) -> list[int]:
+    best, block = [], 0
+    for step in steps:
+        for place in range(len(step)):
+            is_forced = place < num_initial or block > own - num_local
+            if block <= own:
+                best.append((-math.inf if is_forced else -step[place], block))
+            block += 1
+        best = sorted(best)[:n]
+    return [block for _, block in best]
+
+
+def _added_and_rising(scores: Tensor, ids: Tensor, id_bits: int) -> Tensor:
+    return scores.view(torch.int32) + ids
+
+
+def _every_equal_and_short(bits: Tensor, n: int) -> list[int]:
+    visible = bits[bits >= 0]
+    least = visible.sort(descending=True).values[:n][-1]
+    return (bits >= least).nonzero().flatten().tolist()
+
+
+DOUBLES = (
+    Double(
+        "walk",
+        _late_and_leaking,
+        ("a summary that is seen one token late", "unmasked up to what the last query sees"),
+    ),
+    Double(
+        "merge_lists",
+        _all_and_rising,
+        ("keeping all of both", "the largest last"),
+    ),
+    Double(
+        "running_list",
+        _cut_by_place,
+        ("forcing by the place within the step", "the best first in place of ascending ids"),
+    ),
+    Double(
+        "pack",
+        _added_and_rising,
+        ("the id as it is", "adding the id to a score that still has its low bits"),
+    ),
+    Double(
+        "pick",
+        _every_equal_and_short,
+        ("taking all that equal the last", "a short list without -1"),
+    ),
+)
+
+
+# -- what the chapter warns of --
+
+TRAPS = (
+    Trap(
+        "Mind the base: `LSE` is a natural logarithm, and `tl.exp2` is a power of two.",
+        "group_mass",
+        "powers of two where powers of e are meant",
+    ),
+    Trap(
+        "Each head of the group has a maximum and a sum of its own",
+        "group_mass",
+        "one LSE for all heads",
+    ),
+    Trap(
+        "each step has a place 0, and only one of them is the first block",
+        "running_list",
+        "forcing by the place within the step",
+    ),
+    Trap(
+        "Forced blocks need no second list.",
+        "running_list",
+        "forced blocks on top of n others",
+    ),
+    Trap("Turn the new list around", "merge_lists", "comparing what stands at the same place"),
+    Trap(
+        "$\\log_2 n$ more stages put it in order",
+        "merge_lists",
+        "leaving the best in the order in which they met",
+    ),
+    Trap("Ties go to the lower id, as everywhere.", "pack", "the id as it is"),
+    Trap(
+        "hidden blocks have -1, below the bits of 0.0",
+        "pick",
+        "taking hidden blocks where too few are visible",
+    ),
+    Trap(
+        "**A summary that ends one token too late.**",
+        "walk",
+        "a summary that is seen one token late",
+    ),
+    Trap(
+        "a summary that is seen when it *begins*, is a leak from the future",
+        "walk",
+        "seeing a summary as soon as it begins",
+    ),
+)
+
+
+# -- predictions --
+
+PREDICTIONS = (
+    Prediction(
+        "scores_again",
+        "Writing and reading 64 GiB of weights takes 29 ms at best: how many ms does it take to "
+        "compute the scores of 64 heads of width 128 and 65,536 tokens once more, with tensor "
+        "cores at 989 TFLOP/s?",
+        "Each of 64 heads has 65,536 queries, which see 2,047 summaries on average, and each pair "
+        "takes 2 · 128 operations: 2.2 TFLOP.",
+        (
+            (29, "That is the time of the traffic. Arithmetic is cheaper than memory here."),
+            (
+                lambda guess: isinstance(guess, int | float) and 4 <= guess <= 5,
+                "That is right for all pairs. A query sees the summaries before it, half of them "
+                "on average.",
+            ),
+        ),
+        unit="ms",
+        tolerance=0.15,
+    ),
+    Prediction(
+        "bits_of_the_score",
+        "An fp32 number has 23 bits behind the point: if the ids of 1,024 blocks take the lowest "
+        "bits, how many of the 23 are left for the score?",
+        "1,024 ids take 10 bits, since 2 to the power 10 is 1,024. Sign and exponent stand above "
+        "the 23 and stay as they are.",
+        (
+            (10, "That is what the ids take."),
+            (22, "That is 32 - 10. Sign and exponent are 9 of these 22."),
+            (23, "The ids have to stand somewhere."),
+        ),
+    ),
+    Prediction(
+        "tiles_that_merge",
+        "A tile of 128 queries with random scores walks over 512 blocks, 32 a step, and each query "
+        "keeps its best 16: in the last step, in how many percent of such tiles does some query "
+        "find a better block?",
+        "A single query finds one in 64 of 100 cases. That none of 128 does happens in 0.36 to "
+        "the power 128 of them, which is never.",
+        (
+            (64, "That is a single query. A tile merges if any of its 128 does."),
+            (
+                lambda guess: isinstance(guess, int | float) and guess <= 10,
+                "The last step holds a sixteenth of all blocks, and so one of the best 16 on "
+                "average.",
+            ),
+        ),
+        unit="%",
+        tolerance=0.005,
+    ),
+)

@@ -1,0 +1,305 @@
+"""Chapter 14's exercises: their solutions against the package, answers as readers write them; and
+the kernels that it shows beside each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa_tutorial import ops
+from nsa_tutorial.course import phases
+from nsa_tutorial.course.exercises import chapter_exercises
+from nsa_tutorial.course.exercises import selection_kernels as solutions
+from nsa_tutorial.course.judging import judge
+from nsa_tutorial.course.mistakes import Wrong
+from nsa_tutorial.exact.online_softmax import LOG2_E
+from nsa_tutorial.kernels import running_top_n
+from nsa_tutorial.runtime import environment
+from nsa_tutorial.sparse import block_selection, compression
+from nsa_tutorial.sparse.selected_attention import query_rows
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KNOWN = chapter_exercises("selection_kernels")
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "14_selection_kernels.ipynb"
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# -- solutions --
+
+
+def test_the_weights_of_a_group_are_the_operators() -> None:
+    """One query that sees all summaries: their softmax, head by head, summed."""
+    here = environment.detect()
+    if here.why_not("triton", here.device):
+        pytest.skip(here.why_not("triton", here.device))
+    G, D, M = 3, 8, 13
+    q, k_cmp = draw(1, 1, G, D), draw(1, M, 1, D, seed=1)
+    _, lse = ops.compressed_attention(
+        q, k_cmp, k_cmp, num_keys=M, length=1, stride=1, return_lse=True, backend="reference"
+    )
+    mass = torch.zeros(M)
+    tensors = [x.to(here.device) for x in (q[0, 0], k_cmp[0, :, 0], lse[0, 0], mass)]
+    solutions.group_mass()[2,](*tensors, D**-0.5, LOG2_E, M, G, D=D, BT=8)
+    right = torch.softmax(q[0, 0] @ k_cmp[0, :, 0].T * D**-0.5, 1).sum(0)
+    torch.testing.assert_close(tensors[3].cpu(), right)
+
+
+@pytest.mark.parametrize(("length", "stride"), [(32, 16), (4, 4), (5, 3), (7, 1)])
+def test_the_walk_is_that_of_the_rows(length: int, stride: int) -> None:
+    N, BQ, BT = 70, 8, 4
+    rows = query_rows(1, N, N, causal=True, cu_seqlens=None, device=torch.device("cpu"))
+    rows = compression.summary_rows(rows, N, length=length, stride=stride, cu_seqlens=None)
+    for first in range(0, N - BQ, 3):
+        seen = rows.num_visible[first : first + BQ]
+        whole, steps = solutions.walk(first, BQ, BT, length, stride)
+        assert whole * BT <= seen.min() < (whole + 1) * BT
+        assert (steps - 1) * BT < seen.max() <= steps * BT or seen.max() == steps == 0
+
+
+@pytest.mark.parametrize("BT", [1, 3, 8, 30])
+def test_a_running_list_is_the_references(BT: int) -> None:
+    """However the row is cut into steps; with equal scores."""
+    NB, n = 19, 5
+    score = (3 * draw(NB).abs()).round()
+    for own in range(NB):
+        expected = block_selection.choose(
+            score[None, None, None], torch.tensor([own]), top_n=n, num_initial=1, num_local=2
+        )[0, 0, 0]
+        steps = [step.tolist() for step in score.split(BT)]
+        found = solutions.running_list(steps, own, n, 1, 2)
+        assert found == [i for i in expected.tolist() if i >= 0]
+
+
+def test_a_merge_is_the_networks() -> None:
+    for seed in range(20):
+        g = torch.Generator().manual_seed(seed)
+        a, b = torch.randint(0, 12, (2, 8), generator=g).sort(-1, descending=True).values
+        expected = running_top_n.best_of_two(a, b).tolist()
+        assert solutions.merge_lists(a.tolist(), b.tolist()) == expected
+
+
+def test_packed_scores_are_ordered_as_rounded_scores() -> None:
+    """Down to the bits that ids leave, and of equal ones the lower id first."""
+    scores, id_bits = draw(200).abs(), 8
+    ids = torch.randperm(200, generator=torch.Generator().manual_seed(1)).int()
+    packed = solutions.pack(scores, ids, id_bits)
+    assert ((2**id_bits - 1 - packed % 2**id_bits) == ids).all()
+    rounded = (scores.view(torch.int32) >> id_bits).tolist()
+    right = sorted(range(200), key=lambda i: (-rounded[i], int(ids[i])))
+    assert packed.argsort(descending=True).tolist() == right
+
+
+@pytest.mark.parametrize("n", [1, 4, 16, 40])
+def test_a_pick_is_the_reference_s(n: int) -> None:
+    """Equal scores, zeros, forced and hidden blocks; more places than blocks."""
+    NB, own = 30, 22
+    score = draw(NB, seed=n).clamp(min=0).mul(4).round()
+    score = score.masked_fill(torch.arange(NB) == own, math.inf)
+    expected = block_selection.choose(
+        score[None, None, None], torch.tensor([own]), top_n=n, num_initial=0, num_local=0
+    )[0, 0, 0]
+    bits = torch.where(torch.arange(NB) <= own, score.view(torch.int32), -1)
+    assert solutions.pick(bits, n) == expected.tolist()
+
+
+# -- answers as readers write them --
+
+
+def stopped_at_the_own_step(steps, own, n, num_initial, num_local):
+    best = []
+    for i, step in enumerate(steps):
+        start = i * len(steps[0])
+        new = list(enumerate(step, start))
+        new = [
+            (b, math.inf if b < num_initial or own - num_local < b <= own else s) for b, s in new
+        ]
+        best = sorted(best + new, key=lambda pair: (-pair[1], pair[0]))[:n]
+    return sorted(b for b, _ in best)
+
+
+def forced_beside(steps, own, n, num_initial, num_local):
+    scores = [s for step in steps for s in step][: own + 1]
+    forced = {b for b in range(own + 1) if b < num_initial or b > own - num_local}
+    order = sorted(range(own + 1), key=lambda b: (-scores[b], b))
+    return sorted(forced | set(order[:n]))
+
+
+def all_at_once(steps, own, n, num_initial, num_local):
+    """Right, without a running list."""
+    scores = [s for step in steps for s in step][: own + 1]
+    rank = [(not (b < num_initial or b > own - num_local), -s, b) for b, s in enumerate(scores)]
+    return sorted(b for *_, b in sorted(rank)[:n])
+
+
+def two_heads(a, b):
+    """Right: a merge with two pointers."""
+    out, i, j = [], 0, 0
+    while len(out) < len(a):
+        if a[i] >= b[j]:
+            out.append(a[i])
+            i += 1
+        else:
+            out.append(b[j])
+            j += 1
+    return out
+
+
+def zipped(a, b):
+    return sorted(map(max, a, b), reverse=True)
+
+
+def mirrored_alone(a, b):
+    n = len(a)
+    return [a[i] if a[i] > b[n - 1 - i] else b[n - 1 - i] for i in range(n)]
+
+
+def union(a, b):
+    return sorted({*a, *b}, reverse=True)[: len(a)]
+
+
+def by_arithmetic(scores, ids, id_bits):
+    """Right: without bit operators."""
+    size = 2**id_bits
+    return scores.view(torch.int32) // size * size + size - 1 - ids
+
+
+def rising(scores, ids, id_bits):
+    size = 2**id_bits
+    return scores.view(torch.int32) // size * size + ids
+
+
+def uncleared(scores, ids, id_bits):
+    return scores.view(torch.int32) + (2**id_bits - 1 - ids)
+
+
+def by_sort(bits, n):
+    """Right, though it sorts."""
+    order = bits.argsort(descending=True, stable=True)[:n]
+    ids = sorted(order[bits[order] >= 0].tolist())
+    return ids + [-1] * (n - len(ids))
+
+
+def by_sort_alone(bits, n):
+    ids = sorted(bits.argsort(descending=True, stable=True)[:n].tolist())
+    return ids + [-1] * (n - len(ids))
+
+
+def threshold_alone(bits, n):
+    least = max(int(bits.sort(descending=True).values[n - 1]), 0)
+    ids = (bits >= least).nonzero().flatten().tolist()
+    return ids + [-1] * (n - len(ids))
+
+
+def off_by_one(first, BQ, BT, length, stride):
+    few, many = (max((t - length) // stride + 1, 0) for t in (first, first + BQ - 1))
+    return few // BT, math.ceil(many / BT)
+
+
+def of_the_last(first, BQ, BT, length, stride):
+    seen = max((first + BQ - length) // stride + 1, 0)
+    return seen // BT, -(-seen // BT)
+
+
+def counted(first, BQ, BT, length, stride):
+    """Right: by going through the summaries."""
+    few, many = (
+        sum(j * stride + length - 1 <= t for j in range(t + 1)) for t in (first, first + BQ - 1)
+    )
+    return few // BT, -(-many // BT)
+
+
+ATTEMPTS = {
+    "future": ("running_list", stopped_at_the_own_step, {"taking blocks of the future"}),
+    "beside": ("running_list", forced_beside, {"forced blocks on top of n others"}),
+    "zip": ("merge_lists", zipped, {"comparing what stands at the same place"}),
+    "mirror": (
+        "merge_lists",
+        mirrored_alone,
+        {"leaving the best in the order in which they met"},
+    ),
+    "union": ("merge_lists", union, {"dropping numbers that occur twice"}),
+    "rising": ("pack", rising, {"the id as it is"}),
+    "uncleared": (
+        "pack",
+        uncleared,
+        {"adding the id to a score that still has its low bits"},
+    ),
+    "sort alone": ("pick", by_sort_alone, {"taking hidden blocks where too few are visible"}),
+    "threshold": ("pick", threshold_alone, {"taking all that equal the last"}),
+    "late": ("walk", off_by_one, {"a summary that is seen one token late"}),
+    "last": ("walk", of_the_last, {"unmasked up to what the last query sees"}),
+}
+
+
+@pytest.mark.parametrize(("name", "attempt", "named"), ATTEMPTS.values(), ids=ATTEMPTS.keys())
+def test_a_readers_mistake_is_named(name: str, attempt: Callable, named: set[str]) -> None:
+    """None of these is written like the misconception that names it."""
+    assert set(judge(KNOWN[name], attempt).misconceptions) == named
+
+
+@pytest.mark.parametrize(
+    ("name", "attempt"),
+    [
+        ("running_list", all_at_once),
+        ("merge_lists", two_heads),
+        ("pack", by_arithmetic),
+        ("pick", by_sort),
+        ("walk", counted),
+    ],
+)
+def test_another_way_is_right_too(name: str, attempt: Callable) -> None:
+    assert judge(KNOWN[name], attempt).outcome == "right"
+
+
+@pytest.mark.parametrize("name", [name for name in KNOWN if name != "group_mass"])
+def test_without_slips_a_wrong_solution_is_right(name: str) -> None:
+    """A slip changes what it is named for, and nothing else."""
+    e = KNOWN[name]
+    assert judge(e, Wrong(e.misconceptions[0].wrong.function, frozenset())).outcome == "right"
+
+
+def test_without_its_slip_the_wrong_kernel_is_right() -> None:
+    e = KNOWN["group_mass"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    assert judge(e, solutions._mass("none")).outcome == "right"
+
+
+def test_a_kernel_without_its_decorator_is_told() -> None:
+    e = KNOWN["group_mass"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    assert "@triton.jit" in judge(e, lambda: lambda Q: None).text
+
+
+# -- what the chapter shows --
+
+
+@pytest.mark.parametrize(("triton", "tilelang"), [("score", "score"), ("pick", "pick")])
+def test_phases_that_stand_beside_each_other_have_one_name(triton: str, tilelang: str) -> None:
+    ours = phases(f"nsa_tutorial.kernels.triton_selection:{triton}_kernel")
+    theirs = phases(f"nsa_tutorial.kernels.tilelang_selection:build_{tilelang}")
+    shared = [phase for phase in ours if phase in theirs]
+    assert len(shared) >= 3
+    assert shared == [phase for phase in theirs if phase in ours]
+
+
+def test_who_sees_the_first_and_the_last_summary() -> None:
+    """The two numbers of queries that the chapter tells."""
+    N = 65_536
+    rows = query_rows(1, N, N, causal=True, cu_seqlens=None, device=torch.device("cpu"))
+    rows = compression.summary_rows(rows, N, length=32, stride=16, cu_seqlens=None)
+    num_summaries = compression.num_summaries(N, 32, 16)
+    first, last = ((rows.num_visible > j).sum().item() for j in (0, num_summaries - 1))
+    assert last == 1
+    text = " ".join(NOTEBOOK.read_text().split())
+    assert f"{first:,} of {N:,} queries, the last by one" in text.replace('\\n", "', " ")
+    assert f"has {num_summaries:,} summaries" in text.replace('\\n", "', " ")
