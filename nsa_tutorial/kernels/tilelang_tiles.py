@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY
 
 # Widest tile and longest block up to which a row holds, warps for every 16 rows of a group's tile,
@@ -85,3 +87,52 @@ def dkv_options(
     choices = [(most, 64), (most, 32), (min(most, 32), 32), (16, 32)]
     BT, BR = (*(c for c in choices if size(*c) <= shared_memory), (16, 16))[0]
     return {"BT": BT, "BR": BR, "threads": (2 if width <= 256 else 4) * BT, "num_stages": 2}
+
+
+def has_tma(device: torch.device, *row_bytes: int) -> bool:
+    """Whether tiles with rows of that many bytes come by TMA: 16 bytes at a time, from an H100
+    on."""
+    is_new = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return is_new and not any(n % 16 for n in row_bytes)
+
+
+def attend_options(
+    D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY
+) -> dict[str, int]:
+    """`BQ, BT, threads, num_stages` of the walk over the summaries that a tile of queries sees.
+    Arguments as in `dq_options`."""
+
+    def size(BQ: int, BT: int, num_stages: int) -> int:
+        """Bytes of queries, of keys and values, of clean values, of weights in fp32, and some."""
+        _, DT, DVT = tile_sides(BQ, D, DV)
+        weights = BQ * BT if itemsize == 4 else 0
+        tiles = BQ * DT + num_stages * BT * (DT + DVT) + BT * DVT
+        return (tiles + weights) * itemsize + 2048
+
+    choices = [(128, 64, 2), (64, 64, 2), (64, 64, 1), (64, 32, 1), (64, 16, 1), (32, 16, 1)]
+    if itemsize == 4:
+        choices = choices[3:]
+    BQ, BT, num_stages = (*(c for c in choices if size(*c) <= shared_memory), (16, 16, 1))[0]
+    return {"BQ": BQ, "BT": BT, "threads": 2 * BQ, "num_stages": num_stages}
+
+
+def score_options(
+    G: int, D: int, itemsize: int, shared_memory: int = SHARED_MEMORY
+) -> dict[str, int]:
+    """`BQ, BT, threads, num_stages` of the scores that choose. Arguments as in `dq_options`."""
+
+    def size(BQ: int, BT: int, num_stages: int) -> int:
+        """Bytes of queries and keys, of sums, and of scores."""
+        _, DT, _ = tile_sides(BQ, D, D)
+        return (num_stages * BQ + BT) * DT * itemsize + BQ * (G + BT) * 4
+
+    choices = [(128, 64, 2), (64, 64, 2), (64, 32, 1), (64, 16, 1), (32, 16, 1)]
+    if itemsize == 4:
+        choices = choices[2:]
+    BQ, BT, num_stages = (*(c for c in choices if size(*c) <= shared_memory), (16, 16, 1))[0]
+    return {"BQ": BQ, "BT": BT, "threads": 2 * BQ, "num_stages": num_stages}
+
+
+def pick_threads(num_blocks: int) -> int:
+    """Threads that make a list: of at most 32 blocks each, and a warp at least."""
+    return min(1024, max(32, num_blocks // 32))
