@@ -53,10 +53,12 @@ BACKENDS: Table = {
     },
     "compress": {  # the mean; other summaries are matmuls, whatever the backend
         "reference": "nsa_tutorial.sparse.compression:summarise",
+        "tilelang": "nsa_tutorial.kernels.tilelang_pooling:mean",
         "triton": "nsa_tutorial.kernels.triton_pooling:mean",
     },
     "gated_sum": {
         "reference": "nsa_tutorial.sparse.native_sparse_attention:gated_sum",
+        "tilelang": "nsa_tutorial.kernels.tilelang_gates:gated_sum",
         "triton": "nsa_tutorial.kernels.triton_gates:gated_sum",
     },
 }
@@ -83,15 +85,15 @@ BACKWARDS: Table = {
     },
     # on the reference, PyTorch derives the gradients of these two
     "compress": {
+        "tilelang": "nsa_tutorial.kernels.tilelang_pooling:mean_backward",
         "triton": "nsa_tutorial.kernels.triton_pooling:mean_backward",
     },
     "gated_sum": {
+        "tilelang": "nsa_tutorial.kernels.tilelang_gates:gated_sum_backward",
         "triton": "nsa_tutorial.kernels.triton_gates:gated_sum_backward",
     },
 }
 CHAPTER_OF = {
-    ("compress", "tilelang"): "14, selection_kernels",
-    ("gated_sum", "tilelang"): "14, selection_kernels",
     ("compressed_attention", "tilelang"): "14, selection_kernels",
     ("select_blocks", "tilelang"): "14, selection_kernels",
 }

@@ -56,6 +56,18 @@ def samples(backend: str, device: str, grad: bool) -> Iterator[tuple[object, tup
     both = torch.ops.nsa_tutorial.selected_and_window_attention.default
     yield both, (q, k, v, ids, None, None, packed, 5, 4, True, scale, backend)
     yield both, (q, k, v, ids, None, factors, None, 5, 4, False, scale, backend)
+    if backend != "reference":  # which leaves these two to PyTorch
+        mean = torch.ops.nsa_tutorial.mean_summaries.default
+        first = torch.tensor([0, 3, 9, 12], device=device)
+        yield mean, (k, first, 5, 3, backend)
+        yield mean, (k, first[:0], 5, 3, backend)
+        gated = torch.ops.nsa_tutorial.gated_sum.default
+        gates = [q.detach()[..., i].clone().requires_grad_(grad) for i in range(3)]
+        outputs = [q.detach().clone().requires_grad_(grad) for _ in range(3)]
+        stacked = torch.stack([x.detach() for x in outputs[1:]]).requires_grad_(grad)
+        yield gated, (gates, outputs, backend)
+        yield gated, (gates, [outputs[0], stacked], backend)
+        yield gated, (gates[:1], outputs[:1], backend)
     if backend == "reference":
         summaries = [x.detach()[:, :9].clone().requires_grad_(grad) for x in (k, v)]
         compressed = torch.ops.nsa_tutorial.compressed_attention.default

@@ -1,12 +1,14 @@
 """Chapter 14: the mean of each window of tokens, and its backward, in Triton.
 
-A mean does not ask which head a number belongs to. So a token is one row of `W = H * D` columns,
-and no width is padded. Nobody writes what two programs read, so every run gives the same bits.
+A mean does not ask which head a number belongs to, nor which sequence of the batch. So a token is
+one row of `W = H * D` columns, and no width is padded. A number is written by one program, so every
+run gives the same bits.
 
 `mean` and `mean_backward` launch the kernels and are what the operators call; `tilelang_pooling`
 holds the same two. No argument is checked here: `ops` does.
 
-Symbols: `M` tokens · `M_c` summaries · `BJ` summaries, `BT` tokens and `BW` columns of a tile.
+Symbols: `M` tokens and `M_c` summaries of a sequence · `BJ` summaries, `BT` tokens and `BW` columns
+of a tile.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_tutorial.sparse.compression import summaries_of_tokens
+from nsa_tutorial.sparse.compression import first_rows, summaries_of_tokens
 
 TILE = {"BW": 128, "num_warps": 4}  # columns of a tile: 256 bytes in half precision
 ROWS = 16  # summaries or tokens of a tile
@@ -23,12 +25,12 @@ ROWS = 16  # summaries or tokens of a tile
 
 @triton.jit
 def mean_kernel(
-    X, First, Output, num_summaries, M, M_c, W,
+    X, First, Output, num_summaries, W,
     LENGTH: tl.constexpr, BJ: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """`X [B, M, W]` to `Output [B, M_c, W]`; the grid is `cdiv(B * M_c, BJ) * cdiv(W, BW)`.
+    """`X [tokens, W]` to `Output [num_summaries, W]`; summary `j` begins with the token `First[j]`.
 
-    `First [M_c]` is the token with which a summary begins; `num_summaries` is `B * M_c`.
+    The grid is `(cdiv(num_summaries, BJ) * cdiv(W, BW),)`.
     """
     # -- locate the program --
     num_column_tiles = tl.cdiv(W, BW)
@@ -37,9 +39,8 @@ def mean_kernel(
     in_bounds = (summaries < num_summaries)[:, None] & (columns < W)  # [BJ, BW]
 
     # -- where the windows begin --
-    batch = (summaries // M_c).to(tl.int64)
-    first = tl.load(First + summaries % M_c, mask=summaries < num_summaries, other=0)
-    offsets = (batch * M + first)[:, None] * W + columns  # [BJ, BW]
+    first = tl.load(First + summaries, mask=summaries < num_summaries, other=0)  # [BJ]
+    offsets = first.to(tl.int64)[:, None] * W + columns  # [BJ, BW]
 
     # -- sum --
     acc = tl.zeros([BJ, BW], tl.float32)
@@ -55,14 +56,13 @@ def mean_kernel(
 
 @triton.jit
 def mean_backward_kernel(
-    GradOutput, Begin, End, GradX, num_tokens, M, M_c, W,
+    GradOutput, Begin, End, GradX, num_tokens, W,
     LENGTH: tl.constexpr, MOST: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """`GradOutput [B, M_c, W]` to `GradX [B, M, W]`; the grid is
-    `cdiv(B * M, BT) * cdiv(W, BW)`.
+    """`GradOutput [summaries, W]` to `GradX [num_tokens, W]`; token `t` lies in the summaries
+    `Begin[t] … End[t] - 1`, at most `MOST` of them.
 
-    A token lies in the summaries `Begin[t] … End[t] - 1`, at most `MOST` of them; `num_tokens` is
-    `B * M`.
+    The grid is `(cdiv(num_tokens, BT) * cdiv(W, BW),)`.
     """
     # -- locate the program --
     num_column_tiles = tl.cdiv(W, BW)
@@ -71,10 +71,9 @@ def mean_backward_kernel(
     in_bounds = (tokens < num_tokens)[:, None] & (columns < W)  # [BT, BW]
 
     # -- which summaries hold the tokens --
-    batch = (tokens // M).to(tl.int64)
-    begin = tl.load(Begin + tokens % M, mask=tokens < num_tokens, other=0)
-    end = tl.load(End + tokens % M, mask=tokens < num_tokens, other=0)
-    offsets = (batch * M_c + begin)[:, None] * W + columns  # [BT, BW]
+    begin = tl.load(Begin + tokens, mask=tokens < num_tokens, other=0)  # [BT]
+    end = tl.load(End + tokens, mask=tokens < num_tokens, other=0)
+    offsets = begin.to(tl.int64)[:, None] * W + columns  # [BT, BW]
 
     # -- sum --
     acc = tl.zeros([BT, BW], tl.float32)
@@ -104,8 +103,9 @@ def mean(x: Tensor, first: Tensor, *, length: int) -> Tensor:
     summaries = x.new_empty(B, M_c, H, D)
     grid = (triton.cdiv(B * M_c, ROWS) * triton.cdiv(H * D, TILE["BW"]),)
     mean_kernel[grid](
-        x.contiguous(), first, summaries, B * M_c, M, M_c, H * D, LENGTH=length, BJ=ROWS, **TILE
-    )
+        x.contiguous(), first_rows(first, B, M), summaries, B * M_c, H * D,
+        LENGTH=length, BJ=ROWS, **TILE,
+    )  # fmt: skip
     return summaries
 
 
@@ -118,12 +118,12 @@ def mean_backward(d_summaries: Tensor, first: Tensor, *, M: int, length: int, mo
         M: tokens.
         most: summaries that one token may be in.
     """
-    B, M_c, H, D = d_summaries.shape
-    begin, end = summaries_of_tokens(first, M, length)
+    B, _, H, D = d_summaries.shape
+    begin, end = summaries_of_tokens(first_rows(first, B, M), B * M, length)
     d_x = d_summaries.new_empty(B, M, H, D)
     grid = (triton.cdiv(B * M, ROWS) * triton.cdiv(H * D, TILE["BW"]),)
     mean_backward_kernel[grid](
-        d_summaries.contiguous(), begin, end, d_x, B * M, M, M_c, H * D,
+        d_summaries.contiguous(), begin, end, d_x, B * M, H * D,
         LENGTH=length, MOST=most, BT=ROWS, **TILE,
     )  # fmt: skip
     return d_x

@@ -86,10 +86,18 @@ def first_tokens(
     return cu_seqlens[sequence] + (summary - offsets[sequence]) * stride
 
 
-def summaries_of_tokens(first: Tensor, M: int, length: int) -> tuple[Tensor, Tensor]:
-    """Which summaries hold a token: token `t` lies in `begin[t] … end[t] - 1`, int32 `[M]` both.
-    `first [M_c]` is from `first_tokens`, in ascending order."""
-    token = torch.arange(M, device=first.device)
+def first_rows(first: Tensor, B: int, M: int) -> Tensor:
+    """The rows of the flattened `[B * M]` with which the summaries `[B * M_c]` of a batch begin;
+    `first [M_c]` is from `first_tokens`."""
+    if B == 1:
+        return first
+    return (first + M * torch.arange(B, device=first.device)[:, None]).flatten()
+
+
+def summaries_of_tokens(first: Tensor, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
+    """Which summaries hold a token: token `t` lies in `begin[t] … end[t] - 1`, int32 both. The
+    tokens `first`, with which summaries begin, are in ascending order."""
+    token = torch.arange(num_tokens, device=first.device)
     # those that begin by the token, less those that have ended before it
     end = torch.searchsorted(first, token, right=True, out_int32=True)
     begin = torch.searchsorted(first, token - length, right=True, out_int32=True)
@@ -191,13 +199,9 @@ def _side_by_side(pieces: Tensor, weight: Tensor, K: int) -> Tensor:
 
 def _of_neighbours(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """Sums over the pieces of each window, in `dtype`: `[B, H, P, K, F]` to `[B, H, M_c, F]`.
-
-    Window `j` takes part `k` of piece `j + k`: a diagonal, on which a step in `k` is also one in
-    `p`.
-    """
-    B, H, P, K, width = parts.shape
-    b, h, p, k, f = parts.stride()
-    return parts.as_strided((B, H, P - K + 1, K, width), (b, h, p, p + k, f)).sum(3, dtype=dtype)
+    Window `j` takes part `k` of piece `j + k`."""
+    P, K = parts.shape[2:4]
+    return sum(parts[:, :, k : k + P - K + 1, k].to(dtype) for k in range(K))
 
 
 def summary_rows(
