@@ -15,10 +15,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from nsa_tutorial import backends, ops
 from nsa_tutorial.bench import __main__ as bench
 from nsa_tutorial.bench import drawing, judging, measuring
+from nsa_tutorial.bench.operators import (
+    CHOOSING,
+    GATES,
+    OPERATORS,
+    parts_of,
+    stand_ins,
+    with_choice,
+)
 from nsa_tutorial.bench.problem import Problem, Results, Shape, dense
-from nsa_tutorial.bench.steps import PROBE, Step, newest_first
+from nsa_tutorial.bench.steps import PROBE, Step, newest_first, steps_of
 from nsa_tutorial.course import heads
 from nsa_tutorial.sparse.selected_attention import dense_mask, masked_attention
 
@@ -31,12 +40,18 @@ SMALL = ["--device", "cpu", "--backend", "reference", "--tokens", "70", "90"]
 SMALL += ["--kv-heads", "2", "--group", "2", "--width", "8"]
 QUICK = ["--block-size", "16", "--slots", "3", "--seconds", "0.01"]
 GRADIENTS = ("d_q", "d_k", "d_v")
+# windows of summaries that are no multiple of anything
+NSA = replace(SHAPE, slots=5, length=12, stride=5, window=20)
 KINDS = [*drawing.DRIFTS]
-OPERATORS = ["selected", "window"]
+ATTENDING = ["selected", "window"]
+SPARSE = ["compressed", "selection", "pooling", "gates", "native"]
 
 
-def problem_of(operator: str, shape: Shape = SHAPE) -> Problem:
-    return Problem.make(operator, shape, "cpu", "random" if operator == "selected" else "")
+def problem_of(operator: str, shape: Shape | None = None) -> Problem:
+    shape = shape or (SHAPE if operator in ATTENDING else NSA)
+    has_lists = operator in ("selected", "selection", "native")
+    problem = Problem.make(operator, shape, "cpu", "random" if has_lists else "")
+    return with_choice(problem, "reference") if operator == "native" else problem
 
 
 def reference(problem: Problem) -> tuple[torch.Tensor, ...]:
@@ -171,7 +186,7 @@ def test_dense_attention_is_a_list_of_all_blocks() -> None:
 # -- judging --
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", ATTENDING)
 def test_the_truth_is_what_autograd_says_of_dense_attention(operator: str) -> None:
     problem = problem_of(operator)
     if operator == "selected":
@@ -198,15 +213,47 @@ def test_where_results_are_checked() -> None:
     assert places == [(0, 16, 0), (48, 64, 1), (96, 100, 0)]
 
 
+def native_by_lists(p: Problem, backend: str) -> tuple[torch.Tensor]:
+    """`native` by the lists and the rounded summaries of a problem, differentiable through the
+    means: what rounding adds to them is a constant."""
+    s, gates = p.shape, [p.tensors[x] for x in GATES]
+    window = torch.arange(s.num_summaries)[:, None] * s.stride + torch.arange(s.length)
+    means = [x[:, window].mean(2) for x in (p.k, p.v)]
+    rounding = [p.tensors[x] - y.detach() for x, y in zip(("k_cmp", "v_cmp"), means, strict=True)]
+    o_cmp = ops.compressed_attention(
+        p.q, means[0] + rounding[0], means[1] + rounding[1], num_keys=s.tokens, length=s.length,
+        stride=s.stride, backend=backend,
+    )  # fmt: skip
+    outputs = (o_cmp, *OPERATORS["lists_and_window"].run(p, backend))
+    return (sum(g[..., None] * o for g, o in zip(gates, outputs, strict=True)),)
+
+
+@pytest.mark.parametrize("tokens", [100, 40])
+@pytest.mark.parametrize("operator", ["compressed", "pooling", "gates", "native"])
+def test_the_truth_is_what_the_reference_says_in_fp64(operator: str, tokens: int) -> None:
+    problem = problem_of(operator, replace(NSA, tokens=tokens))
+    wide = problem.with_tensors(**{x: y.double() for x, y in problem.tensors.items()})
+    run = native_by_lists if operator == "native" else Problem.run
+    found = wide.prepare("both", lambda p: run(p, "reference"))()
+    truth = judging.truth(problem, gradients=True)
+    assert truth.keys() - {"ids"} == found.keys()
+    for name, x in found.items():
+        for place, expected in truth[name]:
+            torch.testing.assert_close(x[place], expected, atol=1e-12, rtol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", [*ATTENDING, "compressed", "pooling", "gates", "native"])
 def test_rounding_is_right(operator: str, dtype: str) -> None:
-    problem = problem_of(operator, replace(SHAPE, dtype=dtype))
+    shape = SHAPE if operator in ATTENDING else NSA
+    problem = problem_of(operator, replace(shape, dtype=dtype))
     truth = judging.truth(problem, gradients=True)
     errors, is_right = judging.judge(problem.prepare("both", reference)(), truth)
     assert is_right
-    assert errors.keys() == {"o", *GRADIENTS}
-    assert all(0 < error < 0.1 for error in errors.values())
+    known = OPERATORS[operator]
+    assert errors.keys() == {*known.outputs, *(f"d_{x}" for x in known.inputs)}
+    assert all(0 <= error < 0.1 for error in errors.values())
+    assert errors.keys() <= measuring.COLUMNS.keys()
 
 
 def one_number(name: str, *place: int, by: float) -> Callable[[Results], None]:
@@ -239,7 +286,98 @@ def test_what_is_wrong_is_found(spoil: Callable[[Results], None]) -> None:
     assert not judging.judge(found, truth)[1]
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+SPOILED_NATIVE = {
+    "one number of the output": one_number("o", 0, 99, 0, 0, by=1.0),
+    "one number of a gate's gradient": one_number("d_g_slc", 0, 70, 3, by=1.0),
+    "the window's gate at another head": lambda found: found["d_g_swa"].copy_(
+        found["d_g_swa"].roll(1, -1)
+    ),
+    "one number of a key's gradient": one_number("d_k", 0, 3, 0, 0, by=1.0),
+    "values without the summaries' part": lambda found: found["d_v"].mul_(0.9),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED_NATIVE.values(), ids=SPOILED_NATIVE)
+def test_what_is_wrong_in_native_is_found(spoil: Callable[[Results], None]) -> None:
+    problem = problem_of("native", replace(NSA, dtype="bfloat16"))
+    truth = judging.truth(problem, gradients=True)
+    found = problem.prepare("both", reference)()
+    spoil(found)
+    assert not judging.judge(found, truth)[1]
+
+
+@pytest.mark.parametrize("left_out", GATES)
+def test_a_branch_left_out_is_found(left_out: str) -> None:
+    problem = problem_of("native")
+    truth = judging.truth(problem, gradients=True)
+    without = problem.with_tensors(**{left_out: 0 * problem.tensors[left_out]})
+    found = without.prepare("both", reference)()
+    for name in ("o", "d_q", "d_k", "d_v"):
+        assert not judging.judge({name: found[name]}, truth)[1], name
+
+
+# -- judging lists --
+
+WORTH = torch.tensor([math.inf, 0.5, 0.25, 0.0, math.inf, math.inf, -1.0, -1.0])
+LISTS = {
+    "the best": ([0, 1, 2, 4, 5], 0),
+    "one that is worth less": ([0, 1, 3, 4, 5], 1),
+    "without a forced one": ([0, 1, 2, 3, 5], 1),
+    "one of the future": ([0, 1, 4, 5, 6], 1),
+    "one past the end": ([0, 1, 4, 5, 8], 1),
+    "one too few": ([0, 1, 4, 5, -1], 1),
+    "one twice": ([0, 1, 1, 4, 5], 1),
+    "out of order": ([1, 0, 2, 4, 5], 1),
+    "an empty slot inside": ([0, 1, -1, 4, 5], 1),
+    "all there are, and empty slots": ([0, 1, 2, 3, 4, 5, -1, -1], 0),
+    "empty slots first": ([-1, -1, 0, 1, 2, 3, 4, 5], 1),
+    "a negative id for an empty slot": ([0, 1, 2, 3, 4, 5, -2, -1], 1),
+    "fewer than are forced": ([0, 5], 0),
+}
+
+
+@pytest.mark.parametrize(("ids", "wrong"), LISTS.values(), ids=LISTS)
+def test_which_lists_are_wrong(ids: list[int], wrong: int) -> None:
+    both = torch.tensor([ids, ids])[:, None]
+    assert judging.wrong_lists(both, WORTH.expand(2, 1, -1)) == 2 * wrong
+
+
+@pytest.mark.parametrize(("by", "wrong"), [(1e-5, 0), (1e-3, 1)])
+def test_a_list_may_differ_by_rounding(by: float, wrong: int) -> None:
+    worth = torch.tensor([[[1.0, 1.0 + by, 0.5]]], dtype=torch.float64)
+    assert judging.wrong_lists(torch.tensor([[[0]]]), worth) == wrong
+    assert judging.wrong_lists(torch.tensor([[[1]]]), worth) == 0
+
+
+@pytest.mark.parametrize("kind", ["random", "smooth"])
+@pytest.mark.parametrize("tokens", [9, 100, 333])
+def test_the_reference_chooses_the_best(kind: str, tokens: int) -> None:
+    """Under a window that blocks do not divide, and with no summary for the first queries."""
+    shape = replace(NSA, tokens=tokens, length=7, stride=3)
+    problem = Problem.make("selection", shape, "cpu", kind)
+    truth = judging.truth(problem, gradients=False)
+    (ids,) = reference(problem)
+    assert judging.judge({"ids": ids}, truth) == ({"ids": 0}, True)
+    if tokens > 100:
+        # the other head's
+        wrong = problem.with_tensors(k_cmp=problem.tensors["k_cmp"].roll(1, 2))
+        found, is_right = judging.judge({"ids": reference(wrong)[0]}, truth)
+        assert found["ids"] > 30
+        assert not is_right
+
+
+def test_smooth_queries_choose_smooth_lists() -> None:
+    shape = replace(SHAPE, tokens=1500, slots=8, length=8, stride=4)
+    overlap = {}
+    for kind in ("random", "smooth"):
+        problem = Problem.make("selection", shape, "cpu", kind)
+        assert problem.q.mean().abs() < 0.05
+        assert abs(problem.q.std() - 1) < 0.05
+        overlap[kind] = drawing.overlap(reference(problem)[0])
+    assert overlap["smooth"] < 1.1 < 1.8 < overlap["random"]
+
+
+@pytest.mark.parametrize("operator", ATTENDING)
 def test_a_query_left_out_of_a_sum_is_found(operator: str) -> None:
     """Every query sees one of the blocks that are checked: the first is on every list."""
     problem = problem_of(operator)
@@ -302,6 +440,85 @@ def test_lists_and_passes(tmp_path: Path) -> None:
         assert row["dense_ratio"] == pytest.approx(fastest[row["direction"]] / row["ms"])
     overlap = {row["lists"]: row["overlap"] for row in ours}
     assert overlap["smooth"] <= overlap["trained"] < overlap["random"]
+
+
+@pytest.mark.parametrize("operator", SPARSE)
+def test_rows_of_the_other_operators(operator: str, tmp_path: Path) -> None:
+    """Forward and, where there is one, backward; dense attention where it does the same work."""
+    path = tmp_path / "rows.json"
+    has_lists, has_dense = operator in CHOOSING, operator in ("compressed", "native")
+    group = [] if operator == "pooling" else ["--group", "2"]
+    sizes = ["--tokens", "70", "--kv-heads", "2", *group, "--width", "8", "--seconds", "0.01"]
+    passes = ["--pass", "forward", "both", "--backend", "reference", "--output", str(path)]
+    queries = ["--queries", "random", "smooth"] if has_lists else []
+    assert bench.main([operator, "--device", "cpu", *sizes, *passes, *queries]) == 0
+    rows = rows_of(path)
+    ours = [row for row in rows if row["kernel"] == "reference"]
+    assert len(ours) == 2 + 2 * has_lists
+    assert len(rows) - len(ours) == 2 * has_dense
+    for row in ours:
+        if operator == "selection" and row["direction"] == "both":
+            assert row["note"] == "NotImplementedError: selection: there is no backward"
+            continue
+        assert row["is_right"]
+        assert row["note"] == ""
+        assert (row["dense_ratio"] is not None) == has_dense
+        assert row["wrong_lists"] == (0 if has_lists else None)
+        assert (row["overlap"] is not None) == has_lists
+        assert (row["error"] is not None) == (operator != "selection")
+        is_trained = operator in ("gates", "native") and row["direction"] == "both"
+        assert (row["d_g_error"] is not None) == is_trained
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_backend_without_a_kernel_says_so(
+    direction: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is no failure; `native` takes another backend in its place, and names it."""
+    path = tmp_path / "rows.json"
+    tables = [backends.BACKENDS] if direction == "forward" else []
+    for table in (*tables, backends.BACKWARDS):
+        kept = {x: y for x, y in table["compressed_attention"].items() if x != "triton"}
+        monkeypatch.setitem(table, "compressed_attention", kept)
+    monkeypatch.setitem(backends.CHAPTER_OF, ("compressed_attention", "triton"), "99")
+    sizes = ["--tokens", "40", "--group", "1", "--width", "16", "--backend", "triton"]
+    options = ["--device", "cpu", "--no-dense", "--seconds", "0.01", "--output", str(path)]
+    assert bench.main(["compressed", *sizes, *options, "--pass", direction]) == 0
+    (row,) = rows_of(path)
+    assert row["ms"] is row["is_right"] is None
+    what = "backend" if direction == "forward" else "backward"
+    start = f"NotImplementedError: compressed_attention: there is no triton {what} yet"
+    assert row["note"].startswith(start)
+    problem = problem_of("native")
+    named = stand_ins(problem, "triton")
+    assert named == ("compressed_attention: reference" if direction == "forward" else "")
+
+
+def test_the_parts_of_native_make_the_whole() -> None:
+    problem = problem_of("native")
+    parts = dict(parts_of(problem))
+    found = {name: reference(part) for name, part in parts.items()}
+    o_slc, o_swa = found["lists and window at once"]
+    torch.testing.assert_close(found["attention to lists"][0], o_slc)
+    torch.testing.assert_close(found["window"][0], o_swa)
+    assert torch.equal(found["choice of blocks"][0], problem.block_indices)
+    assert torch.equal(found["summaries"][0], problem.tensors["k_cmp"])
+    branches = (found["attention to summaries"][0], o_slc, o_swa)
+    gates = [problem.tensors[x] for x in GATES]
+    whole = sum(g[..., None] * o for g, o in zip(gates, branches, strict=True))
+    torch.testing.assert_close(reference(problem)[0], whole)
+
+
+def test_steps_of_native_are_passes_over_its_parts() -> None:
+    problem = problem_of("native")
+    for direction in ("forward", "backward"):
+        steps = dict(steps_of(problem, "reference", direction))
+        assert ("choice of blocks" in steps) == (direction == "forward")
+        for name, step in steps.items():
+            assert not step.is_judged
+            with torch.no_grad():
+                found = step.make()()
+            assert all(x.startswith("d_") == (direction == "backward") for x in found), name
 
 
 def test_csv(tmp_path: Path) -> None:
@@ -372,6 +589,10 @@ def test_a_row_without_a_dense_time_has_no_ratio() -> None:
             "bfloat16|not installed|CUDA tensors only",
         ),
         ("selected --lists sorted", "invalid choice: 'sorted'"),
+        ("native --device cpu --tokens 20 64", "--tokens: got 20, expected at least 32, a summary"),
+        ("selection --device cpu --slots 8 2", "--slots: got 2, expected at least 3, the forced"),
+        ("native --lists random", "unrecognized arguments: --lists random"),
+        ("gates --no-dense", "unrecognized arguments: --no-dense"),
         ("window --lists random", "unrecognized arguments: --lists random"),
         ("selected --pass sideways", "invalid choice: 'sideways'"),
         ("dense", "invalid choice: 'dense'"),
@@ -398,7 +619,7 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
 # -- on a GPU --
 
 
-def steps_of(path: Path, backend: str, *arguments: str) -> dict[str, dict]:
+def rows_of_steps(path: Path, backend: str, *arguments: str) -> dict[str, dict]:
     """The rows of a backend by what was changed."""
     sizes = ["--tokens", "1024", "--slots", "4", "--seconds", "0.02", "--steps"]
     bench.main(["selected", "--backend", backend, *sizes, *arguments, "--output", str(path)])
@@ -410,7 +631,7 @@ def test_steps_on_the_gpu(tmp_path: Path) -> None:
     """Every decision of the TileLang kernel is measured, and all but warp specialisation is
     right."""
     pytest.importorskip("tilelang")
-    rows = steps_of(tmp_path / "rows.json", "tilelang")
+    rows = rows_of_steps(tmp_path / "rows.json", "tilelang")
     expected = {"", "first draft, mended, 2 stages", "values through registers", "64 threads"}
     assert expected <= rows.keys()
     assert all(row["is_right"] for change, row in rows.items() if not change.startswith("warp"))
@@ -418,7 +639,7 @@ def test_steps_on_the_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_triton_steps_on_the_gpu(tmp_path: Path) -> None:
-    rows = steps_of(tmp_path / "rows.json", "triton")
+    rows = rows_of_steps(tmp_path / "rows.json", "triton")
     changes = {"pointers", "pointers, 1 warp", "pointers, 4 stages", "pointers, empty slots walked"}
     assert {"", *changes} <= rows.keys()
     assert all(row["ms"] for row in rows.values())
@@ -426,7 +647,7 @@ def test_triton_steps_on_the_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", ATTENDING)
 def test_passes_on_the_gpu(operator: str, tmp_path: Path) -> None:
     """Kernels and both dense ones, forward and backward, with what memory they take."""
     path = tmp_path / "rows.json"
@@ -438,3 +659,30 @@ def test_passes_on_the_gpu(operator: str, tmp_path: Path) -> None:
         assert row["ms"], row["note"]
         output = 2 * 2000 * 16 * 128 / 2**20  # what is returned, at the least, in MiB
         assert row["peak_mib"] > 0.99 * output
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operator", SPARSE)
+def test_the_other_operators_on_the_gpu(operator: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    group = [] if operator == "pooling" else ["--group", "4"]
+    arguments = ["--backend", "triton", "--tokens", "2000", *group, "--seconds", "0.02"]
+    queries = ["--queries", "random", "smooth"] if operator in CHOOSING else []
+    passes = ["--pass", "forward"] + ["backward", "both"] * (operator != "selection")
+    arguments += [*queries, *passes, "--output", str(path)]
+    assert bench.main([operator, *arguments]) == 0
+    assert all(row["ms"] and row["peak_mib"] > 0 for row in rows_of(path))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operator", CHOOSING)
+def test_parts_on_the_gpu(operator: str, tmp_path: Path) -> None:
+    """Every part takes less than the whole, and the kernels of the choice nearly all of it."""
+    path = tmp_path / "rows.json"
+    arguments = ["--backend", "triton", "--tokens", "8192", "--seconds", "0.05", "--steps"]
+    assert bench.main([operator, *arguments, "--output", str(path)]) == 0
+    found = {row["change"]: row["ms"] for row in rows_of(path) if row["kernel"] == "triton"}
+    whole = found.pop("")
+    assert all(0 < ms < whole for ms in found.values())
+    if operator == "selection":
+        assert 0.7 * whole < found["scores alone"] + found["pick alone"] < 1.1 * whole

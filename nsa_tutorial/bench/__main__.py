@@ -1,19 +1,28 @@
 """Measure the operators of a backend: `python -m nsa_tutorial.bench selected --backend triton
 --tokens 8192 65536 --pass forward backward --lists random trained`.
 
+Operators: `selected` and `window` attend to tokens, `compressed` to summaries. `selection` chooses
+blocks, `pooling` makes summaries, `gates` adds up three branches, and `native` is all of these in
+one call, from queries, keys, values and gates.
+
 Every combination of the sizes given, of the kinds of lists and of the passes is one row: median and
 spread of a call's time, the memory it takes on top of its inputs, the ratio to dense attention
 measured in the same run, and the errors against fp64 for some queries and some blocks of keys, so
-that no wrong kernel is ever called fast. `--steps` adds the kernels of TileLang or Triton with one
-decision changed at a time. Rows go to a CSV or JSON file, or as CSV to the standard output, with
-the machine, the versions and the command.
+that no wrong kernel is ever called fast. A backend without a kernel says so in the row. Rows go to
+a CSV or JSON file, or as CSV to the standard output, with the machine, the versions and the
+command.
 
-Passes: `forward` runs without a graph; `backward` is the gradients of q, k and v alone; `both` is a
+Passes: `forward` runs without a graph; `backward` is the gradients of the inputs alone; `both` is a
 forward and its backward.
 
 Lists: `random` lists have little in common from query to query, `smooth` ones nearly everything,
-and `trained` ones as much as those of trained heads. The column `overlap` says how many blocks four
-neighbouring queries list together, over how many one of them does.
+and `trained` ones as much as those of trained heads. `selection` and `native` choose their lists:
+there, `--queries` says how queries are drawn, and `smooth` ones choose smooth lists. The column
+`overlap` says how many blocks four neighbouring queries list together, over how many one of them
+does.
+
+Steps: of `selected`, `--steps` adds the kernels of TileLang or Triton with one decision changed at
+a time; of `native`, each of its parts as a call of its own; of `selection`, its two kernels apart.
 
 On a GPU, `triton.testing.do_bench` measures (the cache is emptied between calls), on a CPU
 `torch.utils.benchmark`. Compilation is excluded. Times of the CPU say nothing about a GPU: there,
@@ -120,24 +129,29 @@ def _add_options(p: argparse.ArgumentParser, name: str) -> None:
     several("--backend", ["tilelang"], "what is measured", choices=BACKENDS)
     several("--pass", ["forward"], "of what", choices=PASSES, dest="directions")
     # the size of a block says where keys are judged, also where there are none
-    p.set_defaults(steps=False, lists=[""], block_size=[64], slots=[0], no_dense=True)
-    p.set_defaults(length=[0], stride=[0], window=[0])
+    p.set_defaults(steps=False, lists=[""], block_size=[64], no_dense=True)
+    p.set_defaults(group=[1], slots=[0], length=[0], stride=[0], window=[0])
     if name == "selected":
         several("--lists", ["random"], "how lists are drawn", choices=[*DRIFTS])
     if name in CHOOSING:
         kinds = ("random", "smooth")
-        several("--queries", ["random"], "which choose their lists", choices=kinds, dest="lists")
+        several(
+            "--queries",
+            ["random"],
+            "how queries are drawn, which choose",
+            choices=kinds,
+            dest="lists",
+        )
     if any(has_steps(name, *case) for case in itertools.product(BACKENDS, PASSES)):
         p.add_argument(
             "--steps",
             action="store_true",
-            help="a kernel with one decision changed at a time, too",
+            help="measure variants of the kernels, or parts of the call, too",
         )
     device = "cuda" if on_gpu else "cpu"
     p.add_argument("--device", choices=("cpu", "cuda"), default=device, help="where")
     sizes("--tokens", [8192, 65536], [128, 512], "queries, and keys")
     sizes("--kv-heads", [4], [1], "key/value heads")
-    sizes("--group", [16], [16], "query heads of a key/value head")
     sizes("--width", [128], [64], "channels of queries and keys")
     p.add_argument(
         "--value-width",
@@ -147,6 +161,7 @@ def _add_options(p: argparse.ArgumentParser, name: str) -> None:
         help="channels of values, if others",
     )
     for option, on, off, text in (
+        ("group", [16], [16], "query heads of a key/value head"),
         ("block_size", [64], [32], "tokens of a block"),
         ("slots", [16], [4], "blocks of a list"),
         ("length", [32], [32], "tokens of a summary"),
@@ -194,7 +209,7 @@ def fault(options: argparse.Namespace) -> str | None:
     if path is not None and path.suffix not in (".json", ".csv"):
         return f"--output: got {path}, expected a name that ends in .json or .csv"
     if options.steps and options.device == "cpu":
-        return "--steps: got --device cpu, expected cuda: on a CPU these decisions change nothing"
+        return "--steps: got --device cpu, expected cuda: on a CPU these times say nothing"
     least = max(options.length)
     if min(options.tokens) < least:
         return f"--tokens: got {min(options.tokens)}, expected at least {least}, a summary's length"

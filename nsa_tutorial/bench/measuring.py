@@ -147,21 +147,19 @@ def judged(row: Row, found: Results, truth: judging.Truth) -> Row:
 def measure_shape(shape: Shape, plan: Plan, bar: tqdm) -> list[Row]:
     """All rows of one shape: the lists and passes one after the other, then dense attention."""
     device, seconds, rows = plan.device, plan.seconds, []
-    problem = Problem.make(plan.operator, shape, device)
-    blank = partial(Row, **asdict(shape), operator=plan.operator)
     for lists in plan.lists:
-        if lists:
-            problem = problem.with_lists(lists)
-            blank = partial(blank, lists=lists)
+        problem = Problem.make(plan.operator, shape, device, lists)
+        blank = partial(Row, **asdict(shape), operator=plan.operator, lists=lists)
         bar.set_description(f"{shape.tokens} tokens, the truth in fp64")
         cases = _cases(problem, plan)
         for direction, (kernel, case) in product(plan.directions, cases.items()):
             steps = {"": Step(partial(prepared, case.problem, kernel, direction))}
             if plan.steps:
                 steps |= dict(steps_of(case.problem, kernel, direction))
-                bar.set_description(f"{shape.tokens} tokens, compiling {len(steps)} kernels")
+                variants = [step for step in steps.values() if step.is_variant]
+                bar.set_description(f"{shape.tokens} tokens, compiling {len(variants)} kernels")
                 with ThreadPoolExecutor(plan.jobs) as pool:
-                    list(pool.map(_attempt, steps.values()))
+                    list(pool.map(_attempt, variants))
             for change, step in steps.items():
                 bar.set_description(f"{shape.tokens} tokens, {lists} {kernel} {direction} {change}")
                 row = blank(kernel=kernel, change=change, direction=direction, **case.known)

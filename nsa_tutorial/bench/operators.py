@@ -34,7 +34,7 @@ class Operator(NamedTuple):
     drawn: names of the tensors that are drawn.
     run: from a problem and a backend to the outputs, and what else comes with them.
     uses: the rows of `backends.BACKENDS` that it needs.
-    sizes: which sizes it has besides tokens, heads and widths.
+    sizes: which sizes it has besides tokens, KV heads and widths.
     complete: adds the tensors that follow from the drawn ones.
     has_dense: whether dense attention stands beside it.
     """
@@ -180,22 +180,23 @@ _QKV = ("q", "k", "v")
 OPERATORS = {
     "selected": Operator(
         "selected_attention: each query attends to a list of blocks",
-        _QKV, ("o",), (*_QKV, "d_o"), selected, ("selected_attention",), ("block_size", "slots"),
+        _QKV, ("o",), (*_QKV, "d_o"), selected, ("selected_attention",),
+        ("group", "block_size", "slots"),
     ),
     "window": Operator(
         "sliding_window_attention over slots * block-size keys",
         _QKV, ("o",), (*_QKV, "d_o"), window, ("sliding_window_attention",),
-        ("block_size", "slots"),
+        ("group", "block_size", "slots"),
     ),
     "compressed": Operator(
         "compressed_attention: each query attends to the summaries of its past",
         ("q", "k_cmp", "v_cmp"), ("o",), (*_QKV, "d_o"), compressed, ("compressed_attention",),
-        ("length", "stride"), _with_summaries,
+        ("group", "length", "stride"), _with_summaries,
     ),
     "selection": Operator(
         "select_blocks: each query's choice of blocks, given k_cmp and lse",
         (), ("ids",), ("q", "k"), selection, ("select_blocks",),
-        ("block_size", "slots", "length", "stride"), _with_lse, has_dense=False,
+        ("group", "block_size", "slots", "length", "stride"), _with_lse, has_dense=False,
     ),
     "pooling": Operator(
         "compress: means of keys and of values",
@@ -204,12 +205,12 @@ OPERATORS = {
     ),
     "gates": Operator(
         "the gated sum of three branches",
-        (*GATES, *BRANCHES), ("o",), (*GATES, *BRANCHES, "d_o"), gates, ("gated_sum",),
+        (*GATES, *BRANCHES), ("o",), (*GATES, *BRANCHES, "d_o"), gates, ("gated_sum",), ("group",),
         has_dense=False,
     ),
     "lists_and_window": Operator(
         "", _QKV, ("o_slc", "o_swa"), (*_QKV, "d_o_slc", "d_o_swa"), lists_and_window,
-        ("selected_and_window_attention",), ("block_size", "slots", "window"),
+        ("selected_and_window_attention",), ("group", "block_size", "slots", "window"),
     ),
     "native": Operator(
         "native_sparse_attention from q, k, v and gates: summaries, choice, three branches",
@@ -218,7 +219,7 @@ OPERATORS = {
             "compress", "compressed_attention", "select_blocks", "selected_and_window_attention",
             "gated_sum",
         ),
-        ("block_size", "slots", "length", "stride", "window"),
+        ("group", "block_size", "slots", "length", "stride", "window"),
     ),
 }  # fmt: skip
 CHOOSING = ("selection", "native")  # those whose lists follow from the queries

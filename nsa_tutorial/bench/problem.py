@@ -85,8 +85,8 @@ class Problem:
             size, dtype = _size(name, shape), DTYPES[shape.dtype]
             x = torch.randn(size, generator=generator, device=device, dtype=dtype)
             tensors[name] = x.sigmoid_() if name.startswith("g_") else x
-        problem = OPERATORS[operator].complete(cls(operator, shape, rows, tensors))
-        return problem.with_lists(lists) if lists else problem
+        problem = cls(operator, shape, rows, tensors)
+        return problem.with_lists(lists) if lists else OPERATORS[operator].complete(problem)
 
     def with_lists(self, lists: str) -> Problem:
         """The same tensors, with lists of that kind; where blocks are chosen, with such queries."""

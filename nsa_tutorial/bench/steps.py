@@ -28,11 +28,13 @@ class Step(NamedTuple):
 
     Attributes:
         make: prepares the call.
+        is_variant: a kernel of its own, to be compiled ahead, many at a time.
         is_judged: whether its results are those of the operator.
         kernel: if any, how the kernels are named that alone are timed.
     """
 
     make: Callable[[], Callable[[], Results]]
+    is_variant: bool = False
     is_judged: bool = True
     kernel: str = ""
 
@@ -65,7 +67,8 @@ def steps_of(problem: Problem, backend: str, direction: str) -> Iterator[tuple[s
                 yield name, Step(partial(prepared, part, backend, direction), is_judged=False)
     else:
         for change, call in STEPS[problem.operator, backend, direction](problem):
-            yield change, Step(partial(_named, problem, direction, call), change != PROBE)
+            make = partial(_named, problem, direction, call)
+            yield change, Step(make, is_variant=True, is_judged=change != PROBE)
 
 
 def _named(problem: Problem, direction: str, call: Callable[[], object]) -> Callable[[], Results]:
