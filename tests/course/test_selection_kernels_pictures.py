@@ -151,6 +151,21 @@ def test_bits_and_numbers() -> None:
     ]  # fmt: skip
 
 
+# -- what was measured --
+
+
+def test_the_table_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"tokens": 65_536, "width": 128, "operator": "compressed", "kernel": "triton"}
+    row |= {"direction": "forward", "change": "", "lists": "", "group": 16, "ms": 2.0}
+    rows = [row, row | {"group": 4, "ms": 1.0}, row | {"change": "no mask", "ms": 3.0}]
+    rows += [row | {"tokens": 8192}, row | {"direction": "backward", "ms": None}]
+    monkeypatch.setattr(pictures, "measured", lambda: {"rows": rows})
+    assert pictures.measured_table() == {
+        "compressed, forward, triton": {16: 2.0, 4: 1.0},
+        "compressed, forward, triton, no mask": {16: 3.0},
+    }
+
+
 # -- all of them --
 
 

@@ -511,7 +511,7 @@ def running_list(
     for step in steps:
         for score in step:
             if block < num_initial or block > own - num_local:
-                score = math.inf
+                score = torch.inf
             if block <= own:
                 best.append((score, -block))
             block += 1

@@ -4,8 +4,8 @@ found by halving a range.
 
 `ways` counts bytes. `kept_at_each_step`, `merges` and `halvings` compute what the pictures of these
 names draw; the scores are those of the course's real heads (`block_scores`), or drift as the
-benchmark's do. `ways_panel` and `halving_panel` put controls on two of the pictures, and `times`
-reads what was measured.
+benchmark's do. `ways_panel` and `halving_panel` put controls on two of the pictures, and
+`measured_table` reads what was measured.
 
 Nothing here needs Triton or a GPU.
 """
@@ -520,10 +520,13 @@ def measured() -> dict:
     return json.loads(MEASURED.read_text())
 
 
-def times(operator: str, group: int = 16, **shape: object) -> dict[str, float]:
-    """Milliseconds of one operator for 65,536 tokens, by what was changed; `"ours"` is what the
-    operators run, in Triton unless `shape` says otherwise."""
-    asked = {"tokens": 65_536, "width": 128, "kernel": "triton", "direction": "forward"}
-    wanted = {**asked, "operator": operator, "group": group, **shape}
-    rows = measured()["rows"]
-    return {row["change"] or "ours": row["ms"] for row in rows if wanted.items() <= row.items()}
+def measured_table(tokens: int = 65_536, width: int = 128) -> dict[str, dict[int, float]]:
+    """Milliseconds of all that was measured at one length and width, by name and heads of a
+    group."""
+    found: dict[str, dict[int, float]] = {}
+    for row in measured()["rows"]:
+        if (row["tokens"], row["width"]) == (tokens, width) and row["ms"] is not None:
+            parts = (row[key] for key in ("operator", "direction", "kernel", "change", "lists"))
+            name = ", ".join(part for part in parts if part)
+            found.setdefault(name, {})[row["group"]] = row["ms"]
+    return found
