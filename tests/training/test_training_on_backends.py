@@ -40,7 +40,7 @@ def loss_curve(backend: str, device: str) -> Tensor:
     model = Model(backend).to(device)
     half = torch.randint(VOCABULARY, (1, TOKENS // 2), generator=torch.Generator().manual_seed(1))
     tokens = half.repeat(1, 2).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses = []
     for _ in range(STEPS):
         logits = model(tokens[:, :-1])
