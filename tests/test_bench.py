@@ -17,7 +17,7 @@ import torch
 
 from nsa_tutorial import backends, ops
 from nsa_tutorial.bench import __main__ as bench
-from nsa_tutorial.bench import drawing, judging, measuring
+from nsa_tutorial.bench import drawing, judging, measuring, timing
 from nsa_tutorial.bench.operators import (
     CHOOSING,
     GATES,
@@ -519,6 +519,13 @@ def test_steps_of_native_are_passes_over_its_parts() -> None:
             with torch.no_grad():
                 found = step.make()()
             assert all(x.startswith("d_") == (direction == "backward") for x in found), name
+
+
+def test_launches_of_a_kernel_are_summed_by_calls() -> None:
+    assert timing.per_call([1, 2, 3, 10, 20, 30], 2) == [6, 60]
+    for launches in ([], [1, 2, 3]):  # none, or one that was lost
+        with pytest.raises(LookupError, match=f"got {len(launches)} launches of the kernel in 2"):
+            timing.per_call(launches, 2)
 
 
 def test_csv(tmp_path: Path) -> None:

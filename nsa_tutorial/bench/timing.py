@@ -34,30 +34,35 @@ def measure_kernel(call: Callable[[], object], name: str, *, seconds: float) -> 
     Raises:
         LookupError: where the call launches no such kernel.
     """
-    median, _, _ = measure(call, "cuda", seconds=seconds)
-    times = _in_kernels(call, name, calls=max(3, int(1000 * seconds / median)))
-    if not times:
-        raise LookupError(f"the call launches no kernel whose name begins with {name!r}")
-    return quantiles(times)
-
-
-def _in_kernels(call: Callable[[], object], name: str, calls: int) -> list[float]:
-    """Milliseconds of each of so many calls in these kernels; empty if there are none."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
+    median, _, _ = measure(call, "cuda", seconds=seconds)
+    calls = max(3, int(1000 * seconds / median))
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         for _ in range(calls):
             call()
         torch.cuda.synchronize()
-    found = [
+    launches = [
         event.device_time_total / 1e3
         for event in trace.events()
         if event.device_type == DeviceType.CUDA and event.name.startswith(name)
     ]
-    launches = len(found) // calls  # of one call
-    return [sum(found[i : i + launches]) for i in range(0, launches * calls, max(1, launches))]
+    return quantiles(per_call(launches, calls))
+
+
+def per_call(launches: Sequence[float], calls: int) -> list[float]:
+    """What each call spends, from the times of all launches in their order: a call may launch a
+    kernel several times, and every call does so equally often.
+
+    Raises:
+        LookupError: where launches are missing.
+    """
+    launches_of_a_call, rest = divmod(len(launches), calls)
+    if not launches or rest:
+        raise LookupError(f"got {len(launches)} launches of the kernel in {calls} calls")
+    return torch.tensor(launches).view(calls, launches_of_a_call).sum(1).tolist()
 
 
 def quantiles(times: Sequence[float]) -> Times:
