@@ -130,7 +130,7 @@ def draw_ways(
 ) -> Picture:
     """What each way holds at a time, and what it moves."""
     found = ways(tokens, block_size, top_n, chunk)
-    sheet, low, high = Sheet(8.3, 3.3), 19, 42
+    sheet, low, high = Sheet(8.3, 3.3), 16, 42
     chart = sheet.chart(Place(2.3, 0.62, 5.6, 2.15), (low, high), (len(found), 0))
     for row, way in enumerate(found.values()):
         bars = ((way.memory, "selected", 0.12), (way.traffic, "compressed", 0.5))
@@ -138,6 +138,9 @@ def draw_ways(
             x = math.log2(number)
             chart.boxes([(low, row + top, x - low, 0.34)], colour)
             told = [(x, row + top + 0.17, size(number))]
+            if x - low < 5:  # no room inside
+                chart.words(told, size=8, ha="left", offset=(4, 0))
+                continue
             shade = "white" if colour == "selected" else "text"
             chart.words(told, size=8, colour=shade, ha="right", offset=(-4, 0))
     limit = math.log2(H200_BYTES)
@@ -385,6 +388,7 @@ def draw_skips() -> Picture:
 
 INFINITY = 0x7F800000  # its bits, in fp32
 HALVING_N = (4, 8, 12)
+SHOWN = 10  # ranges, the latest ones
 
 
 @dataclass(frozen=True)
@@ -467,15 +471,15 @@ def draw_halving(query: int = 505, head: int = 3, n: int = 8, step: int = 8) -> 
     names = {"selected": "at least the middle", _PALE: "below", "masked": "the future"}
     sheet.legend(0.75, 0.46, names)
     least, most = bits_at(1e-4), bits_at(100.0)
-    rows = max(len(found), 10)
-    chart = sheet.chart(Place(0.75, 1.2, 6.1, 2.2), (least, most), (rows + 1.6, 0))
+    chart = sheet.chart(Place(0.75, 1.2, 6.1, 2.2), (least, most), (SHOWN + 1.6, 0))
     x = np.clip(bits[(bits >= 0) & ~forced], least, most)
     chart.dots([(value, 0.5) for value in [*x, most]], "selected", 5)
     chart.dots([(most, 0.5)], "own block", 7)
     chart.words([(most, 0.5, "forced: ∞")], size=8, ha="left", offset=(8, 0))
-    for row, past in enumerate(found[: step + 1]):
+    shown = found[: step + 1][-SHOWN:]
+    for row, past in enumerate(shown):
         left, right = (min(max(x, least), most) for x in (past.low, past.high))
-        colour = "query" if row == step else _PALE
+        colour = "query" if past is h else _PALE
         width = max(right - left, (most - least) / 300)
         chart.boxes([(left, row + 1.4, width, 0.75)], colour)
         if least < past.middle < most:
