@@ -57,7 +57,7 @@ def attend_to(
     k_offset = tokens[:, None] * (H * D) + width  # [BT, DT], the same for every step
     v_offset = tokens[:, None] * (H * DV) + value_width  # [BT, DVT]
     for step in range(start, stop, BT):
-        # -- load the keys --
+        # -- load the keys and the values --
         key_row = (step * H + head).to(tl.int64)
         k_mask = width < D
         v_mask = value_width < DV
@@ -65,6 +65,7 @@ def attend_to(
             k_mask = (tokens < stop - step)[:, None] & k_mask
             v_mask = (tokens < stop - step)[:, None] & v_mask
         k_tile = tl.load(K + key_row * D + k_offset, mask=k_mask, other=0.0)  # [BT, DT]
+        v_tile = tl.load(V + key_row * DV + v_offset, mask=v_mask, other=0.0)  # [BT, DVT]
 
         # -- scores --
         acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BQ, BT]
@@ -78,25 +79,25 @@ def attend_to(
         # -- online softmax --
         scores_max_prev = scores_max
         scores_max = tl.maximum(scores_max_prev, tl.max(acc_s, axis=1))  # [BQ]
-        shift = tl.where(scores_max == float("-inf"), 0.0, scores_max)
-        scores_scale = tl.exp2((scores_max_prev - shift) * scale_log2)
-        p = tl.exp2((acc_s - shift[:, None]) * scale_log2)  # [BQ, BT]
+        shift = tl.where(scores_max == float("-inf"), 0.0, scores_max * scale_log2)
+        scores_scale = tl.exp2(scores_max_prev * scale_log2 - shift)
+        p = tl.exp2(acc_s * scale_log2 - shift[:, None])  # [BQ, BT], one multiply-add each
         running_sum = running_sum * scores_scale + tl.sum(p, axis=1)
         acc_o *= scores_scale[:, None]
 
-        # -- load the values --
-        v_tile = tl.load(V + key_row * DV + v_offset, mask=v_mask, other=0.0)  # [BT, DVT]
-
         # -- accumulate --
+        p = p.to(v_tile.dtype)
         if MASK:  # a weight of 0 hides a number, but not NaN
             is_bad = ~(tl.abs(v_tile.to(tl.float32)) < float("inf"))  # [BT, DVT]
-            clean = tl.where(is_bad, 0.0, v_tile)
-            acc_o = tl.dot(p.to(v_tile.dtype), clean, acc_o, input_precision="ieee")
             if tl.max(is_bad.to(tl.int32)) > 0:
+                clean = tl.where(is_bad, 0.0, v_tile)
+                acc_o = tl.dot(p, clean, acc_o, input_precision="ieee")
                 sees_bad = tl.dot(is_seen.to(tl.float16), is_bad.to(tl.float16))  # [BQ, DVT]
                 acc_o = tl.where(sees_bad > 0, float("nan"), acc_o)
+            else:
+                acc_o = tl.dot(p, v_tile, acc_o, input_precision="ieee")
         else:
-            acc_o = tl.dot(p.to(v_tile.dtype), v_tile, acc_o, input_precision="ieee")
+            acc_o = tl.dot(p, v_tile, acc_o, input_precision="ieee")
     return acc_o, running_sum, scores_max
 
 
@@ -192,9 +193,12 @@ def score_kernel(
 
         # -- weights, summed over the group --
         mass = tl.zeros([BQ, BT], tl.float32)
+        next_lse = tl.load(LSE + row, mask=in_rows, other=0.0)  # [BQ]
         for g in range(G):
+            # fetched a head ahead: it feeds no product, and Triton starts such loads no earlier
+            lse = next_lse * LOG2_E
+            next_lse = tl.load(LSE + row + g + 1, mask=in_rows & (g + 1 < G), other=0.0)
             q_tile = tl.load(Q + q_offset + g * D, mask=q_mask, other=0.0)  # [BQ, DT]
-            lse = tl.load(LSE + row + g, mask=in_rows, other=0.0) * LOG2_E  # [BQ]
             acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BQ, BT]
             mass += tl.exp2(acc_s * scale_log2 - lse[:, None])
 

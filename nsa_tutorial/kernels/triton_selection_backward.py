@@ -19,9 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_tutorial.exact import online_softmax
-from nsa_tutorial.kernels import backward_tables, triton_backward
-from nsa_tutorial.kernels.triton_backward import store_gradient, walk_queries
-from nsa_tutorial.kernels.triton_selection import sight
+from nsa_tutorial.kernels import summary_runs, triton_backward
+from nsa_tutorial.kernels.triton_selection import MOST, sight
 from nsa_tutorial.kernels.triton_tiles import summary_dkv_options, summary_dq_options, tile_sizes
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse.selected_attention import QueryRows
@@ -120,80 +119,191 @@ def dq_kernel(
     tl.store(GradQ + q_offset, acc_dq.to(GradQ.dtype.element_ty), mask=q_mask)
 
 
-@triton.jit(do_not_specialize=["num_keys"])
-def dkv_kernel(
-    Q, K, V, GradO, Delta, LSE2, Rows, RowStart, RowEnd,
-    FirstKey, Head, First, Last, NumParts, Place, GradK, GradV, SharesK, SharesV,
-    scale, scale_log2, H, num_keys,
-    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
-    WIDE: tl.constexpr, EDGE: tl.constexpr,
+@triton.jit
+def walk_queries(
+    acc_dk, acc_dv, k_tile, v_tile, key, start, stop, Q, GradO, Delta, LSE2, RowStart, RowEnd,
+    head, scale_log2, H,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, MASK: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr,
+    DT: tl.constexpr, DVT: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """Reads the same, and the tables of `backward_tables.Tables`; writes `GradK [keys, H, D]` and
-    `GradV [keys, H, DV]`, or, for a tile that was cut, a share of them, in fp32.
-
-    The grid is `(P,)`; a tile is `BT` summaries.
-    """
-    # -- locate the program --
-    chunk = tl.program_id(0)
-    first = tl.load(First + chunk)
-    last = tl.load(Last + chunk)
-    if first == last:
-        return
-    head = tl.load(Head + chunk)
-    first_key = tl.load(FirstKey + chunk)
-    key = first_key.to(tl.int64) + tl.arange(0, BT)  # [BT]
-    in_tile = key < num_keys
+    """Adds to `acc_dk [BT, DT]` and `acc_dv [BT, DVT]` what the queries `start … stop - 1` give,
+    `BR` a step, head by head of a group. Without `MASK` they are whole steps, and all see the whole
+    tile."""
     width = tl.arange(0, DT)
     value_width = tl.arange(0, DVT)
-    k_offset = (key[:, None] * H + head) * D + width  # [BT, DT]
-    v_offset = (key[:, None] * H + head) * DV + value_width  # [BT, DVT]
-    k_mask = in_tile[:, None] & (width < D)
-    v_mask = in_tile[:, None] & (value_width < DV)
+    rows = tl.arange(0, BR)
+    HQ = H * G
+    q_offset = rows[:, None] * (HQ * D) + width  # [BR, DT], the same for every step
+    do_offset = rows[:, None] * (HQ * DV) + value_width  # [BR, DVT]
+    steps = tl.cdiv(stop - start, BR)
+    for index in range(steps * G):
+        # -- load the queries --
+        step = start + index % steps * BR
+        row = (step * H + head).to(tl.int64) * G + index // steps  # of the first query
+        in_rows = rows < stop - step  # [BR]
+        q_mask = width < D
+        do_mask = value_width < DV
+        if MASK:
+            lse = tl.load(LSE2 + row + rows * HQ, mask=in_rows, other=float("inf"))
+            is_read = tl.abs(lse) < float("inf")  # [BR]
+            q_mask = is_read[:, None] & q_mask
+            do_mask = is_read[:, None] & do_mask
+            delta = tl.load(Delta + row + rows * HQ, mask=is_read, other=0.0)
+        else:
+            lse = tl.load(LSE2 + row + rows * HQ)
+            delta = tl.load(Delta + row + rows * HQ)
+        q_tile = tl.load(Q + row * D + q_offset, mask=q_mask, other=0.0)  # [BR, DT]
+        do_tile = tl.load(GradO + row * DV + do_offset, mask=do_mask, other=0.0)  # [BR, DVT]
+
+        # -- weights --
+        acc_s = tl.dot(k_tile, q_tile.T, input_precision="ieee")  # [BT, BR]
+        p = tl.exp2(acc_s * scale_log2 - lse)
+        if MASK:
+            row_start = tl.load(RowStart + step + rows, mask=in_rows, other=0)
+            row_end = tl.load(RowEnd + step + rows, mask=in_rows, other=0)
+            row_end = tl.where(lse == float("inf"), 0, row_end)
+            is_seen = (key >= row_start) & (key < row_end)  # [BT, BR]
+            p = tl.where(is_seen, p, 0.0)
+
+        # -- gradient of the values --
+        if VALUES:
+            acc_dv = tl.dot(p.to(do_tile.dtype), do_tile, acc_dv, input_precision="ieee")
+
+        # -- gradient of the keys --
+        if KEYS:
+            d_p = tl.dot(v_tile, do_tile.T, input_precision="ieee")  # [BT, BR]
+            d_s = p * (d_p - delta)
+            if MASK:
+                d_s = tl.where(is_seen, d_s, 0.0)
+            acc_dk = tl.dot(d_s.to(q_tile.dtype), q_tile, acc_dk, input_precision="ieee")
+    return acc_dk, acc_dv
+
+
+@triton.jit(do_not_specialize=["num_keys", "R", "num_tiles", "chunk_rows"])
+def dkv_kernel(
+    Q, K, V, GradO, Delta, LSE2, NumUnread, RowStart, RowEnd, FirstRow, LastRow,
+    GradK, GradV, SharesK, SharesV, scale, scale_log2, R, H, num_keys, num_tiles, chunk_rows,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, EDGE: tl.constexpr,
+    KEYS: tl.constexpr = True, VALUES: tl.constexpr = True,
+):  # fmt: skip
+    """Reads the same, and the run of rows that see each tile of `BT` summaries, `FirstRow` and
+    `LastRow [num_tiles]`. Writes the gradients of a tile's keys and values, or, where there is more
+    than one chunk of `chunk_rows` rows, each chunk's share of them, in fp32:
+    `[chunks, num_tiles, H, BT, DT]` and `[…, DVT]`.
+
+    The grid is `(chunks * num_tiles * H,)`. All tiles walk the same chunk at the same time, so that
+    its queries come from the L2 cache for all tiles but the first.
+    """
+    # -- locate the program --
+    head = tl.program_id(0) % H
+    tile = tl.program_id(0) // H % num_tiles
+    chunk = tl.program_id(0) // H // num_tiles
+    first_row = tl.maximum(tl.load(FirstRow + tile), chunk * chunk_rows)
+    stop_row = tl.minimum(tl.load(LastRow + tile), (chunk + 1) * chunk_rows)
+    if first_row >= stop_row:
+        return
+    first_key = tile * BT
+    tokens = tl.arange(0, BT)
+    in_tile = (tokens < num_keys - first_key)[:, None]  # [BT, 1]
+    width = tl.arange(0, DT)
+    value_width = tl.arange(0, DVT)
+    key_row = (first_key.to(tl.int64) + tokens[:, None]) * H + head  # [BT, 1]
 
     # -- load the keys and the values --
-    k_tile = tl.load(K + k_offset, mask=k_mask, other=0.0)
-    v_tile = tl.load(V + v_offset, mask=v_mask, other=0.0)
+    k_mask = in_tile & (width < D)
+    v_mask = in_tile & (value_width < DV)
+    k_tile = tl.load(K + key_row * D + width, mask=k_mask, other=0.0)  # [BT, DT]
+    v_tile = tl.load(V + key_row * DV + value_width, mask=v_mask, other=0.0)  # [BT, DVT]
 
     # -- initialise --
     acc_dk = tl.zeros([BT, DT], tl.float32)
     acc_dv = tl.zeros([BT, DVT], tl.float32)
 
-    # -- walk --
-    # Rows ascend: those that see the tile in part come first. A tile with summaries of two
-    # sequences is seen as a whole by nobody.
-    num_rows = (last - first) * G
-    entry = first + tl.arange(0, EDGE)  # [EDGE]
-    row = tl.load(Rows + entry, mask=entry < last, other=-1)
-    row_end = tl.load(RowEnd + tl.where(row >= 0, row, ~row))
-    is_partial = (entry < last) & (row_end < tl.minimum(first_key + BT, num_keys))
+    # -- who sees the tile in part --
+    # Rows ascend: those that see the tile in part come first, and are masked. So are the last few,
+    # which fill no step, and all of them where one is not to be read, or where the tile has
+    # summaries of two sequences.
+    edge = first_row + tl.arange(0, EDGE)  # [EDGE]
+    row_end = tl.load(RowEnd + edge, mask=edge < stop_row, other=MOST)
+    is_partial = row_end < tl.minimum(first_key + BT, num_keys)
     num_partial = tl.sum(is_partial.to(tl.int32), axis=0)
-    last_row = tl.load(Rows + last - 1)
-    last_row = tl.where(last_row >= 0, last_row, ~last_row)
-    is_masked = (num_partial == EDGE) | (tl.load(RowStart + last_row) > first_key)
-    num_masked = tl.where(is_masked, num_rows, num_partial * G)
-    num_masked = tl.minimum(tl.cdiv(num_masked, BR) * BR, num_rows)
+    unread = NumUnread + head * (R + 1)
+    is_masked = (num_partial == EDGE) | (tl.load(RowStart + stop_row - 1) > first_key)
+    is_masked |= tl.load(unread + stop_row) > tl.load(unread + first_row)
+    whole_row = tl.where(is_masked, stop_row, first_row + num_partial)
+    rest_row = whole_row + (stop_row - whole_row) // BR * BR
+
+    # -- walk --
+    key = first_key + tokens[:, None]  # [BT, 1]
+    for part in range(2):
+        start = tl.where(part == 0, first_row, rest_row)
+        stop = tl.where(part == 0, whole_row, stop_row)
+        acc_dk, acc_dv = walk_queries(
+            acc_dk, acc_dv, k_tile, v_tile, key, start, stop, Q, GradO, Delta, LSE2, RowStart,
+            RowEnd, head, scale_log2, H, G, D, DV, True, KEYS, VALUES, DT, DVT, BR,
+        )  # fmt: skip
     acc_dk, acc_dv = walk_queries(
-        acc_dk, acc_dv, k_tile, v_tile, key, in_tile, 0, num_masked,
-        Q, GradO, Delta, LSE2, Rows, Rows, RowStart, RowEnd, first, head, scale_log2, H,
-        G, D, DV, True, False, True, DT, DVT, BR, WIDE,
-    )  # fmt: skip
-    acc_dk, acc_dv = walk_queries(
-        acc_dk, acc_dv, k_tile, v_tile, key, in_tile, num_masked, num_rows,
-        Q, GradO, Delta, LSE2, Rows, Rows, RowStart, RowEnd, first, head, scale_log2, H,
-        G, D, DV, False, False, False, DT, DVT, BR, WIDE,
+        acc_dk, acc_dv, k_tile, v_tile, key, whole_row, rest_row, Q, GradO, Delta, LSE2, RowStart,
+        RowEnd, head, scale_log2, H, G, D, DV, False, KEYS, VALUES, DT, DVT, BR,
     )  # fmt: skip
 
     # -- store --
     acc_dk *= scale
-    if tl.load(NumParts + chunk) == 1:
-        in_sight = in_tile & (key < tl.load(RowEnd + last_row))
-        store_gradient(GradK + k_offset, acc_dk, in_sight[:, None] & (width < D), False)
-        store_gradient(GradV + v_offset, acc_dv, in_sight[:, None] & (value_width < DV), False)
+    if chunk_rows >= R:
+        mask = in_tile & (key < tl.load(RowEnd + stop_row - 1))  # the last row sees most
+        if KEYS:
+            dk_mask = mask & (width < D)
+            tl.store(GradK + key_row * D + width, acc_dk.to(GradK.dtype.element_ty), mask=dk_mask)
+        if VALUES:
+            dv_mask = mask & (value_width < DV)
+            dv_pointer = GradV + key_row * DV + value_width
+            tl.store(dv_pointer, acc_dv.to(GradV.dtype.element_ty), mask=dv_mask)
     else:
-        token = tl.load(Place + chunk).to(tl.int64) * BT + tl.arange(0, BT)  # [BT]
-        tl.store(SharesK + token[:, None] * DT + width, acc_dk)
-        tl.store(SharesV + token[:, None] * DVT + value_width, acc_dv)
+        token = tl.program_id(0).to(tl.int64) * BT + tokens[:, None]  # [BT, 1]
+        if KEYS:
+            tl.store(SharesK + token * DT + width, acc_dk)
+        if VALUES:
+            tl.store(SharesV + token * DVT + value_width, acc_dv)
+
+
+@triton.jit(do_not_specialize=["num_keys", "num_tiles", "chunk_rows"])
+def sum_kernel(
+    SharesK, SharesV, FirstRow, LastRow, RowEnd, GradK, GradV, H, num_keys, num_tiles, chunk_rows,
+    D: tl.constexpr, DV: tl.constexpr, DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """Adds the shares of every tile, the first chunk's first. The grid is
+    `(num_tiles * H, steps of BK summaries in a tile)`."""
+    # -- locate the program --
+    head = tl.program_id(0) % H
+    tile = tl.program_id(0) // H
+    first_row = tl.load(FirstRow + tile)
+    stop_row = tl.load(LastRow + tile)
+    if first_row >= stop_row:
+        return
+    tokens = tl.program_id(1) * BK + tl.arange(0, BK)[:, None]  # [BK, 1]
+    key = tile * BT + tokens
+    width = tl.arange(0, DT)
+    value_width = tl.arange(0, DVT)
+
+    # -- accumulate --
+    acc_dk = tl.zeros([BK, DT], tl.float32)
+    acc_dv = tl.zeros([BK, DVT], tl.float32)
+    for chunk in range(first_row // chunk_rows, tl.cdiv(stop_row, chunk_rows)):
+        place = (chunk * num_tiles + tile) * H + head
+        token = place.to(tl.int64) * BT + tokens
+        acc_dk += tl.load(SharesK + token * DT + width)
+        acc_dv += tl.load(SharesV + token * DVT + value_width)
+
+    # -- store --
+    mask = (key < num_keys) & (key < tl.load(RowEnd + stop_row - 1))
+    key_row = key.to(tl.int64) * H + head
+    dk_pointer = GradK + key_row * D + width
+    dv_pointer = GradV + key_row * DV + value_width
+    tl.store(dk_pointer, acc_dk.to(GradK.dtype.element_ty), mask=mask & (width < D))
+    tl.store(dv_pointer, acc_dv.to(GradV.dtype.element_ty), mask=mask & (value_width < DV))
 
 
 def of_summaries(
@@ -239,23 +349,22 @@ def of_summaries(
     # -- the summaries: every chunk, then the sums --
     options = summary_dkv_options(D, DV, q.element_size(), memory)
     BT, num_keys = options["BT"], B * M_c
-    tables = backward_tables.of_windows(
-        rows, lse2[:, :, 0], window_size=M_c + 1, tile_size=BT, num_keys=num_keys, G=sizes["G"],
-        share_bytes=4 * BT * sum(widths.values()), itemsize=q.element_size(),
+    share_bytes = 4 * BT * sum(widths.values())
+    seen = summary_runs.runs(
+        rows, lse2[:, :, 0], num_keys=num_keys, tile_size=BT, G=sizes["G"],
+        share_bytes=share_bytes, itemsize=q.element_size(),
     )  # fmt: skip
-    chunks = tables.chunks
-    places = chunks.num_places * BT
+    places = seen.num_chunks * seen.num_tiles * H * BT if seen.num_chunks > 1 else 0
     shares = [q.new_empty(places, width, dtype=torch.float32) for width in widths.values()]
-    dkv_kernel[(len(chunks.first),)](
-        q, k, v, d_o, delta, lse2, tables.rows, tables.row_start, tables.row_end,
-        chunks.first_key, chunks.head, chunks.first, chunks.last, chunks.num_parts, chunks.place,
-        d_k, d_v, *shares, *scales, H, num_keys, **sizes, **widths, **options,
-        WIDE=max(q.numel(), d_o.numel()) >= 2**31, EDGE=EDGE,
+    runs = (seen.row_start, seen.row_end, seen.first_row, seen.last_row)
+    cuts = (seen.num_tiles, seen.chunk_rows)
+    dkv_kernel[(seen.num_chunks * seen.num_tiles * H,)](
+        q, k, v, d_o, delta, lse2, seen.num_unread, *runs, d_k, d_v, *shares, *scales, R, H,
+        num_keys, *cuts, **sizes, **widths, **options, EDGE=EDGE,
     )  # fmt: skip
     if places:
-        triton_backward.sum_kernel[(len(chunks.first), triton.cdiv(BT, SUM_KEYS))](
-            *shares, tables.rows, tables.row_end, chunks.first_key, chunks.head, chunks.last,
-            chunks.part, chunks.num_parts, chunks.place, d_k, d_v, H, num_keys, D=D, DV=DV, BS=BT,
-            ADD=False, **widths, BT=BT, BK=SUM_KEYS,
+        sum_kernel[(seen.num_tiles * H, triton.cdiv(BT, SUM_KEYS))](
+            *shares, seen.first_row, seen.last_row, seen.row_end, d_k, d_v, H, num_keys, *cuts,
+            D=D, DV=DV, **widths, BT=BT, BK=SUM_KEYS,
         )  # fmt: skip
     return d_q, d_k, d_v

@@ -58,7 +58,6 @@ def select_blocks(
         is_apart=rows.num_sequences == 1 or (rows.num_sequences == B and N % score_cells.TILE == 0),
     )  # fmt: skip
     options = score_options(D, q.element_size(), shared_memory(q.device))
-    pick = pick_options(cells.num_blocks)
     ids = q.new_empty(B, N, H, top_n, dtype=torch.int32)
     if block_counts is not None:
         block_counts = block_counts.contiguous()
@@ -67,6 +66,10 @@ def select_blocks(
     for first_row in range(0, R, rows_of_a_chunk):
         last_row = min(first_row + rows_of_a_chunk, R)
         num_rows = last_row - first_row
+        num_blocks = cells.num_blocks
+        if B == 1 and rows.num_sequences == 1:  # queries are in order: what they see is known
+            num_blocks = score_cells.power_of_two(-(-(M - N + last_row) // block_size))
+        pick = pick_options(num_blocks)
         triton_selection.score_kernel[(triton.cdiv(num_rows, options["BQ"]) * H,)](
             q, k_cmp, lse, summaries.first_key, summaries.num_visible, scores, scale * LOG2_E,
             last_row, first_row, H, cells.per_row, G=HQ // H, D=D, C=cells.size,
@@ -75,8 +78,7 @@ def select_blocks(
         triton_selection.pick_kernel[(triton.cdiv(num_rows * H, pick["BR"]),)](
             scores, summaries.num_visible, rows.position, block_counts, ids, num_rows, first_row,
             H, cells.per_row, top_n, num_initial, num_local, length, stride, BS=block_size,
-            C=cells.size, SHARES=cells.shares, K=cells.overlapping, NB=cells.num_blocks,
-            HAS_COUNTS=block_counts is not None, NT=triton.next_power_of_2(top_n),
-            **pick,
+            C=cells.size, SHARES=cells.shares, K=cells.overlapping, NB=num_blocks,
+            HAS_COUNTS=block_counts is not None, NT=triton.next_power_of_2(top_n), **pick,
         )  # fmt: skip
     return ids

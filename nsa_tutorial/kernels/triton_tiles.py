@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from triton import next_power_of_2
 
 from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY
@@ -97,47 +99,58 @@ def dkv_options(
     return {"BT": BT, "BR": BR, "num_warps": num_warps, "num_stages": num_stages}
 
 
+def _fitting(
+    choices: tuple[tuple[int, int, int, int], ...], bytes_of: Callable[[int, int, int], int],
+    shared_memory: int, names: tuple[str, str],
+) -> dict[str, int]:  # fmt: skip
+    """The first of `choices`, each two sides, warps and stages, of which a program can have
+    `bytes_of(side, side, stages)`; the last one if it can have none."""
+    for choice in choices:
+        if bytes_of(choice[0], choice[1], choice[3]) <= shared_memory:
+            break
+    return dict(zip((*names, "num_warps", "num_stages"), choice, strict=True))
+
+
+# Queries or summaries of a program, those of a step, warps, stages. Milliseconds behind them: H200,
+# torch 2.11, Triton 3.6, 65,536 tokens, 64 heads over 4 of width 128, summaries of 32 every 16,
+# bf16: assets/selection_tiles_h200.json. fp32 does without tensor cores, and takes small tiles.
+ATTEND_TILES = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))
+SCORE_TILES = ((64, 128, 4, 3), (64, 64, 4, 3), (64, 32, 4, 2), (32, 32, 4, 1))
+DQ_TILES = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))
+DKV_TILES = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))
+FP32_TILES = ((32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))
+
+
 def attend_options(
     D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:
     """`BQ, BT, num_warps, num_stages` of the walk over the summaries that a tile of queries sees.
     Arguments as in `launch_options`."""
-    tiles = tile_sizes(1, D, DV)
-    row_bytes = (tiles["DT"] + tiles["DVT"]) * itemsize
-    BQ, BT, num_stages = 128, 64, 3
-    while BQ * tiles["DT"] * itemsize + num_stages * BT * row_bytes > shared_memory:
-        if num_stages > 1:
-            num_stages -= 1
-        elif BT > 16:
-            BT //= 2
-        elif BQ > 16:
-            BQ //= 2
-        else:
-            break
-    return {"BQ": BQ, "BT": BT, "num_warps": 8, "num_stages": num_stages}
+    DT, DVT = _side(D), _side(DV)
+    choices = ATTEND_TILES if itemsize == 2 else FP32_TILES
+    return _fitting(
+        choices, lambda BQ, BT, stages: (BQ * DT + stages * BT * (DT + DVT)) * itemsize,
+        shared_memory, ("BQ", "BT"),
+    )  # fmt: skip
 
 
 def score_options(D: int, itemsize: int, shared_memory: int = SHARED_MEMORY) -> dict[str, int]:
     """`BQ, BT, num_warps, num_stages` of the scores that choose. Arguments as in
     `launch_options`."""
-    row_bytes = _side(D) * itemsize
-    BQ, BT, num_stages = 128, 64, 3
-    while (num_stages * BQ + BT) * row_bytes + BQ * BT * 4 > shared_memory:
-        if num_stages > 1:
-            num_stages -= 1
-        elif BQ > 16:
-            BQ //= 2
-        else:
-            break
-    return {"BQ": BQ, "BT": BT, "num_warps": 8, "num_stages": num_stages}
+    DT = _side(D)
+    choices = SCORE_TILES if itemsize == 2 else FP32_TILES
+    return _fitting(
+        choices, lambda BQ, BT, stages: (stages * BQ + BT) * DT * itemsize + BQ * BT * 4,
+        shared_memory, ("BQ", "BT"),
+    )  # fmt: skip
 
 
 def pick_options(num_blocks: int) -> dict[str, int]:
-    """`BR, num_warps` of the choice: lists of a program, and a warp for each; more warps where the
-    scores of a list would not fit the registers of one."""
+    """`BR, num_warps` of the choice: lists of a program, whose scores have to fit the registers.
+    Few blocks leave room for more lists, and one warp needs no other to agree with."""
     if num_blocks > 2048:
         return {"BR": 1, "num_warps": min(16, num_blocks // 1024)}
-    return {"BR": 4 if num_blocks > 64 else 16, "num_warps": 4}
+    return {"BR": max(1, min(16, 512 // num_blocks)), "num_warps": 1}
 
 
 def summary_dq_options(
@@ -145,8 +158,12 @@ def summary_dq_options(
 ) -> dict[str, int]:
     """`BQ, BT, num_warps, num_stages` of the backward's walk over summaries. Arguments as in
     `launch_options`."""
-    options = attend_options(D, DV, itemsize, shared_memory)
-    return options | {"num_stages": min(2, options["num_stages"])}
+    width = _side(D) + _side(DV)
+    choices = DQ_TILES if itemsize == 2 else FP32_TILES
+    return _fitting(
+        choices, lambda BQ, BT, stages: (BQ + stages * BT) * width * itemsize,
+        shared_memory, ("BQ", "BT"),
+    )  # fmt: skip
 
 
 def summary_dkv_options(
@@ -154,4 +171,11 @@ def summary_dkv_options(
 ) -> dict[str, int]:
     """`BT, BR, num_warps, num_stages` of the walk over the queries that see a tile of summaries.
     Arguments as in `launch_options`."""
-    return dkv_options(16, D, DV, 64, itemsize, shared_memory)
+    width = _side(D) + _side(DV)
+    choices = DKV_TILES if itemsize == 2 else FP32_TILES
+    if width > 256:  # two wide accumulators do not fit the registers
+        choices = choices[-2:]
+    return _fitting(
+        choices, lambda BT, BR, stages: (BT + stages * BR) * width * itemsize,
+        shared_memory, ("BT", "BR"),
+    )  # fmt: skip

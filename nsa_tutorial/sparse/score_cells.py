@@ -3,8 +3,8 @@ that reads them.
 
 A *cell* is a run of summaries that begin in one block, and holds what they give to that block.
 Where summaries reach into the next blocks, it has a share for each of them. So a row of scores is
-as long as its blocks, not as its summaries. A summary is a cell of its own where a block is no power of two
-of strides, or where rows of several sequences share a tile.
+as long as its blocks, not as its summaries. A summary is a cell of its own where a block is no
+power of two of strides, or where rows of several sequences share a tile.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ def cells(M: int, *, length: int, stride: int, block_size: int, is_apart: bool) 
     >>> cells(65536, length=32, stride=16, block_size=64, is_apart=True)
     Cells(size=4, pieces=2, shares=2, per_row=1024, overlapping=5, num_blocks=1024)
     """
-    num_blocks = max(1, -(-M // block_size))
-    num_blocks = 1 << (num_blocks - 1).bit_length()
+    num_blocks = power_of_two(-(-M // block_size))
     # window starts in block_size + length - 1 consecutive tokens, at most
     overlapping = -(-(block_size + length - 1) // stride)
     size, pieces = block_size // stride, length // stride
@@ -55,6 +54,11 @@ def cells(M: int, *, length: int, stride: int, block_size: int, is_apart: bool) 
     shares = (size + pieces - 2) // size + 1
     per_row = max(1, -(-num_summaries(M, length, stride) // size))
     return Cells(size, pieces, shares, per_row, overlapping, num_blocks)
+
+
+def power_of_two(n: int) -> int:
+    """The least that is not below `n`."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 def rows_of_a_chunk(cells: Cells, R: int, H: int) -> int:
