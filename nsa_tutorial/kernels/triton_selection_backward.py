@@ -13,21 +13,13 @@ Symbols: those of `triton_selection` and `triton_backward`.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from nsa_tutorial.exact import online_softmax
-from nsa_tutorial.kernels import summary_runs, triton_backward
 from nsa_tutorial.kernels.triton_selection import MOST, sight
-from nsa_tutorial.kernels.triton_tiles import summary_dkv_options, summary_dq_options, tile_sizes
-from nsa_tutorial.runtime.shared_memory import shared_memory
-from nsa_tutorial.sparse.selected_attention import QueryRows
 
 LOG2_E = tl.constexpr(online_softmax.LOG2_E)
-SUM_KEYS = 16  # summaries whose shares a program adds
-EDGE = 1024  # rows that a program looks at to find those that see its tile in part
 
 
 @triton.jit
@@ -304,67 +296,3 @@ def sum_kernel(
     dv_pointer = GradV + key_row * DV + value_width
     tl.store(dk_pointer, acc_dk.to(GradK.dtype.element_ty), mask=mask & (width < D))
     tl.store(dv_pointer, acc_dv.to(GradV.dtype.element_ty), mask=mask & (value_width < DV))
-
-
-def of_summaries(
-    d_o: Tensor, d_lse: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, o: Tensor, lse: Tensor,
-    rows: QueryRows, *, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The backward of `triton_selection_launch.compressed_attention`.
-
-    Args:
-        d_o, d_lse: gradients of its outputs, `[B, N, HQ, DV]` and `[B, N, HQ]`.
-        q, k_cmp, v_cmp, rows, scale: its arguments.
-        o, lse: what it returned.
-
-    Returns:
-        The gradients of `q`, `k_cmp` and `v_cmp`, in their dtypes; the same bits in every run.
-    """
-    (B, N, HQ, D), (_, M_c, H, DV) = q.shape, v_cmp.shape
-    R, sizes = B * N, {"G": HQ // H, "D": D, "DV": DV}
-    d_q = q.new_empty(q.shape)
-    d_k, d_v = (x.new_zeros(x.shape) for x in (k_cmp, v_cmp))
-    if M_c == 0:
-        return d_q.zero_(), d_k, d_v
-    d_o, q, k, v, lse = (x.contiguous() for x in (d_o, q, k_cmp, v_cmp, lse))
-    tiles = tile_sizes(**sizes)
-    widths = {name: tiles[name] for name in ("DT", "DVT")}
-    memory = shared_memory(q.device)
-    scales = (scale, scale * online_softmax.LOG2_E)
-
-    # -- a row's numbers --
-    delta, lse2 = (q.new_empty(R, H, HQ // H, dtype=torch.float32) for _ in range(2))
-    triton_backward.delta_kernel[(R, H)](
-        o.contiguous(), d_o, lse, d_lse.contiguous(), delta, lse2, H,
-        G=sizes["G"], DV=DV, GT=tiles["GT"], DVT=tiles["DVT"], num_warps=1,
-    )  # fmt: skip
-
-    # -- the queries --
-    options = summary_dq_options(D, DV, q.element_size(), memory)
-    dq_kernel[(triton.cdiv(R, options["BQ"]) * HQ,)](
-        q, k, v, d_o, lse, delta, lse2, rows.first_key, rows.num_visible, d_q, *scales, R, H,
-        **sizes, **widths, **options,
-    )  # fmt: skip
-
-    # -- the summaries: every chunk, then the sums --
-    options = summary_dkv_options(D, DV, q.element_size(), memory)
-    BT, num_keys = options["BT"], B * M_c
-    share_bytes = 4 * BT * sum(widths.values())
-    seen = summary_runs.runs(
-        rows, lse2[:, :, 0], num_keys=num_keys, tile_size=BT, G=sizes["G"],
-        share_bytes=share_bytes, itemsize=q.element_size(),
-    )  # fmt: skip
-    places = seen.num_chunks * seen.num_tiles * H * BT if seen.num_chunks > 1 else 0
-    shares = [q.new_empty(places, width, dtype=torch.float32) for width in widths.values()]
-    runs = (seen.row_start, seen.row_end, seen.first_row, seen.last_row)
-    cuts = (seen.num_tiles, seen.chunk_rows)
-    dkv_kernel[(seen.num_chunks * seen.num_tiles * H,)](
-        q, k, v, d_o, delta, lse2, seen.num_unread, *runs, d_k, d_v, *shares, *scales, R, H,
-        num_keys, *cuts, **sizes, **widths, **options, EDGE=EDGE,
-    )  # fmt: skip
-    if places:
-        sum_kernel[(seen.num_tiles * H, triton.cdiv(BT, SUM_KEYS))](
-            *shares, seen.first_row, seen.last_row, seen.row_end, d_k, d_v, H, num_keys, *cuts,
-            D=D, DV=DV, **widths, BT=BT, BK=SUM_KEYS,
-        )  # fmt: skip
-    return d_q, d_k, d_v
