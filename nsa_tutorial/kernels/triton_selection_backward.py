@@ -1,12 +1,12 @@
 """Chapter 14: the backward of attention to summaries, in Triton.
 
-The five lines and the kernels are those of chapter 13: `dq_kernel` has the forward's tiles of
-queries, `dkv_kernel` a tile of summaries and a chunk of the rows that see it, and `triton_backward`
-lends the kernels for a row's numbers and for the sums. What differs is who sees what: nearly all
-queries see an early summary, and all of a tile's queries see nearly all their summaries, so that
-most steps go without a mask.
+The five lines are those of chapter 13, and so is the kernel that sums up a row
+(`triton_backward.delta_kernel`). `dq_kernel` has the forward's tiles of queries. `dkv_kernel` has a
+tile of summaries and a chunk of queries, and `sum_kernel` adds what the chunks gave. What differs
+from lists is who sees what: nearly all queries see an early summary, so most steps go without a
+mask, and all tiles can walk the same queries at the same time.
 
-No argument is checked here: `ops` does.
+`triton_selection_launch` runs them. No argument is checked here: `ops` does.
 
 Symbols: those of `triton_selection` and `triton_backward`.
 """

@@ -1,7 +1,8 @@
-"""What the operators call for summaries on the Triton backend: attention to them, its gradients, and
-the choice of blocks.
+"""What the operators call for summaries on the Triton backend: attention to them, its gradients,
+and the choice of blocks.
 
-`triton_selection` and `triton_selection_backward` hold the kernels. No argument is checked here: `ops` does.
+`triton_selection` and `triton_selection_backward` hold the kernels. No argument is checked here:
+`ops` does.
 """
 
 from __future__ import annotations
