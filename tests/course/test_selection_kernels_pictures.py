@@ -127,20 +127,21 @@ def test_questions_lead_to_the_list(n: int) -> None:
 
 
 def test_the_sentence_follows_the_questions() -> None:
-    steps = range(len(pictures.halvings(505, 3, 8)))
-    told = [pictures.told_halving(505, 3, 8, step) for step in steps]
+    questions = range(1, len(pictures.halvings(505, 3, 8)) + 1)
+    told = [pictures.told_halving(505, 3, 8, question) for question in questions]
     assert "too few: the range keeps its lower half" in told[0]
     assert told[-1].endswith("exactly as many as the list has places: these are the blocks.")
     early = len(pictures.halvings(20, 0, 8))
-    assert "down to one number" in pictures.told_halving(20, 0, 8, early - 1)
+    assert early == 30, "as the chapter tells"
+    assert "down to one number" in pictures.told_halving(20, 0, 8, early)
 
 
 def test_the_halving_panel_keeps_to_its_questions() -> None:
     panel = pictures.halving_panel()
     panel.controls["query"].value = 20
-    panel.set(step=30)
+    panel.set(question=30)
     panel.controls["query"].value = 505
-    assert panel.values["step"] == len(pictures.halvings(505, panel.values["head"], 8)) - 1
+    assert panel.values["question"] == len(pictures.halvings(505, panel.values["head"], 8))
 
 
 def test_bits_and_numbers() -> None:

@@ -434,30 +434,30 @@ def value_of(bits: int) -> float:
     return float(np.array(bits, dtype=np.int32).view(np.float32))
 
 
-def told_halving(query: int, head: int, n: int, step: int) -> str:
+def told_halving(query: int, head: int, n: int, question: int) -> str:
     """What one question asks, and what follows."""
     found = halvings(query, head, n)
-    h = found[step]
+    h = found[question - 1]
     follows = "too few: the range keeps its lower half"
     if h.count > n:
         follows = "enough: the range keeps its upper half"
     elif h.count == n:
         follows = "exactly as many as the list has places: these are the blocks"
-    if step == len(found) - 1 and h.count != n:
+    if question == len(found) and h.count != n:
         follows += ", and is down to one number"
     visible = int((block_scores()[query, head] >= 0).sum())
     return (
         f"Query {query}, KV head {head}, {visible} visible blocks, a list of {n}. Question "
-        f"{step + 1} of {len(found)}: how many blocks have a score of at least "
+        f"{question} of {len(found)}: how many blocks have a score of at least "
         f"{value_of(h.middle):.3g}? {h.count}, {follows}."
     )
 
 
-def draw_halving(query: int = 505, head: int = 3, n: int = 8, step: int = 8) -> Picture:
+def draw_halving(query: int = 505, head: int = 3, n: int = 8, question: int = 9) -> Picture:
     """The blocks by their bits, and the ranges of the questions so far."""
     scores, found = block_scores()[query, head], halvings(query, head, n)
     bits, forced = bits_of(scores).numpy(), is_forced(query)
-    h, blocks = found[step], len(bits)
+    h, blocks = found[question - 1], len(bits)
     sheet = Sheet(8.3, 3.9)
     strip = Place(0.75, 0.62, 7.2, 0.3)
     wide = strip.width / blocks
@@ -476,7 +476,7 @@ def draw_halving(query: int = 505, head: int = 3, n: int = 8, step: int = 8) -> 
     chart.dots([(value, 0.5) for value in [*x, most]], "selected", 5)
     chart.dots([(most, 0.5)], "own block", 7)
     chart.words([(most, 0.5, "forced: ∞")], size=8, ha="left", offset=(8, 0))
-    shown = found[: step + 1][-SHOWN:]
+    shown = found[:question][-SHOWN:]
     for row, past in enumerate(shown):
         left, right = (min(max(x, least), most) for x in (past.low, past.high))
         colour = "query" if past is h else _PALE
@@ -490,18 +490,19 @@ def draw_halving(query: int = 505, head: int = 3, n: int = 8, step: int = 8) -> 
     names = [f"{tick:g}" for tick in ticks]
     chart.bottom([bits_at(tick) for tick in ticks], names, "score, at the place of its bits")
     chart.left([0.5, 5], ["blocks", "ranges"], line=False)
-    told = f"Question {step + 1}: {h.count} blocks reach the middle, and the list has {n} places"
+    told = f"Question {question}: {h.count} blocks reach the middle, and the list has {n} places"
     return Picture(sheet.figure, told)
 
 
 def halving_panel() -> Panel:
     """The interactive: one query's list, question by question."""
 
-    def render(query: int, head: int, n: int, step: int) -> tuple[Picture, str]:
-        return draw_halving(query, head, n, step), told_halving(query, head, n, step)
+    def render(query: int, head: int, n: int, question: int) -> tuple[Picture, str]:
+        setting = (query, head, n, question)
+        return draw_halving(*setting), told_halving(*setting)
 
     def limits(query: int, head: int, n: int, **_: object) -> dict[str, range]:
-        return {"step": range(len(halvings(query, head, n)))}
+        return {"question": range(1, len(halvings(query, head, n)) + 1)}
 
     N, H, _ = block_scores().shape
     return panel(
@@ -511,7 +512,7 @@ def halving_panel() -> Panel:
         query=ipywidgets.IntSlider(505, 0, N - 1, description="query"),
         head=ipywidgets.IntSlider(3, 0, H - 1, description="KV head"),
         n=_choice(HALVING_N, 8, "n"),
-        step=ipywidgets.IntSlider(0, 0, 30, description="question"),
+        question=ipywidgets.IntSlider(1, 1, 31, description="question"),
     )
 
 
