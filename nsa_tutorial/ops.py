@@ -381,9 +381,8 @@ def native_sparse_attention(
             always among them. For a tensor `[B, N, H]`, each row keeps so many, those three first;
             to know the largest, the host waits for the device.
         block_size, window_size, length, stride: of the branches.
-        backend: of selected attention and the window, which share a launch in Triton. Compression
-            and the choice of blocks have no kernels yet (chapter 14) and run on the reference, tile
-            by tile of queries.
+        backend: of every part: means, attention to them, the choice of blocks, selected attention
+            and the window, and the gated sum. Selection and window share a launch in Triton.
 
     Returns:
         `o [B, N, HQ, DV]` in the dtype of `v`, differentiable in `q`, `k`, `v` and the gates.

@@ -15,7 +15,10 @@ from nsa_tutorial import ops
 from nsa_tutorial.sparse.compression import (
     KINDS,
     MLPWeights,
+    compress,
+    has_pieces,
     num_summaries,
+    summarise_pieces,
     summary_offsets,
     summary_rows,
 )
@@ -339,3 +342,61 @@ def test_scores_of_one_tile_exist_at_a_time(watch) -> None:
     with torch.no_grad(), watch(LargestStorage()) as largest:
         attend(shape, *inputs)
     assert largest.bytes <= 16 * 128 * 127 * 4
+
+
+# -- summaries from pieces of `stride` tokens --
+
+PIECES = {
+    "the paper's length and stride": Shape(N=150, M=150, length=32, stride=16),
+    "a tail that no window takes": Shape(B=2, length=9, stride=3),
+    "one piece a window": Shape(length=5, stride=5),
+    "exactly one window": Shape(N=8, M=8, length=8, stride=2),
+    "stride 1": Shape(length=4, stride=1),
+}
+LEARNT = tuple(kind for kind in KINDS if kind != "mean")
+
+
+@pytest.mark.parametrize("shape", PIECES.values(), ids=PIECES.keys())
+@pytest.mark.parametrize("per_head", [False, True], ids=["shared weight", "weight per head"])
+@pytest.mark.parametrize("kind", LEARNT)
+def test_pieces_give_what_windows_give(kind: str, per_head: bool, shape: Shape) -> None:
+    """Summaries and gradients."""
+    x = shape.make(torch.float64)[1][..., :6].requires_grad_()
+    weight = weight_of(kind, shape, per_head=per_head, D=6)
+    leaves = [x, *(w.requires_grad_() for w in (weight if kind == "mlp" else [weight]))]
+    assert has_pieces(shape.M, shape.length, shape.stride, None)
+    sizes = {"length": shape.length, "stride": shape.stride}
+    found = summarise_pieces(x, kind=kind, **sizes, weight=weight)
+    right = compress(x, kind=kind, **sizes, weight=weight)
+    assert torch.allclose(found, right, atol=1e-12)
+    gradients = (torch.autograd.grad(y.square().sum(), leaves) for y in (found, right))
+    assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("kind", LEARNT)
+def test_windows_are_not_copied(kind: str, watch) -> None:
+    """Overlapping windows would hold each token twice."""
+    shape = Shape(M=512, length=32, stride=16)
+    x = shape.make()[1][..., :8].contiguous()
+    weight = weight_of(kind, shape, per_head=False, D=8)
+    weight = MLPWeights(*(w.float() for w in weight)) if kind == "mlp" else weight.float()
+    with torch.no_grad(), watch(LargestStorage()) as largest:
+        ops.compress(x, kind=kind, weight=weight)
+    assert largest.bytes <= x.numel() * x.element_size()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("kind", LEARNT)
+def test_half_precision_on_a_gpu(kind: str, dtype: torch.dtype) -> None:
+    """Tensor cores multiply in the dtype of the tokens: an error of its rounding, no more."""
+    shape = Shape(B=2, M=512, length=32, stride=16)
+    x = shape.make(dtype)[1].cuda()
+    weight = weight_of(kind, shape, per_head=True, D=x.shape[3])
+    weight = [w.to("cuda", dtype) for w in (weight if kind == "mlp" else [weight])]
+    exact = [w.double() for w in weight]
+    of = (lambda w: MLPWeights(*w)) if kind == "mlp" else (lambda w: w[0])
+    got = ops.compress(x, kind=kind, weight=of(weight))
+    truth = compress(x.double(), kind=kind, weight=of(exact))
+    assert got.dtype == dtype
+    assert (got - truth).norm() <= 2 * torch.finfo(dtype).eps * truth.norm()
