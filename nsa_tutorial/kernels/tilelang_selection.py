@@ -25,7 +25,6 @@ from nsa_tutorial.kernels.tilelang_tiles import tile_sides
 accum_dtype = "float32"
 nan = T.float32(math.nan)
 INFINITY = 0x7F800000  # its bits, in fp32
-HALVINGS = 31  # of that range, until one number is left
 
 
 def is_finite(x):
@@ -292,7 +291,7 @@ def build_pick(
     """The kernel that reads `Scores [SHARES, some, H, NC]`, `NumVisible [rows]`, `Position [rows]`
     and, with `has_counts`, `BlockCounts [rows, H]`, and writes `BlockIndices [rows, H, n]`.
 
-    The grid is `(H, num_rows)`: a program makes a list. `NB` is a power of two that holds all
+    The grid is `(num_rows, H)`: a program makes a list. `NB` is a power of two that holds all
     blocks of a sequence, and `K` summaries at most share tokens with a block.
     """
     rows, n = T.dynamic("rows"), T.dynamic("n")
@@ -313,7 +312,7 @@ def build_pick(
         stride: T.int32,
     ):
         # -- locate the program --
-        with T.Kernel(H, num_rows, threads=threads) as (head, local_row):
+        with T.Kernel(num_rows, H, threads=threads) as (local_row, head):
             score = T.alloc_fragment([NB], accum_dtype)
             bits = T.alloc_fragment([NB], "int32")
             flag = T.alloc_fragment([NB], "int32")
@@ -357,7 +356,7 @@ def build_pick(
                 bits[block] = T.if_then_else(block <= own, bits[block], -1)
 
             # -- halve the range, down to the bits of the last block that is taken --
-            for _ in T.serial(HALVINGS):
+            while high - low > 1:
                 middle = low + (high - low) // 2
                 for block in T.Parallel(NB):
                     flag[block] = T.if_then_else(bits[block] >= middle, 1, 0)

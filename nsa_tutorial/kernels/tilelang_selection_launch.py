@@ -54,11 +54,11 @@ def compressed_attention(
     lse = q.new_empty(B, N, HQ, dtype=torch.float32)
     options = attend_options(D, DV, q.element_size(), shared_memory(q.device))
     kernel = compiled(
-        "attend", q.device.type, H, HQ // H, D, DV, dtype=_dtype(q), **options,
+        "attend", q.device.type, H, HQ // H, D, DV, dtype=dtype_of(q), **options,
         has_tma=has_tma(q.device, D * q.element_size(), DV * q.element_size()),
     )  # fmt: skip
     kernel(
-        _rows(q), _rows(at_least_one(k_cmp)), _rows(at_least_one(v_cmp)), rows.first_key,
+        rows_of(q), rows_of(at_least_one(k_cmp)), rows_of(at_least_one(v_cmp)), rows.first_key,
         rows.num_visible, o.view(-1, HQ, DV), lse.view(-1, HQ), scale, scale * LOG2_E,
     )  # fmt: skip
     return o, lse
@@ -82,12 +82,12 @@ def select_blocks(
     shape = (cells.shares, rows_of_a_chunk, H, cells.per_row)
     scores = q.new_empty(shape, dtype=torch.float32)
     ids = q.new_empty(B, N, H, top_n, dtype=torch.int32)
-    q, k_cmp, lse = _rows(q), _rows(at_least_one(k_cmp)), lse.reshape(R, HQ).contiguous()
+    q, k_cmp, lse = rows_of(q), rows_of(at_least_one(k_cmp)), lse.reshape(R, HQ).contiguous()
     has_counts = block_counts is not None
     counts = block_counts.view(R, H).to(ids) if has_counts else ids.new_empty(0, H)
     options = score_options(HQ // H, D, q.element_size(), shared_memory(q.device))
     score = compiled(
-        "score", device, H, HQ // H, D, cells.size, cells.shares, cells.pieces, dtype=_dtype(q),
+        "score", device, H, HQ // H, D, cells.size, cells.shares, cells.pieces, dtype=dtype_of(q),
         **options,
     )  # fmt: skip
     # the summaries of all sequences that share a tile
@@ -110,11 +110,11 @@ def select_blocks(
     return ids
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
     """`[B, N, …]` as `[B * N, …]`."""
     return x.flatten(0, 1).contiguous()
 
 
-def _dtype(x: Tensor) -> str:
+def dtype_of(x: Tensor) -> str:
     """TileLang's name of it."""
     return str(x.dtype).removeprefix("torch.")

@@ -136,3 +136,47 @@ def score_options(
 def pick_threads(num_blocks: int) -> int:
     """Threads that make a list: of at most 32 blocks each, and a warp at least."""
     return min(1024, max(32, num_blocks // 32))
+
+
+def summary_dq_options(
+    D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY
+) -> dict[str, int]:
+    """`BQ, BT, threads, num_stages` of the gradient of the queries that see summaries. Arguments as
+    in `dq_options`."""
+
+    def size(BQ: int, BT: int, num_stages: int) -> int:
+        """Bytes of queries with their gradients, of keys and values, of clean keys, of gradients of
+        scores in fp32, and some."""
+        _, DT, DVT = tile_sides(BQ, D, DV)
+        gradients = BQ * BT if itemsize == 4 else 0
+        tiles = (BQ + num_stages * BT) * (DT + DVT) + BT * DT
+        return (tiles + gradients) * itemsize + 2048
+
+    choices = [(128, 64, 2), (64, 64, 2), (64, 64, 1), (64, 32, 1), (64, 16, 1), (32, 16, 1)]
+    if itemsize == 4:
+        choices = choices[3:]
+    BQ, BT, num_stages = (*(c for c in choices if size(*c) <= shared_memory), (16, 16, 1))[0]
+    return {"BQ": BQ, "BT": BT, "threads": 2 * BQ, "num_stages": num_stages}
+
+
+def summary_dkv_options(
+    D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY
+) -> dict[str, int]:
+    """`BT, BR, threads, num_stages` of the gradients of summaries: those of a program, and queries
+    of a step. Arguments as in `dq_options`."""
+    width = tile_rows(D) + tile_rows(DV)
+
+    def size(BT: int, BR: int, num_stages: int) -> int:
+        """Bytes of keys and values, of queries with their numbers, of clean ones, of weights in
+        fp32, and some."""
+        weights = 2 * BT * BR * itemsize if itemsize == 4 else 0
+        rows = (num_stages + 1) * BR * width * itemsize + num_stages * BR * 8
+        return BT * width * itemsize + rows + weights + 2048
+
+    choices = [(128, 64, 2), (64, 64, 2), (64, 32, 2), (64, 32, 1), (32, 32, 1), (32, 16, 1)]
+    if width > 256:  # accumulators of 128 would not fit the registers
+        choices = choices[1:]
+    if itemsize == 4:
+        choices = choices[3:]
+    BT, BR, num_stages = (*(c for c in choices if size(*c) <= shared_memory), (16, 16, 1))[0]
+    return {"BT": BT, "BR": BR, "threads": 2 * BT, "num_stages": num_stages}
