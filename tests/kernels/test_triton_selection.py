@@ -226,7 +226,7 @@ def test_a_long_sequence(device: str) -> None:
 
 CHUNKED = {
     "cells": Shape(N=300, M=310, H=1, G=1, D=8, length=4, stride=2, BS=16),
-    "a batch of whole tiles": Shape(B=2, N=128, M=130, H=1, G=1, D=8, length=4, stride=2, BS=16),
+    "a batch of whole tiles": Shape(B=2, N=128, M=300, H=1, G=1, D=8, length=4, stride=2, BS=16),
     "packed": Shape(N=300, M=300, H=1, G=1, D=8, length=4, stride=2, BS=16, cu=(0, 90, 130, 300)),
     "a batch of three queries": Shape(B=2, N=3, M=50, H=1, G=1, D=8, length=4, stride=2, BS=16),
 }

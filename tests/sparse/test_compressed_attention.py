@@ -13,7 +13,7 @@ from selection import scaled_attention
 from test_compression import SHAPES as GEOMETRIES
 from torch import Tensor
 
-from nsa_tutorial import backends, ops
+from nsa_tutorial import ops
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -69,13 +69,6 @@ SLOW = {
 }
 
 
-def skip_unless_written(backend: str, device: str, dtype: torch.dtype = torch.float32) -> None:
-    skip_unless_runs(backend, device, dtype)
-    for table in (backends.BACKENDS,):
-        if backend not in table["compressed_attention"]:
-            pytest.skip("no kernel yet")
-
-
 def attend(
     shape: Shape, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, backend: str, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -96,7 +89,7 @@ def inputs_of(shape: Shape, dtype: torch.dtype, device: str) -> list[Tensor]:
 
 @product("shape", SHAPES, BACKENDS, QUICK, slow=SLOW)
 def test_outputs(shape: Shape, dtype: torch.dtype, backend: str, device: str) -> None:
-    skip_unless_written(backend, device, dtype)
+    skip_unless_runs(backend, device, dtype)
     if dtype != torch.float32 and shape.magnitude > 1:
         pytest.skip(
             "rounded scores of this size decide alone: the reference differs from the truth as much"
@@ -120,7 +113,7 @@ def gradients(o: Tensor, lse: Tensor, inputs: list[Tensor], seed: int = 3) -> li
 def test_gradients(shape: Shape, dtype: torch.dtype, backend: str, device: str) -> None:
     """At most twice the error of plain PyTorch in the same dtype, plus a millionth of the largest
     gradient."""
-    skip_unless_written(backend, device, dtype)
+    skip_unless_runs(backend, device, dtype)
     if shape.magnitude > 1:
         pytest.skip("the weights are as exact as the stored log-sum-exp: see test_steep_scores")
     inputs = inputs_of(shape, dtype, device)
@@ -144,7 +137,7 @@ def test_gradients(shape: Shape, dtype: torch.dtype, backend: str, device: str) 
 def test_steep_scores(backend: str, device: str) -> None:
     """Of a thousand and more, rising and falling along the summaries: the running maximum runs.
     Gradients are as exact as fp32 holds a log-sum-exp of that size."""
-    skip_unless_written(backend, device)
+    skip_unless_runs(backend, device)
     shape = Shape(N=150, M=150, H=1, G=2, D=16, DV=16, length=2, stride=1)
     q, k, v = (x.to(device) for x in shape.make())
     q, k, v = torch.ones_like(q), k[:, :149], v[:, :149]
@@ -168,7 +161,7 @@ def test_steep_scores(backend: str, device: str) -> None:
 def test_gradients_of_both_outputs_add_up(backend: str, device: str) -> None:
     """A loss of the output alone, and one of the log-sum-exp alone: neither is asked of a gradient
     that is not there."""
-    skip_unless_written(backend, device)
+    skip_unless_runs(backend, device)
     shape = Shape(N=20, M=20)
     leaves = [x.requires_grad_() for x in inputs_of(shape, torch.float32, device)]
     o, lse = attend(shape, *leaves, backend)
@@ -184,7 +177,7 @@ def test_gradients_of_both_outputs_add_up(backend: str, device: str) -> None:
 def test_what_nobody_sees_has_no_gradient(backend: str, device: str) -> None:
     """Summaries that no query asks for, and queries before the first summary ends: 0, not next to
     it."""
-    skip_unless_written(backend, device)
+    skip_unless_runs(backend, device)
     shape = Shape(N=37, M=37)
     q, k, v = (x.requires_grad_() for x in inputs_of(shape, torch.float32, device))
     o, lse = attend(shape, q, k, v, backend)
@@ -202,7 +195,7 @@ def test_what_nobody_sees_has_no_gradient(backend: str, device: str) -> None:
 def test_other_strides(backend: str, device: str) -> None:
     """Heads before positions, a slice of something wider, and a gradient that is one number
     expanded."""
-    skip_unless_written(backend, device)
+    skip_unless_runs(backend, device)
     shape = Shape(B=2, N=20, M=20)
     inputs = inputs_of(shape, torch.float32, device)
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
@@ -219,7 +212,7 @@ def test_other_strides(backend: str, device: str) -> None:
 
 @places
 def test_packed_sequences_are_separate_calls(backend: str, device: str) -> None:
-    skip_unless_written(backend, device)
+    skip_unless_runs(backend, device)
     shape = GEOMETRIES["packed, one empty, one too short"]
     leaves = [x.requires_grad_() for x in inputs_of(shape, torch.float32, device)]
     o, lse = attend(shape, *leaves, backend)
@@ -248,7 +241,7 @@ def test_packed_sequences_are_separate_calls(backend: str, device: str) -> None:
 @places
 @pytest.mark.parametrize(("B", "N"), [(0, 9), (1, 0)], ids=["no sequence", "no query"])
 def test_nothing_to_do(B: int, N: int, backend: str, device: str) -> None:
-    skip_unless_written(backend, device)
+    skip_unless_runs(backend, device)
     shape = Shape(B=B, N=N, M=9)
     leaves = [x.requires_grad_() for x in inputs_of(shape, torch.float32, device)]
     o, lse = attend(shape, *leaves, backend)

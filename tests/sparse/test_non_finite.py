@@ -21,7 +21,7 @@ from places import product as on_places
 from selection import Problem
 from torch import Tensor
 
-from nsa_tutorial import backends, library, ops
+from nsa_tutorial import library, ops
 
 BACKENDS = ["reference", "tilelang", "triton"]
 places = places_of(BACKENDS)
@@ -98,8 +98,6 @@ def of_summaries(shape: Shape) -> Operator:
     def make(
         backend: str, dtype: torch.dtype, device: str
     ) -> tuple[Callable, list[Tensor], Tensor]:
-        if backend not in backends.BACKENDS["compressed_attention"]:
-            pytest.skip("no kernel yet")
         cu_seqlens = None if shape.cu is None else shape.offsets.to(device)
         options = {"length": shape.length, "stride": shape.stride, "cu_seqlens": cu_seqlens}
         options |= {"return_lse": True, "backend": backend}
@@ -264,8 +262,8 @@ def test_gradients_of_a_mask_over_tiles_on_the_reference(number: float, where: s
 def assert_gradients(
     operator: Operator, where: str, number: float, backend: str, device: str
 ) -> None:
-    """Rows that do not see it keep their gradients to the bit, and so does what only such rows
-    see."""
+    """Rows that do not see it keep their gradients to the bit. So does what only such rows see, but
+    for the order of its sums: kernels walk a row that is not finite with a mask."""
     run, tensors, mask = operator(backend, torch.float32, device)
 
     def gradients(tensors: list[Tensor]) -> list[Tensor]:
@@ -282,6 +280,6 @@ def assert_gradients(
     seen_by_them = mask[0, is_spoiled, 0].any(0)  # [M]
     assert torch.equal(d_q[~is_spoiled], clean[0][~is_spoiled])
     for d, right in ((d_k, clean[1]), (d_v, clean[2])):
-        assert torch.equal(d[~seen_by_them], right[~seen_by_them])
+        torch.testing.assert_close(d[~seen_by_them], right[~seen_by_them], atol=2e-6, rtol=1e-5)
         assert torch.equal(d[:, 1], right[:, 1])
     assert not (d_q.isfinite().all() and d_k.isfinite().all() and d_v.isfinite().all())

@@ -13,7 +13,7 @@ from test_block_selection import PICKS
 from test_block_selection import SHAPES as GEOMETRIES
 from torch import Tensor
 
-from nsa_tutorial import backends, ops
+from nsa_tutorial import ops
 from nsa_tutorial.sparse.block_selection import importance, overlap_weights
 from nsa_tutorial.sparse.compression import summary_rows
 from nsa_tutorial.sparse.selected_attention import query_rows
@@ -93,12 +93,6 @@ def named(cases: list[str]) -> list[str]:
     return [f"{case}, {turn[case]}" for case in cases]
 
 
-def skip_unless_written(backend: str, device: str, dtype: torch.dtype = torch.float32) -> None:
-    skip_unless_runs(backend, device, dtype)
-    if backend not in backends.BACKENDS["select_blocks"]:
-        pytest.skip("no kernel yet")
-
-
 def inputs_of(shape: Shape, dtype: torch.dtype, device: str) -> list[Tensor]:
     """Queries, and as many summaries as the keys have: random ones, whose scores differ more than
     those of means."""
@@ -172,7 +166,7 @@ def assert_same_choice(ids: Tensor, exact: Tensor, score: Tensor, rounding: floa
 def test_the_choice(
     case: tuple[Shape, tuple[int, int, int]], dtype: torch.dtype, backend: str, device: str
 ) -> None:
-    skip_unless_written(backend, device, dtype)
+    skip_unless_runs(backend, device, dtype)
     shape, numbers = case
     q, k_cmp = inputs_of(shape, dtype, device)
     options = options_of(shape, device)
@@ -188,7 +182,7 @@ def test_the_choice(
 
 @places
 def test_without_a_log_sum_exp(backend: str, device: str) -> None:
-    skip_unless_written(backend, device)
+    skip_unless_runs(backend, device)
     for shape in (SMALL, PACKED):
         q, k_cmp = inputs_of(shape, torch.float32, device)
         options = options_of(shape, device) | {"top_n": 5, "block_size": shape.BS}
@@ -215,7 +209,7 @@ def test_each_row_keeps_as_many_as_it_counts(
     shape: Shape, dtype: torch.dtype, backend: str, device: str
 ) -> None:
     """Also none, fewer than are forced, and more than the list holds."""
-    skip_unless_written(backend, device, dtype)
+    skip_unless_runs(backend, device, dtype)
     q, k_cmp = inputs_of(shape, dtype, device)
     g = torch.Generator().manual_seed(1)
     counts = torch.randint(0, 8, (shape.B, shape.N, shape.H), generator=g).to(device)
@@ -234,7 +228,7 @@ def test_of_equal_blocks_the_first(
 ) -> None:
     """Queries of zero attend to all summaries alike: inner blocks are equal to the last bit, and
     the lower ids are taken."""
-    skip_unless_written(backend, device)
+    skip_unless_runs(backend, device)
     M = 10 * BS
     shape = Shape(N=3, M=M, H=2, G=2, D=16, length=length, stride=stride, BS=BS)
     q, k_cmp = inputs_of(shape, torch.float32, device)
@@ -248,7 +242,7 @@ def test_of_equal_blocks_the_first(
 def test_one_choice_for_a_group(backend: str, device: str) -> None:
     """By the sum over its heads: one of them is almost sure of block 1, the others all lean to
     block 2."""
-    skip_unless_written(backend, device)
+    skip_unless_runs(backend, device)
     q, k_cmp = torch.zeros(1, 24, 6, 16, device=device), torch.zeros(1, 6, 2, 16, device=device)
     k_cmp[0, :4, 0, :4] = k_cmp[0, :4, 1, :4] = torch.eye(4, device=device)
     q[..., 0, 1], q[..., 1:3, 2], q[..., 3:, 3] = 30.0, 8.0, 5.0
@@ -264,7 +258,7 @@ def test_one_choice_for_a_group(backend: str, device: str) -> None:
 def test_nan_reaches_those_who_see_it(shape: Shape, backend: str, device: str) -> None:
     """NaN in a summary or in a query: others choose the same to the bit, and those who see it keep
     the forced blocks, and lists without a hole."""
-    skip_unless_written(backend, device)
+    skip_unless_runs(backend, device)
     q, k_cmp = inputs_of(shape, torch.float32, device)
     options = options_of(shape, device) | {"top_n": 5, "block_size": 8, "backend": backend}
     before = ops.select_blocks(q, k_cmp, **options)
@@ -288,7 +282,7 @@ def test_nan_reaches_those_who_see_it(shape: Shape, backend: str, device: str) -
 @places
 @pytest.mark.parametrize("N", [50, 150], ids=["one tile", "several tiles"])
 def test_nothing_leaks_from_the_future(N: int, backend: str, device: str) -> None:
-    skip_unless_written(backend, device)
+    skip_unless_runs(backend, device)
     shape = replace(SMALL, N=N, M=N, BS=8 if N == 50 else 16)
     q, k_cmp = inputs_of(shape, torch.float32, device)
     options = options_of(shape, device) | {"top_n": 5, "block_size": shape.BS, "num_local": 0}
@@ -300,7 +294,7 @@ def test_nothing_leaks_from_the_future(N: int, backend: str, device: str) -> Non
 
 @places
 def test_packed_sequences_are_separate_calls(backend: str, device: str) -> None:
-    skip_unless_written(backend, device)
+    skip_unless_runs(backend, device)
     q, k_cmp = inputs_of(PACKED, torch.float32, device)
     pick = {"top_n": 5, "block_size": 8, "backend": backend}
     ids = ops.select_blocks(q, k_cmp, **options_of(PACKED, device), **pick)
@@ -317,7 +311,7 @@ def test_packed_sequences_are_separate_calls(backend: str, device: str) -> None:
 
 @places
 def test_more_slots_than_blocks(backend: str, device: str) -> None:
-    skip_unless_written(backend, device)
+    skip_unless_runs(backend, device)
     shape = replace(SMALL, N=12, M=12)
     q, k_cmp = inputs_of(shape, torch.float32, device)
     options = options_of(shape, device) | {"top_n": 9, "backend": backend}
@@ -330,7 +324,7 @@ def test_more_slots_than_blocks(backend: str, device: str) -> None:
 @places
 @pytest.mark.parametrize(("B", "N"), [(0, 9), (1, 0)], ids=["no sequence", "no query"])
 def test_nothing_to_do(B: int, N: int, backend: str, device: str) -> None:
-    skip_unless_written(backend, device)
+    skip_unless_runs(backend, device)
     shape = Shape(B=B, N=N, M=9)
     q, k_cmp = inputs_of(shape, torch.float32, device)
     options = options_of(shape, device) | {"top_n": 4, "block_size": 4, "backend": backend}
@@ -340,7 +334,7 @@ def test_nothing_to_do(B: int, N: int, backend: str, device: str) -> None:
 @places
 def test_other_strides(backend: str, device: str) -> None:
     """Heads before positions, a log-sum-exp and counts among them."""
-    skip_unless_written(backend, device)
+    skip_unless_runs(backend, device)
     shape = replace(SMALL, B=2, N=20, M=20)
     q, k_cmp = inputs_of(shape, torch.float32, device)
     options = options_of(shape, device)
@@ -361,7 +355,7 @@ def test_other_strides(backend: str, device: str) -> None:
 def test_end_to_end(backend: str, dtype: torch.dtype, N: int) -> None:
     """All of native sparse attention, choice included: where kernels and reference chose the same
     blocks, the outputs and the gradients agree; elsewhere, what they chose is worth the same."""
-    skip_unless_written(backend, "cuda", dtype)
+    skip_unless_runs(backend, "cuda", dtype)
     shape = Shape(N=N, M=N, H=2, G=8, D=64, DV=64, length=32, stride=16, BS=64)
     q, k, v = (x.cuda() for x in shape.make(dtype))
     g = torch.Generator().manual_seed(1)
