@@ -81,7 +81,7 @@ BACKWARDS: Table = {
     },
     "compressed_attention": {
         "reference": "nsa_tutorial.training.tile_gradients:of_summaries",
-        "tilelang": "nsa_tutorial.kernels.tilelang_selection_backward:of_summaries",
+        "tilelang": "nsa_tutorial.kernels.tilelang_selection_launch:of_summaries",
         "triton": "nsa_tutorial.kernels.triton_selection_launch:of_summaries",
     },
     # on the reference, PyTorch derives the gradients of these two

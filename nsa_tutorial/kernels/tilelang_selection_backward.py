@@ -1,48 +1,27 @@
 """Chapter 14: the backward of attention to summaries, in TileLang.
 
-Two kernels, with the phases and the names of `triton_selection_backward`, where they are explained.
-`build_dq` has the forward's tiles of queries, `build_dkv` a tile of summaries and a chunk of the
-rows that see it. `tilelang_backward` lends the kernels for a row's numbers and for the sums.
+Three kernels, with the phases and the names of `triton_selection_backward`, where they are
+explained. `build_dq` has the forward's tiles of queries, `build_dkv` a tile of summaries and a
+chunk of the rows that see it, and `build_sum` adds the chunks. `tilelang_backward` lends the kernel
+for a row's numbers.
 
-A `build_…` takes what is fixed when the kernel is compiled, and returns the kernel, not yet
-compiled. `of_summaries` runs all four, and is what the operators call. No argument is checked here:
-`ops` does.
+A function here takes what is fixed when the kernel is compiled, and returns the kernel, not yet
+compiled. `tilelang_selection_launch` compiles and runs them. No argument is checked here: `ops`
+does.
 
 Symbols: those of `tilelang_selection` and `tilelang_backward`.
 """
 
-import functools
-
-import tilelang
-import torch
-import torch.nn.functional as F
 from tilelang import language as T
-from torch import Tensor
 from tvm import tirx
 
 from nsa_tutorial.exact.online_softmax import LOG2_E
-from nsa_tutorial.kernels import backward_tables
-from nsa_tutorial.kernels.tilelang_backward import (
-    build_delta,
-    build_sum,
-    end_of_sight,
-    store_gradient,
-)
-from nsa_tutorial.kernels.tilelang_forward import PASS_CONFIGS as WITHOUT_LOADING_WARPS
+from nsa_tutorial.kernels.tilelang_backward import store_gradient
 from nsa_tutorial.kernels.tilelang_selection import is_finite, multiply, stages_of
-from nsa_tutorial.kernels.tilelang_selection_launch import PASS_CONFIGS, dtype_of, rows_of
-from nsa_tutorial.kernels.tilelang_tiles import (
-    has_tma,
-    summary_dkv_options,
-    summary_dq_options,
-    tile_rows,
-    tile_sides,
-)
-from nsa_tutorial.runtime.shared_memory import shared_memory
-from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
-from nsa_tutorial.sparse.selected_attention import QueryRows
+from nsa_tutorial.kernels.tilelang_tiles import tile_rows, tile_sides
 
 accum_dtype = "float32"
+SUM_KEYS = 16  # summaries whose shares a program adds
 
 
 def build_dq(
@@ -160,16 +139,16 @@ def build_dkv(
     H: int, G: int, D: int, DV: int, dtype: str, *,
     BT: int, BR: int, threads: int, num_stages: int, has_tma: bool,
 ) -> tirx.PrimFunc:  # fmt: skip
-    """The kernel that reads the same, and the tables of `backward_tables.Tables`, and writes `GradK
-    [keys, H, D]` and `GradV [keys, H, DV]`, or, for a tile that was cut, a share of them, in fp32.
+    """The kernel that reads the same, and the run of rows that see each tile of `BT` summaries,
+    `FirstRow` and `LastRow [num_tiles]`. It writes the gradients of a tile's keys and values, or,
+    where there is more than one chunk of `chunk_rows` rows, each chunk's share of them, in fp32.
 
-    The grid is `(P,)`; a tile is `BT` summaries. A step has `BR` queries of one head, so that they
-    come as a tile, and the next step the same queries of the next head. `NumUnread [E + 1]` counts
-    the entries before each that are not to be read. Options are
-    `tilelang_tiles.summary_dkv_options`'.
+    The grid is `(H, num_tiles, num_chunks)`. A step has `BR` queries of one head, so that they come
+    as a tile, and the next step the same queries of the next head. Numbers of rows lie heads first,
+    four rows in 16 bytes. Options are `tilelang_tiles.summary_dkv_options`'.
     """
     rows, keys, HQ, fours = T.dynamic("rows"), T.dynamic("keys"), H * G, T.dynamic("fours")
-    E, P, places, some = T.dynamic("E"), T.dynamic("P"), T.dynamic("places"), T.dynamic("some")
+    num_tiles, places, ends = T.dynamic("num_tiles"), T.dynamic("places"), T.dynamic("ends")
     DT, DVT = tile_rows(D), tile_rows(DV)
     inf = T.infinity(accum_dtype)
     in_registers = dtype != "float32" and threads <= 2 * BT
@@ -183,25 +162,22 @@ def build_dkv(
         GradO: T.Tensor([rows, HQ, DV], dtype),
         Delta: T.Tensor([HQ, fours, 4], accum_dtype),
         LSE2: T.Tensor([HQ, fours, 4], accum_dtype),
-        Rows: T.Tensor([E], "int32"),
-        NumUnread: T.Tensor([some], "int32"),
+        NumUnread: T.Tensor([H, ends], "int32"),
         RowStart: T.Tensor([rows], "int32"),
         RowEnd: T.Tensor([rows], "int32"),
-        FirstKey: T.Tensor([P], "int32"),
-        Head: T.Tensor([P], "int32"),
-        First: T.Tensor([P], "int32"),
-        Last: T.Tensor([P], "int32"),
-        NumParts: T.Tensor([P], "int32"),
-        Place: T.Tensor([P], "int32"),
+        FirstRow: T.Tensor([num_tiles], "int32"),
+        LastRow: T.Tensor([num_tiles], "int32"),
         GradK: T.Tensor([keys, H, D], dtype),
         GradV: T.Tensor([keys, H, DV], dtype),
         SharesK: T.Tensor([places, BT, DT], accum_dtype),
         SharesV: T.Tensor([places, BT, DVT], accum_dtype),
         scale: T.float32,
         scale_log2: T.float32,
+        num_chunks: T.int32,
+        chunk_rows: T.int32,
     ):
         # -- locate the program --
-        with T.Kernel(P, threads=threads) as chunk:
+        with T.Kernel(H, num_tiles, num_chunks, threads=threads) as (head, tile, chunk):
             k_tile = T.alloc_shared([BT, DT], dtype)
             v_tile = T.alloc_shared([BT, DVT], dtype)
             q_tile = T.alloc_shared([BR, DT], dtype)
@@ -216,15 +192,11 @@ def build_dkv(
             d_s = alloc_weights([BT, BR], dtype)
             acc_dk = T.alloc_fragment([BT, DT], accum_dtype)
             acc_dv = T.alloc_fragment([BT, DVT], accum_dtype)
-            first = First[chunk]
-            last = Last[chunk]
-            head = Head[chunk]
-            first_key = FirstKey[chunk]
-            tile_end = T.min(first_key + BT, keys)
-            # entries of a head are its rows, which ascend
-            first_row = first - head * rows
+            first_row = T.max(FirstRow[tile], chunk * chunk_rows)
+            last_row = T.min(LastRow[tile], chunk * chunk_rows + chunk_rows)
             start = first_row // 4 * 4  # 16 bytes at a time
-            last_row = last - head * rows
+            first_key = tile * BT
+            tile_end = T.min(first_key + BT, keys)
 
             # -- load the keys and the values --
             T.copy(K[first_key : first_key + BT, head, 0:DT], k_tile)  # zeros past the last key
@@ -262,8 +234,7 @@ def build_dkv(
                 is_inside = T.And(row >= first_row, row + BR <= last_row)
                 is_whole = T.And(is_inside, RowEnd[row] >= tile_end)
                 is_apart = RowStart[T.min(row + BR, rows) - 1] <= first_key
-                unread = NumUnread[T.min(row + BR, rows) + head * rows]
-                is_read = unread == NumUnread[row + head * rows]
+                is_read = NumUnread[head, T.min(row + BR, rows)] == NumUnread[head, row]
                 is_masked = T.Not(T.And(is_whole, T.And(is_apart, is_read)))
                 if is_masked:
                     for i, j in T.Parallel(BT, BR):
@@ -292,85 +263,65 @@ def build_dkv(
             # -- store --
             for i, j in T.Parallel(BT, DT):
                 acc_dk[i, j] *= scale
-            if NumParts[chunk] == 1:
-                seen_end = T.min(end_of_sight(Rows, RowEnd, last), tile_end)
-                seen_end = T.if_then_else(first < last, seen_end, 0)
+            if num_chunks == 1:
+                # the last row sees most
+                seen_end = T.if_then_else(first_row < last_row, RowEnd[last_row - 1], 0)
+                seen_end = T.min(seen_end, tile_end)
                 store_gradient(GradK, acc_dk, first_key, head, seen_end, BT, DT, False)
                 store_gradient(GradV, acc_dv, first_key, head, seen_end, BT, DVT, False)
-            elif first < last:
-                T.copy(acc_dk, SharesK[Place[chunk], 0:BT, 0:DT])
-                T.copy(acc_dv, SharesV[Place[chunk], 0:BT, 0:DVT])
+            elif first_row < last_row:
+                place = (chunk * num_tiles + tile) * H + head
+                T.copy(acc_dk, SharesK[place, 0:BT, 0:DT])
+                T.copy(acc_dv, SharesV[place, 0:BT, 0:DVT])
 
     return dkv_kernel
 
 
-KERNELS = {"delta": build_delta, "dq": build_dq, "dkv": build_dkv, "sum": build_sum}
+def build_sum(H: int, D: int, DV: int, dtype: str, *, BT: int) -> tirx.PrimFunc:
+    """The kernel that adds the shares of every tile, the first chunk's first. The grid is
+    `(H, num_tiles, steps of SUM_KEYS summaries in a tile)`."""
+    rows, keys = T.dynamic("rows"), T.dynamic("keys")
+    num_tiles, places = T.dynamic("num_tiles"), T.dynamic("places")
+    DT, DVT = tile_rows(D), tile_rows(DV)
 
+    @T.prim_func
+    def sum_kernel(
+        SharesK: T.Tensor([places, BT, DT], accum_dtype),
+        SharesV: T.Tensor([places, BT, DVT], accum_dtype),
+        FirstRow: T.Tensor([num_tiles], "int32"),
+        LastRow: T.Tensor([num_tiles], "int32"),
+        RowEnd: T.Tensor([rows], "int32"),
+        GradK: T.Tensor([keys, H, D], dtype),
+        GradV: T.Tensor([keys, H, DV], dtype),
+        chunk_rows: T.int32,
+    ):
+        # -- locate the program --
+        with T.Kernel(H, num_tiles, BT // SUM_KEYS, threads=128) as (head, tile, step):
+            acc_dk = T.alloc_fragment([SUM_KEYS, DT], accum_dtype)
+            acc_dv = T.alloc_fragment([SUM_KEYS, DVT], accum_dtype)
+            first_row = FirstRow[tile]
+            last_row = LastRow[tile]
+            first_chunk = first_row // chunk_rows
+            stop_chunk = T.if_then_else(
+                first_row < last_row, T.ceildiv(last_row, chunk_rows), first_chunk
+            )
+            start = step * SUM_KEYS
 
-@functools.cache
-def compiled(name: str, device: str, *shape: int, **options: object) -> tilelang.JITKernel:
-    """The kernel of `KERNELS[name](*shape, **options)`, compiled for `"cpu"` or `"cuda"`, once per
-    process."""
-    kernel = KERNELS[name](*shape, **options)
-    if device == "cpu":
-        return compile_for_cpu(kernel)
-    pass_configs = PASS_CONFIGS if name in ("dq", "dkv") else WITHOUT_LOADING_WARPS
-    return tilelang.compile(kernel, target="cuda", pass_configs=pass_configs)
+            # -- accumulate --
+            T.clear(acc_dk)
+            T.clear(acc_dv)
+            for part in T.serial(stop_chunk - first_chunk):
+                place = ((first_chunk + part) * num_tiles + tile) * H + head
+                for i, j in T.Parallel(SUM_KEYS, DT):
+                    acc_dk[i, j] += SharesK[place, start + i, j]
+                for i, j in T.Parallel(SUM_KEYS, DVT):
+                    acc_dv[i, j] += SharesV[place, start + i, j]
 
+            # -- store --
+            seen_end = T.if_then_else(first_row < last_row, RowEnd[last_row - 1], 0)
+            seen_end = T.min(seen_end, keys)
+            first_key = tile * BT + start
+            store_gradient(GradK, acc_dk, first_key, head, seen_end, SUM_KEYS, DT, False)
+            store_gradient(GradV, acc_dv, first_key, head, seen_end, SUM_KEYS, DVT, False)
 
-def of_summaries(
-    d_o: Tensor, d_lse: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, o: Tensor, lse: Tensor,
-    rows: QueryRows, *, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The backward of `tilelang_selection_launch.compressed_attention`; arguments and results as in
-    `triton_selection_launch.of_summaries`."""
-    (B, N, HQ, D), (_, M_c, H, DV) = q.shape, v_cmp.shape
-    R, G, device = B * N, HQ // H, q.device.type
-    d_q = q.new_empty(R, HQ, D)
-    d_k, d_v = (x.new_zeros(B * M_c, H, x.shape[3]) for x in (k_cmp, v_cmp))
-    if M_c == 0:
-        return d_q.zero_().view_as(q), d_k.view_as(k_cmp), d_v.view_as(v_cmp)
-    d_o, d_lse, q_rows, k, v, o, lse = map(rows_of, (d_o, d_lse, q, k_cmp, v_cmp, o, lse))
-    tile = {"itemsize": q.element_size(), "shared_memory": shared_memory(q.device)}
-    common = {
-        "dtype": dtype_of(q),
-        "has_tma": has_tma(q.device, D * q.element_size(), DV * q.element_size()),
-    }
-    scales = (scale, scale * LOG2_E)
-
-    # -- a row's numbers --
-    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
-    groups = [x.view(R, H, G, -1) for x in (o, d_o)] + [
-        x.view(R, H, G) for x in (lse, d_lse, delta, lse2)
-    ]
-    compiled("delta", device, H, G, DV, dtype=common["dtype"])(*groups)
-
-    # -- the queries --
-    options = summary_dq_options(D, DV, **tile)
-    compiled("dq", device, H, G, D, DV, **common, **options)(
-        q_rows, k, v, d_o, lse, delta, lse2, rows.first_key, rows.num_visible, d_q, *scales
-    )
-
-    # -- the summaries: every chunk, then the sums --
-    options = summary_dkv_options(D, DV, **tile)
-    BT, widths, num_keys = options["BT"], (tile_rows(D), tile_rows(DV)), B * M_c
-    tables = backward_tables.of_windows(
-        rows, lse2.view(R, H, G)[:, :, 0], window_size=R + num_keys, tile_size=BT,
-        num_keys=num_keys, G=G, share_bytes=4 * BT * sum(widths), itemsize=q.element_size(),
-    )  # fmt: skip
-    chunks = tables.chunks
-    num_unread = F.pad((tables.rows < 0).cumsum(0, dtype=torch.int32), (1, 0))  # [E + 1]
-    # a head's rows follow each other, 16 bytes at a time
-    numbers = [F.pad(x.T, (0, -R % 4)).reshape(HQ, -1, 4).contiguous() for x in (delta, lse2)]
-    shares = [lse.new_empty(chunks.num_places, BT, width) for width in widths]
-    compiled("dkv", device, H, G, D, DV, **common, **options)(
-        q_rows, k, v, d_o, *numbers, tables.rows, num_unread, tables.row_start, tables.row_end,
-        chunks.first_key, chunks.head, chunks.first, chunks.last, chunks.num_parts, chunks.place,
-        d_k, d_v, *shares, *scales,
-    )  # fmt: skip
-    if chunks.num_places:
-        compiled("sum", device, H, D, DV, BT, BT=BT, dtype=common["dtype"])(
-            *shares, tables.rows, tables.row_end, chunks.first_key, chunks.head, chunks.last,
-            chunks.part, chunks.num_parts, chunks.place, d_k, d_v,
-        )  # fmt: skip
-    return d_q.view_as(q), d_k.view_as(k_cmp), d_v.view_as(v_cmp)
+    return sum_kernel

@@ -1,7 +1,8 @@
 """What the operators call for summaries on the TileLang backend: attention to them, and the choice
 of blocks, on CUDA tensors, or on CPU tensors through C.
 
-`tilelang_selection` holds the kernels. No argument is checked here: `ops` does.
+`tilelang_selection` and `tilelang_selection_backward` hold the kernels. No argument is checked
+here: `ops` does.
 """
 
 from __future__ import annotations
@@ -10,15 +11,25 @@ import functools
 
 import tilelang
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nsa_tutorial.exact.online_softmax import LOG2_E
-from nsa_tutorial.kernels import tilelang_selection
+from nsa_tutorial.kernels import (
+    summary_runs,
+    tilelang_backward,
+    tilelang_selection,
+    tilelang_selection_backward,
+)
+from nsa_tutorial.kernels.tilelang_forward import PASS_CONFIGS as ALL_THREADS_LOAD
 from nsa_tutorial.kernels.tilelang_tiles import (
     attend_options,
     has_tma,
     pick_threads,
     score_options,
+    summary_dkv_options,
+    summary_dq_options,
+    tile_rows,
 )
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
@@ -32,6 +43,10 @@ KERNELS = {
     "attend": tilelang_selection.build_attend,
     "score": tilelang_selection.build_score,
     "pick": tilelang_selection.build_pick,
+    "delta": tilelang_backward.build_delta,
+    "dq": tilelang_selection_backward.build_dq,
+    "dkv": tilelang_selection_backward.build_dkv,
+    "sum": tilelang_selection_backward.build_sum,
 }
 
 
@@ -42,7 +57,8 @@ def compiled(name: str, device: str, *shape: int, **options: object) -> tilelang
     kernel = KERNELS[name](*shape, **options)
     if device == "cpu":
         return compile_for_cpu(kernel)
-    return tilelang.compile(kernel, target="cuda", pass_configs=PASS_CONFIGS)
+    pass_configs = ALL_THREADS_LOAD if name in ("pick", "delta", "sum") else PASS_CONFIGS
+    return tilelang.compile(kernel, target="cuda", pass_configs=pass_configs)
 
 
 def compressed_attention(
@@ -108,6 +124,69 @@ def select_blocks(
             num_rows, num_initial, num_local, length, stride,
         )  # fmt: skip
     return ids
+
+
+def of_summaries(
+    d_o: Tensor, d_lse: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, o: Tensor, lse: Tensor,
+    rows: QueryRows, *, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The backward of `compressed_attention`.
+
+    Args:
+        d_o, d_lse: gradients of its outputs, `[B, N, HQ, DV]` and `[B, N, HQ]`.
+        q, k_cmp, v_cmp, rows, scale: its arguments.
+        o, lse: what it returned.
+
+    Returns:
+        The gradients of `q`, `k_cmp` and `v_cmp`, in their dtypes; the same bits in every run.
+    """
+    (B, N, HQ, D), (_, M_c, H, DV) = q.shape, v_cmp.shape
+    R, G, device, dtype, itemsize = B * N, HQ // H, q.device.type, dtype_of(q), q.element_size()
+    d_q = q.new_empty(q.shape)
+    d_k, d_v = (x.new_zeros(x.shape) for x in (k_cmp, v_cmp))
+    if M_c == 0:
+        return d_q.zero_(), d_k, d_v
+    d_o, d_lse, q, k, v, o, lse = map(rows_of, (d_o, d_lse, q, k_cmp, v_cmp, o, lse))
+    is_tma = has_tma(q.device, D * itemsize, DV * itemsize)
+    memory = shared_memory(q.device)
+    scales = (scale, scale * LOG2_E)
+
+    # -- a row's numbers --
+    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+    numbers = [x.view(R, H, G) for x in (lse, d_lse, delta, lse2)]
+    compiled("delta", device, H, G, DV, dtype=dtype)(
+        o.view(R, H, G, DV), d_o.view(R, H, G, DV), *numbers
+    )
+
+    # -- the queries --
+    options = summary_dq_options(D, DV, itemsize, memory)
+    compiled("dq", device, H, G, D, DV, dtype=dtype, has_tma=is_tma, **options)(
+        q, k, v, d_o, lse, delta, lse2, rows.first_key, rows.num_visible, d_q.view(R, HQ, D),
+        *scales,
+    )  # fmt: skip
+
+    # -- the summaries: every chunk, then the sums --
+    options = summary_dkv_options(D, DV, itemsize, memory)
+    BT, widths = options["BT"], (tile_rows(D), tile_rows(DV))
+    seen = summary_runs.runs(
+        rows, lse2.view(R, H, G)[:, :, 0], num_keys=B * M_c, tile_size=BT, G=G,
+        share_bytes=4 * BT * sum(widths), itemsize=itemsize,
+    )  # fmt: skip
+    places = seen.num_chunks * seen.num_tiles * H if seen.num_chunks > 1 else 0
+    shares = [lse.new_empty(places, BT, width) for width in widths]
+    # heads first, four rows in 16 bytes
+    delta, lse2 = (F.pad(x.T, (0, -R % 4)).contiguous().view(HQ, -1, 4) for x in (delta, lse2))
+    runs = (seen.row_start, seen.row_end, seen.first_row, seen.last_row)
+    gradients = (d_k.flatten(0, 1), d_v.flatten(0, 1))
+    compiled("dkv", device, H, G, D, DV, dtype=dtype, has_tma=is_tma, **options)(
+        q, k, v, d_o, delta, lse2, seen.num_unread, *runs, *gradients, *shares, *scales,
+        seen.num_chunks, seen.chunk_rows,
+    )  # fmt: skip
+    if places:
+        compiled("sum", device, H, D, DV, dtype=dtype, BT=BT)(
+            *shares, seen.first_row, seen.last_row, seen.row_end, *gradients, seen.chunk_rows
+        )
+    return d_q, d_k, d_v
 
 
 def rows_of(x: Tensor) -> Tensor:
