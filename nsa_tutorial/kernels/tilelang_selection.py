@@ -174,11 +174,10 @@ def build_attend(
                     if any_bad[0] > 0:  # those who see it get NaN
                         for token in T.serial(BT):
                             for i, j in T.Parallel(BQ, DVT):
-                                if T.And(
-                                    T.And(key + token >= first[i], key + token < end[i]),
-                                    T.Not(is_finite(V[key + token, head, j])),
-                                ):
-                                    acc_o[i, j] = nan
+                                if T.And(key + token >= first[i], key + token < end[i]):
+                                    # not turned round: of NaN, the compiler would get it wrong
+                                    is_good = is_finite(V[key + token, head, j])
+                                    acc_o[i, j] = T.if_then_else(is_good, acc_o[i, j], nan)
 
             # -- normalise and store --
             for i, j in T.Parallel(BQ, DVT):
