@@ -140,7 +140,9 @@ def score_options(D: int, itemsize: int, shared_memory: int = SHARED_MEMORY) -> 
     DT = _side(D)
     choices = SCORE_TILES if itemsize == 2 else FP32_TILES
     return _fitting(
-        choices, lambda BQ, BT, stages: (stages * BQ + BT) * DT * itemsize + BQ * BT * 4,
+        choices,
+        # with one head in a group, keys are fetched early too
+        lambda BQ, BT, stages: stages * (BQ + BT) * DT * itemsize + BQ * BT * 4,
         shared_memory, ("BQ", "BT"),
     )  # fmt: skip
 

@@ -64,5 +64,8 @@ def power_of_two(n: int) -> int:
 def rows_of_a_chunk(cells: Cells, R: int, H: int) -> int:
     """How many of `R` query rows have their scores in the workspace at a time."""
     bytes_per_row = 4 * cells.shares * H * cells.per_row
-    fitting = WORKSPACE // bytes_per_row
-    return max(1, min(R, fitting // TILE * TILE or fitting))
+    fitting = max(1, WORKSPACE // bytes_per_row)
+    part = (
+        1 << fitting.bit_length() - 1
+    )  # of a tile: a chunk has whole tiles, or tiles whole chunks
+    return min(R, fitting // TILE * TILE or part)
