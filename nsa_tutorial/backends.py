@@ -94,10 +94,7 @@ BACKWARDS: Table = {
         "triton": "nsa_tutorial.kernels.triton_gates:gated_sum_backward",
     },
 }
-CHAPTER_OF = {
-    ("compressed_attention", "tilelang"): "14, selection_kernels",
-    ("select_blocks", "tilelang"): "14, selection_kernels",
-}
+CHAPTER_OF: dict[tuple[str, str], str] = {}  # of a backend that an operator does not have yet
 
 
 def choose(operator: str, backend: str, q: Tensor, name: str = "q") -> str:

@@ -154,6 +154,8 @@ LONG = {
     "nsa_tutorial/ops.py": "a function for each operator, whose docstring is its manual",
     "nsa_tutorial/runtime/costs.py": "bytes and FLOPs of one implementation after the other",
     "nsa_tutorial/kernels/tilelang_backward.py": "the four kernels of one backward",
+    "nsa_tutorial/kernels/tilelang_selection.py": "the three kernels of one choice",
+    "nsa_tutorial/kernels/tilelang_selection_backward.py": "the three kernels of one backward",
     "nsa_tutorial/kernels/triton_backward.py": "the four kernels of one backward",
     "nsa_tutorial/course/train_heads.py": "run once, to make assets/heads.npz; no chapter shows it",
 }
