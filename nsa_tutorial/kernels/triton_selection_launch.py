@@ -1,8 +1,8 @@
 """What the operators call for summaries on the Triton backend: attention to them, its gradients,
 and the choice of blocks.
 
-`triton_selection` and `triton_selection_backward` hold the kernels. No argument is checked here:
-`ops` does.
+`triton_selection` and `triton_selection_backward` hold the kernels, `triton_selection_descriptors`
+one that Hopper runs faster. No argument is checked here: `ops` does.
 """
 
 from __future__ import annotations
@@ -12,8 +12,14 @@ import triton
 from torch import Tensor
 
 from nsa_tutorial.exact.online_softmax import LOG2_E
-from nsa_tutorial.kernels import summary_runs, triton_selection, triton_selection_backward
+from nsa_tutorial.kernels import (
+    summary_runs,
+    triton_selection,
+    triton_selection_backward,
+    triton_selection_descriptors,
+)
 from nsa_tutorial.kernels.triton_backward import delta_kernel
+from nsa_tutorial.kernels.triton_selection_descriptors import can_use_descriptors, descriptors
 from nsa_tutorial.kernels.triton_tiles import (
     attend_options,
     pick_options,
@@ -39,13 +45,17 @@ def compressed_attention(
     lse = q.new_empty(B, N, HQ, dtype=torch.float32)
     sizes = {"G": HQ // H, "D": D, "DV": DV}
     tiles = tile_sizes(**sizes)
-    memory = shared_memory(q.device)
-    options = attend_options(D, DV, q.element_size(), memory)
-    triton_selection.attend_kernel[(triton.cdiv(B * N, options["BQ"]) * HQ,)](
-        q.contiguous(), k_cmp.contiguous(), v_cmp.contiguous(), rows.first_key, rows.num_visible,
-        o, lse, scale, scale * LOG2_E, B * N, H, **sizes, DT=tiles["DT"], DVT=tiles["DVT"],
-        **options,
-    )  # fmt: skip
+    options = attend_options(D, DV, q.element_size(), shared_memory(q.device))
+    grid = (triton.cdiv(B * N, options["BQ"]) * HQ,)
+    q, k, v = (x.contiguous() for x in (q, k_cmp, v_cmp))
+    rest = (rows.first_key, rows.num_visible, o, lse, scale, scale * LOG2_E, B * N, H)
+    if can_use_descriptors(q, k, v):
+        boxes = descriptors(k, v, BT=options["BT"])
+        triton_selection_descriptors.attend_kernel[grid](q, k, v, *boxes, *rest, **sizes, **options)
+        return o, lse
+    triton_selection.attend_kernel[grid](
+        q, k, v, *rest, **sizes, DT=tiles["DT"], DVT=tiles["DVT"], **options
+    )
     return o, lse
 
 
