@@ -108,7 +108,7 @@ def select_blocks(
     )  # fmt: skip
     # the summaries of all sequences that share a tile
     num_sequences = 1 if N % options["BQ"] == 0 else min(B, (options["BQ"] - 2) // N + 2)
-    num_steps = -(-num_sequences * M_c // options["BT"])
+    num_steps = max(1, -(-num_sequences * M_c // options["BT"]))
     pick = compiled(
         "pick", device, H, block_size, cells.size, cells.shares, cells.overlapping,
         cells.num_blocks, has_counts=has_counts, threads=pick_threads(cells.num_blocks),

@@ -152,7 +152,9 @@ def summary_dq_options(
         tiles = (BQ + num_stages * BT) * (DT + DVT) + BT * DT
         return (tiles + gradients) * itemsize + 2048
 
-    choices = [(128, 64, 2), (64, 64, 2), (64, 64, 1), (64, 32, 1), (64, 16, 1), (32, 16, 1)]
+    choices = [(128, 64, 2), (128, 32, 2), (64, 32, 2), (64, 32, 1), (64, 16, 1), (32, 16, 1)]
+    if D > 128:  # larger scores would not fit the registers beside the gradient
+        choices = choices[1:]
     if itemsize == 4:
         choices = choices[3:]
     BQ, BT, num_stages = (*(c for c in choices if size(*c) <= shared_memory), (16, 16, 1))[0]
@@ -167,16 +169,17 @@ def summary_dkv_options(
     width = tile_rows(D) + tile_rows(DV)
 
     def size(BT: int, BR: int, num_stages: int) -> int:
-        """Bytes of keys and values, of queries with their numbers, of clean ones, of weights in
-        fp32, and some."""
-        weights = 2 * BT * BR * itemsize if itemsize == 4 else 0
+        """Bytes of keys and values, of queries with their numbers, of clean ones, of weights that
+        are not in registers, and some."""
+        weights = 2 * BT * BR * itemsize if itemsize == 4 or width > 256 else 0
         rows = (num_stages + 1) * BR * width * itemsize + num_stages * BR * 8
         return BT * width * itemsize + rows + weights + 2048
 
     choices = [(128, 64, 2), (64, 64, 2), (64, 32, 2), (64, 32, 1), (32, 32, 1), (32, 16, 1)]
-    if width > 256:  # accumulators of 128 would not fit the registers
-        choices = choices[1:]
+    if width > 256:  # large accumulators would not fit the registers
+        choices = choices[2:]
     if itemsize == 4:
         choices = choices[3:]
     BT, BR, num_stages = (*(c for c in choices if size(*c) <= shared_memory), (16, 16, 1))[0]
-    return {"BT": BT, "BR": BR, "threads": 2 * BT, "num_stages": num_stages}
+    threads = (2 if width <= 256 else 4) * BT
+    return {"BT": BT, "BR": BR, "threads": threads, "num_stages": num_stages}
