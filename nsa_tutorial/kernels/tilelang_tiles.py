@@ -109,9 +109,10 @@ def attend_options(
         tiles = BQ * DT + num_stages * BT * (DT + DVT) + BT * DVT
         return (tiles + weights) * itemsize + 2048
 
-    choices = [(128, 64, 2), (64, 64, 2), (64, 64, 1), (64, 32, 1), (64, 16, 1), (32, 16, 1)]
+    choices = [(128, 128, 2), (128, 64, 2), (64, 64, 2), (64, 64, 1)]
+    choices += [(64, 32, 1), (64, 16, 1), (32, 16, 1)]
     if itemsize == 4:
-        choices = choices[3:]
+        choices = choices[4:]
     BQ, BT, num_stages = (*(c for c in choices if size(*c) <= shared_memory), (16, 16, 1))[0]
     return {"BQ": BQ, "BT": BT, "threads": 2 * BQ, "num_stages": num_stages}
 
@@ -126,9 +127,9 @@ def score_options(
         _, DT, _ = tile_sides(BQ, D, D)
         return (num_stages * BQ + BT) * DT * itemsize + BQ * (G + BT) * 4
 
-    choices = [(128, 64, 2), (64, 64, 2), (64, 32, 1), (64, 16, 1), (32, 16, 1)]
+    choices = [(128, 128, 2), (128, 64, 2), (64, 64, 2), (64, 32, 1), (64, 16, 1), (32, 16, 1)]
     if itemsize == 4:
-        choices = choices[2:]
+        choices = choices[3:]
     BQ, BT, num_stages = (*(c for c in choices if size(*c) <= shared_memory), (16, 16, 1))[0]
     return {"BQ": BQ, "BT": BT, "threads": 2 * BQ, "num_stages": num_stages}
 
