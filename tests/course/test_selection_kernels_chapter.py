@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nsa_tutorial import ops
-from nsa_tutorial.course import phases
+from nsa_tutorial.course import phases, predict, reveal
 from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.exercises import selection_kernels as solutions
 from nsa_tutorial.course.judging import judge
@@ -203,6 +203,114 @@ def off_by_one(first, BQ, BT, length, stride):
     return few // BT, math.ceil(many / BT)
 
 
+def cut_together(bits, n):
+    """Wrong only where a larger block stands behind equal ones."""
+    ids = (bits >= halved(bits, n, 31)[0]).nonzero().flatten().tolist()[:n]
+    return ids + [-1] * (n - len(ids))
+
+
+def halved(bits, n, questions):
+    low, high = 0, 2**31
+    for _ in range(questions):
+        middle = (low + high) // 2
+        if (bits >= middle).sum() >= n:
+            low = middle
+        else:
+            high = middle
+    return low, high
+
+
+def thirty_questions(bits, n):
+    low, _ = halved(bits, n, 30)
+    above = (bits > low).nonzero().flatten().tolist()
+    equal = (bits == low).nonzero().flatten().tolist()
+    ids = sorted(above + equal[: max(n - len(above), 0)])
+    return ids + [-1] * (n - len(ids))
+
+
+def never_neighbours(bits, n):
+    """Would never end: between neighbours, the middle is the lower one."""
+    low, high = 0, 2**31
+    while low < high:
+        middle = (low + high) // 2
+        if (bits >= middle).sum() >= n:
+            low = middle
+        else:
+            high = middle
+    return thirty_questions(bits, n)
+
+
+def ends_swapped(bits, n):
+    low, high = 0, 2**31
+    while high - low > 1:
+        middle = (low + high) // 2
+        if (bits >= middle).sum() >= n:
+            high = middle
+        else:
+            low = middle
+    ids = (bits >= low).nonzero().flatten().tolist()[:n]
+    return ids + [-1] * (n - len(ids))
+
+
+def without_a_sum(bits, n):
+    low, high = 0, 2**31
+    while high - low > 1:
+        middle = (low + high) // 2
+        if (bits >= middle) >= n:
+            low = middle
+        else:
+            high = middle
+    return [low] * n
+
+
+def by_this_length(steps, own, n, num_initial, num_local):
+    best = []
+    for k, step in enumerate(steps):
+        for p, score in enumerate(step):
+            b = k * len(step) + p
+            if b <= own:
+                is_forced = b < num_initial or b > own - num_local
+                best.append((-math.inf if is_forced else -score, b))
+        best = sorted(best)[:n]
+    return sorted(b for _, b in best)
+
+
+def smaller(a, b):
+    n = len(a)
+    return sorted((min(a[i], b[n - 1 - i]) for i in range(n)), reverse=True)
+
+
+def borrowing(scores, ids, id_bits):
+    return (scores.view(torch.int32) & ~(2**id_bits - 1)) - ids
+
+
+def shifted_up(scores, ids, id_bits):
+    return (scores.view(torch.int32) << id_bits) | (2**id_bits - 1 - ids)
+
+
+def xored(scores, ids, id_bits):
+    ones = 2 ^ id_bits - 1
+    return (scores.view(torch.int32) & ~ones) | (ones - ids)
+
+
+def turned_over_early(scores, ids, id_bits):
+    return scores.view(torch.int32) & (~(1 << id_bits) - 1) | ((1 << id_bits) - 1 - ids)
+
+
+def as_floats(scores, ids, id_bits):
+    return solutions.pack(scores, ids, id_bits).view(torch.float32)
+
+
+def one_step_more(first, BQ, BT, length, stride):
+    few, many = (max((t + 1 - length) // stride + 1, 0) for t in (first, first + BQ - 1))
+    return few // BT, many // BT + 1
+
+
+def divided(first, BQ, BT, length, stride):
+    few, many = (max((t + 1 - length) // stride + 1, 0) for t in (first, first + BQ - 1))
+    return few / BT, math.ceil(many / BT)
+
+
 def of_the_last(first, BQ, BT, length, stride):
     seen = max((first + BQ - length) // stride + 1, 0)
     return seen // BT, -(-seen // BT)
@@ -234,6 +342,24 @@ ATTEMPTS = {
     ),
     "sort alone": ("pick", by_sort_alone, {"taking hidden blocks where too few are visible"}),
     "threshold": ("pick", threshold_alone, {"taking all that equal the last"}),
+    "cut": ("pick", cut_together, {"cutting off the last of all that reach the threshold"}),
+    "thirty": ("pick", thirty_questions, {"one question too few"}),
+    "endless": ("pick", never_neighbours, {"ends that stop moving when they are neighbours"}),
+    "swapped": ("pick", ends_swapped, {"moving the wrong end"}),
+    "no sum": ("pick", without_a_sum, {"one answer a block in place of a count"}),
+    "length": (
+        "running_list",
+        by_this_length,
+        {"numbering blocks by the length of their own step"},
+    ),
+    "smaller": ("merge_lists", smaller, {"keeping the smaller of each pair"}),
+    "borrow": ("pack", borrowing, {"subtracting the id from the cleared score"}),
+    "shift": ("pack", shifted_up, {"shifting the score out of 32 bits"}),
+    "xor": ("pack", xored, {"`^` where a power is meant"}),
+    "early": ("pack", turned_over_early, {"a complement without parentheses"}),
+    "floats": ("pack", as_floats, {"a float in place of an integer"}),
+    "one more": ("walk", one_step_more, {"one step more than the quotient"}),
+    "divided": ("walk", divided, {"a fraction of a step"}),
     "late": ("walk", off_by_one, {"a summary that is seen one token late"}),
     "last": ("walk", of_the_last, {"unmasked up to what the last query sees"}),
 }
@@ -278,6 +404,24 @@ def test_a_kernel_without_its_decorator_is_told() -> None:
     if e.missing:
         pytest.skip(e.missing[0])
     assert "@triton.jit" in judge(e, lambda: lambda Q: None).text
+
+
+def test_a_kernel_that_is_not_returned_is_told() -> None:
+    def forgotten():
+        def kernel(Q):
+            return Q
+
+    e = KNOWN["group_mass"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    verdict = judge(e, forgotten)
+    assert (verdict.outcome, "return kernel" in verdict.text) == ("wrong", True)
+
+
+@pytest.mark.parametrize(("guess", "sign"), [(99, "✓"), (100, "✓"), (0.64, "percent"), (64, "→")])
+def test_a_guess_of_percent(guess: float, sign: str) -> None:
+    predict("tiles_that_merge", guess)
+    assert sign in repr(reveal("tiles_that_merge", 100))
 
 
 # -- what the chapter shows --

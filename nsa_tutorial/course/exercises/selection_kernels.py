@@ -7,7 +7,9 @@ The wrong solutions of an exercise are one function, or one kernel, told which s
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
+from types import CodeType
 
 import torch
 from torch import Tensor
@@ -53,6 +55,8 @@ def _run_group_mass(solution: Callable, G: int, M: int, D: int) -> tuple[Tensor,
     """Launch the kernel; behind `Mass` lie numbers that must stay, behind `K` large ones."""
     kernel = solution()
     if kernel is None:
+        if any(isinstance(c, CodeType) for c in solution.__code__.co_consts):
+            raise TypeError("group_mass defines a kernel and returns None: `return kernel`")
         raise NotImplementedError("there is no kernel yet")
     if not hasattr(kernel, "run"):
         raise TypeError("the kernel is not decorated with @triton.jit")
@@ -63,7 +67,9 @@ def _run_group_mass(solution: Callable, G: int, M: int, D: int) -> tuple[Tensor,
     lse = (scale * q @ keys[:M].T).logsumexp(1)
     q, keys, lse = (x.to(device) for x in (q, keys, lse))
     mass = torch.full((M + 2 * _BT,), -77.0, device=device)
-    kernel[-(-M // _BT),](q, keys, lse, mass, scale, LOG2_E, M, G, D=D, BT=_BT)
+    with warnings.catch_warnings():  # the interpreter's, of powers of what lies past the end
+        warnings.simplefilter("ignore", RuntimeWarning)
+        kernel[-(-M // _BT),](q, keys, lse, mass, scale, LOG2_E, M, G, D=D, BT=_BT)
     intact = bool((mass[M:] == -77.0).all())
     return mass[:M].cpu(), "in bounds" if intact else "stored past the end of Mass"
 
@@ -131,21 +137,31 @@ def _mass_case(name: str, G: int, M: int, D: int) -> Case:
 _MASS = Exercise(
     name="group_mass",
     statement="""
-Write the heart of the scoring kernel, for one query and one KV head. `group_mass()` returns a
-function decorated with `@triton.jit`:
-`kernel(Q, K, LSE, Mass, scale, log2_e, M, G, D: tl.constexpr, BT: tl.constexpr)`. `Q` is `[G, D]`,
-`K` `[M, D]`, `LSE` `[G]` in natural logarithm. `Mass[j]` becomes the sum over the heads of
-`exp(scale * q · k_j - lse)`. A program has `BT` summaries, and the grid is `(cdiv(M, BT),)`. Load
-the keys once, and go through the heads in a loop. `tl.exp2` is the power that there is; `log2_e` is
-1.4427.
+Write the heart of the scoring kernel, for one query and one KV head. `Q` is `[G, D]`, `K` `[M, D]`,
+`LSE` `[G]` in natural logarithm. `Mass[j]` becomes the sum over the heads of
+`exp(scale * q · k_j - lse)`. A program has `BT` summaries, and the grid is `(cdiv(M, BT),)`. Copy
+this frame into `group_mass`, and fill the two gaps. `log2_e` is 1.4427.
+
+```python
+@triton.jit
+def kernel(Q, K, LSE, Mass, scale, log2_e, M, G, D: tl.constexpr, BT: tl.constexpr):
+    tokens = ...  # the program's summaries, [BT]
+    width = tl.arange(0, D)
+    in_bounds = tokens < M
+    k_tile = tl.load(K + tokens[:, None] * D + width, mask=in_bounds[:, None], other=0.0)
+    mass = tl.zeros([BT], tl.float32)
+    ...  # a loop over the G heads adds their weights to mass
+    tl.store(Mass + tokens, mass, mask=in_bounds)
+
+return kernel
+```
 """,
-    minutes=7,
+    minutes=8,
     difficulty=2,
     hints=(
         "A program has `BT` sums, one for each of its summaries. What does each head add to them?",
-        "Three phases: locate the summaries and load their keys `[BT, D]`, behind a mask; a loop "
-        "over the heads; one store behind the same mask. With one query, the product is "
-        "`tl.sum(…, axis=1)` of an elementwise product.",
+        "`tl.program_id(0)` says which tile of `BT` summaries is the program's. In the loop, with "
+        "one query, the product is `tl.sum(…, axis=1)` of an elementwise product.",
         "In the loop, load one row of `Q` and one number of `LSE`. Scale the sum along the width, "
         "subtract the head's LSE, and only then multiply by `log2_e` for `tl.exp2`.",
     ),
@@ -252,8 +268,14 @@ def _walk(slips: Slips, first: int, BQ: int, BT: int, length: int, stride: int) 
         many = few
     if "summaries" in slips:
         return few, many
+    if "fractions" in slips:
+        return few / BT, many / BT
     whole = -(-few // BT) if "whole up" in slips else few // BT
+    if "whole fraction" in slips:
+        whole = few / BT
     steps = many // BT if "steps down" in slips else -(-many // BT)
+    if "always one more" in slips:
+        steps = many // BT + 1
     return whole, steps - whole if "masked alone" in slips else steps
 
 
@@ -309,6 +331,22 @@ _WALK_MISTAKES = (
         "The last step may have fewer summaries than `BT`. They count, too.",
     ),
     Misconception(
+        "one step more than the quotient",
+        slip(_walk, "always one more"),
+        "Where the last query sees a multiple of `BT`, the last step of yours is empty. Which "
+        "quotient rounds up, and adds nothing to what needs no rounding?",
+    ),
+    Misconception(
+        "a fraction of a step",
+        slip(_walk, "fractions"),
+        "`/` gives fractions. Which of the two numbers should be rounded down, and which up?",
+    ),
+    Misconception(
+        "a fraction of a step",
+        slip(_walk, "whole fraction"),
+        "`/` gives fractions. Which division counts whole steps?",
+    ),
+    Misconception(
         "the first query behind the tile",
         slip(_walk, "past the tile"),
         "The tile has the queries `first` to …? It has `BQ` of them.",
@@ -330,11 +368,11 @@ _VISIBLE = ("late", "begun", "apart", "pieces", "negative")
 _WALK = Exercise(
     name="walk",
     statement="""
-Mend the walk. A tile has the queries `first` to `first + BQ - 1` of one sequence. Summary `j`
-covers the tokens `j * stride` to `j * stride + length - 1`, and query `t` sees it once it has ended
-by `t`. The tile walks over summaries `BT` at a time, from summary 0 on. Return `(whole, steps)`:
-how many steps *all* of its queries see as a whole, so that they need no mask, and how many steps
-there are until no query sees more.
+Count the steps of a walk. A tile has the queries `first` to `first + BQ - 1` of one sequence.
+Summary `j` covers the tokens `j * stride` to `j * stride + length - 1`, and query `t` sees it once
+it has ended by `t`. The tile walks over summaries `BT` at a time, from summary 0 on. Return
+`(whole, steps)`: how many steps *all* of its queries see as a whole, so that they need no mask, and
+how many steps there are until no query sees more.
 """,
     minutes=5,
     difficulty=2,
@@ -356,6 +394,9 @@ there are until no query sees more.
         *({"negative", other} for other in ("begun", "apart", "pieces")),
         {"whole by last", "steps by first"},
         *({"summaries", other} for other in ("whole up", "steps down", "masked alone")),
+        {"fractions", "whole fraction", "summaries", "whole up"},
+        {"always one more", "steps down", "fractions", "summaries"},
+        {"masked alone", "fractions"},
     ),
     cases=(
         Case("one query that sees one summary", lambda: (3, 1, 1, 4, 2)),
@@ -391,6 +432,8 @@ def _merge(slips: Slips, a: list[int], b: list[int]) -> list[int]:
         best = [x for pair in zip(a, b, strict=True) for x in pair][:n]
     elif "same place" in slips:
         best = [max(x, y) for x, y in zip(a, b, strict=True)]
+    elif "smaller" in slips:
+        best = sorted(map(min, a, reversed(b)), reverse=True)
     elif "unsettled" in slips:
         best = [max(x, y) for x, y in zip(a, reversed(b), strict=True)]
     else:
@@ -408,6 +451,11 @@ _MERGE_MISTAKES = (
         slip(_merge, "same place"),
         "The second of `a` may be better than the first of `b`, and still lose against its own "
         "neighbour. Which number of `b` should the best of `a` meet?",
+    ),
+    Misconception(
+        "keeping the smaller of each pair",
+        slip(_merge, "smaller"),
+        "The pairs are right. One of each pair has to leave. Which one?",
     ),
     Misconception(
         "leaving the best in the order in which they met",
@@ -456,7 +504,7 @@ _MERGE_MISTAKES = (
     ),
 )
 
-_WAYS_TO_MERGE = ("same place", "unsettled", "halves", "in turn", "one list")
+_WAYS_TO_MERGE = ("same place", "smaller", "unsettled", "halves", "in turn", "one list")
 
 _MERGE = Exercise(
     name="merge_lists",
@@ -464,7 +512,7 @@ _MERGE = Exercise(
 `a` are the best `n` numbers so far, `b` the best `n` of a new step, both with the largest first,
 and -1 in places that are empty. Return the best `n` of both, the largest first. Python's `sorted`
 may put them in order at the end. But find out *which* numbers stay with `n` comparisons, without
-sorting all `2 n`.
+sorting all `2 n`. The checker sees only your result, so this rule is yours to keep.
 """,
     minutes=5,
     difficulty=2,
@@ -527,8 +575,10 @@ def _running(
     sign = 1 if "higher ids" in slips else -1
     local = num_local + ("one more" in slips)
     forced: set[int] = set()
-    for step in steps:
+    for number, step in enumerate(steps):
         fresh = []
+        if "this length" in slips:
+            block = number * len(step)
         for place, score in enumerate(step):
             is_initial = (place if "by place" in slips else block) < num_initial
             is_local = block > own - local and not ("own left out" in slips and block == own)
@@ -558,6 +608,11 @@ _RUNNING_MISTAKES = (
         slip(_running, "by place"),
         "Every step has a place 0, but only one block of the text is the first. How do you know "
         "which block a score belongs to?",
+    ),
+    Misconception(
+        "numbering blocks by the length of their own step",
+        slip(_running, "this length"),
+        "The last step may be shorter than those before. How many blocks came before it?",
     ),
     Misconception(
         "forced blocks that keep their own score",
@@ -624,7 +679,8 @@ One query, whose own block is `own`. `steps` are lists of block scores, in the o
 the first step has block 0 and the next ones, the second step goes on from there. Walk over the
 steps and keep a list of at most `n`. Blocks behind `own` are the future. The first `num_initial`
 and the last `num_local` blocks up to `own` (itself included) are taken in any case, and count among
-the `n`. Of equal scores the lower id wins. Return the ids, ascending.
+the `n`. Of equal scores the lower id wins. Return the ids, ascending. The checker sees only your
+result: that no more than `n` blocks outlive a step is yours to keep.
 """,
     minutes=6,
     difficulty=2,
@@ -666,6 +722,10 @@ the `n`. Of equal scores the lower id wins. Return the ids, ascending.
             lambda: ([[0.3, 0.2, 0.4], [0.9, 0.8, 0.7]], 2, 3, 2, 2),
         ),
         Case(
+            "a short last step",
+            lambda: ([[5.0, 1.0, 1.0], [4.0, 9.0, 2.0], [3.0, 8.0]], 7, 3, 1, 1),
+        ),
+        Case(
             "four steps, two initial blocks",
             lambda: ([[0.1, 0.2], [0.9, 0.7], [0.4, 0.8], [0.6, 0.3]], 7, 5, 2, 1),
         ),
@@ -686,7 +746,7 @@ def pack(scores: Tensor, ids: Tensor, id_bits: int) -> Tensor:
 def _pack(slips: Slips, scores: Tensor, ids: Tensor, id_bits: int) -> Tensor:
     """`pack` with slips."""
     width = id_bits - ("one bit less" in slips)
-    mask = 2**width - 1
+    mask = 2 ^ (width - 1) if "xor" in slips else 2**width - 1
     bits = scores.view(torch.int32).long()
     if "cut numbers" in slips:
         bits = scores.long()
@@ -699,6 +759,12 @@ def _pack(slips: Slips, scores: Tensor, ids: Tensor, id_bits: int) -> Tensor:
         return (low << (31 - width)) | (bits >> width)
     if "shifted" in slips:
         return (bits << width) | low
+    if "wrapped" in slips:
+        return (bits.int() << width) | low.int()
+    if "borrowed" in slips:
+        return (bits & ~mask) - ids.long()
+    if "early" in slips:
+        return (bits & (~(1 << width) - 1)) | low
     if "dropped" in slips:
         return (bits & mask) | low
     if "added" in slips:
@@ -707,7 +773,8 @@ def _pack(slips: Slips, scores: Tensor, ids: Tensor, id_bits: int) -> Tensor:
         return bits | low
     if "number of bits" in slips:
         return (bits & ~id_bits) | low
-    return (bits & ~mask) | low
+    packed = (bits & ~mask) | low
+    return packed.int().view(torch.float32) if "float" in slips else packed
 
 
 _PACK_MISTAKES = (
@@ -733,6 +800,35 @@ _PACK_MISTAKES = (
         slip(_pack, "shifted"),
         "A score has 32 bits already, and its exponent stands highest. Shifted up, it leaves an "
         "int32. Which of its bits can you spare?",
+    ),
+    Misconception(
+        "shifting the score out of 32 bits",
+        slip(_pack, "wrapped"),
+        "A score has 32 bits already. Shifted up in an int32, it loses its sign and exponent, "
+        "which matter most. Which of its bits can you spare?",
+    ),
+    Misconception(
+        "subtracting the id from the cleared score",
+        slip(_pack, "borrowed"),
+        "The low bits are 0, so the subtraction borrows from the bits above, and they change. Fill "
+        "the low bits with ones first. What is left of them when the id is taken away?",
+    ),
+    Misconception(
+        "`^` where a power is meant",
+        slip(_pack, "xor"),
+        "In Python, `2 ^ 3` is 1: `^` compares bits, and `-` binds tighter than it. How is a power "
+        "written?",
+    ),
+    Misconception(
+        "a complement without parentheses",
+        slip(_pack, "early"),
+        "`~` binds tighter than `-`: `~(1 << b) - 1` turns the bits over before 1 is subtracted. "
+        "What should be turned over?",
+    ),
+    Misconception(
+        "a float in place of an integer",
+        slip(_pack, "float"),
+        "The bits are right. Return them as the int32 that they were: without a second `view`.",
     ),
     Misconception(
         "the id above the score",
@@ -772,7 +868,10 @@ _PACK_MISTAKES = (
     ),
 )
 
-_HOW = ("on top", "shifted", "dropped", "added", "or", "number of bits")
+_HOW = (
+    "on top", "shifted", "wrapped", "borrowed", "early", "dropped", "added", "or",
+    "number of bits", "float",
+)  # fmt: skip
 
 _PACK = Exercise(
     name="pack",
@@ -805,6 +904,11 @@ an integer.
         {"negative", "one too many"},
         {"negative", "one bit less"},
         {"negative", "on top"},
+        {"borrowed", "lower ids", "negative", "one too many"},
+        *({"xor", other} for other in (*_HOW, "negative", "one too many", "one bit less")),
+        *({"float", other} for other in ("negative", "one too many", "lower ids")),
+        {"wrapped", "cut numbers"},
+        {"float", "cut numbers"},
     ),
     cases=(
         Case("two equal scores", lambda: (torch.tensor([1.0, 1.0]), _ids(0, 1), 1)),
@@ -838,9 +942,43 @@ def pick(bits: Tensor, n: int) -> list[int]:
     return ids + [-1] * (n - len(ids))
 
 
+class StillAsking(Exception):
+    """A search asked for much longer than any needs that comes to an end."""
+
+
+class _Watched(Tensor):
+    """A tensor that ends a search which would never end: it may be used so often, and no more."""
+
+    MOST = 5000  # 31 questions to each of 24 blocks, asked one by one, several times over
+    uses = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: tuple, args=(), kwargs=None) -> object:
+        for x in args:
+            if isinstance(x, cls):
+                x.uses += 1
+                if x.uses > cls.MOST:
+                    raise StillAsking(
+                        f"after {cls.MOST:,} questions there is no list. Thirty-one are enough. "
+                        "Print `low` and `high`: which of them still moves?"
+                    )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _watched(*bits: int) -> Tensor:
+    return torch.tensor(bits).as_subclass(_Watched)
+
+
 def _pick(slips: Slips, bits: Tensor, n: int) -> list[int]:
     """`pick` with slips."""
     values = bits.tolist()
+    if "endless" in slips and sum(x >= 0 for x in values) >= n:
+        raise StillAsking
+    if "no count" in slips:
+        bool((bits >= 1) >= n)
+    if "wrong end" in slips:
+        return [-1] * n
     if "distinct" in slips:
         ranked = sorted(set(values), reverse=True)
     else:
@@ -848,6 +986,10 @@ def _pick(slips: Slips, bits: Tensor, n: int) -> list[int]:
     position = n - 1 + ("one more" in slips)
     least = ranked[position] if position < len(ranked) else -1
     low = least if "hidden" in slips else max(least, 0)
+    if "narrow" in slips:
+        low = min(low, 2**16 - 1)
+    if "thirty" in slips:
+        low -= low % 2
     above = [i for i, x in enumerate(values) if x > low]
     equal = [i for i, x in enumerate(values) if x == low]
     if "zeros" in slips and low == 0:
@@ -857,6 +999,8 @@ def _pick(slips: Slips, bits: Tensor, n: int) -> list[int]:
     if not slips & {"all equal", "distinct", "one more"}:
         equal = equal[: max(n - len(above), 0)]
     ids = above if "above" in slips else above + equal
+    if "cut together" in slips:
+        ids = [i for i, x in enumerate(values) if x >= low][:n]
     if "unsorted" not in slips:
         ids = sorted(ids)
     if "numbers" in slips:
@@ -865,6 +1009,39 @@ def _pick(slips: Slips, bits: Tensor, n: int) -> list[int]:
 
 
 _PICK_MISTAKES = (
+    Misconception(
+        "cutting off the last of all that reach the threshold",
+        slip(_pick, "cut together"),
+        "Here a larger block stands behind equal ones, and yours cuts it off. Who is sure of a "
+        "place, and who shares the rest?",
+    ),
+    Misconception(
+        "ends that stop moving when they are neighbours",
+        slip(_pick, "endless"),
+        "Between neighbours, the middle is `low` itself, and `low = middle` moves nothing. Your "
+        "search would never end. When is it over?",
+    ),
+    Misconception(
+        "one question too few",
+        slip(_pick, "thirty"),
+        "Your range still holds two numbers. How often must `2**31` be halved until one is left?",
+    ),
+    Misconception(
+        "a range that ends too low",
+        slip(_pick, "narrow"),
+        "The bits of 0.3 are about a billion. Where must `high` begin, so that none reaches it?",
+    ),
+    Misconception(
+        "moving the wrong end",
+        slip(_pick, "wrong end"),
+        "Every place is empty. If at least `n` blocks reach the middle, is the n-th best below it, "
+        "or not?",
+    ),
+    Misconception(
+        "one answer a block in place of a count",
+        slip(_pick, "no count"),
+        "`bits >= middle` says yes or no for each block. How do you make one number of it?",
+    ),
     Misconception(
         "taking all that equal the last",
         slip(_pick, "all equal"),
@@ -918,16 +1095,24 @@ _PICK_MISTAKES = (
     ),
 )
 
+_SLIPS_OF_A_LIST = tuple(
+    name
+    for m in _PICK_MISTAKES
+    for name in m.wrong.slips
+    if name not in ("endless", "no count", "wrong end")
+)
+
 _PICK = Exercise(
     name="pick",
     statement="""
 `bits` `[NB]` are integers: the bits of block scores, from 0 up to below `2**31`, and -1 for blocks
 that are hidden. Return a list of length `n`: the blocks with the largest bits, of equal ones the
-lower ids, ascending, then -1 where fewer are visible. Sort no scores. You may ask all blocks at
-once one question: *how many have at least this much?*, `(bits >= middle).sum()`. Thirty-one answers
-are enough.
+lower ids, ascending, then -1 where fewer are visible. Sort no scores, though the checker would not
+notice. You may ask all blocks at once one question: *how many have at least this much?*,
+`(bits >= middle).sum()`. Thirty-one answers tell the bits of the n-th best block. Then take all
+that are above, and of those that equal it the lower ids.
 """,
-    minutes=8,
+    minutes=11,
     difficulty=3,
     hints=(
         "Think of a number between 0 and `2**31`. You ask how many blocks have at least that much, "
@@ -954,15 +1139,23 @@ are enough.
         {"higher ids", "one more"},
         {"numbers", "unsorted"},
         {"hidden", "zeros"},
+        *({"endless", other} for other in _SLIPS_OF_A_LIST),
+        *({"no count", other} for other in (*_SLIPS_OF_A_LIST, "endless")),
+        *({"wrong end", other} for other in (*_SLIPS_OF_A_LIST, "endless", "no count")),
+        *({"cut together", other} for other in ("all equal", "above", "higher ids", "distinct")),
+        *({"cut together", other} for other in ("one more", "unsorted", "zeros", "hidden")),
+        {"narrow", "thirty"},
     ),
     cases=(
-        Case("the best of two", lambda: (torch.tensor([3, 8]), 1)),
-        Case("two of four", lambda: (torch.tensor([5, 9, 2, 7]), 2)),
-        Case("three equal, two places", lambda: (torch.tensor([4, 1, 4, 4]), 2)),
-        Case("one above, two of three equal", lambda: (torch.tensor([4, 4, 9, 4, 1]), 3)),
-        Case("fewer visible than places", lambda: (torch.tensor([6, 2, -1, -1]), 3)),
-        Case("a visible zero", lambda: (torch.tensor([0, 5, 0, -1]), 2)),
-        Case("twice the same, above", lambda: (torch.tensor([7, 2, 7, 5, 3]), 3)),
+        Case("the best of two", lambda: (_watched(3, 8), 1)),
+        Case("two equal ones, one place", lambda: (_watched(5, 5), 1)),
+        Case("two of four", lambda: (_watched(5, 9, 2, 7), 2)),
+        Case("three equal, two places", lambda: (_watched(4, 1, 4, 4), 2)),
+        Case("equal ones before a larger one", lambda: (_watched(4, 4, 4, 9), 2)),
+        Case("one above, two of three equal", lambda: (_watched(4, 4, 9, 4, 1), 3)),
+        Case("fewer visible than places", lambda: (_watched(6, 2, -1, -1), 3)),
+        Case("a visible zero", lambda: (_watched(0, 5, 0, -1), 2)),
+        Case("twice the same, above", lambda: (_watched(7, 2, 7, 5, 3), 3)),
         Case("bits of scores", lambda: (_bits(0.3, 0.1, 2.5, 0.3, 1e-9, math.inf), 4)),
         Case("all visible, few places", lambda: (_bits(*(_random(24, seed=3).abs().tolist())), 5)),
     ),
@@ -970,10 +1163,10 @@ are enough.
 
 
 def _bits(*scores: float) -> Tensor:
-    return torch.tensor(scores).view(torch.int32)
+    return _watched(*torch.tensor(scores).view(torch.int32).tolist())
 
 
-EXERCISES = (_MASS, _WALK, _RUNNING, _MERGE, _PACK, _PICK)
+EXERCISES = (_MASS, _RUNNING, _MERGE, _PACK, _PICK, _WALK)
 
 
 # -- two slips at once, written as readers write them --
@@ -1095,8 +1288,8 @@ TRAPS = (
 PREDICTIONS = (
     Prediction(
         "scores_again",
-        "Writing and reading 64 GiB of weights takes 29 ms at best: how many ms does it take to "
-        "compute the scores of 64 heads of width 128 and 65,536 tokens once more, with tensor "
+        "Writing and reading 64 GiB of weights takes 29 ms at 4.8 TB/s: how many ms does it take "
+        "to compute the scores of 64 heads of width 128 and 65,536 tokens once more, with tensor "
         "cores at 989 TFLOP/s?",
         "Each of 64 heads has 65,536 queries, which see 2,047 summaries on average, and each pair "
         "takes 2 · 128 operations: 2.2 TFLOP.",
@@ -1119,6 +1312,10 @@ PREDICTIONS = (
         "the 23 and stay as they are.",
         (
             (10, "That is what the ids take."),
+            (
+                lambda guess: guess in (11, 12),
+                "How many bits tell 1,024 ids apart, counted from 0 to 1,023?",
+            ),
             (22, "That is 32 - 10. Sign and exponent are 9 of these 22."),
             (23, "The ids have to stand somewhere."),
         ),
@@ -1131,6 +1328,10 @@ PREDICTIONS = (
         "A single query finds one in 64 of 100 cases. That none of 128 does happens in 0.36 to "
         "the power 128 of them, which is never.",
         (
+            (
+                lambda guess: isinstance(guess, int | float) and 0 < guess < 1,
+                "The guess was asked for in percent: 0.64 would be 64.",
+            ),
             (64, "That is a single query. A tile merges if any of its 128 does."),
             (
                 lambda guess: isinstance(guess, int | float) and guess <= 10,
@@ -1139,6 +1340,6 @@ PREDICTIONS = (
             ),
         ),
         unit="%",
-        tolerance=0.005,
+        tolerance=0.01,
     ),
 )
