@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nsa_tutorial.bench import summary_steps
 from nsa_tutorial.bench.operators import OPERATORS, check_backward, parts_of
 from nsa_tutorial.bench.problem import Problem, Results
 
@@ -210,4 +211,6 @@ STEPS = {
     ("selected", "tilelang", "forward"): tilelang_steps,
     ("selected", "triton", "forward"): triton_steps,
     ("selected", "triton", "backward"): triton_backward_steps,
+    ("compressed", "triton", "forward"): summary_steps.forward_steps,
+    ("compressed", "triton", "backward"): summary_steps.backward_steps,
 }

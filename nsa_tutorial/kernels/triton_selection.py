@@ -1,13 +1,9 @@
 """Chapter 14: attention to summaries, and the choice of blocks, in Triton.
 
-Three kernels. `attend_kernel` is attention of a tile of queries to the summaries they see.
-`score_kernel` computes the same scores once more, turns them into weights by the log-sum-exp that
-the first kernel left, sums them over the heads of a group, and writes one number a cell of
-summaries. `pick_kernel` makes block scores of them and takes the best. So no more than a chunk of
-queries has its scores in memory at a time.
-
-`triton_selection_launch` runs them, and is what the operators call. No argument is checked here:
-`ops` does.
+`attend_kernel` is attention of a tile of queries to the summaries they see. `score_kernel` computes
+the same scores once more, turns them into weights by the log-sum-exp that the first kernel left,
+and sums them over a group's heads and over a cell of summaries. `pick_kernel` makes block scores of
+the cells and takes the best. `triton_selection_launch` runs them. No argument is checked here.
 
 Symbols: those of `triton_forward`; `BQ` queries of a tile, `BT` summaries of a step · `C` summaries
 of a cell · `NC` cells of a row.
@@ -49,8 +45,7 @@ def attend_to(
     D: tl.constexpr, DV: tl.constexpr, MASK: tl.constexpr,
     DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """One walk over the summaries `start … stop - 1`; without `MASK`, all queries see all of
-    them."""
+    """One walk over the summaries `start … stop - 1`; without `MASK`, all queries see them all."""
     width = tl.arange(0, DT)
     value_width = tl.arange(0, DVT)
     tokens = tl.arange(0, BT)

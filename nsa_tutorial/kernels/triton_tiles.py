@@ -111,9 +111,9 @@ def _fitting(
     return dict(zip((*names, "num_warps", "num_stages"), choice, strict=True))
 
 
-# Queries or summaries of a program, those of a step, warps, stages. Milliseconds behind them: H200,
-# torch 2.11, Triton 3.6, 65,536 tokens, 64 heads over 4 of width 128, summaries of 32 every 16,
-# bf16: assets/selection_tiles_h200.json. fp32 does without tensor cores, and takes small tiles.
+# Queries or summaries of a program, those of a step, warps, stages: the first that a program can
+# have. `python -m nsa_tutorial.bench compressed --backend triton --steps --dtype bfloat16 --pass
+# forward backward` compares them. fp32 does without tensor cores, and takes small tiles.
 ATTEND_TILES = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))
 SCORE_TILES = ((64, 128, 4, 3), (64, 64, 4, 3), (64, 32, 4, 2), (32, 32, 4, 1))
 DQ_TILES = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))

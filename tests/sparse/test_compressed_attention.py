@@ -128,7 +128,10 @@ def test_gradients(shape: Shape, dtype: torch.dtype, backend: str, device: str) 
     for name, a, b, c in zip("qkv", dense(torch.float64), dense(dtype), found, strict=True):
         assert (c.shape, c.dtype) == (a.shape, dtype)
         if a.numel():
-            budget = 2 * (b.double() - a).abs().max() + 1e-6 * a.abs().max() + 1e-6
+            # a product of more than 128 in fp32 is one chain on a GPU, where cuBLAS adds up parts
+            is_chain = device == "cuda" and dtype == torch.float32 and max(shape.D, shape.DV) > 128
+            budget = (4 if is_chain else 2) * (b.double() - a).abs().max()
+            budget += 1e-6 * a.abs().max() + 1e-6
             error = (c.double() - a).abs().max()
             assert error <= budget, f"gradient of {name}: {error:.2e} over {budget:.2e}"
 
