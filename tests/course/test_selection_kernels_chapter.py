@@ -3,6 +3,7 @@ the kernels that it shows beside each other."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -397,6 +398,15 @@ def test_without_its_slip_the_wrong_kernel_is_right() -> None:
     if e.missing:
         pytest.skip(e.missing[0])
     assert judge(e, solutions._mass("none")).outcome == "right"
+
+
+def test_the_frame_that_is_given_is_the_solutions() -> None:
+    """All of its lines but the two gaps stand in the solution, in this order."""
+    frame = KNOWN["group_mass"].statement.split("```")[1].removeprefix("python").splitlines()
+    lines = [line.strip() for line in frame if line.strip() and "..." not in line]
+    solution = iter(line.strip() for line in inspect.getsource(solutions.group_mass).splitlines())
+    assert len(lines) > 6
+    assert all(line in solution for line in lines)
 
 
 def test_a_kernel_without_its_decorator_is_told() -> None:

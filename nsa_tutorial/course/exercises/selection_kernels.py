@@ -804,7 +804,7 @@ _PACK_MISTAKES = (
     Misconception(
         "shifting the score out of 32 bits",
         slip(_pack, "wrapped"),
-        "A score has 32 bits already. Shifted up in an int32, it loses its sign and exponent, "
+        "A score has 32 bits already. Shifted up in an int32, it loses its highest bits, "
         "which matter most. Which of its bits can you spare?",
     ),
     Misconception(
