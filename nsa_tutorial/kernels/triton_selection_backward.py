@@ -116,7 +116,6 @@ def walk_queries(
     acc_dk, acc_dv, k_tile, v_tile, key, start, stop, Q, GradO, Delta, LSE2, RowStart, RowEnd,
     head, scale_log2, H,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, MASK: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr,
     DT: tl.constexpr, DVT: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """Adds to `acc_dk [BT, DT]` and `acc_dv [BT, DVT]` what the queries `start … stop - 1` give,
@@ -159,16 +158,16 @@ def walk_queries(
             p = tl.where(is_seen, p, 0.0)
 
         # -- gradient of the values --
-        if VALUES:
-            acc_dv = tl.dot(p.to(do_tile.dtype), do_tile, acc_dv, input_precision="ieee")
+        acc_dv = tl.dot(p.to(do_tile.dtype), do_tile, acc_dv, input_precision="ieee")
+
+        # -- gradient of the scores --
+        d_p = tl.dot(v_tile, do_tile.T, input_precision="ieee")  # [BT, BR]
+        d_s = p * (d_p - delta)
+        if MASK:
+            d_s = tl.where(is_seen, d_s, 0.0)
 
         # -- gradient of the keys --
-        if KEYS:
-            d_p = tl.dot(v_tile, do_tile.T, input_precision="ieee")  # [BT, BR]
-            d_s = p * (d_p - delta)
-            if MASK:
-                d_s = tl.where(is_seen, d_s, 0.0)
-            acc_dk = tl.dot(d_s.to(q_tile.dtype), q_tile, acc_dk, input_precision="ieee")
+        acc_dk = tl.dot(d_s.to(q_tile.dtype), q_tile, acc_dk, input_precision="ieee")
     return acc_dk, acc_dv
 
 
@@ -178,7 +177,6 @@ def dkv_kernel(
     GradK, GradV, SharesK, SharesV, scale, scale_log2, R, H, num_keys, num_tiles, chunk_rows,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, EDGE: tl.constexpr,
-    KEYS: tl.constexpr = True, VALUES: tl.constexpr = True,
 ):  # fmt: skip
     """Reads the same, and the run of rows that see each tile of `BT` summaries, `FirstRow` and
     `LastRow [num_tiles]`. Writes the gradients of a tile's keys and values, or, where there is more
@@ -234,30 +232,27 @@ def dkv_kernel(
         stop = tl.where(part == 0, whole_row, stop_row)
         acc_dk, acc_dv = walk_queries(
             acc_dk, acc_dv, k_tile, v_tile, key, start, stop, Q, GradO, Delta, LSE2, RowStart,
-            RowEnd, head, scale_log2, H, G, D, DV, True, KEYS, VALUES, DT, DVT, BR,
+            RowEnd, head, scale_log2, H, G, D, DV, True, DT, DVT, BR,
         )  # fmt: skip
     acc_dk, acc_dv = walk_queries(
         acc_dk, acc_dv, k_tile, v_tile, key, whole_row, rest_row, Q, GradO, Delta, LSE2, RowStart,
-        RowEnd, head, scale_log2, H, G, D, DV, False, KEYS, VALUES, DT, DVT, BR,
+        RowEnd, head, scale_log2, H, G, D, DV, False, DT, DVT, BR,
     )  # fmt: skip
 
     # -- store --
     acc_dk *= scale
     if chunk_rows >= R:
         mask = in_tile & (key < tl.load(RowEnd + stop_row - 1))  # the last row sees most
-        if KEYS:
-            dk_mask = mask & (width < D)
-            tl.store(GradK + key_row * D + width, acc_dk.to(GradK.dtype.element_ty), mask=dk_mask)
-        if VALUES:
-            dv_mask = mask & (value_width < DV)
-            dv_pointer = GradV + key_row * DV + value_width
-            tl.store(dv_pointer, acc_dv.to(GradV.dtype.element_ty), mask=dv_mask)
+        dk_pointer = GradK + key_row * D + width
+        dv_pointer = GradV + key_row * DV + value_width
+        dk_mask = mask & (width < D)
+        dv_mask = mask & (value_width < DV)
+        tl.store(dk_pointer, acc_dk.to(GradK.dtype.element_ty), mask=dk_mask)
+        tl.store(dv_pointer, acc_dv.to(GradV.dtype.element_ty), mask=dv_mask)
     else:
         token = tl.program_id(0).to(tl.int64) * BT + tokens[:, None]  # [BT, 1]
-        if KEYS:
-            tl.store(SharesK + token * DT + width, acc_dk)
-        if VALUES:
-            tl.store(SharesV + token * DVT + value_width, acc_dv)
+        tl.store(SharesK + token * DT + width, acc_dk)
+        tl.store(SharesV + token * DVT + value_width, acc_dv)
 
 
 @triton.jit(do_not_specialize=["num_keys", "num_tiles", "chunk_rows"])

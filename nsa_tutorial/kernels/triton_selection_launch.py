@@ -33,7 +33,8 @@ from nsa_tutorial.sparse import score_cells
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
 SUM_KEYS = 16  # summaries whose shares a program of the backward adds
-EDGE = 1024  # rows that a program looks at to find those that see its tile in part
+# Rows that a program looks at to find those that see its tile in part: 128 strides of 32 tokens.
+EDGE = 4096
 
 
 def compressed_attention(
