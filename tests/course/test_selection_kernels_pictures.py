@@ -156,14 +156,16 @@ def test_bits_and_numbers() -> None:
 
 
 def test_the_table_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"tokens": 65_536, "width": 128, "operator": "compressed", "kernel": "triton"}
-    row |= {"direction": "forward", "change": "", "lists": "", "group": 16, "ms": 2.0}
-    rows = [row, row | {"group": 4, "ms": 1.0}, row | {"change": "no mask", "ms": 3.0}]
-    rows += [row | {"tokens": 8192}, row | {"direction": "backward", "ms": None}]
+    row = {"tokens": 65_536, "width": 128, "kernel": "triton", "change": "", "lists": "random"}
+    row |= {"direction": "forward", "ms": 2.0}
+    rows = [row, row | {"direction": "backward", "ms": 5.0}, row | {"change": "gates", "ms": 1.0}]
+    rows += [row | {"kernel": "dense, flash", "lists": "", "ms": 9.0}]
+    rows += [row | {"tokens": 8192}, row | {"lists": "smooth"}, row | {"change": "a", "ms": None}]
     monkeypatch.setattr(pictures, "measured", lambda: {"rows": rows})
     assert pictures.measured_table() == {
-        "compressed, forward, triton": {16: 2.0, 4: 1.0},
-        "compressed, forward, triton, no mask": {16: 3.0},
+        "all of NSA": {"forward": 2.0, "backward": 5.0},
+        "gates": {"forward": 1.0},
+        "dense, flash": {"forward": 9.0},
     }
 
 

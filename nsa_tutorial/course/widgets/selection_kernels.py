@@ -525,13 +525,13 @@ def measured() -> dict:
     return json.loads(MEASURED.read_text())
 
 
-def measured_table(tokens: int = 65_536, width: int = 128) -> dict[str, dict[int, float]]:
-    """Milliseconds of all that was measured at one length and width, by name and heads of a
-    group."""
-    found: dict[str, dict[int, float]] = {}
+def measured_table(tokens: int = 65_536, width: int = 128) -> dict[str, dict[str, float]]:
+    """Milliseconds of all of NSA and of its parts, and of dense attention, at one length and width:
+    by name, then by pass. Queries are drawn one by one, the lists of neighbours differ."""
+    found: dict[str, dict[str, float]] = {}
     for row in measured()["rows"]:
-        if (row["tokens"], row["width"]) == (tokens, width) and row["ms"] is not None:
-            parts = (row[key] for key in ("operator", "direction", "kernel", "change", "lists"))
-            name = ", ".join(part for part in parts if part)
-            found.setdefault(name, {})[row["group"]] = row["ms"]
+        is_asked = (row["tokens"], row["width"]) == (tokens, width) and row["ms"] is not None
+        if is_asked and row["lists"] != "smooth":
+            name = row["change"] or ("all of NSA" if row["kernel"] == "triton" else row["kernel"])
+            found.setdefault(name, {})[row["direction"]] = row["ms"]
     return found
