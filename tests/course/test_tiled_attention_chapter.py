@@ -3,7 +3,10 @@ write them."""
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import torch
 from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.exercises import tiled_attention as solutions
 from nsa_tutorial.course.judging import judge
+from nsa_tutorial.course.widgets import tiled_attention as pictures
 from nsa_tutorial.exact import online_softmax, tiled_attention
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.runtime import costs
@@ -18,6 +22,7 @@ from nsa_tutorial.runtime import costs
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 KNOWN = chapter_exercises("tiled_attention")
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "04_tiled_attention.ipynb"
 SHAPES = [(8, 8, 4, 4), (5, 13, 2, 4), (7, 7, 3, 2), (1, 9, 4, 4), (16, 64, 16, 16)]
 
 
@@ -181,3 +186,68 @@ ATTEMPTS = {
 def test_a_readers_mistake_is_named(name: str, attempt: Callable, named: set[str]) -> None:
     """None of these is written like the misconception that names it."""
     assert set(judge(KNOWN[name], attempt).misconceptions) == named
+
+
+# -- the kernel --
+
+
+def test_without_its_slips_the_wrong_kernel_is_right() -> None:
+    e = KNOWN["tile_maximum"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    assert judge(e, lambda: solutions._Mistaken(frozenset())).outcome == "right"
+
+
+def test_the_kernel_that_is_given_differs_from_the_solution_in_two_lines() -> None:
+    given = KNOWN["tile_maximum"].statement.split("```")[1].removeprefix("python")
+    lines = [line.strip() for line in given.splitlines() if line.strip()]
+    ours = [line.strip() for line in inspect.getsource(solutions.tile_maximum).splitlines()]
+    ours = [line for line in ours[2:] if line]  # behind the head and the docstring
+    assert [line for line in lines if line not in ours] == ["tl.store(Max + rows, scores_max)"]
+    added = [line for line in ours if line not in lines]
+    assert [line.partition("(")[0] for line in added] == ["acc_s = tl.where", "tl.store"]
+    assert added[1].startswith("tl.store(Max + rows, scores_max")
+
+
+@pytest.mark.parametrize(
+    ("attempt", "told"),
+    [(lambda: lambda Q: None, "@triton.jit"), (lambda: 3, "@triton.jit")],
+    ids=["no decorator", "a number"],
+)
+def test_what_is_no_kernel_is_told(attempt: Callable, told: str) -> None:
+    e = KNOWN["tile_maximum"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    assert told in judge(e, attempt).text
+
+
+def test_a_kernel_that_is_not_returned_is_told() -> None:
+    def forgotten():
+        def kernel(Q):
+            return Q
+
+    e = KNOWN["tile_maximum"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    verdict = judge(e, forgotten)
+    assert (verdict.outcome, "return kernel" in verdict.text) == ("wrong", True)
+
+
+# -- pictures and promises --
+
+
+def test_the_minutes_are_told() -> None:
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    prose = "".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    assert f"{sum(e.minutes for e in KNOWN.values())} of them exercises" in prose
+    assert f"about {KNOWN['tile_maximum'].minutes} minutes" in prose
+
+
+def test_a_tile_fits_on_the_chip_and_the_table_into_main_memory_alone() -> None:
+    """What `draw_memories` says in its title, by its own sizes."""
+    assert "only far away" in pictures.draw_memories().finding
+    sizes = {name: size for name, (size, _) in pictures._MEMORIES.items()}
+    tile, keys_and_values, table = 128 * 128 * 2, 2 * 65_536 * 128 * 2, 2 * 65_536**2
+    assert tile < min(sizes["registers"], sizes["shared memory"])
+    assert sizes["shared memory"] < keys_and_values < sizes["L2 cache"]
+    assert sizes["L2 cache"] < table < sizes["main memory"]

@@ -1,19 +1,25 @@
-"""Exercises of chapter 04: which tiles to skip, what to mask on the others, what it all costs, and
-the whole walk.
+"""Exercises of chapter 04: which tiles to skip, what to mask on the others, the whole walk, what it
+costs, and a small kernel with two bugs.
 
-The wrong solutions of an exercise are one function, told which slips to make.
+The wrong solutions of an exercise are one function, or one kernel, told which slips to make.
 """
 
 from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import CodeType
 
 import torch
 from torch import Tensor
 
 from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
+from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import slip, together
 from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.exact.online_softmax import LOG2_E
+from nsa_tutorial.runtime import environment
 
 Slips = frozenset[str]
 
@@ -798,8 +804,8 @@ Skip what no query of a tile sees; one case notices if you do not. Take chapter 
     minutes=12,
     difficulty=3,
     hints=(
-        "Start from the chapter's `by_tiles`. It has both loops and knows no mask. Which query of "
-        "a tile decides that a tile of keys is skipped?",
+        "Start from the chapter's loop for one tile of queries, and put a loop over all tiles of "
+        "queries around it. Which query of a tile decides that a tile of keys is skipped?",
         "A state belongs to one tile of queries: it starts before the walk along the keys, each "
         "tile of keys updates it, and `finish` ends it. Before each update, compare positions "
         "and hide the future.",
@@ -864,7 +870,197 @@ def _steep(direction: int) -> tuple:
     return torch.ones(7, 1), k, _random(7, 2, seed=9), 3, 2
 
 
-EXERCISES = (_KINDS, _MASK, _COST, _ATTEND)
+# -- tile_maximum --
+
+_BQ, _BK, _D = 4, 8, 4
+
+
+def tile_maximum() -> object:
+    """The kernel that finds each query's largest score; a program has BQ queries."""
+
+    @triton.jit
+    def kernel(Q, K, Max, N, M, D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr):
+        rows = tl.program_id(0) * BQ + tl.arange(0, BQ)  # [BQ]
+        width = tl.arange(0, D)
+        q_tile = tl.load(Q + rows[:, None] * D + width, mask=rows[:, None] < N, other=0.0)
+        scores_max = tl.full([BQ], float("-inf"), tl.float32)
+        for key_start in range(0, M, BK):
+            keys = key_start + tl.arange(0, BK)  # [BK]
+            k_tile = tl.load(K + keys[:, None] * D + width, mask=keys[:, None] < M, other=0.0)
+            acc_s = tl.sum(q_tile[:, None, :] * k_tile[None, :, :], axis=2)  # [BQ, BK]
+            acc_s = tl.where(keys[None, :] < M, acc_s, float("-inf"))
+            scores_max = tl.maximum(scores_max, tl.max(acc_s, axis=1))
+        tl.store(Max + rows, scores_max, mask=rows < N)
+
+    return kernel
+
+
+def _run_maximum(solution: Callable, N: int, M: int, zero_key: bool) -> tuple[Tensor, str]:
+    """Launch the kernel on scores below zero; behind `Max` lie numbers that must stay."""
+    kernel = solution()
+    if kernel is None:
+        if any(isinstance(c, CodeType) for c in solution.__code__.co_consts):
+            raise TypeError("tile_maximum defines a kernel and returns None: `return kernel`")
+        raise NotImplementedError("there is no kernel yet")
+    if not hasattr(kernel, "run"):
+        raise TypeError("the kernel is not decorated with @triton.jit")
+    device = environment.detect().device
+    q = -0.5 - _random(N + _BQ, _D, seed=N).abs()
+    k = 0.5 + _random(M + _BK, _D, seed=M).abs()
+    if zero_key:
+        k[1] = 0
+    largest = torch.full((N + 2 * _BQ,), -77.0, device=device)
+    with warnings.catch_warnings():  # the interpreter's, of an infinity that was loaded
+        warnings.simplefilter("ignore", RuntimeWarning)
+        kernel[-(-N // _BQ),](q.to(device), k.to(device), largest, N, M, D=_D, BQ=_BQ, BK=_BK)
+    intact = bool((largest[N:] == -77.0).all())
+    return largest[:N].cpu(), "in bounds" if intact else "stored past the end of Max"
+
+
+@triton.jit
+def _wrong_maximum(
+    Q, K, Max, N, M,
+    D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, TAIL: tl.constexpr, STORE: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * BQ + tl.arange(0, BQ)
+    width = tl.arange(0, D)
+    q_tile = tl.load(Q + rows[:, None] * D + width, mask=rows[:, None] < N, other=0.0)
+    scores_max = tl.full([BQ], float("-inf"), tl.float32)
+    end = M // BK * BK if TAIL == "dropped" else M
+    for key_start in range(0, end, BK):
+        keys = key_start + tl.arange(0, BK)
+        absent = float("-inf") if TAIL == "infinite keys" else 0.0
+        k_tile = tl.load(K + keys[:, None] * D + width, mask=keys[:, None] < M, other=absent)
+        acc_s = tl.sum(q_tile[:, None, :] * k_tile[None, :, :], axis=2)
+        if TAIL == "queries":
+            acc_s = tl.where(keys[None, :] < N, acc_s, float("-inf"))
+        elif TAIL == "zero is missing":
+            acc_s = tl.where(acc_s != 0, acc_s, float("-inf"))
+        elif TAIL == "right":
+            acc_s = tl.where(keys[None, :] < M, acc_s, float("-inf"))
+        scores_max = tl.maximum(scores_max, tl.max(acc_s, axis=1))
+    if STORE == "keys":
+        tl.store(Max + rows, scores_max, mask=rows < M)
+    elif STORE == "everything":
+        tl.store(Max + rows, scores_max)
+    else:
+        tl.store(Max + rows, scores_max, mask=rows < N)
+
+
+class _Mistaken:
+    """`_wrong_maximum` with its slips chosen; launched like a kernel."""
+
+    def __init__(self, slips: Slips) -> None:
+        self.run = None
+        self.tail = next((name for name in slips if name in _TAILS), "right")
+        self.store = next((name for name in slips if name in _STORES), "right")
+
+    def __getitem__(self, grid: tuple) -> Callable:
+        slips = {"TAIL": self.tail, "STORE": self.store}
+        return lambda *args, **sizes: _wrong_maximum[grid](*args, **slips, **sizes)
+
+
+_TAILS = {"as it came", "infinite keys", "queries", "zero is missing", "dropped"}
+_STORES = {"everything", "keys"}
+
+_MAXIMUM_MISTAKES = (
+    Misconception(
+        "letting keys past the end take part",
+        slip(_Mistaken, "as it came"),
+        "The load puts zeros where there is no key. What is a query's score with a key of zeros, "
+        "and when is that the largest?",
+    ),
+    Misconception(
+        "storing rows past the last query",
+        slip(_Mistaken, "everything"),
+        "The last tile has rows that are no queries. Whose memory lies behind `Max`?",
+    ),
+    Misconception(
+        "loading -inf for keys that do not exist",
+        slip(_Mistaken, "infinite keys"),
+        "A query may hold negative numbers. What is -1 times -inf, and does it lose the maximum?",
+    ),
+    Misconception(
+        "comparing keys with the number of queries",
+        slip(_Mistaken, "queries"),
+        "`N` counts queries. Which number says how many keys there are?",
+    ),
+    Misconception(
+        "taking a score of 0 for a key that does not exist",
+        slip(_Mistaken, "zero is missing"),
+        "A key that exists may have the score 0, too. What tells a key past the end from the "
+        "others?",
+    ),
+    Misconception(
+        "dropping the last keys where BK does not divide M",
+        slip(_Mistaken, "dropped"),
+        "The last tile holds fewer keys, and they count. How can the walk keep that tile and "
+        "ignore its empty places?",
+    ),
+    Misconception(
+        "comparing rows with the number of keys",
+        slip(_Mistaken, "keys"),
+        "`M` counts keys. Which number says how many queries there are?",
+    ),
+)
+
+
+def _maximum_case(name: str, N: int, M: int, zero_key: bool = False) -> Case:
+    here = environment.detect()
+    return Case(name, lambda: (N, M, zero_key), lambda: here.why_not("triton", here.device))
+
+
+_MAXIMUM = Exercise(
+    name="tile_maximum",
+    statement="""
+Find the bugs. This kernel has to write each query's largest score into `Max`: `Q` is `[N, D]`, `K`
+`[M, D]`, and there is no causal mask. It is right for 8 queries and 16 keys in tiles of 4 × 8. For
+7 queries and 13 keys it fails in two ways. Copy it into `tile_maximum`, and mend it.
+
+```python
+@triton.jit
+def kernel(Q, K, Max, N, M, D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr):
+    rows = tl.program_id(0) * BQ + tl.arange(0, BQ)  # [BQ]
+    width = tl.arange(0, D)
+    q_tile = tl.load(Q + rows[:, None] * D + width, mask=rows[:, None] < N, other=0.0)
+    scores_max = tl.full([BQ], float("-inf"), tl.float32)
+    for key_start in range(0, M, BK):
+        keys = key_start + tl.arange(0, BK)  # [BK]
+        k_tile = tl.load(K + keys[:, None] * D + width, mask=keys[:, None] < M, other=0.0)
+        acc_s = tl.sum(q_tile[:, None, :] * k_tile[None, :, :], axis=2)  # [BQ, BK]
+        scores_max = tl.maximum(scores_max, tl.max(acc_s, axis=1))
+    tl.store(Max + rows, scores_max)
+
+return kernel
+```
+""",
+    minutes=6,
+    difficulty=2,
+    hints=(
+        "Both bugs show only in tiles that are not full. What does the last tile of keys hold "
+        "where there are no keys, and the last tile of queries where there are no queries?",
+        "If all true scores are negative, which number wins the maximum? And the last program "
+        "has 4 rows for 3 queries: where does its fourth row go?",
+        "`tl.where(condition, this, that)` chooses number by number, so the scores of absent keys "
+        "can become -inf before the maximum. And a store takes a `mask`, as a load does.",
+    ),
+    why="A tile keeps its shape, so every tile at an end holds places that are nothing, and only "
+    "positions tell which.",
+    solution=tile_maximum,
+    run=_run_maximum,
+    misconceptions=_MAXIMUM_MISTAKES,
+    combine=together(_MAXIMUM_MISTAKES, _TAILS, _STORES),
+    cases=(
+        _maximum_case("8 queries, 16 keys: full tiles", 8, 16),
+        _maximum_case("8 queries, 13 keys, every score below 0", 8, 13),
+        _maximum_case("7 queries, 16 keys", 7, 16),
+        _maximum_case("7 queries, 3 keys", 7, 3),
+        _maximum_case("7 queries, 13 keys, and key 1 is all zeros", 7, 13, True),
+    ),
+)
+
+
+EXERCISES = (_KINDS, _MASK, _ATTEND, _COST, _MAXIMUM)
 
 
 # -- two mistakes at once --
@@ -951,6 +1147,10 @@ def _unmasked_in_base_two(
     return torch.cat([o for o, _ in done]), torch.cat([lse for _, lse in done])
 
 
+def _as_handed_in() -> _Mistaken:
+    return _Mistaken(frozenset({"as it came", "everything"}))
+
+
 DOUBLES = (
     Double(
         "tile_kinds",
@@ -994,6 +1194,11 @@ DOUBLES = (
         _unmasked_in_base_two,
         ("tiles on the diagonal left unmasked", "`finish` with `scale_log2`"),
     ),
+    Double(
+        "tile_maximum",
+        _as_handed_in,
+        ("letting keys past the end take part", "storing rows past the last query"),
+    ),
 )
 
 
@@ -1036,22 +1241,22 @@ TRAPS = (
         "comparing the numbers of tiles, not positions",
     ),
     Trap(
-        "The 16 queries stand at positions 48 to 63",
+        "Query 0 stands at position 16",
         "tile_kinds",
         "taking the queries for the first N positions",
     ),
     Trap(
-        "only their last tile of keys needs a mask",
+        "most tiles need no mask",
         "tile_kinds",
         "masking every tile that is not skipped",
     ),
     Trap(
-        "the diagonal crosses two tiles in each row",
+        "the diagonal crosses two tiles of keys",
         "tile_kinds",
         "skipping what the first query of a tile does not see",
     ),
     Trap(
-        "the diagonal crosses two tiles in each row",
+        "the diagonal crosses two tiles of keys",
         "mask_tile",
         "a triangle within the tile, wherever the tile lies",
     ),
@@ -1079,6 +1284,16 @@ TRAPS = (
         "Queries that do not exist are simply not stored.",
         "attend_in_tiles",
         "dropping the last queries where tile_q does not divide N",
+    ),
+    Trap(
+        'A score of 0 is not "nothing": it weighs $e^0$',
+        "tile_maximum",
+        "letting keys past the end take part",
+    ),
+    Trap(
+        "Queries that do not exist are simply not stored.",
+        "tile_maximum",
+        "storing rows past the last query",
     ),
     Trap(
         "### Is the table really gone?",

@@ -1,9 +1,9 @@
-"""Chapter 04's pictures: the walk over the tiles beside a byte meter, and what a choice of tile
-sizes costs.
+"""Chapter 04's pictures: a GPU's memories, the walk over the tiles beside a byte meter, and what a
+choice of tile sizes costs.
 
-`meter` and `facts` compute; `draw_walk` and `draw_tile_sizes` draw them; `explore` puts controls on
-the second. `largest_tensor` watches what a function allocates. The long example is one causal head
-of 65,536 tokens, `D = DV = 128`, in bf16, on an H200.
+`meter` and `facts` compute; `draw_memories`, `draw_walk` and `draw_tile_sizes` draw; `explore` puts
+controls on the last. `largest_tensor` watches what a function allocates. The long example is one
+causal head of 65,536 tokens, `D = DV = 128`, in bf16, on an H200.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PARTS = {
     "q": "query",
     "k and v": "key",
     "table": "text",
-    "o and lse": "value",
+    "o and lse": "faint",
 }
 _ON_CHIP = {
     "q_tile": PALETTE["query"],
@@ -50,6 +50,15 @@ _ON_CHIP = {
     "acc_s": "#F0E442",
     "acc_o": PALETTE["faint"],
     "statistics": PALETTE["text"],
+}
+
+
+# in bytes, of one multiprocessor or of all: NVIDIA's Hopper tuning guide, the H200's data sheet
+_MEMORIES = {
+    "registers": (256 * KIB, "256 KiB each"),
+    "shared memory": (228 * KIB, "228 KiB each"),
+    "L2 cache": (50_000_000, "50 MB for all"),
+    "main memory": (141_000_000_000, "141 GB for all, 4.8 TB/s"),
 }
 
 
@@ -71,6 +80,37 @@ def largest_tensor(function: Callable[[], object]) -> int:
     with _Largest() as largest:
         function()
     return largest.bytes
+
+
+# -- the memories --
+
+
+def draw_memories() -> Picture:
+    """The four memories of an H200, and what of the long example fits into each."""
+    sheet = Sheet(8.3, 3.0)
+    chart = sheet.chart(Place(1.35, 0.85, 6.2, 1.6), (13, 38.5), (3.6, -0.6))
+    ends = [math.log2(size) for size, _ in _MEMORIES.values()]
+    chart.boxes([(13, row - 0.3, end - 13, 0.6) for row, end in enumerate(ends)], "#E4E7EA")
+    # behind the bar, the longest within its bar: no dashed line runs through the words
+    told = [
+        (min(end, 25.7), row, text)
+        for row, (end, (_, text)) in enumerate(zip(ends, _MEMORIES.values(), strict=True))
+    ]
+    chart.words(told, size=8.5, ha="left", offset=(5, 0))
+    one = TOKENS * WIDTH * 2
+    things = (
+        ("a tile of\n128 queries", 128 * WIDTH * 2, "query"),
+        ("all keys\nand values", 2 * one, "key"),
+        ("table of\nscores", 2 * TOKENS**2, "text"),
+    )
+    for name, size, colour in things:
+        x = math.log2(size)
+        chart.lines([((x, -0.6), (x, 3.6))], colour, 1.5, linestyles="--")
+        chart.words([(x, -0.6, name)], size=8.5, colour=colour, va="bottom", offset=(0, 3))
+    chart.left(range(len(_MEMORIES)), list(_MEMORIES))
+    ticks = {15: "32 KiB", 20: "1 MiB", 25: "32 MiB", 30: "1 GiB", 33: "8 GiB", 37: "128 GiB"}
+    chart.bottom(list(ticks), list(ticks.values()), "bytes")
+    return Picture(sheet.figure, "A tile fits beside the arithmetic; the table fits only far away")
 
 
 # -- the walk and its byte meter --
@@ -308,7 +348,7 @@ def _levels(tile_k: int) -> list[tuple[float, str]]:
     even = costs.tiled_attention(TOKENS, TOKENS, WIDTH, tile_q=128, tile_k=tile_k).flops / MACHINE
     return [
         (math.log2(table / GIB), f"with the table: {table / GIB:.0f} GiB"),
-        (math.log2(even / GIB), "memory as fast as arithmetic (no L2)"),
+        (math.log2(even / GIB), "as fast as arithmetic, if nothing hits L2"),
         (math.log2(once / GIB), "everything once: the floor"),
     ]
 
@@ -360,7 +400,7 @@ def _draw_on_chip(chart: Chart, parts: dict[str, int]) -> None:
     near = 0.13 * chart.x[1]
     free = [row for x, row, _ in told if not limit - near < x < limit]
     dashes = [((limit, row - 0.5), (limit, row + 0.5)) for row in free]
-    chart.lines(dashes, "query", 1.2, linestyles="--")
+    chart.lines(dashes, "text", 1.2, linestyles="--")
     chart.left(range(len(sizes) + 1), [*sizes, "all of it"])
     name = f"KiB on the chip (dashed: {limit:.0f}, all there is)"
     step = 50 if total < 400 else 100
