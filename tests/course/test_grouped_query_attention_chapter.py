@@ -12,12 +12,19 @@ from nsa_tutorial.course.exercises import grouped_query_attention as exercises
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.mistakes import Wrong
 from nsa_tutorial.exact import grouped_query_attention as gqa
+from nsa_tutorial.runtime import environment
 from nsa_tutorial.runtime.costs import kv_cache_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+here = environment.detect()
 EXERCISES = {e.name: e for e in exercises.EXERCISES}
 PREDICTIONS = {p.name: p for p in exercises.PREDICTIONS}
+
+
+def skip_without_triton() -> None:
+    if missing := here.why_not("triton", here.device):
+        pytest.skip(missing)
 
 
 # -- the module and the exercises say the same --
@@ -29,11 +36,6 @@ def test_the_copies_are_the_modules(H: int, G: int) -> None:
     assert torch.equal(exercises.expand_heads(x, G), gqa.expand_kv_heads(x, G))
 
 
-def test_the_cache_is_the_modules() -> None:
-    expected = kv_cache_bytes(1000, layers=7, H=4, D=192, DV=128) / 2**30
-    assert exercises.cache_gib(1000, 7, 12, 3, 192, 128) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("HQ", [1, 6, 42, 64])
 @pytest.mark.parametrize("gib", [1, 7.5, 8, 60, 1000])
 def test_one_more_kv_head_that_divides_would_not_fit(gib: float, HQ: int) -> None:
@@ -42,18 +44,78 @@ def test_one_more_kv_head_that_divides_would_not_fit(gib: float, HQ: int) -> Non
     divisors = [n for n in range(1, HQ + 1) if HQ % n == 0]
     assert H in (0, *divisors)
     for n in divisors:
-        fits = exercises.cache_gib(*shape, HQ, HQ // n, 192, 128) <= gib
-        assert fits == (n <= H)
+        size = kv_cache_bytes(shape[0], layers=shape[1], H=n, D=192, DV=128)
+        assert (size <= gib * 2**30) == (n <= H)
+
+
+def test_the_kernel_scores_as_the_module_does() -> None:
+    H, G, D = 3, 3, 8
+    skip_without_triton()
+    q, k = torch.randn(1, 1, H * G, D), torch.randn(1, 1, H, D)
+    q, k, s = (x.to(here.device) for x in (q, k, torch.zeros(H * G)))
+    exercises.score_group()[H,](q, k, s, G, D=D, GT=4)
+    torch.testing.assert_close(s, exercises.grouped_scores(q, k)[0, 0, :, 0])
 
 
 # -- what the tutor says --
 
 
-@pytest.mark.parametrize("name", EXERCISES)
+@pytest.mark.parametrize("name", [name for name in EXERCISES if name != "score_group"])
 def test_without_slips_a_wrong_solution_is_right(name: str) -> None:
     """A slip changes what it is named for, and nothing else."""
     e = EXERCISES[name]
     assert judge(e, Wrong(e.misconceptions[0].wrong.function, frozenset())).outcome == "right"
+
+
+def test_without_its_slip_the_wrong_kernel_is_right() -> None:
+    skip_without_triton()
+    assert judge(EXERCISES["score_group"], exercises._score("none")).outcome == "right"
+
+
+def test_a_kernel_without_its_decorator_is_told() -> None:
+    skip_without_triton()
+    assert "@triton.jit" in judge(EXERCISES["score_group"], lambda: lambda Q: None).text
+
+
+def test_a_kernel_that_is_not_returned_is_told() -> None:
+    def forgotten():
+        def kernel(Q):
+            return Q
+
+    skip_without_triton()
+    verdict = judge(EXERCISES["score_group"], forgotten)
+    assert (verdict.outcome, "return kernel" in verdict.text) == ("wrong", True)
+
+
+@pytest.mark.parametrize("mistake", ["every H-th", "no mask", "end of S", "one too many"])
+def test_a_wrong_kernel_is_recognised(mistake: str) -> None:
+    """Each slip is seen from its numbers, though the programs run one after the other here."""
+    skip_without_triton()
+    verdict = judge(EXERCISES["score_group"], exercises._score(mistake))
+    (known,) = (m for m in EXERCISES["score_group"].misconceptions if m.wrong().mistake == mistake)
+    assert verdict.misconceptions == (known.name,)
+
+
+def test_a_test_may_compare_with_the_module() -> None:
+    def against_ours(expand: Callable) -> bool:
+        x = torch.randn(2, 3, 3, 2)
+        copies = expand(x, 2)
+        right = gqa.expand_kv_heads(x, 2)
+        return copies.shape == right.shape and torch.equal(copies, right)
+
+    assert judge(EXERCISES["wiring_is_right"], against_ours).outcome == "right"
+
+
+def one_kv_head(expand: Callable) -> bool:
+    x = torch.randn(1, 2, 1, 4)
+    return torch.equal(expand(x, 4), x.repeat_interleave(4, dim=2))
+
+
+def the_same_sum(expand: Callable) -> bool:
+    x = torch.randn(1, 5, 2, 4)
+    copies = expand(x, 3)
+    is_shaped = copies.shape == (1, 5, 6, 4)
+    return is_shaped and torch.allclose(copies.sum(), 3 * x.sum(), atol=1e-4)
 
 
 def expanded_before_the_heads(x: Tensor, G: int) -> Tensor:
@@ -100,14 +162,6 @@ def split_by_the_number(dk_expanded: Tensor, H: int) -> Tensor:
     return dk_expanded.unflatten(2, (-1, H)).sum(3)
 
 
-def two_times_two(tokens: int, layers: int, HQ: int, G: int, D: int, DV: int) -> float:
-    return 2 * 2 * tokens * layers * (HQ // G) * (D + DV) / 2**30
-
-
-def sixteen_bits(tokens: int, layers: int, HQ: int, G: int, D: int, DV: int) -> float:
-    return 16 * tokens * layers * (HQ // G) * (D + DV) / 2**30
-
-
 def divided(gib: float, tokens: int, layers: int, HQ: int, D: int, DV: int) -> float:
     return gib * 2**30 / (2 * tokens * layers * (D + DV))
 
@@ -151,11 +205,11 @@ TYPED = [
         letters_of_the_other_split,
         "splitting the head axis as [G, H] instead of [H, G]",
     ),
+    ("wiring_is_right", one_kv_head, "a test with one KV head"),
+    ("wiring_is_right", the_same_sum, "comparing the numbers whatever their order"),
     ("key_gradient", summed_over_heads, "adding up all heads, whatever they read"),
     ("key_gradient", viewed_as_rounds, "adding up every H-th head, not neighbours"),
     ("key_gradient", split_by_the_number, "groups of H heads where groups of G are meant"),
-    ("cache_gib", two_times_two, "a factor of two too many"),
-    ("cache_gib", sixteen_bits, "counting bits, not bytes"),
     ("most_kv_heads", divided, "a fraction of a KV head"),
     ("most_kv_heads", halved, "halving HQ until it fits"),
     ("most_kv_heads", counted_down, "an error where not even one KV head fits"),
@@ -192,4 +246,8 @@ def test_thoughts_about_guesses_hold() -> None:
     assert round(cache / 1e9, 3) in guesses["cache_of_64_heads"]
     heads = torch.arange(2)
     assert guesses["repeated_by_repeat"][0] == heads.repeat_interleave(4).tolist()
-    assert guesses["repeated_by_repeat_interleave"][0] == heads.repeat(4).tolist()
+    shares = torch.tensor([-0.34, 0.66, 1.19, 0.07])
+    assert round(shares.abs().sum().item(), 2) in guesses["gradient_of_a_shared_key"]
+    (mean,) = (g for g, _ in PREDICTIONS["gradient_of_a_shared_key"].thoughts if callable(g))
+    assert mean(round(shares.mean().item(), 2))
+    assert not mean(shares.sum().item())

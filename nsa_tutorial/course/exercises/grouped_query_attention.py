@@ -1,15 +1,21 @@
-"""Exercises of chapter 02: copies for every head, scores without copies, the gradient of shared
-keys, the size of the cache, and the KV heads that a given memory can hold.
+"""Exercises of chapter 02: copies for every head, a test that catches wrong copies, scores without
+copies, the gradient of shared keys, a kernel that loads a key once for its group, and the KV heads
+that a given memory can hold.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from types import CodeType
 
 import torch
 from torch import Tensor
 
 from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.figures import Picture, grid, new_figure
+from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import slip, together
+from nsa_tutorial.runtime import environment
 
 Slips = frozenset[str]
 
@@ -114,8 +120,8 @@ _EXPAND = Exercise(
     hints=(
         "Take two KV heads with the numbers 10 and 20, and G = 3. Write down what the six query "
         "heads have to read, by the rule hq // G.",
-        "The chapter printed two ways to repeat the list [0, 1]. Which of them keeps neighbours "
-        "together?",
+        "PyTorch repeats in two ways, `repeat` and `repeat_interleave`. Try both on the list "
+        "[10, 20]. Which of them keeps neighbours together?",
         "One function does it. It wants to know how many copies of each head, and along which of "
         "the four dimensions.",
     ),
@@ -144,6 +150,167 @@ _EXPAND = Exercise(
         ),
     ),
     picture=_draw_heads,
+)
+
+
+# -- wiring_is_right --
+
+
+def wiring_is_right(expand: Callable[[Tensor, int], Tensor]) -> bool:
+    """Whether `expand(x, G)` gives every query head hq a copy of KV head hq // G."""
+    H, G = 2, 3  # several KV heads, and another number of query heads for each
+    x = torch.randn(1, 5, H, 4)
+    copies = expand(x, G)
+    if copies.shape != (1, 5, H * G, 4):
+        return False
+    return all(torch.equal(copies[:, :, hq], x[:, :, hq // G]) for hq in range(H * G))
+
+
+def _by_number(x: Tensor, G: int) -> Tensor:
+    return x[:, :, torch.arange(x.shape[2] * G) // G]
+
+
+def _rounds(x: Tensor, G: int) -> Tensor:
+    return x.repeat(1, 1, G, 1)
+
+
+def _as_many_as_heads(x: Tensor, G: int) -> Tensor:
+    return expand_heads(x, x.shape[2])
+
+
+def _first_for_all(x: Tensor, G: int) -> Tensor:
+    return expand_heads(x[:, :, :1], x.shape[2] * G)
+
+
+def _next_head(x: Tensor, G: int) -> Tensor:
+    return expand_heads(x.roll(-1, 2), G)
+
+
+def _late_first(x: Tensor, G: int) -> Tensor:
+    return expand_heads(x.flip(1), G)
+
+
+def _zeros(x: Tensor, G: int) -> Tensor:
+    return torch.zeros_like(expand_heads(x, G))
+
+
+def _with_an_axis(x: Tensor, G: int) -> Tensor:
+    return expand_heads(x, G).unflatten(2, (-1, G))
+
+
+# What a test with this mistake looks at: so many KV heads, of so many query heads each.
+_SIZES_OF_TESTS = {"one KV head": (1, 3), "one query head": (3, 1), "equal sizes": (2, 2)}
+
+
+def _wiring(slips: Slips, expand: Callable[[Tensor, int], Tensor]) -> bool:
+    """`wiring_is_right` with slips."""
+    H, G = 2, 3
+    for name in slips & _SIZES_OF_TESTS.keys():
+        H, G = _SIZES_OF_TESTS[name]
+    x = torch.ones(1, 5, H, 4) if "equal keys" in slips else _random(1, 5, H, 4, seed=9)
+    copies, right = expand(x, G), _rounds(x, G) if "rounds" in slips else expand_heads(x, G)
+    if "anything" in slips:
+        return True
+    is_right = copies.shape == right.shape
+    if is_right and "shapes" not in slips:
+        if "first head" in slips:
+            copies, right = copies[:, :, :1], right[:, :, :1]
+        if "any order" in slips:
+            copies, right = copies.flatten().sort().values, right.flatten().sort().values
+        is_right = torch.equal(copies, right)
+    return is_right != ("upside down" in slips)
+
+
+_WIRING_MISTAKES = (
+    Misconception(
+        "a test with one KV head",
+        slip(_wiring, "one KV head"),
+        "With a single head to copy, every order of the copies is the same. How many KV heads does "
+        "a wrong order need to show?",
+    ),
+    Misconception(
+        "a test with one query head per KV head",
+        slip(_wiring, "one query head"),
+        "With G = 1 nothing is repeated, and so nothing can be repeated in the wrong order. Which "
+        "G shows the order?",
+    ),
+    Misconception(
+        "a test with as many KV heads as heads in a group",
+        slip(_wiring, "equal sizes"),
+        "With H = G, nobody notices when the two are mixed up. Can you make them differ?",
+    ),
+    Misconception(
+        "comparing the shapes alone",
+        slip(_wiring, "shapes"),
+        "The shape is right in either order. What else do the copies have?",
+    ),
+    Misconception(
+        "testing with keys that are all alike",
+        slip(_wiring, "equal keys"),
+        "If all heads hold the same numbers, no copy can be the wrong one. Which input tells the "
+        "heads apart?",
+    ),
+    Misconception(
+        "looking at the first query head alone",
+        slip(_wiring, "first head"),
+        "Query head 0 reads KV head 0 in most wrong wirings, too. Which heads do you leave out?",
+    ),
+    Misconception(
+        "comparing the numbers whatever their order",
+        slip(_wiring, "any order"),
+        "A wrong order holds the same numbers, so sums and sorted values agree. Can you compare "
+        "head by head?",
+    ),
+    Misconception(
+        "taking `repeat` for right",
+        slip(_wiring, "rounds"),
+        "Your test expects rounds of heads, hq % H. The rule is hq // G: which KV head does query "
+        "head 1 read?",
+    ),
+    Misconception(
+        "the answer upside down",
+        slip(_wiring, "upside down"),
+        "A right function should give True. What does your last line return for it?",
+    ),
+    Misconception(
+        "a test that lets everything through",
+        slip(_wiring, "anything"),
+        "It says True to wrong functions, too. Where does it compare the copies with the rule?",
+    ),
+)
+
+_WIRING = Exercise(
+    name="wiring_is_right",
+    statement="""
+Write the test. You are given a function `expand(x, G)` that somebody wrote for the exercise above.
+Call it on an `x` and a `G` of your choice. Return `True` if every query head got the right copy,
+else `False`. The wrong ones among them are wrong in six different ways: one call is enough to catch
+them all, if you choose `H` and `G` well.
+""",
+    minutes=5,
+    difficulty=2,
+    hints=(
+        "`repeat` went unnoticed with one KV head. Which sizes make any two wirings differ?",
+        "Take at least two KV heads, and a `G` that is neither 1 nor H. Random numbers tell the "
+        "heads apart. Then go by the rule, not by a function that could be wrong as well.",
+        "First compare the shape, [B, M, H·G, D]. Then loop over hq from 0 to H·G - 1, and compare "
+        "one head of the copies with head hq // G of `x`.",
+    ),
+    why="A test sees a difference only where its input makes one, so the sizes H, G and 1 must all "
+    "differ.",
+    solution=wiring_is_right,
+    misconceptions=_WIRING_MISTAKES,
+    cases=(
+        Case("`expand` is right: it calls repeat_interleave", lambda: (expand_heads,)),
+        Case("`expand` is right: it picks heads by number", lambda: (_by_number,)),
+        Case("`expand` is wrong: it calls repeat", lambda: (_rounds,)),
+        Case("`expand` is wrong: it makes H copies, not G", lambda: (_as_many_as_heads,)),
+        Case("`expand` is wrong: it gives everyone KV head 0", lambda: (_first_for_all,)),
+        Case("`expand` is wrong: it gives hq the next KV head, hq // G + 1", lambda: (_next_head,)),
+        Case("`expand` is wrong: it reverses the positions", lambda: (_late_first,)),
+        Case("`expand` is wrong: it returns zeros", lambda: (_zeros,)),
+        Case("`expand` is wrong: it leaves an axis of length G", lambda: (_with_an_axis,)),
+    ),
 )
 
 
@@ -452,150 +619,200 @@ respect to the keys themselves, `[B, M, H, D]`.
 )
 
 
-# -- cache_gib --
+# -- score_group --
 
 
-def cache_gib(tokens: int, layers: int, HQ: int, G: int, D: int, DV: int) -> float:
-    """GiB of the KV cache of one sequence, two bytes per number."""
-    H = HQ // G  # KV heads: only they are cached
-    numbers = tokens * layers * H * (D + DV)  # a key of width D and a value of width DV per KV head
-    return 2 * numbers / 2**30
+def score_group() -> object:
+    """The kernel whose programs load one key, and score all G query heads that read it."""
+
+    @triton.jit
+    def kernel(Q, K, S, G, D: tl.constexpr, GT: tl.constexpr):
+        h = tl.program_id(0)  # this program's KV head
+        width = tl.arange(0, D)
+        member = tl.arange(0, GT)  # GT is a power of two: G, or the next above it
+        key = tl.load(K + h * D + width)  # [D], loaded once
+        heads = h * G + member  # [GT]
+        in_group = member < G
+        q_tile = tl.load(Q + heads[:, None] * D + width, mask=in_group[:, None], other=0.0)
+        s = tl.sum(q_tile * key, axis=1)  # [GT]
+        tl.store(S + heads, s, mask=in_group)
+
+    return kernel
 
 
-_HEADS = {
-    "query heads": lambda HQ, G: HQ,
-    "group": lambda HQ, G: G,
-    "multiplied": lambda HQ, G: HQ * G,
-}
-_SIZES = {"one byte": 1, "doubled": 4, "bits": 16}
-_UNITS = {"GB": 10**9, "bytes": 1, "MiB": 2**20}
+def _run_score_group(solution: Callable, H: int, G: int, D: int) -> tuple[Tensor, str]:
+    """Launch all programs, then program 0 alone. Behind the scores lie numbers that must stay; the
+    second launch shows what the programs after it would have covered up."""
+    kernel = solution()
+    if kernel is None:
+        if any(isinstance(c, CodeType) for c in solution.__code__.co_consts):
+            raise TypeError("score_group defines a kernel and returns None: `return kernel`")
+        raise NotImplementedError("there is no kernel yet")
+    if not hasattr(kernel, "run"):
+        raise TypeError("the kernel is not decorated with @triton.jit")
+    device, GT = environment.detect().device, triton.next_power_of_2(G)
+    q = _random(H * GT + GT, D, seed=H + G).to(device)  # also rows that nobody should read
+    k = _random(H, D, seed=D).to(device)
+    s, alone = (torch.full((H * GT + GT,), -77.0, device=device) for _ in range(2))
+    kernel[H,](q, k, s, G, D=D, GT=GT)
+    kernel[1,](q, k, alone, G, D=D, GT=GT)
+    past_end = int((s[H * G :] != -77.0).sum())
+    into_next = int((alone[G:] != -77.0).sum())
+    if past_end:
+        return s[: H * G].cpu(), f"numbers stored past the end of S: {past_end}"
+    if into_next:
+        return s[: H * G].cpu(), f"numbers stored into the next group: {into_next}"
+    return s[: H * G].cpu(), "every number stored in its own group"
 
 
-def _cache(slips: Slips, tokens: int, layers: int, HQ: int, G: int, D: int, DV: int) -> float:
-    """`cache_gib` with slips."""
-    H = HQ // G
-    for name in slips & _HEADS.keys():
-        H = _HEADS[name](HQ, G)
-    width = D if "keys alone" in slips else 2 * D if "values like keys" in slips else D + DV
-    numbers = tokens * H * width + tokens * HQ * D * ("queries" in slips)
-    if "one layer" not in slips:
-        numbers *= layers
-    size, unit = 2, 2**30
-    for name in slips & _SIZES.keys():
-        size = _SIZES[name]
-    for name in slips & _UNITS.keys():
-        unit = _UNITS[name]
-    return size * numbers // unit if "whole" in slips else size * numbers / unit
+@triton.jit
+def _wrong_score(Q, K, S, G, D: tl.constexpr, GT: tl.constexpr, SLIP: tl.constexpr):
+    h = tl.program_id(0)
+    width = tl.arange(0, D)
+    member = tl.arange(0, GT)
+    key = tl.load(K + h * D + width)
+    heads = h * G + member
+    if SLIP == "every H-th":
+        heads = h + member * tl.num_programs(0)
+    if SLIP == "padded":
+        heads = h * GT + member
+    if SLIP == "first group":
+        heads = member
+    in_group = member < G
+    if SLIP == "no mask":
+        in_group = member < GT
+    if SLIP == "end of S":
+        in_group = heads < G * tl.num_programs(0)
+        if tl.num_programs(0) == 1:  # launched alone, it does not know where S ends
+            in_group = member < GT
+    if SLIP == "head against G":
+        in_group = heads < G
+    if SLIP == "one too many":
+        in_group = member <= G
+    q_tile = tl.load(Q + heads[:, None] * D + width, mask=in_group[:, None], other=0.0)
+    s = tl.sum(q_tile * key, axis=1)
+    if SLIP == "summed":
+        s = tl.sum(s, axis=0) + tl.zeros([GT], tl.float32)
+    if SLIP == "scaled":
+        s = s / tl.sqrt(D * 1.0)
+    tl.store(S + heads, s, mask=in_group)
 
 
-_CACHE_MISTAKES = (
-    Misconception(
-        "counting query heads",
-        slip(_cache, "query heads"),
-        "The cache holds keys and values. How many different ones does a layer have per token?",
-    ),
-    Misconception(
-        "counting the heads of a group, G, where KV heads are meant",
-        slip(_cache, "group"),
-        "G says how many query heads read one KV head: a larger group makes a smaller cache. "
-        "How many groups do HQ heads make?",
-    ),
-    Misconception(
-        "multiplying by the group size where it divides",
-        slip(_cache, "multiplied"),
-        "A larger group shares more, so the cache gets smaller. How many groups do HQ heads make?",
-    ),
-    Misconception(
-        "counting the keys alone",
-        slip(_cache, "keys alone"),
-        "Scores need the earlier keys. What does the weighted sum need?",
-    ),
-    Misconception(
-        "taking values to be as wide as keys",
-        slip(_cache, "values like keys"),
-        "Often DV = D, not always. How wide are the values in this case?",
-    ),
-    Misconception(
-        "keeping the queries, too",
-        slip(_cache, "queries"),
-        "Token by token, old keys and old values were read. Was an old query?",
-    ),
-    Misconception(
-        "counting a single layer",
-        slip(_cache, "one layer"),
-        "Every layer attends to keys and values of its own. How many caches are there?",
-    ),
-    Misconception(
-        "GB (10⁹ bytes) where GiB (2³⁰ bytes) are asked for",
-        slip(_cache, "GB"),
-        "A GiB is a little more than a GB. What do you divide the bytes by?",
-    ),
-    Misconception(
-        "bytes where GiB are asked for",
-        slip(_cache, "bytes"),
-        "How many bytes make one GiB?",
-    ),
-    Misconception(
-        "MiB (2²⁰ bytes) where GiB (2³⁰ bytes) are asked for",
-        slip(_cache, "MiB"),
-        "The unit is one step too small. How many MiB make one GiB?",
-    ),
-    Misconception(
-        "whole GiB, the rest cut off",
-        slip(_cache, "whole"),
-        "`//` throws away what is left over, and a cache of less than one GiB becomes 0. Where "
-        "else do you need it, and where not?",
-    ),
-    Misconception(
-        "one byte per number",
-        slip(_cache, "one byte"),
-        "fp16 and bf16 numbers take 16 bits. How many bytes is that?",
-    ),
-    Misconception(
-        "a factor of two too many",
-        slip(_cache, "doubled"),
-        "One 2 stands for the bytes of a number. `D + DV` counts key and value already. What is "
-        "the other 2 for?",
-    ),
-    Misconception(
-        "counting bits, not bytes",
-        slip(_cache, "bits"),
-        "A byte has 8 bits. How many bytes does a number of 16 bits take?",
-    ),
-)
+class _Mistaken:
+    """`_wrong_score` with its slip chosen; launched like a kernel."""
 
-_CACHE = Exercise(
-    name="cache_gib",
+    def __init__(self, mistake: str) -> None:
+        self.mistake, self.run = mistake, None
+
+    def __getitem__(self, grid: tuple) -> Callable:
+        return lambda *args, **sizes: _wrong_score[grid](*args, SLIP=self.mistake, **sizes)
+
+
+def _score(mistake: str) -> Callable:
+    return lambda: _Mistaken(mistake)
+
+
+def _score_case(name: str, H: int, G: int, D: int) -> Case:
+    here = environment.detect()
+    return Case(name, lambda: (H, G, D), lambda: here.why_not("triton", here.device))
+
+
+_SCORE = Exercise(
+    name="score_group",
     statement="""
-A model has `layers` layers, each with `HQ` query heads in groups of `G`; keys are `D` wide, values
-`DV` wide. How many GiB (1 GiB = 2³⁰ bytes) does the cache of one sequence of `tokens` tokens take
-at two bytes per number?
+Write a kernel with one program per KV head. Program `h` loads its key once, loads the queries of
+its group as a tile, and stores their unscaled scores. `Q` is `[HQ, D]`, `K` is `[H, D]`, `S` is
+`[HQ]`, and the grid is `(H,)`. Copy this frame into `score_group`, and fill the three gaps.
+
+```python
+@triton.jit
+def kernel(Q, K, S, G, D: tl.constexpr, GT: tl.constexpr):
+    h = tl.program_id(0)  # this program's KV head
+    width = tl.arange(0, D)
+    member = tl.arange(0, GT)  # GT is a power of two: G, or the next above it
+    key = tl.load(K + h * D + width)  # [D], loaded once
+    heads = ...  # the query heads that read this KV head, [GT]
+    in_group = ...  # which of these places are heads of the group, [GT]
+    q_tile = tl.load(Q + heads[:, None] * D + width, mask=in_group[:, None], other=0.0)
+    s = ...  # one score per head, [GT]
+    tl.store(S + heads, s, mask=in_group)
+
+return kernel
+```
 """,
-    minutes=3,
-    difficulty=1,
+    minutes=7,
+    difficulty=2,
     hints=(
-        "Begin with one token in one layer. How many keys does it leave in the cache, how many "
-        "values, and how wide is each?",
-        "Only KV heads are kept, and each of them is read by G query heads. How many are there?",
-        "Count numbers first: a product of four factors, of which the last is the width of a key "
-        "and a value together. Then turn numbers into bytes, and bytes into GiB.",
+        "Take H = 2 and G = 3, so GT = 4. Write down which query heads program 1 has, and which of "
+        "its four places stays empty.",
+        "Query head `hq` is member `g` of group `h`, and `hq = h·G + g`. An empty place is one "
+        "whose member number is not below G.",
+        "`q_tile * key` is `[GT, D]`, since each row meets the same key. A dot product sums along "
+        "the width: which axis of that tile is it?",
     ),
-    why="Sharing happens before anything is stored: G query heads read one key, and a key that is "
-    "there once is stored once.",
-    solution=cache_gib,
-    misconceptions=_CACHE_MISTAKES,
-    combine=together(_CACHE_MISTAKES, _HEADS, _SIZES, _UNITS, {"keys alone", "values like keys"}),
+    why="All heads of a group read the same key, so a program that has the whole group loads that "
+    "key once and uses it G times.",
+    solution=score_group,
+    run=_run_score_group,
+    misconceptions=(
+        Misconception(
+            "giving a program every H-th query head",
+            _score("every H-th"),
+            "Query heads h, h + H, … are the wiring of `repeat`. Neighbours share here: which G "
+            "heads stand beside each other in group h?",
+        ),
+        Misconception(
+            "stepping from group to group by the tile's size",
+            _score("padded"),
+            "The tile has GT places, but a group has only G heads. Where does group 1 begin?",
+        ),
+        Misconception(
+            "every program takes the first group",
+            _score("first group"),
+            "All programs run the same code. Which number tells one from the next?",
+        ),
+        Misconception(
+            "no mask for the places past the group",
+            _score("no mask"),
+            "With G = 3, the tile has a fourth place. Which query head would that be, and whose "
+            "score does it write over?",
+        ),
+        Misconception(
+            "a mask for the end of `S` alone",
+            _score("end of S"),
+            "Behind the group stand the heads of the next one. On a GPU the programs run at once, "
+            "so who writes last there is chance. Where does a group end?",
+        ),
+        Misconception(
+            "comparing the query head's number with G",
+            _score("head against G"),
+            "Only group 0 has head numbers below G. Which number counts from 0 in every group?",
+        ),
+        Misconception(
+            "`<=` where `<` is meant",
+            _score("one too many"),
+            "Members are counted from 0. What is the number of the last of G members?",
+        ),
+        Misconception(
+            "summing the scores of a group's heads",
+            _score("summed"),
+            "Sharing a key does not mean sharing a score. Which axis of `q_tile * key` do you sum "
+            "over, and which stays?",
+        ),
+        Misconception(
+            "scaled scores where unscaled ones are asked for",
+            _score("scaled"),
+            "In attention the scale comes next. This kernel stores the dot products as they are: "
+            "which factor can go?",
+        ),
+    ),
     cases=(
-        Case(
-            "65,536 tokens, 4 layers, HQ = 12, G = 2, D = 192, DV = 128",
-            lambda: (65_536, 4, 12, 2, 192, 128),
-        ),
-        Case(
-            "131,072 tokens, 30 layers, HQ = 64, G = 16, D = 192, DV = 128",
-            lambda: (131_072, 30, 64, 16, 192, 128),
-        ),
+        _score_case("one KV head, two query heads", 1, 2, 4),
+        _score_case("two KV heads, G = 2", 2, 2, 4),
+        _score_case("three KV heads, G = 2: more groups than members", 3, 2, 4),
+        _score_case("two KV heads, G = 3: a tile of four places", 2, 3, 8),
+        _score_case("two KV heads, G = 5: a tile of eight places", 2, 5, 4),
     ),
-    tolerance=1e-6,
 )
 
 
@@ -806,7 +1023,7 @@ per number? A cache that fills the memory exactly fits. If even one KV head is t
     ),
 )
 
-EXERCISES = (_EXPAND, _SCORES, _GRADIENT, _CACHE, _MOST)
+EXERCISES = (_EXPAND, _WIRING, _SCORES, _GRADIENT, _SCORE, _MOST)
 
 
 # -- two slips at once --
@@ -837,14 +1054,6 @@ def _first_heads(dk_expanded: Tensor, H: int) -> Tensor:
 
 def _mean_of_rounds(dk_expanded: Tensor, H: int) -> Tensor:
     return dk_expanded.unflatten(2, (-1, H)).mean(dim=2)
-
-
-def _query_heads_in_gb(tokens: int, layers: int, HQ: int, G: int, D: int, DV: int) -> float:
-    return 2 * tokens * layers * HQ * (D + DV) / 1e9
-
-
-def _keys_of_one_layer(tokens: int, layers: int, HQ: int, G: int, D: int, DV: int) -> float:
-    return 2 * tokens * (HQ // G) * D / 2**30
 
 
 def _undivided_keys(gib: float, tokens: int, layers: int, HQ: int, D: int, DV: int) -> int:
@@ -901,16 +1110,6 @@ DOUBLES = (
         ("averaging over the group", "adding up every H-th head, not neighbours"),
     ),
     Double(
-        "cache_gib",
-        _query_heads_in_gb,
-        ("counting query heads", "GB (10⁹ bytes) where GiB (2³⁰ bytes) are asked for"),
-    ),
-    Double(
-        "cache_gib",
-        _keys_of_one_layer,
-        ("counting the keys alone", "counting a single layer"),
-    ),
-    Double(
         "most_kv_heads",
         _undivided_keys,
         ("a number of KV heads that does not divide HQ", "counting the keys alone"),
@@ -928,54 +1127,23 @@ DOUBLES = (
 TRAPS = (
     Trap(
         "One GiB is $2^{30}$ bytes.",
-        "cache_gib",
-        "GB (10⁹ bytes) where GiB (2³⁰ bytes) are asked for",
+        "most_kv_heads",
+        "GB (10⁹ bytes) where GiB (2³⁰ bytes) are given",
     ),
+    Trap("a number takes two bytes (fp16 or bf16)", "most_kv_heads", "one byte per number"),
+    Trap("Each layer keeps a cache of its own.", "most_kv_heads", "counting a single layer"),
     Trap(
-        "a number\ntakes two bytes (fp16 or bf16)",
-        "cache_gib",
-        "one byte per number",
-    ),
-    Trap(
-        "what has to lie ready: tokens, layers, heads",
-        "cache_gib",
-        "counting a single layer",
-    ),
-    Trap(
-        "Old keys were read, old values were read, old queries never: they are not in the cache.",
-        "cache_gib",
-        "keeping the queries, too",
-    ),
-    Trap(
-        "one key of width `D`, one value of width `DV`",
-        "cache_gib",
+        "one key of width `D` and one value of width `DV`",
+        "most_kv_heads",
         "counting the keys alone",
     ),
     Trap(
-        "values of another width, `DV = 5`",
-        "cache_gib",
-        "taking values to be as wide as keys",
+        "values of another width, `DV = 5`", "most_kv_heads", "taking values to be as wide as keys"
     ),
     Trap(
-        "Does every query head need keys of its own?",
-        "cache_gib",
-        "counting query heads",
-    ),
-    Trap(
-        "Eight query heads cannot be shared out among three KV heads",
+        "Eight query heads cannot be shared out evenly among three KV heads",
         "most_kv_heads",
         "a number of KV heads that does not divide HQ",
-    ),
-    Trap(
-        "Papers write *GQA-8* for eight *groups*, that is eight KV heads. In this course `G` is "
-        "the *size* of a group.",
-        "cache_gib",
-        "counting the heads of a group, G, where KV heads are meant",
-    ),
-    Trap(
-        "both are 8, and nobody notices a mix-up; with 4 KV heads, `G` is 16",
-        "expand_heads",
-        "H copies of each head where G are needed",
     ),
     Trap(
         "both are 8, and nobody notices a mix-up",
@@ -983,9 +1151,14 @@ TRAPS = (
         "the group size G where the number of KV heads is asked for",
     ),
     Trap(
-        "Only one of the two is the wiring above",
+        "both are 8, and nobody notices a mix-up",
+        "wiring_is_right",
+        "a test with as many KV heads as heads in a group",
+    ),
+    Trap(
+        "both are 8, and nobody notices a mix-up",
         "expand_heads",
-        "`repeat` where `repeat_interleave` is meant",
+        "H copies of each head where G are needed",
     ),
     Trap(
         "`repeat` lays whole rounds of heads one after the other",
@@ -994,8 +1167,23 @@ TRAPS = (
     ),
     Trap(
         "No error, the right shape, plausible numbers, and half of the heads are wrong.",
+        "wiring_is_right",
+        "comparing the shapes alone",
+    ),
+    Trap(
+        "No error, the right shape, plausible numbers, and half of the heads are wrong.",
         "grouped_scores",
         "sharing a key among every H-th query head, not among neighbours",
+    ),
+    Trap(
+        "a test with one KV head cannot catch it",
+        "wiring_is_right",
+        "a test with one KV head",
+    ),
+    Trap(
+        "Nor can a test with `G = 1`",
+        "wiring_is_right",
+        "a test with one query head per KV head",
     ),
     Trap(
         "What matters is the wiring that the weights were trained with.",
@@ -1008,7 +1196,7 @@ TRAPS = (
         "leaving the copies on an axis of their own",
     ),
     Trap(
-        "Query head `hq = h·G + g` becomes\n`(h, g)`.",
+        "Query head `hq = h·G + g` becomes `(h, g)`.",
         "grouped_scores",
         "merging the two head axes in the wrong order",
     ),
@@ -1023,24 +1211,19 @@ TRAPS = (
         "summing the scores of a group's heads",
     ),
     Trap(
-        "position before head, so that its scores come in the order of those rows",
-        "grouped_scores",
-        "merging axes with a reshape that does not move them",
-    ),
-    Trap(
-        "In between, each KV head has its own such product",
-        "grouped_scores",
-        "one KV head for all query heads",
-    ),
-    Trap(
-        "The heads disagree even in sign, and the shared key goes where their sum pushes it.",
+        "every head of the group sees it move",
         "key_gradient",
         "keeping one head's gradient for the whole group",
     ),
     Trap(
-        "The sum, not the mean: four heads that agree push\nfour times as hard as one.",
+        "The sum, not the mean: four heads that agree push four times as hard as one.",
         "key_gradient",
         "averaging over the group",
+    ),
+    Trap(
+        "A group of 3 needs a tile of 4, and the **mask** switches off the fourth place.",
+        "score_group",
+        "no mask for the places past the group",
     ),
 )
 
@@ -1097,29 +1280,9 @@ PREDICTIONS = (
         ),
     ),
     Prediction(
-        name="repeated_by_repeat_interleave",
-        question="KV heads [0, 1], repeat_interleave(4): which eight numbers, in which order?",
-        reason="`repeat_interleave` repeats each entry where it stands.",
-        thoughts=(
-            ([0, 1, 0, 1, 0, 1, 0, 1], "The name sounds like it, but that is `repeat`."),
-            ([0, 0, 1, 1], "That is each entry twice. It is asked for four times."),
-        ),
-    ),
-    Prediction(
-        name="bytes_behind_expand",
-        question="Keys of 384 bytes, expanded to four copies of each head: how many bytes lie "
-        "behind them?",
-        reason="`expand` gives several indices the same place in memory, so nothing is copied.",
-        thoughts=(
-            (1536, "So many numbers can be read, but four indices share each place."),
-            (96, "It cannot be less than the keys themselves."),
-            (0, "The keys themselves still lie somewhere."),
-        ),
-        unit="bytes",
-    ),
-    Prediction(
         name="bytes_once_flat",
-        question="And how many bytes, once the head axis is a single axis of 8 again?",
+        question="Keys of 384 bytes, expanded to four copies of each head, then flattened to one "
+        "axis of 8 heads: how many bytes lie behind them?",
         reason="One flat axis needs one step from head to head, and no step size visits each place "
         "four times, so PyTorch makes the copies.",
         thoughts=(
@@ -1128,9 +1291,26 @@ PREDICTIONS = (
                 "That would be free. But along one axis the steps in memory are all alike, and "
                 "0, 0, 0, 0, 1, 1, 1, 1 has two kinds of step.",
             ),
+            (96, "It cannot be less than the keys themselves."),
             (3072, "That is eight copies of both heads. Each head is needed four times."),
         ),
         unit="bytes",
+    ),
+    Prediction(
+        name="gradient_of_a_shared_key",
+        question="Four heads share one number of a key. Through each of them alone, the loss's "
+        "gradient is -0.34, +0.66, +1.19 and +0.07. What is the gradient of the shared number?",
+        reason="Move the number, and all four heads see it move. Small changes add up.",
+        thoughts=(
+            (
+                lambda guess: abs(guess - 0.395) < 0.006,
+                "That is the mean. Would four heads that agree move the loss no more than one?",
+            ),
+            (1.19, "That is the loudest head alone. The other three read the same number."),
+            (-0.34, "That is one head alone. The other three read the same number."),
+            (2.26, "The signs count: the first head pulls the other way."),
+        ),
+        tolerance=0.02,
     ),
     Prediction(
         name="wait_with_one_kv_head",
