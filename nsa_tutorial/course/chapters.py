@@ -62,7 +62,7 @@ CHAPTERS = tuple(
     Chapter(number, name, part, idea)
     for number, (name, part, idea) in enumerate(
         [
-            ("start_here", 0, "what this machine can run"),
+            ("start_here", 0, "your first kernel"),
             ("dense_attention", 1, "a soft lookup, and its cost is N²"),
             ("grouped_query_attention", 1, "share the keys, shrink the cache"),
             ("online_softmax", 1, "softmax in one pass, base two"),

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import json
+import linecache
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from nsa_tutorial.course.chapters import CHAPTERS, NOTEBOOKS, PARTS
 from nsa_tutorial.course.exercises import start_here
+from nsa_tutorial.course.judging import judge
+from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.widgets import start_here as pictures
+from nsa_tutorial.runtime import environment
 
 ROOT = Path(__file__).resolve().parents[2]
+KNOWN = {e.name: e for e in start_here.EXERCISES}
+here = environment.detect()
+needs_triton = pytest.mark.skipif(
+    here.why_not("triton", here.device) is not None, reason="Triton does not run here"
+)
+
+
+def cell(name: str) -> str:
+    """The source of a cell of chapter 00, by its id."""
+    cells = json.loads((NOTEBOOKS / "00_start_here.ipynb").read_text())["cells"]
+    return next("".join(c["source"]) for c in cells if c["id"] == name)
 
 
 def test_every_notebook_is_a_chapter() -> None:
@@ -33,9 +50,8 @@ def test_minutes_agree(chapter) -> None:
 )
 def test_the_names_are_those_of_the_kernels(column: int, language: str) -> None:
     """Every name that the table of chapter 00 gives for a kernel is in that kernel's source."""
-    cells = json.loads((NOTEBOOKS / "00_start_here.ipynb").read_text())["cells"]
-    recap = "".join("".join(cell["source"]) + "\n" for cell in cells).split("\n## Recap", 1)[1]
-    rows = [line.strip("|").split("|") for line in recap.splitlines() if line.startswith("| ")][1:]
+    table = cell("recap").split("<details>", 1)[1]
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| ")][1:]
     names = {name for row in rows for name in re.findall(r"`(\w+)`", row[column])}
     source = (ROOT / "nsa_tutorial" / "kernels" / f"{language}_forward.py").read_text()
     assert len(names) > 20
@@ -65,8 +81,23 @@ def test_course_map() -> None:
     ready = sum(c.is_ready for c in CHAPTERS)
     assert (
         pictures.draw_course().finding
-        == f"19 chapters from one formula to a trained model ({ready} of them, filled, are here)"
+        == f"19 chapters from a first kernel to a trained model ({ready} of them, filled, are here)"
     )
+
+
+@pytest.mark.parametrize(
+    ("N", "BN", "finding"),
+    [
+        (10, 4, "3 programs of 4 places cover 10 numbers; 2 places are past the end"),
+        (8, 2, "4 programs of 2 places cover 8 numbers; 0 places are past the end"),
+    ],
+)
+def test_program_grid_counts(N: int, BN: int, finding: str) -> None:
+    picture = pictures.draw_program_grid(N, BN)
+    assert picture.finding == finding
+    written = [text.get_text() for text in picture.figure.axes[0].texts]
+    assert sum("masked" in text for text in written) == -N % BN
+    assert sum(text.startswith("program") for text in written) == -(-N // BN)
 
 
 def test_selection_picture_counts() -> None:
@@ -100,3 +131,199 @@ def test_thoughts_about_guesses_hold() -> None:
     for length, digits in ((32, 0), (256, 1), (2048, 1)):
         percent = round(100 * pairs(length, 2) / (length * (length + 1) // 2), digits)
         assert percent in guesses["percent_of_16384_tokens"]
+
+
+# -- the first kernel --
+
+
+def first_kernel(old: str = "", new: str = "") -> object:
+    """The kernel of the chapter, with something changed as its reader is told to."""
+    code, file = cell("first-kernel"), f"<first kernel, {new}>"
+    assert old in code
+    code = code.replace(old, new) if old else code
+    linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)
+    namespace = {"tl": tl, "triton": triton}
+    exec(compile(code, file, "exec", dont_inherit=True), namespace)
+    return namespace["double"]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("old", "new", "programs", "expected"),
+    [
+        ("", "", 3, [0, 2, 4, 6, 8, 10, 12, 14, 16, 18]),
+        ("2 * x", "3 * x", 3, [0, 3, 6, 9, 12, 15, 18, 21, 24, 27]),
+        ("", "", 2, [0, 2, 4, 6, 8, 10, 12, 14, -1, -1]),
+        ("tl.program_id(0) * BN + ", "", 3, [0, 2, 4, 6, -1, -1, -1, -1, -1, -1]),
+    ],
+    ids=["as it stands", "tripled", "two programs", "without the program's number"],
+)
+def test_what_the_reader_is_told_to_change(
+    old: str, new: str, programs: int, expected: list[int]
+) -> None:
+    x = torch.arange(10.0, device=here.device)
+    y = torch.full_like(x, -1)
+    first_kernel(old, new)[programs,](x, y, 10, BN=4)
+    assert y.int().tolist() == expected
+
+
+@needs_triton
+def test_three_is_no_side_of_a_tile() -> None:
+    x = torch.arange(10.0, device=here.device)
+    with pytest.raises(Exception, match="power of 2"):
+        first_kernel()[4,](x, x.clone(), 10, BN=3)
+
+
+# -- the exercises --
+
+
+def add_by_columns() -> object:
+    @triton.jit
+    def kernel(A, B, C, N, BN: tl.constexpr):
+        start = tl.program_id(0) * BN
+        for i in range(BN):
+            if start + i < N:
+                tl.store(C + start + i, tl.load(A + start + i) + tl.load(B + start + i))
+
+    return kernel
+
+
+def empty_frame() -> object:
+    @triton.jit
+    def kernel(A, B, C, N, BN: tl.constexpr): ...
+
+    return kernel
+
+
+def add_unmasked() -> object:
+    @triton.jit
+    def kernel(A, B, C, N, BN: tl.constexpr):
+        place = tl.arange(0, BN) + BN * tl.program_id(0)
+        tl.store(C + place, tl.load(A + place) + tl.load(B + place))
+
+    return kernel
+
+
+def add_once() -> object:
+    @triton.jit
+    def kernel(A, B, C, N, BN: tl.constexpr):
+        place = tl.arange(0, BN)
+        a = tl.load(A + place, mask=place < N)
+        tl.store(C + place, tl.load(B + place, mask=place < N) + a, mask=place < N)
+
+    return kernel
+
+
+def many_lengths(double: Callable) -> bool:
+    return all(torch.equal(double(x), x + x) for x in map(torch.randn, range(1, 20)))
+
+
+def of_whole_numbers(double: Callable) -> Tensor:
+    x = torch.arange(17)
+    return (double(x) == 2 * x).all()
+
+
+def of_eight(double: Callable) -> bool:
+    x = torch.randn(8)
+    return torch.allclose(double(x), 2 * x)
+
+
+def of_twos(double: Callable) -> bool:
+    return bool((double(torch.full((30,), 2.0)) == 4).all())
+
+
+def of_ten(double: Callable) -> bool:
+    return double(torch.arange(10.0)).tolist() == list(range(0, 20, 2))
+
+
+def told_wrong(double: Callable) -> bool:
+    return not many_lengths(double)
+
+
+def max_of_padded_rows() -> object:
+    @triton.jit
+    def kernel(X, Y, N, BN: tl.constexpr):
+        column = tl.arange(0, BN)
+        x = tl.load(X + tl.program_id(0) * N + column)
+        x = tl.where(column < N, x, float("-inf"))
+        tl.store(Y + tl.program_id(0), tl.max(x, axis=0))
+
+    return kernel
+
+
+def as_posed() -> object:
+    @triton.jit
+    def kernel(X, Y, N, BN: tl.constexpr):
+        row = tl.program_id(0)
+        column = tl.arange(0, BN)
+        x = tl.load(X + row * BN + column, mask=column < N, other=0.0)
+        tl.store(Y + row, tl.max(x, axis=0))
+
+    return kernel
+
+
+def mended_by_half() -> object:
+    @triton.jit
+    def kernel(X, Y, N, BN: tl.constexpr):
+        row = tl.program_id(0)
+        column = tl.arange(0, BN)
+        x = tl.load(X + row * N + column, mask=column < N, other=0.0)
+        tl.store(Y + row, tl.max(x, axis=0))
+
+    return kernel
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("name", "attempt"),
+    [
+        ("add", add_by_columns),
+        ("is_right", many_lengths),
+        ("is_right", of_whole_numbers),
+        ("row_max", max_of_padded_rows),
+    ],
+    ids=lambda p: getattr(p, "__name__", p),
+)
+def test_another_way_is_right_too(name: str, attempt: Callable) -> None:
+    assert judge(KNOWN[name], attempt).outcome == "right"
+
+
+FULL, SHORT = "testing only tiles that are full", "testing too short a tensor"
+ATTEMPTS = [
+    ("add", empty_frame, {"a kernel that stores nothing"}),
+    ("add", add_unmasked, {"storing past the end"}),
+    ("add", add_once, {"every program taking the first tile"}),
+    ("is_right", of_eight, {FULL, SHORT}),
+    ("is_right", of_twos, {"testing with numbers that hide the mistake"}),
+    ("is_right", of_ten, {SHORT}),
+    ("is_right", told_wrong, {"the verdict turned around"}),
+    ("row_max", as_posed, {"the kernel as it was"}),
+    ("row_max", mended_by_half, {"a 0 that joins the maximum"}),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("name", "attempt", "named"), ATTEMPTS, ids=[f.__name__ for _, f, _ in ATTEMPTS]
+)
+def test_a_readers_mistake_is_named(name: str, attempt: Callable, named: set[str]) -> None:
+    assert set(judge(KNOWN[name], attempt).misconceptions) == named
+
+
+@needs_triton
+def test_a_kernel_that_is_not_returned_is_told() -> None:
+    def forgotten() -> None:
+        def kernel(A):
+            return A
+
+    for name in ("add", "row_max"):
+        assert "return kernel" in judge(KNOWN[name], forgotten).text
+        assert "@triton.jit" in judge(KNOWN[name], lambda: lambda A: None).text
+
+
+@needs_triton
+def test_the_kernel_to_mend_is_the_one_that_is_posed() -> None:
+    """What the statement shows is `as_posed`, and it has the two bugs."""
+    shown = re.search(r"    row = .*axis=0\)\)", KNOWN["row_max"].statement, re.S).group()
+    source = Path(__file__).read_text().split("def as_posed", 1)[1]
+    assert re.sub(r"\s", "", shown) in re.sub(r"\s", "", source)

@@ -1,10 +1,486 @@
-"""The predictions of chapter 00: how little of the context is looked at. It has no exercises."""
+"""Exercises and predictions of chapter 00: a first kernel, a test for kernels, and a kernel with
+two bugs."""
 
 from __future__ import annotations
 
-from nsa_tutorial.course.exercises import Prediction
+from collections.abc import Callable
+from functools import partial
+from types import CodeType
+
+import torch
+from torch import Tensor
+
+from nsa_tutorial.course.exercises import Case, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.languages import tl, triton
+from nsa_tutorial.course.mistakes import slip, together
+from nsa_tutorial.runtime import environment
+
+Slips = frozenset[str]
+
+_BN = 4
+
+
+def _random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _why_not() -> str | None:
+    here = environment.detect()
+    return here.why_not("triton", here.device)
+
+
+def _kernel_of(solution: Callable) -> object:
+    """The kernel that a solution returns, or an error that says what is missing."""
+    kernel = solution()
+    if kernel is None:
+        if any(isinstance(c, CodeType) for c in solution.__code__.co_consts):
+            raise TypeError("the function defines a kernel and returns None: `return kernel`")
+        raise NotImplementedError("there is no kernel yet")
+    if not hasattr(kernel, "run"):
+        raise TypeError("the kernel is not decorated with @triton.jit")
+    return kernel
+
+
+class _Mistaken:
+    """A kernel with its mistake chosen; launched like a kernel."""
+
+    def __init__(self, kernel: object, **chosen: object) -> None:
+        self.kernel, self.chosen, self.run = kernel, chosen, None
+
+    def __getitem__(self, grid: tuple) -> Callable:
+        return partial(self.kernel[grid], **self.chosen)
+
+
+def _mistaken(kernel: object, **chosen: object) -> Callable:
+    return lambda: _Mistaken(kernel, **chosen)
+
+
+# -- add --
+
+
+def add() -> object:
+    """The kernel that adds two tensors of N numbers."""
+
+    @triton.jit
+    def kernel(A, B, C, N, BN: tl.constexpr):
+        place = tl.program_id(0) * BN + tl.arange(0, BN)
+        exists = place < N
+        a = tl.load(A + place, mask=exists)
+        b = tl.load(B + place, mask=exists)
+        tl.store(C + place, a + b, mask=exists)
+
+    return kernel
+
+
+def _run_add(solution: Callable, N: int) -> tuple[Tensor, str]:
+    """Launch the kernel; behind `C` lie numbers that must stay, behind `A` and `B` large ones."""
+    kernel, device = _kernel_of(solution), environment.detect().device
+    a, b = (torch.full((N + 4 * _BN,), 1000.0, device=device) for _ in range(2))
+    a[:N], b[:N] = _random(N, seed=N), _random(N, seed=N + 1)
+    c = torch.full((N + 4 * _BN,), -77.0, device=device)
+    kernel[-(-N // _BN),](a, b, c, N, BN=_BN)
+    past = int((c[N:] != -77.0).sum())
+    return c[:N].cpu(), f"numbers stored past the end of C: {past}"
+
+
+@triton.jit
+def _wrong_add(A, B, C, N, BN: tl.constexpr, SLIP: tl.constexpr):
+    place = tl.program_id(0) * BN + tl.arange(0, BN)
+    if SLIP == "first tile":
+        place = tl.arange(0, BN)
+    if SLIP == "by one":
+        place = tl.program_id(0) + tl.arange(0, BN)
+    if SLIP == "one number":
+        place = tl.program_id(0) + tl.zeros([BN], tl.int32)
+    exists = place < N
+    if SLIP == "one more":
+        exists = place <= N
+    if SLIP == "one less":
+        exists = place < N - 1
+    a = tl.load(A + place, mask=exists, other=0.0)
+    b = tl.load(B + place, mask=exists, other=0.0)
+    if SLIP == "twice":
+        b = a
+    if SLIP == "same":
+        a = a * 0.0
+    if SLIP == "no mask":
+        tl.store(C + place, a + b)
+    elif SLIP != "nothing":
+        tl.store(C + place, a + b, mask=exists)
+
+
+_ADD = Exercise(
+    name="add",
+    statement="""
+Turn `double` into a kernel that adds: `C[i] = A[i] + B[i]` for `N` numbers, with a program for each
+tile of `BN` places. Copy this frame into `add`, and fill the gap.
+
+```python
+@triton.jit
+def kernel(A, B, C, N, BN: tl.constexpr):
+    ...  # your lines
+
+return kernel
+```
+""",
+    minutes=5,
+    difficulty=1,
+    hints=(
+        "Which lines of `double` can stay as they are? A sum needs one more tile.",
+        "The places and the mask stay. Both inputs are loaded at the same places.",
+        "Load a tile of `A` and a tile of `B`, each with the mask. Their sum is a tile, too. Store "
+        "it to `C`, with the mask again.",
+    ),
+    why="The places are computed once, and they serve two loads and the store.",
+    solution=add,
+    run=_run_add,
+    tolerance=1e-5,
+    misconceptions=(
+        Misconception(
+            "a kernel that stores nothing",
+            _mistaken(_wrong_add, SLIP="nothing"),
+            "`C` is as it was before the launch. Which function writes a tile to memory?",
+        ),
+        Misconception(
+            "storing past the end",
+            _mistaken(_wrong_add, SLIP="no mask"),
+            "The last tile has places past `N`. Whose memory is there?",
+        ),
+        Misconception(
+            "every program taking the first tile",
+            _mistaken(_wrong_add, SLIP="first tile"),
+            "All programs run the same lines. What tells one from the next?",
+        ),
+        Misconception(
+            "programs that begin one place apart",
+            _mistaken(_wrong_add, SLIP="by one"),
+            "Your program 1 begins at place 1. How many places did program 0 take?",
+        ),
+        Misconception(
+            "one number a program",
+            _mistaken(_wrong_add, SLIP="one number"),
+            "A program has `BN` places. Which function gives the numbers 0, 1, … `BN - 1`?",
+        ),
+        Misconception(
+            "adding A to itself",
+            _mistaken(_wrong_add, SLIP="twice"),
+            "That is still `double`. Where is the second tile loaded from?",
+        ),
+        Misconception(
+            "storing B alone",
+            _mistaken(_wrong_add, SLIP="same"),
+            "`A` leaves no trace in `C`. Which two tiles do you add?",
+        ),
+        Misconception(
+            "a mask that lets one place too many in",
+            _mistaken(_wrong_add, SLIP="one more"),
+            "`N` numbers stand at the places 0 to N - 1. Does place `N` exist?",
+        ),
+        Misconception(
+            "a mask that leaves the last place out",
+            _mistaken(_wrong_add, SLIP="one less"),
+            "`N` numbers stand at the places 0 to N - 1. Does place N - 1 exist?",
+        ),
+    ),
+    cases=(
+        Case("one full tile", lambda: (4,), _why_not),
+        Case("three numbers", lambda: (3,), _why_not),
+        Case("ten numbers in three tiles", lambda: (10,), _why_not),
+        Case("three full tiles", lambda: (12,), _why_not),
+    ),
+)
+
+
+# -- is_right --
+
+
+@triton.jit
+def _double(X, Y, N, BN: tl.constexpr, SLIP: tl.constexpr):
+    place = tl.program_id(0) * BN + tl.arange(0, BN)
+    if SLIP == "first tile":
+        place = tl.arange(0, BN)
+    x = tl.load(X + place, mask=place < N, other=0.0)
+    y = x * x if SLIP == "squares" else 2 * x
+    tl.store(Y + place, y, mask=place < N)
+
+
+def _doubled(slip: str, x: Tensor) -> Tensor:
+    """`x` by a kernel that doubles, or by one that only seems to; NaN where it stores nothing."""
+    source = x.to(environment.detect().device, torch.float32).contiguous()
+    y = torch.full_like(source, torch.nan)
+    N = x.numel()
+    programs = {"rounded down": N // _BN, "three": min(3, -(-N // _BN))}.get(slip, -(-N // _BN))
+    if programs > 0:
+        _double[programs,](source, y, N, BN=_BN, SLIP=slip)
+    return y.to(x.device, x.dtype)
+
+
+def is_right(double: Callable) -> bool:
+    """Whether `double(x)` is 2 * x for some telling x."""
+    x = torch.arange(37.0) - 5  # nine tiles of 4, and one number more
+    return torch.equal(double(x), 2 * x)
+
+
+def _tested(slips: Slips, double: Callable) -> bool:
+    """`is_right` with slips."""
+    if "approves" in slips:
+        return True
+    if "rejects" in slips:
+        return False
+    length = 37
+    if "short" in slips:
+        length = 8 if "full" in slips else 10
+    elif "full" in slips:
+        length = 36
+    elif "one tile" in slips:
+        length = 4
+    elif "part of a tile" in slips:
+        length = 3
+    x = torch.arange(length) - 5.0
+    if "zeros" in slips:
+        x = torch.zeros(length)
+    found = torch.equal(double(x), 2 * x)
+    return not found if "turned" in slips else found
+
+
+_TEST_MISTAKES = (
+    Misconception(
+        "testing only tiles that are full",
+        slip(_tested, "full"),
+        "A kernel passed your test whose grid is `N // 4`. For which lengths is that too few?",
+    ),
+    Misconception(
+        "testing too short a tensor",
+        slip(_tested, "short"),
+        "A kernel passed your test that always runs three programs at most. How long must `x` be "
+        "to need a fourth?",
+    ),
+    *(
+        Misconception(
+            "testing a single tile",
+            slip(_tested, name),
+            "In one tile there is one program. Which mistakes show only with a second one?",
+        )
+        for name in ("part of a tile", "one tile")
+    ),
+    Misconception(
+        "testing with numbers that hide the mistake",
+        slip(_tested, "zeros"),
+        "A kernel passed your test that squares. Twice 0 is 0 and twice 2 is 4. What are their "
+        "squares?",
+    ),
+    Misconception(
+        "the verdict turned around",
+        slip(_tested, "turned"),
+        "Your test rejects the right kernel. When should `is_right` be True?",
+    ),
+    Misconception(
+        "approving without a test",
+        slip(_tested, "approves"),
+        "All kernels pass, and four of them are wrong. Call `double(x)`, and compare.",
+    ),
+    Misconception(
+        "rejecting all kernels",
+        slip(_tested, "rejects"),
+        "One of the kernels is right. What does `double(x)` return, and what do you compare it to?",
+    ),
+)
+
+
+def _double_case(name: str, slip: str) -> Case:
+    arguments = (partial(_doubled, slip),)
+    return Case(name, lambda: arguments, _why_not)
+
+
+_TEST = Exercise(
+    name="is_right",
+    statement="""
+Write the test. `double(x)` launches a kernel with tiles of 4 on a tensor `x` and returns a tensor.
+Return True if `double` is right, and False if it is not. The checker hands you five of them, one
+after the other. One is right. Choose `x` so that the other four cannot hide: how long should it be,
+and which numbers should it hold?
+""",
+    minutes=6,
+    difficulty=2,
+    hints=(
+        "Compare `double(x)` with `2 * x`. `torch.equal` is True if all numbers agree.",
+        "Suppose somebody computed the number of programs as `N // 4`. Which lengths would show "
+        "it? And which lengths would show a grid that is always three programs?",
+        "One tensor is enough: many tiles long, the last one not full, and with numbers whose "
+        "double is not also their square.",
+    ),
+    why="37 numbers need ten programs, the last tile is not full, and most of the numbers are "
+    "neither 0 nor 2.",
+    solution=is_right,
+    misconceptions=_TEST_MISTAKES,
+    combine=together(
+        _TEST_MISTAKES,
+        *({"one tile", other} for other in ("full", "short", "part of a tile")),
+        *({"part of a tile", other} for other in ("full", "short")),
+        *({"approves", other} for other in ("full", "short", "one tile", "part of a tile")),
+        *({"approves", other} for other in ("zeros", "turned", "rejects")),
+        *({"rejects", other} for other in ("full", "short", "one tile", "part of a tile")),
+        *({"rejects", other} for other in ("zeros", "turned")),
+    ),
+    cases=(
+        _double_case("the right kernel", "none"),
+        _double_case("a kernel that squares", "squares"),
+        _double_case("every program takes the first tile", "first tile"),
+        _double_case("a grid of N // 4 programs", "rounded down"),
+        _double_case("a grid of at most three programs", "three"),
+    ),
+)
+
+
+# -- row_max --
+
+
+def row_max() -> object:
+    """The kernel that finds the largest number of each row."""
+
+    @triton.jit
+    def kernel(X, Y, N, BN: tl.constexpr):
+        row = tl.program_id(0)
+        column = tl.arange(0, BN)
+        x = tl.load(X + row * N + column, mask=column < N, other=float("-inf"))
+        tl.store(Y + row, tl.max(x, axis=0))
+
+    return kernel
+
+
+def _run_row_max(solution: Callable, R: int, N: int, shift: float) -> Tensor:
+    """Launch the kernel on rows around `shift`; behind `X` lie large numbers."""
+    kernel, device = _kernel_of(solution), environment.detect().device
+    BN = 1 << (N - 1).bit_length()
+    x = torch.full((2 * R * BN,), 1000.0, device=device)
+    x[: R * N] = _random(R * N, seed=R * N) + shift
+    y = torch.full((R,), torch.nan, device=device)
+    kernel[R,](x, y, N, BN=BN)
+    return y.cpu()
+
+
+@triton.jit
+def _wrong_row_max(
+    X, Y, N, BN: tl.constexpr, PAST: tl.constexpr, BY_TILE: tl.constexpr, MASKED: tl.constexpr
+):
+    row = tl.program_id(0)
+    column = tl.arange(0, BN)
+    start = row * BN if BY_TILE else row * N
+    if MASKED:
+        x = tl.load(X + start + column, mask=column < N, other=PAST)
+    else:
+        x = tl.load(X + start + column)
+    tl.store(Y + row, tl.max(x, axis=0))
+
+
+def _rows(past: float = float("-inf"), *, by_tile: bool = False, masked: bool = True) -> Callable:
+    return _mistaken(_wrong_row_max, PAST=past, BY_TILE=by_tile, MASKED=masked)
+
+
+_ROW_MAX = Exercise(
+    name="row_max",
+    statement="""
+Find the bugs: there are two. This kernel should store the largest number of each row of `X`
+`[R, N]`. Row `i` begins at place `i * N`. The grid is `(R,)`, and `BN` is the smallest power of two
+that holds a row. Copy the kernel into `row_max`, and mend it.
+
+```python
+@triton.jit
+def kernel(X, Y, N, BN: tl.constexpr):
+    row = tl.program_id(0)
+    column = tl.arange(0, BN)
+    x = tl.load(X + row * BN + column, mask=column < N, other=0.0)
+    tl.store(Y + row, tl.max(x, axis=0))
+
+return kernel
+```
+""",
+    minutes=6,
+    difficulty=2,
+    hints=(
+        "Rows of 4 with positive numbers come out right. What is special about 4, and what about "
+        "positive numbers?",
+        "Play program 1 with rows of 3 numbers, so `BN` is 4. At which place does it begin, and at "
+        "which place does row 1 begin?",
+        "For places past the row's end, `other` is what joins the maximum. Which number can never "
+        "be the largest?",
+    ),
+    why="Rows lie `N` places apart, however wide the tile is, and no number is smaller than minus "
+    "infinity.",
+    solution=row_max,
+    run=_run_row_max,
+    tolerance=1e-6,
+    misconceptions=(
+        Misconception(
+            "the kernel as it was",
+            _rows(0.0, by_tile=True),
+            "Play program 1 with rows of 3 numbers. Where does it begin?",
+        ),
+        Misconception(
+            "a 0 that joins the maximum",
+            _rows(0.0),
+            "The rows begin where they should. Which number stands in the places past the end, and "
+            "what does it do to a row of negative numbers?",
+        ),
+        Misconception(
+            "rows that begin a tile apart",
+            _rows(by_tile=True),
+            "The places past the end are harmless now. How far apart do two rows begin in memory?",
+        ),
+        Misconception(
+            "a number past the end that is not small enough",
+            _rows(-100.0),
+            "A row may hold numbers below yours. Is there a number that is below all others?",
+        ),
+        Misconception(
+            "infinity with the wrong sign",
+            _rows(float("inf")),
+            "Now the places past the end always win. Which of the two infinities never does?",
+        ),
+        Misconception(
+            "a load without its mask",
+            _rows(masked=False),
+            "Past the end of a row stands the next row. Which places belong to yours?",
+        ),
+    ),
+    cases=(
+        Case("one row of three negative numbers", lambda: (1, 3, -9.0), _why_not),
+        Case("two rows of four", lambda: (2, 4, 9.0), _why_not),
+        Case("three rows of three", lambda: (3, 3, 9.0), _why_not),
+        Case("four rows of five, around 0", lambda: (4, 5, 0.0), _why_not),
+        Case("two rows of five, around -500", lambda: (2, 5, -500.0), _why_not),
+    ),
+)
+
+EXERCISES = (_ADD, _TEST, _ROW_MAX)
+
+
+# -- what the chapter warns of --
+
+TRAPS = (
+    Trap("a store would overwrite somebody else's numbers", "add", "storing past the end"),
+    Trap("All programs run the same lines.", "add", "every program taking the first tile"),
+    Trap("For 8 numbers it is right.", "is_right", "testing only tiles that are full"),
+    Trap("and 0 in the row `[-1, -4, -2]`", "row_max", "a 0 that joins the maximum"),
+)
+
+
+# -- predictions --
 
 PREDICTIONS = (
+    Prediction(
+        name="programs_of_ten",
+        question="How many programs double ten numbers, if each takes four places?",
+        reason="Two programs take eight places, and a third one takes the two numbers that are "
+        "left. A grid is rounded up.",
+        thoughts=(
+            (10, "That is one program a number. A program takes four places at once."),
+            (4, "That is how many places one program takes."),
+            (2, "Two programs reach eight numbers. Who doubles the last two?"),
+            (2.5, "There is no half program. Which way do you round?"),
+            (1, "One program takes four places. Ten numbers have more."),
+        ),
+    ),
     Prediction(
         name="share_of_the_tokens",
         question="What share of 65,536 tokens are 16 blocks of 64?",
@@ -19,7 +495,7 @@ PREDICTIONS = (
     ),
     Prediction(
         name="pairs_of_32_tokens",
-        question="Of 528 pairs, how many does a list of the first block and the own one leave?",
+        question="Of 528 pairs, how many are left if each query sees the first block and its own?",
         reason="The first 8 queries keep all their 36 pairs. Each of the other 24 has 8 keys of "
         "the first block, and in its own those up to itself: 3 · (8 · 8 + 36) = 300.",
         thoughts=(
@@ -27,7 +503,7 @@ PREDICTIONS = (
                 528,
                 "That is all pairs. A query of the last block no longer sees the two in between.",
             ),
-            (512, "That is 32 queries times 16 keys, but nobody sees the keys after its own."),
+            (512, "That is 32 queries times 16 keys. But no query sees the keys after its own."),
             (
                 264,
                 "That is half of them. Early queries have hardly more than two blocks behind "
@@ -42,16 +518,15 @@ PREDICTIONS = (
     ),
     Prediction(
         name="percent_of_16384_tokens",
-        question="And of 16,384 tokens: how many percent of the pairs are left?",
-        reason="A query keeps 12.5 keys on average, as before, of the 8,192 that stand before it "
-        "on average.",
+        question="Of 16,384 tokens: how many percent of the pairs are left?",
+        reason="On average, a query keeps 12.5 keys, and 8,192 stand before it.",
         thoughts=(
             (64, "That is what 32 tokens keep. The list stays as short, but the rows get longer."),
             (9.5, "That is what 256 tokens keep."),
             (1.2, "That is what 2,048 tokens keep. Eight times as many keep an eighth of it."),
             (0.1, "That is 16 of 16,384. But a query sees half of them on average, not all."),
             (0, "Not quite: every query still sees its own block."),
-            (lambda guess: guess > 5, "The list keeps its length. What it is held against grows."),
+            (lambda guess: guess > 5, "The list keeps its length, but the text grows."),
         ),
         unit="%",
         tolerance=0.35,

@@ -1,5 +1,5 @@
-"""Pictures of chapter 00: the map of the course, and which keys a short list of blocks lets each
-query see.
+"""Pictures of chapter 00: a grid of programs, which keys a short list of blocks lets each query
+see, and the map of the course.
 
 `python -m nsa_tutorial.course.widgets.start_here assets/selected_attention.png` draws the picture
 of README.md.
@@ -13,18 +13,47 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.colors import to_rgba
-from matplotlib.patches import FancyBboxPatch, Patch
+from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
 
 from nsa_tutorial.course.chapters import CHAPTERS, PARTS
 from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure
 from nsa_tutorial.sparse.selected_attention import dense_mask
 
-_INK = "#46525E"  # the map is no picture of attention: it keeps away from the palette's meanings
+_INK = "#46525E"  # of pictures that show no attention: away from the palette's meanings
+_TINT = "#DDE3E9"
+
+
+def draw_program_grid(N: int, BN: int) -> Picture:
+    """N numbers in memory, and the programs that take BN places each; places past the end are
+    grey."""
+    programs = -(-N // BN)
+    figure, axes = new_figure(9.2, 2.1)
+    axis = axes[0, 0]
+    gap = 0.5  # places, between two programs
+    axis.set(xlim=(-0.1, programs * (BN + gap) - gap + 0.1), ylim=(1.75, -0.95))
+    axis.axis("off")
+    for place in range(programs * BN):
+        x, exists = place + gap * (place // BN), place < N
+        face, ink = (_TINT, PALETTE["text"]) if exists else (PALETTE["masked"], _INK)
+        axis.add_patch(Rectangle((x, 0), 1, 1, fc=face, ec="white", lw=2))
+        text = f"{place}" if exists else f"{place}\nmasked"
+        axis.text(x + 0.5, 0.5, text, ha="center", va="center", fontsize=10, color=ink)
+    for program in range(programs):
+        x = program * (BN + gap)
+        style = "round,pad=0.06,rounding_size=0.1"
+        axis.add_patch(FancyBboxPatch((x, 0), BN, 1, style, fc="none", ec=_INK, lw=1.6))
+        axis.text(x, -0.4, f"program {program}", fontsize=10, weight="bold", color=_INK)
+        axis.text(x, 1.5, f"{program} · {BN} + [0 … {BN - 1}]", fontsize=9.5, color=PALETTE["text"])
+    past = programs * BN - N
+    return Picture(
+        figure,
+        f"{programs} programs of {BN} places cover {N} numbers; {past} places are past the end",
+    )
 
 
 def draw_course() -> Picture:
-    """The chapters in their parts, in reading order; a chapter that is not here yet is drawn in
-    outline."""
+    """The chapters in their parts, with arrows in reading order; a chapter that is not here yet is
+    drawn in outline."""
     per_row, rows = 4, [[c for c in CHAPTERS if c.part == part] for part in range(len(PARTS))]
     lines = [
         (part, chapters[i : i + per_row])
@@ -63,11 +92,14 @@ def draw_course() -> Picture:
                 color=text,
             )
             axis.text(3 * x + 0.2, y + 0.67, chapter.idea, va="center", fontsize=7.8, color=text)
+            if x > 0:
+                arrow = {"arrowstyle": "->", "color": _INK}
+                axis.annotate("", (3 * x + 0.1, y + 0.5), (3 * x - 0.12, y + 0.5), arrowprops=arrow)
     ready = sum(c.is_ready for c in CHAPTERS)
     return Picture(
         figure,
-        f"{len(CHAPTERS)} chapters from one formula to a trained model ({ready} of them, filled, "
-        "are here)",
+        f"{len(CHAPTERS)} chapters from a first kernel to a trained model ({ready} of them, "
+        "filled, are here)",
     )
 
 
