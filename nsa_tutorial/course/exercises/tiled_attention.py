@@ -197,8 +197,8 @@ enough.
         "key's, with the last ones cut at the end. Then one comparison gives `S`, another one "
         "`F`, and all else is `D`.",
     ),
-    why="Sight grows with the position, so a tile's last query decides whether anything is seen, "
-    "and its first whether everything is.",
+    why="A later query sees more, so a tile's last query decides whether anything is seen, and its "
+    "first one whether everything is.",
     solution=tile_kinds,
     misconceptions=_KINDS_MISTAKES,
     combine=together(
@@ -360,10 +360,10 @@ _MASK = Exercise(
     name="mask_tile",
     statement="""
 A kernel's tile keeps its shape: `acc_s` `[BQ, BK]` are the scores of queries `query_start`,
-`query_start + 1`, … with keys `key_start`, `key_start + 1`, …, also where such a key lies past the
-end. There zeros were loaded, and the score is 0. (All queries exist.) Return `acc_s` with `-inf`
-wherever the query does not see the key: because the key does not exist, and, if `causal`, because
-it lies in the query's future. The `N` queries are the last of `M` positions. Keep the shape.
+`query_start + 1`, … with keys `key_start`, `key_start + 1`, … Some of these keys may lie past the
+end. There zeros were loaded, so the score is 0. (All queries exist.) Return `acc_s` with `-inf`
+wherever the query does not see the key: the key does not exist, or `causal` is set and the key lies
+in the query's future. The `N` queries are the last of `M` positions. Keep the shape.
 """,
     minutes=5,
     difficulty=2,
