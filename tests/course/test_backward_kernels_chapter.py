@@ -154,6 +154,30 @@ def bounds_of_blocks(lists, num_blocks):
     return order[: bounds[-1]] // lists.size(1), bounds
 
 
+def empty_last_by_descending(lists, num_blocks):
+    x, order = lists.flatten().sort(descending=True, stable=True)
+    bounds = torch.searchsorted(x, torch.arange(num_blocks + 1))
+    return order[: bounds[-1]] // lists.shape[1], bounds
+
+
+def descending_behind(lists, num_blocks):
+    x = lists.masked_fill(lists == -1, num_blocks).view(-1)
+    x, order = x.sort(descending=True, stable=True)
+    bounds = torch.searchsorted(x, torch.arange(num_blocks + 1))
+    return order[: bounds[-1]] // lists.shape[1], bounds
+
+
+def bounds_before_queries(lists, num_blocks):
+    return solutions.inverse_list(lists, num_blocks)[::-1]
+
+
+def bounds_of_the_unsorted(lists, num_blocks):
+    x = lists.masked_fill(lists == -1, num_blocks).view(-1)
+    order = x.argsort(stable=True)
+    bounds = torch.searchsorted(x, torch.arange(num_blocks + 1))
+    return (order // lists.shape[1])[: bounds[-1]], bounds
+
+
 def only_nested(lists, num_blocks):
     return [(lists == b).any(1).nonzero().flatten() for b in range(num_blocks)]
 
@@ -201,6 +225,17 @@ def until_the_last_query(queries, step, head, H, G, BR):
     return [rows[i] if i < len(queries) else -1 for i in places]
 
 
+def heads_before_queries(queries, step, head, H, G, BR):
+    rows = [(head * len(queries) + q) * G + g for q in queries for g in range(G)] + [-1] * BR
+    return rows[step * BR : (step + 1) * BR] + [-1] * max(0, (step + 1) * BR - len(rows))
+
+
+def heads_before_places(queries, step, head, H, G, BR):
+    R = len(queries)
+    rows = [(head * R + q) * G + g for q in range(R) for g in range(G)] + [-1] * BR
+    return rows[step * BR : (step + 1) * BR] + [-1] * max(0, (step + 1) * BR - len(rows))
+
+
 def rows_of_head_0(queries, step, head, H, G, BR):
     rows = [int(query) * H * G + g for query in queries for g in range(G)] + [-1] * BR
     return rows[step * BR : (step + 1) * BR] + [-1] * max(0, (step + 1) * BR - len(rows))
@@ -244,6 +279,10 @@ def by_einsum(d_s, s, is_seen):
 
 def nan_everywhere(d_s, s, is_seen):
     return torch.einsum("gsk,gsk->s", d_s, s)
+
+
+def by_weights(d_s, s, is_seen):
+    return torch.where(is_seen, d_s * s.exp(), 0).sum((0, 2))
 
 
 def sums_first(d_s, s, is_seen):
@@ -311,6 +350,14 @@ def two_stores(tensors, stores):
     return never, [e for e in elements if places.count(e) > 1]
 
 
+def looked_up_what_nobody_stored(tensors, stores):
+    who = {}
+    for program, name, offset in stores:
+        who.setdefault((name, offset), set()).add(program)
+    elements = [(name, i) for name, n in tensors for i in range(n)]
+    return [e for e in elements if not who[e]], [e for e in elements if len(who[e]) > 1]
+
+
 def what_was_stored(tensors, stores):
     seen, raced = {}, set()
     for program, name, offset in stores:
@@ -335,6 +382,37 @@ ATTEMPTS = {
         only_nested,
         {"a list for each block in place of one flat list"},
     ),
+    "descending": (
+        "inverse_list",
+        empty_last_by_descending,
+        {"sorting the blocks in descending order"},
+    ),
+    "descending, empty behind": (
+        "inverse_list",
+        descending_behind,
+        {"sorting the blocks in descending order"},
+    ),
+    "bounds first": ("inverse_list", bounds_before_queries, {"the two results exchanged"}),
+    "unsorted bounds": (
+        "inverse_list",
+        bounds_of_the_unsorted,
+        {"searching the blocks before they are sorted"},
+    ),
+    "[H, R, G, D]": (
+        "rows_of_step",
+        heads_before_queries,
+        {"taking Q for `[H, R, G, D]`"},
+    ),
+    "[H, R, G, D] of places": (
+        "rows_of_step",
+        heads_before_places,
+        {
+            "taking Q for `[H, R, G, D]`",
+            "the place in the chunk in place of the query",
+        },
+    ),
+    "weights": ("slot_gradient", by_weights, {"the exponential in place of the score"}),
+    "no key": ("audit", looked_up_what_nobody_stored, {"looking up elements that nobody stored"}),
     "whole": ("rows_of_step", whole_queries, {"taking whole queries only"}),
     "one row": ("rows_of_step", from_step_on, {"moving on by one row a step"}),
     "queries": (

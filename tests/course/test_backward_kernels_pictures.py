@@ -167,7 +167,9 @@ def test_masks_where_a_block_is_seen_in_part() -> None:
 
 def test_the_sentence_follows_the_program() -> None:
     first = pictures.told_step(0, 0, 0, 0)
-    assert "Queries 0, 1, 2, 3 arrive with 4 heads each, 16 rows; behind a mask: 4" in first
+    assert (
+        "Queries 0, 1, 2, 3 arrive with 4 heads each, 16 query-head rows; behind a mask: 4" in first
+    )
     parts = len(pictures.programs_of(0, 0))
     last = pictures.told_step(0, 0, parts - 1, len(all_steps(0, 0, parts - 1)) - 1)
     assert f"stored as share {parts} of {parts}" in last

@@ -42,12 +42,14 @@ def _inverse(slips: Slips, lists: Tensor, num_blocks: int) -> tuple[list, list] 
         block = block[block >= 0]
     elif "as block 0" in slips:
         block = block.clamp(min=0)
-    elif "in front" not in slips:
+    elif not slips & {"in front", "descending, empty last"}:
         block = torch.where(block < 0, num_blocks, block)
-    by_block, entry = block.sort(stable=True)
+    is_descending = bool(slips & {"descending", "descending, empty last"})
+    by_block, entry = block.sort(stable=True, descending=is_descending)
     if "backwards" in slips:
         entry = len(block) - 1 - block.flip(0).sort(stable=True).indices
-    bounds = torch.searchsorted(by_block, torch.arange(num_blocks + 1), right="ends" in slips)
+    searched = block if "searched unsorted" in slips else by_block
+    bounds = torch.searchsorted(searched, torch.arange(num_blocks + 1), right="ends" in slips)
     if "unsorted" in slips:
         entry = torch.arange(len(block))[block < num_blocks]
     end = len(block) if slips & {"empty kept", "in front"} else bounds[-1]
@@ -69,7 +71,7 @@ def _inverse(slips: Slips, lists: Tensor, num_blocks: int) -> tuple[list, list] 
         limits = sorted(set(limits))
     elif "no end" in slips:
         limits = limits[:-1]
-    return flat, limits
+    return (limits, flat) if "exchanged" in slips else (flat, limits)
 
 
 _INVERSE_MISTAKES = (
@@ -118,6 +120,26 @@ _INVERSE_MISTAKES = (
         slip(_inverse, "backwards"),
         "Equal keys should stay in the order of their queries. What is a sort called that "
         "promises that?",
+    ),
+    *(
+        Misconception(
+            "sorting the blocks in descending order",
+            slip(_inverse, name),
+            "`torch.searchsorted` expects numbers that ascend, and block 0 comes first. Which "
+            "number sends the empty slots to the end all the same?",
+        )
+        for name in ("descending", "descending, empty last")
+    ),
+    Misconception(
+        "searching the blocks before they are sorted",
+        slip(_inverse, "searched unsorted"),
+        "`torch.searchsorted` halves a sorted list again and again. Which of your tensors is "
+        "sorted?",
+    ),
+    Misconception(
+        "the two results exchanged",
+        slip(_inverse, "exchanged"),
+        "The queries come first, then the bounds.",
     ),
     Misconception(
         "leaving the entries in the order of the lists",
@@ -169,17 +191,18 @@ _INVERSE = Exercise(
 `(queries, bounds)`, two flat tensors (or Python lists). `queries` has the queries that list block
 0, then those of block 1, and so on, those of one block in ascending order. `bounds` has
 `num_blocks + 1` numbers: `queries[bounds[b] : bounds[b + 1]]` are the queries of block `b`. Two
-calls do most of it: `sort(stable=True)` and `torch.searchsorted`.
+calls do most of it, `sort(stable=True)` and `torch.searchsorted`. Plain Python loops are fine, too.
 """,
     minutes=7,
     difficulty=2,
     hints=(
         "Flatten `lists`. Each entry is a pair now: the block that it names, and its place. "
         "Which query does a place belong to, and where should empty slots go?",
-        "Sort the blocks, and keep the places that the sort returns beside them. Give an empty "
-        "slot a number behind all blocks before you sort.",
+        "Sort the blocks, and keep the places that the sort returns beside them. Before the sort, "
+        "`torch.where` can write `num_blocks` over each -1: a number behind all blocks.",
         "In the sorted blocks, `torch.searchsorted` finds where each of 0, 1, …, `num_blocks` "
-        "would begin. The last of these bounds is where the empty slots start.",
+        "would begin. The last of these bounds is where the empty slots start: cut the queries "
+        "there.",
     ),
     why="Sorting by block brings a block's queries together, and bounds make an empty stretch of "
     "a block that nobody lists.",
@@ -187,7 +210,9 @@ calls do most of it: `sort(stable=True)` and `torch.searchsorted`.
     misconceptions=_INVERSE_MISTAKES,
     combine=together(
         _INVERSE_MISTAKES,
-        {"in front", "as block 0", "empty kept", "unsorted", "dropped"},
+        {"in front", "as block 0", "empty kept", "unsorted", "dropped", "descending, empty last"},
+        {"descending", "descending, empty last", "backwards", "searched unsorted", "unsorted"},
+        {"exchanged", "nested alone"},
         {"entries", "slots", "blocks"},
         {"counts", "ends", "no end", "no end, cut", "listed only", "nested alone"},
         *({nested, other} for nested in ("nested", "nested alone") for other in _NOT_NESTED),
@@ -263,6 +288,8 @@ def _step(
         row = query * G + member
     if "brackets" in slips:
         row = query * H + head * G + member
+    if "heads before queries" in slips:
+        row = (head * len(queries) + query) * G + member
     if "short stride" in slips:
         row = query * H + head + member
     if "past the end" in slips:
@@ -361,6 +388,12 @@ _STEP_MISTAKES = (
         "How many rows of Q belong to one query, over all its KV heads?",
     ),
     Misconception(
+        "taking Q for `[H, R, G, D]`",
+        slip(_step, "heads before queries"),
+        "In Q `[R, H, G, D]` all KV heads of a query come before the next query. By what do you "
+        "multiply the query, then?",
+    ),
+    Misconception(
         "counting in KV heads where rows are query heads",
         slip(_step, "short stride"),
         "`query * H + head` is a row of K. How many rows of Q stand for one row of K?",
@@ -404,7 +437,14 @@ numbers: the rows of this `Q`, and -1 behind the chunk's last row.
         {"past the end", "rows as queries"},
         {"past the end", "row 0", "short"},
         *({whole, "short"} for whole in _WHOLE),
-        {"all groups", "one KV head", "brackets", "short stride", "no head"},
+        {
+            "all groups",
+            "one KV head",
+            "brackets",
+            "short stride",
+            "no head",
+            "heads before queries",
+        },
         {"all groups", "places"},
     ),
     cases=(
@@ -568,7 +608,7 @@ def slot_gradient(d_s: Tensor, s: Tensor, is_seen: Tensor) -> Tensor:
 
 def _slot(slips: Slips, d_s: Tensor, s: Tensor, is_seen: Tensor) -> Tensor:
     """`slot_gradient` with slips."""
-    s = torch.ones_like(s) if "no score" in slips else s
+    s = torch.ones_like(s) if "no score" in slips else s.exp() if "exponential" in slips else s
     if "one head" in slips:
         d_s, s = d_s[:1], s[:1]
     seen = is_seen.expand(d_s.shape)
@@ -607,6 +647,12 @@ _SLOT_MISTAKES = (
         slip(_slot, "no score"),
         "That is the gradient of a number *added* to the slot's scores. The factor multiplies "
         "them. By how much does a score change when the factor does?",
+    ),
+    Misconception(
+        "the exponential in place of the score",
+        slip(_slot, "exponential"),
+        "`d_s` already is the gradient with respect to the score, behind the softmax. How does "
+        "`factor * s` change with the factor?",
     ),
     *(
         Misconception(
@@ -685,7 +731,7 @@ the factors at ones, `[S]`.
     combine=together(
         _SLOT_MISTAKES,
         {"NaN", "apart"},
-        {"no score", "NaN"},
+        {"no score", "exponential", "NaN"},
         {"one head", "heads mean", "heads apart", "one number", "over slots"},
         {"keys mean", "apart"},
         {"keys mean", "over slots"},
@@ -900,6 +946,9 @@ def _audit(
     counted = {(name, i): [] for name, size in tensors for i in range(size)}
     for program, name, offset in stores:
         counted[name, offset].append(program)
+    if "no key" in slips:
+        counted = {element: who for element, who in counted.items() if who}
+        counted |= {(name, i): counted[name, i] for name, size in tensors for i in range(size)}
     many = len if "stores" in slips else lambda who: len(set(who))
     never = [element for element, who in counted.items() if not who]
     if "untouched tensors" in slips:
@@ -934,6 +983,11 @@ _AUDIT_MISTAKES = (
         slip(_audit, "stores"),
         "One program may store twice, one after the other: the second is what stays. Who has to "
         "store for the winner to be unknown?",
+    ),
+    Misconception(
+        "looking up elements that nobody stored",
+        slip(_audit, "no key"),
+        "An element that nobody stored has no key. Who could give every element one?",
     ),
     Misconception(
         "forgetting tensors that nobody stores to",
@@ -1173,7 +1227,7 @@ TRAPS = (
         "all queries of one head first",
     ),
     Trap(
-        "`d_k` from one head of each group, which is right for groups of 1",
+        "these are all heads of the group",
         "rows_of_step",
         "taking one head of each group",
     ),
@@ -1240,15 +1294,14 @@ PREDICTIONS = (
         'Which backward is the fastest with groups of 16, "slots" (a program for each slot of a '
         'list, all gradients by atomics), "one pass" (a program for each chunk of a block, d_q by '
         'atomics) or "two passes"?',
-        "The two passes compute the scores twice, but each sum stays in registers until it is "
-        "done.",
+        "Each sum of the two passes stays in registers until it is done. That is worth computing "
+        "the scores twice.",
         (
             ("slots", "It has the most programs, and each of them adds all that it has to memory."),
             (
                 "one pass",
-                "With groups of 4 you would be right. Two passes compute seven products for a "
-                "block: `s` and `d_p` twice, and the three gradients. One pass computes five, and "
-                "pays with additions in memory to `d_q`, which are dear with 16 rows.",
+                "With groups of 4 you would be right. With groups of 16, its additions to `d_q` in "
+                "memory cost more than it saves.",
             ),
         ),
         choices=("slots", "one pass", "two passes"),

@@ -512,7 +512,7 @@ def told_step(head: int = 0, block: int = 0, part: int = 0, step: int = 0) -> st
     return (
         f"Program {m.program}: KV head {head}, block {block} (keys {first} to {first + BS - 1}), "
         f"chunk {part + 1} of {m.num_parts}. {arrive[0].upper()}{arrive[1:]} arrive with {G} heads "
-        f"each, {len(m.now) * G} rows; {mask}. {done[0].upper()}{done[1:]}."
+        f"each, {len(m.now) * G} query-head rows; {mask}. {done[0].upper()}{done[1:]}."
     )
 
 
