@@ -1,7 +1,15 @@
-"""Exercises of chapter 01: the scale, the causal mask, the log-sum-exp of a row, and the price of
-it all."""
+"""Exercises of chapter 01: the causal mask, the log-sum-exp of a row, the scale, the price of it
+all, and a softmax kernel with three bugs.
+
+The wrong kernels are one kernel that is told which slips to make.
+"""
 
 from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from types import CodeType
 
 import numpy as np
 import torch
@@ -9,7 +17,9 @@ from torch import Tensor
 
 from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure
-from nsa_tutorial.course.mistakes import slip, together
+from nsa_tutorial.course.languages import tl, triton
+from nsa_tutorial.course.mistakes import Wrong, slip, together
+from nsa_tutorial.runtime import environment
 
 Slips = frozenset[str]
 
@@ -171,15 +181,15 @@ Complete `scaled_scores(q, k)`: the score of every query with every key, per bat
 - `q` is `[B, N, HQ, D]`, `k` is `[B, M, HQ, D]`; return `[B, HQ, N, M]`.
 - No mask, no softmax: only the scores.
 """,
-    minutes=2,
+    minutes=4,
     difficulty=1,
     hints=(
         "Look at the table of spreads in “Why the scores are divided by √D”. Which of its columns "
         "stays at 1 for every width?",
         "Two steps: all dot products, then one factor on all of them. The factor depends on a "
         "single entry of `q.shape`. Which?",
-        "The table of letters in “Many sentences, many heads” has the einsum that brings "
-        "[B, N, HQ, D] and [B, M, HQ, D] to [B, HQ, N, M]. Then undo the growth of the spread.",
+        "The table of letters in “Many sentences, many heads” is about the other einsum. In yours, "
+        "`d` is summed, while `i` and `j` both stay. Then undo the growth of the spread.",
     ),
     why="A dot product of D independent products has the spread √D, and divided by it every head "
     "starts with scores of the same size, however wide it is.",
@@ -909,7 +919,245 @@ from main memory and writing its result back.
     ),
 )
 
-EXERCISES = (SCALED_SCORES, CAUSAL_WEIGHTS, LOG_SUM_EXP, ATTENTION_COST)
+# -- causal_softmax --
+
+_BM = 8
+
+
+def causal_softmax() -> object:
+    """The kernel that turns scores [N, M] into causal weights [N, M], a row in each program."""
+
+    @triton.jit
+    def kernel(S, W, N, M, BM: tl.constexpr):
+        row = tl.program_id(0)
+        key = tl.arange(0, BM)
+        visible = key <= M - N + row
+        s = tl.load(S + row * M + key, mask=visible, other=float("-inf"))
+        e = tl.exp(s - tl.max(s, axis=0))
+        tl.store(W + row * M + key, e / tl.sum(e, axis=0), mask=key < M)
+
+    return kernel
+
+
+def _run_causal_softmax(solution: Callable, scores: Tensor) -> tuple[Tensor, str]:
+    """Launch the kernel; `W` holds other numbers before, and those behind its end must stay."""
+    kernel = solution()
+    if kernel is None:
+        if any(isinstance(c, CodeType) for c in solution.__code__.co_consts):
+            raise TypeError("causal_softmax defines a kernel and returns None: `return kernel`")
+        raise NotImplementedError("there is no kernel yet")
+    if not hasattr(kernel, "run"):
+        raise TypeError("the kernel is not decorated with @triton.jit")
+    device = environment.detect().device
+    N, M = scores.shape
+    source = torch.full((N * M + N * _BM,), 5.0, device=device)
+    source[: N * M] = scores.flatten()
+    w = torch.full((N * M + N * _BM,), -77.0, device=device)
+    with warnings.catch_warnings():  # the interpreter's, of inf / inf in a wrong kernel
+        warnings.simplefilter("ignore", RuntimeWarning)
+        kernel[N,](source, w, N, M, BM=_BM)
+    past = int((w[N * M :] != -77.0).sum())
+    return w[: N * M].view(N, M).cpu(), f"numbers stored past the end of W: {past}"
+
+
+@triton.jit
+def _wrong_softmax(
+    S, W, N, M, BM: tl.constexpr,
+    LINED_UP: tl.constexpr, SHIFT: tl.constexpr, STORED: tl.constexpr, LOADED: tl.constexpr,
+    START: tl.constexpr, FINISH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    key = tl.arange(0, BM)
+    last = row if LINED_UP == "first keys" else M - N + row
+    if LINED_UP == "own hidden":
+        last = last - 1
+    if LINED_UP == "one ahead":
+        last = last + 1
+    if LINED_UP == "no mask":
+        last = M - 1
+    visible = (key <= last) & (key < M)
+    start = row * BM if START == "by tile" else row * M
+    if LOADED == "zeros":
+        s = tl.load(S + start + key, mask=visible, other=0.0)
+    elif LOADED == "zeros after":
+        s = tl.load(S + start + key, mask=key < M, other=float("-inf"))
+    else:
+        s = tl.load(S + start + key, mask=visible, other=float("-inf"))
+    if SHIFT == "no maximum":
+        e = tl.exp(s)
+    elif SHIFT == "base two":
+        e = tl.exp2(s - tl.max(s, axis=0))
+    else:
+        e = tl.exp(s - tl.max(s, axis=0))
+    w = e if FINISH == "not divided" else e / tl.sum(e, axis=0)
+    if LOADED == "zeros after":
+        w = tl.where(visible, w, 0.0)
+    if STORED == "visible alone":
+        tl.store(W + row * M + key, w, mask=visible)
+    elif STORED == "past the end":
+        tl.store(W + row * M + key, w)
+    else:
+        tl.store(W + row * M + key, w, mask=key < M)
+
+
+_SLOTS = {
+    "LINED_UP": ("first keys", "own hidden", "one ahead", "no mask"),
+    "SHIFT": ("no maximum", "base two"),
+    "STORED": ("visible alone", "past the end"),
+    "LOADED": ("zeros", "zeros after"),
+    "START": ("by tile",),
+    "FINISH": ("not divided",),
+}
+
+
+class _Mistaken:
+    """`_wrong_softmax` with its slips chosen; launched like a kernel."""
+
+    def __init__(self, slips: Slips) -> None:
+        self.run = None
+        self.chosen = {
+            slot: next((name for name in names if name in slips), "none")
+            for slot, names in _SLOTS.items()
+        }
+
+    def __getitem__(self, grid: tuple) -> Callable:
+        return partial(_wrong_softmax[grid], **self.chosen)
+
+
+def _softmax_kernel(slips: Slips) -> object:
+    """`causal_softmax` with slips."""
+    return _Mistaken(slips)
+
+
+_GIVEN = frozenset({"first keys", "no maximum", "visible alone"})
+
+_SOFTMAX_MISTAKES = (
+    Misconception(
+        "lining up the queries with the first keys",
+        slip(_softmax_kernel, "first keys"),
+        "Row 0 is not position 0 when N < M. At which position does the last row stand?",
+    ),
+    Misconception(
+        "exponentials without the largest score subtracted",
+        slip(_softmax_kernel, "no maximum"),
+        "exp(1000) is inf, and inf / inf is nan. What did the chapter subtract from a row first?",
+    ),
+    Misconception(
+        "leaving the hidden places of W as they were",
+        slip(_softmax_kernel, "visible alone"),
+        "A hidden key has the weight 0, and somebody has to write this 0. Which places of the row "
+        "does your store reach?",
+    ),
+    Misconception(
+        "the kernel as it was given",
+        Wrong(_softmax_kernel, _GIVEN),
+        "All three bugs are still in it. Take two queries, five keys and a score of 1000, and walk "
+        "through it by hand. Which line goes wrong first?",
+    ),
+    Misconception(
+        "hidden keys that count as a score of 0",
+        slip(_softmax_kernel, "zeros"),
+        "A place that is not loaded becomes what `other` says, and exp(0) is 1. Which score has "
+        "the exponential 0?",
+    ),
+    Misconception(
+        "zeros written over the weights at the end",
+        slip(_softmax_kernel, "zeros after"),
+        "The hidden scores are still in the sum that you divide by. Which load must not see them?",
+    ),
+    Misconception(
+        "storing past the end of the row",
+        slip(_softmax_kernel, "past the end"),
+        "The tile has `BM` places and the row has `M`. Whose memory is behind it?",
+    ),
+    Misconception(
+        "rows that are BM numbers apart",
+        slip(_softmax_kernel, "by tile"),
+        "Rows of `M` numbers lie one behind the other. How far is it from one row to the next?",
+    ),
+    Misconception(
+        "hiding a query's own position",
+        slip(_softmax_kernel, "own hidden"),
+        "A query may see itself. Is your comparison `<` or `<=`?",
+    ),
+    Misconception(
+        "showing each query the key after its own",
+        slip(_softmax_kernel, "one ahead"),
+        "The last of M positions is M - 1. What does your comparison give for the last row?",
+    ),
+    Misconception(
+        "showing every query every key",
+        slip(_softmax_kernel, "no mask"),
+        "Nothing is hidden. Which keys may row 0 see?",
+    ),
+    Misconception(
+        "powers of two where powers of e are meant",
+        slip(_softmax_kernel, "base two"),
+        "`tl.exp2(x)` is 2 to the power x. Which function is `torch.exp`'s twin?",
+    ),
+    Misconception(
+        "exponentials that are not divided by their sum",
+        slip(_softmax_kernel, "not divided"),
+        "The rows do not sum to 1. What is missing after the exponentials?",
+    ),
+)
+
+
+def _softmax_case(name: str, scores: Callable[[], Tensor]) -> Case:
+    here = environment.detect()
+    return Case(name, lambda: (scores(),), lambda: here.why_not("triton", here.device))
+
+
+CAUSAL_SOFTMAX = Exercise(
+    name="causal_softmax",
+    statement="""
+**Find three bugs.** A program turns one row of scores into causal weights: `S` and `W` are
+`[N, M]`, the queries are the last `N` of the `M` positions, and the grid is `(N,)`. `BM` is at
+least `M`. On many inputs this kernel is right. Copy it into `causal_softmax`, and mend it:
+
+```python
+@triton.jit
+def kernel(S, W, N, M, BM: tl.constexpr):
+    row = tl.program_id(0)
+    key = tl.arange(0, BM)
+    visible = key <= row
+    s = tl.load(S + row * M + key, mask=visible, other=float("-inf"))
+    e = tl.exp(s)
+    tl.store(W + row * M + key, e / tl.sum(e, axis=0), mask=visible)
+
+return kernel
+```
+""",
+    minutes=6,
+    difficulty=2,
+    hints=(
+        "Three inputs show one bug each: fewer queries than keys, a score of 1000, and a `W` that "
+        "was not empty before.",
+        "Your `causal_weights` stood before the first two of these questions. And the third: "
+        "every hidden key needs a weight, too. Which one, and who writes it?",
+        "The comparison lacks the difference of M and N. The exponential lacks the row's maximum, "
+        "which `tl.max` finds. And the last mask is about which places exist, not about who "
+        "sees what.",
+    ),
+    why="One mask says what may be read and another what must be written, and a hidden score that "
+    "is never loaded cannot leak.",
+    solution=causal_softmax,
+    run=_run_causal_softmax,
+    misconceptions=_SOFTMAX_MISTAKES,
+    combine=together(
+        _SOFTMAX_MISTAKES,
+        *_SLOTS.values(),
+        {"zeros after", "visible alone"},
+    ),
+    cases=(
+        _softmax_case("two queries, three keys", lambda: torch.tensor([[1.0, 2, 0], [0.5, 1, 3]])),
+        _softmax_case("four queries, four keys", lambda: _random(11, 4, 4)),
+        _softmax_case("two queries, three keys, scores of 1000", lambda: 1000 + _random(12, 2, 3)),
+        _softmax_case("decoding: one query, eight keys", lambda: _random(13, 1, 8)),
+    ),
+)
+
+EXERCISES = (CAUSAL_WEIGHTS, LOG_SUM_EXP, SCALED_SCORES, ATTENTION_COST, CAUSAL_SOFTMAX)
 
 
 # -- two slips at once --
@@ -949,6 +1197,19 @@ def _one_operation_three_tables(N: int, M: int, D: int, DV: int, itemsize: int) 
 
 def _keys_width_and_elements(N: int, M: int, D: int, DV: int, itemsize: int) -> dict[str, int]:
     return {"flops": 4 * N * M * D, "bytes": N * D + M * D + M * DV + N * DV + 4 * N * M}
+
+
+def _mended_once() -> object:
+    @triton.jit
+    def kernel(S, W, N, M, BM: tl.constexpr):
+        row = tl.program_id(0)
+        key = tl.arange(0, BM)
+        visible = key <= M - N + row
+        s = tl.load(S + row * M + key, mask=visible, other=float("-inf"))
+        e = tl.exp(s)
+        tl.store(W + row * M + key, e / tl.sum(e, axis=0), mask=visible)
+
+    return kernel
 
 
 DOUBLES = (
@@ -998,12 +1259,35 @@ DOUBLES = (
         _keys_width_and_elements,
         ("computing with values as wide as the keys", "counting elements, not bytes"),
     ),
+    Double(
+        "causal_softmax",
+        _mended_once,
+        (
+            "exponentials without the largest score subtracted",
+            "leaving the hidden places of W as they were",
+        ),
+    ),
 )
 
 
 # -- what the chapter warns of --
 
 TRAPS = (
+    Trap(
+        "the N queries are the last N of the M positions",
+        "causal_softmax",
+        "lining up the queries with the first keys",
+    ),
+    Trap(
+        "Why the largest score is subtracted",
+        "causal_softmax",
+        "exponentials without the largest score subtracted",
+    ),
+    Trap(
+        "A hidden key must get weight 0.",
+        "causal_softmax",
+        "leaving the hidden places of W as they were",
+    ),
     Trap(
         "Softmax as written above has a flaw that shows only with large scores.",
         "causal_weights",
@@ -1041,7 +1325,7 @@ TRAPS = (
         "hiding a query's own position",
     ),
     Trap(
-        "is it enough to compute the weights as before and then write zeros over the hidden ones?",
+        "is it enough to compute the weights as before, and then write zeros over the hidden ones?",
         "causal_weights",
         "setting hidden weights to zero after the softmax",
     ),

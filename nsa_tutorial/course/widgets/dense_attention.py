@@ -99,7 +99,8 @@ def draw_lookup(query: int = 4, scale: float = 0.5, causal: bool = True) -> Pict
     edges = (-0.5, len(words) - 0.5)
     scores = sheet.chart(Place(0.82, 0.58, 2.25, 2.25), edges, edges[::-1])
     _draw_scores(scores, found.scores, words, query)
-    scores.title("scaled scores (grey: hidden)")
+    kind = "scores" if scale == 1 else "scaled scores"
+    scores.title(f"{kind} (grey: hidden)" if causal else kind)
 
     weights = sheet.chart(Place(3.62, 0.58, 2.5, 2.25), (-0.6, len(words) - 0.4), _HEIGHTS)
     seen = torch.isfinite(found.scores[query]).tolist()
@@ -212,9 +213,9 @@ def draw_scale(widths: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)) -> Pictu
     axis = axes[0, 0]
     last = []
     for power, colour, name in (
-        (0, "query", "not scaled"),
-        (-0.5, "selected", "scaled by 1/√D"),
-        (-1, "value", "scaled by 1/D"),
+        (0, "text", "not scaled"),
+        (-0.5, "query", "scaled by 1/√D"),
+        (-1, "faint", "scaled by 1/D"),
     ):
         heights = [largest_weight(D, D**power) for D in widths]
         last.append(heights[-1])
@@ -259,7 +260,7 @@ def draw_cost(lengths: tuple[int, ...] = tuple(2**i for i in range(10, 18))) -> 
     axis = axes[0, 0]
     for part, colour, name in (
         (0, "query", "scores, N × N"),
-        (1, "selected", "q, k, v and o, 4 · N × 128"),
+        (1, "text", "q, k, v, o: 4 · N × 128"),
     ):
         heights = [sizes(N)[part] / GIB for N in lengths]
         axis.plot(lengths, heights, "o-", color=PALETTE[colour], linewidth=2, markersize=4)
@@ -268,7 +269,7 @@ def draw_cost(lengths: tuple[int, ...] = tuple(2**i for i in range(10, 18))) -> 
                       color=PALETTE[colour], annotation_clip=False)  # fmt: skip
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=2)
-    axis.set_xlim(lengths[0] * 0.9, lengths[-1] * 6)
+    axis.set_xlim(lengths[0] * 0.9, lengths[-1] * 7)
     axis.set_xticks(lengths, [f"{N // 1024}k" for N in lengths])
     ticks = [2.0**i for i in range(-10, 6, 3)]
     axis.set_yticks(ticks, [f"1/{round(1 / t)}" if t < 1 else f"{t:.0f}" for t in ticks])
@@ -278,7 +279,7 @@ def draw_cost(lengths: tuple[int, ...] = tuple(2**i for i in range(10, 18))) -> 
     scores, rest = sizes(N)
     for size, colour, label in (
         (scores, "query", f"{scores / GIB:.0f} GiB at {N:,}"),
-        (rest, "selected", f"{rest / 2**20:.0f} MiB"),
+        (rest, "text", f"{rest / 2**20:.0f} MiB"),
     ):
         axis.plot(
             N,
