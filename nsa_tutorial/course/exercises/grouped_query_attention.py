@@ -282,10 +282,10 @@ _WIRING_MISTAKES = (
 _WIRING = Exercise(
     name="wiring_is_right",
     statement="""
-Write the test. You are given a function `expand(x, G)` that somebody wrote for the exercise above.
-Call it on an `x` and a `G` of your choice. Return `True` if every query head got the right copy,
-else `False`. The wrong ones among them are wrong in six different ways: one call is enough to catch
-them all, if you choose `H` and `G` well.
+Write the test. `expand(x, G)` is somebody's answer to the exercise above. Call it with an `x` and a
+`G` of your choice. Return `True` if every query head got the right copy, else `False`. The check
+hands you nine such functions, one after another. Two are right, and seven are wrong, each in its
+own way. One call of `expand` catches all seven, if you choose `H` and `G` well.
 """,
     minutes=5,
     difficulty=2,

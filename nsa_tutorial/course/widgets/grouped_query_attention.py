@@ -125,7 +125,7 @@ def draw_wiring(HQ: int = 8, kv_heads: tuple[int, ...] = (8, 2, 1)) -> Picture:
     counts = ", ".join(str(H) for H in kv_heads)
     return Picture(
         figure,
-        f"{HQ} query heads each time; what has to be cached is the blue row: {counts} KV heads",
+        f"Only the blue row is cached: {counts} KV heads for the same {HQ} query heads",
     )
 
 
