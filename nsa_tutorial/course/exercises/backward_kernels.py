@@ -76,35 +76,6 @@ def _inverse(slips: Slips, lists: Tensor, num_blocks: int) -> tuple[list, list] 
 
 _INVERSE_MISTAKES = (
     Misconception(
-        "letting empty slots sort in front",
-        slip(_inverse, "in front"),
-        "-1 is smaller than every block, so a sort puts it before block 0. Which number would "
-        "send it behind all blocks?",
-    ),
-    Misconception(
-        "taking an empty slot for block 0",
-        slip(_inverse, "as block 0"),
-        "An empty slot names no block. Whose gradient do its queries add to now?",
-    ),
-    Misconception(
-        "keeping the empty slots at the end",
-        slip(_inverse, "empty kept"),
-        "Behind the last block stand the entries that name none. Where does the last block's "
-        "stretch end?",
-    ),
-    Misconception(
-        "dropping the empty slots before the sort",
-        slip(_inverse, "dropped"),
-        "Without the empty slots, the places behind them have moved up. Which query does place 1 "
-        "belong to now?",
-    ),
-    Misconception(
-        "the place of an entry in place of its query",
-        slip(_inverse, "entries"),
-        "The sort tells places in the flattened lists. Each query has `S` of them. Which query "
-        "does place 5 belong to, with two slots?",
-    ),
-    Misconception(
         "the slot in place of the query",
         slip(_inverse, "slots"),
         "A place in the flattened lists is `query * S + slot`. Which of the two is the remainder?",
@@ -173,6 +144,35 @@ _INVERSE_MISTAKES = (
             "one?",
         )
         for name in ("no end", "no end, cut")
+    ),
+    Misconception(
+        "letting empty slots sort in front",
+        slip(_inverse, "in front"),
+        "-1 is smaller than every block, so a sort puts it before block 0. Which number would "
+        "send it behind all blocks?",
+    ),
+    Misconception(
+        "taking an empty slot for block 0",
+        slip(_inverse, "as block 0"),
+        "An empty slot names no block. Whose gradient do its queries add to now?",
+    ),
+    Misconception(
+        "keeping the empty slots at the end",
+        slip(_inverse, "empty kept"),
+        "Behind the last block stand the entries that name none. Where does the last block's "
+        "stretch end?",
+    ),
+    Misconception(
+        "dropping the empty slots before the sort",
+        slip(_inverse, "dropped"),
+        "Without the empty slots, the places behind them have moved up. Which query does place 1 "
+        "belong to now?",
+    ),
+    Misconception(
+        "the place of an entry in place of its query",
+        slip(_inverse, "entries"),
+        "The sort tells places in the flattened lists. Each query has `S` of them. Which query "
+        "does place 5 belong to, with two slots?",
     ),
     Misconception(
         "leaving out blocks that nobody lists",
@@ -302,21 +302,36 @@ def _step(
 
 _STEP_MISTAKES = (
     Misconception(
-        "leaving `head` out",
-        slip(_step, "no head"),
-        "These are the rows of KV head 0, whichever `head` the program has. How many rows of a "
-        "query stand before those of `head`?",
-    ),
-    Misconception(
-        "a short list without −1",
-        slip(_step, "short"),
-        "A tile has `BR` rows in every step. What stands in the rows that the chunk cannot fill?",
-    ),
-    Misconception(
         "taking one head of each group",
         slip(_step, "one head"),
         "Every head of the group has used this block's keys. What happens to the shares of the "
         "others?",
+    ),
+    Misconception(
+        "the place in the chunk in place of the query",
+        slip(_step, "places"),
+        "A row's place in the chunk is not its place in Q. What does `queries` hold?",
+    ),
+    Misconception(
+        "as many rows as the chunk has queries",
+        slip(_step, "rows as queries"),
+        "`len(queries)` counts queries. How many rows are they, with `G` heads each?",
+    ),
+    Misconception(
+        "too short a step from query to query",
+        slip(_step, "brackets"),
+        "How many rows of Q belong to one query, over all its KV heads?",
+    ),
+    Misconception(
+        "counting in KV heads where rows are query heads",
+        slip(_step, "short stride"),
+        "`query * H + head` is a row of K. How many rows of Q stand for one row of K?",
+    ),
+    Misconception(
+        "leaving `head` out",
+        slip(_step, "no head"),
+        "These are the rows of KV head 0, whichever `head` the program has. How many rows of a "
+        "query stand before those of `head`?",
     ),
     Misconception(
         "taking the heads of all groups",
@@ -334,6 +349,22 @@ _STEP_MISTAKES = (
         for name in ("heads outside", "heads outside, in step")
     ),
     Misconception(
+        "forgetting the other KV heads",
+        slip(_step, "one KV head"),
+        "Between two queries lie the heads of *all* KV heads. How many are they?",
+    ),
+    Misconception(
+        "taking Q for `[H, R, G, D]`",
+        slip(_step, "heads before queries"),
+        "In Q `[R, H, G, D]` all KV heads of a query come before the next query. By what do you "
+        "multiply the query, then?",
+    ),
+    Misconception(
+        "a short list without −1",
+        slip(_step, "short"),
+        "A tile has `BR` rows in every step. What stands in the rows that the chunk cannot fill?",
+    ),
+    Misconception(
         "loading rows past the end of the chunk",
         slip(_step, "past the end"),
         "The last step may have fewer rows than the tile. Whose gradient do the others add to?",
@@ -342,16 +373,6 @@ _STEP_MISTAKES = (
         "row 0 in place of −1",
         slip(_step, "row 0"),
         "Row 0 of Q is a query like any other. How does your list say that nothing is loaded?",
-    ),
-    Misconception(
-        "the place in the chunk in place of the query",
-        slip(_step, "places"),
-        "A row's place in the chunk is not its place in Q. What does `queries` hold?",
-    ),
-    Misconception(
-        "counting a step in queries",
-        slip(_step, "step of queries"),
-        "A step has `BR` *rows*. How many queries is that, with `G` heads each?",
     ),
     *(
         Misconception(
@@ -363,40 +384,19 @@ _STEP_MISTAKES = (
         for name in ("whole queries", "whole queries, short")
     ),
     Misconception(
+        "counting a step in queries",
+        slip(_step, "step of queries"),
+        "A step has `BR` *rows*. How many queries is that, with `G` heads each?",
+    ),
+    Misconception(
         "moving on by one row a step",
         slip(_step, "by one row"),
         "A step loads `BR` rows, so step 0 has the rows 0 to `BR - 1`. Where does step 1 begin?",
     ),
     Misconception(
-        "as many rows as the chunk has queries",
-        slip(_step, "rows as queries"),
-        "`len(queries)` counts queries. How many rows are they, with `G` heads each?",
-    ),
-    Misconception(
         "loading the first step's rows in every step",
         slip(_step, "first step"),
         "Which row of the chunk does step 1 begin with?",
-    ),
-    Misconception(
-        "forgetting the other KV heads",
-        slip(_step, "one KV head"),
-        "Between two queries lie the heads of *all* KV heads. How many are they?",
-    ),
-    Misconception(
-        "too short a step from query to query",
-        slip(_step, "brackets"),
-        "How many rows of Q belong to one query, over all its KV heads?",
-    ),
-    Misconception(
-        "taking Q for `[H, R, G, D]`",
-        slip(_step, "heads before queries"),
-        "In Q `[R, H, G, D]` all KV heads of a query come before the next query. By what do you "
-        "multiply the query, then?",
-    ),
-    Misconception(
-        "counting in KV heads where rows are query heads",
-        slip(_step, "short stride"),
-        "`query * H + head` is a row of K. How many rows of Q stand for one row of K?",
     ),
 )
 
@@ -494,6 +494,12 @@ def _lengths(slips: Slips, count: int, length: int) -> list[int]:
 
 
 _LENGTHS_MISTAKES = (
+    Misconception(
+        "as few chunks as possible",
+        slip(_lengths, "twice"),
+        "More chunks are more programs at work. What is the largest number of them that leaves "
+        "each at least `length`?",
+    ),
     *(
         Misconception(
             "chunks of one length, and a short rest",
@@ -510,21 +516,14 @@ _LENGTHS_MISTAKES = (
         "of *at least* 4 are there?",
     ),
     Misconception(
-        "giving the whole rest to one chunk",
-        slip(_lengths, "uneven"),
-        "The kernel is done when its longest program is. By how much do the most equal lengths "
-        "differ?",
-    ),
-    Misconception(
         "losing the rest",
         slip(_lengths, "lost"),
         "Add up your lengths. Whose gradient is missing?",
     ),
     Misconception(
-        "as few chunks as possible",
-        slip(_lengths, "twice"),
-        "More chunks are more programs at work. What is the largest number of them that leaves "
-        "each at least `length`?",
+        "the longest first",
+        slip(_lengths, "long first"),
+        "Which lengths does the statement ask for first?",
     ),
     Misconception(
         "dropping a block with few queries",
@@ -537,9 +536,10 @@ _LENGTHS_MISTAKES = (
         "Without queries there is nothing to sum. How many programs does that take?",
     ),
     Misconception(
-        "the longest first",
-        slip(_lengths, "long first"),
-        "Which lengths does the statement ask for first?",
+        "giving the whole rest to one chunk",
+        slip(_lengths, "uneven"),
+        "The kernel is done when its longest program is. By how much do the most equal lengths "
+        "differ?",
     ),
     Misconception(
         "leaving the lengths as the chunks come",
@@ -637,12 +637,6 @@ def _slot(slips: Slips, d_s: Tensor, s: Tensor, is_seen: Tensor) -> Tensor:
 
 _SLOT_MISTAKES = (
     Misconception(
-        "NaN from a hidden key",
-        slip(_slot, "NaN"),
-        "A hidden score is `-inf` and its gradient is 0. `0 * -inf` is NaN, and NaN times a mask "
-        "is NaN still. What writes 0 whatever stood there?",
-    ),
-    Misconception(
         "leaving the scores out",
         slip(_slot, "no score"),
         "That is the gradient of a number *added* to the slot's scores. The factor multiplies "
@@ -662,16 +656,6 @@ _SLOT_MISTAKES = (
             "product belong?",
         )
         for name in ("apart", "all apart")
-    ),
-    Misconception(
-        "taking one head of the group",
-        slip(_slot, "one head"),
-        "One factor serves all heads of the group. Through how many of them does it act?",
-    ),
-    Misconception(
-        "averaging over the heads",
-        slip(_slot, "heads mean"),
-        "The heads do not share one effect, each has its own. What do effects do?",
     ),
     Misconception(
         "averaging over the keys",
@@ -697,6 +681,22 @@ _SLOT_MISTAKES = (
         "the sign turned round",
         slip(_slot, "sign"),
         "A gradient points to where the loss grows. Who turns it round?",
+    ),
+    Misconception(
+        "NaN from a hidden key",
+        slip(_slot, "NaN"),
+        "A hidden score is `-inf` and its gradient is 0. `0 * -inf` is NaN, and NaN times a mask "
+        "is NaN still. What writes 0 whatever stood there?",
+    ),
+    Misconception(
+        "taking one head of the group",
+        slip(_slot, "one head"),
+        "One factor serves all heads of the group. Through how many of them does it act?",
+    ),
+    Misconception(
+        "averaging over the heads",
+        slip(_slot, "heads mean"),
+        "The heads do not share one effect, each has its own. What do effects do?",
     ),
 )
 
@@ -841,20 +841,9 @@ _WINDOW_MISTAKES = (
         "With a window of 1, a query sees itself alone. Which is the last query that sees key `i`?",
     ),
     Misconception(
-        "running past the last query",
-        slip(_window, "past the end"),
-        "The text ends. What is loaded for a query that is not there?",
-    ),
-    Misconception(
         "a window for each key, one behind the other",
         slip(_window, "in turn"),
         "The windows of neighbouring keys overlap. By how much does one more key move the end?",
-    ),
-    Misconception(
-        "leaving out the text's last query",
-        slip(_window, "last left out"),
-        "The queries are 0 to `N - 1`, and a `range` stops before its end. What is the largest "
-        "end?",
     ),
     Misconception(
         "the two results exchanged",
@@ -865,6 +854,17 @@ _WINDOW_MISTAKES = (
         "the last query itself in place of the end",
         slip(_window, "inclusive"),
         "A `range` stops before its end. Which number has to be its end?",
+    ),
+    Misconception(
+        "running past the last query",
+        slip(_window, "past the end"),
+        "The text ends. What is loaded for a query that is not there?",
+    ),
+    Misconception(
+        "leaving out the text's last query",
+        slip(_window, "last left out"),
+        "The queries are 0 to `N - 1`, and a `range` stops before its end. What is the largest "
+        "end?",
     ),
 )
 
@@ -979,31 +979,14 @@ def _audit(
 
 _AUDIT_MISTAKES = (
     Misconception(
-        "counting stores in place of programs",
-        slip(_audit, "stores"),
-        "One program may store twice, one after the other: the second is what stays. Who has to "
-        "store for the winner to be unknown?",
-    ),
-    Misconception(
         "looking up elements that nobody stored",
         slip(_audit, "no key"),
         "An element that nobody stored has no key. Who could give every element one?",
     ),
     Misconception(
-        "forgetting tensors that nobody stores to",
-        slip(_audit, "stored tensors"),
-        "A tensor that is never stored does not occur in `stores`. From where do you know that it "
-        "exists?",
-    ),
-    Misconception(
         "reporting only tensors that are empty as a whole",
         slip(_audit, "untouched tensors"),
         "A tensor of which half is stored has another half. What stands there?",
-    ),
-    Misconception(
-        "mixing up the tensors",
-        slip(_audit, "offsets alone"),
-        "Offset 0 of `o` and offset 0 of `lse` are two places. What tells them apart?",
     ),
     Misconception(
         "no race is ever reported",
@@ -1021,25 +1004,6 @@ _AUDIT_MISTAKES = (
         "How many does it take to race?",
     ),
     Misconception(
-        "reporting every element that is stored",
-        slip(_audit, "all stored"),
-        "One program for each element is as it should be. How many are too many?",
-    ),
-    Misconception(
-        "comparing neighbouring stores alone",
-        slip(_audit, "neighbours"),
-        "Programs run in any order, so two stores to one place may stand far apart. What could "
-        "you collect for each place?",
-    ),
-    *(
-        Misconception(
-            "another order than that of `tensors`",
-            slip(_audit, name),
-            "Go through the elements of `tensors`, and pick. In which order do they come then?",
-        )
-        for name in ("sorted", "as stored")
-    ),
-    Misconception(
         "the stores in place of the elements",
         slip(_audit, "triples"),
         "A place that two programs store to is one element, however many stores it has. How do "
@@ -1054,6 +1018,42 @@ _AUDIT_MISTAKES = (
         "the two results exchanged",
         slip(_audit, "exchanged"),
         "The elements that nobody stores come first.",
+    ),
+    Misconception(
+        "counting stores in place of programs",
+        slip(_audit, "stores"),
+        "One program may store twice, one after the other: the second is what stays. Who has to "
+        "store for the winner to be unknown?",
+    ),
+    Misconception(
+        "reporting every element that is stored",
+        slip(_audit, "all stored"),
+        "One program for each element is as it should be. How many are too many?",
+    ),
+    Misconception(
+        "forgetting tensors that nobody stores to",
+        slip(_audit, "stored tensors"),
+        "A tensor that is never stored does not occur in `stores`. From where do you know that it "
+        "exists?",
+    ),
+    Misconception(
+        "mixing up the tensors",
+        slip(_audit, "offsets alone"),
+        "Offset 0 of `o` and offset 0 of `lse` are two places. What tells them apart?",
+    ),
+    Misconception(
+        "comparing neighbouring stores alone",
+        slip(_audit, "neighbours"),
+        "Programs run in any order, so two stores to one place may stand far apart. What could "
+        "you collect for each place?",
+    ),
+    *(
+        Misconception(
+            "another order than that of `tensors`",
+            slip(_audit, name),
+            "Go through the elements of `tensors`, and pick. In which order do they come then?",
+        )
+        for name in ("sorted", "as stored")
     ),
 )
 
