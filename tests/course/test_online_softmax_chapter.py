@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,11 +14,19 @@ from nsa_tutorial.course import predict, reader, reveal
 from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.exercises import online_softmax as solutions
 from nsa_tutorial.course.judging import judge
+from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.exact import online_softmax
+from nsa_tutorial.runtime import environment
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 KNOWN = chapter_exercises("online_softmax")
+CHAPTER = Path(__file__).resolve().parents[2] / "notebooks" / "03_online_softmax.ipynb"
+
+here = environment.detect()
+needs_triton = pytest.mark.skipif(
+    here.why_not("triton", here.device) is not None, reason="no Triton on this machine"
+)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -59,16 +67,121 @@ def test_merging_many_is_merging_two_again_and_again() -> None:
     torch.testing.assert_close(solutions.merge_many(o, lse), merged)
 
 
+@needs_triton
+@pytest.mark.parametrize("M", [1, 4, 7, 12])
+def test_the_kernel_walks_rows_of_any_length(M: int) -> None:
+    scores = 3 * randn(2, M).float() - 10
+    lse = solutions._run_row_lse(solutions.row_lse, scores, 0.5)
+    torch.testing.assert_close(lse, torch.logsumexp(0.5 * scores, 1))
+
+
+def test_the_numbers_of_the_asides() -> None:
+    """How far weights are off near -1000 in fp32, by the form of their exponent; PTX's constant."""
+    near = -1000 - torch.arange(256) / 256  # fp32, exact
+    log2_e = torch.tensor(online_softmax.LOG2_E)
+    exact = torch.exp2((near.double() - near.double().max()) * online_softmax.LOG2_E)
+    fused = near.double() * log2_e.double() - (near.max() * log2_e).double()  # rounded once, below
+
+    def error(exponent: Tensor) -> str:
+        return f"{(torch.exp2(exponent.double()) - exact).abs().max():.0e}"
+
+    assert error(fused.float()) == "3e-05"
+    assert error((near - near.max()) * log2_e) == "2e-08"
+    assert f"{(exact.bfloat16() - exact).abs().max():.0e}" == "2e-03"
+    (constant,) = struct.unpack(">f", bytes.fromhex("3FB8AA3B"))
+    assert constant == pytest.approx(online_softmax.LOG2_E)
+
+
 # -- answers as readers write them --
 
 
-def no_conversion(acc_s, scale):
-    p = torch.exp2(acc_s * scale * math.log2(math.e))
-    return p / p.sum(1, keepdim=True), torch.log2(p.sum(1))
+def lse_in_two_walks() -> object:
+    """Right, though each score is read twice."""
+
+    @triton.jit
+    def kernel(S, LSE, scale_log2, ln_2, M, BT: tl.constexpr):
+        row = tl.program_id(0)
+        largest, total = float("-inf"), 0.0
+        for first in range(0, M, BT):
+            key = first + tl.arange(0, BT)
+            acc_s = tl.load(S + row * M + key, mask=key < M, other=float("-inf"))
+            largest = tl.maximum(largest, tl.max(acc_s, axis=0))
+        for first in range(0, M, BT):
+            key = first + tl.arange(0, BT)
+            acc_s = tl.load(S + row * M + key, mask=key < M, other=float("-inf"))
+            total += tl.sum(tl.exp2((acc_s - largest) * scale_log2), axis=0)
+        tl.store(LSE + row, largest * scale_log2 * ln_2 + tl.log(total))
+
+    return kernel
 
 
-def kept_axis(acc_s, scale):
-    return torch.softmax(acc_s * scale, 1), torch.logsumexp(acc_s * scale, 1, keepdim=True)
+def lse_of_a_padded_row() -> object:
+    """A row of negative scores has its powers wiped out by the places behind its end."""
+
+    @triton.jit
+    def kernel(S, LSE, scale_log2, ln_2, M, BT: tl.constexpr):
+        row = tl.program_id(0)
+        largest, total = float("-inf"), 0.0
+        for first in range(0, M, BT):
+            key = first + tl.arange(0, BT)
+            acc_s = tl.where(key < M, tl.load(S + row * M + key), 0.0) * scale_log2
+            above = tl.maximum(largest, tl.max(acc_s, axis=0))
+            total = total * tl.exp2(largest - above) + tl.sum(tl.exp2(acc_s - above), axis=0)
+            largest = above
+        tl.store(LSE + row, (largest + tl.log2(total)) * ln_2)
+
+    return kernel
+
+
+def lse_without_rescale() -> object:
+    """The old sum keeps its unit when the maximum rises."""
+
+    @triton.jit
+    def kernel(S, LSE, scale_log2, ln_2, M, BT: tl.constexpr):
+        row = tl.program_id(0)
+        largest, total = float("-inf"), 0.0
+        for first in range(0, M, BT):
+            key = first + tl.arange(0, BT)
+            acc_s = tl.load(S + row * M + key, mask=key < M, other=float("-inf")) * scale_log2
+            largest = tl.maximum(largest, tl.max(acc_s, axis=0))
+            total += tl.sum(tl.exp2(acc_s - largest), axis=0)
+        tl.store(LSE + row, (largest + tl.log2(total)) * ln_2)
+
+    return kernel
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("attempt", "named"),
+    [
+        (lse_in_two_walks, set()),
+        (lse_of_a_padded_row, {"a masked place that counts as a score of 0"}),
+        (lse_without_rescale, {"a missing rescale"}),
+    ],
+    ids=lambda p: p.__name__ if callable(p) else "",
+)
+def test_a_readers_kernel_is_judged(attempt: Callable, named: set[str]) -> None:
+    verdict = judge(KNOWN["row_lse"], attempt)
+    assert set(verdict.misconceptions) == named
+    assert (verdict.outcome == "right") == (not named)
+
+
+def test_a_kernel_that_is_not_returned_is_spoken_of() -> None:
+    def row_lse():
+        def kernel(S, LSE, scale_log2, ln_2, M, BT):
+            pass
+
+    e = KNOWN["row_lse"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    assert "return kernel" in judge(e, row_lse).text
+
+
+def test_the_minutes_are_told() -> None:
+    minutes = sum(e.minutes for e in KNOWN.values())
+    assert f"{minutes} of them exercises" in CHAPTER.read_text(encoding="utf-8")
+    last = KNOWN["merge_partials"].minutes + KNOWN["merge_many"].minutes
+    assert f"about {last} minutes" in CHAPTER.read_text(encoding="utf-8")
 
 
 def scaled_before(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
@@ -120,32 +233,6 @@ def nan_for_nan(o, lse):
 
 def shares_cleared(o, lse):
     return (torch.softmax(lse, 0).nan_to_num()[..., None] * o).sum(0), torch.logsumexp(lse, 0)
-
-
-def down_the_columns(acc_s, scale):
-    scores_max = acc_s.amax(0)
-    p = torch.exp2((acc_s - scores_max) * scale * math.log2(math.e))
-    return p / p.sum(0), scores_max * scale + torch.log(p.sum(0))
-
-
-def upright(acc_s, scale):
-    scores_max = acc_s.amax(0)
-    p = torch.exp2((acc_s - scores_max[:, None]) * scale * math.log2(math.e))
-    return p / p.sum(0)[:, None], scores_max * scale + torch.log(p.sum(0))
-
-
-def scaled_again(acc_s, scale):
-    acc_s = acc_s * scale
-    return torch.softmax(acc_s, 1), acc_s.amax(1) * scale + torch.log(
-        torch.exp(acc_s - acc_s.amax(1, keepdim=True)).sum(1)
-    )
-
-
-def softmax_at_least_0(acc_s, scale):
-    acc_s = acc_s * scale
-    scores_max = acc_s.amax(1).relu()
-    p = torch.exp(acc_s - scores_max[:, None])
-    return p / p.sum(1, keepdim=True), scores_max + torch.log(p.sum(1))
 
 
 def never_below_0(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
@@ -280,12 +367,6 @@ LEAKS = "a stand-in in the divisor that leaks into lse"
 @pytest.mark.parametrize(
     ("name", "attempt", "named"),
     [
-        (
-            "softmax_base_two",
-            no_conversion,
-            {"an lse left in log2 units", "a softmax with no maximum subtracted"},
-        ),
-        ("softmax_base_two", kept_axis, {"an lse with an axis too many"}),
         ("online_step", scaled_before, {"a maximum that is stored scaled"}),
         (
             "online_step",
@@ -299,10 +380,6 @@ LEAKS = "a stand-in in the divisor that leaks into lse"
         ("merge_partials", guarded_but_overflowing, {"taking exp of an lse as it comes"}),
         ("merge_many", nan_for_nan, {"a NaN set to 0 after the sum"}),
         ("merge_many", shares_cleared, {"a weight of 0 that meets a NaN"}),
-        ("softmax_base_two", down_the_columns, {"a softmax down the columns"}),
-        ("softmax_base_two", upright, {"a softmax down the columns"}),
-        ("softmax_base_two", scaled_again, {"an lse that scales its maximum twice"}),
-        ("softmax_base_two", softmax_at_least_0, {"a maximum that is never below 0"}),
         ("online_step", never_below_0, {"a maximum that is never below 0"}),
         ("online_step", own_powers, {"new powers measured from the chunk's own maximum"}),
         ("online_step", scores_times_v, {"scores as weights of the values"}),

@@ -1,5 +1,5 @@
-"""Exercises of chapter 03: base two, one step of the streaming softmax, the fully masked chunk,
-merging two results and many.
+"""Exercises of chapter 03: one step of the streaming softmax, the fully masked chunk, the walk as a
+kernel, merging two results and many.
 
 The wrong solutions of an exercise are one function, told which slips to make. A mistake that can be
 made in several ways stands here once per way, under one name, the plainest last.
@@ -8,14 +8,19 @@ made in several ways stands here once per way, under one name, the plainest last
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
+from functools import partial
+from types import CodeType
 
 import torch
 from torch import Tensor
 
 from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
+from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong, slip, together
+from nsa_tutorial.runtime import environment
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 INF = math.inf
@@ -37,262 +42,7 @@ def _ways(
     return tuple(Misconception(name, Wrong(function, frozenset(way)), hint) for way in ways)
 
 
-# -- 1: base two --
-
-
-def softmax_base_two(acc_s: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Weights and natural log-sum-exp of `acc_s * scale`, row by row, with exp2 and log2."""
-    scale_log2 = scale * math.log2(math.e)
-    scores_max = acc_s.amax(1)  # [G]
-    p = torch.exp2((acc_s - scores_max[:, None]) * scale_log2)  # [G, BS]
-    total = p.sum(1)  # [G]
-    # [G], log2 units to natural ones
-    lse = (scores_max * scale_log2 + torch.log2(total)) * math.log(2)
-    return p / total[:, None], lse
-
-
-def _softmax(slips: Slips, acc_s: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """`softmax_base_two` with slips."""
-    scale = 1.0 if "no scale" in slips else scale
-    scale_log2 = scale * (1.0 if "no log2(e)" in slips else LOG2_E)
-    if "log2(e) divides" in slips:
-        scale_log2 = scale / LOG2_E
-    if "twice" in slips:
-        acc_s = acc_s * scale
-    axis = 0 if "columns" in slips else 1
-    beside = 0 if axis == 0 and "upright" not in slips else 1  # where that axis comes back
-    # -- weights --
-    scores_max = acc_s.amax(axis)
-    if "at least 0" in slips:
-        scores_max = scores_max.clamp(min=0)
-    level = scores_max * scale_log2  # log2 units, what exponents are measured from
-    if "no max" in slips:
-        level = torch.zeros_like(scores_max)
-    if "one max" in slips:
-        level = acc_s.max().expand_as(scores_max) * scale_log2
-    if slips & {"max unscaled", "max unscaled twice"}:
-        level = scores_max
-    exponent = acc_s * scale_log2 - level.unsqueeze(beside)
-    p = torch.exp(exponent) if "exp" in slips else torch.exp2(exponent)
-    total = p.sum(axis)
-    # -- lse --
-    added = scores_max * scale_log2 if "max unscaled" in slips else level
-    log2_total = torch.log2(total)
-    ways = {
-        "log2 units": added + log2_total,
-        "max natural": scores_max * scale + log2_total,
-        "sum natural": added + log2_total * LN_2,
-        "max natural, sum once more": (scores_max * scale + log2_total) * LN_2,
-        "wrong way": (added + log2_total) * LOG2_E,
-        "max twice, in log2 units": (added * scale_log2 + log2_total) * LN_2,
-        "max twice, half in log2 units": added * scale + log2_total * LN_2,
-        "max twice": scores_max * scale * scale + log2_total * LN_2,
-        "lse unscaled": scores_max + log2_total * LN_2,
-        "lse unscaled, all by ln 2": (scores_max + log2_total) * LN_2,
-        "no max in lse": log2_total * LN_2,
-        "no max in lse, log2 units": log2_total,
-        "lse of acc_s": torch.logsumexp(acc_s, axis),
-    }
-    lse = next((ways[way] for way in ways if way in slips), (added + log2_total) * LN_2)
-    if "column" in slips:
-        lse = lse[:, None]
-    return p if "not divided" in slips else p / total.unsqueeze(beside), lse
-
-
-_BASE_TWO_MISTAKES = (
-    *_ways(
-        _softmax,
-        "exp2 without log2(e)",
-        "The rows sum to 1, so nothing looks wrong. But these are powers of 2, and they are "
-        "flatter than powers of e. Which power of 2 is e?",
-        ("no log2(e)", "log2 units"),
-        ("no log2(e)", "sum natural"),
-        ("no log2(e)",),
-    ),
-    *_ways(
-        _softmax,
-        "exp of an exponent that holds log2(e) already",
-        "The scale holds log2(e), which turns a power of e into a power of 2. You took a power "
-        "of e. Which function belongs to that scale?",
-        ("exp", "sum natural"),
-        ("exp",),
-    ),
-    Misconception(
-        "dividing by log2(e) where multiplying is meant",
-        slip(_softmax, "log2(e) divides"),
-        "Your weights are too flat. 2 is less than e: does it need a larger exponent to reach "
-        "the same number, or a smaller one?",
-    ),
-    Misconception(
-        "leaving out the scale",
-        slip(_softmax, "no scale"),
-        "This is the softmax of `acc_s`. The statement asks for that of `acc_s * scale`. Where "
-        "could `scale` go, so that it costs nothing?",
-    ),
-    Misconception(
-        "scaling twice",
-        slip(_softmax, "twice"),
-        "The scores were multiplied by `scale`, and then by `scale_log2`. What does `scale_log2` "
-        "hold already?",
-    ),
-    *_ways(
-        _softmax,
-        "a softmax down the columns",
-        "A row holds the scores of one query, and they lie along the second axis. Along which axis "
-        "did you take the maximum and the sum?",
-        ("columns", "upright"),
-        ("columns",),
-    ),
-    Misconception(
-        "a softmax with no maximum subtracted",
-        slip(_softmax, "no max"),
-        "Small scores are right, large ones give NaN. In fp32, 2^128 is inf and inf / inf is "
-        "NaN. What can you subtract from a row, so that no exponent is above 0?",
-    ),
-    Misconception(
-        "one maximum for all rows",
-        slip(_softmax, "one max"),
-        "A row far below the largest score of another row has nothing left but zeros. How many "
-        "maxima does a tile of `G` rows have?",
-    ),
-    Misconception(
-        "a maximum that is never below 0",
-        slip(_softmax, "at least 0"),
-        "In a row of negative scores, the largest is negative, too. Measured from 0, all of them "
-        "may underflow, and 0 / 0 is NaN. What should the largest power of every row be?",
-    ),
-    *_ways(
-        _softmax,
-        "a maximum subtracted without its scale",
-        "The scores are scaled when the maximum is subtracted, and the maximum is not. The "
-        "weights hide that until something overflows or vanishes. In which units is each of the "
-        "two?",
-        ("max unscaled twice",),
-        ("max unscaled",),
-    ),
-    Misconception(
-        "powers that were not divided by their sum",
-        slip(_softmax, "not divided"),
-        "The largest weight of each row is 1, since that is 2⁰. What should a row sum to?",
-    ),
-    Misconception(
-        "an lse of the scores before scaling",
-        slip(_softmax, "lse of acc_s"),
-        "Your lse is that of `acc_s`. The weights are made from `acc_s * scale`. Of which scores "
-        "should the lse be?",
-    ),
-    Misconception(
-        "an lse with an axis too many",
-        slip(_softmax, "column"),
-        "Every row needs one number, and yours has a second axis of length 1. Did a `keepdim` or "
-        "a `[:, None]` stay on?",
-    ),
-    Misconception(
-        "an lse left in log2 units",
-        slip(_softmax, "log2 units"),
-        "The lse is too large by one factor everywhere. Whoever reads it expects a natural "
-        "logarithm. How many natural units is one log2 unit?",
-    ),
-    *_ways(
-        _softmax,
-        "an lse that adds natural units and log2 units",
-        "In the lse, one of the two terms is a natural logarithm, and the other is in log2 "
-        "units. Which is which?",
-        ("sum natural",),
-        ("max natural, sum once more",),
-        ("max natural",),
-    ),
-    Misconception(
-        "an lse converted the wrong way",
-        slip(_softmax, "wrong way"),
-        "One log2 unit is a factor of 2, one natural unit a factor of e. Does the same number "
-        "count more natural units, or fewer?",
-    ),
-    *_ways(
-        _softmax,
-        "an lse that forgets the scale on the maximum",
-        "The lse is that of scaled scores, but the maximum came in as a plain dot product. What "
-        "has to happen to it first?",
-        ("lse unscaled, all by ln 2",),
-        ("lse unscaled",),
-    ),
-    *_ways(
-        _softmax,
-        "an lse that scales its maximum twice",
-        "The maximum that you put into the lse is one of scaled scores, and it is scaled once "
-        "more there. In which unit is it already?",
-        ("max twice, in log2 units",),
-        ("max twice, half in log2 units",),
-        ("max twice",),
-    ),
-    *_ways(
-        _softmax,
-        "an lse that forgets the maximum",
-        "Your denominator is measured from the maximum, and the lse is that of a sum with "
-        "nothing subtracted. What has to come back?",
-        ("no max in lse, log2 units",),
-        ("no max in lse",),
-    ),
-)
-
-SOFTMAX_BASE_TWO = Exercise(
-    name="softmax_base_two",
-    statement=r"""
-Write softmax the way a kernel does: use `torch.exp2` and `torch.log2`.
-
-- `acc_s` `[G, BS]`: plain dot products, not yet scaled; every score is finite.
-- `scale`: the factor on every score, to be folded with $\log_2 e$ once.
-
-Return `(p, lse)`: the weights `[G, BS]`, each row summing to 1, equal to `softmax(acc_s * scale)`;
-and the **natural** log-sum-exp `[G]` of `acc_s * scale`. Scores may be in the thousands.
-""",
-    minutes=5,
-    difficulty=1,
-    hints=(
-        "Take the scores 1 and 3 and the scale ½. What are e^0.5 and e^1.5 as powers of 2?",
-        "One factor does both, the scale and the change of base. Measure every exponent from its "
-        "row's maximum. Then nothing overflows, and the maximum has to come back in `lse`.",
-        "Begin with the row maxima, `acc_s.amax(1)`, and the scale with log2(e) in it. Take "
-        "powers of the differences and sum them. Add up `lse` in log2 units, and convert it to "
-        "natural ones at the end.",
-    ),
-    why="Changing the base of a power only multiplies its exponent, so log2(e) joins the scale, "
-    "and the GPU's own 2ˣ does the rest.",
-    solution=softmax_base_two,
-    cases=(
-        Case("one row of two scores, scale 0.5", lambda: (torch.tensor([[1.0, 3.0]]), 0.5)),
-        Case("three rows of seven scores, scale 1/8", lambda: (_randn(0, 3, 7, spread=8.0), 0.125)),
-        Case(
-            "three rows, two of them with scores in the thousands, in fp32",
-            lambda: (
-                torch.tensor(
-                    [[3000.0, 1000.0, -2000.0], [-4000.0, -3000.0, -3500.0], [4.0, 1.0, -2.0]]
-                ),
-                0.5,
-            ),
-        ),
-    ),
-    misconceptions=_BASE_TWO_MISTAKES,
-    combine=together(
-        _BASE_TWO_MISTAKES,
-        {"no log2(e)", "log2(e) divides", "exp"},
-        {"no scale", "twice"},
-        {"no max", "one max", "max unscaled", "at least 0"},
-        {
-            "max twice",
-            "log2 units",
-            "max natural",
-            "wrong way",
-            "lse unscaled",
-            "no max in lse",
-            "lse of acc_s",
-        },
-        {"no max", "no max in lse"},
-    ),
-)
-
-
-# -- 2: one step --
+# -- 1: one step --
 
 
 def online_step(
@@ -478,8 +228,8 @@ _STEP_MISTAKES = (
     Misconception(
         "scores as weights of the values",
         slip(_step, "scores weigh"),
-        "A value is weighed by the power of its score, not by the score. In the chapter's step, "
-        "`acc_s` holds powers by then. Which tensor holds yours?",
+        "A value is weighed by the power of its score, not by the score. Which of your tensors "
+        "holds powers?",
     ),
     Misconception(
         "one sum for all rows",
@@ -613,7 +363,7 @@ Return the new `(scores_max, running_sum, acc_o)`. Nothing is divided yet.
 )
 
 
-# -- 3: the fully masked chunk --
+# -- 2: the fully masked chunk --
 
 
 def guarded_step(
@@ -870,6 +620,273 @@ check, and would also hide the `NaN` of any other mistake.
         {"1 while empty", "factor unguarded"},
         {"exp", "factor unscaled"},
         {"exp", "p unscaled"},
+    ),
+)
+
+
+# -- 3: the walk as a kernel --
+
+_BT = 4
+
+
+def row_lse() -> object:
+    """The kernel that walks along a row of scores and stores its log-sum-exp."""
+
+    @triton.jit
+    def kernel(S, LSE, scale_log2, ln_2, M, BT: tl.constexpr):
+        row = tl.program_id(0)
+        scores_max, running_sum = float("-inf"), 0.0
+        for first in range(0, M, BT):
+            key = first + tl.arange(0, BT)
+            acc_s = tl.load(S + row * M + key, mask=key < M, other=float("-inf"))
+            scores_max_prev = scores_max
+            scores_max = tl.maximum(scores_max_prev, tl.max(acc_s, axis=0))
+            scores_scale = tl.exp2((scores_max_prev - scores_max) * scale_log2)
+            p = tl.exp2((acc_s - scores_max) * scale_log2)
+            running_sum = running_sum * scores_scale + tl.sum(p, axis=0)
+        tl.store(LSE + row, (scores_max * scale_log2 + tl.log2(running_sum)) * ln_2)
+
+    return kernel
+
+
+def _run_row_lse(solution: Callable, scores: Tensor, scale: float) -> Tensor:
+    """Launch the kernel; behind the last row lie large scores."""
+    kernel = solution()
+    if kernel is None:
+        if any(isinstance(c, CodeType) for c in solution.__code__.co_consts):
+            raise TypeError("row_lse defines a kernel and returns None: `return kernel`")
+        raise NotImplementedError("there is no kernel yet")
+    if not hasattr(kernel, "run"):
+        raise TypeError("the kernel is not decorated with @triton.jit")
+    device, (N, M) = environment.detect().device, scores.shape
+    memory = torch.cat([scores.flatten(), torch.full((_BT,), 300.0)]).to(device)
+    lse = torch.full((N,), -77.0, device=device)
+    with warnings.catch_warnings():  # the interpreter's, where a power is more than fp32 holds
+        warnings.simplefilter("ignore", RuntimeWarning)
+        kernel[(N,)](memory, lse, scale * LOG2_E, LN_2, M, BT=_BT)
+    return lse.cpu()
+
+
+@triton.jit
+def _wrong_lse(S, LSE, scale_log2, ln_2, M, BT: tl.constexpr, SLIP: tl.constexpr):
+    row = tl.program_id(0)
+    start = row * M
+    if SLIP == "first row":
+        start = row * 0
+    if SLIP == "rows of BT":
+        start = row * BT
+    step_scale = 1.0 if SLIP == "no scale" else scale_log2
+    scores_max, running_sum = float("-inf"), 0.0
+    for first in range(0, M, BT):
+        key = first + tl.arange(0, BT)
+        if SLIP == "other 0":
+            acc_s = tl.load(S + start + key, mask=key < M, other=0.0)
+        elif SLIP == "no mask":
+            acc_s = tl.load(S + start + key)
+        else:
+            acc_s = tl.load(S + start + key, mask=key < M, other=float("-inf"))
+        scores_max_prev = scores_max
+        scores_max = tl.max(acc_s, axis=0)
+        if SLIP != "own":
+            scores_max = tl.maximum(scores_max_prev, scores_max)
+        if SLIP == "upside down":
+            scores_scale = tl.exp2((scores_max - scores_max_prev) * step_scale)
+        elif SLIP == "exp":
+            scores_scale = tl.exp((scores_max_prev - scores_max) * step_scale)
+        else:
+            scores_scale = tl.exp2((scores_max_prev - scores_max) * step_scale)
+        if SLIP == "no rescale":
+            scores_scale = scores_scale * 0.0 + 1.0
+        if SLIP == "last chunk":
+            scores_scale = scores_scale * 0.0
+        if SLIP == "exp":
+            p = tl.exp((acc_s - scores_max) * step_scale)
+        else:
+            p = tl.exp2((acc_s - scores_max) * step_scale)
+        running_sum = running_sum * scores_scale + tl.sum(p, axis=0)
+    log2_sum = tl.log2(running_sum)
+    lse = (scores_max * scale_log2 + log2_sum) * ln_2
+    if SLIP == "log2 units":
+        lse = scores_max * scale_log2 + log2_sum
+    if SLIP == "natural sum":
+        lse = scores_max * scale_log2 + log2_sum * ln_2
+    if SLIP == "natural max":
+        lse = scores_max * scale_log2 * ln_2 + log2_sum
+    if SLIP == "no max":
+        lse = log2_sum * ln_2
+    if SLIP == "max unscaled":
+        lse = scores_max + log2_sum * ln_2
+    if SLIP == "max unscaled, all by ln 2":
+        lse = (scores_max + log2_sum) * ln_2
+    tl.store(LSE + row, lse)
+
+
+class _Mistaken:
+    """`_wrong_lse` with its slip chosen; launched like a kernel."""
+
+    def __init__(self, mistake: str) -> None:
+        self.mistake, self.run = mistake, None
+
+    def __getitem__(self, grid: tuple) -> Callable:
+        return partial(_wrong_lse[grid], SLIP=self.mistake)
+
+
+def _lse_mistakes(name: str, hint: str, *slips: str) -> tuple[Misconception, ...]:
+    """One mistake of a kernel, made in several ways."""
+    return tuple(Misconception(name, partial(_Mistaken, slip), hint) for slip in slips)
+
+
+def _rows(name: str, *rows: list[float], scale: float = 1.0) -> Case:
+    here = environment.detect()
+    return Case(
+        name,
+        lambda: (torch.tensor(rows, dtype=torch.float32), scale),
+        lambda: here.why_not("triton", here.device),
+    )
+
+
+ROW_LSE = Exercise(
+    name="row_lse",
+    statement=r"""
+Write the walk as a kernel, one program per row. `S` `[N, M]` holds unscaled, finite scores. A
+program reads `BT` scores of its row at a time, and stores the natural log-sum-exp of its *scaled*
+scores in `LSE` `[N]`. Copy this frame into `row_lse`, and fill the gaps. `scale_log2` is the scale
+times $\log_2 e$, and `ln_2` is 0.6931.
+
+```python
+@triton.jit
+def kernel(S, LSE, scale_log2, ln_2, M, BT: tl.constexpr):
+    row = tl.program_id(0)
+    scores_max, running_sum = float("-inf"), 0.0
+    for first in range(0, M, BT):
+        key = first + tl.arange(0, BT)
+        acc_s = tl.load(S + row * M + key, mask=..., other=...)
+        ...  # your step, without acc_o
+    tl.store(LSE + row, ...)
+
+return kernel
+```
+""",
+    minutes=8,
+    difficulty=2,
+    hints=(
+        "Take `online_step`, and cross out every line with `acc_o`. Which of torch's functions "
+        "have to become Triton's?",
+        "The last chunk may reach past the end of the row. Which score may a place there have, so "
+        "that neither the maximum nor the sum notices it?",
+        "`tl.maximum` compares two numbers, `tl.max(…, axis=0)` and `tl.sum(…, axis=0)` reduce a "
+        "tile to one. After the loop, scale the maximum, add the sum's `tl.log2`, and convert the "
+        "total to natural units.",
+    ),
+    why="A program carries two numbers in its registers, so a row of any length needs no memory "
+    "but one tile of scores.",
+    solution=row_lse,
+    run=_run_row_lse,
+    tolerance=1e-4,
+    misconceptions=(
+        *_lse_mistakes(
+            "a masked place that counts as a score of 0",
+            "In a row of negative scores, a score of 0 is the largest. Which score has the power "
+            "0, and never becomes the maximum?",
+            "other 0",
+        ),
+        *_lse_mistakes(
+            "a load past the end of the row",
+            "The last chunk of a row may be shorter than `BT`. Whose scores lie behind it?",
+            "no mask",
+        ),
+        *_lse_mistakes(
+            "a missing rescale",
+            "The old sum is measured from the old maximum, the new powers from the new one. At "
+            "which rate do you change the old unit into the new one?",
+            "no rescale",
+        ),
+        *_lse_mistakes(
+            "a sum that keeps the last chunk alone",
+            "What is stored is the last chunk's sum. What have the chunks before it given?",
+            "last chunk",
+        ),
+        *_lse_mistakes(
+            "the chunk's own maximum in place of the running one",
+            "Right on most rows. But 128 log2 units below the first chunk, the factor is inf. "
+            "Which maximum can never fall?",
+            "own",
+        ),
+        *_lse_mistakes(
+            "a rescale factor upside down",
+            "Your factor is above 1, and in the first chunk it is inf. The maximum can only rise. "
+            "What must old terms do then?",
+            "upside down",
+        ),
+        *_lse_mistakes(
+            "exponents without scale_log2",
+            "The scores in `S` are plain dot products. What is missing before a difference of two "
+            "of them becomes an exponent?",
+            "no scale",
+        ),
+        *_lse_mistakes(
+            "taking exp where exp2 is meant",
+            "Your powers are too small. `scale_log2` holds log2(e) already. Which base is left?",
+            "exp",
+        ),
+        *_lse_mistakes(
+            "an lse left in log2 units",
+            "Your lse is too large by one factor everywhere, and a natural logarithm is asked for. "
+            "How many natural units is one log2 unit?",
+            "log2 units",
+        ),
+        *_lse_mistakes(
+            "an lse that adds natural units and log2 units",
+            "One of the two terms of your lse is a natural logarithm, and the other is in log2 "
+            "units. Which is which?",
+            "natural sum",
+            "natural max",
+        ),
+        *_lse_mistakes(
+            "an lse that forgets the maximum",
+            "Your sum is measured from the maximum. The lse is that of a sum with nothing "
+            "subtracted. What has to come back?",
+            "no max",
+        ),
+        *_lse_mistakes(
+            "an lse that forgets the scale on the maximum",
+            "The lse is that of scaled scores, but the maximum is a plain dot product. What has to "
+            "happen to it first?",
+            "max unscaled",
+            "max unscaled, all by ln 2",
+        ),
+        *_lse_mistakes(
+            "reading the same row in every program",
+            "All programs run the same lines. What tells one row from the next?",
+            "first row",
+        ),
+        *_lse_mistakes(
+            "rows that begin BT places apart",
+            "A chunk has `BT` scores. How many has a row?",
+            "rows of BT",
+        ),
+    ),
+    cases=(
+        _rows("one row, one chunk", [1.0, 3.0, 2.0, 5.0], scale=0.5),
+        _rows("one row, the second chunk higher", [1, 3, 2, 4, 2, 8, 1, 5], scale=0.5),
+        _rows(
+            "three rows, each with its second chunk lower",
+            [5, 2, 1, 3, 1, 2, 3, 2],
+            [9, 2, 1, 3, 7, 4, 1, 2],
+            [0, -1, -2, -3, -4, -1, -2, -5],
+            scale=0.5,
+        ),
+        _rows(
+            "two rows of six negative scores, so that the last chunk is short",
+            [-9, -8, -7, -6, -5, -4],
+            [-3, -4, -2, -3, -4, -6],
+            scale=0.5,
+        ),
+        _rows(
+            "one row, its second chunk 200 log2 units lower",
+            [200, 199, 198, 197, 0, -1, -2, -3],
+            scale=LN_2,
+        ),
     ),
 )
 
@@ -1442,21 +1459,10 @@ Return `(o, lse)`: `[N, DV]` and `[N]`. A row that no program saw a key for give
 )
 
 
-EXERCISES = (SOFTMAX_BASE_TWO, ONLINE_STEP, GUARDED_STEP, MERGE_PARTIALS, MERGE_MANY)
+EXERCISES = (ONLINE_STEP, GUARDED_STEP, ROW_LSE, MERGE_PARTIALS, MERGE_MANY)
 
 
 # -- two mistakes at once --
-
-
-def _too_flat_in_log2_units(acc_s: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    p = torch.exp2(acc_s * scale)
-    total = p.sum(1)
-    return p / total[:, None], torch.log(total)
-
-
-def _unscaled_without_max(acc_s: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    p = torch.exp2((acc_s - acc_s.amax(1, keepdim=True)) * LOG2_E)
-    return p / p.sum(1, keepdim=True), torch.log(p.sum(1))
 
 
 def _own_and_half_rescaled(
@@ -1518,16 +1524,6 @@ def _raw_and_unwritten(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 DOUBLES = (
     Double(
-        "softmax_base_two",
-        _too_flat_in_log2_units,
-        ("exp2 without log2(e)", "a softmax with no maximum subtracted"),
-    ),
-    Double(
-        "softmax_base_two",
-        _unscaled_without_max,
-        ("leaving out the scale", "an lse that forgets the maximum"),
-    ),
-    Double(
         "online_step",
         _own_and_half_rescaled,
         (
@@ -1582,14 +1578,15 @@ DOUBLES = (
 # -- what the chapter warns of --
 
 TRAPS = (
-    Trap(
-        "Without it, two harmless scores are enough to lose everything.",
-        "softmax_base_two",
-        "a softmax with no maximum subtracted",
-    ),
+    Trap("two harmless scores are enough", "online_step", "powers measured from no maximum at all"),
     Trap(
         "Adding is wrong: 1.25 counts in units of 2³, 1.125 in units of 2⁵.",
         "online_step",
+        "a missing rescale",
+    ),
+    Trap(
+        "Adding is wrong: 1.25 counts in units of 2³, 1.125 in units of 2⁵.",
+        "row_lse",
         "a missing rescale",
     ),
     Trap(
@@ -1603,47 +1600,27 @@ TRAPS = (
         "rescaling the accumulator but not the denominator",
     ),
     Trap(
-        "The output is one division, at the very end.",
-        "online_step",
-        "a division inside the step",
+        "The output is one division, at the very end", "online_step", "a division inside the step"
     ),
+    Trap("Leave `log2(e)` out and no alarm goes off.", "row_lse", "taking exp where exp2 is meant"),
+    Trap("The scores stay plain dot products", "online_step", "a maximum that is stored scaled"),
     Trap(
-        "Leave `log2(e)` out and no alarm goes off.",
-        "softmax_base_two",
-        "exp2 without log2(e)",
+        "`lse` is the natural logarithm of the denominator", "row_lse", "an lse left in log2 units"
     ),
-    Trap(
-        "plain dot products, never scaled in place",
-        "softmax_base_two",
-        "scaling twice",
-    ),
-    Trap(
-        "Chapter 01's `lse` is the natural logarithm of the denominator",
-        "softmax_base_two",
-        "an lse left in log2 units",
-    ),
-    Trap(
-        "Every term of `running_sum` was divided by the same power; put it back",
-        "softmax_base_two",
-        "an lse that forgets the maximum",
-    ),
+    Trap("Put it back", "row_lse", "an lse that forgets the maximum"),
     Trap(
         r"$-\infty - (-\infty)$ is NaN, and a NaN never leaves a sum again.",
         "guarded_step",
         "-inf minus -inf, which is NaN",
     ),
     Trap(
-        "maximum itself must not lie above a score that is still to come",
+        "Never store it as the maximum",
         "guarded_step",
         "a stand-in that leaks into the state",
     ),
+    Trap("the row would look empty", "guarded_step", "a maximum that is never below 0"),
     Trap(
-        "the row would look empty",
-        "guarded_step",
-        "a maximum that is never below 0",
-    ),
-    Trap(
-        "the state stays as it was",
+        "the state must stay as it was",
         "guarded_step",
         "a factor that forgets the past when a chunk is fully masked",
     ),
@@ -1658,45 +1635,35 @@ TRAPS = (
         "the chunk's own maximum in place of the running one",
     ),
     Trap(
-        "The running maximum can only rise, so its factor is at\nmost 1",
+        "It measures each chunk from **its own** largest score",
+        "row_lse",
+        "the chunk's own maximum in place of the running one",
+    ),
+    Trap(
+        "The running maximum can only rise, so its factor is at most 1",
         "online_step",
         "a rescale factor upside down",
     ),
     Trap(
-        "overwrites `scores_max` with the block's own maximum, and never compares\nthe two",
+        "It saves `scores_max_prev`, overwrites `scores_max` with the block's own maximum",
         "guarded_step",
         "the chunk's own maximum in place of the running one",
     ),
     Trap(
-        r"outputs $o_1, o_2$, already divided",
+        "No program may read past the end of its row", "row_lse", "a load past the end of the row"
+    ),
+    Trap(
+        r"Their outputs $o_1, o_2$ are already divided",
         "merge_partials",
         "adding two outputs that were already divided",
     ),
+    Trap("the halves weigh in by those", "merge_partials", "a plain average of the two outputs"),
     Trap(
-        "so the halves weigh in by those",
-        "merge_partials",
-        "a plain average of the two outputs",
-    ),
-    Trap(
-        "this formula with the two precautions",
+        "this formula with two precautions",
         "merge_partials",
         "the formula as it stands, without its two precautions",
     ),
-    Trap(
-        "subtract the larger `lse` before taking powers",
-        "merge_partials",
-        "taking exp of an lse as it comes",
-    ),
-    Trap(
-        "and may be empty",
-        "merge_many",
-        "a NaN for a row that no part saw a key for",
-    ),
-    Trap(
-        'to "chunk\'s own max", or to "no max"',
-        "online_step",
-        "powers measured from no maximum at all",
-    ),
+    Trap("and may be empty", "merge_many", "a NaN for a row that no part saw a key for"),
 )
 
 

@@ -16,36 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, readable_on
+from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture
 from nsa_tutorial.course.sheet import Chart, Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
 
 CHUNK = 4  # keys
 SCORES = (
-    2,
-    4,
-    1,
-    3,
-    3,
-    5,
-    2,
-    4,
-    1,
-    3,
-    4,
-    2,
-    6,
-    7,
-    4,
-    5,
-    3,
-    2,
-    5,
-    4,
-    7,
-    6,
-    8,
-    5,
+    *(2, 4, 1, 3),
+    *(3, 5, 2, 4),
+    *(1, 3, 4, 2),
+    *(6, 7, 4, 5),
+    *(3, 2, 5, 4),
+    *(7, 6, 8, 5),
 )  # in log2 units: scale_log2 is 1
 CHUNKS = len(SCORES) // CHUNK
 REFERENCES = ("running max", "chunk's own max", "no max")
@@ -261,25 +243,14 @@ def _heights(lift: int) -> tuple[Callable[[float], float], list[int], float]:
 def _draw_scores(
     chart: Chart, scores: Tensor, moments: list[Moment], reference: str, lift: int
 ) -> None:
-    step, (place, marked, end) = len(moments), _heights(lift)
+    step, (place, marked, _) = len(moments), _heights(lift)
     kinds = ["key"] * (step - 1) + ["query"] + ["masked"] * (CHUNKS - step)
     tops = [place(score) for score in scores.tolist()]
     chart.boxes([(key - 0.35, 0, 0.7, y) for key, y in enumerate(tops)],
                 [kind for kind in kinds for _ in range(CHUNK)])  # fmt: skip
-    above, inside = [], []
-    for key, (y, score) in enumerate(zip(tops, scores.tolist(), strict=True)):
-        chunk = key // CHUNK
-        line = place(moments[chunk].scores_max) if chunk < step and reference != "no max" else -1
-        # a number keeps out of the line: into the bar, or above the line where the bar is low
-        if not y < line < y + 0.13 * end:
-            above.append((key, y, f"{score:.0f}"))
-        elif y > 0.15 * end:
-            inside.append((key, y, f"{score:.0f}"))
-        else:
-            above.append((key, line, f"{score:.0f}"))
-    chart.words(above, size=8, va="bottom", offset=(0, 1.5))
-    dark = [readable_on(kinds[key // CHUNK]) for key, *_ in inside]
-    chart.words(inside, size=8, colour=dark, va="top", offset=(0, -1.5))
+    # every number at the foot of its bar, where no line is in its way
+    feet = [(key, 0.0, f"{score:.0f}") for key, score in enumerate(scores.tolist())]
+    chart.words(feet, size=8, va="baseline", offset=(0, 1.5))
     if reference != "no max":
         lines = [place(m.scores_max) for m in moments]
         ends = [(c * CHUNK - 0.5, (c + 1) * CHUNK - 0.5) for c in range(step)]
