@@ -1113,7 +1113,8 @@ CAUSAL_SOFTMAX = Exercise(
     statement="""
 **Find three bugs.** A program turns one row of scores into causal weights: `S` and `W` are
 `[N, M]`, the queries are the last `N` of the `M` positions, and the grid is `(N,)`. `BM` is at
-least `M`. On many inputs this kernel is right. Copy it into `causal_softmax`, and mend it:
+least `M`. For ordinary scores and `N = M`, all visible weights are right. Copy the kernel into
+`causal_softmax`, and mend it:
 
 ```python
 @triton.jit

@@ -102,12 +102,12 @@ def draw_lookup(query: int = 4, scale: float = 0.5, causal: bool = True) -> Pict
     kind = "scores" if scale == 1 else "scaled scores"
     scores.title(f"{kind} (grey: hidden)" if causal else kind)
 
-    weights = sheet.chart(Place(3.62, 0.58, 2.5, 2.25), (-0.6, len(words) - 0.4), _HEIGHTS)
+    weights = sheet.chart(Place(3.6, 0.58, 2.45, 2.25), (-0.6, len(words) - 0.4), _HEIGHTS)
     seen = torch.isfinite(found.scores[query]).tolist()
     _bars(weights, found.weights, words, "key", seen)
     weights.title(f"weights of “{words[query]}”, sum {found.weights.sum():.2f}")
 
-    place = Place(6.6, 0.58, 1.5, 2.25)
+    place = Place(6.5, 0.58, 1.45, 2.25)
     output = sheet.chart(place, (-0.6, 2.6), _HEIGHTS)
     _bars(output, found.output, MEANINGS, "value", [True] * len(MEANINGS))
     output.title(f"mixed values, sum {found.output.sum():.2f}")
