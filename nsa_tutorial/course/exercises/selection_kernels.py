@@ -37,16 +37,16 @@ def group_mass() -> object:
 
     @triton.jit
     def kernel(Q, K, LSE, Mass, scale, log2_e, M, G, D: tl.constexpr, BT: tl.constexpr):
-        tokens = tl.program_id(0) * BT + tl.arange(0, BT)  # [BT]
+        summaries = tl.program_id(0) * BT + tl.arange(0, BT)  # [BT]
         width = tl.arange(0, D)
-        in_bounds = tokens < M
-        k_tile = tl.load(K + tokens[:, None] * D + width, mask=in_bounds[:, None], other=0.0)
+        in_bounds = summaries < M
+        k_tile = tl.load(K + summaries[:, None] * D + width, mask=in_bounds[:, None], other=0.0)
         mass = tl.zeros([BT], tl.float32)
         for g in range(G):
-            q_row = tl.load(Q + g * D + width)  # [D]
+            q_row = tl.load(Q + g * D + width)  # [D], the query of head g
             s = tl.sum(k_tile * q_row, axis=1) * scale  # [BT]
             mass += tl.exp2((s - tl.load(LSE + g)) * log2_e)
-        tl.store(Mass + tokens, mass, mask=in_bounds)
+        tl.store(Mass + summaries, mass, mask=in_bounds)
 
     return kernel
 
@@ -78,18 +78,18 @@ def _run_group_mass(solution: Callable, G: int, M: int, D: int) -> tuple[Tensor,
 def _wrong_mass(
     Q, K, LSE, Mass, scale, log2_e, M, G, D: tl.constexpr, BT: tl.constexpr, SLIP: tl.constexpr
 ):
-    tokens = tl.program_id(0) * BT + tl.arange(0, BT)
+    summaries = tl.program_id(0) * BT + tl.arange(0, BT)
     if SLIP == "first tile":
-        tokens = tl.arange(0, BT)
+        summaries = tl.arange(0, BT)
     width = tl.arange(0, D)
-    in_bounds = tokens < M
-    k_tile = tl.load(K + tokens[:, None] * D + width, mask=in_bounds[:, None], other=0.0)
+    in_bounds = summaries < M
+    k_tile = tl.load(K + summaries[:, None] * D + width, mask=in_bounds[:, None], other=0.0)
     mass = tl.zeros([BT], tl.float32)
     total = tl.zeros([BT], tl.float32)
     total_lse = 0.0
     for g in range(G):
         head = 0 if SLIP == "one head" else g
-        q_row = tl.load(Q + head * D + width)
+        q_row = tl.load(Q + (0 if SLIP == "one query" else head) * D + width)
         s = tl.sum(k_tile * q_row, axis=1)
         if SLIP != "no scale":
             s = s * scale
@@ -110,9 +110,9 @@ def _wrong_mass(
     if SLIP == "mean":
         mass = mass / G
     if SLIP == "no mask":
-        tl.store(Mass + tokens, mass)
+        tl.store(Mass + summaries, mass)
     else:
-        tl.store(Mass + tokens, mass, mask=in_bounds)
+        tl.store(Mass + summaries, mass, mask=in_bounds)
 
 
 class _Mistaken:
@@ -145,25 +145,27 @@ this frame into `group_mass`, and fill the two gaps. `log2_e` is 1.4427.
 ```python
 @triton.jit
 def kernel(Q, K, LSE, Mass, scale, log2_e, M, G, D: tl.constexpr, BT: tl.constexpr):
-    tokens = ...  # the program's summaries, [BT]
+    summaries = ...  # the program's summaries, [BT]
     width = tl.arange(0, D)
-    in_bounds = tokens < M
-    k_tile = tl.load(K + tokens[:, None] * D + width, mask=in_bounds[:, None], other=0.0)
+    in_bounds = summaries < M
+    k_tile = tl.load(K + summaries[:, None] * D + width, mask=in_bounds[:, None], other=0.0)
     mass = tl.zeros([BT], tl.float32)
-    ...  # a loop over the G heads adds their weights to mass
-    tl.store(Mass + tokens, mass, mask=in_bounds)
+    for g in range(G):
+        q_row = tl.load(Q + g * D + width)  # [D], the query of head g
+        ...  # add the weights of head g to mass
+    tl.store(Mass + summaries, mass, mask=in_bounds)
 
 return kernel
 ```
 """,
-    minutes=8,
+    minutes=6,
     difficulty=2,
     hints=(
         "A program has `BT` sums, one for each of its summaries. What does each head add to them?",
         "`tl.program_id(0)` says which tile of `BT` summaries is the program's. In the loop, with "
         "one query, the product is `tl.sum(…, axis=1)` of an elementwise product.",
-        "In the loop, load one row of `Q` and one number of `LSE`. Scale the sum along the width, "
-        "subtract the head's LSE, and only then multiply by `log2_e` for `tl.exp2`.",
+        "In the loop, load head g's number of `LSE`. Scale the sum along the width, subtract the "
+        "head's LSE, and only then multiply by `log2_e` for `tl.exp2`.",
     ),
     why="Once the LSE is known, each head's weight is final, so a loop may add them up one after "
     "the other, and the tile of sums never leaves the program.",
@@ -191,6 +193,12 @@ return kernel
             "one LSE for all heads",
             _mass("one lse"),
             "Every head has a softmax of its own, and so an LSE of its own. Where in `LSE` is it?",
+        ),
+        Misconception(
+            "one query for all heads",
+            _mass("one query"),
+            "Each head of the group has a query of its own. How far behind `Q` does head g's row "
+            "begin?",
         ),
         Misconception(
             "taking one head of the group",
@@ -248,7 +256,9 @@ def walk(first: int, BQ: int, BT: int, length: int, stride: int) -> tuple[int, i
     return visible[0] // BT, -(-visible[1] // BT)
 
 
-def _walk(slips: Slips, first: int, BQ: int, BT: int, length: int, stride: int) -> tuple[int, int]:
+def _walk(
+    slips: Slips, first: int, BQ: int, BT: int, length: int, stride: int
+) -> tuple[int, int] | int:
     """`walk` with slips."""
 
     def visible(t: int) -> int:
@@ -258,7 +268,7 @@ def _walk(slips: Slips, first: int, BQ: int, BT: int, length: int, stride: int) 
             return (t + 1) // length
         if "pieces" in slips:
             return (t + 1) // stride
-        number = (t + ("late" not in slips) - length) // stride + 1
+        number = (t + ("late" not in slips) - length) // stride + ("one too few" not in slips)
         return number if "negative" in slips else max(number, 0)
 
     few, many = visible(first), visible(first + BQ - ("past the tile" not in slips))
@@ -276,6 +286,10 @@ def _walk(slips: Slips, first: int, BQ: int, BT: int, length: int, stride: int) 
     steps = many // BT if "steps down" in slips else -(-many // BT)
     if "always one more" in slips:
         steps = many // BT + 1
+    if "steps alone" in slips:
+        return steps
+    if "whole alone" in slips:
+        return whole
     return whole, steps - whole if "masked alone" in slips else steps
 
 
@@ -285,6 +299,12 @@ _WALK_MISTAKES = (
         slip(_walk, "late"),
         "Query `t` sees the tokens 0 to `t`: `t + 1` of them. With summaries of 4, which is the "
         "first query that has seen one whole?",
+    ),
+    Misconception(
+        "one summary too few",
+        slip(_walk, "one too few"),
+        "The query that reads the last token of summary 0 sees one summary. Your quotient is 0 "
+        "there. What does it count: summaries, or strides behind the first one?",
     ),
     Misconception(
         "seeing a summary as soon as it begins",
@@ -361,9 +381,17 @@ _WALK_MISTAKES = (
         slip(_walk, "masked alone"),
         "The second number counts all steps of the walk, masked or not.",
     ),
+    Misconception(
+        "one number in place of two",
+        slip(_walk, "steps alone"),
+        "That is where the walk ends. Return a pair: how many of these steps need no mask?",
+    ),
+    Misconception(
+        "one number in place of two",
+        slip(_walk, "whole alone"),
+        "These are the steps without a mask. Return a pair: how many steps are there in all?",
+    ),
 )
-
-_VISIBLE = ("late", "begun", "apart", "pieces", "negative")
 
 _WALK = Exercise(
     name="walk",
@@ -391,7 +419,14 @@ how many steps there are until no query sees more.
     combine=together(
         _WALK_MISTAKES,
         {"begun", "apart", "pieces", "late"},
-        *({"negative", other} for other in ("begun", "apart", "pieces")),
+        {"begun", "apart", "pieces", "one too few"},
+        *({"negative", other} for other in ("begun", "apart", "pieces", "one too few")),
+        *({"steps alone", other} for other in ("whole alone", "masked alone", "summaries")),
+        *({"steps alone", other} for other in ("whole by last", "whole up", "whole fraction")),
+        *({"whole alone", other} for other in ("masked alone", "summaries", "steps by first")),
+        *({"whole alone", other} for other in ("steps down", "always one more")),
+        {"steps alone", "fractions"},
+        {"whole alone", "fractions"},
         {"whole by last", "steps by first"},
         *({"summaries", other} for other in ("whole up", "steps down", "masked alone")),
         {"fractions", "whole fraction", "summaries", "whole up"},
@@ -575,13 +610,23 @@ def _running(
     sign = 1 if "higher ids" in slips else -1
     local = num_local + ("one more" in slips)
     forced: set[int] = set()
+    if "before" in slips:
+        negative = range(own - num_local + 1, 0)
+        if slips & {"on top", "beside"}:
+            forced |= set(negative)
+        else:
+            best = [(math.inf, sign * b) for b in negative]
     for number, step in enumerate(steps):
         fresh = []
         if "this length" in slips:
             block = number * len(step)
         for place, score in enumerate(step):
-            is_initial = (place if "by place" in slips else block) < num_initial
+            is_initial = (place if slips & {"by place", "all by place"} else block) < num_initial
             is_local = block > own - local and not ("own left out" in slips and block == own)
+            if slips & {"local by place", "all by place"}:
+                is_local = place > own - local
+            if "end of step" in slips:
+                is_local = place >= len(step) - local
             is_forced = (is_initial and "no initial" not in slips) or (
                 is_local and "no local" not in slips
             )
@@ -589,20 +634,35 @@ def _running(
                 forced.add(block)
             if is_forced and not slips & {"own score", "on top"}:
                 score = math.inf
-            if block <= own or "future" in slips:
+            if "beside" in slips and is_forced:
+                forced |= {block} if block <= own else set()
+            elif block <= own or "future" in slips:
                 fresh.append((score, sign * block))
             block += 1
-        if "last step" in slips and fresh:
+        if ("last step" in slips and fresh) or "this step" in slips:
             best = []
         best = sorted(best + fresh, reverse=True)[:n]
         kept += sorted(fresh, reverse=True)[:n]
     if "each step" in slips:
         best = kept
+    if "scores" in slips:
+        return [score for score, _ in best]
+    if "scores ascending" in slips:
+        return sorted(score for score, _ in best)
     ids = list(dict.fromkeys([sign * entry for _, entry in best] + sorted(forced)))
     return ids if "by score" in slips else sorted(ids)
 
 
 _RUNNING_MISTAKES = (
+    *(
+        Misconception(
+            "forcing by the place within the step",
+            slip(_running, name),
+            "The local blocks end at `own`, which is a number in the text. A place counts from the "
+            "start of a step. How do you know which block a score belongs to?",
+        )
+        for name in ("local by place", "all by place", "end of step")
+    ),
     Misconception(
         "forcing by the place within the step",
         slip(_running, "by place"),
@@ -621,13 +681,28 @@ _RUNNING_MISTAKES = (
     ),
     Misconception(
         "forced blocks on top of n others",
+        slip(_running, "beside"),
+        "The list has `n` places, the forced blocks included. Who has to leave?",
+    ),
+    Misconception(
+        "forced blocks on top of n others",
         slip(_running, "on top"),
         "The list has `n` places, the forced blocks included. Who has to leave?",
+    ),
+    Misconception(
+        "a forced block before the text",
+        slip(_running, "before"),
+        "Query 0 has one block, not two. Where does `own - num_local` lead near the beginning?",
     ),
     Misconception(
         "taking blocks of the future",
         slip(_running, "future"),
         "The step that holds the own block may go on behind it. What may the query see of that?",
+    ),
+    Misconception(
+        "forgetting the list at every step",
+        slip(_running, "this step"),
+        "What the steps before found is gone. What has to outlive a step?",
     ),
     Misconception(
         "forgetting the list at every step",
@@ -648,6 +723,15 @@ _RUNNING_MISTAKES = (
         "the best first in place of ascending ids",
         slip(_running, "by score"),
         "The list is ascending (chapter 05). By what did you sort last?",
+    ),
+    *(
+        Misconception(
+            "scores in place of their blocks",
+            slip(_running, name),
+            "The list names blocks. What has to travel with each score, so that you can say where "
+            "it came from?",
+        )
+        for name in ("scores", "scores ascending")
     ),
     Misconception(
         "one local block too many",
@@ -671,6 +755,13 @@ _RUNNING_MISTAKES = (
         "Which blocks does `num_local` name?",
     ),
 )
+
+_PLACES = ("local by place", "all by place", "end of step")
+_NOT_WITH_PLACES = {
+    *_PLACES, "by place", "own score", "no local", "one more", "own left out", "no initial",
+}  # fmt: skip
+_SCORES = ("scores", "scores ascending")
+_RUNNING_SLIPS = frozenset().union(*(m.wrong.slips for m in _RUNNING_MISTAKES))
 
 _RUNNING = Exercise(
     name="running_list",
@@ -705,9 +796,16 @@ result: that no more than `n` blocks outlive a step is yours to keep.
         {"by place", "no initial"},
         {"no local", "one more", "own left out"},
         {"last step", "each step"},
+        *({name, other} for name in _PLACES for other in _NOT_WITH_PLACES - {name}),
+        *({"before", other} for other in _RUNNING_SLIPS - {"before", "on top", "beside"}),
+        *({"beside", other} for other in _RUNNING_SLIPS - {"beside", "before"}),
+        *({"this step", other} for other in _RUNNING_SLIPS - {"this step"}),
+        *({name, other} for name in _SCORES for other in _RUNNING_SLIPS - {name}),
     ),
     cases=(
         Case("the best two of one step", lambda: ([[1.0, 3.0, 2.0]], 2, 2, 0, 1)),
+        Case("the own block is the worst", lambda: ([[3.0, 4.0, 1.0]], 2, 2, 0, 1)),
+        Case("the first query, two local blocks", lambda: ([[4.0, 1.0]], 0, 2, 0, 2)),
         Case("two steps, none forced at the start", lambda: ([[5.0, 1.0], [4.0, 0.5]], 3, 2, 0, 1)),
         Case("the first block is forced", lambda: ([[0.1, 7.0], [8.0, 9.0]], 3, 3, 1, 1)),
         Case(
@@ -761,6 +859,10 @@ def _pack(slips: Slips, scores: Tensor, ids: Tensor, id_bits: int) -> Tensor:
         return (bits << width) | low
     if "wrapped" in slips:
         return (bits.int() << width) | low.int()
+    if "down" in slips:
+        return (bits >> width) | low
+    if "down, added" in slips:
+        return (bits >> width) + low
     if "borrowed" in slips:
         return (bits & ~mask) - ids.long()
     if "early" in slips:
@@ -806,6 +908,15 @@ _PACK_MISTAKES = (
         slip(_pack, "wrapped"),
         "A score has 32 bits already. Shifted up in an int32, it loses its highest bits, "
         "which matter most. Which of its bits can you spare?",
+    ),
+    *(
+        Misconception(
+            "shifting the score down and not up again",
+            slip(_pack, name),
+            "After `>> id_bits`, the bits that matter stand at the low end, where the id should "
+            "go. How do you bring them back up?",
+        )
+        for name in ("down", "down, added")
     ),
     Misconception(
         "subtracting the id from the cleared score",
@@ -869,8 +980,8 @@ _PACK_MISTAKES = (
 )
 
 _HOW = (
-    "on top", "shifted", "wrapped", "borrowed", "early", "dropped", "added", "or",
-    "number of bits", "float",
+    "on top", "shifted", "wrapped", "down", "down, added", "borrowed", "early", "dropped",
+    "added", "or", "number of bits", "float",
 )  # fmt: skip
 
 _PACK = Exercise(
@@ -932,7 +1043,8 @@ def pick(bits: Tensor, n: int) -> list[int]:
     low, high = 0, 2**31  # at least n blocks have low or more, unless low is 0; fewer have high
     while high - low > 1:
         middle = (low + high) // 2
-        if int((bits >= middle).sum()) >= n:
+        count = int((bits >= middle).sum())  # how many have at least this much?
+        if count >= n:
             low = middle
         else:
             high = middle
@@ -970,6 +1082,9 @@ def _watched(*bits: int) -> Tensor:
     return torch.tensor(bits).as_subclass(_Watched)
 
 
+_TOO_FEW = (30, 29, 28, 24, 23, 20, 16, 10)  # questions
+
+
 def _pick(slips: Slips, bits: Tensor, n: int) -> list[int]:
     """`pick` with slips."""
     values = bits.tolist()
@@ -977,7 +1092,7 @@ def _pick(slips: Slips, bits: Tensor, n: int) -> list[int]:
         raise StillAsking
     if "no count" in slips:
         bool((bits >= 1) >= n)
-    if "wrong end" in slips:
+    if "wrong end" in slips and sum(x >= 2**30 for x in values) < n:
         return [-1] * n
     if "distinct" in slips:
         ranked = sorted(set(values), reverse=True)
@@ -986,10 +1101,17 @@ def _pick(slips: Slips, bits: Tensor, n: int) -> list[int]:
     position = n - 1 + ("one more" in slips)
     least = ranked[position] if position < len(ranked) else -1
     low = least if "hidden" in slips else max(least, 0)
-    if "narrow" in slips:
+    if "wrong end" in slips:
+        low = 0
+    if slips & {"narrow", "narrow, n of them"}:
         low = min(low, 2**16 - 1)
-    if "thirty" in slips:
-        low -= low % 2
+    if slips & {"up to 2.0", "up to 2.0, n of them"}:
+        low = min(low, 2**30 - 1)
+    if "to the largest" in slips:
+        low = min(low, max(max(values) - 1, 0))
+    for asked in _TOO_FEW:
+        if f"{asked} questions" in slips:
+            low -= low % 2 ** (31 - asked)
     above = [i for i, x in enumerate(values) if x > low]
     equal = [i for i, x in enumerate(values) if x == low]
     if "zeros" in slips and low == 0:
@@ -1003,6 +1125,8 @@ def _pick(slips: Slips, bits: Tensor, n: int) -> list[int]:
         ids = [i for i, x in enumerate(values) if x >= low][:n]
     if "unsorted" not in slips:
         ids = sorted(ids)
+    if slips & {"narrow, n of them", "up to 2.0, n of them"}:
+        ids = ids[:n]
     if "numbers" in slips:
         return [values[i] for i in ids] + [-1] * (n - len(ids))
     return ids if "short" in slips else ids + [-1] * (n - len(ids))
@@ -1021,10 +1145,23 @@ _PICK_MISTAKES = (
         "Between neighbours, the middle is `low` itself, and `low = middle` moves nothing. Your "
         "search would never end. When is it over?",
     ),
-    Misconception(
-        "one question too few",
-        slip(_pick, "thirty"),
-        "Your range still holds two numbers. How often must `2**31` be halved until one is left?",
+    *(
+        Misconception(
+            "one question too few" if asked == 30 else "too few questions",
+            slip(_pick, f"{asked} questions"),
+            f"Your range still holds {'two' if asked == 30 else 'many'} numbers. How often must "
+            "`2**31` be halved until one is left?",
+        )
+        for asked in _TOO_FEW
+    ),
+    *(
+        Misconception(
+            "a range that ends too low",
+            slip(_pick, name),
+            "2.0 has the bits `2**30`, and scores can be larger. Where must `high` begin, so that "
+            "none reaches it?",
+        )
+        for name in ("narrow, n of them", "up to 2.0, n of them", "up to 2.0")
     ),
     Misconception(
         "a range that ends too low",
@@ -1032,10 +1169,16 @@ _PICK_MISTAKES = (
         "The bits of 0.3 are about a billion. Where must `high` begin, so that none reaches it?",
     ),
     Misconception(
+        "a range that ends at the largest bits",
+        slip(_pick, "to the largest"),
+        "Fewer than `n` blocks may reach `high`. Some block reaches the largest bits, perhaps "
+        "several do. Where must `high` begin?",
+    ),
+    Misconception(
         "moving the wrong end",
         slip(_pick, "wrong end"),
-        "Every place is empty. If at least `n` blocks reach the middle, is the n-th best below it, "
-        "or not?",
+        "Your range runs to one of its ends. If at least `n` blocks reach the middle, is the n-th "
+        "best below it, or not?",
     ),
     Misconception(
         "one answer a block in place of a count",
@@ -1102,17 +1245,29 @@ _SLIPS_OF_A_LIST = tuple(
     if name not in ("endless", "no count", "wrong end")
 )
 
+_ENDS = ("narrow", "up to 2.0", "to the largest", "narrow, n of them", "up to 2.0, n of them")
+_FEW = tuple(f"{asked} questions" for asked in _TOO_FEW)
+_LISTS_ALONE = set(_SLIPS_OF_A_LIST) - {"cut together"}
+
 _PICK = Exercise(
     name="pick",
     statement="""
 `bits` `[NB]` are integers: the bits of block scores, from 0 up to below `2**31`, and -1 for blocks
 that are hidden. Return a list of length `n`: the blocks with the largest bits, of equal ones the
-lower ids, ascending, then -1 where fewer are visible. Sort no scores, though the checker would not
-notice. You may ask all blocks at once one question: *how many have at least this much?*,
-`(bits >= middle).sum()`. Thirty-one answers tell the bits of the n-th best block. Then take all
-that are above, and of those that equal it the lower ids.
+lower ids, ascending, then -1 where fewer are visible. The loop is given. Copy it into `pick`,
+decide which end moves to the middle, and write what follows the loop. There, `low` is the bits of
+the `n`-th best block. Sort no scores, though the checker would not notice.
+
+```python
+low, high = 0, 2**31
+while high - low > 1:
+    middle = (low + high) // 2
+    count = int((bits >= middle).sum())  # how many have at least this much?
+    ...  # move low or high
+...  # take all blocks above low, and of those that equal it the lower ids
+```
 """,
-    minutes=11,
+    minutes=8,
     difficulty=3,
     hints=(
         "Think of a number between 0 and `2**31`. You ask how many blocks have at least that much, "
@@ -1144,7 +1299,9 @@ that are above, and of those that equal it the lower ids.
         *({"wrong end", other} for other in (*_SLIPS_OF_A_LIST, "endless", "no count")),
         *({"cut together", other} for other in ("all equal", "above", "higher ids", "distinct")),
         *({"cut together", other} for other in ("one more", "unsorted", "zeros", "hidden")),
-        {"narrow", "thirty"},
+        *({end, other} for end in _ENDS for other in (*_ENDS, *_FEW) if end != other),
+        *({end, other} for end in _ENDS[1:] for other in _LISTS_ALONE - {end}),
+        *({few, other} for few in _FEW[1:] for other in _LISTS_ALONE - {few}),
     ),
     cases=(
         Case("the best of two", lambda: (_watched(3, 8), 1)),
@@ -1156,6 +1313,7 @@ that are above, and of those that equal it the lower ids.
         Case("fewer visible than places", lambda: (_watched(6, 2, -1, -1), 3)),
         Case("a visible zero", lambda: (_watched(0, 5, 0, -1), 2)),
         Case("twice the same, above", lambda: (_watched(7, 2, 7, 5, 3), 3)),
+        Case("scores of 2 and more", lambda: (_bits(2.25, 0.5, 2.5, 3.0), 2)),
         Case("bits of scores", lambda: (_bits(0.3, 0.1, 2.5, 0.3, 1e-9, math.inf), 4)),
         Case("all visible, few places", lambda: (_bits(*(_random(24, seed=3).abs().tolist())), 5)),
     ),
@@ -1166,7 +1324,7 @@ def _bits(*scores: float) -> Tensor:
     return _watched(*torch.tensor(scores).view(torch.int32).tolist())
 
 
-EXERCISES = (_MASS, _RUNNING, _MERGE, _PACK, _PICK, _WALK)
+EXERCISES = (_MASS, _RUNNING, _PICK, _WALK, _MERGE, _PACK)
 
 
 # -- two slips at once, written as readers write them --
@@ -1249,7 +1407,7 @@ TRAPS = (
         "one LSE for all heads",
     ),
     Trap(
-        "each step has a place 0, and only one of them is the first block",
+        "and only block 0 is the first of the text",
         "running_list",
         "forcing by the place within the step",
     ),
