@@ -1255,8 +1255,9 @@ _PICK = Exercise(
 `bits` `[NB]` are integers: the bits of block scores, from 0 up to below `2**31`, and -1 for blocks
 that are hidden. Return a list of length `n`: the blocks with the largest bits, of equal ones the
 lower ids, ascending, then -1 where fewer are visible. The loop is given. Copy it into `pick`,
-decide which end moves to the middle, and write what follows the loop. There, `low` is the bits of
-the `n`-th best block. Sort no scores, though the checker would not notice.
+decide which end moves to the middle, and write what follows the loop. There, `low` should be the
+bits of the `n`-th best block, or 0 if fewer than `n` are visible. Sort no scores, though the
+checker would not notice.
 
 ```python
 low, high = 0, 2**31
