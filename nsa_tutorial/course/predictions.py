@@ -61,7 +61,7 @@ def _wish(guess: object, asked: Prediction) -> str:
     if number is None:
         return "A number is asked for, such as 8, 0.5 or 1/64."
     if asked.unit == "%" and 0 < number < 1:
-        return f"That is less than one percent. Did you mean {_of_number(100 * number)}?"
+        return "That is less than one percent. If you meant a share, multiply it by 100."
     return ""
 
 

@@ -207,8 +207,10 @@ def test_what_is_no_number_is_said_at_once() -> None:
 
 
 def test_a_share_where_percent_are_asked_for_is_asked_about() -> None:
-    assert "Did you mean 60?" in repr(predict("percent", 0.6))
-    assert "Did you mean" not in repr(predict("percent", 60))
+    """Without the product: the share may be the answer in another unit, or the answer itself."""
+    said = repr(predict("percent", 0.6))
+    assert "If you meant a share, multiply it by 100." in said and "60" not in said
+    assert "If you meant" not in repr(predict("percent", 60))
 
 
 def test_words_may_stand_in_the_plural() -> None:

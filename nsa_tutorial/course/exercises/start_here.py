@@ -34,10 +34,10 @@ def _kernel_of(solution: Callable) -> object:
     kernel = solution()
     if kernel is None:
         if any(isinstance(c, CodeType) for c in solution.__code__.co_consts):
-            raise TypeError("the function defines a kernel and returns None: `return kernel`")
+            raise ValueError("the function defines a kernel and returns None: `return kernel`")
         raise NotImplementedError("there is no kernel yet")
     if not hasattr(kernel, "run"):
-        raise TypeError("the kernel is not decorated with @triton.jit")
+        raise ValueError("the kernel is not decorated with @triton.jit")
     return kernel
 
 
@@ -53,6 +53,15 @@ class _Mistaken:
 
 def _mistaken(kernel: object, **chosen: object) -> Callable:
     return lambda: _Mistaken(kernel, **chosen)
+
+
+def _refused(error: Exception) -> Callable:
+    """A solution whose kernel Triton refuses; only the interpreter says why in these words."""
+
+    def solution() -> object:
+        raise error
+
+    return solution
 
 
 # -- add --
@@ -72,7 +81,7 @@ def add() -> object:
     return kernel
 
 
-def _run_add(solution: Callable, N: int) -> tuple[Tensor, str]:
+def _run_add(solution: Callable, N: int) -> dict[str, Tensor | int]:
     """Launch the kernel; behind `C` lie numbers that must stay, behind `A` and `B` large ones."""
     kernel, device = _kernel_of(solution), environment.detect().device
     a, b = (torch.full((N + 4 * _BN,), 1000.0, device=device) for _ in range(2))
@@ -80,7 +89,7 @@ def _run_add(solution: Callable, N: int) -> tuple[Tensor, str]:
     c = torch.full((N + 4 * _BN,), -77.0, device=device)
     kernel[-(-N // _BN),](a, b, c, N, BN=_BN)
     past = int((c[N:] != -77.0).sum())
-    return c[:N].cpu(), f"numbers stored past the end of C: {past}"
+    return {"C": c[:N].cpu(), "stored past its end": past}
 
 
 @triton.jit
@@ -101,8 +110,10 @@ def _wrong_add(A, B, C, N, BN: tl.constexpr, SLIP: tl.constexpr):
     b = tl.load(B + place, mask=exists, other=0.0)
     if SLIP == "twice":
         b = a
-    if SLIP == "same":
+    if SLIP == "B alone":
         a = a * 0.0
+    if SLIP == "A alone":
+        b = b * 0.0
     if SLIP == "no mask":
         tl.store(C + place, a + b)
     elif SLIP != "nothing":
@@ -113,7 +124,8 @@ _ADD = Exercise(
     name="add",
     statement="""
 Turn `double` into a kernel that adds: `C[i] = A[i] + B[i]` for `N` numbers, with a program for each
-tile of `BN` places. Copy this frame into `add`, and fill the gap.
+tile of `BN` places. The function `add` returns this kernel, and the checker launches it. Copy this
+frame into `add`, and fill the gap.
 
 ```python
 @triton.jit
@@ -144,7 +156,8 @@ return kernel
         Misconception(
             "storing past the end",
             _mistaken(_wrong_add, SLIP="no mask"),
-            "The last tile has places past `N`. Whose memory is there?",
+            "The last tile has places past `N`, and another tensor may lie there. What keeps a "
+            "store away from it?",
         ),
         Misconception(
             "every program taking the first tile",
@@ -168,8 +181,26 @@ return kernel
         ),
         Misconception(
             "storing B alone",
-            _mistaken(_wrong_add, SLIP="same"),
+            _mistaken(_wrong_add, SLIP="B alone"),
             "`A` leaves no trace in `C`. Which two tiles do you add?",
+        ),
+        Misconception(
+            "storing A alone",
+            _mistaken(_wrong_add, SLIP="A alone"),
+            "`B` leaves no trace in `C`. Which two tiles do you add?",
+        ),
+        Misconception(
+            "calculating with places in memory",
+            _refused(TypeError("cannot add pointers together")),
+            "`A`, `B` and `C` say where the numbers are. Which function reads a tile of numbers, "
+            "and which one writes it?",
+        ),
+        Misconception(
+            "a pointer to one place, with a mask for a tile",
+            _refused(
+                ValueError("Mask argument cannot be block type if pointer argument is not a block")
+            ),
+            "A pointer alone is only the first place. Did you forget `+ place`?",
         ),
         Misconception(
             "a mask that lets one place too many in",
@@ -215,13 +246,23 @@ def _doubled(slip: str, x: Tensor) -> Tensor:
     return y.to(x.device, x.dtype)
 
 
-def is_right(double: Callable) -> bool:
-    """Whether `double(x)` is 2 * x for some telling x."""
+def is_right(candidate: Callable) -> bool:
+    """Whether `candidate(x)` is 2 * x for some telling x."""
     x = torch.arange(37.0) - 5  # nine tiles of 4, and one number more
-    return torch.equal(double(x), 2 * x)
+    return torch.equal(candidate(x), 2 * x)
 
 
-def _tested(slips: Slips, double: Callable) -> bool:
+def _run_test(solution: Callable, candidate: Callable) -> object:
+    """The verdict of a test: one, not one for each number."""
+    verdict = solution(candidate)
+    if isinstance(verdict, Tensor) and verdict.numel() != 1:
+        raise ValueError(
+            f"your test returns {verdict.numel()} values: make one True or False of them"
+        )
+    return verdict
+
+
+def _tested(slips: Slips, candidate: Callable) -> bool:
     """`is_right` with slips."""
     if "approves" in slips:
         return True
@@ -239,7 +280,7 @@ def _tested(slips: Slips, double: Callable) -> bool:
     x = torch.arange(length) - 5.0
     if "zeros" in slips:
         x = torch.zeros(length)
-    found = torch.equal(double(x), 2 * x)
+    found = torch.equal(candidate(x), x * x if "squared" in slips else 2 * x)
     return not found if "turned" in slips else found
 
 
@@ -247,13 +288,14 @@ _TEST_MISTAKES = (
     Misconception(
         "testing only tiles that are full",
         slip(_tested, "full"),
-        "A kernel passed your test whose grid is `N // 4`. For which lengths is that too few?",
+        "A kernel passed your test whose grid is `N // 4`. For which lengths is that too few, and "
+        "which numbers does it leave out?",
     ),
     Misconception(
-        "testing too short a tensor",
+        "testing too few numbers",
         slip(_tested, "short"),
         "A kernel passed your test that always runs three programs at most. How long must `x` be "
-        "to need a fourth?",
+        "to need a fourth, and which numbers do you compare?",
     ),
     *(
         Misconception(
@@ -270,6 +312,12 @@ _TEST_MISTAKES = (
         "squares?",
     ),
     Misconception(
+        "comparing with squares",
+        slip(_tested, "squared"),
+        "Your test rejects the right kernel, and the one that squares passes. What do you compare "
+        "the result with?",
+    ),
+    Misconception(
         "the verdict turned around",
         slip(_tested, "turned"),
         "Your test rejects the right kernel. When should `is_right` be True?",
@@ -277,12 +325,13 @@ _TEST_MISTAKES = (
     Misconception(
         "approving without a test",
         slip(_tested, "approves"),
-        "All kernels pass, and four of them are wrong. Call `double(x)`, and compare.",
+        "All kernels pass, and four of them are wrong. Call `candidate(x)`, and compare.",
     ),
     Misconception(
         "rejecting all kernels",
         slip(_tested, "rejects"),
-        "One of the kernels is right. What does `double(x)` return, and what do you compare it to?",
+        "One of the kernels is right. What does `candidate(x)` return, and what do you compare it "
+        "with?",
     ),
 )
 
@@ -295,15 +344,15 @@ def _double_case(name: str, slip: str) -> Case:
 _TEST = Exercise(
     name="is_right",
     statement="""
-Write the test. `double(x)` launches a kernel with tiles of 4 on a tensor `x` and returns a tensor.
-Return True if `double` is right, and False if it is not. The checker hands you five of them, one
-after the other. One is right. Choose `x` so that the other four cannot hide: how long should it be,
-and which numbers should it hold?
+Write the test. `candidate(x)` launches a kernel with tiles of 4 on a tensor `x` and returns a
+tensor. Return True if that is twice `x`, and False if it is not. The checker hands you five
+candidates, one after the other. One is right. Choose `x` so that the other four cannot hide: how
+long should it be, and which numbers should it hold?
 """,
     minutes=6,
     difficulty=2,
     hints=(
-        "Compare `double(x)` with `2 * x`. `torch.equal` is True if all numbers agree.",
+        "Compare `candidate(x)` with `2 * x`. `torch.equal` is True if all numbers agree.",
         "Suppose somebody computed the number of programs as `N // 4`. Which lengths would show "
         "it? And which lengths would show a grid that is always three programs?",
         "One tensor is enough: many tiles long, the last one not full, and with numbers whose "
@@ -312,15 +361,16 @@ and which numbers should it hold?
     why="37 numbers need ten programs, the last tile is not full, and most of the numbers are "
     "neither 0 nor 2.",
     solution=is_right,
+    run=_run_test,
     misconceptions=_TEST_MISTAKES,
     combine=together(
         _TEST_MISTAKES,
         *({"one tile", other} for other in ("full", "short", "part of a tile")),
         *({"part of a tile", other} for other in ("full", "short")),
         *({"approves", other} for other in ("full", "short", "one tile", "part of a tile")),
-        *({"approves", other} for other in ("zeros", "turned", "rejects")),
+        *({"approves", other} for other in ("zeros", "squared", "turned", "rejects")),
         *({"rejects", other} for other in ("full", "short", "one tile", "part of a tile")),
-        *({"rejects", other} for other in ("zeros", "turned")),
+        *({"rejects", other} for other in ("zeros", "squared", "turned")),
     ),
     cases=(
         _double_case("the right kernel", "none"),
@@ -414,7 +464,8 @@ return kernel
         Misconception(
             "the kernel as it was",
             _rows(0.0, by_tile=True),
-            "Play program 1 with rows of 3 numbers. Where does it begin?",
+            "A row of three negative numbers gives 0. Where does this 0 come from? The other bug "
+            "needs a second row. Where does program 1 begin?",
         ),
         Misconception(
             "a 0 that joins the maximum",
@@ -427,10 +478,13 @@ return kernel
             _rows(by_tile=True),
             "The places past the end are harmless now. How far apart do two rows begin in memory?",
         ),
-        Misconception(
-            "a number past the end that is not small enough",
-            _rows(-100.0),
-            "A row may hold numbers below yours. Is there a number that is below all others?",
+        *(
+            Misconception(
+                "a number past the end that is not small enough",
+                _rows(past),
+                "A row may hold numbers below yours. Is there a number that is below all others?",
+            )
+            for past in (-1.0, -100.0, -1e3, -1e4, -1e5, -1e6, -1e9, -1e10, -1e30)
         ),
         Misconception(
             "infinity with the wrong sign",
@@ -449,6 +503,7 @@ return kernel
         Case("three rows of three", lambda: (3, 3, 9.0), _why_not),
         Case("four rows of five, around 0", lambda: (4, 5, 0.0), _why_not),
         Case("two rows of five, around -500", lambda: (2, 5, -500.0), _why_not),
+        Case("a row of three numbers around -1e38", lambda: (1, 3, -1e38), _why_not),
     ),
 )
 
@@ -458,7 +513,7 @@ EXERCISES = (_ADD, _TEST, _ROW_MAX)
 # -- what the chapter warns of --
 
 TRAPS = (
-    Trap("a store would overwrite somebody else's numbers", "add", "storing past the end"),
+    Trap("A **mask** forbids this.", "add", "storing past the end"),
     Trap("All programs run the same lines.", "add", "every program taking the first tile"),
     Trap("For 8 numbers it is right.", "is_right", "testing only tiles that are full"),
     Trap("and 0 in the row `[-1, -4, -2]`", "row_max", "a 0 that joins the maximum"),
@@ -489,6 +544,8 @@ PREDICTIONS = (
             (16 / 65_536, "That is 16 tokens. A block holds 64 of them."),
             (64 / 65_536, "That is a single block of 64 tokens. There are 16."),
             (1 / 16, "16 is the number of blocks that are read. How many does the context have?"),
+            (lambda guess: 1.5 <= guess <= 1.6, 'Did you mean 1.6 %? Then the guess is `"1.6 %"`.'),
+            (64, "It is the other way round: one token of 64."),
             (lambda guess: guess >= 1, "A share lies between 0 and 1."),
         ),
         tolerance=0.03,
@@ -521,6 +578,7 @@ PREDICTIONS = (
         question="Of 16,384 tokens: how many percent of the pairs are left?",
         reason="On average, a query keeps 12.5 keys, and 8,192 stand before it.",
         thoughts=(
+            (lambda guess: 0.0014 < guess < 0.0017, "That is the share. Times 100, it is percent."),
             (64, "That is what 32 tokens keep. The list stays as short, but the rows get longer."),
             (9.5, "That is what 256 tokens keep."),
             (1.2, "That is what 2,048 tokens keep. Eight times as many keep an eighth of it."),
