@@ -121,6 +121,17 @@ def test_thoughts_about_guesses_hold() -> None:
         assert percent in guesses["percent_of_16384_tokens"]
 
 
+@needs_triton
+def test_the_folded_lines_print_what_the_text_explains() -> None:
+    """No stored output holds them: they stand in a part that folds."""
+    text = cell("show-works-the-same-way")
+    lines = re.search(r"```python\n(.+?)```", text, re.S).group(1).strip().splitlines()
+    namespace: dict[str, object] = {}
+    exec("\n".join(lines[:-1]), namespace)
+    code = eval(lines[-1], namespace).code
+    assert all(word in code for word in ("ex2.approx", "mma.sync", "m16n8k16", "%"))
+
+
 # -- the first kernel --
 
 
