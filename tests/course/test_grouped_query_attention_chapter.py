@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nsa_tutorial.course.exercises import grouped_query_attention as exercises
 from nsa_tutorial.course.judging import judge
+from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong
 from nsa_tutorial.exact import grouped_query_attention as gqa
 from nsa_tutorial.runtime import environment
@@ -87,7 +88,40 @@ def test_a_kernel_that_is_not_returned_is_told() -> None:
     assert (verdict.outcome, "return kernel" in verdict.text) == ("wrong", True)
 
 
-@pytest.mark.parametrize("mistake", ["every H-th", "no mask", "end of S", "one too many"])
+def test_the_kernel_itself_is_told_from_the_function_that_returns_it() -> None:
+    skip_without_triton()
+    verdict = judge(EXERCISES["score_group"], exercises.score_group())
+    assert (verdict.outcome, "the function that returns it" in verdict.text) == ("wrong", True)
+
+
+def test_open_gaps_are_named_and_filled_ones_are_not() -> None:
+    def half_done() -> object:
+        @triton.jit
+        def kernel(Q, K, S, G, D: tl.constexpr, GT: tl.constexpr):
+            member = tl.arange(0, GT)
+            in_group = ...
+            row = member[..., None]
+            s = ...
+            tl.store(S + row, s, mask=in_group)
+
+        return kernel
+
+    skip_without_triton()
+    text = judge(EXERCISES["score_group"], half_done).text
+    assert "`in_group = ...` and `s = ...`" in text
+    assert "member" not in text and "row" not in text
+
+
+def test_places_without_a_score_are_said_to_have_none() -> None:
+    said, scores = exercises._run_score_group(exercises._score("head against G"), 2, 2, 4)
+    assert "no program stored a score" in said
+    assert scores.isnan().tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    ["every H-th", "steps of G", "no mask", "end of S", "one too many", "axis 0"],
+)
 def test_a_wrong_kernel_is_recognised(mistake: str) -> None:
     """Each slip is seen from its numbers, though the programs run one after the other here."""
     skip_without_triton()
@@ -104,6 +138,51 @@ def test_a_test_may_compare_with_the_module() -> None:
         return copies.shape == right.shape and torch.equal(copies, right)
 
     assert judge(EXERCISES["wiring_is_right"], against_ours).outcome == "right"
+
+
+def test_a_tensor_of_answers_is_told_from_one() -> None:
+    def number_by_number(expand: Callable) -> Tensor:
+        x = torch.randn(1, 5, 2, 4)
+        return expand(x, 3) == gqa.expand_kv_heads(x, 3)
+
+    def in_a_tensor(expand: Callable) -> Tensor:
+        return torch.tensor(exercises.wiring_is_right(expand))
+
+    e = EXERCISES["wiring_is_right"]
+    assert "torch.equal" in judge(e, number_by_number).text
+    assert judge(e, in_a_tensor).outcome == "right"
+
+
+def test_the_chapters_group_size_fits_no_case() -> None:
+    """A function that picks up the notebook's own `G` is wrong on every case, and never by luck."""
+    for case in EXERCISES["grouped_scores"].cases:
+        q, k = case.arguments()
+        assert q.shape[2] != exercises._CHAPTERS_G * k.shape[2]
+
+
+def with_zeros(expand: Callable) -> bool:
+    x = torch.zeros(1, 5, 2, 4)
+    copies = expand(x, 3)
+    right = gqa.expand_kv_heads(x, 3)
+    return copies.shape == right.shape and torch.equal(copies, right)
+
+
+def with_the_notebooks_size(q: Tensor, k: Tensor) -> Tensor:
+    G = 4
+    qg = q.unflatten(2, (k.shape[2], G))
+    return torch.einsum("bihgd,bjhd->bihgj", qg, k).flatten(2, 3)
+
+
+def merged_in_einsum(q: Tensor, k: Tensor) -> Tensor:
+    return torch.einsum("bihgd,bjhd->bi(hg)j", q.unflatten(2, (k.shape[2], -1)), k)
+
+
+def summed_over_the_last(dk_expanded: Tensor, H: int) -> Tensor:
+    return dk_expanded.unflatten(2, (H, -1)).sum(-1)
+
+
+def split_by_the_notebooks_size(dk_expanded: Tensor, H: int) -> Tensor:
+    return dk_expanded.unflatten(2, (H, 4)).sum(3)
 
 
 def one_kv_head(expand: Callable) -> bool:
@@ -205,6 +284,19 @@ TYPED = [
         letters_of_the_other_split,
         "splitting the head axis as [G, H] instead of [H, G]",
     ),
+    (
+        "grouped_scores",
+        with_the_notebooks_size,
+        "a group size that does not come from these shapes",
+    ),
+    ("grouped_scores", merged_in_einsum, "merging two axes inside einsum"),
+    ("key_gradient", summed_over_the_last, "summing over the width, not over the group"),
+    (
+        "key_gradient",
+        split_by_the_notebooks_size,
+        "a group size that does not come from these shapes",
+    ),
+    ("wiring_is_right", with_zeros, "a test that sees the shapes alone"),
     ("wiring_is_right", one_kv_head, "a test with one KV head"),
     ("wiring_is_right", the_same_sum, "comparing the numbers whatever their order"),
     ("key_gradient", summed_over_heads, "adding up all heads, whatever they read"),
@@ -244,6 +336,11 @@ def test_thoughts_about_guesses_hold() -> None:
     for way in (cache / 2, 2 * cache, cache / 60, cache / 64):
         assert way / 2**30 in guesses["cache_of_64_heads"]
     assert round(cache / 1e9, 3) in guesses["cache_of_64_heads"]
+    (is_same,) = (g for g, _ in PREDICTIONS["repeated_by_repeat"].thoughts if callable(g))
+    digits = torch.arange(2).repeat(4).tolist()
+    for between in ("", " ", ", "):
+        assert is_same(between.join(map(str, digits)))
+    assert not is_same("00001111")
     heads = torch.arange(2)
     assert guesses["repeated_by_repeat"][0] == heads.repeat_interleave(4).tolist()
     shares = torch.tensor([-0.34, 0.66, 1.19, 0.07])

@@ -5,6 +5,9 @@ that a given memory can hold.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Callable
 from types import CodeType
 
@@ -240,9 +243,10 @@ _WIRING_MISTAKES = (
         "With H = G, nobody notices when the two are mixed up. Can you make them differ?",
     ),
     Misconception(
-        "comparing the shapes alone",
+        "a test that sees the shapes alone",
         slip(_wiring, "shapes"),
-        "The shape is right in either order. What else do the copies have?",
+        "Every function passes whose shape is right. Do you compare the numbers, too? If you do, "
+        "look at your `x`: with zeros in it, can the heads be told apart?",
     ),
     Misconception(
         "testing with keys that are all alike",
@@ -279,6 +283,18 @@ _WIRING_MISTAKES = (
     ),
 )
 
+
+def _run_wiring(test: Callable, expand: Callable[[Tensor, int], Tensor]) -> object:
+    """What the reader's test says of `expand`; a tensor of many answers is told for what it is."""
+    said = test(expand)
+    if isinstance(said, Tensor) and said.numel() > 1:
+        raise TypeError(
+            "this returns a tensor with an answer for each number, and one True or False is asked "
+            "for: `==` compares number by number, `torch.equal` compares the whole"
+        )
+    return said
+
+
 _WIRING = Exercise(
     name="wiring_is_right",
     statement="""
@@ -287,7 +303,7 @@ Write the test. `expand(x, G)` is somebody's answer to the exercise above. Call 
 hands you nine such functions, one after another. Two are right, and seven are wrong, each in its
 own way. One call of `expand` catches all seven, if you choose `H` and `G` well.
 """,
-    minutes=5,
+    minutes=6,
     difficulty=2,
     hints=(
         "`repeat` went unnoticed with one KV head. Which sizes make any two wirings differ?",
@@ -299,6 +315,7 @@ own way. One call of `expand` catches all seven, if you choose `H` and `G` well.
     why="A test sees a difference only where its input makes one, so the sizes H, G and 1 must all "
     "differ.",
     solution=wiring_is_right,
+    run=_run_wiring,
     misconceptions=_WIRING_MISTAKES,
     cases=(
         Case("`expand` is right: it calls repeat_interleave", lambda: (expand_heads,)),
@@ -326,9 +343,18 @@ def grouped_scores(q: Tensor, k: Tensor) -> Tensor:
     return scores.flatten(2, 3)  # [B, N, HQ, M]
 
 
+# The chapter's own G stands in the notebook, where a function can pick it up by mistake. No case
+# has groups of this size.
+_CHAPTERS_G = 4
+
+
 def _grouped(slips: Slips, q: Tensor, k: Tensor) -> Tensor:
     """`grouped_scores` with slips."""
     (B, N, HQ, D), (M, H) = q.shape, k.shape[1:3]
+    if "fixed G" in slips:
+        return q.unflatten(2, (H, _CHAPTERS_G))
+    if "brackets" in slips:
+        return torch.einsum("bihgd,bjhd->bi(hg)j", q.unflatten(2, (H, -1)), k)
     if "heads with heads" in slips:
         return q.unflatten(2, (H, -1)) @ k.transpose(-2, -1)
     if "split" in slips:
@@ -440,17 +466,31 @@ _SCORES_MISTAKES = (
         slip(_grouped, "softmax"),
         "Every row sums to 1, so the softmax is done already. Which step comes before it?",
     ),
+    Misconception(
+        "a group size that does not come from these shapes",
+        slip(_grouped, "fixed G"),
+        "The notebook has a `G` of its own, 4, and a function that sets none takes that one. How "
+        "do you get H and G from the shapes of `q` and `k`?",
+    ),
+    Misconception(
+        "merging two axes inside einsum",
+        slip(_grouped, "brackets"),
+        "`torch.einsum` knows letters only, and cannot merge axes. Let h and g stand as two axes "
+        "on the right. Which call merges them afterwards?",
+    ),
 )
+
+_ALONE = {"split", "heads with heads", "fixed G", "brackets"}  # with no other slip
 
 _SCORES = Exercise(
     name="grouped_scores",
     statement="""
 Queries `q` `[B, N, HQ, D]`, shared keys `k` `[B, M, H, D]`. Return the dot product of every query
 with every key its head reads, `[B, N, HQ, M]` (mind the order of the axes), unscaled and unmasked.
-Do it without copying the keys if you can, as a kernel does: regroup the queries, leave the keys
-alone.
+`H` and `G` differ from case to case, so compute them from the shapes. Do it without copying the
+keys if you can, as a kernel does: regroup the queries, leave the keys alone.
 """,
-    minutes=7,
+    minutes=8,
     difficulty=2,
     hints=(
         "Take six query heads with the numbers 1 to 6, and two KV heads with 1 and 10. Which "
@@ -459,19 +499,20 @@ alone.
         "member of its group. Then one letter runs over the KV heads of both inputs.",
         "`unflatten` splits an axis, `flatten` merges two that stand next to each other. In "
         "between, an einsum with five letters for the queries. Let its result begin with batch "
-        "and position, so that the two head axes come next, in the order of your split.",
+        "and position, so that the two head axes come next, in the order of your split. Take H and "
+        "G from the shapes.",
     ),
     why="A group's heads are G rows that meet the same matrix of keys, so no key is needed twice.",
     solution=grouped_scores,
     misconceptions=_SCORES_MISTAKES,
     combine=together(
         _SCORES_MISTAKES,
-        {"every H-th", "one for all", "one to one", "split", "heads with heads"},
-        {"swapped", "own axis", "summed", "split", "heads with heads"},
-        {"own axis", "summed", "reshape", "split", "heads with heads"},
-        {"summed", "heads first", "reshape", "split", "heads with heads"},
-        {"scaled", "softmax", "split", "heads with heads"},
-        {"masked", "split", "heads with heads"},
+        {"every H-th", "one for all", "one to one", *_ALONE},
+        {"swapped", "own axis", "summed", *_ALONE},
+        {"own axis", "summed", "reshape", *_ALONE},
+        {"summed", "heads first", "reshape", *_ALONE},
+        {"scaled", "softmax", *_ALONE},
+        {"masked", *_ALONE},
     ),
     cases=(
         Case(
@@ -512,6 +553,8 @@ def key_gradient(dk_expanded: Tensor, H: int) -> Tensor:
 
 def _gradient(slips: Slips, dk_expanded: Tensor, H: int) -> Tensor:
     """`key_gradient` with slips."""
+    if "fixed G" in slips:
+        return dk_expanded.unflatten(2, (H, _CHAPTERS_G))
     if "copies" in slips:
         return dk_expanded
     if slips & {"all heads", "no heads"}:
@@ -521,6 +564,8 @@ def _gradient(slips: Slips, dk_expanded: Tensor, H: int) -> Tensor:
     shares = dk_expanded.unflatten(2, (H, -1))  # [B, M, H, G, D]
     if "every H-th" in slips:
         shares = dk_expanded.unflatten(2, (-1, H)).transpose(2, 3)
+    if "width" in slips:
+        return shares.sum(-1)
     dim = 2 if "KV heads" in slips else 3
     if "one head" in slips:
         return shares.select(dim, 0)
@@ -578,7 +623,22 @@ _GRADIENT_MISTAKES = (
         slip(_gradient, "copies"),
         "There are HQ copies here, and H keys. What does a key get from its copies?",
     ),
+    Misconception(
+        "summing over the width, not over the group",
+        slip(_gradient, "width"),
+        "After the split the axes are [B, M, H, G, D], so -1 is the width. At which place does the "
+        "group stand?",
+    ),
+    Misconception(
+        "a group size that does not come from these shapes",
+        slip(_gradient, "fixed G"),
+        "The notebook has a `G` of its own, 4, and a function that sets none takes that one. How "
+        "do you get G from `H` and the shape of `dk_expanded`?",
+    ),
 )
+
+# with no other slip
+_WHOLE = {"all heads", "no heads", "groups of H", "copies", "width", "fixed G"}
 
 _GRADIENT = Exercise(
     name="key_gradient",
@@ -603,10 +663,10 @@ respect to the keys themselves, `[B, M, H, D]`.
     misconceptions=_GRADIENT_MISTAKES,
     combine=together(
         _GRADIENT_MISTAKES,
-        {"mean", "one head", "all heads", "no heads", "groups of H", "copies"},
-        {"every H-th", "all heads", "no heads", "groups of H", "copies"},
-        {"KV heads", "all heads", "no heads", "groups of H", "copies"},
-        {"own axis", "one head", "all heads", "no heads", "groups of H", "copies"},
+        {"mean", "one head", *_WHOLE},
+        {"every H-th", *_WHOLE},
+        {"KV heads", *_WHOLE},
+        {"own axis", "one head", *_WHOLE},
     ),
     cases=(
         Case(
@@ -640,9 +700,14 @@ def score_group() -> object:
     return kernel
 
 
-def _run_score_group(solution: Callable, H: int, G: int, D: int) -> tuple[Tensor, str]:
+_UNTOUCHED = -77.0  # stands in S before the launch
+
+
+def _run_score_group(solution: Callable, H: int, G: int, D: int) -> tuple[str, Tensor]:
     """Launch all programs, then program 0 alone. Behind the scores lie numbers that must stay; the
     second launch shows what the programs after it would have covered up."""
+    if hasattr(solution, "run"):
+        raise TypeError("this is the kernel itself: hand over the function that returns it")
     kernel = solution()
     if kernel is None:
         if any(isinstance(c, CodeType) for c in solution.__code__.co_consts):
@@ -650,19 +715,39 @@ def _run_score_group(solution: Callable, H: int, G: int, D: int) -> tuple[Tensor
         raise NotImplementedError("there is no kernel yet")
     if not hasattr(kernel, "run"):
         raise TypeError("the kernel is not decorated with @triton.jit")
+    if gaps := _open_gaps(kernel):
+        raise TypeError(f"still open in the kernel: {' and '.join(gaps)}")
     device, GT = environment.detect().device, triton.next_power_of_2(G)
     q = _random(H * GT + GT, D, seed=H + G).to(device)  # also rows that nobody should read
     k = _random(H, D, seed=D).to(device)
-    s, alone = (torch.full((H * GT + GT,), -77.0, device=device) for _ in range(2))
+    s, alone = (torch.full((H * GT + GT,), _UNTOUCHED, device=device) for _ in range(2))
     kernel[H,](q, k, s, G, D=D, GT=GT)
     kernel[1,](q, k, alone, G, D=D, GT=GT)
-    past_end = int((s[H * G :] != -77.0).sum())
-    into_next = int((alone[G:] != -77.0).sum())
+    past_end = int((s[H * G :] != _UNTOUCHED).sum())
+    into_next = int((alone[G:] != _UNTOUCHED).sum())
+    scores = s[: H * G].cpu()
+    empty = int((scores == _UNTOUCHED).sum())
+    scores[scores == _UNTOUCHED] = torch.nan
+    if empty:
+        return f"places of S where no program stored a score, here nan: {empty}", scores
     if past_end:
-        return s[: H * G].cpu(), f"numbers stored past the end of S: {past_end}"
+        return f"numbers stored past the end of S: {past_end}", scores
     if into_next:
-        return s[: H * G].cpu(), f"numbers stored into the next group: {into_next}"
-    return s[: H * G].cpu(), "every number stored in its own group"
+        return f"numbers stored into the next group: {into_next}", scores
+    return "every number stored in its own group", scores
+
+
+def _open_gaps(kernel: object) -> list[str]:
+    """The lines of a kernel that still give a name the value `...`."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
+    except (AttributeError, OSError, SyntaxError, TypeError):
+        return []  # no source to read, so the run has to show it
+    return [
+        f"`{ast.unparse(node)}`"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and getattr(node.value, "value", None) is Ellipsis
+    ]
 
 
 @triton.jit
@@ -678,6 +763,8 @@ def _wrong_score(Q, K, S, G, D: tl.constexpr, GT: tl.constexpr, SLIP: tl.constex
         heads = h * GT + member
     if SLIP == "first group":
         heads = member
+    if SLIP == "steps of G":
+        heads = h + member * G
     in_group = member < G
     if SLIP == "no mask":
         in_group = member < GT
@@ -691,6 +778,8 @@ def _wrong_score(Q, K, S, G, D: tl.constexpr, GT: tl.constexpr, SLIP: tl.constex
         in_group = member <= G
     q_tile = tl.load(Q + heads[:, None] * D + width, mask=in_group[:, None], other=0.0)
     s = tl.sum(q_tile * key, axis=1)
+    if SLIP == "axis 0":
+        s = tl.sum(q_tile * key, axis=0)
     if SLIP == "summed":
         s = tl.sum(s, axis=0) + tl.zeros([GT], tl.float32)
     if SLIP == "scaled":
@@ -722,7 +811,11 @@ _SCORE = Exercise(
     statement="""
 Write a kernel with one program per KV head. Program `h` loads its key once, loads the queries of
 its group as a tile, and stores their unscaled scores. `Q` is `[HQ, D]`, `K` is `[H, D]`, `S` is
-`[HQ]`, and the grid is `(H,)`. Copy this frame into `score_group`, and fill the three gaps.
+`[HQ]`, and the grid is `(H,)`. Copy this frame into `score_group`, and fill the three gaps. Each
+takes one short line:
+
+- `[GT, D] * [D]` **broadcasts**: every row of the tile is multiplied by the same `[D]` numbers.
+- `tl.sum(tile, axis=...)` adds up along the axis that you name, and that axis is gone.
 
 ```python
 @triton.jit
@@ -747,8 +840,8 @@ return kernel
         "its four places stays empty.",
         "Query head `hq` is member `g` of group `h`, and `hq = h·G + g`. An empty place is one "
         "whose member number is not below G.",
-        "`q_tile * key` is `[GT, D]`, since each row meets the same key. A dot product sums along "
-        "the width: which axis of that tile is it?",
+        "Multiply first: in `q_tile * key`, each row meets the same key. The product is `[GT, D]`, "
+        "with axis 0 for the members and axis 1 for the width. `tl.sum` has to remove the width.",
     ),
     why="All heads of a group read the same key, so a program that has the whole group loads that "
     "key once and uses it G times.",
@@ -772,6 +865,12 @@ return kernel
             "All programs run the same code. Which number tells one from the next?",
         ),
         Misconception(
+            "stepping by G inside a group",
+            _score("steps of G"),
+            "Your heads go in steps of G: h, h + G, … . But a group is G neighbours. Which of the "
+            "two numbers jumps by G, the group's or the member's?",
+        ),
+        Misconception(
             "no mask for the places past the group",
             _score("no mask"),
             "With G = 3, the tile has a fourth place. Which query head would that be, and whose "
@@ -792,6 +891,12 @@ return kernel
             "`<=` where `<` is meant",
             _score("one too many"),
             "Members are counted from 0. What is the number of the last of G members?",
+        ),
+        Misconception(
+            "storing a tile that is not [GT]",
+            _score("axis 0"),
+            "`q_tile * key` is `[GT, D]`, and `S` takes one number per head, `[GT]`. `tl.sum` "
+            "removes the axis that you name. Is yours the axis of D?",
         ),
         Misconception(
             "summing the scores of a group's heads",
@@ -981,7 +1086,7 @@ in a model with `layers` layers, `HQ` query heads, keys of width `D` and values 
 is the largest number `H` of KV heads that the model can have if its cache is to fit, at two bytes
 per number? A cache that fills the memory exactly fits. If even one KV head is too many, return 0.
 """,
-    minutes=6,
+    minutes=7,
     difficulty=2,
     hints=(
         "Forget sharing for a moment: how many bytes does one KV head cost, and how many of those "
@@ -1168,7 +1273,7 @@ TRAPS = (
     Trap(
         "No error, the right shape, plausible numbers, and half of the heads are wrong.",
         "wiring_is_right",
-        "comparing the shapes alone",
+        "a test that sees the shapes alone",
     ),
     Trap(
         "No error, the right shape, plausible numbers, and half of the heads are wrong.",
@@ -1254,42 +1359,49 @@ PREDICTIONS = (
     ),
     Prediction(
         name="fewer_operations",
-        question="If 8 heads share one set of keys, how many times fewer multiplications does "
-        "attention need for a token?",
+        question="If 8 heads share one set of keys, how many percent of its multiplications does "
+        "attention save for a token?",
         reason="Every query head still meets every position: 64 heads ask 64 questions, whoever "
         "owns the keys.",
         thoughts=(
             (
-                8,
-                "The keys are 8 times fewer, and so are the bytes. But who multiplies is a query "
-                "head, and these are as many as before.",
+                87.5,
+                "The keys are 8 times fewer, and so are the bytes. But the multiplications belong "
+                "to the query heads, and there are as many of those as before.",
             ),
-            (64, "That counts 64 heads, or 8 times 8. No query head has gone."),
-            (7, "Seven of eight sets of keys are gone, but no query head is."),
-            (0, "None is saved. In times, that is 1."),
-            (1 / 8, "The keys shrink to an eighth. The questions do not."),
+            (8, "That is how many heads share. Are there fewer query heads now?"),
+            (12.5, "That is how much of the keys is left. No query head has gone."),
+            (100, "Then nothing would be computed. Every query head still works."),
         ),
+        unit="%",
     ),
     Prediction(
         name="repeated_by_repeat",
-        question="KV heads [0, 1], repeat(4): which eight numbers, in which order?",
+        question="KV heads [0, 1], repeat(4): which eight numbers, in which order, as a list?",
         reason="`repeat` lays whole rounds of the list one after the other.",
         thoughts=(
-            ([0, 0, 0, 0, 1, 1, 1, 1], "That is the other one: it keeps neighbours together."),
+            (
+                [0, 0, 0, 0, 1, 1, 1, 1],
+                "That is `repeat_interleave`: it keeps neighbours together.",
+            ),
             ([0, 1, 0, 1], "That is two rounds. There are four."),
+            (
+                lambda guess: "".join(c for c in guess if c.isdigit()) == "01010101",
+                "Right, that is the same as text.",
+            ),
         ),
     ),
     Prediction(
         name="bytes_once_flat",
         question="Keys of 384 bytes, expanded to four copies of each head, then flattened to one "
         "axis of 8 heads: how many bytes lie behind them?",
-        reason="One flat axis needs one step from head to head, and no step size visits each place "
-        "four times, so PyTorch makes the copies.",
+        reason="One flat axis needs one step from head to head. No step visits each place four "
+        "times, so PyTorch makes the copies.",
         thoughts=(
             (
                 384,
-                "That would be free. But along one axis the steps in memory are all alike, and "
-                "0, 0, 0, 0, 1, 1, 1, 1 has two kinds of step.",
+                "That would be free. But PyTorch has only one step per axis, and the heads "
+                "0, 0, 0, 0, 1, 1, 1, 1 need two: stay, or go on.",
             ),
             (96, "It cannot be less than the keys themselves."),
             (3072, "That is eight copies of both heads. Each head is needed four times."),
@@ -1322,7 +1434,7 @@ PREDICTIONS = (
                 "It comes much closer, but 64 operations per byte are still fewer than "
                 "the machine can do.",
             ),
-            ("both", "They overlap. The reading takes about three times as long."),
         ),
+        choices=("reading", "computing"),
     ),
 )
