@@ -336,6 +336,8 @@ def test_thoughts_about_guesses_hold() -> None:
     for way in (cache / 2, 2 * cache, cache / 60, cache / 64):
         assert way / 2**30 in guesses["cache_of_64_heads"]
     assert round(cache / 1e9, 3) in guesses["cache_of_64_heads"]
+    keys_left = 100 / 8  # percent
+    assert {keys_left, 100 - keys_left} <= set(guesses["fewer_operations"])
     (is_same,) = (g for g, _ in PREDICTIONS["repeated_by_repeat"].thoughts if callable(g))
     digits = torch.arange(2).repeat(4).tolist()
     for between in ("", " ", ", "):

@@ -1366,11 +1366,13 @@ PREDICTIONS = (
         thoughts=(
             (
                 87.5,
-                "The keys are 8 times fewer, and so are the bytes. But the multiplications belong "
-                "to the query heads, and there are as many of those as before.",
+                "The keys are 8 times fewer, and so are the bytes. But the query heads do the "
+                "multiplying, and none of them has gone.",
             ),
             (8, "That is how many heads share. Are there fewer query heads now?"),
             (12.5, "That is how much of the keys is left. No query head has gone."),
+            (1, "If 1 means as many as before, that is right. In percent, nothing is saved."),
+            ("none", "Right: in percent, none is 0."),
             (100, "Then nothing would be computed. Every query head still works."),
         ),
         unit="%",
