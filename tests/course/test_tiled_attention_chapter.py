@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import linecache
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.exercises import tiled_attention as solutions
 from nsa_tutorial.course.judging import judge
+from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.widgets import tiled_attention as pictures
 from nsa_tutorial.exact import online_softmax, tiled_attention
 from nsa_tutorial.exact.online_softmax import LOG2_E
@@ -98,23 +100,48 @@ def everything_per_tile(N, D, tile, causal):
     return tiles * 4 * tile * tile * D, tiles * (4 * tile * D * 2 + 4 * tile)
 
 
+def half_rounded_down(N, D, tile, causal):
+    n = N // tile
+    count = n * n // 2 if causal else n * n
+    return count * 4 * tile * tile * D, 2 * 2 * N * D + 4 * N + 2 * 2 * count * tile * D
+
+
+def bytes_first(N, D, tile, causal):
+    return solutions.tiled_cost(N, D, tile, causal)[::-1]
+
+
+def letters(N, M, tile_q, tile_k):
+    return [[*row] for row in solutions.tile_kinds(N, M, tile_q, tile_k)]
+
+
 def chapters_formula(N, D, tile, causal):
     """Without a mask that is right."""
     return 4 * N * N * D, 2 * N * D * 2 + 4 * N + 2 * N * D * 2 * (N // tile)
 
 
-def walk(*, mask=True, skip=True, scale_log2=LOG2_E, scale=1.0):
+def behind(start, end, last):
+    """Whether a tile of keys lies behind the last query of a tile."""
+    return start > last
+
+
+def walk(
+    *, mask=torch.gt, skip=behind, scale_log2=LOG2_E, scale=1.0, one_state=False, all_rows=False
+):
+    """`skip` compares the first key of a tile, where `tile_k` ends it, and the last query."""
+
     def attend(q, k, v, tile_q, tile_k):
         D, results = q.shape[1], []
         position = torch.arange(len(k) - len(q), len(k))
+        state = online_softmax.start(tile_q, v.shape[1])
         for rows in position.split(tile_q):
-            state = online_softmax.start(len(rows), v.shape[1])
+            if not one_state:
+                state = online_softmax.start(tile_q if all_rows else len(rows), v.shape[1])
             for keys in torch.arange(len(k)).split(tile_k):
-                if skip and keys[0] > rows[-1]:
+                if skip and skip(keys[0], keys[0] + tile_k, rows[-1]):
                     continue
                 scores = q[rows - position[0]] @ k[keys].T
                 if mask:
-                    scores = scores.masked_fill(keys > rows[:, None], -torch.inf)
+                    scores = scores.masked_fill(mask(keys, rows[:, None]), -torch.inf)
                 state = online_softmax.update(state, scores, v[keys], scale_log2 * D**-0.5)
             results.append(online_softmax.finish(state, scale * D**-0.5))
         return tuple(torch.cat(part) for part in zip(*results, strict=True))
@@ -165,15 +192,53 @@ ATTEMPTS = {
     "formula": ("tiled_cost", chapters_formula, {"skipping no tile"}),
     "no skip": (
         "attend_in_tiles",
-        walk(skip=False),
+        walk(skip=None),
         {"computing tiles of which nothing is visible"},
     ),
-    "no mask": ("attend_in_tiles", walk(mask=False), {"tiles on the diagonal left unmasked"}),
+    "no mask": ("attend_in_tiles", walk(mask=None), {"tiles on the diagonal left unmasked"}),
     "neither": (
         "attend_in_tiles",
-        walk(mask=False, skip=False),
+        walk(mask=None, skip=None),
         {"tiles on the diagonal left unmasked", "computing tiles of which nothing is visible"},
     ),
+    "skipped by the end of the tile": (
+        "attend_in_tiles",
+        walk(skip=lambda start, end, last: end - 1 > last),
+        {"skipping a tile by its last key"},
+    ),
+    "skipped at the last query": (
+        "attend_in_tiles",
+        walk(skip=lambda start, end, last: start >= last),
+        {"skipping a tile whose first key is the last query's own position"},
+    ),
+    "past hidden": (
+        "attend_in_tiles",
+        walk(mask=torch.lt),
+        {"hiding the past and leaving the future"},
+    ),
+    "past and own position hidden": (
+        "attend_in_tiles",
+        walk(mask=torch.le),
+        {"hiding the past and leaving the future"},
+    ),
+    "own position hidden": (
+        "attend_in_tiles",
+        walk(mask=torch.ge),
+        {"hiding a query's own position from it"},
+    ),
+    "one state": (
+        "attend_in_tiles",
+        walk(one_state=True),
+        {"one state for all tiles of queries"},
+    ),
+    "states of tile_q rows": (
+        "attend_in_tiles",
+        walk(all_rows=True),
+        {"a state of `tile_q` rows for a tile that holds fewer"},
+    ),
+    "half": ("tiled_cost", half_rounded_down, {"taking exactly half for the causal case"}),
+    "bytes first": ("tiled_cost", bytes_first, {"returning the bytes before the operations"}),
+    "letters": ("tile_kinds", letters, {"a list of letters where a string is asked for"}),
     "scales": (
         "attend_in_tiles",
         walk(scale_log2=1.0, scale=LOG2_E),
@@ -185,7 +250,9 @@ ATTEMPTS = {
 @pytest.mark.parametrize(("name", "attempt", "named"), ATTEMPTS.values(), ids=ATTEMPTS.keys())
 def test_a_readers_mistake_is_named(name: str, attempt: Callable, named: set[str]) -> None:
     """None of these is written like the misconception that names it."""
-    assert set(judge(KNOWN[name], attempt).misconceptions) == named
+    verdict = judge(KNOWN[name], attempt)
+    assert set(verdict.misconceptions) == named
+    assert "does not explain everything" not in verdict.text
 
 
 # -- the kernel --
@@ -199,7 +266,7 @@ def test_without_its_slips_the_wrong_kernel_is_right() -> None:
 
 
 def test_the_kernel_that_is_given_differs_from_the_solution_in_two_lines() -> None:
-    given = KNOWN["tile_maximum"].statement.split("```")[1].removeprefix("python")
+    given = solutions._GIVEN + "\nreturn kernel"
     lines = [line.strip() for line in given.splitlines() if line.strip()]
     ours = [line.strip() for line in inspect.getsource(solutions.tile_maximum).splitlines()]
     ours = [line for line in ours[2:] if line]  # behind the head and the docstring
@@ -207,6 +274,46 @@ def test_the_kernel_that_is_given_differs_from_the_solution_in_two_lines() -> No
     added = [line for line in ours if line not in lines]
     assert [line.partition("(")[0] for line in added] == ["acc_s = tl.where", "tl.store"]
     assert added[1].startswith("tl.store(Max + rows, scores_max")
+
+
+def cell(start: str) -> str:
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    (found,) = (s for c in cells if (s := "".join(c["source"])).startswith(start))
+    return found
+
+
+def in_a_cell(source: str) -> Callable:
+    """`tile_maximum` as a cell defines it."""
+    file = f"<cell {hash(source)}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    namespace = {"tl": tl, "triton": triton}
+    exec(compile(source, file, "exec", dont_inherit=True), namespace)
+    return namespace["tile_maximum"]
+
+
+def test_the_kernel_in_the_cell_is_not_attempted_until_it_is_edited() -> None:
+    e, given = KNOWN["tile_maximum"], cell("def tile_maximum")
+    if e.missing:
+        pytest.skip(e.missing[0])
+    assert judge(e, in_a_cell(given)).outcome == "not attempted"
+    assert judge(e, in_a_cell(given.replace("# [BQ, BK]", "# scores"))).outcome == "not attempted"
+    half = given.replace("scores_max)\n\n", "scores_max, mask=rows < N)\n\n")
+    verdict = judge(e, in_a_cell(half))
+    assert verdict.misconceptions == ("letting keys past the end take part",)
+
+
+def test_swapped_arms_of_where_are_named() -> None:
+    e = KNOWN["tile_maximum"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    condition = "keys[None, :] < M"
+    right = inspect.getsource(solutions.tile_maximum)
+    swapped = right.replace(
+        f'where({condition}, acc_s, float("-inf"))', f'where({condition}, float("-inf"), acc_s)'
+    )
+    assert swapped != right
+    verdict = judge(e, in_a_cell(swapped.replace(" -> object", "")))
+    assert verdict.misconceptions == ("swapping the two arms of `tl.where`",)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +346,10 @@ def test_a_kernel_that_is_not_returned_is_told() -> None:
 def test_the_minutes_are_told() -> None:
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     prose = "".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
-    assert f"{sum(e.minutes for e in KNOWN.values())} of them exercises" in prose
+    optional = KNOWN["tiled_cost"].minutes
+    required = sum(e.minutes for e in KNOWN.values()) - optional
+    assert f"{required} of them exercises, and an optional exercise of {optional}" in prose
+    assert f"**Optional, {optional} minutes:**" in prose
     assert f"about {KNOWN['tile_maximum'].minutes} minutes" in prose
 
 

@@ -6,6 +6,9 @@ The wrong solutions of an exercise are one function, or one kernel, told which s
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 import warnings
 from collections.abc import Callable
 from types import CodeType
@@ -51,7 +54,7 @@ def tile_kinds(N: int, M: int, tile_q: int, tile_k: int) -> list[str]:
     return rows
 
 
-def _kinds(slips: Slips, N: int, M: int, tile_q: int, tile_k: int) -> list[str]:
+def _kinds(slips: Slips, N: int, M: int, tile_q: int, tile_k: int) -> list[str] | list[list[str]]:
     """`tile_kinds` with slips."""
     offset = 0 if "first positions" in slips else M - N
     rows = []
@@ -72,8 +75,8 @@ def _kinds(slips: Slips, N: int, M: int, tile_q: int, tile_k: int) -> list[str]:
             row += "S" if is_skipped else "F" if is_full and "never full" not in slips else "D"
         rows.append(row)
     if "swapped" in slips:  # a string for each tile of keys
-        return ["".join(column) for column in zip(*rows, strict=True)]
-    return rows
+        rows = ["".join(column) for column in zip(*rows, strict=True)]
+    return [list(row) for row in rows] if "letters" in slips else rows
 
 
 def _draw_kinds(arguments: tuple, got: list[str], expected: list[str]) -> Picture:
@@ -167,6 +170,11 @@ _KINDS_MISTAKES = (
         slip(_kinds, "no tail"),
         "Where a size does not divide its length, a shorter tile is left at the end. How many "
         "tiles of 3 do 7 tokens need?",
+    ),
+    Misconception(
+        "a list of letters where a string is asked for",
+        slip(_kinds, "letters"),
+        'Each row of tiles is one string, such as `"DS"`. How do you join letters into one?',
     ),
     Misconception(
         "a string for each tile of keys",
@@ -441,6 +449,8 @@ def _cost(slips: Slips, N: int, D: int, tile: int, causal: bool) -> tuple[int, i
             pairs = tiles * (tiles - 1) // 2
         if "half" in slips:
             pairs = tiles * tiles / 2
+        if "half, rounded down" in slips:
+            pairs = tiles * tiles // 2
     # -- operations --
     operations = pairs * 4 * tile * tile * D
     if causal and "visible" in slips:
@@ -471,7 +481,8 @@ def _cost(slips: Slips, N: int, D: int, tile: int, causal: bool) -> tuple[int, i
     lse = 0 if "no lse" in slips else rows * 2 if "lse in two" in slips else rows * 4
     table = 4 * 2 * N * N if "table" in slips else 0
     moved = q + k + v + o + lse + table
-    return int(operations), int(moved // size if "numbers" in slips else moved)
+    answer = int(operations), int(moved // size if "numbers" in slips else moved)
+    return answer[::-1] if "swapped" in slips else answer
 
 
 _COST_MISTAKES = (
@@ -481,11 +492,19 @@ _COST_MISTAKES = (
         "A tile is loaded fewer times, but each of its queries still meets each of its keys. How "
         "many dot products are there without a mask?",
     ),
+    *(
+        Misconception(
+            "taking exactly half for the causal case",
+            slip(_cost, half),
+            "The tiles on the diagonal are loaded and computed whole, so it is more than half. How "
+            "many tiles does the first tile of queries need, and how many the second?",
+        )
+        for half in ("half, rounded down", "half")
+    ),
     Misconception(
-        "taking exactly half for the causal case",
-        slip(_cost, "half"),
-        "The tiles on the diagonal are loaded and computed whole, so it is more than half. How "
-        "many tiles does the first tile of queries need, and how many the second?",
+        "returning the bytes before the operations",
+        slip(_cost, "swapped"),
+        "Both numbers are right. In which order are they asked for?",
     ),
     Misconception(
         "counting visible pairs where whole tiles are computed",
@@ -603,7 +622,7 @@ computed whole. Before you write it: without a mask, does tiling save operations
     misconceptions=_COST_MISTAKES,
     combine=together(
         _COST_MISTAKES,
-        {"half", "no skip", "no diagonal"},
+        {"half", "half, rounded down", "no skip", "no diagonal"},
         {"visible", "saves"},
         {"once", "per query"},
         {"loads all", "no skip"},
@@ -663,11 +682,17 @@ def _attend(
         position = offset + query_start + torch.arange(rows)
         if "one state" in slips:
             state = online_softmax.State(*(x[:rows] for x in state))
-        else:
-            state = online_softmax.start(rows, v.shape[1])
+        elif "one state, never cut" not in slips:
+            size = tile_q if "too many rows" in slips else rows
+            state = online_softmax.start(size, v.shape[1])
         for key_start in range(0, end_k, tile_k):
             last = position[0] if "skip early" in slips else position[-1]
-            if key_start > last and "no skip" not in slips:
+            reached = key_start + ("skip at its own position" in slips)
+            if "skip by the last key" in slips:
+                reached = key_start + tile_k - 1
+            if "skip by the last key that exists" in slips:
+                reached = min(key_start + tile_k, M) - 1
+            if reached > last and "no skip" not in slips:
                 break
             acc_s = q[query_start : query_start + tile_q] @ k[key_start : key_start + tile_k].T
             if "scaled before" in slips:
@@ -678,6 +703,10 @@ def _attend(
                 hidden = columns > torch.arange(rows)[:, None]
             if "strict" in slips:
                 hidden = key_start + columns >= position[:, None]
+            if "past" in slips:
+                hidden = key_start + columns < position[:, None]
+            if "past and own" in slips:
+                hidden = key_start + columns <= position[:, None]
             if "no mask" not in slips:
                 acc_s = acc_s.masked_fill(hidden, 0.0 if "zeros" in slips else -torch.inf)
             if "last tile only" in slips:
@@ -705,6 +734,20 @@ _ATTEND_MISTAKES = (
         "Some visible keys are missing. Which query of a tile sees the most, and so decides when "
         "the walk along the keys may stop?",
     ),
+    *(
+        Misconception(
+            "skipping a tile by its last key",
+            slip(_attend, name),
+            "A tile on the diagonal ends behind the last query, and still its first keys are "
+            "visible. Which key of a tile is the last to be hidden from all?",
+        )
+        for name in ("skip by the last key", "skip by the last key that exists")
+    ),
+    Misconception(
+        "skipping a tile whose first key is the last query's own position",
+        slip(_attend, "skip at its own position"),
+        "One visible pair is enough to keep a tile. Does a query see its own position?",
+    ),
     Misconception(
         "computing tiles of which nothing is visible",
         slip(_attend, "no skip"),
@@ -728,16 +771,33 @@ _ATTEND_MISTAKES = (
         "A query sees the keys at its own position and before. Does your comparison allow "
         "equality?",
     ),
+    *(
+        Misconception(
+            "hiding the past and leaving the future",
+            slip(_attend, name),
+            "`masked_fill` fills where its mask is True. Which pairs does your mask name?",
+        )
+        for name in ("past and own", "past")
+    ),
     Misconception(
         "writing zeros where -inf is meant",
         slip(_attend, "zeros"),
         "A hidden score of 0 still gets a weight. Which score gets none?",
     ),
+    *(
+        Misconception(
+            "one state for all tiles of queries",
+            slip(_attend, name),
+            "Your later rows remember what other queries saw. When does a tile of queries need an "
+            "empty state?",
+        )
+        for name in ("one state, never cut", "one state")
+    ),
     Misconception(
-        "one state for all tiles of queries",
-        slip(_attend, "one state"),
-        "Your later rows remember what other queries saw. When does a tile of queries need an "
-        "empty state?",
+        "a state of `tile_q` rows for a tile that holds fewer",
+        slip(_attend, "too many rows"),
+        "The last tile of queries may hold fewer rows. How many rows has its state, and how many "
+        "have its scores?",
     ),
     Misconception(
         "starting anew at every tile of keys",
@@ -796,22 +856,22 @@ _ATTEND = Exercise(
 The whole walk for one head: `q` `[N, D]`, the last `N` of `M` positions, `k` `[M, D]`, `v`
 `[M, DV]`. Return causal attention's `o` `[N, DV]` and `lse` `[N]`, with the scale `D ** -0.5`,
 holding one tile of at most `tile_q × tile_k` scores at a time. Neither size need divide its length.
+The outer loop is written for you. Fill it: a state, the walk along the keys, and what to append.
 Skip what no query of a tile sees; one case notices if you do not. Take chapter 03's
 `online_softmax.start(rows, DV)`, `online_softmax.update(state, acc_s, v_tile, scale_log2)` and
-`online_softmax.finish(state, scale)`, with `online_softmax.LOG2_E` folded into `scale_log2`;
-`torch.cat` puts the tiles' results below one another.
+`online_softmax.finish(state, scale)`, with `online_softmax.LOG2_E` folded into `scale_log2`.
 """,
-    minutes=12,
+    minutes=8,
     difficulty=3,
     hints=(
-        "Start from the chapter's loop for one tile of queries, and put a loop over all tiles of "
-        "queries around it. Which query of a tile decides that a tile of keys is skipped?",
+        "Start from the chapter's loop for one tile of queries, with what it lacked: the mask and "
+        "the skipping. Which query of a tile decides that a tile of keys is skipped?",
         "A state belongs to one tile of queries: it starts before the walk along the keys, each "
         "tile of keys updates it, and `finish` ends it. Before each update, compare positions "
         "and hide the future.",
-        "Per tile of queries, make the positions of its rows, counted from M − N. Stop at the "
-        "first tile of keys behind the last of them. Otherwise multiply, fill the future with "
-        "-inf, update. Collect the results of `finish` in two lists for `torch.cat`.",
+        "Stop at the first tile of keys that begins behind the last entry of `position`. "
+        "Otherwise multiply, fill the future with -inf, update. After the walk, put the pair that "
+        "`finish` returns into `outputs`.",
     ),
     why="A state is all that a row has to remember, so a tile of scores can be forgotten at once, "
     "and a tile that nobody sees need not even be loaded.",
@@ -819,10 +879,14 @@ Skip what no query of a tile sees; one case notices if you do not. Take chapter 
     misconceptions=_ATTEND_MISTAKES,
     combine=together(
         _ATTEND_MISTAKES,
-        {"no mask", "triangle", "strict"},
+        {"no mask", "triangle", "strict", "past", "past and own"},
         {"no mask", "zeros"},
         {"no skip", "skip early"},
-        {"one state", "last tile only"},
+        *(
+            {"no skip", "skip at its own position", name}
+            for name in ("skip by the last key", "skip by the last key that exists")
+        ),
+        {"one state", "one state, never cut", "too many rows", "last tile only"},
         {"no scale", "scaled before"},
         {"exchanged", "finish in base two", "no log2(e)"},
     ),
@@ -895,6 +959,31 @@ def tile_maximum() -> object:
     return kernel
 
 
+_GIVEN = """
+@triton.jit
+def kernel(Q, K, Max, N, M, D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr):
+    rows = tl.program_id(0) * BQ + tl.arange(0, BQ)  # [BQ]
+    width = tl.arange(0, D)
+    q_tile = tl.load(Q + rows[:, None] * D + width, mask=rows[:, None] < N, other=0.0)
+    scores_max = tl.full([BQ], float("-inf"), tl.float32)
+    for key_start in range(0, M, BK):
+        keys = key_start + tl.arange(0, BK)  # [BK]
+        k_tile = tl.load(K + keys[:, None] * D + width, mask=keys[:, None] < M, other=0.0)
+        acc_s = tl.sum(q_tile[:, None, :] * k_tile[None, :, :], axis=2)  # [BQ, BK]
+        scores_max = tl.maximum(scores_max, tl.max(acc_s, axis=1))
+    tl.store(Max + rows, scores_max)
+"""
+
+
+def _is_given(kernel: object) -> bool:
+    """Whether a kernel is the chapter's, with both bugs, but for comments and spaces."""
+    try:
+        source = textwrap.dedent(inspect.getsource(kernel.fn))
+        return ast.dump(ast.parse(source)) == ast.dump(ast.parse(_GIVEN))
+    except (AttributeError, OSError, TypeError, SyntaxError):
+        return False  # written in another way
+
+
 def _run_maximum(solution: Callable, N: int, M: int, zero_key: bool) -> tuple[Tensor, str]:
     """Launch the kernel on scores below zero; behind `Max` lie numbers that must stay."""
     kernel = solution()
@@ -904,6 +993,8 @@ def _run_maximum(solution: Callable, N: int, M: int, zero_key: bool) -> tuple[Te
         raise NotImplementedError("there is no kernel yet")
     if not hasattr(kernel, "run"):
         raise TypeError("the kernel is not decorated with @triton.jit")
+    if _is_given(kernel):
+        raise NotImplementedError("the kernel is as it was given")
     device = environment.detect().device
     q = -0.5 - _random(N + _BQ, _D, seed=N).abs()
     k = 0.5 + _random(M + _BK, _D, seed=M).abs()
@@ -936,6 +1027,8 @@ def _wrong_maximum(
             acc_s = tl.where(keys[None, :] < N, acc_s, float("-inf"))
         elif TAIL == "zero is missing":
             acc_s = tl.where(acc_s != 0, acc_s, float("-inf"))
+        elif TAIL == "arms":
+            acc_s = tl.where(keys[None, :] < M, float("-inf"), acc_s)
         elif TAIL == "right":
             acc_s = tl.where(keys[None, :] < M, acc_s, float("-inf"))
         scores_max = tl.maximum(scores_max, tl.max(acc_s, axis=1))
@@ -960,7 +1053,7 @@ class _Mistaken:
         return lambda *args, **sizes: _wrong_maximum[grid](*args, **slips, **sizes)
 
 
-_TAILS = {"as it came", "infinite keys", "queries", "zero is missing", "dropped"}
+_TAILS = {"as it came", "infinite keys", "queries", "zero is missing", "arms", "dropped"}
 _STORES = {"everything", "keys"}
 
 _MAXIMUM_MISTAKES = (
@@ -992,6 +1085,11 @@ _MAXIMUM_MISTAKES = (
         "others?",
     ),
     Misconception(
+        "swapping the two arms of `tl.where`",
+        slip(_Mistaken, "arms"),
+        "You hide the keys that exist. Which arm does `tl.where` take where its condition is True?",
+    ),
+    Misconception(
         "dropping the last keys where BK does not divide M",
         slip(_Mistaken, "dropped"),
         "The last tile holds fewer keys, and they count. How can the walk keep that tile and "
@@ -1013,28 +1111,11 @@ def _maximum_case(name: str, N: int, M: int, zero_key: bool = False) -> Case:
 _MAXIMUM = Exercise(
     name="tile_maximum",
     statement="""
-Find the bugs. This kernel has to write each query's largest score into `Max`: `Q` is `[N, D]`, `K`
-`[M, D]`, and there is no causal mask. It is right for 8 queries and 16 keys in tiles of 4 × 8. For
-7 queries and 13 keys it fails in two ways. Copy it into `tile_maximum`, and mend it.
-
-```python
-@triton.jit
-def kernel(Q, K, Max, N, M, D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr):
-    rows = tl.program_id(0) * BQ + tl.arange(0, BQ)  # [BQ]
-    width = tl.arange(0, D)
-    q_tile = tl.load(Q + rows[:, None] * D + width, mask=rows[:, None] < N, other=0.0)
-    scores_max = tl.full([BQ], float("-inf"), tl.float32)
-    for key_start in range(0, M, BK):
-        keys = key_start + tl.arange(0, BK)  # [BK]
-        k_tile = tl.load(K + keys[:, None] * D + width, mask=keys[:, None] < M, other=0.0)
-        acc_s = tl.sum(q_tile[:, None, :] * k_tile[None, :, :], axis=2)  # [BQ, BK]
-        scores_max = tl.maximum(scores_max, tl.max(acc_s, axis=1))
-    tl.store(Max + rows, scores_max)
-
-return kernel
-```
+Find the bugs. The kernel below has to write each query's largest score into `Max`. `Q` is `[N, D]`,
+`K` is `[M, D]`, and there is no causal mask. It is right for 8 queries and 16 keys in tiles of
+4 × 8. For 7 queries and 13 keys it fails in two ways. Mend it.
 """,
-    minutes=6,
+    minutes=5,
     difficulty=2,
     hints=(
         "Both bugs show only in tiles that are not full. What does the last tile of keys hold "
@@ -1246,7 +1327,7 @@ TRAPS = (
         "taking the queries for the first N positions",
     ),
     Trap(
-        "most tiles need no mask",
+        "7 are full and need no mask",
         "tile_kinds",
         "masking every tile that is not skipped",
     ),
@@ -1343,7 +1424,8 @@ TRAPS = (
 PREDICTIONS = (
     Prediction(
         "gib_without_table",
-        "How many GiB move without the table, if 128 queries share each load: 0.06, 1, 8 or 32?",
+        "One causal head without the table, 128 queries share each load: how many GiB move, 0.06, "
+        "1, 8 or 32?",
         "Each of the 512 tiles of queries loads the keys and values up to the diagonal, and that "
         "is half of 512 times 32 MiB.",
         (
@@ -1357,7 +1439,7 @@ PREDICTIONS = (
     ),
     Prediction(
         "operations_left",
-        "How many percent of the operations are left without any mask: 1, 10, 50 or 100?",
+        "No mask: how many percent of the operations remain, 1, 10, 50 or 100?",
         "Every query still meets every key: tiles change where numbers travel, not how many are "
         "multiplied.",
         (
