@@ -206,6 +206,19 @@ ATTEMPTS = {
         walk(skip=lambda start, end, last: end - 1 > last),
         {"skipping a tile by its last key"},
     ),
+    "skipped one past the end": (
+        "attend_in_tiles",
+        walk(skip=lambda start, end, last: end > last),
+        {"skipping a tile by its last key"},
+    ),
+    "skipped by the end, with states of tile_q rows": (
+        "attend_in_tiles",
+        walk(skip=lambda start, end, last: end - 1 > last, all_rows=True),
+        {
+            "skipping a tile by its last key",
+            "a state of `tile_q` rows for a tile that holds fewer",
+        },
+    ),
     "skipped at the last query": (
         "attend_in_tiles",
         walk(skip=lambda start, end, last: start >= last),

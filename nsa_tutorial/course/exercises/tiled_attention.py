@@ -690,6 +690,8 @@ def _attend(
             reached = key_start + ("skip at its own position" in slips)
             if "skip by the last key" in slips:
                 reached = key_start + tile_k - 1
+            if "skip by the end" in slips:
+                reached = key_start + tile_k
             if "skip by the last key that exists" in slips:
                 reached = min(key_start + tile_k, M) - 1
             if reached > last and "no skip" not in slips:
@@ -721,6 +723,9 @@ def _attend(
     return torch.cat(o), torch.cat(lse)
 
 
+# the slip that is made together with others comes last
+_BY_THE_LAST_KEY = ("skip by the end", "skip by the last key that exists", "skip by the last key")
+
 _ATTEND_MISTAKES = (
     Misconception(
         "tiles on the diagonal left unmasked",
@@ -738,10 +743,10 @@ _ATTEND_MISTAKES = (
         Misconception(
             "skipping a tile by its last key",
             slip(_attend, name),
-            "A tile on the diagonal ends behind the last query, and still its first keys are "
-            "visible. Which key of a tile is the last to be hidden from all?",
+            "A tile on the diagonal may end behind the last query, yet its first keys are visible. "
+            "Which key of a tile tells you that nobody sees any of it?",
         )
-        for name in ("skip by the last key", "skip by the last key that exists")
+        for name in _BY_THE_LAST_KEY
     ),
     Misconception(
         "skipping a tile whose first key is the last query's own position",
@@ -882,10 +887,7 @@ Skip what no query of a tile sees; one case notices if you do not. Take chapter 
         {"no mask", "triangle", "strict", "past", "past and own"},
         {"no mask", "zeros"},
         {"no skip", "skip early"},
-        *(
-            {"no skip", "skip at its own position", name}
-            for name in ("skip by the last key", "skip by the last key that exists")
-        ),
+        *({"no skip", "skip at its own position", name} for name in _BY_THE_LAST_KEY),
         {"one state", "one state, never cut", "too many rows", "last tile only"},
         {"no scale", "scaled before"},
         {"exchanged", "finish in base two", "no log2(e)"},
