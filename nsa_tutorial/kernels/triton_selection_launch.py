@@ -2,7 +2,7 @@
 and the choice of blocks.
 
 `triton_selection` and `triton_selection_backward` hold the kernels, `triton_selection_descriptors`
-one that Hopper runs faster. No argument is checked here: `ops` does.
+one for Hopper. No argument is checked here: `ops` does.
 """
 
 from __future__ import annotations
