@@ -127,6 +127,7 @@ MEANINGS = (
         "line. Which axis is 0 long, and why?",
     ),
     (r"NoneType", _NOTHING),
+    (r"[Ee]llipsis", "A `...` still stands here: a gap that waits for your code."),
     (
         r"^UnboundLocalError",
         "The name gets its value further down, or in a branch that was not taken.",

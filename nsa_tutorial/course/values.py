@@ -112,6 +112,8 @@ def differences(got: object, expected: object, is_recognised: bool = False) -> t
     if got is None:
         why = "." if is_recognised else ": is the return statement missing?"
         return (f"It returned None{why}",)
+    if got is ...:
+        return ("A `...` came back: a gap that waits for your code.",)
     if isinstance(got, Raised):
         return got.told(is_recognised)
     if isinstance(got, tuple | list) and isinstance(expected, tuple | list):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,73 @@ def lse_without_rescale() -> object:
     return kernel
 
 
+@triton.jit
+def lse_masked(S, LSE, scale_log2, ln_2, M, BT: tl.constexpr, MASK: tl.constexpr):
+    row = tl.program_id(0)
+    largest, total = float("-inf"), 0.0
+    for first in range(0, M, BT):
+        key = first + tl.arange(0, BT)
+        mask = key < M
+        if MASK == "one too many":
+            mask = key <= M
+        if MASK == "row twice":
+            mask = row * M + key < M
+        if MASK == "one too few":
+            mask = key < M - 1
+        acc_s = tl.load(S + row * M + key, mask=mask, other=float("-inf"))
+        before = largest
+        largest = tl.maximum(before, tl.max(acc_s, axis=0))
+        total *= tl.exp2((before - largest) * scale_log2)
+        total += tl.sum(tl.exp2((acc_s - largest) * scale_log2), axis=0)
+    tl.store(LSE + row, (largest * scale_log2 + tl.log2(total)) * ln_2)
+
+
+class Masked:
+    """`lse_masked` with its mask chosen, launched like a kernel."""
+
+    run = None
+
+    def __init__(self, mask: str) -> None:
+        self.mask = mask
+
+    def __getitem__(self, grid: tuple) -> Callable:
+        return partial(lse_masked[grid], MASK=self.mask)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("mask", "named"),
+    [
+        ("one too many", "a mask that lets one key too many through"),
+        ("row twice", "a mask that adds where the row begins"),
+        ("one too few", "a mask that leaves out the last key"),
+    ],
+)
+def test_a_kernels_mask_is_named_and_its_scores_are_shown(mask: str, named: str) -> None:
+    verdict = judge(KNOWN["row_lse"], partial(Masked, mask))
+    assert verdict.misconceptions == (named,)
+    assert "S = [[" in verdict.text
+
+
+@needs_triton
+def test_a_gap_left_in_the_kernel_is_named() -> None:
+    def row_lse() -> object:
+        @triton.jit
+        def kernel(S, LSE, scale_log2, ln_2, M, BT: tl.constexpr):
+            row = tl.program_id(0)
+            tl.store(LSE + row, ...)
+
+        return kernel
+
+    assert "waits for your code" in judge(KNOWN["row_lse"], row_lse).text
+
+
+def test_a_gap_left_in_an_answer_is_named() -> None:
+    told = judge(KNOWN["online_step"], lambda *step: (step[3].amax(1), ..., step[2])).text
+    assert "A `...` came back" in told
+    assert "ellipsis" not in told.lower()
+
+
 @needs_triton
 @pytest.mark.parametrize(
     ("attempt", "named"),
@@ -178,10 +246,13 @@ def test_a_kernel_that_is_not_returned_is_spoken_of() -> None:
 
 
 def test_the_minutes_are_told() -> None:
-    minutes = sum(e.minutes for e in KNOWN.values())
-    assert f"{minutes} of them exercises" in CHAPTER.read_text(encoding="utf-8")
-    last = KNOWN["merge_partials"].minutes + KNOWN["merge_many"].minutes
-    assert f"about {last} minutes" in CHAPTER.read_text(encoding="utf-8")
+    """The stretch at the end is not among the chapter's minutes."""
+    stretch = KNOWN["merge_many"].minutes
+    minutes = sum(e.minutes for e in KNOWN.values()) - stretch
+    text = CHAPTER.read_text(encoding="utf-8")
+    assert f"{minutes} of them exercises" in text
+    assert f"a stretch of {stretch} more" in text
+    assert f"It takes {stretch} minutes" in text
 
 
 def scaled_before(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
@@ -209,6 +280,68 @@ def finite_max(scores_max_prev, acc_s, scale_log2):
     scores_max = torch.maximum(scores_max_prev, acc_s.amax(1)).nan_to_num(neginf=0.0)
     factor = torch.exp2((scores_max_prev - scores_max) * scale_log2)
     return scores_max, factor, torch.exp2((acc_s - scores_max[:, None]) * scale_log2)
+
+
+def guarded_where(is_guarded, leaks=False):
+    """Exponents measured from 0 in the rows that `is_guarded` chooses."""
+
+    def guarded_step(scores_max_prev, acc_s, scale_log2):
+        scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
+        shift = torch.where(is_guarded(scores_max_prev, acc_s), 0.0, scores_max)
+        handed_on = shift if leaks else scores_max
+        return guarded_from(handed_on, shift, scores_max_prev, acc_s, scale_log2)
+
+    return guarded_step
+
+
+def had_seen_no_key(scores_max_prev, acc_s):
+    return scores_max_prev == -torch.inf
+
+
+def sees_no_key_now(scores_max_prev, acc_s):
+    return acc_s.amax(1) == -torch.inf
+
+
+def zeroed_where_it_had_seen_none(scores_max_prev, acc_s, scale_log2):
+    scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
+    had_none = had_seen_no_key(scores_max_prev, acc_s)
+    factor = torch.exp2((scores_max_prev - scores_max) * scale_log2)
+    p = torch.exp2((acc_s - scores_max[:, None]) * scale_log2)
+    return scores_max, torch.where(had_none, 0.0, factor), torch.where(had_none[:, None], 0.0, p)
+
+
+def step_without_axes(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+    scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
+    factor = torch.exp2((scores_max_prev - scores_max) * scale_log2)
+    p = torch.exp2((acc_s - scores_max[:, None]) * scale_log2)
+    return scores_max, running_sum * factor + p.sum(1), acc_o * factor + p @ v
+
+
+def guard_without_axes(scores_max_prev, acc_s, scale_log2):
+    scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
+    shift = scores_max.nan_to_num(neginf=0.0)
+    factor = torch.exp2((scores_max_prev - shift) * scale_log2)
+    return scores_max, factor, torch.exp2((acc_s - shift) * scale_log2)
+
+
+def merge_without_axes(o1, lse1, o2, lse2):
+    lse = torch.logaddexp(lse1, lse2)
+    shift = lse.masked_fill(lse.isinf(), 0)
+    return torch.exp(lse1 - shift) * o1 + torch.exp(lse2 - shift) * o2, lse
+
+
+def shares_without_axes(o, lse):
+    w = torch.softmax(lse, 0).nan_to_num()
+    return (w * torch.where(lse.isinf()[..., None], 0.0, o)).sum(0), torch.logsumexp(lse, 0)
+
+
+def outputs_cleared(o, lse):
+    return many_from(lse.amax(0).nan_to_num(neginf=0.0), o.nan_to_num(), lse)
+
+
+def result_cleared(o, lse):
+    o, lse = many_from(lse.amax(0).nan_to_num(neginf=0.0), o, lse)
+    return o.nan_to_num(), lse
 
 
 def formula(o1, lse1, o2, lse2):
@@ -361,6 +494,8 @@ def along_the_rows(o, lse):
 
 
 PRECAUTIONS = "the formula as it stands, without its two precautions"
+NO_AXIS = "numbers of a row that lack their last axis"
+CLEARED = "a NaN cleared by what it is, not by where it comes from"
 LEAKS = "a stand-in in the divisor that leaks into lse"
 
 
@@ -409,6 +544,37 @@ LEAKS = "a stand-in in the divisor that leaks into lse"
             both_replaced,
             {"a stand-in for the old maximum in the factor, too"},
         ),
+        (
+            "guarded_step",
+            guarded_where(had_seen_no_key),
+            {"a stand-in chosen by the old maximum"},
+        ),
+        (
+            "guarded_step",
+            guarded_where(had_seen_no_key, leaks=True),
+            {"a stand-in chosen by the old maximum"},
+        ),
+        (
+            "guarded_step",
+            guarded_where(sees_no_key_now),
+            {"a stand-in chosen by the chunk's own maximum"},
+        ),
+        (
+            "guarded_step",
+            guarded_where(sees_no_key_now, leaks=True),
+            {"a stand-in chosen by the chunk's own maximum"},
+        ),
+        (
+            "guarded_step",
+            zeroed_where_it_had_seen_none,
+            {"powers set to 0 for a row that had seen no key"},
+        ),
+        ("online_step", step_without_axes, {NO_AXIS}),
+        ("guarded_step", guard_without_axes, {NO_AXIS}),
+        ("merge_partials", merge_without_axes, {NO_AXIS}),
+        ("merge_many", shares_without_axes, {NO_AXIS}),
+        ("merge_many", outputs_cleared, {CLEARED}),
+        ("merge_many", result_cleared, {CLEARED}),
         ("merge_partials", joined_first, {"a NaN for rows that are empty on both sides"}),
         ("merge_partials", smallest_sum(1e-20), {LEAKS}),
         ("merge_partials", smallest_sum(1e-6), {LEAKS}),
@@ -427,6 +593,24 @@ LEAKS = "a stand-in in the divisor that leaks into lse"
 def test_a_readers_mistake_is_named(name: str, attempt: Callable, named: set[str]) -> None:
     """None of these is written like the misconception that names it."""
     assert set(judge(KNOWN[name], attempt).misconceptions) == named
+
+
+def test_a_sum_of_0_is_a_reason_for_nan() -> None:
+    """0 / 0 and -inf minus -inf give one answer: the hint speaks of both."""
+
+    def divided_bare(o, lse):
+        shift = lse.amax(0).nan_to_num(neginf=0.0)
+        w = torch.exp(lse - shift)
+        o = torch.where(lse.isinf()[..., None], 0.0, o)
+        return (w[..., None] * o).sum(0) / w.sum(0)[:, None], shift + torch.log(w.sum(0))
+
+    def two_divided_bare(o1, lse1, o2, lse2):
+        return divided_bare(torch.stack([o1, o2]), torch.stack([lse1, lse2]))
+
+    for name, attempt in (("merge_many", divided_bare), ("merge_partials", two_divided_bare)):
+        told = judge(KNOWN[name], attempt).text
+        assert "0 / 0" in told
+        assert "-inf minus -inf" in told
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ INF = math.inf
 
 Slips = frozenset[str]
 
+_NO_AXIS = "numbers of a row that lack their last axis"
+
 
 def _randn(seed: int, *shape: int, spread: float = 1.0) -> Tensor:
     return (
@@ -95,7 +97,8 @@ def _step(
     if "no max" in slips:
         factor, p = torch.ones_like(scores_max), torch.exp2(acc_s * scale_log2)
     # -- the sums --
-    old_sum, old_o = running_sum * factor, acc_o * factor[:, None]
+    old_sum = running_sum * factor
+    old_o = acc_o * (factor if "no axis" in slips else factor[:, None])
     if slips & {"sum as it was", "new alone"}:
         old_sum = running_sum
     if slips & {"acc_o as it was", "new alone"}:
@@ -232,6 +235,12 @@ _STEP_MISTAKES = (
         "holds powers?",
     ),
     Misconception(
+        _NO_AXIS,
+        slip(_step, "no axis"),
+        "With one row it works by luck. PyTorch lines up last axes, so a `[G]` meets the columns "
+        "of a `[G, DV]`, and not its rows. How do you give a `[G]` a last axis of 1?",
+    ),
+    Misconception(
         "one sum for all rows",
         slip(_step, "one sum"),
         "Each row has a denominator of its own. Along which axis do the powers of one row lie?",
@@ -295,7 +304,7 @@ Take one chunk of keys into the state: the heart of every kernel in this course.
 
 Return the new `(scores_max, running_sum, acc_o)`. Nothing is divided yet.
 """,
-    minutes=8,
+    minutes=9,
     difficulty=2,
     hints=(
         "Do the chapter's row by hand: the old maximum is 3, the old sum 1.25, and the new scores "
@@ -311,12 +320,12 @@ Return the new `(scores_max, running_sum, acc_o)`. Nothing is divided yet.
     solution=online_step,
     cases=(
         Case(
-            "one row, the new chunk holds a larger score than the old maximum",
+            "scores 1 and 3, then 2 and 5",
             lambda: _tensors([3.0], [1.25], [[6.0]], [[2.0, 5.0]], [[0.0], [16.0]]),
         ),
         Case(
-            "the same row with scale_log2 = 0.5",
-            lambda: _tensors([3.0], [1.5], [[6.0]], [[1.0, 5.0]], [[0.0], [16.0]], scale_log2=0.5),
+            "scores 1 and 3, then 1 and 5, with scale_log2 = 0.5",
+            lambda: _tensors([3.0], [1.5], [[8.0]], [[1.0, 5.0]], [[0.0], [16.0]], scale_log2=0.5),
         ),
         Case(
             "one row, the new chunk lies lower than the old maximum",
@@ -398,6 +407,12 @@ def _guarded(
     for floor in (0.0, -1e4):
         if f"floor {floor}" in slips:
             shift = scores_max.clamp(min=floor)
+    if "by the old maximum" in slips:
+        shift = torch.where(scores_max_prev == -INF, 0.0, scores_max)
+    if "by the chunk's maximum" in slips:
+        shift = torch.where(acc_s.amax(1) == -INF, 0.0, scores_max)
+    if "from the old maximum" in slips:
+        shift = prev_or_0
     if "from 0" in slips or ("all rows" in slips and (scores_max == -INF).any()):
         shift = torch.zeros_like(scores_max)
     # -- exponents --
@@ -406,12 +421,17 @@ def _guarded(
     factor = torch.exp2(rise * (1.0 if "factor unscaled" in slips else scale_log2))
     if "upside down" in slips:
         factor = torch.exp2(-rise * scale_log2)
-    fall = acc_s - (scores_max if "p unguarded" in slips else shift)[:, None]
+    shift = scores_max if "p unguarded" in slips else shift
+    fall = acc_s - (shift if "no axis" in slips else shift[:, None])
     p = torch.exp2(fall * (1.0 if "p unscaled" in slips else scale_log2))
     # -- what is handed on --
     for name, was in (("1 while empty", scores_max), ("1 if it was empty", scores_max_prev)):
         if name in slips:
             factor = torch.where(was == -INF, 1.0, factor)
+    if "nothing at first" in slips:
+        p = torch.where((scores_max_prev == -INF)[:, None], 0.0, p)
+    if "handed on as well" in slips:
+        scores_max = shift
     if "0 for a masked chunk" in slips:
         factor = torch.where(acc_s.amax(1) == -INF, 0.0, factor)
     for number in (0.0, -1e30):
@@ -440,6 +460,42 @@ _GUARDED_MISTAKES = (
         "A row that has seen no key claims the maximum 0, which should still be -inf. So does a "
         "row whose scores are all near -300, and its powers underflow to 0. When does an exponent "
         "need a stand-in, and when does the state?",
+    ),
+    *_ways(
+        _guarded,
+        "a stand-in chosen by the old maximum",
+        "You ask whether the row *had* seen a key. If its first one comes in this chunk, there is "
+        "a maximum to measure from, and you measure from 0. Which maximum tells that there is "
+        "none?",
+        ("by the old maximum", "handed on as well"),
+        ("by the old maximum",),
+    ),
+    *_ways(
+        _guarded,
+        "a stand-in chosen by the chunk's own maximum",
+        "You ask whether the row sees a key in this chunk. A row with a past has a maximum, even "
+        "where this chunk is masked, and its sums must stay: a factor of 1. Which maximum tells "
+        "that there is nothing to measure from?",
+        ("by the chunk's maximum", "handed on as well"),
+        ("by the chunk's maximum",),
+    ),
+    Misconception(
+        "exponents measured from the old maximum",
+        slip(_guarded, "from the old maximum"),
+        "Where the maximum rises, your new powers exceed 1, and the old sums keep their unit. From "
+        "which maximum must both be measured after this chunk?",
+    ),
+    Misconception(
+        _NO_AXIS,
+        slip(_guarded, "no axis"),
+        "With one row it works by luck. PyTorch lines up last axes, so a `[G]` meets the columns "
+        "of a `[G, BS]`, and not its rows. How do you give a `[G]` a last axis of 1?",
+    ),
+    Misconception(
+        "powers set to 0 for a row that had seen no key",
+        slip(_guarded, "nothing at first"),
+        "The row's first visible key may come in this chunk, and then its power is lost. Which "
+        "maximum tells that the row still has seen nothing?",
     ),
     Misconception(
         "measuring every exponent from 0",
@@ -558,7 +614,7 @@ seen), the factor `[G]` on the old sums, and the powers `[G, BS]`, exactly 0 for
 the sums are still 0 the factor is 0. Let no `NaN` arise. A `nan_to_num` at the end would pass this
 check, and would also hide the `NaN` of any other mistake.
 """,
-    minutes=6,
+    minutes=7,
     difficulty=2,
     hints=(
         "Write down the two exponents of a row that has seen no key and sees none now. Which of "
@@ -681,6 +737,14 @@ def _wrong_lse(S, LSE, scale_log2, ln_2, M, BT: tl.constexpr, SLIP: tl.constexpr
         key = first + tl.arange(0, BT)
         if SLIP == "other 0":
             acc_s = tl.load(S + start + key, mask=key < M, other=0.0)
+        elif SLIP == "one too many":
+            acc_s = tl.load(S + start + key, mask=key <= M, other=float("-inf"))
+        elif SLIP == "one too few":
+            acc_s = tl.load(S + start + key, mask=key < M - 1, other=float("-inf"))
+        elif SLIP == "first chunk":
+            acc_s = tl.load(S + start + key, mask=key < BT, other=float("-inf"))
+        elif SLIP == "place in memory":
+            acc_s = tl.load(S + start + key, mask=start + key < M, other=float("-inf"))
         elif SLIP == "no mask":
             acc_s = tl.load(S + start + key)
         else:
@@ -738,8 +802,10 @@ def _lse_mistakes(name: str, hint: str, *slips: str) -> tuple[Misconception, ...
 
 def _rows(name: str, *rows: list[float], scale: float = 1.0) -> Case:
     here = environment.detect()
+    shown = [[int(score) for score in row] for row in rows]
+    factor = "ln 2" if scale == LN_2 else f"{scale:g}"
     return Case(
-        name,
+        f"{name}. S = {shown}, scale = {factor}, BT = {_BT}",
         lambda: (torch.tensor(rows, dtype=torch.float32), scale),
         lambda: here.why_not("triton", here.device),
     )
@@ -767,7 +833,7 @@ def kernel(S, LSE, scale_log2, ln_2, M, BT: tl.constexpr):
 return kernel
 ```
 """,
-    minutes=8,
+    minutes=9,
     difficulty=2,
     hints=(
         "Take `online_step`, and cross out every line with `acc_o`. Which of torch's functions "
@@ -789,6 +855,28 @@ return kernel
             "In a row of negative scores, a score of 0 is the largest. Which score has the power "
             "0, and never becomes the maximum?",
             "other 0",
+        ),
+        *_lse_mistakes(
+            "a mask that lets one key too many through",
+            "A row has `M` keys, and the first has the number 0. Whose score has the number `M`?",
+            "one too many",
+        ),
+        *_lse_mistakes(
+            "a mask that leaves out the last key",
+            "A row has `M` keys, and the first has the number 0. Which number has the last one?",
+            "one too few",
+        ),
+        *_lse_mistakes(
+            "a mask that ends with the first chunk",
+            "`key` counts through the whole row, and your mask stops after `BT` keys. Where does "
+            "the row end?",
+            "first chunk",
+        ),
+        *_lse_mistakes(
+            "a mask that adds where the row begins",
+            "Only the first row finds its scores. The mask compares with `M`, the length of one "
+            "row. From where does `key` count already?",
+            "place in memory",
         ),
         *_lse_mistakes(
             "a load past the end of the row",
@@ -945,6 +1033,8 @@ def _merge(
         w1, w2 = torch.ones_like(lse1), torch.ones_like(lse2)
         total = w1 if "sum" in slips else w1 + w2
     divisor = total if slips & {"bare", "lse weighs"} else torch.where(total == 0, 1.0, total)
+    if "no axis" in slips:
+        return (o1 * w1 + o2 * w2) / total, lse
     o = o1 * w1[:, None] + o2 * w2[:, None]
     ways = {
         "no shift back": lse - shift,
@@ -1050,8 +1140,8 @@ _MERGE_MISTAKES = (
     *_ways(
         _merge,
         "a NaN for rows that are empty on both sides",
-        "There the larger lse is -inf, and -inf minus -inf is NaN. Which finite number could "
-        "such a row be measured from, and what is its sum then divided by?",
+        "Such a row has two chances of a NaN: -inf minus -inf, and 0 / 0. Which finite number "
+        "could it be measured from, and what could its sum be divided by?",
         ("bare", "bare lse"),
         ("formula", "bare"),
         ("bare",),
@@ -1069,6 +1159,13 @@ _MERGE_MISTAKES = (
         "you subtract from both logarithms first?",
         ("as it comes", "formula"),
         ("as it comes",),
+    ),
+    Misconception(
+        _NO_AXIS,
+        slip(_merge, "no axis"),
+        "With one row it works by luck. PyTorch lines up last axes, so a weight `[N]` meets the "
+        "columns of an output `[N, DV]`, and not its rows. How do you give a `[N]` a last axis "
+        "of 1?",
     ),
     Misconception(
         "an exchange of the two weights",
@@ -1212,6 +1309,8 @@ def _many(slips: Slips, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     elif "unwritten" not in slips:
         o = torch.where((lse == -INF)[..., None], 0.0, o)
     # -- weights --
+    if "cleared before" in slips:
+        o = o.nan_to_num()
     is_bare = "bare" in slips
     lse_max = lse.max() if "one max" in slips else lse.amax(0)
     shift = lse_max if is_bare else torch.where(lse_max == -INF, 0.0, lse_max)
@@ -1240,6 +1339,8 @@ def _many(slips: Slips, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
             total = w.sum(0)
     is_divided_bare = is_bare and "safe divisor" not in slips
     divisor = total if is_divided_bare else torch.where(total == 0, 1.0, total)
+    if "no axis" in slips:
+        return (w * o).sum(0) / total, whole
     mixed = (w[..., None] * o).sum(0)
     merged = mixed if "not divided" in slips else mixed / divisor[:, None]
     return merged.nan_to_num() if "cleared after" in slips else merged, whole
@@ -1280,6 +1381,15 @@ _MANY_MISTAKES = (
         "what the other parts have seen. When must it be cleared?",
         ("unwritten", "cleared after"),
     ),
+    *_ways(
+        _many,
+        "a NaN cleared by what it is, not by where it comes from",
+        "A part that saw keys wrote a NaN: somebody's mistake, and your 0 hides it. Only an "
+        "output that was never written may be replaced. Which of the inputs tells?",
+        ("bare", "cleared after"),
+        ("cleared after",),
+        ("cleared before",),
+    ),
     Misconception(
         "a guard against NaN that lets inf through",
         slip(_many, "only NaN"),
@@ -1289,19 +1399,29 @@ _MANY_MISTAKES = (
     *_ways(
         _many,
         "a NaN for a row that no part saw a key for",
-        "There every lse is -inf, and -inf minus -inf is NaN, inside softmax, too. Which finite "
-        "number could such a row be measured from, and what is its sum divided by?",
+        "Such a row has two chances of a NaN: -inf minus -inf (softmax does that inside), and "
+        "0 / 0, as all its weights are 0. Which finite number could it be measured from, and what "
+        "could its sum be divided by?",
+        ("bare", "bare lse", "cleared after"),
         ("bare", "bare lse"),
         ("bare",),
     ),
     *_ways(
         _many,
-        "a softmax over the parts with nothing guarded",
-        "The idea is right: the shares are the softmax of lse over the parts. But an output that "
-        "was never written may be NaN, and so is the softmax of a row without keys. What do you "
-        "put in place of each?",
+        "parts without keys, and no guard at all",
+        "The shares are right. But an output that was never written may be NaN. And a row without "
+        "keys has two chances of one: -inf minus -inf (softmax does that inside), and 0 / 0. What "
+        "do you put in place of each?",
         ("unwritten", "bare"),
         ("unwritten", "bare", "bare lse"),
+    ),
+    *_ways(
+        _many,
+        _NO_AXIS,
+        "PyTorch lines up last axes, so a weight `[S, N]` meets the last two axes of `[S, N, DV]`. "
+        "How do you give the weights a last axis of 1?",
+        ("no axis", "unwritten"),
+        ("no axis",),
     ),
     *_ways(
         _many,
@@ -1396,11 +1516,12 @@ parts.
   `inf`.
 - `lse` `[S, N]`: natural log-sum-exps, always written; $-\infty$ where a program saw no key for the
   row. Rows may lie at very different heights, from −800 to 800.
+- A `NaN` from a program that did see keys is a mistake elsewhere. Do not hide it.
 
 Return `(o, lse)`: `[N, DV]` and `[N]`. A row that no program saw a key for gives `o = 0`,
 `lse = -inf`.
 """,
-    minutes=8,
+    minutes=10,
     difficulty=3,
     hints=(
         "Begin with `merge_partials`. Which of its lines change when two parts become a whole "
@@ -1437,6 +1558,10 @@ Return `(o, lse)`: `[N, DV]` and `[N]`. A row that no program saw a key for give
         Case(
             "rows at heights 800, 0 and -800",
             lambda: _parts(80, 3, 3, 2, lift=(800.0, 0.0, -800.0)),
+        ),
+        Case(
+            "one row, two parts that saw keys, the second of which wrote a NaN",
+            lambda: (torch.tensor([[[5.0]], [[math.nan]]]), torch.tensor([[1.0], [1.0]])),
         ),
     ),
     misconceptions=_MANY_MISTAKES,
@@ -1563,7 +1688,7 @@ DOUBLES = (
         "merge_many",
         _softmax_and_larger,
         (
-            "a softmax over the parts with nothing guarded",
+            "parts without keys, and no guard at all",
             "the largest lse in place of the joint one",
         ),
     ),
@@ -1630,12 +1755,12 @@ TRAPS = (
         "a NaN for rows that are empty on both sides",
     ),
     Trap(
-        "It measures each chunk from **its own** largest score",
+        "measures each chunk from **its own** largest score",
         "online_step",
         "the chunk's own maximum in place of the running one",
     ),
     Trap(
-        "It measures each chunk from **its own** largest score",
+        "measures each chunk from **its own** largest score",
         "row_lse",
         "the chunk's own maximum in place of the running one",
     ),
