@@ -3,6 +3,7 @@ query, the panel."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable
@@ -13,10 +14,13 @@ import torch
 from nsa_tutorial import ops
 from nsa_tutorial.course import exercises as course_exercises
 from nsa_tutorial.course import heads as stored_heads
+from nsa_tutorial.course.exercises import Exercise, Misconception
 from nsa_tutorial.course.exercises import block_selection as exercises
 from nsa_tutorial.course.judging import judge
+from nsa_tutorial.course.languages import triton
 from nsa_tutorial.course.mistakes import Wrong
 from nsa_tutorial.course.widgets import block_selection as pictures
+from nsa_tutorial.runtime import environment
 from nsa_tutorial.sparse import block_selection
 from nsa_tutorial.sparse.compression import summary_rows
 from nsa_tutorial.sparse.selected_attention import query_rows
@@ -174,20 +178,22 @@ def test_an_unknown_source_is_refused() -> None:
 
 @pytest.mark.parametrize("n", [4, 8, 16])
 @pytest.mark.parametrize("shared", [True, False], ids=["one list per group", "one per head"])
-def test_captured_averages_over_the_queries_it_names(n: int, shared: bool) -> None:
+def test_lists_of_every_length_are_judged_by_the_same_queries(n: int, shared: bool) -> None:
+    """The later half of the text, whose queries all see more blocks than a list has slots."""
     ids = pictures.lists("latest", n, shared=shared)
     held = (pictures.real()[1] * pictures.listed(ids)).sum(-1)  # [HQ, N]
-    torch.testing.assert_close(pictures.captured(ids), held[:, 16 * n :].mean(-1))
-    torch.testing.assert_close(pictures.captured(ids, 300), held[:, 300:].mean(-1))
+    torch.testing.assert_close(pictures.captured(ids), held[:, 256:].mean(-1))
+    assert n < 256 // pictures.BS + 1  # blocks that the first of them sees
 
 
 @pytest.mark.parametrize("n", [4, 8, 16])
 @pytest.mark.parametrize("shared", [True, False], ids=["one list per group", "one per head"])
 def test_the_oracles_lists_hold_the_exact_attention_mass(n: int, shared: bool) -> None:
+    """As `heads.attention_mass` counts it, over all queries that see more blocks."""
     expected = stored_heads.attention_mass(pictures.real()[0], pictures.BS, n, per_group=shared)
-    torch.testing.assert_close(
-        pictures.captured(pictures.lists("oracle", n, shared=shared)), expected
-    )
+    listed = pictures.listed(pictures.lists("oracle", n, shared=shared))
+    held = (pictures.real()[1] * listed).sum(-1)[:, n * pictures.BS :].mean(-1)
+    torch.testing.assert_close(held, expected)
 
 
 @pytest.mark.parametrize("n", [1, 4, 8])
@@ -218,24 +224,11 @@ def test_every_block_listed_is_dense_attention() -> None:
     assert pictures.output_error(pictures.lists("oracle", 31)) < 0.01
 
 
-def test_recall_by_a_loop() -> None:
-    ids, truth = pictures.lists("summaries", 4, num_local=1), pictures.lists("oracle", 4)
-    rows = [
-        (set(a), set(b))
-        for a, b in zip(
-            ids[64:].flatten(0, 1).tolist(), truth[64:].flatten(0, 1).tolist(), strict=True
-        )
-    ]
-    expected = sum(len(a & b) for a, b in rows) / sum(len(b) for _, b in rows)
-    assert pictures.recall(ids, truth) == pytest.approx(expected)
-    assert pictures.recall(truth, truth) == 1
-
-
 def test_a_group_loads_its_shared_list_or_the_union_of_its_heads() -> None:
     assert pictures.blocks_loaded(pictures.lists("oracle", 4)).tolist() == [4.0] * 4
     ids = pictures.lists("oracle", 4, shared=False)
     # KV head 2
-    expected = [len({i for row in ids[t, 8:12].tolist() for i in row}) for t in range(64, 512)]
+    expected = [len({i for row in ids[t, 8:12].tolist() for i in row}) for t in range(256, 512)]
     assert pictures.blocks_loaded(ids)[2].item() == pytest.approx(sum(expected) / len(expected))
 
 
@@ -255,8 +248,8 @@ def test_summaries_choose_better_than_the_window_and_chance_and_nearly_as_well_a
 
 
 def test_without_a_forced_own_block_long_summaries_are_blind() -> None:
-    assert mean("summaries", 4, length=16, stride=16) < 0.5
-    assert mean("summaries", 4, length=16, stride=16, num_local=1) > 0.69
+    assert mean("summaries", 4, length=16, stride=16) < 0.4
+    assert mean("summaries", 4, length=16, stride=16, num_local=1) > 0.64
 
 
 def test_an_own_summary_ends_with_the_block() -> None:
@@ -267,36 +260,7 @@ def test_an_own_summary_ends_with_the_block() -> None:
     assert (own[t % 16 == 15] > 0).all()
 
 
-def test_the_needle_of_chapter_06_is_found_by_short_summaries_and_lost_by_long_ones() -> None:
-    """Query 450, KV head 3: block 15 holds most of head 12's attention."""
-    assert pictures.real()[1][12, 450].argmax() == 15
-    lists = {
-        sizes: pictures.lists("summaries", 4, num_local=1, length=sizes[0], stride=sizes[1])[450, 3]
-        for sizes in pictures.SIZES
-    }
-    assert 15 in lists[8, 4] and 15 in lists[4, 4]
-    assert 15 not in lists[32, 16]
-
-
 SUMMARIES = ((4, 4), (8, 4), (16, 16), (16, 8), (32, 16))
-
-
-def test_what_the_chapter_says_about_needles() -> None:
-    """One block, more than three back, holds over half of a head's attention: short summaries list
-    it more often."""
-    back = torch.arange(512)[:, None] // 16 - torch.arange(32)
-    needles = (pictures.real()[1][12:16] > 0.5) & (back > 3)
-    found = {
-        sizes: pictures.listed(
-            pictures.lists("summaries", 4, num_local=1, length=sizes[0], stride=sizes[1])
-        )[12:16]
-        for sizes in SUMMARIES
-    }
-    share = {sizes: listed[needles].double().mean().item() for sizes, listed in found.items()}
-    assert max(share, key=share.get) == (4, 4) and share[4, 4] == pytest.approx(24 / 25, abs=0.01)
-    assert min(share, key=share.get) == (32, 16) and share[32, 16] == pytest.approx(6 / 7, abs=0.02)
-    assert share[16, 16] > max(share[8, 4], share[16, 8])
-    assert [sizes for sizes in SUMMARIES if not found[sizes][0, 450, 15]] == [(16, 8), (32, 16)]
 
 
 def test_overlap_does_not_help() -> None:
@@ -308,23 +272,22 @@ def test_overlap_does_not_help() -> None:
     }
     assert 0 < held[4, 4] - held[8, 4] < 0.005
     assert 0 < held[16, 16] - held[16, 8] < 0.005
-    assert held[32, 16] < min(held[sizes] for sizes in SUMMARIES[:-1]) - 0.02
+    assert held[32, 16] < min(held[sizes] for sizes in SUMMARIES[:-1]) - 0.015
 
 
 def test_choosing_pays_where_a_head_looks_far() -> None:
-    """KV head 3: where the best block is not among the latest 4, these hold no more than chance, a
-    chosen list twice that."""
-    mass, t = pictures.real()[1], torch.arange(64, 512)
-    far = t // 16 - mass[12:16, 64:].mean(0).argmax(-1) > 3
+    """KV head 3: where the best block is not among the latest 4, a chosen list holds more than
+    twice what these hold."""
+    mass, t = pictures.real()[1], torch.arange(pictures.SINCE, 512)
+    far = t // 16 - mass[12:16].mean(0).argmax(-1)[t] > 3
     assert 0.2 < far.double().mean() < 0.4
 
     def held(by: str, mine: torch.Tensor) -> float:
         ids = pictures.lists(by, 4, num_local=int(by == "summaries"))
         return (mass * pictures.listed(ids)).sum(-1)[12:16, t[mine]].mean().item()
 
-    assert held("latest", far) < held("random", far) + 0.02
-    assert held("summaries", far) > 1.8 * held("latest", far)
-    assert held("summaries", ~far) - held("latest", ~far) < 0.1
+    assert held("summaries", far) > 2 * held("latest", far)
+    assert held("summaries", ~far) - held("latest", ~far) < 0.05
 
 
 def test_too_many_forced_blocks_are_worse_than_the_window() -> None:
@@ -336,12 +299,26 @@ def test_too_many_forced_blocks_are_worse_than_the_window() -> None:
 
 
 def test_a_longer_shared_list_is_the_better_buy() -> None:
-    private, shared = (pictures.lists("oracle", n, shared=s) for n, s in ((4, False), (6, True)))
-    since = 6 * pictures.BS  # the same queries for both
-    assert (
-        pictures.blocks_loaded(shared, since).mean() < pictures.blocks_loaded(private, since).mean()
-    )
-    assert pictures.captured(shared, since).mean() > pictures.captured(private, since).mean()
+    """KV head 3, as the answers below the panel say."""
+    ids = [
+        pictures.lists("summaries", n, num_local=1, shared=shared)
+        for n, shared in ((4, True), (4, False), (6, True))
+    ]
+    held = [round(100 * pictures.captured(x)[12:].mean().item()) for x in ids]
+    loaded = [round(pictures.blocks_loaded(x)[3].item(), 1) for x in ids]
+    assert (held, loaded) == ([55, 58, 66], [4.0, 6.9, 6.0])
+
+
+def test_the_best_choice_for_kv_head_3_forces_nothing() -> None:
+    held = {
+        (sizes, num_local): pictures.captured(
+            pictures.lists("summaries", 4, num_local=num_local, length=sizes[0], stride=sizes[1])
+        )[12:].mean()
+        for sizes in pictures.SIZES
+        for num_local in (0, 1, 2)
+    }
+    best = max(held, key=held.get)
+    assert (best, round(100 * held[best].item())) == (((4, 4), 0), 57)
 
 
 # -- the pictures --
@@ -442,7 +419,7 @@ def test_the_latest_blocks_are_the_same_for_every_head(n: int) -> None:
 EXERCISES = {e.name: e for e in exercises.EXERCISES}
 
 
-@pytest.mark.parametrize("name", EXERCISES)
+@pytest.mark.parametrize("name", [name for name in EXERCISES if name != "block_sums"])
 def test_without_slips_a_wrong_solution_is_right(name: str) -> None:
     """A slip changes what it is named for, and nothing else."""
     e = EXERCISES[name]
@@ -534,10 +511,79 @@ def test_thoughts_about_guesses_hold() -> None:
         p.name: [guess for guess, _ in p.thoughts if not callable(guess)]
         for p in exercises.PREDICTIONS
     }
-    for n in (4, 8, 16):
-        assert round(100 * mean("random", n)) in thoughts[f"best_{n}_blocks"]
-    seen = (torch.arange(64, 512) // 16 + 1).double().mean().item()
+    chance = round(100 * mean("random", 4))
+    assert all(
+        chance in thoughts[name]
+        for name in ("best_4_blocks", "cheap_4_blocks", "without_own_block")
+    )
+    seen = (torch.arange(256, 512) // 16 + 1).double().mean().item()
     assert round(100 * 4 / seen) in thoughts["best_4_blocks"]
-    assert round(100 * mean("latest", 4)) == 67
+    assert round(100 * mean("latest", 4)) == 62
     told = course_exercises.prediction("cheap_4_blocks").thoughts[-1][1]
-    assert "hold 67 %" in told
+    assert "hold 62 %" in told
+    assert round(100 * mean("summaries", 4, num_local=1, length=16, stride=16)) == 65
+
+
+# -- the kernel --
+
+
+@pytest.fixture
+def block_sums() -> Exercise:
+    e = EXERCISES["block_sums"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    return e
+
+
+@pytest.mark.parametrize("sizes", [(4, 2, 4), (3, 3, 3), (3, 1, 2), (2, 2, 4)], ids=str)
+def test_the_kernel_adds_up_what_the_module_adds_up(
+    sizes: tuple[int, int, int], block_sums: Exercise
+) -> None:
+    """A text of whole blocks, whose weights come from the module; the unit is a piece."""
+    R, L, NB = sizes
+    first, weights = block_selection.overlap_weights(L, 1, R, NB)
+    M, K = NB * R - L + 1, R + L - 1
+    p = torch.rand(M, generator=torch.Generator().manual_seed(0))
+    device = environment.detect().device
+    got = torch.empty(NB, device=device)
+    arguments = (p.to(device), weights[0].to(device), got, M, R, L, K)
+    exercises.block_sums()[NB,](*arguments, KT=triton.next_power_of_2(K))
+    expected = [
+        sum(
+            w * p[int(first[b]) + i]
+            for i, w in enumerate(weights[b].tolist())
+            if 0 <= int(first[b]) + i < M
+        )
+        for b in range(NB)
+    ]
+    torch.testing.assert_close(got.cpu(), torch.stack(expected))
+
+
+def test_without_its_slip_the_wrong_kernel_is_right(block_sums: Exercise) -> None:
+    assert judge(block_sums, exercises._sums("none")).outcome == "right"
+
+
+@pytest.mark.parametrize("m", EXERCISES["block_sums"].misconceptions, ids=lambda m: m.name)
+def test_a_slip_in_the_kernel_is_named(m: Misconception, block_sums: Exercise) -> None:
+    assert judge(block_sums, m.wrong).misconceptions == (m.name,)
+
+
+def test_the_frame_that_is_given_is_the_solutions(block_sums: Exercise) -> None:
+    """All of its lines but the gaps stand in the solution, in this order."""
+    frame = block_sums.statement.split("```")[1].removeprefix("python").splitlines()
+    lines = [line.split("#")[0].strip() for line in frame if line.strip() and "..." not in line]
+    solution = iter(
+        line.split("#")[0].strip() for line in inspect.getsource(exercises.block_sums).splitlines()
+    )
+    assert len(lines) >= 6
+    assert all(line in solution for line in lines)
+
+
+def test_a_kernel_without_its_decorator_or_its_return_is_told(block_sums: Exercise) -> None:
+    def forgotten():
+        def kernel(P):
+            return P
+
+    assert "@triton.jit" in judge(block_sums, lambda: lambda P: None).text
+    assert "return kernel" in judge(block_sums, forgotten).text
+    assert "hand over the function" in judge(block_sums, exercises.block_sums()).text

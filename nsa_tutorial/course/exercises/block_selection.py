@@ -1,18 +1,21 @@
-"""Exercises of chapter 07: from summaries to blocks, the score of a group, the list, and what
-learns from attending to it."""
+"""Exercises of chapter 07: from summaries to blocks, the score of a group, the list, what learns
+from attending to it, and a kernel that adds up one block's summaries."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import CodeType
 
 import torch
 from torch import Tensor
 
 from nsa_tutorial import ops
 from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import slip, together
 from nsa_tutorial.course.widgets.block_selection import draw_overlap
+from nsa_tutorial.runtime import environment
 
 Slips = frozenset[str]
 
@@ -232,12 +235,10 @@ _OVERLAP = Exercise(
     name="overlap",
     statement="""
 Summaries of `length` tokens begin every `stride` tokens: summary 0 at token 0, summary 1 at token
-`stride`, … Which of them lie, wholly or in part, in block number `block` of `block_size` tokens,
-and how much do they count? Return a dictionary from the number of the summary (only those that
-exist: 0, 1, 2, …) to its weight: the tokens that it shares with the block, in pieces of `stride`
-tokens. A summary that shares none is left out. `overlap(32, 16, 64, 1)` is
-`{3: 1.0, 4: 2.0, 5: 2.0, 6: 2.0, 7: 1.0}`. Nothing has to divide anything; then weights are
-fractions.
+`stride`, … Block number `block` is one stretch of `block_size` tokens. Return a dictionary: for
+each summary that shares tokens with the block, how many pieces of `stride` tokens it shares. Leave
+out summaries that share none, and those that do not exist. `overlap(2, 1, 2, 1)` is
+`{1: 1.0, 2: 2.0, 3: 1.0}`. Nothing has to divide anything; then weights are fractions.
 """,
     minutes=6,
     difficulty=2,
@@ -431,10 +432,10 @@ _IMPORTANCE = Exercise(
     name="block_importance",
     statement="""
 One query, one group of `G` heads. `scores` `[G, M_c]` are the scaled scores of each head with the
-summaries, `-inf` where a summary is not visible yet; `weights` `[NB, M_c]` says how often a summary
-counts for a block. Return the importance of each block, `[NB]`: each head's attention to the
-visible summaries (Eq. 8), carried over to the blocks (Eq. 9), summed over the heads (Eq. 10),
-because the group gets one list. A query that sees no summary at all gives 0 everywhere.
+summaries, and `-inf` marks a summary that is not visible yet. `weights` `[NB, M_c]` says how often
+a summary counts for a block. Return one importance for each block, `[NB]`. Start with each head's
+attention to the visible summaries (Eq. 8). Carry it over to the blocks (Eq. 9), and sum over the
+heads (Eq. 10). A query that sees no summary at all gives 0 everywhere.
 """,
     minutes=6,
     difficulty=2,
@@ -616,13 +617,15 @@ _CHOOSE_MISTAKES = (
 _CHOOSE = Exercise(
     name="choose_blocks",
     statement="""
-One query that stands in block `own` (counted from 0). `scores[b]` is the importance of block `b`,
-for all blocks of the text, later ones too. Return its list: a Python list of `top_n` integers. The
-first `num_initial` blocks and the latest `num_local` ones, the query's own being the latest, are
-always on it, as far as they exist up to `own`, and take up slots like any other. The best of the
-other blocks fill the rest; of equal ones, those with the lower number. Blocks after `own` are never
-listed. Numbers ascend, none comes twice, and where there are fewer than `top_n`, `-1` fills up the
-end. (`num_initial + num_local` is never more than `top_n`.)
+One query stands in block `own` (counted from 0). `scores[b]` is the importance of block `b`, for
+all blocks of the text, later ones too. Return its list, `top_n` integers:
+
+- The first `num_initial` blocks and the latest `num_local` ones are always on it, as far as they
+  exist. The latest block is the query's own. These blocks take up slots like any other.
+- The best of the other blocks up to `own` fill the rest. Of equal ones, the lower number wins.
+- Numbers ascend, and none comes twice. If there are too few blocks, `-1` fills up the end.
+
+`num_initial + num_local` is never more than `top_n`.
 """,
     minutes=8,
     difficulty=2,
@@ -772,15 +775,10 @@ _LEARNS_MISTAKES = (
 _LEARNS = Exercise(
     name="who_learns",
     statement="""
-`o` is the output of some attention, `tensors` a dictionary of what it was computed from, by name;
-all of them have `requires_grad=True`. Return the names, in the dictionary's order, of those that a
-training step on `o.sum()` would move: those whose gradient is not 0 everywhere. PyTorch's
-`torch.autograd.grad` gives gradients without storing them.
-
-Before you run the check: the cases are outputs of the compressed and of the selected branch. `q`,
-`k` and `v` are queries, keys and values, `w` are the learnt weights with which the summary keys are
-made, and the lists of the selected branch were chosen from those summaries. For which branch is `w`
-in your answer?
+Prove your guess. `o` is the output of some attention. `tensors` is a dictionary, by name, of the
+tensors that `o` was computed from, all with `requires_grad=True`. A training step on `o.sum()`
+moves a tensor whose gradient is not 0 everywhere. Return the names of these tensors, in the
+dictionary's order. `torch.autograd.grad` gives gradients without storing them.
 """,
     minutes=5,
     difficulty=2,
@@ -808,7 +806,243 @@ in your answer?
 )
 
 
-EXERCISES = (_OVERLAP, _IMPORTANCE, _CHOOSE, _LEARNS)
+# -- block_sums --
+
+
+def block_sums() -> object:
+    """The kernel whose program adds up what the summaries give to one block."""
+
+    @triton.jit
+    def kernel(P, W, Importance, M, R, L, K, KT: tl.constexpr):
+        block = tl.program_id(0)  # this program's block
+        place = tl.arange(0, KT)  # KT is a power of two: K, or the next above it
+        weight = tl.load(W + place, mask=place < K, other=0.0)  # [KT]
+        summary = block * R - (L - 1) + place  # [KT]
+        exists = (summary >= 0) & (summary < M)
+        p = tl.load(P + summary, mask=exists, other=0.0)
+        total = tl.sum(p * weight, axis=0)
+        tl.store(Importance + block, total)
+
+    return kernel
+
+
+_ROOM = 64  # numbers before and behind `P`, which nobody should read
+
+
+def _run_block_sums(solution: Callable, R: int, L: int, pieces: int) -> Tensor:
+    """Launch the kernel on a text of so many pieces; before and behind `P` lie large numbers."""
+    if hasattr(solution, "run"):
+        raise TypeError("this is the kernel itself: hand over the function that returns it")
+    kernel = solution()
+    if kernel is None:
+        if any(isinstance(c, CodeType) for c in solution.__code__.co_consts):
+            raise TypeError("block_sums defines a kernel and returns None: `return kernel`")
+        raise NotImplementedError("there is no kernel yet")
+    if not hasattr(kernel, "run"):
+        raise TypeError("the kernel is not decorated with @triton.jit")
+    device = environment.detect().device
+    M, NB, K = pieces - L + 1, -(-pieces // R), R + L - 1
+    KT = triton.next_power_of_2(K)
+    memory = torch.full((M + 2 * _ROOM,), 1000.0)
+    memory[_ROOM : _ROOM + M] = 1 + torch.arange(M) % 7 + torch.arange(M) / 16
+    counts = [sum(1 for piece in range(L) if 0 <= i + piece - L + 1 < R) for i in range(K)]
+    weight = torch.full((KT,), 1000.0)
+    weight[:K] = torch.tensor(counts, dtype=torch.float32)
+    p, weight = memory.to(device)[_ROOM:], weight.to(device)
+    importance = torch.full((NB,), torch.nan, device=device)
+    kernel[NB,](p, weight, importance, M, R, L, K, KT=KT)
+    return importance.cpu()
+
+
+@triton.jit
+def _wrong_sums(P, W, Importance, M, R, L, K, KT: tl.constexpr, SLIP: tl.constexpr):
+    block = tl.program_id(0)
+    place = tl.arange(0, KT)
+    weight = tl.load(W + place, mask=place < K, other=0.0)
+    summary = block * R - (L - 1) + place
+    if SLIP == "begins inside":
+        summary = block * R + place
+    if SLIP == "one before":
+        summary = block * R - 1 + place
+    if SLIP == "from one":
+        summary = block * R - (R - 1) - (L - 1) + place
+    if SLIP == "first block":
+        summary = place - (L - 1)
+    if SLIP == "steps of K":
+        summary = block * K - (L - 1) + place
+    if SLIP == "side by side":
+        summary = block + place
+    exists = (summary >= 0) & (summary < M)
+    if SLIP == "no mask":
+        exists = place < KT
+    if SLIP == "end alone":
+        exists = summary < M
+    if SLIP == "start alone":
+        exists = summary >= 0
+    if SLIP == "no first":
+        exists = (summary > 0) & (summary < M)
+    if SLIP == "one too many":
+        exists = (summary >= 0) & (summary <= M)
+    p = tl.load(P + summary, mask=exists, other=0.0)
+    if SLIP == "unweighted":
+        weight = tl.where(place < K, 1.0, 0.0)
+    if SLIP == "nothing added":
+        total = tl.max(p * weight, axis=0)
+    elif SLIP == "mean":
+        total = tl.sum(p * weight, axis=0) / tl.sum(weight, axis=0)
+    else:
+        total = tl.sum(p * weight, axis=0)
+    tl.store(Importance + block, total)
+
+
+class _Mistaken:
+    """`_wrong_sums` with its slip chosen; launched like a kernel."""
+
+    def __init__(self, mistake: str) -> None:
+        self.mistake, self.run = mistake, None
+
+    def __getitem__(self, grid: tuple) -> Callable:
+        return lambda *args, **sizes: _wrong_sums[grid](*args, SLIP=self.mistake, **sizes)
+
+
+def _sums(mistake: str) -> Callable:
+    return lambda: _Mistaken(mistake)
+
+
+def _sums_case(name: str, R: int, L: int, pieces: int) -> Case:
+    here = environment.detect()
+    return Case(name, lambda: (R, L, pieces), lambda: here.why_not("triton", here.device))
+
+
+_SUMS = Exercise(
+    name="block_sums",
+    statement="""
+Write a kernel with one program per block, for one query and one KV head. A block is `R` pieces
+long, a summary `L`, so `K = R + L - 1` summaries touch a block. `W` holds their `K` weights, such
+as 1, 2, 2, 2, 1. `P` holds the attention to each of the `M` summaries, summed over the heads.
+Program `b` stores the importance of block `b`. Copy this frame into `block_sums`, and fill the
+three gaps. Each takes one short line.
+
+```python
+@triton.jit
+def kernel(P, W, Importance, M, R, L, K, KT: tl.constexpr):
+    block = tl.program_id(0)  # this program's block
+    place = tl.arange(0, KT)  # KT is a power of two: K, or the next above it
+    weight = tl.load(W + place, mask=place < K, other=0.0)  # [KT]
+    summary = ...  # the summaries that touch the block, in order, [KT]
+    exists = ...  # which of these exist, [KT]
+    p = tl.load(P + summary, mask=exists, other=0.0)
+    total = ...  # one number
+    tl.store(Importance + block, total)
+
+return kernel
+```
+""",
+    minutes=6,
+    difficulty=2,
+    hints=(
+        "Take R = 4 and L = 2. Which five summaries touch block 0, and which touch block 1? One of "
+        "the ten does not exist.",
+        "A block begins at piece `block * R`. The first summary that touches it begins `L - 1` "
+        "pieces earlier. Numbers below 0 and from M on do not exist.",
+        "Two conditions on a tile join with `&`, each in parentheses. The total is `tl.sum` along "
+        "axis 0 of the products of attention and weight.",
+    ),
+    why="The mask keeps the program away from summaries before the text and behind its end, and "
+    "a hidden place adds 0 to the sum.",
+    solution=block_sums,
+    run=_run_block_sums,
+    misconceptions=(
+        Misconception(
+            "starting with the summaries that begin in the block",
+            _sums("begins inside"),
+            "A summary may begin before the block and end in it. How many pieces before the block "
+            "does the first of them begin?",
+        ),
+        Misconception(
+            "starting one summary before the block, whatever the length",
+            _sums("one before"),
+            "That is right for summaries of two pieces. How far back does a summary of `L` pieces "
+            "begin, if only its last piece is in the block?",
+        ),
+        Misconception(
+            "executing the paper's Eq. 9 as it stands",
+            _sums("from one"),
+            "Eq. 9 counts blocks and summaries from 1, so your program adds up the block before. "
+            "At which piece does block 1 begin here?",
+        ),
+        Misconception(
+            "every program takes the first block",
+            _sums("first block"),
+            "All programs run the same code. Which number tells one from the next?",
+        ),
+        Misconception(
+            "stepping from block to block by K summaries",
+            _sums("steps of K"),
+            "K summaries touch a block, but neighbours share some of them. After how many pieces "
+            "does the next block begin?",
+        ),
+        Misconception(
+            "stepping from block to block by one summary",
+            _sums("side by side"),
+            "A block is `R` pieces long, and one summary begins at each piece. Where does block 1 "
+            "begin?",
+        ),
+        Misconception(
+            "reading summaries that do not exist",
+            _sums("no mask"),
+            "`P` has summaries 0 to M - 1. Block 0 asks for one before them, the last block for "
+            "some behind them. What lies there in memory? (`place < K` does not say.)",
+        ),
+        Misconception(
+            "masking only past the last summary",
+            _sums("end alone"),
+            "The first block has a summary before it, with a negative number. What lies in memory "
+            "before `P`?",
+        ),
+        Misconception(
+            "masking only before the first summary",
+            _sums("start alone"),
+            "The last block asks for summaries that never begin, because the text ends. What lies "
+            "in memory behind `P`?",
+        ),
+        Misconception(
+            "leaving out summary 0",
+            _sums("no first"),
+            "Summaries count from 0, and number 0 exists. Is your comparison `>` or `>=`?",
+        ),
+        Misconception(
+            "one summary too many",
+            _sums("one too many"),
+            "The last summary is M - 1. Is your comparison `<` or `<=`?",
+        ),
+        Misconception(
+            "forgetting how much of a summary lies in a block",
+            _sums("unweighted"),
+            "A summary that lies wholly in the block counts twice as much as one at its edge. "
+            "Where do the numbers of `W` come in?",
+        ),
+        Misconception(
+            "taking the largest share in place of the sum",
+            _sums("nothing added"),
+            "Every summary that touches the block adds to its importance. Which reduction adds?",
+        ),
+        Misconception(
+            "taking the mean over a block's summaries",
+            _sums("mean"),
+            "Eq. 9 is a plain sum. What do you divide by?",
+        ),
+    ),
+    cases=(
+        _sums_case("blocks of 4 pieces, summaries of 2, a text of 4 blocks", 4, 2, 16),
+        _sums_case("summaries of 3 pieces, blocks of 3", 3, 3, 9),
+        _sums_case("summaries of one piece: none reaches over an edge", 3, 1, 6),
+        _sums_case("a text that ends within its last block", 2, 2, 7),
+    ),
+)
+
+
+EXERCISES = (_OVERLAP, _IMPORTANCE, _CHOOSE, _LEARNS, _SUMS)
 
 
 # -- two mistakes at once --
@@ -897,12 +1131,12 @@ DOUBLES = (
 
 TRAPS = (
     Trap(
-        "those that have not must get $p_j = 0$; the formula alone does not see to it",
+        "those that have not must get $p_j = 0$, and the formula alone does not see to it",
         "block_importance",
         "giving attention to summaries that are not visible yet",
     ),
     Trap(
-        "no second pass for the sum",
+        "with no second pass for the sum",
         "block_importance",
         "exponentials without their sum",
     ),
@@ -917,13 +1151,12 @@ TRAPS = (
         "giving all summaries that touch the block the same weight",
     ),
     Trap(
-        "Take it literally in a language that counts from 0, and every block is chosen mostly by "
-        "the attention to the block before it.",
+        "every block is chosen mostly by the attention to the block before it",
         "overlap",
         "executing the paper's Eq. 9 as it stands",
     ),
     Trap(
-        "Take it literally in a language that counts from 0",
+        "in a language that counts from 0",
         "overlap",
         "reading the paper's Eq. 9 with blocks counted from 0",
     ),
@@ -933,25 +1166,20 @@ TRAPS = (
         "counting the paper's blocks from 1, and its summaries from 0",
     ),
     Trap(
-        "the summary 0 in the first line is our −1, which does not exist",
+        "its summary 0 in the first line is our −1, which does not exist",
         "overlap",
         "listing summaries that do not exist",
     ),
     Trap(
-        "It also works where nothing divides anything",
+        "Where `stride` does not divide the other sizes, pieces are fractions",
         "overlap",
         "counting whole pieces where a piece may be cut",
     ),
-    Trap("Then pieces are fractions.", "overlap", "rounding fractions down"),
+    Trap("pieces are fractions", "overlap", "rounding fractions down"),
     Trap(
-        "For a choice only the order of the blocks matters, not the unit.",
+        "Only the order of the blocks matters for a choice, not the unit.",
         "overlap",
         "counting tokens where pieces are asked for",
-    ),
-    Trap(
-        'a rule that looks simpler: "each summary counts for the block where it begins"',
-        "overlap",
-        "counting only the summaries that begin in the block, once each",
     ),
     Trap(
         "Two lists would be two loads",
@@ -975,19 +1203,19 @@ TRAPS = (
         "not counting the own block among the local ones",
     ),
     Trap(
-        "**Ties** go to the lower id, which is why the sort is `stable`",
+        "**Ties** go to the lower number",
         "choose_blocks",
         "letting ties go to the higher number",
     ),
     Trap("The list **ascends**", "choose_blocks", "listing by score instead of by number"),
     Trap("**−1** fills up the *end*", "choose_blocks", "writing the -1s in front"),
     Trap(
-        "where a query has fewer than `top_n` blocks behind it",
+        "If a query has fewer than `top_n` blocks behind it",
         "choose_blocks",
         "leaving out the -1s",
     ),
     Trap(
-        "Three forced blocks of four leave one slot to choose",
+        "Forced blocks take up slots like any other",
         "choose_blocks",
         "forced blocks on top of top_n",
     ),
@@ -1011,6 +1239,11 @@ TRAPS = (
         "who_learns",
         "forgetting that a gradient may be None",
     ),
+    Trap(
+        "a mask keeps them from reading summaries that do not exist",
+        "block_sums",
+        "reading summaries that do not exist",
+    ),
 )
 
 
@@ -1019,61 +1252,33 @@ TRAPS = (
 PREDICTIONS = (
     Prediction(
         "best_4_blocks",
-        "How many percent of a query's attention do its best 4 blocks hold?",
+        "How many percent of a query's attention do its best 4 of 17 to 32 blocks hold?",
         "Attention is sparse: a query cares about few places, and a block of 16 tokens holds a "
         "place with its surroundings.",
         (
-            (29, "That is what 4 blocks hold that are drawn by chance."),
-            (22, "That is 4 of 18.5 blocks: right if attention were spread evenly."),
+            (18, "That is what 4 blocks hold that are drawn by chance."),
+            (16, "That is 4 of 24.5 blocks: right if attention were spread evenly."),
             (12.5, "That is 4 of 32 blocks. Most queries see fewer, and attention is not even."),
-            (lambda guess: guess >= 95, "Some heads do reach that; the mean does not."),
+            (lambda guess: guess >= 90, "KV head 2 does reach that; the mean does not."),
         ),
         unit="%",
         tolerance=0.03,
-    ),
-    Prediction(
-        "best_8_blocks",
-        "How many percent do the best 8 hold?",
-        "The best blocks come first, so the second four add much less than the first four.",
-        (
-            (45, "That is what 8 blocks hold that are drawn by chance."),
-            (
-                lambda guess: guess > 98,
-                "The tail is long: what is left is spread over many blocks.",
-            ),
-        ),
-        unit="%",
-        tolerance=0.03,
-    ),
-    Prediction(
-        "best_16_blocks",
-        "How many percent do the best 16 hold?",
-        "The tail is long: even the blocks that rank behind 16 hold a little each.",
-        (
-            (66, "That is what 16 blocks hold that are drawn by chance."),
-            (
-                100,
-                "These queries see 24.5 blocks on average, and the worst of them hold something.",
-            ),
-        ),
-        unit="%",
-        tolerance=0.02,
     ),
     Prediction(
         "cheap_4_blocks",
         "How many percent do 4 blocks hold: the query's own, and 3 chosen by summaries?",
-        "A block that matters to a query has a summary that looks like it, and the block that "
-        "summaries do not see, the own one, is forced.",
+        "A block that matters to a query has a summary that looks like it. The own block, which "
+        "summaries do not see, is forced.",
         (
-            (29, "That is chance. Summaries know far more than nothing."),
+            (18, "That is chance. Summaries know far more than nothing."),
             (
-                lambda guess: guess > 75,
+                lambda guess: guess > 67.5,
                 "That is more than the best 4 blocks hold, and no list of 4 beats the oracle.",
             ),
-            (lambda guess: guess < 67, "The 4 latest blocks, without choosing, hold 67 %."),
+            (lambda guess: guess < 62, "The 4 latest blocks, without choosing, hold 62 %."),
         ),
         unit="%",
-        tolerance=0.03,
+        tolerance=0.02,
     ),
     Prediction(
         "touching_summaries",
@@ -1087,14 +1292,37 @@ PREDICTIONS = (
         ),
     ),
     Prediction(
-        "sum_of_importance",
-        "Each head gives away 1 unit of attention: what do its importances add up to?",
-        "A summary of `length` tokens has `length / stride` pieces, each of them lies in some "
-        "block, and each counts in full.",
+        "one_loud_head",
+        "Three heads score blocks 0 and 1 with 3 and 0, a fourth with 0 and 20. Which block wins?",
+        "Each head has one unit of attention to give away. Three heads give almost all of theirs "
+        "to block 0, and the loud head still has only one.",
+        ((1, "That is what happens if the scores are added up before the softmax."),),
+        choices=(0, 1),
+    ),
+    Prediction(
+        "without_own_block",
+        "With the own block forced, lists of 4 from summaries of 16 hold 65 %. How many percent "
+        "without forcing it?",
+        "A summary of 16 on blocks of 16 ends with its block, so the own block has no importance, "
+        "though it holds much of the attention.",
         (
-            (1, "That is what the summaries get. But each summary counts once for every piece."),
-            (8, "The weights of a block add up to 8, but they weigh shares that are small."),
-            (4, "There are 4 blocks, but they share what the summaries pass on."),
+            (65, "Then the summaries would see the own block as well as any other."),
+            (49, "That is three quarters of 65: one block of four, were all four alike."),
+            (18, "That is chance. The other blocks are still chosen well."),
+            (lambda guess: guess > 65, "Then the own block would not deserve its slot."),
         ),
+        unit="%",
+        tolerance=0.05,
+    ),
+    Prediction(
+        "branch_that_teaches",
+        "Which branch gives the summaries' weights w a gradient: compressed, selected or both?",
+        "The selected branch knows the summaries only by the numbers of blocks, and no gradient "
+        "passes through an integer.",
+        (
+            ("selected", "It uses the choice, but the choice arrives as integers."),
+            ("both", "Follow the way from the selected output back to w. What is on the list?"),
+        ),
+        choices=("compressed", "selected", "both"),
     ),
 )

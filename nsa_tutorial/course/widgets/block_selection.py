@@ -2,9 +2,9 @@
 much attention the lists hold.
 
 `tiny` makes the example by hand. On the stored heads, `lists` chooses blocks in four ways, and
-`captured`, `recall`, `output_error` and `blocks_loaded` judge a choice. `draw_overlap`,
-`draw_query`, `draw_mass`, `draw_choice` and `draw_jump` draw; `explore` puts controls on
-`draw_choice`.
+`captured`, `output_error` and `blocks_loaded` judge a choice, all by the same queries.
+`draw_overlap`, `draw_query`, `draw_mass`, `draw_choice` and `draw_jump` draw; `explore` puts
+controls on `draw_choice`.
 
 Symbols: `N` positions, `HQ` query heads, `H` key/value heads, `G = HQ // H`, `NB` blocks of `BS`
 keys, `n` slots of a list.
@@ -36,6 +36,7 @@ from nsa_tutorial.sparse.compression import summary_rows
 from nsa_tutorial.sparse.selected_attention import query_rows
 
 BS = 16
+SINCE = 256  # choices are judged by the queries from here on: each sees more than 16 blocks
 SOURCES = ("oracle", "summaries", "latest", "random")
 SIZES = ((4, 4), (8, 4), (8, 8), (16, 8), (16, 16), (32, 16))  # (length, stride) of the summaries
 _FORCED = 4  # blocks of either kind that the panel can force
@@ -187,33 +188,16 @@ def listed(ids: Tensor) -> Tensor:
     return found.transpose(0, 1).repeat_interleave(HQ // ids.shape[1], 0)
 
 
-def _after(ids: Tensor, since: int | None = None) -> slice:
-    """The queries that have to leave a block out, those with more than `n` blocks; or those from
-    position `since` on."""
-    return slice(ids.shape[-1] * BS if since is None else since, None)
+def captured(ids: Tensor) -> Tensor:
+    """The share of attention that the lists hold, `[HQ]`, averaged over the queries from `SINCE`
+    on."""
+    return (real()[1] * listed(ids)).sum(-1)[:, SINCE:].mean(-1)
 
 
-def captured(ids: Tensor, since: int | None = None) -> Tensor:
-    """The share of attention that the lists hold, `[HQ]`, averaged over the queries with more than
-    `n` blocks.
-
-    Lists of different lengths compare only over the same queries: give `since`, the first of them.
-    """
-    return (real()[1] * listed(ids)).sum(-1)[:, _after(ids, since)].mean(-1)
-
-
-def recall(ids: Tensor, truth: Tensor) -> float:
-    """How many of the blocks that `truth` lists are in `ids`, as a share, over the queries with
-    more than `n` blocks."""
-    right, wanted = (listed(ids) & listed(truth))[:, _after(ids)], listed(truth)[:, _after(ids)]
-    return (right.sum() / wanted.sum()).item()
-
-
-def blocks_loaded(ids: Tensor, since: int | None = None) -> Tensor:
+def blocks_loaded(ids: Tensor) -> Tensor:
     """How many different blocks the heads of a group load, `[H]`, averaged over the queries of
     `captured`."""
-    # [H, queries, NB]
-    together = listed(ids)[:, _after(ids, since)].unflatten(0, (-1, real()[0].G)).any(1)
+    together = listed(ids)[:, SINCE:].unflatten(0, (-1, real()[0].G)).any(1)  # [H, queries, NB]
     return together.sum(-1).double().mean(-1)
 
 
@@ -227,12 +211,12 @@ def _dense() -> Tensor:
 
 def output_error(ids: Tensor) -> float:
     """How far selected attention with these lists, one per group, is from dense attention: ‖o -
-    dense‖ / ‖dense‖, all heads."""
+    dense‖ / ‖dense‖, all heads and the queries of `captured`."""
     stored, dense = real()[0], _dense()
     o = ops.selected_attention(stored.q, stored.k, stored.v, ids[None].contiguous(), block_size=BS)[
         0
     ]
-    return ((o - dense)[_after(ids)].norm() / dense[_after(ids)].norm()).item()
+    return ((o - dense)[SINCE:].norm() / dense[SINCE:].norm()).item()
 
 
 # -- which summaries lie in a block --
@@ -367,10 +351,9 @@ def draw_query(
 
 @functools.cache
 def curve(by: str) -> Tensor:
-    """The attention that lists of 1, 2, … 24 blocks hold, one per group: `[24, HQ]`, each over the
-    queries with more blocks."""
+    """The attention that lists of 1, 2, … 16 blocks hold, one per group: `[16, HQ]`."""
     return torch.stack(
-        [captured(lists(by, n, num_local=int(by == "summaries"))) for n in range(1, 25)]
+        [captured(lists(by, n, num_local=int(by == "summaries"))) for n in range(1, 17)]
     )
 
 
@@ -387,14 +370,14 @@ def draw_mass(n: int = 4, kv_head: int = 3) -> Picture:
         for by in SOURCES:
             values = 100 * curve(by)[:, mine].mean(1)
             style, colour = "--" if by == "oracle" else "-", PALETTE[_COLOURS[by]]
-            axis.plot(range(1, 25), values, style, color=colour, linewidth=2, label=_TITLES[by])
+            axis.plot(range(1, 17), values, style, color=colour, linewidth=2, label=_TITLES[by])
             axis.plot([n], [values[n - 1]], "o", color=colour, markersize=6)
             at[title, by] = f"{values[n - 1]:.0f}%"
         axis.axvline(n, color=PALETTE["faint"], linewidth=0.8, linestyle=":")
         axis.set_title(title, fontsize=10)
-        axis.set_xticks([1, 4, 8, 12, 16, 20, 24])
+        axis.set_xticks([1, 4, 8, 12, 16])
         axis.set_ylim(0, 102)
-        axis.set_xlabel("blocks on a list (for queries that see more)", fontsize=9)
+        axis.set_xlabel("blocks on a list", fontsize=9)
     axes[0, 1].set_yticklabels([])
     axes[0, 0].set_ylabel("attention held, %", fontsize=9)
     axes[0, 1].legend(loc="lower right", fontsize=9, frameon=False)
