@@ -26,7 +26,12 @@ def takes_long(path: Path) -> bool:
     return path.parent.name == "browser" or "tilelang" in path.read_text()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what carries a mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # A GPU has the time for every case.
+    for item in items:
+        if "gpu" in item.keywords:
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "exhaustive"]
     # What takes longest comes first, so that no process is left with it at the end.
     items.sort(key=lambda item: not takes_long(item.path))
     if torch.cuda.is_available():

@@ -20,9 +20,13 @@ def name_of(dtype: torch.dtype) -> str:
 dtypes = pytest.mark.parametrize("dtype", [pytest.param(d, id=name_of(d)) for d in DTYPES])
 
 
-def places_of(backends: Sequence[str]) -> pytest.MarkDecorator:
-    """A test's `backend` and `device`: each backend on the CPU, then each on CUDA."""
-    on_cpu = [pytest.param(b, "cpu", id=f"{b}-cpu") for b in backends]
+def places_of(backends: Sequence[str], slow: Collection[str] = ()) -> pytest.MarkDecorator:
+    """A test's `backend` and `device`: each backend on the CPU, then each on CUDA. Those that are
+    `slow` on the CPU carry the mark `exhaustive` there."""
+    on_cpu = [
+        pytest.param(b, "cpu", id=f"{b}-cpu", marks=[pytest.mark.exhaustive] if b in slow else [])
+        for b in backends
+    ]
     return pytest.mark.parametrize(
         ("backend", "device"),
         on_cpu + [pytest.param(b, "cuda", id=f"{b}-cuda", marks=pytest.mark.gpu) for b in backends],
@@ -39,8 +43,9 @@ def product(
 ) -> pytest.MarkDecorator:
     """A test's `name`, `dtype`, `backend` and `device`: every case in every dtype on every place.
 
-    On CUDA all of them run. On the CPU those run whose case `quick` names for the dtype; the others
-    carry the mark `exhaustive`. No kernel computes bfloat16 there.
+    On CUDA all of them run. On the CPU those run whose case `quick` names for the dtype, and
+    `slow` for the backend if it has a list there; the others carry the mark `exhaustive`. No kernel
+    computes bfloat16 there.
     """
     slow = slow or {}
     named = [*quick.values(), *slow.values()]

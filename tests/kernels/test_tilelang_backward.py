@@ -242,7 +242,9 @@ def test_options_suit_the_gpu(width: int, itemsize: int, memory: int) -> None:
         assert (dkv["BT"] + dkv["num_stages"] * dkv["BR"]) * row_bytes <= memory
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", ["float16", pytest.param("float32", marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize(
     ("G", "DV"), [(3, 40), (1, 16), (16, 128), (20, 24), (33, 80), (3, 136), (64, 256)]
 )
@@ -251,8 +253,15 @@ def test_sums_of_rows_of_any_width_lower(G: int, DV: int, dtype: str) -> None:
     assert "LSE2" in lowering.cuda(kernels.build_delta(2, G, DV, dtype), "sm_90", PASS_CONFIGS)
 
 
-@pytest.mark.parametrize("BS", [32, 100])
-@pytest.mark.parametrize(("G", "D"), [(33, 136), (64, 136), (96, 128), (96, 80)])
+@pytest.mark.parametrize(
+    ("G", "D", "BS"),
+    [
+        pytest.param(G, D, BS, marks=[] if (G, D, BS) in quick else pytest.mark.exhaustive)
+        for quick in [{(33, 136, 32), (96, 80, 32)}]
+        for G, D in ((33, 136), (64, 136), (96, 128), (96, 80))
+        for BS in (32, 100)
+    ],
+)
 def test_large_and_odd_groups_lower(G: int, D: int, BS: int) -> None:
     """Threads in powers of two, and sides that a warp group takes: forward and queries."""
     sizes = (2, G, D, D, BS, "float16")

@@ -68,7 +68,9 @@ def cuda(name: str, shape: tuple[int, ...], dtype: str, arch: str) -> str:
     return lowering.cuda(kernel, arch, launch.PASS_CONFIGS)
 
 
-@pytest.mark.parametrize("name", ["attend", "score", "dq", "dkv"])
+@pytest.mark.parametrize(
+    "name", ["attend", "score", "dq", pytest.param("dkv", marks=pytest.mark.exhaustive)]
+)
 def test_a_warp_group_loads_by_tma(name: str) -> None:
     """Others compute, on tensor cores, and none of them waits for an address."""
     source = cuda(name, SHAPES["shown"], "float16", "sm_90")

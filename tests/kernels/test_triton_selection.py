@@ -225,12 +225,12 @@ def test_a_long_sequence(device: str) -> None:
 # -- chunks --
 
 CHUNKED = {
-    "cells": Shape(N=300, M=310, H=1, G=1, D=8, length=4, stride=2, BS=16),
-    "a batch of whole tiles": Shape(B=2, N=128, M=300, H=1, G=1, D=8, length=4, stride=2, BS=16),
-    "packed": Shape(N=300, M=300, H=1, G=1, D=8, length=4, stride=2, BS=16, cu=(0, 90, 130, 300)),
+    "cells": Shape(N=160, M=170, H=1, G=1, D=8, length=4, stride=2, BS=16),
+    "a batch of whole tiles": Shape(B=2, N=128, M=150, H=1, G=1, D=8, length=4, stride=2, BS=16),
+    "packed": Shape(N=160, M=160, H=1, G=1, D=8, length=4, stride=2, BS=16, cu=(0, 40, 70, 160)),
     "a batch of three queries": Shape(B=2, N=3, M=50, H=1, G=1, D=8, length=4, stride=2, BS=16),
 }
-ON_THE_CPU = {"cells": 200, "a batch of whole tiles": 100, "packed": 100}
+ON_THE_CPU = {"cells": 150, "a batch of whole tiles": 100, "packed": 100}
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ ON_THE_CPU = {"cells": 200, "a batch of whole tiles": 100, "packed": 100}
     [("a batch of three queries", 1, "cpu")]
     + [(name, rows, "cpu") for name, rows in ON_THE_CPU.items()]
     + [pytest.param(name, rows, "cuda", marks=pytest.mark.gpu)
-       for name in ON_THE_CPU for rows in (1, 100, 128, 200)],
+       for name in ON_THE_CPU for rows in (1, 100, 128, 150)],
 )  # fmt: skip
 def test_chunks_of_queries(
     name: str, rows: int, device: str, monkeypatch: pytest.MonkeyPatch

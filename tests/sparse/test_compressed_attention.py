@@ -32,14 +32,13 @@ SHAPES = GEOMETRIES | {
     "widths of 16 and 256": Shape(N=20, M=20, H=1, G=1, D=16, DV=256),
     "a batch of whole tiles": Shape(B=2, N=128, M=128, G=1, D=16, DV=16, length=4, stride=2),
     "a batch of odd lengths": Shape(B=3, N=90, M=90, G=1, D=16, DV=16, length=4, stride=2),
-    "steps without a mask": Shape(N=300, M=300, H=2, G=1, D=16, DV=16, length=2, stride=1),
+    "steps without a mask": Shape(N=200, M=200, H=2, G=1, D=16, DV=16, length=2, stride=1),
     "packed over several tiles": Shape(
-        N=300, M=300, G=1, D=16, DV=16, length=2, stride=1, cu=(0, 150, 150, 151, 300)
+        N=200, M=200, G=1, D=16, DV=16, length=2, stride=1, cu=(0, 60, 60, 61, 200)
     ),
     "one query, many keys": Shape(B=2, N=1, M=200, length=2, stride=1),
     "more summaries than a step, few queries": Shape(N=5, M=150, length=2, stride=1),
 }
-# TileLang compiles a kernel for every group and width
 QUICK = {
     torch.float32: [
         "length no multiple of stride",
@@ -56,6 +55,8 @@ QUICK = {
     torch.float16: ["more keys than queries", "widths of 80 and 64"],
     torch.bfloat16: ["packed, one empty, one too short"],
 }
+# TileLang compiles kernels for every group, width and dtype, and Triton interprets them: its
+# gradients take seconds where there are several tiles.
 SLOW = {
     "tilelang": [
         "length no multiple of stride",
@@ -64,8 +65,19 @@ SLOW = {
         "packed, one empty, one too short",
         "steps without a mask",
         "packed over several tiles",
+    ],
+    "triton": [
+        "length no multiple of stride",
+        "more keys than queries",
+        "fewer keys than a summary",
+        "packed, one empty, one too short",
+        "large scores",
         "group of 20",
-    ]
+        "a batch of whole tiles",
+        "steps without a mask",
+        "packed over several tiles",
+        "widths of 80 and 64",
+    ],
 }
 
 
@@ -130,7 +142,7 @@ def test_gradients(shape: Shape, dtype: torch.dtype, backend: str, device: str) 
         if a.numel():
             # a product of more than 128 in fp32 is one chain on a GPU, where cuBLAS adds up parts
             is_chain = device == "cuda" and dtype == torch.float32 and max(shape.D, shape.DV) > 128
-            budget = (4 if is_chain else 2) * (b.double() - a).abs().max()
+            budget = (8 if is_chain else 2) * (b.double() - a).abs().max()
             budget += 1e-6 * a.abs().max() + 1e-6
             error = (c.double() - a).abs().max()
             assert error <= budget, f"gradient of {name}: {error:.2e} over {budget:.2e}"

@@ -142,15 +142,7 @@ CASES = {
     f"{name} {where} {x}": (OPERATORS[name], where, x)
     for name, where, x in product(OPERATORS, "qkv", NUMBERS)
 }
-IN_16_BITS = [
-    "selected q nan",
-    "selected k inf",
-    "selected v -inf",
-    "window k nan",
-    "window v nan",
-    "summaries k nan",
-    "summaries v inf",
-]
+IN_16_BITS = ["selected k inf", "window v nan", "summaries k nan"]
 ELSEWHERE = [
     "window q nan",
     "window k nan",
@@ -166,9 +158,28 @@ QUICK = {
     torch.float32: [x for x in CASES if x.startswith(("selected", "summaries"))] + ELSEWHERE,
     torch.float16: IN_16_BITS,
 }
+INTERPRETED = [
+    "selected q nan",
+    "selected k nan",
+    "selected k inf",
+    "selected k -inf",
+    "selected v -inf",
+    "window k nan",
+    "window v nan",
+    "window v -inf",
+    "list_beside_window k nan",
+    "list_beside_window v nan",
+    "summaries q nan",
+    "summaries k nan",
+    "summaries k inf",
+    "summaries k -inf",
+    "summaries v inf",
+    "packed_summaries k nan",
+    "packed_summaries v inf",
+]
 
 
-@on_places("case", CASES, BACKENDS, QUICK)
+@on_places("case", CASES, BACKENDS, QUICK, slow={"triton": INTERPRETED})
 def test_one_rule(
     case: tuple[Operator, str, float], dtype: torch.dtype, backend: str, device: str
 ) -> None:
@@ -243,9 +254,24 @@ def test_all_that_a_row_does_not_see(operator: Operator, backend: str, device: s
 
 GRADIENTS = [x for x in CASES if "nan" in x or x in ("selected k inf", "selected v -inf")]
 GRADIENTS += ["packed_summaries k inf", "packed_summaries v -inf"]
+INTERPRETED_GRADIENTS = [
+    "selected q nan",
+    "selected k inf",
+    "selected v nan",
+    "window q nan",
+    "window k nan",
+    "list_beside_window k nan",
+    "summaries k nan",
+    "packed_summaries q nan",
+    "packed_summaries k nan",
+    "packed_summaries v -inf",
+]
 
 
-@on_places("case", CASES, BACKENDS, {torch.float32: GRADIENTS}, dtypes=[torch.float32])
+@on_places(
+    "case", CASES, BACKENDS, {torch.float32: GRADIENTS}, dtypes=[torch.float32],
+    slow={"triton": INTERPRETED_GRADIENTS},
+)  # fmt: skip
 def test_gradients_of_what_is_not_spoiled(
     case: tuple[Operator, str, float], dtype: torch.dtype, backend: str, device: str
 ) -> None:

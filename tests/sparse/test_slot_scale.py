@@ -32,9 +32,12 @@ QUICK = {
     torch.float16: ["own block, counts"],
     torch.bfloat16: ["own block, counts"],
 }
+SLOW = {
+    "triton": ["own block, counts", "packed", "not causal", "decoding", "blocks cut in parts"],
+}
 
 
-@product("problem", PROBLEMS, BACKENDS, QUICK)
+@product("problem", PROBLEMS, BACKENDS, QUICK, slow=SLOW)
 def test_error_budget(problem: Problem, dtype: torch.dtype, backend: str, device: str) -> None:
     """Against the dense formula with a factor for each key. Slots that show nothing hold NaN."""
     skip_unless_runs(backend, device, dtype)
@@ -89,13 +92,17 @@ def test_the_window_has_no_factors(backend: str, device: str) -> None:
 @pytest.mark.parametrize(
     "problem",
     [
-        Problem(B=2, N=9, M=37, G=3),
-        Problem(N=20, M=37, own=True, counts="random"),
-        Problem(N=24, M=24, cu=(0, 3, 3, 21, 24), own=True),
-        Problem(N=5, M=420, BS=200, S=2),
+        pytest.param(
+            Problem(B=2, N=9, M=37, G=3), id="two KV heads", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(Problem(N=9, M=37, own=True, counts="random"), id="own block, counts"),
+        pytest.param(
+            Problem(N=24, M=24, cu=(0, 3, 3, 21, 24), own=True), id="packed",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(Problem(N=5, M=420, BS=200, S=2), id="long blocks"),
     ],
-    ids=["two KV heads", "own block, counts", "packed", "long blocks"],
-)
+)  # fmt: skip
 def test_gradient_of_the_selection(problem: Problem, backend: str, device: str) -> None:
     """With `slot_scale = 1 + p - p.detach()`, the scores `p` that chose the blocks get
     `sum(ds * s)`: over the keys that the slot shows, and over the heads of the group."""

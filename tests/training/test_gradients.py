@@ -130,13 +130,18 @@ QUICK = {
     torch.float16: ["factors, own block", "window", "list and window"],
     torch.bfloat16: ["own block, counts", "list and window, all at once"],
 }
-# TileLang compiles four kernels for every new shape
+# TileLang compiles four kernels for every new shape, and Triton interprets them
 SLOW = {
     "tilelang": [
         "own block, counts", "packed", "factors, own block", "packed, factors", "not causal",
         "nothing is visible", "decoding", "one slot", "group of one", "blocks of 200", "window",
         "window of one", "list and window, all at once",
-    ]
+    ],
+    "triton": [
+        "two KV heads, ragged tail", "own block, counts", "factors, own block", "packed, factors",
+        "not causal", "nothing is visible", "group of 20", "decoding", "blocks of 24",
+        "blocks of 200", "one slot", "window", "window, packed", "list and window, all at once",
+    ],
 }  # fmt: skip
 
 
