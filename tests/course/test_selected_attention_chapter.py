@@ -1,8 +1,14 @@
 """Chapter 05's pictures and exercises: lists by the true attention, bytes beside dense tiles,
 solutions against `ops`."""
 
+import inspect
 import itertools
+import json
+import linecache
 import math
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +18,16 @@ from nsa_tutorial.course import heads
 from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.exercises import selected_attention as solutions
 from nsa_tutorial.course.judging import judge
+from nsa_tutorial.course.languages import tl, triton
+from nsa_tutorial.course.widgets import mask_explorer
 from nsa_tutorial.course.widgets import selected_attention as pictures
 from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.runtime import costs
 from nsa_tutorial.sparse.selected_attention import dense_mask
+
+KNOWN = chapter_exercises("selected_attention")
+NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "05_selected_attention.ipynb"
+needs_triton = pytest.mark.skipif(bool(KNOWN["sum_of_list"].missing), reason="no Triton here")
 
 
 @pytest.fixture(scope="module")
@@ -431,12 +443,12 @@ def window_by(compare):
     return window_mask
 
 
-def attend_by(*, guard=begun, walked=lambda ids: ids, late=1, size=None, rows=None):
-    """`attend_to_lists` around the chapter's `walk`, with the reader's own parts in it."""
+def attend_by(*, guard=begun, walked=lambda ids: ids, late=1, rows=None):
+    """`attend_to_lists` with the reader's own parts in its walk."""
 
     def attend_to_lists(q, k, v, block_indices, block_size):
         (N, HQ, D), (M, H, DV) = q.shape, v.shape
-        G, scale, BS = HQ // H, D**-0.5, size or block_size
+        G, scale = HQ // H, D**-0.5
         o, lse = torch.empty(N, HQ, DV), torch.empty(N, HQ)
         for n, h in itertools.product(range(N), range(H)):
             state, seen, group = (
@@ -445,10 +457,10 @@ def attend_by(*, guard=begun, walked=lambda ids: ids, late=1, size=None, rows=No
                 slice(h * G, h * G + G),
             )
             for i in walked(block_indices[rows(n) if rows else n, h]).tolist():
-                start = i * BS
+                start = i * block_size
                 if not guard(i, start, seen):
                     continue
-                keys = slice(start, min(start + BS, seen))
+                keys = slice(start, min(start + block_size, seen))
                 scores = q[n, group] @ k[keys, h].T
                 state = online_softmax.update(
                     state, scores, v[keys, h], scale * online_softmax.LOG2_E
@@ -619,7 +631,6 @@ MISTAKES = {
         attend_by(walked=lambda ids: ids.clamp(min=0)),
         "taking an empty slot for block 0",
     ),
-    "default size": ("attend_to_lists", attend_by(size=4), "calling `walk` without the block size"),
     "query 0": ("attend_to_lists", attend_by(rows=lambda n: 0), "taking query 0's list for all"),
     "per block": ("attend_to_lists", softmax_per_block, "adding up the blocks' outputs"),
     "base two": (
@@ -657,3 +668,147 @@ def test_a_block_listed_twice_counts_twice():
     scores = (k[twice, 0] @ q[3, 0]) * 2**-0.5
     torch.testing.assert_close(o[3, 0], torch.softmax(scores, 0) @ v[twice, 0])
     torch.testing.assert_close(lse[3, 0], scores.logsumexp(0))
+
+
+# -- the kernel --
+
+
+def cell(start: str) -> str:
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    (found,) = (s for c in cells if (s := "".join(c["source"])).startswith(start))
+    return found
+
+
+def in_a_cell(source: str):
+    """`sum_of_list` as a cell defines it."""
+    file = f"<cell {hash(source)}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    namespace = {"tl": tl, "triton": triton}
+    exec(compile(source, file, "exec", dont_inherit=True), namespace)
+    return namespace["sum_of_list"]
+
+
+def mended(line: str, old: str = "is_seen = tokens < M"):
+    """The chapter's kernel with one line changed."""
+    given = cell("def sum_of_list")
+    assert old in given
+    return in_a_cell(given.replace(old, line))
+
+
+FUTURE_TOKENS, EMPTY_SLOT = (
+    "loading tokens of the query's future",
+    "loading an empty slot's block",
+)
+SUMS = {
+    "half mended: the future": ("is_seen = tokens <= position", EMPTY_SLOT),
+    "half mended: the empty slot": ("is_seen = (tokens < M) & (tokens >= 0)", FUTURE_TOKENS),
+    "<": ("is_seen = (tokens < position) & (block_id >= 0)", "hiding the query's own position"),
+    "> 0": ("is_seen = (tokens <= position) & (block_id > 0)", "taking id 0 for an empty slot"),
+    "where the block begins": (
+        "is_seen = (tokens < M) & (block_id >= 0) & (block_id * BS <= position)",
+        "loading all of a block that the query stands in",
+    ),
+    "the whole block": (
+        "is_seen = (tokens >= 0) & (tokens < M) & (block_id * BS + BS - 1 <= position)",
+        "keeping only blocks that are visible as a whole",
+    ),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize(("line", "named"), SUMS.values(), ids=SUMS)
+def test_a_half_mended_kernel_is_named(line, named):
+    (found,) = judge(KNOWN["sum_of_list"], mended(line)).misconceptions
+    assert found.startswith(named)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "line",
+    [
+        "is_seen = (tokens >= 0) & (tokens <= position)",
+        "is_seen = (block_id > -1) & (tokens < position + 1) & (tokens < M)",
+        "is_seen = (0 <= tokens) & (position >= tokens)",
+    ],
+)
+def test_other_ways_to_mend_the_kernel(line):
+    assert judge(KNOWN["sum_of_list"], mended(line)).outcome == "right"
+
+
+@needs_triton
+def test_the_kernel_in_the_cell_is_not_attempted_until_it_is_edited():
+    e, given = KNOWN["sum_of_list"], cell("def sum_of_list")
+    assert judge(e, in_a_cell(given)).outcome == "not attempted"
+    assert judge(e, in_a_cell(given.replace("# [BS]", "# positions"))).outcome == "not attempted"
+
+
+def test_the_kernel_that_is_given_differs_from_the_solution_in_one_line():
+    given = {line.strip() for line in cell("def sum_of_list").splitlines()[1:] if line.strip()}
+    ours = inspect.getsource(solutions.sum_of_list).splitlines()[2:]
+    ours = {line.strip() for line in ours if line.strip()}
+    assert given - ours == {"is_seen = tokens < M"}
+    (added,) = ours - given
+    assert added.startswith("is_seen = ")
+
+
+@needs_triton
+@pytest.mark.parametrize("attempt", [lambda: lambda V: None, lambda: 3], ids=["bare", "a number"])
+def test_what_is_no_kernel_is_told(attempt):
+    assert "@triton.jit" in judge(KNOWN["sum_of_list"], attempt).text
+
+
+@needs_triton
+def test_a_kernel_that_is_not_returned_is_told():
+    def forgotten():
+        def kernel(V):
+            return V
+
+    verdict = judge(KNOWN["sum_of_list"], forgotten)
+    assert verdict.outcome == "wrong"
+    assert "return kernel" in verdict.text
+
+
+# -- what the chapter says --
+
+
+def prose() -> str:
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    text = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    return re.sub(r"\s+", " ", text)
+
+
+def test_the_minutes_are_told():
+    optional = KNOWN["window_mask"].minutes
+    required = sum(e.minutes for e in KNOWN.values()) - optional
+    assert f"{required} of them exercises, and an optional exercise of {optional}" in prose()
+    assert f"**optional** ({optional} minutes)" in prose()
+
+
+def test_the_walk_in_the_cell_waits_for_the_reader():
+    stub = cell("def attend_to_lists")
+    namespace = {"torch": torch, "online_softmax": online_softmax}
+    exec(stub, namespace)
+    assert judge(KNOWN["attend_to_lists"], namespace["attend_to_lists"]).outcome == "not attempted"
+
+
+def test_the_list_saves_what_the_text_says():
+    listed, visible = costs.selected_keys(4096, 4096), costs.visible_pairs(4096, 4096)
+    assert f"{listed / 1e6:.2f} of 16.78 million scores, {4096**2 / listed:.1f} times" in prose()
+    assert f"saves a factor of {visible / listed:.1f}" in prose()
+    later = costs.visible_pairs(65_536, 65_536) / costs.selected_keys(65_536, 65_536)
+    assert f"65,536 tokens, the factor is {later:.0f}" in prose()
+
+
+def test_the_answers_about_the_explorer_hold():
+    start = mask_explorer.Settings(data=mask_explorer.REAL, group=3, query=385)
+    loads = mask_explorer.explore(start)[1].keys["selected"]
+    assert next(t for t in range(512) if loads[t] < t + 1) == 112 == 7 * 16
+    ratio = {}
+    for block_size, top_n in ((4, 1), (4, 2), (8, 1), (16, 1)):
+        sizes = {"block_size": block_size, "top_n": top_n}
+        few = replace(start, **sizes, num_initial=0, num_local=1, stride=4)
+        report = mask_explorer.explore(few)[1]
+        ratio[block_size, top_n] = report.branches["selected"].bytes / report.tiled.bytes
+    assert f"{ratio[4, 1]:.2f} of the bytes" in prose()
+    assert f"{ratio[8, 1]:.2f}" == "1.00"
+    assert min(ratio[4, 2], ratio[8, 1], ratio[16, 1]) >= 0.995

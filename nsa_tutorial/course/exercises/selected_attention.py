@@ -1,16 +1,24 @@
-"""Exercises of chapter 05: from a list to tokens, a load behind a guard, the window, and the whole
-walk."""
+"""Exercises of chapter 05: from a list to tokens, a load behind a guard, the whole walk, a small
+kernel with two bugs, and the window."""
 
 from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from types import CodeType
 
 import torch
 from torch import Tensor
 
 from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure
+from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong, slip, together
 from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.exact.online_softmax import LOG2_E
+from nsa_tutorial.runtime import environment
 
 Slips = frozenset[str]
 
@@ -807,8 +815,6 @@ def _attend_rows(
     G = HQ // H
     if "head by head" in slips:
         k[:, HQ - 1]  # an error where there are fewer KV heads
-    if "default size" in slips:
-        block_size = 4
     scale = 1.0 if "no scale" in slips else D**-0.5
     scale_log2 = scale if "base e" in slips else scale * LOG2_E
     o, lse = torch.empty(N, HQ, DV), torch.empty(N, HQ)
@@ -945,12 +951,6 @@ _ATTEND_MISTAKES = (
         "Each query has lists of its own. Which index of `block_indices` chooses the query?",
     ),
     Misconception(
-        "calling `walk` without the block size",
-        slip(_attend, "default size"),
-        "The chapter's `walk` takes blocks of 4 unless it is told otherwise. Which size do you "
-        "have to pass on?",
-    ),
-    Misconception(
         "leaving out the cut inside the last block",
         slip(_attend, "no cut"),
         "A block that begins in a query's past may end in its future. Where does the slice "
@@ -1046,25 +1046,24 @@ _ATTEND_MISTAKES = (
 _ATTEND = Exercise(
     name="attend_to_lists",
     statement="""
-The operator, for one text. `q` `[N, HQ, D]` are the last `N` of `M` positions, `k` `[M, H, D]`, `v`
-`[M, H, DV]`; `block_indices` `[N, H, S]` holds the list of each query and KV head, with `-1`
+The operator, for one text. `q` `[N, HQ, D]` are the last `N` of `M` positions, `k` is `[M, H, D]`,
+`v` is `[M, H, DV]`. `block_indices` `[N, H, S]` holds the list of each query and KV head, with `-1`
 anywhere. Return causal attention's `o` `[N, HQ, DV]` and `lse` `[N, HQ]`, scale `D ** -0.5`. Hold
-the scores of one block at a time, and do not load what a query does not see: in one case it is NaN,
-in another a query sees nothing at all. A block that is listed twice counts twice. Start from `walk`
-above: it does one query and one KV head. What remains is which rows of `q` belong together, and how
-much each query may see.
+the scores of one block at a time, and do not load what a query does not see: in one case it is NaN.
+In another, a query sees nothing at all. A block that is listed twice counts twice. The frame below
+finds the group, starts its state and finishes it. Write the walk along the list.
 """,
-    minutes=10,
+    minutes=9,
     difficulty=3,
     solution=attend_to_lists,
     hints=(
-        "Take `walk` as it is, for one query and one KV head. What does it need for query n and KV "
-        "head h: which rows of `q`, which keys and values, which list, which `num_visible`?",
-        "Put two loops around it, over queries and over KV heads. Query n is the last of how many "
-        "keys? And which query heads share KV head h?",
-        "The heads of KV head h are `G` neighbours: one slice of `q[n]` is the tile, and the same "
-        "slice of `o[n]` and `lse[n]` takes the result. The list is row `[n, h]`. `walk` already "
-        "cuts the last block, so it gets all keys and values of KV head h.",
+        "First, how many keys may query n see, if it is one of the last N of M? That number "
+        "decides which slots are skipped, and where a block is cut.",
+        "A slot that is left goes one step on: which tokens of the block does the query see, what "
+        "are their scores with the group's rows of `q`, and which values belong to them?",
+        "The keys are a slice of `k[:, h]`, and the same slice of `v[:, h]` holds the values. The "
+        "scores of the group are one matrix product `[G, BS]`. Then `update` gives the new state. "
+        "It takes powers of two, so its scale needs a factor.",
     ),
     why="Only what the query sees is loaded, so no NaN can come in, and one state over the whole "
     "list makes its blocks one softmax.",
@@ -1138,7 +1137,242 @@ def _steep() -> tuple:
     return torch.ones(2, 1, 1), k, _random(9, 1, 2, seed=9), torch.tensor([[[2, 0]], [[0, 2]]]), 3
 
 
-EXERCISES = (_TOKENS, _LOAD, _WINDOW, _ATTEND)
+# -- sum_of_list --
+
+
+def sum_of_list() -> object:
+    """The kernel that adds up the values that each query's list shows; a program has one query."""
+
+    @triton.jit
+    def kernel(V, Ids, Sum, M, S, DV: tl.constexpr, BS: tl.constexpr):
+        position = tl.program_id(0)  # this program's query
+        width = tl.arange(0, DV)
+        total = tl.zeros([DV], tl.float32)
+        for slot in range(S):
+            block_id = tl.load(Ids + position * S + slot)
+            tokens = block_id * BS + tl.arange(0, BS)  # [BS]
+            is_seen = (block_id >= 0) & (tokens <= position)
+            v_tile = tl.load(V + tokens[:, None] * DV + width, mask=is_seen[:, None], other=0.0)
+            total += tl.sum(v_tile, axis=0)
+        tl.store(Sum + position * DV + width, total)
+
+    return kernel
+
+
+_GIVEN = """
+@triton.jit
+def kernel(V, Ids, Sum, M, S, DV: tl.constexpr, BS: tl.constexpr):
+    position = tl.program_id(0)  # this program's query
+    width = tl.arange(0, DV)
+    total = tl.zeros([DV], tl.float32)
+    for slot in range(S):
+        block_id = tl.load(Ids + position * S + slot)
+        tokens = block_id * BS + tl.arange(0, BS)  # [BS]
+        is_seen = tokens < M
+        v_tile = tl.load(V + tokens[:, None] * DV + width, mask=is_seen[:, None], other=0.0)
+        total += tl.sum(v_tile, axis=0)
+    tl.store(Sum + position * DV + width, total)
+"""
+
+
+def _is_given(kernel: object) -> bool:
+    """Whether a kernel is the chapter's, with both bugs, but for comments and spaces."""
+    try:
+        source = textwrap.dedent(inspect.getsource(kernel.fn))
+        return ast.dump(ast.parse(source)) == ast.dump(ast.parse(_GIVEN))
+    except (AttributeError, OSError, TypeError, SyntaxError):
+        return False  # written in another way
+
+
+_FRONT = 8  # rows of NaN that lie in memory in front of V
+
+
+def _run_sum(solution: Callable, lists: list[list[int]], block_size: int) -> Tensor:
+    """Launch the kernel, a program per query, on values that have NaN in front of them and large
+    numbers behind."""
+    if hasattr(solution, "run"):
+        raise TypeError("this is the kernel itself: hand over the function that returns it")
+    kernel = solution()
+    if kernel is None:
+        if any(isinstance(c, CodeType) for c in solution.__code__.co_consts):
+            raise TypeError("sum_of_list defines a kernel and returns None: `return kernel`")
+        raise NotImplementedError("there is no kernel yet")
+    if not hasattr(kernel, "run"):
+        raise TypeError("the kernel is not decorated with @triton.jit")
+    if _is_given(kernel):
+        raise NotImplementedError("the kernel is as it was given")
+    M, DV, device = len(lists), 2, environment.detect().device
+    memory = torch.full((_FRONT + M + 4 * block_size, DV), 1000.0)
+    memory[:_FRONT] = torch.nan
+    memory[_FRONT : _FRONT + M] = 2.0 ** torch.arange(M)[:, None] * torch.tensor([1.0, -1.0])
+    memory, ids = memory.to(device), torch.tensor(lists, dtype=torch.int32, device=device)
+    total = torch.full((M, DV), -77.0, device=device)
+    kernel[M,](memory[_FRONT:], ids, total, M, ids.shape[1], DV=DV, BS=block_size)
+    return total.cpu()
+
+
+@triton.jit
+def _wrong_sum(
+    V, Ids, Sum, M, S,
+    DV: tl.constexpr, BS: tl.constexpr, LIMIT: tl.constexpr, EMPTY: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    position = tl.program_id(0)
+    width = tl.arange(0, DV)
+    total = tl.zeros([DV], tl.float32)
+    for slot in range(S):
+        block_id = tl.load(Ids + position * S + slot)
+        first = 0  # the smallest id that counts as one
+        if EMPTY == "loaded":
+            first = -1
+        if EMPTY == "zero is empty":
+            first = 1
+        if EMPTY == "block 0":
+            block_id = tl.maximum(block_id, 0)
+        if EMPTY == "last block":
+            block_id = tl.where(block_id < 0, (M - 1) // BS, block_id)
+        tokens = block_id * BS + tl.arange(0, BS)
+        is_seen = tokens <= position
+        if LIMIT == "text":
+            is_seen = tokens < M
+        if LIMIT == "own block whole":
+            is_seen = (tokens < M) & (block_id * BS <= position)
+        if LIMIT == "whole or nothing":
+            is_seen = (tokens < M) & (block_id * BS + BS <= position + 1)
+        if LIMIT == "not itself":
+            is_seen = tokens < position
+        if LIMIT == "own alone":
+            is_seen = tokens == position
+        is_seen = is_seen & (block_id >= first)
+        v_tile = tl.load(V + tokens[:, None] * DV + width, mask=is_seen[:, None], other=0.0)
+        if SLOTS == "last":
+            total = tl.sum(v_tile, axis=0)
+        else:
+            total += tl.sum(v_tile, axis=0)
+    tl.store(Sum + position * DV + width, total)
+
+
+class _Mistaken:
+    """`_wrong_sum` with its slips chosen; launched like a kernel."""
+
+    def __init__(self, slips: Slips) -> None:
+        self.run = None
+        self.slips = {
+            "LIMIT": next((name for name in slips if name in _LIMITS), "right"),
+            "EMPTY": next((name for name in slips if name in _EMPTIES), "right"),
+            "SLOTS": "last" if "last" in slips else "right",
+        }
+
+    def __getitem__(self, grid: tuple) -> Callable:
+        return lambda *args, **sizes: _wrong_sum[grid](*args, **self.slips, **sizes)
+
+
+_LIMITS = {"text", "own block whole", "whole or nothing", "not itself", "own alone"}
+_EMPTIES = {"loaded", "zero is empty", "block 0", "last block"}
+
+_SUM_MISTAKES = (
+    Misconception(
+        "loading tokens of the query's future",
+        slip(_Mistaken, "text"),
+        "`tokens < M` stops at the end of the text. Where does the past of the query at `position` "
+        "end?",
+    ),
+    Misconception(
+        "loading an empty slot's block",
+        slip(_Mistaken, "loaded"),
+        "For id -1 all tokens are negative, so every upper limit lets them pass. In front of `V` "
+        "lies NaN here, and 0 · NaN is NaN. Which id must not be loaded?",
+    ),
+    Misconception(
+        "loading all of a block that the query stands in",
+        slip(_Mistaken, "own block whole"),
+        "The query's own block begins in its past and ends in its future. What do you compare: "
+        "where the block begins, or each of its tokens?",
+    ),
+    Misconception(
+        "keeping only blocks that are visible as a whole",
+        slip(_Mistaken, "whole or nothing"),
+        "The visible part of a block counts, however short. What is left of the query's own block?",
+    ),
+    Misconception(
+        "hiding the query's own position from it",
+        slip(_Mistaken, "not itself"),
+        "A query sees itself. Does your comparison say `<` or `<=`?",
+    ),
+    Misconception(
+        "showing a query nothing but itself",
+        slip(_Mistaken, "own alone"),
+        "The tokens before the query count, too. Which comparison lets them pass?",
+    ),
+    Misconception(
+        "taking id 0 for an empty slot",
+        slip(_Mistaken, "zero is empty"),
+        "Block 0 is the first block of the text, and only negative ids are empty. What does your "
+        "comparison say about 0?",
+    ),
+    Misconception(
+        "taking an empty slot for block 0",
+        slip(_Mistaken, "block 0"),
+        "-1 has become 0, so block 0 is added although no slot lists it. What should an empty slot "
+        "add?",
+    ),
+    Misconception(
+        "letting -1 wrap round to the last block",
+        slip(_Mistaken, "last block"),
+        "-1 names no block, and the last block is mostly the future. What should an empty slot "
+        "add?",
+    ),
+    Misconception(
+        "keeping the last slot alone",
+        slip(_Mistaken, "last"),
+        "Each turn of the loop overwrites what the slots before have given. Which operator adds?",
+    ),
+)
+
+
+def _sum_case(name: str, lists: list[list[int]], block_size: int) -> Case:
+    here = environment.detect()
+    return Case(name, lambda: (lists, block_size), lambda: here.why_not("triton", here.device))
+
+
+_SUM = Exercise(
+    name="sum_of_list",
+    statement="""
+Find the bugs. Program `position` has to add up the values that its query sees through its list, and
+store the sum. `V` is `[M, DV]`, `Ids` is `[M, S]` with `-1` for an empty slot, `Sum` is `[M, DV]`.
+Attention is causal. The kernel below is right for the last query if no slot is empty. One of its
+lines is wrong in two ways. Mend it.
+""",
+    minutes=6,
+    difficulty=2,
+    hints=(
+        "Follow program 0 with blocks of 2 and the list `[-1, 0]`. Which tokens does each slot "
+        "load, and which of them may query 0 see?",
+        "`is_seen` is the line. Its comparison is the same for every query, and it has no lower "
+        "end.",
+        "Two comparisons, joined by `&` in brackets: one asks whether the slot is empty, and the "
+        "other compares each token with the query's position.",
+    ),
+    why="A masked load touches no memory, so the mask has to hold the whole guard: the empty slot "
+    "and the causal cut. Tokens past the end of the text lie in every query's future.",
+    solution=sum_of_list,
+    run=_run_sum,
+    misconceptions=_SUM_MISTAKES,
+    combine=together(_SUM_MISTAKES, _LIMITS, _EMPTIES),
+    cases=(
+        _sum_case("blocks of 2, each query lists its own", [[0], [0], [1], [1]], 2),
+        _sum_case("an empty slot in front", [[-1, 0], [-1, 0], [0, 1], [-1, 1]], 2),
+        _sum_case("blocks of the past and of the future", [[0, 1], [1, 0], [2, 0], [1, 0]], 2),
+        _sum_case(
+            "7 tokens in blocks of 4: the last is short",
+            [[0, -1], [1, 0], [-1, -1], [-1, 0], [1, 0], [0, -1], [1, 2]],
+            4,
+        ),
+    ),
+)
+
+
+EXERCISES = (_TOKENS, _LOAD, _ATTEND, _SUM, _WINDOW)
 
 
 # -- predictions --
@@ -1192,6 +1426,48 @@ PREDICTIONS = (
             (10, "10 keys are in its past, but block 1 is not listed."),
         ),
     ),
+    Prediction(
+        "tokens_of_minus_one",
+        "Tokens 0 to 11 in blocks of 4. Which four tokens does PyTorch load at -1 · 4 + [0, 1, 2, "
+        "3], as a list?",
+        "A negative index counts from the end, so id -1 is the last block: the future of almost "
+        "every query.",
+        (
+            ([], "A slice from -4 to 0 is empty. These are four indices, and each finds a row."),
+            ([0, 1, 2, 3], "Nothing turns -1 into 0. Where does index -4 begin?"),
+            ([-4, -3, -2, -1], "These are the indices. Which rows do they find?"),
+            ([11, 10, 9, 8], "The right tokens. Index -4 comes first here."),
+        ),
+    ),
+    Prediction(
+        "lists_that_agree",
+        "How many of the lists [2, 0], [-1, 2, 0, -1], [0, 2, 2] and [0, 2, 3] give the same "
+        "output as [0, 2]?",
+        "Only [0, 2, 2] differs: a block that is listed twice counts twice.",
+        (
+            (4, "One list names a block twice. What does a softmax do with keys that occur twice?"),
+            (2, "One list names a block that does not exist. What does such a slot show?"),
+            (1, "A softmax has no order, and an empty slot shows nothing."),
+            (0, "A softmax has no order, so [2, 0] cannot differ."),
+        ),
+        unit="lists",
+    ),
+    Prediction(
+        "share_of_choosing",
+        "NSA's model at 65,536 tokens: how many percent of its operations go into summaries and "
+        "choosing?",
+        "Lists stay as long as they are, but a text twice as long has twice as many summaries, and "
+        "each query attends to them.",
+        (
+            (
+                lambda guess: guess <= 25,
+                "That is the order of the share at 4,096 tokens, 13 %. Summaries grow with the "
+                "text, and lists do not.",
+            ),
+        ),
+        unit="%",
+        tolerance=0.15,
+    ),
 )
 
 
@@ -1204,58 +1480,70 @@ TRAPS = (
         "showing all of a block that the query stands in",
     ),
     Trap(
-        "A block is not the unit of causality; positions are.",
+        "Positions decide what is causal, not blocks.",
         "attend_to_lists",
         "leaving out the cut inside the last block",
     ),
     Trap(
-        "Take them here, and the query reads two tokens that it is supposed to predict",
+        "Load whole blocks instead, and the query reads two tokens that it is supposed to predict",
         "load_block",
         "loading up to the end of the text, whatever the query may see",
     ),
-    Trap("It may stand anywhere in the row.", "tokens_of_list", "stopping at the first empty slot"),
     Trap(
-        "It may stand anywhere in the row.", "attend_to_lists", "stopping at the first empty slot"
+        "Load whole blocks instead, and the query reads two tokens that it is supposed to predict",
+        "sum_of_list",
+        "loading all of a block that the query stands in",
     ),
+    Trap("it may stand anywhere in the row", "tokens_of_list", "stopping at the first empty slot"),
+    Trap("it may stand anywhere in the row", "attend_to_lists", "stopping at the first empty slot"),
     Trap(
-        "A block may also lie in the query's future as a whole",
+        "A listed block may also lie wholly in the future",
         "tokens_of_list",
         "cutting the own block but not a block further on",
     ),
     Trap("or past the end of the text.", "tokens_of_list", "showing keys that do not exist"),
     Trap(
-        "below $\\lceil \\mathtt{num\\_visible} / \\mathtt{BS} \\rceil$",
+        "\\left\\lceil \\frac{\\mathtt{num\\_visible}}{\\mathtt{BS}} \\right\\rceil",
         "tokens_of_list",
         "keeping only blocks that are visible as a whole",
     ),
     Trap(
-        "(Where `BS` does not divide `M`, the last block is shorter",
+        "(Where `BS` does not divide `M`, the last block is shorter.)",
         "tokens_of_list",
         "running past the last key",
     ),
-    Trap("But of id −1 *all* are.", "load_block", "counting the rows of an empty slot as seen"),
     Trap(
-        "So the left half of the guard is no formality. Leave it out",
+        "Every negative position is below `num_visible`.",
+        "load_block",
+        "counting the rows of an empty slot as seen",
+    ),
+    Trap(
+        "the right half alone lets id −1 through",
         "load_block",
         "comparing with num_visible only",
     ),
     Trap(
-        "So the left half of the guard is no formality. Leave it out",
+        "the right half alone lets id −1 through",
         "tokens_of_list",
         "turning -1 into negative positions",
     ),
     Trap(
-        "A negative index counts from the end, no error is raised",
+        "A negative index counts from the end, and PyTorch raises no error.",
         "load_block",
         "letting -1 wrap round to the last block",
     ),
     Trap(
-        "A negative index counts from the end, no error is raised",
+        "A negative index counts from the end, and PyTorch raises no error.",
         "attend_to_lists",
         "letting -1 wrap round to the last block",
     ),
     Trap(
-        "The obvious repair: hide these scores too.",
+        "a negative offset reads whatever lies in front of the tensor",
+        "sum_of_list",
+        "loading an empty slot's block",
+    ),
+    Trap(
+        "The obvious repair is to hide these scores.",
         "load_block",
         "hiding the score, and loading the row all the same",
     ),
@@ -1264,13 +1552,9 @@ TRAPS = (
         "attend_to_lists",
         "loading an empty slot's block, and masking its score",
     ),
-    Trap("`masked_fill`, not `*`.", "load_block", "multiplying by the mask"),
-    Trap("A tile always has `BS` rows", "load_block", "making a tile with fewer rows"),
-    Trap(
-        "what the query does not see stays zero, and its score −∞",
-        "load_block",
-        "filling the tile with −∞",
-    ),
+    Trap("`masked_fill`, not `*`", "load_block", "multiplying by the mask"),
+    Trap("a tile of `BS` rows", "load_block", "making a tile with fewer rows"),
+    Trap("its score is −∞", "load_block", "filling the tile with −∞"),
     Trap("0/0 is NaN, and one NaN in a batch", "attend_to_lists", "dividing by the sum of nothing"),
     Trap(
         "Who owns the list: the query head, or the KV head?",
@@ -1281,6 +1565,11 @@ TRAPS = (
         "Heads 0 and 1 see through the list of KV head 0, heads 2 and 3 through the other.",
         "attend_to_lists",
         "dealing out the query heads in turn",
+    ),
+    Trap(
+        "A block that is listed *twice* counts twice.",
+        "attend_to_lists",
+        "counting a block once that is listed twice",
     ),
     Trap(
         "its first slot may be empty, and then the maximum is still −∞",
@@ -1357,6 +1646,11 @@ DOUBLES = (
     ),
     Double(
         "load_block", _unguarded, ("multiplying by the mask", "comparing with num_visible only")
+    ),
+    Double(
+        "sum_of_list",
+        Wrong(_Mistaken, frozenset({"text", "loaded"})),
+        ("loading tokens of the query's future", "loading an empty slot's block"),
     ),
     Double(
         "window_mask",
