@@ -1,8 +1,13 @@
 """Chapter 06: what a query sees of its past, what a mean key knows of its window, what learning a
-summary gains; the pictures."""
+summary gains; the pictures, the kernel, and answers as readers write them."""
 
+import inspect
+import json
+import linecache
 import math
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +18,13 @@ from nsa_tutorial.course import heads as stored
 from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.exercises import compression as solutions
 from nsa_tutorial.course.judging import judge
+from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.widgets import compression as pictures
 from nsa_tutorial.runtime import costs
 from nsa_tutorial.sparse.compression import MLPWeights, compress, num_summaries
 
+KNOWN = chapter_exercises("compression")
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "06_compression.ipynb"
 WINDOWS = [(4, 2), (5, 3), (8, 8), (32, 16), (3, 7), (1, 1)]
 sizes = pytest.mark.parametrize(("length", "stride"), WINDOWS, ids=str)
 
@@ -309,20 +317,59 @@ def test_the_panel_redraws_quickly():
     assert min(times) < 0.15
 
 
+# -- learning is quick --
+
+
+@pytest.mark.parametrize("learn", ["fit", "best_keys"])
+def test_learning_runs_in_one_thread_and_gives_the_others_back(heads, monkeypatch, learn):
+    """In several, its many small steps wait for each other: half a minute without a word."""
+    before, during = torch.get_num_threads(), []
+    of = pictures.task(heads, 0, 64, 8)
+    error = pictures.error
+    monkeypatch.setattr(
+        pictures, "error", lambda *a: during.append(torch.get_num_threads()) or error(*a)
+    )
+    torch.set_num_threads(2)
+    try:
+        pictures.fit(of, "weighted", 2) if learn == "fit" else pictures.best_keys(of, 2)
+        assert (set(during), torch.get_num_threads()) == ({1}, 2)
+    finally:
+        torch.set_num_threads(before)
+
+
 # -- answers as a reader writes them --
 
 
-def stacked(x, length, stride):
-    starts = range(0, len(x) - length, stride)
-    return torch.stack([x[start : start + length].mean(0) for start in starts])
+def test_attention_of_the_exercise_is_the_operators():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(23, 4, generator=generator) for _ in range(3))
+    summaries = [ops.compress(x[None, :, None], length=5, stride=3) for x in (k, v)]
+    o, lse = ops.compressed_attention(
+        q[None, :, None], *summaries, length=5, stride=3, return_lse=True
+    )
+    for t in range(23):
+        mine = solutions.attend_to_summaries(q[t], k, v, t, 5, 3)
+        torch.testing.assert_close(mine, (o[0, t, 0], lse[0, t, 0]))
 
 
 def masked_late(q, k, v, position, length, stride):
-    k_cmp, v_cmp = (solutions.summarise(x, length, stride) for x in (k, v))
+    k_cmp, v_cmp = (x.unfold(0, length, stride).mean(-1) for x in (k, v))
     scores = k_cmp @ q * len(q) ** -0.5
     weights = torch.softmax(scores, 0)
     weights[solutions.visible_summaries(position, length, stride) :] = 0
     return weights @ v_cmp, scores.logsumexp(0)
+
+
+def side_by_side(q, k, v, position, length, stride):
+    count = solutions.visible_summaries(position, length, stride)
+    if count == 0:
+        return torch.zeros(v.shape[1]), torch.tensor(-torch.inf)
+    k_cmp, v_cmp = (
+        torch.stack([x[i : i + length].mean(0) for i in range(0, len(x) - length + 1, length)])
+        for x in (k, v)
+    )
+    scores = (k_cmp[:count] @ q) * len(q) ** -0.5
+    return torch.softmax(scores, 0) @ v_cmp[:count], scores.logsumexp(0)
 
 
 LATE = "letting a summary be seen only after its last token"
@@ -337,22 +384,122 @@ LATE = "letting a summary be seen only after its last token"
             LATE,
         ),
         ("visible_summaries", lambda t, length, stride: (t - length) // stride + 1, LATE),
-        ("summarise", stacked, "losing the last window where it just fits"),
-        ("summarise", stacked, "stacking no windows at all"),
         ("attend_to_summaries", masked_late, "masking after the softmax"),
+        ("attend_to_summaries", side_by_side, "windows that do not overlap"),
         (
             "window_logit",
             lambda s: (s.mean(1), s.exp().sum(1).log()),
             "the log-sum-exp without the length",
         ),
-        (
-            "phi",
-            lambda x, p, w1, b1, w2, b2: ((x + p).T.flatten() @ w1 + b1) @ w2 + b2,
-            "flattening number by number, not token by token",
-        ),
     ],
-    ids=["a range", "late", "stacked", "short text", "masked late", "overflow", "columns"],
+    ids=["a range", "late", "masked late", "side by side", "overflow"],
 )
 def test_a_readers_mistake_is_named(name, attempt, named):
     """None of these is written like the misconception that names it."""
-    assert named in judge(chapter_exercises("compression")[name], attempt).misconceptions
+    assert named in judge(KNOWN[name], attempt).misconceptions
+
+
+# -- the kernel --
+
+
+def cell(start: str) -> str:
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    (found,) = (text for c in cells if (text := "".join(c["source"])).startswith(start))
+    return found
+
+
+def in_a_cell(source: str) -> Callable:
+    """`window_means` as a cell defines it."""
+    file = f"<cell {hash(source)}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    namespace = {"tl": tl, "triton": triton}
+    exec(compile(source, file, "exec", dont_inherit=True), namespace)
+    return namespace["window_means"]
+
+
+@pytest.fixture
+def kernel_exercise():
+    e = KNOWN["window_means"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    return e
+
+
+def test_without_its_slips_the_wrong_kernel_is_right(kernel_exercise):
+    assert judge(kernel_exercise, lambda: solutions._Mistaken(frozenset())).outcome == "right"
+
+
+def test_the_kernel_that_is_given_differs_from_the_solution_in_two_lines():
+    given = [line.strip() for line in (solutions._GIVEN + "\nreturn kernel").splitlines()]
+    source = inspect.getsource(solutions.window_means).splitlines()
+    ours = [line.strip() for line in source[2:]]  # behind the head and the docstring
+    assert [line.partition(" =")[0] for line in given if line not in ours] == ["places", "x_tile"]
+    assert [line.partition(" =")[0] for line in ours if line not in given] == ["places", "x_tile"]
+
+
+START = ("window * length +", "window * stride +")
+LOAD = ("tl.load(X + places)", "tl.load(X + places, mask=tokens[:, None] < length, other=0.0)")
+
+
+def test_the_kernel_in_the_cell_is_not_attempted_until_it_is_edited(kernel_exercise):
+    given = cell("def window_means")
+    assert judge(kernel_exercise, in_a_cell(given)).outcome == "not attempted"
+    comment = given.replace("# [BL, D]", "# places")
+    assert judge(kernel_exercise, in_a_cell(comment)).outcome == "not attempted"
+    assert judge(kernel_exercise, in_a_cell(given.replace(*START).replace(*LOAD))).text.startswith(
+        "Right"
+    )
+
+
+@pytest.mark.parametrize(
+    ("edits", "named"),
+    [
+        ([START], ("adding tokens that lie behind the window",)),
+        ([LOAD], ("laying the windows side by side",)),
+        (
+            [START, LOAD, ("tokens[:, None] < length", "tokens[:, None] < stride")],
+            ("loading `stride` tokens of a window",),
+        ),
+        (
+            [START, LOAD, ("axis=0) / length", "axis=0) / BL")],
+            ("dividing by the height of the tile",),
+        ),
+        (
+            [("window * length +", "window * BL +"), LOAD],
+            ("starting a window every BL tokens",),
+        ),
+    ],
+    ids=["no mask", "side by side", "stride", "divided by BL", "tiles"],
+)
+def test_half_mended_kernels_are_named(kernel_exercise, edits, named):
+    source = cell("def window_means")
+    for old, new in edits:
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    assert judge(kernel_exercise, in_a_cell(source)).misconceptions == named
+
+
+@pytest.mark.parametrize(
+    "attempt", [lambda: lambda X: None, lambda: 3], ids=["no decorator", "a number"]
+)
+def test_what_is_no_kernel_is_told(kernel_exercise, attempt):
+    assert "@triton.jit" in judge(kernel_exercise, attempt).text
+
+
+def test_a_kernel_that_is_not_returned_is_told(kernel_exercise):
+    def forgotten():
+        def kernel(X):
+            return X
+
+    verdict = judge(kernel_exercise, forgotten)
+    assert (verdict.outcome, "return kernel" in verdict.text) == ("wrong", True)
+
+
+# -- promises --
+
+
+def test_the_minutes_are_told():
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    prose = "".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    assert f"{sum(e.minutes for e in KNOWN.values())} of them exercises" in prose
+    assert f"about {KNOWN['window_means'].minutes} minutes" in prose

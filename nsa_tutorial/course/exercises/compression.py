@@ -1,18 +1,28 @@
-"""Exercises of chapter 06: who sees a summary, making one, attending to them, what a mean key
-misses, and the learnt summary."""
+"""Exercises of chapter 06: who sees a summary, attending to summaries, what a mean key misses, and
+a small kernel with two bugs.
+
+The wrong solutions of an exercise are one function, or one kernel, told which slips to make.
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
+import textwrap
+import warnings
+from collections.abc import Callable
+from types import CodeType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.figures import Picture
+from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong, slip, together
 from nsa_tutorial.course.widgets.compression import draw_windows
+from nsa_tutorial.runtime import environment
 
 Slips = frozenset[str]
 
@@ -145,177 +155,6 @@ queries at positions 0 to 7 see 0, 0, 0, 1, 1, 2, 2, 3.
 )
 
 
-# -- summarise --
-
-
-def summarise(x: Tensor, length: int, stride: int) -> Tensor:
-    """The means of the windows of x [M, D]: [M_c, D]."""
-    count = max((len(x) - length) // stride + 1, 0)
-    # [M_c, length], whose tokens
-    token = torch.arange(count)[:, None] * stride + torch.arange(length)
-    return x[token].mean(1)  # [M_c, length, D] to [M_c, D]
-
-
-def _summarise(slips: Slips, x: Tensor, length: int, stride: int) -> Tensor:
-    """`summarise` with slips."""
-    M, D = x.shape
-    step = length if "no overlap" in slips else 1 if "every token" in slips else stride
-    end = M - length + ("one short" not in slips)
-    if {"tail", "tail of zeros"} & slips:
-        end = M
-    if "every stride" in slips:
-        end = M // stride * step
-    if "no first" in slips:
-        end = (M - length) // stride * step
-    span = stride if "span" in slips else length
-    windows = [x[start : start + span] for start in range(0, end, step)]
-    if "tail of zeros" in slips:
-        windows = [F.pad(window, (0, 0, 0, length - len(window))) for window in windows]
-    if "unfold" in slips:
-        x.unfold(0, length, stride)  # an error for a text that is shorter than a window
-    if "stack" in slips and not windows:
-        return torch.stack(windows)
-    if "width" in slips:
-        return torch.stack([window.mean(1) for window in windows]) if windows else x[:0, :0]
-    if "one number" in slips:
-        return torch.stack([window.mean() for window in windows]) if windows else x[:0, 0]
-    if "last token" in slips:
-        return torch.stack([window[-1] for window in windows]) if windows else x[:0]
-    means = [window.sum(0) / len(window) for window in windows]
-    if "sum" in slips:
-        means = [window.sum(0) for window in windows]
-    if "by the stride" in slips:
-        means = [window.sum(0) / stride for window in windows]
-    return torch.stack(means) if means else x.new_zeros(0, D)
-
-
-_SUMMARISE_MISTAKES = (
-    Misconception(
-        "windows that do not overlap",
-        slip(_summarise, "no overlap"),
-        "A window may start before the last one has ended. How many tokens later does it start?",
-    ),
-    Misconception(
-        "a window at every token",
-        slip(_summarise, "every token"),
-        "There would be as many summaries as tokens. How far does a window move on?",
-    ),
-    Misconception(
-        "keeping the ragged tail",
-        slip(_summarise, "tail"),
-        "The last windows run past the end, and their means would change with every token "
-        "that comes. Where may the last window start?",
-    ),
-    Misconception(
-        "filling the ragged tail with zeros",
-        slip(_summarise, "tail of zeros"),
-        "Tokens that do not exist would count as tokens of zeros. Where may the last window start?",
-    ),
-    Misconception(
-        "losing the last window where it just fits",
-        slip(_summarise, "one short"),
-        "A window may end with the last token of all. At which token does that one start?",
-    ),
-    Misconception(
-        "counting a window for every stride",
-        slip(_summarise, "every stride"),
-        "The last of them run past the end. Where does the last window start that fits?",
-    ),
-    Misconception(
-        "forgetting the first window",
-        slip(_summarise, "no first"),
-        "The division counts how often the window can move on. Where was it before it moved?",
-    ),
-    Misconception(
-        "windows as long as the stride",
-        slip(_summarise, "span"),
-        "The stride says where the next window starts. How many tokens are in a window?",
-    ),
-    Misconception(
-        "one number for a whole window",
-        slip(_summarise, "one number"),
-        "A summary has `D` numbers, like a token. Over which axis is the mean?",
-    ),
-    Misconception(
-        "unfolding a text that is shorter than a window",
-        slip(_summarise, "unfold"),
-        "`unfold` raises an error if not even one window fits. What shape has a mean over "
-        "no windows?",
-    ),
-    Misconception(
-        "stacking no windows at all",
-        slip(_summarise, "stack"),
-        "`torch.stack` needs at least one tensor, and here no window fits. What shape has "
-        "the result then?",
-    ),
-    Misconception(
-        "the mean over the width",
-        slip(_summarise, "width"),
-        "The tokens of a window are averaged, number by number. Which axis holds the tokens?",
-    ),
-    Misconception(
-        "taking a window's last token for its summary",
-        slip(_summarise, "last token"),
-        "One token is there, the others are lost. What is the mean of all of them?",
-    ),
-    Misconception(
-        "the sum in place of the mean",
-        slip(_summarise, "sum"),
-        "A longer window would have larger keys. To what should the weights of its tokens sum?",
-    ),
-    Misconception(
-        "dividing by the stride",
-        slip(_summarise, "by the stride"),
-        "The weights of a window's tokens should sum to 1. How many tokens are in a window?",
-    ),
-)
-
-_SUMMARISE = Exercise(
-    name="summarise",
-    statement="""
-`x` `[M, D]` are keys or values of one head. Return the mean of every window of `length` tokens, one
-window every `stride`, as `[M_c, D]`. A window that does not fit is left out; if none fits, the
-result has shape `[0, D]`.
-""",
-    minutes=4,
-    difficulty=1,
-    solution=summarise,
-    hints=(
-        "Six tokens, length 4, stride 2: write down the tokens of every window that fits. How many "
-        "are there, and where does the next one start that does not fit?",
-        "Count the windows before you make any. This count is never negative, and it may be 0.",
-        "Make a table of token numbers with a row for each window: a column of starts plus a row "
-        "`0 … length - 1`. Index `x` with it. Which axis of the result holds a window's tokens?",
-    ),
-    why="A table of token numbers `[M_c, length]` works for every count, 0 as well, and a window "
-    "that does not fit never gets into it.",
-    misconceptions=_SUMMARISE_MISTAKES,
-    combine=together(
-        _SUMMARISE_MISTAKES,
-        {"no overlap", "every token"},
-        {"tail", "tail of zeros", "one short", "every stride", "no first"},
-        {"unfold", "stack"},
-        {"tail", "tail of zeros", "unfold", "stack"},
-        {"tail", "every stride", "width"},
-        {"tail of zeros", "every stride", "span"},
-        {"one number", "width", "last token", "sum", "by the stride"},
-    ),
-    cases=(
-        Case(
-            "six tokens, one number wide, length 4, stride 2",
-            lambda: (torch.arange(6.0)[:, None] ** 2, 4, 2),
-        ),
-        Case(
-            "seven tokens, two numbers wide, length 3, stride 2",
-            lambda: (torch.arange(14.0).view(7, 2) ** 2, 3, 2),
-        ),
-        Case("19 tokens, length 8, stride 3", lambda: (_random(19, 5, seed=0), 8, 3)),
-        Case("16 tokens, no overlap", lambda: (_random(16, 3, seed=1), 4, 4)),
-        Case("five tokens, length 8", lambda: (_random(5, 3, seed=2), 8, 4)),
-    ),
-)
-
-
 # -- attend_to_summaries --
 
 
@@ -323,21 +162,26 @@ def attend_to_summaries(
     q: Tensor, k: Tensor, v: Tensor, position: int, length: int, stride: int
 ) -> tuple[Tensor, Tensor]:
     """Attention of one query to the summaries it sees: o [DV] and lse."""
-    k_cmp, v_cmp = summarise(k, length, stride), summarise(v, length, stride)
-    count = visible_summaries(position, length, stride)
+    tokens = position + 1  # those up to the query, itself included
+    count = max((tokens - length) // stride + 1, 0)
     if count == 0:
-        return v.new_zeros(v.shape[1]), v.new_tensor(-math.inf)
-    scores = q.shape[0] ** -0.5 * k_cmp[:count] @ q  # [count]
-    return torch.softmax(scores, 0) @ v_cmp[:count], scores.logsumexp(0)
+        return torch.zeros(v.shape[1]), torch.tensor(-torch.inf)
+    # windows [M_c, D or DV, length]; a mean of each, and the first `count`
+    k_cmp, v_cmp = (x.unfold(0, length, stride).mean(-1)[:count] for x in (k, v))
+    scores = len(q) ** -0.5 * k_cmp @ q  # [count]
+    return torch.softmax(scores, 0) @ v_cmp, scores.logsumexp(0)
 
 
 def _attend(
     slips: Slips, q: Tensor, k: Tensor, v: Tensor, position: int, length: int, stride: int
 ) -> tuple[Tensor, Tensor]:
     """`attend_to_summaries` with slips."""
-    k_cmp, v_cmp = summarise(k, length, stride), summarise(v, length, stride)
+    step = length if "no overlap" in slips else stride
+    k_cmp, v_cmp = (x.unfold(0, length, step).mean(-1) for x in (k, v))
+    if "sum" in slips:
+        k_cmp, v_cmp = length * k_cmp, length * v_cmp
     if "unsummarised values" in slips:
-        v_cmp = v[: len(v_cmp) * stride : stride]
+        v_cmp = v[: len(v_cmp) * step : step]
     if "values of tokens" in slips:
         v_cmp = v[: len(v_cmp)]
     power = 0 if "no scale" in slips else -1 if "by D" in slips else -0.5
@@ -385,6 +229,16 @@ _ATTEND_MISTAKES = (
         slip(_attend, "tokens"),
         "This branch knows only summaries, and the sliding window brings the newest "
         "tokens. What does a query get that sees no summary?",
+    ),
+    Misconception(
+        "windows that do not overlap",
+        slip(_attend, "no overlap"),
+        "A window may start before the last one has ended. How many tokens later does it start?",
+    ),
+    Misconception(
+        "the sum in place of the mean",
+        slip(_attend, "sum"),
+        "A longer window would have larger keys. To what should the weights of its tokens sum?",
     ),
     Misconception(
         "summarising the keys and not the values",
@@ -453,8 +307,8 @@ _ATTEND = Exercise(
 One query `q` `[D]` at `position` in a text of `M` tokens, with keys `k` `[M, D]` and values `v`
 `[M, DV]` of one head. Summarise both by means of windows (`length`, `stride`), and return
 `(o, lse)` of the query's attention to the summaries that it sees, with the scale `D ** -0.5`. A
-query that sees none gets `o` of zeros and `lse` of −∞ (a tensor). You may use your
-`visible_summaries` and `summarise`.
+query that sees none gets `o` of zeros and `lse` of −∞ (a tensor). The text has at least `length`
+tokens, so `unfold` works. You may use your `visible_summaries`.
 """,
     minutes=8,
     difficulty=3,
@@ -462,8 +316,8 @@ query that sees none gets `o` of zeros and `lse` of −∞ (a tensor). You may u
     hints=(
         "Four tokens, length 2, stride 1, the query at position 2: write down the windows. Which "
         "of them have ended by then?",
-        "Two of your functions do most of it. One makes summaries, of the keys and of the values. "
-        "The other says how many of them, from the first on, the query sees.",
+        "`visible_summaries` says how many summaries, from the first on, the query sees. And "
+        "`unfold` makes windows, of the keys and of the values: over which axis is the mean?",
         "If that number is 0, return zeros and −∞ at once. Otherwise cut both summaries to that "
         "number. The rest is chapter 01: scores with the scale, then a softmax for `o` and "
         "`logsumexp` for `lse`.",
@@ -478,6 +332,8 @@ query that sees none gets `o` of zeros and `lse` of −∞ (a tensor). You may u
         {"zeros", "after the softmax", "denominator"},
         {"after the softmax", "sum of exponentials"},
         {"unsummarised values", "values of tokens"},
+        {"no overlap", "starts"},
+        {"no overlap", "one late"},
         {"no scale", "by D"},
         {"all", "zeros"},
         {"all", "after the softmax"},
@@ -683,159 +539,214 @@ window's real tokens. Some scores are in the hundreds: the result has to stay fi
 )
 
 
-# -- phi --
+# -- window_means --
+
+_D = 4
 
 
-def phi(window: Tensor, position: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    """The learnt summary [D] of one window [length, D]."""
-    x = (window + position).flatten()  # [length * D], token after token
-    hidden = torch.nn.functional.gelu(x @ w1 + b1)  # [F]
-    return hidden @ w2 + b2
+def window_means() -> object:
+    """The kernel whose programs make one summary each: the mean of a window's tokens."""
+
+    @triton.jit
+    def kernel(X, Means, length, stride, D: tl.constexpr, BL: tl.constexpr):
+        window = tl.program_id(0)
+        tokens = tl.arange(0, BL)  # [BL], and BL may be larger than length
+        width = tl.arange(0, D)
+        places = (window * stride + tokens[:, None]) * D + width  # [BL, D]
+        x_tile = tl.load(X + places, mask=tokens[:, None] < length, other=0.0)
+        mean = tl.sum(x_tile, axis=0) / length  # [D]
+        tl.store(Means + window * D + width, mean)
+
+    return kernel
 
 
-def _phi(
-    slips: Slips, window: Tensor, position: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor
-) -> Tensor:
-    """`phi` with slips."""
-    if "reversed" in slips:
-        position = position.flip(0)
-    x = window + position
-    if "no position" in slips:
-        x = window
-    if "product" in slips:
-        x = window * position
-    if "position on one token" in slips:
-        x = torch.cat([x[:1], window[1:]])
-    x = (x.T if "columns" in slips else x).flatten()
-    hidden = x @ w1 if {"no b1", "late b1"} & slips else x @ w1 + b1
-    if "no gelu" not in slips:
-        hidden = torch.relu(hidden) if "relu" in slips else F.gelu(hidden)
-    if "late b1" in slips:
-        hidden = hidden + b1
-    o = hidden @ w2 if "no b2" in slips else hidden @ w2 + b2
-    return F.gelu(o) if "gelu twice" in slips else o
+_GIVEN = """
+@triton.jit
+def kernel(X, Means, length, stride, D: tl.constexpr, BL: tl.constexpr):
+    window = tl.program_id(0)
+    tokens = tl.arange(0, BL)  # [BL], and BL may be larger than length
+    width = tl.arange(0, D)
+    places = (window * length + tokens[:, None]) * D + width  # [BL, D]
+    x_tile = tl.load(X + places)
+    mean = tl.sum(x_tile, axis=0) / length  # [D]
+    tl.store(Means + window * D + width, mean)
+"""
 
 
-def _weights(length: int, D: int, hidden: int, seed: int) -> tuple:
-    shapes = ((length, D), (length, D), (length * D, hidden), (hidden,), (hidden, D), (D,))
-    return tuple(_random(*shape, seed=seed + i) for i, shape in enumerate(shapes))
+def _is_given(kernel: object) -> bool:
+    """Whether a kernel is the chapter's, with both bugs, but for comments and spaces."""
+    try:
+        source = textwrap.dedent(inspect.getsource(kernel.fn))
+        return ast.dump(ast.parse(source)) == ast.dump(ast.parse(_GIVEN))
+    except (AttributeError, OSError, TypeError, SyntaxError):
+        return False  # written in another way
 
 
-_PHI_MISTAKES = (
+def _run_means(solution: Callable, M: int, length: int, stride: int) -> Tensor:
+    """Launch the kernel, one program for each window; behind `X` lie large numbers."""
+    kernel = solution()
+    if kernel is None:
+        if any(isinstance(c, CodeType) for c in solution.__code__.co_consts):
+            raise TypeError("window_means defines a kernel and returns None: `return kernel`")
+        raise NotImplementedError("there is no kernel yet")
+    if not hasattr(kernel, "run"):
+        raise TypeError("the kernel is not decorated with @triton.jit")
+    if _is_given(kernel):
+        raise NotImplementedError("the kernel is as it was given")
+    device = environment.detect().device
+    count, BL = (M - length) // stride + 1, triton.next_power_of_2(length)
+    x = torch.full((M + count * BL, _D), 100.0)
+    x[:M] = _random(M, _D, seed=M)
+    means = torch.full((count, _D), -77.0, device=device)
+    with warnings.catch_warnings():  # the interpreter's, of a division of what lies past the end
+        warnings.simplefilter("ignore", RuntimeWarning)
+        kernel[count,](x.to(device), means, length, stride, D=_D, BL=BL)
+    return means.cpu()
+
+
+@triton.jit
+def _wrong_means(
+    X, Means, length, stride,
+    D: tl.constexpr, BL: tl.constexpr, START: tl.constexpr, TAIL: tl.constexpr,
+    SUM: tl.constexpr,
+):  # fmt: skip
+    window = tl.program_id(0)
+    tokens = tl.arange(0, BL)
+    width = tl.arange(0, D)
+    first = window * stride
+    if START == "side by side":
+        first = window * length
+    elif START == "tiles":
+        first = window * BL
+    elif START == "every token":
+        first = window
+    places = (first + tokens[:, None]) * D + width
+    if TAIL == "as it came":
+        x_tile = tl.load(X + places)
+    elif TAIL == "stride":
+        x_tile = tl.load(X + places, mask=tokens[:, None] < stride, other=0.0)
+    elif TAIL == "positions":
+        x_tile = tl.load(X + places, mask=first + tokens[:, None] < length, other=0.0)
+    else:
+        x_tile = tl.load(X + places, mask=tokens[:, None] < length, other=0.0)
+    total = tl.sum(x_tile, axis=0)
+    if SUM == "by the tile":
+        total = total / BL
+    elif SUM == "by the stride":
+        total = total / stride
+    elif SUM != "sum":
+        total = total / length
+    tl.store(Means + window * D + width, total)
+
+
+class _Mistaken:
+    """`_wrong_means` with its slips chosen; launched like a kernel."""
+
+    def __init__(self, slips: Slips) -> None:
+        self.run = None
+        chosen = ((name for name in slips if name in group) for group in (_STARTS, _TAILS, _SUMS))
+        self.slips = dict(
+            zip(("START", "TAIL", "SUM"), (next(c, "right") for c in chosen), strict=True)
+        )
+
+    def __getitem__(self, grid: tuple) -> Callable:
+        return lambda *args, **sizes: _wrong_means[grid](*args, **self.slips, **sizes)
+
+
+_STARTS = {"side by side", "tiles", "every token"}
+_TAILS = {"as it came", "stride", "positions"}
+_SUMS = {"by the tile", "by the stride", "sum"}
+
+_MEANS_MISTAKES = (
     Misconception(
-        "leaving out the position embedding",
-        slip(_phi, "no position"),
-        "φ has to know where in the window a token stands. What is added for that, and when?",
+        "laying the windows side by side",
+        slip(_Mistaken, "side by side"),
+        "The windows may overlap. How many tokens behind one window does the next one start?",
     ),
     Misconception(
-        "multiplying by the position embedding",
-        slip(_phi, "product"),
-        "With an embedding of zeros, φ should still see the window. What does a product "
-        "with zeros leave of it?",
+        "adding tokens that lie behind the window",
+        slip(_Mistaken, "as it came"),
+        "With `length` 3 the tile still has 4 rows. Which token is in the fourth, and what keeps "
+        "it out of the sum?",
     ),
     Misconception(
-        "the position embedding from last to first",
-        slip(_phi, "reversed"),
-        "Row 0 of `position` belongs to one token of the window. Is it the first or the last?",
+        "starting a window every BL tokens",
+        slip(_Mistaken, "tiles"),
+        "`BL` is the height of the tile, a power of two. Which number says where the next window "
+        "starts?",
     ),
     Misconception(
-        "a position for the first token only",
-        slip(_phi, "position on one token"),
-        "Each of the window's tokens has its own row of `position`. Which rows did you add?",
+        "starting a window at every token",
+        slip(_Mistaken, "every token"),
+        "Window 1 starts `stride` tokens behind window 0. Where does window 2 start?",
     ),
     Misconception(
-        "flattening number by number, not token by token",
-        slip(_phi, "columns"),
-        "Rows 0 to D − 1 of `w1` belong to the first token. In which order does `flatten` "
-        "read `[length, D]`?",
+        "loading `stride` tokens of a window",
+        slip(_Mistaken, "stride"),
+        "The stride says where the next window starts. How many tokens are in a window?",
     ),
     Misconception(
-        "leaving out the gelu",
-        slip(_phi, "no gelu"),
-        "Two linear layers in a row are no more than one. What stands between them?",
+        "comparing positions in the text with the length",
+        slip(_Mistaken, "positions"),
+        "Only window 0 starts at token 0. Which of your numbers counts from the start of the "
+        "window?",
     ),
     Misconception(
-        "a relu in place of the gelu",
-        slip(_phi, "relu"),
-        "They are alike far from 0, and differ near it. Which of them is asked for?",
+        "dividing by the height of the tile",
+        slip(_Mistaken, "by the tile"),
+        "The mask puts zeros into the sum, and zeros are no tokens. How many tokens are in it?",
     ),
     Misconception(
-        "a gelu after the second layer too",
-        slip(_phi, "gelu twice"),
-        "A gelu lets hardly anything negative through. May a key have large negative numbers?",
+        "dividing by the stride",
+        slip(_Mistaken, "by the stride"),
+        "The weights of a window's tokens should sum to 1. How many tokens are in a window?",
     ),
     Misconception(
-        "leaving out b1",
-        slip(_phi, "no b1"),
-        "A layer is a product plus a bias. Where does the first bias enter, before the "
-        "gelu or after it?",
-    ),
-    Misconception(
-        "adding b1 after the gelu",
-        slip(_phi, "late b1"),
-        "A layer is a product plus a bias, and the gelu acts on both. What does it act on here?",
-    ),
-    Misconception(
-        "leaving out b2",
-        slip(_phi, "no b2"),
-        "With all weights 0, the summary should be a bias. Which one?",
+        "the sum in place of the mean",
+        slip(_Mistaken, "sum"),
+        "A longer window would have larger keys. To what should the weights of its tokens sum?",
     ),
 )
 
-_PHI = Exercise(
-    name="phi",
+
+def _means_case(name: str, M: int, length: int, stride: int) -> Case:
+    here = environment.detect()
+    return Case(name, lambda: (M, length, stride), lambda: here.why_not("triton", here.device))
+
+
+_MEANS = Exercise(
+    name="window_means",
     statement="""
-The paper's φ for one window: `window` `[length, D]`, `position` `[length, D]`, `w1`
-`[length * D, F]`, `b1` `[F]`, `w2` `[F, D]`, `b2` `[D]`. Return the summary `[D]`. The window's
-tokens enter `w1` one behind the other, the first token's `D` numbers first; between the two layers
-is a `gelu` (`torch.nn.functional.gelu`), and after the second there is nothing.
+Find the bugs. `X` is `[M, D]`, the keys of one head. Each program of this kernel has to write the
+mean of one window into its row of `Means` `[M_c, D]`. `BL` is the smallest power of two that is at
+least `length`. The kernel is right for windows of 4, one every 4. For windows of 4, one every 2, it
+fails. For windows of 3, one every 3, it fails, too. Mend it.
 """,
-    minutes=4,
-    difficulty=1,
-    solution=phi,
+    minutes=5,
+    difficulty=2,
     hints=(
-        "`w1` has `length * D` rows, and the window is `[length, D]`. What has to happen to the "
-        "window first? And before that: how does φ learn where a token stands?",
-        "Follow the shapes: `[length, D]`, then `[length * D]`, then `[F]`, then `[D]`. Each "
-        "learnt tensor enters once.",
-        "Add `position`, and flatten token after token. The first layer is a product with `w1` "
-        "plus its bias, and the gelu follows it. The second layer is the same with `w2`, and "
-        "without a gelu.",
+        "Each failing case has a bug of its own. Write down the tokens of window 1 for both cases, "
+        "and those that the kernel loads.",
+        "With `length` 4 and `stride` 2, window 1 starts at token 2. With `length` 3, the tile has "
+        "4 rows, and one of them is not in the window.",
+        "The start of a window is a multiple of something other than `length`. And a load takes a "
+        "`mask`: compare `tokens`, as a column, with the number of tokens in a window.",
     ),
-    why="Each place of the window has rows of `w1` for itself and an embedding of its own, so φ "
-    "can treat the first token unlike the last, which a mean cannot.",
-    misconceptions=_PHI_MISTAKES,
-    combine=together(
-        _PHI_MISTAKES,
-        {"no position", "product", "position on one token"},
-        {"no position", "reversed"},
-        {"no gelu", "relu"},
-        {"no gelu", "late b1"},
-        {"no b1", "late b1"},
-    ),
+    why="The stride says where a window starts and the length where it ends, and a tile that is "
+    "higher than the window needs a mask for the rest.",
+    solution=window_means,
+    run=_run_means,
+    misconceptions=_MEANS_MISTAKES,
+    combine=together(_MEANS_MISTAKES, _STARTS, _TAILS, _SUMS),
     cases=(
-        Case(
-            "two tokens, two numbers wide, one hidden unit",
-            lambda: (
-                torch.tensor([[1.0, 2.0], [3.0, 5.0]]),
-                torch.tensor([[0.5, 0.0], [0.0, -0.5]]),
-                torch.tensor([[1.0], [0.0], [0.5], [-0.5]]),
-                torch.tensor([-1.0]),
-                torch.tensor([[1.0, -2.0]]),
-                torch.tensor([0.5, 0.0]),
-            ),
-        ),
-        Case(
-            "three tokens, two numbers wide, four hidden units", lambda: _weights(3, 2, 4, seed=0)
-        ),
-        Case(
-            "five tokens, three numbers wide, seven hidden units",
-            lambda: _weights(5, 3, 7, seed=10),
-        ),
+        _means_case("8 tokens, windows of 4, one every 4", 8, 4, 4),
+        _means_case("8 tokens, windows of 4, one every 2", 8, 4, 2),
+        _means_case("9 tokens, windows of 3, one every 3", 9, 3, 3),
+        _means_case("8 tokens, windows of 3, one every 2", 8, 3, 2),
     ),
 )
 
-EXERCISES = (_VISIBLE, _SUMMARISE, _ATTEND, _LOGIT, _PHI)
+EXERCISES = (_VISIBLE, _ATTEND, _LOGIT, _MEANS)
 
 
 # -- predictions --
@@ -876,19 +787,31 @@ PREDICTIONS = (
         tolerance=0.02,
     ),
     Prediction(
-        "how_many_windows",
-        "How many windows of 4, one every 2, fit into 13, 14 and 1 tokens?",
-        "The window moves on by 2 only where it still fits, so a 13th token adds none. Where not "
-        "even one window fits, there are 0.",
+        "who_notices",
+        "12 tokens, windows of 4, one every 2. Each query sees every summary whose window has "
+        "started. Token 11 changes: the outputs of which queries, as a list?",
+        "Window 4 is tokens 8 to 11. It starts at token 8, so query 8 sees its mean, and that "
+        "holds token 11.",
         (
-            ((5, 6, -1), "The formula gives −1 for one token, and a count ends at 0."),
-            ((5, 6, 1), "One token does not fill a window of 4."),
-            ((6, 6, 0), "The last window of 13 tokens would run past the end."),
-            ((6, 7, 0), "That counts windows that are only partly there."),
-            ((6, 7, 1), "That counts windows that are only partly there."),
-            ((4, 5, 0), "The first window counts as well as its moves."),
-            ((3, 3, 0), "Windows overlap: the next one starts after 2 tokens, not after 4."),
+            ((11,), "So it should be. But which window holds token 11, and where does it start?"),
+            ((10, 11), "A window is 4 tokens long: how far back does the last one start?"),
+            ((9, 10, 11), "Windows start every 2 tokens. At which token does the last one start?"),
+            ((), "Query 11 sees its own token, and its window has started."),
+            (tuple(range(12)), "The window of token 11 starts late: query 0 does not see it."),
         ),
+    ),
+    Prediction(
+        "best_elsewhere",
+        "Four kinds of summary learn from 320 bytes. Which has the least error on the other 192: "
+        "mean, weighted, linear or mlp?",
+        "With 32 numbers per head it cannot learn the text by heart, so what it finds holds "
+        "elsewhere, too.",
+        (
+            ("mean", "It learns nothing. One of the others gains a tenth."),
+            ("linear", "It has 32,768 numbers per head, enough to learn 73 windows by heart."),
+            ("mlp", "It has 68,704 numbers per head, enough to learn 73 windows by heart."),
+        ),
+        choices=("mean", "weighted", "linear", "mlp"),
     ),
 )
 
@@ -896,36 +819,12 @@ PREDICTIONS = (
 # -- what the chapter warns of --
 
 TRAPS = (
-    Trap("and none where that is negative", "visible_summaries", "going below zero at the start"),
-    Trap("rounds down, as `//` does", "visible_summaries", "rounding towards zero"),
-    Trap("rounds down, as `//` does", "visible_summaries", "rounding up"),
-    Trap(
-        "it can move on by `stride` as long as it does not run past the end",
-        "summarise",
-        "losing the last window where it just fits",
-    ),
-    Trap("That tail is not padded", "summarise", "filling the ragged tail with zeros"),
-    Trap("and not summarised early", "summarise", "keeping the ragged tail"),
-    Trap(
-        "and none where that is negative",
-        "summarise",
-        "unfolding a text that is shorter than a window",
-    ),
-    Trap("and none where that is negative", "summarise", "stacking no windows at all"),
-    Trap("The windows overlap.", "summarise", "windows that do not overlap"),
-    Trap(
-        "Each is made of the same window, by itself.",
-        "attend_to_summaries",
-        "summarising the keys and not the values",
-    ),
+    Trap("A count is never negative", "visible_summaries", "going below zero at the start"),
+    Trap("⌊ ⌋ rounds down, as `//` does", "visible_summaries", "rounding towards zero"),
+    Trap("⌊ ⌋ rounds down, as `//` does", "visible_summaries", "rounding up"),
     Trap(
         "Queries 8, 9 and 10 have seen the future.",
         "visible_summaries",
-        "letting a summary be seen once it starts",
-    ),
-    Trap(
-        "we show a query each summary that has *started*",
-        "attend_to_summaries",
         "letting a summary be seen once it starts",
     ),
     Trap(
@@ -933,7 +832,22 @@ TRAPS = (
         "visible_summaries",
         "letting a summary be seen only after its last token",
     ),
-    Trap("NaN again, 0 divided by 0.", "attend_to_summaries", "a softmax over nothing"),
+    Trap(
+        "a new one starts every `stride` tokens",
+        "visible_summaries",
+        "counting windows that do not overlap",
+    ),
+    Trap(
+        "Each is made of the same window, by itself.",
+        "attend_to_summaries",
+        "summarising the keys and not the values",
+    ),
+    Trap(
+        "every summary whose window has *started*",
+        "attend_to_summaries",
+        "letting a summary be seen once it starts",
+    ),
+    Trap("0 divided by 0", "attend_to_summaries", "a softmax over nothing"),
     Trap("output 0, `lse` −∞", "attend_to_summaries", "an lse of 0 for a query that sees nothing"),
     Trap(
         "Those who see nothing",
@@ -942,23 +856,26 @@ TRAPS = (
     ),
     Trap("But attention does not weigh by scores.", "window_logit", "taking the mean for both"),
     Trap(
-        "If a summary with the score $s$ were to weigh as much as `length` tokens",
+        "`length` tokens with that score weigh as much as the window",
         "window_logit",
         "the log-sum-exp without the length",
     ),
     Trap(
-        "the exponential of a mean is never more than the mean of the exponentials",
+        "The exponential of a mean is never more than the mean of the exponentials",
         "window_logit",
         "the two the other way round",
     ),
     Trap("03 (exponentials that overflow)", "window_logit", "exponentials that overflow"),
     Trap(
-        "the tokens one behind the other", "phi", "flattening number by number, not token by token"
+        "Windows may overlap, and a window may be shorter than its tile.",
+        "window_means",
+        "laying the windows side by side",
     ),
     Trap(
-        "treat a window's first token unlike its last", "phi", "leaving out the position embedding"
+        "Windows may overlap, and a window may be shorter than its tile.",
+        "window_means",
+        "adding tokens that lie behind the window",
     ),
-    Trap("The paper names no activation; gelu", "phi", "a relu in place of the gelu"),
 )
 
 
@@ -974,16 +891,6 @@ DOUBLES = (
         "visible_summaries",
         lambda position, length, stride: (position + 1 - length) // stride,
         ("forgetting the first window", "going below zero at the start"),
-    ),
-    Double(
-        "summarise",
-        lambda x, length, stride: x.unfold(0, length, stride).sum(-1),
-        ("the sum in place of the mean", "unfolding a text that is shorter than a window"),
-    ),
-    Double(
-        "summarise",
-        Wrong(_summarise, frozenset({"no overlap", "one short"})),
-        ("windows that do not overlap", "losing the last window where it just fits"),
     ),
     Double(
         "attend_to_summaries",
@@ -1006,13 +913,13 @@ DOUBLES = (
         ("the two the other way round", "exponentials that overflow"),
     ),
     Double(
-        "phi",
-        lambda window, position, w1, b1, w2, b2: torch.relu(window.flatten() @ w1 + b1) @ w2 + b2,
-        ("leaving out the position embedding", "a relu in place of the gelu"),
+        "window_means",
+        lambda: _Mistaken(frozenset({"side by side", "as it came"})),
+        ("laying the windows side by side", "adding tokens that lie behind the window"),
     ),
     Double(
-        "phi",
-        lambda window, position, w1, b1, w2, b2: F.gelu((window + position).flatten() @ w1) @ w2,
-        ("leaving out b1", "leaving out b2"),
+        "window_means",
+        lambda: _Mistaken(frozenset({"tiles", "by the tile"})),
+        ("starting a window every BL tokens", "dividing by the height of the tile"),
     ),
 )

@@ -9,8 +9,10 @@ window, and what can be learnt.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import ipywidgets
@@ -330,6 +332,18 @@ def turn_back(length: int, D: int) -> Tensor:
 # -- learning a summary --
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """PyTorch computes in one thread: many small steps spend their time waiting for each other in
+    several, and the sums come out the same on every machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class Task(NamedTuple):
     """Queries and windows of a stretch of text, and what a summary's score ought to be.
 
@@ -399,6 +413,7 @@ def as_weight(kind: str, parts: tuple[Tensor, ...]) -> Tensor | MLPWeights:
     return MLPWeights(*parts) if kind == "mlp" else parts[0]
 
 
+@_one_thread()
 def fit(of: Task, kind: str, steps: int = 60) -> Tensor | MLPWeights:
     """Start at the mean, and follow the gradient of the error (Adam); always the same result on the
     same machine."""
@@ -415,6 +430,7 @@ def fit(of: Task, kind: str, steps: int = 60) -> Tensor | MLPWeights:
     return as_weight(kind, tuple(x.detach() for x in parts))
 
 
+@_one_thread()
 def best_keys(of: Task, steps: int = 100) -> Tensor:
     """Summary keys that are made of nothing, only fitted, one for each window: no summary of any
     kind does better."""
