@@ -33,15 +33,13 @@ runs_triton = pytest.mark.skipif(
 
 
 def test_the_exercises_are_the_modules_attention() -> None:
-    """Scores, weights and lse of the solutions, one after the other, against `da.attention`."""
+    """Scores and weights of the solutions, one after the other, against `da.attention`."""
     g = torch.Generator().manual_seed(0)
     q, k = torch.randn(1, 3, 1, 8, generator=g), torch.randn(1, 5, 1, 8, generator=g)
     v = torch.randn(1, 5, 1, 6, generator=g)
-    o, lse = da.attention(q, k, v, return_lse=True)
+    o = da.attention(q, k, v)
     scores = exercises.scaled_scores(q, k)[0, 0]
     torch.testing.assert_close(exercises.causal_weights(scores) @ v[0, :, 0], o[0, :, 0])
-    visible = scores.masked_fill(~da.causal_mask(3, 5), -torch.inf)
-    torch.testing.assert_close(exercises.log_sum_exp(visible), lse[0, :, 0])
 
 
 @runs_triton
@@ -127,18 +125,43 @@ def result_thrown_away(scores: Tensor) -> Tensor:
     return torch.softmax(scores, -1)
 
 
-def maximum_and_its_place(scores: Tensor) -> Tensor:
-    highest = scores.max(-1, keepdim=True)
-    return highest + torch.exp(scores - highest).sum(-1).log()
+def hidden_weights_are_zero(weigh: Callable) -> bool:
+    g = torch.Generator().manual_seed(3)
+    weights = weigh(torch.randn(5, 5, generator=g))
+    return bool(torch.triu(weights, 1).abs().sum() > 0)
 
 
-def shifted_by_the_smallest(scores: Tensor) -> Tensor:
-    lowest = scores.amin(-1, keepdim=True)
-    return lowest[:, 0] + torch.exp(scores - lowest).sum(-1).log()
+def rows_sum_to_1(weigh: Callable) -> bool:
+    return bool(
+        (weigh(torch.randn(4, 6, generator=torch.Generator())).sum(1) - 1).abs().max() > 1e-5
+    )
 
 
-def one_sum(scores: Tensor) -> Tensor:
-    return scores.max() + torch.exp(scores - scores.max()).sum().log()
+def other_than_mine(weigh: Callable) -> bool:
+    scores = torch.randn(4, 4, generator=torch.Generator().manual_seed(4))
+    return not torch.allclose(weigh(scores), exercises.causal_weights(scores))
+
+
+def one_more(weigh: Callable) -> bool:
+    scores = torch.zeros(2, 2)
+    before, scores[0, 1] = weigh(scores)[0, 0].item(), 1.0
+    return abs(weigh(scores)[0, 0].item() - before) > 1e-4
+
+
+def differs_by_much(weigh: Callable) -> bool:
+    scores = torch.zeros(2, 2)
+    before, scores[0, 1] = weigh(scores)[0, 0].item(), 1e9
+    return abs(weigh(scores)[0, 0].item() - before) > 1e-4
+
+
+def all_scores_changed(weigh: Callable) -> bool:
+    scores = torch.arange(9.0).view(3, 3)
+    return not torch.equal(weigh(scores), weigh(scores.flip(1) * 1e3))
+
+
+def unchanged(weigh: Callable) -> bool:
+    scores = torch.randn(4, 4, generator=torch.Generator().manual_seed(5))
+    return not torch.equal(weigh(scores), weigh(scores))
 
 
 def two_bytes(N: int, M: int, D: int, DV: int, itemsize: int) -> dict[str, int]:
@@ -215,9 +238,13 @@ TYPED = [
     ("causal_weights", plus_a_large_mask, "adding a large negative number where -inf is meant"),
     ("causal_weights", repaired, "renormalising after the softmax"),
     ("causal_weights", result_thrown_away, "showing every query every key"),
-    ("log_sum_exp", maximum_and_its_place, "taking the result of `max(dim=…)` for a tensor"),
-    ("log_sum_exp", shifted_by_the_smallest, "subtracting the smallest score, not the largest"),
-    ("log_sum_exp", one_sum, "one sum for the whole matrix"),
+    ("leaks", hidden_weights_are_zero, "a look at the hidden weights alone"),
+    ("leaks", rows_sum_to_1, "a look at the sums of the rows"),
+    ("leaks", other_than_mine, "a comparison with the right weights"),
+    ("leaks", one_more, "a change too small to show"),
+    ("leaks", differs_by_much, "a comparison that nan slips through"),
+    ("leaks", all_scores_changed, "a test that everything fails"),
+    ("leaks", unchanged, "a test that nothing fails"),
     ("attention_cost", two_bytes, "taking every number for two bytes"),
     ("attention_cost", inputs_and_output, "leaving the score matrix out of the bytes"),
     ("causal_softmax", given, "the kernel as it was given"),
@@ -234,6 +261,26 @@ def test_what_a_reader_would_type_is_recognised(name: str, typed: Callable, mist
     if EXERCISES[name].missing:
         pytest.skip(EXERCISES[name].missing[0])
     assert judge(EXERCISES[name], typed).misconceptions == (mistake,)
+
+
+def last_key_louder(weigh: Callable) -> bool:
+    """Decided at one place, with fewer queries than keys."""
+    scores = torch.zeros(2, 4)
+    before = weigh(scores)[0, :3].tolist()
+    scores[0, 3] = 1e30
+    return weigh(scores)[0, :3].tolist() != before
+
+
+def changed_for_good(weigh: Callable) -> torch.Tensor:
+    """The answer as a tensor, from `allclose`'s rule that nan equals nothing."""
+    scores = torch.randn(4, 4, generator=torch.Generator().manual_seed(6))
+    other = torch.where(da.causal_mask(4, 4), scores, torch.tensor(1e7))
+    return ~torch.isclose(weigh(scores), weigh(other)).all()
+
+
+@pytest.mark.parametrize("test", [last_key_louder, changed_for_good], ids=lambda t: t.__name__)
+def test_other_tests_for_leaks_are_right(test: Callable) -> None:
+    assert judge(EXERCISES["leaks"], test).outcome == "right"
 
 
 def test_the_given_kernel_is_the_statements() -> None:

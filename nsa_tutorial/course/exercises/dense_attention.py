@@ -1,5 +1,5 @@
-"""Exercises of chapter 01: the causal mask, the log-sum-exp of a row, the scale, the price of it
-all, and a softmax kernel with three bugs.
+"""Exercises of chapter 01: the causal mask, a test for leaks, the scale, the price of it all, and a
+softmax kernel with three bugs.
 
 The wrong kernels are one kernel that is told which slips to make.
 """
@@ -19,6 +19,7 @@ from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception,
 from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong, slip, together
+from nsa_tutorial.exact import dense_attention as da
 from nsa_tutorial.runtime import environment
 
 Slips = frozenset[str]
@@ -188,7 +189,7 @@ Complete `scaled_scores(q, k)`: the score of every query with every key, per bat
         "stays at 1 for every width?",
         "Two steps: all dot products, then one factor on all of them. The factor depends on a "
         "single entry of `q.shape`. Which?",
-        "The table of letters in “Many sentences, many heads” is about the other einsum. In yours, "
+        "“Many sentences, many heads” writes the letters of the other einsum. In yours, "
         "`d` is summed, while `i` and `j` both stay. Then undo the growth of the spread.",
     ),
     why="A dot product of D independent products has the spread √D, and divided by it every head "
@@ -464,203 +465,137 @@ position after its own.
 )
 
 
-# -- log_sum_exp --
+# -- leaks --
 
 
-def log_sum_exp(scores: Tensor) -> Tensor:
-    """scores [N, M] -> the natural logarithm of the sum of exp(score) of each row [N], safe for
-    scores of any size."""
-    highest = scores.max(dim=-1, keepdim=True).values
-    return highest[:, 0] + torch.log(torch.exp(scores - highest).sum(-1))
+def leaks(weigh: Callable) -> bool:
+    """True if scores that a query must not see change its weights."""
+    scores = torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 3.0], [2.0, 0.0, 1.0]])
+    hidden = ~da.causal_mask(3, 3)
+    calm, loud = weigh(scores), weigh(scores.masked_fill(hidden, 1e6))
+    return not torch.equal(calm, loud)
 
 
-def _lse(slips: Slips, scores: Tensor) -> Tensor:
-    """`log_sum_exp` with slips."""
-    dim = 0 if "over queries" in slips else -1
-    if "one row" in slips:
-        scores, dim = scores.flatten(), 0
-    # -- the shift --
-    if "pair" in slips:
-        return scores - scores.max(dim=dim, keepdim=True)
-    highest = scores.max(dim=dim, keepdim=True).values
-    if "one maximum" in slips:
-        highest = scores.max() + 0 * highest
-    if "overflow" in slips:
-        highest = torch.zeros_like(highest)
-    if "smallest" in slips:
-        highest = scores.amin(dim, keepdim=True)
-    # -- the sum --
-    e = torch.exp(scores - highest)
-    if "logs first" in slips:
-        total = torch.log(e).sum(dim)
-    elif "last sum" in slips:
-        total = torch.log(torch.softmax(scores, dim).sum(dim))
-    else:
-        total = e.mean(dim) if "mean" in slips else e.sum(dim)
-        if "no logarithm" not in slips:
-            total = torch.log2(total) if "base two" in slips else torch.log(total)
-    # -- back --
-    if "maximum alone" in slips:
-        total = 0 * total
-    if slips & {"no maximum", "last sum"}:
-        highest = 0 * highest
-    if "maximum twice" in slips:
-        highest = -highest
-    if "table" in slips:
-        return highest + total
-    lse = highest.squeeze(dim) + total
-    return lse.unsqueeze(dim) if "column" in slips else lse
+def _two_keys(scores: Tensor) -> Tensor:
+    """Weights of a query's own key and the one before: right in another way, without a leak."""
+    N, M = scores.shape
+    seen = torch.ones(N, M).tril(M - N).bool() & ~torch.ones(N, M).tril(M - N - 2).bool()
+    return torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
 
 
-_LSE_MISTAKES = (
-    Misconception(
-        "forgetting to add the maximum back",
-        slip(_lse, "no maximum"),
-        "In a softmax the shift cancels, because numerator and denominator both carry it. Here "
-        "nothing cancels it. What does subtracting m from every score do to log Σ exp(score)?",
-    ),
-    Misconception(
-        "subtracting the maximum where it is to be added back",
-        slip(_lse, "maximum twice"),
-        "Every score was lowered by m, so the sum of the exponentials is smaller by the factor "
-        "exp(m). In which direction does its logarithm have to go?",
-    ),
-    Misconception(
-        "a column where one number per row is asked for",
-        slip(_lse, "column"),
-        "The shape is [N, 1], and [N] is asked for. Keeping the dimension helps while you "
-        "subtract a row's maximum. Where does it have to go before you return?",
-    ),
-    Misconception(
-        "a column added to a row, which makes a table",
-        slip(_lse, "table"),
-        "The maximum still has the shape [N, 1], the logarithm has [N], and PyTorch adds every "
-        "pair of the two. Which shape should both have?",
-    ),
-    Misconception(
-        "taking the result of `max(dim=…)` for a tensor",
-        slip(_lse, "pair"),
-        "With a dimension, `max` returns two things: the values, and where they stand. Which of "
-        "the two do you need? (`amax` returns it alone.)",
-    ),
-    Misconception(
-        "the sum of exponentials taken as it stands, which overflows",
-        slip(_lse, "overflow"),
-        "fp32 ends near 3.4e38, and exp(89) is already larger, so exp(1000) is inf; exp(-1000) is "
-        "0, and its logarithm -inf. How did the softmax make every largest exponent 0?",
-    ),
-    Misconception(
-        "subtracting the smallest score, not the largest",
-        slip(_lse, "smallest"),
-        "The smallest score of a row with hidden keys is -inf, and -inf - -inf is nan. Which score "
-        "leaves no exponent above 0?",
-    ),
-    Misconception(
-        "one maximum for the whole matrix",
-        slip(_lse, "one maximum"),
-        "A row whose scores all lie far below the matrix's maximum gets only zeros from exp. "
-        "Whose maximum does a row need?",
-    ),
-    Misconception(
-        "leaving out the logarithm",
-        slip(_lse, "no logarithm"),
-        "This is a sum of exponentials, on the scale of weights. On which scale are the scores?",
-    ),
-    Misconception(
-        "a logarithm to the base 2",
-        slip(_lse, "base two"),
-        "The scores are exponents of e. Which logarithm undoes `torch.exp`?",
-    ),
-    Misconception(
-        "the mean of the exponentials where the sum is meant",
-        slip(_lse, "mean"),
-        "Weights are exp(score − lse). With the mean, a row of them sums to M. What should it sum "
-        "to?",
-    ),
-    Misconception(
-        "the logarithm before the sum",
-        slip(_lse, "logs first"),
-        "The logarithm of each exponential is the score again, so this adds up scores. What has "
-        "to happen first, the sum or the logarithm?",
-    ),
-    Misconception(
-        "the logarithm of a sum of weights",
-        slip(_lse, "last sum"),
-        "Weights sum to 1 in every row, so the logarithm is 0 whatever the scores are. The "
-        "log-sum-exp is about what they were divided by: what was that?",
-    ),
-    Misconception(
-        "the maximum itself",
-        slip(_lse, "maximum alone"),
-        "The log-sum-exp is close to the maximum only where one score stands far above the rest. "
-        "How much do two equal scores add?",
-    ),
-    Misconception(
-        "one sum for the whole matrix",
-        slip(_lse, "one row"),
-        "Here all rows went into one sum. How many numbers are asked for, and along which "
-        "dimension does each of their sums run?",
-    ),
-    Misconception(
-        "summing over the queries",
-        slip(_lse, "over queries"),
-        "This is one number per key. Each query, a row, wants its own. Along which dimension does "
-        "a row run?",
-    ),
-)
+def _finds_a_leak(slips: Slips, weigh: Callable) -> bool:
+    """`leaks` with slips."""
+    if slips & {"never", "always"}:
+        return "always" in slips
+    scores = torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 3.0], [2.0, 0.0, 1.0]])
+    hidden = ~da.causal_mask(3, 3)
+    calm, loud = weigh(scores), weigh(scores.masked_fill(hidden, 4.0 if "small" in slips else 1e6))
+    tables = (calm,) if "once" in slips else (calm, loud)
+    if "hidden weights" in slips:
+        return any(bool((w[hidden] != 0).any()) for w in tables)
+    if "row sums" in slips:
+        return not all(torch.allclose(w.sum(-1), torch.ones(3)) for w in tables)
+    if "right weights" in slips:
+        return not all(torch.allclose(w, causal_weights(scores)) for w in tables)
+    if "by much" in slips:
+        return bool(((calm - loud).abs() > 1e-6).any())
+    return torch.equal(calm, loud) == ("inverted" in slips)
 
-LOG_SUM_EXP = Exercise(
-    name="log_sum_exp",
+
+def _finds(name: str, hint: str, *ways: tuple[str, ...]) -> tuple[Misconception, ...]:
+    """One weakness of a test, in several ways."""
+    return tuple(Misconception(name, Wrong(_finds_a_leak, frozenset(way)), hint) for way in ways)
+
+
+LEAKS = Exercise(
+    name="leaks",
     statement="""
-Complete `log_sum_exp(scores)`: the natural logarithm of the sum of `exp(score)` over each row. (Try
-it without `torch.logsumexp`.)
+**Write the test.** Somebody else wrote `weigh`, a function from scores `[N, M]` to weights
+`[N, M]`, like your `causal_weights`. It may let the future leak. Complete `leaks(weigh)`.
 
-- `scores` is `[N, M]` in fp32. Some are `-inf` (hidden), but every row has at least one that is
-  not.
-- Return `[N]`, one number per row.
-- Scores of 1000 and of −1000 must come out right.
+- Return True if scores that a query must not see can change its weights, and False if they cannot.
+- Call `weigh` as often as you like, on scores that you choose, of any size. `da.causal_mask(N, M)`
+  is there.
+- Some functions hide more keys than they must. That is no leak.
 """,
     minutes=6,
     difficulty=2,
     hints=(
-        "Take the scores 1000 and 1000. What are their exponentials in fp32, and what should the "
-        "answer be? Pull a factor out of the sum, by hand.",
-        "Subtract a row's largest score m from all of its scores. Every exponential shrinks by "
-        "exp(m), so the sum does, too. What does that do to its logarithm?",
-        "Four steps for each row: its maximum, the exponentials of what the scores are above it, "
-        "the logarithm of their sum, and then the maximum comes back. Print the shapes of the two "
-        "parts before you add them.",
+        "Nothing in one table of weights tells where it came from. So call `weigh` twice. In what "
+        "may the two tables of scores differ?",
+        "Change the hidden scores alone. For which size of a hidden score did the new sum break, "
+        "and which could a large negative number not hide?",
+        "Make one table of small scores, and a copy with something like a million in all hidden "
+        "places. Without a leak, both give equal weights, to the last bit. (A nan equals nothing, "
+        "so it counts as a leak.)",
     ),
-    why="A factor exp(m) in front of a sum is a term m in front of its logarithm, so the shift "
-    "that keeps every exponential at 1 or less can be undone exactly.",
-    solution=log_sum_exp,
+    why="What must not matter is changed as much as possible, and nothing may follow from it: that "
+    "finds leaks nobody has thought of.",
+    solution=leaks,
     cases=(
-        Case("two rows of three small scores", lambda: (torch.tensor([[1.0, 3, 0], [2.0, 2, 2]]),)),
+        Case("no mask at all", lambda: (slip(_weights, "no mask"),)),
+        Case("a right function", lambda: (causal_weights,)),
+        Case("zeros written over the weights", lambda: (slip(_weights, "after"),)),
+        Case("a mask that shows one key too many", lambda: (slip(_weights, "one ahead"),)),
+        Case("no leak: only a query's own key and the one before", lambda: (_two_keys,)),
         Case(
-            "a row with hidden keys",
-            lambda: (torch.tensor([[0.5, -torch.inf, -torch.inf], [0.5, 1.5, -torch.inf]]),),
+            "zeros over the weights, the rest divided by its sum",
+            lambda: (slip(_weights, "renormalised"),),
         ),
-        Case("scores of about 1000", lambda: (1000 + _random(8, 2, 5),)),
-        Case(
-            "scores of about -1000, the last key hidden",
-            lambda: ((-1000 + _random(9, 2, 5)).masked_fill(torch.arange(5) == 4, -torch.inf),),
-        ),
-        Case(
-            "one row 400 above the other",
-            lambda: (_random(10, 2, 4) + torch.tensor([[200.0], [-200.0]]),),
-        ),
+        Case("10,000 subtracted from hidden scores", lambda: (slip(_weights, "added"),)),
     ),
-    misconceptions=_LSE_MISTAKES,
-    combine=together(
-        _LSE_MISTAKES,
-        {"pair", "overflow", "one maximum", "last sum", "smallest"},
-        {"no maximum", "maximum twice", "overflow", "last sum", "pair"},
-        {"no logarithm", "base two", "logs first", "last sum", "maximum alone", "pair"},
-        {"mean", "logs first", "last sum", "maximum alone", "pair"},
-        {"column", "table", "pair"},
-        {"over queries", "one row", "table"},
-        {"one row", "one maximum", "pair", "column"},
-        {"no maximum", "maximum alone"},
+    misconceptions=(
+        *_finds(
+            "a look at the hidden weights alone",
+            "Zeros can be written there at the end. By then the hidden scores have been in the "
+            "sum that all other weights were divided by. Which weights must stay the same?",
+            ("hidden weights", "once"),
+            ("hidden weights",),
+        ),
+        *_finds(
+            "a look at the sums of the rows",
+            "Rows without a mask sum to 1, too. A leak is that one number depends on another. How "
+            "do you find out whether it does?",
+            ("row sums",),
+            ("row sums", "once"),
+        ),
+        *_finds(
+            "a comparison with the right weights",
+            "A function may hide more than yours does, and leak nothing. Compare `weigh` with "
+            "itself. On which two tables of scores?",
+            ("right weights",),
+            ("right weights", "once"),
+        ),
+        *_finds(
+            "a change too small to show",
+            "You change hidden scores by a little. Some functions cope with that, and break where "
+            "a hidden score stands far above the others. How large can a score be?",
+            ("small",),
+            ("small", "by much"),
+        ),
+        *_finds(
+            "a comparison that nan slips through",
+            "Where `weigh` gives nan, every `>` says False, so you see no difference. Which "
+            "question about two tables does nan not pass?",
+            ("by much",),
+        ),
+        *_finds(
+            "yes and no exchanged",
+            "Your test says True of right functions. True means that the future leaks.",
+            ("inverted",),
+        ),
+        *_finds(
+            "a test that nothing fails",
+            "It says False of every function, of one without a mask, too. Do your two tables of "
+            "scores differ where the mask hides?",
+            ("never",),
+        ),
+        *_finds(
+            "a test that everything fails",
+            "It says True of right functions, too. Do your two tables of scores differ where a "
+            "query *may* look?",
+            ("always",),
+        ),
     ),
 )
 
@@ -1158,7 +1093,7 @@ return kernel
     ),
 )
 
-EXERCISES = (CAUSAL_WEIGHTS, LOG_SUM_EXP, SCALED_SCORES, ATTENTION_COST, CAUSAL_SOFTMAX)
+EXERCISES = (CAUSAL_WEIGHTS, LEAKS, SCALED_SCORES, ATTENTION_COST, CAUSAL_SOFTMAX)
 
 
 # -- two slips at once --
@@ -1181,14 +1116,6 @@ def _own_hidden_zeros_after(scores: Tensor) -> Tensor:
     N, M = scores.shape
     query, key = torch.arange(M - N, M)[:, None], torch.arange(M)[None, :]
     return torch.softmax(scores, dim=-1) * (key < query)
-
-
-def _sum_without_logarithm(scores: Tensor) -> Tensor:
-    return torch.exp(scores).sum(dim=-1)
-
-
-def _base_two_maximum_lost(scores: Tensor) -> Tensor:
-    return torch.log2(torch.exp(scores - scores.amax(-1, keepdim=True)).sum(-1))
 
 
 def _one_operation_three_tables(N: int, M: int, D: int, DV: int, itemsize: int) -> dict[str, int]:
@@ -1238,19 +1165,6 @@ DOUBLES = (
         ("setting hidden weights to zero after the softmax", "hiding a query's own position"),
     ),
     Double(
-        "log_sum_exp",
-        _sum_without_logarithm,
-        (
-            "the sum of exponentials taken as it stands, which overflows",
-            "leaving out the logarithm",
-        ),
-    ),
-    Double(
-        "log_sum_exp",
-        _base_two_maximum_lost,
-        ("forgetting to add the maximum back", "a logarithm to the base 2"),
-    ),
-    Double(
         "attention_cost",
         _one_operation_three_tables,
         ("counting a multiply-add as one operation", "carrying N·M numbers three times"),
@@ -1295,14 +1209,14 @@ TRAPS = (
         "a softmax without its largest score subtracted",
     ),
     Trap(
-        "becomes `inf`, and `inf / inf` is undefined",
-        "log_sum_exp",
-        "the sum of exponentials taken as it stands, which overflows",
+        "The future leaks in through the denominator.",
+        "leaks",
+        "a look at the hidden weights alone",
     ),
     Trap(
-        "`scores - highest` subtracts from each row\nits own largest",
-        "log_sum_exp",
-        "one maximum for the whole matrix",
+        "ordinary rows are repaired",
+        "leaks",
+        "a change too small to show",
     ),
     Trap(
         "Divided by D, it fades towards 0, and every softmax with it towards a plain average.",
@@ -1326,7 +1240,7 @@ TRAPS = (
         "hiding a query's own position",
     ),
     Trap(
-        "is it enough to compute the weights as before, and then write zeros over the hidden ones?",
+        "Is it enough to compute the weights as before, and then write zeros over the hidden ones?",
         "causal_weights",
         "setting hidden weights to zero after the softmax",
     ),
@@ -1359,11 +1273,6 @@ TRAPS = (
         "with N < M its `is_causal=True` takes the queries for the *first* positions, not the last",
         "causal_weights",
         "lining up the queries with the first keys",
-    ),
-    Trap(
-        "lse as a column: [N, 1]",
-        "log_sum_exp",
-        "a column where one number per row is asked for",
     ),
     Trap(
         "Heads and batch entries do not see each other",
@@ -1411,7 +1320,7 @@ TRAPS = (
         "counting what is read and not what is written",
     ),
     Trap(
-        "hand their results on through main memory, because the table does not fit the small ones",
+        "hand their\nresults on through main memory, because the table does not fit the small ones",
         "attention_cost",
         "leaving the score matrix out of the bytes",
     ),
@@ -1421,7 +1330,7 @@ TRAPS = (
         "letting scale and mask be steps of their own",
     ),
     Trap(
-        "the mask hides almost half of the pairs, but a plain matrix product computes them all "
+        "The mask hides almost half of the pairs, but a plain matrix product computes them all "
         "first",
         "attention_cost",
         "counting the masked half of the products as free",
