@@ -78,7 +78,7 @@ def test_one_graph_on_each_backend(backend: str, device: str) -> None:
     skip_unless_runs(backend, device)
     model = Model(backend=backend, **SHARED).to(device)
     torch._dynamo.reset()
-    x = draw(24).to(device)
+    x = draw(12).to(device)
     assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
 
 

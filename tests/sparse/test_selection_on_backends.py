@@ -223,7 +223,10 @@ def test_each_row_keeps_as_many_as_it_counts(
 
 
 @places
-@pytest.mark.parametrize(("length", "stride", "BS"), [(32, 16, 64), (6, 2, 8), (6, 3, 9)], ids=str)
+@pytest.mark.parametrize(
+    ("length", "stride", "BS"),
+    [(32, 16, 64), (6, 2, 8), pytest.param(6, 3, 9, marks=pytest.mark.exhaustive)],
+)
 def test_of_equal_blocks_the_first(
     length: int, stride: int, BS: int, backend: str, device: str
 ) -> None:
