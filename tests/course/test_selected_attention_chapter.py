@@ -7,6 +7,7 @@ import json
 import linecache
 import math
 import re
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -712,6 +713,12 @@ SUMS = {
         "is_seen = (tokens >= 0) & (tokens < M) & (block_id * BS + BS - 1 <= position)",
         "keeping only blocks that are visible as a whole",
     ),
+    "or": ("is_seen = (tokens <= position) | (block_id >= 0)", "joining the two comparisons"),
+    "one too many": (
+        "is_seen = (tokens <= position + 1) & (block_id >= 0)",
+        "showing one key too many",
+    ),
+    "no upper end": ("is_seen = block_id + 0 * tokens >= 0", FUTURE_TOKENS),
 }
 
 
@@ -733,6 +740,30 @@ def test_a_half_mended_kernel_is_named(line, named):
 )
 def test_other_ways_to_mend_the_kernel(line):
     assert judge(KNOWN["sum_of_list"], mended(line)).outcome == "right"
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "line",
+    [
+        "is_seen = 0 <= tokens <= position",
+        "is_seen = (tokens <= position) and (block_id >= 0)",
+        "is_seen = tokens <= position & block_id >= 0",
+    ],
+)
+def test_tiles_that_python_joins_are_told_by_their_cause(line):
+    verdict = judge(KNOWN["sum_of_list"], mended(line))
+    assert (verdict.outcome, verdict.misconceptions) == ("wrong", ())
+    assert "`(...) & (...)`" in verdict.text
+
+
+@needs_triton
+def test_leaving_the_loop_at_an_empty_slot_is_named():
+    attempt = mended(
+        "if block_id < 0:\n                break\n            is_seen = tokens <= position"
+    )
+    verdict = judge(KNOWN["sum_of_list"], attempt)
+    assert verdict.misconceptions == ("stopping at the first empty slot",)
 
 
 @needs_triton
@@ -789,6 +820,24 @@ def test_the_walk_in_the_cell_waits_for_the_reader():
     namespace = {"torch": torch, "online_softmax": online_softmax}
     exec(stub, namespace)
     assert judge(KNOWN["attend_to_lists"], namespace["attend_to_lists"]).outcome == "not attempted"
+
+
+def test_the_frame_of_the_walk_takes_a_walk():
+    """The cell, with nothing changed but the line that waits."""
+    walk = """
+    num_visible = M - N + n + 1
+    for block_id in block_indices[n, h].tolist():
+        first, end = block_id * block_size, min(block_id * block_size + block_size, num_visible)
+        if block_id >= 0 and first < end:
+            acc_s = q[n, group] @ k[first:end, h].T
+            scale_log2 = scale * online_softmax.LOG2_E
+            state = online_softmax.update(state, acc_s, v[first:end, h], scale_log2)
+    """
+    walk = textwrap.indent(textwrap.dedent(walk).strip(), 12 * " ")
+    stub = re.sub(r"^ *raise NotImplementedError.*$", walk, cell("def attend_to_lists"), flags=re.M)
+    namespace = {"torch": torch, "online_softmax": online_softmax}
+    exec(stub, namespace)
+    assert judge(KNOWN["attend_to_lists"], namespace["attend_to_lists"]).outcome == "right"
 
 
 def test_the_list_saves_what_the_text_says():

@@ -1184,6 +1184,25 @@ def _is_given(kernel: object) -> bool:
         return False  # written in another way
 
 
+def _joins_by_python(kernel: object) -> bool:
+    """Whether the line of `is_seen` has `and` or `or`, or compares in a chain: Triton's
+    interpreter takes one side of them."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
+    except (AttributeError, OSError, TypeError, SyntaxError):
+        return False
+    lines = (
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "is_seen"
+    )
+    return any(
+        isinstance(part, ast.BoolOp) or (isinstance(part, ast.Compare) and len(part.ops) > 1)
+        for line in lines
+        for part in ast.walk(line)
+    )
+
+
 _FRONT = 8  # rows of NaN that lie in memory in front of V
 
 
@@ -1201,6 +1220,11 @@ def _run_sum(solution: Callable, lists: list[list[int]], block_size: int) -> Ten
         raise TypeError("the kernel is not decorated with @triton.jit")
     if _is_given(kernel):
         raise NotImplementedError("the kernel is as it was given")
+    if _joins_by_python(kernel):
+        raise TypeError(
+            "tiles are not joined by `and`, `or` or a chain such as `a <= b <= c`: write "
+            "`(...) & (...)`, with both pairs of brackets"
+        )
     M, DV, device = len(lists), 2, environment.detect().device
     memory = torch.full((_FRONT + M + 4 * block_size, DV), 1000.0)
     memory[:_FRONT] = torch.nan
@@ -1220,9 +1244,12 @@ def _wrong_sum(
     position = tl.program_id(0)
     width = tl.arange(0, DV)
     total = tl.zeros([DV], tl.float32)
+    goes_on = 1
     for slot in range(S):
         block_id = tl.load(Ids + position * S + slot)
         first = 0  # the smallest id that counts as one
+        if EMPTY == "stop":
+            goes_on = tl.where(block_id < 0, 0, goes_on)
         if EMPTY == "loaded":
             first = -1
         if EMPTY == "zero is empty":
@@ -1243,7 +1270,11 @@ def _wrong_sum(
             is_seen = tokens < position
         if LIMIT == "own alone":
             is_seen = tokens == position
-        is_seen = is_seen & (block_id >= first)
+        if LIMIT == "one too many":
+            is_seen = tokens <= position + 1
+        is_seen = is_seen & (block_id >= first) & (goes_on > 0)
+        if LIMIT == "or":
+            is_seen = (tokens <= position) | (block_id >= 0)
         v_tile = tl.load(V + tokens[:, None] * DV + width, mask=is_seen[:, None], other=0.0)
         if SLOTS == "last":
             total = tl.sum(v_tile, axis=0)
@@ -1267,8 +1298,10 @@ class _Mistaken:
         return lambda *args, **sizes: _wrong_sum[grid](*args, **self.slips, **sizes)
 
 
-_LIMITS = {"text", "own block whole", "whole or nothing", "not itself", "own alone"}
-_EMPTIES = {"loaded", "zero is empty", "block 0", "last block"}
+_LIMITS = {
+    "text", "own block whole", "whole or nothing", "not itself", "own alone", "one too many", "or",
+}  # fmt: skip
+_EMPTIES = {"loaded", "zero is empty", "block 0", "last block", "stop"}
 
 _SUM_MISTAKES = (
     Misconception(
@@ -1323,6 +1356,22 @@ _SUM_MISTAKES = (
         "add?",
     ),
     Misconception(
+        "showing one key too many",
+        slip(_Mistaken, "one too many"),
+        "The query at `position` sees the keys up to its own. Which token comes right after it?",
+    ),
+    Misconception(
+        "joining the two comparisons with `|`",
+        slip(_Mistaken, "or"),
+        "With `|`, one comparison is enough. A token of an empty slot lies before every query. How "
+        "many of the two does a token have to pass?",
+    ),
+    Misconception(
+        "stopping at the first empty slot",
+        slip(_Mistaken, "stop"),
+        "`-1` may stand anywhere in the row. What if a block comes behind it?",
+    ),
+    Misconception(
         "keeping the last slot alone",
         slip(_Mistaken, "last"),
         "Each turn of the loop overwrites what the slots before have given. Which operator adds?",
@@ -1358,7 +1407,7 @@ lines is wrong in two ways. Mend it.
     solution=sum_of_list,
     run=_run_sum,
     misconceptions=_SUM_MISTAKES,
-    combine=together(_SUM_MISTAKES, _LIMITS, _EMPTIES),
+    combine=together(_SUM_MISTAKES, _LIMITS, _EMPTIES, *({"or", name} for name in _EMPTIES)),
     cases=(
         _sum_case("blocks of 2, each query lists its own", [[0], [0], [1], [1]], 2),
         _sum_case("an empty slot in front", [[-1, 0], [-1, 0], [0, 1], [-1, 1]], 2),
@@ -1555,7 +1604,7 @@ TRAPS = (
     Trap("`masked_fill`, not `*`", "load_block", "multiplying by the mask"),
     Trap("a tile of `BS` rows", "load_block", "making a tile with fewer rows"),
     Trap("its score is −∞", "load_block", "filling the tile with −∞"),
-    Trap("0/0 is NaN, and one NaN in a batch", "attend_to_lists", "dividing by the sum of nothing"),
+    Trap("computes 0/0, which is NaN.", "attend_to_lists", "dividing by the sum of nothing"),
     Trap(
         "Who owns the list: the query head, or the KV head?",
         "attend_to_lists",

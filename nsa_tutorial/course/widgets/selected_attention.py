@@ -168,7 +168,7 @@ def draw_gather(ids: list[int], query: int, M: int, block_size: int) -> Picture:
     zeros = len(ids) * block_size - loaded
     told = (
         f"Query {query} with the list {ids}: {loaded} of the {query + 1} keys of its past "
-        f"are loaded, {zeros} rows stay zero"
+        f"are loaded{f', {zeros} rows stay zero' if zeros else ''}"
     )
     return Picture(figure, told.replace("-", "−"))
 
