@@ -465,11 +465,15 @@ def test_the_kernel_in_the_cell_is_not_attempted_until_it_is_edited(kernel_exerc
             ("dividing by the height of the tile",),
         ),
         (
+            [START, LOAD, ("mask=tokens[:, None]", "mask=tokens")],
+            ("masking numbers of a key, not tokens",),
+        ),
+        (
             [("window * length +", "window * BL +"), LOAD],
             ("starting a window every BL tokens",),
         ),
     ],
-    ids=["no mask", "side by side", "stride", "divided by BL", "tiles"],
+    ids=["no mask", "side by side", "stride", "divided by BL", "columns", "tiles"],
 )
 def test_half_mended_kernels_are_named(kernel_exercise, edits, named):
     source = cell("def window_means")

@@ -625,6 +625,8 @@ def _wrong_means(
         x_tile = tl.load(X + places)
     elif TAIL == "stride":
         x_tile = tl.load(X + places, mask=tokens[:, None] < stride, other=0.0)
+    elif TAIL == "columns":
+        x_tile = tl.load(X + places, mask=tokens[None, :] < length, other=0.0)
     elif TAIL == "positions":
         x_tile = tl.load(X + places, mask=first + tokens[:, None] < length, other=0.0)
     else:
@@ -654,7 +656,7 @@ class _Mistaken:
 
 
 _STARTS = {"side by side", "tiles", "every token"}
-_TAILS = {"as it came", "stride", "positions"}
+_TAILS = {"as it came", "stride", "columns", "positions"}
 _SUMS = {"by the tile", "by the stride", "sum"}
 
 _MEANS_MISTAKES = (
@@ -684,6 +686,12 @@ _MEANS_MISTAKES = (
         "loading `stride` tokens of a window",
         slip(_Mistaken, "stride"),
         "The stride says where the next window starts. How many tokens are in a window?",
+    ),
+    Misconception(
+        "masking numbers of a key, not tokens",
+        slip(_Mistaken, "columns"),
+        "In the tile, a row is a token, and a column is one of its numbers. Without `[:, None]`, "
+        "along which axis does `tokens` lie?",
     ),
     Misconception(
         "comparing positions in the text with the length",
