@@ -18,7 +18,7 @@ from tvm import tirx
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.kernels.tilelang_backward import store_gradient
 from nsa_tutorial.kernels.tilelang_selection import is_finite, multiply, stages_of
-from nsa_tutorial.kernels.tilelang_tiles import tile_rows, tile_sides
+from nsa_tutorial.kernels.tilelang_tiles import summary_sides, tile_sides
 
 accum_dtype = "float32"
 SUM_KEYS = 16  # summaries whose shares a program adds
@@ -149,7 +149,7 @@ def build_dkv(
     """
     rows, keys, HQ, fours = T.dynamic("rows"), T.dynamic("keys"), H * G, T.dynamic("fours")
     num_tiles, places, ends = T.dynamic("num_tiles"), T.dynamic("places"), T.dynamic("ends")
-    DT, DVT = tile_rows(D), tile_rows(DV)
+    DT, DVT = summary_sides(D, DV)
     inf = T.infinity(accum_dtype)
     in_registers = dtype != "float32" and threads <= 2 * BT
     alloc_weights = T.alloc_fragment if in_registers else T.alloc_shared
@@ -282,7 +282,7 @@ def build_sum(H: int, D: int, DV: int, dtype: str, *, BT: int) -> tirx.PrimFunc:
     `(H, num_tiles, steps of SUM_KEYS summaries in a tile)`."""
     rows, keys = T.dynamic("rows"), T.dynamic("keys")
     num_tiles, places = T.dynamic("num_tiles"), T.dynamic("places")
-    DT, DVT = tile_rows(D), tile_rows(DV)
+    DT, DVT = summary_sides(D, DV)
 
     @T.prim_func
     def sum_kernel(

@@ -29,7 +29,7 @@ from nsa_tutorial.kernels.tilelang_tiles import (
     score_options,
     summary_dkv_options,
     summary_dq_options,
-    tile_rows,
+    summary_sides,
 )
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
@@ -167,7 +167,7 @@ def of_summaries(
 
     # -- the summaries: every chunk, then the sums --
     options = summary_dkv_options(D, DV, itemsize, memory)
-    BT, widths = options["BT"], (tile_rows(D), tile_rows(DV))
+    BT, widths = options["BT"], summary_sides(D, DV)
     seen = summary_runs.runs(
         rows, lse2.view(R, H, G)[:, :, 0], num_keys=B * M_c, tile_size=BT, G=G,
         share_bytes=4 * BT * sum(widths), itemsize=itemsize,

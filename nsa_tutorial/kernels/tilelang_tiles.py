@@ -162,12 +162,19 @@ def summary_dq_options(
     return {"BQ": BQ, "BT": BT, "threads": 2 * BQ, "num_stages": num_stages}
 
 
+def summary_sides(D: int, DV: int) -> tuple[int, int]:
+    """`DT, DVT` of the gradients of summaries. Where both together are wide, their weights are read
+    from shared memory by the products of a warp group, which want 64 columns."""
+    side = 16 if tile_rows(D) + tile_rows(DV) <= 256 else 64
+    return -(-D // side) * side, -(-DV // side) * side
+
+
 def summary_dkv_options(
     D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:
     """`BT, BR, threads, num_stages` of the gradients of summaries: those of a program, and queries
     of a step. Arguments as in `dq_options`."""
-    width = tile_rows(D) + tile_rows(DV)
+    width = sum(summary_sides(D, DV))
 
     def size(BT: int, BR: int, num_stages: int) -> int:
         """Bytes of keys and values, of queries with their numbers, of clean ones, of weights that
