@@ -16,6 +16,7 @@ from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.exercises import online_softmax as solutions
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.languages import tl, triton
+from nsa_tutorial.course.widgets import online_softmax as pictures
 from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.runtime import environment
 
@@ -91,6 +92,14 @@ def test_the_numbers_of_the_asides() -> None:
     assert f"{(exact.bfloat16() - exact).abs().max():.0e}" == "2e-03"
     (constant,) = struct.unpack(">f", bytes.fromhex("3FB8AA3B"))
     assert constant == pytest.approx(online_softmax.LOG2_E)
+
+
+def test_the_limits_of_the_lift_are_the_texts_sum() -> None:
+    """`acc_o` of chunk 1, measured from its maximum, times the power of two that it grows by."""
+    assert pictures.walk(pictures.row(), pictures.positions())[0].acc_o == 2.75
+    assert 2.75 * 2**126 < 2**128 < 2.75 * 2**127
+    assert pictures.limit("chunk's own max") == 126
+    assert pictures.limit("no max") + pictures.SCORES[1] == 126
 
 
 # -- answers as readers write them --
