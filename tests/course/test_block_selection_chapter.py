@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import linecache
+import re
+import textwrap
 from collections import Counter
 from collections.abc import Callable
 
@@ -17,7 +20,7 @@ from nsa_tutorial.course import heads as stored_heads
 from nsa_tutorial.course.exercises import Exercise, Misconception
 from nsa_tutorial.course.exercises import block_selection as exercises
 from nsa_tutorial.course.judging import judge
-from nsa_tutorial.course.languages import triton
+from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong
 from nsa_tutorial.course.widgets import block_selection as pictures
 from nsa_tutorial.runtime import environment
@@ -566,6 +569,56 @@ def test_without_its_slip_the_wrong_kernel_is_right(block_sums: Exercise) -> Non
 @pytest.mark.parametrize("m", EXERCISES["block_sums"].misconceptions, ids=lambda m: m.name)
 def test_a_slip_in_the_kernel_is_named(m: Misconception, block_sums: Exercise) -> None:
     assert judge(block_sums, m.wrong).misconceptions == (m.name,)
+
+
+def typed_kernel(summary: str, exists: str, total: str) -> Callable:
+    """The frame of `block_sums` with its gaps filled by a reader."""
+    lines = EXERCISES["block_sums"].statement.split("```python\n")[1].split("```")[0]
+    for name, code in (("summary", summary), ("exists", exists), ("total", total)):
+        lines = re.sub(rf"{name} = \.\.\. .*", f"{name} = {code}", lines)
+    source = "def block_sums():\n" + textwrap.indent(lines, "    ")
+    file = f"<a reader's kernel: {summary}, {exists}, {total}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    namespace = {"triton": triton, "tl": tl}
+    exec(compile(source, file, "exec", dont_inherit=True), namespace)
+    return namespace["block_sums"]
+
+
+START, BOTH, SUM = (
+    "block * R - L + 1 + place",
+    "(summary >= 0) & (summary < M)",
+    "tl.sum(p * weight)",
+)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "mistake"),
+    [
+        ((START, BOTH, SUM), None),
+        (("block * R - L + place", BOTH, SUM), "starting one summary too early"),
+        ((START, "place < K", SUM), "reading summaries that do not exist"),
+        ((START, "summary < M", SUM), "masking only past the last summary"),
+        ((START, BOTH, "p * weight"), "storing a tile where one number belongs"),
+        (
+            (START, BOTH, "tl.sum(p)"),
+            "forgetting how much of a summary lies in a block",
+        ),
+        (("(block - 1) * R + place", BOTH, SUM), "executing the paper's Eq. 9 as it stands"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_what_a_reader_types_into_the_frame_is_recognised(
+    gaps: tuple[str, str, str], mistake: str | None, block_sums: Exercise
+) -> None:
+    verdict = judge(block_sums, typed_kernel(*gaps))
+    assert verdict.misconception == mistake
+    assert (verdict.outcome == "right") == (mistake is None)
+
+
+def test_a_gap_that_is_left_is_told(block_sums: Exercise) -> None:
+    assert (
+        "a gap that waits for your code" in judge(block_sums, typed_kernel(START, BOTH, "...")).text
+    )
 
 
 def test_the_frame_that_is_given_is_the_solutions(block_sums: Exercise) -> None:

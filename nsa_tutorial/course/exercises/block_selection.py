@@ -620,9 +620,10 @@ _CHOOSE = Exercise(
 One query stands in block `own` (counted from 0). `scores[b]` is the importance of block `b`, for
 all blocks of the text, later ones too. Return its list, `top_n` integers:
 
+- Blocks after `own` are never listed.
 - The first `num_initial` blocks and the latest `num_local` ones are always on it, as far as they
   exist. The latest block is the query's own. These blocks take up slots like any other.
-- The best of the other blocks up to `own` fill the rest. Of equal ones, the lower number wins.
+- The best of the other blocks fill the rest. Of equal ones, the lower number wins.
 - Numbers ascend, and none comes twice. If there are too few blocks, `-1` fills up the end.
 
 `num_initial + num_local` is never more than `top_n`.
@@ -864,6 +865,10 @@ def _wrong_sums(P, W, Importance, M, R, L, K, KT: tl.constexpr, SLIP: tl.constex
         summary = block * R + place
     if SLIP == "one before":
         summary = block * R - 1 + place
+    if SLIP == "too early":
+        summary = block * R - L + place
+    if SLIP == "our sizes":
+        summary = block * 4 - 1 + place
     if SLIP == "from one":
         summary = block * R - (R - 1) - (L - 1) + place
     if SLIP == "first block":
@@ -885,8 +890,10 @@ def _wrong_sums(P, W, Importance, M, R, L, K, KT: tl.constexpr, SLIP: tl.constex
         exists = (summary >= 0) & (summary <= M)
     p = tl.load(P + summary, mask=exists, other=0.0)
     if SLIP == "unweighted":
-        weight = tl.where(place < K, 1.0, 0.0)
-    if SLIP == "nothing added":
+        total = tl.sum(p, axis=0)
+    elif SLIP == "no sum":
+        total = p * weight
+    elif SLIP == "largest":
         total = tl.max(p * weight, axis=0)
     elif SLIP == "mean":
         total = tl.sum(p * weight, axis=0) / tl.sum(weight, axis=0)
@@ -966,6 +973,17 @@ return kernel
             "begin, if only its last piece is in the block?",
         ),
         Misconception(
+            "starting one summary too early",
+            _sums("too early"),
+            "A summary of `L` pieces that begins `L` pieces before the block ends where the block "
+            "begins. Which is the first whose last piece is in the block?",
+        ),
+        Misconception(
+            "taking blocks of 4 pieces and summaries of 2 for all sizes",
+            _sums("our sizes"),
+            "That is right for the chapter's example. What do `R` and `L` say about the others?",
+        ),
+        Misconception(
             "executing the paper's Eq. 9 as it stands",
             _sums("from one"),
             "Eq. 9 counts blocks and summaries from 1, so your program adds up the block before. "
@@ -998,7 +1016,7 @@ return kernel
             "masking only past the last summary",
             _sums("end alone"),
             "The first block has a summary before it, with a negative number. What lies in memory "
-            "before `P`?",
+            "before `P`? If you ask for both ends, join them with `&`: `and` keeps only one.",
         ),
         Misconception(
             "masking only before the first summary",
@@ -1023,8 +1041,14 @@ return kernel
             "Where do the numbers of `W` come in?",
         ),
         Misconception(
+            "storing a tile where one number belongs",
+            _sums("no sum"),
+            "`p * weight` is a tile of `KT` numbers, and the block has one place in `Importance`. "
+            "Which function of `tl` makes one number of a tile?",
+        ),
+        Misconception(
             "taking the largest share in place of the sum",
-            _sums("nothing added"),
+            _sums("largest"),
             "Every summary that touches the block adds to its importance. Which reduction adds?",
         ),
         Misconception(
@@ -1240,7 +1264,7 @@ TRAPS = (
         "forgetting that a gradient may be None",
     ),
     Trap(
-        "a mask keeps them from reading summaries that do not exist",
+        "a mask keeps it from reading summaries that do not exist",
         "block_sums",
         "reading summaries that do not exist",
     ),
