@@ -4,9 +4,13 @@ and what they say with that."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
+from pathlib import Path
 
+import nbformat
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +19,7 @@ from nsa_tutorial import ops
 from nsa_tutorial.course import heads
 from nsa_tutorial.course.exercises import native_sparse_attention as exercises
 from nsa_tutorial.course.judging import judge
+from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong
 from nsa_tutorial.course.widgets import native_sparse_attention as pictures
 from nsa_tutorial.exact import online_softmax
@@ -64,15 +69,6 @@ def test_drawn_weights_make_the_outputs(head: int, top_n: int, window: int) -> N
     assert torch.allclose(sums[1:], torch.ones(3, 512, dtype=torch.float64))
     assert torch.allclose(sums[0, 15:], torch.ones(497, dtype=torch.float64))
     assert (sums[0, :15] == 0).all()  # no summary has ended yet
-
-
-def test_shares_of_a_query_are_all_of_its_attention() -> None:
-    for head, query in ((12, 40), (13, 300), (14, 500)):
-        shares = pictures.query_shares(head, query)
-        assert sum(shares.values()) == pytest.approx(1)
-        assert all(-1e-9 <= share <= 1 for share in shares.values())
-    # its window reaches the start
-    assert pictures.query_shares(12, 40)["window"] == pytest.approx(1)
 
 
 # -- errors and gates --
@@ -252,22 +248,12 @@ def test_bytes_of_a_new_token() -> None:
         assert keys * per_key < moved[name] < keys * per_key + 100_000
 
 
-@pytest.mark.parametrize("which", ["local", "far"])
-def test_trade_off_lines_fall(which: str) -> None:
-    for points in pictures.trade_off(which).values():
-        loads, errors = zip(*points, strict=True)
-        assert list(loads) == sorted(loads)
-        assert list(errors) == sorted(errors, reverse=True)
-
-
 # -- the pictures --
 
 PICTURES = {
     "views": pictures.draw_views,
     "views, gates given": lambda: pictures.draw_views(3, (0.5, 0.0, 1.0), 8, 16),
-    "one query": pictures.draw_query,
     "schemes": pictures.draw_schemes,
-    "trade-off": pictures.draw_trade_off,
     "costs": pictures.draw_costs,
     "gates": lambda: pictures.draw_gates(0.5, 0.5, 0.5),
     "gates, everything loaded": lambda: pictures.draw_gates(1.0, 1.0, 1.0, 512, 32),
@@ -293,28 +279,9 @@ def test_findings_carry_computed_numbers() -> None:
     numbers = [f"{100 * schemes[name]:.0f}%" for name in told]
     positions = [pictures.draw_schemes().finding.index(number) for number in numbers]
     assert positions == sorted(positions)
-    share = pictures.query_shares(13, 300)["neither"]
-    assert pictures.draw_query(13, 300).finding.endswith(f"{100 * share:.0f}% in neither")
     parts = pictures.operations(65_536)
     summaries = (parts["choice"] + parts["compression"]) / sum(parts.values())
     assert f"{100 * summaries:.0f}%" in pictures.draw_costs().finding
-
-
-def test_the_magnified_query_wants_what_the_window_misses() -> None:
-    """Its largest weight is outside the window and on the list, and gates of its own, which a
-    sigmoid can give, bring it near."""
-    v, head, t = pictures.views(), pictures.FAR, pictures.QUERY
-    _, selected, window, dense = pictures.weights_by_branch(head)[:, t]
-    wanted = dense.argmax()
-    assert window[wanted] == 0 < selected[wanted]
-    A, y = v.outputs[:, 0, t, head].T.double(), v.dense[0, t, head].double()
-    gates = torch.linalg.lstsq(A, y[:, None]).solution[:, 0]
-    assert ((gates > 0) & (gates < 1)).all() and not 0.9 < gates.sum() < 1.1
-    errors = [
-        ((A @ g - y).norm() / y.norm()).item()
-        for g in (torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64), gates)
-    ]
-    assert errors[0] > 1 and errors[1] < 0.1
 
 
 def test_gates_alone_give_the_branch_alone() -> None:
@@ -362,6 +329,92 @@ def test_the_errors_stay_inside_the_picture(window: int, top_n: int) -> None:
     sheet = pictures.draw_gates(1.0, 1.0, 1.0, window, top_n).figure.axes[0]
     highest = min(path.vertices[:, 1].min() for path in sheet.collections[1].get_paths()[:4])
     assert highest >= 0.62, "inches from the upper edge of the sheet"
+
+
+# -- the finale --
+
+
+class Reads(torch.nn.Module):
+    """Knows the task: finds the name that is asked for among the latest `reach` entries."""
+
+    def __init__(self, reach: int) -> None:
+        super().__init__()
+        self.reach = reach
+
+    def forward(self, x: Tensor) -> Tensor:
+        names, numbers, wanted = x.split((64, 16, 64), -1)
+        back = torch.arange(256)[:, None] - torch.arange(256)
+        similar = (wanted @ names.mT).masked_fill((back < 0) | (back >= self.reach), -1)
+        return numbers.gather(1, similar.argmax(-1, keepdim=True).expand(-1, -1, 16))
+
+
+def test_a_phone_book_asks_for_what_stands_in_it() -> None:
+    """The name that is asked for is that of the entry `back` before, and its number the answer."""
+    book = pictures.phone_book(3, torch.Generator().manual_seed(0))
+    assert book.x.shape == (3, 256, 144)
+    assert ((book.back >= 0) & (book.back <= torch.arange(256))).all()
+    assert (book.back >= 96).float().mean() > 0.2, "many answers stand far back"
+    names, numbers, wanted = book.x.split((64, 16, 64), -1)
+    asked = torch.arange(256) - book.back
+    assert torch.equal(wanted, names.gather(1, asked[..., None].expand_as(names)))
+    assert torch.equal(numbers.argmax(-1).gather(1, asked), book.answer)
+
+
+def test_shares_of_right_answers() -> None:
+    """Who reads everything is always right; who reads a window, up to its end, and then as often
+    as a blind guess."""
+    everything, window = Reads(256), Reads(96)
+    assert pictures.share_right(everything, 0) == 100
+    assert pictures.share_right(window, 0, 96) == 100
+    assert pictures.share_right(window, 96) == pytest.approx(100 / 16, abs=3)
+    finding = pictures.draw_recall({"dense": everything, "window": window}).finding
+    assert "dense 100%" in finding
+    assert f"window {pictures.share_right(window, 96):.0f}%" in finding
+
+
+@pytest.fixture(scope="module")
+def chapter() -> dict[str, object]:
+    """What the chapter's cells define: NSA in 40 lines, the layer, and the window."""
+    path = Path(__file__).resolve().parents[2] / "notebooks" / "08_native_sparse_attention.ipynb"
+    cells = {cell.id: cell.source for cell in nbformat.read(path, as_version=4).cells}
+    names: dict[str, object] = {"math": math, "torch": torch, "nn": torch.nn, "pictures": pictures}
+    for name in ("nsa-compression", "nsa-choice", "nsa-whole", "tiny-layer"):
+        exec(cells[name], names)
+    return names
+
+
+@pytest.mark.parametrize(("N", "block_size", "top_n"), [(64, 8, 6), (48, 4, 5), (60, 12, 3)])
+def test_forty_lines_are_the_operator(chapter: dict, N: int, block_size: int, top_n: int) -> None:
+    g = torch.Generator().manual_seed(5)
+    q, k, v = torch.randn(3, 2, N, 8, generator=g)
+    gates = torch.rand(3, 2, N, generator=g)
+    sizes = {"block_size": block_size, "window_size": 7}
+    found = chapter["nsa"](q, k, v, gates, top_n=top_n, **sizes)
+    expected = ops.native_sparse_attention(
+        *(x[:, :, None] for x in (q, k, v)), *gates[..., None], block_counts=top_n,
+        length=block_size, stride=block_size, **sizes,
+    )  # fmt: skip
+    torch.testing.assert_close(found, expected[:, :, 0], rtol=0, atol=1e-5)
+
+
+def test_no_query_of_the_finale_loads_more_than_the_window(chapter: dict) -> None:
+    """Summaries, listed keys and the window, with the sizes that `nsa` has by default."""
+    sizes = {name: p.default for name, p in signature(chapter["nsa"]).parameters.items()}
+    block_size, top_n = sizes["block_size"], sizes["top_n"]
+    loaded = pictures.ENTRIES // block_size + top_n * block_size + sizes["window_size"]
+    assert loaded == pictures.BUDGET
+
+
+def test_nsa_answers_from_afar(chapter: dict) -> None:
+    """The finale's claim, with another start of the weights than the chapter's."""
+    layer = chapter["Layer"](chapter["nsa"])
+    torch.manual_seed(7)
+    for part in layer.children():
+        part.reset_parameters()
+    pictures.train(layer)
+    assert pictures.share_right(layer, 96) > 75
+    assert pictures.share_right(layer, 96, is_open=(1, 0, 1)) < 15
+    assert pictures.share_right(layer, 96, is_open=(0, 1, 1)) > 75
 
 
 # -- the implementations that the property exercise judges --
@@ -637,6 +690,56 @@ TYPED = [
 )
 def test_what_a_reader_would_type_is_recognised(name: str, typed: Callable, mistake: str) -> None:
     assert judge(EXERCISES[name], typed).misconception == mistake
+
+
+def gates_first() -> object:
+    @triton.jit
+    def kernel(Gates, Outputs, Sum, R, DV, BLOCK: tl.constexpr):
+        row = tl.program_id(0)
+        column = tl.arange(0, BLOCK)
+        total = tl.zeros([BLOCK], tl.float32)
+        for branch in tl.static_range(3):
+            at = (branch * R + row) * DV + column
+            o = tl.load(Outputs + at, mask=column < DV)
+            total = total + o * tl.load(Gates + R * branch + row)
+        tl.store(Sum + row * DV + column, total, mask=column < DV)
+
+    return kernel
+
+
+def three_to_a_row() -> object:
+    @triton.jit
+    def kernel(Gates, Outputs, Sum, R, DV, BLOCK: tl.constexpr):
+        row = tl.program_id(0)
+        column = tl.arange(0, BLOCK)
+        total = tl.zeros([BLOCK], tl.float32)
+        for branch in range(3):
+            gate = tl.load(Gates + 3 * row + branch)
+            o = tl.load(Outputs + (branch * R + row) * DV + column, mask=column < DV, other=0.0)
+            total += gate * o
+        tl.store(Sum + row * DV + column, total, mask=column < DV)
+
+    return kernel
+
+
+@pytest.mark.parametrize(
+    ("typed", "outcome", "mistake"),
+    [
+        (gates_first, "right", None),
+        (three_to_a_row, "misconception", "reading the three gates of a row as neighbours"),
+    ],
+    ids=["another order", "gates side by side"],
+)
+def test_kernels_that_a_reader_would_type(
+    typed: Callable, outcome: str, mistake: str | None
+) -> None:
+    e = EXERCISES["gated_kernel"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    verdict = judge(e, typed)
+    assert verdict.outcome == outcome
+    if mistake is not None:
+        assert verdict.misconception == mistake
 
 
 def test_thoughts_about_guesses_hold() -> None:

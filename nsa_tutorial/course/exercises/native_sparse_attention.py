@@ -1,18 +1,24 @@
-"""Exercises of chapter 08: the gated sum, what is loaded, a test that finds broken implementations,
-and the whole."""
+"""Exercises of chapter 08: the gated sum, the whole, a test that finds broken implementations, the
+gated sum as a kernel, and what is loaded."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
+import textwrap
 from collections.abc import Callable
+from types import CodeType
 
 import torch
 from torch import Tensor
 
 from nsa_tutorial import ops
 from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import slip, together
 from nsa_tutorial.exact import grouped_query_attention as gqa
+from nsa_tutorial.runtime import environment
 
 Slips = frozenset[str]
 
@@ -1064,7 +1070,227 @@ the parts are yours to put together. (The first and the two latest blocks are fo
 )
 
 
-EXERCISES = (_GATED_SUM, _KEYS_LOADED, _SELECTS_LIKE_DENSE, _THREE_BRANCHES)
+# -- gated_kernel --
+
+_GUARD = -77.0  # in the memory behind the output: it must stay
+
+
+def gated_kernel() -> object:
+    """The kernel of the gated sum; a program has one row, which is one head of one token."""
+
+    @triton.jit
+    def kernel(Gates, Outputs, Sum, R, DV, BLOCK: tl.constexpr):
+        row = tl.program_id(0)
+        column = tl.arange(0, BLOCK)  # BLOCK is a power of two, DV need not be
+        total = tl.zeros([BLOCK], tl.float32)
+        for branch in range(3):
+            here = branch * R + row
+            gate = tl.load(Gates + here)
+            o = tl.load(Outputs + here * DV + column, mask=column < DV, other=0.0)
+            total += gate * o
+        tl.store(Sum + row * DV + column, total, mask=column < DV)
+
+    return kernel
+
+
+_GIVEN = """
+@triton.jit
+def kernel(Gates, Outputs, Sum, R, DV, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    ...
+"""
+
+
+def _is_given(kernel: object) -> bool:
+    """Whether a kernel is the chapter's, not completed, but for comments and spaces."""
+    try:
+        source = textwrap.dedent(inspect.getsource(kernel.fn))
+        return ast.dump(ast.parse(source)) == ast.dump(ast.parse(_GIVEN))
+    except (AttributeError, OSError, TypeError, SyntaxError):
+        return False  # written in another way
+
+
+def _run_gated(solution: Callable, R: int, DV: int) -> tuple[Tensor, str]:
+    """Launch the kernel; behind `Sum` lie numbers that must stay."""
+    kernel = solution()
+    if kernel is None:
+        if any(isinstance(c, CodeType) for c in solution.__code__.co_consts):
+            raise TypeError("gated_kernel defines a kernel and returns None: `return kernel`")
+        raise NotImplementedError("there is no kernel yet")
+    if not hasattr(kernel, "run"):
+        raise TypeError("the kernel is not decorated with @triton.jit")
+    if _is_given(kernel):
+        raise NotImplementedError("the kernel is as it was given")
+    device, BLOCK = environment.detect().device, triton.next_power_of_2(DV)
+    gates = _random(3, R, seed=R).abs().to(device)
+    # behind each, numbers of the same kind: a load past the end gives no error
+    outputs = _random(3 * R * DV + 64 * BLOCK, seed=DV).to(device)
+    o = torch.full((R * DV + 64 * BLOCK,), _GUARD, device=device)
+    kernel[R,](gates, outputs, o, R, DV, BLOCK=BLOCK)
+    intact = bool((o[R * DV :] == _GUARD).all())
+    return o[: R * DV].view(R, DV).cpu(), "in bounds" if intact else "stored past the end of Sum"
+
+
+@triton.jit
+def _wrong_gated(
+    Gates, Outputs, Sum, R, DV,
+    BLOCK: tl.constexpr, GATE: tl.constexpr, ROW: tl.constexpr, SUM: tl.constexpr,
+    STORE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for branch in range(3):
+        here = branch * R + row
+        gate = tl.load(Gates + here)
+        if GATE == "first gate":
+            gate = tl.load(Gates + row)
+        elif GATE == "gates side by side":
+            gate = tl.load(Gates + row * 3 + branch)
+        elif GATE == "no gate":
+            gate = 1.0
+        elif GATE == "sigmoid":
+            gate = 1 / (1 + tl.exp(-gate))
+        start = here * DV
+        if ROW == "first output":
+            start = row * DV
+        elif ROW == "rows of one number":
+            start = here
+        elif ROW == "rows of BLOCK numbers":
+            start = here * BLOCK
+        o = tl.load(Outputs + start + column, mask=column < DV, other=0.0)
+        if SUM == "overwritten":
+            total = gate * o
+        else:
+            total += gate * o
+    if STORE == "everything":
+        tl.store(Sum + row * DV + column, total)
+    elif STORE == "in one place":
+        tl.store(Sum + column, total, mask=column < DV)
+    else:
+        tl.store(Sum + row * DV + column, total, mask=column < DV)
+
+
+_GATE_SLIPS = {"first gate", "gates side by side", "no gate", "sigmoid"}
+_ROW_SLIPS = {"first output", "rows of one number", "rows of BLOCK numbers"}
+_SUM_SLIPS = {"overwritten"}
+_STORE_SLIPS = {"everything", "in one place"}
+
+
+class _Mistaken:
+    """`_wrong_gated` with its slips chosen; launched like a kernel."""
+
+    def __init__(self, slips: Slips) -> None:
+        self.run = None
+        parts = {"GATE": _GATE_SLIPS, "ROW": _ROW_SLIPS, "SUM": _SUM_SLIPS, "STORE": _STORE_SLIPS}
+        self.slips = {
+            part: next((name for name in slips if name in names), "right")
+            for part, names in parts.items()
+        }
+
+    def __getitem__(self, grid: tuple) -> Callable:
+        return lambda *args, **sizes: _wrong_gated[grid](*args, **self.slips, **sizes)
+
+
+_KERNEL_MISTAKES = (
+    Misconception(
+        "loading the first branch's gate for all three",
+        slip(_Mistaken, "first gate"),
+        "`Gates` is `[3, R]`, and `Gates + row` stays in its first row. How many numbers lie "
+        "between a row's gate of one branch and of the next?",
+    ),
+    Misconception(
+        "reading the three gates of a row as neighbours",
+        slip(_Mistaken, "gates side by side"),
+        "`Gates` is `[3, R]`, so all gates of compression come first. Where does the gate of "
+        "branch 1 and row 0 stand?",
+    ),
+    Misconception(
+        "adding up the outputs without their gates",
+        slip(_Mistaken, "no gate"),
+        "What all three branches see is then counted three times. Which number belongs to each "
+        "output?",
+    ),
+    Misconception(
+        "applying the sigmoid once more",
+        slip(_Mistaken, "sigmoid"),
+        "The gates come out of the layer's sigmoid already. What would a gate of 0 become?",
+    ),
+    Misconception(
+        "loading the first branch's output three times",
+        slip(_Mistaken, "first output"),
+        "`Outputs` is `[3, R, DV]`. How many numbers lie between the output of one branch and of "
+        "the next?",
+    ),
+    Misconception(
+        "moving by one number for each row of an output",
+        slip(_Mistaken, "rows of one number"),
+        "A row of `Outputs` holds `DV` numbers. Where does row 1 begin?",
+    ),
+    Misconception(
+        "taking `BLOCK` for the width of a row in memory",
+        slip(_Mistaken, "rows of BLOCK numbers"),
+        "`BLOCK` is how many lanes the program has. How many numbers does a row have in memory?",
+    ),
+    Misconception(
+        "keeping the last branch only",
+        slip(_Mistaken, "overwritten"),
+        "Each turn of your loop writes `total` anew. What becomes of the branch before?",
+    ),
+    Misconception(
+        "storing the lanes behind the row",
+        slip(_Mistaken, "everything"),
+        "With DV = 3, BLOCK is 4. Whose number does the fourth lane overwrite?",
+    ),
+    Misconception(
+        "storing every row in the same place",
+        slip(_Mistaken, "in one place"),
+        "Every program writes to the first row of `Sum`. Where does row `row` begin?",
+    ),
+)
+
+
+def _gated_case(name: str, R: int, DV: int) -> Case:
+    here = environment.detect()
+    return Case(name, lambda: (R, DV), lambda: here.why_not("triton", here.device))
+
+
+_GATED_KERNEL = Exercise(
+    name="gated_kernel",
+    statement="""
+Complete the kernel of equation 5. `Gates` points to `[3, R]`, `Outputs` to `[3, R, DV]` and `Sum`
+to `[R, DV]`, all contiguous. `R` counts rows: one for each head of each token. The grid has `R`
+programs. A loop over the three branches is missing, and the store behind it: five lines.
+""",
+    minutes=5,
+    difficulty=2,
+    hints=(
+        "Write down where branch 1, row 0 begins: once in `Gates`, once in `Outputs`. Which of "
+        "the numbers `R` and `DV` do you need?",
+        "Before row `row` of branch `branch` lie `branch * R + row` rows. In `Gates` each of them "
+        "is one number, in `Outputs` it is `DV` numbers.",
+        "In the loop: load one gate, load the columns of one row with a mask, and add their "
+        "product to `total`. Behind the loop, store `total` under the same mask: `BLOCK` may be "
+        "more than `DV`.",
+    ),
+    why="Each number of the three outputs is read once and each sum is written once, so no product "
+    "of a gate and an output ever goes through main memory.",
+    solution=gated_kernel,
+    run=_run_gated,
+    misconceptions=_KERNEL_MISTAKES,
+    combine=together(_KERNEL_MISTAKES, _GATE_SLIPS, _ROW_SLIPS, _SUM_SLIPS, _STORE_SLIPS),
+    cases=(
+        _gated_case("one row of four numbers", 1, 4),
+        _gated_case("three rows of four numbers", 3, 4),
+        _gated_case("two rows of three numbers: BLOCK is 4", 2, 3),
+        _gated_case("five rows of five numbers: BLOCK is 8", 5, 5),
+    ),
+)
+
+
+EXERCISES = (_GATED_SUM, _THREE_BRANCHES, _SELECTS_LIKE_DENSE, _GATED_KERNEL, _KEYS_LOADED)
 
 
 # -- two mistakes at once --
@@ -1122,7 +1348,45 @@ def _merged_with_defaults(*arguments: object) -> Tensor:
     return _put_together(frozenset({"by lse", "default sizes"}), *arguments)
 
 
+def _first_gate_and_no_mask() -> object:
+    @triton.jit
+    def kernel(Gates, Outputs, Sum, R, DV, BLOCK: tl.constexpr):
+        row = tl.program_id(0)
+        column = tl.arange(0, BLOCK)
+        total = tl.zeros([BLOCK], tl.float32)
+        for branch in range(3):
+            gate = tl.load(Gates + row)
+            total += gate * tl.load(Outputs + (branch * R + row) * DV + column)
+        tl.store(Sum + row * DV + column, total)
+
+    return kernel
+
+
+def _last_of_rows_of_block() -> object:
+    @triton.jit
+    def kernel(Gates, Outputs, Sum, R, DV, BLOCK: tl.constexpr):
+        row = tl.program_id(0)
+        column = tl.arange(0, BLOCK)
+        total = tl.zeros([BLOCK], tl.float32)
+        for branch in range(3):
+            gate = tl.load(Gates + branch * R + row)
+            total = gate * tl.load(Outputs + (branch * R + row) * BLOCK + column)
+        tl.store(Sum + row * DV + column, total, mask=column < DV)
+
+    return kernel
+
+
 DOUBLES = (
+    Double(
+        "gated_kernel",
+        _first_gate_and_no_mask,
+        ("loading the first branch's gate for all three", "storing the lanes behind the row"),
+    ),
+    Double(
+        "gated_kernel",
+        _last_of_rows_of_block,
+        ("taking `BLOCK` for the width of a row in memory", "keeping the last branch only"),
+    ),
     Double(
         "gated_sum",
         _softmax_of_gates,
@@ -1191,7 +1455,7 @@ TRAPS = (
         "merging the branches by an LSE that counts each summary `stride` times",
     ),
     Trap(
-        "NSA does not use them.",
+        "NSA does not use it: in its layer each branch has keys of its own",
         "three_branches",
         "merging the branches by an LSE that counts each summary `stride` times",
     ),
@@ -1246,10 +1510,19 @@ TRAPS = (
         "not allowing for a gate of None",
     ),
     Trap(
-        "with 0 in place of `None`, the summaries are computed, choose the blocks, and say nothing "
-        "themselves",
+        "A gate of `None` leaves its branch out: it is not even computed.",
         "gated_sum",
         "taking None for a gate of 1",
+    ),
+    Trap(
+        "Each output is multiplied by its gate, and the three are added up",
+        "gated_kernel",
+        "keeping the last branch only",
+    ),
+    Trap(
+        "a `mask` says which lanes may",
+        "gated_kernel",
+        "storing the lanes behind the row",
     ),
     Trap(
         "list every block, or open the window as far as the text",
@@ -1315,16 +1588,6 @@ PREDICTIONS = (
         tolerance=0.01,
     ),
     Prediction(
-        "busiest_branch",
-        "Which branch loads most: compression, selection or window?",
-        "The list and the window stay as they are when the text grows; the summaries grow with it.",
-        (
-            ("selection", "16 blocks of 64 are 1,024 keys, in a text of any length."),
-            ("window", "The window has 512 keys, in a text of any length."),
-        ),
-        choices=("compression", "selection", "window"),
-    ),
-    Prediction(
         "error_of_the_sum",
         "How far is the plain sum of the three outputs from dense attention, in percent?",
         "What all three branches see is counted three times, so the output is more than twice as "
@@ -1350,20 +1613,30 @@ PREDICTIONS = (
         ),
     ),
     Prediction(
-        "smallest_part",
-        "Which part of the layer has the fewest parameters: q, k, v, o, gate, compress_k or "
-        "compress_v?",
-        "The gates' network has only 64 numbers between a token's vector and its 192 gates.",
+        "far_with_window",
+        "How many percent of the far numbers does the window of 96 keys get right?",
+        "No key that holds the answer is inside the window, so a blind guess among 16 numbers is "
+        "all that is left.",
         (
-            ("q", "It maps 2,560 numbers to 64 heads of 192: more than 31 million."),
-            ("o", "It maps 64 heads of 128 numbers to 2,560: nearly 21 million."),
-            ("v", "It maps 2,560 numbers to three sets of 4 heads of 128: nearly 4 million."),
-            ("k", "It maps 2,560 numbers to three sets of 4 heads of 192: nearly 6 million."),
-            (
-                lambda guess: guess.startswith("compress"),
-                "It reads 32 tokens of a head at a time, and the width of its network follows.",
-            ),
+            (0, "Nobody knows less than nothing: a blind guess is right once in 16 times."),
+            (lambda guess: 30 <= guess <= 45, "That is the window's share of the keys."),
+            (lambda guess: guess > 45, "The answers stand before the window's first key."),
         ),
-        choices=("q", "k", "v", "o", "gate", "compress_k", "compress_v"),
+        unit="%",
+        tolerance=0.3,
+    ),
+    Prediction(
+        "needed_gate",
+        "After training, which gate do the far answers need: compression, selection or window?",
+        "Only the list brings a far entry itself; a summary mixes it with its neighbours.",
+        (
+            (
+                "compression",
+                "A summary's value is the mean of eight numbers. Its weights are needed, to choose "
+                "the blocks, and they do not pass the gate.",
+            ),
+            ("window", "The window ends 15 entries back."),
+        ),
+        choices=("compression", "selection", "window"),
     ),
 )

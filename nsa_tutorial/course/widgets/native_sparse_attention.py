@@ -2,23 +2,28 @@
 it costs.
 
 `views` runs the three branches on the stored heads and keeps their outputs. `relative_error`,
-`fit_gates`, `schemes` and `trade_off` compute from them, `operations` and `new_token_bytes` count,
-the `draw_*` functions draw, and `explore` puts sliders on gates, window and list. The text is 512
-bytes long, with blocks of 16 and summaries of 16 every 8; a long model has the paper's settings
-(arXiv 2502.11089, section 4.1).
+`fit_gates` and `schemes` compute from them, `operations` and `new_token_bytes` count, the `draw_*`
+functions draw, and `explore` puts sliders on gates, window and list. The text is 512 bytes long,
+with blocks of 16 and summaries of 16 every 8; a long model has the paper's settings (arXiv
+2502.11089, section 4.1). `phone_book` makes the finale's task, `train` trains the chapter's models
+on it, and `is_right` tells which answers of theirs are right.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import ipywidgets
 import numpy as np
 import torch
 from matplotlib.axes import Axes
 from torch import Tensor
+from torch.nn.functional import cross_entropy, normalize, one_hot
 
 from nsa_tutorial import ops
 from nsa_tutorial.course import heads
@@ -39,8 +44,7 @@ TOP_N, WINDOW = (3, 4, 6, 8, 12, 16, 32), (8, 16, 32, 64, 128, 256, 512)
 # section 4.1; the branches' settings there are the defaults of `costs`
 MODEL = {"D": 192, "DV": 128, "HQ": 64, "H": 4}
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
-FAR, QUERY = 14, 500  # layer 3 head 6, and a query of it that looks far back
-LOCAL_HEADS, FAR_HEADS = slice(0, 12), slice(12, 16)  # of layers 0 and 2; of layer 3
+FAR = 14  # layer 3 head 6
 BINS = 16  # positions that are averaged in a curve
 
 
@@ -285,9 +289,10 @@ def weights_by_branch(head: int, top_n: int = 4, window: int = 64) -> np.ndarray
 
 
 def _image(weights: np.ndarray) -> np.ndarray:
-    """Weights `[N, N]` for the eye: the largest of each 4 × 4, its square root."""
+    """Weights `[N, N]` for the eye: the largest of each 4 × 4, its cube root, so that a summary's
+    thin weights show beside a token's."""
     N = len(weights)
-    return np.sqrt(weights.reshape(N // 4, 4, N // 4, 4).max((1, 3)))
+    return np.cbrt(weights.reshape(N // 4, 4, N // 4, 4).max((1, 3)))
 
 
 def draw_views(
@@ -325,7 +330,7 @@ def draw_views(
             _image(image),
             cmap=shades(colour),
             vmin=0,
-            vmax=0.6,
+            vmax=0.75,
             extent=(0, 512, 512, 0),
             interpolation="none",
         )
@@ -341,45 +346,6 @@ def draw_views(
         f"{100 * error:.0f}%"
     )
     return Picture(figure, told)
-
-
-def query_shares(
-    head: int = FAR, query: int = QUERY, top_n: int = 4, window: int = 64
-) -> dict[str, float]:
-    """Where dense attention of one query goes: the share inside the window, only in the list, and
-    in neither."""
-    _, selected, latest, dense = weights_by_branch(head, top_n, window)[:, query]
-    near, listed = dense[latest > 0].sum(), dense[(selected > 0) & (latest == 0)].sum()
-    return {"window": near, "only the list": listed, "neither": 1 - near - listed}
-
-
-def draw_query(head: int = FAR, query: int = QUERY, top_n: int = 4, window: int = 64) -> Picture:
-    """One query: what each branch gives every key, gated, one on top of the other; below, what
-    dense attention gives it."""
-    found, v = _heads(), views(top_n, window)
-    weights = weights_by_branch(head, top_n, window)[:, query, : query + 1]
-    gate = fit_gates(v.outputs, v.dense)[:, head].numpy()
-    figure, axes = new_figure(8.5, 3.5)
-    axis = axes[0, 0]
-    key, base = np.arange(query + 1), np.zeros(query + 1)
-    for name, colour, part, g in zip(BRANCHES, COLOURS, weights[:3], gate, strict=True):
-        axis.bar(key, g * part, 1.0, base, color=colour, label=f"{g:.2f} × {name}")
-        base = base + g * part
-    axis.bar(key, -weights[3], 1.0, color=PALETTE["text"], label="dense attention")
-    axis.axhline(0, color=PALETTE["faint"], linewidth=0.8)
-    reach = 1.1 * max(base.max(), weights[3].max())
-    ticks = [t for t in axis.get_yticks() if abs(t) <= reach]
-    axis.set_yticks(ticks, [f"{abs(t):.2f}" for t in ticks])
-    axis.set_ylim(-reach, reach)
-    axis.set_xlim(query - 252, query + 4)
-    axis.set_xlabel(f"key, the last 250 that query {query} sees", fontsize=9)
-    axis.set_ylabel("weight: dense below, gated above", fontsize=9)
-    axis.legend(loc="upper left", fontsize=8, frameon=False, ncols=4)
-    near, listed, neither = (
-        f"{100 * share:.0f}%" for share in query_shares(head, query, top_n, window).values()
-    )
-    told = f"{near} of its attention in the window, {listed} in the list only, {neither} in neither"
-    return Picture(figure, f"{found.labels[head].capitalize()}, query {query}: {told}")
 
 
 # -- how near the sum comes --
@@ -413,90 +379,6 @@ def draw_schemes(top_n: int = 4, window: int = 64) -> Picture:
     return Picture(figure, told + f"gates for each token {100 * per_token:.0f}% at best")
 
 
-@functools.cache
-def trade_off(which: str = "local") -> dict[str, list[tuple[float, float]]]:
-    """`(keys a query loads, relative error)`, mean over queries and over the local or the far
-    heads, along three ways.
-
-    The window alone; the list, together with the summaries from which it is chosen; all three under
-    the best constant gates, of all lists and windows those that are better, by a tenth of the error
-    at least, than any cheaper choice.
-    """
-    group = LOCAL_HEADS if which == "local" else FAR_HEADS
-    found = {
-        "window alone": [],
-        "list, chosen from summaries": [],
-        "all three, best constant gates": [],
-    }
-
-    def error(o: Tensor) -> float:
-        return relative_error(o, _dense())[group].mean().item()
-
-    for window in WINDOW[:-1]:
-        found["window alone"].append(
-            (entries(4, window)["window"], error(views(4, window).outputs[2]))
-        )
-    for top_n in TOP_N[:-1]:
-        loaded = entries(top_n)
-        found["list, chosen from summaries"].append(
-            (loaded["compression"] + loaded["selection"], error(views(top_n).outputs[1]))
-        )
-    both = []
-    for top_n, window in product(TOP_N[:-1], WINDOW[:-1]):
-        v = views(top_n, window)
-        both.append(
-            (
-                sum(entries(top_n, window).values()),
-                error(gated(fit_gates(v.outputs, v.dense), v.outputs)),
-            )
-        )
-    for loaded, e in sorted(both):
-        if loaded < dense_entries() and all(
-            e < 0.9 * better for _, better in found["all three, best constant gates"]
-        ):
-            found["all three, best constant gates"].append((loaded, e))
-    return found
-
-
-def draw_trade_off() -> Picture:
-    """Error over keys loaded, one line per way, for the heads that look near and for those that
-    look far."""
-    figure, axes = new_figure(8.5, 3.4, columns=2)
-    titles = {"local": "12 heads of layers 0 and 2: local", "far": "4 heads of layer 3: far"}
-    colours, dense, at = (
-        (PALETTE["window"], PALETTE["selected"], PALETTE["text"]),
-        dense_entries(),
-        {},
-    )
-    for axis, (which, title) in zip(axes[0], titles.items(), strict=True):
-        for (name, points), colour, marker in zip(
-            trade_off(which).items(), colours, "^so", strict=True
-        ):
-            axis.plot(
-                [x for x, _ in points],
-                [100 * y for _, y in points],
-                f"{marker}-",
-                color=colour,
-                markersize=4,
-                label=name,
-            )
-            at[which, name] = np.interp(128, *zip(*points, strict=True))
-        axis.axvline(dense, color=PALETTE["faint"], linestyle="--", linewidth=1)
-        axis.text(
-            dense - 3, 52, f"dense: {dense:.0f}", ha="right", fontsize=8, color=PALETTE["text"]
-        )
-        axis.set_title(title, fontsize=10)
-        axis.set_ylim(0, 100)
-        axis.set_xlim(0, 280)
-        axis.set_xlabel("keys, summaries included, a query loads", fontsize=9)
-    axes[0, 0].set_ylabel("relative error, percent", fontsize=9)
-    axes[0, 0].legend(loc="upper right", bbox_to_anchor=(0.9, 1.0), fontsize=9, frameon=False)
-    numbers = "window {:.0f}%, list {:.0f}%, all three {:.0f}%".format(
-        *(100 * at["far", name] for name in trade_off("far"))
-    )
-    return Picture(figure, f"128 keys a query leave the far heads off by: {numbers}")
-
-
 # -- what it costs --
 
 
@@ -525,10 +407,10 @@ def new_token_bytes(M: int) -> dict[str, int]:
 
 
 def draw_costs() -> Picture:
-    """Operations a token of NSA's parts, and the bytes that one new token moves, beside dense
-    attention."""
-    figure, axes = new_figure(8.5, 3.4, columns=2)
-    left, right = axes[0]
+    """Operations a token of NSA's parts beside dense attention, their shares, and the bytes that
+    one new token moves."""
+    figure, axes = new_figure(10.4, 3.4, columns=3)
+    left, middle, right = axes[0]
     per_token = [{name: flops / N / 1e6 for name, flops in operations(N).items()} for N in LENGTHS]
     dense = [costs.tiled_attention(N, N, **MODEL).flops / N / 1e6 for N in LENGTHS]
     _draw_stacks(left, per_token, dense, "operations a token, million")
@@ -539,7 +421,10 @@ def draw_costs() -> Picture:
         [costs.decode_attention(N, **MODEL).bytes / 2**20 for N in LENGTHS],
         "moved for one new token, MiB",
     )
-    left.legend(fontsize=9, frameon=False, loc="upper left")
+    shares = [{name: 100 * x / sum(one.values()) for name, x in one.items()} for one in per_token]
+    _stack(middle, shares, 0.7, 0.0)
+    middle.set_ylabel("share of NSA's operations, percent", fontsize=9)
+    left.legend(fontsize=8.5, frameon=False, loc="upper left")
     longest = per_token[-1]
     share = (longest["compression"] + longest["choice"]) / sum(longest.values())
     return Picture(
@@ -551,27 +436,125 @@ def draw_costs() -> Picture:
 def _draw_stacks(
     axis: Axes, stacks: list[dict[str, float]], dense: list[float], label: str
 ) -> None:
+    """Dense attention's bars, and beside each NSA's, with how many times less that is."""
+    axis.bar(np.arange(len(dense)) - 0.2, dense, 0.4, color=PALETTE["faint"], label="dense")
+    tops = _stack(axis, stacks, 0.4, 0.2)
+    for i, (whole, ours) in enumerate(zip(dense, tops, strict=True)):
+        look = {"ha": "center", "fontsize": 8, "color": PALETTE["text"]}
+        axis.text(i + 0.26, ours + 0.015 * dense[-1], f"1/{whole / ours:.1f}", **look)
+    axis.set_ylabel(label, fontsize=9)
+
+
+def _stack(axis: Axes, stacks: list[dict[str, float]], width: float, shift: float) -> np.ndarray:
+    """NSA's parts on top of each other, a bar for each of `LENGTHS`; returns their heights."""
     colours = {"choice": "#F6D48A", **dict(zip(BRANCHES, COLOURS, strict=True))}
-    names = {"choice": "choice of blocks, from summaries"}
-    place = np.arange(len(stacks))
-    axis.bar(place - 0.2, dense, 0.4, color=PALETTE["faint"], label="dense")
-    base = np.zeros(len(stacks))
+    place, base = np.arange(len(stacks)), np.zeros(len(stacks))
     for name in stacks[0]:
         size = np.array([stack[name] for stack in stacks])
-        axis.bar(place + 0.2, size, 0.4, base, color=colours[name], label=names.get(name, name))
+        label = "choice of blocks" if name == "choice" else name
+        axis.bar(place + shift, size, width, base, color=colours[name], label=label)
         base = base + size
-    for i, (whole, ours) in enumerate(zip(dense, base, strict=True)):
-        axis.text(
-            i + 0.26,
-            ours + 0.015 * dense[-1],
-            f"1/{whole / ours:.1f}",
-            ha="center",
-            fontsize=8,
-            color=PALETTE["text"],
-        )
     axis.set_xticks(place, [f"{N // 1024}k" for N in LENGTHS])
     axis.set_xlabel("tokens (k = 1,024)", fontsize=9)
-    axis.set_ylabel(label, fontsize=9)
+    return base
+
+
+# -- the finale: a long look back --
+
+ENTRIES, NAME_WIDTH, NUMBERS = 256, 64, 16  # of a phone book; the numbers are 0 to 15
+BUDGET = 96  # keys that a query of either sparse model loads, at most
+BATCH, STEPS, RATE = 4, 150, 0.03  # of the training
+
+
+class Book(NamedTuple):
+    """Phone books: each entry has a name and a number, and asks for an earlier name's number.
+
+    Attributes:
+        x: `[B, ENTRIES, 2 * NAME_WIDTH + NUMBERS]`: the name, the number (1 at its place, 0
+            elsewhere), and the name that is asked for.
+        answer: `[B, ENTRIES]`, the number of that name.
+        back: `[B, ENTRIES]`, how many entries back it stands; 0 is the entry itself.
+    """
+
+    x: Tensor
+    answer: Tensor
+    back: Tensor
+
+
+def phone_book(batch: int, generator: torch.Generator) -> Book:
+    """New books of random names, which have length 1, and random numbers. Each entry asks for one
+    of the entries so far, all equally likely."""
+    shape, place = (batch, ENTRIES), torch.arange(ENTRIES)
+    names = normalize(torch.randn(*shape, NAME_WIDTH, generator=generator), dim=-1)
+    numbers = torch.randint(NUMBERS, shape, generator=generator)
+    asked = (torch.rand(shape, generator=generator) * (place + 1)).long()
+    wanted = names.gather(1, asked[..., None].expand_as(names))
+    x = torch.cat([names, one_hot(numbers, NUMBERS).float(), wanted], -1)
+    return Book(x, numbers.gather(1, asked), place - asked)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tensors are so small here that several threads would mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@_one_thread()
+def train(model: torch.nn.Module, steps: int = STEPS) -> torch.nn.Module:
+    """Train a model, `[B, N, width]` to a score for each number, on new books by Adam."""
+    generator = torch.Generator().manual_seed(1)
+    adam = torch.optim.Adam(model.parameters(), lr=RATE)
+    for _ in range(steps):
+        book = phone_book(BATCH, generator)
+        loss = cross_entropy(model(book.x).flatten(0, 1), book.answer.flatten())
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    return model
+
+
+@_one_thread()
+@torch.no_grad()
+def is_right(model: torch.nn.Module, **options: object) -> tuple[Tensor, Tensor]:
+    """Whether a model's answers on 32 new books are right, and how far back they stand: both
+    `[32, ENTRIES]`."""
+    book = phone_book(32, torch.Generator().manual_seed(2))
+    return model(book.x, **options).argmax(-1) == book.answer, book.back
+
+
+def share_right(model: torch.nn.Module, low: int, high: int = ENTRIES, **options: object) -> float:
+    """The share of right answers, in percent, among those that stand `low` to `high - 1` entries
+    back."""
+    right, back = is_right(model, **options)
+    return 100 * right[(back >= low) & (back < high)].float().mean().item()
+
+
+def draw_recall(models: dict[str, torch.nn.Module]) -> Picture:
+    """How many answers are right, over how far back they stand; a line for each of "dense",
+    "window" and "NSA"."""
+    figure, axes = new_figure(8.0, 3.3)
+    axis = axes[0, 0]
+    looks = {"dense": ("faint", "--"), "window": ("window", "^-"), "NSA": ("selected", "o-")}
+    for name, model in models.items():
+        right, back = is_right(model)
+        shares = [100 * right[back // BINS == i].float().mean() for i in range(ENTRIES // BINS)]
+        middle, (colour, look) = BINS * (np.arange(len(shares)) + 0.5), looks[name]
+        axis.plot(middle, shares, look, color=PALETTE[colour], markersize=4, label=name)
+    axis.axvline(BUDGET, color=PALETTE["text"], linewidth=0.8)
+    axis.text(BUDGET + 2, 58, f"the window of {BUDGET}\nends here", fontsize=9)
+    axis.axhline(100 / NUMBERS, color=PALETTE["faint"], linestyle=":", linewidth=1)
+    axis.text(2, 100 / NUMBERS + 2, f"a blind guess: 1 in {NUMBERS}", fontsize=9)
+    axis.set(xlim=(0, ENTRIES), ylim=(0, 105))
+    axis.set_xlabel("how many entries back the answer stands", fontsize=9)
+    axis.set_ylabel("right answers, percent", fontsize=9)
+    axis.legend(loc="center right", fontsize=9, frameon=False, ncols=len(models))
+    told = ", ".join(f"{name} {share_right(m, BUDGET):.0f}%" for name, m in models.items())
+    return Picture(figure, f"Right answers from {BUDGET} entries back or more: {told}")
 
 
 # -- the interactive --
