@@ -1,0 +1,370 @@
+"""Chapter 11: selected attention with the key blocks outside, forward, in Triton; one program per
+(block of keys, chunk of the queries that list it).
+
+`triton_forward` has one program for each query: it fills a tile with the heads of one group, and
+reads each block anew. Small groups leave such tiles almost empty. Here a program keeps one block,
+and gathers the rows of all queries that list it, so that the tile is always full.
+
+Two kernels. `partial_kernel` attends to one block alone, and stores an output and a log-sum-exp for
+each slot of each list. `merge_kernel` merges the slots of a list. Every partial has a place of its
+own, so nothing depends on the order in which programs run. The partials are as large as `S`
+outputs: `launch` goes through the queries in runs whose partials fit `WORKSPACE`.
+
+There is no backward here (`triton_key_blocks_backward` has it), no factor on the scores of a slot,
+and no argument is checked: `ops` does.
+
+Symbols: those of `triton_forward`; `BR` rows of a step, a row being one query and one head · `E`
+entries of all lists · `P` chunks of the inverse list · `PARTS` parts of `BT` keys in a block.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa_tutorial.exact import online_softmax
+from nsa_tutorial.kernels.triton_tiles import tile_sizes
+from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY, shared_memory
+from nsa_tutorial.sparse import inverse_list
+from nsa_tutorial.sparse.selected_attention import QueryRows
+
+LOG2_E = tl.constexpr(online_softmax.LOG2_E)
+
+WORKSPACE = 2**30  # bytes for the partial outputs of a run of queries
+CHUNK_ROWS = 512  # rows that a program walks, and up to twice as many
+MOST_EDGE = 1024  # entries that a program looks at to find those that see its keys in part
+MERGED_NUMBERS = 2048  # numbers of the partials that a program merges at a time
+# Bytes of a number, most bytes of a token (its key and value, padded): keys and rows of a tile,
+# warps, stages.
+PARTIAL_TABLE = (
+    (2, 512, 128, 64, 4, 3),
+    (2, 768, 64, 64, 4, 2),
+    (2, 1024, 64, 64, 8, 2),
+    (4, 1024, 32, 32, 4, 2),
+    (4, 2048, 16, 32, 4, 1),
+)
+
+
+@triton.jit
+def masked_product(weights, is_seen, tile):
+    """`weights @ tile`, where the weight of what is not seen is 0.
+
+    A weight of 0 hides a number, but not NaN. So what is not finite is left out of the product, and
+    makes NaN of the rows that see it.
+    """
+    is_bad = ~(tl.abs(tile.to(tl.float32)) < float("inf"))
+    if tl.max(is_bad.to(tl.int32)) > 0:
+        clean = tl.where(is_bad, 0.0, tile)
+        product = tl.dot(weights, clean, input_precision="ieee")
+        sees_bad = tl.dot(is_seen.to(tl.float16), is_bad.to(tl.float16))
+        product = tl.where(sees_bad > 0, float("nan"), product)
+    else:
+        product = tl.dot(weights, tile, input_precision="ieee")
+    return product
+
+
+@triton.jit
+def attend(
+    k_tile, v_tile, start, end, num_keys, first_key, part,
+    Q, RowEnd, Entries, Partials, PartialLSE, first, scale_log2, HS, S,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr,
+    PAD: tl.constexpr, MASK: tl.constexpr,
+    DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """Stores the partials of the rows `start … end - 1` of a chunk, `BR` a step. Without `MASK`
+    they all see the whole tile."""
+    width = tl.arange(0, DT)
+    value_width = tl.arange(0, DVT)
+    tokens = tl.arange(0, BT)
+    for step in range(start, end, BR):
+        # -- guard --
+        index = step + tl.arange(0, BR)  # [BR]
+        is_row = index < end
+        entry = tl.load(Entries + first + index // G, mask=is_row, other=0).to(tl.int32)
+        group_row = (
+            entry // S * G + index % G
+        )  # [BR], since an entry is (row * H + head) * S + slot
+
+        # -- load the queries --
+        q_mask = is_row[:, None] & (width < D)
+        q_tile = tl.load(Q + group_row[:, None] * D + width, mask=q_mask, other=0.0)  # [BR, DT]
+
+        # -- scores --
+        acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BR, BT]
+
+        # -- mask --
+        if MASK:
+            row_end = tl.load(RowEnd + entry // HS, mask=is_row, other=0)
+            is_seen = tokens < tl.minimum(row_end - first_key, num_keys)[:, None]  # [BR, BT]
+            acc_s = tl.where(is_seen, acc_s, float("-inf"))
+        elif PAD:
+            acc_s = tl.where(tokens < num_keys, acc_s, float("-inf"))
+
+        # -- softmax --
+        scores_max = tl.max(acc_s, axis=1)  # [BR]
+        # where all scores are -inf, -inf - -inf would be NaN
+        shift = tl.where(scores_max == float("-inf"), 0.0, scores_max * scale_log2)
+        acc_s = tl.exp2(acc_s * scale_log2 - shift[:, None])
+        scores_sum = tl.sum(acc_s, axis=1)
+
+        # -- multiply with the values --
+        p = acc_s.to(v_tile.dtype)
+        if MASK:
+            acc_o = masked_product(p, is_seen, v_tile)
+        else:
+            acc_o = tl.dot(p, v_tile, input_precision="ieee")  # [BR, DVT]
+
+        # -- normalise and store --
+        safe_sum = tl.where(scores_sum == 0.0, 1.0, scores_sum)
+        o_tile = acc_o / safe_sum[:, None]
+        lse = scores_max * scale_log2 + tl.log2(safe_sum)
+        place = (entry * PARTS + part) * G + index % G  # [BR]
+        o_mask = is_row[:, None] & (value_width < DV)
+        o_pointer = Partials + place[:, None] * DV + value_width
+        tl.store(o_pointer, o_tile.to(Partials.dtype.element_ty), mask=o_mask)
+        tl.store(PartialLSE + place, lse, mask=is_row)
+
+
+@triton.jit(do_not_specialize=["S"])  # new lengths, same kernel
+def partial_kernel(
+    Q, K, V, RowEnd, Entries, FirstKey, Head, First, Last, Partials, PartialLSE,
+    scale_log2, H, S,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr,
+    DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Reads `Q [R, H, G, D]`, `K [keys, H, D]`, `V [keys, H, DV]`, `RowEnd [R]`, the inverse list;
+    writes `Partials [R, H, S, PARTS, G, DV]` and `PartialLSE [R, H, S, PARTS, G]`, in base two, for
+    the slots that name a visible block.
+
+    The grid is `(P, PARTS)`.
+    """
+    # -- locate the program --
+    chunk = tl.program_id(0)
+    part = tl.program_id(1)
+    first = tl.load(First + chunk)
+    last = tl.load(Last + chunk)
+    if first == last:
+        return
+    head = tl.load(Head + chunk)
+    first_key = tl.load(FirstKey + chunk) + part * BT
+    num_keys = tl.minimum(BS - part * BT, BT)  # of the tile
+    width = tl.arange(0, DT)
+    value_width = tl.arange(0, DVT)
+    tokens = tl.arange(0, BT)
+
+    # -- load the keys and the values --
+    HS = H * S
+    last_row = tl.load(Entries + last - 1).to(tl.int32) // HS  # it sees most
+    in_sight = tokens < tl.minimum(tl.load(RowEnd + last_row) - first_key, num_keys)
+    key_row = first_key.to(tl.int64) * H + head
+    k_offset = tokens[:, None] * (H * D) + width  # [BT, DT]
+    v_offset = tokens[:, None] * (H * DV) + value_width  # [BT, DVT]
+    k_mask = in_sight[:, None] & (width < D)
+    v_mask = in_sight[:, None] & (value_width < DV)
+    k_tile = tl.load(K + key_row * D + k_offset, mask=k_mask, other=0.0)
+    v_tile = tl.load(V + key_row * DV + v_offset, mask=v_mask, other=0.0)
+
+    # The rows that see the tile in part come first, since entries ascend with their rows. They are
+    # behind a mask, all others go without one.
+    index = first + tl.arange(0, EDGE)  # [EDGE]
+    row = tl.load(Entries + index, mask=index < last, other=0).to(tl.int32) // HS
+    is_partial = (index < last) & (tl.load(RowEnd + row) < first_key + num_keys)
+    num_partial = tl.sum(is_partial.to(tl.int32), axis=0)
+    num_rows = (last - first) * G
+    # more may follow than were looked at: then all rows are masked
+    num_masked = tl.where(num_partial == EDGE, num_rows, num_partial * G)
+    num_masked = tl.minimum(tl.cdiv(num_masked, BR) * BR, num_rows)
+    PAD: tl.constexpr = BS % BT != 0
+    attend(
+        k_tile, v_tile, 0, num_masked, num_keys, first_key, part,
+        Q, RowEnd, Entries, Partials, PartialLSE, first, scale_log2, HS, S,
+        G, D, DV, PARTS, PAD, True, DT, DVT, BT, BR,
+    )  # fmt: skip
+    attend(
+        k_tile, v_tile, num_masked, num_rows, num_keys, first_key, part,
+        Q, RowEnd, Entries, Partials, PartialLSE, first, scale_log2, HS, S,
+        G, D, DV, PARTS, PAD, False, DT, DVT, BT, BR,
+    )  # fmt: skip
+
+
+@triton.jit
+def partials_of(
+    step, block_list, num_visible, S,
+    BS: tl.constexpr, BT: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """The next `BM` partials of a list: their numbers, which of them exist, and which were
+    written, since a key of their part is visible."""
+    index = step + tl.arange(0, BM)  # [BM]
+    exists = index < S * PARTS
+    block_id = tl.load(block_list + index // PARTS, mask=exists, other=-1)
+    # an id may be anything: only one that names a block is multiplied
+    names_block = (block_id >= 0) & (block_id < tl.cdiv(num_visible, BS))
+    start = tl.where(names_block, block_id, 0) * BS + index % PARTS * BT
+    return index, exists, names_block & (start < num_visible)
+
+
+@triton.jit(do_not_specialize=["S"])  # new lengths, same kernel
+def merge_kernel(
+    Partials, PartialLSE, BlockIndices, NumVisible, Output, LSE, H, S,
+    G: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, PARTS: tl.constexpr,
+    DVT: tl.constexpr, BG: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Reads what `partial_kernel` writes, `BlockIndices [R, H, S]` and `NumVisible [R]`; writes
+    `Output [R, H, G, DV]` and `LSE [R, H, G]`.
+
+    The grid is `(R * H, steps of BG heads in a group)`; `BM` partials are taken at a time.
+    """
+    # -- locate the program --
+    row_head = tl.program_id(0)
+    num_visible = tl.load(NumVisible + row_head // H)
+    block_list = BlockIndices + row_head * S
+    group = tl.program_id(1) * BG + tl.arange(0, BG)  # [BG]
+    in_group = group < G
+    value_width = tl.arange(0, DVT)
+    first = row_head * (S * PARTS)
+
+    # -- the largest log-sum-exp --
+    lse_max = tl.full([BM, BG], float("-inf"), tl.float32)
+    num_written = tl.zeros([BM], tl.int32)
+    for step in range(0, S * PARTS, BM):
+        index, exists, is_written = partials_of(
+            step, block_list, num_visible, S, BS, BT, PARTS, BM
+        )  # fmt: skip
+        # read whether written or not, so that this load need not wait for the list
+        place = (first + index)[:, None] * G + group  # [BM, BG]
+        lse_mask = exists[:, None] & in_group
+        lse = tl.load(PartialLSE + place, mask=lse_mask, other=float("-inf"))
+        lse_max = tl.maximum(lse_max, tl.where(is_written[:, None], lse, float("-inf")))
+        num_written += is_written.to(tl.int32)
+    lse_max = tl.max(lse_max, axis=0)  # [BG]
+    shift = tl.where(lse_max == float("-inf"), 0.0, lse_max)
+
+    # -- accumulate --
+    acc_o = tl.zeros([BM, BG, DVT], tl.float32)
+    running_sum = tl.zeros([BM, BG], tl.float32)
+    for step in range(0, S * PARTS, BM):
+        index, exists, is_written = partials_of(
+            step, block_list, num_visible, S, BS, BT, PARTS, BM
+        )  # fmt: skip
+        place = (first + index)[:, None] * G + group  # [BM, BG]
+        mask = is_written[:, None] & in_group
+        lse = tl.load(PartialLSE + place, mask=mask, other=float("-inf"))
+        o_mask = mask[:, :, None] & (value_width < DV)
+        o_tile = tl.load(Partials + place[:, :, None] * DV + value_width, mask=o_mask, other=0.0)
+        p = tl.exp2(lse - shift)  # [BM, BG]
+        running_sum += p
+        acc_o += p[:, :, None] * o_tile.to(tl.float32)
+
+    # -- normalise and store --
+    running_sum = tl.sum(running_sum, axis=0)  # [BG]
+    is_empty = tl.sum(num_written, axis=0) == 0  # no block is visible
+    safe_sum = tl.where(is_empty, 1.0, running_sum)
+    o_tile = tl.sum(acc_o, axis=0) / safe_sum[:, None]  # [BG, DVT]
+    lse = (lse_max + tl.log2(safe_sum)) / LOG2_E  # [BG], -inf for an empty row
+    o_row = row_head.to(tl.int64) * G + group  # [BG]
+    o_mask = in_group[:, None] & (value_width < DV)
+    o_pointer = Output + o_row[:, None] * DV + value_width
+    tl.store(o_pointer, o_tile.to(Output.dtype.element_ty), mask=o_mask)
+    tl.store(LSE + o_row, lse, mask=in_group)
+
+
+def launch(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
+    block_size: int, scale: float, length: int | None = None, **options: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Run both kernels on the lists, for one run of queries after another.
+
+    Args:
+        q, k, v, ids, rows, block_size, scale: as in `selected_attention.forward`.
+        length: entries of a chunk, in place of `CHUNK_ROWS` rows.
+        options: `BT`, `BR`, `num_warps`, `num_stages`, in place of what `partial_options` chooses.
+
+    Returns:
+        `o [B, N, HQ, DV]` in the dtype of `v`, and `lse [B, N, HQ]` in fp32.
+    """
+    # -- sizes --
+    (B, N, HQ, D), (H, DV), BS = q.shape, v.shape[2:], block_size
+    R, G, S = B * N, HQ // H, ids.shape[-1]
+    memory = {"itemsize": q.element_size(), "shared_memory": shared_memory(q.device)}
+    options = partial_options(D, DV, BS, **memory) | options
+    tiles = tile_sizes(G, D, DV)
+    parts = triton.cdiv(BS, options["BT"])
+    widths = {"DT": tiles["DT"], "DVT": tiles["DVT"]}
+    shape = {"G": G, "DV": DV, "BS": BS, "BT": options["BT"], "PARTS": parts}
+    BG = min(triton.next_power_of_2(G), max(1, MERGED_NUMBERS // tiles["DVT"]))
+    BM = max(1, MERGED_NUMBERS // (BG * tiles["DVT"]))
+    BM = min(BM, triton.next_power_of_2(S * parts))
+    length = length or max(1, CHUNK_ROWS // G)
+
+    # -- what is read and written --
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    q_rows, row_end = q.view(R, HQ, D), rows.first_key + rows.num_visible
+    o, lse = v.new_empty(B, N, HQ, DV), v.new_empty(B, N, HQ, dtype=torch.float32)
+    o_rows, lse_rows = o.view(R, HQ, DV), lse.view(R, HQ)
+    run = rows_of_a_run(
+        R, HQ * S * parts * (DV * v.element_size() + 4), HQ * max(D, S * parts * DV)
+    )
+    partials = v.new_empty(run, H, S, parts, G, DV)
+    partial_lse = lse.new_empty(run, H, S, parts, G)
+
+    for start in range(0, R, run):
+        # -- a run of queries --
+        its = slice(start, start + run)
+        run_rows = QueryRows(*(x[its] for x in rows[:3]), rows.num_sequences)
+        inverse = inverse_list.of_lists(
+            ids[its], run_rows, block_size=BS, num_keys=k.shape[0] * k.shape[1]
+        )  # fmt: skip
+        chunks = inverse_list.chunks(inverse, num_heads=H, length=length)
+
+        # -- every chunk --
+        partial_kernel[(len(chunks.first), parts)](
+            q_rows[its], k, v, row_end[its], inverse.entries, chunks.first_key, chunks.head,
+            chunks.first, chunks.last, partials, partial_lse, scale * online_softmax.LOG2_E, H, S,
+            D=D, **shape, **widths, **{x: options[x] for x in options if x != "BT"},
+            EDGE=min(triton.next_power_of_2(BS), MOST_EDGE),
+        )  # fmt: skip
+
+        # -- every list --
+        merge_kernel[(len(run_rows.first_key) * H, triton.cdiv(G, BG))](
+            partials, partial_lse, ids[its], run_rows.num_visible, o_rows[its], lse_rows[its],
+            H, S, **shape, DVT=tiles["DVT"], BG=BG, BM=BM, num_warps=4,
+        )  # fmt: skip
+    return o, lse
+
+
+def rows_of_a_run(R: int, row_bytes: int, row_numbers: int) -> int:
+    """How many of `R` queries to take at a time: equal runs, whose partials fit `WORKSPACE`, and
+    whose offsets fit 32 bits.
+
+    A run is a multiple of 16 queries, so that its tensors begin where the whole ones may: Triton
+    compiles a kernel anew for an address that is no multiple of 16 bytes.
+    """
+    most = min(WORKSPACE // row_bytes, (2**31 - 1) // row_numbers)
+    most = max(16, most // 16 * 16)
+    return triton.cdiv(triton.cdiv(R, triton.cdiv(R, most)), 16) * 16
+
+
+def partial_options(
+    D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
+) -> dict[str, int]:
+    """`BT, BR, num_warps, num_stages` of `partial_kernel`, from `PARTIAL_TABLE`, as far as
+    `shared_memory` allows; arguments as in `triton_tiles.launch_options`."""
+    tiles = tile_sizes(1, D, DV)
+    side = tile_sizes(BS, 1, 1)["GT"]
+    token_bytes = (tiles["DT"] + tiles["DVT"]) * itemsize
+    fitting = [x[2:] for x in PARTIAL_TABLE if itemsize == x[0] and token_bytes <= x[1]]
+    BT, BR, num_warps, num_stages = (fitting or [PARTIAL_TABLE[-1][2:]])[0]
+    BT = min(BT, side)
+    row_bytes = tiles["DT"] * itemsize
+    while BT * token_bytes + BR * (num_stages * row_bytes + 4 * tiles["DVT"]) > shared_memory:
+        if num_stages > 1:
+            num_stages -= 1
+        elif BR > 16:
+            BR //= 2
+        elif BT > 16:
+            BT //= 2
+        else:
+            break  # nothing is left to save: the launch will say what it lacks
+    return {"BT": BT, "BR": BR, "num_warps": num_warps, "num_stages": num_stages}
