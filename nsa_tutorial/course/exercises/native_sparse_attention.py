@@ -1460,7 +1460,7 @@ TRAPS = (
         "merging the branches by an LSE that counts each summary `stride` times",
     ),
     Trap(
-        "the newest summary ends up to 7 tokens ago (the lag of chapter 06)",
+        "the newest summary ends up to 7 tokens ago (chapter 06)",
         "keys_loaded",
         "counting summaries that have begun but not ended",
     ),
