@@ -422,8 +422,11 @@ def test_the_draft_makes_the_first_mistake(name: str) -> None:
     from nsa_tutorial.kernels import tilelang_first_draft
 
     e = EXERCISES[name]
+    first = e.misconceptions[0].name
+    if name in COMPILED:  # looking for the others would compile each
+        e = replace(e, misconceptions=e.misconceptions[:1])
     verdict = judge(e, tilelang_first_draft.MISTAKES[name])
-    assert (verdict.outcome, verdict.misconception) == ("misconception", e.misconceptions[0].name)
+    assert (verdict.outcome, verdict.misconception) == ("misconception", first)
     assert (
         judge(replace(e, misconceptions=()), tilelang_first_draft.MENDED[name]).outcome == "right"
     )
