@@ -8,7 +8,7 @@ and gathers the rows of all queries that list it, so that the tile is always ful
 Two kernels. `partial_kernel` attends to one block alone, and stores an output and a log-sum-exp for
 each slot of each list. `merge_kernel` merges the slots of a list. Every partial has a place of its
 own, so nothing depends on the order in which programs run. The partials are as large as `S`
-outputs: `launch` goes through the queries in runs whose partials fit `WORKSPACE`.
+outputs: `launch` goes through the queries in runs whose partials fit a workspace.
 
 There is no backward here (`triton_key_blocks_backward` has it), no factor on the scores of a slot,
 and no argument is checked: `ops` does.
@@ -25,56 +25,47 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_tutorial.exact import online_softmax
+from nsa_tutorial.kernels.triton_key_block_tiles import (
+    chunk_length,
+    merge_sizes,
+    partial_options,
+    rows_of_a_run,
+)
 from nsa_tutorial.kernels.triton_tiles import tile_sizes
-from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY, shared_memory
+from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse import inverse_list
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
 LOG2_E = tl.constexpr(online_softmax.LOG2_E)
 
-WORKSPACE = 2**30  # bytes for the partial outputs of a run of queries
-CHUNK_ROWS = 512  # rows that a program walks, and up to twice as many
 MOST_EDGE = 1024  # entries that a program looks at to find those that see its keys in part
-MERGED_NUMBERS = 2048  # numbers of the partials that a program merges at a time
-# Bytes of a number, most bytes of a token (its key and value, padded): keys and rows of a tile,
-# warps, stages.
-PARTIAL_TABLE = (
-    (2, 512, 128, 64, 4, 3),
-    (2, 768, 64, 64, 4, 2),
-    (2, 1024, 64, 64, 8, 2),
-    (4, 1024, 32, 32, 4, 2),
-    (4, 2048, 16, 32, 4, 1),
-)
 
 
 @triton.jit
-def masked_product(weights, is_seen, tile):
-    """`weights @ tile`, where the weight of what is not seen is 0.
+def without_bad_numbers(tile, BT: tl.constexpr):
+    """A tile `[BT, …]` with 0 for what is not finite, and the first token of each column that was
+    not; `BT` where there is none.
 
-    A weight of 0 hides a number, but not NaN. So what is not finite is left out of the product, and
-    makes NaN of the rows that see it.
+    A weight of 0 hides a number, but not NaN. Rows see the first tokens of a tile, so this is all
+    that tells which of them see a number that is not finite.
     """
     is_bad = ~(tl.abs(tile.to(tl.float32)) < float("inf"))
-    if tl.max(is_bad.to(tl.int32)) > 0:
-        clean = tl.where(is_bad, 0.0, tile)
-        product = tl.dot(weights, clean, input_precision="ieee")
-        sees_bad = tl.dot(is_seen.to(tl.float16), is_bad.to(tl.float16))
-        product = tl.where(sees_bad > 0, float("nan"), product)
-    else:
-        product = tl.dot(weights, tile, input_precision="ieee")
-    return product
+    first_bad = tl.min(tl.where(is_bad, tl.arange(0, BT)[:, None], BT), axis=0)
+    return tl.where(is_bad, 0.0, tile), first_bad
 
 
 @triton.jit
 def attend(
-    k_tile, v_tile, start, end, num_keys, first_key, part,
+    k_tile, v_tile, first_bad, start, end, num_keys, first_key, part,
     Q, RowEnd, Entries, Partials, PartialLSE, first, scale_log2, HS, S,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr,
     PAD: tl.constexpr, MASK: tl.constexpr,
     DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """Stores the partials of the rows `start … end - 1` of a chunk, `BR` a step. Without `MASK`
-    they all see the whole tile."""
+    """Stores the partials of the rows `start … end - 1` of a chunk, `BR` a step.
+
+    Without `MASK` they all see the whole tile. With it, the values are `without_bad_numbers`.
+    """
     width = tl.arange(0, DT)
     value_width = tl.arange(0, DVT)
     tokens = tl.arange(0, BT)
@@ -97,8 +88,8 @@ def attend(
         # -- mask --
         if MASK:
             row_end = tl.load(RowEnd + entry // HS, mask=is_row, other=0)
-            is_seen = tokens < tl.minimum(row_end - first_key, num_keys)[:, None]  # [BR, BT]
-            acc_s = tl.where(is_seen, acc_s, float("-inf"))
+            num_seen = tl.minimum(row_end - first_key, num_keys)  # [BR]
+            acc_s = tl.where(tokens < num_seen[:, None], acc_s, float("-inf"))
         elif PAD:
             acc_s = tl.where(tokens < num_keys, acc_s, float("-inf"))
 
@@ -110,11 +101,9 @@ def attend(
         scores_sum = tl.sum(acc_s, axis=1)
 
         # -- multiply with the values --
-        p = acc_s.to(v_tile.dtype)
+        acc_o = tl.dot(acc_s.to(v_tile.dtype), v_tile, input_precision="ieee")  # [BR, DVT]
         if MASK:
-            acc_o = masked_product(p, is_seen, v_tile)
-        else:
-            acc_o = tl.dot(p, v_tile, input_precision="ieee")  # [BR, DVT]
+            acc_o = tl.where(num_seen[:, None] > first_bad, float("nan"), acc_o)
 
         # -- normalise and store --
         safe_sum = tl.where(scores_sum == 0.0, 1.0, scores_sum)
@@ -165,6 +154,7 @@ def partial_kernel(
     v_mask = in_sight[:, None] & (value_width < DV)
     k_tile = tl.load(K + key_row * D + k_offset, mask=k_mask, other=0.0)
     v_tile = tl.load(V + key_row * DV + v_offset, mask=v_mask, other=0.0)
+    v_clean, first_bad = without_bad_numbers(v_tile, BT)
 
     # The rows that see the tile in part come first, since entries ascend with their rows. They are
     # behind a mask, all others go without one.
@@ -178,12 +168,12 @@ def partial_kernel(
     num_masked = tl.minimum(tl.cdiv(num_masked, BR) * BR, num_rows)
     PAD: tl.constexpr = BS % BT != 0
     attend(
-        k_tile, v_tile, 0, num_masked, num_keys, first_key, part,
+        k_tile, v_clean, first_bad, 0, num_masked, num_keys, first_key, part,
         Q, RowEnd, Entries, Partials, PartialLSE, first, scale_log2, HS, S,
         G, D, DV, PARTS, PAD, True, DT, DVT, BT, BR,
     )  # fmt: skip
     attend(
-        k_tile, v_tile, num_masked, num_rows, num_keys, first_key, part,
+        k_tile, v_tile, first_bad, num_masked, num_rows, num_keys, first_key, part,
         Q, RowEnd, Entries, Partials, PartialLSE, first, scale_log2, HS, S,
         G, D, DV, PARTS, PAD, False, DT, DVT, BT, BR,
     )  # fmt: skip
@@ -278,7 +268,7 @@ def launch(
 
     Args:
         q, k, v, ids, rows, block_size, scale: as in `selected_attention.forward`.
-        length: entries of a chunk, in place of `CHUNK_ROWS` rows.
+        length: entries of a chunk, in place of what `chunk_length` chooses.
         options: `BT`, `BR`, `num_warps`, `num_stages`, in place of what `partial_options` chooses.
 
     Returns:
@@ -293,10 +283,8 @@ def launch(
     parts = triton.cdiv(BS, options["BT"])
     widths = {"DT": tiles["DT"], "DVT": tiles["DVT"]}
     shape = {"G": G, "DV": DV, "BS": BS, "BT": options["BT"], "PARTS": parts}
-    BG = min(triton.next_power_of_2(G), max(1, MERGED_NUMBERS // tiles["DVT"]))
-    BM = max(1, MERGED_NUMBERS // (BG * tiles["DVT"]))
-    BM = min(BM, triton.next_power_of_2(S * parts))
-    length = length or max(1, CHUNK_ROWS // G)
+    merged = merge_sizes(G, DV, S * parts)
+    length = length or chunk_length(G)
 
     # -- what is read and written --
     q, k, v = (x.contiguous() for x in (q, k, v))
@@ -327,44 +315,8 @@ def launch(
         )  # fmt: skip
 
         # -- every list --
-        merge_kernel[(len(run_rows.first_key) * H, triton.cdiv(G, BG))](
+        merge_kernel[(len(run_rows.first_key) * H, triton.cdiv(G, merged["BG"]))](
             partials, partial_lse, ids[its], run_rows.num_visible, o_rows[its], lse_rows[its],
-            H, S, **shape, DVT=tiles["DVT"], BG=BG, BM=BM, num_warps=4,
+            H, S, **shape, DVT=tiles["DVT"], **merged,
         )  # fmt: skip
     return o, lse
-
-
-def rows_of_a_run(R: int, row_bytes: int, row_numbers: int) -> int:
-    """How many of `R` queries to take at a time: equal runs, whose partials fit `WORKSPACE`, and
-    whose offsets fit 32 bits.
-
-    A run is a multiple of 16 queries, so that its tensors begin where the whole ones may: Triton
-    compiles a kernel anew for an address that is no multiple of 16 bytes.
-    """
-    most = min(WORKSPACE // row_bytes, (2**31 - 1) // row_numbers)
-    most = max(16, most // 16 * 16)
-    return triton.cdiv(triton.cdiv(R, triton.cdiv(R, most)), 16) * 16
-
-
-def partial_options(
-    D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
-) -> dict[str, int]:
-    """`BT, BR, num_warps, num_stages` of `partial_kernel`, from `PARTIAL_TABLE`, as far as
-    `shared_memory` allows; arguments as in `triton_tiles.launch_options`."""
-    tiles = tile_sizes(1, D, DV)
-    side = tile_sizes(BS, 1, 1)["GT"]
-    token_bytes = (tiles["DT"] + tiles["DVT"]) * itemsize
-    fitting = [x[2:] for x in PARTIAL_TABLE if itemsize == x[0] and token_bytes <= x[1]]
-    BT, BR, num_warps, num_stages = (fitting or [PARTIAL_TABLE[-1][2:]])[0]
-    BT = min(BT, side)
-    row_bytes = tiles["DT"] * itemsize
-    while BT * token_bytes + BR * (num_stages * row_bytes + 4 * tiles["DVT"]) > shared_memory:
-        if num_stages > 1:
-            num_stages -= 1
-        elif BR > 16:
-            BR //= 2
-        elif BT > 16:
-            BT //= 2
-        else:
-            break  # nothing is left to save: the launch will say what it lacks
-    return {"BT": BT, "BR": BR, "num_warps": num_warps, "num_stages": num_stages}

@@ -1,0 +1,73 @@
+"""Which tiles, warps and pipeline stages the kernels of `triton_key_blocks` take, by shape, and how
+many queries fit its workspace."""
+
+from __future__ import annotations
+
+from triton import cdiv, next_power_of_2
+
+from nsa_tutorial.kernels.triton_tiles import tile_sizes
+from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY
+
+WORKSPACE = 2**30  # bytes for the partial outputs of a run of queries
+CHUNK_ROWS = 512  # rows that a program walks, and up to twice as many
+MERGED_NUMBERS = 2048  # numbers of the partials that a program merges at a time
+# Bytes of a number, most bytes of a token (its key and value, padded): keys and rows of a tile,
+# warps, stages.
+PARTIAL_TABLE = (
+    (2, 512, 128, 64, 4, 3),
+    (2, 768, 64, 64, 4, 2),
+    (2, 1024, 64, 64, 8, 2),
+    (4, 512, 32, 32, 4, 2),
+    (4, 1024, 32, 16, 4, 1),
+    (4, 2048, 16, 16, 4, 1),
+)
+
+
+def chunk_length(G: int) -> int:
+    """Entries of a chunk, for groups of `G` heads."""
+    return max(1, CHUNK_ROWS // G)
+
+
+def merge_sizes(G: int, DV: int, num_partials: int) -> dict[str, int]:
+    """`BG, BM, num_warps` of `merge_kernel`: heads of a group, and partials of a list, at a
+    time."""
+    DVT = tile_sizes(G, 1, DV)["DVT"]
+    BG = min(next_power_of_2(G), max(1, MERGED_NUMBERS // DVT))
+    BM = min(next_power_of_2(num_partials), max(1, MERGED_NUMBERS // (BG * DVT)))
+    return {"BG": BG, "BM": BM, "num_warps": 4}
+
+
+def rows_of_a_run(R: int, row_bytes: int, row_numbers: int) -> int:
+    """How many of `R` queries to take at a time: equal runs, whose partials fit `WORKSPACE`, and
+    whose offsets fit 32 bits.
+
+    A run is a multiple of 16 queries, so that its tensors begin where the whole ones may: Triton
+    compiles a kernel anew for an address that is no multiple of 16 bytes.
+    """
+    most = min(WORKSPACE // row_bytes, (2**31 - 1) // row_numbers)
+    most = max(16, most // 16 * 16)
+    return cdiv(cdiv(R, cdiv(R, most)), 16) * 16
+
+
+def partial_options(
+    D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
+) -> dict[str, int]:
+    """`BT, BR, num_warps, num_stages` of `partial_kernel`, from `PARTIAL_TABLE`, as far as
+    `shared_memory` allows; arguments as in `triton_tiles.launch_options`."""
+    tiles = tile_sizes(1, D, DV)
+    side = tile_sizes(BS, 1, 1)["GT"]
+    token_bytes = (tiles["DT"] + tiles["DVT"]) * itemsize
+    fitting = [x[2:] for x in PARTIAL_TABLE if itemsize == x[0] and token_bytes <= x[1]]
+    BT, BR, num_warps, num_stages = (fitting or [PARTIAL_TABLE[-1][2:]])[0]
+    BT = min(BT, side)
+    row_bytes = tiles["DT"] * itemsize
+    while BT * token_bytes + BR * (num_stages * row_bytes + 4 * tiles["DVT"]) > shared_memory:
+        if num_stages > 1:
+            num_stages -= 1
+        elif BR > 16:
+            BR //= 2
+        elif BT > 16:
+            BT //= 2
+        else:
+            break  # nothing is left to save: the launch will say what it lacks
+    return {"BT": BT, "BR": BR, "num_warps": num_warps, "num_stages": num_stages}

@@ -1,0 +1,299 @@
+"""Selected attention with the key blocks outside: its partials, its runs of queries, and the same
+rules as all other kernels have."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from places import product, skip_unless_runs
+from selection import Call, Problem, assert_within_budget
+from torch import Tensor
+
+from nsa_tutorial.kernels import triton_key_block_tiles, triton_key_blocks
+from nsa_tutorial.runtime import environment
+from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY
+from nsa_tutorial.sparse.selected_attention import QueryRows, block_list, query_rows
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(environment.detect().triton is None, reason="triton is not installed"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, in the interpreter
+]
+
+on = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+PROBLEMS = {
+    "G 1, widths 16": Problem(B=2, N=20, M=37, H=2, G=1, D=16, DV=16),
+    "G 3, widths 24 and 40": Problem(N=20, M=37, counts="random", own=True),
+    "G 4, width 80": Problem(N=9, M=37, G=4, D=80, DV=80),
+    "G 8, widths 192 and 128": Problem(N=5, M=150, H=1, G=8, D=192, DV=128, BS=64, S=2),
+    "G 20, block of 8": Problem(N=20, M=20, H=1, G=20, D=16, DV=16, BS=8),
+    "block of 12, no power of two": Problem(N=9, M=30, H=3, G=2, D=8, DV=5, BS=12),
+    "block of 200, in parts": Problem(N=4, M=450, H=1, D=16, DV=16, BS=200, S=2),
+    "packed, one empty": Problem(N=35, M=35, cu=(0, 7, 7, 18, 35), own=True),
+    "packed, not causal": Problem(N=21, M=21, cu=(0, 17, 21), causal=False),
+    "not causal, a short last block": Problem(B=2, N=7, M=43, causal=False),
+    "decoding: one query, long cache": Problem(B=2, N=1, M=75),
+    "counts of zero": Problem(N=5, counts=0),
+    "17 slots": Problem(N=3, M=70, H=1, G=2, D=16, DV=16, BS=4, S=17),
+    "large scores": Problem(N=9, M=37, magnitude=60.0),
+    "the same block for many": Problem(N=60, M=60, H=1, G=2, D=16, DV=16, BS=64, S=1, own=True),
+}
+IN_16_BITS = ("G 1, widths 16", "packed, one empty", "large scores")
+
+
+def lists_of(call: Call, problem: Problem) -> tuple[Tensor, QueryRows]:
+    given = call.options
+    rows = query_rows(
+        problem.B, problem.N, problem.M, causal=given["causal"], cu_seqlens=given["cu_seqlens"],
+        device=call.q.device,
+    )  # fmt: skip
+    lists = {"block_counts": given["block_counts"], "include_own_block": given["include_own_block"]}
+    return block_list(call.ids, rows, block_size=problem.BS, **lists), rows
+
+
+def run(call: Call, problem: Problem, **options: int) -> tuple[Tensor, Tensor]:
+    sizes = {"block_size": problem.BS, "scale": problem.D**-0.5}
+    lists = lists_of(call, problem)
+    return triton_key_blocks.launch(call.q, call.k, call.v, *lists, **sizes, **options)
+
+
+def assert_right(call: Call, problem: Problem, **options: int) -> tuple[Tensor, Tensor]:
+    o, lse = run(call, problem, **options)
+    (o_true, lse_true), (o_plain, lse_plain) = call.truth(), call.plain()
+    assert o.dtype == call.v.dtype
+    assert lse.dtype == torch.float32
+    assert_within_budget(o, o_true, o_plain, "o")
+    assert_within_budget(lse, lse_true, lse_plain, "lse")
+    return o, lse
+
+
+@product("problem", PROBLEMS, ["triton"], {torch.float32: PROBLEMS, torch.float16: IN_16_BITS})
+def test_error_budget(problem: Problem, dtype: torch.dtype, backend: str, device: str) -> None:
+    skip_unless_runs(backend, device, dtype)
+    assert_right(problem.make(dtype, device), problem)
+
+
+@on
+@pytest.mark.parametrize("length", [1, 3])
+def test_short_chunks(length: int, device: str) -> None:
+    """A block's queries over several programs; those that see it in part may be in each."""
+    skip_unless_runs("triton", device)
+    problem = PROBLEMS["the same block for many"]
+    assert_right(problem.make(device=device), problem, length=length)
+
+
+@on
+def test_more_partial_views_than_a_program_looks_for(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then all of its rows go behind the mask."""
+    skip_unless_runs("triton", device)
+    monkeypatch.setattr(triton_key_blocks, "MOST_EDGE", 2)
+    problem = PROBLEMS["the same block for many"]
+    assert_right(problem.make(device=device), problem)
+
+
+@on
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(B=2, N=40, M=44, own=True),
+        Problem(N=70, M=70, cu=(0, 7, 7, 36, 70), own=True),
+        Problem(N=33, M=40, BS=5, causal=False),
+    ],
+    ids=["batch", "packed", "not causal"],
+)
+def test_runs_of_queries(problem: Problem, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workspace of one byte makes runs of 16 queries, and changes nothing."""
+    skip_unless_runs("triton", device)
+    call = problem.make(device=device)
+    o, lse = assert_right(call, problem)
+    monkeypatch.setattr(triton_key_block_tiles, "WORKSPACE", 1)
+    o_in_runs, lse_in_runs = run(call, problem)
+    torch.testing.assert_close((o, lse), (o_in_runs, lse_in_runs))
+
+
+@pytest.mark.parametrize("R", [1, 16, 17, 1000, 65536])
+@pytest.mark.parametrize("row_bytes", [40, 2**17, 2**29])
+def test_runs_cover_all_queries(R: int, row_bytes: int) -> None:
+    """In equal runs that start at multiples of 16, and fit, if 16 queries do."""
+    rows = triton_key_block_tiles.rows_of_a_run(R, row_bytes, row_bytes // 2)
+    assert rows % 16 == 0
+    assert rows == 16 or rows * row_bytes <= triton_key_block_tiles.WORKSPACE
+    assert rows == 16 or rows * (row_bytes // 2) < 2**31
+    assert rows < R + 16
+
+
+@on
+@pytest.mark.parametrize("BT", [16, 32])
+def test_any_part_gives_the_same(BT: int, device: str) -> None:
+    """A part may be shorter than a block, and need not divide it."""
+    skip_unless_runs("triton", device)
+    problem = Problem(N=20, M=70, H=1, D=16, DV=16, BS=40, S=2, own=True)
+    assert_right(problem.make(device=device), problem, BT=BT)
+
+
+@on
+def test_a_repeated_block_counts_twice(device: str) -> None:
+    """The caller's error, but one with a defined result."""
+    skip_unless_runs("triton", device)
+    problem = Problem(N=20, M=20, D=16, DV=16, BS=16, S=2)
+    ids = torch.tensor([1, 1], dtype=torch.int32, device=device).expand(1, 20, 2, 2)
+    call = problem.make(device=device).having(ids=ids)
+    o, twice = run(call, problem)
+    once_o, once = run(call.having(ids=ids[..., :1]), replace(problem, S=1))
+    torch.testing.assert_close(o, once_o)
+    torch.testing.assert_close(twice, once + math.log(2))
+
+
+@on
+@pytest.mark.parametrize(
+    "ids",
+    [[-1, -1, -1], [3, 5, 99], [2**31 - 1, -7, -(2**31)]],
+    ids=["only holes", "only future blocks", "extreme ids"],
+)
+def test_empty_rows(ids: list[int], device: str) -> None:
+    """Whatever stands in the workspace: no partial of theirs was written."""
+    skip_unless_runs("triton", device)
+    problem = Problem(N=9, M=9, S=3)
+    lists = torch.tensor(ids, dtype=torch.int32, device=device).expand(1, 9, 2, 3)
+    o, lse = run(problem.make(device=device).having(ids=lists), problem)
+    assert torch.equal(o, torch.zeros_like(o))
+    assert torch.equal(lse, torch.full_like(lse, -torch.inf))
+
+
+NUMBERS = (math.nan, math.inf, -math.inf)
+SPOILED = Problem(N=12, M=40, G=2, D=16, DV=16, own=True, S=2)
+KEY, QUERY = 30, 2  # the query at position 30 and later ones may see the key
+
+
+@on
+@pytest.mark.parametrize("where", "qkv")
+@pytest.mark.parametrize("number", NUMBERS, ids=str)
+def test_what_is_not_finite_spoils_who_sees_it(number: float, where: str, device: str) -> None:
+    """And leaves all others the same to the bit, also those that see other keys of its block."""
+    skip_unless_runs("triton", device)
+    call = SPOILED.make(device=device)
+    o_clean, lse_clean = run(call, SPOILED)
+    tensors = {name: getattr(call, name).clone() for name in "qkv"}
+    tensors[where][0, QUERY if where == "q" else KEY, 0, 1] = number
+    spoiled = call.having(**tensors)
+    o, lse = run(spoiled, SPOILED)
+    o_right, lse_right = spoiled.run("reference")
+    assert not o_right.isfinite().all(), "nobody sees the number: the case is none"
+    assert torch.equal(o.isfinite(), o_right.isfinite())
+    finite = o_right.isfinite()
+    torch.testing.assert_close(o[finite], o_right[finite], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, lse_right, atol=1e-5, rtol=1e-5, equal_nan=True)
+    if where == "q":
+        blind = torch.ones_like(lse, dtype=torch.bool)
+        blind[0, QUERY, 0] = False
+    else:
+        blind = ~call.mask()[..., KEY].repeat_interleave(SPOILED.G, 2)
+    assert torch.equal(o[blind], o_clean[blind])
+    assert torch.equal(lse[blind], lse_clean[blind])
+    if where == "v":
+        assert torch.equal(lse, lse_clean), "a value reached the log-sum-exp"
+
+
+@on
+def test_hidden_numbers_do_not_leak(device: str) -> None:
+    """NaN in every key and infinity in every value that a row does not see."""
+    skip_unless_runs("triton", device)
+    call = SPOILED.make(device=device)
+    o, lse = run(call, SPOILED)
+    for row in (QUERY, SPOILED.N - 1):
+        hidden = ~call.mask()[0, row].T[None, ..., None]  # [1, M, H, 1]
+        k, v = call.k.masked_fill(hidden, math.nan), call.v.masked_fill(hidden, math.inf)
+        o_after, lse_after = run(call.having(k=k, v=v), SPOILED)
+        assert torch.equal(o[:, row], o_after[:, row])
+        assert torch.equal(lse[:, row], lse_after[:, row])
+
+
+@on
+def test_scores_of_minus_infinity(device: str) -> None:
+    """In one block they leave the other's result; in all of them they are not a row that saw
+    nothing: 0/0 in the output."""
+    skip_unless_runs("triton", device)
+    problem = Problem(N=3, M=34, H=1, G=2, D=16, DV=16, S=2)
+    ids = torch.tensor([[-1, -1], [0, -1], [0, 1]], dtype=torch.int32, device=device)
+    call = problem.make(device=device).having(ids=ids.view(1, 3, 1, 2))
+    k = call.k.clone()
+    k[:, :16, :, 3] = -math.inf
+    o, lse = run(call.having(q=call.q.abs() + 1, k=k), problem)
+    o_right, lse_right = call.having(q=call.q.abs() + 1, k=k).run("reference")
+    assert (o[0, 0] == 0).all()
+    assert o[0, 1].isnan().all()
+    assert o[0, 2].isfinite().all()
+    assert (lse[0, :2] == -math.inf).all()
+    torch.testing.assert_close((o, lse), (o_right, lse_right), equal_nan=True)
+
+
+@on
+def test_strided_tensors(device: str) -> None:
+    skip_unless_runs("triton", device)
+    problem = Problem(B=2, N=9, M=37)
+    call = problem.make(device=device)
+    strided = {x: getattr(call, x).transpose(1, 2).contiguous().transpose(1, 2) for x in "qkv"}
+    for found, right in zip(run(call.having(**strided), problem), run(call, problem), strict=True):
+        assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("D", [16, 128, 192, 256])
+@pytest.mark.parametrize("BS", [16, 64, 256])
+def test_what_a_program_holds_fits(D: int, BS: int, itemsize: int) -> None:
+    """On a small GPU, too: 99 KiB."""
+    for memory in (SHARED_MEMORY, 99 * 1024):
+        options = triton_key_block_tiles.partial_options(D, D, BS, itemsize, memory)
+        keys_and_rows = 2 * options["BT"] + options["num_stages"] * options["BR"]
+        assert keys_and_rows * D * itemsize <= memory
+        assert options["BT"] < 2 * max(BS, 16)
+
+
+@pytest.mark.gpu
+def test_the_same_bits_every_time() -> None:
+    problem = Problem(N=5000, M=5000, G=4, D=64, DV=64, BS=64, S=8, own=True)
+    call = problem.make(torch.bfloat16, "cuda")
+    first, *others = (run(call, problem) for _ in range(3))
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.gpu
+def test_new_lengths_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, keys, batch, slots, packing, and runs of queries are open."""
+    kernels = (triton_key_blocks.partial_kernel, triton_key_blocks.merge_kernel)
+
+    def compiled() -> int:
+        return sum(len(entry[0]) for kernel in kernels for entry in kernel.device_caches.values())
+
+    first = Problem(H=3, S=9, D=24, DV=16)
+    run(first.make(torch.float16, "cuda"), first)
+    before = compiled()
+    monkeypatch.setattr(triton_key_block_tiles, "WORKSPACE", 1)
+    for problem in (
+        replace(first, N=1, M=99),
+        replace(first, B=3, N=33, M=44, S=13),
+        replace(first, S=11, N=64, M=64, cu=(0, 7, 64)),
+    ):
+        run(problem.make(torch.float16, "cuda"), problem)
+    assert compiled() == before
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not between runs of queries, either."""
+    monkeypatch.setattr(triton_key_block_tiles, "WORKSPACE", 1)
+    problem = Problem(N=70, M=70, own=True)
+    call = problem.make(torch.float16, "cuda")
+    ids, rows = lists_of(call, problem)
+    arguments = (call.q, call.k, call.v, ids, rows)
+    triton_key_blocks.launch(*arguments, block_size=16, scale=0.2)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        triton_key_blocks.launch(*arguments, block_size=16, scale=0.2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
