@@ -122,11 +122,11 @@ def attend_to(
 
 @triton.jit
 def spoil(
-    acc_o, first, end, start, num_steps, num_before, gap, stop, V, head, H,
+    o_pointer, in_rows, first, end, start, num_steps, num_before, gap, stop, V, head, H,
     DV: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """NaN in each row's channels in which it sees a value that is not finite: the walk behind the
-    mask once more, for these values alone."""
+    """Stores NaN in each row's channels in which it sees a value that is not finite: the walk
+    behind the mask once more, for these values alone."""
     value_width = tl.arange(0, DVT)
     tokens = tl.arange(0, BT)
     for index in range(num_steps):
@@ -138,8 +138,8 @@ def spoil(
         key = step + tokens  # [BT]
         is_seen = (key >= first[:, None]) & (key < end[:, None])  # [BQ, BT]
         sees_bad = tl.dot(is_seen.to(tl.float16), is_bad.to(tl.float16))  # [BQ, DVT]
-        acc_o = tl.where(sees_bad > 0, float("nan"), acc_o)
-    return acc_o
+        is_spoiled = in_rows[:, None] & (sees_bad > 0)
+        tl.store(o_pointer, tl.full(sees_bad.shape, float("nan"), v_tile.dtype), mask=is_spoiled)
 
 
 @triton.jit(do_not_specialize=["N", "num_tiles", "window_size"])  # new lengths, same kernel
@@ -195,10 +195,6 @@ def attend_kernel(
         acc_o, running_sum, scores_max, is_bad, q_tile, first, end, start, num_ends, num_before,
         gap, stop, K, V, KBox, VBox, head, scale_log2, H, D, DV, True, DT, DVT, BE,
     )  # fmt: skip
-    if tl.max(is_bad.to(tl.int32)) > 0:
-        acc_o = spoil(
-            acc_o, first, end, start, num_ends, num_before, gap, stop, V, head, H, DV, DVT, BE
-        )
 
     # -- normalise and store --
     o_tile = acc_o / running_sum[:, None]  # [BQ, DVT]
@@ -207,6 +203,14 @@ def attend_kernel(
     o_mask = in_rows[:, None] & (value_width < DV)
     tl.store(o_pointer, o_tile.to(Output.dtype.element_ty), mask=o_mask)
     tl.store(LSE + group_row, lse, mask=in_rows)
+
+    # -- spoil: rare, and last, so that no accumulator stands in registers meanwhile --
+    if tl.max(is_bad.to(tl.int32)) > 0:
+        tl.debug_barrier()  # after what other threads have stored there
+        spoil(
+            o_pointer, in_rows, first, end, start, num_ends, num_before, gap, stop, V, head, H,
+            DV, DVT, BE,
+        )  # fmt: skip
 
 
 def launch(
@@ -250,9 +254,12 @@ def window_options(
     """`BQ, BT, BE, num_warps, num_stages`, as far as `shared_memory` allows. Arguments as in
     `triton_tiles.launch_options`."""
     tiles = tile_sizes(G, D, DV)
-    DT, DVT = tiles["DT"], tiles["DVT"]
-    for BQ, BT, num_warps, num_stages in TILES if itemsize == 2 else FP32_TILES:
-        if (BQ * DT + num_stages * BT * (DT + DVT)) * itemsize <= shared_memory:
-            break
+    query_bytes, key_bytes = tiles["DT"] * itemsize, (tiles["DT"] + tiles["DVT"]) * itemsize
+    choices = TILES if itemsize == 2 else FP32_TILES
+    fitting = [
+        choice for choice in choices
+        if choice[0] * query_bytes + choice[3] * choice[1] * key_bytes <= shared_memory
+    ]  # fmt: skip
+    BQ, BT, num_warps, num_stages = (fitting or choices[-1:])[0]
     BE = min(BT, EDGE) if BQ <= G * EDGE else BT
     return {"BQ": BQ, "BT": BT, "BE": BE, "num_warps": num_warps, "num_stages": num_stages}
