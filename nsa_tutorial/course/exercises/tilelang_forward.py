@@ -1,14 +1,12 @@
-"""Exercises of chapter 10: the four mistakes of the first draft, each mended by the reader, and how
-many programs fit."""
-
-from __future__ import annotations
+"""Exercises of chapter 10: a first kernel that walks a list, three mistakes of the published draft,
+each mended by the reader, and how many programs fit."""
 
 import contextlib
 import functools
 import logging
 import math
 from collections.abc import Callable, Iterator
-from types import FunctionType
+from types import CodeType, FunctionType
 
 import torch
 from torch import Tensor
@@ -16,7 +14,6 @@ from torch import Tensor
 from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.languages import T
 from nsa_tutorial.course.mistakes import Wrong, slip, together
-from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.runtime import environment
 
 Slips = frozenset[str]
@@ -36,7 +33,6 @@ def _run_with(name: str, block_size: int = 2) -> Callable:
         causal: bool, scale: float | None,
     ) -> Tensor:  # fmt: skip
         from nsa_tutorial.kernels import tilelang_first_draft as draft
-        from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
 
         if name in _MACROS and isinstance(piece, FunctionType):
             piece = T.macro(piece)
@@ -47,14 +43,21 @@ def _run_with(name: str, block_size: int = 2) -> Callable:
         sizes, options = (B, HQ, HQ // H, D, block_size, S), {"causal": causal, "scale": scale}
         with _quiet():
             kernel = draft.build_kernel(*sizes, **options, dtype="float32", **pieces)
-        text = kernel.script()  # two pieces that come to the same kernel are compiled once
-        if text not in _COMPILED:
-            _COMPILED[text] = compile_for_cpu(kernel)
         o = torch.empty_like(q)
-        _COMPILED[text](q, k, v, block_indices, o)
+        _compiled(kernel)(q, k, v, block_indices, o)
         return o
 
     return run
+
+
+def _compiled(kernel: object) -> Callable:
+    """A kernel for the CPU; two that come to the same text are compiled once."""
+    from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
+
+    text = kernel.script()
+    if text not in _COMPILED:
+        _COMPILED[text] = compile_for_cpu(kernel)
+    return _COMPILED[text]
 
 
 def _with_an_answer(is_seen: Callable) -> Callable:
@@ -120,6 +123,244 @@ _PYTHON_DECIDES = "asking Python for what only the kernel knows"
 _PYTHONS_MAX = (
     "The kernel's numbers have no value yet, but Python's `max` and `min`, like `and`, `or` and "
     "`not`, want to know them at once. What has `T` in their place?"
+)
+
+# -- listed_attention --
+
+
+def listed_attention(G: int, D: int, BS: int) -> object:
+    """The kernel whose programs attend to the blocks of one query's list, for one KV head."""
+    N, M, S = T.dynamic("N"), T.dynamic("M"), T.dynamic("S")
+
+    @T.prim_func
+    def kernel(
+        Q: T.Tensor([N, G, D], "float32"),
+        K: T.Tensor([M, D], "float32"),
+        V: T.Tensor([M, D], "float32"),
+        Lists: T.Tensor([N, S], "int32"),
+        Output: T.Tensor([N, G, D], "float32"),
+    ):
+        with T.Kernel(N, threads=32) as t:
+            q_tile = T.alloc_shared([G, D], "float32")
+            k_tile = T.alloc_shared([BS, D], "float32")
+            v_tile = T.alloc_shared([BS, D], "float32")
+            acc_s = T.alloc_fragment([G, BS], "float32")
+            acc_o = T.alloc_fragment([G, D], "float32")
+            scores_sum = T.alloc_fragment([G], "float32")
+            running_sum = T.alloc_fragment([G], "float32")
+            T.copy(Q[t, 0:G, 0:D], q_tile)
+            T.clear(running_sum)
+            T.clear(acc_o)
+            for slot in T.serial(S):
+                if Lists[t, slot] >= 0:
+                    start = Lists[t, slot] * BS
+                    T.copy(K[start : start + BS, 0:D], k_tile)
+                    T.copy(V[start : start + BS, 0:D], v_tile)
+                    T.clear(acc_s)
+                    T.gemm(q_tile, k_tile, acc_s, transpose_B=True)  # [G, BS], scores
+                    for g, j in T.Parallel(G, BS):
+                        acc_s[g, j] = T.exp(acc_s[g, j])
+                    T.reduce_sum(acc_s, scores_sum, dim=1)
+                    for g in T.Parallel(G):
+                        running_sum[g] += scores_sum[g]
+                    T.gemm(acc_s, v_tile, acc_o)
+            for g, d in T.Parallel(G, D):
+                acc_o[g, d] /= running_sum[g]
+            T.copy(acc_o, Output[t, 0:G, 0:D])
+
+    return kernel
+
+
+def _listed(slips: Slips, G: int, D: int, BS: int) -> object:
+    """`listed_attention` with slips."""
+    N, M, S = T.dynamic("N"), T.dynamic("M"), T.dynamic("S")
+    ids_are_positions, slots_are_ids = "position" in slips, "slot" in slips
+    is_unguarded, drops_block_0, ends_at_s = "open" in slips, "zero" in slips, "short" in slips
+    mixes_keys, mixes_nothing, width = "keys" in slips, "nothing" in slips, "width" in slips
+    step = 1 if ids_are_positions else D if width else BS
+    first = 1 if drops_block_0 else -1 if is_unguarded else 0
+
+    @T.prim_func
+    def kernel(
+        Q: T.Tensor([N, G, D], "float32"),
+        K: T.Tensor([M, D], "float32"),
+        V: T.Tensor([M, D], "float32"),
+        Lists: T.Tensor([N, S], "int32"),
+        Output: T.Tensor([N, G, D], "float32"),
+    ):
+        with T.Kernel(N, threads=32) as t:
+            q_tile = T.alloc_shared([G, D], "float32")
+            k_tile = T.alloc_shared([BS, D], "float32")
+            v_tile = T.alloc_shared([BS, D], "float32")
+            acc_s = T.alloc_fragment([G, BS], "float32")
+            acc_o = T.alloc_fragment([G, D], "float32")
+            scores_sum = T.alloc_fragment([G], "float32")
+            running_sum = T.alloc_fragment([G], "float32")
+            T.copy(Q[t, 0:G, 0:D], q_tile)
+            T.clear(running_sum)
+            T.clear(acc_o)
+            for slot in T.serial(S):
+                if Lists[t, slot] >= first and (not ends_at_s or Lists[t, slot] < S):
+                    start = (slot if slots_are_ids else Lists[t, slot]) * step
+                    T.copy(K[start : start + BS, 0:D], k_tile)
+                    T.copy(V[start : start + BS, 0:D], v_tile)
+                    T.clear(acc_s)
+                    T.gemm(q_tile, k_tile, acc_s, transpose_B=True)
+                    for g, j in T.Parallel(G, BS):
+                        acc_s[g, j] = T.exp(acc_s[g, j])
+                    T.reduce_sum(acc_s, scores_sum, dim=1)
+                    for g in T.Parallel(G):
+                        running_sum[g] += scores_sum[g]
+                    if not mixes_nothing:
+                        T.gemm(acc_s, k_tile if mixes_keys else v_tile, acc_o)
+            for g, d in T.Parallel(G, D):
+                acc_o[g, d] /= running_sum[g]
+            T.copy(acc_o, Output[t, 0:G, 0:D])
+
+    return kernel
+
+
+_G, _D, _BS = 2, 3, 4
+
+
+def _run_listed(build: Callable, N: int, M: int, ids: list[int]) -> Tensor:
+    """Compile what the reader's function makes, and run it with random queries, keys and values."""
+    with _quiet():
+        kernel = build(_G, _D, _BS)
+    if kernel is None:
+        code = getattr(build, "__code__", None)
+        if code is not None and any(isinstance(c, CodeType) for c in code.co_consts):
+            raise TypeError("listed_attention defines a kernel and returns None: `return kernel`")
+        raise NotImplementedError("there is no kernel yet")
+    if not hasattr(kernel, "script"):
+        raise TypeError("the kernel is not decorated with @T.prim_func")
+    g = torch.Generator().manual_seed(N + M)
+    q, k, v = (torch.randn(n, generator=g) for n in ((N, _G, _D), (M, _D), (M, _D)))
+    lists = torch.tensor(ids, dtype=torch.int32).expand(N, -1).contiguous()
+    o = torch.empty_like(q)
+    _compiled(kernel)(q, k, v, lists, o)
+    return o
+
+
+def _listed_case(name: str, N: int, M: int, ids: list[int]) -> Case:
+    return Case(name, lambda: (N, M, ids), _why_not)
+
+
+_LISTED = Exercise(
+    name="listed_attention",
+    statement="""
+**A kernel that walks a list**, for one KV head. `Q` is `[N, G, D]`, `K` and `V` are `[M, D]`, and
+`Lists` `[N, S]` names blocks of `BS` tokens. Slots with −1 are empty. Every query sees all tokens
+of its listed blocks. Copy this frame into `listed_attention`, and fill the three gaps.
+
+```python
+    N, M, S = T.dynamic("N"), T.dynamic("M"), T.dynamic("S")
+
+    @T.prim_func
+    def kernel(
+        Q: T.Tensor([N, G, D], "float32"),
+        K: T.Tensor([M, D], "float32"),
+        V: T.Tensor([M, D], "float32"),
+        Lists: T.Tensor([N, S], "int32"),
+        Output: T.Tensor([N, G, D], "float32"),
+    ):
+        with T.Kernel(N, threads=32) as t:
+            q_tile = T.alloc_shared([G, D], "float32")
+            k_tile = T.alloc_shared([BS, D], "float32")
+            v_tile = T.alloc_shared([BS, D], "float32")
+            acc_s = T.alloc_fragment([G, BS], "float32")
+            acc_o = T.alloc_fragment([G, D], "float32")
+            scores_sum = T.alloc_fragment([G], "float32")
+            running_sum = T.alloc_fragment([G], "float32")
+            T.copy(Q[t, 0:G, 0:D], q_tile)
+            T.clear(running_sum)
+            T.clear(acc_o)
+            for slot in T.serial(S):
+                if ...:  # 1: is there a block in this slot?
+                    start = ...  # 2: the position of its first token
+                    T.copy(K[start : start + BS, 0:D], k_tile)
+                    T.copy(V[start : start + BS, 0:D], v_tile)
+                    T.clear(acc_s)
+                    T.gemm(q_tile, k_tile, acc_s, transpose_B=True)  # [G, BS], scores
+                    for g, j in T.Parallel(G, BS):
+                        acc_s[g, j] = T.exp(acc_s[g, j])
+                    T.reduce_sum(acc_s, scores_sum, dim=1)
+                    for g in T.Parallel(G):
+                        running_sum[g] += scores_sum[g]
+                    ...  # 3: add the weighted values to acc_o
+            for g, d in T.Parallel(G, D):
+                acc_o[g, d] /= running_sum[g]
+            T.copy(acc_o, Output[t, 0:G, 0:D])
+
+    return kernel
+```
+
+The check compiles your kernel for the CPU, which takes a second or two.
+""",
+    minutes=6,
+    difficulty=2,
+    hints=(
+        "Let a query's list be `[2, -1, 0]`, with blocks of 4 tokens. Which tokens does slot 0 "
+        "name? And what does slot 1 name?",
+        "The program is number `t`, so slot `slot` of its list is `Lists[t, slot]`. That is a "
+        "block's number. The slices below want the position of a token.",
+        "Gap 1 compares the slot's number with 0. Gap 2 multiplies it by the tokens of a block. "
+        "Gap 3 is a `T.gemm` without a transpose: weights times values, added to `acc_o`.",
+    ),
+    why="A list holds numbers of blocks, so one product finds the tokens, and everything behind "
+    "that product is dense attention on one small tile.",
+    solution=listed_attention,
+    run=_run_listed,
+    tolerance=1e-4,
+    misconceptions=(
+        Misconception(
+            "taking a block's number for a position",
+            slip(_listed, "position"),
+            "Block 2 begins at token 8 when blocks have 4 tokens. Where does your slice begin?",
+        ),
+        Misconception(
+            "taking the slot for the block",
+            slip(_listed, "slot"),
+            "The slot says where in the list to look. What stands there?",
+        ),
+        Misconception(
+            "multiplying a block's number by the width",
+            slip(_listed, "width"),
+            "The slice counts tokens. How many tokens has a block?",
+        ),
+        Misconception(
+            "loading a block for an empty slot",
+            slip(_listed, "open"),
+            "−1 names no block. Its slice lies before the first token, so zeros are loaded. What "
+            "is exp of a score of 0, and where does it go?",
+        ),
+        Misconception(
+            "taking block 0 for an empty slot",
+            slip(_listed, "zero"),
+            "The first block has number 0. Which numbers does your condition let through?",
+        ),
+        Misconception(
+            "comparing a block's number with the number of slots",
+            slip(_listed, "short"),
+            "A list of 2 slots may name block 7. What does `S` count?",
+        ),
+        Misconception(
+            "weighting the keys in place of the values",
+            slip(_listed, "keys"),
+            "The keys have done their work once the scores are there. What do the weights mix?",
+        ),
+        Misconception(
+            "leaving the weighted values out",
+            slip(_listed, "nothing"),
+            "`acc_o` is still 0 at the end. Which product fills it, block by block?",
+        ),
+    ),
+    cases=(
+        _listed_case("one query, one block", 1, 4, [0]),
+        _listed_case("the last of three blocks", 1, 12, [2]),
+        _listed_case("two blocks and an empty slot", 2, 12, [1, -1, 0]),
+        _listed_case("five queries", 5, 20, [4, 0]),
+    ),
 )
 
 # -- update_max --
@@ -607,133 +848,6 @@ between two numbers is `T.if_then_else(condition, a, b)`.
     ),
 )  # fmt: skip
 
-# -- fold_scale --
-
-
-def fold_scale(scale: float | None, D: int) -> float:
-    """The factor c for which exp2(c * score) is exp(scale * score); scale=None is D ** -0.5."""
-    return (D**-0.5 if scale is None else scale) * LOG2_E
-
-
-def _folded(slips: Slips, scale: float | None, D: int) -> float:
-    """`fold_scale` with slips."""
-    default = 1 / D if "1/D" in slips else D**0.5 if "root" in slips else D**-0.5
-    base = LOG2_E
-    if slips & {"twice", "ln 2", "none"}:
-        base = LOG2_E**2 if "twice" in slips else 1 / LOG2_E if "ln 2" in slips else 1.0
-    if "given alone" in slips:
-        chosen = scale * base
-    elif scale is None or "ignore" in slips:
-        chosen = default * (1.0 if "bare default" in slips else base)
-    else:
-        given = 1 / scale if "inverse" in slips else scale
-        given = given * default if "both" in slips else given
-        chosen = given * (1.0 if "draft" in slips else base)
-    return 2**chosen if "power" in slips else chosen
-
-
-_SCALE_MISTAKES = (
-    Misconception(
-        "leaving a caller's scale in base e",
-        slip(_folded, "draft"),
-        "The default has its log2(e). Who gives it to a caller's number?",
-    ),
-    Misconception(
-        "leaving the default in base e",
-        slip(_folded, "bare default"),
-        "A caller's number has its log2(e). Who gives it to the default?",
-    ),
-    Misconception(
-        "folding log2(e) in twice",
-        slip(_folded, "twice"),
-        "Your factor is too large by log2(e). How often is the base changed, from e to 2?",
-    ),
-    Misconception(
-        "taking ln 2 where log2(e) is meant",
-        slip(_folded, "ln 2"),
-        "They are each other's inverse. Is exp(1) = 2 to the power 1.44, or to the power 0.69?",
-    ),
-    Misconception(
-        "powers of two where powers of e are meant",
-        slip(_folded, "none"),
-        "exp2(x) is 2 to the power x, and the softmax is defined with e. Which factor leads from "
-        "one base to the other?",
-    ),
-    Misconception(
-        "ignoring the caller's scale",
-        slip(_folded, "ignore"),
-        "A caller who says 0.3 means 0.3. Where does your function read `scale`?",
-    ),
-    Misconception(
-        "dividing by √D although the caller gave a scale",
-        slip(_folded, "both"),
-        "The caller's scale stands in place of the default, not beside it. When is 1/√D meant?",
-    ),
-    Misconception(
-        "dividing by the caller's scale",
-        slip(_folded, "inverse"),
-        "A scale multiplies the scores. Should a larger one make your factor smaller?",
-    ),
-    Misconception(
-        "dividing by D",
-        slip(_folded, "1/D"),
-        "Chapter 01: how does a score's standard deviation grow with the width?",
-    ),
-    Misconception(
-        "multiplying by √D",
-        slip(_folded, "root"),
-        "Wide heads have large scores, and the default makes them smaller. Which sign has the "
-        "exponent of `D` then?",
-    ),
-    Misconception(
-        "leaving out the default",
-        slip(_folded, "given alone"),
-        "Where the caller gives no scale, `scale` is None. What does None stand for here?",
-    ),
-    Misconception(
-        "returning the power in place of its factor",
-        slip(_folded, "power"),
-        "The kernel takes the powers itself, of your number times a score. Which number does it "
-        "need?",
-    ),
-)
-
-_SCALE = Exercise(
-    name="fold_scale",
-    statement="""
-**The caller's scale.** The kernel's powers are `exp2(c * score)`. Return the `c` for which that is
-`exp(scale * score)`, for a caller's `scale` (any positive number) and for `scale=None`, which
-stands for $1/\\sqrt{D}$. A Python function: it runs before the kernel is compiled. `LOG2_E` has
-been imported.
-""",
-    minutes=4,
-    difficulty=1,
-    hints=(
-        "Which power of 2 is e? Try it with `2 ** LOG2_E`. And which power of 2 is e to the 0.3?",
-        "Two steps: first decide which scale is meant, then change the base from e to 2. The "
-        "draft does the second step in one of its branches only.",
-        "Choose between the caller's number and one over the root of `D`, and put the choice in "
-        "parentheses. Then multiply whichever it was by `LOG2_E`, once.",
-    ),
-    why="The hardware has powers of 2 only, and e is 2 to the log2(e), whoever chose the scale.",
-    solution=fold_scale,
-    misconceptions=_SCALE_MISTAKES,
-    combine=together(
-        _SCALE_MISTAKES,
-        {"twice", "ln 2", "none"},
-        {"1/D", "root"},
-        {"draft", "bare default", "none", "twice"},
-        {"ignore", "both", "inverse", "draft", "given alone"},
-        {"given alone", "1/D", "root", "bare default"},
-    ),
-    cases=(
-        Case("no scale, width 16", lambda: (None, 16)),
-        Case("a scale of 1", lambda: (1.0, 16)),
-        Case("a scale of 0.3, width 64", lambda: (0.3, 64)),
-        Case("no scale, width 64", lambda: (None, 64)),
-    ),
-)
-
 # -- programs_per_sm --
 
 _SHARED, _RESERVED, _MOST = 228 * 1024, 1024, 32
@@ -961,7 +1075,7 @@ Return `(bytes of a program, programs)`.
     ),
 )
 
-EXERCISES = (_MAX, _SEEN, _NORMALISE, _SCALE, _PROGRAMS)
+EXERCISES = (_LISTED, _MAX, _SEEN, _NORMALISE, _PROGRAMS)
 
 
 # -- two slips at once --
@@ -983,24 +1097,6 @@ DOUBLES = (
         "normalise",
         _first_head_unguarded,
         ("dividing by a sum that may be 0", "dividing all heads by the first one's sum"),
-    ),
-    Double(
-        "fold_scale",
-        lambda scale, D: 1 / D * LOG2_E if scale is None else scale,
-        ("leaving a caller's scale in base e", "dividing by D"),
-    ),
-    Double(
-        "fold_scale",
-        lambda scale, D: (D**0.5 if scale is None else scale) * math.log(2),
-        ("taking ln 2 where log2(e) is meant", "multiplying by √D"),
-    ),
-    Double(
-        "fold_scale",
-        lambda scale, D: (scale or 1) * D**-0.5,
-        (
-            "powers of two where powers of e are meant",
-            "dividing by √D although the caller gave a scale",
-        ),
     ),
     Double(
         "programs_per_sm",
@@ -1026,19 +1122,14 @@ DOUBLES = (
 
 TRAPS = (
     Trap(
-        "The softmax wants $e^{\\mathtt{scale} \\cdot s}$ for a score $s$",
-        "fold_scale",
-        "powers of two where powers of e are meant",
+        "−1 is an empty slot",
+        "listed_attention",
+        "loading a block for an empty slot",
     ),
     Trap(
-        "with $1/\\sqrt{D}$ for `scale` unless the caller gives one",
-        "fold_scale",
-        "dividing by √D although the caller gave a scale",
-    ),
-    Trap(
-        "both kernels round up",
-        "programs_per_sm",
-        "rounding up nothing but the group",
+        "`start`, which turns a block's id into a position",
+        "listed_attention",
+        "taking a block's number for a position",
     ),
     Trap(
         "The draft takes the next power of two of the width",
@@ -1051,17 +1142,22 @@ TRAPS = (
         "taking values to be as wide as keys",
     ),
     Trap(
-        "A group is rounded up as well: 4 heads lie in a tile of `GT` = 16 rows",
+        "Both kernels round the sides of their tiles up: 4 heads lie in a tile of 16 rows",
         "programs_per_sm",
         "tiles that are not rounded up",
     ),
     Trap(
-        "the query group, a block's keys, a block's values",
+        "Both kernels round the sides of their tiles up",
+        "programs_per_sm",
+        "rounding up nothing but the group",
+    ),
+    Trap(
+        "a block's keys `[64, 128]` and a block's values `[64, 128]`",
         "programs_per_sm",
         "forgetting the values' tile",
     ),
     Trap(
-        "1 KiB is reserved for each",
+        "1 KiB is reserved for each program",
         "programs_per_sm",
         "forgetting what the SM keeps for itself",
     ),
@@ -1071,9 +1167,14 @@ TRAPS = (
         "one copy of the tiles for any number of stages",
     ),
     Trap(
-        "its weights take another 2 KiB",
+        "The draft sends weights and output through shared memory.",
         "programs_per_sm",
         "counting a tile of weights",
+    ),
+    Trap(
+        "the output is stored from there",
+        "programs_per_sm",
+        "counting a tile for the output",
     ),
     Trap(
         "`T.alloc_fragment` is a tile in registers",
@@ -1081,27 +1182,9 @@ TRAPS = (
         "counting the fragments",
     ),
     Trap(
-        "In ours an empty slot runs through the softmax like any other (you will see why in a "
-        "moment), and $-\\infty - (-\\infty)$ is NaN.",
+        "so a block knows only its own maximum",
         "update_max",
-        "leaving the maximum where it starts",
-    ),
-    Trap(
-        "The public example asks `i_s <= i_t` with `is_causal=False`, too, and so loses later "
-        "blocks.",
-        "is_seen",
-        "hiding the future where nothing is causal",
-    ),
-    Trap("Should it also ask `i_s + BS <= seq_len`?", "is_seen", "dropping the ragged block"),
-    Trap(
-        "(public examples only `if is_causal`, otherwise `T.clear(acc_s)`)",
-        "is_seen",
-        "forgetting the end where nothing is causal",
-    ),
-    Trap(
-        "The two heads of the group prefer different keys of the same block.",
-        "update_max",
-        "one maximum for all heads of the group",
+        "taking the maximum of this block alone",
     ),
     Trap(
         "`clear=False` is what makes the maximum *run*",
@@ -1109,29 +1192,17 @@ TRAPS = (
         "taking the maximum of this block alone",
     ),
     Trap(
-        "its maximum rises from 3 to 5",
+        "Their maximum rises there",
         "update_max",
         "keeping the first block's maximum",
     ),
-    Trap("The division comes once, at the end.", "normalise", "not dividing"),
     Trap(
-        "A row that saw no block gets output 0, not 0/0.",
-        "normalise",
-        "dividing by a sum that may be 0",
-    ),
-    Trap(
-        "ours stores from registers",
-        "programs_per_sm",
-        "counting a tile for the output",
-    ),
-    Trap("`NaN > 0` is False.", "normalise", "taking a row with a NaN for an empty one"),
-    Trap(
-        "the draft fills `scores_max` with $-\\infty$ before each block, which is right in algebra",
+        "so the maximum begins at the smallest finite number",
         "update_max",
-        "taking the maximum of this block alone",
+        "leaving the maximum where it starts",
     ),
     Trap(
-        "The fourth key is loaded as zeros, and zeros score 0",
+        "It was loaded as zeros, and zeros score 0",
         "is_seen",
         "letting one key too many in",
     ),
@@ -1145,39 +1216,26 @@ TRAPS = (
         "is_seen",
         "dropping the ragged block",
     ),
-    Trap("**0/0.** All slots empty", "normalise", "dividing by a sum that may be 0"),
     Trap(
-        "The default scale gets its factor, a caller's own does not",
-        "fold_scale",
-        "leaving a caller's scale in base e",
+        "the query's own block holds keys of the future",
+        "is_seen",
+        "checking the end and forgetting the future",
     ),
     Trap(
-        "Without a stage each copy is waited for",
-        "programs_per_sm",
-        "no tiles at all without a stage",
+        "A row that saw no block gets output 0, not 0/0.",
+        "normalise",
+        "dividing by a sum that may be 0",
+    ),
+    Trap(
+        "`NaN > 0` is False.",
+        "normalise",
+        "taking a row with a NaN for an empty one",
     ),
 )
 
 # -- predictions --
 
 PREDICTIONS = (
-    Prediction(
-        "programs_launched",
-        "65,536 queries, 64 query heads on 4 KV heads: how many programs are launched?",
-        "There is one program for each query and KV head: the 16 heads of a group share their "
-        "list, so one program serves them all.",
-        (
-            (65_536, "That is one for each query. Its KV heads have lists of their own."),
-            (
-                4_194_304,
-                "That is one for each query head, or for each slot of a list. A program serves a "
-                "whole group, and walks over a whole list.",
-            ),
-            (1_048_576, "That is 16 for each query, and a query has 4 KV heads."),
-            (4_096, "That is one for each 16 queries. Heads come in groups here, not queries."),
-            (132, "That is one for each multiprocessor. They take programs one after the other."),
-        ),
-    ),
     Prediction(
         "gigabytes_loaded",
         "How many GB of keys and values do all programs load together?",

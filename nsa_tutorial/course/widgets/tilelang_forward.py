@@ -286,10 +286,10 @@ def draw_chain() -> Picture:
     axis.barh(range(len(ms)), ms, height=0.62, color=colours)
     for y, value in enumerate(ms):
         axis.text(value + 0.3, y, f"{value:.1f} ms", va="center", fontsize=9)
-    axis.axvline(limit, color=PALETTE["query"], linewidth=1.2, linestyle="--")
+    axis.axvline(limit, color=PALETTE["text"], linewidth=1.2, linestyle="--")
     told = f"loads and products alone: {limit:.1f} ms"
     look = {"fontsize": 8.5, "ha": "right", "va": "top"}
-    axis.text(limit - 0.2, len(ms) - 0.45, told, color=PALETTE["query"], **look)
+    axis.text(limit - 0.2, len(ms) - 0.45, told, color=PALETTE["text"], **look)
     axis.set_yticks(range(len(ms)), list(CHAIN.values()), fontsize=8.5)
     axis.set_ylim(len(ms) - 0.1, -0.6)
     axis.set_xlim(0, max(ms) * 1.14)
