@@ -1,21 +1,25 @@
 """Chapter 09's frame: both languages beside each other, what one program touches, what the
-compilers make, the last exercise."""
+compilers make, what its exercises tell."""
 
 from __future__ import annotations
 
+import json
+import linecache
 import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from nsa_tutorial.course import exercises, lowered, phases, recorder, show
+from nsa_tutorial.course.exercises import Exercise
 from nsa_tutorial.course.exercises import two_tile_languages as chapter_09
 from nsa_tutorial.course.judging import judge
-from nsa_tutorial.course.languages import Absent
+from nsa_tutorial.course.languages import Absent, T, tl, triton
 from nsa_tutorial.course.mistakes import Wrong
 from nsa_tutorial.course.widgets import two_tile_languages as pictures
 from nsa_tutorial.exact import grouped_query_attention as gqa
@@ -294,7 +298,7 @@ def test_tilelang_lowers_the_tests_tiles() -> None:
     kernels = [
         tilelang_basics.softmax(BR=4, BN=16, dtype="bfloat16"),
         tilelang_basics.matmul(N=25, K=37, BM=16, BN=16, BD=16, dtype="bfloat16", threads=32),
-        exercises.chapter_exercises("two_tile_languages")["row_sums"].solution("tilelang"),
+        exercises.chapter_exercises("two_tile_languages")["row_sums"].solution(),
     ]
     target = tvm.target.Target({"kind": "cuda", "arch": "sm_90"})
     for kernel in kernels:
@@ -321,48 +325,156 @@ def test_excerpts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert listing.code == ""
 
 
-# -- the exercise in both languages --
-
-
-def test_a_missing_language_is_said_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    e = exercises.chapter_exercises("two_tile_languages")["row_sums"]
-    if e.missing:
-        pytest.skip(e.missing[0])
-    here = environment.detect()
-    # what is known of these is not what is asked next
-    assert "Right, on all 11 cases." in judge(e, e.solution).text
-    monkeypatch.setattr(environment, "detect", lambda: replace(here, tilelang=None))
-    verdict = judge(e, e.solution)
-    assert verdict.outcome == "right"
-    assert "Right, on all 6 cases. Not run: TileLang is not installed here" in verdict.text
-    monkeypatch.setattr(environment, "detect", lambda: replace(here, tilelang=None, triton=None))
-    verdict = judge(e, e.solution)
-    assert verdict.outcome == "not attempted"
-    assert "cannot be judged here. Not run: Triton is not installed here" in verdict.text
-
-
-@pytest.mark.parametrize(("written", "unwritten"), [("triton", "TileLang"), ("tilelang", "Triton")])
-def test_a_kernel_in_one_language_is_an_attempt(written: str, unwritten: str) -> None:
-    e = exercises.chapter_exercises("two_tile_languages")["row_sums"]
-    if e.missing:
-        pytest.skip(e.missing[0])
-    e = replace(e, misconceptions=())  # looking for them would compile each
-    verdict = judge(e, lambda language: e.solution(language) if language == written else None)
-    assert verdict.outcome == "wrong"
-    assert f"there is no {unwritten} kernel yet" in verdict.text
-
-
-# -- what the tutor says --
+# -- exercises --
 
 EXERCISES = {e.name: e for e in chapter_09.EXERCISES}
-MADE_OF_SLIPS = [name for name, e in EXERCISES.items() if e.combine is not None]
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "09_two_tile_languages.ipynb"
 
 
-@pytest.mark.parametrize("name", MADE_OF_SLIPS)
+def runnable(name: str) -> Exercise:
+    if EXERCISES[name].missing:
+        pytest.skip(EXERCISES[name].missing[0])
+    return EXERCISES[name]
+
+
+def cell(start: str) -> str:
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    (found,) = (text for c in cells if (text := "".join(c["source"])).startswith(start))
+    return found
+
+
+def in_a_cell(name: str, source: str) -> Callable:
+    """The function of that name, as a cell defines it."""
+    file = f"<cell {hash(source)}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    namespace = {"T": T, "tl": tl, "triton": triton}
+    exec(compile(source, file, "exec", dont_inherit=True), namespace)
+    return namespace[name]
+
+
+def edited(name: str, *edits: tuple[str, str]) -> Callable:
+    """The chapter's cell for an exercise, with some of its text replaced."""
+    source = cell(f"def {name}(")
+    for old, new in edits:
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    return in_a_cell(name, source)
+
+
+def test_a_missing_language_is_said_and_not_counted() -> None:
+    e = EXERCISES["program_offsets"]
+    absent = replace(e.cases[1], why_not=lambda: "TileLang is not installed here.")
+    verdict = judge(replace(e, cases=(e.cases[0], absent)), e.solution)
+    assert verdict.outcome == "right"
+    assert "Not run: TileLang is not installed here" in verdict.text
+    verdict = judge(replace(e, cases=(absent,)), e.solution)
+    assert verdict.outcome == "not attempted"
+    assert "cannot be judged here. Not run: TileLang is not installed here" in verdict.text
+
+
+@pytest.mark.parametrize("name", [name for name, e in EXERCISES.items() if e.combine])
 def test_without_slips_a_wrong_solution_is_right(name: str) -> None:
     """A slip changes what it is named for, and nothing else."""
-    e = EXERCISES[name]
+    e = runnable(name)
     assert judge(e, Wrong(e.misconceptions[0].wrong.function, frozenset())).outcome == "right"
+
+
+@pytest.mark.parametrize(
+    ("name", "comment"),
+    [("row_variance", "# [BN], and BN may be larger than N"), ("tile_product", "# your code")],
+)
+def test_a_kernel_as_given_is_no_attempt(name: str, comment: str) -> None:
+    e = runnable(name)
+    assert judge(e, edited(name)).outcome == "not attempted"
+    assert judge(e, edited(name, (comment, "# mine"))).outcome == "not attempted"
+
+
+@pytest.mark.parametrize("name", ["row_variance", "tile_product", "row_sums"])
+def test_what_is_no_kernel_is_told(name: str) -> None:
+    word = "T.prim_func" if name == "row_sums" else "triton.jit"
+    assert f"not decorated with @{word}" in judge(runnable(name), lambda: lambda X: None).text
+
+
+def test_a_kernel_that_is_not_returned_is_told() -> None:
+    e = runnable("row_variance")
+    verdict = judge(e, edited("row_variance", ("return kernel", "None"), ("- mean", "+ mean")))
+    assert verdict.outcome == "wrong"
+    assert "returns None: `return kernel`" in verdict.text
+
+
+START = ("row * BN", "row * N")
+HIDE = ("x_tile - mean", "tl.where(exists, x_tile - mean, 0.0)")
+
+
+@pytest.mark.parametrize(
+    ("edits", "named"),
+    [
+        ([START, HIDE], ()),
+        ([START, ("tl.sum(difference * difference, axis=0) / N",
+          "tl.sum(x_tile * x_tile, axis=0) / N - mean * mean")], ()),
+        ([START], ("letting the padding into the variance",)),
+        ([HIDE], ("stepping to the next row by the width of the tile",)),
+        ([START, HIDE, ("axis=0) / N\n", "axis=0) / BN\n")],
+         ("taking the mean over the whole tile",)),
+        ([START, HIDE, ("axis=0) / N)", "axis=0) / BN)")],
+         ("dividing the squares by the length of the tile",)),
+        ([("row * BN", "row"), HIDE], ("starting a row at every element",)),
+    ],
+    ids=["mended", "another formula", "padding", "start", "mean", "divisor", "every element"],
+)  # fmt: skip
+def test_half_mended_variances_are_named(edits: list, named: tuple) -> None:
+    verdict = judge(runnable("row_variance"), edited("row_variance", *edits))
+    assert (verdict.outcome == "right", verdict.misconceptions) == (not named, named)
+
+
+LOOP = "pass  # your code: load two tiles, add their product to acc"
+LINES = {
+    "a_mask": "(rows < M)[:, None] & (depth < K)",
+    "b_mask": "(depth < K)[:, None] & (columns < N)",
+    "a_tile": "tl.load(A + rows[:, None] * K + depth, mask=a_mask, other=0.0)",
+    "b_tile": "tl.load(B + depth[:, None] * N + columns, mask=b_mask, other=0.0)",
+    "acc": 'tl.dot(a_tile, b_tile, acc, input_precision="ieee")',
+}
+
+
+def product(**changed: str) -> Callable:
+    """The cell's kernel with the loop written out, some of its lines changed."""
+    lines = [f"{name} = {value}" for name, value in (LINES | changed).items()]
+    return edited("tile_product", (LOOP, ("\n" + 12 * " ").join(lines)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({}, ()),
+        ({"acc": 'acc + tl.dot(a_tile, b_tile, input_precision="ieee")'}, ()),
+        ({"acc": 'tl.dot(a_tile, b_tile, input_precision="ieee")'},
+         ("keeping the last step only",)),
+        ({"acc": "acc"}, ("a product that is never added",)),
+        ({"a_mask": "(rows < M)[:, None]"}, ("no mask along A's depth",)),
+        ({"b_mask": "(columns < N)[None, :]"}, ("no mask along the depth",)),
+        ({"a_mask": "depth[None, :] < K", "b_mask": "depth[:, None] < K"},
+         ("a mask along the depth alone",)),
+        ({"a_tile": "tl.load(A + rows[:, None] * K + depth)",
+          "b_tile": "tl.load(B + depth[:, None] * N + columns)"}, ("missing masks on the loads",)),
+        ({"b_tile": LINES["b_tile"].replace("* N", "* K")},
+         ("stepping to B's next row by its number of rows",)),
+    ],
+    ids=["right", "added", "last step", "nothing", "a's depth", "b's depth", "depth alone",
+         "no masks", "stride of b"],
+)  # fmt: skip
+def test_a_readers_loop_is_judged(changed: dict, named: tuple) -> None:
+    verdict = judge(runnable("tile_product"), product(**changed))
+    assert (verdict.outcome == "right", verdict.misconceptions) == (not named, named)
+
+
+def test_loads_past_the_end_are_seen_where_the_product_is_right() -> None:
+    """Rows past the end of A are never stored, and still nobody may load them."""
+    e = runnable("tile_product")
+    c, told = e.run(product(a_mask="(rows >= 0)[:, None] & (depth < K)"), 20, 25, 37)
+    expected, inside = e.run(e.solution, 20, 25, 37)
+    torch.testing.assert_close(c, expected)
+    assert (told, inside) == ("loads outside of A or B", "loads inside of A and B")
 
 
 def offsets_as_a_table(pid_m: int, pid_n: int, M: int, N: int, BM: int, BN: int) -> list:
@@ -376,96 +488,39 @@ def offsets_with_marks(pid_m: int, pid_n: int, M: int, N: int, BM: int, BN: int)
     return torch.where((rows < M) & (columns < N), rows * N + columns, -1).flatten().tolist()
 
 
-def the_slice(memory: torch.Tensor, N: int, program: int, BN: int) -> tuple:
-    x_tile = memory[program * BN : (program + 1) * BN]
-    return x_tile.sum(), x_tile.max()
-
-
-def the_mask_as_a_factor(memory: torch.Tensor, N: int, program: int, BN: int) -> tuple:
-    columns = program * BN + torch.arange(BN)
-    x_tile = memory[columns] * (columns < N)
-    return x_tile.sum(), x_tile.max()
-
-
-def only_what_exists(memory: torch.Tensor, N: int, program: int, BN: int) -> tuple:
-    x = memory[:N][program * BN + torch.arange(BN)]
-    return x.sum(), x.max()
-
-
-def no_tile_at_all(x: torch.Tensor) -> tuple:
-    return (x - x.mean()) ** 2, x.var(unbiased=False)
-
-
-def masked_too_late(x: torch.Tensor) -> tuple:
-    BN = 2 ** (len(x) - 1).bit_length()
-    squares = (torch.nn.functional.pad(x, (0, BN - len(x))) - x.mean()) ** 2
-    return squares, squares[: len(x)].sum() / len(x)
-
-
-def full_tiles(x: torch.Tensor, BN: int) -> tuple:
-    largest, total = torch.full((len(x),), -torch.inf), torch.zeros(len(x))
-    for tile in range(x.shape[1] // BN):
-        x_tile = x[:, tile * BN : (tile + 1) * BN]
-        new = torch.maximum(largest, x_tile.amax(1))
-        total = total * torch.exp(largest - new) + torch.exp(x_tile - new[:, None]).sum(1)
-        largest = new
-    return largest, total
-
-
-def maximum_overwritten(x: torch.Tensor, BN: int) -> tuple:
-    largest, total = torch.full((len(x),), -torch.inf), torch.zeros(len(x))
-    for x_tile in x.split(BN, 1):
-        largest = torch.maximum(largest, x_tile.amax(1))
-        scale = torch.exp(largest - largest)
-        total = total * scale + torch.exp(x_tile - largest[:, None]).sum(1)
-    return largest, total
-
-
-def powers_first(x: torch.Tensor, BN: int) -> tuple:
-    total = sum(torch.exp(x_tile).sum(1) for x_tile in x.split(BN, 1))
-    return x.amax(1), total / torch.exp(x.amax(1))
-
-
-TYPED = [
-    ("program_offsets", offsets_as_a_table, "giving a list for each row of the tile"),
-    ("program_offsets", offsets_with_marks, "writing −1 for masked elements"),
-    ("masked_reduction", the_slice, "a missing mask"),
-    ("masked_reduction", the_mask_as_a_factor, "zeros where the maximum needs −∞"),
-    ("masked_reduction", only_what_exists, "an address past the end of X"),
-    ("padded_variance", no_tile_at_all, "a row that lies in no tile"),
-    ("padded_variance", masked_too_late, "leaving something in the tile's masked places"),
-    ("tiled_statistics", full_tiles, "leaving the ragged tile out"),
-    (
-        "tiled_statistics",
-        maximum_overwritten,
-        "adding sums that are measured from different maxima",
-    ),
-    ("tiled_statistics", powers_first, "powers before the maximum is taken off"),
-]
-
-
 @pytest.mark.parametrize(
-    ("name", "typed", "mistake"), TYPED, ids=[typed.__name__ for _, typed, _ in TYPED]
+    ("typed", "mistake"),
+    [
+        (offsets_as_a_table, "giving a list for each row of the tile"),
+        (offsets_with_marks, "writing −1 for masked elements"),
+    ],
 )
-def test_what_a_reader_would_type_is_recognised(name: str, typed: Callable, mistake: str) -> None:
-    assert judge(EXERCISES[name], typed).misconceptions == (mistake,)
+def test_what_a_reader_would_type_is_recognised(typed: Callable, mistake: str) -> None:
+    assert judge(EXERCISES["program_offsets"], typed).misconceptions == (mistake,)
 
 
-def test_a_kernel_that_fails_throughout_is_told_before_the_language_to_come() -> None:
-    e = EXERCISES["row_sums"]
-    if e.missing:
-        pytest.skip(e.missing[0])
-    verdict = judge(e, lambda language: (lambda *a: None) if language == "triton" else None)
-    assert verdict.misconceptions == ()
-    assert "the Triton kernel is not decorated with @triton.jit" in verdict.text
+# -- the text --
 
 
-@pytest.mark.parametrize("written", ["triton", "tilelang"])
-def test_a_right_kernel_in_one_language_is_told_which_one_is_to_come(written: str) -> None:
-    e = EXERCISES["row_sums"]
-    if e.missing:
-        pytest.skip(e.missing[0])
-    later = {"triton": "leaving TileLang for later", "tilelang": "leaving Triton for later"}
-    e = replace(e, misconceptions=tuple(m for m in e.misconceptions if m.name == later[written]))
-    verdict = judge(e, lambda language: e.solution(language) if language == written else None)
-    assert verdict.misconceptions == (later[written],)
+def prose() -> str:
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    return "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+
+
+def test_the_exercises_take_as_long_as_the_chapter_says() -> None:
+    assert f"{sum(e.minutes for e in EXERCISES.values())} of them exercises" in prose()
+
+
+def test_occupancy_in_the_text_fits() -> None:
+    """Two programs of 100 KiB fit into a multiprocessor's 228, each with the KiB that CUDA keeps
+    for itself; three do not."""
+    assert "takes 100 KiB of\n  shared memory leaves room for one more" in prose()
+    assert 2 * (100 + 1) <= 228 < 3 * (100 + 1)
+
+
+@needs_tilelang
+def test_the_stages_lie_where_the_text_says() -> None:
+    assert "`b_tile` lies 8,192 bytes into shared memory" in prose()
+    source = lowered.basic_cuda("matmul")
+    assert f"buf_dyn_shmem + {2 * 64 * 32 * 2}" in source
+    assert f"float acc[{64 * 64 // 128}]" in source

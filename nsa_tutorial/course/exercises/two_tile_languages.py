@@ -1,16 +1,20 @@
-"""Exercises of chapter 09: what a program covers, masks, lengths that are no power of two, tiles of
-a row, both languages."""
+"""Exercises of chapter 09: what a program covers, a mask before each reduction, a matrix product in
+Triton, row sums in TileLang."""
 
-import math
+import ast
+import inspect
+import textwrap
 from collections.abc import Callable
+from types import CodeType
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from nsa_tutorial.course import recorder
 from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.languages import T, tilelang, tl, triton
 from nsa_tutorial.course.mistakes import slip, together
-from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.runtime import environment
 
 Slips = frozenset[str]
@@ -18,6 +22,256 @@ Slips = frozenset[str]
 
 def _random(*shape: int, seed: int, factor: float = 1.0) -> Tensor:
     return factor * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# -- kernels --
+
+
+def _launchable(solution: Callable, given: str) -> object:
+    """The Triton kernel that a solution returns.
+
+    Raises:
+        NotImplementedError: if there is none, or the one that the chapter gives.
+        TypeError: if it cannot be launched.
+    """
+    kernel = solution()
+    if kernel is None:
+        if any(isinstance(c, CodeType) for c in solution.__code__.co_consts):
+            raise TypeError("the function defines a kernel and returns None: `return kernel`")
+        raise NotImplementedError("there is no kernel yet")
+    if not hasattr(kernel, "run"):
+        raise TypeError("the kernel is not decorated with @triton.jit")
+    if _reads_as(kernel, given):
+        raise NotImplementedError("the kernel is as it was given")
+    return kernel
+
+
+def _reads_as(kernel: object, given: str) -> bool:
+    """Whether a kernel's source is `given`, but for comments and spaces."""
+    try:
+        source = textwrap.dedent(inspect.getsource(kernel.fn))
+        return ast.dump(ast.parse(source)) == ast.dump(ast.parse(given))
+    except (AttributeError, OSError, TypeError, SyntaxError):
+        return False  # written in another way
+
+
+def _touches_nothing_else(
+    kernel: object, grid: tuple[int, ...], arrays: dict[str, np.ndarray], sizes: dict[str, object]
+) -> bool:
+    """Whether all loads and stores of all programs lie inside of the tensors."""
+    arguments = arrays | sizes | getattr(kernel, "slips", {})
+    try:
+        return not any(
+            recorder.run(kernel.fn, program, arguments).outside()
+            for program in recorder.programs(grid)
+        )
+    except Exception:
+        return True  # words of Triton that the recorder does not know: the result has to do
+
+
+def _triton_case(name: str, *sizes: int) -> Case:
+    here = environment.detect()
+    return Case(name, lambda: sizes, lambda: here.why_not("triton", here.device))
+
+
+# -- row_variance --
+
+
+def row_variance() -> object:
+    """The kernel that stores the variance of each row of X [R, N]; a program has one row."""
+
+    @triton.jit
+    def kernel(X, Variance, N, BN: tl.constexpr):
+        row = tl.program_id(0)
+        columns = tl.arange(0, BN)  # [BN], and BN may be larger than N
+        exists = columns < N
+        x_tile = tl.load(X + row * N + columns, mask=exists, other=0.0)
+        mean = tl.sum(x_tile, axis=0) / N
+        difference = tl.where(exists, x_tile - mean, 0.0)
+        tl.store(Variance + row, tl.sum(difference * difference, axis=0) / N)
+
+    return kernel
+
+
+_GIVEN_VARIANCE = """
+@triton.jit
+def kernel(X, Variance, N, BN: tl.constexpr):
+    row = tl.program_id(0)
+    columns = tl.arange(0, BN)  # [BN], and BN may be larger than N
+    exists = columns < N
+    x_tile = tl.load(X + row * BN + columns, mask=exists, other=0.0)
+    mean = tl.sum(x_tile, axis=0) / N
+    difference = x_tile - mean
+    tl.store(Variance + row, tl.sum(difference * difference, axis=0) / N)
+"""
+
+
+def _run_variance(solution: Callable, R: int, N: int) -> Tensor:
+    """Launch the kernel, one program for each row; behind `X` lie large numbers."""
+    kernel = _launchable(solution, _GIVEN_VARIANCE)
+    device, BN = environment.detect().device, triton.next_power_of_2(N)
+    memory = torch.full((R * BN + BN,), 100.0)
+    memory[: R * N] = 5 + _random(R * N, seed=R * N)
+    variance = torch.full((R,), -77.0, device=device)
+    kernel[R,](memory.to(device), variance, N, BN=BN)
+    return variance.cpu()
+
+
+@triton.jit
+def _wrong_variance(
+    X, Variance, N,
+    BN: tl.constexpr, START: tl.constexpr, TAIL: tl.constexpr, MEAN: tl.constexpr,
+    DIVISOR: tl.constexpr, END: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    columns = tl.arange(0, BN)
+    exists = columns < N
+    first = row * N
+    if START == "by tile":
+        first = row * BN
+    elif START == "every element":
+        first = row
+    if TAIL == "no mask":
+        x_tile = tl.load(X + first + columns)
+    else:
+        x_tile = tl.load(X + first + columns, mask=exists, other=0.0)
+    mean = tl.sum(x_tile, axis=0) / N
+    if MEAN == "mean by BN":
+        mean = tl.sum(x_tile, axis=0) / BN
+    difference = x_tile - mean
+    if TAIL == "right":
+        difference = tl.where(exists, difference, 0.0)
+    elif TAIL == "after the square":
+        difference = tl.where(exists, difference, mean)
+    total = tl.sum(difference * difference, axis=0)
+    if DIVISOR == "by BN":
+        total = total / BN
+    elif DIVISOR == "unbiased":
+        total = total / (N - 1)
+    elif DIVISOR != "sum":
+        total = total / N
+    if END == "root":
+        total = tl.sqrt(total)
+    tl.store(Variance + row, total)
+
+
+_VARIANCE_SLIPS = {
+    "START": {"by tile", "every element"},
+    "TAIL": {"padding", "no mask", "after the square"},
+    "MEAN": {"mean by BN"},
+    "DIVISOR": {"by BN", "unbiased", "sum"},
+    "END": {"root"},
+}
+
+
+class _Mistaken:
+    """A kernel with its slips chosen; launched like a kernel."""
+
+    def __init__(self, kernel: object, groups: dict[str, set[str]], slips: Slips) -> None:
+        self.kernel, self.fn, self.run = kernel, getattr(kernel, "fn", kernel), None
+        self.slips = {
+            group: next((name for name in slips if name in names), "right")
+            for group, names in groups.items()
+        }
+
+    def __getitem__(self, grid: tuple) -> Callable:
+        return lambda *args, **sizes: self.kernel[grid](*args, **self.slips, **sizes)
+
+
+def _variance(slips: Slips) -> object:
+    """`row_variance` with slips."""
+    return _Mistaken(_wrong_variance, _VARIANCE_SLIPS, slips)
+
+
+_VARIANCE_MISTAKES = (
+    Misconception(
+        "letting the padding into the variance",
+        slip(_variance, "padding"),
+        "The padding is 0 when it is loaded. What is it once the mean is taken off, and what does "
+        "its square do in the sum?",
+    ),
+    Misconception(
+        "stepping to the next row by the width of the tile",
+        slip(_variance, "by tile"),
+        "The tile may be wider than a row. How many numbers of X lie before row 1?",
+    ),
+    Misconception(
+        "starting a row at every element",
+        slip(_variance, "every element"),
+        "Row 1 starts where row 0 ends. How many numbers does a row hold?",
+    ),
+    Misconception(
+        "a missing mask on the load",
+        slip(_variance, "no mask"),
+        "Past the end of a row, the next row begins. Which places of the tile hold a number of "
+        "this row?",
+    ),
+    Misconception(
+        "filling the masked places with the mean after it was taken off",
+        slip(_variance, "after the square"),
+        "The mean is already off. Which number does a masked place need now, so that its square "
+        "adds nothing?",
+    ),
+    Misconception(
+        "taking the mean over the whole tile",
+        slip(_variance, "mean by BN"),
+        "Zeros change no sum, but how many numbers were added up?",
+    ),
+    Misconception(
+        "dividing the squares by the length of the tile",
+        slip(_variance, "by BN"),
+        "How many of the squares belong to numbers of the row?",
+    ),
+    Misconception(
+        "dividing by N − 1",
+        slip(_variance, "unbiased"),
+        "That estimates the variance of what the row was drawn from. What is the mean of its own "
+        "squares?",
+    ),
+    Misconception(
+        "the sum of the squares in place of their mean",
+        slip(_variance, "sum"),
+        "A longer row should not have a larger variance. What is still to be divided?",
+    ),
+    Misconception(
+        "a standard deviation",
+        slip(_variance, "root"),
+        "That is a step further than asked. What do you get before the root?",
+    ),
+)
+
+_VARIANCE = Exercise(
+    name="row_variance",
+    statement="""
+Find the bugs. `X` is `[R, N]`, and each program of this kernel has to store the **variance** of
+one row: the mean of the squared differences from the row's mean. `BN` is the smallest power of two
+that is at least `N`. The kernel is right for rows of 4. For two rows of 3, it has two bugs. Mend
+them.
+""",
+    minutes=5,
+    difficulty=2,
+    hints=(
+        "Take the rows 1, 2, 6 and 4, 4, 4. They lie in memory as 1, 2, 6, 4, 4, 4. Which of them "
+        "does program 1 load into its tile of 4?",
+        "Now program 0: its tile is 1, 2, 6, 0, and the mean is 3. What does the fourth place hold "
+        "once the mean is taken off?",
+        "The start of a row is a multiple of the row's own length. And the differences need a "
+        "`tl.where` before they are squared and added up.",
+    ),
+    why="The 0 of a masked load is neutral for the next sum only: what is computed in between "
+    "changes it, so it is masked again before the next reduction.",
+    solution=row_variance,
+    run=_run_variance,
+    tolerance=1e-4,
+    misconceptions=_VARIANCE_MISTAKES,
+    combine=together(_VARIANCE_MISTAKES, *_VARIANCE_SLIPS.values()),
+    cases=(
+        _triton_case("two rows of 4", 2, 4),
+        _triton_case("one row of 3", 1, 3),
+        _triton_case("two rows of 3", 2, 3),
+        _triton_case("three rows of 13", 3, 13),
+    ),
+)
 
 
 # -- program_offsets --
@@ -196,447 +450,237 @@ without those that are not in `C`. For `M = N = 4` and tiles of 2 × 2, program 
 )
 
 
-# -- masked_reduction --
+# -- tile_product --
+
+_SIDE = 16  # of all tiles: the smallest that a dot takes on a GPU
 
 
-def masked_reduction(memory: Tensor, N: int, program: int, BN: int) -> tuple[Tensor, Tensor]:
-    """The sum and the largest of the elements of X that the program's tile holds; X is the first N
-    elements of memory."""
-    columns = program * BN + torch.arange(BN)  # [BN]
-    in_bounds = columns < N
-    x_tile = memory[torch.where(in_bounds, columns, 0)]  # [BN], a masked address must exist here
-    total = torch.where(in_bounds, x_tile, 0.0).sum()
-    return total, torch.where(in_bounds, x_tile, -torch.inf).max()
+def tile_product() -> object:
+    """The kernel of C = A @ B; a program has one tile of C."""
+
+    @triton.jit
+    def kernel(A, B, C, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
+        rows = tl.program_id(0) * BM + tl.arange(0, BM)  # [BM]
+        columns = tl.program_id(1) * BN + tl.arange(0, BN)  # [BN]
+        acc = tl.zeros([BM, BN], tl.float32)
+        for step in tl.range(tl.cdiv(K, BD)):
+            depth = step * BD + tl.arange(0, BD)  # [BD]
+            a_mask = (rows < M)[:, None] & (depth < K)
+            b_mask = (depth < K)[:, None] & (columns < N)
+            a_tile = tl.load(A + rows[:, None] * K + depth, mask=a_mask, other=0.0)
+            b_tile = tl.load(B + depth[:, None] * N + columns, mask=b_mask, other=0.0)
+            acc = tl.dot(a_tile, b_tile, acc, input_precision="ieee")
+        c_mask = (rows < M)[:, None] & (columns < N)
+        tl.store(C + rows[:, None] * N + columns, acc, mask=c_mask)
+
+    return kernel
 
 
-def _reduced(slips: Slips, memory: Tensor, N: int, program: int, BN: int) -> tuple[Tensor, Tensor]:
-    """`masked_reduction` with slips."""
-    places = torch.arange(BN)
-    columns = places if "first tile" in slips else program * BN + places
-    last = N if "one more" in slips else N - 1
-    in_bounds = (places if "places" in slips else columns) <= last
-    if "cut" in slips:
-        memory, legal = memory[:N], columns
-    elif "clamp" in slips:
-        legal, in_bounds = columns.clamp(max=last), places >= 0
-    elif "none" in slips:
-        legal, in_bounds = columns, places >= 0
-    else:
-        legal = torch.where(in_bounds, columns, 0)
-    x_tile = memory[legal]
-    total = torch.where(in_bounds, x_tile, -torch.inf if "-inf" in slips else 0.0).sum()
-    return total, torch.where(in_bounds, x_tile, 0.0 if "zeros" in slips else -torch.inf).max()
+_GIVEN_PRODUCT = """
+@triton.jit
+def kernel(A, B, C, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)  # [BM]
+    columns = tl.program_id(1) * BN + tl.arange(0, BN)  # [BN]
+    acc = tl.zeros([BM, BN], tl.float32)
+    for step in tl.range(tl.cdiv(K, BD)):
+        depth = step * BD + tl.arange(0, BD)  # [BD]
+        pass  # your code: load two tiles, add their product to acc
+    c_mask = (rows < M)[:, None] & (columns < N)
+    tl.store(C + rows[:, None] * N + columns, acc, mask=c_mask)
+"""
 
 
-_REDUCTION_MISTAKES = (
+def _run_product(solution: Callable, M: int, N: int, K: int) -> tuple[Tensor, str]:
+    """Launch the kernel on two matrices with NaN behind each, and see where it loads."""
+    kernel = _launchable(solution, _GIVEN_PRODUCT)
+    device = environment.detect().device
+    shapes = {"A": (M, K), "B": (K, N)}
+    a, b = (_random(*shape, seed=i) for i, shape in enumerate(shapes.values()))
+    guard = torch.full((4 * _SIDE * max(M, N, K, _SIDE),), torch.nan)
+    memory = [torch.cat([x.flatten(), guard]).to(device) for x in (a, b)]
+    c = torch.full((M, N), -77.0, device=device)
+    grid = (-(-M // _SIDE), -(-N // _SIDE))
+    sizes = {"BM": _SIDE, "BN": _SIDE, "BD": _SIDE}
+    kernel[grid](*memory, c, M, N, K, **sizes)
+    arrays = {"A": a.numpy(), "B": b.numpy(), "C": np.zeros((M, N))}
+    inside = _touches_nothing_else(kernel, grid, arrays, {"M": M, "N": N, "K": K, **sizes})
+    return c.cpu(), "loads inside of A and B" if inside else "loads outside of A or B"
+
+
+@triton.jit
+def _wrong_product(
+    A, B, C, M, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STRIDE_A: tl.constexpr,
+    STRIDE_B: tl.constexpr, MASK: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    columns = tl.program_id(1) * BN + tl.arange(0, BN)
+    acc = tl.zeros([BM, BN], tl.float32)
+    stride_a = K
+    if STRIDE_A == "a by tile":
+        stride_a = BD
+    elif STRIDE_A == "a by rows":
+        stride_a = M
+    elif STRIDE_A == "a by columns":
+        stride_a = N
+    stride_b = N
+    if STRIDE_B == "b by tile":
+        stride_b = BN
+    elif STRIDE_B == "b by depth":
+        stride_b = K
+    for step in tl.range(tl.cdiv(K, BD)):
+        depth = step * BD + tl.arange(0, BD)
+        a_offsets = rows[:, None] * stride_a + depth
+        b_offsets = depth[:, None] * stride_b + columns
+        a_mask = (rows < M)[:, None] & (depth < K)
+        b_mask = (depth < K)[:, None] & (columns < N)
+        if MASK == "none":
+            a_mask, b_mask = a_offsets >= 0, b_offsets >= 0
+        elif MASK == "no depth":
+            a_mask = (rows < M)[:, None] & (depth >= 0)
+            b_mask = (depth >= 0)[:, None] & (columns < N)
+        elif MASK == "a without depth":
+            a_mask = (rows < M)[:, None] & (depth >= 0)
+        elif MASK == "depth alone":
+            a_mask = (rows >= 0)[:, None] & (depth < K)
+            b_mask = (depth < K)[:, None] & (columns >= 0)
+        elif MASK == "end":
+            a_mask, b_mask = a_offsets < M * K, b_offsets < K * N
+        a_tile = tl.load(A + a_offsets, mask=a_mask, other=0.0)
+        b_tile = tl.load(B + b_offsets, mask=b_mask, other=0.0)
+        if SUM == "last step":
+            acc = tl.dot(a_tile, b_tile, input_precision="ieee")
+        elif SUM == "twice":
+            acc += tl.dot(a_tile, b_tile, acc, input_precision="ieee")
+        elif SUM != "nothing":
+            acc = tl.dot(a_tile, b_tile, acc, input_precision="ieee")
+    c_mask = (rows < M)[:, None] & (columns < N)
+    tl.store(C + rows[:, None] * N + columns, acc, mask=c_mask)
+
+
+_PRODUCT_SLIPS = {
+    "STRIDE_A": {"a by tile", "a by rows", "a by columns"},
+    "STRIDE_B": {"b by tile", "b by depth"},
+    "MASK": {"none", "no depth", "a without depth", "depth alone", "end"},
+    "SUM": {"last step", "twice", "nothing"},
+}
+
+
+def _product(slips: Slips) -> object:
+    """`tile_product` with slips."""
+    return _Mistaken(_wrong_product, _PRODUCT_SLIPS, slips)
+
+
+_PRODUCT_MISTAKES = (
     Misconception(
-        "a missing mask",
-        slip(_reduced, "none"),
-        "The tile goes on behind X, and the memory there is somebody's. Nothing stops the load. "
-        "Which of the tile's places hold an element of X?",
+        "keeping the last step only",
+        slip(_product, "last step"),
+        "Each step's product takes the place of the one before. Which argument of `tl.dot` is the "
+        "sum so far?",
     ),
     Misconception(
-        "an address past the end of X",
-        slip(_reduced, "cut"),
-        "PyTorch says so, a GPU loads whatever lies there. Which address can a masked place have "
-        "that does exist?",
+        "a product that is never added",
+        slip(_product, "nothing"),
+        "All of C is 0. What happens to `acc` between its first line and the store?",
     ),
     Misconception(
-        "masking places of the tile instead of positions in X",
-        slip(_reduced, "places"),
-        "Place 0 of program 2's tile is not element 0 of X. Which number has to be compared with "
-        "N?",
+        "adding the sum so far twice",
+        slip(_product, "twice"),
+        "`tl.dot(a, b, acc)` is already `acc + a @ b`. What does `+=` add on top?",
     ),
     Misconception(
-        "zeros where the maximum needs −∞",
-        slip(_reduced, "zeros"),
-        "If all numbers are negative, 0 is the largest. What must a masked element hold so that "
-        "it changes no maximum?",
+        "stepping to A's next row by the width of the tile",
+        slip(_product, "a by tile"),
+        "The tile is a window into A. How many numbers lie between two rows of A `[M, K]`?",
     ),
     Misconception(
-        "−∞ where the sum needs zeros",
-        slip(_reduced, "-inf"),
-        "One −∞ makes the whole sum −∞. What must a masked element hold so that it changes no sum?",
+        "stepping to A's next row by its number of rows",
+        slip(_product, "a by rows"),
+        "A square A hides it. How many numbers does a row of A `[M, K]` hold?",
     ),
     Misconception(
-        "letting one element too many in",
-        slip(_reduced, "one more"),
-        "X has N elements, and the first has number 0. Which number has the last?",
+        "stepping to A's next row by the length of a row of C",
+        slip(_product, "a by columns"),
+        "A square A hides it. How many numbers does a row of A `[M, K]` hold?",
     ),
     Misconception(
-        "loading the last element again for every place past the end",
-        slip(_reduced, "clamp"),
-        "That keeps every address legal, and the maximum right. What does the sum count?",
+        "stepping to B's next row by the width of the tile",
+        slip(_product, "b by tile"),
+        "The tile is a window into B. How many numbers lie between two rows of B `[K, N]`?",
     ),
     Misconception(
-        "giving every program the first tile",
-        slip(_reduced, "first tile"),
-        "All programs run the same code and differ in one number. Where does the tile of program "
-        "1 begin?",
+        "stepping to B's next row by its number of rows",
+        slip(_product, "b by depth"),
+        "A square B hides it. How many numbers does a row of B `[K, N]` hold?",
+    ),
+    Misconception(
+        "missing masks on the loads",
+        slip(_product, "none"),
+        "The last step reaches past column K of A and past row K of B. What lies in memory there, "
+        "and where does it end up?",
+    ),
+    Misconception(
+        "no mask along the depth",
+        slip(_product, "no depth"),
+        "The rows and columns are masked. What does the last step multiply where `depth` is K or "
+        "more? Look at both tiles.",
+    ),
+    Misconception(
+        "no mask along A's depth",
+        slip(_product, "a without depth"),
+        "The zeros of `b_tile` hide most of it. But from where does the last row of A load where "
+        "`depth` is K or more, and what is 0 times NaN?",
+    ),
+    Misconception(
+        "a mask along the depth alone",
+        slip(_product, "depth alone"),
+        "C is right, since rows past the end are never stored. But which addresses did the last "
+        "tiles load from?",
+    ),
+    Misconception(
+        "masking only past the end of the memory",
+        slip(_product, "end"),
+        "An offset below M * K is in A, but past column K the next row begins. Does its number "
+        "belong into this sum?",
     ),
 )
 
-_REDUCTION = Exercise(
-    name="masked_reduction",
+_PRODUCT = Exercise(
+    name="tile_product",
     statement="""
-`memory` is a GPU's memory: its first `N` elements are the tensor `X`, behind them lie other
-tensors. Program number `program` holds the tile of `BN` elements of `X` that begins at
-`program * BN`; the last tile reaches past the end of `X`. Return `(sum, largest)` of the elements
-of `X` in the tile, two tensors of no dimension. Work like a kernel: the tile keeps all its `BN`
-elements, and a mask says which of them count.
+Write the loop of a matrix product in Triton: `C = A @ B`, with `A` `[M, K]` and `B` `[K, N]`. In
+each step, load `a_tile` `[BM, BD]` and `b_tile` `[BD, BN]`, and add their product to `acc`. All
+tiles are 16 × 16, and `M`, `N` and `K` need not be multiples of 16. Behind `A` and `B` lies
+somebody else's memory, so no load may touch it.
+
+`tl.dot(a_tile, b_tile, acc, input_precision="ieee")` returns `acc + a_tile @ b_tile`.
 """,
-    minutes=4,
-    difficulty=1,
-    hints=(
-        "Take program 1 of five elements in tiles of 4. Which of its four places hold an element "
-        "of X, and what lies in memory at the others?",
-        "The mask works twice. It keeps the load at an address that exists, and it decides what a "
-        "masked place holds in each reduction. Is that the same number for a sum and for a "
-        "maximum?",
-        "Compute each place's position in X, and compare it with `N`. One `torch.where` makes the "
-        "addresses legal. Two more put the number that changes nothing into the masked places, "
-        "one before `sum` and one before `max`.",
-    ),
-    why="A mask on the load makes the address legal, and the masked element is still there: each "
-    "reduction needs it to hold the number that changes nothing.",
-    solution=masked_reduction,
-    misconceptions=_REDUCTION_MISTAKES,
-    combine=together(
-        _REDUCTION_MISTAKES,
-        {"none", "clamp", "places", "cut"},
-        {"none", "one more", "cut"},
-        {"none", "clamp", "zeros"},
-        {"none", "clamp", "-inf"},
-        {"cut", "zeros"},
-        {"cut", "-inf"},
-    ),
-    cases=(
-        Case(
-            "five elements in tiles of 4, program 1",
-            lambda: (torch.tensor([1.0, 2, 3, 4, 5, 100, 200, 300]), 5, 1, 4),
-        ),
-        Case("all negative", lambda: (torch.tensor([-3.0, -2, -5, 7, 9, 9, 9, 9]), 3, 0, 4)),
-        Case("a full tile", lambda: (_random(16, seed=0), 12, 1, 4)),
-        Case("a tile with one element", lambda: (_random(32, seed=1), 17, 2, 8)),
-    ),
-)
-
-
-# -- padded_variance --
-
-
-def padded_variance(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`(squares, variance)` of a row x [N]: the squared differences from its mean on a tile of BN
-    elements, the smallest power of two that holds the row, and their mean over the row."""
-    N = len(x)
-    BN = 1
-    while BN < N:
-        BN *= 2
-    in_bounds = torch.arange(BN) < N
-    x_tile = torch.cat([x, x.new_zeros(BN - N)])  # [BN], what a masked load gives
-    mean = x_tile.sum() / N
-    # padding is no longer 0 once the mean is taken off
-    squares = torch.where(in_bounds, (x_tile - mean) ** 2, 0.0)  # [BN]
-    return squares, squares.sum() / N
-
-
-def _variance(slips: Slips, x: Tensor) -> tuple[Tensor, Tensor]:
-    """`padded_variance` with slips."""
-    N = len(x)
-    BN = 1 << (N - 1).bit_length()
-    if "always double" in slips:
-        BN = 1 << N.bit_length()
-    if "round down" in slips:
-        BN = 1 << (N.bit_length() - 1)
-    if "no tile" in slips:
-        BN = N
-    if "at least 16" in slips:
-        BN = max(16, BN)
-    x_tile = torch.cat([x, x.new_zeros(max(0, BN - N))])[:BN]
-    mean = x_tile.sum() / (BN if slips & {"both by BN", "mean by BN"} else N)
-    difference = x_tile - mean
-    if "padding" not in slips:
-        difference = torch.where(torch.arange(BN) < N, difference, 0.0)
-    squares = difference**2
-    count = BN if slips & {"both by BN", "by BN"} else N - 1 if "unbiased" in slips else N
-    variance = squares.sum() / count
-    shown = difference if "not squared" in slips else squares
-    if "left in the tile" in slips:
-        shown = (x_tile - mean) ** 2
-    return shown, variance.sqrt() if "root" in slips else variance
-
-
-_VARIANCE_MISTAKES = (
-    Misconception(
-        "letting the padding into the variance",
-        slip(_variance, "padding"),
-        "The padding is 0 when it is loaded, and 0 − mean after the mean is taken off. What does "
-        "its square do in the sum?",
-    ),
-    Misconception(
-        "dividing by the length of the tile",
-        slip(_variance, "both by BN"),
-        "Zeros add nothing, so the sums may be right. But how many numbers were added up?",
-    ),
-    Misconception(
-        "taking the mean over the whole tile",
-        slip(_variance, "mean by BN"),
-        "The sum is right, for zeros add nothing. But how many numbers were added up?",
-    ),
-    Misconception(
-        "taking the squares' mean over the whole tile",
-        slip(_variance, "by BN"),
-        "The squares are right. How many of them belong to numbers of the row?",
-    ),
-    Misconception(
-        "a row that lies in no tile",
-        slip(_variance, "no tile"),
-        "PyTorch takes any length, `tl.arange` powers of two only. What is the shortest tile that "
-        "holds the row?",
-    ),
-    Misconception(
-        "rounding a power of two up to the next",
-        slip(_variance, "always double"),
-        "Half of your tile is idle. Does a row of 4 need more than a tile of 4?",
-    ),
-    Misconception(
-        "rounding down",
-        slip(_variance, "round down"),
-        "A tile that is too short holds only the beginning of the row. Which power of two is the "
-        "first that is long enough?",
-    ),
-    Misconception(
-        "a tile of sixteen for every row",
-        slip(_variance, "at least 16"),
-        "Sixteen is what a dot asks for, and there is none here. What is the shortest range?",
-    ),
-    Misconception(
-        "dividing by N − 1",
-        slip(_variance, "unbiased"),
-        "That estimates the variance of what the row was drawn from. What is the mean of the "
-        "squares?",
-    ),
-    Misconception(
-        "a standard deviation",
-        slip(_variance, "root"),
-        "That is a step further than asked. What do you get before the root?",
-    ),
-    Misconception(
-        "leaving something in the tile's masked places",
-        slip(_variance, "left in the tile"),
-        "The variance is right. What do the places past the end hold in `squares`?",
-    ),
-    Misconception(
-        "giving the differences in place of their squares",
-        slip(_variance, "not squared"),
-        "The variance is right. What does it sum up?",
-    ),
-)
-
-_VARIANCE = Exercise(
-    name="padded_variance",
-    statement="""
-`tl.arange` takes powers of two only. A row `x` `[N]` of any length lies in a tile of `BN` elements,
-the smallest power of two that is at least `N`; a masked load puts 0 into the places past the end.
-Return `(squares, variance)`. `squares` is the tile `[BN]` of the squared differences from the row's
-mean, with 0 in the places past the end. `variance` is the mean of the row's squares. Two passes
-over the tile: the mean, then the differences. What do the places past the end hold after the first?
-""",
-    minutes=5,
+    minutes=8,
     difficulty=2,
     hints=(
-        "Compute it by hand for 1, 2, 6 in a tile of 4: the mean, the tile less the mean, and its "
-        "squares. What stands in the fourth place?",
-        "Zeros change no sum, so the first pass needs no mask. After the mean is taken off, the "
-        "padding is zero no longer. And a mean counts numbers, not places.",
-        "Start from 1 and double until the row fits. Fill up with zeros (`torch.cat`, or "
-        "`torch.nn.functional.pad`), and divide both sums by `N`. One `torch.where` over the "
-        "squares puts the zeros back.",
+        "Draw A, B and one tile of C on paper. Which rows of A does the tile need, and which "
+        "columns of B? Which part of them belongs to one step?",
+        "An element of a tile has the offset row times length of a row, plus column. For `a_tile`, "
+        "the row number comes from `rows`, the column number from `depth`. For `b_tile`, "
+        "it is `depth` and `columns`.",
+        "Broadcast as in `program_offsets`: a column of row numbers, `[:, None]`, against column "
+        "numbers. Each mask joins two conditions with `&`, one for the tile's rows and one for its "
+        "columns. Put 0 into masked places.",
     ),
-    why="The 0 of a masked load is neutral for the next sum only: whatever is computed in between "
-    "may change it, so it is masked again before the next reduction.",
-    solution=padded_variance,
-    misconceptions=_VARIANCE_MISTAKES,
-    combine=together(
-        _VARIANCE_MISTAKES,
-        {"no tile", "always double", "round down", "at least 16"},
-        {"both by BN", "by BN", "unbiased"},
-        {"both by BN", "mean by BN"},
-        {"no tile", "padding"},
-        {"no tile", "left in the tile"},
-        {"padding", "left in the tile"},
-        {"not squared", "left in the tile"},
-        {"no tile", "both by BN"},
-        {"no tile", "by BN"},
-        {"no tile", "mean by BN"},
-    ),
-    cases=(
-        Case("three numbers", lambda: (torch.tensor([1.0, 2.0, 6.0]),)),
-        Case("a power of two", lambda: (torch.tensor([1.0, 3.0, 5.0, 7.0]),)),
-        Case("one number", lambda: (torch.tensor([4.0]),)),
-        Case("37 numbers far from 0", lambda: (5 + _random(37, seed=3),)),
-    ),
-)
-
-
-# -- tiled_statistics --
-
-
-def tiled_statistics(x: Tensor, BN: int) -> tuple[Tensor, Tensor]:
-    """The largest of each row of x [R, N] and the sum of exp(x - largest), BN columns at a time."""
-    R, N = x.shape
-    scores_max = torch.full((R,), -torch.inf)
-    running_sum = torch.zeros(R)
-    for start in range(0, N, BN):
-        columns = start + torch.arange(BN)  # [BN]
-        x_tile = x[:, columns.clamp(max=N - 1)]  # [R, BN]
-        x_tile = x_tile.masked_fill(columns >= N, -torch.inf)
-        scores_max_prev = scores_max
-        scores_max = torch.maximum(scores_max_prev, x_tile.amax(1))
-        scores_scale = torch.exp2((scores_max_prev - scores_max) * LOG2_E)
-        weights = torch.exp2((x_tile - scores_max[:, None]) * LOG2_E)  # [R, BN]
-        running_sum = running_sum * scores_scale + weights.sum(1)
-    return scores_max, running_sum
-
-
-def _statistics(slips: Slips, x: Tensor, BN: int) -> tuple[Tensor, Tensor]:
-    """`tiled_statistics` with slips."""
-    R, N = x.shape
-    factor = 1.0 if "base" in slips else LOG2_E
-
-    def power(a: Tensor, b: Tensor) -> Tensor:
-        if "power first" in slips:
-            return torch.exp2(a * factor) / torch.exp2(b * factor)
-        return torch.exp2((a - b) * factor)
-
-    scores_max = torch.full((R,), 0.0 if "start" in slips else -torch.inf)
-    running_sum = torch.zeros(R)
-    end = BN if "first" in slips else N // BN * BN if "full tiles" in slips else N
-    for start in range(0, end, BN):
-        columns = start + torch.arange(BN)
-        x_tile = x[:, columns.clamp(max=N - 1)]
-        if "no mask" not in slips:
-            x_tile = x_tile.masked_fill(columns >= N, 0.0 if "zeros" in slips else -torch.inf)
-        scores_max_prev, tile_max = scores_max, x_tile.amax(1)
-        scores_max = torch.maximum(scores_max_prev, tile_max)
-        if "own max" in slips:
-            scores_max = tile_max
-        scores_scale = power(scores_max_prev, scores_max)
-        if "no rescale" in slips:
-            scores_scale = torch.ones(R)
-        if "inverse" in slips:
-            scores_scale = power(scores_max, scores_max_prev)
-        weights = power(x_tile, (tile_max if "own powers" in slips else scores_max)[:, None])
-        running_sum = running_sum * scores_scale + weights.sum(1)
-    return scores_max, running_sum
-
-
-_STATISTICS_MISTAKES = (
-    Misconception(
-        "adding sums that are measured from different maxima",
-        slip(_statistics, "no rescale"),
-        "When the maximum moves, everything added so far was measured from the old one. Which "
-        "factor carries it over (chapter 03's `scores_scale`), and is the old maximum still there "
-        "when you compute it?",
-    ),
-    Misconception(
-        "a factor the wrong way round",
-        slip(_statistics, "inverse"),
-        "When the maximum grows, what was added before has to become smaller. Which of the two "
-        "maxima is taken off which?",
-    ),
-    Misconception(
-        "measuring each tile's powers from the tile's own maximum",
-        slip(_statistics, "own powers"),
-        "The sum so far was carried over to the row's largest. From which maximum are the new "
-        "powers measured?",
-    ),
-    Misconception(
-        "forgetting the earlier tiles' maximum",
-        slip(_statistics, "own max"),
-        "A later tile may be lower than all before it. What is the largest of both?",
-    ),
-    Misconception(
-        "padding with zeros",
-        slip(_statistics, "zeros"),
-        "0 is a score like any other, and exp(0 − scores_max) is not 0. Which number vanishes "
-        "under exp, and never is the largest?",
-    ),
-    Misconception(
-        "counting columns past the end",
-        slip(_statistics, "no mask"),
-        "The last tile has BN columns, and fewer of them are in x. The address is legal. Does the "
-        "element count?",
-    ),
-    Misconception(
-        "leaving the ragged tile out",
-        slip(_statistics, "full tiles"),
-        "N // BN counts full tiles. In which tile is the last column of a row of 3 in tiles of 2?",
-    ),
-    Misconception(
-        "a maximum that starts at 0",
-        slip(_statistics, "start"),
-        "In a row of negative numbers 0 is larger than all of them. What is the largest of "
-        "nothing?",
-    ),
-    Misconception(
-        "powers of two where powers of e are meant",
-        slip(_statistics, "base"),
-        "`exp2(x)` is 2 to the power x. By what do you multiply x to get e to the power x?",
-    ),
-    Misconception(
-        "powers before the maximum is taken off",
-        slip(_statistics, "power first"),
-        "e to the power 200 is more than fp32 holds, and infinity divided by infinity is NaN. What "
-        "is the largest exponent if you subtract first?",
-    ),
-    Misconception(
-        "reading the first tile only",
-        slip(_statistics, "first"),
-        "One program has all the tiles of its rows. Where is the loop over them?",
-    ),
-)
-
-_STATISTICS = Exercise(
-    name="tiled_statistics",
-    statement="""
-The chapter's softmax holds a whole row in one tile. For a row that is too long for that, walk over
-it with chapter 03's step: `x` `[R, N]` in tiles of `BN` columns, all `R` rows at once. Return
-`(scores_max, running_sum)`, both `[R]`: the largest of each row, and the sum of
-`exp(x - scores_max)`. Powers are `exp2((… - …) * LOG2_E)`, subtract first. Every tile has `BN`
-columns; those past the end of the row must not count. One pass: each tile is loaded once. (`LOG2_E`
-is in `nsa_tutorial.exact.online_softmax`.)
-""",
-    minutes=7,
-    difficulty=2,
-    hints=(
-        "Take the row 1, 2, 3 in tiles of two. After the first tile the largest is 2, and the sum "
-        "is e⁻¹ + 1. What has to happen to this sum when 3 arrives?",
-        "It is chapter 03's step for all rows at once: the new maximum, a factor that carries the "
-        "old sum over to it, and the powers of this tile. A place past the end must give the "
-        "power 0.",
-        "Begin with −∞ and 0, one number for each row. In each turn, load `BN` columns (`clamp` "
-        "keeps the addresses legal), hide those past the end, and take `torch.maximum` of the old "
-        "maximum and the tile's. Then scale the sum by 2 to the power of old minus new, and add "
-        "the tile's powers.",
-    ),
-    why="A sum of powers means something only beside the maximum that it was measured from, so the "
-    "two walk along the row together, and two numbers a row are all that a program has to keep.",
-    solution=tiled_statistics,
+    why="A zero in the masked depth adds nothing to any sum, while masks on rows and columns only "
+    "keep the addresses legal, because those places of `acc` are never stored.",
+    solution=tile_product,
+    run=_run_product,
     tolerance=1e-4,
-    misconceptions=_STATISTICS_MISTAKES,
-    combine=together(
-        _STATISTICS_MISTAKES,
-        {"no rescale", "inverse"},
-        {"zeros", "no mask", "full tiles", "first"},
-        {"own max", "own powers", "start"},
-    ),
+    misconceptions=_PRODUCT_MISTAKES,
+    combine=together(_PRODUCT_MISTAKES, *_PRODUCT_SLIPS.values()),
     cases=(
-        Case("one row that rises", lambda: (torch.tensor([[1.0, 2.0, 3.0]]), 2)),
-        Case("one row that falls, all negative", lambda: (torch.tensor([[-1.0, -2.0, -5.0]]), 2)),
-        Case("one tile, exactly full", lambda: (_random(2, 4, seed=4), 4)),
-        Case("a row of large numbers", lambda: (torch.tensor([[200.0, 199.0, 201.0]]), 2)),
-        Case("three rows of 37 in tiles of 8", lambda: (_random(3, 37, seed=5, factor=4.0), 8)),
+        _triton_case("one tile and one step", 16, 16, 16),
+        _triton_case("one tile and two steps", 16, 16, 32),
+        _triton_case("two tile columns", 16, 32, 16),
+        _triton_case("ragged rows and columns", 20, 25, 16),
+        _triton_case("a ragged depth", 16, 16, 20),
+        _triton_case("C of 20 × 25, depth 37", 20, 25, 37),
     ),
 )
 
@@ -646,23 +690,8 @@ is in `nsa_tutorial.exact.online_softmax`.)
 _BR, _BN = 4, 16
 
 
-def row_sums(language: str) -> object:
-    """The kernel that sums each row of X [R, N] to Y [R]: in Triton, or as a TileLang function."""
-    if language == "triton":
-
-        @triton.jit
-        def kernel(X, Y, R, N, BR: tl.constexpr, BN: tl.constexpr):
-            rows = tl.program_id(0) * BR + tl.arange(0, BR)  # [BR]
-            acc = tl.zeros([BR], tl.float32)
-            for step in tl.range(tl.cdiv(N, BN)):
-                columns = step * BN + tl.arange(0, BN)  # [BN]
-                in_bounds = (rows < R)[:, None] & (columns < N)  # [BR, BN]
-                x_tile = tl.load(X + rows[:, None] * N + columns, mask=in_bounds, other=0.0)
-                acc += tl.sum(x_tile, axis=1)
-            tl.store(Y + rows, acc, mask=rows < R)
-
-        return kernel
-
+def row_sums() -> object:
+    """The TileLang kernel that sums each row of X [R, N] to Y [R]."""
     BR, BN = 4, 16
     R, N = T.dynamic("R"), T.dynamic("N")
 
@@ -697,81 +726,30 @@ def _compiled(kernel: object, device: str) -> Callable:
     return _COMPILED[key]
 
 
-def _run_row_sums(solution: Callable, language: str, R: int, N: int) -> tuple[Tensor, str]:
-    """Launch the kernel for `language` between guards: 1000s behind `X`, and numbers behind `Y`
-    that must stay."""
-    kernel = solution(language)
-    name = {"triton": "Triton", "tilelang": "TileLang"}[language]
+def _run_row_sums(solution: Callable, R: int, N: int) -> Tensor:
+    """Compile the kernel and launch it; behind `X` lie 1000s."""
+    kernel = solution()
     if kernel is None:
-        raise NotImplementedError(f"there is no {name} kernel yet")
+        raise NotImplementedError("there is no kernel yet")
+    if not hasattr(kernel, "script"):
+        raise TypeError("the kernel is not decorated with @T.prim_func")
     device = environment.detect().device
-    guard = 4 * _BR * max(N, _BN)
-    memory = torch.full((R * N + guard,), 1000.0, device=device)
+    memory = torch.full((R * N + 4 * _BR * max(N, _BN),), 1000.0, device=device)
     memory[: R * N] = _random(R * N, seed=R * N).to(device)
-    results = torch.full((R + 64,), -77.0, device=device)
-    x, y = memory[: R * N].view(R, N), results[:R]
-    if language == "triton":
-        if not hasattr(kernel, "run"):
-            raise TypeError("the Triton kernel is not decorated with @triton.jit")
-        kernel[-(-R // _BR),](x, y, R, N, BR=_BR, BN=_BN)
-    else:
-        _compiled(kernel, device)(x, y)
-    intact = bool((results[R:] == -77.0).all() and (memory[R * N :] == 1000.0).all())
-    return y.cpu(), "in bounds" if intact else "stored past the end of Y"
-
-
-@triton.jit
-def _wrong_sums(X, Y, R, N, BR: tl.constexpr, BN: tl.constexpr, MISTAKE: tl.constexpr):
-    rows = tl.program_id(0) * BR + tl.arange(0, BR)
-    if MISTAKE == "ids count rows":
-        rows = tl.program_id(0) + tl.arange(0, BR)
-    acc = tl.zeros([BR], tl.float32)
-    steps = tl.cdiv(N, BN)
-    if MISTAKE == "first tile":
-        steps = 1
-    if MISTAKE == "full tiles":
-        steps = N // BN
-    stride = N
-    if MISTAKE == "by tile":
-        stride = BN
-    for step in tl.range(steps):
-        columns = step * BN + tl.arange(0, BN)
-        in_bounds = (rows < R)[:, None] & (columns < N)
-        if MISTAKE == "no mask":
-            in_bounds = (rows >= 0)[:, None] & (columns >= 0)
-        x_tile = tl.load(X + rows[:, None] * stride + columns, mask=in_bounds, other=0.0)
-        if MISTAKE == "last tile":
-            acc = tl.sum(x_tile, axis=1)
-        else:
-            acc += tl.sum(x_tile, axis=1)
-    if MISTAKE == "store":
-        tl.store(Y + rows, acc)
-    else:
-        tl.store(Y + rows, acc, mask=rows < R)
-
-
-class _Mistaken:
-    """`_wrong_sums` with its mistake chosen; launched like a kernel."""
-
-    def __init__(self, mistake: str) -> None:
-        self.mistake, self.run = mistake, None
-
-    def __getitem__(self, grid: tuple) -> Callable:
-        return lambda *args, **sizes: _wrong_sums[grid](*args, MISTAKE=self.mistake, **sizes)
+    y = torch.full((R,), -77.0, device=device)
+    _compiled(kernel, device)(memory[: R * N].view(R, N), y)
+    return y.cpu()
 
 
 def _sums(mistake: str) -> Callable:
-    """Wrong kernels: `mistake` in both languages, or in the one alone that lets you make it."""
+    """A kernel with one mistake."""
 
-    def wrong(language: str) -> object:
-        if language == "triton":
-            return row_sums(language) if mistake == "clear" else _Mistaken(mistake)
-        if mistake in ("no mask", "store", "by tile"):
-            return row_sums(language)
+    def wrong() -> object:
         BR, BN = _BR, _BN
         R, N = T.dynamic("R"), T.dynamic("N")
-        clear = mistake in ("last tile", "clear")
+        clear = mistake == "clear"
         stride = 1 if mistake == "ids count rows" else BR
+        across = 1 if mistake == "steps count columns" else BN
 
         @T.prim_func
         def kernel(X: T.Tensor([R, N], "float32"), Y: T.Tensor([R], "float32")):
@@ -782,7 +760,8 @@ def _sums(mistake: str) -> Callable:
                 steps = {"first tile": 1, "full tiles": N // BN}.get(mistake, T.ceildiv(N, BN))
                 T.clear(acc)
                 for step in T.serial(steps):
-                    T.copy(X[start : start + BR, step * BN : step * BN + BN], x_tile)
+                    column = step * across
+                    T.copy(X[start : start + BR, column : column + BN], x_tile)
                     T.reduce_sum(x_tile, acc, dim=1, clear=clear)
                 T.copy(acc, Y[start : start + BR])
 
@@ -791,76 +770,60 @@ def _sums(mistake: str) -> Callable:
     return wrong
 
 
-def _only(written: str) -> Callable:
-    """The right kernel in one language, and none in the other."""
-    return lambda language: row_sums(language) if language == written else None
+def _tilelang_case(R: int, N: int, what: str) -> Case:
+    here = environment.detect()
+    return Case(what, lambda: (R, N), lambda: here.why_not("tilelang", here.device))
 
-
-def _case(language: str, R: int, N: int, what: str) -> Case:
-    name = {"triton": "Triton", "tilelang": "TileLang"}[language]
-    return Case(
-        f"{name}, {what}",
-        lambda: (language, R, N),
-        lambda: environment.detect().why_not(language, environment.detect().device),
-    )
-
-
-_SIZES = (
-    (3, 16, "three rows of 16"),
-    (1, 5, "one row of 5"),
-    (4, 32, "four rows of 32"),
-    (8, 16, "eight rows of 16"),
-    (9, 37, "nine rows of 37"),
-)
 
 _ROW_SUMS = Exercise(
     name="row_sums",
     statement="""
-Write one kernel in both languages: `Y[i]` becomes the sum of row `i` of `X` `[R, N]`, in fp32. A
-program has `BR` = 4 rows and walks over them in tiles of `BN` = 16 columns; the grid is
-`(cdiv(R, BR),)`.
+Your first TileLang kernel: `Y[i]` becomes the sum of row `i` of `X` `[R, N]`. In Triton, it would
+be
 
-`row_sums("triton")` returns a function decorated with `@triton.jit`,
-`kernel(X, Y, R, N, BR: tl.constexpr, BN: tl.constexpr)`. `row_sums("tilelang")` returns a
-`@T.prim_func` of `X: T.Tensor([R, N], "float32")` and `Y: T.Tensor([R], "float32")`, where
-`R, N = T.dynamic("R"), T.dynamic("N")`, with its own `BR, BN = 4, 16`. The check launches both
-(`return None` for a language that you leave for later).
-`T.reduce_sum(x_tile, acc, dim=1, clear=False)` adds to what `acc` holds.
+```python
+rows = tl.program_id(0) * BR + tl.arange(0, BR)
+acc = tl.zeros([BR], tl.float32)
+for step in tl.range(tl.cdiv(N, BN)):
+    columns = step * BN + tl.arange(0, BN)
+    x_mask = (rows < R)[:, None] & (columns < N)
+    x_tile = tl.load(X + rows[:, None] * N + columns, mask=x_mask, other=0.0)
+    acc += tl.sum(x_tile, axis=1)
+tl.store(Y + rows, acc, mask=rows < R)
+```
+
+Write the same in TileLang, and return the `@T.prim_func`. It takes `X: T.Tensor([R, N], "float32")`
+and `Y: T.Tensor([R], "float32")`, and runs `T.ceildiv(R, BR)` programs with 128 threads each. The
+loop is `for step in T.serial(T.ceildiv(N, BN))`. `T.reduce_sum(x_tile, acc, dim=1, clear=False)`
+adds to what `acc` holds.
 """,
-    minutes=15,
+    minutes=10,
     difficulty=3,
     hints=(
-        "Follow one program of 4 rows along rows of 37. How many tiles of 16 does it take, and "
-        "what has to outlive each of them?",
-        "Both kernels have three phases: locate the rows, a loop that adds the sums of a tile to "
-        "`acc` `[BR]`, and one store. Triton asks you for a mask on each load and store. TileLang "
-        "has slices, and `T.copy` puts the bounds there.",
-        "Take the rows from the chapter's softmax, and the loop from its matrix product. Fill "
-        "`acc` with zeros before the loop (`tl.zeros`, `T.clear`). Sum each tile along axis 1, "
-        "with zeros in its masked places. Store `acc` behind the loop.",
+        "Translate line by line. Which of the eight lines become slices, and which word does "
+        "`T.copy` take from two of them at once?",
+        "First allocate two fragments, `x_tile` `[BR, BN]` and `acc` `[BR]`. `T.clear` fills one "
+        "with zeros. The masks go: `T.copy` knows the shapes of X and Y.",
+        "Take the head, `with T.Kernel(...) as block`, from the chapter's `copy`. Inside the loop "
+        "stand a `T.copy` of a slice of X with two ranges, and `T.reduce_sum`. Behind the loop, "
+        "`T.copy` stores `acc` to a slice of Y.",
     ),
-    why="Rows do not depend on each other, so they are dealt out to programs; the tiles of a row "
-    "add up, so they are a loop inside one.",
+    why="Slices take the place of addresses and masks, and you say where each tile lives; the grid "
+    "and the loop stay as they are.",
     solution=row_sums,
     run=_run_row_sums,
     tolerance=1e-4,
     misconceptions=(
         Misconception(
-            "summing the first tile only",
-            _sums("first tile"),
-            "A row of 37 has three tiles of 16. Which program walks over the other two?",
-        ),
-        Misconception(
-            "keeping the last tile only",
-            _sums("last tile"),
-            "Each tile's sum takes the place of the one before. What should it do with the sum so "
-            "far?",
-        ),
-        Misconception(
-            "letting `T.reduce_sum` clear the sum so far (TileLang)",
+            "letting `T.reduce_sum` clear the sum so far",
             _sums("clear"),
             "Unless told otherwise, `T.reduce_sum` writes over what `acc` holds. Which option of "
             "the statement makes it add?",
+        ),
+        Misconception(
+            "summing the first tile only",
+            _sums("first tile"),
+            "A row of 37 has three tiles of 16. Which program walks over the other two?",
         ),
         Misconception(
             "leaving the ragged tail out",
@@ -868,48 +831,26 @@ program has `BR` = 4 rows and walks over them in tiles of `BN` = 16 columns; the
             "N // BN counts full tiles. In which tile is the last number of a row of 5?",
         ),
         Misconception(
-            "a missing mask on the load (Triton)",
-            _sums("no mask"),
-            "Past the end of a row lies the next row, and past the last one somebody else's "
-            "memory: here, 1000s. In TileLang, `T.copy` put the bounds there for you. Which two "
-            "bounds has a tile?",
-        ),
-        Misconception(
-            "a missing mask on the store (Triton)",
-            _sums("store"),
-            "The last program has a tile of four rows, and perhaps one row of X. Where were the "
-            "others stored?",
-        ),
-        Misconception(
-            "stepping to the next row by the width of the tile (Triton)",
-            _sums("by tile"),
-            "The tile is a window into X. How many numbers of X do you pass from one row to the "
-            "next?",
-        ),
-        Misconception(
             "programs that begin one row apart",
             _sums("ids count rows"),
             "Program 1 begins where program 0 ends. How many rows does a program have?",
         ),
         Misconception(
-            "leaving TileLang for later",
-            _only("triton"),
-            "Which slices of X and Y say the same as your Triton kernel's addresses and masks?",
-        ),
-        Misconception(
-            "leaving Triton for later",
-            _only("tilelang"),
-            "Which addresses and masks say the same as your TileLang kernel's slices?",
+            "steps that begin one column apart",
+            _sums("steps count columns"),
+            "Step 1 begins where step 0 ends. How many columns does a tile have?",
         ),
     ),
     cases=(
-        # one more for Triton: a kernel that fails throughout is told before the language to come
-        _case("triton", 4, 16, "one full tile"),
-        *(_case(language, *size) for language in ("triton", "tilelang") for size in _SIZES),
+        _tilelang_case(4, 16, "one full tile"),
+        _tilelang_case(1, 5, "one row of 5"),
+        _tilelang_case(4, 32, "four rows of 32"),
+        _tilelang_case(8, 16, "eight rows of 16"),
+        _tilelang_case(9, 37, "nine rows of 37"),
     ),
 )
 
-EXERCISES = (_OFFSETS, _REDUCTION, _VARIANCE, _STATISTICS, _ROW_SUMS)
+EXERCISES = (_VARIANCE, _OFFSETS, _PRODUCT, _ROW_SUMS)
 
 
 # -- two mistakes at once --
@@ -924,48 +865,6 @@ def _tile_of_c_without_ids_or_mask(
 def _up_to_the_last_offset(pid_m: int, pid_n: int, M: int, N: int, BM: int, BN: int) -> list[int]:
     tile = [(pid_m * BM + i) * BN + pid_n * BN + j for i in range(BM) for j in range(BN)]
     return [offset for offset in tile if offset < M * N]
-
-
-def _zeros_everywhere(memory: Tensor, N: int, program: int, BN: int) -> tuple[Tensor, Tensor]:
-    x_tile = memory[program * BN : program * BN + BN] * (torch.arange(BN) < N)
-    return x_tile.sum(), x_tile.max()
-
-
-def _one_more_of_zeros(memory: Tensor, N: int, program: int, BN: int) -> tuple[Tensor, Tensor]:
-    columns = torch.arange(program * BN, program * BN + BN)
-    x_tile = torch.where(columns > N, 0.0, memory[columns])
-    return x_tile.sum(), x_tile.max()
-
-
-def _torchs_variance(x: Tensor) -> tuple[Tensor, Tensor]:
-    squares = (x - x.mean()) ** 2
-    return squares, squares.sum() / (len(x) - 1)  # as `x.var()`
-
-
-def _mean_of_the_tile(x: Tensor) -> tuple[Tensor, Tensor]:
-    BN = 2 ** math.ceil(math.log2(len(x)))
-    x_tile = torch.nn.functional.pad(x, (0, BN - len(x)))
-    squares = (x_tile - x_tile.mean()) ** 2
-    return squares, squares.sum() / len(x)
-
-
-def _plain_sum_of_zeros(x: Tensor, BN: int) -> tuple[Tensor, Tensor]:
-    x = torch.nn.functional.pad(x, (0, -x.shape[1] % BN))
-    scores_max, running_sum = x[:, 0], torch.zeros(len(x))
-    for x_tile in x.split(BN, 1):
-        scores_max = torch.maximum(scores_max, x_tile.amax(1))
-        running_sum = running_sum + (x_tile - scores_max[:, None]).exp().sum(1)
-    return scores_max, running_sum
-
-
-def _base_two_from_zero(x: Tensor, BN: int) -> tuple[Tensor, Tensor]:
-    scores_max, running_sum = torch.zeros(len(x)), torch.zeros(len(x))
-    for x_tile in x.split(BN, 1):
-        new = torch.maximum(scores_max, x_tile.amax(1))
-        running_sum = running_sum * torch.exp2(scores_max - new)
-        running_sum += torch.exp2(x_tile - new[:, None]).sum(1)
-        scores_max = new
-    return scores_max, running_sum
 
 
 DOUBLES = (
@@ -983,42 +882,14 @@ DOUBLES = (
         ),
     ),
     Double(
-        "masked_reduction",
-        _zeros_everywhere,
-        (
-            "masking places of the tile instead of positions in X",
-            "zeros where the maximum needs −∞",
-        ),
-    ),
-    Double(
-        "masked_reduction",
-        _one_more_of_zeros,
-        ("letting one element too many in", "zeros where the maximum needs −∞"),
-    ),
-    Double(
-        "padded_variance",
-        _torchs_variance,
-        ("a row that lies in no tile", "dividing by N − 1"),
-    ),
-    Double(
-        "padded_variance",
-        _mean_of_the_tile,
+        "row_variance",
+        lambda: _variance(frozenset({"mean by BN", "padding"})),
         ("letting the padding into the variance", "taking the mean over the whole tile"),
     ),
     Double(
-        "tiled_statistics",
-        _plain_sum_of_zeros,
-        ("adding sums that are measured from different maxima", "padding with zeros"),
-    ),
-    Double(
-        "tiled_statistics",
-        _base_two_from_zero,
-        ("a maximum that starts at 0", "powers of two where powers of e are meant"),
-    ),
-    Double(
-        "row_sums",
-        lambda language: _sums("store")(language) if language == "triton" else None,
-        ("a missing mask on the store (Triton)", "leaving TileLang for later"),
+        "tile_product",
+        lambda: _product(frozenset({"last step", "no depth"})),
+        ("keeping the last step only", "no mask along the depth"),
     ),
 )
 
@@ -1027,85 +898,24 @@ DOUBLES = (
 
 TRAPS = (
     Trap(
-        "three of them past the end of the tensor, and a **mask** keeps those from touching memory",
-        "masked_reduction",
-        "a missing mask",
-    ),
-    Trap("**A program is not a thread.**", "program_offsets", "taking a program for a thread"),
-    Trap(
-        "together they have to store every element exactly once: nobody checks that for you",
-        "program_offsets",
-        "forgetting that ids count tiles",
-    ),
-    Trap(
-        "what happens without the mask?",
-        "program_offsets",
-        "a missing mask",
-    ),
-    Trap(
-        "In PyTorch that would be an `IndexError`.",
-        "masked_reduction",
-        "an address past the end of X",
-    ),
-    Trap(
-        "A GPU loads whatever is there, and stores over whatever is there",
-        "row_sums",
-        "a missing mask on the store (Triton)",
-    ),
-    Trap(
-        "A missing mask is among the commonest mistakes in this kind of program",
-        "row_sums",
-        "a missing mask on the load (Triton)",
-    ),
-    Trap(
-        "`tl.arange` takes nothing but powers of two",
-        "padded_variance",
-        "a row that lies in no tile",
-    ),
-    Trap(
-        "the smallest power of two that is at least `N`",
-        "padded_variance",
-        "rounding a power of two up to the next",
-    ),
-    Trap(
-        "`BN` the smallest power of two that is at least `N` (`tiles.softmax` takes 16 at least)",
-        "padded_variance",
-        "a tile of sixteen for every row",
-    ),
-    Trap(
-        "The three zeros have joined the sum: 0 is a score like any other.",
-        "tiled_statistics",
-        "padding with zeros",
-    ),
-    Trap(
-        "The load's mask made the *address* legal; it did not make the masked element disappear.",
-        "masked_reduction",
-        "loading the last element again for every place past the end",
-    ),
-    Trap(
-        "it did not make the masked element disappear",
-        "padded_variance",
+        "It did not make the masked place disappear",
+        "row_variance",
         "letting the padding into the variance",
     ),
     Trap(
-        "Before a reduction, each masked element gets the number that changes nothing",
-        "masked_reduction",
-        "zeros where the maximum needs −∞",
+        "The load's mask made the *address* legal.",
+        "row_variance",
+        "a missing mask on the load",
     ),
     Trap(
-        "which for a maximum and for a sum of powers is $-\\infty$",
-        "masked_reduction",
-        "−∞ where the sum needs zeros",
+        "**A program is not a thread.**",
+        "program_offsets",
+        "taking a program for a thread",
     ),
     Trap(
-        "The exponent is the course's usual one (chapter 03), subtract first",
-        "tiled_statistics",
-        "powers before the maximum is taken off",
-    ),
-    Trap(
-        "subtract first, then to base two",
-        "tiled_statistics",
-        "powers of two where powers of e are meant",
+        "Nobody checks that every element has exactly one owner.",
+        "program_offsets",
+        "forgetting that ids count tiles",
     ),
     Trap(
         "A tensor `[R, N]` lies in memory row after row, so element (i, j) has offset `i * N + j`",
@@ -1113,50 +923,45 @@ TRAPS = (
         "stepping to the next row by the width of the tile",
     ),
     Trap(
+        "A tensor `[R, N]` lies in memory row after row, so element (i, j) has offset `i * N + j`",
+        "row_variance",
+        "stepping to the next row by the width of the tile",
+    ),
+    Trap(
+        "A tensor `[R, N]` lies in memory row after row, so element (i, j) has offset `i * N + j`",
+        "tile_product",
+        "stepping to B's next row by the width of the tile",
+    ),
+    Trap(
         "The grid has two axes, one for tiles of rows and one for tiles of columns.",
         "program_offsets",
         "walking along the wrong axis",
     ),
     Trap(
-        "The launch is a grid, the walk is a loop",
-        "tiled_statistics",
-        "reading the first tile only",
+        "The sum so far, `acc`, never leaves the registers.",
+        "tile_product",
+        "keeping the last step only",
     ),
     Trap(
-        "what may run in any order is a program, what adds up is a loop inside one",
+        "At the second step, only 2 of the tile's 4 columns of `A` exist.",
+        "tile_product",
+        "no mask along the depth",
+    ),
+    Trap(
+        "What adds up is a loop inside one.",
         "row_sums",
         "summing the first tile only",
     ),
     Trap(
-        "`acc`, the sum so far, never leaves the registers",
-        "row_sums",
-        "keeping the last tile only",
-    ),
-    Trap(
-        "The last program of the grid is the one with ragged ends on all sides",
-        "program_offsets",
-        "masking only past the end of the memory",
-    ),
-    Trap(
-        "the old maximum has to be copied before",
-        "tiled_statistics",
-        "adding sums that are measured from different maxima",
-    ),
-    Trap(
         "`T.reduce_max(..., clear=False)` takes the larger of old and new",
-        "tiled_statistics",
-        "forgetting the earlier tiles' maximum",
-    ),
-    Trap(
-        "`T.reduce_max(..., clear=False)`",
         "row_sums",
-        "letting `T.reduce_sum` clear the sum so far (TileLang)",
+        "letting `T.reduce_sum` clear the sum so far",
     ),
     Trap(
-        "ragged ends are masked twice, once for the address and once for the value that must not "
-        "count",
-        "tiled_statistics",
-        "counting columns past the end",
+        "Ragged ends are masked twice, once for the address and once for the value that must not "
+        "count.",
+        "tile_product",
+        "a mask along the depth alone",
     ),
 )
 

@@ -23,7 +23,7 @@ from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.exact.online_softmax import LOG2_E
 
 _COLOURS = {"load": PALETTE["key"], "store": PALETTE["query"], "nothing": "#EDEFF1"}
-_OWNERS = [PALETTE["key"], PALETTE["value"]]  # like a chessboard: neighbours differ
+_OWNERS = ["#C9D1D9", "#EDEFF1"]  # like a chessboard: neighbours differ
 
 
 @dataclass(frozen=True)
