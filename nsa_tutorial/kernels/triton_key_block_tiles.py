@@ -16,9 +16,8 @@ MERGED_NUMBERS = 2048  # numbers of the partials that a program merges at a time
 PARTIAL_TABLE = (
     (2, 512, 128, 64, 4, 3),
     (2, 768, 64, 64, 4, 2),
-    (2, 1024, 64, 64, 8, 2),
-    (4, 512, 32, 32, 4, 2),
-    (4, 1024, 32, 16, 4, 1),
+    (2, 1024, 64, 64, 8, 1),
+    (4, 1024, 32, 16, 8, 2),
     (4, 2048, 16, 16, 4, 1),
 )
 
@@ -28,23 +27,24 @@ def chunk_length(G: int) -> int:
     return max(1, CHUNK_ROWS // G)
 
 
-def merge_sizes(G: int, DV: int, num_partials: int) -> dict[str, int]:
+def merge_sizes(G: int, DV: int) -> dict[str, int]:
     """`BG, BM, num_warps` of `merge_kernel`: heads of a group, and partials of a list, at a
     time."""
     DVT = tile_sizes(G, 1, DV)["DVT"]
     BG = min(next_power_of_2(G), max(1, MERGED_NUMBERS // DVT))
-    BM = min(next_power_of_2(num_partials), max(1, MERGED_NUMBERS // (BG * DVT)))
+    BM = min(16, max(1, MERGED_NUMBERS // (BG * DVT)))
     return {"BG": BG, "BM": BM, "num_warps": 4}
 
 
-def rows_of_a_run(R: int, row_bytes: int, row_numbers: int) -> int:
+def rows_of_a_run(R: int, HQ: int, D: int, num_partials: int, DV: int, itemsize: int) -> int:
     """How many of `R` queries to take at a time: equal runs, whose partials fit `WORKSPACE`, and
-    whose offsets fit 32 bits.
+    whose offsets fit 32 bits. Each head of a query has `num_partials`, and their log-sum-exps.
 
     A run is a multiple of 16 queries, so that its tensors begin where the whole ones may: Triton
     compiles a kernel anew for an address that is no multiple of 16 bytes.
     """
-    most = min(WORKSPACE // row_bytes, (2**31 - 1) // row_numbers)
+    row_bytes = HQ * num_partials * (DV * itemsize + 4)
+    most = min(WORKSPACE // row_bytes, (2**31 - 1) // (HQ * max(D, num_partials * DV)))
     most = max(16, most // 16 * 16)
     return cdiv(cdiv(R, cdiv(R, most)), 16) * 16
 

@@ -10,8 +10,7 @@ each slot of each list. `merge_kernel` merges the slots of a list. Every partial
 own, so nothing depends on the order in which programs run. The partials are as large as `S`
 outputs: `launch` goes through the queries in runs whose partials fit a workspace.
 
-There is no backward here (`triton_key_blocks_backward` has it), no factor on the scores of a slot,
-and no argument is checked: `ops` does.
+There is no backward here, no factor on a slot's scores, and no argument is checked: `ops` does.
 
 Symbols: those of `triton_forward`; `BR` rows of a step, a row being one query and one head · `E`
 entries of all lists · `P` chunks of the inverse list · `PARTS` parts of `BT` keys in a block.
@@ -25,12 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_tutorial.exact import online_softmax
-from nsa_tutorial.kernels.triton_key_block_tiles import (
-    chunk_length,
-    merge_sizes,
-    partial_options,
-    rows_of_a_run,
-)
+from nsa_tutorial.kernels import triton_key_block_tiles
 from nsa_tutorial.kernels.triton_tiles import tile_sizes
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse import inverse_list
@@ -107,12 +101,11 @@ def attend(
 
         # -- normalise and store --
         safe_sum = tl.where(scores_sum == 0.0, 1.0, scores_sum)
-        o_tile = acc_o / safe_sum[:, None]
+        o_tile = (acc_o / safe_sum[:, None]).to(Partials.dtype.element_ty)
         lse = scores_max * scale_log2 + tl.log2(safe_sum)
         place = (entry * PARTS + part) * G + index % G  # [BR]
         o_mask = is_row[:, None] & (value_width < DV)
-        o_pointer = Partials + place[:, None] * DV + value_width
-        tl.store(o_pointer, o_tile.to(Partials.dtype.element_ty), mask=o_mask)
+        tl.store(Partials + place[:, None] * DV + value_width, o_tile, mask=o_mask)
         tl.store(PartialLSE + place, lse, mask=is_row)
 
 
@@ -150,10 +143,9 @@ def partial_kernel(
     key_row = first_key.to(tl.int64) * H + head
     k_offset = tokens[:, None] * (H * D) + width  # [BT, DT]
     v_offset = tokens[:, None] * (H * DV) + value_width  # [BT, DVT]
-    k_mask = in_sight[:, None] & (width < D)
-    v_mask = in_sight[:, None] & (value_width < DV)
-    k_tile = tl.load(K + key_row * D + k_offset, mask=k_mask, other=0.0)
-    v_tile = tl.load(V + key_row * DV + v_offset, mask=v_mask, other=0.0)
+    in_sight = in_sight[:, None]
+    k_tile = tl.load(K + key_row * D + k_offset, mask=in_sight & (width < D), other=0.0)
+    v_tile = tl.load(V + key_row * DV + v_offset, mask=in_sight & (value_width < DV), other=0.0)
     v_clean, first_bad = without_bad_numbers(v_tile, BT)
 
     # The rows that see the tile in part come first, since entries ascend with their rows. They are
@@ -181,14 +173,14 @@ def partial_kernel(
 
 @triton.jit
 def partials_of(
-    step, block_list, num_visible, S,
+    step, ids, num_visible, S,
     BS: tl.constexpr, BT: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """The next `BM` partials of a list: their numbers, which of them exist, and which were
     written, since a key of their part is visible."""
     index = step + tl.arange(0, BM)  # [BM]
     exists = index < S * PARTS
-    block_id = tl.load(block_list + index // PARTS, mask=exists, other=-1)
+    block_id = tl.load(ids + index // PARTS, mask=exists, other=-1)
     # an id may be anything: only one that names a block is multiplied
     names_block = (block_id >= 0) & (block_id < tl.cdiv(num_visible, BS))
     start = tl.where(names_block, block_id, 0) * BS + index % PARTS * BT
@@ -209,23 +201,19 @@ def merge_kernel(
     # -- locate the program --
     row_head = tl.program_id(0)
     num_visible = tl.load(NumVisible + row_head // H)
-    block_list = BlockIndices + row_head * S
+    ids = BlockIndices + row_head * S  # the list
     group = tl.program_id(1) * BG + tl.arange(0, BG)  # [BG]
     in_group = group < G
     value_width = tl.arange(0, DVT)
-    first = row_head * (S * PARTS)
 
     # -- the largest log-sum-exp --
     lse_max = tl.full([BM, BG], float("-inf"), tl.float32)
     num_written = tl.zeros([BM], tl.int32)
     for step in range(0, S * PARTS, BM):
-        index, exists, is_written = partials_of(
-            step, block_list, num_visible, S, BS, BT, PARTS, BM
-        )  # fmt: skip
+        index, exists, is_written = partials_of(step, ids, num_visible, S, BS, BT, PARTS, BM)
         # read whether written or not, so that this load need not wait for the list
-        place = (first + index)[:, None] * G + group  # [BM, BG]
-        lse_mask = exists[:, None] & in_group
-        lse = tl.load(PartialLSE + place, mask=lse_mask, other=float("-inf"))
+        place = (row_head * (S * PARTS) + index)[:, None] * G + group  # [BM, BG]
+        lse = tl.load(PartialLSE + place, mask=exists[:, None] & in_group, other=float("-inf"))
         lse_max = tl.maximum(lse_max, tl.where(is_written[:, None], lse, float("-inf")))
         num_written += is_written.to(tl.int32)
     lse_max = tl.max(lse_max, axis=0)  # [BG]
@@ -235,10 +223,8 @@ def merge_kernel(
     acc_o = tl.zeros([BM, BG, DVT], tl.float32)
     running_sum = tl.zeros([BM, BG], tl.float32)
     for step in range(0, S * PARTS, BM):
-        index, exists, is_written = partials_of(
-            step, block_list, num_visible, S, BS, BT, PARTS, BM
-        )  # fmt: skip
-        place = (first + index)[:, None] * G + group  # [BM, BG]
+        index, exists, is_written = partials_of(step, ids, num_visible, S, BS, BT, PARTS, BM)
+        place = (row_head * (S * PARTS) + index)[:, None] * G + group  # [BM, BG]
         mask = is_written[:, None] & in_group
         lse = tl.load(PartialLSE + place, mask=mask, other=float("-inf"))
         o_mask = mask[:, :, None] & (value_width < DV)
@@ -254,9 +240,9 @@ def merge_kernel(
     o_tile = tl.sum(acc_o, axis=0) / safe_sum[:, None]  # [BG, DVT]
     lse = (lse_max + tl.log2(safe_sum)) / LOG2_E  # [BG], -inf for an empty row
     o_row = row_head.to(tl.int64) * G + group  # [BG]
+    o_tile = o_tile.to(Output.dtype.element_ty)
     o_mask = in_group[:, None] & (value_width < DV)
-    o_pointer = Output + o_row[:, None] * DV + value_width
-    tl.store(o_pointer, o_tile.to(Output.dtype.element_ty), mask=o_mask)
+    tl.store(Output + o_row[:, None] * DV + value_width, o_tile, mask=o_mask)
     tl.store(LSE + o_row, lse, mask=in_group)
 
 
@@ -276,24 +262,19 @@ def launch(
     """
     # -- sizes --
     (B, N, HQ, D), (H, DV), BS = q.shape, v.shape[2:], block_size
-    R, G, S = B * N, HQ // H, ids.shape[-1]
+    R, G, S, num_keys = B * N, HQ // H, ids.shape[-1], k.shape[0] * k.shape[1]
     memory = {"itemsize": q.element_size(), "shared_memory": shared_memory(q.device)}
-    options = partial_options(D, DV, BS, **memory) | options
-    tiles = tile_sizes(G, D, DV)
-    parts = triton.cdiv(BS, options["BT"])
-    widths = {"DT": tiles["DT"], "DVT": tiles["DVT"]}
-    shape = {"G": G, "DV": DV, "BS": BS, "BT": options["BT"], "PARTS": parts}
-    merged = merge_sizes(G, DV, S * parts)
-    length = length or chunk_length(G)
-
-    # -- what is read and written --
+    options = triton_key_block_tiles.partial_options(D, DV, BS, **memory) | options
+    tiles, parts = tile_sizes(G, D, DV), triton.cdiv(BS, options["BT"])
+    both = {"G": G, "DV": DV, "BS": BS, "BT": options.pop("BT"), "PARTS": parts}
+    both |= {"DVT": tiles["DVT"]}
+    merged = triton_key_block_tiles.merge_sizes(G, DV)
+    length = length or triton_key_block_tiles.chunk_length(G)
     q, k, v = (x.contiguous() for x in (q, k, v))
     q_rows, row_end = q.view(R, HQ, D), rows.first_key + rows.num_visible
     o, lse = v.new_empty(B, N, HQ, DV), v.new_empty(B, N, HQ, dtype=torch.float32)
     o_rows, lse_rows = o.view(R, HQ, DV), lse.view(R, HQ)
-    run = rows_of_a_run(
-        R, HQ * S * parts * (DV * v.element_size() + 4), HQ * max(D, S * parts * DV)
-    )
+    run = triton_key_block_tiles.rows_of_a_run(R, HQ, D, S * parts, DV, v.element_size())
     partials = v.new_empty(run, H, S, parts, G, DV)
     partial_lse = lse.new_empty(run, H, S, parts, G)
 
@@ -301,22 +282,19 @@ def launch(
         # -- a run of queries --
         its = slice(start, start + run)
         run_rows = QueryRows(*(x[its] for x in rows[:3]), rows.num_sequences)
-        inverse = inverse_list.of_lists(
-            ids[its], run_rows, block_size=BS, num_keys=k.shape[0] * k.shape[1]
-        )  # fmt: skip
+        inverse = inverse_list.of_lists(ids[its], run_rows, block_size=BS, num_keys=num_keys)
         chunks = inverse_list.chunks(inverse, num_heads=H, length=length)
 
         # -- every chunk --
         partial_kernel[(len(chunks.first), parts)](
             q_rows[its], k, v, row_end[its], inverse.entries, chunks.first_key, chunks.head,
             chunks.first, chunks.last, partials, partial_lse, scale * online_softmax.LOG2_E, H, S,
-            D=D, **shape, **widths, **{x: options[x] for x in options if x != "BT"},
-            EDGE=min(triton.next_power_of_2(BS), MOST_EDGE),
+            D=D, DT=tiles["DT"], EDGE=min(triton.next_power_of_2(BS), MOST_EDGE), **both, **options,
         )  # fmt: skip
 
         # -- every list --
         merge_kernel[(len(run_rows.first_key) * H, triton.cdiv(G, merged["BG"]))](
             partials, partial_lse, ids[its], run_rows.num_visible, o_rows[its], lse_rows[its],
-            H, S, **shape, DVT=tiles["DVT"], **merged,
+            H, S, **both, **merged,
         )  # fmt: skip
     return o, lse

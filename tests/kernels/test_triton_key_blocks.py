@@ -116,15 +116,16 @@ def test_runs_of_queries(problem: Problem, device: str, monkeypatch: pytest.Monk
     torch.testing.assert_close((o, lse), (o_in_runs, lse_in_runs))
 
 
-@pytest.mark.parametrize("R", [1, 16, 17, 1000, 65536])
-@pytest.mark.parametrize("row_bytes", [40, 2**17, 2**29])
-def test_runs_cover_all_queries(R: int, row_bytes: int) -> None:
-    """In equal runs that start at multiples of 16, and fit, if 16 queries do."""
-    rows = triton_key_block_tiles.rows_of_a_run(R, row_bytes, row_bytes // 2)
+@pytest.mark.parametrize("R", [1, 16, 17, 1000, 2**16, 2**24])
+@pytest.mark.parametrize(("S", "HQ"), [(1, 1), (16, 32), (64, 256)])
+def test_runs_cover_all_queries(R: int, S: int, HQ: int) -> None:
+    """In equal runs that start at multiples of 16, and fit; no run is left without a query."""
+    D = DV = 128
+    rows = triton_key_block_tiles.rows_of_a_run(R, HQ, D, S, DV, 2)
     assert rows % 16 == 0
-    assert rows == 16 or rows * row_bytes <= triton_key_block_tiles.WORKSPACE
-    assert rows == 16 or rows * (row_bytes // 2) < 2**31
-    assert rows < R + 16
+    assert rows * HQ * S * (DV * 2 + 4) <= triton_key_block_tiles.WORKSPACE
+    assert rows * HQ * max(D, S * DV) < 2**31
+    assert (-(-R // rows) - 1) * rows < R
 
 
 @on
