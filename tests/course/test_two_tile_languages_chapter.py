@@ -524,3 +524,22 @@ def test_the_stages_lie_where_the_text_says() -> None:
     source = lowered.basic_cuda("matmul")
     assert f"buf_dyn_shmem + {2 * 64 * 32 * 2}" in source
     assert f"float acc[{64 * 64 // 128}]" in source
+
+
+@needs_triton
+def test_triton_compiles_to_what_the_folded_text_says() -> None:
+    text = prose()
+    for lines in re.findall(r"^lowered\..+$", text, re.M):
+        assert eval(lines, {"lowered": lowered})
+    stages = lowered.basic_stages("matmul")
+    assert all(word in stages["ptx"] for word in ("%ctaid.x", "cp.async.cg", "wgmma"))
+    (layout,) = re.findall(r"`#ttg.blocked<\{(.+?), …\}>`", text)
+    assert f"#ttg.blocked<{{{layout}" in stages["ttgir"]
+
+
+def test_tf32_drops_what_the_text_says() -> None:
+    """TF32 is fp32 without its last 13 bits."""
+    assert "keeps 10 of the 23 bits" in prose()
+    number = torch.tensor(1 + 2**-12)
+    assert number != 1
+    assert (number.view(torch.int32) & -(2**13)).view(torch.float32) == 1
