@@ -20,6 +20,12 @@ PARTIAL_TABLE = (
     (4, 1024, 32, 16, 8, 2),
     (4, 2048, 16, 16, 4, 1),
 )
+GRADIENT_TABLE = (
+    (2, 512, 64, 64, 8, 2),
+    (2, 1024, 64, 32, 8, 1),
+    (4, 1024, 16, 16, 4, 2),
+    (4, 2048, 16, 16, 4, 1),
+)
 
 
 def chunk_length(G: int) -> int:
@@ -62,6 +68,33 @@ def partial_options(
     BT = min(BT, side)
     row_bytes = tiles["DT"] * itemsize
     while BT * token_bytes + BR * (num_stages * row_bytes + 4 * tiles["DVT"]) > shared_memory:
+        if num_stages > 1:
+            num_stages -= 1
+        elif BR > 16:
+            BR //= 2
+        elif BT > 16:
+            BT //= 2
+        else:
+            break  # nothing is left to save: the launch will say what it lacks
+    return {"BT": BT, "BR": BR, "num_warps": num_warps, "num_stages": num_stages}
+
+
+def gradient_options(
+    G: int, D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
+) -> dict[str, int]:
+    """`BT, BR, num_warps, num_stages` of `triton_key_blocks_backward.gradients_kernel`, from
+    `GRADIENT_TABLE`, as far as `shared_memory` allows; arguments as in
+    `triton_tiles.launch_options`."""
+    tiles = tile_sizes(G, D, DV)
+    row_bytes = (tiles["DT"] + tiles["DVT"]) * itemsize
+    fitting = [x[2:] for x in GRADIENT_TABLE if itemsize == x[0] and row_bytes <= x[1]]
+    BT, BR, num_warps, num_stages = (fitting or [GRADIENT_TABLE[-1][2:]])[0]
+    BT = min(BT, tile_sizes(BS, 1, 1)["GT"])
+    # tiles of keys and values, the keys again, rows, gradients of scores and of queries
+    while (
+        BT * (row_bytes + tiles["DT"] * itemsize)
+        + BR * (num_stages * row_bytes + BT * itemsize + 4 * tiles["DT"])
+    ) > shared_memory:
         if num_stages > 1:
             num_stages -= 1
         elif BR > 16:
