@@ -312,7 +312,7 @@ def test_the_stored_table() -> None:
 def test_what_the_chapter_says_of_the_table() -> None:
     found = pictures.times()
     first, ours = found["first draft, mended, 2 stages"]["ms"], found["ours"]["ms"]
-    assert f"one in {first:.0f} milliseconds, the other in {ours:.0f}" in prose()
+    assert f"it takes {first:.0f} milliseconds, and ours {ours:.0f}" in prose()
     chain = [found[change]["ms"] for change in pictures.CHAIN]
     assert all(later < 0.85 * earlier for earlier, later in pairwise(chain)), "each step pays"
     stages = [found[f"{n} stage{'s' * (n > 1)}, number of slots fixed"]["ms"] for n in (1, 2, 3)]

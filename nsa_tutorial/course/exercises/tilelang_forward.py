@@ -431,11 +431,10 @@ def _max_from_zero(acc_s: object, scores_max: object) -> None:
 _MAX = Exercise(
     name="update_max",
     statement=f"""
-**The maximum that does not run.** `acc_s` `[G, BS]` are a block's scores, `scores_max` `[G]` is the
-fragment with the statistic of the softmax; before the first block it holds $-\\infty$. The draft
-fills it with $-\\infty$ before each block and takes that block's maximum. Write the piece as it
-should be: the body of a TileLang macro, without `return`.
-`T.reduce_max(tile, fragment, dim=1, clear=...)` is all you need; what does `clear` clear?
+**Find the bug in `update_max`.** `acc_s` `[G, BS]` are a block's scores. The softmax measures them
+from `scores_max` `[G]`, a fragment that holds $-\\infty$ before the first block. Write the piece as
+it should be: the body of a TileLang macro, without `return`.
+`T.reduce_max(tile, fragment, dim=1, clear=...)` is all you need. What does `clear` clear?
 {_HOW.format(2)}""",
     minutes=6,
     difficulty=2,
@@ -568,10 +567,10 @@ _PYTHONS_AND = (
 _SEEN = Exercise(
     name="is_seen",
     statement=f"""
-**The missing end.** `is_seen` is asked for every score of a block. `query` and `key` are positions,
-`num_keys` is how many keys there are: expressions of the kernel, not Python numbers (so join two
-comparisons with `T.And(a, b)`). `causal` is a Python bool, fixed when the kernel is compiled. The
-last block may reach past the end; what is not there was loaded as zeros. Return the condition.
+**Find the bug in `is_seen`.** The kernel asks it for every score of a block. `query` and `key` are
+positions, and `num_keys` is how many keys there are. These three are expressions of the kernel, not
+Python numbers, so join two comparisons with `T.And(a, b)`. `causal` is a Python bool, fixed when
+the kernel is compiled. Return the condition.
 {_HOW.format(4)}""",
     minutes=5,
     difficulty=2,
@@ -746,11 +745,11 @@ def _first_head_unguarded(acc_o: object, running_sum: object, G: int, BV: int) -
 _NORMALISE = Exercise(
     name="normalise",
     statement=f"""
-**The empty row.** After the loop, `acc_o` `[G, BV]` is the weighted sum of values and `running_sum`
-`[G]` the sum of the weights, both fragments. A query whose slots are all empty has 0 in both, and
-its output is to be exactly 0. A query that sees a NaN has NaN in both, and its output is to stay
-NaN. Write the body of the macro: divide in place, over `for i, j in T.Parallel(G, BV)`. A choice
-between two numbers is `T.if_then_else(condition, a, b)`.
+**Find the bug in `normalise`.** After the loop, `acc_o` `[G, BV]` is the weighted sum of values and
+`running_sum` `[G]` the sum of the weights. A query whose slots are all empty has 0 in both, and its
+output is to be exactly 0. A query that sees a NaN has NaN in both, and its output is to stay NaN.
+Write the body of the macro: divide in place, over `for i, j in T.Parallel(G, BV)`. A choice between
+two numbers is `T.if_then_else(condition, a, b)`.
 {_HOW.format(2)}""",
     minutes=5,
     difficulty=1,
@@ -1142,12 +1141,12 @@ TRAPS = (
         "taking values to be as wide as keys",
     ),
     Trap(
-        "Both kernels round the sides of their tiles up: 4 heads lie in a tile of 16 rows",
+        "4 heads lie in a tile of 16 rows, and 12 of them idle",
         "programs_per_sm",
         "tiles that are not rounded up",
     ),
     Trap(
-        "Both kernels round the sides of their tiles up",
+        "Ours rounds each side of a tile up to a multiple of 16",
         "programs_per_sm",
         "rounding up nothing but the group",
     ),
