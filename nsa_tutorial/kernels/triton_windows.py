@@ -43,19 +43,36 @@ def window_of(FirstKey, NumVisible, query, window_size):
 
 
 @triton.jit
-def band(
-    FirstKey, NumVisible, first_query, last_query, window_size, BT: tl.constexpr, BE: tl.constexpr
-):
-    """What a tile of queries sees: where it begins and stops, how many steps of `BE` keys come
-    before the steps of `BT` that all queries see as a whole, and how many those are.
+def locate(
+    FirstKey, NumVisible, N, H, num_tiles, window_size,
+    G: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """The rows of a program, and what they see.
 
-    Windows begin and end later from query to query, so the first and the last query decide.
+    Returns:
+        The key/value head; the rows of the tile, `[BQ]` of `R * H * G`, and which of them exist;
+        the first key and the end of each; where the tile's walk begins and stops, how many steps of
+        `BE` keys come before those of `BT` that all rows see as a whole, and how many these are.
     """
-    start, first_end = window_of(FirstKey, NumVisible, first_query, window_size)
-    last_start, stop = window_of(FirstKey, NumVisible, last_query, window_size)
+    head = tl.program_id(0) % H
+    tile = tl.program_id(0) // H % num_tiles
+    first_query = tl.program_id(0) // H // num_tiles * N  # of the sequence
+    last_row = tl.minimum(tile * BQ + BQ, N * G) - 1
+    row = tile * BQ + tl.arange(0, BQ)  # [BQ]
+    in_rows = row <= last_row
+    row = tl.minimum(row, last_row)  # what is too much computes the last row again
+    query = first_query + row // G  # [BQ]
+    first, end = window_of(FirstKey, NumVisible, query, window_size)
+    group_row = (query.to(tl.int64) * H + head) * G + row % G  # [BQ]
+
+    # windows begin and end later from query to query: the first and the last one decide
+    start, first_end = window_of(
+        FirstKey, NumVisible, first_query + tile * BQ // G, window_size
+    )  # fmt: skip
+    last_start, stop = window_of(FirstKey, NumVisible, first_query + last_row // G, window_size)
     num_before = tl.cdiv(last_start - start, BE)
     num_whole = tl.maximum(first_end - (start + num_before * BE), 0) // BT
-    return start, stop, num_before, num_whole
+    return head, group_row, in_rows, first, end, start, stop, num_before, num_whole
 
 
 @triton.jit
@@ -156,21 +173,9 @@ def attend_kernel(
     head, `BQ` a tile. `KBox` and `VBox` are descriptors of the keys and values, or None.
     """
     # -- locate the program --
-    head = tl.program_id(0) % H
-    tile = tl.program_id(0) // H % num_tiles
-    first_query = tl.program_id(0) // H // num_tiles * N  # of the sequence
-    first_row = tile * BQ
-    last_row = tl.minimum(first_row + BQ, N * G) - 1
-    start, stop, num_before, num_whole = band(
-        FirstKey, NumVisible, first_query + first_row // G, first_query + last_row // G,
-        window_size, BT, BE,
-    )  # fmt: skip
-    row = first_row + tl.arange(0, BQ)  # [BQ]
-    in_rows = row <= last_row
-    row = tl.minimum(row, last_row)  # what is too much computes the last row again
-    query = first_query + row // G  # [BQ]
-    first, end = window_of(FirstKey, NumVisible, query, window_size)
-    group_row = (query.to(tl.int64) * H + head) * G + row % G  # [BQ]
+    head, group_row, in_rows, first, end, start, stop, num_before, num_whole = locate(
+        FirstKey, NumVisible, N, H, num_tiles, window_size, G, BQ, BT, BE
+    )
     width = tl.arange(0, DT)
     value_width = tl.arange(0, DVT)
 
