@@ -1,176 +1,25 @@
-"""Exercises of chapter 11: rows of a padded group, empty slots, the list's end, packed offsets, a
-window's first key, 64 bits."""
+"""Exercises of chapter 11: the rows of K behind a list, a kernel with two bugs in its group, the
+list's end, a window's first key, packed offsets."""
 
+from __future__ import annotations
+
+import ast
+import inspect
 import math
+import textwrap
+from collections.abc import Callable
 from itertools import pairwise
+from types import CodeType
 
 import torch
 from torch import Tensor
 
 from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import slip, together
+from nsa_tutorial.runtime import environment
 
 Slips = frozenset[str]
-
-# -- store_offsets --
-
-
-def store_offsets(query: int, head: int, H: int, G: int) -> list[int]:
-    """Where in LSE [R, H, G] the rows of program (query, head)'s tile are stored; -1 for a row that
-    stores nothing."""
-    GT = 16
-    while GT < G:
-        GT *= 2
-    group = torch.arange(GT)  # [GT]
-    in_group = group < G
-    group_row = (query * H + head) * G + group  # [GT]
-    return torch.where(in_group, group_row, -1).tolist()
-
-
-def _stored(slips: Slips, query: int, head: int, H: int, G: int) -> list[int]:
-    """`store_offsets` with slips."""
-    GT = 1 if "few rows" in slips else 16
-    while GT < G:
-        GT *= 2
-    if "doubled" in slips:
-        GT = max(16, 1 << G.bit_length())
-    if "multiple" in slips:
-        GT = -(-G // 16) * 16
-    if "always 16" in slips:
-        GT = 16
-    if "no padding" in slips:
-        GT = G
-    group = torch.arange(GT)
-    stride = GT if "padded tensor" in slips else G
-    program = head * H + query if "exchanged" in slips else query * H + head
-    first_row = program * stride
-    if "brackets" in slips:
-        first_row = query * H + head * G
-    if "groups of 1" in slips:
-        first_row = program
-    group_row = first_row + (group % G if "copies" in slips else group)
-    if slips & {"unmasked", "copies"}:
-        return group_row.tolist()
-    in_group = group < G + ("one more" in slips)
-    return torch.where(in_group, group_row, 0 if "to 0" in slips else -1).tolist()
-
-
-_STORE_MISTAKES = (
-    Misconception(
-        "storing the padding",
-        slip(_stored, "unmasked"),
-        "Behind the group's own numbers lie those of the next KV head. Which program do they "
-        "belong to, and who stores last?",
-    ),
-    Misconception(
-        "storing one row of the padding",
-        slip(_stored, "one more"),
-        "The heads of a group are numbered from 0. Which number has the last of `G`?",
-    ),
-    Misconception(
-        "storing the padding at offset 0",
-        slip(_stored, "to 0"),
-        "For a load that is harmless, but this is a store. Whose number lies at offset 0?",
-    ),
-    Misconception(
-        "filling the tile with copies of the heads",
-        slip(_stored, "copies"),
-        "Copies store the same number twice, or have to be averaged. Which rows of the tile are "
-        "the group's own?",
-    ),
-    Misconception(
-        "no padding",
-        slip(_stored, "no padding"),
-        "A tensor core multiplies tiles, not rows. How many rows does `m16n8k16` take?",
-    ),
-    Misconception(
-        "a power of two, but fewer than 16 rows",
-        slip(_stored, "few rows"),
-        "`tl.arange` is content with any power of two. How many rows does `m16n8k16` take?",
-    ),
-    Misconception(
-        "always 16 rows",
-        slip(_stored, "always 16"),
-        "What becomes of head 17 of a group of 20?",
-    ),
-    Misconception(
-        "rounding a power of two up to the next",
-        slip(_stored, "doubled"),
-        "Half of your tile is idle. Does a group of 16 need more than 16 rows?",
-    ),
-    Misconception(
-        "rounding up to a multiple of 16",
-        slip(_stored, "multiple"),
-        "TileLang takes any multiple of 16, and chapter 10 pads so. What lengths does "
-        "`tl.arange` take?",
-    ),
-    Misconception(
-        "padding the tensor as well as the tile",
-        slip(_stored, "padded tensor"),
-        "The tile has gaps, the tensor has none. How many numbers of LSE lie between two "
-        "neighbouring programs?",
-    ),
-    Misconception(
-        "too short a step from query to query",
-        slip(_stored, "brackets"),
-        "How many numbers of LSE belong to one query, over all its KV heads?",
-    ),
-    Misconception(
-        "forgetting that each program stores G numbers",
-        slip(_stored, "groups of 1"),
-        "Program (0, 1) stores behind program (0, 0). How many numbers has that one stored?",
-    ),
-    Misconception(
-        "exchanging query and head",
-        slip(_stored, "exchanged"),
-        "The last axis of `[R, H, G]` runs fastest, then the one before it. Which of the two is "
-        "further out, query or head?",
-    ),
-)
-
-_STORE = Exercise(
-    name="store_offsets",
-    statement="""
-`LSE` `[R, H, G]` lies in memory without gaps. Program `(query, head)` computes a tile of `GT` rows,
-one for each of the `G` query heads of its group and the rest padding; `GT` is `G` rounded up to a
-power of two, and at least 16. Return a list of `GT` numbers: the offset in `LSE` at which each row
-is stored, and -1 for a row that the mask keeps from being stored.
-""",
-    minutes=5,
-    difficulty=1,
-    hints=(
-        "Take `H = 2` and groups of `G = 4`. Number the elements of LSE from 0, query by query. "
-        "Which four belong to query 1 and KV head 0, and how many rows has the program's tile?",
-        "The program's group begins behind all groups before it: `H` for each earlier query, and "
-        "one for each earlier head. The tile goes on behind the group, and LSE does not.",
-        "Start from 16 and double until the group fits. Number the tile's rows with "
-        "`torch.arange`, add where the group begins, counted in numbers of LSE, and let "
-        "`torch.where` put -1 into the rows from `G` on.",
-    ),
-    why="Programs run in any order and nobody checks a store, so each of them must leave alone "
-    "what belongs to the others.",
-    solution=store_offsets,
-    misconceptions=_STORE_MISTAKES,
-    combine=together(
-        _STORE_MISTAKES,
-        {"few rows", "doubled", "always 16", "multiple", "no padding"},
-        {"brackets", "groups of 1", "padded tensor", "exchanged"},
-        {"one more", "unmasked", "copies"},
-        {"unmasked", "to 0", "copies"},
-        {"no padding", "unmasked"},
-        {"no padding", "to 0"},
-        {"no padding", "copies"},
-        {"no padding", "padded tensor"},
-    ),
-    cases=(
-        Case("a group of 1", lambda: (0, 1, 2, 1)),
-        Case("a group of 4", lambda: (2, 1, 3, 4)),
-        Case("a group of 16", lambda: (1, 0, 2, 16)),
-        Case("a group of 20", lambda: (3, 1, 2, 20)),
-        Case("a group of 33", lambda: (1, 2, 4, 33)),
-    ),
-)
-
 
 # -- key_rows --
 
@@ -352,6 +201,254 @@ must not load.
 )
 
 
+# -- first_scores --
+
+
+def first_scores() -> object:
+    """The kernel in which program (query, head) scores its group's heads against key 0 of its KV
+    head."""
+
+    @triton.jit
+    def kernel(Q, K, Score, H, G: tl.constexpr, D: tl.constexpr, GT: tl.constexpr):
+        query, head = tl.program_id(0), tl.program_id(1)
+        group, width = tl.arange(0, GT), tl.arange(0, D)
+        in_group = group < G  # [GT]
+        group_row = (query * H + head) * G + group  # [GT], rows of Q
+        q_tile = tl.load(Q + group_row[:, None] * D + width, mask=in_group[:, None], other=0.0)
+        k = tl.load(K + head * D + width)  # [D]
+        tl.store(Score + group_row, tl.sum(q_tile * k, axis=1), mask=in_group)
+
+    return kernel
+
+
+_GIVEN = """
+@triton.jit
+def kernel(Q, K, Score, H, G: tl.constexpr, D: tl.constexpr, GT: tl.constexpr):
+    query, head = tl.program_id(0), tl.program_id(1)
+    group, width = tl.arange(0, GT), tl.arange(0, D)
+    in_group = group < GT  # [GT]
+    group_row = query * H + head * G + group  # [GT], rows of Q
+    q_tile = tl.load(Q + group_row[:, None] * D + width, mask=in_group[:, None], other=0.0)
+    k = tl.load(K + head * D + width)  # [D]
+    tl.store(Score + group_row, tl.sum(q_tile * k, axis=1), mask=in_group)
+"""
+
+
+def _is_given(kernel: object) -> bool:
+    """Whether a kernel is the chapter's, with both bugs, but for comments and spaces."""
+    try:
+        source = textwrap.dedent(inspect.getsource(kernel.fn))
+        return ast.dump(ast.parse(source)) == ast.dump(ast.parse(_GIVEN))
+    except (AttributeError, OSError, TypeError, SyntaxError):
+        return False  # written in another way
+
+
+_MEMORY = 512  # rows of Q and numbers of Score: more than any slip reaches
+_SHOWN = 4  # numbers behind the tensor that the reader sees
+
+
+def _run_scores(solution: Callable, grid: tuple[int, int], R: int, H: int, G: int) -> Tensor:
+    """Launch the kernel on a part of the grid; what nobody stored is -77, also behind the
+    tensor."""
+    if hasattr(solution, "run"):
+        raise TypeError("this is the kernel itself: hand over the function that returns it")
+    kernel = solution()
+    if kernel is None:
+        if any(isinstance(c, CodeType) for c in solution.__code__.co_consts):
+            raise TypeError("first_scores defines a kernel and returns None: `return kernel`")
+        raise NotImplementedError("there is no kernel yet")
+    if not hasattr(kernel, "run"):
+        raise TypeError("the kernel is not decorated with @triton.jit")
+    if _is_given(kernel):
+        raise NotImplementedError("the kernel is as it was given")
+    device = environment.detect().device
+    # row r of Q scores r + 100 with key 0 of KV head 0, and r + 200 with that of KV head 1
+    q = torch.stack([torch.arange(float(_MEMORY)), torch.ones(_MEMORY)], dim=1)
+    k = torch.stack([torch.ones(H), 100.0 * torch.arange(1, H + 1)], dim=1)
+    score = torch.full((_MEMORY,), -77.0, device=device)
+    GT = max(16, triton.next_power_of_2(G))
+    kernel[grid](q.to(device), k.to(device), score, H, G=G, D=2, GT=GT)
+    return score[: R * H * G + _SHOWN].cpu()
+
+
+@triton.jit
+def _wrong_scores(
+    Q, K, Score, H,
+    G: tl.constexpr, D: tl.constexpr, GT: tl.constexpr, ROW: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    query, head = tl.program_id(0), tl.program_id(1)
+    group, width = tl.arange(0, GT), tl.arange(0, D)
+    group_row = (query * H + head) * G + group
+    if ROW == "brackets":
+        group_row = query * H + head * G + group
+    if ROW == "heads of 1":
+        group_row = query * H * G + head + group
+    if ROW == "groups of 1":
+        group_row = query * H + head + group
+    if ROW == "padded tensor":
+        group_row = (query * H + head) * GT + group
+    if ROW == "exchanged":
+        group_row = (head * H + query) * G + group
+    if ROW == "no head":
+        group_row = query * G + group
+    in_group = group < G
+    if MASK == "unmasked":
+        in_group = group < GT
+    if MASK == "one more":
+        in_group = group <= G
+    if MASK == "one less":
+        in_group = group < G - 1
+    if MASK == "rows":
+        in_group = group_row < G
+    if MASK == "KV heads":
+        in_group = group < H
+    if MASK == "end of the tensor":
+        in_group = group_row < tl.num_programs(0) * H * G
+    q_tile = tl.load(Q + group_row[:, None] * D + width, mask=in_group[:, None], other=0.0)
+    k = tl.load(K + head * D + width)
+    if MASK == "load alone":
+        in_group = group < GT
+    tl.store(Score + group_row, tl.sum(q_tile * k, axis=1), mask=in_group)
+
+
+_ROWS_OF_Q = {
+    "brackets", "heads of 1", "groups of 1", "padded tensor", "exchanged", "no head",
+}  # fmt: skip
+_MASKS = {
+    "unmasked", "one more", "one less", "rows", "KV heads", "end of the tensor", "load alone",
+}  # fmt: skip
+
+
+class _Mistaken:
+    """`_wrong_scores` with its slips chosen; launched like a kernel."""
+
+    def __init__(self, slips: Slips) -> None:
+        self.run = None
+        self.slips = {
+            "ROW": next((name for name in slips if name in _ROWS_OF_Q), "right"),
+            "MASK": next((name for name in slips if name in _MASKS), "right"),
+        }
+
+    def __getitem__(self, grid: tuple) -> Callable:
+        return lambda *args, **sizes: _wrong_scores[grid](*args, **self.slips, **sizes)
+
+
+_SCORES_MISTAKES = (
+    Misconception(
+        "storing the padding",
+        slip(_Mistaken, "unmasked"),
+        "Behind the group's rows of `Score` lie those of the next KV head. The interpreter runs "
+        "programs in order, so their owner stores last and hides it. What does a GPU promise?",
+    ),
+    Misconception(
+        "too short a step from query to query",
+        slip(_Mistaken, "brackets"),
+        "Only `head` is multiplied by `G` here. How many rows of Q belong to one query, over all "
+        "its KV heads?",
+    ),
+    Misconception(
+        "too short a step from KV head to KV head",
+        slip(_Mistaken, "heads of 1"),
+        "Program (0, 1) begins behind program (0, 0). How many rows has that one?",
+    ),
+    Misconception(
+        "forgetting that each program has G rows",
+        slip(_Mistaken, "groups of 1"),
+        "Program (0, 1) begins behind program (0, 0). How many rows has that one?",
+    ),
+    Misconception(
+        "padding the tensor as well as the tile",
+        slip(_Mistaken, "padded tensor"),
+        "The tile has gaps, the tensor has none. How many rows of Q lie between two neighbouring "
+        "programs?",
+    ),
+    Misconception(
+        "exchanging query and head",
+        slip(_Mistaken, "exchanged"),
+        "The last axis of `[R, H, G]` runs fastest, then the one before it. Which of the two is "
+        "further out, query or head?",
+    ),
+    Misconception(
+        "leaving out the KV head",
+        slip(_Mistaken, "no head"),
+        "All programs of one query store to the same rows. Which number tells them apart?",
+    ),
+    Misconception(
+        "storing one row of the padding",
+        slip(_Mistaken, "one more"),
+        "The heads of a group are numbered from 0. Which number has the last of `G`?",
+    ),
+    Misconception(
+        "leaving out the group's last head",
+        slip(_Mistaken, "one less"),
+        "The heads of a group are numbered from 0. Which number has the last of `G`?",
+    ),
+    Misconception(
+        "comparing a row of Q with the size of a group",
+        slip(_Mistaken, "rows"),
+        "`group_row` counts rows of the whole tensor. Which numbers count within the group?",
+    ),
+    Misconception(
+        "comparing with the number of KV heads",
+        slip(_Mistaken, "KV heads"),
+        "`H` is how many KV heads there are. How many query heads share one of them?",
+    ),
+    Misconception(
+        "masking nothing but the tensor's end",
+        slip(_Mistaken, "end of the tensor"),
+        "The padding reaches into the next KV head's rows long before the tensor ends. Who owns "
+        "them?",
+    ),
+    Misconception(
+        "masking the load alone",
+        slip(_Mistaken, "load alone"),
+        "Masked rows are loaded as zeros, and then your store writes what became of them. Where?",
+    ),
+)
+
+
+def _scores_case(name: str, grid: tuple[int, int], R: int, H: int, G: int) -> Case:
+    here = environment.detect()
+    return Case(name, lambda: (grid, R, H, G), lambda: here.why_not("triton", here.device))
+
+
+_SCORES = Exercise(
+    name="first_scores",
+    statement="""
+Find the bugs. Program `(query, head)` scores the `G` query heads of its group against key 0 of its
+KV head. `Q` is `[R, H, G, D]`, `K` here `[H, D]`, `Score` `[R, H, G]`. The tile has `GT` rows: `G`
+rounded up to a power of two, and at least 16. The kernel is right for query 0 if `G` is 16. Two of
+its lines are wrong. Mend them. (The check launches some or all of the programs. Numbers that none
+of these owns must stay -77, also behind the end of `Score`.)
+""",
+    minutes=6,
+    difficulty=2,
+    hints=(
+        "Take `H = 2` and groups of `G = 4`. Number the rows of Q from 0, query by query. Which "
+        "four belong to query 1 and KV head 0, and which does `group_row` name?",
+        "Two questions. How many rows lie in front of a program's group? And which rows of the "
+        "tile does `in_group` keep out?",
+        "In front of a group lie all groups of earlier queries, `H` for each of them, and those of "
+        "earlier heads. Count groups first, then multiply by `G`. The mask compares numbers of the "
+        "tile with `G`.",
+    ),
+    why="Programs run in any order and nobody checks a store, so each of them must leave alone "
+    "what belongs to the others.",
+    solution=first_scores,
+    run=_run_scores,
+    misconceptions=_SCORES_MISTAKES,
+    combine=together(_SCORES_MISTAKES, _ROWS_OF_Q, _MASKS),
+    cases=(
+        _scores_case("one program of two, a group of 3", (1, 1), 1, 2, 3),
+        _scores_case("two queries, one KV head each", (2, 1), 2, 1, 3),
+        _scores_case("two queries, two KV heads", (2, 2), 2, 2, 3),
+        _scores_case("a group of 16", (2, 2), 2, 2, 16),
+        _scores_case("a group of 20", (2, 3), 2, 3, 20),
+        _scores_case("three KV heads, groups of 4", (2, 3), 2, 3, 4),
+    ),
+)
+
+
 # -- walked_slots --
 
 
@@ -494,178 +591,6 @@ many slots it walks, at the least, without missing a block.
         Case("no slot", lambda: ([], 1)),
     ),
     tolerance=0.0,
-)
-
-
-# -- locate --
-
-
-def locate(cu_seqlens: list[int]) -> tuple[list[int], list[int]]:
-    """For each packed token, the first key of its sequence, and how many keys it sees, itself
-    included."""
-    first_key, num_visible = [], []
-    for start, end in pairwise(cu_seqlens):
-        for token in range(start, end):
-            first_key.append(start)
-            num_visible.append(token - start + 1)
-    return first_key, num_visible
-
-
-def _located(
-    slips: Slips, cu_seqlens: list[int]
-) -> tuple[list[int], list[int]] | list[tuple[int, int]]:
-    """`locate` with slips."""
-    if "per sequence" in slips:
-        return cu_seqlens[:-1], [end - start for start, end in pairwise(cu_seqlens)]
-    token, cu = torch.arange(cu_seqlens[-1]), torch.tensor(cu_seqlens)
-    sequence = torch.searchsorted(cu[1:].contiguous(), token, right="boundary" not in slips)
-    if "boundary of all" in slips:
-        sequence = torch.searchsorted(cu, token) - 1
-    start, end = cu[sequence], cu[sequence + 1]
-    if "next" in slips:
-        start = end
-    counted_from = torch.zeros_like(start) if "global" in slips else start
-    num_visible = token + 1 - counted_from
-    if "all" in slips:
-        num_visible = end - counted_from
-    if "remaining" in slips:
-        num_visible = end - token
-    if "past" in slips:
-        num_visible = num_visible - 1
-    first_key = start
-    if "number" in slips:
-        first_key = sequence
-    if "zero" in slips:
-        first_key = torch.zeros_like(token)
-    if "token" in slips:
-        first_key = token
-    if "pairs" in slips:
-        return list(zip(first_key.tolist(), num_visible.tolist(), strict=True))
-    return first_key.tolist(), num_visible.tolist()
-
-
-_BOUNDARY = (
-    "`cu_seqlens[i]` is both the end of one sequence and the beginning of the next. To which of "
-    "them does the token of that number belong?"
-)
-_LOCATE_MISTAKES = (
-    Misconception(
-        "counting the keys from the beginning of the tensor",
-        slip(_located, "global"),
-        "The second sequence's first token sees one key. What would it see with this number, "
-        "counted from its own first key?",
-    ),
-    Misconception(
-        "giving a boundary's token to the sequence before it",
-        slip(_located, "boundary of all"),
-        _BOUNDARY,
-    ),
-    Misconception(
-        "giving a boundary's token to the sequence before it",
-        slip(_located, "boundary"),
-        _BOUNDARY,
-    ),
-    Misconception(
-        "no causal mask within a sequence",
-        slip(_located, "all"),
-        "That is what a query sees without causality. How many keys does a sequence's first token "
-        "see?",
-    ),
-    Misconception(
-        "leaving out the query's own key",
-        slip(_located, "past"),
-        "How many keys does a sequence's first token see?",
-    ),
-    Misconception(
-        "the number of the sequence in place of its first key",
-        slip(_located, "number"),
-        "You know which sequence it is. At which row of K does that one begin?",
-    ),
-    Misconception(
-        "the next sequence's first key in place of its own",
-        slip(_located, "next"),
-        "Which neighbour in `cu_seqlens` is the beginning of a token's sequence, and which is its "
-        "end?",
-    ),
-    Misconception(
-        "letting every sequence begin at row 0",
-        slip(_located, "zero"),
-        "Then all sequences attend to the keys of the first, and a test with one sequence does "
-        "not see it. At which row does the second begin?",
-    ),
-    Misconception(
-        "the token's own row in place of its sequence's first",
-        slip(_located, "token"),
-        "From there on lie keys of the token's future. Where does its sequence begin?",
-    ),
-    Misconception(
-        "counting down to the end of the sequence",
-        slip(_located, "remaining"),
-        "These are the keys from the query on, its future. How many lie between the sequence's "
-        "beginning and the query?",
-    ),
-    Misconception(
-        "a list of pairs in place of two lists",
-        slip(_located, "pairs"),
-        "The numbers are there. How do you get all first keys into one list, and all counts into "
-        "another?",
-    ),
-    Misconception(
-        "two numbers for each sequence in place of each token",
-        slip(_located, "per sequence"),
-        "A row of the kernel is one token. Do two tokens of one sequence see as many keys?",
-    ),
-)
-
-_LOCATE = Exercise(
-    name="locate",
-    statement="""
-Sequences lie one behind the other in one tensor; sequence `i` has the tokens `cu_seqlens[i]` up to,
-but without, `cu_seqlens[i + 1]`, and may be empty. A kernel's row needs two numbers: at which row
-of `K` its sequence begins, and how many keys from there it sees under causal attention, its own
-included. Return the two lists `(first_key, num_visible)`, a number for each token.
-""",
-    minutes=5,
-    difficulty=2,
-    hints=(
-        "Write down what tokens 0 to 4 need if `cu_seqlens` is `[0, 2, 5]`. Which sequence is "
-        "token 2 in, and how many keys does it see?",
-        "All tokens of a sequence share the first number. The second one counts up from 1 in each "
-        "sequence anew.",
-        "Take neighbours of `cu_seqlens` as start and end (`itertools.pairwise` gives them). For "
-        "each token from start up to, but without, end append the start to one list, and to the "
-        "other how far the token is behind it, itself included. An empty sequence adds nothing.",
-    ),
-    why="Where a row's keys begin and how many it sees is all that a kernel needs of a sequence, "
-    "so packed texts cost it two loads and no branch.",
-    solution=locate,
-    misconceptions=_LOCATE_MISTAKES,
-    combine=together(
-        _LOCATE_MISTAKES,
-        {"global", "remaining"},
-        {"all", "remaining"},
-        {"number", "zero", "token"},
-        {"boundary", "boundary of all"},
-        {"next", "number", "zero", "token"},
-        {"next", "all", "remaining"},
-        {"per sequence", "pairs"},
-        {"per sequence", "next"},
-        {"per sequence", "global"},
-        {"per sequence", "boundary"},
-        {"per sequence", "all"},
-        {"per sequence", "past"},
-        {"per sequence", "number"},
-        {"per sequence", "zero"},
-        {"per sequence", "token"},
-        {"per sequence", "remaining"},
-    ),
-    cases=(
-        Case("two sequences, 2 and 3 tokens", lambda: ([0, 2, 5],)),
-        Case("one sequence", lambda: ([0, 4],)),
-        Case("an empty sequence in the middle", lambda: ([0, 3, 3, 5],)),
-        Case("sequences of one token", lambda: ([0, 1, 2, 3],)),
-        Case("an empty one at the beginning, a long one at the end", lambda: ([0, 0, 2, 9],)),
-    ),
 )
 
 
@@ -846,128 +771,182 @@ visible.
 )
 
 
-# -- overflowing_rows --
+# -- locate --
 
 
-def overflowing_rows(H: int, G: int, D: int) -> int:
-    """The least R for which some offset into Q [R, H, G, D] is more than an int32 holds."""
-    largest = 2**31 - 1
-    row = H * G * D  # elements of a row; the last offset is R * row - 1
-    return (largest + 1) // row + 1
+def locate(cu_seqlens: list[int]) -> tuple[list[int], list[int]]:
+    """For each packed token, the first key of its sequence, and how many keys it sees, itself
+    included."""
+    first_key, num_visible = [], []
+    for start, end in pairwise(cu_seqlens):
+        for token in range(start, end):
+            first_key.append(start)
+            num_visible.append(token - start + 1)
+    return first_key, num_visible
 
 
-def _overflow(slips: Slips, H: int, G: int, D: int) -> int:
-    """`overflowing_rows` with slips."""
-    limit = 2**32 if "unsigned" in slips else 2**31
-    row = D
-    if "one group" not in slips:
-        row *= H
-    if "KV heads" not in slips:
-        row *= G
-    if "one head" in slips:
-        row = D
-    if "bytes" in slips:
-        row *= 2
-    R = limit // row + 1
-    if "exactly" in slips:
-        R = -(-limit // row)
-    if "row's beginning" in slips:
-        R = -(-limit // row) + 1
-    return R - ("still fits" in slips)
+def _located(
+    slips: Slips, cu_seqlens: list[int]
+) -> tuple[list[int], list[int]] | list[tuple[int, int]]:
+    """`locate` with slips."""
+    if "per sequence" in slips:
+        return cu_seqlens[:-1], [end - start for start, end in pairwise(cu_seqlens)]
+    token, cu = torch.arange(cu_seqlens[-1]), torch.tensor(cu_seqlens)
+    sequence = torch.searchsorted(cu[1:].contiguous(), token, right="boundary" not in slips)
+    if "boundary of all" in slips:
+        sequence = torch.searchsorted(cu, token) - 1
+    start, end = cu[sequence], cu[sequence + 1]
+    if "next" in slips:
+        start = end
+    counted_from = torch.zeros_like(start) if "global" in slips else start
+    num_visible = token + 1 - counted_from
+    if "all" in slips:
+        num_visible = end - counted_from
+    if "remaining" in slips:
+        num_visible = end - token
+    if "past" in slips:
+        num_visible = num_visible - 1
+    first_key = start
+    if "number" in slips:
+        first_key = sequence
+    if "zero" in slips:
+        first_key = torch.zeros_like(token)
+    if "token" in slips:
+        first_key = token
+    if "pairs" in slips:
+        return list(zip(first_key.tolist(), num_visible.tolist(), strict=True))
+    return first_key.tolist(), num_visible.tolist()
 
 
-_OVERFLOW_MISTAKES = (
+_BOUNDARY = (
+    "`cu_seqlens[i]` is both the end of one sequence and the beginning of the next. To which of "
+    "them does the token of that number belong?"
+)
+_LOCATE_MISTAKES = (
     Misconception(
-        "stopping at exactly 2³¹ elements",
-        slip(_overflow, "exactly"),
-        "A tensor of 2³¹ elements has the offsets 0 to 2³¹ - 1. Does the last of them fit?",
+        "counting the keys from the beginning of the tensor",
+        slip(_located, "global"),
+        "The second sequence's first token sees one key. What would it see with this number, "
+        "counted from its own first key?",
     ),
     Misconception(
-        "the last number of rows that still fits",
-        slip(_overflow, "still fits"),
-        "This many rows are fine. Which is the first number that is not?",
+        "giving a boundary's token to the sequence before it",
+        slip(_located, "boundary of all"),
+        _BOUNDARY,
     ),
     Misconception(
-        "looking at the beginning of the last row only",
-        slip(_overflow, "row's beginning"),
-        "The offset of a row's first element may still fit. What about its last one?",
+        "giving a boundary's token to the sequence before it",
+        slip(_located, "boundary"),
+        _BOUNDARY,
     ),
     Misconception(
-        "taking int32 for unsigned",
-        slip(_overflow, "unsigned"),
-        "One of the 32 bits is the sign. What comes after 2**31 - 1?",
+        "no causal mask within a sequence",
+        slip(_located, "all"),
+        "That is what a query sees without causality. How many keys does a sequence's first token "
+        "see?",
     ),
     Misconception(
-        "counting bytes",
-        slip(_overflow, "bytes"),
-        "`Q + offset` moves by elements: Triton knows how many bytes one takes, and addresses have "
-        "64 bits. How many elements has a row?",
+        "leaving out the query's own key",
+        slip(_located, "past"),
+        "How many keys does a sequence's first token see?",
     ),
     Misconception(
-        "counting one head only",
-        slip(_overflow, "one head"),
-        "How many query heads do H groups of G heads have?",
+        "the number of the sequence in place of its first key",
+        slip(_located, "number"),
+        "You know which sequence it is. At which row of K does that one begin?",
     ),
     Misconception(
-        "counting KV heads in place of query heads",
-        slip(_overflow, "KV heads"),
-        "How many query heads do H groups of G heads have?",
+        "the next sequence's first key in place of its own",
+        slip(_located, "next"),
+        "Which neighbour in `cu_seqlens` is the beginning of a token's sequence, and which is its "
+        "end?",
     ),
     Misconception(
-        "counting the heads of one group only",
-        slip(_overflow, "one group"),
-        "How many query heads do H groups of G heads have?",
+        "letting every sequence begin at row 0",
+        slip(_located, "zero"),
+        "Then all sequences attend to the keys of the first, and a test with one sequence does "
+        "not see it. At which row does the second begin?",
+    ),
+    Misconception(
+        "the token's own row in place of its sequence's first",
+        slip(_located, "token"),
+        "From there on lie keys of the token's future. Where does its sequence begin?",
+    ),
+    Misconception(
+        "counting down to the end of the sequence",
+        slip(_located, "remaining"),
+        "These are the keys from the query on, its future. How many lie between the sequence's "
+        "beginning and the query?",
+    ),
+    Misconception(
+        "a list of pairs in place of two lists",
+        slip(_located, "pairs"),
+        "The numbers are there. How do you get all first keys into one list, and all counts into "
+        "another?",
+    ),
+    Misconception(
+        "two numbers for each sequence in place of each token",
+        slip(_located, "per sequence"),
+        "A row of the kernel is one token. Do two tokens of one sequence see as many keys?",
     ),
 )
 
-_OVERFLOW = Exercise(
-    name="overflowing_rows",
+_LOCATE = Exercise(
+    name="locate",
     statement="""
-Offsets count elements. An int32 holds numbers up to `2**31 - 1`. Return the least number of rows
-`R` for which the largest offset into a tensor `Q` `[R, H, G, D]` is more than that. (No memory is
-needed to answer: a test that wants such a tensor takes `device="meta"`.)
+Sequences lie one behind the other in one tensor; sequence `i` has the tokens `cu_seqlens[i]` up to,
+but without, `cu_seqlens[i + 1]`, and may be empty. A kernel's row needs two numbers: at which row
+of `K` its sequence begins, and how many keys from there it sees under causal attention, its own
+included. Return the two lists `(first_key, num_visible)`, a number for each token.
 """,
     minutes=5,
     difficulty=2,
     hints=(
-        "Take the smallest example: numbers up to 3 in place of 2³¹ - 1, and rows of 2 elements. "
-        "With how many rows is the largest offset more than 3?",
-        "`R` rows have the offsets from 0 to one less than the number of their elements. So the "
-        "question is how many rows have more than 2³¹ elements.",
-        "A row of Q has all query heads, with `D` elements each. Divide 2³¹ elements by those of a "
-        "row, rounded down: so many rows still fit. And the next number?",
+        "Write down what tokens 0 to 4 need if `cu_seqlens` is `[0, 2, 5]`. Which sequence is "
+        "token 2 in, and how many keys does it see?",
+        "All tokens of a sequence share the first number. The second one counts up from 1 in each "
+        "sequence anew.",
+        "Take neighbours of `cu_seqlens` as start and end (`itertools.pairwise` gives them). For "
+        "each token from start up to, but without, end append the start to one list, and to the "
+        "other how far the token is behind it, itself included. An empty sequence adds nothing.",
     ),
-    why="Offsets count elements from 0, so exactly 2³¹ elements still fit, and the first row "
-    "behind them turns the offset negative.",
-    solution=overflowing_rows,
-    misconceptions=_OVERFLOW_MISTAKES,
+    why="Where a row's keys begin and how many it sees is all that a kernel needs of a sequence, "
+    "so packed texts cost it two loads and no branch.",
+    solution=locate,
+    misconceptions=_LOCATE_MISTAKES,
     combine=together(
-        _OVERFLOW_MISTAKES,
-        {"exactly", "row's beginning"},
-        {"one head", "KV heads", "one group"},
+        _LOCATE_MISTAKES,
+        {"global", "remaining"},
+        {"all", "remaining"},
+        {"number", "zero", "token"},
+        {"boundary", "boundary of all"},
+        {"next", "number", "zero", "token"},
+        {"next", "all", "remaining"},
+        {"per sequence", "pairs"},
+        {"per sequence", "next"},
+        {"per sequence", "global"},
+        {"per sequence", "boundary"},
+        {"per sequence", "all"},
+        {"per sequence", "past"},
+        {"per sequence", "number"},
+        {"per sequence", "zero"},
+        {"per sequence", "token"},
+        {"per sequence", "remaining"},
     ),
     cases=(
-        Case("64 query heads over 4, width 128", lambda: (4, 16, 128)),
-        Case("no power of two", lambda: (3, 5, 7)),
-        Case("40 query heads over 8, width 96", lambda: (8, 5, 96)),
-        Case("one huge head", lambda: (1, 1, 2**30)),
+        Case("two sequences, 2 and 3 tokens", lambda: ([0, 2, 5],)),
+        Case("one sequence", lambda: ([0, 4],)),
+        Case("an empty sequence in the middle", lambda: ([0, 3, 3, 5],)),
+        Case("sequences of one token", lambda: ([0, 1, 2, 3],)),
+        Case("an empty one at the beginning, a long one at the end", lambda: ([0, 0, 2, 9],)),
     ),
-    tolerance=0.0,
 )
 
-EXERCISES = (_STORE, _KEYS, _WALKED, _LOCATE, _WINDOW, _OVERFLOW)
+
+EXERCISES = (_KEYS, _SCORES, _WALKED, _WINDOW, _LOCATE)
 
 
 # -- two mistakes at once --
-
-
-def _heads_in_place(query: int, head: int, H: int, G: int) -> list[int]:
-    return [(head * H + query) * G + i if i < G else -1 for i in range(16)]
-
-
-def _padded_and_stored(query: int, head: int, H: int, G: int) -> list[int]:
-    GT = max(16, 1 << (G - 1).bit_length())
-    return [(query * H + head) * GT + i for i in range(GT)]
 
 
 def _no_mask_at_all(ids: list[int], first_key: int, num_visible: int, BS: int) -> Tensor:
@@ -1011,11 +990,15 @@ def _in_the_sequence(
 
 
 DOUBLES = (
-    Double("store_offsets", _heads_in_place, ("always 16 rows", "exchanging query and head")),
     Double(
-        "store_offsets",
-        _padded_and_stored,
-        ("storing the padding", "padding the tensor as well as the tile"),
+        "first_scores",
+        lambda: _Mistaken(frozenset({"padded tensor", "one more"})),
+        ("padding the tensor as well as the tile", "storing one row of the padding"),
+    ),
+    Double(
+        "first_scores",
+        lambda: _Mistaken(frozenset({"exchanged", "load alone"})),
+        ("exchanging query and head", "masking the load alone"),
     ),
     Double(
         "key_rows",
@@ -1069,16 +1052,6 @@ DOUBLES = (
             "forgetting where the sequence begins",
         ),
     ),
-    Double(
-        "overflowing_rows",
-        lambda H, G, D: (2**31 - 1) // (H * G * D),
-        ("stopping at exactly 2³¹ elements", "the last number of rows that still fits"),
-    ),
-    Double(
-        "overflowing_rows",
-        lambda H, G, D: 2**31 // (H * G * D * 2),
-        ("counting bytes", "the last number of rows that still fits"),
-    ),
 )
 
 
@@ -1086,56 +1059,28 @@ DOUBLES = (
 
 TRAPS = (
     Trap(
-        "So the tile has `GT` rows: `G` rounded up to a power of two, 16 at least.",
-        "store_offsets",
-        "a power of two, but fewer than 16 rows",
-    ),
-    Trap(
-        "`tl.arange` takes nothing but powers of two.",
-        "store_offsets",
-        "rounding up to a multiple of 16",
-    ),
-    Trap(
-        "(Chapter 10 rounds to a multiple of 16: 48 rows for a group of 40.)",
-        "store_offsets",
-        "rounding up to a multiple of 16",
-    ),
-    Trap("takes 16 rows by 8 columns", "store_offsets", "no padding"),
-    Trap("for G in (1, 4, 16, 20, 40):", "store_offsets", "always 16 rows"),
-    Trap(
-        "A published kernel fills the 16 rows with `16 // G` copies of each head",
-        "store_offsets",
-        "filling the tile with copies of the heads",
-    ),
-    Trap(
-        "the group of row `query` and KV head `head` begins at `(query * H + head) * G`",
-        "store_offsets",
-        "exchanging query and head",
-    ),
-    Trap(
-        "*Storing* to them would overwrite what other programs computed",
-        "store_offsets",
-        "storing the padding",
-    ),
-    Trap("The idle rows have offsets like all others.", "store_offsets", "storing the padding"),
-    Trap(
-        "A block begins at key `start` of its sequence, and the sequence at key `first_key` of "
-        "the tensor.",
+        "The block begins at key `start` of its sequence, and the sequence at row `first_key` of "
+        "`K`.",
         "key_rows",
         "forgetting where the sequence begins",
     ),
     Trap(
-        "The tile has its elements all the same, and a mask keeps them from memory.",
+        "Half of block 2 does not exist",
         "key_rows",
         "loading whatever the list names",
     ),
     Trap(
-        "it has to gate the *load*, not only the score",
+        "two keys of block 1 lie behind the second one",
+        "key_rows",
+        "loading the whole block that the query stands in",
+    ),
+    Trap(
+        "a mask on the scores hides the result. That is not enough",
         "key_rows",
         "hiding the score of an empty slot, but loading its keys",
     ),
     Trap(
-        "Nothing crashes, and a mask on the scores hides the result. Why not leave it at that?",
+        "So the mask has to gate the *load*.",
         "key_rows",
         "hiding the score of an empty slot, but loading its keys",
     ),
@@ -1145,70 +1090,19 @@ TRAPS = (
         "loading whatever the list names",
     ),
     Trap(
-        "`tl.where(is_visible, block_id, 0)` keeps the arithmetic within the tensor even where "
-        "nothing will be loaded.",
+        "`tl.where(is_visible, block_id, 0)` keeps the addresses harmless",
         "key_rows",
         "taking an empty slot for block 0",
     ),
     Trap(
-        "`num_seen` is how many of the block's tokens may be seen",
+        "`num_seen` is how many tokens may be seen",
         "key_rows",
         "comparing a row of K with a count of the sequence",
     ),
     Trap(
-        "**One mask for four cases**: empty slot, future block, diagonal, ragged end.",
+        "**One mask serves four cases**: empty slot, future block, diagonal, ragged end.",
         "key_rows",
         "loading the whole block that the query stands in",
-    ),
-    Trap(
-        "A slot that names a visible block counts as `slot + 1`.",
-        "walked_slots",
-        "the number of the last slot in place of how many there are",
-    ),
-    Trap(
-        "An empty slot, a block of the future and an id past the end count as 0",
-        "walked_slots",
-        "walking up to blocks of the future",
-    ),
-    Trap(
-        "That is not *how many* blocks are named",
-        "walked_slots",
-        "counting the blocks",
-    ),
-    Trap(
-        "a program that walked as many slots as it has blocks would lose the last ones",
-        "walked_slots",
-        "walking as many slots as there are visible blocks",
-    ),
-    Trap(
-        "The other extreme, walking all `S`, is right too, and walks for nothing.",
-        "walked_slots",
-        "walking everything",
-    ),
-    Trap(
-        "the list of every query is block 0, an empty slot, block 2",
-        "key_rows",
-        "stopping at the first empty slot",
-    ),
-    Trap(
-        "Three steps, since the empty slot has a visible block behind it.",
-        "walked_slots",
-        "stopping at the first slot without a visible block",
-    ),
-    Trap(
-        "A block in slot 1 makes the program walk the empty slot before it.",
-        "walked_slots",
-        "leaving out empty slots at the beginning",
-    ),
-    Trap(
-        "so blocks 3 and 7 end no walk",
-        "walked_slots",
-        "taking one block too many for visible",
-    ),
-    Trap(
-        "A list without a visible block takes no step at all",
-        "walked_slots",
-        "walking a list that names nothing",
     ),
     Trap(
         "a block that is listed twice would count twice",
@@ -1216,37 +1110,97 @@ TRAPS = (
         "taking an empty slot for block 0",
     ),
     Trap(
-        "it moves `first_key` forward to the window's first key",
+        "because the empty slot has a visible block behind it",
+        "key_rows",
+        "stopping at the first empty slot",
+    ),
+    Trap(
+        "It knows where the tensor ends, not where the query's sight ends.",
+        "key_rows",
+        "loading the whole block that the query stands in",
+    ),
+    Trap(
+        "the one block that is visible in part by pointers and masks",
+        "key_rows",
+        "leaving out the block that is visible in part",
+    ),
+    Trap(
+        "The idle rows have offsets like all others.",
+        "first_scores",
+        "storing the padding",
+    ),
+    Trap(
+        "*Storing* there would overwrite what other programs computed.",
+        "first_scores",
+        "storing the padding",
+    ),
+    Trap(
+        "Program (2, 0) owns rows 16 to 19",
+        "first_scores",
+        "too short a step from query to query",
+    ),
+    Trap(
+        "Rows 20 to 23 belong to the next KV head",
+        "first_scores",
+        "masking nothing but the tensor's end",
+    ),
+    Trap(
+        "But they load nothing",
+        "first_scores",
+        "masking the load alone",
+    ),
+    Trap(
+        "Each of them would still take a step",
+        "walked_slots",
+        "walking everything",
+    ),
+    Trap(
+        "A slot that names a visible block counts as `slot + 1`",
+        "walked_slots",
+        "the number of the last slot in place of how many there are",
+    ),
+    Trap(
+        "any other as 0",
+        "walked_slots",
+        "walking up to blocks of the future",
+    ),
+    Trap(
+        "The last list takes three steps",
+        "walked_slots",
+        "stopping at the first slot without a visible block",
+    ),
+    Trap(
+        "so blocks 3 and 7 end no walk",
+        "walked_slots",
+        "taking one block too many for visible",
+    ),
+    Trap(
+        "for listed in ([2, 0, -1], [0, 3, 7], [-1, -1, -1], [0, -1, 2]):",
+        "walked_slots",
+        "walking a list that names nothing",
+    ),
+    Trap(
+        "Let `first_key` move forward to the window's first key.",
         "window_row",
         "counting the keys from the beginning of the sequence",
     ),
     Trap(
-        "Exactly `window_size` keys",
-        "window_row",
-        "a window of one key too many",
-    ),
-    Trap(
-        "(fewer at the beginning of a text)",
-        "window_row",
-        "as many keys for early queries as for late ones",
-    ),
-    Trap(
-        "Blocks that are aligned to the sequence would need one.",
+        "Blocks that are aligned to the sequence would need one",
         "window_row",
         "beginning at a block's edge",
     ),
     Trap(
-        "or as many blocks as hold the window",
+        "Its blocks begin at key 38, at no multiple of 16.",
         "window_row",
-        "as many blocks for early queries as for late ones",
+        "counting the sequence's blocks that the window touches",
     ),
     Trap(
-        "`cu_seqlens` holds the places where they begin, and the end of the last",
+        "`cu_seqlens` holds the places where texts begin, and the end of the last.",
         "locate",
         "giving a boundary's token to the sequence before it",
     ),
     Trap(
-        "block ids count from the beginning of a query's own sequence",
+        "Block ids count from the beginning of a query's own text.",
         "locate",
         "counting the keys from the beginning of the tensor",
     ),
@@ -1254,51 +1208,6 @@ TRAPS = (
         "a row has a `first_key` and a `num_visible`",
         "locate",
         "the number of the sequence in place of its first key",
-    ),
-    Trap(
-        "the address lies 4 GiB (2³¹ elements of 2 bytes) before the tensor",
-        "overflowing_rows",
-        "counting bytes",
-    ),
-    Trap(
-        "the offset turns negative",
-        "overflowing_rows",
-        "taking int32 for unsigned",
-    ),
-    Trap(
-        "first_token = 2**31 // (H * G * D)",
-        "overflowing_rows",
-        "the last number of rows that still fits",
-    ),
-    Trap(
-        'last offset {q_meta.numel() - 1:,}, int32 ends at {2**31 - 1:,}"',
-        "overflowing_rows",
-        "stopping at exactly 2³¹ elements",
-    ),
-    Trap(
-        "It knows where the *tensor* ends, not where the query's sight ends",
-        "key_rows",
-        "loading the whole block that the query stands in",
-    ),
-    Trap(
-        "The block that is visible **in part** comes in the second, by pointers and masks",
-        "key_rows",
-        "leaving out the block that is visible in part",
-    ),
-    Trap(
-        "selected blocks carry **no causal mask** there",
-        "key_rows",
-        "loading the whole block that the query stands in",
-    ),
-    Trap(
-        "of the latest `block_size + 1` keys",
-        "window_row",
-        "a window of one key too many",
-    ),
-    Trap(
-        "Its blocks begin at key 38, at no multiple of 16: a pointer does not mind.",
-        "window_row",
-        "counting the sequence's blocks that the window touches",
     ),
 )
 
@@ -1345,22 +1254,15 @@ PREDICTIONS = (
         ),
     ),
     Prediction(
-        "empty_slots",
-        "8,192 tokens, blocks of 64, 16 slots: how many percent of all slots are empty?",
-        "Only queries of the first 15 blocks have fewer than 16 blocks to list, and half of their "
-        "slots are full.",
+        "worst_change",
+        "Steps of 32 tokens, one warp, three stages: of which single change does the kernel get "
+        'slowest, "64 tokens", "4 warps" or "1 stage"?',
+        "Whole blocks in three stages take 68 KiB, so three programs fit on a multiprocessor "
+        "instead of six, and each has one warp for twice the work of a step.",
         (
-            (11.7, "So many queries have empty slots. About half of their slots are full."),
-            (
-                50,
-                "That would be so if a list grew along the whole text. It is full after 960 "
-                "tokens.",
-            ),
-            (0, "The first query has one block to list and 16 slots."),
-            (12.5, "16 blocks are an eighth of the text, but their lists are not empty."),
-            (0.7, "That is what the longer text has."),
+            ("4 warps", "That is next, at 20 ms: 16 rows are little work for four warps."),
+            ("1 stage", "That costs a quarter more. Other programs fill a part of the wait."),
         ),
-        unit="%",
-        tolerance=0.03,
+        choices=("64 tokens", "4 warps", "1 stage"),
     ),
 )

@@ -203,10 +203,11 @@ def draw_packed(cu_seqlens: tuple[int, ...] = (0, 3, 4, 9)) -> Picture:
     key = np.arange(tokens)
     sees = (key >= first[:, None]) & (key < (first + visible)[:, None])
     colours = np.tile(np.array(to_rgb(_NOTHING)), (tokens, tokens, 1))
-    # two colours, only to tell neighbours apart
+    # keys, in two strengths that tell neighbours apart
+    key_colour = np.array(to_rgb(PALETTE["key"]))
     for number, start in enumerate(dict.fromkeys(first.tolist())):
-        colour = PALETTE["value" if number % 2 else "key"]
-        colours[sees & (first == start)[:, None]] = to_rgb(colour)
+        strength = 0.45 if number % 2 else 1.0
+        colours[sees & (first == start)[:, None]] = 1 - strength * (1 - key_colour)
     figure, axes = new_figure(6.6, 3.7)
     figure.set_layout_engine(None)
     axis = axes[0, 0]
