@@ -130,13 +130,13 @@ def gradients_kernel(
     last_row = tl.load(Rows + last - 1)  # it sees most; what it does not, none of the chunk does
     last_end = tl.load(RowEnd + tl.where(last_row >= 0, last_row, ~last_row))
     in_sight = (tokens < tl.minimum(last_end - first_key, num_keys))[:, None]
-    key_row = (first_key.to(tl.int64) + tokens) * H + head  # [BT]
-    k_offset = key_row[:, None] * D + width  # [BT, DT]
-    v_offset = key_row[:, None] * DV + value_width  # [BT, DVT]
+    key_row = first_key.to(tl.int64) * H + head
+    k_offset = tokens[:, None] * (H * D) + width  # [BT, DT]
+    v_offset = tokens[:, None] * (H * DV) + value_width  # [BT, DVT]
     k_mask = in_sight & (width < D)
     v_mask = in_sight & (value_width < DV)
-    k_tile = tl.load(K + k_offset, mask=k_mask, other=0.0)
-    v_tile = tl.load(V + v_offset, mask=v_mask, other=0.0)
+    k_tile = tl.load(K + key_row * D + k_offset, mask=k_mask, other=0.0)
+    v_tile = tl.load(V + key_row * DV + v_offset, mask=v_mask, other=0.0)
     k_clean, first_bad = without_bad_numbers(k_tile, BT)
 
     # -- initialise --
@@ -168,8 +168,8 @@ def gradients_kernel(
     # -- store --
     acc_dk *= scale
     if tl.load(NumParts + chunk) == 1:
-        store_gradient(GradK + k_offset, acc_dk, k_mask, False)
-        store_gradient(GradV + v_offset, acc_dv, v_mask, False)
+        store_gradient(GradK + key_row * D + k_offset, acc_dk, k_mask, False)
+        store_gradient(GradV + key_row * DV + v_offset, acc_dv, v_mask, False)
     else:
         place = tl.load(Place + chunk).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         token = place * BT + tokens  # [BT]

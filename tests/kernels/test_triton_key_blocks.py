@@ -9,10 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 from places import product, skip_unless_runs
-from selection import Call, Problem, assert_within_budget
+from selection import Call, Problem, assert_within_budget, scaled_attention
 from torch import Tensor
 
-from nsa_tutorial.kernels import triton_key_block_tiles, triton_key_blocks
+from nsa_tutorial.kernels import (
+    backward_tables,
+    triton_backward_launch,
+    triton_key_block_tiles,
+    triton_key_blocks,
+    triton_key_blocks_backward,
+)
 from nsa_tutorial.runtime import environment
 from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY
 from nsa_tutorial.sparse.selected_attention import QueryRows, block_list, query_rows
@@ -42,6 +48,8 @@ PROBLEMS = {
     "the same block for many": Problem(N=60, M=60, H=1, G=2, D=16, DV=16, BS=64, S=1, own=True),
 }
 IN_16_BITS = ("G 1, widths 16", "packed, one empty", "large scores")
+# The gradients of large scores are a matter of how few scores are rounded.
+SMOOTH = {name: problem for name, problem in PROBLEMS.items() if problem.magnitude == 1}
 
 
 def lists_of(call: Call, problem: Problem) -> tuple[Tensor, QueryRows]:
@@ -243,6 +251,109 @@ def test_strided_tensors(device: str) -> None:
         assert torch.equal(found, right)
 
 
+def gradients(call: Call, problem: Problem, **options: int) -> tuple[Tensor, ...]:
+    """Of `q`, `k` and `v`, for random gradients of both outputs, but none of some rows."""
+    ids, rows = lists_of(call, problem)
+    scale = problem.D**-0.5
+    o, lse = run(call, problem)
+    given = (*d_outputs(o, lse), call.q, call.k, call.v, o, lse, ids, rows)
+    numbers = {"tile": problem.BS, "window_size": 0, "scale": scale, "slot_scale": None}
+    saved = triton_backward_launch.prepare(*given, **numbers)
+    return triton_key_blocks_backward.all_gradients(saved, **options)
+
+
+def d_outputs(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(1)
+    d_o, d_lse = (torch.randn(x.shape, generator=g).to(x) for x in (o, lse))
+    d_o[:, ::7], d_lse[:, ::7] = 0, 0
+    return d_o, d_lse
+
+
+def dense_gradients(call: Call, dtype: torch.dtype) -> list[Tensor]:
+    """Of the dense computation, by autograd."""
+    inputs = {x: getattr(call, x).to(dtype).requires_grad_() for x in "qkv"}
+    o, lse = scaled_attention(
+        *inputs.values(), call.mask(), None, call.options["scale"]
+    )  # a row that sees nothing has gradients of 0
+    d_o, d_lse = d_outputs(o.to(call.v.dtype), lse.float())
+    sees = lse.isfinite()
+    loss = (o * d_o.to(dtype)).sum() + (lse[sees] * d_lse.to(dtype)[sees]).sum()
+    return list(torch.autograd.grad(loss, list(inputs.values())))
+
+
+def assert_right_gradients(call: Call, problem: Problem, **options: int) -> None:
+    right, plain = (dense_gradients(call, x) for x in (torch.float64, call.q.dtype))
+    found = gradients(call, problem, **options)
+    for name, *three in zip("qkv", found, right, plain, strict=True):
+        assert three[0].dtype == call.q.dtype
+        assert_within_budget(*three, f"d_{name}")
+
+
+@product("problem", SMOOTH, ["triton"], {torch.float32: SMOOTH, torch.float16: IN_16_BITS[:2]})
+def test_gradients(problem: Problem, dtype: torch.dtype, backend: str, device: str) -> None:
+    skip_unless_runs(backend, device, dtype)
+    assert_right_gradients(problem.make(dtype, device), problem)
+
+
+@on
+@pytest.mark.parametrize("edge", [2, 1024])
+def test_gradients_of_blocks_in_chunks(
+    edge: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of three queries, whose shares are summed; with more partial views than a program
+    looks for, too."""
+    skip_unless_runs("triton", device)
+    monkeypatch.setattr(backward_tables, "CHUNK_ROWS", {2: 6, 4: 6})
+    monkeypatch.setattr(triton_key_blocks_backward, "MOST_EDGE", edge)
+    for name in ("the same block for many", "block of 12, no power of two"):
+        assert_right_gradients(PROBLEMS[name].make(device=device), PROBLEMS[name])
+
+
+@on
+def test_gradients_of_any_part(device: str) -> None:
+    skip_unless_runs("triton", device)
+    problem = Problem(N=20, M=70, H=1, D=16, DV=16, BS=40, S=2, own=True)
+    assert_right_gradients(problem.make(device=device), problem, BT=16)
+
+
+@on
+@pytest.mark.parametrize("where", "qkv")
+@pytest.mark.parametrize("number", NUMBERS, ids=str)
+def test_gradients_of_what_is_not_spoiled(number: float, where: str, device: str) -> None:
+    """Rows that do not see the number keep their gradients, as does what only such rows see."""
+    skip_unless_runs("triton", device)
+    call = SPOILED.make(device=device)
+    clean = gradients(call, SPOILED)
+    tensors = {name: getattr(call, name).clone() for name in "qkv"}
+    tensors[where][0, QUERY if where == "q" else KEY, 0, 1] = number
+    d_q, d_k, d_v = gradients(call.having(**tensors), SPOILED)
+    mask = call.mask()[0]  # [N, H, M]
+    is_spoiled = mask[:, :, KEY].repeat_interleave(SPOILED.G, 1)  # [N, HQ]
+    is_spoiled[:, SPOILED.G :] = False
+    if where == "q":  # one head alone: others of its group are as they were
+        is_spoiled[:] = False
+        is_spoiled[QUERY, 0] = True
+    seen_by_them = mask[is_spoiled.any(1), 0].any(0)  # [M]
+    assert not (d_q.isfinite().all() and d_k.isfinite().all() and d_v.isfinite().all())
+    torch.testing.assert_close(d_q[0, ~is_spoiled], clean[0][0, ~is_spoiled])
+    for found, right in ((d_k[0], clean[1][0]), (d_v[0], clean[2][0])):
+        torch.testing.assert_close(found[~seen_by_them], right[~seen_by_them])
+        assert torch.equal(found[:, 1], right[:, 1])
+
+
+@on
+def test_gradients_from_hidden_numbers(device: str) -> None:
+    """A row's gradient is the same whatever the keys and values are that it does not see."""
+    skip_unless_runs("triton", device)
+    call = SPOILED.make(device=device)
+    d_q = gradients(call, SPOILED)[0]
+    for row in (QUERY, SPOILED.N - 1):
+        hidden = ~call.mask()[0, row].T[None, ..., None]  # [1, M, H, 1]
+        k, v = call.k.masked_fill(hidden, math.nan), call.v.masked_fill(hidden, math.inf)
+        d_q_after = gradients(call.having(k=k, v=v), SPOILED)[0]
+        torch.testing.assert_close(d_q[:, row], d_q_after[:, row])
+
+
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("D", [16, 128, 192, 256])
 @pytest.mark.parametrize("BS", [16, 64, 256])
@@ -250,8 +361,12 @@ def test_what_a_program_holds_fits(D: int, BS: int, itemsize: int) -> None:
     """On a small GPU, too: 99 KiB."""
     for memory in (SHARED_MEMORY, 99 * 1024):
         options = triton_key_block_tiles.partial_options(D, D, BS, itemsize, memory)
-        keys_and_rows = 2 * options["BT"] + options["num_stages"] * options["BR"]
-        assert keys_and_rows * D * itemsize <= memory
+        tiles = 2 * options["BT"] + options["num_stages"] * options["BR"]
+        assert tiles * D * itemsize <= memory
+        assert options["BT"] < 2 * max(BS, 16)
+        options = triton_key_block_tiles.gradient_options(4, D, D, BS, itemsize, memory)
+        tiles = 3 * options["BT"] + 2 * options["num_stages"] * options["BR"]
+        assert tiles * D * itemsize <= memory
         assert options["BT"] < 2 * max(BS, 16)
 
 
@@ -260,6 +375,15 @@ def test_the_same_bits_every_time() -> None:
     problem = Problem(N=5000, M=5000, G=4, D=64, DV=64, BS=64, S=8, own=True)
     call = problem.make(torch.bfloat16, "cuda")
     first, *others = (run(call, problem) for _ in range(3))
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.gpu
+def test_the_same_bits_of_keys_and_values_every_time() -> None:
+    """Also of blocks in chunks. The gradients of queries are sums in no fixed order."""
+    problem = Problem(N=5000, M=5000, G=4, D=64, DV=64, BS=64, S=8, own=True)
+    call = problem.make(torch.bfloat16, "cuda")
+    first, *others = (gradients(call, problem)[1:] for _ in range(3))
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
@@ -286,15 +410,23 @@ def test_new_lengths_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_the_host_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not between runs of queries, either."""
+    """Not between runs of queries, either, nor in the backward."""
     monkeypatch.setattr(triton_key_block_tiles, "WORKSPACE", 1)
     problem = Problem(N=70, M=70, own=True)
     call = problem.make(torch.float16, "cuda")
     ids, rows = lists_of(call, problem)
-    arguments = (call.q, call.k, call.v, ids, rows)
-    triton_key_blocks.launch(*arguments, block_size=16, scale=0.2)
+    d_o, d_lse = d_outputs(*run(call, problem))
+    numbers = {"tile": 16, "window_size": 0, "scale": 0.2, "slot_scale": None}
+
+    def there_and_back() -> None:
+        given = (call.q, call.k, call.v)
+        o, lse = triton_key_blocks.launch(*given, ids, rows, block_size=16, scale=0.2)
+        saved = (d_o, d_lse, *given, o, lse, ids, rows)
+        triton_key_blocks_backward.all_gradients(triton_backward_launch.prepare(*saved, **numbers))
+
+    there_and_back()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        triton_key_blocks.launch(*arguments, block_size=16, scale=0.2)
+        there_and_back()
     finally:
         torch.cuda.set_sync_debug_mode("default")
