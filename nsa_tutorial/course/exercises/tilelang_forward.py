@@ -140,6 +140,7 @@ def listed_attention(G: int, D: int, BS: int) -> object:
         Lists: T.Tensor([N, S], "int32"),
         Output: T.Tensor([N, G, D], "float32"),
     ):
+        # -- locate the program --
         with T.Kernel(N, threads=32) as t:
             q_tile = T.alloc_shared([G, D], "float32")
             k_tile = T.alloc_shared([BS, D], "float32")
@@ -148,9 +149,11 @@ def listed_attention(G: int, D: int, BS: int) -> object:
             acc_o = T.alloc_fragment([G, D], "float32")
             scores_sum = T.alloc_fragment([G], "float32")
             running_sum = T.alloc_fragment([G], "float32")
+            # -- load the query group --
             T.copy(Q[t, 0:G, 0:D], q_tile)
             T.clear(running_sum)
             T.clear(acc_o)
+            # -- walk the list --
             for slot in T.serial(S):
                 if Lists[t, slot] >= 0:
                     start = Lists[t, slot] * BS
@@ -164,6 +167,7 @@ def listed_attention(G: int, D: int, BS: int) -> object:
                     for g in T.Parallel(G):
                         running_sum[g] += scores_sum[g]
                     T.gemm(acc_s, v_tile, acc_o)
+            # -- normalise and store --
             for g, d in T.Parallel(G, D):
                 acc_o[g, d] /= running_sum[g]
             T.copy(acc_o, Output[t, 0:G, 0:D])
@@ -264,6 +268,7 @@ of its listed blocks. Copy this frame into `listed_attention`, and fill the thre
         Lists: T.Tensor([N, S], "int32"),
         Output: T.Tensor([N, G, D], "float32"),
     ):
+        # -- locate the program --
         with T.Kernel(N, threads=32) as t:
             q_tile = T.alloc_shared([G, D], "float32")
             k_tile = T.alloc_shared([BS, D], "float32")
@@ -272,9 +277,11 @@ of its listed blocks. Copy this frame into `listed_attention`, and fill the thre
             acc_o = T.alloc_fragment([G, D], "float32")
             scores_sum = T.alloc_fragment([G], "float32")
             running_sum = T.alloc_fragment([G], "float32")
+            # -- load the query group --
             T.copy(Q[t, 0:G, 0:D], q_tile)
             T.clear(running_sum)
             T.clear(acc_o)
+            # -- walk the list --
             for slot in T.serial(S):
                 if ...:  # 1: is there a block in this slot?
                     start = ...  # 2: the position of its first token
@@ -288,6 +295,7 @@ of its listed blocks. Copy this frame into `listed_attention`, and fill the thre
                     for g in T.Parallel(G):
                         running_sum[g] += scores_sum[g]
                     ...  # 3: add the weighted values to acc_o
+            # -- normalise and store --
             for g, d in T.Parallel(G, D):
                 acc_o[g, d] /= running_sum[g]
             T.copy(acc_o, Output[t, 0:G, 0:D])
