@@ -5,10 +5,9 @@
 reads each block anew. Small groups leave such tiles almost empty. Here a program keeps one block,
 and gathers the rows of all queries that list it, so that the tile is always full.
 
-Two kernels. `partial_kernel` attends to one block alone, and stores an output and a log-sum-exp for
-each slot of each list. `merge_kernel` merges the slots of a list. Every partial has a place of its
-own, so nothing depends on the order in which programs run. The partials are as large as `S`
-outputs: `launch` goes through the queries in runs whose partials fit a workspace.
+Two kernels. `partial_kernel` attends to one block alone: each slot of each list has a place for its
+output and log-sum-exp. `merge_kernel` merges the slots of a list, in their order. The partials are
+as large as `S` outputs, so `launch` takes the queries in runs whose partials fit a workspace.
 
 There is no backward here, no factor on a slot's scores, and no argument is checked: `ops` does.
 
@@ -248,19 +247,20 @@ def merge_kernel(
 
 def launch(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
-    block_size: int, scale: float, length: int | None = None, **options: int,
+    block_size: int, scale: float, length: int | None = None,
+    out: tuple[Tensor, Tensor] | None = None, **options: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run both kernels on the lists, for one run of queries after another.
 
     Args:
         q, k, v, ids, rows, block_size, scale: as in `selected_attention.forward`.
         length: entries of a chunk, in place of what `chunk_length` chooses.
+        out: contiguous tensors to write to; None makes new ones.
         options: `BT`, `BR`, `num_warps`, `num_stages`, in place of what `partial_options` chooses.
 
     Returns:
         `o [B, N, HQ, DV]` in the dtype of `v`, and `lse [B, N, HQ]` in fp32.
     """
-    # -- sizes --
     (B, N, HQ, D), (H, DV), BS = q.shape, v.shape[2:], block_size
     R, G, S, num_keys = B * N, HQ // H, ids.shape[-1], k.shape[0] * k.shape[1]
     memory = {"itemsize": q.element_size(), "shared_memory": shared_memory(q.device)}
@@ -272,7 +272,7 @@ def launch(
     length = length or triton_key_block_tiles.chunk_length(G)
     q, k, v = (x.contiguous() for x in (q, k, v))
     q_rows, row_end = q.view(R, HQ, D), rows.first_key + rows.num_visible
-    o, lse = v.new_empty(B, N, HQ, DV), v.new_empty(B, N, HQ, dtype=torch.float32)
+    o, lse = out or (v.new_empty(B, N, HQ, DV), v.new_empty(B, N, HQ, dtype=torch.float32))
     o_rows, lse_rows = o.view(R, HQ, DV), lse.view(R, HQ)
     run = triton_key_block_tiles.rows_of_a_run(R, HQ, D, S * parts, DV, v.element_size())
     partials = v.new_empty(run, H, S, parts, G, DV)

@@ -15,6 +15,8 @@ Symbols: those of `triton_backward`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
@@ -23,9 +25,13 @@ from torch import Tensor
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.kernels import backward_tables, triton_key_block_tiles
 from nsa_tutorial.kernels.triton_backward import dq_kernel, store_gradient, sum_kernel
-from nsa_tutorial.kernels.triton_backward_launch import MOST_EDGE, SUM_KEYS, Backward
-from nsa_tutorial.kernels.triton_key_blocks import without_bad_numbers
+from nsa_tutorial.kernels.triton_key_blocks import MOST_EDGE, without_bad_numbers
 from nsa_tutorial.kernels.triton_tiles import dq_options, tile_sizes
+
+if TYPE_CHECKING:  # it calls this module
+    from nsa_tutorial.kernels.triton_backward_launch import Backward
+
+SUM_KEYS = 16  # keys whose shares a program adds
 
 
 @triton.jit
