@@ -99,7 +99,7 @@ MEANINGS = (
         r"|expects each tensor to be equal size|must match the existing size"
         r"|is invalid for input of size|make_shape_compatible|incompatible dimensions"
         r"|same number of dimensions|inconsistent tensor size|expected to be in range of"
-        r"|shape of the mask",
+        r"|shape of the mask|cannot be broadcast|of batch2 tensor|number of sizes provided",
         _SHAPES,
     ),
     (
@@ -210,6 +210,8 @@ class Raised:
         told = *place, f"{here}it raised {self!r}".rstrip()
         found = (said for pattern, said in MEANINGS if re.search(pattern, repr(self)))
         meaning = "" if is_recognised else next(found, "")
+        called = re.search(r"= (\w+)\(", self.line) if "unpack" in self.message else None
+        meaning = meaning.replace("a function", f"`{called[1]}`, a function") if called else meaning
         return (*told, meaning) if meaning else told
 
     @property

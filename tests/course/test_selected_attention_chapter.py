@@ -1,6 +1,7 @@
 """Chapter 05's pictures and exercises: lists by the true attention, bytes beside dense tiles,
 solutions against `ops`."""
 
+import ast
 import inspect
 import itertools
 import json
@@ -8,14 +9,13 @@ import linecache
 import math
 import re
 import textwrap
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from nsa_tutorial import ops
-from nsa_tutorial.course import heads
+from nsa_tutorial.course import heads, predict, reveal
 from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.exercises import selected_attention as solutions
 from nsa_tutorial.course.judging import judge
@@ -822,22 +822,172 @@ def test_the_walk_in_the_cell_waits_for_the_reader():
     assert judge(KNOWN["attend_to_lists"], namespace["attend_to_lists"]).outcome == "not attempted"
 
 
-def test_the_frame_of_the_walk_takes_a_walk():
-    """The cell, with nothing changed but the line that waits."""
+GUARD = "if block_id < 0 or block_id * block_size >= num_visible:\n        continue"
+MASK = ".masked_fill(~is_seen, -torch.inf)"
+
+
+def walking(*edits, load_block=solutions.load_block):
+    """The chapter's frame with a walk by `load_block` in it, and the reader's edits of that."""
     walk = """
-    num_visible = M - N + n + 1
-    for block_id in block_indices[n, h].tolist():
-        first, end = block_id * block_size, min(block_id * block_size + block_size, num_visible)
-        if block_id >= 0 and first < end:
-            acc_s = q[n, group] @ k[first:end, h].T
-            scale_log2 = scale * online_softmax.LOG2_E
-            state = online_softmax.update(state, acc_s, v[first:end, h], scale_log2)
-    """
-    walk = textwrap.indent(textwrap.dedent(walk).strip(), 12 * " ")
-    stub = re.sub(r"^ *raise NotImplementedError.*$", walk, cell("def attend_to_lists"), flags=re.M)
-    namespace = {"torch": torch, "online_softmax": online_softmax}
-    exec(stub, namespace)
-    assert judge(KNOWN["attend_to_lists"], namespace["attend_to_lists"]).outcome == "right"
+num_visible = M - N + n + 1
+for block_id in block_indices[n, h].tolist():
+    k_tile, is_seen = load_block(k[:, h], block_id, num_visible, block_size)
+    v_tile, _ = load_block(v[:, h], block_id, num_visible, block_size)
+    acc_s = (q[n, group] @ k_tile.T).masked_fill(~is_seen, -torch.inf)
+    state = online_softmax.update(state, acc_s, v_tile, scale * online_softmax.LOG2_E)
+"""
+    for old, mended_to in edits:
+        assert old in walk
+        walk = walk.replace(old, mended_to)
+    walk = textwrap.indent(walk.strip(), 12 * " ")
+    source = re.sub(
+        r"^ *raise NotImplementedError.*$", walk, cell("def attend_to_lists"), flags=re.M
+    )
+    file = f"<cell {hash(source)}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    names = {"torch": torch, "online_softmax": online_softmax, "load_block": load_block}
+    exec(compile(source, file, "exec"), names)
+    return names["attend_to_lists"]
+
+
+FIRST_LINE = "    k_tile, is_seen ="
+IDS = "block_indices[n, h].tolist()"
+SCALE = "scale * online_softmax.LOG2_E"
+WALKS = {
+    "no mask": ([(MASK, "")], "a score of 0 where a key is hidden"),
+    "no mask behind a guard": (
+        [(MASK, ""), (FIRST_LINE, f"    {GUARD}\n{FIRST_LINE}")],
+        "a score of 0 where a key is hidden",
+    ),
+    "no mask, listed": (
+        [(MASK, ""), (FIRST_LINE, f"    if block_id < 0:\n        continue\n{FIRST_LINE}")],
+        "a score of 0 where a key is hidden",
+    ),
+    "masked by 0": ([("-torch.inf", "0")], "a score of 0 where a key is hidden"),
+    "no state =": ([("state = ", "")], "dropping what `update` returns"),
+    "LOG2_E alone": ([(SCALE, "online_softmax.LOG2_E")], "leaving out the scale in `update`"),
+    "scaled twice": ([("k_tile.T)", "k_tile.T * scale)")], "scaling the scores twice"),
+    "scaled before": (
+        [("k_tile.T)", "k_tile.T * scale)"), (SCALE, "online_softmax.LOG2_E")],
+        "scaling the scores before `update`",
+    ),
+    "keys of head 0": ([("k[:, h]", "k[:, 0]")], "reading the keys of KV head 0 for every group"),
+    "values of head 0": (
+        [("v[:, h]", "v[:, 0]")],
+        "reading the values of KV head 0 for every group",
+    ),
+    "head 0": (
+        [("k[:, h]", "k[:, 0]"), ("v[:, h]", "v[:, 0]")],
+        "reading the keys and values of KV head 0 for every group",
+    ),
+    "all heads": ([("k[:, h]", "k")], "handing `load_block` all KV heads at once"),
+    "slots": ([(IDS, "range(block_indices.shape[-1])")], "walking over the slots' numbers"),
+    "every block": ([(IDS, "range(-(-M // block_size))")], "walking over every block"),
+    "start in the loop": (
+        [(FIRST_LINE, f"    state = online_softmax.start(G, DV)\n{FIRST_LINE}")],
+        "starting anew at every block",
+    ),
+    "start behind a guard": (
+        [(FIRST_LINE, f"    {GUARD}\n    state = online_softmax.start(G, DV)\n{FIRST_LINE}")],
+        "starting anew at every block",
+    ),
+    "q[n, h]": (
+        [("q[n, group]", "q[n, h]")],
+        "giving `update` one query head where it takes the group",
+    ),
+    "q[n, h][None]": (
+        [("q[n, group]", "q[n, h][None]")],
+        "giving `update` one query head where it takes the group",
+    ),
+}
+
+
+@pytest.mark.parametrize(("edits", "named"), WALKS.values(), ids=WALKS)
+def test_a_slip_in_the_walk_is_named_and_nothing_else(edits, named):
+    verdict = judge(KNOWN["attend_to_lists"], walking(*edits))
+    assert verdict.misconceptions == (named,)
+    assert "This does not explain everything" not in verdict.text
+
+
+@pytest.mark.parametrize("guard", ["", GUARD])
+def test_the_frame_of_the_walk_takes_a_walk(guard):
+    """The cell, with nothing changed but the line that waits."""
+    edit = (FIRST_LINE, f"    {guard}\n{FIRST_LINE}")
+    assert judge(KNOWN["attend_to_lists"], walking(edit)).outcome == "right"
+
+
+def test_whole_blocks_by_index_lack_the_cut():
+    """Where a block runs past the last key, an index raises and a slice does not."""
+
+    def attend_to_lists(q, k, v, block_indices, block_size):
+        (N, HQ, D), (M, H, DV) = q.shape, v.shape
+        G, scale = HQ // H, D**-0.5
+        o, lse = torch.empty(N, HQ, DV), torch.empty(N, HQ)
+        for n, h in itertools.product(range(N), range(H)):
+            group, state = slice(h * G, (h + 1) * G), online_softmax.start(G, DV)
+            for b in block_indices[n, h].tolist():
+                if b >= 0 and b * block_size <= M - N + n:
+                    tokens = torch.arange(b * block_size, (b + 1) * block_size)
+                    state = online_softmax.update(
+                        state,
+                        q[n, group] @ k[tokens, h].T,
+                        v[tokens, h],
+                        scale * online_softmax.LOG2_E,
+                    )
+            o[n, group], lse[n, group] = online_softmax.finish(state, scale)
+        return o, lse
+
+    verdict = judge(KNOWN["attend_to_lists"], attend_to_lists)
+    assert verdict.misconceptions == ("leaving out the cut inside the last block",)
+
+
+def test_a_load_that_is_not_written_yet_is_called_by_its_name():
+    verdict = judge(KNOWN["attend_to_lists"], walking(load_block=lambda *arguments: None))
+    assert "Does it come from `load_block`" in verdict.text
+
+
+NEEDED = {"num_visible", "position", "M", "BS", "block_size", "block_id", "offset", "tokens"}
+
+
+def test_the_cells_leave_no_names_that_a_reader_could_forget_to_set():
+    """A name that an answer lacks must raise, and not be found among the chapter's own."""
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    code = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
+    functions = (ast.FunctionDef, ast.GeneratorExp, ast.ListComp)  # their names stay inside
+    open_nodes, left = [*ast.parse(code).body], set()
+    while open_nodes:
+        node = open_nodes.pop()
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            left.add(node.id)
+        if not isinstance(node, functions):
+            open_nodes += ast.iter_child_nodes(node)
+    assert "listed" in left
+    assert not NEEDED & left
+
+
+@needs_triton
+def test_torch_in_the_kernel_is_answered_by_what_joins_tiles():
+    line = "is_seen = torch.logical_and(tokens <= position, block_id >= 0)"
+    verdict = judge(KNOWN["sum_of_list"], mended(line))
+    assert "functions of torch" in verdict.text
+    assert "`(...) & (...)`" in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("name", "guess", "told"),
+    [
+        ("keys_of_query_9", 4, "Block 2 begins at token 8"),
+        ("keys_of_query_9", 7, "token 10"),
+        ("tokens_of_minus_one", "error", "PyTorch raises no error"),
+        ("tokens_of_minus_one", "IndexError", "PyTorch raises no error"),
+        ("tokens_of_minus_one", [8, 9, 10, 11], "it is [8, 9, 10, 11]: exactly right"),
+        ("lists_that_agree", 1, "You said 1, it is 3"),
+    ],
+)
+def test_a_guess_is_answered(name, guess, told):
+    answers = {"keys_of_query_9": 6, "tokens_of_minus_one": [8, 9, 10, 11], "lists_that_agree": 3}
+    predict(name, guess)
+    assert told in reveal(name, answers[name]).text
 
 
 def test_the_list_saves_what_the_text_says():
@@ -848,16 +998,7 @@ def test_the_list_saves_what_the_text_says():
     assert f"65,536 tokens, the factor is {later:.0f}" in prose()
 
 
-def test_the_answers_about_the_explorer_hold():
+def test_the_answer_about_the_explorer_holds():
     start = mask_explorer.Settings(data=mask_explorer.REAL, group=3, query=385)
     loads = mask_explorer.explore(start)[1].keys["selected"]
     assert next(t for t in range(512) if loads[t] < t + 1) == 112 == 7 * 16
-    ratio = {}
-    for block_size, top_n in ((4, 1), (4, 2), (8, 1), (16, 1)):
-        sizes = {"block_size": block_size, "top_n": top_n}
-        few = replace(start, **sizes, num_initial=0, num_local=1, stride=4)
-        report = mask_explorer.explore(few)[1]
-        ratio[block_size, top_n] = report.branches["selected"].bytes / report.tiled.bytes
-    assert f"{ratio[4, 1]:.2f} of the bytes" in prose()
-    assert f"{ratio[8, 1]:.2f}" == "1.00"
-    assert min(ratio[4, 2], ratio[8, 1], ratio[16, 1]) >= 0.995

@@ -287,7 +287,7 @@ the last block, shows nothing.
 def load_block(
     x: Tensor, block_id: int, num_visible: int, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """A tile [BS, D] of the block's rows, zeros where nothing may be loaded, and `is_seen` [BS]."""
+    """The block's rows [block_size, D], zeros where nothing may be loaded, and which are real."""
     offset = block_id * block_size + torch.arange(block_size)  # [BS]
     is_seen = (block_id >= 0) & (offset < num_visible)
     tile = x.new_zeros(block_size, x.shape[1])
@@ -509,11 +509,11 @@ _LOAD = Exercise(
     name="load_block",
     statement="""
 What a kernel does for one slot. `x` `[M, D]` holds the keys (or the values) of one head, and the
-query sees its first `num_visible` rows. Return `(tile, is_seen)`. `tile` `[BS, D]` always has
-`block_size` rows: the rows of block `block_id`, and zeros in place of every row that the query does
-not see or that does not exist. `is_seen` `[BS]` is a boolean tensor and says which are real. For
-`block_id = -1` nothing is seen. In most cases the rows that the query does not see hold NaN, as
-memory that nobody has written may.
+query sees its first `num_visible` rows. Return `(tile, is_seen)`. `tile` `[block_size, D]` holds
+the rows of block `block_id`, and zeros in place of every row that the query does not see or that
+does not exist. `is_seen` `[block_size]` is a boolean tensor: which rows are real. For
+`block_id = -1` nothing is seen. In most cases the rows that the query does not see hold NaN. (In
+PyTorch you may also read some row that exists, and put zeros in its place. A kernel reads nothing.)
 """,
     minutes=7,
     difficulty=2,
@@ -815,8 +815,20 @@ def _attend_rows(
     G = HQ // H
     if "head by head" in slips:
         k[:, HQ - 1]  # an error where there are fewer KV heads
+    if "tile of all heads" in slips:
+        load_block(k, 0, M, block_size)  # an error: the tile has two axes, and the rows three
+    if {"values of head 0", "head 0"} & slips:
+        v = v[:, :1].expand_as(v)
+    if {"keys of head 0", "head 0"} & slips:
+        k = k[:, :1].expand_as(k)
     scale = 1.0 if "no scale" in slips else D**-0.5
     scale_log2 = scale if "base e" in slips else scale * LOG2_E
+    if "no scale in update" in slips:
+        scale_log2 = LOG2_E
+    if "scaled twice" in slips:
+        q = q * scale
+    if "scaled before" in slips:
+        q, scale_log2 = q * scale, LOG2_E
     o, lse = torch.empty(N, HQ, DV), torch.empty(N, HQ)
     state = online_softmax.start(G, DV)
     for n, h in ((n, h) for n in range(N) for h in range(H)):
@@ -830,7 +842,13 @@ def _attend_rows(
             state = online_softmax.start(G, DV)
         parts, starts_with_nothing = [], False
         ids = block_indices[0 if "query 0" in slips else n, 0 if "first list" in slips else h]
+        if "slot numbers" in slips:
+            ids = torch.arange(len(ids))
+        if "every block" in slips:
+            ids = torch.arange(-(-M // block_size))
         for block_id in (ids.unique() if "unique" in slips else ids).tolist():
+            if "anew at slots" in slips:
+                state = online_softmax.start(G, DV)
             if block_id < 0 and "wrap" in slips:
                 block_id += -(-M // block_size)
             if block_id < 0 and "clamped" in slips:
@@ -838,6 +856,14 @@ def _attend_rows(
             if block_id < 0 and "stop" in slips:
                 break
             start = block_id * block_size
+            if {"score 0", "score 0, listed", "score 0, guarded"} & slips:
+                is_left_out = block_id < 0 and "score 0" not in slips
+                if is_left_out or ("score 0, guarded" in slips and start >= limit):
+                    continue
+                k_tile, _ = load_block(k[:, h], block_id, limit, block_size)
+                v_tile, _ = load_block(v[:, h], block_id, limit, block_size)
+                state = online_softmax.update(state, q[n, group] @ k_tile.T, v_tile, scale_log2)
+                continue
             is_empty = block_id < 0 and "load the empty slot" in slips
             is_left_out = start >= limit and "no guard" not in slips
             if "whole blocks" in slips:
@@ -849,14 +875,17 @@ def _attend_rows(
             if is_left_out:
                 starts_with_nothing |= not parts
                 continue
-            tokens = torch.arange(start, max(start, min(start + block_size, cut)))
-            acc_s = q[n, group] @ k[tokens, h].T
+            end = start + block_size if "past the end" in slips else min(start + block_size, cut)
+            tokens = torch.arange(start, max(start, end))
+            rows = h if "one row" in slips else slice(h, h + 1) if "one head" in slips else group
+            acc_s = q[n, rows] @ k[tokens, h].T
             if is_empty or "load, then mask" in slips:
                 is_hidden = (tokens < 0) | (tokens >= num_visible)
                 acc_s = acc_s.masked_fill(is_hidden, -torch.inf)
             if {"anew", "average", "sum"} & slips:
                 state = online_softmax.start(G, DV)
-            state = online_softmax.update(state, acc_s, v[tokens, h], scale_log2)
+            updated = online_softmax.update(state, acc_s, v[tokens, h], scale_log2)
+            state = state if "never kept" in slips else updated
             parts.append(online_softmax.finish(state, scale))
         o[n, group], lse[n, group] = online_softmax.finish(state, scale)
         if {"average", "sum"} & slips and parts:
@@ -893,6 +922,68 @@ _ATTEND_MISTAKES = (
         slip(_attend, "head by head"),
         "There are fewer KV heads than query heads. Which KV head, and which list, does "
         "query head hq share?",
+    ),
+    Misconception(
+        "giving `update` one query head where it takes the group",
+        slip(_attend, "one row"),
+        "`q[n, h]` is one row, `[D]`, and its scores have one axis. `update` takes `[G, BS]`: a "
+        "row for each query head of the group. Which name in the frame picks these rows of `q`?",
+    ),
+    Misconception(
+        "giving `update` one query head where it takes the group",
+        slip(_attend, "one head"),
+        "All heads of the group got the scores of one of them. Which name in the frame picks the "
+        "group's rows of `q`?",
+    ),
+    Misconception(
+        "reading the keys of KV head 0 for every group",
+        slip(_attend, "keys of head 0"),
+        "The lists and the values fit, the scores do not. Which KV head's keys does group h read?",
+    ),
+    Misconception(
+        "reading the values of KV head 0 for every group",
+        slip(_attend, "values of head 0"),
+        "The lists and the keys fit, the values do not. Which KV head's values does group h read?",
+    ),
+    Misconception(
+        "reading the keys and values of KV head 0 for every group",
+        slip(_attend, "head 0"),
+        "Each KV head has keys and values of its own. Which index of `k` and `v` chooses it?",
+    ),
+    Misconception(
+        "handing `load_block` all KV heads at once",
+        slip(_attend, "tile of all heads"),
+        "`load_block` takes the rows of one head, `[M, D]`, and `k` is `[M, H, D]`. Which index "
+        "picks KV head h?",
+    ),
+    Misconception(
+        "a score of 0 where a key is hidden",
+        slip(_attend, "score 0, listed"),
+        "The empty slots are left out. But what a listed block holds of the future is rows of "
+        "zeros, with the score 0 and the weight e⁰ = 1. Which score gives the weight 0?",
+    ),
+    Misconception(
+        "a score of 0 where a key is hidden",
+        slip(_attend, "score 0, guarded"),
+        "The empty slots are left out. But in the last block, a row of zeros has the score 0 and "
+        "the weight e⁰ = 1. Which score gives the weight 0?",
+    ),
+    Misconception(
+        "a score of 0 where a key is hidden",
+        slip(_attend, "score 0"),
+        "A row of zeros has the score 0, and e⁰ = 1 is a weight like any other. Which score gives "
+        "the weight 0?",
+    ),
+    Misconception(
+        "walking over the slots' numbers",
+        slip(_attend, "slot numbers"),
+        "A slot's number is its place in the list. Which number *in* the slot says which block to "
+        "load?",
+    ),
+    Misconception(
+        "walking over every block",
+        slip(_attend, "every block"),
+        "That is dense attention, block by block. Where does the list say which blocks to load?",
     ),
     Misconception(
         "taking the first KV head's list for all",
@@ -952,6 +1043,12 @@ _ATTEND_MISTAKES = (
     ),
     Misconception(
         "leaving out the cut inside the last block",
+        slip(_attend, "past the end"),
+        "A block that begins in a query's past may end in its future, or past the last key. Where "
+        "do the block's tokens have to end?",
+    ),
+    Misconception(
+        "leaving out the cut inside the last block",
         slip(_attend, "no cut"),
         "A block that begins in a query's past may end in its future. Where does the slice "
         "of keys have to end?",
@@ -974,8 +1071,19 @@ _ATTEND_MISTAKES = (
     ),
     Misconception(
         "starting anew at every block",
+        slip(_attend, "anew at slots"),
+        "The state joins the blocks of a list. Does it start inside your loop, or before it?",
+    ),
+    Misconception(
+        "starting anew at every block",
         slip(_attend, "anew"),
         "The state joins the blocks of a list. Where does it have to start?",
+    ),
+    Misconception(
+        "dropping what `update` returns",
+        slip(_attend, "never kept"),
+        "`update` changes nothing in place: it returns the new state. Under which name does your "
+        "loop keep that?",
     ),
     Misconception(
         "not starting anew for each list",
@@ -1020,6 +1128,24 @@ _ATTEND_MISTAKES = (
         "your code? (`update` and `finish` want to be told.)",
     ),
     Misconception(
+        "leaving out the scale in `update`",
+        slip(_attend, "no scale in update"),
+        "`finish` knows the scale, and `update` got `LOG2_E` alone. Which two factors make up "
+        "`scale_log2`?",
+    ),
+    Misconception(
+        "scaling the scores twice",
+        slip(_attend, "scaled twice"),
+        "`update` takes plain dot products and scales them itself. Where else does your code "
+        "multiply by the scale?",
+    ),
+    Misconception(
+        "scaling the scores before `update`",
+        slip(_attend, "scaled before"),
+        "`o` is right, and `lse` is not: `finish` scales the maximum once more. `update` takes "
+        "plain dot products. Which factor tells it the scale?",
+    ),
+    Misconception(
         "powers of two without log₂ e",
         slip(_attend, "base e"),
         "`update` takes powers of two. By which factor does an exponent grow from base e "
@@ -1043,6 +1169,13 @@ _ATTEND_MISTAKES = (
     ),
 )
 
+# slips that leave no trace where `load_block` has made the tile
+_NOT_WITH_TILES = (
+    "no cut", "past the end", "load, then mask", "whole blocks", "no guard", "anew", "average",
+    "sum", "never kept", "slice of nothing", "load the empty slot", "-inf - -inf", "one row",
+    "one head",
+)  # fmt: skip
+
 _ATTEND = Exercise(
     name="attend_to_lists",
     statement="""
@@ -1059,11 +1192,12 @@ finds the group, starts its state and finishes it. Write the walk along the list
     hints=(
         "First, how many keys may query n see, if it is one of the last N of M? That number "
         "decides which slots are skipped, and where a block is cut.",
-        "A slot that is left goes one step on: which tokens of the block does the query see, what "
-        "are their scores with the group's rows of `q`, and which values belong to them?",
-        "The keys are a slice of `k[:, h]`, and the same slice of `v[:, h]` holds the values. The "
-        "scores of the group are one matrix product `[G, BS]`. Then `update` gives the new state. "
-        "It takes powers of two, so its scale needs a factor.",
+        "Two ways lead on. Slice the block's visible tokens out of `k[:, h]` and `v[:, h]`. Or use "
+        "your `load_block` for both: which score does a row of zeros get then, and which one do "
+        "you want?",
+        "The scores of the group are one matrix product `[G, BS]`, with the group's rows of `q`. "
+        "Keep the state that `update` returns. It takes plain dot products and powers of two, so "
+        "its scale needs a factor.",
     ),
     why="Only what the query sees is loaded, so no NaN can come in, and one state over the whole "
     "list makes its blocks one softmax.",
@@ -1071,8 +1205,17 @@ finds the group, starts its state and finishes it. Write the walk along the list
     combine=together(
         _ATTEND_MISTAKES,
         {"wrap", "stop", "load the empty slot", "slice of nothing", "clamped"},
-        {"anew", "average", "sum", "one state", "state of a query"},
-        {"no cut", "no causality", "load, then mask", "whole blocks"},
+        {"anew", "anew at slots", "average", "sum", "one state", "state of a query", "never kept"},
+        {"no cut", "past the end", "no causality", "load, then mask", "whole blocks"},
+        {"no scale", "no scale in update", "scaled twice", "scaled before"},
+        {"no scale in update", "base e"},
+        {"scaled before", "base e"},
+        {"slot numbers", "every block", "first list"},
+        {"slot numbers", "every block", "query 0"},
+        {"slot numbers", "every block", "unique"},
+        {"one row", "one head", "dealt out"},
+        {"keys of head 0", "values of head 0", "head 0"},
+        *({"score 0", "score 0, listed", "score 0, guarded", other} for other in _NOT_WITH_TILES),
         {"no causality", "one too many", "not itself", "whole blocks"},
         {"load, then mask", "no guard", "whole blocks"},
         {"no cut", "no guard"},
@@ -1203,6 +1346,15 @@ def _joins_by_python(kernel: object) -> bool:
     )
 
 
+def _calls_torch(kernel: object) -> bool:
+    """Whether a kernel names `torch`, whose functions take no tiles."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
+    except (AttributeError, OSError, TypeError, SyntaxError):
+        return False
+    return any(isinstance(part, ast.Name) and part.id == "torch" for part in ast.walk(tree))
+
+
 _FRONT = 8  # rows of NaN that lie in memory in front of V
 
 
@@ -1224,6 +1376,10 @@ def _run_sum(solution: Callable, lists: list[list[int]], block_size: int) -> Ten
         raise TypeError(
             "tiles are not joined by `and`, `or` or a chain such as `a <= b <= c`: write "
             "`(...) & (...)`, with both pairs of brackets"
+        )
+    if _calls_torch(kernel):
+        raise TypeError(
+            "functions of torch take no tiles of a kernel: join two conditions by `(...) & (...)`"
         )
     M, DV, device = len(lists), 2, environment.detect().device
     memory = torch.full((_FRONT + M + 4 * block_size, DV), 1000.0)
@@ -1445,8 +1601,9 @@ PREDICTIONS = (
         "list_crossover",
         "From which length on do the lists move fewer bytes than dense tiles of 64 positions: "
         "4,000, 16,000, 60,000 or 130,000 tokens?",
-        "A listed block is loaded for one query, a dense tile for 64. So the text must be 2 · 64 "
-        "lists long before the dense kernel loads more.",
+        "A listed block is loaded for one query, and a dense tile for 64. But a causal tile loads "
+        "half of the text on average. The two are equal where half of the text is 64 lists of "
+        "about 1,000 keys.",
         (
             (
                 lambda guess: guess <= 6_000,
@@ -1472,6 +1629,8 @@ PREDICTIONS = (
         (
             (8, "Two whole blocks of 4 hold the future, too."),
             (5, "A query sees itself."),
+            (4, "Block 2 begins at token 8, so two of its tokens are in the past."),
+            (7, "That shows token 10, too. The query stands at 9."),
             (10, "10 keys are in its past, but block 1 is not listed."),
         ),
     ),
@@ -1482,6 +1641,11 @@ PREDICTIONS = (
         "A negative index counts from the end, so id -1 is the last block: the future of almost "
         "every query.",
         (
+            (
+                lambda guess: any(w in str(guess).lower() for w in ("error", "raise", "none")),
+                "PyTorch raises no error: indices from -12 to -1 are valid, and count from the "
+                "end.",
+            ),
             ([], "A slice from -4 to 0 is empty. These are four indices, and each finds a row."),
             ([0, 1, 2, 3], "Nothing turns -1 into 0. Where does index -4 begin?"),
             ([-4, -3, -2, -1], "These are the indices. Which rows do they find?"),
@@ -1499,23 +1663,6 @@ PREDICTIONS = (
             (1, "A softmax has no order, and an empty slot shows nothing."),
             (0, "A softmax has no order, so [2, 0] cannot differ."),
         ),
-        unit="lists",
-    ),
-    Prediction(
-        "share_of_choosing",
-        "NSA's model at 65,536 tokens: how many percent of its operations go into summaries and "
-        "choosing?",
-        "Lists stay as long as they are, but a text twice as long has twice as many summaries, and "
-        "each query attends to them.",
-        (
-            (
-                lambda guess: guess <= 25,
-                "That is the order of the share at 4,096 tokens, 13 %. Summaries grow with the "
-                "text, and lists do not.",
-            ),
-        ),
-        unit="%",
-        tolerance=0.15,
     ),
 )
 
@@ -1602,8 +1749,13 @@ TRAPS = (
         "loading an empty slot's block, and masking its score",
     ),
     Trap("`masked_fill`, not `*`", "load_block", "multiplying by the mask"),
-    Trap("a tile of `BS` rows", "load_block", "making a tile with fewer rows"),
+    Trap("a tile of `block_size` rows", "load_block", "making a tile with fewer rows"),
     Trap("its score is −∞", "load_block", "filling the tile with −∞"),
+    Trap(
+        "A score of 0 would still get the weight e⁰ = 1.",
+        "attend_to_lists",
+        "a score of 0 where a key is hidden",
+    ),
     Trap("computes 0/0, which is NaN.", "attend_to_lists", "dividing by the sum of nothing"),
     Trap(
         "Who owns the list: the query head, or the KV head?",
