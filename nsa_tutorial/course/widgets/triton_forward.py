@@ -24,7 +24,7 @@ from matplotlib.patches import Patch, Rectangle
 from torch import Tensor
 
 from nsa_tutorial.course import recorder
-from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure, readable_on
+from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure, readable_on, shades
 from nsa_tutorial.course.sheet import Place, Sheet, byte_colour
 from nsa_tutorial.course.trace import Trace, trace
 from nsa_tutorial.course.widgets import Panel, panel
@@ -142,8 +142,8 @@ def draw_pointers() -> Picture:
     axis.set_position([0.08, 0.13, 0.36, 0.72])
     tile.set_position([0.60, 0.36, 0.22, 0.40])
     colours = np.tile(np.array(to_rgb(_NOTHING)), (keys, H * D, 1))
-    for access, colour in ((first, "selected"), (second, "key")):
-        colours.reshape(-1, 3)[access.touched] = to_rgb(PALETTE[colour])
+    for access in (first, second):
+        colours.reshape(-1, 3)[access.touched] = to_rgb(PALETTE["key"])
     _squares(axis, colours)
     for offset in range(keys * H * D):
         i, j = divmod(offset, H * D)
@@ -170,9 +170,9 @@ def draw_pointers() -> Picture:
     tile.set_xlabel("channel", fontsize=9)
     tile.set_ylabel("token of the block", fontsize=9)
     tile.set_title("k_offset: the same for every slot", fontsize=9.5)
-    for y, slot, colour in ((0.17, 0, "selected"), (0.10, 1, "key")):
-        told = f"slot {slot}: begins at {base[slot]}, {_loading((first, second)[slot])}"
-        figure.text(0.53, y, told, fontsize=9.5, color=PALETTE[colour])
+    for y, slot, block in ((0.17, 0, 0), (0.10, 1, 2)):
+        told = f"begins at {base[slot]}, {_loading((first, second)[slot])}"
+        figure.text(0.53, y, f"slot {slot}, block {block}: {told}", fontsize=9.5)
     moved = base[1] - base[0]
     told = f"From slot 0 to slot 1 the base moves by {moved}; the {inside.size} offsets stay"
     return Picture(figure, told)
@@ -204,10 +204,9 @@ def draw_packed(cu_seqlens: tuple[int, ...] = (0, 3, 4, 9)) -> Picture:
     sees = (key >= first[:, None]) & (key < (first + visible)[:, None])
     colours = np.tile(np.array(to_rgb(_NOTHING)), (tokens, tokens, 1))
     # keys, in two strengths that tell neighbours apart
-    key_colour = np.array(to_rgb(PALETTE["key"]))
     for number, start in enumerate(dict.fromkeys(first.tolist())):
         strength = 0.45 if number % 2 else 1.0
-        colours[sees & (first == start)[:, None]] = 1 - strength * (1 - key_colour)
+        colours[sees & (first == start)[:, None]] = shades("key")(strength)[:3]
     figure, axes = new_figure(6.6, 3.7)
     figure.set_layout_engine(None)
     axis = axes[0, 0]
@@ -248,7 +247,7 @@ def draw_windows(tokens: int = 16, window_size: int = 6) -> Picture:
     exact = np.tile(np.array(to_rgb(_NOTHING)), (tokens, tokens, 1))
     exact[block >= 0] = to_rgb(PALETTE["window"])
     whole = exact.copy()
-    whole[aligned & (block < 0)] = to_rgb(PALETTE["query"])
+    whole[aligned & (block < 0)] = to_rgb(PALETTE["masked"])
     numbers = np.where(aligned, key // 4, -1)
     for axis, picture, title, walked in (
         (axes[0, 0], exact, "from the window's first key", block),
@@ -264,7 +263,7 @@ def draw_windows(tokens: int = 16, window_size: int = 6) -> Picture:
         axis.set_yticks(range(0, tokens, 4))
         axis.set_xlabel("key", fontsize=9)
     axes[0, 0].set_ylabel("query", fontsize=9)
-    colours = {"in the window": "window", "too much": "query"}
+    colours = {"in the window": "window", "in the blocks, not in the window": "masked"}
     handles = [Patch(color=PALETTE[colour], label=label) for label, colour in colours.items()]
     title = "numbers: the block in which the program finds the key"
     figure.legend(
