@@ -27,10 +27,12 @@ from nsa_tutorial.kernels.triton_tiles import tile_sizes
 from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY, shared_memory
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
-# Rows of a tile, keys of a step, warps, stages: the first that a program can have. fp32 does
-# without tensor cores, and takes small tiles.
-TILES = ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))
-FP32_TILES = ((32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))
+# Most of both widths, padded; rows of a tile, keys of a step, warps, stages: the first that a
+# program can have. fp32 does without tensor cores, and takes small tiles.
+TILES = (
+    (384, 128, 64, 8, 2), (512, 64, 64, 8, 2), (512, 64, 32, 4, 2), (512, 32, 32, 4, 1),
+)  # fmt: skip
+FP32_TILES = ((256, 32, 32, 4, 2), (512, 16, 16, 4, 2), (512, 16, 16, 4, 1))
 EDGE = 32  # keys of a step at the ends, where a tile has no more queries than that
 
 
@@ -258,13 +260,29 @@ def window_options(
 ) -> dict[str, int]:
     """`BQ, BT, BE, num_warps, num_stages`, as far as `shared_memory` allows. Arguments as in
     `triton_tiles.launch_options`."""
-    tiles = tile_sizes(G, D, DV)
-    query_bytes, key_bytes = tiles["DT"] * itemsize, (tiles["DT"] + tiles["DVT"]) * itemsize
-    choices = TILES if itemsize == 2 else FP32_TILES
-    fitting = [
-        choice for choice in choices
-        if choice[0] * query_bytes + choice[3] * choice[1] * key_bytes <= shared_memory
-    ]  # fmt: skip
-    BQ, BT, num_warps, num_stages = (fitting or choices[-1:])[0]
-    BE = min(BT, EDGE) if BQ <= G * EDGE else BT
+    BQ, BT, num_warps, num_stages = fitting(
+        TILES if itemsize == 2 else FP32_TILES, D, DV, itemsize, shared_memory
+    )
+    BE = step_at_the_ends(G, BQ, BT)
     return {"BQ": BQ, "BT": BT, "BE": BE, "num_warps": num_warps, "num_stages": num_stages}
+
+
+def fitting(
+    choices: tuple[tuple[int, ...], ...], D: int, DV: int, itemsize: int, memory: int
+) -> tuple[int, ...]:
+    """The first of `choices` for these widths of which a program has the memory: for the tile, and
+    for all stages of its steps. The last one if it can have none. Without the most of widths."""
+    tiles = tile_sizes(1, D, DV)
+    width = tiles["DT"] + tiles["DVT"]
+    found = [
+        (side, step, num_warps, num_stages)
+        for most_width, side, step, num_warps, num_stages in choices
+        if width <= most_width and (side + num_stages * step) * width * itemsize <= memory
+    ]
+    return (found or [choices[-1][1:]])[0]
+
+
+def step_at_the_ends(G: int, BQ: int, BT: int) -> int:
+    """Keys of a step behind the mask: fewer where a tile has few queries, since then few keys are
+    seen by only some of them."""
+    return min(BT, EDGE) if BQ <= G * EDGE else BT

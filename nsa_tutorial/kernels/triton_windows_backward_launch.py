@@ -17,14 +17,19 @@ from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.kernels import triton_windows_backward
 from nsa_tutorial.kernels.triton_backward import delta_kernel
 from nsa_tutorial.kernels.triton_tiles import tile_sizes
+from nsa_tutorial.kernels.triton_windows import FP32_TILES, fitting, step_at_the_ends
 from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY, shared_memory
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
-# Rows or keys of a tile, those of a step, warps, stages: the first that a program can have.
-DQ_TILES = ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))
-DKV_TILES = ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))
-FP32_TILES = ((32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))
-EDGE = 32  # keys of a step at the ends, where a tile has no more queries than that
+# As `triton_windows.TILES`: of dQ rows of a tile and keys of a step, of dK and dV the other way
+# round.
+DQ_TILES = (
+    (256, 128, 64, 8, 2), (512, 64, 64, 8, 2), (512, 64, 32, 4, 2), (512, 32, 32, 4, 1),
+)  # fmt: skip
+DKV_TILES = (
+    (256, 64, 64, 4, 2), (512, 64, 32, 8, 2), (512, 64, 32, 4, 2), (512, 32, 32, 4, 1),
+)  # fmt: skip
+FP32_DKV_TILES = ((128, 32, 32, 4, 2), (512, 16, 16, 4, 2), (512, 16, 16, 4, 1))
 SHORT_SUM = 256  # rows whose fp32 gradients are added up before the sum joins the others
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -126,7 +131,7 @@ def gradients_of_keys_and_values(
     c, sizes = call, call.sizes
     B, M, H = c.k.shape[:3]
     tiles = tile_sizes(**sizes)
-    options = dkv_options(**sizes, **c.memory) | options
+    options = dkv_options(sizes["D"], sizes["DV"], **c.memory) | options
     num_tiles = triton.cdiv(B * M, options["BT"])
     runs, num_unread = runs_of(
         c.rows, c.lse2[:, :, 0], window_size=c.window_size, tile_size=options["BT"],
@@ -172,29 +177,17 @@ def dq_options(
 ) -> dict[str, int]:
     """`BQ, BT, BE, num_warps, num_stages`, as far as `shared_memory` allows. Arguments as in
     `triton_tiles.launch_options`."""
-    choices = DQ_TILES if itemsize == 2 else FP32_TILES
-    BQ, BT, num_warps, num_stages = _fitting(choices, D, DV, itemsize, shared_memory)
-    BE = min(BT, EDGE) if BQ <= G * EDGE else BT
+    BQ, BT, num_warps, num_stages = fitting(
+        DQ_TILES if itemsize == 2 else FP32_TILES, D, DV, itemsize, shared_memory
+    )
+    BE = step_at_the_ends(G, BQ, BT)
     return {"BQ": BQ, "BT": BT, "BE": BE, "num_warps": num_warps, "num_stages": num_stages}
 
 
 def dkv_options(
-    G: int, D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY
+    D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:
     """`BT, BR, num_warps, num_stages`; arguments as in `dq_options`."""
-    choices = DKV_TILES if itemsize == 2 else FP32_TILES
-    tiles = tile_sizes(G, D, DV)
-    if tiles["DT"] + tiles["DVT"] > 256:  # two wide accumulators do not fit the registers
-        choices = choices[-2:]
-    BT, BR, num_warps, num_stages = _fitting(choices, D, DV, itemsize, shared_memory)
-    return {"BT": BT, "BR": BR, "num_warps": num_warps, "num_stages": num_stages}
-
-
-def _fitting(
-    choices: tuple[tuple[int, int, int, int], ...], D: int, DV: int, itemsize: int, memory: int
-) -> tuple[int, int, int, int]:
-    """The first of which a program can have the tile and all stages of its steps."""
-    tiles = tile_sizes(1, D, DV)
-    row_bytes = (tiles["DT"] + tiles["DVT"]) * itemsize
-    fitting = [x for x in choices if (x[0] + x[3] * x[1]) * row_bytes <= memory]
-    return (fitting or choices[-1:])[0]
+    choices = DKV_TILES if itemsize == 2 else FP32_DKV_TILES
+    options = fitting(choices, D, DV, itemsize, shared_memory)
+    return dict(zip(("BT", "BR", "num_warps", "num_stages"), options, strict=True))
