@@ -417,6 +417,9 @@ def test_the_frame_with_its_gaps_filled_is_right() -> None:
     [
         ("start", "Lists[t, slot]", "taking a block's number for a position"),
         ("start", "slot * BS", "taking the slot for the block"),
+        ("start", "slot", "taking the slot for the block"),
+        ("start", "t * BS", "taking the query for the block"),
+        ("start", "(Lists[t, slot] - 1) * BS", "counting blocks from 1"),
         ("start", "Lists[t, slot] * D", "multiplying a block's number by the width"),
         ("guard", "slot >= 0", "loading a block for an empty slot"),
         ("guard", "Lists[t, slot] > 0", "taking block 0 for an empty slot"),
@@ -426,6 +429,14 @@ def test_the_frame_with_its_gaps_filled_is_right() -> None:
 def test_a_gap_filled_wrongly_is_named(gap: str, typed: str, mistake: str) -> None:
     e = EXERCISES["listed_attention"]
     assert judge(e, frame(**FILLED | {gap: typed})).misconception == mistake
+
+
+@needs_tilelang
+def test_a_guard_that_is_a_number_is_told_so() -> None:
+    e = replace(EXERCISES["listed_attention"], misconceptions=())
+    verdict = judge(e, frame(**FILLED | {"guard": "Lists[t, slot]"}))
+    assert verdict.outcome == "wrong"
+    assert "the guard is a number" in verdict.text
 
 
 @needs_tilelang

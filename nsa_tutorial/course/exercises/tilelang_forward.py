@@ -179,6 +179,7 @@ def _listed(slips: Slips, G: int, D: int, BS: int) -> object:
     """`listed_attention` with slips."""
     N, M, S = T.dynamic("N"), T.dynamic("M"), T.dynamic("S")
     ids_are_positions, slots_are_ids = "position" in slips, "slot" in slips
+    queries_are_ids, counts_from_1 = "query" in slips, "from 1" in slips
     is_unguarded, drops_block_0, ends_at_s = "open" in slips, "zero" in slips, "short" in slips
     mixes_keys, mixes_nothing, width = "keys" in slips, "nothing" in slips, "width" in slips
     step = 1 if ids_are_positions else D if width else BS
@@ -205,7 +206,8 @@ def _listed(slips: Slips, G: int, D: int, BS: int) -> object:
             T.clear(acc_o)
             for slot in T.serial(S):
                 if Lists[t, slot] >= first and (not ends_at_s or Lists[t, slot] < S):
-                    start = (slot if slots_are_ids else Lists[t, slot]) * step
+                    block = t if queries_are_ids else slot if slots_are_ids else Lists[t, slot]
+                    start = (block - 1 if counts_from_1 else block) * step
                     T.copy(K[start : start + BS, 0:D], k_tile)
                     T.copy(V[start : start + BS, 0:D], v_tile)
                     T.clear(acc_s)
@@ -242,7 +244,15 @@ def _run_listed(build: Callable, N: int, M: int, ids: list[int]) -> Tensor:
     q, k, v = (torch.randn(n, generator=g) for n in ((N, _G, _D), (M, _D), (M, _D)))
     lists = torch.tensor(ids, dtype=torch.int32).expand(N, -1).contiguous()
     o = torch.empty_like(q)
-    _compiled(kernel)(q, k, v, lists, o)
+    with _quiet():
+        try:
+            launch = _compiled(kernel)
+        except Exception as error:
+            if "Expected boolean argument" not in str(error):
+                raise
+            told = "the guard is a number, and a kernel needs a condition, such as `a < b`"
+            raise TypeError(told) from None
+    launch(q, k, v, lists, o)
     return o
 
 
@@ -330,6 +340,21 @@ The check compiles your kernel for the CPU, which takes a second or two.
             "taking the slot for the block",
             slip(_listed, "slot"),
             "The slot says where in the list to look. What stands there?",
+        ),
+        Misconception(
+            "taking the slot for the block",
+            Wrong(_listed, frozenset({"slot", "position"})),
+            "The slot says where in the list to look. What stands there?",
+        ),
+        Misconception(
+            "taking the query for the block",
+            slip(_listed, "query"),
+            "The program's number `t` says whose list to read. Which block does that list name?",
+        ),
+        Misconception(
+            "counting blocks from 1",
+            slip(_listed, "from 1"),
+            "Block 0 is the first one. At which token does your block 0 begin?",
         ),
         Misconception(
             "multiplying a block's number by the width",
