@@ -270,8 +270,8 @@ def window_options(
 def fitting(
     choices: tuple[tuple[int, ...], ...], D: int, DV: int, itemsize: int, memory: int
 ) -> tuple[int, ...]:
-    """The first of `choices` for these widths of which a program has the memory: for the tile, and
-    for all stages of its steps. The last one if it can have none. Without the most of widths."""
+    """Side of the tile, side of a step, warps and stages: the first of `choices` for these widths
+    that a program has the memory for, or else the last."""
     tiles = tile_sizes(1, D, DV)
     width = tiles["DT"] + tiles["DVT"]
     found = [
