@@ -30,6 +30,10 @@ BACKENDS: Table = {
         "masked": "nsa_tutorial.sparse.query_tiles:selected_attention",
         "tilelang": "nsa_tutorial.kernels.tilelang_launch:forward",
         "triton": "nsa_tutorial.kernels.triton_launch:forward",
+        # Triton's, in one of its orders
+        "queries": "nsa_tutorial.kernels.triton_launch:by_queries",
+        "tiles": "nsa_tutorial.kernels.triton_launch:by_tiles",
+        "blocks": "nsa_tutorial.kernels.triton_launch:by_blocks",
     },
     "sliding_window_attention": {
         "reference": "nsa_tutorial.sparse.sliding_window:forward",
@@ -68,11 +72,14 @@ BACKWARDS: Table = {
         "masked": "nsa_tutorial.training.tile_gradients:of_masked_lists",
         "tilelang": "nsa_tutorial.kernels.tilelang_backward_launch:of_lists",
         "triton": "nsa_tutorial.kernels.triton_backward_launch:of_lists",
+        "queries": "nsa_tutorial.kernels.triton_backward_launch:by_queries",
+        "tiles": "nsa_tutorial.kernels.triton_backward_launch:by_tiles",
+        "blocks": "nsa_tutorial.kernels.triton_backward_launch:by_blocks",
     },
     "sliding_window_attention": {
         "reference": "nsa_tutorial.training.tile_gradients:of_windows",
         "tilelang": "nsa_tutorial.kernels.tilelang_backward_launch:of_windows",
-        "triton": "nsa_tutorial.kernels.triton_backward_launch:of_windows",
+        "triton": "nsa_tutorial.kernels.triton_windows_backward_launch:of_windows",
     },
     "selected_and_window_attention": {
         "reference": "nsa_tutorial.training.gradients:of_lists_and_windows",
@@ -94,27 +101,20 @@ BACKWARDS: Table = {
         "triton": "nsa_tutorial.kernels.triton_gates:gated_sum_backward",
     },
 }
-CHAPTER_OF: dict[tuple[str, str], str] = {}  # of a backend that an operator does not have yet
+ORDERS = ("queries", "tiles", "blocks")  # in which Triton can walk lists
 
 
-def choose(operator: str, backend: str, q: Tensor, name: str = "q") -> str:
-    """Name the backend that runs `operator` on tensors like `q`: `auto` takes Triton for CUDA
-    tensors where it has a kernel for their dtype, and the reference otherwise. `name` is what the
-    operator calls `q`.
+def choose(backend: str, q: Tensor, name: str = "q") -> str:
+    """Name the backend that runs an operator on tensors like `q`: `auto` takes Triton for CUDA
+    tensors whose dtype it computes, and the reference otherwise. `name` is what the operator calls
+    `q`.
 
     Raises:
-        NotImplementedError: naming the chapter with which the backend comes.
         TypeError: for a dtype that no kernel computes.
     """
-    available = BACKENDS[operator]
     if backend == "auto":
         is_for_kernels = q.device.type == "cuda" and q.dtype != torch.float64
-        backend = "triton" if is_for_kernels and "triton" in available else "reference"
-    if backend not in available:
-        raise NotImplementedError(
-            f"{operator}: there is no {backend} backend yet (it comes with chapter "
-            f"{CHAPTER_OF[operator, backend]}): use backend='reference' or 'auto'"
-        )
+        backend = "triton" if is_for_kernels else "reference"
     if backend in ("tilelang", "triton") and q.dtype not in checks.DTYPES:
         raise TypeError(
             f"{name}: got {checks.describe(q)}, expected float32, float16 or bfloat16 on the "
@@ -123,16 +123,29 @@ def choose(operator: str, backend: str, q: Tensor, name: str = "q") -> str:
     return backend
 
 
-def nearest(operator: str, backend: str, q: Tensor) -> str:
-    """`choose`, with `auto` in place of a backend that the course has not written yet."""
-    return choose(operator, backend if backend in BACKENDS[operator] else "auto", q)
+def in_order(backend: str, order: str) -> str:
+    """The row of `BACKENDS` that walks lists in that order; `backend` is one that `choose` named.
+
+    Raises:
+        ValueError: for an order that there is not, or not on this backend.
+    """
+    if order not in ("auto", *ORDERS):
+        expected = ", ".join(("auto", *ORDERS))
+        raise ValueError(f"order: got {order!r}, expected one of {expected}")
+    if order != "auto" and backend != "triton":
+        raise ValueError(
+            f"order: got {order!r} on the {backend} backend, expected 'auto': Triton alone has "
+            "several"
+        )
+    return backend if order == "auto" else order
 
 
 def load(table: Table, operator: str, backend: str, q: Tensor) -> Callable:
     """The backend's function in `table`, or `BackendUnavailable`, where this machine cannot run
     it on tensors like `q`."""
-    if backend in ("tilelang", "triton"):
-        environment.require(backend, q.device.type, str(q.dtype).removeprefix("torch."))
+    package = "triton" if backend in ORDERS else backend
+    if package in ("tilelang", "triton"):
+        environment.require(package, q.device.type, str(q.dtype).removeprefix("torch."))
     module, function = table[operator][backend].split(":")
     return getattr(importlib.import_module(module), function)
 

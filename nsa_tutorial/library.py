@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from nsa_tutorial import backends
-from nsa_tutorial.backends import BACKENDS, choose, nearest
+from nsa_tutorial.backends import BACKENDS, choose
 from nsa_tutorial.library_backward import (
     compressed_attention_backward,
     differentiable,
@@ -249,47 +249,44 @@ def native_sparse_attention(
     """`ops.native_sparse_attention` over the keys and values of each branch, `compressed` being
     summaries. Where `window` is empty, the keys and values of `selected` serve both. Without
     `g_cmp` there are lists (`ops` sees to it); `backend` may be `auto`."""
-    attending = choose("selected_attention", backend, q)
+    backend = choose(backend, q)
     gates, outputs = [g for g in (g_cmp, g_slc, g_swa) if g is not None], []
 
     # -- compression --
     if g_cmp is not None:
-        scoring = nearest("compressed_attention", backend, q)
-        sizes = (length, stride, scale, scoring)
+        sizes = (length, stride, scale, backend)
         o_cmp, lse = compressed_attention(q, *compressed, cu_seqlens, num_keys, *sizes)
         outputs.append(o_cmp)
 
     # -- selection --
     if g_slc is not None and block_indices is None:
-        scoring = nearest("select_blocks", backend, q)
-        sizes = (top_n, block_size, length, stride, NUM_INITIAL, NUM_LOCAL, scale, scoring)
+        sizes = (top_n, block_size, length, stride, NUM_INITIAL, NUM_LOCAL, scale, backend)
         scores = (q.detach(), compressed[0].detach(), lse.detach())
         block_indices = select_blocks(*scores, block_counts, cu_seqlens, num_keys, *sizes)
         block_counts = None
     lists = (block_indices, block_counts, None, cu_seqlens)
     # kernels take both branches over the same keys in one launch
     is_shared = g_slc is not None and g_swa is not None and not window
-    at_once = is_shared and attending != "reference"
+    at_once = is_shared and backend != "reference"
     if at_once:
-        options = (window_size, block_size, False, scale, attending)
+        options = (window_size, block_size, False, scale, backend)
         outputs.append(selected_and_window_attention(q, *selected, *lists, *options)[0])
     elif g_slc is not None:
         # in place of the reference that mirrors the kernels, the fast one under a mask
-        by = "masked" if attending == "reference" else attending
+        by = "masked" if backend == "reference" else backend
         o_slc, _ = selected_attention(q, *selected, *lists, block_size, False, True, scale, by)
         outputs.append(o_slc)
 
     # -- window --
     if g_swa is not None and not at_once:
         k, v = window or selected
-        o_swa, _ = sliding_window_attention(q, k, v, cu_seqlens, window_size, scale, attending)
+        o_swa, _ = sliding_window_attention(q, k, v, cu_seqlens, window_size, scale, backend)
         outputs.append(o_swa)
 
     # -- gates --
-    gating = nearest("gated_sum", backend, q)
-    if gating == "reference":
+    if backend == "reference":
         return plain_gated_sum(gates, backends.one_by_one(outputs))
-    return gated_sum(gates, outputs, gating)
+    return gated_sum(gates, outputs, backend)
 
 
 _LIBRARY = torch.library.Library("nsa_tutorial", "FRAGMENT")

@@ -7,14 +7,13 @@ casts queries, keys and values to its dtype. A second derivative does not exist 
 
 A backend is a function behind an operator: `reference` is PyTorch, on any device; `tilelang` and
 `triton` are the kernels, on CUDA tensors, and on CPU tensors through TileLang's C target and
-Triton's interpreter. `auto` takes Triton for CUDA tensors where the kernel exists
-(`backends.BACKENDS`), and the reference otherwise. `backends.BACKWARDS` says who computes its
+Triton's interpreter. `auto` takes Triton for CUDA tensors, and the reference
+otherwise. `backends.BACKWARDS` says who computes its
 gradients.
 
 Wrong arguments raise `ValueError` or `TypeError`, naming the argument, what came and what was
 expected, before anything runs, and while `torch.compile` traces; a backend that cannot run these
-tensors on this machine raises `BackendUnavailable`, one that the course has not written yet
-`NotImplementedError`, naming its chapter.
+tensors on this machine raises `BackendUnavailable`.
 """
 
 from __future__ import annotations
@@ -45,6 +44,7 @@ def selected_attention(
     cu_seqlens: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    order: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of each query to the keys of a short list of blocks (the selection branch of NSA,
     arXiv 2502.11089, section 3.3.2).
@@ -74,6 +74,11 @@ def selected_attention(
             device, once for a tensor.
         return_lse: also return the log-sum-exp of the scaled, visible scores.
         backend: `"auto"`, `"reference"`, `"tilelang"` or `"triton"`.
+        order: how the Triton backend walks the lists, forward and backward: `"queries"`, a program
+            for each query; `"tiles"`, one for a few neighbours and the union of their lists;
+            `"blocks"`, one for each block and those who list it; `"auto"`, by the shapes, and by
+            how much neighbours share. The sums are the same. With `slot_scale` it is always
+            `"queries"`.
 
     Returns:
         `o [B, N, HQ, DV]` in the dtype of `v`, or `(o, lse)` with `lse [B, N, HQ]` fp32, natural
@@ -88,14 +93,15 @@ def selected_attention(
             machine.
     """
     q, k, v = _autocast(q, k, v)
-    backend, scale = _check("selected_attention", backend, q, k, v, scale, cu_seqlens, return_lse)
+    backend, scale = _check(backend, q, k, v, scale, cu_seqlens, return_lse)
     checks.check_block_arguments(block_indices, block_counts, q, k)
     checks.check_slot_scale(slot_scale, block_indices, q)
     checks.check_positive_int("block_size", block_size)
     checks.check_bool("include_own_block", include_own_block)
     checks.check_bool("causal", causal)
     lists = _read_slots(block_indices, block_counts, slot_scale)
-    options = (block_size, include_own_block, causal, scale, backend)
+    walked = backends.in_order(backend, order)
+    options = (block_size, include_own_block, causal, scale, walked)
     o, lse = library.selected_attention(q, k, v, *lists, cu_seqlens, *options)
     return (o, lse) if return_lse else o
 
@@ -166,9 +172,8 @@ def sliding_window_attention(
     Returns:
         As `selected_attention`.
     """
-    operator = "sliding_window_attention"
     q, k, v = _autocast(q, k, v)
-    backend, scale = _check(operator, backend, q, k, v, scale, cu_seqlens, return_lse)
+    backend, scale = _check(backend, q, k, v, scale, cu_seqlens, return_lse)
     checks.check_positive_int("window_size", window_size)
     options = (window_size, scale, backend)
     o, lse = library.sliding_window_attention(q, k, v, cu_seqlens, *options)
@@ -206,9 +211,8 @@ def selected_and_window_attention(
     Returns:
         `(o_selected, o_window)`, or `(o_selected, lse_selected, o_window, lse_window)`.
     """
-    operator = "selected_and_window_attention"
     q, k, v = _autocast(q, k, v)
-    backend, scale = _check(operator, backend, q, k, v, scale, cu_seqlens, return_lse)
+    backend, scale = _check(backend, q, k, v, scale, cu_seqlens, return_lse)
     checks.check_block_arguments(block_indices, block_counts, q, k)
     checks.check_slot_scale(slot_scale, block_indices, q)
     checks.check_positive_int("window_size", window_size)
@@ -247,7 +251,7 @@ def compress(
     checks.check_cu_seqlens(cu_seqlens, x, x, name="x")
     checks.check_backend(backend)
     if kind == "mean":
-        backend = backends.choose("compress", backend, x, name="x")
+        backend = backends.choose(backend, x, name="x")
     compress = torch.ops.nsa_tutorial.compress
     return compress(x, weights, cu_seqlens, kind, length, stride, backend)
 
@@ -280,10 +284,9 @@ def compressed_attention(
     Returns:
         As `selected_attention`; a query that sees no summary gets output 0 and `lse = -inf`.
     """
-    operator = "compressed_attention"
     q, k_cmp, v_cmp = _autocast(q, k_cmp, v_cmp)
     M = _check_summaries(q, k_cmp, v_cmp, num_keys, length, stride, cu_seqlens)
-    backend, scale = _check_rest(operator, backend, q, scale, return_lse)
+    backend, scale = _check_rest(backend, q, scale, return_lse)
     options = (M, length, stride, scale, backend)
     o, lse = library.compressed_attention(q, k_cmp, v_cmp, cu_seqlens, *options)
     return (o, lse) if return_lse else o
@@ -343,7 +346,7 @@ def select_blocks(
     if block_counts is not None:
         checks.check_tensor("block_counts", block_counts, "[B, N, H]", checks.INTEGERS)
         checks.check_block_counts(block_counts, q, k_cmp)
-    backend, scale = _check_rest("select_blocks", backend, q, scale, False)
+    backend, scale = _check_rest(backend, q, scale, False)
     scores = (q.detach(), k_cmp.detach(), None if lse is None else lse.detach())
     options = (M, top_n, block_size, length, stride, num_initial, num_local, scale, backend)
     return library.select_blocks(*scores, block_counts, cu_seqlens, *options)
@@ -389,11 +392,11 @@ def native_sparse_attention(
     """
     q, k, v = _autocast(q, k, v)
     gates, summaries = (g_cmp, g_slc, g_swa), []
-    _, scale = _check("selected_attention", backend, q, k, v, scale, cu_seqlens, False)
+    _, scale = _check(backend, q, k, v, scale, cu_seqlens, False)
     sizes = (block_size, window_size, length, stride)
     lists = _check_branches(q, k, gates, block_indices, block_counts, k.shape[1], *sizes)
     if g_cmp is not None:
-        pooling = backends.nearest("compress", backend, k)
+        pooling = backends.choose(backend, k)
         summary = {"length": length, "stride": stride, "cu_seqlens": cu_seqlens, "backend": pooling}
         summaries = [compress(k, **summary), compress(v, **summary)]
     run = torch.ops.nsa_tutorial.native_sparse_attention
@@ -446,22 +449,22 @@ def _autocast(*tensors: Tensor) -> Sequence[Tensor]:
 
 
 def _check(
-    operator: str, backend: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None,
+    backend: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None,
     cu_seqlens: Tensor | None, return_lse: bool,
 ) -> tuple[str, float]:  # fmt: skip
     """What all operators over keys and values ask of them; the backend that runs, and the scale."""
     checks.check_qkv(q, k, v)
     checks.check_cu_seqlens(cu_seqlens, q, k)
-    return _check_rest(operator, backend, q, scale, return_lse)
+    return _check_rest(backend, q, scale, return_lse)
 
 
 def _check_rest(
-    operator: str, backend: str, q: Tensor, scale: float | None, return_lse: bool
+    backend: str, q: Tensor, scale: float | None, return_lse: bool
 ) -> tuple[str, float]:
     """What all operators with queries ask; the backend that runs, and the scale."""
     checks.check_backend(backend)
     checks.check_bool("return_lse", return_lse)
-    return backends.choose(operator, backend, q), checks.check_scale(scale, q.shape[-1])
+    return backends.choose(backend, q), checks.check_scale(scale, q.shape[-1])
 
 
 def _read_slots(

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import pytest
 import torch
 
+from nsa_tutorial.backends import ORDERS
 from nsa_tutorial.runtime import environment
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -68,6 +69,7 @@ def product(
 
 
 def skip_unless_runs(backend: str, device: str, dtype: torch.dtype = torch.float32) -> None:
-    reason = environment.detect().why_not(backend, device, name_of(dtype))
+    package = "triton" if backend in ORDERS else backend
+    reason = environment.detect().why_not(package, device, name_of(dtype))
     if reason is not None:
         pytest.skip(reason)

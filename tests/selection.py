@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial import ops
+from nsa_tutorial.backends import ORDERS
 from nsa_tutorial.sparse.selected_attention import dense_mask, masked_attention
 
 
@@ -100,8 +101,12 @@ class Call:
         return replace(self, **tensors, options={**self.options, **changes})
 
     def run(self, backend: str) -> tuple[Tensor, Tensor]:
+        """On a backend, or on Triton in one of its orders."""
+        by = {"backend": backend}
+        if backend in ORDERS:
+            by = {"backend": "triton", "order": backend}
         return ops.selected_attention(
-            self.q, self.k, self.v, self.ids, **self.options, return_lse=True, backend=backend
+            self.q, self.k, self.v, self.ids, **self.options, return_lse=True, **by
         )
 
     def mask(self) -> Tensor:

@@ -33,13 +33,16 @@ def dq_kernel(
     Q, K, V, KDescriptor, VDescriptor, GradO, LSE, Delta, LSE2, BlockIndices, FirstKey, NumVisible,
     GradQ, scale, scale_log2, H, S,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr,
-    GT: tl.constexpr, BT: tl.constexpr,
+    GT: tl.constexpr, BT: tl.constexpr, Count=None, T: tl.constexpr = 1,
 ):  # fmt: skip
     """`triton_backward.dq_kernel` of lists, where `BT` divides `BS`, and `D` and `DV` are powers of
-    two."""
+    two. `Count` and `T` are those of `triton_descriptors.descriptor_kernel`."""
     # -- locate the program --
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
+    if Count is not None:  # noqa: SIM102, Triton evaluates both sides of an `and`
+        if tl.load(Count + row // T * H + head) >= 0:
+            return
     first_key = tl.load(FirstKey + row)
     num_visible = tl.load(NumVisible + row)
     num_whole = num_visible // BS  # blocks that are visible as a whole; the next one may be in part

@@ -14,8 +14,18 @@ import triton
 from torch import Tensor
 
 from nsa_tutorial.exact.online_softmax import LOG2_E
-from nsa_tutorial.kernels import backward_tables, triton_backward, triton_backward_descriptors
+from nsa_tutorial.kernels import (
+    backward_tables,
+    triton_backward,
+    triton_backward_descriptors,
+    triton_key_blocks_backward,
+    triton_launch,
+    triton_query_tiles,
+    triton_query_tiles_backward,
+    triton_windows_backward_launch,
+)
 from nsa_tutorial.kernels.triton_descriptors import can_use_descriptors, descriptors
+from nsa_tutorial.kernels.triton_query_tiles import Unions
 from nsa_tutorial.kernels.triton_tiles import (
     dkv_options,
     dq_options,
@@ -24,10 +34,9 @@ from nsa_tutorial.kernels.triton_tiles import (
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
-WINDOW_TILE = 64  # keys of a window that a program takes at a time
 SUM_KEYS = 16  # keys whose shares a program adds
 MOST_EDGE = 1024  # rows that a program looks at to find those that see its tile in part
-Gradients = tuple[Tensor, Tensor, Tensor]
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -82,68 +91,83 @@ class Backward:
 def of_lists(
     d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     ids: Tensor, rows: QueryRows, *, block_size: int, scale: float,
-    slot_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    slot_scale: Tensor | None = None, order: str = "auto",
+) -> Gradients:  # fmt: skip
     """The backward of `triton_launch.forward`.
 
     Args:
         d_o, d_lse: gradients of `o` and `lse`, `[B, N, HQ, DV]` and `[B, N, HQ]`.
         q, k, v, ids, rows, block_size, scale, slot_scale: the forward's arguments.
         o, lse: what it returned.
+        order: `auto`, or one of `backends.ORDERS`.
 
     Returns:
         The gradients of `q`, `k`, `v`, in their dtypes, and of `slot_scale`, `[R, H, S]` fp32.
     """
-    options = {"tile": block_size, "window_size": 0, "scale": scale, "slot_scale": slot_scale}
-    return _gradients(d_o, d_lse, q, k, v, o, lse, ids, rows, **options)
+    sizes = {"tile": block_size, "scale": scale, "slot_scale": slot_scale}
+    call = prepare(d_o, d_lse, q, k, v, o, lse, ids, rows, **sizes)
+    if slot_scale is not None:
+        order = "queries"
+    elif order == "auto":
+        order = order_of(q, k, v, ids, block_size=block_size)
+    if order == "blocks":
+        return *triton_key_blocks_backward.all_gradients(call), None
+    d_q, d_k, d_v = (q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape))
+    d_slot_scale = None if slot_scale is None else torch.zeros_like(slot_scale)
+    if order == "queries":
+        gradient_of_queries(call, d_q, d_slot_scale)
+    else:
+        whole = triton_query_tiles.ANY_LENGTH
+        most = triton_launch.WORTHWHILE if order == "either" else whole
+        gradient_by_tiles(call, d_q, most=most)
+    gradients_of_keys_and_values(call, d_k, d_v)
+    return d_q, d_k, d_v, d_slot_scale
 
 
-def of_windows(
-    d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    rows: QueryRows, *, window_size: int, scale: float, out: Gradients | None = None,
-) -> Gradients:  # fmt: skip
-    """The backward of `triton_launch.sliding_window`; arguments and results as in `of_lists`. `out`
-    are gradients to which these are added; None makes new ones."""
-    no_list = rows.first_key.new_empty(len(rows.first_key), v.shape[2], 0)  # [R, H, S = 0]
-    options = {"tile": WINDOW_TILE, "window_size": window_size, "scale": scale, "slot_scale": None}
-    return _gradients(d_o, d_lse, q, k, v, o, lse, no_list, rows, **options, out=out)[:3]
+def order_of(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, *, block_size: int) -> str:
+    """The order that `triton_launch.order_of` would take. With a block of keys in a program, the
+    queries' gradients differ from run to run: not where PyTorch is told to be deterministic."""
+    walk = triton_launch.order_of(q, k, v, ids, block_size=block_size)
+    if walk is triton_launch.by_blocks and torch.are_deterministic_algorithms_enabled():
+        return "queries"
+    return walk.__name__.removeprefix("by_")
+
+
+def by_queries(*given: Tensor | QueryRows, **sizes: object) -> Gradients:
+    """`of_lists`, with one query in a program."""
+    return of_lists(*given, **sizes, order="queries")
+
+
+def by_tiles(*given: Tensor | QueryRows, **sizes: object) -> Gradients:
+    """`of_lists`, with a tile of queries in a program."""
+    return of_lists(*given, **sizes, order="tiles")
+
+
+def by_blocks(*given: Tensor | QueryRows, **sizes: object) -> Gradients:
+    """`of_lists`, with a block of keys in a program, for the queries' gradients too."""
+    return of_lists(*given, **sizes, order="blocks")
 
 
 def of_lists_and_windows(
     d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     ids: Tensor, rows: QueryRows, *, block_size: int, window_size: int, scale: float,
     slot_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+) -> Gradients:  # fmt: skip
     """The backward of `triton_launch.selection_and_window`, through both outputs: `d_o, d_lse, o,
     lse` are those of the lists, then of the windows."""
     (d_o, d_o_win), (d_lse, d_lse_win), (o, o_win), (lse, lse_win) = d_o, d_lse, o, lse
     lists = {"block_size": block_size, "scale": scale, "slot_scale": slot_scale}
     *out, d_slot_scale = of_lists(d_o, d_lse, q, k, v, o, lse, ids, rows, **lists)
+    given = (d_o_win, d_lse_win, q, k, v, o_win, lse_win, rows)
     windows = {"window_size": window_size, "scale": scale, "out": tuple(out)}
-    of_windows(d_o_win, d_lse_win, q, k, v, o_win, lse_win, rows, **windows)
+    triton_windows_backward_launch.of_windows(*given, **windows)
     return *out, d_slot_scale
-
-
-def _gradients(
-    d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    ids: Tensor, rows: QueryRows, *, tile: int, window_size: int, scale: float,
-    slot_scale: Tensor | None, out: Gradients | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    numbers = {"tile": tile, "window_size": window_size, "scale": scale, "slot_scale": slot_scale}
-    call = prepare(d_o, d_lse, q, k, v, o, lse, ids, rows, **numbers, is_added=out is not None)
-    d_q, d_k, d_v = out or (
-        q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    )  # fmt: skip
-    d_slot_scale = None if slot_scale is None else torch.zeros_like(slot_scale)
-    gradient_of_queries(call, d_q, d_slot_scale)
-    gradients_of_keys_and_values(call, d_k, d_v)
-    return d_q, d_k, d_v, d_slot_scale
 
 
 def prepare(
     d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    ids: Tensor, rows: QueryRows, *, tile: int, window_size: int, scale: float,
-    slot_scale: Tensor | None, is_added: bool = False,
+    ids: Tensor, rows: QueryRows, *, tile: int, scale: float, slot_scale: Tensor | None,
+    window_size: int = 0, is_added: bool = False,
 ) -> Backward:  # fmt: skip
     """What all passes read: contiguous tensors, and the numbers of each row."""
     R, H, G = len(rows.first_key), k.shape[2], q.shape[2] // k.shape[2]
@@ -161,8 +185,25 @@ def prepare(
     return call
 
 
-def gradient_of_queries(call: Backward, d_q: Tensor, d_slot_scale: Tensor | None) -> None:
-    """Write the gradients of the queries and of the slots' factors."""
+def gradient_by_tiles(call: Backward, d_q: Tensor, *, most: float) -> None:
+    """Write the gradients of the queries, as `triton_launch.by_tiles` does their outputs."""
+    c = call
+    fast = can_use_descriptors(c.q, c.k, c.v, c.tile)
+    if not fast:
+        gradient_of_queries(call, d_q, None)
+    made = triton_query_tiles_backward.gradient_of_queries(
+        c.d_o, c.q, c.k, c.v, c.lse, c.delta, c.lse2, c.ids, c.rows, d_q, block_size=c.tile,
+        scale=c.scale, use_descriptors=fast, most=most,
+    )  # fmt: skip
+    if fast:
+        gradient_of_queries(call, d_q, None, unions=made)
+
+
+def gradient_of_queries(
+    call: Backward, d_q: Tensor, d_slot_scale: Tensor | None, unions: Unions | None = None
+) -> None:
+    """Write the gradients of the queries and of the slots' factors, one program a query. With
+    `unions`, only those of the tiles that are not wanted there."""
     c, sizes = call, call.sizes
     R, H, S = c.ids.shape
     options = dq_options(**sizes, **c.memory)
@@ -170,9 +211,10 @@ def gradient_of_queries(call: Backward, d_q: Tensor, d_slot_scale: Tensor | None
     scales = (c.scale, c.scale * LOG2_E, H, S)
     numbers = (c.d_o, c.lse, c.delta, c.lse2, c.ids)
     if can_use_descriptors(c.q, c.k, c.v, c.tile) and not any(c.flags.values()):
+        count, T = (None, 1) if unions is None else (unions.count, unions.T)
         triton_backward_descriptors.dq_kernel[(R, H)](
             c.q, c.k, c.v, *descriptors(c.k, c.v, BT=options["BT"]), *numbers, c.rows.first_key,
-            c.rows.num_visible, d_q, *scales, **sizes, GT=tiles["GT"], **options,
+            c.rows.num_visible, d_q, *scales, **sizes, GT=tiles["GT"], Count=count, T=T, **options,
         )  # fmt: skip
         return
     triton_backward.dq_kernel[(R, H)](

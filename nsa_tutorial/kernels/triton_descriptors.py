@@ -71,7 +71,7 @@ def descriptor_kernel(
     Q, K, V, KDescriptor, VDescriptor, BlockIndices, FirstKey, NumVisible, Output, LSE,
     scale, scale_log2, R, first_row, H, S, window_size,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, WINDOW: tl.constexpr,
-    GT: tl.constexpr, BT: tl.constexpr, SlotScale=None,
+    GT: tl.constexpr, BT: tl.constexpr, SlotScale=None, Count=None, T: tl.constexpr = 1,
 ):  # fmt: skip
     """`triton_forward.kernel`, with whole blocks fetched by descriptor.
 
@@ -79,6 +79,9 @@ def descriptor_kernel(
     tiles, hidden values too, and a weight of 0 hides a number, but not NaN. So the loop takes the
     blocks that are visible as a whole. The one that is visible in part, if the list names it,
     follows by pointers and masks. `BT` divides `BS`, and `D` and `DV` are powers of two.
+
+    With `Count [tiles, H]`, rows of tiles of `T` queries that have a count of 0 or more are done
+    already (`triton_query_tiles`).
     """
     tl.static_assert(
         BS % BT == 0, "BT: expected a divisor of BS, since a block is walked in whole steps"
@@ -86,6 +89,9 @@ def descriptor_kernel(
     # -- locate the program --
     row = tl.program_id(0).to(tl.int64) + first_row
     head = tl.program_id(1)
+    if Count is not None:  # noqa: SIM102, Triton evaluates both sides of an `and`
+        if tl.load(Count + row // T * H + head) >= 0:
+            return
     query = row % R
     first_key = tl.load(FirstKey + query)
     num_visible = tl.load(NumVisible + query)
@@ -189,17 +195,20 @@ def descriptor_kernel(
 def launch(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
     block_size: int, scale: float, slot_scale: Tensor | None = None, window_size: int = 0,
+    out: tuple[Tensor, Tensor] | None = None, count: Tensor | None = None, T: int = 1,
     **options: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run the kernel; arguments and results as in `triton_forward.launch`, of shapes that
-    `can_use_descriptors`."""
+    `can_use_descriptors`. `out` is where to write, and `count` and `T` say which rows not to."""
     sizes = {"block_size": block_size, "scale": scale, "window_size": window_size}
     grid, given = arguments(q, k, v, ids, rows, **sizes, slot_scale=slot_scale)
     chosen = options_of(given) | options
     boxes = descriptors(given["K"], given["V"], BT=chosen["BT"])
     given |= {"KDescriptor": boxes[0], "VDescriptor": boxes[1]}
     del given["DT"], given["DVT"]  # widths are powers of two already
-    descriptor_kernel[grid](**given, **chosen)
+    if out is not None:
+        given["Output"], given["LSE"] = out
+    descriptor_kernel[grid](**given, Count=count, T=T, **chosen)
     return given["Output"], given["LSE"]
 
 

@@ -151,7 +151,7 @@ def kernel(
 def launch(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
     block_size: int, scale: float, slot_scale: Tensor | None = None, window_size: int = 0,
-    **options: int,
+    out: tuple[Tensor, Tensor] | None = None, **options: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run the kernel: on lists, windows, or both.
 
@@ -159,6 +159,7 @@ def launch(
         q, k, v, ids, rows, block_size, scale, slot_scale: as in `selected_attention.forward`; `ids`
             has no slots for windows alone.
         window_size: keys of a window; 0 for none.
+        out: contiguous tensors to write to; None makes new ones.
         options: `BT`, `num_warps`, `num_stages`, in place of what `launch_options` chooses.
 
     Returns:
@@ -167,6 +168,8 @@ def launch(
     """
     sizes = {"block_size": block_size, "scale": scale, "window_size": window_size}
     grid, given = arguments(q, k, v, ids, rows, **sizes, slot_scale=slot_scale)
+    if out is not None:
+        given["Output"], given["LSE"] = out
     kernel[grid](**given, **options_of(given) | options)
     return given["Output"], given["LSE"]
 

@@ -67,6 +67,41 @@ def launch_options(
     return {"BT": BT, "num_warps": num_warps, "num_stages": num_stages}
 
 
+# Rows of a tile of queries and stages, for the order that walks unions of lists: the first that a
+# program can have.
+QUERY_TILES = ((64, 3), (64, 2), (64, 1), (32, 1), (16, 1))
+
+
+def query_tile_options(
+    G: int, D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
+) -> dict[str, int]:
+    """`T, BT, num_warps, num_stages` of the walk along the unions of neighbours' lists: queries of
+    a tile, and tokens of a step. Arguments as in `launch_options`."""
+    GP, DT, DVT = next_power_of_2(G), _side(D), _side(DV)
+    BT = min(64 if itemsize == 2 else 32, _side(BS))
+    if BS % BT and BS % 16 == 0:  # whole blocks need whole steps
+        BT = BS & -BS
+    for TR, num_stages in QUERY_TILES if itemsize == 2 else QUERY_TILES[-2:]:
+        TR = max(16, min(max(TR, GP), 16 * GP))  # a product has no fewer than 16 rows
+        if (TR * DT + num_stages * BT * (DT + DVT)) * itemsize <= shared_memory:
+            break
+    return {"T": TR // GP, "BT": BT, "num_warps": max(4, TR // 16), "num_stages": num_stages}
+
+
+def query_tile_dq_options(
+    G: int, D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
+) -> dict[str, int]:
+    """The same for the backward, which has gradients of outputs in its tile too, and two stages at
+    most."""
+    options = query_tile_options(G, D, DV, BS, itemsize, shared_memory)
+    token_bytes = (_side(D) + _side(DV)) * itemsize
+    options["num_stages"] = min(2, options["num_stages"])
+    size = (options["T"] * next_power_of_2(G) + options["num_stages"] * options["BT"]) * token_bytes
+    if size > shared_memory:
+        options["num_stages"] = 1
+    return options
+
+
 def dq_options(
     G: int, D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:
