@@ -740,6 +740,22 @@ def test_a_half_mended_kernel_is_named(lines: dict[str, str], mistake: str) -> N
 
 
 @needs_triton
+def test_a_load_past_the_end_is_no_right_answer() -> None:
+    """The store has a mask of its own, so every number is right."""
+    source = cell("def first_scores").replace("query * H + head * G + group", ROW)
+    assert source.count("mask=in_group)") == 1
+    attempt = in_a_cell(source.replace("mask=in_group)", f"mask={MASK})"))
+    found = judge(EXERCISES["first_scores"], attempt).misconceptions
+    assert found == ("masking the store alone",)
+
+
+@needs_triton
+def test_a_word_that_the_recorder_does_not_know_is_no_mistake() -> None:
+    unknown = mended(group_row=f"tl.broadcast_to({ROW}, [GT])", in_group=MASK)
+    assert judge(EXERCISES["first_scores"], unknown).outcome == "right"
+
+
+@needs_triton
 @pytest.mark.parametrize(
     "row", [ROW, "query * H * G + head * G + group", "G * (head + H * query) + group"]
 )

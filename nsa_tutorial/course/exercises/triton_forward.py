@@ -11,9 +11,11 @@ from collections.abc import Callable
 from itertools import pairwise
 from types import CodeType
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from nsa_tutorial.course import recorder
 from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import slip, together
@@ -247,9 +249,11 @@ _MEMORY = 512  # rows of Q and numbers of Score: more than any slip reaches
 _SHOWN = 4  # numbers behind the tensor that the reader sees
 
 
-def _run_scores(solution: Callable, grid: tuple[int, int], R: int, H: int, G: int) -> Tensor:
-    """Launch the kernel on a part of the grid; what nobody stored is -77, also behind the
-    tensor."""
+def _run_scores(
+    solution: Callable, grid: tuple[int, int], R: int, H: int, G: int
+) -> tuple[Tensor, int]:
+    """Launch the kernel on a part of the grid. What nobody stored is -77, also behind the tensor;
+    beside it stands how many elements the last program loads from outside of its tensors."""
     if hasattr(solution, "run"):
         raise TypeError("this is the kernel itself: hand over the function that returns it")
     kernel = solution()
@@ -268,7 +272,21 @@ def _run_scores(solution: Callable, grid: tuple[int, int], R: int, H: int, G: in
     score = torch.full((_MEMORY,), -77.0, device=device)
     GT = max(16, triton.next_power_of_2(G))
     kernel[grid](q.to(device), k.to(device), score, H, G=G, D=2, GT=GT)
-    return score[: R * H * G + _SHOWN].cpu()
+    outside = _loads_outside(kernel, grid, q[: R * H * G], k, H=H, G=G, D=2, GT=GT)
+    return score[: R * H * G + _SHOWN].cpu(), outside
+
+
+def _loads_outside(
+    kernel: object, grid: tuple[int, int], q: Tensor, k: Tensor, **sizes: object
+) -> int:
+    """How many elements the last program of the grid loads from outside of `q` and `k`."""
+    given = {"Q": q.numpy(), "K": k.numpy(), "Score": np.zeros(_MEMORY)} | sizes
+    given |= getattr(kernel, "slips", {})
+    try:
+        last = (grid[0] - 1, grid[1] - 1)
+        return recorder.run(getattr(kernel, "source", kernel), last, given, grid).outside()
+    except Exception:  # a kernel with words that the recorder does not know
+        return 0
 
 
 @triton.jit
@@ -304,7 +322,8 @@ def _wrong_scores(
         in_group = group < H
     if MASK == "end of the tensor":
         in_group = group_row < tl.num_programs(0) * H * G
-    q_tile = tl.load(Q + group_row[:, None] * D + width, mask=in_group[:, None], other=0.0)
+    is_loaded = group < GT if MASK == "store alone" else in_group
+    q_tile = tl.load(Q + group_row[:, None] * D + width, mask=is_loaded[:, None], other=0.0)
     k = tl.load(K + head * D + width)
     if MASK == "load alone":
         in_group = group < GT
@@ -316,11 +335,14 @@ _ROWS_OF_Q = {
 }  # fmt: skip
 _MASKS = {
     "unmasked", "one more", "one less", "rows", "KV heads", "end of the tensor", "load alone",
+    "store alone",
 }  # fmt: skip
 
 
 class _Mistaken:
     """`_wrong_scores` with its slips chosen; launched like a kernel."""
+
+    source = _wrong_scores
 
     def __init__(self, slips: Slips) -> None:
         self.run = None
@@ -403,6 +425,12 @@ _SCORES_MISTAKES = (
         "masking the load alone",
         slip(_Mistaken, "load alone"),
         "Masked rows are loaded as zeros, and then your store writes what became of them. Where?",
+    ),
+    Misconception(
+        "masking the store alone",
+        slip(_Mistaken, "store alone"),
+        "The numbers are right, but the last program also loads rows that lie behind the end of "
+        "Q. Which mask does the load have?",
     ),
 )
 
