@@ -195,10 +195,10 @@ def triton_backward_steps(problem: Problem) -> Steps:
 
     def changed(change: str) -> Callable[[], tuple[Tensor, ...]]:
         launch = triton_backward_variants.variant(change)
-        return lambda: launch.of_lists(*lists, block_size=BS, **sizes)[:3]
+        return lambda: launch.of_lists(*lists, block_size=BS, **sizes, order="queries")[:3]
 
     def per_slot() -> tuple[Tensor, ...]:
-        call = triton_backward_launch.prepare(*lists, tile=BS, window_size=0, **sizes)
+        call = triton_backward_launch.prepare(*lists, tile=BS, **sizes)
         return triton_backward_variants.per_slot(call)
 
     for change in triton_backward_variants.CHANGES:

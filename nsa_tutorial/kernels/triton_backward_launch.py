@@ -20,17 +20,16 @@ from nsa_tutorial.kernels import (
     triton_backward_descriptors,
     triton_key_blocks_backward,
     triton_launch,
-    triton_query_tiles,
     triton_query_tiles_backward,
     triton_windows_backward_launch,
 )
 from nsa_tutorial.kernels.triton_descriptors import can_use_descriptors, descriptors
-from nsa_tutorial.kernels.triton_query_tiles import Unions
 from nsa_tutorial.kernels.triton_tiles import (
     dkv_options,
     dq_options,
     tile_sizes,
 )
+from nsa_tutorial.kernels.triton_unions import ANY_LENGTH, Unions
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
@@ -114,12 +113,12 @@ def of_lists(
         return *triton_key_blocks_backward.all_gradients(call), None
     d_q, d_k, d_v = (q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape))
     d_slot_scale = None if slot_scale is None else torch.zeros_like(slot_scale)
-    if order == "queries":
-        gradient_of_queries(call, d_q, d_slot_scale)
-    else:
-        whole = triton_query_tiles.ANY_LENGTH
-        most = triton_launch.WORTHWHILE if order == "either" else whole
+    if order != "queries":
+        most = triton_launch.WORTHWHILE if order == "either" else ANY_LENGTH
         gradient_by_tiles(call, d_q, most=most)
+        gradients_of_keys_and_values(call, d_k, d_v)
+        return d_q, d_k, d_v, None
+    gradient_of_queries(call, d_q, d_slot_scale)
     gradients_of_keys_and_values(call, d_k, d_v)
     return d_q, d_k, d_v, d_slot_scale
 

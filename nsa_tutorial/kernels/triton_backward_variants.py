@@ -57,7 +57,7 @@ ADD_DQ = (
 BY_ROWS = "{} = tl.sum({}[:, None, :].to(tl.float32) * {}[None, :, :], axis=2)"
 BY_COLUMNS = "acc_dq += tl.sum(d_s[:, :, None].to(tl.float32) * k_tile[None, :, :], axis=1)"
 GROUP = "**c.flags, **tiles | {'GT': triton.next_power_of_2(sizes['G'])}, **options,"
-QUERIES = "    gradient_of_queries(call, d_q, d_slot_scale)\n"
+QUERIES = "gradient_of_queries(call, d_q, d_slot_scale)\n"
 KEYS = "gradients_of_keys_and_values(call, d_k, d_v)\n    return"
 ALL_AT_ONCE = """global DQ32
     DQ32 = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -89,7 +89,7 @@ CHANGES: dict[str, dict[str, list[tuple[str, str]]]] = {
     },
     "one pass, dQ by atomics": {
         KERNELS: [(ACCUMULATE, ADD_DQ)],
-        LAUNCH: [(QUERIES, ""), (KEYS, ALL_AT_ONCE), ("tables.rows, tables.factors,",
+        LAUNCH: [(QUERIES, "pass\n"), (KEYS, ALL_AT_ONCE), ("tables.rows, tables.factors,",
                                                       "tables.rows, DQ32,")],
     },
 }  # fmt: skip

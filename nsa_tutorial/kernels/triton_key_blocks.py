@@ -24,6 +24,7 @@ from torch import Tensor
 
 from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.kernels import triton_key_block_tiles
+from nsa_tutorial.kernels.triton_merge import merge_kernel
 from nsa_tutorial.kernels.triton_tiles import tile_sizes
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse import inverse_list
@@ -50,7 +51,7 @@ def without_bad_numbers(tile, BT: tl.constexpr):
 @triton.jit
 def attend(
     k_tile, v_tile, first_bad, start, end, num_keys, first_key, part,
-    Q, RowEnd, Entries, Partials, PartialLSE, first, scale_log2, HS, S,
+    Q, RowEnd, Entries, Partials, PartialLSE, first, first_entry, scale_log2, HS, S,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr,
     PAD: tl.constexpr, MASK: tl.constexpr,
     DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
@@ -66,10 +67,9 @@ def attend(
         # -- guard --
         index = step + tl.arange(0, BR)  # [BR]
         is_row = index < end
-        entry = tl.load(Entries + first + index // G, mask=is_row, other=0).to(tl.int32)
-        group_row = (
-            entry // S * G + index % G
-        )  # [BR], since an entry is (row * H + head) * S + slot
+        entry = tl.load(Entries + first + index // G, mask=is_row, other=first_entry)
+        entry = (entry - first_entry).to(tl.int32)  # (row * H + head) * S + slot, of the run
+        group_row = entry // S * G + index % G  # [BR]
 
         # -- load the queries --
         q_mask = is_row[:, None] & (width < D)
@@ -108,10 +108,22 @@ def attend(
         tl.store(PartialLSE + place, lse, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["S"])  # new lengths, same kernel
+@triton.jit
+def lower_bound(Entries, first, last, entry):
+    """The first of the ascending `Entries[first … last - 1]` that is at least `entry`; `last`
+    without one."""
+    while first < last:
+        middle = (first + last) // 2
+        is_below = tl.load(Entries + middle) < entry
+        first = tl.where(is_below, middle + 1, first)
+        last = tl.where(is_below, last, middle)
+    return first
+
+
+@triton.jit(do_not_specialize=["S", "first_entry", "last_entry"])  # new lengths, same kernel
 def partial_kernel(
     Q, K, V, RowEnd, Entries, FirstKey, Head, First, Last, Partials, PartialLSE,
-    scale_log2, H, S,
+    scale_log2, H, S, first_entry, last_entry,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr,
     DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
@@ -119,13 +131,20 @@ def partial_kernel(
     writes `Partials [R, H, S, PARTS, G, DV]` and `PartialLSE [R, H, S, PARTS, G]`, in base two, for
     the slots that name a visible block.
 
-    The grid is `(P, PARTS)`.
+    The grid is `(P, PARTS)`. The inverse list is that of all queries; the other tensors have a run
+    of them, whose entries are `first_entry … last_entry - 1`.
     """
     # -- locate the program --
     chunk = tl.program_id(0)
     part = tl.program_id(1)
     first = tl.load(First + chunk)
     last = tl.load(Last + chunk)
+    if first == last:
+        return
+    if (tl.load(Entries + first) >= last_entry) | (tl.load(Entries + last - 1) < first_entry):
+        return
+    first = lower_bound(Entries, first, last, first_entry)
+    last = lower_bound(Entries, first, last, last_entry)
     if first == last:
         return
     head = tl.load(Head + chunk)
@@ -137,7 +156,7 @@ def partial_kernel(
 
     # -- load the keys and the values --
     HS = H * S
-    last_row = tl.load(Entries + last - 1).to(tl.int32) // HS  # it sees most
+    last_row = (tl.load(Entries + last - 1) - first_entry).to(tl.int32) // HS  # it sees most
     in_sight = tokens < tl.minimum(tl.load(RowEnd + last_row) - first_key, num_keys)
     key_row = first_key.to(tl.int64) * H + head
     k_offset = tokens[:, None] * (H * D) + width  # [BT, DT]
@@ -150,7 +169,8 @@ def partial_kernel(
     # The rows that see the tile in part come first, since entries ascend with their rows. They are
     # behind a mask, all others go without one.
     index = first + tl.arange(0, EDGE)  # [EDGE]
-    row = tl.load(Entries + index, mask=index < last, other=0).to(tl.int32) // HS
+    row = tl.load(Entries + index, mask=index < last, other=first_entry)
+    row = (row - first_entry).to(tl.int32) // HS
     is_partial = (index < last) & (tl.load(RowEnd + row) < first_key + num_keys)
     num_partial = tl.sum(is_partial.to(tl.int32), axis=0)
     num_rows = (last - first) * G
@@ -160,89 +180,14 @@ def partial_kernel(
     PAD: tl.constexpr = BS % BT != 0
     attend(
         k_tile, v_clean, first_bad, 0, num_masked, num_keys, first_key, part,
-        Q, RowEnd, Entries, Partials, PartialLSE, first, scale_log2, HS, S,
+        Q, RowEnd, Entries, Partials, PartialLSE, first, first_entry, scale_log2, HS, S,
         G, D, DV, PARTS, PAD, True, DT, DVT, BT, BR,
     )  # fmt: skip
     attend(
         k_tile, v_tile, first_bad, num_masked, num_rows, num_keys, first_key, part,
-        Q, RowEnd, Entries, Partials, PartialLSE, first, scale_log2, HS, S,
+        Q, RowEnd, Entries, Partials, PartialLSE, first, first_entry, scale_log2, HS, S,
         G, D, DV, PARTS, PAD, False, DT, DVT, BT, BR,
     )  # fmt: skip
-
-
-@triton.jit
-def partials_of(
-    step, ids, num_visible, S,
-    BS: tl.constexpr, BT: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """The next `BM` partials of a list: their numbers, which of them exist, and which were
-    written, since a key of their part is visible."""
-    index = step + tl.arange(0, BM)  # [BM]
-    exists = index < S * PARTS
-    block_id = tl.load(ids + index // PARTS, mask=exists, other=-1)
-    # an id may be anything: only one that names a block is multiplied
-    names_block = (block_id >= 0) & (block_id < tl.cdiv(num_visible, BS))
-    start = tl.where(names_block, block_id, 0) * BS + index % PARTS * BT
-    return index, exists, names_block & (start < num_visible)
-
-
-@triton.jit(do_not_specialize=["S"])  # new lengths, same kernel
-def merge_kernel(
-    Partials, PartialLSE, BlockIndices, NumVisible, Output, LSE, H, S,
-    G: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, PARTS: tl.constexpr,
-    DVT: tl.constexpr, BG: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """Reads what `partial_kernel` writes, `BlockIndices [R, H, S]` and `NumVisible [R]`; writes
-    `Output [R, H, G, DV]` and `LSE [R, H, G]`.
-
-    The grid is `(R * H, steps of BG heads in a group)`; `BM` partials are taken at a time.
-    """
-    # -- locate the program --
-    row_head = tl.program_id(0)
-    num_visible = tl.load(NumVisible + row_head // H)
-    ids = BlockIndices + row_head * S  # the list
-    group = tl.program_id(1) * BG + tl.arange(0, BG)  # [BG]
-    in_group = group < G
-    value_width = tl.arange(0, DVT)
-
-    # -- the largest log-sum-exp --
-    lse_max = tl.full([BM, BG], float("-inf"), tl.float32)
-    num_written = tl.zeros([BM], tl.int32)
-    for step in range(0, S * PARTS, BM):
-        index, exists, is_written = partials_of(step, ids, num_visible, S, BS, BT, PARTS, BM)
-        # read whether written or not, so that this load need not wait for the list
-        place = (row_head * (S * PARTS) + index)[:, None] * G + group  # [BM, BG]
-        lse = tl.load(PartialLSE + place, mask=exists[:, None] & in_group, other=float("-inf"))
-        lse_max = tl.maximum(lse_max, tl.where(is_written[:, None], lse, float("-inf")))
-        num_written += is_written.to(tl.int32)
-    lse_max = tl.max(lse_max, axis=0)  # [BG]
-    shift = tl.where(lse_max == float("-inf"), 0.0, lse_max)
-
-    # -- accumulate --
-    acc_o = tl.zeros([BM, BG, DVT], tl.float32)
-    running_sum = tl.zeros([BM, BG], tl.float32)
-    for step in range(0, S * PARTS, BM):
-        index, exists, is_written = partials_of(step, ids, num_visible, S, BS, BT, PARTS, BM)
-        place = (row_head * (S * PARTS) + index)[:, None] * G + group  # [BM, BG]
-        mask = is_written[:, None] & in_group
-        lse = tl.load(PartialLSE + place, mask=mask, other=float("-inf"))
-        o_mask = mask[:, :, None] & (value_width < DV)
-        o_tile = tl.load(Partials + place[:, :, None] * DV + value_width, mask=o_mask, other=0.0)
-        p = tl.exp2(lse - shift)  # [BM, BG]
-        running_sum += p
-        acc_o += p[:, :, None] * o_tile.to(tl.float32)
-
-    # -- normalise and store --
-    running_sum = tl.sum(running_sum, axis=0)  # [BG]
-    is_empty = tl.sum(num_written, axis=0) == 0  # no block is visible
-    safe_sum = tl.where(is_empty, 1.0, running_sum)
-    o_tile = tl.sum(acc_o, axis=0) / safe_sum[:, None]  # [BG, DVT]
-    lse = (lse_max + tl.log2(safe_sum)) / LOG2_E  # [BG], -inf for an empty row
-    o_row = row_head.to(tl.int64) * G + group  # [BG]
-    o_tile = o_tile.to(Output.dtype.element_ty)
-    o_mask = in_group[:, None] & (value_width < DV)
-    tl.store(Output + o_row[:, None] * DV + value_width, o_tile, mask=o_mask)
-    tl.store(LSE + o_row, lse, mask=in_group)
 
 
 def launch(
@@ -278,23 +223,25 @@ def launch(
     partials = v.new_empty(run, H, S, parts, G, DV)
     partial_lse = lse.new_empty(run, H, S, parts, G)
 
+    # -- the inverse list --
+    inverse = inverse_list.of_lists(ids, rows, block_size=BS, num_keys=num_keys)
+    chunks = inverse_list.chunks(inverse, num_heads=H, length=length)
+
     for start in range(0, R, run):
-        # -- a run of queries --
-        its = slice(start, start + run)
-        run_rows = QueryRows(*(x[its] for x in rows[:3]), rows.num_sequences)
-        inverse = inverse_list.of_lists(ids[its], run_rows, block_size=BS, num_keys=num_keys)
-        chunks = inverse_list.chunks(inverse, num_heads=H, length=length)
+        its = slice(start, min(start + run, R))
+        entries = its.start * H * S, its.stop * H * S
 
         # -- every chunk --
         partial_kernel[(len(chunks.first), parts)](
             q_rows[its], k, v, row_end[its], inverse.entries, chunks.first_key, chunks.head,
             chunks.first, chunks.last, partials, partial_lse, scale * online_softmax.LOG2_E, H, S,
-            D=D, DT=tiles["DT"], EDGE=min(triton.next_power_of_2(BS), MOST_EDGE), **both, **options,
+            *entries, D=D, DT=tiles["DT"], EDGE=min(triton.next_power_of_2(BS), MOST_EDGE), **both,
+            **options,
         )  # fmt: skip
 
         # -- every list --
-        merge_kernel[(len(run_rows.first_key) * H, triton.cdiv(G, merged["BG"]))](
-            partials, partial_lse, ids[its], run_rows.num_visible, o_rows[its], lse_rows[its],
+        merge_kernel[((its.stop - its.start) * H, triton.cdiv(G, merged["BG"]))](
+            partials, partial_lse, ids[its], rows.num_visible[its], o_rows[its], lse_rows[its],
             H, S, **both, **merged,
         )  # fmt: skip
     return o, lse

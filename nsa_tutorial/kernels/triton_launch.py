@@ -22,7 +22,7 @@ from nsa_tutorial.kernels import (
     triton_query_tiles,
     triton_windows,
 )
-from nsa_tutorial.kernels.triton_query_tiles import Unions
+from nsa_tutorial.kernels.triton_unions import ANY_LENGTH, Unions
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
 Outputs = tuple[Tensor, Tensor]
@@ -77,10 +77,10 @@ def by_queries(
 def by_tiles(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
     block_size: int, scale: float, slot_scale: Tensor | None = None, out: Outputs | None = None,
-    most: float = triton_query_tiles.ANY_LENGTH,
+    most: float = ANY_LENGTH,
 ) -> Outputs:  # fmt: skip
     """A tile of queries in a program, and `by_queries` what that leaves: lists with factors, and
-    tiles that are not wanted, `most` being that of `triton_query_tiles.unions`. Without
+    tiles that are not wanted, `most` being that of `triton_unions.unions`. Without
     descriptors, tiles are written over what one query in a program has found."""
     given, sizes = (q, k, v, ids, rows), {"block_size": block_size, "scale": scale}
     out = out or new_outputs(q, v)

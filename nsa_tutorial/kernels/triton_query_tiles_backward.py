@@ -14,8 +14,9 @@ from torch import Tensor
 
 from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.kernels.triton_descriptors import descriptors
-from nsa_tutorial.kernels.triton_query_tiles import ANY_LENGTH, Unions, load_tile, unions
+from nsa_tutorial.kernels.triton_query_tiles import load_tile
 from nsa_tutorial.kernels.triton_tiles import query_tile_dq_options, tile_sizes
+from nsa_tutorial.kernels.triton_unions import ANY_LENGTH, Unions, unions
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse.selected_attention import QueryRows
 

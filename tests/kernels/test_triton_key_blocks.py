@@ -18,6 +18,7 @@ from nsa_tutorial.kernels import (
     triton_key_block_tiles,
     triton_key_blocks,
     triton_key_blocks_backward,
+    triton_merge,
 )
 from nsa_tutorial.runtime import environment
 from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY
@@ -390,7 +391,7 @@ def test_the_same_bits_of_keys_and_values_every_time() -> None:
 @pytest.mark.gpu
 def test_new_lengths_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries, keys, batch, slots, packing, and runs of queries are open."""
-    kernels = (triton_key_blocks.partial_kernel, triton_key_blocks.merge_kernel)
+    kernels = (triton_key_blocks.partial_kernel, triton_merge.merge_kernel)
 
     def compiled() -> int:
         return sum(len(entry[0]) for kernel in kernels for entry in kernel.device_caches.values())
