@@ -104,10 +104,11 @@ def judge(exercise: Exercise, attempt: Callable) -> Verdict:
     case, answers = cases[found.shown], (got[found.shown], expected[found.shown])
     where = "Smallest failing case" if found.shown == failing[0] else "Smallest such case"
     parts = [
-        *([_looks_like(found.mistakes)] if found.mistakes else []),
+        *(_looks_like(mistake) for mistake in found.mistakes[:1]),
         f"{where}: {case.name}.",
         *differences(*answers, is_recognised=bool(found.mistakes)),
         *_inputs(exercise, case),
+        *(f"Then look at a second thing. {_looks_like(mistake)}" for mistake in found.mistakes[1:]),
         *_something_else(cases, found.other),
     ]
     outcome = "misconception" if found.mistakes else "wrong"
@@ -122,14 +123,8 @@ def _something_else(cases: Sequence[Case], other: int | None) -> tuple[str, ...]
     return (f"This does not explain everything. See also the case: {cases[other].name}.",)
 
 
-def _looks_like(mistakes: tuple[Misconception, ...]) -> str:
-    if len(mistakes) == 1:
-        return f"This looks like {mistakes[0].name}. {mistakes[0].hint}"
-    first, second = mistakes
-    return (
-        f"Two things. First, this looks like {first.name}. {first.hint} "
-        f"Then, {second.name}. {second.hint}"
-    )
+def _looks_like(mistake: Misconception) -> str:
+    return f"This looks like {mistake.name}. {mistake.hint}"
 
 
 def _inputs(exercise: Exercise, case: Case) -> tuple[Code, ...]:

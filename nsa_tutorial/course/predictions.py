@@ -176,11 +176,12 @@ def _distance(guess: object, answer: object, asked: Prediction) -> str:
         return "the sign is the other way round"
     if x * y < 0:
         return "of the other sign"
-    return _ratio(x / y)
+    return _ratio(x / y, x - y if asked.unit == "%" else None)
 
 
-def _ratio(ratio: Fraction) -> str:
-    """A guess over the answer, both of one sign, in words."""
+def _ratio(ratio: Fraction, points: Fraction | None) -> str:
+    """A guess over the answer, both of one sign, in words; a guess in percent may be so many points
+    off."""
     if abs(ratio - 1) <= _NEAR:
         return "close, within 10 %"
     large = ratio > 1
@@ -189,8 +190,10 @@ def _ratio(ratio: Fraction) -> str:
     if whole in _TIMES and abs(times - whole) <= whole * _NEAR / 2:
         return f"{_TIMES[whole]} as much" if large else f"{_PARTS[whole]} of it"
     if times < 2:
-        percent = round(abs(ratio - 1) * 100)
-        return f"{percent} % too {'much' if large else 'little'}"
+        # "41 % too much" of a number of percent could mean either
+        off = round(abs(ratio - 1) * 100) if points is None else round(abs(points), 1)
+        unit = "%" if points is None else "points"
+        return f"{float(off):g} {unit} too {'much' if large else 'little'}"
     if times < 10:
         return f"{float(times):.2g} times too {'much' if large else 'little'}"
     if times < 10**6:

@@ -69,6 +69,13 @@ def test_a_wrong_guess_hears_how_far_off_and_why() -> None:
     assert told(5).endswith("GiB: 38 % too little. Keys and values are both kept.")
 
 
+def test_a_guess_in_percent_is_points_off() -> None:
+    """55 % is 16 points more than 39 %, and 41 % more: two numbers that are easily confused."""
+    assert "You said 55 %, it is 39 %: 16 points too much." in told(55, 39, "percent")
+    assert "it is 67 %: 22.5 points too little." in told(44.5, 67, "percent")
+    assert "it is 40 %: half of it." in told(20, 40, "percent")
+
+
 def test_a_right_guess_hears_the_reason() -> None:
     expected = (
         "✓ cache: You said 8 GiB, and it is 8 GiB: exactly right. Keys and values are both kept."
