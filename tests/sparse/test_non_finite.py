@@ -8,6 +8,7 @@ sees none.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -187,6 +188,20 @@ def test_one_rule(
     assert_rule(*case, backend, dtype, device)
 
 
+LISTS = {name: case for name, case in CASES.items() if name.startswith("selected")}
+
+
+@on_places(
+    "case", LISTS, ["tiles", "blocks"], {torch.float32: ["selected k nan", "selected v inf"]}
+)
+def test_one_rule_in_each_order(
+    case: tuple[Operator, str, float], dtype: torch.dtype, backend: str, device: str
+) -> None:
+    """Triton, in the orders that it does not take by itself for few queries."""
+    skip_unless_runs(backend, device, dtype)
+    assert_rule(*case, backend, dtype, device)
+
+
 @pytest.mark.parametrize("where", "qkv")
 @pytest.mark.parametrize("number", NUMBERS, ids=str)
 def test_a_mask_over_tiles_on_the_reference(number: float, where: str) -> None:
@@ -214,10 +229,14 @@ def assert_rule(
     else:
         assert torch.equal(o.isnan(), o_true.isnan())
         assert torch.allclose(lse.double(), lse_true, atol=8 * tolerance, equal_nan=True)
-    if where != "q":  # who does not see it gives the same to the bit
+    if where != "q":
         blind = ~mask[:, :, :, KEY].repeat_interleave(2, 2)
-        assert torch.equal(o[blind], o_clean[blind])
-        assert torch.equal(lse[blind], lse_clean[blind])
+        same = torch.equal
+        if backend == "tiles":  # a tile that shares what it fetches is left to another kernel then
+            same = functools.partial(torch.allclose, atol=tolerance)
+        # who does not see it gives the same to the bit
+        assert same(o[blind], o_clean[blind])
+        assert same(lse[blind], lse_clean[blind])
 
 
 @places
@@ -279,6 +298,17 @@ def test_gradients_of_what_is_not_spoiled(
     assert_gradients(*case, backend, device)
 
 
+@on_places(
+    "case", LISTS, ["tiles", "blocks"], {torch.float32: ["selected k inf", "selected v nan"]},
+    dtypes=[torch.float32],
+)  # fmt: skip
+def test_gradients_in_each_order(
+    case: tuple[Operator, str, float], dtype: torch.dtype, backend: str, device: str
+) -> None:
+    skip_unless_runs(backend, device)
+    assert_gradients(*case, backend, device)
+
+
 @pytest.mark.parametrize("where", "qkv")
 @pytest.mark.parametrize("number", NUMBERS, ids=str)
 def test_gradients_of_a_mask_over_tiles_on_the_reference(number: float, where: str) -> None:
@@ -304,8 +334,11 @@ def assert_gradients(
     if where == "q":
         is_spoiled = torch.arange(d_q.shape[0], device=device) == QUERY
     seen_by_them = mask[0, is_spoiled, 0].any(0)  # [M]
-    assert torch.equal(d_q[~is_spoiled], clean[0][~is_spoiled])
+    near = functools.partial(torch.allclose, atol=2e-6, rtol=1e-5)
+    # a tile that shares what it fetches is left to another kernel then
+    same = near if backend == "tiles" else torch.equal
+    assert same(d_q[~is_spoiled], clean[0][~is_spoiled])
     for d, right in ((d_k, clean[1]), (d_v, clean[2])):
-        torch.testing.assert_close(d[~seen_by_them], right[~seen_by_them], atol=2e-6, rtol=1e-5)
-        assert torch.equal(d[:, 1], right[:, 1])
+        assert near(d[~seen_by_them], right[~seen_by_them])
+        assert same(d[:, 1], right[:, 1])
     assert not (d_q.isfinite().all() and d_k.isfinite().all() and d_v.isfinite().all())

@@ -184,6 +184,18 @@ def test_error_budget(make: Make, dtype: torch.dtype, backend: str, device: str)
         assert error <= budget, f"gradient of {name}: {error:.2e} over {budget:.2e}"
 
 
+LISTS = {name: make for name, make in CASES.items() if "window" not in name}
+IN_EACH_ORDER = {torch.float32: ["packed", "blocks of 24"], torch.float16: ["own block, counts"]}
+
+
+@product("make", LISTS, ["tiles", "blocks"], IN_EACH_ORDER)
+def test_error_budget_in_each_order(
+    make: Make, dtype: torch.dtype, backend: str, device: str
+) -> None:
+    """Triton, in the orders that it does not take by itself for few queries."""
+    test_error_budget(make, dtype, backend, device)
+
+
 @places
 def test_steep_scores(backend: str, device: str) -> None:
     """Of a thousand and more, hidden ones among them. The weights are computed from a stored `lse`,
