@@ -55,6 +55,15 @@ def test_overlap_of_the_exercise_is_the_modules(sizes: tuple[int, int, int]) -> 
         assert got == pytest.approx(exercises.overlap(*sizes, block))
 
 
+def test_the_papers_double_sum_counts_from_one() -> None:
+    """With blocks and summaries counted from 1, its block b takes the summaries of our block b - 1;
+    the chapter tells both."""
+    assert eq_9(32, 16, 64, 1) == {4: 1, 3: 2, 2: 2, 1: 2, 0: 1}
+    for block in range(5):
+        moved = {j - 1: w for j, w in eq_9(32, 16, 64, block + 1).items() if j > 0}
+        assert moved == exercises.overlap(32, 16, 64, block)
+
+
 def test_importance_of_the_exercise_is_the_modules() -> None:
     g = torch.Generator().manual_seed(0)
     q, k = torch.randn(1, 30, 6, 4, generator=g), torch.randn(1, 30, 2, 4, generator=g)
@@ -266,6 +275,14 @@ def test_an_own_summary_ends_with_the_block() -> None:
 SUMMARIES = ((4, 4), (8, 4), (16, 16), (16, 8), (32, 16))
 
 
+def test_summaries_of_a_whole_block_choose_as_well_once_the_own_block_is_forced() -> None:
+    """Both are 65 %, as the chapter says; a reader guesses one after having read the other."""
+    held = [
+        mean("summaries", 4, num_local=1, **sizes) for sizes in ({}, {"length": 16, "stride": 16})
+    ]
+    assert [round(100 * x) for x in held] == [65, 65]
+
+
 def test_overlap_does_not_help() -> None:
     """As many summaries without overlap, or half as many, hold more attention; the chapter says so
     of lists of 4."""
@@ -471,6 +488,136 @@ def without_allow_unused(o: torch.Tensor, tensors: dict) -> list:
     return [name for name, g in zip(tensors, gradients, strict=True) if g.abs().sum() > 0]
 
 
+def a_loop(
+    end: Callable, weight: Callable, is_listed: Callable = lambda tokens: tokens > 0
+) -> Callable:
+    """`overlap` as a loop over the summaries before `end`."""
+
+    def overlap(length: int, stride: int, block_size: int, block: int) -> dict:
+        low, high = block * block_size, (block + 1) * block_size
+        out = {}
+        for j in range(end(high, stride)):
+            tokens = min(j * stride + length, high) - max(j * stride, low)
+            if is_listed(tokens):
+                out[j] = weight(max(tokens, 0), stride)
+        return out
+
+    return overlap
+
+
+TOO_EARLY = "ending the loop over the summaries too early"
+NOTHING_SHARED = "listing summaries that share nothing with the block"
+
+
+@pytest.mark.parametrize(
+    ("typed", "mistakes"),
+    [
+        (a_loop(lambda end, stride: end // stride, lambda n, d: n / d), {TOO_EARLY}),
+        (
+            a_loop(lambda end, stride: end // stride, lambda n, d: n),
+            {TOO_EARLY, "counting tokens where pieces are asked for"},
+        ),
+        (
+            a_loop(lambda end, stride: end // stride, lambda n, d: n // d),
+            {TOO_EARLY, "rounding fractions down"},
+        ),
+        (
+            a_loop(lambda end, stride: end // stride, lambda n, d: n / d, lambda n: True),
+            {TOO_EARLY, NOTHING_SHARED},
+        ),
+        *(
+            (a_loop(end, lambda n, d: n / d, lambda n: True), {NOTHING_SHARED})
+            for end in (
+                lambda end, stride: -(-end // stride),
+                lambda end, stride: end // stride + 1,
+                lambda end, stride: end,
+            )
+        ),
+    ],
+    ids=["early", "early, tokens", "early, whole", "early, zeros", "zeros", "zeros, one more",
+         "zeros, many"],
+)  # fmt: skip
+def test_a_loop_over_the_summaries_is_blamed_for_what_it_does(
+    typed: Callable, mistakes: set[str]
+) -> None:
+    assert set(judge(EXERCISES["overlap"], typed).misconceptions) == mistakes
+
+
+@pytest.mark.parametrize(
+    "of_group",
+    [
+        lambda p, weights: weights @ p.max(0).values,
+        lambda p, weights: (p @ weights.T).max(0).values,
+    ],
+    ids=["before the blocks", "after the blocks"],
+)
+@pytest.mark.parametrize("hidden", [0.0, float("nan")], ids=["guarded", "NaN"])
+def test_the_largest_share_is_one_mistake_wherever_it_is_taken(
+    of_group: Callable, hidden: float
+) -> None:
+    """A row of hidden summaries turns to NaN in many an answer: one thing at a time."""
+
+    def typed(scores: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return of_group(torch.softmax(scores, 1).nan_to_num(hidden), weights)
+
+    names = judge(EXERCISES["block_importance"], typed).misconceptions
+    assert names == ("taking the largest share among the heads",)
+
+
+def test_nan_alone_is_named() -> None:
+    verdict = judge(EXERCISES["block_importance"], lambda s, w: w @ torch.softmax(s, 1).sum(0))
+    assert verdict.misconceptions == ("NaN where no summary is visible",)
+
+
+def sorted_by(key: Callable, *, reverse: bool = False) -> Callable:
+    def choose(scores: list, own: int, top_n: int, num_initial: int, num_local: int) -> list:
+        first, latest = (
+            range(min(num_initial, own + 1)),
+            range(max(own - num_local + 1, 0), own + 1),
+        )
+        forced = sorted({*first, *latest})
+        rest = [b for b in range(own + 1) if b not in forced]
+        rest.sort(key=lambda b: key(scores, b), reverse=reverse)
+        chosen = sorted([*forced, *rest][:top_n])
+        return chosen + [-1] * (top_n - len(chosen))
+
+    return choose
+
+
+@pytest.mark.parametrize(
+    ("typed", "mistake"),
+    [
+        (sorted_by(lambda s, b: s[b]), "taking the smallest scores"),
+        (sorted_by(lambda s, b: (-s[b], b), reverse=True), "taking the smallest scores"),
+        (sorted_by(lambda s, b: (s[b], b), reverse=True), "letting ties go to the higher number"),
+    ],
+    ids=["ascending", "turned round", "best first, higher first"],
+)
+def test_of_a_sort_the_one_true_mistake_is_named(typed: Callable, mistake: str) -> None:
+    assert judge(EXERCISES["choose_blocks"], typed).misconceptions == (mistake,)
+
+
+def infinite_own(scores: list, own: int, top_n: int, num_initial: int, num_local: int) -> list:
+    s = torch.tensor(scores)[: own + 1]
+    s[:num_initial] = torch.inf
+    s[own] = torch.inf
+    chosen = s.argsort(descending=True, stable=True)[:top_n].sort().values.tolist()
+    return chosen + [-1] * (top_n - len(chosen))
+
+
+def by_sign(is_moved: Callable) -> Callable:
+    def who_learns(o: torch.Tensor, tensors: dict) -> list:
+        gradients = torch.autograd.grad(o.sum(), list(tensors.values()), allow_unused=True)
+        pairs = zip(tensors, gradients, strict=True)
+        return [name for name, g in pairs if g is not None and is_moved(g)]
+
+    return who_learns
+
+
+sum_above_zero = by_sign(lambda g: g.sum() > 0)
+a_place_above_zero = by_sign(lambda g: g.max() > 0)
+
+
 TYPED = [
     ("overlap", eq_9, "executing the paper's Eq. 9 as it stands"),
     (
@@ -493,6 +640,9 @@ TYPED = [
         with_a_slice,
         "taking the last num_local blocks with a slice that means all of them for 0",
     ),
+    ("choose_blocks", infinite_own, "forcing the own block, whatever num_local says"),
+    ("who_learns", sum_above_zero, "asking whether the gradient's sum is above 0"),
+    ("who_learns", a_place_above_zero, "asking for a place above 0"),
     (
         "who_learns",
         without_allow_unused,
@@ -502,7 +652,7 @@ TYPED = [
 
 
 @pytest.mark.parametrize(
-    ("name", "typed", "mistake"), TYPED, ids=[typed.__name__ for _, typed, _ in TYPED]
+    ("name", "typed", "mistake"), TYPED, ids=[mistake for _, _, mistake in TYPED]
 )
 def test_what_a_reader_would_type_is_recognised(name: str, typed: Callable, mistake: str) -> None:
     assert judge(EXERCISES[name], typed).misconception == mistake

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from types import CodeType
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from nsa_tutorial import ops
 from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.languages import tl, triton
-from nsa_tutorial.course.mistakes import slip, together
+from nsa_tutorial.course.mistakes import Wrong, slip, together
 from nsa_tutorial.course.widgets.block_selection import draw_overlap
 from nsa_tutorial.runtime import environment
 
@@ -67,17 +68,31 @@ def _shared(
     """Pieces that summaries and the block share, summaries before the first one included."""
     start, end = block * block_size, (block + 1) * block_size
     step = length if "side by side" in slips else stride
+    stop = end // stride if "stops early" in slips else end
+    zeros = slips & _RANGES.keys()  # every summary of the loop is listed
+    if zeros and "stops early" not in slips:
+        stop = _RANGES[next(iter(zeros))](end, stride)
     pieces = {}
-    for summary in range(-length, end):
+    for summary in range(-length, stop):
         first = summary * step
         tokens = min(first + length, end) - max(first, start)
         if slips & {"starts", "in full", "before"} and not start <= first < end:
             continue
         if "inside" in slips and tokens < length:
             continue
-        if tokens > 0 or (tokens == 0 and "touching" in slips):
-            pieces[summary] = (length if "in full" in slips else tokens) / stride
+        if "behind" in slips and first + length > end:
+            continue
+        if tokens > 0 or (tokens == 0 and "touching" in slips) or (zeros and summary >= 0):
+            pieces[summary] = (length if "in full" in slips else max(tokens, 0)) / stride
     return pieces
+
+
+# where a loop over the summaries may end that lists all it comes across
+_RANGES = {
+    "zeros": lambda end, stride: -(-end // stride),
+    "zeros, one more": lambda end, stride: end // stride + 1,
+    "zeros, many": lambda end, stride: end,
+}
 
 
 def _in_another_unit(slips: Slips, pieces: float, length: int, stride: int) -> float:
@@ -131,6 +146,11 @@ def _draw_overlap(arguments: tuple, _got: object, _expected: object) -> object:
     return draw_overlap(*arguments)
 
 
+_NOTHING_SHARED = (
+    "A weight of 0 means that the summary has no token in the block, and such a summary is left "
+    "out. Where does your loop ask whether there is any?"
+)
+
 _OVERLAP_MISTAKES = (
     Misconception(
         "counting only the summaries that begin in the block, once each",
@@ -155,6 +175,19 @@ _OVERLAP_MISTAKES = (
         slip(_overlap, "from zero"),
         "In (l′/d)·j − m − n the first block is j = 1. With j = 0 every block gets mostly the "
         "summaries of the block before it. Which summaries touch the tokens of block 1?",
+    ),
+    Misconception(
+        "ending the loop over the summaries too early",
+        slip(_overlap, "stops early"),
+        "Your loop ends too early: the last summary that reaches into the block is missing. "
+        "`//` rounds down. Which summary begins at the last multiple of `stride` before the end "
+        "of the block?",
+    ),
+    Misconception(
+        "leaving out the summaries that end behind the block",
+        slip(_overlap, "behind"),
+        "Your weights are right, but a summary is missing at the end. Which one begins in the "
+        "block and ends behind it?",
     ),
     Misconception(
         "executing the paper's Eq. 9 as it stands",
@@ -201,9 +234,8 @@ _OVERLAP_MISTAKES = (
     ),
     Misconception(
         "listing summaries that share nothing with the block",
-        slip(_overlap, "touching"),
-        "A weight of 0 means that the summary ends where the block begins, or begins where it "
-        "ends. Is your comparison `<` or `<=`?",
+        slip(_overlap, "zeros"),
+        _NOTHING_SHARED,
     ),
     Misconception(
         "counting only summaries that lie wholly in the block",
@@ -231,6 +263,16 @@ _OVERLAP_MISTAKES = (
     ),
 )
 
+# the same mistake, in loops that end elsewhere, or with `>=` for `>`
+_ZEROS = tuple(
+    Misconception(
+        "listing summaries that share nothing with the block",
+        slip(_overlap, name),
+        _NOTHING_SHARED,
+    )
+    for name in ("zeros, one more", "zeros, many", "touching")
+)
+
 _OVERLAP = Exercise(
     name="overlap",
     statement="""
@@ -238,7 +280,8 @@ Summaries of `length` tokens begin every `stride` tokens: summary 0 at token 0, 
 `stride`, … Block number `block` is one stretch of `block_size` tokens. Return a dictionary: for
 each summary that shares tokens with the block, how many pieces of `stride` tokens it shares. Leave
 out summaries that share none, and those that do not exist. `overlap(2, 1, 2, 1)` is
-`{1: 1.0, 2: 2.0, 3: 1.0}`. Nothing has to divide anything; then weights are fractions.
+`{1: 1.0, 2: 2.0, 3: 1.0}`. The sizes need not divide each other: 3 shared tokens are 1.5 pieces
+where `stride` is 2.
 """,
     minutes=6,
     difficulty=2,
@@ -254,10 +297,11 @@ out summaries that share none, and those that do not exist. `overlap(2, 1, 2, 1)
     why="Nobody knows which of a summary's tokens earned it its attention, so every token passes "
     "on the same share, and a block gets as many shares as it has of the tokens.",
     solution=overlap,
-    misconceptions=_OVERLAP_MISTAKES,
+    misconceptions=(*_OVERLAP_MISTAKES, *_ZEROS),
     combine=together(
         _OVERLAP_MISTAKES,
-        {*_PAPERS_SUM, "five", "starts", "in full", "before", "inside", "side by side"},
+        {*_PAPERS_SUM, "five", "starts", "in full", "before", "inside", "side by side", "behind"},
+        {*_PAPERS_SUM, "five", "inside", "behind", "stops early"},
         {"tokens", "equal", "whole", "length", "starts"},
     ),
     cases=(
@@ -268,6 +312,9 @@ out summaries that share none, and those that do not exist. `overlap(2, 1, 2, 1)
         Case("summaries longer than a block", lambda: (6, 2, 2, 2)),
         Case("nothing divides anything", lambda: (5, 3, 4, 1)),
         Case("gaps between the summaries", lambda: (2, 5, 4, 1)),
+        Case("a block that begins and ends within a piece", lambda: (7, 3, 10, 1)),
+        Case("the same, block 2", lambda: (7, 3, 10, 2)),
+        Case("summaries of 6 every 4, blocks of 10, block 0", lambda: (6, 4, 10, 0)),
     ),
     picture=_draw_overlap,
 )
@@ -290,8 +337,9 @@ def _importance(slips: Slips, scores: Tensor, weights: Tensor) -> Tensor:
     # -- before the softmax --
     if "seen" in slips:
         scores = scores.masked_fill(scores == -torch.inf, 0)
-    if slips & {"summed", "mean"}:
-        scores = (scores.sum if "summed" in slips else scores.mean)(0, keepdim=True)
+    if slips & {"summed", "mean", "largest score"}:
+        reduce = torch.sum if "summed" in slips else torch.mean if "mean" in slips else torch.amax
+        scores = reduce(scores, 0, keepdim=True)
     if "blocks first" in slips:
         scores, weights = scores @ weights.T, torch.eye(len(weights))
     hidden = scores == -torch.inf
@@ -317,6 +365,8 @@ def _importance(slips: Slips, scores: Tensor, weights: Tensor) -> Tensor:
         return weights @ p[0]
     if "max" in slips:
         return weights @ p.amax(0)
+    if "max of blocks" in slips:
+        return (p @ weights.T).amax(0)
     return weights @ (p.mean(0) if "average" in slips else p.sum(0))
 
 
@@ -362,6 +412,12 @@ _IMPORTANCE_MISTAKES = (
         slip(_importance, "max"),
         "One head that is sure then counts as much as four that agree. What does Eq. 10 do with "
         "the heads' shares?",
+    ),
+    Misconception(
+        "taking the largest of the heads' scores before the softmax",
+        slip(_importance, "largest score"),
+        "The head with the largest scores then decides alone. Each head has one unit of "
+        "attention to give away: when is it handed out?",
     ),
     Misconception(
         "averaging over the heads",
@@ -428,35 +484,65 @@ _IMPORTANCE_MISTAKES = (
     ),
 )
 
+
+def _also(mistake: Misconception, *slips: str) -> Misconception:
+    """The same mistake, made in a solution that has other slips, too."""
+    return replace(mistake, wrong=Wrong(_importance, mistake.wrong.slips.union(slips)))
+
+
+# The largest share may be taken after the blocks, as well. And most who make another mistake have
+# not met NaN yet: that is for later.
+_MAX_OF_BLOCKS = next(
+    replace(m, wrong=slip(_importance, "max of blocks"))
+    for m in _IMPORTANCE_MISTAKES
+    if m.wrong.slips == {"max"}
+)
+_BEFORE_NAN = tuple(
+    _also(m, "nan")
+    for m in (*_IMPORTANCE_MISTAKES, _MAX_OF_BLOCKS)
+    if not m.wrong.slips & {"nan", "seen"}
+)
+
 _IMPORTANCE = Exercise(
     name="block_importance",
     statement="""
 One query, one group of `G` heads. `scores` `[G, M_c]` are the scaled scores of each head with the
-summaries, and `-inf` marks a summary that is not visible yet. `weights` `[NB, M_c]` says how often
-a summary counts for a block. Return one importance for each block, `[NB]`. Start with each head's
-attention to the visible summaries (Eq. 8). Carry it over to the blocks (Eq. 9), and sum over the
-heads (Eq. 10). A query that sees no summary at all gives 0 everywhere.
+`M_c` summaries, and `-inf` marks a summary that is not visible yet. `weights` `[NB, M_c]` says how
+often a summary counts for each of the `NB` blocks. Return one importance for each block, `[NB]`.
+
+Start with each head's attention to the visible summaries. Nobody hands you `lse` here, so Eq. 8 is
+a softmax over the row. Carry the shares over to the blocks (Eq. 9), and sum over the heads (Eq.
+10). A query that sees no summary at all gives 0 everywhere.
 """,
     minutes=6,
     difficulty=2,
     hints=(
         "Take two heads and one summary for each of two blocks. How much attention does each head "
         "give away in all, whatever its scores?",
-        "The order matters: first each head shares out its own attention, then the heads are "
-        "added up, then summaries become blocks. What happens in the first step where every score "
-        "is −∞?",
+        "First, each head shares out its own attention. The two sums come after that: over the "
+        "heads and over a block's summaries, in either order. What does a softmax make of a row "
+        "where every score is −∞?",
         "Normalise each row of `scores` by itself, and put 0 where a score is −∞. Adding up the "
         "rows leaves `[M_c]`, and one matrix product with `weights` makes `[NB]` of it.",
     ),
     why="Each head has one unit of attention to give away, so its softmax comes before the sum: "
     "otherwise the head with the largest scores would decide alone.",
     solution=block_importance,
-    misconceptions=_IMPORTANCE_MISTAKES,
+    misconceptions=(*_IMPORTANCE_MISTAKES, _MAX_OF_BLOCKS, *_BEFORE_NAN),
     combine=together(
         _IMPORTANCE_MISTAKES,
         {"logits", "not normalised", "one softmax", "over heads"},
-        {"summed", "mean", "average", "max", "one head", "per head", "one softmax"},
-        {"summed", "mean", "over heads"},
+        {
+            "summed",
+            "mean",
+            "largest score",
+            "average",
+            "max",
+            "one head",
+            "per head",
+            "one softmax",
+        },
+        {"summed", "mean", "largest score", "over heads"},
         {"unweighted", "mean of a block", "blocks first"},
         {"seen", "nan"},
     ),
@@ -499,6 +585,8 @@ def _choose(
     latest = [*range(start if "before zero" in slips else max(start, 0), own + 1)]
     if "past own" in slips:
         latest = [*range(own, min(own + num_local, len(scores)))]
+    if "own alone" in slips:
+        latest = [own]
     if "own is not local" in slips:
         latest = [*range(max(own - num_local, 0), own)]
     if "all of them" in slips and num_local == 0:
@@ -509,9 +597,10 @@ def _choose(
     # -- the best of the rest --
     last = len(scores) - 1 if "future" in slips else own - ("not its own" in slips)
     rest = [block for block in range(last + 1) if block not in forced]
-    rest.sort(key=lambda block: (-scores[block], -block if "higher id" in slips else block))
-    if "smallest" in slips:
-        rest.reverse()
+    best_first, lower_first = (1 if slips & _SMALLEST else -1), (-1 if "higher id" in slips else 1)
+    if "smallest, reversed" in slips:
+        lower_first = -1
+    rest.sort(key=lambda block: (best_first * scores[block], lower_first * block))
     room = top_n if "on top" in slips else max(top_n - len(forced), 0)
     # -- the list --
     chosen = [*forced, *rest[:room]]
@@ -522,6 +611,8 @@ def _choose(
     padding = [] if "no padding" in slips else [-1] * (top_n - len(chosen))
     return padding + chosen if "padding first" in slips else chosen + padding
 
+
+_SMALLEST = frozenset({"smallest", "smallest, reversed"})
 
 _CHOOSE_MISTAKES = (
     Misconception(
@@ -596,6 +687,12 @@ _CHOOSE_MISTAKES = (
         "the past. Does your range end before it?",
     ),
     Misconception(
+        "forcing the own block, whatever num_local says",
+        slip(_choose, "own alone"),
+        "`num_local` counts the latest blocks that are forced. That may be none, or several. "
+        "Which blocks are they for `num_local` = 2, and which for 0?",
+    ),
+    Misconception(
         "a block twice, once as first and once as local",
         slip(_choose, "twice"),
         "For an early query the first blocks are the latest ones, too. What happens to the "
@@ -614,11 +711,15 @@ _CHOOSE_MISTAKES = (
     ),
 )
 
+# a sort that was turned round brings equal scores in the other order, which is no second mistake
+_SMALLEST_REVERSED = replace(_CHOOSE_MISTAKES[-1], wrong=slip(_choose, "smallest, reversed"))
+
 _CHOOSE = Exercise(
     name="choose_blocks",
     statement="""
-One query stands in block `own` (counted from 0). `scores[b]` is the importance of block `b`, for
-all blocks of the text, later ones too. Return its list, `top_n` integers:
+One query stands in block `own` (counted from 0). `scores` is a Python list of numbers: `scores[b]`
+is the importance of block `b`, for all blocks of the text, later ones too. Return the query's list,
+a Python list of `top_n` integers:
 
 - Blocks after `own` are never listed.
 - The first `num_initial` blocks and the latest `num_local` ones are always on it, as far as they
@@ -643,11 +744,13 @@ all blocks of the text, later ones too. Return its list, `top_n` integers:
     why="A kernel's loop has `top_n` steps and walks through memory in one direction, so a list "
     "has a fixed length, ascends, and leaves nothing to chance where scores are equal.",
     solution=choose_blocks,
-    misconceptions=_CHOOSE_MISTAKES,
+    misconceptions=(*_CHOOSE_MISTAKES, _SMALLEST_REVERSED),
     combine=together(
         _CHOOSE_MISTAKES,
         {"no padding", "padding first"},
-        {"past own", "own is not local", "before zero", "all of them"},
+        {"past own", "own is not local", "own alone", "before zero", "all of them"},
+        {"nothing forced", "own alone"},
+        {"smallest", "higher id"},
         {"nothing forced", "twice"},
         {"nothing forced", "on top"},
         {"future", "not its own"},
@@ -669,6 +772,9 @@ all blocks of the text, later ones too. Return its list, `top_n` integers:
             lambda: ([0.0, 0.0, 0.6, 0.9, 0.7, 0.0, 0.0, 1.0], 6, 5, 2, 2),
         ),
         Case("nothing forced", lambda: ([0.2, 0.1, 0.3, 0.4], 3, 2, 0, 0)),
+        Case(
+            "nothing forced, the own block worth least", lambda: ([0.2, 0.4, 0.3, 0.1], 3, 2, 0, 0)
+        ),
     ),
     tolerance=0.0,
 )
@@ -697,6 +803,10 @@ def _learns(slips: Slips, o: Tensor, tensors: dict[str, Tensor]) -> list[str]:
     def moves(g: Tensor | None) -> bool:
         if "not none" in slips or (g is None and "none" not in slips):
             return g is not None
+        if "sum" in slips:
+            return bool(g.sum() > 0)
+        if "positive" in slips:
+            return bool((g > 0).any())
         changed = g.ne(0)  # raises for None, which is the slip "none"
         return bool(changed.all() if "all" in slips else changed.any())
 
@@ -767,6 +877,18 @@ _LEARNS_MISTAKES = (
         "such a tensor learns in part. How many places are enough?",
     ),
     Misconception(
+        "asking whether the gradient's sum is above 0",
+        slip(_learns, "sum"),
+        "A gradient has negative places, too, and a sum lets them cancel. What does a training "
+        "step do with a place of −1?",
+    ),
+    Misconception(
+        "asking for a place above 0",
+        slip(_learns, "positive"),
+        "A gradient may be negative in every place. What does a training step do with a place of "
+        "−1?",
+    ),
+    Misconception(
         "naming those that do not learn",
         slip(_learns, "inverse"),
         "These are just the other ones. Which way round is your condition?",
@@ -796,13 +918,17 @@ dictionary's order. `torch.autograd.grad` gives gradients without storing them.
     solution=who_learns,
     misconceptions=_LEARNS_MISTAKES,
     combine=together(
-        _LEARNS_MISTAKES, {"not none", "all"}, {"not none", "none"}, {"strict", "none"}
+        _LEARNS_MISTAKES,
+        {"not none", "all", "sum", "positive"},
+        {"not none", "none"},
+        {"strict", "none"},
     ),
     cases=(
         Case("the selected branch alone", lambda: _branches(None, 1.0)),
         Case("the compressed branch alone", lambda: _branches(1.0, None)),
         Case("both, with gates 0.5 and 0.5", lambda: _branches(0.5, 0.5)),
         Case("both, the gate of the compressed branch closed", lambda: _branches(0.0, 1.0)),
+        Case("both, with gates -0.5 and -0.5", lambda: _branches(-0.5, -0.5)),
     ),
 )
 
@@ -924,11 +1050,12 @@ def _sums_case(name: str, R: int, L: int, pieces: int) -> Case:
 _SUMS = Exercise(
     name="block_sums",
     statement="""
-Write a kernel with one program per block, for one query and one KV head. A block is `R` pieces
-long, a summary `L`, so `K = R + L - 1` summaries touch a block. `W` holds their `K` weights, such
-as 1, 2, 2, 2, 1. `P` holds the attention to each of the `M` summaries, summed over the heads.
-Program `b` stores the importance of block `b`. Copy this frame into `block_sums`, and fill the
-three gaps. Each takes one short line.
+Write a kernel with one program per block, for one query and one KV head. Here `stride` divides the
+other sizes: a block is `R` whole pieces long, a summary `L` pieces. So `K = R + L - 1` summaries
+touch a block, 4 + 2 − 1 = 5 in our example. `W` holds their `K` weights, such as 1, 2, 2, 2, 1. `P`
+holds the attention to each of the `M` summaries, summed over the heads. Program `b` stores the
+importance of block `b`. Copy this frame into `block_sums`, and fill the three gaps. Each takes one
+short line. Two conditions on a tile join with `&`, each in parentheses: `and` would keep only one.
 
 ```python
 @triton.jit
@@ -952,8 +1079,8 @@ return kernel
         "the ten does not exist.",
         "A block begins at piece `block * R`. The first summary that touches it begins `L - 1` "
         "pieces earlier. Numbers below 0 and from M on do not exist.",
-        "Two conditions on a tile join with `&`, each in parentheses. The total is `tl.sum` along "
-        "axis 0 of the products of attention and weight.",
+        "A place exists from summary 0 to summary M - 1, which makes two conditions. The total is "
+        "`tl.sum` along axis 0 of the products of attention and weight.",
     ),
     why="The mask keeps the program away from summaries before the text and behind its end, and "
     "a hidden place adds 0 to the sum.",
@@ -1015,14 +1142,16 @@ return kernel
         Misconception(
             "masking only past the last summary",
             _sums("end alone"),
-            "The first block has a summary before it, with a negative number. What lies in memory "
-            "before `P`? If you ask for both ends, join them with `&`: `and` keeps only one.",
+            "Did you write `and`? It keeps only the second condition of two tiles: join both with "
+            "`&`. The first block has a summary before it, with a negative number. What lies in "
+            "memory before `P`?",
         ),
         Misconception(
             "masking only before the first summary",
             _sums("start alone"),
-            "The last block asks for summaries that never begin, because the text ends. What lies "
-            "in memory behind `P`?",
+            "Did you write `and`? It keeps only the second condition of two tiles: join both with "
+            "`&`. The last block asks for summaries that never begin, because the text ends. What "
+            "lies in memory behind `P`?",
         ),
         Misconception(
             "leaving out summary 0",
@@ -1093,12 +1222,21 @@ def _tokens_of_all(length: int, stride: int, block_size: int, block: int) -> dic
     return {j: tokens for j, tokens in shared.items() if tokens}
 
 
-def _sum_of_scores(scores: Tensor, weights: Tensor) -> Tensor:
-    return weights @ torch.softmax(scores.sum(0), 0)
+def _short_loop_in_tokens(
+    length: int, stride: int, block_size: int, block: int
+) -> dict[int, float]:
+    start, end = block * block_size, (block + 1) * block_size
+    weights = {}
+    for j in range(end // stride):
+        tokens = min(j * stride + length, end) - max(j * stride, start)
+        if tokens > 0:
+            weights[j] = tokens
+    return weights
 
 
-def _mean_of_softmax(scores: Tensor, weights: Tensor) -> Tensor:
-    return (torch.softmax(scores, dim=1) @ weights.T).mean(0)
+def _mean_of_touched(scores: Tensor, weights: Tensor) -> Tensor:
+    p = torch.softmax(scores, dim=1).masked_fill(scores == -torch.inf, 0)
+    return (p @ (weights > 0).float().T).mean(0)
 
 
 def _grad_of_some(o: Tensor, tensors: dict[str, Tensor]) -> list[str]:
@@ -1121,14 +1259,20 @@ DOUBLES = (
         ("counting tokens where pieces are asked for", "listing summaries that do not exist"),
     ),
     Double(
-        "block_importance",
-        _sum_of_scores,
-        ("adding up the heads' scores before the softmax", "NaN where no summary is visible"),
+        "overlap",
+        _short_loop_in_tokens,
+        (
+            "ending the loop over the summaries too early",
+            "counting tokens where pieces are asked for",
+        ),
     ),
     Double(
         "block_importance",
-        _mean_of_softmax,
-        ("averaging over the heads", "NaN where no summary is visible"),
+        _mean_of_touched,
+        (
+            "averaging over the heads",
+            "forgetting how much of a summary lies in a block",
+        ),
     ),
     Double(
         "choose_blocks",
@@ -1190,7 +1334,7 @@ TRAPS = (
         "counting the paper's blocks from 1, and its summaries from 0",
     ),
     Trap(
-        "its summary 0 in the first line is our −1, which does not exist",
+        "summary 0 is our −1, which does not exist",
         "overlap",
         "listing summaries that do not exist",
     ),
