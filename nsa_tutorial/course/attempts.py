@@ -113,7 +113,7 @@ MEANINGS = (
         "comparison such as `x > 0` gives a mask, and `.long()` gives indices.",
     ),
     (
-        r"only integer tensors of a single element",
+        r"only integer tensors of a single element|got a tuple of \d+ tensors",
         "A tensor meets a tuple here, or is an index into a list. Does a function return two "
         "things? Then take both: `o, lse = ...`.",
     ),

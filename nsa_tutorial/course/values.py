@@ -121,12 +121,11 @@ def differences(got: object, expected: object, is_recognised: bool = False) -> t
     try:
         x, y = numbers(got), numbers(expected)
     except (TypeError, ValueError, OverflowError):
-        kinds = (
-            ()
-            if type(got) is type(expected)
-            else (f"Got type {type(got).__name__}, expected {type(expected).__name__}.",)
-        )
-        return *kinds, _both(got, expected)
+        if type(got) is type(expected):
+            return (_both(got, expected),)
+        kinds = f"Got {_kind(got)}, expected {type(expected).__name__}."
+        is_readable = is_short(got) and is_short(expected)
+        return (kinds, _both(got, expected)) if is_readable else (kinds,)
     if x.shape != y.shape:
         return (f"Got shape {list(x.shape)}, expected {list(y.shape)}.",)
     if _is_only_one_a_mask(got, expected):
@@ -145,6 +144,12 @@ def differences(got: object, expected: object, is_recognised: bool = False) -> t
         f"The largest difference is at index {list(worst)}.",
         Code(f"got      {x[worst]:.5g}\nexpected {y[worst]:.5g}"),
     )
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, tuple) and value and all(isinstance(x, torch.Tensor) for x in value):
+        return f"a tuple of {len(value)} tensors"
+    return f"type {type(value).__name__}"
 
 
 def _is_mask(value: object) -> bool:

@@ -19,12 +19,14 @@ BACKENDS = ("auto", "reference", "tilelang", "triton")
 
 
 def describe(x: object) -> str:
-    """How an argument is named in an error: type, shape, dtype and device of a tensor, the value of
-    anything else."""
+    """How an argument is named in an error: type, shape, dtype and device of a tensor, how many
+    tensors a tuple holds, the value of anything else."""
     if isinstance(x, Tensor):
         return (
             f"a {str(x.dtype).removeprefix('torch.')} tensor of shape {list(x.shape)} on {x.device}"
         )
+    if isinstance(x, tuple) and x and all(isinstance(part, Tensor) for part in x):
+        return f"a tuple of {len(x)} tensors"  # their numbers would fill the screen
     return f"{x!r} ({type(x).__name__})"
 
 

@@ -621,6 +621,90 @@ def test_a_pair_that_is_not_unpacked_is_explained() -> None:
     assert "o, lse = " in judge(EXERCISES["three_branches"], whole_with(pair=True)).text
 
 
+def three_with(solved: bool = True, asks: bool = True, pair: bool = False, **kept: int) -> Callable:
+    """`three_branches` as the stored heads' cell goes, with some sizes kept from there."""
+
+    def typed(
+        q: Tensor, k: Tensor, v: Tensor, g_cmp: Tensor, g_slc: Tensor, g_swa: Tensor,
+        top_n: int, block_size: int, window_size: int, length: int, stride: int,
+    ) -> Tensor | None:  # fmt: skip
+        given = {"top_n": top_n, "window_size": window_size, "length": length, "stride": stride}
+        given |= {"block_size": block_size} | kept
+        sizes = {"length": given["length"], "stride": given["stride"]}
+        k_cmp, v_cmp = (ops.compress(x, **sizes) for x in (k, v))
+        found = ops.compressed_attention(q, k_cmp, v_cmp, **sizes, return_lse=asks)
+        o_cmp, lse = (found[0], found) if pair else found
+        blocks = {"block_size": given["block_size"]}
+        ids = ops.select_blocks(q, k_cmp, lse, top_n=given["top_n"], **blocks, **sizes)
+        o_slc = ops.selected_attention(q, k, v, ids, **blocks)
+        o_swa = ops.sliding_window_attention(q, k, v, window_size=given["window_size"])
+        outputs = o_cmp, o_slc, o_swa
+        return exercises.gated_sum((g_cmp, g_slc, g_swa), outputs) if solved else None
+
+    return typed
+
+
+CELL = {"top_n": 4, "block_size": 16, "window_size": 64, "length": 16, "stride": 8}
+KEPT = {
+    "all": (three_with(**CELL), ("keeping the sizes of the stored heads",)),
+    "window": (three_with(window_size=64), ("keeping the window of the stored heads",)),
+    "top_n": (three_with(top_n=4), ("keeping `top_n` of the stored heads",)),
+    "summaries": (
+        three_with(length=16, stride=8),
+        ("keeping the length and stride of the stored heads",),
+    ),
+    "two": (
+        three_with(top_n=4, window_size=64),
+        ("keeping `top_n` of the stored heads", "keeping the window of the stored heads"),
+    ),
+    "block size": (
+        three_with(block_size=16),
+        ("a block size that is left out, or is not the given one",),
+    ),
+    "gated_sum not written": (three_with(solved=False), ("returning nothing",)),
+    "no return_lse": (three_with(asks=False), ("not asking for the `lse`",)),
+}
+
+
+@pytest.mark.parametrize("typed", KEPT)
+def test_what_is_left_of_the_cell_above_is_named(typed: str) -> None:
+    function, mistakes = KEPT[typed]
+    verdict = judge(EXERCISES["three_branches"], function)
+    assert verdict.misconceptions == mistakes
+    assert "This does not explain everything" not in verdict.text
+
+
+def test_a_pair_is_called_a_pair() -> None:
+    """Its numbers would fill the screen, passed on as `lse` or returned."""
+    text = judge(EXERCISES["three_branches"], three_with(pair=True)).text
+    assert "lse: got a tuple of 2 tensors, expected a tensor" in text
+    assert "Then take both: `o, lse = ...`" in text
+    pair = judge(EXERCISES["three_branches"], lambda *arguments: arguments[:2]).text
+    assert "Got a tuple of 2 tensors, expected Tensor." in pair
+    assert max(text.count("\n"), pair.count("\n")) < 8
+
+
+def with_top_n(nsa: Callable) -> bool:
+    q, k, v = torch.randn(3, 1, 21, 4, 8, generator=torch.Generator().manual_seed(0))
+    gates = tuple(torch.full((1, 21, 4), g) for g in (0.0, 1.0, 0.0))
+    return close(nsa(q, k, v, gates, top_n=6, block_size=4), attention(q, k, v))
+
+
+def with_loose_gates(nsa: Callable) -> bool:
+    q, k, v = torch.randn(3, 1, 21, 4, 8, generator=torch.Generator().manual_seed(0))
+    gates = torch.tensor([0.0, 1.0, 0.0]).view(3, 1, 1, 1).expand(3, 1, 21, 4)
+    ids = torch.arange(6).expand(1, 21, 4, 6)
+    return close(nsa(q, k, v, *gates, ids, 4), attention(q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("test", "told"), [(with_top_n, "not `top_n`"), (with_loose_gates, "and got 8")]
+)
+def test_the_others_nsa_says_what_it_takes(test: Callable, told: str) -> None:
+    text = judge(EXERCISES["selects_like_dense"], test).text
+    assert f"takes 6 arguments, q, k, v, gates, block_indices, block_size, {told}" in text
+
+
 def counted(summaries: Callable | None = None, keys: Callable | None = None) -> Callable:
     """`keys_loaded` with another count of summaries, or of the selected keys."""
 
@@ -668,6 +752,41 @@ def test_counts_of_something_else_are_recognised(typed: str) -> None:
     assert judge(EXERCISES["keys_loaded"], function).misconceptions == mistakes
 
 
+def by_truth(gates: list, outputs: list) -> Tensor:
+    return sum(g[..., None] * o for g, o in zip(gates, outputs, strict=True) if g)
+
+
+def returning_early(gates: list, outputs: list) -> Tensor:
+    total = 0
+    for g, o in zip(gates, outputs, strict=True):
+        if g is not None:
+            total = total + g[..., None] * o
+        return total
+
+
+def returning_the_first(gates: list, outputs: list) -> Tensor:
+    for g, o in zip(gates, outputs, strict=True):
+        if g is not None:
+            return g[..., None] * o
+
+
+def wiping(gates: list, outputs: list) -> Tensor:
+    total = outputs[0]
+    total *= 0
+    for g, o in zip(gates, outputs, strict=True):
+        if g is not None:
+            total = total + g[..., None] * o
+    return total
+
+
+def starting_with_an_output(gates: list, outputs: list) -> Tensor:
+    total = outputs[0]
+    for g, o in zip(gates, outputs, strict=True):
+        if g is not None:
+            total = total + g[..., None] * o
+    return total
+
+
 def overwriting(gates: list, outputs: list) -> Tensor:
     for g, o in zip(gates, outputs, strict=True):
         if g is not None:
@@ -676,6 +795,11 @@ def overwriting(gates: list, outputs: list) -> Tensor:
 
 
 TYPED = [
+    ("gated_sum", by_truth, "asking a tensor whether it is true"),
+    ("gated_sum", returning_early, "a `return` inside the loop"),
+    ("gated_sum", returning_the_first, "a `return` inside the loop"),
+    ("gated_sum", wiping, "wiping the first output out to start the total"),
+    ("gated_sum", starting_with_an_output, "starting the total with the first output"),
     ("gated_sum", overwriting, "overwriting the tensors that were handed in"),
     ("gated_sum", softmax_of_all_gates, "a softmax over the branches"),
     ("gated_sum", zeros_for_none, "not allowing for a gate of None"),
@@ -722,13 +846,61 @@ def three_to_a_row() -> object:
     return kernel
 
 
+def masked_by_rows() -> object:
+    @triton.jit
+    def kernel(Gates, Outputs, Sum, R, DV, BLOCK: tl.constexpr):
+        row = tl.program_id(0)
+        column = tl.arange(0, BLOCK)
+        total = tl.zeros([BLOCK], tl.float32)
+        for b in range(3):
+            at = b * R + row
+            total += tl.load(Gates + at) * tl.load(Outputs + at * DV + column, mask=column < R)
+        tl.store(Sum + row * DV + column, total, mask=column < R)
+
+    return kernel
+
+
+def not_stored() -> object:
+    @triton.jit
+    def kernel(Gates, Outputs, Sum, R, DV, BLOCK: tl.constexpr):
+        row = tl.program_id(0)
+        column = tl.arange(0, BLOCK)
+        total = tl.zeros([BLOCK], tl.float32)
+        for b in range(3):
+            at = b * R + row
+            total += tl.load(Gates + at) * tl.load(Outputs + at * DV + column, mask=column < DV)
+
+    return kernel
+
+
+def indexed() -> object:
+    @triton.jit
+    def kernel(Gates, Outputs, Sum, R, DV, BLOCK: tl.constexpr):
+        row = tl.program_id(0)
+        column = tl.arange(0, BLOCK)
+        total = tl.zeros([BLOCK], tl.float32)
+        for b in range(3):
+            o = tl.load(Outputs + (b * R + row) * DV + column, mask=column < DV)
+            total += Gates[b, row] * o
+        tl.store(Sum + row * DV + column, total, mask=column < DV)
+
+    return kernel
+
+
 @pytest.mark.parametrize(
     ("typed", "outcome", "mistake"),
     [
         (gates_first, "right", None),
         (three_to_a_row, "misconception", "reading the three gates of a row as neighbours"),
+        (
+            masked_by_rows,
+            "misconception",
+            "a mask that compares columns with the number of rows",
+        ),
+        (not_stored, "misconception", "storing nothing"),
+        (indexed, "misconception", "indexing a pointer"),
     ],
-    ids=["another order", "gates side by side"],
+    ids=["another order", "gates side by side", "column < R", "no store", "Gates[b, row]"],
 )
 def test_kernels_that_a_reader_would_type(
     typed: Callable, outcome: str, mistake: str | None

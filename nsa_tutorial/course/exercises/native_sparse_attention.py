@@ -42,10 +42,19 @@ def gated_sum(gates: list[Tensor | None], outputs: list[Tensor | None]) -> Tenso
 
 def _gated(slips: Slips, gates: list, outputs: list) -> Tensor:
     """`gated_sum` with slips."""
-    if "none raises" in slips:
+    if "wiped" in slips:
+        zeroed = outputs[0]
+        zeroed *= 0
+    if "first turn" in slips and gates[0] is None:
+        return 0
+    if "truth" in slips:
+        pairs = [(g, o) for g, o in zip(gates, outputs, strict=True) if g]
+    elif "none raises" in slips:
         pairs = list(zip(gates, outputs, strict=True))
     else:
         pairs = [(g, o) for g, o in zip(gates, outputs, strict=True) if g is not None]
+    if slips & {"first turn", "first branch"}:
+        pairs = pairs[:1]
     extra = [o for g, o in zip(gates, outputs, strict=True) if g is None and o is not None]
     used = [g for g, _ in pairs]
     if None in used:
@@ -70,6 +79,8 @@ def _gated(slips: Slips, gates: list, outputs: list) -> Tensor:
         used = [g[..., None] for g in used]
     multiply = torch.Tensor.mul_ if "in place" in slips else torch.mul
     total = sum(multiply(o, g) for g, (_, o) in zip(used, pairs, strict=True))
+    if "first output" in slips:
+        total = total + outputs[0]
     return total + sum(extra) if "none is one" in slips else total
 
 
@@ -160,6 +171,33 @@ _GATED_MISTAKES = (
         "output. What should your loop do with it?",
     ),
     Misconception(
+        "asking a tensor whether it is true",
+        slip(_gated, "truth"),
+        "`if g:` wants one yes or no, and a gate holds many numbers; a single 0 would count as no. "
+        "You mean to ask whether there is a gate: write `if g is not None`.",
+    ),
+    *(
+        Misconception(
+            "a `return` inside the loop",
+            slip(_gated, change),
+            "`return` ends the function at once, so the later branches never get their turn. How "
+            "far should the line with `return` be indented?",
+        )
+        for change in ("first branch", "first turn")
+    ),
+    Misconception(
+        "wiping the first output out to start the total",
+        slip(_gated, "wiped"),
+        "`total = outputs[0]` gives the first output a second name. `total *= 0` then zeroes the "
+        "output itself, before your loop reads it. Which plain number could the total start from?",
+    ),
+    Misconception(
+        "starting the total with the first output",
+        slip(_gated, "first output"),
+        "Your loop adds the first output once more, times its gate. Which number does a sum start "
+        "from?",
+    ),
+    Misconception(
         "overwriting the tensors that were handed in",
         slip(_gated, "in place"),
         "`o *= g` writes into the caller's own tensor, and training still needs what stood there. "
@@ -175,7 +213,7 @@ compression, selection and window. A gate of `None` leaves its branch out, and t
 be `None` too. At least one branch is there. Return the gated sum `[B, N, HQ, DV]`. The gates are
 used as given.
 """,
-    minutes=4,
+    minutes=5,
     difficulty=1,
     hints=(
         "Write the shapes of a gate and of an output below each other, aligned at the right, as "
@@ -194,7 +232,9 @@ used as given.
         {"softmax", "over heads", "divided", "averaged", "three", "no gates"},
         {"other axis", "one per token", "last axis"},
         {"no gates", "other axis", "one per token", "sigmoid"},
-        {"none raises", "none is one"},
+        {"none raises", "none is one", "truth"},
+        {"first turn", "first branch"},
+        {"wiped", "first output"},
     ),
     cases=(
         Case(
@@ -434,6 +474,24 @@ loads that is all together.
 # function judges them.
 
 
+_TAKES = ("q", "k", "v", "gates", "block_indices", "block_size")
+
+
+def _implementation(name: str, compute: Callable) -> Case:
+    """A case of one implementation. It says what it takes: the chapter's `nsa` takes other
+    arguments, and a reader may try those."""
+
+    def someone(*arguments: object, **named: object) -> Tensor:
+        given = len(arguments) + len(named)
+        wrong = [f"not `{key}`" for key in named if key not in _TAKES]
+        if wrong or given != len(_TAKES):
+            found = wrong[0] if wrong else f"and got {given}"
+            raise TypeError(f"`someone` takes 6 arguments, {', '.join(_TAKES)}, {found}")
+        return compute(*arguments, **named)
+
+    return Case(name, lambda: (someone,))
+
+
 def _nsa(
     q: Tensor,
     k: Tensor,
@@ -581,8 +639,8 @@ def _nsa_window_always(
     return _nsa(q, k, v, (gates[0], gates[1], torch.ones_like(gates[1])), block_indices, block_size)
 
 
-def selects_like_dense(nsa: Callable) -> bool:
-    """Whether nsa, with every block listed and only the selection's gate open, is dense causal
+def selects_like_dense(someone: Callable) -> bool:
+    """Whether someone, with every block listed and only the selection's gate open, is dense causal
     attention."""
     # a ragged last block; several KV heads, several query heads on each
     B, N, H, G, D, block_size = 1, 21, 2, 3, 8, 4
@@ -592,7 +650,7 @@ def selects_like_dense(nsa: Callable) -> bool:
     v = torch.randn(B, N, H, D, generator=generator)
     gates = tuple(torch.full((B, N, H * G), g) for g in (0.0, 1.0, 0.0))
     every_block = torch.arange(-(-N // block_size)).expand(B, N, H, -1)
-    o = nsa(q, k, v, gates, every_block, block_size)
+    o = someone(q, k, v, gates, every_block, block_size)
     return o.shape == q.shape and torch.allclose(o, gqa.attention(q, k, v), atol=1e-4)
 
 
@@ -717,28 +775,34 @@ _PROPERTY_MISTAKES = (
 _SELECTS_LIKE_DENSE = Exercise(
     name="selects_like_dense",
     statement="""
-Write a test. `nsa` is somebody's implementation, called as
-`nsa(q, k, v, gates, block_indices, block_size)`: `q` `[B, N, HQ, D]`, `k` and `v` `[B, N, H, D]`,
-`gates` a tuple of three `[B, N, HQ]`, `block_indices` `[B, N, H, S]`; it returns `[B, N, HQ, D]`.
-Return `True` if it keeps this property, and `False` if not: **with every block listed for every
-query, and gates (0, 1, 0), it equals dense causal attention**, up to differences of 1e-4. Make
-inputs (fp32, seeded, some 20 tokens) on which a broken one cannot hide: with several blocks of
-several tokens, and several query heads on each of several KV heads. As the truth you may use
-`gqa.attention(q, k, v)` of chapter 02, which is causal.
+Write a test. `someone` is another person's NSA, with several heads, called as
+`someone(q, k, v, gates, block_indices, block_size)`. It takes the list itself, not its length.
+
+| argument | shape |
+|---|---|
+| `q` | `[B, N, HQ, D]`, and so is the output |
+| `k`, `v` | `[B, N, H, D]` |
+| `gates` | a tuple of three, `[B, N, HQ]` each |
+| `block_indices` | `[B, N, H, S]`, whole numbers |
+
+Return `True` if `someone` keeps this property, and `False` if not: **with every block listed for
+every query, and gates (0, 1, 0), it equals dense causal attention**, up to differences of 1e-4.
+The truth is `gqa.attention(q, k, v)` of chapter 02, which is causal. Choose inputs on which a
+broken one cannot hide: fp32, seeded, some 20 tokens.
 
 The cases hand your test right implementations and broken ones. (Two break other rules and keep this
 one: `True`.)
 """,
-    minutes=12,
+    minutes=20,
     difficulty=3,
     hints=(
-        "Think of a bug: query head hq reads KV head hq % H. With how many KV heads, and how many "
-        "query heads on each, would your test never notice?",
-        "The comparison is easy, the sizes decide. You need several blocks of several tokens, a "
-        "last block that is not full, groups of several heads, and all queries compared.",
-        "Random `q`, `k`, `v` from a seeded generator; three gates full of 0, 1 and 0; the ids of "
-        "all blocks, a partial last one included, expanded to `[B, N, H, S]`. Then "
-        "`torch.allclose` with the chapter's dense attention, at the tolerance that is given.",
+        "Begin with the list. Take 10 tokens in blocks of 4. Which ids name every block, and what "
+        "shape must they have for `B` texts, `N` queries and `H` KV heads?",
+        "Now the sizes. You need several blocks of several tokens, a last block that is not full, "
+        "at least two KV heads, several query heads on each, and all queries compared.",
+        "Make random `q`, `k`, `v` from a seeded generator, three gates full of 0, 1 and 0, and "
+        "the ids of all blocks, expanded to `[B, N, H, S]`. Compare with chapter 02's dense "
+        "attention by `torch.allclose`, at the tolerance that is given.",
     ),
     why="A bug shows only where the broken way and the right one differ: at a last block that is "
     "not full, in shared heads, for early queries, and in values that are not all alike.",
@@ -753,25 +817,25 @@ one: `True`.)
         {"exact", "asserts"},
     ),
     cases=(
-        Case("the operator: right", lambda: (_nsa,)),
-        Case("the operator in fp64, rounded: right", lambda: (_nsa_rounded,)),
-        Case("the future part of the own block is visible", lambda: (_nsa_no_mask,)),
-        Case("no scale on the scores", lambda: (_nsa_no_scale,)),
-        Case("log2(e) taken for 1.4", lambda: (_nsa_rough_log2,)),
-        Case("every block overwrites the one before", lambda: (_nsa_first_slot,)),
-        Case("a last block that is not full is left out", lambda: (_nsa_no_tail,)),
-        Case("query head hq reads KV head hq % H", lambda: (_nsa_heads_repeated,)),
-        Case("every query head reads KV head 0", lambda: (_nsa_first_kv_head,)),
-        Case("the heads of a group share one query", lambda: (_nsa_one_query_a_group,)),
-        Case("the window's gate is ignored", lambda: (_nsa_window_always,)),
-        Case("the gates pass a sigmoid a second time", lambda: (_nsa_gates_twice,)),
-        Case(
+        _implementation("the operator: right", _nsa),
+        _implementation("the operator in fp64, rounded: right", _nsa_rounded),
+        _implementation("the future part of the own block is visible", _nsa_no_mask),
+        _implementation("no scale on the scores", _nsa_no_scale),
+        _implementation("log2(e) taken for 1.4", _nsa_rough_log2),
+        _implementation("every block overwrites the one before", _nsa_first_slot),
+        _implementation("a last block that is not full is left out", _nsa_no_tail),
+        _implementation("query head hq reads KV head hq % H", _nsa_heads_repeated),
+        _implementation("every query head reads KV head 0", _nsa_first_kv_head),
+        _implementation("the heads of a group share one query", _nsa_one_query_a_group),
+        _implementation("the window's gate is ignored", _nsa_window_always),
+        _implementation("the gates pass a sigmoid a second time", _nsa_gates_twice),
+        _implementation(
             "gates divided by their sum: wrong, but not against this property",
-            lambda: (_nsa_gates_divided,),
+            _nsa_gates_divided,
         ),
-        Case(
+        _implementation(
             "the other two branches are missing: not against this property either",
-            lambda: (_nsa_selection_alone,),
+            _nsa_selection_alone,
         ),
     ),
 )
@@ -802,19 +866,32 @@ def _put_together(
     slips: Slips,
     q: Tensor, k: Tensor, v: Tensor, g_cmp: Tensor, g_slc: Tensor, g_swa: Tensor,
     top_n: int, block_size: int, window_size: int, length: int, stride: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor | None:  # fmt: skip
     """`three_branches` with slips."""
+    if "nothing" in slips:
+        return None
+    if "the cell above" in slips:
+        top_n, block_size, window_size, length, stride = 4, 16, 64, 16, 8
+    if "summaries of the cell above" in slips:
+        length, stride = 16, 8
+    if "list of the cell above" in slips:
+        top_n = 4
+    if "window of the cell above" in slips:
+        window_size = 64
     sizes = {} if "paper's sizes" in slips else {"length": length, "stride": stride}
     told = {} if "default sizes" in slips else sizes
     # -- compression --
     k_cmp, v_cmp = (ops.compress(x, **sizes) for x in (k, v))
     values = k_cmp if "keys as values" in slips else v_cmp
-    o_cmp, lse_cmp = ops.compressed_attention(q, k_cmp, values, **told, return_lse=True)
+    o_cmp, lse_cmp = ops.compressed_attention(
+        q, k_cmp, values, **told, return_lse="no lse" not in slips
+    )
     # -- selection --
     by = v_cmp if "by values" in slips else k if "by keys" in slips else k_cmp
     cut = {"block_size": block_size}
     chosen_by = {} if slips & {"default block size", "block size of the choice"} else cut
-    ids = ops.select_blocks(q, by, None, top_n=top_n, **chosen_by, **told)
+    unasked = lse_cmp if "no lse" in slips else None
+    ids = ops.select_blocks(q, by, unasked, top_n=top_n, **chosen_by, **told)
     if "one choice for all" in slips:
         ids = ids[:, :, :1].expand_as(ids)
     if "of the last query" in slips:
@@ -871,7 +948,31 @@ def _whole(B: int, N: int, HQ: int, H: int, D: int, DV: int, seed: int, **sizes:
     return arguments
 
 
+_FIXED = {
+    "the cell above": "the sizes",
+    "summaries of the cell above": "the length and stride",
+    "list of the cell above": "`top_n`",
+    "window of the cell above": "the window",
+}
+
+_SIZES = {  # slips that set what "the cell above" sets
+    "default sizes", "paper's sizes", "default block size", "block size of the choice",
+    "blocks of stride", "blocks of length", "wide window", "window of a block",
+}  # fmt: skip
+
 _TOGETHER_MISTAKES = (
+    Misconception(
+        "returning nothing",
+        slip(_put_together, "nothing"),
+        "Does the last line begin with `return`? If it calls your `gated_sum`: is that exercise "
+        "solved, and was its cell run?",
+    ),
+    Misconception(
+        "not asking for the `lse`",
+        slip(_put_together, "no lse"),
+        "An operator returns its output alone, so there is nothing to unpack. Which argument of "
+        "`ops.compressed_attention` asks for the `lse`, too?",
+    ),
     Misconception(
         "leaving length and stride at their defaults",
         slip(_put_together, "default sizes"),
@@ -885,10 +986,10 @@ _TOGETHER_MISTAKES = (
         "texts are shorter. Which sizes were you given?",
     ),
     Misconception(
-        "leaving the block size at its default",
+        "a block size that is left out, or is not the given one",
         slip(_put_together, "default block size"),
-        "A block of 64 tokens holds all of these short texts. Which two operators have to be told "
-        "`block_size`?",
+        "With blocks of 64, or of 16, these short texts have few blocks, and all are listed. Which "
+        "two operators have to be told `block_size`?",
     ),
     Misconception(
         "telling the block size to the attention alone",
@@ -1000,6 +1101,15 @@ _TOGETHER_MISTAKES = (
         "The scores come from keys, the output from values. How many summaries does the "
         "compressed branch need?",
     ),
+    *(
+        Misconception(
+            f"keeping {what} of the stored heads",
+            slip(_put_together, change),
+            "The cells above use fixed numbers, and `sizes` holds two of them. Each case brings "
+            "its own. Which arguments hold them?",
+        )
+        for change, what in _FIXED.items()
+    ),
 )
 
 _THREE_BRANCHES = Exercise(
@@ -1008,12 +1118,11 @@ _THREE_BRANCHES = Exercise(
 All of it, for given gates. `q` `[B, N, HQ, D]`, `k` `[B, N, H, D]`, `v` `[B, N, H, DV]`, gates
 `[B, N, HQ]`, and the sizes. Put it together from `ops.compress` (means),
 `ops.compressed_attention`, `ops.select_blocks`, `ops.selected_attention` and
-`ops.sliding_window_attention`, and return the gated sum `[B, N, HQ, DV]`.
-`ops.native_sparse_attention` does it all in one call. The check would accept that call, but here
-the parts are yours to put together. (The first and the two latest blocks are forced, as
-`select_blocks` does unless told otherwise.)
+`ops.sliding_window_attention`, as the stored heads' cell does. Return the gated sum
+`[B, N, HQ, DV]`. With `return_lse=True` an attention returns two tensors, `o` and `lse`.
+`select_blocks` forces the first and the two latest blocks by itself.
 """,
-    minutes=8,
+    minutes=10,
     difficulty=2,
     hints=(
         "You need five operators. Which of them needs what another one makes? Write them in an "
@@ -1031,6 +1140,9 @@ the parts are yours to put together. (The first and the two latest blocks are fo
     combine=together(
         _TOGETHER_MISTAKES,
         {"default sizes", "paper's sizes"},
+        *({"the cell above", other} for other in [*_FIXED, *_SIZES] if other != "the cell above"),
+        {"summaries of the cell above", "default sizes", "paper's sizes"},
+        {"window of the cell above", "wide window", "window of a block"},
         {"by keys", "by values"},
         {"default block size", "block size of the choice", "blocks of stride"},
         {"default block size", "blocks of stride", "blocks of length"},
@@ -1137,15 +1249,19 @@ def _run_gated(solution: Callable, R: int, DV: int) -> tuple[Tensor, str]:
 def _wrong_gated(
     Gates, Outputs, Sum, R, DV,
     BLOCK: tl.constexpr, GATE: tl.constexpr, ROW: tl.constexpr, SUM: tl.constexpr,
-    STORE: tl.constexpr,
+    STORE: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
+    LOADED = R if MASK == "both" or MASK == "load" else DV
+    STORED = R if MASK == "both" or MASK == "store" else DV
     for branch in range(3):
         here = branch * R + row
         gate = tl.load(Gates + here)
-        if GATE == "first gate":
+        if GATE == "two indices":
+            gate = tl.load(Gates[branch, row])
+        elif GATE == "first gate":
             gate = tl.load(Gates + row)
         elif GATE == "gates side by side":
             gate = tl.load(Gates + row * 3 + branch)
@@ -1160,7 +1276,7 @@ def _wrong_gated(
             start = here
         elif ROW == "rows of BLOCK numbers":
             start = here * BLOCK
-        o = tl.load(Outputs + start + column, mask=column < DV, other=0.0)
+        o = tl.load(Outputs + start + column, mask=column < LOADED, other=0.0)
         if SUM == "overwritten":
             total = gate * o
         else:
@@ -1168,15 +1284,16 @@ def _wrong_gated(
     if STORE == "everything":
         tl.store(Sum + row * DV + column, total)
     elif STORE == "in one place":
-        tl.store(Sum + column, total, mask=column < DV)
-    else:
-        tl.store(Sum + row * DV + column, total, mask=column < DV)
+        tl.store(Sum + column, total, mask=column < STORED)
+    elif STORE == "right":
+        tl.store(Sum + row * DV + column, total, mask=column < STORED)
 
 
-_GATE_SLIPS = {"first gate", "gates side by side", "no gate", "sigmoid"}
+_GATE_SLIPS = {"two indices", "first gate", "gates side by side", "no gate", "sigmoid"}
 _ROW_SLIPS = {"first output", "rows of one number", "rows of BLOCK numbers"}
 _SUM_SLIPS = {"overwritten"}
-_STORE_SLIPS = {"everything", "in one place"}
+_STORE_SLIPS = {"everything", "in one place", "nothing"}
+_MASK_SLIPS = {"both", "load", "store"}
 
 
 class _Mistaken:
@@ -1184,7 +1301,10 @@ class _Mistaken:
 
     def __init__(self, slips: Slips) -> None:
         self.run = None
-        parts = {"GATE": _GATE_SLIPS, "ROW": _ROW_SLIPS, "SUM": _SUM_SLIPS, "STORE": _STORE_SLIPS}
+        parts = {
+            "GATE": _GATE_SLIPS, "ROW": _ROW_SLIPS, "SUM": _SUM_SLIPS, "STORE": _STORE_SLIPS,
+            "MASK": _MASK_SLIPS,
+        }  # fmt: skip
         self.slips = {
             part: next((name for name in slips if name in names), "right")
             for part, names in parts.items()
@@ -1247,7 +1367,30 @@ _KERNEL_MISTAKES = (
     Misconception(
         "storing every row in the same place",
         slip(_Mistaken, "in one place"),
-        "Every program writes to the first row of `Sum`. Where does row `row` begin?",
+        "Every program writes to the first row of `Sum`, and the other rows keep the −77 that "
+        "stood there before. Where does row `row` begin?",
+    ),
+    Misconception(
+        "storing nothing",
+        slip(_Mistaken, "nothing"),
+        "−77 is what stood in `Sum` before the launch, and it still stands there. Which function "
+        "writes `total` to memory?",
+    ),
+    *(
+        Misconception(
+            "a mask that compares columns with the number of rows",
+            slip(_Mistaken, change),
+            "`column` counts along one row, and `R` is how many rows there are. How many numbers "
+            "has a row?",
+        )
+        for change in ("both", "load", "store")
+    ),
+    Misconception(
+        "indexing a pointer",
+        slip(_Mistaken, "two indices"),
+        "`Gates` is the address of the first gate and knows no axes, so `Gates[branch, row]` "
+        "cannot work. `Gates + n` is the address of gate `n`. Which `n` does branch `branch`, "
+        "row `row` have?",
     ),
 )
 
@@ -1262,9 +1405,10 @@ _GATED_KERNEL = Exercise(
     statement="""
 Complete the kernel of equation 5. `Gates` points to `[3, R]`, `Outputs` to `[3, R, DV]` and `Sum`
 to `[R, DV]`, all contiguous. `R` counts rows: one for each head of each token. The grid has `R`
-programs. A loop over the three branches is missing, and the store behind it: five lines.
+programs. A loop over the three branches is missing, and the store behind it: five lines. Before the
+launch, `Sum` is full of −77, so a −77 marks a place that was never written.
 """,
-    minutes=5,
+    minutes=6,
     difficulty=2,
     hints=(
         "Write down where branch 1, row 0 begins: once in `Gates`, once in `Outputs`. Which of "
@@ -1280,7 +1424,15 @@ programs. A loop over the three branches is missing, and the store behind it: fi
     solution=gated_kernel,
     run=_run_gated,
     misconceptions=_KERNEL_MISTAKES,
-    combine=together(_KERNEL_MISTAKES, _GATE_SLIPS, _ROW_SLIPS, _SUM_SLIPS, _STORE_SLIPS),
+    combine=together(
+        _KERNEL_MISTAKES,
+        _GATE_SLIPS,
+        _ROW_SLIPS,
+        _SUM_SLIPS,
+        _STORE_SLIPS,
+        _MASK_SLIPS,
+        {"everything", "nothing", *_MASK_SLIPS},
+    ),
     cases=(
         _gated_case("one row of four numbers", 1, 4),
         _gated_case("three rows of four numbers", 3, 4),
@@ -1290,7 +1442,7 @@ programs. A loop over the three branches is missing, and the store behind it: fi
 )
 
 
-EXERCISES = (_GATED_SUM, _THREE_BRANCHES, _SELECTS_LIKE_DENSE, _GATED_KERNEL, _KEYS_LOADED)
+EXERCISES = (_GATED_SUM, _THREE_BRANCHES, _GATED_KERNEL, _KEYS_LOADED, _SELECTS_LIKE_DENSE)
 
 
 # -- two mistakes at once --
@@ -1445,17 +1597,17 @@ TRAPS = (
         "merging the branches by their LSE",
     ),
     Trap(
-        "The branches **overlap**",
+        "These branches **overlap**",
         "three_branches",
         "merging the branches by their LSE",
     ),
     Trap(
-        "And if each summary counts for the 8 tokens that it adds?",
+        "With 8 times the weight for every summary, the merge comes near dense",
         "three_branches",
         "merging the branches by an LSE that counts each summary `stride` times",
     ),
     Trap(
-        "NSA does not use it: in its layer each branch has keys of its own",
+        "NSA cannot merge like that: in its layer each branch has keys of its own",
         "three_branches",
         "merging the branches by an LSE that counts each summary `stride` times",
     ),
@@ -1573,16 +1725,16 @@ PREDICTIONS = (
         (
             (
                 600,
-                "That is little more than the window, 512. The list and the summaries come on top.",
+                "Your 600 is little more than the window, 512. The list and the summaries come on "
+                "top.",
             ),
             (
                 lambda guess: 1400 <= guess <= 1600,
-                "That is list and window, 1,024 + 512. The summaries are of the whole text.",
+                "Your guess is list and window, 1,024 + 512. The summaries are of the whole text.",
             ),
-            (4095, "That is the summaries alone."),
-            (5119, "That is summaries and list. The window loads its 512 keys, too."),
-            (5632, "That is the paper's count: it has one summary more than there are."),
-            (16_000, "That is a quarter of the text."),
+            (4095, "Your guess is the summaries alone."),
+            (5119, "Your guess is summaries and list. The window loads its 512 keys, too."),
+            (5632, "Your guess is the paper's count: it has one summary more than there are."),
         ),
         unit="keys",
         tolerance=0.01,
@@ -1594,10 +1746,9 @@ PREDICTIONS = (
         "long as it should be.",
         (
             (0, "The sum would be exact only if the branches shared out one softmax among them."),
-            (20, "A good choice of gates comes that near. The plain sum has no gates."),
-            (60, "That fits an output of 1.6 times the right length."),
-            (100, "That is what zeros get. The plain sum is worse than saying nothing."),
-            (200, "Three equal outputs would be 200 % off, but the compression's is much shorter."),
+            (20, "Good gates come as near as your 20 %. The plain sum has no gates."),
+            (100, "Your 100 % is what zeros get. The plain sum is worse than saying nothing."),
+            (200, "Three equal outputs would be 200 % off, but compression's is much shorter."),
         ),
         unit="%",
         tolerance=0.02,
@@ -1607,9 +1758,9 @@ PREDICTIONS = (
         "All values are 1 and all three gates ½: what is the gated sum?",
         "Each branch gives exactly 1, because its weights sum to 1, and three halves are added.",
         (
-            (1, "That would hold if the gates summed to 1. Nothing makes them."),
-            (0.5, "That is one branch alone, and there are three."),
-            (3, "That is the sum with gates of 1."),
+            (1, "Your 1 needs gates that sum to 1. These sum to 1½."),
+            (0.5, "Your 0.5 is one branch alone, and there are three."),
+            (3, "Your 3 is the sum with gates of 1."),
         ),
     ),
     Prediction(
@@ -1619,7 +1770,10 @@ PREDICTIONS = (
         "all that is left.",
         (
             (0, "Nobody knows less than nothing: a blind guess is right once in 16 times."),
-            (lambda guess: 30 <= guess <= 45, "That is the window's share of the keys."),
+            (
+                lambda guess: 30 <= guess <= 45,
+                "The window holds that share of the keys, but none of the far ones.",
+            ),
             (lambda guess: guess > 45, "The answers stand before the window's first key."),
         ),
         unit="%",
