@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa_tutorial import backends, ops
+from nsa_tutorial import ops
 from nsa_tutorial.bench import __main__ as bench
 from nsa_tutorial.bench import drawing, judging, measuring, timing
 from nsa_tutorial.bench.operators import (
@@ -23,7 +23,6 @@ from nsa_tutorial.bench.operators import (
     GATES,
     OPERATORS,
     parts_of,
-    stand_ins,
     with_choice,
 )
 from nsa_tutorial.bench.problem import Problem, Results, Shape, dense
@@ -470,30 +469,6 @@ def test_rows_of_the_other_operators(operator: str, tmp_path: Path) -> None:
         assert (row["d_g_error"] is not None) == is_trained
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_backend_without_a_kernel_says_so(
-    direction: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """It is no failure; `native` takes another backend in its place, and names it."""
-    path = tmp_path / "rows.json"
-    tables = [backends.BACKENDS] if direction == "forward" else []
-    for table in (*tables, backends.BACKWARDS):
-        kept = {x: y for x, y in table["compressed_attention"].items() if x != "triton"}
-        monkeypatch.setitem(table, "compressed_attention", kept)
-    monkeypatch.setitem(backends.CHAPTER_OF, ("compressed_attention", "triton"), "99")
-    sizes = ["--tokens", "40", "--group", "1", "--width", "16", "--backend", "triton"]
-    options = ["--device", "cpu", "--no-dense", "--seconds", "0.01", "--output", str(path)]
-    assert bench.main(["compressed", *sizes, *options, "--pass", direction]) == 0
-    (row,) = rows_of(path)
-    assert row["ms"] is row["is_right"] is None
-    what = "backend" if direction == "forward" else "backward"
-    start = f"NotImplementedError: compressed_attention: there is no triton {what} yet"
-    assert row["note"].startswith(start)
-    problem = problem_of("native")
-    named = stand_ins(problem, "triton")
-    assert named == ("compressed_attention: reference" if direction == "forward" else "")
-
-
 def test_the_parts_of_native_make_the_whole() -> None:
     problem = problem_of("native")
     parts = dict(parts_of(problem))
@@ -595,6 +570,11 @@ def test_a_row_without_a_dense_time_has_no_ratio() -> None:
             "selected --device cpu --backend triton --dtype bfloat16",
             "bfloat16|not installed|CUDA tensors only",
         ),
+        ("selected --output no/x.json", "--output: got no/x.json, but there is no folder no"),
+        ("selected --plot x.jpg", "--plot: got x.jpg, expected a name that ends in .png, .svg or"),
+        ("selected --order tiles", "--order: got tiles without --backend triton, expected auto"),
+        ("selected --order sideways", "invalid choice: 'sideways'"),
+        ("window --order tiles", "unrecognized arguments: --order tiles"),
         ("selected --lists sorted", "invalid choice: 'sorted'"),
         ("native --device cpu --tokens 20 64", "--tokens: got 20, expected at least 32, a summary"),
         ("selection --device cpu --slots 8 2", "--slots: got 2, expected at least 3, the forced"),
@@ -619,7 +599,17 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
         bench.main(["selected", "--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    for option in ("tokens", "dtype", "steps", "output", "seconds", "lists", "pass", "group"):
+    for option in (
+        "tokens",
+        "dtype",
+        "steps",
+        "output",
+        "seconds",
+        "lists",
+        "pass",
+        "group",
+        "order",
+    ):
         assert f"--{option}" in text
 
 

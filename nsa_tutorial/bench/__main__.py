@@ -8,9 +8,8 @@ one call, from queries, keys, values and gates.
 Every combination of the sizes given, of the kinds of lists and of the passes is one row: median and
 spread of a call's time, the memory it takes on top of its inputs, the ratio to dense attention
 measured in the same run, and the errors against fp64 for some queries and some blocks of keys, so
-that no wrong kernel is ever called fast. A backend without a kernel says so in the row. Rows go to
-a CSV or JSON file, or as CSV to the standard output, with the machine, the versions and the
-command.
+that no wrong kernel is ever called fast. Where a call could not run, its row says why. Rows go to a
+CSV or JSON file, or as CSV to the standard output, with the machine, the versions and the command.
 
 Passes: `forward` runs without a graph; `backward` is the gradients of the inputs alone; `both` is a
 forward and its backward.
@@ -21,8 +20,17 @@ there, `--queries` says how queries are drawn, and `smooth` ones choose smooth l
 `overlap` says how many blocks four neighbouring queries list together, over how many one of them
 does.
 
+Orders: of `selected`, `--order queries tiles blocks` tells Triton how to walk the lists, and each
+order is a row: a program for each query, for a few neighbours and the union of their lists, or for
+each block of keys. With `auto`, Triton chooses.
+
 Steps: of `selected`, `--steps` adds the kernels of TileLang or Triton with one decision changed at
 a time; of `native`, each of its parts as a call of its own; of `selection`, its two kernels apart.
+Triton's steps are changes to the order `queries`, so add that order to compare them with.
+
+Stored runs: `--plot times.png` draws the rows when they are measured, and `plot times.json --output
+times.png` draws them from a file, on any machine. `compare before.json after.json` prints a table
+of two runs: ms before, ms after, and their ratio.
 
 On a GPU, `triton.testing.do_bench` measures (the cache is emptied between calls), on a CPU
 `torch.utils.benchmark`. Compilation is excluded. Times of the CPU say nothing about a GPU: there,
@@ -32,21 +40,18 @@ Triton is interpreted and TileLang runs one program after the other.
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
-import json
 import os
-import platform
-import shlex
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from nsa_tutorial.backends import ORDERS
+from nsa_tutorial.bench import comparing, plotting, stored
 from nsa_tutorial.bench.drawing import DRIFTS
-from nsa_tutorial.bench.measuring import Plan, Row, measure_shape
+from nsa_tutorial.bench.measuring import Plan, measure_shape
 from nsa_tutorial.bench.operators import CHOOSING, OPERATORS
 from nsa_tutorial.bench.problem import DTYPES, PASSES, Shape
 from nsa_tutorial.bench.steps import has_steps
@@ -54,41 +59,6 @@ from nsa_tutorial.runtime import environment
 from nsa_tutorial.sparse.native_sparse_attention import NUM_INITIAL, NUM_LOCAL
 
 BACKENDS = ("reference", "tilelang", "triton")
-
-
-def about(command: list[str]) -> dict[str, object]:
-    """The machine, the versions and the command, for whoever reads the numbers later."""
-    env = environment.detect()
-    processor = platform.processor() or platform.machine()
-    return {
-        "command": "python -m nsa_tutorial.bench " + shlex.join(command),
-        "machine": env.gpu or f"{processor}, {torch.get_num_threads()} threads",
-        "python": env.python,
-        "torch": env.torch,
-        "triton": env.triton,
-        "tilelang": env.tilelang,
-    }
-
-
-def write(rows: list[Row], facts: dict[str, object], path: Path | None) -> None:
-    """Rows to a `.json` or `.csv` file, or as CSV to the standard output."""
-    if path is not None and path.suffix == ".json":
-        path.write_text(
-            json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
-        )
-        return
-    with (
-        open(path, "w", newline="")
-        if path is not None
-        else open(sys.stdout.fileno(), "w", newline="", closefd=False) as file
-    ):
-        writer = csv.DictWriter(file, [*Row.__dataclass_fields__, *facts])
-        writer.writeheader()
-        for row in rows:
-            numbers = {
-                key: f"{x:.4g}" if isinstance(x, float) else x for key, x in asdict(row).items()
-            }
-            writer.writerow({**numbers, **facts})
 
 
 def parser() -> argparse.ArgumentParser:
@@ -113,7 +83,20 @@ def parser() -> argparse.ArgumentParser:
             ),
             name,
         )
+    _add_stored(operators)
     return result
+
+
+def _add_stored(operators: argparse._SubParsersAction) -> None:
+    """The two commands that read stored runs."""
+    text = "draw a stored run: a bar for each row, a panel for each shape, pass and lists"
+    p = operators.add_parser("plot", help=text, description=text)
+    p.add_argument("run", type=Path, help="a .json file from --output")
+    p.add_argument("--output", type=Path, required=True, metavar="file", help=".png, .svg or .pdf")
+    text = "print a table of two stored runs: ms before, ms after, and their ratio"
+    p = operators.add_parser("compare", help=text, description=text)
+    for name in ("before", "after"):
+        p.add_argument(name, type=Path, help="a .json file from --output")
 
 
 def _add_options(p: argparse.ArgumentParser, name: str) -> None:
@@ -129,10 +112,11 @@ def _add_options(p: argparse.ArgumentParser, name: str) -> None:
     several("--backend", ["tilelang"], "what is measured", choices=BACKENDS)
     several("--pass", ["forward"], "of what", choices=PASSES, dest="directions")
     # the size of a block says where keys are judged, also where there are none
-    p.set_defaults(steps=False, lists=[""], block_size=[64], no_dense=True)
+    p.set_defaults(steps=False, order=["auto"], lists=[""], block_size=[64], no_dense=True)
     p.set_defaults(group=[1], slots=[0], length=[0], stride=[0], window=[0])
     if name == "selected":
         several("--lists", ["random"], "how lists are drawn", choices=[*DRIFTS])
+        several("--order", ["auto"], "how Triton walks them", choices=("auto", *ORDERS))
     if name in CHOOSING:
         kinds = ("random", "smooth")
         several(
@@ -190,6 +174,13 @@ def _add_options(p: argparse.ArgumentParser, name: str) -> None:
         default=argparse.SUPPRESS,
         help=".json or .csv; without it CSV is printed",
     )
+    p.add_argument(
+        "--plot",
+        type=Path,
+        metavar="file",
+        default=argparse.SUPPRESS,
+        help="also draw the rows: .png, .svg or .pdf",
+    )
 
 
 def shapes(options: argparse.Namespace) -> list[Shape]:
@@ -205,9 +196,13 @@ def shapes(options: argparse.Namespace) -> list[Shape]:
 
 def fault(options: argparse.Namespace) -> str | None:
     """What is wrong with the options, in one sentence, or None."""
-    path = getattr(options, "output", None)
-    if path is not None and path.suffix not in (".json", ".csv"):
-        return f"--output: got {path}, expected a name that ends in .json or .csv"
+    wrong = wrong_file(options, "output", (".json", ".csv"))
+    wrong = wrong or wrong_file(options, "plot", plotting.SUFFIXES)
+    if wrong is not None:
+        return wrong
+    if set(options.order) != {"auto"} and "triton" not in options.backend:
+        got = ", ".join(options.order)
+        return f"--order: got {got} without --backend triton, expected auto: Triton alone has more"
     if options.steps and options.device == "cpu":
         return "--steps: got --device cpu, expected cuda: on a CPU these times say nothing"
     least = max(options.length)
@@ -233,26 +228,66 @@ def fault(options: argparse.Namespace) -> str | None:
     return next(filter(None, reasons), None)
 
 
+def wrong_file(options: argparse.Namespace, name: str, suffixes: tuple[str, ...]) -> str | None:
+    """Why a file that is to be written cannot be, in one sentence, or None: better before anything
+    is measured than after."""
+    path = getattr(options, name, None)
+    if path is None:
+        return None
+    if path.suffix not in suffixes:
+        known = f"{', '.join(suffixes[:-1])} or {suffixes[-1]}"
+        return f"--{name}: got {path}, expected a name that ends in {known}"
+    if not path.parent.is_dir():
+        return f"--{name}: got {path}, but there is no folder {path.parent}"
+    return None
+
+
+def read_stored(options: argparse.Namespace) -> None:
+    """Run `plot` or `compare`.
+
+    Raises:
+        ValueError: a file is not what it should be, in one sentence.
+    """
+    if options.operator == "compare":
+        before, after = stored.read(options.before), stored.read(options.after)
+        print(comparing.compare(before, after), end="")
+        return
+    wrong = wrong_file(options, "output", plotting.SUFFIXES)
+    if wrong is not None:
+        raise ValueError(wrong)
+    plotting.save(stored.read(options.run), options.output)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status, 1 where a kernel as `ops` calls it was wrong
     or did not run."""
     arguments = sys.argv[1:] if arguments is None else arguments
     command = parser()
     options = command.parse_args(arguments)
+    if options.operator not in OPERATORS:
+        try:
+            read_stored(options)
+        except ValueError as error:
+            command.error(str(error))
+        return 0
     wrong = fault(options)
     if wrong is not None:
         command.error(wrong)
     plan = Plan(
         options.operator, tuple(options.backend), tuple(options.directions), tuple(options.lists),
         options.device, options.steps, not options.no_dense, options.seconds, options.jobs,
+        tuple(dict.fromkeys(options.order)),
     )  # fmt: skip
     rows = []
     with torch.no_grad(), tqdm(shapes(options), unit="shape", file=sys.stderr) as bar:
         for shape in bar:
             rows += measure_shape(shape, plan, bar)
-    write(rows, about(arguments), getattr(options, "output", None))
+    run = stored.Run(stored.about(arguments), rows)
+    stored.write(run, getattr(options, "output", None))
+    if "plot" in options:
+        plotting.save(run, options.plot)
     ours = [row for row in rows if row.change == "" and not row.kernel.startswith("dense")]
-    # what is not there yet is no mistake
+    # the choice of blocks has no backward: no mistake
     written = [row for row in ours if not row.note.startswith("NotImplementedError")]
     return int(not all(row.is_right for row in written))
 

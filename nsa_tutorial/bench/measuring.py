@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from nsa_tutorial.bench import drawing, judging, timing
-from nsa_tutorial.bench.operators import stand_ins, with_choice
+from nsa_tutorial.bench.operators import with_choice
 from nsa_tutorial.bench.problem import Problem, Results, Shape, dense_kernels
 from nsa_tutorial.bench.steps import Step, prepared, steps_of
 
@@ -40,6 +40,8 @@ class Row(Shape):
     Attributes:
         operator, kernel, change: what ran; `change` says what differs from the kernel as `ops`
             calls it, empty where nothing does.
+        order: in which Triton was told to walk lists; empty where it chose, where there is none,
+            and for changes, which are all made to one query in a program.
         direction: the pass: forward, backward or both.
         lists, overlap: how the lists were drawn, or the queries that choose them, and how many
             blocks four neighbours list together over how many one of them does; empty where there
@@ -56,11 +58,12 @@ class Row(Shape):
         wrong_lists: how many of the lists that were checked differ by more than rounding; None
             where nothing is chosen.
         is_right: whether all of them are rounding; None where nothing was judged.
-        note: why it could not run, or what another backend did in its place.
+        note: why it could not run.
     """
 
     operator: str
     kernel: str
+    order: str = ""
     change: str
     direction: str
     lists: str = ""
@@ -92,6 +95,8 @@ class Plan:
             measured, too.
         seconds: spent on each measurement.
         jobs: kernels compiled at a time.
+        orders: in which Triton is to walk lists, `"auto"` and `backends.ORDERS`; other backends
+            have one.
     """
 
     operator: str
@@ -103,6 +108,7 @@ class Plan:
     with_dense: bool
     seconds: float
     jobs: int
+    orders: tuple[str, ...] = ("auto",)
 
 
 # -- one row --
@@ -153,16 +159,25 @@ def measure_shape(shape: Shape, plan: Plan, bar: tqdm) -> list[Row]:
         bar.set_description(f"{shape.tokens} tokens, the truth in fp64")
         cases = _cases(problem, plan)
         for direction, (kernel, case) in product(plan.directions, cases.items()):
-            steps = {"": Step(partial(prepared, case.problem, kernel, direction))}
+            orders = plan.orders if kernel == "triton" else ("auto",)
+            steps = {
+                (order, ""): Step(
+                    partial(prepared, replace(case.problem, order=order), kernel, direction)
+                )
+                for order in orders
+            }
             if plan.steps:
-                steps |= dict(steps_of(case.problem, kernel, direction))
+                changed = steps_of(case.problem, kernel, direction)
+                steps |= {("auto", change): step for change, step in changed}
                 variants = [step for step in steps.values() if step.is_variant]
                 bar.set_description(f"{shape.tokens} tokens, compiling {len(variants)} kernels")
                 with ThreadPoolExecutor(plan.jobs) as pool:
                     list(pool.map(_attempt, variants))
-            for change, step in steps.items():
-                bar.set_description(f"{shape.tokens} tokens, {lists} {kernel} {direction} {change}")
-                row = blank(kernel=kernel, change=change, direction=direction, **case.known)
+            for (order, change), step in steps.items():
+                name = {"kernel": kernel, "order": order.removeprefix("auto"), "change": change}
+                told = (f"{shape.tokens} tokens", direction, lists, *name.values())
+                bar.set_description(" ".join(filter(None, told)))
+                row = blank(**name, direction=direction, **case.known)
                 rows.append(measured(row, step, device, seconds, case.truth))
     if not plan.with_dense:
         return rows
@@ -202,7 +217,6 @@ def _cases(problem: Problem, plan: Plan) -> dict[str, Case]:
         truth = judging.truth(chosen, gradients=gradients)
         wrong, _ = judging.judge({"ids": chosen.block_indices}, truth)
         known = {"overlap": drawing.overlap(chosen.block_indices), "wrong_lists": wrong["ids"]}
-        known["note"] = stand_ins(problem, name)
         found[name] = Case(chosen, known, truth)
     return found
 

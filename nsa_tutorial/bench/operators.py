@@ -33,7 +33,6 @@ class Operator(NamedTuple):
     outputs: names of what it gives, in order.
     drawn: names of the tensors that are drawn.
     run: from a problem and a backend to the outputs, and what else comes with them.
-    uses: the rows of `backends.BACKENDS` that it needs.
     sizes: which sizes it has besides tokens, KV heads and widths.
     complete: adds the tensors that follow from the drawn ones.
     has_dense: whether dense attention stands beside it.
@@ -44,7 +43,6 @@ class Operator(NamedTuple):
     outputs: tuple[str, ...]
     drawn: tuple[str, ...]
     run: Callable[[Problem, str], tuple[Tensor, ...]]
-    uses: tuple[str, ...]
     sizes: tuple[str, ...] = ()
     complete: Callable[[Problem], Problem] = _as_drawn
     has_dense: bool = True
@@ -55,7 +53,8 @@ class Operator(NamedTuple):
 
 def selected(p: Problem, backend: str) -> tuple[Tensor, ...]:
     """Attention to the lists."""
-    options = {"block_size": p.shape.block_size, "return_lse": True, "backend": backend}
+    options = {"block_size": p.shape.block_size, "return_lse": True, "order": p.order}
+    options["backend"] = backend
     return ops.selected_attention(p.q, p.k, p.v, p.block_indices, **options)
 
 
@@ -97,7 +96,7 @@ def pooling(p: Problem, backend: str) -> tuple[Tensor, ...]:
 def gates(p: Problem, backend: str) -> tuple[Tensor, ...]:
     """Three outputs, each times its gate, added up."""
     factors, outputs = ([p.tensors[x] for x in names] for names in (GATES, BRANCHES))
-    if backends.choose("gated_sum", backend, outputs[0], "o_cmp") == "reference":
+    if backends.choose(backend, outputs[0], "o_cmp") == "reference":
         return (gated_sum(factors, outputs),)
     return (library.gated_sum(factors, outputs, backend),)
 
@@ -135,14 +134,10 @@ def _with_lse(p: Problem) -> Problem:
 def with_choice(p: Problem, backend: str) -> Problem:
     """A problem of `native` with the summaries and the lists that the same backend makes of it, by
     which its output is judged: bit by bit, they are those of the whole call."""
-
-    def nearest(operator: str) -> str:
-        return backends.nearest(operator, backend, p.q)
-
-    k_cmp, v_cmp = pooling(p, nearest("compress"))
+    k_cmp, v_cmp = pooling(p, backend)
     p = p.with_tensors(k_cmp=k_cmp, v_cmp=v_cmp)
-    p = p.with_tensors(lse=compressed(p, nearest("compressed_attention"))[1])
-    (ids,) = selection(p, nearest("select_blocks"))
+    p = p.with_tensors(lse=compressed(p, backend)[1])
+    (ids,) = selection(p, backend)
     return replace(p, block_indices=ids)
 
 
@@ -161,64 +156,45 @@ def parts_of(p: Problem) -> Iterator[tuple[str, Problem]]:
     yield "gates", replace(p, operator="gates").with_tensors(**branches)
 
 
-def stand_ins(p: Problem, backend: str) -> str:
-    """What `native` computes on another backend, because this one has no kernel for it."""
-    others = {x: backends.nearest(x, backend, p.q) for x in OPERATORS[p.operator].uses}
-    return ", ".join(f"{x}: {name}" for x, name in others.items() if name != backend)
-
-
-def check_backward(p: Problem, backend: str) -> None:
-    """Raise `NotImplementedError`, naming the operator, where a backend has a forward and no
-    backward."""
-    for operator in OPERATORS[p.operator].uses:
-        is_known = operator in backends.BACKWARDS and backend in backends.BACKENDS[operator]
-        if is_known and backend not in {"reference", *backends.BACKWARDS[operator]}:
-            raise NotImplementedError(f"{operator}: there is no {backend} backward yet")
-
-
 _QKV = ("q", "k", "v")
 OPERATORS = {
     "selected": Operator(
         "selected_attention: each query attends to a list of blocks",
-        _QKV, ("o",), (*_QKV, "d_o"), selected, ("selected_attention",),
+        _QKV, ("o",), (*_QKV, "d_o"), selected,
         ("group", "block_size", "slots"),
     ),
     "window": Operator(
         "sliding_window_attention over slots * block-size keys",
-        _QKV, ("o",), (*_QKV, "d_o"), window, ("sliding_window_attention",),
+        _QKV, ("o",), (*_QKV, "d_o"), window,
         ("group", "block_size", "slots"),
     ),
     "compressed": Operator(
         "compressed_attention: each query attends to the summaries of its past",
-        ("q", "k_cmp", "v_cmp"), ("o",), (*_QKV, "d_o"), compressed, ("compressed_attention",),
+        ("q", "k_cmp", "v_cmp"), ("o",), (*_QKV, "d_o"), compressed,
         ("group", "length", "stride"), _with_summaries,
     ),
     "selection": Operator(
         "select_blocks: each query's choice of blocks, given k_cmp and lse",
-        (), ("ids",), ("q", "k"), selection, ("select_blocks",),
+        (), ("ids",), ("q", "k"), selection,
         ("group", "block_size", "slots", "length", "stride"), _with_lse, has_dense=False,
     ),
     "pooling": Operator(
         "compress: means of keys and of values",
-        ("k", "v"), ("k_cmp", "v_cmp"), ("k", "v", "d_k_cmp", "d_v_cmp"), pooling, ("compress",),
+        ("k", "v"), ("k_cmp", "v_cmp"), ("k", "v", "d_k_cmp", "d_v_cmp"), pooling,
         ("length", "stride"), has_dense=False,
     ),
     "gates": Operator(
         "the gated sum of three branches",
-        (*GATES, *BRANCHES), ("o",), (*GATES, *BRANCHES, "d_o"), gates, ("gated_sum",), ("group",),
+        (*GATES, *BRANCHES), ("o",), (*GATES, *BRANCHES, "d_o"), gates, ("group",),
         has_dense=False,
     ),
     "lists_and_window": Operator(
         "", _QKV, ("o_slc", "o_swa"), (*_QKV, "d_o_slc", "d_o_swa"), lists_and_window,
-        ("selected_and_window_attention",), ("group", "block_size", "slots", "window"),
+        ("group", "block_size", "slots", "window"),
     ),
     "native": Operator(
         "native_sparse_attention from q, k, v and gates: summaries, choice, three branches",
         (*_QKV, *GATES), ("o",), (*_QKV, "d_o", *GATES), native,
-        (
-            "compress", "compressed_attention", "select_blocks", "selected_and_window_attention",
-            "gated_sum",
-        ),
         ("group", "block_size", "slots", "length", "stride", "window"),
     ),
 }  # fmt: skip

@@ -65,6 +65,7 @@ class Problem:
         lists: how the lists were drawn, or the queries by which blocks are chosen
             (`drawing.DRIFTS`); empty where there is no choice.
         block_indices: the lists; None where there are none, or none yet.
+        order: in which Triton walks the lists of `selected`, `"auto"` or of `backends.ORDERS`.
     """
 
     operator: str
@@ -73,6 +74,7 @@ class Problem:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     lists: str = ""
     block_indices: Tensor | None = None
+    order: str = "auto"
 
     @classmethod
     def make(cls, operator: str, shape: Shape, device: str, lists: str = "") -> Problem:
