@@ -543,6 +543,14 @@ def test_a_loop_over_the_summaries_is_blamed_for_what_it_does(
     assert set(judge(EXERCISES["overlap"], typed).misconceptions) == mistakes
 
 
+def test_what_the_shown_case_shows_is_told_first() -> None:
+    """A loop that ends too early is seen in later cases than a weight in tokens."""
+    verdict = judge(EXERCISES["overlap"], a_loop(lambda end, d: end // d, lambda n, d: n))
+    first, second = verdict.text.split("Then look at a second thing.")
+    assert "counting tokens where pieces are asked for" in first
+    assert "Your loop ends too early" in second
+
+
 @pytest.mark.parametrize(
     "of_group",
     [
@@ -748,6 +756,10 @@ START, BOTH, SUM = (
         (("block * R - L + place", BOTH, SUM), "starting one summary too early"),
         ((START, "place < K", SUM), "reading summaries that do not exist"),
         ((START, "summary < M", SUM), "masking only past the last summary"),
+        (
+            (START, "(summary >= 0) and (summary < M)", SUM),
+            "masking only past the last summary",
+        ),
         ((START, BOTH, "p * weight"), "storing a tile where one number belongs"),
         (
             (START, BOTH, "tl.sum(p)"),

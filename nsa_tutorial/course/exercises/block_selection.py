@@ -177,19 +177,6 @@ _OVERLAP_MISTAKES = (
         "summaries of the block before it. Which summaries touch the tokens of block 1?",
     ),
     Misconception(
-        "ending the loop over the summaries too early",
-        slip(_overlap, "stops early"),
-        "Your loop ends too early: the last summary that reaches into the block is missing. "
-        "`//` rounds down. Which summary begins at the last multiple of `stride` before the end "
-        "of the block?",
-    ),
-    Misconception(
-        "leaving out the summaries that end behind the block",
-        slip(_overlap, "behind"),
-        "Your weights are right, but a summary is missing at the end. Which one begins in the "
-        "block and ends behind it?",
-    ),
-    Misconception(
         "executing the paper's Eq. 9 as it stands",
         slip(_overlap, "as it stands"),
         "Eq. 9 counts blocks and summaries from 1, we count from 0, so every block gets mostly "
@@ -260,6 +247,20 @@ _OVERLAP_MISTAKES = (
         slip(_overlap, "side by side"),
         "They begin every `stride` tokens, whatever their length. At which token does summary 1 "
         "begin?",
+    ),
+    # the last two, as a mistake that every case shows is told before them
+    Misconception(
+        "ending the loop over the summaries too early",
+        slip(_overlap, "stops early"),
+        "Your loop ends too early: the last summary that reaches into the block is missing. "
+        "`//` rounds down. Which summary begins at the last multiple of `stride` before the end "
+        "of the block?",
+    ),
+    Misconception(
+        "leaving out the summaries that end behind the block",
+        slip(_overlap, "behind"),
+        "Your weights are right, but a summary is missing at the end. Which one begins in the "
+        "block and ends behind it?",
     ),
 )
 
@@ -1047,6 +1048,11 @@ def _sums_case(name: str, R: int, L: int, pieces: int) -> Case:
     return Case(name, lambda: (R, L, pieces), lambda: here.why_not("triton", here.device))
 
 
+_WITH_AND = (
+    "Did you write `and`, or a chain such as `0 <= a < b`? Of two tiles, they keep only the second "
+    "condition: join both with `&`. "
+)
+
 _SUMS = Exercise(
     name="block_sums",
     statement="""
@@ -1142,16 +1148,14 @@ return kernel
         Misconception(
             "masking only past the last summary",
             _sums("end alone"),
-            "Did you write `and`? It keeps only the second condition of two tiles: join both with "
-            "`&`. The first block has a summary before it, with a negative number. What lies in "
-            "memory before `P`?",
+            _WITH_AND + "The first block has a summary before it, with a negative number. What "
+            "lies in memory before `P`?",
         ),
         Misconception(
             "masking only before the first summary",
             _sums("start alone"),
-            "Did you write `and`? It keeps only the second condition of two tiles: join both with "
-            "`&`. The last block asks for summaries that never begin, because the text ends. What "
-            "lies in memory behind `P`?",
+            _WITH_AND + "The last block asks for summaries that never begin, because the text "
+            "ends. What lies in memory behind `P`?",
         ),
         Misconception(
             "leaving out summary 0",
