@@ -239,6 +239,15 @@ def test_bars_of_a_picture() -> None:
     assert all(axis.get_xlim()[1] > 6 for axis in axes)
 
 
+def test_what_stands_beside_a_bar() -> None:
+    """Two digits; of a part of `native` no ratio, as it does less than dense attention."""
+    rows = [replace(ROW, dense_ratio=ratio) for ratio in (744.0, 12.3, 0.0042, None)]
+    rows += [replace(ROW, operator="native", change=change) for change in ("", "gates")]
+    axes = plotting.draw(Run(FACTS, rows)).axes
+    told = [text.get_text().removeprefix("2 ms, ") for axis in axes for text in axis.texts]
+    assert told == ["740×", "12×", "0.0042×", "2 ms", "3×", "2 ms"]
+
+
 @pytest.mark.parametrize("count", [1, 2, 4, 5, 7])
 def test_no_panel_is_lost(count: int) -> None:
     rows = [replace(ROW, tokens=tokens) for tokens in range(1, count + 1)]

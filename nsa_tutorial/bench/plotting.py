@@ -17,7 +17,7 @@ from nsa_tutorial.bench.measuring import Row
 from nsa_tutorial.bench.stored import SIZES, Run, in_words, shared_columns
 
 SUFFIXES = (".png", ".svg", ".pdf")
-# Okabe and Ito's colour-blind safe set; a change has the colour of its kernel.
+# Okabe and Ito's colour-blind safe set; a change has the colour of its kernel, paler.
 COLOURS = {
     "triton": "#0072B2",
     "triton, queries": "#56B4E9",
@@ -111,8 +111,9 @@ def _draw_panel(axis: Axes, rows: Sequence[Row]) -> None:
     for y, row in enumerate(rows):
         ms = row.ms or 0.0
         colour = DENSE if _is_dense(row) else COLOURS.get(_kernel(row), COLOURS[row.kernel])
+        alpha = 0.5 if row.change else 1.0
         hatch = "///" if row.is_right is False else None
-        axis.barh(y, ms, height=0.75, color=colour, hatch=hatch, edgecolor="white")
+        axis.barh(y, ms, height=0.75, color=colour, alpha=alpha, hatch=hatch, edgecolor="white")
         if row.ms_low is not None and row.ms_high is not None:
             axis.plot([row.ms_low, row.ms_high], [y, y], color="#1F2328", linewidth=1)
         end = max(ms, row.ms_high or 0.0) + 0.015 * longest
@@ -130,8 +131,11 @@ def _kernel(row: Row) -> str:
 
 
 def _beside(row: Row) -> str:
-    """The text beside a bar."""
+    """The text beside a bar. A part of `native` does less than dense attention, so the two times
+    have no ratio."""
     if row.ms is None:
         return f"did not run: {textwrap.shorten(row.note, 40, placeholder=' …')}"
-    ratio = "" if row.dense_ratio is None else f", {row.dense_ratio:.2g}×"
+    ratio = ""
+    if row.dense_ratio is not None and not (row.operator == "native" and row.change):
+        ratio = f", {float(f'{row.dense_ratio:.2g}'):g}×"
     return f"{row.ms:.3g} ms{ratio}{', wrong' if row.is_right is False else ''}"
