@@ -26,8 +26,8 @@ _NOTHING = (
 # TypeErrors that tell a mistake of their own: a call with the wrong arguments, torch in a kernel.
 _WRONG_CALL = r"positional arguments? but|missing \d+ required|unexpected keyword"
 _NO_TENSOR = (
-    r"must be (Tensor|real number), not (Buffer|Var|Add|Sub|Mul|Div|Max|Min|Call|Cast)"
-    r"|'Buffer(Load)?' object has no attribute"
+    r"must be (Tensor|real number), not (Buffer|Var|Add|Sub|Mul|Div|Max|Min|Call|Cast|tensor$)"
+    r"|'Buffer(Load)?' object has no attribute|got \(tensor,"
 )
 # The first pattern found in "Kind: message" gives the sentence.
 MEANINGS = (
@@ -44,7 +44,7 @@ MEANINGS = (
     (
         _NO_TENSOR,
         "A kernel's tiles and numbers are no tensors: functions of `torch` and `math` cannot work "
-        "on them, and they lack a tensor's methods. Take the function of `T` that does it.",
+        "on them, and they lack a tensor's methods. Take the function of `T` or `tl` that does it.",
     ),
     (
         r"InternalError: bad optional access",
@@ -128,10 +128,8 @@ MEANINGS = (
     ),
     (r"NoneType", _NOTHING),
     (r"[Ee]llipsis", "A `...` still stands here: a gap that waits for your code."),
-    (
-        r"^UnboundLocalError",
-        "The name gets its value further down, or in a branch that was not taken.",
-    ),
+    (r"^UnboundLocalError", "It gets its value further down, or in a branch that was not taken."),
+    (r"return_types", "`x.max(1)` gives numbers and their places, `x.amax(1)` numbers alone."),
     (r"^NameError", "Is the name spelled as where you set it, and was that cell run?"),
     (r"^AttributeError: module", "The library has no function of that name. Is it spelled right?"),
     (r"^AttributeError", "This value is of another kind than the line expects. Print its `type`."),

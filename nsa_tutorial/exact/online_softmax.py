@@ -64,22 +64,14 @@ def update(state: State, acc_s: Tensor, v: Tensor, scale_log2: float) -> State:
     Args:
         state: the state so far.
         acc_s: the chunk's scores `[G, BS]`, plain dot products in the state's dtype; `-inf` marks a
-            key that is not visible. Inside, their powers take over the name, as in a kernel, where
-            they take over the memory.
+            key that is not visible.
         v: the chunk's values `[BS, DV]`.
         scale_log2: `scale * LOG2_E`, positive.
 
     Returns:
-        The new state. `scores_max` never falls, so `scores_scale` is at most 1.
+        The new state. A chunk with no visible key leaves a row as it was.
 
-    A chunk with no visible key leaves a row as it was, also when the row has seen no key before.
-    There the exponents would be -inf - (-inf) = NaN, so `shift`, which is `scores_max` everywhere
-    else, measures them from 0: exp2(-inf - 0) = 0. A kernel that steps over every block without a
-    visible key does without `shift`.
-
-    Exponents subtract before they multiply: two scores that are close have an exact difference,
-    however large they are, while the products of large scores with `scale_log2` are rounded before
-    they meet.
+    Exponents subtract before they multiply, as the difference of two close scores is exact.
     """
     scores_max, running_sum, acc_o = state
 
@@ -88,7 +80,7 @@ def update(state: State, acc_s: Tensor, v: Tensor, scale_log2: float) -> State:
     scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))  # [G]
     shift = scores_max.masked_fill(scores_max == -torch.inf, 0)  # [G]
     scores_scale = torch.exp2((scores_max_prev - shift) * scale_log2)  # [G]
-    acc_s = torch.exp2((acc_s - shift[:, None]) * scale_log2)  # [G, BS]
+    acc_s = torch.exp2((acc_s - shift[:, None]) * scale_log2)  # [G, BS], powers from here on
     scores_sum = acc_s.sum(1)  # [G]
     running_sum = running_sum * scores_scale + scores_sum  # [G]
     acc_o = acc_o * scores_scale[:, None]  # [G, DV]

@@ -27,7 +27,10 @@ INF = math.inf
 
 Slips = frozenset[str]
 
-_NO_AXIS = "numbers of a row that lack their last axis"
+
+def _no_axis(*axes: str) -> str:
+    """The name of the mistake, with the axes that the tensor has."""
+    return f"a `[{', '.join(axes)}]` tensor used where `[{', '.join(axes)}, 1]` is needed"
 
 
 def _randn(seed: int, *shape: int, spread: float = 1.0) -> Tensor:
@@ -58,9 +61,9 @@ def online_step(
     """The state `(scores_max, running_sum, acc_o)` after one more chunk `acc_s`, `v`."""
     scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))  # [G]
     scores_scale = torch.exp2((scores_max_prev - scores_max) * scale_log2)  # [G]
-    p = torch.exp2((acc_s - scores_max[:, None]) * scale_log2)  # [G, BS]
-    running_sum = running_sum * scores_scale + p.sum(1)  # [G]
-    acc_o = acc_o * scores_scale[:, None] + p @ v  # [G, DV]
+    acc_s = torch.exp2((acc_s - scores_max[:, None]) * scale_log2)  # [G, BS], powers from here on
+    running_sum = running_sum * scores_scale + acc_s.sum(1)  # [G]
+    acc_o = acc_o * scores_scale[:, None] + acc_s @ v  # [G, DV]
     return scores_max, running_sum, acc_o
 
 
@@ -76,6 +79,8 @@ def _step(
     """`online_step` with slips."""
     if "log2(e) again" in slips:
         scale_log2 = scale_log2 * LOG2_E
+    if "unscaled" in slips:
+        scale_log2 = 1.0
     if "scaled max" in slips:
         acc_s, scale_log2 = acc_s * scale_log2, 1.0
     # -- the maximum --
@@ -199,6 +204,12 @@ _STEP_MISTAKES = (
         "unit does the state keep its maximum?",
     ),
     Misconception(
+        "exponents without scale_log2",
+        slip(_step, "unscaled"),
+        "Scores and maximum are plain dot products. With `scale_log2 = 1` nobody notices. By what "
+        "do you multiply a difference of two scores before it becomes an exponent?",
+    ),
+    Misconception(
         "a rescale factor without scale_log2",
         slip(_step, "factor"),
         "The old sums hold powers of scaled scores, and your factor is one of unscaled ones. When "
@@ -235,10 +246,10 @@ _STEP_MISTAKES = (
         "holds powers?",
     ),
     Misconception(
-        _NO_AXIS,
+        _no_axis("G"),
         slip(_step, "no axis"),
-        "With one row it works by luck. PyTorch lines up last axes, so a `[G]` meets the columns "
-        "of a `[G, DV]`, and not its rows. How do you give a `[G]` a last axis of 1?",
+        "PyTorch lines up last axes, so a `[G]` meets the columns of a `[G, DV]`, and not its "
+        "rows. With one row it works by luck. How do you give a `[G]` a last axis of 1?",
     ),
     Misconception(
         "one sum for all rows",
@@ -365,9 +376,9 @@ Return the new `(scores_max, running_sum, acc_o)`. Nothing is divided yet.
         {"own powers", "one max"},
         {"no max", "at least 0"},
         {"no max", "factor", "powers", "upside down", "one max"},
-        {"max", "factor", "powers"},
         {"lost", "upside down", "factor"},
-        {"scaled max", "log2(e) again", "factor", "powers", "max"},
+        {"scaled max", "log2(e) again", "unscaled", "factor", "powers", "max"},
+        {"unscaled", "no max"},
     ),
 )
 
@@ -378,12 +389,12 @@ Return the new `(scores_max, running_sum, acc_o)`. Nothing is divided yet.
 def guarded_step(
     scores_max_prev: Tensor, acc_s: Tensor, scale_log2: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`(scores_max, scores_scale, p)` of one chunk in which any key may be masked with `-inf`."""
+    """`(scores_max, scores_scale, acc_s)` after a chunk whose keys may be masked with `-inf`."""
     scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))  # [G]
-    shift = torch.where(scores_max == -torch.inf, 0.0, scores_max)  # [G], any finite number does
+    shift = torch.where(scores_max == -torch.inf, 0.0, scores_max)  # [G], 0 for an empty row
     scores_scale = torch.exp2((scores_max_prev - shift) * scale_log2)  # [G]
-    p = torch.exp2((acc_s - shift[:, None]) * scale_log2)  # [G, BS]
-    return scores_max, scores_scale, p
+    acc_s = torch.exp2((acc_s - shift[:, None]) * scale_log2)  # [G, BS], powers from here on
+    return scores_max, scores_scale, acc_s
 
 
 def _guarded(
@@ -486,10 +497,10 @@ _GUARDED_MISTAKES = (
         "which maximum must both be measured after this chunk?",
     ),
     Misconception(
-        _NO_AXIS,
+        _no_axis("G"),
         slip(_guarded, "no axis"),
-        "With one row it works by luck. PyTorch lines up last axes, so a `[G]` meets the columns "
-        "of a `[G, BS]`, and not its rows. How do you give a `[G]` a last axis of 1?",
+        "PyTorch lines up last axes, so a `[G]` meets the columns of a `[G, BS]`, and not its "
+        "rows. With one row it works by luck. How do you give a `[G]` a last axis of 1?",
     ),
     Misconception(
         "powers set to 0 for a row that had seen no key",
@@ -532,8 +543,8 @@ _GUARDED_MISTAKES = (
     *_ways(
         _guarded,
         "a stand-in that leaks into the state",
-        "A row that has seen no key now claims a finite maximum. What happens to its first "
-        "visible score if that lies far lower?",
+        "Your exponents need a finite number, but you also return it: the state must say -inf "
+        "until a key is seen. Which of the two tensors is handed on, the maximum or its stand-in?",
         ("hands on -1e+30",),
         ("hands on 0.0",),
     ),
@@ -550,13 +561,13 @@ _GUARDED_MISTAKES = (
         "should change nothing. Which factor does that?",
     ),
     Misconception(
-        "a guard on p that the factor lacks",
+        "a guard on the powers that the factor lacks",
         slip(_guarded, "factor unguarded"),
         "The powers are right, but where a row has seen nothing, the factor is still exp2 of "
         "-inf minus -inf. What do both exponents have in common?",
     ),
     Misconception(
-        "a guard on the factor that p lacks",
+        "a guard on the factor that the powers lack",
         slip(_guarded, "p unguarded"),
         "The factor is right, but where a row has seen nothing, the powers are still exp2 of "
         "-inf minus -inf. What do both exponents have in common?",
@@ -564,8 +575,9 @@ _GUARDED_MISTAKES = (
     *_ways(
         _guarded,
         "a factor of 1 for a row that had seen no key",
-        "It does no harm, since both sums are 0 there, but it is a special case that nobody "
-        "needs. What is exp2 of -inf minus a finite number?",
+        "Such a step would give the right sums: both are 0 there, and 0 times 1 is 0. This check "
+        "asks for the factor 0, which needs no special case. What is exp2 of -inf minus a finite "
+        "number?",
         ("1 if it was empty",),
         ("1 while empty",),
     ),
@@ -609,10 +621,14 @@ Make the exponents of a step safe when a row sees no key, in this chunk or in an
 - `acc_s` `[G, BS]`: unscaled scores, `-inf` where a key is masked; possibly a whole row of them.
 - `scale_log2`: as before.
 
-Return `(scores_max, scores_scale, p)`: the new running maximum `[G]` (still `-inf` where no key was
-seen), the factor `[G]` on the old sums, and the powers `[G, BS]`, exactly 0 for masked keys. Where
-the sums are still 0 the factor is 0. Let no `NaN` arise. A `nan_to_num` at the end would pass this
-check, and would also hide the `NaN` of any other mistake.
+Return `(scores_max, scores_scale, acc_s)`:
+
+- the new running maximum `[G]`, still `-inf` where no key was seen,
+- the factor `[G]` on the old sums, 0 where no key had been seen before,
+- the powers `[G, BS]`, exactly 0 for masked keys.
+
+Let no `NaN` arise. A `nan_to_num` at the end would pass this check, and would also hide the `NaN`
+of any other mistake.
 """,
     minutes=7,
     difficulty=2,
@@ -682,24 +698,24 @@ check, and would also hide the `NaN` of any other mistake.
 
 # -- 3: the walk as a kernel --
 
-_BT = 4
+_BS = 4
 
 
 def row_lse() -> object:
     """The kernel that walks along a row of scores and stores its log-sum-exp."""
 
     @triton.jit
-    def kernel(S, LSE, scale_log2, ln_2, M, BT: tl.constexpr):
+    def kernel(S, LSE, scale_log2, ln_2, M, BS: tl.constexpr):
         row = tl.program_id(0)
         scores_max, running_sum = float("-inf"), 0.0
-        for first in range(0, M, BT):
-            key = first + tl.arange(0, BT)
+        for first in range(0, M, BS):
+            key = first + tl.arange(0, BS)
             acc_s = tl.load(S + row * M + key, mask=key < M, other=float("-inf"))
             scores_max_prev = scores_max
             scores_max = tl.maximum(scores_max_prev, tl.max(acc_s, axis=0))
             scores_scale = tl.exp2((scores_max_prev - scores_max) * scale_log2)
-            p = tl.exp2((acc_s - scores_max) * scale_log2)
-            running_sum = running_sum * scores_scale + tl.sum(p, axis=0)
+            acc_s = tl.exp2((acc_s - scores_max) * scale_log2)  # powers from here on
+            running_sum = running_sum * scores_scale + tl.sum(acc_s, axis=0)
         tl.store(LSE + row, (scores_max * scale_log2 + tl.log2(running_sum)) * ln_2)
 
     return kernel
@@ -715,34 +731,36 @@ def _run_row_lse(solution: Callable, scores: Tensor, scale: float) -> Tensor:
     if not hasattr(kernel, "run"):
         raise TypeError("the kernel is not decorated with @triton.jit")
     device, (N, M) = environment.detect().device, scores.shape
-    memory = torch.cat([scores.flatten(), torch.full((_BT,), 300.0)]).to(device)
+    memory = torch.cat([scores.flatten(), torch.full((_BS,), 300.0)]).to(device)
     lse = torch.full((N,), -77.0, device=device)
     with warnings.catch_warnings():  # the interpreter's, where a power is more than fp32 holds
         warnings.simplefilter("ignore", RuntimeWarning)
-        kernel[(N,)](memory, lse, scale * LOG2_E, LN_2, M, BT=_BT)
+        kernel[(N,)](memory, lse, scale * LOG2_E, LN_2, M, BS=_BS)
     return lse.cpu()
 
 
 @triton.jit
-def _wrong_lse(S, LSE, scale_log2, ln_2, M, BT: tl.constexpr, SLIP: tl.constexpr):
+def _wrong_lse(S, LSE, scale_log2, ln_2, M, BS: tl.constexpr, SLIP: tl.constexpr):
     row = tl.program_id(0)
     start = row * M
     if SLIP == "first row":
         start = row * 0
-    if SLIP == "rows of BT":
-        start = row * BT
+    if SLIP == "rows of BS":
+        start = row * BS
     step_scale = 1.0 if SLIP == "no scale" else scale_log2
     scores_max, running_sum = float("-inf"), 0.0
-    for first in range(0, M, BT):
-        key = first + tl.arange(0, BT)
+    for first in range(0, M, BS):
+        key = first + tl.arange(0, BS)
         if SLIP == "other 0":
             acc_s = tl.load(S + start + key, mask=key < M, other=0.0)
+        elif SLIP == "other -1e4":
+            acc_s = tl.load(S + start + key, mask=key < M, other=-1e4)
         elif SLIP == "one too many":
             acc_s = tl.load(S + start + key, mask=key <= M, other=float("-inf"))
         elif SLIP == "one too few":
             acc_s = tl.load(S + start + key, mask=key < M - 1, other=float("-inf"))
         elif SLIP == "first chunk":
-            acc_s = tl.load(S + start + key, mask=key < BT, other=float("-inf"))
+            acc_s = tl.load(S + start + key, mask=key < BS, other=float("-inf"))
         elif SLIP == "place in memory":
             acc_s = tl.load(S + start + key, mask=start + key < M, other=float("-inf"))
         elif SLIP == "no mask":
@@ -774,6 +792,8 @@ def _wrong_lse(S, LSE, scale_log2, ln_2, M, BT: tl.constexpr, SLIP: tl.constexpr
         lse = scores_max * scale_log2 + log2_sum
     if SLIP == "natural sum":
         lse = scores_max * scale_log2 + log2_sum * ln_2
+    if SLIP == "natural sum, all by ln 2":
+        lse = (scores_max * scale_log2 + log2_sum * ln_2) * ln_2
     if SLIP == "natural max":
         lse = scores_max * scale_log2 * ln_2 + log2_sum
     if SLIP == "no max":
@@ -805,7 +825,7 @@ def _rows(name: str, *rows: list[float], scale: float = 1.0) -> Case:
     shown = [[int(score) for score in row] for row in rows]
     factor = "ln 2" if scale == LN_2 else f"{scale:g}"
     return Case(
-        f"{name}. S = {shown}, scale = {factor}, BT = {_BT}",
+        f"{name}. S = {shown}, scale = {factor}, BS = {_BS}",
         lambda: (torch.tensor(rows, dtype=torch.float32), scale),
         lambda: here.why_not("triton", here.device),
     )
@@ -815,17 +835,17 @@ ROW_LSE = Exercise(
     name="row_lse",
     statement=r"""
 Write the walk as a kernel, one program per row. `S` `[N, M]` holds unscaled, finite scores. A
-program reads `BT` scores of its row at a time, and stores the natural log-sum-exp of its *scaled*
+program reads `BS` scores of its row at a time, and stores the natural log-sum-exp of its *scaled*
 scores in `LSE` `[N]`. Copy this frame into `row_lse`, and fill the gaps. `scale_log2` is the scale
 times $\log_2 e$, and `ln_2` is 0.6931.
 
 ```python
 @triton.jit
-def kernel(S, LSE, scale_log2, ln_2, M, BT: tl.constexpr):
+def kernel(S, LSE, scale_log2, ln_2, M, BS: tl.constexpr):
     row = tl.program_id(0)
     scores_max, running_sum = float("-inf"), 0.0
-    for first in range(0, M, BT):
-        key = first + tl.arange(0, BT)
+    for first in range(0, M, BS):
+        key = first + tl.arange(0, BS)
         acc_s = tl.load(S + row * M + key, mask=..., other=...)
         ...  # your step, without acc_o
     tl.store(LSE + row, ...)
@@ -857,6 +877,12 @@ return kernel
             "other 0",
         ),
         *_lse_mistakes(
+            "a masked place with a finite score",
+            "In a row whose scores are lower still, that place holds the maximum. Which score has "
+            "the power 0, however low the row lies?",
+            "other -1e4",
+        ),
+        *_lse_mistakes(
             "a mask that lets one key too many through",
             "A row has `M` keys, and the first has the number 0. Whose score has the number `M`?",
             "one too many",
@@ -868,7 +894,7 @@ return kernel
         ),
         *_lse_mistakes(
             "a mask that ends with the first chunk",
-            "`key` counts through the whole row, and your mask stops after `BT` keys. Where does "
+            "`key` counts through the whole row, and your mask stops after `BS` keys. Where does "
             "the row end?",
             "first chunk",
         ),
@@ -880,7 +906,7 @@ return kernel
         ),
         *_lse_mistakes(
             "a load past the end of the row",
-            "The last chunk of a row may be shorter than `BT`. Whose scores lie behind it?",
+            "The last chunk of a row may be shorter than `BS`. Whose scores lie behind it?",
             "no mask",
         ),
         *_lse_mistakes(
@@ -928,6 +954,7 @@ return kernel
             "One of the two terms of your lse is a natural logarithm, and the other is in log2 "
             "units. Which is which?",
             "natural sum",
+            "natural sum, all by ln 2",
             "natural max",
         ),
         *_lse_mistakes(
@@ -949,9 +976,9 @@ return kernel
             "first row",
         ),
         *_lse_mistakes(
-            "rows that begin BT places apart",
-            "A chunk has `BT` scores. How many has a row?",
-            "rows of BT",
+            "rows that begin BS places apart",
+            "A chunk has `BS` scores. How many has a row?",
+            "rows of BS",
         ),
     ),
     cases=(
@@ -965,9 +992,10 @@ return kernel
             scale=0.5,
         ),
         _rows(
-            "two rows of six negative scores, so that the last chunk is short",
+            "rows of six negative scores, so that the last chunk is short",
             [-9, -8, -7, -6, -5, -4],
             [-3, -4, -2, -3, -4, -6],
+            [-20_003, -20_004, -20_002, -20_003, -20_001, -20_002],
             scale=0.5,
         ),
         _rows(
@@ -1086,11 +1114,17 @@ def _between(arguments: tuple, got: object, expected: object) -> Picture:
     figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     bad = int((~torch.isfinite(o)).sum())
     lost = f", {bad} of them not finite" if bad else ""
-    return Picture(
-        figure,
-        f"Wrong numbers in your o: {apart} of {o.numel()}{lost}. Each belongs between o1 and o2, "
-        "nearer to the half with the larger lse.",
-    )
+    where = _belongs(*(lse[~torch.isclose(o, expected[0]).all(1)] for lse in (lse1, lse2)))
+    return Picture(figure, f"Wrong numbers in your o: {apart} of {o.numel()}{lost}. {where}")
+
+
+def _belongs(lse1: Tensor, lse2: Tensor) -> str:
+    """Where the outputs of rows with these log-sum-exps lie."""
+    if ((lse1 == -INF) & (lse2 == -INF)).all():
+        return "Both halves are empty: 0 belongs there."
+    if torch.equal(lse1, lse2):
+        return "Each belongs midway between o1 and o2: both halves have the same lse."
+    return "Each belongs between o1 and o2, nearer to the half with the larger lse."
 
 
 def _partial(seed: int, N: int, M: int, DV: int) -> tuple[Tensor, Tensor]:
@@ -1161,11 +1195,11 @@ _MERGE_MISTAKES = (
         ("as it comes",),
     ),
     Misconception(
-        _NO_AXIS,
+        _no_axis("N"),
         slip(_merge, "no axis"),
-        "With one row it works by luck. PyTorch lines up last axes, so a weight `[N]` meets the "
-        "columns of an output `[N, DV]`, and not its rows. How do you give a `[N]` a last axis "
-        "of 1?",
+        "PyTorch lines up last axes, so a weight `[N]` meets the columns of an output `[N, DV]`, "
+        "and not its rows. With one row it works by luck. How do you give a `[N]` a last axis of "
+        "1?",
     ),
     Misconception(
         "an exchange of the two weights",
@@ -1246,6 +1280,15 @@ Return `(o, lse)`: `[N, DV]` and `[N]`. Rows empty on both sides give `o = 0`, `
                 torch.tensor([math.log(2)]),
                 torch.tensor([[4.0, 0.0]]),
                 torch.tensor([math.log(6)]),
+            ),
+        ),
+        Case(
+            "two rows, each with its own denominators",
+            lambda: (
+                torch.tensor([[8.0, 8.0], [4.0, 4.0]]),
+                torch.tensor([math.log(3), 0.0]),
+                torch.tensor([[0.0, 4.0], [0.0, 8.0]]),
+                torch.tensor([0.0, math.log(3)]),
             ),
         ),
         Case(
@@ -1341,7 +1384,10 @@ def _many(slips: Slips, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     divisor = total if is_divided_bare else torch.where(total == 0, 1.0, total)
     if "no axis" in slips:
         return (w * o).sum(0) / total, whole
-    mixed = (w[..., None] * o).sum(0)
+    mixed = w[..., None] * o
+    if "cleared by weight" in slips:
+        mixed = torch.where((w == 0)[..., None], 0.0, mixed)
+    mixed = mixed.sum(0)
     merged = mixed if "not divided" in slips else mixed / divisor[:, None]
     return merged.nan_to_num() if "cleared after" in slips else merged, whole
 
@@ -1391,6 +1437,12 @@ _MANY_MISTAKES = (
         ("cleared before",),
     ),
     Misconception(
+        "a part left out where its weight is 0",
+        slip(_many, "cleared by weight"),
+        "A part far below the largest saw keys, and its weight still rounds to 0. It wrote a NaN, "
+        "and you leave it out. Which of the inputs tells that a part saw no key?",
+    ),
+    Misconception(
         "a guard against NaN that lets inf through",
         slip(_many, "only NaN"),
         "What the memory held may be any number, and 0 times inf is NaN again. The outputs do "
@@ -1417,7 +1469,7 @@ _MANY_MISTAKES = (
     ),
     *_ways(
         _many,
-        _NO_AXIS,
+        _no_axis("S", "N"),
         "PyTorch lines up last axes, so a weight `[S, N]` meets the last two axes of `[S, N, DV]`. "
         "How do you give the weights a last axis of 1?",
         ("no axis", "unwritten"),
@@ -1562,6 +1614,10 @@ Return `(o, lse)`: `[N, DV]` and `[N]`. A row that no program saw a key for give
         Case(
             "one row, two parts that saw keys, the second of which wrote a NaN",
             lambda: (torch.tensor([[[5.0]], [[math.nan]]]), torch.tensor([[1.0], [1.0]])),
+        ),
+        Case(
+            "one row, two parts that saw keys, the second 1,600 lower and with a NaN",
+            lambda: (torch.tensor([[[5.0]], [[math.nan]]]), torch.tensor([[800.0], [-800.0]])),
         ),
     ),
     misconceptions=_MANY_MISTAKES,
@@ -1732,14 +1788,14 @@ TRAPS = (
     Trap(
         "`lse` is the natural logarithm of the denominator", "row_lse", "an lse left in log2 units"
     ),
-    Trap("Put it back", "row_lse", "an lse that forgets the maximum"),
+    Trap("the sum by this power again", "row_lse", "an lse that forgets the maximum"),
     Trap(
         r"$-\infty - (-\infty)$ is NaN, and a NaN never leaves a sum again.",
         "guarded_step",
         "-inf minus -inf, which is NaN",
     ),
     Trap(
-        "Never store it as the maximum",
+        "Never store the 0 as the maximum",
         "guarded_step",
         "a stand-in that leaks into the state",
     ),
@@ -1801,30 +1857,12 @@ PREDICTIONS = (
         "A row carries one maximum, one denominator, and a numerator as wide as a value, however "
         "many keys it has read.",
         (
-            (lambda guess: guess == 1, "A maximum alone? What would the output be made from?"),
-            (
-                lambda guess: guess == 2,
-                "Those are the maximum and the denominator. What is to become of the values?",
-            ),
-            (
-                lambda guess: guess in (64, 65, 66),
-                "That counts a chunk's 64 scores, but a chunk is forgotten once it is summed.",
-            ),
-            (
-                lambda guess: guess == 128,
-                "That is the numerator. A sum needs its denominator and its maximum, too.",
-            ),
-            (
-                lambda guess: guess == 129,
-                "Nearly: numerator and denominator, but in which unit? The maximum tells.",
-            ),
-            (
-                lambda guess: guess == 131,
-                "One too many. What do you count beside maximum, denominator and numerator?",
-            ),
+            (2, "Those are the maximum and the denominator. What is to become of the values?"),
+            (66, "That counts a chunk's 64 scores, but a chunk is forgotten once it is summed."),
             (1024, "One number per chunk would grow with the row. Sums do not."),
             (65_536, "All scores would be needed if old terms could not be corrected later."),
         ),
+        choices=(2, 66, 130, 1024, 65_536),
     ),
     Prediction(
         "sum_from_5",
@@ -1852,20 +1890,10 @@ PREDICTIONS = (
         "At which of the drops 100, 127, 128 and 200 does the step fail first?",
         "The factor is 2 to the drop, and fp32 ends a little below 2¹²⁸.",
         (
-            (
-                lambda guess: 88 <= guess < 90,
-                "fp32 does end at e^88.7, but a drop is a power of 2. Which power of 2 is e^88.7?",
-            ),
-            (lambda guess: guess == 127, "2¹²⁷ still fits: the largest number is almost twice it."),
-            (
-                lambda guess: guess in (126, 149, 150),
-                "That is where small numbers end. Which way does this factor go?",
-            ),
-            (
-                lambda guess: guess > 128,
-                "2 to that is inf, too, but it is not the first power that fp32 cannot hold.",
-            ),
-            (lambda guess: 0 < guess < 128, "2 to that is large, but fp32 reaches beyond it."),
+            (100, "2 to that is large, but fp32 reaches beyond it."),
+            (127, "2¹²⁷ still fits: the largest number is almost twice it."),
+            (200, "2 to that is inf, too, but it is not the first power that fp32 cannot hold."),
         ),
+        choices=(100, 127, 128, 200),
     ),
 )
