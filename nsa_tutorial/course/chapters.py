@@ -90,10 +90,11 @@ _NEIGHBOURS = re.compile(r"\n+(?:← )?[^\n]*\[Map\]\(00_start_here\.ipynb\)[^\n
 
 
 def neighbours(chapter: Chapter) -> str:
-    """The last line of a chapter: the one before it, the map of chapter 00, the one after it."""
+    """The last line of a chapter: the last one before it that is there, the map of chapter 00, the
+    one after it."""
     parts = []
     if chapter.number > 0:
-        before = CHAPTERS[chapter.number - 1]
+        before = next(c for c in reversed(CHAPTERS[: chapter.number]) if c.is_ready)
         parts.append(f"← [{before.title}]({before.file})")
     parts.append(f"[Map]({CHAPTERS[0].file})")
     if chapter.number + 1 < len(CHAPTERS):

@@ -1,0 +1,863 @@
+"""Exercises of chapter 16: what is wrong with five benchmarks, TFLOP/s and what dense FLOPs make of
+them, the union of neighbours' lists, one step of its walk as a kernel, the bytes of three orders,
+and the order for six shapes.
+
+The wrong solutions of an exercise are one function, or one kernel, told which slips to make.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import CodeType
+
+import torch
+from torch import Tensor
+
+from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.languages import tl, triton
+from nsa_tutorial.course.mistakes import slip, together
+from nsa_tutorial.runtime import environment
+
+Slips = frozenset[str]
+
+
+# -- questions whose answers are words --
+
+
+@dataclass(frozen=True)
+class Said:
+    """An answer in words; that of the solution does not show itself beside a wrong one."""
+
+    word: str
+    is_ours: bool = field(compare=False, default=False)
+
+    def __repr__(self) -> str:
+        return "another answer" if self.is_ours else repr(self.word)
+
+
+def _said(words: tuple[str, ...], ours: Callable) -> Callable:
+    """What `Exercise.run` asks for: the word that a solution has for one letter."""
+
+    def run(solution: Callable, letter: str) -> Said:
+        answers = solution()
+        if not isinstance(answers, Mapping):
+            kind = type(answers).__name__
+            raise TypeError(f"expected a dictionary from letters to words, got {kind}")
+        word = answers.get(letter, ...)
+        if word is ...:
+            raise NotImplementedError(f"there is no answer for {letter} yet")
+        if word not in words:
+            raise ValueError(f"{letter}: got {word!r}, expected one of {', '.join(words)}")
+        return Said(word, solution is ours)
+
+    return run
+
+
+def _words(ours: Callable) -> Callable:
+    """A dictionary of answers with slips, each of the form `letter: word`."""
+
+    def answers(slips: Slips) -> dict[str, str]:
+        return ours() | dict(s.split(": ") for s in slips)
+
+    return answers
+
+
+def _letters(what: str, letters: str) -> tuple[Case, ...]:
+    return tuple(Case(f"{what} {x}", lambda x=x: (x,)) for x in letters)
+
+
+# -- what_is_wrong --
+
+WORDS = ("first call", "no wait", "warm cache", "two sessions", "dense FLOPs")
+
+
+def what_is_wrong() -> dict[str, str]:
+    """What is wrong with each benchmark, in one of the five words."""
+    return {
+        "A": "warm cache",
+        "B": "dense FLOPs",
+        "C": "first call",
+        "D": "two sessions",
+        "E": "no wait",
+    }
+
+
+_HINTS_WRONG = {
+    "A": "It waits, its first call is not counted, and it takes a median. `x` is 20 MiB, and L2 "
+    "holds 50. Where is `x` in the second call?",
+    "B": "`do_bench` times it well. What is counted in the last line, and does the kernel do it?",
+    "C": "How many calls are in this time? What happens in that one that never happens again?",
+    "D": "Each time was taken well. Were they taken on the same afternoon?",
+    "E": "A launch puts work into a queue. Has the work been done when `stop` is read?",
+}
+_wrong_words = _words(what_is_wrong)
+_WRONG_MISTAKES = tuple(
+    Misconception(f"“{word}” for benchmark {x}", slip(_wrong_words, f"{x}: {word}"), hint)
+    for x, hint in _HINTS_WRONG.items()
+    for word in WORDS
+    if what_is_wrong()[x] != word
+)
+
+_WRONG = Exercise(
+    name="what_is_wrong",
+    statement="""
+Each of five benchmarks makes one mistake. Return a dictionary from its letter to one of "first
+call", "no wait", "warm cache", "two sessions", "dense FLOPs". `attend` is a sparse attention kernel
+in Triton, `copy` is a copy of 20 MiB, `clock` is `time.perf_counter`, and `wait` is
+`torch.cuda.synchronize`.
+
+```python
+# A
+copy(x); wait()
+ms = []
+for _ in range(100):
+    start = clock(); copy(x); wait(); ms.append(1e3 * (clock() - start))
+print(x.nbytes / median(ms), "bytes a ms")
+
+# B
+ms = triton.testing.do_bench(lambda: attend(q, k, v, ids))
+print(4 * N * (N + 1) / 2 * HQ * D / ms / 1e9, "TFLOP/s")
+
+# C
+start = clock(); attend(q, k, v, ids); wait(); print(1e3 * (clock() - start), "ms")
+
+# D
+ours = triton.testing.do_bench(lambda: attend(q, k, v, ids))
+print("faster by", json.load(open("times_of_last_month.json"))["theirs"] / ours)
+
+# E
+attend(q, k, v, ids); wait()
+start = clock()
+for _ in range(100): attend(q, k, v, ids)
+stop = clock()
+print(10 * (stop - start), "ms a call")
+```
+""",
+    minutes=5,
+    difficulty=1,
+    hints=(
+        "Go through the five words one by one. In which benchmarks can you rule each one out?",
+        "Look for `wait()` before the clock stops, and for a call before the clock starts.",
+        "One benchmark prints operations a second: does it count its own? One repeats a small copy "
+        "of the same memory. One compares with a file.",
+    ),
+    why="None of the five crashes, and each prints a number that looks fine. Only the way it was "
+    "taken tells.",
+    solution=what_is_wrong,
+    run=_said(WORDS, what_is_wrong),
+    misconceptions=_WRONG_MISTAKES,
+    combine=together(_WRONG_MISTAKES, *({f"{x}: {word}" for word in WORDS} for x in _HINTS_WRONG)),
+    cases=_letters("benchmark", "ABCDE"),
+)
+
+
+# -- speed --
+
+
+def speed(N: int, HQ: int, D: int, listed: float, ms: float) -> tuple[float, float]:
+    """TFLOP/s of sparse attention, by its own products and by those of dense attention."""
+    per_pair = 2 * 2 * D  # scores and values, a multiply and an add each
+    done = HQ * N * listed * per_pair
+    dense = HQ * N * (N + 1) / 2 * per_pair
+    return done / ms / 1e9, dense / ms / 1e9
+
+
+def _speed(slips: Slips, N: int, HQ: int, D: int, listed: float, ms: float) -> object:
+    """`speed` with slips."""
+    per_pair = 4 * D
+    if slips & {"one product", "no add"}:
+        per_pair = 2 * D
+    heads_ = 1 if "one head" in slips else HQ
+    done = heads_ * N * listed * per_pair
+    dense = heads_ * N * (N if "square" in slips else (N + 1) / 2) * per_pair
+    if "swapped" in slips:
+        done, dense = dense, done
+    unit = 1e12 if "ms" in slips else 1e6 if "giga" in slips else 1e9
+    return done / ms / unit, dense / ms / unit
+
+
+_SPEED_MISTAKES = (
+    Misconception(
+        "counting one product, or no additions",
+        slip(_speed, "one product"),
+        "A query and a key take two products: `q · k`, and a weight times a value. Each has a "
+        "multiply and an add for every number of the width.",
+    ),
+    Misconception(
+        "counting the pairs of the future",
+        slip(_speed, "square"),
+        "Dense attention is causal here: query `t` sees `t + 1` keys. How many pairs are that?",
+    ),
+    Misconception(
+        "milliseconds taken for seconds",
+        slip(_speed, "ms"),
+        "TFLOP/s are 10 to the power 12 operations in a *second*. How many ms are that?",
+    ),
+    Misconception(
+        "GFLOP/s",
+        slip(_speed, "giga"),
+        "Your unit is a thousand times too small. T is 10 to the power 12.",
+    ),
+    Misconception(
+        "counting one head", slip(_speed, "one head"), "Every query head multiplies. Who is `HQ`?"
+    ),
+    Misconception(
+        "the two numbers the wrong way round",
+        slip(_speed, "swapped"),
+        "First what the kernel computes itself, then what dense attention would compute.",
+    ),
+)
+
+_SPEED = Exercise(
+    name="speed",
+    statement="""
+A sparse kernel takes `ms` milliseconds for `N` queries with `HQ` heads of width `D` (values,
+too). A query reads `listed` keys on average. Return two numbers in TFLOP/s: with the operations
+that the kernel does, and with those that dense causal attention would do. Count the two matrix
+products, a multiply and an add as two operations.
+""",
+    minutes=4,
+    difficulty=1,
+    hints=(
+        "One query head and one key: how long is the dot product, and what follows the softmax?",
+        "A pair takes `4 * D` operations. How many pairs are there in each of the two cases?",
+        "The sum of 1 to `N` counts the causal pairs of one head. Operations in a millisecond, "
+        "over 10 to the power 9, are TFLOP/s.",
+    ),
+    why="The first number may be held against the machine's peak. The second one only compares two "
+    "times, and a ratio of times says that better.",
+    solution=speed,
+    misconceptions=_SPEED_MISTAKES,
+    combine=together(_SPEED_MISTAKES, {"ms", "giga"}),
+    cases=(
+        Case("one query, one key", lambda: (1, 1, 1, 1.0, 1e-9)),
+        Case("two queries", lambda: (2, 1, 1, 1.0, 1e-9)),
+        Case("four heads", lambda: (4, 4, 8, 2.0, 1e-6)),
+        Case("long", lambda: (65_536, 64, 128, 1000.0, 13.0)),
+    ),
+)
+
+
+# -- union_of_lists --
+
+
+def union_of_lists(lists: list[list[int]]) -> tuple[list[int], list[int]]:
+    """The blocks of several lists, ascending, and for each one a number whose bits say who lists
+    it."""
+    ids = sorted({block for own in lists for block in own if block >= 0})
+    return ids, [sum(1 << t for t, own in enumerate(lists) if block in own) for block in ids]
+
+
+def _union(slips: Slips, lists: list[list[int]]) -> object:
+    """`union_of_lists` with slips."""
+    least = -1 if "empty" in slips else 0
+    ids = list(dict.fromkeys(b for own in lists for b in own if b >= least))
+    if "shared" in slips:
+        ids = [b for b in ids if all(b in own for own in lists)]
+    if "unsorted" not in slips:
+        ids = sorted(ids)
+    if "ids" in slips:
+        return ids
+
+    def number(block: int) -> int:
+        who = [t for t, own in enumerate(lists) if block in own]
+        if "count" in slips:
+            return len(who)
+        if "numbers" in slips:
+            return sum(who)
+        if "last" in slips:
+            return 1 << who[-1]
+        if "reversed" in slips:
+            return sum(1 << (len(lists) - 1 - t) for t in who)
+        return sum(1 << (t + ("one up" in slips)) for t in who)
+
+    return ids, [number(block) for block in ids]
+
+
+_UNION_MISTAKES = (
+    Misconception(
+        "an empty slot taken for a block",
+        slip(_union, "empty"),
+        "-1 says that a slot is empty. Which block would the tile load for it?",
+    ),
+    Misconception(
+        "counting who lists a block",
+        slip(_union, "count"),
+        "Two of four list it, but which two? The walk has to mask the others.",
+    ),
+    Misconception(
+        "adding up the numbers of the queries",
+        slip(_union, "numbers"),
+        "Queries 0 and 3 give 3, and so do queries 1 and 2. Which numbers have sums that tell?",
+    ),
+    Misconception(
+        "the last query alone",
+        slip(_union, "last"),
+        "A later query overwrites the bit of an earlier one. What keeps both?",
+    ),
+    Misconception(
+        "bits from the other end",
+        slip(_union, "reversed"),
+        "Query 0 has bit 0, which is worth 1. What is the bit of query `t` worth?",
+    ),
+    Misconception(
+        "bits that begin at 1",
+        slip(_union, "one up"),
+        "Query 0 has bit 0. What is 2 to the power 0?",
+    ),
+    Misconception(
+        "the blocks that all of them list",
+        slip(_union, "shared"),
+        "That is the intersection. A block that one query lists has to be loaded, too.",
+    ),
+    Misconception(
+        "blocks in the order in which they are met",
+        slip(_union, "unsorted"),
+        "The right blocks, but they should ascend, whoever lists them first.",
+    ),
+    Misconception(
+        "leaving the bits out",
+        slip(_union, "ids"),
+        "That is the first half. Return a pair: the blocks, and for each one who lists it.",
+    ),
+)
+
+_NUMBERS = {"count", "numbers", "last", "reversed", "one up", "ids"}
+
+_UNION = Exercise(
+    name="union_of_lists",
+    statement="""
+`lists[t]` is the list of query `t` of a tile; -1 is an empty slot, and no list names a block
+twice. Return `(ids, listed_by)`: all blocks of the tile, each once, ascending; and for each of them
+a number whose bit `t` is 1 if query `t` lists it. Bit 0 is worth 1, bit 1 is worth 2, bit 2 is
+worth 4.
+""",
+    minutes=6,
+    difficulty=2,
+    hints=(
+        "With the lists `[0, 2]` and `[2, 3]`, which blocks does the tile load? Who wants each?",
+        "A set keeps each block once. Which one number does not name a block?",
+        "The bit of query `t` is `1 << t`. Different bits never collide, so they may be added up.",
+    ),
+    why="One number for each block is all that the walk needs: it loads the block once, and shifts "
+    "the number by `t` to ask for query `t`.",
+    solution=union_of_lists,
+    misconceptions=_UNION_MISTAKES,
+    combine=together(
+        _UNION_MISTAKES,
+        _NUMBERS,
+        {"empty", "shared"},
+        *({"shared", x} for x in _NUMBERS),
+    ),
+    cases=(
+        Case("one query", lambda: ([[3]],)),
+        Case("two queries that share a block", lambda: ([[0, 2], [2, 3]],)),
+        Case("an empty slot", lambda: ([[0, -1], [0, 1]],)),
+        Case("three queries", lambda: ([[4, 5], [0, 4], [4, 7]],)),
+        Case("four queries", lambda: ([[0, 6, 7], [0, 6, 7], [0, 2, 7], [0, 6, 7]],)),
+        Case("no block at all", lambda: ([[-1, -1], [-1, -1]],)),
+    ),
+)
+
+
+# -- walk_step --
+
+_WIDE = 8  # entries that a union may have
+
+
+def walk_step() -> object:
+    """The kernel that finds each query's largest score along the union of its tile."""
+
+    @triton.jit
+    def kernel(Scores, ListedBy, Count, Max, U, T: tl.constexpr):
+        tile = tl.program_id(0)
+        t = tl.arange(0, T)  # the queries of the tile, [T]
+        scores_max = tl.full([T], float("-inf"), tl.float32)
+        for step in range(0, tl.load(Count + tile)):
+            listed_by = tl.load(ListedBy + tile * U + step)
+            s = tl.load(Scores + (tile * U + step) * T + t)  # [T]
+            is_listed = (listed_by >> t) & 1
+            s = tl.where(is_listed > 0, s, float("-inf"))
+            scores_max = tl.maximum(scores_max, s)
+        tl.store(Max + tile * T + t, scores_max)
+
+    return kernel
+
+
+def _run_walk(solution: Callable, T: int, counts: list[int]) -> Tensor:
+    """Launch the kernel; behind the entries that count lie large scores that everybody lists."""
+    kernel = solution()
+    if kernel is None:
+        if any(isinstance(c, CodeType) for c in solution.__code__.co_consts):
+            raise TypeError("walk_step defines a kernel and returns None: `return kernel`")
+        raise NotImplementedError("there is no kernel yet")
+    if not hasattr(kernel, "run"):
+        raise TypeError("the kernel is not decorated with @triton.jit")
+    device, g = environment.detect().device, torch.Generator().manual_seed(T + sum(counts))
+    tiles = len(counts)
+    scores = torch.randn(tiles, _WIDE, T, generator=g) - 3  # below 0, mostly
+    bits = torch.randint(0, 2**T, (tiles, _WIDE), generator=g, dtype=torch.int32)
+    bits[:, 0] = 2 ** (T - 1)  # the last query alone
+    for tile, count in enumerate(counts):
+        scores[tile, count:], bits[tile, count:] = 99.0, 2**T - 1
+    found = torch.full((tiles, T), -77.0, device=device)
+    tensors = [x.to(device) for x in (scores, bits, torch.tensor(counts, dtype=torch.int32))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        kernel[tiles,](*tensors, found, _WIDE, T=T)
+    return found.cpu()
+
+
+@triton.jit
+def _wrong_walk(Scores, ListedBy, Count, Max, U, T: tl.constexpr, SLIP: tl.constexpr):
+    tile = tl.program_id(0)
+    t = tl.arange(0, T)
+    scores_max = tl.full([T], float("-inf"), tl.float32)
+    for step in range(0, tl.load(Count + tile)):
+        listed_by = tl.load(ListedBy + tile * U + step)
+        s = tl.load(Scores + (tile * U + step) * T + t)
+        if SLIP == "and":
+            is_listed = listed_by & t
+        elif SLIP == "no one":
+            is_listed = listed_by >> t
+        elif SLIP == "other way":
+            is_listed = (t >> listed_by) & 1
+        elif SLIP == "equal":
+            is_listed = (listed_by == t).to(tl.int32)
+        elif SLIP == "one bit up":
+            is_listed = (listed_by >> (t + 1)) & 1
+        else:
+            is_listed = (listed_by >> t) & 1
+        if SLIP == "zero":
+            s = tl.where(is_listed > 0, s, 0.0)
+        elif SLIP == "not":
+            s = tl.where(is_listed > 0, float("-inf"), s)
+        elif SLIP != "all":
+            s = tl.where(is_listed > 0, s, float("-inf"))
+        scores_max = s if SLIP == "last" else tl.maximum(scores_max, s)
+    tl.store(Max + tile * T + t, scores_max)
+
+
+class _Mistaken:
+    """`_wrong_walk` with its slip chosen; launched like a kernel."""
+
+    def __init__(self, mistake: str) -> None:
+        self.mistake, self.run = mistake, None
+
+    def __getitem__(self, grid: tuple) -> Callable:
+        return lambda *args, **sizes: _wrong_walk[grid](*args, SLIP=self.mistake, **sizes)
+
+
+def _walk(mistake: str) -> Callable:
+    return lambda: _Mistaken(mistake)
+
+
+def _walk_case(name: str, T: int, counts: list[int]) -> Case:
+    here = environment.detect()
+    return Case(name, lambda: (T, counts), lambda: here.why_not("triton", here.device))
+
+
+_WALK = Exercise(
+    name="walk_step",
+    statement="""
+Write one step of a tile's walk. A program has a tile of `T` queries. `ListedBy [tiles, U]` has the
+bits of each block of the union, and `Scores [tiles, U, T]` the score of each block for each query.
+`Count [tiles]` says how many blocks the union has. `Max [tiles, T]` becomes each query's largest
+score among the blocks that *it* lists, or -∞. The grid is `(tiles,)`. Copy this frame into
+`walk_step`, and fill the gap.
+
+```python
+@triton.jit
+def kernel(Scores, ListedBy, Count, Max, U, T: tl.constexpr):
+    tile = tl.program_id(0)
+    t = tl.arange(0, T)  # the queries of the tile, [T]
+    scores_max = tl.full([T], float("-inf"), tl.float32)
+    for step in range(0, tl.load(Count + tile)):
+        listed_by = tl.load(ListedBy + tile * U + step)
+        s = tl.load(Scores + (tile * U + step) * T + t)  # [T]
+        ...  # hide s from the queries that do not list the block, and keep the largest
+    tl.store(Max + tile * T + t, scores_max)
+
+return kernel
+```
+""",
+    minutes=6,
+    difficulty=2,
+    hints=(
+        "`listed_by` is one number, `t` is a tile of `T` numbers. What does `listed_by >> t` give?",
+        "Shifted right by `t`, the bit of query `t` stands last. `& 1` keeps that bit alone.",
+        "A hidden score must lose against every other one (chapter 09). `tl.where` chooses, and "
+        "`tl.maximum` keeps the larger of two tiles.",
+    ),
+    why="All queries of the tile run the same step; the bits alone decide for whom it counts.",
+    solution=walk_step,
+    run=_run_walk,
+    misconceptions=(
+        Misconception(
+            "showing every block to all queries",
+            _walk("all"),
+            "The tile loads the union. Whose list has this block?",
+        ),
+        Misconception(
+            "0 for a hidden score",
+            _walk("zero"),
+            "Scores may be negative, and then 0 is the largest of them. What loses against all?",
+        ),
+        Misconception(
+            "the bits of later queries, too",
+            _walk("no one"),
+            "`listed_by >> t` still holds the bits of later queries. Which bit do you want?",
+        ),
+        Misconception(
+            "`listed_by & t` for the bit of query t",
+            _walk("and"),
+            "`&` compares the bits of two numbers. `t` is a place among bits. What moves a bit?",
+        ),
+        Misconception(
+            "shifting the query's number",
+            _walk("other way"),
+            "Which of the two holds the bits, and which says how far to shift?",
+        ),
+        Misconception(
+            "comparing the bits with the query's number",
+            _walk("equal"),
+            "`listed_by` is a sum of powers of two, one for each query. Where is that of `t`?",
+        ),
+        Misconception(
+            "the bit of the next query",
+            _walk("one bit up"),
+            "Query 0 has bit 0. By how many places does it have to be shifted?",
+        ),
+        Misconception(
+            "hiding the blocks that are listed",
+            _walk("not"),
+            "`tl.where(a, x, y)` takes `x` where `a` is true. Which of the two is hidden?",
+        ),
+        Misconception(
+            "keeping the last step alone",
+            _walk("last"),
+            "Each step overwrites what the steps before have found. What keeps the larger one?",
+        ),
+    ),
+    cases=(
+        _walk_case("one tile of two queries", 2, [3]),
+        _walk_case("four queries", 4, [5]),
+        _walk_case("three tiles", 4, [6, 2, 8]),
+        _walk_case("a tile without a block", 2, [0, 4]),
+    ),
+)
+
+
+# -- bytes_moved --
+
+
+def bytes_moved(order: str, G: int, S: int, T: int, union: int, BS: int, D: int) -> float:
+    """Bytes that one query with G heads costs in each of the three orders, in bf16."""
+    block = BS * 2 * D * 2  # keys and values
+    if order == "queries":
+        return S * block
+    if order == "tiles":
+        return union * block / T
+    row = D * 2
+    return S * G * (row + 2 * (row + 4))  # a query in; its partial and LSE out, and in again
+
+
+def _bytes(slips: Slips, order: str, G: int, S: int, T: int, union: int, BS: int, D: int) -> float:
+    """`bytes_moved` with slips."""
+    size = 1 if "numbers" in slips else 2
+    block = BS * (1 if "keys" in slips else 2) * D * size
+    if order == "queries":
+        return S * block * (G if "each head" in slips else 1)
+    if order == "tiles":
+        if "entries" in slips:
+            union = S * T
+        return union * block / (1 if "tile" in slips else T)
+    row = D * size
+    lse = 0 if "no lse" in slips else 2 if "lse in bf16" in slips else 4
+    partial = (1 if "once" in slips else 2) * (row + lse)
+    heads_ = 1 if "one head" in slips else G
+    slots = 1 if "one slot" in slips else S
+    return slots * heads_ * ((0 if "no query" in slips else row) + partial)
+
+
+_BYTES_MISTAKES = (
+    Misconception(
+        "keys without values",
+        slip(_bytes, "keys"),
+        "A block has `BS` keys, and as many values.",
+    ),
+    Misconception(
+        "counting numbers in place of bytes", slip(_bytes, "numbers"), "A bf16 number is 2 bytes."
+    ),
+    Misconception(
+        "a block for every head",
+        slip(_bytes, "each head"),
+        "The heads of a group share their list and their tile. How often is a block loaded?",
+    ),
+    Misconception(
+        "a tile's bytes for one query",
+        slip(_bytes, "tile"),
+        "The union is loaded once for the tile. How many queries share that?",
+    ),
+    Misconception(
+        "loading every entry of a tile",
+        slip(_bytes, "entries"),
+        "A block that two queries list is loaded once. How many blocks are different?",
+    ),
+    Misconception(
+        "partials that are written and never read",
+        slip(_bytes, "once"),
+        "A second kernel merges the partials. What does it have to do first?",
+    ),
+    Misconception(
+        "partials without their log-sum-exp",
+        slip(_bytes, "no lse"),
+        "Two outputs cannot be merged by themselves (chapter 03). What comes with each?",
+    ),
+    Misconception(
+        "a log-sum-exp of 2 bytes", slip(_bytes, "lse in bf16"), "The LSE is fp32: 4 bytes."
+    ),
+    Misconception(
+        "one head of the group",
+        slip(_bytes, "one head"),
+        "Every head of the group has a query and a partial of its own.",
+    ),
+    Misconception(
+        "one partial for all slots",
+        slip(_bytes, "one slot"),
+        "Each listed block makes a partial of its own. How many blocks are listed?",
+    ),
+    Misconception(
+        "partials without their queries",
+        slip(_bytes, "no query"),
+        "The block stays where it is. What has to come to it?",
+    ),
+)
+
+_BYTES = Exercise(
+    name="bytes_moved",
+    statement="""
+How many bytes does one query with its `G` heads cost, on average? Keys, values, queries and partial
+outputs are bf16 (2 bytes) of width `D`, a log-sum-exp is fp32 (4 bytes). A block has `BS` keys and
+`BS` values, a list `S` blocks.
+
+- `"queries"`: one query a program. Count the blocks of its list.
+- `"tiles"`: a program has `T` queries, and loads the `union` blocks that they list together. Count
+  the query's share.
+- `"blocks"`: keys and values stay, and count nothing. For each slot and head, a query is read, and
+  a partial output with its log-sum-exp is written, and read again to be merged.
+""",
+    minutes=6,
+    difficulty=2,
+    hints=(
+        "Write down the bytes of one block first: keys, values, width, bytes of a number.",
+        "The first two orders count blocks: `S` of them, or a share of `union`. The third counts "
+        "rows: how many rows has one query?",
+        "In the third order each of `S` slots and `G` heads moves three rows of width `D` and two "
+        "log-sum-exps.",
+    ),
+    why="The first two orders pay for blocks and the third for rows, so large groups are cheap in "
+    "the first two and small groups in the third.",
+    solution=bytes_moved,
+    misconceptions=_BYTES_MISTAKES,
+    combine=together(
+        _BYTES_MISTAKES,
+        {"no lse", "lse in bf16"},
+        {"tile", "entries"},
+    ),
+    cases=(
+        Case("one query a program", lambda: ("queries", 2, 3, 4, 5, 8, 4)),
+        Case("tiles", lambda: ("tiles", 2, 3, 4, 5, 8, 4)),
+        Case("blocks", lambda: ("blocks", 2, 3, 4, 5, 8, 4)),
+        Case("tiles that share everything", lambda: ("tiles", 4, 6, 2, 6, 16, 8)),
+        Case("blocks, a group of 16", lambda: ("blocks", 16, 16, 4, 51, 64, 128)),
+        Case("queries, a group of 16", lambda: ("queries", 16, 16, 4, 51, 64, 128)),
+    ),
+)
+
+
+# -- choose_order --
+
+ORDERS = ("queries", "tiles", "blocks")
+
+
+def choose_order() -> dict[str, str]:
+    """The order that suits each of six shapes."""
+    return {
+        "A": "queries",
+        "B": "tiles",
+        "C": "blocks",
+        "D": "blocks",
+        "E": "tiles",
+        "F": "queries",
+    }
+
+
+_HINTS_ORDER = {
+    "A": "Neighbours share nothing here, and the group is large. What is left to save?",
+    "B": "The neighbours nearly agree. Who could load a block for all of them?",
+    "C": "With 4 heads, a query's tile is three quarters empty, and its row is small. What is "
+    "cheap to move?",
+    "D": "Try a group of 4 in the panel, at 1.02. Which bar is the shortest?",
+    "E": "Try a group of 16 in the panel, at 1.29. Does an order promise less than half?",
+    "F": "Which neighbours does a query have when each sequence has one?",
+}
+_order_words = _words(choose_order)
+_ORDER_MISTAKES = tuple(
+    Misconception(f"“{order}” for shape {x}", slip(_order_words, f"{x}: {order}"), hint)
+    for x, hint in _HINTS_ORDER.items()
+    for order in ORDERS
+    if choose_order()[x] != order
+)
+
+_ORDER = Exercise(
+    name="choose_order",
+    statement="""
+Choose `"queries"`, `"tiles"` or `"blocks"` for each shape, and return a dictionary from its letter
+to your choice. Lists have 16 blocks of 64 keys. "Union" is how many times the blocks of one list
+four neighbours list together. Leave `"queries"` only for an order that promises half the time or
+less.
+
+| shape | queries | heads | union |
+|---|---|---|---|
+| A | 65,536 | 64 over 4 | 3.18 |
+| B | 65,536 | 64 over 4 | 1.02 |
+| C | 65,536 | 32 over 8 | 3.18 |
+| D | 65,536 | 32 over 8 | 1.02 |
+| E | 65,536 | 64 over 4 | 1.29 |
+| F | one in each of 32 sequences | 64 over 4 | – |
+""",
+    minutes=4,
+    difficulty=2,
+    hints=(
+        "What do the shapes with 64 heads over 4 have in common, and those with 32 over 8?",
+        "The panel above has all shapes but F.",
+        "For F, ask what a tile, or a block of keys, could share. Each sequence has its own cache.",
+    ),
+    why="Large groups pay for blocks, so it depends on what neighbours share; small groups have "
+    "small rows, so the rows may travel.",
+    solution=choose_order,
+    run=_said(ORDERS, choose_order),
+    misconceptions=_ORDER_MISTAKES,
+    combine=together(
+        _ORDER_MISTAKES, *({f"{x}: {order}" for order in ORDERS} for x in _HINTS_ORDER)
+    ),
+    cases=_letters("shape", "ABCDEF"),
+)
+
+
+EXERCISES = (_WRONG, _SPEED, _UNION, _WALK, _BYTES, _ORDER)
+
+TRAPS = (
+    Trap(
+        "dense attention would need 7.0 · 10¹³ operations. The kernel does not do them",
+        "speed",
+        "the two numbers the wrong way round",
+    ),
+    Trap(
+        "A launch returns at once",
+        "what_is_wrong",
+        "“first call” for benchmark E",
+    ),
+    Trap(
+        "a hidden score is −∞, not 0",
+        "walk_step",
+        "0 for a hidden score",
+    ),
+    Trap(
+        "what is written has to be read again",
+        "bytes_moved",
+        "partials that are written and never read",
+    ),
+)
+
+DOUBLES = (
+    Double(
+        "bytes_moved",
+        lambda order, G, S, T, union, BS, D: {
+            "queries": S * BS * D * 2,
+            "tiles": union * BS * D * 2 / T,
+            "blocks": S * G * (3 * D * 2),
+        }[order],
+        ("keys without values", "partials without their log-sum-exp"),
+    ),
+    Double(
+        "union_of_lists",
+        lambda lists: (
+            sorted({b for own in lists for b in own}),
+            [sum(b in own for own in lists) for b in sorted({b for own in lists for b in own})],
+        ),
+        ("an empty slot taken for a block", "counting who lists a block"),
+    ),
+    Double(
+        "speed",
+        lambda N, HQ, D, listed, ms: (
+            2 * HQ * N * listed * D / ms / 1e9,
+            2 * HQ * N * N * D / ms / 1e9,
+        ),
+        ("counting one product, or no additions", "counting the pairs of the future"),
+    ),
+)
+
+PREDICTIONS = (
+    Prediction(
+        "memory_alone",
+        "65,536 queries and 4 KV heads read 16 blocks each, and a block's keys and values take 32 "
+        "KiB: how many ms does that take at the 4.8 TB/s of an H200's memory?",
+        "65,536 · 4 · 16 · 32 KiB are 137 GB, and 4.8 GB take a millisecond.",
+        (
+            (
+                lambda guess: isinstance(guess, int | float) and 13 <= guess <= 14.5,
+                "That is what was measured. Can memory do it?",
+            ),
+            (
+                lambda guess: isinstance(guess, int | float) and 6.5 <= guess <= 7.5,
+                "That is one KV head. There are 4.",
+            ),
+        ),
+        unit="ms",
+        tolerance=0.05,
+    ),
+    Prediction(
+        "programs_at_once",
+        "A program takes 98,816 bytes of shared memory, and a multiprocessor has 228 KiB: how many "
+        "such programs run on it at once?",
+        "228 KiB are 233,472 bytes. Two programs fit, and a third would need 296,448.",
+        (
+            (3, "Three need 296,448 bytes."),
+            (1, "One leaves 134,656 bytes free."),
+            (
+                lambda guess: isinstance(guess, float) and 2.3 < guess < 2.5,
+                "That is the ratio. A third of a program cannot run.",
+            ),
+        ),
+    ),
+    Prediction(
+        "union_of_four",
+        "Four neighbours have lists of 16 out of 1,024 blocks, 3 of them forced and the same for "
+        "all, and the other 13 drawn at random: how many different blocks do they list, on "
+        "average?",
+        "The 3 forced blocks count once, the 13 others four times, but for a few that meet by "
+        "chance.",
+        (
+            (64, "That is all entries. The forced blocks are the same four times."),
+            (16, "That is one list. The drawn blocks hardly ever agree."),
+            (52, "These are the drawn blocks. The forced ones have to be loaded, too."),
+        ),
+        tolerance=0.03,
+    ),
+    Prediction(
+        "partials_gib",
+        "The partial outputs of 65,536 queries, 64 heads of width 128 and 16 slots in bf16: how "
+        "many GiB do they take?",
+        "The outputs themselves take 1 GiB, and there is one for each of 16 slots.",
+        (
+            (1, "That is the output. Every slot has a partial of its own."),
+            (8, "That is one byte a number. bf16 takes two."),
+            (32, "That is fp32. The partials are bf16."),
+        ),
+        unit="GiB",
+    ),
+)

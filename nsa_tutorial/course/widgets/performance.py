@@ -1,0 +1,554 @@
+"""Chapter 16's pictures: the roofline with NSA's operators on it, three orders of one sum, what
+each of them moves and how long it takes, and what a choice of tiles is worth.
+
+`operators` counts the work of what was measured on a GPU, `order_cost` that of an order on paper.
+The times are those that `assets/` stores; `rates` derives from them how fast the machine turned out
+to be. `recorded` reads `assets/performance_h200.json` where it is there, and older files otherwise.
+`orders_panel` is the interactive.
+
+Nothing here needs Triton or a GPU; `instructions` asks Triton's compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import ipywidgets
+import numpy as np
+from torch import Tensor
+
+from nsa_tutorial import ops
+from nsa_tutorial.bench import drawing
+from nsa_tutorial.course import heads
+from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
+from nsa_tutorial.course.sheet import Place, Sheet
+from nsa_tutorial.course.widgets import Panel, panel
+from nsa_tutorial.course.widgets.grouped_query_attention import H200_BYTES_PER_S, H200_FLOPS_PER_S
+from nsa_tutorial.course.widgets.selection_kernels import SIZES
+from nsa_tutorial.course.widgets.tilelang_forward import ASSETS
+from nsa_tutorial.runtime import costs, environment, lowering
+
+PERFORMANCE = ASSETS / "performance_h200.json"
+TOKENS, WIDTH, BLOCK, SLOTS = 65_536, 128, 64, 16  # of everything that is drawn here
+HEADS = {16: (64, 4), 4: (32, 8), 1: (8, 8)}  # by group: query heads and KV heads
+T = 4  # queries of a tile
+MOST_ROWS = 16  # a product on the tensor cores has no fewer rows
+ORDERS = ("queries", "tiles", "blocks")
+TOLD = {
+    "queries": "one query a program",
+    "tiles": f"tiles of {T} queries",
+    "blocks": "a block of keys a program",
+}
+COLOURS = {"queries": "selected", "tiles": "compressed", "blocks": "window"}
+PAYS = (
+    0.5  # another order replaces one query a program if it promises at most this share of its time
+)
+
+
+# -- what was measured --
+
+
+@functools.cache
+def stored(name: str) -> dict:
+    """A file of `assets/`: machine, versions, command, rows."""
+    return json.loads((ASSETS / name).read_text())
+
+
+def rows_of(name: str, **asked: object) -> list[dict]:
+    """The rows of a file at this chapter's tokens and width that have these entries."""
+    sizes = {"tokens": TOKENS, "width": WIDTH, **asked}
+    return [
+        row
+        for row in stored(name)["rows"]
+        if row["ms"] is not None and all(row.get(key) == value for key, value in sizes.items())
+    ]
+
+
+def dense_runs() -> dict[str, float]:
+    """Milliseconds of cuDNN's dense forward, 64 heads over 4, in every file that has it."""
+    files = ("triton_forward", "tilelang_forward", "selection", "tilelang_groups")
+    asked = {"kernel": "dense, cuDNN", "kv_heads": 4, "group": 16}
+    found = {}
+    for name in files:
+        rows = rows_of(f"{name}_h200.json", **asked)
+        rows = [row for row in rows if row.get("direction", "forward") == "forward"]
+        found[name] = rows[0]["ms"]
+    return found
+
+
+def recorded() -> dict[tuple[int, str, str], tuple[float, float]]:
+    """Milliseconds of the forward and the overlap of its lists, by group, order and kind of
+    lists."""
+    if PERFORMANCE.exists():
+        rows = rows_of(PERFORMANCE.name, direction="forward", operator="selected")
+        rows = [row for row in rows if row.get("order") in ORDERS]
+    else:  # measured when there was one order
+        rows = rows_of("selection_h200.json", direction="forward", change="attention to lists")
+        rows += rows_of("triton_backward_groups_h200.json", direction="forward", kernel="triton")
+    return {
+        (row["group"], row.get("order", "queries"), row["lists"]): (row["ms"], row["overlap"])
+        for row in rows
+        if HEADS.get(row["group"]) == (row["kv_heads"] * row["group"], row["kv_heads"])
+    }
+
+
+def recorded_table() -> list[str]:
+    """The recorded times of the orders as lines of text, or one sentence where there are none."""
+    if not PERFORMANCE.exists():
+        return ["No times of all three orders are stored in this copy of the course."]
+    told, found = stored(PERFORMANCE.name), recorded()
+    lines = [f"{told['machine']}, torch {told['torch']}, Triton {told['triton']}; milliseconds"]
+    lines.append(f"{'group':>5}  {'lists':8}" + "".join(f"{order:>9}" for order in ORDERS))
+    for group, kind in dict.fromkeys((group, kind) for group, _, kind in found):
+        times = (found.get((group, order, kind)) for order in ORDERS)
+        cells = (f"{time[0]:9.1f}" if time else 9 * " " for time in times)
+        lines.append(f"{group:5}  {kind:8}" + "".join(cells))
+    return lines
+
+
+# -- the roofline --
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One measured operator.
+
+    Attributes:
+        name: what it is.
+        flops: operations of its products, or of its sums where it has none.
+        bytes: what its programs load and store, whoever serves it.
+        ms: how long it took.
+    """
+
+    name: str
+    flops: float
+    bytes: float
+    ms: float
+
+    @property
+    def intensity(self) -> float:
+        """Operations a byte."""
+        return self.flops / self.bytes
+
+    @property
+    def flops_per_s(self) -> float:
+        """Operations a second."""
+        return 1e3 * self.flops / self.ms
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes a second."""
+        return 1e3 * self.bytes / self.ms
+
+
+def _walk(keys: float, rows: int, flops_per_pair: int) -> tuple[float, float]:
+    """Operations and bytes where `keys`, summed over the queries, are walked by tiles of `rows`
+    rows that load keys and values; with the queries and the outputs."""
+    HQ, _ = HEADS[16]
+    ends = 2 * 2 * TOKENS * HQ * WIDTH
+    return flops_per_pair * HQ * keys, ends + HQ * keys / rows * 2 * WIDTH * 2
+
+
+def operators() -> list[Operator]:
+    """NSA's operators, and dense attention, with 64 heads over 4, forward, in bf16."""
+    HQ, H = HEADS[16]
+    product, both = 2 * WIDTH, 4 * WIDTH
+    listed = costs.selected_keys(TOKENS, TOKENS, block_size=BLOCK, top_n=SLOTS)
+    window = costs.window_keys(TOKENS, TOKENS, window_size=512)
+    summaries = costs.summary_keys(TOKENS, TOKENS)
+    pairs = costs.visible_pairs(TOKENS, TOKENS)
+    outputs, keys = TOKENS * HQ * WIDTH, TOKENS * H * WIDTH
+    work = {
+        "attention to lists": _walk(listed, 16, both),  # a group is the tile
+        "window": _walk(window, 16, both),
+        "attention to summaries": _walk(summaries, 128, both),
+        # a step of 128 summaries and 64 queries: the queries of every head come anew
+        "choice of blocks": (product * HQ * summaries, HQ * summaries / 128 * product),
+        "gates": (6 * outputs, 2 * 4 * outputs),  # three outputs in, one out
+        "summaries": (4 * keys, 2 * 2 * keys),  # each key and each value in two windows
+        "dense, cuDNN": _walk(pairs, 128, both),
+    }
+    asked = {"kv_heads": H, "group": 16, "direction": "forward"}
+    rows = rows_of("selection_h200.json", **asked)
+    ms = {row["change"] or row["kernel"]: row["ms"] for row in rows if row["lists"] != "smooth"}
+    return [Operator(name, *done, ms[name]) for name, done in work.items()]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast the machine is: by its data sheet, and as it was measured.
+
+    Attributes:
+        memory: bytes a second of the main memory, data sheet.
+        l2: bytes a second that attention to lists was served, most of it by the L2 cache.
+        peak: bf16 operations a second, data sheet.
+        products: operations a second of the best dense kernel that was measured.
+    """
+
+    memory: float
+    l2: float
+    peak: float
+    products: float
+
+
+@functools.cache
+def rates() -> Rates:
+    """Of the H200 that the stored times come from."""
+    flops = 4 * WIDTH * 64 * costs.visible_pairs(TOKENS, TOKENS)
+    best = min(dense_runs().values())
+    lists = next(o for o in operators() if o.name == "attention to lists")
+    return Rates(H200_BYTES_PER_S, lists.bytes_per_s, H200_FLOPS_PER_S, 1e3 * flops / best)
+
+
+def draw_roofline() -> Picture:
+    """The measured operators under the roofs of memory, of L2 and of the tensor cores."""
+    r, points = rates(), operators()
+    figure, axes = new_figure(8.2, 4.2)
+    axis = axes[0, 0]
+    x = np.logspace(-0.6, 3.2, 200)
+    roofs = ((r.memory, r.peak, "faint", "-"), (r.l2, r.products, "query", "--"))
+    names = ("data sheet: memory, tensor cores", "measured: L2, best dense kernel")
+    for (bandwidth, peak, colour, style), name in zip(roofs, names, strict=True):
+        y = np.minimum(bandwidth * x, peak) / 1e12
+        axis.plot(x, y, color=PALETTE[colour], linestyle=style, linewidth=1.6, label=name)
+    places = {
+        "attention to lists": (9, -11, "left"), "window": (-8, 6, "right"),
+        "dense, cuDNN": (-6, 10, "right"),
+    }  # fmt: skip
+    for o in points:
+        colour = PALETTE["masked"] if o.name.startswith("dense") else PALETTE["selected"]
+        axis.plot(o.intensity, o.flops_per_s / 1e12, "o", color=colour, markersize=8,
+                  markeredgecolor=PALETTE["text"], markeredgewidth=0.6)  # fmt: skip
+        right, up, side = places.get(o.name, (9, -3, "left"))
+        axis.annotate(o.name, (o.intensity, o.flops_per_s / 1e12), (right, up), ha=side,
+                      textcoords="offset points", fontsize=9)  # fmt: skip
+    axis.set(xscale="log", yscale="log", xlabel="operations a byte that the programs ask for",
+             ylabel="TFLOP/s", ylim=(0.4, 1500))  # fmt: skip
+    axis.legend(frameon=False, fontsize=8.5, loc="lower right")
+    lists = points[0]
+    over = lists.bytes_per_s / r.memory
+    return Picture(
+        figure,
+        f"Attention to lists gets {lists.bytes_per_s / 1e12:.1f} TB/s: {over:.1f} times what "
+        "memory can give",
+    )
+
+
+# -- three orders of the same sums --
+
+
+@dataclass(frozen=True)
+class OrderCost:
+    """What an order does in one forward.
+
+    Attributes:
+        cached: bytes that L2 serves.
+        memory: bytes that cross the main memory.
+        flops: operations of its products, with the rows that fill a tile up.
+    """
+
+    cached: float
+    memory: float
+    flops: float
+
+    @property
+    def times(self) -> dict[str, float]:
+        """Milliseconds on paper: of L2, of memory and of the tensor cores."""
+        r = rates()
+        parts = {
+            "L2": self.cached / r.l2, "memory": self.memory / r.memory,
+            "products": self.flops / r.products,
+        }  # fmt: skip
+        return {name: 1e3 * seconds for name, seconds in parts.items()}
+
+    @property
+    def ms(self) -> float:
+        """The time on paper: that of the slowest of the three."""
+        return max(self.times.values())
+
+
+@functools.cache
+def order_cost(order: str, group: int, overlap: float) -> OrderCost:
+    """What an order moves and multiplies; what a causal mask hides does not count.
+
+    Args:
+        order: of `ORDERS`.
+        group: query heads of a KV head, one of `HEADS`.
+        overlap: blocks in the union of `T` neighbours' lists, over those in one list.
+    """
+    HQ, H = HEADS[group]
+    keys = costs.selected_keys(TOKENS, TOKENS, block_size=BLOCK, top_n=SLOTS)
+    entries = H * keys / BLOCK  # one query and one block
+    block, row = 2 * BLOCK * WIDTH * 2, 2 * WIDTH
+    ends = TOKENS * HQ * 2 * row + 2 * TOKENS * H * WIDTH * 2  # q, o, k and v, once
+    pair = 4 * WIDTH * BLOCK  # operations of one row and one block
+    if order == "queries":
+        return OrderCost(entries * block + ends, ends, entries * max(group, MOST_ROWS) * pair)
+    if order == "tiles":
+        loads = entries * overlap / T
+        return OrderCost(loads * block + ends, ends, loads * max(T * group, MOST_ROWS) * pair)
+    partials = 2 * entries * group * (row + 4)  # an output and an LSE, out and in
+    queries = entries * group * row
+    return OrderCost(queries + partials + ends, partials + ends, entries * group * pair)
+
+
+def best_order(group: int, overlap: float) -> str:
+    """The order to take for many queries: another than one query a program only if it clearly
+    promises less."""
+    ms = {order: order_cost(order, group, overlap).ms for order in ORDERS}
+    first = min(ORDERS, key=ms.__getitem__)
+    return first if ms[first] <= PAYS * ms["queries"] else "queries"
+
+
+@functools.cache
+def real_lists() -> Tensor:
+    """The lists of the course's real heads, `[N, H, 8]`, of 32 blocks of 16 keys."""
+    h = heads.load()
+    k_cmp, v_cmp = (ops.compress(x, **SIZES) for x in (h.k, h.v))
+    _, lse = ops.compressed_attention(
+        h.q, k_cmp, v_cmp, **SIZES, return_lse=True, backend="reference"
+    )
+    sizes = {**SIZES, "block_size": 16, "top_n": 8}
+    return ops.select_blocks(h.q, k_cmp, lse, **sizes, backend="reference")[0]
+
+
+def neighbours(query: int = 400, head: int = 3) -> list[list[int]]:
+    """The lists of `T` neighbours, from `query` on, on the real heads."""
+    return real_lists()[query : query + T, head].tolist()
+
+
+def draw_orders(query: int = 400, head: int = 3) -> Picture:
+    """Four queries and their blocks, and what one program loads in each of the three orders."""
+    lists = neighbours(query, head)
+    blocks = sorted({b for ids in lists for b in ids if b >= 0})
+    entries = [(t, blocks.index(b)) for t, ids in enumerate(lists) for b in ids if b >= 0]
+    n, sheet = len(blocks), Sheet(8.3, 3.3)
+    most = max(range(n), key=lambda x: sum(place == x for _, place in entries))
+    mine: dict[str, Callable[[int, int], bool]] = {
+        "queries": lambda t, x: t == 1,
+        "tiles": lambda t, x: True,
+        "blocks": lambda t, x: x == most,
+    }
+    loads = {"queries": f"{len(entries)} loads of a block", "tiles": f"{n} loads of a block",
+             "blocks": f"{len(entries)} loads of queries"}  # fmt: skip
+    titles = {"queries": "a program: one query", "tiles": f"a program: {T} queries",
+              "blocks": "a program: one block"}  # fmt: skip
+    for i, order in enumerate(ORDERS):
+        place = Place(0.75 + i * 2.55, 0.72, 2.25, 1.6)
+        chart = sheet.chart(place, (0, n), (T, 0))
+        chart.title(titles[order])
+        colours = [COLOURS[order] if mine[order](t, x) else "#DDE3E8" for t, x in entries]
+        chart.boxes([(x + 0.06, t + 0.06, 0.88, 0.88) for t, x in entries], colours)
+        chart.bottom([x + 0.5 for x in range(n)], blocks, "block", line=False, size=7.5)
+        if i == 0:
+            names = [query + t for t in range(T)]
+            chart.left([t + 0.5 for t in range(T)], names, "query", line=False)
+        sheet.words([(place.x(0.5), 3.02, loads[order])], size=9.5)
+    sheet.words([(0.7, 3.02, "all:")], size=9.5, ha="right")
+    told = f"{T} neighbours list {len(entries)} blocks, {n} of them different"
+    return Picture(sheet.figure, told)
+
+
+# -- bytes, operations and time of an order --
+
+OVERLAPS = (1.0, 1.02, 1.1, 1.29, 1.6, 2.0, 2.4, 2.8, 3.18, 3.6, 4.0)
+_PARTS = {"L2": "key", "memory": "value", "products": "own block"}
+
+
+def measured_ms(order: str, group: int, overlap: float) -> float | None:
+    """The recorded time of an order at these lists; None where there is none."""
+    for (its_group, its_order, _), (ms, its_overlap) in recorded().items():
+        if (its_group, its_order) == (group, order) and abs(its_overlap - overlap) < 0.02:
+            return ms
+    return None
+
+
+def told_orders(order: str, overlap: float, group: int) -> str:
+    """What the panel says about a setting."""
+    cost, (HQ, H) = order_cost(order, group, overlap), HEADS[group]
+    limit = max(cost.times, key=cost.times.__getitem__)
+    ms = measured_ms(order, group, overlap)
+    best = best_order(group, overlap)
+    was = f"Recorded: {ms:.1f} ms." if ms else "No recorded run has these lists."
+    return (
+        f"{HQ} heads over {H}, {TOLD[order]}: {cost.cached / 1e9:.0f} GB through L2, "
+        f"{cost.memory / 1e9:.0f} GB through memory, {cost.flops / 1e12:.1f} TFLOP. "
+        f"{limit} needs most: {cost.ms:.1f} ms on paper. {was} Take {TOLD[best]}."
+    )
+
+
+def draw_paper(order: str = "tiles", overlap: float = 1.29, group: int = 16) -> Picture:
+    """The time of each order on paper, by what limits it, and what was recorded."""
+    sheet, found = Sheet(8.3, 3.3), {o: order_cost(o, group, overlap) for o in ORDERS}
+    measured = {o: measured_ms(o, group, overlap) for o in ORDERS}
+    top = max(30.0, *(cost.ms for cost in found.values()))
+    chart = sheet.chart(Place(2.0, 0.62, 5.8, 2.1), (0, top), (len(ORDERS), 0))
+    for row, (name, cost) in enumerate(found.items()):
+        if name == order:
+            chart.boxes([(0, row + 0.02, top, 0.96)], "#EEF3F7")
+        for i, (part, ms) in enumerate(cost.times.items()):
+            chart.boxes([(0, row + 0.14 + 0.25 * i, ms, 0.22)], _PARTS[part])
+        told = [(cost.ms, row + 0.5, f"{cost.ms:.1f} ms")]
+        chart.words(told, size=9, ha="left", offset=(6, 0))
+        if measured[name]:
+            chart.lines([[(measured[name], row + 0.06), (measured[name], row + 0.94)]], "query", 2)
+    ticks = [tick for tick in (0, 5, 10, 15, 20, 25, 30, 40, 50) if tick <= top]
+    chart.bottom(ticks, None, "milliseconds on paper")
+    chart.left([row + 0.5 for row in range(3)], [TOLD[o] for o in ORDERS], line=False)
+    sheet.legend(2.0, 0.45, {**{_PARTS[p]: p for p in _PARTS}, "query": "recorded"})
+    first = min(ORDERS, key=lambda o: found[o].ms)
+    return Picture(
+        sheet.figure,
+        f"Group of {group}, unions {overlap:.2f} times a list: {found[first].ms:.1f} ms on paper, "
+        f"with {TOLD[first]}",
+    )
+
+
+def orders_panel() -> Panel:
+    """The interactive: order, overlap and group to bytes, operations, and time."""
+
+    def render(order: str, overlap: float, group: int) -> tuple[Picture, str]:
+        return draw_paper(order, overlap, group), told_orders(order, overlap, group)
+
+    return panel(
+        "three orders: bytes, operations, time",
+        render,
+        order=ipywidgets.ToggleButtons(options=[*ORDERS], value="tiles", description="order"),
+        overlap=ipywidgets.SelectionSlider(
+            options=[(f"{x:.2f}", x) for x in OVERLAPS], value=1.29, description="union / list"
+        ),
+        group=ipywidgets.ToggleButtons(options=[*HEADS], value=16, description="group"),
+    )
+
+
+# -- autotuning --
+
+_TUNED = re.compile(r"pointers, (?:steps of )?(\d+) (warps?|stages?|tokens)$")
+
+
+def tuned() -> dict[str, dict[int, float]]:
+    """Recorded milliseconds of one kernel by what was changed in it: warps, stages, tokens of a
+    step."""
+    found: dict[str, dict[int, float]] = {"warps": {}, "stages": {}, "tokens": {}}
+    for row in rows_of("triton_forward_h200.json", group=16):
+        match = _TUNED.match(row["change"])
+        if match:
+            found[match[2].rstrip("s") + "s"][int(match[1])] = row["ms"]
+    return found
+
+
+def draw_tuning() -> Picture:
+    """What each choice of one kernel costs, one choice changed at a time."""
+    choices, figure_axes = tuned(), new_figure(8.2, 2.6, columns=3)
+    figure, axes = figure_axes
+    best = min(ms for times in choices.values() for ms in times.values())
+    worst = max(ms for times in choices.values() for ms in times.values())
+    names = {"warps": "warps of a program", "stages": "stages in flight",
+             "tokens": "tokens of a step"}  # fmt: skip
+    for axis, (name, times) in zip(axes[0], choices.items(), strict=True):
+        low = min(times.values())
+        colours = [PALETTE["selected" if ms == low else "masked"] for ms in times.values()]
+        axis.bar([str(x) for x in times], list(times.values()), color=colours, width=0.65)
+        axis.set(xlabel=names[name], ylim=(0, 1.12 * worst))
+        for i, ms in enumerate(times.values()):
+            axis.text(i, ms + 0.4, f"{ms:.1f}", ha="center", fontsize=8.5)
+    axes[0, 0].set_ylabel("ms")
+    told = f"One kernel, one choice changed at a time: {best:.1f} to {worst:.1f} ms"
+    return Picture(figure, told)
+
+
+# -- what a compiler writes --
+
+_KERNELS = "nsa_tutorial.kernels.performance:"
+
+
+def instructions() -> dict[str, dict[str, int]]:
+    """How often some instructions stand in the PTX of this chapter's small kernels, for a Hopper
+    GPU: by kernel, then by instruction.
+
+    Raises:
+        BackendUnavailable: one sentence, where Triton is not installed.
+    """
+    types = {"X": "*fp16", "Y": "*fp16", "A": "*fp16", "B": "*fp16", "C": "*fp32"}
+    small, large = ({"BM": n, "BN": n, "BK": n} for n in (16, 64))
+    asked = {
+        "neighbours": ("gather", {"APART": 1, "BN": 1024}, {}),
+        "16 apart": ("gather", {"APART": 16, "BN": 1024}, {}),
+        "number by number": ("multiply", small | {"DOT": False}, {"num_stages": 1}),
+        "tensor cores": ("multiply", large | {"DOT": True}, {"num_stages": 1}),
+        "3 stages": ("multiply", large | {"DOT": True}, {"num_stages": 3}),
+    }
+    patterns = {
+        "loads": r"ld\.global",
+        "multiply-adds": r"fma\.rn",
+        "tensor cores": r"wgmma\.mma_async",
+        "copies ahead": r"cp\.async\.c[ag]",
+    }
+    found = {}
+    for name, (kernel, constants, options) in asked.items():
+        ptx = lowering.stages(_KERNELS + kernel, constants, types, aligned=["K"], **options)["ptx"]
+        found[name] = {told: len(re.findall(text, ptx)) for told, text in patterns.items()}
+    return found
+
+
+def instructions_table() -> list[str]:
+    """`instructions` as lines of text, or what is missing."""
+    here = environment.detect()
+    missing = here.why_not("triton", here.device)
+    if missing:
+        return [missing]
+    found = instructions()
+    heads_ = list(next(iter(found.values())))
+    lines = [f"{'kernel':17}" + "".join(f"{name:>15}" for name in heads_)]
+    lines += [f"{name:17}" + "".join(f"{n:15}" for n in row.values()) for name, row in
+              found.items()]  # fmt: skip
+    return lines
+
+
+# -- a clock's readings --
+
+
+def draw_times(milliseconds: Tensor) -> Picture:
+    """A histogram of one call's times, with their median and their mean."""
+    figure, axes = new_figure(8.2, 2.7)
+    axis, ms = axes[0, 0], milliseconds.double()
+    most = float(ms.quantile(0.98))
+    axis.hist(ms.clamp(max=most).numpy(), bins=40, color=PALETTE["key"])
+    for value, name, colour in ((ms.median(), "median", "text"), (ms.mean(), "mean", "query")):
+        axis.axvline(float(value), color=PALETTE[colour], linewidth=1.6, label=name)
+    axis.set(xlabel="ms of one call (the slowest 2 % at the right end)", ylabel="calls")
+    axis.legend(frameon=False, fontsize=9)
+    return Picture(figure, f"{len(ms)} calls of one function: {ms.min():.2g} to {ms.max():.2g} ms")
+
+
+def tile_shared_bytes() -> int:
+    """Bytes on the chip of chapter 04's tile of 64 queries and 64 keys of width 128."""
+    return sum(costs.tile_bytes_on_chip(64, 64, WIDTH).values())
+
+
+def random_union(blocks: int = 1024, slots: int = SLOTS, forced: int = 3) -> float:
+    """Blocks in the union of `T` late queries' lists that share the forced ones and draw all
+    others at random."""
+    free = blocks - forced
+    missed = (1 - (slots - forced) / free) ** T
+    return forced + free * (1 - missed)
+
+
+def listed_ms() -> float:
+    """Milliseconds that all blocks of all lists take at the speed of the memory."""
+    return 1e3 * TOKENS * HEADS[16][1] * SLOTS * (4 * BLOCK * WIDTH) / H200_BYTES_PER_S
+
+
+def tiles_of_lists() -> list[list[list[int]]]:
+    """The lists of every `T` neighbours on the course's real heads, for each KV head."""
+    tiles = real_lists().unflatten(0, (-1, T)).transpose(1, 2)  # [tiles, H, T, 8]
+    return tiles.flatten(0, 1).tolist()
+
+
+def small_lists(tokens: int) -> Tensor:
+    """Lists of 3 blocks of 4 keys for two KV heads, which neighbours share in part."""
+    return drawing.draw("smooth", tokens, 2, 4, 3, "cpu")
