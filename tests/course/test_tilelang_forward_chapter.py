@@ -322,6 +322,9 @@ def test_what_the_chapter_says_of_the_table() -> None:
     assert warps == sorted(warps)
     assert abs(ours / pictures.probe_ms() - 1) < 0.05, "as long as its loads and products alone"
     assert f"takes {pictures.probe_ms():.1f} ms, as long as our kernel" in prose()
+    same = pictures.same_kernel()
+    assert f"measured three times, took {min(same):.1f} to {max(same):.1f} ms" in prose()
+    assert len(same) == 3
 
 
 def test_what_is_noise() -> None:
@@ -378,19 +381,19 @@ def test_measurement_pictures() -> None:
 
 
 def frame(**gaps: str) -> Callable:
-    """The frame of the first exercise in a cell, with its gaps filled: a condition, a start, a
+    """The frame of the first exercise's cell, with its gaps filled: a condition, a start, a
     line."""
-    code = EXERCISES["listed_attention"].statement.split("```python\n")[1].split("```")[0]
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    code = "".join(next(c["source"] for c in cells if c["id"] == "listed-stub"))
     filled = ("if ...:", "start = ...", "...  # 3")
     for gap, name in zip(filled, ("guard", "start", "line"), strict=True):
         assert code.count(gap) == 1
         if name in gaps:
             code = code.replace(gap, gap.replace("...", gaps[name]))
-    text = f"def listed_attention(G, D, BS):\n{code}"
     file = f"<{' '.join(gaps.values())}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+    linecache.cache[file] = (len(code), None, code.splitlines(True), file)
     names: dict = {"T": T}
-    exec(compile(text, file, "exec", dont_inherit=True), names)
+    exec(compile(code, file, "exec", dont_inherit=True), names)
     return names["listed_attention"]
 
 
@@ -406,7 +409,8 @@ def test_the_frame_with_its_gaps_filled_is_right() -> None:
     e = EXERCISES["listed_attention"]
     assert judge(e, frame(**FILLED)).outcome == "right"
     assert judge(e, frame(**FILLED | {"guard": "Lists[t, slot] != -1"})).outcome == "right"
-    assert "A `...` still stands here" in judge(e, frame()).text
+    assert judge(e, frame()).outcome == "not attempted"
+    assert "A `...` still stands here" in judge(e, frame(guard=FILLED["guard"])).text
     told = judge(e, frame(guard=FILLED["guard"], start=FILLED["start"])).misconception
     assert told == "leaving the weighted values out"
 
@@ -421,14 +425,44 @@ def test_the_frame_with_its_gaps_filled_is_right() -> None:
         ("start", "t * BS", "taking the query for the block"),
         ("start", "(Lists[t, slot] - 1) * BS", "counting blocks from 1"),
         ("start", "Lists[t, slot] * D", "multiplying a block's number by the width"),
+        ("start", "Lists[t, slot] * S", "multiplying a block's number by the number of slots"),
+        ("start", "Lists[slot, t] * BS", "the list's two indices in the other order"),
+        ("guard", "Lists[t, slot] == -1", "an inverted condition"),
+        ("guard", "Lists[slot, t] >= 0", "the list's two indices in the other order"),
         ("guard", "slot >= 0", "loading a block for an empty slot"),
         ("guard", "Lists[t, slot] > 0", "taking block 0 for an empty slot"),
         ("line", "T.gemm(acc_s, k_tile, acc_o)", "weighting the keys in place of the values"),
+        (
+            "line",
+            "T.gemm(acc_s, v_tile, acc_o, clear_accum=True)",
+            "starting `acc_o` anew for each block",
+        ),
+        (
+            "line",
+            "T.clear(acc_o); T.gemm(acc_s, v_tile, acc_o)",
+            "starting `acc_o` anew for each block",
+        ),
     ],
 )
 def test_a_gap_filled_wrongly_is_named(gap: str, typed: str, mistake: str) -> None:
     e = EXERCISES["listed_attention"]
     assert judge(e, frame(**FILLED | {gap: typed})).misconception == mistake
+
+
+@needs_tilelang
+@pytest.mark.parametrize(
+    ("gaps", "told"),
+    [
+        ({"line": "acc_s @ v_tile"}, "The product is `T.gemm(a, b, out)`"),
+        ({"line": "acc_o += acc_s @ v_tile"}, "The product is `T.gemm(a, b, out)`"),
+        ({"guard": "T.infinity(accum_dtype) > 0"}, 'stands for the text "float32"'),
+    ],
+    ids=["at", "at and add", "dtype"],
+)
+def test_an_error_in_a_gap_says_what_to_write(gaps: dict[str, str], told: str) -> None:
+    verdict = judge(EXERCISES["listed_attention"], frame(**FILLED | gaps))
+    assert (verdict.outcome, verdict.misconceptions) == ("wrong", ())
+    assert told in verdict.text and next(iter(gaps.values())) in verdict.text
 
 
 @needs_tilelang
@@ -702,6 +736,16 @@ def with_text(acc_s: object, scores_max: object) -> None:
     T.reduce_max(acc_s, scores_max, dim=1, clear="False")
 
 
+def with_where(acc_o: object, running_sum: object, G: int, BV: int) -> None:
+    for i, j in T.Parallel(G, BV):
+        acc_o[i, j] = T.where(running_sum[i] == 0, 0, acc_o[i, j] / running_sum[i])
+
+
+def with_our_dtype(acc_s: object, scores_max: object) -> None:
+    T.fill(scores_max, -T.infinity(accum_dtype))  # noqa: F821
+    T.reduce_max(acc_s, scores_max, dim=1)
+
+
 def without_a_choice(acc_o: object, running_sum: object, G: int, BV: int) -> None:
     for i, j in T.Parallel(G, BV):
         acc_o[i, j] = T.if_then_else(running_sum[i] == 0, acc_o[i, j] / running_sum[i])
@@ -715,6 +759,8 @@ def without_a_choice(acc_o: object, running_sum: object, G: int, BV: int) -> Non
         ("update_max", with_torch, "A kernel's tiles and numbers are no tensors"),
         ("update_max", with_a_method, "A kernel's tiles and numbers are no tensors"),
         ("update_max", with_text, "Does text in quotes stand where"),
+        ("update_max", with_our_dtype, 'stands for the text "float32"'),
+        ("normalise", with_where, "is `T.if_then_else(condition, a, b)`"),
         ("normalise", without_a_choice, "missing 1 required positional argument: 'f'\nCount"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
@@ -729,6 +775,48 @@ def test_an_error_that_says_enough_is_no_known_mistake(
     assert len(whole_tiles) == 1
     assert verdict.outcome == "wrong"
     assert told in verdict.text
+
+
+def one_too_many(query: object, key: object, num_keys: object, causal: bool) -> object:
+    return key <= num_keys and (query >= key or not causal)
+
+
+@needs_tilelang
+@pytest.mark.parametrize(
+    ("typed", "is_right"), [(with_and, True), (with_if, True), (one_too_many, False)]
+)
+def test_right_logic_in_plain_python_is_called_right(typed: Callable, is_right: bool) -> None:
+    e = EXERCISES["is_seen"]
+    known = tuple(m for m in e.misconceptions if m.name == PYTHON_DECIDES)
+    verdict = judge(replace(e, misconceptions=known, cases=e.cases[-2:]), typed)
+    assert verdict.misconceptions == (PYTHON_DECIDES,)
+    assert ("Your logic is right." in verdict.text) == is_right
+
+
+@needs_tilelang
+def test_three_conditions_in_one_and_are_explained() -> None:
+    def is_seen(query, key, num_keys, causal):
+        return T.And(key < num_keys, query >= key, causal)
+
+    e = EXERCISES["is_seen"]
+    verdict = judge(replace(e, misconceptions=(), cases=e.cases[:1]), is_seen)
+    assert "`T.And` joins two conditions." in verdict.text
+
+
+@needs_tilelang
+def test_a_kernel_that_is_known_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """TileLang warns of a kernel that it compiled before."""
+
+    def normalise(acc_o, running_sum, G, BV):
+        for i in range(G):
+            for j in range(BV):
+                acc_o[i, j] = T.if_then_else(running_sum[i] == 0, 0, acc_o[i, j] / running_sum[i])
+
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            exercises.chapter_module("tilelang_forward")._COMPILED.clear()
+            assert judge(EXERCISES["normalise"], normalise).outcome == "right"
+    assert not caplog.records
 
 
 @needs_tilelang

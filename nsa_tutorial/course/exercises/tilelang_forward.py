@@ -1,10 +1,13 @@
 """Exercises of chapter 10: a first kernel that walks a list, three mistakes of the published draft,
 each mended by the reader, and how many programs fit."""
 
+import ast
 import contextlib
 import functools
+import inspect
 import logging
 import math
+import textwrap
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 
@@ -41,10 +44,11 @@ def _run_with(name: str, block_size: int = 2) -> Callable:
         (B, _, HQ, D), H, S = q.shape, k.shape[2], block_indices.shape[3]
         pieces = {**draft.MENDED, name: piece}
         sizes, options = (B, HQ, HQ // H, D, block_size, S), {"causal": causal, "scale": scale}
-        with _quiet():
+        with _quiet(), _explained():
             kernel = draft.build_kernel(*sizes, **options, dtype="float32", **pieces)
+            launch = _compiled(kernel)
         o = torch.empty_like(q)
-        _compiled(kernel)(q, k, v, block_indices, o)
+        launch(q, k, v, block_indices, o)
         return o
 
     return run
@@ -61,16 +65,35 @@ def _compiled(kernel: object) -> Callable:
 
 
 def _with_an_answer(is_seen: Callable) -> Callable:
-    """TileLang takes None for a condition and ends the whole process; an error is kinder."""
+    """TileLang takes None for a condition and ends the whole process; an error is kinder. So is to
+    tell a reader whose logic is right that Python's `and` is all that is wrong."""
 
     @functools.wraps(is_seen)
     def condition(*arguments: object) -> object:
-        seen = is_seen(*arguments)
+        try:
+            seen = is_seen(*arguments)
+        except ValueError as error:
+            if "Cannot use and / or / not" in str(error) and _is_right_on_numbers(is_seen):
+                raise ValueError(f"{error}. The logic is right") from error
+            raise
         if seen is None:
             raise TypeError("is_seen returned None: does every branch have its `return`?")
         return seen
 
     return condition
+
+
+def _is_right_on_numbers(is_seen: Callable) -> bool:
+    """Whether Python itself, asked about plain numbers, gives the right answers."""
+    numbers = [(query, key, end) for query in range(4) for key in range(6) for end in (3, 4)]
+    try:
+        return all(
+            bool(is_seen(query, key, end, causal)) == (key < end and (query >= key or not causal))
+            for query, key, end in numbers
+            for causal in (False, True)
+        )
+    except Exception:
+        return False  # it mixes Python's words with those of `T`
 
 
 @contextlib.contextmanager
@@ -82,6 +105,37 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(logging.NOTSET)
+
+
+# What an error says, and what it means in a TileLang kernel.
+_EXPLAINED = (
+    (
+        "name 'accum_dtype'",
+        '`accum_dtype` is a name of the package. It stands for the text "float32", in quotes.',
+    ),
+    (
+        "for @",
+        "`@` multiplies no tiles. The product is `T.gemm(a, b, out)`, which adds to `out`.",
+    ),
+    (
+        "tirx.And(",
+        "`T.And` joins two conditions. `causal` is a Python bool: let an ordinary `if` choose.",
+    ),
+    ("where()", "A choice between two numbers is `T.if_then_else(condition, a, b)`."),
+)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """In place of some errors, one that says what to write."""
+    try:
+        yield
+    except (NameError, TypeError) as error:
+        said = str(error)
+        told = next((meaning for pattern, meaning in _EXPLAINED if pattern in said), None)
+        if told is None:
+            raise
+        raise ValueError(told) from error
 
 
 def _why_not() -> str | None:
@@ -182,6 +236,8 @@ def _listed(slips: Slips, G: int, D: int, BS: int) -> object:
     queries_are_ids, counts_from_1 = "query" in slips, "from 1" in slips
     is_unguarded, drops_block_0, ends_at_s = "open" in slips, "zero" in slips, "short" in slips
     mixes_keys, mixes_nothing, width = "keys" in slips, "nothing" in slips, "width" in slips
+    is_inverted, starts_anew, by_slots = "inverted" in slips, "anew" in slips, "slots" in slips
+    is_turned, guards_turned = "turned" in slips, "turned guard" in slips
     step = 1 if ids_are_positions else D if width else BS
     first = 1 if drops_block_0 else -1 if is_unguarded else 0
 
@@ -205,9 +261,12 @@ def _listed(slips: Slips, G: int, D: int, BS: int) -> object:
             T.clear(running_sum)
             T.clear(acc_o)
             for slot in T.serial(S):
-                if Lists[t, slot] >= first and (not ends_at_s or Lists[t, slot] < S):
-                    block = t if queries_are_ids else slot if slots_are_ids else Lists[t, slot]
-                    start = (block - 1 if counts_from_1 else block) * step
+                guarded = Lists[slot, t] if guards_turned else Lists[t, slot]
+                in_slot = Lists[slot, t] if is_turned else Lists[t, slot]
+                is_there = guarded < 0 if is_inverted else guarded >= first
+                if is_there and (not ends_at_s or in_slot < S):
+                    block = t if queries_are_ids else slot if slots_are_ids else in_slot
+                    start = (block - 1 if counts_from_1 else block) * (S if by_slots else step)
                     T.copy(K[start : start + BS, 0:D], k_tile)
                     T.copy(V[start : start + BS, 0:D], v_tile)
                     T.clear(acc_s)
@@ -217,6 +276,8 @@ def _listed(slips: Slips, G: int, D: int, BS: int) -> object:
                     T.reduce_sum(acc_s, scores_sum, dim=1)
                     for g in T.Parallel(G):
                         running_sum[g] += scores_sum[g]
+                    if starts_anew:
+                        T.clear(acc_o)
                     if not mixes_nothing:
                         T.gemm(acc_s, k_tile if mixes_keys else v_tile, acc_o)
             for g, d in T.Parallel(G, D):
@@ -229,9 +290,23 @@ def _listed(slips: Slips, G: int, D: int, BS: int) -> object:
 _G, _D, _BS = 2, 3, 4
 
 
+_GAPS = 3
+
+
+def _open_gaps(build: Callable) -> int:
+    """How many `...` stand in a function's source."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(build)))
+    except (OSError, SyntaxError, TypeError):
+        return 0
+    return sum(isinstance(n, ast.Constant) and n.value is ... for n in ast.walk(tree))
+
+
 def _run_listed(build: Callable, N: int, M: int, ids: list[int]) -> Tensor:
     """Compile what the reader's function makes, and run it with random queries, keys and values."""
-    with _quiet():
+    if _open_gaps(build) == _GAPS:
+        raise NotImplementedError("the frame is as it was given")
+    with _quiet(), _explained():
         kernel = build(_G, _D, _BS)
     if kernel is None:
         code = getattr(build, "__code__", None)
@@ -242,7 +317,10 @@ def _run_listed(build: Callable, N: int, M: int, ids: list[int]) -> Tensor:
         raise TypeError("the kernel is not decorated with @T.prim_func")
     g = torch.Generator().manual_seed(N + M)
     q, k, v = (torch.randn(n, generator=g) for n in ((N, _G, _D), (M, _D), (M, _D)))
-    lists = torch.tensor(ids, dtype=torch.int32).expand(N, -1).contiguous()
+    S = len(ids)
+    memory = torch.full((S * (S + N),), -1, dtype=torch.int32)  # behind the lists: empty slots
+    lists = memory[: N * S].view(N, S)
+    lists[:] = torch.tensor(ids, dtype=torch.int32)
     o = torch.empty_like(q)
     with _quiet():
         try:
@@ -265,53 +343,7 @@ _LISTED = Exercise(
     statement="""
 **A kernel that walks a list**, for one KV head. `Q` is `[N, G, D]`, `K` and `V` are `[M, D]`, and
 `Lists` `[N, S]` names blocks of `BS` tokens. Slots with −1 are empty. Every query sees all tokens
-of its listed blocks. Copy this frame into `listed_attention`, and fill the three gaps.
-
-```python
-    N, M, S = T.dynamic("N"), T.dynamic("M"), T.dynamic("S")
-
-    @T.prim_func
-    def kernel(
-        Q: T.Tensor([N, G, D], "float32"),
-        K: T.Tensor([M, D], "float32"),
-        V: T.Tensor([M, D], "float32"),
-        Lists: T.Tensor([N, S], "int32"),
-        Output: T.Tensor([N, G, D], "float32"),
-    ):
-        # -- locate the program --
-        with T.Kernel(N, threads=32) as t:
-            q_tile = T.alloc_shared([G, D], "float32")
-            k_tile = T.alloc_shared([BS, D], "float32")
-            v_tile = T.alloc_shared([BS, D], "float32")
-            acc_s = T.alloc_fragment([G, BS], "float32")
-            acc_o = T.alloc_fragment([G, D], "float32")
-            scores_sum = T.alloc_fragment([G], "float32")
-            running_sum = T.alloc_fragment([G], "float32")
-            # -- load the query group --
-            T.copy(Q[t, 0:G, 0:D], q_tile)
-            T.clear(running_sum)
-            T.clear(acc_o)
-            # -- walk the list --
-            for slot in T.serial(S):
-                if ...:  # 1: is there a block in this slot?
-                    start = ...  # 2: the position of its first token
-                    T.copy(K[start : start + BS, 0:D], k_tile)
-                    T.copy(V[start : start + BS, 0:D], v_tile)
-                    T.clear(acc_s)
-                    T.gemm(q_tile, k_tile, acc_s, transpose_B=True)  # [G, BS], scores
-                    for g, j in T.Parallel(G, BS):
-                        acc_s[g, j] = T.exp(acc_s[g, j])
-                    T.reduce_sum(acc_s, scores_sum, dim=1)
-                    for g in T.Parallel(G):
-                        running_sum[g] += scores_sum[g]
-                    ...  # 3: add the weighted values to acc_o
-            # -- normalise and store --
-            for g, d in T.Parallel(G, D):
-                acc_o[g, d] /= running_sum[g]
-            T.copy(acc_o, Output[t, 0:G, 0:D])
-
-    return kernel
-```
+of its listed blocks. The kernel stands in the next cell. Fill its three gaps, marked `...`.
 
 The check compiles your kernel for the CPU, which takes a second or two.
 """,
@@ -362,6 +394,26 @@ The check compiles your kernel for the CPU, which takes a second or two.
             "The slice counts tokens. How many tokens has a block?",
         ),
         Misconception(
+            "multiplying a block's number by the number of slots",
+            slip(_listed, "slots"),
+            "`S` is the number of slots in a list. How many tokens has a block?",
+        ),
+        *(
+            Misconception(
+                "the list's two indices in the other order",
+                Wrong(_listed, slips),
+                "`Lists` is `[N, S]`: a row for each query, a column for each slot. Which index "
+                "says whose list it is?",
+            )
+            for slips in map(frozenset, ({"turned", "turned guard"}, {"turned"}, {"turned guard"}))
+        ),
+        Misconception(
+            "an inverted condition",
+            slip(_listed, "inverted"),
+            "Your kernel loads where the slot is empty, and skips the blocks. For which numbers "
+            "should the `if` be true?",
+        ),
+        Misconception(
             "loading a block for an empty slot",
             slip(_listed, "open"),
             "−1 names no block. Its slice lies before the first token, so zeros are loaded. What "
@@ -386,6 +438,12 @@ The check compiles your kernel for the CPU, which takes a second or two.
             "leaving the weighted values out",
             slip(_listed, "nothing"),
             "`acc_o` is still 0 at the end. Which product fills it, block by block?",
+        ),
+        Misconception(
+            "starting `acc_o` anew for each block",
+            slip(_listed, "anew"),
+            "`acc_o` is cleared once, before the loop, and each block adds to it. After two "
+            "blocks, what is left of the first one's values?",
         ),
     ),
     cases=(
@@ -568,6 +626,8 @@ def _seen(slips: Slips, query: object, key: object, num_keys: object, causal: bo
     """`is_seen` with slips."""
     if "python" in slips:
         return key < num_keys and query >= key if causal else key < num_keys
+    if "python, strict" in slips:
+        return key < num_keys and query > key if causal else key < num_keys
     if "python, always" in slips:
         return key < num_keys and (not causal or query >= key)
     causal = causal != ("swapped" in slips)
@@ -592,18 +652,20 @@ def _seen(slips: Slips, query: object, key: object, num_keys: object, causal: bo
 
 
 _PYTHONS_AND = (
-    "Positions have no value before the kernel runs, but `and`, `or`, `not`, `if` and `a < b < c` "
-    "want a yes or no at once. (So does `&` where a comparison lacks its parentheses.) Which "
-    "function of `T` joins two comparisons?"
+    "Plain Python runs `is_seen`. Positions have no value yet, but `and`, `or`, `not`, `if` and "
+    "`a < b < c` want a yes or no at once. (So does `&` where a comparison lacks its "
+    "parentheses.) Which function of `T` joins two comparisons?"
 )
 
 _SEEN = Exercise(
     name="is_seen",
     statement=f"""
 **Find the bug in `is_seen`.** The kernel asks it for every score of a block. `query` and `key` are
-positions, and `num_keys` is how many keys there are. These three are expressions of the kernel, not
-Python numbers, so join two comparisons with `T.And(a, b)`. `causal` is a Python bool, fixed when
-the kernel is compiled. Return the condition.
+positions, and `num_keys` is how many keys there are. Return the condition.
+
+TileLang rewrites Python's `if` and `and` only inside `@T.prim_func` and `@T.macro`. `is_seen` is
+neither: plain Python runs it, before the three numbers have a value. So join two comparisons with
+`T.And(a, b)`. `causal` is a Python bool, and an ordinary `if` may ask for it.
 {_HOW.format(4)}""",
     minutes=5,
     difficulty=2,
@@ -685,8 +747,13 @@ the kernel is compiled. Return the condition.
             "The future is hidden where `causal` is False, and seen where it is True. Which of "
             "your two branches is which?",
         ),
-        Misconception(_PYTHON_DECIDES, slip(_seen, "python"), _PYTHONS_AND),
-        Misconception(_PYTHON_DECIDES, slip(_seen, "python, always"), _PYTHONS_AND),
+        Misconception(
+            _PYTHON_DECIDES, slip(_seen, "python"), f"Your logic is right. {_PYTHONS_AND}"
+        ),
+        Misconception(
+            _PYTHON_DECIDES, slip(_seen, "python, always"), f"Your logic is right. {_PYTHONS_AND}"
+        ),
+        Misconception(_PYTHON_DECIDES, slip(_seen, "python, strict"), _PYTHONS_AND),
     ),
     cases=(
         _case("one key in a block of 4, not causal", 1, 1, [0, -1], causal=False),
@@ -749,6 +816,11 @@ def _by_channel(acc_o: object, running_sum: object, G: int, BV: int) -> None:
 def _other_branch(acc_o: object, running_sum: object, G: int, BV: int) -> None:
     for i, j in T.Parallel(G, BV):
         acc_o[i, j] = T.if_then_else(running_sum[i] == 0, acc_o[i, j] / running_sum[i], 0)
+
+
+def _one_for_empty(acc_o: object, running_sum: object, G: int, BV: int) -> None:
+    for i, j in T.Parallel(G, BV):
+        acc_o[i, j] = T.if_then_else(running_sum[i] == 0, 1, acc_o[i, j] / running_sum[i])
 
 
 def _not_divided(acc_o: object, running_sum: object, G: int, BV: int) -> None:
@@ -847,6 +919,12 @@ two numbers is `T.if_then_else(condition, a, b)`.
             _other_branch,
             "The empty row is divided, and all others are 0. Which of the two comes first in "
             "`T.if_then_else(condition, a, b)`?",
+        ),
+        Misconception(
+            "giving an empty row 1 in place of 0",
+            _one_for_empty,
+            "A divisor of 1 would leave the empty row 0. What does your choice give there: the "
+            "divisor, or the output itself?",
         ),
         Misconception(
             "not dividing",
