@@ -129,7 +129,7 @@ MEANINGS = (
     (r"NoneType", _NOTHING),
     (r"[Ee]llipsis", "A `...` still stands here: a gap that waits for your code."),
     (r"^UnboundLocalError", "It gets its value further down, or in a branch that was not taken."),
-    (r"return_types", "`x.max(1)` gives numbers and their places, `x.amax(1)` numbers alone."),
+    (r"return_types", "There, `x.max(1)` gives numbers and places. `x.amax(1)`: the numbers."),
     (r"^NameError", "Is the name spelled as where you set it, and was that cell run?"),
     (r"^AttributeError: module", "The library has no function of that name. Is it spelled right?"),
     (r"^AttributeError", "This value is of another kind than the line expects. Print its `type`."),

@@ -312,6 +312,10 @@ def never_scaled(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
     return solutions.online_step(scores_max_prev, running_sum, acc_o, acc_s, v, 1.0)
 
 
+def never_scaled_guarded(scores_max_prev, acc_s, scale_log2):
+    return solutions.guarded_step(scores_max_prev, acc_s, 1.0)
+
+
 def scaled_before(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
     acc_s = acc_s * scale_log2
     scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
@@ -578,6 +582,7 @@ LEAKS = "a stand-in in the divisor that leaks into lse"
             exp_in_the_factor,
             {"folding log2(e) in a second time, or taking exp where exp2 is meant"},
         ),
+        ("guarded_step", never_scaled_guarded, {"exponents without scale_log2"}),
         ("guarded_step", zero_where_masked, {"a guard on the powers that the factor lacks"}),
         ("guarded_step", finite_max, {"a stand-in that leaks into the state"}),
         ("guarded_step", least_max, {"a stand-in that leaks into the state"}),

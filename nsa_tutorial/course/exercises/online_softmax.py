@@ -405,6 +405,8 @@ def _guarded(
         scores_max_prev, acc_s = scores_max_prev.clamp(min=-1e30), acc_s.clamp(min=-1e30)
     if "exp" in slips:
         scale_log2 = scale_log2 * LOG2_E
+    if "unscaled" in slips:
+        scale_log2 = 1.0
     # -- the maximum, and what stands in for it --
     prev_or_0 = torch.where(scores_max_prev == -INF, 0.0, scores_max_prev)
     if "old maximum" in slips:
@@ -587,6 +589,12 @@ _GUARDED_MISTAKES = (
         "Your factor is above 1, or inf. The maximum can only rise. What must old terms do then?",
     ),
     Misconception(
+        "exponents without scale_log2",
+        slip(_guarded, "unscaled"),
+        "The factor and the powers both lack it. By what do you multiply a difference of two "
+        "scores before it becomes an exponent?",
+    ),
+    Misconception(
         "a factor without scale_log2",
         slip(_guarded, "factor unscaled"),
         "The factor is a power of scaled scores, too. When the maximum rises by 2, how many log2 "
@@ -692,6 +700,7 @@ of any other mistake.
         {"1 while empty", "factor unguarded"},
         {"exp", "factor unscaled"},
         {"exp", "p unscaled"},
+        {"unscaled", "exp", "factor unscaled", "p unscaled"},
     ),
 )
 
