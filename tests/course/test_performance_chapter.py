@@ -1,0 +1,370 @@
+"""Chapter 16's exercises: their solutions against the package, answers as readers write them; the
+bytes and times that its pictures draw, and what its text tells of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+
+from nsa_tutorial.bench import drawing
+from nsa_tutorial.course.exercises import chapter_exercises
+from nsa_tutorial.course.exercises import performance as solutions
+from nsa_tutorial.course.judging import judge
+from nsa_tutorial.course.mistakes import Wrong
+from nsa_tutorial.course.widgets import performance as pictures
+from nsa_tutorial.runtime import costs, environment
+from nsa_tutorial.sparse.selected_attention import query_rows
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KNOWN = chapter_exercises("performance")
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "16_performance.ipynb"
+
+
+def text() -> str:
+    cells = nbformat.read(NOTEBOOK, 4).cells
+    return " ".join(" ".join(c.source for c in cells if c.cell_type == "markdown").split())
+
+
+# -- solutions --
+
+
+def test_the_union_is_the_kernels() -> None:
+    """The same blocks, and the same bits."""
+    here = environment.detect()
+    if here.why_not("triton", here.device):
+        pytest.skip(here.why_not("triton", here.device))
+    from nsa_tutorial.kernels import triton_query_tiles
+
+    N, H, BS, T = 16, 1, 4, 4
+    ids = drawing.draw("smooth", N, H, BS, 3, "cpu").to(here.device)
+    rows = query_rows(1, N, N, causal=True, cu_seqlens=None, device=here.device)
+    k = torch.zeros(1, N, H, 16, device=here.device)
+    made = triton_query_tiles.unions(k, k, ids[0], rows, block_size=BS, T=T, BT=BS)
+    for tile in range(N // T):
+        found, bits = solutions.union_of_lists(ids[0, tile * T : (tile + 1) * T, 0].tolist())
+        count = int(made.count[tile, 0])
+        theirs = zip(
+            (made.start[tile, 0, :count] // BS).tolist(),
+            made.listed_by[tile, 0, :count].tolist(),
+            strict=True,
+        )
+        assert sorted(theirs) == list(zip(found, bits, strict=True))
+
+
+def test_the_walk_finds_what_each_list_holds() -> None:
+    """With scores and lists: the bits come from the other exercise's solution."""
+    here = environment.detect()
+    if here.why_not("triton", here.device):
+        pytest.skip(here.why_not("triton", here.device))
+    lists = [[0, 3, 5], [0, 4, 5], [0, 1, 5], [2, 4, 5]]
+    score = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)) - 2
+    ids, bits = solutions.union_of_lists(lists)
+    count = torch.tensor([len(ids)], dtype=torch.int32)
+    found = torch.zeros(4)
+    tensors = (score.T[ids].contiguous(), torch.tensor(bits, dtype=torch.int32), count, found)
+    tensors = [x.to(here.device) for x in tensors]
+    solutions.walk_step()[1,](*tensors, len(ids), T=4)
+    right = [score[t, own].max().item() for t, own in enumerate(lists)]
+    assert tensors[3].tolist() == pytest.approx(right)
+
+
+@pytest.mark.parametrize("group", [16, 4])
+@pytest.mark.parametrize("order", pictures.ORDERS)
+def test_the_bytes_of_an_order_are_the_pictures(order: str, group: int) -> None:
+    """A query's bytes, over all queries and KV heads with the keys that are seen; the picture adds
+    each tensor once."""
+    N, D, S, BS, T = pictures.TOKENS, pictures.WIDTH, pictures.SLOTS, pictures.BLOCK, pictures.T
+    HQ, H = pictures.HEADS[group]
+    overlap = 1.5
+    own = solutions.bytes_moved(order, group, S, T, overlap * S, BS, D)
+    seen = costs.selected_keys(N, N, block_size=BS, top_n=S) / (N * S * BS)
+    once = 2 * N * HQ * D * 2 + 2 * N * H * D * 2
+    expected = N * H * own * seen + once
+    assert pictures.order_cost(order, group, overlap).cached == pytest.approx(expected)
+
+
+def test_speed_is_that_of_the_operators() -> None:
+    N, HQ, D = pictures.TOKENS, 64, pictures.WIDTH
+    points = {o.name: o for o in pictures.operators()}
+    lists, dense = points["attention to lists"], points["dense, cuDNN"]
+    listed = costs.selected_keys(N, N) / N
+    done, as_dense = solutions.speed(N, HQ, D, listed, lists.ms)
+    assert done == pytest.approx(lists.flops_per_s / 1e12)
+    assert as_dense == pytest.approx(dense.flops / lists.ms / 1e9)
+
+
+def test_the_choice_is_that_of_the_bytes_on_paper() -> None:
+    shapes = {"A": (16, 3.18), "B": (16, 1.02), "C": (4, 3.18), "D": (4, 1.02), "E": (16, 1.29)}
+    chosen = solutions.choose_order()
+    assert {x: pictures.best_order(*shape) for x, shape in shapes.items()} | {
+        "F": "queries"
+    } == chosen
+
+
+# -- answers as readers write them --
+
+
+def by_or(lists):
+    """Right: a dictionary of bits."""
+    bits = {}
+    for t, own in enumerate(lists):
+        for block in own:
+            if block != -1:
+                bits[block] = bits.get(block, 0) | 2**t
+    return [*sorted(bits)], [bits[b] for b in sorted(bits)]
+
+
+def met(lists):
+    bits = {}
+    for t, own in enumerate(lists):
+        for block in own:
+            if block >= 0:
+                bits[block] = bits.get(block, 0) | 1 << t
+    return list(bits), list(bits.values())
+
+
+def overwritten(lists):
+    bits = {}
+    for t, own in enumerate(lists):
+        for block in own:
+            if block >= 0:
+                bits[block] = 1 << t
+    return sorted(bits), [bits[b] for b in sorted(bits)]
+
+
+def counted(lists):
+    flat = [b for own in lists for b in own if b != -1]
+    return sorted(set(flat)), [flat.count(b) for b in sorted(set(flat))]
+
+
+def once(order, G, S, T, union, BS, D):
+    rows = {"queries": 2 * S * BS * D, "tiles": 2 * union * BS * D / T, "blocks": 2 * S * G * D}
+    return 2 * rows[order] + (4 * S * G if order == "blocks" else 0)
+
+
+def without_lse(order, G, S, T, union, BS, D):
+    return {
+        "queries": 4 * S * BS * D,
+        "tiles": 4 * union * BS * D / T,
+        "blocks": 6 * S * G * D,
+    }[order]
+
+
+def whole_tile(order, G, S, T, union, BS, D):
+    return solutions.bytes_moved(order, G, S, 1 if order == "tiles" else T, union, BS, D)
+
+
+def full_square(N, HQ, D, listed, ms):
+    flops = 4 * HQ * N * D
+    return flops * listed / (ms * 1e9), flops * N / (ms * 1e9)
+
+
+def in_seconds(N, HQ, D, listed, ms):
+    return tuple(x / 1e3 for x in solutions.speed(N, HQ, D, listed, ms))
+
+
+def answered(exercise: str, **words: str) -> Callable:
+    return lambda: getattr(solutions, exercise)() | words
+
+
+ATTEMPTS = {
+    "met": ("union_of_lists", met, {"blocks in the order in which they are met"}),
+    "overwritten": ("union_of_lists", overwritten, {"the last query alone"}),
+    "counted": ("union_of_lists", counted, {"counting who lists a block"}),
+    "once": ("bytes_moved", once, {"partials that are written and never read"}),
+    "no lse": ("bytes_moved", without_lse, {"partials without their log-sum-exp"}),
+    "whole tile": ("bytes_moved", whole_tile, {"a tile's bytes for one query"}),
+    "square": ("speed", full_square, {"counting the pairs of the future"}),
+    "seconds": ("speed", in_seconds, {"milliseconds taken for seconds"}),
+    "A and C": (
+        "what_is_wrong",
+        answered("what_is_wrong", A="first call", C="warm cache"),
+        {"“first call” for benchmark A", "“warm cache” for benchmark C"},
+    ),
+    "tiles everywhere": (
+        "choose_order",
+        answered("choose_order", C="tiles", D="tiles"),
+        {"“tiles” for shape C", "“tiles” for shape D"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "attempt", "named"), ATTEMPTS.values(), ids=ATTEMPTS.keys())
+def test_a_readers_mistake_is_named(name: str, attempt: Callable, named: set[str]) -> None:
+    """None of these is written like the misconception that names it, which explains all of it."""
+    verdict = judge(KNOWN[name], attempt)
+    assert set(verdict.misconceptions) == named
+    assert "does not explain everything" not in verdict.text
+
+
+def test_another_way_is_right_too() -> None:
+    assert judge(KNOWN["union_of_lists"], by_or).outcome == "right"
+
+
+@pytest.mark.parametrize("name", [name for name in KNOWN if name != "walk_step"])
+def test_without_slips_a_wrong_solution_is_right(name: str) -> None:
+    """A slip changes what it is named for, and nothing else."""
+    e = KNOWN[name]
+    assert judge(e, Wrong(e.misconceptions[0].wrong.function, frozenset())).outcome == "right"
+
+
+def test_without_its_slip_the_wrong_kernel_is_right() -> None:
+    e = KNOWN["walk_step"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    assert judge(e, solutions._walk("none")).outcome == "right"
+
+
+@pytest.mark.parametrize("name", ["what_is_wrong", "choose_order"])
+def test_a_wrong_word_does_not_give_the_right_one_away(name: str) -> None:
+    ours = getattr(solutions, name)()
+    letter, right = next(iter(ours.items()))
+    other = next(word for word in ours.values() if word != right)
+    verdict = judge(KNOWN[name], lambda: ours | {letter: other})
+    assert "another answer" in verdict.text
+    assert right not in verdict.text.replace(f"“{other}”", "")
+
+
+def test_words_that_are_none_are_told() -> None:
+    told = judge(KNOWN["choose_order"], answered("choose_order", B="rows")).text
+    assert "B: got 'rows', expected one of queries, tiles, blocks" in told
+    told = judge(KNOWN["choose_order"], lambda: ["queries"] * 6).text
+    assert "expected a dictionary" in told
+
+
+@pytest.mark.parametrize("name", ["what_is_wrong", "choose_order"])
+def test_gaps_are_not_attempted_yet(name: str) -> None:
+    letters = getattr(solutions, name)()
+    assert judge(KNOWN[name], lambda: dict.fromkeys(letters, ...)).outcome == "not attempted"
+
+
+def test_the_frame_that_is_given_is_the_solutions() -> None:
+    """All of its lines but the gap stand in the solution, in this order."""
+    import inspect
+
+    frame = KNOWN["walk_step"].statement.split("```")[1].removeprefix("python").splitlines()
+    lines = [line.split("#")[0].strip() for line in frame if line.strip() and "..." not in line]
+    source = inspect.getsource(solutions.walk_step).splitlines()
+    solution = iter(line.split("#")[0].strip() for line in source)
+    assert len(lines) >= 8
+    assert all(line in solution for line in lines)
+
+
+# -- pictures --
+
+
+def test_one_query_a_program_moves_what_the_costs_say() -> None:
+    N, D = pictures.TOKENS, pictures.WIDTH
+    for group, (HQ, H) in pictures.HEADS.items():
+        exact = costs.selected_attention(N, N, D, HQ=HQ, H=H)
+        drawn = pictures.order_cost("queries", group, 1.0)
+        assert drawn.cached == pytest.approx(exact.bytes, rel=0.01)
+        assert drawn.flops == pytest.approx(exact.flops * max(1, 16 // group), rel=1e-6)
+
+
+def test_a_tile_that_agrees_loads_a_quarter() -> None:
+    one, four, none = (
+        pictures.order_cost(order, 16, overlap).cached
+        for order, overlap in (("queries", 1.0), ("tiles", 1.0), ("tiles", 4.0))
+    )
+    assert four < 0.28 * one
+    assert none == pytest.approx(one)
+
+
+def test_no_operator_is_above_the_arithmetic_of_the_machine() -> None:
+    r = pictures.rates()
+    points = pictures.operators()
+    assert all(o.flops_per_s < r.peak for o in points)
+    over = {o.name for o in points if o.bytes_per_s > r.memory}
+    assert over == {"attention to lists", "window"}
+
+
+def test_real_unions_are_the_benchmarks_overlap() -> None:
+    tiles = pictures.tiles_of_lists()
+    unions = [len(solutions.union_of_lists(tile)[0]) for tile in tiles]
+    entries = [sum(block >= 0 for own in tile for block in own) for tile in tiles]
+    ratio = sum(unions) * pictures.T / sum(entries)
+    assert ratio == pytest.approx(drawing.overlap(pictures.real_lists()[None]))
+
+
+def test_random_lists_have_that_union() -> None:
+    g = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(300):
+        lists = [3 + torch.randperm(1021, generator=g)[:13] for _ in range(4)]
+        found.append(3 + len(torch.cat(lists).unique()))
+    assert sum(found) / len(found) == pytest.approx(pictures.random_union(), rel=0.01)
+
+
+def test_times_of_all_orders_are_read_where_they_are_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {
+        "tokens": 65_536, "kv_heads": 4, "group": 16, "width": 128, "operator": "selected",
+        "kernel": "triton", "change": "", "direction": "forward", "lists": "smooth",
+        "overlap": 1.02,
+    }  # fmt: skip
+    rows = [row | {"order": order, "ms": ms} for order, ms in (("queries", 12.0), ("tiles", 6.0))]
+    rows += [row | {"order": "auto", "ms": 6.5}, row | {"order": "tiles", "ms": None}]
+    rows += [row | {"order": "tiles", "ms": 1.0, "tokens": 8192}]
+    file = tmp_path / "performance_h200.json"
+    told = {"machine": "NVIDIA H200", "torch": "2", "triton": "3", "rows": rows}
+    file.write_text(json.dumps(told))
+    # measured before there were orders: two more kinds of lists, of which one is there anew
+    old = [row | {"change": "attention to lists", "lists": kind, "ms": 13.0, "overlap": overlap}
+           for kind, overlap in (("random", 3.18), ("smooth", 1.02))]  # fmt: skip
+    (tmp_path / "selection_h200.json").write_text(json.dumps({"rows": old}))
+    (tmp_path / "triton_backward_groups_h200.json").write_text(json.dumps({"rows": []}))
+    monkeypatch.setattr(pictures, "PERFORMANCE", file)
+    monkeypatch.setattr(pictures, "ASSETS", tmp_path)
+    pictures.stored.cache_clear()
+    try:
+        assert pictures.recorded() == {
+            (16, "queries", "random"): (13.0, 3.18),
+            (16, "queries", "smooth"): (12.0, 1.02),
+            (16, "tiles", "smooth"): (6.0, 1.02),
+        }
+        assert pictures.measured_ms("tiles", 16, 1.02) == 6.0
+        assert pictures.measured_ms("tiles", 16, 3.18) is None
+        assert pictures.recorded_table()[3].split() == ["16", "smooth", "12.0", "6.0"]
+    finally:
+        pictures.stored.cache_clear()
+
+
+# -- what the chapter tells --
+
+
+def test_what_is_told_of_the_machine_is_what_was_measured() -> None:
+    told, points = text(), {o.name: o for o in pictures.operators()}
+    lists, dense = points["attention to lists"], points["dense, cuDNN"]
+    assert f"{lists.ms:.1f} ms for 65,536 tokens" in told
+    assert f"{dense.flops / 1e13:.1f} · 10¹³ operations" in told
+    assert f"reports {round(dense.flops / lists.ms / 1e9, -2):,.0f} TFLOP/s" in told
+    assert f"So is {lists.flops_per_s / 1e12:.0f} TFLOP/s bad" in told
+    assert 0.24 < lists.flops_per_s / dense.flops_per_s < 0.30
+    assert 9 <= dense.ms / lists.ms < 9.8
+    assert pictures.listed_ms() > 2 * lists.ms
+    runs = {
+        row["change"]: row["ms"] for row in pictures.rows_of("triton_forward_h200.json", group=16)
+    }
+    assert runs["descriptors, loads and products alone"] > 0.98 * runs["descriptors"]
+    tuned = [ms for times in pictures.tuned().values() for ms in times.values()]
+    assert 1.9 < max(tuned) / min(tuned) < 2.1
+
+
+def test_constants_that_the_chapter_tells() -> None:
+    here = environment.detect()
+    if here.triton is None:
+        pytest.skip("Triton is not installed")
+    from nsa_tutorial.kernels import triton_key_block_tiles, triton_launch
+
+    assert "whose partials fit 1 GiB" in text()
+    assert triton_key_block_tiles.WORKSPACE == 2**30
+    # lists of four neighbours that agree are walked together, those that share little are not
+    assert 1.29 / 4 < triton_launch.WORTHWHILE < 3.18 / 4
