@@ -34,7 +34,7 @@ def predict(name: str, guess: object) -> Message:
         ValueError: for a prediction that does not exist, naming those that do.
     """
     asked = exercises.prediction(name)
-    guess = _simple(guess)
+    guess = _counted(_simple(guess), asked)
     if guess is not None and not _is_choice(guess, asked):
         return Message(
             "open", "○", name, f"not noted, {_written(guess, asked)}.", (_wish(guess, asked),)
@@ -63,6 +63,15 @@ def _wish(guess: object, asked: Prediction) -> str:
     if asked.unit == "%" and 0 < number < 1:
         return "That is less than one percent. If you meant a share, multiply it by 100."
     return ""
+
+
+def _counted(guess: object, asked: Prediction) -> object:
+    """The number alone of "8 programs", where the question asks for programs."""
+    if isinstance(guess, str) and asked.asks_for_a_number:
+        found = re.fullmatch(r"\s*([\d.,_]+) ?([A-Za-z]{3,})\s*", guess)
+        if found and re.search(rf"\b{found[2]}\b", asked.question):
+            return found[1]
+    return guess
 
 
 def reveal(name: str, answer: object) -> Message:

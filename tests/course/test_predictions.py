@@ -27,7 +27,8 @@ CACHE = Prediction(
 SHARE = Prediction("share", "What share?", "Because.", tolerance=0.05)
 PERCENT = Prediction("percent", "How many percent?", "Because.", unit="%")
 CHOICE = Prediction("choice", "Which, 0, 1 or 2?", "Because.", choices=(0, 1, 2))
-ASKED = {p.name: p for p in (CACHE, SHARE, PERCENT, CHOICE)}
+PROGRAMS = Prediction("programs", "How many programs run?", "One a tile.", ((64, "One side."),))
+ASKED = {p.name: p for p in (CACHE, SHARE, PERCENT, CHOICE, PROGRAMS)}
 
 
 @pytest.fixture(autouse=True)
@@ -211,6 +212,11 @@ def test_what_is_no_number_is_said_at_once() -> None:
     assert "A number is asked for" in repr(predict("cache", "many"))
     assert "You will see." in repr(predict("cache", "8 GiB"))
     assert "exactly right" in told("8k", 8000)
+
+
+def test_a_number_may_stand_with_the_noun_of_its_question() -> None:
+    assert "noted, 4,096. You will see." in repr(predict("programs", "4096 programs"))
+    assert "A number is asked for" in repr(predict("programs", "4096 threads"))
 
 
 def test_a_share_where_percent_are_asked_for_is_asked_about() -> None:

@@ -3,6 +3,7 @@ Triton, row sums in TileLang."""
 
 import ast
 import inspect
+import math
 import textwrap
 from collections.abc import Callable
 from types import CodeType
@@ -27,6 +28,29 @@ def _random(*shape: int, seed: int, factor: float = 1.0) -> Tensor:
 # -- kernels --
 
 
+class LoadsElsewhere(Exception):
+    """The result is right, and a load touched memory outside of its tensor."""
+
+
+class UnsetNumbers(Exception):
+    """The result depends on numbers that nobody has set."""
+
+
+def _returned(solution: Callable) -> object:
+    """The kernel that a solution returns.
+
+    Raises:
+        NotImplementedError: if there is none.
+        TypeError: if there is one, and it is not returned.
+    """
+    kernel = solution()
+    if kernel is None:
+        if any(isinstance(c, CodeType) for c in solution.__code__.co_consts):
+            raise TypeError("the function defines a kernel and returns None: `return kernel`")
+        raise NotImplementedError("there is no kernel yet")
+    return kernel
+
+
 def _launchable(solution: Callable, given: str) -> object:
     """The Triton kernel that a solution returns.
 
@@ -34,11 +58,7 @@ def _launchable(solution: Callable, given: str) -> object:
         NotImplementedError: if there is none, or the one that the chapter gives.
         TypeError: if it cannot be launched.
     """
-    kernel = solution()
-    if kernel is None:
-        if any(isinstance(c, CodeType) for c in solution.__code__.co_consts):
-            raise TypeError("the function defines a kernel and returns None: `return kernel`")
-        raise NotImplementedError("there is no kernel yet")
+    kernel = _returned(solution)
     if not hasattr(kernel, "run"):
         raise TypeError("the kernel is not decorated with @triton.jit")
     if _reads_as(kernel, given):
@@ -55,18 +75,36 @@ def _reads_as(kernel: object, given: str) -> bool:
         return False  # written in another way
 
 
-def _touches_nothing_else(
+def _recorded(
     kernel: object, grid: tuple[int, ...], arrays: dict[str, np.ndarray], sizes: dict[str, object]
-) -> bool:
-    """Whether all loads and stores of all programs lie inside of the tensors."""
-    arguments = arrays | sizes | getattr(kernel, "slips", {})
+) -> int:
+    """How many loads and stores of all programs lie outside of their tensors; what is stored is
+    left in `arrays`. A masked place of a load without `other` holds NaN here.
+
+    A kernel with words of Triton that the recorder does not know counts as none.
+
+    Raises:
+        TypeError: for `and`, `or` or `not` between tiles: the interpreter drops one of the two.
+    """
+    arguments, outside = arrays | sizes | getattr(kernel, "slips", {}), 0
     try:
-        return not any(
-            recorder.run(kernel.fn, program, arguments).outside()
-            for program in recorder.programs(grid)
-        )
-    except Exception:
-        return True  # words of Triton that the recorder does not know: the result has to do
+        for program in recorder.programs(grid):
+            outside += recorder.run(kernel.fn, program, arguments).outside()
+    except Exception as error:
+        if "truth value of an array" in str(error):
+            raise TypeError("logical and, or or not between tiles") from error
+        return 0
+    return outside
+
+
+def _refuse_unset(result: Tensor, recorded: np.ndarray) -> None:
+    """Refuse a result that the recorder's NaN reached, and the launch's zeros made look right.
+
+    Raises:
+        UnsetNumbers: if it came from a masked place of a load without `other`.
+    """
+    if (torch.from_numpy(recorded).isnan() & ~result.isnan()).any():
+        raise UnsetNumbers("the result depends on masked places of a load without `other`")
 
 
 def _triton_case(name: str, *sizes: int) -> Case:
@@ -113,7 +151,11 @@ def _run_variance(solution: Callable, R: int, N: int) -> Tensor:
     memory = torch.full((R * BN + BN,), 100.0)
     memory[: R * N] = 5 + _random(R * N, seed=R * N)
     variance = torch.full((R,), -77.0, device=device)
-    kernel[R,](memory.to(device), variance, N, BN=BN)
+    with np.errstate(all="ignore"):  # of the interpreter; the verdict says what went wrong
+        kernel[R,](memory.to(device), variance, N, BN=BN)
+    arrays = {"X": memory.numpy(), "Variance": np.zeros(R)}
+    _recorded(kernel, (R,), arrays, {"N": N, "BN": BN})
+    _refuse_unset(variance.cpu(), arrays["Variance"])
     return variance.cpu()
 
 
@@ -121,7 +163,7 @@ def _run_variance(solution: Callable, R: int, N: int) -> Tensor:
 def _wrong_variance(
     X, Variance, N,
     BN: tl.constexpr, START: tl.constexpr, TAIL: tl.constexpr, MEAN: tl.constexpr,
-    DIVISOR: tl.constexpr, END: tl.constexpr,
+    DIVISOR: tl.constexpr, FILL: tl.constexpr, END: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     columns = tl.arange(0, BN)
@@ -133,6 +175,10 @@ def _wrong_variance(
         first = row
     if TAIL == "no mask":
         x_tile = tl.load(X + first + columns)
+    elif FILL == "no other":
+        x_tile = tl.load(X + first + columns, mask=exists)
+    elif FILL == "loads -inf":
+        x_tile = tl.load(X + first + columns, mask=exists, other=float("-inf"))
     else:
         x_tile = tl.load(X + first + columns, mask=exists, other=0.0)
     mean = tl.sum(x_tile, axis=0) / N
@@ -160,6 +206,7 @@ _VARIANCE_SLIPS = {
     "TAIL": {"padding", "no mask", "after the square"},
     "MEAN": {"mean by BN"},
     "DIVISOR": {"by BN", "unbiased", "sum"},
+    "FILL": {"no other", "loads -inf"},
     "END": {"root"},
 }
 
@@ -205,6 +252,17 @@ _VARIANCE_MISTAKES = (
         slip(_variance, "no mask"),
         "Past the end of a row, the next row begins. Which places of the tile hold a number of "
         "this row?",
+    ),
+    Misconception(
+        "a masked load without `other`",
+        slip(_variance, "no other"),
+        "Triton promises nothing about such a masked place. It may hold 0 today and NaN tomorrow. "
+        "Which number should stand there?",
+    ),
+    Misconception(
+        "filling masked places as for a maximum",
+        slip(_variance, "loads -inf"),
+        "−∞ changes no maximum. Which number changes no sum?",
     ),
     Misconception(
         "filling the masked places with the mean after it was taken off",
@@ -288,12 +346,14 @@ def program_offsets(pid_m: int, pid_n: int, M: int, N: int, BM: int, BN: int) ->
 
 def _offsets(
     slips: Slips, pid_m: int, pid_n: int, M: int, N: int, BM: int, BN: int
-) -> list[int] | list[list[int]]:
+) -> list[int] | list[list[int]] | Tensor:
     """`program_offsets` with slips."""
     if "thread" in slips:
         return [pid_m * N + pid_n]
     if "swap" in slips:
         pid_m, pid_n = pid_n, pid_m
+    if "sides" in slips:
+        BM, BN = BN, BM
     is_tiled = "starts" not in slips
     rows = pid_m * (BM if is_tiled else 1) + torch.arange(1 if "one row" in slips else BM)
     columns = pid_n * (BN if is_tiled else 1) + torch.arange(BN)
@@ -311,6 +371,8 @@ def _offsets(
     if slips & {"to 0", "as -1"}:
         masked = 0 if "to 0" in slips else -1
         offsets, keep = torch.where(keep, offsets, masked), torch.ones_like(keep)
+    if "tensor" in slips:
+        return offsets
     if "table" in slips:
         table = [row[kept].tolist() for row, kept in zip(offsets, keep, strict=True)]
         return [row for row in table if row]
@@ -335,6 +397,11 @@ _OFFSETS_MISTAKES = (
         slip(_offsets, "swap"),
         "A square grid hides it. Which of the two ids counts tiles of rows, and which counts "
         "tiles of columns?",
+    ),
+    Misconception(
+        "swapping the two sides of the tile",
+        slip(_offsets, "sides"),
+        "Square tiles hide it. Which of `BM` and `BN` counts rows?",
     ),
     Misconception(
         "stepping to the next row by the width of the tile",
@@ -398,16 +465,24 @@ _OFFSETS_MISTAKES = (
     Misconception(
         "giving a list for each row of the tile",
         slip(_offsets, "table"),
-        "The offsets are right. Can you put them into one list?",
+        "One flat list is asked for. How do you join the rows?",
+    ),
+    Misconception(
+        "giving the whole tile, as a table",
+        slip(_offsets, "tensor"),
+        "One flat list is asked for, without the offsets that are not in C. What does "
+        "`offsets[in_bounds]` give?",
     ),
 )
+
+_OFFSETS_SLIPS = frozenset().union(*(m.wrong.slips for m in _OFFSETS_MISTAKES))
 
 _OFFSETS = Exercise(
     name="program_offsets",
     statement="""
 `C` `[M, N]` lies in memory row by row, so element `(i, j)` has offset `i * N + j`. The grid has a
 program for every tile of `BM` rows and `BN` columns; tiles at the right and at the bottom may reach
-past the end. Return the list of the offsets that program `(pid_m, pid_n)` stores, row by row,
+past the end. Return one flat list of the offsets that program `(pid_m, pid_n)` stores, row by row,
 without those that are not in `C`. For `M = N = 4` and tiles of 2 × 2, program `(0, 1)` stores
 `[2, 3, 6, 7]`.
 """,
@@ -432,6 +507,7 @@ without those that are not in `C`. For `M = N = 4` and tiles of 2 × 2, program 
         {"thread", "swap"},
         {"thread", "one row"},
         {"thread", "table"},
+        *({"tensor", other} for other in _OFFSETS_SLIPS - {"tensor"}),
         {"by tile", "by rows"},
         {"table", "by columns"},
         {"end", "none", "rows alone", "columns alone"},
@@ -490,8 +566,13 @@ def kernel(A, B, C, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexp
 """
 
 
-def _run_product(solution: Callable, M: int, N: int, K: int) -> tuple[Tensor, str]:
-    """Launch the kernel on two matrices with NaN behind each, and see where it loads."""
+def _run_product(solution: Callable, M: int, N: int, K: int) -> Tensor:
+    """Launch the kernel on two matrices with NaN behind each, and see where it loads.
+
+    Raises:
+        LoadsElsewhere: if C is right, and a load touched somebody else's memory.
+        UnsetNumbers: if C depends on masked places of a load without `other`.
+    """
     kernel = _launchable(solution, _GIVEN_PRODUCT)
     device = environment.detect().device
     shapes = {"A": (M, K), "B": (K, N)}
@@ -503,15 +584,21 @@ def _run_product(solution: Callable, M: int, N: int, K: int) -> tuple[Tensor, st
     sizes = {"BM": _SIDE, "BN": _SIDE, "BD": _SIDE}
     kernel[grid](*memory, c, M, N, K, **sizes)
     arrays = {"A": a.numpy(), "B": b.numpy(), "C": np.zeros((M, N))}
-    inside = _touches_nothing_else(kernel, grid, arrays, {"M": M, "N": N, "K": K, **sizes})
-    return c.cpu(), "loads inside of A and B" if inside else "loads outside of A or B"
+    outside = _recorded(kernel, grid, arrays, {"M": M, "N": N, "K": K, **sizes})
+    c = c.cpu()
+    if not outside:
+        _refuse_unset(c, arrays["C"])
+    elif torch.allclose(c, a @ b, rtol=1e-4, atol=1e-4):
+        raise LoadsElsewhere(f"C is right, but {outside} loads lie outside of A or B")
+    return c
 
 
 @triton.jit
 def _wrong_product(
     A, B, C, M, N, K,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STRIDE_A: tl.constexpr,
-    STRIDE_B: tl.constexpr, MASK: tl.constexpr, SUM: tl.constexpr,
+    STRIDE_B: tl.constexpr, MASK: tl.constexpr, OTHER: tl.constexpr, DEPTH: tl.constexpr,
+    SUM: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     columns = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -530,8 +617,19 @@ def _wrong_product(
         stride_b = K
     for step in tl.range(tl.cdiv(K, BD)):
         depth = step * BD + tl.arange(0, BD)
-        a_offsets = rows[:, None] * stride_a + depth
-        b_offsets = depth[:, None] * stride_b + columns
+        place = depth
+        if DEPTH != "right":
+            place = tl.arange(0, BD)
+        if DEPTH == "first, masks and all":
+            depth = place
+        a_offsets = rows[:, None] * stride_a + place
+        b_offsets = place[:, None] * stride_b + columns
+        if STRIDE_A == "a from depth":
+            a_offsets = depth[:, None] * K + depth
+        elif STRIDE_A == "a diagonal":
+            a_offsets = tl.zeros([BM, BD], tl.int32) + (rows * K + depth)
+        if STRIDE_B == "b from rows":
+            b_offsets = rows[:, None] * N + columns
         a_mask = (rows < M)[:, None] & (depth < K)
         b_mask = (depth < K)[:, None] & (columns < N)
         if MASK == "none":
@@ -546,10 +644,16 @@ def _wrong_product(
             b_mask = (depth < K)[:, None] & (columns >= 0)
         elif MASK == "end":
             a_mask, b_mask = a_offsets < M * K, b_offsets < K * N
-        a_tile = tl.load(A + a_offsets, mask=a_mask, other=0.0)
-        b_tile = tl.load(B + b_offsets, mask=b_mask, other=0.0)
+        if OTHER == "none given":
+            a_tile = tl.load(A + a_offsets, mask=a_mask)
+            b_tile = tl.load(B + b_offsets, mask=b_mask)
+        else:
+            a_tile = tl.load(A + a_offsets, mask=a_mask, other=0.0)
+            b_tile = tl.load(B + b_offsets, mask=b_mask, other=0.0)
         if SUM == "last step":
             acc = tl.dot(a_tile, b_tile, input_precision="ieee")
+        elif SUM == "elementwise":
+            acc += a_tile * b_tile
         elif SUM == "twice":
             acc += tl.dot(a_tile, b_tile, acc, input_precision="ieee")
         elif SUM != "nothing":
@@ -559,10 +663,12 @@ def _wrong_product(
 
 
 _PRODUCT_SLIPS = {
-    "STRIDE_A": {"a by tile", "a by rows", "a by columns"},
-    "STRIDE_B": {"b by tile", "b by depth"},
+    "STRIDE_A": {"a by tile", "a by rows", "a by columns", "a from depth", "a diagonal"},
+    "STRIDE_B": {"b by tile", "b by depth", "b from rows"},
     "MASK": {"none", "no depth", "a without depth", "depth alone", "end"},
-    "SUM": {"last step", "twice", "nothing"},
+    "OTHER": {"none given"},
+    "DEPTH": {"first", "first, masks and all"},
+    "SUM": {"last step", "twice", "nothing", "elementwise"},
 }
 
 
@@ -587,6 +693,38 @@ _PRODUCT_MISTAKES = (
         "adding the sum so far twice",
         slip(_product, "twice"),
         "`tl.dot(a, b, acc)` is already `acc + a @ b`. What does `+=` add on top?",
+    ),
+    Misconception(
+        "multiplying the tiles element by element",
+        slip(_product, "elementwise"),
+        "`a_tile * b_tile` pairs numbers that lie at the same place. Which word multiplies a row "
+        "by a column, and adds up?",
+    ),
+    Misconception(
+        "loading the same step of K again and again",
+        slip(_product, "first"),
+        "Step 1 has to begin where step 0 ended. Which name of the loop says where?",
+    ),
+    Misconception(
+        "loading the same step of K again and again",
+        slip(_product, "first, masks and all"),
+        "Step 1 has to begin where step 0 ended. Which name of the loop says where?",
+    ),
+    Misconception(
+        "taking the rows of A from `depth`",
+        slip(_product, "a from depth"),
+        "Along `depth` lie the columns of A. Which name says which rows this program owns?",
+    ),
+    Misconception(
+        "taking the rows of B from `rows`",
+        slip(_product, "b from rows"),
+        "`rows` are rows of A and C. Which name says which rows of B meet the columns of A?",
+    ),
+    Misconception(
+        "offsets of A along a line, where a table is needed",
+        slip(_product, "a diagonal"),
+        "`rows * K + depth` adds the first to the first, the second to the second. What does "
+        "`[:, None]` behind `rows` change?",
     ),
     Misconception(
         "stepping to A's next row by the width of the tile",
@@ -614,10 +752,16 @@ _PRODUCT_MISTAKES = (
         "A square B hides it. How many numbers does a row of B `[K, N]` hold?",
     ),
     Misconception(
-        "missing masks on the loads",
+        "masked loads without `other`",
+        slip(_product, "none given"),
+        "Triton promises nothing about such a masked place. It may hold 0 today and NaN tomorrow. "
+        "Which number adds nothing to a sum of products?",
+    ),
+    Misconception(
+        "masks that keep nothing out",
         slip(_product, "none"),
-        "The last step reaches past column K of A and past row K of B. What lies in memory there, "
-        "and where does it end up?",
+        "Has each load a mask, and does `&` join its two conditions? `|` lets an element in where "
+        "one of them holds. What lies past column K of A and past row K of B?",
     ),
     Misconception(
         "no mask along the depth",
@@ -718,6 +862,7 @@ def _compiled(kernel: object, device: str) -> Callable:
     """The TileLang kernel, compiled once for all cases: two that read the same are the same."""
     key = (kernel.script(), device)
     if key not in _COMPILED:
+        kernel = _unset_is_nan(kernel)
         from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
 
         _COMPILED[key] = (
@@ -726,11 +871,36 @@ def _compiled(kernel: object, device: str) -> Callable:
     return _COMPILED[key]
 
 
+def _unset_is_nan(kernel: object) -> object:
+    """The same kernel, with NaN in each tile until something is written there."""
+    from tvm import tirx
+
+    def filled(block: object) -> object:
+        fills = []
+        for tile in block.alloc_buffers:
+            places = [tirx.Var(f"i{axis}", "int32") for axis in range(len(tile.shape))]
+            fill = tirx.BufferStore(tile, tirx.const(math.nan, tile.dtype), places)
+            for place, side in zip(places, tile.shape, strict=True):
+                fill = tirx.For(place, 0, side, tirx.ForKind.PARALLEL, fill)
+            fills.append(fill)
+        return tirx.SBlock(
+            block.iter_vars, block.reads, block.writes, block.name_hint,
+            tirx.SeqStmt([*fills, block.body]) if fills else block.body,
+            block.init, block.alloc_buffers, block.match_buffers, block.annotations,
+        )  # fmt: skip
+
+    body = tirx.stmt_functor.ir_transform(kernel.body, None, filled, ["tirx.SBlock"])
+    return kernel.with_body(body)
+
+
 def _run_row_sums(solution: Callable, R: int, N: int) -> Tensor:
     """Compile the kernel and launch it; behind `X` lie 1000s."""
-    kernel = solution()
-    if kernel is None:
-        raise NotImplementedError("there is no kernel yet")
+    try:
+        kernel = _returned(solution)
+    except NameError as error:
+        raise NameError(f"{error}. If it is a tile, where is it allocated?") from error
+    if hasattr(kernel, "run"):
+        raise TypeError("this is a Triton kernel, and a TileLang kernel is asked for: @T.prim_func")
     if not hasattr(kernel, "script"):
         raise TypeError("the kernel is not decorated with @T.prim_func")
     device = environment.detect().device
@@ -749,7 +919,7 @@ def _sums(mistake: str) -> Callable:
         R, N = T.dynamic("R"), T.dynamic("N")
         clear = mistake == "clear"
         stride = 1 if mistake == "ids count rows" else BR
-        across = 1 if mistake == "steps count columns" else BN
+        across = {"steps count columns": 1, "steps of BR": BR}.get(mistake, BN)
 
         @T.prim_func
         def kernel(X: T.Tensor([R, N], "float32"), Y: T.Tensor([R], "float32")):
@@ -758,7 +928,8 @@ def _sums(mistake: str) -> Callable:
                 acc = T.alloc_fragment([BR], "float32")
                 start = block * stride
                 steps = {"first tile": 1, "full tiles": N // BN}.get(mistake, T.ceildiv(N, BN))
-                T.clear(acc)
+                if mistake != "never cleared":
+                    T.clear(acc)
                 for step in T.serial(steps):
                     column = step * across
                     T.copy(X[start : start + BR, column : column + BN], x_tile)
@@ -800,8 +971,8 @@ adds to what `acc` holds.
     minutes=10,
     difficulty=3,
     hints=(
-        "Translate line by line. Which of the eight lines become slices, and which word does "
-        "`T.copy` take from two of them at once?",
+        "Translate line by line. Three kinds of lines vanish: position numbers, masks and "
+        "addresses. What does `T.copy` need in their place?",
         "First allocate two fragments, `x_tile` `[BR, BN]` and `acc` `[BR]`. `T.clear` fills one "
         "with zeros. The masks go: `T.copy` knows the shapes of X and Y.",
         "Take the head, `with T.Kernel(...) as block`, from the chapter's `copy`. Inside the loop "
@@ -814,6 +985,12 @@ adds to what `acc` holds.
     run=_run_row_sums,
     tolerance=1e-4,
     misconceptions=(
+        Misconception(
+            "adding to a sum that was never set to 0",
+            _sums("never cleared"),
+            "A fragment holds anything until you write to it, so this checker puts NaN there. "
+            "Which line fills `acc` with zeros before the loop?",
+        ),
         Misconception(
             "letting `T.reduce_sum` clear the sum so far",
             _sums("clear"),
@@ -834,6 +1011,11 @@ adds to what `acc` holds.
             "programs that begin one row apart",
             _sums("ids count rows"),
             "Program 1 begins where program 0 ends. How many rows does a program have?",
+        ),
+        Misconception(
+            "steps that begin `BR` columns apart",
+            _sums("steps of BR"),
+            "`BR` counts the rows of a tile. How many columns does a tile have?",
         ),
         Misconception(
             "steps that begin one column apart",
@@ -898,6 +1080,21 @@ DOUBLES = (
 
 TRAPS = (
     Trap(
+        "Without `other`, Triton promises nothing about a masked place.",
+        "row_variance",
+        "a masked load without `other`",
+    ),
+    Trap(
+        "Without `other`, Triton promises nothing about a masked place.",
+        "tile_product",
+        "masked loads without `other`",
+    ),
+    Trap(
+        "A new fragment of TileLang holds anything, until you write to it.",
+        "row_sums",
+        "adding to a sum that was never set to 0",
+    ),
+    Trap(
         "It did not make the masked place disappear",
         "row_variance",
         "letting the padding into the variance",
@@ -948,7 +1145,7 @@ TRAPS = (
         "no mask along the depth",
     ),
     Trap(
-        "What adds up is a loop inside one.",
+        "The steps along `K` add into one sum, so they are a loop inside a program.",
         "row_sums",
         "summing the first tile only",
     ),
@@ -988,7 +1185,10 @@ PREDICTIONS = (
         "loaded to another one.",
         (
             (1, "Once would do if programs shared what they load. Each loads its own strip."),
-            (4096, "Once for each column of C. But one load serves all 64 columns of a tile."),
+            (
+                4096,
+                "You would be right if a tile had one column. A load serves all 64 of them.",
+            ),
             (128, "64 times, and B as often. They are not added up for one element."),
             (2, "Two programs side by side share a strip of A. How many stand side by side?"),
         ),
