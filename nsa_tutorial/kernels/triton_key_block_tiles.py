@@ -9,7 +9,7 @@ from nsa_tutorial.kernels.triton_tiles import tile_sizes
 from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY
 
 WORKSPACE = 2**30  # bytes for the partial outputs of a run of queries
-CHUNK_ROWS = 512  # rows that a program walks, and up to twice as many
+CHUNK_ROWS = 4096  # rows that a program walks, and up to twice as many
 MERGED_NUMBERS = 2048  # numbers of the partials that a program merges at a time
 # Bytes of a number, most bytes of a token (its key and value, padded): keys and rows of a tile,
 # warps, stages.
@@ -21,7 +21,7 @@ PARTIAL_TABLE = (
     (4, 2048, 16, 16, 4, 1),
 )
 GRADIENT_TABLE = (
-    (2, 512, 64, 64, 8, 2),
+    (2, 512, 64, 32, 4, 2),
     (2, 768, 64, 32, 8, 1),
     (2, 1024, 32, 32, 8, 1),
     (4, 1024, 16, 16, 4, 2),
@@ -45,12 +45,12 @@ def merge_sizes(G: int, DV: int) -> dict[str, int]:
 
 def rows_of_a_run(R: int, HQ: int, D: int, num_partials: int, DV: int, itemsize: int) -> int:
     """How many of `R` queries to take at a time: equal runs, whose partials fit `WORKSPACE`, and
-    whose offsets fit 32 bits. Each head of a query has `num_partials`, and their log-sum-exps.
+    whose offsets fit 32 bits. Each head of a query has `num_partials`, with two numbers each.
 
     A run is a multiple of 16 queries, so that its tensors begin where the whole ones may: Triton
     compiles a kernel anew for an address that is no multiple of 16 bytes.
     """
-    row_bytes = HQ * num_partials * (DV * itemsize + 4)
+    row_bytes = HQ * num_partials * (DV * itemsize + 8)
     most = min(WORKSPACE // row_bytes, (2**31 - 1) // (HQ * max(D, num_partials * DV)))
     most = max(16, most // 16 * 16)
     return cdiv(cdiv(R, cdiv(R, most)), 16) * 16

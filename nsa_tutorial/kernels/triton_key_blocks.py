@@ -18,6 +18,7 @@ entries of all lists · `P` chunks of the inverse list · `PARTS` parts of `BT` 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -51,7 +52,7 @@ def without_bad_numbers(tile, BT: tl.constexpr):
 @triton.jit
 def attend(
     k_tile, v_tile, first_bad, start, end, num_keys, first_key, part,
-    Q, RowEnd, Entries, Partials, PartialLSE, first, first_entry, scale_log2, HS, S,
+    Q, RowEnd, Entries, Partials, PartialMax, PartialSum, first, first_entry, scale_log2, HS, S,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr,
     PAD: tl.constexpr, MASK: tl.constexpr,
     DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
@@ -101,50 +102,35 @@ def attend(
         # -- normalise and store --
         safe_sum = tl.where(scores_sum == 0.0, 1.0, scores_sum)
         o_tile = (acc_o / safe_sum[:, None]).to(Partials.dtype.element_ty)
-        lse = scores_max * scale_log2 + tl.log2(safe_sum)
         place = (entry * PARTS + part) * G + index % G  # [BR]
         o_mask = is_row[:, None] & (value_width < DV)
         tl.store(Partials + place[:, None] * DV + value_width, o_tile, mask=o_mask)
-        tl.store(PartialLSE + place, lse, mask=is_row)
+        tl.store(PartialMax + place, scores_max, mask=is_row)
+        tl.store(PartialSum + place, scores_sum, mask=is_row)
 
 
-@triton.jit
-def lower_bound(Entries, first, last, entry):
-    """The first of the ascending `Entries[first … last - 1]` that is at least `entry`; `last`
-    without one."""
-    while first < last:
-        middle = (first + last) // 2
-        is_below = tl.load(Entries + middle) < entry
-        first = tl.where(is_below, middle + 1, first)
-        last = tl.where(is_below, last, middle)
-    return first
-
-
-@triton.jit(do_not_specialize=["S", "first_entry", "last_entry"])  # new lengths, same kernel
+@triton.jit(do_not_specialize=["S", "first_entry"])  # new lengths, same kernel
 def partial_kernel(
-    Q, K, V, RowEnd, Entries, FirstKey, Head, First, Last, Partials, PartialLSE,
-    scale_log2, H, S, first_entry, last_entry,
+    Q, K, V, RowEnd, Entries, FirstKey, Head, First, Last, ChunkStart, Partials, PartialMax,
+    PartialSum, scale_log2, H, S, first_entry,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr,
     DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Reads `Q [R, H, G, D]`, `K [keys, H, D]`, `V [keys, H, DV]`, `RowEnd [R]`, the inverse list;
-    writes `Partials [R, H, S, PARTS, G, DV]` and `PartialLSE [R, H, S, PARTS, G]`, in base two, for
-    the slots that name a visible block.
+    writes `Partials [R, H, S, PARTS, G, DV]`, and the largest score and the sum of each,
+    `PartialMax` and `PartialSum [R, H, S, PARTS, G]`, for the slots that name a visible block.
 
-    The grid is `(P, PARTS)`. The inverse list is that of all queries; the other tensors have a run
-    of them, whose entries are `first_entry … last_entry - 1`.
+    The grid is `(most chunks of a run, PARTS)`. The inverse list is that of all queries; the other
+    tensors have a run of them, whose entries begin with `first_entry`, and whose chunks are
+    `ChunkStart[0] … ChunkStart[1] - 1`.
     """
     # -- locate the program --
-    chunk = tl.program_id(0)
+    chunk = tl.load(ChunkStart) + tl.program_id(0)
+    if chunk >= tl.load(ChunkStart + 1):
+        return
     part = tl.program_id(1)
     first = tl.load(First + chunk)
     last = tl.load(Last + chunk)
-    if first == last:
-        return
-    if (tl.load(Entries + first) >= last_entry) | (tl.load(Entries + last - 1) < first_entry):
-        return
-    first = lower_bound(Entries, first, last, first_entry)
-    last = lower_bound(Entries, first, last, last_entry)
     if first == last:
         return
     head = tl.load(Head + chunk)
@@ -180,12 +166,12 @@ def partial_kernel(
     PAD: tl.constexpr = BS % BT != 0
     attend(
         k_tile, v_clean, first_bad, 0, num_masked, num_keys, first_key, part,
-        Q, RowEnd, Entries, Partials, PartialLSE, first, first_entry, scale_log2, HS, S,
+        Q, RowEnd, Entries, Partials, PartialMax, PartialSum, first, first_entry, scale_log2, HS, S,
         G, D, DV, PARTS, PAD, True, DT, DVT, BT, BR,
     )  # fmt: skip
     attend(
         k_tile, v_tile, first_bad, num_masked, num_rows, num_keys, first_key, part,
-        Q, RowEnd, Entries, Partials, PartialLSE, first, first_entry, scale_log2, HS, S,
+        Q, RowEnd, Entries, Partials, PartialMax, PartialSum, first, first_entry, scale_log2, HS, S,
         G, D, DV, PARTS, PAD, False, DT, DVT, BT, BR,
     )  # fmt: skip
 
@@ -221,27 +207,30 @@ def launch(
     o_rows, lse_rows = o.view(R, HQ, DV), lse.view(R, HQ)
     run = triton_key_block_tiles.rows_of_a_run(R, HQ, D, S * parts, DV, v.element_size())
     partials = v.new_empty(run, H, S, parts, G, DV)
-    partial_lse = lse.new_empty(run, H, S, parts, G)
+    scores_max, scores_sum = (lse.new_empty(run, H, S, parts, G) for _ in range(2))
 
     # -- the inverse list --
-    inverse = inverse_list.of_lists(ids, rows, block_size=BS, num_keys=num_keys)
+    sizes = {"block_size": BS, "num_keys": num_keys}
+    inverse = inverse_list.of_lists(ids, rows, **sizes, run=run)
     chunks = inverse_list.chunks(inverse, num_heads=H, length=length)
+    tiles_of_a_run = len(inverse.first) // triton.cdiv(R, run)
+    chunk_start = F.pad(chunks.ends[tiles_of_a_run - 1 :: tiles_of_a_run], (1, 0))  # [runs + 1]
+    most_chunks = tiles_of_a_run + min(run, R) * H * S // length
 
-    for start in range(0, R, run):
+    for i, start in enumerate(range(0, R, run)):
         its = slice(start, min(start + run, R))
-        entries = its.start * H * S, its.stop * H * S
 
         # -- every chunk --
-        partial_kernel[(len(chunks.first), parts)](
+        partial_kernel[(min(most_chunks, len(chunks.first)), parts)](
             q_rows[its], k, v, row_end[its], inverse.entries, chunks.first_key, chunks.head,
-            chunks.first, chunks.last, partials, partial_lse, scale * online_softmax.LOG2_E, H, S,
-            *entries, D=D, DT=tiles["DT"], EDGE=min(triton.next_power_of_2(BS), MOST_EDGE), **both,
-            **options,
+            chunks.first, chunks.last, chunk_start[i:], partials, scores_max, scores_sum,
+            scale * online_softmax.LOG2_E, H, S, start * H * S, D=D, DT=tiles["DT"],
+            EDGE=min(triton.next_power_of_2(BS), MOST_EDGE), **both, **options,
         )  # fmt: skip
 
         # -- every list --
-        merge_kernel[((its.stop - its.start) * H, triton.cdiv(G, merged["BG"]))](
-            partials, partial_lse, ids[its], rows.num_visible[its], o_rows[its], lse_rows[its],
-            H, S, **both, **merged,
+        merge_kernel[((its.stop - start) * H, triton.cdiv(G, merged["BG"]))](
+            partials, scores_max, scores_sum, ids[its], rows.num_visible[its], o_rows[its],
+            lse_rows[its], scale, scale * online_softmax.LOG2_E, H, S, **both, **merged,
         )  # fmt: skip
     return o, lse

@@ -29,7 +29,7 @@ Outputs = tuple[Tensor, Tensor]
 # A tile of queries is left to one program a query if its union is longer than this share of the
 # entries of its lists: `python -m nsa_tutorial.bench selected --backend triton --order queries
 # tiles` on random lists and on smooth ones says what a step of each costs.
-WORTHWHILE = 0.66
+WORTHWHILE = 0.6
 SMALL_GROUP = 4  # heads of a group up to which a program has a block of keys
 FEWEST_ROWS = 2048  # queries from which another order than one query in a program pays
 

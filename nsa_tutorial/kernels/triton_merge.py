@@ -1,7 +1,7 @@
 """Chapter 16: the partial outputs of a list's blocks, merged to one, in Triton.
 
-`triton_key_blocks` writes partials, `merge_kernel` weighs them by their log-sum-exps, as states of
-an online softmax merge (chapter 03). No argument is checked here: `ops` does.
+`triton_key_blocks` writes partials, `merge_kernel` weighs them by their largest scores and
+sums, as states of an online softmax merge (chapter 03). No argument is checked here: `ops` does.
 
 Symbols: those of `triton_key_blocks`.
 """
@@ -10,10 +10,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from nsa_tutorial.exact import online_softmax
-
-LOG2_E = tl.constexpr(online_softmax.LOG2_E)
 
 
 @triton.jit
@@ -34,7 +30,8 @@ def partials_of(
 
 @triton.jit(do_not_specialize=["S"])  # new lengths, same kernel
 def merge_kernel(
-    Partials, PartialLSE, BlockIndices, NumVisible, Output, LSE, H, S,
+    Partials, PartialMax, PartialSum, BlockIndices, NumVisible, Output, LSE,
+    scale, scale_log2, H, S,
     G: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, PARTS: tl.constexpr,
     DVT: tl.constexpr, BG: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
@@ -51,18 +48,19 @@ def merge_kernel(
     in_group = group < G
     value_width = tl.arange(0, DVT)
 
-    # -- the largest log-sum-exp --
-    lse_max = tl.full([BM, BG], float("-inf"), tl.float32)
+    # -- the largest score --
+    scores_max = tl.full([BM, BG], float("-inf"), tl.float32)
     num_written = tl.zeros([BM], tl.int32)
     for step in range(0, S * PARTS, BM):
         index, exists, is_written = partials_of(step, ids, num_visible, S, BS, BT, PARTS, BM)
         # read whether written or not, so that this load need not wait for the list
         place = (row_head * (S * PARTS) + index)[:, None] * G + group  # [BM, BG]
-        lse = tl.load(PartialLSE + place, mask=exists[:, None] & in_group, other=float("-inf"))
-        lse_max = tl.maximum(lse_max, tl.where(is_written[:, None], lse, float("-inf")))
+        largest = tl.load(PartialMax + place, mask=exists[:, None] & in_group, other=float("-inf"))
+        largest = tl.where(is_written[:, None], largest, float("-inf"))
+        scores_max = tl.maximum(scores_max, largest)
         num_written += is_written.to(tl.int32)
-    lse_max = tl.max(lse_max, axis=0)  # [BG]
-    shift = tl.where(lse_max == float("-inf"), 0.0, lse_max)
+    scores_max = tl.max(scores_max, axis=0)  # [BG]
+    shift = tl.where(scores_max == float("-inf"), 0.0, scores_max)
 
     # -- accumulate --
     acc_o = tl.zeros([BM, BG, DVT], tl.float32)
@@ -71,10 +69,11 @@ def merge_kernel(
         index, exists, is_written = partials_of(step, ids, num_visible, S, BS, BT, PARTS, BM)
         place = (row_head * (S * PARTS) + index)[:, None] * G + group  # [BM, BG]
         mask = is_written[:, None] & in_group
-        lse = tl.load(PartialLSE + place, mask=mask, other=float("-inf"))
+        largest = tl.load(PartialMax + place, mask=mask, other=float("-inf"))
+        scores_sum = tl.load(PartialSum + place, mask=mask, other=0.0)
         o_mask = mask[:, :, None] & (value_width < DV)
         o_tile = tl.load(Partials + place[:, :, None] * DV + value_width, mask=o_mask, other=0.0)
-        p = tl.exp2(lse - shift)  # [BM, BG]
+        p = tl.exp2((largest - shift) * scale_log2) * scores_sum  # [BM, BG]
         running_sum += p
         acc_o += p[:, :, None] * o_tile.to(tl.float32)
 
@@ -83,7 +82,7 @@ def merge_kernel(
     is_empty = tl.sum(num_written, axis=0) == 0  # no block is visible
     safe_sum = tl.where(is_empty, 1.0, running_sum)
     o_tile = tl.sum(acc_o, axis=0) / safe_sum[:, None]  # [BG, DVT]
-    lse = (lse_max + tl.log2(safe_sum)) / LOG2_E  # [BG], -inf for an empty row
+    lse = scores_max * scale + tl.log(safe_sum)  # [BG], -inf for an empty row
     o_row = row_head.to(tl.int64) * G + group  # [BG]
     o_tile = o_tile.to(Output.dtype.element_ty)
     o_mask = in_group[:, None] & (value_width < DV)

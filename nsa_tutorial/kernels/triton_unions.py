@@ -1,8 +1,8 @@
 """Chapter 16: the unions of neighbours' lists, made on the device, in Triton.
 
-`union_kernel` compares all entries of a tile's lists with each other, which for 4 lists of 16 is
-less work than to sort them. A tile is left to others, with a count of -1, where its union is too
-long, and where the walk along it would not be exact. No argument is checked here: `ops` does.
+`union_kernel` sorts the entries of a tile's lists, in registers. A tile is left to others, with a
+count of -1, where its union is too long, and where the walk along it would not be exact. No
+argument is checked here: `ops` does.
 
 Symbols: those of `triton_forward`; `T` queries of a tile · `U = T * S` entries of a union at most.
 """
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
-MOST_QUERIES = 16  # of a tile: one bit each
 ANY_LENGTH = 1.0  # of a union, as a share of its lists' entries
-COMPARED = 16  # entries with which a program compares all others at a time
+MOST_QUERIES = tl.constexpr(16)  # of a tile: one bit each
+IN_PART = tl.constexpr(2**16)  # the bit behind these: some query sees the block in part
+NO_BLOCK = tl.constexpr(2**62)  # behind all keys
 SCANNED = 8192  # numbers that a program looks at for one that is not finite
 
 
@@ -53,64 +54,62 @@ def find_bad_kernel(X, IsBad, num_numbers, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def listed(
-    BlockIndices, FirstKey, NumVisible, tile, head, entry, R, H, S,
-    T: tl.constexpr, BS: tl.constexpr, SP: tl.constexpr,
-):  # fmt: skip
-    """Of entries `t * SP + slot` of a tile's lists: the query `t`, whether the entry names a block
-    that it sees, that block's first key among all keys, and where the query's sight ends."""
-    t, slot = entry // SP, entry % SP
-    query = tile * T + t
-    is_slot = (query < R) & (slot < S)
-    ids = tl.load(BlockIndices + (query * H + head) * S + slot, mask=is_slot, other=-1)
-    first = tl.load(FirstKey + query, mask=query < R, other=0)
-    num_visible = tl.load(NumVisible + query, mask=query < R, other=0)
-    is_visible = (ids >= 0) & (ids < tl.cdiv(num_visible, BS))
-    return t, is_visible, first + ids * BS, first + num_visible
+def join(start, num_entries, num_same, flags, other_start, other_entries, other_same, other_flags):
+    """Two neighbouring stretches of sorted entries as one: of its last block, how many entries it
+    has, how many of these are equal, and the flags of all."""
+    same_block = start // MOST_QUERIES == other_start // MOST_QUERIES
+    num_entries = other_entries + tl.where(same_block, num_entries, 0)
+    num_same = other_same + tl.where(start == other_start, num_same, 0)
+    flags = other_flags | tl.where(same_block, flags, 0)
+    return other_start, num_entries, num_same, flags
 
 
 @triton.jit(do_not_specialize=["R", "S", "most"])
 def union_kernel(
     BlockIndices, FirstKey, NumVisible, IsBad, Start, ListedBy, Count, NumWhole, R, H, S, most,
-    T: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, SP: tl.constexpr, STEP: tl.constexpr,
+    T: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, SP: tl.constexpr,
 ):  # fmt: skip
     """Reads `BlockIndices [R, H, S]`, `FirstKey [R]`, `NumVisible [R]`, `IsBad [1]`; writes the
     tensors of `Unions`. The grid is `(tiles, H)`.
 
-    Every entry is compared with every other, `STEP` at a time: an entry stays if none before it
-    names the same block. A union longer than `most` times the entries of its lists is not wanted.
-    None is where a list names a block twice, or where a key or a value is not finite.
-    `SP` is `S` rounded up to a power of two.
+    The entries of a tile's lists are sorted by block, and two scans join those of the same block.
+    A union longer than `most` times the entries of its lists is not wanted. None is where a list
+    names a block twice, or where a key or a value is not finite. `SP` is `S` rounded up to a power
+    of two.
     """
     # -- locate the program --
     tile = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     N: tl.constexpr = T * SP
     entry = tl.arange(0, N)
-    own_t, is_visible, start, row_end = listed(
-        BlockIndices, FirstKey, NumVisible, tile, head, entry, R, H, S, T, BS, SP
-    )
+    t, slot = entry // SP, entry % SP
+    query = tile * T + t
 
-    # -- compare --
-    is_first = is_visible
-    is_twice = entry < 0
-    listed_by = tl.zeros([N], tl.int32)
-    sees_whole = row_end >= start + BS
-    if BS % BT:  # the last step of a block reaches past its end
-        sees_whole = start < 0
-    for other in range(0, N, STEP):
-        place = other + tl.arange(0, STEP)
-        t, is_there, other_start, other_end = listed(
-            BlockIndices, FirstKey, NumVisible, tile, head, place, R, H, S, T, BS, SP
-        )
-        same = is_there & (other_start == start[:, None])  # [N, STEP]
-        before = same & (place < entry[:, None])
-        is_first &= tl.max(before.to(tl.int32), axis=1) == 0
-        again = before & (t == own_t[:, None])
-        is_twice |= tl.max(again.to(tl.int32), axis=1) > 0
-        listed_by += tl.sum(tl.where(same, 1 << t, 0), axis=1)
-        in_part = same & (other_end < other_start + BS)
-        sees_whole &= tl.max(in_part.to(tl.int32), axis=1) == 0
+    # -- load the lists --
+    is_slot = (query < R) & (slot < S)
+    ids = tl.load(BlockIndices + (query * H + head) * S + slot, mask=is_slot, other=-1)
+    first = tl.load(FirstKey + query, mask=query < R, other=0)
+    num_visible = tl.load(NumVisible + query, mask=query < R, other=0)
+    is_visible = (ids >= 0) & (ids < tl.cdiv(num_visible, BS))
+    in_part = ((ids + 1) * BS > num_visible) | (BS % BT != 0)
+
+    # -- sort: by block, by query, and the entries of no block behind all others --
+    key = (first + ids * BS).to(tl.int64) * MOST_QUERIES + t
+    key = tl.where(is_visible, key * 2 + in_part.to(tl.int64), NO_BLOCK)
+    key = tl.sort(key)
+    is_visible = key < NO_BLOCK
+    in_part = (key & 1).to(tl.int32)
+    key = key >> 1
+    t = (key % MOST_QUERIES).to(tl.int32)
+
+    # -- join --
+    flags = (1 << t) + in_part * IN_PART
+    ones = tl.full([N], 1, tl.int32)
+    _, num_before, num_same, _ = tl.associative_scan((key, ones, ones, flags), 0, join)
+    _, _, _, flags = tl.associative_scan((key, ones, ones, flags), 0, join, reverse=True)
+    is_first = is_visible & (num_before == 1)
+    sees_whole = flags < IN_PART
+    is_twice = is_visible & (num_same > 1)
 
     # -- store, the whole blocks first --
     is_whole = (is_first & sees_whole).to(tl.int32)
@@ -119,8 +118,8 @@ def union_kernel(
     count = num_whole + tl.sum(is_careful, axis=0)
     place = tl.where(is_whole > 0, tl.cumsum(is_whole, 0), num_whole + tl.cumsum(is_careful, 0)) - 1
     union = (tile * H + head) * (T * S)
-    tl.store(Start + union + place, start, mask=is_first)
-    tl.store(ListedBy + union + place, listed_by, mask=is_first)
+    tl.store(Start + union + place, (key // MOST_QUERIES).to(tl.int32), mask=is_first)
+    tl.store(ListedBy + union + place, flags % IN_PART, mask=is_first)
     num_entries = tl.sum(is_visible.to(tl.int32), axis=0)
     is_wanted = count <= most * num_entries
     # a bit cannot count a block twice, and 0 times what is not finite is not 0
@@ -139,7 +138,7 @@ def unions(
         k, v: contiguous keys and values; with one number in them that is not finite, no union is
             wanted.
         ids, rows: as in `selected_attention.forward`.
-        T: queries of a tile, a power of two of at most `MOST_QUERIES`.
+        T: queries of a tile, a power of two of at most 16.
         BT: tokens of a step. Where it does not divide a block, all steps go behind a mask.
         most: of the entries of a tile's lists, the share up to which its union is wanted.
     """
@@ -153,7 +152,6 @@ def unions(
     SP = triton.next_power_of_2(S)
     union_kernel[(num_tiles, H)](
         ids, rows.first_key, rows.num_visible, is_bad, start, listed_by, count, num_whole, R, H, S,
-        float(most), T=T, BS=block_size, BT=BT, SP=SP, STEP=min(T * SP, COMPARED),
-        num_warps=max(1, T * SP // 64),
+        float(most), T=T, BS=block_size, BT=BT, SP=SP, num_warps=max(1, T * SP // 128),
     )  # fmt: skip
     return Unions(start, listed_by, count, num_whole, T)

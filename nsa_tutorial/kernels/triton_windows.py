@@ -30,10 +30,11 @@ from nsa_tutorial.sparse.selected_attention import QueryRows
 # Most of both widths, padded; rows of a tile, keys of a step, warps, stages: the first that a
 # program can have. fp32 does without tensor cores, and takes small tiles.
 TILES = (
-    (384, 128, 64, 8, 2), (512, 64, 64, 8, 2), (512, 64, 32, 4, 2), (512, 32, 32, 4, 1),
+    (256, 64, 64, 4, 3), (384, 128, 64, 8, 2), (512, 64, 64, 8, 2), (512, 64, 32, 4, 2),
+    (512, 32, 32, 4, 1),
 )  # fmt: skip
 FP32_TILES = ((256, 32, 32, 4, 2), (512, 16, 16, 4, 2), (512, 16, 16, 4, 1))
-EDGE = 32  # keys of a step at the ends, where a tile has no more queries than that
+EDGE = 16  # keys of a step at the ends, where a tile has no more queries than that
 
 
 @triton.jit
@@ -263,7 +264,7 @@ def window_options(
     BQ, BT, num_warps, num_stages = fitting(
         TILES if itemsize == 2 else FP32_TILES, D, DV, itemsize, shared_memory
     )
-    BE = step_at_the_ends(G, BQ, BT)
+    BE = step_at_the_ends(G, BQ, BT, EDGE)
     return {"BQ": BQ, "BT": BT, "BE": BE, "num_warps": num_warps, "num_stages": num_stages}
 
 
@@ -282,7 +283,7 @@ def fitting(
     return (found or [choices[-1][1:]])[0]
 
 
-def step_at_the_ends(G: int, BQ: int, BT: int) -> int:
-    """Keys of a step behind the mask: fewer where a tile has few queries, since then few keys are
+def step_at_the_ends(G: int, BQ: int, BT: int, edge: int) -> int:
+    """Keys of a step behind the mask: `edge`, so fewer than `BT`, where a tile has few queries, since then few keys are
     seen by only some of them."""
-    return min(BT, EDGE) if BQ <= G * EDGE else BT
+    return min(BT, edge) if BQ <= G * edge else BT

@@ -24,12 +24,13 @@ from nsa_tutorial.sparse.selected_attention import QueryRows
 # As `triton_windows.TILES`: of dQ rows of a tile and keys of a step, of dK and dV the other way
 # round.
 DQ_TILES = (
-    (256, 128, 64, 8, 2), (512, 64, 64, 8, 2), (512, 64, 32, 4, 2), (512, 32, 32, 4, 1),
+    (256, 64, 64, 4, 2), (512, 64, 64, 8, 2), (512, 64, 32, 4, 2), (512, 32, 32, 4, 1),
 )  # fmt: skip
 DKV_TILES = (
-    (256, 64, 64, 4, 2), (512, 64, 32, 8, 2), (512, 64, 32, 4, 2), (512, 32, 32, 4, 1),
+    (256, 64, 32, 4, 4), (512, 64, 32, 8, 2), (512, 64, 32, 4, 2), (512, 32, 32, 4, 1),
 )  # fmt: skip
 FP32_DKV_TILES = ((128, 32, 32, 4, 2), (512, 16, 16, 4, 2), (512, 16, 16, 4, 1))
+EDGE = 32  # keys of a step at the ends, where a tile has no more queries than that
 SHORT_SUM = 256  # rows whose fp32 gradients are added up before the sum joins the others
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -180,7 +181,7 @@ def dq_options(
     BQ, BT, num_warps, num_stages = fitting(
         DQ_TILES if itemsize == 2 else FP32_TILES, D, DV, itemsize, shared_memory
     )
-    BE = step_at_the_ends(G, BQ, BT)
+    BE = step_at_the_ends(G, BQ, BT, EDGE)
     return {"BQ": BQ, "BT": BT, "BE": BE, "num_warps": num_warps, "num_stages": num_stages}
 
 

@@ -59,6 +59,7 @@ class Chunks(NamedTuple):
         place: where in the workspace its share goes, if the tile has others. The chunks of a tile
             have places that follow each other.
         num_places: how many places there are at most.
+        ends: `[tiles]`, where the chunks of each tile end.
     """
 
     first_key: Tensor
@@ -69,15 +70,18 @@ class Chunks(NamedTuple):
     num_parts: Tensor
     place: Tensor
     num_places: int
+    ends: Tensor
 
 
 def of_lists(
-    ids: Tensor, rows: QueryRows, *, block_size: int, num_keys: int, is_asked: Tensor | None = None
-) -> InverseList:
+    ids: Tensor, rows: QueryRows, *, block_size: int, num_keys: int,
+    is_asked: Tensor | None = None, run: int | None = None,
+) -> InverseList:  # fmt: skip
     """The inverse of the lists `ids [R, H, S]` from `block_list`, over `num_keys = B * M` keys.
 
     An entry that no query can see (an empty slot, a block of the future) belongs to no tile, nor
-    does one of a list that `is_asked [R, H]` leaves out.
+    does one of a list that `is_asked [R, H]` leaves out. With `run`, every `run` rows have tiles of
+    their own, and those of the first run come first.
     """
     # -- who is visible --
     (R, H, S), BS, device = ids.shape, block_size, ids.device
@@ -93,6 +97,10 @@ def of_lists(
     first_block = rows.first_key // BS + sequence
     num_tiles = (num_keys // BS + rows.num_sequences) * H
     head = torch.arange(H, dtype=torch.int32, device=device)
+    if run is not None:
+        its_run = torch.arange(R, dtype=torch.int32, device=device) // run
+        first_block = first_block + its_run * (num_tiles // H)
+        num_tiles *= -(-R // run)
     tile = torch.add((first_block[:, None] * H + head)[:, :, None], ids, alpha=H)  # [R, H, S]
 
     # -- sort --
@@ -107,7 +115,7 @@ def of_lists(
     # -- where each tile begins --
     entry = entries[bounds[:-1].clamp(max=len(entries) - 1)]  # the first of each tile
     start = rows.first_key[entry // (H * S)] + ids.flatten()[entry] * BS
-    return InverseList(entries, bounds[:-1], bounds[1:], start, R * H * S, R)
+    return InverseList(entries, bounds[:-1], bounds[1:], start, R * H * S, min(R, run or R))
 
 
 def of_windows(
@@ -158,4 +166,4 @@ def chunks(inverse: InverseList, *, num_heads: int, length: int) -> Chunks:
     is_share = exists & (parts > 1)
     place = is_share.cumsum(0, dtype=torch.int32) - 1
     columns = (inverse.start[tile], tile % num_heads, first, last, part, parts, place)
-    return Chunks(*(x.to(torch.int32) for x in columns), num_places=most_shares)
+    return Chunks(*(x.to(torch.int32) for x in columns), num_places=most_shares, ends=end)

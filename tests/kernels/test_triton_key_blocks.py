@@ -285,6 +285,8 @@ def dense_gradients(call: Call, dtype: torch.dtype) -> list[Tensor]:
 def assert_right_gradients(call: Call, problem: Problem, **options: int) -> None:
     right, plain = (dense_gradients(call, x) for x in (torch.float64, call.q.dtype))
     found = gradients(call, problem, **options)
+    # sums by atomics come in any order: twice the budget
+    plain[0] = right[0] + 2 * (plain[0].double() - right[0])
     for name, *three in zip("qkv", found, right, plain, strict=True):
         assert three[0].dtype == call.q.dtype
         assert_within_budget(*three, f"d_{name}")

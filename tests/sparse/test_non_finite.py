@@ -224,16 +224,16 @@ def assert_rule(
     finite = o_true.isfinite()
     assert torch.equal(o.isfinite(), finite)
     assert torch.allclose(o.double()[finite], o_true[finite], atol=tolerance)
+    same = torch.equal
+    if backend == "tiles":  # a tile that shares what it fetches is left to another kernel then
+        same = functools.partial(torch.allclose, atol=tolerance)
     if where == "v":
-        assert torch.equal(lse, lse_clean), "a value reached the log-sum-exp"
+        assert same(lse, lse_clean), "a value reached the log-sum-exp"
     else:
         assert torch.equal(o.isnan(), o_true.isnan())
         assert torch.allclose(lse.double(), lse_true, atol=8 * tolerance, equal_nan=True)
     if where != "q":
         blind = ~mask[:, :, :, KEY].repeat_interleave(2, 2)
-        same = torch.equal
-        if backend == "tiles":  # a tile that shares what it fetches is left to another kernel then
-            same = functools.partial(torch.allclose, atol=tolerance)
         # who does not see it gives the same to the bit
         assert same(o[blind], o_clean[blind])
         assert same(lse[blind], lse_clean[blind])
@@ -337,7 +337,8 @@ def assert_gradients(
     near = functools.partial(torch.allclose, atol=2e-6, rtol=1e-5)
     # a tile that shares what it fetches is left to another kernel then
     same = near if backend == "tiles" else torch.equal
-    assert same(d_q[~is_spoiled], clean[0][~is_spoiled])
+    same_queries = near if backend == "blocks" else same  # whose gradients are added by atomics
+    assert same_queries(d_q[~is_spoiled], clean[0][~is_spoiled])
     for d, right in ((d_k, clean[1]), (d_v, clean[2])):
         assert near(d[~seen_by_them], right[~seen_by_them])
         assert same(d[:, 1], right[:, 1])
