@@ -284,6 +284,6 @@ def fitting(
 
 
 def step_at_the_ends(G: int, BQ: int, BT: int, edge: int) -> int:
-    """Keys of a step behind the mask: `edge`, so fewer than `BT`, where a tile has few queries, since then few keys are
-    seen by only some of them."""
-    return min(BT, edge) if BQ <= G * edge else BT
+    """Keys of a step behind the mask: `edge`, in place of `BT`, where a tile has few queries, since
+    then few keys are seen by only some of them."""
+    return min(BT, edge) if G * edge >= BQ else BT
