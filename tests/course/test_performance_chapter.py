@@ -331,6 +331,8 @@ def test_times_of_all_orders_are_read_where_they_are_stored(
             (16, "tiles", "smooth"): (6.0, 1.02),
         }
         assert pictures.measured_ms("tiles", 16, 1.02) == 6.0
+        paper = pictures.order_cost("tiles", 16, 1.02).ms
+        assert ("tiles", paper, 6.0) in pictures.paper_and_recorded()
         assert pictures.measured_ms("tiles", 16, 3.18) is None
         assert pictures.recorded_table()[3].split() == ["16", "smooth", "12.0", "6.0"]
     finally:

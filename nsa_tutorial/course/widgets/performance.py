@@ -3,7 +3,7 @@ each of them moves and how long it takes, and what a choice of tiles is worth.
 
 `operators` counts the work of what was measured on a GPU, `order_cost` that of an order on paper.
 The times are those that `assets/` stores; `rates` derives from them how fast the machine turned out
-to be. `recorded` reads `assets/performance_h200.json` where it is there, and older files otherwise.
+to be. `recorded` reads older files, and `assets/performance_h200.json` where it is there.
 `orders_panel` is the interactive.
 
 Nothing here needs Triton or a GPU; `instructions` asks Triton's compiler.
@@ -380,7 +380,7 @@ def told_orders(order: str, overlap: float, group: int) -> str:
     return (
         f"{HQ} heads over {H}, {TOLD[order]}: {cost.cached / 1e9:.0f} GB through L2, "
         f"{cost.memory / 1e9:.0f} GB through memory, {cost.flops / 1e12:.1f} TFLOP. "
-        f"{limit} needs most: {cost.ms:.1f} ms on paper. {was} Take {TOLD[best]}."
+        f"The longest on paper: {limit}, {cost.ms:.1f} ms. {was} On paper, take {TOLD[best]}."
     )
 
 
@@ -409,6 +409,39 @@ def draw_paper(order: str = "tiles", overlap: float = 1.29, group: int = 16) -> 
         f"Group of {group}, unions {overlap:.2f} times a list: {found[first].ms:.1f} ms on paper, "
         f"with {TOLD[first]}",
     )
+
+
+def paper_and_recorded() -> list[tuple[str, float, float]]:
+    """Order, milliseconds on paper and recorded milliseconds of every recorded run that
+    `order_cost` describes."""
+    return [
+        (order, order_cost(order, group, overlap).ms, ms)
+        for (group, order, _), (ms, overlap) in recorded().items()
+        if order != "tiles" or T * group == 64
+    ]
+
+
+def draw_recorded() -> Picture:
+    """Every recorded run: its time over the time on paper."""
+    found = paper_and_recorded()
+    figure, axes = new_figure(6.4, 3.6)
+    axis, low, high = axes[0, 0], 0.8, 40
+    axis.plot([low, high], [low, high], color=PALETTE["faint"], linewidth=1, label="as on paper")
+    for order in ORDERS:
+        points = [(paper, ms) for its, paper, ms in found if its == order]
+        if points:
+            axis.plot(*zip(*points, strict=True), "o", color=PALETTE[COLOURS[order]],
+                      markersize=8, label=TOLD[order])  # fmt: skip
+    ticks = [1, 2, 5, 10, 20, 40]
+    axis.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high),
+             xlabel="ms on paper", ylabel="ms, recorded")  # fmt: skip
+    for side in (axis.xaxis, axis.yaxis):
+        side.set_ticks(ticks, [str(tick) for tick in ticks])
+        side.set_ticks([], minor=True)
+    axis.legend(frameon=False, fontsize=9, loc="upper left")
+    ratios = [ms / paper for _, paper, ms in found]
+    told = f"{len(found)} recorded runs take {min(ratios):.1f} to {max(ratios):.1f} times as long "
+    return Picture(figure, told + "as on paper")
 
 
 def orders_panel() -> Panel:
