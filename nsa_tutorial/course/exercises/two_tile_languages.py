@@ -918,6 +918,7 @@ def _sums(mistake: str) -> Callable:
         BR, BN = _BR, _BN
         R, N = T.dynamic("R"), T.dynamic("N")
         clear = mistake == "clear"
+        needed = BN if mistake == "full tiles" else 1  # columns that a tile must have to count
         stride = 1 if mistake == "ids count rows" else BR
         across = {"steps count columns": 1, "steps of BR": BR}.get(mistake, BN)
 
@@ -927,13 +928,14 @@ def _sums(mistake: str) -> Callable:
                 x_tile = T.alloc_fragment([BR, BN], "float32")
                 acc = T.alloc_fragment([BR], "float32")
                 start = block * stride
-                steps = {"first tile": 1, "full tiles": N // BN}.get(mistake, T.ceildiv(N, BN))
+                steps = 1 if mistake == "first tile" else T.ceildiv(N, BN)
                 if mistake != "never cleared":
                     T.clear(acc)
                 for step in T.serial(steps):
                     column = step * across
                     T.copy(X[start : start + BR, column : column + BN], x_tile)
-                    T.reduce_sum(x_tile, acc, dim=1, clear=clear)
+                    if column + needed <= N:
+                        T.reduce_sum(x_tile, acc, dim=1, clear=clear)
                 T.copy(acc, Y[start : start + BR])
 
         return kernel
