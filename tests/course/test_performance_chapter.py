@@ -334,6 +334,7 @@ def test_times_of_all_orders_are_read_where_they_are_stored(
         paper = pictures.order_cost("tiles", 16, 1.02).ms
         assert ("tiles", paper, 6.0) in pictures.paper_and_recorded()
         assert pictures.measured_ms("tiles", 16, 3.18) is None
+        assert [line.split()[1] for line in pictures.recorded_table()[2:]] == ["random", "smooth"]
         assert pictures.recorded_table()[3].split() == ["16", "smooth", "12.0", "6.0"]
     finally:
         pictures.stored.cache_clear()

@@ -716,9 +716,9 @@ _ORDER = Exercise(
     name="choose_order",
     statement="""
 Choose `"queries"`, `"tiles"` or `"blocks"` for each shape, and return a dictionary from its letter
-to your choice. Lists have 16 blocks of 64 keys. "Union" is how many times the blocks of one list
-four neighbours list together. Leave `"queries"` only for an order that promises half the time or
-less.
+to your choice. Lists have 16 blocks of 64 keys, and tiles 4 queries. "Union" is how many times the
+blocks of one list four neighbours list together. Take the order that promises the least time, but
+leave `"queries"` only for half its time or less.
 
 | shape | queries | heads | union |
 |---|---|---|---|

@@ -103,7 +103,8 @@ def recorded_table() -> list[str]:
     told, found = stored(PERFORMANCE.name), recorded()
     lines = [f"{told['machine']}, torch {told['torch']}, Triton {told['triton']}; milliseconds"]
     lines.append(f"{'group':>5}  {'lists':8}" + "".join(f"{order:>9}" for order in ORDERS))
-    for group, kind in dict.fromkeys((group, kind) for group, _, kind in found):
+    overlaps = {(group, kind): overlap for (group, _, kind), (_, overlap) in found.items()}
+    for group, kind in sorted(overlaps, key=lambda row: (-row[0], -overlaps[row])):
         times = (found.get((group, order, kind)) for order in ORDERS)
         cells = (f"{time[0]:9.1f}" if time else 9 * " " for time in times)
         lines.append(f"{group:5}  {kind:8}" + "".join(cells))
