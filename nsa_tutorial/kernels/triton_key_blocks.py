@@ -90,8 +90,8 @@ def attend(
         # -- softmax --
         scores_max = tl.max(acc_s, axis=1)  # [BR]
         # where all scores are -inf, -inf - -inf would be NaN
-        shift = tl.where(scores_max == float("-inf"), 0.0, scores_max * scale_log2)
-        acc_s = tl.exp2(acc_s * scale_log2 - shift[:, None])
+        shift = tl.where(scores_max == float("-inf"), 0.0, scores_max)
+        acc_s = tl.exp2((acc_s - shift[:, None]) * scale_log2)
         scores_sum = tl.sum(acc_s, axis=1)
 
         # -- multiply with the values --
