@@ -71,6 +71,16 @@ WRONG = {
         ValueError,
         "v: got width 300, expected 1 to 256",
     ),
+    "an order that there is not": (
+        {"order": "rows"},
+        ValueError,
+        "order: got 'rows', expected one of auto, queries, tiles, blocks",
+    ),
+    "an order of another backend": (
+        {"order": "tiles", "backend": "reference"},
+        ValueError,
+        "order: got 'tiles' on the reference backend, expected 'auto'",
+    ),
     "float indices": (
         {"ids": CALL.ids.float()},
         TypeError,
