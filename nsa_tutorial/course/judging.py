@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from nsa_tutorial.course.attempts import Raised, answer, call, is_empty
 from nsa_tutorial.course.exercises import Case, Exercise, Misconception
 from nsa_tutorial.course.figures import Picture
-from nsa_tutorial.course.quiet import quiet_tilelang
+from nsa_tutorial.course.quiet import quiet
 from nsa_tutorial.course.recognition import Evidence, recognise
 from nsa_tutorial.course.speech import STYLE, Code, Message, Part
 from nsa_tutorial.course.values import aligned, differences, is_short, same
@@ -81,7 +81,7 @@ class Report:
                 display(verdict.picture)
 
 
-@quiet_tilelang()
+@quiet()
 def judge(exercise: Exercise, attempt: Callable) -> Verdict:
     """Run `attempt` on the cases of `exercise` and say what it is."""
     if not callable(attempt):

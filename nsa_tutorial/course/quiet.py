@@ -8,13 +8,12 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def quiet_tilelang() -> Iterator[None]:
-    """Silence TileLang's loggers: for a kernel that it cannot read, TileLang logs a page of
-    generated code, once for each case of an exercise."""
-    logger = logging.getLogger("tilelang")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
+def quiet() -> Iterator[None]:
+    """Silence every logger: for a kernel that it cannot read, TileLang logs a page of generated
+    code, once for each case of an exercise."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logging.disable(before)

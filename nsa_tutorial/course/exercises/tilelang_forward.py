@@ -5,7 +5,6 @@ import ast
 import contextlib
 import functools
 import inspect
-import logging
 import math
 import textwrap
 from collections.abc import Callable, Iterator
@@ -44,7 +43,7 @@ def _run_with(name: str, block_size: int = 2) -> Callable:
         (B, _, HQ, D), H, S = q.shape, k.shape[2], block_indices.shape[3]
         pieces = {**draft.MENDED, name: piece}
         sizes, options = (B, HQ, HQ // H, D, block_size, S), {"causal": causal, "scale": scale}
-        with _quiet(), _explained():
+        with _explained():
             kernel = draft.build_kernel(*sizes, **options, dtype="float32", **pieces)
             launch = _compiled(kernel)
         o = torch.empty_like(q)
@@ -94,17 +93,6 @@ def _is_right_on_numbers(is_seen: Callable) -> bool:
         )
     except Exception:
         return False  # it mixes Python's words with those of `T`
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """TileLang logs a page of generated code for a piece that it cannot read; the error alone says
-    enough."""
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 # What an error says, and what it means in a TileLang kernel.
@@ -306,7 +294,7 @@ def _run_listed(build: Callable, N: int, M: int, ids: list[int]) -> Tensor:
     """Compile what the reader's function makes, and run it with random queries, keys and values."""
     if _open_gaps(build) == _GAPS:
         raise NotImplementedError("the frame is as it was given")
-    with _quiet(), _explained():
+    with _explained():
         kernel = build(_G, _D, _BS)
     if kernel is None:
         code = getattr(build, "__code__", None)
@@ -322,14 +310,13 @@ def _run_listed(build: Callable, N: int, M: int, ids: list[int]) -> Tensor:
     lists = memory[: N * S].view(N, S)
     lists[:] = torch.tensor(ids, dtype=torch.int32)
     o = torch.empty_like(q)
-    with _quiet():
-        try:
-            launch = _compiled(kernel)
-        except Exception as error:
-            if "Expected boolean argument" not in str(error):
-                raise
-            told = "the guard is a number, and a kernel needs a condition, such as `a < b`"
-            raise TypeError(told) from None
+    try:
+        launch = _compiled(kernel)
+    except Exception as error:
+        if "Expected boolean argument" not in str(error):
+            raise
+        told = "the guard is a number, and a kernel needs a condition, such as `a < b`"
+        raise TypeError(told) from None
     launch(q, k, v, lists, o)
     return o
 
