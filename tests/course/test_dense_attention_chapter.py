@@ -154,6 +154,25 @@ def differs_by_much(weigh: Callable) -> bool:
     return abs(weigh(scores)[0, 0].item() - before) > 1e-4
 
 
+def one_place(weigh: Callable) -> bool:
+    scores = torch.randn(3, 3, generator=torch.Generator().manual_seed(7))
+    before, scores[0, 1] = weigh(scores), 1e6
+    return not torch.equal(weigh(scores)[0], before[0])
+
+
+def last_key_louder(weigh: Callable) -> bool:
+    scores = torch.zeros(2, 4)
+    before = weigh(scores)[0, :3].tolist()
+    scores[0, 3] = 1e30
+    return weigh(scores)[0, :3].tolist() != before
+
+
+def two_hundred(weigh: Callable) -> bool:
+    scores = torch.randn(4, 4, generator=torch.Generator().manual_seed(8))
+    loud = scores.masked_fill(~da.causal_mask(4, 4), 200.0)
+    return not torch.equal(weigh(scores), weigh(loud))
+
+
 def all_scores_changed(weigh: Callable) -> bool:
     scores = torch.arange(9.0).view(3, 3)
     return not torch.equal(weigh(scores), weigh(scores.flip(1) * 1e3))
@@ -241,7 +260,10 @@ TYPED = [
     ("leaks", hidden_weights_are_zero, "a look at the hidden weights alone"),
     ("leaks", rows_sum_to_1, "a look at the sums of the rows"),
     ("leaks", other_than_mine, "a comparison with the right weights"),
+    ("leaks", one_place, "a look at the first row alone"),
+    ("leaks", last_key_louder, "a look at the first row alone"),
     ("leaks", one_more, "a change too small to show"),
+    ("leaks", two_hundred, "a change that a large negative number still hides"),
     ("leaks", differs_by_much, "a comparison that nan slips through"),
     ("leaks", all_scores_changed, "a test that everything fails"),
     ("leaks", unchanged, "a test that nothing fails"),
@@ -263,12 +285,12 @@ def test_what_a_reader_would_type_is_recognised(name: str, typed: Callable, mist
     assert judge(EXERCISES[name], typed).misconceptions == (mistake,)
 
 
-def last_key_louder(weigh: Callable) -> bool:
-    """Decided at one place, with fewer queries than keys."""
-    scores = torch.zeros(2, 4)
-    before = weigh(scores)[0, :3].tolist()
-    scores[0, 3] = 1e30
-    return weigh(scores)[0, :3].tolist() != before
+def last_keys_louder(weigh: Callable) -> bool:
+    """Decided at the last key, with fewer queries than keys."""
+    scores = torch.zeros(3, 5)
+    before = weigh(scores)[:2, :3].tolist()
+    scores[:2, 4] = 1e30
+    return weigh(scores)[:2, :3].tolist() != before
 
 
 def changed_for_good(weigh: Callable) -> torch.Tensor:
@@ -278,7 +300,7 @@ def changed_for_good(weigh: Callable) -> torch.Tensor:
     return ~torch.isclose(weigh(scores), weigh(other)).all()
 
 
-@pytest.mark.parametrize("test", [last_key_louder, changed_for_good], ids=lambda t: t.__name__)
+@pytest.mark.parametrize("test", [last_keys_louder, changed_for_good], ids=lambda t: t.__name__)
 def test_other_tests_for_leaks_are_right(test: Callable) -> None:
     assert judge(EXERCISES["leaks"], test).outcome == "right"
 

@@ -483,13 +483,26 @@ def _two_keys(scores: Tensor) -> Tensor:
     return torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
 
 
+def _later_rows(scores: Tensor) -> Tensor:
+    """Weights that are right in the first row, and show every later one more keys than it may."""
+    N, M = scores.shape
+    row, key = torch.arange(N)[:, None], torch.arange(M)[None, :]
+    return torch.softmax(scores.masked_fill(key > M - N + 2 * row, -torch.inf), -1)
+
+
 def _finds_a_leak(slips: Slips, weigh: Callable) -> bool:
     """`leaks` with slips."""
     if slips & {"never", "always"}:
         return "always" in slips
     scores = torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 3.0], [2.0, 0.0, 1.0]])
     hidden = ~da.causal_mask(3, 3)
-    calm, loud = weigh(scores), weigh(scores.masked_fill(hidden, 4.0 if "small" in slips else 1e6))
+    changed = hidden.clone()
+    if "first row" in slips:
+        changed[1:] = False
+    elif "last of the first row" in slips:
+        changed[:, :-1], changed[1:] = False, False
+    loudness = 4.0 if "small" in slips else 200.0 if "two hundred" in slips else 1e6
+    calm, loud = weigh(scores), weigh(scores.masked_fill(changed, loudness))
     tables = (calm,) if "once" in slips else (calm, loud)
     if "hidden weights" in slips:
         return any(bool((w[hidden] != 0).any()) for w in tables)
@@ -543,6 +556,7 @@ LEAKS = Exercise(
             lambda: (slip(_weights, "renormalised"),),
         ),
         Case("10,000 subtracted from hidden scores", lambda: (slip(_weights, "added"),)),
+        Case("a leak in the later rows alone: key <= 2 * row", lambda: (_later_rows,)),
     ),
     misconceptions=(
         *_finds(
@@ -571,13 +585,28 @@ LEAKS = Exercise(
             "You change hidden scores by a little. Some functions cope with that, and break where "
             "a hidden score stands far above the others. How large can a score be?",
             ("small",),
-            ("small", "by much"),
+            ("small", "first row"),
+        ),
+        *_finds(
+            "a change that a large negative number still hides",
+            "Your test finds the new sum, but not a large negative number: with 10,000 taken off, "
+            "your hidden scores are hidden after all. How large can a score be?",
+            ("two hundred",),
+            ("two hundred", "first row"),
+        ),
+        *_finds(
+            "a look at the first row alone",
+            "A function may be right in its first row, and leak in the next. Which places does "
+            "`da.causal_mask(3, 3)` hide?",
+            ("first row",),
+            ("last of the first row",),
         ),
         *_finds(
             "a comparison that nan slips through",
             "Where `weigh` gives nan, every `>` says False, so you see no difference. Which "
             "question about two tables does nan not pass?",
             ("by much",),
+            ("by much", "first row"),
         ),
         *_finds(
             "yes and no exchanged",
