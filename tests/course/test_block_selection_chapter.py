@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import linecache
+import math
 import re
 import textwrap
 from collections import Counter
@@ -613,6 +614,18 @@ def infinite_own(scores: list, own: int, top_n: int, num_initial: int, num_local
     return chosen + [-1] * (top_n - len(chosen))
 
 
+def forcing(*, first: bool, latest: bool) -> Callable:
+    def choose(scores: list, own: int, top_n: int, num_initial: int, num_local: int) -> list:
+        s = scores[: own + 1]
+        for b in range(own + 1):
+            if (first and b < num_initial) or (latest and b > own - num_local):
+                s[b] = math.inf
+        chosen = sorted(sorted(range(own + 1), key=lambda b: -s[b])[:top_n])
+        return chosen + [-1] * (top_n - len(chosen))
+
+    return choose
+
+
 def by_sign(is_moved: Callable) -> Callable:
     def who_learns(o: torch.Tensor, tensors: dict) -> list:
         gradients = torch.autograd.grad(o.sum(), list(tensors.values()), allow_unused=True)
@@ -623,6 +636,7 @@ def by_sign(is_moved: Callable) -> Callable:
 
 
 sum_above_zero = by_sign(lambda g: g.sum() > 0)
+sum_not_zero = by_sign(lambda g: g.sum() != 0)
 a_place_above_zero = by_sign(lambda g: g.max() > 0)
 
 
@@ -649,7 +663,11 @@ TYPED = [
         "taking the last num_local blocks with a slice that means all of them for 0",
     ),
     ("choose_blocks", infinite_own, "forcing the own block, whatever num_local says"),
+    ("choose_blocks", forcing(first=False, latest=False), "forcing nothing"),
+    ("choose_blocks", forcing(first=True, latest=False), "forcing the first blocks alone"),
+    ("choose_blocks", forcing(first=False, latest=True), "forcing the latest blocks alone"),
     ("who_learns", sum_above_zero, "asking whether the gradient's sum is above 0"),
+    ("who_learns", sum_not_zero, "asking whether the gradient's sum is 0"),
     ("who_learns", a_place_above_zero, "asking for a place above 0"),
     (
         "who_learns",

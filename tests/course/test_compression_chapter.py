@@ -384,6 +384,11 @@ LATE = "letting a summary be seen only after its last token"
             LATE,
         ),
         ("visible_summaries", lambda t, length, stride: (t - length) // stride + 1, LATE),
+        (
+            "visible_summaries",
+            lambda t, length, stride: int((t + 1 - length) / stride + 1),
+            "going below zero at the start",
+        ),
         ("attend_to_summaries", masked_late, "masking after the softmax"),
         ("attend_to_summaries", side_by_side, "windows that do not overlap"),
         (
@@ -392,7 +397,7 @@ LATE = "letting a summary be seen only after its last token"
             "the log-sum-exp without the length",
         ),
     ],
-    ids=["a range", "late", "masked late", "side by side", "overflow"],
+    ids=["a range", "late", "below zero, by int", "masked late", "side by side", "overflow"],
 )
 def test_a_readers_mistake_is_named(name, attempt, named):
     """None of these is written like the misconception that names it."""

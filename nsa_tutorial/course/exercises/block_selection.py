@@ -592,6 +592,10 @@ def _choose(
         latest = [*range(max(own - num_local, 0), own)]
     if "all of them" in slips and num_local == 0:
         latest = [*range(own + 1)]
+    if "first alone" in slips:
+        latest = []
+    if "latest alone" in slips:
+        first = []
     forced = [*first, *latest] if "twice" in slips else sorted({*first, *latest})
     if "nothing forced" in slips:
         forced = []
@@ -706,6 +710,18 @@ _CHOOSE_MISTAKES = (
         "Which ones are they here?",
     ),
     Misconception(
+        "forcing the first blocks alone",
+        slip(_choose, "first alone"),
+        "The query's own block and those before it may score low, and are listed all the same. "
+        "Which blocks does `num_local` put on the list?",
+    ),
+    Misconception(
+        "forcing the latest blocks alone",
+        slip(_choose, "latest alone"),
+        "The latest blocks are on your list whatever their score. Which ones does `num_initial` "
+        "put there?",
+    ),
+    Misconception(
         "taking the smallest scores",
         slip(_choose, "smallest"),
         "Sorting ascends unless you say otherwise. Which end of the order do you want?",
@@ -749,10 +765,11 @@ a Python list of `top_n` integers:
     combine=together(
         _CHOOSE_MISTAKES,
         {"no padding", "padding first"},
-        {"past own", "own is not local", "own alone", "before zero", "all of them"},
+        {"past own", "own is not local", "own alone", "before zero", "all of them", "first alone"},
         {"nothing forced", "own alone"},
+        {"nothing forced", "first alone", "latest alone", "twice"},
+        {"latest alone", "first ahead"},
         {"smallest", "higher id"},
-        {"nothing forced", "twice"},
         {"nothing forced", "on top"},
         {"future", "not its own"},
     ),
@@ -806,6 +823,8 @@ def _learns(slips: Slips, o: Tensor, tensors: dict[str, Tensor]) -> list[str]:
             return g is not None
         if "sum" in slips:
             return bool(g.sum() > 0)
+        if "sum is 0" in slips:
+            return bool(g.sum() != 0)
         if "positive" in slips:
             return bool((g > 0).any())
         changed = g.ne(0)  # raises for None, which is the slip "none"
@@ -846,6 +865,12 @@ def _branches(g_cmp: float | None, g_slc: float | None) -> tuple[Tensor, dict[st
     return sum(parts[1:], parts[0])[:, -1], leaves
 
 
+def _difference() -> tuple[Tensor, dict[str, Tensor]]:
+    """An output whose gradient has places that cancel in a sum, exactly."""
+    x = torch.tensor([2.0, 1.0], requires_grad=True)
+    return x[0] - x[1], {"x": x}
+
+
 _LEARNS_MISTAKES = (
     Misconception(
         "taking everything that could learn for something that learns",
@@ -884,6 +909,12 @@ _LEARNS_MISTAKES = (
         "step do with a place of −1?",
     ),
     Misconception(
+        "asking whether the gradient's sum is 0",
+        slip(_learns, "sum is 0"),
+        "A gradient of [1, −1] sums to 0, and yet a training step moves both places. What do you "
+        "ask of each place, before any sum?",
+    ),
+    Misconception(
         "asking for a place above 0",
         slip(_learns, "positive"),
         "A gradient may be negative in every place. What does a training step do with a place of "
@@ -920,7 +951,7 @@ dictionary's order. `torch.autograd.grad` gives gradients without storing them.
     misconceptions=_LEARNS_MISTAKES,
     combine=together(
         _LEARNS_MISTAKES,
-        {"not none", "all", "sum", "positive"},
+        {"not none", "all", "sum", "sum is 0", "positive"},
         {"not none", "none"},
         {"strict", "none"},
     ),
@@ -930,6 +961,7 @@ dictionary's order. `torch.autograd.grad` gives gradients without storing them.
         Case("both, with gates 0.5 and 0.5", lambda: _branches(0.5, 0.5)),
         Case("both, the gate of the compressed branch closed", lambda: _branches(0.0, 1.0)),
         Case("both, with gates -0.5 and -0.5", lambda: _branches(-0.5, -0.5)),
+        Case("x[0] - x[1], with the gradient [1, -1]", _difference),
     ),
 )
 

@@ -12,6 +12,7 @@ import math
 import textwrap
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from types import CodeType
 
 import torch
@@ -53,6 +54,8 @@ def _visible(slips: Slips, position: int, length: int, stride: int) -> int:
     if "fraction" in slips:
         moves = (tokens - first) / step
     count = moves + ("no first" not in slips)
+    if "negative, by int" in slips:
+        return int((tokens - first) / step + ("no first" not in slips))
     return count if "negative" in slips else max(count, 0)
 
 
@@ -115,6 +118,12 @@ _VISIBLE_MISTAKES = (
     ),
 )
 
+# `int` of the whole rounds as `//` does, but for counts below zero: one mistake, and not two
+_NEGATIVE_BY_INT = replace(
+    next(m for m in _VISIBLE_MISTAKES if m.name == "going below zero at the start"),
+    wrong=slip(_visible, "negative, by int"),
+)
+
 _VISIBLE = Exercise(
     name="visible_summaries",
     statement="""
@@ -135,7 +144,7 @@ queries at positions 0 to 7 see 0, 0, 0, 1, 1, 2, 2, 3.
     ),
     why="A summary may be seen once its last token is there, so a query sees as many summaries as "
     "a text that ends with the query itself would have.",
-    misconceptions=_VISIBLE_MISTAKES,
+    misconceptions=(*_VISIBLE_MISTAKES, _NEGATIVE_BY_INT),
     combine=together(
         _VISIBLE_MISTAKES,
         {"starts", "strides"},
@@ -145,6 +154,7 @@ queries at positions 0 to 7 see 0, 0, 0, 1, 1, 2, 2, 3.
         Case("a window that ends at the query", lambda: (3, 4, 2)),
         Case("one token earlier", lambda: (2, 4, 2)),
         Case("the first query", lambda: (0, 4, 2)),
+        Case("the first query, a window at every token", lambda: (0, 4, 1)),
         Case("between two ends", lambda: (8, 4, 2)),
         Case("length is no multiple of stride", lambda: (11, 5, 3)),
         Case("windows that do not overlap", lambda: (11, 4, 4)),
