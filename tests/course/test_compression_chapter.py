@@ -461,6 +461,7 @@ def test_the_kernel_in_the_cell_is_not_attempted_until_it_is_edited(kernel_exerc
     [
         ([START], ("adding tokens that lie behind the window",)),
         ([LOAD], ("laying the windows side by side",)),
+        ([START, LOAD, (", other=0.0", "")], ("a masked load without `other`",)),
         (
             [START, LOAD, ("tokens[:, None] < length", "tokens[:, None] < stride")],
             ("loading `stride` tokens of a window",),
@@ -478,7 +479,7 @@ def test_the_kernel_in_the_cell_is_not_attempted_until_it_is_edited(kernel_exerc
             ("starting a window every BL tokens",),
         ),
     ],
-    ids=["no mask", "side by side", "stride", "divided by BL", "columns", "tiles"],
+    ids=["no mask", "side by side", "no other", "stride", "divided by BL", "columns", "tiles"],
 )
 def test_half_mended_kernels_are_named(kernel_exercise, edits, named):
     source = cell("def window_means")

@@ -15,9 +15,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import CodeType
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from nsa_tutorial.course import recorder
 from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.figures import Picture
 from nsa_tutorial.course.languages import tl, triton
@@ -554,6 +556,10 @@ window's real tokens. Some scores are in the hundreds: the result has to stay fi
 _D = 4
 
 
+class UnsetNumbers(Exception):
+    """The result depends on numbers that nobody has set."""
+
+
 def window_means() -> object:
     """The kernel whose programs make one summary each: the mean of a window's tokens."""
 
@@ -593,7 +599,11 @@ def _is_given(kernel: object) -> bool:
 
 
 def _run_means(solution: Callable, M: int, length: int, stride: int) -> Tensor:
-    """Launch the kernel, one program for each window; behind `X` lie large numbers."""
+    """Launch the kernel, one program for each window; behind `X` lie large numbers.
+
+    Raises:
+        UnsetNumbers: if a mean depends on masked places of a load without `other`.
+    """
     kernel = solution()
     if kernel is None:
         if any(isinstance(c, CodeType) for c in solution.__code__.co_consts):
@@ -611,7 +621,27 @@ def _run_means(solution: Callable, M: int, length: int, stride: int) -> Tensor:
     with warnings.catch_warnings():  # the interpreter's, of a division of what lies past the end
         warnings.simplefilter("ignore", RuntimeWarning)
         kernel[count,](x.to(device), means, length, stride, D=_D, BL=BL)
-    return means.cpu()
+        recorded = _recorded_means(kernel, x, count, length, stride, BL)
+    means = means.cpu()
+    if (recorded.isnan() & ~means.isnan()).any():
+        raise UnsetNumbers("the means depend on masked places of a load without `other`")
+    return means
+
+
+def _recorded_means(
+    kernel: object, x: Tensor, count: int, length: int, stride: int, BL: int
+) -> Tensor:
+    """The means with NaN in each masked place of a load without `other`, where a launch may happen
+    to find a 0; zeros for a kernel with words of Triton that the recorder does not know."""
+    means = np.zeros((count, _D))
+    arguments = {"X": x.numpy(), "Means": means, "length": length, "stride": stride}
+    arguments |= {"D": _D, "BL": BL} | getattr(kernel, "slips", {})
+    try:
+        for program in recorder.programs((count,)):
+            recorder.run(kernel.fn, program, arguments)
+    except Exception:
+        return torch.zeros(count, _D)
+    return torch.from_numpy(means)
 
 
 @triton.jit
@@ -633,6 +663,8 @@ def _wrong_means(
     places = (first + tokens[:, None]) * D + width
     if TAIL == "as it came":
         x_tile = tl.load(X + places)
+    elif TAIL == "no other":
+        x_tile = tl.load(X + places, mask=tokens[:, None] < length)
     elif TAIL == "stride":
         x_tile = tl.load(X + places, mask=tokens[:, None] < stride, other=0.0)
     elif TAIL == "columns":
@@ -655,7 +687,7 @@ class _Mistaken:
     """`_wrong_means` with its slips chosen; launched like a kernel."""
 
     def __init__(self, slips: Slips) -> None:
-        self.run = None
+        self.run, self.fn = None, getattr(_wrong_means, "fn", _wrong_means)
         chosen = ((name for name in slips if name in group) for group in (_STARTS, _TAILS, _SUMS))
         self.slips = dict(
             zip(("START", "TAIL", "SUM"), (next(c, "right") for c in chosen), strict=True)
@@ -666,7 +698,7 @@ class _Mistaken:
 
 
 _STARTS = {"side by side", "tiles", "every token"}
-_TAILS = {"as it came", "stride", "columns", "positions"}
+_TAILS = {"as it came", "no other", "stride", "columns", "positions"}
 _SUMS = {"by the tile", "by the stride", "sum"}
 
 _MEANS_MISTAKES = (
@@ -680,6 +712,12 @@ _MEANS_MISTAKES = (
         slip(_Mistaken, "as it came"),
         "With `length` 3 the tile still has 4 rows. Which token is in the fourth, and what keeps "
         "it out of the sum?",
+    ),
+    Misconception(
+        "a masked load without `other`",
+        slip(_Mistaken, "no other"),
+        "Triton promises nothing about such a masked place. It may hold 0 today and NaN tomorrow. "
+        "Which number adds nothing to a sum?",
     ),
     Misconception(
         "starting a window every BL tokens",
@@ -748,7 +786,8 @@ fails. For windows of 3, one every 3, it fails, too. Mend it.
         "With `length` 4 and `stride` 2, window 1 starts at token 2. With `length` 3, the tile has "
         "4 rows, and one of them is not in the window.",
         "The start of a window is a multiple of something other than `length`. And a load takes a "
-        "`mask`: compare `tokens`, as a column, with the number of tokens in a window.",
+        "`mask`: compare `tokens`, as a column, with the number of tokens in a window. `other` "
+        "says what stands in the masked places.",
     ),
     why="The stride says where a window starts and the length where it ends, and a tile that is "
     "higher than the window needs a mask for the rest.",
