@@ -489,13 +489,20 @@ def with_all_defaults(
 
 
 def compared(
-    by: Callable, N: int = 22, gates: tuple = (0.0, 1.0, 0.0), H: int = 2
+    by: Callable,
+    N: int = 22,
+    gates: tuple = (0.0, 1.0, 0.0),
+    H: int = 2,
+    still: tuple[int, ...] = (),
 ) -> Callable[[Callable], object]:
-    """A test as a reader writes it; `by` compares the output with dense attention's."""
+    """A test as a reader writes it; `by` compares the output with dense attention's. Of q, k and v,
+    those at the places `still` are 0."""
 
     def test(nsa: Callable) -> object:
         generator = torch.Generator().manual_seed(5)
         q, k, v = (torch.randn(1, N, heads, 8, generator=generator) for heads in (4, H, H))
+        for place in still:
+            (q, k, v)[place].zero_()
         given = tuple(None if g is None else torch.full((1, N, 4), g) for g in gates)
         o = nsa(q, k, v, given, torch.arange(-(-N // 4)).expand(1, N, H, -1), 4)
         return by(o, attention(q, k, v))
@@ -530,6 +537,17 @@ TESTS = {
         compared(lambda o, dense: (o - dense).mean() < 0.1, N=20),
         "a test that passes whatever comes out",
     ),
+    "no abs": (
+        compared(lambda o, dense: (o - dense).max() < 1e-4),
+        "a comparison without the absolute value",
+    ),
+    "no abs, turned": (
+        compared(lambda o, dense: ((dense - o) < 1e-4).all()),
+        "a comparison without the absolute value",
+    ),
+    "not": (compared(lambda *both: not close(*both)), "a test that returns the opposite"),
+    "q of zeros": (compared(close, still=(0,)), "a test whose scores are all 0"),
+    "k of zeros": (compared(close, still=(1,)), "a test whose scores are all 0"),
     "True": (lambda nsa: True, "a test that passes whatever comes out"),
     "shapes": (
         compared(lambda o, dense: o.shape == dense.shape),
@@ -615,6 +633,35 @@ def test_a_whole_with_one_slip_is_all_explained(typed: str) -> None:
     verdict = judge(EXERCISES["three_branches"], function)
     assert verdict.misconceptions == (mistake,)
     assert "something else" not in verdict.text
+
+
+def choosing(**blocks: str) -> Callable[..., Tensor]:
+    """`three_branches`, where `select_blocks` gets another block size, or none."""
+
+    def typed(
+        q: Tensor, k: Tensor, v: Tensor, g_cmp: Tensor, g_slc: Tensor, g_swa: Tensor,
+        top_n: int, block_size: int, window_size: int, length: int, stride: int,
+    ) -> Tensor:  # fmt: skip
+        sizes = {"length": length, "stride": stride}
+        chosen = {name: {**sizes, "window_size": window_size}[of] for name, of in blocks.items()}
+        k_cmp, v_cmp = (ops.compress(x, **sizes) for x in (k, v))
+        o_cmp, lse = ops.compressed_attention(q, k_cmp, v_cmp, **sizes, return_lse=True)
+        ids = ops.select_blocks(q, k_cmp, lse, top_n=top_n, **chosen, **sizes)
+        o_slc = ops.selected_attention(q, k, v, ids, block_size=block_size)
+        o_swa = ops.sliding_window_attention(q, k, v, window_size=window_size)
+        return exercises.gated_sum((g_cmp, g_slc, g_swa), (o_cmp, o_slc, o_swa))
+
+    return typed
+
+
+@pytest.mark.parametrize("blocks", [{}, {"block_size": "length"}], ids=["none", "length"])
+def test_blocks_of_another_size_are_chosen(blocks: dict[str, str]) -> None:
+    """What is said holds of a block size that is left out and of one that is another number."""
+    verdict = judge(EXERCISES["three_branches"], choosing(**blocks))
+    assert verdict.misconceptions == ("telling the block size to the attention alone",)
+    assert "blocks of another size" in verdict.text
+    assert "lack" not in verdict.text
+    assert "This does not explain everything" not in verdict.text
 
 
 def test_a_pair_that_is_not_unpacked_is_explained() -> None:
@@ -860,6 +907,36 @@ def masked_by_rows() -> object:
     return kernel
 
 
+def loads_unmasked() -> object:
+    @triton.jit
+    def kernel(Gates, Outputs, Sum, R, DV, BLOCK: tl.constexpr):
+        row = tl.program_id(0)
+        column = tl.arange(0, BLOCK)
+        total = tl.zeros([BLOCK], tl.float32)
+        for b in range(3):
+            at = b * R + row
+            total += tl.load(Gates + at) * tl.load(Outputs + at * DV + column)
+        tl.store(Sum + row * DV + column, total, mask=column < DV)
+
+    return kernel
+
+
+def masked_at_the_end() -> object:
+    @triton.jit
+    def kernel(Gates, Outputs, Sum, R, DV, BLOCK: tl.constexpr):
+        row = tl.program_id(0)
+        column = tl.arange(0, BLOCK)
+        total = tl.zeros([BLOCK], tl.float32)
+        for b in range(3):
+            place = (b * R + row) * DV + column
+            total += tl.load(Gates + b * R + row) * tl.load(
+                Outputs + place, mask=place < 3 * R * DV
+            )
+        tl.store(Sum + row * DV + column, total, mask=column < DV)
+
+    return kernel
+
+
 def not_stored() -> object:
     @triton.jit
     def kernel(Gates, Outputs, Sum, R, DV, BLOCK: tl.constexpr):
@@ -897,10 +974,20 @@ def indexed() -> object:
             "misconception",
             "a mask that compares columns with the number of rows",
         ),
+        (loads_unmasked, "misconception", "loading what lies behind the row"),
+        (masked_at_the_end, "right", None),
         (not_stored, "misconception", "storing nothing"),
         (indexed, "misconception", "indexing a pointer"),
     ],
-    ids=["another order", "gates side by side", "column < R", "no store", "Gates[b, row]"],
+    ids=[
+        "another order",
+        "gates side by side",
+        "column < R",
+        "load without a mask",
+        "mask at the end of Outputs",
+        "no store",
+        "Gates[b, row]",
+    ],
 )
 def test_kernels_that_a_reader_would_type(
     typed: Callable, outcome: str, mistake: str | None

@@ -10,10 +10,12 @@ import textwrap
 from collections.abc import Callable
 from types import CodeType
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nsa_tutorial import ops
+from nsa_tutorial.course import recorder
 from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import slip, together
@@ -639,6 +641,14 @@ def _nsa_window_always(
     return _nsa(q, k, v, (gates[0], gates[1], torch.ones_like(gates[1])), block_indices, block_size)
 
 
+def _nsa_too_small(*arguments: object) -> Tensor:
+    return _nsa(*arguments) - 0.02
+
+
+def _nsa_too_large(*arguments: object) -> Tensor:
+    return _nsa(*arguments) + 0.02
+
+
 def selects_like_dense(someone: Callable) -> bool:
     """Whether someone, with every block listed and only the selection's gate open, is dense causal
     attention."""
@@ -681,6 +691,7 @@ def _property(slips: Slips, nsa: Callable) -> bool | None:
     N, H, HQ, block_size = size["N"], size["H"], size["H"] * size["G"], size["block_size"]
     q, k, v = (_random(1, N, heads, 8, seed=heads) for heads in (HQ, H, H))
     v = torch.ones_like(v) if "ones" in slips else v.flip(1)
+    q = torch.zeros_like(q) if "no scores" in slips else q
     others = float("all gates" in slips)
     gates = tuple(torch.full((1, N, HQ), g) for g in (others, 1.0, others))
     o = nsa(q, k, v, gates, torch.arange(-(-N // block_size)).expand(1, N, H, -1), block_size)
@@ -696,7 +707,11 @@ def _property(slips: Slips, nsa: Callable) -> bool | None:
     atol = max((_TOLERANCES[s] for s in slips & _TOLERANCES.keys()), default=1e-4)
     if "asserts" in slips:
         return torch.testing.assert_close(o, expected, atol=atol, rtol=0)
-    return torch.allclose(o, expected, atol=atol)
+    if "no abs" in slips:
+        return bool((o - expected).max() < atol)
+    if "no abs, turned" in slips:
+        return bool((expected - o).max() < atol)
+    return torch.allclose(o, expected, atol=atol) != ("opposite" in slips)
 
 
 _PROPERTY_MISTAKES = (
@@ -707,6 +722,21 @@ _PROPERTY_MISTAKES = (
         "off may each one be, and can errors of opposite sign cancel?",
     ),
     *(Misconception(_WIDE[0], slip(_property, by), _WIDE[1]) for by in _TOLERANCES),
+    *(
+        Misconception(
+            "a comparison without the absolute value",
+            slip(_property, change),
+            "Your test has a limit for errors of one sign only. What does it say of a number that "
+            "lies far off on the other side?",
+        )
+        for change in ("no abs", "no abs, turned")
+    ),
+    Misconception(
+        "a test that returns the opposite",
+        slip(_property, "opposite"),
+        "A right implementation gets `False` from you, and a broken one `True`. Which of the two "
+        "should a right one get?",
+    ),
     Misconception(
         "a test that asserts where it should answer",
         slip(_property, "asserts"),
@@ -765,6 +795,12 @@ _PROPERTY_MISTAKES = (
         "the weights?",
     ),
     Misconception(
+        "a test whose scores are all 0",
+        slip(_property, "no scores"),
+        "With queries or keys of 0, every visible key has the same weight. Which mistakes in the "
+        "scores does your test miss?",
+    ),
+    Misconception(
         "a test with all gates open",
         slip(_property, "all gates"),
         "With gates (1, 1, 1) the output is a sum of three attentions, and no right "
@@ -814,7 +850,7 @@ one: `True`.)
         {"no groups", "single KV head"},
         {"anything", "wide", "wider", "widest", "exact"},
         {"anything", "last", "asserts", "one head"},
-        {"exact", "asserts"},
+        {"anything", "exact", "asserts", "opposite", "no abs", "no abs, turned"},
     ),
     cases=(
         _implementation("the operator: right", _nsa),
@@ -829,6 +865,8 @@ one: `True`.)
         _implementation("the heads of a group share one query", _nsa_one_query_a_group),
         _implementation("the window's gate is ignored", _nsa_window_always),
         _implementation("the gates pass a sigmoid a second time", _nsa_gates_twice),
+        _implementation("every number is 0.02 too small", _nsa_too_small),
+        _implementation("every number is 0.02 too large", _nsa_too_large),
         _implementation(
             "gates divided by their sum: wrong, but not against this property",
             _nsa_gates_divided,
@@ -890,6 +928,8 @@ def _put_together(
     by = v_cmp if "by values" in slips else k if "by keys" in slips else k_cmp
     cut = {"block_size": block_size}
     chosen_by = {} if slips & {"default block size", "block size of the choice"} else cut
+    if "choice of length" in slips:
+        chosen_by = {"block_size": length}
     unasked = lse_cmp if "no lse" in slips else None
     ids = ops.select_blocks(q, by, unasked, top_n=top_n, **chosen_by, **told)
     if "one choice for all" in slips:
@@ -955,8 +995,11 @@ _FIXED = {
     "window of the cell above": "the window",
 }
 
+# `combine` takes the last of one name
+_CHOICES = ("choice of length", "block size of the choice")
+
 _SIZES = {  # slips that set what "the cell above" sets
-    "default sizes", "paper's sizes", "default block size", "block size of the choice",
+    "default sizes", "paper's sizes", "default block size", *_CHOICES,
     "blocks of stride", "blocks of length", "wide window", "window of a block",
 }  # fmt: skip
 
@@ -991,11 +1034,14 @@ _TOGETHER_MISTAKES = (
         "With blocks of 64, or of 16, these short texts have few blocks, and all are listed. Which "
         "two operators have to be told `block_size`?",
     ),
-    Misconception(
-        "telling the block size to the attention alone",
-        slip(_put_together, "block size of the choice"),
-        "`select_blocks` then counts in blocks of 64 tokens and lists one block. Which argument "
-        "does it lack?",
+    *(
+        Misconception(
+            "telling the block size to the attention alone",
+            slip(_put_together, change),
+            "`select_blocks` then numbers blocks of another size, 64 tokens if you name none. "
+            "Which `block_size` do the two operators get from you?",
+        )
+        for change in _CHOICES
     ),
     Misconception(
         "choosing blocks by keys in place of summaries",
@@ -1144,7 +1190,7 @@ All of it, for given gates. `q` `[B, N, HQ, D]`, `k` `[B, N, H, D]`, `v` `[B, N,
         {"summaries of the cell above", "default sizes", "paper's sizes"},
         {"window of the cell above", "wide window", "window of a block"},
         {"by keys", "by values"},
-        {"default block size", "block size of the choice", "blocks of stride"},
+        {"default block size", "blocks of stride", *_CHOICES},
         {"default block size", "blocks of stride", "blocks of length"},
         {"wide window", "window of a block"},
         {"by lse", "by corrected lse", "swapped gates", "no gates"},
@@ -1187,6 +1233,10 @@ All of it, for given gates. `q` `[B, N, HQ, D]`, `k` `[B, N, H, D]`, `v` `[B, N,
 _GUARD = -77.0  # in the memory behind the output: it must stay
 
 
+class LoadsElsewhere(Exception):
+    """The result is right, and a load touched memory outside of its tensor."""
+
+
 def gated_kernel() -> object:
     """The kernel of the gated sum; a program has one row, which is one head of one token."""
 
@@ -1225,7 +1275,11 @@ def _is_given(kernel: object) -> bool:
 
 
 def _run_gated(solution: Callable, R: int, DV: int) -> tuple[Tensor, str]:
-    """Launch the kernel; behind `Sum` lie numbers that must stay."""
+    """Launch the kernel; behind `Sum` lie numbers that must stay.
+
+    Raises:
+        LoadsElsewhere: if all is stored as it should be, and a load touched somebody else's memory.
+    """
     kernel = solution()
     if kernel is None:
         if any(isinstance(c, CodeType) for c in solution.__code__.co_consts):
@@ -1242,7 +1296,28 @@ def _run_gated(solution: Callable, R: int, DV: int) -> tuple[Tensor, str]:
     o = torch.full((R * DV + 64 * BLOCK,), _GUARD, device=device)
     kernel[R,](gates, outputs, o, R, DV, BLOCK=BLOCK)
     intact = bool((o[R * DV :] == _GUARD).all())
-    return o[: R * DV].view(R, DV).cpu(), "in bounds" if intact else "stored past the end of Sum"
+    found, gates, outputs = (x.cpu() for x in (o[: R * DV].view(R, DV), gates, outputs))
+    outputs = outputs[: 3 * R * DV].view(3, R, DV)
+    expected = (gates[..., None] * outputs).sum(0)
+    is_right = intact and torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+    if is_right and (outside := _outside(kernel, gates, outputs, BLOCK)):
+        raise LoadsElsewhere(f"Sum is right, but {outside} loads lie outside of the tensors")
+    return found, "in bounds" if intact else "stored past the end of Sum"
+
+
+def _outside(kernel: object, gates: Tensor, outputs: Tensor, BLOCK: int) -> int:
+    """How many loads of all programs lie outside of their tensors; none for a kernel with words of
+    Triton that the recorder does not know."""
+    _, R, DV = outputs.shape
+    arguments = {"Gates": gates.numpy(), "Outputs": outputs.numpy(), "Sum": np.zeros((R, DV))}
+    arguments |= {"R": R, "DV": DV, "BLOCK": BLOCK} | getattr(kernel, "slips", {})
+    try:
+        records = [
+            recorder.run(kernel.fn, program, arguments) for program in recorder.programs((R,))
+        ]
+    except Exception:
+        return 0
+    return sum(record.outside() for record in records)
 
 
 @triton.jit
@@ -1276,7 +1351,10 @@ def _wrong_gated(
             start = here
         elif ROW == "rows of BLOCK numbers":
             start = here * BLOCK
-        o = tl.load(Outputs + start + column, mask=column < LOADED, other=0.0)
+        if MASK == "unmasked":
+            o = tl.load(Outputs + start + column)
+        else:
+            o = tl.load(Outputs + start + column, mask=column < LOADED, other=0.0)
         if SUM == "overwritten":
             total = gate * o
         else:
@@ -1293,14 +1371,14 @@ _GATE_SLIPS = {"two indices", "first gate", "gates side by side", "no gate", "si
 _ROW_SLIPS = {"first output", "rows of one number", "rows of BLOCK numbers"}
 _SUM_SLIPS = {"overwritten"}
 _STORE_SLIPS = {"everything", "in one place", "nothing"}
-_MASK_SLIPS = {"both", "load", "store"}
+_MASK_SLIPS = {"both", "load", "store", "unmasked"}
 
 
 class _Mistaken:
     """`_wrong_gated` with its slips chosen; launched like a kernel."""
 
     def __init__(self, slips: Slips) -> None:
-        self.run = None
+        self.run, self.fn = None, getattr(_wrong_gated, "fn", _wrong_gated)
         parts = {
             "GATE": _GATE_SLIPS, "ROW": _ROW_SLIPS, "SUM": _SUM_SLIPS, "STORE": _STORE_SLIPS,
             "MASK": _MASK_SLIPS,
@@ -1358,6 +1436,12 @@ _KERNEL_MISTAKES = (
         "keeping the last branch only",
         slip(_Mistaken, "overwritten"),
         "Each turn of your loop writes `total` anew. What becomes of the branch before?",
+    ),
+    Misconception(
+        "loading what lies behind the row",
+        slip(_Mistaken, "unmasked"),
+        "With DV = 3, BLOCK is 4. The fourth lane reads the next row, and in the last row of "
+        "`Outputs` it reads memory that belongs to someone else. Which lanes may load?",
     ),
     Misconception(
         "storing the lanes behind the row",
