@@ -548,6 +548,7 @@ TESTS = {
     "not": (compared(lambda *both: not close(*both)), "a test that returns the opposite"),
     "q of zeros": (compared(close, still=(0,)), "a test whose scores are all 0"),
     "k of zeros": (compared(close, still=(1,)), "a test whose scores are all 0"),
+    "v of zeros": (compared(close, still=(2,)), "a test whose values are all the same"),
     "True": (lambda nsa: True, "a test that passes whatever comes out"),
     "shapes": (
         compared(lambda o, dense: o.shape == dense.shape),
@@ -570,6 +571,14 @@ def test_of_a_weak_test_only_its_weakness_is_named(typed: str) -> None:
     test, mistake = TESTS[typed]
     (named,) = judge(EXERCISES["selects_like_dense"], test).misconceptions
     assert named.startswith(mistake)
+
+
+def test_one_sign_and_full_blocks_are_both_named() -> None:
+    test = compared(lambda o, dense: (o - dense).max() < 1e-4, N=20)
+    assert set(judge(EXERCISES["selects_like_dense"], test).misconceptions) == {
+        "a comparison without the absolute value",
+        "a test in which the blocks divide the text",
+    }
 
 
 def test_branches_may_be_left_out_of_a_test() -> None:

@@ -690,7 +690,9 @@ def _property(slips: Slips, nsa: Callable) -> bool | None:
         size |= _PROPERTY_SIZES[change]
     N, H, HQ, block_size = size["N"], size["H"], size["H"] * size["G"], size["block_size"]
     q, k, v = (_random(1, N, heads, 8, seed=heads) for heads in (HQ, H, H))
-    v = torch.ones_like(v) if "ones" in slips else v.flip(1)
+    v = v.flip(1)
+    if slips & {"ones", "zeros"}:
+        v = torch.full_like(v, float("ones" in slips))
     q = torch.zeros_like(q) if "no scores" in slips else q
     others = float("all gates" in slips)
     gates = tuple(torch.full((1, N, HQ), g) for g in (others, 1.0, others))
@@ -729,7 +731,7 @@ _PROPERTY_MISTAKES = (
             "Your test has a limit for errors of one sign only. What does it say of a number that "
             "lies far off on the other side?",
         )
-        for change in ("no abs", "no abs, turned")
+        for change in ("no abs, turned", "no abs")
     ),
     Misconception(
         "a test that returns the opposite",
@@ -788,11 +790,14 @@ _PROPERTY_MISTAKES = (
         slip(_property, "last"),
         "The last query sees everything and has no future to look into. Which queries have?",
     ),
-    Misconception(
-        "a test whose values are all the same",
-        slip(_property, "ones"),
-        "An average of equal values is that value, whatever the weights. Which values let you see "
-        "the weights?",
+    *(
+        Misconception(
+            "a test whose values are all the same",
+            slip(_property, change),
+            "An average of equal values is that value, whatever the weights. Which values let you "
+            "see the weights?",
+        )
+        for change in ("zeros", "ones")
     ),
     Misconception(
         "a test whose scores are all 0",
@@ -851,6 +856,7 @@ one: `True`.)
         {"anything", "wide", "wider", "widest", "exact"},
         {"anything", "last", "asserts", "one head"},
         {"anything", "exact", "asserts", "opposite", "no abs", "no abs, turned"},
+        {"ones", "zeros"},
     ),
     cases=(
         _implementation("the operator: right", _nsa),
@@ -1301,7 +1307,7 @@ def _run_gated(solution: Callable, R: int, DV: int) -> tuple[Tensor, str]:
     expected = (gates[..., None] * outputs).sum(0)
     is_right = intact and torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
     if is_right and (outside := _outside(kernel, gates, outputs, BLOCK)):
-        raise LoadsElsewhere(f"Sum is right, but {outside} loads lie outside of the tensors")
+        raise LoadsElsewhere(f"Sum is right, but loads lie outside of the tensors: {outside}")
     return found, "in bounds" if intact else "stored past the end of Sum"
 
 
