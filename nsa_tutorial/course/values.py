@@ -166,7 +166,9 @@ def _of_lists(got: tuple | list, expected: tuple | list) -> tuple[Part, ...]:
         return counts
     for position, (g, e) in enumerate(zip(got, expected, strict=True)):
         if not same(g, e, _PAIRED):
-            return f"Value {position} of the result:", *differences(g, e)
+            names = getattr(expected, "_fields", None)  # a named tuple's
+            where = f"`{names[position]}`" if names else f"Value {position} of the result"
+            return f"{where}:", *differences(g, e)
     return (_both(got, expected),)
 
 

@@ -358,7 +358,9 @@ def test_what_the_chapter_says_of_the_probe() -> None:
         once, again, probe = (found[name] for name in ("descriptors", "as it is", PROBE))
         assert max(once, again) / min(once, again) < 1.045, "two times that differ by up to 4 %"
         if width == 128:
-            assert abs(probe / min(once, again) - 1) < 0.025, "as long as the kernel, to 2 %"
+            assert abs(probe / once - 1) < 0.02, "1 % slower, and 2 % faster"
+            noise = 0.03 if tokens == 8192 else 0.0
+            assert round(again / once - 1, 2) == noise, "3 % at 8,192 tokens"
         else:
             assert probe > 1.05 * max(once, again), "slower"
 
@@ -606,6 +608,46 @@ def the_slot(ids: list, num_blocks: int) -> int:
     return max((slot for slot, b in enumerate(ids) if 0 <= b < num_blocks), default=0)
 
 
+def past_the_largest_id(ids: list, num_blocks: int) -> int:
+    return max(ids) + 1
+
+
+def any_id_below(ids: list, num_blocks: int) -> int:
+    walked = 0
+    for s, b in enumerate(ids):
+        if b < num_blocks:
+            walked = s + 1
+    return walked
+
+
+def slots_that_matter(ids: list, num_blocks: int) -> list:
+    return [s for s, b in enumerate(ids) if 0 <= b < num_blocks]
+
+
+def blocks_that_matter(ids: list, num_blocks: int) -> list:
+    return [b for b in ids if 0 <= b < num_blocks]
+
+
+def broken_off(ids: list, num_blocks: int) -> int:
+    for s, b in enumerate(ids):  # noqa: B007 - a reader's loop, whose number is used behind it
+        if not 0 <= b < num_blocks:
+            break
+    return s + 1
+
+
+def appended(cu_seqlens: list) -> tuple:
+    first_key, num_visible = [], []
+    for start, end in pairwise(cu_seqlens):
+        first_key.append([start] * (end - start))
+        num_visible.append(list(range(1, end - start + 1)))
+    return first_key, num_visible
+
+
+def appended_once(cu_seqlens: list) -> tuple:
+    first_key, _ = appended(cu_seqlens)
+    return first_key, [n for length in map(len, first_key) for n in range(1, length + 1)]
+
+
 def by_search(cu_seqlens: list) -> tuple:
     token, cu = torch.arange(cu_seqlens[-1]), torch.tensor(cu_seqlens)
     start = cu[torch.searchsorted(cu, token) - 1]
@@ -647,6 +689,13 @@ TYPED = [
         the_slot,
         "the number of the last slot in place of how many there are",
     ),
+    ("walked_slots", past_the_largest_id, "mixing up blocks and slots"),
+    ("walked_slots", any_id_below, "taking an empty slot for a visible block"),
+    ("walked_slots", slots_that_matter, "a list in place of a number"),
+    ("walked_slots", blocks_that_matter, "a list in place of a number"),
+    ("walked_slots", broken_off, "counting the slot that ended the loop"),
+    ("locate", appended, "a list of lists"),
+    ("locate", appended_once, "a list of lists"),
     ("locate", by_search, "giving a boundary's token to the sequence before it"),
     ("locate", in_pairs, "a list of pairs in place of two lists"),
     ("window_row", not_clamped, "reaching back before the tensor"),
@@ -671,6 +720,7 @@ def test_whole_numbers_are_shown_as_such() -> None:
 def test_thoughts_about_guesses_hold() -> None:
     known = {p.name: [guess for guess, _ in p.thoughts] for p in chapter_11.PREDICTIONS}
     elements = 4 * 16 * 128
+    assert 65536 * elements == 2**29 and 65536 * elements * 4 == 2**31, "the bytes of fp32"
     assert {2**32 // elements, 2**31 // (2 * elements), 2**31 // (4 * 128), 2**31 // 128} <= set(
         known["first_token_past_int32"]
     )
@@ -680,6 +730,12 @@ def test_thoughts_about_guesses_hold() -> None:
     assert one_by_one[0] > one_by_one[1] > ms["pointers, 1 stage"]
     assert round(one_by_one[1]) == 20
     assert 1.2 < ms["pointers, 1 stage"] / ms["pointers"] < 1.3, "a quarter more"
+
+
+def test_a_formula_in_quotes_is_answered() -> None:
+    (asked,) = (p for p in chapter_11.PREDICTIONS if p.name == "first_token_past_int32")
+    told = [thought for guess, thought in asked.thoughts if callable(guess) and guess("2**31/8192")]
+    assert len(told) == 1 and "quotes" in told[0]
 
 
 # -- the kernel in the cell --
@@ -726,6 +782,10 @@ HALF = {
         {"group_row": "(query * H + head) * GT + group", "in_group": MASK},
         "padding the tensor as well as the tile",
     ),
+    "without the query": (
+        {"group_row": "head * G + group", "in_group": MASK},
+        "leaving out the query",
+    ),
     "H for G": (
         {"group_row": ROW, "in_group": "group < H"},
         "comparing with the number of KV heads",
@@ -747,6 +807,16 @@ def test_a_load_past_the_end_is_no_right_answer() -> None:
     attempt = in_a_cell(source.replace("mask=in_group)", f"mask={MASK})"))
     found = judge(EXERCISES["first_scores"], attempt).misconceptions
     assert found == ("masking the store alone",)
+
+
+@needs_triton
+def test_a_store_at_the_beginning_is_named() -> None:
+    source = cell("def first_scores").replace("query * H + head * G + group", ROW)
+    source = source.replace("group < GT", MASK)
+    attempt = in_a_cell(source.replace("tl.store(Score + group_row", "tl.store(Score + group"))
+    found = judge(EXERCISES["first_scores"], attempt)
+    assert found.misconceptions == ("storing at the beginning of `Score`",)
+    assert "H = 1, G = 3, GT = 16" in found.text and "`Score`:\ngot" in found.text
 
 
 @needs_triton

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable
 from itertools import pairwise
 from types import CodeType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -249,11 +250,20 @@ _MEMORY = 512  # rows of Q and numbers of Score: more than any slip reaches
 _SHOWN = 4  # numbers behind the tensor that the reader sees
 
 
-def _run_scores(
-    solution: Callable, grid: tuple[int, int], R: int, H: int, G: int
-) -> tuple[Tensor, int]:
-    """Launch the kernel on a part of the grid. What nobody stored is -77, also behind the tensor;
-    beside it stands how many elements the last program loads from outside of its tensors."""
+class _Launched(NamedTuple):
+    """What a launch left behind.
+
+    Attributes:
+        Score: what was stored, and -77 where nothing was, also behind the tensor.
+        loads_outside: how many elements the last program loads from outside of its tensors.
+    """
+
+    Score: Tensor
+    loads_outside: int
+
+
+def _run_scores(solution: Callable, grid: tuple[int, int], R: int, H: int, G: int) -> _Launched:
+    """Launch the kernel on a part of the grid."""
     if hasattr(solution, "run"):
         raise TypeError("this is the kernel itself: hand over the function that returns it")
     kernel = solution()
@@ -273,7 +283,7 @@ def _run_scores(
     GT = max(16, triton.next_power_of_2(G))
     kernel[grid](q.to(device), k.to(device), score, H, G=G, D=2, GT=GT)
     outside = _loads_outside(kernel, grid, q[: R * H * G], k, H=H, G=G, D=2, GT=GT)
-    return score[: R * H * G + _SHOWN].cpu(), outside
+    return _Launched(score[: R * H * G + _SHOWN].cpu(), outside)
 
 
 def _loads_outside(
@@ -292,7 +302,8 @@ def _loads_outside(
 @triton.jit
 def _wrong_scores(
     Q, K, Score, H,
-    G: tl.constexpr, D: tl.constexpr, GT: tl.constexpr, ROW: tl.constexpr, MASK: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, GT: tl.constexpr,
+    ROW: tl.constexpr, MASK: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
     query, head = tl.program_id(0), tl.program_id(1)
     group, width = tl.arange(0, GT), tl.arange(0, D)
@@ -309,6 +320,8 @@ def _wrong_scores(
         group_row = (head * H + query) * G + group
     if ROW == "no head":
         group_row = query * G + group
+    if ROW == "no query":
+        group_row = head * G + group
     in_group = group < G
     if MASK == "unmasked":
         in_group = group < GT
@@ -327,11 +340,12 @@ def _wrong_scores(
     k = tl.load(K + head * D + width)
     if MASK == "load alone":
         in_group = group < GT
-    tl.store(Score + group_row, tl.sum(q_tile * k, axis=1), mask=in_group)
+    place = group if PLACE == "start" else group_row
+    tl.store(Score + place, tl.sum(q_tile * k, axis=1), mask=in_group)
 
 
 _ROWS_OF_Q = {
-    "brackets", "heads of 1", "groups of 1", "padded tensor", "exchanged", "no head",
+    "brackets", "heads of 1", "groups of 1", "padded tensor", "exchanged", "no head", "no query",
 }  # fmt: skip
 _MASKS = {
     "unmasked", "one more", "one less", "rows", "KV heads", "end of the tensor", "load alone",
@@ -349,6 +363,7 @@ class _Mistaken:
         self.slips = {
             "ROW": next((name for name in slips if name in _ROWS_OF_Q), "right"),
             "MASK": next((name for name in slips if name in _MASKS), "right"),
+            "PLACE": "start" if "start" in slips else "right",
         }
 
     def __getitem__(self, grid: tuple) -> Callable:
@@ -396,6 +411,18 @@ _SCORES_MISTAKES = (
         "All programs of one query store to the same rows. Which number tells them apart?",
     ),
     Misconception(
+        "leaving out the query",
+        slip(_Mistaken, "no query"),
+        "All queries load and store the rows of query 0. How many rows does each query before "
+        "yours have?",
+    ),
+    Misconception(
+        "storing at the beginning of `Score`",
+        slip(_Mistaken, "start"),
+        "`group` counts within one group, so every program stores to the same place. Which rows "
+        "of `Score` belong to this program?",
+    ),
+    Misconception(
         "storing one row of the padding",
         slip(_Mistaken, "one more"),
         "The heads of a group are numbered from 0. Which number has the last of `G`?",
@@ -437,7 +464,8 @@ _SCORES_MISTAKES = (
 
 def _scores_case(name: str, grid: tuple[int, int], R: int, H: int, G: int) -> Case:
     here = environment.detect()
-    return Case(name, lambda: (grid, R, H, G), lambda: here.why_not("triton", here.device))
+    told = f"{name} (H = {H}, G = {G}, GT = {max(16, 1 << (G - 1).bit_length())})"
+    return Case(told, lambda: (grid, R, H, G), lambda: here.why_not("triton", here.device))
 
 
 _SCORES = Exercise(
@@ -490,10 +518,10 @@ def walked_slots(ids: list[int], num_blocks: int) -> int:
     return num_slots
 
 
-def _walked(slips: Slips, ids: list[int], num_blocks: int) -> int:
+def _walked(slips: Slips, ids: list[int], num_blocks: int) -> int | list[int]:
     """`walked_slots` with slips."""
     end = math.inf if "future" in slips else num_blocks + ("one more" in slips)
-    least = 1 if "nonzero" in slips else 0
+    least = 1 if "nonzero" in slips else -math.inf if "negative" in slips else 0
     named = [slot for slot, block_id in enumerate(ids) if least <= block_id < end]
     empty = [slot for slot in range(len(ids)) if slot not in named]
     walked = max(named, default=-1) + 1
@@ -503,17 +531,31 @@ def _walked(slips: Slips, ids: list[int], num_blocks: int) -> int:
         walked = min(len(ids), num_blocks)
     if "first empty" in slips:
         walked = min(empty, default=len(ids))
+    if "past empty" in slips:
+        walked = min([slot + 1 for slot in empty], default=len(ids))
     if "last" in slips:
         walked = max(named, default=0)
     if "all" in slips:
         walked = len(ids)
     if "largest id" in slips:
         walked = max((ids[slot] for slot in named), default=-1) + 1
+    if "largest of all" in slips:
+        walked = max(ids, default=-1) + 1
     if "distance" in slips:
         walked = named[-1] - named[0] + 1 if named else 0
+    if "slots" in slips:
+        return named
+    if "blocks" in slips:
+        return [ids[slot] for slot in named]
     return max(walked, 1) if "at least 1" in slips else walked
 
 
+_BLOCK_OR_SLOT = (
+    "Block 7 may lie in slot 0. Does the loop count blocks, or the slots that name them?"
+)
+_ONE_NUMBER = (
+    "These are the slots that matter. How many slots does the walk take to reach the last?"
+)
 _WALKED_MISTAKES = (
     Misconception(
         "counting the blocks",
@@ -531,6 +573,12 @@ _WALKED_MISTAKES = (
         "stopping at the first slot without a visible block",
         slip(_walked, "first empty"),
         "-1 says that this slot is empty. What does it say about the slots behind it?",
+    ),
+    Misconception(
+        "counting the slot that ended the loop",
+        slip(_walked, "past empty"),
+        "A `break` leaves the loop's number at the empty slot, and adding 1 counts that slot, too. "
+        "Besides, what if a visible block stands behind it?",
     ),
     Misconception(
         "the number of the last slot in place of how many there are",
@@ -554,6 +602,11 @@ _WALKED_MISTAKES = (
         "Block 0 holds the first keys of the text. Which number says that a slot is empty?",
     ),
     Misconception(
+        "taking an empty slot for a visible block",
+        slip(_walked, "negative"),
+        "-1 is below `num_blocks`, too. Which second condition does a block's number meet?",
+    ),
+    Misconception(
         "walking everything",
         slip(_walked, "all"),
         "Right, and slower. How many steps does a list take that is empty at its end?",
@@ -561,7 +614,22 @@ _WALKED_MISTAKES = (
     Misconception(
         "mixing up blocks and slots",
         slip(_walked, "largest id"),
-        "Block 7 may lie in slot 0. Is it the block's number or its slot's that the loop counts?",
+        _BLOCK_OR_SLOT,
+    ),
+    Misconception(
+        "mixing up blocks and slots",
+        slip(_walked, "largest of all"),
+        _BLOCK_OR_SLOT,
+    ),
+    Misconception(
+        "a list in place of a number",
+        slip(_walked, "slots"),
+        _ONE_NUMBER,
+    ),
+    Misconception(
+        "a list in place of a number",
+        slip(_walked, "blocks"),
+        _ONE_NUMBER,
     ),
     Misconception(
         "leaving out empty slots at the beginning",
@@ -600,10 +668,25 @@ many slots it walks, at the least, without missing a block.
     combine=together(
         _WALKED_MISTAKES,
         {"future", "one more"},
-        {"named", "visible", "first empty", "last", "all", "largest id", "distance"},
-        {"all", "future"},
-        {"all", "one more"},
-        {"all", "nonzero"},
+        {
+            "named",
+            "visible",
+            "first empty",
+            "past empty",
+            "last",
+            "all",
+            "largest id",
+            "largest of all",
+            "distance",
+            "slots",
+            "blocks",
+        },
+        {"all", "future", "largest of all"},
+        {"all", "one more", "largest of all"},
+        {"all", "nonzero", "negative", "largest of all"},
+        {"future", "negative"},
+        {"one more", "negative"},
+        {"at least 1", "slots", "blocks"},
     ),
     cases=(
         Case("empty at the end", lambda: ([3, 0, -1, -1], 5)),
@@ -843,13 +926,19 @@ def _located(
         first_key = token
     if "pairs" in slips:
         return list(zip(first_key.tolist(), num_visible.tolist(), strict=True))
-    return first_key.tolist(), num_visible.tolist()
+    found = [first_key.tolist(), num_visible.tolist()]
+    nested = (True, True) if "nested" in slips else ("first nested" in slips, False)
+    return tuple(
+        [numbers[start:end] for start, end in pairwise(cu_seqlens)] if is_nested else numbers
+        for numbers, is_nested in zip(found, nested, strict=True)
+    )
 
 
 _BOUNDARY = (
     "`cu_seqlens[i]` is both the end of one sequence and the beginning of the next. To which of "
     "them does the token of that number belong?"
 )
+_APPENDED = "`append` adds a whole list as one element. How do you add each of its numbers instead?"
 _LOCATE_MISTAKES = (
     Misconception(
         "counting the keys from the beginning of the tensor",
@@ -912,6 +1001,8 @@ _LOCATE_MISTAKES = (
         "The numbers are there. How do you get all first keys into one list, and all counts into "
         "another?",
     ),
+    Misconception("a list of lists", slip(_located, "nested"), _APPENDED),
+    Misconception("a list of lists", slip(_located, "first nested"), _APPENDED),
     Misconception(
         "two numbers for each sequence in place of each token",
         slip(_located, "per sequence"),
@@ -950,7 +1041,7 @@ included. Return the two lists `(first_key, num_visible)`, a number for each tok
         {"boundary", "boundary of all"},
         {"next", "number", "zero", "token"},
         {"next", "all", "remaining"},
-        {"per sequence", "pairs"},
+        {"per sequence", "pairs", "nested", "first nested"},
         {"per sequence", "next"},
         {"per sequence", "global"},
         {"per sequence", "boundary"},
@@ -1255,8 +1346,20 @@ PREDICTIONS = (
             (lambda guess: guess in (262_143, 262_145), "Tokens and offsets both count from 0."),
             (4_194_304, "That leaves out the 16 heads of a group: a token has 64 query heads."),
             (16_777_216, "That is for one head of width 128. A token has 64 of them."),
-            (2**31, "That is the first element that does not fit. A token has 8,192 elements."),
-            (65_536, "All tokens of the example fit. How many elements has a token?"),
+            (
+                2**31,
+                "That is the first offset that does not fit. Each token moves the offset on by "
+                "8,192 elements.",
+            ),
+            (
+                65_536,
+                "There the offset is 2²⁹, a quarter of the way. Did you count the bytes of fp32? "
+                "An offset counts elements.",
+            ),
+            (
+                lambda guess: isinstance(guess, str) and "**" in guess,
+                "Leave out the quotes, and Python computes your formula.",
+            ),
         ),
     ),
     Prediction(
@@ -1289,7 +1392,11 @@ PREDICTIONS = (
         "instead of six, and each has one warp for twice the work of a step.",
         (
             ("4 warps", "That is next, at 20 ms: 16 rows are little work for four warps."),
-            ("1 stage", "That costs a quarter more. Other programs fill a part of the wait."),
+            (
+                "1 stage",
+                "One stage costs a quarter more: each step waits for its own loads, but the "
+                "multiprocessor's other programs compute in the meantime.",
+            ),
         ),
         choices=("64 tokens", "4 warps", "1 stage"),
     ),
