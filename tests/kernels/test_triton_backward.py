@@ -96,10 +96,12 @@ def test_rows_behind_the_edge(monkeypatch: pytest.MonkeyPatch, short_chunks: Non
     assert_right(triton_backward_launch.of_lists, Problem(N=60, M=60, BS=32, own=True))
 
 
+@pytest.mark.parametrize("run", [None, 4])
 @pytest.mark.parametrize("N", [1, 20])
-def test_the_inverse_of_the_lists(N: int) -> None:
+def test_the_inverse_of_the_lists(N: int, run: int | None) -> None:
     """Every visible entry is walked once, by a chunk of its block and head; chunks of a block are
-    of similar length and have places of their own."""
+    of similar length and have places of their own. With runs of rows, a run's chunks come together,
+    the first run's first."""
     for problem in (
         Problem(N=N, M=37),
         Problem(B=2, N=N, M=37, BS=5),
@@ -108,12 +110,15 @@ def test_the_inverse_of_the_lists(N: int) -> None:
         ids, rows = lists_of(problem, problem.make())
         (R, H, S), BS, length = ids.shape, problem.BS, 3
         sizes = {"block_size": BS, "num_keys": problem.B * problem.M}
-        inverse = inverse_list.of_lists(ids, rows, **sizes)
+        inverse = inverse_list.of_lists(ids, rows, **sizes, run=run)
         chunks = inverse_list.chunks(inverse, num_heads=H, length=length)
-        found, places = [], []
-        for chunk in zip(*(x.tolist() for x in chunks[:-1]), strict=True):
+        found, places, runs = [], [], []
+        for chunk in zip(*(x.tolist() for x in chunks[:7]), strict=True):
             first_key, head, first, last, _, num_parts, place = chunk
             entries = inverse.entries[first:last].tolist()
+            its_runs = {e // (S * H) // (run or R) for e in entries}
+            assert len(its_runs) <= 1, "rows of two runs in one chunk"
+            runs += its_runs
             found += [(e // (S * H), e // S % H, head, first_key) for e in entries]
             assert entries == sorted(entries)
             if entries and num_parts > 1:
@@ -126,6 +131,7 @@ def test_the_inverse_of_the_lists(N: int) -> None:
         ]  # fmt: skip
         assert sorted(found) == sorted(expected)
         assert len(set(places)) == len(places) <= chunks.num_places
+        assert runs == sorted(runs)
 
 
 def test_the_inverse_of_the_windows() -> None:
