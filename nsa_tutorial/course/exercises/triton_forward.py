@@ -1386,8 +1386,8 @@ PREDICTIONS = (
     ),
     Prediction(
         "worst_change",
-        "Steps of 32 tokens, one warp, three stages: of which single change does the kernel get "
-        'slowest, "64 tokens", "4 warps" or "1 stage"?',
+        "The launch takes steps of 32 tokens, one warp and three stages. Which single change makes "
+        'the kernel slowest, "64 tokens", "4 warps" or "1 stage"?',
         "Whole blocks in three stages take 68 KiB, so three programs fit on a multiprocessor "
         "instead of six, and each has one warp for twice the work of a step.",
         (
