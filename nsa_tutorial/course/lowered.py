@@ -69,7 +69,7 @@ def triton_stages(
     types |= dict.fromkeys(("BlockIndices", "FirstKey", "NumVisible"), "*i32")
     for name, width in (("KDescriptor", "D"), ("VDescriptor", "DV")):
         types[name] = f"tensordesc<{POINTERS[dtype][1:]}[{tiles['BT']}, 1, {sizes[width]}]>"
-    constants = {**sizes, **tiles, "WINDOW": False, "SlotScale": None}
+    constants = {**sizes, **tiles, "WINDOW": False, "SlotScale": None, "Count": None, "T": 1}
     return lowering.stages(kernel, constants, types, arch=arch, **options)
 
 
