@@ -187,8 +187,6 @@ def _wrong_variance(
     difference = x_tile - mean
     if TAIL == "right":
         difference = tl.where(exists, difference, 0.0)
-    elif TAIL == "after the square":
-        difference = tl.where(exists, difference, mean)
     total = tl.sum(difference * difference, axis=0)
     if DIVISOR == "by BN":
         total = total / BN
@@ -203,7 +201,7 @@ def _wrong_variance(
 
 _VARIANCE_SLIPS = {
     "START": {"by tile", "every element"},
-    "TAIL": {"padding", "no mask", "after the square"},
+    "TAIL": {"padding", "no mask"},
     "MEAN": {"mean by BN"},
     "DIVISOR": {"by BN", "unbiased", "sum"},
     "FILL": {"no other", "loads -inf"},
@@ -263,12 +261,6 @@ _VARIANCE_MISTAKES = (
         "filling masked places as for a maximum",
         slip(_variance, "loads -inf"),
         "−∞ changes no maximum. Which number changes no sum?",
-    ),
-    Misconception(
-        "filling the masked places with the mean after it was taken off",
-        slip(_variance, "after the square"),
-        "The mean is already off. Which number does a masked place need now, so that its square "
-        "adds nothing?",
     ),
     Misconception(
         "taking the mean over the whole tile",
@@ -642,8 +634,6 @@ def _wrong_product(
         elif MASK == "depth alone":
             a_mask = (rows >= 0)[:, None] & (depth < K)
             b_mask = (depth < K)[:, None] & (columns >= 0)
-        elif MASK == "end":
-            a_mask, b_mask = a_offsets < M * K, b_offsets < K * N
         if OTHER == "none given":
             a_tile = tl.load(A + a_offsets, mask=a_mask)
             b_tile = tl.load(B + b_offsets, mask=b_mask)
@@ -665,7 +655,7 @@ def _wrong_product(
 _PRODUCT_SLIPS = {
     "STRIDE_A": {"a by tile", "a by rows", "a by columns", "a from depth", "a diagonal"},
     "STRIDE_B": {"b by tile", "b by depth", "b from rows"},
-    "MASK": {"none", "no depth", "a without depth", "depth alone", "end"},
+    "MASK": {"none", "no depth", "a without depth", "depth alone"},
     "OTHER": {"none given"},
     "DEPTH": {"first", "first, masks and all"},
     "SUM": {"last step", "twice", "nothing", "elementwise"},
@@ -780,12 +770,6 @@ _PRODUCT_MISTAKES = (
         slip(_product, "depth alone"),
         "C is right, since rows past the end are never stored. But which addresses did the last "
         "tiles load from?",
-    ),
-    Misconception(
-        "masking only past the end of the memory",
-        slip(_product, "end"),
-        "An offset below M * K is in A, but past column K the next row begins. Does its number "
-        "belong into this sum?",
     ),
 )
 
