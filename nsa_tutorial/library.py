@@ -265,7 +265,7 @@ def native_sparse_attention(
         block_indices = select_blocks(*scores, block_counts, cu_seqlens, num_keys, *sizes)
         block_counts = None
     lists = (block_indices, block_counts, None, cu_seqlens)
-    # kernels take both branches over the same keys in one launch
+    # kernels write both branches over the same keys to one output
     is_shared = g_slc is not None and g_swa is not None and not window
     at_once = is_shared and backend != "reference"
     if at_once:

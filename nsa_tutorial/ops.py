@@ -197,7 +197,7 @@ def selected_and_window_attention(
     backend: str = "auto",
 ) -> tuple[Tensor, ...]:
     """`selected_attention` and `sliding_window_attention` over the same queries, keys and values;
-    in Triton, one launch.
+    kernels write both to one tensor.
 
     The two outputs stay apart, for gates of their own; both branches are causal.
 
@@ -385,7 +385,7 @@ def native_sparse_attention(
             to know the largest, the host waits for the device.
         block_size, window_size, length, stride: of the branches.
         backend: of every part: means, attention to them, the choice of blocks, selected attention
-            and the window, and the gated sum. Selection and window share a launch in Triton.
+            and the window, and the gated sum. Selection and window share a call on the kernels.
 
     Returns:
         `o [B, N, HQ, DV]` in the dtype of `v`, differentiable in `q`, `k`, `v` and the gates.
@@ -417,7 +417,7 @@ def three_branches(
         compressed: summary keys and values `[B, M_c, H, D]`, `[B, M_c, H, DV]`, made with `length`
             and `stride`; none without that branch.
         selected, window: keys and values `[B, M, H, D]`, `[B, M, H, DV]` of these branches; without
-            any, the window has those of the selection, and kernels take both in one launch.
+            any, the window has those of the selection, and kernels take both in one call.
         gates: of compression, selection and window, each `[B, N, HQ]` or None.
         num_keys: `M`.
         block_indices, …, backend: as for `native_sparse_attention`.

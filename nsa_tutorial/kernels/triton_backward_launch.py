@@ -1,8 +1,9 @@
 """What the operators call for gradients on the Triton backend: of lists, of windows, or of both.
 
 `triton_backward` holds the kernels, `triton_backward_descriptors` the one for the queries that
-Hopper runs faster, `backward_tables` what the keys' kernel walks. Gradients are the same to the bit
-from run to run. No argument is checked here: `ops` does.
+Hopper runs faster, `backward_tables` what the keys' kernel walks. The queries' gradients have the
+forward's three orders; by blocks, they differ in their last bits from run to run. All others are
+the same to the bit. No argument is checked here: `ops` does.
 """
 
 from __future__ import annotations

@@ -31,8 +31,6 @@ from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse import inverse_list
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
-LOG2_E = tl.constexpr(online_softmax.LOG2_E)
-
 MOST_EDGE = 1024  # entries that a program looks at to find those that see its keys in part
 
 
