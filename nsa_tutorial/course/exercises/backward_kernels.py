@@ -187,11 +187,17 @@ _NOT_NESTED = ("ends", "in front", "empty kept", "no end, cut")
 _INVERSE = Exercise(
     name="inverse_list",
     statement="""
-`lists` is a tensor `[N, S]`: for each query `S` block ids, or -1 for an empty slot. Return
-`(queries, bounds)`, two flat tensors (or Python lists). `queries` has the queries that list block
-0, then those of block 1, and so on, those of one block in ascending order. `bounds` has
-`num_blocks + 1` numbers: `queries[bounds[b] : bounds[b + 1]]` are the queries of block `b`. Two
-calls do most of it, `sort(stable=True)` and `torch.searchsorted`. Plain Python loops are fine, too.
+`lists` is a tensor `[N, S]`: `S` block ids for each query, or -1 for an empty slot. Return
+`(queries, bounds)`, two flat tensors (or Python lists).
+
+- `queries` has the queries that list block 0, then those that list block 1, and so on. The queries
+  of one block ascend.
+- `bounds` has `num_blocks + 1` numbers. `queries[bounds[b] : bounds[b + 1]]` are the queries of
+  block `b`.
+
+For `[[0, -1], [0, 1], [1, 0]]` and two blocks, `queries` is `[0, 1, 2, 1, 2]` and `bounds` is
+`[0, 3, 5]`. `sort(stable=True)` and `torch.searchsorted` do most of the work. Plain Python loops
+are fine, too.
 """,
     minutes=7,
     difficulty=2,
@@ -406,11 +412,13 @@ _OUTSIDE = ("heads outside", "heads outside, in step")
 _STEP = Exercise(
     name="rows_of_step",
     statement="""
-The program of a block and of KV head `head` walks the chunk `queries`. Its rows are flat: all `G`
-heads of the first query's group, then those of the second, and so on. A step takes `BR` of these
-rows, whether or not `G` divides `BR`. In memory `Q` is `[R, H, G, D]`, for `R` queries. Seen as
-`[R * H * G, D]` it has one row for each query and head. Return, for step `step`, a list of `BR`
-numbers: the rows of this `Q`, and -1 behind the chunk's last row.
+A program has one block, KV head `head`, and the chunk `queries`. Its query-head rows are flat: all
+`G` heads of the first query's group, then those of the second, and so on. A step takes `BR` of
+these rows, whether or not `G` divides `BR`.
+
+In memory `Q` is `[R, H, G, D]`, for `R` queries. Seen as `[R * H * G, D]`, it has one row for each
+query and head. Return a list of `BR` numbers: the rows of this `Q` that step `step` takes, and -1
+behind the chunk's last row. For example, `rows_of_step([3], 0, 0, 1, 2, 4)` is `[6, 7, -1, -1]`.
 """,
     minutes=5,
     difficulty=2,
@@ -555,8 +563,8 @@ _LENGTHS = Exercise(
     name="chunk_lengths",
     statement="""
 `count` queries list a block. Cut them into as many chunks as there can be of at least `length`
-queries each, with lengths that differ by one at most. Fewer than `length` queries are one chunk,
-and no queries are none. Return the lengths, the shorter ones first.
+queries each. The lengths differ by one at most. Fewer than `length` queries are one chunk, and no
+queries are no chunk. Return the lengths, the shorter ones first.
 """,
     minutes=4,
     difficulty=1,
@@ -708,11 +716,11 @@ _AFTER = (
 _SLOT = Exercise(
     name="slot_gradient",
     statement="""
-One query, the `G` heads of its group, a list of `S` slots with `BS` keys each. `s` `[G, S, BS]` are
-the scaled scores, and `d_s`, of the same shape, the gradient of the loss with respect to them.
-`is_seen` `[S, BS]` is False for hidden keys, whose `s` is `-inf` and whose `d_s` is 0. A factor for
-each slot multiplies the slot's scores, for all heads: `factor[slot] * s`. Return the gradient of
-the factors at ones, `[S]`.
+One query has `G` heads in its group, and a list of `S` slots with `BS` keys each. `s` `[G, S, BS]`
+are its scaled scores. `d_s` has the same shape: the gradient of the loss with respect to the
+scores. `is_seen` `[S, BS]` is False for hidden keys. Their `s` is `-inf`, and their `d_s` is 0. A
+factor for each slot multiplies the slot's scores, for all heads: `factor[slot] * s`. Return the
+gradient of the factors where all of them are 1, `[S]`.
 """,
     minutes=5,
     difficulty=2,
@@ -871,9 +879,9 @@ _WINDOW_MISTAKES = (
 _WINDOW = Exercise(
     name="window_queries",
     statement="""
-Mend the walk. A program has the keys `start` to `start + BT - 1`, and query `t` sees the keys
+Mend the walk. A program has the keys `start` to `start + BT - 1`. Query `t` sees the keys
 `t - window_size + 1` to `t`. Return `(first, end)`: the queries `first` to `end - 1` are those that
-see at least one of the program's keys. There are `N` queries.
+see at least one of the program's keys. There are `N` queries, 0 to `N - 1`.
 """,
     minutes=4,
     difficulty=1,
@@ -1062,8 +1070,8 @@ _AUDIT = Exercise(
     statement="""
 Write the test that finds such bugs. `tensors` are pairs of a name and a number of elements.
 `stores` are triples `(program, name, offset)`: this program stored to that element. Return
-`(never, raced)`, two lists of pairs `(name, offset)` in the order of `tensors`: the elements that
-nobody stores, and those that more than one program stores.
+`(never, raced)`, two lists of pairs `(name, offset)` in the order of `tensors`. `never` has the
+elements that nobody stores. `raced` has those that more than one program stores.
 """,
     minutes=5,
     difficulty=2,
@@ -1264,6 +1272,18 @@ TRAPS = (
 
 PREDICTIONS = (
     Prediction(
+        "sums_of_orders",
+        "64 random fp32 numbers are added one by one, in 200 random orders: how many different "
+        "sums come out?",
+        "Each addition rounds its result, and another order rounds elsewhere. All sums lie within "
+        "a few steps of fp32, so many orders meet in the same one.",
+        (
+            (1, "So it is with exact numbers. What does fp32 do with the last bits of a sum?"),
+            (200, "Every order rounds in its own way. But few results are possible."),
+            (64, "That is how many numbers there are. Their orders are many more."),
+        ),
+    ),
+    Prediction(
         "queries_of_a_block",
         "65,536 tokens have lists of 16 blocks of 64 tokens: how many queries list a block, on "
         "average?",
@@ -1278,22 +1298,10 @@ PREDICTIONS = (
         tolerance=0.03,
     ),
     Prediction(
-        "chunks_of_block_0",
-        "A block's queries are cut into as many chunks as there can be of at least 1,024 each, one "
-        "program for a chunk: how many has the first block, which all 65,536 queries list?",
-        "A list is cut into as many chunks as there can be of at least 1,024 queries, and 65,536 / "
-        "1,024 = 64.",
-        (
-            (1, "One program would walk all 65,536 queries, while the others are long done."),
-            (1024, "That is how many queries a chunk has at least."),
-            (65_536, "That is how many queries the block has. A program takes many of them."),
-        ),
-    ),
-    Prediction(
         "fastest_backward",
         'Which backward is the fastest with groups of 16, "slots" (a program for each slot of a '
-        'list, all gradients by atomics), "one pass" (a program for each chunk of a block, d_q by '
-        'atomics) or "two passes"?',
+        'list, all gradients by atomics), "one pass" (programs that take the queries of one block, '
+        'only d_q by atomics) or "two passes" (no atomics)?',
         "Each sum of the two passes stays in registers until it is done. That is worth computing "
         "the scores twice.",
         (
@@ -1305,5 +1313,17 @@ PREDICTIONS = (
             ),
         ),
         choices=("slots", "one pass", "two passes"),
+    ),
+    Prediction(
+        "peaked_choice",
+        "Under peaked attention, with slot_scale: how many percent of the queries read their block "
+        "after training, where chance is 25?",
+        "The scores learn to avoid the right block. A query that missed it does better with less "
+        "weight on the block that is most similar.",
+        (
+            (25, "That is chance: then nothing is learned. The scores do learn something."),
+            (lambda guess: guess > 25, "Under gentle attention that is so."),
+        ),
+        unit="%",
     ),
 )

@@ -117,9 +117,11 @@ def draw_transpose(
     _scales(sheet, right, ("query", len(ids), 8), ("block", len(inverse), 4))
     sheet.title(left, "the block mask")
     sheet.title(right, "its transpose")
-    told = f"dQ of query {query} walks its list:\nblocks {', '.join(map(str, mine))}"
+    told = f"d_q of query {query} walks its list:\nblocks {', '.join(map(str, mine))}"
     sheet.text(left.x(0.5), 0.44, told, 8.5, "query", ha="center")
-    told = f"dK and dV of block {block} walk its inverse list:\nqueries {', '.join(map(str, its))}"
+    told = (
+        f"d_k and d_v of block {block} walk its inverse list:\nqueries {', '.join(map(str, its))}"
+    )
     sheet.text(right.x(0), 0.55, told, 8.5, "selected")
     told = f"Query {query} lists {len(mine)} blocks; {len(its)} queries list block {block}"
     return Picture(sheet.figure, told)
@@ -310,14 +312,15 @@ def draw_chunks(kind: str = "trained", tokens: int = 1024, length: int = 128) ->
     axis, blocks = axes[0, 0], tokens // BLOCK
     sizes = (chunks.last - chunks.first).numpy()
     block = chunks.first_key.numpy() // BLOCK
+    stored, shared = PALETTE["selected"], shades("selected")(0.45)
     for b in range(blocks):
         start, own = 0, sizes[(block == b) & (sizes > 0)]
         for size in own:
-            colour = PALETTE["selected" if len(own) == 1 else "query"]
+            colour = stored if len(own) == 1 else shared
             axis.barh(b, size, 0.72, start, color=colour, edgecolor="white", linewidth=1.5)
             start += size
-    for colour, name in (("selected", "the only chunk: stored"), ("query", "a share: summed")):
-        axis.barh(0, 0, color=PALETTE[colour], label=name)
+    for colour, name in ((stored, "the only chunk: stored"), (shared, "a share: summed")):
+        axis.barh(0, 0, color=colour, label=name)
     axis.legend(frameon=False, fontsize=9, loc="lower right")
     axis.set_ylim(blocks - 0.4, -0.6)
     axis.set_yticks(range(0, blocks, 3))
