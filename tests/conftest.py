@@ -41,6 +41,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--accesses",
+        action="store_true",
+        help="hold every load and store of interpreted Triton kernels against its tensors",
+    )
+
+
+@pytest.fixture(autouse=True)
+def sound_accesses(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With `--accesses`, a test fails where a kernel leaves its tensors or programs race."""
+    if not request.config.getoption("--accesses") or request.path.stem == "test_accesses":
+        yield
+        return
+    from accesses import assert_sound, watch
+
+    with watch() as seen:
+        yield
+    if seen.launches:
+        assert_sound(seen)
+
+
 @pytest.fixture(autouse=True)
 def exact_matmul() -> None:
     """The plain fp32 reference computes in fp32, not in TF32."""

@@ -1,0 +1,132 @@
+"""Every Triton kernel stays inside its tensors, and no program touches what another one stores.
+
+`pytest --accesses` watches all other tests in the same way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accesses import Accesses, assert_sound, watch
+from places import skip_unless_runs
+from selection import Problem
+
+from nsa_tutorial import ops
+from nsa_tutorial.backends import ORDERS
+from nsa_tutorial.runtime import environment
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(environment.detect().triton is None, reason="triton is not installed"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, in the interpreter
+]
+
+PROBLEMS = {
+    "own block, ragged tail": Problem(N=20, M=37, own=True, counts="random"),
+    "packed, one empty": Problem(N=35, M=35, G=1, cu=(0, 9, 9, 30, 35), D=16, DV=16),
+    "blocks of 24, not causal": Problem(N=9, M=37, H=1, G=16, BS=24, D=16, DV=16, causal=False),
+}
+
+
+def watched(run, *inputs: torch.Tensor) -> Accesses:
+    inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    with watch() as seen:
+        run(*inputs).float().sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+def test_lists_in_each_order(problem: Problem, order: str) -> None:
+    skip_unless_runs("triton", "cpu")
+    call = problem.make()
+    seen = watched(lambda q, k, v: call.having(q=q, k=k, v=v).run(order)[0], call.q, call.k, call.v)
+    assert_sound(seen)
+
+
+@pytest.mark.parametrize("cu", [None, (0, 9, 9, 30, 40)], ids=["batch", "packed"])
+def test_all_of_nsa(cu: tuple[int, ...] | None) -> None:
+    """Pooling, attention to summaries, the choice, lists, windows and gates, and back."""
+    skip_unless_runs("triton", "cpu")
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 40, heads, 16, generator=g) for heads in (6, 2, 2))
+    gates = [torch.rand(1, 40, 6, generator=g) for _ in range(3)]
+    options = {
+        "block_counts": 3, "block_size": 8, "window_size": 9, "length": 8, "stride": 4,
+        "cu_seqlens": None if cu is None else torch.tensor(cu, dtype=torch.int32),
+    }  # fmt: skip
+    seen = watched(
+        lambda *x: ops.native_sparse_attention(*x, **options, backend="triton"), q, k, v, *gates
+    )
+    assert_sound(seen)
+
+
+def launch(kernel, *arguments, grid: int = 2) -> Accesses:
+    with watch() as seen:
+        kernel[(grid,)](*arguments)
+    return seen
+
+
+def planted():
+    """Kernels with one fault each, and what is said of it."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def past_the_end(x, y):
+        tl.store(y + tl.program_id(0), tl.load(x + tl.program_id(0) + 3))
+
+    @triton.jit
+    def in_a_gap(x, y):
+        tl.store(y + tl.program_id(0), tl.load(x + 1))
+
+    @triton.jit
+    def same_store(x, y):
+        tl.store(y, tl.load(x + tl.program_id(0)))
+
+    @triton.jit
+    def reads_a_neighbour(x, y):
+        tl.store(y + tl.program_id(0), tl.load(y + 1 - tl.program_id(0)))
+
+    @triton.jit
+    def adds_where_one_stores(x, y):
+        if tl.program_id(0) == 0:
+            tl.store(y, 1.0)
+        else:
+            tl.atomic_add(y, 1.0)
+
+    @triton.jit
+    def two_lanes(x, y):
+        lane = tl.arange(0, 4)
+        tl.store(y + 4 * tl.program_id(0) + lane // 2, lane.to(tl.float32))
+
+    @triton.jit
+    def adds(x, y):
+        tl.atomic_add(y, tl.load(x + tl.program_id(0)))
+
+    return {
+        "past the end": (past_the_end, "loads 1 elements outside all its arguments"),
+        "in a gap": (in_a_gap, "loads 1 elements outside all its arguments"),
+        "same store": (same_store, "stores 1 of `y` where another program stores"),
+        "reads a neighbour": (reads_a_neighbour, "where another program"),
+        "adds where one stores": (adds_where_one_stores, "atomics 1 of `y` where another"),
+        "two lanes": (two_lanes, "stores twice to one address in one statement"),
+        "adds": (adds, None),
+    }
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["past the end", "in a gap", "same store", "reads a neighbour", "adds where one stores",
+     "two lanes", "adds"],
+)  # fmt: skip
+def test_a_planted_fault_is_found(fault: str) -> None:
+    skip_unless_runs("triton", "cpu")
+    kernel, said = planted()[fault]
+    x = torch.ones(8)[:4:2] if fault == "in a gap" else torch.ones(4)
+    seen = launch(kernel, x, torch.zeros(8))
+    if said is None:
+        assert_sound(seen)
+        assert seen.atomics == 2
+    else:
+        assert seen.faults
+        assert said in seen.faults[0]
