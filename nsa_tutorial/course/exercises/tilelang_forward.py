@@ -156,9 +156,9 @@ def _case(
 
 
 _HOW = """
-The check puts your function into the draft (the other three pieces are mended there), compiles it
-for the CPU, a second or two for each new piece, and runs it on small inputs in fp32: two query
-heads on one KV head, width 2, blocks of {} tokens.
+The check puts your function into the draft, whose other pieces are right. It compiles the draft for
+the CPU, which takes a second or two. Then it runs small inputs: two query heads on one KV head,
+width 2, blocks of {} tokens.
 """
 
 _PYTHON_DECIDES = "asking Python for what only the kernel knows"
@@ -328,9 +328,10 @@ def _listed_case(name: str, N: int, M: int, ids: list[int]) -> Case:
 _LISTED = Exercise(
     name="listed_attention",
     statement="""
-**A kernel that walks a list**, for one KV head. `Q` is `[N, G, D]`, `K` and `V` are `[M, D]`, and
-`Lists` `[N, S]` names blocks of `BS` tokens. Slots with −1 are empty. Every query sees all tokens
-of its listed blocks. The kernel stands in the next cell. Fill its three gaps, marked `...`.
+**A kernel that walks a list**, for one KV head. `Q` is `[N, G, D]`, and `K` and `V` are `[M, D]`.
+Each row of `Lists` `[N, S]` is a query's list of `S` slots. A slot holds the number of a block of
+`BS` tokens, or −1 where it is empty. Every query sees all tokens of its blocks. The kernel stands
+in the next cell. Fill its three gaps, marked `...`.
 
 The check compiles your kernel for the CPU, which takes a second or two.
 """,
@@ -509,10 +510,12 @@ def _max_from_zero(acc_s: object, scores_max: object) -> None:
 _MAX = Exercise(
     name="update_max",
     statement=f"""
-**Find the bug in `update_max`.** `acc_s` `[G, BS]` are a block's scores. The softmax measures them
-from `scores_max` `[G]`, a fragment that holds $-\\infty$ before the first block. Write the piece as
-it should be: the body of a TileLang macro, without `return`.
-`T.reduce_max(tile, fragment, dim=1, clear=...)` is all you need. What does `clear` clear?
+**Mend `update_max`.** `acc_s` `[G, BS]` holds a block's scores. `scores_max` `[G]` holds each
+head's largest score of the blocks *before*, and $-\\infty$ before the first block. Bring
+`scores_max` up to date.
+
+One line is enough, without `return`: `T.reduce_max(tile, fragment, dim=1, clear=...)`. What does
+`clear` clear?
 {_HOW.format(2)}""",
     minutes=6,
     difficulty=2,
@@ -647,12 +650,12 @@ _PYTHONS_AND = (
 _SEEN = Exercise(
     name="is_seen",
     statement=f"""
-**Find the bug in `is_seen`.** The kernel asks it for every score of a block. `query` and `key` are
-positions, and `num_keys` is how many keys there are. Return the condition.
+**Mend `is_seen`.** The kernel asks it for every score of a block. `query` and `key` are positions,
+and `num_keys` is how many keys there are. Return the condition under which the query sees the key.
 
-TileLang rewrites Python's `if` and `and` only inside `@T.prim_func` and `@T.macro`. `is_seen` is
-neither: plain Python runs it, before the three numbers have a value. So join two comparisons with
-`T.And(a, b)`. `causal` is a Python bool, and an ordinary `if` may ask for it.
+Plain Python runs `is_seen`, before the three numbers have a value. Python's `and` cannot join two
+comparisons of such numbers, but `T.And(a, b)` can. `causal` is a Python bool, and an ordinary `if`
+may ask for it.
 {_HOW.format(4)}""",
     minutes=5,
     difficulty=2,
@@ -837,11 +840,14 @@ def _first_head_unguarded(acc_o: object, running_sum: object, G: int, BV: int) -
 _NORMALISE = Exercise(
     name="normalise",
     statement=f"""
-**Find the bug in `normalise`.** After the loop, `acc_o` `[G, BV]` is the weighted sum of values and
-`running_sum` `[G]` the sum of the weights. A query whose slots are all empty has 0 in both, and its
-output is to be exactly 0. A query that sees a NaN has NaN in both, and its output is to stay NaN.
-Write the body of the macro: divide in place, over `for i, j in T.Parallel(G, BV)`. A choice between
-two numbers is `T.if_then_else(condition, a, b)`.
+**Mend `normalise`.** After the loop, `acc_o` `[G, BV]` is the weighted sum of values, and
+`running_sum` `[G]` is the sum of the weights.
+
+- A query whose slots are all empty has 0 in both. Its output is to be exactly 0.
+- A query that sees a NaN has NaN in both. Its output is to stay NaN.
+
+Write the body of the macro: divide `acc_o` in place, over `for i, j in T.Parallel(G, BV)`. A choice
+between two numbers is `T.if_then_else(condition, a, b)`.
 {_HOW.format(2)}""",
     minutes=5,
     difficulty=1,
@@ -1131,11 +1137,16 @@ _PROGRAMS_MISTAKES = (
 _PROGRAMS = Exercise(
     name="programs_per_sm",
     statement="""
-How many programs of our kernel does one multiprocessor (SM) of an H200 hold at a time, by its
-shared memory? A program keeps there `Q_shared` `[GT, DT]`, and for each stage of the pipeline (for
-`num_stages` 0 as for 1) `K_shared` `[BT, DT]` and `V_shared` `[BT, DVT]`, in elements of `itemsize`
-bytes; everything else is in registers. The sides are `G`, `D`, `BS`, `DV` rounded up to a multiple
-of 16. An SM has 228 KiB, keeps 1 KiB for itself for each program, and holds at most 32 programs.
+How many programs of our kernel does the shared memory of one multiprocessor (SM) hold at a time?
+
+- A program keeps `Q_shared` `[GT, DT]` there, once.
+- For each stage, it keeps `K_shared` `[BT, DT]` and `V_shared` `[BT, DVT]`. Without a stage, it
+  keeps both once.
+- The sides `GT`, `DT`, `BT`, `DVT` are `G`, `D`, `BS`, `DV`, rounded up to a multiple of 16.
+- An element has `itemsize` bytes. Everything else is in registers.
+- An SM of an H200 has 228 KiB. It keeps 1 KiB for itself for each program, and holds at most 32
+  programs.
+
 Return `(bytes of a program, programs)`.
 """,
     minutes=6,
@@ -1336,8 +1347,8 @@ PREDICTIONS = (
     Prediction(
         "gigabytes_loaded",
         "How many GB of keys and values do all programs load together?",
-        "Each program loads its own 16 blocks, 512 KiB, whether or not another program has loaded "
-        "them before.",
+        "Each program loads its own 16 blocks, 512 KiB, even where another program has loaded the "
+        "same block before.",
         (
             (128, "That is 128 GiB, which is 137 GB."),
             (
@@ -1361,9 +1372,9 @@ PREDICTIONS = (
     ),
     Prediction(
         "fastest_stages",
-        "How many blocks are under way at a time in the fastest pipeline: 0, 1, 2 or 3?",
-        "With one stage six programs fit on an SM, and while one waits for its block, others have "
-        "theirs.",
+        "How many stages has the fastest pipeline of our kernel: 0, 1, 2 or 3?",
+        "With one stage, six programs fit on an SM. While one waits for its block, the others "
+        "compute.",
         (
             (0, "Then each copy is waited for, and that costs more than a second stage."),
             (2, "That hides more latency within a program, but only 3 programs fit on an SM."),
