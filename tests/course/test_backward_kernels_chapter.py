@@ -171,6 +171,20 @@ def bounds_before_queries(lists, num_blocks):
     return solutions.inverse_list(lists, num_blocks)[::-1]
 
 
+def where_each_ends(lists, num_blocks):
+    queries, ends = [], []
+    for block in range(num_blocks):
+        queries += [i for i, row in enumerate(lists.tolist()) if block in row]
+        ends.append(len(queries))
+    return queries, ends
+
+
+def over_queries(lists, num_blocks):
+    blocks, places = lists.flatten().sort(stable=True)
+    places, blocks = places[blocks >= 0], blocks[blocks >= 0]
+    return places // len(lists), torch.searchsorted(blocks, torch.arange(num_blocks + 1))
+
+
 def bounds_of_the_unsorted(lists, num_blocks):
     x = lists.masked_fill(lists == -1, num_blocks).view(-1)
     order = x.argsort(stable=True)
@@ -233,6 +247,16 @@ def heads_before_queries(queries, step, head, H, G, BR):
 def heads_before_places(queries, step, head, H, G, BR):
     R = len(queries)
     rows = [(head * R + q) * G + g for q in range(R) for g in range(G)] + [-1] * BR
+    return rows[step * BR : (step + 1) * BR] + [-1] * max(0, (step + 1) * BR - len(rows))
+
+
+def groups_inside(queries, step, head, H, G, BR):
+    rows = [q * H * G + g * H + head for q in queries for g in range(G)] + [-1] * BR
+    return rows[step * BR : (step + 1) * BR] + [-1] * max(0, (step + 1) * BR - len(rows))
+
+
+def head_by_head(queries, step, head, H, G, BR):
+    rows = [q * G + head * G + g for q in queries for g in range(G)] + [-1] * BR
     return rows[step * BR : (step + 1) * BR] + [-1] * max(0, (step + 1) * BR - len(rows))
 
 
@@ -393,6 +417,8 @@ ATTEMPTS = {
         {"sorting the blocks in descending order"},
     ),
     "bounds first": ("inverse_list", bounds_before_queries, {"the two results exchanged"}),
+    "no 0": ("inverse_list", where_each_ends, {"leaving out where block 0 begins"}),
+    "by queries": ("inverse_list", over_queries, {"dividing by the number of queries"}),
     "unsorted bounds": (
         "inverse_list",
         bounds_of_the_unsorted,
@@ -411,6 +437,8 @@ ATTEMPTS = {
             "the place in the chunk in place of the query",
         },
     ),
+    "[R, G, H, D]": ("rows_of_step", groups_inside, {"taking Q for `[R, G, H, D]`"}),
+    "head alone": ("rows_of_step", head_by_head, {"forgetting the other KV heads"}),
     "weights": ("slot_gradient", by_weights, {"the exponential in place of the score"}),
     "no key": ("audit", looked_up_what_nobody_stored, {"looking up elements that nobody stored"}),
     "whole": ("rows_of_step", whole_queries, {"taking whole queries only"}),

@@ -58,6 +58,8 @@ def _inverse(slips: Slips, lists: Tensor, num_blocks: int) -> tuple[list, list] 
         end = bounds[-1]
     entry = entry[:end]
     queries = entry if "entries" in slips else entry % S if "slots" in slips else entry // S
+    if "by queries" in slips:
+        queries = entry // len(lists)
     if "blocks" in slips:
         queries = by_block[:end]
     flat, limits = queries.tolist(), bounds.tolist()
@@ -71,6 +73,8 @@ def _inverse(slips: Slips, lists: Tensor, num_blocks: int) -> tuple[list, list] 
         limits = sorted(set(limits))
     elif "no end" in slips:
         limits = limits[:-1]
+    elif "no beginning" in slips:
+        limits = limits[1:]
     return (limits, flat) if "exchanged" in slips else (flat, limits)
 
 
@@ -146,6 +150,11 @@ _INVERSE_MISTAKES = (
         for name in ("no end", "no end, cut")
     ),
     Misconception(
+        "leaving out where block 0 begins",
+        slip(_inverse, "no beginning"),
+        "Block 0's stretch is `queries[bounds[0] : bounds[1]]`. What has to be `bounds[0]`?",
+    ),
+    Misconception(
         "letting empty slots sort in front",
         slip(_inverse, "in front"),
         "-1 is smaller than every block, so a sort puts it before block 0. Which number would "
@@ -173,6 +182,12 @@ _INVERSE_MISTAKES = (
         slip(_inverse, "entries"),
         "The sort tells places in the flattened lists. Each query has `S` of them. Which query "
         "does place 5 belong to, with two slots?",
+    ),
+    Misconception(
+        "dividing by the number of queries",
+        slip(_inverse, "by queries"),
+        "Each query has `S` places in the flattened lists. With two slots, which query does place "
+        "5 belong to?",
     ),
     Misconception(
         "leaving out blocks that nobody lists",
@@ -219,8 +234,8 @@ are fine, too.
         {"in front", "as block 0", "empty kept", "unsorted", "dropped", "descending, empty last"},
         {"descending", "descending, empty last", "backwards", "searched unsorted", "unsorted"},
         {"exchanged", "nested alone"},
-        {"entries", "slots", "blocks"},
-        {"counts", "ends", "no end", "no end, cut", "listed only", "nested alone"},
+        {"entries", "slots", "blocks", "by queries"},
+        {"counts", "ends", "no beginning", "no end", "no end, cut", "listed only", "nested alone"},
         *({nested, other} for nested in ("nested", "nested alone") for other in _NOT_NESTED),
         {"nested", "nested alone"},
         {"no end, cut", "empty kept"},
@@ -292,6 +307,10 @@ def _step(
         row = query * H * G + member
     if "one KV head" in slips:
         row = query * G + member
+    if "one KV head, moved" in slips:
+        row = (query + head) * G + member
+    if "interleaved" in slips:
+        row = (query * G + member) * H + head
     if "brackets" in slips:
         row = query * H + head * G + member
     if "heads before queries" in slips:
@@ -354,10 +373,19 @@ _STEP_MISTAKES = (
         )
         for name in ("heads outside", "heads outside, in step")
     ),
+    *(
+        Misconception(
+            "forgetting the other KV heads",
+            slip(_step, name),
+            "Between two queries lie the heads of *all* KV heads. How many are they?",
+        )
+        for name in ("one KV head", "one KV head, moved")
+    ),
     Misconception(
-        "forgetting the other KV heads",
-        slip(_step, "one KV head"),
-        "Between two queries lie the heads of *all* KV heads. How many are they?",
+        "taking Q for `[R, G, H, D]`",
+        slip(_step, "interleaved"),
+        "In Q `[R, H, G, D]` the heads of one group lie side by side. How far is it from one of "
+        "them to the next?",
     ),
     Misconception(
         "taking Q for `[H, R, G, D]`",
@@ -448,6 +476,8 @@ behind the chunk's last row. For example, `rows_of_step([3], 0, 0, 1, 2, 4)` is 
         {
             "all groups",
             "one KV head",
+            "one KV head, moved",
+            "interleaved",
             "brackets",
             "short stride",
             "no head",
