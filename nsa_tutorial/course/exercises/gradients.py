@@ -394,10 +394,10 @@ _SHAPES = {"other axis", "no sum", "no sum, aligned", *_CROSSED}
 _DELTA = Exercise(
     name="row_delta",
     statement="""
-In `d_s = p * (d_p - delta)`, delta is a sum over a row of weights that you do not have. What you
-have: `d_o` and `o`, both `[N, HQ, DV]`, and `d_lse` `[N, HQ]`, the gradient that reaches the loss
-through `lse`. Raising a score by a little raises its row's `lse` by the score's weight. Return the
-`delta` `[N, HQ]` with which the formula gives the whole gradient.
+In `d_s = p * (d_p - delta)`, delta is a sum over a row of weights that you do not have. You have
+`d_o` and `o`, both `[N, HQ, DV]`. You also have `d_lse` `[N, HQ]`, the gradient of the loss with
+respect to `lse`. The gradient of a row's `lse` with respect to its scores is the row's weights.
+Return the `delta` `[N, HQ]` with which the formula gives the whole gradient.
 """,
     minutes=5,
     difficulty=2,
@@ -829,9 +829,9 @@ _AGAIN = Exercise(
     name="weights_again",
     statement="""
 Compute the weights of one tile again. `q` `[BQ, D]` and `k` `[BK, D]` are the tile's queries and
-keys, `is_seen` `[BQ, BK]` says who sees whom. `lse` `[BQ]` is the log-sum-exp of the *whole* rows,
-of which the tile holds a part; it is `-inf` for a query that saw no key at all. Return the weights
-`[BQ, BK]`: finite, and 0 where nothing is seen.
+keys. `is_seen` `[BQ, BK]` says who sees whom. `lse` `[BQ]` is the log-sum-exp of the *whole* rows,
+and the tile holds a part of them. For a query that saw no key at all, `lse` is `-inf`. Return the
+weights `[BQ, BK]`: finite, and 0 where nothing is seen.
 """,
     minutes=5,
     difficulty=2,
@@ -1046,11 +1046,11 @@ _TWO_MISTAKES = (
 _TWO = Exercise(
     name="base_two",
     statement="""
-A kernel computes in base two. To spare a multiplication per score, it got the queries as
-`q_log2 = scale * log2(e) * q` `[N, D]`. `k` `[M, D]`, `v` `[M, DV]`, `d_o` `[N, DV]`, `lse` `[N]`
-(natural logarithm) and `delta` `[N]` are as always, and every query sees every key. Return
-`(d_q, d_k)`, the gradients of `q` and `k` themselves. Use `exp2`, and bring in `math.log(2)` where
-it is needed, and only there.
+A kernel computes in base two. To save a multiplication per score, it gets the queries as
+`q_log2 = scale * log2(e) * q` `[N, D]`. All else is as before: `k` `[M, D]`, `v` `[M, DV]`,
+`d_o` `[N, DV]`, `lse` `[N]` (a natural logarithm) and `delta` `[N]`. Every query sees every key.
+Return `(d_q, d_k)`, the gradients of `q` and `k` themselves. Use `exp2`. Bring in `math.log(2)`
+where it is needed, and only there.
 """,
     minutes=7,
     difficulty=3,
@@ -1180,7 +1180,7 @@ TRAPS = (
         "forgetting that the other weights shrink",
     ),
     Trap(
-        "On the diagonal a score feeds its own weight, and everywhere else it takes.",
+        "Everywhere else it takes from another weight.",
         "score_gradient",
         "keeping only the Jacobian's diagonal",
     ),
@@ -1200,7 +1200,7 @@ TRAPS = (
         "dropping the gradient that comes through lse",
     ),
     Trap(
-        "One number per query and head",
+        "one number for each query and head",
         "row_delta",
         "adding up the heads, too",
     ),
@@ -1215,7 +1215,7 @@ TRAPS = (
         "adding up every H-th head, not neighbours",
     ),
     Trap(
-        "the effects add up",
+        "their effects add up",
         "group_gradients",
         "averaging over the group",
     ),
@@ -1250,7 +1250,7 @@ TRAPS = (
         "leaving log2(e) in d_k",
     ),
     Trap(
-        "where would ln 2 be one too many?",
+        "where would a factor ln 2 be one too many?",
         "base_two",
         "ln 2 in d_q, too",
     ),
@@ -1306,5 +1306,18 @@ PREDICTIONS = (
             (lambda guess: guess not in (0, 1, 2), "The keys are 0, 1 and 2."),
         ),
         choices=(0, 1, 2),
+    ),
+    Prediction(
+        "finished_by_queries",
+        "A program holds a tile of queries, and the keys pass by: which gradients can it finish by "
+        'itself, "d_q", "d_k and d_v", "all three" or "none"?',
+        "`d_q` sums over keys, and all of them pass by. `d_k` and `d_v` sum over queries, and the "
+        "program holds only some.",
+        (
+            ("d_k and d_v", "A key's gradient sums over all queries. Which of them does it hold?"),
+            ("all three", "Other programs hold other queries, and these have used the keys, too."),
+            ("none", "A query's gradient sums over its keys. Which of them does it not meet?"),
+        ),
+        choices=("d_q", "d_k and d_v", "all three", "none"),
     ),
 )
