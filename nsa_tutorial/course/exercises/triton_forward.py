@@ -161,12 +161,13 @@ _KEYS_MISTAKES = (
 _KEYS = Exercise(
     name="key_rows",
     statement="""
-Chapter 05's `tokens_of_list`, as a kernel has it: with tiles, and sequences that begin anywhere. A
-program's list `ids`, a Python list here, names blocks of `BS` keys, counted from the beginning of
-its own sequence, which is row `first_key` of `K`; its query sees the first `num_visible` keys of
-that sequence. A slot may hold -1, also in the middle of the list. Return the tensor `[S, BS]` of
-the rows of `K` that the program loads, one row of it for each slot, with -1 for each element that
-must not load.
+A program's list `ids`, a Python list here, names blocks of `BS` keys. Blocks are counted from the
+beginning of the program's own sequence, and that sequence begins at row `first_key` of `K`. The
+query sees the first `num_visible` keys of its sequence. A slot may be empty, -1, also in the middle
+of the list.
+
+Return a tensor `[S, BS]` with a row for each slot: the rows of `K` that the program loads there,
+and -1 for each element that must not load.
 """,
     minutes=7,
     difficulty=2,
@@ -471,11 +472,15 @@ def _scores_case(name: str, grid: tuple[int, int], R: int, H: int, G: int) -> Ca
 _SCORES = Exercise(
     name="first_scores",
     statement="""
-Find the bugs. Program `(query, head)` scores the `G` query heads of its group against key 0 of its
-KV head. `Q` is `[R, H, G, D]`, `K` here `[H, D]`, `Score` `[R, H, G]`. The tile has `GT` rows: `G`
-rounded up to a power of two, and at least 16. The kernel is right for query 0 if `G` is 16. Two of
-its lines are wrong. Mend them. (The check launches some or all of the programs. Numbers that none
-of these owns must stay -77, also behind the end of `Score`.)
+**Find two bugs.** Program `(query, head)` scores the `G` query heads of its group against key 0 of
+its KV head. `Q` is `[R, H, G, D]`, `K` is `[H, D]` here, and `Score` is `[R, H, G]`. The tile has
+`GT` rows: `G` rounded up to a power of two, and at least 16.
+
+The kernel in the next cell is right for query 0 if `G` is 16. Two of its lines are wrong. Mend
+them.
+
+Before the launch, `Score` and the memory behind it are full of -77. The check launches some or all
+of the programs. Every number that none of these programs owns must stay -77.
 """,
     minutes=6,
     difficulty=2,
@@ -646,11 +651,12 @@ _WALKED_MISTAKES = (
 _WALKED = Exercise(
     name="walked_slots",
     statement="""
-A Python list `ids` has a fixed number of slots. A query sees the first `num_blocks` blocks of its
-sequence, the last of them perhaps in part. A slot that names none of these loads nothing: it is
-empty (-1), or names a block of the future. Such slots mostly stand at the end. A program walks
-slots 0, 1, 2, … in order, and may stop as soon as no slot is left that loads anything. Return how
-many slots it walks, at the least, without missing a block.
+A query sees the first `num_blocks` blocks of its sequence. Its list `ids` is a Python list here. A
+slot that names one of these blocks loads something. Every other slot loads nothing: it is empty
+(-1), or it names a block of the future.
+
+A program walks slots 0, 1, 2, … in order. It may stop as soon as no slot is left that loads
+anything. Return how many slots it has to walk.
 """,
     minutes=3,
     difficulty=1,
@@ -836,12 +842,16 @@ _WINDOW_MISTAKES = (
 _WINDOW = Exercise(
     name="window_row",
     statement="""
-The query at `position` of its sequence, which begins at row `first_key` of `K`, has a window of
-`window_size` keys: its own and those before it, fewer at the beginning of the sequence. The kernel
-counts a window's blocks from the window's *first key*: the list is 0, 1, 2, … Return
-`(row, num_visible, num_slots)`: the row of `K` that the window begins at, how many keys from there
-the query sees, and how many blocks of `BS` keys its program walks: no more than hold something
-visible.
+A query stands at `position` of its sequence, counted from 0. The sequence begins at row `first_key`
+of `K`. The query's window has `window_size` keys: its own key and those before it. At the beginning
+of the sequence there are fewer.
+
+The kernel counts a window's blocks from the window's *first key*. Return
+`(row, num_visible, num_slots)`:
+
+- `row`: the row of `K` at which the window begins;
+- `num_visible`: how many keys from there the query sees;
+- `num_slots`: how many blocks of `BS` keys hold at least one of them.
 """,
     minutes=6,
     difficulty=2,
@@ -1013,10 +1023,14 @@ _LOCATE_MISTAKES = (
 _LOCATE = Exercise(
     name="locate",
     statement="""
-Sequences lie one behind the other in one tensor; sequence `i` has the tokens `cu_seqlens[i]` up to,
-but without, `cu_seqlens[i + 1]`, and may be empty. A kernel's row needs two numbers: at which row
-of `K` its sequence begins, and how many keys from there it sees under causal attention, its own
-included. Return the two lists `(first_key, num_visible)`, a number for each token.
+Sequences lie one behind the other in one tensor. Sequence `i` has the tokens from `cu_seqlens[i]`
+up to, but without, `cu_seqlens[i + 1]`. It may be empty. Each token is a row of the kernel, and
+needs two numbers:
+
+- `first_key`: the row of `K` at which its sequence begins;
+- `num_visible`: how many keys from there it sees under causal attention, its own included.
+
+Return the two lists `(first_key, num_visible)`, each with a number for every token.
 """,
     minutes=5,
     difficulty=2,
@@ -1239,7 +1253,7 @@ TRAPS = (
         "loading the whole block that the query stands in",
     ),
     Trap(
-        "the one block that is visible in part by pointers and masks",
+        "the one block that is visible in part",
         "key_rows",
         "leaving out the block that is visible in part",
     ),
@@ -1289,7 +1303,7 @@ TRAPS = (
         "stopping at the first slot without a visible block",
     ),
     Trap(
-        "so blocks 3 and 7 end no walk",
+        "blocks 3 and 7 lie in the future",
         "walked_slots",
         "taking one block too many for visible",
     ),
@@ -1309,7 +1323,7 @@ TRAPS = (
         "beginning at a block's edge",
     ),
     Trap(
-        "Its blocks begin at key 38, at no multiple of 16.",
+        "blocks begin at key 38, at no multiple of 16.",
         "window_row",
         "counting the sequence's blocks that the window touches",
     ),
@@ -1388,8 +1402,8 @@ PREDICTIONS = (
         "worst_change",
         "The launch takes steps of 32 tokens, one warp and three stages. Which single change makes "
         'the kernel slowest, "64 tokens", "4 warps" or "1 stage"?',
-        "Whole blocks in three stages take 68 KiB, so three programs fit on a multiprocessor "
-        "instead of six, and each has one warp for twice the work of a step.",
+        "With three stages, a program with steps of 64 tokens takes 68 KiB. Three programs fit on "
+        "a multiprocessor instead of six, and one warp has twice the work in a step.",
         (
             ("4 warps", "That is next, at 20 ms: 16 rows are little work for four warps."),
             (
