@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import linecache
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from nsa_tutorial.course.exercises import grouped_query_attention as exercises
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong
+from nsa_tutorial.course.widgets import grouped_query_attention as pictures
 from nsa_tutorial.exact import grouped_query_attention as gqa
 from nsa_tutorial.runtime import environment
 from nsa_tutorial.runtime.costs import kv_cache_bytes
@@ -58,6 +62,12 @@ def test_the_kernel_scores_as_the_module_does() -> None:
     torch.testing.assert_close(s, exercises.grouped_scores(q, k)[0, 0, :, 0])
 
 
+def test_timing_a_step_leaves_torch_its_threads() -> None:
+    before = torch.get_num_threads()
+    assert pictures.step_ms(H=8, tokens=16) > 0
+    assert torch.get_num_threads() == before
+
+
 # -- what the tutor says --
 
 
@@ -92,6 +102,19 @@ def test_the_kernel_itself_is_told_from_the_function_that_returns_it() -> None:
     skip_without_triton()
     verdict = judge(EXERCISES["score_group"], exercises.score_group())
     assert (verdict.outcome, "the function that returns it" in verdict.text) == ("wrong", True)
+
+
+def test_the_frame_with_all_its_gaps_is_no_attempt() -> None:
+    skip_without_triton()
+    path = Path(__file__).parents[2] / "notebooks/02_grouped_query_attention.ipynb"
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    frame = "".join(next(c["source"] for c in cells if c["id"] == "score-group-stub"))
+    name = "<frame of score_group>"
+    linecache.cache[name] = (len(frame), None, frame.splitlines(keepends=True), name)
+    namespace = {"tl": tl, "triton": triton}
+    exec(compile(frame, name, "exec"), namespace)
+    verdict = judge(EXERCISES["score_group"], namespace["score_group"])
+    assert verdict.outcome == "not attempted"
 
 
 def test_open_gaps_are_named_and_filled_ones_are_not() -> None:
@@ -343,6 +366,7 @@ def test_thoughts_about_guesses_hold() -> None:
     for between in ("", " ", ", "):
         assert is_same(between.join(map(str, digits)))
     assert not is_same("00001111")
+    assert 1 in guesses["step_with_8_kv_heads"] and 64 // 8 not in guesses["step_with_8_kv_heads"]
     heads = torch.arange(2)
     assert guesses["repeated_by_repeat"][0] == heads.repeat_interleave(4).tolist()
     shares = torch.tensor([-0.34, 0.66, 1.19, 0.07])
