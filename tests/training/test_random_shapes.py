@@ -1,0 +1,77 @@
+"""Lists of random sizes and options, forward and backward, through each of Triton's orders: on a
+GPU 500 of them, on the CPU a few."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+import test_gradients
+import torch
+from places import DTYPES, skip_unless_runs
+from selection import Problem, assert_right
+
+from nsa_tutorial.backends import ORDERS
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, in the interpreter
+]
+SHAPES, RUN = 500, 25
+
+
+def problem_of(seed: int, longest: int) -> Problem:
+    """The `seed`-th problem, of `longest` queries at most."""
+    draw = random.Random(seed)
+    N = draw.randint(1, longest)
+    B, M, cu, kind = draw.choice((1, 1, 2)), N, None, draw.random()
+    if kind < 0.3:
+        cuts = sorted(draw.randint(0, N) for _ in range(draw.randint(1, 4)))
+        B, cu = 1, (0, *cuts, N)
+    elif kind < 0.6:
+        M = N + draw.randint(0, longest)
+    return Problem(
+        B=B, N=N, M=M, cu=cu, H=draw.choice((1, 2)), G=draw.choice((1, 3, 4, 16)),
+        D=draw.choice((16, 24, 32)), DV=draw.choice((16, 32, 40)), S=draw.choice((1, 3, 4)),
+        BS=draw.choice((5, 16, 24)), own=draw.random() < 0.4,
+        counts=draw.choice((None, "random", 2)), causal=draw.random() < 0.8,
+        factors=draw.random() < 0.1, seed=seed,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("seed", [3, 8])
+def test_on_the_cpu(seed: int, order: str) -> None:
+    judge(seed, order, "cpu", torch.float32, longest=25)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("first", range(0, SHAPES, RUN))
+def test_on_a_gpu(first: int, order: str) -> None:
+    for seed in range(first, first + RUN):
+        judge(seed, order, "cuda", DTYPES[seed % len(DTYPES)], longest=150)
+
+
+def judge(seed: int, order: str, device: str, dtype: torch.dtype, longest: int) -> None:
+    """Output, log-sum-exp and gradients within the error budget."""
+    skip_unless_runs(order, device, dtype)
+    problem = problem_of(seed, longest)
+    try:
+        assert_right(problem.make(dtype, device), order)
+        make = test_gradients.lists(problem)
+        test_gradients.test_error_budget(make, dtype, order, device)
+    except AssertionError as error:
+        raise AssertionError(f"{problem}: {error}") from error
+
+
+def test_the_shapes_differ_in_everything() -> None:
+    """Packed and not, with empty sequences, with fewer queries than keys, each option on and
+    off."""
+    problems = [problem_of(seed, 150) for seed in range(SHAPES)]
+    assert {p.cu is None for p in problems} == {True, False}
+    assert any(p.cu and any(a == b for a, b in pairwise(p.cu)) for p in problems)
+    assert {p.M > p.N for p in problems} == {True, False}
+    for option in ("B", "H", "G", "D", "DV", "S", "BS", "own", "counts", "causal", "factors"):
+        assert len({getattr(p, option) for p in problems}) > 1, option
