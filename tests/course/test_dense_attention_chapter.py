@@ -86,6 +86,42 @@ def one_half(q: Tensor, k: Tensor) -> Tensor:
     return torch.einsum("bihd,bjhd->bhij", q, k) / q.shape[-1] ** 1 / 2
 
 
+def meant(q: Tensor, k: Tensor) -> Tensor:
+    return (q[:, :, None] * k[:, None]).mean(-1).permute(0, 3, 1, 2)
+
+
+def meant_and_scaled(q: Tensor, k: Tensor) -> Tensor:
+    return meant(q, k) / q.shape[-1] ** 0.5
+
+
+def variable_of_the_chapter(q: Tensor, k: Tensor) -> Tensor:
+    return 0.5 * torch.einsum("bihd,bjhd->bhij", q, k)
+
+
+def reshaped(q: Tensor, k: Tensor) -> Tensor:
+    B, N, HQ, D = q.shape
+    return q.view(B, HQ, N, D) @ k.reshape(B, HQ, -1, D).mT / D**0.5
+
+
+def lower_half_of_the_scores(q: Tensor, k: Tensor) -> Tensor:
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / q.shape[-1] ** 0.5
+    return scores.tril(k.shape[1] - q.shape[1])
+
+
+def cost_of(flops: Callable, left_out: Callable = lambda N, M, D, DV: 0) -> Callable:
+    """The right cost, with other operations or with elements left out."""
+
+    def attention_cost(N: int, M: int, D: int, DV: int, itemsize: int) -> dict[str, int]:
+        elements = (N + M) * (D + DV) + 4 * N * M - left_out(N, M, D, DV)
+        return {"flops": flops(N, M, D, DV), "bytes": itemsize * elements}
+
+    return attention_cost
+
+
+def products(N: int, M: int, D: int, DV: int) -> int:
+    return 2 * N * M * (D + DV)
+
+
 def lower_triangle(scores: Tensor) -> Tensor:
     scores = scores.tril(scores.shape[1] - scores.shape[0])
     return torch.softmax(scores, -1)
@@ -274,6 +310,61 @@ TYPED = [
     ("causal_softmax", zeros_at_the_end, "zeros written over the weights at the end"),
     ("causal_softmax", only_lined_up, "leaving the hidden places of W as they were"),
 ]
+
+
+SCALED = [
+    (meant, "dividing by D where √D is meant"),
+    (meant_and_scaled, "dividing by D and by √D"),
+    (variable_of_the_chapter, "a scale of one half for every width"),
+    (reshaped, "a reshape where axes have to be swapped"),
+    (lower_half_of_the_scores, "masked scores where all of them are asked for"),
+]
+ONE_EACH = "counting a multiply-add as one operation"
+COSTS = {
+    "no factor": (cost_of(lambda N, M, D, DV: N * M * (D + DV)), ONE_EACH),
+    "factor in one": (
+        cost_of(lambda N, M, D, DV: 2 * N * M * D + N * M * DV),
+        f"{ONE_EACH} in one of the two products",
+    ),
+    "factor in the other": (
+        cost_of(lambda N, M, D, DV: N * M * D + 2 * N * M * DV),
+        f"{ONE_EACH} in one of the two products",
+    ),
+    "factor of four": (
+        cost_of(lambda N, M, D, DV: 4 * N * M * (D + DV)),
+        "counting every operation twice",
+    ),
+    "N keys": (
+        cost_of(lambda N, M, D, DV: 2 * N * N * (D + DV)),
+        "counting N keys where there are M",
+    ),
+    "D times DV": (cost_of(lambda N, M, D, DV: 2 * N * M * D * DV), "multiplying the two widths"),
+    "no q": (cost_of(products, lambda N, M, D, DV: N * D), "leaving out q"),
+    "no k": (cost_of(products, lambda N, M, D, DV: M * D), "leaving out k"),
+    "no v": (cost_of(products, lambda N, M, D, DV: M * DV), "leaving out v"),
+    "writes alone": (
+        cost_of(products, lambda N, M, D, DV: N * D + M * (D + DV) + 2 * N * M),
+        "counting what is written and not what is read",
+    ),
+}
+
+
+@pytest.mark.parametrize(("typed", "mistake"), SCALED, ids=[f.__name__ for f, _ in SCALED])
+def test_a_wrong_scale_is_called_what_it_is(typed: Callable, mistake: str) -> None:
+    assert judge(EXERCISES["scaled_scores"], typed).misconceptions == (mistake,)
+
+
+@pytest.mark.parametrize(("typed", "mistake"), COSTS.values(), ids=COSTS)
+def test_a_wrong_cost_is_called_what_it_is(typed: Callable, mistake: str) -> None:
+    assert judge(EXERCISES["attention_cost"], typed).misconceptions == (mistake,)
+
+
+def test_what_a_kernel_stored_has_a_name() -> None:
+    e = EXERCISES["causal_softmax"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    assert "`W`:" in judge(e, only_lined_up).text
+    assert "Value 0" not in judge(e, only_lined_up).text
 
 
 @pytest.mark.parametrize(

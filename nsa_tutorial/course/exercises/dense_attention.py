@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from types import CodeType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -48,6 +49,9 @@ _SCALES = {
     "multiplied": lambda D, HQ, N, M: D**0.5,
     "fourth root": lambda D, HQ, N, M: D**-0.25,
     "precedence": lambda D, HQ, N, M: 1 / D / 2,
+    "twice": lambda D, HQ, N, M: D**-1.5,
+    "one half": lambda D, HQ, N, M: 0.5,
+    "negative": lambda D, HQ, N, M: -(D**-0.5),
 }
 _LAYOUTS = {
     "positions first": "bihd,bjhd->bihj",
@@ -64,15 +68,18 @@ def _scores(slips: Slips, q: Tensor, k: Tensor) -> Tensor:
         factor = _SCALES[name](D, HQ, N, k.shape[1])
     if "heads with heads" in slips:
         return factor * (q @ k.transpose(-2, -1))
+    if "reshaped" in slips:
+        rows, columns = (x.reshape(len(x), HQ, -1, D) for x in (q, k))
+        return factor * (rows @ columns.transpose(-2, -1))
     if "products" in slips:
         return factor * q * k
     layout = "bihd,bjhd->bhij"
     for name in slips & _LAYOUTS.keys():
         layout = _LAYOUTS[name]
     scores = factor * torch.einsum(layout, q, k)
-    if "masked" in slips:
+    if slips & {"masked", "masked with 0"}:
         hidden = torch.ones(scores.shape[-2:]).tril(scores.shape[-1] - scores.shape[-2]) == 0
-        scores = scores.masked_fill(hidden, -torch.inf)
+        scores = scores.masked_fill(hidden, -torch.inf if "masked" in slips else 0.0)
     return torch.softmax(scores, -1) if "softmax" in slips else scores
 
 
@@ -80,8 +87,24 @@ _SCORES_MISTAKES = (
     Misconception(
         "dividing by D where √D is meant",
         slip(_scores, "by the width"),
-        "A typical dot product grows like √D. Divided by D it fades towards 0, and every softmax "
-        "towards a plain average. What did the cell that measures the spread print?",
+        "A mean over D divides by D, and so does a scale on q and on k both. Divided by D, the "
+        "spread fades towards 0. What did the cell that measures the spread print?",
+    ),
+    Misconception(
+        "dividing by D and by √D",
+        slip(_scores, "twice"),
+        "A mean over D has already divided by D. Is a dot product a mean, or a sum?",
+    ),
+    Misconception(
+        "a scale of one half for every width",
+        slip(_scores, "one half"),
+        "One half is right for D = 4, where the chapter made its variable `scale`. Which D do `q` "
+        "and `k` have here?",
+    ),
+    Misconception(
+        "scores with the wrong sign",
+        slip(_scores, "negative"),
+        "The sizes are right, and all signs are turned. Where does your minus come from?",
     ),
     Misconception(
         "leaving the scores unscaled",
@@ -169,7 +192,18 @@ _SCORES_MISTAKES = (
     Misconception(
         "masked scores where all of them are asked for",
         slip(_scores, "masked"),
-        "Some scores are -inf. The mask is the next exercise; which line can go?",
+        "Some scores are -inf. This exercise has no mask. Which line can go?",
+    ),
+    Misconception(
+        "masked scores where all of them are asked for",
+        slip(_scores, "masked with 0"),
+        "Later keys have the score 0. This exercise has no mask. Which line can go?",
+    ),
+    Misconception(
+        "a reshape where axes have to be swapped",
+        slip(_scores, "reshaped"),
+        "`reshape` and `view` keep the numbers in their order in memory, so positions and heads "
+        "are mixed. Which function swaps two axes?",
     ),
 )
 
@@ -213,9 +247,9 @@ Complete `scaled_scores(q, k)`: the score of every query with every key, per bat
     combine=together(
         _SCORES_MISTAKES,
         _SCALES,
-        {*_LAYOUTS, "heads with heads", "products"},
-        {"heads with heads", "products", "masked"},
-        {"heads with heads", "products", "softmax"},
+        {*_LAYOUTS, "heads with heads", "products", "reshaped"},
+        {"heads with heads", "products", "reshaped", "masked", "masked with 0"},
+        {"heads with heads", "products", "reshaped", "softmax"},
     ),
 )
 
@@ -644,18 +678,25 @@ def attention_cost(N: int, M: int, D: int, DV: int, itemsize: int) -> dict[str, 
 
 _FLOPS = {
     "one each": lambda N, M, D, DV: N * M * (D + DV),
+    "one each in the scores": lambda N, M, D, DV: N * M * (D + 2 * DV),
+    "one each in the sum": lambda N, M, D, DV: N * M * (2 * D + DV),
+    "four each": lambda N, M, D, DV: 4 * N * M * (D + DV),
     "one addition fewer": lambda N, M, D, DV: N * M * (2 * D - 1) + N * DV * (2 * M - 1),
     "scores alone": lambda N, M, D, DV: 2 * N * M * D,
+    "sum alone": lambda N, M, D, DV: 2 * N * M * DV,
+    "as many keys as queries": lambda N, M, D, DV: 2 * N * N * (D + DV),
+    "widths multiplied": lambda N, M, D, DV: 2 * N * M * D * DV,
     "all as wide as keys": lambda N, M, D, DV: 4 * N * M * D,
     "masked": lambda N, M, D, DV: 2 * (N * M - N * (N - 1) // 2) * (D + DV),
     "softmax, 1": lambda N, M, D, DV: 2 * N * M * (D + DV) + N * M,
+    "softmax, 2": lambda N, M, D, DV: 2 * N * M * (D + DV) + 2 * N * M,
     "softmax, 3": lambda N, M, D, DV: 2 * N * M * (D + DV) + 3 * N * M,
     "softmax, 4": lambda N, M, D, DV: 2 * N * M * (D + DV) + 4 * N * M,
     "softmax, 5": lambda N, M, D, DV: 2 * N * M * (D + DV) + 5 * N * M,
 }
 _TABLES = {
     "no tables": 0, "one crossing": 1, "two crossings": 2, "three crossings": 3,
-    "mask moved": 5, "scale and mask moved": 8,
+    "mask moved": 5, "one step more": 6, "scale and mask moved": 8,
 }  # fmt: skip
 
 
@@ -673,10 +714,14 @@ def _cost(slips: Slips, N: int, M: int, D: int, DV: int, itemsize: int) -> objec
     if "v per query" in slips:
         v = N * DV
     o = N * (D if slips & {"v and o like q", "o like q"} else DV) * ("no output" not in slips)
-    vectors = 0 if "tables alone" in slips else N * D + M * D + v + o
+    q, k = N * D * ("no q" not in slips), M * D * ("no k" not in slips)
+    v *= "no v" not in slips
+    vectors = 0 if "tables alone" in slips else q + k + v + o
     elements = vectors + crossings * N * M
     if "reads alone" in slips:
         elements -= o + 2 * N * M
+    if "writes alone" in slips:
+        elements -= q + k + v + 2 * N * M
     size = 1 if "elements" in slips else 2 if "two bytes" in slips else itemsize
     if "operations of bytes" in slips:
         flops *= itemsize
@@ -705,7 +750,22 @@ _COST_MISTAKES = (
         "counting a multiply-add as one operation",
         slip(_cost, "one each"),
         "A dot product of width D takes D multiplications and, to sum them, as many additions. "
-        "How many operations is that per pair of numbers?",
+        "Masked pairs are computed, too. How many operations is that per pair of numbers?",
+    ),
+    *(
+        Misconception(
+            "counting a multiply-add as one operation in one of the two products",
+            slip(_cost, f"one each in the {product}"),
+            f"One matrix product has the factor of 2, and {other} has not. How many operations "
+            "does each pair of numbers take in it?",
+        )
+        for product, other in (("scores", "the scores' product"), ("sum", "the weighted sum"))
+    ),
+    Misconception(
+        "counting every operation twice",
+        slip(_cost, "four each"),
+        "Your number is twice too large. Per pair of numbers, there are one multiplication and one "
+        "addition. Where does your other factor of 2 come from?",
     ),
     Misconception(
         "counting one addition fewer than multiplications",
@@ -717,6 +777,22 @@ _COST_MISTAKES = (
         "counting one of the two matrix products",
         slip(_cost, "scores alone"),
         "The scores are one matrix product. What are the weights multiplied with?",
+    ),
+    Misconception(
+        "counting one of the two matrix products",
+        slip(_cost, "sum alone"),
+        "The weighted sum is one matrix product. Which product makes the scores?",
+    ),
+    Misconception(
+        "counting N keys where there are M",
+        slip(_cost, "as many keys as queries"),
+        "Your operations depend on N alone. With how many keys does each of the N queries meet?",
+    ),
+    Misconception(
+        "multiplying the two widths",
+        slip(_cost, "widths multiplied"),
+        "The two matrix products come one after the other. Are their operations multiplied, or "
+        "added?",
     ),
     Misconception(
         "computing with values as wide as the keys",
@@ -733,10 +809,10 @@ _COST_MISTAKES = (
         Misconception(
             "counting the softmax's operations",
             slip(_cost, f"softmax, {count}"),
-            "Real work, but a few operations per score beside 2·D, so they are left out here. "
-            "Which two steps are matrix products?",
+            "Softmax and scale are real work, but only a few operations per score beside 2·D, so "
+            "they are left out here. Which two steps are matrix products?",
         )
-        for count in (1, 3, 4, 5)
+        for count in (1, 2, 3, 4, 5)
     ),
     Misconception(
         "multiplying operations by the bytes of a number",
@@ -792,6 +868,11 @@ _COST_MISTAKES = (
         "main memory without it?",
     ),
     Misconception(
+        "carrying N·M numbers six times",
+        slip(_cost, "one step more"),
+        f"Your count has one step too many. Scale and mask cost nothing here. {_STEP_BY_STEP}",
+    ),
+    Misconception(
         "letting scale and mask be steps of their own",
         slip(_cost, "scale and mask moved"),
         "PyTorch does move that much. Here there are three steps, and the mask costs nothing. "
@@ -801,6 +882,19 @@ _COST_MISTAKES = (
         "counting what is read and not what is written",
         slip(_cost, "reads alone"),
         f"Every step also writes its result to main memory, the last one too. {_STEP_BY_STEP}",
+    ),
+    Misconception(
+        "counting what is written and not what is read",
+        slip(_cost, "writes alone"),
+        f"Every step reads its inputs from main memory, too. {_STEP_BY_STEP}",
+    ),
+    *(
+        Misconception(
+            f"leaving out {name}",
+            slip(_cost, f"no {name}"),
+            f"Main memory holds `{name}`, too. Which step reads it, and which shape does it have?",
+        )
+        for name in "qkv"
     ),
     Misconception(
         "leaving out the output",
@@ -866,7 +960,7 @@ from main memory and writing its result back.
     "cross it four times while everything else crosses it once.",
     solution=attention_cost,
     cases=(
-        Case("N=2, M=3, D=4, DV=5, 2 bytes", lambda: (2, 3, 4, 5, 2)),
+        Case("N=2, M=3, D=4, DV=5, 4 bytes", lambda: (2, 3, 4, 5, 4)),
         Case("decoding: N=1, M=1000, D=64, DV=128, 2 bytes", lambda: (1, 1000, 64, 128, 2)),
         Case("N=M=4096, D=192, DV=128, 4 bytes", lambda: (4096, 4096, 192, 128, 4)),
     ),
@@ -874,9 +968,12 @@ from main memory and writing its result back.
     combine=together(
         _COST_MISTAKES,
         {*_FLOPS, "D for DV"},
-        {*_TABLES, "reads alone"},
-        {"v and o like q", "v like k", "v per query", "D for DV", "tables alone"},
+        {*_TABLES, "reads alone", "writes alone"},
+        {"v and o like q", "v like k", "v per query", "D for DV", "tables alone", "no v"},
         {"v and o like q", "o like q", "D for DV", "tables alone", "reads alone", "no output"},
+        *({name, "tables alone"} for name in ("no q", "no k")),
+        *({"writes alone", f"no {name}"} for name in "qkv"),
+        {"writes alone", "v and o like q", "v like k", "v per query", "D for DV", "tables alone"},
         {"no tables", "tables alone"},
         {"elements", "two bytes"},
         {"swapped", "tuple"},
@@ -903,8 +1000,15 @@ def causal_softmax() -> object:
     return kernel
 
 
-def _run_causal_softmax(solution: Callable, scores: Tensor) -> tuple[Tensor, str]:
-    """Launch the kernel; `W` holds other numbers before, and those behind its end must stay."""
+class _Stored(NamedTuple):
+    """What a kernel stored: the weights, and how many numbers past their end."""
+
+    W: Tensor
+    stored_past_the_end: int
+
+
+def _run_causal_softmax(solution: Callable, scores: Tensor) -> _Stored:
+    """Launch the kernel; `W` is -1 everywhere before, and past its end it must stay so."""
     kernel = solution()
     if kernel is None:
         if any(isinstance(c, CodeType) for c in solution.__code__.co_consts):
@@ -916,12 +1020,12 @@ def _run_causal_softmax(solution: Callable, scores: Tensor) -> tuple[Tensor, str
     N, M = scores.shape
     source = torch.full((N * M + N * _BM,), 5.0, device=device)
     source[: N * M] = scores.flatten()
-    w = torch.full((N * M + N * _BM,), -77.0, device=device)
+    w = torch.full((N * M + N * _BM,), -1.0, device=device)
     with warnings.catch_warnings():  # the interpreter's, of inf / inf in a wrong kernel
         warnings.simplefilter("ignore", RuntimeWarning)
         kernel[N,](source, w, N, M, BM=_BM)
-    past = int((w[N * M :] != -77.0).sum())
-    return w[: N * M].view(N, M).cpu(), f"numbers stored past the end of W: {past}"
+    past = int((w[N * M :] != -1.0).sum())
+    return _Stored(w[: N * M].view(N, M).cpu(), past)
 
 
 @triton.jit
@@ -1009,8 +1113,8 @@ _SOFTMAX_MISTAKES = (
     Misconception(
         "leaving the hidden places of W as they were",
         slip(_softmax_kernel, "visible alone"),
-        "A hidden key has the weight 0, and somebody has to write this 0. Which places of the row "
-        "does your store reach?",
+        "`W` was -1 everywhere before the launch, and it still is where a key is hidden. A hidden "
+        "key has the weight 0. Which places of the row does your store reach?",
     ),
     Misconception(
         "the kernel as it was given",

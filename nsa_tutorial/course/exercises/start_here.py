@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import CodeType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa_tutorial.course.exercises import Case, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.languages import tl, triton
-from nsa_tutorial.course.mistakes import slip, together
+from nsa_tutorial.course.mistakes import Wrong, slip, together
 from nsa_tutorial.runtime import environment
 
 Slips = frozenset[str]
@@ -81,15 +82,24 @@ def add() -> object:
     return kernel
 
 
-def _run_add(solution: Callable, N: int) -> dict[str, Tensor | int]:
-    """Launch the kernel; behind `C` lie numbers that must stay, behind `A` and `B` large ones."""
+class _Stored(NamedTuple):
+    """What a kernel stored: the sums, and how many numbers past their end."""
+
+    C: Tensor
+    stored_past_the_end: int
+
+
+def _run_add(solution: Callable, N: int) -> _Stored:
+    """Add 1, 2, 3, … and 10, 20, 30, …; `C` is -1 before, and large numbers lie past the end of `A`
+    and `B`."""
     kernel, device = _kernel_of(solution), environment.detect().device
     a, b = (torch.full((N + 4 * _BN,), 1000.0, device=device) for _ in range(2))
-    a[:N], b[:N] = _random(N, seed=N), _random(N, seed=N + 1)
-    c = torch.full((N + 4 * _BN,), -77.0, device=device)
+    a[:N] = torch.arange(N) + 1.0
+    b[:N] = 10 * a[:N]  # 11, 22, 33, …: sums that show what was added
+    c = torch.full((N + 4 * _BN,), -1.0, device=device)
     kernel[-(-N // _BN),](a, b, c, N, BN=_BN)
-    past = int((c[N:] != -77.0).sum())
-    return {"C": c[:N].cpu(), "stored past its end": past}
+    past = int((c[N:] != -1.0).sum())
+    return _Stored(c[:N].cpu(), past)
 
 
 @triton.jit
@@ -151,7 +161,8 @@ return kernel
         Misconception(
             "a kernel that stores nothing",
             _mistaken(_wrong_add, SLIP="nothing"),
-            "`C` is as it was before the launch. Which function writes a tile to memory?",
+            "`C` was -1 everywhere before the launch, and it still is. Which function writes a "
+            "tile to memory?",
         ),
         Misconception(
             "storing past the end",
@@ -312,6 +323,12 @@ _TEST_MISTAKES = (
         "squares?",
     ),
     Misconception(
+        "testing with numbers that hide almost every mistake",
+        Wrong(_tested, frozenset({"zeros", "short", "full"})),
+        "Three wrong kernels pass. Twice 2 is the square of 2, and your few tiles are all full. "
+        "Which `x` would be harder for a wrong kernel?",
+    ),
+    Misconception(
         "comparing with squares",
         slip(_tested, "squared"),
         "Your test rejects the right kernel, and the one that squares passes. What do you compare "
@@ -344,15 +361,21 @@ def _double_case(name: str, slip: str) -> Case:
 _TEST = Exercise(
     name="is_right",
     statement="""
-Write the test. `candidate(x)` launches a kernel with tiles of 4 on a tensor `x` and returns a
-tensor. Return True if that is twice `x`, and False if it is not. The checker hands you five
-candidates, one after the other. One is right. Choose `x` so that the other four cannot hide: how
-long should it be, and which numbers should it hold?
+Mend the test. `candidate(x)` launches a kernel with tiles of 4 on a tensor `x`, and returns what
+the kernel stored. `is_right` returns True if that is twice `x`, and False if it is not. The checker
+hands you five candidates, one after the other. One is right, and four are wrong. With the `x`
+below, wrong candidates pass. How long should `x` be, and which numbers should it hold? Copy these
+lines into `is_right`, and change the first:
+
+```python
+x = torch.full((10,), 2.0)  # ten numbers, all of them 2
+return torch.equal(candidate(x), 2 * x)
+```
 """,
-    minutes=6,
+    minutes=5,
     difficulty=2,
     hints=(
-        "Compare `candidate(x)` with `2 * x`. `torch.equal` is True if all numbers agree.",
+        "One wrong kernel squares. For which numbers is the square the same as the double?",
         "Suppose somebody computed the number of programs as `N // 4`. Which lengths would show "
         "it? And which lengths would show a grid that is always three programs?",
         "One tensor is enough: many tiles long, the last one not full, and with numbers whose "
@@ -431,8 +454,10 @@ _ROW_MAX = Exercise(
     name="row_max",
     statement="""
 Find the bugs: there are two. This kernel should store the largest number of each row of `X`
-`[R, N]`. Row `i` begins at place `i * N`. The grid is `(R,)`, and `BN` is the smallest power of two
-that holds a row. Copy the kernel into `row_max`, and mend it.
+`[R, N]`. In memory, row `i` begins at place `i * N`: rows of three numbers lie at the places
+0 1 2, 3 4 5, 6 7 8. The grid is `(R,)`, and `BN` is the smallest power of two that holds a row. One
+bug shows in a single row, the other only in a second row. Copy the kernel into `row_max`, and mend
+both.
 
 ```python
 @triton.jit
@@ -551,31 +576,22 @@ PREDICTIONS = (
         tolerance=0.03,
     ),
     Prediction(
-        name="pairs_of_32_tokens",
-        question="Of 528 pairs, how many are left if each query sees the first block and its own?",
-        reason="The first 8 queries keep all their 36 pairs. Each of the other 24 has 8 keys of "
-        "the first block, and in its own those up to itself: 3 · (8 · 8 + 36) = 300.",
+        name="times_faster",
+        question="1/32 of the work: how many times faster are the lists on an H200?",
+        reason="The work is 1/32, but each piece of it takes longer. Dense attention loads a block "
+        "once for many tokens. With lists, each token loads its own blocks.",
         thoughts=(
-            (
-                528,
-                "That is all pairs. A query of the last block no longer sees the two in between.",
-            ),
-            (512, "That is 32 queries times 16 keys. But no query sees the keys after its own."),
-            (
-                264,
-                "That is half of them. Early queries have hardly more than two blocks behind "
-                "them, so a short sequence keeps more.",
-            ),
-            (256, "That is 32 queries times 8 keys. Most lists have two blocks."),
-            (300, "The queries of the first block see keys, too: 36 pairs more."),
-            (144, "Those are the own blocks alone. Most lists have the first block as well."),
-            (lambda guess: guess > 528, "A list only takes pairs away."),
+            (64, "That is what the last token saves. An average token has half as many before it."),
+            (32, "That is how much less work it is. But each piece of this work takes longer."),
+            (16, "That is half of what the work says. On this GPU, it is less still."),
+            (1, "It is faster, though less than the work would let you hope."),
+            (lambda guess: guess > 32, "The work is 32 times less, so it can hardly be more."),
         ),
-        tolerance=0.01,
+        tolerance=0.13,
     ),
     Prediction(
         name="percent_of_16384_tokens",
-        question="Of 16,384 tokens: how many percent of the pairs are left?",
+        question="At 16,384 tokens: how many percent of the pairs are left?",
         reason="On average, a query keeps 12.5 keys, and 8,192 stand before it.",
         thoughts=(
             (lambda guess: 0.0014 < guess < 0.0017, "That is the share. Times 100, it is percent."),

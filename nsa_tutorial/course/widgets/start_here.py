@@ -1,5 +1,5 @@
-"""Pictures of chapter 00: a grid of programs, which keys a short list of blocks lets each query
-see, and the map of the course.
+"""Pictures of chapter 00, and two measured times: a grid of programs, which keys a short list of
+blocks lets each query see, and the map of the course.
 
 `python -m nsa_tutorial.course.widgets.start_here assets/selected_attention.png` draws the picture
 of README.md.
@@ -7,6 +7,7 @@ of README.md.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -21,6 +22,19 @@ from nsa_tutorial.sparse.selected_attention import dense_mask
 
 _INK = "#46525E"  # of pictures that show no attention: away from the palette's meanings
 _TINT = "#DDE3E9"
+MEASURED = Path(__file__).resolve().parents[3] / "assets" / "triton_forward_h200.json"
+
+
+def measured_ms() -> dict[str, float]:
+    """Milliseconds on an H200, as `assets/` stores them: dense attention, and attention to 16
+    blocks, of 65,536 tokens with 64 heads of width 128 in bf16."""
+    rows = [
+        row
+        for row in json.loads(MEASURED.read_text())["rows"]
+        if (row["tokens"], row["width"], row["slots"], row["change"]) == (65_536, 128, 16, "")
+    ]
+    ms = {row["kernel"]: row["ms"] for row in rows}
+    return {"dense attention": ms["dense, cuDNN"], "16 blocks for each token": ms["triton"]}
 
 
 def draw_program_grid(N: int, BN: int) -> Picture:
