@@ -371,6 +371,51 @@ def scores_alone(steps, own, n, num_initial, num_local):
     return sorted(scores, reverse=True)[:n]
 
 
+def by_branches(own_is_seen: bool) -> Callable:
+    """Each block takes one branch; without `own_is_seen`, blocks from `own` on take none."""
+
+    def running_list(steps, own, n, num_initial, num_local):
+        best, b = [], 0
+        for step in steps:
+            for score in step:
+                if b >= own + own_is_seen:
+                    pass
+                elif b < num_initial or b > own - num_local:
+                    best.append((-math.inf, b))
+                else:
+                    best.append((-score, b))
+                b += 1
+            best = sorted(best)[:n]
+        return sorted(b for _, b in best)
+
+    return running_list
+
+
+def forced_if(is_forced: Callable) -> Callable:
+    """A running list whose forced blocks are told by `is_forced(block, own, num_initial, ...)`."""
+    return by_any_place(lambda place, block, size, own, *forced: is_forced(block, own, *forced))
+
+
+def worst_of_pairs(steps, own, n, num_initial, num_local):
+    best = []
+    for block, score in enumerate([score for step in steps for score in step][: own + 1]):
+        is_forced = block < num_initial or block > own - num_local
+        best.append((math.inf if is_forced else score, -block))
+    return sorted(-b for _, b in sorted(best)[:n])
+
+
+def with_signs(steps, own, n, num_initial, num_local):
+    return [-b for b in solutions.running_list(steps, own, n, num_initial, num_local)][::-1]
+
+
+def all_sorted(bits, n):
+    return sorted(solutions.pick(bits, n))
+
+
+def all_steps_first(first, BQ, BT, length, stride):
+    return solutions.walk(first, BQ, BT, length, stride)[::-1]
+
+
 def picked(low, bits, n):
     above = (bits > low).nonzero().flatten().tolist()
     equal = (bits == low).nonzero().flatten().tolist()
@@ -469,6 +514,21 @@ ATTEMPTS = {
         by_any_place(lambda p, b, size, own, first, local: b < first or p >= size - local),
         {"forcing by the place within the step"},
     ),
+    "own skipped": ("running_list", by_branches(False), {"leaving the own block out"}),
+    "own alone": (
+        "running_list",
+        forced_if(lambda b, own, first, local: b < first or b == own),
+        {"forcing the own block alone"},
+    ),
+    "initial": (
+        "running_list",
+        forced_if(lambda b, own, first, local: b <= first or b > own - local),
+        {"one initial block too many"},
+    ),
+    "worst": ("running_list", worst_of_pairs, {"keeping the worst of each step"}),
+    "signs": ("running_list", with_signs, {"negated ids"}),
+    "-1 first": ("pick", all_sorted, {"sorting -1 with the ids"}),
+    "other order": ("walk", all_steps_first, {"the two numbers in the other order"}),
     "apart": ("running_list", forced_apart, {"forced blocks on top of n others"}),
     "emptied": ("running_list", emptied, {"forgetting the list at every step"}),
     "-1": ("running_list", before_the_text, {"a forced block before the text"}),
@@ -506,6 +566,7 @@ def test_a_readers_mistake_is_named(name: str, attempt: Callable, named: set[str
     ("name", "attempt"),
     [
         ("running_list", all_at_once),
+        ("running_list", by_branches(True)),
         ("merge_lists", two_heads),
         ("pack", by_arithmetic),
         ("pick", by_sort),
@@ -530,7 +591,7 @@ def test_without_its_slip_the_wrong_kernel_is_right() -> None:
     assert judge(e, solutions._mass("none")).outcome == "right"
 
 
-@pytest.mark.parametrize("name", ["group_mass", "pick"])
+@pytest.mark.parametrize("name", ["group_mass", "running_list", "pick"])
 def test_the_frame_that_is_given_is_the_solutions(name: str) -> None:
     """All of its lines but the gaps stand in the solution, in this order."""
     frame = KNOWN[name].statement.split("```")[1].removeprefix("python").splitlines()

@@ -132,7 +132,7 @@ def test_the_sentence_follows_the_questions() -> None:
     assert "too few: the range keeps its lower half" in told[0]
     assert told[-1].endswith("exactly as many as the list has places: these are the blocks.")
     early = len(pictures.halvings(20, 0, 8))
-    assert early == 30, "as the chapter tells"
+    assert early == 30, "down to one number, from just above the bits of infinity"
     assert "down to one number" in pictures.told_halving(20, 0, 8, early)
 
 

@@ -81,6 +81,8 @@ def _wrong_mass(
     summaries = tl.program_id(0) * BT + tl.arange(0, BT)
     if SLIP == "first tile":
         summaries = tl.arange(0, BT)
+    elif SLIP == "one apart":
+        summaries = tl.program_id(0) + tl.arange(0, BT)
     width = tl.arange(0, D)
     in_bounds = summaries < M
     k_tile = tl.load(K + summaries[:, None] * D + width, mask=in_bounds[:, None], other=0.0)
@@ -100,6 +102,10 @@ def _wrong_mass(
             weight = tl.exp2(s - lse)
         elif SLIP == "half base":
             weight = tl.exp2(s * log2_e - lse)
+        elif SLIP == "other half base":
+            weight = tl.exp2(s - lse * log2_e)
+        elif SLIP == "divided":
+            weight = tl.exp2((s - lse) / log2_e)
         elif SLIP == "no lse":
             weight = tl.exp2(s * log2_e)
         else:
@@ -137,10 +143,10 @@ def _mass_case(name: str, G: int, M: int, D: int) -> Case:
 _MASS = Exercise(
     name="group_mass",
     statement="""
-Write the heart of the scoring kernel, for one query and one KV head. `Q` is `[G, D]`, `K` `[M, D]`,
-`LSE` `[G]` in natural logarithm. `Mass[j]` becomes the sum over the heads of
-`exp(scale * q · k_j - lse)`. A program has `BT` summaries, and the grid is `(cdiv(M, BT),)`. Copy
-this frame into `group_mass`, and fill the two gaps. `log2_e` is 1.4427.
+Write the heart of the scoring kernel, for one query and one KV head. `Q` is `[G, D]`, `K` is
+`[M, D]`, and `LSE` `[G]` is a natural logarithm. `Mass[j]` becomes the sum over the heads of
+`exp(scale * q · k_j - lse)`. Each program has `BT` summaries, and the grid is `(cdiv(M, BT),)`.
+Copy this frame into `group_mass`, and fill the two gaps. `log2_e` is 1.4427.
 
 ```python
 @triton.jit
@@ -177,6 +183,21 @@ return kernel
             "powers of two where powers of e are meant",
             _mass("base"),
             "`tl.exp2(x)` is 2 to the power x. Which factor turns it into e to the power x?",
+        ),
+        Misconception(
+            "scores in nats beside an LSE in bits",
+            _mass("other half base"),
+            "`log2_e` has met the LSE, and not the scores. Can the two be subtracted then?",
+        ),
+        Misconception(
+            "dividing by the base's factor",
+            _mass("divided"),
+            "e is 2 to the power 1.4427. Is the exponent of 2 larger than that of e, or smaller?",
+        ),
+        Misconception(
+            "programs that begin one summary apart",
+            _mass("one apart"),
+            "Program 0 has the summaries 0 to `BT - 1`. Which one does program 1 begin with?",
         ),
         Misconception(
             "an LSE in nats beside scores in bits",
@@ -250,10 +271,15 @@ return kernel
 # -- walk --
 
 
-def walk(first: int, BQ: int, BT: int, length: int, stride: int) -> tuple[int, int]:
+def walk(first_query: int, BQ: int, BT: int, length: int, stride: int) -> tuple[int, int]:
     """How many steps of BT summaries a tile of BQ queries walks without a mask, and in all."""
-    visible = [max((t + 1 - length) // stride + 1, 0) for t in (first, first + BQ - 1)]
-    return visible[0] // BT, -(-visible[1] // BT)
+
+    def visible(t):
+        """How many summaries query t sees."""
+        return max((t + 1 - length) // stride + 1, 0)
+
+    fewest, most = visible(first_query), visible(first_query + BQ - 1)
+    return fewest // BT, -(-most // BT)  # down, and up
 
 
 def _walk(
@@ -290,6 +316,8 @@ def _walk(
         return steps
     if "whole alone" in slips:
         return whole
+    if "swapped" in slips:
+        return steps, whole
     return whole, steps - whole if "masked alone" in slips else steps
 
 
@@ -382,6 +410,11 @@ _WALK_MISTAKES = (
         "The second number counts all steps of the walk, masked or not.",
     ),
     Misconception(
+        "the two numbers in the other order",
+        slip(_walk, "swapped"),
+        "The steps without a mask come first, then all steps. Can the first number be the larger?",
+    ),
+    Misconception(
         "one number in place of two",
         slip(_walk, "steps alone"),
         "That is where the walk ends. Return a pair: how many of these steps need no mask?",
@@ -393,14 +426,28 @@ _WALK_MISTAKES = (
     ),
 )
 
+_WALK_SLIPS = frozenset().union(*(m.wrong.slips for m in _WALK_MISTAKES))
+
 _WALK = Exercise(
     name="walk",
     statement="""
-Count the steps of a walk. A tile has the queries `first` to `first + BQ - 1` of one sequence.
-Summary `j` covers the tokens `j * stride` to `j * stride + length - 1`, and query `t` sees it once
-it has ended by `t`. The tile walks over summaries `BT` at a time, from summary 0 on. Return
-`(whole, steps)`: how many steps *all* of its queries see as a whole, so that they need no mask, and
-how many steps there are until no query sees more.
+Count the steps of a walk. A tile has the queries `first_query` to `first_query + BQ - 1`. Summary
+`j` covers the tokens `j * stride` to `j * stride + length - 1`. Query `t` sees summary `j` once
+token `t` is the last of these, or a later one. The walk starts at summary 0 and takes `BT`
+summaries a step. Return two numbers, `(whole, steps)`:
+
+- `whole`: how many steps *all* queries of the tile see in full. These steps need no mask.
+- `steps`: how many steps the walk has in all. It ends when no query of the tile sees more.
+
+You may start from this frame:
+
+```python
+def visible(t):
+    return ...  # how many summaries query t sees
+
+fewest, most = visible(first_query), visible(...)
+return ..., ...
+```
 """,
     minutes=5,
     difficulty=2,
@@ -432,6 +479,7 @@ how many steps there are until no query sees more.
         {"fractions", "whole fraction", "summaries", "whole up"},
         {"always one more", "steps down", "fractions", "summaries"},
         {"masked alone", "fractions"},
+        *({"swapped", other} for other in _WALK_SLIPS - {"swapped"}),
     ),
     cases=(
         Case("one query that sees one summary", lambda: (3, 1, 1, 4, 2)),
@@ -544,10 +592,10 @@ _WAYS_TO_MERGE = ("same place", "smaller", "unsettled", "halves", "in turn", "on
 _MERGE = Exercise(
     name="merge_lists",
     statement="""
-`a` are the best `n` numbers so far, `b` the best `n` of a new step, both with the largest first,
-and -1 in places that are empty. Return the best `n` of both, the largest first. Python's `sorted`
-may put them in order at the end. But find out *which* numbers stay with `n` comparisons, without
-sorting all `2 n`. The checker sees only your result, so this rule is yours to keep.
+`a` holds the best `n` numbers so far, and `b` the best `n` of a new step. Both have the largest
+first, and -1 in empty places. Return the best `n` of both, the largest first. Find out *which*
+numbers stay with `n` comparisons, without sorting all `2 n`. At the end, Python's `sorted` may put
+them in order. The checker sees only your result, so this rule is yours to keep.
 """,
     minutes=5,
     difficulty=2,
@@ -608,6 +656,7 @@ def _running(
     """`running_list` with slips."""
     best, kept, block = [], [], 0
     sign = 1 if "higher ids" in slips else -1
+    initial = num_initial + ("one more initial" in slips)
     local = num_local + ("one more" in slips)
     forced: set[int] = set()
     if "before" in slips:
@@ -621,10 +670,12 @@ def _running(
         if "this length" in slips:
             block = number * len(step)
         for place, score in enumerate(step):
-            is_initial = (place if slips & {"by place", "all by place"} else block) < num_initial
+            is_initial = (place if slips & {"by place", "all by place"} else block) < initial
             is_local = block > own - local and not ("own left out" in slips and block == own)
             if slips & {"local by place", "all by place"}:
                 is_local = place > own - local
+            if "own alone" in slips:
+                is_local = block == own
             if "end of step" in slips:
                 is_local = place >= len(step) - local
             is_forced = (is_initial and "no initial" not in slips) or (
@@ -636,12 +687,12 @@ def _running(
                 score = math.inf
             if "beside" in slips and is_forced:
                 forced |= {block} if block <= own else set()
-            elif block <= own or "future" in slips:
+            elif block <= own - ("own out" in slips) or "future" in slips:
                 fresh.append((score, sign * block))
             block += 1
         if ("last step" in slips and fresh) or "this step" in slips:
             best = []
-        best = sorted(best + fresh, reverse=True)[:n]
+        best = sorted(best + fresh, reverse="worst" not in slips)[:n]
         kept += sorted(fresh, reverse=True)[:n]
     if "each step" in slips:
         best = kept
@@ -649,6 +700,8 @@ def _running(
         return [score for score, _ in best]
     if "scores ascending" in slips:
         return sorted(score for score, _ in best)
+    if "negated" in slips:
+        return sorted(entry for _, entry in best)
     ids = list(dict.fromkeys([sign * entry for _, entry in best] + sorted(forced)))
     return ids if "by score" in slips else sorted(ids)
 
@@ -739,6 +792,35 @@ _RUNNING_MISTAKES = (
         "`num_local` counts the own block. With 1, which blocks are forced?",
     ),
     Misconception(
+        "keeping the worst of each step",
+        slip(_running, "worst"),
+        "`sorted` puts the smallest pair first. Which end of the sorted pairs is cut off?",
+    ),
+    Misconception(
+        "negated ids",
+        slip(_running, "negated"),
+        "A sign helps where pairs are sorted, so that the lower id wins. Which ids does the list "
+        "name?",
+    ),
+    Misconception(
+        "leaving the own block out",
+        slip(_running, "own out"),
+        "A query takes its own block in any case. Which comparison of `block` with `own` lets that "
+        "block in?",
+    ),
+    Misconception(
+        "forcing the own block alone",
+        slip(_running, "own alone"),
+        "`num_local` counts the own block and those before it. With 2, which other block is "
+        "forced?",
+    ),
+    Misconception(
+        "one initial block too many",
+        slip(_running, "one more initial"),
+        "`num_initial` is a number of blocks, and the first block is 0. With 1, which blocks are "
+        "forced?",
+    ),
+    Misconception(
         "leaving the own block to chance",
         slip(_running, "own left out"),
         "The own block is the last of the local ones. Its summaries have hardly ended, so its "
@@ -766,12 +848,26 @@ _RUNNING_SLIPS = frozenset().union(*(m.wrong.slips for m in _RUNNING_MISTAKES))
 _RUNNING = Exercise(
     name="running_list",
     statement="""
-One query, whose own block is `own`. `steps` are lists of block scores, in the order of the text:
-the first step has block 0 and the next ones, the second step goes on from there. Walk over the
-steps and keep a list of at most `n`. Blocks behind `own` are the future. The first `num_initial`
-and the last `num_local` blocks up to `own` (itself included) are taken in any case, and count among
-the `n`. Of equal scores the lower id wins. Return the ids, ascending. The checker sees only your
-result: that no more than `n` blocks outlive a step is yours to keep.
+Make the list of one query, whose own block is `own`. Each of the `steps` is a list of block
+scores. The first step begins with block 0, and each next step goes on where the last one ended.
+
+- Blocks after `own` are the future. They never count.
+- The first `num_initial` blocks of the text are forced. So are the last `num_local` blocks up to
+  `own`, with `own` itself.
+- Forced blocks count among the `n`. Of equal scores, the lower id wins.
+
+Return the ids, ascending, at most `n`, without any -1. Copy this frame into `running_list`, and
+fill the gaps:
+
+```python
+best, block = [], 0  # best: a pair for each block that is kept
+for step in steps:
+    for score in step:
+        ...  # add block to best, unless it is the future
+        block += 1
+    ...  # keep the best n
+return ...
+```
 """,
     minutes=6,
     difficulty=2,
@@ -800,6 +896,11 @@ result: that no more than `n` blocks outlive a step is yours to keep.
         *({"before", other} for other in _RUNNING_SLIPS - {"before", "on top", "beside"}),
         *({"beside", other} for other in _RUNNING_SLIPS - {"beside", "before"}),
         *({"this step", other} for other in _RUNNING_SLIPS - {"this step"}),
+        *(
+            {name, other}
+            for name in ("own out", "own alone", "one more initial", "worst", "negated")
+            for other in _RUNNING_SLIPS - {name}
+        ),
         *({name, other} for name in _SCORES for other in _RUNNING_SLIPS - {name}),
     ),
     cases=(
@@ -987,10 +1088,10 @@ _HOW = (
 _PACK = Exercise(
     name="pack",
     statement="""
-`scores` are fp32 numbers of at least 0, `ids` their blocks, int32, less than `2**id_bits`. Return
-one int32 for each: the score's bits, whose lowest `id_bits` are replaced so that of two equal
-scores *the lower id gives the larger integer*. `scores.view(torch.int32)` reads a number's bits as
-an integer.
+`scores` are fp32 numbers of at least 0. `ids` are their blocks, as int32 below `2**id_bits`. Return
+one int32 for each score: its bits, with the lowest `id_bits` replaced. Replace them so that of two
+equal scores *the lower id gives the larger integer*. `scores.view(torch.int32)` reads the bits of a
+number as an integer.
 """,
     minutes=5,
     difficulty=2,
@@ -1129,6 +1230,8 @@ def _pick(slips: Slips, bits: Tensor, n: int) -> list[int]:
         ids = ids[:n]
     if "numbers" in slips:
         return [values[i] for i in ids] + [-1] * (n - len(ids))
+    if "padding first" in slips:
+        return [-1] * (n - len(ids)) + ids
     return ids if "short" in slips else ids + [-1] * (n - len(ids))
 
 
@@ -1232,6 +1335,12 @@ _PICK_MISTAKES = (
         "The list names blocks. Where do these bits stand?",
     ),
     Misconception(
+        "sorting -1 with the ids",
+        slip(_pick, "padding first"),
+        "-1 is smaller than every id, and marks the places that are left at the end. What is put "
+        "in order, and what comes behind it?",
+    ),
+    Misconception(
         "a short list without -1",
         slip(_pick, "short"),
         "Every list has `n` places. What stands in those that no block takes?",
@@ -1252,12 +1361,14 @@ _LISTS_ALONE = set(_SLIPS_OF_A_LIST) - {"cut together"}
 _PICK = Exercise(
     name="pick",
     statement="""
-`bits` `[NB]` are integers: the bits of block scores, from 0 up to below `2**31`, and -1 for blocks
-that are hidden. Return a list of length `n`: the blocks with the largest bits, of equal ones the
-lower ids, ascending, then -1 where fewer are visible. The loop is given. Copy it into `pick`,
-decide which end moves to the middle, and write what follows the loop. There, `low` should be the
-bits of the `n`-th best block, or 0 if fewer than `n` are visible. Sort no scores, though the
-checker would not notice.
+`bits` `[NB]` are integers: the bits of block scores. They lie between 0 and `2**31`, and -1 marks a
+hidden block. Return a list of length `n`: the ids of the `n` blocks with the largest bits,
+ascending. Of equal bits, the lower ids win. Where fewer than `n` blocks are visible, fill up with
+-1.
+
+The loop is given. Copy it into `pick`, decide which end moves to the middle, and write what
+follows. After the loop, `low` should be the bits of the `n`-th best block. If fewer than `n` blocks
+are visible, `low` should be 0. Sort no scores, though the checker would not notice.
 
 ```python
 low, high = 0, 2**31
@@ -1295,6 +1406,7 @@ while high - low > 1:
         {"higher ids", "one more"},
         {"numbers", "unsorted"},
         {"hidden", "zeros"},
+        *({"padding first", other} for other in ("short", "numbers", "hidden", "unsorted")),
         *({"endless", other} for other in _SLIPS_OF_A_LIST),
         *({"no count", other} for other in (*_SLIPS_OF_A_LIST, "endless")),
         *({"wrong end", other} for other in (*_SLIPS_OF_A_LIST, "endless", "no count")),
@@ -1447,9 +1559,9 @@ TRAPS = (
 PREDICTIONS = (
     Prediction(
         "scores_again",
-        "Writing and reading 64 GiB of weights takes 29 ms at 4.8 TB/s: how many ms does it take "
-        "to compute the scores of 64 heads of width 128 and 65,536 tokens once more, with tensor "
-        "cores at 989 TFLOP/s?",
+        "Stored in full, the weights take 29 ms to write and read at 4.8 TB/s: how many ms does it "
+        "take to compute only the scores that queries see once more (64 heads of width 128, 65,536 "
+        "tokens, a summary every 16 tokens, tensor cores at 989 TFLOP/s)?",
         "Each of 64 heads has 65,536 queries, which see 2,047 summaries on average, and each pair "
         "takes 2 · 128 operations: 2.2 TFLOP.",
         (
@@ -1464,19 +1576,19 @@ PREDICTIONS = (
         tolerance=0.15,
     ),
     Prediction(
-        "bits_of_the_score",
-        "An fp32 number has 23 bits behind the point: if the ids of 1,024 blocks take the lowest "
-        "bits, how many of the 23 are left for the score?",
-        "1,024 ids take 10 bits, since 2 to the power 10 is 1,024. Sign and exponent stand above "
-        "the 23 and stay as they are.",
+        "questions_of_a_million",
+        "A list of 16 out of 1,024 blocks takes at most 31 questions: how many questions does a "
+        "list of 16 out of 1,048,576 blocks take at most?",
+        "A question halves the range of scores, and this range always has 2 to the power 31 "
+        "integers. More blocks make each count longer, and no range longer.",
         (
-            (10, "That is what the ids take."),
             (
-                lambda guess: guess in (11, 12),
-                "How many bits tell 1,024 ids apart, counted from 0 to 1,023?",
+                lambda guess: isinstance(guess, int | float) and 31_000 <= guess <= 32_000,
+                "Each question counts 1,024 times as many blocks. Does it take more questions?",
             ),
-            (22, "That is 32 - 10. Sign and exponent are 9 of these 22."),
-            (23, "The ids have to stand somewhere."),
+            (41, "Ten more questions pay for a range 1,024 times as long. Is the range longer?"),
+            (62, "Twice the bits of a block's number. What does a question halve?"),
+            (20, "That is how often a million blocks can be halved. What does a question halve?"),
         ),
     ),
     Prediction(

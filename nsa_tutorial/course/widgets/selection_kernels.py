@@ -255,9 +255,10 @@ def draw_running(query: int = 505, head: int = 3, n: int = 4, BT: int = 8) -> Pi
         _draw_list(table, step, ids, set(ids) - set(before))
     told = ["the softmax:\nlargest, sum", "the list:\nbest first"]
     table.left([0.35, 1.6], told, line=False)
-    sheet.legend(4.3, 3.32, {"query": "new in this step", _PALE: "kept"})
-    told = f"A softmax carries 2 numbers; a list of {n} let {merged} blocks in, and "
-    return Picture(sheet.figure, told + f"{merged - n} of them out again")
+    names = {"selected": f"the best {n} of all", "query": "new in this step", _PALE: "all others"}
+    sheet.legend(2.6, 3.32, names)
+    told = f"A softmax carries 2 numbers. A list carries {n} blocks: {merged} came in, "
+    return Picture(sheet.figure, told + f"{merged - n} of them left again")
 
 
 def _draw_list(chart: Chart, step: int, ids: list[int], new: set[int]) -> None:
@@ -490,8 +491,8 @@ def draw_halving(query: int = 505, head: int = 3, n: int = 8, question: int = 9)
     names = [f"{tick:g}" for tick in ticks]
     chart.bottom([bits_at(tick) for tick in ticks], names, "score, at the place of its bits")
     chart.left([0.5, 5], ["blocks", "ranges"], line=False)
-    told = f"Question {question}: {h.count} blocks reach the middle, and the list has {n} places"
-    return Picture(sheet.figure, told)
+    told = f"Question {question}: {h.count} blocks reach {value_of(h.middle):.2g}, "
+    return Picture(sheet.figure, told + f"and the list has {n} places")
 
 
 def halving_panel() -> Panel:
