@@ -489,7 +489,11 @@ def draw_halving(query: int = 505, head: int = 3, n: int = 8, question: int = 9)
         chart.words([(most, row + 1.78, told)], size=8, ha="left", offset=(8, 0))
     ticks = (1e-4, 1e-3, 0.01, 0.1, 1.0, 10.0, 100.0)
     names = [f"{tick:g}" for tick in ticks]
-    chart.bottom([bits_at(tick) for tick in ticks], names, "score, at the place of its bits")
+    chart.bottom(
+        [bits_at(tick) for tick in ticks],
+        names,
+        "score, at the place of its bits (smaller ones lie further left)",
+    )
     chart.left([0.5, 5], ["blocks", "ranges"], line=False)
     told = f"Question {question}: {h.count} blocks reach {value_of(h.middle):.2g}, "
     return Picture(sheet.figure, told + f"and the list has {n} places")
