@@ -374,3 +374,22 @@ def test_a_tile_fits_on_the_chip_and_the_table_into_main_memory_alone() -> None:
     assert tile < min(sizes["registers"], sizes["shared memory"])
     assert sizes["shared memory"] < keys_and_values < sizes["L2 cache"]
     assert sizes["L2 cache"] < table < sizes["main memory"]
+
+
+def test_the_measured_walk_beats_every_table() -> None:
+    """What the chapter says of 64 heads: less than the table's bytes at full speed, more than the
+    arithmetic, and no memory but the output's."""
+    ms, gib = pictures.measured()
+    tiled = costs.tiled_attention(65_536, 65_536, 128, tile_q=128, tile_k=128)
+    table = costs.dense_attention(65_536, 65_536, 128)
+    assert 64e3 * tiled.flops / 989e12 < ms < 64e3 * table.bytes / 4.8e12
+    assert gib == pytest.approx(64 * 65_536 * 128 * 2 / 2**30, rel=1e-3)
+
+
+def test_one_choice_of_tiles_fits_and_keeps_the_arithmetic_busy() -> None:
+    """The answer to the chapter's question to play with."""
+    sizes = [(tile_q, tile_k) for tile_q in pictures.TILE_Q for tile_k in pictures.TILE_K]
+    facts = {size: pictures.facts(*size) for size in sizes}
+    good = [s for s, f in facts.items() if f.fits and f.memory_ms <= f.arithmetic_ms]
+    assert good == [(256, 16)]
+    assert (round(facts[256, 16].gib, 1), facts[256, 16].kib) == (4.0, 218)

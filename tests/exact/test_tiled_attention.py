@@ -286,8 +286,6 @@ def test_nothing_as_large_as_the_table_is_ever_held():
     # the output; a tile of scores is smaller still: 2 · 32 · 32 numbers
     assert tiled.largest <= q.nbytes
     assert dense.largest >= 2 * 256 * 256 * 4
-    assert pictures.largest_tensor(lambda: run(q, k, v, (32, 32))) == tiled.largest
-    assert pictures.largest_tensor(lambda: gqa.attention(q, k, v)) == dense.largest
 
 
 def test_costs_by_hand():

@@ -188,13 +188,17 @@ _KINDS = Exercise(
     name="tile_kinds",
     statement="""
 Causal attention, `N` queries that are the last of `M` positions, tiles of `tile_q` queries and
-`tile_k` keys; tiles at the ends may hold fewer. Return a list with a string for each tile of
-queries, and in it a letter for each tile of keys: `"S"` if no query of the tile sees any of its
-keys (skipped), `"F"` if every query sees every key (full), `"D"` otherwise (on the diagonal). For
-`N = M = 4` and tiles of 2 × 2 that is `["DS", "FD"]`. Build no mask: a few comparisons per tile are
-enough.
+`tile_k` keys. Tiles at the ends may hold fewer. Return a list with a string for each tile of
+queries, and in the string a letter for each tile of keys:
+
+- `"S"`, skipped: no query of the tile sees any of its keys.
+- `"F"`, full: every query of the tile sees every key.
+- `"D"`, on the diagonal: all other tiles.
+
+For `N = M = 4` and tiles of 2 × 2 that is `["DS", "FD"]`. The loops are written for you. Add the
+letter. Build no mask: two comparisons per tile are enough.
 """,
-    minutes=7,
+    minutes=6,
     difficulty=2,
     hints=(
         "Draw 4 queries and 6 keys on squared paper and cut them into tiles of 2 × 2. The queries "
@@ -367,11 +371,11 @@ _MASK_MISTAKES = (
 _MASK = Exercise(
     name="mask_tile",
     statement="""
-A kernel's tile keeps its shape: `acc_s` `[BQ, BK]` are the scores of queries `query_start`,
-`query_start + 1`, … with keys `key_start`, `key_start + 1`, … Some of these keys may lie past the
-end. There zeros were loaded, so the score is 0. (All queries exist.) Return `acc_s` with `-inf`
-wherever the query does not see the key: the key does not exist, or `causal` is set and the key lies
-in the query's future. The `N` queries are the last of `M` positions. Keep the shape.
+A kernel's tile keeps its shape. Row 0 of `acc_s` `[BQ, BK]` belongs to query `query_start`, and
+column 0 to key `key_start`. Some of the keys may lie past the end. There zeros were loaded, so the
+score is 0. (All queries exist.) Return `acc_s` with `-inf` wherever the key does not exist. If
+`causal` is set, also put `-inf` wherever the key lies in the query's future. The `N` queries are
+the last of `M` positions. Keep the shape.
 """,
     minutes=5,
     difficulty=2,
@@ -861,22 +865,21 @@ _ATTEND = Exercise(
 The whole walk for one head: `q` `[N, D]`, the last `N` of `M` positions, `k` `[M, D]`, `v`
 `[M, DV]`. Return causal attention's `o` `[N, DV]` and `lse` `[N]`, with the scale `D ** -0.5`,
 holding one tile of at most `tile_q × tile_k` scores at a time. Neither size need divide its length.
-The outer loop is written for you. Fill it: a state, the walk along the keys, and what to append.
-Skip what no query of a tile sees; one case notices if you do not. Take chapter 03's
-`online_softmax.start(rows, DV)`, `online_softmax.update(state, acc_s, v_tile, scale_log2)` and
-`online_softmax.finish(state, scale)`, with `online_softmax.LOG2_E` folded into `scale_log2`.
+Only the body of the inner loop is missing, four or five lines. Stop where no query of the tile sees
+a key any more (one case notices if you do not). Otherwise compute the scores, hide the future, and
+update the state. The call is `online_softmax.update(state, acc_s, v_tile, scale_log2)`, with
+`online_softmax.LOG2_E` folded into `scale_log2`, as in `one_tile`.
 """,
-    minutes=8,
+    minutes=7,
     difficulty=3,
     hints=(
         "Start from the chapter's loop for one tile of queries, with what it lacked: the mask and "
         "the skipping. Which query of a tile decides that a tile of keys is skipped?",
-        "A state belongs to one tile of queries: it starts before the walk along the keys, each "
-        "tile of keys updates it, and `finish` ends it. Before each update, compare positions "
-        "and hide the future.",
-        "Stop at the first tile of keys that begins behind the last entry of `position`. "
-        "Otherwise multiply, fill the future with -inf, update. After the walk, put the pair that "
-        "`finish` returns into `outputs`.",
+        "`position` holds the positions of the tile's queries. `torch.arange(M)[keys]` are those "
+        "of its keys. Which comparison of the two, as a `[BQ, BK]`, names the future?",
+        "`break` at the first tile of keys that begins behind `position[-1]`. Otherwise "
+        "`acc_s = q_tile @ k[keys].T`, fill the future with -inf by `masked_fill`, and give "
+        "`acc_s` and `v[keys]` to `update`.",
     ),
     why="A state is all that a row has to remember, so a tile of scores can be forgotten at once, "
     "and a tile that nobody sees need not even be loaded.",
@@ -1117,7 +1120,7 @@ Find the bugs. The kernel below has to write each query's largest score into `Ma
 `K` is `[M, D]`, and there is no causal mask. It is right for 8 queries and 16 keys in tiles of
 4 × 8. For 7 queries and 13 keys it fails in two ways. Mend it.
 """,
-    minutes=5,
+    minutes=6,
     difficulty=2,
     hints=(
         "Both bugs show only in tiles that are not full. What does the last tile of keys hold "
@@ -1319,7 +1322,7 @@ TRAPS = (
         "counting visible pairs where whole tiles are computed",
     ),
     Trap(
-        "The number of a tile says nothing about where it stands; positions do.",
+        "The number of a tile says nothing about where it stands. Positions do.",
         "tile_kinds",
         "comparing the numbers of tiles, not positions",
     ),
@@ -1379,7 +1382,7 @@ TRAPS = (
         "storing rows past the last query",
     ),
     Trap(
-        "### Is the table really gone?",
+        "It is faster because of what it does *not move*.",
         "tiled_cost",
         "still moving the table",
     ),
@@ -1394,12 +1397,12 @@ TRAPS = (
         "forgetting o's bytes",
     ),
     Trap(
-        "Keys and values are loaded by each tile of queries",
+        "Keys and values are loaded by each tile of queries.",
         "tiled_cost",
         "reading k and v once in all",
     ),
     Trap(
-        "Keys and values are loaded by each tile of queries",
+        "Keys and values are loaded by each tile of queries.",
         "tiled_cost",
         "forgetting v's bytes",
     ),
@@ -1409,7 +1412,7 @@ TRAPS = (
         "taking exactly half for the causal case",
     ),
     Trap(
-        "half of those operations are on hidden pairs",
+        "The causal mask lets a walk stop early",
         "tiled_cost",
         "skipping no tile",
     ),
@@ -1464,6 +1467,22 @@ PREDICTIONS = (
             (lambda guess: guess < 32, "The table is gone, but now no two queries share a load."),
         ),
         unit="GiB",
+        tolerance=0.01,
+    ),
+    Prediction(
+        "measured_ms",
+        "64 causal heads of 65,536 tokens on an H200, by tiles: how many ms did they take, 20, "
+        "120, 460 or 2000?",
+        "No table crosses main memory. The kernel needs less than twice what its arithmetic takes "
+        "at full speed.",
+        (
+            (20, "The arithmetic alone needs 71 ms at full speed."),
+            (71, "That is the arithmetic at full speed, which no kernel reaches all the time."),
+            (459, "That is the table's traffic at full speed, and no table is moved."),
+            (460, "That is the table's traffic at full speed, and no table is moved."),
+            (2000, "The table's traffic alone takes less, and no table is moved."),
+        ),
+        unit="ms",
         tolerance=0.01,
     ),
     Prediction(
