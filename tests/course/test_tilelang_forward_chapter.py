@@ -804,6 +804,17 @@ def test_three_conditions_in_one_and_are_explained() -> None:
 
 
 @needs_tilelang
+def test_a_reduction_the_wrong_way_round_is_explained() -> None:
+    def update_max(acc_s, scores_max):
+        T.reduce_max(scores_max, acc_s, dim=1, clear=False)
+
+    e = EXERCISES["update_max"]
+    verdict = judge(replace(e, misconceptions=(), cases=e.cases[:1]), update_max)
+    assert verdict.outcome == "wrong"
+    assert "reads the tile and writes the fragment" in verdict.text
+
+
+@needs_tilelang
 def test_a_kernel_that_is_known_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """TileLang warns of a kernel that it compiled before."""
 

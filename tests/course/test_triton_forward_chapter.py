@@ -669,6 +669,11 @@ def touched(position: int, first_key: int, window_size: int, BS: int) -> tuple:
     return first_key + start, position + 1 - start, position // BS - start // BS + 1
 
 
+def steps(position: int, first_key: int, window_size: int, BS: int) -> tuple:
+    start = max(position + 1 - window_size, 0)
+    return first_key + start, position - start, -(-(position - start) // BS)
+
+
 TYPED = [
     ("key_rows", gated_but_not_ended, "loading whatever the list names"),
     (
@@ -700,6 +705,7 @@ TYPED = [
     ("locate", in_pairs, "a list of pairs in place of two lists"),
     ("window_row", not_clamped, "reaching back before the tensor"),
     ("window_row", touched, "counting the sequence's blocks that the window touches"),
+    ("window_row", steps, "counting steps in place of keys"),
 ]
 
 
@@ -785,6 +791,10 @@ HALF = {
     "without the query": (
         {"group_row": "head * G + group", "in_group": MASK},
         "leaving out the query",
+    ),
+    "without H": (
+        {"group_row": "query * G + head * G + group", "in_group": MASK},
+        "counting one group for each query",
     ),
     "H for G": (
         {"group_row": ROW, "in_group": "group < H"},

@@ -109,6 +109,11 @@ _EXPLAINED = (
         "tirx.And(",
         "`T.And` joins two conditions. `causal` is a Python bool: let an ordinary `if` choose.",
     ),
+    (
+        "Invalid reduce output shape",
+        "`T.reduce_max(tile, fragment, dim=1)` reads the tile and writes the fragment. Which of "
+        "`acc_s` and `scores_max` is which?",
+    ),
     ("where()", "A choice between two numbers is `T.if_then_else(condition, a, b)`."),
 )
 
@@ -118,7 +123,7 @@ def _explained() -> Iterator[None]:
     """In place of some errors, one that says what to write."""
     try:
         yield
-    except (NameError, TypeError) as error:
+    except (NameError, TypeError, ValueError) as error:
         said = str(error)
         told = next((meaning for pattern, meaning in _EXPLAINED if pattern in said), None)
         if told is None:

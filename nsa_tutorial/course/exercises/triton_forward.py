@@ -315,6 +315,8 @@ def _wrong_scores(
         group_row = query * H * G + head + group
     if ROW == "groups of 1":
         group_row = query * H + head + group
+    if ROW == "one group":
+        group_row = (query + head) * G + group
     if ROW == "padded tensor":
         group_row = (query * H + head) * GT + group
     if ROW == "exchanged":
@@ -346,7 +348,8 @@ def _wrong_scores(
 
 
 _ROWS_OF_Q = {
-    "brackets", "heads of 1", "groups of 1", "padded tensor", "exchanged", "no head", "no query",
+    "brackets", "heads of 1", "groups of 1", "one group", "padded tensor", "exchanged", "no head",
+    "no query",
 }  # fmt: skip
 _MASKS = {
     "unmasked", "one more", "one less", "rows", "KV heads", "end of the tensor", "load alone",
@@ -393,6 +396,12 @@ _SCORES_MISTAKES = (
         "forgetting that each program has G rows",
         slip(_Mistaken, "groups of 1"),
         "Program (0, 1) begins behind program (0, 0). How many rows has that one?",
+    ),
+    Misconception(
+        "counting one group for each query",
+        slip(_Mistaken, "one group"),
+        "Program (1, 0) begins behind all groups of query 0. There are `H` of them. How many rows "
+        "is that?",
     ),
     Misconception(
         "padding the tensor as well as the tile",
@@ -743,6 +752,8 @@ def _window(
         num_visible = window_size
     if "early" in slips:
         num_visible = min(position, window_size)
+    if "distance" in slips:
+        num_visible = position - start
     num_slots = -(-num_visible // BS)
     if "rounded down" in slips:
         num_slots = num_visible // BS
@@ -799,6 +810,11 @@ _WINDOW_MISTAKES = (
         "leaving out early queries' own key",
         slip(_window, "early"),
         "The query at position 0 sees itself. How many keys is that?",
+    ),
+    Misconception(
+        "counting steps in place of keys",
+        slip(_window, "distance"),
+        "The row is right. From key 2 to key 3 is one step. How many keys are these?",
     ),
     Misconception(
         "a fraction of a block",
@@ -874,9 +890,8 @@ The kernel counts a window's blocks from the window's *first key*. Return
         _WINDOW_MISTAKES,
         {"one more", "absolute"},
         {"before the sequence", "before the tensor"},
-        {"count of the sequence", "always a window"},
-        {"count of the sequence", "early"},
-        {"always a window", "early"},
+        {"count of the sequence", "always a window", "early", "distance"},
+        {"without itself", "distance"},
         {"rounded down", "always all", "one block more", "touched", "fraction"},
     ),
     cases=(
