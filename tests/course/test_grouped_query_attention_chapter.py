@@ -135,6 +135,24 @@ def test_open_gaps_are_named_and_filled_ones_are_not() -> None:
     assert "member" not in text and "row" not in text
 
 
+def test_a_number_where_the_heads_of_a_group_belong_is_told() -> None:
+    def first_head_alone() -> object:
+        @triton.jit
+        def kernel(Q, K, S, G, D: tl.constexpr, GT: tl.constexpr):
+            h = tl.program_id(0)
+            width, member = tl.arange(0, D), tl.arange(0, GT)
+            key = tl.load(K + h * D + width)
+            heads = h * G
+            in_group = member < G
+            q_tile = tl.load(Q + heads * D + width[None, :], mask=in_group[:, None], other=0.0)
+            tl.store(S + heads, tl.sum(q_tile * key, axis=1), mask=in_group)
+
+        return kernel
+
+    skip_without_triton()
+    assert "`heads` is one number" in judge(EXERCISES["score_group"], first_head_alone).text
+
+
 def test_places_without_a_score_are_said_to_have_none() -> None:
     said, scores = exercises._run_score_group(exercises._score("head against G"), 2, 2, 4)
     assert "no program stored a score" in said
@@ -143,7 +161,7 @@ def test_places_without_a_score_are_said_to_have_none() -> None:
 
 @pytest.mark.parametrize(
     "mistake",
-    ["every H-th", "steps of G", "no mask", "end of S", "one too many", "axis 0"],
+    ["every H-th", "overlap", "steps of G", "no mask", "end of S", "one too many", "axis 0"],
 )
 def test_a_wrong_kernel_is_recognised(mistake: str) -> None:
     """Each slip is seen from its numbers, though the programs run one after the other here."""
@@ -287,7 +305,20 @@ def range_without_its_end(gib: float, tokens: int, layers: int, HQ: int, D: int,
     return max((H for H in range(1, HQ) if HQ % H == 0 and H * per_head <= gib * 2**30), default=0)
 
 
+def at_one_position(expand: Callable) -> bool:
+    x = torch.arange(2.0).view(1, 1, 2, 1)
+    return expand(x, 3).flatten().tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def with_letters(equation: str, *merged: int) -> Callable:
+    def scores(q: Tensor, k: Tensor) -> Tensor:
+        return torch.einsum(equation, q.unflatten(2, (k.shape[2], -1)), k).flatten(*merged)
+
+    return scores
+
+
 TYPED = [
+    ("wiring_is_right", at_one_position, "a test with a single position"),
     (
         "expand_heads",
         expanded_before_the_heads,
@@ -337,6 +368,38 @@ TYPED = [
 )
 def test_what_a_reader_would_type_is_recognised(name: str, typed: Callable, mistake: str) -> None:
     assert judge(EXERCISES[name], typed).misconceptions == (mistake,)
+
+
+@pytest.mark.parametrize(
+    ("equation", "merged", "mistake"),
+    [
+        ("bihgd,bjhd->bihgjd", (2, 3), "keeping the width instead of summing over it"),
+        ("bihgd,bjhd->bjhgi", (2, 3), "key positions where the query positions belong"),
+        ("bihgd,bjhd->bihgj", (3, 4), "merging the group with the key positions"),
+        ("bihgd,bjhd->bighj", (2, 3), "merging the two head axes in the wrong order"),
+        ("bihgd,bjhd->bhgij", (2, 3), "merging axes with a reshape that does not move them"),
+    ],
+)
+def test_wrong_letters_are_recognised(equation: str, merged: tuple[int, int], mistake: str) -> None:
+    attempt = with_letters(equation, *merged)
+    assert judge(EXERCISES["grouped_scores"], attempt).misconceptions == (mistake,)
+
+
+def test_a_test_may_assert() -> None:
+    def with_assert(expand: Callable) -> bool:
+        x = torch.randn(1, 5, 2, 4)
+        assert torch.equal(expand(x, 3), gqa.expand_kv_heads(x, 3))
+        return True
+
+    assert judge(EXERCISES["wiring_is_right"], with_assert).outcome == "right"
+
+
+def test_a_comparison_number_by_number_is_told() -> None:
+    def compared(expand: Callable) -> bool:
+        x = torch.randn(1, 5, 2, 4)
+        return all(expand(x, 3)[:, :, hq] == x[:, :, hq // 3] for hq in range(6))
+
+    assert "torch.equal" in judge(EXERCISES["wiring_is_right"], compared).text
 
 
 def test_copies_are_as_good_as_groups() -> None:

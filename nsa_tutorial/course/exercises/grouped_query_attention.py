@@ -210,7 +210,8 @@ def _wiring(slips: Slips, expand: Callable[[Tensor, int], Tensor]) -> bool:
     H, G = 2, 3
     for name in slips & _SIZES_OF_TESTS.keys():
         H, G = _SIZES_OF_TESTS[name]
-    x = torch.ones(1, 5, H, 4) if "equal keys" in slips else _random(1, 5, H, 4, seed=9)
+    M = 1 if "one position" in slips else 5
+    x = torch.ones(1, M, H, 4) if "equal keys" in slips else _random(1, M, H, 4, seed=9)
     copies, right = expand(x, G), _rounds(x, G) if "rounds" in slips else expand_heads(x, G)
     if "anything" in slips:
         return True
@@ -241,6 +242,12 @@ _WIRING_MISTAKES = (
         "a test with as many KV heads as heads in a group",
         slip(_wiring, "equal sizes"),
         "With H = G, nobody notices when the two are mixed up. Can you make them differ?",
+    ),
+    Misconception(
+        "a test with a single position",
+        slip(_wiring, "one position"),
+        "One position cannot stand at a wrong place. How many positions does a wrong order of them "
+        "need to show?",
     ),
     Misconception(
         "a test that sees the shapes alone",
@@ -284,13 +291,24 @@ _WIRING_MISTAKES = (
 )
 
 
+_EQUAL = "`==` compares number by number, `torch.equal` compares the whole"
+
+
 def _run_wiring(test: Callable, expand: Callable[[Tensor, int], Tensor]) -> object:
-    """What the reader's test says of `expand`; a tensor of many answers is told for what it is."""
-    said = test(expand)
+    """What the reader's test says of `expand`: a failed `assert` says False, and a tensor of many
+    answers is told for what it is."""
+    try:
+        said = test(expand)
+    except AssertionError:
+        return False
+    except RuntimeError as error:
+        if "Boolean value of Tensor" not in str(error):
+            raise
+        raise TypeError(f"a yes or no is asked for here: {_EQUAL}") from None
     if isinstance(said, Tensor) and said.numel() > 1:
         raise TypeError(
             "this returns a tensor with an answer for each number, and one True or False is asked "
-            "for: `==` compares number by number, `torch.equal` compares the whole"
+            f"for: {_EQUAL}"
         )
     return said
 
@@ -354,6 +372,12 @@ def _grouped(slips: Slips, q: Tensor, k: Tensor) -> Tensor:
     (B, N, HQ, D), (M, H) = q.shape, k.shape[1:3]
     if "fixed G" in slips:
         return q.unflatten(2, (H, _CHAPTERS_G))
+    if "no product's sum" in slips:
+        return q[..., None, :] * k.repeat_interleave(HQ // H, 2).transpose(1, 2)[:, None]
+    if "keys first" in slips:
+        return torch.einsum("bihgd,bjhd->bjhgi", q.unflatten(2, (H, -1)), k).flatten(2, 3)
+    if "wrong pair" in slips:
+        return torch.einsum("bihgd,bjhd->bihgj", q.unflatten(2, (H, -1)), k).flatten(3, 4)
     if "brackets" in slips:
         return torch.einsum("bihgd,bjhd->bi(hg)j", q.unflatten(2, (H, -1)), k)
     if "heads with heads" in slips:
@@ -474,6 +498,24 @@ _SCORES_MISTAKES = (
         "do you get H and G from the shapes of `q` and `k`?",
     ),
     Misconception(
+        "keeping the width instead of summing over it",
+        slip(_grouped, "no product's sum"),
+        "A dot product multiplies number by number, and adds up. Which letter has to be missing "
+        "after the arrow?",
+    ),
+    Misconception(
+        "key positions where the query positions belong",
+        slip(_grouped, "keys first"),
+        "Your first position axis counts keys. The result is [B, N, HQ, M]: which position comes "
+        "first, and which one last?",
+    ),
+    Misconception(
+        "merging the group with the key positions",
+        slip(_grouped, "wrong pair"),
+        "You merged G with M. The two axes of heads are to become one. At which places do they "
+        "stand?",
+    ),
+    Misconception(
         "merging two axes inside einsum",
         slip(_grouped, "brackets"),
         "`torch.einsum` knows letters only, and cannot merge axes. Let h and g stand as two axes "
@@ -481,7 +523,9 @@ _SCORES_MISTAKES = (
     ),
 )
 
-_ALONE = {"split", "heads with heads", "fixed G", "brackets"}  # with no other slip
+# with no other slip
+_ALONE = {"split", "heads with heads", "fixed G", "brackets"}
+_ALONE |= {"no product's sum", "keys first", "wrong pair"}
 
 _SCORES = Exercise(
     name="grouped_scores",
@@ -725,7 +769,14 @@ def _run_score_group(solution: Callable, H: int, G: int, D: int) -> tuple[str, T
     q = _random(H * GT + GT, D, seed=H + G).to(device)  # also rows that nobody should read
     k = _random(H, D, seed=D).to(device)
     s, alone = (torch.full((H * GT + GT,), _UNTOUCHED, device=device) for _ in range(2))
-    kernel[H,](q, k, s, G, D=D, GT=GT)
+    try:
+        kernel[H,](q, k, s, G, D=D, GT=GT)
+    except Exception as error:  # the interpreter's own, or the compiler's
+        if "pointer argument is not a block" not in f"{error} {error.__cause__}":
+            raise
+        raise TypeError(
+            "`heads` is one number here, and the program scores GT heads. Which tile counts them?"
+        ) from None
     kernel[1,](q, k, alone, G, D=D, GT=GT)
     past_end = int((s[H * G :] != _UNTOUCHED).sum())
     into_next = int((alone[G:] != _UNTOUCHED).sum())
@@ -763,6 +814,8 @@ def _wrong_score(Q, K, S, G, D: tl.constexpr, GT: tl.constexpr, SLIP: tl.constex
     heads = h * G + member
     if SLIP == "every H-th":
         heads = h + member * tl.num_programs(0)
+    if SLIP == "overlap":
+        heads = h + member
     if SLIP == "padded":
         heads = h * GT + member
     if SLIP == "first group":
@@ -843,6 +896,12 @@ three `...`.
             "stepping from group to group by the tile's size",
             _score("padded"),
             "The tile has GT places, but a group has only G heads. Where does group 1 begin?",
+        ),
+        Misconception(
+            "going on by one head from program to program",
+            _score("overlap"),
+            "Your program 1 begins at query head 1. But program 0 has G heads already. Where does "
+            "group 1 begin?",
         ),
         Misconception(
             "every program takes the first group",
@@ -1375,8 +1434,9 @@ PREDICTIONS = (
                 "and values.",
             ),
             (64, "There are still 8 KV heads to load, not one."),
-            (0, "Do you mean that nothing changes? That would be 1 time as fast."),
+            (0, "Do you mean that nothing changes? Then the step would be 1 times as fast."),
         ),
+        unit="times",
         tolerance=0.4,
     ),
     Prediction(
