@@ -217,6 +217,27 @@ def add_once() -> object:
     return kernel
 
 
+def add_twice() -> object:
+    @triton.jit
+    def kernel(A, B, C, N, BN: tl.constexpr):
+        place = tl.program_id(0) * BN + tl.arange(0, BN)
+        a = tl.load(A + place, mask=place < N)
+        b = tl.load(B + place, mask=place < N)
+        tl.store(C + place, 2 * (a + b), mask=place < N)
+
+    return kernel
+
+
+def add_into_a() -> object:
+    @triton.jit
+    def kernel(A, B, C, N, BN: tl.constexpr):
+        place = tl.program_id(0) * BN + tl.arange(0, BN)
+        a = tl.load(A + place, mask=place < N)
+        tl.store(A + place, a + tl.load(B + place, mask=place < N), mask=place < N)
+
+    return kernel
+
+
 def add_elements() -> object:
     @triton.jit
     def kernel(A, B, C, N, BN: tl.constexpr):
@@ -330,6 +351,18 @@ def mended_by_half() -> object:
     return kernel
 
 
+def masked_by_place() -> object:
+    """The mask of the first kernel, kept."""
+
+    @triton.jit
+    def kernel(X, Y, N, BN: tl.constexpr):
+        place = tl.program_id(0) * N + tl.arange(0, BN)
+        x = tl.load(X + place, mask=place < N, other=float("-inf"))
+        tl.store(Y + tl.program_id(0), tl.max(x, axis=0))
+
+    return kernel
+
+
 @triton.jit
 def max_above(X, Y, N, BN: tl.constexpr, PAST: tl.constexpr):
     column = tl.arange(0, BN)
@@ -356,7 +389,7 @@ FULL, SHORT = "testing only tiles that are full", "testing too few numbers"
 HIDING = "testing with numbers that hide the mistake"
 TOO_LARGE = "a number past the end that is not small enough"
 ATTEMPTS = [
-    ("add", empty_frame, {"a kernel that stores nothing"}),
+    ("add", empty_frame, {"a kernel that stores nothing in C"}),
     ("add", add_unmasked, {"storing past the end"}),
     ("add", add_once, {"every program taking the first tile"}),
     ("is_right", of_eight, {FULL, SHORT}),
@@ -368,6 +401,9 @@ ATTEMPTS = [
     ("is_right", of_squares, {"comparing with squares"}),
     ("is_right", told_wrong, {"the verdict turned around"}),
     ("row_max", as_posed, {"the kernel as it was"}),
+    ("add", add_twice, {"a sum that is still doubled"}),
+    ("add", add_into_a, {"a kernel that stores nothing in C"}),
+    ("row_max", masked_by_place, {"a mask that counts from the first row"}),
     ("row_max", mended_by_half, {"a 0 that joins the maximum"}),
 ]
 

@@ -120,6 +120,8 @@ def _wrong_add(A, B, C, N, BN: tl.constexpr, SLIP: tl.constexpr):
     b = tl.load(B + place, mask=exists, other=0.0)
     if SLIP == "twice":
         b = a
+    if SLIP == "doubled":
+        a, b = a + b, a + b
     if SLIP == "B alone":
         a = a * 0.0
     if SLIP == "A alone":
@@ -159,10 +161,10 @@ return kernel
     tolerance=1e-5,
     misconceptions=(
         Misconception(
-            "a kernel that stores nothing",
+            "a kernel that stores nothing in C",
             _mistaken(_wrong_add, SLIP="nothing"),
             "`C` was -1 everywhere before the launch, and it still is. Which function writes a "
-            "tile to memory?",
+            "tile, and to which tensor?",
         ),
         Misconception(
             "storing past the end",
@@ -189,6 +191,11 @@ return kernel
             "adding A to itself",
             _mistaken(_wrong_add, SLIP="twice"),
             "That is still `double`. Where is the second tile loaded from?",
+        ),
+        Misconception(
+            "a sum that is still doubled",
+            _mistaken(_wrong_add, SLIP="doubled"),
+            "Each number is twice the sum. Which factor is left over from `double`?",
         ),
         Misconception(
             "storing B alone",
@@ -434,20 +441,26 @@ def _run_row_max(solution: Callable, R: int, N: int, shift: float) -> Tensor:
 
 @triton.jit
 def _wrong_row_max(
-    X, Y, N, BN: tl.constexpr, PAST: tl.constexpr, BY_TILE: tl.constexpr, MASKED: tl.constexpr
+    X, Y, N, BN: tl.constexpr, PAST: tl.constexpr, APART: tl.constexpr, MASKED: tl.constexpr
 ):
     row = tl.program_id(0)
     column = tl.arange(0, BN)
-    start = row * BN if BY_TILE else row * N
-    if MASKED:
-        x = tl.load(X + start + column, mask=column < N, other=PAST)
-    else:
+    start = row * N
+    if APART == "a tile":
+        start = row * BN
+    if APART == "a place":
+        start = row
+    if MASKED == "nothing":
         x = tl.load(X + start + column)
+    elif MASKED == "places":
+        x = tl.load(X + start + column, mask=start + column < N, other=PAST)
+    else:
+        x = tl.load(X + start + column, mask=column < N, other=PAST)
     tl.store(Y + row, tl.max(x, axis=0))
 
 
-def _rows(past: float = float("-inf"), *, by_tile: bool = False, masked: bool = True) -> Callable:
-    return _mistaken(_wrong_row_max, PAST=past, BY_TILE=by_tile, MASKED=masked)
+def _rows(past: float = float("-inf"), apart: str = "a row", masked: str = "columns") -> Callable:
+    return _mistaken(_wrong_row_max, PAST=past, APART=apart, MASKED=masked)
 
 
 _ROW_MAX = Exercise(
@@ -488,7 +501,7 @@ return kernel
     misconceptions=(
         Misconception(
             "the kernel as it was",
-            _rows(0.0, by_tile=True),
+            _rows(0.0, "a tile"),
             "A row of three negative numbers gives 0. Where does this 0 come from? The other bug "
             "needs a second row. Where does program 1 begin?",
         ),
@@ -500,8 +513,19 @@ return kernel
         ),
         Misconception(
             "rows that begin a tile apart",
-            _rows(by_tile=True),
+            _rows(apart="a tile"),
             "The places past the end are harmless now. How far apart do two rows begin in memory?",
+        ),
+        Misconception(
+            "rows that begin one place apart",
+            _rows(apart="a place"),
+            "Row 1 begins where row 0 ends. How many numbers has a row?",
+        ),
+        Misconception(
+            "a mask that counts from the first row",
+            _rows(masked="places"),
+            "From the second row on, your mask is False everywhere. Which numbers run from 0 to "
+            "N - 1 in every row: the places in memory, or the columns?",
         ),
         *(
             Misconception(
@@ -509,7 +533,7 @@ return kernel
                 _rows(past),
                 "A row may hold numbers below yours. Is there a number that is below all others?",
             )
-            for past in (-1.0, -100.0, -1e3, -1e4, -1e5, -1e6, -1e9, -1e10, -1e30)
+            for past in (-1.0, -100.0, -999.0, -1e3, -9999.0, -1e4, -1e5, -1e6, -1e9, -1e10, -1e30)
         ),
         Misconception(
             "infinity with the wrong sign",
@@ -518,7 +542,7 @@ return kernel
         ),
         Misconception(
             "a load without its mask",
-            _rows(masked=False),
+            _rows(masked="nothing"),
             "Past the end of a row stands the next row. Which places belong to yours?",
         ),
     ),
