@@ -108,7 +108,7 @@ def judge(exercise: Exercise, attempt: Callable) -> Verdict:
     parts = [
         *(_looks_like(mistake) for mistake in found.mistakes[:1]),
         f"{where}: {case.name}.",
-        *differences(*answers, is_recognised=bool(found.mistakes)),
+        *differences(*answers, is_recognised=bool(found.mistakes), names=exercise.returns),
         *_inputs(exercise, case),
         *(f"Then look at a second thing. {_looks_like(mistake)}" for mistake in found.mistakes[1:]),
         *_something_else(cases, found.other),

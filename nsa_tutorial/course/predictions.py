@@ -204,10 +204,10 @@ def _ratio(ratio: Fraction, points: Fraction | None) -> str:
         unit = "%" if points is None else "points"
         return f"{float(off):g} {unit} too {'much' if large else 'little'}"
     if times < 10:
-        return f"{float(times):.2g} times too {'much' if large else 'little'}"
+        return f"{float(ratio):.2g} times as much"
     if times < 10**6:
-        return f"{round(times):,} times too {'much' if large else 'little'}"
-    return f"more than a million times too {'much' if large else 'little'}"
+        return f"{round(times):,} times as much" if large else f"1/{round(times):,} of it"
+    return "more than a million times as much" if large else "less than a millionth of it"
 
 
 def _equal(guess: object, answer: object) -> bool:

@@ -70,7 +70,10 @@ def short(value: object) -> str:
         is_whole = isinstance(array, torch.Tensor) and not array.is_floating_point()
         array = array.numpy() if is_whole else numbers(array).numpy()
         # no blank lines between tables
-        text = re.sub(r"\n\s*\n", "\n", np.array2string(array, precision=4, separator=", "))
+        sizes = np.abs(array[np.isfinite(array) & (array != 0)])
+        is_plain = sizes.size > 0 and sizes.min() >= 1e-3  # no power of ten needed for -9999.3
+        text = np.array2string(array, precision=4, separator=", ", suppress_small=is_plain)
+        text = re.sub(r"\n\s*\n", "\n", text)
         one_line = sum(n > 1 for n in array.shape) <= 1  # a column [[[[1.]]]] reads better as a row
         return " ".join(text.split()) if one_line else text
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
@@ -106,18 +109,20 @@ def difference(got: object, expected: object) -> str:
     return plain(differences(got, expected))
 
 
-def differences(got: object, expected: object, is_recognised: bool = False) -> tuple[Part, ...]:
+def differences(
+    got: object, expected: object, is_recognised: bool = False, names: tuple[str, ...] = ()
+) -> tuple[Part, ...]:
     """How `got` differs from `expected`: sentences, and values as code; of a mistake that has been
-    named, not what its error means in general."""
+    named, not what its error means in general. `names` are those of a tuple's values."""
     if got is None:
         why = "." if is_recognised else ": is the return statement missing?"
         return (f"It returned None{why}",)
     if got is ...:
-        return ("A `...` came back: a gap that waits for your code.",)
+        return ("A `...` came back. It is a gap that waits for your code.",)
     if isinstance(got, Raised):
         return got.told(is_recognised)
     if isinstance(got, tuple | list) and isinstance(expected, tuple | list):
-        return _of_lists(got, expected)
+        return _of_lists(got, expected, names)
     try:
         x, y = numbers(got), numbers(expected)
     except (TypeError, ValueError, OverflowError):
@@ -156,7 +161,9 @@ def _is_mask(value: object) -> bool:
     return str(getattr(value, "dtype", "")) in ("torch.bool", "bool")
 
 
-def _of_lists(got: tuple | list, expected: tuple | list) -> tuple[Part, ...]:
+def _of_lists(
+    got: tuple | list, expected: tuple | list, names: tuple[str, ...]
+) -> tuple[Part, ...]:
     counts = (
         (f"Got {len(got)} values, expected {len(expected)}.",) if len(got) != len(expected) else ()
     )
@@ -166,9 +173,12 @@ def _of_lists(got: tuple | list, expected: tuple | list) -> tuple[Part, ...]:
         return counts
     for position, (g, e) in enumerate(zip(got, expected, strict=True)):
         if not same(g, e, _PAIRED):
-            names = getattr(expected, "_fields", None)  # a named tuple's
+            names = names or getattr(expected, "_fields", ())  # a named tuple's
             where = f"`{names[position]}`" if names else f"Value {position} of the result"
-            return f"{where}:", *differences(g, e)
+            first, *others = differences(g, e)
+            if isinstance(first, str):  # one sentence: "`lse`: got shape [1], expected [2]."
+                return f"{where}: {first[0].lower()}{first[1:]}", *others
+            return f"{where}:", first, *others
     return (_both(got, expected),)
 
 

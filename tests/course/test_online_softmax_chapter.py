@@ -17,6 +17,7 @@ from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.exercises import online_softmax as solutions
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.languages import tl, triton
+from nsa_tutorial.course.values import short
 from nsa_tutorial.course.widgets import online_softmax as pictures
 from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.runtime import environment
@@ -186,6 +187,39 @@ def lse_without_rescale() -> object:
     return kernel
 
 
+def lse_rescaled_without_scale() -> object:
+    @triton.jit
+    def kernel(S, LSE, scale_log2, ln_2, M, BS: tl.constexpr):
+        row = tl.program_id(0)
+        largest, total = float("-inf"), 0.0
+        for first in range(0, M, BS):
+            key = first + tl.arange(0, BS)
+            acc_s = tl.load(S + row * M + key, mask=key < M, other=float("-inf"))
+            above = tl.maximum(largest, tl.max(acc_s, axis=0))
+            total *= tl.exp2(largest - above)
+            total += tl.sum(tl.exp2((acc_s - above) * scale_log2), axis=0)
+            largest = above
+        tl.store(LSE + row, (largest * scale_log2 + tl.log2(total)) * ln_2)
+
+    return kernel
+
+
+def lse_of_padding_at_minus_1000() -> object:
+    @triton.jit
+    def kernel(S, LSE, scale_log2, ln_2, M, BS: tl.constexpr):
+        row = tl.program_id(0)
+        largest, total = float("-inf"), 0.0
+        for first in range(0, M, BS):
+            key = first + tl.arange(0, BS)
+            acc_s = tl.load(S + row * M + key, mask=key < M, other=-1e3) * scale_log2
+            above = tl.maximum(largest, tl.max(acc_s, axis=0))
+            total = total * tl.exp2(largest - above) + tl.sum(tl.exp2(acc_s - above), axis=0)
+            largest = above
+        tl.store(LSE + row, (largest + tl.log2(total)) * ln_2)
+
+    return kernel
+
+
 @triton.jit
 def lse_masked(S, LSE, scale_log2, ln_2, M, BS: tl.constexpr, MASK: tl.constexpr):
     row = tl.program_id(0)
@@ -263,7 +297,7 @@ def test_torch_in_a_kernel_is_named() -> None:
 
 def test_a_gap_left_in_an_answer_is_named() -> None:
     told = judge(KNOWN["online_step"], lambda *step: (step[3].amax(1), ..., step[2])).text
-    assert "A `...` came back" in told
+    assert "`running_sum`: a `...` came back" in told
     assert "ellipsis" not in told.lower()
 
 
@@ -275,6 +309,8 @@ def test_a_gap_left_in_an_answer_is_named() -> None:
         (lse_of_a_padded_row, {"a masked place that counts as a score of 0"}),
         (lse_without_rescale, {"a missing rescale"}),
         (lse_of_low_padding, {"a masked place with a finite score"}),
+        (lse_of_padding_at_minus_1000, {"a masked place with a finite score"}),
+        (lse_rescaled_without_scale, {"a rescale factor without scale_log2"}),
         (lse_in_two_units, {"an lse that adds natural units and log2 units"}),
     ],
     ids=lambda p: p.__name__ if callable(p) else "",
@@ -564,12 +600,85 @@ def along_the_rows(o, lse):
     return (torch.softmax(lse, 1)[..., None] * o).sum(0), torch.logsumexp(lse, 0)
 
 
-PRECAUTIONS = "the formula as it stands, without its two precautions"
+def powers_times_values(along):
+    """`p * v`, or `p.T * v`, summed over the first axis."""
+
+    def online_step(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+        state = solutions.online_step(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2)
+        factor = torch.exp2((scores_max_prev - state[0]) * scale_log2)
+        p = torch.exp2((acc_s - state[0][:, None]) * scale_log2)
+        return *state[:2], acc_o * factor[:, None] + (along(p) * v).sum(0)
+
+    return online_step
+
+
+def pythons_max(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+    scores_max = max(scores_max_prev, acc_s.amax(1))
+    factor = torch.exp2((scores_max_prev - scores_max) * scale_log2)
+    p = torch.exp2((acc_s - scores_max[:, None]) * scale_log2)
+    return scores_max, running_sum * factor + p.sum(1), acc_o * factor[:, None] + p @ v
+
+
+def in_order(*places):
+    """The step's three results in another order."""
+    return lambda *arguments: tuple(solutions.online_step(*arguments)[i] for i in places)
+
+
+def measured_from(shift):
+    """The frame of `guarded_step`, its gap filled."""
+
+    def guarded_step(scores_max_prev, acc_s, scale_log2):
+        scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
+        return guarded_from(
+            scores_max, shift(scores_max, scores_max_prev), scores_max_prev, acc_s, scale_log2
+        )
+
+    return guarded_step
+
+
+def joined_and_cleared(o1, lse1, o2, lse2):
+    o, lse = joined_first(o1, lse1, o2, lse2)
+    return o.nan_to_num(), lse
+
+
+def denominators_cleared(o1, lse1, o2, lse2):
+    o, lse = denominators(o1, lse1, o2, lse2)
+    return o.nan_to_num(), lse
+
+
+def stored_over_lse(o1, lse1, o2, lse2):
+    o, lse = solutions.merge_partials(o1, lse1, o2, lse2)
+    return o, torch.where(lse.isinf(), 0.0, lse)
+
+
+def lse_along_the_rows(o, lse):
+    return solutions.merge_many(o, lse)[0], torch.logsumexp(lse, 1)
+
+
+def one_max(reads_unwritten, joins):
+    """One maximum for all rows, 0 / 0 guarded."""
+
+    def merge_many(o, lse):
+        if not reads_unwritten:
+            o = torch.where(lse.isinf()[..., None], 0.0, o)
+        w = torch.exp(lse - lse.max())
+        total = w.sum(0)
+        o = (w[..., None] * o).sum(0) / torch.where(total == 0, 1.0, total)[:, None]
+        return o, torch.logsumexp(lse, 0) if joins else lse.max() + torch.log(total)
+
+    return merge_many
+
+
+ORDER = "a state in another order"
+ELEMENTWISE = "`*` where the powers meet the values"
+ONE_MAX = "one maximum for all rows, and no stand-in where it is -inf"
+ONE_MAX_AND_NAN = "one maximum for all rows, and nothing against a NaN"
+PRECAUTIONS = "`exp` taken of each lse as it comes, with no guard for empty rows"
 NO_AXIS = "a `[G]` tensor used where `[G, 1]` is needed"
 NO_AXIS_N = "a `[N]` tensor used where `[N, 1]` is needed"
-NO_AXIS_SN = "a `[S, N]` tensor used where `[S, N, 1]` is needed"
+NO_AXIS_PN = "a `[P, N]` tensor used where `[P, N, 1]` is needed"
 CLEARED = "a NaN cleared by what it is, not by where it comes from"
-LEAKS = "a stand-in in the divisor that leaks into lse"
+LEAKS = "a stand-in that leaks into lse"
 
 
 @pytest.mark.parametrize(
@@ -649,7 +758,7 @@ LEAKS = "a stand-in in the divisor that leaks into lse"
         ("online_step", step_without_axes, {NO_AXIS}),
         ("guarded_step", guard_without_axes, {NO_AXIS}),
         ("merge_partials", merge_without_axes, {NO_AXIS_N}),
-        ("merge_many", shares_without_axes, {NO_AXIS_SN}),
+        ("merge_many", shares_without_axes, {NO_AXIS_PN}),
         ("merge_many", outputs_cleared, {CLEARED}),
         ("merge_many", result_cleared, {CLEARED}),
         ("merge_partials", joined_first, {"a NaN for rows that are empty on both sides"}),
@@ -657,13 +766,33 @@ LEAKS = "a stand-in in the divisor that leaks into lse"
         ("merge_partials", smallest_sum(1e-6), {LEAKS}),
         ("merge_partials", smallest_sum(1.0), {LEAKS}),
         ("merge_many", smallest_total, {LEAKS}),
+        ("online_step", in_order(1, 2, 0), {ORDER}),
+        ("online_step", in_order(2, 0, 1), {ORDER}),
+        ("online_step", in_order(2, 1, 0), {ORDER}),
+        ("online_step", powers_times_values(lambda p: p), {ELEMENTWISE}),
+        ("online_step", powers_times_values(lambda p: p.T), {ELEMENTWISE}),
+        ("online_step", pythons_max, {"Python's `max` where `torch.maximum` is meant"}),
+        (
+            "guarded_step",
+            measured_from(lambda new, old: old),
+            {"exponents measured from the old maximum"},
+        ),
+        (
+            "guarded_step",
+            measured_from(lambda new, old: torch.where(new == -math.inf, new, 0.0)),
+            {"a stand-in for the rows that have a maximum"},
+        ),
+        ("merge_partials", joined_and_cleared, {CLEARED}),
+        ("merge_partials", denominators_cleared, {PRECAUTIONS}),
+        ("merge_partials", stored_over_lse, {LEAKS}),
+        ("merge_many", lse_along_the_rows, {"an lse summed along the rows"}),
+        ("merge_many", one_max(reads_unwritten=False, joins=False), {ONE_MAX}),
+        ("merge_many", one_max(reads_unwritten=False, joins=True), {ONE_MAX}),
+        ("merge_many", one_max(reads_unwritten=True, joins=False), {ONE_MAX_AND_NAN}),
+        ("merge_many", one_max(reads_unwritten=True, joins=True), {ONE_MAX_AND_NAN}),
         ("merge_many", along_the_rows, {"shares taken along the rows"}),
         ("merge_many", largest_of_all_guarded, {"one maximum for all rows"}),
-        (
-            "merge_many",
-            largest_of_all,
-            {"one maximum for all rows, and no stand-in where it is -inf"},
-        ),
+        ("merge_many", largest_of_all, {ONE_MAX}),
     ],
     ids=lambda p: p.__name__ if callable(p) else "",
 )
@@ -750,6 +879,27 @@ def test_a_harmless_factor_is_called_harmless() -> None:
     assert "would give the right sums" in judge(KNOWN["guarded_step"], attempt).text
 
 
+@pytest.mark.parametrize("shift", [-1e30, 0.0, 7.0])
+def test_any_finite_stand_in_is_right(shift: float) -> None:
+    attempt = measured_from(lambda new, old: torch.where(new == -math.inf, shift, new))
+    assert judge(KNOWN["guarded_step"], attempt).outcome == "right"
+
+
+def test_a_value_of_the_state_is_told_by_its_name() -> None:
+    def attempt(*arguments):
+        scores_max, running_sum, acc_o = solutions.online_step(*arguments)
+        return scores_max, running_sum, acc_o[:, 0]
+
+    told = judge(KNOWN["online_step"], attempt).text
+    assert "`acc_o`: got shape [1], expected [1, 1]." in told
+    assert "of the result" not in told
+
+
+def test_numbers_of_a_row_are_told_without_powers_of_ten() -> None:
+    assert "e+" not in short(torch.tensor([-1.1183, 0.1263, -9999.3]))
+    assert short(torch.tensor([1e-6, 1.0])) == "[1.e-06, 1.e+00]"
+
+
 def test_a_maximum_with_its_places_is_spoken_of() -> None:
     def attempt(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
         return torch.maximum(scores_max_prev, acc_s.max(1)), running_sum, acc_o
@@ -808,6 +958,9 @@ def nothing_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         ("sum_from_5", 1.53125, 1.4375, "a quarter of the second chunk"),
         ("sum_from_5", 1.40625, 1.4375, "1.25 times 1.125"),
         ("sum_from_5", 1.125, 1.4375, "the second chunk alone"),
+        ("sum_from_5", 1.25, 1.4375, "still measured from 3"),
+        ("sum_from_5", 4.5, 1.4375, "the second chunk, measured from 3"),
+        ("sum_from_5", 5.75, 1.4375, "all four terms, measured from 3"),
         ("sum_from_5", 0.3125, 1.4375, "the first chunk, converted"),
         ("failing_drop", 100, 128, "fp32 reaches beyond it"),
         ("failing_drop", 127, 128, "2¹²⁷ still fits"),
@@ -829,7 +982,7 @@ def test_a_wrong_choice_is_not_half_right(guess: int) -> None:
     """Twice or half of the answer is no nearer to it here."""
     predict("numbers_carried", guess)
     told = repr(reveal("numbers_carried", 130))
-    assert not any(word in told for word in ("times too", "half of it", "close", "off by"))
+    assert not any(word in told for word in ("times as much", "half of it", "close", "off by"))
 
 
 @pytest.mark.usefixtures("nothing_noted")

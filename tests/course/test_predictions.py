@@ -97,8 +97,9 @@ def test_numbers_may_be_written_out() -> None:
         (0.5, "half of it"), (2, "twice as much"), (10, "ten times as much"),
         (0.1, "a tenth of it"),
         (1 / 3, "a third of it"), (1.5, "50 % too much"), (0.8, "20 % too little"),
-        (2.5, "2.5 times too much"), (0.4, "2.5 times too little"), (1000, "1,000 times too much"),
-        (1e-3, "1,000 times too little"), (1e30, "more than a million times too much"),
+        (2.5, "2.5 times as much"), (0.4, "0.4 times as much"), (1000, "1,000 times as much"),
+        (1e-3, "1/1,000 of it"), (1e30, "more than a million times as much"),
+        (1e-30, "less than a millionth of it"),
         (-1, "the sign is the other way round"), (-3, "of the other sign"),
     ],
 )  # fmt: skip

@@ -72,6 +72,7 @@ class Exercise:
         misconceptions: the wrong solutions that are recognised by what they compute.
         cases: inputs, the smallest first; the first that fails is the one shown.
         tolerance: largest allowed difference, absolute and relative.
+        returns: optional; names of the values that a solution returns as a tuple.
         picture: optional; draws a failing case from `(arguments, got, expected)`.
         run: optional; what to do with a solution and the arguments of a case where a plain call is
             not it: `run(solution, *arguments)` launches the kernel that the solution returns, say.
@@ -90,6 +91,7 @@ class Exercise:
     cases: tuple[Case, ...]
     misconceptions: tuple[Misconception, ...] = field(default=())
     tolerance: float = 1e-5
+    returns: tuple[str, ...] = ()
     picture: Callable[[tuple, object, object], Picture] | None = None
     run: Callable[..., object] | None = None
     hints: tuple[str, ...] = ()

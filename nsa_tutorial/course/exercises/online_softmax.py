@@ -67,6 +67,15 @@ def online_step(
     return scores_max, running_sum, acc_o
 
 
+_ORDERS = (
+    "acc_o, sum, max",
+    "acc_o, max, sum",
+    "sum, acc_o, max",
+    "max, acc_o, sum",
+    "sum, max, acc_o",
+)
+
+
 def _step(
     slips: Slips,
     scores_max_prev: Tensor,
@@ -86,6 +95,8 @@ def _step(
     # -- the maximum --
     own_max = acc_s.max().expand(len(acc_s)) if "one max" in slips else acc_s.amax(1)
     scores_max = own_max if "own" in slips else torch.maximum(scores_max_prev, own_max)
+    if "Python's max" in slips:
+        scores_max = max(scores_max_prev, own_max)
     if "at least 0" in slips:
         scores_max = scores_max.clamp(min=0)
     # -- exponents --
@@ -114,17 +125,17 @@ def _step(
         old_sum, old_o = running_sum * 0, acc_o * 0
     new = factor if slips & {"all", "new alone"} else torch.ones_like(factor)
     new_sum = p.sum() if "one sum" in slips else p.sum(1)
-    weights = acc_s if "scores weigh" in slips else p
-    running_sum, acc_o = old_sum + new_sum * new, old_o + (weights @ v) * new[:, None]
+    new_o = (acc_s if "scores weigh" in slips else p) @ v
+    if slips & {"p * v", "p.T * v"}:
+        new_o = ((p if "p * v" in slips else p.T) * v).sum(0)
+    running_sum, acc_o = old_sum + new_sum * new, old_o + new_o * new[:, None]
     if slips & {"divided", "times the sum"}:
         acc_o = acc_o / running_sum[:, None]
     # -- what is handed on --
     scores_max = scores_max_prev if "stale" in slips else scores_max
-    if "sum first" in slips:
-        return running_sum, scores_max, acc_o
-    if "sum last" in slips:
-        return scores_max, acc_o, running_sum
-    return scores_max, running_sum, acc_o
+    state = {"max": scores_max, "sum": running_sum, "acc_o": acc_o}
+    order = next((way for way in _ORDERS if way in slips), "max, sum, acc_o")
+    return tuple(state[name] for name in order.split(", "))
 
 
 def _after(seed: int, G: int, DV: int, top: list[float]) -> tuple[Tensor, Tensor, Tensor]:
@@ -251,6 +262,20 @@ _STEP_MISTAKES = (
         "PyTorch lines up last axes, so a `[G]` meets the columns of a `[G, DV]`, and not its "
         "rows. With one row it works by luck. How do you give a `[G]` a last axis of 1?",
     ),
+    *_ways(
+        _step,
+        "`*` where the powers meet the values",
+        "`*` pairs numbers in equal places. Each row of powers must weigh the rows of `v`, and sum "
+        "them over the keys. Which operator does both?",
+        ("p * v",),
+        ("p.T * v",),
+    ),
+    Misconception(
+        "Python's `max` where `torch.maximum` is meant",
+        slip(_step, "Python's max"),
+        "`max` asks which of two tensors is larger as a whole. Each row needs an answer of its "
+        "own. Which function of torch compares row by row?",
+    ),
     Misconception(
         "one sum for all rows",
         slip(_step, "one sum"),
@@ -298,8 +323,7 @@ _STEP_MISTAKES = (
         "a state in another order",
         "The state goes in as maximum, sum, accumulator, and the next step expects it so. In "
         "which order do you return the three?",
-        ("sum last",),
-        ("sum first",),
+        *((way,) for way in _ORDERS),
     ),
 )
 
@@ -313,8 +337,19 @@ Take one chunk of keys into the state: the heart of every kernel in this course.
 - `acc_s` `[G, BS]`: this chunk's unscaled scores, all finite. `v` `[BS, DV]`: its values.
 - `scale_log2`: the scale, times $\log_2 e$.
 
-Return the new `(scores_max, running_sum, acc_o)`. Nothing is divided yet.
+Return the new `(scores_max, running_sum, acc_o)`. Nothing is divided yet. Copy this frame into
+`online_step`, and fill the gaps:
+
+```python
+scores_max = ...  # [G]
+scores_scale = ...  # [G], the exchange rate
+acc_s = ...  # [G, BS], from scores to powers
+running_sum = ...  # [G]
+acc_o = ...  # [G, DV]
+return scores_max, running_sum, acc_o
+```
 """,
+    returns=("scores_max", "running_sum", "acc_o"),
     minutes=9,
     difficulty=2,
     hints=(
@@ -355,9 +390,9 @@ Return the new `(scores_max, running_sum, acc_o)`. Nothing is divided yet.
         Case(
             "three rows, one whose maximum rises, two whose maximum stays",
             lambda: (
-                *_after(4, 3, 2, [0.1, 9.0, 20.0]),
+                *_after(4, 3, 3, [0.1, 9.0, 20.0]),
                 _randn(6, 3, 5),
-                _randn(7, 5, 2),
+                _randn(7, 5, 3),
                 0.5 * LOG2_E,
             ),
         ),
@@ -378,6 +413,8 @@ Return the new `(scores_max, running_sum, acc_o)`. Nothing is divided yet.
         {"no max", "factor", "powers", "upside down", "one max"},
         {"lost", "upside down", "factor"},
         {"scaled max", "log2(e) again", "unscaled", "factor", "powers", "max"},
+        {"scores weigh", "p * v", "p.T * v"},
+        {"own", "Python's max"},
         {"unscaled", "no max"},
     ),
 )
@@ -426,6 +463,10 @@ def _guarded(
         shift = torch.where(acc_s.amax(1) == -INF, 0.0, scores_max)
     if "from the old maximum" in slips:
         shift = prev_or_0
+    if "from the old maximum, bare" in slips:
+        shift = scores_max_prev
+    if "other rows" in slips:
+        shift = torch.where(scores_max == -INF, scores_max, 0.0)
     if "from 0" in slips or ("all rows" in slips and (scores_max == -INF).any()):
         shift = torch.zeros_like(scores_max)
     # -- exponents --
@@ -492,11 +533,19 @@ _GUARDED_MISTAKES = (
         ("by the chunk's maximum", "handed on as well"),
         ("by the chunk's maximum",),
     ),
-    Misconception(
+    *_ways(
+        _guarded,
         "exponents measured from the old maximum",
-        slip(_guarded, "from the old maximum"),
         "Where the maximum rises, your new powers exceed 1, and the old sums keep their unit. From "
         "which maximum must both be measured after this chunk?",
+        ("from the old maximum, bare",),
+        ("from the old maximum",),
+    ),
+    Misconception(
+        "a stand-in for the rows that have a maximum",
+        slip(_guarded, "other rows"),
+        "Those rows are measured from 0, and the rows without a key still give -inf minus -inf. "
+        "Which rows need the stand-in?",
     ),
     Misconception(
         _no_axis("G"),
@@ -635,10 +684,21 @@ Return `(scores_max, scores_scale, acc_s)`:
 - the factor `[G]` on the old sums, 0 where no key had been seen before,
 - the powers `[G, BS]`, exactly 0 for masked keys.
 
-Let no `NaN` arise. A `nan_to_num` at the end would pass this check, and would also hide the `NaN`
-of any other mistake.
+Copy this frame into `guarded_step`, and fill the gap:
+
+```python
+scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
+shift = ...  # [G]
+scores_scale = torch.exp2((scores_max_prev - shift) * scale_log2)
+acc_s = torch.exp2((acc_s - shift[:, None]) * scale_log2)
+return scores_max, scores_scale, acc_s
+```
+
+Let no `NaN` arise, and clear none: `nan_to_num` also hides the `NaN` of another mistake. (This
+check cannot see it. The next ones can.)
 """,
-    minutes=7,
+    returns=("scores_max", "scores_scale", "acc_s"),
+    minutes=4,
     difficulty=2,
     hints=(
         "Write down the two exponents of a row that has seen no key and sees none now. Which of "
@@ -685,6 +745,10 @@ of any other mistake.
         {"-1e30", "at least 0", "floor 0.0", "hands on 0.0"},
         {"-1e30", "at least 0", "floor 0.0", "from 0", "all rows"},
         {"-1e30", "at least 0", "old maximum"},
+        {"other rows", "-1e30", "at least 0", "old maximum", "from 0", "all rows", "floor 0.0"},
+        {"other rows", "from the old maximum", "by the old maximum", "by the chunk's maximum"},
+        {"other rows", "factor unguarded"},
+        {"other rows", "p unguarded"},
         {"-1e30", "old maximum, in the factor"},
         {"old maximum", "old maximum, in the factor", "1 while empty"},
         {"from 0", "factor unguarded"},
@@ -764,6 +828,8 @@ def _wrong_lse(S, LSE, scale_log2, ln_2, M, BS: tl.constexpr, SLIP: tl.constexpr
             acc_s = tl.load(S + start + key, mask=key < M, other=0.0)
         elif SLIP == "other -1e4":
             acc_s = tl.load(S + start + key, mask=key < M, other=-1e4)
+        elif SLIP == "other -1e3":
+            acc_s = tl.load(S + start + key, mask=key < M, other=-1e3)
         elif SLIP == "one too many":
             acc_s = tl.load(S + start + key, mask=key <= M, other=float("-inf"))
         elif SLIP == "one too few":
@@ -782,6 +848,8 @@ def _wrong_lse(S, LSE, scale_log2, ln_2, M, BS: tl.constexpr, SLIP: tl.constexpr
             scores_max = tl.maximum(scores_max_prev, scores_max)
         if SLIP == "upside down":
             scores_scale = tl.exp2((scores_max - scores_max_prev) * step_scale)
+        elif SLIP == "factor unscaled":
+            scores_scale = tl.exp2(scores_max_prev - scores_max)
         elif SLIP == "exp":
             scores_scale = tl.exp((scores_max_prev - scores_max) * step_scale)
         else:
@@ -890,6 +958,7 @@ return kernel
             "In a row whose scores are lower still, that place holds the maximum. Which score has "
             "the power 0, however low the row lies?",
             "other -1e4",
+            "other -1e3",
         ),
         *_lse_mistakes(
             "a mask that lets one key too many through",
@@ -940,6 +1009,12 @@ return kernel
             "Your factor is above 1, and in the first chunk it is inf. The maximum can only rise. "
             "What must old terms do then?",
             "upside down",
+        ),
+        *_lse_mistakes(
+            "a rescale factor without scale_log2",
+            "The old sum holds powers of scaled scores, and your factor is one of unscaled ones. "
+            "When the maximum rises by 2, how many log2 units is that?",
+            "factor unscaled",
         ),
         *_lse_mistakes(
             "exponents without scale_log2",
@@ -1072,6 +1147,8 @@ def _merge(
     divisor = total if slips & {"bare", "lse weighs"} else torch.where(total == 0, 1.0, total)
     if "no axis" in slips:
         return (o1 * w1 + o2 * w2) / total, lse
+    if "cleared before" in slips:
+        o1, o2 = o1.nan_to_num(), o2.nan_to_num()
     o = o1 * w1[:, None] + o2 * w2[:, None]
     ways = {
         "no shift back": lse - shift,
@@ -1080,7 +1157,8 @@ def _merge(
         "mean of lse": (lse1 + lse2) / 2,
     }
     lse = next((ways[way] for way in ways if way in slips), lse)
-    return o if "not divided" in slips else o / divisor[:, None], lse
+    o = o if "not divided" in slips else o / divisor[:, None]
+    return o.nan_to_num() if "cleared after" in slips else o, lse
 
 
 def _between(arguments: tuple, got: object, expected: object) -> Picture:
@@ -1149,9 +1227,10 @@ def _with_empty(parts: tuple[Tensor, Tensor], rows: list[int]) -> tuple[Tensor, 
 
 
 _LEAKS_INTO_LSE = (
-    "The stand-in keeps 0 / 0 away, but the logarithm took it, too: a row without keys then claims "
-    "a denominator. Which sum belongs under the logarithm?"
+    "Exponents and divisors need a stand-in, but here lse shows it: a row without keys claims a "
+    "denominator. What does lse say of a denominator of 0?"
 )
+_CLEARED = "a NaN cleared by what it is, not by where it comes from"
 _MERGE_MISTAKES = (
     Misconception(
         "a plain average of the two outputs",
@@ -1173,25 +1252,36 @@ _MERGE_MISTAKES = (
     ),
     *_ways(
         _merge,
-        "the formula as it stands, without its two precautions",
-        "On paper it is right. In numbers, exp(800) is inf, and where both halves are empty, "
-        "-inf minus -inf is NaN. What can you subtract from both first, and what where both are "
-        "-inf?",
+        "`exp` taken of each lse as it comes, with no guard for empty rows",
+        "On paper it is right. In numbers, exp(800) is inf. And a row that is empty on both sides "
+        "becomes NaN, by -inf minus -inf or by 0 / 0. Which number can you subtract from both lse "
+        "before you take powers?",
+        ("as it comes", "formula", "bare", "bare lse", "cleared after"),
+        ("as it comes", "bare", "bare lse", "cleared after"),
         ("as it comes", "formula", "bare", "bare lse"),
         ("as it comes", "bare", "bare lse"),
     ),
     *_ways(
         _merge,
         "a NaN for rows that are empty on both sides",
-        "Such a row has two chances of a NaN: -inf minus -inf, and 0 / 0. Which finite number "
-        "could it be measured from, and what could its sum be divided by?",
+        "Such a row gives -inf minus -inf, and 0 / 0 if you divide by its sum. Both are NaN. "
+        "Which number could stand in for the -inf, and for a sum of 0?",
         ("bare", "bare lse"),
         ("formula", "bare"),
         ("bare",),
     ),
     *_ways(
         _merge,
-        "a stand-in in the divisor that leaks into lse",
+        _CLEARED,
+        "A half that saw keys wrote a NaN: somebody's mistake, and your 0 hides it. In an empty "
+        "row, let no NaN arise. Which number could its exponents be measured from?",
+        ("bare", "cleared after"),
+        ("cleared before",),
+        ("cleared after",),
+    ),
+    *_ways(
+        _merge,
+        "a stand-in that leaks into lse",
         _LEAKS_INTO_LSE,
         *((floor,) for floor in _FLOORS),
     ),
@@ -1264,10 +1354,11 @@ read all keys.
 - `lse1`, `lse2` `[N]`: their natural log-sum-exp, from $-\infty$ (the row saw no key there; its
   output is 0) to several hundred.
 
-Return `(o, lse)`: `[N, DV]` and `[N]`. Rows empty on both sides give `o = 0`, `lse = -inf`, not
-`NaN`.
+Return `(o, lse)`: `[N, DV]` and `[N]`. Rows empty on both sides give `o = 0`, `lse = -inf`. Again,
+let no `NaN` arise, and clear none: a `NaN` from a half that saw keys is a mistake elsewhere.
 """,
-    minutes=5,
+    returns=("o", "lse"),
+    minutes=6,
     difficulty=2,
     hints=(
         "Let the denominators be 2 and 6, and the outputs 0 and 4. What were the two numerators? "
@@ -1327,6 +1418,15 @@ Return `(o, lse)`: `[N, DV]` and `[N]`. Rows empty on both sides give `o = 0`, `
                 *_with_empty(_partial(40, 4, 3, 2), [1, 2]),
             ),
         ),
+        Case(
+            "one row, the second half saw keys and wrote a NaN",
+            lambda: (
+                torch.tensor([[5.0]]),
+                torch.tensor([1.0]),
+                torch.tensor([[math.nan]]),
+                torch.tensor([1.0]),
+            ),
+        ),
     ),
     misconceptions=_MERGE_MISTAKES,
     picture=_between,
@@ -1344,12 +1444,12 @@ Return `(o, lse)`: `[N, DV]` and `[N]`. Rows empty on both sides give `o = 0`, `
 
 
 def merge_many(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The result over all S sets of keys from the results over each."""
+    """The result over all P sets of keys from the results over each."""
     lse_max = lse.amax(0)  # [N]
     shift = torch.where(lse_max == -torch.inf, 0.0, lse_max)  # [N]
-    w = torch.exp(lse - shift)  # [S, N], the parts' denominators, up to a factor per row
+    w = torch.exp(lse - shift)  # [P, N], the parts' denominators, up to a factor per row
     total = w.sum(0)  # [N]
-    o = torch.where((lse == -torch.inf)[..., None], 0.0, o)  # [S, N, DV], 0 · NaN would be NaN
+    o = torch.where((lse == -torch.inf)[..., None], 0.0, o)  # [P, N, DV], 0 · NaN would be NaN
     o = (w[..., None] * o).sum(0) / torch.where(total == 0, 1.0, total)[:, None]  # [N, DV]
     return o, shift + torch.log(total)
 
@@ -1380,6 +1480,8 @@ def _many(slips: Slips, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     whole = next((ways[way] for way in ways if way in slips), whole)
     if "along the rows" in slips:
         w, total = torch.softmax(lse, 1), torch.ones_like(total)
+        whole = torch.logsumexp(lse, 0)
+    if slips & {"logsumexp", "lse along the rows"}:
         whole = torch.logsumexp(lse, 1 if "lse along the rows" in slips else 0)
     # -- output --
     if slips & {"average", "average of the seen", "sum"}:
@@ -1402,11 +1504,11 @@ def _many(slips: Slips, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _parts(
-    seed: int, S: int, N: int, DV: int, lift: tuple[float, ...] = (0.0,)
+    seed: int, P: int, N: int, DV: int, lift: tuple[float, ...] = (0.0,)
 ) -> tuple[Tensor, Tensor]:
-    """`S` partial results of `N` rows, part `i` over `3 + i` random keys; `lift` is added to the
+    """`P` partial results of `N` rows, part `i` over `3 + i` random keys; `lift` is added to the
     rows' scores in turn."""
-    parts = [_partial(seed + 2 * i, N, 3 + i, DV) for i in range(S)]
+    parts = [_partial(seed + 2 * i, N, 3 + i, DV) for i in range(P)]
     heights = torch.tensor([lift[n % len(lift)] for n in range(N)], dtype=torch.float64)
     return torch.stack([o for o, _ in parts]), torch.stack([lse for _, lse in parts]) + heights
 
@@ -1438,7 +1540,7 @@ _MANY_MISTAKES = (
     ),
     *_ways(
         _many,
-        "a NaN cleared by what it is, not by where it comes from",
+        _CLEARED,
         "A part that saw keys wrote a NaN: somebody's mistake, and your 0 hides it. Only an "
         "output that was never written may be replaced. Which of the inputs tells?",
         ("bare", "cleared after"),
@@ -1478,8 +1580,8 @@ _MANY_MISTAKES = (
     ),
     *_ways(
         _many,
-        _no_axis("S", "N"),
-        "PyTorch lines up last axes, so a weight `[S, N]` meets the last two axes of `[S, N, DV]`. "
+        _no_axis("P", "N"),
+        "PyTorch lines up last axes, so a weight `[P, N]` meets the last two axes of `[P, N, DV]`. "
         "How do you give the weights a last axis of 1?",
         ("no axis", "unwritten"),
         ("no axis",),
@@ -1496,7 +1598,14 @@ _MANY_MISTAKES = (
     ),
     *_ways(
         _many,
-        "a stand-in in the divisor that leaks into lse",
+        "an lse summed along the rows",
+        "Your output is the right one, and your lse adds up different rows. Along which axis of "
+        "`lse` do the parts of one row lie?",
+        ("lse along the rows",),
+    ),
+    *_ways(
+        _many,
+        "a stand-in that leaks into lse",
         _LEAKS_INTO_LSE,
         *((floor,) for floor in _FLOORS),
     ),
@@ -1533,8 +1642,20 @@ _MANY_MISTAKES = (
         "one maximum for all rows, and no stand-in where it is -inf",
         "Where no part saw a key, -inf minus -inf is NaN. And measured from the largest lse of "
         "all rows, a row far below it has nothing but zeros. What does each row need for itself?",
+        ("one max", "bare", "safe divisor", "logsumexp"),
+        ("one max", "bare", "logsumexp"),
         ("one max", "bare", "bare lse", "safe divisor"),
         ("one max", "bare", "bare lse"),
+    ),
+    *_ways(
+        _many,
+        "one maximum for all rows, and nothing against a NaN",
+        "A row far below the largest lse of all rows has nothing but zeros. Then -inf minus -inf "
+        "is NaN where no part saw a key, and 0 times an unwritten NaN is NaN, too. What does each "
+        "row need for itself, and each part?",
+        ("one max", "bare", "safe divisor", "logsumexp", "unwritten"),
+        ("one max", "bare", "logsumexp", "unwritten"),
+        ("one max", "bare", "bare lse", "safe divisor", "unwritten"),
     ),
     Misconception(
         "taking powers of two of a natural logarithm",
@@ -1569,19 +1690,21 @@ _MANY_MISTAKES = (
 MERGE_MANY = Exercise(
     name="merge_many",
     statement=r"""
-`S` programs shared one long row of keys. Join all their results at once, without a loop over the
+`P` programs shared one long row of keys. Join all their results at once, without a loop over the
 parts.
 
-- `o` `[S, N, DV]`: the outputs, each divided by its own denominator. A program that saw no key for
+- `o` `[P, N, DV]`: the outputs, each divided by its own denominator. A program that saw no key for
   a row wrote no output there: the memory holds whatever it held before, and that may be `NaN` or
   `inf`.
-- `lse` `[S, N]`: natural log-sum-exps, always written; $-\infty$ where a program saw no key for the
+- `lse` `[P, N]`: natural log-sum-exps, always written; $-\infty$ where a program saw no key for the
   row. Rows may lie at very different heights, from −800 to 800.
-- A `NaN` from a program that did see keys is a mistake elsewhere. Do not hide it.
+- Again, let no `NaN` arise, and clear none: a `NaN` from a program that saw keys is a mistake
+  elsewhere.
 
 Return `(o, lse)`: `[N, DV]` and `[N]`. A row that no program saw a key for gives `o = 0`,
 `lse = -inf`.
 """,
+    returns=("o", "lse"),
     minutes=10,
     difficulty=3,
     hints=(
@@ -1590,7 +1713,7 @@ Return `(o, lse)`: `[N, DV]` and `[N]`. A row that no program saw a key for give
         "A part's weight is 0 where it saw no key, but 0 times NaN is NaN. So a number that was "
         "never written must be replaced before it is multiplied, and only `lse` says which.",
         "Measure each row from its largest lse over the parts, or from a stand-in where all are "
-        "-inf. Weights are `[S, N]`, outputs `[S, N, DV]`: give the weights a last axis of 1, and "
+        "-inf. Weights are `[P, N]`, outputs `[P, N, DV]`: give the weights a last axis of 1, and "
         "sum both over the first axis.",
     ),
     why="An lse is always written and an output is not, so lse must decide what is read, and not "
@@ -1851,7 +1974,7 @@ TRAPS = (
     Trap(
         "this formula with two precautions",
         "merge_partials",
-        "the formula as it stands, without its two precautions",
+        "`exp` taken of each lse as it comes, with no guard for empty rows",
     ),
     Trap("and may be empty", "merge_many", "a NaN for a row that no part saw a key for"),
 )
@@ -1876,13 +1999,16 @@ PREDICTIONS = (
     Prediction(
         "sum_from_5",
         "What is the sum of all four terms, measured from 5?",
-        "Measured from 5, each term of the first chunk is 2³ / 2⁵, a quarter, of what it was "
-        "measured from 3.",
+        "Measured from 5, each term of the first chunk is a quarter of what it was from 3. So "
+        "the sum is 1.25 / 4 + 1.125.",
         (
             (2.375, "That is 1.25 + 1.125, but the two count in different units."),
             (1.75, "That takes half of 1.25. The maximum rises by 2, and 2⁻² is a quarter."),
             (6.125, "That makes the first chunk four times as large. Old terms shrink."),
             (1.125, "That is the second chunk alone."),
+            (1.25, "That is the first chunk alone, still measured from 3."),
+            (4.5, "That is the second chunk, measured from 3. The first is still to be added."),
+            (5.75, "That is all four terms, measured from 3."),
             (0.3125, "That is the first chunk, converted. The second is still to be added."),
             (
                 lambda guess: abs(guess - 1.53125) < 0.005,
