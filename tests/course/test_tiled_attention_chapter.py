@@ -119,6 +119,47 @@ def chapters_formula(N, D, tile, causal):
     return 4 * N * N * D, 2 * N * D * 2 + 4 * N + 2 * N * D * 2 * (N // tile)
 
 
+def all_operations(N, D, tile, causal):
+    return 4 * N * N * D, solutions.tiled_cost(N, D, tile, causal)[1]
+
+
+def wrong_way_round(N, M, tile_q, tile_k):
+    rows = []
+    for query_start in range(0, N, tile_q):
+        seen_by_first = N - M + query_start + 1
+        seen_by_last = N - M + min(query_start + tile_q, N)
+        row = ""
+        for key_start in range(0, M, tile_k):
+            is_full = min(key_start + tile_k, M) <= seen_by_first
+            row += "S" if key_start >= seen_by_last else "F" if is_full else "D"
+        rows.append(row)
+    return rows
+
+
+def in_the_frame(mask_from_0=False, keep=True, scaled=True):
+    """The chapter's frame, filled."""
+
+    def attend(q, k, v, tile_q, tile_k):
+        N, M, scale = len(q), len(k), q.shape[1] ** -0.5
+        outputs = []
+        for position in torch.arange(M - N, M).split(tile_q):
+            state = online_softmax.start(len(position), v.shape[1])
+            for key_start in range(0, M, tile_k):
+                keys = slice(key_start, key_start + tile_k)
+                if key_start > position[-1]:
+                    break
+                acc_s = q[position - (M - N)] @ k[keys].T
+                key_position = torch.arange(acc_s.shape[1]) + (0 if mask_from_0 else key_start)
+                acc_s = acc_s.masked_fill(key_position > position[:, None], -torch.inf)
+                scale_log2 = LOG2_E * (scale if scaled else 1)
+                after = online_softmax.update(state, acc_s, v[keys], scale_log2)
+                state = after if keep else state
+            outputs.append(online_softmax.finish(state, scale))
+        return tuple(torch.cat(part) for part in zip(*outputs, strict=True))
+
+    return attend
+
+
 def behind(start, end, last):
     """Whether a tile of keys lies behind the last query of a tile."""
     return start > last
@@ -151,6 +192,7 @@ def walk(
 
 def test_the_walk_itself_is_right() -> None:
     assert judge(KNOWN["attend_in_tiles"], walk()).outcome == "right"
+    assert judge(KNOWN["attend_in_tiles"], in_the_frame()).outcome == "right"
 
 
 ATTEMPTS = {
@@ -252,6 +294,31 @@ ATTEMPTS = {
     "half": ("tiled_cost", half_rounded_down, {"taking exactly half for the causal case"}),
     "bytes first": ("tiled_cost", bytes_first, {"returning the bytes before the operations"}),
     "letters": ("tile_kinds", letters, {"a list of letters where a string is asked for"}),
+    "operations of all tiles": (
+        "tiled_cost",
+        all_operations,
+        {"skipping a tile's loads but not its operations"},
+    ),
+    "N - M": (
+        "tile_kinds",
+        wrong_way_round,
+        {"adding `N - M` where the queries stand `M - N` further on"},
+    ),
+    "keys from 0": (
+        "attend_in_tiles",
+        in_the_frame(mask_from_0=True),
+        {"counting a tile's keys from 0"},
+    ),
+    "update not kept": (
+        "attend_in_tiles",
+        in_the_frame(keep=False),
+        {"throwing away what `update` returns"},
+    ),
+    "scale_log2 without scale": (
+        "attend_in_tiles",
+        in_the_frame(scaled=False),
+        {"leaving the scale out of `scale_log2`"},
+    ),
     "scales": (
         "attend_in_tiles",
         walk(scale_log2=1.0, scale=LOG2_E),

@@ -56,7 +56,7 @@ def tile_kinds(N: int, M: int, tile_q: int, tile_k: int) -> list[str]:
 
 def _kinds(slips: Slips, N: int, M: int, tile_q: int, tile_k: int) -> list[str] | list[list[str]]:
     """`tile_kinds` with slips."""
-    offset = 0 if "first positions" in slips else M - N
+    offset = 0 if "first positions" in slips else N - M if "N - M" in slips else M - N
     rows = []
     for i in range(N // tile_q if "no tail" in slips else -(-N // tile_q)):
         first = offset + i * tile_q
@@ -123,6 +123,12 @@ _KINDS_MISTAKES = (
         slip(_kinds, "first positions"),
         "They are the last `N` of the `M`, behind all the keys that were there before. At which "
         "position does query 0 stand?",
+    ),
+    Misconception(
+        "adding `N - M` where the queries stand `M - N` further on",
+        slip(_kinds, "N - M"),
+        "There are more positions than queries, so your shift is below 0. How many positions come "
+        "before query 0?",
     ),
     Misconception(
         "skipping what the first query of a tile does not see",
@@ -215,7 +221,7 @@ letter. Build no mask: two comparisons per tile are enough.
     misconceptions=_KINDS_MISTAKES,
     combine=together(
         _KINDS_MISTAKES,
-        {"by number", "first positions"},
+        {"by number", "first positions", "N - M"},
         {"by number", "skip by the first"},
         {"by number", "strict"},
         {"by number", "full by the last", "never full"},
@@ -457,6 +463,8 @@ def _cost(slips: Slips, N: int, D: int, tile: int, causal: bool) -> tuple[int, i
             pairs = tiles * tiles // 2
     # -- operations --
     operations = pairs * 4 * tile * tile * D
+    if "computes all" in slips:
+        operations = 4 * N * N * D
     if causal and "visible" in slips:
         operations = 4 * D * N * (N + 1) // 2
     if "saves" in slips:
@@ -556,6 +564,12 @@ _COST_MISTAKES = (
         "skipped tile loaded?",
     ),
     Misconception(
+        "skipping a tile's loads but not its operations",
+        slip(_cost, "computes all"),
+        "Your bytes leave out the skipped tiles, and your operations do not. Is a skipped tile "
+        "computed?",
+    ),
+    Misconception(
         "forgetting v's bytes",
         slip(_cost, "no v"),
         "Your count holds the loads of one tensor where there are two. What does the second "
@@ -627,9 +641,9 @@ computed whole. Before you write it: without a mask, does tiling save operations
     combine=together(
         _COST_MISTAKES,
         {"half", "half, rounded down", "no skip", "no diagonal"},
-        {"visible", "saves"},
+        {"visible", "saves", "computes all"},
         {"once", "per query"},
-        {"loads all", "no skip"},
+        {"loads all", "no skip", "computes all"},
         {"o again", "no o"},
         {"no lse", "lse in two"},
         {"four bytes", "numbers"},
@@ -677,6 +691,8 @@ def _attend(
     N, M = len(q), len(k)
     scale = 1.0 if "no scale" in slips else q.shape[1] ** -0.5
     scale_log2 = scale * (1.0 if "no log2(e)" in slips else LOG2_E)
+    if "no scale in the walk" in slips:
+        scale_log2 = LOG2_E
     offset = 0 if "first positions" in slips else M - N
     state, o, lse = online_softmax.start(tile_q, v.shape[1]), [], []
     end_q = N // tile_q * tile_q if "no tail" in slips else N
@@ -707,6 +723,8 @@ def _attend(
             hidden = key_start + columns > position[:, None]
             if "triangle" in slips:
                 hidden = columns > torch.arange(rows)[:, None]
+            if "keys from 0" in slips:
+                hidden = columns > position[:, None]
             if "strict" in slips:
                 hidden = key_start + columns >= position[:, None]
             if "past" in slips:
@@ -718,7 +736,8 @@ def _attend(
             if "last tile only" in slips:
                 state = online_softmax.start(rows, v.shape[1])
             factor = scale if "exchanged" in slips else scale_log2
-            state = online_softmax.update(state, acc_s, v[key_start : key_start + tile_k], factor)
+            updated = online_softmax.update(state, acc_s, v[key_start : key_start + tile_k], factor)
+            state = state if "not kept" in slips else updated
         tile_o, tile_lse = online_softmax.finish(
             state, scale_log2 if slips & {"finish in base two", "exchanged"} else scale
         )
@@ -773,6 +792,17 @@ _ATTEND_MISTAKES = (
         slip(_attend, "triangle"),
         "`tril` and `triu` compare row and column inside the tile. At which positions in the "
         "whole text do the first query and the first key of the tile stand?",
+    ),
+    Misconception(
+        "counting a tile's keys from 0",
+        slip(_attend, "keys from 0"),
+        "Your mask compares a column with a position. Which key is column 0 of the tile?",
+    ),
+    Misconception(
+        "throwing away what `update` returns",
+        slip(_attend, "not kept"),
+        "Your output is 0 everywhere, as before the first key. `update` changes nothing in place. "
+        "Where does its result go?",
     ),
     Misconception(
         "hiding a query's own position from it",
@@ -832,6 +862,11 @@ _ATTEND_MISTAKES = (
         "Your dot products count in full. In which two arguments does `D ** -0.5` belong?",
     ),
     Misconception(
+        "leaving the scale out of `scale_log2`",
+        slip(_attend, "no scale in the walk"),
+        "`update` takes plain dot products. Which two factors does `scale_log2` hold?",
+    ),
+    Misconception(
         "scaling the scores before `update`, which scales them itself",
         slip(_attend, "scaled before"),
         "`update` takes plain dot products. What is in `scale_log2` already?",
@@ -887,13 +922,13 @@ update the state. The call is `online_softmax.update(state, acc_s, v_tile, scale
     misconceptions=_ATTEND_MISTAKES,
     combine=together(
         _ATTEND_MISTAKES,
-        {"no mask", "triangle", "strict", "past", "past and own"},
+        {"no mask", "triangle", "keys from 0", "strict", "past", "past and own"},
         {"no mask", "zeros"},
         {"no skip", "skip early"},
         *({"no skip", "skip at its own position", name} for name in _BY_THE_LAST_KEY),
         {"one state", "one state, never cut", "too many rows", "last tile only"},
-        {"no scale", "scaled before"},
-        {"exchanged", "finish in base two", "no log2(e)"},
+        {"no scale", "scaled before", "no scale in the walk"},
+        {"exchanged", "finish in base two", "no log2(e)", "no scale in the walk"},
     ),
     cases=(
         Case("three tokens, one number wide, tiles of 2 × 2", lambda: _small()),
