@@ -352,7 +352,7 @@ def test_what_the_chapter_says_of_the_table() -> None:
         assert (ours > 8 and theirs > 8) if tokens == 65536 else (1 < ours < 2 and 1 < theirs < 2)
 
 
-def test_what_the_chapter_says_of_the_probe() -> None:
+def test_the_probe_takes_as_long_as_the_kernel() -> None:
     for tokens, width in itertools.product((65536, 8192), (128, 64)):
         found = {change: row["ms"] for change, row in pictures.times(tokens, width=width).items()}
         once, again, probe = (found[name] for name in ("descriptors", "as it is", PROBE))
@@ -382,7 +382,7 @@ def test_what_the_chapter_says_of_empty_slots() -> None:
 
 @pytest.mark.parametrize("tokens", [256, 8192])
 def test_which_slots_a_turned_list_makes_walk(tokens: int) -> None:
-    """What the chapter counts, by the exercise's rule, on the lists that the benchmark turns."""
+    """The share of slots, by the exercise's rule, on the lists that the benchmark turns."""
     walked_slots = solution("walked_slots")
     lists = newest_first(drawing.draw("random", tokens, 1, 64, 16, "cpu")[0, :, 0])
     for position in range(0, tokens, 16 if tokens == 256 else 397):
@@ -396,7 +396,7 @@ def test_which_slots_a_turned_list_makes_walk(tokens: int) -> None:
             assert walk - (named - 1) == (17 - named) * (named > 2)
 
 
-def test_what_the_chapter_says_of_dense_attention() -> None:
+def test_the_gain_over_dense_attention() -> None:
     """The gain is about a third of how many fewer keys there are."""
     for tokens, _, *ratios in pictures.beside_tilelang():
         assert all(0.25 < ratio / (tokens / 2 / 1024) < 0.45 for ratio in ratios)

@@ -272,7 +272,7 @@ CHAIN = {
 
 def probe_ms(tokens: int = 65536, width: int = 128) -> float:
     """Milliseconds that the same tiles take if they are loaded and multiplied, and nothing else:
-    chapter 11's probe, in bf16."""
+    the probe of `triton_probe`, in bf16."""
     return times(tokens, width=width, path=PROBED)[PROBE]["ms"]
 
 
