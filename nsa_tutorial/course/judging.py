@@ -105,12 +105,17 @@ def judge(exercise: Exercise, attempt: Callable) -> Verdict:
     found = recognise(Evidence(exercise, cases, got, expected, failing))
     case, answers = cases[found.shown], (got[found.shown], expected[found.shown])
     where = "Smallest failing case" if found.shown == failing[0] else "Smallest such case"
-    parts = [
-        *(_looks_like(mistake) for mistake in found.mistakes[:1]),
+    is_said = exercise.in_words and bool(found.mistakes)
+    tell = _said if is_said else _looks_like
+    shown = (
         f"{where}: {case.name}.",
         *differences(*answers, is_recognised=bool(found.mistakes), names=exercise.returns),
         *_inputs(exercise, case),
-        *(f"Then look at a second thing. {_looks_like(mistake)}" for mistake in found.mistakes[1:]),
+    )
+    parts = [
+        *(tell(mistake) for mistake in found.mistakes[:1]),
+        *(() if is_said else shown),
+        *(f"Then look at a second thing. {tell(mistake)}" for mistake in found.mistakes[1:]),
         *_something_else(cases, found.other),
     ]
     outcome = "misconception" if found.mistakes else "wrong"
@@ -127,6 +132,10 @@ def _something_else(cases: Sequence[Case], other: int | None) -> tuple[str, ...]
 
 def _looks_like(mistake: Misconception) -> str:
     return f"This looks like {mistake.name}. {mistake.hint}"
+
+
+def _said(mistake: Misconception) -> str:
+    return f"You said {mistake.name}. {mistake.hint}"
 
 
 def _inputs(exercise: Exercise, case: Case) -> tuple[Code, ...]:

@@ -81,6 +81,8 @@ class Exercise:
         combine: optional; makes an implementation with several mistakes at once, from the names of
             their misconceptions, for pairs that no case isolates. It raises `ValueError` for
             mistakes that exclude each other.
+        in_words: the answers are words, one a case: a mistake's name completes "You said …", and
+            says all that the case would.
     """
 
     name: str
@@ -97,6 +99,7 @@ class Exercise:
     hints: tuple[str, ...] = ()
     why: str = ""
     combine: Callable[[frozenset[str]], Callable] | None = None
+    in_words: bool = False
 
     @property
     def runnable(self) -> tuple[Case, ...]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from types import CodeType
 
 import torch
@@ -30,21 +29,6 @@ Slips = frozenset[str]
 STRANGE, OPEN = "none of the words", "no answer yet"  # for a letter, in place of a word
 
 
-@dataclass(frozen=True)
-class Said:
-    """An answer in words, as it was written; that of the solution does not show itself beside a
-    wrong one."""
-
-    word: str
-    written: object = field(compare=False, default=None)
-    is_ours: bool = field(compare=False, default=False)
-
-    def __repr__(self) -> str:
-        if self.is_ours:
-            return "another answer"
-        return OPEN if self.word == OPEN else repr(self.written)
-
-
 def _heard(written: object, words: tuple[str, ...]) -> str:
     """The word that is meant, whatever its capitals; `STRANGE` or `OPEN` where there is none."""
     if written is ... or written is None or written in ("", OPEN):
@@ -60,7 +44,7 @@ def _said(words: tuple[str, ...], ours: Callable) -> Callable:
     until the first two are mended.
     """
 
-    def run(solution: Callable, letter: str) -> Said:
+    def run(solution: Callable, letter: str) -> str:
         answers = solution()
         if not isinstance(answers, Mapping):
             kind = type(answers).__name__
@@ -70,22 +54,20 @@ def _said(words: tuple[str, ...], ours: Callable) -> Callable:
         if set(heard.values()) == {OPEN}:
             raise NotImplementedError("there is no answer yet")
         told = [x for x in right if heard[x] != right[x]][:2]
-        if letter not in told:
-            return Said(right[letter], right[letter], solution is ours)
-        return Said(heard[letter], answers.get(letter))
+        return heard[letter] if letter in told else right[letter]
 
     return run
 
 
-def _no_words(answers: Callable, what: str, ours: Callable, words: tuple[str, ...]) -> tuple:
+def _no_words(answers: Callable, ours: Callable, words: tuple[str, ...]) -> tuple:
     """Two more mistakes for each letter: a word that is not among the words, and none at all."""
     strange = f"The words are: {', '.join(words)}."
     return tuple(
         Misconception(name, slip(answers, f"{x}: {word}"), hint)
         for x in ours()
         for name, word, hint in (
-            (f"a word for {what} {x} that is none of ours", STRANGE, strange),
-            (f"leaving {what} {x} open", OPEN, "Which word would you take, if you had to bet?"),
+            (f"a word for {x} that is none of ours", STRANGE, strange),
+            (f"nothing yet for {x}", OPEN, "Which word would you take, if you had to bet?"),
         )
     )
 
@@ -123,26 +105,29 @@ _HINTS_WRONG = {
     "A": "It waits, its first call is not counted, and it takes a median. `x` is 20 MiB, and L2 "
     "holds 50. Where is `x` in the second call?",
     "B": "`do_bench` times it well. What is counted in the last line, and does the kernel do it?",
-    "C": "How many calls are in this time? What happens in that one that never happens again?",
+    "C": "It waits. How many calls has it made before? What happens in a call that is the first?",
     "D": "Each time was taken well. Were they taken on the same afternoon?",
-    "E": "A launch puts work into a queue. Has the work been done when `stop` is read?",
+    "E": "One call and a `wait()` come before the clock, and every input is new. Has the GPU done "
+    "the work when `stop` is read?",
 }
 _wrong_words = _words(what_is_wrong)
 _WRONG_MISTAKES = tuple(
-    Misconception(f"“{word}” for benchmark {x}", slip(_wrong_words, f"{x}: {word}"), hint)
+    Misconception(f"“{word}” for {x}", slip(_wrong_words, f"{x}: {word}"), hint)
     for x, hint in _HINTS_WRONG.items()
     for word in WORDS
     if what_is_wrong()[x] != word
-) + _no_words(_wrong_words, "benchmark", what_is_wrong, WORDS)
+) + _no_words(_wrong_words, what_is_wrong, WORDS)
 
 _WRONG = Exercise(
     name="what_is_wrong",
     statement="""
-Each of five benchmarks makes one mistake. Return a dictionary from its letter to one of "first
-call", "no wait", "warm cache", "two sessions", "dense FLOPs". (All five print one number, so that
-mistake is not asked for.) `attend` is a sparse attention kernel
-in Triton, `copy` is a copy of 20 MiB, `clock` is `time.perf_counter`, and `wait` is
-`torch.cuda.synchronize`.
+Five benchmarks make five different mistakes. Return a dictionary from the letter of each to its
+word: "first call", "no wait", "warm cache", "two sessions" or "dense FLOPs". (All five print one
+number, so that mistake is not asked for.)
+
+`attend` is a sparse attention kernel in Triton. `copy(x)` reads and writes the 20 MiB of `x`.
+`clock` is `time.perf_counter`, and `wait` is `torch.cuda.synchronize`. `inputs` are 100 different
+sets of `q`, `k`, `v` and `ids`, far larger than the L2 cache together.
 
 ```python
 # A
@@ -150,7 +135,7 @@ copy(x); wait()
 ms = []
 for _ in range(100):
     start = clock(); copy(x); wait(); ms.append(1e3 * (clock() - start))
-print(x.nbytes / median(ms), "bytes a ms")
+print(2 * x.nbytes / median(ms), "bytes a ms")
 
 # B
 ms = triton.testing.do_bench(lambda: attend(q, k, v, ids))
@@ -166,7 +151,7 @@ print("faster by", json.load(open("times_of_last_month.json"))["theirs"] / ours)
 # E
 attend(q, k, v, ids); wait()
 start = clock()
-for _ in range(100): attend(q, k, v, ids)
+for q, k, v, ids in inputs: attend(q, k, v, ids)
 stop = clock()
 print(10 * (stop - start), "ms a call")
 ```
@@ -174,10 +159,11 @@ print(10 * (stop - start), "ms a call")
     minutes=5,
     difficulty=1,
     hints=(
-        "Go through the five words one by one. In which benchmarks can you rule each one out?",
-        "Look for `wait()` before the clock stops, and for a call before the clock starts.",
-        "One benchmark prints operations a second: does it count its own? One repeats a small copy "
-        "of the same memory. One compares with a file.",
+        "Ask of each benchmark: what runs before its clock starts, and what before it stops?",
+        "C and E read the clock themselves. What does C leave out before its clock starts, and E "
+        "before its clock stops?",
+        "A, B and D wait, and skip the first call. Where is `x` after the first copy in A? What "
+        "does B count? When was the other time of D taken?",
     ),
     why="None of the five crashes, and each prints a number that looks fine. Only the way it was "
     "taken tells.",
@@ -189,6 +175,7 @@ print(10 * (stop - start), "ms a call")
         *({f"{x}: {word}" for word in (*WORDS, STRANGE, OPEN)} for x in _HINTS_WRONG),
     ),
     cases=_letters("benchmark", "ABCDE"),
+    in_words=True,
 )
 
 
@@ -211,14 +198,15 @@ def _speed(slips: Slips, N: int, HQ: int, D: int, listed: float, ms: float) -> o
     if "twice" in slips:
         per_pair *= 2
     heads_ = 1 if "one head" in slips else HQ
-    done = heads_ * N * listed * per_pair
+    done = heads_ * (1 if slips & {"one query", "no N"} else N) * listed * per_pair
     seen = N if "square" in slips else N / 2 if "half" in slips else (N + 1) / 2
-    dense = heads_ * N * seen * per_pair
+    dense = heads_ * (1 if "no N" in slips else N) * seen * per_pair
     if "swapped" in slips:
         done, dense = dense, done
-    units = {"ms": 1e12, "giga": 1e6, "up": 1e15}
+    units = {"ms": 1e12, "giga": 1e6, "up": 1e15, "plain": 1e-3, "raw": 1}
     unit = next((units[name] for name in units if name in slips), 1e9)
-    return done / ms / unit, dense / ms / unit
+    numbers = done / ms / unit, dense / ms / unit
+    return numbers[0] if "alone" in slips else numbers
 
 
 _SPEED_MISTAKES = (
@@ -236,8 +224,8 @@ _SPEED_MISTAKES = (
     Misconception(
         "counting everything twice",
         slip(_speed, "twice"),
-        "Twice too many: there are two products, and each has a multiply and an add. Is one of the "
-        "two factors in your count twice?",
+        "Twice too many. There are two products, and each has a multiply and an add. Which factor "
+        "of 2 stands in your count twice?",
     ),
     Misconception(
         "half of the square",
@@ -260,6 +248,30 @@ _SPEED_MISTAKES = (
         "Your unit is a thousand times too small. T is 10 to the power 12.",
     ),
     Misconception(
+        "operations a second, without the T",
+        slip(_speed, "plain"),
+        "T is 10 to the power 12. How many TFLOP/s are your operations a second?",
+    ),
+    Misconception(
+        "operations a millisecond",
+        slip(_speed, "raw"),
+        "Two steps are left: from a millisecond to a second, and from one operation to 10 to the "
+        "power 12 of them. Which factors are that?",
+    ),
+    *(
+        Misconception(
+            "the keys of one query",
+            slip(_speed, slip_),
+            "`listed` is what one query reads. How many queries does the kernel have?",
+        )
+        for slip_ in ("one query", "no N")
+    ),
+    Misconception(
+        "returning one number",
+        slip(_speed, "alone"),
+        "That is the first number. What would dense attention's operations make of the same time?",
+    ),
+    Misconception(
         "counting one head", slip(_speed, "one head"), "Every query head multiplies. Who is `HQ`?"
     ),
     Misconception(
@@ -272,30 +284,36 @@ _SPEED_MISTAKES = (
 _SPEED = Exercise(
     name="speed",
     statement="""
-A sparse kernel takes `ms` milliseconds for `N` queries with `HQ` heads of width `D` (values,
-too). A query reads `listed` keys on average. Return two numbers in TFLOP/s: with the operations
-that the kernel does, and with those that dense causal attention would do. Count the two matrix
-products, a multiply and an add as two operations.
+A sparse kernel takes `ms` milliseconds. It has `N` queries and `HQ` heads. Keys and values have
+width `D`. Each of the `N` queries reads `listed` keys on average, in every head.
+
+Return two numbers in TFLOP/s. The first counts the operations that the kernel does. The second
+counts those that dense causal attention would do. Count the two matrix products, a multiply and an
+add as two operations.
 """,
     minutes=4,
     difficulty=1,
     hints=(
         "One query head and one key: how long is the dot product, and what follows the softmax?",
         "A pair takes `4 * D` operations. How many pairs are there in each of the two cases?",
-        "The sum of 1 to `N` counts the causal pairs of one head. Operations in a millisecond, "
-        "over 10 to the power 9, are TFLOP/s.",
+        "The sum of 1 to `N` counts the causal pairs of one head. A millisecond is 10 to the "
+        "power -3 seconds, and T is 10 to the power 12.",
     ),
     why="The first number may be held against the machine's peak. The second one only compares two "
     "times, and a ratio of times says that better.",
     solution=speed,
     misconceptions=_SPEED_MISTAKES,
     combine=together(
-        _SPEED_MISTAKES, {"ms", "giga", "up"}, {"square", "half"}, {"twice", "one product"}
+        _SPEED_MISTAKES,
+        {"ms", "giga", "up", "plain", "raw"},
+        {"square", "half"},
+        {"twice", "one product"},
+        {"alone", "swapped"},
     ),
     cases=(
-        Case("one query, one key", lambda: (1, 1, 1, 1.0, 1e-9)),
-        Case("two queries", lambda: (2, 1, 1, 1.0, 1e-9)),
-        Case("four heads", lambda: (4, 4, 8, 2.0, 1e-6)),
+        Case("one head", lambda: (500, 1, 100, 100.0, 1.0)),
+        Case("ten heads", lambda: (500, 10, 100, 100.0, 1.0)),
+        Case("ten heads, twice the time", lambda: (500, 10, 100, 100.0, 2.0)),
         Case("long", lambda: (65_536, 64, 128, 1000.0, 13.0)),
     ),
 )
@@ -317,17 +335,21 @@ def _union(slips: Slips, lists: list[list[int]]) -> object:
     ids = list(dict.fromkeys(b for own in lists for b in own if b >= least))
     if "shared" in slips:
         ids = [b for b in ids if all(b in own for own in lists)]
+    if "repeated" in slips:
+        ids = [b for own in lists for b in own if b in ids]
     if "unsorted" not in slips:
         ids = sorted(ids)
     if "ids" in slips:
         return ids
 
-    def number(block: int) -> int:
+    def number(block: int) -> object:
         who = [t for t, own in enumerate(lists) if block in own]
         if "count" in slips:
             return len(who)
         if "numbers" in slips:
             return sum(who)
+        if "queries" in slips:
+            return who
         if "last" in slips:
             return 1 << who[-1]
         if "reversed" in slips:
@@ -357,6 +379,16 @@ _UNION_MISTAKES = (
         "adding up the numbers of the queries",
         slip(_union, "numbers"),
         "Queries 0 and 3 give 3, and so do queries 1 and 2. Which numbers have sums that tell?",
+    ),
+    Misconception(
+        "a list of queries in place of a number",
+        slip(_union, "queries"),
+        "These are the right queries. Each has a bit: which number do their bits add up to?",
+    ),
+    Misconception(
+        "a block as often as it is listed",
+        slip(_union, "repeated"),
+        "The tile would load such a block twice. What keeps each block once?",
     ),
     Misconception(
         "the last query alone",
@@ -390,7 +422,7 @@ _UNION_MISTAKES = (
     ),
 )
 
-_NUMBERS = {"count", "numbers", "last", "reversed", "one up", "ids"}
+_NUMBERS = {"count", "numbers", "queries", "last", "reversed", "one up", "ids"}
 
 _UNION = Exercise(
     name="union_of_lists",
@@ -414,7 +446,7 @@ worth 4.
     combine=together(
         _UNION_MISTAKES,
         _NUMBERS,
-        {"empty", "shared", "block 0"},
+        {"empty", "shared", "block 0", "repeated"},
         *({"shared", x} for x in _NUMBERS),
     ),
     cases=(
@@ -503,9 +535,11 @@ def _wrong_walk(Scores, ListedBy, Count, Max, U, T: tl.constexpr, SLIP: tl.const
             s = tl.where(is_listed > 0, float("-inf"), s)
         elif SLIP == "last listed":
             s = tl.where(is_listed > 0, s, scores_max)
+        elif SLIP == "of all" or SLIP == "of all, last":
+            s = tl.max(tl.where(is_listed > 0, s, float("-inf")), axis=0) + tl.zeros_like(s)
         elif SLIP != "all" and (SLIP != "if" or T == 1):  # a tile of one number is one truth
             s = tl.where(is_listed > 0, s, float("-inf"))
-        only_this = SLIP == "last" or SLIP == "last listed"
+        only_this = SLIP == "last" or SLIP == "last listed" or SLIP == "of all, last"
         scores_max = s if only_this else tl.maximum(scores_max, s)
     tl.store(Max + tile * T + t, scores_max)
 
@@ -557,8 +591,8 @@ return kernel
     difficulty=2,
     hints=(
         "`listed_by` is one number, `t` is a tile of `T` numbers. What does `listed_by >> t` give?",
-        "Shifted right by `t`, the bit of query `t` stands last. `& 1` keeps that bit alone, and "
-        "`> 0` makes a condition of it.",
+        "Shifted right by `t`, the bit of query `t` stands last. Bits of later queries stand left "
+        "of it. Which operator of Python keeps the last bit alone?",
         "A hidden score must lose against every other one (chapter 09). `tl.where` chooses, and "
         "`tl.maximum` keeps the larger of two tiles.",
     ),
@@ -617,6 +651,15 @@ return kernel
             "A later block replaces an earlier one, even where its score is smaller. What keeps "
             "the larger one?",
         ),
+        *(
+            Misconception(
+                "the largest score of all queries",
+                _walk(slip_),
+                "`tl.max` mixes the queries of the tile, and each needs a largest score of its "
+                "own. What compares two tiles place by place?",
+            )
+            for slip_ in ("of all", "of all, last")
+        ),
         Misconception(
             "keeping the last step alone",
             _walk("last"),
@@ -651,14 +694,17 @@ def _bytes(slips: Slips, order: str, G: int, S: int, T: int, union: int, BS: int
     """`bytes_moved` with slips."""
     size = 1 if "numbers" in slips else 2
     block = BS * (1 if "keys" in slips else 2) * D * size
+    ends = G * D * size if "ends" in slips else 0  # the query's rows
     if order == "queries":
-        return S * block * (G if "each head" in slips else 1)
+        return S * block * (G if "each head" in slips else 1) + ends
     if order == "tiles":
+        if "own list" in slips:
+            union = S
         if "entries" in slips:
             union = S * T
         if "ratio" in slips:
             union = union * S
-        return union * block / (1 if "tile" in slips else T)
+        return union * block / (1 if "tile" in slips else T) + ends
     row = D * size
     lse = 0 if "no lse" in slips else 2 if "lse in bf16" in slips else 4
     partial = (1 if "once" in slips else 2) * (row + lse)
@@ -708,9 +754,20 @@ _BYTES_MISTAKES = (
         "Two outputs cannot be merged by themselves (chapter 03). What comes with each?",
     ),
     Misconception(
-        "4 bytes of log-sum-exp for a partial, where it takes more",
+        "a log-sum-exp of 2 bytes, or one that is moved once",
         slip(_bytes, "lse in bf16"),
-        "An LSE is fp32, 4 bytes, and it goes the way of its output. How often is it moved?",
+        "A log-sum-exp is fp32, 4 bytes. It is written with its partial, and read with it. How "
+        "many bytes are that?",
+    ),
+    Misconception(
+        "a share of one list",
+        slip(_bytes, "own list"),
+        "A tile loads more blocks than one list has. Which argument says how many?",
+    ),
+    Misconception(
+        "the query's rows where only blocks count",
+        slip(_bytes, "ends"),
+        "The first two orders count blocks alone. Which term of yours is no block?",
     ),
     Misconception(
         "one head of the group",
@@ -738,14 +795,14 @@ _BYTES = Exercise(
     name="bytes_moved",
     statement="""
 How many bytes does one query with its `G` heads cost, on average? Keys, values, queries and partial
-outputs are bf16 (2 bytes) of width `D`, a log-sum-exp is fp32 (4 bytes). A block has `BS` keys and
-`BS` values, a list `S` blocks.
+outputs are bf16 (2 bytes) of width `D`. A log-sum-exp is fp32 (4 bytes). A block has `BS` keys and
+`BS` values. A list has `S` blocks.
 
-- `"queries"`: one query a program. Count the blocks of its list.
+- `"queries"`: one query a program. Count the blocks of its list, and nothing else.
 - `"tiles"`: a program has `T` queries, and loads the `union` blocks that they list together. Count
-  the query's share.
-- `"blocks"`: keys and values stay, and count nothing. For each slot and head, a query is read, and
-  a partial output with its log-sum-exp is written, and read again to be merged.
+  the share of one query, and nothing else.
+- `"blocks"`: keys and values stay, and count nothing. Count three moves for each slot and head: a
+  query is read, a partial output is written with its log-sum-exp, and both are read to be merged.
 """,
     minutes=6,
     difficulty=2,
@@ -764,6 +821,7 @@ outputs are bf16 (2 bytes) of width `D`, a log-sum-exp is fp32 (4 bytes). A bloc
         _BYTES_MISTAKES,
         {"no lse", "lse in bf16"},
         {"tile", "entries", "ratio"},
+        {"own list", "entries", "ratio"},
         {"no query", "query once", "one slot"},
     ),
     cases=(
@@ -795,29 +853,34 @@ def choose_order() -> dict[str, str]:
 
 
 _HINTS_ORDER = {
-    "A": "Neighbours share nothing here, and the group is large. What is left to save?",
+    "A": "Random lists share little but the forced blocks. Which order takes half the time of "
+    "one query a program, or less?",
     "B": "The neighbours nearly agree. Who could load a block for all of them?",
-    "C": "With 4 heads, a query's tile is three quarters empty, and it has few rows. What is "
-    "cheap to move?",
-    "D": "Try a group of 4 in the panel, at 1.02. Which bar is the shortest?",
-    "E": "Try a group of 16 in the panel, at 1.29. Does an order promise less than half?",
+    "C": "Neighbours share little, so a query pays almost 32 KiB for a block. The rows of its 4 "
+    "heads take 3 KiB. Which is cheaper to move?",
+    "D": "Four queries share a block of 32 KiB, so each pays 8 KiB. The rows of its 4 heads take "
+    "3 KiB. Which is cheaper to move?",
+    "E": "Four queries share most blocks of 32 KiB. The rows of 16 heads take 12 KiB for a block. "
+    "Which order is cheapest, and is it half the time of one query a program, or less?",
     "F": "Which neighbours does a query have when each sequence has one?",
 }
 _order_words = _words(choose_order)
 _ORDER_MISTAKES = tuple(
-    Misconception(f"“{order}” for shape {x}", slip(_order_words, f"{x}: {order}"), hint)
+    Misconception(f"“{order}” for {x}", slip(_order_words, f"{x}: {order}"), hint)
     for x, hint in _HINTS_ORDER.items()
     for order in ORDERS
     if choose_order()[x] != order
-) + _no_words(_order_words, "shape", choose_order, ORDERS)
+) + _no_words(_order_words, choose_order, ORDERS)
 
 _ORDER = Exercise(
     name="choose_order",
     statement="""
-Choose `"queries"`, `"tiles"` or `"blocks"` for each shape, and return a dictionary from its letter
-to your choice. Lists have 16 blocks of 64 keys, and tiles 4 queries. "Union" is the number of
-blocks that four neighbours list together, over that of one list. Take the order with the least time
-*on paper*, but leave `"queries"` only for half its time on paper or less.
+Choose `"queries"`, `"tiles"` or `"blocks"` for each shape. Return a dictionary from its letter to
+your choice. Lists have 16 blocks of 64 keys, and tiles have 4 queries. "Union" is the number of
+blocks that four neighbours list together, over that of one list. It is a mean over all queries:
+early ones have few blocks to draw from, so random lists come to 3.18, less than 54 / 16. Take the
+order with the least time *on paper*. But keep `"queries"` unless that order takes half its time or
+less.
 
 | shape | queries | heads | union |
 |---|---|---|---|
@@ -832,7 +895,8 @@ blocks that four neighbours list together, over that of one list. Take the order
     difficulty=2,
     hints=(
         "What do the shapes with 64 heads over 4 have in common, and those with 32 over 8?",
-        "The panel above has all shapes but F.",
+        "The panel above has all shapes but F. Compare each longest bar with half of the longest "
+        "bar of one query a program.",
         "For F, ask what a tile, or a block of keys, could share. Each sequence has its own cache.",
     ),
     why="Large groups pay for blocks, so it depends on what neighbours share; small groups have "
@@ -846,6 +910,7 @@ blocks that four neighbours list together, over that of one list. Take the order
         *({f"{x}: {order}" for order in (*ORDERS, STRANGE, OPEN)} for x in _HINTS_ORDER),
     ),
     cases=_letters("shape", "ABCDEF"),
+    in_words=True,
 )
 
 
@@ -860,7 +925,7 @@ TRAPS = (
     Trap(
         "A launch returns at once",
         "what_is_wrong",
-        "“first call” for benchmark E",
+        "“first call” for E",
     ),
     Trap(
         "a hidden score is −∞, not 0",
@@ -911,7 +976,7 @@ PREDICTIONS = (
         (
             (
                 lambda guess: isinstance(guess, int | float) and 13 <= guess <= 14.5,
-                "That is what was measured. Can memory do it?",
+                "That is what the clock showed. Can memory do it?",
             ),
             (
                 lambda guess: isinstance(guess, int | float) and 6.5 <= guess <= 7.5,
@@ -922,18 +987,38 @@ PREDICTIONS = (
         tolerance=0.05,
     ),
     Prediction(
-        "programs_at_once",
-        "A program takes 98,816 bytes of shared memory, and a multiprocessor has 228 KiB: how many "
-        "such programs run on it at once?",
-        "228 KiB are 233,472 bytes. Two programs fit, and a third would need 296,448.",
+        "without_softmax",
+        "A kernel of 13.5 ms loads blocks, multiplies, and takes a softmax. The softmax is cut "
+        "out: how many ms does the rest take?",
+        "The softmax runs while the kernel waits for blocks. So leaving it out saves nothing.",
         (
-            (3, "Three need 296,448 bytes."),
-            (1, "One leaves 134,656 bytes free."),
             (
-                lambda guess: isinstance(guess, float) and 2.3 < guess < 2.5,
-                "That is the ratio. A third of a program cannot run.",
+                lambda guess: isinstance(guess, int | float) and 8.5 <= guess <= 12.5,
+                "The softmax does take work. The kernel does it while it waits.",
             ),
+            (
+                lambda guess: isinstance(guess, int | float) and guess < 8.5,
+                "The loads and the products are still all there.",
+            ),
+            (14.5, "Less work can hardly take so much longer."),
         ),
+        unit="ms",
+        tolerance=0.03,
+    ),
+    Prediction(
+        "tiles_ms",
+        "One query a program takes 12.1 ms, and neighbours list nearly the same blocks. Four "
+        "queries then load each block together: how many ms does that take?",
+        "A quarter of the loads is left, but now the kernel also waits for other things.",
+        (
+            (
+                lambda guess: isinstance(guess, int | float) and 2.9 <= guess <= 3.8,
+                "That is the time on paper, a quarter. The clock showed more.",
+            ),
+            (12.1, "The loads are what the kernel waits for, and three quarters are gone."),
+        ),
+        unit="ms",
+        tolerance=0.05,
     ),
     Prediction(
         "union_of_four",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ TOLD = {
     "tiles": f"tiles of {T} queries",
     "blocks": "a block of keys a program",
 }
-COLOURS = {"queries": "selected", "tiles": "compressed", "blocks": "window"}
+MARKS = {"queries": "o", "tiles": "s", "blocks": "^"}
 PAYS = (
     0.5  # another order replaces one query a program if it promises at most this share of its time
 )
@@ -237,7 +238,7 @@ def draw_roofline() -> Picture:
     over = lists.bytes_per_s / r.memory
     return Picture(
         figure,
-        f"Attention to lists gets {lists.bytes_per_s / 1e12:.1f} TB/s: {over:.1f} times what "
+        f"Attention to lists loads {lists.bytes_per_s / 1e12:.1f} TB/s: {over:.1f} times what "
         "memory can give",
     )
 
@@ -320,12 +321,12 @@ def real_lists() -> Tensor:
     return ops.select_blocks(h.q, k_cmp, lse, **sizes, backend="reference")[0]
 
 
-def neighbours(query: int = 400, head: int = 3) -> list[list[int]]:
+def neighbours(query: int = 460, head: int = 3) -> list[list[int]]:
     """The lists of `T` neighbours, from `query` on, on the real heads."""
     return real_lists()[query : query + T, head].tolist()
 
 
-def draw_orders(query: int = 400, head: int = 3) -> Picture:
+def draw_orders(query: int = 460, head: int = 3) -> Picture:
     """Four queries and their blocks, and what one program loads in each of the three orders."""
     lists = neighbours(query, head)
     blocks = sorted({b for ids in lists for b in ids if b >= 0})
@@ -345,14 +346,14 @@ def draw_orders(query: int = 400, head: int = 3) -> Picture:
         place = Place(0.75 + i * 2.55, 0.72, 2.25, 1.6)
         chart = sheet.chart(place, (0, n), (T, 0))
         chart.title(titles[order])
-        colours = [COLOURS[order] if mine[order](t, x) else "#DDE3E8" for t, x in entries]
+        colours = ["selected" if mine[order](t, x) else "#DDE3E8" for t, x in entries]
         chart.boxes([(x + 0.06, t + 0.06, 0.88, 0.88) for t, x in entries], colours)
         chart.bottom([x + 0.5 for x in range(n)], blocks, "block", line=False, size=7.5)
         if i == 0:
             names = [query + t for t in range(T)]
             chart.left([t + 0.5 for t in range(T)], names, "query", line=False)
         sheet.words([(place.x(0.5), 3.02, loads[order])], size=9.5)
-    sheet.words([(0.7, 3.02, "all:")], size=9.5, ha="right")
+    sheet.words([(0.7, 3.02, "in all:")], size=9.5, ha="right")
     told = f"{T} neighbours list {len(entries)} blocks, {n} of them different"
     return Picture(sheet.figure, told)
 
@@ -360,7 +361,7 @@ def draw_orders(query: int = 400, head: int = 3) -> Picture:
 # -- bytes, operations and time of an order --
 
 OVERLAPS = (1.0, 1.02, 1.1, 1.29, 1.6, 2.0, 2.4, 2.8, 3.18, 3.6, 4.0)
-_PARTS = {"L2": "key", "memory": "value", "products": "own block"}
+_PARTS = {"L2": "#4A5560", "memory": "#8A929A", "products": "#C8CCD0"}
 
 
 def measured_ms(order: str, group: int, overlap: float) -> float | None:
@@ -379,12 +380,11 @@ def told_orders(order: str, overlap: float, group: int) -> str:
     cost, (HQ, H) = order_cost(order, group, overlap), HEADS[group]
     limit = max(cost.times, key=cost.times.__getitem__)
     ms = measured_ms(order, group, overlap)
-    best = best_order(group, overlap)
     was = f"Recorded: {ms:.1f} ms." if ms else "No recorded run has these lists."
     return (
         f"{HQ} heads over {H}, {TOLD[order]}: {cost.cached / 1e9:.0f} GB through L2, "
         f"{cost.memory / 1e9:.0f} GB through memory, {cost.flops / 1e12:.1f} TFLOP. "
-        f"The longest on paper: {limit}, {cost.ms:.1f} ms. {was} On paper, take {TOLD[best]}."
+        f"The longest on paper: {limit}, {cost.ms:.1f} ms. {was}"
     )
 
 
@@ -392,17 +392,18 @@ def draw_paper(order: str = "tiles", overlap: float = 1.29, group: int = 16) -> 
     """The time of each order on paper, by what limits it, and what was recorded."""
     sheet, found = Sheet(8.3, 3.3), {o: order_cost(o, group, overlap) for o in ORDERS}
     measured = {o: measured_ms(o, group, overlap) for o in ORDERS}
-    top = max(30.0, *(cost.ms for cost in found.values()))
+    top = max(42.0, *(1.6 * cost.ms for cost in found.values()))  # words stand behind the bars
     chart = sheet.chart(Place(2.0, 0.62, 5.8, 2.1), (0, top), (len(ORDERS), 0))
     for row, (name, cost) in enumerate(found.items()):
         if name == order:
             chart.boxes([(0, row + 0.02, top, 0.96)], "#EEF3F7")
         for i, (part, ms) in enumerate(cost.times.items()):
             chart.boxes([(0, row + 0.14 + 0.25 * i, ms, 0.22)], _PARTS[part])
-        told = [(cost.ms, row + 0.5, f"{cost.ms:.1f} ms")]
-        chart.words(told, size=9, ha="left", offset=(6, 0))
+        told, end = f"{cost.ms:.1f} ms on paper", cost.ms
         if measured[name]:
+            told, end = told + f", {measured[name]:.1f} recorded", max(end, measured[name])
             chart.lines([[(measured[name], row + 0.06), (measured[name], row + 0.94)]], "query", 2)
+        chart.words([(end, row + 0.5, told)], size=9, ha="left", offset=(6, 0))
     ticks = [tick for tick in (0, 5, 10, 15, 20, 25, 30, 40, 50) if tick <= top]
     chart.bottom(ticks, None, "milliseconds on paper")
     chart.left([row + 0.5 for row in range(3)], [TOLD[o] for o in ORDERS], line=False)
@@ -416,12 +417,14 @@ def draw_paper(order: str = "tiles", overlap: float = 1.29, group: int = 16) -> 
 
 
 def paper_and_recorded() -> list[tuple[str, float, float]]:
-    """Order, milliseconds on paper and recorded milliseconds of every recorded run that
+    """Order, milliseconds on paper and recorded milliseconds of every run in `recorded_table` that
     `order_cost` describes."""
+    found = recorded()
+    orders = Counter((group, kind) for group, _, kind in found)
     return [
         (order, order_cost(order, group, overlap).ms, ms)
-        for (group, order, _), (ms, overlap) in recorded().items()
-        if order != "tiles" or T * group == 64
+        for (group, order, kind), (ms, overlap) in found.items()
+        if orders[group, kind] > 1 and (order != "tiles" or T * group == 64)
     ]
 
 
@@ -434,8 +437,8 @@ def draw_recorded() -> Picture:
     for order in ORDERS:
         points = [(paper, ms) for its, paper, ms in found if its == order]
         if points:
-            axis.plot(*zip(*points, strict=True), "o", color=PALETTE[COLOURS[order]],
-                      markersize=8, label=TOLD[order])  # fmt: skip
+            axis.plot(*zip(*points, strict=True), MARKS[order], color=PALETTE["selected"],
+                      markersize=8, markeredgecolor=PALETTE["text"], label=TOLD[order])  # fmt: skip
     ticks = [2, 5, 10, 20, 40]
     axis.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high),
              xlabel="ms on paper", ylabel="ms, recorded")  # fmt: skip
@@ -443,9 +446,9 @@ def draw_recorded() -> Picture:
         side.set_ticks(ticks, [str(tick) for tick in ticks])
         side.set_ticks([], minor=True)
     axis.legend(frameon=False, fontsize=9, loc="lower right")
-    ratios = [ms / paper for _, paper, ms in found]
-    told = f"{len(found)} recorded runs take {min(ratios):.1f} to {max(ratios):.1f} times as long "
-    return Picture(figure, told + "as on paper")
+    most = {o: max((ms / paper for its, paper, ms in found if its == o), default=0) for o in ORDERS}
+    told = f"Tiles take up to {most['tiles']:.1f} times as long as on paper, key blocks "
+    return Picture(figure, f"{told}{most['blocks']:.1f} times")
 
 
 def orders_panel() -> Panel:
@@ -485,7 +488,6 @@ def draw_tuning() -> Picture:
     """What each choice of one kernel costs, one choice changed at a time."""
     choices, figure_axes = tuned(), new_figure(8.2, 2.6, columns=3)
     figure, axes = figure_axes
-    best = min(ms for times in choices.values() for ms in times.values())
     worst = max(ms for times in choices.values() for ms in times.values())
     names = {"warps": "warps of a program", "stages": "stages in flight",
              "tokens": "tokens of a step"}  # fmt: skip
@@ -497,7 +499,11 @@ def draw_tuning() -> Picture:
         for i, ms in enumerate(times.values()):
             axis.text(i, ms + 0.4, f"{ms:.1f}", ha="center", fontsize=8.5)
     axes[0, 0].set_ylabel("ms")
-    told = f"One kernel, one choice changed at a time: {best:.1f} to {worst:.1f} ms"
+    low = min(ms for times in choices.values() for ms in times.values())
+    costly = next(
+        f"{x} {name}" for name, times in choices.items() for x, ms in times.items() if ms == worst
+    )
+    told = f"One choice changed at a time: {costly} cost most, {worst:.1f} ms instead of {low:.1f}"
     return Picture(figure, told)
 
 
@@ -549,25 +555,7 @@ def instructions_table() -> list[str]:
     return lines
 
 
-# -- a clock's readings --
-
-
-def draw_times(milliseconds: Tensor) -> Picture:
-    """A histogram of one call's times, with their median and their mean."""
-    figure, axes = new_figure(8.2, 2.7)
-    axis, ms = axes[0, 0], milliseconds.double()
-    most = float(ms.quantile(0.98))
-    axis.hist(ms.clamp(max=most).numpy(), bins=40, color=PALETTE["key"])
-    for value, name, colour in ((ms.median(), "median", "text"), (ms.mean(), "mean", "query")):
-        axis.axvline(float(value), color=PALETTE[colour], linewidth=1.6, label=name)
-    axis.set(xlabel="ms of one call (the slowest 2 % at the right end)", ylabel="calls")
-    axis.legend(frameon=False, fontsize=9)
-    return Picture(figure, f"{len(ms)} calls of one function: {ms.min():.2g} to {ms.max():.2g} ms")
-
-
-def tile_shared_bytes() -> int:
-    """Bytes on the chip of chapter 04's tile of 64 queries and 64 keys of width 128."""
-    return sum(costs.tile_bytes_on_chip(64, 64, WIDTH).values())
+# -- numbers of the text --
 
 
 def random_union(blocks: int = 1024, slots: int = SLOTS, forced: int = 3) -> float:
@@ -583,10 +571,11 @@ def listed_ms() -> float:
     return 1e3 * TOKENS * HEADS[16][1] * SLOTS * (4 * BLOCK * WIDTH) / H200_BYTES_PER_S
 
 
-def tiles_of_lists() -> list[list[list[int]]]:
-    """The lists of every `T` neighbours on the course's real heads, for each KV head."""
-    tiles = real_lists().unflatten(0, (-1, T)).transpose(1, 2)  # [tiles, H, T, 8]
-    return tiles.flatten(0, 1).tolist()
+def tiles_of_lists(only_full: bool = False) -> list[list[list[int]]]:
+    """The lists of every `T` neighbours on the course's real heads, for each KV head; with
+    `only_full`, of neighbours whose lists have no empty slot."""
+    tiles = real_lists().unflatten(0, (-1, T)).transpose(1, 2).flatten(0, 1)  # [tiles * H, T, 8]
+    return (tiles[(tiles >= 0).all(-1).all(-1)] if only_full else tiles).tolist()
 
 
 def small_lists(tokens: int) -> Tensor:
