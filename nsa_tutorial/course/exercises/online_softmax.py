@@ -1356,6 +1356,16 @@ read all keys.
 
 Return `(o, lse)`: `[N, DV]` and `[N]`. Rows empty on both sides give `o = 0`, `lse = -inf`. Again,
 let no `NaN` arise, and clear none: a `NaN` from a half that saw keys is a mistake elsewhere.
+
+Copy this frame into `merge_partials`, and fill the gaps:
+
+```python
+shift = ...  # [N], what you subtract from both lse
+w1, w2 = ..., ...  # [N], how much each half counts
+o = ...  # [N, DV]
+lse = ...  # [N]
+return o, lse
+```
 """,
     returns=("o", "lse"),
     minutes=6,
@@ -1970,7 +1980,11 @@ TRAPS = (
         "merge_partials",
         "adding two outputs that were already divided",
     ),
-    Trap("the halves weigh in by those", "merge_partials", "a plain average of the two outputs"),
+    Trap(
+        "The halves count by these denominators",
+        "merge_partials",
+        "a plain average of the two outputs",
+    ),
     Trap(
         "this formula with two precautions",
         "merge_partials",
