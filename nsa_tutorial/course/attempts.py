@@ -152,7 +152,7 @@ MEANINGS = (
     ),
     (r"unsupported operand type\(s\) for \^", "Python writes a power as `x ** 2`."),
     (
-        r"number of subscripts in the equation",
+        r"number of subscripts in the equation|operands were provided",
         "Write down the shape of each input of `einsum`, and give each axis one letter.",
     ),
     (r"-dimensional.*index\(es\) were provided", "A tile needs one index for each of its axes."),

@@ -21,10 +21,8 @@ from nsa_tutorial.course.speech import Message
 _NEAR = Fraction(1, 10)  # relative distance up to which a number is close
 _MEANT = Fraction(1, 50)  # and up to which it is the wrong number that a thought leads to
 _SAID = 80  # characters of a guess that are repeated
-_TIMES = {2: "twice", 3: "three times", 4: "four times", 5: "five times", 6: "six times",
-          7: "seven times", 8: "eight times", 9: "nine times", 10: "ten times"}  # fmt: skip
-_PARTS = {2: "half", 3: "a third", 4: "a quarter", 5: "a fifth", 6: "a sixth", 7: "a seventh",
-          8: "an eighth", 9: "a ninth", 10: "a tenth"}  # fmt: skip
+_TIMES = {3: "three", 4: "four", 5: "five", 6: "six", 7: "seven", 8: "eight", 9: "nine",
+          10: "ten"}  # fmt: skip
 
 
 def predict(name: str, guess: object) -> Message:
@@ -195,19 +193,19 @@ def _ratio(ratio: Fraction, points: Fraction | None) -> str:
         return "close, within 10 %"
     large = ratio > 1
     times = ratio if large else 1 / ratio
-    whole = round(times)
-    if whole in _TIMES and abs(times - whole) <= whole * _NEAR / 2:
-        return f"{_TIMES[whole]} as much" if large else f"{_PARTS[whole]} of it"
+    whole, wrong = round(times), "too large" if large else "too small"
+    is_whole = abs(times - whole) <= whole * _NEAR / 2
+    if whole == 2 and is_whole:
+        return f"your guess is {'twice' if large else 'half'} as large"
+    if whole in _TIMES and is_whole:
+        return f"your guess is {_TIMES[whole]} times {wrong}"
     if times < 2:
-        # "41 % too much" of a number of percent could mean either
+        # "41 % too large" of a number of percent could mean either
         off = round(abs(ratio - 1) * 100) if points is None else round(abs(points), 1)
-        unit = "%" if points is None else "points"
-        return f"{float(off):g} {unit} too {'much' if large else 'little'}"
-    if times < 10:
-        return f"{float(ratio):.2g} times as much"
-    if times < 10**6:
-        return f"{round(times):,} times as much" if large else f"1/{round(times):,} of it"
-    return "more than a million times as much" if large else "less than a millionth of it"
+        return f"your guess is {float(off):g} {'%' if points is None else 'points'} {wrong}"
+    if times >= 10**6:
+        return f"your guess is more than a million times {wrong}"
+    return f"your guess is {f'{float(times):.2g}' if times < 10 else f'{whole:,}'} times {wrong}"
 
 
 def _equal(guess: object, answer: object) -> bool:

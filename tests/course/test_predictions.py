@@ -62,19 +62,20 @@ def test_no_guess_is_nudged() -> None:
 
 def test_a_wrong_guess_hears_how_far_off_and_why() -> None:
     assert told(4) == (
-        "→ cache: You said 4 GiB, it is 8 GiB: half of it. "
+        "→ cache: You said 4 GiB, it is 8 GiB: your guess is half as large. "
         "That is the keys alone. Keys and values are both kept."
     )
     assert "That is MiB." in told(8192)
     assert "It has to be kept somewhere." in told("None")
-    assert told(5).endswith("GiB: 38 % too little. Keys and values are both kept.")
+    assert told(5).endswith("GiB: your guess is 38 % too small. Keys and values are both kept.")
 
 
 def test_a_guess_in_percent_is_points_off() -> None:
     """55 % is 16 points more than 39 %, and 41 % more: two numbers that are easily confused."""
-    assert "You said 55 %, it is 39 %: 16 points too much." in told(55, 39, "percent")
-    assert "it is 67 %: 22.5 points too little." in told(44.5, 67, "percent")
-    assert "it is 40 %: half of it." in told(20, 40, "percent")
+    large = "You said 55 %, it is 39 %: your guess is 16 points too large."
+    assert large in told(55, 39, "percent")
+    assert "it is 67 %: your guess is 22.5 points too small." in told(44.5, 67, "percent")
+    assert "it is 40 %: your guess is half as large." in told(20, 40, "percent")
 
 
 def test_a_right_guess_hears_the_reason() -> None:
@@ -94,12 +95,14 @@ def test_numbers_may_be_written_out() -> None:
     ("ratio", "words"),
     [
         (1.0, "exactly right"), (1.04, "close, within 10 %"), (0.91, "close, within 10 %"),
-        (0.5, "half of it"), (2, "twice as much"), (10, "ten times as much"),
-        (0.1, "a tenth of it"),
-        (1 / 3, "a third of it"), (1.5, "50 % too much"), (0.8, "20 % too little"),
-        (2.5, "2.5 times as much"), (0.4, "0.4 times as much"), (1000, "1,000 times as much"),
-        (1e-3, "1/1,000 of it"), (1e30, "more than a million times as much"),
-        (1e-30, "less than a millionth of it"),
+        (0.5, "your guess is half as large"), (2, "your guess is twice as large"),
+        (10, "your guess is ten times too large"), (0.1, "your guess is ten times too small"),
+        (1 / 3, "your guess is three times too small"), (1.5, "your guess is 50 % too large"),
+        (0.8, "your guess is 20 % too small"), (2.5, "your guess is 2.5 times too large"),
+        (0.4, "your guess is 2.5 times too small"), (1000, "your guess is 1,000 times too large"),
+        (1e-3, "your guess is 1,000 times too small"),
+        (1e30, "your guess is more than a million times too large"),
+        (1e-30, "your guess is more than a million times too small"),
         (-1, "the sign is the other way round"), (-3, "of the other sign"),
     ],
 )  # fmt: skip
@@ -167,7 +170,8 @@ def test_a_guess_outlives_the_kernel(tmp_path: Path) -> None:
     (tmp_path / reader.FOLDER).mkdir()
     predict("cache", 4)
     reader.forget()
-    assert repr(reveal("cache", 8)).startswith("→ cache: You said 4 GiB, it is 8 GiB: half of it.")
+    told_again = "→ cache: You said 4 GiB, it is 8 GiB: your guess is half as large."
+    assert repr(reveal("cache", 8)).startswith(told_again)
 
 
 def test_unknown_names_are_told_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:

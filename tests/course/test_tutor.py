@@ -630,8 +630,9 @@ def test_errors_that_say_different_things_are_different() -> None:
         (lambda: torch.sqrt(2), "For a plain number"),
         (lambda: 0.5 ^ 2, "x ** 2"),
         (lambda: torch.einsum("ij,j->i", torch.ones(2), torch.ones(2)), "one letter"),
+        (lambda: torch.einsum("i->i", torch.ones(2), torch.ones(2)), "one letter"),
     ],
-    ids=["empty", "empty axis", "not there", "no tensor", "power", "einsum"],
+    ids=["empty", "empty axis", "not there", "no tensor", "power", "einsum", "einsum of three"],
 )
 def test_more_errors_are_explained(attempt: Callable, words: str) -> None:
     assert words in judge(SUM, lambda x: attempt()).text
