@@ -405,7 +405,7 @@ def draw_paper(order: str = "tiles", overlap: float = 1.29, group: int = 16) -> 
             chart.lines([[(measured[name], row + 0.06), (measured[name], row + 0.94)]], "query", 2)
         chart.words([(end, row + 0.5, told)], size=9, ha="left", offset=(6, 0))
     ticks = [tick for tick in (0, 5, 10, 15, 20, 25, 30, 40, 50) if tick <= top]
-    chart.bottom(ticks, None, "milliseconds on paper")
+    chart.bottom(ticks, None, "milliseconds")
     chart.left([row + 0.5 for row in range(3)], [TOLD[o] for o in ORDERS], line=False)
     sheet.legend(2.0, 0.45, {**{_PARTS[p]: p for p in _PARTS}, "query": "recorded"})
     first = min(ORDERS, key=lambda o: found[o].ms)
