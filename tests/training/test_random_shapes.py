@@ -56,7 +56,7 @@ def test_on_a_gpu(first: int, order: str) -> None:
 
 def judge(seed: int, order: str, device: str, dtype: torch.dtype, longest: int) -> None:
     """Output, log-sum-exp and gradients within the error budget, and four roundings of the largest
-    number: where a problem has a handful of numbers, PyTorch's may be exact by chance."""
+    number (in fp32 2e-6 of it): where a problem has a handful of numbers, PyTorch's may be exact by chance."""
     skip_unless_runs(order, device, dtype)
     problem = problem_of(seed, longest)
     call = problem.make(dtype, device)
@@ -71,7 +71,7 @@ def judge(seed: int, order: str, device: str, dtype: torch.dtype, longest: int) 
         seen = a.isfinite()
         assert torch.equal(c.isfinite(), seen), f"{problem}: {name} is finite elsewhere"
         if seen.any():
-            rounding = 4 * torch.finfo(dtype).eps * max(1.0, a[seen].abs().max().item())
+            rounding = max(4 * torch.finfo(dtype).eps, 2e-6) * max(1.0, a[seen].abs().max().item())
             budget = 2 * (b.double() - a)[seen].abs().max().item() + rounding
             error = (c.double() - a)[seen].abs().max().item()
             assert error <= budget, f"{problem}: {name}: {error:.2e} over {budget:.2e}"
