@@ -56,7 +56,8 @@ def test_on_a_gpu(first: int, order: str) -> None:
 
 def judge(seed: int, order: str, device: str, dtype: torch.dtype, longest: int) -> None:
     """Output, log-sum-exp and gradients within the error budget, and four roundings of the largest
-    number (in fp32 2e-6 of it): where a problem has a handful of numbers, PyTorch's may be exact by chance."""
+    number (2e-6 of it in fp32). Where a problem has a handful of numbers, PyTorch's may be exact by
+    chance."""
     skip_unless_runs(order, device, dtype)
     problem = problem_of(seed, longest)
     call = problem.make(dtype, device)
