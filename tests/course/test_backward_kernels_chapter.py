@@ -3,6 +3,7 @@ the kernels that it shows beside each other."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,7 @@ from nsa_tutorial.course.exercises import backward_kernels as solutions
 from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.mistakes import Wrong
+from nsa_tutorial.course.widgets import backward_kernels as pictures
 from nsa_tutorial.sparse import inverse_list as inverse_lists
 from nsa_tutorial.sparse import selected_attention
 
@@ -190,6 +192,13 @@ def bounds_of_the_unsorted(lists, num_blocks):
     order = x.argsort(stable=True)
     bounds = torch.searchsorted(x, torch.arange(num_blocks + 1))
     return (order // lists.shape[1])[: bounds[-1]], bounds
+
+
+def slot_by_slot(lists, num_blocks):
+    N = len(lists)
+    x, e = torch.where(lists < 0, num_blocks, lists).T.flatten().sort(stable=True)
+    bounds = torch.searchsorted(x, torch.arange(num_blocks + 1))
+    return (e % N)[: bounds[-1]], bounds
 
 
 def only_nested(lists, num_blocks):
@@ -424,6 +433,7 @@ ATTEMPTS = {
         bounds_of_the_unsorted,
         {"searching the blocks before they are sorted"},
     ),
+    "slot by slot": ("inverse_list", slot_by_slot, {"flattening the lists slot by slot"}),
     "[H, R, G, D]": (
         "rows_of_step",
         heads_before_queries,
@@ -455,11 +465,11 @@ ATTEMPTS = {
         heads_first_in_a_step,
         {"all queries of one head first"},
     ),
-    "no races": ("audit", no_races, {"no race is ever reported"}),
+    "no races": ("audit", no_races, {"never reporting a race"}),
     "nothing": (
         "audit",
         nothing_found,
-        {"no race is ever reported", "no missing element is ever reported"},
+        {"reporting nothing"},
     ),
     "rest last": (
         "chunk_lengths",
@@ -518,6 +528,14 @@ def test_another_way_is_right_too(name: str, attempt: Callable) -> None:
     assert judge(KNOWN[name], attempt).outcome == "right"
 
 
+def test_an_einsum_without_letters_for_the_mask_is_explained() -> None:
+    told = judge(
+        KNOWN["slot_gradient"],
+        lambda d_s, s, is_seen: torch.einsum("gsb,gsb->s", d_s, s, is_seen),
+    ).text
+    assert "each axis one letter" in told
+
+
 def test_a_mask_of_another_shape_is_told_as_a_shape() -> None:
     """It raises an IndexError, and no index is too large."""
     told = judge(KNOWN["slot_gradient"], lambda d_s, s, is_seen: (d_s * s)[is_seen]).text
@@ -543,8 +561,38 @@ def test_the_order_of_shares_shows_in_their_sum() -> None:
         for share in shares[torch.randperm(64, generator=g)]:
             total += share
         sums.add(total.item())
+    assert f"gave {len(sums)} different sums" in prose()
+
+
+def prose() -> str:
+    """The chapter's text, on one line."""
     notebook = Path(__file__).parents[2] / "notebooks" / "13_backward_kernels.ipynb"
-    assert f"gave {len(sums)} different sums" in " ".join(notebook.read_text().split())
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    return " ".join(
+        " ".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown").split()
+    )
+
+
+def test_the_minutes_are_told() -> None:
+    """Those of optional exercises beside them."""
+    minutes = {e.name: e.minutes for e in KNOWN.values()}
+    optional = {name: minutes.pop(name) for name in ("chunk_lengths", "audit", "slot_gradient")}
+    assert f"{sum(minutes.values())} of them exercises" in prose()
+    assert f"**Optional** ({optional['chunk_lengths']} minutes)" in prose()
+
+
+def test_small_decisions_are_as_small_as_the_chapter_says() -> None:
+    ours = pictures.times()["ours"]["ms"]
+    small = (
+        "all rows behind a mask", "pointers instead of descriptors", "chunks added by atomics",
+    )  # fmt: skip
+    more = [100 * (pictures.times()[change]["ms"] / ours - 1) for change in small]
+    assert f"{round(min(more))} to {round(max(more))} %" in prose()
+
+
+def test_chunks_of_5000_queries() -> None:
+    assert solutions.chunk_lengths(5_000, 1_024) == [1_250] * 4
+    assert "5,000 queries are four chunks of 1,250" in prose()
 
 
 WALKS = (

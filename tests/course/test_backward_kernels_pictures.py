@@ -181,6 +181,15 @@ def test_the_sentence_follows_the_program() -> None:
             )
 
 
+def test_the_picture_of_a_step_says_why_there_is_a_mask() -> None:
+    """Of queries 0 to 3, which see 1 to 4 of 16 keys; later ones see all of them."""
+    assert pictures.draw_step(0, 0, 0, 0).finding.endswith(
+        "see 16% of block 0: the step has a mask"
+    )
+    last = pictures.draw_step(0, 0, 1, 0).finding
+    assert last.endswith("see 100% of block 0: the step needs no mask")
+
+
 def test_the_stepper_keeps_to_its_chunks() -> None:
     panel = pictures.stepper()
     panel.set(part=2)
@@ -195,8 +204,11 @@ def test_the_stepper_keeps_to_its_chunks() -> None:
 @pytest.mark.parametrize(
     ("ends", "told"),
     [
-        ((0.8, 0.05), "gentle attention learns to find its block, peaked attention learns to miss"),
-        ((0.25, 0.25), "gentle attention only guesses its block, peaked attention only guesses"),
+        (
+            (0.8, 0.05),
+            "gentle attention scores learn to find the right block, under peaked to miss it",
+        ),
+        ((0.25, 0.25), "learn to guess the right block, under peaked to guess it"),
     ],
     ids=["as measured", "nothing is learned"],
 )

@@ -1,5 +1,5 @@
 """Exercises of chapter 13: the inverse list, the rows of a step, shares of a long list, the
-gradient of a choice, the queries of a window's keys, and two programs that store to one place.
+queries of a window's keys, two programs that store to one place, and the gradient of a choice.
 
 The wrong solutions of an exercise are one function, told which slips to make.
 """
@@ -37,7 +37,7 @@ def inverse_list(lists: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
 def _inverse(slips: Slips, lists: Tensor, num_blocks: int) -> tuple[list, list] | list:
     """`inverse_list` with slips."""
     S = lists.shape[1]
-    block = lists.flatten()
+    block = (lists.T if "by slot" in slips else lists).flatten()
     if "dropped" in slips:
         block = block[block >= 0]
     elif "as block 0" in slips:
@@ -60,6 +60,8 @@ def _inverse(slips: Slips, lists: Tensor, num_blocks: int) -> tuple[list, list] 
     queries = entry if "entries" in slips else entry % S if "slots" in slips else entry // S
     if "by queries" in slips:
         queries = entry // len(lists)
+    if "by slot" in slips:
+        queries = entry % len(lists)
     if "blocks" in slips:
         queries = by_block[:end]
     flat, limits = queries.tolist(), bounds.tolist()
@@ -190,6 +192,12 @@ _INVERSE_MISTAKES = (
         "5 belong to?",
     ),
     Misconception(
+        "flattening the lists slot by slot",
+        slip(_inverse, "by slot"),
+        "First come all queries that list a block in slot 0, then those with slot 1. In which "
+        "order do the queries of a block have to stand?",
+    ),
+    Misconception(
         "leaving out blocks that nobody lists",
         slip(_inverse, "listed only"),
         "A program looks up its block by number. At which place does it find block 2 if block 1 "
@@ -197,13 +205,14 @@ _INVERSE_MISTAKES = (
     ),
 )
 
+_PLACES = {"entries", "slots", "blocks", "by queries"}
 _NOT_NESTED = ("ends", "in front", "empty kept", "no end, cut")
 
 _INVERSE = Exercise(
     name="inverse_list",
     statement="""
 `lists` is a tensor `[N, S]`: `S` block ids for each query, or -1 for an empty slot. Return
-`(queries, bounds)`, two flat tensors (or Python lists).
+`(queries, bounds)`, two flat tensors or Python lists.
 
 - `queries` has the queries that list block 0, then those that list block 1, and so on. The queries
   of one block ascend.
@@ -214,7 +223,7 @@ For `[[0, -1], [0, 1], [1, 0]]` and two blocks, `queries` is `[0, 1, 2, 1, 2]` a
 `[0, 3, 5]`. `sort(stable=True)` and `torch.searchsorted` do most of the work. Plain Python loops
 are fine, too.
 """,
-    minutes=7,
+    minutes=8,
     difficulty=2,
     hints=(
         "Flatten `lists`. Each entry is a pair now: the block that it names, and its place. "
@@ -234,7 +243,8 @@ are fine, too.
         {"in front", "as block 0", "empty kept", "unsorted", "dropped", "descending, empty last"},
         {"descending", "descending, empty last", "backwards", "searched unsorted", "unsorted"},
         {"exchanged", "nested alone"},
-        {"entries", "slots", "blocks", "by queries"},
+        _PLACES,
+        *({"by slot", other} for other in (*_PLACES, "backwards", "unsorted", "dropped")),
         {"counts", "ends", "no beginning", "no end", "no end, cut", "listed only", "nested alone"},
         *({nested, other} for nested in ("nested", "nested alone") for other in _NOT_NESTED),
         {"nested", "nested alone"},
@@ -440,15 +450,19 @@ _OUTSIDE = ("heads outside", "heads outside, in step")
 _STEP = Exercise(
     name="rows_of_step",
     statement="""
-A program has one block, KV head `head`, and the chunk `queries`. Its query-head rows are flat: all
-`G` heads of the first query's group, then those of the second, and so on. A step takes `BR` of
-these rows, whether or not `G` divides `BR`.
+A program has one block, KV head `head`, and the chunk `queries`. Its query-head rows are flat: the
+`G` heads of the first query's group, then those of the second query, and so on. Step `step` takes
+the next `BR` of them, whether or not `G` divides `BR`.
 
-In memory `Q` is `[R, H, G, D]`, for `R` queries. Seen as `[R * H * G, D]`, it has one row for each
-query and head. Return a list of `BR` numbers: the rows of this `Q` that step `step` takes, and -1
-behind the chunk's last row. For example, `rows_of_step([3], 0, 0, 1, 2, 4)` is `[6, 7, -1, -1]`.
+Return a list of `BR` numbers: where each of these query-head rows stands in `Q`. In memory `Q` is
+`[R, H, G, D]`, for `R` queries, and you count its rows from 0 as in `[R * H * G, D]`. With two KV
+heads and groups of 2, query 1 has the rows 4 to 7: 4 and 5 for KV head 0, 6 and 7 for KV head 1.
+Past the end of the chunk, return -1.
+
+- `rows_of_step([1, 4], 0, 1, 2, 2, 4)` is `[6, 7, 18, 19]`.
+- `rows_of_step([3], 0, 0, 1, 2, 4)` is `[6, 7, -1, -1]`.
 """,
-    minutes=5,
+    minutes=6,
     difficulty=2,
     hints=(
         "Number the chunk's rows from 0, heads of a group side by side. Which query of the chunk "
@@ -599,12 +613,13 @@ queries are no chunk. Return the lengths, the shorter ones first.
     minutes=4,
     difficulty=1,
     hints=(
-        "Take 11 queries and a length of 4. How many chunks of at least 4 are there? Two special "
-        "cases remain: few queries, and none.",
-        "So 11 queries are two chunks. A remainder is left over. Spread it over the chunks, one "
-        "query each.",
-        "A way without remainders: let chunk `i` of `n` begin at `count * i // n`. The difference "
-        "of neighbouring beginnings is a length, and they differ by one at most. Then sort.",
+        "Take 11 queries and a length of 4. How many chunks of at least 4 are there? Then ask the "
+        "same of 3 queries, and of none.",
+        "The number of chunks is `count // length`, but one for a short list, and none for an "
+        "empty one. Now let chunk `i` of `n` begin at `count * i // n`. Where do the two chunks of "
+        "11 queries begin?",
+        "They begin at 0 and 5. A chunk ends where the next one begins, and the last one at "
+        "`count`. The differences are the lengths: 5 and 6. Sort them.",
     ),
     why="The longest chunk decides when the kernel is done. Every chunk of a list that is cut has "
     "less than twice `length` queries, so none keeps the others waiting for long.",
@@ -632,6 +647,364 @@ queries are no chunk. Return the lengths, the shorter ones first.
         Case("three chunks", lambda: (14, 4)),
         Case("four chunks, two over", lambda: (30, 7)),
         Case("a long list", lambda: (51, 6)),
+    ),
+)
+
+
+# -- window_queries --
+
+
+def window_queries(start: int, BT: int, window_size: int, N: int) -> tuple[int, int]:
+    """The queries that see some of BT keys: the first of them, and the end of their range."""
+    last_key = start + BT - 1
+    return start, min(last_key + window_size, N)
+
+
+def _window(slips: Slips, start: int, BT: int, window_size: int, N: int) -> tuple[int, int]:
+    """`window_queries` with slips."""
+    first, last_key = start, start + BT - 1
+    if "keys" in slips:
+        return max(start - window_size + 1, 0), min(start + BT, N)
+    if "whole tile" in slips:
+        first = last_key
+    end = last_key + window_size
+    if "first key" in slips:
+        end = start + window_size
+    if "own tile" in slips:
+        end = start + BT
+    if "in turn" in slips:
+        end = start + BT * window_size
+    end += ("one more" in slips) - ("one less" in slips)
+    if "past the end" not in slips:
+        end = min(end, N - ("last left out" in slips))
+    end -= "inclusive" in slips
+    return (end, first) if "exchanged" in slips else (first, end)
+
+
+_WINDOW_MISTAKES = (
+    Misconception(
+        "stopping behind the queries that see the first key",
+        slip(_window, "first key"),
+        "The last key of the tile stands `BT - 1` later. How long do queries see *that* one?",
+    ),
+    Misconception(
+        "stopping at the end of the tile",
+        slip(_window, "own tile"),
+        "Queries behind the tile look back into it. How far back does a window reach?",
+    ),
+    Misconception(
+        "the keys that a tile of queries sees",
+        slip(_window, "keys"),
+        "That is the forward's question. Here the tile is of keys. On which side of a key do its "
+        "queries stand?",
+    ),
+    Misconception(
+        "waiting until the whole tile is seen",
+        slip(_window, "whole tile"),
+        "A query in the middle of the tile sees its first half. Does that half learn from it?",
+    ),
+    Misconception(
+        "one query too few",
+        slip(_window, "one less"),
+        "Key `i` is seen by the queries `i` to `i + window_size - 1`. How many are they?",
+    ),
+    Misconception(
+        "one query too many",
+        slip(_window, "one more"),
+        "With a window of 1, a query sees itself alone. Which is the last query that sees key `i`?",
+    ),
+    Misconception(
+        "a window for each key, one behind the other",
+        slip(_window, "in turn"),
+        "The windows of neighbouring keys overlap. By how much does one more key move the end?",
+    ),
+    Misconception(
+        "the two results exchanged",
+        slip(_window, "exchanged"),
+        "Where the walk begins comes first.",
+    ),
+    Misconception(
+        "the last query itself in place of the end",
+        slip(_window, "inclusive"),
+        "A `range` stops before its end. Which number has to be its end?",
+    ),
+    Misconception(
+        "running past the last query",
+        slip(_window, "past the end"),
+        "The text ends. What is loaded for a query that is not there?",
+    ),
+    Misconception(
+        "leaving out the text's last query",
+        slip(_window, "last left out"),
+        "The queries are 0 to `N - 1`, and a `range` stops before its end. What is the largest "
+        "end?",
+    ),
+)
+
+_WINDOW = Exercise(
+    name="window_queries",
+    statement="""
+Mend the walk. A program has the keys `start` to `start + BT - 1`. Query `t` sees the keys
+`t - window_size + 1` to `t`. Return `(first, end)`: the queries `first` to `end - 1` are those that
+see at least one of the program's keys. There are `N` queries, 0 to `N - 1`.
+""",
+    minutes=4,
+    difficulty=1,
+    hints=(
+        "Take two keys, 4 and 5, and a window of 3. Write down the queries that see key 4, then "
+        "those that see key 5.",
+        "The first query belongs to the tile's first key. Which key decides when the last one "
+        "comes?",
+        "Key `i` is seen up to query `i + window_size - 1`. Put the tile's last key there, add one "
+        "for the end, and mind the end of the text.",
+    ),
+    why="A tile is in sight until the last of its keys is out of it, so the walk is `BT - 1` "
+    "queries longer than the window.",
+    solution=window_queries,
+    misconceptions=_WINDOW_MISTAKES,
+    combine=together(
+        _WINDOW_MISTAKES,
+        {"first key", "own tile", "keys", "in turn"},
+        {"in turn", "one less"},
+        {"in turn", "one more"},
+        {"in turn", "inclusive"},
+        {"keys", "whole tile"},
+        {"keys", "last left out"},
+        {"past the end", "last left out"},
+        {"inclusive", "last left out"},
+        {"keys", "one less"},
+        {"keys", "one more"},
+        {"keys", "past the end"},
+        {"keys", "inclusive"},
+        {"one less", "one more"},
+        {"one less", "inclusive"},
+        {"one more", "inclusive"},
+    ),
+    cases=(
+        Case("two keys, a window of 3", lambda: (4, 2, 3, 20)),
+        Case("a window of 1", lambda: (2, 2, 1, 20)),
+        Case("the first tile", lambda: (0, 4, 4, 20)),
+        Case("near the end of the text", lambda: (8, 4, 5, 13)),
+        Case("a window longer than the tile", lambda: (3, 3, 8, 40)),
+        Case("a tile longer than the window", lambda: (8, 8, 2, 40)),
+        Case("the last tile, not full", lambda: (16, 4, 6, 18)),
+    ),
+)
+
+
+# -- audit --
+
+
+def audit(
+    tensors: list[tuple[str, int]], stores: list[tuple[int, str, int]]
+) -> tuple[list[Element], list[Element]]:
+    """The elements that nobody stores, and those that more than one program stores."""
+    programs = {(name, i): set() for name, size in tensors for i in range(size)}
+    for program, name, offset in stores:
+        programs[name, offset].add(program)
+    never = [element for element, who in programs.items() if not who]
+    raced = [element for element, who in programs.items() if len(who) > 1]
+    return never, raced
+
+
+def _audit(
+    slips: Slips, tensors: list[tuple[str, int]], stores: list[tuple[int, str, int]]
+) -> tuple[list, list]:
+    """`audit` with slips."""
+    if "offsets alone" in slips:
+        stores = [(program, name, i) for program, _, i in stores for name, n in tensors if i < n]
+    named = {name for _, name, _ in stores}
+    if "stored tensors" in slips:
+        tensors = [(name, size) for name, size in tensors if name in named]
+    counted = {(name, i): [] for name, size in tensors for i in range(size)}
+    for program, name, offset in stores:
+        counted[name, offset].append(program)
+    if "no key" in slips:
+        counted = {element: who for element, who in counted.items() if who}
+        counted |= {(name, i): counted[name, i] for name, size in tensors for i in range(size)}
+    many = len if "stores" in slips else lambda who: len(set(who))
+    never = [element for element, who in counted.items() if not who]
+    if "untouched tensors" in slips:
+        never = [(name, i) for name, i in never if name not in named]
+    least = 2 if "three" in slips else 1
+    raced = [element for element, who in counted.items() if many(who) > least]
+    if "all stored" in slips:
+        raced = [element for element, who in counted.items() if who]
+    if "no race" in slips:
+        raced = []
+    if "none missing" in slips:
+        never = []
+    if "nothing" in slips:
+        never, raced = [], []
+    if "neighbours" in slips:
+        raced = [
+            (b[1], b[2]) for a, b in pairwise(stores)
+            if a[1:] == b[1:] and a[0] != b[0]
+        ]  # fmt: skip
+    if "as stored" in slips:
+        raced = sorted(raced, key=[(name, i) for _, name, i in stores].index)
+    if "sorted" in slips:
+        never, raced = sorted(never), sorted(raced)
+    if "triples" in slips:
+        raced = [store for store in stores if store[1:] in raced]
+    if "names" in slips:
+        never, raced = (list(dict.fromkeys(name for name, _ in x)) for x in (never, raced))
+    return (raced, never) if "exchanged" in slips else (never, raced)
+
+
+_AUDIT_MISTAKES = (
+    Misconception(
+        "looking up elements that nobody stored",
+        slip(_audit, "no key"),
+        "An element that nobody stored has no key. Who could give every element one?",
+    ),
+    Misconception(
+        "reporting only tensors that are empty as a whole",
+        slip(_audit, "untouched tensors"),
+        "A tensor of which half is stored has another half. What stands there?",
+    ),
+    Misconception(
+        "never reporting a race",
+        slip(_audit, "no race"),
+        "Two programs that store to one element are a race. Where do you collect who stores?",
+    ),
+    Misconception(
+        "never reporting a missing element",
+        slip(_audit, "none missing"),
+        "Some elements occur in `tensors` and not in `stores`. Where do you look for them?",
+    ),
+    Misconception(
+        "reporting nothing",
+        slip(_audit, "nothing"),
+        "Begin with the elements that nobody stores. Which elements are there, and which of them "
+        "occur in `stores`?",
+    ),
+    Misconception(
+        "looking for three programs",
+        slip(_audit, "three"),
+        "How many does it take to race?",
+    ),
+    Misconception(
+        "the stores in place of the elements",
+        slip(_audit, "triples"),
+        "A place that two programs store to is one element, however many stores it has. How do "
+        "you name it once?",
+    ),
+    Misconception(
+        "the tensors' names in place of their elements",
+        slip(_audit, "names"),
+        "Half of a tensor may be fine. Which elements are not?",
+    ),
+    Misconception(
+        "the two results exchanged",
+        slip(_audit, "exchanged"),
+        "The elements that nobody stores come first.",
+    ),
+    Misconception(
+        "counting stores in place of programs",
+        slip(_audit, "stores"),
+        "One program may store twice, one after the other: the second is what stays. Who has to "
+        "store for the winner to be unknown?",
+    ),
+    Misconception(
+        "reporting every element that is stored",
+        slip(_audit, "all stored"),
+        "One program for each element is as it should be. How many are too many?",
+    ),
+    Misconception(
+        "forgetting tensors that nobody stores to",
+        slip(_audit, "stored tensors"),
+        "A tensor that is never stored does not occur in `stores`. From where do you know that it "
+        "exists?",
+    ),
+    Misconception(
+        "mixing up the tensors",
+        slip(_audit, "offsets alone"),
+        "Offset 0 of `o` and offset 0 of `lse` are two places. What tells them apart?",
+    ),
+    Misconception(
+        "comparing neighbouring stores alone",
+        slip(_audit, "neighbours"),
+        "Programs run in any order, so two stores to one place may stand far apart. What could "
+        "you collect for each place?",
+    ),
+    *(
+        Misconception(
+            "another order than that of `tensors`",
+            slip(_audit, name),
+            "Go through the elements of `tensors`, and pick. In which order do they come then?",
+        )
+        for name in ("sorted", "as stored")
+    ),
+)
+
+_AUDIT = Exercise(
+    name="audit",
+    statement="""
+Write the test that finds such bugs. `tensors` are pairs of a name and a number of elements.
+`stores` are triples `(program, name, offset)`: this program stored to that element. Return
+`(never, raced)`, two lists of pairs `(name, offset)` in the order of `tensors`. `never` has the
+elements that nobody stores. `raced` has those that more than one program stores.
+""",
+    minutes=5,
+    difficulty=2,
+    hints=(
+        "Begin with what ought to be stored, not with what was: every element of every tensor. "
+        "What do you have to know of each one?",
+        "For each element, collect *who* stores to it. Without anybody it is the first kind; "
+        "when is it the second?",
+        "A dictionary from each pair to an empty set, filled while you go through `stores`. A set "
+        "does not mind that one program comes twice.",
+    ),
+    why="An element with two writers holds what came last, and one without a writer holds what was "
+    "in memory. (The library had chosen the right pointer, and passed on the other one.)",
+    solution=audit,
+    misconceptions=_AUDIT_MISTAKES,
+    combine=together(
+        _AUDIT_MISTAKES,
+        *({"nothing", *m.wrong.slips} for m in _AUDIT_MISTAKES if m.name != "reporting nothing"),
+        {"no race", "stores", "three", "all stored", "neighbours"},
+        {"none missing", "stored tensors", "untouched tensors"},
+        {"sorted", "as stored", "triples", "names"},
+        *({"no race", other} for other in ("as stored", "triples", "offsets alone")),
+        {"offsets alone", "triples"},
+        {"offsets alone", "as stored"},
+    ),
+    cases=(
+        Case("two elements, two programs", lambda: ([("o", 2)], [(0, "o", 0), (1, "o", 0)])),
+        Case(
+            "one program stores twice",
+            lambda: ([("o", 2)], [(0, "o", 0), (0, "o", 0), (1, "o", 1)]),
+        ),
+        Case(
+            "a tensor that nobody stores to",
+            lambda: ([("o", 1), ("lse", 2)], [(4, "o", 0)]),
+        ),
+        Case(
+            "two tensors, one of them shared",
+            lambda: (
+                [("o", 2), ("lse", 2)],
+                [(0, "o", 0), (0, "lse", 0), (1, "o", 1), (1, "lse", 0)],
+            ),
+        ),
+        Case(
+            "one place, far apart",
+            lambda: ([("a", 3)], [(0, "a", 1), (1, "a", 0), (2, "a", 2), (3, "a", 1)]),
+        ),
+        Case(
+            "stored from the back",
+            lambda: (
+                [("o", 2), ("lse", 3)],
+                [(0, "lse", 1), (1, "lse", 1), (0, "lse", 0), (0, "o", 0), (1, "o", 0)],
+            ),
+        ),
+        Case(
+            "three tensors",
+            lambda: (
+                [("x", 2), ("y", 1), ("z", 2)],
+                [(2, "x", 1), (0, "z", 1), (1, "z", 0), (0, "z", 0), (2, "z", 0)],
+            ),
+        ),
     ),
 )
 
@@ -816,355 +1189,7 @@ def _of_slots(G: int, S: int, BS: int, *, hidden: int, seed: int) -> tuple[Tenso
     return d_s, s, is_seen
 
 
-# -- window_queries --
-
-
-def window_queries(start: int, BT: int, window_size: int, N: int) -> tuple[int, int]:
-    """The run of queries, from the first up to before the last, that see some of BT keys."""
-    last_key = start + BT - 1
-    return start, min(last_key + window_size, N)
-
-
-def _window(slips: Slips, start: int, BT: int, window_size: int, N: int) -> tuple[int, int]:
-    """`window_queries` with slips."""
-    first, last_key = start, start + BT - 1
-    if "keys" in slips:
-        return max(start - window_size + 1, 0), min(start + BT, N)
-    if "whole tile" in slips:
-        first = last_key
-    end = last_key + window_size
-    if "first key" in slips:
-        end = start + window_size
-    if "own tile" in slips:
-        end = start + BT
-    if "in turn" in slips:
-        end = start + BT * window_size
-    end += ("one more" in slips) - ("one less" in slips)
-    if "past the end" not in slips:
-        end = min(end, N - ("last left out" in slips))
-    end -= "inclusive" in slips
-    return (end, first) if "exchanged" in slips else (first, end)
-
-
-_WINDOW_MISTAKES = (
-    Misconception(
-        "stopping behind the queries that see the first key",
-        slip(_window, "first key"),
-        "The last key of the tile stands `BT - 1` later. How long do queries see *that* one?",
-    ),
-    Misconception(
-        "stopping at the end of the tile",
-        slip(_window, "own tile"),
-        "Queries behind the tile look back into it. How far back does a window reach?",
-    ),
-    Misconception(
-        "the keys that a tile of queries sees",
-        slip(_window, "keys"),
-        "That is the forward's question. Here the tile is of keys. On which side of a key do its "
-        "queries stand?",
-    ),
-    Misconception(
-        "waiting until the whole tile is seen",
-        slip(_window, "whole tile"),
-        "A query in the middle of the tile sees its first half. Does that half learn from it?",
-    ),
-    Misconception(
-        "one query too few",
-        slip(_window, "one less"),
-        "Key `i` is seen by the queries `i` to `i + window_size - 1`. How many are they?",
-    ),
-    Misconception(
-        "one query too many",
-        slip(_window, "one more"),
-        "With a window of 1, a query sees itself alone. Which is the last query that sees key `i`?",
-    ),
-    Misconception(
-        "a window for each key, one behind the other",
-        slip(_window, "in turn"),
-        "The windows of neighbouring keys overlap. By how much does one more key move the end?",
-    ),
-    Misconception(
-        "the two results exchanged",
-        slip(_window, "exchanged"),
-        "Where the walk begins comes first.",
-    ),
-    Misconception(
-        "the last query itself in place of the end",
-        slip(_window, "inclusive"),
-        "A `range` stops before its end. Which number has to be its end?",
-    ),
-    Misconception(
-        "running past the last query",
-        slip(_window, "past the end"),
-        "The text ends. What is loaded for a query that is not there?",
-    ),
-    Misconception(
-        "leaving out the text's last query",
-        slip(_window, "last left out"),
-        "The queries are 0 to `N - 1`, and a `range` stops before its end. What is the largest "
-        "end?",
-    ),
-)
-
-_WINDOW = Exercise(
-    name="window_queries",
-    statement="""
-Mend the walk. A program has the keys `start` to `start + BT - 1`. Query `t` sees the keys
-`t - window_size + 1` to `t`. Return `(first, end)`: the queries `first` to `end - 1` are those that
-see at least one of the program's keys. There are `N` queries, 0 to `N - 1`.
-""",
-    minutes=4,
-    difficulty=1,
-    hints=(
-        "Take two keys, 4 and 5, and a window of 3. Write down the queries that see key 4, then "
-        "those that see key 5.",
-        "The first query belongs to the tile's first key. Which key decides when the last one "
-        "comes?",
-        "Key `i` is seen up to query `i + window_size - 1`. Put the tile's last key there, add one "
-        "for the end, and mind the end of the text.",
-    ),
-    why="A tile is in sight until the last of its keys is out of it, so the walk is `BT - 1` "
-    "queries longer than the window.",
-    solution=window_queries,
-    misconceptions=_WINDOW_MISTAKES,
-    combine=together(
-        _WINDOW_MISTAKES,
-        {"first key", "own tile", "keys", "in turn"},
-        {"in turn", "one less"},
-        {"in turn", "one more"},
-        {"in turn", "inclusive"},
-        {"keys", "whole tile"},
-        {"keys", "last left out"},
-        {"past the end", "last left out"},
-        {"inclusive", "last left out"},
-        {"keys", "one less"},
-        {"keys", "one more"},
-        {"keys", "past the end"},
-        {"keys", "inclusive"},
-        {"one less", "one more"},
-        {"one less", "inclusive"},
-        {"one more", "inclusive"},
-    ),
-    cases=(
-        Case("two keys, a window of 3", lambda: (4, 2, 3, 20)),
-        Case("a window of 1", lambda: (2, 2, 1, 20)),
-        Case("the first tile", lambda: (0, 4, 4, 20)),
-        Case("near the end of the text", lambda: (8, 4, 5, 13)),
-        Case("a window longer than the tile", lambda: (3, 3, 8, 40)),
-        Case("a tile longer than the window", lambda: (8, 8, 2, 40)),
-        Case("the last tile, not full", lambda: (16, 4, 6, 18)),
-    ),
-)
-
-
-# -- audit --
-
-
-def audit(
-    tensors: list[tuple[str, int]], stores: list[tuple[int, str, int]]
-) -> tuple[list[Element], list[Element]]:
-    """The elements that nobody stores, and those that more than one program stores."""
-    programs = {(name, i): set() for name, size in tensors for i in range(size)}
-    for program, name, offset in stores:
-        programs[name, offset].add(program)
-    never = [element for element, who in programs.items() if not who]
-    raced = [element for element, who in programs.items() if len(who) > 1]
-    return never, raced
-
-
-def _audit(
-    slips: Slips, tensors: list[tuple[str, int]], stores: list[tuple[int, str, int]]
-) -> tuple[list, list]:
-    """`audit` with slips."""
-    if "offsets alone" in slips:
-        stores = [(program, name, i) for program, _, i in stores for name, n in tensors if i < n]
-    named = {name for _, name, _ in stores}
-    if "stored tensors" in slips:
-        tensors = [(name, size) for name, size in tensors if name in named]
-    counted = {(name, i): [] for name, size in tensors for i in range(size)}
-    for program, name, offset in stores:
-        counted[name, offset].append(program)
-    if "no key" in slips:
-        counted = {element: who for element, who in counted.items() if who}
-        counted |= {(name, i): counted[name, i] for name, size in tensors for i in range(size)}
-    many = len if "stores" in slips else lambda who: len(set(who))
-    never = [element for element, who in counted.items() if not who]
-    if "untouched tensors" in slips:
-        never = [(name, i) for name, i in never if name not in named]
-    least = 2 if "three" in slips else 1
-    raced = [element for element, who in counted.items() if many(who) > least]
-    if "all stored" in slips:
-        raced = [element for element, who in counted.items() if who]
-    if "no race" in slips:
-        raced = []
-    if "none missing" in slips:
-        never = []
-    if "neighbours" in slips:
-        raced = [
-            (b[1], b[2]) for a, b in pairwise(stores)
-            if a[1:] == b[1:] and a[0] != b[0]
-        ]  # fmt: skip
-    if "as stored" in slips:
-        raced = sorted(raced, key=[(name, i) for _, name, i in stores].index)
-    if "sorted" in slips:
-        never, raced = sorted(never), sorted(raced)
-    if "triples" in slips:
-        raced = [store for store in stores if store[1:] in raced]
-    if "names" in slips:
-        never, raced = (list(dict.fromkeys(name for name, _ in x)) for x in (never, raced))
-    return (raced, never) if "exchanged" in slips else (never, raced)
-
-
-_AUDIT_MISTAKES = (
-    Misconception(
-        "looking up elements that nobody stored",
-        slip(_audit, "no key"),
-        "An element that nobody stored has no key. Who could give every element one?",
-    ),
-    Misconception(
-        "reporting only tensors that are empty as a whole",
-        slip(_audit, "untouched tensors"),
-        "A tensor of which half is stored has another half. What stands there?",
-    ),
-    Misconception(
-        "no race is ever reported",
-        slip(_audit, "no race"),
-        "Two programs that store to one element are a race. Where do you collect who stores?",
-    ),
-    Misconception(
-        "no missing element is ever reported",
-        slip(_audit, "none missing"),
-        "Some elements occur in `tensors` and not in `stores`. Where do you look for them?",
-    ),
-    Misconception(
-        "looking for three programs",
-        slip(_audit, "three"),
-        "How many does it take to race?",
-    ),
-    Misconception(
-        "the stores in place of the elements",
-        slip(_audit, "triples"),
-        "A place that two programs store to is one element, however many stores it has. How do "
-        "you name it once?",
-    ),
-    Misconception(
-        "the tensors' names in place of their elements",
-        slip(_audit, "names"),
-        "Half of a tensor may be fine. Which elements are not?",
-    ),
-    Misconception(
-        "the two results exchanged",
-        slip(_audit, "exchanged"),
-        "The elements that nobody stores come first.",
-    ),
-    Misconception(
-        "counting stores in place of programs",
-        slip(_audit, "stores"),
-        "One program may store twice, one after the other: the second is what stays. Who has to "
-        "store for the winner to be unknown?",
-    ),
-    Misconception(
-        "reporting every element that is stored",
-        slip(_audit, "all stored"),
-        "One program for each element is as it should be. How many are too many?",
-    ),
-    Misconception(
-        "forgetting tensors that nobody stores to",
-        slip(_audit, "stored tensors"),
-        "A tensor that is never stored does not occur in `stores`. From where do you know that it "
-        "exists?",
-    ),
-    Misconception(
-        "mixing up the tensors",
-        slip(_audit, "offsets alone"),
-        "Offset 0 of `o` and offset 0 of `lse` are two places. What tells them apart?",
-    ),
-    Misconception(
-        "comparing neighbouring stores alone",
-        slip(_audit, "neighbours"),
-        "Programs run in any order, so two stores to one place may stand far apart. What could "
-        "you collect for each place?",
-    ),
-    *(
-        Misconception(
-            "another order than that of `tensors`",
-            slip(_audit, name),
-            "Go through the elements of `tensors`, and pick. In which order do they come then?",
-        )
-        for name in ("sorted", "as stored")
-    ),
-)
-
-_AUDIT = Exercise(
-    name="audit",
-    statement="""
-Write the test that finds such bugs. `tensors` are pairs of a name and a number of elements.
-`stores` are triples `(program, name, offset)`: this program stored to that element. Return
-`(never, raced)`, two lists of pairs `(name, offset)` in the order of `tensors`. `never` has the
-elements that nobody stores. `raced` has those that more than one program stores.
-""",
-    minutes=5,
-    difficulty=2,
-    hints=(
-        "Begin with what ought to be stored, not with what was: every element of every tensor. "
-        "What do you have to know of each one?",
-        "For each element, collect *who* stores to it. Without anybody it is the first kind; "
-        "when is it the second?",
-        "A dictionary from each pair to an empty set, filled while you go through `stores`. A set "
-        "does not mind that one program comes twice.",
-    ),
-    why="An element with two writers holds what came last, and one without a writer holds what was "
-    "in memory. (The library had chosen the right pointer, and passed on the other one.)",
-    solution=audit,
-    misconceptions=_AUDIT_MISTAKES,
-    combine=together(
-        _AUDIT_MISTAKES,
-        {"no race", "stores", "three", "all stored", "neighbours"},
-        {"none missing", "stored tensors", "untouched tensors"},
-        {"sorted", "as stored", "triples", "names"},
-        *({"no race", other} for other in ("as stored", "triples", "offsets alone")),
-        {"offsets alone", "triples"},
-        {"offsets alone", "as stored"},
-    ),
-    cases=(
-        Case("two elements, two programs", lambda: ([("o", 2)], [(0, "o", 0), (1, "o", 0)])),
-        Case(
-            "one program stores twice",
-            lambda: ([("o", 2)], [(0, "o", 0), (0, "o", 0), (1, "o", 1)]),
-        ),
-        Case(
-            "a tensor that nobody stores to",
-            lambda: ([("o", 1), ("lse", 2)], [(4, "o", 0)]),
-        ),
-        Case(
-            "two tensors, one of them shared",
-            lambda: (
-                [("o", 2), ("lse", 2)],
-                [(0, "o", 0), (0, "lse", 0), (1, "o", 1), (1, "lse", 0)],
-            ),
-        ),
-        Case(
-            "one place, far apart",
-            lambda: ([("a", 3)], [(0, "a", 1), (1, "a", 0), (2, "a", 2), (3, "a", 1)]),
-        ),
-        Case(
-            "stored from the back",
-            lambda: (
-                [("o", 2), ("lse", 3)],
-                [(0, "lse", 1), (1, "lse", 1), (0, "lse", 0), (0, "o", 0), (1, "o", 0)],
-            ),
-        ),
-        Case(
-            "three tensors",
-            lambda: (
-                [("x", 2), ("y", 1), ("z", 2)],
-                [(2, "x", 1), (0, "z", 1), (1, "z", 0), (0, "z", 0), (2, "z", 0)],
-            ),
-        ),
-    ),
-)
-
-EXERCISES = (_INVERSE, _STEP, _LENGTHS, _SLOT, _WINDOW, _AUDIT)
+EXERCISES = (_INVERSE, _STEP, _LENGTHS, _WINDOW, _AUDIT, _SLOT)
 
 
 # -- two slips at once, written as readers write them --
@@ -1270,7 +1295,7 @@ TRAPS = (
         "taking one head of each group",
     ),
     Trap(
-        '-1 means "load nothing"',
+        "`is_row` is False past the end of the chunk",
         "rows_of_step",
         "loading rows past the end of the chunk",
     ),
@@ -1286,12 +1311,12 @@ TRAPS = (
     ),
     Trap("for all heads of the group", "slot_gradient", "taking one head of the group"),
     Trap(
-        "until the last of its keys is out of sight",
+        "with a window of 3, are seen by queries 4 to 7",
         "window_queries",
         "stopping behind the queries that see the first key",
     ),
     Trap(
-        "**An LSE that two programs write.**",
+        "an LSE that two programs write",
         "audit",
         "forgetting tensors that nobody stores to",
     ),
@@ -1335,7 +1360,10 @@ PREDICTIONS = (
         "Each sum of the two passes stays in registers until it is done. That is worth computing "
         "the scores twice.",
         (
-            ("slots", "It has the most programs, and each of them adds all that it has to memory."),
+            (
+                "slots",
+                "The slots have the most programs, and each adds 64 x 256 numbers to memory.",
+            ),
             (
                 "one pass",
                 "With groups of 4 you would be right. With groups of 16, its additions to `d_q` in "
@@ -1351,8 +1379,12 @@ PREDICTIONS = (
         "The scores learn to avoid the right block. A query that missed it does better with less "
         "weight on the block that is most similar.",
         (
-            (25, "That is chance: then nothing is learned. The scores do learn something."),
-            (lambda guess: guess > 25, "Under gentle attention that is so."),
+            (25, "That is chance."),
+            (
+                lambda guess: guess > 25,
+                "Under gentle attention most queries learn to, about two thirds. Peaked attention "
+                "is another matter.",
+            ),
         ),
         unit="%",
     ),

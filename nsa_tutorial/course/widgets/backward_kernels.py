@@ -544,11 +544,9 @@ def draw_step(head: int = 0, block: int = 0, part: int = 0, step: int = 0) -> Pi
         _frame(sheet, place)
         sheet.title(place, f"{name} so far, ±{top:.2f}")
         sheet.below(place, {}, "channel")
-    mask = "masked" if m.is_masked else "without a mask"
-    told = (
-        f"Block {block}, chunk {part + 1} of {m.num_parts}: {queries(m.end)} of {len(m.rows)} "
-        f"added, this step {mask}"
-    )
+    share = m.is_seen[:, : len(m.touched)].mean()
+    mask = "has a mask" if m.is_masked else "needs no mask"
+    told = f"The queries of this step see {share:.0%} of block {block}: the step {mask}"
     return Picture(sheet.figure, told)
 
 
@@ -654,15 +652,18 @@ def draw_learning() -> Picture:
     axes[0, 0].legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(0, 0.86))
     ends = [float(learned("slot_scale", scale)[:, -30:].mean()) for scale in scales.values()]
     gentle, peaked = (_verdict(end, best) for end in ends)
-    told = f"slot_scale: gentle attention {gentle} its block, peaked attention {peaked} it"
+    told = (
+        f"slot_scale: under gentle attention scores learn to {gentle} the right block, under "
+        f"peaked to {peaked} it"
+    )
     return Picture(figure, told)
 
 
 def _verdict(found: float, best: float) -> str:
     chance = learning_to_choose.CHANCE
     if found > (best + chance) / 2:
-        return "learns to find"
-    return "learns to miss" if found < chance / 2 else "only guesses"
+        return "find"
+    return "miss" if found < chance / 2 else "guess"
 
 
 def _draw_curve(axis: Axes, found: np.ndarray, how: str, colour: str, window: int = 15) -> None:
