@@ -57,15 +57,24 @@ def _wish(guess: object, asked: Prediction) -> str:
         return ""
     number = _number(guess, asked.unit)
     if number is None:
-        return "A number is asked for, such as 8, 0.5 or 1/64."
-    if asked.unit == "%" and 0 < number < 1:
+        return "Say it as a number, such as 8, 0.5 or 1/64, and you hear how far off it is."
+    if asked.unit == "%" and 0 < number < 1 and not _is_percent(guess):
         return "That is less than one percent. If you meant a share, multiply it by 100."
     return ""
 
 
+def _is_percent(guess: object) -> bool:
+    """Whether the reader wrote the sign."""
+    return isinstance(guess, str) and guess.rstrip().endswith("%")
+
+
 def _counted(guess: object, asked: Prediction) -> object:
-    """The number alone of "8 programs", where the question asks for programs."""
+    """The number alone of "about 8" and "8 x", and of "8 programs" where the question asks for
+    programs."""
     if isinstance(guess, str) and asked.asks_for_a_number:
+        found = re.fullmatch(r"\s*(?:about|around|~|≈)?\s*([\d.,_]+) ?(?:x|×|times)?\s*", guess)
+        if found:
+            return found[1]
         found = re.fullmatch(r"\s*([\d.,_]+) ?([A-Za-z]{3,})\s*", guess)
         if found and re.search(rf"\b{found[2]}\b", asked.question):
             return found[1]
@@ -81,6 +90,9 @@ def reveal(name: str, answer: object) -> Message:
     asked = exercises.prediction(name)
     guess, answer = _simple(reader.guess_of(name)), _simple(answer)
     truth = _written(answer, asked)
+    share = _number(answer, asked.unit)
+    if _is_percent(guess) and not asked.unit and isinstance(share, Fraction) and abs(share) < 1000:
+        truth = _percent(share)  # as the reader said it
     if guess is None:
         nudge = "Next time, guess first: an answer stays longer beside a guess, even a wrong one."
         return Message("open", "○", name, f"it is {truth}.", (asked.reason, nudge))
@@ -143,6 +155,8 @@ def _written(value: object, asked: Prediction) -> str:
     is_text = isinstance(value, str) and not asked.asks_for_a_number
     number = None if is_text else _number(value, asked.unit)
     if isinstance(number, Fraction):
+        if _is_percent(value) and not asked.unit:
+            return _percent(number)
         return _of_number(number) + (f" {asked.unit}" if asked.unit else "")
     try:
         text = value if isinstance(value, str) else repr(value)
@@ -150,6 +164,10 @@ def _written(value: object, asked: Prediction) -> str:
     except Exception:
         return f"something of type {type(value).__name__}"
     return text if len(text) <= _SAID else f"{text[:_SAID]}…"
+
+
+def _percent(share: Fraction) -> str:
+    return f"{float(100 * share):.3g} %"
 
 
 def _of_number(number: Fraction) -> str:

@@ -214,14 +214,27 @@ def test_a_chapter_with_predictions_alone_has_no_exercises() -> None:
 
 
 def test_what_is_no_number_is_said_at_once() -> None:
-    assert "A number is asked for" in repr(predict("cache", "many"))
+    assert "Say it as a number" in repr(predict("cache", "many"))
     assert "You will see." in repr(predict("cache", "8 GiB"))
     assert "exactly right" in told("8k", 8000)
 
 
 def test_a_number_may_stand_with_the_noun_of_its_question() -> None:
     assert "noted, 4,096. You will see." in repr(predict("programs", "4096 programs"))
-    assert "A number is asked for" in repr(predict("programs", "4096 threads"))
+    assert "Say it as a number" in repr(predict("programs", "4096 threads"))
+
+
+@pytest.mark.parametrize(
+    "guess", ["20 x", "20x", "about 20", "~20", "20 times", " around 20 times"]
+)
+def test_a_number_may_be_said_as_people_speak(guess: str) -> None:
+    assert "noted, 20. You will see." in repr(predict("programs", guess))
+
+
+def test_a_share_said_in_percent_is_answered_in_percent() -> None:
+    assert "You said 1.45 %, it is 1.56 %: close" in told("1.45 %", 1 / 64, "share")
+    assert "You said 25 %, and it is 25 %: exactly right." in told("25 %", 0.25, "share")
+    assert "it is 0.25: exactly right." in told(0.25, 0.25, "share")
 
 
 def test_a_share_where_percent_are_asked_for_is_asked_about() -> None:
@@ -229,6 +242,7 @@ def test_a_share_where_percent_are_asked_for_is_asked_about() -> None:
     said = repr(predict("percent", 0.6))
     assert "If you meant a share, multiply it by 100." in said and "60" not in said
     assert "If you meant" not in repr(predict("percent", 60))
+    assert "If you meant" not in repr(predict("percent", "0.1 %"))  # the sign says what is meant
 
 
 def test_words_may_stand_in_the_plural() -> None:

@@ -126,17 +126,6 @@ def test_the_measured_times_are_nine_to_one() -> None:
     assert 65_536 / 2 / (16 * 64) == 32
 
 
-@needs_triton
-def test_the_folded_lines_print_what_the_text_explains() -> None:
-    """No stored output holds them: they stand in a part that folds."""
-    text = cell("show-works-the-same-way")
-    lines = re.search(r"```python\n(.+?)```", text, re.S).group(1).strip().splitlines()
-    namespace: dict[str, object] = {}
-    exec("\n".join(lines[:-1]), namespace)
-    code = eval(lines[-1], namespace).code
-    assert all(word in code for word in ("ex2.approx", "mma.sync", "m16n8k16", "%"))
-
-
 # -- the first kernel --
 
 
@@ -247,6 +236,44 @@ def add_elements() -> object:
     return kernel
 
 
+def add_by_double() -> object:
+    @triton.jit
+    def double(X, Y, N, BN: tl.constexpr):
+        place = tl.program_id(0) * BN + tl.arange(0, BN)
+        tl.store(Y + place, 2 * tl.load(X + place, mask=place < N), mask=place < N)
+
+    return double
+
+
+def add_masked_in_the_tile() -> object:
+    @triton.jit
+    def kernel(A, B, C, N, BN: tl.constexpr):
+        place = tl.program_id(0) * BN + tl.arange(0, BN)
+        exists = tl.arange(0, BN) < N
+        a = tl.load(A + place, mask=exists)
+        tl.store(C + place, a + tl.load(B + place, mask=exists), mask=exists)
+
+    return kernel
+
+
+def add_far_past_the_end() -> object:
+    @triton.jit
+    def kernel(A, B, C, N, BN: tl.constexpr):
+        place = tl.program_id(0) * N * BN + tl.arange(0, BN) * BN
+        tl.store(C + place, tl.load(A + place) + tl.load(B - place))
+
+    return kernel
+
+
+def add_with_unmasked_loads() -> object:
+    @triton.jit
+    def kernel(A, B, C, N, BN: tl.constexpr):
+        place = tl.program_id(0) * BN + tl.arange(0, BN)
+        tl.store(C + place, tl.load(A + place) + tl.load(B + place), mask=place < N)
+
+    return kernel
+
+
 def add_pointers() -> object:
     @triton.jit
     def kernel(A, B, C, N, BN: tl.constexpr):
@@ -314,6 +341,41 @@ def of_squares_of_ones(candidate: Callable) -> bool:
     return torch.equal(candidate(x), x * x)
 
 
+def of_zero_alone(candidate: Callable) -> bool:
+    """A loop whose first round returns."""
+    for n in range(1, 20):
+        x = torch.arange(float(n))
+        return torch.equal(candidate(x), 2 * x)
+
+
+def of_sums(candidate: Callable) -> Tensor:
+    x = torch.arange(37.0)
+    return candidate(x).sum() == 2 * x.sum()
+
+
+def of_threes(candidate: Callable) -> bool:
+    x = torch.full((37,), 3.0)
+    return torch.equal(candidate(x), 2 * x)
+
+
+def of_four_zeros(candidate: Callable) -> bool:
+    return torch.equal(candidate(torch.zeros(4)), torch.zeros(4))
+
+
+def of_each_number(candidate: Callable) -> Tensor:
+    x = torch.arange(37.0)
+    return candidate(x) == 2 * x
+
+
+def of_nothing(candidate: Callable) -> bool:
+    return True
+
+
+def of_identity(candidate: Callable) -> bool:
+    x = torch.arange(37.0)
+    return candidate(x) is 2 * x
+
+
 def told_wrong(candidate: Callable) -> bool:
     return not many_lengths(candidate)
 
@@ -364,6 +426,29 @@ def masked_by_place() -> object:
 
 
 @triton.jit
+def any_max(X, Y, N, BN: tl.constexpr, START: tl.constexpr, STORED: tl.constexpr):
+    row = tl.program_id(0)
+    column = tl.arange(0, BN)
+    end = row * N + N if START == "masked by its end" else N
+    place = row * N + column
+    if START == "none":
+        place = column
+    if START == "column":
+        place = row + column * N
+    largest = tl.max(tl.load(X + place, mask=column < end, other=float("-inf")), axis=0)
+    if STORED == "first":
+        tl.store(Y, largest)
+    if STORED == "apart":
+        tl.store(Y + row * N, largest)
+    if STORED == "tile":
+        tl.store(Y + row + column, largest, mask=column < N)
+    if STORED == "rows":
+        tl.store(Y + row * N + column, largest, mask=column < N)
+    if STORED == "once":
+        tl.store(Y + row, largest)
+
+
+@triton.jit
 def max_above(X, Y, N, BN: tl.constexpr, PAST: tl.constexpr):
     column = tl.arange(0, BN)
     x = tl.load(X + tl.program_id(0) * N + column, mask=column < N, other=PAST)
@@ -375,6 +460,7 @@ def max_above(X, Y, N, BN: tl.constexpr, PAST: tl.constexpr):
     ("name", "attempt"),
     [
         ("add", add_by_columns),
+        ("add", add_with_unmasked_loads),  # the text says that the checker does not see them
         ("is_right", many_lengths),
         ("is_right", of_whole_numbers),
         ("row_max", max_of_padded_rows),
@@ -387,6 +473,7 @@ def test_another_way_is_right_too(name: str, attempt: Callable) -> None:
 
 FULL, SHORT = "testing only tiles that are full", "testing too few numbers"
 HIDING = "testing with numbers that hide the mistake"
+UNORDERED = "testing without the order of the numbers"
 TOO_LARGE = "a number past the end that is not small enough"
 ATTEMPTS = [
     ("add", empty_frame, {"a kernel that stores nothing in C"}),
@@ -400,6 +487,14 @@ ATTEMPTS = [
     ("is_right", of_two_numbers, {FULL, SHORT}),
     ("is_right", of_squares, {"comparing with squares"}),
     ("is_right", told_wrong, {"the verdict turned around"}),
+    ("is_right", of_zero_alone, {HIDING, "testing a single tile"}),
+    ("is_right", of_sums, {UNORDERED}),
+    ("is_right", of_threes, {UNORDERED}),
+    ("is_right", of_four_zeros, {"approving every kernel"}),
+    ("is_right", of_each_number, {"a verdict for each number"}),
+    ("is_right", of_nothing, {"a verdict without a test"}),
+    ("is_right", of_identity, {"rejecting all kernels"}),
+    ("add", add_masked_in_the_tile, {"a mask that counts inside the tile"}),
     ("row_max", as_posed, {"the kernel as it was"}),
     ("add", add_twice, {"a sum that is still doubled"}),
     ("add", add_into_a, {"a kernel that stores nothing in C"}),
@@ -414,6 +509,45 @@ ATTEMPTS = [
 )
 def test_a_readers_mistake_is_named(name: str, attempt: Callable, named: set[str]) -> None:
     assert set(judge(KNOWN[name], attempt).misconceptions) == named
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("start", "stored", "named"),
+    [
+        ("none", "once", "every program reading row 0"),
+        ("column", "once", "reading a column of the table"),
+        ("masked by its end", "once", "a mask that lets the next row in"),
+        ("row", "first", "storing every row's number at the same place"),
+        ("row", "apart", "storing as far apart as the rows begin"),
+        ("row", "tile", "storing a tile in place of one number"),
+        ("row", "rows", "storing a tile in place of one number"),
+    ],
+)
+def test_a_wrong_place_is_named(start: str, stored: str, named: str) -> None:
+    attempt = start_here._mistaken(any_max, START=start, STORED=stored)
+    assert judge(KNOWN["row_max"], attempt).misconceptions == (named,)
+
+
+@needs_triton
+def test_a_kernel_with_other_arguments_is_told_which() -> None:
+    """And not that it calculates with places in memory."""
+    said = judge(KNOWN["add"], add_by_double).text
+    assert "takes `X, Y, N, BN`, but the launch passes `A, B, C, N, BN`" in said
+
+
+@needs_triton
+def test_a_kernel_that_misses_its_tensors_does_no_harm() -> None:
+    assert judge(KNOWN["add"], add_far_past_the_end).outcome == "wrong"
+
+
+@needs_triton
+def test_a_candidate_is_no_kernel_to_launch() -> None:
+    def launched(candidate: Callable) -> bool:
+        x = torch.arange(37.0)
+        return torch.equal(candidate[(10,)](x), 2 * x)
+
+    assert "call `candidate(x)` like a function" in judge(KNOWN["is_right"], launched).text
 
 
 @needs_triton

@@ -19,6 +19,7 @@ from nsa_tutorial.runtime import environment
 Slips = frozenset[str]
 
 _BN = 4
+_ROOM = 1024  # numbers before and behind a tensor: a kernel that misses it must not end Python
 
 
 def _random(*shape: int, seed: int) -> Tensor:
@@ -30,7 +31,15 @@ def _why_not() -> str | None:
     return here.why_not("triton", here.device)
 
 
-def _kernel_of(solution: Callable) -> object:
+def _roomy(numbers: Tensor, behind: float) -> Tensor:
+    """The numbers on this machine's device, as the beginning of a tensor with room behind them, and
+    with as much room before."""
+    whole = torch.full((2 * _ROOM + len(numbers),), behind, device=environment.detect().device)
+    whole[_ROOM : _ROOM + len(numbers)] = numbers
+    return whole[_ROOM:]
+
+
+def _kernel_of(solution: Callable, parameters: str) -> object:
     """The kernel that a solution returns, or an error that says what is missing."""
     kernel = solution()
     if kernel is None:
@@ -39,6 +48,11 @@ def _kernel_of(solution: Callable) -> object:
         raise NotImplementedError("there is no kernel yet")
     if not hasattr(kernel, "run"):
         raise ValueError("the kernel is not decorated with @triton.jit")
+    names = getattr(kernel, "arg_names", None)  # a _Mistaken has none: its slips are chosen
+    if names and (len(names) != len(parameters.split(", ")) or "BN" not in names):
+        raise ValueError(
+            f"the kernel takes `{', '.join(names)}`, but the launch passes `{parameters}`"
+        )
     return kernel
 
 
@@ -92,11 +106,9 @@ class _Stored(NamedTuple):
 def _run_add(solution: Callable, N: int) -> _Stored:
     """Add 1, 2, 3, … and 10, 20, 30, …; `C` is -1 before, and large numbers lie past the end of `A`
     and `B`."""
-    kernel, device = _kernel_of(solution), environment.detect().device
-    a, b = (torch.full((N + 4 * _BN,), 1000.0, device=device) for _ in range(2))
-    a[:N] = torch.arange(N) + 1.0
-    b[:N] = 10 * a[:N]  # 11, 22, 33, …: sums that show what was added
-    c = torch.full((N + 4 * _BN,), -1.0, device=device)
+    kernel, ones = _kernel_of(solution, "A, B, C, N, BN"), torch.arange(N) + 1.0
+    # 11, 22, 33, …: sums that show what was added
+    a, b, c = _roomy(ones, 1000.0), _roomy(10 * ones, 1000.0), _roomy(torch.full((N,), -1.0), -1.0)
     kernel[-(-N // _BN),](a, b, c, N, BN=_BN)
     past = int((c[N:] != -1.0).sum())
     return _Stored(c[:N].cpu(), past)
@@ -116,6 +128,8 @@ def _wrong_add(A, B, C, N, BN: tl.constexpr, SLIP: tl.constexpr):
         exists = place <= N
     if SLIP == "one less":
         exists = place < N - 1
+    if SLIP == "mask in the tile":
+        exists = tl.arange(0, BN) < N
     a = tl.load(A + place, mask=exists, other=0.0)
     b = tl.load(B + place, mask=exists, other=0.0)
     if SLIP == "twice":
@@ -171,6 +185,12 @@ return kernel
             _mistaken(_wrong_add, SLIP="no mask"),
             "The last tile has places past `N`, and another tensor may lie there. What keeps a "
             "store away from it?",
+        ),
+        Misconception(
+            "a mask that counts inside the tile",
+            _mistaken(_wrong_add, SLIP="mask in the tile"),
+            "Your mask compares 0, 1, … `BN - 1` with `N`, in every program. Which numbers should "
+            "be below `N`?",
         ),
         Misconception(
             "every program taking the first tile",
@@ -250,7 +270,8 @@ def _double(X, Y, N, BN: tl.constexpr, SLIP: tl.constexpr):
         place = tl.arange(0, BN)
     x = tl.load(X + place, mask=place < N, other=0.0)
     y = x * x if SLIP == "squares" else 2 * x
-    tl.store(Y + place, y, mask=place < N)
+    there = N - 1 - place if SLIP == "backwards" else place
+    tl.store(Y + there, y, mask=place < N)
 
 
 def _doubled(slip: str, x: Tensor) -> Tensor:
@@ -270,22 +291,37 @@ def is_right(candidate: Callable) -> bool:
     return torch.equal(candidate(x), 2 * x)
 
 
-def _run_test(solution: Callable, candidate: Callable) -> object:
-    """The verdict of a test: one, not one for each number."""
+class _Candidate:
+    """A candidate as the reader calls it, which knows whether they did."""
+
+    def __init__(self, doubled: Callable) -> None:
+        self.doubled, self.was_called = doubled, False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.was_called = True
+        return self.doubled(x)
+
+    def __getitem__(self, grid: object) -> None:
+        raise TypeError("call `candidate(x)` like a function: it launches the kernel for you")
+
+
+def _run_test(solution: Callable, doubled: Callable) -> object:
+    """The verdict of a test: one, not one for each number, and not without a call."""
+    candidate = _Candidate(doubled)
     verdict = solution(candidate)
     if isinstance(verdict, Tensor) and verdict.numel() != 1:
         raise ValueError(
             f"your test returns {verdict.numel()} values: make one True or False of them"
         )
+    if verdict is not None and not candidate.was_called:
+        raise ValueError("your test never calls `candidate`")
     return verdict
 
 
 def _tested(slips: Slips, candidate: Callable) -> bool:
     """`is_right` with slips."""
-    if "approves" in slips:
+    if "uncalled" in slips:
         return True
-    if "rejects" in slips:
-        return False
     length = 37
     if "short" in slips:
         length = 8 if "full" in slips else 10
@@ -298,11 +334,30 @@ def _tested(slips: Slips, candidate: Callable) -> bool:
     x = torch.arange(length) - 5.0
     if "zeros" in slips:
         x = torch.zeros(length)
-    found = torch.equal(candidate(x), x * x if "squared" in slips else 2 * x)
+    elif "alike" in slips:
+        x = torch.full((length,), 3.0)
+    y = candidate(x)
+    if "each" in slips:
+        return y == 2 * x
+    if "approves" in slips or "rejects" in slips:
+        return "approves" in slips
+    found = torch.equal(y, x * x if "squared" in slips else 2 * x)
     return not found if "turned" in slips else found
 
 
 _TEST_MISTAKES = (
+    Misconception(
+        "a verdict without a test",
+        slip(_tested, "uncalled"),
+        "Without the kernel's numbers, no test can tell right from wrong. What does `candidate(x)` "
+        "return?",
+    ),
+    Misconception(
+        "a verdict for each number",
+        slip(_tested, "each"),
+        "`==` compares number by number. Which function of torch says once whether two tensors are "
+        "equal?",
+    ),
     Misconception(
         "testing only tiles that are full",
         slip(_tested, "full"),
@@ -321,7 +376,7 @@ _TEST_MISTAKES = (
             slip(_tested, name),
             "In one tile there is one program. Which mistakes show only with a second one?",
         )
-        for name in ("part of a tile", "one tile")
+        for name in ("one tile", "part of a tile")  # the last one is combined with others
     ),
     Misconception(
         "testing with numbers that hide the mistake",
@@ -330,9 +385,15 @@ _TEST_MISTAKES = (
         "squares?",
     ),
     Misconception(
+        "testing without the order of the numbers",
+        slip(_tested, "alike"),
+        "A kernel passed your test that stores the right numbers in the wrong order. Are the "
+        "numbers in `x` all alike, or do you compare no more than their sum?",
+    ),
+    Misconception(
         "testing with numbers that hide almost every mistake",
         Wrong(_tested, frozenset({"zeros", "short", "full"})),
-        "Three wrong kernels pass. Twice 2 is the square of 2, and your few tiles are all full. "
+        "Four wrong kernels pass. Twice 2 is the square of 2, and your few tiles are all full. "
         "Which `x` would be harder for a wrong kernel?",
     ),
     Misconception(
@@ -347,9 +408,10 @@ _TEST_MISTAKES = (
         "Your test rejects the right kernel. When should `is_right` be True?",
     ),
     Misconception(
-        "approving without a test",
+        "approving every kernel",
         slip(_tested, "approves"),
-        "All kernels pass, and four of them are wrong. Call `candidate(x)`, and compare.",
+        "All kernels pass, and five of them are wrong. Is your `x` so short, or so plain, that no "
+        "kernel can go wrong on it?",
     ),
     Misconception(
         "rejecting all kernels",
@@ -368,11 +430,11 @@ def _double_case(name: str, slip: str) -> Case:
 _TEST = Exercise(
     name="is_right",
     statement="""
-Mend the test. `candidate(x)` launches a kernel with tiles of 4 on a tensor `x`, and returns what
-the kernel stored. `is_right` returns True if that is twice `x`, and False if it is not. The checker
-hands you five candidates, one after the other. One is right, and four are wrong. With the `x`
-below, wrong candidates pass. How long should `x` be, and which numbers should it hold? Copy these
-lines into `is_right`, and change the first:
+Mend the test. Call `candidate(x)` like a function. It launches a kernel with tiles of 4 for you,
+and returns what the kernel stored. `is_right` returns True if that is twice `x`, and False if it is
+not. The checker tries six candidates: one is right, and five are wrong. With the `x` below, wrong
+candidates pass. How long should `x` be, and which numbers should it hold? Copy these lines into
+`is_right`, and change the first:
 
 ```python
 x = torch.full((10,), 2.0)  # ten numbers, all of them 2
@@ -382,14 +444,15 @@ return torch.equal(candidate(x), 2 * x)
     minutes=5,
     difficulty=2,
     hints=(
-        "One wrong kernel squares. For which numbers is the square the same as the double?",
+        "One wrong kernel squares. For which numbers is the square the same as the double? Another "
+        "one stores the right numbers in the wrong order. When would nobody notice?",
         "Suppose somebody computed the number of programs as `N // 4`. Which lengths would show "
         "it? And which lengths would show a grid that is always three programs?",
-        "One tensor is enough: many tiles long, the last one not full, and with numbers whose "
-        "double is not also their square.",
+        "One tensor is enough: many tiles long, the last one not full, and with numbers that "
+        "differ, and whose double is not also their square.",
     ),
-    why="37 numbers need ten programs, the last tile is not full, and most of the numbers are "
-    "neither 0 nor 2.",
+    why="37 numbers need ten programs, the last tile is not full, no two numbers are alike, and "
+    "most of them are neither 0 nor 2.",
     solution=is_right,
     run=_run_test,
     misconceptions=_TEST_MISTAKES,
@@ -398,9 +461,28 @@ return torch.equal(candidate(x), 2 * x)
         *({"one tile", other} for other in ("full", "short", "part of a tile")),
         *({"part of a tile", other} for other in ("full", "short")),
         *({"approves", other} for other in ("full", "short", "one tile", "part of a tile")),
-        *({"approves", other} for other in ("zeros", "squared", "turned", "rejects")),
+        *({"approves", other} for other in ("zeros", "alike", "squared", "turned", "rejects")),
         *({"rejects", other} for other in ("full", "short", "one tile", "part of a tile")),
-        *({"rejects", other} for other in ("zeros", "squared", "turned")),
+        *({"rejects", other} for other in ("zeros", "alike", "squared", "turned")),
+        {"zeros", "alike"},
+        *(
+            {alone, other}
+            for alone in ("uncalled", "each")
+            for other in (
+                "full",
+                "short",
+                "one tile",
+                "part of a tile",
+                "zeros",
+                "alike",
+                "squared",
+                "turned",
+                "approves",
+                "rejects",
+                "uncalled",
+            )
+            if other != alone
+        ),
     ),
     cases=(
         _double_case("the right kernel", "none"),
@@ -408,6 +490,7 @@ return torch.equal(candidate(x), 2 * x)
         _double_case("every program takes the first tile", "first tile"),
         _double_case("a grid of N // 4 programs", "rounded down"),
         _double_case("a grid of at most three programs", "three"),
+        _double_case("a kernel that stores from the end to the beginning", "backwards"),
     ),
 )
 
@@ -428,49 +511,72 @@ def row_max() -> object:
     return kernel
 
 
-def _run_row_max(solution: Callable, R: int, N: int, shift: float) -> Tensor:
+class _Found(NamedTuple):
+    """What a kernel stored: a number for each row, and how many numbers past their end."""
+
+    Y: Tensor
+    stored_past_the_end: int
+
+
+def _run_row_max(solution: Callable, R: int, N: int, shift: float) -> _Found:
     """Launch the kernel on rows around `shift`; behind `X` lie large numbers."""
-    kernel, device = _kernel_of(solution), environment.detect().device
-    BN = 1 << (N - 1).bit_length()
-    x = torch.full((2 * R * BN,), 1000.0, device=device)
-    x[: R * N] = _random(R * N, seed=R * N) + shift
-    y = torch.full((R,), torch.nan, device=device)
-    kernel[R,](x, y, N, BN=BN)
-    return y.cpu()
+    kernel = _kernel_of(solution, "X, Y, N, BN")
+    x = _roomy(_random(R * N, seed=R * N) + shift, 1000.0)
+    y = _roomy(torch.full((R,), torch.nan), torch.nan)
+    kernel[R,](x, y, N, BN=1 << (N - 1).bit_length())
+    return _Found(y[:R].cpu(), int((~y[R:].isnan()).sum()))
 
 
 @triton.jit
 def _wrong_row_max(
-    X, Y, N, BN: tl.constexpr, PAST: tl.constexpr, APART: tl.constexpr, MASKED: tl.constexpr
-):
+    X, Y, N, BN: tl.constexpr, PAST: tl.constexpr, APART: tl.constexpr, MASKED: tl.constexpr,
+    STORED: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     column = tl.arange(0, BN)
+    exists = column < (row * N + N if MASKED == "row ends" else N)
     start = row * N
     if APART == "a tile":
         start = row * BN
     if APART == "a place":
         start = row
+    if APART == "nothing":
+        start = row * 0
+    if APART == "columns":
+        start = row + column * (N - 1)
     if MASKED == "nothing":
         x = tl.load(X + start + column)
     elif MASKED == "places":
         x = tl.load(X + start + column, mask=start + column < N, other=PAST)
     else:
-        x = tl.load(X + start + column, mask=column < N, other=PAST)
-    tl.store(Y + row, tl.max(x, axis=0))
+        x = tl.load(X + start + column, mask=exists, other=PAST)
+    largest = tl.max(x, axis=0)
+    if STORED == "first":
+        tl.store(Y, largest)
+    elif STORED == "apart":
+        tl.store(Y + row * N, largest)
+    elif STORED == "tile":
+        tl.store(Y + row + column, largest, mask=exists)
+    elif STORED == "row":
+        tl.store(Y + row * N + column, largest, mask=exists)
+    else:
+        tl.store(Y + row, largest)
 
 
-def _rows(past: float = float("-inf"), apart: str = "a row", masked: str = "columns") -> Callable:
-    return _mistaken(_wrong_row_max, PAST=past, APART=apart, MASKED=masked)
+def _rows(
+    past: float = float("-inf"), apart: str = "a row", masked: str = "columns", stored: str = "once"
+) -> Callable:
+    return _mistaken(_wrong_row_max, PAST=past, APART=apart, MASKED=masked, STORED=stored)
 
 
 _ROW_MAX = Exercise(
     name="row_max",
     statement="""
 Find the bugs: there are two. This kernel should store the largest number of each row of `X`
-`[R, N]`. In memory, row `i` begins at place `i * N`: rows of three numbers lie at the places
-0 1 2, 3 4 5, 6 7 8. The grid is `(R,)`, and `BN` is the smallest power of two that holds a row. One
-bug shows in a single row, the other only in a second row. Copy the kernel into `row_max`, and mend
-both.
+`[R, N]`: `R` rows of `N` numbers. In memory, row `i` begins at place `i * N`. So rows of three
+numbers lie at the places 0 1 2, 3 4 5, 6 7 8. The grid is `(R,)`, and `BN` is the smallest power of
+two that holds a row. One bug shows in a single row, the other only in a second row. Copy the kernel
+into `row_max`, and mend both.
 
 ```python
 @triton.jit
@@ -520,6 +626,47 @@ return kernel
             "rows that begin one place apart",
             _rows(apart="a place"),
             "Row 1 begins where row 0 ends. How many numbers has a row?",
+        ),
+        Misconception(
+            "every program reading row 0",
+            _rows(apart="nothing"),
+            "All programs find the same number. Where does row 1 begin in memory?",
+        ),
+        Misconception(
+            "every program reading row 0, and a 0 past its end",
+            _rows(0.0, "nothing"),
+            "All programs begin at place 0. Where does row 1 begin in memory? And where does the 0 "
+            "come from that a row of negative numbers gives?",
+        ),
+        Misconception(
+            "a mask that lets the next row in",
+            _rows(masked="row ends"),
+            "Your columns begin at 0 in every row. At which column does row 1 end?",
+        ),
+        Misconception(
+            "reading a column of the table",
+            _rows(apart="columns"),
+            "Your program steps over `N` places to its next number. How far apart do two numbers "
+            "of one row lie?",
+        ),
+        Misconception(
+            "storing every row's number at the same place",
+            _rows(stored="first"),
+            "Only the first place of `Y` was written. Which place belongs to program 1?",
+        ),
+        Misconception(
+            "storing as far apart as the rows begin",
+            _rows(stored="apart"),
+            "A row of `X` has `N` numbers. How many numbers does `Y` hold for each row?",
+        ),
+        *(
+            Misconception(
+                "storing a tile in place of one number",
+                _rows(stored=stored),
+                "Your program writes its number to many places of `Y`. How many places of `Y` "
+                "belong to one row?",
+            )
+            for stored in ("tile", "row")
         ),
         Misconception(
             "a mask that counts from the first row",
