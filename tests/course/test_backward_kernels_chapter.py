@@ -201,6 +201,11 @@ def slot_by_slot(lists, num_blocks):
     return (e % N)[: bounds[-1]], bounds
 
 
+def positive_blocks(lists, num_blocks):
+    pairs = sorted((b, q) for q, ids in enumerate(lists.tolist()) for b in ids if b > 0)
+    return [q for _, q in pairs], [sum(b < n for b, _ in pairs) for n in range(num_blocks + 1)]
+
+
 def only_nested(lists, num_blocks):
     return [(lists == b).any(1).nonzero().flatten() for b in range(num_blocks)]
 
@@ -223,6 +228,11 @@ def all_rows(queries, step, head, H, G, BR):
     rows = [(query * H + head) * G + g for query in queries for g in range(G)]
     rows += [-1] * BR
     return rows[step * BR : (step + 1) * BR] + [-1] * max(0, (step + 1) * BR - len(rows))
+
+
+def first_head_again(queries, step, head, H, G, BR):
+    rows = [(query * H + head) * G for query in queries for _ in range(G)] + [-1] * 2 * BR
+    return rows[step * BR : (step + 1) * BR]
 
 
 def heads_then_queries(queries, step, head, H, G, BR):
@@ -347,6 +357,18 @@ def end_first(start, BT, window_size, N):
     return min(start + BT + window_size - 1, N), start
 
 
+def without_a_window(start, BT, window_size, N):
+    return start, N
+
+
+def as_a_list(start, BT, window_size, N):
+    return list(range(start, min(start + BT + window_size - 1, N)))
+
+
+def over_heads_alone(d_s, s, is_seen):
+    return torch.where(is_seen, d_s * s, 0).sum(0)
+
+
 def sorted_results(tensors, stores):
     who = {}
     for program, *element in stores:
@@ -433,6 +455,20 @@ ATTEMPTS = {
         bounds_of_the_unsorted,
         {"searching the blocks before they are sorted"},
     ),
+    "no block 0": ("inverse_list", positive_blocks, {"taking block 0 for an empty slot"}),
+    "empty": ("inverse_list", nothing_found, {"returning two empty lists"}),
+    "first head again": (
+        "rows_of_step",
+        first_head_again,
+        {"the group's first head again and again"},
+    ),
+    "no window": ("window_queries", without_a_window, {"walking on to the end of the text"}),
+    "a list": (
+        "window_queries",
+        as_a_list,
+        {"the queries themselves in place of two numbers"},
+    ),
+    "keys kept": ("slot_gradient", over_heads_alone, {"a gradient for each key"}),
     "slot by slot": ("inverse_list", slot_by_slot, {"flattening the lists slot by slot"}),
     "[H, R, G, D]": (
         "rows_of_step",

@@ -36,8 +36,12 @@ def inverse_list(lists: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
 
 def _inverse(slips: Slips, lists: Tensor, num_blocks: int) -> tuple[list, list] | list:
     """`inverse_list` with slips."""
+    if "nothing" in slips:
+        return [], []
     S = lists.shape[1]
     block = (lists.T if "by slot" in slips else lists).flatten()
+    if "no block 0" in slips:
+        block = torch.where(block == 0, -1, block)
     if "dropped" in slips:
         block = block[block >= 0]
     elif "as block 0" in slips:
@@ -198,6 +202,16 @@ _INVERSE_MISTAKES = (
         "order do the queries of a block have to stand?",
     ),
     Misconception(
+        "taking block 0 for an empty slot",
+        slip(_inverse, "no block 0"),
+        "An empty slot is -1, and blocks are numbered from 0. Which queries list block 0?",
+    ),
+    Misconception(
+        "returning two empty lists",
+        slip(_inverse, "nothing"),
+        "Take block 0 of the case below, by hand. Which queries have a 0 in their list?",
+    ),
+    Misconception(
         "leaving out blocks that nobody lists",
         slip(_inverse, "listed only"),
         "A program looks up its block by number. At which place does it find block 2 if block 1 "
@@ -248,6 +262,8 @@ are fine, too.
         {"counts", "ends", "no beginning", "no end", "no end, cut", "listed only", "nested alone"},
         *({nested, other} for nested in ("nested", "nested alone") for other in _NOT_NESTED),
         {"nested", "nested alone"},
+        *({"nothing", *m.wrong.slips} for m in _INVERSE_MISTAKES if m.wrong.slips != {"nothing"}),
+        {"no block 0", "as block 0"},
         {"no end, cut", "empty kept"},
         {"no end, cut", "in front"},
         {"dropped", "backwards"},
@@ -327,6 +343,8 @@ def _step(
         row = (head * len(queries) + query) * G + member
     if "short stride" in slips:
         row = query * H + head + member
+    if "no member" in slips:
+        row = (query * H + head) * G
     if "past the end" in slips:
         return row.tolist()
     if "short" in slips:
@@ -361,6 +379,11 @@ _STEP_MISTAKES = (
         "counting in KV heads where rows are query heads",
         slip(_step, "short stride"),
         "`query * H + head` is a row of K. How many rows of Q stand for one row of K?",
+    ),
+    Misconception(
+        "the group's first head again and again",
+        slip(_step, "no member"),
+        "Each query has `G` rows for this KV head, and they lie side by side. How do they differ?",
     ),
     Misconception(
         "leaving `head` out",
@@ -496,7 +519,10 @@ Past the end of the chunk, return -1.
             "short stride",
             "no head",
             "heads before queries",
+            "no member",
         },
+        {"no member", "one head"},
+        *({"no member", outside} for outside in _OUTSIDE),
         {"all groups", "places"},
     ),
     cases=(
@@ -674,10 +700,14 @@ def _window(slips: Slips, start: int, BT: int, window_size: int, N: int) -> tupl
         end = start + BT
     if "in turn" in slips:
         end = start + BT * window_size
+    if "no window" in slips:
+        end = N
     end += ("one more" in slips) - ("one less" in slips)
     if "past the end" not in slips:
         end = min(end, N - ("last left out" in slips))
     end -= "inclusive" in slips
+    if "all queries" in slips:
+        return tuple(range(first, end))
     return (end, first) if "exchanged" in slips else (first, end)
 
 
@@ -702,6 +732,17 @@ _WINDOW_MISTAKES = (
         "waiting until the whole tile is seen",
         slip(_window, "whole tile"),
         "A query in the middle of the tile sees its first half. Does that half learn from it?",
+    ),
+    Misconception(
+        "walking on to the end of the text",
+        slip(_window, "no window"),
+        "So it is without a window. Query `t` sees the keys from `t - window_size + 1` on. Which "
+        "is the last query that sees the tile's last key?",
+    ),
+    Misconception(
+        "the queries themselves in place of two numbers",
+        slip(_window, "all queries"),
+        "The queries stand side by side. Which two numbers would a `range` of them need?",
     ),
     Misconception(
         "one query too few",
@@ -765,6 +806,16 @@ see at least one of the program's keys. There are `N` queries, 0 to `N - 1`.
     combine=together(
         _WINDOW_MISTAKES,
         {"first key", "own tile", "keys", "in turn"},
+        *(
+            {"all queries", *m.wrong.slips}
+            for m in _WINDOW_MISTAKES
+            if m.wrong.slips != {"all queries"}
+        ),
+        *(
+            {"no window", *m.wrong.slips}
+            for m in _WINDOW_MISTAKES
+            if not m.wrong.slips & {"no window", "whole tile", "exchanged"}
+        ),
         {"in turn", "one less"},
         {"in turn", "one more"},
         {"in turn", "inclusive"},
@@ -1036,6 +1087,8 @@ def _slot(slips: Slips, d_s: Tensor, s: Tensor, is_seen: Tensor) -> Tensor:
         return product.sum()
     if "keys mean" in slips:
         product = product / seen.sum(2, keepdim=True).clamp(min=1)
+    if "keys kept" in slips:
+        return product.sum(0)
     found = product.sum(2)
     if "over slots" in slips:
         return product.sum((0, 1))
@@ -1077,6 +1130,11 @@ _SLOT_MISTAKES = (
         "a gradient for each head",
         slip(_slot, "heads apart"),
         "The group has one list, and one factor for each slot. Which axis has to go?",
+    ),
+    Misconception(
+        "a gradient for each key",
+        slip(_slot, "keys kept"),
+        "All keys of a slot share one factor. Which axis has to go, too?",
     ),
     Misconception(
         "one number for all slots",
@@ -1144,6 +1202,19 @@ gradient of the factors where all of them are 1, `[S]`.
         {"NaN", "apart"},
         {"no score", "exponential", "NaN"},
         {"one head", "heads mean", "heads apart", "one number", "over slots"},
+        *(
+            {"keys kept", other}
+            for other in (
+                "apart",
+                "all apart",
+                "keys mean",
+                "heads mean",
+                "heads apart",
+                "one number",
+                "over slots",
+                "sign",
+            )
+        ),
         {"keys mean", "apart"},
         {"keys mean", "over slots"},
         {"keys mean", "one number"},
