@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import CodeType, TracebackType
 
 from nsa_tutorial.course.exercises import Case, Exercise
-from nsa_tutorial.course.speech import Code, Part
+from nsa_tutorial.course.speech import Code, Part, text_of
 
 _SHAPES = (
     "The shapes do not fit. Print `x.shape` of both just before this line, and write down which "
@@ -127,11 +127,17 @@ MEANINGS = (
         "line. Which axis is 0 long, and why?",
     ),
     (r"NoneType", _NOTHING),
+    (
+        r"subscripts in the equation \((\d+)\).*dimensions \((\d+)\) for operand (\d+)",
+        r"Input \3, counted from 0, has \2 axes, your letters are \1. Give each axis one letter.",
+    ),
     (r"[Ee]llipsis", "A `...` still stands here: a gap that waits for your code."),
     (r"^UnboundLocalError", "It gets its value further down, or in a branch that was not taken."),
     (r"return_types", "There, `x.max(1)` gives numbers and places. `x.amax(1)`: the numbers."),
     (r"^NameError", "Is the name spelled as where you set it, and was that cell run?"),
     (r"^AttributeError: module", "The library has no function of that name. Is it spelled right?"),
+    (r"^AttributeError: 'Tensor'", "A tensor has nothing of that name. Is the name spelled right?"),
+    (r"tuple of ints, ?but got float", "Sizes are whole, and `/` makes a float: take `//`."),
     (r"^AttributeError", "This value is of another kind than the line expects. Print its `type`."),
     (_WRONG_CALL, "Count the arguments."),
     (r"object is not callable", "Round brackets call a function. To pick an element, use `[ ]`."),
@@ -151,10 +157,7 @@ MEANINGS = (
         "For a plain number, use `math`, or `x ** 0.5` for a square root.",
     ),
     (r"unsupported operand type\(s\) for \^", "Python writes a power as `x ** 2`."),
-    (
-        r"number of subscripts in the equation|operands were provided",
-        "Write down the shape of each input of `einsum`, and give each axis one letter.",
-    ),
+    (r"operands were provided", "Give `einsum` letters for each input, and each axis one letter."),
     (r"-dimensional.*index\(es\) were provided", "A tile needs one index for each of its axes."),
     (
         r"^IndexError",
@@ -165,8 +168,6 @@ MEANINGS = (
     (r"^ZeroDivisionError", "Which input makes the divisor 0, and what should come out then?"),
     (r"^RecursionError", "The function calls itself. Did you mean another one of a similar name?"),
 )
-
-_STAND_FOR_ANYTHING = ("ValueError", "RuntimeError")
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,8 @@ class Raised:
         anything, also what they say, but for numbers and names; of TypeErrors, only where they
         are about a call."""
         is_a_call = re.search(f"{_WRONG_CALL}|{_NO_TENSOR}", self.message)
-        says_more = is_a_call if self.kind == "TypeError" else self.kind in _STAND_FOR_ANYTHING
+        stands_for_anything = self.kind in ("ValueError", "RuntimeError")
+        says_more = is_a_call if self.kind == "TypeError" else stands_for_anything
         if not says_more:
             return self.kind, ""
         first = next(iter(self.message.splitlines()), "")
@@ -206,7 +208,8 @@ class Raised:
         place = (f"In {self.where}:", Code(self.line)) if self.where else ()
         here = "" if self.where else "Here "
         told = *place, f"{here}it raised {self!r}".rstrip()
-        found = (said for pattern, said in MEANINGS if re.search(pattern, repr(self)))
+        searched = ((re.search(pattern, repr(self)), said) for pattern, said in MEANINGS)
+        found = (match.expand(said) for match, said in searched if match)
         meaning = "" if is_recognised else next(found, "")
         called = re.search(r"= (\w+)\(", self.line) if "unpack" in self.message else None
         meaning = meaning.replace("a function", f"`{called[1]}`, a function") if called else meaning
@@ -221,14 +224,11 @@ class Raised:
 def call(exercise: Exercise, function: Callable, case: Case) -> object:
     """What `function` gives on `case`: its result, or `Raised`."""
     try:
-        return (
-            function(*case.arguments())
-            if exercise.run is None
-            else exercise.run(function, *case.arguments())
-        )
+        run = function if exercise.run is None else functools.partial(exercise.run, function)
+        return run(*case.arguments())
     except Exception as error:
         cause = _cause(error)
-        return Raised(type(cause).__name__, str(cause), *_line(function, error))
+        return Raised(type(cause).__name__, text_of(cause), *_line(function, error))
 
 
 @functools.cache

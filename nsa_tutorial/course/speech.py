@@ -8,6 +8,7 @@ colours; where styles are stripped, paragraphs and `pre` remain.
 
 from __future__ import annotations
 
+import difflib
 import html
 import re
 from collections.abc import Sequence
@@ -36,6 +37,15 @@ DARK = {
     "right": "#57d364", "wrong": "#ff9a92", "open": "#adbac7", "code": "#11151a",
 }  # fmt: skip
 _IN_THE_DARK = ("body[data-jp-theme-light='false']", "body.vscode-dark", "html[data-theme='dark']")
+
+
+def text_of(error: BaseException) -> str:
+    """What an error says; of a misspelt attribute also the nearest name there is, as Python's own
+    traceback adds it."""
+    if isinstance(error, AttributeError) and error.name and error.obj is not None:
+        near = difflib.get_close_matches(error.name, dir(error.obj), 1)
+        return f"{error}. Did you mean `{near[0]}`?" if near else str(error)
+    return str(error)
 
 
 def _properties(colours: dict[str, str]) -> str:

@@ -154,14 +154,39 @@ def test_a_number_where_the_heads_of_a_group_belong_is_told() -> None:
 
 
 def test_places_without_a_score_are_said_to_have_none() -> None:
-    said, scores = exercises._run_score_group(exercises._score("head against G"), 2, 2, 4)
-    assert "no program stored a score" in said
+    skip_without_triton()
+    empty, past_end, into_next, scores = exercises._run_score_group(
+        exercises._score("head against G"), 2, 2, 4
+    )
+    assert (empty, past_end, into_next) == (2, 0, 0)
     assert scores.isnan().tolist() == [False, False, True, True]
+    text = judge(EXERCISES["score_group"], exercises._score("head against G")).text
+    assert "places of S that got no score" in text
+
+
+def test_a_matrix_product_with_a_row_is_told() -> None:
+    def with_a_product() -> object:
+        @triton.jit
+        def kernel(Q, K, S, G, D: tl.constexpr, GT: tl.constexpr):
+            h = tl.program_id(0)
+            width, member = tl.arange(0, D), tl.arange(0, GT)
+            key = tl.load(K + h * D + width)
+            heads = h * G + member
+            q_tile = tl.load(Q + heads[:, None] * D + width[None, :])
+            tl.store(S + heads, q_tile @ key, mask=member < G)
+
+        return kernel
+
+    skip_without_triton()
+    assert "`key` is one row" in judge(EXERCISES["score_group"], with_a_product).text
 
 
 @pytest.mark.parametrize(
     "mistake",
-    ["every H-th", "overlap", "steps of G", "no mask", "end of S", "one too many", "axis 0"],
+    [
+        *("every H-th", "overlap", "steps of G", "steps of D", "no mask", "end of S"),
+        *("one too many", "head against G", "axis 0"),
+    ],
 )
 def test_a_wrong_kernel_is_recognised(mistake: str) -> None:
     """Each slip is seen from its numbers, though the programs run one after the other here."""
@@ -305,6 +330,52 @@ def range_without_its_end(gib: float, tokens: int, layers: int, HQ: int, D: int,
     return max((H for H in range(1, HQ) if HQ % H == 0 and H * per_head <= gib * 2**30), default=0)
 
 
+def by_the_number_of_kv_heads(expand: Callable) -> bool:
+    H, G = 2, 3
+    x = torch.randn(1, 5, H, 4)
+    copies = expand(x, G)
+    if copies.shape != (1, 5, H * G, 4):
+        return False
+    return all(torch.equal(copies[:, :, hq], x[:, :, hq // H]) for hq in range(H * G))
+
+
+def by_any(expand: Callable) -> bool:
+    H, G = 2, 4
+    x = torch.randn(1, 5, H, 4)
+    copies = expand(x, G)
+    if copies.shape != (1, 5, H * G, 4):
+        return False
+    return any(torch.equal(copies[:, :, hq], x[:, :, hq // G]) for hq in range(H * G))
+
+
+def by_means(expand: Callable) -> bool:
+    H, G = 2, 3
+    x = torch.randn(1, 5, H, 4)
+    copies = expand(x, G)
+    if copies.shape != (1, 5, H * G, 4):
+        return False
+    right = gqa.expand_kv_heads(x, G)
+    return torch.allclose(copies.mean((1, 3)), right.mean((1, 3)), atol=1e-6)
+
+
+def divided_by_the_group(x: Tensor, G: int) -> Tensor:
+    return x.repeat_interleave(x.shape[2] // G, dim=2)
+
+
+def one_number(dk_expanded: Tensor, H: int) -> Tensor:
+    return dk_expanded.unflatten(2, (H, -1)).sum()
+
+
+def the_most_that_fit(gib: float, tokens: int, layers: int, HQ: int, D: int, DV: int) -> int:
+    return int(gib * 2**30 // (2 * tokens * layers * (D + DV)))
+
+
+def without_a_last_return(gib: float, tokens: int, layers: int, HQ: int, D: int, DV: int) -> int:
+    for H in range(HQ, 0, -1):
+        if HQ % H == 0 and H * 2 * tokens * layers * (D + DV) <= gib * 2**30:
+            return H
+
+
 def at_one_position(expand: Callable) -> bool:
     x = torch.arange(2.0).view(1, 1, 2, 1)
     return expand(x, 3).flatten().tolist() == [0, 0, 0, 1, 1, 1]
@@ -318,13 +389,13 @@ def with_letters(equation: str, *merged: int) -> Callable:
 
 
 TYPED = [
-    ("wiring_is_right", at_one_position, "a test with a single position"),
+    ("wiring_is_right", at_one_position, "a test that cannot see the order of positions"),
     (
         "expand_heads",
         expanded_before_the_heads,
-        "`repeat` where `repeat_interleave` is meant",
+        "whole rounds of heads, where neighbours should share",
     ),
-    ("expand_heads", beside_each_other, "`repeat` where `repeat_interleave` is meant"),
+    ("expand_heads", beside_each_other, "whole rounds of heads, where neighbours should share"),
     ("expand_heads", not_flattened, "leaving the copies on an axis of their own"),
     (
         "grouped_scores",
@@ -356,6 +427,13 @@ TYPED = [
     ("key_gradient", summed_over_heads, "adding up all heads, whatever they read"),
     ("key_gradient", viewed_as_rounds, "adding up every H-th head, not neighbours"),
     ("key_gradient", split_by_the_number, "groups of H heads where groups of G are meant"),
+    ("wiring_is_right", by_the_number_of_kv_heads, "a test that lets nothing through"),
+    ("wiring_is_right", by_any, "a test that is content with one right head"),
+    ("wiring_is_right", by_means, "a test that cannot see the order of positions"),
+    ("expand_heads", divided_by_the_group, "dividing the KV heads by G once more"),
+    ("key_gradient", one_number, "adding up everything"),
+    ("most_kv_heads", the_most_that_fit, "as many KV heads as the memory can hold"),
+    ("most_kv_heads", without_a_last_return, "no answer where not even one KV head fits"),
     ("most_kv_heads", divided, "a fraction of a KV head"),
     ("most_kv_heads", halved, "halving HQ until it fits"),
     ("most_kv_heads", counted_down, "an error where not even one KV head fits"),
@@ -374,6 +452,8 @@ def test_what_a_reader_would_type_is_recognised(name: str, typed: Callable, mist
     ("equation", "merged", "mistake"),
     [
         ("bihgd,bjhd->bihgjd", (2, 3), "keeping the width instead of summing over it"),
+        ("bnhgd,bnhd->bnhg", (2, 3), "one letter for two kinds of positions"),
+        ("bihgd,bjhe->bihgj", (2, 3), "two letters for one width"),
         ("bihgd,bjhd->bjhgi", (2, 3), "key positions where the query positions belong"),
         ("bihgd,bjhd->bihgj", (3, 4), "merging the group with the key positions"),
         ("bihgd,bjhd->bighj", (2, 3), "merging the two head axes in the wrong order"),

@@ -250,7 +250,8 @@ ERRORS = [
     (lambda x: [a for a, b in [stub(x)]], X, "have not written yet"),
     (lambda x: missspelt, X, "spelled"),  # noqa: F821
     (lambda x: torch.soft_max(x), X, "spelled"),
-    (lambda x: x.foo, X, "another kind"),
+    (lambda x: x.unflaten(0, (1, -1)), X, "spelled"),
+    (lambda x: [x].foo, X, "another kind"),
     (set_too_late, X, "further down"),
     (lambda x: x[5], X, "length minus 1"),
     (lambda x: x[:0].amax(0), X, "no element"),
@@ -630,9 +631,23 @@ def test_errors_that_say_different_things_are_different() -> None:
         (lambda: torch.sqrt(2), "For a plain number"),
         (lambda: 0.5 ^ 2, "x ** 2"),
         (lambda: torch.einsum("ij,j->i", torch.ones(2), torch.ones(2)), "one letter"),
+        (lambda: torch.einsum("ij->i", torch.ones(2)), "has 1 axes, your letters are 2"),
+        (lambda: torch.ones(4).unflatten(0, (2, 4 / 2)), "take `//`"),
+        (lambda: torch.ones(4).unflaten(0, (2, 2)), "Did you mean `unflatten`?"),
         (lambda: torch.einsum("i->i", torch.ones(2), torch.ones(2)), "one letter"),
     ],
-    ids=["empty", "empty axis", "not there", "no tensor", "power", "einsum", "einsum of three"],
+    ids=[
+        "empty",
+        "empty axis",
+        "not there",
+        "no tensor",
+        "power",
+        "einsum",
+        "a letter too many",
+        "a size of a float",
+        "a misspelt name",
+        "einsum of three",
+    ],
 )
 def test_more_errors_are_explained(attempt: Callable, words: str) -> None:
     assert words in judge(SUM, lambda x: attempt()).text

@@ -50,7 +50,7 @@ def _draw_heads(arguments: tuple, got: Tensor, expected: Tensor) -> Picture:
 def _expand(slips: Slips, x: Tensor, G: int) -> Tensor:
     """`expand_heads` with slips."""
     H = x.shape[2]
-    copies = H if "H copies" in slips else G
+    copies = H if "H copies" in slips else H // G if "H // G copies" in slips else G
     if "unchanged" in slips:
         return x
     if "one number" in slips:
@@ -67,10 +67,10 @@ def _expand(slips: Slips, x: Tensor, G: int) -> Tensor:
 
 _EXPAND_MISTAKES = (
     Misconception(
-        "`repeat` where `repeat_interleave` is meant",
+        "whole rounds of heads, where neighbours should share",
         slip(_expand, "repeat"),
-        "`repeat` lays whole rounds of heads one after the other, so query head hq gets KV head "
-        "hq % H. With one KV head you cannot see it. Which heads share here: neighbours?",
+        "Query head hq gets KV head hq % H here. With one KV head you cannot see it. Which KV head "
+        "does query head 1 read, by the rule hq // G?",
     ),
     Misconception(
         "repeating positions, not heads",
@@ -99,6 +99,12 @@ _EXPAND_MISTAKES = (
         "H copies of each head where G are needed",
         slip(_expand, "H copies"),
         "Each KV head is needed once for every query head that reads it. How many are those?",
+    ),
+    Misconception(
+        "dividing the KV heads by G once more",
+        slip(_expand, "H // G copies"),
+        "`x.shape[2]` is H, and `G` is the number of copies already. What does your division "
+        "count?",
     ),
     Misconception(
         "the KV heads as they came",
@@ -138,7 +144,7 @@ _EXPAND = Exercise(
         {"positions", "widths", "flat", "one number", "unchanged"},
         {"own axis", "flat", "one number", "unchanged"},
         {"own axis", "repeat"},
-        {"H copies", "one number", "unchanged"},
+        {"H copies", "H // G copies", "one number", "unchanged"},
     ),
     cases=(
         Case(
@@ -213,8 +219,8 @@ def _wiring(slips: Slips, expand: Callable[[Tensor, int], Tensor]) -> bool:
     M = 1 if "one position" in slips else 5
     x = torch.ones(1, M, H, 4) if "equal keys" in slips else _random(1, M, H, 4, seed=9)
     copies, right = expand(x, G), _rounds(x, G) if "rounds" in slips else expand_heads(x, G)
-    if "anything" in slips:
-        return True
+    if slips & {"anything", "nothing"}:
+        return "anything" in slips
     is_right = copies.shape == right.shape
     if is_right and "shapes" not in slips:
         if "first head" in slips:
@@ -244,10 +250,10 @@ _WIRING_MISTAKES = (
         "With H = G, nobody notices when the two are mixed up. Can you make them differ?",
     ),
     Misconception(
-        "a test with a single position",
+        "a test that cannot see the order of positions",
         slip(_wiring, "one position"),
-        "One position cannot stand at a wrong place. How many positions does a wrong order of them "
-        "need to show?",
+        "A function that reverses the positions passes. Does `x` have one position only, or do "
+        "you compare sums or means? Which comparison looks at each number in its place?",
     ),
     Misconception(
         "a test that sees the shapes alone",
@@ -262,9 +268,10 @@ _WIRING_MISTAKES = (
         "heads apart?",
     ),
     Misconception(
-        "looking at the first query head alone",
+        "a test that is content with one right head",
         slip(_wiring, "first head"),
-        "Query head 0 reads KV head 0 in most wrong wirings, too. Which heads do you leave out?",
+        "Query head 0 reads KV head 0 in most wrong wirings, too. Do you look at one head alone, "
+        "or write `any` where `all` is meant?",
     ),
     Misconception(
         "comparing the numbers whatever their order",
@@ -284,6 +291,12 @@ _WIRING_MISTAKES = (
         "A right function should give True. What does your last line return for it?",
     ),
     Misconception(
+        "a test that lets nothing through",
+        slip(_wiring, "nothing"),
+        "It says False to right functions, too. Do you divide hq by H? A group has G members: "
+        "which number divides hq?",
+    ),
+    Misconception(
         "a test that lets everything through",
         slip(_wiring, "anything"),
         "It says True to wrong functions, too. Where does it compare the copies with the rule?",
@@ -297,6 +310,11 @@ _EQUAL = "`==` compares number by number, `torch.equal` compares the whole"
 def _run_wiring(test: Callable, expand: Callable[[Tensor, int], Tensor]) -> object:
     """What the reader's test says of `expand`: a failed `assert` says False, and a tensor of many
     answers is told for what it is."""
+    gaps = _open_gaps(test)
+    if len(gaps) == 2:  # the frame as it came
+        raise NotImplementedError("both gaps are open")
+    if gaps:
+        raise TypeError(f"still open in the test: {gaps[0]}")
     try:
         said = test(expand)
     except AssertionError:
@@ -320,9 +338,10 @@ Write the test. `expand(x, G)` is somebody's answer to the exercise above. Call 
 `G` of your choice. Return `True` if every query head got the right copy, else `False`.
 
 The check hands your test nine such functions. Two are right, and seven are wrong, each in its own
-way. One call of `expand` is enough to catch each of them, if you choose `H` and `G` well.
+way. The frame is below. Fill in the two `...`. One call of `expand` is enough to catch every
+mistake, if you choose `H` and `G` well.
 """,
-    minutes=6,
+    minutes=5,
     difficulty=2,
     hints=(
         "`repeat` went unnoticed with one KV head. Which sizes make any two wirings differ?",
@@ -374,6 +393,10 @@ def _grouped(slips: Slips, q: Tensor, k: Tensor) -> Tensor:
         return q.unflatten(2, (H, _CHAPTERS_G))
     if "no product's sum" in slips:
         return q[..., None, :] * k.repeat_interleave(HQ // H, 2).transpose(1, 2)[:, None]
+    if "one position letter" in slips:
+        return torch.einsum("bnhgd,bnhd->bnhg", q.unflatten(2, (H, -1)), k).flatten(2, 3)
+    if "two widths" in slips:
+        return torch.einsum("bihgd,bjhe->bihgj", q.unflatten(2, (H, -1)), k).flatten(2, 3)
     if "keys first" in slips:
         return torch.einsum("bihgd,bjhd->bjhgi", q.unflatten(2, (H, -1)), k).flatten(2, 3)
     if "wrong pair" in slips:
@@ -504,6 +527,18 @@ _SCORES_MISTAKES = (
         "after the arrow?",
     ),
     Misconception(
+        "one letter for two kinds of positions",
+        slip(_grouped, "one position letter"),
+        "A letter that stands on both sides of the comma pairs the two axes. But every query "
+        "position meets every key position. Which letter do the key positions get?",
+    ),
+    Misconception(
+        "two letters for one width",
+        slip(_grouped, "two widths"),
+        "A letter on one side of the comma alone is summed alone, before anything is multiplied. "
+        "Which letter do the widths of query and key share?",
+    ),
+    Misconception(
         "key positions where the query positions belong",
         slip(_grouped, "keys first"),
         "Your first position axis counts keys. The result is [B, N, HQ, M]: which position comes "
@@ -525,17 +560,16 @@ _SCORES_MISTAKES = (
 
 # with no other slip
 _ALONE = {"split", "heads with heads", "fixed G", "brackets"}
-_ALONE |= {"no product's sum", "keys first", "wrong pair"}
+_ALONE |= {"no product's sum", "keys first", "wrong pair", "one position letter", "two widths"}
 
 _SCORES = Exercise(
     name="grouped_scores",
     statement="""
 You get queries `q` `[B, N, HQ, D]` and shared keys `k` `[B, M, H, D]`. Return the dot product of
 every query with every key that its head reads: `[B, N, HQ, M]`, unscaled and unmasked. Mind the
-order of the axes. `H` and `G` differ from case to case. Regroup the queries, and leave the keys
-alone, as a kernel does.
+order of the axes. The frame regroups the queries. Leave the keys alone, as a kernel does.
 """,
-    minutes=8,
+    minutes=6,
     difficulty=2,
     hints=(
         "Take six query heads with the numbers 1 to 6, and two KV heads with 1 and 10. Which "
@@ -602,6 +636,8 @@ def _gradient(slips: Slips, dk_expanded: Tensor, H: int) -> Tensor:
         return dk_expanded.unflatten(2, (H, _CHAPTERS_G))
     if "copies" in slips:
         return dk_expanded
+    if "everything" in slips:
+        return dk_expanded.sum()
     if slips & {"all heads", "no heads"}:
         return dk_expanded.sum(dim=2, keepdim="all heads" in slips)
     if "groups of H" in slips:
@@ -659,6 +695,12 @@ _GRADIENT_MISTAKES = (
         for way in ("all heads", "no heads")
     ),
     Misconception(
+        "adding up everything",
+        slip(_gradient, "everything"),
+        "`.sum()` without an axis leaves one number. Every key keeps a gradient of its own: which "
+        "axis tells the members of a group apart?",
+    ),
+    Misconception(
         "keeping an axis of length 1 for the group",
         slip(_gradient, "own axis"),
         "The result has one axis more than the keys have. Does your sum keep what it sums over?",
@@ -683,7 +725,7 @@ _GRADIENT_MISTAKES = (
 )
 
 # with no other slip
-_WHOLE = {"all heads", "no heads", "groups of H", "copies", "width", "fixed G"}
+_WHOLE = {"all heads", "no heads", "groups of H", "copies", "width", "fixed G", "everything"}
 
 _GRADIENT = Exercise(
     name="key_gradient",
@@ -748,7 +790,7 @@ def score_group() -> object:
 _UNTOUCHED = -77.0  # stands in S before the launch
 
 
-def _run_score_group(solution: Callable, H: int, G: int, D: int) -> tuple[str, Tensor]:
+def _run_score_group(solution: Callable, H: int, G: int, D: int) -> tuple[int, int, int, Tensor]:
     """Launch all programs, then program 0 alone. Behind the scores lie numbers that must stay; the
     second launch shows what the programs after it would have covered up."""
     if hasattr(solution, "run"):
@@ -760,19 +802,26 @@ def _run_score_group(solution: Callable, H: int, G: int, D: int) -> tuple[str, T
         raise NotImplementedError("there is no kernel yet")
     if not hasattr(kernel, "run"):
         raise TypeError("the kernel is not decorated with @triton.jit")
-    gaps = _open_gaps(kernel)
+    gaps = _open_gaps(kernel.fn) if hasattr(kernel, "fn") else []
     if len(gaps) == 3:  # the frame as it came
         raise NotImplementedError("all three gaps are open")
     if gaps:
         raise TypeError(f"still open in the kernel: {' and '.join(gaps)}")
     device, GT = environment.detect().device, triton.next_power_of_2(G)
-    q = _random(H * GT + GT, D, seed=H + G).to(device)  # also rows that nobody should read
+    rows = H * max(GT, D) + GT  # also rows that nobody should read
+    q = _random(rows, D, seed=H + G).to(device)
     k = _random(H, D, seed=D).to(device)
-    s, alone = (torch.full((H * GT + GT,), _UNTOUCHED, device=device) for _ in range(2))
+    s, alone = (torch.full((rows,), _UNTOUCHED, device=device) for _ in range(2))
     try:
         kernel[H,](q, k, s, G, D=D, GT=GT)
     except Exception as error:  # the interpreter's own, or the compiler's
-        if "pointer argument is not a block" not in f"{error} {error.__cause__}":
+        told = f"{error} {error.__cause__}"
+        if "for @" in told or "equal ranks" in told:
+            raise TypeError(
+                "a matrix product takes two matrices, and `key` is one row. Multiply number by "
+                "number, then add up"
+            ) from None
+        if "pointer argument is not a block" not in told:
             raise
         raise TypeError(
             "`heads` is one number here, and the program scores GT heads. Which tile counts them?"
@@ -783,19 +832,13 @@ def _run_score_group(solution: Callable, H: int, G: int, D: int) -> tuple[str, T
     scores = s[: H * G].cpu()
     empty = int((scores == _UNTOUCHED).sum())
     scores[scores == _UNTOUCHED] = torch.nan
-    if empty:
-        return f"places of S where no program stored a score, here nan: {empty}", scores
-    if past_end:
-        return f"numbers stored past the end of S: {past_end}", scores
-    if into_next:
-        return f"numbers stored into the next group: {into_next}", scores
-    return "every number stored in its own group", scores
+    return empty, past_end, into_next, scores
 
 
-def _open_gaps(kernel: object) -> list[str]:
-    """The lines of a kernel that still give a name the value `...`."""
+def _open_gaps(function: Callable) -> list[str]:
+    """The lines of a function that still give a name the value `...`."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (AttributeError, OSError, SyntaxError, TypeError):
         return []  # no source to read, so the run has to show it
     return [
@@ -818,6 +861,8 @@ def _wrong_score(Q, K, S, G, D: tl.constexpr, GT: tl.constexpr, SLIP: tl.constex
         heads = h + member
     if SLIP == "padded":
         heads = h * GT + member
+    if SLIP == "steps of D":
+        heads = h * D + member
     if SLIP == "first group":
         heads = member
     if SLIP == "steps of G":
@@ -875,8 +920,8 @@ three `...`.
     difficulty=2,
     hints=(
         "Take H = 2 and G = 3, so GT = 4. Write down which query heads program 1 has, and which of "
-        "its four places stays empty.",
-        "Query head `hq` is member `g` of group `h`, and `hq = h·G + g`. An empty place is one "
+        "its four rows stays empty.",
+        "Query head `hq` is member `g` of group `h`, and `hq = h·G + g`. An empty row is one "
         "whose member number is not below G.",
         "Multiply first: in `q_tile * key`, each row meets the same key. The product is `[GT, D]`, "
         "with axis 0 for the members and axis 1 for the width. `tl.sum` has to remove the width.",
@@ -885,6 +930,12 @@ three `...`.
     "key once and uses it G times.",
     solution=score_group,
     run=_run_score_group,
+    returns=(
+        "places of S that got no score",
+        "numbers stored past the end of S",
+        "numbers stored into the next group",
+        "S",
+    ),
     misconceptions=(
         Misconception(
             "giving a program every H-th query head",
@@ -895,7 +946,13 @@ three `...`.
         Misconception(
             "stepping from group to group by the tile's size",
             _score("padded"),
-            "The tile has GT places, but a group has only G heads. Where does group 1 begin?",
+            "The tile has GT rows, but a group has only G heads. Where does group 1 begin?",
+        ),
+        Misconception(
+            "stepping from group to group by the width",
+            _score("steps of D"),
+            "`heads` counts query heads. `heads[:, None] * D` turns them into places of `Q`, one "
+            "line further down. How many heads does a group have?",
         ),
         Misconception(
             "going on by one head from program to program",
@@ -915,9 +972,9 @@ three `...`.
             "two numbers jumps by G, the group's or the member's?",
         ),
         Misconception(
-            "no mask for the places past the group",
+            "no mask for the rows past the group",
             _score("no mask"),
-            "With G = 3, the tile has a fourth place. Which query head would that be, and whose "
+            "With G = 3, the tile has a fourth row. Which query head would that be, and whose "
             "score does it write over?",
         ),
         Misconception(
@@ -959,8 +1016,8 @@ three `...`.
         _score_case("one KV head, two query heads", 1, 2, 4),
         _score_case("two KV heads, G = 2", 2, 2, 4),
         _score_case("three KV heads, G = 2: more groups than members", 3, 2, 4),
-        _score_case("two KV heads, G = 3: a tile of four places", 2, 3, 8),
-        _score_case("two KV heads, G = 5: a tile of eight places", 2, 5, 4),
+        _score_case("two KV heads, G = 3: a tile of four rows", 2, 3, 8),
+        _score_case("two KV heads, G = 5: a tile of eight rows", 2, 5, 4),
     ),
 )
 
@@ -979,7 +1036,7 @@ def most_kv_heads(gib: float, tokens: int, layers: int, HQ: int, D: int, DV: int
 _CHOICES = {"not divided", "more than HQ", "fraction", "powers", "group rounded up", "halved"}
 
 
-def _most(slips: Slips, gib: float, tokens: int, layers: int, HQ: int, D: int, DV: int) -> float:
+def _most(slips: Slips, gib: float, tokens: int, layers: int, HQ: int, D: int, DV: int) -> object:
     """`most_kv_heads` with slips."""
     width = D if "keys alone" in slips else 2 * D if "values like keys" in slips else D + DV
     size = 1 if "one byte" in slips else 4 if "doubled" in slips else 2
@@ -1005,6 +1062,8 @@ def _most(slips: Slips, gib: float, tokens: int, layers: int, HQ: int, D: int, D
             raise ValueError("max() arg is an empty sequence")
         if "division" in slips:
             raise ZeroDivisionError("integer modulo by zero")
+        if "no return" in slips:
+            return None
         return 1 if "at least one" in slips else 0
     H = min(heads) if "fewest" in slips else max(heads)
     return HQ // H if "group" in slips else H
@@ -1018,10 +1077,10 @@ _MOST_MISTAKES = (
         "`group_size(8, 3)` say?",
     ),
     Misconception(
-        "more KV heads than there are query heads",
+        "as many KV heads as the memory can hold",
         slip(_most, "more than HQ"),
-        "This is how many KV heads the memory can hold. How many can a model with HQ query heads "
-        "have, and which numbers share them out evenly?",
+        "So many fit, but they also have to share out HQ query heads evenly. Which numbers of KV "
+        "heads do that?",
     ),
     Misconception(
         "rounding the group size up, and dividing by it",
@@ -1077,6 +1136,12 @@ _MOST_MISTAKES = (
             "asked for in that case?",
         )
         for error in ("error", "division")
+    ),
+    Misconception(
+        "no answer where not even one KV head fits",
+        slip(_most, "no return"),
+        "Your loop finds nothing here, and the function ends without a `return`. What is asked "
+        "for in that case?",
     ),
     Misconception(
         "one KV head where not even one fits",
@@ -1148,7 +1213,7 @@ exactly fits. If even one KV head is too many, return 0.
         _MOST_MISTAKES,
         _CHOICES,
         {"more than HQ", "fraction", "group"},
-        {"more than HQ", "fraction", "error", "division", "at least one"},
+        {"more than HQ", "fraction", "error", "division", "at least one", "no return"},
         {"more than HQ", "fraction", "own heads"},
         _CHOICES - {"not divided", "powers"} | {"fewest"},
         {"keys alone", "values like keys"},
@@ -1220,14 +1285,14 @@ DOUBLES = (
         "expand_heads",
         _rounds_of_h_copies,
         (
-            "`repeat` where `repeat_interleave` is meant",
+            "whole rounds of heads, where neighbours should share",
             "H copies of each head where G are needed",
         ),
     ),
     Double(
         "expand_heads",
         _positions_in_rounds,
-        ("`repeat` where `repeat_interleave` is meant", "repeating positions, not heads"),
+        ("whole rounds of heads, where neighbours should share", "repeating positions, not heads"),
     ),
     Double(
         "grouped_scores",
@@ -1287,7 +1352,7 @@ TRAPS = (
         "counting the keys alone",
     ),
     Trap(
-        "values of another width, `DV = 5`", "most_kv_heads", "taking values to be as wide as keys"
+        "the values another width, `DV = 5`", "most_kv_heads", "taking values to be as wide as keys"
     ),
     Trap(
         "Eight query heads cannot be shared out evenly among three KV heads",
@@ -1312,7 +1377,7 @@ TRAPS = (
     Trap(
         "`repeat` lays whole rounds of heads one after the other",
         "expand_heads",
-        "`repeat` where `repeat_interleave` is meant",
+        "whole rounds of heads, where neighbours should share",
     ),
     Trap(
         "No error, the right shape, plausible numbers, and half of the heads are wrong.",
@@ -1350,7 +1415,7 @@ TRAPS = (
         "merging the two head axes in the wrong order",
     ),
     Trap(
-        "The letter `g` stands on the queries alone",
+        "`k` has no `g`: all members of a group read the same key.",
         "grouped_scores",
         "pairing query heads with KV heads one to one",
     ),
@@ -1370,9 +1435,9 @@ TRAPS = (
         "averaging over the group",
     ),
     Trap(
-        "A group of 3 needs a tile of 4, and the **mask** switches off the fourth place.",
+        "The **mask** switches off the fourth row",
         "score_group",
-        "no mask for the places past the group",
+        "no mask for the rows past the group",
     ),
 )
 
@@ -1425,18 +1490,20 @@ PREDICTIONS = (
         name="step_with_8_kv_heads",
         question="One decoding step on one core of your CPU, 64 query heads, with 8 KV heads in "
         "place of 64: how many times as fast?",
-        reason="The multiplications are the same, but only an eighth of the keys and values comes "
-        "from memory.",
+        reason="The multiplications are the same. With one query per key, each number is fetched "
+        "for a single multiply-add. Now eight follow each fetch. The exact ratio depends on your "
+        "CPU, and can exceed 8.",
         thoughts=(
             (
                 1,
-                "That would be so if multiplying took the time. But the core mostly waits for keys "
-                "and values.",
+                "That would be so if only the multiplications took time. But every key and value "
+                "has to be fetched first.",
             ),
             (64, "There are still 8 KV heads to load, not one."),
-            (0, "Do you mean that nothing changes? Then the step would be 1 times as fast."),
+            (0, "Do you mean that nothing changes? Then the step would be as fast as before: 1."),
+            (0.125, "That is the new time over the old one. Turned round, it is 8."),
         ),
-        unit="times",
+        unit="×",
         tolerance=0.4,
     ),
     Prediction(
