@@ -45,8 +45,8 @@ def product(
     """A test's `name`, `dtype`, `backend` and `device`: every case in every dtype on every place.
 
     On CUDA all of them run. On the CPU those run whose case `quick` names for the dtype, and
-    `slow` for the backend if it has a list there; the others carry the mark `exhaustive`, but in
-    fp16 kernels are left to CUDA then. No kernel computes bfloat16 there.
+    `slow` for the backend if it has a list there; the others carry the mark `exhaustive`, and so do
+    TileLang's in fp16. Other fp16 kernels that `quick` does not name are left to CUDA. No kernel computes bfloat16 there.
     """
     slow = slow or {}
     named = [*quick.values(), *slow.values()]
@@ -65,6 +65,8 @@ def product(
                         if dtype == torch.float16 and backend != "reference":
                             continue
                         marks = [pytest.mark.exhaustive]
+                    elif device == "cpu" and dtype == torch.float16 and backend == "tilelang":
+                        marks = [pytest.mark.exhaustive]  # it compiles all kernels once more
                     label = f"{key}-{name_of(dtype)}-{backend}-{device}"
                     params.append(pytest.param(case, dtype, backend, device, id=label, marks=marks))
     return pytest.mark.parametrize((name, "dtype", "backend", "device"), params)

@@ -17,7 +17,8 @@ from nsa_tutorial import backends, ops
 from nsa_tutorial.sparse.compression import MLPWeights
 
 HQ, H, D, DV = 4, 2, 16, 24
-places = places_of(["reference", "tilelang", "triton"])
+BACKENDS = ["reference", "tilelang", "triton"]
+places = places_of(BACKENDS)
 Call = Callable[[], object]
 
 
@@ -82,7 +83,7 @@ def samples(backend: str, device: str, grad: bool) -> Iterator[tuple[object, tup
         yield attend, (q, k, v, ids, None, None, None, 16, False, True, scale, "masked")
 
 
-@places
+@places_of(BACKENDS, slow=["tilelang"])
 @pytest.mark.parametrize(
     "grad",
     [

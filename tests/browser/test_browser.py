@@ -133,6 +133,7 @@ def test_chapter_01_slider(lab: Lab, tmp_path: Path) -> None:
     shown.screenshot(tmp_path / "01.png")
 
 
+@exhaustive
 def test_chapter_03_slider(lab: Lab, tmp_path: Path) -> None:
     from nsa_tutorial.course.widgets import online_softmax
 
@@ -213,6 +214,8 @@ def test_opening_a_chapter_changes_nothing(lab: Lab, notebook: str) -> None:
     page.keyboard.press("Escape")
     page.keyboard.press("Control+s")
     lab.wait(lambda: path.stat().st_mtime_ns > before, "the notebook to be saved")
+    lab.wait(lambda: path.stat().st_size >= len(stored) // 2, "all of it to be written")
+    time.sleep(0.5)
     here, there = (
         platform.python_version(),
         json.loads(stored)["metadata"]["language_info"]["version"],

@@ -390,7 +390,10 @@ def test_a_kernel_as_given_is_no_attempt(name: str, comment: str) -> None:
     assert judge(e, edited(name, (comment, "# mine"))).outcome == "not attempted"
 
 
-@pytest.mark.parametrize("name", ["row_variance", "tile_product", "row_sums"])
+@pytest.mark.parametrize(
+    "name",
+    ["row_variance", "tile_product", pytest.param("row_sums", marks=pytest.mark.exhaustive)],
+)
 def test_what_is_no_kernel_is_told(name: str) -> None:
     word = "T.prim_func" if name == "row_sums" else "triton.jit"
     assert f"not decorated with @{word}" in judge(runnable(name), lambda: lambda X: None).text

@@ -21,8 +21,8 @@ pytestmark = [
 ]
 
 PROBLEMS = {
-    "own block, ragged tail": Problem(N=20, M=37, own=True, counts="random"),
-    "packed, one empty": Problem(N=35, M=35, G=1, cu=(0, 9, 9, 30, 35), D=16, DV=16),
+    "own block, ragged tail": Problem(N=9, M=37, H=1, D=16, DV=24, own=True, counts="random"),
+    "packed, one empty": Problem(N=20, M=20, G=1, cu=(0, 3, 3, 18, 20), D=16, DV=16),
     "blocks of 24, not causal": Problem(N=9, M=37, H=1, G=16, BS=24, D=16, DV=16, causal=False),
 }
 

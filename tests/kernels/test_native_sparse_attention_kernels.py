@@ -28,7 +28,14 @@ GATES = {str(gates): gates for gates in ((0, 1, 2), (1, 2), (0, 1), (2,))}
 FULL = torch.float32
 
 
-@product("gates", GATES, ["tilelang", "triton"], {FULL: ["(0, 1, 2)", "(0, 1)"]}, dtypes=[FULL])
+# the same TileLang kernels run where the gradients of all of NSA are tested
+SLOW = {"tilelang": ["(0, 1)"]}
+
+
+@product(
+    "gates", GATES, ["tilelang", "triton"], {FULL: ["(0, 1, 2)", "(0, 1)"]}, dtypes=[FULL],
+    slow=SLOW,
+)  # fmt: skip
 def test_agrees_with_the_reference(
     gates: tuple[int, ...],
     dtype: torch.dtype,

@@ -109,11 +109,12 @@ def test_more_partial_views_than_a_program_looks_for(
 @pytest.mark.parametrize(
     "problem",
     [
-        Problem(B=2, N=40, M=44, own=True),
-        Problem(N=70, M=70, cu=(0, 7, 7, 36, 70), own=True),
-        Problem(N=33, M=40, BS=5, causal=False),
+        pytest.param(Problem(B=2, N=40, M=44, own=True), id="batch", marks=pytest.mark.exhaustive),
+        pytest.param(Problem(N=70, M=70, cu=(0, 7, 7, 36, 70), own=True), id="packed"),
+        pytest.param(
+            Problem(N=33, M=40, BS=5, causal=False), id="not causal", marks=pytest.mark.exhaustive
+        ),
     ],
-    ids=["batch", "packed", "not causal"],
 )
 def test_runs_of_queries(problem: Problem, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A workspace of one byte makes runs of 16 queries, and changes nothing."""

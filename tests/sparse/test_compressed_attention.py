@@ -148,7 +148,7 @@ def test_gradients(shape: Shape, dtype: torch.dtype, backend: str, device: str) 
             assert error <= budget, f"gradient of {name}: {error:.2e} over {budget:.2e}"
 
 
-@places
+@places_of(BACKENDS, slow=["tilelang"])
 def test_steep_scores(backend: str, device: str) -> None:
     """Of a thousand and more, rising and falling along the summaries: the running maximum runs.
     Gradients are as exact as fp32 holds a log-sum-exp of that size."""

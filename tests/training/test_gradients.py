@@ -196,7 +196,7 @@ def test_error_budget_in_each_order(
     test_error_budget(make, dtype, backend, device)
 
 
-@places
+@places_of(BACKENDS, slow=["tilelang"])
 def test_steep_scores(backend: str, device: str) -> None:
     """Of a thousand and more, hidden ones among them. The weights are computed from a stored `lse`,
     so they are as exact as fp32 holds a number of that size."""
