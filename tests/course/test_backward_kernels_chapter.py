@@ -201,6 +201,11 @@ def slot_by_slot(lists, num_blocks):
     return (e % N)[: bounds[-1]], bounds
 
 
+def no_end_and_not_cut(lists, num_blocks):
+    x, e = torch.where(lists < 0, num_blocks, lists).flatten().sort(stable=True)
+    return e // lists.shape[1], torch.searchsorted(x, torch.arange(num_blocks))
+
+
 def positive_blocks(lists, num_blocks):
     pairs = sorted((b, q) for q, ids in enumerate(lists.tolist()) for b in ids if b > 0)
     return [q for _, q in pairs], [sum(b < n for b, _ in pairs) for n in range(num_blocks + 1)]
@@ -456,6 +461,11 @@ ATTEMPTS = {
         {"searching the blocks before they are sorted"},
     ),
     "no block 0": ("inverse_list", positive_blocks, {"taking block 0 for an empty slot"}),
+    "no end, not cut": (
+        "inverse_list",
+        no_end_and_not_cut,
+        {"leaving out the end of the last block", "keeping the empty slots at the end"},
+    ),
     "empty": ("inverse_list", nothing_found, {"returning two empty lists"}),
     "first head again": (
         "rows_of_step",

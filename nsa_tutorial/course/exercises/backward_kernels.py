@@ -153,7 +153,7 @@ _INVERSE_MISTAKES = (
             "Block b's stretch is `queries[bounds[b] : bounds[b + 1]]`. What is that for the last "
             "one?",
         )
-        for name in ("no end", "no end, cut")
+        for name in ("no end, cut", "no end")
     ),
     Misconception(
         "leaving out where block 0 begins",
