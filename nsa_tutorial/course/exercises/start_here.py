@@ -313,7 +313,7 @@ def _run_test(solution: Callable, doubled: Callable) -> object:
         raise ValueError(
             f"your test returns {verdict.numel()} values: make one True or False of them"
         )
-    if verdict is not None and not candidate.was_called:
+    if isinstance(verdict, bool) and not candidate.was_called:
         raise ValueError("your test never calls `candidate`")
     return verdict
 
