@@ -46,7 +46,8 @@ def product(
 
     On CUDA all of them run. On the CPU those run whose case `quick` names for the dtype, and
     `slow` for the backend if it has a list there; the others carry the mark `exhaustive`, and so do
-    TileLang's in fp16. Other fp16 kernels that `quick` does not name are left to CUDA. No kernel computes bfloat16 there.
+    TileLang's in fp16. Other fp16 kernels that `quick` does not name are left to CUDA. No kernel
+    computes bfloat16 there.
     """
     slow = slow or {}
     named = [*quick.values(), *slow.values()]
