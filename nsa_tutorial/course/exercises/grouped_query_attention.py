@@ -347,8 +347,8 @@ mistake, if you choose `H` and `G` well.
         "`repeat` went unnoticed with one KV head. Which sizes make any two wirings differ?",
         "Take at least two KV heads, and a `G` that is neither 1 nor H. Random numbers tell the "
         "heads apart. Then go by the rule, not by a function that could be wrong as well.",
-        "First compare the shape, [B, M, H·G, D]. Then loop over hq from 0 to H·G - 1, and compare "
-        "one head of the copies with head hq // G of `x`.",
+        "The frame has compared the shapes. Let hq run from 0 to H·G - 1, and compare one head of "
+        "the copies with head hq // G of `x`. `all` asks for every one of them.",
     ),
     why="A test sees a difference only where its input makes one, so the sizes H, G and 1 must all "
     "differ.",
@@ -574,12 +574,10 @@ order of the axes. The frame regroups the queries. Leave the keys alone, as a ke
     hints=(
         "Take six query heads with the numbers 1 to 6, and two KV heads with 1 and 10. Which "
         "queries meet the 10?",
-        "Leave the keys alone and split the queries' head axis in two: which KV head, and which "
-        "member of its group. Then one letter runs over the KV heads of both inputs.",
-        "`unflatten` splits an axis, `flatten` merges two that stand next to each other. In "
-        "between, an einsum with five letters for the queries. Let its result begin with batch "
-        "and position, so that the two head axes come next, in the order of your split. Take H and "
-        "G from the shapes.",
+        "Give the five axes of `qg` five letters, and the four axes of `k` four. Which letters "
+        "stand for the same axis in both? The positions of queries and keys need two letters.",
+        "Let the result begin with batch and query position. The two head axes come next, in the "
+        "order of `qg`, and the key position is last. Then `flatten` merges the two head axes.",
     ),
     why="A group's heads are G rows that meet the same matrix of keys, so no key is needed twice.",
     solution=grouped_scores,
