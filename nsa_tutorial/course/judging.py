@@ -140,9 +140,9 @@ def _said(mistake: Misconception) -> str:
 
 def _inputs(exercise: Exercise, case: Case) -> tuple[Code, ...]:
     """The arguments of a case, where they are few enough to calculate with by hand."""
-    if exercise.run is not None:
+    names = list(inspect.signature(exercise.solution).parameters)
+    if exercise.run is not None and list(inspect.signature(exercise.run).parameters)[1:] != names:
         return ()  # the arguments are those of `run`, not the solution's
-    names = inspect.signature(exercise.solution).parameters
     named = list(zip(names, case.arguments(), strict=False))
     if not named or not all(is_short(value) for _, value in named):
         return ()

@@ -17,6 +17,7 @@ from nsa_tutorial.course import phases, predict, reveal
 from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.exercises import selection_kernels as solutions
 from nsa_tutorial.course.judging import judge
+from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong
 from nsa_tutorial.course.widgets import selection_kernels as pictures
 from nsa_tutorial.exact.online_softmax import LOG2_E
@@ -462,7 +463,82 @@ def counted(first, BQ, BT, length, stride):
     return few // BT, -(-many // BT)
 
 
+def end_below(bits, n):
+    low, high = 0, 2**31
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_enough = (bits >= middle).sum() >= n
+        low, high = (middle, high) if is_enough else (low, middle - 1)
+    return low
+
+
+def picked_at(threshold: Callable) -> Callable:
+    return lambda bits, n: picked(threshold(bits, n), bits, n)
+
+
+def ties_twice(bits, n):
+    low, _ = halved(bits, n, 31)
+    above = (bits > low).nonzero().flatten().tolist()
+    ties = (bits >= low).nonzero().flatten().tolist()
+    ids = sorted(above + ties[: n - len(above)])
+    return ids + [-1] * (n - len(ids))
+
+
+def padded_with_zeros(bits, n):
+    return [max(i, 0) for i in solutions.pick(bits, n)]
+
+
+def with_a_future_of(pair: tuple[float, int]) -> Callable:
+    """A running list that keeps `pair`, a loss and an id, for each block of the future."""
+
+    def running_list(steps, own, n, num_initial, num_local):
+        best, block = [], 0
+        for step in steps:
+            for score in step:
+                is_forced = block < num_initial or block > own - num_local
+                loss = -math.inf if is_forced else -score
+                best.append((loss, block) if block <= own else pair)
+                block += 1
+            best = sorted(best)[:n]
+        return sorted(block for _, block in best)
+
+    return running_list
+
+
+def uncut(steps, own, n, num_initial, num_local):
+    return list(range(own + 1))
+
+
+def pairs(steps, own, n, num_initial, num_local):
+    scores = [score for step in steps for score in step]
+    best = []
+    for block, score in enumerate(scores[: own + 1]):
+        is_forced = block < num_initial or block > own - num_local
+        best.append((-math.inf if is_forced else -score, block))
+    return sorted(best)[:n]
+
+
+def complemented(scores, ids, id_bits):
+    return (scores.view(torch.int32) & ~(2**id_bits - 1)) | ~ids
+
+
+def flipped(scores, ids, id_bits):
+    return (scores.view(torch.int32) & ~(2**id_bits - 1)) | ids.flip(0)
+
+
 ATTEMPTS = {
+    "end below": ("pick", picked_at(end_below), {"an upper end below the middle"}),
+    "twice": ("pick", ties_twice, {"taking a block twice"}),
+    "zeros": ("pick", padded_with_zeros, {"zeros in the empty places"}),
+    "minus one": (
+        "running_list",
+        with_a_future_of((1, -1)),
+        {"-1 in the place of the future"},
+    ),
+    "uncut": ("running_list", uncut, {"a list that is never cut"}),
+    "pairs": ("running_list", pairs, {"pairs in place of ids"}),
+    "complement": ("pack", complemented, {"a complement of all 32 bits"}),
+    "flipped": ("pack", flipped, {"the ids in the reverse order"}),
     "future": ("running_list", stopped_at_the_own_step, {"taking blocks of the future"}),
     "beside": ("running_list", forced_beside, {"forced blocks on top of n others"}),
     "zip": ("merge_lists", zipped, {"comparing what stands at the same place"}),
@@ -611,6 +687,44 @@ def test_a_kernel_without_its_decorator_is_told() -> None:
     assert "@triton.jit" in judge(e, lambda: lambda Q: None).text
 
 
+def test_a_kernel_that_reads_an_address_as_a_list_is_told() -> None:
+    def with_brackets():
+        @triton.jit
+        def kernel(Q, K, LSE, Mass, scale, log2_e, M, G, D: tl.constexpr, BT: tl.constexpr):
+            places = tl.arange(0, BT)
+            tl.store(Mass + places, LSE[0], mask=places < M)
+
+        return kernel
+
+    e = KNOWN["group_mass"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    assert "`LSE` is an address" in judge(e, with_brackets).text
+
+
+@pytest.mark.parametrize(
+    ("slip", "name"),
+    [
+        ("both", "the factor of `tl.exp2` inside `tl.exp`"),
+        ("scores alone", "adding scores where weights are asked for"),
+    ],
+)
+def test_what_a_kernel_adds_is_named(slip: str, name: str) -> None:
+    e = KNOWN["group_mass"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    verdict = judge(e, solutions._mass(slip))
+    assert verdict.misconceptions == (name,)
+    assert "`Mass`:" in verdict.text
+
+
+def test_right_numbers_of_64_bits_are_told() -> None:
+    verdict = judge(KNOWN["pack"], lambda *given: solutions.pack(*given).long())
+    assert verdict.outcome == "wrong"
+    assert "int64" in verdict.text
+    assert "with id_bits" in verdict.text
+
+
 def test_a_kernel_that_is_not_returned_is_told() -> None:
     def forgotten():
         def kernel(Q):
@@ -657,11 +771,17 @@ def test_who_sees_the_first_and_the_last_summary() -> None:
 def test_what_is_told_of_the_times_is_what_was_measured() -> None:
     told = next(c.source for c in nbformat.read(NOTEBOOK, 4).cells if c.id == "measured-told")
     ms = pictures.measured_table()
-    for way in ("forward", "backward"):
-        apart = ms["attention to lists"][way], ms["window"][way]
-        together = ms["lists and window at once"][way]
-        assert f"{together:.1f}" in told
-        assert "{:.1f} + {:.1f}".format(*apart) in told
-        assert together > sum(apart)
+    dense = min(ms[name]["forward"] for name in ms if name.startswith("dense"))
+    assert f"All of NSA takes {ms['all of NSA']['forward']:.1f} ms" in told
+    assert f"takes {dense:.1f} ms" in told
     assert 0.19 < ms["choice of blocks"]["forward"] / ms["all of NSA"]["forward"] < 0.23
     assert "backward" not in ms["choice of blocks"]
+
+
+def test_the_minutes_are_told() -> None:
+    """The two optional exercises are not among the chapter's minutes."""
+    minutes = {e.name: e.minutes for e in KNOWN.values()}
+    optional = [minutes.pop(name) for name in ("merge_lists", "pack")]
+    text = " ".join(c.source for c in nbformat.read(NOTEBOOK, 4).cells)
+    assert f"{sum(minutes.values())} of them exercises" in text
+    assert all(f"{one} of them an exercise" in text for one in optional)

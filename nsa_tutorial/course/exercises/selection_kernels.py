@@ -6,7 +6,9 @@ The wrong solutions of an exercise are one function, or one kernel, told which s
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 import warnings
 from collections.abc import Callable
 from types import CodeType
@@ -51,6 +53,31 @@ def group_mass() -> object:
     return kernel
 
 
+_SAYS = (
+    (
+        r"\b(Q|K|LSE|Mass)\[",
+        "`LSE` is an address, and an address has no elements. What does `tl.load(LSE + g)` give?",
+    ),
+    (
+        r"\btl\.dot\(",
+        "`tl.dot` multiplies two tiles, and `q_row` is a single row. Which sum over an elementwise "
+        "product gives one number for each summary?",
+    ),
+)
+
+
+def _launch(kernel: object, grid: tuple[int], *args: object, **sizes: int) -> None:
+    """Launch; two errors that the language words for its authors are told in plain words."""
+    try:
+        kernel[grid](*args, **sizes)
+    except Exception as error:
+        source = inspect.getsource(kernel.fn) if hasattr(kernel, "fn") else ""
+        told = next((says for pattern, says in _SAYS if re.search(pattern, source)), None)
+        if told is None:
+            raise
+        raise TypeError(told) from error
+
+
 def _run_group_mass(solution: Callable, G: int, M: int, D: int) -> tuple[Tensor, str]:
     """Launch the kernel; behind `Mass` lie numbers that must stay, behind `K` large ones."""
     kernel = solution()
@@ -67,9 +94,10 @@ def _run_group_mass(solution: Callable, G: int, M: int, D: int) -> tuple[Tensor,
     lse = (scale * q @ keys[:M].T).logsumexp(1)
     q, keys, lse = (x.to(device) for x in (q, keys, lse))
     mass = torch.full((M + 2 * _BT,), -77.0, device=device)
+    mass[:M] = 0
     with warnings.catch_warnings():  # the interpreter's, of powers of what lies past the end
         warnings.simplefilter("ignore", RuntimeWarning)
-        kernel[-(-M // _BT),](q, keys, lse, mass, scale, LOG2_E, M, G, D=D, BT=_BT)
+        _launch(kernel, (-(-M // _BT),), q, keys, lse, mass, scale, LOG2_E, M, G, D=D, BT=_BT)
     intact = bool((mass[M:] == -77.0).all())
     return mass[:M].cpu(), "in bounds" if intact else "stored past the end of Mass"
 
@@ -108,6 +136,10 @@ def _wrong_mass(
             weight = tl.exp2((s - lse) / log2_e)
         elif SLIP == "no lse":
             weight = tl.exp2(s * log2_e)
+        elif SLIP == "both":
+            weight = tl.exp((s - lse) * log2_e)
+        elif SLIP == "scores alone":
+            weight = s
         else:
             weight = tl.exp2((s - lse) * log2_e)
         mass = weight if SLIP == "last head" else mass + weight
@@ -177,6 +209,7 @@ return kernel
     "the other, and the tile of sums never leaves the program.",
     solution=group_mass,
     run=_run_group_mass,
+    returns=("Mass", "the end of Mass"),
     tolerance=1e-4,
     misconceptions=(
         Misconception(
@@ -188,6 +221,17 @@ return kernel
             "scores in nats beside an LSE in bits",
             _mass("other half base"),
             "`log2_e` has met the LSE, and not the scores. Can the two be subtracted then?",
+        ),
+        Misconception(
+            "the factor of `tl.exp2` inside `tl.exp`",
+            _mass("both"),
+            "`tl.exp` is a power of e already. Which of your two functions needs `log2_e`?",
+        ),
+        Misconception(
+            "adding scores where weights are asked for",
+            _mass("scores alone"),
+            "A score can be negative, and a weight cannot. What makes a weight of a score and its "
+            "row's LSE?",
         ),
         Misconception(
             "dividing by the base's factor",
@@ -432,9 +476,11 @@ _WALK = Exercise(
     name="walk",
     statement="""
 Count the steps of a walk. A tile has the queries `first_query` to `first_query + BQ - 1`. Summary
-`j` covers the tokens `j * stride` to `j * stride + length - 1`. Query `t` sees summary `j` once
-token `t` is the last of these, or a later one. The walk starts at summary 0 and takes `BT`
-summaries a step. Return two numbers, `(whole, steps)`:
+`j` covers the tokens `j * stride` to `j * stride + length - 1`. Query `t` sees summary `j` if it
+has read the last of these tokens: `t` is that token, or a later one. With `length` 4 and `stride`
+2, the queries 3, 4 and 5 see 1, 1 and 2 summaries.
+
+The walk starts at summary 0 and takes `BT` summaries a step. Return two numbers, `(whole, steps)`:
 
 - `whole`: how many steps *all* queries of the tile see in full. These steps need no mask.
 - `steps`: how many steps the walk has in all. It ends when no query of the tile sees more.
@@ -445,7 +491,7 @@ You may start from this frame:
 def visible(t):
     return ...  # how many summaries query t sees
 
-fewest, most = visible(first_query), visible(...)
+fewest, most = visible(first_query), visible(first_query + BQ - 1)
 return ..., ...
 ```
 """,
@@ -453,7 +499,7 @@ return ..., ...
     difficulty=2,
     hints=(
         "First for one query: with `length` 4 and `stride` 2, how many summaries do the queries 2, "
-        "3, 4 and 5 see?",
+        "6 and 7 see?",
         "One query of the tile sees the fewest summaries, another the most. Which of the two "
         "decides on the mask, and which on the end?",
         "Query `t` sees `t + 1` tokens; from the `length`-th on, every `stride` tokens complete "
@@ -689,10 +735,13 @@ def _running(
                 forced |= {block} if block <= own else set()
             elif block <= own - ("own out" in slips) or "future" in slips:
                 fresh.append((score, sign * block))
+            elif "minus one" in slips:
+                fresh.append((-1, -sign))
             block += 1
         if ("last step" in slips and fresh) or "this step" in slips:
             best = []
-        best = sorted(best + fresh, reverse="worst" not in slips)[:n]
+        best = sorted(best + fresh, reverse="worst" not in slips)
+        best = best if "uncut" in slips else best[:n]
         kept += sorted(fresh, reverse=True)[:n]
     if "each step" in slips:
         best = kept
@@ -702,6 +751,14 @@ def _running(
         return sorted(score for score, _ in best)
     if "negated" in slips:
         return sorted(entry for _, entry in best)
+    if "minus one" in slips:
+        return sorted(sign * entry for _, entry in best)
+    if "pairs" in slips:
+        return best
+    if "pairs of ids" in slips:
+        return [(score, -entry) for score, entry in best]
+    if "pairs of losses" in slips:
+        return [(-score, -entry) for score, entry in best]
     ids = list(dict.fromkeys([sign * entry for _, entry in best] + sorted(forced)))
     return ids if "by score" in slips else sorted(ids)
 
@@ -746,6 +803,25 @@ _RUNNING_MISTAKES = (
         "a forced block before the text",
         slip(_running, "before"),
         "Query 0 has one block, not two. Where does `own - num_local` lead near the beginning?",
+    ),
+    Misconception(
+        "-1 in the place of the future",
+        slip(_running, "minus one"),
+        "A -1 takes a place in your list, and the list asks for none. What should happen to a "
+        "block after `own`?",
+    ),
+    Misconception(
+        "a list that is never cut",
+        slip(_running, "uncut"),
+        "Every block of the past is still there. How many may stay after each step?",
+    ),
+    *(
+        Misconception(
+            "pairs in place of ids",
+            slip(_running, name),
+            "Your list holds pairs. Which half of a pair names the block?",
+        )
+        for name in ("pairs", "pairs of ids", "pairs of losses")
     ),
     Misconception(
         "taking blocks of the future",
@@ -843,6 +919,7 @@ _NOT_WITH_PLACES = {
     *_PLACES, "by place", "own score", "no local", "one more", "own left out", "no initial",
 }  # fmt: skip
 _SCORES = ("scores", "scores ascending")
+_ALONE = ("minus one", "uncut", "pairs", "pairs of ids", "pairs of losses")
 _RUNNING_SLIPS = frozenset().union(*(m.wrong.slips for m in _RUNNING_MISTAKES))
 
 _RUNNING = Exercise(
@@ -854,13 +931,14 @@ scores. The first step begins with block 0, and each next step goes on where the
 - Blocks after `own` are the future. They never count.
 - The first `num_initial` blocks of the text are forced. So are the last `num_local` blocks up to
   `own`, with `own` itself.
-- Forced blocks count among the `n`. Of equal scores, the lower id wins.
+- Forced blocks count among the `n`. Of equal scores, the lower id wins. Pairs `(score, -block)`
+  give you this rule: `sorted(pairs, reverse=True)` puts the lower id first.
 
 Return the ids, ascending, at most `n`, without any -1. Copy this frame into `running_list`, and
 fill the gaps:
 
 ```python
-best, block = [], 0  # best: a pair for each block that is kept
+best, block = [], 0  # best: a pair (score, -block) for each block that is kept
 for step in steps:
     for score in step:
         ...  # add block to best, unless it is the future
@@ -898,7 +976,7 @@ return ...
         *({"this step", other} for other in _RUNNING_SLIPS - {"this step"}),
         *(
             {name, other}
-            for name in ("own out", "own alone", "one more initial", "worst", "negated")
+            for name in ("own out", "own alone", "one more initial", "worst", "negated", *_ALONE)
             for other in _RUNNING_SLIPS - {name}
         ),
         *({name, other} for name in _SCORES for other in _RUNNING_SLIPS - {name}),
@@ -942,8 +1020,27 @@ def pack(scores: Tensor, ids: Tensor, id_bits: int) -> Tensor:
     return (bits & ~mask) | (mask - ids)
 
 
+def _run_pack(solution: Callable, scores: Tensor, ids: Tensor, id_bits: int) -> object:
+    """Call it; right numbers of 64 bits are told, since `torch` compares them as equal."""
+    packed = solution(scores, ids, id_bits)
+    is_wide = isinstance(packed, Tensor) and packed.dtype == torch.int64
+    if is_wide and torch.equal(packed, pack(scores, ids, id_bits).long()):
+        raise TypeError(
+            "the numbers are right, but each takes 64 bits: int64. One int32 each is asked for. "
+            "Which of your steps makes them wider?"
+        )
+    return packed
+
+
 def _pack(slips: Slips, scores: Tensor, ids: Tensor, id_bits: int) -> Tensor:
-    """`pack` with slips."""
+    """`pack` with slips; in int32, where 32 bits are enough."""
+    packed = _packed(slips, scores, ids, id_bits)
+    return (
+        packed.int() if packed.dtype == torch.int64 and (packed == packed.int()).all() else packed
+    )
+
+
+def _packed(slips: Slips, scores: Tensor, ids: Tensor, id_bits: int) -> Tensor:
     width = id_bits - ("one bit less" in slips)
     mask = 2 ^ (width - 1) if "xor" in slips else 2**width - 1
     bits = scores.view(torch.int32).long()
@@ -954,6 +1051,10 @@ def _pack(slips: Slips, scores: Tensor, ids: Tensor, id_bits: int) -> Tensor:
         low = low + 1
     if "negative" in slips:
         low = -ids.long()
+    if "complement" in slips:
+        low = ~ids.long()
+    if "flipped" in slips:
+        low = ids.long().flip(0)
     if "on top" in slips:
         return (low << (31 - width)) | (bits >> width)
     if "shifted" in slips:
@@ -1073,12 +1174,26 @@ _PACK_MISTAKES = (
         "Id 0 then needs one bit more than there is. What is the largest that fits?",
     ),
     Misconception(
+        "a complement of all 32 bits",
+        slip(_pack, "complement"),
+        "`~ids` sets the high bits too, and `|` takes them over. How do you keep its low `id_bits` "
+        "bits alone?",
+    ),
+    Misconception(
+        "the ids in the reverse order",
+        slip(_pack, "flipped"),
+        "`flip` gives each score the id of another block. Which number should stand for a block's "
+        "own id, so that the lower id is the larger number?",
+    ),
+    Misconception(
         "a negative id",
         slip(_pack, "negative"),
         "A negative integer has its high bits set, and `|` takes them over. What can you subtract "
         "the id from?",
     ),
 )
+
+_LOW = ("lower ids", "one too many", "negative", "one bit less", "xor", "cut numbers")
 
 _HOW = (
     "on top", "shifted", "wrapped", "down", "down, added", "borrowed", "early", "dropped",
@@ -1106,6 +1221,7 @@ number as an integer.
     why="The high bits decide, and only where they are equal do the low ones; subtracted from the "
     "largest, the lower id wins.",
     solution=pack,
+    run=_run_pack,
     tolerance=1e-12,
     misconceptions=_PACK_MISTAKES,
     combine=together(
@@ -1121,6 +1237,8 @@ number as an integer.
         *({"float", other} for other in ("negative", "one too many", "lower ids")),
         {"wrapped", "cut numbers"},
         {"float", "cut numbers"},
+        *({"complement", other} for other in (*_HOW, *_LOW, "flipped")),
+        *({"flipped", other} for other in (*_HOW, *_LOW)),
     ),
     cases=(
         Case("two equal scores", lambda: (torch.tensor([1.0, 1.0]), _ids(0, 1), 1)),
@@ -1186,6 +1304,16 @@ def _watched(*bits: int) -> Tensor:
 _TOO_FEW = (30, 29, 28, 24, 23, 20, 16, 10)  # questions
 
 
+def _end_below(values: list[int], n: int) -> int:
+    """Where a search ends that moves `high` one below the middle."""
+    low, high = 0, 2**31
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_enough = sum(x >= middle for x in values) >= n
+        low, high = (middle, high) if is_enough else (low, middle - 1)
+    return low
+
+
 def _pick(slips: Slips, bits: Tensor, n: int) -> list[int]:
     """`pick` with slips."""
     values = bits.tolist()
@@ -1202,6 +1330,8 @@ def _pick(slips: Slips, bits: Tensor, n: int) -> list[int]:
     position = n - 1 + ("one more" in slips)
     least = ranked[position] if position < len(ranked) else -1
     low = least if "hidden" in slips else max(least, 0)
+    if "end below" in slips:
+        low = _end_below(values, n)
     if "wrong end" in slips:
         low = 0
     if slips & {"narrow", "narrow, n of them"}:
@@ -1219,6 +1349,8 @@ def _pick(slips: Slips, bits: Tensor, n: int) -> list[int]:
         equal = []
     if "higher ids" in slips:
         equal = equal[::-1]
+    if "twice" in slips:
+        equal = [i for i, x in enumerate(values) if x >= low]
     if not slips & {"all equal", "distinct", "one more"}:
         equal = equal[: max(n - len(above), 0)]
     ids = above if "above" in slips else above + equal
@@ -1232,7 +1364,8 @@ def _pick(slips: Slips, bits: Tensor, n: int) -> list[int]:
         return [values[i] for i in ids] + [-1] * (n - len(ids))
     if "padding first" in slips:
         return [-1] * (n - len(ids)) + ids
-    return ids if "short" in slips else ids + [-1] * (n - len(ids))
+    padding = 0 if "padding of 0" in slips else -1
+    return ids if "short" in slips else ids + [padding] * (n - len(ids))
 
 
 _PICK_MISTAKES = (
@@ -1241,6 +1374,23 @@ _PICK_MISTAKES = (
         slip(_pick, "cut together"),
         "Here a larger block stands behind equal ones, and yours cuts it off. Who is sure of a "
         "place, and who shares the rest?",
+    ),
+    Misconception(
+        "an upper end below the middle",
+        slip(_pick, "end below"),
+        "Fewer than `n` blocks reach `high`: the loop keeps this promise. Do you know it of "
+        "`middle - 1`, which you never asked about?",
+    ),
+    Misconception(
+        "taking a block twice",
+        slip(_pick, "twice"),
+        "`bits >= low` holds for the blocks above `low` as well, and they have their places. Which "
+        "comparison finds the ties alone?",
+    ),
+    Misconception(
+        "zeros in the empty places",
+        slip(_pick, "padding of 0"),
+        "0 is the id of the first block. Which number marks an empty place?",
     ),
     Misconception(
         "ends that stop moving when they are neighbours",
@@ -1357,14 +1507,16 @@ _SLIPS_OF_A_LIST = tuple(
 _ENDS = ("narrow", "up to 2.0", "to the largest", "narrow, n of them", "up to 2.0, n of them")
 _FEW = tuple(f"{asked} questions" for asked in _TOO_FEW)
 _LISTS_ALONE = set(_SLIPS_OF_A_LIST) - {"cut together"}
+_PICKS_ALONE = ("end below", "twice", "padding of 0")
+_PICK_SLIPS = frozenset().union(*(m.wrong.slips for m in _PICK_MISTAKES))
 
 _PICK = Exercise(
     name="pick",
     statement="""
 `bits` `[NB]` are integers: the bits of block scores. They lie between 0 and `2**31`, and -1 marks a
 hidden block. Return a list of length `n`: the ids of the `n` blocks with the largest bits,
-ascending. Of equal bits, the lower ids win. Where fewer than `n` blocks are visible, fill up with
--1.
+ascending. Of equal bits, the lower ids win: for `bits = [2, 2]` and `n = 1`, the list is `[0]`. If
+fewer than `n` blocks are visible, fill up with -1.
 
 The loop is given. Copy it into `pick`, decide which end moves to the middle, and write what
 follows. After the loop, `low` should be the bits of the `n`-th best block. If fewer than `n` blocks
@@ -1415,10 +1567,13 @@ while high - low > 1:
         *({end, other} for end in _ENDS for other in (*_ENDS, *_FEW) if end != other),
         *({end, other} for end in _ENDS[1:] for other in _LISTS_ALONE - {end}),
         *({few, other} for few in _FEW[1:] for other in _LISTS_ALONE - {few}),
+        *({name, other} for name in _PICKS_ALONE for other in _PICK_SLIPS - {name}),
     ),
     cases=(
         Case("the best of two", lambda: (_watched(3, 8), 1)),
-        Case("two equal ones, one place", lambda: (_watched(5, 5), 1)),
+        Case("two equal ones, one place", lambda: (_watched(2, 2), 1)),
+        Case("two more equal ones, one place", lambda: (_watched(6, 6), 1)),
+        Case("two equal odd ones, one place", lambda: (_watched(5, 5), 1)),
         Case("two of four", lambda: (_watched(5, 9, 2, 7), 2)),
         Case("three equal, two places", lambda: (_watched(4, 1, 4, 4), 2)),
         Case("equal ones before a larger one", lambda: (_watched(4, 4, 4, 9), 2)),
@@ -1596,8 +1751,8 @@ PREDICTIONS = (
         "A tile of 128 queries with random scores walks over 512 blocks, 32 a step, and each query "
         "keeps its best 16: in the last step, in how many percent of such tiles does some query "
         "find a better block?",
-        "A single query finds one in 64 of 100 cases. That none of 128 does happens in 0.36 to "
-        "the power 128 of them, which is never.",
+        "A single query finds one in 64 of 100 cases. All 128 queries miss with probability 0.36 "
+        "to the power 128: in practice, never.",
         (
             (
                 lambda guess: isinstance(guess, int | float) and 0 < guess < 1,

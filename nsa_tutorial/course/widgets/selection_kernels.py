@@ -370,7 +370,8 @@ def draw_skips() -> Picture:
             share = share_of_tiles(kind, rows).numpy()
             name = f"{rows} {'query' if rows == 1 else 'queries'} a tile"
             steps = np.arange(1, len(share) + 1)
-            axis.plot(steps, 100 * share, color=PALETTE[colour], linewidth=2, label=name)
+            width = 4 if rows == 1 else 2  # where two curves meet, both are seen
+            axis.plot(steps, 100 * share, color=PALETTE[colour], linewidth=width, label=name)
         axis.set_ylim(0, 106)
         told = "no two queries agree" if kind == "random" else "neighbours agree"
         axis.set_title(told, fontsize=10)
@@ -387,7 +388,6 @@ def draw_skips() -> Picture:
 
 # -- a list, found by halving a range --
 
-INFINITY = 0x7F800000  # its bits, in fp32
 HALVING_N = (4, 8, 12)
 SHOWN = 10  # ranges, the latest ones
 
@@ -408,10 +408,13 @@ def bits_of(scores: Tensor) -> Tensor:
     return torch.where(scores < 0, -1, (scores + 0.0).view(torch.int32))
 
 
-@functools.lru_cache(maxsize=256)
-def halvings(query: int, head: int, n: int) -> tuple[Halving, ...]:
-    """The questions that `pick_kernel` asks to make one list."""
-    bits, low, high, found = bits_of(block_scores()[query, head]), 0, INFINITY + 1, []
+def questions(bits: Tensor, n: int) -> tuple[Halving, ...]:
+    """The questions of the exercise's search, which stops early where `pick_kernel` does.
+
+    Args:
+        bits: `[NB]`; -1 hides a block.
+    """
+    low, high, found = 0, 2**31, []
     while high - low > 1:
         middle = low + (high - low) // 2
         count = int((bits >= middle).sum())
@@ -423,6 +426,12 @@ def halvings(query: int, head: int, n: int) -> tuple[Halving, ...]:
         if count == n:
             break
     return tuple(found)
+
+
+@functools.lru_cache(maxsize=256)
+def halvings(query: int, head: int, n: int) -> tuple[Halving, ...]:
+    """The questions that lead to one list of the stored heads."""
+    return questions(bits_of(block_scores()[query, head]), n)
 
 
 def bits_at(value: float) -> int:
@@ -454,7 +463,7 @@ def told_halving(query: int, head: int, n: int, question: int) -> str:
     )
 
 
-def draw_halving(query: int = 505, head: int = 3, n: int = 8, question: int = 9) -> Picture:
+def draw_halving(query: int = 505, head: int = 3, n: int = 8, question: int = 8) -> Picture:
     """The blocks by their bits, and the ranges of the questions so far."""
     scores, found = block_scores()[query, head], halvings(query, head, n)
     bits, forced = bits_of(scores).numpy(), is_forced(query)
