@@ -260,7 +260,8 @@ def test_shared_memory_is_what_the_exercise_computes(
 def test_shared_and_fragment_pictures() -> None:
     assert (
         pictures.draw_shared().finding
-        == "An SM holds 6 programs of our kernel; of the first draft 5 with 1 stage, 3 with 2"
+        == "With room for one block each, an SM holds 6 of our programs and 5 of the draft's; "
+        "for two blocks, 3"
     )
     owner = np.array(pictures.lowered()["owner"])
     assert (np.bincount(owner.flat) == 8).all() and len(np.unique(owner)) == 32
@@ -339,7 +340,6 @@ def test_what_is_noise() -> None:
     assert len(noise) == len(exact) == len(weights) == len(values) == 4
     assert noise[0] < 1 < noise[-1], "noise goes both ways"
     assert exact[0] < 1 < exact[-1] < 1.02, "and fast math is no more than that"
-    assert f"it took {noise[0]:.2f} to {noise[-1]:.2f} times as long: so much is noise" in prose()
     assert f"takes {values[0]:.2f} to {values[-1]:.2f} times as long" in prose()
     assert weights[0] > noise[-1] and values[0] > max(same) / min(same)
 
@@ -455,9 +455,13 @@ def test_a_gap_filled_wrongly_is_named(gap: str, typed: str, mistake: str) -> No
     [
         ({"line": "acc_s @ v_tile"}, "The product is `T.gemm(a, b, out)`"),
         ({"line": "acc_o += acc_s @ v_tile"}, "The product is `T.gemm(a, b, out)`"),
+        ({"guard": "list[t, slot] >= 0"}, "The kernel's argument is `Lists`"),
+        ({"start": "list[t, slot] * BS"}, "The kernel's argument is `Lists`"),
+        ({"line": "T.gemm(v_tile, acc_s, acc_o)"}, "In which order do they fit"),
+        ({"line": "T.gemm(acc_s, v_tile, acc_o, transpose_B=True)"}, "without a transpose?"),
         ({"guard": "T.infinity(accum_dtype) > 0"}, 'stands for the text "float32"'),
     ],
-    ids=["at", "at and add", "dtype"],
+    ids=["at", "at and add", "type in guard", "type in start", "turned", "transposed", "dtype"],
 )
 def test_an_error_in_a_gap_says_what_to_write(gaps: dict[str, str], told: str) -> None:
     verdict = judge(EXERCISES["listed_attention"], frame(**FILLED | gaps))
@@ -671,7 +675,7 @@ def joined_with_causal(query: object, key: object, num_keys: object, causal: boo
 def next_power(G: int, D: int, DV: int, BS: int, num_stages: int, itemsize: int) -> tuple[int, int]:
     G, D, DV, BS = (max(16, 1 << (n - 1).bit_length()) for n in (G, D, DV, BS))
     size = (G * D + max(num_stages, 1) * BS * (D + DV)) * itemsize
-    return size, min(32, 228 * 1024 // (size + 1024))
+    return size, 228 * 1024 // (size + 1024)
 
 
 def with_the_reserve(
@@ -679,7 +683,12 @@ def with_the_reserve(
 ) -> tuple[int, int]:
     G, D, DV, BS = (math.ceil(n / 16) * 16 for n in (G, D, DV, BS))
     size = (G * D + max(num_stages, 1) * BS * (D + DV)) * itemsize + 1024
-    return size, min(32, 228 * 1024 // size)
+    return size, 228 * 1024 // size
+
+
+def by_first_keys(acc_s: object, scores_max: object) -> None:
+    for g in T.Parallel(acc_s.shape[0]):
+        scores_max[g] = T.max(scores_max[g], acc_s[g, 0])
 
 
 PYTHON_DECIDES = "asking Python for what only the kernel knows"
@@ -687,6 +696,7 @@ TYPED = [
     ("update_max", without_clear, "taking the maximum of this block alone"),
     ("update_max", by_absolute_value, "taking the largest magnitude for the maximum"),
     ("update_max", with_pythons_max, PYTHON_DECIDES),
+    ("update_max", by_first_keys, "taking each block's first key for its maximum"),
     ("update_max", by_sum, "adding the scores up in place of their maximum"),
     ("is_seen", key_and_block, "taking each key for the start of a block"),
     ("is_seen", joined_with_causal, "seeing nothing where nothing is causal"),
@@ -736,6 +746,18 @@ def with_text(acc_s: object, scores_max: object) -> None:
     T.reduce_max(acc_s, scores_max, dim=1, clear="False")
 
 
+def with_another_languages_false(acc_s: object, scores_max: object) -> None:
+    T.reduce_max(acc_s, scores_max, dim=1, clear=false)  # noqa: F821
+
+
+def with_a_tile_in_an_if(acc_o: object, running_sum: object, G: int, BV: int) -> None:
+    for i, j in T.Parallel(G, BV):
+        if running_sum == 0:
+            acc_o[i, j] = 0
+        else:
+            acc_o[i, j] = acc_o[i, j] / running_sum[i]
+
+
 def with_where(acc_o: object, running_sum: object, G: int, BV: int) -> None:
     for i, j in T.Parallel(G, BV):
         acc_o[i, j] = T.where(running_sum[i] == 0, 0, acc_o[i, j] / running_sum[i])
@@ -760,6 +782,8 @@ def without_a_choice(acc_o: object, running_sum: object, G: int, BV: int) -> Non
         ("update_max", with_a_method, "A kernel's tiles and numbers are no tensors"),
         ("update_max", with_text, "Does text in quotes stand where"),
         ("update_max", with_our_dtype, 'stands for the text "float32"'),
+        ("update_max", with_another_languages_false, "Python writes `False`"),
+        ("normalise", with_a_tile_in_an_if, "compares the whole tile `running_sum`"),
         ("normalise", with_where, "is `T.if_then_else(condition, a, b)`"),
         ("normalise", without_a_choice, "missing 1 required positional argument: 'f'\nCount"),
     ],

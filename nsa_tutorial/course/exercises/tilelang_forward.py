@@ -13,6 +13,7 @@ from types import CodeType, FunctionType
 import torch
 from torch import Tensor
 
+from nsa_tutorial import ops
 from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.languages import T
 from nsa_tutorial.course.mistakes import Wrong, slip, together
@@ -37,6 +38,7 @@ def _run_with(name: str, block_size: int = 2) -> Callable:
         from nsa_tutorial.kernels import tilelang_first_draft as draft
 
         if name in _MACROS and isinstance(piece, FunctionType):
+            _expect_numbers_compared(piece)
             piece = T.macro(piece)
         if name == "is_seen":
             piece = _with_an_answer(piece)
@@ -61,6 +63,23 @@ def _compiled(kernel: object) -> Callable:
     if text not in _COMPILED:
         _COMPILED[text] = compile_for_cpu(kernel)
     return _COMPILED[text]
+
+
+def _expect_numbers_compared(piece: FunctionType) -> None:
+    """Python compares a whole tile with a number without a word, and always says False."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(piece)))
+    except (OSError, SyntaxError):
+        return
+    tiles = inspect.getfullargspec(piece).args[:2]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            for side in (node.left, *node.comparators):
+                if isinstance(side, ast.Name) and side.id in tiles:
+                    raise ValueError(
+                        f"`{ast.unparse(node)}` compares the whole tile `{side.id}`, and Python "
+                        "answers False for all rows. Which element belongs to head `i`?"
+                    )
 
 
 def _with_an_answer(is_seen: Callable) -> Callable:
@@ -114,6 +133,18 @@ _EXPLAINED = (
         "`T.reduce_max(tile, fragment, dim=1)` reads the tile and writes the fragment. Which of "
         "`acc_s` and `scores_max` is which?",
     ),
+    (
+        "shape check failed",
+        "`T.gemm(a, b, out)` multiplies rows of `a` by columns of `b`. The weights are `[G, BS]`, "
+        "the values `[BS, D]`, and `acc_o` is `[G, D]`. In which order do they fit, without a "
+        "transpose?",
+    ),
+    (
+        "types.GenericAlias",
+        "`list` is a type of Python's own. The kernel's argument is `Lists`, with a capital L.",
+    ),
+    ("name 'false'", "Python writes `False`, with a capital F."),
+    ("name 'true'", "Python writes `True`, with a capital T."),
     ("where()", "A choice between two numbers is `T.if_then_else(condition, a, b)`."),
 )
 
@@ -123,7 +154,7 @@ def _explained() -> Iterator[None]:
     """In place of some errors, one that says what to write."""
     try:
         yield
-    except (NameError, TypeError, ValueError) as error:
+    except (AssertionError, NameError, TypeError, ValueError) as error:
         said = str(error)
         told = next((meaning for pattern, meaning in _EXPLAINED if pattern in said), None)
         if told is None:
@@ -481,6 +512,11 @@ def _max_of_first(acc_s: object, scores_max: object) -> None:
             scores_max[g] = T.max(acc_s[g, 0], acc_s[g, 1])
 
 
+def _max_of_first_keys(acc_s: object, scores_max: object) -> None:
+    for g in T.Parallel(2):
+        scores_max[g] = T.max(scores_max[g], acc_s[g, 0])
+
+
 def _max_over_heads(acc_s: object, scores_max: object) -> None:
     T.reduce_max(acc_s, scores_max, dim=0, clear=False)
 
@@ -519,11 +555,11 @@ _MAX = Exercise(
 head's largest score of the blocks *before*, and $-\\infty$ before the first block. Bring
 `scores_max` up to date.
 
-One line is enough, without `return`: `T.reduce_max(tile, fragment, dim=1, clear=...)`. What does
-`clear` clear?
+One line is enough, without `return`: `T.reduce_max(tile, fragment, dim=1, clear=...)`. It writes
+the largest number of each row to the fragment. With `clear`, it empties the fragment first.
 {_HOW.format(2)}""",
-    minutes=6,
-    difficulty=2,
+    minutes=3,
+    difficulty=1,
     hints=(
         "One head, two blocks: the first scores 100, the second 0. Which maximum should "
         "`scores_max` hold after the second block? Which one does the draft leave there?",
@@ -568,6 +604,12 @@ One line is enough, without `return`: `T.reduce_max(tile, fragment, dim=1, clear
             "It never falls, which is half of it. What if a later block scores 100 nats more?",
         ),
         Misconception(
+            "taking each block's first key for its maximum",
+            _max_of_first_keys,
+            "It runs from block to block, which is half of it. But in each block, you look at one "
+            "key. What if the second key scores 200 more?",
+        ),
+        Misconception(
             "taking the maximum over the heads in place of the keys",
             _max_over_heads,
             "`acc_s` is `[G, BS]`: a row for each head, a column for each key. Along which axis "
@@ -595,6 +637,8 @@ One line is enough, without `return`: `T.reduce_max(tile, fragment, dim=1, clear
     ),
     cases=(
         _case("two keys, 200 apart", 1, 2, [0, -1, -1], key_scores=[200, 0], causal=False),
+        _case("two keys, the second 200 above the first", 1, 2, [0, -1, -1],
+              key_scores=[0, 200], causal=False),
         _case("two scores of about -60", 1, 2, [-1, 0, -1], key_scores=[-60, -61], causal=False),
         _case("two scores of about -200", 1, 2, [0, -1, -1],
               key_scores=[-201, -200], causal=False),
@@ -658,9 +702,9 @@ _SEEN = Exercise(
 **Mend `is_seen`.** The kernel asks it for every score of a block. `query` and `key` are positions,
 and `num_keys` is how many keys there are. Return the condition under which the query sees the key.
 
-Plain Python runs `is_seen`, before the three numbers have a value. Python's `and` cannot join two
-comparisons of such numbers, but `T.And(a, b)` can. `causal` is a Python bool, and an ordinary `if`
-may ask for it.
+Python runs `is_seen` once, while the kernel is being made. `query`, `key` and `num_keys` are names
+then, not yet numbers. Python's `and` cannot join two comparisons of names, but `T.And(a, b)` can.
+`causal` is already True or False, and an ordinary `if` may ask for it.
 {_HOW.format(4)}""",
     minutes=5,
     difficulty=2,
@@ -958,7 +1002,7 @@ between two numbers is `T.if_then_else(condition, a, b)`.
 
 # -- programs_per_sm --
 
-_SHARED, _RESERVED, _MOST = 228 * 1024, 1024, 32
+_SHARED, _RESERVED = 228 * 1024, 1024
 
 
 def programs_per_sm(
@@ -968,8 +1012,7 @@ def programs_per_sm(
     GT, BT, DT, DVT = (-(-n // 16) * 16 for n in (G, BS, D, DV))
     copies = max(num_stages, 1)  # of the tiles that the pipeline fills
     size = (GT * DT + copies * BT * (DT + DVT)) * itemsize
-    # an SM has 228 KiB, keeps 1 KiB of it for each program, and holds 32 programs at the most
-    return size, min(32, 228 * 1024 // (size + 1024))
+    return size, 228 * 1024 // (size + 1024)  # an SM keeps 1 KiB for each program
 
 
 def _fits(
@@ -995,7 +1038,6 @@ def _fits(
         programs = round(programs)
     elif "fraction" not in slips:
         programs = math.ceil(programs) if "rounded up" in slips else math.floor(programs)
-    programs = programs if "no limit" in slips else min(_MOST, programs)
     size = needed if "told reserved" in slips else size
     return (programs, size) if "swapped" in slips else (size, programs)
 
@@ -1128,11 +1170,6 @@ _PROGRAMS_MISTAKES = (
         "A program runs with all of its memory or not at all. Is your division `/` or `//`?",
     ),
     Misconception(
-        "forgetting the limit of 32",
-        slip(_fits, "no limit"),
-        "An SM keeps books on 32 programs at most. What do small tiles come to?",
-    ),
-    Misconception(
         "the two results in the other order",
         slip(_fits, "swapped"),
         "Both numbers may well be right. Which is to be returned first?",
@@ -1149,8 +1186,7 @@ How many programs of our kernel does the shared memory of one multiprocessor (SM
   keeps both once.
 - The sides `GT`, `DT`, `BT`, `DVT` are `G`, `D`, `BS`, `DV`, rounded up to a multiple of 16.
 - An element has `itemsize` bytes. Everything else is in registers.
-- An SM of an H200 has 228 KiB. It keeps 1 KiB for itself for each program, and holds at most 32
-  programs.
+- An SM of an H200 has 228 KiB. It keeps 1 KiB for itself for each program.
 
 Return `(bytes of a program, programs)`.
 """,
@@ -1162,7 +1198,7 @@ Return `(bytes of a program, programs)`.
         "Three questions, one after the other: which sides do the tiles have, which of them are "
         "there more than once, and how many such programs go into 228 KiB, with a KiB for each?",
         "Round the four sides up: `-(-n // 16) * 16` does it. The queries count once, keys and "
-        "values for each stage, at least once. Divide whole numbers at the end, and mind the 32.",
+        "values for each stage, at least once. Divide whole numbers at the end.",
     ),
     why="A program starts only where all of its tiles have room, so each further stage of a "
     "pipeline pushes out programs whose work could have covered the waiting.",
@@ -1190,6 +1226,35 @@ Return `(bytes of a program, programs)`.
 
 EXERCISES = (_LISTED, _MAX, _SEEN, _NORMALISE, _PROGRAMS)
 
+# -- the chapter's experiments --
+
+
+def is_right(kernel: Callable, tokens: int, causal: bool) -> bool:
+    """Whether a compiled `listed_attention(2, 8, 4)` gives what the reference gives, for `tokens`
+    queries and keys and the list `[1, -1, 0]`."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, tokens, n, 8, generator=g) for n in (2, 1, 1))
+    ids = torch.tensor([1, -1, 0], dtype=torch.int32).expand(1, tokens, 1, 3).contiguous()
+    found = kernel(q[0], k[0, :, 0], v[0, :, 0], ids[0, :, 0])
+    expected = ops.selected_attention(q, k, v, ids, block_size=4, scale=1.0, causal=causal)
+    return (found - expected[0]).abs().max().item() < 1e-5
+
+
+def with_mistake(name: str, key_scores: list[float], ids: list[int]) -> str:
+    """What the draft gives with its mistake `name` alone, and what is right: one query scores key
+    `j` with `key_scores[j]`, and value `j` is `[2 j + 1, 2 j + 2]`, in blocks of 2 tokens."""
+    from nsa_tutorial.kernels import tilelang_first_draft as draft
+
+    case = _case(name, 1, len(key_scores), ids, key_scores=key_scores, causal=False)
+    q, k, _, lists, *_ = case.arguments()
+    v = torch.arange(2.0 * len(key_scores)).reshape(k.shape) + 1
+    options = {"block_size": 2, "scale": 1.0, "causal": False}
+    pieces = {**draft.MENDED, name: draft.MISTAKES[name]}
+    found = draft.run(q, k, v, lists, **options, **pieces)
+    right = ops.selected_attention(q, k, v, lists, **options)
+    found, right = ([round(x, 3) for x in o[0, 0, 0].tolist()] for o in (found, right))
+    return f"draft {found}, right {right}"
+
 
 # -- two slips at once --
 
@@ -1214,15 +1279,15 @@ DOUBLES = (
     Double(
         "programs_per_sm",
         lambda G, D, DV, BS, num_stages, itemsize: (
-            2 * (G * D + max(num_stages, 1) * BS * (D + DV)),
-            _SHARED // (2 * (G * D + max(num_stages, 1) * BS * (D + DV)) + _RESERVED),
+            G * D + max(num_stages, 1) * BS * (D + DV),
+            _SHARED // (G * D + max(num_stages, 1) * BS * (D + DV) + _RESERVED),
         ),
-        ("tiles that are not rounded up", "forgetting the limit of 32"),
+        ("tiles that are not rounded up", "counting elements instead of bytes"),
     ),
     Double(
         "programs_per_sm",
-        Wrong(_fits, frozenset({"elements", "no limit"})),
-        ("counting elements instead of bytes", "forgetting the limit of 32"),
+        Wrong(_fits, frozenset({"elements", "no values"})),
+        ("forgetting the values' tile", "counting elements instead of bytes"),
     ),
     Double(
         "programs_per_sm",
@@ -1325,7 +1390,7 @@ TRAPS = (
         "forgetting the end where nothing is causal",
     ),
     Trap(
-        "it drops the last, ragged block, and with it keys that exist",
+        "It drops the last, ragged block, and with it keys that exist.",
         "is_seen",
         "dropping the ragged block",
     ),
@@ -1335,7 +1400,7 @@ TRAPS = (
         "checking the end and forgetting the future",
     ),
     Trap(
-        "A row that saw no block gets output 0, not 0/0.",
+        "A query that saw no block gets output 0, not 0/0.",
         "normalise",
         "dividing by a sum that may be 0",
     ),

@@ -164,9 +164,9 @@ SM_BYTES, PROGRAM_BYTES = 228 * 1024, 1024
 def draw_shared() -> Picture:
     """The shared memory of one multiprocessor, filled with programs of three variants."""
     chosen = [
-        ("our kernel", lowered_row("ours")),
-        ("first draft, 1 stage", lowered_row("first draft", "1 stage")),
-        ("first draft, 2 stages", lowered_row("first draft", "2 stages")),
+        ("our kernel, one block", lowered_row("ours")),
+        ("first draft, one block", lowered_row("first draft", "1 stage")),
+        ("first draft, two blocks", lowered_row("first draft", "2 stages")),
     ]
     colours = {"Q_shared": "query", "K_shared": "key", "V_shared": "value", "acc_s_cast": "faint"}
     figure, axes = new_figure(8.0, 2.7)
@@ -196,8 +196,8 @@ def draw_shared() -> Picture:
     figure.legend(handles=handles, loc="outside lower center", **look)
     return Picture(
         figure,
-        f"An SM holds {counts[0]} programs of our kernel; of the first draft {counts[1]} with 1 "
-        f"stage, {counts[2]} with 2",
+        f"With room for one block each, an SM holds {counts[0]} of our programs and {counts[1]} "
+        f"of the draft's; for two blocks, {counts[2]}",
     )
 
 
