@@ -753,7 +753,7 @@ PREDICTIONS = (
         "once for many tokens. With lists, each token loads its own blocks.",
         thoughts=(
             (64, "That is what the last token saves. An average token has half as many before it."),
-            (32, "That is how much less work it is. But each piece of this work takes longer."),
+            (32, "That is how much less work it is."),
             (16, "That is half of what the work says. On this GPU, it is less still."),
             (1, "It is faster, though less than the work would let you hope."),
             (lambda guess: guess > 32, "The work is 32 times less, so it can hardly be more."),
