@@ -229,6 +229,30 @@ def with_repeats(lists):
     return ids, [sum(1 << t for t, own in enumerate(lists) if b in own) for b in ids]
 
 
+def halved(*orders: str) -> Callable:
+    """Half of the bytes in some orders."""
+
+    def attempt(order, *sizes):
+        return solutions.bytes_moved(order, *sizes) / (2 if order in orders else 1)
+
+    return attempt
+
+
+def with_output(*orders: str, rows: int = 1) -> Callable:
+    """With the final output in some orders, or with the query, too."""
+
+    def attempt(order, G, S, T, union, BS, D):
+        right = solutions.bytes_moved(order, G, S, T, union, BS, D)
+        return right + (rows * 2 * G * D if order in orders else 0)
+
+    return attempt
+
+
+def as_text(lists):
+    ids, bits = solutions.union_of_lists(lists)
+    return ids, [bin(x) for x in bits]
+
+
 def answered(exercise: str, **words: str) -> Callable:
     return lambda: getattr(solutions, exercise)() | words
 
@@ -278,6 +302,46 @@ ATTEMPTS = {
         lambda *sizes: solutions.speed(*sizes)[0],
         {"returning one number"},
     ),
+    "one number, N and ms": (
+        "speed",
+        lambda N, HQ, D, listed, ms: 4 * D * HQ * listed / ms / 1e12,
+        {"returning one number"},
+    ),
+    "one number, 2 and ms": (
+        "speed",
+        lambda N, HQ, D, listed, ms: 2 * D * HQ * N * listed / ms / 1e12,
+        {"returning one number"},
+    ),
+    "one number, 2 and N": (
+        "speed",
+        lambda N, HQ, D, listed, ms: 2 * D * HQ * listed / ms / 1e9,
+        {"returning one number"},
+    ),
+    "dense alone": (
+        "speed",
+        lambda *sizes: solutions.speed(*sizes)[1],
+        {"returning one number"},
+    ),
+    "as text": ("union_of_lists", as_text, {"text in place of a number"}),
+    "no values of a list": ("bytes_moved", halved("queries"), {"keys without values"}),
+    "no values of a tile": ("bytes_moved", halved("tiles"), {"keys without values"}),
+    "half": ("bytes_moved", halved(*pictures.ORDERS), {"counting numbers in place of bytes"}),
+    "half of the rows": (
+        "bytes_moved",
+        halved("blocks"),
+        {"counting numbers in place of bytes"},
+    ),
+    "output": ("bytes_moved", with_output("blocks"), {"counting the final output"}),
+    "every output": (
+        "bytes_moved",
+        with_output(*pictures.ORDERS),
+        {"counting the final output"},
+    ),
+    "query and output": (
+        "bytes_moved",
+        with_output("queries", "tiles", rows=2),
+        {"the query's rows where only blocks count"},
+    ),
     "one list": ("bytes_moved", share_of_a_list, {"a share of one list"}),
     "query": ("bytes_moved", with_query, {"the query's rows where only blocks count"}),
     "who": ("union_of_lists", who, {"a list of queries in place of a number"}),
@@ -301,6 +365,49 @@ def test_a_readers_mistake_is_named(name: str, attempt: Callable, named: set[str
     verdict = judge(KNOWN[name], attempt)
     assert set(verdict.misconceptions) == named
     assert "does not explain everything" not in verdict.text
+
+
+@pytest.mark.parametrize("order", pictures.ORDERS)
+def test_one_mistake_in_one_order_is_told_as_one(order: str) -> None:
+    """Where the other orders are right, no second mistake is made up."""
+    e = KNOWN["bytes_moved"]
+    for mistake in e.misconceptions:
+
+        def attempt(asked, *sizes, wrong=mistake.wrong):
+            return (wrong if asked == order else solutions.bytes_moved)(asked, *sizes)
+
+        verdict = judge(e, attempt)
+        assert verdict.outcome == "right" or len(verdict.misconceptions) == 1, mistake.wrong
+        assert "does not explain everything" not in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("attempt", "second"),
+    [
+        (lambda N, HQ, D, listed, ms: 4 * D * HQ * listed / ms / 1e9, "the keys of one query"),
+        (
+            lambda N, HQ, D, listed, ms: 4 * D * HQ * N * listed / ms / 1e12,
+            "milliseconds taken for seconds",
+        ),
+        (
+            lambda N, HQ, D, listed, ms: 2 * D * HQ * N * listed / ms / 1e9,
+            "counting one product, or no additions",
+        ),
+    ],
+    ids=["no N", "milliseconds", "no additions"],
+)
+def test_one_number_is_told_first(attempt: Callable, second: str) -> None:
+    assert judge(KNOWN["speed"], attempt).misconceptions == ("returning one number", second)
+
+
+def test_partials_of_random_lists_are_told_by_their_memory() -> None:
+    """What is said of key blocks for shape A is what the bytes and the bars are."""
+    verdict = judge(KNOWN["choose_order"], answered("choose_order", A="blocks"))
+    sizes = (16, pictures.SLOTS, pictures.T, 51, pictures.BLOCK, pictures.WIDTH)
+    kib = {order: solutions.bytes_moved(order, *sizes) / 1024 for order in pictures.ORDERS}
+    assert f"{kib['blocks']:.0f} KiB instead of {kib['queries']:.0f}" in verdict.text
+    bars = pictures.order_cost("blocks", 16, 3.18).times
+    assert max(bars, key=bars.__getitem__) == "memory"
 
 
 def test_another_way_is_right_too() -> None:
@@ -353,6 +460,71 @@ def keeps_the_last():
         tl.store(Max + tile * T + t, scores_max)
 
     return kernel
+
+
+def reduces_two():
+    @triton.jit
+    def kernel(Scores, ListedBy, Count, Max, U, T: tl.constexpr):
+        tile = tl.program_id(0)
+        t = tl.arange(0, T)
+        scores_max = tl.full([T], float("-inf"), tl.float32)
+        for step in range(0, tl.load(Count + tile)):
+            listed_by = tl.load(ListedBy + tile * U + step)
+            s = tl.load(Scores + (tile * U + step) * T + t)
+            s = tl.where(((listed_by >> t) & 1) > 0, s, float("-inf"))
+            scores_max = tl.max(scores_max, s)
+        tl.store(Max + tile * T + t, scores_max)
+
+    return kernel
+
+
+def takes_pythons():
+    @triton.jit
+    def kernel(Scores, ListedBy, Count, Max, U, T: tl.constexpr):
+        tile = tl.program_id(0)
+        t = tl.arange(0, T)
+        scores_max = tl.full([T], float("-inf"), tl.float32)
+        for step in range(0, tl.load(Count + tile)):
+            listed_by = tl.load(ListedBy + tile * U + step)
+            s = tl.load(Scores + (tile * U + step) * T + t)
+            s = tl.where(((listed_by >> t) & 1) > 0, s, float("-inf"))
+            scores_max = max(scores_max, s)
+        tl.store(Max + tile * T + t, scores_max)
+
+    return kernel
+
+
+def takes_pythons_the_other_way():
+    @triton.jit
+    def kernel(Scores, ListedBy, Count, Max, U, T: tl.constexpr):
+        tile = tl.program_id(0)
+        t = tl.arange(0, T)
+        scores_max = tl.full([T], float("-inf"), tl.float32)
+        for step in range(0, tl.load(Count + tile)):
+            listed_by = tl.load(ListedBy + tile * U + step)
+            s = tl.load(Scores + (tile * U + step) * T + t)
+            s = tl.where(((listed_by >> t) & 1) > 0, s, float("-inf"))
+            scores_max = max(s, scores_max)
+        tl.store(Max + tile * T + t, scores_max)
+
+    return kernel
+
+
+@pytest.mark.parametrize(
+    ("attempt", "named"),
+    [
+        (reduces_two, "`tl.max` of two tiles"),
+        (takes_pythons, "Python's `max` of two tiles"),
+        (takes_pythons_the_other_way, "Python's `max` of two tiles"),
+    ],
+)
+def test_a_maximum_that_is_not_of_two_tiles_is_named(attempt: Callable, named: str) -> None:
+    e = KNOWN["walk_step"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    if environment.detect().device != "cpu":
+        pytest.skip("a compiler refuses `tl.max`, and takes `max` for `tl.maximum`")
+    assert judge(e, attempt).misconceptions == (named,)
 
 
 def bits_as_a_condition():
@@ -593,10 +765,23 @@ def test_what_is_told_of_the_machine_is_what_was_measured() -> None:
     rates = pictures.rates()
     assert f"or {rates.peak / rates.memory:.0f} operations a byte" in told
     assert dense.intensity < rates.peak / rates.memory  # left of the ridge, beside the slope
+    served = round(rates.l2 / 1e12) * 1e12
+    assert f"989 / {served / 1e12:.0f}, or {rates.peak / served:.0f} operations a byte" in told
+    assert lists.intensity < rates.peak / rates.l2 < dense.intensity
     runs = {
         row["change"]: row["ms"] for row in pictures.rows_of("triton_forward_h200.json", group=16)
     }
     assert 0.98 < runs["descriptors, loads and products alone"] / runs["descriptors"] < 1.02
+    here = runs["descriptors"]
+    assert f"takes {lists.ms:.1f} ms in one session and {here:.1f} in another" in told
+    assert f"({lists.ms:.1f} above, {here:.1f} here: mistake 5.)" in told
+    assert f"we take the fastest, {dense.ms:.1f} ms" in told
+    assert dense.ms == min(pictures.dense_runs().values())
+    best = min(ms for times in pictures.tuned().values() for ms in times.values())
+    shared = {f"{pictures.recorded()[16, 'queries', x][0]:.1f}" for x in ("trained", "smooth")}
+    assert shared == {"12.1"}
+    assert f"Without tensor descriptors it takes {best:.1f} ms" in told
+    assert "Where neighbours share most of their blocks, it takes 12.1." in told
     tuned = [ms for times in pictures.tuned().values() for ms in times.values()]
     assert 1.9 < max(tuned) / min(tuned) < 2.1
 
@@ -634,6 +819,8 @@ def test_what_is_told_of_unions_is_what_is_drawn() -> None:
     unions = [len(set().union(*tile)) for tile in pictures.tiles_of_lists(only_full=True)]
     mean = sum(unions) / len(unions)
     assert f"{mean:.1f} blocks, where one list has 8" in told
+    trained = pictures.recorded()[16, "queries", "trained"][1]
+    assert f"With lists of {pictures.SLOTS}, we take {trained * pictures.SLOTS:.0f}." in told
     drawn = len(set().union(*pictures.neighbours()))
     assert abs(drawn - mean) < 1  # a typical tile
     assert f"A union of {drawn} instead of 32" in told
@@ -645,6 +832,12 @@ def test_two_programs_share_a_multiprocessor() -> None:
     size = sum(costs.tile_bytes_on_chip(64, 64, pictures.WIDTH).values())
     assert f"takes {size:,} bytes of shared memory" in text()
     assert 228 * 1024 // size == 2
+
+
+def test_progress_lists_exercises_in_the_chapters_order() -> None:
+    cells = nbformat.read(NOTEBOOK, 4).cells
+    asked = [c.source.split('"')[3] for c in cells if c.source.startswith("exercise(")]
+    assert asked == list(KNOWN)
 
 
 def test_the_minutes_are_told() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.languages import tl, triton
-from nsa_tutorial.course.mistakes import slip, together
+from nsa_tutorial.course.mistakes import Wrong, slip, together
 from nsa_tutorial.runtime import environment
 
 Slips = frozenset[str]
@@ -153,7 +153,7 @@ attend(q, k, v, ids); wait()
 start = clock()
 for q, k, v, ids in inputs: attend(q, k, v, ids)
 stop = clock()
-print(10 * (stop - start), "ms a call")
+print(1e3 * (stop - start) / len(inputs), "ms a call")
 ```
 """,
     minutes=5,
@@ -209,7 +209,27 @@ def _speed(slips: Slips, N: int, HQ: int, D: int, listed: float, ms: float) -> o
     return numbers[0] if "alone" in slips else numbers
 
 
+_UNITS = ("ms", "giga", "up", "plain", "raw")
+_COUNTS = ("one product", "twice", "one query", "no N", "one head")
+_ALONE = (
+    "returning one number",
+    "Two are asked for. What would dense attention's operations make of the same time?",
+)
+
 _SPEED_MISTAKES = (
+    # a number in place of two comes first, and by itself where more than one thing else is wrong
+    *(
+        Misconception(_ALONE[0], Wrong(_speed, frozenset({"alone", first, second})), _ALONE[1])
+        for first in (*_UNITS, "one product")
+        for second in _COUNTS
+        if first != second
+    ),
+    Misconception(
+        _ALONE[0],
+        Wrong(_speed, frozenset({"alone", "swapped"})),
+        "Two are asked for, and this is the second. What does the kernel itself do in this time?",
+    ),
+    Misconception(_ALONE[0], slip(_speed, "alone"), _ALONE[1]),
     Misconception(
         "counting one product, or no additions",
         slip(_speed, "one product"),
@@ -267,11 +287,6 @@ _SPEED_MISTAKES = (
         for slip_ in ("one query", "no N")
     ),
     Misconception(
-        "returning one number",
-        slip(_speed, "alone"),
-        "That is the first number. What would dense attention's operations make of the same time?",
-    ),
-    Misconception(
         "counting one head", slip(_speed, "one head"), "Every query head multiplies. Who is `HQ`?"
     ),
     Misconception(
@@ -305,15 +320,16 @@ add as two operations.
     misconceptions=_SPEED_MISTAKES,
     combine=together(
         _SPEED_MISTAKES,
-        {"ms", "giga", "up", "plain", "raw"},
+        _UNITS,
         {"square", "half"},
         {"twice", "one product"},
         {"alone", "swapped"},
     ),
+    tolerance=1e-9,  # a forgotten factor makes these numbers tiny
     cases=(
-        Case("one head", lambda: (500, 1, 100, 100.0, 1.0)),
-        Case("ten heads", lambda: (500, 10, 100, 100.0, 1.0)),
-        Case("ten heads, twice the time", lambda: (500, 10, 100, 100.0, 2.0)),
+        Case("one head", lambda: (300, 1, 100, 100.0, 1.0)),
+        Case("ten heads", lambda: (300, 10, 100, 100.0, 1.0)),
+        Case("ten heads, twice the time", lambda: (300, 10, 100, 100.0, 2.0)),
         Case("long", lambda: (65_536, 64, 128, 1000.0, 13.0)),
     ),
 )
@@ -352,6 +368,8 @@ def _union(slips: Slips, lists: list[list[int]]) -> object:
             return who
         if "last" in slips:
             return 1 << who[-1]
+        if "text" in slips:
+            return bin(sum(1 << t for t in who))
         if "reversed" in slips:
             return sum(1 << (len(lists) - 1 - t) for t in who)
         return sum(1 << (t + ("one up" in slips)) for t in who)
@@ -384,6 +402,11 @@ _UNION_MISTAKES = (
         "a list of queries in place of a number",
         slip(_union, "queries"),
         "These are the right queries. Each has a bit: which number do their bits add up to?",
+    ),
+    Misconception(
+        "text in place of a number",
+        slip(_union, "text"),
+        "`bin` writes a number down as text, to be read. The kernel shifts the number itself.",
     ),
     Misconception(
         "a block as often as it is listed",
@@ -422,7 +445,7 @@ _UNION_MISTAKES = (
     ),
 )
 
-_NUMBERS = {"count", "numbers", "queries", "last", "reversed", "one up", "ids"}
+_NUMBERS = {"count", "numbers", "queries", "text", "last", "reversed", "one up", "ids"}
 
 _UNION = Exercise(
     name="union_of_lists",
@@ -540,7 +563,13 @@ def _wrong_walk(Scores, ListedBy, Count, Max, U, T: tl.constexpr, SLIP: tl.const
         elif SLIP != "all" and (SLIP != "if" or T == 1):  # a tile of one number is one truth
             s = tl.where(is_listed > 0, s, float("-inf"))
         only_this = SLIP == "last" or SLIP == "last listed" or SLIP == "of all, last"
-        scores_max = s if only_this else tl.maximum(scores_max, s)
+        only_this = only_this or (SLIP == "python's" and T > 1)
+        if SLIP == "reduced":
+            scores_max = tl.max(scores_max, s)
+        elif SLIP == "reduced, other way":
+            scores_max = tl.max(s, scores_max)
+        elif SLIP != "python's, other way" or T == 1:  # a tile is true: `max` keeps its first
+            scores_max = s if only_this else tl.maximum(scores_max, s)
     tl.store(Max + tile * T + t, scores_max)
 
 
@@ -660,6 +689,26 @@ return kernel
             )
             for slip_ in ("of all", "of all, last")
         ),
+        *(
+            Misconception(
+                "`tl.max` of two tiles",
+                _walk(slip_),
+                "`tl.max` finds the largest number within one tile, and reads its second argument "
+                "as an axis. What compares two tiles place by place?",
+            )
+            for slip_ in ("reduced", "reduced, other way")
+            # a compiler refuses it by the one error that it has for everything
+            if environment.detect().device == "cpu"
+        ),
+        *(
+            Misconception(
+                "Python's `max` of two tiles",
+                _walk(slip_),
+                "`max` asks once which tile is larger, and keeps that one whole. Each query needs "
+                "an answer of its own. Which function of `tl` compares place by place?",
+            )
+            for slip_ in ("python's", "python's, other way")
+        ),
         Misconception(
             "keeping the last step alone",
             _walk("last"),
@@ -678,6 +727,8 @@ return kernel
 
 # -- bytes_moved --
 
+ORDERS = ("queries", "tiles", "blocks")
+
 
 def bytes_moved(order: str, G: int, S: int, T: int, union: int, BS: int, D: int) -> float:
     """Bytes that one query with G heads costs in each of the three orders, in bf16."""
@@ -691,12 +742,14 @@ def bytes_moved(order: str, G: int, S: int, T: int, union: int, BS: int, D: int)
 
 
 def _bytes(slips: Slips, order: str, G: int, S: int, T: int, union: int, BS: int, D: int) -> float:
-    """`bytes_moved` with slips."""
+    """`bytes_moved` with slips; "… in tiles" is made in that order alone."""
+    slips = {name.removesuffix(f" in {order}") for name in slips}
     size = 1 if "numbers" in slips else 2
     block = BS * (1 if "keys" in slips else 2) * D * size
-    ends = G * D * size if "ends" in slips else 0  # the query's rows
+    ends = G * D * size * (("ends" in slips) + 2 * ("both ends" in slips))  # the query's rows
+    output = G * D * size if "output" in slips else 0
     if order == "queries":
-        return S * block * (G if "each head" in slips else 1) + ends
+        return S * block * (G if "each head" in slips else 1) + ends + output
     if order == "tiles":
         if "own list" in slips:
             union = S
@@ -704,24 +757,42 @@ def _bytes(slips: Slips, order: str, G: int, S: int, T: int, union: int, BS: int
             union = S * T
         if "ratio" in slips:
             union = union * S
-        return union * block / (1 if "tile" in slips else T) + ends
+        return union * block / (1 if "tile" in slips else T) + ends + output
     row = D * size
-    lse = 0 if "no lse" in slips else 2 if "lse in bf16" in slips else 4
+    lse = 0 if "no lse" in slips else 2 if slips & {"lse in bf16", "lse halved"} else 4
+    lse = 1 if "lse as a number" in slips else lse
     partial = (1 if "once" in slips else 2) * (row + lse)
     heads_ = 1 if "one head" in slips else G
     slots = 1 if "one slot" in slips else S
     reads = 0 if "no query" in slips else 1 if "query once" in slips else slots
-    return heads_ * (reads * row + slots * partial)
+    return heads_ * (reads * row + slots * partial) + output
+
+
+def _in_one(slip_: str, orders: tuple[str, ...]) -> tuple[Wrong, ...]:
+    """A slip in each of these orders alone, and last in all of them."""
+    names = (*(f"{slip_} in {order}" for order in orders), slip_)
+    return tuple(slip(_bytes, name) for name in names)
 
 
 _BYTES_MISTAKES = (
-    Misconception(
-        "keys without values",
-        slip(_bytes, "keys"),
-        "A block has `BS` keys, and as many values.",
+    *(
+        Misconception("keys without values", wrong, "A block has `BS` keys, and as many values.")
+        for wrong in _in_one("keys", ORDERS[:2])
     ),
-    Misconception(
-        "counting numbers in place of bytes", slip(_bytes, "numbers"), "A bf16 number is 2 bytes."
+    *(
+        Misconception(
+            "counting numbers in place of bytes",
+            wrong,
+            "A bf16 number is 2 bytes, and an fp32 number is 4.",
+        )
+        for wrong in (
+            *(
+                Wrong(_bytes, frozenset({numbers, lse}))
+                for numbers in ("numbers", "numbers in blocks")
+                for lse in ("lse halved", "lse as a number")
+            ),
+            *_in_one("numbers", ORDERS[2:]),
+        )
     ),
     Misconception(
         "a block for every head",
@@ -764,10 +835,21 @@ _BYTES_MISTAKES = (
         slip(_bytes, "own list"),
         "A tile loads more blocks than one list has. Which argument says how many?",
     ),
-    Misconception(
-        "the query's rows where only blocks count",
-        slip(_bytes, "ends"),
-        "The first two orders count blocks alone. Which term of yours is no block?",
+    *(
+        Misconception(
+            "the query's rows where only blocks count",
+            wrong,
+            "The first two orders count blocks alone. Which term of yours is no block?",
+        )
+        for wrong in (*_in_one("both ends", ORDERS[:2]), *_in_one("ends", ORDERS[:2]))
+    ),
+    *(
+        Misconception(
+            "counting the final output",
+            wrong,
+            "Every order writes it once, so it tells no order apart. Which moves are asked for?",
+        )
+        for wrong in _in_one("output", ORDERS[2:])
     ),
     Misconception(
         "one head of the group",
@@ -828,7 +910,7 @@ outputs are bf16 (2 bytes) of width `D`. A log-sum-exp is fp32 (4 bytes). A bloc
         Case("one query a program", lambda: ("queries", 2, 3, 4, 5, 8, 4)),
         Case("tiles", lambda: ("tiles", 2, 3, 4, 5, 8, 4)),
         Case("blocks", lambda: ("blocks", 2, 3, 4, 5, 8, 4)),
-        Case("tiles that share everything", lambda: ("tiles", 4, 6, 2, 6, 16, 8)),
+        Case("tiles that share everything", lambda: ("tiles", 4, 6, 3, 6, 16, 8)),
         Case("blocks, a group of 16", lambda: ("blocks", 16, 16, 4, 51, 64, 128)),
         Case("queries, a group of 16", lambda: ("queries", 16, 16, 4, 51, 64, 128)),
     ),
@@ -836,8 +918,6 @@ outputs are bf16 (2 bytes) of width `D`. A log-sum-exp is fp32 (4 bytes). A bloc
 
 
 # -- choose_order --
-
-ORDERS = ("queries", "tiles", "blocks")
 
 
 def choose_order() -> dict[str, str]:
@@ -864,9 +944,17 @@ _HINTS_ORDER = {
     "Which order is cheapest, and is it half the time of one query a program, or less?",
     "F": "Which neighbours does a query have when each sequence has one?",
 }
+_HINT_A_BLOCKS = (
+    "L2 would be glad: 194 KiB instead of 512. But 16 GiB of partials also go to memory and back. "
+    "Which bar of the panel is longest?"
+)
 _order_words = _words(choose_order)
 _ORDER_MISTAKES = tuple(
-    Misconception(f"“{order}” for {x}", slip(_order_words, f"{x}: {order}"), hint)
+    Misconception(
+        f"“{order}” for {x}",
+        slip(_order_words, f"{x}: {order}"),
+        _HINT_A_BLOCKS if (x, order) == ("A", "blocks") else hint,
+    )
     for x, hint in _HINTS_ORDER.items()
     for order in ORDERS
     if choose_order()[x] != order
@@ -914,7 +1002,7 @@ less.
 )
 
 
-EXERCISES = (_WRONG, _SPEED, _UNION, _WALK, _BYTES, _ORDER)
+EXERCISES = (_WRONG, _SPEED, _UNION, _BYTES, _ORDER, _WALK)  # as they come in the chapter
 
 TRAPS = (
     Trap(

@@ -37,7 +37,7 @@ PERFORMANCE = ASSETS / "performance_h200.json"
 TOKENS, WIDTH, BLOCK, SLOTS = 65_536, 128, 64, 16  # of everything that is drawn here
 HEADS = {16: (64, 4), 4: (32, 8), 1: (8, 8)}  # by group: query heads and KV heads
 T = 4  # queries of a tile
-MOST_ROWS = 16  # a product on the tensor cores has no fewer rows
+MOST_ROWS = 16  # of a tile: `tl.dot` takes no fewer
 ORDERS = ("queries", "tiles", "blocks")
 TOLD = {
     "queries": "one query a program",
