@@ -476,6 +476,11 @@ def picked_at(threshold: Callable) -> Callable:
     return lambda bits, n: picked(threshold(bits, n), bits, n)
 
 
+def cut_in_front(bits, n):
+    ids = (bits >= halved(bits, n, 31)[0]).nonzero().flatten().tolist()[-n:]
+    return ids + [-1] * (n - len(ids))
+
+
 def ties_twice(bits, n):
     low, _ = halved(bits, n, 31)
     above = (bits > low).nonzero().flatten().tolist()
@@ -528,6 +533,11 @@ def flipped(scores, ids, id_bits):
 
 ATTEMPTS = {
     "end below": ("pick", picked_at(end_below), {"an upper end below the middle"}),
+    "in front": (
+        "pick",
+        cut_in_front,
+        {"cutting off the first of all that reach the threshold"},
+    ),
     "twice": ("pick", ties_twice, {"taking a block twice"}),
     "zeros": ("pick", padded_with_zeros, {"zeros in the empty places"}),
     "minus one": (

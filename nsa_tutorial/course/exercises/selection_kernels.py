@@ -1356,6 +1356,8 @@ def _pick(slips: Slips, bits: Tensor, n: int) -> list[int]:
     ids = above if "above" in slips else above + equal
     if "cut together" in slips:
         ids = [i for i, x in enumerate(values) if x >= low][:n]
+    if "cut in front" in slips:
+        ids = [i for i, x in enumerate(values) if x >= low][-n:]
     if "unsorted" not in slips:
         ids = sorted(ids)
     if slips & {"narrow, n of them", "up to 2.0, n of them"}:
@@ -1373,6 +1375,12 @@ _PICK_MISTAKES = (
         "cutting off the last of all that reach the threshold",
         slip(_pick, "cut together"),
         "Here a larger block stands behind equal ones, and yours cuts it off. Who is sure of a "
+        "place, and who shares the rest?",
+    ),
+    Misconception(
+        "cutting off the first of all that reach the threshold",
+        slip(_pick, "cut in front"),
+        "Your cut drops the lowest ids, and a larger block may be among them. Who is sure of a "
         "place, and who shares the rest?",
     ),
     Misconception(
@@ -1568,6 +1576,7 @@ while high - low > 1:
         *({end, other} for end in _ENDS[1:] for other in _LISTS_ALONE - {end}),
         *({few, other} for few in _FEW[1:] for other in _LISTS_ALONE - {few}),
         *({name, other} for name in _PICKS_ALONE for other in _PICK_SLIPS - {name}),
+        *({"cut in front", other} for other in _PICK_SLIPS - {"cut in front", "short"}),
     ),
     cases=(
         Case("the best of two", lambda: (_watched(3, 8), 1)),
@@ -1577,6 +1586,7 @@ while high - low > 1:
         Case("two of four", lambda: (_watched(5, 9, 2, 7), 2)),
         Case("three equal, two places", lambda: (_watched(4, 1, 4, 4), 2)),
         Case("equal ones before a larger one", lambda: (_watched(4, 4, 4, 9), 2)),
+        Case("a larger one before equal ones", lambda: (_watched(9, 4, 4, 4), 2)),
         Case("one above, two of three equal", lambda: (_watched(4, 4, 9, 4, 1), 3)),
         Case("fewer visible than places", lambda: (_watched(6, 2, -1, -1), 3)),
         Case("a visible zero", lambda: (_watched(0, 5, 0, -1), 2)),
