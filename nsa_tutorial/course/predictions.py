@@ -23,6 +23,7 @@ _MEANT = Fraction(1, 50)  # and up to which it is the wrong number that a though
 _SAID = 80  # characters of a guess that are repeated
 _TIMES = {3: "three", 4: "four", 5: "five", 6: "six", 7: "seven", 8: "eight", 9: "nine",
           10: "ten"}  # fmt: skip
+_BINARY = ("KiB", "MiB", "GiB", "TiB")  # each is 1,024 of the one before
 
 
 def predict(name: str, guess: object) -> Message:
@@ -128,6 +129,10 @@ def _number(value: object, unit: str) -> Fraction | float | None:
         return None
     if isinstance(value, str):
         text = value.strip().replace(",", "").replace("_", "")
+        if unit in _BINARY and text[-3:] in _BINARY and not text.endswith(unit):
+            number = _number(text[:-3], "")
+            factor = Fraction(1024) ** (_BINARY.index(text[-3:]) - _BINARY.index(unit))
+            return number * factor if isinstance(number, Fraction) else None
         if unit and text.endswith(unit):
             text = text[: -len(unit)].strip()
         try:
@@ -214,16 +219,16 @@ def _ratio(ratio: Fraction, points: Fraction | None) -> str:
     whole, wrong = round(times), "too large" if large else "too small"
     is_whole = abs(times - whole) <= whole * _NEAR / 2
     if whole == 2 and is_whole:
-        return f"your guess is {'twice' if large else 'half'} as large"
+        return f"your guess is {'twice' if large else 'half'} the answer"
     if whole in _TIMES and is_whole:
         return f"your guess is {_TIMES[whole]} times {wrong}"
     if times < 2:
         # "41 % too large" of a number of percent could mean either
         off = round(abs(ratio - 1) * 100) if points is None else round(abs(points), 1)
         return f"your guess is {float(off):g} {'%' if points is None else 'points'} {wrong}"
-    if times >= 10**6:
-        return f"your guess is more than a million times {wrong}"
-    return f"your guess is {f'{float(times):.2g}' if times < 10 else f'{whole:,}'} times {wrong}"
+    if times > 100:
+        return f"your guess is far {wrong}"
+    return f"your guess is {f'{float(times):.2g}' if times < 10 else whole} times {wrong}"
 
 
 def _equal(guess: object, answer: object) -> bool:

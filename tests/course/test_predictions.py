@@ -62,7 +62,7 @@ def test_no_guess_is_nudged() -> None:
 
 def test_a_wrong_guess_hears_how_far_off_and_why() -> None:
     assert told(4) == (
-        "→ cache: You said 4 GiB, it is 8 GiB: your guess is half as large. "
+        "→ cache: You said 4 GiB, it is 8 GiB: your guess is half the answer. "
         "That is the keys alone. Keys and values are both kept."
     )
     assert "That is MiB." in told(8192)
@@ -75,7 +75,7 @@ def test_a_guess_in_percent_is_points_off() -> None:
     large = "You said 55 %, it is 39 %: your guess is 16 points too large."
     assert large in told(55, 39, "percent")
     assert "it is 67 %: your guess is 22.5 points too small." in told(44.5, 67, "percent")
-    assert "it is 40 %: your guess is half as large." in told(20, 40, "percent")
+    assert "it is 40 %: your guess is half the answer." in told(20, 40, "percent")
 
 
 def test_a_right_guess_hears_the_reason() -> None:
@@ -83,6 +83,12 @@ def test_a_right_guess_hears_the_reason() -> None:
         "✓ cache: You said 8 GiB, and it is 8 GiB: exactly right. Keys and values are both kept."
     )
     assert told(8) == told(8.0) == told("8 GiB") == told(torch.tensor([8])) == expected
+
+
+def test_a_size_may_be_told_in_another_unit() -> None:
+    for text in ("8192 MiB", "0.0078125 TiB", "8,388,608 KiB"):
+        assert "exactly right" in told(text), text
+    assert "half the answer" in told("4096 MiB")
 
 
 def test_numbers_may_be_written_out() -> None:
@@ -95,14 +101,14 @@ def test_numbers_may_be_written_out() -> None:
     ("ratio", "words"),
     [
         (1.0, "exactly right"), (1.04, "close, within 10 %"), (0.91, "close, within 10 %"),
-        (0.5, "your guess is half as large"), (2, "your guess is twice as large"),
+        (0.5, "your guess is half the answer"), (2, "your guess is twice the answer"),
         (10, "your guess is ten times too large"), (0.1, "your guess is ten times too small"),
         (1 / 3, "your guess is three times too small"), (1.5, "your guess is 50 % too large"),
         (0.8, "your guess is 20 % too small"), (2.5, "your guess is 2.5 times too large"),
-        (0.4, "your guess is 2.5 times too small"), (1000, "your guess is 1,000 times too large"),
-        (1e-3, "your guess is 1,000 times too small"),
-        (1e30, "your guess is more than a million times too large"),
-        (1e-30, "your guess is more than a million times too small"),
+        (0.4, "your guess is 2.5 times too small"), (1000, "your guess is far too large"),
+        (1e-3, "your guess is far too small"),
+        (1e30, "your guess is far too large"),
+        (1e-30, "your guess is far too small"),
         (-1, "the sign is the other way round"), (-3, "of the other sign"),
     ],
 )  # fmt: skip
@@ -170,7 +176,7 @@ def test_a_guess_outlives_the_kernel(tmp_path: Path) -> None:
     (tmp_path / reader.FOLDER).mkdir()
     predict("cache", 4)
     reader.forget()
-    told_again = "→ cache: You said 4 GiB, it is 8 GiB: your guess is half as large."
+    told_again = "→ cache: You said 4 GiB, it is 8 GiB: your guess is half the answer."
     assert repr(reveal("cache", 8)).startswith(told_again)
 
 
