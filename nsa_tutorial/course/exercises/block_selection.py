@@ -15,6 +15,7 @@ from nsa_tutorial import ops
 from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong, slip, together
+from nsa_tutorial.course.room import roomy
 from nsa_tutorial.course.widgets.block_selection import draw_overlap
 from nsa_tutorial.runtime import environment
 
@@ -986,9 +987,6 @@ def block_sums() -> object:
     return kernel
 
 
-_ROOM = 64  # numbers before and behind `P`, which nobody should read
-
-
 def _run_block_sums(solution: Callable, R: int, L: int, pieces: int) -> Tensor:
     """Launch the kernel on a text of so many pieces; before and behind `P` lie large numbers."""
     if hasattr(solution, "run"):
@@ -1000,17 +998,14 @@ def _run_block_sums(solution: Callable, R: int, L: int, pieces: int) -> Tensor:
         raise NotImplementedError("there is no kernel yet")
     if not hasattr(kernel, "run"):
         raise TypeError("the kernel is not decorated with @triton.jit")
-    device = environment.detect().device
     M, NB, K = pieces - L + 1, -(-pieces // R), R + L - 1
     KT = triton.next_power_of_2(K)
-    memory = torch.full((M + 2 * _ROOM,), 1000.0)
-    memory[_ROOM : _ROOM + M] = 1 + torch.arange(M) % 7 + torch.arange(M) / 16
+    p = roomy(1 + torch.arange(M) % 7 + torch.arange(M) / 16, 1000.0)
     counts = [sum(1 for piece in range(L) if 0 <= i + piece - L + 1 < R) for i in range(K)]
     weight = torch.full((KT,), 1000.0)
     weight[:K] = torch.tensor(counts, dtype=torch.float32)
-    p, weight = memory.to(device)[_ROOM:], weight.to(device)
-    importance = torch.full((NB,), torch.nan, device=device)
-    kernel[NB,](p, weight, importance, M, R, L, K, KT=KT)
+    importance = roomy(torch.full((NB,), torch.nan), torch.nan)
+    kernel[NB,](p, roomy(weight, 1000.0), importance, M, R, L, K, KT=KT)
     return importance.cpu()
 
 

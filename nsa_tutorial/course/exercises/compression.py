@@ -24,6 +24,7 @@ from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception,
 from nsa_tutorial.course.figures import Picture
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong, slip, together
+from nsa_tutorial.course.room import roomy
 from nsa_tutorial.course.widgets.compression import draw_windows
 from nsa_tutorial.runtime import environment
 
@@ -613,14 +614,13 @@ def _run_means(solution: Callable, M: int, length: int, stride: int) -> Tensor:
         raise TypeError("the kernel is not decorated with @triton.jit")
     if _is_given(kernel):
         raise NotImplementedError("the kernel is as it was given")
-    device = environment.detect().device
     count, BL = (M - length) // stride + 1, triton.next_power_of_2(length)
     x = torch.full((M + count * BL, _D), 100.0)
     x[:M] = _random(M, _D, seed=M)
-    means = torch.full((count, _D), -77.0, device=device)
+    means = roomy(torch.full((count, _D), -77.0), -77.0)
     with warnings.catch_warnings():  # the interpreter's, of a division of what lies past the end
         warnings.simplefilter("ignore", RuntimeWarning)
-        kernel[count,](x.to(device), means, length, stride, D=_D, BL=BL)
+        kernel[count,](roomy(x, 100.0), means, length, stride, D=_D, BL=BL)
         recorded = _recorded_means(kernel, x, count, length, stride, BL)
     means = means.cpu()
     if (recorded.isnan() & ~means.isnan()).any():

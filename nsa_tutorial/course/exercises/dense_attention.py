@@ -20,6 +20,7 @@ from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception,
 from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong, slip, together
+from nsa_tutorial.course.room import roomy
 from nsa_tutorial.exact import dense_attention as da
 from nsa_tutorial.runtime import environment
 
@@ -1016,11 +1017,9 @@ def _run_causal_softmax(solution: Callable, scores: Tensor) -> _Stored:
         raise NotImplementedError("there is no kernel yet")
     if not hasattr(kernel, "run"):
         raise TypeError("the kernel is not decorated with @triton.jit")
-    device = environment.detect().device
     N, M = scores.shape
-    source = torch.full((N * M + N * _BM,), 5.0, device=device)
-    source[: N * M] = scores.flatten()
-    w = torch.full((N * M + N * _BM,), -1.0, device=device)
+    source = roomy(scores, 5.0)
+    w = roomy(torch.full((N * M + N * _BM,), -1.0), -1.0)
     with warnings.catch_warnings():  # the interpreter's, of inf / inf in a wrong kernel
         warnings.simplefilter("ignore", RuntimeWarning)
         kernel[N,](source, w, N, M, BM=_BM)

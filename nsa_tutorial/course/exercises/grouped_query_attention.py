@@ -18,6 +18,7 @@ from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception,
 from nsa_tutorial.course.figures import Picture, grid, new_figure
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import slip, together
+from nsa_tutorial.course.room import roomy
 from nsa_tutorial.runtime import environment
 
 Slips = frozenset[str]
@@ -805,11 +806,11 @@ def _run_score_group(solution: Callable, H: int, G: int, D: int) -> tuple[int, i
         raise NotImplementedError("all three gaps are open")
     if gaps:
         raise TypeError(f"still open in the kernel: {' and '.join(gaps)}")
-    device, GT = environment.detect().device, triton.next_power_of_2(G)
+    GT = triton.next_power_of_2(G)
     rows = H * max(GT, D) + GT  # also rows that nobody should read
-    q = _random(rows, D, seed=H + G).to(device)
-    k = _random(H, D, seed=D).to(device)
-    s, alone = (torch.full((rows,), _UNTOUCHED, device=device) for _ in range(2))
+    q = roomy(_random(rows, D, seed=H + G), 1000.0)
+    k = roomy(_random(H, D, seed=D), 1000.0)
+    s, alone = (roomy(torch.full((rows,), _UNTOUCHED), _UNTOUCHED) for _ in range(2))
     try:
         kernel[H,](q, k, s, G, D=D, GT=GT)
     except Exception as error:  # the interpreter's own, or the compiler's

@@ -20,6 +20,7 @@ from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception,
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong, slip, together
+from nsa_tutorial.course.room import roomy
 from nsa_tutorial.runtime import environment
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
@@ -803,9 +804,8 @@ def _run_row_lse(solution: Callable, scores: Tensor, scale: float) -> Tensor:
         raise NotImplementedError("there is no kernel yet")
     if not hasattr(kernel, "run"):
         raise TypeError("the kernel is not decorated with @triton.jit")
-    device, (N, M) = environment.detect().device, scores.shape
-    memory = torch.cat([scores.flatten(), torch.full((_BS,), 300.0)]).to(device)
-    lse = torch.full((N,), -77.0, device=device)
+    N, M = scores.shape
+    memory, lse = roomy(scores, 300.0), roomy(torch.full((N,), -77.0), -77.0)
     with warnings.catch_warnings():  # the interpreter's, where a power is more than fp32 holds
         warnings.simplefilter("ignore", RuntimeWarning)
         kernel[(N,)](memory, lse, scale * LOG2_E, LN_2, M, BS=_BS)

@@ -16,6 +16,7 @@ from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception,
 from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong, slip, together
+from nsa_tutorial.course.room import roomy
 from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.runtime import environment
@@ -1381,13 +1382,13 @@ def _run_sum(solution: Callable, lists: list[list[int]], block_size: int) -> Ten
         raise TypeError(
             "functions of torch take no tiles of a kernel: join two conditions by `(...) & (...)`"
         )
-    M, DV, device = len(lists), 2, environment.detect().device
+    M, DV = len(lists), 2
     memory = torch.full((_FRONT + M + 4 * block_size, DV), 1000.0)
     memory[:_FRONT] = torch.nan
     memory[_FRONT : _FRONT + M] = 2.0 ** torch.arange(M)[:, None] * torch.tensor([1.0, -1.0])
-    memory, ids = memory.to(device), torch.tensor(lists, dtype=torch.int32, device=device)
-    total = torch.full((M, DV), -77.0, device=device)
-    kernel[M,](memory[_FRONT:], ids, total, M, ids.shape[1], DV=DV, BS=block_size)
+    v, ids = roomy(memory, 1000.0)[_FRONT:], roomy(torch.tensor(lists, dtype=torch.int32), -1)
+    total = roomy(torch.full((M, DV), -77.0), -77.0)
+    kernel[M,](v, ids, total, M, ids.shape[1], DV=DV, BS=block_size)
     return total.cpu()
 
 

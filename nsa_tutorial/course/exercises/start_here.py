@@ -14,12 +14,12 @@ from torch import Tensor
 from nsa_tutorial.course.exercises import Case, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong, slip, together
+from nsa_tutorial.course.room import ROOM, roomy
 from nsa_tutorial.runtime import environment
 
 Slips = frozenset[str]
 
 _BN = 4
-_ROOM = 1024  # numbers before and behind a tensor: a kernel that misses it must not end Python
 
 
 def _random(*shape: int, seed: int) -> Tensor:
@@ -29,14 +29,6 @@ def _random(*shape: int, seed: int) -> Tensor:
 def _why_not() -> str | None:
     here = environment.detect()
     return here.why_not("triton", here.device)
-
-
-def _roomy(numbers: Tensor, behind: float) -> Tensor:
-    """The numbers on this machine's device, as the beginning of a tensor with room behind them, and
-    with as much room before."""
-    whole = torch.full((2 * _ROOM + len(numbers),), behind, device=environment.detect().device)
-    whole[_ROOM : _ROOM + len(numbers)] = numbers
-    return whole[_ROOM:]
 
 
 def _kernel_of(solution: Callable, parameters: str) -> object:
@@ -108,7 +100,8 @@ def _run_add(solution: Callable, N: int) -> _Stored:
     and `B`."""
     kernel, ones = _kernel_of(solution, "A, B, C, N, BN"), torch.arange(N) + 1.0
     # 11, 22, 33, …: sums that show what was added
-    a, b, c = _roomy(ones, 1000.0), _roomy(10 * ones, 1000.0), _roomy(torch.full((N,), -1.0), -1.0)
+    a, b = roomy(ones, 1000.0), roomy(10 * ones, 1000.0)
+    c = roomy(torch.full((N + ROOM,), -1.0), -1.0)
     kernel[-(-N // _BN),](a, b, c, N, BN=_BN)
     past = int((c[N:] != -1.0).sum())
     return _Stored(c[:N].cpu(), past)
@@ -521,8 +514,8 @@ class _Found(NamedTuple):
 def _run_row_max(solution: Callable, R: int, N: int, shift: float) -> _Found:
     """Launch the kernel on rows around `shift`; behind `X` lie large numbers."""
     kernel = _kernel_of(solution, "X, Y, N, BN")
-    x = _roomy(_random(R * N, seed=R * N) + shift, 1000.0)
-    y = _roomy(torch.full((R,), torch.nan), torch.nan)
+    x = roomy(_random(R * N, seed=R * N) + shift, 1000.0)
+    y = roomy(torch.full((R + ROOM,), torch.nan), torch.nan)
     kernel[R,](x, y, N, BN=1 << (N - 1).bit_length())
     return _Found(y[:R].cpu(), int((~y[R:].isnan()).sum()))
 

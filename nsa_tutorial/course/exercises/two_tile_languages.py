@@ -16,6 +16,7 @@ from nsa_tutorial.course import recorder
 from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.languages import T, tilelang, tl, triton
 from nsa_tutorial.course.mistakes import slip, together
+from nsa_tutorial.course.room import roomy
 from nsa_tutorial.runtime import environment
 
 Slips = frozenset[str]
@@ -146,13 +147,12 @@ def kernel(X, Variance, N, BN: tl.constexpr):
 
 def _run_variance(solution: Callable, R: int, N: int) -> Tensor:
     """Launch the kernel, one program for each row; behind `X` lie large numbers."""
-    kernel = _launchable(solution, _GIVEN_VARIANCE)
-    device, BN = environment.detect().device, triton.next_power_of_2(N)
+    kernel, BN = _launchable(solution, _GIVEN_VARIANCE), triton.next_power_of_2(N)
     memory = torch.full((R * BN + BN,), 100.0)
     memory[: R * N] = 5 + _random(R * N, seed=R * N)
-    variance = torch.full((R,), -77.0, device=device)
+    variance = roomy(torch.full((R,), -77.0), -77.0)
     with np.errstate(all="ignore"):  # of the interpreter; the verdict says what went wrong
-        kernel[R,](memory.to(device), variance, N, BN=BN)
+        kernel[R,](roomy(memory, 100.0), variance, N, BN=BN)
     arrays = {"X": memory.numpy(), "Variance": np.zeros(R)}
     _recorded(kernel, (R,), arrays, {"N": N, "BN": BN})
     _refuse_unset(variance.cpu(), arrays["Variance"])
@@ -566,12 +566,11 @@ def _run_product(solution: Callable, M: int, N: int, K: int) -> Tensor:
         UnsetNumbers: if C depends on masked places of a load without `other`.
     """
     kernel = _launchable(solution, _GIVEN_PRODUCT)
-    device = environment.detect().device
     shapes = {"A": (M, K), "B": (K, N)}
     a, b = (_random(*shape, seed=i) for i, shape in enumerate(shapes.values()))
     guard = torch.full((4 * _SIDE * max(M, N, K, _SIDE),), torch.nan)
-    memory = [torch.cat([x.flatten(), guard]).to(device) for x in (a, b)]
-    c = torch.full((M, N), -77.0, device=device)
+    memory = [roomy(torch.cat([x.flatten(), guard]), torch.nan) for x in (a, b)]
+    c = roomy(torch.full((M, N), -77.0), -77.0)
     grid = (-(-M // _SIDE), -(-N // _SIDE))
     sizes = {"BM": _SIDE, "BN": _SIDE, "BD": _SIDE}
     kernel[grid](*memory, c, M, N, K, **sizes)
@@ -888,10 +887,8 @@ def _run_row_sums(solution: Callable, R: int, N: int) -> Tensor:
     if not hasattr(kernel, "script"):
         raise TypeError("the kernel is not decorated with @T.prim_func")
     device = environment.detect().device
-    memory = torch.full((R * N + 4 * _BR * max(N, _BN),), 1000.0, device=device)
-    memory[: R * N] = _random(R * N, seed=R * N).to(device)
-    y = torch.full((R,), -77.0, device=device)
-    _compiled(kernel, device)(memory[: R * N].view(R, N), y)
+    x, y = roomy(_random(R, N, seed=R * N), 1000.0), roomy(torch.full((R,), -77.0), -77.0)
+    _compiled(kernel, device)(x, y)
     return y.cpu()
 
 
