@@ -90,6 +90,19 @@ def zero_is_missing(acc_s, query_start, key_start, N, M, causal):
     return torch.where(hidden, -torch.inf, acc_s)
 
 
+def keys_against_n(own_position=True):
+    """The mask in one line, with `N` where `M` belongs; a query may be kept from its own key."""
+
+    def mask(acc_s, query_start, key_start, N, M, causal):
+        BQ, BK = acc_s.shape
+        position = M - N + query_start + torch.arange(BQ)[:, None]
+        key = key_start + torch.arange(BK)
+        future = key > position if own_position else key >= position
+        return acc_s.masked_fill((key >= N) | (future & causal), -torch.inf)
+
+    return mask
+
+
 def no_values(N, D, tile, causal):
     tiles = sum(i + 1 if causal else N // tile for i in range(N // tile))
     return tiles * 4 * tile * tile * D, 2 * (2 * N * D) + 4 * N + 2 * tiles * tile * D
@@ -136,7 +149,7 @@ def wrong_way_round(N, M, tile_q, tile_k):
     return rows
 
 
-def in_the_frame(mask_from_0=False, keep=True, scaled=True):
+def in_the_frame(mask_from_0=False, keep=True, scaled=True, clipped=True):
     """The chapter's frame, filled."""
 
     def attend(q, k, v, tile_q, tile_k):
@@ -149,7 +162,8 @@ def in_the_frame(mask_from_0=False, keep=True, scaled=True):
                 if key_start > position[-1]:
                     break
                 acc_s = q[position - (M - N)] @ k[keys].T
-                key_position = torch.arange(acc_s.shape[1]) + (0 if mask_from_0 else key_start)
+                size = acc_s.shape[1] if clipped else tile_k
+                key_position = torch.arange(size) + (0 if mask_from_0 else key_start)
                 acc_s = acc_s.masked_fill(key_position > position[:, None], -torch.inf)
                 scale_log2 = LOG2_E * (scale if scaled else 1)
                 after = online_softmax.update(state, acc_s, v[keys], scale_log2)
@@ -160,13 +174,13 @@ def in_the_frame(mask_from_0=False, keep=True, scaled=True):
     return attend
 
 
-def behind(start, end, last):
-    """Whether a tile of keys lies behind the last query of a tile."""
+def is_future(start, end, last):
+    """Whether a tile of keys comes after the last query of a tile."""
     return start > last
 
 
 def walk(
-    *, mask=torch.gt, skip=behind, scale_log2=LOG2_E, scale=1.0, one_state=False, all_rows=False
+    *, mask=torch.gt, skip=is_future, scale_log2=LOG2_E, scale=1.0, one_state=False, all_rows=False
 ):
     """`skip` compares the first key of a tile, where `tile_k` ends it, and the last query."""
 
@@ -224,6 +238,16 @@ ATTEMPTS = {
         "mask_tile",
         zero_is_missing,
         {"taking a score of 0 for a key that does not exist"},
+    ),
+    "keys against N": (
+        "mask_tile",
+        keys_against_n(),
+        {"comparing keys with the number of queries"},
+    ),
+    "keys against N, and own position hidden": (
+        "mask_tile",
+        keys_against_n(own_position=False),
+        {"comparing keys with the number of queries", "hiding a query's own position from it"},
     ),
     "v": ("tiled_cost", no_values, {"forgetting v's bytes"}),
     "all per tile": (
@@ -309,6 +333,11 @@ ATTEMPTS = {
         in_the_frame(mask_from_0=True),
         {"counting a tile's keys from 0"},
     ),
+    "key positions past the end": (
+        "attend_in_tiles",
+        in_the_frame(clipped=False),
+        {"`tile_k` key positions for a tile that holds fewer"},
+    ),
     "update not kept": (
         "attend_in_tiles",
         in_the_frame(keep=False),
@@ -349,7 +378,7 @@ def test_the_kernel_that_is_given_differs_from_the_solution_in_two_lines() -> No
     given = solutions._GIVEN + "\nreturn kernel"
     lines = [line.strip() for line in given.splitlines() if line.strip()]
     ours = [line.strip() for line in inspect.getsource(solutions.tile_maximum).splitlines()]
-    ours = [line for line in ours[2:] if line]  # behind the head and the docstring
+    ours = [line for line in ours[2:] if line]  # without the head and the docstring
     assert [line for line in lines if line not in ours] == ["tl.store(Max + rows, scores_max)"]
     added = [line for line in ours if line not in lines]
     assert [line.partition("(")[0] for line in added] == ["acc_s = tl.where", "tl.store"]
@@ -382,18 +411,27 @@ def test_the_kernel_in_the_cell_is_not_attempted_until_it_is_edited() -> None:
     assert verdict.misconceptions == ("letting keys past the end take part",)
 
 
-def test_swapped_arms_of_where_are_named() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ('keys[None, :] < M, float("-inf"), acc_s', "swapping the two arms of `tl.where`"),
+        ("keys[None, :] < M, acc_s, 0.0", "letting keys past the end take part"),
+        (
+            'keys[:, None] < M, acc_s, float("-inf")',
+            "spreading the keys over the rows of the tile",
+        ),
+    ],
+    ids=["arms", "zeros", "rows"],
+)
+def test_a_wrong_where_is_named(arguments: str, named: str) -> None:
     e = KNOWN["tile_maximum"]
     if e.missing:
         pytest.skip(e.missing[0])
-    condition = "keys[None, :] < M"
     right = inspect.getsource(solutions.tile_maximum)
-    swapped = right.replace(
-        f'where({condition}, acc_s, float("-inf"))', f'where({condition}, float("-inf"), acc_s)'
-    )
-    assert swapped != right
-    verdict = judge(e, in_a_cell(swapped.replace(" -> object", "")))
-    assert verdict.misconceptions == ("swapping the two arms of `tl.where`",)
+    wrong = right.replace('keys[None, :] < M, acc_s, float("-inf")', arguments)
+    assert wrong != right
+    verdict = judge(e, in_a_cell(wrong.replace(" -> object", "")))
+    assert verdict.misconceptions == (named,)
 
 
 @pytest.mark.parametrize(
@@ -435,7 +473,7 @@ def test_the_minutes_are_told() -> None:
 
 def test_a_tile_fits_on_the_chip_and_the_table_into_main_memory_alone() -> None:
     """What `draw_memories` says in its title, by its own sizes."""
-    assert "only far away" in pictures.draw_memories().finding
+    assert "only in main memory" in pictures.draw_memories().finding
     sizes = {name: size for name, (size, _) in pictures._MEMORIES.items()}
     tile, keys_and_values, table = 128 * 128 * 2, 2 * 65_536 * 128 * 2, 2 * 65_536**2
     assert tile < min(sizes["registers"], sizes["shared memory"])

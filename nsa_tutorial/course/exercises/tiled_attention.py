@@ -121,8 +121,8 @@ _KINDS_MISTAKES = (
     Misconception(
         "taking the queries for the first N positions",
         slip(_kinds, "first positions"),
-        "They are the last `N` of the `M`, behind all the keys that were there before. At which "
-        "position does query 0 stand?",
+        "The queries are the last `N` of the `M` positions, so earlier keys come before query 0. "
+        "At which position does query 0 stand?",
     ),
     Misconception(
         "adding `N - M` where the queries stand `M - N` further on",
@@ -201,19 +201,19 @@ queries, and in the string a letter for each tile of keys:
 - `"F"`, full: every query of the tile sees every key.
 - `"D"`, on the diagonal: all other tiles.
 
-For `N = M = 4` and tiles of 2 × 2 that is `["DS", "FD"]`. The loops are written for you. Add the
-letter. Build no mask: two comparisons per tile are enough.
+For `N = M = 4` and tiles of 2 × 2 that is `["DS", "FD"]`. The loops and the ends of each tile are
+written for you. Choose the letter. Build no mask: two comparisons per tile are enough.
 """,
-    minutes=6,
+    minutes=5,
     difficulty=2,
     hints=(
         "Draw 4 queries and 6 keys on squared paper and cut them into tiles of 2 × 2. The queries "
         "are the last 4 of 6. Which keys do the queries of the first tile see?",
         "Only two queries of a tile matter. The last one sees the most, the first one the least. "
         "Which of them decides on skipping, and which on full?",
-        "Turn both tiles into positions: the first and the last query's, the first and the last "
-        "key's, with the last ones cut at the end. Then one comparison gives `S`, another one "
-        "`F`, and all else is `D`.",
+        "Compare positions: query `i` stands at `M - N + i`. The last query decides on `S`: does "
+        "it come before the tile's first key? The first query decides on `F`: does it stand at "
+        "the tile's last key, or after it? All other tiles are `D`.",
     ),
     why="A later query sees more, so a tile's last query decides whether anything is seen, and its "
     "first one whether everything is.",
@@ -280,6 +280,8 @@ def _masked(
         position, key = rows, columns
     is_past = key < position if "strict" in slips else key <= position
     exists = key_start + columns < M + ("one more" in slips)
+    if "keys against N" in slips:
+        exists = key_start + columns < N
     visible = exists.expand(BQ, BK) | ("tail" in slips)
     if "zero is missing" in slips:
         visible = acc_s != 0
@@ -307,9 +309,14 @@ _MASK_MISTAKES = (
         "The keys are numbered from 0. Which is the last number below `M`?",
     ),
     Misconception(
+        "comparing keys with the number of queries",
+        slip(_masked, "keys against N"),
+        "`N` counts queries. Which number says how many keys there are?",
+    ),
+    Misconception(
         "leaving the future in",
         slip(_masked, "future"),
-        "With `causal`, a query sees nothing behind its own position. Which two positions do you "
+        "With `causal`, a query sees no key after its own position. Which two positions do you "
         "have to compare?",
     ),
     Misconception(
@@ -388,8 +395,8 @@ the last of `M` positions. Keep the shape.
     hints=(
         "Take the first case. Row 0 is query 2 of the last 4 of 5: at which position does it "
         "stand? Which of the keys 2, 3, 4 and 5 exist, and which of those does it see?",
-        "A pair stays where two things hold: the key exists, and, if `causal`, it does not lie "
-        "behind the query. Both compare positions in the whole text, never rows and columns of "
+        "A pair stays where two things hold. The key exists, and, if `causal`, it does not come "
+        "after the query. Both compare positions in the whole text, never rows and columns of "
         "the tile.",
         "Make two vectors with `torch.arange`: the positions of the queries, as a column, and "
         "those of the keys, as a row. Compare them with each other and the keys with `M`, join "
@@ -403,7 +410,7 @@ the last of `M` positions. Keep the shape.
         _MASK_MISTAKES,
         {"triangle", "no starts"},
         {"triangle", "first positions"},
-        {"tail", "one more", "cut", "zero is missing"},
+        {"tail", "one more", "cut", "zero is missing", "keys against N"},
         {"zeros", "large -1000000000.0"},
         {"future", "always"},
         {"future", "triangle"},
@@ -719,7 +726,7 @@ def _attend(
             acc_s = q[query_start : query_start + tile_q] @ k[key_start : key_start + tile_k].T
             if "scaled before" in slips:
                 acc_s = acc_s * scale
-            columns = torch.arange(acc_s.shape[1])
+            columns = torch.arange(tile_k if "unclipped keys" in slips else acc_s.shape[1])
             hidden = key_start + columns > position[:, None]
             if "triangle" in slips:
                 hidden = columns > torch.arange(rows)[:, None]
@@ -766,7 +773,7 @@ _ATTEND_MISTAKES = (
         Misconception(
             "skipping a tile by its last key",
             slip(_attend, name),
-            "A tile on the diagonal may end behind the last query, yet its first keys are visible. "
+            "A tile on the diagonal may end after the last query, yet its first keys are visible. "
             "Which key of a tile tells you that nobody sees any of it?",
         )
         for name in _BY_THE_LAST_KEY
@@ -780,7 +787,7 @@ _ATTEND_MISTAKES = (
         "computing tiles of which nothing is visible",
         slip(_attend, "no skip"),
         "Here the later values are NaN, and 0 · NaN is NaN: a mask only hides what was computed. "
-        "Behind which position need a tile of keys not even be loaded?",
+        "After which position need no tile of keys be loaded?",
     ),
     Misconception(
         "taking the queries for the first N positions",
@@ -837,6 +844,12 @@ _ATTEND_MISTAKES = (
         slip(_attend, "too many rows"),
         "The last tile of queries may hold fewer rows. How many rows has its state, and how many "
         "have its scores?",
+    ),
+    Misconception(
+        "`tile_k` key positions for a tile that holds fewer",
+        slip(_attend, "unclipped keys"),
+        "The last tile of keys may hold fewer than `tile_k`. How many columns has `acc_s` there, "
+        "and how many has your mask? `torch.arange(M)[keys]` ends where the keys end.",
     ),
     Misconception(
         "starting anew at every tile of keys",
@@ -897,13 +910,13 @@ _ATTEND_MISTAKES = (
 _ATTEND = Exercise(
     name="attend_in_tiles",
     statement="""
-The whole walk for one head: `q` `[N, D]`, the last `N` of `M` positions, `k` `[M, D]`, `v`
-`[M, DV]`. Return causal attention's `o` `[N, DV]` and `lse` `[N]`, with the scale `D ** -0.5`,
-holding one tile of at most `tile_q × tile_k` scores at a time. Neither size need divide its length.
-Only the body of the inner loop is missing, four or five lines. Stop where no query of the tile sees
-a key any more (one case notices if you do not). Otherwise compute the scores, hide the future, and
-update the state. The call is `online_softmax.update(state, acc_s, v_tile, scale_log2)`, with
-`online_softmax.LOG2_E` folded into `scale_log2`, as in `one_tile`.
+The whole walk for one head: `q` `[N, D]`, `k` `[M, D]`, `v` `[M, DV]`. The `N` queries are the last
+of `M` positions. Return causal attention's `o` `[N, DV]` and `lse` `[N]`, with one tile of scores
+at a time. The last tile of queries may hold fewer than `tile_q`, the last tile of keys fewer than
+`tile_k`. Only the body of the inner loop is missing, four or five lines:
+
+- Stop if no query of the tile sees any of these keys. (One case notices if you do not.)
+- Otherwise compute the scores, hide the future, and update the state as `one_tile` does.
 """,
     minutes=7,
     difficulty=3,
@@ -912,7 +925,7 @@ update the state. The call is `online_softmax.update(state, acc_s, v_tile, scale
         "the skipping. Which query of a tile decides that a tile of keys is skipped?",
         "`position` holds the positions of the tile's queries. `torch.arange(M)[keys]` are those "
         "of its keys. Which comparison of the two, as a `[BQ, BK]`, names the future?",
-        "`break` at the first tile of keys that begins behind `position[-1]`. Otherwise "
+        "`break` at the first tile of keys that begins after `position[-1]`. Otherwise "
         "`acc_s = q_tile @ k[keys].T`, fill the future with -inf by `masked_fill`, and give "
         "`acc_s` and `v[keys]` to `update`.",
     ),
@@ -924,6 +937,7 @@ update the state. The call is `online_softmax.update(state, acc_s, v_tile, scale
         _ATTEND_MISTAKES,
         {"no mask", "triangle", "keys from 0", "strict", "past", "past and own"},
         {"no mask", "zeros"},
+        {"no mask", "unclipped keys"},
         {"no skip", "skip early"},
         *({"no skip", "skip at its own position", name} for name in _BY_THE_LAST_KEY),
         {"one state", "one state, never cut", "too many rows", "last tile only"},
@@ -1025,7 +1039,7 @@ def _is_given(kernel: object) -> bool:
 
 
 def _run_maximum(solution: Callable, N: int, M: int, zero_key: bool) -> tuple[Tensor, str]:
-    """Launch the kernel on scores below zero; behind `Max` lie numbers that must stay."""
+    """Launch the kernel on scores below zero; past the end of `Max`, numbers must stay."""
     kernel = solution()
     if kernel is None:
         if any(isinstance(c, CodeType) for c in solution.__code__.co_consts):
@@ -1069,6 +1083,8 @@ def _wrong_maximum(
             acc_s = tl.where(acc_s != 0, acc_s, float("-inf"))
         elif TAIL == "arms":
             acc_s = tl.where(keys[None, :] < M, float("-inf"), acc_s)
+        elif TAIL == "rows":
+            acc_s = tl.where(keys[:, None] < M, acc_s, float("-inf"))
         elif TAIL == "right":
             acc_s = tl.where(keys[None, :] < M, acc_s, float("-inf"))
         scores_max = tl.maximum(scores_max, tl.max(acc_s, axis=1))
@@ -1093,20 +1109,20 @@ class _Mistaken:
         return lambda *args, **sizes: _wrong_maximum[grid](*args, **slips, **sizes)
 
 
-_TAILS = {"as it came", "infinite keys", "queries", "zero is missing", "arms", "dropped"}
+_TAILS = {"as it came", "infinite keys", "queries", "zero is missing", "arms", "rows", "dropped"}
 _STORES = {"everything", "keys"}
 
 _MAXIMUM_MISTAKES = (
     Misconception(
         "letting keys past the end take part",
         slip(_Mistaken, "as it came"),
-        "The load puts zeros where there is no key. What is a query's score with a key of zeros, "
-        "and when is that the largest?",
+        "Where there is no key, the score is 0. Here every true score is below 0. Which score "
+        "never wins a maximum?",
     ),
     Misconception(
         "storing rows past the last query",
         slip(_Mistaken, "everything"),
-        "The last tile has rows that are no queries. Whose memory lies behind `Max`?",
+        "The last tile has rows that are no queries. Whose memory lies past the end of `Max`?",
     ),
     Misconception(
         "loading -inf for keys that do not exist",
@@ -1128,6 +1144,12 @@ _MAXIMUM_MISTAKES = (
         "swapping the two arms of `tl.where`",
         slip(_Mistaken, "arms"),
         "You hide the keys that exist. Which arm does `tl.where` take where its condition is True?",
+    ),
+    Misconception(
+        "spreading the keys over the rows of the tile",
+        slip(_Mistaken, "rows"),
+        "`acc_s` is `[BQ, BK]`: a key is a column. `keys[:, None]` is `[BK, 1]`. Which shape "
+        "gives each column its key?",
     ),
     Misconception(
         "dropping the last keys where BK does not divide M",
@@ -1153,7 +1175,8 @@ _MAXIMUM = Exercise(
     statement="""
 Find the bugs. The kernel below has to write each query's largest score into `Max`. `Q` is `[N, D]`,
 `K` is `[M, D]`, and there is no causal mask. It is right for 8 queries and 16 keys in tiles of
-4 × 8. For 7 queries and 13 keys it fails in two ways. Mend it.
+4 × 8. For 7 queries and 13 keys it has two bugs: some maxima are wrong, and one number is stored
+past the end of `Max`. Mend both.
 """,
     minutes=6,
     difficulty=2,
@@ -1163,7 +1186,8 @@ Find the bugs. The kernel below has to write each query's largest score into `Ma
         "If all true scores are negative, which number wins the maximum? And the last program "
         "has 4 rows for 3 queries: where does its fourth row go?",
         "`tl.where(condition, this, that)` chooses number by number, so the scores of absent keys "
-        "can become -inf before the maximum. And a store takes a `mask`, as a load does.",
+        "can become -inf before the maximum. And `tl.store` takes a `mask=`, as `tl.load` does: "
+        "state there which `rows` are queries.",
     ),
     why="A tile keeps its shape, so every tile at an end holds places that are nothing, and only "
     "positions tell which.",
@@ -1367,7 +1391,7 @@ TRAPS = (
         "taking the queries for the first N positions",
     ),
     Trap(
-        "7 are full and need no mask",
+        "load, no mask",
         "tile_kinds",
         "masking every tile that is not skipped",
     ),
@@ -1495,7 +1519,7 @@ PREDICTIONS = (
         "A pair moves 8 bytes through the table, but 512 bytes as a key and a value of its own.",
         (
             (32, "That is with the table. A score is 8 bytes of traffic, a key and a value 512."),
-            (16, "Half of the table is hidden, but loads are larger than scores."),
+            (16, "The mask does halve the pairs, but each pair now loads 512 bytes, not 8."),
             (0.06, "That is each tensor once. Here a key is loaded by each query that sees it."),
             (2048, "That counts the hidden half of the pairs, too."),
             (512, "That counts the keys alone. Each comes with its value."),
@@ -1508,14 +1532,14 @@ PREDICTIONS = (
         "measured_ms",
         "64 causal heads of 65,536 tokens on an H200, by tiles: how many ms did they take, 20, "
         "120, 460 or 2000?",
-        "No table crosses main memory. The kernel needs less than twice what its arithmetic takes "
-        "at full speed.",
+        "The kernel moves no table. It needs less than twice what its arithmetic takes at full "
+        "speed.",
         (
             (20, "The arithmetic alone needs 71 ms at full speed."),
             (71, "That is the arithmetic at full speed, which no kernel reaches all the time."),
-            (459, "That is the table's traffic at full speed, and no table is moved."),
-            (460, "That is the table's traffic at full speed, and no table is moved."),
-            (2000, "The table's traffic alone takes less, and no table is moved."),
+            (459, "That is the table's traffic at full speed."),
+            (460, "That is the table's traffic at full speed."),
+            (2000, "Even the table's traffic takes less at full speed."),
         ),
         unit="ms",
         tolerance=0.01,
@@ -1530,6 +1554,11 @@ PREDICTIONS = (
             ((4, 0, 12), "Below the diagonal every query sees every key: those tiles are full."),
             ((0, 8, 8), "Half the pairs are visible, but the diagonal cuts through tiles."),
             ((0, 10, 6), "Ten are computed, but four of those need a mask."),
+            ((10, 0, 6), "Ten are computed, but six of those are visible whole: they are full."),
+            (
+                lambda guess: sorted(guess) == [4, 6, 6],
+                "The numbers are right, but their order is [diagonal, full, skipped].",
+            ),
         ),
     ),
 )

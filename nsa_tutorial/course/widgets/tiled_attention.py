@@ -83,7 +83,7 @@ def draw_memories() -> Picture:
     chart = sheet.chart(Place(1.35, 0.85, 6.2, 1.6), (13, 38.5), (3.6, -0.6))
     ends = [math.log2(size) for size, _ in _MEMORIES.values()]
     chart.boxes([(13, row - 0.3, end - 13, 0.6) for row, end in enumerate(ends)], "#E4E7EA")
-    # behind the bar, the longest within its bar: no dashed line runs through the words
+    # after the bar, the longest within its bar: no dashed line runs through the words
     told = [
         (min(end, 25.7), row, text)
         for row, (end, (_, text)) in enumerate(zip(ends, _MEMORIES.values(), strict=True))
@@ -103,7 +103,7 @@ def draw_memories() -> Picture:
     ticks = {15: "32 KiB", 20: "1 MiB", 25: "32 MiB", 30: "1 GiB", 33: "8 GiB", 37: "128 GiB"}
     chart.bottom(list(ticks), list(ticks.values()), "bytes")
     return Picture(
-        sheet.figure, "A tile of queries fits on the chip, the table of scores only far away"
+        sheet.figure, "A tile of queries fits on the chip, the table of scores only in main memory"
     )
 
 
