@@ -30,6 +30,8 @@ KERNELS = (
     ("block_selection", "block_sums", 2),
     ("two_tile_languages", "row_variance", 1),
     ("two_tile_languages", "tile_product", 2),
+    ("selection_kernels", "group_mass", 3),
+    ("performance", "walk_step", 3),
 )
 of_each_kernel = pytest.mark.parametrize(
     ("chapter", "name", "output"), KERNELS, ids=[name for _, name, _ in KERNELS]

@@ -18,6 +18,7 @@ from torch import Tensor
 from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong, slip, together
+from nsa_tutorial.course.room import roomy
 from nsa_tutorial.runtime import environment
 
 Slips = frozenset[str]
@@ -516,15 +517,18 @@ def _run_walk(solution: Callable, T: int, counts: list[int]) -> Tensor:
         raise NotImplementedError("there is no kernel yet")
     if not hasattr(kernel, "run"):
         raise TypeError("the kernel is not decorated with @triton.jit")
-    device, g = environment.detect().device, torch.Generator().manual_seed(T + sum(counts))
-    tiles = len(counts)
+    tiles, g = len(counts), torch.Generator().manual_seed(T + sum(counts))
     scores = torch.randn(tiles, _WIDE, T, generator=g) - 3  # below 0, mostly
     bits = torch.randint(0, 2**T, (tiles, _WIDE), generator=g, dtype=torch.int32)
     bits[:, 0] = 2 ** (T - 1)  # the last query alone
     for tile, count in enumerate(counts):
         scores[tile, count:], bits[tile, count:] = 99.0, 2**T - 1
-    found = torch.full((tiles, T), -77.0, device=device)
-    tensors = [x.to(device) for x in (scores, bits, torch.tensor(counts, dtype=torch.int32))]
+    found = roomy(torch.full((tiles, T), -77.0), -77.0)
+    tensors = (
+        roomy(scores, 99.0),
+        roomy(bits, 2**T - 1),
+        roomy(torch.tensor(counts, dtype=torch.int32), 0),
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         warnings.filterwarnings("ignore", "tl.where with a non-boolean condition")

@@ -19,6 +19,7 @@ from torch import Tensor
 from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import slip, together
+from nsa_tutorial.course.room import roomy
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.runtime import environment
 
@@ -87,13 +88,12 @@ def _run_group_mass(solution: Callable, G: int, M: int, D: int) -> tuple[Tensor,
         raise NotImplementedError("there is no kernel yet")
     if not hasattr(kernel, "run"):
         raise TypeError("the kernel is not decorated with @triton.jit")
-    device, scale = environment.detect().device, D**-0.5
-    q = _random(G, D, seed=G + M)
+    q, scale = _random(G, D, seed=G + M), D**-0.5
     keys = torch.full((M + _BT, D), 1000.0)
     keys[:M] = _random(M, D, seed=D)
     lse = (scale * q @ keys[:M].T).logsumexp(1)
-    q, keys, lse = (x.to(device) for x in (q, keys, lse))
-    mass = torch.full((M + 2 * _BT,), -77.0, device=device)
+    q, keys, lse = (roomy(x, 1000.0) for x in (q, keys, lse))
+    mass = roomy(torch.full((M + 2 * _BT,), -77.0), -77.0)
     mass[:M] = 0
     with warnings.catch_warnings():  # the interpreter's, of powers of what lies past the end
         warnings.simplefilter("ignore", RuntimeWarning)
