@@ -25,6 +25,7 @@ KERNELS = (
     ("dense_attention", "causal_softmax", 1),
     ("grouped_query_attention", "score_group", 2),
     ("online_softmax", "row_lse", 1),
+    ("tiled_attention", "tile_maximum", 2),
     ("compression", "window_means", 1),
     ("selected_attention", "sum_of_list", 2),
     ("block_selection", "block_sums", 2),

@@ -20,6 +20,7 @@ from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception,
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import slip, together
+from nsa_tutorial.course.room import roomy
 from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.runtime import environment
@@ -1049,15 +1050,15 @@ def _run_maximum(solution: Callable, N: int, M: int, zero_key: bool) -> tuple[Te
         raise TypeError("the kernel is not decorated with @triton.jit")
     if _is_given(kernel):
         raise NotImplementedError("the kernel is as it was given")
-    device = environment.detect().device
     q = -0.5 - _random(N + _BQ, _D, seed=N).abs()
     k = 0.5 + _random(M + _BK, _D, seed=M).abs()
     if zero_key:
         k[1] = 0
-    largest = torch.full((N + 2 * _BQ,), -77.0, device=device)
+    q, k = roomy(q, 1000.0), roomy(k, -1000.0)  # a row around them would score far above 0
+    largest = roomy(torch.full((N + 2 * _BQ,), -77.0), -77.0)
     with warnings.catch_warnings():  # the interpreter's, of an infinity that was loaded
         warnings.simplefilter("ignore", RuntimeWarning)
-        kernel[-(-N // _BQ),](q.to(device), k.to(device), largest, N, M, D=_D, BQ=_BQ, BK=_BK)
+        kernel[-(-N // _BQ),](q, k, largest, N, M, D=_D, BQ=_BQ, BK=_BK)
     intact = bool((largest[N:] == -77.0).all())
     return largest[:N].cpu(), "in bounds" if intact else "stored past the end of Max"
 
