@@ -210,7 +210,8 @@ def test_windows(window_size: int) -> None:
 def test_pictures() -> None:
     findings = {
         pictures.draw_windows: "A window of 6 is 6 keys; whole aligned blocks would show 6 to 9",
-        pictures.draw_packed: "9 queries of 3 sequences see 22 of 81 pairs: two numbers a row",
+        pictures.draw_packed: "9 queries of 3 sequences see 22 of 81 pairs; "
+        "two numbers a query say which",
         pictures.draw_step: "(77, 0), the list of token 77, slot 0: block 4, "
         "448 of 512 elements load",
     }
@@ -462,8 +463,14 @@ def cases(name: str) -> pytest.MarkDecorator:
 
 
 def test_the_minutes_are_told() -> None:
-    minutes = sum(e.minutes for e in exercises.chapter_exercises("triton_forward").values())
-    assert f"{minutes} of them exercises" in prose()
+    """Those of the two exercises in optional parts are not among them."""
+    minutes = {e.name: e.minutes for e in exercises.chapter_exercises("triton_forward").values()}
+    for name in ("walked_slots", "window_row"):
+        optional = re.split(r"^### (?=Optional)", prose(), flags=re.M)[1:]
+        position = {"walked_slots": 0, "window_row": 1}[name]
+        told = re.search(r"About (\d+) minutes", optional[position])
+        assert int(told[1]) > minutes.pop(name)
+    assert f"{sum(minutes.values())} of them exercises" in prose()
 
 
 @pytest.mark.parametrize("G", [1, 4, 16, 20])
@@ -597,6 +604,83 @@ def key_by_key(ids: list, first_key: int, num_visible: int, BS: int) -> torch.Te
     return rows
 
 
+def framed(is_loaded: str, rows: str) -> Callable:
+    """`key_rows` with the two gaps of its frame filled."""
+    source = cell("def key_rows")
+    assert source.count("torch.as_tensor(...)") == source.count("rows = ...") == 1
+    source = source.replace("torch.as_tensor(...)", f"torch.as_tensor({is_loaded})")
+    namespace = {"torch": torch}
+    exec(source.replace("rows = ...", f"rows = {rows}"), namespace)
+    return namespace["key_rows"]
+
+
+FRAMED = {
+    "the slot alone": ("block_id >= 0", "first_key + block_id * BS + tokens"),
+    "a token as a key": (
+        "(block_id >= 0) & (tokens < num_visible)",
+        "first_key + block_id * BS + tokens",
+    ),
+    "the end alone": (
+        "block_id * BS + tokens < num_visible",
+        "first_key + block_id * BS + tokens",
+    ),
+    "a row as a key": (
+        "(block_id >= 0) & (first_key + block_id * BS + tokens < num_visible)",
+        "first_key + block_id * BS + tokens",
+    ),
+    "no first key": (
+        "(block_id >= 0) & (block_id * BS + tokens < num_visible)",
+        "block_id * BS + tokens",
+    ),
+    "a key too many": (
+        "(block_id >= 0) & (block_id * BS + tokens <= num_visible)",
+        "first_key + block_id * BS + tokens",
+    ),
+}
+FRAMED_MISTAKES = dict(
+    zip(
+        FRAMED,
+        (
+            "loading whatever the list names",
+            "loading whatever the list names",
+            "hiding the score of an empty slot, but loading its keys",
+            "comparing a row of K with a count of the sequence",
+            "forgetting where the sequence begins",
+            "seeing one key too many",
+        ),
+        strict=True,
+    )
+)
+
+
+@pytest.mark.parametrize("gaps", FRAMED)
+def test_a_wrong_gap_of_the_frame_is_named(gaps: str) -> None:
+    attempt = framed(*FRAMED[gaps])
+    assert judge(EXERCISES["key_rows"], attempt).misconceptions == (FRAMED_MISTAKES[gaps],)
+
+
+def test_the_frame_waits_for_its_reader() -> None:
+    e = EXERCISES["key_rows"]
+    rows = "first_key + block_id * BS + tokens"
+    assert judge(e, framed("...", "...")).outcome == "not attempted"
+    assert "A `...` still stands here" in judge(e, framed("tokens >= 0", "...")).text
+    right = "block_id >= 0 and block_id * BS + tokens < num_visible"
+    assert judge(e, framed(right, rows)).outcome == "right"
+
+
+def test_who_takes_a_list_for_a_tensor_is_told() -> None:
+    for name, attempt in (
+        ("key_rows", lambda ids, first_key, num_visible, BS: ids[:, None]),
+        ("key_rows", lambda ids, first_key, num_visible, BS: ids >= 0),
+        ("locate", lambda cu_seqlens: cu_seqlens.diff()),
+        ("locate", lambda cu_seqlens: cu_seqlens[1:] - cu_seqlens[:-1]),
+    ):
+        (taken, *_) = inspect.signature(attempt).parameters
+        assert f"`torch.tensor({taken})` makes a tensor" in judge(EXERCISES[name], attempt).text
+    misspelt = judge(EXERCISES["locate"], lambda cu_seqlens: cu_seqlens + torch.zeros(1).nothing)
+    assert "makes a tensor" not in misspelt.text
+
+
 def from_the_end(ids: list, num_blocks: int) -> int:
     walked = len(ids)
     while walked and ids[walked - 1] == -1:
@@ -660,6 +744,30 @@ def in_pairs(cu_seqlens: list) -> list:
     ]
 
 
+def as_tensors(cu_seqlens: list) -> tuple:
+    token, cu = torch.arange(cu_seqlens[-1]), torch.tensor(cu_seqlens)
+    start = cu[torch.searchsorted(cu, token, right=True) - 1]
+    return start, token - start + 1
+
+
+def counts_first(cu_seqlens: list) -> tuple:
+    return as_tensors(cu_seqlens)[::-1]
+
+
+def count_of_a_sequence(cu_seqlens: list) -> tuple:
+    lengths = [end - start for start, end in pairwise(cu_seqlens)]
+    return as_tensors(cu_seqlens)[0].tolist(), lengths
+
+
+def test_tensors_are_lists_of_numbers_too() -> None:
+    assert judge(EXERCISES["locate"], as_tensors).outcome == "right"
+
+
+def count_before_row(position: int, first_key: int, window_size: int, BS: int) -> tuple:
+    start = max(position + 1 - window_size, 0)
+    return position + 1 - start, first_key + start, -(-(position + 1 - start) // BS)
+
+
 def not_clamped(position: int, first_key: int, window_size: int, BS: int) -> tuple:
     return first_key + position - window_size + 1, window_size, -(-window_size // BS)
 
@@ -703,6 +811,9 @@ TYPED = [
     ("locate", appended_once, "a list of lists"),
     ("locate", by_search, "giving a boundary's token to the sequence before it"),
     ("locate", in_pairs, "a list of pairs in place of two lists"),
+    ("locate", counts_first, "the right numbers in another order"),
+    ("locate", count_of_a_sequence, "one count for each sequence"),
+    ("window_row", count_before_row, "the right numbers in another order"),
     ("window_row", not_clamped, "reaching back before the tensor"),
     ("window_row", touched, "counting the sequence's blocks that the window touches"),
     ("window_row", steps, "counting steps in place of keys"),
@@ -730,11 +841,13 @@ def test_thoughts_about_guesses_hold() -> None:
     assert {2**32 // elements, 2**31 // (2 * elements), 2**31 // (4 * 128), 2**31 // 128} <= set(
         known["first_token_past_int32"]
     )
-    assert {65536 * 4, 65536 * 2, 65536 * 64 * 2} <= set(known["programs_of_both_branches"])
+    assert {2**16, 2**31, 2**31 // elements} <= set(known["longest_text"])
     ms = {name: row["ms"] for name, row in pictures.times().items()}
     one_by_one = [ms[f"pointers, {change}"] for change in ("steps of 64 tokens", "4 warps")]
     assert one_by_one[0] > one_by_one[1] > ms["pointers, 1 stage"]
     assert round(one_by_one[1]) == 20
+    (worst,) = (p for p in chapter_11.PREDICTIONS if p.name == "worst_change")
+    assert worst.reason == f"It takes {one_by_one[0]:.1f} ms in place of {ms['pointers']:.1f}."
     assert 1.2 < ms["pointers, 1 stage"] / ms["pointers"] < 1.3, "a quarter more"
 
 
@@ -827,6 +940,16 @@ def test_a_store_at_the_beginning_is_named() -> None:
     found = judge(EXERCISES["first_scores"], attempt)
     assert found.misconceptions == ("storing at the beginning of `Score`",)
     assert "H = 1, G = 3, GT = 16" in found.text and "`Score`:\ngot" in found.text
+
+
+@needs_triton
+@pytest.mark.parametrize("key", ["query", "(query * H + head)"])
+def test_another_key_is_named(key: str) -> None:
+    source = cell("def first_scores").replace("query * H + head * G + group", ROW)
+    source = source.replace("group < GT", MASK)
+    attempt = in_a_cell(source.replace("K + head * D", f"K + {key} * D"))
+    found = judge(EXERCISES["first_scores"], attempt)
+    assert found.misconceptions == ("a key that is not the KV head's",)
 
 
 @needs_triton

@@ -215,14 +215,15 @@ def draw_packed(cu_seqlens: tuple[int, ...] = (0, 3, 4, 9)) -> Picture:
     axis.set_xticks(range(tokens))
     axis.set_yticks(range(tokens))
     axis.set_xlabel("row of K", fontsize=9)
-    axis.set_ylabel("query row", fontsize=9)
+    axis.set_ylabel("query", fontsize=9)
     for x, title, values in ((1.2, "FirstKey", first), (1.55, "NumVisible", visible)):
         axis.text(x, 1.03, title, transform=axis.transAxes, ha="center", fontsize=9)
         beside = {"transform": axis.get_yaxis_transform(), "ha": "center", "va": "center"}
         for i, value in enumerate(values):
             axis.text(x, i, value, fontsize=9, **beside)
     pairs = f"{int(sees.sum())} of {tokens**2} pairs"
-    told = f"{tokens} queries of {len(cu_seqlens) - 1} sequences see {pairs}: two numbers a row"
+    seen = f"{tokens} queries of {len(cu_seqlens) - 1} sequences see {pairs}"
+    told = f"{seen}; two numbers a query say which"
     return Picture(figure, told)
 
 
@@ -516,9 +517,9 @@ def beside_tilelang() -> list[tuple[int, int, float, float]]:
 
 
 CHAIN = {
-    "pointers, whole blocks, 2 warps, 2 stages": "pointers: whole blocks,\n2 warps, 2 stages",
-    "pointers": "steps of 32 tokens,\n1 warp, 3 stages",
-    "descriptors": "tensor descriptors",
+    "pointers, whole blocks, 2 warps, 2 stages": "version 1, pointers:\nwhole blocks, 2 warps",
+    "pointers": "version 2, pointers:\nsteps of 32, 1 warp, 3 stages",
+    "descriptors": "version 3,\ntensor descriptors",
 }
 # The same kernel, measured four times.
 SAME = "pointers", "pointers, steps of 32 tokens", "pointers, 1 warp", "pointers, 3 stages"
@@ -559,8 +560,8 @@ def draw_ladder() -> Picture:
         axis.set_ylim(len(bars) - 0.45, -0.6)
     low, high = spread()
     axes[1, 0].axvspan(low, high, color=PALETTE["key"], alpha=0.35, zorder=0, linewidth=0)
-    band = f"band: itself, {len(SAME)} times, {low:.1f} to {high:.1f} ms"
-    axes[1, 0].set_title(f"the second bar with one change; {band}", fontsize=9, loc="left")
+    band = f"band: version 2, {len(SAME)} times, {low:.1f} to {high:.1f} ms"
+    axes[1, 0].set_title(f"version 2 with one change; {band}", fontsize=9, loc="left")
     axes[1, 0].set_xlim(0, max([*chain.values(), *changed.values()]) * 1.12)
     shape = "65,536 tokens, 4 KV heads, groups of 16, width 128, 16 blocks of 64, bf16"
     axes[1, 0].set_xlabel(f"milliseconds; {shape}", fontsize=8.5)
