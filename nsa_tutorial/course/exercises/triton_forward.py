@@ -1500,19 +1500,19 @@ PREDICTIONS = (
     Prediction(
         "mask_becomes",
         "What does the mask of a load become in the GPU's instructions, "
-        '"a branch", "a product with zero" or "a length"?',
+        '"branch", "product" (with zero) or "length"?',
         "The instruction that copies 16 bytes takes a length, 16 or 0.",
         (
             (
-                "a branch",
+                "branch",
                 "Then the threads of a warp would part, and the copies would wait for each other.",
             ),
             (
-                "a product with zero",
+                "product",
                 "That would load first and hide later, and 0 · NaN is NaN.",
             ),
         ),
-        choices=("a branch", "a product with zero", "a length"),
+        choices=("branch", "product", "length"),
     ),
     Prediction(
         "longest_text",
@@ -1521,7 +1521,7 @@ PREDICTIONS = (
         "CUDA allows 65,535 programs along a grid's second axis. One token more, and the launch "
         "fails.",
         (
-            (65_536, "Almost: the limit is one less than 2¹⁶, the largest number of 16 bits."),
+            (65_536, "The limit is one less than 2¹⁶: the largest number of 16 bits."),
             (2**31, "CUDA allows that many along the first axis. The second one is much shorter."),
             (2**32, "That would be a grid axis of 32 bits. The second axis has only 16."),
             (262_144, "That is where offsets leave 32 bits. The grid gives up sooner."),
