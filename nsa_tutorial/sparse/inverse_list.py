@@ -106,7 +106,7 @@ def of_lists(
     # -- sort --
     tile = torch.where(is_visible, tile, num_tiles).flatten()  # behind all others
     if num_tiles < 2**15:
-        tile = tile.to(torch.int16)  # a radix sort passes over every byte of its keys
+        tile = tile.to(torch.int16)  # a radix sort passes over every byte
     # stable: entries of one block stay in the order of their rows
     tile, entries = tile.sort(stable=True)
     bounds = torch.arange(num_tiles + 1, dtype=tile.dtype, device=device)

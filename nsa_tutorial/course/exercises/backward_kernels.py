@@ -237,7 +237,8 @@ For `[[0, -1], [0, 1], [1, 0]]` and two blocks, `queries` is `[0, 1, 2, 1, 2]` a
 `[0, 3, 5]`. `sort(stable=True)` and `torch.searchsorted` do most of the work. Plain Python loops
 are fine, too.
 """,
-    minutes=8,
+    returns=("queries", "bounds"),
+    minutes=10,
     difficulty=2,
     hints=(
         "Flatten `lists`. Each entry is a pair now: the block that it names, and its place. "
@@ -308,6 +309,9 @@ def _step(
     slips: Slips, queries: list[int], step: int, head: int, H: int, G: int, BR: int
 ) -> list[int]:
     """`rows_of_step` with slips."""
+    if "no end" in slips:
+        rows = range(step * BR, (step + 1) * BR)
+        return [(queries[i // G] * H + head) * G + i % G for i in rows]
     num_heads = 1 if "one head" in slips else H * G if "all groups" in slips else G
     index = step * BR + torch.arange(BR)
     if "first step" in slips:
@@ -437,6 +441,11 @@ _STEP_MISTAKES = (
         "The last step may have fewer rows than the tile. Whose gradient do the others add to?",
     ),
     Misconception(
+        "asking for queries past the end of the chunk",
+        slip(_step, "no end"),
+        "Which rows does a step have past the chunk's end?",
+    ),
+    Misconception(
         "row 0 in place of −1",
         slip(_step, "row 0"),
         "Row 0 of Q is a query like any other. How does your list say that nothing is loaded?",
@@ -485,7 +494,7 @@ Past the end of the chunk, return -1.
 - `rows_of_step([1, 4], 0, 1, 2, 2, 4)` is `[6, 7, 18, 19]`.
 - `rows_of_step([3], 0, 0, 1, 2, 4)` is `[6, 7, -1, -1]`.
 """,
-    minutes=6,
+    minutes=8,
     difficulty=2,
     hints=(
         "Number the chunk's rows from 0, heads of a group side by side. Which query of the chunk "
@@ -501,6 +510,7 @@ Past the end of the chunk, return -1.
     misconceptions=_STEP_MISTAKES,
     combine=together(
         _STEP_MISTAKES,
+        *({"no end", *m.wrong.slips} for m in _STEP_MISTAKES if m.wrong.slips != {"no end"}),
         {"one head", "all groups", *_OUTSIDE},
         {"first step", "step of queries", "by one row", "heads outside, in step", *_WHOLE},
         *({whole, "all groups"} for whole in _WHOLE),
@@ -1085,6 +1095,8 @@ def _slot(slips: Slips, d_s: Tensor, s: Tensor, is_seen: Tensor) -> Tensor:
         return product.sum(2)
     if "one number" in slips:
         return product.sum()
+    if "all mean" in slips:
+        return product.mean((0, 2))
     if "keys mean" in slips:
         product = product / seen.sum(2, keepdim=True).clamp(min=1)
     if "keys kept" in slips:
@@ -1120,6 +1132,11 @@ _SLOT_MISTAKES = (
             "product belong?",
         )
         for name in ("apart", "all apart")
+    ),
+    Misconception(
+        "averaging over heads and keys",
+        slip(_slot, "all mean"),
+        "The factor stands in the score of every key, for every head. Are effects averaged?",
     ),
     Misconception(
         "averaging over the keys",
@@ -1226,6 +1243,7 @@ gradient of the factors where all of them are 1, `[S]`.
         {"apart", "one number"},
         {"apart", "all apart"},
         *({"all apart", other} for other in _AFTER),
+        *({"all mean", other} for other in ("apart", "all apart", "keys kept", *_AFTER[1:])),
     ),
     cases=(
         Case(
@@ -1361,7 +1379,7 @@ TRAPS = (
         "all queries of one head first",
     ),
     Trap(
-        "these are all heads of the group",
+        "a head is a row like any other",
         "rows_of_step",
         "taking one head of each group",
     ),
@@ -1387,7 +1405,7 @@ TRAPS = (
         "stopping behind the queries that see the first key",
     ),
     Trap(
-        "an LSE that two programs write",
+        "right outputs, wrong gradients",
         "audit",
         "forgetting tensors that nobody stores to",
     ),
@@ -1447,8 +1465,8 @@ PREDICTIONS = (
         "peaked_choice",
         "Under peaked attention, with slot_scale: how many percent of the queries read their block "
         "after training, where chance is 25?",
-        "The scores learn to avoid the right block. A query that missed it does better with less "
-        "weight on the block that is most similar.",
+        "Under gentle attention, about two thirds of the queries find their block. Here the scores "
+        "learn to avoid it. Why? Read on.",
         (
             (25, "That is chance."),
             (
