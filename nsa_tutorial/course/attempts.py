@@ -157,6 +157,7 @@ MEANINGS = (
         "For a plain number, use `math`, or `x ** 0.5` for a square root.",
     ),
     (r"unsupported operand type\(s\) for \^", "Python writes a power as `x ** 2`."),
+    (r"'(int|float)' object is not subs", "A plain number has no axes. Should each row have one?"),
     (r"operands were provided", "Give `einsum` letters for each input, and each axis one letter."),
     (r"-dimensional.*index\(es\) were provided", "A tile needs one index for each of its axes."),
     (

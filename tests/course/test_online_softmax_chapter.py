@@ -292,7 +292,7 @@ def test_torch_in_a_kernel_is_named() -> None:
 
         return kernel
 
-    assert "or `tl` that does it" in judge(KNOWN["row_lse"], row_lse).text
+    assert "inside a kernel only `tl` functions work" in judge(KNOWN["row_lse"], row_lse).text
 
 
 def test_a_gap_left_in_an_answer_is_named() -> None:
@@ -333,13 +333,13 @@ def test_a_kernel_that_is_not_returned_is_spoken_of() -> None:
 
 
 def test_the_minutes_are_told() -> None:
-    """The two optional exercises are not among the chapter's minutes."""
-    optional = [KNOWN[name].minutes for name in ("row_lse", "merge_many")]
+    """The three optional exercises are not among the chapter's minutes."""
+    optional = [KNOWN[name].minutes for name in ("row_lse", "merge_partials", "merge_many")]
     minutes = sum(e.minutes for e in KNOWN.values()) - sum(optional)
     text = " ".join(CHAPTER.read_text(encoding="utf-8").replace('\\n",', "").split())
     text = text.replace('" ', "").replace('"', "")
     assert f"{minutes} of them exercises" in text
-    assert f"Two more exercises are optional, {sum(optional)} minutes" in text
+    assert f"Three more exercises are optional, {sum(optional)} minutes" in text
     for one in optional:
         assert f"it takes {one} minutes" in text
 
@@ -885,6 +885,11 @@ def test_any_finite_stand_in_is_right(shift: float) -> None:
     assert judge(KNOWN["guarded_step"], attempt).outcome == "right"
 
 
+def test_one_stand_in_for_all_rows_is_asked_about() -> None:
+    attempt = measured_from(lambda new, old: 0 if new == -math.inf else new)
+    assert "Should each row have one?" in judge(KNOWN["guarded_step"], attempt).text
+
+
 def test_a_value_of_the_state_is_told_by_its_name() -> None:
     def attempt(*arguments):
         scores_max, running_sum, acc_o = solutions.online_step(*arguments)
@@ -924,6 +929,19 @@ def test_the_picture_tells_the_place_of_each_kind_of_row(
     said = repr(solutions._between(arguments, (expected[0] + 1, expected[1]), expected))
     assert said.count("belong") == 1
     assert where in said
+
+
+def test_the_picture_of_a_cleared_nan_says_that_nan_belongs_there() -> None:
+    said = repr(judge(KNOWN["merge_partials"], joined_and_cleared).picture)
+    assert "NaN belongs there" in said
+    assert "between o1 and o2" not in said
+
+
+def test_a_sum_that_fp32_holds_is_not_written_as_the_end_of_fp32() -> None:
+    for lift in range(pictures.HIGHEST_LIFT + 1):
+        moment = pictures.walk(pictures.row(lift), pictures.positions(), "no max")[-1]
+        if math.isfinite(moment.running_sum):
+            assert pictures.number(moment.running_sum) != "2^128"
 
 
 def test_the_picture_says_where_a_merged_output_belongs() -> None:

@@ -185,8 +185,8 @@ _STEP_MISTAKES = (
     Misconception(
         "the chunk's own maximum in place of the running one",
         slip(_step, "own"),
-        "On paper it comes out even, but the factor can now exceed 1. It is inf as soon as a "
-        "chunk lies 128 log2 units below what came before. Which maximum can never fall?",
+        "On paper it comes out even, but the factor can now exceed 1. It overflows when a chunk "
+        "lies far enough below what came before. Which maximum can never fall?",
     ),
     Misconception(
         "powers measured from no maximum at all",
@@ -695,15 +695,14 @@ acc_s = torch.exp2((acc_s - shift[:, None]) * scale_log2)
 return scores_max, scores_scale, acc_s
 ```
 
-Let no `NaN` arise, and clear none: `nan_to_num` also hides the `NaN` of another mistake. (This
-check cannot see it. The next ones can.)
+Let no `NaN` arise, and clear none: `nan_to_num` also hides the `NaN` of another mistake.
 """,
     returns=("scores_max", "scores_scale", "acc_s"),
     minutes=4,
     difficulty=2,
     hints=(
-        "Write down the two exponents of a row that has seen no key and sees none now. Which of "
-        "them is -inf minus -inf?",
+        "Write down both exponents, the factor's and the powers', for a row that has seen no key "
+        "and sees none now. What is -inf minus -inf?",
         "An exponent needs some finite number to be measured from. Only a row whose new maximum "
         "is still -inf lacks one, and there every score is -inf, so any finite number does.",
         "Keep two tensors: the new maximum, which you return as it is, and a copy with a stand-in "
@@ -804,6 +803,8 @@ def _run_row_lse(solution: Callable, scores: Tensor, scale: float) -> Tensor:
         raise NotImplementedError("there is no kernel yet")
     if not hasattr(kernel, "run"):
         raise TypeError("the kernel is not decorated with @triton.jit")
+    if "torch" in getattr(getattr(kernel, "fn", None), "__code__", row_lse.__code__).co_names:
+        raise TypeError("the kernel calls torch, and inside a kernel only `tl` functions work")
     N, M = scores.shape
     memory, lse = roomy(scores, 300.0), roomy(torch.full((N,), -77.0), -77.0)
     with warnings.catch_warnings():  # the interpreter's, where a power is more than fp32 holds
@@ -1165,7 +1166,7 @@ def _between(arguments: tuple, got: object, expected: object) -> Picture:
     """The first rows and columns of a merge as points between the two outputs they come from."""
     (o1, lse1, o2, lse2), o = arguments, got[0]
     G, DV = o1.shape
-    apart = int((~torch.isclose(o, expected[0])).sum())
+    apart = int((~torch.isclose(o, expected[0], equal_nan=True)).sum())
     if not apart:
         raise ValueError("the outputs are right, only lse is not: there is nothing to draw")
     places = [(i, j) for i in range(G) for j in range(DV)][:6]
@@ -1201,12 +1202,15 @@ def _between(arguments: tuple, got: object, expected: object) -> Picture:
     figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     bad = int((~torch.isfinite(o)).sum())
     lost = f", {bad} of them not finite" if bad else ""
-    where = _belongs(*(lse[~torch.isclose(o, expected[0]).all(1)] for lse in (lse1, lse2)))
+    wrong = ~torch.isclose(o, expected[0], equal_nan=True).all(1)
+    where = _belongs(*(part[wrong] for part in (o1, lse1, o2, lse2)))
     return Picture(figure, f"Wrong numbers in your o: {apart} of {o.numel()}{lost}. {where}")
 
 
-def _belongs(lse1: Tensor, lse2: Tensor) -> str:
-    """Where the outputs of rows with these log-sum-exps lie."""
+def _belongs(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> str:
+    """Where the outputs lie that join these two halves of some rows."""
+    if (o1 + o2).isnan().any():
+        return "A half that saw keys wrote NaN, so NaN belongs there."
     if ((lse1 == -INF) & (lse2 == -INF)).all():
         return "Both halves are empty: 0 belongs there."
     if torch.equal(lse1, lse2):
@@ -1609,8 +1613,8 @@ _MANY_MISTAKES = (
     *_ways(
         _many,
         "an lse summed along the rows",
-        "Your output is the right one, and your lse adds up different rows. Along which axis of "
-        "`lse` do the parts of one row lie?",
+        "Your output is right, but in your lse you joined the rows, not the parts. Along which "
+        "axis of `lse` do the parts of one row lie?",
         ("lse along the rows",),
     ),
     *_ways(
@@ -1986,7 +1990,7 @@ TRAPS = (
         "a plain average of the two outputs",
     ),
     Trap(
-        "this formula with two precautions",
+        "this formula with three precautions",
         "merge_partials",
         "`exp` taken of each lse as it comes, with no guard for empty rows",
     ),

@@ -128,14 +128,15 @@ def _right(moment: Moment) -> bool:
 
 def number(x: float) -> str:
     """A number as the picture writes it: three digits (four, never 1e+03), huge or tiny ones as a
-    power of two."""
+    power of two. Its exponent is cut, not rounded: what fp32 holds stays below 2^128."""
     if math.isnan(x):
         return "NaN"
     if 999.5 <= abs(x) < 1e4:
         return f"{x:.0f}"
     if math.isinf(x) or x == 0 or 1e-4 < abs(x) < 1e4:
         return f"{x:.3g}"
-    return f"2^{math.log2(x):.0f}"
+    exponent = math.trunc(10 * math.log2(x)) / 10
+    return f"2^{exponent:g}"
 
 
 def limit(reference: str) -> int:
