@@ -247,17 +247,16 @@ def test_a_task_looks_at_no_other_tokens(heads):
 def test_what_the_chapter_says_about_learning(heads, cut):
     """Few numbers find something that holds elsewhere; many halve the error where they learnt, and
     gain nothing elsewhere."""
-    learn, judge = pictures.task(heads, *cut[:2], 4), pictures.task(heads, *cut[2:], 4)
-    share = {}
-    for kind in ("weighted", "linear", "mlp"):
-        weight = pictures.fit(learn, kind)
-        share[kind] = [
-            float(
-                pictures.error(of, compress(of.k, kind=kind, stride=4, weight=weight)).mean()
-                / pictures.error(of, compress(of.k, stride=4)).mean()
-            )
-            for of in (learn, judge)
-        ]
+    learn, elsewhere = pictures.task(heads, *cut[:2], 4), pictures.task(heads, *cut[2:], 4)
+    rows = pictures.errors_of_kinds(learn, elsewhere)
+    of_the_mean = [
+        pictures.error(of, compress(of.k, stride=4)).mean().item() for of in (learn, elsewhere)
+    ]
+    assert rows["mean"] == pytest.approx(of_the_mean)
+    share = {
+        kind: [x / mean for x, mean in zip(errors, of_the_mean, strict=True)]
+        for kind, errors in rows.items()
+    }
     assert 0.85 < share["weighted"][0] < 0.95 and 0.85 < share["weighted"][1] < 0.95
     for kind in ("linear", "mlp"):
         assert 0.45 < share[kind][0] < 0.55 and 0.95 < share[kind][1] < 1.05
@@ -372,6 +371,35 @@ def side_by_side(q, k, v, position, length, stride):
     return torch.softmax(scores, 0) @ v_cmp[:count], scores.logsumexp(0)
 
 
+def attention(summarise, at_once=lambda k_cmp, q: k_cmp @ q, width=None, log=torch.log):
+    """`attend_to_summaries` with parts of a reader's own."""
+
+    def attempt(q, k, v, position, length, stride):
+        count = solutions.visible_summaries(position, length, stride)
+        if count == 0:
+            o = torch.zeros(v.shape[1]) if width is None else width(q)
+            return o, torch.tensor(-math.inf)
+        k_cmp, v_cmp = (summarise(x.unfold(0, length, stride))[:count] for x in (k, v))
+        scores = at_once(k_cmp, q) * len(q) ** -0.5
+        return scores.softmax(0) @ v_cmp, log(scores.exp().sum())
+
+    return attempt
+
+
+def mean(windows):
+    return windows.mean(-1)
+
+
+def across(windows):
+    return windows.mean(1)
+
+
+def lse_first(*arguments):
+    o, lse = attention(mean)(*arguments)
+    return lse, o
+
+
+ACROSS = "averaging the numbers of a token, not the tokens of a window"
 LATE = "letting a summary be seen only after its last token"
 
 
@@ -396,8 +424,53 @@ LATE = "letting a summary be seen only after its last token"
             lambda s: (s.mean(1), s.exp().sum(1).log()),
             "the log-sum-exp without the length",
         ),
+        (
+            "visible_summaries",
+            lambda t, length, stride: max(0, (t + 1) // stride - 1),
+            "taking every window to be two strides long",
+        ),
+        ("attend_to_summaries", attention(across), ACROSS),
+        ("attend_to_summaries", attention(across, lambda k, q: q @ k.T), ACROSS),
+        ("attend_to_summaries", lse_first, "returning `lse` before `o`"),
+        (
+            "attend_to_summaries",
+            attention(mean, width=torch.zeros_like),
+            "an output as wide as the query",
+        ),
+        (
+            "attend_to_summaries",
+            attention(mean, width=lambda q: 0.0),
+            "one number for an output of zeros",
+        ),
+        ("attend_to_summaries", attention(mean, log=torch.log2), "an lse to the base two"),
+        (
+            "window_logit",
+            lambda s: (s.mean(1), s.logsumexp(1) - math.log2(s.shape[1])),
+            "the length's logarithm to the base two",
+        ),
+        (
+            "window_logit",
+            lambda s: (s.mean(1), s.logsumexp(1) - math.log(32)),
+            "taking 32 for every window's length",
+        ),
     ],
-    ids=["a range", "late", "below zero, by int", "masked late", "side by side", "overflow"],
+    ids=[
+        "a range",
+        "late",
+        "below zero, by int",
+        "masked late",
+        "side by side",
+        "overflow",
+        "two strides",
+        "the numbers of a token",
+        "the numbers, transposed",
+        "lse first",
+        "q's width",
+        "zero",
+        "base two",
+        "log2 of the length",
+        "32 for the length",
+    ],
 )
 def test_a_readers_mistake_is_named(name, attempt, named):
     """None of these is written like the misconception that names it."""
@@ -478,15 +551,28 @@ def test_the_kernel_in_the_cell_is_not_attempted_until_it_is_edited(kernel_exerc
             [("window * length +", "window * BL +"), LOAD],
             ("starting a window every BL tokens",),
         ),
+        (
+            [START, LOAD, ("axis=0", "axis=1")],
+            ("summing the numbers of a token, not the tokens of a window",),
+        ),
     ],
-    ids=["no mask", "side by side", "no other", "stride", "divided by BL", "columns", "tiles"],
-)
+    ids=["no mask", "side by side", "no other", "stride", "divided by BL", "columns", "tiles",
+         "axis 1"],
+)  # fmt: skip
 def test_half_mended_kernels_are_named(kernel_exercise, edits, named):
     source = cell("def window_means")
     for old, new in edits:
         assert source.count(old) == 1
         source = source.replace(old, new)
     assert judge(kernel_exercise, in_a_cell(source)).misconceptions == named
+
+
+def test_what_an_unset_place_does_is_said_once(kernel_exercise):
+    """The mistake's own sentence suffices: no error beside it, and no number that looks right."""
+    source = cell("def window_means").replace(*START).replace(*LOAD).replace(", other=0.0", "")
+    verdict = judge(kernel_exercise, in_a_cell(source))
+    assert "`BL` is 4" in verdict.text and "raised" not in verdict.text
+    assert "nan" in verdict.text
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ def _visible(slips: Slips, position: int, length: int, stride: int) -> int:
     """`visible_summaries` with slips."""
     tokens = position + ("one late" not in slips)
     first = 1 if "starts" in slips else stride if "strides" in slips else length
+    first = 2 * stride if "two strides" in slips else first
     step = length if "no overlap" in slips else stride
     moves = (tokens - first) // step
     if "up" in slips:
@@ -119,6 +120,12 @@ _VISIBLE_MISTAKES = (
         "A stride is the distance from one window's start to the next. At which position "
         "does the first window end?",
     ),
+    Misconception(
+        "taking every window to be two strides long",
+        slip(_visible, "two strides"),
+        "That is right for length 4 and stride 2. How many tokens does the first window need "
+        "for length 6 and stride 2?",
+    ),
 )
 
 # `int` of the whole rounds as `//` does, but for counts below zero: one mistake, and not two
@@ -150,7 +157,7 @@ queries at positions 0 to 7 see 0, 0, 0, 1, 1, 2, 2, 3.
     misconceptions=(*_VISIBLE_MISTAKES, _NEGATIVE_BY_INT),
     combine=together(
         _VISIBLE_MISTAKES,
-        {"starts", "strides"},
+        {"starts", "strides", "two strides"},
         {"up", "towards zero", "fraction"},
     ),
     cases=(
@@ -161,6 +168,7 @@ queries at positions 0 to 7 see 0, 0, 0, 1, 1, 2, 2, 3.
         Case("between two ends", lambda: (8, 4, 2)),
         Case("length is no multiple of stride", lambda: (11, 5, 3)),
         Case("windows that do not overlap", lambda: (11, 4, 4)),
+        Case("windows of three strides", lambda: (8, 6, 2)),
         Case("the last of 500 tokens, length 32, stride 16", lambda: (499, 32, 16)),
     ),
     tolerance=0.0,
@@ -190,7 +198,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """`attend_to_summaries` with slips."""
     step = length if "no overlap" in slips else stride
-    k_cmp, v_cmp = (x.unfold(0, length, step).mean(-1) for x in (k, v))
+    axis = 1 if "numbers" in slips else -1
+    k_cmp, v_cmp = (x.unfold(0, length, step).mean(axis) for x in (k, v))
     if "sum" in slips:
         k_cmp, v_cmp = length * k_cmp, length * v_cmp
     if "unsummarised values" in slips:
@@ -207,11 +216,11 @@ def _attend(
     if "all" in slips:
         count = len(k_cmp)
     if count == 0 and "tokens" in slips:
-        scores, v_cmp = scale * k[: position + 1] @ q, v[: position + 1]
-        return torch.softmax(scores, 0) @ v_cmp, scores.logsumexp(0)
+        k_cmp, v_cmp, count = k[: position + 1], v[: position + 1], position + 1
     if count == 0 and "nan" not in slips:
-        nothing = 0.0 if "lse 0" in slips else -math.inf
-        return v.new_zeros(v.shape[1]), v.new_tensor(nothing)
+        lse = v.new_tensor(0.0 if "lse 0" in slips else -math.inf)
+        shape = () if "a number" in slips else q.shape if "width of q" in slips else v.shape[1:]
+        return (lse, v.new_zeros(shape)) if "swapped" in slips else (v.new_zeros(shape), lse)
     scores = scale * k_cmp @ q
     hidden = torch.arange(len(scores)) >= count
     seen = scores.masked_fill(hidden, 0.0 if "zeros" in slips else -math.inf)
@@ -222,7 +231,10 @@ def _attend(
         lse = scores.logsumexp(0)
     if "sum of exponentials" in slips:
         lse = seen.exp().sum()
-    return weights @ v_cmp, lse
+    if "base two" in slips:
+        lse = lse / math.log(2)
+    o = weights @ v_cmp
+    return (lse, o) if "swapped" in slips else (o, lse)
 
 
 _ATTEND_MISTAKES = (
@@ -312,6 +324,32 @@ _ATTEND_MISTAKES = (
         slip(_attend, "by D"),
         "The scores are too flat. Which power of D is the scale?",
     ),
+    Misconception(
+        "averaging the numbers of a token, not the tokens of a window",
+        slip(_attend, "numbers"),
+        "`unfold` gives `[M_c, D, length]`: print its shape. On which axis do the tokens lie?",
+    ),
+    Misconception(
+        "returning `lse` before `o`",
+        slip(_attend, "swapped"),
+        "The statement asks for two results. Which of them comes first?",
+    ),
+    Misconception(
+        "an output as wide as the query",
+        slip(_attend, "width of q"),
+        "An output is a sum of values, and `v` is `[M, DV]`. How many zeros are there?",
+    ),
+    Misconception(
+        "one number for an output of zeros",
+        slip(_attend, "a number"),
+        "Other queries get an output `[DV]`. What shape do the zeros of this one have?",
+    ),
+    Misconception(
+        "an lse to the base two",
+        slip(_attend, "base two"),
+        "Chapter 03's kernels count in powers of two, and an `lse` is told in powers of e. Which "
+        "logarithm is it?",
+    ),
 )
 
 _ATTEND = Exercise(
@@ -341,6 +379,8 @@ tokens, so `unfold` works. You may use your `visible_summaries`.
     combine=together(
         _ATTEND_MISTAKES,
         {"nan", "lse 0", "tokens"},
+        {"nan", "tokens", "width of q", "a number"},
+        {"sum of exponentials", "base two"},
         {"starts", "one late", "all"},
         {"zeros", "after the softmax", "denominator"},
         {"after the softmax", "sum of exponentials"},
@@ -422,6 +462,10 @@ def _logit(slips: Slips, scores: Tensor) -> tuple[Tensor, Tensor]:
         second = (scores.softmax(1) * scores).sum(1)
     if "weight" in slips:
         second = scores.exp().mean(1)
+    if "base two" in slips:
+        second = scores.logsumexp(1) - math.log2(length)
+    if "32" in slips:
+        second = scores.logsumexp(1) - math.log(32)
     if "overflow" in slips:
         weight = scores.exp().sum(1)
         second = (weight if "no length" in slips else weight / length).log()
@@ -436,6 +480,8 @@ _OTHER_WEIGHTS = {
     "largest",
     "softmax",
     "weight",
+    "base two",
+    "32",
 }
 
 _LOGIT_MISTAKES = (
@@ -506,6 +552,16 @@ _LOGIT_MISTAKES = (
         "That is what a token weighs on average. Which score has this exponential?",
     ),
     Misconception(
+        "the length's logarithm to the base two",
+        slip(_logit, "base two"),
+        "The weights are powers of e. Which logarithm undoes those?",
+    ),
+    Misconception(
+        "taking 32 for every window's length",
+        slip(_logit, "32"),
+        "These windows are smaller. Which axis of `scores` says how many tokens a window has?",
+    ),
+    Misconception(
         "exponentials that overflow",
         slip(_logit, "overflow"),
         "Right for small scores. In fp32, e to the 89 is already ∞. What did chapter 03 "
@@ -540,6 +596,7 @@ window's real tokens. Some scores are in the hundreds: the result has to stay fi
         {*_OTHER_WEIGHTS, "no length"},
         {*_OTHER_WEIGHTS, "overflow"},
         {"windows", "no length"},
+        {"windows", "32"},
     ),
     cases=(
         Case(
@@ -554,11 +611,7 @@ window's real tokens. Some scores are in the hundreds: the result has to stay fi
 
 # -- window_means --
 
-_D = 4
-
-
-class UnsetNumbers(Exception):
-    """The result depends on numbers that nobody has set."""
+_D, _BL = 4, 4  # all cases have windows of 3 or 4 tokens
 
 
 def window_means() -> object:
@@ -600,11 +653,8 @@ def _is_given(kernel: object) -> bool:
 
 
 def _run_means(solution: Callable, M: int, length: int, stride: int) -> Tensor:
-    """Launch the kernel, one program for each window; behind `X` lie large numbers.
-
-    Raises:
-        UnsetNumbers: if a mean depends on masked places of a load without `other`.
-    """
+    """Launch the kernel, one program for each window; behind `X` lie large numbers. Means that
+    depend on masked places of a load without `other` are NaN."""
     kernel = solution()
     if kernel is None:
         if any(isinstance(c, CodeType) for c in solution.__code__.co_consts):
@@ -614,28 +664,23 @@ def _run_means(solution: Callable, M: int, length: int, stride: int) -> Tensor:
         raise TypeError("the kernel is not decorated with @triton.jit")
     if _is_given(kernel):
         raise NotImplementedError("the kernel is as it was given")
-    count, BL = (M - length) // stride + 1, triton.next_power_of_2(length)
-    x = torch.full((M + count * BL, _D), 100.0)
+    count = (M - length) // stride + 1
+    x = torch.full((M + count * _BL, _D), 100.0)
     x[:M] = _random(M, _D, seed=M)
     means = roomy(torch.full((count, _D), -77.0), -77.0)
     with warnings.catch_warnings():  # the interpreter's, of a division of what lies past the end
         warnings.simplefilter("ignore", RuntimeWarning)
-        kernel[count,](roomy(x, 100.0), means, length, stride, D=_D, BL=BL)
-        recorded = _recorded_means(kernel, x, count, length, stride, BL)
-    means = means.cpu()
-    if (recorded.isnan() & ~means.isnan()).any():
-        raise UnsetNumbers("the means depend on masked places of a load without `other`")
-    return means
+        kernel[count,](roomy(x, 100.0), means, length, stride, D=_D, BL=_BL)
+        recorded = _recorded_means(kernel, x, count, length, stride)
+    return torch.where(recorded.isnan(), torch.nan, means.cpu())
 
 
-def _recorded_means(
-    kernel: object, x: Tensor, count: int, length: int, stride: int, BL: int
-) -> Tensor:
+def _recorded_means(kernel: object, x: Tensor, count: int, length: int, stride: int) -> Tensor:
     """The means with NaN in each masked place of a load without `other`, where a launch may happen
     to find a 0; zeros for a kernel with words of Triton that the recorder does not know."""
     means = np.zeros((count, _D))
     arguments = {"X": x.numpy(), "Means": means, "length": length, "stride": stride}
-    arguments |= {"D": _D, "BL": BL} | getattr(kernel, "slips", {})
+    arguments |= {"D": _D, "BL": _BL} | getattr(kernel, "slips", {})
     try:
         for program in recorder.programs((count,)):
             recorder.run(kernel.fn, program, arguments)
@@ -648,7 +693,7 @@ def _recorded_means(
 def _wrong_means(
     X, Means, length, stride,
     D: tl.constexpr, BL: tl.constexpr, START: tl.constexpr, TAIL: tl.constexpr,
-    SUM: tl.constexpr,
+    SUM: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
     window = tl.program_id(0)
     tokens = tl.arange(0, BL)
@@ -673,7 +718,7 @@ def _wrong_means(
         x_tile = tl.load(X + places, mask=first + tokens[:, None] < length, other=0.0)
     else:
         x_tile = tl.load(X + places, mask=tokens[:, None] < length, other=0.0)
-    total = tl.sum(x_tile, axis=0)
+    total = tl.sum(x_tile, axis=1) if AXIS == "numbers" else tl.sum(x_tile, axis=0)
     if SUM == "by the tile":
         total = total / BL
     elif SUM == "by the stride":
@@ -688,10 +733,11 @@ class _Mistaken:
 
     def __init__(self, slips: Slips) -> None:
         self.run, self.fn = None, getattr(_wrong_means, "fn", _wrong_means)
-        chosen = ((name for name in slips if name in group) for group in (_STARTS, _TAILS, _SUMS))
-        self.slips = dict(
-            zip(("START", "TAIL", "SUM"), (next(c, "right") for c in chosen), strict=True)
-        )
+        groups = {"START": _STARTS, "TAIL": _TAILS, "SUM": _SUMS, "AXIS": {"numbers"}}
+        self.slips = {
+            switch: next((name for name in slips if name in group), "right")
+            for switch, group in groups.items()
+        }
 
     def __getitem__(self, grid: tuple) -> Callable:
         return lambda *args, **sizes: _wrong_means[grid](*args, **self.slips, **sizes)
@@ -716,8 +762,8 @@ _MEANS_MISTAKES = (
     Misconception(
         "a masked load without `other`",
         slip(_Mistaken, "no other"),
-        "Triton promises nothing about such a masked place. It may hold 0 today and NaN tomorrow. "
-        "Which number adds nothing to a sum?",
+        "Triton promises nothing about such a masked place. Here it held NaN. Which number adds "
+        "nothing to a sum?",
     ),
     Misconception(
         "starting a window every BL tokens",
@@ -762,11 +808,17 @@ _MEANS_MISTAKES = (
         slip(_Mistaken, "sum"),
         "A longer window would have larger keys. To what should the weights of its tokens sum?",
     ),
+    Misconception(
+        "summing the numbers of a token, not the tokens of a window",
+        slip(_Mistaken, "numbers"),
+        "`x_tile` is `[BL, D]`, and a summary is `[D]`. Which axis has to go?",
+    ),
 )
 
 
-def _means_case(name: str, M: int, length: int, stride: int) -> Case:
+def _means_case(M: int, length: int, stride: int) -> Case:
     here = environment.detect()
+    name = f"{M} tokens, windows of {length}, one every {stride}; `BL` is {_BL}"
     return Case(name, lambda: (M, length, stride), lambda: here.why_not("triton", here.device))
 
 
@@ -796,10 +848,10 @@ fails. For windows of 3, one every 3, it fails, too. Mend it.
     misconceptions=_MEANS_MISTAKES,
     combine=together(_MEANS_MISTAKES, _STARTS, _TAILS, _SUMS),
     cases=(
-        _means_case("8 tokens, windows of 4, one every 4", 8, 4, 4),
-        _means_case("8 tokens, windows of 4, one every 2", 8, 4, 2),
-        _means_case("9 tokens, windows of 3, one every 3", 9, 3, 3),
-        _means_case("8 tokens, windows of 3, one every 2", 8, 3, 2),
+        _means_case(8, 4, 4),
+        _means_case(8, 4, 2),
+        _means_case(9, 3, 3),
+        _means_case(8, 3, 2),
     ),
 )
 
@@ -811,8 +863,8 @@ EXERCISES = (_VISIBLE, _ATTEND, _LOGIT, _MEANS)
 PREDICTIONS = (
     Prediction(
         "needle_left",
-        "One token has the score 10, the other 31 have 0. How much of the needle's weight is left "
-        "in their mean: 1, 1/3, 1/30 or 1/500?",
+        "One token has the score 10, the other 31 have 0. Now all 32 get the mean key's score. How "
+        "much of the window's softmax weight is left: 1, 1/3, 1/30 or 1/500?",
         "The mean key scores 10/32, so the window weighs 32 · e^0.31, about 44. The real tokens "
         "weigh e^10 + 31, about 22,000.",
         (
@@ -835,7 +887,7 @@ PREDICTIONS = (
     ),
     Prediction(
         "twice_the_text",
-        "The text is twice as long: how many times the work, 1, 2 or 4?",
+        "The text is twice as long: how many times the work of all queries together, 1, 2 or 4?",
         "There are twice as many queries, and each sees twice as many summaries.",
         (
             (1, "The number of summaries grows with the text."),
@@ -850,7 +902,11 @@ PREDICTIONS = (
         "Window 4 is tokens 8 to 11. It starts at token 8, so query 8 sees its mean, and that "
         "holds token 11.",
         (
-            ((11,), "So it should be. But which window holds token 11, and where does it start?"),
+            (
+                (11,),
+                "Only query 11 *should* notice. But which window holds token 11, and where does it "
+                "start?",
+            ),
             ((10, 11), "A window is 4 tokens long: how far back does the last one start?"),
             ((9, 10, 11), "Windows start every 2 tokens. At which token does the last one start?"),
             ((), "Query 11 sees its own token, and its window has started."),
@@ -864,9 +920,12 @@ PREDICTIONS = (
         "With 32 numbers per head it cannot learn the text by heart, so what it finds holds "
         "elsewhere, too.",
         (
-            ("mean", "It learns nothing. One of the others gains a tenth."),
-            ("linear", "It has 32,768 numbers per head, enough to learn 73 windows by heart."),
-            ("mlp", "It has 68,704 numbers per head, enough to learn 73 windows by heart."),
+            ("mean", "`mean` learns nothing. One of the others gains a tenth."),
+            (
+                "linear",
+                "`linear` has 32,768 numbers per head, enough to learn 73 windows by heart.",
+            ),
+            ("mlp", "`mlp` has 68,704 numbers per head, enough to learn 73 windows by heart."),
         ),
         choices=("mean", "weighted", "linear", "mlp"),
     ),
@@ -895,7 +954,7 @@ TRAPS = (
         "counting windows that do not overlap",
     ),
     Trap(
-        "Each is made of the same window, by itself.",
+        "`v_cmp`, the mean of its values, is what the query receives.",
         "attend_to_summaries",
         "summarising the keys and not the values",
     ),

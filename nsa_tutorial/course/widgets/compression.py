@@ -2,9 +2,10 @@
 window, and what can be learnt.
 
 `view`, `first_seen`, `logits_and_mass`, `correlation`, `survival` and `error` compute;
-`draw_windows`, `draw_mean_and_mass` and `draw_errors` draw; `fit` learns a summary's weights;
-`explore` puts controls on the windows. What is said of trained heads is computed from
-`heads.load()`, for a length of 32 and a stride of 16 unless told otherwise.
+`draw_windows`, `draw_mean_and_mass` and `draw_errors` draw; `fit` learns a summary's weights, and
+`errors_of_kinds` compares what was learnt; `explore` puts controls on the windows. What is said of
+trained heads is computed from `heads.load()`, for a length of 32 and a stride of 16 unless told
+otherwise.
 """
 
 from __future__ import annotations
@@ -441,6 +442,21 @@ def best_keys(of: Task, steps: int = 100) -> Tensor:
         error(of, k_cmp).mean().backward()
         optimiser.step()
     return k_cmp.detach()
+
+
+def errors_of_kinds(learn: Task, judge: Task) -> dict[str, tuple[float, float]]:
+    """Fit each kind of summary to `learn`; its errors there and on `judge`, as `draw_errors` takes
+    them."""
+    rows = {}
+    for kind in ("mean", "weighted", "linear", "mlp"):
+        weight = None if kind == "mean" else fit(learn, kind)
+        rows[kind] = tuple(
+            error(
+                of, compress(of.k, kind=kind, length=of.length, stride=of.stride, weight=weight)
+            ).mean().item()
+            for of in (learn, judge)
+        )  # fmt: skip
+    return rows
 
 
 def draw_errors(rows: dict[str, tuple[float, float]]) -> Picture:
