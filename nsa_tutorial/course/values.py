@@ -63,8 +63,9 @@ def numbers(value: object) -> torch.Tensor:
     raise TypeError(f"not a number or a tensor: {type(value).__name__}")
 
 
-def short(value: object) -> str:
-    """A value as a reader would write it down: four digits, no dtype, rows below one another."""
+def short(value: object, digits: int = 4) -> str:
+    """A value as a reader would write it down: four digits behind the point in a tensor, two more
+    in a number of Python's, no dtype, rows below one another."""
     if isinstance(value, torch.Tensor | np.ndarray):
         array = value.detach().cpu() if isinstance(value, torch.Tensor) else value
         is_whole = isinstance(array, torch.Tensor) and not array.is_floating_point()
@@ -72,19 +73,19 @@ def short(value: object) -> str:
         # no blank lines between tables
         sizes = np.abs(array[np.isfinite(array) & (array != 0)])
         is_plain = sizes.size > 0 and sizes.min() >= 1e-3  # no power of ten needed for -9999.3
-        text = np.array2string(array, precision=4, separator=", ", suppress_small=is_plain)
+        text = np.array2string(array, precision=digits, separator=", ", suppress_small=is_plain)
         text = re.sub(r"\n\s*\n", "\n", text)
         one_line = sum(n > 1 for n in array.shape) <= 1  # a column [[[[1.]]]] reads better as a row
         return " ".join(text.split()) if one_line else text
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        inside = ", ".join(map(short, value))
+        inside = ", ".join(short(item, digits) for item in value)
         tail = "," if isinstance(value, tuple) and len(value) == 1 else ""
         return f"[{inside}]" if isinstance(value, list) else f"({inside}{tail})"
     if type(value) is dict:
-        inside = ", ".join(f"{key!r}: {short(item)}" for key, item in value.items())
+        inside = ", ".join(f"{key!r}: {short(item, digits)}" for key, item in value.items())
         return f"{{{inside}}}"
     if isinstance(value, float | np.floating):
-        return f"{float(value):.6g}"
+        return f"{float(value):.{digits + 2}g}"
     return repr(value.item() if isinstance(value, np.generic) else value)
 
 
@@ -183,13 +184,16 @@ def _of_lists(
 
 
 def _both(got: object, expected: object) -> Code:
-    return Code("\n".join(aligned(("got", got), ("expected", expected))))
+    """Both, with as many digits as it takes to tell them apart."""
+    tries = (4, 6, 8)
+    digits = next((n for n in tries if short(got, n) != short(expected, n)), tries[0])
+    return Code("\n".join(aligned(("got", got), ("expected", expected), digits=digits)))
 
 
-def aligned(*named: tuple[str, object]) -> list[str]:
+def aligned(*named: tuple[str, object], digits: int = 4) -> list[str]:
     """Each value behind its name, in one column; rows of a matrix stay below one another."""
     width = max(len(name) for name, _ in named)
     return [
-        f"{name:<{width}} " + short(value).replace("\n", "\n" + " " * (width + 1))
+        f"{name:<{width}} " + short(value, digits).replace("\n", "\n" + " " * (width + 1))
         for name, value in named
     ]

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from nsa_tutorial import ops
-from nsa_tutorial.course import exercises, phases
+from nsa_tutorial.course import exercises, phases, show
 from nsa_tutorial.course.attempts import Raised
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.languages import T
 from nsa_tutorial.course.mistakes import Wrong
 from nsa_tutorial.course.trace import trace
-from nsa_tutorial.course.values import same
+from nsa_tutorial.course.values import difference, same
 from nsa_tutorial.course.widgets import tilelang_forward as pictures
 from nsa_tutorial.runtime import environment
 from nsa_tutorial.sparse import selected_attention
@@ -316,6 +316,10 @@ def test_what_the_chapter_says_of_the_table() -> None:
     assert f"it takes {first:.0f} milliseconds, and ours {ours:.0f}" in prose()
     chain = [found[change]["ms"] for change in pictures.CHAIN]
     assert all(later < 0.85 * earlier for earlier, later in pairwise(chain)), "each step pays"
+    draft, one_stage, no_branch, view = chain
+    assert f"**One stage ({draft:.1f} → {one_stage:.1f} ms).**" in prose()
+    assert f"**No branch (→ {no_branch:.1f} ms).**" in prose()
+    assert f"**A view for the values (→ {view:.1f} ms).**" in prose()
     stages = [found[f"{n} stage{'s' * (n > 1)}, number of slots fixed"]["ms"] for n in (1, 2, 3)]
     waiting = found["no stage: each copy is waited for"]["ms"]
     assert stages == sorted(stages) and waiting > stages[1]
@@ -497,6 +501,19 @@ def test_the_first_kernel_is_selected_attention() -> None:
     assert same(e.run(e.solution, N, M, ids), expected[0], 1e-5)
 
 
+def test_the_folded_pieces_are_the_drafts() -> None:
+    """And with those that cells show, the whole loop."""
+    draft = "nsa_tutorial.kernels.tilelang_first_draft:build_kernel"
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    fold = "".join(next(c["source"] for c in cells if c["id"] == "058-a7f7cc"))
+    code = re.search(r"```python\n(.*?)\n```", fold, re.DOTALL).group(1)
+    folded = ("initialise", "online softmax", "accumulate", "normalise and store")
+    assert code == "\n\n".join(show(draft, phase).code.strip("\n") for phase in folded)
+    shown = {"locate the program", "guard", "mask", "scores", "load the values"}
+    plain_loads = {"load the query group", "load the keys"}
+    assert set(phases(draft)) == shown | plain_loads | set(folded)
+
+
 # -- the exercises' draft --
 
 COMPILED = ("update_max", "is_seen", "normalise")  # pieces of the draft
@@ -554,6 +571,15 @@ def test_a_sum_above_zero_swallows_nan() -> None:
     assert "Smallest failing case: one query with one key, which is NaN." in verdict.text
     others = tuple(case for case in e.cases if "NaN" not in case.name)
     assert judge(replace(e, misconceptions=(), cases=others), mistake.wrong).outcome == "right"
+
+
+def test_a_tiny_error_is_seen_in_the_answers() -> None:
+    """They are written with as many digits as it takes, and with four where four are enough."""
+    right = torch.tensor([[0.25, -1.5]])
+    for got in (right / (1 + 1e-6), right / (1 + 1e-3)):
+        first, second = difference(got, right).splitlines()
+        assert first.removeprefix("got").strip() != second.removeprefix("expected").strip()
+    assert difference(2 * right, right) == "got      [[ 0.5, -3. ]]\nexpected [[ 0.25, -1.5 ]]"
 
 
 @needs_tilelang

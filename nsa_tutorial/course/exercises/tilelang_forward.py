@@ -935,9 +935,8 @@ between two numbers is `T.if_then_else(condition, a, b)`.
             Misconception(
                 "adding a small number to every sum",
                 _divide_with(epsilon),
-                "The empty row is 0 now. Every other row is a little too small, perhaps by less "
-                "than four digits show, and none of them needed it. How small is the smallest sum "
-                "of a row that is not empty?",
+                "The empty row is 0 now. Every other row is a little too small, and none of them "
+                "needed it. How small is the smallest sum of a row that is not empty?",
             )
             for epsilon in (1e-3, 1e-5, 1e-6)
         ),
@@ -1345,12 +1344,12 @@ TRAPS = (
         "one copy of the tiles for any number of stages",
     ),
     Trap(
-        "The draft sends weights and output through shared memory.",
+        "The weights stay in registers, so a program takes 36 KiB.",
         "programs_per_sm",
         "counting a tile of weights",
     ),
     Trap(
-        "the output is stored from there",
+        "`O_shared` costs nothing: it takes the place of `Q_shared`",
         "programs_per_sm",
         "counting a tile for the output",
     ),
@@ -1373,11 +1372,6 @@ TRAPS = (
         "Their maximum rises there",
         "update_max",
         "keeping the first block's maximum",
-    ),
-    Trap(
-        "so the maximum begins at the smallest finite number",
-        "update_max",
-        "leaving the maximum where it starts",
     ),
     Trap(
         "It was loaded as zeros, and zeros score 0",
@@ -1446,7 +1440,7 @@ PREDICTIONS = (
         "With one stage, six programs fit on an SM. While one waits for its block, the others "
         "compute.",
         (
-            (0, "Then each copy is waited for, and that costs more than a second stage."),
+            (0, "Six programs fit with none and with one. But with none, each copy is waited for."),
             (2, "That hides more latency within a program, but only 3 programs fit on an SM."),
             (3, "That hides most latency within a program, but only 2 programs fit on an SM."),
         ),
