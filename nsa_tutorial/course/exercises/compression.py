@@ -364,6 +364,7 @@ tokens, so `unfold` works. You may use your `visible_summaries`.
     minutes=8,
     difficulty=3,
     solution=attend_to_summaries,
+    returns=("o", "lse"),
     hints=(
         "Four tokens, length 2, stride 1, the query at position 2: write down the windows. Which "
         "of them have ended by then?",
@@ -580,6 +581,7 @@ window's real tokens. Some scores are in the hundreds: the result has to stay fi
     minutes=4,
     difficulty=2,
     solution=window_logit,
+    returns=("by_mean_key", "by_weight"),
     hints=(
         "Take the window `[0, 2]` and find both by hand. What is the mean? And what do its two "
         "tokens weigh together, e⁰ + e²?",
@@ -962,6 +964,11 @@ TRAPS = (
         "every summary whose window has *started*",
         "attend_to_summaries",
         "letting a summary be seen once it starts",
+    ),
+    Trap(
+        "The tokens lie on the *last* axis",
+        "attend_to_summaries",
+        "averaging the numbers of a token, not the tokens of a window",
     ),
     Trap("0 divided by 0", "attend_to_summaries", "a softmax over nothing"),
     Trap("output 0, `lse` −∞", "attend_to_summaries", "an lse of 0 for a query that sees nothing"),
