@@ -192,7 +192,16 @@ def test_the_recorder_counts_what_lies_outside() -> None:
     [
         ("copy", (4,), "copy, program 4: 5 elements loaded, 5 stored"),
         ("softmax", (1,), "softmax, program 1: 10 elements loaded, 10 stored"),
-        ("matmul", (0, 0), "matmul, program (0, 0): 48 elements loaded, 16 stored"),
+        (
+            "matmul",
+            (0, 0),
+            "matmul, program (0, 0): 4 rows of A and 4 columns of B make 16 elements of C",
+        ),
+        (
+            "attention",
+            (1, 3, 0),
+            "attention, program (1, 3, 0): 2 queries of a head meet 10 keys of a KV head",
+        ),
     ],
 )
 def test_program_pictures(kernel: str, program: tuple, finding: str) -> None:
@@ -348,7 +357,7 @@ def in_a_cell(name: str, source: str) -> Callable:
     """The function of that name, as a cell defines it."""
     file = f"<cell {hash(source)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    namespace = {"T": T, "tl": tl, "triton": triton}
+    namespace = {"T": T, "tl": tl, "triton": triton, "torch": torch}
     exec(compile(source, file, "exec", dont_inherit=True), namespace)
     return namespace[name]
 
@@ -382,12 +391,16 @@ def test_without_slips_a_wrong_solution_is_right(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "comment"),
-    [("row_variance", "# [BN], and BN may be larger than N"), ("tile_product", "# your code")],
+    [
+        ("row_variance", "# [BN], and BN may be larger than N"),
+        ("tile_product", "acc = ...  # [BM, BN]"),
+    ],
 )
 def test_a_kernel_as_given_is_no_attempt(name: str, comment: str) -> None:
     e = runnable(name)
     assert judge(e, edited(name)).outcome == "not attempted"
-    assert judge(e, edited(name, (comment, "# mine"))).outcome == "not attempted"
+    mine = comment.split("#")[0] + "# mine"
+    assert judge(e, edited(name, (comment, mine))).outcome == "not attempted"
 
 
 @pytest.mark.parametrize(
@@ -416,6 +429,8 @@ HIDE = ("x_tile - mean", "tl.where(exists, x_tile - mean, 0.0)")
         ([START, HIDE], ()),
         ([START, ("tl.sum(difference * difference, axis=0) / N",
           "tl.sum(x_tile * x_tile, axis=0) / N - mean * mean")], ()),
+        ([("=0.0)", '=float("-inf"))')],
+         ("filling masked places as for a maximum", "letting the padding into the variance")),
         ([START], ("letting the padding into the variance",)),
         ([HIDE], ("stepping to the next row by the width of the tile",)),
         ([START, HIDE, ("axis=0) / N\n", "axis=0) / BN\n")],
@@ -432,15 +447,18 @@ HIDE = ("x_tile - mean", "tl.where(exists, x_tile - mean, 0.0)")
         ([START, HIDE, ("axis=0) / N\n", "axis=0) / BN\n"), ("axis=0) / N)", "axis=0) / BN)")],
          ("taking the mean over the whole tile", "dividing the squares by the length of the tile")),
     ],
-    ids=["mended", "another formula", "padding", "start", "mean", "divisor", "every element",
-         "no other", "other set later", "minus infinity", "hidden as for a maximum", "both by BN"],
+    ids=["mended", "another formula", "minus infinity alone", "padding", "start", "mean", "divisor",
+         "every element", "no other", "other set later", "minus infinity",
+         "hidden as for a maximum", "both by BN"],
 )  # fmt: skip
 def test_half_mended_variances_are_named(edits: list, named: tuple) -> None:
     verdict = judge(runnable("row_variance"), edited("row_variance", *edits))
     assert (verdict.outcome == "right", verdict.misconceptions) == (not named, named)
 
 
-LOOP = "pass  # your code: load two tiles, add their product to acc"
+GAPS = {"a_mask": "[BM, BD]", "b_mask": "[BD, BN]", "a_tile": "[BM, BD]", "b_tile": "[BD, BN]",
+        "acc": "[BM, BN]"}  # fmt: skip
+LOOP = ("\n" + 12 * " ").join(f"{name} = ...  # {shape}" for name, shape in GAPS.items())
 LINES = {
     "a_mask": "(rows < M)[:, None] & (depth < K)",
     "b_mask": "(depth < K)[:, None] & (columns < N)",
@@ -474,6 +492,12 @@ def product(**changed: str) -> Callable:
          ("masks that keep nothing out",)),
         ({name: LINES[name].replace(", other=0.0", "") for name in ("a_tile", "b_tile")},
          ("masked loads without `other`",)),
+        ({"a_mask": "(rows < M) & (depth < K)"},
+         ("a mask along a line, where a table is needed",)),
+        ({"b_mask": "(depth < K) & (columns < N)"},
+         ("a mask along a line, where a table is needed",)),
+        ({"a_mask": "(rows < M) & (depth < K)", "b_mask": "(depth < K) & (columns < N)"},
+         ("a mask along a line, where a table is needed",)),
         ({"acc": "acc + a_tile * b_tile"}, ("multiplying the tiles element by element",)),
         ({"depth": "tl.arange(0, BD)"}, ("loading the same step of K again and again",)),
         ({"a_tile": LINES["a_tile"].replace("rows[", "depth[")},
@@ -486,7 +510,9 @@ def product(**changed: str) -> Callable:
          ("stepping to B's next row by its number of rows",)),
     ],
     ids=["right", "added", "last step", "nothing", "a's depth", "b's depth", "depth alone",
-         "no masks", "or", "no other", "element by element", "first step", "rows of a from depth",
+         "no masks", "or", "no other", "a's mask a line",
+         "b's mask a line", "both a line",
+         "element by element", "first step", "rows of a from depth",
          "rows of b from rows", "a line", "stride of b"],
 )  # fmt: skip
 def test_a_readers_loop_is_judged(changed: dict, named: tuple) -> None:
@@ -547,6 +573,10 @@ def test_what_a_reader_would_type_is_recognised(typed: Callable, mistake: str) -
     assert judge(EXERCISES["program_offsets"], typed).misconceptions == (mistake,)
 
 
+STEP = "T.reduce_sum(x_tile, acc, dim=1, clear=False)"
+LOAD = "T.copy(X[start : start + BR, column : column + BN], x_tile)"
+
+
 def row_sums(*edits: tuple[str, str]) -> Callable:
     """The solution as a reader would type it, with some of its text replaced."""
     source = solution("two_tile_languages", "row_sums").code
@@ -560,18 +590,73 @@ def row_sums(*edits: tuple[str, str]) -> Callable:
     ("edits", "told"),
     [
         ([("            T.clear(acc)\n", "")], "adding to a sum that was never set to 0"),
-        ([(", clear=False", "")], "letting `T.reduce_sum` clear the sum so far"),
+        ([(", clear=False", "")], "clearing the sum so far at each step"),
+        ([("            T.clear(acc)\n", ""), (STEP, f"T.clear(acc)\n{16 * ' '}{STEP}")],
+         "How often does `T.clear` run?"),
+        ([(LOAD, "T.copy(x_tile, X[start : start + BR, column : column + BN])")],
+         "copying the wrong way round"),
+        ([(LOAD, "x_tile = X[start : start + BR, column : column + BN]")],
+         "a slice of X is no tile. `T.copy` fills a tile from a slice"),
+        ([('acc = T.alloc_fragment([BR], "float32")', "acc = T.alloc_fragment([BR], accum_dtype)")],
+         "write the dtype here, in quotes"),
+        ([("block * BR", "block * BR + tl.arange(0, BR)")], "`tl` belongs to Triton"),
         ([("step * BN", "step * BR")], "steps that begin `BR` columns apart"),
         ([("    return kernel\n", "")], "returns None: `return kernel`"),
         ([('            acc = T.alloc_fragment([BR], "float32")\n', "")],
          "name 'acc' is not defined. If it is a tile, where is it allocated?"),
     ],
-    ids=["never cleared", "cleared", "steps of BR", "not returned", "not allocated"],
+    ids=["never cleared", "cleared", "cleared by hand", "backwards",
+         "slice", "dtype", "arange", "steps of BR", "not returned", "not allocated"],
 )  # fmt: skip
 def test_a_readers_row_sums_are_judged(edits: list, told: str) -> None:
     verdict = judge(runnable("row_sums"), row_sums(*edits))
     assert verdict.outcome in ("wrong", "misconception")
     assert told in verdict.text
+
+
+def adding_up(first: str, second: str) -> Callable:
+    """Row sums by two loops in place of the reduction."""
+    loops = f"for i in {first}(BR):\n{20 * ' '}for j in {second}(BN):\n{24 * ' '}"
+    return row_sums((STEP, f"{loops}acc[i] += x_tile[i, j]"))
+
+
+@pytest.mark.parametrize(
+    "racing",
+    [
+        row_sums((STEP, f"for i, j in T.Parallel(BR, BN):\n{20 * ' '}acc[i] += x_tile[i, j]")),
+        adding_up("T.serial", "T.Parallel"),
+    ],
+    ids=["both axes", "inner axis"],
+)
+def test_turns_that_share_a_place_are_told(racing: Callable) -> None:
+    """On a CPU their sums are right."""
+    verdict = judge(runnable("row_sums"), racing)
+    assert verdict.misconceptions == ("turns of `T.Parallel` that share `acc[i]`",)
+    assert "Y is right here, but turns of T.Parallel share places of acc" in verdict.text
+
+
+def test_turns_that_add_to_places_of_their_own_are_right() -> None:
+    e = runnable("row_sums")
+    assert judge(e, adding_up("T.Parallel", "T.serial")).outcome == "right"
+
+
+def test_row_sums_as_given_are_no_attempt() -> None:
+    given = in_a_cell("row_sums", cell("def row_sums("))
+    assert judge(runnable("row_sums"), given).outcome == "not attempted"
+
+
+@pytest.mark.parametrize(
+    ("acc", "told"),
+    [
+        ("acc + a_tile @ b_tile", "take `tl.dot`"),
+        ("torch.where(acc > 0, acc, acc)", "functions of `torch` take tensors"),
+    ],
+    ids=["at", "torch"],
+)
+def test_words_that_are_not_tritons_are_told_in_a_line(acc: str, told: str) -> None:
+    verdict = judge(runnable("tile_product"), product(acc=acc))
+    assert told in verdict.text
+    assert "overload" not in verdict.text
 
 
 def test_a_triton_kernel_is_no_row_sums() -> None:
@@ -611,7 +696,11 @@ def prose() -> str:
 
 
 def test_the_exercises_take_as_long_as_the_chapter_says() -> None:
-    assert f"{sum(e.minutes for e in EXERCISES.values())} of them exercises" in prose()
+    optional = EXERCISES["program_offsets"].minutes
+    required = sum(e.minutes for e in EXERCISES.values()) - optional
+    assert f"{required} of them exercises" in prose()
+    assert f"an exercise of {optional} minutes" in prose()
+    assert f"**Optional** ({optional} minutes)" in prose()
 
 
 def test_occupancy_in_the_text_fits() -> None:
@@ -623,15 +712,7 @@ def test_occupancy_in_the_text_fits() -> None:
 
 @needs_tilelang
 def test_the_stages_lie_where_the_text_says() -> None:
-    assert "`b_tile` lies 8,192 bytes\n  into shared memory" in prose()
+    assert "two stages × 64 × 32 numbers × 2 bytes = 8,192" in prose()
     source = lowered.basic_cuda("matmul")
     assert f"buf_dyn_shmem + {2 * 64 * 32 * 2}" in source
     assert f"float acc[{64 * 64 // 128}]" in source
-
-
-def test_tf32_drops_what_the_text_says() -> None:
-    """TF32 is fp32 without its last 13 bits."""
-    assert "keeps 10 of the 23 bits" in prose()
-    number = torch.tensor(1 + 2**-12)
-    assert number != 1
-    assert (number.view(torch.int32) & -(2**13)).view(torch.float32) == 1

@@ -4,8 +4,10 @@ Triton, row sums in TileLang."""
 import ast
 import inspect
 import math
+import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType
 
 import numpy as np
@@ -35,6 +37,43 @@ class LoadsElsewhere(Exception):
 
 class UnsetNumbers(Exception):
     """The result depends on numbers that nobody has set."""
+
+
+class SharedPlace(Exception):
+    """The result is right on a CPU, and turns of a parallel loop add to one place."""
+
+
+class InputChanged(Exception):
+    """The kernel stored to a tensor that it should only read."""
+
+
+# What an error says in a kernel, and what the reader is told in its place.
+_PLAINLY = (
+    (
+        r"where\(\) received|got \(tensor,|not tensor$|not 'tensor'",
+        "functions of `torch` take tensors, and a kernel's tiles are none. `tl` has the word",
+    ),
+    (r"unsupported operand type\(s\) for @", "for the product of two tiles, take `tl.dot`"),
+    (r"add @triton\.jit", "`tl` belongs to Triton. In TileLang, a slice says which elements"),
+    (r"retrieve_shape", "a slice of X is no tile. `T.copy` fills a tile from a slice"),
+    (r"'accum_dtype' is not defined", 'write the dtype here, in quotes: `"float32"`'),
+    (r"name '\w+' is not defined", "{error}. If it is a tile, where is it allocated?"),
+)
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Say in a sentence what an error in a kernel means; its kind stays."""
+    try:
+        yield
+    except Exception as error:
+        cause = error
+        while type(cause).__name__ == "InterpreterError" and cause.__cause__ is not None:
+            cause = cause.__cause__
+        for pattern, said in _PLAINLY:
+            if re.search(pattern, str(cause)):
+                raise type(cause)(said.format(error=cause)) from error
+        raise
 
 
 def _returned(solution: Callable) -> object:
@@ -151,7 +190,10 @@ def _run_variance(solution: Callable, R: int, N: int) -> Tensor:
     memory = torch.full((R * BN + BN,), 100.0)
     memory[: R * N] = 5 + _random(R * N, seed=R * N)
     variance = roomy(torch.full((R,), -77.0), -77.0)
-    with np.errstate(all="ignore"):  # of the interpreter; the verdict says what went wrong
+    with (
+        np.errstate(all="ignore"),
+        _plainly(),
+    ):  # of the interpreter; the verdict says what went wrong
         kernel[R,](roomy(memory, 100.0), variance, N, BN=BN)
     arrays = {"X": memory.numpy(), "Variance": np.zeros(R)}
     _recorded(kernel, (R,), arrays, {"N": N, "BN": BN})
@@ -230,6 +272,11 @@ def _variance(slips: Slips) -> object:
 
 _VARIANCE_MISTAKES = (
     Misconception(
+        "filling masked places as for a maximum",
+        slip(_variance, "loads -inf"),
+        "−∞ changes no maximum. Which number changes no sum?",
+    ),
+    Misconception(
         "letting the padding into the variance",
         slip(_variance, "padding"),
         "The padding is 0 when it is loaded. What is it once the mean is taken off, and what does "
@@ -256,11 +303,6 @@ _VARIANCE_MISTAKES = (
         slip(_variance, "no other"),
         "Triton promises nothing about such a masked place. It may hold 0 today and NaN tomorrow. "
         "Which number should stand there?",
-    ),
-    Misconception(
-        "filling masked places as for a maximum",
-        slip(_variance, "loads -inf"),
-        "−∞ changes no maximum. Which number changes no sum?",
     ),
     Misconception(
         "taking the mean over the whole tile",
@@ -296,7 +338,7 @@ _VARIANCE = Exercise(
 Find the bugs. `X` is `[R, N]`, and each program of this kernel has to store the **variance** of
 one row: the mean of the squared differences from the row's mean. `BN` is the smallest power of two
 that is at least `N`. The kernel is right for rows of 4. For two rows of 3, it has two bugs. Mend
-them.
+them. In a verdict, −77 marks a place that no program wrote.
 """,
     minutes=5,
     difficulty=2,
@@ -533,11 +575,11 @@ def tile_product() -> object:
         acc = tl.zeros([BM, BN], tl.float32)
         for step in tl.range(tl.cdiv(K, BD)):
             depth = step * BD + tl.arange(0, BD)  # [BD]
-            a_mask = (rows < M)[:, None] & (depth < K)
-            b_mask = (depth < K)[:, None] & (columns < N)
+            a_mask = (rows < M)[:, None] & (depth < K)  # [BM, BD]
+            b_mask = (depth < K)[:, None] & (columns < N)  # [BD, BN]
             a_tile = tl.load(A + rows[:, None] * K + depth, mask=a_mask, other=0.0)
             b_tile = tl.load(B + depth[:, None] * N + columns, mask=b_mask, other=0.0)
-            acc = tl.dot(a_tile, b_tile, acc, input_precision="ieee")
+            acc = tl.dot(a_tile, b_tile, acc, input_precision="ieee")  # [BM, BN]
         c_mask = (rows < M)[:, None] & (columns < N)
         tl.store(C + rows[:, None] * N + columns, acc, mask=c_mask)
 
@@ -552,7 +594,11 @@ def kernel(A, B, C, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexp
     acc = tl.zeros([BM, BN], tl.float32)
     for step in tl.range(tl.cdiv(K, BD)):
         depth = step * BD + tl.arange(0, BD)  # [BD]
-        pass  # your code: load two tiles, add their product to acc
+        a_mask = ...  # [BM, BD]
+        b_mask = ...  # [BD, BN]
+        a_tile = ...  # [BM, BD]
+        b_tile = ...  # [BD, BN]
+        acc = ...  # [BM, BN]
     c_mask = (rows < M)[:, None] & (columns < N)
     tl.store(C + rows[:, None] * N + columns, acc, mask=c_mask)
 """
@@ -573,7 +619,8 @@ def _run_product(solution: Callable, M: int, N: int, K: int) -> Tensor:
     c = roomy(torch.full((M, N), -77.0), -77.0)
     grid = (-(-M // _SIDE), -(-N // _SIDE))
     sizes = {"BM": _SIDE, "BN": _SIDE, "BD": _SIDE}
-    kernel[grid](*memory, c, M, N, K, **sizes)
+    with _plainly():
+        kernel[grid](*memory, c, M, N, K, **sizes)
     arrays = {"A": a.numpy(), "B": b.numpy(), "C": np.zeros((M, N))}
     outside = _recorded(kernel, grid, arrays, {"M": M, "N": N, "K": K, **sizes})
     c = c.cpu()
@@ -633,6 +680,10 @@ def _wrong_product(
         elif MASK == "depth alone":
             a_mask = (rows >= 0)[:, None] & (depth < K)
             b_mask = (depth < K)[:, None] & (columns >= 0)
+        if MASK == "a line" or MASK == "lines":
+            a_mask = (rows < M) & (depth < K)
+        if MASK == "b line" or MASK == "lines":
+            b_mask = (depth < K) & (columns < N)
         if OTHER == "none given":
             a_tile = tl.load(A + a_offsets, mask=a_mask)
             b_tile = tl.load(B + b_offsets, mask=b_mask)
@@ -654,7 +705,7 @@ def _wrong_product(
 _PRODUCT_SLIPS = {
     "STRIDE_A": {"a by tile", "a by rows", "a by columns", "a from depth", "a diagonal"},
     "STRIDE_B": {"b by tile", "b by depth", "b from rows"},
-    "MASK": {"none", "no depth", "a without depth", "depth alone"},
+    "MASK": {"none", "no depth", "a without depth", "depth alone", "a line", "b line", "lines"},
     "OTHER": {"none given"},
     "DEPTH": {"first", "first, masks and all"},
     "SUM": {"last step", "twice", "nothing", "elementwise"},
@@ -740,6 +791,15 @@ _PRODUCT_MISTAKES = (
         slip(_product, "b by depth"),
         "A square B hides it. How many numbers does a row of B `[K, N]` hold?",
     ),
+    *(
+        Misconception(
+            "a mask along a line, where a table is needed",
+            slip(_product, lines),
+            "Both conditions are `[16]`, so `&` pairs the first with the first, the second with "
+            "the second. What does `[:, None]` behind one of them change?",
+        )
+        for lines in ("a line", "b line", "lines")
+    ),
     Misconception(
         "masked loads without `other`",
         slip(_product, "none given"),
@@ -776,9 +836,11 @@ _PRODUCT = Exercise(
     name="tile_product",
     statement="""
 Write the loop of a matrix product in Triton: `C = A @ B`, with `A` `[M, K]` and `B` `[K, N]`. In
-each step, load `a_tile` `[BM, BD]` and `b_tile` `[BD, BN]`, and add their product to `acc`. All
-tiles are 16 × 16, and `M`, `N` and `K` need not be multiples of 16. Behind `A` and `B` lies
-somebody else's memory, so no load may touch it.
+each step, load `a_tile` `[BM, BD]` and `b_tile` `[BD, BN]`, and add their product to `acc`.
+
+Tiles are 16 × 16, so a forgotten `[:, None]` raises no error. Check each tile against the shape
+beside it. `M`, `N` and `K` need not be multiples of 16. Behind `A` and `B` lies somebody else's
+memory, so no load may touch it. In a verdict, −77 marks a place that no program wrote.
 
 `tl.dot(a_tile, b_tile, acc, input_precision="ieee")` returns `acc + a_tile @ b_tile`.
 """,
@@ -790,7 +852,7 @@ somebody else's memory, so no load may touch it.
         "An element of a tile has the offset row times length of a row, plus column. For `a_tile`, "
         "the row number comes from `rows`, the column number from `depth`. For `b_tile`, "
         "it is `depth` and `columns`.",
-        "Broadcast as in `program_offsets`: a column of row numbers, `[:, None]`, against column "
+        "Broadcast as in `softmax`: a column of row numbers, `[:, None]`, against column "
         "numbers. Each mask joins two conditions with `&`, one for the tile's rows and one for its "
         "columns. Put 0 into masked places.",
     ),
@@ -876,20 +938,64 @@ def _unset_is_nan(kernel: object) -> object:
     return kernel.with_body(body)
 
 
+def _shared_places(kernel: object) -> list[str]:
+    """The tiles and tensors that several turns of a parallel loop add to at one place."""
+    from tvm import tirx
+
+    found, turns = [], []
+
+    def holds(node: object, is_meant: Callable[[object], bool]) -> bool:
+        seen = []
+        tirx.stmt_functor.post_order_visit(node, lambda inner: seen.append(is_meant(inner)))
+        return any(seen)
+
+    def enter(node: object) -> None:
+        if isinstance(node, tirx.For) and node.kind == tirx.ForKind.PARALLEL:
+            turns.append(node.loop_var)
+        elif isinstance(node, tirx.BufferStore):
+            adds = holds(
+                node.value,
+                lambda x: isinstance(x, tirx.BufferLoad) and x.buffer.same_as(node.buffer),
+            )
+            for turn in turns:
+                names_it = any(
+                    holds(index, lambda x, turn=turn: x.same_as(turn)) for index in node.indices
+                )
+                if adds and not names_it:
+                    found.append(node.buffer.name)
+
+    def leave(node: object) -> None:
+        if isinstance(node, tirx.For) and node.kind == tirx.ForKind.PARALLEL:
+            turns.pop()
+
+    tirx.stmt_functor.ir_transform(kernel.body, enter, leave, ["tirx.For", "tirx.BufferStore"])
+    return found
+
+
 def _run_row_sums(solution: Callable, R: int, N: int) -> Tensor:
-    """Compile the kernel and launch it; behind `X` lie 1000s."""
-    try:
+    """Compile the kernel and launch it; behind `X` lie 1000s.
+
+    Raises:
+        InputChanged: if it stored to `X`.
+        SharedPlace: if `Y` is right, and turns of a parallel loop add to one place.
+    """
+    with _plainly():
         kernel = _returned(solution)
-    except NameError as error:
-        raise NameError(f"{error}. If it is a tile, where is it allocated?") from error
     if hasattr(kernel, "run"):
         raise TypeError("this is a Triton kernel, and a TileLang kernel is asked for: @T.prim_func")
     if not hasattr(kernel, "script"):
         raise TypeError("the kernel is not decorated with @T.prim_func")
-    device = environment.detect().device
-    x, y = roomy(_random(R, N, seed=R * N), 1000.0), roomy(torch.full((R,), -77.0), -77.0)
+    if not re.search(r"\b[XY]\[", kernel.script()):
+        raise NotImplementedError("the kernel touches neither X nor Y yet")
+    device, given = environment.detect().device, _random(R, N, seed=R * N)
+    x, y = roomy(given, 1000.0), roomy(torch.full((R,), -77.0), -77.0)
     _compiled(kernel, device)(x, y)
-    return y.cpu()
+    if not torch.equal(x.cpu(), given):
+        raise InputChanged("the kernel stored to X")
+    y, shared = y.cpu(), _shared_places(kernel)
+    if shared and torch.allclose(y, given.sum(1), rtol=1e-4, atol=1e-4):
+        raise SharedPlace(f"Y is right here, but turns of T.Parallel share places of {shared[0]}")
+    return y
 
 
 def _sums(mistake: str) -> Callable:
@@ -914,8 +1020,14 @@ def _sums(mistake: str) -> Callable:
                     T.clear(acc)
                 for step in T.serial(steps):
                     column = step * across
-                    T.copy(X[start : start + BR, column : column + BN], x_tile)
-                    if column + needed <= N:
+                    if mistake == "backwards":
+                        T.copy(x_tile, X[start : start + BR, column : column + BN])
+                    else:
+                        T.copy(X[start : start + BR, column : column + BN], x_tile)
+                    if mistake == "race":
+                        for i, j in T.Parallel(BR, BN):
+                            acc[i] += x_tile[i, j]
+                    elif column + needed <= N:
                         T.reduce_sum(x_tile, acc, dim=1, clear=clear)
                 T.copy(acc, Y[start : start + BR])
 
@@ -946,19 +1058,18 @@ for step in tl.range(tl.cdiv(N, BN)):
 tl.store(Y + rows, acc, mask=rows < R)
 ```
 
-Write the same in TileLang, and return the `@T.prim_func`. It takes `X: T.Tensor([R, N], "float32")`
-and `Y: T.Tensor([R], "float32")`, and runs `T.ceildiv(R, BR)` programs with 128 threads each. The
-loop is `for step in T.serial(T.ceildiv(N, BN))`. `T.reduce_sum(x_tile, acc, dim=1, clear=False)`
-adds to what `acc` holds.
+Write the same in TileLang. The loop is `for step in T.serial(T.ceildiv(N, BN))`.
+`T.reduce_sum(x_tile, acc, dim=1, clear=False)` adds to what `acc` holds. Where the kernels above
+say `accum_dtype`, write `"float32"`. In a verdict, −77 marks a place that no program wrote.
 """,
-    minutes=10,
+    minutes=8,
     difficulty=3,
     hints=(
         "Translate line by line. Three kinds of lines vanish: position numbers, masks and "
         "addresses. What does `T.copy` need in their place?",
-        "First allocate two fragments, `x_tile` `[BR, BN]` and `acc` `[BR]`. `T.clear` fills one "
-        "with zeros. The masks go: `T.copy` knows the shapes of X and Y.",
-        "Take the head, `with T.Kernel(...) as block`, from the chapter's `copy`. Inside the loop "
+        "Beside `x_tile`, allocate a fragment `acc` `[BR]`, and fill it with zeros by `T.clear`. "
+        "The masks go: `T.copy` knows the shapes of X and Y.",
+        "A program's rows begin at `block * BR`, a step's columns at `step * BN`. Inside the loop "
         "stand a `T.copy` of a slice of X with two ranges, and `T.reduce_sum`. Behind the loop, "
         "`T.copy` stores `acc` to a slice of Y.",
     ),
@@ -975,10 +1086,21 @@ adds to what `acc` holds.
             "Which line fills `acc` with zeros before the loop?",
         ),
         Misconception(
-            "letting `T.reduce_sum` clear the sum so far",
+            "clearing the sum so far at each step",
             _sums("clear"),
-            "Unless told otherwise, `T.reduce_sum` writes over what `acc` holds. Which option of "
-            "the statement makes it add?",
+            "Only the last tile is left. How often does `T.clear` run? And `T.reduce_sum` clears "
+            "`acc`, too, unless told otherwise. Which option of the statement makes it add?",
+        ),
+        Misconception(
+            "turns of `T.Parallel` that share `acc[i]`",
+            _sums("race"),
+            "Right numbers here, because a CPU takes the turns one after the other. On a GPU, "
+            "threads take them at the same time, and sums get lost. Which word reduces?",
+        ),
+        Misconception(
+            "copying the wrong way round",
+            _sums("backwards"),
+            "This kernel changes X. `T.copy` takes the source first. Which of the two is it?",
         ),
         Misconception(
             "summing the first tile only",
@@ -1133,13 +1255,18 @@ TRAPS = (
         "summing the first tile only",
     ),
     Trap(
-        "`T.reduce_max(..., clear=False)` takes the larger of old and new",
+        "`acc[i] += x_tile[i, j]` breaks the promise: all `j` write to one place.",
         "row_sums",
-        "letting `T.reduce_sum` clear the sum so far",
+        "turns of `T.Parallel` that share `acc[i]`",
     ),
     Trap(
-        "Ragged ends are masked twice, once for the address and once for the value that must not "
-        "count.",
+        "`T.reduce_max(..., clear=False)` takes the larger of old and new",
+        "row_sums",
+        "clearing the sum so far at each step",
+    ),
+    Trap(
+        "A ragged end asks two questions: may I touch this address, and which number must stand "
+        "there so that the result does not change?",
         "tile_product",
         "a mask along the depth alone",
     ),
@@ -1184,7 +1311,7 @@ PREDICTIONS = (
             (4096, "That is the whole fragment, and no thread holds it."),
             (64, "That is a row of the fragment. There are twice as many threads as rows."),
             (1, "With 4,096 threads. This program has 128."),
-            (128, "32 numbers of fp32 are 128 bytes. The numbers were asked for."),
+            (128, "You have the bytes: 128 of them, at 4 for each fp32. How many numbers is that?"),
         ),
     ),
 )

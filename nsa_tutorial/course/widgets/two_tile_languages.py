@@ -179,10 +179,23 @@ def draw_program(kernel: str = "matmul", program: tuple[int, ...] = (1, 2)) -> P
     labels = {"load": "loaded", "store": "stored", "nothing": "not touched"}
     names = {_COLOURS[kind]: label for kind, label in labels.items()}
     sheet.legend(2.7, 2.14 if kernel == "copy" else 3.06, names)
-    loaded = sum(int((seen.touched("load", name) > 0).sum()) for name in case.shapes)
-    stored = sum(int((seen.touched("store", name) > 0).sum()) for name in case.shapes)
-    told = f"{kernel}, program {_name(program)}: {loaded} elements loaded, {stored} stored"
-    return Picture(sheet.figure, told)
+    return Picture(sheet.figure, f"{kernel}, program {_name(program)}: {_point(kernel, seen)}")
+
+
+def _point(kernel: str, seen: recorder.Record) -> str:
+    """What the picture of a program shows, in a few words."""
+    if kernel == "matmul":
+        a, b = (seen.touched("load", name) > 0 for name in "AB")
+        c = seen.touched("store", "C") > 0
+        strips = f"{a.any(1).sum()} rows of A and {b.any(0).sum()} columns of B"
+        return f"{strips} make {c.sum()} elements of C"
+    if kernel == "attention":
+        queries = (seen.touched("load", "Q")[0] > 0).any((1, 2)).sum()
+        keys = (seen.touched("load", "K")[0] > 0).any(2)  # [M, H]
+        return f"{queries} queries of a head meet {keys.sum()} keys of a KV head"
+    loaded = int((seen.touched("load", "X") > 0).sum())
+    stored = int((seen.touched("store", "Y") > 0).sum())
+    return f"{loaded} elements loaded, {stored} stored"
 
 
 def owners(kernel: str, tensor: str) -> np.ndarray:
