@@ -362,6 +362,7 @@ def test_the_step_without_a_branch_in_every_shape() -> None:
 def test_groups_of_four() -> None:
     """The same time as groups of 16, for a quarter of the work."""
     four, sixteen = (pictures.times(group=group, path=pictures.GROUPS) for group in (4, 16))
+    assert four["ours"]["kv_heads"] == sixteen["ours"]["kv_heads"] == 4
     assert abs(four["ours"]["ms"] / sixteen["ours"]["ms"] - 1) < 0.05
     assert four["dense, cuDNN"]["ms"] < 0.3 * sixteen["dense, cuDNN"]["ms"]
     assert pictures.times(8192, 4, path=pictures.GROUPS)["ours"]["dense_ratio"] < 1, (
