@@ -176,8 +176,8 @@ _SCORES_MISTAKES = (
     Misconception(
         "a matrix product of heads with heads",
         slip(_scores, "heads with heads"),
-        "`@` multiplies the last two axes, and these are heads and width. Here the positions "
-        "have to meet. Where would the heads have to stand for `@`?",
+        "Heads met heads here. In `q` the axes are batch, position, head and width, and the "
+        "positions have to meet. Where do your letters, or the two axes of `@`, put the heads?",
     ),
     Misconception(
         "products that are not added up",
