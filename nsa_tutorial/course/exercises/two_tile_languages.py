@@ -594,11 +594,11 @@ def kernel(A, B, C, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexp
     acc = tl.zeros([BM, BN], tl.float32)
     for step in tl.range(tl.cdiv(K, BD)):
         depth = step * BD + tl.arange(0, BD)  # [BD]
-        a_mask = ...  # [BM, BD]
-        b_mask = ...  # [BD, BN]
-        a_tile = ...  # [BM, BD]
-        b_tile = ...  # [BD, BN]
-        acc = ...  # [BM, BN]
+        a_mask = ...  # 1: [BM, BD], which elements of A may be loaded
+        b_mask = ...  # 2: [BD, BN], and of B
+        a_tile = ...  # 3: [BM, BD], 0 where the mask is off
+        b_tile = ...  # 4: [BD, BN], 0 where the mask is off
+        acc = ...  # 5: [BM, BN], one more product in the sum
     c_mask = (rows < M)[:, None] & (columns < N)
     tl.store(C + rows[:, None] * N + columns, acc, mask=c_mask)
 """
