@@ -627,10 +627,10 @@ def adding_up(first: str, second: str) -> Callable:
     ids=["both axes", "inner axis"],
 )
 def test_turns_that_share_a_place_are_told(racing: Callable) -> None:
-    """On a CPU their sums are right."""
+    """On a CPU their sums are right, and no case fails."""
     verdict = judge(runnable("row_sums"), racing)
     assert verdict.misconceptions == ("turns of `T.Parallel` that share `acc[i]`",)
-    assert "Y is right here, but turns of T.Parallel share places of acc" in verdict.text
+    assert "turns of T.Parallel add to the same places of acc" in verdict.text
 
 
 def test_turns_that_add_to_places_of_their_own_are_right() -> None:
