@@ -1387,7 +1387,7 @@ TRAPS = (
         "renormalising after the softmax",
     ),
     Trap(
-        "A large negative number instead of −∞ fails too",
+        "A large negative number fails too: written over a hidden score",
         "causal_weights",
         "a large negative number where -inf is meant",
     ),
@@ -1468,7 +1468,7 @@ TRAPS = (
         "counting the masked half of the products as free",
     ),
     Trap(
-        "Two bytes are what a table in bf16 takes. The module's `attention` computes",
+        "In bf16 a number takes two bytes. In fp32, as the module's `attention` computes",
         "attention_cost",
         "taking every number for two bytes",
     ),
