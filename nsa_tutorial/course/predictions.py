@@ -206,7 +206,15 @@ def _distance(guess: object, answer: object, asked: Prediction) -> str:
         return "the sign is the other way round"
     if x * y < 0:
         return "of the other sign"
+    is_count = not asked.unit and _is_count(x) and _is_count(y)
+    if is_count and x < 2 * y and y < 2 * x and abs(x / y - 1) > _NEAR:
+        return f"your guess is {abs(x - y)} too {'large' if x > y else 'small'}"
     return _ratio(x / y, x - y if asked.unit == "%" else None)
+
+
+def _is_count(number: Fraction) -> bool:
+    """A number so small that a difference says more than percent."""
+    return number.denominator == 1 and 0 < number <= 100
 
 
 def _ratio(ratio: Fraction, points: Fraction | None) -> str:

@@ -117,6 +117,13 @@ def test_distances_in_words(ratio: float, words: str) -> None:
         assert words in told(ratio * answer, answer)
 
 
+def test_a_small_count_is_off_by_a_number() -> None:
+    assert "your guess is 10 too large" in told(41, 31, "share")
+    assert "your guess is 11 too small" in told(20, 31, "share")
+    assert "your guess is twice the answer" in told(62, 31, "share")
+    assert "your guess is 50 % too large" in told(300, 200, "share")
+
+
 def test_a_tolerance_makes_a_number_right() -> None:
     assert repr(told(0.63, 0.61, "share")).count("and it is 0.61: right.") == 1
     assert "close" in told(0.57, 0.61, "share")

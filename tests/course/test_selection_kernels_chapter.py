@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -784,14 +785,22 @@ def test_what_is_told_of_the_times_is_what_was_measured() -> None:
     dense = min(ms[name]["forward"] for name in ms if name.startswith("dense"))
     assert f"All of NSA takes {ms['all of NSA']['forward']:.1f} ms" in told
     assert f"takes {dense:.1f} ms" in told
+    choice = ms["choice of blocks"]["forward"]
+    assert f"The choice takes {choice:.1f} ms" in told
+    stored = pictures.ways(65_536, 64, 16, 8192)["weights of every head"].ms
+    assert f"the {pictures.scores_ms(65_536):.1f} ms of its products" in told
+    assert f"quarter of the {stored:.0f} ms of storing" in " ".join(told.split())
+    assert 0.22 < choice / stored < 0.28
     assert 0.19 < ms["choice of blocks"]["forward"] / ms["all of NSA"]["forward"] < 0.23
     assert "backward" not in ms["choice of blocks"]
 
 
 def test_the_minutes_are_told() -> None:
-    """The two optional exercises are not among the chapter's minutes."""
+    """The three optional exercises are not among the chapter's minutes."""
     minutes = {e.name: e.minutes for e in KNOWN.values()}
-    optional = [minutes.pop(name) for name in ("merge_lists", "pack")]
+    optional = [minutes.pop(name) for name in ("walk", "merge_lists", "pack")]
     text = " ".join(c.source for c in nbformat.read(NOTEBOOK, 4).cells)
     assert f"{sum(minutes.values())} of them exercises" in text
-    assert all(f"{one} of them an exercise" in text for one in optional)
+    told = re.findall(r"About (\d+) minutes, (\d+) of them an exercise", text)
+    assert [int(exercise) for _, exercise in told] == optional
+    assert f"Three optional parts at the end take {sum(int(part) for part, _ in told)} more" in text

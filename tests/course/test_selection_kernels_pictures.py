@@ -3,6 +3,8 @@ what the pictures say."""
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -80,6 +82,17 @@ def test_the_last_step_keeps_the_list(lists: torch.Tensor) -> None:
             assert sorted(kept[-1]) == [i for i in lists[query, 2].tolist() if i >= 0]
 
 
+def test_what_came_and_left_by_running_along() -> None:
+    finding = pictures.draw_running(505, 3, 4, 8).finding
+    scores = pictures.block_scores()[505, 3]
+    scores = torch.where(torch.isinf(scores), 0.0, scores)
+    kept = [set(ids) for ids in pictures.kept_at_each_step(scores, 4, 8)]
+    left = [before - after for before, after in itertools.pairwise(kept)]
+    entered = len(set().union(*kept))
+    told = f"{entered} entered the list of 4; {sum(map(len, left))} left, and none came back"
+    assert finding == f"Of 32 blocks, {told}"
+
+
 def test_the_stages_of_the_picture_are_the_networks() -> None:
     a, b = [9, 8, 4, 1], [7, 6, 5, 2]
     stages = pictures.merge_stages(a, b)
@@ -124,6 +137,14 @@ def test_questions_lead_to_the_list(n: int) -> None:
             assert taken == pick(bits, n)
         else:
             assert len(found) == 31, "the range is down to one number"
+
+
+def test_the_nth_best_of_any_number_takes_31_questions() -> None:
+    for size in (20, 3000):
+        scores = torch.rand(size, generator=torch.Generator().manual_seed(size))
+        low, asked = pictures.nth_best(pictures.bits_of(scores), 16)
+        assert pictures.value_of(low) == scores.sort(descending=True).values[15]
+        assert asked == 31
 
 
 def test_the_sentence_follows_the_questions() -> None:

@@ -1761,8 +1761,9 @@ PREDICTIONS = (
         "A tile of 128 queries with random scores walks over 512 blocks, 32 a step, and each query "
         "keeps its best 16: in the last step, in how many percent of such tiles does some query "
         "find a better block?",
-        "A single query finds one in 64 of 100 cases. All 128 queries miss with probability 0.36 "
-        "to the power 128: in practice, never.",
+        "Each of a query's best 16 lies in the last 32 of 512 blocks with chance 1/16. So all 16 "
+        "miss with (15/16)^16 = 0.36, and 64 of 100 queries find one. All 128 queries miss with "
+        "probability 0.36^128: in practice, never.",
         (
             (
                 lambda guess: isinstance(guess, int | float) and 0 < guess < 1,

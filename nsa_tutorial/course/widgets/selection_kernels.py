@@ -246,19 +246,23 @@ def draw_running(query: int = 505, head: int = 3, n: int = 4, BT: int = 8) -> Pi
     chart.bottom([block + 0.5 for block in numbers], list(numbers), "block")
     chart.left([0, round(top / 2, 1)], None, "score")
     table = sheet.chart(Place(1.15, 2.25, 6.9, 1.15), (0, steps), (3, 0))
-    merged = 0
+    merged, entered = 0, set()
     for step, ids in enumerate(kept):
         seen = scores[: (step + 1) * BT].clamp(min=0)
         table.words([(step + 0.5, 0.35, f"{seen.max():.2f}, {seen.sum():.2f}")], size=9)
         before = kept[step - 1] if step else []
         merged += len(set(ids) - set(before))
+        entered |= set(ids)
         _draw_list(table, step, ids, set(ids) - set(before))
     told = ["the softmax:\nlargest, sum", "the list:\nbest first"]
     table.left([0.35, 1.6], told, line=False)
     names = {"selected": f"the best {n} of all", "query": "new in this step", _PALE: "all others"}
     sheet.legend(2.6, 3.32, names)
-    told = f"A softmax carries 2 numbers. A list carries {n} blocks: {merged} came in, "
-    return Picture(sheet.figure, told + f"{merged - n} of them left again")
+    again = merged - len(entered)
+    told = (
+        f"Of {blocks} blocks, {merged} entered the list of {n}; {merged - len(kept[-1])} left, and "
+    )
+    return Picture(sheet.figure, told + f"{again or 'none'} came back")
 
 
 def _draw_list(chart: Chart, step: int, ids: list[int], new: set[int]) -> None:
@@ -432,6 +436,17 @@ def questions(bits: Tensor, n: int) -> tuple[Halving, ...]:
 def halvings(query: int, head: int, n: int) -> tuple[Halving, ...]:
     """The questions that lead to one list of the stored heads."""
     return questions(bits_of(block_scores()[query, head]), n)
+
+
+def nth_best(bits: Tensor, n: int) -> tuple[int, int]:
+    """The bits of the `n`-th best, and how many questions found them: the search that does not stop
+    early."""
+    low, high, asked = 0, 2**31, 0
+    while high - low > 1:
+        middle, asked = (low + high) // 2, asked + 1
+        is_enough = int((bits >= middle).sum()) >= n
+        low, high = (middle, high) if is_enough else (low, middle)
+    return low, asked
 
 
 def bits_at(value: float) -> int:
