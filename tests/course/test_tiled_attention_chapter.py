@@ -149,7 +149,20 @@ def wrong_way_round(N, M, tile_q, tile_k):
     return rows
 
 
-def in_the_frame(mask_from_0=False, keep=True, scaled=True, clipped=True):
+def full_only_before(N, M, tile_q, tile_k):
+    """The chapter's frame, with `<` where `<=` belongs."""
+    rows = []
+    for query_start in range(0, N, tile_q):
+        first, last = M - N + query_start, M - N + min(query_start + tile_q, N) - 1
+        row = ""
+        for key_start in range(0, M, tile_k):
+            last_key = min(key_start + tile_k, M) - 1
+            row += "S" if key_start > last else "F" if last_key < first else "D"
+        rows.append(row)
+    return rows
+
+
+def in_the_frame(mask_from_0=False, keep=True, scaled=True, clipped=True, column=True):
     """The chapter's frame, filled."""
 
     def attend(q, k, v, tile_q, tile_k):
@@ -164,7 +177,8 @@ def in_the_frame(mask_from_0=False, keep=True, scaled=True, clipped=True):
                 acc_s = q[position - (M - N)] @ k[keys].T
                 size = acc_s.shape[1] if clipped else tile_k
                 key_position = torch.arange(size) + (0 if mask_from_0 else key_start)
-                acc_s = acc_s.masked_fill(key_position > position[:, None], -torch.inf)
+                query_position = position[:, None] if column else position
+                acc_s = acc_s.masked_fill(key_position > query_position, -torch.inf)
                 scale_log2 = LOG2_E * (scale if scaled else 1)
                 after = online_softmax.update(state, acc_s, v[keys], scale_log2)
                 state = after if keep else state
@@ -223,7 +237,7 @@ ATTEMPTS = {
         ends,
         {
             "taking the end of a tile of queries for its last query",
-            "taking the end of a tile of keys for its last key",
+            "masking a tile whose last key is the first query's own position",
         },
     ),
     "triangle": (
@@ -337,6 +351,16 @@ ATTEMPTS = {
         "attend_in_tiles",
         in_the_frame(clipped=False),
         {"`tile_k` key positions for a tile that holds fewer"},
+    ),
+    "a vector for a mask": (
+        "attend_in_tiles",
+        in_the_frame(column=False),
+        {"comparing each key with only one query"},
+    ),
+    "not full by the first query's own position": (
+        "tile_kinds",
+        full_only_before,
+        {"masking a tile whose last key is the first query's own position"},
     ),
     "update not kept": (
         "attend_in_tiles",

@@ -161,10 +161,10 @@ _KINDS_MISTAKES = (
         "2 that begins at 0?",
     ),
     Misconception(
-        "taking the end of a tile of keys for its last key",
+        "masking a tile whose last key is the first query's own position",
         slip(_kinds, "past the end"),
-        "The end is one past the last key, so you call too many tiles diagonal. Which is the "
-        "last key of a tile of 2 that begins at 0?",
+        "You call too many tiles diagonal. Does a query see the key at its own position? Look at "
+        "`<` and `<=`.",
     ),
     Misconception(
         "measuring the last tile of keys past the end",
@@ -399,9 +399,8 @@ the last of `M` positions. Keep the shape.
         "A pair stays where two things hold. The key exists, and, if `causal`, it does not come "
         "after the query. Both compare positions in the whole text, never rows and columns of "
         "the tile.",
-        "Make two vectors with `torch.arange`: the positions of the queries, as a column, and "
-        "those of the keys, as a row. Compare them with each other and the keys with `M`, join "
-        "both conditions with `&`, and fill where the result is False.",
+        "Turn `row` into positions in the text, as a column, and `column` as a row. `hidden` is "
+        "True where the key does not exist, or (`|`), if `causal`, where it comes after the query.",
     ),
     why="Positions mean the same in every tile, while a row and a column mean nothing without the "
     "place where the tile begins.",
@@ -425,7 +424,7 @@ the last of `M` positions. Keep the shape.
             lambda: (torch.tensor([[1.0, 2, 3, 0], [0, 5, 6, 0]]), 2, 2, 4, 5, True),
         ),
         Case(
-            "the same without the causal mask",
+            "queries 2 and 3 of 4, keys 2 to 5 of 5, no causal mask",
             lambda: (torch.tensor([[1.0, 2, 3, 0], [0, 5, 6, 0]]), 2, 2, 4, 5, False),
         ),
         Case("a tile on the diagonal, 4 × 6", lambda: (_random(4, 6, seed=0), 8, 6, 16, 16, True)),
@@ -735,6 +734,8 @@ def _attend(
                 hidden = columns > position[:, None]
             if "strict" in slips:
                 hidden = key_start + columns >= position[:, None]
+            if "vector" in slips:
+                hidden = key_start + columns > position
             if "past" in slips:
                 hidden = key_start + columns < position[:, None]
             if "past and own" in slips:
@@ -800,6 +801,11 @@ _ATTEND_MISTAKES = (
         slip(_attend, "triangle"),
         "`tril` and `triu` compare row and column inside the tile. At which positions in the "
         "whole text do the first query and the first key of the tile stand?",
+    ),
+    Misconception(
+        "comparing each key with only one query",
+        slip(_attend, "vector"),
+        "Your comparison is a vector, not a table `[BQ, BK]`. Which of the two must be a column?",
     ),
     Misconception(
         "counting a tile's keys from 0",
@@ -936,7 +942,7 @@ at a time. The last tile of queries may hold fewer than `tile_q`, the last tile 
     misconceptions=_ATTEND_MISTAKES,
     combine=together(
         _ATTEND_MISTAKES,
-        {"no mask", "triangle", "keys from 0", "strict", "past", "past and own"},
+        {"no mask", "triangle", "keys from 0", "vector", "strict", "past", "past and own"},
         {"no mask", "zeros"},
         {"no mask", "unclipped keys"},
         {"no skip", "skip early"},
@@ -1382,7 +1388,7 @@ TRAPS = (
         "counting visible pairs where whole tiles are computed",
     ),
     Trap(
-        "The number of a tile says nothing about where it stands. Positions do.",
+        "Compare positions, not tile numbers.",
         "tile_kinds",
         "comparing the numbers of tiles, not positions",
     ),
@@ -1467,7 +1473,7 @@ TRAPS = (
         "forgetting v's bytes",
     ),
     Trap(
-        "The causal mask saves half of the loads, less the diagonal.",
+        "That leaves a little more than half of the 16 GiB: 8 GiB.",
         "tiled_cost",
         "taking exactly half for the causal case",
     ),
@@ -1477,7 +1483,7 @@ TRAPS = (
         "skipping no tile",
     ),
     Trap(
-        "None without a mask: every query still meets every key.",
+        "FlashAttention is exact attention with the same arithmetic.",
         "tiled_cost",
         "taking tiling for a saving of operations",
     ),

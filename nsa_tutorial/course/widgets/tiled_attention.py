@@ -166,15 +166,20 @@ def draw_walk(
     figure.subplots_adjust(left=0.08, right=0.985, top=0.9, bottom=0.22, wspace=0.25)
     _draw_tiles(axes[0, 0], readings, N, M, tile_q, tile_k, causal, step)
     _draw_meter(axes[0, 1], readings[step - 1], costs.dense_attention(N, M, D), N * M, N, M, D)
-    moved, table = readings[step - 1].bytes, costs.dense_attention(N, M, D).bytes
-    skipped = sum(t.kind == "skipped" for t in tiles(N, M, tile_q, tile_k, causal))
+    moved, total = readings[step - 1].bytes, readings[-1].bytes
+    table = costs.dense_attention(N, M, D).bytes
+    kinds = [tile.kind for tile in tiles(N, M, tile_q, tile_k, causal)]
     if step == len(readings):
         told = (
-            f"{step} tiles read, {skipped} skipped: {moved / KIB:.1f} KiB moved, with the "
-            f"table it was {table / KIB:.1f}"
+            f"{step} tiles read ({kinds.count('diagonal')} need a mask), "
+            f"{kinds.count('skipped')} skipped: {moved / KIB:.1f} KiB moved, with the table it was "
+            f"{table / KIB:.1f}"
         )
     else:
-        told = f"{step} of {len(readings)} tiles read: {moved / KIB:.1f} KiB moved so far"
+        told = (
+            f"{step} of {len(readings)} tiles read: {moved / KIB:.1f} of {total / KIB:.1f} KiB "
+            f"moved so far, with the table it was {table / KIB:.1f}"
+        )
     return Picture(figure, told)
 
 
