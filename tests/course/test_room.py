@@ -31,6 +31,7 @@ KERNELS = (
     ("block_selection", "block_sums", 2),
     ("two_tile_languages", "row_variance", 1),
     ("two_tile_languages", "tile_product", 2),
+    ("triton_forward", "first_scores", 2),
     ("selection_kernels", "group_mass", 3),
     ("performance", "walk_step", 3),
 )

@@ -22,6 +22,7 @@ from nsa_tutorial.course import recorder
 from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import slip, together
+from nsa_tutorial.course.room import roomy
 from nsa_tutorial.runtime import environment
 
 Slips = frozenset[str]
@@ -306,14 +307,13 @@ def _run_scores(solution: Callable, grid: tuple[int, int], R: int, H: int, G: in
         raise TypeError("the kernel is not decorated with @triton.jit")
     if _is_given(kernel):
         raise NotImplementedError("the kernel is as it was given")
-    device = environment.detect().device
     # row r of Q scores r + 100 with key 0 of KV head 0, and r + 200 with that of KV head 1; behind
     # the H keys it goes on like this, so that a load from there is the same on every machine
     q = torch.stack([torch.arange(float(_MEMORY)), torch.ones(_MEMORY)], dim=1)
     k = torch.stack([torch.ones(_MEMORY), 100.0 * torch.arange(1, _MEMORY + 1)], dim=1)
-    score = torch.full((_MEMORY,), -77.0, device=device)
+    score = roomy(torch.full((_MEMORY,), -77.0), -77.0)
     GT = max(16, triton.next_power_of_2(G))
-    kernel[grid](q.to(device), k.to(device), score, H, G=G, D=2, GT=GT)
+    kernel[grid](roomy(q, 1000.0), roomy(k, 1000.0), score, H, G=G, D=2, GT=GT)
     outside = _loads_outside(kernel, grid, q[: R * H * G], k[:H], H=H, G=G, D=2, GT=GT)
     return _Launched(score[: R * H * G + _SHOWN].cpu(), outside)
 
@@ -1493,7 +1493,7 @@ PREDICTIONS = (
         (
             (20, "A tile's sides are powers of two."),
             (16, "That is the least that a dot asks for. Where would heads 16 to 19 go?"),
-            (24, "24 holds 20 heads, but `tl.arange` refuses it: it is no power of two."),
+            (24, "24 rows would hold the 20 heads with less padding, if a tile could have 24."),
             (64, "That is a power of two, but not the first that holds 20."),
         ),
     ),
@@ -1522,7 +1522,10 @@ PREDICTIONS = (
         "fails.",
         (
             (65_536, "The limit is one less than 2¹⁶: the largest number of 16 bits."),
-            (2**31, "CUDA allows that many along the first axis. The second one is much shorter."),
+            (
+                lambda guess: guess in (2**31 - 1, 2**31),
+                "That is the first axis, whose length has 32 bits.",
+            ),
             (2**32, "That would be a grid axis of 32 bits. The second axis has only 16."),
             (262_144, "That is where offsets leave 32 bits. The grid gives up sooner."),
             (1024, "That is how many threads a block may have. A grid's axis is longer."),
@@ -1532,7 +1535,7 @@ PREDICTIONS = (
         "worst_change",
         "The launch takes steps of 32 tokens, one warp and three stages. Which single change makes "
         'the kernel slowest, "64 tokens", "4 warps" or "1 stage"?',
-        "It takes 28.9 ms in place of 14.5.",
+        "Steps of 64 tokens take 28.9 ms in place of 14.5.",
         (
             ("4 warps", "That is next, at 20 ms: 16 rows are little work for four warps."),
             (

@@ -395,10 +395,20 @@ def draw_step(branch: str = "list", token: int = 77, head: int = 0, slot: int = 
     _draw_keys(sheet, Place(right, 0.58, WIDE, 1.2), m, given()["K"])
     _draw_scores(sheet, Place(right, 2.24, WIDE, ALL_HEADS), m, head)
     draw_statistics(sheet, Place(right, 3.38, WIDE, ALL_HEADS), m, head)
-    program_id = f"({row_of(branch, token)}, {head})"
-    what = f"block {m.block_id}" if m.block_id >= 0 else "empty"
-    told = f"the {branch} of token {token}, slot {slot}: {what}, {_loading(m.keys)}"
-    return Picture(sheet.figure, f"{program_id}, {told}")
+    whose = f"Token {token}" if branch == "list" else f"Token {token}'s window"
+    return Picture(sheet.figure, f"{whose}, slot {slot}: {_loaded_keys(m)}")
+
+
+def _loaded_keys(m: Moment) -> str:
+    """Which keys of the block load, in words; the example's keys that do not are the future."""
+    seen = int(m.is_seen.sum())
+    if not seen:
+        return "an empty slot, and no key loads"
+    if seen == BS:
+        return f"all {BS} keys of block {m.block_id} load"
+    others = {1: "the other one is", 2: "the other two are"}
+    rest = others.get(BS - seen, f"the other {BS - seen} are")
+    return f"{seen} of block {m.block_id}'s {BS} keys load; {rest} its future"
 
 
 def _draw_memory(
@@ -565,7 +575,9 @@ def draw_ladder() -> Picture:
     axes[1, 0].set_xlim(0, max([*chain.values(), *changed.values()]) * 1.12)
     shape = "65,536 tokens, 4 KV heads, groups of 16, width 128, 16 blocks of 64, bf16"
     axes[1, 0].set_xlabel(f"milliseconds; {shape}", fontsize=8.5)
-    first, *_, last = chain.values()
-    worst = max(changed, key=changed.get)
-    told = f"one choice changed alone takes up to {changed[worst]:.1f} ms ({worst})"
-    return Picture(figure, f"From {first:.1f} ms to {last:.1f} ms; {told}")
+    worst, best = max(changed, key=changed.get), min(chain.values())
+    before, after = found["pointers"]["ms"], changed[worst]
+    ratio = f"{after / before:.1f}"
+    longer = "double the time" if ratio == "2.0" else f"take {ratio} times as long"
+    told = f"{worst.capitalize()} alone {longer}, from {before:.1f} to {after:.1f} ms"
+    return Picture(figure, f"{told}; the best version takes {best:.1f}")
