@@ -243,7 +243,7 @@ def turned_whole(d_o, o, d_lse):
 def weights_of_the_notebook(d_o, o, d_lse):
     """With the notebook's `p` and `d_p`, which are no arguments."""
     here = {}
-    exec(cells("imports", "eight-tokens", "row-sums"), here)
+    exec(cells("imports", "eight-tokens", "draw-delta"), here)
     return (here["d_p"] * here["p"]).sum(-1) - d_lse
 
 
@@ -386,6 +386,21 @@ def test_a_readers_mistake_is_named(name: str, attempt: Callable, named: set[str
     assert set(judge(KNOWN[name], attempt).misconceptions) == named
 
 
+@pytest.mark.parametrize("of_k", ["scale", "nothing", "ln 2"])
+def test_a_natural_lse_is_told_first(of_k: str) -> None:
+    """It spoils the weights, and so both gradients, whatever else is wrong with `d_k`."""
+
+    def attempt(d_o, q_log2, k, v, lse, delta, scale):
+        d_s = torch.exp2(q_log2 @ k.T - lse[:, None]) * (d_o @ v.T - delta[:, None])
+        factor = {"scale": scale, "nothing": 1, "ln 2": math.log(2)}[of_k]
+        return scale * d_s @ k, factor * d_s.T @ q_log2
+
+    verdict = judge(KNOWN["base_two"], attempt)
+    assert verdict.misconception == "a natural lse under exp2"
+    assert len(verdict.misconceptions) == (1 if of_k == "ln 2" else 2)
+    assert "`d_q`:" in verdict.text, "the gradient is told by name"
+
+
 def test_a_jacobian_that_is_built_is_right_too() -> None:
     assert judge(KNOWN["score_gradient"], jacobian_built).outcome == "right"
 
@@ -407,8 +422,8 @@ def test_the_jacobian_is_autograds() -> None:
 
 def test_a_delta_that_differs_is_said() -> None:
     p, d_p, d_o, o = torch.full((2, 2), 0.5), torch.ones(2, 2), torch.ones(2, 3), torch.ones(2, 3)
-    assert pictures.draw_delta(p, d_p, d_o, o / 3).finding.endswith("give the same numbers")
-    assert pictures.draw_delta(p, d_p, d_o, o).finding.endswith("differ")
+    assert pictures.draw_delta(p, d_p, d_o, o / 3).finding.endswith("have the same sum")
+    assert pictures.draw_delta(p, d_p, d_o, o).finding.endswith("have different sums")
 
 
 def test_what_autograd_keeps_is_counted_once_and_without_inputs() -> None:

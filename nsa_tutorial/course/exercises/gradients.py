@@ -633,6 +633,7 @@ head's scores were `scale * q @ k.T`.
     ),
     why="A key is used by every head of its group, and the effects of its uses on the loss add up.",
     solution=group_gradients,
+    returns=("d_k", "d_v"),
     misconceptions=_GROUP_MISTAKES,
     combine=together(
         _GROUP_MISTAKES,
@@ -789,8 +790,7 @@ _AGAIN_MISTAKES = (
     Misconception(
         "powers that nothing divides",
         slip(_again, "no lse"),
-        "These are powers of the scores, not weights. What do the powers of a row have to be "
-        "divided by?",
+        "You have e to each score, and these do not sum to 1 over a row. What has to divide them?",
     ),
     Misconception(
         "leaving the scale out",
@@ -836,11 +836,11 @@ weights `[BQ, BK]`: finite, and 0 where nothing is seen.
     minutes=5,
     difficulty=2,
     hints=(
-        "Forget the mask for a moment. A weight is a power of the score, divided by the sum of the "
-        "row's powers. What is that division in the exponent?",
+        "Forget the mask for a moment. A weight is e to its score, divided by the sum of those for "
+        "the whole row. What is that division in the exponent?",
         "Now a row that saw nothing. Try both orders by hand: hide the scores first, or hide the "
         "weights last. What does `-inf - -inf` give, and what `exp(inf)`?",
-        "Three steps: scaled scores, one power, and a `masked_fill` that comes last. A product "
+        "Three steps: scaled scores, one `exp`, and a `masked_fill` that comes last. A product "
         "with the mask will not do: `inf * 0` is NaN.",
     ),
     why="`masked_fill` writes 0 whatever stood there, so the power of an empty row never gets out.",
@@ -948,6 +948,50 @@ def _two(
 
 
 _TWO_MISTAKES = (
+    # first what spoils the weights, and so both gradients: of two mistakes it leads
+    Misconception(
+        "a natural lse under exp2",
+        slip(_two, "lse"),
+        "In the exponent of 2 both numbers have to be in base two. In which one is `lse`?",
+    ),
+    Misconception(
+        "taking lse for a number of each key",
+        slip(_two, "across"),
+        "lse belongs to a query, a row of the scores. Which axis has to be added to `[N]`?",
+    ),
+    Misconception(
+        "natural exp and lse, with scores in base two",
+        slip(_two, "all natural"),
+        "`q_log2 @ k.T` carries a log2(e) that `exp` does not expect. With `exp2` it is in place. "
+        "Which base does lse then need?",
+    ),
+    Misconception(
+        "scaling the scores twice",
+        slip(_two, "scaled"),
+        "`q_log2` is `q` times scale and log2(e). Is a factor missing in `q_log2 @ k.T`?",
+    ),
+    Misconception(
+        "lse times ln 2, where it should be divided",
+        slip(_two, "lse times"),
+        "A logarithm to base two is larger than the natural one. Does your factor make it larger?",
+    ),
+    Misconception(
+        "exp of exponents in base two",
+        slip(_two, "exp"),
+        "`q_log2 @ k.T` is in base two. Which power undoes a logarithm to base two?",
+    ),
+    Misconception(
+        "delta turned into base two",
+        slip(_two, "delta"),
+        "Delta is a sum of products of gradients and outputs, not an exponent. Does a change of "
+        "base touch it?",
+    ),
+    Misconception(
+        "leaving delta out",
+        slip(_two, "no delta"),
+        "Without delta, raising a score takes nothing from the other keys. What does the row of "
+        "`d_s` sum to?",
+    ),
     Misconception(
         "leaving log2(e) in d_k",
         slip(_two, "k"),
@@ -994,49 +1038,6 @@ _TWO_MISTAKES = (
         "What is their product?",
     ),
     Misconception(
-        "a natural lse under exp2",
-        slip(_two, "lse"),
-        "In the exponent of 2 both numbers have to be in base two. In which one is `lse`?",
-    ),
-    Misconception(
-        "taking lse for a number of each key",
-        slip(_two, "across"),
-        "lse belongs to a query, a row of the scores. Which axis has to be added to `[N]`?",
-    ),
-    Misconception(
-        "natural exp and lse, with scores in base two",
-        slip(_two, "all natural"),
-        "`q_log2 @ k.T` carries a log2(e) that `exp` does not expect. With `exp2` it is in place. "
-        "Which base does lse then need?",
-    ),
-    Misconception(
-        "scaling the scores twice",
-        slip(_two, "scaled"),
-        "`q_log2` is `q` times scale and log2(e). Is a factor missing in `q_log2 @ k.T`?",
-    ),
-    Misconception(
-        "lse times ln 2, where it should be divided",
-        slip(_two, "lse times"),
-        "A logarithm to base two is larger than the natural one. Does your factor make it larger?",
-    ),
-    Misconception(
-        "exp of exponents in base two",
-        slip(_two, "exp"),
-        "`q_log2 @ k.T` is in base two. Which power undoes a logarithm to base two?",
-    ),
-    Misconception(
-        "delta turned into base two",
-        slip(_two, "delta"),
-        "Delta is a sum of products of gradients and outputs, not an exponent. Does a change of "
-        "base touch it?",
-    ),
-    Misconception(
-        "leaving delta out",
-        slip(_two, "no delta"),
-        "Without delta, raising a score takes nothing from the other keys. What does the row of "
-        "`d_s` sum to?",
-    ),
-    Misconception(
         "d_k before d_q",
         slip(_two, "exchanged"),
         "The order of the results is queries, then keys. Which one do you return first?",
@@ -1062,9 +1063,10 @@ where it is needed, and only there.
         "`d_q` needs `k`, which is untouched. `d_k` needs `scale * q`, and you have that with "
         "one factor too many. Which number takes log2(e) away?",
     ),
-    why="Base two changes how a weight is computed, not what it is, so ln 2 is needed only where "
-    "`q_log2` stands in for `scale * q`.",
+    why="ln 2 is needed twice: to bring `lse` into base two, and where `q_log2` stands in for "
+    "`scale * q`.",
     solution=base_two,
+    returns=("d_q", "d_k"),
     misconceptions=_TWO_MISTAKES,
     combine=together(
         _TWO_MISTAKES,
@@ -1266,11 +1268,22 @@ PREDICTIONS = (
         "and v and without the weights: 0.25, 260, 4,096 or 131,072?",
         "It keeps `o`, 128 numbers of two bytes for each query and head, and one `lse` of four.",
         (
-            (256, "That is `o` alone. The 16 heads keep `lse`, too: 4 MiB."),
-            (0.25, "That is one `lse` for each token. There are 16 heads, and each keeps `o`."),
-            (4, "That is `lse` of all heads. `o` is kept, too."),
-            (4096, "That is a byte for each pair of tokens, a mask. No pairs are kept at all."),
-            (131_072, "Those are the weights themselves. The question was without them."),
+            (256, "256 MiB is `o` alone. The 16 heads keep `lse`, too: 4 MiB."),
+            (
+                0.25,
+                "0.25 MiB would be one `lse` for each token. There are 16 heads, and each keeps "
+                "`o`, too.",
+            ),
+            (4, "4 MiB is `lse` of all heads. `o` is kept, too."),
+            (
+                4096,
+                "4,096 MiB would be a byte for each pair of tokens, a mask. No pairs are kept at "
+                "all.",
+            ),
+            (
+                131_072,
+                "131,072 MiB would be the weights themselves. The question was without them.",
+            ),
         ),
         unit="MiB",
         choices=(0.25, 260, 4096, 131_072),
@@ -1285,12 +1298,12 @@ PREDICTIONS = (
             (1, "The scores alone are half of a forward, and four gradients follow them."),
             (
                 2,
-                "That is with stored weights: four products. The walks add three: each computes "
+                "2 is right for stored weights: four products. The walks add three: each computes "
                 "the scores again, and `d_p` comes a second time.",
             ),
-            (2.5, "That is one walk: five products. Two walks repeat the scores and d_p."),
+            (2.5, "2.5 would be one walk: five products. Two walks repeat the scores and `d_p`."),
             (7, "Seven is the number of products. The forward has two of them."),
-            (8, "That would be 16 products of a tile. There are fewer."),
+            (8, "8 would be 16 products of a tile. There are fewer."),
         ),
         choices=(1, 2, 3.5, 8),
     ),
@@ -1314,9 +1327,18 @@ PREDICTIONS = (
         "`d_q` sums over keys, and all of them pass by. `d_k` and `d_v` sum over queries, and the "
         "program holds only some.",
         (
-            ("d_k and d_v", "A key's gradient sums over all queries. Which of them does it hold?"),
-            ("all three", "Other programs hold other queries, and these have used the keys, too."),
-            ("none", "A query's gradient sums over its keys. Which of them does it not meet?"),
+            (
+                "d_k and d_v",
+                "A key's gradient sums over all queries. Which queries does the program hold?",
+            ),
+            (
+                "all three",
+                "Other programs hold other queries, and those queries use the keys, too.",
+            ),
+            (
+                "none",
+                "A query's gradient sums over its keys. Which keys does the program never meet?",
+            ),
         ),
         choices=("d_q", "d_k and d_v", "all three", "none"),
     ),

@@ -165,10 +165,10 @@ def draw_delta(p: Tensor, d_p: Tensor, d_o: Tensor, o: Tensor) -> Picture:
     for axis, values, mask in parts:
         grid(axis, values.abs().numpy(), colour="selected" if mask is not None else "value",
              hidden=mask)  # fmt: skip
-    axes[0, 0].set_title(f"p ∘ d_p: {N} × {M}, needs the weights", fontsize=10)
+    axes[0, 0].set_title(f"p * d_p: {N} × {M}, needs the weights", fontsize=10)
     axes[0, 0].set_xlabel("key")
     axes[0, 0].set_ylabel("query")
-    axes[0, 2].set_title(f"d_o ∘ o: {N} × {DV}", fontsize=10)
+    axes[0, 2].set_title(f"d_o * o: {N} × {DV}", fontsize=10)
     axes[0, 2].set_xlabel("channel")
     middle, delta = axes[0, 1], by_channel.sum(-1)
     middle.set_xlim(0, 1)
@@ -179,8 +179,8 @@ def draw_delta(p: Tensor, d_p: Tensor, d_o: Tensor, o: Tensor) -> Picture:
         told = f"→ {number:+.2f} ←".replace("-", "−")
         middle.text(0.5, n, told, ha="center", va="center", fontsize=9)
     close = torch.allclose(by_row.sum(-1), delta, atol=1e-5)
-    same = "give the same numbers" if close else "differ"
-    return Picture(figure, f"Rows of the wide matrix and of the narrow one {same}")
+    told = "have the same sum" if close else "have different sums"
+    return Picture(figure, f"Row by row, p * d_p and d_o * o {told}")
 
 
 # -- two walks --
