@@ -164,6 +164,8 @@ def build_attend(
                 T.copy(acc_s, p)
                 if step < num_whole:
                     multiply(p, v_tile, acc_o, BQ, DVT, BT, False)
+                    if not has_tma:  # TileLang puts this barrier into the other branch alone
+                        T.sync_threads()
                 else:  # a weight of 0 hides a number, but not NaN
                     for i, j in T.Parallel(BT, DVT):
                         is_bad[i, j] = T.if_then_else(is_finite(v_tile[i, j]), 0, 1)

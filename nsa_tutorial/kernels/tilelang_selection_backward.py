@@ -121,6 +121,8 @@ def build_dq(
                 T.copy(d_p, d_s)
                 if step < num_whole:
                     multiply(d_s, k_tile, acc_dq, BQ, DT, BT, False)
+                    if not has_tma:  # TileLang puts this barrier into the other branch alone
+                        T.sync_threads()
                 else:  # a gradient of 0 hides a number, but not NaN
                     for i, j in T.Parallel(BT, DT):
                         k_clean[i, j] = T.if_then_else(is_finite(k_tile[i, j]), k_tile[i, j], 0)
@@ -153,6 +155,7 @@ def build_dkv(
     inf = T.infinity(accum_dtype)
     in_registers = dtype != "float32" and threads <= 2 * BT
     alloc_weights = T.alloc_fragment if in_registers else T.alloc_shared
+    num_others = 9 if in_registers else 10  # statements of a step after its loads
 
     @T.prim_func
     def dkv_kernel(
@@ -209,7 +212,7 @@ def build_dkv(
             # -- walk --
             # one step even without a row: the summaries' tiles must arrive before the end
             num_steps = T.max(T.ceildiv(last_row - start, BR) * G, 1)
-            for step in T.Pipelined(num_steps, **stages_of(num_stages, 4, 9, has_tma)):
+            for step in T.Pipelined(num_steps, **stages_of(num_stages, 4, num_others, has_tma)):
                 row = start + step // G * BR
                 query_head = head * G + step % G
 
@@ -248,6 +251,8 @@ def build_dkv(
                 # -- gradients of the values and of the keys --
                 T.copy(acc_s, p)
                 T.copy(d_p, d_s)
+                if not in_registers:  # TileLang puts a barrier into the first branch alone
+                    T.sync_threads()
                 if is_masked:  # a weight of 0 hides a number, but not NaN
                     for i, j in T.Parallel(BR, DT):
                         q_clean[i, j] = T.if_then_else(is_finite(q_tile[i, j]), q_tile[i, j], 0)

@@ -3,6 +3,8 @@ they become in CUDA, chunks of rows, rows that are not to be read, and the optio
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from branches import Shape
@@ -94,6 +96,30 @@ def test_every_shape_lowers(name: str, shape: tuple[int, ...], arch: str, dtype:
     source = cuda(name, shape, dtype, arch)
     on_tensor_cores = "mma" in source.replace("wgmma_fence", "")
     assert on_tensor_cores == (dtype != "float32"), "fp32 would be rounded to TF32 there"
+
+
+# TileLang puts some barriers into one branch of an `if` alone; what other threads have written, or
+# have yet to read, then goes unguarded on the other branch.
+BARRIER = r"(__syncthreads\(\)|__sync_thread_partial\(\d+, \d+\));\s*"
+
+
+@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.exhaustive)])
+def test_weights_in_shared_memory_are_whole_before_they_are_read(arch: str) -> None:
+    source = cuda("dkv", SHAPES["shown"], "float32", arch)
+    branches = r"if \(\(!is_whole \|\| !is_apart\) \|\| !is_read\)"  # masked, or not
+    *_, products = re.finditer(branches, source)
+    assert re.search(BARRIER + "$", source[: products.start()])
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("attend", "float32"), pytest.param("dq", "float16", marks=pytest.mark.exhaustive)],
+)
+def test_all_have_read_a_tile_before_it_is_overwritten(name: str, dtype: str) -> None:
+    """Where all threads load, a step ends with a barrier on either branch: in the loop, and in the
+    last steps behind it."""
+    source = cuda(name, SHAPES["shown"], dtype, "sm_80")
+    assert len(re.findall(BARRIER + r"\} else \{", source)) == 2
 
 
 @pytest.mark.parametrize("num_blocks", [1, 32, 1024, 2**15])
