@@ -163,7 +163,7 @@ def full_only_before(N, M, tile_q, tile_k):
 
 
 def in_the_frame(mask_from_0=False, keep=True, scaled=True, clipped=True, column=True):
-    """The chapter's frame, filled."""
+    """A loop over slices, with the positions as a reader may count them."""
 
     def attend(q, k, v, tile_q, tile_k):
         N, M, scale = len(q), len(k), q.shape[1] ** -0.5
@@ -388,6 +388,27 @@ def test_a_readers_mistake_is_named(name: str, attempt: Callable, named: set[str
     assert "does not explain everything" not in verdict.text
 
 
+def test_the_frame_in_the_cell_wants_a_stop_and_a_mask() -> None:
+    """The stub with both gaps filled is right; with one filled, the other is named."""
+    e, given = KNOWN["attend_in_tiles"], cell("def attend_in_tiles")
+    gap, comment = (line for line in given.splitlines() if "your code" in line)
+    room = " " * 12
+    stop = f"{room}if key_position[0] > position[-1]:\n{room}    break"
+    mask = f"{room}hidden = key_position > position[:, None]\n"
+    mask += f"{room}acc_s = acc_s.masked_fill(hidden, -torch.inf)"
+
+    def judged(stop: str, mask: str) -> tuple:
+        namespace = {"torch": torch, "online_softmax": online_softmax, "LOG2_E": LOG2_E}
+        exec(given.replace(gap, stop).replace(comment, mask), namespace)
+        verdict = judge(e, namespace["attend_in_tiles"])
+        return verdict.outcome, *verdict.misconceptions
+
+    assert judged(gap, comment) == ("not attempted",)
+    assert judged(stop, mask) == ("right",)
+    assert judged(stop, "")[1:] == ("tiles on the diagonal left unmasked",)
+    assert judged("", mask)[1:] == ("computing tiles of which nothing is visible",)
+
+
 # -- the kernel --
 
 
@@ -488,11 +509,11 @@ def test_a_kernel_that_is_not_returned_is_told() -> None:
 def test_the_minutes_are_told() -> None:
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     prose = "".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
-    optional = KNOWN["tiled_cost"].minutes
-    required = sum(e.minutes for e in KNOWN.values()) - optional
-    assert f"{required} of them exercises, and an optional exercise of {optional}" in prose
-    assert f"**Optional, {optional} minutes:**" in prose
-    assert f"about {KNOWN['tile_maximum'].minutes} minutes" in prose
+    minutes = [e.minutes for e in KNOWN.values()]
+    required, optional = sum(minutes[:2]), sum(minutes[2:])
+    assert f"{required} of them exercises. Three more exercises are optional" in prose
+    assert optional < 25, "there is something to read, too"
+    assert prose.count("25 minutes") == 2
 
 
 def test_a_tile_fits_on_the_chip_and_the_table_into_main_memory_alone() -> None:

@@ -1,5 +1,5 @@
-"""Exercises of chapter 04: which tiles to skip, what to mask on the others, the whole walk, what it
-costs, and a small kernel with two bugs.
+"""Exercises of chapter 04: which tiles to skip, and the whole walk; then, for readers with more
+time, the ragged tail, a small kernel with two bugs, and what a walk costs.
 
 The wrong solutions of an exercise are one function, or one kernel, told which slips to make.
 """
@@ -40,14 +40,14 @@ def tile_kinds(N: int, M: int, tile_q: int, tile_k: int) -> list[str]:
     skipped."""
     rows = []
     for query_start in range(0, N, tile_q):
-        first = M - N + query_start  # position of the tile's first query
-        last = M - N + min(query_start + tile_q, N) - 1  # and of its last
+        first_query = M - N + query_start  # positions, from here on
+        last_query = M - N + min(query_start + tile_q, N) - 1
         row = ""
-        for key_start in range(0, M, tile_k):
-            last_key = min(key_start + tile_k, M) - 1
-            if key_start > last:
+        for first_key in range(0, M, tile_k):
+            last_key = min(first_key + tile_k, M) - 1
+            if first_key > last_query:
                 row += "S"
-            elif last_key <= first:
+            elif last_key <= first_query:
                 row += "F"
             else:
                 row += "D"
@@ -194,16 +194,16 @@ _KINDS_MISTAKES = (
 _KINDS = Exercise(
     name="tile_kinds",
     statement="""
-Causal attention, `N` queries that are the last of `M` positions, tiles of `tile_q` queries and
-`tile_k` keys. Tiles at the ends may hold fewer. Return a list with a string for each tile of
-queries, and in the string a letter for each tile of keys:
+Name the kind of every tile, under the causal mask. Return one string for each tile of queries, with
+one letter for each tile of keys:
 
 - `"S"`, skipped: no query of the tile sees any of its keys.
 - `"F"`, full: every query of the tile sees every key.
-- `"D"`, on the diagonal: all other tiles.
+- `"D"`, diagonal: all other tiles.
 
-For `N = M = 4` and tiles of 2 × 2 that is `["DS", "FD"]`. The loops and the ends of each tile are
-written for you. Choose the letter. Build no mask: two comparisons per tile are enough.
+For `N = M = 4` and tiles of 2 × 2 the answer is `["DS", "FD"]`. The `N` queries are the last of `M`
+positions. The loops give you the positions of each tile's first and last query, and of its first
+and last key. Two comparisons per tile are enough.
 """,
     minutes=5,
     difficulty=2,
@@ -212,9 +212,9 @@ written for you. Choose the letter. Build no mask: two comparisons per tile are 
         "are the last 4 of 6. Which keys do the queries of the first tile see?",
         "Only two queries of a tile matter. The last one sees the most, the first one the least. "
         "Which of them decides on skipping, and which on full?",
-        "Compare positions: query `i` stands at `M - N + i`. The last query decides on `S`: does "
-        "it come before the tile's first key? The first query decides on `F`: does it stand at "
-        "the tile's last key, or after it? All other tiles are `D`.",
+        "The last query decides on `S`: does it come before the tile's first key? The first query "
+        "decides on `F`: does it stand at the tile's last key, or after it? All other tiles are "
+        "`D`.",
     ),
     why="A later query sees more, so a tile's last query decides whether anything is seen, and its "
     "first one whether everything is.",
@@ -385,11 +385,10 @@ _MASK_MISTAKES = (
 _MASK = Exercise(
     name="mask_tile",
     statement="""
-A kernel's tile keeps its shape. Row 0 of `acc_s` `[BQ, BK]` belongs to query `query_start`, and
-column 0 to key `key_start`. Some of the keys may lie past the end. There zeros were loaded, so the
-score is 0. (All queries exist.) Return `acc_s` with `-inf` wherever the key does not exist. If
-`causal` is set, also put `-inf` wherever the key lies in the query's future. The `N` queries are
-the last of `M` positions. Keep the shape.
+Row 0 of the scores `acc_s` `[BQ, BK]` belongs to query `query_start`, and column 0 to key
+`key_start`. The `N` queries are the last of `M` positions. Return `acc_s` with `-inf` wherever the
+key does not exist. If `causal` is set, also put `-inf` wherever the key comes after its query. All
+queries exist. Keep the shape.
 """,
     minutes=5,
     difficulty=2,
@@ -674,18 +673,16 @@ def attend_in_tiles(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of one head: o [N, DV] and lse [N], one tile of scores at a time."""
     N, M, scale = len(q), len(k), q.shape[1] ** -0.5
-    outputs = []
-    for query_start in range(0, N, tile_q):
-        q_tile = q[query_start : query_start + tile_q]  # [BQ, D]
-        position = torch.arange(M - N, M)[query_start : query_start + tile_q]  # [BQ]
+    outputs = []  # a pair (o, lse) for each tile of queries
+    for position in torch.arange(M - N, M).split(tile_q):  # [BQ], of this tile's queries
+        q_tile = q[position - (M - N)]
         state = online_softmax.start(len(q_tile), v.shape[1])
-        for key_start in range(0, M, tile_k):
-            if key_start > position[-1]:
+        for key_position in torch.arange(M).split(tile_k):  # [BK], of this tile's keys
+            if key_position[0] > position[-1]:
                 break  # no query of this tile sees a key from here on
-            keys = slice(key_start, key_start + tile_k)
-            acc_s = q_tile @ k[keys].T  # [BQ, BK]
-            acc_s = acc_s.masked_fill(torch.arange(M)[keys] > position[:, None], -torch.inf)
-            state = online_softmax.update(state, acc_s, v[keys], scale * online_softmax.LOG2_E)
+            acc_s = q_tile @ k[key_position].T  # [BQ, BK]
+            acc_s = acc_s.masked_fill(key_position > position[:, None], -torch.inf)
+            state = online_softmax.update(state, acc_s, v[key_position], scale * LOG2_E)
         outputs.append(online_softmax.finish(state, scale))
     o, lse = zip(*outputs, strict=True)
     return torch.cat(o), torch.cat(lse)
@@ -856,7 +853,7 @@ _ATTEND_MISTAKES = (
         "`tile_k` key positions for a tile that holds fewer",
         slip(_attend, "unclipped keys"),
         "The last tile of keys may hold fewer than `tile_k`. How many columns has `acc_s` there, "
-        "and how many has your mask? `torch.arange(M)[keys]` ends where the keys end.",
+        "and how many has your mask?",
     ),
     Misconception(
         "starting anew at every tile of keys",
@@ -867,8 +864,7 @@ _ATTEND_MISTAKES = (
     Misconception(
         "dropping the last queries where tile_q does not divide N",
         slip(_attend, "no tail"),
-        "The last tile may hold fewer rows. How far does `range(0, N, tile_q)` go, and where "
-        "does a slice end?",
+        "The last tile may hold fewer rows. How many tiles of 4 do 9 queries need?",
     ),
     Misconception(
         "dropping the last keys where tile_k does not divide M",
@@ -917,24 +913,26 @@ _ATTEND_MISTAKES = (
 _ATTEND = Exercise(
     name="attend_in_tiles",
     statement="""
-The whole walk for one head: `q` `[N, D]`, `k` `[M, D]`, `v` `[M, DV]`. The `N` queries are the last
-of `M` positions. Return causal attention's `o` `[N, DV]` and `lse` `[N]`, with one tile of scores
-at a time. The last tile of queries may hold fewer than `tile_q`, the last tile of keys fewer than
-`tile_k`. Only the body of the inner loop is missing, four or five lines:
+The whole walk, for one head. `q` is `[N, D]`, `k` is `[M, D]`, `v` is `[M, DV]`, and the `N`
+queries are the last of `M` positions. Return causal attention's `o` `[N, DV]` and `lse` `[N]`. Two
+things are missing inside the inner loop:
 
-- Stop if no query of the tile sees any of these keys. (One case notices if you do not.)
-- Otherwise compute the scores, hide the future, and update the state as `one_tile` does.
+1. Stop if no query of the tile sees any key of the tile. (One case notices if you go on.)
+2. Put `-inf` into `acc_s` wherever a key comes after its query.
+
+`position` holds the positions of the tile's queries, and `key_position` those of its keys.
 """,
     minutes=7,
-    difficulty=3,
+    difficulty=2,
     hints=(
-        "Start from the chapter's loop for one tile of queries, with what it lacked: the mask and "
-        "the skipping. Which query of a tile decides that a tile of keys is skipped?",
-        "`position` holds the positions of the tile's queries. `torch.arange(M)[keys]` are those "
-        "of its keys. Which comparison of the two, as a `[BQ, BK]`, names the future?",
-        "`break` at the first tile of keys that begins after `position[-1]`. Otherwise "
-        "`acc_s = q_tile @ k[keys].T`, fill the future with -inf by `masked_fill`, and give "
-        "`acc_s` and `v[keys]` to `update`.",
+        "`one_tile` had no skipping and no mask: add these two. Which query of a tile decides "
+        "that the walk can stop?",
+        "`position[-1]` is the last query of the tile, and it sees the most. `key_position[0]` is "
+        "the first key. How do they compare when nothing is visible? And the mask is a table "
+        "`[BQ, BK]`: one of its two vectors must stand as a column.",
+        "`break` when the first key comes after the last query. For the mask, `position[:, None]` "
+        "is the column and `key_position` the row. `acc_s.masked_fill(hidden, -torch.inf)` "
+        "returns new scores: keep them.",
     ),
     why="A state is all that a row has to remember, so a tile of scores can be forgotten at once, "
     "and a tile that nobody sees need not even be loaded.",
@@ -1212,7 +1210,7 @@ past the end of `Max`. Mend both.
 )
 
 
-EXERCISES = (_KINDS, _MASK, _ATTEND, _COST, _MAXIMUM)
+EXERCISES = (_KINDS, _ATTEND, _MASK, _MAXIMUM, _COST)
 
 
 # -- two mistakes at once --
@@ -1363,22 +1361,22 @@ TRAPS = (
         "reading k and v once per query",
     ),
     Trap(
-        "Take `BQ` queries as a tile `[BQ, D]` and let it stay.",
+        "Take `BQ` queries as a tile `[BQ, D]` and let it stay on the chip.",
         "tiled_cost",
         "loading q again with every tile of keys",
     ),
     Trap(
-        "Chapter 03's state has a row for each of them.",
+        "the state has a row for each query of the tile.",
         "attend_in_tiles",
         "one state for all tiles of queries",
     ),
     Trap(
-        "The last tile of keys holds one key",
+        "The last tile may hold fewer",
         "attend_in_tiles",
         "dropping the last keys where tile_k does not divide M",
     ),
     Trap(
-        "its keys and values need not be loaded",
+        "their keys and values need not be loaded",
         "attend_in_tiles",
         "computing tiles of which nothing is visible",
     ),
@@ -1539,7 +1537,7 @@ PREDICTIONS = (
         "measured_ms",
         "64 causal heads of 65,536 tokens on an H200, by tiles: how many ms did they take, 20, "
         "120, 460 or 2000?",
-        "The kernel moves no table. It needs less than twice what its arithmetic takes at full "
+        "The kernel moves no table, so its time is near that of its arithmetic: 71 ms at full "
         "speed.",
         (
             (20, "The arithmetic alone needs 71 ms at full speed."),

@@ -20,7 +20,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
+from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, readable_on
 from nsa_tutorial.course.sheet import Chart, Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.course.widgets.grouped_query_attention import H200_BYTES_PER_S, H200_FLOPS_PER_S
@@ -199,13 +199,17 @@ def _draw_tiles(
         t = reading.tile
         part = (slice(t.query_start, t.query_end), slice(t.key_start, t.key_end))
         picture[part] = np.where(visible[part][..., None], _rgb(PALETTE["key"]), _rgb(_HIDDEN))
-        centre = ((t.key_start + t.key_end - 1) / 2, (t.query_start + t.query_end - 1) / 2)
-        axis.text(*centre, str(number), ha="center", va="center", fontsize=9, color=PALETTE["text"],
-                  bbox={"boxstyle": "circle,pad=0.2", "facecolor": "white", "edgecolor": "none",
-                  "alpha": 0.85})  # fmt: skip
+        axis.text(*_centre(t), str(number), ha="center", va="center", fontsize=9,
+                  color=PALETTE["text"], bbox={"boxstyle": "circle,pad=0.2", "facecolor": "white",
+                  "edgecolor": "none", "alpha": 0.85})  # fmt: skip
     for t in tiles(N, M, tile_q, tile_k, causal):
         if t.kind == "skipped":
             picture[t.query_start : t.query_end, t.key_start : t.key_end] = _rgb(PALETTE["masked"])
+        if causal:  # the kind below the number, or where a number would be
+            below = 0 if t.kind == "skipped" else 0.34 * (t.query_end - t.query_start)
+            x, y = _centre(t)
+            axis.text(x, y + below, t.kind, ha="center", va="center", fontsize=7.5,
+                      color=PALETTE["text"])  # fmt: skip
     axis.imshow(picture, aspect="equal", interpolation="nearest")
     for t in tiles(N, M, tile_q, tile_k, causal):
         axis.add_patch(_outline(t, "white" if t.kind == "skipped" else PALETTE["faint"], 0.8))
@@ -215,14 +219,18 @@ def _draw_tiles(
     axis.set_yticks(np.arange(0, N + 1, tile_q) - 0.5, range(0, N + 1, tile_q))
     axis.set_xlabel(f"key, {tile_k} a tile", fontsize=9)
     axis.set_ylabel(f"query, {tile_q} a tile", fontsize=9)
-    handles = [
-        Patch(color=PALETTE["key"], label="visible"),
-        Patch(color=_HIDDEN, label="computed, masked"),
-    ]
-    handles.append(Patch(color=PALETTE["masked"], label="skipped"))
-    axis.figure.legend(handles=handles if causal else handles[:1], loc="lower left",
-    bbox_to_anchor=(0.08, 0.0), ncols=3,
-                       fontsize=9, frameon=False, handlelength=1.0, columnspacing=1.0)  # fmt: skip
+    if causal:
+        handles = [
+            Patch(color=PALETTE["key"], label="visible"),
+            Patch(color=_HIDDEN, label="computed, then masked"),
+        ]
+        axis.figure.legend(handles=handles, loc="lower left", bbox_to_anchor=(0.08, 0.0), ncols=2,
+                           fontsize=9, frameon=False, handlelength=1.0,
+                           columnspacing=1.0)  # fmt: skip
+
+
+def _centre(t: Tile) -> tuple[float, float]:
+    return (t.key_start + t.key_end - 1) / 2, (t.query_start + t.query_end - 1) / 2
 
 
 def _outline(t: Tile, colour: str, width: float) -> Rectangle:
@@ -256,14 +264,11 @@ def _draw_meter(
     for place, parts in enumerate(bars.values()):
         bottom = 0.0
         for name, size in parts.items():
-            axis.bar(
-                place,
-                size / KIB,
-                0.6,
-                bottom,
-                color=PALETTE[_PARTS[name]],
-                label=name if place == 0 else None,
-            )
+            colour = PALETTE[_PARTS[name]]
+            axis.bar(place, size / KIB, 0.6, bottom, color=colour)
+            if size > 0.04 * dense.bytes:  # room for its name
+                axis.text(place, bottom + size / KIB / 2, name, ha="center", va="center",
+                          fontsize=8, color=readable_on(colour))  # fmt: skip
             bottom += size / KIB
         axis.text(
             place,
@@ -276,10 +281,6 @@ def _draw_meter(
     axis.set_xticks(range(len(bars)), list(bars))
     axis.set_ylim(0, 1.12 * dense.bytes / KIB)
     axis.set_ylabel("moved, KiB", fontsize=9)
-    handles, labels = axis.get_legend_handles_labels()
-    axis.legend(
-        handles[::-1], labels[::-1], loc="upper right", fontsize=8, frameon=False, handlelength=1.0
-    )
 
 
 # -- tile sizes --
@@ -347,8 +348,8 @@ def _levels(tile_k: int) -> list[tuple[float, str]]:
     even = costs.tiled_attention(TOKENS, TOKENS, WIDTH, tile_q=128, tile_k=tile_k).flops / MACHINE
     return [
         (math.log2(table / GIB), f"with the table: {table / GIB:.0f} GiB"),
-        (math.log2(even / GIB), "as fast as arithmetic, if nothing hits L2"),
-        (math.log2(once / GIB), "everything once: the floor"),
+        (math.log2(even / GIB), f"{MACHINE:.0f} operations per byte: go below this line"),
+        (math.log2(once / GIB), "each tensor once: the floor"),
     ]
 
 
@@ -359,7 +360,7 @@ def draw_tile_sizes(tile_q: int = 128, tile_k: int = 128) -> Picture:
     sheet = Sheet(8.3, 3.5)
     moved = sheet.chart(Place(0.75, 0.58, 3.6, 2.4), (-0.3, 8.3), (-4.8, 11.3))
     places = [(math.log2(size), math.log2(facts(size, tile_k).gib)) for size in TILE_Q]
-    moved.title("moved by each height of a tile")
+    moved.title("bytes moved, for each tile height")
     levels = _levels(tile_k)
     moved.lines([((-0.3, y), (8.3, y)) for y, _ in levels], linestyles="--")
     moved.words([(-0.1, y, told) for y, told in levels], size=8, ha="left", va="bottom",
