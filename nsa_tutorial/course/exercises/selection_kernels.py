@@ -196,7 +196,7 @@ def kernel(Q, K, LSE, Mass, scale, log2_e, M, G, D: tl.constexpr, BT: tl.constex
 return kernel
 ```
 """,
-    minutes=6,
+    minutes=8,
     difficulty=2,
     hints=(
         "A program has `BT` sums, one for each of its summaries. What does each head add to them?",
@@ -947,7 +947,7 @@ for step in steps:
 return ...
 ```
 """,
-    minutes=6,
+    minutes=8,
     difficulty=2,
     hints=(
         "What does a step have to know of the steps before it? And what has to become of the list "
@@ -1521,26 +1521,28 @@ _PICK_SLIPS = frozenset().union(*(m.wrong.slips for m in _PICK_MISTAKES))
 _PICK = Exercise(
     name="pick",
     statement="""
-`bits` `[NB]` are integers: the bits of block scores. They lie between 0 and `2**31`, and -1 marks a
-hidden block. Return a list of length `n`: the ids of the `n` blocks with the largest bits,
-ascending. Of equal bits, the lower ids win: for `bits = [2, 2]` and `n = 1`, the list is `[0]`. If
-fewer than `n` blocks are visible, fill up with -1.
+Play the game. `bits` `[NB]` are integers: the bits of block scores, or -1 for a hidden block.
+Return the ids of the `n` blocks with the largest bits, ascending.
 
-The loop is given. Copy it into `pick`, decide which end moves to the middle, and write what
-follows. After the loop, `low` should be the bits of the `n`-th best block. If fewer than `n` blocks
-are visible, `low` should be 0. Sort no scores, though the checker would not notice.
+- Of equal bits, the lower ids win: for `bits = [2, 2]` and `n = 1`, the list is `[0]`.
+- The list has length `n`. If fewer than `n` blocks are visible, fill it up with -1.
+
+Copy this frame into `pick`, and fill the two gaps. After the loop, `low` should be the bits of the
+`n`-th best block. If fewer than `n` blocks are visible, `low` should stay 0.
 
 ```python
 low, high = 0, 2**31
 while high - low > 1:
     middle = (low + high) // 2
     count = int((bits >= middle).sum())  # how many have at least this much?
-    ...  # move low or high
-...  # take all blocks above low, and of those that equal it the lower ids
+    ...  # move low or high to the middle
+above = (bits > low).nonzero().flatten().tolist()  # the ids of all blocks above low
+equal = (bits == low).nonzero().flatten().tolist()  # the ids of those that equal low
+...  # which of them are on the list?
 ```
 """,
-    minutes=8,
-    difficulty=3,
+    minutes=10,
+    difficulty=2,
     hints=(
         "Think of a number between 0 and `2**31`. You ask how many blocks have at least that much, "
         "and hear a count. What do you know of the n-th best block then?",
@@ -1602,7 +1604,7 @@ def _bits(*scores: float) -> Tensor:
     return _watched(*torch.tensor(scores).view(torch.int32).tolist())
 
 
-EXERCISES = (_MASS, _RUNNING, _PICK, _WALK, _MERGE, _PACK)
+EXERCISES = (_MASS, _PICK, _RUNNING, _WALK, _MERGE, _PACK)
 
 
 # -- two slips at once, written as readers write them --
@@ -1735,6 +1737,26 @@ PREDICTIONS = (
                 lambda guess: isinstance(guess, int | float) and 4 <= guess <= 5,
                 "That is right for all pairs. A query sees the summaries before it, half of them "
                 "on average.",
+            ),
+        ),
+        unit="ms",
+        tolerance=0.15,
+    ),
+    Prediction(
+        "choice_ms",
+        "On an H200, NSA's forward takes 35.4 ms for 65,536 tokens: how many of them do the "
+        "scoring kernel and the picking kernel take together?",
+        "The products alone take 2.2 ms at best. The kernels also turn each score into a weight, "
+        "write and read the block scores, and ask the questions.",
+        (
+            (
+                lambda guess: isinstance(guess, int | float) and 2 <= guess <= 2.5,
+                "That is the least time of the products alone. Each score also becomes a weight.",
+            ),
+            (
+                lambda guess: isinstance(guess, int | float) and guess >= 28,
+                "That is as long as storing all weights would take. The block scores are far "
+                "fewer.",
             ),
         ),
         unit="ms",

@@ -25,7 +25,7 @@ from torch import Tensor
 from nsa_tutorial import ops
 from nsa_tutorial.bench import drawing
 from nsa_tutorial.course import heads
-from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
+from nsa_tutorial.course.figures import Picture
 from nsa_tutorial.course.sheet import Chart, Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.course.widgets.grouped_query_attention import (
@@ -87,7 +87,7 @@ def ways(tokens: int, block_size: int, top_n: int, chunk: int) -> dict[str, Way]
         "weights, summed over a group": Way(summaries + lists, 2 * summaries + lists),
         "block scores": Way(blocks + lists, 2 * blocks + lists),
         "block scores, in chunks": Way(held + lists, 2 * blocks + lists),
-        "running top-n: lists alone": Way(lists, lists),
+        "the lists alone": Way(lists, lists),
     }
 
 
@@ -121,7 +121,7 @@ def told_ways(tokens: int, block_size: int, top_n: int, chunk: int) -> str:
         f"read. Computing the scores again takes {scores_ms(tokens):.2g} ms at best. Block scores "
         f"of {min(chunk, tokens):,} queries at a time take {size(chunked.memory)} and "
         f"{chunked.ms:.2g} ms, and the lists of {top_n} take "
-        f"{size(found['running top-n: lists alone'].memory)}."
+        f"{size(found['the lists alone'].memory)}."
     )
 
 
@@ -305,21 +305,26 @@ def draw_network(a: list[int] | None = None, b: list[int] | None = None) -> Pict
     labels = ["the best so far", "the new list, backwards", "the larger of each pair"]
     distance = n // 2
     while distance:
-        labels.append(f"places {distance} apart" if distance > 1 else "neighbours")
+        told = f"places {distance} apart" if distance > 1 else "neighbours"
+        labels.append(f"{told}: the larger goes left")
         distance //= 2
     tops = [top, top + 0.44, *(top + 0.5 + step * (i + 1) for i in range(len(stages)))]
-    of_a, paths = set(a), []
-    for i in range(n):
+    of_a = set(a)
+
+    def path(number: int, start: tuple[float, float], end: tuple[float, float]) -> None:
+        sheet.lines([[start, end]], "selected" if number in of_a else "compressed", 1.6)
+
+    for i, number in enumerate(stages[0]):
         x = left + (i + 0.45) * wide
-        paths.append([(x, tops[1] + 0.3), (x, tops[2])])
+        path(number, (x, tops[1] + 0.3), (x, tops[2]))
     for stage in range(1, len(stages)):
-        distance = n >> stage
+        distance, before = n >> stage, stages[stage - 1]
+        high, low = tops[stage + 1] + 0.3, tops[stage + 2]
         for i in range(n):
-            if not i & distance:
-                x, y = (left + (j + 0.45) * wide for j in (i, i + distance))
-                high, low = tops[stage + 1] + 0.3, tops[stage + 2]
-                paths += [[(x, high), (y, low)], [(y, high), (x, low)]]
-    sheet.lines(paths, "faint", 0.7)
+            other = i ^ distance
+            has_moved = (before[i] - before[other]) * (other - i) < 0  # the larger goes left
+            x, y = (left + (j + 0.45) * wide for j in (i, other if has_moved else i))
+            path(before[i], (x, high), (y, low))
     for row, numbers in enumerate(rows):
         pale = row < 2
         for i, number in enumerate(numbers):
@@ -367,27 +372,22 @@ def share_of_tiles(kind: str, rows: int) -> Tensor:
 
 def draw_skips() -> Picture:
     """How many tiles must merge in each step, by their number of queries."""
-    figure, axes = new_figure(8.2, 2.9, columns=2)
-    colours = dict(zip(TILES, ("compressed", "selected", "query"), strict=True))
-    for axis, kind in zip(axes[0], ("random", "smooth"), strict=True):
-        for rows, colour in colours.items():
-            share = share_of_tiles(kind, rows).numpy()
-            name = f"{rows} {'query' if rows == 1 else 'queries'} a tile"
-            steps = np.arange(1, len(share) + 1)
-            width = 4 if rows == 1 else 2  # where two curves meet, both are seen
-            axis.plot(steps, 100 * share, color=PALETTE[colour], linewidth=width, label=name)
-        axis.set_ylim(0, 106)
-        told = "no two queries agree" if kind == "random" else "neighbours agree"
-        axis.set_title(told, fontsize=10)
-        axis.set_xlabel(f"step of {MERGED_STEP} blocks")
-    axes[0, 0].set_ylabel("% that must merge")
-    axes[0, 0].legend(frameon=False, fontsize=8.5, loc="lower left")
-    one, tile = (share_of_tiles("random", rows) for rows in (1, 128))
-    told = (
-        f"In the last step {100 * one[-1]:.0f}% of single queries find a better block, and "
-        f"{100 * tile[-1]:.0f}% of tiles of 128"
-    )
-    return Picture(figure, told)
+    sheet = Sheet(8.3, 3.2)
+    steps = MERGED_BLOCKS // MERGED_STEP
+    chart = sheet.chart(Place(1.0, 0.55, 5.5, 2.1), (1, steps), (0, 100))
+    for rows, colour in zip(TILES, ("query", "compressed", "selected"), strict=True):
+        share = (100 * share_of_tiles("random", rows)).tolist()
+        curve = list(enumerate(share, 1))
+        chart.lines([curve], colour, 3)
+        name = "single query" if rows == 1 else f"tile of {rows}"
+        told = [(steps, share[-1], f"{name}: {share[-1]:.0f}%")]
+        chart.words(told, size=9.5, ha="left", offset=(7, 0))
+    chart.bottom([1, *range(4, steps + 1, 4)], None, f"step of {MERGED_STEP} blocks")
+    chart.left([0, 50, 100], ["0%", "50%", "100%"], "must merge")
+    found = 100 * share_of_tiles("random", 1)[-1]
+    told = f"The last step: {100 - found:.0f}% of single queries could skip it, "
+    skipped = 100 * (1 - share_of_tiles("random", TILES[-1])[-1])
+    return Picture(sheet.figure, told + f"and {skipped:.0f}% of tiles of {TILES[-1]}")
 
 
 # -- a list, found by halving a range --
@@ -478,6 +478,11 @@ def told_halving(query: int, head: int, n: int, question: int) -> str:
     )
 
 
+def _short(score: float) -> str:
+    """A score in few characters, for a label."""
+    return f"{score:.0e}" if 0 < score < 1e-3 else f"{score:.2g}"
+
+
 def draw_halving(query: int = 505, head: int = 3, n: int = 8, question: int = 8) -> Picture:
     """The blocks by their bits, and the ranges of the questions so far."""
     scores, found = block_scores()[query, head], halvings(query, head, n)
@@ -498,7 +503,10 @@ def draw_halving(query: int = 505, head: int = 3, n: int = 8, question: int = 8)
     least, most = bits_at(1e-4), bits_at(100.0)
     chart = sheet.chart(Place(0.75, 1.2, 6.1, 2.2), (least, most), (SHOWN + 1.6, 0))
     x = np.clip(bits[(bits >= 0) & ~forced], least, most)
-    chart.dots([(value, 0.5) for value in [*x, most]], "selected", 5)
+    for is_enough, colour in ((False, _PALE), (True, "selected")):
+        of_kind = [(value, 0.5) for value in x if (value >= h.middle) == is_enough]
+        if of_kind:
+            chart.dots(of_kind, colour, 5)
     chart.dots([(most, 0.5)], "own block", 7)
     chart.words([(most, 0.5, "forced: ∞")], size=8, ha="left", offset=(8, 0))
     shown = found[:question][-SHOWN:]
@@ -509,8 +517,10 @@ def draw_halving(query: int = 505, head: int = 3, n: int = 8, question: int = 8)
         chart.boxes([(left, row + 1.4, width, 0.75)], colour)
         if least < past.middle < most:
             chart.lines([((past.middle, row + 1.3), (past.middle, row + 2.25))], "text", 1.2)
-        told = f"{past.count} reach {value_of(past.middle):.2g}"
-        chart.words([(most, row + 1.78, told)], size=8, ha="left", offset=(8, 0))
+        sign = "→" if past.count > n else "←" if past.count < n else "✓"
+        told = f"{past.count} reach {_short(value_of(past.middle))}"
+        chart.words([(most, row + 1.78, sign)], size=9.5, ha="left", offset=(7, 0))
+        chart.words([(most, row + 1.78, told)], size=8.5, ha="left", offset=(24, 0))
     ticks = (1e-4, 1e-3, 0.01, 0.1, 1.0, 10.0, 100.0)
     names = [f"{tick:g}" for tick in ticks]
     chart.bottom(
@@ -518,7 +528,9 @@ def draw_halving(query: int = 505, head: int = 3, n: int = 8, question: int = 8)
         names,
         "score, at the place of its bits (smaller ones lie further left)",
     )
-    chart.left([0.5, 5], ["blocks", "ranges"], line=False)
+    first = question - len(shown) + 1
+    numbers = {row + 1.78: first + row for row in range(len(shown))}
+    chart.left([0.5, *numbers], ["blocks", *numbers.values()], line=False)
     told = f"Question {question}: {h.count} blocks reach {value_of(h.middle):.2g}, "
     return Picture(sheet.figure, told + f"and the list has {n} places")
 
