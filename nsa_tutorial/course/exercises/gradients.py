@@ -162,12 +162,12 @@ _SCORE_MISTAKES = (
 _SCORE = Exercise(
     name="score_gradient",
     statement="""
-Derive the backward of a softmax. `p` `[N, M]` are the weights, a row for each query, and `d_p`
-`[N, M]` is the gradient of a loss with respect to them. Return `d_s` `[N, M]`, the gradient with
-respect to the scores. The Jacobian of a row is `diag(p) - outer(p, p)`. Do not build it: two or
-three lines of `[N, M]` are enough.
+Derive the backward of a softmax. `p` `[N, M]` holds the weights, a row for each query. `d_p`
+`[N, M]` is the gradient of a loss with respect to these weights. Return `d_s` `[N, M]`, the
+gradient with respect to the scores. Two or three lines are enough, without a Jacobian. With the
+weights 0.67, 0.24, 0.09 and the `d_p` 3, 0, 9 of the three keys, `d_s` is 0.13, −0.69, 0.56.
 """,
-    minutes=5,
+    minutes=7,
     difficulty=2,
     hints=(
         "Take one row. Write the gradient of one score as a sum over the weights: each weight's "
@@ -394,12 +394,11 @@ _SHAPES = {"other axis", "no sum", "no sum, aligned", *_CROSSED}
 _DELTA = Exercise(
     name="row_delta",
     statement="""
-In `d_s = p * (d_p - delta)`, delta is a sum over a row of weights that you do not have. You have
-`d_o` and `o`, both `[N, HQ, DV]`. You also have `d_lse` `[N, HQ]`, the gradient of the loss with
-respect to `lse`. The gradient of a row's `lse` with respect to its scores is the row's weights.
-Return the `delta` `[N, HQ]` with which the formula gives the whole gradient.
+Return the `delta` `[N, HQ]` with which `p * (d_p - delta)` is the whole `d_s`. You have no weights.
+You have `d_o` and `o`, both `[N, HQ, DV]`, for `N` queries with `HQ` heads. You also have `d_lse`
+`[N, HQ]`: it adds `p * d_lse` to `d_s`.
 """,
-    minutes=5,
+    minutes=6,
     difficulty=2,
     hints=(
         "Start without lse. In the sum over the keys, replace each `d_p` by what it is: a product "
@@ -615,12 +614,12 @@ _GROUP_MISTAKES = (
 _GROUP = Exercise(
     name="group_gradients",
     statement="""
-`HQ` query heads share `H` KV heads, neighbours in groups of `G = HQ // H`. You have the weights `p`
-and the gradient of the scaled scores `d_s`, both `[HQ, N, M]`, the queries `q` `[HQ, N, D]` and the
-gradient of the output `d_o` `[HQ, N, DV]`. Return `(d_k, d_v)`: `[H, M, D]` and `[H, M, DV]`. Each
-head's scores were `scale * q @ k.T`.
+`HQ` query heads share `H` KV heads, in groups of `G = HQ // H` neighbours. You have the weights `p`
+and the gradient of the scaled scores `d_s`, both `[HQ, N, M]`. You also have the queries `q`
+`[HQ, N, D]` and the gradient of the output `d_o` `[HQ, N, DV]`. Each head's scores were
+`scale * q @ k.T`. Return `(d_k, d_v)`: `[H, M, D]` and `[H, M, DV]`.
 """,
-    minutes=5,
+    minutes=7,
     difficulty=2,
     hints=(
         "First one query head, as if it had keys of its own. Line 2 of the five gives `d_v`, and "
@@ -1187,7 +1186,7 @@ TRAPS = (
         "keeping only the Jacobian's diagonal",
     ),
     Trap(
-        "A key that is worth more than the average pulls `o` up",
+        "A key that is worth more than the average pulls the loss up",
         "score_gradient",
         "the difference the other way round",
     ),
@@ -1289,23 +1288,31 @@ PREDICTIONS = (
         choices=(0.25, 260, 4096, 131_072),
     ),
     Prediction(
-        "backward_over_forward",
-        "How many times the forward's operations does a backward take that computes the weights "
-        "again: 1, 2, 3.5 or 8?",
-        "The forward has two products of a tile, the walk for d_q three, and the walk for d_k and "
-        "d_v four.",
+        "time_of_walks",
+        "A backward with stored weights takes at least 201 ms. How many milliseconds does the one "
+        "take that computes the weights again, with seven products in place of four: 20, 62, 200 "
+        "or 350?",
+        "Stored matrices cross main memory seven times: 898 GiB. The walks move 261 GiB, and then "
+        "wait for arithmetic, of which the causal mask takes away nearly half.",
         (
-            (1, "The scores alone are half of a forward, and four gradients follow them."),
             (
-                2,
-                "2 is right for stored weights: four products. The walks add three: each computes "
-                "the scores again, and `d_p` comes a second time.",
+                350,
+                "350 would be 75 % more, for 75 % more products. But the stored way does not wait "
+                "for its products: it waits for memory.",
             ),
-            (2.5, "2.5 would be one walk: five products. Two walks repeat the scores and `d_p`."),
-            (7, "Seven is the number of products. The forward has two of them."),
-            (8, "8 would be 16 products of a tile. There are fewer."),
+            (
+                200,
+                "200 would be as long as with stored weights. Those wait for memory, and the walks "
+                "do not.",
+            ),
+            (
+                20,
+                "20 would be ten times as fast. The walks still have their seven products to "
+                "compute.",
+            ),
         ),
-        choices=(1, 2, 3.5, 8),
+        unit="ms",
+        choices=(20, 62, 200, 350),
     ),
     Prediction(
         "strongest_score",

@@ -98,15 +98,17 @@ def draw_jacobian(s: Tensor, v: Tensor) -> Picture:
     figure, axes = new_figure(8.2, 3.2, columns=2, width_ratios=(1, 1.15))
     left, right = axes[0]
     _signed_grid(left, jacobian(s).numpy())
-    left.set_title("the Jacobian: how weights follow scores", fontsize=10)
-    left.set_xlabel("score of key")
-    left.set_ylabel("weight of key")
-    _draw_gains(right, v, p @ v, d_s)
-    up = ", ".join(str(i) for i in (d_s > 0).nonzero().flatten().tolist())
+    left.set_title("a score that rises takes from the others", fontsize=10)
+    left.set_xlabel("if this key's score rises …")
+    left.set_ylabel("… this key's weight changes")
+    _draw_gains(right, v, p, d_s)
+    most = int(d_s.abs().argmax())
+    gap = float(v[most] - p @ v)
+    side = "above" if gap > 0 else "below"
     return Picture(
         figure,
-        f"A score takes its weight from all other keys: o follows it upwards for keys {up}, "
-        f"whose values beat {p @ v:.2f}",
+        f"Key {most} moves o most: a fair weight, {p[most]:.2f}, and a value {abs(gap):.2f} {side} "
+        "the average",
     )
 
 
@@ -134,17 +136,27 @@ def _signed_grid(axis: Axes, values: np.ndarray) -> None:
         axis.text(j, i, told, ha="center", va="center", fontsize=8.5, color=ink)
 
 
-def _draw_gains(axis: Axes, v: Tensor, o: Tensor, d_s: Tensor) -> None:
-    """The values over the average, and the gradient of each score under its bar."""
-    axis.bar(range(len(v)), v.tolist(), 0.6, color=PALETTE["value"])
-    axis.axhline(float(o), color=PALETTE["text"], linestyle="--", linewidth=1.2)
-    axis.text(len(v) - 0.45, float(o), f"o = {o:.2f}", va="bottom", ha="left", fontsize=9)
-    names = [f"{i}\n{x:+.2f}".replace("-", "−") for i, x in enumerate(d_s.tolist())]
-    axis.set_xticks(range(len(v)), names)
+def _draw_gains(axis: Axes, v: Tensor, p: Tensor, d_s: Tensor) -> None:
+    """How far each value is from the average, its weight, and the gradient of its score."""
+    o, top = float(p @ v), float(v.max())
+    for i, value in enumerate(v.tolist()):
+        is_above = value > o
+        colour = PALETTE["selected" if is_above else "query"]
+        axis.plot([i - 0.3, i + 0.3], [value, value], color=PALETTE["value"], linewidth=4)
+        if abs(value - o) > 0.06 * top:
+            arrow = {"arrowstyle": "-|>", "color": colour, "linewidth": 2}
+            axis.annotate("", (i, value), (i, o), arrowprops=arrow)
+        told = f"weight {p[i]:.2f}\no moves {d_s[i]:+.2f}".replace("-", "−")
+        axis.text(i, value + (0.04 if is_above else -0.05) * top, told, ha="center",
+                  va="bottom" if is_above else "top", fontsize=9)  # fmt: skip
+    axis.axhline(o, color=PALETTE["text"], linestyle="--", linewidth=1.2)
+    axis.text(len(v) - 0.45, o, f"o = {o:.2f}", va="bottom", ha="left", fontsize=9)
+    axis.set_xticks(range(len(v)))
     axis.set_xlim(-0.6, len(v) + 0.15)
+    axis.set_ylim(min(0.0, float(v.min())) - 0.28 * top, 1.28 * top)
     axis.set_ylabel("value")
-    axis.set_xlabel("key, and how o follows its score")
-    axis.set_title("a value against the average", fontsize=10)
+    axis.set_xlabel("key")
+    axis.set_title("how o moves, per unit of a score", fontsize=10)
 
 
 # -- a row that one number stands in for --
@@ -217,6 +229,14 @@ def _draw_walk(axis: Axes, tiles: int, by_rows: bool) -> None:
     arrow = FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=16, linewidth=2,
                             color=PALETTE["query"], clip_on=False)  # fmt: skip
     axis.add_patch(arrow)
+    here = (-0.32, chosen) if by_rows else (chosen, -0.32)
+    size = (0.22, 1) if by_rows else (1, 0.22)
+    held = PALETTE["query" if by_rows else "key"]
+    axis.add_patch(Rectangle(here, *size, facecolor=held, edgecolor="white", clip_on=False))
+    if by_rows:
+        axis.text(-0.42, chosen + 0.5, "stays", ha="right", va="center", fontsize=9)
+    else:
+        axis.text(chosen + 1.06, -0.21, "stays", ha="left", va="center", fontsize=9)
     told = "d_q of these\nqueries" if by_rows else "d_k, d_v of these keys"
     x, y = (tiles + 0.45, chosen + 0.5) if by_rows else (chosen + 0.5, tiles + 0.45)
     axis.text(x, y, told, ha="left" if by_rows else "center", va="center" if by_rows else "top",
@@ -311,8 +331,8 @@ def draw_memory(tokens: int = 65_536, width: int = 128, heads: int = 16) -> Pict
     _draw_kept(kept, tokens, width, heads)
     _draw_times(sheet.chart(Place(5.9, 0.75, 2.2, 1.9), (0, 1), (1.5, -0.7)), f)
     told = (
-        f"{tokens:,} tokens: {_size(f.stored)} with the weights stored, {_size(f.again)} with o "
-        "and lse"
+        f"{tokens:,} tokens: {_size(f.again)} kept in place of {_size(f.stored)}, and the backward "
+        f"takes {_ms(f.again_ms)} ms, not {_ms(f.stored_ms)}"
     )
     return Picture(sheet.figure, told)
 
