@@ -162,6 +162,25 @@ def full_only_before(N, M, tile_q, tile_k):
     return rows
 
 
+def kinds(is_skipped, is_full, is_next=True):
+    """The chapter's frame of `tile_kinds`, its two comparisons of (first, last) query and key."""
+
+    def tile_kinds(N, M, tile_q, tile_k):
+        rows = []
+        for start in range(0, N, tile_q):
+            query = (M - N + start, M - N + min(start + tile_q, N) - 1)
+            row = ""
+            for first_key in range(0, M, tile_k):
+                key = (first_key, min(first_key + tile_k, M) - 1)
+                row += "S" if is_skipped(query, key) else ""
+                if not (is_next and is_skipped(query, key)):
+                    row += "F" if is_full(query, key) else "D"
+            rows.append(row)
+        return rows
+
+    return tile_kinds
+
+
 def in_the_frame(mask_from_0=False, keep=True, scaled=True, clipped=True, column=True):
     """A loop over slices, with the positions as a reader may count them."""
 
@@ -361,6 +380,31 @@ ATTEMPTS = {
         "tile_kinds",
         full_only_before,
         {"masking a tile whose last key is the first query's own position"},
+    ),
+    "skipped by the last key": (
+        "tile_kinds",
+        kinds(lambda query, key: key[1] > query[1], lambda query, key: key[1] <= query[0]),
+        {"skipping a tile by its last key"},
+    ),
+    "full by the first key": (
+        "tile_kinds",
+        kinds(lambda query, key: key[0] > query[1], lambda query, key: key[0] <= query[0]),
+        {"calling a tile full by its first key"},
+    ),
+    "full after the first key": (
+        "tile_kinds",
+        kinds(lambda query, key: key[0] > query[1], lambda query, key: query[0] > key[0]),
+        {"calling a tile full by its first key"},
+    ),
+    "if, if, else": (
+        "tile_kinds",
+        kinds(lambda query, key: key[0] > query[1], lambda query, key: key[1] <= query[0], False),
+        {"giving a skipped tile two letters"},
+    ),
+    "keys as rows": (
+        "attend_in_tiles",
+        walk(mask=lambda keys, rows: keys[:, None] > rows[:, 0]),
+        {"a mask with a row for each key"},
     ),
     "update not kept": (
         "attend_in_tiles",

@@ -71,9 +71,16 @@ def _kinds(slips: Slips, N: int, M: int, tile_q: int, tile_k: int) -> list[str] 
             limit = first if "skip by the first" in slips else last
             is_skipped = start >= limit if "strict" in slips else start > limit
             is_full = last_key <= (last if "full by the last" in slips else first)
+            if "skip by the last key" in slips:
+                is_skipped = last_key > last
+            if "full by the first key" in slips:
+                is_full = start <= first
+            if "full after the first key" in slips:
+                is_full = start < first
             if "by number" in slips:
                 is_skipped, is_full = j > i, j < i
-            row += "S" if is_skipped else "F" if is_full and "never full" not in slips else "D"
+            skipped = "SD" if "two letters" in slips else "S"
+            row += skipped if is_skipped else "F" if is_full and "never full" not in slips else "D"
         rows.append(row)
     if "swapped" in slips:  # a string for each tile of keys
         rows = ["".join(column) for column in zip(*rows, strict=True)]
@@ -112,6 +119,8 @@ def _draw_kinds(arguments: tuple, got: list[str], expected: list[str]) -> Pictur
     )
 
 
+_FULL_BY_THE_FIRST_KEY = ("full by the first key", "full after the first key")
+
 _KINDS_MISTAKES = (
     Misconception(
         "comparing the numbers of tiles, not positions",
@@ -142,6 +151,27 @@ _KINDS_MISTAKES = (
         slip(_kinds, "full by the last"),
         "A full tile gets no mask, so here the earlier queries look into the future. The last "
         "query sees the most. Which one sees the least?",
+    ),
+    Misconception(
+        "skipping a tile by its last key",
+        slip(_kinds, "skip by the last key"),
+        "A tile on the diagonal may end after the last query, yet its first keys are visible. "
+        "Which key of a tile tells you that nobody sees any of it?",
+    ),
+    *(
+        Misconception(
+            "calling a tile full by its first key",
+            slip(_kinds, name),
+            "The first key of a tile is the easiest to see. Which key must a query reach to see "
+            "all of them?",
+        )
+        for name in _FULL_BY_THE_FIRST_KEY
+    ),
+    Misconception(
+        "giving a skipped tile two letters",
+        slip(_kinds, "two letters"),
+        "Your rows have more letters than there are tiles. Do your three branches exclude one "
+        "another?",
     ),
     Misconception(
         "masking every tile that is not skipped",
@@ -191,6 +221,14 @@ _KINDS_MISTAKES = (
     ),
 )
 
+_OTHER_WAYS_TO_BE_FULL = (
+    "by number",
+    "full by the last",
+    "never full",
+    "past the end",
+    "unclipped",
+)
+
 _KINDS = Exercise(
     name="tile_kinds",
     statement="""
@@ -227,6 +265,9 @@ and last key. Two comparisons per tile are enough.
         {"by number", "strict"},
         {"by number", "full by the last", "never full"},
         {"by number", "past the end", "unclipped", "never full"},
+        *({"by number", "skip by the last key", name} for name in ("skip by the first", "strict")),
+        *({name, *_FULL_BY_THE_FIRST_KEY} for name in _OTHER_WAYS_TO_BE_FULL),
+        *({name, "two letters"} for name in ("letters", "swapped", "by number")),
     ),
     cases=(
         Case("four queries, six keys, tiles of 2 × 2", lambda: (4, 6, 2, 2)),
@@ -733,6 +774,8 @@ def _attend(
                 hidden = key_start + columns >= position[:, None]
             if "vector" in slips:
                 hidden = key_start + columns > position
+            if "keys as rows" in slips:
+                hidden = (key_start + columns)[:, None] > position
             if "past" in slips:
                 hidden = key_start + columns < position[:, None]
             if "past and own" in slips:
@@ -802,7 +845,14 @@ _ATTEND_MISTAKES = (
     Misconception(
         "comparing each key with only one query",
         slip(_attend, "vector"),
-        "Your comparison is a vector, not a table `[BQ, BK]`. Which of the two must be a column?",
+        "You compare two vectors place by place. The mask is a table `[BQ, BK]`: which of the two "
+        "must be a column? To stop, one position of each is enough.",
+    ),
+    Misconception(
+        "a mask with a row for each key",
+        slip(_attend, "keys as rows"),
+        "`acc_s` has a row for each query and a column for each key. Which of your two vectors "
+        "must stand as a column?",
     ),
     Misconception(
         "counting a tile's keys from 0",
@@ -940,7 +990,16 @@ things are missing inside the inner loop:
     misconceptions=_ATTEND_MISTAKES,
     combine=together(
         _ATTEND_MISTAKES,
-        {"no mask", "triangle", "keys from 0", "vector", "strict", "past", "past and own"},
+        {
+            "no mask",
+            "triangle",
+            "keys from 0",
+            "vector",
+            "keys as rows",
+            "strict",
+            "past",
+            "past and own",
+        },
         {"no mask", "zeros"},
         {"no mask", "unclipped keys"},
         {"no skip", "skip early"},
