@@ -1596,8 +1596,8 @@ PREDICTIONS = (
         "measured_ms",
         "64 causal heads of 65,536 tokens on an H200, by tiles: how many ms did they take, 20, "
         "120, 460 or 2000?",
-        "The kernel moves no table, so its time is near that of its arithmetic: 71 ms at full "
-        "speed.",
+        "The kernel moves no table. Now the arithmetic is the limit, and that alone takes 71 ms at "
+        "full speed.",
         (
             (20, "The arithmetic alone needs 71 ms at full speed."),
             (71, "That is the arithmetic at full speed, which no kernel reaches all the time."),
