@@ -64,6 +64,11 @@ _SAYS = (
         "`tl.dot` multiplies two tiles, and `q_row` is a single row. Which sum over an elementwise "
         "product gives one number for each summary?",
     ),
+    (
+        r"(?s)\A(?!.*arange\(0, ?BT\))",
+        "No `tl.arange` of yours counts to `BT`, so `summaries` is a single number. A program has "
+        "`BT` of them. Which ones?",
+    ),
 )
 
 
@@ -120,7 +125,10 @@ def _wrong_mass(
     for g in range(G):
         head = 0 if SLIP == "one head" else g
         q_row = tl.load(Q + (0 if SLIP == "one query" else head) * D + width)
-        s = tl.sum(k_tile * q_row, axis=1)
+        product = tl.sum(k_tile * q_row, axis=1)
+        if SLIP == "no axis":
+            product = tl.zeros([BT], tl.float32) + tl.sum(k_tile * q_row)
+        s = product
         if SLIP != "no scale":
             s = s * scale
         lse = tl.load(LSE + (0 if SLIP == "one lse" else head))
@@ -134,6 +142,10 @@ def _wrong_mass(
             weight = tl.exp2(s - lse * log2_e)
         elif SLIP == "divided":
             weight = tl.exp2((s - lse) / log2_e)
+        elif SLIP == "factor outside":
+            weight = tl.exp2(s - lse) * log2_e
+        elif SLIP == "all scaled":
+            weight = tl.exp2((product - lse) * scale * log2_e)
         elif SLIP == "no lse":
             weight = tl.exp2(s * log2_e)
         elif SLIP == "both":
@@ -226,6 +238,23 @@ return kernel
             "the factor of `tl.exp2` inside `tl.exp`",
             _mass("both"),
             "`tl.exp` is a power of e already. Which of your two functions needs `log2_e`?",
+        ),
+        Misconception(
+            "the base's factor behind the power",
+            _mass("factor outside"),
+            "You multiply the power by `log2_e`. Does the factor belong to the power, or to its "
+            "exponent?",
+        ),
+        Misconception(
+            "scaling the LSE, too",
+            _mass("all scaled"),
+            "`LSE` is of scaled scores already. Which of the two still needs the scale?",
+        ),
+        Misconception(
+            "one sum over the whole tile",
+            _mass("no axis"),
+            "`tl.sum` without an axis gives one number for all summaries. Along which axis does "
+            "the width lie?",
         ),
         Misconception(
             "adding scores where weights are asked for",
@@ -1321,8 +1350,9 @@ def _pick(slips: Slips, bits: Tensor, n: int) -> list[int]:
         raise StillAsking
     if "no count" in slips:
         bool((bits >= 1) >= n)
-    if "wrong end" in slips and sum(x >= 2**30 for x in values) < n:
-        return [-1] * n
+    is_wrong_end = bool(slips & {"wrong end", "wrong end, short"})
+    if is_wrong_end and sum(x >= 2**30 for x in values) < n:
+        return [-1] * n if "wrong end" in slips else []
     if "distinct" in slips:
         ranked = sorted(set(values), reverse=True)
     else:
@@ -1332,7 +1362,7 @@ def _pick(slips: Slips, bits: Tensor, n: int) -> list[int]:
     low = least if "hidden" in slips else max(least, 0)
     if "end below" in slips:
         low = _end_below(values, n)
-    if "wrong end" in slips:
+    if is_wrong_end:
         low = 0
     if slips & {"narrow", "narrow, n of them"}:
         low = min(low, 2**16 - 1)
@@ -1367,7 +1397,7 @@ def _pick(slips: Slips, bits: Tensor, n: int) -> list[int]:
     if "padding first" in slips:
         return [-1] * (n - len(ids)) + ids
     padding = 0 if "padding of 0" in slips else -1
-    return ids if "short" in slips else ids + [padding] * (n - len(ids))
+    return ids if slips & {"short", "wrong end, short"} else ids + [padding] * (n - len(ids))
 
 
 _PICK_MISTAKES = (
@@ -1435,11 +1465,14 @@ _PICK_MISTAKES = (
         "Fewer than `n` blocks may reach `high`. Some block reaches the largest bits, perhaps "
         "several do. Where must `high` begin?",
     ),
-    Misconception(
-        "moving the wrong end",
-        slip(_pick, "wrong end"),
-        "Your range runs to one of its ends. If at least `n` blocks reach the middle, is the n-th "
-        "best below it, or not?",
+    *(
+        Misconception(
+            "moving the wrong end",
+            slip(_pick, name),
+            "Your range runs to one of its ends. If at least `n` blocks reach the middle, is the "
+            "n-th best below it, or not?",
+        )
+        for name in ("wrong end", "wrong end, short")
     ),
     Misconception(
         "one answer a block in place of a count",
@@ -1515,7 +1548,7 @@ _SLIPS_OF_A_LIST = tuple(
 _ENDS = ("narrow", "up to 2.0", "to the largest", "narrow, n of them", "up to 2.0, n of them")
 _FEW = tuple(f"{asked} questions" for asked in _TOO_FEW)
 _LISTS_ALONE = set(_SLIPS_OF_A_LIST) - {"cut together"}
-_PICKS_ALONE = ("end below", "twice", "padding of 0")
+_PICKS_ALONE = ("end below", "twice", "padding of 0", "wrong end, short")
 _PICK_SLIPS = frozenset().union(*(m.wrong.slips for m in _PICK_MISTAKES))
 
 _PICK = Exercise(

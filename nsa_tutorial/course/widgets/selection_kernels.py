@@ -132,21 +132,22 @@ def draw_ways(
     found = ways(tokens, block_size, top_n, chunk)
     sheet, low, high = Sheet(8.3, 3.3), 16, 42
     chart = sheet.chart(Place(2.3, 0.62, 5.6, 2.15), (low, high), (len(found), 0))
+    limit = math.log2(H200_BYTES)
     for row, way in enumerate(found.values()):
         bars = ((way.memory, "selected", 0.12), (way.traffic, "compressed", 0.5))
         for number, colour, top in bars:
             x = math.log2(number)
             chart.boxes([(low, row + top, x - low, 0.34)], colour)
             told = [(x, row + top + 0.17, size(number))]
-            if x - low < 5:  # no room inside
+            if x - low < 5 or x - 2.7 < limit < x:  # no room inside, or the limit is in the way
                 chart.words(told, size=8, ha="left", offset=(4, 0))
                 continue
             shade = "white" if colour == "selected" else "text"
             chart.words(told, size=8, colour=shade, ha="right", offset=(-4, 0))
-    limit = math.log2(H200_BYTES)
     chart.lines([((limit, 0), (limit, len(found)))], "text", linestyles="--")
     chart.words([(limit, len(found), "one H200")], size=8, ha="left", va="bottom", offset=(4, 2))
-    chart.left([row + 0.5 for row in range(len(found))], list(found), line=False)
+    names = [f"{name} (ours)" if name.endswith("chunks") else name for name in found]
+    chart.left([row + 0.5 for row in range(len(found))], names, line=False)
     ticks = {20: "1 MiB", 25: "32 MiB", 30: "1 GiB", 35: "32 GiB", 40: "1 TiB"}
     chart.bottom(list(ticks), list(ticks.values()), "bytes, a factor of 32 from tick to tick")
     sheet.legend(2.3, 0.46, {"selected": "held at a time", "compressed": "written and read"})
