@@ -69,7 +69,7 @@ def triton_stages(
     types |= dict.fromkeys(("BlockIndices", "FirstKey", "NumVisible"), "*i32")
     for name, width in (("KDescriptor", "D"), ("VDescriptor", "DV")):
         types[name] = f"tensordesc<{POINTERS[dtype][1:]}[{tiles['BT']}, 1, {sizes[width]}]>"
-    constants = {**sizes, **tiles, "WINDOW": False, "SlotScale": None, "Count": None, "T": 1}
+    constants = {**sizes, **tiles, "SlotScale": None, "Count": None, "T": 1}
     return lowering.stages(kernel, constants, types, arch=arch, **options)
 
 
@@ -111,11 +111,11 @@ def dkv_stages(arch: str = "sm_90", dtype: str = "float16") -> Mapping[str, str]
     options = dkv_options(**sizes, itemsize=4 if dtype == "float32" else 2)
     tiles = {name: options.pop(name) for name in ("BT", "BR")}
     tiles |= tile_sizes(sizes["G"], sizes["D"], sizes["DV"])
-    flags = dict.fromkeys(("WINDOW", "SLOT_SCALE", "ADD", "WIDE"), False)
+    flags = dict.fromkeys(("SLOT_SCALE", "WIDE"), False)
     constants = {**sizes, **tiles, **flags, "Factors": None, "EDGE": sizes["BS"]}
     types = _types(dtype, "Q", "K", "V", "GradO", "GradK", "GradV")
     types |= dict.fromkeys(("Delta", "LSE2", "SharesK", "SharesV"), "*fp32")
-    tables = ("Rows", "RowStart", "RowEnd", "FirstKey", "Head", "First", "Last", "NumParts")
+    tables = ("Rows", "RowEnd", "FirstKey", "Head", "First", "Last", "NumParts")
     types |= dict.fromkeys((*tables, "Place"), "*i32")
     kernel = "nsa_tutorial.kernels.triton_backward:dkv_kernel"
     return lowering.stages(kernel, constants, types, arch=arch, **options)
@@ -131,8 +131,8 @@ def _types(dtype: str, *tensors: str) -> dict[str, str]:
 def excerpt(
     language: str, *words: str, name: str | None = None, arch: str = "sm_90", lines: int = 1
 ) -> Listing:
-    """The first `lines` lines that hold each of `words` in what a kernel becomes in fp16, with
-    their number: a place to start reading. Long lines are cut.
+    """The first `lines` lines that hold each of `words` in what a kernel becomes in fp16, and how
+    many there are: a place to start reading. Long lines are cut.
 
     Args:
         language: `"tilelang"` for CUDA C++, `"triton"` for PTX.
@@ -150,11 +150,13 @@ def excerpt(
     text = _ptx(name, arch) if is_triton else _cuda(name, arch)
     source = [" ".join(line.split()) for line in text.splitlines()]
     found = {word: [line for line in source if word in line] for word in words}
-    counts = ", ".join(f"{len(hits)} with {word}" for word, hits in found.items())
+    counts = ", ".join(
+        f"{min(lines, len(hits))} of {len(hits)} with {word}" for word, hits in found.items()
+    )
     shown = "\n".join(line for hits in found.values() for line in hits[:lines])
     cut = (x if len(x) <= 100 else x[:99] + "…" for x in shown.replace(" {", "\n    {").split("\n"))
     told = "PTX from Triton" if is_triton else "CUDA C++ from TileLang"
-    title = f"{told} for {arch}: {len(source)} lines, {counts}"
+    title = f"{told} for {arch}, {len(source)} lines. Shown: {counts}"
     return Listing(title, "\n".join(cut), "text" if is_triton else "cuda")
 
 

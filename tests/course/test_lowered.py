@@ -102,10 +102,12 @@ def test_excerpt(language: str, told: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(lowered, "basic_stages", lambda name, arch: {"ptx": name})
     monkeypatch.setattr(environment.Environment, "why_not", lambda *_: None)
     listing = lowered.excerpt(language, "exp2f", "sm_")
-    assert listing.title == f"{told} for sm_90: 3 lines, 2 with exp2f, 1 with sm_"
+    assert listing.title == f"{told} for sm_90, 3 lines. Shown: 1 of 2 with exp2f, 1 of 1 with sm_"
     assert listing.code == "x = exp2f(a)\n// sm_90"
     assert lowered.excerpt(language, "sm_", arch="sm_80").code == "// sm_80"
-    assert lowered.excerpt(language, "exp2f", lines=2).code.splitlines()[1] == f"{long[:99]}…"
+    both = lowered.excerpt(language, "exp2f", lines=2)
+    assert both.code.splitlines()[1] == f"{long[:99]}…"
+    assert both.title.endswith("Shown: 2 of 2 with exp2f")
     assert lowered.excerpt(language, "o", name="copy").code == "copy"
 
 

@@ -19,6 +19,7 @@ import torch
 from nsa_tutorial import ops
 from nsa_tutorial.course import exercises, phases, show
 from nsa_tutorial.course.attempts import Raised
+from nsa_tutorial.course.exercises import tilelang_forward as chapter
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.languages import T
 from nsa_tutorial.course.mistakes import Wrong
@@ -293,6 +294,18 @@ def test_the_stored_facts_are_those_of_today(row: dict) -> None:
     assert {"kernel": row["kernel"], "change": row["change"], **facts} == row
 
 
+def test_the_minutes_are_told() -> None:
+    """Two exercises are optional, and not among the chapter's minutes."""
+    minutes = {name: e.minutes for name, e in EXERCISES.items()}
+    optional = minutes.pop("normalise") + minutes.pop("programs_per_sm")
+    assert f"{sum(minutes.values())} of them exercises" in prose()
+    rest = prose().split("### If you have more time", 1)[1]
+    parts = [int(told) for told in re.findall(r"\*\*\d\. [^*]*\((\d+) minutes\)\.?\*\*", rest)]
+    assert len(parts) == 4 and sum(parts) > optional
+    assert f"take about {sum(parts)} minutes more" in prose()
+    assert f"Four parts, about {sum(parts)} minutes in all" in rest
+
+
 # -- what was measured --
 
 
@@ -327,6 +340,7 @@ def test_what_the_chapter_says_of_the_table() -> None:
     assert warps == sorted(warps)
     assert abs(ours / pictures.probe_ms() - 1) < 0.05, "as long as its loads and products alone"
     assert f"takes {pictures.probe_ms():.1f} ms, as long as our kernel" in prose()
+    assert f"Our kernel has both, and takes {ours:.1f} ms" in prose()
     same = pictures.same_kernel()
     assert f"measured three times, took {min(same):.1f} to {max(same):.1f} ms" in prose()
     assert len(same) == 3
@@ -502,17 +516,45 @@ def test_the_first_kernel_is_selected_attention() -> None:
     assert same(e.run(e.solution, N, M, ids), expected[0], 1e-5)
 
 
-def test_the_folded_pieces_are_the_drafts() -> None:
-    """And with those that cells show, the whole loop."""
-    draft = "nsa_tutorial.kernels.tilelang_first_draft:build_kernel"
-    cells = json.loads(NOTEBOOK.read_text())["cells"]
-    fold = "".join(next(c["source"] for c in cells if c["id"] == "058-a7f7cc"))
-    code = re.search(r"```python\n(.*?)\n```", fold, re.DOTALL).group(1)
-    folded = ("initialise", "online softmax", "accumulate", "normalise and store")
-    assert code == "\n\n".join(show(draft, phase).code.strip("\n") for phase in folded)
-    shown = {"locate the program", "guard", "mask", "scores", "load the values"}
-    plain_loads = {"load the query group", "load the keys"}
-    assert set(phases(draft)) == shown | plain_loads | set(folded)
+def test_our_lines_in_the_text_are_the_kernels() -> None:
+    """Fenced lines of the chapter that our kernel has, too, but for its window."""
+    ours = "".join(show("nsa_tutorial.kernels.tilelang_forward:build_kernel").code.split())
+    for line in (
+        "block_id = T.clamp(BlockIndices[row, head, slot], -1, num_blocks)",
+        "block_start = block_id * BS",
+        "V_seen = rows_of(V, first_key, num_visible)",
+    ):
+        assert line in prose()
+        name, value = line.split(" = ", 1)
+        assert f"{name}=" in ours and "".join(value.split()) in ours
+
+
+@needs_tilelang
+def test_the_largest_score_for_which_the_draft_is_right() -> None:
+    """The guess's answer, and what the chapter says of the scores behind it."""
+    found = {
+        high: chapter.with_mistake("update_max", [high, high, 0, 0], [0, 1])
+        for high in range(85, 90)
+    }
+    right = "right [2.0, 3.0]"
+    drafts = ("[2.0, 3.0]", "[2.0, 3.0]", "[2.0, inf]", "[inf, inf]", "[nan, nan]")
+    assert [*found.values()] == [f"draft {draft}, {right}" for draft in drafts]
+    assert 'reveal("largest_right_score", 86)' in NOTEBOOK.read_text().replace('\\"', '"')
+
+
+@needs_tilelang
+def test_where_the_first_kernel_is_right() -> None:
+    told = [chapter.first_kernel_is_right(*run) for run in ((8, False), (7, False), (8, True))]
+    assert told == [True, False, False]
+
+
+@pytest.mark.parametrize("name", ["update_max", "is_seen", "normalise"])
+def test_a_wrong_piece_does_not_tell_its_mistake(name: str) -> None:
+    """The code is the draft's; its docstring says what is wrong."""
+    whole = show(f"nsa_tutorial.kernels.tilelang_first_draft:{name}").code
+    piece = pictures.wrong_piece(name).code
+    assert '"""' in whole and '"""' not in piece
+    assert [line for line in whole.splitlines() if '"""' not in line] == piece.splitlines()
 
 
 # -- the exercises' draft --

@@ -1228,13 +1228,14 @@ EXERCISES = (_LISTED, _MAX, _SEEN, _NORMALISE, _PROGRAMS)
 # -- the chapter's experiments --
 
 
-def is_right(kernel: Callable, tokens: int, causal: bool) -> bool:
-    """Whether a compiled `listed_attention(2, 8, 4)` gives what the reference gives, for `tokens`
-    queries and keys and the list `[1, -1, 0]`."""
+def first_kernel_is_right(tokens: int, causal: bool) -> bool:
+    """Whether `listed_attention(2, 8, 4)` gives what the reference gives, for `tokens` queries and
+    keys and the list `[1, -1, 0]`."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, tokens, n, 8, generator=g) for n in (2, 1, 1))
     ids = torch.tensor([1, -1, 0], dtype=torch.int32).expand(1, tokens, 1, 3).contiguous()
-    found = kernel(q[0], k[0, :, 0], v[0, :, 0], ids[0, :, 0])
+    found = torch.empty_like(q[0])
+    _compiled(listed_attention(2, 8, 4))(q[0], k[0, :, 0], v[0, :, 0], ids[0, :, 0], found)
     expected = ops.selected_attention(q, k, v, ids, block_size=4, scale=1.0, causal=causal)
     return (found - expected[0]).abs().max().item() < 1e-5
 
@@ -1433,6 +1434,41 @@ PREDICTIONS = (
         ),
         unit="GB",
         tolerance=0.02,
+    ),
+    Prediction(
+        "largest_right_score",
+        "What is the largest whole score for which the draft is still right?",
+        "The output adds up two values before it is divided, and (2 + 4) times e^87 is more than "
+        "3.4e38.",
+        (
+            (
+                lambda guess: 86.5 < float(guess) < 87.5,
+                "4 times e^87 still fits, so the first channel is right. But the second is not.",
+            ),
+            (
+                lambda guess: 87.5 <= float(guess) < 88.8,
+                "e^88 itself still fits. But the output adds up two weighted values.",
+            ),
+            (lambda guess: 88.8 <= float(guess) < 90, "e^89 is more than 3.4e38 already."),
+            (38, "That would be powers of 10. The weights are powers of e."),
+            (128, "That is the exponent of 2. 2^128 is e^88.7."),
+            (11, "That would be fp16, whose largest number is 65,504. The sums are fp32."),
+        ),
+    ),
+    Prediction(
+        "probe_milliseconds",
+        "How many milliseconds does the probe take?",
+        "The loads take all of this time. The mask and the softmax run while data arrives.",
+        (
+            (2.2, "That is the products alone. But their operands have to arrive first."),
+            (29, "That would be all loads from memory. Most of them find their data in L2."),
+            (
+                lambda guess: 3 < float(guess) < 12.2,
+                "That would be so if the softmax took its time *after* the loads.",
+            ),
+        ),
+        unit="ms",
+        tolerance=0.05,
     ),
     Prediction(
         "fastest_stages",

@@ -19,7 +19,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
@@ -33,8 +33,17 @@ from torch import Tensor
 
 from nsa_tutorial.bench.steps import PROBE
 from nsa_tutorial.course import heads
-from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure, shades
+from nsa_tutorial.course.figures import (
+    PALETTE,
+    SURFACE,
+    Picture,
+    new_figure,
+    readable_on,
+    shades,
+)
+from nsa_tutorial.course.listing import Listing
 from nsa_tutorial.course.sheet import Place, Sheet, byte_colour, bytes_of
+from nsa_tutorial.course.source import show
 from nsa_tutorial.course.trace import Trace, trace
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.sparse import selected_attention
@@ -165,11 +174,11 @@ def draw_shared() -> Picture:
     """The shared memory of one multiprocessor, filled with programs of three variants."""
     chosen = [
         ("our kernel, one block", lowered_row("ours")),
-        ("first draft, one block", lowered_row("first draft", "1 stage")),
-        ("first draft, two blocks", lowered_row("first draft", "2 stages")),
+        ("the draft, one block", lowered_row("first draft", "1 stage")),
+        ("the draft, two blocks", lowered_row("first draft", "2 stages")),
     ]
     colours = {"Q_shared": "query", "K_shared": "key", "V_shared": "value", "acc_s_cast": "faint"}
-    figure, axes = new_figure(8.0, 2.7)
+    figure, axes = new_figure(8.0, 2.9)
     axis, counts, labels = axes[0, 0], [], []
     for y, (variant, row) in enumerate(chosen):
         sizes = tiles(row)
@@ -179,20 +188,23 @@ def draw_shared() -> Picture:
         axis.barh(y, SM_BYTES / 1024, height=0.7, color=PALETTE["masked"], alpha=0.35)
         for program in range(counts[-1]):
             left = program * each / 1024
+            axis.text(left, y - 0.37, f" {program + 1}", fontsize=8.5, va="bottom")
             for name, size in sizes.items():
-                axis.barh(y, size / 1024, left=left, height=0.7, color=PALETTE[colours[name]])
+                colour = colours[name]
+                axis.barh(y, size / 1024, left=left, height=0.7, color=PALETTE[colour])
+                if name in ("K_shared", "V_shared"):
+                    look = {"ha": "center", "va": "center", "color": readable_on(colour)}
+                    axis.text(left + size / 2048, y, name[0], fontsize=9, **look)
                 left += size / 1024
             axis.barh(y, PROGRAM_BYTES / 1024, left=left, height=0.7, color=PALETTE["text"])
     axis.set_yticks(range(len(chosen)), labels)
-    axis.invert_yaxis()
+    axis.set_ylim(len(chosen) - 0.5, -0.7)
     axis.set_xlim(0, SM_BYTES / 1024)
     axis.set_xlabel("shared memory of one multiprocessor, KiB", fontsize=9)
-    handles = [Patch(color=PALETTE[c], label=name) for name, c in colours.items()]
-    handles += [
-        Patch(color=PALETTE["text"], label="reserved"),
-        Patch(color=PALETTE["masked"], alpha=0.35, label="unused"),
-    ]
-    look = {"ncols": 6, "fontsize": 8.5, "frameon": False, "handlelength": 1.0}
+    thin = {"query": "Q_shared", "faint": "acc_s_cast, the weights", "text": "reserved"}
+    handles = [Patch(color=PALETTE[colour], label=name) for colour, name in thin.items()]
+    handles.append(Patch(color=PALETTE["masked"], alpha=0.35, label="unused"))
+    look = {"ncols": 4, "fontsize": 8.5, "frameon": False, "handlelength": 1.0}
     figure.legend(handles=handles, loc="outside lower center", **look)
     return Picture(
         figure,
@@ -226,6 +238,13 @@ def draw_fragment(thread: int = 5) -> Picture:
         f"with {row} threads"
     )
     return Picture(figure, told)
+
+
+def wrong_piece(name: str) -> Listing:
+    """A piece of the first draft, without its docstring: that would tell the mistake."""
+    whole = show(f"nsa_tutorial.kernels.tilelang_first_draft:{name}")
+    lines = [line for line in whole.code.splitlines() if '"""' not in line]
+    return replace(whole, code="\n".join(lines), first=None)
 
 
 # -- what was measured --
@@ -263,10 +282,10 @@ def ratios(change: str) -> list[float]:
 
 
 CHAIN = {
-    "first draft, mended, 2 stages": "first draft, 2 stages",
-    "first draft, mended, 1 stage": "1 stage: more programs at a time",
-    "values through registers": "no branch: keys by cp.async,\nweights stay in registers",
-    "ours": "values through a view: by cp.async, too",
+    "first draft, mended, 2 stages": "the draft, mended",
+    "first draft, mended, 1 stage": "one stage: five programs\nan SM, not three",
+    "values through registers": "no branch: keys\narrive by cp.async",
+    "ours": "a view: values arrive\nby cp.async, too",
 }
 
 
@@ -280,19 +299,19 @@ def draw_chain() -> Picture:
     """From the first draft, mended, to our kernel, decision by decision."""
     found, limit = times(), probe_ms()
     ms = [found[change]["ms"] for change in CHAIN]
-    figure, axes = new_figure(8.0, 2.9)
+    figure, axes = new_figure(8.0, 3.0)
     axis = axes[0, 0]
-    colours = [PALETTE["masked"]] * (len(ms) - 1) + [PALETTE["selected"]]
-    axis.barh(range(len(ms)), ms, height=0.62, color=colours)
-    for y, value in enumerate(ms):
-        axis.text(value + 0.3, y, f"{value:.1f} ms", va="center", fontsize=9)
+    colours = ["masked"] * (len(ms) - 1) + ["selected"]
+    axis.barh(range(len(ms)), ms, height=0.66, color=[PALETTE[colour] for colour in colours])
+    for y, (value, colour) in enumerate(zip(ms, colours, strict=True)):
+        look = {"va": "center", "fontsize": 10, "color": readable_on(colour)}
+        axis.text(0.4, y, f"{value:.1f} ms", **look)
     axis.axvline(limit, color=PALETTE["text"], linewidth=1.2, linestyle="--")
-    told = f"loads and products alone: {limit:.1f} ms"
-    look = {"fontsize": 8.5, "ha": "right", "va": "top"}
-    axis.text(limit - 0.2, len(ms) - 0.45, told, color=PALETTE["text"], **look)
-    axis.set_yticks(range(len(ms)), list(CHAIN.values()), fontsize=8.5)
-    axis.set_ylim(len(ms) - 0.1, -0.6)
-    axis.set_xlim(0, max(ms) * 1.14)
+    told = f"the probe: {limit:.1f} ms for\nloads and products alone"
+    axis.text(limit + 0.3, len(ms) - 1, told, color=PALETTE["text"], fontsize=9, va="center")
+    axis.set_yticks(range(len(ms)), list(CHAIN.values()), fontsize=9)
+    axis.set_ylim(len(ms) - 0.5, -0.5)
+    axis.set_xlim(0, max(ms) * 1.02)
     shape = "65,536 tokens, 4 KV heads, groups of 16, width 128, 16 blocks of 64 tokens, fp16"
     axis.set_xlabel(f"milliseconds; {shape}", fontsize=8.5, loc="right")
     faster = f"{ms[0] / ms[-1]:.1f} times as fast"
