@@ -578,6 +578,8 @@ def test_the_measured_walk_beats_every_table() -> None:
     table = costs.dense_attention(65_536, 65_536, 128)
     assert 64e3 * tiled.flops / 989e12 < ms < 64e3 * table.bytes / 4.8e12
     assert gib == pytest.approx(64 * 65_536 * 128 * 2 / 2**30, rel=1e-3)
+    assert 3.5 < 64e3 * table.bytes / 4.8e12 / ms < 4, "almost four times as long"
+    assert pictures.draw_measured().finding.endswith("and 1 GiB, not 512")
 
 
 def test_one_choice_of_tiles_fits_and_keeps_the_arithmetic_busy() -> None:

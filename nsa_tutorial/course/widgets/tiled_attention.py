@@ -1,9 +1,9 @@
 """Chapter 04's pictures: a GPU's memories, the walk over the tiles beside a byte meter, and what a
 choice of tile sizes costs.
 
-`meter` and `facts` compute; `draw_memories`, `draw_walk` and `draw_tile_sizes` draw; `explore` puts
-controls on the last. `measured` reads what a GPU took. The long example is one causal head of
-65,536 tokens, `D = DV = 128`, in bf16, on an H200.
+`meter` and `facts` compute; `draw_memories`, `draw_walk`, `draw_measured` and `draw_tile_sizes`
+draw; `explore` puts controls on the last. `measured` reads what a GPU took. The long example is one
+causal head of 65,536 tokens, `D = DV = 128`, in bf16, on an H200.
 """
 
 from __future__ import annotations
@@ -72,6 +72,40 @@ def measured() -> tuple[float, float]:
         == ("dense, cuDNN", "forward", TOKENS, 64)
     ]
     return row["ms"], row["peak_mib"] / 1024
+
+
+def draw_measured() -> Picture:
+    """Time and memory of 64 heads on an H200: the tables at best, the walk by tiles as measured."""
+    ms, gib = measured()
+    dense = costs.dense_attention(TOKENS, TOKENS, WIDTH).bytes
+    bytes_alone = 64e3 * dense / H200_BYTES_PER_S
+    tables = 64 * 2 * TOKENS**2 / GIB
+    sheet = Sheet(8.3, 1.9)
+    rows = ("with the tables", "by tiles")
+    time = sheet.chart(Place(1.35, 0.68, 2.75, 0.9), (0, 600), (1.6, -0.6))
+    room = sheet.chart(Place(4.85, 0.68, 2.75, 0.9), (0, 600), (1.6, -0.6))
+    for chart, name, pair, words in (
+        (time, "time, ms", (bytes_alone, ms), ("{:.0f}, at best", "{:.0f}, measured")),
+        (room, "memory beyond the inputs, GiB", (tables, gib), ("{:.0f}", "{:.0f}")),
+    ):
+        chart.title(name)
+        bars = [(0, row - 0.32, size, 0.64) for row, size in enumerate(pair)]
+        chart.boxes(bars, ["text", "key"])
+        told = [
+            (size, row, text.format(size))
+            for row, (size, text) in enumerate(zip(pair, words, strict=True))
+        ]
+        chart.words(told, size=8.5, ha="left", offset=(4, 0))
+    time.left((0, 1), rows)
+    limit = _MEMORIES["main memory"][0] / GIB
+    room.lines([((limit, -0.5), (limit, 1.5))], "query", 1.2, linestyles="--")
+    room.words([(limit, 1.0, f"an H200 has {limit:.0f}")], size=8.5, colour="query", ha="left",
+               offset=(4, 0))  # fmt: skip
+    return Picture(
+        sheet.figure,
+        f"Tiles take {ms:.0f} ms where tables need {bytes_alone:.0f}, and {gib:.0f} GiB, not "
+        f"{tables:.0f}",
+    )
 
 
 # -- the memories --
