@@ -220,10 +220,13 @@ class _Language:
 
 
 @functools.cache
-def _code(kernel: str | Callable) -> tuple[object, str]:
+def _code(kernel: str | Callable, without: str = "") -> tuple[object, str]:
     """A kernel's source with that of the functions it calls, compiled, and its function's name."""
     listing = show(kernel)
+    if without not in listing.code:
+        raise ValueError(f"without: {without!r} does not stand in {listing.title}")
     source = listing.code + (_called(kernel, listing.code) if isinstance(kernel, str) else "")
+    source = source.replace(without, "") if without else source
     code = compile("from __future__ import annotations\n" + source, "<kernel>", "exec")
     return code, listing.title.rsplit(" · ", 1)[-1].rsplit(".", 1)[-1]
 
@@ -242,7 +245,7 @@ def _jit(function: Callable | None = None, **_options: object) -> Callable:
 
 def run(
     kernel: str | Callable, program: tuple[int, ...], arguments: Mapping[str, object],
-    grid: tuple[int, ...] = (),
+    grid: tuple[int, ...] = (), *, without: str = "",
 ) -> Record:  # fmt: skip
     """Run one program.
 
@@ -255,12 +258,13 @@ def run(
             stored there is seen in it; a `Descriptor` stands for a tensor descriptor of one of
             these arrays.
         grid: how many programs there are, for a kernel that asks for it.
+        without: a piece of the kernel's source that is left out, to see what it was good for.
     """
     arrays = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray)}
     accesses: list[Access] = []
     language = _Language(program, arrays, accesses, grid)
     names: dict[str, object] = {"tl": language, "triton": SimpleNamespace(jit=_jit)}
-    code, name = _code(kernel)
+    code, name = _code(kernel, without)
     exec(code, names)
     function = names[name]
     others = {name: x for name, x in arguments.items() if name not in arrays}

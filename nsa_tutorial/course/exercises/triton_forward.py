@@ -1187,7 +1187,7 @@ Return the two lists `(first_key, num_visible)`, each with a number for every to
 )
 
 
-EXERCISES = (_KEYS, _SCORES, _WALKED, _WINDOW, _LOCATE)
+EXERCISES = (_KEYS, _SCORES, _LOCATE, _WALKED, _WINDOW)
 
 
 # -- two mistakes at once --
@@ -1313,22 +1313,22 @@ TRAPS = (
         "loading whatever the list names",
     ),
     Trap(
-        "two keys of block 1 lie behind the second one",
+        "Two keys of block 1 lie behind the second sequence.",
         "key_rows",
         "loading the whole block that the query stands in",
     ),
     Trap(
-        "a mask on the scores hides the result. That is not enough",
+        "**One key of weight 0 has destroyed the whole answer.**",
         "key_rows",
         "hiding the score of an empty slot, but loading its keys",
     ),
     Trap(
-        "So the mask has to gate the *load*.",
+        "So the mask must stop the *load*.",
         "key_rows",
         "hiding the score of an empty slot, but loading its keys",
     ),
     Trap(
-        "`is_visible` is False for -1 and for blocks behind the last visible one.",
+        "`is_visible` is False for -1 and for blocks of the future.",
         "key_rows",
         "loading whatever the list names",
     ),
@@ -1348,7 +1348,7 @@ TRAPS = (
         "loading the whole block that the query stands in",
     ),
     Trap(
-        "a block that is listed twice would count twice",
+        "A block that is listed twice would count twice",
         "key_rows",
         "taking an empty slot for block 0",
     ),
@@ -1368,12 +1368,12 @@ TRAPS = (
         "leaving out the block that is visible in part",
     ),
     Trap(
-        "The idle rows of a tile have offsets like all others.",
+        "The idle rows must neither load nor store.",
         "first_scores",
         "storing the padding",
     ),
     Trap(
-        "*Storing* there would overwrite what other programs computed.",
+        "*Storing* there would overwrite what another program computed.",
         "first_scores",
         "storing the padding",
     ),
@@ -1386,11 +1386,6 @@ TRAPS = (
         "Rows 20 to 23 belong to the next KV head",
         "first_scores",
         "masking nothing but the tensor's end",
-    ),
-    Trap(
-        "But they load nothing",
-        "first_scores",
-        "masking the load alone",
     ),
     Trap(
         "Each of them would still take a step",
@@ -1431,11 +1426,6 @@ TRAPS = (
         "Blocks that are aligned to the sequence would need one",
         "window_row",
         "beginning at a block's edge",
-    ),
-    Trap(
-        "begin at key 38, at no multiple of 16.",
-        "window_row",
-        "counting the sequence's blocks that the window touches",
     ),
     Trap(
         "`cu_seqlens` holds the places where texts begin, and the end of the last.",
@@ -1487,14 +1477,14 @@ PREDICTIONS = (
         ),
     ),
     Prediction(
-        "rows_for_20_heads",
-        "A group has 20 query heads: how many rows has its tile?",
-        "`tl.arange` takes powers of two only, and 32 is the first that holds 20.",
+        "nan_answers",
+        "The values of key 7 are NaN, and they load with weight 0. How many of the 4 numbers of "
+        "program (6, 1) become NaN?",
+        "Every number sums over all loaded keys, and 0 · NaN is NaN.",
         (
-            (20, "A tile's sides are powers of two."),
-            (16, "That is the least that a dot asks for. Where would heads 16 to 19 go?"),
-            (24, "24 rows would hold the 20 heads with less padding, if a tile could have 24."),
-            (64, "That is a power of two, but not the first that holds 20."),
+            (0, "A weight of 0 hides a number. But NaN is no number: what is 0 · NaN?"),
+            (1, "Key 7 has values in both channels, and both query heads sum over it."),
+            (2, "Both channels of key 7 are NaN, and both query heads sum over it."),
         ),
     ),
     Prediction(
@@ -1509,27 +1499,10 @@ PREDICTIONS = (
             ),
             (
                 "product",
-                "That would load first and hide later, and 0 · NaN is NaN.",
+                "That would load first and hide later: the kernel that you have just broken.",
             ),
         ),
         choices=("branch", "product", "length"),
-    ),
-    Prediction(
-        "longest_text",
-        "Queries stand on the grid's second axis. What is the longest text, in tokens, that this "
-        "kernel can launch?",
-        "CUDA allows 65,535 programs along a grid's second axis. One token more, and the launch "
-        "fails.",
-        (
-            (65_536, "The limit is one less than 2¹⁶: the largest number of 16 bits."),
-            (
-                lambda guess: guess in (2**31 - 1, 2**31),
-                "That is the first axis, whose length has 32 bits.",
-            ),
-            (2**32, "That would be a grid axis of 32 bits. The second axis has only 16."),
-            (262_144, "That is where offsets leave 32 bits. The grid gives up sooner."),
-            (1024, "That is how many threads a block may have. A grid's axis is longer."),
-        ),
     ),
     Prediction(
         "worst_change",
