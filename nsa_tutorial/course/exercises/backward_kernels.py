@@ -238,7 +238,7 @@ For `[[0, -1], [0, 1], [1, 0]]` and two blocks, `queries` is `[0, 1, 2, 1, 2]` a
 are fine, too.
 """,
     returns=("queries", "bounds"),
-    minutes=10,
+    minutes=12,
     difficulty=2,
     hints=(
         "Flatten `lists`. Each entry is a pair now: the block that it names, and its place. "
@@ -494,7 +494,7 @@ Past the end of the chunk, return -1.
 - `rows_of_step([1, 4], 0, 1, 2, 2, 4)` is `[6, 7, 18, 19]`.
 - `rows_of_step([3], 0, 0, 1, 2, 4)` is `[6, 7, -1, -1]`.
 """,
-    minutes=8,
+    minutes=10,
     difficulty=2,
     hints=(
         "Number the chunk's rows from 0, heads of a group side by side. Which query of the chunk "
@@ -799,7 +799,7 @@ Mend the walk. A program has the keys `start` to `start + BT - 1`. Query `t` see
 `t - window_size + 1` to `t`. Return `(first, end)`: the queries `first` to `end - 1` are those that
 see at least one of the program's keys. There are `N` queries, 0 to `N - 1`.
 """,
-    minutes=4,
+    minutes=5,
     difficulty=1,
     hints=(
         "Take two keys, 4 and 5, and a window of 3. Write down the queries that see key 4, then "
@@ -1278,7 +1278,7 @@ def _of_slots(G: int, S: int, BS: int, *, hidden: int, seed: int) -> tuple[Tenso
     return d_s, s, is_seen
 
 
-EXERCISES = (_INVERSE, _STEP, _LENGTHS, _WINDOW, _AUDIT, _SLOT)
+EXERCISES = (_INVERSE, _STEP, _WINDOW, _LENGTHS, _AUDIT, _SLOT)
 
 
 # -- two slips at once, written as readers write them --
@@ -1439,6 +1439,21 @@ PREDICTIONS = (
             (65_536, "That is the first block alone, which is forced. What of the other 1,023?"),
             (32_768, "On average so many queries *can see* a block. Each of them lists only 16."),
         ),
+        tolerance=0.03,
+    ),
+    Prediction(
+        "busiest_block",
+        "528 programs run at a time, each with one slot of 528 neighbouring queries: how many of "
+        "them add to the busiest of 64 blocks, on average over time, with trained lists: 8, 60, "
+        "180 or 528?",
+        "Every list begins with block 0, so in slot 0 all 528 programs meet. In later slots, "
+        "neighbours still agree in many blocks.",
+        (
+            (8, "8 would be an even spread over 64 blocks. Do neighbours list different blocks?"),
+            (60, "60 would be seven times an even spread. Neighbours agree more than that."),
+            (528, "528 is right for slot 0: every list begins with block 0. Later slots differ."),
+        ),
+        choices=(8, 60, 180, 528),
         tolerance=0.03,
     ),
     Prediction(

@@ -319,9 +319,10 @@ def draw_chunks(kind: str = "trained", tokens: int = 1024, length: int = 128) ->
             colour = stored if len(own) == 1 else shared
             axis.barh(b, size, 0.72, start, color=colour, edgecolor="white", linewidth=1.5)
             start += size
-    for colour, name in ((stored, "the only chunk: stored"), (shared, "a share: summed")):
-        axis.barh(0, 0, color=colour, label=name)
-    axis.legend(frameon=False, fontsize=9, loc="lower right")
+        if b in (1, 4):
+            told = f"{len(own)} chunks: each stores a share"
+            told = told if len(own) > 1 else "1 chunk: stores the sum"
+            axis.text(start + 8, b, told, va="center", fontsize=9)
     axis.set_ylim(blocks - 0.4, -0.6)
     axis.set_yticks(range(0, blocks, 3))
     axis.set_ylabel("block")
