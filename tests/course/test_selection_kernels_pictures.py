@@ -106,16 +106,16 @@ def test_who_finds_a_better_block_by_running_along(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(pictures.drawing, "drifting", lambda *_: scores[None, :, None])
     for name, value in {"BLOCKS": 6, "STEP": 2, "N": 2, "QUERIES": 2}.items():
         monkeypatch.setattr(pictures, f"MERGED_{name}", value)
-    found = pictures.merges.__wrapped__("random")
+    found = pictures.merges.__wrapped__()
     assert found.tolist() == [[True, False, True], [True, True, True]]
-    monkeypatch.setattr(pictures, "merges", lambda kind: found)
-    assert pictures.share_of_tiles("random", 1).tolist() == [1, 0.5, 1]
-    assert pictures.share_of_tiles("random", 2).tolist() == [1, 1, 1]
+    monkeypatch.setattr(pictures, "merges", lambda: found)
+    assert pictures.share_of_tiles(1).tolist() == [1, 0.5, 1]
+    assert pictures.share_of_tiles(2).tolist() == [1, 1, 1]
 
 
 def test_a_single_query_merges_as_often_as_chance_says() -> None:
     """A step of a sixteenth of all blocks holds one of the best 16 in 1 - (15/16)^16 of cases."""
-    last = pictures.share_of_tiles("random", 1)[-1].item()
+    last = pictures.share_of_tiles(1)[-1].item()
     assert last == pytest.approx(1 - (15 / 16) ** 16, abs=0.05)
 
 

@@ -3,9 +3,9 @@ network that merges two lists, how seldom a tile of queries may skip a merge, an
 found by halving a range.
 
 `ways` counts bytes. `kept_at_each_step`, `merges` and `halvings` compute what the pictures of these
-names draw; the scores are those of the course's real heads (`block_scores`), or drift as the
-benchmark's do. `ways_panel` and `halving_panel` put controls on two of the pictures, and
-`measured_table` reads what was measured.
+names draw. The scores are those of the course's real heads (`block_scores`), or random (`merges`).
+`ways_panel` and `halving_panel` put controls on two of the pictures, and `measured_table` reads
+what was measured.
 
 Nothing here needs Triton or a GPU.
 """
@@ -350,11 +350,11 @@ TILES = (1, 2, 128)
 
 
 @functools.cache
-def merges(kind: str) -> Tensor:
-    """Whether each of 1,024 queries finds a new block in each step, `[queries, steps]`: scores of
-    512 blocks that drift from query to query as the benchmark's do, lists of 16."""
+def merges() -> Tensor:
+    """Whether each of 1,024 queries finds a new block in each step, `[queries, steps]`: random
+    scores of 512 blocks, lists of 16."""
     shape = (1, MERGED_BLOCKS)
-    scores = drawing.drifting(kind, MERGED_QUERIES, shape, torch.float32, "cpu")[0, :, 0]
+    scores = drawing.drifting("random", MERGED_QUERIES, shape, torch.float32, "cpu")[0, :, 0]
     found = []
     for start in range(0, MERGED_BLOCKS, MERGED_STEP):
         best = scores[:, start : start + MERGED_STEP].amax(1)
@@ -366,9 +366,9 @@ def merges(kind: str) -> Tensor:
     return torch.stack(found, 1)
 
 
-def share_of_tiles(kind: str, rows: int) -> Tensor:
+def share_of_tiles(rows: int) -> Tensor:
     """The share of tiles of `rows` queries of which at least one finds a new block, `[steps]`."""
-    return merges(kind).unflatten(0, (-1, rows)).any(1).double().mean(0)
+    return merges().unflatten(0, (-1, rows)).any(1).double().mean(0)
 
 
 def draw_skips() -> Picture:
@@ -377,7 +377,7 @@ def draw_skips() -> Picture:
     steps = MERGED_BLOCKS // MERGED_STEP
     chart = sheet.chart(Place(1.0, 0.55, 5.5, 2.1), (1, steps), (0, 100))
     for rows, colour in zip(TILES, ("query", "compressed", "selected"), strict=True):
-        share = (100 * share_of_tiles("random", rows)).tolist()
+        share = (100 * share_of_tiles(rows)).tolist()
         curve = list(enumerate(share, 1))
         chart.lines([curve], colour, 3)
         name = "single query" if rows == 1 else f"tile of {rows}"
@@ -385,9 +385,9 @@ def draw_skips() -> Picture:
         chart.words(told, size=9.5, ha="left", offset=(7, 0))
     chart.bottom([1, *range(4, steps + 1, 4)], None, f"step of {MERGED_STEP} blocks")
     chart.left([0, 50, 100], ["0%", "50%", "100%"], "must merge")
-    found = 100 * share_of_tiles("random", 1)[-1]
+    found = 100 * share_of_tiles(1)[-1]
     told = f"The last step: {100 - found:.0f}% of single queries could skip it, "
-    skipped = 100 * (1 - share_of_tiles("random", TILES[-1])[-1])
+    skipped = 100 * (1 - share_of_tiles(TILES[-1])[-1])
     return Picture(sheet.figure, told + f"and {skipped:.0f}% of tiles of {TILES[-1]}")
 
 
