@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 
+import nbformat
 import pytest
 import torch
 from torch import Tensor
 
+from nsa_tutorial.course import dice
 from nsa_tutorial.course.exercises import dense_attention as exercises
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.languages import tl, triton
@@ -55,6 +58,46 @@ def test_the_cost_is_the_modules(shape: tuple[int, ...]) -> None:
     *sizes, itemsize = shape
     cost = costs.dense_attention(*sizes, itemsize=itemsize)
     assert exercises.attention_cost(*shape) == {"flops": cost.flops, "bytes": cost.bytes}
+
+
+# -- the chapter --
+
+
+def test_the_chapter_says_how_long_its_exercises_take() -> None:
+    notebooks = Path(__file__).resolve().parents[2] / "notebooks"
+    cells = nbformat.read(notebooks / "01_dense_attention.ipynb", 4).cells
+    sources = [cell.source for cell in cells]
+    optional = next(i for i, source in enumerate(sources) if "If you have more time" in source)
+    minutes = {True: 0, False: 0}
+    for name, e in EXERCISES.items():
+        minutes[sources.index(f'exercise("dense_attention", "{name}")') < optional] += e.minutes
+    assert f"{minutes[True]} of them exercises" in sources[0]
+    assert f"Two more exercises, {minutes[False]} minutes, are optional" in sources[0]
+
+
+# -- the dice --
+
+
+def late(scores: Tensor) -> Tensor:
+    return torch.softmax(scores, -1) * da.causal_mask(*scores.shape[-2:])
+
+
+def early(scores: Tensor) -> Tensor:
+    hidden = ~da.causal_mask(*scores.shape[-2:])
+    return torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
+
+
+def test_a_late_mask_foretells_dice_and_an_early_one_does_not() -> None:
+    cheat, honest = dice.train(late, steps=120), dice.train(early, steps=30)
+    assert cheat.right > 2 / 6
+    assert abs(honest.right - 1 / 6) < 0.01
+    assert abs(cheat.course[0] - 1 / 6) < 0.1, "before it has learned, the cheat guesses, too"
+
+
+def test_training_leaves_torchs_random_numbers_alone() -> None:
+    before = torch.random.get_rng_state()
+    dice.train(late, steps=1)
+    assert torch.equal(before, torch.random.get_rng_state())
 
 
 # -- what the tutor says --
@@ -342,6 +385,14 @@ COSTS = {
     "no q": (cost_of(products, lambda N, M, D, DV: N * D), "leaving out q"),
     "no k": (cost_of(products, lambda N, M, D, DV: M * D), "leaving out k"),
     "no v": (cost_of(products, lambda N, M, D, DV: M * DV), "leaving out v"),
+    "the first step": (
+        cost_of(products, lambda N, M, D, DV: (N + M) * DV + 3 * N * M),
+        "counting the first step alone",
+    ),
+    "everything twice": (
+        cost_of(products, lambda N, M, D, DV: -(N + M) * (D + DV)),
+        "reading and writing every tensor",
+    ),
     "writes alone": (
         cost_of(products, lambda N, M, D, DV: N * D + M * (D + DV) + 2 * N * M),
         "counting what is written and not what is read",

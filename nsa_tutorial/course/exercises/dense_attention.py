@@ -1,4 +1,4 @@
-"""Exercises of chapter 01: the causal mask, a test for leaks, the scale, the price of it all, and a
+"""Exercises of chapter 01: the causal mask, the scale, the price of it all, a test for leaks, and a
 softmax kernel with three bugs.
 
 The wrong kernels are one kernel that is told which slips to make.
@@ -451,7 +451,7 @@ position after its own.
 - Build the mask yourself, without `da.causal_mask`. You may use `torch.softmax`. (`torch.arange`
   counts positions, and a column `[N, 1]` compared with a row `[1, M]` gives a table `[N, M]`.)
 """,
-    minutes=6,
+    minutes=7,
     difficulty=2,
     hints=(
         "Take two queries and five positions. At which positions do the two queries stand, and "
@@ -566,7 +566,7 @@ LEAKS = Exercise(
   is there.
 - Some functions hide more keys than they must. That is no leak.
 """,
-    minutes=6,
+    minutes=8,
     difficulty=2,
     hints=(
         "Nothing in one table of weights tells where it came from. So call `weigh` twice. In what "
@@ -719,6 +719,10 @@ def _cost(slips: Slips, N: int, M: int, D: int, DV: int, itemsize: int) -> objec
     v *= "no v" not in slips
     vectors = 0 if "tables alone" in slips else q + k + v + o
     elements = vectors + crossings * N * M
+    if "everything twice" in slips:
+        elements += vectors
+    if "first step" in slips:
+        elements = q + k + N * M
     if "reads alone" in slips:
         elements -= o + 2 * N * M
     if "writes alone" in slips:
@@ -729,6 +733,8 @@ def _cost(slips: Slips, N: int, M: int, D: int, DV: int, itemsize: int) -> objec
     cost = {"flops": flops, "bytes": size * elements}
     if "swapped" in slips:
         cost = dict(zip(cost, reversed(cost.values()), strict=True))
+    if "bytes alone" in slips:
+        return cost["bytes"]
     return tuple(cost.values()) if "tuple" in slips else cost
 
 
@@ -746,6 +752,12 @@ _COST_MISTAKES = (
         slip(_cost, "tuple"),
         "The statement asks for a dictionary, so that nobody has to remember which number comes "
         "first. What are its two keys?",
+    ),
+    Misconception(
+        "the bytes without the operations",
+        slip(_cost, "bytes alone"),
+        "The statement asks for a dictionary of two numbers. Which name do your bytes get? And "
+        "which number goes beside them?",
     ),
     Misconception(
         "counting a multiply-add as one operation",
@@ -880,6 +892,18 @@ _COST_MISTAKES = (
         "Which four crossings of N·M numbers are left?",
     ),
     Misconception(
+        "counting the first step alone",
+        slip(_cost, "first step"),
+        "That is the step that the chapter counts for you. What do the softmax and the weighted "
+        "sum read and write?",
+    ),
+    Misconception(
+        "reading and writing every tensor",
+        slip(_cost, "everything twice"),
+        "Scores and weights are written by one step and read by the next. Does any step write `q`, "
+        "or read the output?",
+    ),
+    Misconception(
         "counting what is read and not what is written",
         slip(_cost, "reads alone"),
         f"Every step also writes its result to main memory, the last one too. {_STEP_BY_STEP}",
@@ -934,18 +958,18 @@ _COST_MISTAKES = (
 ATTENTION_COST = Exercise(
     name="attention_cost",
     statement="""
-Complete `attention_cost(N, M, D, DV, itemsize)`: what one head of causal attention costs, done as
-in this chapter in three separate steps (scores, softmax, weighted sum), each reading its inputs
-from main memory and writing its result back.
+Complete `attention_cost(N, M, D, DV, itemsize)`: what one head of causal attention costs in three
+separate steps (scores, softmax, weighted sum). Each step reads its inputs from main memory and
+writes its result back.
 
 - Return a dictionary of two whole numbers, `{"flops": ..., "bytes": ...}`.
-- `"flops"`: those of the two matrix products. A dot product of width `D` counts as `D`
-  multiplications and `D` additions. The products are plain ones: they compute all `N·M` pairs, the
-  masked ones too.
-- `"bytes"`: every tensor each time a step reads or writes it. `q, k, v`, scores, weights and output
-  all have elements of `itemsize` bytes. The mask costs nothing.
+- `"flops"`: `2 * N * M * D` for the scores and `2 * N * M * DV` for the weighted sum. The masked
+  pairs are computed, too.
+- `"bytes"`: this is yours to count. Every tensor counts each time a step reads or writes it: `q`,
+  `k`, `v`, scores, weights and output. All have elements of `itemsize` bytes. The mask costs
+  nothing.
 """,
-    minutes=8,
+    minutes=7,
     difficulty=2,
     hints=(
         "Draw the three steps as boxes. Which tensors go into each, which one comes out, and what "
@@ -969,7 +993,11 @@ from main memory and writing its result back.
     combine=together(
         _COST_MISTAKES,
         {*_FLOPS, "D for DV"},
-        {*_TABLES, "reads alone", "writes alone"},
+        {*_TABLES, "reads alone", "writes alone", "first step", "everything twice"},
+        {"first step", "v and o like q", "v like k", "o like q", "v per query", "no v"},
+        {"first step", "no output", "tables alone"},
+        {"everything twice", "tables alone", "no q", "no k", "no v", "no output"},
+        {"bytes alone", *_FLOPS, "D for DV", "operations of bytes"},
         {"v and o like q", "v like k", "v per query", "D for DV", "tables alone", "no v"},
         {"v and o like q", "o like q", "D for DV", "tables alone", "reads alone", "no output"},
         *({name, "tables alone"} for name in ("no q", "no k")),
@@ -977,7 +1005,7 @@ from main memory and writing its result back.
         {"writes alone", "v and o like q", "v like k", "v per query", "D for DV", "tables alone"},
         {"no tables", "tables alone"},
         {"elements", "two bytes"},
-        {"swapped", "tuple"},
+        {"swapped", "tuple", "bytes alone"},
     ),
 )
 
@@ -1196,7 +1224,7 @@ def kernel(S, W, N, M, BM: tl.constexpr):
 return kernel
 ```
 """,
-    minutes=6,
+    minutes=7,
     difficulty=2,
     hints=(
         "Three inputs show one bug each: fewer queries than keys, a score of 1000, and a `W` that "
@@ -1225,7 +1253,7 @@ return kernel
     ),
 )
 
-EXERCISES = (CAUSAL_WEIGHTS, LEAKS, SCALED_SCORES, ATTENTION_COST, CAUSAL_SOFTMAX)
+EXERCISES = (CAUSAL_WEIGHTS, SCALED_SCORES, ATTENTION_COST, LEAKS, CAUSAL_SOFTMAX)
 
 
 # -- two slips at once --
@@ -1321,7 +1349,7 @@ DOUBLES = (
 
 TRAPS = (
     Trap(
-        "the N queries are the last N of the M positions",
+        "The queries are the last N of M positions",
         "causal_softmax",
         "lining up the queries with the first keys",
     ),
@@ -1392,7 +1420,7 @@ TRAPS = (
         "a large negative number where -inf is meant",
     ),
     Trap(
-        "with `value` written wherever `mask` is True",
+        "writes `value` wherever `mask` is True",
         "causal_weights",
         "hiding the past and showing the future",
     ),
@@ -1422,7 +1450,7 @@ TRAPS = (
         "keys as rows and queries as columns",
     ),
     Trap(
-        "It wants heads before positions, `[batch, head, position, width]`",
+        "That one wants heads before positions, `[batch, head, position, width]`",
         "scaled_scores",
         "positions before heads",
     ),
@@ -1462,13 +1490,13 @@ TRAPS = (
         "letting scale and mask be steps of their own",
     ),
     Trap(
-        "The mask hides almost half of the pairs, but a plain matrix product computes them all "
+        "the mask hides almost half of the pairs, but a plain matrix product computes them all "
         "first",
         "attention_cost",
         "counting the masked half of the products as free",
     ),
     Trap(
-        "In bf16 a number takes two bytes. In fp32, as the module's `attention` computes",
+        "numbers of two bytes (**bf16**)",
         "attention_cost",
         "taking every number for two bytes",
     ),
@@ -1505,17 +1533,6 @@ PREDICTIONS = (
         unit="GiB",
     ),
     Prediction(
-        name="table_growth",
-        question="A text twice as long: how many times as large is the table?",
-        reason="Twice the rows, and every row twice as long.",
-        thoughts=(
-            (2, "Twice the rows, yes. But every row gets longer, too."),
-            (8, "The table has two sides, not three."),
-            (1, "Every token brings a row and a column."),
-            (3, "That is how much comes on top: three tables more, four in all."),
-        ),
-    ),
-    Prediction(
         name="spread_of_64",
         question="The numbers in q and k have the spread 1: which spread has their dot product, "
         "64 wide?",
@@ -1528,6 +1545,26 @@ PREDICTIONS = (
             (16, "That is the answer for 256. For 64 it is the root of 64."),
         ),
         tolerance=0.02,
+    ),
+    Prediction(
+        name="dice_right",
+        question="A model trains with zeros written after the softmax: how many percent of new "
+        "rolls of a fair die does it guess right?",
+        reason="What is left over for the visible weights tells the next roll, and training finds "
+        "that out.",
+        thoughts=(
+            (100 / 6, "That is the best without peeking. This model peeks."),
+            (
+                lambda guess: guess < 16,
+                "Guessing at random is right in 17 % already, and this model peeks.",
+            ),
+            (
+                lambda guess: 17 < guess < 90,
+                "The leak is wider than you thought: six rolls need only six different sums.",
+            ),
+        ),
+        tolerance=0.02,
+        unit="%",
     ),
     Prediction(
         name="slower_side",

@@ -220,7 +220,8 @@ def draw_scale(widths: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)) -> Pictu
         heights = [largest_weight(D, D**power) for D in widths]
         last.append(heights[-1])
         axis.plot(widths, heights, "o-", color=PALETTE[colour], linewidth=2, markersize=4)
-        axis.annotate(name, (widths[-1], heights[-1]), xytext=(0, 8), textcoords="offset points",
+        told = f"{name}: {heights[-1]:.0%}"
+        axis.annotate(told, (widths[-1], heights[-1]), xytext=(0, 8), textcoords="offset points",
         ha="right", fontsize=9,
                       color=PALETTE[colour])  # fmt: skip
     axis.axhline(1 / 16, color=PALETTE["faint"], linewidth=1, linestyle="--")
@@ -237,11 +238,9 @@ def draw_scale(widths: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)) -> Pictu
     axis.set_ylim(0, 1)
     axis.set_xlabel("D, width of queries and keys", fontsize=9)
     axis.set_ylabel("largest of 16 weights (average)", fontsize=9)
-    none, root, full = last
     return Picture(
         figure,
-        f"At D = {widths[-1]} one key takes {none:.0%} of the weight; with 1/√D {root:.0%}, with "
-        f"1/D {full:.0%}",
+        f"Without a scale, one of 16 keys takes {last[0]:.0%} of the weight at D = {widths[-1]}",
     )
 
 
