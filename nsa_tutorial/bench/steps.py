@@ -152,7 +152,7 @@ def triton_steps(problem: Problem) -> Steps:
         return lambda: launch(
             problem.q, problem.k, problem.v, lists, problem.rows,
             block_size=shape.block_size, scale=problem.scale, **options,
-        )[0][0]  # fmt: skip
+        )[0]  # fmt: skip
 
     whole_block = max(16, shape.block_size)
     yield (

@@ -51,13 +51,12 @@ def of_lists(
         share_bytes: that a chunk takes in the workspace.
         slot_scale: `[R, H, S]` fp32, or None.
     """
-    H, S = ids.shape[1:]
     inverse = inverse_list.of_lists(
         ids, rows, block_size=block_size, num_keys=num_keys, is_asked=lse2 != torch.inf
     )
-    row_of_entry = _row_codes(lse2).flatten()[inverse.entries // S]
+    row_of_entry = _row_codes(lse2).flatten()[inverse.entries // ids.shape[2]]
     factors = None if slot_scale is None else slot_scale.flatten()[inverse.entries]
-    chunks = _chunks(inverse, H, G, share_bytes, itemsize)
+    chunks = _chunks(inverse, G, share_bytes, itemsize)
     row_end = rows.first_key + rows.num_visible
     return Tables(row_of_entry, factors, rows.first_key, row_end, chunks)
 
@@ -71,17 +70,17 @@ def of_windows(
     sizes = {"window_size": window_size, "tile_size": tile_size}
     inverse = inverse_list.of_windows(rows, **sizes, num_keys=num_keys, num_heads=H)
     row_of_entry = _row_codes(lse2).T.flatten()
-    chunks = _chunks(inverse, H, G, share_bytes, itemsize)
+    chunks = _chunks(inverse, G, share_bytes, itemsize)
     row_end = rows.first_key + rows.num_visible
     row_start = torch.maximum(rows.first_key, row_end - window_size)
     return Tables(row_of_entry, None, row_start, row_end, chunks)
 
 
-def _chunks(inverse: InverseList, H: int, G: int, share_bytes: int, itemsize: int) -> Chunks:
+def _chunks(inverse: InverseList, G: int, share_bytes: int, itemsize: int) -> Chunks:
     """Chunks as long as fills a program, longer where their shares would not fit the workspace."""
     fitting = -(-inverse.most_entries * share_bytes // WORKSPACE)
     length = max(1, CHUNK_ROWS[itemsize] // G, fitting)
-    return inverse_list.chunks(inverse, num_heads=H, length=length)
+    return inverse_list.chunks(inverse, length=length)
 
 
 def _row_codes(lse2: Tensor) -> Tensor:

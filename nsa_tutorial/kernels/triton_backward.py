@@ -1,4 +1,4 @@
-"""Chapter 13: the backward of selected attention and of sliding windows, in Triton.
+"""Chapter 13: the backward of selected attention, in Triton.
 
 Four kernels. `delta_kernel` sums up what both passes ask of a row. `dq_kernel` walks a query's
 list, as the forward does. `dkv_kernel` walks the inverse list: the queries that see a tile of keys,
@@ -64,20 +64,17 @@ def delta_kernel(
     tl.store(LSE2 + group_row, lse2, mask=in_group)
 
 
-@triton.jit(do_not_specialize=["S", "window_size"])  # new lengths, same kernel
+@triton.jit(do_not_specialize=["S"])  # new lengths, same kernel
 def dq_kernel(
     Q, K, V, GradO, LSE, Delta, LSE2, BlockIndices, SlotScale, FirstKey, NumVisible,
-    GradQ, GradSlotScale, scale, scale_log2, H, S, window_size,
+    GradQ, GradSlotScale, scale, scale_log2, H, S,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr,
-    WINDOW: tl.constexpr, SLOT_SCALE: tl.constexpr, ADD: tl.constexpr,
+    SLOT_SCALE: tl.constexpr,
     GT: tl.constexpr, DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """Reads what `triton_forward.kernel` does, `GradO [R, H, G, DV]` and three numbers a row;
     writes `GradQ [R, H, G, D]`, and `GradSlotScale [R, H, S]` with `SLOT_SCALE`. The grid is
     `(R, H)`.
-
-    With `WINDOW`, rows attend to their windows, and `BlockIndices` is not read. With `ADD`, the
-    gradient is added to what stands in `GradQ`.
     """
     # -- locate the program --
     row = tl.program_id(0).to(tl.int64)
@@ -85,12 +82,8 @@ def dq_kernel(
     first_key = tl.load(FirstKey + row).to(tl.int64)
     num_visible = tl.load(NumVisible + row)
     block_list = BlockIndices + (row * H + head) * S
-    if WINDOW:  # its blocks are counted from its first key: 0, 1, 2, …
-        window_start = tl.maximum(num_visible - window_size, 0)
-        first_key += window_start
-        num_visible -= window_start
     num_blocks = tl.cdiv(num_visible, BS)  # blocks that hold a visible key
-    num_slots = num_blocks if WINDOW else count_slots(block_list, S, num_blocks)
+    num_slots = count_slots(block_list, S, num_blocks)
     is_asked = tl.load(LSE2 + (row * H + head) * G) != float("inf")
     num_slots = tl.where(is_asked, num_slots, 0)
     group = tl.arange(0, GT)
@@ -120,7 +113,7 @@ def dq_kernel(
     for step in range(num_slots * PARTS):
         # -- guard --
         slot, part_start = step // PARTS, step % PARTS * BT
-        block_id = slot if WINDOW else tl.load(block_list + slot)
+        block_id = tl.load(block_list + slot)
         is_visible = (block_id >= 0) & (block_id < num_blocks)
         start = tl.where(is_visible, block_id, 0) * BS + part_start
         num_seen = tl.where(is_visible, tl.minimum(BS - part_start, num_visible - start), 0)
@@ -158,17 +151,15 @@ def dq_kernel(
 
     # -- store --
     acc_dq *= scale
-    if ADD:
-        acc_dq += tl.load(GradQ + q_offset, mask=q_mask, other=0.0).to(tl.float32)
     tl.store(GradQ + q_offset, acc_dq.to(GradQ.dtype.element_ty), mask=q_mask)
 
 
 @triton.jit
 def walk_queries(
     acc_dk, acc_dv, k_tile, v_tile, key, in_tile, start, end,
-    Q, GradO, Delta, LSE2, Rows, Factors, RowStart, RowEnd, first, head, scale_log2, H,
+    Q, GradO, Delta, LSE2, Rows, Factors, RowEnd, first, head, scale_log2, H,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    WINDOW: tl.constexpr, SLOT_SCALE: tl.constexpr, MASK: tl.constexpr,
+    SLOT_SCALE: tl.constexpr, MASK: tl.constexpr,
     DT: tl.constexpr, DVT: tl.constexpr, BR: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Adds to `acc_dk [BT, DT]` and `acc_dv [BT, DVT]` what the rows `start … end - 1` of a chunk
@@ -205,8 +196,6 @@ def walk_queries(
         if MASK:
             row_end = tl.where(lse == float("inf"), 0, tl.load(RowEnd + row))
             is_seen = in_tile[:, None] & (key[:, None] < row_end)  # [BT, BR]
-            if WINDOW:
-                is_seen &= key[:, None] >= tl.load(RowStart + row)
             p = tl.where(is_seen, p, 0.0)
 
         # -- gradient of the values --
@@ -227,11 +216,11 @@ def walk_queries(
 
 @triton.jit(do_not_specialize=["num_keys"])
 def dkv_kernel(
-    Q, K, V, GradO, Delta, LSE2, Rows, Factors, RowStart, RowEnd,
+    Q, K, V, GradO, Delta, LSE2, Rows, Factors, RowEnd,
     FirstKey, Head, First, Last, NumParts, Place, GradK, GradV, SharesK, SharesV,
     scale, scale_log2, H, num_keys,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr,
-    WINDOW: tl.constexpr, SLOT_SCALE: tl.constexpr, ADD: tl.constexpr,
+    SLOT_SCALE: tl.constexpr,
     DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
     WIDE: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
@@ -267,28 +256,25 @@ def dkv_kernel(
 
     # The rows that see the tile in part come first, since entries ascend with their rows. They are
     # behind a mask, all others go without one.
+    entry = first + tl.arange(0, EDGE)  # [EDGE]
+    row = tl.load(Rows + entry, mask=entry < last, other=-1)
+    row_end = tl.load(RowEnd + tl.where(row >= 0, row, ~row))
+    is_partial = (entry < last) & (row_end < first_key - part_start + BS)
+    num_partial = tl.sum(is_partial.to(tl.int32), axis=0)
     num_rows = (last - first) * G
-    num_masked = num_rows
-    if not WINDOW:
-        entry = first + tl.arange(0, EDGE)  # [EDGE]
-        row = tl.load(Rows + entry, mask=entry < last, other=-1)
-        row_end = tl.load(RowEnd + tl.where(row >= 0, row, ~row))
-        is_partial = (entry < last) & (row_end < first_key - part_start + BS)
-        num_partial = tl.sum(is_partial.to(tl.int32), axis=0)
-        # more may follow than were looked at: then all rows are masked
-        num_masked = tl.where(num_partial == EDGE, num_rows, num_partial * G)
-        num_masked = tl.minimum(tl.cdiv(num_masked, BR) * BR, num_rows)
+    # more may follow than were looked at: then all rows are masked
+    num_masked = tl.where(num_partial == EDGE, num_rows, num_partial * G)
+    num_masked = tl.minimum(tl.cdiv(num_masked, BR) * BR, num_rows)
     acc_dk, acc_dv = walk_queries(
         acc_dk, acc_dv, k_tile, v_tile, key, in_tile, 0, num_masked,
-        Q, GradO, Delta, LSE2, Rows, Factors, RowStart, RowEnd, first, head, scale_log2, H,
-        G, D, DV, WINDOW, SLOT_SCALE, True, DT, DVT, BR, WIDE,
+        Q, GradO, Delta, LSE2, Rows, Factors, RowEnd, first, head, scale_log2, H,
+        G, D, DV, SLOT_SCALE, True, DT, DVT, BR, WIDE,
     )  # fmt: skip
-    if not WINDOW:
-        acc_dk, acc_dv = walk_queries(
-            acc_dk, acc_dv, k_tile, v_tile, key, in_tile, num_masked, num_rows,
-            Q, GradO, Delta, LSE2, Rows, Factors, RowStart, RowEnd, first, head, scale_log2, H,
-            G, D, DV, WINDOW, SLOT_SCALE, False, DT, DVT, BR, WIDE,
-        )  # fmt: skip
+    acc_dk, acc_dv = walk_queries(
+        acc_dk, acc_dv, k_tile, v_tile, key, in_tile, num_masked, num_rows,
+        Q, GradO, Delta, LSE2, Rows, Factors, RowEnd, first, head, scale_log2, H,
+        G, D, DV, SLOT_SCALE, False, DT, DVT, BR, WIDE,
+    )  # fmt: skip
 
     # -- store --
     acc_dk *= scale
@@ -296,8 +282,10 @@ def dkv_kernel(
         last_row = tl.load(Rows + last - 1)  # it sees most; what it does not, nobody does
         end = tl.load(RowEnd + tl.where(last_row >= 0, last_row, ~last_row))
         in_sight = in_tile & (key < end)
-        store_gradient(GradK + k_offset, acc_dk, in_sight[:, None] & (width < D), ADD)
-        store_gradient(GradV + v_offset, acc_dv, in_sight[:, None] & (value_width < DV), ADD)
+        k_mask = in_sight[:, None] & (width < D)
+        v_mask = in_sight[:, None] & (value_width < DV)
+        tl.store(GradK + k_offset, acc_dk.to(GradK.dtype.element_ty), mask=k_mask)
+        tl.store(GradV + v_offset, acc_dv.to(GradV.dtype.element_ty), mask=v_mask)
     else:
         place = tl.load(Place + chunk).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         token = place * BT + tl.arange(0, BT)  # [BT]
@@ -305,19 +293,11 @@ def dkv_kernel(
         tl.store(SharesV + token[:, None] * DVT + value_width, acc_dv)
 
 
-@triton.jit
-def store_gradient(pointer, gradient, mask, ADD: tl.constexpr):
-    """In place of what `pointer` shows, or, with `ADD`, on top of it."""
-    if ADD:
-        gradient += tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
-    tl.store(pointer, gradient.to(pointer.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize=["num_keys"])
 def sum_kernel(
     SharesK, SharesV, Rows, RowEnd, FirstKey, Head, Last, Part, NumParts, Place, GradK, GradV,
     H, num_keys,
-    D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, ADD: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr,
     DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Adds the shares of every tile that was cut, the first chunk's first. The grid is
@@ -350,5 +330,7 @@ def sum_kernel(
     in_sight = (offset < BS) & (key < num_keys) & (key < end)
     k_offset = (key[:, None] * H + head) * D + width
     v_offset = (key[:, None] * H + head) * DV + value_width
-    store_gradient(GradK + k_offset, acc_dk, in_sight[:, None] & (width < D), ADD)
-    store_gradient(GradV + v_offset, acc_dv, in_sight[:, None] & (value_width < DV), ADD)
+    k_mask = in_sight[:, None] & (width < D)
+    v_mask = in_sight[:, None] & (value_width < DV)
+    tl.store(GradK + k_offset, acc_dk.to(GradK.dtype.element_ty), mask=k_mask)
+    tl.store(GradV + v_offset, acc_dv.to(GradV.dtype.element_ty), mask=v_mask)

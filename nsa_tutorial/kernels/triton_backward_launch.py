@@ -1,4 +1,4 @@
-"""What the operators call for gradients on the Triton backend: of lists, of windows, or of both.
+"""What the operators call for gradients on the Triton backend: of lists, or of lists and windows.
 
 `triton_backward` holds the kernels, `triton_backward_descriptors` the one for the queries that
 Hopper runs faster, `backward_tables` what the keys' kernel walks. The queries' gradients have the
@@ -44,11 +44,8 @@ class Backward:
     """One backward: what the forward was given and gave, contiguous, and the rows' numbers.
 
     Attributes:
-        ids, rows, slot_scale: of lists; for windows, `ids [R, H, 0]` and None.
-        tile: keys of a block, or of a step of a window.
-        window_size: 0 for lists.
+        tile: keys of a block.
         delta, lse2: what `triton_backward.delta_kernel` writes, `[R, H, G]`.
-        is_added: whether gradients are added to what stands in their place.
     """
 
     d_o: Tensor
@@ -59,26 +56,16 @@ class Backward:
     ids: Tensor
     rows: QueryRows
     tile: int
-    window_size: int
     scale: float
     slot_scale: Tensor | None
     delta: Tensor
     lse2: Tensor
-    is_added: bool
 
     @property
     def sizes(self) -> dict[str, int]:
         """The kernels' `G, D, DV, BS`."""
         (HQ, D), (H, DV) = self.q.shape[2:], self.v.shape[2:]
         return {"G": HQ // H, "D": D, "DV": DV, "BS": self.tile}
-
-    @property
-    def flags(self) -> dict[str, bool]:
-        """What the kernels are to do."""
-        return {
-            "WINDOW": self.window_size > 0, "SLOT_SCALE": self.slot_scale is not None,
-            "ADD": self.is_added,
-        }  # fmt: skip
 
     @property
     def memory(self) -> dict[str, int]:
@@ -167,16 +154,12 @@ def of_lists_and_windows(
 def prepare(
     d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     ids: Tensor, rows: QueryRows, *, tile: int, scale: float, slot_scale: Tensor | None,
-    window_size: int = 0, is_added: bool = False,
 ) -> Backward:  # fmt: skip
     """What all passes read: contiguous tensors, and the numbers of each row."""
     R, H, G = len(rows.first_key), k.shape[2], q.shape[2] // k.shape[2]
     d_o, q, k, v, lse = (x.contiguous() for x in (d_o, q, k, v, lse))
     delta, lse2 = (q.new_empty(R, H, G, dtype=torch.float32) for _ in range(2))
-    call = Backward(
-        d_o, q, k, v, lse, ids, rows, tile, window_size, scale, slot_scale, delta, lse2,
-        is_added,
-    )  # fmt: skip
+    call = Backward(d_o, q, k, v, lse, ids, rows, tile, scale, slot_scale, delta, lse2)
     tiles = tile_sizes(G, q.shape[3], v.shape[3])
     triton_backward.delta_kernel[(R, H)](
         o.contiguous(), d_o, lse, d_lse.contiguous(), delta, lse2, H,
@@ -210,7 +193,7 @@ def gradient_of_queries(
     tiles = tile_sizes(sizes["G"], sizes["D"], sizes["DV"])
     scales = (c.scale, c.scale * LOG2_E, H, S)
     numbers = (c.d_o, c.lse, c.delta, c.lse2, c.ids)
-    if can_use_descriptors(c.q, c.k, c.v, c.tile) and not any(c.flags.values()):
+    if can_use_descriptors(c.q, c.k, c.v, c.tile) and c.slot_scale is None:
         count, T = (None, 1) if unions is None else (unions.count, unions.T)
         triton_backward_descriptors.dq_kernel[(R, H)](
             c.q, c.k, c.v, *descriptors(c.k, c.v, BT=options["BT"]), *numbers, c.rows.first_key,
@@ -219,7 +202,7 @@ def gradient_of_queries(
         return
     triton_backward.dq_kernel[(R, H)](
         c.q, c.k, c.v, *numbers, c.slot_scale, c.rows.first_key, c.rows.num_visible, d_q,
-        d_slot_scale, *scales, c.window_size, **sizes, **c.flags, **tiles, **options,
+        d_slot_scale, *scales, **sizes, SLOT_SCALE=c.slot_scale is not None, **tiles, **options,
     )  # fmt: skip
 
 
@@ -236,26 +219,21 @@ def gradients_of_keys_and_values(call: Backward, d_k: Tensor, d_v: Tensor) -> No
 
     # -- the inverse lists --
     lse2 = c.lse2[:, :, 0]
-    common = {
-        "num_keys": B * M, "G": G, "share_bytes": 4 * share[0] * share[1],
-        "itemsize": c.q.element_size(),
-    }  # fmt: skip
-    if c.window_size:
-        windows = {"window_size": c.window_size, "tile_size": BS}
-        tables = backward_tables.of_windows(c.rows, lse2, **windows, **common)
-    else:
-        lists = {"block_size": BS, "slot_scale": c.slot_scale}
-        tables = backward_tables.of_lists(c.ids, c.rows, lse2, **lists, **common)
+    tables = backward_tables.of_lists(
+        c.ids, c.rows, lse2, block_size=BS, num_keys=B * M, G=G,
+        share_bytes=4 * share[0] * share[1], itemsize=c.q.element_size(), slot_scale=c.slot_scale,
+    )  # fmt: skip
     chunks = tables.chunks
     places = chunks.num_places * share[0]
     shares = [c.q.new_empty(places, width, dtype=torch.float32) for width in widths.values()]
 
     # -- every chunk --
     triton_backward.dkv_kernel[(len(chunks.first), parts)](
-        c.q, c.k, c.v, c.d_o, c.delta, c.lse2, tables.rows, tables.factors, tables.row_start,
-        tables.row_end, chunks.first_key, chunks.head, chunks.first, chunks.last, chunks.num_parts,
-        chunks.place, d_k, d_v, *shares, c.scale, c.scale * LOG2_E, H, B * M, **sizes, **c.flags,
-        **widths, **options, EDGE=min(triton.next_power_of_2(BS), MOST_EDGE),
+        c.q, c.k, c.v, c.d_o, c.delta, c.lse2, tables.rows, tables.factors, tables.row_end,
+        chunks.first_key, chunks.head, chunks.first, chunks.last, chunks.num_parts, chunks.place,
+        d_k, d_v, *shares, c.scale, c.scale * LOG2_E, H, B * M, **sizes,
+        SLOT_SCALE=c.slot_scale is not None, **widths, **options,
+        EDGE=min(triton.next_power_of_2(BS), MOST_EDGE),
         WIDE=max(c.q.numel(), c.d_o.numel()) >= 2**31,
     )  # fmt: skip
 
@@ -264,5 +242,5 @@ def gradients_of_keys_and_values(call: Backward, d_k: Tensor, d_v: Tensor) -> No
         triton_backward.sum_kernel[(len(chunks.first), triton.cdiv(BS, SUM_KEYS))](
             *shares, tables.rows, tables.row_end, chunks.first_key, chunks.head, chunks.last,
             chunks.part, chunks.num_parts, chunks.place, d_k, d_v, H, B * M, D=sizes["D"],
-            DV=sizes["DV"], BS=BS, ADD=c.is_added, **widths, BT=options["BT"], BK=SUM_KEYS,
+            DV=sizes["DV"], BS=BS, **widths, BT=options["BT"], BK=SUM_KEYS,
         )  # fmt: skip

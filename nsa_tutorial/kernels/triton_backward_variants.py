@@ -56,7 +56,8 @@ ADD_DQ = (
 )
 BY_ROWS = "{} = tl.sum({}[:, None, :].to(tl.float32) * {}[None, :, :], axis=2)"
 BY_COLUMNS = "acc_dq += tl.sum(d_s[:, :, None].to(tl.float32) * k_tile[None, :, :], axis=1)"
-GROUP = "**c.flags, **tiles | {'GT': triton.next_power_of_2(sizes['G'])}, **options,"
+FLAG = "**sizes, SLOT_SCALE=c.slot_scale is not None, "
+GROUP = "**tiles | {'GT': triton.next_power_of_2(sizes['G'])}, **options,"
 QUERIES = "gradient_of_queries(call, d_q, d_slot_scale)\n"
 KEYS = "gradients_of_keys_and_values(call, d_k, d_v)\n    return"
 ALL_AT_ONCE = """global DQ32
@@ -85,7 +86,7 @@ CHANGES: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("acc_dq = tl.dot(d_s, k_tile, acc_dq, input_precision=\"ieee\")", BY_COLUMNS),
         ],
         LAUNCH: [("if can_use_descriptors(c.q, c.k, c.v, c.tile) and", "if False and"),
-                 ("**c.flags, **tiles, **options,", GROUP)],
+                 (FLAG + "**tiles, **options,", FLAG + GROUP)],
     },
     "one pass, dQ by atomics": {
         KERNELS: [(ACCUMULATE, ADD_DQ)],

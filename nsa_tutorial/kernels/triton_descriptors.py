@@ -66,11 +66,11 @@ def online_softmax(acc_s, scores_max_prev, running_sum, acc_o, scale_log2):
     return acc_s, scores_max, running_sum, acc_o * scores_scale[:, None]
 
 
-@triton.jit(do_not_specialize=["R", "first_row", "S", "window_size"])  # new lengths, same kernel
+@triton.jit(do_not_specialize=["S"])  # new lengths, same kernel
 def descriptor_kernel(
     Q, K, V, KDescriptor, VDescriptor, BlockIndices, FirstKey, NumVisible, Output, LSE,
-    scale, scale_log2, R, first_row, H, S, window_size,
-    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, WINDOW: tl.constexpr,
+    scale, scale_log2, H, S,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr,
     GT: tl.constexpr, BT: tl.constexpr, SlotScale=None, Count=None, T: tl.constexpr = 1,
 ):  # fmt: skip
     """`triton_forward.kernel`, with whole blocks fetched by descriptor.
@@ -87,12 +87,11 @@ def descriptor_kernel(
         BS % BT == 0, "BT: expected a divisor of BS, since a block is walked in whole steps"
     )
     # -- locate the program --
-    row = tl.program_id(0).to(tl.int64) + first_row
+    query = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     if Count is not None:  # noqa: SIM102, Triton evaluates both sides of an `and`
-        if tl.load(Count + row // T * H + head) >= 0:
+        if tl.load(Count + query // T * H + head) >= 0:
             return
-    query = row % R
     first_key = tl.load(FirstKey + query)
     num_visible = tl.load(NumVisible + query)
     num_whole = num_visible // BS  # blocks that are visible as a whole; the next one may be in part
@@ -100,16 +99,6 @@ def descriptor_kernel(
     start_slot, num_slots, num_partial = scan_list(block_list, S, num_whole)
     start_slot = tl.minimum(start_slot, num_slots)
     last_block = tl.load(block_list + num_slots - 1, mask=num_slots > 0, other=0)
-    has_list = True
-    if WINDOW:  # a window's blocks are counted from its first key, so its list is 0, 1, 2, …
-        has_list = row < R
-        window_start = tl.where(has_list, 0, tl.maximum(num_visible - window_size, 0))
-        first_key += window_start
-        num_visible -= window_start
-        num_whole = num_visible // BS
-        start_slot = tl.where(has_list, start_slot, 0)
-        num_slots = tl.where(has_list, num_slots, num_whole)
-        num_partial = tl.where(has_list, num_partial, 1)
     num_partial = tl.where(num_visible % BS == 0, 0, num_partial)
     group = tl.arange(0, GT)
     width = tl.arange(0, D)
@@ -131,7 +120,7 @@ def descriptor_kernel(
     for step in range(start_slot * PARTS, num_slots * PARTS):
         # -- guard --
         slot, part_start = step // PARTS, step % PARTS * BT
-        block_id = tl.load(block_list + slot, mask=has_list, other=slot)
+        block_id = tl.load(block_list + slot)
         is_whole = (block_id >= 0) & (block_id < num_whole)
         # A slot between two others that names no whole block: the list's last block is loaded in
         # its place, and not used.
@@ -143,8 +132,7 @@ def descriptor_kernel(
         # -- scores --
         acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [GT, BT]
         if SlotScale is not None:  # the slot's factor; where no whole block is, it is masked below
-            factor = SlotScale + (query * H + head) * S + slot
-            acc_s *= tl.load(factor, mask=has_list, other=1.0)
+            acc_s *= tl.load(SlotScale + (query * H + head) * S + slot)
 
         # -- mask --
         acc_s = tl.where(is_whole, acc_s, float("-inf"))
@@ -165,7 +153,6 @@ def descriptor_kernel(
     num_parts = tl.cdiv(num_visible - partial_start, BT)
     if SlotScale is not None:
         partial_factor = factor_of(SlotScale + (query * H + head) * S, block_list, S, num_whole)
-        partial_factor = tl.where(has_list, partial_factor, 1.0)
     for step in range(num_partial * num_parts):
         start = partial_start + step % num_parts * BT
         is_seen = tokens < num_visible - start  # [BT]
@@ -186,28 +173,27 @@ def descriptor_kernel(
     safe_sum = tl.where(is_empty, 1.0, running_sum)
     o_tile = acc_o / safe_sum[:, None]  # [GT, DV]
     lse = scores_max * scale + tl.log(safe_sum)  # [GT], -inf for an empty row
-    o_row = ((row - first_row) * H + head) * G + group  # [GT]
-    o_pointer = Output + o_row[:, None] * DV + value_width  # [GT, DV]
+    o_pointer = Output + group_row[:, None] * DV + value_width  # [GT, DV]
     tl.store(o_pointer, o_tile.to(Output.dtype.element_ty), mask=in_group[:, None])
-    tl.store(LSE + o_row, lse, mask=in_group)
+    tl.store(LSE + group_row, lse, mask=in_group)
 
 
 def launch(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
-    block_size: int, scale: float, slot_scale: Tensor | None = None, window_size: int = 0,
+    block_size: int, scale: float, slot_scale: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None, count: Tensor | None = None, T: int = 1,
     **options: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run the kernel; arguments and results as in `triton_forward.launch`, of shapes that
     `can_use_descriptors`. `out` is where to write, and `count` and `T` say which rows not to."""
-    sizes = {"block_size": block_size, "scale": scale, "window_size": window_size}
+    sizes = {"block_size": block_size, "scale": scale}
     grid, given = arguments(q, k, v, ids, rows, **sizes, slot_scale=slot_scale)
     chosen = options_of(given) | options
     boxes = descriptors(given["K"], given["V"], BT=chosen["BT"])
     given |= {"KDescriptor": boxes[0], "VDescriptor": boxes[1]}
-    del given["DT"], given["DVT"]  # widths are powers of two already
     if out is not None:
         given["Output"], given["LSE"] = out
+    given = {name: x for name, x in given.items() if name in descriptor_kernel.arg_names}
     descriptor_kernel[grid](**given, Count=count, T=T, **chosen)
     return given["Output"], given["LSE"]
 

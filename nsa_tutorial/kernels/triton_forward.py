@@ -1,5 +1,4 @@
-"""Chapter 11: selected attention and sliding windows, forward, in Triton; one program per (query,
-key/value head).
+"""Chapter 11: selected attention, forward, in Triton; one program per (query, key/value head).
 
 `kernel` is the GPU kernel; `launch` runs it, compiled on CUDA tensors, interpreted on CPU tensors.
 The phases and the names are those of `selected_attention.forward`, where they are explained. The
@@ -7,8 +6,8 @@ guard is a mask, not a branch: an empty slot loads nothing, and a loop without b
 loads Triton can start early.
 
 This is the kernel to read, and it runs everywhere. `triton_descriptors` is faster on Hopper;
-`triton_launch` takes the one or the other, and is what the operators call. There is no backward
-here, and no argument is checked: `ops` does.
+`triton_launch` takes the one or the other, and is what the operators call. Windows have a kernel of
+their own, `triton_windows`. There is no backward here, and no argument is checked: `ops` does.
 """
 
 from __future__ import annotations
@@ -40,39 +39,29 @@ def count_slots(block_list, S, num_blocks):
     return num_slots
 
 
-@triton.jit(do_not_specialize=["R", "first_row", "S", "window_size"])  # new lengths, same kernel
+@triton.jit(do_not_specialize=["S"])  # new lengths, same kernel
 def kernel(
     Q, K, V, BlockIndices, FirstKey, NumVisible, Output, LSE,
-    scale, scale_log2, R, first_row, H, S, window_size,
-    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, WINDOW: tl.constexpr,
+    scale, scale_log2, H, S,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr,
     GT: tl.constexpr, DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr, SlotScale=None,
 ):  # fmt: skip
     """Reads `Q [R, H, G, D]`, `K [keys, H, D]`, `V [keys, H, DV]`, `BlockIndices [R, H, S]`,
-    `FirstKey [R]`, `NumVisible [R]`; writes `Output [rows, H, G, DV]` and `LSE [rows, H, G]`.
+    `FirstKey [R]`, `NumVisible [R]`; writes `Output [R, H, G, DV]` and `LSE [R, H, G]`.
 
-    The grid is `(rows, H)`. Rows `0 … R-1` attend to their lists, and with `WINDOW` rows `R … 2R-1`
-    to their windows; the first program has row `first_row`. `GT, DT, DVT` are `G, D, DV` rounded up
-    to powers of two of at least 16. `BT` is how many tokens of a block a step takes, a power of
-    two; a `BT` of `BS` or more takes whole blocks. `SlotScale [R, H, S]` holds a factor for each
+    The grid is `(R, H)`. `GT, DT, DVT` are `G, D, DV` rounded up to powers of two of at least 16.
+    `BT` is how many tokens of a block a step takes, a power of two; a `BT` of `BS` or more takes
+    whole blocks. `SlotScale [R, H, S]` holds a factor for each
     slot; without it, no code for factors is compiled.
     """
     # -- locate the program --
-    row = tl.program_id(0).to(tl.int64) + first_row  # 64 bits: row * H * G * D may pass 2**31
+    query = tl.program_id(0).to(tl.int64)  # 64 bits: query * H * G * D may pass 2**31
     head = tl.program_id(1)
-    query = row % R
     first_key = tl.load(FirstKey + query).to(tl.int64)
     num_visible = tl.load(NumVisible + query)
     num_blocks = tl.cdiv(num_visible, BS)  # blocks that hold a visible key
     block_list = BlockIndices + (query * H + head) * S
     num_slots = count_slots(block_list, S, num_blocks)
-    has_list = True
-    if WINDOW:  # a window's blocks are counted from its first key, so its list is 0, 1, 2, …
-        has_list = row < R
-        window_start = tl.where(has_list, 0, tl.maximum(num_visible - window_size, 0))
-        first_key += window_start
-        num_visible -= window_start
-        num_blocks = tl.cdiv(num_visible, BS)
-        num_slots = tl.where(has_list, num_slots, num_blocks)
     group = tl.arange(0, GT)
     width = tl.arange(0, DT)
     value_width = tl.arange(0, DVT)
@@ -97,8 +86,7 @@ def kernel(
     for step in range(num_slots * PARTS):
         # -- guard --
         slot, part_start = step // PARTS, step % PARTS * BT
-        # a row of a window reads no list: its blocks are 0, 1, 2, …
-        block_id = tl.load(block_list + slot, mask=has_list, other=slot)
+        block_id = tl.load(block_list + slot)
         is_visible = (block_id >= 0) & (block_id < num_blocks)
         start = tl.where(is_visible, block_id, 0) * BS + part_start
         num_seen = tl.where(is_visible, tl.minimum(BS - part_start, num_visible - start), 0)
@@ -112,8 +100,7 @@ def kernel(
         # -- scores --
         acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [GT, BT]
         if SlotScale is not None:  # the slot's factor; what an empty slot has there is masked below
-            factor = SlotScale + (query * H + head) * S + slot
-            acc_s *= tl.load(factor, mask=has_list, other=1.0)
+            acc_s *= tl.load(SlotScale + (query * H + head) * S + slot)
 
         # -- mask --
         acc_s = tl.where(is_seen, acc_s, float("-inf"))
@@ -141,32 +128,28 @@ def kernel(
     safe_sum = tl.where(is_empty, 1.0, running_sum)
     o_tile = acc_o / safe_sum[:, None]  # [GT, DVT]
     lse = scores_max * scale + tl.log(safe_sum)  # [GT], -inf for an empty row
-    o_row = ((row - first_row) * H + head) * G + group  # [GT]
     o_mask = in_group[:, None] & (value_width < DV)
-    o_pointer = Output + o_row[:, None] * DV + value_width  # [GT, DVT]
+    o_pointer = Output + group_row[:, None] * DV + value_width  # [GT, DVT]
     tl.store(o_pointer, o_tile.to(Output.dtype.element_ty), mask=o_mask)
-    tl.store(LSE + o_row, lse, mask=in_group)
+    tl.store(LSE + group_row, lse, mask=in_group)
 
 
 def launch(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
-    block_size: int, scale: float, slot_scale: Tensor | None = None, window_size: int = 0,
+    block_size: int, scale: float, slot_scale: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None, **options: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run the kernel: on lists, windows, or both.
+    """Run the kernel.
 
     Args:
-        q, k, v, ids, rows, block_size, scale, slot_scale: as in `selected_attention.forward`; `ids`
-            has no slots for windows alone.
-        window_size: keys of a window; 0 for none.
+        q, k, v, ids, rows, block_size, scale, slot_scale: as in `selected_attention.forward`.
         out: contiguous tensors to write to; None makes new ones.
         options: `BT`, `num_warps`, `num_stages`, in place of what `launch_options` chooses.
 
     Returns:
-        Outputs `[branches, B, N, HQ, DV]` in the dtype of `v`, and log-sum-exps
-        `[branches, B, N, HQ]` in fp32: of the lists, if there are any, then of the windows.
+        `o [B, N, HQ, DV]` in the dtype of `v`, and `lse [B, N, HQ]` in fp32.
     """
-    sizes = {"block_size": block_size, "scale": scale, "window_size": window_size}
+    sizes = {"block_size": block_size, "scale": scale}
     grid, given = arguments(q, k, v, ids, rows, **sizes, slot_scale=slot_scale)
     if out is not None:
         given["Output"], given["LSE"] = out
@@ -176,24 +159,22 @@ def launch(
 
 def arguments(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
-    block_size: int, scale: float, slot_scale: Tensor | None = None, window_size: int = 0,
+    block_size: int, scale: float, slot_scale: Tensor | None = None,
 ) -> tuple[tuple[int, int], dict[str, object]]:  # fmt: skip
     """The grid of a launch, and the kernel's arguments by name, less the options: its outputs too,
     still empty. Args as in `launch`."""
     (B, N, HQ, D), (H, DV) = q.shape, v.shape[2:]
     R, G, S = B * N, HQ // H, ids.shape[-1]
-    branches = (S > 0) + (window_size > 0)
     given = {
         "Q": q.contiguous(), "K": k.contiguous(), "V": v.contiguous(),
         "BlockIndices": ids, "FirstKey": rows.first_key, "NumVisible": rows.num_visible,
         "SlotScale": None if slot_scale is None else slot_scale.contiguous(),
-        "Output": v.new_empty(branches, B, N, HQ, DV),
-        "LSE": v.new_empty(branches, B, N, HQ, dtype=torch.float32),
+        "Output": v.new_empty(B, N, HQ, DV),
+        "LSE": v.new_empty(B, N, HQ, dtype=torch.float32),
         "scale": scale, "scale_log2": scale * LOG2_E,
-        "R": R, "first_row": 0 if S else R, "H": H, "S": S, "window_size": window_size,
-        "G": G, "D": D, "DV": DV, "BS": block_size, "WINDOW": window_size > 0,
+        "H": H, "S": S, "G": G, "D": D, "DV": DV, "BS": block_size,
     }  # fmt: skip
-    return (branches * R, H), given | tile_sizes(G, D, DV)
+    return (R, H), given | tile_sizes(G, D, DV)
 
 
 def options_of(given: dict[str, object]) -> dict[str, int]:

@@ -1,5 +1,5 @@
 """Which tiles, warps and pipeline stages the kernels of `triton_key_blocks` take, by shape, and how
-many queries fit its workspace."""
+much fits its workspace."""
 
 from __future__ import annotations
 
@@ -43,17 +43,20 @@ def merge_sizes(G: int, DV: int) -> dict[str, int]:
     return {"BG": BG, "BM": BM, "num_warps": 4}
 
 
-def rows_of_a_run(R: int, HQ: int, D: int, num_partials: int, DV: int, itemsize: int) -> int:
-    """How many of `R` queries to take at a time: equal runs, whose partials fit `WORKSPACE`, and
-    whose offsets fit 32 bits. Each head of a query has `num_partials`, with two numbers each.
+def size_of_a_run(
+    R: int, H: int, G: int, num_partials: int, DV: int, itemsize: int
+) -> tuple[int, int]:
+    """How many of `H` key/value heads, and of `R` queries, to take at a time: runs of one size,
+    whose partials fit `WORKSPACE`, and whose offsets fit 32 bits. Each query head has
+    `num_partials` a query, with two numbers each.
 
-    A run is a multiple of 16 queries, so that its tensors begin where the whole ones may: Triton
-    compiles a kernel anew for an address that is no multiple of 16 bytes.
+    Whole heads come first: all queries that list a block are then in one run, and the block's keys
+    and values are loaded once for many of them.
     """
-    row_bytes = HQ * num_partials * (DV * itemsize + 8)
-    most = min(WORKSPACE // row_bytes, (2**31 - 1) // (HQ * max(D, num_partials * DV)))
-    most = max(16, most // 16 * 16)
-    return cdiv(cdiv(R, cdiv(R, most)), 16) * 16
+    group_bytes = G * num_partials * (DV * itemsize + 8)
+    most = min(WORKSPACE // group_bytes, (2**31 - 1) // (G * num_partials * DV))
+    heads = max((n for n in range(1, H + 1) if H % n == 0 and n * R <= most), default=1)
+    return heads, cdiv(R, cdiv(R, max(1, most // heads)))
 
 
 def partial_options(

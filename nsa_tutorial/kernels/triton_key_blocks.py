@@ -7,12 +7,14 @@ and gathers the rows of all queries that list it, so that the tile is always ful
 
 Two kernels. `partial_kernel` attends to one block alone: each slot of each list has a place for its
 output and log-sum-exp. `merge_kernel` merges the slots of a list, in their order. The partials are
-as large as `S` outputs, so `launch` takes the queries in runs whose partials fit a workspace.
+as large as `S` outputs, so `launch` takes one run of heads and queries after another, and the
+partials of a run fit a workspace.
 
 There is no backward here, no factor on a slot's scores, and no argument is checked: `ops` does.
 
 Symbols: those of `triton_forward`; `BR` rows of a step, a row being one query and one head · `E`
-entries of all lists · `P` chunks of the inverse list · `PARTS` parts of `BT` keys in a block.
+entries of all lists · `P` chunks of the inverse list · `PARTS` parts of `BT` keys in a block; a
+group is one query and one key/value head, and group `i` of all is query `i % R` of head `i // R`.
 """
 
 from __future__ import annotations
@@ -50,9 +52,10 @@ def without_bad_numbers(tile, BT: tl.constexpr):
 @triton.jit
 def attend(
     k_tile, v_tile, first_bad, start, end, num_keys, first_key, part,
-    Q, RowEnd, Entries, Partials, PartialMax, PartialSum, first, first_entry, scale_log2, HS, S,
+    Q, RowEnd, Entries, Partials, PartialMax, PartialSum, first, first_entry, first_row, head,
+    scale_log2, H, S,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr,
-    PAD: tl.constexpr, MASK: tl.constexpr,
+    PAD: tl.constexpr, MASK: tl.constexpr, WIDE: tl.constexpr,
     DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """Stores the partials of the rows `start … end - 1` of a chunk, `BR` a step.
@@ -67,8 +70,10 @@ def attend(
         index = step + tl.arange(0, BR)  # [BR]
         is_row = index < end
         entry = tl.load(Entries + first + index // G, mask=is_row, other=first_entry)
-        entry = (entry - first_entry).to(tl.int32)  # (row * H + head) * S + slot, of the run
-        group_row = entry // S * G + index % G  # [BR]
+        entry = (entry - first_entry).to(tl.int32)  # place of the group * S + slot, in the run
+        row = first_row + entry // S
+        group_row = (row.to(tl.int64) if WIDE else row) * H + head
+        group_row = group_row * G + index % G  # [BR]
 
         # -- load the queries --
         q_mask = is_row[:, None] & (width < D)
@@ -79,7 +84,7 @@ def attend(
 
         # -- mask --
         if MASK:
-            row_end = tl.load(RowEnd + entry // HS, mask=is_row, other=0)
+            row_end = tl.load(RowEnd + row, mask=is_row, other=0)
             num_seen = tl.minimum(row_end - first_key, num_keys)  # [BR]
             acc_s = tl.where(tokens < num_seen[:, None], acc_s, float("-inf"))
         elif PAD:
@@ -107,20 +112,21 @@ def attend(
         tl.store(PartialSum + place, scores_sum, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["S", "first_entry"])  # new lengths, same kernel
+@triton.jit(do_not_specialize=["first_group", "R", "S"])  # new lengths, same kernel
 def partial_kernel(
     Q, K, V, RowEnd, Entries, FirstKey, Head, First, Last, ChunkStart, Partials, PartialMax,
-    PartialSum, scale_log2, H, S, first_entry,
+    PartialSum, scale_log2, first_group, R, H, S,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr,
     DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, EDGE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Reads `Q [R, H, G, D]`, `K [keys, H, D]`, `V [keys, H, DV]`, `RowEnd [R]`, the inverse list;
-    writes `Partials [R, H, S, PARTS, G, DV]`, and the largest score and the sum of each,
-    `PartialMax` and `PartialSum [R, H, S, PARTS, G]`, for the slots that name a visible block.
+    writes `Partials [groups of a run, S, PARTS, G, DV]`, and the largest score and the sum of each,
+    `PartialMax` and `PartialSum [groups of a run, S, PARTS, G]`, for the slots that name a visible
+    block.
 
-    The grid is `(most chunks of a run, PARTS)`. The inverse list is that of all queries; the other
-    tensors have a run of them, whose entries begin with `first_entry`, and whose chunks are
-    `ChunkStart[0] … ChunkStart[1] - 1`.
+    The grid is `(most chunks of a run, PARTS)`. The run begins with the group `first_group`, and
+    has the chunks `ChunkStart[0] … ChunkStart[1] - 1`.
     """
     # -- locate the program --
     chunk = tl.load(ChunkStart) + tl.program_id(0)
@@ -139,8 +145,10 @@ def partial_kernel(
     tokens = tl.arange(0, BT)
 
     # -- load the keys and the values --
-    HS = H * S
-    last_row = (tl.load(Entries + last - 1) - first_entry).to(tl.int32) // HS  # it sees most
+    first_entry = first_group.to(tl.int64) * S
+    first_row = first_group - head * R
+    last_row = (tl.load(Entries + last - 1) - first_entry).to(tl.int32) // S  # it sees most
+    last_row += first_row
     in_sight = tokens < tl.minimum(tl.load(RowEnd + last_row) - first_key, num_keys)
     key_row = first_key.to(tl.int64) * H + head
     k_offset = tokens[:, None] * (H * D) + width  # [BT, DT]
@@ -154,8 +162,9 @@ def partial_kernel(
     # behind a mask, all others go without one.
     index = first + tl.arange(0, EDGE)  # [EDGE]
     row = tl.load(Entries + index, mask=index < last, other=first_entry)
-    row = (row - first_entry).to(tl.int32) // HS
-    is_partial = (index < last) & (tl.load(RowEnd + row) < first_key + num_keys)
+    row = first_row + (row - first_entry).to(tl.int32) // S
+    row_end = tl.load(RowEnd + row, mask=index < last, other=0)
+    is_partial = (index < last) & (row_end < first_key + num_keys)
     num_partial = tl.sum(is_partial.to(tl.int32), axis=0)
     num_rows = (last - first) * G
     # more may follow than were looked at: then all rows are masked
@@ -164,13 +173,13 @@ def partial_kernel(
     PAD: tl.constexpr = BS % BT != 0
     attend(
         k_tile, v_clean, first_bad, 0, num_masked, num_keys, first_key, part,
-        Q, RowEnd, Entries, Partials, PartialMax, PartialSum, first, first_entry, scale_log2, HS, S,
-        G, D, DV, PARTS, PAD, True, DT, DVT, BT, BR,
+        Q, RowEnd, Entries, Partials, PartialMax, PartialSum, first, first_entry, first_row, head,
+        scale_log2, H, S, G, D, DV, PARTS, PAD, True, WIDE, DT, DVT, BT, BR,
     )  # fmt: skip
     attend(
         k_tile, v_tile, first_bad, num_masked, num_rows, num_keys, first_key, part,
-        Q, RowEnd, Entries, Partials, PartialMax, PartialSum, first, first_entry, scale_log2, HS, S,
-        G, D, DV, PARTS, PAD, False, DT, DVT, BT, BR,
+        Q, RowEnd, Entries, Partials, PartialMax, PartialSum, first, first_entry, first_row, head,
+        scale_log2, H, S, G, D, DV, PARTS, PAD, False, WIDE, DT, DVT, BT, BR,
     )  # fmt: skip
 
 
@@ -179,7 +188,7 @@ def launch(
     block_size: int, scale: float, length: int | None = None,
     out: tuple[Tensor, Tensor] | None = None, **options: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run both kernels on the lists, for one run of queries after another.
+    """Run both kernels on the lists, for one run of heads and queries after another.
 
     Args:
         q, k, v, ids, rows, block_size, scale: as in `selected_attention.forward`.
@@ -200,35 +209,38 @@ def launch(
     merged = triton_key_block_tiles.merge_sizes(G, DV)
     length = length or triton_key_block_tiles.chunk_length(G)
     q, k, v = (x.contiguous() for x in (q, k, v))
-    q_rows, row_end = q.view(R, HQ, D), rows.first_key + rows.num_visible
+    row_end = rows.first_key + rows.num_visible
     o, lse = out or (v.new_empty(B, N, HQ, DV), v.new_empty(B, N, HQ, dtype=torch.float32))
-    o_rows, lse_rows = o.view(R, HQ, DV), lse.view(R, HQ)
-    run = triton_key_block_tiles.rows_of_a_run(R, HQ, D, S * parts, DV, v.element_size())
-    partials = v.new_empty(run, H, S, parts, G, DV)
-    scores_max, scores_sum = (lse.new_empty(run, H, S, parts, G) for _ in range(2))
+    heads, run = triton_key_block_tiles.size_of_a_run(R, H, G, S * parts, DV, v.element_size())
+    partials = v.new_empty(heads, run, S, parts, G, DV)
+    scores_max, scores_sum = (lse.new_empty(heads, run, S, parts, G) for _ in range(2))
 
     # -- the inverse list --
     sizes = {"block_size": BS, "num_keys": num_keys}
     inverse = inverse_list.of_lists(ids, rows, **sizes, run=run)
-    chunks = inverse_list.chunks(inverse, num_heads=H, length=length)
-    tiles_of_a_run = len(inverse.first) // triton.cdiv(R, run)
+    chunks = inverse_list.chunks(inverse, length=length)
+    num_runs = H // heads * triton.cdiv(R, run)
+    tiles_of_a_run = len(inverse.first) // num_runs
     chunk_start = F.pad(chunks.ends[tiles_of_a_run - 1 :: tiles_of_a_run], (1, 0))  # [runs + 1]
-    most_chunks = tiles_of_a_run + min(run, R) * H * S // length
+    most_chunks = tiles_of_a_run + heads * run * S // length
 
-    for i, start in enumerate(range(0, R, run)):
-        its = slice(start, min(start + run, R))
+    for i in range(num_runs):
+        head, start = i // triton.cdiv(R, run) * heads, i % triton.cdiv(R, run) * run
+        of_run = (head * R + start, R, H, S)
 
         # -- every chunk --
         partial_kernel[(min(most_chunks, len(chunks.first)), parts)](
-            q_rows[its], k, v, row_end[its], inverse.entries, chunks.first_key, chunks.head,
-            chunks.first, chunks.last, chunk_start[i:], partials, scores_max, scores_sum,
-            scale * online_softmax.LOG2_E, H, S, start * H * S, D=D, DT=tiles["DT"],
-            EDGE=min(triton.next_power_of_2(BS), MOST_EDGE), **both, **options,
+            q, k, v, row_end, inverse.entries, chunks.first_key, chunks.head, chunks.first,
+            chunks.last, chunk_start[i:], partials, scores_max, scores_sum,
+            scale * online_softmax.LOG2_E, *of_run, D=D, DT=tiles["DT"],
+            EDGE=min(triton.next_power_of_2(BS), MOST_EDGE), WIDE=q.numel() >= 2**31, **both,
+            **options,
         )  # fmt: skip
 
         # -- every list --
-        merge_kernel[((its.stop - start) * H, triton.cdiv(G, merged["BG"]))](
-            partials, scores_max, scores_sum, ids[its], rows.num_visible[its], o_rows[its],
-            lse_rows[its], scale, scale * online_softmax.LOG2_E, H, S, **both, **merged,
+        num_groups = heads * min(run, R - start)
+        merge_kernel[(num_groups, triton.cdiv(G, merged["BG"]))](
+            partials, scores_max, scores_sum, ids, rows.num_visible, o, lse, scale,
+            scale * online_softmax.LOG2_E, *of_run, **both, **merged,
         )  # fmt: skip
     return o, lse

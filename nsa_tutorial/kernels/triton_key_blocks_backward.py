@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.kernels import backward_tables, triton_key_block_tiles
-from nsa_tutorial.kernels.triton_backward import dq_kernel, store_gradient, sum_kernel
+from nsa_tutorial.kernels.triton_backward import dq_kernel, sum_kernel
 from nsa_tutorial.kernels.triton_key_blocks import MOST_EDGE, without_bad_numbers
 from nsa_tutorial.kernels.triton_tiles import dq_options, tile_sizes
 
@@ -174,8 +174,9 @@ def gradients_kernel(
     # -- store --
     acc_dk *= scale
     if tl.load(NumParts + chunk) == 1:
-        store_gradient(GradK + key_row * D + k_offset, acc_dk, k_mask, False)
-        store_gradient(GradV + key_row * DV + v_offset, acc_dv, v_mask, False)
+        d_k, d_v = acc_dk.to(GradK.dtype.element_ty), acc_dv.to(GradV.dtype.element_ty)
+        tl.store(GradK + key_row * D + k_offset, d_k, mask=k_mask)
+        tl.store(GradV + key_row * DV + v_offset, d_v, mask=v_mask)
     else:
         place = tl.load(Place + chunk).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         token = place * BT + tokens  # [BT]
@@ -200,7 +201,7 @@ def finish_kernel(
     if lse2 != lse2:
         dq_kernel(
             Q, K, V, GradO, LSE, Delta, LSE2, BlockIndices, None, FirstKey, NumVisible, GradQ, None,
-            scale, scale_log2, H, S, 0, G, D, DV, BS, False, False, False, GT, DT, DVT, BT,
+            scale, scale_log2, H, S, G, D, DV, BS, False, GT, DT, DVT, BT,
         )  # fmt: skip
     else:
         width = tl.arange(0, DT)
@@ -251,7 +252,7 @@ def all_gradients(call: Backward, **options: int) -> tuple[Tensor, Tensor, Tenso
         sum_kernel[(len(chunks.first), triton.cdiv(BS, SUM_KEYS))](
             *shares, tables.rows, tables.row_end, chunks.first_key, chunks.head, chunks.last,
             chunks.part, chunks.num_parts, chunks.place, d_k, d_v, H, B * M, D=sizes["D"],
-            DV=sizes["DV"], BS=BS, ADD=False, **widths, BT=BT, BK=SUM_KEYS,
+            DV=sizes["DV"], BS=BS, **widths, BT=BT, BK=SUM_KEYS,
         )  # fmt: skip
     finish_kernel[c.ids.shape[:2]](
         c.q, c.k, c.v, c.d_o, c.lse, c.delta, c.lse2, c.ids, c.rows.first_key, c.rows.num_visible,

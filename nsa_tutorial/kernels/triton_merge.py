@@ -28,22 +28,25 @@ def partials_of(
     return index, exists, names_block & (start < num_visible)
 
 
-@triton.jit(do_not_specialize=["S"])  # new lengths, same kernel
+@triton.jit(do_not_specialize=["first_group", "R", "S"])  # new lengths, same kernel
 def merge_kernel(
     Partials, PartialMax, PartialSum, BlockIndices, NumVisible, Output, LSE,
-    scale, scale_log2, H, S,
+    scale, scale_log2, first_group, R, H, S,
     G: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, PARTS: tl.constexpr,
     DVT: tl.constexpr, BG: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Reads what `partial_kernel` writes, `BlockIndices [R, H, S]` and `NumVisible [R]`; writes
     `Output [R, H, G, DV]` and `LSE [R, H, G]`.
 
-    The grid is `(R * H, steps of BG heads in a group)`; `BM` partials are taken at a time.
+    The grid is `(groups of a run, steps of BG heads in a group)`; `BM` partials are taken at a
+    time. Group `i` of all is query `i % R` of head `i // R`, and the run begins with `first_group`.
     """
     # -- locate the program --
-    row_head = tl.program_id(0)
-    num_visible = tl.load(NumVisible + row_head // H)
-    ids = BlockIndices + row_head * S  # the list
+    place = tl.program_id(0)  # in the run
+    head = (first_group + place) // R
+    row = (first_group + place - head * R).to(tl.int64)
+    num_visible = tl.load(NumVisible + row)
+    ids = BlockIndices + (row * H + head) * S  # the list
     group = tl.program_id(1) * BG + tl.arange(0, BG)  # [BG]
     in_group = group < G
     value_width = tl.arange(0, DVT)
@@ -54,8 +57,8 @@ def merge_kernel(
     for step in range(0, S * PARTS, BM):
         index, exists, is_written = partials_of(step, ids, num_visible, S, BS, BT, PARTS, BM)
         # read whether written or not, so that this load need not wait for the list
-        place = (row_head * (S * PARTS) + index)[:, None] * G + group  # [BM, BG]
-        largest = tl.load(PartialMax + place, mask=exists[:, None] & in_group, other=float("-inf"))
+        offset = (place * (S * PARTS) + index)[:, None] * G + group  # [BM, BG]
+        largest = tl.load(PartialMax + offset, mask=exists[:, None] & in_group, other=float("-inf"))
         largest = tl.where(is_written[:, None], largest, float("-inf"))
         scores_max = tl.maximum(scores_max, largest)
         num_written += is_written.to(tl.int32)
@@ -67,12 +70,12 @@ def merge_kernel(
     running_sum = tl.zeros([BM, BG], tl.float32)
     for step in range(0, S * PARTS, BM):
         index, exists, is_written = partials_of(step, ids, num_visible, S, BS, BT, PARTS, BM)
-        place = (row_head * (S * PARTS) + index)[:, None] * G + group  # [BM, BG]
+        offset = (place * (S * PARTS) + index)[:, None] * G + group  # [BM, BG]
         mask = is_written[:, None] & in_group
-        largest = tl.load(PartialMax + place, mask=mask, other=float("-inf"))
-        scores_sum = tl.load(PartialSum + place, mask=mask, other=0.0)
+        largest = tl.load(PartialMax + offset, mask=mask, other=float("-inf"))
+        scores_sum = tl.load(PartialSum + offset, mask=mask, other=0.0)
         o_mask = mask[:, :, None] & (value_width < DV)
-        o_tile = tl.load(Partials + place[:, :, None] * DV + value_width, mask=o_mask, other=0.0)
+        o_tile = tl.load(Partials + offset[:, :, None] * DV + value_width, mask=o_mask, other=0.0)
         p = tl.exp2((largest - shift) * scale_log2) * scores_sum  # [BM, BG]
         running_sum += p
         acc_o += p[:, :, None] * o_tile.to(tl.float32)
@@ -83,7 +86,7 @@ def merge_kernel(
     safe_sum = tl.where(is_empty, 1.0, running_sum)
     o_tile = tl.sum(acc_o, axis=0) / safe_sum[:, None]  # [BG, DVT]
     lse = scores_max * scale + tl.log(safe_sum)  # [BG], -inf for an empty row
-    o_row = row_head.to(tl.int64) * G + group  # [BG]
+    o_row = (row * H + head) * G + group  # [BG]
     o_tile = o_tile.to(Output.dtype.element_ty)
     o_mask = in_group[:, None] & (value_width < DV)
     tl.store(Output + o_row[:, None] * DV + value_width, o_tile, mask=o_mask)

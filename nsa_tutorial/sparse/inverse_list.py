@@ -30,14 +30,16 @@ class InverseList(NamedTuple):
 
     A *tile* of keys is a block of a list, or a stretch of keys of a window, for one key/value head:
     tile `i` has head `i % H`. Over one sequence, `i // H` is the block's id; sequences follow each
-    other.
+    other. In runs of rows, all tiles of a head come before those of the next one.
 
     Attributes:
         entries: `[E]`, an entry's place in what it came from: in the flattened lists `[R, H, S]`,
-            or, for windows, in `[H, R]`. Those of one tile follow each other, their rows ascending.
+            in runs of rows in `[H, R, S]`, and for windows in `[H, R]`. Those of one tile follow
+            each other, their rows ascending.
         first, last: `[tiles]` int32, where the entries of each tile begin, and where they end.
         start: `[tiles]` int32, each tile's first key in the flattened `[B * M]` keys; anything
             where there are no entries.
+        head: `[tiles]` int32, whose keys they are.
         most_entries, most_of_a_tile: how many entries all tiles have at most, and one of them.
     """
 
@@ -45,6 +47,7 @@ class InverseList(NamedTuple):
     first: Tensor
     last: Tensor
     start: Tensor
+    head: Tensor
     most_entries: int
     most_of_a_tile: int
 
@@ -80,8 +83,8 @@ def of_lists(
     """The inverse of the lists `ids [R, H, S]` from `block_list`, over `num_keys = B * M` keys.
 
     An entry that no query can see (an empty slot, a block of the future) belongs to no tile, nor
-    does one of a list that `is_asked [R, H]` leaves out. With `run`, every `run` rows have tiles of
-    their own, and those of the first run come first.
+    does one of a list that `is_asked [R, H]` leaves out. With `run`, every `run` rows of a head
+    have tiles of their own, and those of the first run come first.
     """
     # -- who is visible --
     (R, H, S), BS, device = ids.shape, block_size, ids.device
@@ -95,16 +98,25 @@ def of_lists(
     is_new = rows.first_key[1:] != rows.first_key[:-1]
     sequence = F.pad(is_new.cumsum(0, dtype=torch.int32), (1, 0))  # [R]
     first_block = rows.first_key // BS + sequence
-    num_tiles = (num_keys // BS + rows.num_sequences) * H
+    most_blocks, runs = num_keys // BS + rows.num_sequences, 1 if run is None else -(-R // run)
+    num_tiles = most_blocks * H * runs
     head = torch.arange(H, dtype=torch.int32, device=device)
-    if run is not None:
+    head_of_tile = torch.arange(num_tiles, dtype=torch.int32, device=device)
+    if run is None:
+        first_tile, step = first_block[:, None] * H + head, H  # [R, H]
+        head_of_tile %= H
+    else:
         its_run = torch.arange(R, dtype=torch.int32, device=device) // run
-        first_block = first_block + its_run * (num_tiles // H)
-        num_tiles *= -(-R // run)
-    tile = torch.add((first_block[:, None] * H + head)[:, :, None], ids, alpha=H)  # [R, H, S]
+        first_tile, step = (first_block + its_run * most_blocks)[:, None], 1
+        first_tile = first_tile + head * (most_blocks * runs)  # [R, H]
+        head_of_tile //= most_blocks * runs
+    tile = torch.add(first_tile[:, :, None], ids, alpha=step)  # [R, H, S]
 
     # -- sort --
-    tile = torch.where(is_visible, tile, num_tiles).flatten()  # behind all others
+    tile = torch.where(is_visible, tile, num_tiles)  # behind all others
+    if run is not None:
+        tile, ids = tile.transpose(0, 1), ids.transpose(0, 1)
+    tile = tile.flatten()
     if num_tiles < 2**15:
         tile = tile.to(torch.int16)  # a radix sort passes over every byte
     # stable: entries of one block stay in the order of their rows
@@ -114,8 +126,12 @@ def of_lists(
 
     # -- where each tile begins --
     entry = entries[bounds[:-1].clamp(max=len(entries) - 1)]  # the first of each tile
-    start = rows.first_key[entry // (H * S)] + ids.flatten()[entry] * BS
-    return InverseList(entries, bounds[:-1], bounds[1:], start, R * H * S, min(R, run or R))
+    row = entry // (H * S) if run is None else entry // S % R
+    start = rows.first_key[row] + ids.flatten()[entry] * BS
+    most_of_a_tile = min(R, run or R)
+    return InverseList(
+        entries, bounds[:-1], bounds[1:], start, head_of_tile, R * H * S, most_of_a_tile
+    )
 
 
 def of_windows(
@@ -130,18 +146,19 @@ def of_windows(
     first = torch.searchsorted(end, key, right=True, out_int32=True)
     last = torch.searchsorted(start, key + tile_size - 1, right=True, out_int32=True)
     last = torch.maximum(first, last)
-    head = torch.arange(H, dtype=torch.int32, device=device) * R  # the entries of a head: [H, R]
-    first, last = ((x[:, None] + head).flatten() for x in (first, last))
+    head = torch.arange(H, dtype=torch.int32, device=device)
+    first, last = ((x[:, None] + head * R).flatten() for x in (first, last))  # entries are [H, R]
     tiles_of_a_row = min(len(key), (window_size - 2) // tile_size + 2)
     entries = torch.arange(H * R, device=device)
     most_entries = H * R * tiles_of_a_row
     # of a tile's own keys, and of the windows that reach into it from two sequences
     most_of_a_tile = min(R, tile_size + 2 * (window_size - 1))
     start = key.repeat_interleave(H, output_size=len(key) * H)
-    return InverseList(entries, first, last, start, most_entries, most_of_a_tile)
+    head = head.repeat(len(key))
+    return InverseList(entries, first, last, start, head, most_entries, most_of_a_tile)
 
 
-def chunks(inverse: InverseList, *, num_heads: int, length: int) -> Chunks:
+def chunks(inverse: InverseList, *, length: int) -> Chunks:
     """Cut the entries of every tile into equal shares of `length` to `2 * length`; fewer entries
     are one chunk, and without entries there is none.
 
@@ -165,5 +182,5 @@ def chunks(inverse: InverseList, *, num_heads: int, length: int) -> Chunks:
     last = torch.where(exists, start + total * (part + 1) // parts, first)
     is_share = exists & (parts > 1)
     place = is_share.cumsum(0, dtype=torch.int32) - 1
-    columns = (inverse.start[tile], tile % num_heads, first, last, part, parts, place)
+    columns = (inverse.start[tile], inverse.head[tile], first, last, part, parts, place)
     return Chunks(*(x.to(torch.int32) for x in columns), num_places=most_shares, ends=end)

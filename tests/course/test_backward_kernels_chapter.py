@@ -59,8 +59,9 @@ def test_chunk_lengths_are_the_packages(count: int) -> None:
     length = 4
     empty = torch.zeros(0, dtype=torch.int64)
     bounds = torch.tensor([0, count], dtype=torch.int32)
-    inverse = inverse_lists.InverseList(empty, bounds[:1], bounds[1:], bounds[:1], count, count)
-    chunks = inverse_lists.chunks(inverse, num_heads=1, length=length)
+    zero = bounds[:1]
+    inverse = inverse_lists.InverseList(empty, zero, bounds[1:], zero, zero, count, count)
+    chunks = inverse_lists.chunks(inverse, length=length)
     theirs = (chunks.last - chunks.first).tolist()
     assert solutions.chunk_lengths(count, length) == sorted(n for n in theirs if n)
 

@@ -62,7 +62,7 @@ def test_variants_give_the_same(change: str) -> None:
 
 def test_a_program_for_each_slot() -> None:
     def run(*arguments: Tensor, block_size: int, scale: float) -> tuple[Tensor, ...]:
-        options = {"window_size": 0, "scale": scale, "slot_scale": None}
+        options = {"scale": scale, "slot_scale": None}
         call = triton_backward_launch.prepare(*arguments, tile=block_size, **options)
         return triton_backward_variants.per_slot(call)
 
@@ -100,8 +100,8 @@ def test_rows_behind_the_edge(monkeypatch: pytest.MonkeyPatch, short_chunks: Non
 @pytest.mark.parametrize("N", [1, 20])
 def test_the_inverse_of_the_lists(N: int, run: int | None) -> None:
     """Every visible entry is walked once, by a chunk of its block and head; chunks of a block are
-    of similar length and have places of their own. With runs of rows, a run's chunks come together,
-    the first run's first."""
+    of similar length and have places of their own. With runs of rows, a head's chunks come
+    together, the first run's first."""
     for problem in (
         Problem(N=N, M=37),
         Problem(B=2, N=N, M=37, BS=5),
@@ -111,15 +111,16 @@ def test_the_inverse_of_the_lists(N: int, run: int | None) -> None:
         (R, H, S), BS, length = ids.shape, problem.BS, 3
         sizes = {"block_size": BS, "num_keys": problem.B * problem.M}
         inverse = inverse_list.of_lists(ids, rows, **sizes, run=run)
-        chunks = inverse_list.chunks(inverse, num_heads=H, length=length)
+        chunks = inverse_list.chunks(inverse, length=length)
         found, places, runs = [], [], []
         for chunk in zip(*(x.tolist() for x in chunks[:7]), strict=True):
             first_key, head, first, last, _, num_parts, place = chunk
             entries = inverse.entries[first:last].tolist()
-            its_runs = {e // (S * H) // (run or R) for e in entries}
+            groups = [(e // S % R, e // S // R) if run else divmod(e // S, H) for e in entries]
+            its_runs = {(h, r // run) for r, h in groups} if run else set()
             assert len(its_runs) <= 1, "rows of two runs in one chunk"
             runs += its_runs
-            found += [(e // (S * H), e // S % H, head, first_key) for e in entries]
+            found += [(r, h, head, first_key) for r, h in groups]
             assert entries == sorted(entries)
             if entries and num_parts > 1:
                 places.append(place)

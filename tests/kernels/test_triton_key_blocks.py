@@ -116,26 +116,33 @@ def test_more_partial_views_than_a_program_looks_for(
         ),
     ],
 )
-def test_runs_of_queries(problem: Problem, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A workspace of one byte makes runs of 16 queries, and changes nothing."""
+def test_runs(problem: Problem, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workspace for one head's queries, or for 20 of them, changes nothing."""
     skip_unless_runs("triton", device)
     call = problem.make(device=device)
     o, lse = assert_right(call, problem)
-    monkeypatch.setattr(triton_key_block_tiles, "WORKSPACE", 1)
-    o_in_runs, lse_in_runs = run(call, problem)
-    torch.testing.assert_close((o, lse), (o_in_runs, lse_in_runs))
+    query_bytes = problem.G * problem.S * (4 * problem.DV + 8)
+    for queries in (problem.B * problem.N, 20):
+        monkeypatch.setattr(triton_key_block_tiles, "WORKSPACE", queries * query_bytes)
+        o_in_runs, lse_in_runs = run(call, problem)
+        torch.testing.assert_close((o, lse), (o_in_runs, lse_in_runs))
 
 
 @pytest.mark.parametrize("R", [1, 16, 17, 1000, 2**16, 2**24])
-@pytest.mark.parametrize(("S", "HQ"), [(1, 1), (16, 32), (64, 256)])
-def test_runs_cover_all_queries(R: int, S: int, HQ: int) -> None:
-    """In equal runs that start at multiples of 16, and fit; no run is left without a query."""
-    D = DV = 128
-    rows = triton_key_block_tiles.rows_of_a_run(R, HQ, D, S, DV, 2)
-    assert rows % 16 == 0
-    assert rows * HQ * S * (DV * 2 + 4) <= triton_key_block_tiles.WORKSPACE
-    assert rows * HQ * max(D, S * DV) < 2**31
+@pytest.mark.parametrize(("S", "H", "G"), [(1, 1, 1), (16, 8, 4), (64, 6, 2), (16, 256, 1)])
+def test_runs_cover_all_queries(R: int, S: int, H: int, G: int) -> None:
+    """In equal runs that fit; no run is left without a query, and a head is cut only where it does
+    not fit whole."""
+    DV = 128
+    heads, rows = triton_key_block_tiles.size_of_a_run(R, H, G, S, DV, 2)
+    assert H % heads == 0
+    partials = heads * rows * G * S
+    assert partials * (DV * 2 + 8) <= triton_key_block_tiles.WORKSPACE
+    assert partials * DV < 2**31
     assert (-(-R // rows) - 1) * rows < R
+    assert rows == R or heads == 1
+    is_one_run = heads == H and rows == R
+    assert is_one_run or 2 * partials * DV * 2 > triton_key_block_tiles.WORKSPACE / H
 
 
 @on
@@ -259,7 +266,7 @@ def gradients(call: Call, problem: Problem, **options: int) -> tuple[Tensor, ...
     scale = problem.D**-0.5
     o, lse = run(call, problem)
     given = (*d_outputs(o, lse), call.q, call.k, call.v, o, lse, ids, rows)
-    numbers = {"tile": problem.BS, "window_size": 0, "scale": scale, "slot_scale": None}
+    numbers = {"tile": problem.BS, "scale": scale, "slot_scale": None}
     saved = triton_backward_launch.prepare(*given, **numbers)
     return triton_key_blocks_backward.all_gradients(saved, **options)
 
@@ -420,7 +427,7 @@ def test_the_host_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     call = problem.make(torch.float16, "cuda")
     ids, rows = lists_of(call, problem)
     d_o, d_lse = d_outputs(*run(call, problem))
-    numbers = {"tile": 16, "window_size": 0, "scale": 0.2, "slot_scale": None}
+    numbers = {"tile": 16, "scale": 0.2, "slot_scale": None}
 
     def there_and_back() -> None:
         given = (call.q, call.k, call.v)
