@@ -154,7 +154,7 @@ def kernel(A, B, C, N, BN: tl.constexpr):
 return kernel
 ```
 """,
-    minutes=5,
+    minutes=6,
     difficulty=1,
     hints=(
         "Which lines of `double` can stay as they are? A sum needs one more tile.",
@@ -434,7 +434,7 @@ x = torch.full((10,), 2.0)  # ten numbers, all of them 2
 return torch.equal(candidate(x), 2 * x)
 ```
 """,
-    minutes=5,
+    minutes=7,
     difficulty=2,
     hints=(
         "One wrong kernel squares. For which numbers is the square the same as the double? Another "
@@ -582,7 +582,7 @@ def kernel(X, Y, N, BN: tl.constexpr):
 return kernel
 ```
 """,
-    minutes=6,
+    minutes=8,
     difficulty=2,
     hints=(
         "Rows of 4 with positive numbers come out right. What is special about 4, and what about "
