@@ -229,6 +229,9 @@ def test_a_mask_less() -> None:
     np.testing.assert_array_equal(call["Output"][6, 1], healthy["Output"][6, 1])
     assert np.isfinite(call["Output"][6, 1]).all()
     assert np.isnan(call["V"]).sum() == 26 and call["V"].size == 40, "what the chapter says"
+    unread = pictures.poisoned()
+    pictures.program((6, 1), unread, "mask=k_mask, other=0.0")
+    np.testing.assert_array_equal(unread["Output"][6, 1], call["Output"][6, 1])
     broken = pictures.poisoned()
     seen = pictures.program((6, 1), broken, pictures.MASK_OF_V)
     loaded = {int(n) // 4 for access in pictures.loads(seen, "V") for n in access.touched if n < 40}
@@ -554,6 +557,10 @@ FRAMED = {
         "(block_id >= 0) & (block_id * BS + tokens < num_visible)",
         "block_id * BS + tokens",
     ),
+    "no start in the row": (
+        "(block_id >= 0) & (block_id * BS + tokens < num_visible)",
+        "first_key + tokens",
+    ),
     "a key too many": (
         "(block_id >= 0) & (block_id * BS + tokens <= num_visible)",
         "first_key + block_id * BS + tokens",
@@ -568,6 +575,7 @@ FRAMED_MISTAKES = dict(
             "hiding the score of an empty slot, but loading its keys",
             "comparing a row of K with a count of the sequence",
             "forgetting where the sequence begins",
+            "forgetting where the block begins",
             "seeing one key too many",
         ),
         strict=True,

@@ -100,11 +100,8 @@ def _rows(slips: Slips, ids: list[int], first_key: int, num_visible: int, BS: in
         is_seen = start + tokens < end
         if slips & {"everything", "own block"}:
             is_seen = tokens >= 0
-        rows.append(
-            torch.where(
-                is_seen & is_visible, first_key + start + tokens, 0 if "row 0" in slips else -1
-            )
-        )
+        row = first_key + (0 if "every block first" in slips else start) + tokens
+        rows.append(torch.where(is_seen & is_visible, row, 0 if "row 0" in slips else -1))
     return torch.stack(rows) if rows else torch.empty(0, BS)
 
 
@@ -174,6 +171,11 @@ _KEYS_MISTAKES = (
         slip(_rows, "sequence"),
         "Block 0 of the second sequence is not block 0 of the tensor. At which row of K does it "
         "begin?",
+    ),
+    Misconception(
+        "forgetting where the block begins",
+        slip(_rows, "every block first"),
+        "`tokens` counts from 0 in every block. How many keys of the sequence lie before block 2?",
     ),
     Misconception(
         "counting ids in tokens",
@@ -1450,9 +1452,9 @@ TRAPS = (
 PREDICTIONS = (
     Prediction(
         "first_token_past_int32",
-        "Which is the first token whose offset in q [tokens, 4, 16, 128] does not fit into 32 "
-        "bits?",
-        "A token has 4 × 16 × 128 = 8,192 elements, and 2³¹ is the first number that an int32 "
+        "A token has 64 query heads of width 128. Which is the first token whose offset in q does "
+        "not fit into 32 bits?",
+        "A token has 64 × 128 = 8,192 elements, and 2³¹ is the first number that an int32 "
         "does not hold.",
         (
             (524_288, "One of the 32 bits is the sign, which leaves 2³¹ numbers from 0 on."),

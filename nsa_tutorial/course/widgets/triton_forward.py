@@ -461,9 +461,14 @@ def _draw_memory(sheet: Sheet, place: Place, token: int, head: int, slot: int) -
         if access.touched.size:
             strength = 1.0 if number == slot else 0.35
             colours.reshape(-1, 3)[access.touched] = bytes_of([strength], shades("key"), 0, 1)
-            rows = access.touched // (H * D)
-            y = (rows.min() + rows.max() + 1) / 2 / keys
-            told.append((place.x((head + 0.5) / H), place.y(y), f"slot {number}"))
+            first, last = (int(end) // (H * D) for end in access.touched[[0, -1]])
+            is_thin = last - first < 4  # then its name stands below it
+            y = (
+                place.y((last + 1) / keys) + 0.1
+                if is_thin
+                else place.y((first + last + 1) / 2 / keys)
+            )
+            told.append((place.x((head + 0.5) / H), y, f"slot {number}"))
     sheet.image(place, colours)
     sheet.cuts(place, keys // BS, H, 1.2)
     sheet.words(told, size=9.5)
