@@ -347,10 +347,10 @@ STEP_ROWS = 16  # the kernel takes 64
 def tables() -> Tables:
     """What the programs walk: the kernel's tables, with shorter chunks."""
     e = example()
-    (B, M, H), G = e.k.shape[:3], e.q.shape[2] // e.k.shape[2]
+    B, M, H = e.k.shape[:3]
     sizes = {"block_size": BS, "num_keys": B * M}
     lse2 = given()["LSE2"][:, :, 0]
-    numbers = {"G": G, "share_bytes": 1, "itemsize": 2}
+    numbers = {"G": e.q.shape[2] // H, "share_bytes": 1, "itemsize": 2}
     made = backward_tables.of_lists(e.ids, e.rows, torch.from_numpy(lse2), **sizes, **numbers)
     inverted = inverse_list.of_lists(e.ids, e.rows, **sizes)
     return made._replace(chunks=inverse_list.chunks(inverted, length=CHUNK))
