@@ -8,6 +8,7 @@ import inspect
 import math
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import CodeType, FunctionType
 
 import torch
@@ -253,17 +254,31 @@ def listed_attention(G: int, D: int, BS: int) -> object:
     return kernel
 
 
-def _listed(slips: Slips, G: int, D: int, BS: int) -> object:
+_LISTED_SLIPS = (
+    "position", "width", "slots", "slot", "query", "from 1", "open", "zero", "short", "inverted",
+    "turned", "turned guard", "keys", "nothing", "anew",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Slipped:
+    """A kernel with all slips, and which of them are on: compiled once for all of them."""
+
+    kernel: object
+    flags: Tensor
+
+
+def _listed(slips: Slips, G: int, D: int, BS: int) -> _Slipped:
     """`listed_attention` with slips."""
+    flags = torch.tensor([name in slips for name in _LISTED_SLIPS], dtype=torch.int32)
+    return _Slipped(_kernel_with_slips(G, D, BS), flags)
+
+
+@functools.cache
+def _kernel_with_slips(G: int, D: int, BS: int) -> object:
+    """`listed_attention`, whose last argument says for each of `_LISTED_SLIPS` whether it is on."""
     N, M, S = T.dynamic("N"), T.dynamic("M"), T.dynamic("S")
-    ids_are_positions, slots_are_ids = "position" in slips, "slot" in slips
-    queries_are_ids, counts_from_1 = "query" in slips, "from 1" in slips
-    is_unguarded, drops_block_0, ends_at_s = "open" in slips, "zero" in slips, "short" in slips
-    mixes_keys, mixes_nothing, width = "keys" in slips, "nothing" in slips, "width" in slips
-    is_inverted, starts_anew, by_slots = "inverted" in slips, "anew" in slips, "slots" in slips
-    is_turned, guards_turned = "turned" in slips, "turned guard" in slips
-    step = 1 if ids_are_positions else D if width else BS
-    first = 1 if drops_block_0 else -1 if is_unguarded else 0
+    number = {name: i for i, name in enumerate(_LISTED_SLIPS)}
 
     @T.prim_func
     def kernel(
@@ -272,6 +287,7 @@ def _listed(slips: Slips, G: int, D: int, BS: int) -> object:
         V: T.Tensor([M, D], "float32"),
         Lists: T.Tensor([N, S], "int32"),
         Output: T.Tensor([N, G, D], "float32"),
+        Flags: T.Tensor([len(_LISTED_SLIPS)], "int32"),
     ):
         with T.Kernel(N, threads=32) as t:
             q_tile = T.alloc_shared([G, D], "float32")
@@ -281,16 +297,38 @@ def _listed(slips: Slips, G: int, D: int, BS: int) -> object:
             acc_o = T.alloc_fragment([G, D], "float32")
             scores_sum = T.alloc_fragment([G], "float32")
             running_sum = T.alloc_fragment([G], "float32")
+            # a variable: every address would hold its value, and the compiler would take seconds
+            start = T.alloc_var("int32", init=0)
             T.copy(Q[t, 0:G, 0:D], q_tile)
             T.clear(running_sum)
             T.clear(acc_o)
             for slot in T.serial(S):
-                guarded = Lists[slot, t] if guards_turned else Lists[t, slot]
-                in_slot = Lists[slot, t] if is_turned else Lists[t, slot]
-                is_there = guarded < 0 if is_inverted else guarded >= first
-                if is_there and (not ends_at_s or in_slot < S):
-                    block = t if queries_are_ids else slot if slots_are_ids else in_slot
-                    start = (block - 1 if counts_from_1 else block) * (S if by_slots else step)
+                guarded = T.if_then_else(
+                    Flags[number["turned guard"]] == 1, Lists[slot, t], Lists[t, slot]
+                )
+                in_slot = T.if_then_else(
+                    Flags[number["turned"]] == 1, Lists[slot, t], Lists[t, slot]
+                )
+                first = Flags[number["zero"]] - Flags[number["open"]]
+                is_there = T.if_then_else(
+                    Flags[number["inverted"]] == 1, guarded < 0, guarded >= first
+                )
+                if T.And(is_there, T.Or(Flags[number["short"]] == 0, in_slot < S)):
+                    block = T.if_then_else(
+                        Flags[number["query"]] == 1,
+                        t,
+                        T.if_then_else(Flags[number["slot"]] == 1, slot, in_slot),
+                    )
+                    step = T.if_then_else(
+                        Flags[number["position"]] == 1,
+                        1,
+                        T.if_then_else(
+                            Flags[number["width"]] == 1,
+                            D,
+                            T.if_then_else(Flags[number["slots"]] == 1, S, BS),
+                        ),
+                    )
+                    start = (block - Flags[number["from 1"]]) * step
                     T.copy(K[start : start + BS, 0:D], k_tile)
                     T.copy(V[start : start + BS, 0:D], v_tile)
                     T.clear(acc_s)
@@ -300,10 +338,12 @@ def _listed(slips: Slips, G: int, D: int, BS: int) -> object:
                     T.reduce_sum(acc_s, scores_sum, dim=1)
                     for g in T.Parallel(G):
                         running_sum[g] += scores_sum[g]
-                    if starts_anew:
+                    if Flags[number["anew"]] == 1:
                         T.clear(acc_o)
-                    if not mixes_nothing:
-                        T.gemm(acc_s, k_tile if mixes_keys else v_tile, acc_o)
+                    if Flags[number["keys"]] == 1:
+                        T.gemm(acc_s, k_tile, acc_o)
+                    elif Flags[number["nothing"]] == 0:
+                        T.gemm(acc_s, v_tile, acc_o)
             for g, d in T.Parallel(G, D):
                 acc_o[g, d] /= running_sum[g]
             T.copy(acc_o, Output[t, 0:G, 0:D])
@@ -337,6 +377,9 @@ def _run_listed(build: Callable, N: int, M: int, ids: list[int]) -> Tensor:
         if code is not None and any(isinstance(c, CodeType) for c in code.co_consts):
             raise TypeError("listed_attention defines a kernel and returns None: `return kernel`")
         raise NotImplementedError("there is no kernel yet")
+    flags = ()
+    if isinstance(kernel, _Slipped):
+        kernel, flags = kernel.kernel, (kernel.flags,)
     if not hasattr(kernel, "script"):
         raise TypeError("the kernel is not decorated with @T.prim_func")
     g = torch.Generator().manual_seed(N + M)
@@ -353,7 +396,7 @@ def _run_listed(build: Callable, N: int, M: int, ids: list[int]) -> Tensor:
             raise
         told = "the guard is a number, and a kernel needs a condition, such as `a < b`"
         raise TypeError(told) from None
-    launch(q, k, v, lists, o)
+    launch(q, k, v, lists, o, *flags)
     return o
 
 

@@ -208,8 +208,8 @@ def draw_shared() -> Picture:
     figure.legend(handles=handles, loc="outside lower center", **look)
     return Picture(
         figure,
-        f"With room for one block each, an SM holds {counts[0]} of our programs and {counts[1]} "
-        f"of the draft's; for two blocks, {counts[2]}",
+        f"One block each: an SM holds {counts[0]} of our programs, {counts[1]} of the draft's; "
+        f"two blocks: {counts[2]}",
     )
 
 
@@ -272,6 +272,13 @@ def same_kernel() -> list[float]:
     CUDA text, three times."""
     found = times()
     return [found[name]["ms"] for name in ("ours", "32 threads", "TMA off")]
+
+
+def stage_times() -> dict[int, float]:
+    """Milliseconds of our kernel at the shape of the pictures, by the stages of its pipeline."""
+    names = {n: f"{n} stage{'s' * (n > 1)}, number of slots fixed" for n in (1, 2, 3)}
+    names = {0: "no stage: each copy is waited for"} | names
+    return {n: round(times()[name]["ms"], 1) for n, name in names.items()}
 
 
 def ratios(change: str) -> list[float]:
