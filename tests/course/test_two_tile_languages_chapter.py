@@ -393,7 +393,7 @@ def test_without_slips_a_wrong_solution_is_right(name: str) -> None:
     ("name", "comment"),
     [
         ("row_variance", "# [BN], and BN may be larger than N"),
-        ("tile_product", "# 5: [BM, BN], one more product in the sum"),
+        ("tile_product", "# 3: [BM, BN], one more product in the sum"),
     ],
 )
 def test_a_kernel_as_given_is_no_attempt(name: str, comment: str) -> None:
@@ -455,8 +455,7 @@ def test_half_mended_variances_are_named(edits: list, named: tuple) -> None:
     assert (verdict.outcome == "right", verdict.misconceptions) == (not named, named)
 
 
-GAPS = re.findall(r"\w+ = \.\.\.  # \d: .*", cell("def tile_product("))
-LOOP = ("\n" + 12 * " ").join(GAPS)
+LOOP = re.search(r"a_mask = .* acc = [^\n]*", cell("def tile_product("), re.DOTALL).group()
 LINES = {
     "a_mask": "(rows < M)[:, None] & (depth < K)",
     "b_mask": "(depth < K)[:, None] & (columns < N)",
@@ -694,11 +693,23 @@ def prose() -> str:
 
 
 def test_the_exercises_take_as_long_as_the_chapter_says() -> None:
-    optional = EXERCISES["program_offsets"].minutes
-    required = sum(e.minutes for e in EXERCISES.values()) - optional
+    required = sum(EXERCISES[name].minutes for name in ("tile_product", "row_sums"))
     assert f"{required} of them exercises" in prose()
-    assert f"an exercise of {optional} minutes" in prose()
-    assert f"**Optional** ({optional} minutes)" in prose()
+    assert f"Who stores what? ({EXERCISES['program_offsets'].minutes} minutes)" in prose()
+    parts = re.findall(r"\*\*\d\. [^*]*?\((\d+) minutes\)", prose())
+    assert sum(map(int, parts)) == 25
+    assert len(parts) == 3
+    assert prose().count("about 25 minutes") == 2
+
+
+def test_no_tile_that_is_large_enough_fits() -> None:
+    """The text's tile of 512: its loads are shorter than the arithmetic, and `acc` fits nowhere."""
+    arithmetic = 2 * 4096**3 / 989e12
+    loads = {side: 4 * 4096**3 / side / 4.8e12 for side in (64, 128, 256, 512)}
+    assert min(side for side, time in loads.items() if time < arithmetic) == 512
+    assert "takes 1,024 KiB" in prose()
+    assert 512 * 512 * 4 == 1024 * 1024 > 256 * 1024
+    assert round(arithmetic * 1e3, 2) == 0.14
 
 
 def test_occupancy_in_the_text_fits() -> None:

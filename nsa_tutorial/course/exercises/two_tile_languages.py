@@ -340,7 +340,7 @@ one row: the mean of the squared differences from the row's mean. `BN` is the sm
 that is at least `N`. The kernel is right for rows of 4. For two rows of 3, it has two bugs. Mend
 them. In a verdict, −77 marks a place that no program wrote.
 """,
-    minutes=5,
+    minutes=7,
     difficulty=2,
     hints=(
         "Take the rows 1, 2, 6 and 4, 4, 4. They lie in memory as 1, 2, 6, 4, 4, 4. Which of them "
@@ -520,7 +520,7 @@ past the end. Return one flat list of the offsets that program `(pid_m, pid_n)` 
 without those that are not in `C`. For `M = N = 4` and tiles of 2 × 2, program `(0, 1)` stores
 `[2, 3, 6, 7]`.
 """,
-    minutes=4,
+    minutes=6,
     difficulty=1,
     hints=(
         "Draw a C of 4 × 4 with its offsets 0 to 15, and cut it into tiles of 2 × 2. Which four "
@@ -576,8 +576,8 @@ def tile_product() -> object:
         for step in tl.range(tl.cdiv(K, BD)):
             depth = step * BD + tl.arange(0, BD)  # [BD]
             a_mask = (rows < M)[:, None] & (depth < K)  # [BM, BD]
-            b_mask = (depth < K)[:, None] & (columns < N)  # [BD, BN]
             a_tile = tl.load(A + rows[:, None] * K + depth, mask=a_mask, other=0.0)
+            b_mask = (depth < K)[:, None] & (columns < N)  # [BD, BN]
             b_tile = tl.load(B + depth[:, None] * N + columns, mask=b_mask, other=0.0)
             acc = tl.dot(a_tile, b_tile, acc, input_precision="ieee")  # [BM, BN]
         c_mask = (rows < M)[:, None] & (columns < N)
@@ -594,11 +594,11 @@ def kernel(A, B, C, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexp
     acc = tl.zeros([BM, BN], tl.float32)
     for step in tl.range(tl.cdiv(K, BD)):
         depth = step * BD + tl.arange(0, BD)  # [BD]
-        a_mask = ...  # 1: [BM, BD], which elements of A may be loaded
-        b_mask = ...  # 2: [BD, BN], and of B
-        a_tile = ...  # 3: [BM, BD], 0 where the mask is off
-        b_tile = ...  # 4: [BD, BN], 0 where the mask is off
-        acc = ...  # 5: [BM, BN], one more product in the sum
+        a_mask = (rows < M)[:, None] & (depth < K)  # [BM, BD]
+        a_tile = tl.load(A + rows[:, None] * K + depth, mask=a_mask, other=0.0)
+        b_mask = ...  # 1: [BD, BN], which elements of B may be loaded
+        b_tile = ...  # 2: [BD, BN], 0 where the mask is off
+        acc = ...  # 3: [BM, BN], one more product in the sum
     c_mask = (rows < M)[:, None] & (columns < N)
     tl.store(C + rows[:, None] * N + columns, acc, mask=c_mask)
 """
@@ -835,26 +835,27 @@ _PRODUCT_MISTAKES = (
 _PRODUCT = Exercise(
     name="tile_product",
     statement="""
-Write the loop of a matrix product in Triton: `C = A @ B`, with `A` `[M, K]` and `B` `[K, N]`. In
-each step, load `a_tile` `[BM, BD]` and `b_tile` `[BD, BN]`, and add their product to `acc`.
+Complete the loop of a matrix product: `C = A @ B`, with `A` `[M, K]` and `B` `[K, N]`. Each step
+loads `a_tile` `[BM, BD]` and `b_tile` `[BD, BN]`, and adds their product to `acc`. Three lines are
+missing: the mask of `b_tile`, its load, and the sum.
 
-Tiles are 16 × 16, so a forgotten `[:, None]` raises no error. Check each tile against the shape
-beside it. `M`, `N` and `K` need not be multiples of 16. Behind `A` and `B` lies somebody else's
-memory, so no load may touch it. In a verdict, −77 marks a place that no program wrote.
+`M`, `N` and `K` need not be multiples of 16, the side of all tiles. Behind `B` lies somebody else's
+memory, so no load may touch it. A forgotten `[:, None]` raises no error, so check each line against
+the shape beside it. In a verdict, −77 marks a place that no program wrote.
 
 `tl.dot(a_tile, b_tile, acc, input_precision="ieee")` returns `acc + a_tile @ b_tile`.
 """,
     minutes=8,
     difficulty=2,
     hints=(
-        "Draw A, B and one tile of C on paper. Which rows of A does the tile need, and which "
-        "columns of B? Which part of them belongs to one step?",
+        "Draw B and one tile of C on paper. Which columns of B does the tile need? Which rows of B "
+        "belong to one step?",
         "An element of a tile has the offset row times length of a row, plus column. For `a_tile`, "
         "the row number comes from `rows`, the column number from `depth`. For `b_tile`, "
-        "it is `depth` and `columns`.",
-        "Broadcast as in `softmax`: a column of row numbers, `[:, None]`, against column "
-        "numbers. Each mask joins two conditions with `&`, one for the tile's rows and one for its "
-        "columns. Put 0 into masked places.",
+        "it is `depth` and `columns`. How long is a row of B?",
+        "Broadcast as for `a_tile`: a column of row numbers, `[:, None]`, against column "
+        "numbers. The mask joins two conditions with `&`, one for the tile's rows and one for its "
+        "columns. Put 0 into masked places. The last line is a `tl.dot` with three tiles.",
     ),
     why="A zero in the masked depth adds nothing to any sum, while masks on rows and columns only "
     "keep the addresses legal, because those places of `acc` are never stored.",
@@ -1061,7 +1062,7 @@ Write the same in TileLang. The loop is `for step in T.serial(T.ceildiv(N, BN))`
 `T.reduce_sum(x_tile, acc, dim=1, clear=False)` adds to what `acc` holds. Where the kernels above
 say `accum_dtype`, write `"float32"`. In a verdict, −77 marks a place that no program wrote.
 """,
-    minutes=8,
+    minutes=10,
     difficulty=3,
     hints=(
         "Translate line by line. Three kinds of lines vanish: position numbers, masks and "
@@ -1136,7 +1137,7 @@ say `accum_dtype`, write `"float32"`. In a verdict, −77 marks a place that no 
     ),
 )
 
-EXERCISES = (_VARIANCE, _OFFSETS, _PRODUCT, _ROW_SUMS)
+EXERCISES = (_PRODUCT, _ROW_SUMS, _VARIANCE, _OFFSETS)
 
 
 # -- two mistakes at once --
@@ -1301,6 +1302,17 @@ PREDICTIONS = (
             (128, "64 times, and B as often. They are not added up for one element."),
             (2, "Two programs side by side share a strip of A. How many stand side by side?"),
         ),
+    ),
+    Prediction(
+        "side_of_tile",
+        "Tiles of 64, 128, 256 or 512 a side: the smallest whose loads take less than 0.14 ms?",
+        "Tiles of 64 take 0.89 ms. Twice the side halves the time, so double the side three times.",
+        (
+            (64, "4 GiB at 4.8 TB a second take 0.89 ms. How often must you halve that?"),
+            (128, "One halving leaves 0.45 ms, three times the arithmetic."),
+            (256, "Almost: 0.22 ms against 0.14."),
+        ),
+        choices=(64, 128, 256, 512),
     ),
     Prediction(
         "numbers_in_a_thread",

@@ -89,6 +89,12 @@ def record(kernel: str, program: tuple[int, ...]) -> recorder.Record:
     return recorder.run(name, program, tensors | case.numbers)
 
 
+def times_loaded(kernel: str, tensor: str) -> np.ndarray:
+    """How often all programs of the example together load each element of `tensor`."""
+    programs = recorder.programs(example(kernel).grid)
+    return sum(record(kernel, program).touched("load", tensor) for program in programs)
+
+
 def masked_elements(seen: recorder.Record) -> tuple[int, int]:
     """Elements of tiles that a mask keeps from memory, and all of them, over the program's loads
     and stores."""
