@@ -185,6 +185,12 @@ def first_rows(scores: Tensor) -> Tensor:
     return torch.softmax(torch.where(key <= query, scores, -torch.inf), -1)
 
 
+def row_with_row(scores: Tensor) -> Tensor:
+    N, M = scores.shape
+    hidden = torch.arange(M) > torch.arange(M - N, M)
+    return torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
+
+
 def minus_a_billion(scores: Tensor) -> Tensor:
     visible = da.causal_mask(*scores.shape)
     return torch.softmax(torch.where(visible, scores, -1e9), -1)
@@ -332,6 +338,7 @@ TYPED = [
     ("causal_weights", zeros_of_the_triangle, "taking a score of 0 for a hidden one"),
     ("causal_weights", upper_triangle, "hiding a query's own position"),
     ("causal_weights", first_rows, "lining up the queries with the first keys"),
+    ("causal_weights", row_with_row, "comparing a row of positions with a row"),
     ("causal_weights", minus_a_billion, "a large negative number where -inf is meant"),
     ("causal_weights", plus_a_large_mask, "adding a large negative number where -inf is meant"),
     ("causal_weights", repaired, "renormalising after the softmax"),

@@ -277,6 +277,8 @@ _MASKS = {
 
 def _visible(scores: Tensor, slips: Slips = frozenset()) -> Tensor:
     N, M = scores.shape
+    if "row with row" in slips:
+        return torch.arange(M) <= torch.arange(M - N, M)
     last = M - N
     for name in slips & _MASKS.keys():
         last = _MASKS[name](N, M)
@@ -426,6 +428,12 @@ _WEIGHTS_MISTAKES = (
         "dimension does its row run?",
     ),
     Misconception(
+        "comparing a row of positions with a row",
+        slip(_weights, "row with row"),
+        "Position 0 meets position 0 alone, 1 meets 1, and so on. Every query must meet every key: "
+        "a column `[N, 1]` and a row `[1, M]`. Which of yours becomes the column, by `[:, None]`?",
+    ),
+    Misconception(
         "showing every query every key",
         slip(_weights, "no mask"),
         "Nothing is hidden: early positions read what comes after them. Which keys may row 0 see?",
@@ -482,7 +490,7 @@ position after its own.
     misconceptions=_WEIGHTS_MISTAKES,
     combine=together(
         _WEIGHTS_MISTAKES,
-        {*_MASKS, "inverted"},
+        {*_MASKS, "inverted", "row with row"},
         {
             "after",
             "renormalised",
