@@ -517,3 +517,14 @@ def test_thoughts_about_guesses_hold() -> None:
     (mean,) = (g for g, _ in PREDICTIONS["gradient_of_a_shared_key"].thoughts if callable(g))
     assert mean(round(shares.mean().item(), 2))
     assert not mean(shares.sum().item())
+
+
+def test_the_minutes_are_told() -> None:
+    """The two optional exercises are not among the chapter's minutes."""
+    path = Path(__file__).parents[2] / "notebooks/02_grouped_query_attention.ipynb"
+    first = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
+    optional = sum(EXERCISES[name].minutes for name in ("score_group", "most_kv_heads"))
+    rest = sum(e.minutes for e in EXERCISES.values()) - optional
+    told = " ".join(first.split())
+    assert f"{rest} of them exercises" in told
+    assert f"The last two exercises are optional, {optional} minutes more" in told
