@@ -68,7 +68,7 @@ CHAPTERS = tuple(
             ("online_softmax", 1, "softmax in one pass, base two"),
             ("tiled_attention", 1, "bytes, not FLOPs"),
             ("selected_attention", 2, "a short list of blocks"),
-            ("compression", 2, "a block can be summarised"),
+            ("compression", 2, "a window can be summarised"),
             ("block_selection", 2, "cheap scores choose the blocks"),
             ("native_sparse_attention", 2, "three views, gated"),
             ("two_tile_languages", 3, "one tile's program, run many times"),

@@ -141,7 +141,7 @@ Summary `j` is made of the tokens `j * stride … j * stride + length - 1`. Retu
 the query at `position` (counted from 0) sees, as an int. For `length = 4` and `stride = 2` the
 queries at positions 0 to 7 see 0, 0, 0, 1, 1, 2, 2, 3.
 """,
-    minutes=4,
+    minutes=5,
     difficulty=2,
     solution=visible_summaries,
     hints=(
@@ -361,7 +361,7 @@ One query `q` `[D]` at `position` in a text of `M` tokens, with keys `k` `[M, D]
 query that sees none gets `o` of zeros and `lse` of −∞ (a tensor). The text has at least `length`
 tokens, so `unfold` works. You may use your `visible_summaries`.
 """,
-    minutes=8,
+    minutes=9,
     difficulty=3,
     solution=attend_to_summaries,
     returns=("o", "lse"),
@@ -578,7 +578,7 @@ Return two tensors of shape `[W]`, as a tuple: the score that the window's *mean
 score that one summary would need, so that `length` tokens with that score weigh as much as the
 window's real tokens. Some scores are in the hundreds: the result has to stay finite.
 """,
-    minutes=4,
+    minutes=5,
     difficulty=2,
     solution=window_logit,
     returns=("by_mean_key", "by_weight"),
@@ -832,7 +832,7 @@ mean of one window into its row of `Means` `[M_c, D]`. `BL` is the smallest powe
 least `length`. The kernel is right for windows of 4, one every 4. For windows of 4, one every 2, it
 fails. For windows of 3, one every 3, it fails, too. Mend it.
 """,
-    minutes=5,
+    minutes=6,
     difficulty=2,
     hints=(
         "Each failing case has a bug of its own. Write down the tokens of window 1 for both cases, "
@@ -914,6 +914,19 @@ PREDICTIONS = (
             ((), "Query 11 sees its own token, and its window has started."),
             (tuple(range(12)), "The window of token 11 starts late: query 0 does not see it."),
         ),
+    ),
+    Prediction(
+        "needles_windows",
+        "By weight, two windows get 92 % of a query's attention. How many per cent do they get by "
+        "their mean keys: 90, 50, 20 or 2?",
+        "Their best token scores 13.3, and the mean of 32 scores hardly shows it.",
+        (
+            (90, "The needle is one of 32 tokens. What is left of its score in the mean?"),
+            (50, "The mean loses more than half. Exponentials make a large gap of a small one."),
+            (2, "Less than a fair share of 27 windows. Their other tokens score well, too."),
+        ),
+        choices=(90, 50, 20, 2),
+        unit="%",
     ),
     Prediction(
         "best_elsewhere",
