@@ -194,18 +194,20 @@ _KEYS = Exercise(
     name="key_rows",
     statement="""
 A program's list `ids` names blocks of `BS` keys. Here it is a Python list, such as `[2, -1, 0]`.
-Blocks are counted from the first key of the program's own sequence. That key is row `first_key` of
-`K`. The query sees the first `num_visible` keys of its sequence. Any slot may be empty, which is
--1.
+Any slot may be empty, which is -1. The program's sequence begins at row `first_key` of `K`, and
+block 0 begins there, too. The query sees the first `num_visible` keys of its sequence.
 
 Return a tensor `[S, BS]` with a line for each slot: the rows of `K` that the program loads, and -1
-for each element that must not load. The frame in the next cell has two gaps.
+for each element that must not load. For example, take `first_key = 10`, `BS = 2` and
+`num_visible = 5`. Then block 2 gives the line `[14, -1]`.
+
+The frame in the next cell has two gaps.
 """,
     minutes=7,
     difficulty=2,
     hints=(
         "Take blocks of 2 and a query that sees 5 keys of a sequence that begins at row 10 of K. "
-        "Which rows do blocks 0, 2 and 3 load, and which does a slot with -1?",
+        "Which rows do blocks 0, 1 and 3 load, and which does a slot with -1?",
         "An element loads if two things hold. Its slot names a block, which is at least 0. And its "
         "key, counted in the sequence, comes before `num_visible`.",
         "`tokens` is 0 to `BS` - 1. Where does the block start in the sequence? Compare start plus "

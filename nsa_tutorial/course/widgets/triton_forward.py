@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -24,7 +23,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from torch import Tensor
 
-from nsa_tutorial.course import recorder, show
+from nsa_tutorial.course import recorder
 from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure, readable_on, shades
 from nsa_tutorial.course.sheet import Place, Sheet, byte_colour, bytes_of
 from nsa_tutorial.course.trace import Trace, trace
@@ -98,19 +97,15 @@ def arguments(
 def program(ids: tuple[int, int], call: dict[str, object], without: str = "") -> recorder.Record:
     """Run program `(query, head)` of the kernel; `call` are `arguments`, and it stores to their
     outputs. `without` is left out of the kernel's source."""
-    return recorder.run(KERNEL, ids, _named(KERNEL, call), without=without)
+    return recorder.run(KERNEL, ids, call, without=without)
 
 
 def descriptor_program(ids: tuple[int, int], call: dict[str, object]) -> recorder.Record:
     """Run program `(query, head)` of the kernel with tensor descriptors; `call` are `arguments`."""
     boxes = {f"{name}Descriptor": recorder.Descriptor(name, call["BT"]) for name in "KV"}
-    return recorder.run(DESCRIPTOR_KERNEL, ids, _named(DESCRIPTOR_KERNEL, call) | boxes)
-
-
-def _named(kernel: str, call: dict[str, object]) -> dict[str, object]:
-    """Those of the arguments that a kernel names."""
-    names = re.findall(r"\w+", show(kernel).code.partition('"""')[0])
-    return {name: x for name, x in call.items() if name in names}
+    padded = ("DT", "DVT")  # a descriptor's widths need no padding
+    given = {name: x for name, x in call.items() if name not in padded}
+    return recorder.run(DESCRIPTOR_KERNEL, ids, given | boxes)
 
 
 def loads(seen: recorder.Record, tensor: str) -> list[recorder.Access]:
@@ -271,6 +266,15 @@ def walked_rows(ids: list[int]) -> list[list[int]]:
 
 
 # -- packed sequences, windows --
+
+
+def small_call(device: torch.device | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random queries, keys and values of 9 tokens, 4 query heads and 2 KV heads, and their lists,
+    which are all 0, nothing, 2."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 9, heads, 2, generator=generator) for heads in (4, 2, 2))
+    lists = torch.tensor([0, -1, 2], dtype=torch.int32).expand(1, 9, 2, 3)
+    return q.to(device), k.to(device), v.to(device), lists.to(device)
 
 
 def draw_packed(cu_seqlens: tuple[int, ...] = (0, 3, 4, 9)) -> Picture:
