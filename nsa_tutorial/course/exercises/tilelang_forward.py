@@ -193,9 +193,8 @@ def _case(
 
 
 _HOW = """
-The check puts your function into the draft, whose other pieces are right. It compiles the draft for
-the CPU, which takes a second or two. Then it runs small inputs: two query heads on one KV head,
-width 2, blocks of {} tokens.
+The check puts your function into the draft, whose other pieces are right, and compiles it for the
+CPU (a second or two). It runs small inputs: two query heads on one KV head, blocks of {} tokens.
 """
 
 _PYTHON_DECIDES = "asking Python for what only the kernel knows"
@@ -598,8 +597,8 @@ _MAX = Exercise(
 head's largest score of the blocks *before*, and $-\\infty$ before the first block. Bring
 `scores_max` up to date.
 
-One line is enough, without `return`: `T.reduce_max(tile, fragment, dim=1, clear=...)`. It writes
-the largest number of each row to the fragment. With `clear`, it empties the fragment first.
+One line is enough: `T.reduce_max(tile, fragment, dim=1, clear=...)` writes the largest number of
+each row to the fragment. With `clear`, it empties the fragment first.
 {_HOW.format(2)}""",
     minutes=3,
     difficulty=1,
