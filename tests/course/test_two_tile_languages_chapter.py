@@ -505,12 +505,22 @@ def product(**changed: str) -> Callable:
          ("offsets of A along a line, where a table is needed",)),
         ({"b_tile": LINES["b_tile"].replace("* N", "* K")},
          ("stepping to B's next row by its number of rows",)),
+        ({"b_tile": "tl.load(B + columns[:, None] * N + depth, mask=b_mask, other=0.0)"},
+         ("loading B's tile on its side",)),
+        ({"b_tile": LINES["b_tile"].replace("[:, None]", "")},
+         ("offsets of B along a line, where a table is needed",)),
+        ({"b_mask": "(depth < K) & (columns < N)[:, None]"},
+         ("a mask of B that does not lie as its tile does",)),
+        ({"b_mask": "a_mask"}, ("A's mask for B",)),
+        ({"acc": 'tl.dot(b_tile, a_tile, acc, input_precision="ieee")'},
+         ("multiplying in the wrong order",)),
     ],
     ids=["right", "added", "last step", "nothing", "a's depth", "b's depth", "depth alone",
          "no masks", "or", "no other", "a's mask a line",
          "b's mask a line", "both a line",
          "element by element", "first step", "rows of a from depth",
-         "rows of b from rows", "a line", "stride of b"],
+         "rows of b from rows", "a line", "stride of b", "b on its side", "b a line",
+         "b's mask turned", "a's mask", "b times a"],
 )  # fmt: skip
 def test_a_readers_loop_is_judged(changed: dict, named: tuple) -> None:
     verdict = judge(runnable("tile_product"), product(**changed))

@@ -668,6 +668,10 @@ def _wrong_product(
             a_offsets = tl.zeros([BM, BD], tl.int32) + (rows * K + depth)
         if STRIDE_B == "b from rows":
             b_offsets = rows[:, None] * N + columns
+        elif STRIDE_B == "b turned":
+            b_offsets = columns[:, None] * N + depth
+        elif STRIDE_B == "b diagonal":
+            b_offsets = tl.zeros([BD, BN], tl.int32) + (depth * N + columns)
         a_mask = (rows < M)[:, None] & (depth < K)
         b_mask = (depth < K)[:, None] & (columns < N)
         if MASK == "none":
@@ -684,6 +688,12 @@ def _wrong_product(
             a_mask = (rows < M) & (depth < K)
         if MASK == "b line" or MASK == "lines":
             b_mask = (depth < K) & (columns < N)
+        if MASK == "b mask turned":
+            b_mask = (columns < N)[:, None] & (depth < K)
+        elif MASK == "b column":
+            b_mask = (depth < K)[:, None] & (columns < N)[:, None]
+        elif MASK == "a's mask":
+            b_mask = a_mask
         if OTHER == "none given":
             a_tile = tl.load(A + a_offsets, mask=a_mask)
             b_tile = tl.load(B + b_offsets, mask=b_mask)
@@ -692,6 +702,8 @@ def _wrong_product(
             b_tile = tl.load(B + b_offsets, mask=b_mask, other=0.0)
         if SUM == "last step":
             acc = tl.dot(a_tile, b_tile, input_precision="ieee")
+        elif SUM == "b times a":
+            acc = tl.dot(b_tile, a_tile, acc, input_precision="ieee")
         elif SUM == "elementwise":
             acc += a_tile * b_tile
         elif SUM == "twice":
@@ -704,12 +716,15 @@ def _wrong_product(
 
 _PRODUCT_SLIPS = {
     "STRIDE_A": {"a by tile", "a by rows", "a by columns", "a from depth", "a diagonal"},
-    "STRIDE_B": {"b by tile", "b by depth", "b from rows"},
-    "MASK": {"none", "no depth", "a without depth", "depth alone", "a line", "b line", "lines"},
+    "STRIDE_B": {"b by tile", "b by depth", "b from rows", "b turned", "b diagonal"},
+    "MASK": {
+        "none", "no depth", "a without depth", "depth alone", "a line", "b line", "lines",
+        "b mask turned", "b column", "a's mask",
+    },
     "OTHER": {"none given"},
     "DEPTH": {"first", "first, masks and all"},
-    "SUM": {"last step", "twice", "nothing", "elementwise"},
-}
+    "SUM": {"last step", "twice", "nothing", "elementwise", "b times a"},
+}  # fmt: skip
 
 
 def _product(slips: Slips) -> object:
@@ -790,6 +805,37 @@ _PRODUCT_MISTAKES = (
         "stepping to B's next row by its number of rows",
         slip(_product, "b by depth"),
         "A square B hides it. How many numbers does a row of B `[K, N]` hold?",
+    ),
+    Misconception(
+        "loading B's tile on its side",
+        slip(_product, "b turned"),
+        "In `[BD, BN]`, which of `depth` and `columns` runs down the tile? That one gets "
+        "`[:, None]`.",
+    ),
+    Misconception(
+        "offsets of B along a line, where a table is needed",
+        slip(_product, "b diagonal"),
+        "`depth * N + columns` adds the first to the first, the second to the second. What does "
+        "`[:, None]` behind `depth` change?",
+    ),
+    Misconception(
+        "multiplying in the wrong order",
+        slip(_product, "b times a"),
+        "C is A @ B. Square tiles hide it. Which tile comes first?",
+    ),
+    *(
+        Misconception(
+            "a mask of B that does not lie as its tile does",
+            slip(_product, mask),
+            "In `[BD, BN]`, `depth` runs down and `columns` across. Which of the two conditions "
+            "gets `[:, None]`?",
+        )
+        for mask in ("b mask turned", "b column")
+    ),
+    Misconception(
+        "A's mask for B",
+        slip(_product, "a's mask"),
+        "`a_mask` asks for rows of A. Which rows and which columns of B exist?",
     ),
     *(
         Misconception(
