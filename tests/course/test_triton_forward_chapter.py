@@ -208,7 +208,7 @@ def test_pictures() -> None:
     findings = {
         pictures.draw_windows: "A window of 6 is 6 keys; whole aligned blocks would show 6 to 9",
         pictures.draw_packed: "Two numbers a query draw the mask of 3 texts",
-        pictures.draw_poisoned: "One key of weight 0, loaded: 4 of 4 answers are NaN",
+        pictures.draw_poisoned: "One key of weight 0, loaded: 4 of 4 numbers are NaN",
         pictures.draw_step: "Token 77, slot 0: 14 of block 4's 16 keys load; "
         "the other two are its future",
     }

@@ -2,7 +2,7 @@
 source, and what was measured.
 
 `program` runs one program of `triton_forward.kernel` (`course.recorder`) on any small call;
-`record` does so on chapter 10's real heads, and `moment` adds the tiles that the PyTorch twin holds
+`record` does so on chapter 10's real heads, and `moment` adds the scores that the PyTorch twin has
 in the same step (`course.trace`). `draw_step`, `sentence` and `explore` show both beside each
 other. `measured` reads the times stored by `python -m nsa_tutorial.bench`.
 
@@ -241,7 +241,7 @@ def draw_poisoned() -> Picture:
         _numbered(sheet, answer, np.tile(colour, (*found.shape, 1)), shown)
         sheet.title(answer, "its answer")
         sheet.text(answer.left - 0.33, answer.y(0.5), "→", 16, ha="center")
-    return Picture(sheet.figure, f"One key of weight 0, loaded: {answers[1]} of 4 answers are NaN")
+    return Picture(sheet.figure, f"One key of weight 0, loaded: {answers[1]} of 4 numbers are NaN")
 
 
 def _squares(axis: Axes, colours: np.ndarray) -> None:
