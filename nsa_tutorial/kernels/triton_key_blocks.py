@@ -49,11 +49,25 @@ def without_bad_numbers(tile, BT: tl.constexpr):
     return tl.where(is_bad, 0.0, tile), first_bad
 
 
+def reciprocal_of(divisor: int) -> tuple[int, int]:
+    """`reciprocal, bits`, with which `quotient` divides by `divisor`, 1 … 2**31 - 1."""
+    bits = (divisor - 1).bit_length()
+    return -(-(2 ** (31 + bits)) // divisor), bits
+
+
+@triton.jit
+def quotient(numbers, reciprocal, bits):
+    """`numbers // divisor` of int32 numbers of 0 and more: a product and a shift, where the GPU
+    takes some twenty instructions for a division."""
+    high = tl.umulhi((numbers * 2).to(tl.uint32), reciprocal.to(tl.uint32))
+    return (high >> bits).to(tl.int32)
+
+
 @triton.jit
 def attend(
     k_tile, v_tile, first_bad, start, end, num_keys, first_key, part,
     Q, RowEnd, Entries, Partials, PartialMax, PartialSum, first, first_entry, first_row, head,
-    scale_log2, H, S,
+    scale_log2, H, reciprocal, bits,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr,
     PAD: tl.constexpr, MASK: tl.constexpr, WIDE: tl.constexpr,
     DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr,
@@ -71,7 +85,7 @@ def attend(
         is_row = index < end
         entry = tl.load(Entries + first + index // G, mask=is_row, other=first_entry)
         entry = (entry - first_entry).to(tl.int32)  # place of the group * S + slot, in the run
-        row = first_row + entry // S
+        row = first_row + quotient(entry, reciprocal, bits)
         group_row = (row.to(tl.int64) if WIDE else row) * H + head
         group_row = group_row * G + index % G  # [BR]
 
@@ -104,7 +118,8 @@ def attend(
 
         # -- normalise and store --
         safe_sum = tl.where(scores_sum == 0.0, 1.0, scores_sum)
-        o_tile = (acc_o / safe_sum[:, None]).to(Partials.dtype.element_ty)
+        o_tile = acc_o * (1.0 / safe_sum)[:, None]  # one division a row: they are slow
+        o_tile = o_tile.to(Partials.dtype.element_ty)
         place = (entry * PARTS + part) * G + index % G  # [BR]
         o_mask = is_row[:, None] & (value_width < DV)
         tl.store(Partials + place[:, None] * DV + value_width, o_tile, mask=o_mask)
@@ -112,10 +127,10 @@ def attend(
         tl.store(PartialSum + place, scores_sum, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["first_group", "R", "S"])  # new lengths, same kernel
+@triton.jit(do_not_specialize=["first_group", "R", "S", "reciprocal", "bits"])  # new lengths
 def partial_kernel(
     Q, K, V, RowEnd, Entries, FirstKey, Head, First, Last, ChunkStart, Partials, PartialMax,
-    PartialSum, scale_log2, first_group, R, H, S,
+    PartialSum, scale_log2, first_group, R, H, S, reciprocal, bits,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr,
     DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, EDGE: tl.constexpr,
     WIDE: tl.constexpr,
@@ -126,7 +141,7 @@ def partial_kernel(
     block.
 
     The grid is `(most chunks of a run, PARTS)`. The run begins with the group `first_group`, and
-    has the chunks `ChunkStart[0] … ChunkStart[1] - 1`.
+    has the chunks `ChunkStart[0] … ChunkStart[1] - 1`. `reciprocal` and `bits` are those of `S`.
     """
     # -- locate the program --
     chunk = tl.load(ChunkStart) + tl.program_id(0)
@@ -155,14 +170,14 @@ def partial_kernel(
     v_offset = tokens[:, None] * (H * DV) + value_width  # [BT, DVT]
     in_sight = in_sight[:, None]
     k_tile = tl.load(K + key_row * D + k_offset, mask=in_sight & (width < D), other=0.0)
-    v_tile = tl.load(V + key_row * DV + v_offset, mask=in_sight & (value_width < DV), other=0.0)
-    v_clean, first_bad = without_bad_numbers(v_tile, BT)
+    v_pointer, v_mask = V + key_row * DV + v_offset, in_sight & (value_width < DV)
+    v_clean, first_bad = without_bad_numbers(tl.load(v_pointer, mask=v_mask, other=0.0), BT)
 
     # The rows that see the tile in part come first, since entries ascend with their rows. They are
     # behind a mask, all others go without one.
     index = first + tl.arange(0, EDGE)  # [EDGE]
     row = tl.load(Entries + index, mask=index < last, other=first_entry)
-    row = first_row + (row - first_entry).to(tl.int32) // S
+    row = first_row + quotient((row - first_entry).to(tl.int32), reciprocal, bits)
     row_end = tl.load(RowEnd + row, mask=index < last, other=0)
     is_partial = (index < last) & (row_end < first_key + num_keys)
     num_partial = tl.sum(is_partial.to(tl.int32), axis=0)
@@ -174,12 +189,13 @@ def partial_kernel(
     attend(
         k_tile, v_clean, first_bad, 0, num_masked, num_keys, first_key, part,
         Q, RowEnd, Entries, Partials, PartialMax, PartialSum, first, first_entry, first_row, head,
-        scale_log2, H, S, G, D, DV, PARTS, PAD, True, WIDE, DT, DVT, BT, BR,
+        scale_log2, H, reciprocal, bits, G, D, DV, PARTS, PAD, True, WIDE, DT, DVT, BT, BR,
     )  # fmt: skip
+    v_tile = tl.load(v_pointer, mask=v_mask, other=0.0)  # once more: only one of both is held
     attend(
         k_tile, v_tile, first_bad, num_masked, num_rows, num_keys, first_key, part,
         Q, RowEnd, Entries, Partials, PartialMax, PartialSum, first, first_entry, first_row, head,
-        scale_log2, H, S, G, D, DV, PARTS, PAD, False, WIDE, DT, DVT, BT, BR,
+        scale_log2, H, reciprocal, bits, G, D, DV, PARTS, PAD, False, WIDE, DT, DVT, BT, BR,
     )  # fmt: skip
 
 
@@ -232,7 +248,7 @@ def launch(
         partial_kernel[(min(most_chunks, len(chunks.first)), parts)](
             q, k, v, row_end, inverse.entries, chunks.first_key, chunks.head, chunks.first,
             chunks.last, chunk_start[i:], partials, scores_max, scores_sum,
-            scale * online_softmax.LOG2_E, *of_run, D=D, DT=tiles["DT"],
+            scale * online_softmax.LOG2_E, *of_run, *reciprocal_of(S), D=D, DT=tiles["DT"],
             EDGE=min(triton.next_power_of_2(BS), MOST_EDGE), WIDE=q.numel() >= 2**31, **both,
             **options,
         )  # fmt: skip
