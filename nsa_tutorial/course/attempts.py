@@ -96,7 +96,7 @@ MEANINGS = (
     (r"Can't call numpy\(\) on Tensor that requires grad", "Call `.detach()` first."),
     (
         r"must match the size of tensor|cannot be multiplied|does not broadcast|must match except"
-        r"|expects each tensor to be equal size|must match the existing size"
+        r"|expects each tensor to be equal size|must match the existing size|to have shape"
         r"|is invalid for input of size|make_shape_compatible|incompatible dimensions"
         r"|same number of dimensions|inconsistent tensor size|expected to be in range of"
         r"|shape of the mask|cannot be broadcast|of batch2 tensor|number of sizes provided",
@@ -134,6 +134,7 @@ MEANINGS = (
     (r"[Ee]llipsis", "A `...` still stands here: a gap that waits for your code."),
     (r"^UnboundLocalError", "It gets its value further down, or in a branch that was not taken."),
     (r"return_types", "There, `x.max(1)` gives numbers and places. `x.amax(1)`: the numbers."),
+    (r"^NameError: name 'inf'", "Here infinity is called `torch.inf`."),
     (r"^NameError", "Is the name spelled as where you set it, and was that cell run?"),
     (r"^AttributeError: module", "The library has no function of that name. Is it spelled right?"),
     (r"^AttributeError: 'Tensor'", "A tensor has nothing of that name. Is the name spelled right?"),

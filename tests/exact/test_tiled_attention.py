@@ -357,11 +357,12 @@ def test_the_meter_ends_at_the_cost(shape, causal):
 def test_the_walks_finding_carries_its_numbers():
     assert (
         pictures.draw_walk().finding
-        == "10 tiles read (4 need a mask), 6 skipped: 14.2 KiB moved, with the table it was 40.0"
+        == "10 tiles computed (4 need a mask), 6 skipped: 14.2 KiB moved; with the table it would "
+        "be 40.0"
     )
     assert (
         pictures.draw_walk(step=4).finding
-        == "4 of 10 tiles read: 6.6 of 14.2 KiB moved so far, with the table it was 40.0"
+        == "4 of 10 tiles computed: 6.6 of 14.2 KiB moved so far; with the table it would be 40.0"
     )
 
 

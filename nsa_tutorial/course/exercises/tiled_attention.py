@@ -114,8 +114,9 @@ def _draw_kinds(arguments: tuple, got: list[str], expected: list[str]) -> Pictur
     axis.invert_yaxis()
     axis.set_xlabel("key")
     axis.set_ylabel("query")
+    are = "is" if wrong == 1 else "are"
     return Picture(
-        figure, f"{wrong} of {sum(map(len, got))} tiles are of another kind (blue: visible pairs)"
+        figure, f"{wrong} of {sum(map(len, got))} tiles {are} of another kind (blue: visible pairs)"
     )
 
 
@@ -243,7 +244,7 @@ For `N = M = 4` and tiles of 2 × 2 the answer is `["DS", "FD"]`. The `N` querie
 positions. The loops give you the positions of each tile's first and last query, and of its first
 and last key. Two comparisons per tile are enough.
 """,
-    minutes=5,
+    minutes=9,
     difficulty=2,
     hints=(
         "Draw 4 queries and 6 keys on squared paper and cut them into tiles of 2 × 2. The queries "
@@ -434,8 +435,8 @@ queries exist. Keep the shape.
     minutes=5,
     difficulty=2,
     hints=(
-        "Take the first case. Row 0 is query 2 of the last 4 of 5: at which position does it "
-        "stand? Which of the keys 2, 3, 4 and 5 exist, and which of those does it see?",
+        "Take a tile of keys 2 to 5 whose row 0 is query 2, with `N` = 4 and `M` = 5. At which "
+        "position does row 0 stand? Which of the four keys exist, and which of those does it see?",
         "A pair stays where two things hold. The key exists, and, if `causal`, it does not come "
         "after the query. Both compare positions in the whole text, never rows and columns of "
         "the tile.",
@@ -759,6 +760,10 @@ def _attend(
                 reached = key_start + tile_k
             if "skip by the last key that exists" in slips:
                 reached = min(key_start + tile_k, M) - 1
+            if "stop unless full" in slips:
+                reached, last = min(key_start + tile_k, M) - 1, position[0]
+            if "stop by vectors" in slips:
+                reached, last = torch.arange(key_start, min(key_start + tile_k, M)), position
             if reached > last and "no skip" not in slips:
                 break
             acc_s = q[query_start : query_start + tile_q] @ k[key_start : key_start + tile_k].T
@@ -792,6 +797,8 @@ def _attend(
         )
         o.append(state.acc_o if "not divided" in slips else tile_o)
         lse.append(tile_lse)
+    if "state" in slips:
+        return state
     return torch.cat(o), torch.cat(lse)
 
 
@@ -819,6 +826,24 @@ _ATTEND_MISTAKES = (
             "Which key of a tile tells you that nobody sees any of it?",
         )
         for name in _BY_THE_LAST_KEY
+    ),
+    Misconception(
+        "stopping at the first tile that is not full",
+        slip(_attend, "stop unless full"),
+        "A tile on the diagonal is not full, but some of its pairs are visible. Which query of "
+        "the tile sees the most? And which key of a tile do queries see first?",
+    ),
+    Misconception(
+        "stopping by a comparison of all positions",
+        slip(_attend, "stop by vectors"),
+        "`if` needs one yes or no, and you compare two vectors. One query decides, and one key. "
+        "Which ones?",
+    ),
+    Misconception(
+        "a state in place of `o` and `lse`",
+        slip(_attend, "state"),
+        "A state belongs to one tile of queries, and its three parts are not divided yet. What "
+        "does `finish` make of it, and where are the pairs of all tiles?",
     ),
     Misconception(
         "skipping a tile whose first key is the last query's own position",
@@ -960,6 +985,9 @@ _ATTEND_MISTAKES = (
     ),
 )
 
+_ATTEND_ALONE = ("stop unless full", "stop by vectors", "state")
+_ATTEND_SLIPS = frozenset().union(*(m.wrong.slips for m in _ATTEND_MISTAKES))
+
 _ATTEND = Exercise(
     name="attend_in_tiles",
     statement="""
@@ -972,8 +1000,9 @@ things are missing inside the inner loop:
 
 `position` holds the positions of the tile's queries, and `key_position` those of its keys.
 """,
-    minutes=7,
+    minutes=10,
     difficulty=2,
+    returns=("o", "lse"),
     hints=(
         "`one_tile` had no skipping and no mask: add these two. Which query of a tile decides "
         "that the walk can stop?",
@@ -1007,6 +1036,7 @@ things are missing inside the inner loop:
         {"one state", "one state, never cut", "too many rows", "last tile only"},
         {"no scale", "scaled before", "no scale in the walk"},
         {"exchanged", "finish in base two", "no log2(e)", "no scale in the walk"},
+        *({name, other} for name in _ATTEND_ALONE for other in _ATTEND_SLIPS - {name}),
     ),
     cases=(
         Case("three tokens, one number wide, tiles of 2 × 2", lambda: _small()),
@@ -1257,6 +1287,7 @@ past the end of `Max`. Mend both.
     "positions tell which.",
     solution=tile_maximum,
     run=_run_maximum,
+    returns=("Max", "the end of Max"),
     misconceptions=_MAXIMUM_MISTAKES,
     combine=together(_MAXIMUM_MISTAKES, _TAILS, _STORES),
     cases=(
@@ -1554,8 +1585,8 @@ PREDICTIONS = (
         "gib_without_table",
         "One causal head without the table, 128 queries share each load: how many GiB move, 0.06, "
         "1, 8 or 32?",
-        "Each of the 512 tiles of queries loads the keys and values up to the diagonal, and that "
-        "is half of 512 times 32 MiB.",
+        "Each of the 512 tiles of queries loads the keys and values up to the diagonal. On "
+        "average, that is half of their 32 MiB.",
         (
             (0.06, "Each tensor once would be that, but the chip cannot hold all the keys."),
             (1, "The chip is too small for tiles of a thousand queries."),
@@ -1582,8 +1613,8 @@ PREDICTIONS = (
         "How many GiB move if every query loads all keys and values that it sees?",
         "A pair moves 8 bytes through the table, but 512 bytes as a key and a value of its own.",
         (
-            (32, "That is with the table. A score is 8 bytes of traffic, a key and a value 512."),
-            (16, "The mask does halve the pairs, but each pair now loads 512 bytes, not 8."),
+            (32, "That is with the table. Now no two queries share a load."),
+            (16, "The mask does halve the pairs, but each pair now moves more."),
             (0.06, "That is each tensor once. Here a key is loaded by each query that sees it."),
             (2048, "That counts the hidden half of the pairs, too."),
             (512, "That counts the keys alone. Each comes with its value."),
@@ -1596,11 +1627,11 @@ PREDICTIONS = (
         "measured_ms",
         "64 causal heads of 65,536 tokens on an H200, by tiles: how many ms did they take, 20, "
         "120, 460 or 2000?",
-        "The kernel moves no table. Now the arithmetic is the limit, and that alone takes 71 ms at "
-        "full speed.",
+        "The kernel moves no table. Our bill, 64 times 8 GiB, would take 115 ms if L2 held "
+        "nothing, and the arithmetic takes 71 ms at best.",
         (
-            (20, "The arithmetic alone needs 71 ms at full speed."),
-            (71, "That is the arithmetic at full speed, which no kernel reaches all the time."),
+            (20, "Not even the products can be computed that fast."),
+            (71, "No kernel computes at full speed all the time."),
             (459, "That is the table's traffic at full speed."),
             (460, "That is the table's traffic at full speed."),
             (2000, "Even the table's traffic takes less at full speed."),

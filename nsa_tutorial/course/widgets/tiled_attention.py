@@ -103,8 +103,8 @@ def draw_measured() -> Picture:
                offset=(4, 0))  # fmt: skip
     return Picture(
         sheet.figure,
-        f"Tiles take {ms:.0f} ms where tables need {bytes_alone:.0f}, and {gib:.0f} GiB, not "
-        f"{tables:.0f}",
+        f"Tiles take {ms:.0f} ms and {gib:.0f} GiB of memory; tables need at least "
+        f"{bytes_alone:.0f} ms and {tables:.0f} GiB",
     )
 
 
@@ -205,14 +205,14 @@ def draw_walk(
     kinds = [tile.kind for tile in tiles(N, M, tile_q, tile_k, causal)]
     if step == len(readings):
         told = (
-            f"{step} tiles read ({kinds.count('diagonal')} need a mask), "
-            f"{kinds.count('skipped')} skipped: {moved / KIB:.1f} KiB moved, with the table it was "
-            f"{table / KIB:.1f}"
+            f"{step} tiles computed ({kinds.count('diagonal')} need a mask), "
+            f"{kinds.count('skipped')} skipped: {moved / KIB:.1f} KiB moved; with the table it "
+            f"would be {table / KIB:.1f}"
         )
     else:
         told = (
-            f"{step} of {len(readings)} tiles read: {moved / KIB:.1f} of {total / KIB:.1f} KiB "
-            f"moved so far, with the table it was {table / KIB:.1f}"
+            f"{step} of {len(readings)} tiles computed: {moved / KIB:.1f} of {total / KIB:.1f} KiB "
+            f"moved so far; with the table it would be {table / KIB:.1f}"
         )
     return Picture(figure, told)
 
