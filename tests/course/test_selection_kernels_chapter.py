@@ -482,6 +482,37 @@ def cut_in_front(bits, n):
     return ids + [-1] * (n - len(ids))
 
 
+def stopped_early(keep: Callable) -> Callable:
+    """Ends where a count equals n; `keep` makes the list of bits, n, low and middle."""
+
+    def pick(bits, n):
+        low, high = 0, 2**31
+        while high - low > 1:
+            middle = (low + high) // 2
+            count = (bits >= middle).sum()
+            if count == n:
+                break
+            if count > n:
+                low = middle
+            else:
+                high = middle
+        return keep(bits, n, low, middle)
+
+    return pick
+
+
+def all_from(least, bits, n):
+    ids = (bits >= least).nonzero().flatten().tolist()
+    return ids + [-1] * (n - len(ids))
+
+
+def in_the_frame(bits, n, low, middle):
+    above = (bits > low).nonzero().flatten().tolist()
+    equal = (bits == low).nonzero().flatten().tolist()
+    ids = sorted(above + equal[: n - len(above)])
+    return ids + [-1] * (n - len(ids))
+
+
 def ties_twice(bits, n):
     low, _ = halved(bits, n, 31)
     above = (bits > low).nonzero().flatten().tolist()
@@ -540,6 +571,21 @@ ATTEMPTS = {
         {"cutting off the first of all that reach the threshold"},
     ),
     "twice": ("pick", ties_twice, {"taking a block twice"}),
+    "early stop": (
+        "pick",
+        stopped_early(lambda bits, n, low, middle: all_from(middle, bits, n)),
+        {"stopping early, with `middle` as the threshold"},
+    ),
+    "early stop, low": (
+        "pick",
+        stopped_early(lambda bits, n, low, middle: all_from(low, bits, n)),
+        {"stopping early, with `low` left behind"},
+    ),
+    "early stop, in the frame": (
+        "pick",
+        stopped_early(in_the_frame),
+        {"stopping early, with `low` left behind"},
+    ),
     "zeros": ("pick", padded_with_zeros, {"zeros in the empty places"}),
     "minus one": (
         "running_list",
@@ -729,6 +775,24 @@ def test_what_a_kernel_adds_is_named(slip: str, name: str) -> None:
     assert "`Mass`:" in verdict.text
 
 
+def test_a_kernel_that_sums_over_the_summaries_is_told() -> None:
+    def down():
+        @triton.jit
+        def kernel(Q, K, LSE, Mass, scale, log2_e, M, G, D: tl.constexpr, BT: tl.constexpr):
+            summaries, width = tl.arange(0, BT), tl.arange(0, D)
+            k_tile = tl.load(K + summaries[:, None] * D + width)
+            mass = tl.zeros([BT], tl.float32)
+            mass += tl.sum(tl.load(Q + width) * k_tile, axis=0)
+            tl.store(Mass + summaries, mass, mask=summaries < M)
+
+        return kernel
+
+    e = KNOWN["group_mass"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    assert "axis 0, over the summaries" in judge(e, down).text
+
+
 def test_right_numbers_of_64_bits_are_told() -> None:
     verdict = judge(KNOWN["pack"], lambda *given: solutions.pack(*given).long())
     assert verdict.outcome == "wrong"
@@ -748,7 +812,9 @@ def test_a_kernel_that_is_not_returned_is_told() -> None:
     assert (verdict.outcome, "return kernel" in verdict.text) == ("wrong", True)
 
 
-@pytest.mark.parametrize(("guess", "sign"), [(99, "✓"), (100, "✓"), (0.64, "percent"), (64, "→")])
+@pytest.mark.parametrize(
+    ("guess", "sign"), [(95, "✓"), (100, "✓"), (0.64, "percent"), (64, "→"), (36, "all 128")]
+)
 def test_a_guess_of_percent(guess: float, sign: str) -> None:
     predict("tiles_that_merge", guess)
     assert sign in repr(reveal("tiles_that_merge", 100))
