@@ -20,7 +20,7 @@ from tvm import tirx
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.kernels.tilelang_backward import stages
 from nsa_tutorial.kernels.tilelang_basics import exact_gemm
-from nsa_tutorial.kernels.tilelang_tiles import tile_sides
+from nsa_tutorial.kernels.tilelang_tiles import summary_sides, tile_sides
 
 accum_dtype = "float32"
 nan = T.float32(math.nan)
@@ -70,7 +70,7 @@ def build_attend(
     """
     rows, keys, HQ = T.dynamic("rows"), T.dynamic("keys"), H * G
     exact = dtype == "float32"
-    _, DT, DVT = tile_sides(BQ, D, DV)
+    DT, DVT = summary_sides(D, DV, 4 if dtype == "float32" else 2, wide=0)
     in_registers = not exact and threads <= 2 * BQ
     alloc_weights = T.alloc_fragment if in_registers else T.alloc_shared
 

@@ -18,7 +18,7 @@ from tvm import tirx
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.kernels.tilelang_backward import store_gradient
 from nsa_tutorial.kernels.tilelang_selection import is_finite, multiply, stages_of
-from nsa_tutorial.kernels.tilelang_tiles import summary_sides, tile_sides
+from nsa_tutorial.kernels.tilelang_tiles import summary_sides
 
 accum_dtype = "float32"
 SUM_KEYS = 16  # summaries whose shares a program adds
@@ -35,7 +35,7 @@ def build_dq(
     `tilelang_tiles.summary_dq_options`'.
     """
     rows, keys, HQ = T.dynamic("rows"), T.dynamic("keys"), H * G
-    _, DT, DVT = tile_sides(BQ, D, DV)
+    DT, DVT = summary_sides(D, DV, 4 if dtype == "float32" else 2, wide=0)
     in_registers = dtype != "float32" and threads <= 2 * BQ
     alloc_gradient = T.alloc_fragment if in_registers else T.alloc_shared
 
@@ -151,7 +151,7 @@ def build_dkv(
     """
     rows, keys, HQ, fours = T.dynamic("rows"), T.dynamic("keys"), H * G, T.dynamic("fours")
     num_tiles, places, ends = T.dynamic("num_tiles"), T.dynamic("places"), T.dynamic("ends")
-    DT, DVT = summary_sides(D, DV)
+    DT, DVT = summary_sides(D, DV, 4 if dtype == "float32" else 2)
     inf = T.infinity(accum_dtype)
     in_registers = dtype != "float32" and threads <= 2 * BT
     alloc_weights = T.alloc_fragment if in_registers else T.alloc_shared
@@ -287,7 +287,7 @@ def build_sum(H: int, D: int, DV: int, dtype: str, *, BT: int) -> tirx.PrimFunc:
     `(H, num_tiles, steps of SUM_KEYS summaries in a tile)`."""
     rows, keys = T.dynamic("rows"), T.dynamic("keys")
     num_tiles, places = T.dynamic("num_tiles"), T.dynamic("places")
-    DT, DVT = summary_sides(D, DV)
+    DT, DVT = summary_sides(D, DV, 4 if dtype == "float32" else 2)
 
     @T.prim_func
     def sum_kernel(

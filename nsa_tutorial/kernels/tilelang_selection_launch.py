@@ -167,7 +167,7 @@ def of_summaries(
 
     # -- the summaries: every chunk, then the sums --
     options = summary_dkv_options(D, DV, itemsize, memory)
-    BT, widths = options["BT"], summary_sides(D, DV)
+    BT, widths = options["BT"], summary_sides(D, DV, itemsize)
     seen = summary_runs.runs(
         rows, lse2.view(R, H, G)[:, :, 0], num_keys=B * M_c, tile_size=BT, G=G,
         share_bytes=4 * BT * sum(widths), itemsize=itemsize,

@@ -104,7 +104,7 @@ def attend_options(
 
     def size(BQ: int, BT: int, num_stages: int) -> int:
         """Bytes of queries, of keys and values, of clean values, of weights in fp32, and some."""
-        _, DT, DVT = tile_sides(BQ, D, DV)
+        DT, DVT = summary_sides(D, DV, itemsize, wide=0)
         weights = BQ * BT if itemsize == 4 else 0
         tiles = BQ * DT + num_stages * BT * (DT + DVT) + BT * DVT
         return (tiles + weights) * itemsize + 2048
@@ -148,7 +148,7 @@ def summary_dq_options(
     def size(BQ: int, BT: int, num_stages: int) -> int:
         """Bytes of queries with their gradients, of keys and values, of clean keys, of gradients of
         scores in fp32, and some."""
-        _, DT, DVT = tile_sides(BQ, D, DV)
+        DT, DVT = summary_sides(D, DV, itemsize, wide=0)
         gradients = BQ * BT if itemsize == 4 else 0
         tiles = (BQ + num_stages * BT) * (DT + DVT) + BT * DT
         return (tiles + gradients) * itemsize + 2048
@@ -162,10 +162,16 @@ def summary_dq_options(
     return {"BQ": BQ, "BT": BT, "threads": 2 * BQ, "num_stages": num_stages}
 
 
-def summary_sides(D: int, DV: int) -> tuple[int, int]:
-    """`DT, DVT` of the gradients of summaries. Where both together are wide, their weights are read
-    from shared memory by the products of a warp group, which want 64 columns."""
-    side = 16 if tile_rows(D) + tile_rows(DV) <= 256 else 64
+def summary_sides(D: int, DV: int, itemsize: int, *, wide: int = 256) -> tuple[int, int]:
+    """`DT, DVT` of the walks over summaries. Past `wide` numbers for both together, the weights are
+    read from shared memory by the products of a warp group, which want 64 columns.
+
+    fp32 asks for powers of two: with any other width, TileLang 0.1.15 begins the accumulators of
+    the first threads four places too early, or finds no layout.
+    """
+    if itemsize == 4:
+        return tuple(max(16, 1 << (n - 1).bit_length()) for n in (D, DV))
+    side = 16 if tile_rows(D) + tile_rows(DV) <= wide else 64
     return -(-D // side) * side, -(-DV // side) * side
 
 
@@ -174,7 +180,7 @@ def summary_dkv_options(
 ) -> dict[str, int]:
     """`BT, BR, threads, num_stages` of the gradients of summaries: those of a program, and queries
     of a step. Arguments as in `dq_options`."""
-    width = sum(summary_sides(D, DV))
+    width = sum(summary_sides(D, DV, itemsize))
 
     def size(BT: int, BR: int, num_stages: int) -> int:
         """Bytes of keys and values, of queries with their numbers, of clean ones, of weights that

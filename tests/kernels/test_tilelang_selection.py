@@ -122,6 +122,28 @@ def test_all_have_read_a_tile_before_it_is_overwritten(name: str, dtype: str) ->
     assert len(re.findall(BARRIER + r"\} else \{", source)) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("dkv", "odd"),
+        *(
+            pytest.param(name, shape, marks=pytest.mark.exhaustive)
+            for name in ("attend", "dq", "dkv")
+            for shape in ("odd", "80", "192 and 128", "256")
+        ),
+    ],
+)
+def test_a_threads_own_numbers_begin_where_its_array_does(name: str, shape: str) -> None:
+    """In fp32, and whatever the widths: with one of 48 or 192, the first threads once began four
+    numbers before it."""
+    source = cuda(name, SHAPES[shape], "float32", "sm_90")
+    arrays = re.findall(r"^\s+float (\w+)\[\d+\];", source, re.MULTILINE)
+    assert arrays
+    for array in arrays:
+        places = re.findall(rf"\b{array}(?: \+ |\[)(.*)", source)
+        assert not any(re.match(r"\(+int\)threadIdx", place) for place in places)
+
+
 @pytest.mark.parametrize("num_blocks", [1, 32, 1024, 2**15])
 def test_a_list_is_made_by_whole_warps(num_blocks: int) -> None:
     """Blocks in equal shares, of at most 32 up to the largest program."""
