@@ -463,6 +463,21 @@ def test_the_frame_in_the_cell_wants_a_stop_and_a_mask() -> None:
     assert judged(stop, mask)[1:] == ("a state in place of `o` and `lse`",)
 
 
+def test_infinity_without_its_module_is_told() -> None:
+    def bare(*arguments):
+        return inf  # noqa: F821
+
+    assert "`torch.inf`" in judge(KNOWN["attend_in_tiles"], bare).text
+
+
+def test_a_mask_of_another_shape_is_told_in_words() -> None:
+    e, store = KNOWN["tile_maximum"], "tl.store(Max + rows, scores_max"
+    if e.missing:
+        pytest.skip(e.missing[0])
+    wrong = cell("def tile_maximum").replace(store, f"{store}, mask=rows[:, None] < N")
+    assert "The shapes do not fit." in judge(e, in_a_cell(wrong)).text
+
+
 # -- the kernel --
 
 
