@@ -93,7 +93,7 @@ def _with_an_answer(is_seen: Callable) -> Callable:
             seen = is_seen(*arguments)
         except ValueError as error:
             if "Cannot use and / or / not" in str(error) and _is_right_on_numbers(is_seen):
-                raise ValueError(f"{error}. The logic is right") from error
+                raise ValueError("positions have no value yet, so no yes or no either") from error
             raise
         if seen is None:
             raise TypeError("is_seen returned None: does every branch have its `return`?")
@@ -136,10 +136,25 @@ _EXPLAINED = (
     ),
     (
         "shape check failed",
-        "`T.gemm(a, b, out)` multiplies rows of `a` by columns of `b`. The weights are `[G, BS]`, "
-        "the values `[BS, D]`, and `acc_o` is `[G, D]`. In which order do they fit, without a "
-        "transpose?",
+        "`T.gemm(a, b, out)` multiplies rows of `a` by columns of `b`. The weights are in `acc_s` "
+        "`[G, BS]` by now, the values are `[BS, D]`, and `acc_o` is `[G, D]`. Are these your three "
+        "tiles? In which order do they fit, without a transpose?",
     ),
+    (
+        "2D or higher-order tensor",
+        "`T.gemm` multiplies tiles with two axes, and one of yours has a single axis. Which tile "
+        "holds a weight for each head and each key?",
+    ),
+    (
+        "gemm() missing 1 required positional argument",
+        "`T.gemm(a, b, out)` adds the product to its third argument. Which tile collects the "
+        "weighted values?",
+    ),
+    (
+        "Buffer Lists is 2-dimensional",
+        "`Lists` is `[N, S]`. It takes two indices in one pair of brackets: `Lists[…, …]`.",
+    ),
+    ("attribute 'and_'", "TileLang joins two conditions with `T.And(a, b)`, with a capital A."),
     (
         "types.GenericAlias",
         "`list` is a type of Python's own. The kernel's argument is `Lists`, with a capital L.",
@@ -155,7 +170,9 @@ def _explained() -> Iterator[None]:
     """In place of some errors, one that says what to write."""
     try:
         yield
-    except (AssertionError, NameError, TypeError, ValueError) as error:
+    except (
+        AssertionError, AttributeError, IndexError, NameError, TypeError, ValueError,
+    ) as error:  # fmt: skip
         said = str(error)
         told = next((meaning for pattern, meaning in _EXPLAINED if pattern in said), None)
         if told is None:
@@ -420,8 +437,9 @@ The check compiles your kernel for the CPU, which takes a second or two.
         "name? And what does slot 1 name?",
         "The program is number `t`, so slot `slot` of its list is `Lists[t, slot]`. That is a "
         "block's number. The slices below want the position of a token.",
-        "Gap 1 compares the slot's number with 0. Gap 2 multiplies it by the tokens of a block. "
-        "Gap 3 is a `T.gemm` without a transpose: weights times values, added to `acc_o`.",
+        "Gap 1 compares the number in the slot with 0. Gap 2 multiplies this number by the tokens "
+        "of a block. Gap 3 is a `T.gemm` without a transpose: weights times values, added to "
+        "`acc_o`.",
     ),
     why="A list holds numbers of blocks, so one product finds the tokens, and everything behind "
     "that product is dense attention on one small tile.",
@@ -482,8 +500,9 @@ The check compiles your kernel for the CPU, which takes a second or two.
         Misconception(
             "loading a block for an empty slot",
             slip(_listed, "open"),
-            "−1 names no block. Its slice lies before the first token, so zeros are loaded. What "
-            "is exp of a score of 0, and where does it go?",
+            "Your `if` lets an empty slot through. (`slot` is never negative. The −1 stands in the "
+            "list.) Block −1 lies before the first token, so zeros are loaded. What is exp of a "
+            "score of 0, and where does it go?",
         ),
         Misconception(
             "taking block 0 for an empty slot",
@@ -610,7 +629,7 @@ each row to the fragment. With `clear`, it empties the fragment first.
         "One call of `T.reduce_max` along the keys, which are axis 1. Choose `clear` so that the "
         "call keeps the old value as a candidate, and leave out the `fill`.",
     ),
-    why="Measured from the largest score so far, every power of 2 is at most 1, so neither a "
+    why="Measured from the largest score so far, every power of e is at most 1, so neither a "
     "weight nor `scores_scale` can overflow, however far apart the blocks' scores lie.",
     solution=update_max,
     run=_run_with("update_max"),
@@ -625,8 +644,8 @@ each row to the fragment. With `clear`, it empties the fragment first.
         Misconception(
             "a maximum that is never below 0",
             _max_with_zero,
-            "It runs, and it does not overflow. But what is exp2 of a score of −200, measured "
-            "from 0? And of its row's sum?",
+            "It runs, and it does not overflow. But measured from 0, the weight of a score of "
+            "−200 is e^−200. What does fp32 make of it? And of its row's sum?",
         ),
         Misconception(
             "leaving the maximum where it starts",
@@ -637,8 +656,8 @@ each row to the fragment. With `clear`, it empties the fragment first.
         Misconception(
             "adding the scores up in place of their maximum",
             _sum_of_block,
-            "Two scores of −200 add up to −400. Measured from there, what is exp2 of either? "
-            "Which other `reduce` of `T` keeps the larger one?",
+            "Two scores of −200 add up to −400. Measured from there, each has the weight "
+            "e^200. Which other `reduce` of `T` keeps the larger one?",
         ),
         Misconception(
             "keeping the first block's maximum",
@@ -666,7 +685,7 @@ each row to the fragment. With `clear`, it empties the fragment first.
         Misconception(
             "taking the largest magnitude for the maximum",
             _largest_magnitude,
-            "exp2 overflows on one side only. Measured from +60, what is left of a row whose "
+            "Powers of e overflow on one side only. Measured from +60, what is left of a row whose "
             "scores are all −60?",
         ),
         Misconception(
@@ -751,12 +770,13 @@ then, not yet numbers. Python's `and` cannot join two comparisons of names, but 
     minutes=5,
     difficulty=2,
     hints=(
-        "Take 6 keys in blocks of 4. Which positions has block 1? Which of them hold a key, and "
-        "what does the draft say of the others?",
+        "Take 6 keys in blocks of 4. Which positions has block 1? Which of these positions hold "
+        "a key? What does the draft say of those that hold none?",
         "Two questions are asked of each key: does it exist, and may this query see it? One of "
         "them is asked always, the other one only where `causal` is set.",
         "`causal` is a Python bool, so an ordinary `if` may choose between two conditions. One is "
-        "a comparison of `key` with `num_keys`; the other joins it with that of `query` and `key`.",
+        "a comparison of `key` with `num_keys`; the other joins it with that of `query` and `key`. "
+        "(The check lets you leave the first out where causal: the diagonal hides the end there.)",
     ),
     why="A key that does not exist was loaded as zeros and scores 0, which is a score like any "
     "other, so the end has to be said of each key, and not of a whole block.",
@@ -1295,7 +1315,7 @@ def with_mistake(name: str, key_scores: list[float], ids: list[int]) -> str:
     found = draft.run(q, k, v, lists, **options, **pieces)
     right = ops.selected_attention(q, k, v, lists, **options)
     found, right = ([round(x, 3) for x in o[0, 0, 0].tolist()] for o in (found, right))
-    return f"draft {found}, right {right}"
+    return f"draft {found}, should be {right}"
 
 
 # -- two slips at once --
@@ -1489,7 +1509,7 @@ PREDICTIONS = (
             ),
             (
                 lambda guess: 87.5 <= float(guess) < 88.8,
-                "e^88 itself still fits. But the output adds up two weighted values.",
+                "e^88 itself still fits.",
             ),
             (lambda guess: 88.8 <= float(guess) < 90, "e^89 is more than 3.4e38 already."),
             (38, "That would be powers of 10. The weights are powers of e."),
@@ -1519,8 +1539,8 @@ PREDICTIONS = (
         "compute.",
         (
             (0, "Six programs fit with none and with one. But with none, each copy is waited for."),
-            (2, "That hides more latency within a program, but only 3 programs fit on an SM."),
-            (3, "That hides most latency within a program, but only 2 programs fit on an SM."),
+            (2, "That hides more waiting within a program, but only 3 programs fit on an SM."),
+            (3, "That hides most waiting within a program, but only 2 programs fit on an SM."),
         ),
         choices=(0, 1, 2, 3),
     ),
