@@ -114,8 +114,8 @@ MEANINGS = (
     ),
     (
         r"only integer tensors of a single element|got a tuple of \d+ tensors",
-        "A tensor meets a tuple here, or is an index into a list. Does a function return two "
-        "things? Then take both: `o, lse = ...`.",
+        "A tensor is an index into a Python list here: `torch.tensor(numbers)[index]` can do it. "
+        "Or a tensor meets a tuple. Does a function return two things? Take both: `o, lse = ...`.",
     ),
     (
         r"only one element tensors|cannot be converted to (Scalar|an index)",
@@ -136,8 +136,8 @@ MEANINGS = (
     (r"return_types", "There, `x.max(1)` gives numbers and places. `x.amax(1)`: the numbers."),
     (r"^NameError: name 'inf'", "Here infinity is called `torch.inf`."),
     (r"^NameError", "Is the name spelled as where you set it, and was that cell run?"),
-    (r"^AttributeError: module", "The library has no function of that name. Is it spelled right?"),
-    (r"^AttributeError: 'Tensor'", "A tensor has nothing of that name. Is the name spelled right?"),
+    (r"^AttributeError.* Did you mean", ""),
+    (r"^AttributeError: (module|'Tensor')", "It has nothing of that name. Is it spelled right?"),
     (r"tuple of ints, ?but got float", "Sizes are whole, and `/` makes a float: take `//`."),
     (r"^AttributeError", "This value is of another kind than the line expects. Print its `type`."),
     (_WRONG_CALL, "Count the arguments."),

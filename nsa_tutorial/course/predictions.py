@@ -188,7 +188,9 @@ def _distance(guess: object, answer: object, asked: Prediction) -> str:
     """How far a guess is off, in words; empty where there is no more to say than that it is."""
     x, y = _number(guess, asked.unit), _number(answer, asked.unit)
     if y is None or isinstance(answer, str) or asked.choices:
-        return "exactly right" if _chosen(guess, answer, asked) else ""
+        if _chosen(guess, answer, asked):
+            return "exactly right"
+        return "right" if _is_nearest(x, y, asked) else ""
     if x is None:
         return "a number was asked for"
     if not (isinstance(x, Fraction) and isinstance(y, Fraction)):
@@ -202,11 +204,13 @@ def _distance(guess: object, answer: object, asked: Prediction) -> str:
         return "off by one"
     if y == 0 or x == 0:
         return ""
+    is_count = not asked.unit and _is_count(x) and _is_count(y)
+    if x == 1 and is_count:
+        return ""  # "14 times too small" repeats the answer
     if x == -y:
         return "the sign is the other way round"
     if x * y < 0:
         return "of the other sign"
-    is_count = not asked.unit and _is_count(x) and _is_count(y)
     if is_count and x < 2 * y and y < 2 * x and abs(x / y - 1) > _NEAR:
         return f"your guess is {abs(x - y)} too {'large' if x > y else 'small'}"
     return _ratio(x / y, x - y if asked.unit == "%" else None)
@@ -258,6 +262,14 @@ def _chosen(guess: object, choice: object, asked: Prediction) -> bool:
     """Whether a guess is this choice, which may be a number written as text."""
     x, y = _number(guess, asked.unit), _number(choice, asked.unit)
     return _equal(guess, choice) or (x is not None and x == y)
+
+
+def _is_nearest(x: object, y: object, asked: Prediction) -> bool:
+    """Whether no other choice is nearer to the answer."""
+    choices = [_number(choice, asked.unit) for choice in asked.choices]
+    if not all(isinstance(number, Fraction) for number in (x, y, *choices)):
+        return False
+    return all(abs(x - y) <= abs(choice - y) for choice in choices)
 
 
 def _is_choice(guess: object, asked: Prediction) -> bool:

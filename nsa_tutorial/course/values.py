@@ -129,6 +129,8 @@ def differences(
     except (TypeError, ValueError, OverflowError):
         if type(got) is type(expected):
             return (_both(got, expected),)
+        if isinstance(got, list) and getattr(expected, "ndim", 0) == 1:
+            return ("Got a list of lists, expected one flat list.",)
         kinds = f"Got {_kind(got)}, expected {type(expected).__name__}."
         is_readable = is_short(got) and is_short(expected)
         return (kinds, _both(got, expected)) if is_readable else (kinds,)
@@ -166,7 +168,9 @@ def _of_lists(
     got: tuple | list, expected: tuple | list, names: tuple[str, ...]
 ) -> tuple[Part, ...]:
     counts = (
-        (f"Got {len(got)} values, expected {len(expected)}.",) if len(got) != len(expected) else ()
+        (f"Got {len(got)} value{'s' * (len(got) != 1)}, expected {len(expected)}.",)
+        if len(got) != len(expected)
+        else ()
     )
     if is_short(got) and is_short(expected):
         return *counts, _both(got, expected)

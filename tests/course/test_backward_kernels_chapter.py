@@ -224,6 +224,36 @@ def as_tensors(lists, num_blocks):
     return torch.tensor(query), smaller.sum(1)
 
 
+def transposed(lists, num_blocks):
+    x, e = torch.where(lists < 0, num_blocks, lists).T.flatten().sort(stable=True)
+    bounds = torch.searchsorted(x, torch.arange(num_blocks + 1))
+    return (e // lists.shape[1])[: bounds[-1]], bounds
+
+
+def by_kv_heads(queries, step, head, H, G, BR):
+    rows = []
+    for i in range(step * BR, (step + 1) * BR):
+        query, g = divmod(i, H)
+        rows.append((queries[query] * H + head) * G + g if query < len(queries) else -1)
+    return rows
+
+
+def by_kv_heads_until_the_end(queries, step, head, H, G, BR):
+    pairs = [divmod(i, H) if i < len(queries) * G else None for i in range((step + 1) * BR)]
+    return [-1 if x is None else (queries[x[0]] * H + head) * G + x[1] for x in pairs[step * BR :]]
+
+
+def query_as_column(queries, step, head, H, G, BR):
+    rows = [(head * G + g) * H + q for q in queries for g in range(G)] + [-1] * BR
+    return rows[step * BR : (step + 1) * BR] + [-1] * max(0, (step + 1) * BR - len(rows))
+
+
+def from_a_whole_query(queries, step, head, H, G, BR):
+    rows = [(query * H + head) * G + g for query in queries for g in range(G)] + [-1] * 3 * BR
+    start = step * (BR // G) * G
+    return rows[start : start + BR]
+
+
 def first_heads(queries, step, head, H, G, BR):
     rows = [(query * H + head) * G for query in queries]
     return [rows[i] if i < len(rows) else -1 for i in range(step * BR, (step + 1) * BR)]
@@ -379,6 +409,14 @@ def as_a_list(start, BT, window_size, N):
     return list(range(start, min(start + BT + window_size - 1, N)))
 
 
+def as_a_range(start, BT, window_size, N):
+    return range(start, min(start + BT + window_size - 1, N))
+
+
+def where_it_ends(start, BT, window_size, N):
+    return min(start + BT + window_size - 1, N)
+
+
 def over_heads_alone(d_s, s, is_seen):
     return torch.where(is_seen, d_s * s, 0).sum(0)
 
@@ -402,6 +440,21 @@ def raced_as_stored(tensors, stores):
 def raced_stores(tensors, stores):
     never, raced = solutions.audit(tensors, stores)
     return never, [store for store in stores if store[1:] in raced]
+
+
+def pairs_in_stores(tensors, stores):
+    elements = [(name, i) for name, n in tensors for i in range(n)]
+    return [e for e in elements if e not in stores], solutions.audit(tensors, stores)[1]
+
+
+def pairs_counted(tensors, stores):
+    elements = [(name, i) for name, n in tensors for i in range(n)]
+    return [e for e in elements if e not in stores], [e for e in elements if stores.count(e) > 1]
+
+
+def every_racing_store(tensors, stores):
+    never, raced = solutions.audit(tensors, stores)
+    return never, [(name, i) for _, name, i in stores if (name, i) in raced]
 
 
 def no_races(tensors, stores):
@@ -488,6 +541,32 @@ ATTEMPTS = {
         {"the queries themselves in place of two numbers"},
     ),
     "keys kept": ("slot_gradient", over_heads_alone, {"a gradient for each key"}),
+    "transposed": ("inverse_list", transposed, {"flattening the lists slot by slot"}),
+    "by H": ("rows_of_step", by_kv_heads, {"dividing by the number of KV heads"}),
+    "by H, until the end": (
+        "rows_of_step",
+        by_kv_heads_until_the_end,
+        {"dividing by the number of KV heads"},
+    ),
+    "query last": ("rows_of_step", query_as_column, {"letting the query move by one row"}),
+    "from a whole query": (
+        "rows_of_step",
+        from_a_whole_query,
+        {"starting each step with a whole query"},
+    ),
+    "a range": (
+        "window_queries",
+        as_a_range,
+        {"the queries themselves in place of two numbers"},
+    ),
+    "the end": ("window_queries", where_it_ends, {"returning the end alone"}),
+    "pairs": ("audit", pairs_in_stores, {"looking for pairs among triples"}),
+    "pairs counted": ("audit", pairs_counted, {"looking for pairs among triples"}),
+    "each store": (
+        "audit",
+        every_racing_store,
+        {"an element once for each of its stores"},
+    ),
     "slot by slot": ("inverse_list", slot_by_slot, {"flattening the lists slot by slot"}),
     "[H, R, G, D]": (
         "rows_of_step",
@@ -583,6 +662,16 @@ def test_a_readers_mistake_is_named(name: str, attempt: Callable, named: set[str
 )
 def test_another_way_is_right_too(name: str, attempt: Callable) -> None:
     assert judge(KNOWN[name], attempt).outcome == "right"
+
+
+def test_nested_lists_are_told_apart_from_a_flat_one() -> None:
+    told = judge(KNOWN["inverse_list"], kept_nested).text
+    assert "a list of lists, expected one flat list" in told
+
+
+def test_an_index_into_a_python_list_is_explained() -> None:
+    told = judge(KNOWN["rows_of_step"], lambda queries, *_: queries[torch.arange(2)]).text
+    assert "torch.tensor(numbers)[index]" in told
 
 
 def test_an_einsum_without_letters_for_the_mask_is_explained() -> None:

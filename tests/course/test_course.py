@@ -79,7 +79,7 @@ def test_lists_of_another_length_are_shown_where_they_are_short() -> None:
     nested = difference(torch.tensor([[0, 2]]), [[0, 2]])
     assert nested.startswith("Got type Tensor, expected list.\n")
     assert difference(torch.tensor([0, 2]), [0, 3]) == "got      [0, 2]\nexpected [0, 3]"
-    assert difference([torch.zeros(2)], [torch.zeros(2)] * 2) == "Got 1 values, expected 2."
+    assert difference([torch.zeros(2)], [torch.zeros(2)] * 2) == "Got 1 value, expected 2."
 
 
 def test_the_rows_of_a_matrix_stand_below_one_another() -> None:

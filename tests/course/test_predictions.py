@@ -274,6 +274,16 @@ def test_of_a_choice_nothing_is_far_or_near() -> None:
     assert "exactly right" in told("1", 1, "choice")
 
 
+def test_the_choice_nearest_to_the_answer_is_right() -> None:
+    """Choices are round numbers, and what is measured is not."""
+    assert "You said 1, and it is 1.2: right." in told(1, 1.2, "choice")
+    assert told(2, 1.2, "choice") == "→ choice: You said 2, it is 1.2. Because."
+
+
+def test_a_guess_of_one_is_not_told_the_answer_as_a_ratio() -> None:
+    assert "You said 1, it is 14. " in told(1, 14, "share")
+
+
 def test_what_is_none_of_the_choices_is_not_kept() -> None:
     """Neither in place of no guess, nor in place of an earlier one."""
     said = "○ choice: not noted, atomics. It is none of the choices: 0, 1, 2. You may guess again."

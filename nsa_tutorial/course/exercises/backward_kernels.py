@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
-from nsa_tutorial.course.mistakes import slip, together
+from nsa_tutorial.course.mistakes import Wrong, slip, together
 
 Slips = frozenset[str]
 Element = tuple[str, int]
@@ -64,7 +64,7 @@ def _inverse(slips: Slips, lists: Tensor, num_blocks: int) -> tuple[list, list] 
     queries = entry if "entries" in slips else entry % S if "slots" in slips else entry // S
     if "by queries" in slips:
         queries = entry // len(lists)
-    if "by slot" in slips:
+    if "by slot" in slips and "places by query" not in slips:
         queries = entry % len(lists)
     if "blocks" in slips:
         queries = by_block[:end]
@@ -202,6 +202,12 @@ _INVERSE_MISTAKES = (
         "order do the queries of a block have to stand?",
     ),
     Misconception(
+        "flattening the lists slot by slot",
+        Wrong(_inverse, frozenset({"by slot", "places by query"})),
+        "After `.T`, the slots 0 of all queries come first. Which query does place 1 belong to "
+        "now? And in which order would a block's queries come?",
+    ),
+    Misconception(
         "taking block 0 for an empty slot",
         slip(_inverse, "no block 0"),
         "An empty slot is -1, and blocks are numbered from 0. Which queries list block 0?",
@@ -225,7 +231,7 @@ _NOT_NESTED = ("ends", "in front", "empty kept", "no end, cut")
 _INVERSE = Exercise(
     name="inverse_list",
     statement="""
-`lists` is a tensor `[N, S]`: `S` block ids for each query, or -1 for an empty slot. Return
+`lists` is a tensor `[R, S]`: `S` block ids for each of `R` queries, or -1 for an empty slot. Return
 `(queries, bounds)`, two flat tensors or Python lists.
 
 - `queries` has the queries that list block 0, then those that list block 1, and so on. The queries
@@ -260,6 +266,11 @@ are fine, too.
         {"exchanged", "nested alone"},
         _PLACES,
         *({"by slot", other} for other in (*_PLACES, "backwards", "unsorted", "dropped")),
+        *(
+            {"places by query", *m.wrong.slips}
+            for m in _INVERSE_MISTAKES
+            if "by slot" not in m.wrong.slips
+        ),
         {"counts", "ends", "no beginning", "no end", "no end, cut", "listed only", "nested alone"},
         *({nested, other} for nested in ("nested", "nested alone") for other in _NOT_NESTED),
         {"nested", "nested alone"},
@@ -312,6 +323,10 @@ def _step(
     if "no end" in slips:
         rows = range(step * BR, (step + 1) * BR)
         return [(queries[i // G] * H + head) * G + i % G for i in rows]
+    if slips & {"by KV heads", "by KV heads, cut"}:
+        rows = range(step * BR, (step + 1) * BR)
+        end = len(queries) * (H if "by KV heads, cut" in slips else G)
+        return [(queries[i // H] * H + head) * G + i % H if i < end else -1 for i in rows]
     num_heads = 1 if "one head" in slips else H * G if "all groups" in slips else G
     index = step * BR + torch.arange(BR)
     if "first step" in slips:
@@ -320,6 +335,8 @@ def _step(
         index = step + torch.arange(BR)
     if slips & {"whole queries", "whole queries, short"}:
         index = step * (BR // num_heads) * num_heads + torch.arange(BR // num_heads * num_heads)
+    if "from a whole query" in slips:
+        index = step * (BR // G) * G + torch.arange(BR)
     entry, member = index // num_heads, index % num_heads
     if "heads outside, in step" in slips:
         index, n = torch.arange(BR), max(BR // num_heads, 1)
@@ -341,6 +358,8 @@ def _step(
         row = (query + head) * G + member
     if "interleaved" in slips:
         row = (query * G + member) * H + head
+    if "query last" in slips:
+        row = (head * G + member) * H + query
     if "brackets" in slips:
         row = query * H + head * G + member
     if "heads before queries" in slips:
@@ -460,6 +479,27 @@ _STEP_MISTAKES = (
         for name in ("whole queries", "whole queries, short")
     ),
     Misconception(
+        "starting each step with a whole query",
+        slip(_step, "from a whole query"),
+        "With groups of 3 and 4 rows a step, step 0 has loaded row 3. Where does your step 1 "
+        "begin?",
+    ),
+    *(
+        Misconception(
+            "dividing by the number of KV heads",
+            slip(_step, name),
+            "In the chunk, each query has the `G` rows of one group. By which number do you "
+            "divide to find the query?",
+        )
+        for name in ("by KV heads", "by KV heads, cut")
+    ),
+    Misconception(
+        "letting the query move by one row",
+        slip(_step, "query last"),
+        "In Q `[R, H, G, D]` the heads of one query lie side by side. How many rows is it from "
+        "one query to the next?",
+    ),
+    Misconception(
         "counting a step in queries",
         slip(_step, "step of queries"),
         "A step has `BR` *rows*. How many queries is that, with `G` heads each?",
@@ -478,6 +518,7 @@ _STEP_MISTAKES = (
 
 _WHOLE = ("whole queries", "whole queries, short")
 _OUTSIDE = ("heads outside", "heads outside, in step")
+_BY_ITSELF = ("no end", "from a whole query", "by KV heads", "by KV heads, cut", "query last")
 
 _STEP = Exercise(
     name="rows_of_step",
@@ -510,7 +551,12 @@ Past the end of the chunk, return -1.
     misconceptions=_STEP_MISTAKES,
     combine=together(
         _STEP_MISTAKES,
-        *({"no end", *m.wrong.slips} for m in _STEP_MISTAKES if m.wrong.slips != {"no end"}),
+        *(
+            {alone, *m.wrong.slips}
+            for alone in _BY_ITSELF
+            for m in _STEP_MISTAKES
+            if m.wrong.slips != {alone}
+        ),
         {"one head", "all groups", *_OUTSIDE},
         {"first step", "step of queries", "by one row", "heads outside, in step", *_WHOLE},
         *({whole, "all groups"} for whole in _WHOLE),
@@ -652,10 +698,9 @@ queries are no chunk. Return the lengths, the shorter ones first.
         "Take 11 queries and a length of 4. How many chunks of at least 4 are there? Then ask the "
         "same of 3 queries, and of none.",
         "The number of chunks is `count // length`, but one for a short list, and none for an "
-        "empty one. Now let chunk `i` of `n` begin at `count * i // n`. Where do the two chunks of "
-        "11 queries begin?",
-        "They begin at 0 and 5. A chunk ends where the next one begins, and the last one at "
-        "`count`. The differences are the lengths: 5 and 6. Sort them.",
+        "empty one. 11 queries make chunks of 5 and 6. Which chunks get one query more?",
+        "Let chunk `i` of `n` begin at `count * i // n`. It ends where the next one begins, and "
+        "the last one at `count`. The differences are the lengths. Sort them.",
     ),
     why="The longest chunk decides when the kernel is done. Every chunk of a list that is cut has "
     "less than twice `length` queries, so none keeps the others waiting for long.",
@@ -696,7 +741,9 @@ def window_queries(start: int, BT: int, window_size: int, N: int) -> tuple[int, 
     return start, min(last_key + window_size, N)
 
 
-def _window(slips: Slips, start: int, BT: int, window_size: int, N: int) -> tuple[int, int]:
+def _window(
+    slips: Slips, start: int, BT: int, window_size: int, N: int
+) -> tuple[int, ...] | range | int:
     """`window_queries` with slips."""
     first, last_key = start, start + BT - 1
     if "keys" in slips:
@@ -718,6 +765,10 @@ def _window(slips: Slips, start: int, BT: int, window_size: int, N: int) -> tupl
     end -= "inclusive" in slips
     if "all queries" in slips:
         return tuple(range(first, end))
+    if "as a range" in slips:
+        return range(first, end)
+    if "end alone" in slips:
+        return end
     return (end, first) if "exchanged" in slips else (first, end)
 
 
@@ -749,10 +800,18 @@ _WINDOW_MISTAKES = (
         "So it is without a window. Query `t` sees the keys from `t - window_size + 1` on. Which "
         "is the last query that sees the tile's last key?",
     ),
+    *(
+        Misconception(
+            "the queries themselves in place of two numbers",
+            slip(_window, name),
+            "The queries stand side by side. Which two numbers does a `range` of them need?",
+        )
+        for name in ("all queries", "as a range")
+    ),
     Misconception(
-        "the queries themselves in place of two numbers",
-        slip(_window, "all queries"),
-        "The queries stand side by side. Which two numbers would a `range` of them need?",
+        "returning the end alone",
+        slip(_window, "end alone"),
+        "The end is right. With which query does the walk begin?",
     ),
     Misconception(
         "one query too few",
@@ -817,9 +876,10 @@ see at least one of the program's keys. There are `N` queries, 0 to `N - 1`.
         _WINDOW_MISTAKES,
         {"first key", "own tile", "keys", "in turn"},
         *(
-            {"all queries", *m.wrong.slips}
+            {alone, *m.wrong.slips}
+            for alone in ("all queries", "as a range", "end alone")
             for m in _WINDOW_MISTAKES
-            if m.wrong.slips != {"all queries"}
+            if m.wrong.slips != {alone}
         ),
         *(
             {"no window", *m.wrong.slips}
@@ -904,6 +964,11 @@ def _audit(
         ]  # fmt: skip
     if "as stored" in slips:
         raced = sorted(raced, key=[(name, i) for _, name, i in stores].index)
+    if slips & {"pairs in triples", "pairs in triples, twice"}:
+        never = list(counted)
+        raced = [] if "pairs in triples, twice" in slips else raced
+    if "each store" in slips:
+        raced = [(name, i) for _, name, i in stores if (name, i) in raced]
     if "sorted" in slips:
         never, raced = sorted(never), sorted(raced)
     if "triples" in slips:
@@ -939,6 +1004,20 @@ _AUDIT_MISTAKES = (
         slip(_audit, "nothing"),
         "Begin with the elements that nobody stores. Which elements are there, and which of them "
         "occur in `stores`?",
+    ),
+    *(
+        Misconception(
+            "looking for pairs among triples",
+            slip(_audit, name),
+            "`stores` holds `(program, name, offset)`, so a pair `(name, offset)` is never in it. "
+            "Which part of a store do you compare?",
+        )
+        for name in ("pairs in triples", "pairs in triples, twice")
+    ),
+    Misconception(
+        "an element once for each of its stores",
+        slip(_audit, "each store"),
+        "A place that two programs store to is one element. How do you name it once?",
     ),
     Misconception(
         "looking for three programs",
@@ -1023,7 +1102,12 @@ elements that nobody stores. `raced` has those that more than one program stores
     misconceptions=_AUDIT_MISTAKES,
     combine=together(
         _AUDIT_MISTAKES,
-        *({"nothing", *m.wrong.slips} for m in _AUDIT_MISTAKES if m.name != "reporting nothing"),
+        *(
+            {alone, *m.wrong.slips}
+            for alone in ("nothing", "pairs in triples", "pairs in triples, twice", "each store")
+            for m in _AUDIT_MISTAKES
+            if m.wrong.slips != {alone}
+        ),
         {"no race", "stores", "three", "all stored", "neighbours"},
         {"none missing", "stored tensors", "untouched tensors"},
         {"sorted", "as stored", "triples", "names"},
@@ -1446,12 +1530,12 @@ PREDICTIONS = (
         "528 programs run at a time, each with one slot of 528 neighbouring queries: how many of "
         "them add to the busiest of 64 blocks, on average over time, with trained lists: 8, 60, "
         "180 or 528?",
-        "Every list begins with block 0, so in slot 0 all 528 programs meet. In later slots, "
-        "neighbours still agree in many blocks.",
+        "Lists ascend, so the same slot holds similar blocks, and neighbours agree besides. In "
+        "slot 0, all 528 programs meet: every list begins with block 0.",
         (
             (8, "8 would be an even spread over 64 blocks. Do neighbours list different blocks?"),
-            (60, "60 would be seven times an even spread. Neighbours agree more than that."),
-            (528, "528 is right for slot 0: every list begins with block 0. Later slots differ."),
+            (60, "60 would be seven times an even spread. But lists have an order."),
+            (528, "528 is right for slot 0 alone."),
         ),
         choices=(8, 60, 180, 528),
         tolerance=0.03,
@@ -1486,8 +1570,7 @@ PREDICTIONS = (
             (25, "That is chance."),
             (
                 lambda guess: guess > 25,
-                "Under gentle attention most queries learn to, about two thirds. Peaked attention "
-                "is another matter.",
+                "That would fit gentle attention.",
             ),
         ),
         unit="%",

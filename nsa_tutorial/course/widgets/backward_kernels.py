@@ -142,13 +142,19 @@ CHUNK_ROWS = tuple(2**power for power in (10, 12, 14, 16))
 BLOCK, WIDTH = 64, 128  # of the benchmark
 AT_ONCE = 132 * 4  # programs that run at a time: 4 on each multiprocessor of an H200
 NO_BLOCK = "random, none forced"
+SHUFFLED = "random, shuffled slots"
 LISTS = (NO_BLOCK, *drawing.DRIFTS)
 
 
 @functools.lru_cache(maxsize=64)
 def lists(kind: str, tokens: int, slots: int) -> Tensor:
     """Lists of one KV head, `[tokens, 1, slots]` int32: those of the benchmark, which force the
-    first block, the own one and the one before it; or random ones without any of that."""
+    first block, the own one and the one before it; or random ones without any of that. Those of
+    `SHUFFLED` do not ascend."""
+    if kind == SHUFFLED:
+        ascending = lists(NO_BLOCK, tokens, slots)
+        order = torch.rand(ascending.shape, generator=torch.Generator().manual_seed(0)).argsort(-1)
+        return ascending.gather(-1, order)
     if kind != NO_BLOCK:
         return drawing.draw(kind, tokens, 1, BLOCK, slots, "cpu")[0]
     generator, block = torch.Generator().manual_seed(0), torch.arange(tokens // BLOCK)
@@ -268,8 +274,8 @@ def draw_contention(
         _draw_pair(sheet.chart(place, (0, max(values)), (2, 0)), values, names)
         sheet.text(5.1, place.top - 0.14, title)
     told = (
-        f"On average, {c.busiest:.0f} of {AT_ONCE} programs add to one block by atomics; in "
-        "chunks, each sum has one owner"
+        f"On average, {c.busiest:.0f} of {AT_ONCE} programs add to the busiest block by atomics; "
+        "in chunks, each sum has one owner"
     )
     return Picture(sheet.figure, told)
 
