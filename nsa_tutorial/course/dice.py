@@ -108,4 +108,5 @@ def draw(late: Run, early: Run) -> Picture:
     axis.set_yticks([0, 25, 50, 75, 100])
     axis.set_xlabel("steps of training", fontsize=9)
     axis.set_ylabel("next rolls guessed right, %", fontsize=9)
-    return Picture(figure, "A mask that comes too late lets a model foretell fair dice")
+    finding = f"{late.right:.0%} with the mask after the softmax, {early.right:.0%} with it before"
+    return Picture(figure, f"Next rolls guessed right: {finding}")

@@ -58,6 +58,8 @@ _LAYOUTS = {
     "positions first": "bihd,bjhd->bihj",
     "keys first": "bihd,bjhd->bhji",
     "summed heads": "bihd,bjhd->bij",
+    "heads first in q": "bhid,bjhd->bhij",
+    "two widths": "bihd,bjhe->bhij",
 }
 
 
@@ -174,6 +176,18 @@ _SCORES_MISTAKES = (
         "are you missing?",
     ),
     Misconception(
+        "letters for `q` that put the heads before the positions",
+        slip(_scores, "heads first in q"),
+        "`q` is [B, N, HQ, D]: its second axis is the positions. Which letter stands second in "
+        "yours, and which in `k`'s?",
+    ),
+    Misconception(
+        "a letter of its own for each width",
+        slip(_scores, "two widths"),
+        "Two letters are summed apart, so no number of `q` meets its partner in `k`. Which axis "
+        "do `q` and `k` share in a dot product?",
+    ),
+    Misconception(
         "a matrix product of heads with heads",
         slip(_scores, "heads with heads"),
         "Heads met heads here. In `q` the axes are batch, position, head and width, and the "
@@ -217,15 +231,16 @@ Complete `scaled_scores(q, k)`: the score of every query with every key, per bat
 - `q` is `[B, N, HQ, D]`, `k` is `[B, M, HQ, D]`; return `[B, HQ, N, M]`.
 - No mask, no softmax: only the scores.
 """,
-    minutes=4,
+    minutes=5,
     difficulty=1,
     hints=(
-        "Look at the table of spreads in “Why the scores are divided by √D”. Which of its columns "
-        "stays at 1 for every width?",
-        "Two steps: all dot products, then one factor on all of them. The factor depends on a "
-        "single entry of `q.shape`. Which?",
-        "“Many sentences, many heads” writes the letters of the other einsum. In yours, "
-        "`d` is summed, while `i` and `j` both stay. Then undo the growth of the spread.",
+        "Two steps: all dot products, then one factor on all of them. For the first, write one "
+        "letter below each axis of `q`, of `k` and of the result. Which letter is in both inputs "
+        "and not in the result?",
+        "The width `d` is summed, while both positions, `i` and `j`, stay: `q` is `bihd`. Which "
+        "letters has `k`, and which the result?",
+        "Now the factor. In the table of spreads in “Why the scores are divided by √D”, one column "
+        "stays at 1 for every width. Which entry of `q.shape` does your factor need?",
     ),
     why="A dot product of D independent products has the spread √D, and divided by it every head "
     "starts with scores of the same size, however wide it is.",
@@ -272,6 +287,7 @@ _MASKS = {
     "own hidden": lambda N, M: M - N - 1,
     "one ahead": lambda N, M: M - N + 1,
     "no mask": lambda N, M: M,
+    "sign turned": lambda N, M: N - M,
 }
 
 
@@ -279,6 +295,8 @@ def _visible(scores: Tensor, slips: Slips = frozenset()) -> Tensor:
     N, M = scores.shape
     if "row with row" in slips:
         return torch.arange(M) <= torch.arange(M - N, M)
+    if "column with column" in slips:
+        return torch.arange(M)[:, None] <= torch.arange(M - N, M)[None]
     last = M - N
     for name in slips & _MASKS.keys():
         last = _MASKS[name](N, M)
@@ -404,6 +422,18 @@ _WEIGHTS_MISTAKES = (
         "position does row i stand?",
     ),
     Misconception(
+        "an offset of N − M where M − N is meant",
+        slip(_weights, "sign turned"),
+        "Your comparison is right, your offset is not. N − M is negative when N < M, so the first "
+        "rows see nothing. At which position does row 0 stand?",
+    ),
+    Misconception(
+        "keys as rows and queries as columns",
+        slip(_weights, "column with column"),
+        "Here the keys run down and the queries run across. Row = who asks, column = who is asked. "
+        "Which of your two `arange`s becomes the column, by `[:, None]`?",
+    ),
+    Misconception(
         "hiding a query's own position",
         slip(_weights, "own hidden"),
         "A query may see itself. Without that, the very first row sees nothing. Is your "
@@ -436,7 +466,8 @@ _WEIGHTS_MISTAKES = (
     Misconception(
         "showing every query every key",
         slip(_weights, "no mask"),
-        "Nothing is hidden: early positions read what comes after them. Which keys may row 0 see?",
+        "Nothing is hidden: row 0 reads what comes after it. `masked_fill` returns a new tensor "
+        "and leaves `scores` alone. Who keeps what it returns?",
     ),
     Misconception(
         "the masked scores where the weights are asked for",
@@ -459,7 +490,7 @@ position after its own.
 - Build the mask yourself, without `da.causal_mask`. You may use `torch.softmax`. (`torch.arange`
   counts positions, and a column `[N, 1]` compared with a row `[1, M]` gives a table `[N, M]`.)
 """,
-    minutes=7,
+    minutes=8,
     difficulty=2,
     hints=(
         "Take two queries and five positions. At which positions do the two queries stand, and "
@@ -490,7 +521,7 @@ position after its own.
     misconceptions=_WEIGHTS_MISTAKES,
     combine=together(
         _WEIGHTS_MISTAKES,
-        {*_MASKS, "inverted", "row with row"},
+        {*_MASKS, "inverted", "row with row", "column with column"},
         {
             "after",
             "renormalised",
@@ -546,6 +577,7 @@ def _finds_a_leak(slips: Slips, weigh: Callable) -> bool:
         changed[:, :-1], changed[1:] = False, False
     loudness = 4.0 if "small" in slips else 200.0 if "two hundred" in slips else 1e6
     calm, loud = weigh(scores), weigh(scores.masked_fill(changed, loudness))
+    calm = loud if "one table" in slips else calm
     tables = (calm,) if "once" in slips else (calm, loud)
     if "hidden weights" in slips:
         return any(bool((w[hidden] != 0).any()) for w in tables)
@@ -574,7 +606,7 @@ LEAKS = Exercise(
   is there.
 - Some functions hide more keys than they must. That is no leak.
 """,
-    minutes=8,
+    minutes=10,
     difficulty=2,
     hints=(
         "Nothing in one table of weights tells where it came from. So call `weigh` twice. In what "
@@ -608,6 +640,14 @@ LEAKS = Exercise(
             "sum that all other weights were divided by. Which weights must stay the same?",
             ("hidden weights", "once"),
             ("hidden weights",),
+        ),
+        *_finds(
+            "two names for one table",
+            "Both calls of `weigh` saw the same scores. `t = s` makes a second name, not a copy: "
+            "what you write into `t` stands in `s`, too. Which method makes a copy?",
+            ("one table",),
+            ("one table", "first row"),
+            ("one table", "two hundred"),
         ),
         *_finds(
             "a look at the sums of the rows",
@@ -722,7 +762,8 @@ def _cost(slips: Slips, N: int, M: int, D: int, DV: int, itemsize: int) -> objec
     v = M * (D if slips & {"v and o like q", "v like k"} else DV)
     if "v per query" in slips:
         v = N * DV
-    o = N * (D if slips & {"v and o like q", "o like q"} else DV) * ("no output" not in slips)
+    rows = M if "o per key" in slips else N
+    o = rows * (D if slips & {"v and o like q", "o like q"} else DV) * ("no output" not in slips)
     q, k = N * D * ("no q" not in slips), M * D * ("no k" not in slips)
     v *= "no v" not in slips
     vectors = 0 if "tables alone" in slips else q + k + v + o
@@ -940,6 +981,11 @@ _COST_MISTAKES = (
         "Values come with the keys, one for each of the M positions. Which of v and o has N rows?",
     ),
     Misconception(
+        "as many outputs as keys",
+        slip(_cost, "o per key"),
+        "Every query gets one output, however many keys it asks. Which of v and o has N rows?",
+    ),
+    Misconception(
         "leaving the score matrix out of the bytes",
         slip(_cost, "no tables"),
         "Inputs and output are not all that moves. Through what do three separate steps hand on "
@@ -977,7 +1023,7 @@ writes its result back.
   `k`, `v`, scores, weights and output. All have elements of `itemsize` bytes. The mask costs
   nothing.
 """,
-    minutes=7,
+    minutes=8,
     difficulty=2,
     hints=(
         "Draw the three steps as boxes. Which tensors go into each, which one comes out, and what "
@@ -1003,11 +1049,12 @@ writes its result back.
         {*_FLOPS, "D for DV"},
         {*_TABLES, "reads alone", "writes alone", "first step", "everything twice"},
         {"first step", "v and o like q", "v like k", "o like q", "v per query", "no v"},
-        {"first step", "no output", "tables alone"},
+        {"first step", "no output", "tables alone", "o per key"},
         {"everything twice", "tables alone", "no q", "no k", "no v", "no output"},
         {"bytes alone", *_FLOPS, "D for DV", "operations of bytes"},
         {"v and o like q", "v like k", "v per query", "D for DV", "tables alone", "no v"},
         {"v and o like q", "o like q", "D for DV", "tables alone", "reads alone", "no output"},
+        {"o per key", "reads alone"},
         *({name, "tables alone"} for name in ("no q", "no k")),
         *({"writes alone", f"no {name}"} for name in "qkv"),
         {"writes alone", "v and o like q", "v like k", "v per query", "D for DV", "tables alone"},
@@ -1072,6 +1119,8 @@ def _wrong_softmax(
     row = tl.program_id(0)
     key = tl.arange(0, BM)
     last = row if LINED_UP == "first keys" else M - N + row
+    if LINED_UP == "sign turned":
+        last = N - M + row
     if LINED_UP == "own hidden":
         last = last - 1
     if LINED_UP == "one ahead":
@@ -1088,6 +1137,8 @@ def _wrong_softmax(
         s = tl.load(S + start + key, mask=visible, other=float("-inf"))
     if SHIFT == "no maximum":
         e = tl.exp(s)
+    elif SHIFT == "outside":
+        e = tl.exp(s) - tl.max(s, axis=0)
     elif SHIFT == "base two":
         e = tl.exp2(s - tl.max(s, axis=0))
     else:
@@ -1104,8 +1155,8 @@ def _wrong_softmax(
 
 
 _SLOTS = {
-    "LINED_UP": ("first keys", "own hidden", "one ahead", "no mask"),
-    "SHIFT": ("no maximum", "base two"),
+    "LINED_UP": ("first keys", "own hidden", "one ahead", "no mask", "sign turned"),
+    "SHIFT": ("no maximum", "base two", "outside"),
     "STORED": ("visible alone", "past the end"),
     "LOADED": ("zeros", "zeros after"),
     "START": ("by tile",),
@@ -1141,15 +1192,27 @@ _SOFTMAX_MISTAKES = (
         "Row 0 is not position 0 when N < M. At which position does the last row stand?",
     ),
     Misconception(
+        "leaving the hidden places of W as they were",
+        slip(_softmax_kernel, "visible alone"),
+        "`W` was -1 everywhere before the launch, and it still is where a key is hidden. A hidden "
+        "key has the weight 0. Which places of the row does your store reach?",
+    ),
+    Misconception(
         "exponentials without the largest score subtracted",
         slip(_softmax_kernel, "no maximum"),
         "exp(1000) is inf, and inf / inf is nan. What did the chapter subtract from a row first?",
     ),
     Misconception(
-        "leaving the hidden places of W as they were",
-        slip(_softmax_kernel, "visible alone"),
-        "`W` was -1 everywhere before the launch, and it still is where a key is hidden. A hidden "
-        "key has the weight 0. Which places of the row does your store reach?",
+        "an offset of N − M where M − N is meant",
+        slip(_softmax_kernel, "sign turned"),
+        "N − M is negative when N < M, so the first rows see nothing. At which position does row 0 "
+        "stand?",
+    ),
+    Misconception(
+        "the maximum taken off the exponential, not off the score",
+        slip(_softmax_kernel, "outside"),
+        "After `tl.exp`, a subtraction no longer cancels in the quotient, and exp(1000) is inf by "
+        "then. What has to stand inside the parentheses?",
     ),
     Misconception(
         "the kernel as it was given",
@@ -1232,7 +1295,7 @@ def kernel(S, W, N, M, BM: tl.constexpr):
 return kernel
 ```
 """,
-    minutes=7,
+    minutes=8,
     difficulty=2,
     hints=(
         "Three inputs show one bug each: fewer queries than keys, a score of 1000, and a `W` that "
@@ -1346,8 +1409,8 @@ DOUBLES = (
         "causal_softmax",
         _mended_once,
         (
-            "exponentials without the largest score subtracted",
             "leaving the hidden places of W as they were",
+            "exponentials without the largest score subtracted",
         ),
     ),
 )
@@ -1418,17 +1481,17 @@ TRAPS = (
         "giving hidden keys the score 0",
     ),
     Trap(
-        "Could you not divide what is left by its new sum?",
+        "The first divides what `late` leaves by its new sum.",
         "causal_weights",
         "renormalising after the softmax",
     ),
     Trap(
-        "A large negative number fails too: written over a hidden score",
+        "Write −10,000 over a hidden score: visible scores of −20,000 lose to it.",
         "causal_weights",
         "a large negative number where -inf is meant",
     ),
     Trap(
-        "writes `value` wherever `mask` is True",
+        "returns a copy with `value` wherever `mask` is True",
         "causal_weights",
         "hiding the past and showing the future",
     ),
@@ -1578,6 +1641,7 @@ PREDICTIONS = (
         name="slower_side",
         question='On a fast GPU, which takes longer: "arithmetic", or "memory", carrying the '
         "numbers to and fro?",
+        choices=("arithmetic", "memory"),
         reason="An H200 could do 206 operations for every byte that it moves, and this table asks "
         "for only 64.",
         thoughts=(
@@ -1586,8 +1650,6 @@ PREDICTIONS = (
                 "2,199 billion operations are many, but such a GPU does 450 times as "
                 "many in a second.",
             ),
-            ("both", "They overlap, but one of them sets the pace."),
-            ("neither", "They differ more than three times."),
         ),
     ),
 )
