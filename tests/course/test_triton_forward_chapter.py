@@ -191,7 +191,7 @@ def test_the_offsets_within_a_tile_stay() -> None:
     assert (moved == moved.flat[0]).all()
     assert (
         pictures.draw_pointers().finding
-        == f"From slot 0 to slot 1 the base moves by {moved.flat[0]}; the 8 offsets stay"
+        == f"From slot 0 to slot 1 the base moves by {moved.flat[0]}; the 8 distances stay"
     )
     assert first.mask.all() and second.mask.sum() == 4, "block 2 has two keys of four"
 
@@ -207,7 +207,7 @@ def test_windows(window_size: int) -> None:
 def test_pictures() -> None:
     findings = {
         pictures.draw_windows: "A window of 6 is 6 keys; whole aligned blocks would show 6 to 9",
-        pictures.draw_packed: "Two numbers a query draw the mask of 3 texts",
+        pictures.draw_packed: "Two numbers for each query keep 3 texts apart",
         pictures.draw_poisoned: "One key of weight 0, loaded: 4 of 4 numbers are NaN",
         pictures.draw_step: "Token 77, slot 0: 14 of block 4's 16 keys load; "
         "the other two are its future",
@@ -393,7 +393,7 @@ def test_the_minutes_are_told() -> None:
     minutes = {e.name: e.minutes for e in exercises.chapter_exercises("triton_forward").values()}
     optional = prose().split("### If you have more time")[1]
     told = [int(n) for n in re.findall(r"^About (\d+) minutes", optional, flags=re.M)]
-    assert f"Four parts, about {sum(told)} minutes together" in optional and len(told) == 4
+    assert f"Five parts, about {sum(told)} minutes together" in optional and len(told) == 5
     assert told[1] > minutes.pop("walked_slots") and told[2] > minutes.pop("window_row")
     assert f"{sum(minutes.values())} of them exercises" in prose()
 
@@ -545,6 +545,14 @@ FRAMED = {
         "(block_id >= 0) & (tokens < num_visible)",
         "first_key + block_id * BS + tokens",
     ),
+    "block 0 as an empty slot": (
+        "(block_id > 0) & (block_id * BS + tokens < num_visible)",
+        "first_key + block_id * BS + tokens",
+    ),
+    "an id as a start": (
+        "(block_id >= 0) & (block_id * BS + tokens < num_visible)",
+        "first_key + block_id + tokens",
+    ),
     "the end alone": (
         "block_id * BS + tokens < num_visible",
         "first_key + block_id * BS + tokens",
@@ -571,7 +579,9 @@ FRAMED_MISTAKES = dict(
         FRAMED,
         (
             "loading whatever the list names",
-            "loading whatever the list names",
+            "counting a token in its block",
+            "taking block 0 for an empty slot",
+            "counting ids in tokens",
             "hiding the score of an empty slot, but loading its keys",
             "comparing a row of K with a count of the sequence",
             "forgetting where the sequence begins",
@@ -693,9 +703,39 @@ def test_tensors_are_lists_of_numbers_too() -> None:
     assert judge(EXERCISES["locate"], as_tensors).outcome == "right"
 
 
+def counted_short(cu_seqlens: list) -> tuple:
+    first_key, num_visible = [], []
+    for start, end in pairwise(cu_seqlens):
+        first_key += [start] * (end - start)
+        num_visible += range(1, end - start)
+    return first_key, num_visible
+
+
+def both_short(cu_seqlens: list) -> tuple:
+    first_key, num_visible = [], []
+    for start, end in pairwise(cu_seqlens):
+        for n in range(1, end - start):
+            first_key.append(start)
+            num_visible.append(n)
+    return first_key, num_visible
+
+
+def end_first(cu_seqlens: list) -> tuple:
+    first_key, num_visible = [], []
+    for start, end in pairwise(cu_seqlens):
+        first_key += [end] * (end - start)
+        num_visible += range(1, end - start + 1)
+    return first_key, num_visible
+
+
 def count_before_row(position: int, first_key: int, window_size: int, BS: int) -> tuple:
     start = max(position + 1 - window_size, 0)
     return position + 1 - start, first_key + start, -(-(position + 1 - start) // BS)
+
+
+def row_not_clamped(position: int, first_key: int, window_size: int, BS: int) -> tuple:
+    num_visible = min(position + 1, window_size)
+    return first_key + position + 1 - window_size, num_visible, -(-num_visible // BS)
 
 
 def not_clamped(position: int, first_key: int, window_size: int, BS: int) -> tuple:
@@ -743,6 +783,10 @@ TYPED = [
     ("locate", in_pairs, "a list of pairs in place of two lists"),
     ("locate", counts_first, "the right numbers in another order"),
     ("locate", count_of_a_sequence, "one count for each sequence"),
+    ("locate", counted_short, "stopping before a sequence's last token"),
+    ("locate", both_short, "stopping before a sequence's last token"),
+    ("locate", end_first, "the next sequence's first key in place of its own"),
+    ("window_row", row_not_clamped, "a row before the sequence, beside the right count"),
     ("window_row", count_before_row, "the right numbers in another order"),
     ("window_row", not_clamped, "reaching back before the tensor"),
     ("window_row", touched, "counting the sequence's blocks that the window touches"),
@@ -843,6 +887,14 @@ HALF = {
         {"group_row": ROW, "in_group": "group < H"},
         "comparing with the number of KV heads",
     ),
+    "D for G": (
+        {"group_row": ROW, "in_group": "group < D"},
+        "comparing with the width of a head",
+    ),
+    "all heads of the query": (
+        {"group_row": ROW, "in_group": "group < H * G"},
+        "comparing with the number of all query heads",
+    ),
 }
 
 
@@ -873,7 +925,7 @@ def test_a_store_at_the_beginning_is_named() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("key", ["query", "(query * H + head)"])
+@pytest.mark.parametrize("key", ["query", "(query * H + head)", "head * G"])
 def test_another_key_is_named(key: str) -> None:
     source = cell("def first_scores").replace("query * H + head * G + group", ROW)
     source = source.replace("group < GT", MASK)

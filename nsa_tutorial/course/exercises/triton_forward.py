@@ -80,6 +80,8 @@ def _rows(slips: Slips, ids: list[int], first_key: int, num_visible: int, BS: in
     tokens, blocks = torch.arange(BS), -(-num_visible // BS)
     if "zero" in slips:
         ids = [max(block_id, 0) for block_id in ids]
+    if "nonzero" in slips:
+        ids = [block_id or -1 for block_id in ids]
     if "last" in slips:
         ids = [block_id % blocks if block_id < 0 else block_id for block_id in ids]
     if "sequence" in slips:
@@ -94,13 +96,16 @@ def _rows(slips: Slips, ids: list[int], first_key: int, num_visible: int, BS: in
     rows = []
     for block_id in ids:
         is_visible = ("score only" in slips or block_id >= 0) and (
-            "everything" in slips or block_id < blocks
+            bool(slips & {"everything", "token"}) or block_id < blocks
         )
         start = block_id * (1 if "in tokens" in slips else BS) if is_visible else 0
         is_seen = start + tokens < end
         if slips & {"everything", "own block"}:
             is_seen = tokens >= 0
-        row = first_key + (0 if "every block first" in slips else start) + tokens
+        if "token" in slips:
+            is_seen = tokens < end
+        begin = 0 if "every block first" in slips else block_id if "id" in slips else start
+        row = first_key + begin + tokens
         rows.append(torch.where(is_seen & is_visible, row, 0 if "row 0" in slips else -1))
     return torch.stack(rows) if rows else torch.empty(0, BS)
 
@@ -124,6 +129,11 @@ _KEYS_MISTAKES = (
         "twice do to the softmax?",
     ),
     Misconception(
+        "taking block 0 for an empty slot",
+        slip(_rows, "nonzero"),
+        "Block 0 holds the first keys of the sequence. Which number says that a slot is empty?",
+    ),
+    Misconception(
         "reading -1 as Python does",
         slip(_rows, "last"),
         "In Python, index -1 is the last element. Which block does it name here?",
@@ -138,6 +148,11 @@ _KEYS_MISTAKES = (
         "loading whatever the list names",
         slip(_rows, "everything"),
         "The list decides which blocks a query wants. Which number says how far it may see?",
+    ),
+    Misconception(
+        "counting a token in its block",
+        slip(_rows, "token"),
+        "`num_visible` counts in the sequence. Where does the block begin?",
     ),
     Misconception(
         "loading the whole block that the query stands in",
@@ -179,6 +194,11 @@ _KEYS_MISTAKES = (
     ),
     Misconception(
         "counting ids in tokens",
+        slip(_rows, "id"),
+        "How many keys lie between the beginning of block 0 and that of block 2?",
+    ),
+    Misconception(
+        "counting ids in tokens",
         slip(_rows, "in tokens"),
         "How many keys lie between the beginning of block 0 and that of block 2?",
     ),
@@ -201,9 +221,10 @@ Return a tensor `[S, BS]` with a line for each slot: the rows of `K` that the pr
 for each element that must not load. For example, take `first_key = 10`, `BS = 2` and
 `num_visible = 5`. Then block 2 gives the line `[14, -1]`.
 
-The frame in the next cell has two gaps.
+The frame in the next cell has two gaps. The first takes a condition for each token.
+`torch.as_tensor` also accepts a single `False` there.
 """,
-    minutes=7,
+    minutes=8,
     difficulty=2,
     hints=(
         "Take blocks of 2 and a query that sees 5 keys of a sequence that begins at row 10 of K. "
@@ -223,7 +244,9 @@ The frame in the next cell has two gaps.
     combine=together(
         _KEYS_MISTAKES,
         {"score only", "stop", "zero", "last", "dropped"},
-        {"everything", "own block", "one more", "one less", "whole blocks"},
+        {"nonzero", "zero"},
+        {"everything", "own block", "one more", "one less", "whole blocks", "token"},
+        {"token", "tensor"},
         {"everything", "tensor"},
         {"own block", "tensor"},
         {"sequence", "tensor"},
@@ -236,6 +259,7 @@ The frame in the next cell has two gaps.
         Case("a block of the future", lambda: ([3, 1], 5, 6, 3)),
         Case("nothing but empty slots", lambda: ([-1, -1], 3, 6, 2)),
         Case("a long list, first slot empty", lambda: ([-1, 4, -1, 0, 2], 8, 14, 3)),
+        Case("fewer visible keys than a block has", lambda: ([0, 2], 3, 2, 4)),
     ),
 )
 
@@ -252,7 +276,7 @@ def first_scores() -> object:
         query, head = tl.program_id(0), tl.program_id(1)
         group, width = tl.arange(0, GT), tl.arange(0, D)
         in_group = group < G  # [GT]
-        group_row = (query * H + head) * G + group  # [GT], rows of Q
+        group_row = (query * H + head) * G + group  # [GT], pieces of Q
         q_tile = tl.load(Q + group_row[:, None] * D + width, mask=in_group[:, None], other=0.0)
         k = tl.load(K + head * D + width)  # [D]
         tl.store(Score + group_row, tl.sum(q_tile * k, axis=1), mask=in_group)
@@ -266,7 +290,7 @@ def kernel(Q, K, Score, H, G: tl.constexpr, D: tl.constexpr, GT: tl.constexpr):
     query, head = tl.program_id(0), tl.program_id(1)
     group, width = tl.arange(0, GT), tl.arange(0, D)
     in_group = group < GT  # [GT]
-    group_row = query * H + head * G + group  # [GT], rows of Q
+    group_row = query * H + head * G + group  # [GT], pieces of Q
     q_tile = tl.load(Q + group_row[:, None] * D + width, mask=in_group[:, None], other=0.0)
     k = tl.load(K + head * D + width)  # [D]
     tl.store(Score + group_row, tl.sum(q_tile * k, axis=1), mask=in_group)
@@ -282,7 +306,7 @@ def _is_given(kernel: object) -> bool:
         return False  # written in another way
 
 
-_MEMORY = 512  # rows of Q and numbers of Score: more than any slip reaches
+_MEMORY = 512  # pieces of Q and numbers of Score: more than any slip reaches
 _SHOWN = 4  # numbers behind the tensor that the reader sees
 
 
@@ -371,6 +395,10 @@ def _wrong_scores(
         in_group = group_row < G
     if MASK == "KV heads":
         in_group = group < H
+    if MASK == "width":
+        in_group = group < D
+    if MASK == "all heads":
+        in_group = group < H * G
     if MASK == "end of the tensor":
         in_group = group_row < tl.num_programs(0) * H * G
     is_loaded = group < GT if MASK == "store alone" else in_group
@@ -380,6 +408,8 @@ def _wrong_scores(
         key = query
     if KEY == "both's":
         key = query * H + head
+    if KEY == "a group's":
+        key = head * G
     if KEY == "always 0":
         key = 0
     k = tl.load(K + key * D + width)
@@ -393,10 +423,10 @@ _ROWS_OF_Q = {
     "brackets", "heads of 1", "groups of 1", "one group", "padded tensor", "exchanged", "no head",
     "no query",
 }  # fmt: skip
-_KEYS_OF_K = {"the query's", "both's", "always 0"}
+_KEYS_OF_K = {"the query's", "both's", "a group's", "always 0"}
 _MASKS = {
-    "unmasked", "one more", "one less", "rows", "KV heads", "end of the tensor", "load alone",
-    "store alone",
+    "unmasked", "one more", "one less", "rows", "KV heads", "width", "all heads",
+    "end of the tensor", "load alone", "store alone",
 }  # fmt: skip
 
 
@@ -426,35 +456,35 @@ _SCORES_MISTAKES = (
     Misconception(
         "storing the padding",
         slip(_Mistaken, "unmasked"),
-        "Behind the group's rows of `Score` lie those of the next KV head. The interpreter runs "
+        "Behind the group's numbers in `Score` lie those of the next KV head. The interpreter runs "
         "programs in order, so their owner stores last and hides it. What does a GPU promise?",
     ),
     Misconception(
         "too short a step from query to query",
         slip(_Mistaken, "brackets"),
-        "Only `head` is multiplied by `G` here. How many rows of Q belong to one query, over all "
+        "Only `head` is multiplied by `G` here. How many pieces of Q belong to one query, over all "
         "its KV heads?",
     ),
     Misconception(
         "too short a step from KV head to KV head",
         slip(_Mistaken, "heads of 1"),
-        "Program (0, 1) begins behind program (0, 0). How many rows has that one?",
+        "Program (0, 1) begins behind program (0, 0). How many pieces has that one?",
     ),
     Misconception(
-        "forgetting that each program has G rows",
+        "forgetting that each program has G pieces",
         slip(_Mistaken, "groups of 1"),
-        "Program (0, 1) begins behind program (0, 0). How many rows has that one?",
+        "Program (0, 1) begins behind program (0, 0). How many pieces has that one?",
     ),
     Misconception(
         "counting one group for each query",
         slip(_Mistaken, "one group"),
-        "Program (1, 0) begins behind all groups of query 0. There are `H` of them. How many rows "
-        "is that?",
+        "Program (1, 0) begins behind all groups of query 0. There are `H` of them. How many "
+        "pieces is that?",
     ),
     Misconception(
         "padding the tensor as well as the tile",
         slip(_Mistaken, "padded tensor"),
-        "The tile has gaps, the tensor has none. How many rows of Q lie between two neighbouring "
+        "The tile has gaps, the tensor has none. How many pieces of Q lie between two neighbouring "
         "programs?",
     ),
     Misconception(
@@ -466,18 +496,18 @@ _SCORES_MISTAKES = (
     Misconception(
         "leaving out the KV head",
         slip(_Mistaken, "no head"),
-        "All programs of one query store to the same rows. Which number tells them apart?",
+        "All programs of one query store to the same place. Which number tells them apart?",
     ),
     Misconception(
         "leaving out the query",
         slip(_Mistaken, "no query"),
-        "All queries load and store the rows of query 0. How many rows does each query before "
+        "All queries load and store the pieces of query 0. How many pieces does each query before "
         "yours have?",
     ),
     Misconception(
         "storing at the beginning of `Score`",
         slip(_Mistaken, "start"),
-        "`group` counts within one group, so every program stores to the same place. Which rows "
+        "`group` counts within one group, so every program stores to the same place. Which numbers "
         "of `Score` belong to this program?",
     ),
     Misconception(
@@ -488,6 +518,11 @@ _SCORES_MISTAKES = (
     Misconception(
         "a key that is not the KV head's",
         slip(_Mistaken, "both's"),
+        _WHOSE_KEY,
+    ),
+    Misconception(
+        "a key that is not the KV head's",
+        slip(_Mistaken, "a group's"),
         _WHOSE_KEY,
     ),
     Misconception(
@@ -506,9 +541,9 @@ _SCORES_MISTAKES = (
         "The heads of a group are numbered from 0. Which number has the last of `G`?",
     ),
     Misconception(
-        "comparing a row of Q with the size of a group",
+        "comparing a piece of Q with the size of a group",
         slip(_Mistaken, "rows"),
-        "`group_row` counts rows of the whole tensor. Which numbers count within the group?",
+        "`group_row` counts pieces of the whole tensor. Which numbers count within the group?",
     ),
     Misconception(
         "comparing with the number of KV heads",
@@ -516,9 +551,19 @@ _SCORES_MISTAKES = (
         "`H` is how many KV heads there are. How many query heads share one of them?",
     ),
     Misconception(
+        "comparing with the width of a head",
+        slip(_Mistaken, "width"),
+        "`D` is how many channels a head has. How many query heads has the group?",
+    ),
+    Misconception(
+        "comparing with the number of all query heads",
+        slip(_Mistaken, "all heads"),
+        "`H * G` counts the query heads of all groups. How many has the group of one program?",
+    ),
+    Misconception(
         "masking nothing but the tensor's end",
         slip(_Mistaken, "end of the tensor"),
-        "The padding reaches into the next KV head's rows long before the tensor ends. Who owns "
+        "The padding reaches into the next KV head's pieces long before the tensor ends. Who owns "
         "them?",
     ),
     Misconception(
@@ -529,7 +574,7 @@ _SCORES_MISTAKES = (
     Misconception(
         "masking the store alone",
         slip(_Mistaken, "store alone"),
-        "The numbers are right, but the last program also loads rows that lie behind the end of "
+        "The numbers are right, but the last program also loads pieces that lie behind the end of "
         "Q. Which mask does the load have?",
     ),
 )
@@ -545,8 +590,7 @@ _SCORES = Exercise(
     name="first_scores",
     statement="""
 **Find two bugs.** Program `(query, head)` scores the `G` query heads of its group against key 0 of
-its KV head. `Q` is `[R, H, G, D]`, `K` is `[H, D]` here, and `Score` is `[R, H, G]`. The tile has
-`GT` rows: `G` rounded up to a power of two, and at least 16.
+its KV head. `Q` is `[R, H, G, D]`, `K` is `[H, D]` here, and `Score` is `[R, H, G]`.
 
 The kernel in the next cell is right for query 0 if `G` is 16. Two of its lines are wrong. Mend
 them.
@@ -554,12 +598,12 @@ them.
 Before the launch, `Score` and the memory behind it are full of -77. The check launches some or all
 of the programs. Every number that none of these programs owns must stay -77.
 """,
-    minutes=6,
+    minutes=7,
     difficulty=2,
     hints=(
-        "Take `H = 2` and groups of `G = 4`. Number the rows of Q from 0, query by query. Which "
+        "Take `H = 2` and groups of `G = 4`. Number the pieces of Q from 0, query by query. Which "
         "four belong to query 1 and KV head 0, and which does `group_row` name?",
-        "Two questions. How many rows lie in front of a program's group? And which rows of the "
+        "Two questions. How many pieces lie in front of a program's group? And which rows of the "
         "tile does `in_group` keep out?",
         "In front of a group lie all groups of earlier queries, `H` for each of them, and those of "
         "earlier heads. Count groups first, then multiply by `G`. The mask compares numbers of the "
@@ -828,6 +872,8 @@ def _window(
         num_slots = num_visible / BS
     if "always all" in slips:
         num_slots = -(-window_size // BS)
+    if "row alone" in slips:
+        start = end - window_size
     row = start + (0 if "sequence" in slips else first_key)
     if "other order" in slips:
         return num_visible, row, num_slots
@@ -850,6 +896,12 @@ _WINDOW_MISTAKES = (
         slip(_window, "aligned"),
         "Whole blocks give some queries up to BS - 1 keys more than others. How many keys has "
         "each query's window?",
+    ),
+    Misconception(
+        "a row before the sequence, beside the right count",
+        slip(_window, "row alone"),
+        "Your count stops at the sequence's beginning. Where does the window's row begin for the "
+        "query at position 0?",
     ),
     Misconception(
         "reaching back before the sequence",
@@ -948,10 +1000,10 @@ The kernel counts a window's blocks from the window's *first key*. Return
         "Work in the sequence's own count first. The window ends with the query and begins "
         "`window_size` keys earlier, but never before key 0. Everything else follows from its "
         "first key.",
-        "With keys numbered from 0, `position + 1` keys end with the query's own. Take the window "
-        "off for the first key, with `max` for the early queries. The difference is how many are "
-        "seen, and dividing it by `BS`, rounded up, gives the blocks. `first_key` is added to the "
-        "row alone.",
+        "There are `position + 1` keys up to the query's own. Subtract `window_size` to get the "
+        "window's first key, and use `max` so that it never falls below 0. The difference between "
+        "the two is how many keys are seen. Divide it by `BS`, rounded up, for the blocks. "
+        "`first_key` is added to the row alone.",
     ),
     why="If the window's first key is the row's first key, the window needs neither a list nor a "
     "mask at its lower end, whatever the block size.",
@@ -960,7 +1012,9 @@ The kernel counts a window's blocks from the window's *first key*. Return
     combine=together(
         _WINDOW_MISTAKES,
         {"one more", "absolute"},
-        {"before the sequence", "before the tensor"},
+        {"before the sequence", "before the tensor", "row alone"},
+        {"row alone", "aligned"},
+        {"row alone", "one more"},
         {"count of the sequence", "always a window", "early", "distance"},
         {"without itself", "distance"},
         {"rounded down", "always all", "one block more", "touched", "fraction"},
@@ -1012,8 +1066,9 @@ def _located(
     if "boundary of all" in slips:
         sequence = torch.searchsorted(cu, token) - 1
     start, end = cu[sequence], cu[sequence + 1]
+    first_key = end if "end" in slips else start
     if "next" in slips:
-        start = end
+        first_key = start = end
     counted_from = torch.zeros_like(start) if "global" in slips else start
     num_visible = token + 1 - counted_from
     if "all" in slips:
@@ -1022,7 +1077,6 @@ def _located(
         num_visible = end - token
     if "past" in slips:
         num_visible = num_visible - 1
-    first_key = start
     if "number" in slips:
         first_key = sequence
     if "zero" in slips:
@@ -1031,6 +1085,11 @@ def _located(
         first_key = token
     if "pairs" in slips:
         return list(zip(first_key.tolist(), num_visible.tolist(), strict=True))
+    is_kept = token < end - 1
+    if "both short" in slips:
+        first_key = first_key[is_kept]
+    if slips & {"short", "both short"}:
+        num_visible = num_visible[is_kept]
     found = [first_key.tolist(), num_visible.tolist()]
     if "one count" in slips:
         found[1] = [end - start for start, end in pairwise(cu_seqlens)]
@@ -1046,6 +1105,10 @@ def _located(
 _BOUNDARY = (
     "`cu_seqlens[i]` is both the end of one sequence and the beginning of the next. To which of "
     "them does the token of that number belong?"
+)
+_LAST = (
+    "`range(1, n)` stops before `n`. How many keys does the last token of a sequence of 2 "
+    "tokens see?"
 )
 _APPENDED = "`append` adds a whole list as one element. How do you add each of its numbers instead?"
 _LOCATE_MISTAKES = (
@@ -1080,6 +1143,12 @@ _LOCATE_MISTAKES = (
         "the number of the sequence in place of its first key",
         slip(_located, "number"),
         "You know which sequence it is. At which row of K does that one begin?",
+    ),
+    Misconception(
+        "the next sequence's first key in place of its own",
+        slip(_located, "end"),
+        "Which neighbour in `cu_seqlens` is the beginning of a token's sequence, and which is its "
+        "end?",
     ),
     Misconception(
         "the next sequence's first key in place of its own",
@@ -1120,6 +1189,8 @@ _LOCATE_MISTAKES = (
         slip(_located, "one count"),
         "Each token needs a count of its own. How many numbers should the second list have?",
     ),
+    Misconception("stopping before a sequence's last token", slip(_located, "short"), _LAST),
+    Misconception("stopping before a sequence's last token", slip(_located, "both short"), _LAST),
     Misconception("a list of lists", slip(_located, "nested"), _APPENDED),
     Misconception("a list of lists", slip(_located, "first nested"), _APPENDED),
     Misconception(
@@ -1168,7 +1239,9 @@ Return the two lists `(first_key, num_visible)`, each with a number for every to
         {"one count", "global"},
         {"one count", "past"},
         {"boundary", "boundary of all"},
-        {"next", "number", "zero", "token"},
+        {"next", "end", "number", "zero", "token"},
+        {"short", "both short", "pairs", "nested", "first nested", "one count", "per sequence"},
+        {"end", "per sequence"},
         {"next", "all", "remaining"},
         {"per sequence", "pairs", "nested", "first nested"},
         {"per sequence", "next"},
@@ -1342,12 +1415,12 @@ TRAPS = (
         "taking an empty slot for block 0",
     ),
     Trap(
-        "`num_seen` is how many tokens of the step may be seen",
+        "`num_seen` counts the visible keys",
         "key_rows",
         "comparing a row of K with a count of the sequence",
     ),
     Trap(
-        "**One mask serves four cases**: empty slot, future block, diagonal, ragged end.",
+        "**One mask serves four cases**",
         "key_rows",
         "loading the whole block that the query stands in",
     ),
@@ -1382,12 +1455,12 @@ TRAPS = (
         "storing the padding",
     ),
     Trap(
-        "Program (2, 0) owns rows 16 to 19",
+        "Program (2, 0) owns pieces 16 to 19",
         "first_scores",
         "too short a step from query to query",
     ),
     Trap(
-        "Rows 20 to 23 belong to the next KV head",
+        "Pieces 20 to 23 belong to the next KV head",
         "first_scores",
         "masking nothing but the tensor's end",
     ),
@@ -1461,7 +1534,8 @@ PREDICTIONS = (
         (
             (524_288, "One of the 32 bits is the sign, which leaves 2³¹ numbers from 0 on."),
             (131_072, "That counts bytes. An offset counts elements, whatever their size."),
-            (lambda guess: guess in (262_143, 262_145), "Tokens and offsets both count from 0."),
+            (262_143, "Token 262,143 ends exactly at 2³¹ - 1, so it still fits."),
+            (262_145, "Tokens and offsets both count from 0: token 262,144 begins at 2³¹."),
             (4_194_304, "That leaves out the 16 heads of a group: a token has 64 query heads."),
             (16_777_216, "That is for one head of width 128. A token has 64 of them."),
             (
@@ -1487,8 +1561,9 @@ PREDICTIONS = (
         "Every number sums over all loaded keys, and 0 · NaN is NaN.",
         (
             (0, "A weight of 0 hides a number. But NaN is no number: what is 0 · NaN?"),
-            (1, "Key 7 has values in both channels, and both query heads sum over it."),
-            (2, "Both channels of key 7 are NaN, and both query heads sum over it."),
+            (1, "Key 7 has values in both channels, and both query heads load them."),
+            (2, "Two query heads, two channels: which of the 4 numbers would leave key 7 out?"),
+            (3, "Both heads load the same values. Which number would leave key 7 out?"),
         ),
     ),
     Prediction(
@@ -1503,7 +1578,7 @@ PREDICTIONS = (
             ),
             (
                 "product",
-                "That would load first and hide later: the kernel that you have just broken.",
+                "That would load first and hide later, as the kernel did that you broke.",
             ),
         ),
         choices=("branch", "product", "length"),

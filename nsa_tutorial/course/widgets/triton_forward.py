@@ -161,7 +161,7 @@ def draw_pointers() -> Picture:
     sheet.lines([[(x - 0.08, start), (x, start), (x, stop), (x - 0.08, stop)]], "query", 1.6)
     moved = base[1] - base[0]
     sheet.text(x + 0.08, (start + stop) / 2, f"+{moved}", 11, "query")
-    told = f"From slot 0 to slot 1 the base moves by {moved}; the {inside.size} offsets stay"
+    told = f"From slot 0 to slot 1 the base moves by {moved}; the {inside.size} distances stay"
     return Picture(sheet.figure, told)
 
 
@@ -314,9 +314,8 @@ def draw_packed(cu_seqlens: tuple[int, ...] = (0, 3, 4, 9)) -> Picture:
     for number, (start, end) in enumerate(pairwise(cu_seqlens)):
         x = place.x(end / tokens) + 0.1 if end < tokens else place.left + 0.3
         sheet.text(x, place.y((start + end) / 2 / tokens), f"text {number}", 9.5)
-    return Picture(
-        sheet.figure, f"Two numbers a query draw the mask of {len(cu_seqlens) - 1} texts"
-    )
+    told = f"Two numbers for each query keep {len(cu_seqlens) - 1} texts apart"
+    return Picture(sheet.figure, told)
 
 
 def windows(tokens: int, window_size: int) -> np.ndarray:
