@@ -549,6 +549,10 @@ FRAMED = {
         "(block_id > 0) & (block_id * BS + tokens < num_visible)",
         "first_key + block_id * BS + tokens",
     ),
+    "an id as a start in the mask": (
+        "(block_id >= 0) & (block_id + tokens < num_visible)",
+        "first_key + block_id * BS + tokens",
+    ),
     "an id as a start": (
         "(block_id >= 0) & (block_id * BS + tokens < num_visible)",
         "first_key + block_id + tokens",
@@ -581,6 +585,7 @@ FRAMED_MISTAKES = dict(
             "loading whatever the list names",
             "counting a token in its block",
             "taking block 0 for an empty slot",
+            "counting ids in tokens",
             "counting ids in tokens",
             "hiding the score of an empty slot, but loading its keys",
             "comparing a row of K with a count of the sequence",

@@ -96,7 +96,7 @@ def _rows(slips: Slips, ids: list[int], first_key: int, num_visible: int, BS: in
     rows = []
     for block_id in ids:
         is_visible = ("score only" in slips or block_id >= 0) and (
-            bool(slips & {"everything", "token"}) or block_id < blocks
+            bool(slips & {"everything", "token", "id end"}) or block_id < blocks
         )
         start = block_id * (1 if "in tokens" in slips else BS) if is_visible else 0
         is_seen = start + tokens < end
@@ -104,6 +104,8 @@ def _rows(slips: Slips, ids: list[int], first_key: int, num_visible: int, BS: in
             is_seen = tokens >= 0
         if "token" in slips:
             is_seen = tokens < end
+        if "id end" in slips:
+            is_seen = block_id + tokens < end
         begin = 0 if "every block first" in slips else block_id if "id" in slips else start
         row = first_key + begin + tokens
         rows.append(torch.where(is_seen & is_visible, row, 0 if "row 0" in slips else -1))
@@ -199,6 +201,11 @@ _KEYS_MISTAKES = (
     ),
     Misconception(
         "counting ids in tokens",
+        slip(_rows, "id end"),
+        "How many keys lie between the beginning of block 0 and that of block 2?",
+    ),
+    Misconception(
+        "counting ids in tokens",
         slip(_rows, "in tokens"),
         "How many keys lie between the beginning of block 0 and that of block 2?",
     ),
@@ -245,7 +252,7 @@ The frame in the next cell has two gaps. The first takes a condition for each to
         _KEYS_MISTAKES,
         {"score only", "stop", "zero", "last", "dropped"},
         {"nonzero", "zero"},
-        {"everything", "own block", "one more", "one less", "whole blocks", "token"},
+        {"everything", "own block", "one more", "one less", "whole blocks", "token", "id end"},
         {"token", "tensor"},
         {"everything", "tensor"},
         {"own block", "tensor"},
