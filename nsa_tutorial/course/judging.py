@@ -10,15 +10,18 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from nsa_tutorial.course.attempts import Raised, answer, call, is_empty
 from nsa_tutorial.course.exercises import Case, Exercise, Misconception
 from nsa_tutorial.course.figures import Picture
 from nsa_tutorial.course.quiet import quiet
 from nsa_tutorial.course.recognition import Evidence, recognise
 from nsa_tutorial.course.speech import STYLE, Code, Message, Part
-from nsa_tutorial.course.values import aligned, differences, is_short, same
+from nsa_tutorial.course.values import aligned, differences, is_short, same, short
 
 _TONES = {"not attempted": "open", "right": "right", "misconception": "wrong", "wrong": "wrong"}
+_BY_HAND = 8  # decimals in a tensor that a reader may look through
 _SIGNS = {"open": "○", "right": "✓", "wrong": "✗"}
 
 
@@ -110,7 +113,7 @@ def judge(exercise: Exercise, attempt: Callable) -> Verdict:
     shown = (
         f"{where}: {case.name}.",
         *differences(*answers, is_recognised=bool(found.mistakes), names=exercise.returns),
-        *_inputs(exercise, case),
+        *_inputs(exercise, case, answers[0]),
     )
     parts = [
         *(tell(mistake) for mistake in found.mistakes[:1]),
@@ -138,8 +141,9 @@ def _said(mistake: Misconception) -> str:
     return f"You said {mistake.name}. {mistake.hint}"
 
 
-def _inputs(exercise: Exercise, case: Case) -> tuple[Code, ...]:
-    """The arguments of a case, where they are few enough to calculate with by hand."""
+def _inputs(exercise: Exercise, case: Case, got: object) -> tuple[Code, ...]:
+    """The arguments of a case, where they are few enough to calculate with by hand; of larger
+    tensors on which the answer raised, their shapes."""
     names = list(inspect.signature(exercise.solution).parameters)
     if exercise.run is not None and list(inspect.signature(exercise.run).parameters)[1:] != names:
         return ()  # the arguments are those of `run`, not the solution's
@@ -147,8 +151,20 @@ def _inputs(exercise: Exercise, case: Case) -> tuple[Code, ...]:
     if not named or not all(is_short(value) for _, value in named):
         return ()
     width = max(len(name) for name, _ in named)
-    lines = aligned(*((f"with {name:<{width}} =", value) for name, value in named))
+    labelled = [(f"with {name:<{width}} =", value) for name, value in named]
+    if isinstance(got, Raised) and any(_is_large(value) for _, value in named):
+        lines = [
+            f"{label} {f'shape {list(value.shape)}' if _is_large(value) else short(value)}"
+            for label, value in labelled
+        ]
+    else:
+        lines = aligned(*labelled)
     return (Code("\n".join(lines)),)
+
+
+def _is_large(value: object) -> bool:
+    """Whether only its shape can tell why a line raised."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > _BY_HAND
 
 
 def _picture(exercise: Exercise, case: Case, got: object, expected: object) -> Picture | None:

@@ -31,8 +31,8 @@ import math
 import torch
 from torch import Tensor
 
-from nsa_tutorial.sparse import inverse_list, query_tiles
-from nsa_tutorial.sparse.query_tiles import finite
+from nsa_tutorial.sparse import inverse_list
+from nsa_tutorial.sparse.query_tiles import finite, tiles
 from nsa_tutorial.sparse.selected_attention import QueryRows
 from nsa_tutorial.training.tile_gradients import Gradients, of_windows, preprocess
 
@@ -51,7 +51,7 @@ def score_gradients(
     whole matrix, or of any tile of it.
 
     Args:
-        d_o, q: `[rows, DV]`, `[rows, D]`: a row for each query and each head of its group.
+        d_o, q: `[rows, DV]`, `[rows, D]`: a row for each query.
         k, v: `[keys, D]`, `[keys, DV]`.
         lse, delta: `[rows]`.
         is_seen: bool `[rows, keys]`.
@@ -71,7 +71,7 @@ def dense(
     """The backward of causal attention, with the whole matrix: `(d_q, d_k, d_v)`.
 
     Arguments as in `score_gradients`; a row sees the keys 0 … `position`, `[rows]`. The products
-    that give `d_k` and `d_v` sum over all rows, the heads of a group among them.
+    that give `d_k` and `d_v` sum over all rows.
     """
     is_seen = torch.arange(len(k)) <= position[:, None]  # [rows, keys]
     p, d_s = score_gradients(d_o, q, k, v, lse, delta, is_seen, scale=scale)
@@ -84,10 +84,10 @@ def by_query_tiles(
 ) -> Tensor:  # fmt: skip
     """`d_q` alone, as `dense` has it: a tile of rows stays, the keys and values pass by."""
     d_q = torch.empty_like(q)
-    for rows in query_tiles.tiles(len(q), tile_q):
+    for rows in tiles(len(q), tile_q):
         q_tile, do_tile = q[rows], d_o[rows]
         acc_dq = torch.zeros_like(q_tile)
-        for keys in query_tiles.tiles(int(position[rows].max()) + 1, tile_k):
+        for keys in tiles(int(position[rows].max()) + 1, tile_k):
             is_seen = torch.arange(keys.start, keys.stop) <= position[rows, None]
             _, d_s = score_gradients(
                 do_tile, q_tile, k[keys], v[keys], lse[rows], delta[rows], is_seen, scale=scale
@@ -103,10 +103,10 @@ def by_key_tiles(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`d_k` and `d_v`, as `dense` has them: a tile of keys and values stays, the rows pass by."""
     d_k, d_v = torch.empty_like(k), torch.empty_like(v)
-    for keys in query_tiles.tiles(len(k), tile_k):
+    for keys in tiles(len(k), tile_k):
         k_tile, v_tile = k[keys], v[keys]
         acc_dk, acc_dv = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
-        for rows in query_tiles.tiles(len(q), tile_q):
+        for rows in tiles(len(q), tile_q):
             if keys.start > position[rows].max():
                 continue  # all of these keys are in the future
             is_seen = torch.arange(keys.start, keys.stop) <= position[rows, None]
@@ -138,7 +138,7 @@ def backward_dq(
     head = torch.arange(H, device=q.device)[:, None]  # [H, 1]
     d_q, d_slot_scale = torch.empty_like(q_rows), torch.empty_like(slot_scale)
 
-    for part in query_tiles.tiles(R, max(1, GATHERED // (H * BS * max(D, DV)))):
+    for part in tiles(R, max(1, GATHERED // (H * BS * max(D, DV)))):
         # -- locate the program --
         first_key, num_visible = rows.first_key[part, None], rows.num_visible[part, None]  # [T, 1]
 

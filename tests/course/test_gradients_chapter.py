@@ -235,6 +235,35 @@ def jacobian_of_one_row(p, d_p):
     return (torch.diag(p) - torch.outer(p, p)) @ d_p
 
 
+def jacobian_by_products(p, d_p):
+    return (torch.diag(p) - p.T @ p) @ d_p
+
+
+def average_added(p, d_p):
+    return p * (d_p + (p * d_p).sum(-1, keepdim=True))
+
+
+def lse_in_the_sum(d_o, o, d_lse):
+    return (d_o * o - d_lse[..., None]).sum(-1)
+
+
+def _in_a_loop(p, d_s, q, d_o, H, scale, divisor, is_added):
+    d_k, d_v = torch.zeros(H, p.shape[2], q.shape[2]), torch.zeros(H, p.shape[2], d_o.shape[2])
+    for h in range(len(q)):
+        kept = is_added(h)
+        d_k[h // divisor] = kept * d_k[h // divisor] + scale * d_s[h].T @ q[h]
+        d_v[h // divisor] = kept * d_v[h // divisor] + p[h].T @ d_o[h]
+    return d_k, d_v
+
+
+def divided_by_kv_heads(p, d_s, q, d_o, H, scale):
+    return _in_a_loop(p, d_s, q, d_o, H, scale, H, lambda h: 1)
+
+
+def overwritten(p, d_s, q, d_o, H, scale):
+    return _in_a_loop(p, d_s, q, d_o, H, scale, len(q) // H, lambda h: 0)
+
+
 def turned_whole(d_o, o, d_lse):
     """`d_o @ o.T`, without PyTorch's warning."""
     return torch.matmul(d_o, o.permute(*reversed(range(o.ndim)))) - d_lse
@@ -350,6 +379,27 @@ ATTEMPTS = {
         jacobian_of_one_row,
         {"the Jacobian of one row, given a whole matrix"},
     ),
+    "diag, @": (
+        "score_gradient",
+        jacobian_by_products,
+        {"the Jacobian of one row, given a whole matrix"},
+    ),
+    "plus the average": (
+        "score_gradient",
+        average_added,
+        {"adding the average in place of taking it off"},
+    ),
+    "d_lse in the sum": ("row_delta", lse_in_the_sum, {"taking d_lse off once for each channel"}),
+    "h // H": (
+        "group_gradients",
+        divided_by_kv_heads,
+        {"dividing a head's number by H, not by G"},
+    ),
+    "overwritten": (
+        "group_gradients",
+        overwritten,
+        {"keeping the last head's share for the whole group"},
+    ),
     "o.T": ("row_delta", turned_whole, CROSSED),
     "globals": ("row_delta", weights_of_the_notebook, {"weights of the notebook, not of the case"}),
     "copies": (
@@ -399,6 +449,13 @@ def test_a_natural_lse_is_told_first(of_k: str) -> None:
     assert verdict.misconception == "a natural lse under exp2"
     assert len(verdict.misconceptions) == (1 if of_k == "ln 2" else 2)
     assert "`d_q`:" in verdict.text, "the gradient is told by name"
+
+
+def test_where_shapes_clash_shapes_are_told() -> None:
+    """And not two dozen decimals."""
+    told = judge(KNOWN["group_gradients"], lambda p, d_s, q, *_: d_s @ q).text
+    assert "with p     = shape [3, 2, 4]" in told
+    assert "with scale = 0.7" in told
 
 
 def test_a_jacobian_that_is_built_is_right_too() -> None:

@@ -45,6 +45,8 @@ def _score(slips: Slips, p: Tensor, d_p: Tensor) -> Tensor:
         return p * (1 - p) * d_p
     if "one row's" in slips:
         return (torch.diag(p) - torch.outer(p, p)) @ d_p
+    if "one row's, by @" in slips:
+        return (torch.diag(p) - p.T @ p) @ d_p
     weighted = d_p if slips & {"plain sum", "plain mean"} else p * d_p
     dim = (0, 1) if "whole" in slips else 0 if "column" in slips else -1
     average = p @ d_p if "matrix" in slips else weighted.sum(dim, keepdim="flat" not in slips)
@@ -58,6 +60,8 @@ def _score(slips: Slips, p: Tensor, d_p: Tensor) -> Tensor:
         return d_p * (p - average)
     worth = p * d_p if "outside" in slips else d_p
     difference = average - worth if "sign" in slips else worth - average
+    if "plus" in slips:
+        difference = worth + average
     if slips & {"no weight", "outside"}:
         return difference
     return p * p * difference if "twice" in slips else p * difference
@@ -118,6 +122,12 @@ _SCORE_MISTAKES = (
         "Which sign does your difference give it?",
     ),
     Misconception(
+        "adding the average in place of taking it off",
+        slip(_score, "plus"),
+        "If all keys are worth the same, no score matters, as the weights sum to 1. What does "
+        "your bracket give then?",
+    ),
+    Misconception(
         "leaving out the weight in front",
         slip(_score, "no weight"),
         "A hidden key has weight 0, and its score must not matter. What does your formula give it?",
@@ -151,11 +161,14 @@ _SCORE_MISTAKES = (
         "`@` sums over the columns of `p` and the *rows* of `d_p`, which are different queries. "
         "How do you multiply number by number, and then sum a row?",
     ),
-    Misconception(
-        "the Jacobian of one row, given a whole matrix",
-        slip(_score, "one row's"),
-        "`diag` and `outer` are written for one row, and `p` has many. What does the Jacobian's "
-        "product with a row of `d_p` come to, without building it?",
+    *(
+        Misconception(
+            "the Jacobian of one row, given a whole matrix",
+            slip(_score, name),
+            "`diag(p) - p pᵀ` is written for one row, and `p` has many. What does the Jacobian's "
+            "product with a row of `d_p` come to, without building it?",
+        )
+        for name in ("one row's", "one row's, by @")
     ),
 )
 
@@ -193,7 +206,7 @@ weights 0.67, 0.24, 0.09 and the `d_p` 3, 0, 9 of the three keys, `d_s` is 0.13,
         {"sign", "swapped"},
         *(
             {other, slip}
-            for other in ("one row's", "output", "matrix")
+            for other in ("one row's", "one row's, by @", "output", "matrix", "plus")
             for slip in (
                 "alone",
                 "diagonal",
@@ -210,7 +223,7 @@ weights 0.67, 0.24, 0.09 and the `d_p` 3, 0, 9 of the three keys, `d_s` is 0.13,
                 "swapped",
             )
         ),
-        {"one row's", "output", "matrix"},
+        {"one row's", "one row's, by @", "output", "matrix", "plus"},
     ),
     cases=(
         Case(
@@ -274,6 +287,8 @@ def _delta(slips: Slips, d_o: Tensor, o: Tensor, d_lse: Tensor) -> Tensor:
     d_lse = d_lse[..., None] if "no sum, aligned" in slips else d_lse
     if "added" in slips:
         delta = delta + d_lse
+    elif "each channel" in slips:
+        delta = delta - d_o.shape[-1] * d_lse
     elif "factor" in slips:
         delta = delta * d_lse
     elif not slips & {"no lse", "inside"}:
@@ -307,6 +322,11 @@ _DELTA_MISTAKES = (
         slip(_delta, "inside"),
         "In your sum, `d_lse` is multiplied by each channel of `o`. Does the way through lse "
         "pass through the output?",
+    ),
+    Misconception(
+        "taking d_lse off once for each channel",
+        slip(_delta, "each channel"),
+        "Your `d_lse` stands inside of the sum over the channels. How often is it taken off?",
     ),
     Misconception(
         "averaging over the channels",
@@ -414,6 +434,11 @@ You have `d_o` and `o`, both `[N, HQ, DV]`, for `N` queries with `HQ` heads. You
     misconceptions=_DELTA_MISTAKES,
     combine=together(
         _DELTA_MISTAKES,
+        *(
+            {"each channel", *m.wrong.slips}
+            for m in _DELTA_MISTAKES
+            if m.wrong.slips != {"each channel"}
+        ),
         {"added", "no lse", "factor", "inside"},
         *(
             {"notebook's", slip}
@@ -452,7 +477,7 @@ You have `d_o` and `o`, both `[N, HQ, DV]`, for `N` queries with `HQ` heads. You
             ),
         ),
         Case(
-            "the same with d_lse = 2",
+            "one query, one head, d_lse = 2",
             lambda: (
                 torch.tensor([[[1.0, 3.0]]]),
                 torch.tensor([[[2.0, 5.0]]]),
@@ -505,8 +530,13 @@ def _group(
         if "every H-th" in slips:
             x = x.unflatten(0, (-1, H)).transpose(0, 1).flatten(0, 1)
         groups = x.unflatten(0, (H, -1))
-        if "one head" in slips:
-            return groups[:, 0]
+        if slips & {"one head", "last head"}:
+            return groups[:, 0 if "one head" in slips else -1]
+        if "by H" in slips:
+            sums = torch.zeros_like(groups[:, 0])
+            for head, share in enumerate(x):
+                sums[head // H] += share
+            return sums
         if "KV heads" in slips:
             return groups.sum(0)
         if "keys" in slips:
@@ -551,6 +581,17 @@ _GROUP_MISTAKES = (
         "keeping one head's share for the whole group",
         slip(_group, "one head"),
         "The other heads of the group used the same key. Where do their shares go?",
+    ),
+    Misconception(
+        "keeping the last head's share for the whole group",
+        slip(_group, "last head"),
+        "Each `=` overwrites the share that was there. What keeps the others, too?",
+    ),
+    Misconception(
+        "dividing a head's number by H, not by G",
+        slip(_group, "by H"),
+        "With six query heads and two KV heads, the heads 0, 1 and 2 read KV head 0. By which "
+        "number do you divide?",
     ),
     Misconception(
         "summing over the KV heads, not over the group",
@@ -636,8 +677,18 @@ and the gradient of the scaled scores `d_s`, both `[HQ, N, M]`. You also have th
     misconceptions=_GROUP_MISTAKES,
     combine=together(
         _GROUP_MISTAKES,
-        {"all heads", "one sum", "every H-th", "copies", "KV heads"},
-        {"all heads", "one sum", "copies", "mean", "one head", "KV heads", "keys"},
+        {"all heads", "one sum", "every H-th", "copies", "KV heads", "by H"},
+        {
+            "all heads",
+            "one sum",
+            "copies",
+            "mean",
+            "one head",
+            "last head",
+            "by H",
+            "KV heads",
+            "keys",
+        },
         {"all axes", "not turned", "repeated", "keys"},
     ),
     tolerance=1e-4,
@@ -1186,7 +1237,7 @@ TRAPS = (
         "keeping only the Jacobian's diagonal",
     ),
     Trap(
-        "A key that is worth more than the average pulls the loss up",
+        "Raise the score of a key that is worth more than the average, and the loss goes up.",
         "score_gradient",
         "the difference the other way round",
     ),
@@ -1241,7 +1292,7 @@ TRAPS = (
         "NaN for the row that saw nothing",
     ),
     Trap(
-        "both cancel in `d_s`",
+        "so `d_s` does not change",
         "base_two",
         "ln 2 in d_s",
     ),
@@ -1265,7 +1316,8 @@ PREDICTIONS = (
         "kept_without_weights",
         "How many MiB does a layer of 16 heads of width 128 keep for 65,536 tokens, beside q, k "
         "and v and without the weights: 0.25, 260, 4,096 or 131,072?",
-        "It keeps `o`, 128 numbers of two bytes for each query and head, and one `lse` of four.",
+        "The layer keeps `o`, 128 numbers of two bytes for each query and head, and one `lse` of "
+        "four.",
         (
             (256, "256 MiB is `o` alone. The 16 heads keep `lse`, too: 4 MiB."),
             (
@@ -1292,8 +1344,8 @@ PREDICTIONS = (
         "A backward with stored weights takes at least 201 ms. How many milliseconds does the one "
         "take that computes the weights again, with seven products in place of four: 20, 62, 200 "
         "or 350?",
-        "Stored matrices cross main memory seven times: 898 GiB. The walks move 261 GiB, and then "
-        "wait for arithmetic, of which the causal mask takes away nearly half.",
+        "With stored weights, 898 GiB at 4.8 TB/s are 201 ms. The walks wait for arithmetic: 61.7 "
+        "TFLOP at 989 TFLOP/s are 62 ms.",
         (
             (
                 350,
