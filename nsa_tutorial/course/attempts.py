@@ -1,5 +1,4 @@
-"""Call an attempt on a case; where it raises, find the reader's own line and what the error usually
-means."""
+"""Call an attempt on a case; where it raises, find the reader's line and what the error means."""
 
 from __future__ import annotations
 
@@ -137,6 +136,7 @@ MEANINGS = (
     (r"^NameError: name 'inf'", "Here infinity is called `torch.inf`."),
     (r"^NameError", "Is the name spelled as where you set it, and was that cell run?"),
     (r"^AttributeError.* Did you mean", ""),
+    (r"language.* has no attribute 'mean'", "Triton has no `mean`. It has `tl.sum`."),
     (r"^AttributeError: (module|'Tensor')", "It has nothing of that name. Is it spelled right?"),
     (r"tuple of ints, ?but got float", "Sizes are whole, and `/` makes a float: take `//`."),
     (r"^AttributeError", "This value is of another kind than the line expects. Print its `type`."),

@@ -283,12 +283,14 @@ def test_findings_carry_their_numbers():
         "sees 5 of 7 summaries; the last one ends right there"
         in pictures.draw_windows(position=23).finding
     )
+    assert pictures.draw_windows(12, 4, 2, 8).finding.endswith("the newest token is in none")
     assert "sees 0 of 1 summary; the newest 3 tokens" in pictures.draw_windows(6, 4, 4, 2).finding
     assert pictures.draw_mean_and_mass().finding.endswith("correlation 0.98, 0.93, 0.77")
     rows = {"mean": (0.2, 0.4), "weighted": (0.2, 0.3), "linear": (0.1, 0.5)}
     assert (
         pictures.draw_errors(rows).finding
-        == "On windows that it has not met, 'weighted' is best: 25% less error than the mean"
+        == "On new windows, 'weighted' is best: 25% less error than the mean; "
+        "no other kind gains more than 0%"
     )
 
 
@@ -300,8 +302,8 @@ def test_every_setting_can_be_drawn(position, length, stride):
 
 def test_the_panel_says_what_the_pure_function_says():
     panel = pictures.explore()
-    assert panel.sentence == pictures.sentence(50, 16, 8)
-    assert "sees 0 summaries: the first one ends at position 15" in panel.set(position=3)
+    assert panel.sentence == pictures.sentence(62, 32, 16)
+    assert "sees 0 summaries: the first one ends at position 31" in panel.set(position=3)
     assert panel.set(length=8, stride=32, position=70) == pictures.sentence(70, 8, 32)
     assert "24 older ones fell between the windows" in panel.sentence
     assert "32.0 times as many scores" in panel.sentence
@@ -399,6 +401,24 @@ def lse_first(*arguments):
     return lse, o
 
 
+def of_another_width(q, k, v, *sizes):
+    return attention(mean, lambda k_cmp, q: k_cmp @ q * (len(q) / 2) ** 0.5)(q, k, v, *sizes)
+
+
+def by_position(q, k, v, position, length, stride):
+    k_cmp, v_cmp = (mean(x.unfold(0, length, stride))[:position] for x in (k, v))
+    scores = q @ k_cmp.T * len(q) ** -0.5
+    return torch.softmax(scores, -1) @ v_cmp, scores.logsumexp(-1)
+
+
+def across_and_no_zeros(q, k, v, position, length, stride):
+    count = solutions.visible_summaries(position, length, stride)
+    k_cmp, v_cmp = (across(x.unfold(0, length, stride)) for x in (k, v))
+    scores = k_cmp @ q * len(q) ** -0.5
+    scores = scores.masked_fill(torch.arange(len(k_cmp)) >= count, -torch.inf)
+    return torch.softmax(scores, -1) @ v_cmp, scores.logsumexp(-1)
+
+
 ACROSS = "averaging the numbers of a token, not the tokens of a window"
 LATE = "letting a summary be seen only after its last token"
 
@@ -431,6 +451,22 @@ LATE = "letting a summary be seen only after its last token"
         ),
         ("attend_to_summaries", attention(across), ACROSS),
         ("attend_to_summaries", attention(across, lambda k, q: q @ k.T), ACROSS),
+        ("attend_to_summaries", of_another_width, "taking the `D` of an earlier cell"),
+        (
+            "attend_to_summaries",
+            by_position,
+            "taking the position for the number of summaries",
+        ),
+        (
+            "attend_to_summaries",
+            lambda *arguments: attention(mean)(*arguments)[0],
+            "returning `o` alone",
+        ),
+        (
+            "window_logit",
+            lambda s: (s.mean(1), torch.logsumexp(s / s.shape[1], 1)),
+            "dividing the scores by the length before the exponentials",
+        ),
         ("attend_to_summaries", lse_first, "returning `lse` before `o`"),
         (
             "attend_to_summaries",
@@ -464,6 +500,10 @@ LATE = "letting a summary be seen only after its last token"
         "two strides",
         "the numbers of a token",
         "the numbers, transposed",
+        "another D",
+        "by position",
+        "o alone",
+        "scores by the length",
         "lse first",
         "q's width",
         "zero",
@@ -475,6 +515,13 @@ LATE = "letting a summary be seen only after its last token"
 def test_a_readers_mistake_is_named(name, attempt, named):
     """None of these is written like the misconception that names it."""
     assert named in judge(KNOWN[name], attempt).misconceptions
+
+
+def test_the_axis_is_named_before_the_query_that_sees_nothing():
+    """The case that is shown sees two summaries."""
+    verdict = judge(KNOWN["attend_to_summaries"], across_and_no_zeros)
+    assert verdict.misconceptions[0] == ACROSS
+    assert verdict.text.index("print its shape") < verdict.text.index("Where a query sees no")
 
 
 # -- the kernel --
@@ -573,6 +620,11 @@ def test_what_an_unset_place_does_is_said_once(kernel_exercise):
     verdict = judge(kernel_exercise, in_a_cell(source))
     assert "`BL` is 4" in verdict.text and "raised" not in verdict.text
     assert "nan" in verdict.text
+
+
+def test_triton_has_no_mean(kernel_exercise):
+    source = cell("def window_means").replace(*START).replace("tl.sum(x_tile", "tl.mean(x_tile")
+    assert "It has `tl.sum`" in judge(kernel_exercise, in_a_cell(source)).text
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ queries at positions 0 to 7 see 0, 0, 0, 1, 1, 2, 2, 3.
     ),
     cases=(
         Case("a window that ends at the query", lambda: (3, 4, 2)),
-        Case("one token earlier", lambda: (2, 4, 2)),
+        Case("one token before the first window's end", lambda: (2, 4, 2)),
         Case("the first query", lambda: (0, 4, 2)),
         Case("the first query, a window at every token", lambda: (0, 4, 1)),
         Case("between two ends", lambda: (8, 4, 2)),
@@ -207,7 +207,7 @@ def _attend(
     if "values of tokens" in slips:
         v_cmp = v[: len(v_cmp)]
     power = 0 if "no scale" in slips else -1 if "by D" in slips else -0.5
-    scale = q.shape[0] ** power
+    scale = (2 if "another D" in slips else q.shape[0]) ** power
     count = visible_summaries(position, length, stride)
     if "starts" in slips:
         count = min(position // stride + 1, len(k_cmp))
@@ -215,13 +215,16 @@ def _attend(
         count = visible_summaries(position - 1, length, stride)
     if "all" in slips:
         count = len(k_cmp)
+    if "position" in slips:
+        count = min(position, len(k_cmp))
     if count == 0 and "tokens" in slips:
         k_cmp, v_cmp, count = k[: position + 1], v[: position + 1], position + 1
     if count == 0 and "nan" not in slips:
         lse = v.new_tensor(0.0 if "lse 0" in slips else -math.inf)
         shape = () if "a number" in slips else q.shape if "width of q" in slips else v.shape[1:]
-        return (lse, v.new_zeros(shape)) if "swapped" in slips else (v.new_zeros(shape), lse)
-    scores = scale * k_cmp @ q
+        o = v.new_zeros(shape)
+        return o if "alone" in slips else (lse, o) if "swapped" in slips else (o, lse)
+    scores = scale * (q @ k_cmp.T if "q first" in slips else k_cmp @ q)
     hidden = torch.arange(len(scores)) >= count
     seen = scores.masked_fill(hidden, 0.0 if "zeros" in slips else -math.inf)
     weights, lse = torch.softmax(seen, 0), seen.logsumexp(0)
@@ -234,14 +237,40 @@ def _attend(
     if "base two" in slips:
         lse = lse / math.log(2)
     o = weights @ v_cmp
+    if "alone" in slips:
+        return o
     return (lse, o) if "swapped" in slips else (o, lse)
 
 
 _ATTEND_MISTAKES = (
+    *(
+        Misconception(
+            "averaging the numbers of a token, not the tokens of a window",
+            Wrong(_attend, frozenset(way)),
+            "`unfold` gives `[M_c, D, length]`: print its shape. On which axis do the tokens lie?",
+        )
+        for way in (("numbers", "q first"), ("numbers",))
+    ),
     Misconception(
         "a softmax over nothing",
         slip(_attend, "nan"),
-        "This query sees no summary, so the softmax divides 0 by 0. What should such a query get?",
+        "Where a query sees no summary, a softmax divides 0 by 0. What should such a query get?",
+    ),
+    Misconception(
+        "taking the `D` of an earlier cell",
+        slip(_attend, "another D"),
+        "There, a query is 2 numbers wide. How wide is *this* query? Ask `q`.",
+    ),
+    Misconception(
+        "taking the position for the number of summaries",
+        slip(_attend, "position"),
+        "A position counts tokens. How many summaries have ended by then?",
+    ),
+    Misconception(
+        "returning `o` alone",
+        slip(_attend, "alone"),
+        "Two results are asked for. Which number says how much all the visible summaries weigh "
+        "together?",
     ),
     Misconception(
         "an lse of 0 for a query that sees nothing",
@@ -325,11 +354,6 @@ _ATTEND_MISTAKES = (
         "The scores are too flat. Which power of D is the scale?",
     ),
     Misconception(
-        "averaging the numbers of a token, not the tokens of a window",
-        slip(_attend, "numbers"),
-        "`unfold` gives `[M_c, D, length]`: print its shape. On which axis do the tokens lie?",
-    ),
-    Misconception(
         "returning `lse` before `o`",
         slip(_attend, "swapped"),
         "The statement asks for two results. Which of them comes first?",
@@ -361,8 +385,8 @@ One query `q` `[D]` at `position` in a text of `M` tokens, with keys `k` `[M, D]
 query that sees none gets `o` of zeros and `lse` of −∞ (a tensor). The text has at least `length`
 tokens, so `unfold` works. You may use your `visible_summaries`.
 """,
-    minutes=9,
-    difficulty=3,
+    minutes=7,
+    difficulty=2,
     solution=attend_to_summaries,
     returns=("o", "lse"),
     hints=(
@@ -382,13 +406,15 @@ tokens, so `unfold` works. You may use your `visible_summaries`.
         {"nan", "lse 0", "tokens"},
         {"nan", "tokens", "width of q", "a number"},
         {"sum of exponentials", "base two"},
-        {"starts", "one late", "all"},
+        {"starts", "one late", "all", "position"},
         {"zeros", "after the softmax", "denominator"},
         {"after the softmax", "sum of exponentials"},
         {"unsummarised values", "values of tokens"},
         {"no overlap", "starts"},
         {"no overlap", "one late"},
         {"no scale", "by D"},
+        {"no scale", "another D"},
+        {"alone", "swapped"},
         {"all", "zeros"},
         {"all", "after the softmax"},
         {"all", "denominator"},
@@ -459,6 +485,8 @@ def _logit(slips: Slips, scores: Tensor) -> tuple[Tensor, Tensor]:
         second = scores.logsumexp(1) / length
     if "largest" in slips:
         second = scores.amax(1)
+    if "scores by the length" in slips:
+        second = (scores / length).logsumexp(1)
     if "softmax" in slips:
         second = (scores.softmax(1) * scores).sum(1)
     if "weight" in slips:
@@ -478,6 +506,7 @@ _OTHER_WEIGHTS = {
     "minus the length",
     "times the length",
     "divided by the length",
+    "scores by the length",
     "largest",
     "softmax",
     "weight",
@@ -529,6 +558,11 @@ _LOGIT_MISTAKES = (
         "dividing a score by the length",
         slip(_logit, "divided by the length"),
         "The length divides the weight. What does that do to its logarithm?",
+    ),
+    Misconception(
+        "dividing the scores by the length before the exponentials",
+        slip(_logit, "scores by the length"),
+        "The length divides the weight, a sum of exponentials. Is `exp(s / 2)` half of `exp(s)`?",
     ),
     Misconception(
         "the largest score for the window's weight",
@@ -864,28 +898,30 @@ EXERCISES = (_VISIBLE, _ATTEND, _LOGIT, _MEANS)
 
 PREDICTIONS = (
     Prediction(
-        "needle_left",
-        "One token has the score 10, the other 31 have 0. Now all 32 get the mean key's score. How "
-        "much of the window's softmax weight is left: 1, 1/3, 1/30 or 1/500?",
+        "times_lighter",
+        "A window weighs the sum of its tokens' e^score. One token has the score 10, the other 31 "
+        "have 0. Now all 32 get the mean key's score. How many times lighter is the window: 1, 3, "
+        "30 or 500?",
         "The mean key scores 10/32, so the window weighs 32 · e^0.31, about 44. The real tokens "
         "weigh e^10 + 31, about 22,000.",
         (
             (1, "The needle is still in the mean, but its score is divided by 32."),
-            (1 / 3, "The score shrinks 32 times, and the weight is its exponential."),
-            (1 / 30, "The score shrinks 32 times; the weight, its exponential, far more."),
+            (3, "The score shrinks 32 times, and the weight is its exponential."),
+            (30, "The score shrinks 32 times; the weight, its exponential, far more."),
         ),
-        tolerance=0.1,
+        choices=(1, 3, 30, 500),
     ),
     Prediction(
         "first_query_that_sees",
-        "Windows of 32, a new one every 16. Which position is the first that may see any summary: "
-        "0, 15, 31 or 32?",
+        "The first summary is made of tokens 0 to 31. Which query sees it first: position 0, 15, "
+        "31 or 32?",
         "The first window ends with token 31, and the query at position 31 sees its own token.",
         (
             (0, "At position 0 the first window has started, but 31 of its tokens are to come."),
-            (15, "A stride is where the next window starts, and none has ended there."),
-            (32, "A query sees its own token, so it need not wait for the next one."),
+            (15, "At position 15, half of the window's tokens are still to come."),
+            (32, "That query sees it, too, but it is not the first."),
         ),
+        choices=(0, 15, 31, 32),
     ),
     Prediction(
         "twice_the_text",
@@ -997,7 +1033,7 @@ TRAPS = (
         "the log-sum-exp without the length",
     ),
     Trap(
-        "The exponential of a mean is never more than the mean of the exponentials",
+        "$e$ to the mean is never more than the mean of the $e^{s_i}$",
         "window_logit",
         "the two the other way round",
     ),
