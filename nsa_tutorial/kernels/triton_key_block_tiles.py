@@ -9,7 +9,8 @@ from nsa_tutorial.kernels.triton_tiles import tile_sizes
 from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY
 
 WORKSPACE = 2**30  # bytes for the partial outputs of a run of queries
-CHUNK_ROWS = 4096  # rows that a program walks, and up to twice as many
+CHUNK_ROWS = 2048  # rows that a program walks, and up to twice as many
+MOST_REGISTERS = 168  # of a thread: three programs of four warps on a multiprocessor
 MERGED_NUMBERS = 2048  # numbers of the partials that a program merges at a time
 # Bytes of a number, most bytes of a token (its key and value, padded): keys and rows of a tile,
 # warps, stages.
@@ -40,7 +41,7 @@ def merge_sizes(G: int, DV: int) -> dict[str, int]:
     DVT = tile_sizes(G, 1, DV)["DVT"]
     BG = min(next_power_of_2(G), max(1, MERGED_NUMBERS // DVT))
     BM = min(16, max(1, MERGED_NUMBERS // (BG * DVT)))
-    return {"BG": BG, "BM": BM, "num_warps": 4}
+    return {"BG": BG, "BM": BM, "num_warps": 1}
 
 
 def size_of_a_run(
@@ -62,8 +63,9 @@ def size_of_a_run(
 def partial_options(
     D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:
-    """`BT, BR, num_warps, num_stages` of `partial_kernel`, from `PARTIAL_TABLE`, as far as
-    `shared_memory` allows; arguments as in `triton_tiles.launch_options`."""
+    """`BT, BR, num_warps, num_stages`, and perhaps `maxnreg`, of `partial_kernel`, from
+    `PARTIAL_TABLE`, as far as `shared_memory` allows; arguments as in
+    `triton_tiles.launch_options`."""
     tiles = tile_sizes(1, D, DV)
     side = tile_sizes(BS, 1, 1)["GT"]
     token_bytes = (tiles["DT"] + tiles["DVT"]) * itemsize
@@ -80,7 +82,10 @@ def partial_options(
             BT //= 2
         else:
             break  # nothing is left to save: the launch will say what it lacks
-    return {"BT": BT, "BR": BR, "num_warps": num_warps, "num_stages": num_stages}
+    options = {"BT": BT, "BR": BR, "num_warps": num_warps, "num_stages": num_stages}
+    if itemsize == 2 and token_bytes <= 512 and BT <= 64:  # wider tiles would spill too much
+        options["maxnreg"] = MOST_REGISTERS
+    return options
 
 
 def gradient_options(

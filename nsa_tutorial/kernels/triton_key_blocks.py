@@ -127,10 +127,12 @@ def attend(
         tl.store(PartialSum + place, scores_sum, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["first_group", "R", "S", "reciprocal", "bits"])  # new lengths
+@triton.jit(  # new lengths, same kernel
+    do_not_specialize=["run", "first_group", "R", "S", "reciprocal", "bits"]
+)
 def partial_kernel(
     Q, K, V, RowEnd, Entries, FirstKey, Head, First, Last, ChunkStart, Partials, PartialMax,
-    PartialSum, scale_log2, first_group, R, H, S, reciprocal, bits,
+    PartialSum, scale_log2, run, first_group, R, H, S, reciprocal, bits,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr,
     DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, EDGE: tl.constexpr,
     WIDE: tl.constexpr,
@@ -141,11 +143,12 @@ def partial_kernel(
     block.
 
     The grid is `(most chunks of a run, PARTS)`. The run begins with the group `first_group`, and
-    has the chunks `ChunkStart[0] … ChunkStart[1] - 1`. `reciprocal` and `bits` are those of `S`.
+    has the chunks `ChunkStart[run] … ChunkStart[run + 1] - 1`. `reciprocal` and `bits` are those
+    of `S`.
     """
     # -- locate the program --
-    chunk = tl.load(ChunkStart) + tl.program_id(0)
-    if chunk >= tl.load(ChunkStart + 1):
+    chunk = tl.load(ChunkStart + run) + tl.program_id(0)
+    if chunk >= tl.load(ChunkStart + run + 1):
         return
     part = tl.program_id(1)
     first = tl.load(First + chunk)
@@ -247,8 +250,8 @@ def launch(
         # -- every chunk --
         partial_kernel[(min(most_chunks, len(chunks.first)), parts)](
             q, k, v, row_end, inverse.entries, chunks.first_key, chunks.head, chunks.first,
-            chunks.last, chunk_start[i:], partials, scores_max, scores_sum,
-            scale * online_softmax.LOG2_E, *of_run, *reciprocal_of(S), D=D, DT=tiles["DT"],
+            chunks.last, chunk_start, partials, scores_max, scores_sum,
+            scale * online_softmax.LOG2_E, i, *of_run, *reciprocal_of(S), D=D, DT=tiles["DT"],
             EDGE=min(triton.next_power_of_2(BS), MOST_EDGE), WIDE=q.numel() >= 2**31, **both,
             **options,
         )  # fmt: skip

@@ -293,11 +293,13 @@ def dense_gradients(call: Call, dtype: torch.dtype) -> list[Tensor]:
 def assert_right_gradients(call: Call, problem: Problem, **options: int) -> None:
     right, plain = (dense_gradients(call, x) for x in (torch.float64, call.q.dtype))
     found = gradients(call, problem, **options)
+    # at most twice the error of plain PyTorch, plus a millionth of the largest gradient
     # sums by atomics come in any order: twice the budget
     plain[0] = right[0] + 2 * (plain[0].double() - right[0])
     for name, *three in zip("qkv", found, right, plain, strict=True):
         assert three[0].dtype == call.q.dtype
-        assert_within_budget(*three, f"d_{name}")
+        largest = three[1].abs().max().clamp(min=1)
+        assert_within_budget(*(x.double() / largest for x in three), f"d_{name}")
 
 
 @product("problem", SMOOTH, ["triton"], {torch.float32: SMOOTH, torch.float16: IN_16_BITS[:2]})

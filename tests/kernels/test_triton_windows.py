@@ -379,7 +379,7 @@ def test_queries_and_keys_past_32_bits() -> None:
         few += triton_windows.launch(*few, few_rows, **sizes)
         d_o, d_lse = torch.randn_like(few[3]), torch.zeros_like(few[4])
         right = launch.of_windows(d_o, d_lse, *few, few_rows, **sizes)
-        torch.testing.assert_close(o[:, -100:], few[3][:, -100:])
+        torch.testing.assert_close(o[:, -100:], few[3][:, -100:], atol=2e-3, rtol=0)
         torch.testing.assert_close(lse[:, -100:], few[4][:, -100:])
         d_o = torch.cat((torch.zeros_like(o[:, :-last]), d_o), 1)
         d_lse = torch.zeros_like(lse)
