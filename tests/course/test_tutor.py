@@ -249,8 +249,8 @@ ERRORS = [
     (lambda x: stub(x).shape, X, "have not written yet"),
     (lambda x: [a for a, b in [stub(x)]], X, "have not written yet"),
     (lambda x: missspelt, X, "spelled"),  # noqa: F821
-    (lambda x: torch.soft_max(x), X, "spelled"),
-    (lambda x: x.unflaten(0, (1, -1)), X, "spelled"),
+    (lambda x: torch.qqqq(x), X, "spelled"),
+    (lambda x: x.qqqq(0), X, "spelled"),
     (lambda x: [x].foo, X, "another kind"),
     (set_too_late, X, "further down"),
     (lambda x: x[5], X, "length minus 1"),
@@ -281,6 +281,12 @@ def test_an_error_is_told_with_its_meaning(
     text = failing(attempt, argument).text
     assert "it raised" in text
     assert meaning in text.split("it raised", 1)[1].split("\n", 1)[1]
+
+
+def test_where_python_suggests_a_name_its_word_is_enough() -> None:
+    text = failing(lambda x: torch.soft_max(x), X).text
+    assert "Did you mean `softmax`?" in text
+    assert "spelled" not in text
 
 
 def two_lines(x: torch.Tensor) -> torch.Tensor:
