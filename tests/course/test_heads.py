@@ -23,6 +23,7 @@ from nsa_tutorial.course.heads import (
     top_mass,
 )
 from nsa_tutorial.exact.grouped_query_attention import attention
+from nsa_tutorial.runtime import texts as library_texts
 
 
 @pytest.fixture(scope="module")
@@ -254,18 +255,18 @@ SMALL = train_heads.Size(
 
 @pytest.fixture(scope="module")
 def texts() -> dict[str, bytes]:
-    return train_heads.documents()
+    return library_texts.documents()
 
 
 def test_the_split_is_the_same_each_time_and_holds_out(texts: dict[str, bytes]) -> None:
-    data, held_out = train_heads.split(texts, 200_000)
-    again, held_again = train_heads.split(train_heads.documents(), 200_000)
+    data, held_out = library_texts.split(texts, 200_000)
+    again, held_again = library_texts.split(library_texts.documents(), 200_000)
     assert data.dtype == torch.uint8 and len(data) == 200_000
     assert torch.equal(data, again) and held_out == held_again
     assert 0 < len(held_out) < len(texts) / 8
-    whole = train_heads.split(texts, 10**9)[0].numpy().tobytes().split(bytes([0]))
+    whole = library_texts.split(texts, 10**9)[0].numpy().tobytes().split(bytes([0]))
     assert sorted(whole) == sorted(
-        text for name, text in texts.items() if not train_heads.is_held_out(name)
+        text for name, text in texts.items() if not library_texts.is_held_out(name)
     )
 
 
@@ -273,14 +274,14 @@ def test_the_split_depends_on_names_alone() -> None:
     assert [
         n
         for n in ("ast.py", "json/decoder.py", "pathlib.py", "typing.py")
-        if train_heads.is_held_out(n)
+        if library_texts.is_held_out(n)
     ] == ["pathlib.py"]
 
 
 def test_there_is_enough_text_without_the_start_byte(texts: dict[str, bytes]) -> None:
     assert list(texts) == sorted(texts)
-    assert len(train_heads.split(texts)[0]) == train_heads.TRAIN_BYTES
-    assert not any(train_heads.START in text for text in texts.values())
+    assert len(library_texts.split(texts)[0]) == library_texts.TRAIN_BYTES
+    assert not any(library_texts.START in text for text in texts.values())
     assert any(name.startswith("pydoc topic ") for name in texts)
 
 
@@ -295,7 +296,7 @@ def test_the_passage_is_the_one_that_repeats() -> None:
 
 
 def test_a_short_training_learns(texts: dict[str, bytes], capsys: pytest.CaptureFixture) -> None:
-    data, held_out = train_heads.split(texts, 50_000)
+    data, held_out = library_texts.split(texts, 50_000)
     model, losses = train_heads.train(data, SMALL, steps=50)
     assert losses[0] > 5  # about ln 256: it begins by knowing nothing
     assert sum(losses[-5:]) / 5 < losses[0] - 1.5
@@ -304,7 +305,7 @@ def test_a_short_training_learns(texts: dict[str, bytes], capsys: pytest.Capture
 
 
 def test_training_again_gives_the_same_model(texts: dict[str, bytes]) -> None:
-    data, _ = train_heads.split(texts, 50_000)
+    data, _ = library_texts.split(texts, 50_000)
     losses = [train_heads.train(data, SMALL, steps=3)[1] for _ in range(2)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
@@ -315,7 +316,7 @@ def test_queries_and_keys_are_those_of_the_model(texts: dict[str, bytes]) -> Non
     model = train_heads.Transformer(SMALL)
     for block in model.blocks:
         torch.nn.init.normal_(block.out.weight, std=0.2)
-    tokens = train_heads.split(texts, 100)[0][None, :64].long()
+    tokens = library_texts.split(texts, 100)[0][None, :64].long()
     x = model.embed(tokens)
     for block, (q, k, v) in zip(model.blocks, model.queries_keys_values(tokens), strict=True):
         x = x + block.out(attention(q, k, v).flatten(2))
