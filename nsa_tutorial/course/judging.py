@@ -150,6 +150,8 @@ def _inputs(exercise: Exercise, case: Case, got: object) -> tuple[Code, ...]:
     named = list(zip(names, case.arguments(), strict=False))
     if not named or not all(is_short(value) for _, value in named):
         return ()
+    if all(type(value) is int for _, value in named):
+        return (Code("with " + ", ".join(f"{name} = {value}" for name, value in named)),)
     width = max(len(name) for name, _ in named)
     labelled = [(f"with {name:<{width}} =", value) for name, value in named]
     if isinstance(got, Raised) and any(_is_large(value) for _, value in named):

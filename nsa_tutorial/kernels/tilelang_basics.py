@@ -94,8 +94,8 @@ def softmax(BR: int, BN: int, dtype: str, threads: int = 128) -> tirx.PrimFunc:
 def matmul(
     N: int, K: int, BM: int, BN: int, BD: int, dtype: str, num_stages: int = 2, threads: int = 128
 ) -> tirx.PrimFunc:
-    """`A [M, K]` times `B [K, N]` to `C [M, N]`; the lengths of rows are fixed, so that 16 bytes of
-    them can be moved at once."""
+    """`A [M, K]` times `B [K, N]` to `C [M, N]`; `N` and `K` are fixed, so that a thread can load
+    16 bytes of a row at once: eight fp16 numbers."""
     M = T.dynamic("M")
     exact = dtype == "float32"  # T.gemm would round fp32 to TF32
 

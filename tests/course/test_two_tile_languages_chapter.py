@@ -200,7 +200,7 @@ def test_the_recorder_counts_what_lies_outside() -> None:
         (
             "attention",
             (1, 3, 0),
-            "attention, program (1, 3, 0): 2 queries of a head meet 10 keys of a KV head",
+            "attention, program (1, 3, 0): queries 4 and 5 of head 3 meet 10 keys of KV head 1",
         ),
     ],
 )
@@ -446,12 +446,16 @@ HIDE = ("x_tile - mean", "tl.where(exists, x_tile - mean, 0.0)")
          ("filling masked places as for a maximum",)),
         ([START, (HIDE[0], HIDE[1].replace("0.0", 'float("-inf")'))],
          ("filling masked places as for a maximum",)),
+        ([START, (HIDE[0], "tl.where(x_tile == 0, 0.0, x_tile - mean)")],
+         ("taking a 0 of the data for a masked place",)),
+        ([START, (HIDE[0], "tl.where(exists, 0.0, x_tile - mean)")],
+         ("a `where` with its branches swapped",)),
         ([START, HIDE, ("axis=0) / N\n", "axis=0) / BN\n"), ("axis=0) / N)", "axis=0) / BN)")],
          ("taking the mean over the whole tile", "dividing the squares by the length of the tile")),
     ],
     ids=["mended", "another formula", "minus infinity alone", "padding", "start", "mean", "divisor",
          "every element", "no other", "other set later", "minus infinity",
-         "hidden as for a maximum", "both by BN"],
+         "hidden as for a maximum", "hidden by value", "swapped", "both by BN"],
 )  # fmt: skip
 def test_half_mended_variances_are_named(edits: list, named: tuple) -> None:
     verdict = judge(runnable("row_variance"), edited("row_variance", *edits))
@@ -512,6 +516,10 @@ def product(**changed: str) -> Callable:
          ("loading B's tile on its side",)),
         ({"b_tile": LINES["b_tile"].replace("[:, None]", "")},
          ("offsets of B along a line, where a table is needed",)),
+        *(({"b_tile": f"tl.load(B + {offsets}, mask=b_mask, other=0.0)"},
+           ("reading B as if its columns lay one after the other",))
+          for offsets in ("depth[:, None] + columns * K", "columns[:, None] * K + depth")),
+        ({"acc": "acc + " + LINES["acc"]}, ("adding the sum so far twice",)),
         ({"b_mask": "(depth < K) & (columns < N)[:, None]"},
          ("a mask of B that does not lie as its tile does",)),
         ({"b_mask": "a_mask"}, ("A's mask for B",)),
@@ -523,6 +531,7 @@ def product(**changed: str) -> Callable:
          "b's mask a line", "both a line",
          "element by element", "first step", "rows of a from depth",
          "rows of b from rows", "a line", "stride of b", "b on its side", "b a line",
+         "b by columns", "b by columns, turned", "added twice",
          "b's mask turned", "a's mask", "b times a"],
 )  # fmt: skip
 def test_a_readers_loop_is_judged(changed: dict, named: tuple) -> None:
@@ -583,8 +592,15 @@ def test_what_a_reader_would_type_is_recognised(typed: Callable, mistake: str) -
     assert judge(EXERCISES["program_offsets"], typed).misconceptions == (mistake,)
 
 
+def test_whole_numbers_are_told_in_one_line() -> None:
+    text = judge(EXERCISES["program_offsets"], offsets_of_the_whole_tile).text
+    assert "with pid_m = 0, pid_n = 1, M = 4, N = 4, BM = 2, BN = 2" in text
+
+
 STEP = "T.reduce_sum(x_tile, acc, dim=1, clear=False)"
 LOAD = "T.copy(X[start : start + BR, column : column + BN], x_tile)"
+ALLOCATE = 'acc = T.alloc_fragment([BR], "float32")'
+STORE = "T.copy(acc, Y[start : start + BR])"
 
 
 def row_sums(*edits: tuple[str, str]) -> Callable:
@@ -612,16 +628,33 @@ def row_sums(*edits: tuple[str, str]) -> Callable:
         ([("block * BR", "block * BR + tl.arange(0, BR)")], "`tl` belongs to Triton"),
         ([("step * BN", "step * BR")], "steps that begin `BR` columns apart"),
         ([("    return kernel\n", "")], "returns None: `return kernel`"),
-        ([('            acc = T.alloc_fragment([BR], "float32")\n', "")],
+        ([(f"            {ALLOCATE}\n", "")],
          "name 'acc' is not defined. If it is a tile, where is it allocated?"),
+        ([(f"            {ALLOCATE}\n            start", "            start"),
+          ("            T.clear(acc)\n", ""), (LOAD, f"{ALLOCATE}\n{16 * ' '}{LOAD}")],
+         "`acc` is set inside the loop, so it ends with the loop"),
+        ([(STEP, f"acc = {STEP}")], "It returns nothing, so write no `acc =`"),
+        ([(STEP, f"acc += {STEP}")], "It returns nothing, so write no `acc +=`"),
+        ([(STEP, "acc[:] += T.reduce_sum(x_tile, axis=1)")], "then the axis, as `dim`"),
+        ([("dim=1", "dim=0")], "`acc` keeps one number for each row"),
+        ([(LOAD, "x_tile = T.copy(X[start : start + BR, column : column + BN])")],
+         "`T.copy` takes a source and a target"),
+        *(([("T.clear(acc)", set_to)], "`T.clear(acc)` fills it with zeros")
+          for set_to in ("acc = 0", "acc[:] = 0", "acc = T.clear(acc)")),
+        ([(STORE, "Y[start : start + BR] = acc")], "and `T.copy` moves it"),
+        ([("column : column + BN", "0:BN")], "loading the same columns at every step"),
+        ([(f"            {STORE}\n", "")], "a sum that is never stored"),
     ],
     ids=["never cleared", "cleared", "cleared by hand", "backwards",
-         "slice", "dtype", "arange", "steps of BR", "not returned", "not allocated"],
+         "slice", "dtype", "arange", "steps of BR", "not returned", "not allocated",
+         "allocated in the loop", "assigned", "added", "by axis", "other axis", "copy's result",
+         "0", "slice of 0", "cleared and assigned", "stored by =", "same columns", "no store"],
 )  # fmt: skip
 def test_a_readers_row_sums_are_judged(edits: list, told: str) -> None:
     verdict = judge(runnable("row_sums"), row_sums(*edits))
     assert verdict.outcome in ("wrong", "misconception")
     assert told in verdict.text
+    assert "script.ir_builder" not in verdict.text
 
 
 def adding_up(first: str, second: str) -> Callable:

@@ -57,7 +57,34 @@ _PLAINLY = (
     (r"add @triton\.jit", "`tl` belongs to Triton. In TileLang, a slice says which elements"),
     (r"retrieve_shape", "a slice of X is no tile. `T.copy` fills a tile from a slice"),
     (r"'accum_dtype' is not defined", 'write the dtype here, in quotes: `"float32"`'),
-    (r"name '\w+' is not defined", "{error}. If it is a tile, where is it allocated?"),
+    (r"(name '\w+' is not defined)", r"\1. If it is a tile, where is it allocated?"),
+    (  # allocated before the loop, and set again inside
+        r"variable `(\w+)` is used outside its(?s:.*)SSBlockFrame(?s:.*)\b\1 = (?s:.*)\bfor \w+ in",
+        r"`T.reduce_sum(x_tile, \1, dim=1, clear=False)` adds into `\1`. It returns nothing, so "
+        r"write no `\1 =`",
+    ),
+    (
+        r"variable `(\w+)` is used outside its",
+        r"`\1` is set inside the loop, so it ends with the loop. Allocate it once, before the loop",
+    ),
+    (
+        r"buffer `(\w+)` using augmented",
+        r"`T.reduce_sum(x_tile, \1, dim=1, clear=False)` adds into `\1` by itself. It returns "
+        r"nothing, so write no `\1 +=`",
+    ),
+    (
+        r"reduce_\w+\(\).* (argument: 'out'|argument 'axis')",
+        "`T.reduce_sum` takes the tile, then where the sums go, then the axis, as `dim`",
+    ),
+    (
+        r"Invalid reduce output shape",
+        "`dim` is the axis that vanishes, and `acc` keeps one number for each row of the tile",
+    ),
+    (r"copy\(\).* argument: 'dst'", "`T.copy` takes a source and a target. It returns nothing"),
+    (
+        r"to_buffer_region: |for -: 'NoneType' and 'NoneType'|BufferStore",
+        "a fragment is memory. `T.clear(acc)` fills it with zeros, and `T.copy` moves it",
+    ),
 )
 
 
@@ -71,8 +98,8 @@ def _plainly() -> Iterator[None]:
         while type(cause).__name__ == "InterpreterError" and cause.__cause__ is not None:
             cause = cause.__cause__
         for pattern, said in _PLAINLY:
-            if re.search(pattern, str(cause)):
-                raise type(cause)(said.format(error=cause)) from error
+            if found := re.search(pattern, str(cause)):
+                raise type(cause)(found.expand(said)) from error
         raise
 
 
@@ -184,11 +211,13 @@ def kernel(X, Variance, N, BN: tl.constexpr):
 """
 
 
-def _run_variance(solution: Callable, R: int, N: int) -> Tensor:
-    """Launch the kernel, one program for each row; behind `X` lie large numbers."""
+def _run_variance(solution: Callable, R: int, N: int, zeros: int = 0) -> Tensor:
+    """Launch the kernel, one program for each row; the first `zeros` numbers of `X` are 0, and
+    behind `X` lie large ones."""
     kernel, BN = _launchable(solution, _GIVEN_VARIANCE), triton.next_power_of_2(N)
     memory = torch.full((R * BN + BN,), 100.0)
     memory[: R * N] = 5 + _random(R * N, seed=R * N)
+    memory[:zeros] = 0
     variance = roomy(torch.full((R,), -77.0), -77.0)
     with (
         np.errstate(all="ignore"),
@@ -229,6 +258,10 @@ def _wrong_variance(
     difference = x_tile - mean
     if TAIL == "right":
         difference = tl.where(exists, difference, 0.0)
+    elif TAIL == "zeros":
+        difference = tl.where(x_tile == 0, 0.0, difference)
+    elif TAIL == "swapped":
+        difference = tl.where(exists, 0.0, difference)
     total = tl.sum(difference * difference, axis=0)
     if DIVISOR == "by BN":
         total = total / BN
@@ -243,7 +276,7 @@ def _wrong_variance(
 
 _VARIANCE_SLIPS = {
     "START": {"by tile", "every element"},
-    "TAIL": {"padding", "no mask"},
+    "TAIL": {"padding", "no mask", "zeros", "swapped"},
     "MEAN": {"mean by BN"},
     "DIVISOR": {"by BN", "unbiased", "sum"},
     "FILL": {"no other", "loads -inf"},
@@ -281,6 +314,17 @@ _VARIANCE_MISTAKES = (
         slip(_variance, "padding"),
         "The padding is 0 when it is loaded. What is it once the mean is taken off, and what does "
         "its square do in the sum?",
+    ),
+    Misconception(
+        "taking a 0 of the data for a masked place",
+        slip(_variance, "zeros"),
+        "A number of the row may be 0, too. Which name says that a place exists?",
+    ),
+    Misconception(
+        "a `where` with its branches swapped",
+        slip(_variance, "swapped"),
+        "`tl.where` takes its second argument where the condition holds. What becomes of the "
+        "numbers that exist?",
     ),
     Misconception(
         "stepping to the next row by the width of the tile",
@@ -338,7 +382,7 @@ _VARIANCE = Exercise(
 Find the bugs. `X` is `[R, N]`, and each program of this kernel has to store the **variance** of
 one row: the mean of the squared differences from the row's mean. `BN` is the smallest power of two
 that is at least `N`. The kernel is right for rows of 4. For two rows of 3, it has two bugs. Mend
-them. In a verdict, −77 marks a place that no program wrote.
+them.
 """,
     minutes=7,
     difficulty=2,
@@ -359,6 +403,7 @@ them. In a verdict, −77 marks a place that no program wrote.
     combine=together(_VARIANCE_MISTAKES, *_VARIANCE_SLIPS.values()),
     cases=(
         _triton_case("two rows of 4", 2, 4),
+        _triton_case("a row of 4 that begins with a true 0", 1, 4, 1),
         _triton_case("one row of 3", 1, 3),
         _triton_case("two rows of 3", 2, 3),
         _triton_case("three rows of 13", 3, 13),
@@ -670,6 +715,10 @@ def _wrong_product(
             b_offsets = rows[:, None] * N + columns
         elif STRIDE_B == "b turned":
             b_offsets = columns[:, None] * N + depth
+        elif STRIDE_B == "b by columns":
+            b_offsets = place[:, None] + columns * K
+        elif STRIDE_B == "b by columns, turned":
+            b_offsets = columns[:, None] * K + place
         elif STRIDE_B == "b diagonal":
             b_offsets = tl.zeros([BD, BN], tl.int32) + (depth * N + columns)
         a_mask = (rows < M)[:, None] & (depth < K)
@@ -716,7 +765,10 @@ def _wrong_product(
 
 _PRODUCT_SLIPS = {
     "STRIDE_A": {"a by tile", "a by rows", "a by columns", "a from depth", "a diagonal"},
-    "STRIDE_B": {"b by tile", "b by depth", "b from rows", "b turned", "b diagonal"},
+    "STRIDE_B": {
+        "b by tile", "b by depth", "b from rows", "b turned", "b diagonal", "b by columns",
+        "b by columns, turned",
+    },
     "MASK": {
         "none", "no depth", "a without depth", "depth alone", "a line", "b line", "lines",
         "b mask turned", "b column", "a's mask",
@@ -747,7 +799,7 @@ _PRODUCT_MISTAKES = (
     Misconception(
         "adding the sum so far twice",
         slip(_product, "twice"),
-        "`tl.dot(a, b, acc)` is already `acc + a @ b`. What does `+=` add on top?",
+        "`tl.dot(a, b, acc)` is already `acc + a @ b`. Where does your line add `acc` once more?",
     ),
     Misconception(
         "multiplying the tiles element by element",
@@ -811,6 +863,15 @@ _PRODUCT_MISTAKES = (
         slip(_product, "b turned"),
         "In `[BD, BN]`, which of `depth` and `columns` runs down the tile? That one gets "
         "`[:, None]`.",
+    ),
+    *(
+        Misconception(
+            "reading B as if its columns lay one after the other",
+            slip(_product, lies),
+            "B `[K, N]` lies in memory row after row. Which of `depth` and `columns` counts its "
+            "rows? That one is multiplied, and gets `[:, None]`.",
+        )
+        for lies in ("b by columns", "b by columns, turned")
     ),
     Misconception(
         "offsets of B along a line, where a table is needed",
@@ -885,13 +946,13 @@ Complete the loop of a matrix product: `C = A @ B`, with `A` `[M, K]` and `B` `[
 loads `a_tile` `[BM, BD]` and `b_tile` `[BD, BN]`, and adds their product to `acc`. Three lines are
 missing: the mask of `b_tile`, its load, and the sum.
 
-`M`, `N` and `K` need not be multiples of 16, the side of all tiles. Behind `B` lies somebody else's
-memory, so no load may touch it. A forgotten `[:, None]` raises no error, so check each line against
-the shape beside it. In a verdict, −77 marks a place that no program wrote.
+`M`, `N` and `K` need not be multiples of 16, the side of all tiles. Behind `A` and `B` lies
+somebody else's memory, so no load may touch it. The checker puts NaN there. A forgotten
+`[:, None]` raises no error, so check each line against the shape beside it.
 
 `tl.dot(a_tile, b_tile, acc, input_precision="ieee")` returns `acc + a_tile @ b_tile`.
 """,
-    minutes=8,
+    minutes=10,
     difficulty=2,
     hints=(
         "Draw B and one tile of C on paper. Which columns of B does the tile need? Which rows of B "
@@ -1065,7 +1126,7 @@ def _sums(mistake: str) -> Callable:
                 if mistake != "never cleared":
                     T.clear(acc)
                 for step in T.serial(steps):
-                    column = step * across
+                    column = 0 if mistake == "same columns" else step * across
                     if mistake == "backwards":
                         T.copy(x_tile, X[start : start + BR, column : column + BN])
                     else:
@@ -1075,7 +1136,8 @@ def _sums(mistake: str) -> Callable:
                             acc[i] += x_tile[i, j]
                     elif column + needed <= N:
                         T.reduce_sum(x_tile, acc, dim=1, clear=clear)
-                T.copy(acc, Y[start : start + BR])
+                if mistake != "no store":
+                    T.copy(acc, Y[start : start + BR])
 
         return kernel
 
@@ -1108,7 +1170,7 @@ Write the same in TileLang. The loop is `for step in T.serial(T.ceildiv(N, BN))`
 `T.reduce_sum(x_tile, acc, dim=1, clear=False)` adds to what `acc` holds. Where the kernels above
 say `accum_dtype`, write `"float32"`. In a verdict, −77 marks a place that no program wrote.
 """,
-    minutes=10,
+    minutes=12,
     difficulty=3,
     hints=(
         "Translate line by line. Three kinds of lines vanish: position numbers, masks and "
@@ -1162,6 +1224,17 @@ say `accum_dtype`, write `"float32"`. In a verdict, −77 marks a place that no 
             "programs that begin one row apart",
             _sums("ids count rows"),
             "Program 1 begins where program 0 ends. How many rows does a program have?",
+        ),
+        Misconception(
+            "loading the same columns at every step",
+            _sums("same columns"),
+            "Step 1 begins where step 0 ends. Which name of the loop says where?",
+        ),
+        Misconception(
+            "a sum that is never stored",
+            _sums("no store"),
+            "`acc` ends with its program, so Y still holds what the checker put there. Which line "
+            "moves `acc` to Y?",
         ),
         Misconception(
             "steps that begin `BR` columns apart",

@@ -196,9 +196,11 @@ def _point(kernel: str, seen: recorder.Record) -> str:
         strips = f"{a.any(1).sum()} rows of A and {b.any(0).sum()} columns of B"
         return f"{strips} make {c.sum()} elements of C"
     if kernel == "attention":
-        queries = (seen.touched("load", "Q")[0] > 0).any((1, 2)).sum()
-        keys = (seen.touched("load", "K")[0] > 0).any(2)  # [M, H]
-        return f"{queries} queries of a head meet {keys.sum()} keys of a KV head"
+        queries, heads = np.nonzero((seen.touched("load", "Q")[0] > 0).any(2))
+        keys, kv_heads = np.nonzero((seen.touched("load", "K")[0] > 0).any(2))
+        first, last = queries.min(), queries.max()
+        tile = f"queries {first} {'and' if last == first + 1 else 'to'} {last} of head {heads[0]}"
+        return f"{tile} meet {len(keys)} keys of KV head {kv_heads[0]}"
     loaded = int((seen.touched("load", "X") > 0).sum())
     stored = int((seen.touched("store", "Y") > 0).sum())
     return f"{loaded} elements loaded, {stored} stored"
