@@ -103,8 +103,10 @@ def reveal(name: str, answer: object) -> Message:
         lead = f"You said {said}, and it is {truth}: {distance}."
         return Message("right", "✓", name, lead, (asked.reason,))
     near = distance.startswith("close")
-    lead = f"You said {said}, it is {truth}{': ' + distance if distance else ''}."
     thought = _thought(guess, asked)
+    if thought and distance.endswith(("% too large", "% too small")):
+        distance = ""  # the thought says more
+    lead = f"You said {said}, it is {truth}{': ' + distance if distance else ''}."
     reason = f"{thought} {asked.reason}".strip()
     # a guess that is off is no failure: it has no colour of one
     return Message("right" if near else "open", "≈" if near else "→", name, lead, (reason,))

@@ -612,6 +612,38 @@ def powers_times_values(along):
     return online_step
 
 
+def powers_by_values(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+    state = solutions.online_step(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2)
+    factor = torch.exp2((scores_max_prev - state[0]) * scale_log2)
+    return *state[:2], acc_o * factor[:, None] + torch.exp2((acc_s - state[0]) * scale_log2) * v
+
+
+def one_of_two_scaled(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+    scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
+    factor = torch.exp2((scores_max_prev - scores_max) * scale_log2)
+    p = torch.exp2(acc_s * scale_log2 - scores_max[:, None])
+    return scores_max, running_sum * factor + p.sum(1), acc_o * factor[:, None] + p @ v
+
+
+def rows_without_axes(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+    scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
+    factor = torch.exp2((scores_max_prev - scores_max) * scale_log2)
+    p = torch.exp2((acc_s - scores_max) * scale_log2)
+    return scores_max, running_sum * factor + p.sum(1), acc_o * factor + p @ v
+
+
+def means(o, lse):
+    return o.mean(0), lse.mean(0)
+
+
+def mean_of_shares(o, lse):
+    return (torch.softmax(lse, 0)[..., None] * o).mean(0), torch.logsumexp(lse, 0)
+
+
+def summed_along_the_rows(o, lse):
+    return (torch.softmax(lse, 1)[..., None] * o).sum(1), torch.logsumexp(lse, 1)
+
+
 def pythons_max(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
     scores_max = max(scores_max_prev, acc_s.amax(1))
     factor = torch.exp2((scores_max_prev - scores_max) * scale_log2)
@@ -771,6 +803,12 @@ LEAKS = "a stand-in that leaks into lse"
         ("online_step", in_order(2, 1, 0), {ORDER}),
         ("online_step", powers_times_values(lambda p: p), {ELEMENTWISE}),
         ("online_step", powers_times_values(lambda p: p.T), {ELEMENTWISE}),
+        ("online_step", powers_by_values, {ELEMENTWISE}),
+        ("online_step", one_of_two_scaled, {"a maximum subtracted without its scale"}),
+        ("online_step", rows_without_axes, {NO_AXIS}),
+        ("merge_many", means, {"a plain average of the parts"}),
+        ("merge_many", mean_of_shares, {"a mean of outputs that have their shares"}),
+        ("merge_many", summed_along_the_rows, {"shares taken along the rows"}),
         ("online_step", pythons_max, {"Python's `max` where `torch.maximum` is meant"}),
         (
             "guarded_step",
@@ -829,16 +867,18 @@ def test_other_ways_to_merge_are_right(attempt: Callable) -> None:
     assert judge(KNOWN["merge_partials"], attempt).outcome == "right"
 
 
-def test_clearing_a_nan_is_spoken_of_where_the_check_cannot_see_it() -> None:
+@pytest.mark.parametrize("is_guarded", [False, True], ids=["unguarded", "guarded"])
+def test_a_cleared_nan_is_seen(is_guarded: bool) -> None:
+    """A NaN that was there before the step stays."""
     e = KNOWN["guarded_step"]
 
     def cleared(scores_max_prev, acc_s, scale_log2):
         scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
-        p = torch.exp2((acc_s - scores_max[:, None]) * scale_log2)
-        factor = torch.exp2((scores_max_prev - scores_max) * scale_log2)
+        shift = torch.where(scores_max == -math.inf, 0.0, scores_max) if is_guarded else scores_max
+        _, factor, p = guarded_from(scores_max, shift, scores_max_prev, acc_s, scale_log2)
         return scores_max, factor.nan_to_num(), p.nan_to_num()
 
-    assert judge(e, cleared).outcome == "right"
+    assert judge(e, cleared).misconceptions == (CLEARED,)
     assert "nan_to_num" in e.statement
     assert "`NaN`" in e.why
 
@@ -888,6 +928,20 @@ def test_any_finite_stand_in_is_right(shift: float) -> None:
 def test_one_stand_in_for_all_rows_is_asked_about() -> None:
     attempt = measured_from(lambda new, old: 0 if new == -math.inf else new)
     assert "Should each row have one?" in judge(KNOWN["guarded_step"], attempt).text
+
+
+@pytest.mark.parametrize("gap", ["+inf", "old"])
+def test_a_stand_in_that_stands_for_nothing_is_asked_for(gap: str) -> None:
+    """A condition that is never true, and a stand-in that is -inf itself."""
+    shift = {
+        "+inf": lambda new, old: torch.where(new == math.inf, 0.0, new),
+        "old": lambda new, old: torch.where(new == -math.inf, old, new),
+    }[gap]
+    assert "is it finite?" in judge(KNOWN["guarded_step"], measured_from(shift)).text
+
+
+def test_a_missing_axis_is_all_that_is_told() -> None:
+    assert "explain" not in judge(KNOWN["online_step"], rows_without_axes).text
 
 
 def test_a_value_of_the_state_is_told_by_its_name() -> None:
@@ -1001,6 +1055,12 @@ def test_a_wrong_choice_is_not_half_right(guess: int) -> None:
     predict("numbers_carried", guess)
     told = repr(reveal("numbers_carried", 130))
     assert not any(word in told for word in ("your guess is", "close", "off by"))
+
+
+@pytest.mark.usefixtures("nothing_noted")
+def test_a_known_thought_comes_without_a_percentage() -> None:
+    predict("sum_from_5", 2.375)
+    assert "%" not in repr(reveal("sum_from_5", 1.4375))
 
 
 @pytest.mark.usefixtures("nothing_noted")

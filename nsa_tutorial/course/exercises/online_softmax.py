@@ -34,6 +34,9 @@ def _no_axis(*axes: str) -> str:
     return f"a `[{', '.join(axes)}]` tensor used where `[{', '.join(axes)}, 1]` is needed"
 
 
+_CLEARED = "a NaN cleared by what it is, not by where it comes from"
+
+
 def _randn(seed: int, *shape: int, spread: float = 1.0) -> Tensor:
     return (
         torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -107,8 +110,10 @@ def _step(
     if "own powers" in slips:
         level = own_max
     p = torch.exp2((acc_s - level[:, None]) * (1.0 if "powers" in slips else scale_log2))
-    if "max" in slips:
+    if slips & {"max", "max in the powers"}:
         p = torch.exp2(acc_s * scale_log2 - level[:, None])
+    if "no axis in the powers" in slips:
+        p = torch.exp2((acc_s - level) * scale_log2)
     factor = factor**LOG2_E if "exp in the factor" in slips else factor
     p = p**LOG2_E if "exp in the powers" in slips else p
     if "no max" in slips:
@@ -129,6 +134,8 @@ def _step(
     new_o = (acc_s if "scores weigh" in slips else p) @ v
     if slips & {"p * v", "p.T * v"}:
         new_o = ((p if "p * v" in slips else p.T) * v).sum(0)
+    if "p * v, not summed" in slips:
+        new_o = p * v
     running_sum, acc_o = old_sum + new_sum * new, old_o + new_o * new[:, None]
     if slips & {"divided", "times the sum"}:
         acc_o = acc_o / running_sum[:, None]
@@ -257,17 +264,22 @@ _STEP_MISTAKES = (
         "A value is weighed by the power of its score, not by the score. Which of your tensors "
         "holds powers?",
     ),
-    Misconception(
+    *_ways(
+        _step,
         _no_axis("G"),
-        slip(_step, "no axis"),
-        "PyTorch lines up last axes, so a `[G]` meets the columns of a `[G, DV]`, and not its "
-        "rows. With one row it works by luck. How do you give a `[G]` a last axis of 1?",
+        "PyTorch lines up last axes, so a `[G]` meets the columns of a `[G, DV]` or a `[G, BS]`, "
+        "and not its rows. With one row it works by luck. How do you give a `[G]` a last axis of "
+        "1?",
+        ("no axis", "no axis in the powers"),
+        ("no axis in the powers",),
+        ("no axis",),
     ),
     *_ways(
         _step,
         "`*` where the powers meet the values",
         "`*` pairs numbers in equal places. Each row of powers must weigh the rows of `v`, and sum "
         "them over the keys. Which operator does both?",
+        ("p * v, not summed",),
         ("p * v",),
         ("p.T * v",),
     ),
@@ -288,11 +300,13 @@ _STEP_MISTAKES = (
         "Each row has a maximum of its own. What is left of a row that lies far below another "
         "row's largest score?",
     ),
-    Misconception(
+    *_ways(
+        _step,
         "a maximum subtracted without its scale",
-        slip(_step, "max"),
         "The scores are scaled, the maximum that you subtract is not. Both are plain dot "
         "products. What must be done to both?",
+        ("max in the powers",),
+        ("max",),
     ),
     Misconception(
         "rescaling the new terms as well",
@@ -409,6 +423,10 @@ return scores_max, running_sum, acc_o
         _STEP_MISTAKES,
         {"sum as it was", "acc_o as it was", "lost", "all", "new alone"},
         {"own", "no max", "old max", "max", "own powers"},
+        {"max", "no axis"},
+        {"max", "powers"},
+        {"no axis", "own powers"},
+        {"no axis", "no max"},
         {"own powers", "one max"},
         {"no max", "at least 0"},
         {"no max", "factor", "powers", "upside down", "one max"},
@@ -492,6 +510,10 @@ def _guarded(
     for number in (0.0, -1e30):
         if f"hands on {number}" in slips:
             scores_max = torch.where(scores_max == -INF, number, scores_max)
+    if "factor cleared" in slips:
+        factor = factor.nan_to_num()
+    if "p cleared" in slips:
+        p = p.nan_to_num()
     return (scores_max, p, factor) if "p first" in slips else (scores_max, factor, p)
 
 
@@ -499,9 +521,19 @@ _GUARDED_MISTAKES = (
     *_ways(
         _guarded,
         "-inf minus -inf, which is NaN",
-        "While the maximum is -inf there is nothing to measure from. The powers should come out "
-        "0. Which number could stand in for the maximum in the exponent, and only there?",
+        "While the maximum is -inf there is nothing to measure from. Print your `shift` for this "
+        "row: is it finite? Which number could stand in for the maximum in the exponent, and only "
+        "there?",
         ("factor unguarded", "p unguarded"),
+    ),
+    *_ways(
+        _guarded,
+        _CLEARED,
+        "This row was NaN before your step: somebody's mistake, and your 0 hides it. Only a row "
+        "that has seen no key needs help. Which maximum tells?",
+        ("factor cleared",),
+        ("p cleared",),
+        ("factor cleared", "p cleared"),
     ),
     Misconception(
         "a large negative number in place of -inf",
@@ -727,6 +759,10 @@ Let no `NaN` arise, and clear none: `nan_to_num` also hides the `NaN` of another
         Case(
             "a maximum that rises by 2, scale_log2 = 0.5",
             lambda: (torch.tensor([1.0]), torch.tensor([[3.0, 2.0, -INF]]), 0.5),
+        ),
+        Case(
+            "a row that is NaN by somebody else's mistake, and stays it",
+            lambda: (torch.tensor([math.nan]), torch.tensor([[math.nan, math.nan]]), 1.0),
         ),
         Case(
             "rows of every kind, all scores far below zero",
@@ -1234,7 +1270,6 @@ _LEAKS_INTO_LSE = (
     "Exponents and divisors need a stand-in, but here lse shows it: a row without keys claims a "
     "denominator. What does lse say of a denominator of 0?"
 )
-_CLEARED = "a NaN cleared by what it is, not by where it comes from"
 _MERGE_MISTAKES = (
     Misconception(
         "a plain average of the two outputs",
@@ -1491,6 +1526,7 @@ def _many(slips: Slips, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     if is_bare and "bare lse" not in slips:
         whole = torch.where(lse.amax(0) == -INF, -INF, whole)
     ways = {"no shift back": whole - shift, "larger": lse.amax(0), "sum of lse": lse.sum(0)}
+    ways["mean lse"] = lse.mean(0)
     whole = next((ways[way] for way in ways if way in slips), whole)
     if "along the rows" in slips:
         w, total = torch.softmax(lse, 1), torch.ones_like(total)
@@ -1512,7 +1548,9 @@ def _many(slips: Slips, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     mixed = w[..., None] * o
     if "cleared by weight" in slips:
         mixed = torch.where((w == 0)[..., None], 0.0, mixed)
-    mixed = mixed.sum(0)
+    if "summed along the rows" in slips:
+        return (torch.softmax(lse, 1)[..., None] * o).sum(1), whole
+    mixed = mixed.mean(0) if "averaged" in slips else mixed.sum(0)
     merged = mixed if "not divided" in slips else mixed / divisor[:, None]
     return merged.nan_to_num() if "cleared after" in slips else merged, whole
 
@@ -1605,6 +1643,10 @@ _MANY_MISTAKES = (
         "shares taken along the rows",
         "Your shares sum to 1 over the rows, and rows have nothing to do with each other. Along "
         "which axis of `lse` do the parts of one row lie?",
+        ("summed along the rows", "lse along the rows", "unwritten"),
+        ("summed along the rows", "lse along the rows"),
+        ("summed along the rows", "unwritten"),
+        ("summed along the rows",),
         ("along the rows", "lse along the rows", "unwritten"),
         ("along the rows", "lse along the rows"),
         ("along the rows", "unwritten"),
@@ -1628,9 +1670,19 @@ _MANY_MISTAKES = (
         "a plain average of the parts",
         "Each part was divided by its own denominator, and the parts count by those. Where can "
         "you find a part's denominator?",
+        ("average", "mean lse", "unwritten"),
+        ("average", "mean lse"),
         ("average", "unwritten"),
         ("average of the seen",),
         ("average",),
+    ),
+    *_ways(
+        _many,
+        "a mean of outputs that have their shares",
+        "The shares of a row sum to 1 already. By what does a mean divide once more?",
+        ("averaged", "bare", "unwritten"),
+        ("averaged", "bare"),
+        ("averaged",),
     ),
     *_ways(
         _many,
@@ -1770,7 +1822,7 @@ Return `(o, lse)`: `[N, DV]` and `[N]`. A row that no program saw a key for give
     combine=together(
         _MANY_MISTAKES,
         {"unwritten", "only NaN"},
-        {"average", "sum", "not divided", "base two", "along the rows"},
+        {"average", "sum", "not divided", "base two", "along the rows", "averaged"},
         {"average", "one max"},
         {"along the rows", "one max"},
         {"along the rows", "bare"},
@@ -1930,7 +1982,11 @@ TRAPS = (
         "The output is one division, at the very end", "online_step", "a division inside the step"
     ),
     Trap("Leave `log2(e)` out and no alarm goes off.", "row_lse", "taking exp where exp2 is meant"),
-    Trap("The scores stay plain dot products", "online_step", "a maximum that is stored scaled"),
+    Trap(
+        "The scores and `scores_max` stay plain dot products",
+        "online_step",
+        "a maximum that is stored scaled",
+    ),
     Trap(
         "`lse` is the natural logarithm of the denominator", "row_lse", "an lse left in log2 units"
     ),

@@ -175,13 +175,13 @@ def finding(moments: list[Moment], reference: str) -> str:
     last, after = moments[-1], f"after chunk {len(moments)}"
     if not _right(last):
         where = {
-            "chunk's own max": "Measured from each chunk's own max",
+            "chunk's own max": "With each chunk's own max",
             "no max": "With no max subtracted",
         }[reference]
         lost = "acc_o" if math.isfinite(last.running_sum) else "running_sum"
         return (
             f"{where}, {after} {lost} is {number(getattr(last, lost))} in fp32, and o is "
-            f"{number(last.o)}"
+            f"{number(last.o)}, not {number(last.exact)}"
         )
     rises = sum(m.scores_scale < 1 for m in moments[1:])
     if reference == "no max":
