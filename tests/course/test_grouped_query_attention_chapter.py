@@ -164,6 +164,20 @@ def test_places_without_a_score_are_said_to_have_none() -> None:
     assert "places of S that got no score" in text
 
 
+def test_a_function_of_torch_is_told_in_the_words_of_triton() -> None:
+    def with_torch() -> object:
+        @triton.jit
+        def kernel(Q, K, S, G, D: tl.constexpr, GT: tl.constexpr):
+            heads = tl.program_id(0) * G + tl.arange(0, GT)
+            tl.store(S + heads, torch.sum(tl.load(K + tl.arange(0, D)), dim=0))
+
+        return kernel
+
+    skip_without_triton()
+    text = judge(EXERCISES["score_group"], with_torch).text
+    assert "the function of `tl`" in text and "`T`" not in text
+
+
 def test_a_matrix_product_with_a_row_is_told() -> None:
     def with_a_product() -> object:
         @triton.jit
@@ -388,7 +402,70 @@ def with_letters(equation: str, *merged: int) -> Callable:
     return scores
 
 
+def first_of_each_group(expand: Callable) -> bool:
+    H, G = 2, 3
+    x = torch.randn(1, 5, H, 4)
+    copies = expand(x, G)
+    if copies.shape != (1, 5, H * G, 4):
+        return False
+    return all(torch.equal(copies[:, :, h * G], x[:, :, h]) for h in range(H))
+
+
+def every_fourth(expand: Callable) -> bool:
+    x = torch.randn(1, 5, 2, 4)
+    copies = expand(x, 4)
+    return copies.shape == (1, 5, 8, 4) and torch.equal(copies[:, :, ::4], x)
+
+
+def with_one_head_each(expand: Callable) -> bool:
+    x = torch.randn(1, 5, 3, 4)
+    copies = expand(x, 1)
+    return copies.shape == x.shape and torch.equal(copies, x)
+
+
+def up_to_the_kv_heads(expand: Callable) -> bool:
+    H, G = 2, 3
+    x = torch.randn(1, 5, H, 4)
+    copies = expand(x, G)
+    if copies.shape != (1, 5, H * G, 4):
+        return False
+    return all(torch.equal(copies[:, :, hq], x[:, :, hq // G]) for hq in range(H))
+
+
+def repeated_along(x: Tensor, G: int) -> Tensor:
+    return x.repeat(G, dim=2)
+
+
+def four_copies(x: Tensor, G: int) -> Tensor:
+    return x.repeat_interleave(4, dim=2)
+
+
+def split_again(q: Tensor, k: Tensor) -> Tensor:
+    H, G = k.shape[2], q.shape[2] // k.shape[2]
+    return torch.einsum("bihgd,bjhd->bihgj", q.unflatten(2, (H, G)), k).unflatten(2, (H, G))
+
+
+def first_heads(dk_expanded: Tensor, H: int) -> Tensor:
+    return dk_expanded[:, :, :H]
+
+
+def doubled_while_it_fits(gib: float, tokens: int, layers: int, HQ: int, D: int, DV: int) -> int:
+    best, H = 0, 1
+    while H <= HQ and H * 2 * tokens * layers * (D + DV) <= gib * 2**30:
+        best, H = H, 2 * H
+    return best
+
+
 TYPED = [
+    ("wiring_is_right", first_of_each_group, "a test of one head per group"),
+    ("wiring_is_right", every_fourth, "a test of one head per group"),
+    ("wiring_is_right", with_one_head_each, "a test with one query head per KV head"),
+    ("wiring_is_right", up_to_the_kv_heads, "a test of the first group alone"),
+    ("expand_heads", repeated_along, "`repeat` with a `dim`"),
+    ("expand_heads", four_copies, "four copies of each head, whatever `G` is"),
+    ("grouped_scores", split_again, "splitting an axis again where two should become one"),
+    ("key_gradient", first_heads, "taking the first H of the HQ gradients"),
+    ("most_kv_heads", doubled_while_it_fits, "trying powers of two only"),
     ("wiring_is_right", at_one_position, "a test that cannot see the order of positions"),
     (
         "expand_heads",
@@ -451,6 +528,8 @@ def test_what_a_reader_would_type_is_recognised(name: str, typed: Callable, mist
 @pytest.mark.parametrize(
     ("equation", "merged", "mistake"),
     [
+        ("bnhgd,bmkd->bnhgm", (2, 3), "a head letter of its own for the keys"),
+        ("bihgd,bjhd->bihgj", (2,), "merging the key positions, too"),
         ("bihgd,bjhd->bihgjd", (2, 3), "keeping the width instead of summing over it"),
         ("bnhgd,bnhd->bnhg", (2, 3), "one letter for two kinds of positions"),
         ("bihgd,bjhe->bihgj", (2, 3), "two letters for one width"),
@@ -501,7 +580,10 @@ def test_thoughts_about_guesses_hold() -> None:
     cache = kv_cache_bytes(65_536, layers=60, H=64, D=128)
     for way in (cache / 2, 2 * cache, cache / 60, cache / 64):
         assert way / 2**30 in guesses["cache_of_64_heads"]
-    assert round(cache / 1e9, 3) in guesses["cache_of_64_heads"]
+    is_gb = next(g for g, _ in PREDICTIONS["cache_of_64_heads"].thoughts if callable(g))
+    assert is_gb(cache / 1e9) and not is_gb(pictures.H200_BYTES / 2**30)
+    is_several = next(g for g, _ in PREDICTIONS["step_with_8_kv_heads"].thoughts if callable(g))
+    assert is_several(4) and is_several("8") and not is_several(64)
     keys_left = 100 / 8  # percent
     assert {keys_left, 100 - keys_left} <= set(guesses["fewer_operations"])
     (is_same,) = (g for g, _ in PREDICTIONS["repeated_by_repeat"].thoughts if callable(g))
@@ -528,4 +610,4 @@ def test_the_minutes_are_told() -> None:
     rest = sum(e.minutes for e in EXERCISES.values()) - optional
     told = " ".join(first.split())
     assert f"{rest} of them exercises" in told
-    assert f"The last three exercises are optional, {optional} minutes more" in told
+    assert f"takes half an hour, {optional} minutes of it exercises" in told

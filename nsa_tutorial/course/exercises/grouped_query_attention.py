@@ -28,6 +28,10 @@ def _random(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+# The chapter's own G: a function can pick it up from the notebook, or from the picture.
+_CHAPTERS_G = 4
+
+
 # -- expand_heads --
 
 
@@ -52,8 +56,12 @@ def _expand(slips: Slips, x: Tensor, G: int) -> Tensor:
     """`expand_heads` with slips."""
     H = x.shape[2]
     copies = H if "H copies" in slips else H // G if "H // G copies" in slips else G
+    if "fixed G" in slips:
+        copies = _CHAPTERS_G
     if "unchanged" in slips:
         return x
+    if "dim" in slips:
+        return x.repeat(copies, dim=2)
     if "one number" in slips:
         return x.repeat(copies)
     if "flat" in slips:
@@ -95,6 +103,16 @@ _EXPAND_MISTAKES = (
         slip(_expand, "one number"),
         "`repeat` wants a count for each dimension. But before you write four: does it keep "
         "neighbours together?",
+    ),
+    Misconception(
+        "`repeat` with a `dim`",
+        slip(_expand, "dim"),
+        "`repeat` takes one number per axis, and no `dim`. Which of the two functions takes one?",
+    ),
+    Misconception(
+        "four copies of each head, whatever `G` is",
+        slip(_expand, "fixed G"),
+        "In the picture, `G` was 4. How many copies does this call ask for?",
     ),
     Misconception(
         "H copies of each head where G are needed",
@@ -141,11 +159,11 @@ _EXPAND = Exercise(
     misconceptions=_EXPAND_MISTAKES,
     combine=together(
         _EXPAND_MISTAKES,
-        {"repeat", "flat", "one number", "unchanged"},
-        {"positions", "widths", "flat", "one number", "unchanged"},
-        {"own axis", "flat", "one number", "unchanged"},
+        {"repeat", "flat", "one number", "dim", "unchanged"},
+        {"positions", "widths", "flat", "one number", "dim", "unchanged"},
+        {"own axis", "flat", "one number", "dim", "unchanged"},
         {"own axis", "repeat"},
-        {"H copies", "H // G copies", "one number", "unchanged"},
+        {"H copies", "H // G copies", "fixed G", "one number", "dim", "unchanged"},
     ),
     cases=(
         Case(
@@ -200,6 +218,11 @@ def _late_first(x: Tensor, G: int) -> Tensor:
     return expand_heads(x.flip(1), G)
 
 
+def _one_astray(x: Tensor, G: int) -> Tensor:
+    hq = torch.arange(x.shape[2] * G)
+    return x[:, :, hq // G - (hq == 1).long()]
+
+
 def _zeros(x: Tensor, G: int) -> Tensor:
     return torch.zeros_like(expand_heads(x, G))
 
@@ -210,6 +233,7 @@ def _with_an_axis(x: Tensor, G: int) -> Tensor:
 
 # What a test with this mistake looks at: so many KV heads, of so many query heads each.
 _SIZES_OF_TESTS = {"one KV head": (1, 3), "one query head": (3, 1), "equal sizes": (2, 2)}
+_SIZES_OF_TESTS["even groups"] = (2, 4)
 
 
 def _wiring(slips: Slips, expand: Callable[[Tensor, int], Tensor]) -> bool:
@@ -226,6 +250,10 @@ def _wiring(slips: Slips, expand: Callable[[Tensor, int], Tensor]) -> bool:
     if is_right and "shapes" not in slips:
         if "first head" in slips:
             copies, right = copies[:, :, :1], right[:, :, :1]
+        if "first group" in slips:
+            copies, right = copies[:, :, :G], right[:, :, :G]
+        if slips & {"first members", "even groups"}:
+            copies, right = copies[:, :, ::G], right[:, :, ::G]
         if "any order" in slips:
             copies, right = copies.flatten().sort().values, right.flatten().sort().values
         is_right = torch.equal(copies, right)
@@ -274,6 +302,19 @@ _WIRING_MISTAKES = (
         "Query head 0 reads KV head 0 in most wrong wirings, too. Do you look at one head alone, "
         "or write `any` where `all` is meant?",
     ),
+    *(
+        Misconception(
+            "a test of one head per group",
+            slip(_wiring, sizes),
+            "The other members may be wrong. Which heads do you never compare?",
+        )
+        for sizes in ("first members", "even groups")
+    ),
+    Misconception(
+        "a test of the first group alone",
+        slip(_wiring, "first group"),
+        "A function that gives KV head 0 to everyone passes. Do you go through all H·G heads?",
+    ),
     Misconception(
         "comparing the numbers whatever their order",
         slip(_wiring, "any order"),
@@ -294,8 +335,8 @@ _WIRING_MISTAKES = (
     Misconception(
         "a test that lets nothing through",
         slip(_wiring, "nothing"),
-        "It says False to right functions, too. Do you divide hq by H? A group has G members: "
-        "which number divides hq?",
+        "It says False to right functions, too. Take `gqa.expand_kv_heads`, and print every "
+        "comparison. Which one fails first? (The rule is hq // G, not hq // H.)",
     ),
     Misconception(
         "a test that lets everything through",
@@ -338,7 +379,7 @@ _WIRING = Exercise(
 Write the test. `expand(x, G)` is somebody's answer to the exercise above. Call it with an `x` and a
 `G` of your choice. Return `True` if every query head got the right copy, else `False`.
 
-The check hands your test nine such functions. Two are right, and seven are wrong, each in its own
+The check hands your test ten such functions. Two are right, and eight are wrong, each in its own
 way. The frame is below. Fill in the two `...`. One call of `expand` is enough to catch every
 mistake, if you choose `H` and `G` well.
 """,
@@ -364,6 +405,7 @@ mistake, if you choose `H` and `G` well.
         Case("`expand` is wrong: it gives everyone KV head 0", lambda: (_first_for_all,)),
         Case("`expand` is wrong: it gives hq the next KV head, hq // G + 1", lambda: (_next_head,)),
         Case("`expand` is wrong: it reverses the positions", lambda: (_late_first,)),
+        Case("`expand` is wrong: query head 1 alone gets another KV head", lambda: (_one_astray,)),
         Case("`expand` is wrong: it returns zeros", lambda: (_zeros,)),
         Case("`expand` is wrong: it leaves an axis of length G", lambda: (_with_an_axis,)),
     ),
@@ -382,11 +424,6 @@ def grouped_scores(q: Tensor, k: Tensor) -> Tensor:
     return scores.flatten(2, 3)  # [B, N, HQ, M]
 
 
-# The chapter's own G stands in the notebook, where a function can pick it up by mistake. No case
-# has groups of this size.
-_CHAPTERS_G = 4
-
-
 def _grouped(slips: Slips, q: Tensor, k: Tensor) -> Tensor:
     """`grouped_scores` with slips."""
     (B, N, HQ, D), (M, H) = q.shape, k.shape[1:3]
@@ -402,6 +439,11 @@ def _grouped(slips: Slips, q: Tensor, k: Tensor) -> Tensor:
         return torch.einsum("bihgd,bjhd->bjhgi", q.unflatten(2, (H, -1)), k).flatten(2, 3)
     if "wrong pair" in slips:
         return torch.einsum("bihgd,bjhd->bihgj", q.unflatten(2, (H, -1)), k).flatten(3, 4)
+    if "own letter" in slips:
+        return torch.einsum("bihgd,bjkd->bihgj", q.unflatten(2, (H, -1)), k).flatten(2, 3)
+    if slips & {"to the end", "unflatten"}:
+        scores = torch.einsum("bihgd,bjhd->bihgj", q.unflatten(2, (H, -1)), k)
+        return scores.flatten(2) if "to the end" in slips else scores.unflatten(2, (H, HQ // H))
     if "brackets" in slips:
         return torch.einsum("bihgd,bjhd->bi(hg)j", q.unflatten(2, (H, -1)), k)
     if "heads with heads" in slips:
@@ -552,6 +594,22 @@ _SCORES_MISTAKES = (
         "stand?",
     ),
     Misconception(
+        "a head letter of its own for the keys",
+        slip(_grouped, "own letter"),
+        "einsum then sums over all KV heads. Which letter makes the query's KV head and the key's "
+        "the same?",
+    ),
+    Misconception(
+        "merging the key positions, too",
+        slip(_grouped, "to the end"),
+        "`flatten(2)` merges axis 2 with all axes after it. At which one should it stop?",
+    ),
+    Misconception(
+        "splitting an axis again where two should become one",
+        slip(_grouped, "unflatten"),
+        "`unflatten` makes two axes of one. Which function makes one of two?",
+    ),
+    Misconception(
         "merging two axes inside einsum",
         slip(_grouped, "brackets"),
         "`torch.einsum` knows letters only, and cannot merge axes. Let h and g stand as two axes "
@@ -562,6 +620,7 @@ _SCORES_MISTAKES = (
 # with no other slip
 _ALONE = {"split", "heads with heads", "fixed G", "brackets"}
 _ALONE |= {"no product's sum", "keys first", "wrong pair", "one position letter", "two widths"}
+_ALONE |= {"own letter", "to the end", "unflatten"}
 
 _SCORES = Exercise(
     name="grouped_scores",
@@ -633,8 +692,8 @@ def _gradient(slips: Slips, dk_expanded: Tensor, H: int) -> Tensor:
     """`key_gradient` with slips."""
     if "fixed G" in slips:
         return dk_expanded.unflatten(2, (H, _CHAPTERS_G))
-    if "copies" in slips:
-        return dk_expanded
+    if slips & {"copies", "first heads"}:
+        return dk_expanded if "copies" in slips else dk_expanded[:, :, :H]
     if "everything" in slips:
         return dk_expanded.sum()
     if slips & {"all heads", "no heads"}:
@@ -678,6 +737,12 @@ _GRADIENT_MISTAKES = (
         "keeping one head's gradient for the whole group",
         slip(_gradient, "one head"),
         "The other heads of the group used the same key. Where do their gradients go?",
+    ),
+    Misconception(
+        "taking the first H of the HQ gradients",
+        slip(_gradient, "first heads"),
+        "Every query head has a share in some key's gradient, also the last one. Which heads read "
+        "KV head 0?",
     ),
     Misconception(
         "groups of H heads where groups of G are meant",
@@ -725,6 +790,7 @@ _GRADIENT_MISTAKES = (
 
 # with no other slip
 _WHOLE = {"all heads", "no heads", "groups of H", "copies", "width", "fixed G", "everything"}
+_WHOLE |= {"first heads"}
 
 _GRADIENT = Exercise(
     name="key_gradient",
@@ -820,6 +886,8 @@ def _run_score_group(solution: Callable, H: int, G: int, D: int) -> tuple[int, i
                 "a matrix product takes two matrices, and `key` is one row. Multiply number by "
                 "number, then add up"
             ) from None
+        if "got (tensor," in told:
+            raise TypeError("a tile is no tensor: take the function of `tl` here") from error
         if "pointer argument is not a block" not in told:
             raise
         raise TypeError(
@@ -1033,6 +1101,7 @@ def most_kv_heads(gib: float, tokens: int, layers: int, HQ: int, D: int, DV: int
 
 
 _CHOICES = {"not divided", "more than HQ", "fraction", "powers", "group rounded up", "halved"}
+_CHOICES |= {"undivided powers"}
 
 
 def _most(slips: Slips, gib: float, tokens: int, layers: int, HQ: int, D: int, DV: int) -> object:
@@ -1046,8 +1115,9 @@ def _most(slips: Slips, gib: float, tokens: int, layers: int, HQ: int, D: int, D
     fits = int(room // per_head)
     if slips & {"more than HQ", "fraction"}:
         return fits if "more than HQ" in slips else room / per_head
-    heads = [H for H in range(1, min(fits, HQ) + 1) if HQ % H == 0 or "not divided" in slips]
-    if "powers" in slips:
+    takes_any = bool(slips & {"not divided", "undivided powers"})
+    heads = [H for H in range(1, min(fits, HQ) + 1) if HQ % H == 0 or takes_any]
+    if slips & {"powers", "undivided powers"}:
         heads = [H for H in heads if H & (H - 1) == 0]
     if "group rounded up" in slips and heads:
         heads = [HQ // -(-HQ // min(fits, HQ))]
@@ -1072,8 +1142,8 @@ _MOST_MISTAKES = (
     Misconception(
         "a number of KV heads that does not divide HQ",
         slip(_most, "not divided"),
-        "So many would fit, but the query heads cannot be shared out evenly among them. What did "
-        "`group_size(8, 3)` say?",
+        "So many would fit, but the query heads cannot be shared out evenly among them. What does "
+        "`gqa.group_size(HQ, H)` say to these two numbers?",
     ),
     Misconception(
         "as many KV heads as the memory can hold",
@@ -1105,11 +1175,13 @@ _MOST_MISTAKES = (
         "With enough memory every query head can have its own KV head. Does your `range` end "
         "before HQ?",
     ),
-    Misconception(
-        "trying powers of two only",
-        slip(_most, "powers"),
-        "Most models take a power of two. Which other numbers of KV heads make groups of equal "
-        "size?",
+    *(
+        Misconception(
+            "trying powers of two only",
+            slip(_most, powers),
+            "Most models take a power of two. But 7 divides 42. Which other numbers divide HQ?",
+        )
+        for powers in ("undivided powers", "powers")  # the last one joins other slips
     ),
     Misconception(
         "the group size G where the number of KV heads is asked for",
@@ -1214,7 +1286,7 @@ exactly fits. If even one KV head is too many, return 0.
         {"more than HQ", "fraction", "group"},
         {"more than HQ", "fraction", "error", "division", "at least one", "no return"},
         {"more than HQ", "fraction", "own heads"},
-        _CHOICES - {"not divided", "powers"} | {"fewest"},
+        _CHOICES - {"not divided", "powers", "undivided powers"} | {"fewest"},
         {"keys alone", "values like keys"},
         {"one byte", "doubled"},
         {"GB", "MiB", "no exact fit"},
@@ -1261,10 +1333,6 @@ def _scaled_with_five_axes(q: Tensor, k: Tensor) -> Tensor:
     return torch.einsum("bihgd,bjhd->bihgj", qg, k) * q.shape[-1] ** -0.5
 
 
-def _first_heads(dk_expanded: Tensor, H: int) -> Tensor:
-    return dk_expanded[:, :, :H]
-
-
 def _mean_of_rounds(dk_expanded: Tensor, H: int) -> Tensor:
     return dk_expanded.unflatten(2, (-1, H)).mean(dim=2)
 
@@ -1307,14 +1375,6 @@ DOUBLES = (
         (
             "leaving the group as an axis of its own",
             "scaled scores where unscaled ones are asked for",
-        ),
-    ),
-    Double(
-        "key_gradient",
-        _first_heads,
-        (
-            "adding up every H-th head, not neighbours",
-            "keeping one head's gradient for the whole group",
         ),
     ),
     Double(
@@ -1455,7 +1515,10 @@ PREDICTIONS = (
             (240, "That is a factor of two too many: key and value together are 256 numbers wide."),
             (2, "That is one layer. Each of the 60 has a cache of its own."),
             (1.875, "That is one head in all layers, or one token in MiB."),
-            (128.849, "That is in GB, 10⁹ bytes each. A GiB is a little more."),
+            (
+                lambda guess: abs(float(guess) - 128.849) < 1,
+                "That is in GB, 10⁹ bytes each. A GiB is a little more.",
+            ),
             (
                 8,
                 "That was the table of scores in chapter 01. Keys and values are a list, one entry "
@@ -1480,7 +1543,7 @@ PREDICTIONS = (
             (8, "That is how many heads share. Are there fewer query heads now?"),
             (12.5, "That is how much of the keys is left. No query head has gone."),
             (1, "If 1 means as many as before, that is right. In percent, nothing is saved."),
-            ("none", "Right: in percent, none is 0."),
+            ("none", "In percent, none is 0."),
             (100, "Then nothing would be computed. Every query head still works."),
         ),
         unit="%",
@@ -1501,9 +1564,9 @@ PREDICTIONS = (
             (64, "There are still 8 KV heads to load, not one."),
             (0, "Do you mean that nothing changes? Then the step would be as fast as before: 1."),
             (0.125, "That is the new time over the old one. Turned round, it is 8."),
+            (lambda guess: 3 <= float(guess) <= 20, "Several times as fast: that is the point."),
         ),
         unit="×",
-        tolerance=0.4,
     ),
     Prediction(
         name="repeated_by_repeat",
@@ -1517,7 +1580,7 @@ PREDICTIONS = (
             ([0, 1, 0, 1], "That is two rounds. There are four."),
             (
                 lambda guess: "".join(c for c in guess if c.isdigit()) == "01010101",
-                "Right, that is the same as text.",
+                "These are the right digits. As a list, they stand in square brackets.",
             ),
         ),
     ),
