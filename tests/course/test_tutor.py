@@ -363,8 +363,8 @@ def test_what_the_meaning_recommends_does_work(join: str) -> None:
 def test_meanings_are_sentences(entry: tuple[str, str]) -> None:
     pattern, told = entry
     re.compile(pattern)
-    assert told[0].isupper()
-    assert told.endswith((".", "?"))
+    # no word where Python's own message says enough
+    assert not told or (told[0].isupper() and told.endswith((".", "?")))
 
 
 def test_short_lists_are_shown_whole() -> None:
