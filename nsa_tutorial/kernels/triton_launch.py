@@ -31,6 +31,7 @@ Outputs = tuple[Tensor, Tensor]
 # tiles` on random lists and on smooth ones says what a step of each costs.
 WORTHWHILE = 0.6
 SMALL_GROUP = 4  # heads of a group up to which a program has a block of keys
+LARGE_GROUP = 32  # heads of a group up to which a tile of queries has room for two
 FEWEST_ROWS = 2048  # queries from which another order than one query in a program pays
 
 
@@ -52,10 +53,12 @@ def order_of(
     where the device decides tile by tile."""
     if not q.is_cuda or q.element_size() != 2 or len(ids) < FEWEST_ROWS:
         return by_queries
-    if q.shape[2] // k.shape[2] <= SMALL_GROUP:
+    G = q.shape[2] // k.shape[2]
+    if G <= SMALL_GROUP:
         return by_blocks
+    fills_a_tile = G > LARGE_GROUP  # alone, so that no neighbour fits in
     has_descriptors = triton_descriptors.can_use_descriptors(q, k, v, block_size)
-    return by_either if has_descriptors else by_queries
+    return by_either if has_descriptors and not fills_a_tile else by_queries
 
 
 def by_queries(

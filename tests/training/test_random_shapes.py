@@ -19,6 +19,16 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, in the interpreter
 ]
 SHAPES, RUN = 500, 25
+SIZES = 16  # that kernels are compiled for: heads, widths and blocks, drawn once
+
+
+def sizes_of(seed: int) -> dict[str, int]:
+    """Of the heads of a group, of widths and of blocks."""
+    draw = random.Random(f"sizes {seed}")
+    return {
+        "G": draw.choice((1, 3, 4, 16)), "D": draw.choice((16, 24, 32)),
+        "DV": draw.choice((16, 32, 40)), "BS": draw.choice((5, 16, 24)),
+    }  # fmt: skip
 
 
 def problem_of(seed: int, longest: int) -> Problem:
@@ -32,9 +42,8 @@ def problem_of(seed: int, longest: int) -> Problem:
     elif kind < 0.6:
         M = N + draw.randint(0, longest)
     return Problem(
-        B=B, N=N, M=M, cu=cu, H=draw.choice((1, 2)), G=draw.choice((1, 3, 4, 16)),
-        D=draw.choice((16, 24, 32)), DV=draw.choice((16, 32, 40)), S=draw.choice((1, 3, 4)),
-        BS=draw.choice((5, 16, 24)), own=draw.random() < 0.4,
+        B=B, N=N, M=M, cu=cu, **sizes_of(draw.randrange(SIZES)), H=draw.choice((1, 2)),
+        S=draw.choice((1, 3, 4)), own=draw.random() < 0.4,
         counts=draw.choice((None, "random", 2)), causal=draw.random() < 0.8,
         factors=draw.random() < 0.1, seed=seed,
     )  # fmt: skip
