@@ -23,10 +23,10 @@ from tvm import tirx
 
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.kernels.tilelang_selection import is_finite, multiply, nan, stages_of
-from nsa_tutorial.kernels.tilelang_selection_launch import PASS_CONFIGS, dtype_of, rows_of
-from nsa_tutorial.kernels.tilelang_tiles import has_tma, summary_sides
+from nsa_tutorial.kernels.tilelang_selection_launch import dtype_of, rows_of
+from nsa_tutorial.kernels.tilelang_tiles import summary_sides
 from nsa_tutorial.kernels.tilelang_unions import ANY_LENGTH, Unions, unions
-from nsa_tutorial.kernels.tilelang_windows import power_of_two
+from nsa_tutorial.kernels.tilelang_windows import PASS_CONFIGS, loads_by_tma, power_of_two
 from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY, shared_memory
 from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
 from nsa_tutorial.sparse.selected_attention import QueryRows
@@ -35,7 +35,7 @@ accum_dtype = "float32"
 
 # Rows of a tile, stages: the first that a program can have. fp32 does without tensor cores, and
 # takes small tiles.
-TILES = ((64, 3), (64, 2), (64, 1))
+TILES = ((64, 2), (64, 1))
 FP32_TILES = ((32, 1), (16, 1))
 
 
@@ -74,6 +74,10 @@ def build_attend(
     ):
         # -- locate the program --
         with T.Kernel(tiles, H, threads=threads) as (tile, head):
+            if has_tma and threads == 128:  # two programs at a time share the registers
+                T.annotate_min_blocks_per_sm(2)
+                T.annotate_producer_reg_dealloc(24)
+                T.annotate_consumer_reg_alloc(232)
             q_box = T.alloc_shared([TQ, GP, DT], dtype)
             q_tile = T.reshape(q_box, [BQ, DT])
             k_tile = T.alloc_shared([BT, DT], dtype)
@@ -200,7 +204,7 @@ def compiled(device: str, *shape: int, **options: object) -> tilelang.JITKernel:
     kernel = build_attend(*shape, **options)
     if device == "cpu":
         return compile_for_cpu(kernel)
-    return tilelang.compile(kernel, target="cuda", pass_configs=PASS_CONFIGS)
+    return tilelang.compile(kernel, target="cuda", pass_configs=PASS_CONFIGS[options["has_tma"]])
 
 
 def launch(
@@ -213,7 +217,8 @@ def launch(
         q, k, v, ids, rows, block_size, scale: as in `selected_attention.forward`.
         most: as in `unions`. Rows of tiles that are not wanted are not written.
         out: contiguous tensors to write to; None makes new ones.
-        options: `BQ`, `BT`, `threads`, `num_stages`, in place of what `query_tile_options` chooses.
+        options: `BQ`, `BT`, `threads`, `num_stages`, in place of what `query_tile_options` chooses,
+            and `has_tma`, in place of what the GPU can do.
 
     Returns:
         `o [B, N, HQ, DV]` and `lse [B, N, HQ]`, and the unions.
@@ -227,10 +232,8 @@ def launch(
     TQ = options["BQ"] // power_of_two(G)
     made = unions(v, ids, rows, block_size=block_size, TQ=TQ, BT=options["BT"], most=most)
     o, lse = out or (v.new_empty(B, N, HQ, DV), q.new_empty(B, N, HQ, dtype=torch.float32))
-    attend = compiled(
-        q.device.type, H, G, D, DV, block_size, dtype=dtype_of(q), **options,
-        has_tma=has_tma(q.device, D * itemsize, DV * itemsize),
-    )  # fmt: skip
+    options = {"has_tma": loads_by_tma(q, v, options["threads"])} | options
+    attend = compiled(q.device.type, H, G, D, DV, block_size, dtype=dtype_of(q), **options)
     attend(
         rows_of(q).view(R, H, G, D), rows_of(k), rows_of(v), rows.first_key, rows.num_visible,
         *made[:4], o.view(R, H, G, DV), lse.view(R, H, G), scale, scale * LOG2_E,

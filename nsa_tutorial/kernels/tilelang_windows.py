@@ -23,14 +23,17 @@ from torch import Tensor
 from tvm import tirx
 
 from nsa_tutorial.exact.online_softmax import LOG2_E
+from nsa_tutorial.kernels.tilelang_forward import PASS_CONFIGS as ALL_THREADS_LOAD
 from nsa_tutorial.kernels.tilelang_selection import is_finite, multiply, nan, stages_of
-from nsa_tutorial.kernels.tilelang_selection_launch import PASS_CONFIGS, dtype_of, rows_of
+from nsa_tutorial.kernels.tilelang_selection_launch import PASS_CONFIGS as A_WARP_GROUP_LOADS
+from nsa_tutorial.kernels.tilelang_selection_launch import dtype_of, rows_of
 from nsa_tutorial.kernels.tilelang_tiles import has_tma, summary_sides
 from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY, shared_memory
 from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
 accum_dtype = "float32"
+PASS_CONFIGS = {True: A_WARP_GROUP_LOADS, False: ALL_THREADS_LOAD}  # with TMA, and without
 
 # Rows of a tile, keys of a step, stages: the first that a program can have. fp32 does without
 # tensor cores, and takes small tiles.
@@ -78,6 +81,10 @@ def build_attend(
     ):
         # -- locate the program --
         with T.Kernel(num_programs, H, threads=threads) as (program, head):
+            if has_tma and threads == 128:  # two programs at a time share the registers
+                T.annotate_min_blocks_per_sm(2)
+                T.annotate_producer_reg_dealloc(24)
+                T.annotate_consumer_reg_alloc(232)
             q_box = T.alloc_shared([TQ, GP, DT], dtype)
             q_tile = T.reshape(q_box, [BQ, DT])
             k_tile = T.alloc_shared([BT, DT], dtype)
@@ -200,7 +207,7 @@ def compiled(device: str, *shape: int, **options: object) -> tilelang.JITKernel:
     kernel = build_attend(*shape, **options)
     if device == "cpu":
         return compile_for_cpu(kernel)
-    return tilelang.compile(kernel, target="cuda", pass_configs=PASS_CONFIGS)
+    return tilelang.compile(kernel, target="cuda", pass_configs=PASS_CONFIGS[options["has_tma"]])
 
 
 def launch(
@@ -212,7 +219,8 @@ def launch(
     Args:
         q, k, v, rows, window_size, scale: as in `sliding_window.forward`.
         out: contiguous tensors to write to; None makes new ones.
-        options: `BQ`, `BT`, `threads`, `num_stages`, in place of what `window_options` chooses.
+        options: `BQ`, `BT`, `threads`, `num_stages`, in place of what `window_options` chooses, and
+            `has_tma`, in place of what the GPU can do.
 
     Returns:
         `o [B, N, HQ, DV]` in the dtype of `v`, and `lse [B, N, HQ]` in fp32.
@@ -225,10 +233,8 @@ def launch(
         return o, lse
     R, G, itemsize = B * N, HQ // H, q.element_size()
     options = window_options(G, D, DV, itemsize, shared_memory(q.device)) | options
-    kernel = compiled(
-        q.device.type, H, G, D, DV, dtype=dtype_of(q), **options,
-        has_tma=has_tma(q.device, D * itemsize, DV * itemsize),
-    )  # fmt: skip
+    options = {"has_tma": loads_by_tma(q, v, options["threads"])} | options
+    kernel = compiled(q.device.type, H, G, D, DV, dtype=dtype_of(q), **options)
     num_tiles = -(-N // (options["BQ"] // power_of_two(G)))
     kernel(
         rows_of(q).view(R, H, G, D), rows_of(k), rows_of(v), rows.first_key, rows.num_visible,
@@ -260,3 +266,10 @@ def window_options(
 def power_of_two(n: int) -> int:
     """`n`, rounded up to one."""
     return 1 << (n - 1).bit_length()
+
+
+def loads_by_tma(q: Tensor, v: Tensor, threads: int) -> bool:
+    """Whether a warp group of its own loads by TMA. The others are warp groups then, since
+    registers are dealt out to whole ones."""
+    row_bytes = (q.shape[-1] * q.element_size(), v.shape[-1] * q.element_size())
+    return threads % 128 == 0 and has_tma(q.device, *row_bytes)

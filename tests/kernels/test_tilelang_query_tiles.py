@@ -20,9 +20,8 @@ if environment.detect().tilelang is None:
     pytest.skip("tilelang is not installed", allow_module_level=True)
 
 from nsa_tutorial.kernels import tilelang_query_tiles as tiles
-from nsa_tutorial.kernels import tilelang_unions
+from nsa_tutorial.kernels import tilelang_unions, tilelang_windows
 from nsa_tutorial.kernels.tilelang_forward import PASS_CONFIGS as ALL_THREADS_LOAD
-from nsa_tutorial.kernels.tilelang_selection_launch import PASS_CONFIGS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 places = places_of(["tilelang"])
@@ -271,9 +270,10 @@ def cuda(shape: tuple[int, ...], dtype: str, arch: str) -> str:
     _, G, D, DV, BS = shape
     itemsize = ITEMSIZE[dtype]
     options = tiles.query_tile_options(G, D, DV, BS, itemsize, MEMORY[arch])
-    has_tma = arch == "sm_90" and not any(n * itemsize % 16 for n in (D, DV))
+    whole_groups = options["threads"] % 128 == 0
+    has_tma = arch == "sm_90" and whole_groups and not any(n * itemsize % 16 for n in (D, DV))
     kernel = tiles.build_attend(*shape, dtype, **options, has_tma=has_tma)
-    return lowering.cuda(kernel, arch, PASS_CONFIGS)
+    return lowering.cuda(kernel, arch, tilelang_windows.PASS_CONFIGS[has_tma])
 
 
 @pytest.mark.exhaustive

@@ -21,7 +21,6 @@ if environment.detect().tilelang is None:
     pytest.skip("tilelang is not installed", allow_module_level=True)
 
 from nsa_tutorial.kernels import tilelang_windows
-from nsa_tutorial.kernels.tilelang_selection_launch import PASS_CONFIGS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 places = places_of(["tilelang"])
@@ -216,9 +215,10 @@ def cuda(shape: tuple[int, int, int, int], dtype: str, arch: str) -> str:
     H, G, D, DV = shape
     itemsize = ITEMSIZE[dtype]
     options = tilelang_windows.window_options(G, D, DV, itemsize, MEMORY[arch])
-    has_tma = arch == "sm_90" and not any(n * itemsize % 16 for n in (D, DV))
+    whole_groups = options["threads"] % 128 == 0
+    has_tma = arch == "sm_90" and whole_groups and not any(n * itemsize % 16 for n in (D, DV))
     kernel = tilelang_windows.build_attend(H, G, D, DV, dtype, **options, has_tma=has_tma)
-    return lowering.cuda(kernel, arch, PASS_CONFIGS)
+    return lowering.cuda(kernel, arch, tilelang_windows.PASS_CONFIGS[has_tma])
 
 
 @pytest.mark.exhaustive
