@@ -54,6 +54,8 @@ def build_attend(
     exact = dtype == "float32"
     DT, DVT = summary_sides(D, DV, 4 if exact else 2, wide=0)
     in_registers = not exact and threads <= 2 * BQ
+    # two programs at a time share the registers, unless rows are so wide that one needs them all
+    is_pair = has_tma and threads == 128 and DT + DVT <= 256
     alloc_weights = T.alloc_fragment if in_registers else T.alloc_shared
 
     @T.prim_func
@@ -74,7 +76,7 @@ def build_attend(
     ):
         # -- locate the program --
         with T.Kernel(tiles, H, threads=threads) as (tile, head):
-            if has_tma and threads == 128:  # two programs at a time share the registers
+            if is_pair:
                 T.annotate_min_blocks_per_sm(2)
                 T.annotate_producer_reg_dealloc(24)
                 T.annotate_consumer_reg_alloc(232)

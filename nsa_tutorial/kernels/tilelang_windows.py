@@ -61,6 +61,8 @@ def build_attend(
     exact = dtype == "float32"
     DT, DVT = summary_sides(D, DV, 4 if exact else 2, wide=0)
     in_registers = not exact and threads <= 2 * BQ
+    # two programs at a time share the registers, unless rows are so wide that one needs them all
+    is_pair = has_tma and threads == 128 and DT + DVT <= 256
     alloc_weights = T.alloc_fragment if in_registers else T.alloc_shared
 
     @T.prim_func
@@ -81,7 +83,7 @@ def build_attend(
     ):
         # -- locate the program --
         with T.Kernel(num_programs, H, threads=threads) as (program, head):
-            if has_tma and threads == 128:  # two programs at a time share the registers
+            if is_pair:
                 T.annotate_min_blocks_per_sm(2)
                 T.annotate_producer_reg_dealloc(24)
                 T.annotate_consumer_reg_alloc(232)
@@ -258,6 +260,8 @@ def window_options(
         return (tiles + weights) * itemsize + 2048
 
     choices = TILES if itemsize == 2 else FP32_TILES
+    if itemsize == 2 and DT + DVT > 256:  # wide outputs would not fit the registers
+        choices = choices[1:]
     choices = [(max(BQ, power_of_two(G)), *others) for BQ, *others in choices]
     BQ, BT, num_stages = (*(c for c in choices if size(*c) <= shared_memory), choices[-1])[0]
     return {"BQ": BQ, "BT": BT, "threads": 2 * BQ, "num_stages": num_stages}
