@@ -32,6 +32,9 @@ Outputs = tuple[Tensor, Tensor]
 WORTHWHILE = 0.6
 SMALL_GROUP = 4  # heads of a group up to which a program has a block of keys
 LARGE_GROUP = 32  # heads of a group up to which a tile of queries has room for two
+# Queries times key/value heads times both widths from which a block of keys in a program pays: the
+# host needs one to two milliseconds for its tables.
+FEWEST_NUMBERS = 2**24
 FEWEST_ROWS = 2048  # queries from which another order than one query in a program pays
 
 
@@ -55,7 +58,8 @@ def order_of(
         return by_queries
     G = q.shape[2] // k.shape[2]
     if G <= SMALL_GROUP:
-        return by_blocks
+        numbers = len(ids) * k.shape[2] * (q.shape[3] + v.shape[3])
+        return by_blocks if numbers >= FEWEST_NUMBERS else by_queries
     fills_a_tile = G > LARGE_GROUP  # alone, so that no neighbour fits in
     has_descriptors = triton_descriptors.can_use_descriptors(q, k, v, block_size)
     return by_either if has_descriptors and not fills_a_tile else by_queries
