@@ -91,11 +91,11 @@ def kernel(
         start = tl.where(is_visible, block_id, 0) * BS + part_start
         num_seen = tl.where(is_visible, tl.minimum(BS - part_start, num_visible - start), 0)
         is_seen = tokens < num_seen  # [BT]
-        key_row = (first_key + start) * H + head
+        key_piece = (first_key + start) * H + head  # a piece: D elements, a key's for one head
 
         # -- load the keys --
         k_mask = is_seen[:, None] & (width < D)
-        k_tile = tl.load(K + key_row * D + k_offset, mask=k_mask, other=0.0)  # [BT, DT]
+        k_tile = tl.load(K + key_piece * D + k_offset, mask=k_mask, other=0.0)  # [BT, DT]
 
         # -- scores --
         acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [GT, BT]
@@ -118,7 +118,7 @@ def kernel(
 
         # -- load the values --
         v_mask = is_seen[:, None] & (value_width < DV)
-        v_tile = tl.load(V + key_row * DV + v_offset, mask=v_mask, other=0.0)  # [BT, DVT]
+        v_tile = tl.load(V + key_piece * DV + v_offset, mask=v_mask, other=0.0)  # [BT, DVT]
 
         # -- accumulate --
         acc_o = tl.dot(acc_s.to(v_tile.dtype), v_tile, acc_o, input_precision="ieee")

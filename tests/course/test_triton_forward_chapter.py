@@ -191,7 +191,7 @@ def test_the_offsets_within_a_tile_stay() -> None:
     assert (moved == moved.flat[0]).all()
     assert (
         pictures.draw_pointers().finding
-        == f"From slot 0 to slot 1 the base moves by {moved.flat[0]}; the 8 distances stay"
+        == f"From block 0 to block 2 the base moves by {moved.flat[0]}; the 8 distances stay"
     )
     assert first.mask.all() and second.mask.sum() == 4, "block 2 has two keys of four"
 
@@ -587,7 +587,7 @@ FRAMED_MISTAKES = dict(
             "taking block 0 for an empty slot",
             "counting ids in tokens",
             "counting ids in tokens",
-            "hiding the score of an empty slot, but loading its keys",
+            "loading the keys of an empty slot",
             "comparing a row of K with a count of the sequence",
             "forgetting where the sequence begins",
             "forgetting where the block begins",
@@ -767,7 +767,7 @@ TYPED = [
     (
         "key_rows",
         ended_but_not_gated,
-        "hiding the score of an empty slot, but loading its keys",
+        "loading the keys of an empty slot",
     ),
     ("key_rows", without_empty_slots, "leaving out the rows of empty slots"),
     ("key_rows", key_by_key, "stopping at the first empty slot"),
@@ -808,6 +808,29 @@ def test_what_a_reader_would_type_is_recognised(name: str, typed: Callable, mist
     assert judge(EXERCISES[name], typed).misconceptions == (mistake,)
 
 
+def one_gap_left(ids: list, first_key: int, num_visible: int, BS: int) -> torch.Tensor:
+    is_loaded = torch.arange(BS) < num_visible
+    return torch.stack([torch.where(is_loaded, ..., -1) for _ in ids])
+
+
+def test_a_gap_that_is_left_is_told_before_what_torch_takes() -> None:
+    told = judge(EXERCISES["key_rows"], one_gap_left).text
+    assert "A `...` still stands here" in told and "Tensor condition" not in told
+
+
+def added_as_numbers(cu_seqlens: list) -> tuple:
+    first_key, num_visible = [], []
+    for start, end in pairwise(cu_seqlens):
+        for token in range(start, end):
+            first_key += start
+            num_visible += token - start + 1
+    return first_key, num_visible
+
+
+def test_a_number_that_is_added_to_a_list_is_told() -> None:
+    assert "`append` takes one number" in judge(EXERCISES["locate"], added_as_numbers).text
+
+
 def test_whole_numbers_are_shown_as_such() -> None:
     """`key_rows` gives rows of K, not decimals."""
     assert "expected [[ 0,  1],\n" in judge(EXERCISES["key_rows"], key_by_key).text
@@ -828,6 +851,13 @@ def test_thoughts_about_guesses_hold() -> None:
     took = f"{one_by_one[0]:.1f} ms in place of {ms['pointers']:.1f}"
     assert worst.reason == f"Steps of 64 tokens take {took}."
     assert 1.2 < ms["pointers, 1 stage"] / ms["pointers"] < 1.3, "a quarter more"
+
+
+def test_a_share_in_place_of_a_count_is_answered() -> None:
+    (asked,) = (p for p in chapter_11.PREDICTIONS if p.name == "nan_answers")
+    told = [thought for guess, thought in asked.thoughts if callable(guess) and guess(0.5)]
+    assert len(told) == 1 and "share" in told[0]
+    assert not any(guess(2.0) for guess, _ in asked.thoughts if callable(guess))
 
 
 def test_a_formula_in_quotes_is_answered() -> None:
@@ -880,6 +910,10 @@ HALF = {
         {"group_row": "(query * H + head) * GT + group", "in_group": MASK},
         "padding the tensor as well as the tile",
     ),
+    "elements": (
+        {"group_row": "(query * H + head) * G * D + group", "in_group": MASK},
+        "counting elements in place of pieces",
+    ),
     "without the query": (
         {"group_row": "head * G + group", "in_group": MASK},
         "leaving out the query",
@@ -907,6 +941,12 @@ HALF = {
 @pytest.mark.parametrize(("lines", "mistake"), HALF.values(), ids=HALF)
 def test_a_half_mended_kernel_is_named(lines: dict[str, str], mistake: str) -> None:
     assert judge(EXERCISES["first_scores"], mended(**lines)).misconceptions == (mistake,)
+
+
+@needs_triton
+def test_one_place_for_all_rows_is_told() -> None:
+    attempt = mended(group_row="query * H * G + head * G", in_group=MASK)
+    assert "What is missing?" in judge(EXERCISES["first_scores"], attempt).text
 
 
 @needs_triton

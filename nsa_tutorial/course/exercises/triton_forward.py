@@ -60,7 +60,8 @@ def key_rows(ids: list[int], first_key: int, num_visible: int, BS: int) -> Tenso
 def _run_rows(
     solution: Callable, ids: list[int], first_key: int, num_visible: int, BS: int
 ) -> Tensor:
-    """Call it; the frame as it is given is no attempt."""
+    """Call it; the frame as it is given is no attempt, and with one gap left torch need not list
+    what it takes."""
     try:
         with _a_list("ids"):
             return solution(ids, first_key, num_visible, BS)
@@ -68,6 +69,10 @@ def _run_rows(
         if "of ellipsis" not in str(error):
             raise
         raise NotImplementedError("the first gap is still there") from error
+    except TypeError as error:
+        if "ellipsis" not in str(error):
+            raise
+        raise TypeError("an ellipsis, `...`, is no tensor") from error
 
 
 def _rows(slips: Slips, ids: list[int], first_key: int, num_visible: int, BS: int) -> Tensor:
@@ -114,10 +119,10 @@ def _rows(slips: Slips, ids: list[int], first_key: int, num_visible: int, BS: in
 
 _KEYS_MISTAKES = (
     Misconception(
-        "hiding the score of an empty slot, but loading its keys",
+        "loading the keys of an empty slot",
         slip(_rows, "score only"),
         "-1 times BS is an address, too: BS rows before the sequence, in somebody else's keys or "
-        "before the tensor. Does a mask on the score come in time for the load?",
+        "before the tensor. What does your code make of `block_id = -1`?",
     ),
     Misconception(
         "stopping at the first empty slot",
@@ -348,7 +353,15 @@ def _run_scores(solution: Callable, grid: tuple[int, int], R: int, H: int, G: in
     k = torch.stack([torch.ones(_MEMORY), 100.0 * torch.arange(1, _MEMORY + 1)], dim=1)
     score = roomy(torch.full((_MEMORY,), -77.0), -77.0)
     GT = max(16, triton.next_power_of_2(G))
-    kernel[grid](roomy(q, 1000.0), roomy(k, 1000.0), score, H, G=G, D=2, GT=GT)
+    try:
+        kernel[grid](roomy(q, 1000.0), roomy(k, 1000.0), score, H, G=G, D=2, GT=GT)
+    except Exception as error:
+        if "cannot be block type" not in f"{error} {error.__cause__}":
+            raise
+        raise TypeError(
+            "the store has one place for all rows of the tile. Is `group_row` one number here? "
+            "Each of its `GT` rows needs its own. What is missing?"
+        ) from error
     outside = _loads_outside(kernel, grid, q[: R * H * G], k[:H], H=H, G=G, D=2, GT=GT)
     return _Launched(score[: R * H * G + _SHOWN].cpu(), outside)
 
@@ -385,6 +398,8 @@ def _wrong_scores(
         group_row = (query + head) * G + group
     if ROW == "padded tensor":
         group_row = (query * H + head) * GT + group
+    if ROW == "elements":
+        group_row = (query * H + head) * G * D + group
     if ROW == "exchanged":
         group_row = (head * H + query) * G + group
     if ROW == "no head":
@@ -427,8 +442,8 @@ def _wrong_scores(
 
 
 _ROWS_OF_Q = {
-    "brackets", "heads of 1", "groups of 1", "one group", "padded tensor", "exchanged", "no head",
-    "no query",
+    "brackets", "heads of 1", "groups of 1", "one group", "padded tensor", "elements", "exchanged",
+    "no head", "no query",
 }  # fmt: skip
 _KEYS_OF_K = {"the query's", "both's", "a group's", "always 0"}
 _MASKS = {
@@ -493,6 +508,12 @@ _SCORES_MISTAKES = (
         slip(_Mistaken, "padded tensor"),
         "The tile has gaps, the tensor has none. How many pieces of Q lie between two neighbouring "
         "programs?",
+    ),
+    Misconception(
+        "counting elements in place of pieces",
+        slip(_Mistaken, "elements"),
+        "`group_row` counts pieces, and the load multiplies by `D` itself. How many pieces lie "
+        "before the program's first one?",
     ),
     Misconception(
         "exchanging query and head",
@@ -1004,9 +1025,8 @@ The kernel counts a window's blocks from the window's *first key*. Return
     hints=(
         "Take the query at position 4, a window of 3 and blocks of 2. Which keys does it see, "
         "which is the first, and how many blocks of 2 hold them? And the query at position 0?",
-        "Work in the sequence's own count first. The window ends with the query and begins "
-        "`window_size` keys earlier, but never before key 0. Everything else follows from its "
-        "first key.",
+        "Work in the sequence's own count first. The window's last key is the query's own. Its "
+        "first key is `window_size` - 1 keys before that one, but never before key 0.",
         "There are `position + 1` keys up to the query's own. Subtract `window_size` to get the "
         "window's first key, and use `max` so that it never falls below 0. The difference between "
         "the two is how many keys are seen. Divide it by `BS`, rounded up, for the blocks. "
@@ -1055,8 +1075,14 @@ def locate(cu_seqlens: list[int]) -> tuple[list[int], list[int]]:
 
 def _run_locate(solution: Callable, cu_seqlens: list[int]) -> object:
     """Call it; the frame as it is given, with two empty lists, is no attempt."""
-    with _a_list("cu_seqlens"):
-        found = solution(cu_seqlens)
+    try:
+        with _a_list("cu_seqlens"):
+            found = solution(cu_seqlens)
+    except TypeError as error:
+        if str(error) != "'int' object is not iterable":
+            raise
+        told = f"{error}. With `+=`, a list takes another list; `append` takes one number"
+        raise TypeError(told) from error
     if isinstance(found, tuple) and found == ([], []):
         raise NotImplementedError("both lists are empty")
     return found
@@ -1332,7 +1358,7 @@ DOUBLES = (
         "key_rows",
         _no_mask_at_all,
         (
-            "hiding the score of an empty slot, but loading its keys",
+            "loading the keys of an empty slot",
             "loading whatever the list names",
         ),
     ),
@@ -1404,12 +1430,12 @@ TRAPS = (
     Trap(
         "**One key of weight 0 has destroyed the whole answer.**",
         "key_rows",
-        "hiding the score of an empty slot, but loading its keys",
+        "loading the keys of an empty slot",
     ),
     Trap(
         "So the mask must stop the *load*.",
         "key_rows",
-        "hiding the score of an empty slot, but loading its keys",
+        "loading the keys of an empty slot",
     ),
     Trap(
         "`is_visible` is False for -1 and for blocks of the future.",
@@ -1531,6 +1557,11 @@ TRAPS = (
 
 # -- predictions --
 
+
+def _is_a_share(guess: object) -> bool:
+    return isinstance(guess, float) and 0 < guess < 1
+
+
 PREDICTIONS = (
     Prediction(
         "first_token_past_int32",
@@ -1571,6 +1602,7 @@ PREDICTIONS = (
             (1, "Key 7 has values in both channels, and both query heads load them."),
             (2, "Two query heads, two channels: which of the 4 numbers would leave key 7 out?"),
             (3, "Both heads load the same values. Which number would leave key 7 out?"),
+            (_is_a_share, "That is a share. How many of the 4 numbers are these?"),
         ),
     ),
     Prediction(

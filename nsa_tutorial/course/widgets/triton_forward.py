@@ -161,7 +161,7 @@ def draw_pointers() -> Picture:
     sheet.lines([[(x - 0.08, start), (x, start), (x, stop), (x - 0.08, stop)]], "query", 1.6)
     moved = base[1] - base[0]
     sheet.text(x + 0.08, (start + stop) / 2, f"+{moved}", 11, "query")
-    told = f"From slot 0 to slot 1 the base moves by {moved}; the {inside.size} distances stay"
+    told = f"From block 0 to block 2 the base moves by {moved}; the {inside.size} distances stay"
     return Picture(sheet.figure, told)
 
 
