@@ -83,7 +83,7 @@ def samples(backend: str, device: str, grad: bool) -> Iterator[tuple[object, tup
         yield attend, (q, k, v, ids, None, None, None, 16, False, True, scale, "masked")
 
 
-@places_of(BACKENDS, slow=["tilelang"])
+@places_of(BACKENDS, slow=["tilelang", "triton"])
 @pytest.mark.parametrize(
     "grad",
     [

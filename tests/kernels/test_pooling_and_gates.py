@@ -343,7 +343,7 @@ def whole_inputs(device: str, N: int = 24) -> tuple[list[Tensor], list[Tensor]]:
     return [x.requires_grad_() for x in (q, k, v)], [x.requires_grad_() for x in gates]
 
 
-@places
+@places_of(KERNELS, slow=["tilelang"])
 @pytest.mark.parametrize(
     "used",
     [(0, 1, 2), (0, 2), *(pytest.param(x, marks=exhaustive) for x in ((0,), (2,)))],
