@@ -121,7 +121,7 @@ def build_attend(
             ):
                 # -- guard --
                 part_start = step % PARTS * BT
-                key = T.if_then_else(count > 0, Start[tile, head, step // PARTS], 0) + part_start
+                key = Start[tile, head, step // PARTS] + part_start
 
                 # -- load the keys and the values --
                 T.copy(K[key : key + BT, head, 0:DT], k_tile)  # [BT, DT]

@@ -151,6 +151,8 @@ def build_union(H: int, BS: int, TQ: int, SP: int, *, has_whole: bool) -> tirx.P
                     is_wanted = count <= most * num_entries
                     Count[tile, head] = T.if_then_else(is_wanted, count, -1)
                     NumWhole[tile, head] = num_whole
+                    if count == 0:  # where the one step begins that such a tile makes
+                        Start[tile, head, 0] = 0
 
     return union_kernel
 
