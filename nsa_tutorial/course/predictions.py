@@ -104,7 +104,8 @@ def reveal(name: str, answer: object) -> Message:
         return Message("right", "✓", name, lead, (asked.reason,))
     near = distance.startswith("close")
     thought = _thought(guess, asked)
-    if thought and distance.endswith(("% too large", "% too small")):
+    repeats = f" {truth} times " in distance  # "it is 14: 14 times too large"
+    if thought and (repeats or distance.endswith(("% too large", "% too small"))):
         distance = ""  # the thought says more
     lead = f"You said {said}, it is {truth}{': ' + distance if distance else ''}."
     reason = f"{thought} {asked.reason}".strip()

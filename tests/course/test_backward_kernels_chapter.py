@@ -4,6 +4,7 @@ the kernels that it shows beside each other."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from nsa_tutorial import ops
-from nsa_tutorial.course import phases
+from nsa_tutorial.course import phases, predict, reader, reveal
 from nsa_tutorial.course.exercises import backward_kernels as solutions
 from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.judging import judge
@@ -243,6 +244,17 @@ def by_kv_heads_until_the_end(queries, step, head, H, G, BR):
     return [-1 if x is None else (queries[x[0]] * H + head) * G + x[1] for x in pairs[step * BR :]]
 
 
+def remainder_by_kv_heads(queries, step, head, H, G, BR):
+    places = range(step * BR, (step + 1) * BR)
+    end = len(queries) * G
+    return [(queries[n // G] * H + head) * G + n % H if n < end else -1 for n in places]
+
+
+def groups_of_kv_heads(queries, step, head, H, G, BR):
+    rows = [(query * G + head) * H + g for query in queries for g in range(G)] + [-1] * 3 * BR
+    return rows[step * BR : (step + 1) * BR]
+
+
 def query_as_column(queries, step, head, H, G, BR):
     rows = [(head * G + g) * H + q for q in queries for g in range(G)] + [-1] * BR
     return rows[step * BR : (step + 1) * BR] + [-1] * max(0, (step + 1) * BR - len(rows))
@@ -457,6 +469,11 @@ def every_racing_store(tensors, stores):
     return never, [(name, i) for _, name, i in stores if (name, i) in raced]
 
 
+def counted_stores(tensors, stores):
+    times = Counter((name, i) for _, name, i in stores)
+    return [e for e in times if not times[e]], [e for e in times if times[e] > 1]
+
+
 def no_races(tensors, stores):
     return solutions.audit(tensors, stores)[0], []
 
@@ -548,6 +565,13 @@ ATTEMPTS = {
         by_kv_heads_until_the_end,
         {"dividing by the number of KV heads"},
     ),
+    "remainder by H": (
+        "rows_of_step",
+        remainder_by_kv_heads,
+        {"the remainder by the number of KV heads"},
+    ),
+    "H for G": ("rows_of_step", groups_of_kv_heads, {"`H` and `G` mixed up"}),
+    "stores alone": ("audit", counted_stores, {"looking at `stores` alone"}),
     "query last": ("rows_of_step", query_as_column, {"letting the query move by one row"}),
     "from a whole query": (
         "rows_of_step",
@@ -708,6 +732,18 @@ def test_the_order_of_shares_shows_in_their_sum() -> None:
             total += share
         sums.add(total.item())
     assert f"gave {len(sums)} different sums" in prose()
+
+
+def test_as_many_sums_as_orders_are_not_14_times_14(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """200 is 14 times too large, about, and that 14 has nothing to do with the answer."""
+    monkeypatch.chdir(tmp_path)
+    reader.forget()
+    predict("sums_of_orders", 200)
+    told = repr(reveal("sums_of_orders", 14))
+    reader.forget()
+    assert "You said 200, it is 14. " in told
 
 
 def prose() -> str:

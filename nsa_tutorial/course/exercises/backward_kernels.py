@@ -358,6 +358,10 @@ def _step(
         row = (query + head) * G + member
     if "interleaved" in slips:
         row = (query * G + member) * H + head
+    if "remainder by H" in slips:
+        row = (query * H + head) * G + index % H
+    if "H for G" in slips:
+        row = (query * G + head) * H + member
     if "query last" in slips:
         row = (head * G + member) * H + query
     if "brackets" in slips:
@@ -473,16 +477,16 @@ _STEP_MISTAKES = (
         Misconception(
             "taking whole queries only",
             slip(_step, name),
-            "With groups of 3 and 4 rows a step, one query leaves a row idle in every step. Whose "
-            "row could it be?",
+            "Where `G` does not divide `BR`, whole queries leave rows of the step idle. Whose "
+            "heads could fill them?",
         )
         for name in ("whole queries", "whole queries, short")
     ),
     Misconception(
         "starting each step with a whole query",
         slip(_step, "from a whole query"),
-        "With groups of 3 and 4 rows a step, step 0 has loaded row 3. Where does your step 1 "
-        "begin?",
+        "Where `G` does not divide `BR`, step 0 ends inside a query. With which of its heads does "
+        "step 1 begin?",
     ),
     *(
         Misconception(
@@ -492,6 +496,17 @@ _STEP_MISTAKES = (
             "divide to find the query?",
         )
         for name in ("by KV heads", "by KV heads, cut")
+    ),
+    Misconception(
+        "the remainder by the number of KV heads",
+        slip(_step, "remainder by H"),
+        "The quotient by `G` is the query. The remainder of which division is the head of its "
+        "group?",
+    ),
+    Misconception(
+        "`H` and `G` mixed up",
+        slip(_step, "H for G"),
+        "A query has `H` groups of `G` heads. How many rows of `Q` does one group take?",
     ),
     Misconception(
         "letting the query move by one row",
@@ -518,7 +533,10 @@ _STEP_MISTAKES = (
 
 _WHOLE = ("whole queries", "whole queries, short")
 _OUTSIDE = ("heads outside", "heads outside, in step")
-_BY_ITSELF = ("no end", "from a whole query", "by KV heads", "by KV heads, cut", "query last")
+_BY_ITSELF = (
+    "no end", "from a whole query", "by KV heads", "by KV heads, cut", "query last",
+    "remainder by H", "H for G",
+)  # fmt: skip
 
 _STEP = Exercise(
     name="rows_of_step",
@@ -584,6 +602,7 @@ Past the end of the chunk, return -1.
     cases=(
         Case("one query, a group of 2", lambda: ([3], 0, 0, 1, 2, 2)),
         Case("two KV heads", lambda: ([1, 4], 0, 1, 2, 2, 4)),
+        Case("three KV heads, groups of 2", lambda: ([1, 4], 0, 1, 3, 2, 4)),
         Case("the last rows do not exist", lambda: ([0, 2], 0, 1, 2, 3, 8)),
         Case("the second step", lambda: ([1, 2, 5], 1, 0, 2, 4, 8)),
         Case("a query on both sides of a step", lambda: ([1, 2, 6], 1, 1, 2, 3, 4)),
@@ -699,8 +718,8 @@ queries are no chunk. Return the lengths, the shorter ones first.
         "same of 3 queries, and of none.",
         "The number of chunks is `count // length`, but one for a short list, and none for an "
         "empty one. 11 queries make chunks of 5 and 6. Which chunks get one query more?",
-        "Let chunk `i` of `n` begin at `count * i // n`. It ends where the next one begins, and "
-        "the last one at `count`. The differences are the lengths. Sort them.",
+        "Let chunk `i` of `n` begin at `count * i // n`. Where does it end? And which lengths does "
+        "the statement ask for first?",
     ),
     why="The longest chunk decides when the kernel is done. Every chunk of a list that is cut has "
     "less than twice `length` queries, so none keeps the others waiting for long.",
@@ -932,6 +951,9 @@ def _audit(
     slips: Slips, tensors: list[tuple[str, int]], stores: list[tuple[int, str, int]]
 ) -> tuple[list, list]:
     """`audit` with slips."""
+    if "stores alone" in slips:
+        stored = [(name, i) for _, name, i in stores]
+        return [], list(dict.fromkeys(e for e in stored if stored.count(e) > 1))
     if "offsets alone" in slips:
         stores = [(program, name, i) for program, _, i in stores for name, n in tensors if i < n]
     named = {name for _, name, _ in stores}
@@ -1031,6 +1053,12 @@ _AUDIT_MISTAKES = (
         "you name it once?",
     ),
     Misconception(
+        "looking at `stores` alone",
+        slip(_audit, "stores alone"),
+        "What nobody stored is not in `stores`. Go through the elements of `tensors`: how many "
+        "different programs stored to each?",
+    ),
+    Misconception(
         "the tensors' names in place of their elements",
         slip(_audit, "names"),
         "Half of a tensor may be fine. Which elements are not?",
@@ -1078,13 +1106,17 @@ _AUDIT_MISTAKES = (
     ),
 )
 
+_AUDIT_ALONE = (
+    "nothing", "pairs in triples", "pairs in triples, twice", "each store", "stores alone",
+)  # fmt: skip
+
 _AUDIT = Exercise(
     name="audit",
     statement="""
-Write the test that finds such bugs. `tensors` are pairs of a name and a number of elements.
-`stores` are triples `(program, name, offset)`: this program stored to that element. Return
-`(never, raced)`, two lists of pairs `(name, offset)` in the order of `tensors`. `never` has the
-elements that nobody stores. `raced` has those that more than one program stores.
+Write the test that finds such bugs. `tensors` is a list of pairs, each a name and a number of
+elements. `stores` are triples `(program, name, offset)`: this program stored to that element.
+Return `(never, raced)`, two lists of pairs `(name, offset)` in the order of `tensors`. `never` has
+the elements that nobody stores. `raced` has those that more than one program stores.
 """,
     minutes=5,
     difficulty=2,
@@ -1104,7 +1136,7 @@ elements that nobody stores. `raced` has those that more than one program stores
         _AUDIT_MISTAKES,
         *(
             {alone, *m.wrong.slips}
-            for alone in ("nothing", "pairs in triples", "pairs in triples, twice", "each store")
+            for alone in _AUDIT_ALONE
             for m in _AUDIT_MISTAKES
             if m.wrong.slips != {alone}
         ),
