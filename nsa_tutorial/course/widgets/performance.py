@@ -2,6 +2,7 @@
 each of them moves and how long it takes, and what a choice of tiles is worth.
 
 `operators` counts the work of what was measured on a GPU, `order_cost` that of an order on paper.
+`profiled` reads what a profiler said of five kernels.
 The times are those that `assets/` stores; `rates` derives from them how fast the machine turned out
 to be. `recorded` reads older files, and `assets/performance_h200.json` where it is there.
 `orders_panel` is the interactive.
@@ -34,6 +35,7 @@ from nsa_tutorial.course.widgets.tilelang_forward import ASSETS
 from nsa_tutorial.runtime import costs, environment, lowering
 
 PERFORMANCE = ASSETS / "performance_h200.json"
+PROFILE = ASSETS / "ncu_h200.txt"
 TOKENS, WIDTH, BLOCK, SLOTS = 65_536, 128, 64, 16  # of everything that is drawn here
 HEADS = {16: (64, 4), 4: (32, 8), 1: (8, 8)}  # by group: query heads and KV heads
 T = 4  # queries of a tile
@@ -43,6 +45,18 @@ TOLD = {
     "queries": "one query a program",
     "tiles": f"tiles of {T} queries",
     "blocks": "a block of keys a program",
+}
+KERNELS = {  # in `PROFILE`, and what they do
+    "descriptor_kernel": TOLD["queries"],
+    "kernel": TOLD["tiles"],
+    "partial_kernel": TOLD["blocks"],
+    "merge_kernel": "merging the partials",
+    "attend_kernel": "window",
+}
+PARTS = {  # of a GPU, and what the profiler calls their use
+    "memory": "DRAM Throughput",
+    "L2": "L2 Cache Throughput",
+    "arithmetic": "Compute (SM) Throughput",
 }
 MARKS = {"queries": "o", "tiles": "s", "blocks": "^"}
 PAYS = (
@@ -111,6 +125,118 @@ def recorded_table() -> list[str]:
         if sum(time is not None for time in times) > 1:
             cells = (f"{time[0]:9.1f}" if time else f"{'–':>9}" for time in times)
             lines.append(f"{group:5}  {kind:8}" + "".join(cells))
+    return lines
+
+
+def lists_of_a_model() -> str:
+    """A line on each order, forward, along the lists of a trained model."""
+    told = stored("model_lists_h200.json")
+    overlaps = [head["overlap"] for head in told["heads"]]
+    ms = {row["order"]: row["ms"] for row in told["rows"] if row["direction"] == "forward"}
+    times = "".join(f"{ms[order]:9.1f}" for order in ORDERS)
+    spread = f"{told['tokens']:,} tokens; unions {min(overlaps):.2f} to {max(overlaps):.2f} times"
+    return f"{told['group']:5}  {'a model':8}{times}   ({spread} a list)"
+
+
+# -- what a profiler said --
+
+_COUNTER = re.compile(r" {4}(\S.*?) {2,}(?:\S+ +)?([\d.,]+)$")
+
+
+@functools.cache
+def profiled() -> dict[str, dict[str, float]]:
+    """The counters of `PROFILE` by kernel, as `KERNELS` calls it."""
+    found: dict[str, dict[str, float]] = {}
+    kernel = None
+    for line in PROFILE.read_text().splitlines():
+        launch, counter = re.match(r"(\w+) \(\d", line), _COUNTER.match(line)
+        if launch:
+            kernel = found.setdefault(KERNELS[launch[1]], {})
+        elif counter and kernel is not None:
+            kernel[counter[1]] = float(counter[2].replace(",", ""))
+    return found
+
+
+def profile_table(*kernels: str) -> list[str]:
+    """How busy the parts of the GPU were during these kernels, or all of them, as lines of text."""
+    lines = [f"{'% of what each can do':27}" + "".join(f"{part:>12}" for part in PARTS)]
+    lines[0] += f"{'found in L2':>14}"
+    for name in kernels or KERNELS.values():
+        found = profiled()[name]
+        busy = "".join(f"{found[counter]:12.0f}" for counter in PARTS.values())
+        lines.append(f"{name:27}{busy}{found['L2 Hit Rate']:14.0f}")
+    return lines
+
+
+def busiest(kernel: str) -> str:
+    """The part of the GPU that was used most."""
+    return max(PARTS, key=lambda part: profiled()[kernel][PARTS[part]])
+
+
+# -- other sizes and shapes --
+
+
+def operators_table() -> list[str]:
+    """`operators` as lines of text."""
+    lines = [f"{'':24}{'op/byte':>8}{'TFLOP/s':>9}{'TB/s':>7}{'ms':>7}"]
+    for o in operators():
+        speeds = f"{o.flops_per_s / 1e12:9.1f}{o.bytes_per_s / 1e12:7.1f}{o.ms:7.1f}"
+        lines.append(f"{o.name:24}{o.intensity:8.1f}{speeds}")
+    return lines
+
+
+@functools.cache
+def native_sizes() -> dict[tuple[int, str, str], float]:
+    """Milliseconds of the whole of NSA ("triton") and of dense attention, by tokens, kernel and
+    direction."""
+    rows = stored("native_sizes_h200.json")["rows"]
+    return {(row["tokens"], row["kernel"], row["direction"]): row["ms"] for row in rows}
+
+
+def native_table() -> list[str]:
+    """`native_sizes` as lines of text, with how many times as long dense attention takes."""
+    ms, directions = native_sizes(), ("forward", "backward")
+    lines = [f"{'':8}{'NSA, ms':>20}{'flash / NSA':>20}{'cuDNN / NSA':>20}"]
+    lines.append(f"{'tokens':>8}" + 3 * "".join(f"{direction:>10}" for direction in directions))
+    for tokens in sorted({tokens for tokens, _, _ in ms}):
+        ours = [ms[tokens, "triton", direction] for direction in directions]
+        cells = [f"{x:10.2f}" for x in ours]
+        for dense in ("dense, flash", "dense, cuDNN"):
+            ratios = (ms[tokens, dense, d] / x for d, x in zip(directions, ours, strict=True))
+            cells += [f"{ratio:10.2f}" for ratio in ratios]
+        lines.append(f"{tokens:8,}" + "".join(cells))
+    return lines
+
+
+@functools.cache
+def shape_ratios() -> dict[tuple[int, int, int], dict[tuple[str, str], float]]:
+    """The time of the operator's own choice over that of one query a program: by group, width of
+    the keys and of the values, then by direction and kind of lists."""
+    ms: dict[tuple, dict[str, float]] = {}
+    for row in stored("performance_shapes_h200.json")["rows"]:
+        if row["kernel"] == "triton" and row["ms"] is not None:
+            shape = row["group"], row["width"], row["value_width"]
+            ms.setdefault((shape, row["direction"], row["lists"]), {})[row["order"]] = row["ms"]
+    found: dict[tuple[int, int, int], dict[tuple[str, str], float]] = {}
+    for (shape, *kind), times in ms.items():
+        if "queries" in times:
+            own = next(time for order, time in times.items() if order in ("", "auto"))
+            found.setdefault(shape, {})[tuple(kind)] = own / times["queries"]
+    return dict(sorted(found.items()))
+
+
+def shapes_table() -> list[str]:
+    """`shape_ratios` as lines of text, and how many of them are above 1."""
+    kinds = [(direction, lists) for direction in ("forward", "backward")
+             for lists in ("random", "smooth")]  # fmt: skip
+    lines = [f"{'':16}{'forward':>20}{'backward':>20}", f"{'group':>6}{'widths':>10}"]
+    lines[1] += "".join(f"{lists:>10}" for _, lists in kinds)
+    for (group, *widths), found in shape_ratios().items():
+        cells = "".join(f"{found[kind]:10.2f}" for kind in kinds)
+        lines.append(f"{group:6}{'/'.join(map(str, widths)):>10}{cells}")
+    ratios = [ratio for found in shape_ratios().values() for ratio in found.values()]
+    slower = sum(ratio > 1.05 for ratio in ratios)
+    lines.append(f"slower by more than 5 %: {slower} of {len(ratios)}")
     return lines
 
 
