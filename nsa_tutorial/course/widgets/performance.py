@@ -559,19 +559,23 @@ def draw_recorded() -> Picture:
     found = paper_and_recorded()
     figure, axes = new_figure(6.4, 3.6)
     axis, low, high = axes[0, 0], 2, 40
-    axis.plot([low, high], [low, high], color=PALETTE["faint"], linewidth=1, label="as on paper")
+    axis.plot([low, high], [low, high], color=PALETTE["faint"], linewidth=1)
+    label = functools.partial(axis.annotate, textcoords="offset points", fontsize=9.5)
+    label("as on paper", (6, 6), (6, -12))
+    beside = {"queries": (-10, 4, "right"), "tiles": (-8, 8, "right"), "blocks": (10, 2, "left")}
     for order in ORDERS:
         points = [(paper, ms) for its, paper, ms in found if its == order]
         if points:
             axis.plot(*zip(*points, strict=True), MARKS[order], color=PALETTE["selected"],
-                      markersize=8, markeredgecolor=PALETTE["text"], label=TOLD[order])  # fmt: skip
+                      markersize=8, markeredgecolor=PALETTE["text"])  # fmt: skip
+            right, up, side = beside[order]
+            label(TOLD[order], max(points), (right, up), ha=side)
     ticks = [2, 5, 10, 20, 40]
     axis.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high),
              xlabel="ms on paper", ylabel="ms, recorded")  # fmt: skip
     for side in (axis.xaxis, axis.yaxis):
         side.set_ticks(ticks, [str(tick) for tick in ticks])
         side.set_ticks([], minor=True)
-    axis.legend(frameon=False, fontsize=9, loc="lower right")
     most = {o: max((ms / paper for its, paper, ms in found if its == o), default=0) for o in ORDERS}
     told = f"Tiles take up to {most['tiles']:.1f} times as long as on paper, key blocks "
     return Picture(figure, f"{told}{most['blocks']:.1f} times")
