@@ -125,7 +125,8 @@ def build_attend(
             # -- initialise --
             T.clear(acc_o)
             T.clear(running_sum)
-            T.fill(scores_max, T.min_value(accum_dtype))  # not -inf: -inf - -inf would be NaN
+            # not -inf, since -inf - -inf would be NaN; and finite when it is scaled
+            T.fill(scores_max, T.min_value(accum_dtype) / T.max(scale_log2, 2.0))
 
             # -- walk --
             # one step even where nothing is seen: the queries' tile must arrive before the end

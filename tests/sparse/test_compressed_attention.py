@@ -148,6 +148,17 @@ def test_gradients(shape: Shape, dtype: torch.dtype, backend: str, device: str) 
             assert error <= budget, f"gradient of {name}: {error:.2e} over {budget:.2e}"
 
 
+@places_of(BACKENDS)
+def test_a_large_scale_and_a_first_step_that_is_hidden(backend: str, device: str) -> None:
+    """The second text begins in the middle of a tile of queries, which walks the first one's
+    summaries before: no maximum yet, and a scale that no largest number survives."""
+    skip_unless_runs(backend, device)
+    shape = SHAPES["packed over several tiles"]
+    inputs = inputs_of(shape, torch.float32, device)
+    mask = shape.over_heads(shape.seen_summaries()).to(device)
+    assert_attention(*attend(shape, *inputs, backend, 4.0), *inputs, mask, 4.0)
+
+
 @places_of(BACKENDS, slow=["tilelang"])
 def test_steep_scores(backend: str, device: str) -> None:
     """Of a thousand and more, rising and falling along the summaries: the running maximum runs.
