@@ -8,7 +8,6 @@ import itertools
 import linecache
 import math
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Callable
 
@@ -626,6 +625,36 @@ def forcing(*, first: bool, latest: bool) -> Callable:
     return choose
 
 
+def forced_compete(scores: list, own: int, top_n: int, num_initial: int, num_local: int) -> list:
+    first = range(min(num_initial, own + 1))
+    latest = range(max(own - num_local + 1, 0), own + 1)
+    order = sorted(range(own + 1), key=lambda b: -scores[b])[: top_n - num_initial - num_local]
+    ids = sorted({*first, *latest, *order})
+    return ids + [-1] * (top_n - len(ids))
+
+
+def one_more(scores: list, own: int, top_n: int, num_initial: int, num_local: int) -> list:
+    first, latest = range(min(num_initial, own + 1)), range(max(own - num_local, 0), own + 1)
+    rest = sorted(
+        (b for b in range(own + 1) if b not in {*first, *latest}), key=lambda b: -scores[b]
+    )
+    ids = sorted([*{*first, *latest}, *rest][:top_n])
+    return ids + [-1] * (top_n - len(ids))
+
+
+def cut_last(scores: list, own: int, top_n: int, num_initial: int, num_local: int) -> list:
+    ids = sorted(range(own + 1))[:top_n]
+    return ids + [-1] * (top_n - len(ids))
+
+
+def with_topk(scores: list, own: int, top_n: int, num_initial: int, num_local: int) -> list:
+    s = torch.tensor(scores) - 1e-6 * torch.arange(len(scores))  # lower numbers first
+    s[:num_initial], s[max(own - num_local + 1, 0) : own + 1] = torch.inf, torch.inf
+    s[own + 1 :] = -torch.inf
+    ids = s.topk(min(top_n, len(s))).indices.sort().values.tolist()
+    return ids + [-1] * (top_n - len(ids))
+
+
 def by_sign(is_moved: Callable) -> Callable:
     def who_learns(o: torch.Tensor, tensors: dict) -> list:
         gradients = torch.autograd.grad(o.sum(), list(tensors.values()), allow_unused=True)
@@ -666,6 +695,14 @@ TYPED = [
     ("choose_blocks", forcing(first=False, latest=False), "forcing nothing"),
     ("choose_blocks", forcing(first=True, latest=False), "forcing the first blocks alone"),
     ("choose_blocks", forcing(first=False, latest=True), "forcing the latest blocks alone"),
+    (
+        "choose_blocks",
+        forced_compete,
+        "letting forced blocks compete for the free slots, too",
+    ),
+    ("choose_blocks", one_more, "forcing one local block too many"),
+    ("choose_blocks", cut_last, "cutting the list after it was sorted by number"),
+    ("choose_blocks", with_topk, "filling empty slots with hidden blocks of the future"),
     ("who_learns", sum_above_zero, "asking whether the gradient's sum is above 0"),
     ("who_learns", sum_not_zero, "asking whether the gradient's sum is 0"),
     ("who_learns", a_place_above_zero, "asking for a place above 0"),
@@ -752,11 +789,10 @@ def typed_kernel(summary: str, exists: str, total: str) -> Callable:
     lines = EXERCISES["block_sums"].statement.split("```python\n")[1].split("```")[0]
     for name, code in (("summary", summary), ("exists", exists), ("total", total)):
         lines = re.sub(rf"{name} = \.\.\. .*", f"{name} = {code}", lines)
-    source = "def block_sums():\n" + textwrap.indent(lines, "    ")
     file = f"<a reader's kernel: {summary}, {exists}, {total}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    namespace = {"triton": triton, "tl": tl}
-    exec(compile(source, file, "exec", dont_inherit=True), namespace)
+    linecache.cache[file] = (len(lines), None, lines.splitlines(keepends=True), file)
+    namespace = {"triton": triton, "tl": tl, "weights": torch.ones(2, 3)}
+    exec(compile(lines, file, "exec", dont_inherit=True), namespace)
     return namespace["block_sums"]
 
 
@@ -783,6 +819,9 @@ START, BOTH, SUM = (
             (START, BOTH, "tl.sum(p)"),
             "forgetting how much of a summary lies in a block",
         ),
+        ((START, "summary >= 0 & summary < M", SUM), "reading summaries that do not exist"),
+        (("block * K + place", BOTH, SUM), "stepping from block to block by K summaries"),
+        (("place", BOTH, SUM), "every program takes the first block"),
         (("(block - 1) * R + place", BOTH, SUM), "executing the paper's Eq. 9 as it stands"),
     ],
     ids=lambda x: str(x)[:40],
@@ -793,6 +832,13 @@ def test_what_a_reader_types_into_the_frame_is_recognised(
     verdict = judge(block_sums, typed_kernel(*gaps))
     assert verdict.misconception == mistake
     assert (verdict.outcome == "right") == (mistake is None)
+
+
+def test_a_tensor_of_the_notebook_in_a_kernel_is_told(block_sums: Exercise) -> None:
+    told = judge(block_sums, typed_kernel(START, BOTH, "tl.sum(p * weights)")).text
+    assert (
+        "`weights` is a tensor of the notebook, not of the kernel. Did you mean `weight`?" in told
+    )
 
 
 def test_a_gap_that_is_left_is_told(block_sums: Exercise) -> None:
@@ -809,6 +855,7 @@ def test_the_frame_that_is_given_is_the_solutions(block_sums: Exercise) -> None:
         line.split("#")[0].strip() for line in inspect.getsource(exercises.block_sums).splitlines()
     )
     assert len(lines) >= 6
+    assert lines.pop(0) == "def block_sums():"
     assert all(line in solution for line in lines)
 
 

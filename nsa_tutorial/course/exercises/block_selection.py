@@ -3,6 +3,7 @@ from attending to it, and a kernel that adds up one block's summaries."""
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -191,12 +192,6 @@ _OVERLAP_MISTAKES = (
         "its summary 4 called here?",
     ),
     Misconception(
-        "counting whole pieces where a piece may be cut",
-        slip(_overlap, "moved"),
-        "That is right where `stride` divides the other two sizes. Where it does not, an edge of "
-        "the block runs through a piece. How many tokens does a summary share with the block then?",
-    ),
-    Misconception(
         "taking 1, 2, 2, 2, 1 for all sizes",
         slip(_overlap, "five"),
         "Those five numbers belong to blocks of four pieces and summaries of two. What are they "
@@ -205,8 +200,7 @@ _OVERLAP_MISTAKES = (
     Misconception(
         "counting tokens where pieces are asked for",
         slip(_overlap, "tokens"),
-        "All weights are too large by the same factor. The paper's 1, 2, 2, 2, 1 counts in a "
-        "larger unit than tokens: which?",
+        "All weights are too large by the same factor. How many tokens make one piece?",
     ),
     Misconception(
         "giving all summaries that touch the block the same weight",
@@ -249,7 +243,13 @@ _OVERLAP_MISTAKES = (
         "They begin every `stride` tokens, whatever their length. At which token does summary 1 "
         "begin?",
     ),
-    # the last two, as a mistake that every case shows is told before them
+    # the last three, as a mistake that the shown case shows is told before them
+    Misconception(
+        "counting whole pieces where a piece may be cut",
+        slip(_overlap, "moved"),
+        "That is right where `stride` divides the other two sizes. Where it does not, an edge of "
+        "the block runs through a piece. How many tokens does a summary share with the block then?",
+    ),
     Misconception(
         "ending the loop over the summaries too early",
         slip(_overlap, "stops early"),
@@ -281,9 +281,9 @@ _OVERLAP = Exercise(
 Summaries of `length` tokens begin every `stride` tokens: summary 0 at token 0, summary 1 at token
 `stride`, … Block number `block` is one stretch of `block_size` tokens. Return a dictionary: for
 each summary that shares tokens with the block, how many pieces of `stride` tokens it shares. Leave
-out summaries that share none, and those that do not exist. `overlap(2, 1, 2, 1)` is
-`{1: 1.0, 2: 2.0, 3: 1.0}`. The sizes need not divide each other: 3 shared tokens are 1.5 pieces
-where `stride` is 2.
+out summaries that share none. No summary begins before token 0. The text goes on behind the block.
+`overlap(2, 1, 2, 1)` is `{1: 1.0, 2: 2.0, 3: 1.0}`. The sizes need not divide each other: 3 shared
+tokens are 1.5 pieces where `stride` is 2.
 """,
     minutes=6,
     difficulty=2,
@@ -591,6 +591,8 @@ def _choose(
         latest = [own]
     if "own is not local" in slips:
         latest = [*range(max(own - num_local, 0), own)]
+    if "one local more" in slips:
+        latest = [*range(start - 1 if "before zero" in slips else max(start - 1, 0), own + 1)]
     if "all of them" in slips and num_local == 0:
         latest = [*range(own + 1)]
     if "first alone" in slips:
@@ -607,13 +609,21 @@ def _choose(
     if "smallest, reversed" in slips:
         lower_first = -1
     rest.sort(key=lambda block: (best_first * scores[block], lower_first * block))
+    if "forced compete" in slips:
+        rest = [*range(own + 1)]
+        rest.sort(key=lambda block: (best_first * scores[block], lower_first * block))
     room = top_n if "on top" in slips else max(top_n - len(forced), 0)
     # -- the list --
-    chosen = [*forced, *rest[:room]]
-    if "all of them" in slips:
+    free = [block for block in rest[:room] if block not in forced]
+    if "hidden future" in slips:
+        free += range(own + 1, len(scores))
+    chosen = [*forced, *(rest if "cut last" in slips else free)]
+    if slips & {"all of them", "one local more", "hidden future"}:
         chosen = chosen[:top_n]
     if "by score" not in slips:
         chosen.sort()
+    if "cut last" in slips:
+        chosen = chosen[:top_n]
     padding = [] if "no padding" in slips else [-1] * (top_n - len(chosen))
     return padding + chosen if "padding first" in slips else chosen + padding
 
@@ -626,6 +636,12 @@ _CHOOSE_MISTAKES = (
         slip(_choose, "on top"),
         "The list has `top_n` slots in all: that is what the kernel's loop runs over. How many "
         "are left after the forced blocks?",
+    ),
+    Misconception(
+        "letting forced blocks compete for the free slots, too",
+        slip(_choose, "forced compete"),
+        "A forced block with one of the best scores then takes a free slot as well as its own, and "
+        "the list is a block short. Which blocks compete for the free slots?",
     ),
     Misconception(
         "letting ties go to the higher number",
@@ -644,6 +660,12 @@ _CHOOSE_MISTAKES = (
         slip(_choose, "future"),
         "Blocks after `own` hold only keys that the query must not see, so their slots would be "
         "lost. Which blocks may compete?",
+    ),
+    Misconception(
+        "filling empty slots with hidden blocks of the future",
+        slip(_choose, "hidden future"),
+        "A score of −∞ only puts a block last. `topk` takes −∞ blocks, too, when too few others "
+        "are left. What belongs in such a slot?",
     ),
     Misconception(
         "leaving out the -1s",
@@ -675,6 +697,12 @@ _CHOOSE_MISTAKES = (
         "Where does the count begin?",
     ),
     Misconception(
+        "forcing one local block too many",
+        slip(_choose, "one local more"),
+        "The blocks from `own - num_local` to `own` are `num_local + 1` blocks. Where do the "
+        "latest `num_local` begin?",
+    ),
+    Misconception(
         "counting local blocks back past block 0",
         slip(_choose, "before zero"),
         "There is a −1 in front that is no empty slot: it is `own - num_local + 1`. Where does "
@@ -703,6 +731,12 @@ _CHOOSE_MISTAKES = (
         slip(_choose, "twice"),
         "For an early query the first blocks are the latest ones, too. What happens to the "
         "attention of a block that is listed twice?",
+    ),
+    Misconception(
+        "cutting the list after it was sorted by number",
+        slip(_choose, "cut last"),
+        "Once the list ascends, its first `top_n` are the lowest numbers, whatever their score. "
+        "In which order do you have to cut?",
     ),
     Misconception(
         "forcing nothing",
@@ -742,7 +776,8 @@ a Python list of `top_n` integers:
 - Blocks after `own` are never listed.
 - The first `num_initial` blocks and the latest `num_local` ones are always on it, as far as they
   exist. The latest block is the query's own. These blocks take up slots like any other.
-- The best of the other blocks fill the rest. Of equal ones, the lower number wins.
+- The best of the *other* blocks fill the slots that are left, even where a forced block has the
+  best score. Of equal ones, the lower number wins.
 - Numbers ascend, and none comes twice. If there are too few blocks, `-1` fills up the end.
 
 `num_initial + num_local` is never more than `top_n`.
@@ -767,6 +802,14 @@ a Python list of `top_n` integers:
         _CHOOSE_MISTAKES,
         {"no padding", "padding first"},
         {"past own", "own is not local", "own alone", "before zero", "all of them", "first alone"},
+        *(
+            {"one local more", other}
+            for other in ("past own", "own is not local", "own alone", "all of them", "first alone")
+        ),
+        *({"forced compete", other} for other in ("future", "not its own", "twice")),
+        *({"cut last", other} for other in ("on top", "by score", "forced compete")),
+        *({"hidden future", other} for other in ("cut last", "future", "on top")),
+        *({"nothing forced", other} for other in ("one local more", "forced compete", "cut last")),
         {"nothing forced", "own alone"},
         {"nothing forced", "first alone", "latest alone", "twice"},
         {"latest alone", "first ahead"},
@@ -782,6 +825,7 @@ a Python list of `top_n` integers:
             "own block 4 of 6, first and own forced",
             lambda: ([0.0, 0.2, 0.9, 0.4, 0.1, 0.8], 4, 3, 1, 1),
         ),
+        Case("a forced block has the best score", lambda: ([0.9, 0.2, 0.3, 0.4, 0.1], 4, 3, 1, 1)),
         Case("equal scores", lambda: ([0.2, 0.2, 0.2, 0.2, 0.2], 4, 3, 0, 1)),
         Case("own block 1: fewer blocks than slots", lambda: ([0.3, 0.7, 0.9, 0.8], 1, 4, 1, 2)),
         Case("the first block of a text", lambda: ([1.0, 2.0], 0, 3, 1, 2)),
@@ -882,8 +926,8 @@ _LEARNS_MISTAKES = (
     Misconception(
         "taking a gradient of zeros for learning",
         slip(_learns, "not none"),
-        "Behind a gate of 0 a tensor is connected, but its gradient is 0 in every place. What "
-        "does a training step do with it?",
+        "Times 0, an output stays connected to its tensors, but their gradients are 0 in every "
+        "place. What does a training step do with such a tensor?",
     ),
     Misconception(
         "not allowing for a tensor that o does not depend on",
@@ -931,10 +975,10 @@ _LEARNS_MISTAKES = (
 _LEARNS = Exercise(
     name="who_learns",
     statement="""
-Prove your guess. `o` is the output of some attention. `tensors` is a dictionary, by name, of the
-tensors that `o` was computed from, all with `requires_grad=True`. A training step on `o.sum()`
-moves a tensor whose gradient is not 0 everywhere. Return the names of these tensors, in the
-dictionary's order. `torch.autograd.grad` gives gradients without storing them.
+*Optional.* Prove your guess. `o` is the output of some attention. `tensors` is a dictionary, by
+name, of the tensors that `o` was computed from, all with `requires_grad=True`. A training step on
+`o.sum()` moves a tensor whose gradient is not 0 everywhere. Return the names of these tensors, in
+the dictionary's order. `torch.autograd.grad` gives gradients without storing them.
 """,
     minutes=5,
     difficulty=2,
@@ -947,7 +991,7 @@ dictionary's order. `torch.autograd.grad` gives gradients without storing them.
         "tensor or None for each name. Keep the names whose tensor has a place other than 0.",
     ),
     why="A list holds integers, and no gradient passes through integers: what chose the blocks "
-    "learns through the compressed branch alone, and only while that branch's gate is open.",
+    "learns through the compressed branch alone.",
     solution=who_learns,
     misconceptions=_LEARNS_MISTAKES,
     combine=together(
@@ -959,9 +1003,9 @@ dictionary's order. `torch.autograd.grad` gives gradients without storing them.
     cases=(
         Case("the selected branch alone", lambda: _branches(None, 1.0)),
         Case("the compressed branch alone", lambda: _branches(1.0, None)),
-        Case("both, with gates 0.5 and 0.5", lambda: _branches(0.5, 0.5)),
-        Case("both, the gate of the compressed branch closed", lambda: _branches(0.0, 1.0)),
-        Case("both, with gates -0.5 and -0.5", lambda: _branches(-0.5, -0.5)),
+        Case("0.5 times each of both", lambda: _branches(0.5, 0.5)),
+        Case("both, the compressed branch times 0", lambda: _branches(0.0, 1.0)),
+        Case("-0.5 times each of both", lambda: _branches(-0.5, -0.5)),
         Case("x[0] - x[1], with the gradient [1, -1]", _difference),
     ),
 )
@@ -998,6 +1042,7 @@ def _run_block_sums(solution: Callable, R: int, L: int, pieces: int) -> Tensor:
         raise NotImplementedError("there is no kernel yet")
     if not hasattr(kernel, "run"):
         raise TypeError("the kernel is not decorated with @triton.jit")
+    _refuse_tensors_of_the_notebook(kernel.fn)
     M, NB, K = pieces - L + 1, -(-pieces // R), R + L - 1
     KT = triton.next_power_of_2(K)
     p = roomy(1 + torch.arange(M) % 7 + torch.arange(M) / 16, 1000.0)
@@ -1007,6 +1052,16 @@ def _run_block_sums(solution: Callable, R: int, L: int, pieces: int) -> Tensor:
     importance = roomy(torch.full((NB,), torch.nan), torch.nan)
     kernel[NB,](p, roomy(weight, 1000.0), importance, M, R, L, K, KT=KT)
     return importance.cpu()
+
+
+def _refuse_tensors_of_the_notebook(kernel: Callable) -> None:
+    """A misspelt name may be one of the notebook's, where it would fail far from its cause."""
+    code = kernel.__code__
+    for name in code.co_names:
+        if isinstance(kernel.__globals__.get(name), Tensor):
+            near = difflib.get_close_matches(name, code.co_varnames, 1)
+            meant = f" Did you mean `{near[0]}`?" if near else ""
+            raise TypeError(f"`{name}` is a tensor of the notebook, not of the kernel.{meant}")
 
 
 @triton.jit
@@ -1031,6 +1086,10 @@ def _wrong_sums(P, W, Importance, M, R, L, K, KT: tl.constexpr, SLIP: tl.constex
         summary = block * K - (L - 1) + place
     if SLIP == "side by side":
         summary = block + place
+    if SLIP == "steps of K, inside":
+        summary = block * K + place
+    if SLIP == "first block, inside":
+        summary = place
     exists = (summary >= 0) & (summary < M)
     if SLIP == "no mask":
         exists = place < KT
@@ -1060,7 +1119,7 @@ class _Mistaken:
     """`_wrong_sums` with its slip chosen; launched like a kernel."""
 
     def __init__(self, mistake: str) -> None:
-        self.mistake, self.run = mistake, None
+        self.mistake, self.run, self.fn = mistake, None, _wrong_sums.fn
 
     def __getitem__(self, grid: tuple) -> Callable:
         return lambda *args, **sizes: _wrong_sums[grid](*args, SLIP=self.mistake, **sizes)
@@ -1087,22 +1146,24 @@ Write a kernel with one program per block, for one query and one KV head. Here `
 other sizes: a block is `R` whole pieces long, a summary `L` pieces. So `K = R + L - 1` summaries
 touch a block, 4 + 2 − 1 = 5 in our example. `W` holds their `K` weights, such as 1, 2, 2, 2, 1. `P`
 holds the attention to each of the `M` summaries, summed over the heads. Program `b` stores the
-importance of block `b`. Copy this frame into `block_sums`, and fill the three gaps. Each takes one
-short line. Two conditions on a tile join with `&`, each in parentheses: `and` would keep only one.
+importance of block `b`. Copy this frame into the answer cell, and fill the three gaps. Each
+takes one short line. Two conditions on a tile join with `&`, each in parentheses: `and` would keep
+only one.
 
 ```python
-@triton.jit
-def kernel(P, W, Importance, M, R, L, K, KT: tl.constexpr):
-    block = tl.program_id(0)  # this program's block
-    place = tl.arange(0, KT)  # KT is a power of two: K, or the next above it
-    weight = tl.load(W + place, mask=place < K, other=0.0)  # [KT]
-    summary = ...  # the summaries that touch the block, in order, [KT]
-    exists = ...  # which of these exist, [KT]
-    p = tl.load(P + summary, mask=exists, other=0.0)
-    total = ...  # one number
-    tl.store(Importance + block, total)
+def block_sums():
+    @triton.jit
+    def kernel(P, W, Importance, M, R, L, K, KT: tl.constexpr):
+        block = tl.program_id(0)  # this program's block
+        place = tl.arange(0, KT)  # KT is a power of two: K, or the next above it
+        weight = tl.load(W + place, mask=place < K, other=0.0)  # [KT]
+        summary = ...  # the summaries that touch the block, in order, [KT]
+        exists = ...  # which of these exist, [KT]
+        p = tl.load(P + summary, mask=exists, other=0.0)
+        total = ...  # one number
+        tl.store(Importance + block, total)
 
-return kernel
+    return kernel
 ```
 """,
     minutes=6,
@@ -1155,8 +1216,19 @@ return kernel
             "All programs run the same code. Which number tells one from the next?",
         ),
         Misconception(
+            "every program takes the first block",
+            _sums("first block, inside"),
+            "All programs run the same code. Which number tells one from the next?",
+        ),
+        Misconception(
             "stepping from block to block by K summaries",
             _sums("steps of K"),
+            "K summaries touch a block, but neighbours share some of them. After how many pieces "
+            "does the next block begin?",
+        ),
+        Misconception(
+            "stepping from block to block by K summaries",
+            _sums("steps of K, inside"),
             "K summaries touch a block, but neighbours share some of them. After how many pieces "
             "does the next block begin?",
         ),
@@ -1170,7 +1242,8 @@ return kernel
             "reading summaries that do not exist",
             _sums("no mask"),
             "`P` has summaries 0 to M - 1. Block 0 asks for one before them, the last block for "
-            "some behind them. What lies there in memory? (`place < K` does not say.)",
+            "some behind them. What lies there in memory? (`place < K` does not say. Nor "
+            "do two conditions without parentheses, as `&` comes before `<`.)",
         ),
         Misconception(
             "masking only past the last summary",
@@ -1330,7 +1403,7 @@ DOUBLES = (
 
 TRAPS = (
     Trap(
-        "those that have not must get $p_j = 0$, and the formula alone does not see to it",
+        "Their $p_j$ must be 0, and we have to see to that ourselves.",
         "block_importance",
         "giving attention to summaries that are not visible yet",
     ),
@@ -1484,7 +1557,7 @@ PREDICTIONS = (
         "Summaries of 32 tokens, one every 16: how many share tokens with one block of 64?",
         "64 / 16 = 4 begin in the block, and one more begins before it and reaches into it.",
         (
-            (4, "That counts those that begin in the block. Can one begin before it?"),
+            (4, "That counts those that begin in the block."),
             (3, "That counts those that lie wholly in the block. Two more reach over its edges."),
             (2, "64 / 32 = 2 lie side by side, but here a summary begins every 16 tokens."),
             (6, "On the left one reaches in; on the right the fourth is already counted."),

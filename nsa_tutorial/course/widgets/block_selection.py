@@ -68,14 +68,14 @@ def tiny() -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Step(NamedTuple):
-    """The last token of `tiny` asks with one head, `q = [1 - s, s]`, and may read 2 of 4 blocks,
+    """The last token of `tiny` asks with one head, `q = [1 - a, a]`, and may read 2 of 4 blocks,
     its own among them.
 
     Attributes:
         ids: its list.
         o: what selected attention gives.
         dense: what attention to all tokens gives.
-        slope: the derivative of `o` with respect to `s`, from autograd.
+        slope: the derivative of `o` with respect to `a`, from autograd.
     """
 
     ids: list[int]
@@ -85,11 +85,11 @@ class Step(NamedTuple):
 
 
 @functools.cache
-def turn(s: float) -> Step:
-    """Turn the query of `Step` from what block 1 offers (`s = 0`) to what block 2 offers
-    (`s = 1`)."""
+def turn(a: float) -> Step:
+    """Turn the query of `Step` from what block 1 offers (`a = 0`) to what block 2 offers
+    (`a = 1`)."""
     _, k, v = tiny()
-    at = torch.tensor(s, requires_grad=True)
+    at = torch.tensor(a, requires_grad=True)
     q = torch.stack([1 - at, at]).view(1, 1, 1, 2)
     k_cmp = ops.compress(k, length=4, stride=2)
     sizes = {"block_size": 8, "length": 4, "stride": 2, "num_keys": 32, "scale": 1.0}
@@ -528,9 +528,9 @@ def draw_jump() -> Picture:
         )
     )
     axis.legend(handles=handles, loc="lower right", fontsize=9, frameon=False)
-    axis.set_xlabel("s, from a query for block 1 (0) to a query for block 2 (1)", fontsize=9)
+    axis.set_xlabel("a, from a query for block 1 (0) to a query for block 2 (1)", fontsize=9)
     axis.set_ylabel("output", fontsize=9)
-    return Picture(figure, f"At s = {middle:.2f} the list changes from {steps[flip - 1].ids} to "
+    return Picture(figure, f"At a = {middle:.2f} the list changes from {steps[flip - 1].ids} to "
                            f"{steps[flip].ids}: "
                            f"the output jumps from {steps[flip - 1].o:.2f} to "
                            f"{steps[flip].o:.2f}")  # fmt: skip
