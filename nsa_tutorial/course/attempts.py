@@ -57,8 +57,7 @@ MEANINGS = (
     ),
     (
         r"arange's range must be a power of 2",
-        "A tile's sides are powers of 2. Take the next larger one, and mask what lies past the "
-        "end.",
+        "A tile's sides are powers of 2. Take the next larger one, and mask what lies past it.",
     ),
     (
         r"chained boolean operators|logical (and|or)",
@@ -111,8 +110,9 @@ MEANINGS = (
         "A mask or an index must be boolean or whole numbers; this one has another dtype. A "
         "comparison such as `x > 0` gives a mask, and `.long()` gives indices.",
     ),
+    (r"a tuple of \d+ tensors", "A function returned two tensors. Then take both: `o, lse = ...`."),
     (
-        r"only integer tensors of a single element|got a tuple of \d+ tensors",
+        r"only integer tensors of a single element",
         "A tensor is an index into a Python list here: `torch.tensor(numbers)[index]` can do it. "
         "Or a tensor meets a tuple. Does a function return two things? Take both: `o, lse = ...`.",
     ),
@@ -140,6 +140,7 @@ MEANINGS = (
     (r"^AttributeError: (module|'Tensor')", "It has nothing of that name. Is it spelled right?"),
     (r"tuple of ints, ?but got float", "Sizes are whole, and `/` makes a float: take `//`."),
     (r"^AttributeError", "This value is of another kind than the line expects. Print its `type`."),
+    (r": (compress|select|sliding)\w*\(\) takes", "Pass sizes by name, as `length=length`."),
     (_WRONG_CALL, "Count the arguments."),
     (r"object is not callable", "Round brackets call a function. To pick an element, use `[ ]`."),
     (
@@ -149,8 +150,7 @@ MEANINGS = (
     ),
     (
         r"must be of type tl\.constexpr",
-        "The size of a tile is fixed when the kernel is compiled: declare that parameter as "
-        "`tl.constexpr`.",
+        "A tile's size is fixed when the kernel is compiled: declare it as `tl.constexpr`.",
     ),
     (r"is not in list", "Look it up only where it is there: `if x in values`."),
     (

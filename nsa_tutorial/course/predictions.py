@@ -33,7 +33,7 @@ def predict(name: str, guess: object) -> Message:
         ValueError: for a prediction that does not exist, naming those that do.
     """
     asked = exercises.prediction(name)
-    guess = _counted(_simple(guess), asked)
+    guess = _counted(asked.in_full(_simple(guess)), asked)
     if guess is not None and not _is_choice(guess, asked):
         return Message(
             "open", "○", name, f"not noted, {_written(guess, asked)}.", (_wish(guess, asked),)

@@ -633,6 +633,12 @@ WHOLE = {
         "using the summary keys as values, too",
     ),
     "g_cmp * o_cmp": (whole_with(broadcast=True), "lining the gates up with the width"),
+    "g_slc first": (
+        lambda q, k, v, g_cmp, g_slc, g_swa, *sizes: exercises.three_branches(
+            q, k, v, g_slc, g_cmp, g_swa, *sizes
+        ),
+        "swapping the gates of compression and selection",
+    ),
 }
 
 
@@ -730,11 +736,28 @@ def test_what_is_left_of_the_cell_above_is_named(typed: str) -> None:
     assert "This does not explain everything" not in verdict.text
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [
+        lambda q, k, *others: ops.compress(k, *others[-2:]),
+        lambda q, k, v, *others: ops.compressed_attention(q, k, v, *others[-2:]),
+        lambda q, k, v, *others: ops.select_blocks(q, k, None, *others[-5:-3]),
+        lambda q, k, v, *others: ops.selected_attention(q, k, v, None, others[-4]),
+        lambda q, k, v, *others: ops.sliding_window_attention(q, k, v, others[-3]),
+    ],
+)
+def test_sizes_without_their_names_are_explained(typed: Callable) -> None:
+    text = judge(EXERCISES["three_branches"], typed).text
+    assert "Pass sizes by name" in text
+    assert "Count the arguments" not in text
+
+
 def test_a_pair_is_called_a_pair() -> None:
     """Its numbers would fill the screen, passed on as `lse` or returned."""
     text = judge(EXERCISES["three_branches"], three_with(pair=True)).text
     assert "lse: got a tuple of 2 tensors, expected a tensor" in text
     assert "Then take both: `o, lse = ...`" in text
+    assert "Python list" not in text
     pair = judge(EXERCISES["three_branches"], lambda *arguments: arguments[:2]).text
     assert "Got a tuple of 2 tensors, expected Tensor." in pair
     assert max(text.count("\n"), pair.count("\n")) < 8
@@ -973,10 +996,59 @@ def indexed() -> object:
     return kernel
 
 
+def without_parentheses() -> object:
+    @triton.jit
+    def kernel(Gates, Outputs, Sum, R, DV, BLOCK: tl.constexpr):
+        row = tl.program_id(0)
+        column = tl.arange(0, BLOCK)
+        total = tl.zeros([BLOCK], tl.float32)
+        for b in range(3):
+            o = tl.load(Outputs + b * R + row * DV + column, mask=column < DV)
+            total += tl.load(Gates + b * R + row) * o
+        tl.store(Sum + row * DV + column, total, mask=column < DV)
+
+    return kernel
+
+
+def rows_of_block() -> object:
+    @triton.jit
+    def kernel(Gates, Outputs, Sum, R, DV, BLOCK: tl.constexpr):
+        row = tl.program_id(0)
+        column = tl.arange(0, BLOCK)
+        total = tl.zeros([BLOCK], tl.float32)
+        for b in range(3):
+            o = tl.load(Outputs + (b * R + row) * BLOCK + column, mask=column < DV)
+            total += tl.load(Gates + b * R + row) * o
+        tl.store(Sum + row * BLOCK + column, total, mask=column < DV)
+
+    return kernel
+
+
+def divided_by_three() -> object:
+    @triton.jit
+    def kernel(Gates, Outputs, Sum, R, DV, BLOCK: tl.constexpr):
+        row = tl.program_id(0)
+        column = tl.arange(0, BLOCK)
+        total = tl.zeros([BLOCK], tl.float32)
+        for b in range(3):
+            o = tl.load(Outputs + (b * R + row) * DV + column, mask=column < DV)
+            total += tl.load(Gates + b * R + row) * o
+        tl.store(Sum + row * DV + column, total / 3, mask=column < DV)
+
+    return kernel
+
+
 @pytest.mark.parametrize(
     ("typed", "outcome", "mistake"),
     [
         (gates_first, "right", None),
+        (without_parentheses, "misconception", "multiplying `row` alone by `DV`"),
+        (
+            rows_of_block,
+            "misconception",
+            "taking `BLOCK` for the width of a row in memory",
+        ),
+        (divided_by_three, "misconception", "dividing by three"),
         (three_to_a_row, "misconception", "reading the three gates of a row as neighbours"),
         (
             masked_by_rows,
@@ -990,6 +1062,9 @@ def indexed() -> object:
     ],
     ids=[
         "another order",
+        "b * R + row * DV",
+        "row * BLOCK",
+        "total / 3",
         "gates side by side",
         "column < R",
         "load without a mask",
@@ -1008,6 +1083,30 @@ def test_kernels_that_a_reader_would_type(
     assert verdict.outcome == outcome
     if mistake is not None:
         assert verdict.misconception == mistake
+
+
+def test_the_errors_that_the_prose_tells_are_computed() -> None:
+    """What the weight of a summary does to the merge, and what constant gates leave."""
+    path = Path(__file__).resolve().parents[2] / "notebooks" / "08_native_sparse_attention.ipynb"
+    (told,) = (c.source for c in nbformat.read(path, as_version=4).cells if c.id == "031-7a32e8")
+    found = pictures.schemes()
+    plain, counted = found["merged by LSE"], found["by LSE, a summary counts 8"]
+    words = f"falls from {100 * plain:.0f}% to {100 * counted:.0f}%, less than constant gates leave"
+    assert words in " ".join(told.split())
+    assert counted < found["best constant gates"] < plain
+
+
+def test_a_branch_may_be_guessed_by_its_short_name() -> None:
+    (asked,) = (p for p in exercises.PREDICTIONS if p.name == "needed_gate")
+    assert [asked.in_full(guess) for guess in ("slc", " g_cmp", "SWA", "window", None, 3)] == [
+        "selection", "compression", "window", "window", None, 3,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "guess"), [("keys_at_65536", 16_000), ("error_of_the_sum", 60)])
+def test_every_number_to_choose_from_has_a_thought(name: str, guess: int) -> None:
+    (asked,) = (p for p in exercises.PREDICTIONS if p.name == name)
+    assert any(wrong(guess) if callable(wrong) else wrong == guess for wrong, _ in asked.thoughts)
 
 
 def test_thoughts_about_guesses_hold() -> None:

@@ -127,6 +127,7 @@ class Prediction:
         unit: written behind the numbers ("GiB").
         tolerance: relative error up to which a number counts as right.
         choices: the answers to choose from, where the question names them.
+        short: pairs of a short name and the choice that it stands for.
     """
 
     name: str
@@ -136,6 +137,12 @@ class Prediction:
     unit: str = ""
     tolerance: float = 0.0
     choices: tuple[object, ...] = ()
+    short: tuple[tuple[str, str], ...] = ()
+
+    def in_full(self, guess: object) -> object:
+        """The choice that a short name stands for; any other guess as it is."""
+        name = guess.strip().casefold() if isinstance(guess, str) else ""
+        return dict(self.short).get(name, guess)
 
     @property
     def asks_for_a_number(self) -> bool:

@@ -968,6 +968,8 @@ def _put_together(
         gates = torch.softmax(torch.stack(gates), 0).unbind(0)
     if "swapped gates" in slips:
         gates = (gates[0], gates[2], gates[1])
+    if "swapped first gates" in slips:
+        gates = (gates[1], gates[0], gates[2])
     if "no gates" in slips:
         return sum(outputs)
     if "last axis" not in slips:
@@ -999,6 +1001,11 @@ _FIXED = {
     "summaries of the cell above": "the length and stride",
     "list of the cell above": "`top_n`",
     "window of the cell above": "the window",
+}
+
+_SWAPS = {
+    "swapped gates": "selection and window",
+    "swapped first gates": "compression and selection",
 }
 
 # `combine` takes the last of one name
@@ -1060,10 +1067,14 @@ _TOGETHER_MISTAKES = (
         slip(_put_together, "by values"),
         "A query is compared with keys. Of which tensor are the summaries that decide?",
     ),
-    Misconception(
-        "swapping the gates of selection and window",
-        slip(_put_together, "swapped gates"),
-        "The order is compression, selection, window. Which output does each gate stand beside?",
+    *(
+        Misconception(
+            f"swapping the gates of {which}",
+            slip(_put_together, change),
+            "The order is compression, selection, window. Which output does each gate stand "
+            "beside?",
+        )
+        for change, which in _SWAPS.items()
     ),
     Misconception(
         "leaving the gates out",
@@ -1199,7 +1210,7 @@ All of it, for given gates. `q` `[B, N, HQ, D]`, `k` `[B, N, H, D]`, `v` `[B, N,
         {"default block size", "blocks of stride", *_CHOICES},
         {"default block size", "blocks of stride", "blocks of length"},
         {"wide window", "window of a block"},
-        {"by lse", "by corrected lse", "swapped gates", "no gates"},
+        {"by lse", "by corrected lse", "no gates", *_SWAPS},
         {"by lse", "by corrected lse", "no gates", "normalised", "softmax"},
         {"one choice for all", "of the last query"},
         {"no gates", "last axis"},
@@ -1355,8 +1366,10 @@ def _wrong_gated(
             start = row * DV
         elif ROW == "rows of one number":
             start = here
-        elif ROW == "rows of BLOCK numbers":
+        elif ROW == "rows of BLOCK numbers" or ROW == "BLOCK everywhere":
             start = here * BLOCK
+        elif ROW == "no parentheses":
+            start = branch * R + row * DV
         if MASK == "unmasked":
             o = tl.load(Outputs + start + column)
         else:
@@ -1365,8 +1378,12 @@ def _wrong_gated(
             total = gate * o
         else:
             total += gate * o
+    if SUM == "averaged":
+        total = total / 3
     if STORE == "everything":
         tl.store(Sum + row * DV + column, total)
+    elif STORE == "BLOCK everywhere":
+        tl.store(Sum + row * BLOCK + column, total, mask=column < STORED)
     elif STORE == "in one place":
         tl.store(Sum + column, total, mask=column < STORED)
     elif STORE == "right":
@@ -1374,9 +1391,10 @@ def _wrong_gated(
 
 
 _GATE_SLIPS = {"two indices", "first gate", "gates side by side", "no gate", "sigmoid"}
-_ROW_SLIPS = {"first output", "rows of one number", "rows of BLOCK numbers"}
-_SUM_SLIPS = {"overwritten"}
-_STORE_SLIPS = {"everything", "in one place", "nothing"}
+_BLOCK_SLIPS = ("BLOCK everywhere", "rows of BLOCK numbers")  # the first one in `Sum`, too
+_ROW_SLIPS = {"first output", "rows of one number", "no parentheses", *_BLOCK_SLIPS}
+_SUM_SLIPS = {"overwritten", "averaged"}
+_STORE_SLIPS = {"everything", "in one place", "nothing", "BLOCK everywhere"}
 _MASK_SLIPS = {"both", "load", "store", "unmasked"}
 
 
@@ -1434,14 +1452,29 @@ _KERNEL_MISTAKES = (
         "A row of `Outputs` holds `DV` numbers. Where does row 1 begin?",
     ),
     Misconception(
-        "taking `BLOCK` for the width of a row in memory",
-        slip(_Mistaken, "rows of BLOCK numbers"),
-        "`BLOCK` is how many lanes the program has. How many numbers does a row have in memory?",
+        "multiplying `row` alone by `DV`",
+        slip(_Mistaken, "no parentheses"),
+        "A branch has `R` rows of `DV` numbers each, and `branch * R` counts its rows. How many "
+        "numbers lie before row `row` of branch `branch`?",
+    ),
+    *(
+        Misconception(
+            "taking `BLOCK` for the width of a row in memory",
+            slip(_Mistaken, change),
+            "`BLOCK` is how many lanes the program has. How many numbers does a row have in "
+            "memory?",
+        )
+        for change in _BLOCK_SLIPS
     ),
     Misconception(
         "keeping the last branch only",
         slip(_Mistaken, "overwritten"),
         "Each turn of your loop writes `total` anew. What becomes of the branch before?",
+    ),
+    Misconception(
+        "dividing by three",
+        slip(_Mistaken, "averaged"),
+        "Equation 5 is a sum. What should one branch with a gate of 1 give?",
     ),
     Misconception(
         "loading what lies behind the row",
@@ -1692,7 +1725,7 @@ TRAPS = (
         "merging the branches by their LSE",
     ),
     Trap(
-        "With 8 times the weight for every summary, the merge comes near dense",
+        "With 8 times the weight for every summary, the error falls from 20% to 16%",
         "three_branches",
         "merging the branches by an LSE that counts each summary `stride` times",
     ),
@@ -1822,6 +1855,11 @@ PREDICTIONS = (
                 lambda guess: 1400 <= guess <= 1600,
                 "Your guess is list and window, 1,024 + 512. The summaries are of the whole text.",
             ),
+            (
+                lambda guess: 15_000 <= guess <= 17_000,
+                "Your guess is a quarter of the text. Only one key in 16 is a summary, and list "
+                "and window do not grow with the text.",
+            ),
             (4095, "Your guess is the summaries alone."),
             (5119, "Your guess is summaries and list. The window loads its 512 keys, too."),
             (5632, "Your guess is the paper's count: it has one summary more than there are."),
@@ -1837,6 +1875,11 @@ PREDICTIONS = (
         (
             (0, "The sum would be exact only if the branches shared out one softmax among them."),
             (20, "Good gates come as near as your 20 %. The plain sum has no gates."),
+            (
+                60,
+                "Your 60 % lies between the errors of the single branches, as if their sum were an "
+                "average. Nothing divides it.",
+            ),
             (100, "Your 100 % is what zeros get. The plain sum is worse than saying nothing."),
             (200, "Three equal outputs would be 200 % off, but compression's is much shorter."),
         ),
@@ -1882,5 +1925,9 @@ PREDICTIONS = (
             ("window", "The window ends 15 entries back."),
         ),
         choices=("compression", "selection", "window"),
+        short=(
+            *(("cmp", "compression"), ("slc", "selection"), ("swa", "window")),
+            *(("g_cmp", "compression"), ("g_slc", "selection"), ("g_swa", "window")),
+        ),
     ),
 )
