@@ -295,8 +295,15 @@ def test_a_wrong_window_is_drawn():
     one_too_wide = next(m for m in exercise.misconceptions if m.name == "a window of w + 1")
     picture = judge(exercise, one_too_wide.wrong).picture
     assert picture.finding == (
-        "A window of 3: the query at position 3 sees keys 0, 1, 2, 3, not 1, 2, 3"
+        "A window of 3: the query at position 3 sees keys 0, 1, 2, 3 instead of keys 1, 2, 3"
     )
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"), [([], "no key"), ([0], "key 0"), ([1, 2], "keys 1, 2")], ids=str
+)
+def test_keys_in_words(keys, told):
+    assert solutions._keys(keys) == told
 
 
 def test_a_sorted_list_is_told_from_other_tokens():
@@ -415,6 +422,11 @@ def filled(x, offset, seen):
     return tile, seen
 
 
+def nearest(x, offset):
+    """Rows that exist, for positions that may not."""
+    return x[offset.clamp(0, len(x) - 1)]
+
+
 def a_short_tile(x, block_id, num_visible, block_size):
     start = max(block_id * block_size, 0)
     end = min(start + block_size, num_visible) if block_id >= 0 else start
@@ -487,6 +499,7 @@ def softmax_per_block(q, k, v, block_indices, block_size):
 
 
 FUTURE = "going into a block of the future"
+COLUMNS = "laying the mask along the columns"
 MISTAKES = {
     "whole blocks": (
         "tokens_of_list",
@@ -570,6 +583,37 @@ MISTAKES = {
         "load_block",
         load_by(real, lambda x, offset, seen: (filled(x, offset, seen)[0], seen.float())),
         "returning numbers where a boolean mask is asked for",
+    ),
+    "columns": (
+        "load_block",
+        load_by(real, lambda x, offset, seen: (nearest(x, offset).masked_fill(~seen, 0), seen)),
+        COLUMNS,
+    ),
+    "columns, torch.where": (
+        "load_block",
+        load_by(real, lambda x, offset, seen: (torch.where(seen, nearest(x, offset), 0), seen)),
+        COLUMNS,
+    ),
+    "columns, row 0": (
+        "load_block",
+        load_by(
+            real, lambda x, offset, seen: (x[torch.where(seen, offset, 0)].where(seen, 0), seen)
+        ),
+        COLUMNS,
+    ),
+    "a slice": (
+        "load_block",
+        lambda x, block_id, num_visible, block_size: x[
+            block_id * block_size : (block_id + 1) * block_size
+        ],
+        "returning the tile alone",
+    ),
+    "a slice up to num_visible": (
+        "load_block",
+        lambda x, block_id, num_visible, block_size: x[
+            block_id * block_size : min((block_id + 1) * block_size, num_visible)
+        ],
+        "returning the tile alone",
     ),
     "tile alone": (
         "load_block",
@@ -809,10 +853,13 @@ def prose() -> str:
 
 
 def test_the_minutes_are_told():
-    optional = KNOWN["window_mask"].minutes
-    required = sum(e.minutes for e in KNOWN.values()) - optional
-    assert f"{required} of them exercises, and an optional exercise of {optional}" in prose()
-    assert f"**optional** ({optional} minutes)" in prose()
+    window, kernel = KNOWN["window_mask"].minutes, KNOWN["sum_of_list"].minutes
+    required = sum(e.minutes for e in KNOWN.values()) - window - kernel
+    optional = f"plus {window + kernel} for two optional exercises"
+    assert f"{required} of them exercises, {optional}" in prose()
+    assert f"**optional** ({window + kernel} minutes)" in prose()
+    assert f"third branch ({window} minutes)" in prose()
+    assert f"The guard in a kernel ({kernel} minutes)" in prose()
 
 
 def test_the_walk_in_the_cell_waits_for_the_reader():
@@ -839,10 +886,14 @@ for block_id in block_indices[n, h].tolist():
     for old, mended_to in edits:
         assert old in walk
         walk = walk.replace(old, mended_to)
-    walk = textwrap.indent(walk.strip(), 12 * " ")
-    source = re.sub(
-        r"^ *raise NotImplementedError.*$", walk, cell("def attend_to_lists"), flags=re.M
-    )
+    walk = textwrap.indent(walk.strip(), 12 * " ") + "\n"
+    frame = cell("def attend_to_lists").replace(*GAPS["1"])
+    loop = r"^ *for block_id in .*?(?=^ *o\[n, group\])"
+    return attempt_in_a_cell(re.sub(loop, walk, frame, flags=re.M | re.S), load_block)
+
+
+def attempt_in_a_cell(source, load_block=solutions.load_block):
+    """`attend_to_lists` as a cell defines it."""
     file = f"<cell {hash(source)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     names = {"torch": torch, "online_softmax": online_softmax, "load_block": load_block}
@@ -911,9 +962,49 @@ def test_a_slip_in_the_walk_is_named_and_nothing_else(edits, named):
 
 @pytest.mark.parametrize("guard", ["", GUARD])
 def test_the_frame_of_the_walk_takes_a_walk(guard):
-    """The cell, with nothing changed but the line that waits."""
+    """The cell with a walk of the reader's, with or without a guard of its own."""
     edit = (FIRST_LINE, f"    {guard}\n{FIRST_LINE}")
     assert judge(KNOWN["attend_to_lists"], walking(edit)).outcome == "right"
+
+
+GAPS = {
+    "1": ("num_visible = ...", "num_visible = M - N + n + 1"),
+    "2": ("acc_s = ...", "acc_s = (q[n, group] @ k_tile.T).masked_fill(~is_seen, -torch.inf)"),
+    "3": ("state = ...", f"state = online_softmax.update(state, acc_s, v_tile, {SCALE})"),
+}
+
+
+def filled_gaps(**changed):
+    """The chapter's frame with its gaps filled in, or with `changed` in them."""
+    source = cell("def attend_to_lists")
+    for number, (gap, answer) in GAPS.items():
+        assert source.count(gap) == 1
+        source = source.replace(gap, changed.get(f"gap_{number}", answer))
+    return attempt_in_a_cell(source)
+
+
+def test_the_gaps_of_the_frame_are_all_that_is_missing():
+    assert judge(KNOWN["attend_to_lists"], filled_gaps()).outcome == "right"
+
+
+@pytest.mark.parametrize("number", ["1", "2", "3"])
+def test_a_gap_that_is_left_open_is_told(number):
+    gap = {f"gap_{number}": GAPS[number][0]}
+    assert "a gap that waits" in judge(KNOWN["attend_to_lists"], filled_gaps(**gap)).text
+
+
+@pytest.mark.parametrize(
+    ("gap", "named"),
+    [
+        ({"gap_1": "num_visible = n + 1"}, "taking the queries for the first N positions"),
+        ({"gap_1": "num_visible = M - N + n"}, "hiding the query's own position from it"),
+        ({"gap_1": "num_visible = M"}, "letting every query see the future"),
+        ({"gap_2": "acc_s = q[n, group] @ k_tile.T"}, "a score of 0 where a key is hidden"),
+    ],
+    ids=["n + 1", "M - N + n", "M", "no mask"],
+)
+def test_a_slip_in_a_gap_is_named(gap, named):
+    assert judge(KNOWN["attend_to_lists"], filled_gaps(**gap)).misconceptions == (named,)
 
 
 def test_whole_blocks_by_index_lack_the_cut():
@@ -980,12 +1071,19 @@ def test_torch_in_the_kernel_is_answered_by_what_joins_tiles():
         ("keys_of_query_9", 7, "token 10"),
         ("tokens_of_minus_one", "error", "PyTorch raises no error"),
         ("tokens_of_minus_one", "IndexError", "PyTorch raises no error"),
+        ("tokens_of_minus_one", "8 to 11", "These are the right tokens"),
+        ("listed_share", 25, "Do you mean 25 %?"),
         ("tokens_of_minus_one", [8, 9, 10, 11], "it is [8, 9, 10, 11]: exactly right"),
         ("lists_that_agree", 1, "You said 1, it is 3"),
     ],
 )
 def test_a_guess_is_answered(name, guess, told):
-    answers = {"keys_of_query_9": 6, "tokens_of_minus_one": [8, 9, 10, 11], "lists_that_agree": 3}
+    answers = {
+        "keys_of_query_9": 6,
+        "tokens_of_minus_one": [8, 9, 10, 11],
+        "lists_that_agree": 3,
+        "listed_share": 0.21,
+    }
     predict(name, guess)
     assert told in reveal(name, answers[name]).text
 

@@ -4,7 +4,9 @@ kernel with two bugs, and the window."""
 from __future__ import annotations
 
 import ast
+import dis
 import inspect
+import re
 import textwrap
 from collections.abc import Callable
 from types import CodeType
@@ -231,7 +233,7 @@ list of Python integers, slot by slot in the order of `ids`. If `causal`, it see
 own position; otherwise every key that exists, of the listed blocks. An id in the future, or past
 the last block, shows nothing.
 """,
-    minutes=6,
+    minutes=7,
     difficulty=2,
     solution=tokens_of_list,
     hints=(
@@ -344,6 +346,8 @@ def _load_rows(
     rows = x[row]
     if "only the score" in slips:
         return rows, told
+    if "columns" in slips:
+        return rows.masked_fill(~is_seen, 0.0), told
     if "times the mask" in slips:
         return rows * is_seen[:, None], told
     if "nan_to_num" in slips:
@@ -358,12 +362,31 @@ def _load_rows(
     return rows.masked_fill(~is_seen[:, None], nothing), told
 
 
+def _run_load(attempt: Callable, x: Tensor, *arguments: int) -> object:
+    """A tensor alone is told as that, and a mask along the columns, whatever the rows hold."""
+    found = attempt(x, *arguments)
+    tile, _ = load_block(x, *arguments)
+    if isinstance(found, Tensor):
+        return tile
+    match found:
+        case (Tensor() as given, Tensor() as mask) if given.shape == (len(tile), len(tile)):
+            # no case has as many columns as a block has rows
+            return torch.zeros(len(tile), len(tile)), mask
+    return found
+
+
 _LOAD_MISTAKES = (
     Misconception(
         "hiding the score, and loading the row all the same",
         slip(_load, "only the score"),
         "`is_seen` is right, and it will hide the score. But the hidden row sits in the "
         "tile, and is multiplied by a weight of 0 later. What is 0 · NaN?",
+    ),
+    Misconception(
+        "laying the mask along the columns",
+        slip(_load, "columns"),
+        "A mask `[BS]` lies along the last axis, and these are the columns. Yours speaks of rows. "
+        "Which axis does it need to become a column?",
     ),
     Misconception(
         "multiplying by the mask",
@@ -492,7 +515,8 @@ _LOAD_MISTAKES = (
     Misconception(
         "returning the tile alone",
         slip(_load, "tile alone"),
-        "A zero in the tile may be a real number. What tells the caller which rows are real?",
+        "The caller needs two tensors: the tile, and which of its rows are real. Why can it not "
+        "tell a zero of yours from a real one?",
     ),
     Misconception(
         "returning `is_seen` before the tile",
@@ -516,9 +540,10 @@ does not exist. `is_seen` `[block_size]` is a boolean tensor: which rows are rea
 `block_id = -1` nothing is seen. In most cases the rows that the query does not see hold NaN. (In
 PyTorch you may also read some row that exists, and put zeros in its place. A kernel reads nothing.)
 """,
-    minutes=7,
+    minutes=9,
     difficulty=2,
     solution=load_block,
+    run=_run_load,
     hints=(
         "Number the rows of block 2 with blocks of 3: 6, 7, 8. Which of them exist if `x` has 7 "
         "rows? And which numbers do you get for `block_id = -1`?",
@@ -532,7 +557,15 @@ PyTorch you may also read some row that exists, and put zeros in its place. A ke
     misconceptions=_LOAD_MISTAKES,
     combine=together(
         _LOAD_MISTAKES,
-        {"only the score", "times the mask", "shorter", "minus infinity", "nan_to_num", "row 0"},
+        {
+            "only the score",
+            "times the mask",
+            "shorter",
+            "minus infinity",
+            "nan_to_num",
+            "row 0",
+            "columns",
+        },
         {"out of bounds", "nan_to_num"},
         {"out of bounds", "row 0"},
         {"only the score", "negative index", "clamped", "wrap"},
@@ -606,6 +639,13 @@ def _window(slips: Slips, N: int, M: int, window_size: int) -> Tensor:
     return seen.float() if "numbers" in slips else seen
 
 
+def _keys(keys: list[int]) -> str:
+    """Keys in words."""
+    if not keys:
+        return "no key"
+    return f"key{'s' * (len(keys) > 1)} {', '.join(map(str, keys))}"
+
+
 def _draw_window(arguments: tuple, got: object, expected: Tensor) -> Picture:
     """What was seen beside what should be, and the first query for which they differ."""
     got = torch.as_tensor(got).bool()
@@ -625,9 +665,8 @@ def _draw_window(arguments: tuple, got: object, expected: Tensor) -> Picture:
     told = "the right keys, but as numbers"
     if differing:
         n = differing[0]
-        yours, right = (", ".join(map(str, x[n].nonzero().flatten().tolist())) or "none"
-                        for x in (got, expected))  # fmt: skip
-        told = f"the query at position {M - N + n} sees keys {yours}, not {right}"
+        yours, right = (_keys(x[n].nonzero().flatten().tolist()) for x in (got, expected))
+        told = f"the query at position {M - N + n} sees {yours} instead of {right}"
     return Picture(figure, f"A window of {w}: {told}")
 
 
@@ -796,6 +835,15 @@ def attend_to_lists(
                 )
             o[n, group], lse[n, group] = online_softmax.finish(state, scale)
     return o, lse
+
+
+def _run_attend(attempt: Callable, *arguments: object) -> object:
+    """The frame with all of its gaps open is no attempt yet."""
+    code = getattr(attempt, "__code__", None)
+    gaps = [i for i in dis.get_instructions(code) if i.argval is Ellipsis] if code else []
+    if len(gaps) == 3:
+        raise NotImplementedError
+    return attempt(*arguments)
 
 
 def _attend(slips: Slips, *arguments: object) -> tuple[Tensor, Tensor]:
@@ -1185,20 +1233,20 @@ The operator, for one text. `q` `[N, HQ, D]` are the last `N` of `M` positions, 
 anywhere. Return causal attention's `o` `[N, HQ, DV]` and `lse` `[N, HQ]`, scale `D ** -0.5`. Hold
 the scores of one block at a time, and do not load what a query does not see: in one case it is NaN.
 In another, a query sees nothing at all. A block that is listed twice counts twice. The frame below
-finds the group, starts its state and finishes it. Write the walk along the list.
+walks along each list and loads its blocks with your `load_block`. Fill in the three gaps.
 """,
-    minutes=9,
+    minutes=8,
     difficulty=3,
     solution=attend_to_lists,
+    run=_run_attend,
     hints=(
-        "First, how many keys may query n see, if it is one of the last N of M? That number "
-        "decides which slots are skipped, and where a block is cut.",
-        "Two ways lead on. Slice the block's visible tokens out of `k[:, h]` and `v[:, h]`. Or use "
-        "your `load_block` for both: which score does a row of zeros get then, and which one do "
-        "you want?",
-        "The scores of the group are one matrix product `[G, BS]`, with the group's rows of `q`. "
-        "Keep the state that `update` returns. It takes plain dot products and powers of two, so "
-        "its scale needs a factor.",
+        "Gap 1: how many keys may query n see, if it is one of the last N of M? That number "
+        "decides which slots load nothing, and where a block is cut.",
+        "Gap 2: the tile holds rows of zeros where nothing is seen. Which score does such a row "
+        "get, which one do you want, and what tells you where it stands?",
+        "Gaps 2 and 3: the scores of the group are one matrix product `[G, BS]`, with the group's "
+        "rows of `q`. Keep the state that `update` returns. It takes plain dot products and powers "
+        "of two, so its scale needs a factor.",
     ),
     why="Only what the query sees is loaded, so no NaN can come in, and one state over the whole "
     "list makes its blocks one softmax.",
@@ -1595,6 +1643,7 @@ PREDICTIONS = (
             (1 / 8, "A list names only the past, so halving 1/4 for the future counts it twice."),
             (1 / 4, "1/4 is the share of the last query. The share of all pairs is an average."),
             (1 / 2, "Half is what the causal mask leaves without any list."),
+            (25, "Do you mean 25 %? That is 0.25, or 1/4, the share of the last query."),
         ),
         tolerance=0.1,
     ),
@@ -1616,8 +1665,7 @@ PREDICTIONS = (
             ),
             (
                 lambda guess: 50_000 <= guess <= 70_000,
-                "64 times a list would be right if tiles loaded all keys. A causal tile loads half "
-                "of them on average.",
+                "64 times a list would be right if tiles loaded all keys.",
             ),
         ),
         unit="tokens",
@@ -1650,6 +1698,10 @@ PREDICTIONS = (
             ([], "A slice from -4 to 0 is empty. These are four indices, and each finds a row."),
             ([0, 1, 2, 3], "Nothing turns -1 into 0. Where does index -4 begin?"),
             ([-4, -3, -2, -1], "These are the indices. Which rows do they find?"),
+            (
+                lambda guess: re.fullmatch(r"\W*8 ?(to|-|–|\.\.+|:) ?11\W*", str(guess)),
+                "These are the right tokens, and the list is made of them.",
+            ),
             ([11, 10, 9, 8], "The right tokens. Index -4 comes first here."),
         ),
     ),
@@ -1710,17 +1762,17 @@ TRAPS = (
         "running past the last key",
     ),
     Trap(
-        "Every negative position is below `num_visible`.",
+        "positions −4 to −1, all below `num_visible`",
         "load_block",
         "counting the rows of an empty slot as seen",
     ),
     Trap(
-        "the right half alone lets id −1 through",
+        "so the right half alone lets it through",
         "load_block",
         "comparing with num_visible only",
     ),
     Trap(
-        "the right half alone lets id −1 through",
+        "so the right half alone lets it through",
         "tokens_of_list",
         "turning -1 into negative positions",
     ),
