@@ -887,12 +887,20 @@ def test_what_is_told_of_unions_is_what_is_drawn() -> None:
     mean = sum(unions) / len(unions)
     assert f"{mean:.1f} blocks, where one list has 8" in told
     trained = pictures.recorded()[16, "queries", "trained"][1]
-    assert f"With lists of {pictures.SLOTS}, we take {trained * pictures.SLOTS:.0f}." in told
+    taken = f"we take {trained:.2f} times a list, or {trained * pictures.SLOTS:.0f} blocks"
+    assert f"For lists of {pictures.SLOTS} {taken}" in told
     drawn = len(set().union(*pictures.neighbours()))
     assert abs(drawn - mean) < 1  # a typical tile
     assert f"A union of {drawn} instead of 32" in told
     assert f"the tile loads {pictures.random_union():.0f} blocks" in told
     assert pictures.random_union() / pictures.SLOTS > 3  # "more than three times the products"
+
+
+def test_the_independent_test_of_the_speed_of_l2() -> None:
+    """Times of one query a program in groups of 4, which it was not fitted to."""
+    paper, clock = next((a, b) for name, a, b in pictures.paper_and_recorded() if name == "queries")
+    assert f"{paper:.1f} ms on paper, {clock:.1f} on the clock" in text()
+    assert f"over {pictures.rates().products / 1e12:.0f} TFLOP/s" in text()
 
 
 def test_two_programs_share_a_multiprocessor() -> None:

@@ -1062,13 +1062,17 @@ DOUBLES = (
 PREDICTIONS = (
     Prediction(
         "memory_alone",
-        "65,536 queries and 4 KV heads read 16 blocks each, and a block's keys and values take 32 "
-        "KiB: how many ms does that take at the 4.8 TB/s of an H200's memory?",
+        "Each of 65,536 queries loads 16 blocks for each of 4 KV heads, and a block's keys and "
+        "values take 32 KiB: how many ms does that take at the 4.8 TB/s of an H200's memory?",
         "65,536 · 4 · 16 · 32 KiB are 137 GB, and 4.8 GB take a millisecond.",
         (
             (
-                lambda guess: isinstance(guess, int | float) and 13 <= guess <= 14.5,
+                lambda guess: isinstance(guess, int | float) and 12.9 <= guess <= 13.9,
                 "That is what the clock showed. Can memory do it?",
+            ),
+            (
+                lambda guess: isinstance(guess, int | float) and 13.9 < guess <= 14.8,
+                "That is half: the keys without the values.",
             ),
             (
                 lambda guess: isinstance(guess, int | float) and 6.5 <= guess <= 7.5,
@@ -1086,7 +1090,7 @@ PREDICTIONS = (
         (
             (
                 lambda guess: isinstance(guess, int | float) and 8.5 <= guess <= 12.5,
-                "The softmax does take work. The kernel does it while it waits.",
+                "The softmax does take work, but hardly any time of its own.",
             ),
             (
                 lambda guess: isinstance(guess, int | float) and guess < 8.5,
@@ -1116,7 +1120,8 @@ PREDICTIONS = (
         (
             (
                 lambda guess: isinstance(guess, int | float) and 2.9 <= guess <= 3.8,
-                "That is the time on paper, a quarter. The clock showed more.",
+                "That is the time on paper: a quarter of the loads, or the products. The clock "
+                "showed more.",
             ),
             (12.0, "The loads are what the kernel waits for, and three quarters are gone."),
         ),
