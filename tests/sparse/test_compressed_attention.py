@@ -59,9 +59,7 @@ QUICK = {
 # gradients take seconds where there are several tiles.
 SLOW = {
     "tilelang": [
-        "length no multiple of stride",
         "more keys than queries",
-        "fewer keys than a summary",
         "packed, one empty, one too short",
         "steps without a mask",
         "packed over several tiles",
