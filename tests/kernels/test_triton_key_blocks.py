@@ -145,6 +145,18 @@ def test_runs_cover_all_queries(R: int, S: int, H: int, G: int) -> None:
     assert is_one_run or 2 * partials * DV * 2 > triton_key_block_tiles.WORKSPACE / H
 
 
+@pytest.mark.parametrize("divisor", [1, 2, 3, 7, 12, 16, 100, 1023, 2**16 + 1, 2**31 - 1])
+def test_division_by_a_product_is_exact(divisor: int) -> None:
+    """For all numbers that int32 holds, from 0 on: at both sides of each multiple."""
+    reciprocal, bits = triton_key_blocks.reciprocal_of(divisor)
+    assert 2**31 <= reciprocal < 2**32
+    most = 2**31 - 1
+    quotients = {0, 1, 2, most // divisor // 2, most // divisor - 1, most // divisor}
+    for number in {q * divisor + d for q in quotients for d in (-1, 0, 1, divisor - 1)} | {most}:
+        if 0 <= number <= most:
+            assert (2 * number * reciprocal >> 32) >> bits == number // divisor
+
+
 @on
 @pytest.mark.parametrize("BT", [16, 32])
 def test_any_part_gives_the_same(BT: int, device: str) -> None:
