@@ -1,4 +1,4 @@
-"""Chapter 11: selected attention with the key blocks outside, forward, in Triton; one program per
+"""Chapter 16: selected attention with the key blocks outside, forward, in Triton; one program per
 (block of keys, chunk of the queries that list it).
 
 `triton_forward` has one program for each query: it fills a tile with the heads of one group, and
