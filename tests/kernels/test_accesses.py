@@ -43,7 +43,9 @@ def test_lists_in_each_order(problem: Problem, order: str) -> None:
     assert_sound(seen)
 
 
-@pytest.mark.parametrize("cu", [None, (0, 9, 9, 30, 40)], ids=["batch", "packed"])
+@pytest.mark.parametrize(
+    "cu", [pytest.param(None, id="batch", marks=pytest.mark.exhaustive), (0, 9, 9, 30, 40)], ids=str
+)
 def test_all_of_nsa(cu: tuple[int, ...] | None) -> None:
     """Pooling, attention to summaries, the choice, lists, windows and gates, and back."""
     skip_unless_runs("triton", "cpu")

@@ -183,7 +183,7 @@ def test_the_choice(
     ops.check_block_indices(ids, shape.M, block_size=shape.BS, cu_seqlens=options["cu_seqlens"])
 
 
-@places
+@places_but_slowest
 def test_without_a_log_sum_exp(backend: str, device: str) -> None:
     skip_unless_runs(backend, device)
     for shape in (SMALL, PACKED):
@@ -259,7 +259,7 @@ def test_one_choice_for_a_group(backend: str, device: str) -> None:
     assert alone[0, -1].tolist() == [[1], [3]]
 
 
-@places
+@places_but_slowest
 @pytest.mark.parametrize("shape", [SMALL, PACKED], ids=["one sequence", "packed"])
 def test_nan_reaches_those_who_see_it(shape: Shape, backend: str, device: str) -> None:
     """NaN in a summary or in a query: others choose the same to the bit, and those who see it keep
@@ -285,7 +285,7 @@ def test_nan_reaches_those_who_see_it(shape: Shape, backend: str, device: str) -
             assert all({0, max(own - 1, 0), own} <= set(row) for row in after[0, n].tolist())
 
 
-@places
+@places_but_slowest
 @pytest.mark.parametrize(
     "N",
     [
