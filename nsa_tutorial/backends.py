@@ -11,14 +11,15 @@ only a running operator can read them.
 
 from __future__ import annotations
 
-import importlib
+import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa_tutorial.runtime import checks, environment, packed
+from nsa_tutorial.runtime import checks, environment, interrupts, packed
 from nsa_tutorial.sparse.compression import num_summaries, summary_rows
 from nsa_tutorial.sparse.selected_attention import QueryRows, block_list, query_rows
 
@@ -101,6 +102,7 @@ BACKWARDS: Table = {
         "triton": "nsa_tutorial.kernels.triton_gates:gated_sum_backward",
     },
 }
+_INTERPRETER = threading.RLock()
 ORDERS = ("queries", "tiles", "blocks")  # in which Triton can walk lists
 
 
@@ -112,6 +114,7 @@ def choose(backend: str, q: Tensor, name: str = "q") -> str:
     Raises:
         TypeError: for a dtype that no kernel computes.
     """
+    interrupts.before_an_operator()
     if backend == "auto":
         is_for_kernels = q.device.type == "cuda" and q.dtype != torch.float64
         backend = "triton" if is_for_kernels else "reference"
@@ -129,9 +132,7 @@ def in_order(backend: str, order: str) -> str:
     Raises:
         ValueError: for an order that there is not, or not on this backend.
     """
-    if order not in ("auto", *ORDERS):
-        expected = ", ".join(("auto", *ORDERS))
-        raise ValueError(f"order: got {order!r}, expected one of {expected}")
+    checks.check_one_of("order", order, ("auto", *ORDERS))
     if order != "auto" and backend != "triton":
         raise ValueError(
             f"order: got {order!r} on the {backend} backend, expected 'auto': Triton alone has "
@@ -146,8 +147,22 @@ def load(table: Table, operator: str, backend: str, q: Tensor) -> Callable:
     package = "triton" if backend in ORDERS else backend
     if package in ("tilelang", "triton"):
         environment.require(package, q.device.type, str(q.dtype).removeprefix("torch."))
-    module, function = table[operator][backend].split(":")
-    return getattr(importlib.import_module(module), function)
+    module, name = table[operator][backend].split(":")
+    function = getattr(interrupts.import_module(module), name)
+    is_interpreted = package == "triton" and q.device.type == "cpu"
+    return _one_at_a_time(function) if is_interpreted else function
+
+
+def _one_at_a_time(function: Callable) -> Callable:
+    """`function`, which one thread runs while the others wait: Triton's interpreter keeps the
+    program that it runs in global variables."""
+
+    @functools.wraps(function)
+    def run(*args: object, **options: object) -> object:
+        with _INTERPRETER:
+            return function(*args, **options)
+
+    return run
 
 
 # -- the form in which a backend's function gets its arguments --
@@ -187,6 +202,33 @@ def at_most_one_block(block_size: int, M: int) -> int:
     return min(block_size, max(16, 1 << max(M - 1, 0).bit_length()))
 
 
+def at_most_past(size: int, M: int) -> int:
+    """`size`; beyond `M` tokens, at most the least power of two past them, 16 at least. It is as
+    good as any larger one, int32 arithmetic holds it, and kernels meet few sizes."""
+    return min(size, max(16, 1 << M.bit_length()))
+
+
+def _windows_within(M: int, length: int, stride: int) -> tuple[int, int]:
+    """`length` and `stride` that give the same summaries of at most `M` tokens, and are no larger
+    than they need to be."""
+    if length > M:  # no summary, whatever the stride
+        return (at_most_past(length, M),) * 2
+    return length, at_most_past(stride, M)
+
+
+def sizes_of_a_choice(
+    M: int, block_size: int, length: int, stride: int, top_n: int, num_initial: int, num_local: int
+) -> dict[str, int]:
+    """The sizes of `select_blocks`, none much larger than `M` tokens need: the list may come out
+    shorter than it was asked for."""
+    block_size = at_most_one_block(block_size, M)
+    num_blocks = -(-M // block_size)
+    length, stride = _windows_within(M, length, stride)
+    counts = {"top_n": top_n, "num_initial": num_initial, "num_local": num_local}
+    counts = {name: at_most_past(count, num_blocks) for name, count in counts.items()}
+    return {"block_size": block_size, "length": length, "stride": stride, **counts}
+
+
 def rows_and_summaries(
     q: Tensor, k_cmp: Tensor, cu_seqlens: Tensor | None, M: int, length: int, stride: int
 ) -> tuple[QueryRows, QueryRows]:
@@ -200,6 +242,7 @@ def rows_and_summaries(
             f"k_cmp: got {k_cmp.shape[1]} summaries, expected {expected}: those of {M} keys "
             f"(num_keys) with length {length} and stride {stride}"
         )
+    length, stride = _windows_within(M, length, stride)
     return rows, summary_rows(rows, M, length=length, stride=stride, cu_seqlens=cu_seqlens)
 
 

@@ -9,11 +9,12 @@ implementation locates the query rows, brings lists into one form, and calls the
 
 # no `from __future__ import annotations`: PyTorch reads the operators' schemas from them
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
 from nsa_tutorial import backends
-from nsa_tutorial.backends import BACKENDS, choose
+from nsa_tutorial.backends import BACKENDS
 from nsa_tutorial.library_backward import (
     compressed_attention_backward,
     differentiable,
@@ -24,10 +25,9 @@ from nsa_tutorial.library_backward import (
     sliding_window_attention_backward,
 )
 from nsa_tutorial.runtime import checks
+from nsa_tutorial.runtime.devices import on_its_device
+from nsa_tutorial.runtime.strides import with_new_strides
 from nsa_tutorial.sparse import compression
-from nsa_tutorial.sparse.compression import MLPWeights
-from nsa_tutorial.sparse.native_sparse_attention import NUM_INITIAL, NUM_LOCAL
-from nsa_tutorial.sparse.native_sparse_attention import gated_sum as plain_gated_sum
 from nsa_tutorial.sparse.selected_attention import query_rows
 
 
@@ -42,6 +42,8 @@ def _empty(q: Tensor, v: Tensor, *branches: int) -> tuple[Tensor, Tensor]:
 
 
 @custom_op("nsa_tutorial::selected_attention", mutates_args=())
+@on_its_device
+@with_new_strides
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | None,
     slot_scale: Tensor | None, cu_seqlens: Tensor | None, block_size: int, include_own_block: bool,
@@ -62,6 +64,8 @@ def selected_attention(
 
 
 @custom_op("nsa_tutorial::sliding_window_attention", mutates_args=())
+@on_its_device
+@with_new_strides
 def sliding_window_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window_size: int, scale: float,
     backend: str,
@@ -71,6 +75,7 @@ def sliding_window_attention(
     rows = backends.located_rows(q, k.shape[1], cu_seqlens)
     if q.numel() == 0:
         return _empty(q, v)
+    window_size = backends.at_most_past(window_size, k.shape[1])
     return function(q, k, v, rows, window_size=window_size, scale=scale)
 
 
@@ -78,6 +83,8 @@ def sliding_window_attention(
 
 
 @custom_op("nsa_tutorial::selected_and_window_attention", mutates_args=())
+@on_its_device
+@with_new_strides
 def selected_and_window_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | None,
     slot_scale: Tensor | None, cu_seqlens: Tensor | None, window_size: int, block_size: int,
@@ -92,6 +99,7 @@ def selected_and_window_attention(
     )  # fmt: skip
     if q.numel() == 0:
         return _empty(q, v, 2)
+    window_size = backends.at_most_past(window_size, k.shape[1])
     return function(q, k, v, ids, rows, **sizes, window_size=window_size, scale=scale)
 
 
@@ -99,6 +107,8 @@ def selected_and_window_attention(
 
 
 @custom_op("nsa_tutorial::compressed_attention", mutates_args=())
+@on_its_device
+@with_new_strides
 def compressed_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, num_keys: int, length: int,
     stride: int, scale: float, backend: str,
@@ -106,12 +116,18 @@ def compressed_attention(
     """`ops.compressed_attention` to summaries `k [B, M_c, H, D]` and `v`: `o` and `lse`."""
     function = backends.load(BACKENDS, "compressed_attention", backend, q)
     _, rows = backends.rows_and_summaries(q, k, cu_seqlens, num_keys, length, stride)
+    if v.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"v_cmp: got {v.shape[1]} summaries, expected as many as k_cmp, {k.shape[1]}"
+        )
     if q.numel() == 0:
         return _empty(q, v)
     return function(q, k, v, rows, scale=scale)
 
 
 @custom_op("nsa_tutorial::select_blocks", mutates_args=())
+@on_its_device
+@with_new_strides
 def select_blocks(
     q: Tensor, k_cmp: Tensor, lse: Tensor | None, block_counts: Tensor | None,
     cu_seqlens: Tensor | None, num_keys: int, top_n: int, block_size: int, length: int,
@@ -122,12 +138,16 @@ def select_blocks(
     rows, summaries = backends.rows_and_summaries(q, k_cmp, cu_seqlens, num_keys, length, stride)
     if q.numel() == 0:
         return q.new_empty(*q.shape[:2], k_cmp.shape[2], top_n, dtype=torch.int32)
-    return function(
-        q, k_cmp, lse, rows, summaries,
-        M=num_keys, top_n=top_n, block_size=backends.at_most_one_block(block_size, num_keys),
-        length=length, stride=stride, num_initial=num_initial, num_local=num_local, scale=scale,
-        block_counts=block_counts,
-    )  # fmt: skip
+    sizes = backends.sizes_of_a_choice(
+        num_keys, block_size, length, stride, top_n, num_initial, num_local
+    )
+    slots = sizes["top_n"]
+    if block_counts is not None:
+        block_counts = block_counts.clamp(0, slots).to(torch.int32).contiguous()
+    ids = function(
+        q, k_cmp, lse, rows, summaries, M=num_keys, **sizes, scale=scale, block_counts=block_counts
+    )
+    return ids if slots == top_n else F.pad(ids, (0, top_n - slots), value=-1)
 
 
 @select_blocks.register_fake
@@ -139,6 +159,8 @@ def _(
 
 
 @custom_op("nsa_tutorial::first_tokens", mutates_args=())
+@on_its_device
+@with_new_strides
 def first_tokens(cu_seqlens: Tensor, num_keys: int, length: int, stride: int) -> Tensor:
     """The token with which each summary of packed sequences begins, `[M_c]`."""
     checks.check_offsets(cu_seqlens, num_keys)
@@ -152,6 +174,8 @@ def _(cu_seqlens, num_keys, length, stride):
 
 
 @custom_op("nsa_tutorial::positions", mutates_args=())
+@on_its_device
+@with_new_strides
 def positions(cu_seqlens: Tensor, N: int) -> Tensor:
     """The position of each token of packed sequences in its own sequence, `[N]` int32."""
     checks.check_offsets(cu_seqlens, N)
@@ -168,6 +192,8 @@ def _(cu_seqlens, N):
 
 
 @custom_op("nsa_tutorial::mean_summaries", mutates_args=())
+@on_its_device
+@with_new_strides
 def mean_summaries(x: Tensor, first: Tensor, length: int, stride: int, backend: str) -> Tensor:
     """The mean of each window of `x [B, M, H, D]`, `[B, M_c, H, D]`; windows begin at the tokens
     `first [M_c]`, in ascending order."""
@@ -183,6 +209,8 @@ def _(x, first, length, stride, backend):
 
 
 @custom_op("nsa_tutorial::gated_sum", mutates_args=())
+@on_its_device
+@with_new_strides
 def gated_sum(gates: list[Tensor], outputs: list[Tensor], backend: str) -> Tensor:
     """The outputs `[B, N, HQ, DV]` of one to three branches, each times its gate `[B, N, HQ]`,
     added up. Two neighbours may come stacked, `[2, B, N, HQ, DV]`, as
@@ -215,82 +243,3 @@ differentiable(compressed_attention, compressed_attention_backward, 4)
 for _operator in (selected_attention, sliding_window_attention, compressed_attention):
     _operator.register_fake(lambda q, k, v, *_: _empty(q, v))
 selected_and_window_attention.register_fake(lambda q, k, v, *_: _empty(q, v, 2))
-
-
-# -- compositions: PyTorch derives the fake kernel and the gradient from what they call --
-
-
-def compress(
-    x: Tensor, weights: list[Tensor], cu_seqlens: Tensor | None, kind: str, length: int,
-    stride: int, backend: str,
-) -> Tensor:  # fmt: skip
-    """`ops.compress`, with the weights of `kind` in a list. `backend` is the one of the mean."""
-    M = x.shape[1]
-    weight = MLPWeights(*weights) if kind == "mlp" else weights[0] if weights else None
-    if kind != "mean" and compression.has_pieces(M, length, stride, cu_seqlens):
-        sizes = {"length": length, "stride": stride}
-        return compression.summarise_pieces(x, kind=kind, **sizes, weight=weight)
-    if cu_seqlens is None:
-        first = compression.first_tokens(M, length, stride, None, x.device)
-    else:
-        first = first_tokens(cu_seqlens, M, length, stride)
-    if kind == "mean" and backend != "reference":
-        return mean_summaries(x, first, length, stride, backend)
-    return compression.summarise(x, first, kind=kind, length=length, weight=weight)
-
-
-def native_sparse_attention(
-    q: Tensor, compressed: list[Tensor], selected: list[Tensor], window: list[Tensor],
-    g_cmp: Tensor | None, g_slc: Tensor | None, g_swa: Tensor | None,
-    block_indices: Tensor | None, block_counts: Tensor | None, num_keys: int, top_n: int,
-    cu_seqlens: Tensor | None, block_size: int, window_size: int, length: int, stride: int,
-    scale: float, backend: str,
-) -> Tensor:  # fmt: skip
-    """`ops.native_sparse_attention` over the keys and values of each branch, `compressed` being
-    summaries. Where `window` is empty, the keys and values of `selected` serve both. Without
-    `g_cmp` there are lists (`ops` sees to it); `backend` may be `auto`."""
-    backend = choose(backend, q)
-    gates, outputs = [g for g in (g_cmp, g_slc, g_swa) if g is not None], []
-
-    # -- compression --
-    if g_cmp is not None:
-        sizes = (length, stride, scale, backend)
-        o_cmp, lse = compressed_attention(q, *compressed, cu_seqlens, num_keys, *sizes)
-        outputs.append(o_cmp)
-
-    # -- selection --
-    if g_slc is not None and block_indices is None:
-        sizes = (top_n, block_size, length, stride, NUM_INITIAL, NUM_LOCAL, scale, backend)
-        scores = (q.detach(), compressed[0].detach(), lse.detach())
-        block_indices = select_blocks(*scores, block_counts, cu_seqlens, num_keys, *sizes)
-        block_counts = None
-    lists = (block_indices, block_counts, None, cu_seqlens)
-    # kernels write both branches over the same keys to one output
-    is_shared = g_slc is not None and g_swa is not None and not window
-    at_once = is_shared and backend != "reference"
-    if at_once:
-        options = (window_size, block_size, False, scale, backend)
-        outputs.append(selected_and_window_attention(q, *selected, *lists, *options)[0])
-    elif g_slc is not None:
-        # in place of the reference that mirrors the kernels, the fast one under a mask
-        by = "masked" if backend == "reference" else backend
-        o_slc, _ = selected_attention(q, *selected, *lists, block_size, False, True, scale, by)
-        outputs.append(o_slc)
-
-    # -- window --
-    if g_swa is not None and not at_once:
-        k, v = window or selected
-        o_swa, _ = sliding_window_attention(q, k, v, cu_seqlens, window_size, scale, backend)
-        outputs.append(o_swa)
-
-    # -- gates --
-    if backend == "reference":
-        return plain_gated_sum(gates, backends.one_by_one(outputs))
-    return gated_sum(gates, outputs, backend)
-
-
-_LIBRARY = torch.library.Library("nsa_tutorial", "FRAGMENT")
-for _composition in (compress, native_sparse_attention):
-    _schema = torch.library.infer_schema(_composition, mutates_args=())
-    _LIBRARY.define(_composition.__name__ + _schema)
-    _LIBRARY.impl(_composition.__name__, _composition, "CompositeImplicitAutograd")

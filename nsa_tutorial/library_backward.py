@@ -6,11 +6,12 @@ calls the backend's function from `backends.BACKWARDS`. It has no gradient of it
 derivative raises.
 
 `differentiable` makes one of them the gradient of an operator that attends, `differentiable_mean`
-and `differentiable_sum` those of the two others; `library` calls them.
+and `differentiable_sum` those of the two others; `library` calls them. `call` takes an operator
+through the transforms of `torch.func`, where custom operators of PyTorch's have no gradient.
 """
 
 # no `from __future__ import annotations`: PyTorch reads the operators' schemas from them
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,8 +19,53 @@ from torch.library import CustomOpDef, custom_op
 
 from nsa_tutorial import backends
 from nsa_tutorial.backends import BACKWARDS
+from nsa_tutorial.runtime.devices import on_its_device
+from nsa_tutorial.runtime.strides import with_new_strides
+from nsa_tutorial.runtime.transforms import is_transformed, no_tangents
 
 SLOT_SCALE = 5  # its place among the arguments of the operators that have it
+FUNCTIONS: dict[CustomOpDef, type[torch.autograd.Function]] = {}  # the same, for `torch.func`
+
+
+def call(operator: CustomOpDef, *arguments: object) -> object:
+    """`operator(*arguments)`; inside of `torch.func.grad`, `vjp`, `vmap` and the like, its twin in
+    `FUNCTIONS`."""
+    return FUNCTIONS[operator].apply(*arguments) if is_transformed() else operator(*arguments)
+
+
+def _add_function(operator: CustomOpDef, run: Callable, save: Callable) -> None:
+    """The `autograd.Function` of `operator`, with the gradient `run` of what `save` saved."""
+    name = operator._name
+
+    def jvp(ctx, *tangents) -> None:
+        raise RuntimeError(no_tangents(name))
+
+    def vmap(info, in_dims, *arguments) -> tuple:
+        """One element of the batch after the other."""
+        found = [
+            call(operator, *(x if d is None else x.select(d, i) for x, d in each))
+            for i in range(info.batch_size)
+            for each in [list(zip(arguments, in_dims, strict=True))]
+        ]
+        stacked = [torch.stack(parts) for parts in zip(*found, strict=True)]
+        return tuple(stacked), (0,) * len(stacked)
+
+    methods = {"forward": operator, "setup_context": save, "backward": run, "jvp": jvp}
+    methods = {key: staticmethod(method) for key, method in (methods | {"vmap": vmap}).items()}
+    FUNCTIONS[operator] = type(name, (torch.autograd.Function,), methods)
+
+
+def make_differentiable(
+    operator: CustomOpDef, backward: CustomOpDef, run: Callable, save: Callable
+) -> None:
+    """Give `operator` the gradient `run`, which calls `backward`, of what `save` saved."""
+    operator.register_autograd(run, setup_context=save)
+    _add_function(operator, run, save)
+
+    def raise_(ctx, *gradients) -> None:
+        raise RuntimeError(f"{backward._name} has no derivative: there is no second derivative")
+
+    _add_function(backward, raise_, lambda ctx, inputs, output: None)
 
 
 def differentiable(
@@ -41,7 +87,7 @@ def differentiable(
         ctx.options = inputs[num_tensors:]
 
     def run(ctx, d_o: Tensor, d_lse: Tensor) -> tuple:
-        found = backward(d_o, d_lse, *ctx.saved_tensors, *ctx.options)
+        found = call(backward, d_o, d_lse, *ctx.saved_tensors, *ctx.options)
         gradients = [None] * (num_tensors + len(ctx.options))
         for place, gradient in zip(places, found, strict=True):
             gradients[place] = gradient if ctx.needs_input_grad[place] else None
@@ -51,7 +97,7 @@ def differentiable(
         inputs = [(q, *others)[place] for place in places]
         return tuple(_no_factors(q) if x is None else x.new_empty(x.shape) for x in inputs)
 
-    operator.register_autograd(run, setup_context=save)
+    make_differentiable(operator, backward, run, save)
     backward.register_fake(fake)
 
 
@@ -75,11 +121,13 @@ def _of_lists(
     d_q, d_k, d_v, *rest = function(*saved, ids, rows, **sizes, **options)
     of_factors = _no_factors(q)
     if slot_scale is not None:  # the added own block, if any, stands behind the slots
-        of_factors = rest[0][..., : slot_scale.shape[-1]].reshape(slot_scale.shape).contiguous()
-    return d_q.contiguous(), d_k.contiguous(), d_v.contiguous(), of_factors
+        of_factors = rest[0][..., : slot_scale.shape[-1]].reshape(slot_scale.shape)
+    return d_q, d_k, d_v, of_factors
 
 
 @custom_op("nsa_tutorial::selected_attention_backward", mutates_args=())
+@on_its_device
+@with_new_strides
 def selected_attention_backward(
     d_o: Tensor, d_lse: Tensor, o: Tensor, lse: Tensor,
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | None,
@@ -98,6 +146,8 @@ def selected_attention_backward(
 
 
 @custom_op("nsa_tutorial::sliding_window_attention_backward", mutates_args=())
+@on_its_device
+@with_new_strides
 def sliding_window_attention_backward(
     d_o: Tensor, d_lse: Tensor, o: Tensor, lse: Tensor,
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window_size: int, scale: float,
@@ -108,12 +158,14 @@ def sliding_window_attention_backward(
         return _of_nothing(q, k, v)
     function = backends.load(BACKWARDS, "sliding_window_attention", backend, q)
     rows = backends.located_rows(q, k.shape[1], cu_seqlens)
+    window_size = backends.at_most_past(window_size, k.shape[1])
     saved = (d_o, d_lse, q, k, v, o, lse)
-    d_q, d_k, d_v = function(*saved, rows, window_size=window_size, scale=scale)
-    return d_q.contiguous(), d_k.contiguous(), d_v.contiguous()
+    return function(*saved, rows, window_size=window_size, scale=scale)
 
 
 @custom_op("nsa_tutorial::selected_and_window_attention_backward", mutates_args=())
+@on_its_device
+@with_new_strides
 def selected_and_window_attention_backward(
     d_o: Tensor, d_lse: Tensor, o: Tensor, lse: Tensor,
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | None,
@@ -129,12 +181,15 @@ def selected_and_window_attention_backward(
         True,
     )  # fmt: skip
     saved = (d_o, d_lse, q, k, v, o, lse)
+    window_size = backends.at_most_past(window_size, k.shape[1])
     options = {"window_size": window_size, "scale": scale}
     operator = "selected_and_window_attention"
     return _of_lists(operator, backend, saved, lists, slot_scale, **options)
 
 
 @custom_op("nsa_tutorial::compressed_attention_backward", mutates_args=())
+@on_its_device
+@with_new_strides
 def compressed_attention_backward(
     d_o: Tensor, d_lse: Tensor, o: Tensor, lse: Tensor,
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, num_keys: int, length: int,
@@ -145,14 +200,15 @@ def compressed_attention_backward(
         return _of_nothing(q, k, v)
     function = backends.load(BACKWARDS, "compressed_attention", backend, q)
     _, rows = backends.rows_and_summaries(q, k, cu_seqlens, num_keys, length, stride)
-    d_q, d_k, d_v = function(d_o, d_lse, q, k, v, o, lse, rows, scale=scale)
-    return d_q.contiguous(), d_k.contiguous(), d_v.contiguous()
+    return function(d_o, d_lse, q, k, v, o, lse, rows, scale=scale)
 
 
 # -- the mean of windows, and the gated sum --
 
 
 @custom_op("nsa_tutorial::mean_summaries_backward", mutates_args=())
+@on_its_device
+@with_new_strides
 def mean_summaries_backward(
     d_summaries: Tensor, first: Tensor, num_tokens: int, length: int, stride: int, backend: str
 ) -> Tensor:
@@ -188,6 +244,8 @@ def differentiable_mean(operator: CustomOpDef) -> None:
 
 
 @custom_op("nsa_tutorial::gated_sum_backward", mutates_args=())
+@on_its_device
+@with_new_strides
 def gated_sum_backward(
     d_o: Tensor, gates: list[Tensor], outputs: list[Tensor], backend: str
 ) -> list[Tensor]:

@@ -4,30 +4,23 @@ what was expected."""
 from __future__ import annotations
 
 import math
+import sys
 from numbers import Real
 
 import torch
 from torch import Tensor
 
 from nsa_tutorial.runtime import packed
+from nsa_tutorial.runtime.describing import describe, number
+from nsa_tutorial.runtime.describing import offsets as short
+from nsa_tutorial.runtime.transforms import check_local
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLOATS = (*DTYPES, torch.float64)  # float64 is for the reference backend
 LARGEST_WIDTH = 256
 INTEGERS = (torch.int32, torch.int64)
 BACKENDS = ("auto", "reference", "tilelang", "triton")
-
-
-def describe(x: object) -> str:
-    """How an argument is named in an error: type, shape, dtype and device of a tensor, how many
-    tensors a tuple holds, the value of anything else."""
-    if isinstance(x, Tensor):
-        return (
-            f"a {str(x.dtype).removeprefix('torch.')} tensor of shape {list(x.shape)} on {x.device}"
-        )
-    if isinstance(x, tuple) and x and all(isinstance(part, Tensor) for part in x):
-        return f"a tuple of {len(x)} tensors"  # their numbers would fill the screen
-    return f"{x!r} ({type(x).__name__})"
+LARGEST_INT = 2**31 - 1  # kernels count in int32
 
 
 def check_tensor(name: str, x: object, shape: str, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -41,6 +34,7 @@ def check_tensor(name: str, x: object, shape: str, dtypes: tuple[torch.dtype, ..
     if x.dtype not in dtypes:
         names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise TypeError(f"{name}: got {describe(x)}, expected {names}")
+    check_local(name, x)
 
 
 def check_same_device(**tensors: Tensor | None) -> None:
@@ -53,14 +47,22 @@ def check_same_device(**tensors: Tensor | None) -> None:
             )
 
 
-def check_positive_int(name: str, x: object, *, least: int = 1, most: int | None = None) -> None:
+def check_positive_int(name: str, x: object, *, least: int = 1, most: float = LARGEST_INT) -> None:
     """`x` is an integer (not a bool) of at least `least`, and at most `most`."""
-    if isinstance(x, bool) or not isinstance(x, int):
+    # a size that torch.export leaves open is a SymInt
+    if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
         raise TypeError(f"{name}: got {describe(x)}, expected an int of at least {least}")
     if x < least:
-        raise ValueError(f"{name}: got {x}, expected an int of at least {least}")
-    if most is not None and x > most:
-        raise ValueError(f"{name}: got {x}, expected an int of at most {most}")
+        raise ValueError(f"{name}: got {number(x)}, expected an int of at least {least}")
+    if x > most:
+        raise ValueError(f"{name}: got {number(x)}, expected an int of at most {most}")
+
+
+def check_window_size(window_size: object) -> int:
+    """Any positive int. One past int32, `sys.maxsize` say, is a window over all keys, as the
+    largest int32 is."""
+    check_positive_int("window_size", window_size, most=math.inf)
+    return min(window_size, LARGEST_INT)
 
 
 def check_bool(name: str, x: object) -> None:
@@ -74,8 +76,8 @@ def check_positive_number(name: str, x: object, *, otherwise: str = "") -> None:
     be."""
     if isinstance(x, bool) or not isinstance(x, Real):
         raise TypeError(f"{name}: got {describe(x)}, expected a positive number{otherwise}")
-    if not 0 < x < math.inf:
-        raise ValueError(f"{name}: got {x}, expected a positive finite number{otherwise}")
+    if not 0 < x <= sys.float_info.max:
+        raise ValueError(f"{name}: got {number(x)}, expected a positive finite number{otherwise}")
 
 
 def check_scale(scale: object, D: int) -> float:
@@ -97,9 +99,12 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def check_attention(q: Tensor, **keys_and_values: tuple[Tensor, str]) -> None:
+def check_attention(
+    q: Tensor, are_packed: bool = False, **keys_and_values: tuple[Tensor, str]
+) -> None:
     """Queries fit keys and values: `k=(k, "[B, M, H, D]"), v=(v, "[B, M, H, DV]")`, by the names
-    that the operator gives them."""
+    that the operator gives them. How many there are of summaries that `are_packed` is left to the
+    running operator, because it follows from values."""
     (k_name, (k, _)), (v_name, (v, _)) = keys_and_values.items()
     for name, (x, shape) in {"q": (q, "[B, N, HQ, D]"), **keys_and_values}.items():
         check_tensor(name, x, shape, FLOATS)
@@ -113,7 +118,8 @@ def check_attention(q: Tensor, **keys_and_values: tuple[Tensor, str]) -> None:
     (B, _, HQ, D), H = q.shape, k.shape[2]
     if k.shape[0] != B:
         raise ValueError(f"{k_name}: got {describe(k)}, expected the batch of q, {B}")
-    if v.shape[:3] != k.shape[:3]:
+    compared = (0, 2) if are_packed else (0, 1, 2)
+    if any(v.shape[i] != k.shape[i] for i in compared):
         raise ValueError(
             f"{v_name}: got {describe(v)}, expected the batch, positions and heads of {k_name}, "
             f"{list(k.shape[:3])}"
@@ -129,14 +135,14 @@ def check_attention(q: Tensor, **keys_and_values: tuple[Tensor, str]) -> None:
         )
 
 
-def check_cu_seqlens(cu_seqlens: Tensor | None, q: Tensor, k: Tensor, *, name: str = "q") -> None:
+def check_cu_seqlens(cu_seqlens: Tensor | None, q: Tensor, M: int, *, name: str = "q") -> None:
     """Packed sequences: `[num_sequences + 1]` integers, with `B == 1` and `N == M`. `name` is what
     the operator calls `q`. `check_offsets` looks at the values."""
     if cu_seqlens is None:
         return
     check_tensor("cu_seqlens", cu_seqlens, "[num_sequences + 1]", INTEGERS)
     check_same_device(**{name: q, "cu_seqlens": cu_seqlens})
-    B, N, M = q.shape[0], q.shape[1], k.shape[1]
+    B, N = q.shape[:2]
     if B != 1:
         raise ValueError(
             f"cu_seqlens: got a batch of {B}, expected 1: packed sequences lie behind each other "
@@ -153,20 +159,21 @@ def check_offsets(cu_seqlens: Tensor | None, N: int) -> None:
     once for a tensor (`packed.offsets`)."""
     if cu_seqlens is None:
         return
-    offsets = packed.offsets(cu_seqlens)
-    if len(offsets.values) < 2 or offsets.values[0] != 0:
-        raise ValueError(
-            f"cu_seqlens: got {_short(offsets.values)}, expected at least two offsets, the first 0"
-        )
-    if offsets.values[-1] != N:
-        raise ValueError(
-            f"cu_seqlens: got a last offset of {offsets.values[-1]}, expected the number of "
-            f"positions, {N}"
-        )
-    if not offsets.rise:
-        raise ValueError(
-            f"cu_seqlens: got {_short(offsets.values)}, expected offsets that never decrease"
-        )
+    found = packed.offsets(cu_seqlens)
+    values = found.values
+    if len(values) < 2 or values[0] != 0:
+        fault = f"{short(values)}, expected at least two offsets, the first 0"
+    elif values[-1] != N:
+        fault = f"a last offset of {values[-1]}, expected the number of positions, {N}"
+    elif not found.rise:
+        fault = f"{short(values)}, expected offsets that never decrease"
+    else:
+        return
+    read_once = "" if cu_seqlens.is_cpu else (
+        "; these were read when the tensor was first used: after a write through .data, pass a "
+        "new tensor"
+    )  # fmt: skip
+    raise ValueError(f"cu_seqlens: got {fault}{read_once}")
 
 
 def check_weight(name: str, weight: object, x: Tensor, *shapes: tuple[int, ...]) -> None:
@@ -178,6 +185,7 @@ def check_weight(name: str, weight: object, x: Tensor, *shapes: tuple[int, ...])
         )
     if tuple(weight.shape) not in shapes:
         raise ValueError(f"{name}: got {describe(weight)}, expected shape {expected}")
+    check_local(name, weight)
     check_same_device(**{"x": x, name: weight})
 
 
@@ -201,12 +209,17 @@ def check_block_arguments(
             f"block_indices: got {describe(block_indices)}, expected [B, N, H, S] with [B, N, H] "
             f"= {list(expected)}"
         )
+    check_slots(block_indices)
+    check_block_counts(block_counts, q, k.shape[2])
+    check_same_device(q=q, block_indices=block_indices)
+
+
+def check_slots(block_indices: Tensor) -> None:
+    """Lists have at least one slot."""
     if block_indices.shape[3] == 0:
         raise ValueError(
             f"block_indices: got {describe(block_indices)}, expected at least one slot"
         )
-    check_block_counts(block_counts, q, k)
-    check_same_device(q=q, block_indices=block_indices)
 
 
 def check_slot_scale(slot_scale: Tensor | None, block_indices: Tensor, q: Tensor) -> None:
@@ -225,17 +238,18 @@ def check_slot_scale(slot_scale: Tensor | None, block_indices: Tensor, q: Tensor
 
 
 def check_block_counts(
-    block_counts: Tensor | int | None, q: Tensor, k: Tensor, *, least: int = 0
+    block_counts: Tensor | int | None, q: Tensor, H: int, *, least: int = 0, name: str = "q"
 ) -> None:
-    """`block_counts` is None, an int of at least `least`, or an integer tensor `[B, N, H]`."""
+    """`block_counts` is None, an int of at least `least`, or an integer tensor `[B, N, H]`; `B` and
+    `N` are those of `q`, which the operator calls `name`."""
     if isinstance(block_counts, Tensor):
-        expected = (*q.shape[:2], k.shape[2])
-        check_tensor("block_counts", block_counts, "[B, N, H]", (torch.int32, torch.int64))
+        expected = (*q.shape[:2], H)
+        check_tensor("block_counts", block_counts, "[B, N, H]", INTEGERS)
         if tuple(block_counts.shape) != expected:
             raise ValueError(
                 f"block_counts: got {describe(block_counts)}, expected [B, N, H] = {list(expected)}"
             )
-        check_same_device(q=q, block_counts=block_counts)
+        check_same_device(**{name: q, "block_counts": block_counts})
     elif block_counts is not None:
         check_positive_int("block_counts", block_counts, least=least)
 
@@ -251,13 +265,10 @@ def check_gates(q: Tensor, **gates: Tensor | None) -> None:
 
 def check_backend(backend: object) -> None:
     """`backend` is one of the names the operators know."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: got {describe(backend)}, expected one of {', '.join(BACKENDS)}")
+    check_one_of("backend", backend, BACKENDS)
 
 
-def _short(offsets: tuple[int, ...]) -> str:
-    return (
-        str(list(offsets))
-        if len(offsets) <= 12
-        else f"[{', '.join(map(str, offsets[:6]))}, …, {offsets[-1]}]"
-    )
+def check_one_of(name: str, x: object, names: tuple[str, ...]) -> None:
+    """`x` is one of `names`."""
+    if not isinstance(x, str) or x not in names:
+        raise ValueError(f"{name}: got {describe(x)}, expected one of {', '.join(names)}")

@@ -1,11 +1,10 @@
 """What this machine can run, found out once, said plainly.
 
-`prepare()` runs before anything imports triton or tilelang (the package's `__init__` calls it): it
-turns Triton's interpreter on where there is no CUDA device, and silences TileLang's compile log.
 `detect()` looks at the machine and returns an `Environment`, which prints as a small table and
-answers, per backend, why it cannot run here.
+answers, per backend, why it cannot run here. `interpret_triton()` lets Triton's kernels run on CPU
+tensors; `prepare()` calls it where there is no CUDA device, before the first kernel is defined.
 
-It installs nothing and changes nothing outside this process.
+Nothing here is installed, and no environment variable changes: child processes inherit nothing.
 """
 
 from __future__ import annotations
@@ -19,10 +18,18 @@ import platform
 import re
 import shutil
 import sys
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
-KERNEL_PLATFORM = "Linux on x86-64"
+# Where PyPI has wheels of them, as the markers of pyproject.toml and the table in README.md say.
+PUBLISHED_FOR = {
+    "triton": ("Linux on x86-64", "Linux on aarch64"),
+    "tilelang": ("Linux on x86-64", "Linux on aarch64", "macOS on arm64", "Windows on x86-64"),
+}
 OLDEST_TRITON = (3, 6)  # as in pyproject.toml
+_lock = threading.Lock()
+_is_switched = False  # whether `interpret_triton` was called
 
 
 class BackendUnavailable(RuntimeError):
@@ -35,18 +42,73 @@ class BackendUnavailable(RuntimeError):
         return [str(self)]
 
 
-def prepare() -> None:
-    """Set the environment variables that triton and tilelang read when they are imported.
-
-    `TRITON_INTERPRET` is read while triton itself is imported, so it is set here, before, and only
-    where no CUDA device is present. A value the user has set stays.
-    """
+def is_interpreted() -> bool:
+    """Whether Triton runs its kernels in its interpreter here, in Python and on CPU tensors: as
+    TRITON_INTERPRET says, and where it is not set, without a CUDA device."""
+    asked = os.environ.get("TRITON_INTERPRET")
+    if asked is not None:
+        return asked.lower() in ("1", "true", "yes", "on")
     import torch
 
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-    os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # triton 3.9 warns when it is unset
+    return _is_switched or not torch.cuda.is_available()
+
+
+def prepare() -> None:
+    """Decide how Triton runs the kernels that are defined from now on. `nsa_tutorial.kernels` and
+    `course.languages`, which every chapter's first cell imports, call this; a kernel of your own
+    may need it before its definition.
+
+    Without a CUDA device, this is `interpret_triton()`. With one, or where TRITON_INTERPRET is
+    set, Triton decides for itself.
+    """
+    if "TRITON_INTERPRET" not in os.environ and detect().triton is not None and is_interpreted():
+        interpret_triton()
+
+
+def interpret_triton() -> None:
+    """From now on, in this process, run Triton's kernels in its interpreter: in Python, on CPU
+    tensors.
+
+    `TRITON_INTERPRET=1` does the same where it is set before Triton is imported, and for child
+    processes too; here, no variable changes. Triton decides for each kernel when it is defined, so
+    kernels that were defined before this call stay compiled. Those of Triton's own language, such
+    as `tl.sum`, are replaced.
+    """
+    global _is_switched
+    with _lock:
+        import triton.language  # noqa: F401
+        from triton import knobs
+        from triton.runtime.interpreter import InterpretedFunction
+        from triton.runtime.jit import JITFunction
+
+        if not knobs.runtime.interpret:
+            modules = [m for name, m in sys.modules.items() if name.startswith("triton.language")]
+            tensor = sys.modules["triton.language.core"].tensor
+            replaced: dict[int, InterpretedFunction] = {}
+            for owner in (*modules, tensor):
+                for name, value in list(vars(owner).items()):
+                    if isinstance(value, JITFunction):
+                        new = replaced.setdefault(id(value), InterpretedFunction(value.fn))
+                        # a method has to be a function: only functions are bound to their object
+                        setattr(owner, name, _function(new) if owner is tensor else new)
+            # past the knob's own setter, which would write to os.environ
+            vars(knobs.runtime)["interpret"] = True
+        _is_switched = True
+    detect.cache_clear()
+
+
+def silence_tilelang() -> None:
+    """Keep TileLang's log of compilations off the screen, unless TILELANG_PRINT_ON_COMPILATION asks
+    for it."""
+    from tilelang.env import env
+
+    if "TILELANG_PRINT_ON_COMPILATION" not in os.environ:
+        env.TILELANG_PRINT_ON_COMPILATION = "0"
+
+
+def _function(kernel: Callable) -> Callable:
+    """A callable object as a function."""
+    return lambda *args, **kwargs: kernel(*args, **kwargs)
 
 
 def _version(package: str) -> str | None:
@@ -108,9 +170,9 @@ class Environment:
         name = {"triton": "Triton", "tilelang": "TileLang"}[backend]
         if getattr(self, backend) is None:
             return (
-                f"{name} is not installed here ({self.platform}; it is published for "
-                f"{KERNEL_PLATFORM}), "
-                f"so its kernels do not run: the reference backend computes the same function."
+                f"{name} is not installed here ({self.platform}; there are wheels for "
+                f"{', '.join(PUBLISHED_FOR[backend])}), so its kernels do not run: the reference "
+                "backend computes the same function."
             )
         if backend == "triton" and () < _release(self.triton) < OLDEST_TRITON:
             oldest = ".".join(map(str, OLDEST_TRITON))
@@ -121,21 +183,18 @@ class Environment:
         if device == "cuda":
             if backend == "triton" and self.triton_interpreted:
                 return (
-                    "Triton was imported with TRITON_INTERPRET=1, so its kernels run on CPU "
-                    "tensors only: unset it and restart."
+                    "Triton runs its interpreter in this process, so its kernels take CPU tensors "
+                    "only: restart without TRITON_INTERPRET=1 and without interpret_triton()."
                 )
             return None
         if backend == "triton" and not self.triton_interpreted:
             return (
                 "Triton compiles for the GPU in this process, so its kernels take CUDA tensors "
-                "only: "
-                "move the tensors to the GPU, or set TRITON_INTERPRET=1 before Python starts."
+                "only: move the tensors to the GPU, or restart and call "
+                "nsa_tutorial.runtime.environment.interpret_triton() first."
             )
-        if (
-            backend == "triton"
-            and () < _release(self.triton) < (3, 7)
-            and _release(self.numpy) >= (2, 4)
-        ):
+        is_old = backend == "triton" and () < _release(self.triton) < (3, 7)
+        if is_old and _release(self.numpy) >= (2, 4):
             return (
                 f"The interpreter of Triton {self.triton} does not run on NumPy "
                 f"{self.numpy}: install triton>=3.7, or numpy<2.4."
@@ -227,8 +286,7 @@ def detect() -> Environment:
         gpu=torch.cuda.get_device_name() if has_gpu else None,
         capability=torch.cuda.get_device_capability() if has_gpu else None,
         c_compiler=next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None),
-        triton_interpreted=os.environ.get("TRITON_INTERPRET", "0").lower()
-        in ("1", "true", "yes", "on"),
+        triton_interpreted=is_interpreted(),
         numpy=numpy.__version__,
     )
 

@@ -12,10 +12,17 @@ are strings and loop kinds are integers; all that depends on it is in this file.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
+from pathlib import Path
 
 import tilelang
 from tvm import ir, tirx
+
+from nsa_tutorial.runtime import compiled_header, environment
+
+environment.silence_tilelang()
 
 _GPU_SCOPES = {"shared.dyn", "shared", "local.fragment"}
 _SERIAL, _PARALLEL = 0, 1  # tvm::tirx::ForKind
@@ -35,16 +42,27 @@ def serialise(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def compile_for_cpu(kernel: tirx.PrimFunc) -> tilelang.JITKernel:
-    """Compile a kernel to C and load it: about a second, kept on disk by TileLang for the next
+    """Compile a kernel to C and load it: about half a second, kept on disk by TileLang for the next
     time.
 
     Vectorised code is switched off because TileLang's C has no fp16 vectors; `-O3` because the
     default is unoptimised.
     """
-    return tilelang.compile(
+    compiled = tilelang.compile(
         serialise(kernel),
         target="c",
         execution_backend="cython",
         pass_configs={"tirx.disable_vectorize": True},
-        compile_flags=["-O3"],
+        compile_flags=["-O3", *compiled_header.flags("-O3")],
     )
+    _tidy_up(compiled.adapter.srcpath, compiled.adapter.libpath)
+    return compiled
+
+
+def _tidy_up(*paths: str | None) -> None:
+    """Remove the C source and the library that TileLang leaves in the folder for temporary files:
+    the library is loaded by now, and a copy of it is among TileLang's own files."""
+    for path in map(Path, filter(None, paths)):
+        if path.parent == Path(tempfile.gettempdir()):
+            with contextlib.suppress(OSError):  # Windows keeps what is loaded
+                path.unlink()

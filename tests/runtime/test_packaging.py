@@ -82,6 +82,7 @@ def test_conda_uses_the_same_constraints() -> None:
     assert '--constraint constraints.txt --editable ".[course,test]"' in makefile
 
 
+@pytest.mark.exhaustive
 def test_conda_pip_section_resolves(tmp_path: Path) -> None:
     """pip finds one set of versions for it: what is installed here already, when make installed
     it."""
@@ -172,6 +173,34 @@ def test_make_says_what_is_missing(
     assert not (bare / ".venv").exists()
 
 
+def test_make_alone_names_a_command_without_a_gap(bare: Path) -> None:
+    told = make(path=str(bare / "bin"), folder=bare).stdout
+    assert "with 'make PYTHON=/path/to/python3'" in told
+
+
+def test_a_moved_clone_is_set_up_anew(bare: Path) -> None:
+    """.venv holds the path of its folder: in another one, it is made anew, once, and make says
+    so."""
+    for tool in ("mkdir", "chmod"):
+        (bare / "bin" / tool).symlink_to(shutil.which(tool))
+    script(bare / "bin" / "c++", "")
+    program = "for p in python pytest; do echo : > .venv/bin/$p; chmod +x .venv/bin/$p; done"
+    script(bare / "bin" / "python3", f'[ "$2" != venv ] || {{ mkdir -p .venv/bin; {program}; }}')
+
+    def told(folder: Path) -> str:
+        done = make("test", path=str(folder / "bin"), folder=folder)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "-m venv" in told(bare)
+    assert "-m venv" not in told(bare)
+    moved = bare.rename(bare.with_name("another name, größer $HOME"))
+    again = told(moved)
+    assert "This folder was moved or renamed since .venv was made in it" in again
+    assert "-m venv --clear .venv" in again
+    assert "-m venv" not in told(moved)
+
+
 def skip_unless_set_up() -> None:
     """With the environment that make set up from the files as they are now."""
     ready = ROOT / ".venv" / ".ready"
@@ -190,6 +219,8 @@ def test_make_is_quick_the_second_time() -> None:
     plan = make("--dry-run", "test").stdout.strip().splitlines()
     assert len(plan) == 1
     assert ".venv/bin/pytest --nbval" in plan[0]
+    plan = make("--dry-run", "copy").stdout.strip().splitlines()
+    assert plan == [".venv/bin/python -m nsa_tutorial.course.copies"]
 
 
 def test_make_test_all_leaves_nothing_out() -> None:

@@ -1,0 +1,72 @@
+"""The share of attention of each chosen block as PyTorch knows it, `torch.ops.nsa_tutorial.*`, with
+its gradient: how `learn_choice` reaches the scores that chose. It is plain PyTorch on every
+backend (`sparse.block_shares`)."""
+
+# no `from __future__ import annotations`: PyTorch reads the operators' schemas from them
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from nsa_tutorial import backends
+from nsa_tutorial.library_backward import call, make_differentiable
+from nsa_tutorial.runtime.devices import on_its_device
+from nsa_tutorial.runtime.strides import with_new_strides
+from nsa_tutorial.sparse import block_shares as shares
+
+
+@custom_op("nsa_tutorial::block_shares", mutates_args=())
+@on_its_device
+@with_new_strides
+def block_shares(
+    q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor, cu_seqlens: Tensor | None,
+    num_keys: int, block_size: int, length: int, stride: int, scale: float,
+) -> Tensor:  # fmt: skip
+    """`block_shares.forward`: `[B, N, H, S]`."""
+    rows, sizes = _rows_and_sizes(q, k_cmp, cu_seqlens, num_keys, block_size, length, stride)
+    return shares.forward(q, k_cmp, lse, block_indices, rows, **sizes, scale=scale)
+
+
+@block_shares.register_fake
+def _(q, k_cmp, lse, block_indices, *_):
+    return q.new_empty(block_indices.shape, dtype=torch.promote_types(q.dtype, lse.dtype))
+
+
+@custom_op("nsa_tutorial::block_shares_backward", mutates_args=())
+@on_its_device
+@with_new_strides
+def block_shares_backward(
+    d_shares: Tensor, q: Tensor, k_cmp: Tensor, lse: Tensor, block_indices: Tensor,
+    cu_seqlens: Tensor | None, num_keys: int, block_size: int, length: int, stride: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of `q`, `k_cmp` and `lse`."""
+    rows, sizes = _rows_and_sizes(q, k_cmp, cu_seqlens, num_keys, block_size, length, stride)
+    saved = (d_shares, q, k_cmp, lse, block_indices)
+    return shares.backward(*saved, rows, **sizes, scale=scale)
+
+
+@block_shares_backward.register_fake
+def _(d_shares, q, k_cmp, lse, *_):
+    return tuple(x.new_empty(x.shape) for x in (q, k_cmp, lse))
+
+
+def _rows_and_sizes(
+    q: Tensor, k_cmp: Tensor, cu_seqlens: Tensor | None, num_keys: int, block_size: int,
+    length: int, stride: int,
+) -> tuple:  # fmt: skip
+    _, rows = backends.rows_and_summaries(q, k_cmp, cu_seqlens, num_keys, length, stride)
+    sizes = backends.sizes_of_a_choice(num_keys, block_size, length, stride, 1, 0, 0)
+    return rows, {name: sizes[name] for name in ("block_size", "length", "stride")}
+
+
+def _save(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.options = inputs[5:]
+
+
+def _run(ctx, d_shares: Tensor) -> tuple:
+    found = call(block_shares_backward, d_shares, *ctx.saved_tensors, *ctx.options)
+    return *found, None, None, *(None for _ in ctx.options)
+
+
+make_differentiable(block_shares, block_shares_backward, _run, _save)

@@ -1,0 +1,66 @@
+"""A TileLang kernel on the CPU: what its compilation reads, and that it leaves nothing behind but
+its place in TileLang's own files."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nsa_tutorial.runtime import environment
+
+pytestmark = pytest.mark.skipif(
+    environment.detect().why_not("tilelang") is not None, reason="TileLang does not run here"
+)
+
+
+def test_no_temporary_files_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled anew, and run after its library's file is gone."""
+    import tilelang
+    from tilelang import language as T
+
+    from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
+
+    @T.prim_func
+    def double(x: T.Tensor((3,), "float32"), y: T.Tensor((3,), "float32")):
+        with T.Kernel(1, threads=32):
+            for i in T.serial(3):
+                y[i] = x[i] * 2.0
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tilelang.disable_cache()
+    try:
+        kernel = compile_for_cpu(double)
+    finally:
+        tilelang.enable_cache()
+    assert not [path.name for path in tmp_path.iterdir() if path.suffix in (".cpp", ".so")]
+    x, y = torch.ones(3), torch.zeros(3)
+    kernel(x, y)
+    assert torch.equal(y, 2 * x)
+
+
+def test_the_header_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """g++ takes it, as it says with -H; where the folder's name has a space, it is left out."""
+    from tilelang.env import TILELANG_TEMPLATE_PATH
+
+    from nsa_tutorial.runtime import compiled_header
+
+    if Path(compiled_header.get_cplus_compiler()).name != "g++":
+        pytest.skip("other compilers have ways of their own")
+    flags = compiled_header.flags.__wrapped__
+    room = SimpleNamespace(TILELANG_CACHE_DIR=str(tmp_path / "two words"))
+    monkeypatch.setattr(compiled_header, "env", room)
+    assert flags("-O3") == []
+    room.TILELANG_CACHE_DIR = str(tmp_path)
+    include, header = flags("-O3")
+    source = tmp_path / "source.cpp"
+    source.write_text(compiled_header.HEADER)
+    command = ["g++", "-std=c++17", "-fPIC", "-O3", f"-I{TILELANG_TEMPLATE_PATH}", "-H", "-c"]
+    command += [include, header, str(source), "-o", str(tmp_path / "source.o")]
+    read = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    assert f"! {header}.gch" in read  # "!": it is valid and taken
+    assert "half.hpp" not in read  # nothing is read as text
