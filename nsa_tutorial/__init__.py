@@ -3,15 +3,12 @@ the notebooks.
 
     from nsa_tutorial import NativeSparseAttention, NativeSparseAttentionConfig, ops
 
-Importing the package decides, before triton is first imported, whether its kernels are compiled or
-interpreted. Triton and TileLang themselves are imported when a kernel is first called.
+Importing the package changes nothing in the process. Triton and TileLang are imported when a kernel
+is first called; `runtime.environment.prepare` then decides whether Triton's kernels are compiled or
+interpreted.
 """
 
 import importlib
-
-from nsa_tutorial.runtime import environment
-
-environment.prepare()
 
 __version__ = "0.1.0"
 __all__ = ["NativeSparseAttention", "NativeSparseAttentionConfig", "ops"]

@@ -91,7 +91,8 @@ def from_fla(
     checks.check_positive_int("window_size", window_size, least=0)
     expected = f"a gate [B, N, HQ] for the window of {window_size}"
     _expect(window_size == 0 or g_swa is not None, "g_swa", g_swa, expected)
-    if isinstance(cu_seqlens, tuple):
+    if isinstance(cu_seqlens, (tuple, list)):
+        _expect(len(cu_seqlens) == 2, "cu_seqlens", cu_seqlens, "a tensor, or a pair of them")
         for x in cu_seqlens:
             checks.check_tensor("cu_seqlens", x, "[num_sequences + 1]", checks.INTEGERS)
         one = "the same offsets for queries and keys: packed queries have all keys"

@@ -38,6 +38,8 @@ class NativeSparseAttentionConfig:
         rotary_base: of the rotary embedding of queries and keys, before they are summarised; None
             for none.
         gate_width: hidden units of the gates' MLP.
+        learn_choice: the scores that choose the blocks learn from what the blocks were worth, as in
+            `ops.native_sparse_attention`; otherwise they learn through the compression alone.
         backend: of every operator.
     """
 
@@ -55,6 +57,7 @@ class NativeSparseAttentionConfig:
     separate_keys: bool = True
     rotary_base: float | None = 10_000.0
     gate_width: int = 64
+    learn_choice: bool = False
     backend: str = "auto"
 
     def __post_init__(self) -> None:
@@ -63,12 +66,12 @@ class NativeSparseAttentionConfig:
             "query_heads",
             "kv_heads",
             "block_size",
-            "window_size",
             "length",
             "stride",
             "gate_width",
         ):
             checks.check_positive_int(name, getattr(self, name))
+        checks.check_window_size(self.window_size)
         checks.check_positive_int("top_n", self.top_n, least=3)
         for name in ("key_width", "value_width"):
             checks.check_positive_int(name, getattr(self, name), most=checks.LARGEST_WIDTH)
@@ -77,11 +80,9 @@ class NativeSparseAttentionConfig:
                 f"query_heads: got {self.query_heads}, expected a multiple of kv_heads, "
                 f"{self.kv_heads}"
             )
-        if self.compression not in KINDS:
-            raise ValueError(
-                f"compression: got {self.compression!r}, expected one of {', '.join(KINDS)}"
-            )
+        checks.check_one_of("compression", self.compression, KINDS)
         checks.check_bool("separate_keys", self.separate_keys)
+        checks.check_bool("learn_choice", self.learn_choice)
         if self.rotary_base is not None:
             checks.check_positive_number("rotary_base", self.rotary_base, otherwise=" or None")
             if self.key_width % 2:
@@ -131,7 +132,7 @@ class Compression(nn.Module):
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """`[B, M, H, D]` to `[B, M_c, H, D]`."""
         weight = (
-            MLPWeights(**self.weights)
+            MLPWeights(*(self.weights[name] for name in MLPWeights._fields))
             if self.kind == "mlp"
             else self.weights["weight"]
             if self.weights
@@ -183,13 +184,13 @@ class NativeSparseAttention(nn.Module):
             raise ValueError(
                 f"x: got {checks.describe(x)}, expected the width of the layer, {c.width}"
             )
-        checks.check_cu_seqlens(cu_seqlens, x, x, name="x")
+        checks.check_cu_seqlens(cu_seqlens, x, x.shape[1], name="x")
         B, N = x.shape[:2]
 
         # -- project --
         q = self.q(x).view(B, N, c.query_heads, c.key_width)
-        k = self.k(x).view(B, N, -1, c.key_width)  # [B, N, sets * H, D]
-        v = self.v(x).view(B, N, -1, c.value_width)
+        k = self.k(x).unflatten(-1, (-1, c.key_width))  # [B, N, sets * H, D]
+        v = self.v(x).unflatten(-1, (-1, c.value_width))
         gates = self.gate(x).view(B, N, len(BRANCHES), c.query_heads).unbind(2)
         if c.rotary_base is not None:
             position = torch.arange(N, device=x.device)
@@ -206,6 +207,6 @@ class NativeSparseAttention(nn.Module):
         o = ops.three_branches(
             q, compressed, selected, window, gates, num_keys=N, block_counts=c.top_n,
             block_size=c.block_size, window_size=c.window_size, length=c.length, stride=c.stride,
-            cu_seqlens=cu_seqlens, backend=c.backend,
+            cu_seqlens=cu_seqlens, learn_choice=c.learn_choice, backend=c.backend,
         )  # fmt: skip
         return self.o(o.flatten(2))

@@ -9,7 +9,7 @@ A backend is a function behind an operator: `reference` is PyTorch, on any devic
 `triton` are the kernels, on CUDA tensors, and on CPU tensors through TileLang's C target and
 Triton's interpreter. `auto` takes Triton for CUDA tensors, and the reference
 otherwise. `backends.BACKWARDS` says who computes its
-gradients.
+gradients. `torch.func.grad`, `vjp` and `vmap` take the operators, too; forward-mode AD raises.
 
 Wrong arguments raise `ValueError` or `TypeError`, naming the argument, what came and what was
 expected, before anything runs, and while `torch.compile` traces; a backend that cannot run these
@@ -18,13 +18,15 @@ tensors on this machine raises `BackendUnavailable`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from nsa_tutorial import backends, library
+from nsa_tutorial import backends, compositions, library
+from nsa_tutorial.library_backward import call
 from nsa_tutorial.runtime import checks
+from nsa_tutorial.runtime.transforms import check_no_tangent, is_transformed
 from nsa_tutorial.sparse.compression import KINDS, MLPWeights, num_summaries
 from nsa_tutorial.sparse.selected_attention import block_list, query_rows
 
@@ -77,8 +79,8 @@ def selected_attention(
         order: how the Triton backend walks the lists, forward and backward: `"queries"`, a program
             for each query; `"tiles"`, one for a few neighbours and the union of their lists;
             `"blocks"`, one for each block and those who list it; `"auto"`, by the shapes, and by
-            how much neighbours share. The sums are the same. With `slot_scale` it is always
-            `"queries"`.
+            how much neighbours share. The sums are the same. Lists with `slot_scale` are walked by
+            `"queries"` whatever is asked for. Other backends have `"auto"` alone.
 
     Returns:
         `o [B, N, HQ, DV]` in the dtype of `v`, or `(o, lse)` with `lse [B, N, HQ]` fp32, natural
@@ -101,8 +103,9 @@ def selected_attention(
     checks.check_bool("causal", causal)
     lists = _read_slots(block_indices, block_counts, slot_scale)
     walked = backends.in_order(backend, order)
+    check_no_tangent("selected_attention", q=q, k=k, v=v, slot_scale=slot_scale)
     options = (block_size, include_own_block, causal, scale, walked)
-    o, lse = library.selected_attention(q, k, v, *lists, cu_seqlens, *options)
+    o, lse = call(library.selected_attention, q, k, v, *lists, cu_seqlens, *options)
     return (o, lse) if return_lse else o
 
 
@@ -123,9 +126,19 @@ def check_block_indices(
 
     Raises:
         ValueError: naming the first row `[b, n, h]` at fault and what it lists.
+        ValueError, TypeError: for a wrong argument, as the operators do.
     """
-    checks.check_tensor("block_indices", block_indices, "[B, N, H, S]", (torch.int32, torch.int64))
-    B, N = block_indices.shape[:2]
+    checks.check_tensor("block_indices", block_indices, "[B, N, H, S]", checks.INTEGERS)
+    if block_indices.is_meta:
+        got = checks.describe(block_indices)
+        raise ValueError(f"block_indices: got {got}, expected a device with values to look at")
+    checks.check_slots(block_indices)
+    B, N, H = block_indices.shape[:3]
+    checks.check_positive_int("M", M, least=N)
+    checks.check_positive_int("block_size", block_size)
+    checks.check_block_counts(block_counts, block_indices, H, name="block_indices")
+    checks.check_cu_seqlens(cu_seqlens, block_indices, M, name="block_indices")
+    checks.check_offsets(cu_seqlens, N)
     rows = query_rows(B, N, M, causal=False, cu_seqlens=cu_seqlens, device=block_indices.device)
     ids = block_list(
         block_indices,
@@ -167,16 +180,17 @@ def sliding_window_attention(
     Args:
         q, k, v, scale, cu_seqlens, return_lse, backend: as for `selected_attention`.
         window_size: a query at position `t` sees the keys `t - window_size + 1 … t`, none of them
-            before its sequence's start.
+            before its sequence's start; any positive int, `sys.maxsize` for all of them.
 
     Returns:
         As `selected_attention`.
     """
     q, k, v = _autocast(q, k, v)
     backend, scale = _check(backend, q, k, v, scale, cu_seqlens, return_lse)
-    checks.check_positive_int("window_size", window_size)
+    window_size = checks.check_window_size(window_size)
+    check_no_tangent("sliding_window_attention", q=q, k=k, v=v)
     options = (window_size, scale, backend)
-    o, lse = library.sliding_window_attention(q, k, v, cu_seqlens, *options)
+    o, lse = call(library.sliding_window_attention, q, k, v, cu_seqlens, *options)
     return (o, lse) if return_lse else o
 
 
@@ -195,6 +209,7 @@ def selected_and_window_attention(
     cu_seqlens: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    order: str = "auto",
 ) -> tuple[Tensor, ...]:
     """`selected_attention` and `sliding_window_attention` over the same queries, keys and values;
     kernels write both to one tensor.
@@ -203,8 +218,8 @@ def selected_and_window_attention(
 
     Args:
         q, k, v, block_indices, block_size, block_counts, include_own_block, slot_scale, scale,
-            cu_seqlens, return_lse, backend: as for `selected_attention`; `slot_scale` leaves the
-            window alone.
+            cu_seqlens, return_lse, backend, order: as for `selected_attention`; `slot_scale` leaves
+            the window alone, and so does `order`.
         window_size: as for `sliding_window_attention`; exactly so many keys, whatever the block
             size.
 
@@ -215,13 +230,22 @@ def selected_and_window_attention(
     backend, scale = _check(backend, q, k, v, scale, cu_seqlens, return_lse)
     checks.check_block_arguments(block_indices, block_counts, q, k)
     checks.check_slot_scale(slot_scale, block_indices, q)
-    checks.check_positive_int("window_size", window_size)
+    window_size = checks.check_window_size(window_size)
     checks.check_positive_int("block_size", block_size)
     checks.check_bool("include_own_block", include_own_block)
     lists = _read_slots(block_indices, block_counts, slot_scale)
-    options = (window_size, block_size, include_own_block, scale, backend)
-    o, lse = library.selected_and_window_attention(q, k, v, *lists, cu_seqlens, *options)
-    (o_slc, o_swa), (lse_slc, lse_swa) = o.unbind(), lse.unbind()
+    walked = backends.in_order(backend, order)
+    check_no_tangent("selected_and_window_attention", q=q, k=k, v=v, slot_scale=slot_scale)
+    arguments = (q, k, v, *lists, cu_seqlens)
+    if walked == backend:
+        options = (window_size, block_size, include_own_block, scale, backend)
+        o, lse = call(library.selected_and_window_attention, *arguments, *options)
+        (o_slc, o_swa), (lse_slc, lse_swa) = o.unbind(), lse.unbind()
+    else:
+        options = (block_size, include_own_block, True, scale, walked)
+        o_slc, lse_slc = call(library.selected_attention, *arguments, *options)
+        options = (q, k, v, cu_seqlens, window_size, scale, backend)
+        o_swa, lse_swa = call(library.sliding_window_attention, *options)
     return (o_slc, lse_slc, o_swa, lse_swa) if return_lse else (o_slc, o_swa)
 
 
@@ -248,12 +272,18 @@ def compress(
     checks.check_positive_int("length", length)
     checks.check_positive_int("stride", stride)
     weights = _check_weight(kind, weight, x, length)
-    checks.check_cu_seqlens(cu_seqlens, x, x, name="x")
+    checks.check_cu_seqlens(cu_seqlens, x, x.shape[1], name="x")
+    if cu_seqlens is not None and cu_seqlens.is_meta:
+        raise ValueError(
+            f"cu_seqlens: got {checks.describe(cu_seqlens)}, expected a device with values: how "
+            "many summaries there are follows from them"
+        )
     checks.check_backend(backend)
     if kind == "mean":
         backend = backends.choose(backend, x, name="x")
-    compress = torch.ops.nsa_tutorial.compress
-    return compress(x, weights, cu_seqlens, kind, length, stride, backend)
+    check_no_tangent("compress", x=x, weight=weight)
+    run = compositions.compress if is_transformed() else torch.ops.nsa_tutorial.compress
+    return run(x, weights, cu_seqlens, kind, length, stride, backend)
 
 
 def compressed_attention(
@@ -287,8 +317,9 @@ def compressed_attention(
     q, k_cmp, v_cmp = _autocast(q, k_cmp, v_cmp)
     M = _check_summaries(q, k_cmp, v_cmp, num_keys, length, stride, cu_seqlens)
     backend, scale = _check_rest(backend, q, scale, return_lse)
+    check_no_tangent("compressed_attention", q=q, k_cmp=k_cmp, v_cmp=v_cmp)
     options = (M, length, stride, scale, backend)
-    o, lse = library.compressed_attention(q, k_cmp, v_cmp, cu_seqlens, *options)
+    o, lse = call(library.compressed_attention, q, k_cmp, v_cmp, cu_seqlens, *options)
     return (o, lse) if return_lse else o
 
 
@@ -305,7 +336,7 @@ def select_blocks(
     num_local: int = 2,
     scale: float | None = None,
     num_keys: int | None = None,
-    block_counts: Tensor | None = None,
+    block_counts: Tensor | int | None = None,
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -321,8 +352,8 @@ def select_blocks(
         block_size: tokens per block.
         num_initial, num_local: how many of the first and of the latest causal blocks, the query's
             own included, are always taken.
-        block_counts: `[B, N, H]`, how many blocks each row keeps of those that are chosen, the
-            forced ones first, then the most important ones; None keeps all.
+        block_counts: an int or `[B, N, H]`, how many blocks each row keeps of those that are
+            chosen, the forced ones first, then the most important ones; None keeps all.
 
     Returns:
         `[B, N, H, top_n]` int32, one list for all query heads of a group: distinct ids, ascending,
@@ -343,11 +374,13 @@ def select_blocks(
         )
     if lse is not None:
         checks.check_per_head("lse", lse, q)
-    if block_counts is not None:
-        checks.check_tensor("block_counts", block_counts, "[B, N, H]", checks.INTEGERS)
-        checks.check_block_counts(block_counts, q, k_cmp)
+    H, wide = k_cmp.shape[2], torch.promote_types(q.dtype, torch.float32)
+    checks.check_block_counts(block_counts, q, H)
+    if isinstance(block_counts, int):
+        block_counts = q.new_full((*q.shape[:2], H), block_counts, dtype=torch.int32)
     backend, scale = _check_rest(backend, q, scale, False)
-    scores = (q.detach(), k_cmp.detach(), None if lse is None else lse.detach())
+    check_no_tangent("select_blocks", q=q, k_cmp=k_cmp, lse=lse)
+    scores = (q.detach(), k_cmp.detach(), None if lse is None else lse.detach().to(wide))
     options = (M, top_n, block_size, length, stride, num_initial, num_local, scale, backend)
     return library.select_blocks(*scores, block_counts, cu_seqlens, *options)
 
@@ -362,6 +395,8 @@ def native_sparse_attention(
     *,
     block_indices: Tensor | None = None,
     block_counts: Tensor | int | None = 16,
+    slot_scale: Tensor | None = None,
+    learn_choice: bool = False,
     block_size: int = 64,
     window_size: int = 512,
     length: int = 32,
@@ -369,6 +404,7 @@ def native_sparse_attention(
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
+    order: str = "auto",
 ) -> Tensor:
     """Native Sparse Attention (arXiv 2502.11089, Eq. 5):
     `g_cmp * o_cmp + g_slc * o_slc + g_swa * o_swa`, summaries being means.
@@ -383,56 +419,86 @@ def native_sparse_attention(
             blocks to choose, at least 3, because the first causal block and the two latest are
             always among them. For a tensor `[B, N, H]`, each row keeps so many, those three first;
             to know the largest, the host waits for the device.
+        slot_scale: with `block_indices`, as for `selected_attention`.
+        learn_choice: where the blocks are chosen, let the loss reach the scores that chose them. A
+            chosen block's share `p` of the attention to the summaries (of all blocks together, 1;
+            the mean over a group's heads) becomes the factor `1 + p - p.detach()` on its keys'
+            scores: the output stays the same, and `q` and the summaries get the gradient of the
+            selection. It costs about `top_n * (block_size + length) / stride` more scores per
+            query and head, in plain PyTorch, and lists are walked in the order `"queries"`.
         block_size, window_size, length, stride: of the branches.
         backend: of every part: means, attention to them, the choice of blocks, selected attention
             and the window, and the gated sum. Selection and window share a call on the kernels.
+        order: of the selection, as for `selected_attention`.
 
     Returns:
         `o [B, N, HQ, DV]` in the dtype of `v`, differentiable in `q`, `k`, `v` and the gates.
     """
     q, k, v = _autocast(q, k, v)
     gates, summaries = (g_cmp, g_slc, g_swa), []
-    _, scale = _check(backend, q, k, v, scale, cu_seqlens, False)
-    sizes = (block_size, window_size, length, stride)
-    lists = _check_branches(q, k, gates, block_indices, block_counts, k.shape[1], *sizes)
+    backend, scale = _check(backend, q, k, v, scale, cu_seqlens, False)
+    backends.in_order(backend, order)
+    sizes = _check_sizes(block_size, window_size, length, stride)
+    lists = (block_indices, block_counts, slot_scale)
+    lists = _check_branches(q, k, gates, *lists, learn_choice, k.shape[1], block_size)
+    check_no_tangent(
+        "native_sparse_attention", q=q, k=k, v=v, g_cmp=g_cmp, g_slc=g_slc, g_swa=g_swa,
+        slot_scale=slot_scale,
+    )  # fmt: skip
     if g_cmp is not None:
-        pooling = backends.choose(backend, k)
-        summary = {"length": length, "stride": stride, "cu_seqlens": cu_seqlens, "backend": pooling}
+        summary = {"length": length, "stride": stride, "cu_seqlens": cu_seqlens, "backend": backend}
         summaries = [compress(k, **summary), compress(v, **summary)]
-    run = torch.ops.nsa_tutorial.native_sparse_attention
-    return run(q, summaries, [k, v], [], *gates, *lists, cu_seqlens, *sizes, scale, backend)
+    rest = (*lists, cu_seqlens, *sizes, scale, backend, order, learn_choice)
+    return _attend_and_gate()(q, summaries, [k, v], [], *gates, *rest)
 
 
 def three_branches(
     q: Tensor, compressed: Sequence[Tensor], selected: Sequence[Tensor], window: Sequence[Tensor],
     gates: Sequence[Tensor | None], *, num_keys: int, block_indices: Tensor | None = None,
-    block_counts: Tensor | int | None = 16, block_size: int = 64, window_size: int = 512,
-    length: int = 32, stride: int = 16, scale: float | None = None,
-    cu_seqlens: Tensor | None = None, backend: str = "auto",
+    block_counts: Tensor | int | None = 16, slot_scale: Tensor | None = None,
+    learn_choice: bool = False, block_size: int = 64, window_size: int = 512, length: int = 32,
+    stride: int = 16, scale: float | None = None, cu_seqlens: Tensor | None = None,
+    backend: str = "auto", order: str = "auto",
 ) -> Tensor:  # fmt: skip
     """`native_sparse_attention` over keys and values that the branches may have of their own.
 
     Args:
         q: `[B, N, HQ, D]`.
         compressed: summary keys and values `[B, M_c, H, D]`, `[B, M_c, H, DV]`, made with `length`
-            and `stride`; none without that branch.
-        selected, window: keys and values `[B, M, H, D]`, `[B, M, H, DV]` of these branches; without
-            any, the window has those of the selection, and kernels take both in one call.
-        gates: of compression, selection and window, each `[B, N, HQ]` or None.
+            and `stride`; `()` without that branch.
+        selected, window: keys and values `[B, M, H, D]`, `[B, M, H, DV]` of these branches; with
+            `()`, the window has those of the selection, and kernels take both in one call. All
+            branches have as many heads and the same widths.
+        gates: of compression, selection and window, each `[B, N, HQ]` or None. A branch without a
+            gate needs no keys.
         num_keys: `M`.
-        block_indices, …, backend: as for `native_sparse_attention`.
+        block_indices, …, order: as for `native_sparse_attention`.
 
     Returns:
         `o [B, N, HQ, DV]` in the dtype of the values.
     """
-    checks.check_backend(backend)
-    scale = checks.check_scale(scale, q.shape[-1])
-    sizes = (block_size, window_size, length, stride)
-    keys = (selected or window or compressed)[0]
-    lists = _check_branches(q, keys, gates, block_indices, block_counts, num_keys, *sizes)
-    pairs = (list(compressed), list(selected), list(window))
-    run = torch.ops.nsa_tutorial.native_sparse_attention
-    return run(q, *pairs, *gates, *lists, cu_seqlens, *sizes, scale, backend)
+    pairs = {"compressed": compressed, "selected": selected, "window": window}
+    for name, pair in pairs.items():
+        _check_length(name, pair, (0, 2), "keys and values, or () without this branch")
+    _check_length("gates", gates, (3,), "three: of compression, selection and window")
+    cast = list(_autocast(q, *compressed, *selected, *window))
+    q = cast.pop(0)
+    pairs = {name: [cast.pop(0) for _ in pair] for name, pair in pairs.items()}
+    keys = _check_pairs(q, pairs, gates, num_keys, length, stride, cu_seqlens)
+    backend, scale = _check_rest(backend, q, scale, False)
+    backends.in_order(backend, order)
+    sizes = _check_sizes(block_size, window_size, length, stride)
+    lists = (block_indices, block_counts, slot_scale)
+    lists = _check_branches(q, keys, gates, *lists, learn_choice, num_keys, block_size)
+    check_no_tangent("three_branches", q=q, **pairs, gates=gates, slot_scale=slot_scale)
+    rest = (*lists, cu_seqlens, *sizes, scale, backend, order, learn_choice)
+    return _attend_and_gate()(q, *pairs.values(), *gates, *rest)
+
+
+def _attend_and_gate() -> Callable[..., Tensor]:
+    """The composition of all branches, as PyTorch knows it, or the function behind it."""
+    function = compositions.native_sparse_attention
+    return function if is_transformed() else torch.ops.nsa_tutorial.native_sparse_attention
 
 
 # -- what the operators check before anything runs --
@@ -454,7 +520,7 @@ def _check(
 ) -> tuple[str, float]:  # fmt: skip
     """What all operators over keys and values ask of them; the backend that runs, and the scale."""
     checks.check_qkv(q, k, v)
-    checks.check_cu_seqlens(cu_seqlens, q, k)
+    checks.check_cu_seqlens(cu_seqlens, q, k.shape[1])
     return _check_rest(backend, q, scale, return_lse)
 
 
@@ -481,33 +547,102 @@ def _read_slots(
     return block_indices, None, None if slot_scale is None else slot_scale[..., :cut]
 
 
-def _check_branches(
-    q: Tensor, k: Tensor, gates: Sequence[Tensor | None], block_indices: Tensor | None,
-    block_counts: Tensor | int | None, M: int, block_size: int, window_size: int, length: int,
-    stride: int,
-) -> tuple[Tensor | None, Tensor | None, int, int]:  # fmt: skip
-    """The gates, the lists and the sizes of the three branches; the lists, their counts, `M`, and
-    how many blocks are to be chosen."""
-    g_cmp, g_slc, g_swa = gates
-    checks.check_gates(q, g_cmp=g_cmp, g_slc=g_slc, g_swa=g_swa)
+def _check_sizes(
+    block_size: int, window_size: int, length: int, stride: int
+) -> tuple[int, int, int, int]:
+    """The sizes of the three branches, in int32."""
     checks.check_positive_int("block_size", block_size)
-    checks.check_positive_int("window_size", window_size)
     checks.check_positive_int("length", length)
     checks.check_positive_int("stride", stride)
+    return block_size, checks.check_window_size(window_size), length, stride
+
+
+def _check_length(name: str, x: object, lengths: tuple[int, ...], expected: str) -> None:
+    """`x` is a tuple or a list of one of these lengths."""
+    if not isinstance(x, (tuple, list)):
+        raise TypeError(f"{name}: got {checks.describe(x)}, expected a tuple of {expected}")
+    if len(x) not in lengths:
+        got = f"a {type(x).__name__} of {len(x)}"
+        raise ValueError(f"{name}: got {got}, expected a tuple of {expected}")
+
+
+def _check_pairs(
+    q: Tensor, pairs: Mapping[str, Sequence[Tensor]], gates: Sequence[Tensor | None], num_keys: int,
+    length: int, stride: int, cu_seqlens: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Keys and values of each branch fit the queries and each other, and those that have a gate are
+    there; returns keys of one of them."""
+    checks.check_tensor("q", q, "[B, N, HQ, D]", checks.FLOATS)
+    given = {name: pair for name, pair in pairs.items() if pair}
+    for (name, pair), gate in zip(pairs.items(), gates, strict=True):
+        if gate is not None and not (pair or (name == "window" and pairs["selected"])):
+            raise ValueError(f"{name}: got none, expected keys and values, because it has a gate")
+    if not given:
+        raise ValueError(f"{', '.join(pairs)}: got none, expected keys and values of a branch")
+    for name, (k, v) in given.items():
+        are_packed = name == "compressed" and cu_seqlens is not None
+        keys_and_values = {f"{name}[0]": (k, "[B, M, H, D]"), f"{name}[1]": (v, "[B, M, H, DV]")}
+        checks.check_attention(q, are_packed, **keys_and_values)
+    first, (keys, values) = next(iter(given.items()))
+    for name, (k, v) in given.items():
+        if k.shape[2] != keys.shape[2]:
+            raise ValueError(
+                f"{name}[0]: got {checks.describe(k)}, expected the heads of {first}[0], "
+                f"{keys.shape[2]}"
+            )
+        if v.shape[3] != values.shape[3]:
+            raise ValueError(
+                f"{name}[1]: got {checks.describe(v)}, expected the width of {first}[1], "
+                f"{values.shape[3]}"
+            )
+    checks.check_positive_int("length", length)
+    checks.check_positive_int("stride", stride)
+    M = _check_num_keys(q, num_keys, cu_seqlens)
+    if "compressed" in given:
+        _check_count("compressed[0]", given["compressed"][0], M, length, stride, cu_seqlens)
+    for name, (k, _) in given.items():
+        if name != "compressed" and k.shape[1] != M:
+            raise ValueError(f"{name}[0]: got {k.shape[1]} keys, expected num_keys, {M}")
+    return keys
+
+
+def _check_branches(
+    q: Tensor, k: Tensor, gates: Sequence[Tensor | None], block_indices: Tensor | None,
+    block_counts: Tensor | int | None, slot_scale: Tensor | None, learn_choice: bool, M: int,
+    block_size: int,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, int, int]:  # fmt: skip
+    """The gates and the lists; these, their counts and factors, `M`, and how many blocks are to be
+    chosen."""
+    g_cmp, g_slc, g_swa = gates
+    checks.check_gates(q, g_cmp=g_cmp, g_slc=g_slc, g_swa=g_swa)
+    checks.check_bool("learn_choice", learn_choice)
+    is_chosen = block_indices is None and g_slc is not None
+    if learn_choice and not is_chosen:
+        raise ValueError(
+            "learn_choice: got True, expected False: without g_slc, or with block_indices, no "
+            "blocks are chosen"
+        )
     if block_indices is not None:
         checks.check_block_arguments(block_indices, block_counts, q, k)
-        return *_read_slots(block_indices, block_counts)[:2], M, 0
-    if g_slc is None:
-        return None, None, M, 0
+        checks.check_slot_scale(slot_scale, block_indices, q)
+        return *_read_slots(block_indices, block_counts, slot_scale), M, 0
+    if slot_scale is not None:
+        raise ValueError(
+            f"slot_scale: got {checks.describe(slot_scale)}, expected None without block_indices: "
+            "there are no slots yet; learn_choice=True lets the choice learn"
+        )
+    if not is_chosen:
+        checks.check_block_counts(block_counts, q, k.shape[2])
+        return None, None, None, M, 0
     return None, *_number_to_choose(q, k, g_cmp, block_counts, M, block_size)
 
 
 def _number_to_choose(
     q: Tensor, k: Tensor, g_cmp: Tensor | None, block_counts: Tensor | int | None, M: int,
     block_size: int,
-) -> tuple[Tensor | None, int, int]:  # fmt: skip
-    """The counts of each row, if there are any, `M`, and the length of the lists: past the last
-    block they would hold nothing but -1."""
+) -> tuple[Tensor | None, None, int, int]:  # fmt: skip
+    """The counts of each row, if there are any, no factors, `M`, and the length of the lists: past
+    the last block they would hold nothing but -1."""
     if g_cmp is None:
         raise ValueError(
             "block_indices: got None, expected [B, N, H, S]: without g_cmp there is nothing to "
@@ -518,11 +653,11 @@ def _number_to_choose(
             "block_counts: got None, expected an int of at least 3, or [B, N, H]: how many blocks "
             "to choose"
         )
-    checks.check_block_counts(block_counts, q, k, least=3)
+    checks.check_block_counts(block_counts, q, k.shape[2], least=3)
     of_rows = block_counts if isinstance(block_counts, Tensor) else None
     if of_rows is not None:
         block_counts = int(of_rows.max()) if of_rows.numel() else 0
-    return of_rows, M, max(3, min(block_counts, -(-M // block_size)))
+    return of_rows, None, M, max(3, min(block_counts, -(-M // block_size)))
 
 
 def _check_summaries(
@@ -531,34 +666,44 @@ def _check_summaries(
 ) -> int:  # fmt: skip
     """Queries fit the summaries, of which there are as many as the keys have (of packed sequences,
     `library` counts them); returns the number of keys, `M`."""
-    checks.check_attention(q, k_cmp=(k_cmp, "[B, M_c, H, D]"), v_cmp=(v_cmp, "[B, M_c, H, DV]"))
+    summaries = {"k_cmp": (k_cmp, "[B, M_c, H, D]"), "v_cmp": (v_cmp, "[B, M_c, H, DV]")}
+    checks.check_attention(q, cu_seqlens is not None, **summaries)
     checks.check_positive_int("length", length)
     checks.check_positive_int("stride", stride)
-    checks.check_cu_seqlens(cu_seqlens, q, q)
-    N = M = q.shape[1]
-    if num_keys is not None:
-        checks.check_positive_int("num_keys", num_keys, least=N)
-        M = num_keys
-    if cu_seqlens is not None:
-        if M != N:
-            raise ValueError(
-                f"num_keys: got {M}, expected the number of queries, {N}, for packed sequences"
-            )
-        return M
-    expected = num_summaries(M, length, stride)
-    if k_cmp.shape[1] != expected:
+    M = _check_num_keys(q, q.shape[1] if num_keys is None else num_keys, cu_seqlens)
+    _check_count("k_cmp", k_cmp, M, length, stride, cu_seqlens)
+    return M
+
+
+def _check_num_keys(q: Tensor, num_keys: int, cu_seqlens: Tensor | None) -> int:
+    """There are as many keys as queries, or more, which are not packed then; returns their
+    number."""
+    N = q.shape[1]
+    checks.check_cu_seqlens(cu_seqlens, q, N)
+    checks.check_positive_int("num_keys", num_keys, least=N)
+    if cu_seqlens is not None and num_keys != N:
         raise ValueError(
-            f"k_cmp: got {k_cmp.shape[1]} summaries, expected {expected}: those of {M} keys "
+            f"num_keys: got {num_keys}, expected the number of queries, {N}, for packed sequences"
+        )
+    return num_keys
+
+
+def _check_count(
+    name: str, k_cmp: Tensor, M: int, length: int, stride: int, cu_seqlens: Tensor | None
+) -> None:
+    """There are as many summaries as `M` keys have; of packed sequences, `library` counts them."""
+    expected = num_summaries(M, length, stride)
+    if cu_seqlens is None and k_cmp.shape[1] != expected:
+        raise ValueError(
+            f"{name}: got {k_cmp.shape[1]} summaries, expected {expected}: those of {M} keys "
             f"(num_keys) with length {length} and stride {stride}"
         )
-    return M
 
 
 def _check_weight(kind: object, weight: object, x: Tensor, length: int) -> list[Tensor]:
     """`x [B, M, H, D]` can be summarised, and `weight` is what `kind` needs; as a list."""
     checks.check_tensor("x", x, "[B, M, H, D]", checks.FLOATS)
-    if kind not in KINDS:
-        raise ValueError(f"kind: got {checks.describe(kind)}, expected one of {', '.join(KINDS)}")
+    checks.check_one_of("kind", kind, KINDS)
     H, D = x.shape[2:]
     flat = length * D
     if kind == "mean":

@@ -50,15 +50,20 @@ from tqdm import tqdm
 
 from nsa_tutorial.backends import ORDERS
 from nsa_tutorial.bench import comparing, plotting, stored
-from nsa_tutorial.bench.drawing import DRIFTS
+from nsa_tutorial.bench.drawing import DRIFTS, NEIGHBOURS
 from nsa_tutorial.bench.measuring import Plan, measure_shape
 from nsa_tutorial.bench.operators import CHOOSING, OPERATORS
+from nsa_tutorial.bench.options import seconds, too_large, whole, wrong_file
 from nsa_tutorial.bench.problem import DTYPES, PASSES, Shape
 from nsa_tutorial.bench.steps import has_steps
 from nsa_tutorial.runtime import environment
+from nsa_tutorial.runtime.checks import LARGEST_WIDTH
 from nsa_tutorial.sparse.native_sparse_attention import NUM_INITIAL, NUM_LOCAL
 
 BACKENDS = ("reference", "tilelang", "triton")
+# On a GPU; always allowed, however few tokens there are.
+DEFAULT_BLOCK_SIZE, DEFAULT_SLOTS = 64, 16
+MAX_JOBS = 256
 
 
 def parser() -> argparse.ArgumentParser:
@@ -106,8 +111,8 @@ def _add_options(p: argparse.ArgumentParser, name: str) -> None:
     def several(option: str, default: list, text: str, **kind: object) -> None:
         p.add_argument(option, nargs="+", default=default, help=text, **kind)
 
-    def sizes(option: str, on: list[int], off: list[int], text: str) -> None:
-        several(option, on if on_gpu else off, text, type=int, metavar="n")
+    def sizes(option: str, on: list[int], off: list[int], text: str, **bounds: int) -> None:
+        several(option, on if on_gpu else off, text, type=whole(**bounds), metavar="n")
 
     several("--backend", ["tilelang"], "what is measured", choices=BACKENDS)
     several("--pass", ["forward"], "of what", choices=PASSES, dest="directions")
@@ -134,20 +139,20 @@ def _add_options(p: argparse.ArgumentParser, name: str) -> None:
         )
     device = "cuda" if on_gpu else "cpu"
     p.add_argument("--device", choices=("cpu", "cuda"), default=device, help="where")
-    sizes("--tokens", [8192, 65536], [128, 512], "queries, and keys")
+    sizes("--tokens", [8192, 65536], [128, 512], "queries, and keys", least=NEIGHBOURS)
     sizes("--kv-heads", [4], [1], "key/value heads")
-    sizes("--width", [128], [64], "channels of queries and keys")
+    sizes("--width", [128], [64], "channels of queries and keys", most=LARGEST_WIDTH)
     p.add_argument(
         "--value-width",
-        type=int,
+        type=whole(most=LARGEST_WIDTH),
         metavar="n",
         default=argparse.SUPPRESS,
         help="channels of values, if others",
     )
     for option, on, off, text in (
         ("group", [16], [16], "query heads of a key/value head"),
-        ("block_size", [64], [32], "tokens of a block"),
-        ("slots", [16], [4], "blocks of a list"),
+        ("block_size", [DEFAULT_BLOCK_SIZE], [32], "tokens of a block"),
+        ("slots", [DEFAULT_SLOTS], [4], "blocks of a list"),
         ("length", [32], [32], "tokens of a summary"),
         ("stride", [16], [16], "tokens from one summary's first to the next one's"),
         ("window", [512], [64], "keys of the window"),
@@ -159,10 +164,12 @@ def _add_options(p: argparse.ArgumentParser, name: str) -> None:
         p.add_argument(
             "--no-dense", action="store_true", default=False, help="leave dense attention out"
         )
-    p.add_argument("--seconds", type=float, default=0.3, help="spent on each measurement")
+    p.add_argument(
+        "--seconds", type=seconds, metavar="s", default=0.3, help="spent on each measurement"
+    )
     p.add_argument(
         "--jobs",
-        type=int,
+        type=whole(most=MAX_JOBS),
         metavar="n",
         default=min(16, os.cpu_count() or 1),
         help="kernels compiled at a time",
@@ -211,6 +218,16 @@ def fault(options: argparse.Namespace) -> str | None:
     if options.operator in CHOOSING and min(options.slots) < NUM_INITIAL + NUM_LOCAL:
         forced = NUM_INITIAL + NUM_LOCAL
         return f"--slots: got {min(options.slots)}, expected at least {forced}, the forced blocks"
+    tokens, size = max(options.tokens), min(options.block_size)
+    most = max(tokens, DEFAULT_BLOCK_SIZE)
+    if max(options.block_size) > most:
+        return f"--block-size: got {max(options.block_size)}, expected at most {most}, all tokens"
+    most = max(-(-tokens // size), DEFAULT_SLOTS)
+    if max(options.slots) > most:
+        return (
+            f"--slots: got {max(options.slots)}, expected at most {most}, "
+            f"as many as there are blocks of {size} in {tokens} tokens"
+        )
     asked = itertools.product(options.backend, options.directions)
     if options.steps and not any(has_steps(options.operator, *case) for case in asked):
         known = ", ".join(
@@ -225,21 +242,8 @@ def fault(options: argparse.Namespace) -> str | None:
         environment.detect().why_not(name, options.device, dtype)
         for name, dtype in itertools.product(options.backend, options.dtype)
     )
-    return next(filter(None, reasons), None)
-
-
-def wrong_file(options: argparse.Namespace, name: str, suffixes: tuple[str, ...]) -> str | None:
-    """Why a file that is to be written cannot be, in one sentence, or None: better before anything
-    is measured than after."""
-    path = getattr(options, name, None)
-    if path is None:
-        return None
-    if path.suffix not in suffixes:
-        known = f"{', '.join(suffixes[:-1])} or {suffixes[-1]}"
-        return f"--{name}: got {path}, expected a name that ends in {known}"
-    if not path.parent.is_dir():
-        return f"--{name}: got {path}, but there is no folder {path.parent}"
-    return None
+    sizes = (too_large(shape, options.device) for shape in shapes(options))
+    return next(filter(None, itertools.chain(reasons, sizes)), None)
 
 
 def read_stored(options: argparse.Namespace) -> None:

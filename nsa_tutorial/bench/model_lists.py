@@ -28,20 +28,23 @@ from torch import Tensor, nn
 from nsa_tutorial import ops
 from nsa_tutorial.backends import ORDERS
 from nsa_tutorial.bench import drawing, stored, timing
+from nsa_tutorial.bench.options import whole
 from nsa_tutorial.layer import NativeSparseAttention, NativeSparseAttentionConfig, rotate
+from nsa_tutorial.runtime.checks import LARGEST_WIDTH
 from nsa_tutorial.runtime.texts import documents, split
 
 LEARNING_RATE, WARM_UP = 1e-3, 50
-SIZES = (  # options, their defaults, and what they are
-    ("tokens", 8192, "bytes of a sequence"),
-    ("batch", 4, "sequences of a step"),
-    ("steps", 600, "of training"),
-    ("layers", 4, "of the model"),
-    ("model-width", 512, "channels of the model"),
-    ("kv-heads", 2, "of a layer"),
-    ("group", 16, "query heads of a key/value head"),
-    ("head-width", 64, "channels of a head"),
+SIZES = (  # options, their defaults, the most that is taken, and what they are
+    ("tokens", 8192, 2**20, "bytes of a sequence"),
+    ("batch", 4, 2**12, "sequences of a step"),
+    ("steps", 600, 10**6, "of training"),
+    ("layers", 4, 128, "of the model"),
+    ("model-width", 512, 2**14, "channels of the model"),
+    ("kv-heads", 2, 128, "of a layer"),
+    ("group", 16, 128, "query heads of a key/value head"),
+    ("head-width", 64, LARGEST_WIDTH, "channels of a head"),
 )
+BACKENDS = ("auto", "reference", "tilelang", "triton")
 
 
 class Model(nn.Module):
@@ -195,12 +198,19 @@ def main(arguments: list[str] | None = None) -> int:
         description="lists of a model that was trained with them",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    for name, default, told in SIZES:
-        parser.add_argument(f"--{name}", type=int, default=default, help=told)
+    for name, default, most, told in SIZES:
+        kind = whole(least=drawing.NEIGHBOURS if name == "tokens" else 1, most=most)
+        parser.add_argument(f"--{name}", type=kind, metavar="n", default=default, help=told)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="where")
-    parser.add_argument("--backend", default="auto", help="of the model's operators")
+    parser.add_argument(
+        "--backend", choices=BACKENDS, default="auto", help="of the model's operators"
+    )
     parser.add_argument("--output", type=Path, help="JSON; without it, it is printed")
     options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: got cuda, and there is no CUDA device here")
+    if options.head_width % 2:
+        parser.error(f"--head-width: got {options.head_width}, expected an even number")
     facts = stored.about(sys.argv[1:] if arguments is None else arguments)
     facts["command"] = facts["command"].replace("bench ", "bench.model_lists ", 1)
     sizes = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name, *_ in SIZES}

@@ -131,8 +131,10 @@ class Problem:
 
     @property
     def window_size(self) -> int:
-        """Keys of the window: without a size of its own, as many as lists would name."""
-        return self.shape.window or self.shape.slots * self.shape.block_size
+        """Keys of the window, all of them at most: without a size of its own, as many as lists
+        would name."""
+        s = self.shape
+        return min(s.window or s.slots * s.block_size, s.tokens)
 
     @property
     def scale(self) -> float:

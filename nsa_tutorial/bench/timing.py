@@ -3,6 +3,7 @@ cache between calls, `torch.utils.benchmark` on a CPU."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 
 import torch
@@ -75,6 +76,7 @@ def peak_mib(call: Callable[[], object], device: str) -> float | None:
     """MiB that a call takes at most, on top of what is allocated before it; None on a CPU."""
     if device == "cpu":
         return None
+    gc.collect()  # tensors in cycles of references, freed during the call, would hide its own
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

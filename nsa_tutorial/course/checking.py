@@ -59,7 +59,8 @@ def check(chapter: str, *functions: Callable, **solutions: Callable) -> Report:
         ValueError: for a chapter or an exercise that does not exist, naming those that do; without
             a function to judge.
     """
-    solutions = {getattr(f, "__name__", repr(f)): f for f in functions} | solutions
+    named = {getattr(f, "__name__", type(f).__name__): f for f in functions}
+    solutions = named | solutions
     if not solutions:
         known = next(iter(chapter_exercises(chapter)))
         raise ValueError(f"nothing to check; name a function: check({chapter!r}, {known}={known})")

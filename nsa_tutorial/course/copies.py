@@ -1,6 +1,6 @@
 """The reader's own copy of the chapters: made once, brought up to date without losing an answer.
 
-    python -m nsa_tutorial.course.copies            make the copy, or bring it up to date
+    python -m nsa_tutorial.course.copies            make the copy, or bring it up to date; no more
     python -m nsa_tutorial.course.copies --lab      the same, then open it in JupyterLab
     python -m nsa_tutorial.course.copies --check    run the copy and compare what its cells print
 
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from nsa_tutorial.course import copying
 from nsa_tutorial.course.chapters import CHAPTERS, NOTEBOOKS
 from nsa_tutorial.course.copying import follows, merged, parse, reader_copy, same, text_of, trust
 
@@ -74,7 +75,10 @@ def update(folder: Path = FOLDER, chapters: Path = NOTEBOOKS) -> list[str]:
     Raises:
         FileNotFoundError: if there are no chapters.
         OSError: if the folder cannot be written.
+        ValueError: for the folder of the chapters themselves, or one inside it.
     """
+    if chapters.resolve() in (folder.resolve(), *folder.resolve().parents):
+        raise ValueError("this is where the course keeps its own chapters; name another folder")
     names = sorted(path.name for path in chapters.glob("*.ipynb"))
     if not names:
         raise FileNotFoundError(f"there are no chapters in {chapters}")
@@ -82,16 +86,18 @@ def update(folder: Path = FOLDER, chapters: Path = NOTEBOOKS) -> list[str]:
     (folder / MARKER).mkdir(parents=True, exist_ok=True)
     said = []
     for name in names:
+        files = Files(folder, name)
         try:
             text = (chapters / name).read_text(encoding="utf-8")
             parse(text)
-        except ValueError as error:
+        except (ValueError, IsADirectoryError) as error:
             said.append(f"{name}: the course's own file cannot be read ({error}). Yours stays.")
         else:
-            said += _bring_up_to_date(Files(folder, name), text)
+            said += _in_the_way(files) or _bring_up_to_date(files, text)
     for path in sorted((folder / MARKER / "base").glob("*.ipynb")):
         if path.name not in names:
-            said += _part_with(Files(folder, path.name))
+            files = Files(folder, path.name)
+            said += _in_the_way(files) or _part_with(files)
     made = [line for line in said if line.endswith(_MADE)]
     if is_first and made:
         said = [line for line in said if line not in made]
@@ -100,6 +106,14 @@ def update(folder: Path = FOLDER, chapters: Path = NOTEBOOKS) -> list[str]:
 
 
 _MADE = ": your copy is made."
+
+
+def _in_the_way(files: Files) -> list[str]:
+    """What is said of directories that stand where files of this chapter belong."""
+    places = (files.mine, files.offer, files.base, files.seen, files.laid)
+    found = [path.relative_to(files.folder) for path in places if path.is_dir()]
+    return [f"{files.name}: skipped, because {path.as_posix()} is a directory. Rename it, and run "
+            "this again." for path in found[:1]]  # fmt: skip
 
 
 def _bring_up_to_date(files: Files, text: str) -> list[str]:
@@ -232,6 +246,19 @@ def check_command(folder: Path, flags: list[str]) -> list[str]:
     return [sys.executable, "-m", "pytest", "--nbval", *settings, str(folder), *flags]
 
 
+def check(folder: Path, flags: list[str]) -> int:
+    """Run a copy; returns the exit status, which tells of unreadable notebooks, too."""
+    paths = [p for p in sorted(folder.rglob("*.ipynb")) if p.is_file() and MARKER not in p.parts]
+    broken = {path: why for path in paths if (why := copying.why_unreadable(path))}
+    for path, why in broken.items():
+        print(f"{path.relative_to(folder).as_posix()} is no notebook that can be read ({why}). "
+              "The others are checked. To start this chapter anew, rename the file and make your "
+              "copy again.", flush=True)  # fmt: skip
+    # pytest would stop at the first of them
+    command = check_command(folder, [*(f"--ignore={path}" for path in broken), *flags])
+    return subprocess.call(command, cwd=ROOT) or bool(broken)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -249,14 +276,16 @@ def main(arguments: list[str] | None = None) -> int:
             print("There is no copy of the chapters yet. Run `make lab` first, "
                   "or `python -m nsa_tutorial.course.copies`.")  # fmt: skip
             return 1
-        return subprocess.call(check_command(folder, chosen.check), cwd=ROOT)
+        return check(folder, chosen.check)
     try:
         for line in update(folder):
             print(line, flush=True)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         print(f"Your copy of the chapters, {folder}, could not be made: {error}")
         return 1
     if chosen.lab is None:
+        print(f"Your copy is up to date. Begin with {folder / CHAPTERS[0].file}, in JupyterLab or "
+              "any other editor of notebooks.")  # fmt: skip
         return 0
     # in place of this process: Ctrl-C is JupyterLab's own
     command = lab_command(folder, chosen.lab)

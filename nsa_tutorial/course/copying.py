@@ -13,6 +13,7 @@ import copy
 import html
 import json
 import re
+from pathlib import Path
 
 import nbformat
 from nbformat.sign import NotebookNotary
@@ -35,6 +36,17 @@ def parse(text: str) -> dict:
     if not isinstance(cells, list) or not all(_is_cell(cell) for cell in cells):
         raise ValueError("there are no cells of a notebook in it")
     return notebook
+
+
+def why_unreadable(path: Path) -> str:
+    """Why a file is no notebook that can be run; empty for one that is."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        parse(text)
+        nbformat.reads(text, as_version=4)
+    except Exception as error:  # `nbformat` raises many kinds
+        return str(error).partition("\n")[0] or type(error).__name__
+    return ""
 
 
 def _is_cell(cell: object) -> bool:

@@ -18,7 +18,7 @@ from nsa_tutorial.course.figures import Picture
 from nsa_tutorial.course.quiet import quiet
 from nsa_tutorial.course.recognition import Evidence, recognise
 from nsa_tutorial.course.speech import STYLE, Code, Message, Part
-from nsa_tutorial.course.values import aligned, differences, is_short, same, short
+from nsa_tutorial.course.values import aligned, differences, is_short, same, short, unreadable
 
 _TONES = {"not attempted": "open", "right": "right", "misconception": "wrong", "wrong": "wrong"}
 _BY_HAND = 8  # decimals in a tensor that a reader may look through
@@ -99,6 +99,9 @@ def judge(exercise: Exercise, attempt: Callable) -> Verdict:
     got = [call(exercise, attempt, case) for case in cases]
     if all(isinstance(g, Raised) and g.is_not_attempted for g in got):
         return Verdict(exercise.name, "not attempted", "not attempted yet.")
+    for result, case in zip(got, cases, strict=True):
+        if why := unreadable(result):
+            return Verdict(exercise.name, "wrong", "Not yet.", (why, f"Case: {case.name}."))
     expected = [answer(exercise, exercise.solution, case) for case in cases]
     pairs = zip(got, expected, strict=True)
     failing = [i for i, (g, e) in enumerate(pairs) if not same(g, e, exercise.tolerance)]

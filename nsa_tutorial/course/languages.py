@@ -1,12 +1,17 @@
 """`triton`, `tl`, `tilelang` and `T` by name, on any machine:
 `from nsa_tutorial.course.languages import T, tl, triton`.
 
-Where a language is not installed, its names stand for an `Absent`, so that a cell that defines a
-kernel runs to its end; the kernel can be read and not launched.
+Importing this decides how Triton runs the kernels of the cells that follow
+(`environment.prepare`), and silences TileLang's log of compilations. Where a language is not
+installed, its names stand for an `Absent`, so that a cell that defines a kernel runs to its end;
+the kernel can be read and not launched.
 """
 
 from __future__ import annotations
 
+import importlib
+
+from nsa_tutorial.course import addresses
 from nsa_tutorial.runtime import environment
 
 
@@ -21,16 +26,25 @@ class Absent:
         return function
 
 
+environment.prepare()
+
 if environment.detect().triton is None:
     triton = tl = Absent()
 else:
     import triton
     import triton.language as tl
 
-if environment.detect().tilelang is None:
-    tilelang = T = Absent()
-else:
-    import tilelang
-    from tilelang import language as T
+    addresses.watch()
 
-__all__ = ["T", "tilelang", "tl", "triton"]
+
+def __getattr__(name: str) -> object:
+    """`tilelang` and `T`, imported by the chapters that ask for them: it takes a second."""
+    if name not in ("tilelang", "T"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if environment.detect().tilelang is None:
+        return Absent()
+    environment.silence_tilelang()
+    return importlib.import_module("tilelang" if name == "tilelang" else "tilelang.language")
+
+
+__all__ = ["T", "tilelang", "tl", "triton"]  # noqa: F822 - two by `__getattr__`

@@ -3,7 +3,7 @@
 `Settings` are the sizes, brought into range. `source` gives the scores of a group of heads, made up
 or of the trained heads; `importance` and `choose_blocks` turn them into block lists, `branch_masks`
 into what is seen. It is computed here by means of its own, from the definitions, and the tests hold
-it against the chapters' modules. It counts no cost (`mask_costs`) and draws nothing
+it against the chapters' modules. It counts no cost (`mask_report`) and draws nothing
 (`widgets.mask_explorer`).
 
 Symbols: `N` positions, `G` query heads of the group, `BS` block size, `NB` blocks, `M_c` summaries.

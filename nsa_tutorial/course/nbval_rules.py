@@ -38,13 +38,13 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
         collector.skip_compare += ("text/html",)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cells that cannot run here, and those of which only the run counts."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the cells that cannot run here, and note those of which only the run counts."""
     cells = [item for item in items if hasattr(item, "cell")]
     gpu = [item for item in cells if "gpu" in item.cell.metadata.get("tags", [])]
     if gpu and not _has_gpu():
-        for item in gpu:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        items[:] = [item for item in items if item not in gpu]
+        config.hook.pytest_deselected(items=gpu)
     copies = {item.path for item in cells if (item.path.parent / MARKER).is_dir()}
     compared = {path: _compared(path) for path in copies}
     for item in cells:

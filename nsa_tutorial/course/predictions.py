@@ -5,10 +5,7 @@ A guess may be anything: it is described, never trusted to behave.
 
 from __future__ import annotations
 
-import math
-import numbers as abstract
 import re
-from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -16,6 +13,7 @@ import torch
 
 from nsa_tutorial.course import exercises, reader
 from nsa_tutorial.course.exercises import Prediction
+from nsa_tutorial.course.numerals import as_number, doubt, in_words, is_percent, percent
 from nsa_tutorial.course.speech import Message
 
 _NEAR = Fraction(1, 10)  # relative distance up to which a number is close
@@ -23,7 +21,6 @@ _MEANT = Fraction(1, 50)  # and up to which it is the wrong number that a though
 _SAID = 80  # characters of a guess that are repeated
 _TIMES = {3: "three", 4: "four", 5: "five", 6: "six", 7: "seven", 8: "eight", 9: "nine",
           10: "ten"}  # fmt: skip
-_BINARY = ("KiB", "MiB", "GiB", "TiB")  # each is 1,024 of the one before
 
 
 def predict(name: str, guess: object) -> Message:
@@ -34,14 +31,15 @@ def predict(name: str, guess: object) -> Message:
     """
     asked = exercises.prediction(name)
     guess = _counted(asked.in_full(_simple(guess)), asked)
-    if guess is not None and not _is_choice(guess, asked):
+    if guess is not None and (_is_unclear(guess, asked) or not _is_choice(guess, asked)):
         return Message(
             "open", "○", name, f"not noted, {_written(guess, asked)}.", (_wish(guess, asked),)
         )
     if guess is not None:
         reader.note_guess(name, guess)
         wish = _wish(guess, asked) or "You will see."
-        return Message("open", "○", name, f"noted, {_written(guess, asked)}.", (wish,))
+        said = (wish, *reader.remarks_once())
+        return Message("open", "○", name, f"noted, {_written(guess, asked)}.", said)
     before = reader.guess_of(name)
     if before is not None:
         return Message("open", "○", name, f"your guess so far is {_written(before, asked)}.")
@@ -51,22 +49,24 @@ def predict(name: str, guess: object) -> Message:
 
 def _wish(guess: object, asked: Prediction) -> str:
     """What to ask of a guess that cannot be meant like this."""
+    if _is_unclear(guess, asked):
+        return doubt(guess, asked.unit)
     if not _is_choice(guess, asked):
         choices = ", ".join(_written(c, asked) for c in asked.choices)
         return f"It is none of the choices: {choices}. You may guess again."
     if not asked.asks_for_a_number:
         return ""
-    number = _number(guess, asked.unit)
+    number = as_number(guess, asked.unit)
     if number is None:
         return "Say it as a number, such as 8, 0.5 or 1/64, and you hear how far off it is."
-    if asked.unit == "%" and 0 < number < 1 and not _is_percent(guess):
+    if asked.unit == "%" and 0 < number < 1 and not is_percent(guess):
         return "That is less than one percent. If you meant a share, multiply it by 100."
     return ""
 
 
-def _is_percent(guess: object) -> bool:
-    """Whether the reader wrote the sign."""
-    return isinstance(guess, str) and guess.rstrip().endswith("%")
+def _is_unclear(guess: object, asked: Prediction) -> bool:
+    """Whether a comma of a number can be read in two ways."""
+    return asked.asks_for_a_number and bool(doubt(guess, asked.unit))
 
 
 def _counted(guess: object, asked: Prediction) -> object:
@@ -91,9 +91,9 @@ def reveal(name: str, answer: object) -> Message:
     asked = exercises.prediction(name)
     guess, answer = _simple(reader.guess_of(name)), _simple(answer)
     truth = _written(answer, asked)
-    share = _number(answer, asked.unit)
-    if _is_percent(guess) and not asked.unit and isinstance(share, Fraction) and abs(share) < 1000:
-        truth = _percent(share)  # as the reader said it
+    share = as_number(answer, asked.unit)
+    if is_percent(guess) and not asked.unit and isinstance(share, Fraction) and abs(share) < 1000:
+        truth = percent(share)  # as the reader said it
     if guess is None:
         nudge = "Next time, guess first: an answer stays longer beside a guess, even a wrong one."
         return Message("open", "○", name, f"it is {truth}.", (asked.reason, nudge))
@@ -126,46 +126,14 @@ def _simple(value: object) -> object:
     return value
 
 
-def _number(value: object, unit: str) -> Fraction | float | None:
-    """A number, exactly where it is finite; also from text such as "1,000", "1/64" or "8 GiB"."""
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, str):
-        text = value.strip().replace(",", "").replace("_", "")
-        if unit in _BINARY and text[-3:] in _BINARY and not text.endswith(unit):
-            number = _number(text[:-3], "")
-            factor = Fraction(1024) ** (_BINARY.index(text[-3:]) - _BINARY.index(unit))
-            return number * factor if isinstance(number, Fraction) else None
-        if unit and text.endswith(unit):
-            text = text[: -len(unit)].strip()
-        try:
-            if re.fullmatch(r"[+-]?\d{1,20}/\d{1,20}", text):
-                return Fraction(text)
-            if re.fullmatch(r"[\d.]+ ?[kM]", text):
-                return Fraction(text[:-1].strip()) * {"k": 1000, "M": 10**6}[text[-1]]
-            is_percent = text.endswith("%")
-            value = float(text.removesuffix("%")) / (100 if is_percent else 1)
-        except (ValueError, ZeroDivisionError):
-            return None
-    if not isinstance(value, abstract.Real | Decimal):
-        return None
-    try:
-        return Fraction(value)
-    except (OverflowError, ValueError, TypeError):  # infinite, or not a number
-        try:
-            return float(value)
-        except (OverflowError, ValueError, TypeError):
-            return None
-
-
 def _written(value: object, asked: Prediction) -> str:
     """A guess or an answer in words that fit a line."""
     is_text = isinstance(value, str) and not asked.asks_for_a_number
-    number = None if is_text else _number(value, asked.unit)
+    number = None if is_text else as_number(value, asked.unit)
     if isinstance(number, Fraction):
-        if _is_percent(value) and not asked.unit:
-            return _percent(number)
-        return _of_number(number) + (f" {asked.unit}" if asked.unit else "")
+        if is_percent(value) and not asked.unit:
+            return percent(number)
+        return in_words(number) + (f" {asked.unit}" if asked.unit else "")
     try:
         text = value if isinstance(value, str) else repr(value)
         text = " ".join(text.split())
@@ -174,22 +142,9 @@ def _written(value: object, asked: Prediction) -> str:
     return text if len(text) <= _SAID else f"{text[:_SAID]}…"
 
 
-def _percent(share: Fraction) -> str:
-    return f"{float(100 * share):.3g} %"
-
-
-def _of_number(number: Fraction) -> str:
-    if number.denominator == 1 and abs(number) < 10**15:
-        return f"{int(number):,}"
-    if 0 < abs(number) < Fraction(1, 10**300) or abs(number) >= 10**300:
-        digits = abs(number.numerator).bit_length() - number.denominator.bit_length()
-        return f"about 10^{round(digits * math.log10(2))}" + (", negative" if number < 0 else "")
-    return f"{float(number):.6g}" if abs(number) < 10**15 else f"{float(number):.3g}"
-
-
 def _distance(guess: object, answer: object, asked: Prediction) -> str:
     """How far a guess is off, in words; empty where there is no more to say than that it is."""
-    x, y = _number(guess, asked.unit), _number(answer, asked.unit)
+    x, y = as_number(guess, asked.unit), as_number(answer, asked.unit)
     if y is None or isinstance(answer, str) or asked.choices:
         if _chosen(guess, answer, asked):
             return "exactly right"
@@ -263,13 +218,13 @@ def _equal(guess: object, answer: object) -> bool:
 
 def _chosen(guess: object, choice: object, asked: Prediction) -> bool:
     """Whether a guess is this choice, which may be a number written as text."""
-    x, y = _number(guess, asked.unit), _number(choice, asked.unit)
+    x, y = as_number(guess, asked.unit), as_number(choice, asked.unit)
     return _equal(guess, choice) or (x is not None and x == y)
 
 
 def _is_nearest(x: object, y: object, asked: Prediction) -> bool:
     """Whether no other choice is nearer to the answer."""
-    choices = [_number(choice, asked.unit) for choice in asked.choices]
+    choices = [as_number(choice, asked.unit) for choice in asked.choices]
     if not all(isinstance(number, Fraction) for number in (x, y, *choices)):
         return False
     return all(abs(x - y) <= abs(choice - y) for choice in choices)
@@ -282,7 +237,7 @@ def _is_choice(guess: object, asked: Prediction) -> bool:
 
 def _thought(guess: object, asked: Prediction) -> str:
     """The sentence on the thought that leads to this guess, if one is known."""
-    number = _number(guess, asked.unit)
+    number = as_number(guess, asked.unit)
     for wrong, told in asked.thoughts:
         if callable(wrong):
             try:
@@ -291,7 +246,7 @@ def _thought(guess: object, asked: Prediction) -> str:
             except Exception:
                 continue  # the guess is of a kind that the question was not made for
             continue
-        value = _number(wrong, asked.unit)
+        value = as_number(wrong, asked.unit)
         if isinstance(value, Fraction) and isinstance(number, Fraction):
             if abs(number - value) <= abs(value) * _MEANT:
                 return told

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import json
 import os
 import tempfile
@@ -26,6 +27,7 @@ _VERSION = 1
 Notes = dict[str, Any]
 _memory: Notes = {}
 _guesses: dict[str, object] = {}  # as they were made; the file has only what JSON can hold
+_told: set[str] = set()  # remarks that this process has made
 
 
 def _empty() -> Notes:
@@ -60,14 +62,20 @@ def _checked(notes: object) -> Notes:
 
 
 def _load(path: Path) -> Notes:
-    """The notes of a file. One that cannot be read is kept as `.bak`."""
+    """The notes of a file. One that cannot be read is kept under a name of its own."""
     if not path.exists():
         return _empty()
     try:
         return _checked(json.loads(path.read_text(encoding="utf-8")))
     except ValueError:  # broken JSON and broken text are ValueErrors, too
-        os.replace(path, path.with_suffix(".json.bak"))
+        os.replace(path, _name_aside(path))
         return _empty()
+
+
+def _name_aside(path: Path) -> Path:
+    """A name for a file that cannot be read: `progress.json.bak`, then `progress.json.2.bak`."""
+    names = (f"{path.name}.{n}.bak" if n > 1 else f"{path.name}.bak" for n in itertools.count(1))
+    return next(new for new in map(path.with_name, names) if not new.exists())
 
 
 def _merged(first: Notes, second: Notes) -> Notes:
@@ -135,6 +143,36 @@ def forget() -> None:
     global _memory
     _memory = {}
     _guesses.clear()
+    _told.clear()
+
+
+def is_saved() -> bool:
+    """Whether this is a reader's copy, where notes outlive the kernel."""
+    return _path() is not None
+
+
+def remarks() -> list[str]:
+    """What the reader has to know about these notes: that nothing is saved here, or which files
+    could not be read."""
+    path = _path()
+    if path is None:
+        return [
+            "Nothing is saved in this folder, so this is forgotten when the notebook's kernel "
+            "stops. To keep it, work in your own copy of the chapters. In a clone, `make lab` "
+            "makes the copy and opens it; `python -m nsa_tutorial.course.copies` only makes it."
+        ]
+    return [
+        f"Your notes in {FOLDER}/{FILE} could not be read, so they began anew. The old file is "
+        f"kept as {FOLDER}/{kept.name}. If you do not need it, delete it."
+        for kept in sorted(path.parent.glob(f"{FILE}*.bak"))
+    ]
+
+
+def remarks_once() -> list[str]:
+    """Those that this process has not made yet."""
+    new = [remark for remark in remarks() if remark not in _told]
+    _told.update(new)
+    return new
 
 
 def note_solved(chapter: str, name: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nsa_tutorial.course import exercises, reader
 from nsa_tutorial.course.chapters import CHAPTERS, Chapter
-from nsa_tutorial.course.speech import STYLE
+from nsa_tutorial.course.speech import STYLE, sentence
 
 # `!important`: JupyterLab's own rules for tables in outputs
 _STYLE = (
@@ -50,11 +50,13 @@ class Progress:
         rows: a row for each chapter.
         here: the chapter whose exercises are listed by name; empty for none.
         guesses: how many predictions were guessed at.
+        remarks: what else the reader has to know.
     """
 
     rows: tuple[Row, ...]
     here: str = ""
     guesses: int = 0
+    remarks: tuple[str, ...] = ()
 
     @property
     def share(self) -> float:
@@ -78,7 +80,7 @@ class Progress:
             lines.append(f"{_title(row.chapter)}  {signs}".rstrip())
             if row.chapter.name == self.here:
                 lines += [f"     {'✓' if done else '○'} {name}" for name, done in row.exercises]
-        return "\n".join([*lines, self.totals])
+        return "\n".join([*lines, self.totals, *self.remarks])
 
     def _repr_html_(self) -> str:
         rows = "".join(map(self._row, self.rows))
@@ -86,7 +88,7 @@ class Progress:
             f'{STYLE}{_STYLE}<div class="nsa-said nsa-open" role="status">'
             f'<table class="nsa-progress">{rows}</table>{self._names()}'
             f'<div class="nsa-track"><div style="width:{100 * self.share:.0f}%"></div></div>'
-            f"<p>{self.totals}</p></div>"
+            f"<p>{self.totals}</p>{''.join(f'<p>{sentence(r)}</p>' for r in self.remarks)}</div>"
         )
 
     def _row(self, row: Row) -> str:
@@ -139,4 +141,6 @@ def progress(chapter: str = "") -> Progress:
         known = exercises.chapter_exercises(each.name) if each.name in exercises.chapters() else ()
         solved = notes["solved"].get(each.name, [])
         rows.append(Row(each, tuple((name, name in solved) for name in known)))
-    return Progress(tuple(rows), chapter or notes["latest"], len(notes["guesses"]))
+    is_anything_noted = notes["solved"] or notes["guesses"]
+    remarks = tuple(reader.remarks()) if is_anything_noted or reader.is_saved() else ()
+    return Progress(tuple(rows), chapter or notes["latest"], len(notes["guesses"]), remarks)

@@ -17,7 +17,33 @@ from nsa_tutorial.course.speech import Code, Part, plain
 
 _FEW, _FEW_NUMBERS = 16, 24  # what is written whole: values of a list, numbers of a tensor
 _PAIRED = 1e-5  # of two lists, the values further apart than this are the ones to speak of
+_DEEP, _MANY = 20, 10**5  # lists in lists, and values in all: more is no result of an exercise
 _SCALARS = bool | int | float | str | np.generic
+
+
+def unreadable(value: object) -> str:
+    """Why a result cannot be compared with anything, in a sentence; empty where it can."""
+    for count, (part, depth) in enumerate(_parts(value)):
+        if depth == _DEEP or count == _MANY:
+            kind = type(value).__name__
+            return f"It returned a {kind} that holds itself, or more than can be looked through."
+        if isinstance(part, torch.Tensor) and part.is_meta:
+            return (
+                f"It returned a tensor of shape {list(part.shape)} on the meta device, where there "
+                "are no numbers. On which device do you create it?"
+            )
+        if isinstance(part, torch.Tensor) and part.layout != torch.strided:
+            layout = str(part.layout).removeprefix("torch.")
+            return f"It returned a tensor stored as {layout}. Call `.to_dense()` on it first."
+    return ""
+
+
+def _parts(value: object, depth: int = 0) -> Iterator[tuple[object, int]]:
+    """A value and all that it holds, each with how deep inside it stands."""
+    yield value, depth
+    if isinstance(value, list | tuple | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _parts(part, depth + 1)
 
 
 def same(a: object, b: object, tolerance: float) -> bool:

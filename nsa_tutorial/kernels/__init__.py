@@ -1,1 +1,8 @@
-"""Part III: attention in TileLang and Triton. Chapters 09 to 11."""
+"""Part III: attention in TileLang and Triton.
+
+Importing a kernel decides how Triton runs it (`runtime.environment.prepare`).
+"""
+
+from nsa_tutorial.runtime import environment
+
+environment.prepare()

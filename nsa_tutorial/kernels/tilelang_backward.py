@@ -21,7 +21,7 @@ from tvm import tirx
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.kernels.tilelang_basics import exact_gemm
 from nsa_tutorial.kernels.tilelang_forward import rows_of
-from nsa_tutorial.kernels.tilelang_tiles import launch_options, tile_rows, tile_sides
+from nsa_tutorial.kernels.tilelang_tiles import dkv_sides, launch_options, tile_sides
 
 accum_dtype = "float32"
 SUM_KEYS = 16  # keys whose shares a program adds
@@ -259,7 +259,7 @@ def build_dkv(
     E, P, places = T.dynamic("E"), T.dynamic("P"), T.dynamic("places")
     num_factors = E if has_factors else T.dynamic("num_factors")
     exact = dtype == "float32"
-    DT, DVT = tile_rows(D), tile_rows(DV)
+    DT, DVT = dkv_sides(D, DV, 4 if dtype == "float32" else 2)
     # rows of an entry: a power of two, or no 16 bytes could be proved to be of one row
     GP = 1 << (G - 1).bit_length()
     PARTS = -(-BS // BT)  # programs of a tile
@@ -447,7 +447,7 @@ def build_sum(
     """
     keys, rows = T.dynamic("keys"), T.dynamic("rows")
     E, P, places = T.dynamic("E"), T.dynamic("P"), T.dynamic("places")
-    DT, DVT = tile_rows(D), tile_rows(DV)
+    DT, DVT = dkv_sides(D, DV, 4 if dtype == "float32" else 2)
     tile = -(-BS // BT) * BT  # keys of a place
 
     @T.prim_func

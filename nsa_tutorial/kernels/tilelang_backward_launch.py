@@ -19,9 +19,10 @@ from nsa_tutorial.kernels import backward_tables, tilelang_backward
 from nsa_tutorial.kernels.tilelang_forward import PASS_CONFIGS
 from nsa_tutorial.kernels.tilelang_tiles import (
     dkv_options,
+    dkv_sides,
     dq_options,
-    tile_rows,
 )
+from nsa_tutorial.runtime.devices import kind_of
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
 from nsa_tutorial.sparse.selected_attention import QueryRows
@@ -38,7 +39,7 @@ KERNELS = {
 
 @functools.cache
 def compiled(name: str, device: str, *shape: int, **options: object) -> tilelang.JITKernel:
-    """The kernel of `KERNELS[name](*shape, **options)`, compiled for `"cpu"` or `"cuda"`, once per
+    """The kernel of `KERNELS[name](*shape, **options)`, compiled for `kind_of` a device, once per
     process."""
     kernel = KERNELS[name](*shape, **options)
     if device == "cpu":
@@ -170,7 +171,7 @@ def _gradients(
         d_o, q, k, v, lse, ids, rows, tile, window_size, scale, slot_scale, delta, lse2,
         is_added=out is not None,
     )  # fmt: skip
-    delta_kernel = compiled("delta", q.device.type, H, G, v.shape[2], dtype=call.dtype)
+    delta_kernel = compiled("delta", kind_of(q.device), H, G, v.shape[2], dtype=call.dtype)
     delta_kernel(o, d_o, lse, d_lse, delta, lse2)
     d_slot_scale = gradient_of_queries(call, d_q.view(q.shape))
     gradients_of_keys_and_values(call, d_k.view(k.shape), d_v.view(v.shape))
@@ -190,7 +191,7 @@ def gradient_of_queries(call: Backward, d_q: Tensor) -> Tensor | None:
     if c.slot_scale is not None:
         slot_scale = c.slot_scale.contiguous()
         d_slot_scale = slot_scale.new_zeros(*slot_scale.shape[:2], slot_scale.shape[2] * parts)
-    kernel = compiled("dq", d_q.device.type, *c.sizes, **c.kinds, **options)
+    kernel = compiled("dq", kind_of(d_q.device), *c.sizes, **c.kinds, **options)
     kernel(
         c.q, c.k, c.v, c.d_o, c.lse, c.delta, c.lse2, c.ids, slot_scale, rows.first_key,
         rows.num_visible, d_q, d_slot_scale, c.scale, c.scale * LOG2_E,
@@ -202,10 +203,10 @@ def gradients_of_keys_and_values(call: Backward, d_k: Tensor, d_v: Tensor) -> No
     """Write the gradients of keys and values: of every tile in chunks, then the sums of those that
     were cut."""
     c, (H, G, D, DV, BS) = call, call.sizes
-    device, num_keys = d_k.device.type, len(d_k)
+    device, num_keys = kind_of(d_k.device), len(d_k)
     options = dkv_options(G, D, DV, BS, **c.memory)
     BT = options["BT"]
-    widths = (tile_rows(D), tile_rows(DV))
+    widths = dkv_sides(D, DV, c.q.element_size())
     share = (-(-BS // BT) * BT, sum(widths))  # fp32 numbers of a chunk
 
     # -- the inverse lists --

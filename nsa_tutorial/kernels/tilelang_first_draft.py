@@ -24,6 +24,7 @@ from torch import Tensor
 from tvm import tirx
 
 from nsa_tutorial.exact.online_softmax import LOG2_E
+from nsa_tutorial.runtime.devices import kind_of
 from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
 
 PASS_CONFIGS = {
@@ -198,7 +199,7 @@ def build_kernel(
 
 @functools.cache
 def compiled(device: str, *sizes: int, **options: object) -> tilelang.JITKernel:
-    """The kernel of `build_kernel(*sizes, **options)`, compiled for `"cpu"` or `"cuda"`, once per
+    """The kernel of `build_kernel(*sizes, **options)`, compiled for `kind_of` a device, once per
     process."""
     kernel = build_kernel(*sizes, **options)
     if device == "cpu":
@@ -224,7 +225,7 @@ def run(
     """
     (B, _, HQ, D), H, S = q.shape, k.shape[2], block_indices.shape[3]
     dtype = str(q.dtype).removeprefix("torch.")
-    kernel = compiled(q.device.type, B, HQ, HQ // H, D, block_size, S, dtype=dtype, **options)
+    kernel = compiled(kind_of(q.device), B, HQ, HQ // H, D, block_size, S, dtype=dtype, **options)
     ids = block_indices.to(torch.int32).contiguous()
     o = torch.empty_like(q)
     kernel(q.contiguous(), k.contiguous(), v.contiguous(), ids, o)

@@ -21,6 +21,7 @@ from tvm import tirx
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.kernels.tilelang_basics import exact_gemm
 from nsa_tutorial.kernels.tilelang_tiles import launch_options, tile_rows, tile_sides
+from nsa_tutorial.runtime.devices import kind_of
 from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
@@ -187,7 +188,7 @@ def compiled(
     device: str, *shape: int, pass_configs: tuple[tuple[str, object], ...] | None = None,
     **options: object,
 ) -> tilelang.JITKernel:  # fmt: skip
-    """The kernel of `build_kernel(*shape, **options)`, compiled for `"cpu"` or `"cuda"`, once per
+    """The kernel of `build_kernel(*shape, **options)`, compiled for `kind_of` a device, once per
     process. `pass_configs` are the compiler's, in place of `PASS_CONFIGS`."""
     kernel = build_kernel(*shape, **options)
     if device == "cpu":
@@ -217,7 +218,7 @@ def launch(
     dtype = str(q.dtype).removeprefix("torch.")
     shape = (H, G, D, DV, block_size)
     kinds = {"is_window": is_window, "has_factors": slot_scale is not None}
-    kernel = compiled(q.device.type, *shape, dtype=dtype, **kinds, **options)
+    kernel = compiled(kind_of(q.device), *shape, dtype=dtype, **kinds, **options)
     factors = k.new_empty(R, H, 0, dtype=torch.float32) if slot_scale is None else slot_scale
     if out is None:
         out = (v.new_empty(B, N, HQ, DV), v.new_empty(B, N, HQ, dtype=torch.float32))

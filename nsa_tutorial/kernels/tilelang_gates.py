@@ -20,6 +20,7 @@ from torch import Tensor
 from tvm import tirx
 
 from nsa_tutorial.kernels.tilelang_forward import PASS_CONFIGS
+from nsa_tutorial.runtime.devices import kind_of
 from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
 
 TILE, THREADS = 4096, 128  # numbers of an output that a program takes
@@ -142,7 +143,7 @@ def build_gated_sum_backward(num: int, DV: int, dtype: str) -> tirx.PrimFunc:
 
 @functools.cache
 def compiled(name: str, device: str, *sizes: object) -> tilelang.JITKernel:
-    """The kernel of `build_<name>(*sizes)`, compiled for `"cpu"` or `"cuda"`, once per process."""
+    """The kernel of `build_<name>(*sizes)`, compiled for `kind_of` a device, once per process."""
     builders = {"gated_sum": build_gated_sum, "gated_sum_backward": build_gated_sum_backward}
     kernel = builders[name](*sizes)
     if device == "cpu":
@@ -175,7 +176,7 @@ def kernel_for(name: str, outputs: Sequence[Tensor]) -> tilelang.JITKernel:
     """The kernel for the number, width, dtype and device of these outputs."""
     o = outputs[0]
     dtype = str(o.dtype).removeprefix("torch.")
-    return compiled(name, o.device.type, len(outputs), o.shape[3], dtype)
+    return compiled(name, kind_of(o.device), len(outputs), o.shape[3], dtype)
 
 
 def _gates(gates: Sequence[Tensor]) -> list[Tensor]:

@@ -31,6 +31,7 @@ from nsa_tutorial.kernels.tilelang_tiles import (
     summary_dq_options,
     summary_sides,
 )
+from nsa_tutorial.runtime.devices import kind_of
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
 from nsa_tutorial.sparse import score_cells
@@ -52,7 +53,7 @@ KERNELS = {
 
 @functools.cache
 def compiled(name: str, device: str, *shape: int, **options: object) -> tilelang.JITKernel:
-    """The kernel of `KERNELS[name](*shape, **options)`, compiled for `"cpu"` or `"cuda"`, once per
+    """The kernel of `KERNELS[name](*shape, **options)`, compiled for `kind_of` a device, once per
     process."""
     kernel = KERNELS[name](*shape, **options)
     if device == "cpu":
@@ -70,7 +71,7 @@ def compressed_attention(
     lse = q.new_empty(B, N, HQ, dtype=torch.float32)
     options = attend_options(D, DV, q.element_size(), shared_memory(q.device))
     kernel = compiled(
-        "attend", q.device.type, H, HQ // H, D, DV, dtype=dtype_of(q), **options,
+        "attend", kind_of(q.device), H, HQ // H, D, DV, dtype=dtype_of(q), **options,
         has_tma=has_tma(q.device, D * q.element_size(), DV * q.element_size()),
     )  # fmt: skip
     kernel(
@@ -87,7 +88,7 @@ def select_blocks(
 ) -> Tensor:  # fmt: skip
     """The blocks of each query: `block_selection.select_blocks`, a chunk of queries at a time."""
     (B, N, HQ, D), H = q.shape, k_cmp.shape[2]
-    R, M_c, device = B * N, k_cmp.shape[1], q.device.type
+    R, M_c, device = B * N, k_cmp.shape[1], kind_of(q.device)
     if lse is None:
         _, lse = compressed_attention(q, k_cmp, k_cmp, summaries, scale=scale)
     cells = score_cells.cells(
@@ -141,7 +142,7 @@ def of_summaries(
         The gradients of `q`, `k_cmp` and `v_cmp`, in their dtypes; the same bits in every run.
     """
     (B, N, HQ, D), (_, M_c, H, DV) = q.shape, v_cmp.shape
-    R, G, device, dtype, itemsize = B * N, HQ // H, q.device.type, dtype_of(q), q.element_size()
+    R, G, device, dtype, itemsize = B * N, HQ // H, kind_of(q.device), dtype_of(q), q.element_size()
     d_q = q.new_empty(q.shape)
     d_k, d_v = (x.new_zeros(x.shape) for x in (k_cmp, v_cmp))
     if M_c == 0:

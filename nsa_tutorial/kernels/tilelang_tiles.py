@@ -70,12 +70,20 @@ def dq_options(
     return {"BT": BT, "threads": launch_options(G, D, DV, BT)["threads"], "num_stages": 1}
 
 
+def dkv_sides(D: int, DV: int, itemsize: int) -> tuple[int, int]:
+    """`DT, DVT` of the pass over key tiles. Past 256 numbers for both together, two warp groups
+    share the columns of a product on Hopper: TileLang 0.1.15 finds no layout for halves that are no
+    multiples of 16."""
+    side = 64 if itemsize == 2 and tile_rows(D) + tile_rows(DV) > 256 else 16
+    return -(-D // side) * side, -(-DV // side) * side
+
+
 def dkv_options(
     G: int, D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:
     """`BT, BR, threads, num_stages` of the pass over key tiles: keys of a program, rows of a step,
     and a warp for every 16 keys, two where rows are wide. Arguments as in `dq_options`."""
-    width = tile_rows(D) + tile_rows(DV)
+    width = sum(dkv_sides(D, DV, itemsize))
     in_registers = width <= 256 and itemsize == 2  # the weights
 
     def size(BT: int, BR: int) -> int:

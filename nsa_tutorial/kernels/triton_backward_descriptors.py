@@ -1,10 +1,9 @@
 """Chapter 13's gradient of the queries with tensor descriptors: the second step, for Hopper and
 later.
 
-`dq_kernel` does what `triton_backward.dq_kernel` does, with whole blocks fetched by the tensor
-memory accelerator, and without a mask in its loop. It stands to it as `triton_descriptors` to
-`triton_forward`, and takes what `triton_descriptors.can_use_descriptors`, without windows and
-factors.
+`dq_kernel` does what `triton_backward.dq_kernel` does. The tensor memory accelerator fetches whole
+blocks for it, and its loop has no mask. `triton_backward_launch` calls it for the tensors that
+`triton_descriptors.can_use_descriptors` admits, where slots have no factors.
 
 No argument is checked here: `ops` does.
 """

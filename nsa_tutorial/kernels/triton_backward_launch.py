@@ -21,6 +21,7 @@ from nsa_tutorial.kernels import (
     triton_backward_descriptors,
     triton_key_blocks_backward,
     triton_launch,
+    triton_query_tiles,
     triton_query_tiles_backward,
     triton_windows_backward_launch,
 )
@@ -97,6 +98,8 @@ def of_lists(
         order = "queries"
     elif order == "auto":
         order = order_of(q, k, v, ids, block_size=block_size)
+    elif order == "tiles" and not triton_query_tiles.has_room(q, v, ids, block_size):
+        order = "queries"
     if order == "blocks":
         return *triton_key_blocks_backward.all_gradients(call), None
     d_q, d_k, d_v = (q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape))

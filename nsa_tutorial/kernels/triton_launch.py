@@ -60,9 +60,11 @@ def order_of(
     if G <= SMALL_GROUP:
         numbers = len(ids) * k.shape[2] * (q.shape[3] + v.shape[3])
         return by_blocks if numbers >= FEWEST_NUMBERS else by_queries
-    fills_a_tile = G > LARGE_GROUP  # alone, so that no neighbour fits in
+    if G > LARGE_GROUP:  # it fills a tile alone, so that no neighbour fits in
+        return by_queries
     has_descriptors = triton_descriptors.can_use_descriptors(q, k, v, block_size)
-    return by_either if has_descriptors and not fills_a_tile else by_queries
+    has_room = triton_query_tiles.has_room(q, v, ids, block_size)
+    return by_either if has_descriptors and has_room else by_queries
 
 
 def by_queries(
@@ -86,12 +88,12 @@ def by_tiles(
     block_size: int, scale: float, slot_scale: Tensor | None = None, out: Outputs | None = None,
     most: float = ANY_LENGTH,
 ) -> Outputs:  # fmt: skip
-    """A tile of queries in a program, and `by_queries` what that leaves: lists with factors, and
-    tiles that are not wanted, `most` being that of `triton_unions.unions`. Without
-    descriptors, tiles are written over what one query in a program has found."""
+    """A tile of queries in a program, and `by_queries` what that leaves: lists with factors, lists
+    too long for a tile, and tiles that are not wanted, `most` being that of `triton_unions.unions`.
+    Without descriptors, tiles are written over what one query in a program has found."""
     given, sizes = (q, k, v, ids, rows), {"block_size": block_size, "scale": scale}
     out = out or new_outputs(q, v)
-    if slot_scale is not None:
+    if slot_scale is not None or not triton_query_tiles.has_room(q, v, ids, block_size):
         return by_queries(*given, **sizes, slot_scale=slot_scale, out=out)
     fast = triton_descriptors.can_use_descriptors(q, k, v, block_size)
     if not fast:

@@ -23,7 +23,7 @@ from torch import Tensor
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.kernels.triton_descriptors import descriptors, online_softmax
 from nsa_tutorial.kernels.triton_tiles import query_tile_options, tile_sizes
-from nsa_tutorial.kernels.triton_unions import ANY_LENGTH, Unions, unions
+from nsa_tutorial.kernels.triton_unions import ANY_LENGTH, MOST_WARPS, Unions, num_warps, unions
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
@@ -145,6 +145,14 @@ def kernel(
     o_pointer = Output + group_row[:, None] * DV + value_width
     tl.store(o_pointer, o_tile.to(Output.dtype.element_ty), mask=o_mask)
     tl.store(LSE + group_row, lse, mask=in_rows)
+
+
+def has_room(q: Tensor, v: Tensor, ids: Tensor, block_size: int) -> bool:
+    """Whether a program can sort the lists `ids [R, H, S]` of a tile of queries."""
+    (HQ, D), (H, DV) = q.shape[2:], v.shape[2:]
+    memory = {"itemsize": q.element_size(), "shared_memory": shared_memory(q.device)}
+    T = query_tile_options(HQ // H, D, DV, block_size, **memory)["T"]
+    return num_warps(T, ids.shape[2]) <= MOST_WARPS
 
 
 def launch(

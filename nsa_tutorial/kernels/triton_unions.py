@@ -22,6 +22,8 @@ MOST_QUERIES = tl.constexpr(16)  # of a tile: one bit each
 IN_PART = tl.constexpr(2**16)  # the bit behind these: some query sees the block in part
 NO_BLOCK = tl.constexpr(2**62)  # behind all keys
 SCANNED = 8192  # numbers that a program looks at for one that is not finite
+ENTRIES = 128  # that a warp sorts
+MOST_WARPS = 32  # of a program, on every GPU
 
 
 class Unions(NamedTuple):
@@ -128,6 +130,11 @@ def union_kernel(
     tl.store(NumWhole + tile * H + head, num_whole)
 
 
+def num_warps(T: int, S: int) -> int:
+    """Warps that sort the entries of `T` lists of `S` slots."""
+    return max(1, T * triton.next_power_of_2(S) // ENTRIES)
+
+
 def unions(
     k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *, block_size: int, T: int, BT: int,
     most: float = ANY_LENGTH,
@@ -138,7 +145,8 @@ def unions(
         k, v: contiguous keys and values; with one number in them that is not finite, no union is
             wanted.
         ids, rows: as in `selected_attention.forward`.
-        T: queries of a tile, a power of two of at most 16.
+        T: queries of a tile, a power of two of at most 16, of which `num_warps` is at most
+            `MOST_WARPS`.
         BT: tokens of a step. Where it does not divide a block, all steps go behind a mask.
         most: of the entries of a tile's lists, the share up to which its union is wanted.
     """
@@ -152,6 +160,6 @@ def unions(
     SP = triton.next_power_of_2(S)
     union_kernel[(num_tiles, H)](
         ids, rows.first_key, rows.num_visible, is_bad, start, listed_by, count, num_whole, R, H, S,
-        float(most), T=T, BS=block_size, BT=BT, SP=SP, num_warps=max(1, T * SP // 128),
+        float(most), T=T, BS=block_size, BT=BT, SP=SP, num_warps=num_warps(T, S),
     )  # fmt: skip
     return Unions(start, listed_by, count, num_whole, T)

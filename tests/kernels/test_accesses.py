@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from accesses import Accesses, assert_sound, watch
@@ -21,14 +23,21 @@ pytestmark = [
 ]
 
 PROBLEMS = {
-    "own block, ragged tail": Problem(N=9, M=37, H=1, D=16, DV=24, own=True, counts="random"),
-    "packed, one empty": Problem(N=20, M=20, G=1, cu=(0, 3, 3, 18, 20), D=16, DV=16),
-    "blocks of 24, not causal": Problem(N=9, M=37, H=1, G=16, BS=24, D=16, DV=16, causal=False),
+    "own block, ragged tail": Problem(N=5, M=37, H=1, D=16, DV=24, own=True, counts="random"),
+    "packed, one empty": Problem(N=12, M=12, G=1, BS=8, cu=(0, 2, 2, 11, 12), D=16, DV=16),
+    "blocks of 24, not causal": Problem(N=5, M=37, H=1, G=16, BS=24, D=16, DV=16, causal=False),
 }
 
 
+def alone(x: torch.Tensor) -> torch.Tensor:
+    """A copy with room on both sides: an access next to it is in no other tensor."""
+    room = 4096
+    copy = x.new_empty(x.numel() + 2 * room)[room:-room].view(x.shape)
+    return copy.copy_(x).requires_grad_(x.is_floating_point())
+
+
 def watched(run, *inputs: torch.Tensor) -> Accesses:
-    inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    inputs = [alone(x) for x in inputs]
     with watch() as seen:
         run(*inputs).float().sum().backward()
     return seen
@@ -44,16 +53,16 @@ def test_lists_in_each_order(problem: Problem, order: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "cu", [pytest.param(None, id="batch", marks=pytest.mark.exhaustive), (0, 9, 9, 30, 40)], ids=str
+    "cu", [pytest.param(None, id="batch", marks=pytest.mark.exhaustive), (0, 3, 3, 14, 19)], ids=str
 )
 def test_all_of_nsa(cu: tuple[int, ...] | None) -> None:
     """Pooling, attention to summaries, the choice, lists, windows and gates, and back."""
     skip_unless_runs("triton", "cpu")
     g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 40, heads, 16, generator=g) for heads in (6, 2, 2))
-    gates = [torch.rand(1, 40, 6, generator=g) for _ in range(3)]
+    q, k, v = (torch.randn(1, 19, heads, 16, generator=g) for heads in (4, 2, 2))
+    gates = [torch.rand(1, 19, 4, generator=g) for _ in range(3)]
     options = {
-        "block_counts": 3, "block_size": 8, "window_size": 9, "length": 8, "stride": 4,
+        "block_counts": 3, "block_size": 4, "window_size": 5, "length": 4, "stride": 2,
         "cu_seqlens": None if cu is None else torch.tensor(cu, dtype=torch.int32),
     }  # fmt: skip
     seen = watched(
@@ -63,7 +72,8 @@ def test_all_of_nsa(cu: tuple[int, ...] | None) -> None:
 
 
 def launch(kernel, *arguments, grid: int = 2) -> Accesses:
-    with watch() as seen:
+    # where the course watches addresses, it stops a kernel at the first that is outside
+    with watch() as seen, contextlib.suppress(IndexError):
         kernel[(grid,)](*arguments)
     return seen
 

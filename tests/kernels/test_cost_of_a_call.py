@@ -36,7 +36,7 @@ class Integers(TorchDispatchMode):
 def test_a_window_makes_no_lists(watch: Callable, backend: str, device: str) -> None:
     """A number for each row, or one for each block of the window, and never their product."""
     skip_unless_runs(backend, device)
-    q, k, v = (x.to(device) for x in Shape(N=3, M=300, H=2, G=1, D=4, DV=4).make())
+    q, k, v = (x.to(device) for x in Shape(N=3, M=300).make())
     with watch(Integers()) as integers:
         ops.sliding_window_attention(q, k, v, window_size=256, backend=backend)
     assert integers.most <= 256 // 64
@@ -58,7 +58,7 @@ def test_a_block_longer_than_a_packed_sequence(backend: str, device: str) -> Non
     """Each sequence has one block, whose other tokens belong to its neighbours."""
     skip_unless_runs(backend, device)
     assert_right(
-        Problem(N=35, M=35, BS=1000, S=2, cu=(0, 7, 7, 35), own=True).make(device=device), backend
+        Problem(N=9, M=9, BS=2**10, S=2, cu=(0, 3, 3, 9), own=True).make(device=device), backend
     )
 
 
@@ -91,7 +91,7 @@ def test_nothing_reads_all_keys_or_values(watch: Callable, backend: str, device:
     """One query of a long cache: a reduction over `v` before the launch would read 1 GB at a
     million tokens."""
     skip_unless_runs(backend, device)
-    call = Problem(N=1, M=4096, D=16, DV=16, S=2).make(device=device)
+    call = Problem(N=1, M=4096, G=2, D=16, DV=16, S=2).make(device=device)
     with watch(Reductions(call.v.numel())) as reductions:
         call.run(backend)
     assert reductions.of == []

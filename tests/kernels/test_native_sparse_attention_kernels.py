@@ -28,8 +28,8 @@ GATES = {str(gates): gates for gates in ((0, 1, 2), (1, 2), (0, 1), (2,))}
 FULL = torch.float32
 
 
-# the same TileLang kernels run where the gradients of all of NSA are tested
-SLOW = {"tilelang": ["(0, 1)"]}
+# TileLang's kernels run where the layer's gradients are tested
+SLOW = {"tilelang": []}
 
 
 @product(
@@ -43,13 +43,13 @@ def test_agrees_with_the_reference(
     device: str,
 ) -> None:
     skip_unless_runs(backend, device, dtype)
-    q, k, v, *all_gates = inputs(40, 4, 2, 16, dtype, device)
+    q, k, v, *all_gates = inputs(24, 4, 2, 16, dtype, device)
     used = [g if i in gates else None for i, g in enumerate(all_gates)]
     options = {"block_size": 16, "window_size": 7, "length": 8, "stride": 4, "block_counts": 3}
     if 0 not in gates and 1 in gates:
         options |= {
             "block_indices": torch.tensor([0, 1], dtype=torch.int32, device=device).expand(
-                1, 40, 2, 2
+                1, 24, 2, 2
             ),
             "block_counts": 2,
         }

@@ -3,6 +3,9 @@ its chunks, what is never read, and the options."""
 
 from __future__ import annotations
 
+import random
+from itertools import product
+
 import pytest
 import torch
 from branches import Shape
@@ -23,10 +26,16 @@ from nsa_tutorial.kernels import tilelang_backward as kernels
 from nsa_tutorial.kernels import tilelang_backward_launch as launch
 from nsa_tutorial.kernels import tilelang_forward
 from nsa_tutorial.kernels.tilelang_forward import PASS_CONFIGS
-from nsa_tutorial.kernels.tilelang_tiles import SHARED_MEMORY, dkv_options, dq_options, tile_rows
+from nsa_tutorial.kernels.tilelang_tiles import (
+    SHARED_MEMORY,
+    dkv_options,
+    dkv_sides,
+    dq_options,
+    tile_rows,
+    tile_sides,
+)
 
 places = places_of(["tilelang"])
-SIZES = {"D": 16, "DV": 24, "G": 2}
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
@@ -58,9 +67,8 @@ def cuda(name: str, shape: tuple[int, ...], dtype: str, arch: str, **kinds: bool
     [
         pytest.param(
             arch, dtype, shape, name, kinds, id=f"{name}-{arch}-{dtype}-{label}{kind}",
-            marks=[] if (arch, dtype, label) in quick and not kind else pytest.mark.exhaustive,
+            marks=pytest.mark.exhaustive,
         )
-        for quick in [{("sm_90", "float16", "shown")}]
         for arch, dtype in (("sm_90", "float16"), ("sm_90", "float32"), ("sm_80", "bfloat16"))
         for label, shape in SHAPES.items()
         for name in ("dq", "dkv")
@@ -80,6 +88,64 @@ def test_every_tile_comes_16_bytes_at_a_time(
     if (arch, name, shape) == ("sm_90", "dkv", SHAPES["shown"]) and on_tensor_cores:
         # scores stand transposed, so that the weights are multiplied from where they are
         assert source.count("wgmma_rs<") == 4, "weights should stay in registers"
+
+
+GROUPS = (1, 2, 3, 4, 5, 8, 16, 17, 32, 33, 64)
+WIDTHS = (*range(16, 257, 16), 1, 8, 33, 40, 72, 100)  # multiples of 16, and odd ones
+BLOCKS = (16, 24, 64)
+
+
+def test_a_warp_has_columns_that_its_products_take() -> None:
+    """Of all groups and widths: 16 for a warp group of Hopper's, in 64 rows or more, and 8 for a
+    warp otherwise. With less, TileLang finds no layout, or computes something else."""
+    for G, D, DV, BS in product(GROUPS, WIDTHS, WIDTHS, BLOCKS):
+        dkv, dq = dkv_options(G, D, DV, BS, 2), dq_options(G, D, DV, BS, 2)
+        GT, *dq_sides = tile_sides(G, D, DV)
+        for rows, threads, columns in (
+            (dkv["BT"], dkv["threads"], (dkv["BR"], *dkv_sides(D, DV, 2))),
+            (GT, dq["threads"], (dq["BT"], *dq_sides)),
+        ):
+            across = max(1, threads // 32 // (rows // 16))
+            widths = columns[1:] if rows >= 64 else columns
+            step = 16 if rows >= 64 and threads >= 128 else 8
+            assert not [n for n in widths if n % (across * step)], (G, D, DV, BS)
+
+
+def drawn(seed: int) -> tuple[str, str, str, tuple[int, ...]]:
+    """An architecture with a dtype, a kernel, and its shape; every group four times."""
+    draw = random.Random(f"lowering {seed}")
+    arch, dtype = draw.choice((*[("sm_90", "float16")] * 3, ("sm_90", "float32"),
+                               ("sm_80", "bfloat16")))  # fmt: skip
+    widths = (draw.choice(WIDTHS), draw.choice(WIDTHS))
+    shape = (2, GROUPS[seed % len(GROUPS)], *widths, draw.choice(BLOCKS))
+    return arch, dtype, draw.choice(("dq", "dkv", "dkv", "forward", "sum")), shape
+
+
+# the smallest one that found no layout, with blocks of 64: two warp groups shared 16 columns
+SMALLEST = ("sm_90", "float16", "dkv", (2, 1, 16, 256, 64))
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "name", "shape"),
+    [
+        pytest.param(*SMALLEST, id="smallest", marks=pytest.mark.exhaustive),
+        pytest.param("sm_90", "float16", "dkv", (2, 1, 80, 256, 64), marks=pytest.mark.exhaustive),
+        *(pytest.param(*drawn(seed), marks=pytest.mark.exhaustive) for seed in range(16)),
+    ],
+)
+def test_groups_and_widths_lower(arch: str, dtype: str, name: str, shape: tuple[int, ...]) -> None:
+    """Any group, any pair of widths."""
+    H, G, D, DV, BS = shape
+    if name in ("dq", "dkv"):
+        assert "__global__" in cuda(name, shape, dtype, arch)
+        return
+    BT = dkv_options(G, D, DV, BS, ITEMSIZE[dtype])["BT"]
+    kernel = (
+        kernels.build_sum(H, D, DV, BS, dtype, BT=BT)
+        if name == "sum"
+        else tilelang_forward.build_kernel(H, G, D, DV, BS, dtype)
+    )
+    assert "__global__" in lowering.cuda(kernel, arch, PASS_CONFIGS)
 
 
 # -- the same gradients --
@@ -131,33 +197,29 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_blocks_in_chunks(BS: int, backend: str, device: str) -> None:
     """Blocks of one tile, of part of a tile, and of several."""
     skip_unless_runs(backend, device)
-    arguments, sizes = of_lists(Problem(N=30, M=170, BS=BS, **SIZES), device)
+    arguments, sizes = of_lists(Problem(N=30, M=170, BS=BS), device)
     found = launch.of_lists(*arguments, **sizes)
     assert_close(found, gradients.of_lists(*arguments, **sizes))
 
 
 @places
-@pytest.mark.usefixtures("short_chunks")
 @pytest.mark.parametrize(
-    "shape", [Shape(N=20, window=7), Shape(B=2, N=80, M=140, window=30)], ids=str
+    ("shape", "rows"),
+    [
+        (Shape(N=20, window=7), 2**10),
+        (Shape(N=20, window=7), 6),
+        (Shape(B=2, N=80, M=140, window=30), 6),
+    ],
+    ids=["whole tiles", "chunks", "chunks of a batch"],
 )
-def test_windows_in_chunks(shape: Shape, backend: str, device: str) -> None:
-    """There are more places in the table than chunks; those left over write nothing."""
-    skip_unless_runs(backend, device)
-    arguments, sizes = of_windows(shape, device)
-    found = launch.of_windows(*arguments, **sizes)
-    assert_close(found, gradients.of_windows(*arguments, **sizes))
-
-
-@places
-@pytest.mark.parametrize("rows", [8, 2**10], ids=["chunks", "whole tiles"])
-def test_gradients_are_added(
-    rows: int, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+def test_gradients_of_windows_are_added(
+    shape: Shape, rows: int, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To what stands in `out`, in place."""
+    """To what stands in `out`, in place. The table of chunks has more places than chunks; those
+    left over write nothing."""
     skip_unless_runs(backend, device)
     monkeypatch.setattr(backward_tables, "CHUNK_ROWS", {2: rows, 4: rows})
-    arguments, sizes = of_windows(Shape(N=20, window=7), device)
+    arguments, sizes = of_windows(shape, device)
     g = torch.Generator().manual_seed(2)
     before = [torch.randn(x.shape, generator=g).to(device) for x in arguments[2:5]]
     out = tuple(x.clone() for x in before)
@@ -185,7 +247,7 @@ def test_options_change_no_gradient(
     name, options = changed
     usual = getattr(launch, name)
     monkeypatch.setattr(launch, name, lambda *a, **k: usual(*a, **k) | options)
-    arguments, sizes = of_lists(Problem(N=30, M=60, BS=40, **SIZES), device, has_factors)
+    arguments, sizes = of_lists(Problem(N=30, M=60, BS=40), device, has_factors)
     found, right = launch.of_lists(*arguments, **sizes), gradients.of_lists(*arguments, **sizes)
     assert_close(found, right)
     if has_factors:
@@ -196,7 +258,7 @@ def test_options_change_no_gradient(
 def test_rows_of_a_tile_behind_the_block_are_not_read(backend: str, device: str) -> None:
     """Block 0 of 24 keys lies in a tile of 32, whose last rows are seen, and not listed."""
     skip_unless_runs(backend, device)
-    arguments, sizes = of_lists(Problem(N=20, M=60, BS=24, S=1, **SIZES), device)
+    arguments, sizes = of_lists(Problem(N=20, M=60, BS=24, S=1), device)
     d_o, d_lse, q, k, v, *_, ids, rows = arguments
     lists = (torch.zeros_like(ids), rows)
     saved = selected_attention.forward(q, k, v, *lists, **sizes)
@@ -213,7 +275,9 @@ def test_new_lengths_compile_nothing(backend: str, device: str) -> None:
     skip_unless_runs(backend, device)
 
     def run(**lengths: int) -> None:
-        arguments, sizes = of_lists(Problem(**{"N": 8, "M": 8, "S": 5, **lengths}, **SIZES), device)
+        arguments, sizes = of_lists(
+            Problem(**{"N": 8, "M": 8, "S": 5, "BS": 24, **lengths}), device
+        )
         launch.of_lists(*arguments, **sizes)
 
     run()
@@ -243,24 +307,22 @@ def test_options_suit_the_gpu(width: int, itemsize: int, memory: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float16", pytest.param("float32", marks=pytest.mark.exhaustive)]
-)
-@pytest.mark.parametrize(
-    ("G", "DV"), [(3, 40), (1, 16), (16, 128), (20, 24), (33, 80), (3, 136), (64, 256)]
+    ("G", "DV", "dtype"),
+    [
+        pytest.param(G, DV, dtype, marks=[] if (G, DV, dtype) in quick else pytest.mark.exhaustive)
+        for quick in [{(33, 40, "float16")}]
+        for G, DV in ((33, 40), (1, 16), (16, 128), (20, 24), (33, 80), (3, 136), (64, 256))
+        for dtype in ("float16", "float32")
+    ],
 )
 def test_sums_of_rows_of_any_width_lower(G: int, DV: int, dtype: str) -> None:
     """Threads cannot share out a tile of 48 columns, nor of 48 rows: the tile is larger, then."""
     assert "LSE2" in lowering.cuda(kernels.build_delta(2, G, DV, dtype), "sm_90", PASS_CONFIGS)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("G", "D", "BS"),
-    [
-        pytest.param(G, D, BS, marks=[] if (G, D, BS) in quick else pytest.mark.exhaustive)
-        for quick in [{(33, 136, 32), (96, 80, 32)}]
-        for G, D in ((33, 136), (64, 136), (96, 128), (96, 80))
-        for BS in (32, 100)
-    ],
+    ("G", "D", "BS"), [(33, 136, 32), (64, 136, 100), (96, 128, 100), (96, 80, 32)]
 )
 def test_large_and_odd_groups_lower(G: int, D: int, BS: int) -> None:
     """Threads in powers of two, and sides that a warp group takes: forward and queries."""

@@ -16,7 +16,7 @@ from nsa_tutorial.sparse import inverse_list
 from nsa_tutorial.sparse.selected_attention import QueryRows, block_list, query_rows
 from nsa_tutorial.training import gradients
 
-PROBLEM = Problem(N=20, M=37, D=16, DV=24, G=2, counts="random")
+PROBLEM = Problem(N=7, M=37, D=16, DV=24, G=2, counts="random")
 Lists = tuple[Tensor, QueryRows]
 
 
@@ -80,9 +80,9 @@ def test_a_line_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     "problem",
     [
         PROBLEM,
-        Problem(N=35, M=35, cu=(0, 7, 7, 18, 35), own=True),
-        Problem(N=9, M=37, causal=False, BS=5),
-        Problem(B=2, N=20, M=40, BS=128, S=2),
+        Problem(N=19, M=19, G=1, S=2, cu=(0, 3, 3, 17, 19), own=True),
+        Problem(N=5, M=37, causal=False, BS=5),
+        Problem(B=2, N=5, M=40, H=1, BS=128, S=2),
     ],
     ids=["counts", "packed", "not causal", "one long block"],
 )
@@ -93,7 +93,7 @@ def test_blocks_in_chunks(problem: Problem, short_chunks: None) -> None:
 def test_rows_behind_the_edge(monkeypatch: pytest.MonkeyPatch, short_chunks: None) -> None:
     """More rows see a block in part than the kernel looks at: all of them are masked."""
     monkeypatch.setattr(triton_backward_launch, "MOST_EDGE", 2)
-    assert_right(triton_backward_launch.of_lists, Problem(N=60, M=60, BS=32, own=True))
+    assert_right(triton_backward_launch.of_lists, Problem(N=20, M=40, H=1, BS=16, S=2, own=True))
 
 
 @pytest.mark.parametrize("run", [None, 4])

@@ -23,11 +23,11 @@ on = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest
 POINTERS, DESCRIPTORS = "triton_forward", "triton_descriptors"
 both = pytest.mark.parametrize("module", [DESCRIPTORS, POINTERS], ids=["descriptors", "pointers"])
 DESCRIBED = {
-    "more keys than queries": Problem(B=2, N=9, M=75, D=16, DV=32, BS=16),
-    "partly visible blocks everywhere": Problem(N=20, M=20, D=16, DV=16, BS=16, S=2),
+    "more keys than queries": Problem(B=2, N=4, M=75, D=16, DV=32, BS=16),
+    "partly visible blocks everywhere": Problem(N=9, M=20, D=16, DV=16, BS=16, S=2),
     "block of 128, in steps": Problem(N=3, M=600, D=64, DV=64, BS=128, G=16, H=1, S=3),
     "packed, own block": Problem(
-        N=35, M=35, D=16, DV=16, cu=(0, 7, 7, 18, 35), own=True, counts="random"
+        N=19, M=19, D=16, DV=16, cu=(0, 3, 3, 17, 19), own=True, counts="random"
     ),
     "not causal": Problem(N=7, M=43, D=16, DV=16, causal=False),
 }
@@ -63,12 +63,7 @@ def forward(
     return call, launch(module, call.q, call.k, call.v, ids, rows, **sizes, **options)
 
 
-@product(
-    "problem",
-    DESCRIBED,
-    ["triton"],
-    {torch.float32: DESCRIBED, torch.float16: ["packed, own block"]},
-)
+@product("problem", DESCRIBED, ["triton"], {torch.float32: DESCRIBED})
 @both
 def test_both_kernels(
     module: str, problem: Problem, dtype: torch.dtype, backend: str, device: str
@@ -88,17 +83,17 @@ def test_a_repeated_block_counts_twice_in_both(module: str, device: str) -> None
     """The caller's error, but one with a defined result, also for the block that is visible in
     part."""
     skip_unless_runs("triton", device)
-    problem = Problem(N=20, M=20, D=16, DV=16, BS=16, S=2)
-    ids = torch.tensor([1, 1], dtype=torch.int32, device=device).expand(1, 20, 2, 2)
+    problem = Problem(N=4, M=20, D=16, DV=16, BS=16, S=2)
+    ids = torch.tensor([1, 1], dtype=torch.int32, device=device).expand(1, 4, 2, 2)
     _, (_, twice) = forward(module, problem, torch.float32, device, ids)
     first = replace(problem, S=1)
     _, (_, once) = forward(module, first, torch.float32, device, ids[..., :1])
-    assert torch.allclose(twice[:, 16:], once[:, 16:] + torch.log(torch.tensor(2.0)), atol=1e-5)
+    assert torch.allclose(twice, once + torch.log(torch.tensor(2.0)), atol=1e-5)
 
 
 @on
 @both
-@pytest.mark.parametrize("slots", [(0,), (15,), (16,), (39,), (0, 17), (3, 39), ()], ids=str)
+@pytest.mark.parametrize("slots", [(15,), (0, 16), (39,), ()], ids=str)
 def test_no_block_is_lost_at_the_end_of_a_list(
     slots: tuple[int, ...], module: str, device: str
 ) -> None:

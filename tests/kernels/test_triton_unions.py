@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from places import places_of, skip_unless_runs
 from selection import Problem
 
+from nsa_tutorial import ops
 from nsa_tutorial.sparse.selected_attention import QueryRows, block_list, query_rows
 
 pytestmark = [
@@ -16,7 +19,7 @@ pytestmark = [
 places = places_of(["triton"])
 PROBLEMS = {
     "ragged": Problem(N=19, M=70, S=5),
-    "packed": Problem(N=30, M=30, cu=(0, 9, 9, 14, 30), own=True, S=3),
+    "packed": Problem(N=20, M=20, BS=8, cu=(0, 9, 9, 14, 20), own=True, S=3),
     "one slot": Problem(N=9, M=9, S=1),
     "not causal": Problem(N=12, M=40, causal=False, S=4),
     "blocks of 12": Problem(N=12, M=60, BS=12, S=4),
@@ -50,8 +53,9 @@ def right(
 
 
 @places
-@pytest.mark.parametrize("T", [1, 4, 16])
-@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+@pytest.mark.parametrize(
+    ("problem", "T"), [*zip(PROBLEMS.values(), (4, 16, 1, 16, 4), strict=True)], ids=PROBLEMS
+)
 def test_a_union_is_what_sets_give(problem: Problem, T: int, backend: str, device: str) -> None:
     skip_unless_runs(backend, device)
     from nsa_tutorial.kernels.triton_unions import unions
@@ -90,3 +94,65 @@ def test_what_is_left_to_one_query_in_a_program(backend: str, device: str) -> No
     assert counts(most=0.5) == [2, -1, -1]
     k[0, 63, 0, 3] = torch.nan
     assert counts() == [-1, -1, -1]
+
+
+# -- lists too long for a program --
+
+
+def test_a_program_has_at_most_32_warps() -> None:
+    """Whatever the group, the slots and the widths: longer lists are not united."""
+    from nsa_tutorial.kernels.triton_query_tiles import has_room
+    from nsa_tutorial.kernels.triton_tiles import query_tile_options
+    from nsa_tutorial.kernels.triton_unions import num_warps
+
+    fitting = set()
+    for G, D, dtype in product((1, 5, 8, 9, 16, 17, 64), (64, 256), (torch.float16, torch.float32)):
+        q, v = (torch.empty(1, 1, n, D, dtype=dtype) for n in (G, 1))
+        T = query_tile_options(G, D, D, 64, itemsize=q.element_size())["T"]
+        for S in (1, 16, 256, 257, 512, 513, 1024, 1025, 4096, 4097):
+            if has_room(q, v, torch.empty(1, 1, S, device="meta"), 64):
+                assert num_warps(T, S) <= 32
+                fitting.add((G, D, S, q.element_size()))
+    assert {(8, 64, 512, 2), (16, 64, 1024, 2), (1, 64, 256, 4)} <= fitting
+    assert not fitting & {(5, 64, 513, 2), (8, 64, 513, 2), (9, 64, 1025, 2), (1, 64, 257, 4)}
+
+
+@places
+def test_long_lists_have_one_query_in_a_program(
+    backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen lists of 257 slots, tiles asked for: forward and backward without a union."""
+    skip_unless_runs(backend, device)
+    from nsa_tutorial.kernels import triton_query_tiles, triton_query_tiles_backward
+
+    for module in (triton_query_tiles, triton_query_tiles_backward):
+        monkeypatch.setattr(module, "unions", None)
+    call = Problem(N=1, M=40, H=1, G=1, S=257).make(device=device)
+    tensors = [x.requires_grad_() for x in (call.q, call.k, call.v)]
+
+    def run(**where: str) -> list[torch.Tensor]:
+        o = ops.selected_attention(*tensors, call.ids, **call.options, **where)
+        return [o, *torch.autograd.grad(o.square().sum(), tensors)]
+
+    found, right = run(backend=backend, order="tiles"), run(backend="reference")
+    for a, b in zip(found, right, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("G", "S"), [(1, 257), (5, 513), (8, 513), (9, 1025), (16, 1025)])
+def test_long_lists_on_a_gpu(G: int, S: int) -> None:
+    """Enough queries for another order, in 16 bits: every order gives what one query in a program
+    does."""
+    call = Problem(N=2048, M=2048, H=1, G=G, D=64, DV=64, BS=16, S=S).make(torch.bfloat16, "cuda")
+    tensors = [x.requires_grad_() for x in (call.q, call.k, call.v)]
+
+    def run(order: str) -> list[torch.Tensor]:
+        options = {**call.options, "backend": "triton", "order": order}
+        o = ops.selected_attention(*tensors, call.ids, **options)
+        return [o, *torch.autograd.grad(o.square().sum(), tensors)]
+
+    right = run("queries")
+    for order in ("auto", "tiles"):
+        for a, b in zip(run(order), right, strict=True):
+            assert (a - b).float().norm() <= 0.01 * b.float().norm()

@@ -4,6 +4,7 @@ group, never from the future."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
@@ -41,8 +42,12 @@ PICKS = {
     "forced alone": (3, 1, 2),
     "one": (1, 0, 1),
 }
-picks = pytest.mark.parametrize(
-    ("top_n", "num_initial", "num_local"), PICKS.values(), ids=PICKS.keys()
+# All picks of one shape, and of every other shape one, in turn.
+PAIRS = {(name, pick) for name, pick in zip(SHAPES, cycle(PICKS), strict=False)}
+PAIRS |= {("nothing divides anything", pick) for pick in PICKS}
+shapes_and_picks = pytest.mark.parametrize(
+    ("shape", "pick"),
+    [pytest.param(SHAPES[x], PICKS[y], id=f"{x}-{y}") for x, y in sorted(PAIRS)],
 )
 
 
@@ -130,23 +135,20 @@ def test_importance_adds_up_to_the_mass() -> None:
 # -- the choice --
 
 
-@shapes
-@picks
-def test_selection_is_the_loop(top_n: int, num_initial: int, num_local: int, shape: Shape) -> None:
+@shapes_and_picks
+def test_selection_is_the_loop(shape: Shape, pick: tuple[int, int, int]) -> None:
     q, k_cmp = summarised(shape)
-    pick = {"top_n": top_n, "num_initial": num_initial, "num_local": num_local}
+    pick = dict(zip(("top_n", "num_initial", "num_local"), pick, strict=True))
     got = select(shape, q, k_cmp, **pick)
     assert got.dtype == torch.int32
     assert got.tolist() == select_loop(shape, q, k_cmp, **pick)
 
 
-@shapes
-@picks
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_properties(
-    top_n: int, num_initial: int, num_local: int, shape: Shape, dtype: torch.dtype
-) -> None:
+@shapes_and_picks
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_properties(shape: Shape, pick: tuple[int, int, int], dtype: torch.dtype) -> None:
     q, k_cmp = summarised(shape, dtype)
+    top_n, num_initial, num_local = pick
     ids = select(shape, q, k_cmp, top_n=top_n, num_initial=num_initial, num_local=num_local)
     assert ids.shape == (shape.B, shape.N, shape.H, top_n)
     for n, _, position in shape.queries():

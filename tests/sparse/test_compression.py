@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from branches import LargestStorage, Shape, assert_attention, assert_blind_to, finite
+from places import in_dtypes, name_of
 from torch import Tensor
 
 from nsa_tutorial import ops
@@ -26,10 +27,7 @@ from nsa_tutorial.sparse.selected_attention import query_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-DTYPES = [
-    pytest.param(d, id=str(d).removeprefix("torch."))
-    for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-]
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 SHAPES = {
     "length no multiple of stride": Shape(B=2),
@@ -116,7 +114,7 @@ def test_compress_is_the_loop(kind: str, per_head: bool, shape: Shape) -> None:
     assert torch.allclose(got, compress_loop(x, kind, shape, weight), atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("kind", KINDS)
 def test_compress_rounds_once(kind: str, dtype: torch.dtype) -> None:
     """In half precision the sum over the window runs in fp32, and the result alone is rounded."""
@@ -180,7 +178,8 @@ def test_compress_gradients(kind: str, per_head: bool) -> None:
             x, kind=kind, length=3, stride=2, weight=weight, cu_seqlens=torch.tensor([0, 5, 9])
         )
 
-    assert torch.autograd.gradcheck(compress, [x, *(w.requires_grad_() for w in inputs)])
+    inputs = [x, *(w.requires_grad_() for w in inputs)]
+    assert torch.autograd.gradcheck(compress, inputs, fast_mode=True)
 
 
 def attend(
@@ -198,9 +197,8 @@ def summarised(shape: Shape, dtype: torch.dtype = torch.float32) -> tuple[Tensor
     return q, ops.compress(k, **options), ops.compress(v, **options)
 
 
-@shapes
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_compressed_attention(dtype: torch.dtype, shape: Shape) -> None:
+@pytest.mark.parametrize(("shape", "dtype"), in_dtypes(SHAPES))
+def test_compressed_attention(shape: Shape, dtype: torch.dtype) -> None:
     q, k_cmp, v_cmp = summarised(shape, dtype)
     mask = shape.over_heads(shape.seen_summaries())
     assert_attention(*attend(shape, q, k_cmp, v_cmp), q, k_cmp, v_cmp, mask)
@@ -313,7 +311,7 @@ def test_compressed_attention_gradients(shape: Shape) -> None:
         return o, finite(lse)
 
     assert torch.autograd.gradcheck(
-        outputs, [x.requires_grad_() for x in summarised(shape, torch.float64)]
+        outputs, [x.requires_grad_() for x in summarised(shape, torch.float64)], fast_mode=True
     )
 
 

@@ -21,7 +21,7 @@ PROBLEMS = {
     "window of a block and one": (Problem(N=5, M=37), 17),
     "window longer than the sequence": (Problem(N=9, M=9, S=2), 1000),
     "decoding": (Problem(B=2, N=1, M=75, S=1), 21),
-    "packed, own block, counts": (Problem(N=24, M=24, cu=(0, 3, 3, 21, 24), own=True, counts=2), 6),
+    "packed, own block, counts": (Problem(N=20, M=20, cu=(0, 2, 2, 19, 20), own=True, counts=2), 6),
     "widths of powers of two": (Problem(N=9, M=70, D=16, DV=32, BS=32, S=2), 33),
     "long blocks": (Problem(N=3, M=300, BS=128, S=2), 130),
 }
@@ -30,6 +30,8 @@ QUICK = {
     torch.float16: {"two KV heads, ragged tail"},
     torch.bfloat16: {"two KV heads, ragged tail"},
 }
+# TileLang compiles kernels for these blocks
+SLOW = {"tilelang": PROBLEMS.keys() - {"long blocks"}}
 
 
 def run(
@@ -43,7 +45,7 @@ def run(
     )
 
 
-@product("case", PROBLEMS, BACKENDS, QUICK)
+@product("case", PROBLEMS, BACKENDS, QUICK, slow=SLOW)
 def test_error_budget(case: tuple, dtype: torch.dtype, backend: str, device: str) -> None:
     skip_unless_runs(backend, device, dtype)
     problem, window = case
@@ -75,7 +77,7 @@ def test_error_budget(case: tuple, dtype: torch.dtype, backend: str, device: str
 @places
 def test_two_outputs_without_lse(backend: str, device: str) -> None:
     skip_unless_runs(backend, device)
-    call = Problem(N=9, M=37).make(device=device)
+    call = Problem(N=5, M=37).make(device=device)
     inputs = (call.q, call.k, call.v, call.ids)
     o, o_window = ops.selected_and_window_attention(
         *inputs, window_size=3, block_size=16, backend=backend

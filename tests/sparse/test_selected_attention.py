@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from places import dtypes, places_of, product, skip_unless_runs
+from places import places_of, product, skip_unless_runs
 from selection import Call, Problem, assert_right
 
 from nsa_tutorial import ops
@@ -28,57 +28,40 @@ places = places_of(BACKENDS, slow=OTHER_ORDERS)
 # On the CPU a case costs what it compiles, a TileLang kernel for each H, G, D, DV, BS and dtype,
 # and its rows in Triton's interpreter: few of both.
 PROBLEMS = {
-    "two KV heads, three queries each, ragged tail": Problem(B=2, N=9, M=37),
+    "two KV heads, three queries each, ragged tail": Problem(B=2, N=5, M=37),
     "one query, one key": Problem(N=1, M=1, S=1),
     "decoding: one query, long cache": Problem(B=2, N=1, M=75),
     "cache shorter than a block": Problem(N=5, M=5, S=2),
-    "counts as an int that is no power of two": Problem(N=9, M=37, counts=3),
+    "counts as an int that is no power of two": Problem(N=5, M=37, counts=3),
     "counts of zero": Problem(N=5, counts=0),
-    "counts larger than the slots": Problem(N=9, counts=9),
-    "counts per row": Problem(B=2, N=6, M=37, counts="random"),
-    "own block added": Problem(N=9, M=37, own=True),
-    "own block and counts": Problem(N=9, M=37, own=True, counts="random"),
-    "not causal": Problem(N=7, M=43, causal=False),
-    "not causal, own block": Problem(N=7, M=43, causal=False, own=True, S=1),
-    "packed sequences, one empty": Problem(N=24, M=24, cu=(0, 3, 3, 21, 24)),
-    "packed sequences, own block": Problem(N=21, M=21, cu=(0, 1, 18, 21), own=True, counts=2),
-    "packed sequences, not causal": Problem(N=21, M=21, cu=(0, 17, 21), causal=False),
-    "int64 indices": Problem(N=9, M=37, index_dtype=torch.int64),
-    "a scale of the caller's": Problem(N=9, M=37, scale=0.71),
-    "large scores": Problem(N=9, M=37, magnitude=60.0),
-    "G 1, widths 16": Problem(H=1, G=1, D=16, DV=16, BS=32, N=20, M=70),
-    "G 20, block 8": Problem(H=1, G=20, D=64, DV=32, BS=8, S=3),
+    "counts larger than the slots": Problem(N=5, counts=9),
+    "counts per row": Problem(B=2, N=5, M=37, counts="random"),
+    "own block added": Problem(N=5, M=37, own=True),
+    "own block and counts": Problem(N=5, M=37, own=True, counts="random"),
+    "not causal": Problem(N=5, M=43, causal=False),
+    "not causal, own block": Problem(N=5, M=43, causal=False, own=True, S=1),
+    "packed sequences, one empty": Problem(N=20, M=20, cu=(0, 1, 1, 18, 20), own=True, counts=2),
+    "packed sequences, not causal": Problem(N=9, M=9, cu=(0, 5, 9), causal=False),
+    "int64 indices": Problem(N=5, M=37, index_dtype=torch.int64),
+    "a scale of the caller's": Problem(N=5, M=37, scale=0.71),
+    "large scores": Problem(N=5, M=37, magnitude=60.0),
+    "G 1, widths 16": Problem(H=1, G=1, D=16, DV=16, BS=32, N=9, M=70),
+    "G 20, block 8": Problem(H=1, G=20, D=64, DV=32, BS=8, S=3, N=5),
     "G 33, width 136": Problem(H=1, N=3, M=50, G=33, D=136, BS=32, S=3),
     "G 64, widths 192 and 128": Problem(H=1, N=3, M=150, G=64, D=192, DV=128, BS=64, S=3),
     "widths 256, block of 128": Problem(
         H=1, N=3, M=600, G=16, D=256, DV=256, BS=128, S=2, causal=False
     ),
-    "block of 12, no power of two": Problem(H=3, G=2, D=8, DV=5, BS=12, N=9, M=30),
+    "block of 12, no power of two": Problem(H=3, G=2, D=8, DV=5, BS=12, N=5, M=30),
     "block of 200, longer than a tile": Problem(N=3, M=450, BS=200, S=2),
 }
-QUICK_IN_FULL = PROBLEMS.keys() - {
-    "counts as an int that is no power of two",
-    "own block added",
-    "not causal",
-    "G 64, widths 192 and 128",
-    "widths 256, block of 128",
+WIDEST = {"G 33, width 136", "G 64, widths 192 and 128", "widths 256, block of 128"}
+QUICK = {
+    torch.float32: PROBLEMS.keys() - WIDEST,
+    torch.float16: {"own block and counts"},
+    torch.bfloat16: {"own block and counts"},
 }
-QUICK_IN_HALF = {
-    "two KV heads, three queries each, ragged tail",
-    "own block and counts",
-    "packed sequences, not causal",
-    "large scores",
-    "G 1, widths 16",
-}
-QUICK = {torch.float32: QUICK_IN_FULL, torch.float16: QUICK_IN_HALF, torch.bfloat16: QUICK_IN_HALF}
-
-
-FEW = {
-    "two KV heads, three queries each, ragged tail",
-    "packed sequences, not causal",
-    "G 1, widths 16",
-    "block of 12, no power of two",
-}
+FEW = {"two KV heads, three queries each, ragged tail", "packed sequences, one empty"}
 
 
 @product("problem", PROBLEMS, BACKENDS, QUICK, slow=dict.fromkeys(OTHER_ORDERS, FEW))
@@ -95,9 +78,9 @@ SHAPES = [(2, 3, 24, 40, 16), (1, 1, 16, 16, 32), (3, 2, 8, 5, 12)]
 def problems(draw: st.DrawFn) -> Problem:
     H, G, D, DV, BS = draw(st.sampled_from(SHAPES))
     packed = draw(st.booleans())
-    M = draw(st.integers(1, 24 if packed else 70))
+    M = draw(st.integers(1, 20 if packed else 70))
     cuts = draw(st.lists(st.integers(0, M), max_size=3)) if packed else None
-    N = M if packed else draw(st.integers(1, min(M, 8)))
+    N = M if packed else draw(st.integers(1, min(M, 5)))
     S = draw(st.integers(1, 5))
     return Problem(
         B=1 if packed else draw(st.integers(1, 2)), N=N, M=M,
@@ -112,7 +95,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 @places
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(problem=problems())
 def test_any_shape(backend: str, device: str, problem: Problem) -> None:
     skip_unless_runs(backend, device)
@@ -131,15 +114,13 @@ def two_blocks(first: float, second: float, device: str, dtype: torch.dtype) -> 
     return call.to(device)
 
 
-@places
-@dtypes
-@pytest.mark.parametrize(
-    "scores",
-    [(400.0, -400.0), (-400.0, 400.0), (90.0, 0.0), (0.0, 90.0), (-1000.0, -1001.0)],
-    ids=str,
-)
+SCORES = [(400.0, -400.0), (-400.0, 400.0), (90.0, 0.0), (0.0, 90.0), (-1000.0, -1001.0)]
+SCORES = {str(pair): pair for pair in SCORES}
+
+
+@product("scores", SCORES, BACKENDS, {torch.float32: SCORES}, slow=dict.fromkeys(OTHER_ORDERS, ()))
 def test_running_max_runs(
-    scores: tuple[float, float], backend: str, device: str, dtype: torch.dtype
+    scores: tuple[float, float], dtype: torch.dtype, backend: str, device: str
 ) -> None:
     """The public TileLang example takes each block's own maximum: NaN once a later block lies 128
     log2 units lower."""
@@ -153,18 +134,13 @@ def test_running_max_runs(
 
 
 @places
-@dtypes
-@pytest.mark.parametrize(
-    "ids",
-    [[-1, -1, -1], [3, 5, 99], [2**31 - 1, -7, -(2**31)]],
-    ids=["only holes", "only future blocks", "extreme ids"],
-)
-def test_empty_rows(ids: list[int], backend: str, device: str, dtype: torch.dtype) -> None:
-    skip_unless_runs(backend, device, dtype)
-    call = Problem(N=9, M=9).make(dtype, device)
-    o, lse = call.having(
-        ids=torch.tensor(ids, dtype=torch.int32, device=device).expand(1, 9, 2, 3)
-    ).run(backend)
+def test_empty_rows(backend: str, device: str) -> None:
+    """Of holes alone, of future blocks, and of ids that no arithmetic may touch."""
+    skip_unless_runs(backend, device)
+    call = Problem(N=3, M=3).make(device=device)
+    ids = [[-1, -1, -1], [3, 5, 99], [2**31 - 1, -7, -(2**31)]]
+    ids = torch.tensor(ids, dtype=torch.int32, device=device)[None, :, None].expand(1, 3, 2, 3)
+    o, lse = call.having(ids=ids).run(backend)
     assert torch.equal(o, torch.zeros_like(o))
     assert torch.equal(lse, torch.full_like(lse, -torch.inf))
 
@@ -173,8 +149,8 @@ def test_empty_rows(ids: list[int], backend: str, device: str, dtype: torch.dtyp
 def test_int64_ids_do_not_wrap(backend: str, device: str) -> None:
     """2**32 is block 0 to whoever casts to 32 bits without looking."""
     skip_unless_runs(backend, device)
-    ids = torch.full((1, 9, 2, 1), 2**32, dtype=torch.int64, device=device)
-    o, lse = Problem(N=9, M=9).make(device=device).having(ids=ids).run(backend)
+    ids = torch.full((1, 3, 2, 1), 2**32, dtype=torch.int64, device=device)
+    o, lse = Problem(N=3, M=3).make(device=device).having(ids=ids).run(backend)
     assert o.abs().max() == 0
     assert lse.max() == -torch.inf
 
@@ -182,7 +158,7 @@ def test_int64_ids_do_not_wrap(backend: str, device: str) -> None:
 @places
 def test_holes_and_order_do_not_matter(backend: str, device: str) -> None:
     skip_unless_runs(backend, device)
-    call = Problem(N=9, M=70).make(device=device)
+    call = Problem(N=3, M=70).make(device=device)
     o, lse = call.run(backend)
     hole = torch.full_like(call.ids[..., :1], -1)
     shuffled = torch.cat([call.ids, hole], dim=-1)[
@@ -199,35 +175,35 @@ def test_holes_and_order_do_not_matter(backend: str, device: str) -> None:
 def test_nothing_leaks_from_the_future(backend: str, device: str) -> None:
     """Not even NaN: a weight of zero hides a number, but 0 * NaN is NaN."""
     skip_unless_runs(backend, device)
-    call = Problem(N=26, M=26, own=True).make(device=device)
+    call = Problem(N=6, M=26, own=True).make(device=device)
     o, lse = call.run(backend)
     k, v = call.k.clone(), call.v.clone()
-    k[:, 21:], v[:, 21:] = torch.nan, torch.nan
+    k[:, 23:], v[:, 23:] = torch.nan, torch.nan
     o_after, lse_after = call.having(k=k, v=v).run(backend)
     same = torch.equal
     if backend == "tiles":  # a tile that shares what it fetches is left to another kernel then
         same = functools.partial(torch.allclose, atol=1e-6)
-    assert same(o[:, :21], o_after[:, :21])
-    assert same(lse[:, :21], lse_after[:, :21])
+    assert same(o[:, :3], o_after[:, :3])
+    assert same(lse[:, :3], lse_after[:, :3])
 
 
 @places
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 def test_nothing_leaks_between_packed_sequences(backend: str, device: str) -> None:
     skip_unless_runs(backend, device)
-    call = Problem(N=30, M=30, own=True, causal=False, cu=(0, 13, 30)).make(device=device)
+    call = Problem(N=9, M=9, own=True, causal=False, cu=(0, 5, 9)).make(device=device)
     o, _ = call.run(backend)
     k, v = call.k.clone(), call.v.clone()
-    k[:, 13:], v[:, 13:] = torch.nan, torch.nan
+    k[:, 5:], v[:, 5:] = torch.nan, torch.nan
     o_after, _ = call.having(k=k, v=v).run(backend)
-    assert torch.allclose(o[:, :13], o_after[:, :13], atol=1e-6, rtol=0)
+    assert torch.allclose(o[:, :5], o_after[:, :5], atol=1e-6, rtol=0)
 
 
 @places
 def test_nothing_is_read_past_the_end(backend: str, device: str) -> None:
     """Keys and values are the front of a longer buffer whose rest is NaN."""
     skip_unless_runs(backend, device)
-    call = Problem(N=9, M=37, causal=False).make(device=device)
+    call = Problem(N=3, M=37, causal=False).make(device=device)
     o, _ = call.run(backend)
     longer = [
         torch.cat([x, torch.full_like(x, torch.nan)], dim=1)[:, :37] for x in (call.k, call.v)
@@ -237,7 +213,7 @@ def test_nothing_is_read_past_the_end(backend: str, device: str) -> None:
     assert torch.equal(o, o_after)
 
 
-@places
+@places_of(BACKENDS, slow=(*KERNELS, *OTHER_ORDERS))  # their packed problems are judged above
 def test_packed_sequences_are_separate_calls(backend: str, device: str) -> None:
     skip_unless_runs(backend, device)
     bounds = (0, 1, 20, 23)
@@ -253,18 +229,19 @@ def test_packed_sequences_are_separate_calls(backend: str, device: str) -> None:
 @places
 def test_all_blocks_selected_is_dense_attention(backend: str, device: str) -> None:
     skip_unless_runs(backend, device)
-    call = Problem(N=35, M=35).make(device=device)
-    ids = torch.arange(3, dtype=torch.int32, device=device).expand(1, 35, 2, 3)
+    call = Problem(N=3, M=35).make(device=device)
+    ids = torch.arange(3, dtype=torch.int32, device=device).expand(1, 3, 2, 3)
     o, _ = call.having(ids=ids).run(backend)
     q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
-    dense = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-    assert torch.allclose(o, dense, atol=2e-6)
+    mask = torch.ones(3, 35, dtype=torch.bool, device=device).tril(35 - 3)
+    dense = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    assert torch.allclose(o, dense.transpose(1, 2), atol=2e-6)
 
 
 @places
 def test_non_contiguous_inputs(backend: str, device: str) -> None:
     skip_unless_runs(backend, device)
-    call = Problem(B=2, N=9, M=37).make(device=device)
+    call = Problem(B=2, N=3, M=37).make(device=device)
     o, lse = call.run(backend)
     strided = {
         name: getattr(call, name).transpose(1, 2).contiguous().transpose(1, 2)
@@ -280,8 +257,8 @@ def test_non_contiguous_inputs(backend: str, device: str) -> None:
 def test_own_block_is_not_counted_twice(backend: str, device: str) -> None:
     """Listing the own block and asking for it is the same as either alone."""
     skip_unless_runs(backend, device)
-    call = Problem(N=20, M=20).make(device=device)
-    own = (torch.arange(20, device=device) // 16).view(1, 20, 1, 1).expand(1, 20, 2, 1).int()
+    call = Problem(N=3, M=18).make(device=device)  # the positions 15, 16 and 17
+    own = (torch.arange(15, 18, device=device) // 16).view(1, 3, 1, 1).expand(1, 3, 2, 1).int()
     listed, _ = call.having(ids=own).run(backend)
     both, _ = call.having(ids=own, include_own_block=True).run(backend)
     past_the_count, _ = call.having(ids=own, include_own_block=True, block_counts=0).run(backend)
@@ -309,22 +286,8 @@ def test_bfloat16_on_the_cpu_is_refused(backend: str) -> None:
         Problem().make(torch.bfloat16).run(backend)
 
 
-@places
-def test_gradients(backend: str, device: str) -> None:
-    skip_unless_runs(backend, device)
-    call = Problem().make(device=device)
-    q = call.q.clone().requires_grad_()
-    o, _ = call.having(q=q).run(backend)
-    o.square().sum().backward()
-    assert torch.isfinite(q.grad).all() and (q.grad != 0).any()
-
-
-@pytest.mark.parametrize(
-    "problem",
-    [Problem(N=5, M=7, D=4, DV=3, BS=4, S=3, counts="random", own=o) for o in (False, True)],
-    ids=str,
-)
-def test_reference_gradients_in_fp64(problem: Problem) -> None:
+def test_reference_gradients_in_fp64() -> None:
+    problem = Problem(N=3, M=5, G=2, D=2, DV=2, BS=2, S=2, counts="random", own=True)
     call = problem.make(torch.float64)
     inputs = [x.requires_grad_() for x in (call.q, call.k, call.v)]
 
@@ -334,7 +297,7 @@ def test_reference_gradients_in_fp64(problem: Problem) -> None:
         o, lse = call.having(q=q, k=k, v=v).run("reference")
         return o, lse.masked_fill(lse == -torch.inf, 0)
 
-    assert torch.autograd.gradcheck(outputs, inputs)
+    assert torch.autograd.gradcheck(outputs, inputs, fast_mode=True)
 
 
 def test_gradients_of_empty_rows_are_zero() -> None:

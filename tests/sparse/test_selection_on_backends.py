@@ -30,25 +30,28 @@ places_but_slowest = places_of(BACKENDS, slow=["tilelang"])
 
 # What kernels do with scores depends on whether blocks and summaries are whole strides: then they
 # add up what begins in one block, and what reaches into the next one, two or more.
-SHAPES = GEOMETRIES | {
+LATE = {  # the last queries of the texts: kernels are interpreted
+    name: x if x.cu else replace(x, N=min(x.N, 9)) for name, x in GEOMETRIES.items()
+}
+SHAPES = LATE | {
     "a summary is a stride": Shape(N=40, M=40, length=2, stride=2, BS=8),
     "a summary of three strides": Shape(N=40, M=40, length=6, stride=2, BS=8),
     "a summary of a block": Shape(N=40, M=40, length=8, stride=2, BS=8),
-    "a summary of a block and a stride": Shape(N=40, M=40, length=10, stride=2, BS=8),
+    "a summary of a block and a stride": Shape(N=20, M=40, length=10, stride=2, BS=8),
     "a summary of two blocks": Shape(N=40, M=40, length=16, stride=2, BS=8),
     "two strides a block": Shape(N=40, M=40, length=6, stride=2, BS=4),
-    "16 strides a block": Shape(N=100, M=100, G=1, length=5, stride=1, BS=16),
+    "16 strides a block": Shape(N=9, M=100, G=1, length=5, stride=1, BS=16),
     "32 strides a block": Shape(N=100, M=100, G=1, length=5, stride=1, BS=32),
     "three strides a block": Shape(N=40, M=40, length=4, stride=2, BS=6),
-    "a batch of odd lengths": Shape(B=3, N=50, M=50, G=1, D=16, length=4, stride=2, BS=8),
+    "a batch of odd lengths": Shape(B=3, N=17, M=17, G=1, D=16, length=4, stride=2, BS=8),
     "a batch of whole tiles": Shape(B=2, N=128, M=128, G=1, D=16, length=4, stride=2, BS=8),
     "a batch that decodes": Shape(B=3, N=1, M=90, length=4, stride=2, BS=8),
     "a batch, a few queries": Shape(B=2, N=5, M=90, length=4, stride=2, BS=8),
     "packed, whole strides": Shape(
-        N=150, M=150, G=1, length=4, stride=2, BS=8, cu=(0, 3, 3, 60, 150)
+        N=140, M=140, G=1, length=4, stride=2, BS=8, cu=(0, 3, 3, 60, 140)
     ),
     "packed, one sequence": Shape(N=40, M=40, length=4, stride=2, BS=8, cu=(0, 40)),
-    "group of 20": Shape(N=40, M=40, H=1, G=20, length=4, stride=2, BS=8),
+    "group of 20": Shape(N=5, M=40, H=1, G=20, length=4, stride=2, BS=8),
     "width 192": Shape(N=40, M=40, G=1, D=192, length=4, stride=2, BS=8),
     "three tiles of queries": Shape(N=300, M=300, G=1, D=16, length=2, stride=1, BS=4),
 }
@@ -77,13 +80,24 @@ SLOW = {
         "nothing divides anything",
         "packed, one empty, one too short",
         "a summary of a block and a stride",
-        "a batch of whole tiles",
     ],
-    "triton": [name for name in QUICK[torch.float32] if name != "three tiles of queries"],
+    "triton": [
+        "nothing divides anything",
+        "more keys than queries",
+        "stride longer than length",
+        "summaries longer than blocks",
+        "fewer keys than a summary",
+        "packed, one empty, one too short",
+        "a summary of a block and a stride",
+        "16 strides a block",
+        "a batch of odd lengths",
+        "packed, whole strides",
+        "group of 20",
+    ],
 }
 # of what is not about shapes: few kernels to compile
-SMALL = Shape(N=50, M=50, G=2, D=16, length=4, stride=2, BS=8)
-PACKED = replace(SMALL, cu=(0, 3, 24, 50))
+SMALL = Shape(N=12, M=50, G=2, D=16, length=4, stride=2, BS=8)
+PACKED = replace(SMALL, N=24, M=24, cu=(0, 3, 14, 24))
 CASES = {
     f"{name}, {pick}": (shape, PICKS[pick]) for name, shape in SHAPES.items() for pick in PICKS
 }
@@ -204,10 +218,13 @@ COUNTED = {
         "stride longer than length",
     )
 }
-QUICK_COUNTS = ["nothing divides anything", "packed, whole strides", "a batch that decodes"]
+QUICK_COUNTS = ["nothing divides anything", "stride longer than length", "a batch that decodes"]
 
 
-@product("shape", COUNTED, BACKENDS, {torch.float32: QUICK_COUNTS}, dtypes=[torch.float32])
+@product(
+    "shape", COUNTED, BACKENDS, {torch.float32: QUICK_COUNTS}, dtypes=[torch.float32],
+    slow={"tilelang": ["nothing divides anything"]},
+)  # fmt: skip
 def test_each_row_keeps_as_many_as_it_counts(
     shape: Shape, dtype: torch.dtype, backend: str, device: str
 ) -> None:
@@ -227,7 +244,11 @@ def test_each_row_keeps_as_many_as_it_counts(
 @places
 @pytest.mark.parametrize(
     ("length", "stride", "BS"),
-    [(32, 16, 64), (6, 2, 8), pytest.param(6, 3, 9, marks=pytest.mark.exhaustive)],
+    [
+        (10, 2, 8),  # of one of the shapes above
+        pytest.param(32, 16, 64, marks=pytest.mark.exhaustive),
+        pytest.param(6, 3, 9, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_of_equal_blocks_the_first(
     length: int, stride: int, BS: int, backend: str, device: str
@@ -235,12 +256,12 @@ def test_of_equal_blocks_the_first(
     """Queries of zero attend to all summaries alike: inner blocks are equal to the last bit, and
     the lower ids are taken."""
     skip_unless_runs(backend, device)
-    M = 10 * BS
-    shape = Shape(N=3, M=M, H=2, G=2, D=16, length=length, stride=stride, BS=BS)
+    M = 8 * BS
+    shape = Shape(N=3, M=M, length=length, stride=stride, BS=BS)
     q, k_cmp = inputs_of(shape, torch.float32, device)
     options = options_of(shape, device) | {"block_size": BS, "top_n": 6, "num_initial": 1}
     ids = ops.select_blocks(torch.zeros_like(q), k_cmp, **options, backend=backend)
-    assert (ids[:, -1] == torch.tensor([0, 1, 2, 3, 8, 9], device=device)).all()
+    assert (ids[:, -1] == torch.tensor([0, 1, 2, 3, 6, 7], device=device)).all()
     assert torch.equal(ids, ids[:, -1:].expand_as(ids))
 
 
@@ -260,7 +281,13 @@ def test_one_choice_for_a_group(backend: str, device: str) -> None:
 
 
 @places_but_slowest
-@pytest.mark.parametrize("shape", [SMALL, PACKED], ids=["one sequence", "packed"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(SMALL, id="one sequence", marks=pytest.mark.exhaustive),
+        pytest.param(PACKED, id="packed"),
+    ],
+)
 def test_nan_reaches_those_who_see_it(shape: Shape, backend: str, device: str) -> None:
     """NaN in a summary or in a query: others choose the same to the bit, and those who see it keep
     the forced blocks, and lists without a hole."""
@@ -268,18 +295,19 @@ def test_nan_reaches_those_who_see_it(shape: Shape, backend: str, device: str) -
     q, k_cmp = inputs_of(shape, torch.float32, device)
     options = options_of(shape, device) | {"top_n": 5, "block_size": 8, "backend": backend}
     before = ops.select_blocks(q, k_cmp, **options)
-    sees_summary = shape.seen_summaries()[:, 12].to(device)
-    is_query = torch.arange(50, device=device) == 40
+    key, query = (20, 7) if shape.cu is None else (5, 20)
+    sees_summary = shape.seen_summaries()[:, key].to(device)
+    is_query = torch.arange(shape.N, device=device) == query
     spoil_key, spoil_query = k_cmp.clone(), q.clone()
-    spoil_key[0, 12, 0, 3] = torch.nan
-    spoil_query[0, 40, 0, 3] = torch.inf
+    spoil_key[0, key, 0, 3] = torch.nan
+    spoil_query[0, query, 0, 3] = torch.inf
     for pair, sees in (((q, spoil_key), sees_summary), ((spoil_query, k_cmp), is_query)):
         assert sees.any() and not sees.all()
         after = ops.select_blocks(*pair, **options)
         assert torch.equal(after[0, :, 1], before[0, :, 1])  # the other head
         assert torch.equal(after[0, ~sees], before[0, ~sees])
         assert torch.equal(after < 0, before < 0)
-        ops.check_block_indices(after, 50, block_size=8, cu_seqlens=options["cu_seqlens"])
+        ops.check_block_indices(after, shape.M, block_size=8, cu_seqlens=options["cu_seqlens"])
         for n, _, position in shape.queries():
             own = position // 8
             assert all({0, max(own - 1, 0), own} <= set(row) for row in after[0, n].tolist())
@@ -287,24 +315,25 @@ def test_nan_reaches_those_who_see_it(shape: Shape, backend: str, device: str) -
 
 @places_but_slowest
 @pytest.mark.parametrize(
-    "N",
+    ("N", "M"),
     [
-        pytest.param(50, id="one tile", marks=pytest.mark.exhaustive),
-        pytest.param(150, id="several tiles"),
+        pytest.param(12, 50, id="one tile"),
+        pytest.param(150, 150, id="several tiles", marks=pytest.mark.exhaustive),
     ],
 )
-def test_nothing_leaks_from_the_future(N: int, backend: str, device: str) -> None:
+def test_nothing_leaks_from_the_future(N: int, M: int, backend: str, device: str) -> None:
     skip_unless_runs(backend, device)
-    shape = replace(SMALL, N=N, M=N, BS=8 if N == 50 else 16)
+    shape = replace(SMALL, N=N, M=M)
     q, k_cmp = inputs_of(shape, torch.float32, device)
     options = options_of(shape, device) | {"top_n": 5, "block_size": shape.BS, "num_local": 0}
     before = ops.select_blocks(q, k_cmp, **options, backend=backend)
-    q[:, 41:], k_cmp[:, 20:] = torch.nan, torch.nan  # summary 19 ends with token 41
+    late = 41 - (M - N)
+    q[:, late:], k_cmp[:, 19:] = torch.nan, torch.nan  # summary 19 ends with token 41
     after = ops.select_blocks(q, k_cmp, **options, backend=backend)
-    assert torch.equal(before[:, :41], after[:, :41])
+    assert torch.equal(before[:, :late], after[:, :late])
 
 
-@places_but_slowest
+@places_of(BACKENDS, slow=["tilelang", "triton"])  # their packed shapes are judged above
 def test_packed_sequences_are_separate_calls(backend: str, device: str) -> None:
     skip_unless_runs(backend, device)
     q, k_cmp = inputs_of(PACKED, torch.float32, device)
@@ -347,11 +376,11 @@ def test_nothing_to_do(B: int, N: int, backend: str, device: str) -> None:
 def test_other_strides(backend: str, device: str) -> None:
     """Heads before positions, a log-sum-exp and counts among them."""
     skip_unless_runs(backend, device)
-    shape = replace(SMALL, B=2, N=20, M=20)
+    shape = replace(SMALL, B=2, N=9, M=20)
     q, k_cmp = inputs_of(shape, torch.float32, device)
     options = options_of(shape, device)
     _, lse = ops.compressed_attention(q, k_cmp, k_cmp, **options, return_lse=True)
-    counts = (torch.arange(40, device=device) % 6).view(2, 20, 1).expand(2, 20, 2)
+    counts = (torch.arange(18, device=device) % 6).view(2, 9, 1).expand(2, 9, 2)
     options |= {"top_n": 5, "block_size": 8, "backend": backend}
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k_cmp, lse)]
     assert not any(x.is_contiguous() for x in (*strided, counts))

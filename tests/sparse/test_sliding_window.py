@@ -8,17 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from branches import LargestStorage, Shape, assert_attention, assert_blind_to
-from places import places_of, product, skip_unless_runs
+from places import in_dtypes, places_of, product, skip_unless_runs
 from torch import Tensor
 
 from nsa_tutorial import ops
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-DTYPES = [
-    pytest.param(d, id=str(d).removeprefix("torch."))
-    for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-]
 
 SHAPES = {
     "two KV heads, odd window": Shape(B=2),
@@ -35,7 +30,6 @@ SHAPES = {
     "large scores": Shape(magnitude=60.0),
     "one KV head, G 16": Shape(H=1, G=16, D=16, DV=16),
 }
-shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 
 
 def attend(
@@ -46,9 +40,8 @@ def attend(
     )
 
 
-@shapes
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sliding_window(dtype: torch.dtype, shape: Shape) -> None:
+@pytest.mark.parametrize(("shape", "dtype"), in_dtypes(SHAPES))
+def test_sliding_window(shape: Shape, dtype: torch.dtype) -> None:
     q, k, v = shape.make(dtype)
     mask = shape.over_heads(shape.seen_keys(shape.window))
     assert_attention(*attend(shape, q, k, v), q, k, v, mask)
@@ -84,12 +77,14 @@ QUICK = {
         "large scores",
         "G 20, widths 64",
     },
-    torch.float16: {"two KV heads, odd window", "packed, one empty"},
+    torch.float16: {"two KV heads, odd window"},
 }
+# TileLang compiles kernels for every group and width
+SLOW = {"tilelang": QUICK[torch.float32] - {"G 20, widths 64"}}
 kernel_lanes = places_of(["tilelang", "triton"])
 
 
-@product("shape", KERNEL_SHAPES, ["tilelang", "triton"], QUICK)
+@product("shape", KERNEL_SHAPES, ["tilelang", "triton"], QUICK, slow=SLOW)
 def test_kernels(shape: Shape, dtype: torch.dtype, backend: str, device: str) -> None:
     skip_unless_runs(backend, device, dtype)
     if backend == "triton" and device == "cpu" and shape.N > 100:
@@ -188,7 +183,7 @@ SMALL = Shape(N=5, M=7, G=2, D=3, DV=2, window=3)
 )
 def test_gradients(shape: Shape) -> None:
     inputs = [x.requires_grad_() for x in shape.make(torch.float64)]
-    assert torch.autograd.gradcheck(lambda *x: attend(shape, *x), inputs)
+    assert torch.autograd.gradcheck(lambda *x: attend(shape, *x), inputs, fast_mode=True)
 
 
 def test_strided_inputs() -> None:
