@@ -1,17 +1,19 @@
-"""Marks shared by all tests: `gpu` runs where there is a CUDA device, the chapters' frame where the
-notebook packages are."""
+"""What all tests share: those marked `gpu` are left out where there is no CUDA device, and the
+chapters' frame where the notebook packages are missing."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import nsa_tutorial  # noqa: F401  (decides how triton runs, before a test imports it)
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode
 
 # A bare GPU machine may hold the kernels' packages alone: there, tests of the course frame are not
 # collected.
@@ -22,23 +24,54 @@ if any(find_spec(package) is None for package in ("ipywidgets", "nbclient", "nbf
 
 @cache
 def takes_long(path: Path) -> bool:
-    """Whether a file has to do with compiled kernels, or with a browser."""
-    return path.parent.name == "browser" or "tilelang" in path.read_text()
+    """Whether a file is a chapter, or has to do with compiled kernels or with a browser."""
+    text = path.read_text(encoding="utf-8")
+    return path.suffix == ".ipynb" or path.parent.name == "browser" or "tilelang" in text
+
+
+LEFT_OUT = pytest.StashKey[int]()  # how many tests need a CUDA device that is not here
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Decide how Triton runs, before a test defines a kernel. The process that hands tests to
+    others imports none of them, so that it need not wait for PyTorch."""
+    config.stash[LEFT_OUT] = 0
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        from nsa_tutorial.runtime import environment
+
+        environment.prepare()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what carries a mark
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # A GPU has the time for every case.
-    for item in items:
-        if "gpu" in item.keywords:
-            item.own_markers = [mark for mark in item.own_markers if mark.name != "exhaustive"]
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch
+
     # What takes longest comes first, so that no process is left with it at the end.
     items.sort(key=lambda item: not takes_long(item.path))
-    if torch.cuda.is_available():
+    on_gpu = [item for item in items if "gpu" in item.keywords]
+    if torch.cuda.is_available():  # which has the time for every case
+        for item in on_gpu:
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "exhaustive"]
         return
-    for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    items[:] = [item for item in items if "gpu" not in item.keywords]
+    config.hook.pytest_deselected(items=on_gpu)
+    config.stash[LEFT_OUT] = len(on_gpu)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash[LEFT_OUT]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    """Every process has collected the same tests."""
+    node.config.stash[LEFT_OUT] = node.workeroutput.get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: object, config: pytest.Config) -> None:
+    if left_out := config.stash[LEFT_OUT]:
+        terminalreporter.write_line(f"{left_out} tests need a CUDA device and were left out")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -66,6 +99,8 @@ def sound_accesses(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def exact_matmul() -> None:
     """The plain fp32 reference computes in fp32, not in TF32."""
+    import torch
+
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
@@ -99,6 +134,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[TorchDispatchMode], obje
 def one_thread() -> Iterator[None]:
     """PyTorch computes in one thread: on a busy machine, many small operations in two spend their
     time waiting for each other."""
+    import torch
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -45,9 +45,9 @@ def product(
     """A test's `name`, `dtype`, `backend` and `device`: every case in every dtype on every place.
 
     On CUDA all of them run. On the CPU those run whose case `quick` names for the dtype, and
-    `slow` for the backend if it has a list there; the others carry the mark `exhaustive`, and so do
-    TileLang's in fp16. Other fp16 kernels that `quick` does not name are left to CUDA. No kernel
-    computes bfloat16 there.
+    `slow` for the backend if it has a list there; the others carry the mark `exhaustive` in fp32,
+    and so do TileLang's in fp16. Others in 16 bits are left to CUDA. No kernel computes bfloat16 on
+    a CPU.
     """
     slow = slow or {}
     named = [*quick.values(), *slow.values()]
@@ -63,7 +63,7 @@ def product(
                     marks = [pytest.mark.gpu] if device == "cuda" else []
                     is_quick = key in quick.get(dtype, ()) and key in slow.get(backend, cases)
                     if device == "cpu" and not is_quick:
-                        if dtype == torch.float16 and backend != "reference":
+                        if dtype != torch.float32:
                             continue
                         marks = [pytest.mark.exhaustive]
                     elif device == "cpu" and dtype == torch.float16 and backend == "tilelang":
@@ -71,6 +71,17 @@ def product(
                     label = f"{key}-{name_of(dtype)}-{backend}-{device}"
                     params.append(pytest.param(case, dtype, backend, device, id=label, marks=marks))
     return pytest.mark.parametrize((name, "dtype", "backend", "device"), params)
+
+
+def in_dtypes(shapes: Mapping[str, object]) -> list[object]:
+    """Every shape in fp64, and each of the other dtypes for some of them, in turn."""
+    turn = (torch.float32, torch.float16, torch.bfloat16)
+    of_shape = ((key, x, (torch.float64, turn[i % 3])) for i, (key, x) in enumerate(shapes.items()))
+    return [
+        pytest.param(shape, dtype, id=f"{key}-{name_of(dtype)}")
+        for key, shape, dtypes in of_shape
+        for dtype in dtypes
+    ]
 
 
 def skip_unless_runs(backend: str, device: str, dtype: torch.dtype = torch.float32) -> None:

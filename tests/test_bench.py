@@ -109,21 +109,27 @@ def test_overlap_from_agreeing_to_sharing_nothing() -> None:
         drawing.overlap(ids, 9)
 
 
-@pytest.mark.parametrize("neighbours", [2, 4, 8])
-def test_trained_lists_overlap_as_the_stored_heads_do(neighbours: int) -> None:
+@pytest.mark.parametrize(
+    ("neighbours", "tokens"),
+    [
+        (4, 8192),
+        *(pytest.param(n, 8192, marks=pytest.mark.exhaustive) for n in (2, 8)),
+        *(pytest.param(n, 65536, marks=pytest.mark.exhaustive) for n in (2, 4, 8)),
+    ],
+)
+def test_trained_lists_overlap_as_the_stored_heads_do(neighbours: int, tokens: int) -> None:
     """`trained` lies among the stored heads, and between the other kinds, at two lengths."""
     stored = overlaps_of_stored_heads(neighbours)
     if neighbours == 4:
         assert [round(min(stored), 2), round(max(stored), 2)] == [1.16, 1.43], "the docstring's"
-    for tokens in (8192, 65536):
-        random, smooth, trained = (
-            drawing.overlap(long_lists(kind, tokens), neighbours)
-            for kind in ("random", "smooth", "trained")
-        )
-        assert smooth < 1.05
-        assert smooth < min(stored) - 0.03 < trained < max(stored) < random
-        if neighbours == 4:
-            assert abs(trained - {8192: 1.16, 65536: 1.29}[tokens]) < 0.02, "the docstring's"
+    random, smooth, trained = (
+        drawing.overlap(long_lists(kind, tokens), neighbours)
+        for kind in ("random", "smooth", "trained")
+    )
+    assert smooth < 1.05
+    assert smooth < min(stored) - 0.03 < trained < max(stored) < random
+    if neighbours == 4:
+        assert abs(trained - {8192: 1.16, 65536: 1.29}[tokens]) < 0.02, "the docstring's"
 
 
 @functools.cache
@@ -592,6 +598,62 @@ def test_errors_in_one_sentence(
         bench.main(arguments.split())
     errors = capsys.readouterr().err
     assert re.search(message, errors), errors
+
+
+# What each number is given instead, and how the answer ends.
+NUMBERS = {
+    "--tokens": ("0 -5 3 1.5 x nan 4294967296", "expected a whole number from 4 to 2,147,483,647"),
+    "--width": ("0 -1 257 inf", "expected a whole number from 1 to 256"),
+    "--value-width": ("0 -1 257 inf", "expected a whole number from 1 to 256"),
+    "--jobs": ("0 -1 x 1000000000", "expected a whole number from 1 to 256"),
+    "--seconds": ("0 -1 nan inf x 1000000000", "expected a number of seconds above 0, at most"),
+    **dict.fromkeys(
+        ["--kv-heads", "--group", "--block-size", "--slots", "--length", "--stride", "--window"],
+        ("0 -1 x nan 4294967296", "expected a whole number from 1 to 2,147,483,647"),
+    ),
+}
+# The same of a number that no machine has room for.
+TOO_MUCH = {
+    **dict.fromkeys(
+        ["--tokens", "--kv-heads", "--group"], "--tokens, --kv-heads, --group: got .*000,000.* GiB"
+    ),
+    "--block-size": "--block-size: got 1000000000, expected at most .*, all tokens",
+    "--slots": "--slots: got 1000000000, expected at most .*, as many as there are blocks",
+    "--length": "--tokens: got .*, expected at least 1000000000, a summary's length",
+}
+
+
+def test_every_number_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    """No number, or one that is too small or too large, for any machine or for this one, is
+    answered with a sentence that names the option. Where operators share it, one is asked."""
+    commands = next(a for a in bench.parser()._actions if a.dest == "operator").choices
+    asked = {
+        action.option_strings[0]: operator
+        for operator, command in commands.items()
+        for action in command._actions
+        if action.metavar in ("n", "s") or action.type in (int, float)
+    }
+    assert asked.keys() == NUMBERS.keys()
+    for option, operator in asked.items():
+        values, expected = NUMBERS[option]
+        cases = {x: re.escape(f"argument {option}: got {x}, {expected}") for x in values.split()}
+        if option in TOO_MUCH:
+            cases["1000000000"] = TOO_MUCH[option]
+        for value, message in cases.items():
+            with pytest.raises(SystemExit):
+                bench.main([operator, "--device", "cpu", "--backend", "reference", option, value])
+            errors = capsys.readouterr().err
+            assert re.search(message, errors), (operator, option, value, errors)
+
+
+def test_the_bounds_themselves_run(tmp_path: Path) -> None:
+    """The fewest tokens, more slots than there are blocks, and a window of every key."""
+    always = ["--device", "cpu", "--backend", "reference", "--width", "8", "--group", "1"]
+    always += ["--seconds", "0.001", "--output", str(tmp_path / "rows.json")]
+    few = ["--tokens", "4", "--slots", "16", "--block-size", "32"]
+    assert bench.main(["selected", *always, *few]) == 0
+    wide = ["--tokens", "32", "--block-size", "32", "--window", str(2**31 - 1)]
+    assert bench.main(["native", *always, *wide]) == 0
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,3 +48,21 @@ def test_lists_are_those_of_the_layers() -> None:
         assert (ids <= own).all()
         ascending = ids.sort(-1).values
         assert ((ascending[..., 1:] > ascending[..., :-1]) | (ascending[..., :-1] < 0)).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--layers 0", "--layers: got 0, expected a whole number from 1 to 128"),
+        ("--tokens 3", "--tokens: got 3, expected a whole number from 4 to"),
+        ("--group 1000000000", "--group: got 1000000000, expected a whole number from 1 to 128"),
+        ("--device cpu --head-width 7", "--head-width: got 7, expected an even number"),
+        ("--backend fast", "invalid choice: 'fast'"),
+    ],
+)
+def test_errors_in_one_sentence(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        model_lists.main(["--device", "cpu", *arguments.split()])
+    assert message in capsys.readouterr().err

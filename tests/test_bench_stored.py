@@ -24,7 +24,9 @@ TINY = Shape(
     tokens=48, kv_heads=1, group=2, width=16, value_width=16, block_size=16, slots=2,
     dtype="float32", length=8, stride=4,
 )  # fmt: skip
-TINY_OPTIONS = "--tokens 48 --group 2 --width 16 --block-size 16 --slots 2 --seconds 0.01"
+TINY_OPTIONS = (
+    "--tokens 48 --kv-heads 1 --group 2 --width 16 --block-size 16 --slots 2 --seconds 0.01"
+)
 ROW = Row(
     **asdict(TINY), operator="selected", kernel="triton", change="", direction="forward",
     lists="random", ms=2.0, ms_low=1.9, ms_high=2.2, dense_ratio=3.0, is_right=True,
@@ -53,7 +55,7 @@ def test_each_order_is_a_row(
     path = tmp_path / "x.json"
     chosen = ["--order", "tiles", "auto", "blocks", "queries", "tiles", "--pass", direction]
     arguments = ["--device", "cpu", "--backend", "triton", "reference", *TINY_OPTIONS.split()]
-    arguments += ["--tokens", "24"]
+    arguments += ["--tokens", "12"]
     assert bench.main(["selected", *arguments, *chosen, "--no-dense", "--output", str(path)]) == 0
     rows = stored.read(path).rows
     assert [(row.kernel, row.order) for row in rows] == [
@@ -97,7 +99,7 @@ def test_steps_of_the_backward_change_one_query_in_a_program(
     pytest.importorskip("triton")
     from nsa_tutorial.kernels import triton_backward_launch, triton_backward_variants
 
-    problem = Problem.make("selected", TINY, "cpu", "random")
+    problem = Problem.make("selected", replace(TINY, tokens=9), "cpu", "random")
     monkeypatch.setattr(triton_backward_variants, "variant", lambda _: triton_backward_launch)
     monkeypatch.setattr(triton_backward_launch, "order_of", lambda *_, **__: "blocks")
     monkeypatch.setattr(triton_backward_launch.triton_key_blocks_backward, "all_gradients", None)

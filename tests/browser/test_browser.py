@@ -22,7 +22,7 @@ from lab import CHROMIUM, Lab
 from nsa_tutorial.course.widgets import Panel
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-exhaustive = pytest.mark.exhaustive  # make test runs a chapter's cells once, and one chapter's here
+exhaustive = pytest.mark.exhaustive  # make test runs a chapter's cells once, without a browser
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 
 
@@ -178,7 +178,7 @@ def test_chapter_11_stepper(lab: Lab, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "notebook",
     [
-        "03_online_softmax.ipynb",
+        pytest.param("03_online_softmax.ipynb", marks=exhaustive),
         pytest.param("01_dense_attention.ipynb", marks=exhaustive),
         pytest.param("05_selected_attention.ipynb", marks=exhaustive),
     ],
@@ -200,7 +200,7 @@ def test_what_the_browser_ran_has_no_stderr(lab: Lab, notebook: str) -> None:
 @pytest.mark.parametrize(
     "notebook",
     [
-        "02_grouped_query_attention.ipynb",
+        pytest.param("02_grouped_query_attention.ipynb", marks=exhaustive),
         pytest.param("08_native_sparse_attention.ipynb", marks=exhaustive),
     ],
 )

@@ -18,7 +18,10 @@ from nsa_tutorial.course import show, side_by_side
 from nsa_tutorial.course.listing import Listing, SideBySide
 from nsa_tutorial.course.listing_style import WIDTH, style
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
+    pytest.mark.exhaustive,  # in make test, tests/course/test_listings.py reads what is written
+]
 
 PACKAGE = Path(nsa_tutorial.__file__).parent
 KERNELS = [
@@ -44,10 +47,6 @@ VIEWS = [
     pytest.param(
         {"app": app, "theme": theme, "size": size},
         id=f"{app}-{theme}-{size[0]}x{size[1]}",
-        # in make test: three columns side by side, and the same three below one another
-        marks=[]
-        if (app, theme, size[0]) in {("lab", "dark", 1440), ("notebook", "light", 1280)}
-        else [pytest.mark.exhaustive],
     )
     for app, theme, size in product(
         ("lab", "notebook"), ("light", "dark"), ((1440, 900), (1280, 720))

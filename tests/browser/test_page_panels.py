@@ -18,8 +18,10 @@ from lab import CHROMIUM, Lab, playwright
 
 from nsa_tutorial.course import latency
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-exhaustive = pytest.mark.exhaustive
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
+    pytest.mark.exhaustive,  # in make test, tests/course/test_panels.py moves every control
+]
 
 PANELS = list(latency.panels())
 FEW = ["online_softmax.explore", "mask_explorer.mask_explorer", "triton_forward.explore"]
@@ -118,13 +120,10 @@ def shown(page: Page, number: int):
 
 
 SCREENS = [
-    pytest.param(FEW, "lab", "dark", (1280, 720), id="few-lab-dark-1280"),
-    *(
-        pytest.param(PANELS, app, theme, size, id=f"all-{app}-{theme}-{size[0]}", marks=exhaustive)
-        for app in ("lab", "notebook")
-        for theme in ("light", "dark")
-        for size in ((1280, 720), (1440, 900))
-    ),
+    pytest.param(PANELS, app, theme, size, id=f"all-{app}-{theme}-{size[0]}")
+    for app in ("lab", "notebook")
+    for theme in ("light", "dark")
+    for size in ((1280, 720), (1440, 900))
 ]
 
 
@@ -160,7 +159,6 @@ def faults(found: dict) -> dict:
     return bad
 
 
-@exhaustive
 def test_reset_brings_the_start_back(lab: Lab) -> None:
     with page_with(lab, FEW[:1]) as page:
         panel = shown(page, 0)
@@ -199,7 +197,6 @@ def test_controls_bound_each_other_and_say_so(lab: Lab) -> None:
         assert "window" in greyed.evaluate_all("hs => hs.map(h => h.ariaLabel)")
 
 
-@exhaustive
 def test_a_key_moves_the_picture_in_time(lab: Lab, capsys: pytest.CaptureFixture) -> None:
     """Twice the budget is allowed here, since other tests run on the same machine; alone, each
     median lies under it."""

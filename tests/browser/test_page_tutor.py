@@ -12,7 +12,10 @@ from lab import CHROMIUM, Lab
 
 from nsa_tutorial.course.chapters import CHAPTERS
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
+    pytest.mark.exhaustive,  # in make test, tests/course/test_tutor.py looks at colours and words
+]
 VIEWS = [f"{theme}-{app}" for theme in ("light", "dark") for app in ("lab", "notebook")]
 NOTEBOOKS = [f"{name}.ipynb" for name in (*VIEWS, "contents")]  # a kernel each
 CELLS = [
@@ -67,12 +70,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 @pytest.mark.parametrize(
     ("theme", "app"),
-    [
-        ("light", "lab"),
-        pytest.param("dark", "notebook", marks=pytest.mark.exhaustive),
-        pytest.param("dark", "lab", marks=pytest.mark.exhaustive),
-        pytest.param("light", "notebook", marks=pytest.mark.exhaustive),
-    ],
+    [("light", "lab"), ("dark", "notebook"), ("dark", "lab"), ("light", "notebook")],
 )
 def test_what_is_said_can_be_read(lab: Lab, theme: str, app: str) -> None:
     page = lab.run_all(f"{theme}-{app}.ipynb", theme=theme, app=app, size=(1400, 4000))

@@ -343,6 +343,42 @@ def test_a_folder_that_cannot_be_made_is_said(
     assert "could not be made" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("inside", ["", "mine"])
+def test_the_course_s_own_folder_is_no_place_for_a_copy(course: Course, inside: str) -> None:
+    before = (course.chapters / NAME).read_bytes()
+    with pytest.raises(ValueError, match="this is where the course keeps its own chapters"):
+        copies.update(course.chapters / inside, course.chapters)
+    assert (course.chapters / NAME).read_bytes() == before
+    assert [path.name for path in course.chapters.iterdir()] == [NAME]
+
+
+def test_the_course_s_own_folder_is_refused_in_a_sentence(capsys: pytest.CaptureFixture) -> None:
+    assert copies.main(["--folder", str(NOTEBOOKS)]) == 1
+    assert "notebooks, could not be made: this is where" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", [NAME, OFFER, f".course/base/{NAME}"])
+def test_a_directory_in_the_place_of_a_chapter_stops_no_other(course: Course, place: str) -> None:
+    (course.folder / place).mkdir(parents=True)
+    course.publish(FIRST, "06_compression.ipynb")
+    (skipped,) = (line for line in course.update() if "skipped" in line)
+    assert skipped.startswith(f"{NAME}: skipped, because {place} is a directory. Rename it")
+    assert course.cells("06_compression.ipynb") == FIRST
+    (course.folder / place).rmdir()
+    course.update()
+    assert course.cells() == FIRST
+
+
+def test_the_copy_is_made_and_nothing_is_opened(
+    course: Course, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(copies, "update", lambda folder: ["made"])
+    monkeypatch.setattr(os, "execv", pytest.fail)
+    assert copies.main(["--folder", str(course.folder)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("made\n") and f"Begin with {course.folder / CHAPTERS[0].file}" in said
+
+
 def test_no_notary_is_no_reason_to_stop(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError("no home")
@@ -423,11 +459,11 @@ def test_the_address_of_lab() -> None:
     assert command[-1] == "--no-browser"
 
 
-def check(folder: Path) -> str:
-    """What the command behind `make check` says, without colours."""
+def check(folder: Path) -> subprocess.CompletedProcess[str]:
+    """What the command behind `make check` says, without colours, and its exit status."""
     command = [sys.executable, "-m", "nsa_tutorial.course.copies", "--folder", str(folder)]
     command += ["--check", "-p", "no:cacheprovider", "--color=no"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 CHECKED = {
@@ -476,6 +512,36 @@ def test_a_copy_is_checked(course: Course) -> None:
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
     assert f"1 failed, {4 * 6 + 1 - 1} passed" in said, said
     assert f"{names[2]}::Cell 5" in said
+
+
+def break_two(course: Course) -> None:
+    course.update()
+    (course.folder / "broken.ipynb").write_text("{")
+    (course.folder / "empty.ipynb").write_text("{}")
+
+
+def test_a_broken_notebook_is_named_and_left_out(
+    course: Course, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The status says that something is wrong, though what is run passes."""
+    break_two(course)
+    commands = []
+    monkeypatch.setattr(subprocess, "call", lambda command, **_: commands.append(command) or 0)
+    assert copies.main(["--folder", str(course.folder), "--check", "-q"]) == 1
+    said = capsys.readouterr().out
+    assert "broken.ipynb is no notebook that can be read (line 1: " in said
+    assert "empty.ipynb is no notebook that can be read (there are no cells" in said
+    ignored = [f"--ignore={course.folder / name}" for name in ("broken.ipynb", "empty.ipynb")]
+    assert commands[0][-3:] == [*ignored, "-q"]
+
+
+@pytest.mark.exhaustive
+def test_beside_a_broken_notebook_the_others_are_checked(course: Course) -> None:
+    break_two(course)
+    done = check(course.folder)
+    assert f"{NAME}::Cell 0" in done.stdout  # its outputs are not those of a run
+    assert "Traceback (most recent" not in done.stdout + done.stderr
+    assert done.returncode != 0
 
 
 def test_nothing_to_check_is_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

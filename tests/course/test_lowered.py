@@ -15,6 +15,7 @@ needs_triton = pytest.mark.skipif(
     environment.detect().triton is None, reason="triton is not installed"
 )
 ODD = {"G": 20, "BS": 24, "D": 40, "DV": 56}
+SMALL = {"D": 32, "DV": 32, "BS": 16}
 OTHERS = [ODD, {"G": 64, "D": 192}, {"G": 1, "D": 256, "DV": 256}]
 
 
@@ -49,18 +50,19 @@ def test_tilelang_becomes_cuda(arch: str, dtype: str, shape: dict[str, int]) -> 
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("arch", "dtype"),
+    ("arch", "dtype", "shape"),
     [
-        ("sm_90", "float16"),
-        ("sm_80", "float32"),
-        pytest.param("sm_80", "float16", marks=exhaustive),
-        pytest.param("sm_90", "float32", marks=exhaustive),
-        pytest.param("sm_80", "bfloat16", marks=exhaustive),
-        pytest.param("sm_90", "bfloat16", marks=exhaustive),
+        pytest.param("sm_90", "float16", {}, id="sm_90-float16"),
+        pytest.param("sm_80", "float32", SMALL, id="sm_80-float32-small", marks=exhaustive),
+        pytest.param("sm_80", "float16", {}, id="sm_80-float16", marks=exhaustive),
+        pytest.param("sm_90", "float32", {}, id="sm_90-float32", marks=exhaustive),
+        pytest.param("sm_80", "float32", {}, id="sm_80-float32", marks=exhaustive),
+        pytest.param("sm_80", "bfloat16", {}, id="sm_80-bfloat16", marks=exhaustive),
+        pytest.param("sm_90", "bfloat16", {}, id="sm_90-bfloat16", marks=exhaustive),
     ],
 )
-def test_triton_becomes_ptx(arch: str, dtype: str) -> None:
-    stages = lowered.triton_stages(arch, dtype)
+def test_triton_becomes_ptx(arch: str, dtype: str, shape: dict[str, int]) -> None:
+    stages = lowered.triton_stages(arch, dtype, **shape)
     assert set(stages) == {"ttir", "ttgir", "llir", "ptx"}
     ptx = stages["ptx"]
     assert f".target {arch}" in ptx
@@ -72,6 +74,7 @@ def test_triton_becomes_ptx(arch: str, dtype: str) -> None:
 
 
 @needs_triton
+@exhaustive
 def test_the_keys_kernel_fills_64_rows_in_triton() -> None:
     """And adds nothing by atomics."""
     ptx = lowered.dkv_stages()["ptx"]

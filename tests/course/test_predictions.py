@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from nsa_tutorial.course import exercises, predict, reader, reveal
 from nsa_tutorial.course.exercises import Prediction
+from nsa_tutorial.course.numerals import as_number
 
 CACHE = Prediction(
     name="cache",
@@ -34,6 +36,7 @@ ASKED = {p.name: p for p in (CACHE, SHARE, PERCENT, CHOICE, PROGRAMS)}
 @pytest.fixture(autouse=True)
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / reader.FOLDER).mkdir()
     monkeypatch.setattr(exercises, "prediction", ASKED.__getitem__)
     reader.forget()
     yield
@@ -95,6 +98,37 @@ def test_numbers_may_be_written_out() -> None:
     for text in ("1/4", " 25 %", "0.25", "2.5e-1", 0.25):
         assert "exactly right" in told(text, 0.25, "share"), text
     assert "a number was asked for" in told("1/0", 0.25, "share")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("0,0156", 0.0156), ("1,6", 1.6), ("1,60", 1.6), ("0,016", 0.016), (",5", 0.5),
+        ("1234,567", 1234.567), ("1,6 %", 0.016), ("1,6e3", 1600), ("1,5k", 1500),
+        ("1,234", 1234), ("-1,234.5", -1234.5), ("4,194,304", 2**22), ("4.194.304,5", 2**22 + 0.5),
+        ("1,234/2", 617), ("1,2,3", None), ("1,23,456", None), ("1,", None), (",", None),
+    ],
+)  # fmt: skip
+def test_commas_are_decimal_or_separate_thousands(text: str, number: float | None) -> None:
+    assert as_number(text, "") == (None if number is None else pytest.approx(number))
+
+
+@pytest.mark.parametrize(("name", "text"), [("programs", "1,234 %"), ("percent", "1,234")])
+def test_a_comma_in_doubt_is_asked_about(name: str, text: str) -> None:
+    """Of a percentage, both may be meant; the guess is not kept."""
+    said = "Do you mean 1.234 % or 1234 %? Write it without the comma."
+    assert repr(predict(name, text)) == f"○ {name}: not noted, {text}. {said}"
+    assert "no guess yet" in repr(predict(name, None))
+
+
+def test_outside_of_a_copy_it_is_said_once_that_nothing_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "saved" not in repr(predict("cache", 4))
+    monkeypatch.chdir(tmp_path / reader.FOLDER)  # which holds no notes' folder of its own
+    reader.forget()
+    assert "Nothing is saved in this folder" in repr(predict("cache", 4))
+    assert "saved" not in repr(predict("cache", 5))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +194,8 @@ class Rude:
     "guess",
     [
         math.nan, -math.inf, 10**5000, -(10**400), 1e-320, "", "x" * 10**5, "\ud800", "1e999",
-        "١٢", "1/0", "9" * 5000 + "/1", "%", b"4", 3 + 4j, [], [[]],
+        Decimal("1e9999999"), Decimal("-1e-9999999"), "١٢", "1/0",
+        "9" * 5000 + "/1", "%", b"4", 3 + 4j, [], [[]],
         (None,), {}, {1: {2}}, set(), object(), Rude(), Rude,
         [Rude()], lambda: 1, np.array([]), np.float32("nan"), np.array(["a"]), torch.empty(0),
         torch.ones(3, 3), torch.ones(2, device="meta"), torch.tensor(3 + 1j), True, range(3),
@@ -168,19 +203,15 @@ class Rude:
     ids=lambda g: type(g).__name__,
 )  # fmt: skip
 @pytest.mark.parametrize("answer", [8, 0, -2.5, math.nan, "text", True, [1, 2], torch.ones(2)])
-def test_nothing_that_is_guessed_breaks_a_cell(
-    guess: object, answer: object, tmp_path: Path
-) -> None:
+def test_nothing_that_is_guessed_breaks_a_cell(guess: object, answer: object) -> None:
     """Neither in memory nor beside a file; what is said is short and has both forms."""
-    (tmp_path / reader.FOLDER).mkdir(exist_ok=True)
     for message in (predict("cache", guess), reveal("cache", answer)):
         assert len(repr(message)) < 500
         assert "</div>" in message._repr_html_()
     assert reader.notes()["version"] == 1
 
 
-def test_a_guess_outlives_the_kernel(tmp_path: Path) -> None:
-    (tmp_path / reader.FOLDER).mkdir()
+def test_a_guess_outlives_the_kernel() -> None:
     predict("cache", 4)
     reader.forget()
     told_again = "→ cache: You said 4 GiB, it is 8 GiB: your guess is half the answer."

@@ -78,6 +78,33 @@ def test_a_broken_file_is_kept_aside(copy: Path, text: str) -> None:
     assert copy.with_suffix(".json.bak").read_text() == text
 
 
+def test_each_broken_file_is_kept_and_told(copy: Path) -> None:
+    """Under names of their own, the second beside the first; the reader hears of both."""
+    for text in ("first", "second"):
+        copy.write_text(text)
+        reader.notes()
+    kept = [copy.with_name(name) for name in ("progress.json.bak", "progress.json.2.bak")]
+    assert [path.read_text() for path in kept] == ["first", "second"]
+    told = reader.remarks_once()
+    assert len(told) == 2 and reader.remarks_once() == []
+    for path in kept:
+        assert f"kept as .course/{path.name}." in repr(progress())
+        assert f"kept as .course/{path.name}." in progress()._repr_html_()
+
+
+def test_elsewhere_the_page_says_that_nothing_is_saved(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once there is something to lose."""
+    reader.note_guess("gib", 4)
+    assert "saved" not in repr(progress())
+    monkeypatch.chdir(copy.parent)  # which holds no notes' folder of its own
+    assert "Nothing is saved in this folder" in repr(progress())
+    assert "<code>make lab</code>" in progress()._repr_html_()
+    reader.forget()
+    assert "saved" not in repr(progress())
+
+
 def test_bytes_that_are_no_text_are_kept_aside(copy: Path) -> None:
     copy.write_bytes(b"\xff\xfe{")
     assert reader.notes()["solved"] == {}
@@ -142,7 +169,7 @@ def test_the_page_has_a_square_for_every_exercise() -> None:
     assert html.count('aria-label="causal_weights: solved"') == 1
     assert [f'href="{c.file}"' in html for c in ready] == [True] * len(ready)
     assert page.totals == f"1 of {every} exercises solved, 0 guesses made."
-    assert len(repr(page).splitlines()) == len(ready) + len(known) + 1
+    assert len(repr(page).splitlines()) == len(ready) + len(known) + 2  # nothing is saved here
 
 
 def test_a_chapter_is_highlighted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -93,7 +94,8 @@ def test_storing_somewhere_else_gets_a_verdict(
 ) -> None:
     """The kernel is given its output's place in memory, moved; where no memory lies, PyTorch
     refuses to move it, and nothing is launched."""
-    exercise, launched = exercise_of(chapter, name), []
+    # that something is wrong is enough here: which mistake it looks like takes as long for each
+    exercise, launched = replace(exercise_of(chapter, name), misconceptions=()), []
 
     def moved(args: list) -> list:
         y = args[output]
@@ -102,4 +104,4 @@ def test_storing_somewhere_else_gets_a_verdict(
         return args
 
     verdict = judge(exercise, lambda: Launched(exercise.solution(), moved))
-    assert launched and verdict.outcome in {"wrong", "misconception"}, verdict.text
+    assert launched and verdict.outcome == "wrong", verdict.text

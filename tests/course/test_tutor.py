@@ -356,7 +356,8 @@ def test_what_the_meaning_recommends_does_work(join: str) -> None:
         return T.And(end, query >= key) if causal else end
 
     e = exercises.chapter_exercises("tilelang_forward")["is_seen"]
-    assert judge(replace(e, misconceptions=()), condition).outcome == "right"
+    e = replace(e, misconceptions=(), cases=e.cases[-2:])
+    assert judge(e, condition).outcome == "right"
 
 
 @pytest.mark.parametrize("entry", MEANINGS, ids=[pattern for pattern, _ in MEANINGS])
@@ -666,6 +667,35 @@ def test_a_function_may_be_named_by_itself() -> None:
     assert check("dense_attention", causal_weights).verdicts[0].exercise == "causal_weights"
     with pytest.raises(ValueError, match="nothing to check; name a function: check"):
         check("dense_attention")
+
+
+def held_by_itself() -> list:
+    numbers = []
+    numbers.append(numbers)
+    return numbers
+
+
+def doubling(depth: int) -> list:
+    """2 ** depth numbers, in a few lists."""
+    return [doubling(depth - 1)] * 2 if depth else [1]
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (torch.ones(2, device="meta"), "shape [2] on the meta device"),
+        ((1, torch.ones(2, device="meta")), "shape [2] on the meta device"),
+        (torch.eye(2).to_sparse(), "Call `.to_dense()` on it first"),
+        (held_by_itself(), "a list that holds itself"),
+        ({"numbers": held_by_itself()}, "a dict that holds itself"),
+        (doubling(18), "more than can be looked through"),
+    ],
+    ids=["meta", "meta inside", "sparse", "itself", "itself inside", "too many"],
+)
+def test_what_cannot_be_compared_gets_a_sentence(result: object, words: str) -> None:
+    verdict = judge(SUM, lambda numbers: result)
+    assert verdict.outcome == "wrong" and words in verdict.text
+    assert "Case: two numbers." in verdict.text
 
 
 def test_masks_differ_in_yes_and_no() -> None:

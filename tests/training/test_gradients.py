@@ -97,49 +97,49 @@ def inputs_of(call: object) -> dict[str, Tensor]:
 
 CASES = {
     "two KV heads, ragged tail": lists(Problem(N=20, M=37, D=16, DV=24)),
-    "own block, counts": lists(Problem(N=20, M=37, own=True, counts="random")),
-    "factors, own block": lists(Problem(N=20, M=37, own=True, counts="random", factors=True)),
-    "packed": lists(Problem(N=35, M=35, cu=(0, 7, 7, 18, 35), own=True)),
-    "packed, factors": lists(Problem(N=35, M=35, cu=(0, 0, 3, 35, 35), factors=True)),
-    "not causal": lists(Problem(N=9, M=37, causal=False, factors=True)),
+    "own block, counts": lists(Problem(N=6, M=37, own=True, counts="random")),
+    "factors, own block": lists(Problem(N=6, M=37, own=True, counts="random", factors=True)),
+    "packed": lists(Problem(N=20, M=20, cu=(0, 2, 2, 19, 20), own=True)),
+    "packed, factors": lists(Problem(N=20, M=20, cu=(0, 0, 3, 20, 20), factors=True)),
+    "not causal": lists(Problem(N=5, M=37, causal=False, factors=True)),
     "group of one": lists(Problem(N=20, M=20, G=1)),
     "group of 16": lists(Problem(N=20, M=37, G=16, D=32, DV=16)),
-    "group of 20": lists(Problem(B=2, N=9, M=37, G=20, factors=True)),
+    "group of 20": lists(Problem(B=2, N=3, M=37, G=20, factors=True)),
     "decoding": lists(Problem(B=2, N=1, M=37)),
     "blocks of 5": lists(Problem(N=20, M=37, BS=5, own=True)),
-    "blocks of 24": lists(Problem(N=20, M=101, BS=24)),
+    "blocks of 24": lists(Problem(N=5, M=101, BS=24)),
     "blocks of 64": lists(Problem(N=12, M=300, BS=64, D=32, DV=64, factors=True)),
     "blocks of 128": lists(Problem(N=9, M=300, BS=128, D=64, DV=32)),
-    "blocks of 200": lists(Problem(N=5, M=420, BS=200, S=2, factors=True)),
+    "blocks of 200": lists(Problem(N=3, M=420, BS=200, S=2, factors=True)),
     "a list of 40": lists(Problem(N=5, M=400, BS=8, S=40)),
-    "one slot": lists(Problem(N=20, M=37, S=1)),
+    "one slot": lists(Problem(N=5, M=37, S=1)),
     "nothing is visible": lists(Problem(N=5, M=20, counts=0)),
     "many queries of one block": lists(Problem(B=2, N=200, M=200, H=1, G=4, S=2)),
-    "window": window(Shape(N=20, M=37, window=7)),
+    "window": window(Shape(N=9, M=37, window=7)),
     "window over tiles": window(Shape(N=140, M=140, window=30)),
     "window of one": window(Shape(N=9, M=9, window=1)),
     "window longer than the sequence": window(Shape(B=2, N=9, M=9, window=100)),
     "window, packed": window(Shape(N=80, M=80, B=1, window=70, cu=(0, 3, 3, 80))),
     "list and window": both(Problem(N=20, M=37), 7),
     "list and window, all at once": both(
-        Problem(N=35, M=35, cu=(0, 7, 7, 18, 35), own=True, counts="random", factors=True), 9
+        Problem(N=9, M=9, cu=(0, 3, 3, 9), own=True, counts="random", factors=True), 4
     ),
 }
 QUICK = {
     torch.float32: CASES.keys() - {"group of 16", "blocks of 128", "many queries of one block"},
-    torch.float16: ["factors, own block", "window", "list and window"],
+    torch.float16: ["factors, own block"],
     torch.bfloat16: ["own block, counts", "list and window, all at once"],
 }
 # TileLang compiles four kernels for every new shape, and Triton interprets them
 SLOW = {
     "tilelang": [
         "own block, counts", "packed", "factors, own block", "packed, factors", "not causal",
-        "nothing is visible", "decoding", "one slot", "group of one", "blocks of 200", "window",
-        "window of one", "list and window, all at once",
+        "nothing is visible", "decoding", "one slot", "blocks of 200", "window", "window of one",
+        "list and window, all at once",
     ],
     "triton": [
-        "two KV heads, ragged tail", "own block, counts", "factors, own block", "packed, factors",
-        "not causal", "nothing is visible", "group of 20", "decoding", "blocks of 24",
+        "own block, counts", "factors, own block", "packed, factors", "not causal",
+        "nothing is visible", "group of 20", "decoding", "blocks of 24",
         "blocks of 200", "one slot", "window", "window, packed", "list and window, all at once",
     ],
 }  # fmt: skip
@@ -185,10 +185,10 @@ def test_error_budget(make: Make, dtype: torch.dtype, backend: str, device: str)
 
 
 LISTS = {name: make for name, make in CASES.items() if "window" not in name}
-IN_EACH_ORDER = {torch.float32: ["packed", "blocks of 24"], torch.float16: ["own block, counts"]}
+IN_EACH_ORDER = {"tiles": ["own block, counts"], "blocks": ["packed"]}
 
 
-@product("make", LISTS, ["tiles", "blocks"], IN_EACH_ORDER)
+@product("make", LISTS, ["tiles", "blocks"], {torch.float32: LISTS}, slow=IN_EACH_ORDER)
 def test_error_budget_in_each_order(
     make: Make, dtype: torch.dtype, backend: str, device: str
 ) -> None:
@@ -201,7 +201,7 @@ def test_steep_scores(backend: str, device: str) -> None:
     """Of a thousand and more, hidden ones among them. The weights are computed from a stored `lse`,
     so they are as exact as fp32 holds a number of that size."""
     skip_unless_runs(backend, device)
-    problem = Problem(N=9, M=37, magnitude=100.0, scale=1.0, own=True)
+    problem = Problem(N=3, M=37, magnitude=100.0, scale=1.0, own=True)
     case = lists(problem)(torch.float32, device, backend)
     right = of_inputs(case.dense, case.inputs, torch.float64)
     found = of_inputs(case.run, case.inputs, torch.float32)
@@ -216,9 +216,9 @@ def test_steep_scores(backend: str, device: str) -> None:
 def test_what_nobody_sees_has_no_gradient(backend: str, device: str) -> None:
     """Keys of blocks that no query lists, and queries that see nothing: 0, not next to it."""
     skip_unless_runs(backend, device)
-    call = Problem(N=30, M=90).make(device=device)
-    ids = torch.tensor([[1, 3]], dtype=torch.int32, device=device).expand(1, 30, 2, 2).clone()
-    ids[:, 7:11] = -1
+    call = Problem(N=6, M=90).make(device=device)
+    ids = torch.tensor([[1, 3]], dtype=torch.int32, device=device).expand(1, 6, 2, 2).clone()
+    ids[:, 2:4] = -1
     q, k, v = (x.requires_grad_() for x in (call.q, call.k, call.v))
     o, lse = call.having(ids=ids).run(backend)
     (o.square().sum() + lse[lse.isfinite()].square().sum()).backward()
@@ -236,7 +236,7 @@ def test_tensors_with_other_strides(backend: str, device: str) -> None:
     """Heads before positions, a slice of something wider, and a gradient that is one number
     expanded."""
     skip_unless_runs(backend, device)
-    call = Problem(N=20, M=37, factors=True).make(device=device)
+    call = Problem(N=5, M=37, factors=True).make(device=device)
 
     def run(**inputs: Tensor) -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in inputs.values()]
@@ -279,7 +279,7 @@ def test_the_same_bits_every_time(backend: str) -> None:
     assert all(torch.equal(a, b) for _ in range(3) for a, b in zip(run(), first, strict=True))
 
 
-@pytest.mark.parametrize("M", [20, 3], ids=["summaries", "none"])
+@pytest.mark.parametrize("M", [11, 3], ids=["summaries", "none"])
 def test_gradients_of_summaries(M: int) -> None:
     """Through the attention to them, and through the weights that make them."""
     g = torch.Generator().manual_seed(0)
@@ -294,7 +294,7 @@ def test_gradients_of_summaries(M: int) -> None:
         o, lse = ops.compressed_attention(q, k, v, **sizes, return_lse=True)
         return o, lse.masked_fill(lse == -torch.inf, 0)
 
-    assert torch.autograd.gradcheck(outputs, inputs)
+    assert torch.autograd.gradcheck(outputs, inputs, fast_mode=True)
 
 
 def test_a_row_that_no_loss_asks_for_adds_nothing() -> None:
