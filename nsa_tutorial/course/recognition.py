@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nsa_tutorial.course.attempts import answer
+from nsa_tutorial.course.diffs import together
 from nsa_tutorial.course.exercises import Case, Exercise, Misconception
 from nsa_tutorial.course.values import same
 
@@ -45,12 +46,16 @@ class _Account:
 
 
 @functools.cache
-def _combined(exercise: Exercise, names: frozenset[str]) -> Callable | None:
-    """The implementation with several mistakes; None where they exclude each other."""
+def _combined(
+    exercise: Exercise, first: Misconception, second: Misconception
+) -> tuple[bool, Callable | None]:
+    """Whether two mistakes can be made at once, and how, where that is known."""
     try:
-        return exercise.combine(names)
+        if exercise.combine is not None:
+            return True, exercise.combine(frozenset((first.name, second.name)))
+        return True, together(first.wrong, second.wrong)
     except ValueError:
-        return None
+        return False, None
 
 
 class Evidence:
@@ -93,12 +98,14 @@ class Evidence:
     def account_of_two(self, first: Misconception, second: Misconception) -> _Account | None:
         """How far two mistakes account for the answers; None where they exclude each other.
 
-        Where both err and no combined implementation is declared, what they give together is
-        unknown: such a case speaks neither for nor against them.
+        Where both err and they are no diffs of the solution, what they give together is unknown:
+        such a case speaks neither for nor against them.
         """
-        if self.exercise.combine is not None:
-            both = _combined(self.exercise, frozenset((first.name, second.name)))
-            return self.account((first, second), both) if both is not None else None
+        possible, both = _combined(self.exercise, first, second)
+        if not possible:
+            return None
+        if both is not None:
+            return self.account((first, second), both)
         explained, unknown = [], []
         for i in self.failing:
             if any(self.explains(m.wrong, i) for m in (first, second)):
@@ -122,7 +129,7 @@ def recognise(evidence: Evidence) -> Recognised:
             return Recognised(found.mistakes, smallest)
         singles.append(found)
     pairs = [pair for single in singles for pair in _with_a_second(evidence, single)]
-    if evidence.exercise.combine is not None and not any(pair.score == 1 for pair in pairs):
+    if not any(pair.score == 1 for pair in pairs):
         pairs += _combinations(evidence)
     # `max` takes the first of equals: one mistake before two, and the order they are listed in
     best = max([*singles, *pairs], key=lambda a: a.score, default=None)
@@ -148,13 +155,13 @@ def _with_a_second(evidence: Evidence, single: _Account) -> list[_Account]:
 
 
 def _combinations(evidence: Evidence) -> list[_Account]:
-    """Each declared combination that gives the reader's answer on the smallest failing case."""
+    """Each combination of two diffs that gives the reader's answer on the smallest failing case."""
     known, found = evidence.exercise.misconceptions, []
     for position, first in enumerate(known):
         for second in known[position + 1 :]:
             if second.name == first.name:
                 continue
-            both = _combined(evidence.exercise, frozenset((first.name, second.name)))
+            _, both = _combined(evidence.exercise, first, second)
             if both is not None and evidence.explains(both, evidence.failing[0]):
                 found.append(evidence.account((first, second), both))
     return found

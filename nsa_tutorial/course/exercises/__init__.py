@@ -227,8 +227,8 @@ def prediction(name: str) -> Prediction:
     known = {}
     # The chapter whose text has the name comes first: others need not be imported, and some take
     # their time.
-    folder = Path(__file__).parent
-    for chapter in sorted(modules(), key=lambda m: name not in (folder / f"{m}.py").read_text()):
+    files = {m: Path(__file__).with_name(f"{m}.md") for m in modules()}
+    for chapter in sorted(files, key=lambda m: name not in files[m].read_text("utf-8")):
         known |= {p.name: p for p in getattr(chapter_module(chapter), "PREDICTIONS", ())}
         if name in known:
             return known[name]

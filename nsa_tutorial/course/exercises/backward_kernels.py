@@ -11,8 +11,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.exercises import Case, Double, Misconception
 from nsa_tutorial.course.mistakes import Wrong, slip, together
+from nsa_tutorial.course.texts import Texts
+
+TEXTS = Texts(__name__)
 
 Slips = frozenset[str]
 Element = tuple[str, int]
@@ -228,35 +231,11 @@ _INVERSE_MISTAKES = (
 _PLACES = {"entries", "slots", "blocks", "by queries"}
 _NOT_NESTED = ("ends", "in front", "empty kept", "no end, cut")
 
-_INVERSE = Exercise(
-    name="inverse_list",
-    statement="""
-`lists` is a tensor `[R, S]`: `S` block ids for each of `R` queries, or -1 for an empty slot. Return
-`(queries, bounds)`, two flat tensors or Python lists.
-
-- `queries` has the queries that list block 0, then those that list block 1, and so on. The queries
-  of one block ascend.
-- `bounds` has `num_blocks + 1` numbers. `queries[bounds[b] : bounds[b + 1]]` are the queries of
-  block `b`.
-
-For `[[0, -1], [0, 1], [1, 0]]` and two blocks, `queries` is `[0, 1, 2, 1, 2]` and `bounds` is
-`[0, 3, 5]`. `sort(stable=True)` and `torch.searchsorted` do most of the work. Plain Python loops
-are fine, too.
-""",
+_INVERSE = TEXTS.exercise(
+    "inverse_list",
     returns=("queries", "bounds"),
     minutes=12,
     difficulty=2,
-    hints=(
-        "Flatten `lists`. Each entry is a pair now: the block that it names, and its place. "
-        "Which query does a place belong to, and where should empty slots go?",
-        "Sort the blocks, and keep the places that the sort returns beside them. Before the sort, "
-        "`torch.where` can write `num_blocks` over each -1: a number behind all blocks.",
-        "In the sorted blocks, `torch.searchsorted` finds where each of 0, 1, …, `num_blocks` "
-        "would begin. The last of these bounds is where the empty slots start: cut the queries "
-        "there.",
-    ),
-    why="Sorting by block brings a block's queries together, and bounds make an empty stretch of "
-    "a block that nobody lists.",
     solution=inverse_list,
     misconceptions=_INVERSE_MISTAKES,
     combine=together(
@@ -538,33 +517,10 @@ _BY_ITSELF = (
     "remainder by H", "H for G",
 )  # fmt: skip
 
-_STEP = Exercise(
-    name="rows_of_step",
-    statement="""
-A program has one block, KV head `head`, and the chunk `queries`. Its query-head rows are flat: the
-`G` heads of the first query's group, then those of the second query, and so on. Step `step` takes
-the next `BR` of them, whether or not `G` divides `BR`.
-
-Return a list of `BR` numbers: where each of these query-head rows stands in `Q`. In memory `Q` is
-`[R, H, G, D]`, for `R` queries, and you count its rows from 0 as in `[R * H * G, D]`. With two KV
-heads and groups of 2, query 1 has the rows 4 to 7: 4 and 5 for KV head 0, 6 and 7 for KV head 1.
-Past the end of the chunk, return -1.
-
-- `rows_of_step([1, 4], 0, 1, 2, 2, 4)` is `[6, 7, 18, 19]`.
-- `rows_of_step([3], 0, 0, 1, 2, 4)` is `[6, 7, -1, -1]`.
-""",
+_STEP = TEXTS.exercise(
+    "rows_of_step",
     minutes=10,
     difficulty=2,
-    hints=(
-        "Number the chunk's rows from 0, heads of a group side by side. Which query of the chunk "
-        "and which head of the group is row 5, with groups of 3?",
-        "A quotient and a remainder. Then ask where that head of that query lies in Q: count the "
-        "query heads that stand before it.",
-        "Step `step` begins at row `step * BR`. Of these numbers, the quotient by `G` is a place "
-        "in `queries`, the remainder a head. Rows from `len(queries) * G` on do not exist.",
-    ),
-    why="A key's gradient sums over queries and over the heads of its group, and with both as "
-    "rows one matrix product does both sums.",
     solution=rows_of_step,
     misconceptions=_STEP_MISTAKES,
     combine=together(
@@ -704,25 +660,10 @@ _LENGTHS_MISTAKES = (
 
 _RESTS = ("rest", "rest, in order")
 
-_LENGTHS = Exercise(
-    name="chunk_lengths",
-    statement="""
-`count` queries list a block. Cut them into as many chunks as there can be of at least `length`
-queries each. The lengths differ by one at most. Fewer than `length` queries are one chunk, and no
-queries are no chunk. Return the lengths, the shorter ones first.
-""",
+_LENGTHS = TEXTS.exercise(
+    "chunk_lengths",
     minutes=4,
     difficulty=1,
-    hints=(
-        "Take 11 queries and a length of 4. How many chunks of at least 4 are there? Then ask the "
-        "same of 3 queries, and of none.",
-        "The number of chunks is `count // length`, but one for a short list, and none for an "
-        "empty one. 11 queries make chunks of 5 and 6. Which chunks get one query more?",
-        "Let chunk `i` of `n` begin at `count * i // n`. Where does it end? And which lengths does "
-        "the statement ask for first?",
-    ),
-    why="The longest chunk decides when the kernel is done. Every chunk of a list that is cut has "
-    "less than twice `length` queries, so none keeps the others waiting for long.",
     solution=chunk_lengths,
     misconceptions=_LENGTHS_MISTAKES,
     combine=together(
@@ -870,25 +811,10 @@ _WINDOW_MISTAKES = (
     ),
 )
 
-_WINDOW = Exercise(
-    name="window_queries",
-    statement="""
-Mend the walk. A program has the keys `start` to `start + BT - 1`. Query `t` sees the keys
-`t - window_size + 1` to `t`. Return `(first, end)`: the queries `first` to `end - 1` are those that
-see at least one of the program's keys. There are `N` queries, 0 to `N - 1`.
-""",
+_WINDOW = TEXTS.exercise(
+    "window_queries",
     minutes=5,
     difficulty=1,
-    hints=(
-        "Take two keys, 4 and 5, and a window of 3. Write down the queries that see key 4, then "
-        "those that see key 5.",
-        "The first query belongs to the tile's first key. Which key decides when the last one "
-        "comes?",
-        "Key `i` is seen up to query `i + window_size - 1`. Put the tile's last key there, add one "
-        "for the end, and mind the end of the text.",
-    ),
-    why="A tile is in sight until the last of its keys is out of it, so the walk is `BT - 1` "
-    "queries longer than the window.",
     solution=window_queries,
     misconceptions=_WINDOW_MISTAKES,
     combine=together(
@@ -1110,26 +1036,10 @@ _AUDIT_ALONE = (
     "nothing", "pairs in triples", "pairs in triples, twice", "each store", "stores alone",
 )  # fmt: skip
 
-_AUDIT = Exercise(
-    name="audit",
-    statement="""
-Write the test that finds such bugs. `tensors` is a list of pairs, each a name and a number of
-elements. `stores` are triples `(program, name, offset)`: this program stored to that element.
-Return `(never, raced)`, two lists of pairs `(name, offset)` in the order of `tensors`. `never` has
-the elements that nobody stores. `raced` has those that more than one program stores.
-""",
+_AUDIT = TEXTS.exercise(
+    "audit",
     minutes=5,
     difficulty=2,
-    hints=(
-        "Begin with what ought to be stored, not with what was: every element of every tensor. "
-        "What do you have to know of each one?",
-        "For each element, collect *who* stores to it. Without anybody it is the first kind; "
-        "when is it the second?",
-        "A dictionary from each pair to an empty set, filled while you go through `stores`. A set "
-        "does not mind that one program comes twice.",
-    ),
-    why="An element with two writers holds what came last, and one without a writer holds what was "
-    "in memory. (The library had chosen the right pointer, and passed on the other one.)",
     solution=audit,
     misconceptions=_AUDIT_MISTAKES,
     combine=together(
@@ -1307,27 +1217,10 @@ _AFTER = (
     "sign",
 )  # fmt: skip
 
-_SLOT = Exercise(
-    name="slot_gradient",
-    statement="""
-One query has `G` heads in its group, and a list of `S` slots with `BS` keys each. `s` `[G, S, BS]`
-are its scaled scores. `d_s` has the same shape: the gradient of the loss with respect to the
-scores. `is_seen` `[S, BS]` is False for hidden keys. Their `s` is `-inf`, and their `d_s` is 0. A
-factor for each slot multiplies the slot's scores, for all heads: `factor[slot] * s`. Return the
-gradient of the factors where all of them are 1, `[S]`.
-""",
+_SLOT = TEXTS.exercise(
+    "slot_gradient",
     minutes=5,
     difficulty=2,
-    hints=(
-        "One key, one head: the score that enters the softmax is `factor * s`. By the chain rule, "
-        "what is the factor's gradient?",
-        "The same factor stands in the scores of all keys of its slot, and of all heads. What "
-        "becomes of the effects of all these uses?",
-        "Multiply, then hide, then sum over heads and keys. Hiding comes before the sum, and "
-        "`masked_fill` hides what a product with the mask cannot.",
-    ),
-    why="A factor acts on every score of its slot in proportion to that score, and its effects "
-    "add up over keys and heads.",
     solution=slot_gradient,
     misconceptions=_SLOT_MISTAKES,
     combine=together(
@@ -1477,134 +1370,15 @@ DOUBLES = (
 
 # -- what the chapter warns of --
 
-TRAPS = (
-    Trap(
-        "**Empty slots and blocks of the future** get a number behind all others",
-        "inverse_list",
-        "letting empty slots sort in front",
-    ),
-    Trap("Others may have none at all.", "inverse_list", "leaving out blocks that nobody lists"),
-    Trap(
-        "The sort is **stable**, so a block's queries ascend.",
-        "inverse_list",
-        "a block's queries in descending order",
-    ),
-    Trap(
-        "query after query, and within a query head after head",
-        "rows_of_step",
-        "all queries of one head first",
-    ),
-    Trap(
-        "a head is a row like any other",
-        "rows_of_step",
-        "taking one head of each group",
-    ),
-    Trap(
-        "`is_row` is False past the end of the chunk",
-        "rows_of_step",
-        "loading rows past the end of the chunk",
-    ),
-    Trap(
-        "cut into equal **chunks**",
-        "chunk_lengths",
-        "chunks of one length, and a short rest",
-    ),
-    Trap(
-        "the factor stands in every score of its slot",
-        "slot_gradient",
-        "leaving the scores out",
-    ),
-    Trap("for all heads of the group", "slot_gradient", "taking one head of the group"),
-    Trap(
-        "with a window of 3, are seen by queries 4 to 7",
-        "window_queries",
-        "stopping behind the queries that see the first key",
-    ),
-    Trap(
-        "right outputs, wrong gradients",
-        "audit",
-        "forgetting tensors that nobody stores to",
-    ),
-)
+TRAPS = TEXTS.traps
 
 
 # -- predictions --
 
-PREDICTIONS = (
-    Prediction(
-        "sums_of_orders",
-        "64 random fp32 numbers are added one by one, in 200 random orders: how many different "
-        "sums come out?",
-        "Each addition rounds its result, and another order rounds elsewhere. All sums lie within "
-        "a few steps of fp32, so many orders meet in the same one.",
-        (
-            (1, "So it is with exact numbers. What does fp32 do with the last bits of a sum?"),
-            (200, "Every order rounds in its own way. But few results are possible."),
-            (64, "That is how many numbers there are. Their orders are many more."),
-        ),
-    ),
-    Prediction(
-        "queries_of_a_block",
-        "65,536 tokens have lists of 16 blocks of 64 tokens: how many queries list a block, on "
-        "average?",
-        "65,536 queries name 16 blocks each, and 1,024 blocks share these names. Early queries "
-        "see fewer blocks than they have slots, so it is a little less than 1,024.",
-        (
-            (16, "That is how many blocks a query lists. The question was turned round."),
-            (64, "That is how many tokens a block has."),
-            (65_536, "That is the first block alone, which is forced. What of the other 1,023?"),
-            (32_768, "On average so many queries *can see* a block. Each of them lists only 16."),
-        ),
-        tolerance=0.03,
-    ),
-    Prediction(
-        "busiest_block",
-        "528 programs run at a time, each with one slot of 528 neighbouring queries: how many of "
-        "them add to the busiest of 64 blocks, on average over time, with trained lists: 8, 60, "
-        "180 or 528?",
-        "Lists ascend, so the same slot holds similar blocks, and neighbours agree besides. In "
-        "slot 0, all 528 programs meet: every list begins with block 0.",
-        (
-            (8, "8 would be an even spread over 64 blocks. Do neighbours list different blocks?"),
-            (60, "60 would be seven times an even spread. But lists have an order."),
-            (528, "528 is right for slot 0 alone."),
-        ),
-        choices=(8, 60, 180, 528),
-        tolerance=0.03,
-    ),
-    Prediction(
-        "fastest_backward",
-        'Which backward is the fastest with groups of 16, "slots" (a program for each slot of a '
-        'list, all gradients by atomics), "one pass" (programs that take the queries of one block, '
-        'only d_q by atomics) or "two passes" (no atomics)?',
-        "Each sum of the two passes stays in registers until it is done. That is worth computing "
-        "the scores twice.",
-        (
-            (
-                "slots",
-                "The slots have the most programs, and each adds 64 x 256 numbers to memory.",
-            ),
-            (
-                "one pass",
-                "With groups of 4 you would be right. With groups of 16, its additions to `d_q` in "
-                "memory cost more than it saves.",
-            ),
-        ),
-        choices=("slots", "one pass", "two passes"),
-    ),
-    Prediction(
-        "peaked_choice",
-        "Under peaked attention, with slot_scale: how many percent of the queries read their block "
-        "after training, where chance is 25?",
-        "Under gentle attention, about two thirds of the queries find their block. Here the scores "
-        "learn to avoid it. Why? Read on.",
-        (
-            (25, "That is chance."),
-            (
-                lambda guess: guess > 25,
-                "That would fit gentle attention.",
-            ),
-        ),
-        unit="%",
-    ),
+PREDICTIONS = TEXTS.predictions(
+    globals(),
+    queries_of_a_block={"tolerance": 0.03},
+    busiest_block={"choices": (8, 60, 180, 528), "tolerance": 0.03},
+    fastest_backward={"choices": ("slots", "one pass", "two passes")},
+    peaked_choice={"unit": "%"},
 )

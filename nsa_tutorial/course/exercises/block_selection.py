@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial import ops
-from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.exercises import Case, Double, Misconception
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong, slip, together
 from nsa_tutorial.course.room import roomy
+from nsa_tutorial.course.texts import Texts
 from nsa_tutorial.course.widgets.block_selection import draw_overlap
 from nsa_tutorial.runtime import environment
+
+TEXTS = Texts(__name__)
 
 Slips = frozenset[str]
 
@@ -275,29 +278,10 @@ _ZEROS = tuple(
     for name in ("zeros, one more", "zeros, many", "touching")
 )
 
-_OVERLAP = Exercise(
-    name="overlap",
-    statement="""
-Summaries of `length` tokens begin every `stride` tokens: summary 0 at token 0, summary 1 at token
-`stride`, … Block number `block` is one stretch of `block_size` tokens. Return a dictionary: for
-each summary that shares tokens with the block, how many pieces of `stride` tokens it shares. Leave
-out summaries that share none. No summary begins before token 0. The text goes on behind the block.
-`overlap(2, 1, 2, 1)` is `{1: 1.0, 2: 2.0, 3: 1.0}`. The sizes need not divide each other: 3 shared
-tokens are 1.5 pieces where `stride` is 2.
-""",
+_OVERLAP = TEXTS.exercise(
+    "overlap",
     minutes=6,
     difficulty=2,
-    hints=(
-        "Take summaries of 4 every 2, and block 1 of blocks of 8. Write down the tokens of the "
-        "block, and those of summaries 2, 3 and 4. What do they share?",
-        "A summary and a block are two stretches on one line of tokens. What they share is a "
-        "stretch, too. Where does it begin, and where does it end?",
-        "Go over the summaries from number 0 on. What is shared begins at the later of the two "
-        "starts and stops at the earlier of the two ends. Keep it where it is longer than 0, and "
-        "count it in units of `stride`.",
-    ),
-    why="Nobody knows which of a summary's tokens earned it its attention, so every token passes "
-    "on the same share, and a block gets as many shares as it has of the tokens.",
     solution=overlap,
     misconceptions=(*_OVERLAP_MISTAKES, *_ZEROS),
     combine=together(
@@ -505,30 +489,10 @@ _BEFORE_NAN = tuple(
     if not m.wrong.slips & {"nan", "seen"}
 )
 
-_IMPORTANCE = Exercise(
-    name="block_importance",
-    statement="""
-One query, one group of `G` heads. `scores` `[G, M_c]` are the scaled scores of each head with the
-`M_c` summaries, and `-inf` marks a summary that is not visible yet. `weights` `[NB, M_c]` says how
-often a summary counts for each of the `NB` blocks. Return one importance for each block, `[NB]`.
-
-Start with each head's attention to the visible summaries. Nobody hands you `lse` here, so Eq. 8 is
-a softmax over the row. Carry the shares over to the blocks (Eq. 9), and sum over the heads (Eq.
-10). A query that sees no summary at all gives 0 everywhere.
-""",
+_IMPORTANCE = TEXTS.exercise(
+    "block_importance",
     minutes=6,
     difficulty=2,
-    hints=(
-        "Take two heads and one summary for each of two blocks. How much attention does each head "
-        "give away in all, whatever its scores?",
-        "First, each head shares out its own attention. The two sums come after that: over the "
-        "heads and over a block's summaries, in either order. What does a softmax make of a row "
-        "where every score is −∞?",
-        "Normalise each row of `scores` by itself, and put 0 where a score is −∞. Adding up the "
-        "rows leaves `[M_c]`, and one matrix product with `weights` makes `[NB]` of it.",
-    ),
-    why="Each head has one unit of attention to give away, so its softmax comes before the sum: "
-    "otherwise the head with the largest scores would decide alone.",
     solution=block_importance,
     misconceptions=(*_IMPORTANCE_MISTAKES, _MAX_OF_BLOCKS, *_BEFORE_NAN),
     combine=together(
@@ -766,36 +730,10 @@ _CHOOSE_MISTAKES = (
 # a sort that was turned round brings equal scores in the other order, which is no second mistake
 _SMALLEST_REVERSED = replace(_CHOOSE_MISTAKES[-1], wrong=slip(_choose, "smallest, reversed"))
 
-_CHOOSE = Exercise(
-    name="choose_blocks",
-    statement="""
-One query stands in block `own` (counted from 0). `scores` is a Python list of numbers: `scores[b]`
-is the importance of block `b`, for all blocks of the text, later ones too. Return the query's list,
-a Python list of `top_n` integers:
-
-- Blocks after `own` are never listed.
-- The first `num_initial` blocks and the latest `num_local` ones are always on it, as far as they
-  exist. The latest block is the query's own. These blocks take up slots like any other.
-- The best of the *other* blocks fill the slots that are left, even where a forced block has the
-  best score. Of equal ones, the lower number wins.
-- Numbers ascend, and none comes twice. If there are too few blocks, `-1` fills up the end.
-
-`num_initial + num_local` is never more than `top_n`.
-""",
+_CHOOSE = TEXTS.exercise(
+    "choose_blocks",
     minutes=8,
     difficulty=2,
-    hints=(
-        "Take `own` = 4, `top_n` = 3 and one forced block at either end. Which blocks are on the "
-        "list before you have looked at a single score?",
-        "There are three kinds of slots: forced blocks, the best of the other blocks up to `own`, "
-        "and empty ones. For an early query the first and the latest blocks are the same ones: "
-        "which Python type forgets doubles?",
-        "Sort the blocks that are not forced by score, best first (Python's `sort` is stable). "
-        "Put them behind the forced ones, keep `top_n`, bring those into ascending order, and only "
-        "then fill up with −1.",
-    ),
-    why="A kernel's loop has `top_n` steps and walks through memory in one direction, so a list "
-    "has a fixed length, ascends, and leaves nothing to chance where scores are equal.",
     solution=choose_blocks,
     misconceptions=(*_CHOOSE_MISTAKES, _SMALLEST_REVERSED),
     combine=together(
@@ -972,26 +910,10 @@ _LEARNS_MISTAKES = (
     ),
 )
 
-_LEARNS = Exercise(
-    name="who_learns",
-    statement="""
-*Optional.* Prove your guess. `o` is the output of some attention. `tensors` is a dictionary, by
-name, of the tensors that `o` was computed from, all with `requires_grad=True`. A training step on
-`o.sum()` moves a tensor whose gradient is not 0 everywhere. Return the names of these tensors, in
-the dictionary's order. `torch.autograd.grad` gives gradients without storing them.
-""",
+_LEARNS = TEXTS.exercise(
+    "who_learns",
     minutes=5,
     difficulty=2,
-    hints=(
-        "Follow the way back from the selected branch's output to `w`. It leads through the list, "
-        "which holds integers. Can a gradient pass there?",
-        "There are two ways not to learn: no connection at all, for which PyTorch gives None or "
-        "an error, and a connection whose gradient is 0 everywhere.",
-        "One call of `torch.autograd.grad` for all tensors, told that some may be unused, gives a "
-        "tensor or None for each name. Keep the names whose tensor has a place other than 0.",
-    ),
-    why="A list holds integers, and no gradient passes through integers: what chose the blocks "
-    "learns through the compressed branch alone.",
     solution=who_learns,
     misconceptions=_LEARNS_MISTAKES,
     combine=together(
@@ -1139,45 +1061,10 @@ _WITH_AND = (
     "condition: join both with `&`. "
 )
 
-_SUMS = Exercise(
-    name="block_sums",
-    statement="""
-Write a kernel with one program per block, for one query and one KV head. Here `stride` divides the
-other sizes: a block is `R` whole pieces long, a summary `L` pieces. So `K = R + L - 1` summaries
-touch a block, 4 + 2 − 1 = 5 in our example. `W` holds their `K` weights, such as 1, 2, 2, 2, 1. `P`
-holds the attention to each of the `M` summaries, summed over the heads. Program `b` stores the
-importance of block `b`. Copy this frame into the answer cell, and fill the three gaps. Each
-takes one short line. Two conditions on a tile join with `&`, each in parentheses: `and` would keep
-only one.
-
-```python
-def block_sums():
-    @triton.jit
-    def kernel(P, W, Importance, M, R, L, K, KT: tl.constexpr):
-        block = tl.program_id(0)  # this program's block
-        place = tl.arange(0, KT)  # KT is a power of two: K, or the next above it
-        weight = tl.load(W + place, mask=place < K, other=0.0)  # [KT]
-        summary = ...  # the summaries that touch the block, in order, [KT]
-        exists = ...  # which of these exist, [KT]
-        p = tl.load(P + summary, mask=exists, other=0.0)
-        total = ...  # one number
-        tl.store(Importance + block, total)
-
-    return kernel
-```
-""",
+_SUMS = TEXTS.exercise(
+    "block_sums",
     minutes=6,
     difficulty=2,
-    hints=(
-        "Take R = 4 and L = 2. Which five summaries touch block 0, and which touch block 1? One of "
-        "the ten does not exist.",
-        "A block begins at piece `block * R`. The first summary that touches it begins `L - 1` "
-        "pieces earlier. Numbers below 0 and from M on do not exist.",
-        "A place exists from summary 0 to summary M - 1, which makes two conditions. The total is "
-        "`tl.sum` along axis 0 of the products of attention and weight.",
-    ),
-    why="The mask keeps the program away from summaries before the text and behind its end, and "
-    "a hidden place adds 0 to the sum.",
     solution=block_sums,
     run=_run_block_sums,
     misconceptions=(
@@ -1401,200 +1288,16 @@ DOUBLES = (
 
 # -- what the chapter warns of --
 
-TRAPS = (
-    Trap(
-        "Their $p_j$ must be 0, and we have to see to that ourselves.",
-        "block_importance",
-        "giving attention to summaries that are not visible yet",
-    ),
-    Trap(
-        "with no second pass for the sum",
-        "block_importance",
-        "exponentials without their sum",
-    ),
-    Trap(
-        "A summary is not a block.",
-        "overlap",
-        "counting only summaries that lie wholly in the block",
-    ),
-    Trap(
-        "The two at the ends reach over the edge: half of what they say is about a neighbour.",
-        "overlap",
-        "giving all summaries that touch the block the same weight",
-    ),
-    Trap(
-        "every block is chosen mostly by the attention to the block before it",
-        "overlap",
-        "executing the paper's Eq. 9 as it stands",
-    ),
-    Trap(
-        "in a language that counts from 0",
-        "overlap",
-        "reading the paper's Eq. 9 with blocks counted from 0",
-    ),
-    Trap(
-        "The formula fits if blocks *and* summaries are counted from 1",
-        "overlap",
-        "counting the paper's blocks from 1, and its summaries from 0",
-    ),
-    Trap(
-        "summary 0 is our −1, which does not exist",
-        "overlap",
-        "listing summaries that do not exist",
-    ),
-    Trap(
-        "Where `stride` does not divide the other sizes, pieces are fractions",
-        "overlap",
-        "counting whole pieces where a piece may be cut",
-    ),
-    Trap("pieces are fractions", "overlap", "rounding fractions down"),
-    Trap(
-        "Only the order of the blocks matters for a choice, not the unit.",
-        "overlap",
-        "counting tokens where pieces are asked for",
-    ),
-    Trap(
-        "Two lists would be two loads",
-        "block_importance",
-        "one importance for each head",
-    ),
-    Trap(
-        "Add up the *scores* first, and the head with the largest scores decides alone.",
-        "block_importance",
-        "adding up the heads' scores before the softmax",
-    ),
-    Trap(
-        "Two kinds of blocks are on it whatever their score",
-        "choose_blocks",
-        "forcing nothing",
-    ),
-    Trap("Blocks of the future are out.", "choose_blocks", "choosing blocks of the future"),
-    Trap(
-        "the latest `num_local`, which end with the query's **own block**",
-        "choose_blocks",
-        "not counting the own block among the local ones",
-    ),
-    Trap(
-        "**Ties** go to the lower number",
-        "choose_blocks",
-        "letting ties go to the higher number",
-    ),
-    Trap("The list **ascends**", "choose_blocks", "listing by score instead of by number"),
-    Trap("**−1** fills up the *end*", "choose_blocks", "writing the -1s in front"),
-    Trap(
-        "If a query has fewer than `top_n` blocks behind it",
-        "choose_blocks",
-        "leaving out the -1s",
-    ),
-    Trap(
-        "Forced blocks take up slots like any other",
-        "choose_blocks",
-        "forced blocks on top of top_n",
-    ),
-    Trap(
-        "the lists: distinct, ascending, −1 at the end",
-        "choose_blocks",
-        "a block twice, once as first and once as local",
-    ),
-    Trap(
-        "for `w` there is no way back",
-        "who_learns",
-        "taking everything that could learn for something that learns",
-    ),
-    Trap(
-        "allow_unused=True, retain_graph=True",
-        "who_learns",
-        "not allowing for a tensor that o does not depend on",
-    ),
-    Trap(
-        '"none" if g is None else "yes"',
-        "who_learns",
-        "forgetting that a gradient may be None",
-    ),
-    Trap(
-        "a mask keeps it from reading summaries that do not exist",
-        "block_sums",
-        "reading summaries that do not exist",
-    ),
-)
+TRAPS = TEXTS.traps
 
 
 # -- predictions --
 
-PREDICTIONS = (
-    Prediction(
-        "best_4_blocks",
-        "How many percent of a query's attention do its best 4 of 17 to 32 blocks hold?",
-        "Attention is sparse: a query cares about few places, and a block of 16 tokens holds a "
-        "place with its surroundings.",
-        (
-            (18, "That is what 4 blocks hold that are drawn by chance."),
-            (16, "That is 4 of 24.5 blocks: right if attention were spread evenly."),
-            (12.5, "That is 4 of 32 blocks. Most queries see fewer, and attention is not even."),
-            (lambda guess: guess >= 90, "KV head 2 does reach that; the mean does not."),
-        ),
-        unit="%",
-        tolerance=0.03,
-    ),
-    Prediction(
-        "cheap_4_blocks",
-        "How many percent do 4 blocks hold: the query's own, and 3 chosen by summaries?",
-        "A block that matters to a query has a summary that looks like it. The own block, which "
-        "summaries do not see, is forced.",
-        (
-            (18, "That is chance. Summaries know far more than nothing."),
-            (
-                lambda guess: guess > 67.5,
-                "That is more than the best 4 blocks hold, and no list of 4 beats the oracle.",
-            ),
-            (lambda guess: guess < 62, "The 4 latest blocks, without choosing, hold 62 %."),
-        ),
-        unit="%",
-        tolerance=0.02,
-    ),
-    Prediction(
-        "touching_summaries",
-        "Summaries of 32 tokens, one every 16: how many share tokens with one block of 64?",
-        "64 / 16 = 4 begin in the block, and one more begins before it and reaches into it.",
-        (
-            (4, "That counts those that begin in the block."),
-            (3, "That counts those that lie wholly in the block. Two more reach over its edges."),
-            (2, "64 / 32 = 2 lie side by side, but here a summary begins every 16 tokens."),
-            (6, "On the left one reaches in; on the right the fourth is already counted."),
-        ),
-    ),
-    Prediction(
-        "one_loud_head",
-        "Three heads score blocks 0 and 1 with 3 and 0, a fourth with 0 and 20. Which block wins?",
-        "Each head has one unit of attention to give away. Three heads give almost all of theirs "
-        "to block 0, and the loud head still has only one.",
-        ((1, "That is what happens if the scores are added up before the softmax."),),
-        choices=(0, 1),
-    ),
-    Prediction(
-        "without_own_block",
-        "With the own block forced, lists of 4 from summaries of 16 hold 65 %. How many percent "
-        "without forcing it?",
-        "A summary of 16 on blocks of 16 ends with its block, so the own block has no importance, "
-        "though it holds much of the attention.",
-        (
-            (65, "Then the summaries would see the own block as well as any other."),
-            (49, "That is three quarters of 65: one block of four, were all four alike."),
-            (18, "That is chance. The other blocks are still chosen well."),
-            (lambda guess: guess > 65, "Then the own block would not deserve its slot."),
-        ),
-        unit="%",
-        tolerance=0.05,
-    ),
-    Prediction(
-        "branch_that_teaches",
-        "Which branch gives the summaries' weights w a gradient: compressed, selected or both?",
-        "The selected branch knows the summaries only by the numbers of blocks, and no gradient "
-        "passes through an integer.",
-        (
-            ("selected", "It uses the choice, but the choice arrives as integers."),
-            ("both", "Follow the way from the selected output back to w. What is on the list?"),
-        ),
-        choices=("compressed", "selected", "both"),
-    ),
+PREDICTIONS = TEXTS.predictions(
+    globals(),
+    best_4_blocks={"unit": "%", "tolerance": 0.03},
+    cheap_4_blocks={"unit": "%", "tolerance": 0.02},
+    one_loud_head={"choices": (0, 1)},
+    without_own_block={"unit": "%", "tolerance": 0.05},
+    branch_that_teaches={"choices": ("compressed", "selected", "both")},
 )

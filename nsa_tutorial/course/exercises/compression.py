@@ -20,13 +20,16 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial.course import recorder
-from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.exercises import Case, Double, Misconception
 from nsa_tutorial.course.figures import Picture
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong, slip, together
 from nsa_tutorial.course.room import roomy
+from nsa_tutorial.course.texts import Texts
 from nsa_tutorial.course.widgets.compression import draw_windows
 from nsa_tutorial.runtime import environment
+
+TEXTS = Texts(__name__)
 
 Slips = frozenset[str]
 
@@ -134,26 +137,11 @@ _NEGATIVE_BY_INT = replace(
     wrong=slip(_visible, "negative, by int"),
 )
 
-_VISIBLE = Exercise(
-    name="visible_summaries",
-    statement="""
-Summary `j` is made of the tokens `j * stride … j * stride + length - 1`. Return how many summaries
-the query at `position` (counted from 0) sees, as an int. For `length = 4` and `stride = 2` the
-queries at positions 0 to 7 see 0, 0, 0, 1, 1, 2, 2, 3.
-""",
+_VISIBLE = TEXTS.exercise(
+    "visible_summaries",
     minutes=5,
     difficulty=2,
     solution=visible_summaries,
-    hints=(
-        "Length 4, stride 2: write down the first and the last token of the first three windows. "
-        "From which position on is each of them complete?",
-        "How many tokens are there up to the query, itself included? The answer is how many whole "
-        "windows fit into so many tokens.",
-        "Take the first window away from these tokens. How many whole strides fit into the rest? "
-        "Each is one more window. If not even the first one fits, the answer is 0.",
-    ),
-    why="A summary may be seen once its last token is there, so a query sees as many summaries as "
-    "a text that ends with the query itself would have.",
     misconceptions=(*_VISIBLE_MISTAKES, _NEGATIVE_BY_INT),
     combine=together(
         _VISIBLE_MISTAKES,
@@ -376,30 +364,12 @@ _ATTEND_MISTAKES = (
     ),
 )
 
-_ATTEND = Exercise(
-    name="attend_to_summaries",
-    statement="""
-One query `q` `[D]` at `position` in a text of `M` tokens, with keys `k` `[M, D]` and values `v`
-`[M, DV]` of one head. Summarise both by means of windows (`length`, `stride`), and return
-`(o, lse)` of the query's attention to the summaries that it sees, with the scale `D ** -0.5`. A
-query that sees none gets `o` of zeros and `lse` of −∞ (a tensor). The text has at least `length`
-tokens, so `unfold` works. You may use your `visible_summaries`.
-""",
+_ATTEND = TEXTS.exercise(
+    "attend_to_summaries",
     minutes=7,
     difficulty=2,
     solution=attend_to_summaries,
     returns=("o", "lse"),
-    hints=(
-        "Four tokens, length 2, stride 1, the query at position 2: write down the windows. Which "
-        "of them have ended by then?",
-        "`visible_summaries` says how many summaries, from the first on, the query sees. And "
-        "`unfold` makes windows, of the keys and of the values: over which axis is the mean?",
-        "If that number is 0, return zeros and −∞ at once. Otherwise cut both summaries to that "
-        "number. The rest is chapter 01: scores with the scale, then a softmax for `o` and "
-        "`logsumexp` for `lse`.",
-    ),
-    why="Windows end one after the other, so the visible summaries are always the first few, and a "
-    "slice does what a mask would.",
     misconceptions=_ATTEND_MISTAKES,
     combine=together(
         _ATTEND_MISTAKES,
@@ -604,28 +574,12 @@ _LOGIT_MISTAKES = (
     ),
 )
 
-_LOGIT = Exercise(
-    name="window_logit",
-    statement="""
-`scores` `[W, length]` holds one query's scaled scores with the tokens of `W` windows, a row each.
-Return two tensors of shape `[W]`, as a tuple: the score that the window's *mean key* gets; and the
-score that one summary would need, so that `length` tokens with that score weigh as much as the
-window's real tokens. Some scores are in the hundreds: the result has to stay finite.
-""",
+_LOGIT = TEXTS.exercise(
+    "window_logit",
     minutes=5,
     difficulty=2,
     solution=window_logit,
     returns=("by_mean_key", "by_weight"),
-    hints=(
-        "Take the window `[0, 2]` and find both by hand. What is the mean? And what do its two "
-        "tokens weigh together, e⁰ + e²?",
-        "Say it as an equation: `length` tokens with the score s weigh as much as the real ones "
-        "together. Solve it for s.",
-        "The logarithm turns the factor `length` into a term to take away. PyTorch has the "
-        "logarithm of a sum of exponentials in one function that does not overflow.",
-    ),
-    why="A softmax weighs by exponentials, so the score that a window deserves is the logarithm of "
-    "their mean; the mean of the scores is never more.",
     misconceptions=_LOGIT_MISTAKES,
     combine=together(
         _LOGIT_MISTAKES,
@@ -858,27 +812,10 @@ def _means_case(M: int, length: int, stride: int) -> Case:
     return Case(name, lambda: (M, length, stride), lambda: here.why_not("triton", here.device))
 
 
-_MEANS = Exercise(
-    name="window_means",
-    statement="""
-Find the bugs. `X` is `[M, D]`, the keys of one head. Each program of this kernel has to write the
-mean of one window into its row of `Means` `[M_c, D]`. `BL` is the smallest power of two that is at
-least `length`. The kernel is right for windows of 4, one every 4. For windows of 4, one every 2, it
-fails. For windows of 3, one every 3, it fails, too. Mend it.
-""",
+_MEANS = TEXTS.exercise(
+    "window_means",
     minutes=6,
     difficulty=2,
-    hints=(
-        "Each failing case has a bug of its own. Write down the tokens of window 1 for both cases, "
-        "and those that the kernel loads.",
-        "With `length` 4 and `stride` 2, window 1 starts at token 2. With `length` 3, the tile has "
-        "4 rows, and one of them is not in the window.",
-        "The start of a window is a multiple of something other than `length`. And a load takes a "
-        "`mask`: compare `tokens`, as a column, with the number of tokens in a window. `other` "
-        "says what stands in the masked places.",
-    ),
-    why="The stride says where a window starts and the length where it ends, and a tile that is "
-    "higher than the window needs a mask for the rest.",
     solution=window_means,
     run=_run_means,
     misconceptions=_MEANS_MISTAKES,
@@ -896,159 +833,19 @@ EXERCISES = (_VISIBLE, _ATTEND, _LOGIT, _MEANS)
 
 # -- predictions --
 
-PREDICTIONS = (
-    Prediction(
-        "times_lighter",
-        "A window weighs the sum of its tokens' e^score. One token has the score 10, the other 31 "
-        "have 0. Now all 32 get the mean key's score. How many times lighter is the window: 1, 3, "
-        "30 or 500?",
-        "The mean key scores 10/32, so the window weighs 32 · e^0.31, about 44. The real tokens "
-        "weigh e^10 + 31, about 22,000.",
-        (
-            (1, "The needle is still in the mean, but its score is divided by 32."),
-            (3, "The score shrinks 32 times, and the weight is its exponential."),
-            (30, "The score shrinks 32 times; the weight, its exponential, far more."),
-        ),
-        choices=(1, 3, 30, 500),
-    ),
-    Prediction(
-        "first_query_that_sees",
-        "The first summary is made of tokens 0 to 31. Which query sees it first: position 0, 15, "
-        "31 or 32?",
-        "The first window ends with token 31, and the query at position 31 sees its own token.",
-        (
-            (0, "At position 0 the first window has started, but 31 of its tokens are to come."),
-            (15, "At position 15, half of the window's tokens are still to come."),
-            (32, "That query sees it, too, but it is not the first."),
-        ),
-        choices=(0, 15, 31, 32),
-    ),
-    Prediction(
-        "twice_the_text",
-        "The text is twice as long: how many times the work of all queries together, 1, 2 or 4?",
-        "There are twice as many queries, and each sees twice as many summaries.",
-        (
-            (1, "The number of summaries grows with the text."),
-            (2, "That is the work of one query."),
-        ),
-        tolerance=0.02,
-    ),
-    Prediction(
-        "who_notices",
-        "12 tokens, windows of 4, one every 2. Each query sees every summary whose window has "
-        "started. Token 11 changes: the outputs of which queries, as a list?",
-        "Window 4 is tokens 8 to 11. It starts at token 8, so query 8 sees its mean, and that "
-        "holds token 11.",
-        (
-            (
-                (11,),
-                "Only query 11 *should* notice. But which window holds token 11, and where does it "
-                "start?",
-            ),
-            ((10, 11), "A window is 4 tokens long: how far back does the last one start?"),
-            ((9, 10, 11), "Windows start every 2 tokens. At which token does the last one start?"),
-            ((), "Query 11 sees its own token, and its window has started."),
-            (tuple(range(12)), "The window of token 11 starts late: query 0 does not see it."),
-        ),
-    ),
-    Prediction(
-        "needles_windows",
-        "By weight, two windows get 92 % of a query's attention. How many per cent do they get by "
-        "their mean keys: 90, 50, 20 or 2?",
-        "Their best token scores 13.3, and the mean of 32 scores hardly shows it.",
-        (
-            (90, "The needle is one of 32 tokens. What is left of its score in the mean?"),
-            (50, "The mean loses more than half. Exponentials make a large gap of a small one."),
-            (2, "Less than a fair share of 27 windows. Their other tokens score well, too."),
-        ),
-        choices=(90, 50, 20, 2),
-        unit="%",
-    ),
-    Prediction(
-        "best_elsewhere",
-        "Four kinds of summary learn from 320 bytes. Which has the least error on the other 192: "
-        "mean, weighted, linear or mlp?",
-        "With 32 numbers per head it cannot learn the text by heart, so what it finds holds "
-        "elsewhere, too.",
-        (
-            ("mean", "`mean` learns nothing. One of the others gains a tenth."),
-            (
-                "linear",
-                "`linear` has 32,768 numbers per head, enough to learn 73 windows by heart.",
-            ),
-            ("mlp", "`mlp` has 68,704 numbers per head, enough to learn 73 windows by heart."),
-        ),
-        choices=("mean", "weighted", "linear", "mlp"),
-    ),
+PREDICTIONS = TEXTS.predictions(
+    globals(),
+    times_lighter={"choices": (1, 3, 30, 500)},
+    first_query_that_sees={"choices": (0, 15, 31, 32)},
+    twice_the_text={"tolerance": 0.02},
+    needles_windows={"choices": (90, 50, 20, 2), "unit": "%"},
+    best_elsewhere={"choices": ("mean", "weighted", "linear", "mlp")},
 )
 
 
 # -- what the chapter warns of --
 
-TRAPS = (
-    Trap("A count is never negative", "visible_summaries", "going below zero at the start"),
-    Trap("⌊ ⌋ rounds down, as `//` does", "visible_summaries", "rounding towards zero"),
-    Trap("⌊ ⌋ rounds down, as `//` does", "visible_summaries", "rounding up"),
-    Trap(
-        "Queries 8, 9 and 10 have seen the future.",
-        "visible_summaries",
-        "letting a summary be seen once it starts",
-    ),
-    Trap(
-        "has $t + 1$ tokens up to and with its own",
-        "visible_summaries",
-        "letting a summary be seen only after its last token",
-    ),
-    Trap(
-        "a new one starts every `stride` tokens",
-        "visible_summaries",
-        "counting windows that do not overlap",
-    ),
-    Trap(
-        "`v_cmp`, the mean of its values, is what the query receives.",
-        "attend_to_summaries",
-        "summarising the keys and not the values",
-    ),
-    Trap(
-        "every summary whose window has *started*",
-        "attend_to_summaries",
-        "letting a summary be seen once it starts",
-    ),
-    Trap(
-        "The tokens lie on the *last* axis",
-        "attend_to_summaries",
-        "averaging the numbers of a token, not the tokens of a window",
-    ),
-    Trap("0 divided by 0", "attend_to_summaries", "a softmax over nothing"),
-    Trap("output 0, `lse` −∞", "attend_to_summaries", "an lse of 0 for a query that sees nothing"),
-    Trap(
-        "Those who see nothing",
-        "attend_to_summaries",
-        "attending to tokens where there is no summary yet",
-    ),
-    Trap("But attention does not weigh by scores.", "window_logit", "taking the mean for both"),
-    Trap(
-        "`length` tokens with that score weigh as much as the window",
-        "window_logit",
-        "the log-sum-exp without the length",
-    ),
-    Trap(
-        "$e$ to the mean is never more than the mean of the $e^{s_i}$",
-        "window_logit",
-        "the two the other way round",
-    ),
-    Trap("03 (exponentials that overflow)", "window_logit", "exponentials that overflow"),
-    Trap(
-        "Windows may overlap, and a window may be shorter than its tile.",
-        "window_means",
-        "laying the windows side by side",
-    ),
-    Trap(
-        "Windows may overlap, and a window may be shorter than its tile.",
-        "window_means",
-        "adding tokens that lie behind the window",
-    ),
-)
+TRAPS = TEXTS.traps
 
 
 # -- two mistakes at once --

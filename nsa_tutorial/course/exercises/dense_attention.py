@@ -16,13 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.exercises import Case, Double, Misconception
 from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong, slip, together
 from nsa_tutorial.course.room import roomy
+from nsa_tutorial.course.texts import Texts
 from nsa_tutorial.exact import dense_attention as da
 from nsa_tutorial.runtime import environment
+
+TEXTS = Texts(__name__)
 
 Slips = frozenset[str]
 
@@ -222,28 +225,10 @@ _SCORES_MISTAKES = (
     ),
 )
 
-SCALED_SCORES = Exercise(
-    name="scaled_scores",
-    statement="""
-Complete `scaled_scores(q, k)`: the score of every query with every key, per batch entry and head,
-**scaled so that its spread does not grow with the width of the vectors**.
-
-- `q` is `[B, N, HQ, D]`, `k` is `[B, M, HQ, D]`; return `[B, HQ, N, M]`.
-- No mask, no softmax: only the scores.
-""",
+SCALED_SCORES = TEXTS.exercise(
+    "scaled_scores",
     minutes=5,
     difficulty=1,
-    hints=(
-        "Two steps: all dot products, then one factor on all of them. For the first, write one "
-        "letter below each axis of `q`, of `k` and of the result. Which letter is in both inputs "
-        "and not in the result?",
-        "The width `d` is summed, while both positions, `i` and `j`, stay: `q` is `bihd`. Which "
-        "letters has `k`, and which the result?",
-        "Now the factor. In the table of spreads in “Why the scores are divided by √D”, one column "
-        "stays at 1 for every width. Which entry of `q.shape` does your factor need?",
-    ),
-    why="A dot product of D independent products has the spread √D, and divided by it every head "
-    "starts with scores of the same size, however wide it is.",
     solution=scaled_scores,
     cases=(
         Case(
@@ -476,33 +461,10 @@ _WEIGHTS_MISTAKES = (
     ),
 )
 
-CAUSAL_WEIGHTS = Exercise(
-    name="causal_weights",
-    statement="""
-Complete `causal_weights(scores)`: from scaled scores to weights, so that no query gives weight to a
-position after its own.
-
-- `scores` is `[N, M]` for one head; **the queries are the last `N` of the `M` positions**, so `N`
-  may be smaller than `M`.
-- Return weights `[N, M]`: every row sums to 1, and every hidden key has weight exactly 0. That must
-  hold for scores of any size: hidden ones may be far larger than visible ones, or all of them far
-  below zero.
-- Build the mask yourself, without `da.causal_mask`. You may use `torch.softmax`. (`torch.arange`
-  counts positions, and a column `[N, 1]` compared with a row `[1, M]` gives a table `[N, M]`.)
-""",
+CAUSAL_WEIGHTS = TEXTS.exercise(
+    "causal_weights",
     minutes=8,
     difficulty=2,
-    hints=(
-        "Take two queries and five positions. At which positions do the two queries stand, and "
-        "which keys may each of them see? Write the table down, 1 for seen, 0 for hidden.",
-        "A hidden key must not take part in anything that is summed, so it is its score that "
-        "has to change, before the softmax. Which score has the exponential exactly 0?",
-        "Three steps. Compare a column of query positions, which end with M - 1, with a row of "
-        "key positions. Write −∞ over the scores where the comparison says hidden. Then the "
-        "softmax, along the keys.",
-    ),
-    why="Only a score of −∞ takes exactly nothing from the sum that all weights are divided by, "
-    "whatever the size of the others.",
     solution=causal_weights,
     cases=(
         Case(
@@ -595,30 +557,10 @@ def _finds(name: str, hint: str, *ways: tuple[str, ...]) -> tuple[Misconception,
     return tuple(Misconception(name, Wrong(_finds_a_leak, frozenset(way)), hint) for way in ways)
 
 
-LEAKS = Exercise(
-    name="leaks",
-    statement="""
-**Write the test.** Somebody else wrote `weigh`, a function from scores `[N, M]` to weights
-`[N, M]`, like your `causal_weights`. It may let the future leak. Complete `leaks(weigh)`.
-
-- Return True if scores that a query must not see can change its weights, and False if they cannot.
-- Call `weigh` as often as you like, on scores that you choose, of any size. `da.causal_mask(N, M)`
-  is there.
-- Some functions hide more keys than they must. That is no leak.
-""",
+LEAKS = TEXTS.exercise(
+    "leaks",
     minutes=10,
     difficulty=2,
-    hints=(
-        "Nothing in one table of weights tells where it came from. So call `weigh` twice. In what "
-        "may the two tables of scores differ?",
-        "Change the hidden scores alone. For which size of a hidden score did the new sum break, "
-        "and which could a large negative number not hide?",
-        "Make one table of small scores, and a copy with something like a million in all hidden "
-        "places. Without a leak, both give equal weights, to the last bit. (A nan equals nothing, "
-        "so it counts as a leak.)",
-    ),
-    why="What must not matter is changed as much as possible, and nothing may follow from it: that "
-    "finds leaks nobody has thought of.",
     solution=leaks,
     cases=(
         Case("no mask at all", lambda: (slip(_weights, "no mask"),)),
@@ -1009,34 +951,10 @@ _COST_MISTAKES = (
     ),
 )
 
-ATTENTION_COST = Exercise(
-    name="attention_cost",
-    statement="""
-Complete `attention_cost(N, M, D, DV, itemsize)`: what one head of causal attention costs in three
-separate steps (scores, softmax, weighted sum). Each step reads its inputs from main memory and
-writes its result back.
-
-- Return a dictionary of two whole numbers, `{"flops": ..., "bytes": ...}`.
-- `"flops"`: `2 * N * M * D` for the scores and `2 * N * M * DV` for the weighted sum. The masked
-  pairs are computed, too.
-- `"bytes"`: this is yours to count. Every tensor counts each time a step reads or writes it: `q`,
-  `k`, `v`, scores, weights and output. All have elements of `itemsize` bytes. The mask costs
-  nothing.
-""",
+ATTENTION_COST = TEXTS.exercise(
+    "attention_cost",
     minutes=8,
     difficulty=2,
-    hints=(
-        "Draw the three steps as boxes. Which tensors go into each, which one comes out, and what "
-        "is the shape of each of them?",
-        "Operations: two matrix products, and every pair of numbers in them costs two. Bytes: "
-        "add up the elements that each step reads and writes. A tensor that one step writes and "
-        "the next one reads counts twice.",
-        "Four tensors cross main memory once: q and k are D wide, v and o are DV wide. Two tables "
-        "of N·M numbers cross it twice each. `itemsize` turns elements into bytes, and operations "
-        "do not need it.",
-    ),
-    why="Separate steps can hand on their results only through main memory, so the two tables "
-    "cross it four times while everything else crosses it once.",
     solution=attention_cost,
     cases=(
         Case("N=2, M=3, D=4, DV=5, 4 bytes", lambda: (2, 3, 4, 5, 4)),
@@ -1274,40 +1192,10 @@ def _softmax_case(name: str, scores: Callable[[], Tensor]) -> Case:
     return Case(name, lambda: (scores(),), lambda: here.why_not("triton", here.device))
 
 
-CAUSAL_SOFTMAX = Exercise(
-    name="causal_softmax",
-    statement="""
-**Find three bugs.** A program turns one row of scores into causal weights: `S` and `W` are
-`[N, M]`, the queries are the last `N` of the `M` positions, and the grid is `(N,)`. `BM` is at
-least `M`. For ordinary scores and `N = M`, all visible weights are right. Copy the kernel into
-`causal_softmax`, and mend it:
-
-```python
-@triton.jit
-def kernel(S, W, N, M, BM: tl.constexpr):
-    row = tl.program_id(0)
-    key = tl.arange(0, BM)
-    visible = key <= row
-    s = tl.load(S + row * M + key, mask=visible, other=float("-inf"))
-    e = tl.exp(s)
-    tl.store(W + row * M + key, e / tl.sum(e, axis=0), mask=visible)
-
-return kernel
-```
-""",
+CAUSAL_SOFTMAX = TEXTS.exercise(
+    "causal_softmax",
     minutes=8,
     difficulty=2,
-    hints=(
-        "Three inputs show one bug each: fewer queries than keys, a score of 1000, and a `W` that "
-        "was not empty before.",
-        "Your `causal_weights` stood before the first two of these questions. And the third: "
-        "every hidden key needs a weight, too. Which one, and who writes it?",
-        "The comparison lacks the difference of M and N. The exponential lacks the row's maximum, "
-        "which `tl.max` finds. And the last mask is about which places exist, not about who "
-        "sees what.",
-    ),
-    why="One mask says what may be read and another what must be written, and a hidden score that "
-    "is never loaded cannot leak.",
     solution=causal_softmax,
     run=_run_causal_softmax,
     misconceptions=_SOFTMAX_MISTAKES,
@@ -1418,238 +1306,15 @@ DOUBLES = (
 
 # -- what the chapter warns of --
 
-TRAPS = (
-    Trap(
-        "The queries are the last N of M positions",
-        "causal_softmax",
-        "lining up the queries with the first keys",
-    ),
-    Trap(
-        "Why the largest score is subtracted",
-        "causal_softmax",
-        "exponentials without the largest score subtracted",
-    ),
-    Trap(
-        "A hidden key must get weight 0.",
-        "causal_softmax",
-        "leaving the hidden places of W as they were",
-    ),
-    Trap(
-        "Softmax as written above has a flaw that shows only with large scores.",
-        "causal_weights",
-        "a softmax without its largest score subtracted",
-    ),
-    Trap(
-        "The future leaks in through the denominator.",
-        "leaks",
-        "a look at the hidden weights alone",
-    ),
-    Trap(
-        "ordinary rows are repaired",
-        "leaks",
-        "a change too small to show",
-    ),
-    Trap(
-        "Divided by D, it fades towards 0, and every softmax with it towards a plain average.",
-        "scaled_scores",
-        "dividing by D where √D is meant",
-    ),
-    Trap(
-        "Without the scale, a wide head with numbers like these starts its training as a hard "
-        "lookup",
-        "scaled_scores",
-        "leaving the scores unscaled",
-    ),
-    Trap(
-        "no\nword may see those that come after it",
-        "causal_weights",
-        "showing every query every key",
-    ),
-    Trap(
-        "True where the key stands at the query's own position or before it",
-        "causal_weights",
-        "hiding a query's own position",
-    ),
-    Trap(
-        "Is it enough to compute the weights as before, and then write zeros over the hidden ones?",
-        "causal_weights",
-        "setting hidden weights to zero after the softmax",
-    ),
-    Trap(
-        "Which score has the exponential exactly 0?",
-        "causal_weights",
-        "giving hidden keys the score 0",
-    ),
-    Trap(
-        "The first divides what `late` leaves by its new sum.",
-        "causal_weights",
-        "renormalising after the softmax",
-    ),
-    Trap(
-        "Write −10,000 over a hidden score: visible scores of −20,000 lose to it.",
-        "causal_weights",
-        "a large negative number where -inf is meant",
-    ),
-    Trap(
-        "returns a copy with `value` wherever `mask` is True",
-        "causal_weights",
-        "hiding the past and showing the future",
-    ),
-    Trap(
-        "and that query stands at the *last* position",
-        "causal_weights",
-        "lining up the queries with the first keys",
-    ),
-    Trap(
-        "with N < M its `is_causal=True` takes the queries for the *first* positions, not the last",
-        "causal_weights",
-        "lining up the queries with the first keys",
-    ),
-    Trap(
-        "Heads and batch entries do not see each other",
-        "scaled_scores",
-        "a matrix product of heads with heads",
-    ),
-    Trap(
-        "Letters on the left of `->` that are missing on its right are\nsummed over",
-        "scaled_scores",
-        "adding up the scores of all heads",
-    ),
-    Trap(
-        "Row = who asks, column = who is asked.",
-        "scaled_scores",
-        "keys as rows and queries as columns",
-    ),
-    Trap(
-        "That one wants heads before positions, `[batch, head, position, width]`",
-        "scaled_scores",
-        "positions before heads",
-    ),
-    Trap(
-        "A value is only summed, so its width\n**DV** = 3 may differ.",
-        "attention_cost",
-        "taking D for DV everywhere",
-    ),
-    Trap(
-        "two operations per pair of\nnumbers",
-        "attention_cost",
-        "counting a multiply-add as one operation",
-    ),
-    Trap(
-        "(D − 1, counted as D)",
-        "attention_cost",
-        "counting one addition fewer than multiplications",
-    ),
-    Trap(
-        "The softmax's few operations per score are left out, as is\nusual.",
-        "attention_cost",
-        "counting the softmax's operations",
-    ),
-    Trap(
-        "every step reads its\ninputs from main memory and writes its result back",
-        "attention_cost",
-        "counting what is read and not what is written",
-    ),
-    Trap(
-        "hand their\nresults on through main memory, because the table does not fit the small ones",
-        "attention_cost",
-        "leaving the score matrix out of the bytes",
-    ),
-    Trap(
-        "scaling and\nmasking are steps of their own there",
-        "attention_cost",
-        "letting scale and mask be steps of their own",
-    ),
-    Trap(
-        "the mask hides almost half of the pairs, but a plain matrix product computes them all "
-        "first",
-        "attention_cost",
-        "counting the masked half of the products as free",
-    ),
-    Trap(
-        "numbers of two bytes (**bf16**)",
-        "attention_cost",
-        "taking every number for two bytes",
-    ),
-    Trap(
-        "The table crosses main memory four times (scores written and read, weights written and "
-        "read)",
-        "attention_cost",
-        "carrying N·M numbers twice",
-    ),
-    Trap(
-        "while `q`, `k`, `v` and `o` cross it once",
-        "attention_cost",
-        "counting the score matrix alone",
-    ),
-)
+TRAPS = TEXTS.traps
 
 
 # -- predictions --
 
-PREDICTIONS = (
-    Prediction(
-        name="score_table_gib",
-        question="65,536 tokens, every pair compared, 2 bytes each: how many GiB?",
-        reason="65,536 is 2¹⁶, so there are 2³² pairs and 2³³ bytes: 8 · 2³⁰.",
-        thoughts=(
-            (4, "That is one byte for each pair."),
-            (16, "That is four bytes for each pair, as in fp32."),
-            (8192, "That is the number in MiB. A GiB is 1,024 of them."),
-            (8 * 2**30, "That is the number of bytes. A GiB is 2³⁰ of them."),
-            (2**16 * 2 / 2**30, "That is one row of the table: one token against all others."),
-            (8.589934592, "That is in GB, 10⁹ bytes each. A GiB is a little more."),
-            (lambda guess: guess < 1, "Did you count pairs? There are as many rows as columns."),
-        ),
-        unit="GiB",
-    ),
-    Prediction(
-        name="spread_of_64",
-        question="The numbers in q and k have the spread 1: which spread has their dot product, "
-        "64 wide?",
-        reason="Each of the 64 products has the variance 1, variances add up to 64, and the "
-        "spread is the root of that.",
-        thoughts=(
-            (64, "That is the variance. The spread is its root."),
-            (1, "That is the spread of one product. 64 of them are added up."),
-            (32, "Positive and negative products cancel in part. What adds up are variances."),
-            (16, "That is the answer for 256. For 64 it is the root of 64."),
-        ),
-        tolerance=0.02,
-    ),
-    Prediction(
-        name="dice_right",
-        question="A model trains with zeros written after the softmax: how many percent of new "
-        "rolls of a fair die does it guess right?",
-        reason="What is left over for the visible weights tells the next roll, and training finds "
-        "that out.",
-        thoughts=(
-            (100 / 6, "That is the best without peeking. This model peeks."),
-            (
-                lambda guess: guess < 16,
-                "Guessing at random is right in 17 % already, and this model peeks.",
-            ),
-            (
-                lambda guess: 17 < guess < 90,
-                "The leak is wider than you thought: six rolls need only six different sums.",
-            ),
-        ),
-        tolerance=0.02,
-        unit="%",
-    ),
-    Prediction(
-        name="slower_side",
-        question='On a fast GPU, which takes longer: "arithmetic", or "memory", carrying the '
-        "numbers to and fro?",
-        choices=("arithmetic", "memory"),
-        reason="An H200 could do 206 operations for every byte that it moves, and this table asks "
-        "for only 64.",
-        thoughts=(
-            (
-                "arithmetic",
-                "2,199 billion operations are many, but such a GPU does 450 times as "
-                "many in a second.",
-            ),
-        ),
-    ),
+PREDICTIONS = TEXTS.predictions(
+    globals(),
+    score_table_gib={"unit": "GiB"},
+    spread_of_64={"tolerance": 0.02},
+    dice_right={"tolerance": 0.02, "unit": "%"},
+    slower_side={"choices": ("arithmetic", "memory")},
 )

@@ -11,8 +11,11 @@ import math
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.exercises import Case, Double, Misconception
 from nsa_tutorial.course.mistakes import slip, together
+from nsa_tutorial.course.texts import Texts
+
+TEXTS = Texts(__name__)
 
 Slips = frozenset[str]
 
@@ -172,27 +175,10 @@ _SCORE_MISTAKES = (
     ),
 )
 
-_SCORE = Exercise(
-    name="score_gradient",
-    statement="""
-Derive the backward of a softmax. `p` `[N, M]` holds the weights, a row for each query. `d_p`
-`[N, M]` is the gradient of a loss with respect to these weights. Return `d_s` `[N, M]`, the
-gradient with respect to the scores. Two or three lines are enough, without a Jacobian. With the
-weights 0.67, 0.24, 0.09 and the `d_p` 3, 0, 9 of the three keys, `d_s` is 0.13, −0.69, 0.56.
-""",
+_SCORE = TEXTS.exercise(
+    "score_gradient",
     minutes=7,
     difficulty=2,
-    hints=(
-        "Take one row. Write the gradient of one score as a sum over the weights: each weight's "
-        "gradient, times what the score does to that weight.",
-        "Split that sum in two. The diagonal part of the Jacobian leaves one term. The outer "
-        "product leaves a sum over the row, and a factor that does not depend on the summation.",
-        "Both parts have the score's own weight as a factor: take it out. What remains in the "
-        "bracket is the key's own `d_p`, less one number for the whole row, a weighted sum that "
-        "keeps its axis.",
-    ),
-    why="The Jacobian is a diagonal less an outer product, so that a product with it needs one "
-    "weighted sum per row.",
     solution=score_gradient,
     misconceptions=_SCORE_MISTAKES,
     combine=together(
@@ -411,25 +397,10 @@ _DELTA_MISTAKES = (
 _CROSSED = {"every head", "every head, summed", "turned"}
 _SHAPES = {"other axis", "no sum", "no sum, aligned", *_CROSSED}
 
-_DELTA = Exercise(
-    name="row_delta",
-    statement="""
-Return the `delta` `[N, HQ]` with which `p * (d_p - delta)` is the whole `d_s`. You have no weights.
-You have `d_o` and `o`, both `[N, HQ, DV]`, for `N` queries with `HQ` heads. You also have `d_lse`
-`[N, HQ]`: it adds `p * d_lse` to `d_s`.
-""",
+_DELTA = TEXTS.exercise(
+    "row_delta",
     minutes=6,
     difficulty=2,
-    hints=(
-        "Start without lse. In the sum over the keys, replace each `d_p` by what it is: a product "
-        "of `d_o` with that key's value. What can leave the sum?",
-        "What stays inside the sum is weights times values. You know that vector: the forward "
-        "stored it.",
-        "Now lse. It adds `p * d_lse` to `d_s`. Put that into the bracket behind `p`, and see "
-        "with which sign it joins delta.",
-    ),
-    why="`d_o` does not depend on the key, so it leaves the sum, and the weighted sum of the "
-    "values is the output.",
     solution=row_delta,
     misconceptions=_DELTA_MISTAKES,
     combine=together(
@@ -652,26 +623,10 @@ _GROUP_MISTAKES = (
     ),
 )
 
-_GROUP = Exercise(
-    name="group_gradients",
-    statement="""
-`HQ` query heads share `H` KV heads, in groups of `G = HQ // H` neighbours. You have the weights `p`
-and the gradient of the scaled scores `d_s`, both `[HQ, N, M]`. You also have the queries `q`
-`[HQ, N, D]` and the gradient of the output `d_o` `[HQ, N, DV]`. Each head's scores were
-`scale * q @ k.T`. Return `(d_k, d_v)`: `[H, M, D]` and `[H, M, DV]`.
-""",
+_GROUP = TEXTS.exercise(
+    "group_gradients",
     minutes=7,
     difficulty=2,
-    hints=(
-        "First one query head, as if it had keys of its own. Line 2 of the five gives `d_v`, and "
-        "line 5 gives `d_k`: transposed weights times `d_o`, transposed `d_s` times `q`. Check the "
-        "shapes: both results have a row for each key.",
-        "Now each key has `G` such shares. A number used in several places changes the loss "
-        "through each of them.",
-        "Split the axis of HQ heads into H groups of neighbours, and sum over the axis that tells "
-        "the members of a group apart. Test with two KV heads: one hides every wrong wiring.",
-    ),
-    why="A key is used by every head of its group, and the effects of its uses on the loss add up.",
     solution=group_gradients,
     returns=("d_k", "d_v"),
     misconceptions=_GROUP_MISTAKES,
@@ -875,25 +830,10 @@ _AGAIN_MISTAKES = (
     ),
 )
 
-_AGAIN = Exercise(
-    name="weights_again",
-    statement="""
-Compute the weights of one tile again. `q` `[BQ, D]` and `k` `[BK, D]` are the tile's queries and
-keys. `is_seen` `[BQ, BK]` says who sees whom. `lse` `[BQ]` is the log-sum-exp of the *whole* rows,
-and the tile holds a part of them. For a query that saw no key at all, `lse` is `-inf`. Return the
-weights `[BQ, BK]`: finite, and 0 where nothing is seen.
-""",
+_AGAIN = TEXTS.exercise(
+    "weights_again",
     minutes=5,
     difficulty=2,
-    hints=(
-        "Forget the mask for a moment. A weight is e to its score, divided by the sum of those for "
-        "the whole row. What is that division in the exponent?",
-        "Now a row that saw nothing. Try both orders by hand: hide the scores first, or hide the "
-        "weights last. What does `-inf - -inf` give, and what `exp(inf)`?",
-        "Three steps: scaled scores, one `exp`, and a `masked_fill` that comes last. A product "
-        "with the mask will not do: `inf * 0` is NaN.",
-    ),
-    why="`masked_fill` writes 0 whatever stood there, so the power of an empty row never gets out.",
     solution=weights_again,
     misconceptions=_AGAIN_MISTAKES,
     combine=together(
@@ -1094,27 +1034,10 @@ _TWO_MISTAKES = (
     ),
 )
 
-_TWO = Exercise(
-    name="base_two",
-    statement="""
-A kernel computes in base two. To save a multiplication per score, it gets the queries as
-`q_log2 = scale * log2(e) * q` `[N, D]`. All else is as before: `k` `[M, D]`, `v` `[M, DV]`,
-`d_o` `[N, DV]`, `lse` `[N]` (a natural logarithm) and `delta` `[N]`. Every query sees every key.
-Return `(d_q, d_k)`, the gradients of `q` and `k` themselves. Use `exp2`. Bring in `math.log(2)`
-where it is needed, and only there.
-""",
+_TWO = TEXTS.exercise(
+    "base_two",
     minutes=7,
     difficulty=3,
-    hints=(
-        "Start with the weights: the exponents of `exp2` have to be in base two, both of them. "
-        "The weights that come out are the same as ever, and so is `d_s`.",
-        "Line 5 of the five has two products: `d_q` from `d_s` and `k`, `d_k` from `d_s` and `q`, "
-        "both times scale. Which of the two can be computed from what you have?",
-        "`d_q` needs `k`, which is untouched. `d_k` needs `scale * q`, and you have that with "
-        "one factor too many. Which number takes log2(e) away?",
-    ),
-    why="ln 2 is needed twice: to bring `lse` into base two, and where `q_log2` stands in for "
-    "`scale * q`.",
     solution=base_two,
     returns=("d_q", "d_k"),
     misconceptions=_TWO_MISTAKES,
@@ -1225,180 +1148,15 @@ DOUBLES = (
 
 # -- what the chapter warns of --
 
-TRAPS = (
-    Trap(
-        "a score that rises takes weight from *all other keys*",
-        "score_gradient",
-        "forgetting that the other weights shrink",
-    ),
-    Trap(
-        "Everywhere else it takes from another weight.",
-        "score_gradient",
-        "keeping only the Jacobian's diagonal",
-    ),
-    Trap(
-        "Raise the score of a key that is worth more than the average, and the loss goes up.",
-        "score_gradient",
-        "the difference the other way round",
-    ),
-    Trap(
-        "The gradient that comes through `lse` *subtracts*",
-        "row_delta",
-        "adding the gradient of lse",
-    ),
-    Trap(
-        "A loss may use `lse` as well",
-        "row_delta",
-        "dropping the gradient that comes through lse",
-    ),
-    Trap(
-        "one number for each query and head",
-        "row_delta",
-        "adding up the heads, too",
-    ),
-    Trap(
-        "**With one KV head, wrong sums look right**: test with two.",
-        "group_gradients",
-        "one sum over all heads, handed to every KV head",
-    ),
-    Trap(
-        "**With one KV head, wrong sums look right**: test with two.",
-        "group_gradients",
-        "adding up every H-th head, not neighbours",
-    ),
-    Trap(
-        "their effects add up",
-        "group_gradients",
-        "averaging over the group",
-    ),
-    Trap(
-        "values never see it",
-        "group_gradients",
-        "putting the scale into d_v, too",
-    ),
-    Trap(
-        "*any* weight can be computed by itself, without the rest of its row",
-        "weights_again",
-        "a softmax over the tile alone",
-    ),
-    Trap(
-        "`lse` holds maximum and sum in one number",
-        "weights_again",
-        "subtracting the tile's own maximum",
-    ),
-    Trap(
-        "Hide its scores, and `-inf - -inf` is NaN.",
-        "weights_again",
-        "NaN for the row that saw nothing",
-    ),
-    Trap(
-        "so `d_s` does not change",
-        "base_two",
-        "ln 2 in d_s",
-    ),
-    Trap(
-        "each product with those queries carries the factor on",
-        "base_two",
-        "leaving log2(e) in d_k",
-    ),
-    Trap(
-        "where would a factor ln 2 be one too many?",
-        "base_two",
-        "ln 2 in d_q, too",
-    ),
-)
+TRAPS = TEXTS.traps
 
 
 # -- predictions --
 
-PREDICTIONS = (
-    Prediction(
-        "kept_without_weights",
-        "How many MiB does a layer of 16 heads of width 128 keep for 65,536 tokens, beside q, k "
-        "and v and without the weights: 0.25, 260, 4,096 or 131,072?",
-        "The layer keeps `o`, 128 numbers of two bytes for each query and head, and one `lse` of "
-        "four.",
-        (
-            (256, "256 MiB is `o` alone. The 16 heads keep `lse`, too: 4 MiB."),
-            (
-                0.25,
-                "0.25 MiB would be one `lse` for each token. There are 16 heads, and each keeps "
-                "`o`, too.",
-            ),
-            (4, "4 MiB is `lse` of all heads. `o` is kept, too."),
-            (
-                4096,
-                "4,096 MiB would be a byte for each pair of tokens, a mask. No pairs are kept at "
-                "all.",
-            ),
-            (
-                131_072,
-                "131,072 MiB would be the weights themselves. The question was without them.",
-            ),
-        ),
-        unit="MiB",
-        choices=(0.25, 260, 4096, 131_072),
-    ),
-    Prediction(
-        "time_of_walks",
-        "A backward with stored weights takes at least 201 ms. How many milliseconds does the one "
-        "take that computes the weights again, with seven products in place of four: 20, 62, 200 "
-        "or 350?",
-        "With stored weights, 898 GiB at 4.8 TB/s are 201 ms. The walks wait for arithmetic: 61.7 "
-        "TFLOP at 989 TFLOP/s are 62 ms.",
-        (
-            (
-                350,
-                "350 would be 75 % more, for 75 % more products. But the stored way does not wait "
-                "for its products: it waits for memory.",
-            ),
-            (
-                200,
-                "200 would be as long as with stored weights. Those wait for memory, and the walks "
-                "do not.",
-            ),
-            (
-                20,
-                "20 would be ten times as fast. The walks still have their seven products to "
-                "compute.",
-            ),
-        ),
-        unit="ms",
-        choices=(20, 62, 200, 350),
-    ),
-    Prediction(
-        "strongest_score",
-        "Scores 2, 1, 0 and values 3, 0, 9: which score, raised by a little, moves o most, 0, 1 or "
-        "2?",
-        "Two things count: a key's weight, and how far its value is from the average, 2.81. Key 1 "
-        "has enough of both. Its value is below the average, so it moves o down.",
-        (
-            (0, "Key 0 has most of the weight, but its value is almost the average."),
-            (2, "Key 2 has the value furthest from the average, but a small weight."),
-            (lambda guess: guess not in (0, 1, 2), "The keys are 0, 1 and 2."),
-        ),
-        choices=(0, 1, 2),
-    ),
-    Prediction(
-        "finished_by_queries",
-        "A program holds a tile of queries, and the keys pass by: which gradients can it finish by "
-        'itself, "d_q", "d_k and d_v", "all three" or "none"?',
-        "`d_q` sums over keys, and all of them pass by. `d_k` and `d_v` sum over queries, and the "
-        "program holds only some.",
-        (
-            (
-                "d_k and d_v",
-                "A key's gradient sums over all queries. Which queries does the program hold?",
-            ),
-            (
-                "all three",
-                "Other programs hold other queries, and those queries use the keys, too.",
-            ),
-            (
-                "none",
-                "A query's gradient sums over its keys. Which keys does the program never meet?",
-            ),
-        ),
-        choices=("d_q", "d_k and d_v", "all three", "none"),
-    ),
+PREDICTIONS = TEXTS.predictions(
+    globals(),
+    kept_without_weights={"unit": "MiB", "choices": (0.25, 260, 4096, 131_072)},
+    time_of_walks={"unit": "ms", "choices": (20, 62, 200, 350)},
+    strongest_score={"choices": (0, 1, 2)},
+    finished_by_queries={"choices": ("d_q", "d_k and d_v", "all three", "none")},
 )

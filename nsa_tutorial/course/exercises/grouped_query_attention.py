@@ -14,12 +14,15 @@ from types import CodeType
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.exercises import Case, Double, Misconception
 from nsa_tutorial.course.figures import Picture, grid, new_figure
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import slip, together
 from nsa_tutorial.course.room import roomy
+from nsa_tutorial.course.texts import Texts
 from nsa_tutorial.runtime import environment
+
+TEXTS = Texts(__name__)
 
 Slips = frozenset[str]
 
@@ -137,24 +140,10 @@ _EXPAND_MISTAKES = (
     ),
 )
 
-_EXPAND = Exercise(
-    name="expand_heads",
-    statement="""
-`x` holds keys (or values) `[B, M, H, D]`. Return `[B, M, H·G, D]` in which head `hq` is head
-`hq // G` of `x`: every query head gets its own copy of what its group shares.
-""",
+_EXPAND = TEXTS.exercise(
+    "expand_heads",
     minutes=3,
     difficulty=1,
-    hints=(
-        "Take two KV heads with the numbers 10 and 20, and G = 3. Write down what the six query "
-        "heads have to read, by the rule hq // G.",
-        "PyTorch repeats in two ways, `repeat` and `repeat_interleave`. Try both on the list "
-        "[10, 20]. Which of them keeps neighbours together?",
-        "One function does it. It wants to know how many copies of each head, and along which of "
-        "the four dimensions.",
-    ),
-    why="Rounding hq / G down gives G neighbours the same KV head, so the copies of a head lie "
-    "next to each other.",
     solution=expand_heads,
     misconceptions=_EXPAND_MISTAKES,
     combine=together(
@@ -373,27 +362,10 @@ def _run_wiring(test: Callable, expand: Callable[[Tensor, int], Tensor]) -> obje
     return said
 
 
-_WIRING = Exercise(
-    name="wiring_is_right",
-    statement="""
-Write the test. `expand(x, G)` is somebody's answer to the exercise above. Call it with an `x` and a
-`G` of your choice. Return `True` if every query head got the right copy, else `False`.
-
-The check hands your test ten such functions. Two are right, and eight are wrong, each in its own
-way. The frame is below. Fill in the two `...`. One call of `expand` is enough to catch every
-mistake, if you choose `H` and `G` well.
-""",
+_WIRING = TEXTS.exercise(
+    "wiring_is_right",
     minutes=5,
     difficulty=2,
-    hints=(
-        "`repeat` went unnoticed with one KV head. Which sizes make any two wirings differ?",
-        "Take at least two KV heads, and a `G` that is neither 1 nor H. Random numbers tell the "
-        "heads apart. Then go by the rule, not by a function that could be wrong as well.",
-        "The frame has compared the shapes. Let hq run from 0 to H·G - 1, and compare one head of "
-        "the copies with head hq // G of `x`. `all` asks for every one of them.",
-    ),
-    why="A test sees a difference only where its input makes one, so the sizes H, G and 1 must all "
-    "differ.",
     solution=wiring_is_right,
     run=_run_wiring,
     misconceptions=_WIRING_MISTAKES,
@@ -622,24 +594,10 @@ _ALONE = {"split", "heads with heads", "fixed G", "brackets"}
 _ALONE |= {"no product's sum", "keys first", "wrong pair", "one position letter", "two widths"}
 _ALONE |= {"own letter", "to the end", "unflatten"}
 
-_SCORES = Exercise(
-    name="grouped_scores",
-    statement="""
-You get queries `q` `[B, N, HQ, D]` and shared keys `k` `[B, M, H, D]`. Return the dot product of
-every query with every key that its head reads: `[B, N, HQ, M]`, unscaled and unmasked. Mind the
-order of the axes. The frame regroups the queries. Leave the keys alone, as a kernel does.
-""",
+_SCORES = TEXTS.exercise(
+    "grouped_scores",
     minutes=6,
     difficulty=2,
-    hints=(
-        "Take six query heads with the numbers 1 to 6, and two KV heads with 1 and 10. Which "
-        "queries meet the 10?",
-        "Give the five axes of `qg` five letters, and the four axes of `k` four. Which letters "
-        "stand for the same axis in both? The positions of queries and keys need two letters.",
-        "Let the result begin with batch and query position. The two head axes come next, in the "
-        "order of `qg`, and the key position is last. Then `flatten` merges the two head axes.",
-    ),
-    why="A group's heads are G rows that meet the same matrix of keys, so no key is needed twice.",
     solution=grouped_scores,
     misconceptions=_SCORES_MISTAKES,
     combine=together(
@@ -792,25 +750,10 @@ _GRADIENT_MISTAKES = (
 _WHOLE = {"all heads", "no heads", "groups of H", "copies", "width", "fixed G", "everything"}
 _WHOLE |= {"first heads"}
 
-_GRADIENT = Exercise(
-    name="key_gradient",
-    statement="""
-You expanded keys `[B, M, H, D]` to one copy per query head. The backward pass gave you
-`dk_expanded` `[B, M, HQ, D]`, the gradient with respect to the *copies*. Return the gradient with
-respect to the keys themselves, `[B, M, H, D]`.
-""",
+_GRADIENT = TEXTS.exercise(
+    "key_gradient",
     minutes=4,
     difficulty=2,
-    hints=(
-        "Take two KV heads, and copies whose gradients are 1, 2, 4, 8, 16, 32. Which of the six "
-        "belong to KV head 0? Move that key by a little: by how much does the loss change?",
-        "Every copy's share counts in full, so they are added up. The axis of HQ heads holds H "
-        "groups of neighbours.",
-        "Split the head axis in two as you did with the queries. Then one axis of the five is "
-        "summed over: the one that tells the members of a group apart.",
-    ),
-    why="A number that is used in several places changes the loss through each of them, and small "
-    "changes add up.",
     solution=key_gradient,
     misconceptions=_GRADIENT_MISTAKES,
     combine=together(
@@ -975,26 +918,10 @@ def _score_case(name: str, H: int, G: int, D: int) -> Case:
     return Case(name, lambda: (H, G, D), lambda: here.why_not("triton", here.device))
 
 
-_SCORE = Exercise(
-    name="score_group",
-    statement="""
-Write a kernel with one program per KV head. Program `h` loads its key once, loads the queries of
-its group as a tile, and stores their unscaled scores. `Q` is `[HQ, D]`, `K` is `[H, D]`, `S` is
-`[HQ]`, and the grid is `(H,)`. The frame is below. Put one short expression in place of each of the
-three `...`.
-""",
+_SCORE = TEXTS.exercise(
+    "score_group",
     minutes=7,
     difficulty=2,
-    hints=(
-        "Take H = 2 and G = 3, so GT = 4. Write down which query heads program 1 has, and which of "
-        "its four rows stays empty.",
-        "Query head `hq` is member `g` of group `h`, and `hq = h·G + g`. An empty row is one "
-        "whose member number is not below G.",
-        "Multiply first: in `q_tile * key`, each row meets the same key. The product is `[GT, D]`, "
-        "with axis 0 for the members and axis 1 for the width. `tl.sum` has to remove the width.",
-    ),
-    why="All heads of a group read the same key, so a program that has the whole group loads that "
-    "key once and uses it G times.",
     solution=score_group,
     run=_run_score_group,
     returns=(
@@ -1258,26 +1185,10 @@ _MOST_MISTAKES = (
     ),
 )
 
-_MOST = Exercise(
-    name="most_kv_heads",
-    statement="""
-`gib` GiB of memory are left for the cache of one sequence of `tokens` tokens. The model has
-`layers` layers, `HQ` query heads, keys of width `D` and values of width `DV`, at two bytes per
-number. What is the largest number `H` of KV heads whose cache fits? A cache that fills the memory
-exactly fits. If even one KV head is too many, return 0.
-""",
+_MOST = TEXTS.exercise(
+    "most_kv_heads",
     minutes=7,
     difficulty=2,
-    hints=(
-        "Forget sharing for a moment: how many bytes does one KV head cost, and how many of those "
-        "does the memory hold?",
-        "Not every number that fits will do: groups of equal size need an `H` that divides `HQ`. "
-        "Which numbers are those for HQ = 12?",
-        "Go through the numbers from 1 to HQ, keep those that divide HQ and whose cache fits, and "
-        "take the largest. What is there to take if none is left?",
-    ),
-    why="The memory sets a limit, but only divisors of HQ share the query heads out evenly, so the "
-    "answer is the largest divisor below the limit and not the limit itself.",
     solution=most_kv_heads,
     misconceptions=_MOST_MISTAKES,
     combine=together(
@@ -1397,207 +1308,15 @@ DOUBLES = (
 
 # -- what the chapter warns of --
 
-TRAPS = (
-    Trap(
-        "One GiB is $2^{30}$ bytes.",
-        "most_kv_heads",
-        "GB (10⁹ bytes) where GiB (2³⁰ bytes) are given",
-    ),
-    Trap("a number takes two bytes (fp16 or bf16)", "most_kv_heads", "one byte per number"),
-    Trap("Each layer keeps a cache of its own.", "most_kv_heads", "counting a single layer"),
-    Trap(
-        "one key of width `D` and one value of width `DV`",
-        "most_kv_heads",
-        "counting the keys alone",
-    ),
-    Trap(
-        "the values another width, `DV = 5`", "most_kv_heads", "taking values to be as wide as keys"
-    ),
-    Trap(
-        "Eight query heads cannot be shared out evenly among three KV heads",
-        "most_kv_heads",
-        "a number of KV heads that does not divide HQ",
-    ),
-    Trap(
-        "both are 8, and nobody notices a mix-up",
-        "most_kv_heads",
-        "the group size G where the number of KV heads is asked for",
-    ),
-    Trap(
-        "both are 8, and nobody notices a mix-up",
-        "wiring_is_right",
-        "a test with as many KV heads as heads in a group",
-    ),
-    Trap(
-        "both are 8, and nobody notices a mix-up",
-        "expand_heads",
-        "H copies of each head where G are needed",
-    ),
-    Trap(
-        "`repeat` lays whole rounds of heads one after the other",
-        "expand_heads",
-        "whole rounds of heads, where neighbours should share",
-    ),
-    Trap(
-        "No error, the right shape, plausible numbers, and half of the heads are wrong.",
-        "wiring_is_right",
-        "a test that sees the shapes alone",
-    ),
-    Trap(
-        "No error, the right shape, plausible numbers, and half of the heads are wrong.",
-        "grouped_scores",
-        "sharing a key among every H-th query head, not among neighbours",
-    ),
-    Trap(
-        "a test with one KV head cannot catch it",
-        "wiring_is_right",
-        "a test with one KV head",
-    ),
-    Trap(
-        "Nor can a test with `G = 1`",
-        "wiring_is_right",
-        "a test with one query head per KV head",
-    ),
-    Trap(
-        "What matters is the wiring that the weights were trained with.",
-        "key_gradient",
-        "adding up every H-th head, not neighbours",
-    ),
-    Trap(
-        "until you ask for one flat axis of heads",
-        "expand_heads",
-        "leaving the copies on an axis of their own",
-    ),
-    Trap(
-        "Query head `hq = h·G + g` becomes `(h, g)`.",
-        "grouped_scores",
-        "merging the two head axes in the wrong order",
-    ),
-    Trap(
-        "`k` has no `g`: all members of a group read the same key.",
-        "grouped_scores",
-        "pairing query heads with KV heads one to one",
-    ),
-    Trap(
-        "letters that are missing on the right are summed",
-        "grouped_scores",
-        "summing the scores of a group's heads",
-    ),
-    Trap(
-        "every head of the group sees it move",
-        "key_gradient",
-        "keeping one head's gradient for the whole group",
-    ),
-    Trap(
-        "The sum, not the mean: four heads that agree push four times as hard as one.",
-        "key_gradient",
-        "averaging over the group",
-    ),
-    Trap(
-        "The **mask** switches off the fourth row",
-        "score_group",
-        "no mask for the rows past the group",
-    ),
-)
+TRAPS = TEXTS.traps
 
 
 # -- predictions --
 
-PREDICTIONS = (
-    Prediction(
-        name="cache_of_64_heads",
-        question="Keys and values of 65,536 tokens, 60 layers, 64 heads, each 128 wide, two bytes "
-        "per number: how many GiB?",
-        reason="Every token adds 60 · 64 · (128 + 128) numbers of two bytes, 1.875 MiB, and there "
-        "are 65,536 tokens.",
-        thoughts=(
-            (60, "That is the keys alone, or one byte per number. Half of the cache is values."),
-            (240, "That is a factor of two too many: key and value together are 256 numbers wide."),
-            (2, "That is one layer. Each of the 60 has a cache of its own."),
-            (1.875, "That is one head in all layers, or one token in MiB."),
-            (
-                lambda guess: abs(float(guess) - 128.849) < 1,
-                "That is in GB, 10⁹ bytes each. A GiB is a little more.",
-            ),
-            (
-                8,
-                "That was the table of scores in chapter 01. Keys and values are a list, one entry "
-                "per token, but of every head in every layer.",
-            ),
-            (lambda guess: guess > 10**6, "Are these bytes, or MiB? A GiB is 2³⁰ bytes."),
-        ),
-        unit="GiB",
-    ),
-    Prediction(
-        name="fewer_operations",
-        question="If 8 heads share one set of keys, how many percent of its multiplications does "
-        "attention save for a token?",
-        reason="Every query head still meets every position: 64 heads ask 64 questions, whoever "
-        "owns the keys.",
-        thoughts=(
-            (
-                87.5,
-                "The keys are 8 times fewer, and so are the bytes. But the query heads do the "
-                "multiplying, and none of them has gone.",
-            ),
-            (8, "That is how many heads share. Are there fewer query heads now?"),
-            (12.5, "That is how much of the keys is left. No query head has gone."),
-            (1, "If 1 means as many as before, that is right. In percent, nothing is saved."),
-            ("none", "In percent, none is 0."),
-            (100, "Then nothing would be computed. Every query head still works."),
-        ),
-        unit="%",
-    ),
-    Prediction(
-        name="step_with_8_kv_heads",
-        question="One decoding step on one core of your CPU, 64 query heads, with 8 KV heads in "
-        "place of 64: how many times as fast?",
-        reason="The multiplications are the same. With one query per key, each number is fetched "
-        "for a single multiply-add. Now eight follow each fetch. The exact ratio depends on your "
-        "CPU, and can exceed 8.",
-        thoughts=(
-            (
-                1,
-                "That would be so if only the multiplications took time. But every key and value "
-                "has to be fetched first.",
-            ),
-            (64, "There are still 8 KV heads to load, not one."),
-            (0, "Do you mean that nothing changes? Then the step would be as fast as before: 1."),
-            (0.125, "That is the new time over the old one. Turned round, it is 8."),
-            (lambda guess: 3 <= float(guess) <= 20, "Several times as fast: that is the point."),
-        ),
-        unit="×",
-    ),
-    Prediction(
-        name="repeated_by_repeat",
-        question="KV heads [0, 1], repeat(4): which eight numbers, in which order, as a list?",
-        reason="`repeat` lays whole rounds of the list one after the other.",
-        thoughts=(
-            (
-                [0, 0, 0, 0, 1, 1, 1, 1],
-                "That is `repeat_interleave`: it keeps neighbours together.",
-            ),
-            ([0, 1, 0, 1], "That is two rounds. There are four."),
-            (
-                lambda guess: "".join(c for c in guess if c.isdigit()) == "01010101",
-                "These are the right digits. As a list, they stand in square brackets.",
-            ),
-        ),
-    ),
-    Prediction(
-        name="gradient_of_a_shared_key",
-        question="Four heads share one number of a key. Through each of them alone, the loss's "
-        "gradient is -0.34, +0.66, +1.19 and +0.07. What is the gradient of the shared number?",
-        reason="Move the number, and all four heads see it move. Small changes add up.",
-        thoughts=(
-            (
-                lambda guess: abs(guess - 0.395) < 0.006,
-                "That is the mean. Would four heads that agree move the loss no more than one?",
-            ),
-            (1.19, "That is the loudest head alone. The other three read the same number."),
-            (-0.34, "That is one head alone. The other three read the same number."),
-            (2.26, "The signs count: the first head pulls the other way."),
-        ),
-        tolerance=0.02,
-    ),
+PREDICTIONS = TEXTS.predictions(
+    globals(),
+    cache_of_64_heads={"unit": "GiB"},
+    fewer_operations={"unit": "%"},
+    step_with_8_kv_heads={"unit": "×"},
+    gradient_of_a_shared_key={"tolerance": 0.02},
 )

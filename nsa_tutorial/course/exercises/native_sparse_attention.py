@@ -16,11 +16,14 @@ from torch import Tensor
 
 from nsa_tutorial import ops
 from nsa_tutorial.course import recorder
-from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.exercises import Case, Double, Misconception
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import slip, together
+from nsa_tutorial.course.texts import Texts
 from nsa_tutorial.exact import grouped_query_attention as gqa
 from nsa_tutorial.runtime import environment
+
+TEXTS = Texts(__name__)
 
 Slips = frozenset[str]
 
@@ -207,26 +210,10 @@ _GATED_MISTAKES = (
     ),
 )
 
-_GATED_SUM = Exercise(
-    name="gated_sum",
-    statement="""
-Equation 5. `gates` are three tensors `[B, N, HQ]`, `outputs` three tensors `[B, N, HQ, DV]`, of
-compression, selection and window. A gate of `None` leaves its branch out, and then its output may
-be `None` too. At least one branch is there. Return the gated sum `[B, N, HQ, DV]`. The gates are
-used as given.
-""",
+_GATED_SUM = TEXTS.exercise(
+    "gated_sum",
     minutes=5,
     difficulty=1,
-    hints=(
-        "Write the shapes of a gate and of an output below each other, aligned at the right, as "
-        "PyTorch does. Which axes meet?",
-        "One gate belongs to one token and one head, so it multiplies all `DV` numbers of that "
-        "output. A branch whose gate is None adds nothing.",
-        "Go over gates and outputs side by side and skip None. Give each gate one more axis at "
-        "the end, multiply, and add to a running total. Nothing is divided.",
-    ),
-    why="A gate says how much its branch is worth to this token and this head, so each is a number "
-    "of its own: all three may be small, and two may be large.",
     solution=gated_sum,
     misconceptions=_GATED_MISTAKES,
     combine=together(
@@ -422,29 +409,10 @@ _LOADED_MISTAKES = (
     ),
 )
 
-_KEYS_LOADED = Exercise(
-    name="keys_loaded",
-    statement="""
-One query at position `t` (counted from 0), causal. Its list `ids` names distinct blocks of
-`block_size` tokens, none of them in its future, its own perhaps among them; `-1` is an empty slot.
-The window has `window_size` keys, the query's own included. Summaries cover `length` tokens, one
-begins every `stride`, and a query sees those that have ended. Return four whole numbers: how many
-summary keys, selected keys and window keys the query loads, each branch for itself, and how many
-loads that is all together.
-""",
+_KEYS_LOADED = TEXTS.exercise(
+    "keys_loaded",
     minutes=7,
     difficulty=2,
-    hints=(
-        "Take t = 2, blocks of 4 and a list of block 0 alone. Which positions can the query see, "
-        "and which of them does each branch load?",
-        "Count each branch for itself. Which summaries have ended by t? Where is the query's own "
-        "block cut off? How long is the text so far?",
-        "Up to t there are t + 1 keys. Summary j ends with token j·stride + length − 1, a block "
-        "ends at its own end or at t, and an empty slot holds nothing. The last number is a plain "
-        "sum.",
-    ),
-    why="Each branch is an attention of its own and loads what it sees: a key in the list and in "
-    "the window is loaded twice, and what does not exist yet is not loaded at all.",
     solution=keys_loaded,
     misconceptions=_LOADED_MISTAKES,
     combine=together(
@@ -813,40 +781,10 @@ _PROPERTY_MISTAKES = (
     ),
 )
 
-_SELECTS_LIKE_DENSE = Exercise(
-    name="selects_like_dense",
-    statement="""
-Write a test. `someone` is another person's NSA, with several heads, called as
-`someone(q, k, v, gates, block_indices, block_size)`. It takes the list itself, not its length.
-
-| argument | shape |
-|---|---|
-| `q` | `[B, N, HQ, D]`, and so is the output |
-| `k`, `v` | `[B, N, H, D]` |
-| `gates` | a tuple of three, `[B, N, HQ]` each |
-| `block_indices` | `[B, N, H, S]`, whole numbers |
-
-Return `True` if `someone` keeps this property, and `False` if not: **with every block listed for
-every query, and gates (0, 1, 0), it equals dense causal attention**, up to differences of 1e-4.
-The truth is `gqa.attention(q, k, v)` of chapter 02, which is causal. Choose inputs on which a
-broken one cannot hide: fp32, seeded, some 20 tokens.
-
-The cases hand your test right implementations and broken ones. (Two break other rules and keep this
-one: `True`.)
-""",
+_SELECTS_LIKE_DENSE = TEXTS.exercise(
+    "selects_like_dense",
     minutes=20,
     difficulty=3,
-    hints=(
-        "Begin with the list. Take 10 tokens in blocks of 4. Which ids name every block, and what "
-        "shape must they have for `B` texts, `N` queries and `H` KV heads?",
-        "Now the sizes. You need several blocks of several tokens, a last block that is not full, "
-        "at least two KV heads, several query heads on each, and all queries compared.",
-        "Make random `q`, `k`, `v` from a seeded generator, three gates full of 0, 1 and 0, and "
-        "the ids of all blocks, expanded to `[B, N, H, S]`. Compare with chapter 02's dense "
-        "attention by `torch.allclose`, at the tolerance that is given.",
-    ),
-    why="A bug shows only where the broken way and the right one differ: at a last block that is "
-    "not full, in shared heads, for early queries, and in values that are not all alike.",
     solution=selects_like_dense,
     misconceptions=_PROPERTY_MISTAKES,
     combine=together(
@@ -1175,29 +1113,10 @@ _TOGETHER_MISTAKES = (
     ),
 )
 
-_THREE_BRANCHES = Exercise(
-    name="three_branches",
-    statement="""
-All of it, for given gates. `q` `[B, N, HQ, D]`, `k` `[B, N, H, D]`, `v` `[B, N, H, DV]`, gates
-`[B, N, HQ]`, and the sizes. Put it together from `ops.compress` (means),
-`ops.compressed_attention`, `ops.select_blocks`, `ops.selected_attention` and
-`ops.sliding_window_attention`, as the stored heads' cell does. Return the gated sum
-`[B, N, HQ, DV]`. With `return_lse=True` an attention returns two tensors, `o` and `lse`.
-`select_blocks` forces the first and the two latest blocks by itself.
-""",
+_THREE_BRANCHES = TEXTS.exercise(
+    "three_branches",
     minutes=10,
     difficulty=2,
-    hints=(
-        "You need five operators. Which of them needs what another one makes? Write them in an "
-        "order in which nothing is missing.",
-        "Summaries come first, one set of keys and one of values. The summary keys serve twice: "
-        "the compressed branch attends to them, and the choice of blocks scores them.",
-        "Tell every operator the sizes that its inputs were made with: `length` and `stride` "
-        "wherever summaries go in, `block_size` wherever lists go in or come out. At the end, "
-        "three products of a gate (with one more axis) and an output, added up.",
-    ),
-    why="The three attentions are complete in themselves and share nothing but the summary keys, "
-    "which also choose the blocks: so gates can weigh them, and nothing needs to be merged.",
     solution=three_branches,
     misconceptions=_TOGETHER_MISTAKES,
     combine=together(
@@ -1523,27 +1442,10 @@ def _gated_case(name: str, R: int, DV: int) -> Case:
     return Case(name, lambda: (R, DV), lambda: here.why_not("triton", here.device))
 
 
-_GATED_KERNEL = Exercise(
-    name="gated_kernel",
-    statement="""
-Complete the kernel of equation 5. `Gates` points to `[3, R]`, `Outputs` to `[3, R, DV]` and `Sum`
-to `[R, DV]`, all contiguous. `R` counts rows: one for each head of each token. The grid has `R`
-programs. A loop over the three branches is missing, and the store behind it: five lines. Before the
-launch, `Sum` is full of −77, so a −77 marks a place that was never written.
-""",
+_GATED_KERNEL = TEXTS.exercise(
+    "gated_kernel",
     minutes=6,
     difficulty=2,
-    hints=(
-        "Write down where branch 1, row 0 begins: once in `Gates`, once in `Outputs`. Which of "
-        "the numbers `R` and `DV` do you need?",
-        "Before row `row` of branch `branch` lie `branch * R + row` rows. In `Gates` each of them "
-        "is one number, in `Outputs` it is `DV` numbers.",
-        "In the loop: load one gate, load the columns of one row with a mask, and add their "
-        "product to `total`. Behind the loop, store `total` under the same mask: `BLOCK` may be "
-        "more than `DV`.",
-    ),
-    why="Each number of the three outputs is read once and each sum is written once, so no product "
-    "of a gate and an output ever goes through main memory.",
     solution=gated_kernel,
     run=_run_gated,
     misconceptions=_KERNEL_MISTAKES,
@@ -1713,221 +1615,21 @@ DOUBLES = (
 
 # -- what the chapter warns of --
 
-TRAPS = (
-    Trap(
-        "Each branch is a complete attention: it has a softmax of its own",
-        "three_branches",
-        "merging the branches by their LSE",
-    ),
-    Trap(
-        "These branches **overlap**",
-        "three_branches",
-        "merging the branches by their LSE",
-    ),
-    Trap(
-        "With 8 times the weight for every summary, the error falls from 20% to 16%",
-        "three_branches",
-        "merging the branches by an LSE that counts each summary `stride` times",
-    ),
-    Trap(
-        "NSA cannot merge like that: in its layer each branch has keys of its own",
-        "three_branches",
-        "merging the branches by an LSE that counts each summary `stride` times",
-    ),
-    Trap(
-        "the newest summary ends up to 7 tokens ago (chapter 06)",
-        "keys_loaded",
-        "counting summaries that have begun but not ended",
-    ),
-    Trap(
-        "So a gate needs one more axis, of length 1.",
-        "gated_sum",
-        "lining the gate up with the width",
-    ),
-    Trap(
-        "a gate is one number for each token and each query head, `[B, N, HQ]`",
-        "gated_sum",
-        "one gate per token for all heads",
-    ),
-    Trap(
-        "each goes through a sigmoid, *for itself*",
-        "gated_sum",
-        "applying the sigmoid once more",
-    ),
-    Trap(
-        "Nothing makes the three sum to 1.",
-        "gated_sum",
-        "dividing by the sum of the gates",
-    ),
-    Trap(
-        "With gates of 1, what all three see is counted three times",
-        "gated_sum",
-        "adding up the outputs without their gates",
-    ),
-    Trap(
-        "With gates of 1, what all three see is counted three times",
-        "selects_like_dense",
-        "a test with all gates open",
-    ),
-    Trap(
-        "So should we force the gates to sum to 1, by a softmax? The paper does not.",
-        "gated_sum",
-        "a softmax over the branches",
-    ),
-    Trap(
-        "So should we force the gates to sum to 1",
-        "three_branches",
-        "dividing by the sum of the gates",
-    ),
-    Trap(
-        "A gate of `None` leaves its branch out: it is not even computed.",
-        "gated_sum",
-        "not allowing for a gate of None",
-    ),
-    Trap(
-        "A gate of `None` leaves its branch out: it is not even computed.",
-        "gated_sum",
-        "taking None for a gate of 1",
-    ),
-    Trap(
-        "Each output is multiplied by its gate, and the three are added up",
-        "gated_kernel",
-        "keeping the last branch only",
-    ),
-    Trap(
-        "a `mask` says which lanes may",
-        "gated_kernel",
-        "storing the lanes behind the row",
-    ),
-    Trap(
-        "list every block, or open the window as far as the text",
-        "selects_like_dense",
-        "a test that right implementations fail",
-    ),
-    Trap(
-        "A summary that is visible before it ends",
-        "keys_loaded",
-        "showing a summary one token early",
-    ),
-    Trap(
-        "a block list that knows the future",
-        "three_branches",
-        "one list for all queries",
-    ),
-    Trap(
-        "a mask that is one key too wide",
-        "three_branches",
-        "a window one key too wide",
-    ),
-    Trap(
-        "the summaries' keys and their `lse` choose the blocks",
-        "three_branches",
-        "choosing blocks by the summaries of the values",
-    ),
-    Trap(
-        "Keys in the list *and* in the window are counted twice, because they are loaded twice",
-        "keys_loaded",
-        "counting a key once that two branches load",
-    ),
-    Trap(
-        "the list of the selection, one for the query heads of a group",
-        "three_branches",
-        "one list for all KV heads",
-    ),
-)
+TRAPS = TEXTS.traps
 
 
 # -- predictions --
 
-PREDICTIONS = (
-    Prediction(
-        "keys_at_65536",
-        "How many of 65,536 keys does the last query load, all three branches together?",
-        "A summary begins every 16 of the 65,536 tokens, and that makes 4,095; the list adds 1,024 "
-        "and the window 512.",
-        (
-            (
-                600,
-                "Your 600 is little more than the window, 512. The list and the summaries come on "
-                "top.",
-            ),
-            (
-                lambda guess: 1400 <= guess <= 1600,
-                "Your guess is list and window, 1,024 + 512. The summaries are of the whole text.",
-            ),
-            (
-                lambda guess: 15_000 <= guess <= 17_000,
-                "Your guess is a quarter of the text. Only one key in 16 is a summary, and list "
-                "and window do not grow with the text.",
-            ),
-            (4095, "Your guess is the summaries alone."),
-            (5119, "Your guess is summaries and list. The window loads its 512 keys, too."),
-            (5632, "Your guess is the paper's count: it has one summary more than there are."),
-        ),
-        unit="keys",
-        tolerance=0.01,
-    ),
-    Prediction(
-        "error_of_the_sum",
-        "How far is the plain sum of the three outputs from dense attention, in percent?",
-        "What all three branches see is counted three times, so the output is more than twice as "
-        "long as it should be.",
-        (
-            (0, "The sum would be exact only if the branches shared out one softmax among them."),
-            (20, "Good gates come as near as your 20 %. The plain sum has no gates."),
-            (
-                60,
-                "Your 60 % lies between the errors of the single branches, as if their sum were an "
-                "average. Nothing divides it.",
-            ),
-            (100, "Your 100 % is what zeros get. The plain sum is worse than saying nothing."),
-            (200, "Three equal outputs would be 200 % off, but compression's is much shorter."),
-        ),
-        unit="%",
-        tolerance=0.02,
-    ),
-    Prediction(
-        "ones_at_half",
-        "All values are 1 and all three gates ½: what is the gated sum?",
-        "Each branch gives exactly 1, because its weights sum to 1, and three halves are added.",
-        (
-            (1, "Your 1 needs gates that sum to 1. These sum to 1½."),
-            (0.5, "Your 0.5 is one branch alone, and there are three."),
-            (3, "Your 3 is the sum with gates of 1."),
-        ),
-    ),
-    Prediction(
-        "far_with_window",
-        "How many percent of the far numbers does the window of 96 keys get right?",
-        "No key that holds the answer is inside the window, so a blind guess among 16 numbers is "
-        "all that is left.",
-        (
-            (0, "Nobody knows less than nothing: a blind guess is right once in 16 times."),
-            (
-                lambda guess: 30 <= guess <= 45,
-                "The window holds that share of the keys, but none of the far ones.",
-            ),
-            (lambda guess: guess > 45, "The answers stand before the window's first key."),
-        ),
-        unit="%",
-        tolerance=0.3,
-    ),
-    Prediction(
-        "needed_gate",
-        "After training, which gate do the far answers need: compression, selection or window?",
-        "Only the list brings a far entry itself; a summary mixes it with its neighbours.",
-        (
-            (
-                "compression",
-                "A summary's value is the mean of eight numbers. Its weights are needed, to choose "
-                "the blocks, and they do not pass the gate.",
-            ),
-            ("window", "The window ends 15 entries back."),
-        ),
-        choices=("compression", "selection", "window"),
-        short=(
+PREDICTIONS = TEXTS.predictions(
+    globals(),
+    keys_at_65536={"unit": "keys", "tolerance": 0.01},
+    error_of_the_sum={"unit": "%", "tolerance": 0.02},
+    far_with_window={"unit": "%", "tolerance": 0.3},
+    needed_gate={
+        "choices": ("compression", "selection", "window"),
+        "short": (
             *(("cmp", "compression"), ("slc", "selection"), ("swa", "window")),
             *(("g_cmp", "compression"), ("g_slc", "selection"), ("g_swa", "window")),
         ),
-    ),
+    },
 )

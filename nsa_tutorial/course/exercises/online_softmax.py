@@ -16,12 +16,15 @@ from types import CodeType
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.exercises import Case, Double, Misconception
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong, slip, together
 from nsa_tutorial.course.room import roomy
+from nsa_tutorial.course.texts import Texts
 from nsa_tutorial.runtime import environment
+
+TEXTS = Texts(__name__)
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 INF = math.inf
@@ -342,42 +345,11 @@ _STEP_MISTAKES = (
     ),
 )
 
-ONLINE_STEP = Exercise(
-    name="online_step",
-    statement=r"""
-Take one chunk of keys into the state: the heart of every kernel in this course.
-
-- `scores_max_prev` `[G]`, `running_sum` `[G]`, `acc_o` `[G, DV]`: the state so far (`-inf`, `0`,
-  `0` before the first chunk); the maximum is unscaled, like the scores.
-- `acc_s` `[G, BS]`: this chunk's unscaled scores, all finite. `v` `[BS, DV]`: its values.
-- `scale_log2`: the scale, times $\log_2 e$.
-
-Return the new `(scores_max, running_sum, acc_o)`. Nothing is divided yet. Copy this frame into
-`online_step`, and fill the gaps:
-
-```python
-scores_max = ...  # [G]
-scores_scale = ...  # [G], the exchange rate
-acc_s = ...  # [G, BS], from scores to powers
-running_sum = ...  # [G]
-acc_o = ...  # [G, DV]
-return scores_max, running_sum, acc_o
-```
-""",
+ONLINE_STEP = TEXTS.exercise(
+    "online_step",
     returns=("scores_max", "running_sum", "acc_o"),
     minutes=9,
     difficulty=2,
-    hints=(
-        "Do the chapter's row by hand: the old maximum is 3, the old sum 1.25, and the new scores "
-        "are 2 and 5. What is 1.25 worth when everything is measured from 5?",
-        "Three things happen: the maximum may rise, the old sums change their unit by one factor "
-        "per row, and the new terms are added. Both sums take the same factor.",
-        "Start with the new maximum: the larger one of the old and the chunk's, row by row. Every "
-        "exponent is a difference from it, times `scale_log2`. The factor and the chunk's powers "
-        "are two such exponents. The values join by a matrix product.",
-    ),
-    why="All old terms were measured from one maximum, so one factor per row moves them to the new "
-    "one, and no old score is needed again.",
     solution=online_step,
     cases=(
         Case(
@@ -702,46 +674,11 @@ _GUARDED_MISTAKES = (
     ),
 )
 
-GUARDED_STEP = Exercise(
-    name="guarded_step",
-    statement=r"""
-Make the exponents of a step safe when a row sees no key, in this chunk or in any chunk so far.
-
-- `scores_max_prev` `[G]`: the running maximum so far, `-inf` for a row that has seen no key.
-- `acc_s` `[G, BS]`: unscaled scores, `-inf` where a key is masked; possibly a whole row of them.
-- `scale_log2`: as before.
-
-Return `(scores_max, scores_scale, acc_s)`:
-
-- the new running maximum `[G]`, still `-inf` where no key was seen,
-- the factor `[G]` on the old sums, 0 where no key had been seen before,
-- the powers `[G, BS]`, exactly 0 for masked keys.
-
-Copy this frame into `guarded_step`, and fill the gap:
-
-```python
-scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
-shift = ...  # [G]
-scores_scale = torch.exp2((scores_max_prev - shift) * scale_log2)
-acc_s = torch.exp2((acc_s - shift[:, None]) * scale_log2)
-return scores_max, scores_scale, acc_s
-```
-
-Let no `NaN` arise, and clear none: `nan_to_num` also hides the `NaN` of another mistake.
-""",
+GUARDED_STEP = TEXTS.exercise(
+    "guarded_step",
     returns=("scores_max", "scores_scale", "acc_s"),
     minutes=4,
     difficulty=2,
-    hints=(
-        "Write down both exponents, the factor's and the powers', for a row that has seen no key "
-        "and sees none now. What is -inf minus -inf?",
-        "An exponent needs some finite number to be measured from. Only a row whose new maximum "
-        "is still -inf lacks one, and there every score is -inf, so any finite number does.",
-        "Keep two tensors: the new maximum, which you return as it is, and a copy with a stand-in "
-        "where it is -inf (`torch.where`). Measure both exponents from the copy.",
-    ),
-    why="-inf minus any finite number is -inf and 2 to that is 0, so a stand-in in the exponent "
-    "gives an empty row its zeros, and clears no `NaN` that comes from another mistake.",
     solution=guarded_step,
     cases=(
         Case(
@@ -945,41 +882,10 @@ def _rows(name: str, *rows: list[float], scale: float = 1.0) -> Case:
     )
 
 
-ROW_LSE = Exercise(
-    name="row_lse",
-    statement=r"""
-Write the walk as a kernel, one program per row. `S` `[N, M]` holds unscaled, finite scores. A
-program reads `BS` scores of its row at a time, and stores the natural log-sum-exp of its *scaled*
-scores in `LSE` `[N]`. Copy this frame into `row_lse`, and fill the gaps. `scale_log2` is the scale
-times $\log_2 e$, and `ln_2` is 0.6931.
-
-```python
-@triton.jit
-def kernel(S, LSE, scale_log2, ln_2, M, BS: tl.constexpr):
-    row = tl.program_id(0)
-    scores_max, running_sum = float("-inf"), 0.0
-    for first in range(0, M, BS):
-        key = first + tl.arange(0, BS)
-        acc_s = tl.load(S + row * M + key, mask=..., other=...)
-        ...  # your step, without acc_o
-    tl.store(LSE + row, ...)
-
-return kernel
-```
-""",
+ROW_LSE = TEXTS.exercise(
+    "row_lse",
     minutes=9,
     difficulty=2,
-    hints=(
-        "Take `online_step`, and cross out every line with `acc_o`. Which of torch's functions "
-        "have to become Triton's?",
-        "The last chunk may reach past the end of the row. Which score may a place there have, so "
-        "that neither the maximum nor the sum notices it?",
-        "`tl.maximum` compares two numbers, `tl.max(…, axis=0)` and `tl.sum(…, axis=0)` reduce a "
-        "tile to one. After the loop, scale the maximum, add the sum's `tl.log2`, and convert the "
-        "total to natural units.",
-    ),
-    why="A program carries two numbers in its registers, so a row of any length needs no memory "
-    "but one tile of scores.",
     solution=row_lse,
     run=_run_row_lse,
     tolerance=1e-4,
@@ -1383,43 +1289,11 @@ _MERGE_MISTAKES = (
     ),
 )
 
-MERGE_PARTIALS = Exercise(
-    name="merge_partials",
-    statement=r"""
-Two programs attended to two disjoint halves of the keys. Join their results as if one program had
-read all keys.
-
-- `o1`, `o2` `[N, DV]`: the outputs, each already divided by its own denominator.
-- `lse1`, `lse2` `[N]`: their natural log-sum-exp, from $-\infty$ (the row saw no key there; its
-  output is 0) to several hundred.
-
-Return `(o, lse)`: `[N, DV]` and `[N]`. Rows empty on both sides give `o = 0`, `lse = -inf`. Again,
-let no `NaN` arise, and clear none: a `NaN` from a half that saw keys is a mistake elsewhere.
-
-Copy this frame into `merge_partials`, and fill the gaps:
-
-```python
-shift = ...  # [N], what you subtract from both lse
-w1, w2 = ..., ...  # [N], how much each half counts
-o = ...  # [N, DV]
-lse = ...  # [N]
-return o, lse
-```
-""",
+MERGE_PARTIALS = TEXTS.exercise(
+    "merge_partials",
     returns=("o", "lse"),
     minutes=6,
     difficulty=2,
-    hints=(
-        "Let the denominators be 2 and 6, and the outputs 0 and 4. What were the two numerators? "
-        "What are the joint denominator and the joint output?",
-        "Each output counts by its own denominator. Only the ratio of the two matters, so measure "
-        "both from the larger lse before you take powers.",
-        "Find the larger lse, and a stand-in where it is -inf. Take two powers, form the weighted "
-        "sum, and divide it by the weights' sum (by 1 where that is 0). Its logarithm, and what "
-        "you subtracted, give the new lse.",
-    ),
-    why="`e` to the lse is the denominator that a half was divided by, so it undoes the division, "
-    "and what is left are sums, which simply add up.",
     solution=merge_partials,
     cases=(
         Case(
@@ -1753,37 +1627,11 @@ _MANY_MISTAKES = (
     ),
 )
 
-MERGE_MANY = Exercise(
-    name="merge_many",
-    statement=r"""
-`P` programs shared one long row of keys. Join all their results at once, without a loop over the
-parts.
-
-- `o` `[P, N, DV]`: the outputs, each divided by its own denominator. A program that saw no key for
-  a row wrote no output there: the memory holds whatever it held before, and that may be `NaN` or
-  `inf`.
-- `lse` `[P, N]`: natural log-sum-exps, always written; $-\infty$ where a program saw no key for the
-  row. Rows may lie at very different heights, from −800 to 800.
-- Again, let no `NaN` arise, and clear none: a `NaN` from a program that saw keys is a mistake
-  elsewhere.
-
-Return `(o, lse)`: `[N, DV]` and `[N]`. A row that no program saw a key for gives `o = 0`,
-`lse = -inf`.
-""",
+MERGE_MANY = TEXTS.exercise(
+    "merge_many",
     returns=("o", "lse"),
     minutes=10,
     difficulty=3,
-    hints=(
-        "Begin with `merge_partials`. Which of its lines change when two parts become a whole "
-        "axis of parts, and which axis is it?",
-        "A part's weight is 0 where it saw no key, but 0 times NaN is NaN. So a number that was "
-        "never written must be replaced before it is multiplied, and only `lse` says which.",
-        "Measure each row from its largest lse over the parts, or from a stand-in where all are "
-        "-inf. Weights are `[P, N]`, outputs `[P, N, DV]`: give the weights a last axis of 1, and "
-        "sum both over the first axis.",
-    ),
-    why="An lse is always written and an output is not, so lse must decide what is read, and not "
-    "only how much it weighs.",
     solution=merge_many,
     cases=(
         Case(
@@ -1956,153 +1804,13 @@ DOUBLES = (
 
 # -- what the chapter warns of --
 
-TRAPS = (
-    Trap("two harmless scores are enough", "online_step", "powers measured from no maximum at all"),
-    Trap(
-        "Adding is wrong: 1.25 counts in units of 2³, 1.125 in units of 2⁵.",
-        "online_step",
-        "a missing rescale",
-    ),
-    Trap(
-        "Adding is wrong: 1.25 counts in units of 2³, 1.125 in units of 2⁵.",
-        "row_lse",
-        "a missing rescale",
-    ),
-    Trap(
-        "It comes out of both sums",
-        "online_step",
-        "rescaling the denominator but not the accumulator",
-    ),
-    Trap(
-        "It comes out of both sums",
-        "online_step",
-        "rescaling the accumulator but not the denominator",
-    ),
-    Trap(
-        "The output is one division, at the very end", "online_step", "a division inside the step"
-    ),
-    Trap("Leave `log2(e)` out and no alarm goes off.", "row_lse", "taking exp where exp2 is meant"),
-    Trap(
-        "The scores and `scores_max` stay plain dot products",
-        "online_step",
-        "a maximum that is stored scaled",
-    ),
-    Trap(
-        "`lse` is the natural logarithm of the denominator", "row_lse", "an lse left in log2 units"
-    ),
-    Trap("the sum by this power again", "row_lse", "an lse that forgets the maximum"),
-    Trap(
-        r"$-\infty - (-\infty)$ is NaN, and a NaN never leaves a sum again.",
-        "guarded_step",
-        "-inf minus -inf, which is NaN",
-    ),
-    Trap(
-        "Never store the 0 as the maximum",
-        "guarded_step",
-        "a stand-in that leaks into the state",
-    ),
-    Trap("the row would look empty", "guarded_step", "a maximum that is never below 0"),
-    Trap(
-        "the state must stay as it was",
-        "guarded_step",
-        "a factor that forgets the past when a chunk is fully masked",
-    ),
-    Trap(
-        "A row that sees no key at all ends with output 0",
-        "merge_partials",
-        "a NaN for rows that are empty on both sides",
-    ),
-    Trap(
-        "measures each chunk from **its own** largest score",
-        "online_step",
-        "the chunk's own maximum in place of the running one",
-    ),
-    Trap(
-        "measures each chunk from **its own** largest score",
-        "row_lse",
-        "the chunk's own maximum in place of the running one",
-    ),
-    Trap(
-        "The running maximum can only rise, so its factor is at most 1",
-        "online_step",
-        "a rescale factor upside down",
-    ),
-    Trap(
-        "It saves `scores_max_prev`, overwrites `scores_max` with the block's own maximum",
-        "guarded_step",
-        "the chunk's own maximum in place of the running one",
-    ),
-    Trap(
-        "No program may read past the end of its row", "row_lse", "a load past the end of the row"
-    ),
-    Trap(
-        r"Their outputs $o_1, o_2$ are already divided",
-        "merge_partials",
-        "adding two outputs that were already divided",
-    ),
-    Trap(
-        "The halves count by these denominators",
-        "merge_partials",
-        "a plain average of the two outputs",
-    ),
-    Trap(
-        "this formula with three precautions",
-        "merge_partials",
-        "`exp` taken of each lse as it comes, with no guard for empty rows",
-    ),
-    Trap("and may be empty", "merge_many", "a NaN for a row that no part saw a key for"),
-)
+TRAPS = TEXTS.traps
 
 
 # -- predictions --
 
-PREDICTIONS = (
-    Prediction(
-        "numbers_carried",
-        "How many numbers must be carried from chunk to chunk: 2, 66, 130, 1024 or 65536?",
-        "A row carries one maximum, one denominator, and a numerator as wide as a value, however "
-        "many keys it has read.",
-        (
-            (2, "Those are the maximum and the denominator. What is to become of the values?"),
-            (66, "That counts a chunk's 64 scores, but a chunk is forgotten once it is summed."),
-            (1024, "One number per chunk would grow with the row. Sums do not."),
-            (65_536, "All scores would be needed if old terms could not be corrected later."),
-        ),
-        choices=(2, 66, 130, 1024, 65_536),
-    ),
-    Prediction(
-        "sum_from_5",
-        "What is the sum of all four terms, measured from 5?",
-        "Measured from 5, each term of the first chunk is a quarter of what it was from 3. So "
-        "the sum is 1.25 / 4 + 1.125.",
-        (
-            (2.375, "That is 1.25 + 1.125, but the two count in different units."),
-            (1.75, "That takes half of 1.25. The maximum rises by 2, and 2⁻² is a quarter."),
-            (6.125, "That makes the first chunk four times as large. Old terms shrink."),
-            (1.125, "That is the second chunk alone."),
-            (1.25, "That is the first chunk alone, still measured from 3."),
-            (4.5, "That is the second chunk, measured from 3. The first is still to be added."),
-            (5.75, "That is all four terms, measured from 3."),
-            (0.3125, "That is the first chunk, converted. The second is still to be added."),
-            (
-                lambda guess: abs(guess - 1.53125) < 0.005,
-                "That takes a quarter of the second chunk. Which of the two is in the old unit?",
-            ),
-            (
-                lambda guess: abs(guess - 1.40625) < 0.005,
-                "That is 1.25 times 1.125. Once both are in one unit, sums are added.",
-            ),
-        ),
-    ),
-    Prediction(
-        "failing_drop",
-        "At which of the drops 100, 127, 128 and 200 does the step fail first?",
-        "The factor is 2 to the drop, and fp32 ends a little below 2¹²⁸.",
-        (
-            (100, "2 to that is large, but fp32 reaches beyond it."),
-            (127, "2¹²⁷ still fits: the largest number is almost twice it."),
-            (200, "2 to that is inf, too, but it is not the first power that fp32 cannot hold."),
-        ),
-        choices=(100, 127, 128, 200),
-    ),
+PREDICTIONS = TEXTS.predictions(
+    globals(),
+    numbers_carried={"choices": (2, 66, 130, 1024, 65_536)},
+    failing_drop={"choices": (100, 127, 128, 200)},
 )

@@ -15,11 +15,14 @@ from types import CodeType
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.exercises import Case, Double, Misconception
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong, slip, together
 from nsa_tutorial.course.room import roomy
+from nsa_tutorial.course.texts import Texts
 from nsa_tutorial.runtime import environment
+
+TEXTS = Texts(__name__)
 
 Slips = frozenset[str]
 
@@ -119,55 +122,10 @@ _WRONG_MISTAKES = tuple(
     if what_is_wrong()[x] != word
 ) + _no_words(_wrong_words, what_is_wrong, WORDS)
 
-_WRONG = Exercise(
-    name="what_is_wrong",
-    statement="""
-Five benchmarks make five different mistakes. Return a dictionary from the letter of each to its
-word: "first call", "no wait", "warm cache", "two sessions" or "dense FLOPs". (All five print one
-number, so that mistake is not asked for.)
-
-`attend` is a sparse attention kernel in Triton. `copy(x)` reads and writes the 20 MiB of `x`.
-`clock` is `time.perf_counter`, and `wait` is `torch.cuda.synchronize`. `inputs` are 100 different
-sets of `q`, `k`, `v` and `ids`, far larger than the L2 cache together.
-
-```python
-# A
-copy(x); wait()
-ms = []
-for _ in range(100):
-    start = clock(); copy(x); wait(); ms.append(1e3 * (clock() - start))
-print(2 * x.nbytes / median(ms), "bytes a ms")
-
-# B
-ms = triton.testing.do_bench(lambda: attend(q, k, v, ids))
-print(4 * N * (N + 1) / 2 * HQ * D / ms / 1e9, "TFLOP/s")
-
-# C
-start = clock(); attend(q, k, v, ids); wait(); print(1e3 * (clock() - start), "ms")
-
-# D
-ours = triton.testing.do_bench(lambda: attend(q, k, v, ids))
-print("faster by", json.load(open("times_of_last_month.json"))["theirs"] / ours)
-
-# E
-attend(q, k, v, ids); wait()
-start = clock()
-for q, k, v, ids in inputs: attend(q, k, v, ids)
-stop = clock()
-print(1e3 * (stop - start) / len(inputs), "ms a call")
-```
-""",
+_WRONG = TEXTS.exercise(
+    "what_is_wrong",
     minutes=5,
     difficulty=1,
-    hints=(
-        "Ask of each benchmark: what runs before its clock starts, and what before it stops?",
-        "C and E read the clock themselves. What does C leave out before its clock starts, and E "
-        "before its clock stops?",
-        "A, B and D wait, and skip the first call. Where is `x` after the first copy in A? What "
-        "does B count? When was the other time of D taken?",
-    ),
-    why="None of the five crashes, and each prints a number that looks fine. Only the way it was "
-    "taken tells.",
     solution=what_is_wrong,
     run=_said(WORDS, what_is_wrong),
     misconceptions=_WRONG_MISTAKES,
@@ -297,26 +255,10 @@ _SPEED_MISTAKES = (
     ),
 )
 
-_SPEED = Exercise(
-    name="speed",
-    statement="""
-A sparse kernel takes `ms` milliseconds. It has `N` queries and `HQ` heads. Keys and values have
-width `D`. Each of the `N` queries reads `listed` keys on average, in every head.
-
-Return two numbers in TFLOP/s. The first counts the operations that the kernel does. The second
-counts those that dense causal attention would do. Count the two matrix products, a multiply and an
-add as two operations.
-""",
+_SPEED = TEXTS.exercise(
+    "speed",
     minutes=4,
     difficulty=1,
-    hints=(
-        "One query head and one key: how long is the dot product, and what follows the softmax?",
-        "A pair takes `4 * D` operations. How many pairs are there in each of the two cases?",
-        "The sum of 1 to `N` counts the causal pairs of one head. A millisecond is 10 to the "
-        "power -3 seconds, and T is 10 to the power 12.",
-    ),
-    why="The first number may be held against the machine's peak. The second one only compares two "
-    "times, and a ratio of times says that better.",
     solution=speed,
     misconceptions=_SPEED_MISTAKES,
     combine=together(
@@ -326,7 +268,7 @@ add as two operations.
         {"twice", "one product"},
         {"alone", "swapped"},
     ),
-    tolerance=1e-9,  # a forgotten factor makes these numbers tiny
+    tolerance=1e-9,
     cases=(
         Case("one head", lambda: (300, 1, 100, 100.0, 1.0)),
         Case("ten heads", lambda: (300, 10, 100, 100.0, 1.0)),
@@ -448,23 +390,10 @@ _UNION_MISTAKES = (
 
 _NUMBERS = {"count", "numbers", "queries", "text", "last", "reversed", "one up", "ids"}
 
-_UNION = Exercise(
-    name="union_of_lists",
-    statement="""
-`lists[t]` is the list of query `t` of a tile; -1 is an empty slot, and no list names a block
-twice. Return `(ids, listed_by)`: all blocks of the tile, each once, ascending; and for each of them
-a number whose bit `t` is 1 if query `t` lists it. Bit 0 is worth 1, bit 1 is worth 2, bit 2 is
-worth 4.
-""",
+_UNION = TEXTS.exercise(
+    "union_of_lists",
     minutes=6,
     difficulty=2,
-    hints=(
-        "With the lists `[0, 2]` and `[2, 3]`, which blocks does the tile load? Who wants each?",
-        "A set keeps each block once. Which one number does not name a block?",
-        "The bit of query `t` is `1 << t`. Different bits never collide, so they may be added up.",
-    ),
-    why="One number for each block is all that the walk needs: it loads the block once, and shifts "
-    "the number by `t` to ask for query `t`.",
     solution=union_of_lists,
     misconceptions=_UNION_MISTAKES,
     combine=together(
@@ -596,40 +525,10 @@ def _walk_case(name: str, T: int, counts: list[int]) -> Case:
     return Case(name, lambda: (T, counts), lambda: here.why_not("triton", here.device))
 
 
-_WALK = Exercise(
-    name="walk_step",
-    statement="""
-Write one step of a tile's walk. A program has a tile of `T` queries. `ListedBy [tiles, U]` has the
-bits of each block of the union, and `Scores [tiles, U, T]` the score of each block for each query.
-`Count [tiles]` says how many blocks the union has. `Max [tiles, T]` becomes each query's largest
-score among the blocks that *it* lists, or -∞. The grid is `(tiles,)`. Copy this frame into
-`walk_step`, and fill the gap.
-
-```python
-@triton.jit
-def kernel(Scores, ListedBy, Count, Max, U, T: tl.constexpr):
-    tile = tl.program_id(0)
-    t = tl.arange(0, T)  # the queries of the tile, [T]
-    scores_max = tl.full([T], float("-inf"), tl.float32)
-    for step in range(0, tl.load(Count + tile)):
-        listed_by = tl.load(ListedBy + tile * U + step)
-        s = tl.load(Scores + (tile * U + step) * T + t)  # [T]
-        ...  # hide s from the queries that do not list the block, and keep the largest
-    tl.store(Max + tile * T + t, scores_max)
-
-return kernel
-```
-""",
+_WALK = TEXTS.exercise(
+    "walk_step",
     minutes=6,
     difficulty=2,
-    hints=(
-        "`listed_by` is one number, `t` is a tile of `T` numbers. What does `listed_by >> t` give?",
-        "Shifted right by `t`, the bit of query `t` stands last. Bits of later queries stand left "
-        "of it. Which operator of Python keeps the last bit alone?",
-        "A hidden score must lose against every other one (chapter 09). `tl.where` chooses, and "
-        "`tl.maximum` keeps the larger of two tiles.",
-    ),
-    why="All queries of the tile run the same step; the bits alone decide for whom it counts.",
     solution=walk_step,
     run=_run_walk,
     misconceptions=(
@@ -877,30 +776,10 @@ _BYTES_MISTAKES = (
     ),
 )
 
-_BYTES = Exercise(
-    name="bytes_moved",
-    statement="""
-How many bytes does one query with its `G` heads cost, on average? Keys, values, queries and partial
-outputs are bf16 (2 bytes) of width `D`. A log-sum-exp is fp32 (4 bytes). A block has `BS` keys and
-`BS` values. A list has `S` blocks.
-
-- `"queries"`: one query a program. Count the blocks of its list, and nothing else.
-- `"tiles"`: a program has `T` queries, and loads the `union` blocks that they list together. Count
-  the share of one query, and nothing else.
-- `"blocks"`: keys and values stay, and count nothing. Count three moves for each slot and head: a
-  query is read, a partial output is written with its log-sum-exp, and both are read to be merged.
-""",
+_BYTES = TEXTS.exercise(
+    "bytes_moved",
     minutes=6,
     difficulty=2,
-    hints=(
-        "Write down the bytes of one block first: keys, values, width, bytes of a number.",
-        "The first two orders count blocks: `S` of them, or a share of `union`. The third counts "
-        "rows: how many rows has one query?",
-        "In the third order each of `S` slots and `G` heads moves three rows of width `D` and two "
-        "log-sum-exps.",
-    ),
-    why="The first two orders pay for blocks and the third for rows, so large groups are cheap in "
-    "the first two and small groups in the third.",
     solution=bytes_moved,
     misconceptions=_BYTES_MISTAKES,
     combine=together(
@@ -964,36 +843,10 @@ _ORDER_MISTAKES = tuple(
     if choose_order()[x] != order
 ) + _no_words(_order_words, choose_order, ORDERS)
 
-_ORDER = Exercise(
-    name="choose_order",
-    statement="""
-Choose `"queries"`, `"tiles"` or `"blocks"` for each shape. Return a dictionary from its letter to
-your choice. Lists have 16 blocks of 64 keys, and tiles have 4 queries. "Union" is the number of
-blocks that four neighbours list together, over that of one list. It is a mean over all queries:
-early ones have few blocks to draw from, so random lists come to 3.18, less than 54 / 16. Take the
-order with the least time *on paper*. But keep `"queries"` unless that order takes half its time or
-less.
-
-| shape | queries | heads | union |
-|---|---|---|---|
-| A | 65,536 | 64 over 4 | 3.18 |
-| B | 65,536 | 64 over 4 | 1.02 |
-| C | 65,536 | 32 over 8 | 3.18 |
-| D | 65,536 | 32 over 8 | 1.02 |
-| E | 65,536 | 64 over 4 | 1.29 |
-| F | one in each of 32 sequences | 64 over 4 | – |
-""",
+_ORDER = TEXTS.exercise(
+    "choose_order",
     minutes=4,
     difficulty=2,
-    hints=(
-        "What do the shapes with 64 heads over 4 have in common, and those with 32 over 8?",
-        "The panel above has all shapes but F. Compare each longest bar with half of the longest "
-        "bar of one query a program.",
-        "For F, ask what a tile, or a block of keys, could share. Each sequence has its own cache.",
-    ),
-    why="Large groups pay for blocks, so it depends on what neighbours share; small groups have "
-    "few rows, so the rows may travel. The clock agreed: E fell from 12.1 to 7.4 ms, C from 25.7 "
-    "to 9.4 ms.",
     solution=choose_order,
     run=_said(ORDERS, choose_order),
     misconceptions=_ORDER_MISTAKES,
@@ -1008,28 +861,7 @@ less.
 
 EXERCISES = (_WRONG, _BYTES, _ORDER, _SPEED, _UNION, _WALK)  # as they come in the chapter
 
-TRAPS = (
-    Trap(
-        "dense attention would need 7.0 · 10¹³ operations. The kernel does not do them",
-        "speed",
-        "the two numbers the wrong way round",
-    ),
-    Trap(
-        "A launch returns at once",
-        "what_is_wrong",
-        "“first call” for E",
-    ),
-    Trap(
-        "a hidden score is −∞, not 0",
-        "walk_step",
-        "0 for a hidden score",
-    ),
-    Trap(
-        "what is written has to be read again",
-        "bytes_moved",
-        "partials that are written and never read",
-    ),
-)
+TRAPS = TEXTS.traps
 
 DOUBLES = (
     Double(
@@ -1059,87 +891,11 @@ DOUBLES = (
     ),
 )
 
-PREDICTIONS = (
-    Prediction(
-        "memory_alone",
-        "Each of 65,536 queries loads 16 blocks for each of 4 KV heads, and a block's keys and "
-        "values take 32 KiB: how many ms does that take at the 4.8 TB/s of an H200's memory?",
-        "65,536 · 4 · 16 · 32 KiB are 137 GB, and 4.8 GB take a millisecond.",
-        (
-            (
-                lambda guess: isinstance(guess, int | float) and 12.9 <= guess <= 13.9,
-                "That is what the clock showed. Can memory do it?",
-            ),
-            (
-                lambda guess: isinstance(guess, int | float) and 13.9 < guess <= 14.8,
-                "That is half: the keys without the values.",
-            ),
-            (
-                lambda guess: isinstance(guess, int | float) and 6.5 <= guess <= 7.5,
-                "That is one KV head. There are 4.",
-            ),
-        ),
-        unit="ms",
-        tolerance=0.05,
-    ),
-    Prediction(
-        "without_softmax",
-        "A kernel of 13.5 ms loads blocks, multiplies, and takes a softmax. The softmax is cut "
-        "out: how many ms does the rest take?",
-        "The softmax runs while the kernel waits for blocks. So leaving it out saves nothing.",
-        (
-            (
-                lambda guess: isinstance(guess, int | float) and 8.5 <= guess <= 12.5,
-                "The softmax does take work, but hardly any time of its own.",
-            ),
-            (
-                lambda guess: isinstance(guess, int | float) and guess < 8.5,
-                "The loads and the products are still all there.",
-            ),
-            (14.5, "Less work can hardly take so much longer."),
-        ),
-        unit="ms",
-        tolerance=0.03,
-    ),
-    Prediction(
-        "busiest",
-        "A profiler watches one query a program: which part of the GPU is busiest, its memory, its "
-        "L2 or its arithmetic?",
-        "L2 serves nearly all loads, and hardly keeps up.",
-        (
-            ("memory", "Memory serves only what L2 does not have."),
-            ("arithmetic", "Without the softmax, the kernel was no faster."),
-        ),
-        choices=("memory", "L2", "arithmetic"),
-    ),
-    Prediction(
-        "tiles_ms",
-        "One query a program takes 12.0 ms, and neighbours list nearly the same blocks. Four "
-        "queries then load each block together: how many ms does that take?",
-        "A quarter of the loads is left, but now the kernel also waits for other things.",
-        (
-            (
-                lambda guess: isinstance(guess, int | float) and 2.9 <= guess <= 3.8,
-                "That is the time on paper: a quarter of the loads, or the products. The clock "
-                "showed more.",
-            ),
-            (12.0, "The loads are what the kernel waits for, and three quarters are gone."),
-        ),
-        unit="ms",
-        tolerance=0.05,
-    ),
-    Prediction(
-        "union_of_four",
-        "Four neighbours have lists of 16 out of 1,024 blocks, 3 of them forced and the same for "
-        "all, and the other 13 drawn at random: how many different blocks do they list, on "
-        "average?",
-        "The 3 forced blocks count once, the 13 others four times, but for a few that meet by "
-        "chance.",
-        (
-            (64, "That is all entries. The forced blocks are the same four times."),
-            (16, "That is one list. The drawn blocks hardly ever agree."),
-            (52, "These are the drawn blocks. The forced ones have to be loaded, too."),
-        ),
-        tolerance=0.03,
-    ),
+PREDICTIONS = TEXTS.predictions(
+    globals(),
+    memory_alone={"unit": "ms", "tolerance": 0.05},
+    without_softmax={"unit": "ms", "tolerance": 0.03},
+    busiest={"choices": ("memory", "L2", "arithmetic")},
+    tiles_ms={"unit": "ms", "tolerance": 0.05},
+    union_of_four={"tolerance": 0.03},
 )

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import dis
 import inspect
-import re
 import textwrap
 from collections.abc import Callable
 from types import CodeType
@@ -14,14 +13,17 @@ from types import CodeType
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.exercises import Case, Double, Misconception
 from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong, slip, together
 from nsa_tutorial.course.room import roomy
+from nsa_tutorial.course.texts import Texts
 from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.runtime import environment
+
+TEXTS = Texts(__name__)
 
 Slips = frozenset[str]
 
@@ -224,29 +226,11 @@ _TOKENS_MISTAKES = (
     ),
 )
 
-_TOKENS = Exercise(
-    name="tokens_of_list",
-    statement="""
-One query at `position`, `M` keys, blocks of `block_size` keys. `ids` is its list: block ids, with
-`-1` for an empty slot, anywhere. Return the positions of all the keys that the query sees, as a
-list of Python integers, slot by slot in the order of `ids`. If `causal`, it sees no key after its
-own position; otherwise every key that exists, of the listed blocks. An id in the future, or past
-the last block, shows nothing.
-""",
+_TOKENS = TEXTS.exercise(
+    "tokens_of_list",
     minutes=7,
     difficulty=2,
     solution=tokens_of_list,
-    hints=(
-        "Do the first case by hand: blocks of 4, the list `[2, 0]`, query 9 of 12. Write down the "
-        "tokens of both blocks. Which of them may the query not see?",
-        "Find one number first: how many keys may this query see, counted from key 0? With and "
-        "without `causal`, only this number differs.",
-        "Walk along `ids`. Skip a slot that is empty, or whose first token lies at or beyond "
-        "that number. From any other slot take a `range`. It ends where the block ends, or at that "
-        "number: whichever comes first.",
-    ),
-    why="One number, how many keys are visible, hides the future and the end of the text alike, so "
-    "one cut serves every block.",
     misconceptions=_TOKENS_MISTAKES,
     combine=together(
         _TOKENS_MISTAKES,
@@ -530,30 +514,12 @@ _LOAD_MISTAKES = (
     ),
 )
 
-_LOAD = Exercise(
-    name="load_block",
-    statement="""
-What a kernel does for one slot. `x` `[M, D]` holds the keys (or the values) of one head, and the
-query sees its first `num_visible` rows. Return `(tile, is_seen)`. `tile` `[block_size, D]` holds
-the rows of block `block_id`, and zeros in place of every row that the query does not see or that
-does not exist. `is_seen` `[block_size]` is a boolean tensor: which rows are real. For
-`block_id = -1` nothing is seen. In most cases the rows that the query does not see hold NaN. (In
-PyTorch you may also read some row that exists, and put zeros in its place. A kernel reads nothing.)
-""",
+_LOAD = TEXTS.exercise(
+    "load_block",
     minutes=9,
     difficulty=2,
     solution=load_block,
     run=_run_load,
-    hints=(
-        "Number the rows of block 2 with blocks of 3: 6, 7, 8. Which of them exist if `x` has 7 "
-        "rows? And which numbers do you get for `block_id = -1`?",
-        "Decide first which of the `block_size` rows are real. It takes two comparisons. Then read "
-        "these rows, and no others.",
-        "Begin with a tile of zeros, and index it with the boolean `is_seen`: that picks the rows "
-        "to fill. The same boolean picks their numbers out of all row numbers.",
-    ),
-    why="A row that is never read cannot spoil the result: 0 · NaN is NaN, so a product or a "
-    "weight of 0 comes too late.",
     misconceptions=_LOAD_MISTAKES,
     combine=together(
         _LOAD_MISTAKES,
@@ -763,26 +729,11 @@ _WINDOW_MISTAKES = (
     ),
 )
 
-_WINDOW = Exercise(
-    name="window_mask",
-    statement="""
-The sliding window as a mask, `[N, M]` boolean, True where visible: the `N` queries are the last of
-`M` positions, and each sees exactly the latest `window_size` keys, its own included, or all that
-there are at the start of the text.
-""",
+_WINDOW = TEXTS.exercise(
+    "window_mask",
     minutes=5,
     difficulty=1,
     solution=window_mask,
-    hints=(
-        "Write down the keys that the query at position 9 sees through a window of 4. How many are "
-        "there, and which is the oldest?",
-        "Queries and keys are compared by position. At which position does query 0 stand if the "
-        "`N` queries are the last of `M`?",
-        "Make a column of the queries' positions and a row of the keys'. Compared, they give "
-        "`[N, M]`. A key has to pass two comparisons, one at each end of the window.",
-    ),
-    why="From t − w + 1 to t there are exactly w keys, and positions, unlike row numbers, stay "
-    "right in decoding, where the queries are the last of a long text.",
     misconceptions=_WINDOW_MISTAKES,
     combine=together(
         _WINDOW_MISTAKES,
@@ -1225,31 +1176,12 @@ _NOT_WITH_TILES = (
     "one head",
 )  # fmt: skip
 
-_ATTEND = Exercise(
-    name="attend_to_lists",
-    statement="""
-The operator, for one text. `q` `[N, HQ, D]` are the last `N` of `M` positions, `k` is `[M, H, D]`,
-`v` is `[M, H, DV]`. `block_indices` `[N, H, S]` holds the list of each query and KV head, with `-1`
-anywhere. Return causal attention's `o` `[N, HQ, DV]` and `lse` `[N, HQ]`, scale `D ** -0.5`. Hold
-the scores of one block at a time, and do not load what a query does not see: in one case it is NaN.
-In another, a query sees nothing at all. A block that is listed twice counts twice. The frame below
-walks along each list and loads its blocks with your `load_block`. Fill in the three gaps.
-""",
+_ATTEND = TEXTS.exercise(
+    "attend_to_lists",
     minutes=8,
     difficulty=3,
     solution=attend_to_lists,
     run=_run_attend,
-    hints=(
-        "Gap 1: how many keys may query n see, if it is one of the last N of M? That number "
-        "decides which slots load nothing, and where a block is cut.",
-        "Gap 2: the tile holds rows of zeros where nothing is seen. Which score does such a row "
-        "get, which one do you want, and what tells you where it stands?",
-        "Gaps 2 and 3: the scores of the group are one matrix product `[G, BS]`, with the group's "
-        "rows of `q`. Keep the state that `update` returns. It takes plain dot products and powers "
-        "of two, so its scale needs a factor.",
-    ),
-    why="Only what the query sees is loaded, so no NaN can come in, and one state over the whole "
-    "list makes its blocks one softmax.",
     misconceptions=_ATTEND_MISTAKES,
     combine=together(
         _ATTEND_MISTAKES,
@@ -1589,26 +1521,10 @@ def _sum_case(name: str, lists: list[list[int]], block_size: int) -> Case:
     return Case(name, lambda: (lists, block_size), lambda: here.why_not("triton", here.device))
 
 
-_SUM = Exercise(
-    name="sum_of_list",
-    statement="""
-Find the bugs. Program `position` has to add up the values that its query sees through its list, and
-store the sum. `V` is `[M, DV]`, `Ids` is `[M, S]` with `-1` for an empty slot, `Sum` is `[M, DV]`.
-Attention is causal. The kernel below is right for the last query if no slot is empty. One of its
-lines is wrong in two ways. Mend it.
-""",
+_SUM = TEXTS.exercise(
+    "sum_of_list",
     minutes=6,
     difficulty=2,
-    hints=(
-        "Follow program 0 with blocks of 2 and the list `[-1, 0]`. Which tokens does each slot "
-        "load, and which of them may query 0 see?",
-        "`is_seen` is the line. Its comparison is the same for every query, and it has no lower "
-        "end.",
-        "Two comparisons, joined by `&` in brackets: one asks whether the slot is empty, and the "
-        "other compares each token with the query's position.",
-    ),
-    why="A masked load touches no memory, so the mask has to hold the whole guard: the empty slot "
-    "and the causal cut. Tokens past the end of the text lie in every query's future.",
     solution=sum_of_list,
     run=_run_sum,
     misconceptions=_SUM_MISTAKES,
@@ -1631,217 +1547,14 @@ EXERCISES = (_TOKENS, _LOAD, _ATTEND, _SUM, _WINDOW)
 
 # -- predictions --
 
-PREDICTIONS = (
-    Prediction(
-        "listed_share",
-        "What share of all 4,096² pairs is left with 16 blocks of 64 per query: 1/16, 1/8, 1/5, "
-        "1/4 or 1/2?",
-        "Late queries see almost 1,024 of 4,096 keys, a quarter. Early ones have fewer keys behind "
-        "them, which pulls the share down to a fifth.",
-        (
-            (1 / 16, "16 is the number of blocks; the share depends on how long the text is."),
-            (1 / 8, "A list names only the past, so halving 1/4 for the future counts it twice."),
-            (1 / 4, "1/4 is the share of the last query. The share of all pairs is an average."),
-            (1 / 2, "Half is what the causal mask leaves without any list."),
-            (25, "Do you mean 25 %? That is 0.25, or 1/4, the share of the last query."),
-        ),
-        tolerance=0.1,
-    ),
-    Prediction(
-        "list_crossover",
-        "From which length on do the lists move fewer bytes than dense tiles of 64 positions: "
-        "4,000, 16,000, 60,000 or 130,000 tokens?",
-        "A listed block is loaded for one query, and a dense tile for 64. But a causal tile loads "
-        "half of the text on average. The two are equal where half of the text is 64 lists of "
-        "about 1,000 keys.",
-        (
-            (
-                lambda guess: guess <= 6_000,
-                "Fewer scores are not fewer bytes: each query loads its list for itself alone.",
-            ),
-            (
-                lambda guess: 12_000 <= guess <= 20_000,
-                "That is about right for tiles of 8 positions.",
-            ),
-            (
-                lambda guess: 50_000 <= guess <= 70_000,
-                "64 times a list would be right if tiles loaded all keys.",
-            ),
-        ),
-        unit="tokens",
-        tolerance=0.1,
-    ),
-    Prediction(
-        "keys_of_query_9",
-        "Blocks of 4, the list [0, 2]: how many keys does the query at position 9 see?",
-        "Block 0 gives all four, block 2 only tokens 8 and 9: the query sees no later key.",
-        (
-            (8, "Two whole blocks of 4 hold the future, too."),
-            (5, "A query sees itself."),
-            (4, "Block 2 begins at token 8, so two of its tokens are in the past."),
-            (7, "That shows token 10, too. The query stands at 9."),
-            (10, "10 keys are in its past, but block 1 is not listed."),
-        ),
-    ),
-    Prediction(
-        "tokens_of_minus_one",
-        "Tokens 0 to 11 in blocks of 4. Which four tokens does PyTorch load at -1 · 4 + [0, 1, 2, "
-        "3], as a list?",
-        "A negative index counts from the end, so id -1 is the last block: the future of almost "
-        "every query.",
-        (
-            (
-                lambda guess: any(w in str(guess).lower() for w in ("error", "raise", "none")),
-                "PyTorch raises no error: indices from -12 to -1 are valid, and count from the "
-                "end.",
-            ),
-            ([], "A slice from -4 to 0 is empty. These are four indices, and each finds a row."),
-            ([0, 1, 2, 3], "Nothing turns -1 into 0. Where does index -4 begin?"),
-            ([-4, -3, -2, -1], "These are the indices. Which rows do they find?"),
-            (
-                lambda guess: re.fullmatch(r"\W*8 ?(to|-|–|\.\.+|:) ?11\W*", str(guess)),
-                "These are the right tokens, and the list is made of them.",
-            ),
-            ([11, 10, 9, 8], "The right tokens. Index -4 comes first here."),
-        ),
-    ),
-    Prediction(
-        "lists_that_agree",
-        "How many of the lists [2, 0], [-1, 2, 0, -1], [0, 2, 2] and [0, 2, 3] give the same "
-        "output as [0, 2]?",
-        "Only [0, 2, 2] differs: a block that is listed twice counts twice.",
-        (
-            (4, "One list names a block twice. What does a softmax do with keys that occur twice?"),
-            (2, "One list names a block that does not exist. What does such a slot show?"),
-            (1, "A softmax has no order, and an empty slot shows nothing."),
-            (0, "A softmax has no order, so [2, 0] cannot differ."),
-        ),
-    ),
+PREDICTIONS = TEXTS.predictions(
+    globals(), listed_share={"tolerance": 0.1}, list_crossover={"unit": "tokens", "tolerance": 0.1}
 )
 
 
 # -- what the chapter warns of --
 
-TRAPS = (
-    Trap(
-        "Six, not eight. Block 2 is the query's **own block**",
-        "tokens_of_list",
-        "showing all of a block that the query stands in",
-    ),
-    Trap(
-        "Positions decide what is causal, not blocks.",
-        "attend_to_lists",
-        "leaving out the cut inside the last block",
-    ),
-    Trap(
-        "Load whole blocks instead, and the query reads two tokens that it is supposed to predict",
-        "load_block",
-        "loading up to the end of the text, whatever the query may see",
-    ),
-    Trap(
-        "Load whole blocks instead, and the query reads two tokens that it is supposed to predict",
-        "sum_of_list",
-        "loading all of a block that the query stands in",
-    ),
-    Trap("it may stand anywhere in the row", "tokens_of_list", "stopping at the first empty slot"),
-    Trap("it may stand anywhere in the row", "attend_to_lists", "stopping at the first empty slot"),
-    Trap(
-        "A listed block may also lie wholly in the future",
-        "tokens_of_list",
-        "cutting the own block but not a block further on",
-    ),
-    Trap("or past the end of the text.", "tokens_of_list", "showing keys that do not exist"),
-    Trap(
-        "\\left\\lceil \\frac{\\mathtt{num\\_visible}}{\\mathtt{BS}} \\right\\rceil",
-        "tokens_of_list",
-        "keeping only blocks that are visible as a whole",
-    ),
-    Trap(
-        "(Where `BS` does not divide `M`, the last block is shorter.)",
-        "tokens_of_list",
-        "running past the last key",
-    ),
-    Trap(
-        "positions −4 to −1, all below `num_visible`",
-        "load_block",
-        "counting the rows of an empty slot as seen",
-    ),
-    Trap(
-        "so the right half alone lets it through",
-        "load_block",
-        "comparing with num_visible only",
-    ),
-    Trap(
-        "so the right half alone lets it through",
-        "tokens_of_list",
-        "turning -1 into negative positions",
-    ),
-    Trap(
-        "A negative index counts from the end, and PyTorch raises no error.",
-        "load_block",
-        "letting -1 wrap round to the last block",
-    ),
-    Trap(
-        "A negative index counts from the end, and PyTorch raises no error.",
-        "attend_to_lists",
-        "letting -1 wrap round to the last block",
-    ),
-    Trap(
-        "a negative offset reads whatever lies in front of the tensor",
-        "sum_of_list",
-        "loading an empty slot's block",
-    ),
-    Trap(
-        "The obvious repair is to hide these scores.",
-        "load_block",
-        "hiding the score, and loading the row all the same",
-    ),
-    Trap(
-        "**The −1 has to gate the load, not only the score.**",
-        "attend_to_lists",
-        "loading an empty slot's block, and masking its score",
-    ),
-    Trap("`masked_fill`, not `*`", "load_block", "multiplying by the mask"),
-    Trap("a tile of `block_size` rows", "load_block", "making a tile with fewer rows"),
-    Trap("its score is −∞", "load_block", "filling the tile with −∞"),
-    Trap(
-        "A score of 0 would still get the weight e⁰ = 1.",
-        "attend_to_lists",
-        "a score of 0 where a key is hidden",
-    ),
-    Trap("computes 0/0, which is NaN.", "attend_to_lists", "dividing by the sum of nothing"),
-    Trap(
-        "Who owns the list: the query head, or the KV head?",
-        "attend_to_lists",
-        "taking the first KV head's list for all",
-    ),
-    Trap(
-        "Heads 0 and 1 see through the list of KV head 0, heads 2 and 3 through the other.",
-        "attend_to_lists",
-        "dealing out the query heads in turn",
-    ),
-    Trap(
-        "A block that is listed *twice* counts twice.",
-        "attend_to_lists",
-        "counting a block once that is listed twice",
-    ),
-    Trap(
-        "its first slot may be empty, and then the maximum is still −∞",
-        "attend_to_lists",
-        "rescaling while the maximum is still −∞",
-    ),
-    Trap(
-        "**what comes later cannot change what came before**",
-        "attend_to_lists",
-        "letting every query see the future",
-    ),
-    Trap("`t − w` to `t` would be `w + 1`", "window_mask", "a window of w + 1"),
-    Trap(
-        "Blocks begin at multiples of their size, and the window moves with its query",
-        "window_mask",
-        "a block in place of a window",
-    ),
-)
+TRAPS = TEXTS.traps
 
 
 # -- two mistakes at once --

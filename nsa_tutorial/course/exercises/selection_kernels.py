@@ -16,12 +16,15 @@ from types import CodeType
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.exercises import Case, Double, Misconception
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import slip, together
 from nsa_tutorial.course.room import roomy
+from nsa_tutorial.course.texts import Texts
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.runtime import environment
+
+TEXTS = Texts(__name__)
 
 Slips = frozenset[str]
 
@@ -189,41 +192,10 @@ def _mass_case(name: str, G: int, M: int, D: int) -> Case:
     return Case(name, lambda: (G, M, D), lambda: here.why_not("triton", here.device))
 
 
-_MASS = Exercise(
-    name="group_mass",
-    statement="""
-Write the heart of the scoring kernel, for one query and one KV head. `Q` is `[G, D]`, `K` is
-`[M, D]`, and `LSE` `[G]` is a natural logarithm. `Mass[j]` becomes the sum over the heads of
-`exp(scale * q · k_j - lse)`. Each program has `BT` summaries, and the grid is `(cdiv(M, BT),)`.
-Copy this frame into `group_mass`, and fill the two gaps. `log2_e` is 1.4427.
-
-```python
-@triton.jit
-def kernel(Q, K, LSE, Mass, scale, log2_e, M, G, D: tl.constexpr, BT: tl.constexpr):
-    summaries = ...  # the program's summaries, [BT]
-    width = tl.arange(0, D)
-    in_bounds = summaries < M
-    k_tile = tl.load(K + summaries[:, None] * D + width, mask=in_bounds[:, None], other=0.0)
-    mass = tl.zeros([BT], tl.float32)
-    for g in range(G):
-        q_row = tl.load(Q + g * D + width)  # [D], the query of head g
-        ...  # add the weights of head g to mass
-    tl.store(Mass + summaries, mass, mask=in_bounds)
-
-return kernel
-```
-""",
+_MASS = TEXTS.exercise(
+    "group_mass",
     minutes=8,
     difficulty=2,
-    hints=(
-        "A program has `BT` sums, one for each of its summaries. What does each head add to them?",
-        "`tl.program_id(0)` says which tile of `BT` summaries is the program's. In the loop, with "
-        "one query, the product is `tl.sum(…, axis=1)` of an elementwise product.",
-        "In the loop, load head g's number of `LSE`. Scale the sum along the width, subtract the "
-        "head's LSE, and only then multiply by `log2_e` for `tl.exp2`.",
-    ),
-    why="Once the LSE is known, each head's weight is final, so a loop may add them up one after "
-    "the other, and the tile of sums never leaves the program.",
     solution=group_mass,
     run=_run_group_mass,
     returns=("Mass", "the end of Mass"),
@@ -506,41 +478,10 @@ _WALK_MISTAKES = (
 
 _WALK_SLIPS = frozenset().union(*(m.wrong.slips for m in _WALK_MISTAKES))
 
-_WALK = Exercise(
-    name="walk",
-    statement="""
-Count the steps of a walk. A tile has the queries `first_query` to `first_query + BQ - 1`. Summary
-`j` covers the tokens `j * stride` to `j * stride + length - 1`. Query `t` sees summary `j` if it
-has read the last of these tokens: `t` is that token, or a later one. With `length` 4 and `stride`
-2, the queries 3, 4 and 5 see 1, 1 and 2 summaries.
-
-The walk starts at summary 0 and takes `BT` summaries a step. Return two numbers, `(whole, steps)`:
-
-- `whole`: how many steps *all* queries of the tile see in full. These steps need no mask.
-- `steps`: how many steps the walk has in all. It ends when no query of the tile sees more.
-
-You may start from this frame:
-
-```python
-def visible(t):
-    return ...  # how many summaries query t sees
-
-fewest, most = visible(first_query), visible(first_query + BQ - 1)
-return ..., ...
-```
-""",
+_WALK = TEXTS.exercise(
+    "walk",
     minutes=5,
     difficulty=2,
-    hints=(
-        "First for one query: with `length` 4 and `stride` 2, how many summaries do the queries 2, "
-        "6 and 7 see?",
-        "One query of the tile sees the fewest summaries, another the most. Which of the two "
-        "decides on the mask, and which on the end?",
-        "Query `t` sees `t + 1` tokens; from the `length`-th on, every `stride` tokens complete "
-        "one more summary. Divide by `BT`, down for what is whole, up for the end.",
-    ),
-    why="The first query of a tile decides where the mask begins and the last one where the walk "
-    "ends; between them lie a few steps, however long the text is.",
     solution=walk,
     misconceptions=_WALK_MISTAKES,
     combine=together(
@@ -669,25 +610,10 @@ _MERGE_MISTAKES = (
 
 _WAYS_TO_MERGE = ("same place", "smaller", "unsettled", "halves", "in turn", "one list")
 
-_MERGE = Exercise(
-    name="merge_lists",
-    statement="""
-`a` holds the best `n` numbers so far, and `b` the best `n` of a new step. Both have the largest
-first, and -1 in empty places. Return the best `n` of both, the largest first. Find out *which*
-numbers stay with `n` comparisons, without sorting all `2 n`. At the end, Python's `sorted` may put
-them in order. The checker sees only your result, so this rule is yours to keep.
-""",
+_MERGE = TEXTS.exercise(
+    "merge_lists",
     minutes=5,
     difficulty=2,
-    hints=(
-        "Take 9 7 4 2 and 8 3 1 0. Which four stay? How many come from each list?",
-        "If `i` numbers come from the front of `a`, then `n - i` come from the front of `b`. So "
-        "the more of `a` stay, the fewer of `b` do. Which places compete?",
-        "Let the first of `a` meet the last of `b`, the second the last but one. The larger of "
-        "each pair stays. Then put them in order.",
-    ),
-    why="The pairs `a[i]`, `b[n - 1 - i]` can never both belong to the best `n`, nor can both be "
-    "left out, up to equal numbers; so `n` comparisons decide.",
     solution=merge_lists,
     misconceptions=_MERGE_MISTAKES,
     combine=together(
@@ -956,44 +882,10 @@ _SCORES = ("scores", "scores ascending")
 _ALONE = ("minus one", "uncut", "pairs", "pairs of ids", "pairs of losses")
 _RUNNING_SLIPS = frozenset().union(*(m.wrong.slips for m in _RUNNING_MISTAKES))
 
-_RUNNING = Exercise(
-    name="running_list",
-    statement="""
-Make the list of one query, whose own block is `own`. Each of the `steps` is a list of block
-scores. The first step begins with block 0, and each next step goes on where the last one ended.
-
-- Blocks after `own` are the future. They never count.
-- The first `num_initial` blocks of the text are forced. So are the last `num_local` blocks up to
-  `own`, with `own` itself.
-- Forced blocks count among the `n`. Of equal scores, the lower id wins. Pairs `(score, -block)`
-  give you this rule: `sorted(pairs, reverse=True)` puts the lower id first.
-
-Return the ids, ascending, at most `n`, without any -1. Copy this frame into `running_list`, and
-fill the gaps:
-
-```python
-best, block = [], 0  # best: a pair (score, -block) for each block that is kept
-for step in steps:
-    for score in step:
-        ...  # add block to best, unless it is the future
-        block += 1
-    ...  # keep the best n
-return ...
-```
-""",
+_RUNNING = TEXTS.exercise(
+    "running_list",
     minutes=8,
     difficulty=2,
-    hints=(
-        "What does a step have to know of the steps before it? And what has to become of the list "
-        "before the next step comes?",
-        "A forced block needs no list of its own. Give it a score that beats every other one, and "
-        "let it compete.",
-        "Count the blocks over all steps. Per step: infinity for forced ones, nothing for the "
-        "future, then merge and cut to `n`. For ties, sort pairs, so that the lower id comes "
-        "first. Put the ids in order at the very end.",
-    ),
-    why="With an infinite score a forced block needs no case of its own: it competes like all "
-    "others, wins, and counts.",
     solution=running_list,
     misconceptions=_RUNNING_MISTAKES,
     combine=together(
@@ -1234,26 +1126,10 @@ _HOW = (
     "added", "or", "number of bits", "float",
 )  # fmt: skip
 
-_PACK = Exercise(
-    name="pack",
-    statement="""
-`scores` are fp32 numbers of at least 0. `ids` are their blocks, as int32 below `2**id_bits`. Return
-one int32 for each score: its bits, with the lowest `id_bits` replaced. Replace them so that of two
-equal scores *the lower id gives the larger integer*. `scores.view(torch.int32)` reads the bits of a
-number as an integer.
-""",
+_PACK = TEXTS.exercise(
+    "pack",
     minutes=5,
     difficulty=2,
-    hints=(
-        "With 2 bits for ids, the lowest two bits of a score become free. Which four patterns can "
-        "stand there, and which one should belong to id 0?",
-        "`2**id_bits - 1` is a number of `id_bits` ones. It helps twice: its complement clears the "
-        "low bits, and it is what an id can be subtracted from.",
-        "Clear first (`&` with the complement of the ones), then put the low part in with `|`. The "
-        "low part is the largest id minus this id.",
-    ),
-    why="The high bits decide, and only where they are equal do the low ones; subtracted from the "
-    "largest, the lower id wins.",
     solution=pack,
     run=_run_pack,
     tolerance=1e-12,
@@ -1592,42 +1468,10 @@ _PICKS_ALONE = (
 )  # fmt: skip
 _PICK_SLIPS = frozenset().union(*(m.wrong.slips for m in _PICK_MISTAKES))
 
-_PICK = Exercise(
-    name="pick",
-    statement="""
-Play the game. `bits` `[NB]` are integers: the bits of block scores, or -1 for a hidden block.
-Return the ids of the `n` blocks with the largest bits, ascending.
-
-- Of equal bits, the lower ids win: for `bits = [2, 2]` and `n = 1`, the list is `[0]`.
-- The list has length `n`. If fewer than `n` blocks are visible, fill it up with -1.
-
-Copy this frame into `pick`, and fill the two gaps. After the loop, `low` should be the bits of the
-`n`-th best block. If fewer than `n` blocks are visible, `low` should stay 0.
-
-```python
-low, high = 0, 2**31
-while high - low > 1:
-    middle = (low + high) // 2
-    count = int((bits >= middle).sum())  # how many have at least this much?
-    ...  # move low or high to the middle
-above = (bits > low).nonzero().flatten().tolist()  # the ids of all blocks above low
-equal = (bits == low).nonzero().flatten().tolist()  # the ids of those that equal low
-...  # which of them are on the list?
-```
-""",
+_PICK = TEXTS.exercise(
+    "pick",
     minutes=10,
     difficulty=2,
-    hints=(
-        "Think of a number between 0 and `2**31`. You ask how many blocks have at least that much, "
-        "and hear a count. What do you know of the n-th best block then?",
-        "Keep two ends: `low`, which at least `n` blocks reach, and `high`, which fewer than `n` "
-        "reach. Ask about the middle, move one end, and stop when the two are neighbours.",
-        "In the end `low` is the bits of the last block that is taken. All above it are in. Of "
-        "those that equal it, the first ones fill what is left of the `n` places. If fewer than "
-        "`n` are visible, `low` never moves from 0, and that is right, too.",
-    ),
-    why="Each answer halves the range that the n-th best can lie in, and 31 answers leave one "
-    "number; no block is moved and no list is kept meanwhile.",
     solution=pick,
     misconceptions=_PICK_MISTAKES,
     combine=together(
@@ -1749,143 +1593,14 @@ DOUBLES = (
 
 # -- what the chapter warns of --
 
-TRAPS = (
-    Trap(
-        "Mind the base: `LSE` is a natural logarithm, and `tl.exp2` is a power of two.",
-        "group_mass",
-        "powers of two where powers of e are meant",
-    ),
-    Trap(
-        "Each head of the group has a maximum and a sum of its own",
-        "group_mass",
-        "one LSE for all heads",
-    ),
-    Trap(
-        "and only block 0 is the first of the text",
-        "running_list",
-        "forcing by the place within the step",
-    ),
-    Trap(
-        "Forced blocks need no second list.",
-        "running_list",
-        "forced blocks on top of n others",
-    ),
-    Trap("Turn the new list around", "merge_lists", "comparing what stands at the same place"),
-    Trap(
-        "$\\log_2 n$ more stages put it in order",
-        "merge_lists",
-        "leaving the best in the order in which they met",
-    ),
-    Trap("Ties go to the lower id, as everywhere.", "pack", "the id as it is"),
-    Trap(
-        "hidden blocks have -1, below the bits of 0.0",
-        "pick",
-        "taking hidden blocks where too few are visible",
-    ),
-    Trap(
-        "**A summary that ends one token too late.**",
-        "walk",
-        "a summary that is seen one token late",
-    ),
-    Trap(
-        "a summary that is seen when it *begins*, is a leak from the future",
-        "walk",
-        "seeing a summary as soon as it begins",
-    ),
-)
+TRAPS = TEXTS.traps
 
 
 # -- predictions --
 
-PREDICTIONS = (
-    Prediction(
-        "scores_again",
-        "Stored in full, the weights take 29 ms to write and read at 4.8 TB/s: how many ms does it "
-        "take to compute only the scores that queries see once more (64 heads of width 128, 65,536 "
-        "tokens, a summary every 16 tokens, tensor cores at 989 TFLOP/s)?",
-        "Each of 64 heads has 65,536 queries, which see 2,047 summaries on average, and each pair "
-        "takes 2 · 128 operations: 2.2 TFLOP.",
-        (
-            (29, "That is the time of the traffic. Arithmetic is cheaper than memory here."),
-            (
-                lambda guess: isinstance(guess, int | float) and 1 <= guess <= 1.2,
-                "That is the multiplications alone. Each comes with an addition.",
-            ),
-            (
-                lambda guess: isinstance(guess, int | float) and 0 < guess < 0.1,
-                "That is a single head.",
-            ),
-            (
-                lambda guess: isinstance(guess, int | float) and 4 <= guess <= 5,
-                "That is right for all pairs. A query sees the summaries before it, half of them "
-                "on average.",
-            ),
-        ),
-        unit="ms",
-        tolerance=0.15,
-    ),
-    Prediction(
-        "choice_ms",
-        "On an H200, NSA's forward takes 35.4 ms for 65,536 tokens: how many of them do the "
-        "scoring kernel and the picking kernel take together?",
-        "The products alone take 2.2 ms at best. The kernels also turn each score into a weight, "
-        "write and read the block scores, and ask the questions.",
-        (
-            (
-                lambda guess: isinstance(guess, int | float) and 2 <= guess <= 2.5,
-                "Products are not all that these kernels do.",
-            ),
-            (
-                lambda guess: isinstance(guess, int | float) and guess >= 28,
-                "That is as long as storing all weights would take. The block scores are far "
-                "fewer.",
-            ),
-        ),
-        unit="ms",
-        tolerance=0.05,
-    ),
-    Prediction(
-        "questions_of_a_million",
-        "Query 20 has two blocks, and its list takes 31 questions: how many questions does a list "
-        "of 16 out of 1,048,576 blocks take at most?",
-        "A question halves the range of scores, and this range always has 2 to the power 31 "
-        "integers. More blocks make each count longer, and no range longer.",
-        (
-            (
-                lambda guess: isinstance(guess, int | float) and guess > 1000,
-                "Each question has more blocks to count. Does it take more questions?",
-            ),
-            (41, "Ten more questions pay for a range 1,024 times as long. Is the range longer?"),
-            (62, "Twice the bits of a block's number. What does a question halve?"),
-            (20, "That is how often a million blocks can be halved. What does a question halve?"),
-        ),
-    ),
-    Prediction(
-        "tiles_that_merge",
-        "512 blocks with random scores come 32 a step, and each of a tile's 128 queries keeps its "
-        "best 16: in how many percent of tiles must at least one query take a block from the last "
-        "step?",
-        "Each of a query's best 16 lies in the last 32 of 512 blocks with chance 1/16. So all 16 "
-        "miss with (15/16)^16 = 0.36, and 64 of 100 queries find one. All 128 queries miss with "
-        "probability 0.36^128: in practice, never.",
-        (
-            (
-                lambda guess: isinstance(guess, int | float) and 0 < guess < 1,
-                "The guess was asked for in percent: 0.64 would be 64.",
-            ),
-            (64, "That is a single query. A tile merges if any of its 128 does."),
-            (
-                36,
-                "That is the share of single queries that can skip the step. Can all 128 skip it "
-                "together?",
-            ),
-            (
-                lambda guess: isinstance(guess, int | float) and guess <= 10,
-                "A sixteenth is the chance of one place of one list. The tile has 128 lists of 16 "
-                "places, and one hit is enough.",
-            ),
-        ),
-        unit="%",
-        tolerance=0.05,
-    ),
+PREDICTIONS = TEXTS.predictions(
+    globals(),
+    scores_again={"unit": "ms", "tolerance": 0.15},
+    choice_ms={"unit": "ms", "tolerance": 0.05},
+    tiles_that_merge={"unit": "%", "tolerance": 0.05},
 )

@@ -11,11 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course.exercises import Case, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.exercises import Case, Misconception
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong, slip, together
 from nsa_tutorial.course.room import ROOM, roomy
+from nsa_tutorial.course.texts import Texts
 from nsa_tutorial.runtime import environment
+
+TEXTS = Texts(__name__)
 
 Slips = frozenset[str]
 
@@ -139,30 +142,10 @@ def _wrong_add(A, B, C, N, BN: tl.constexpr, SLIP: tl.constexpr):
         tl.store(C + place, a + b, mask=exists)
 
 
-_ADD = Exercise(
-    name="add",
-    statement="""
-Turn `double` into a kernel that adds: `C[i] = A[i] + B[i]` for `N` numbers, with a program for each
-tile of `BN` places. The function `add` returns this kernel, and the checker launches it. Copy this
-frame into `add`, and fill the gap.
-
-```python
-@triton.jit
-def kernel(A, B, C, N, BN: tl.constexpr):
-    ...  # your lines
-
-return kernel
-```
-""",
+_ADD = TEXTS.exercise(
+    "add",
     minutes=6,
     difficulty=1,
-    hints=(
-        "Which lines of `double` can stay as they are? A sum needs one more tile.",
-        "The places and the mask stay. Both inputs are loaded at the same places.",
-        "Load a tile of `A` and a tile of `B`, each with the mask. Their sum is a tile, too. Store "
-        "it to `C`, with the mask again.",
-    ),
-    why="The places are computed once, and they serve two loads and the store.",
     solution=add,
     run=_run_add,
     tolerance=1e-5,
@@ -420,32 +403,10 @@ def _double_case(name: str, slip: str) -> Case:
     return Case(name, lambda: arguments, _why_not)
 
 
-_TEST = Exercise(
-    name="is_right",
-    statement="""
-Mend the test. Call `candidate(x)` like a function. It launches a kernel with tiles of 4 for you,
-and returns what the kernel stored. `is_right` returns True if that is twice `x`, and False if it is
-not. The checker tries six candidates: one is right, and five are wrong. With the `x` below, wrong
-candidates pass. How long should `x` be, and which numbers should it hold? Copy these lines into
-`is_right`, and change the first:
-
-```python
-x = torch.full((10,), 2.0)  # ten numbers, all of them 2
-return torch.equal(candidate(x), 2 * x)
-```
-""",
+_TEST = TEXTS.exercise(
+    "is_right",
     minutes=7,
     difficulty=2,
-    hints=(
-        "One wrong kernel squares. For which numbers is the square the same as the double? Another "
-        "one stores the right numbers in the wrong order. When would nobody notice?",
-        "Suppose somebody computed the number of programs as `N // 4`. Which lengths would show "
-        "it? And which lengths would show a grid that is always three programs?",
-        "One tensor is enough: many tiles long, the last one not full, and with numbers that "
-        "differ, and whose double is not also their square.",
-    ),
-    why="37 numbers need ten programs, the last tile is not full, no two numbers are alike, and "
-    "most of them are neither 0 nor 2.",
     solution=is_right,
     run=_run_test,
     misconceptions=_TEST_MISTAKES,
@@ -562,38 +523,10 @@ def _rows(
     return _mistaken(_wrong_row_max, PAST=past, APART=apart, MASKED=masked, STORED=stored)
 
 
-_ROW_MAX = Exercise(
-    name="row_max",
-    statement="""
-Find the bugs: there are two. This kernel should store the largest number of each row of `X`
-`[R, N]`: `R` rows of `N` numbers. In memory, row `i` begins at place `i * N`. So rows of three
-numbers lie at the places 0 1 2, 3 4 5, 6 7 8. The grid is `(R,)`, and `BN` is the smallest power of
-two that holds a row. One bug shows in a single row, the other only in a second row. Copy the kernel
-into `row_max`, and mend both.
-
-```python
-@triton.jit
-def kernel(X, Y, N, BN: tl.constexpr):
-    row = tl.program_id(0)
-    column = tl.arange(0, BN)
-    x = tl.load(X + row * BN + column, mask=column < N, other=0.0)
-    tl.store(Y + row, tl.max(x, axis=0))
-
-return kernel
-```
-""",
+_ROW_MAX = TEXTS.exercise(
+    "row_max",
     minutes=8,
     difficulty=2,
-    hints=(
-        "Rows of 4 with positive numbers come out right. What is special about 4, and what about "
-        "positive numbers?",
-        "Play program 1 with rows of 3 numbers, so `BN` is 4. At which place does it begin, and at "
-        "which place does row 1 begin?",
-        "For places past the row's end, `other` is what joins the maximum. Which number can never "
-        "be the largest?",
-    ),
-    why="Rows lie `N` places apart, however wide the tile is, and no number is smaller than minus "
-    "infinity.",
     solution=row_max,
     run=_run_row_max,
     tolerance=1e-6,
@@ -701,72 +634,14 @@ EXERCISES = (_ADD, _TEST, _ROW_MAX)
 
 # -- what the chapter warns of --
 
-TRAPS = (
-    Trap("A **mask** forbids this.", "add", "storing past the end"),
-    Trap("All programs run the same lines.", "add", "every program taking the first tile"),
-    Trap("For 8 numbers it is right.", "is_right", "testing only tiles that are full"),
-    Trap("and 0 in the row `[-1, -4, -2]`", "row_max", "a 0 that joins the maximum"),
-)
+TRAPS = TEXTS.traps
 
 
 # -- predictions --
 
-PREDICTIONS = (
-    Prediction(
-        name="programs_of_ten",
-        question="How many programs double ten numbers, if each takes four places?",
-        reason="Two programs take eight places, and a third one takes the two numbers that are "
-        "left. A grid is rounded up.",
-        thoughts=(
-            (10, "That is one program a number. A program takes four places at once."),
-            (4, "That is how many places one program takes."),
-            (2, "Two programs reach eight numbers. Who doubles the last two?"),
-            (2.5, "There is no half program. Which way do you round?"),
-            (1, "One program takes four places. Ten numbers have more."),
-        ),
-    ),
-    Prediction(
-        name="share_of_the_tokens",
-        question="What share of 65,536 tokens are 16 blocks of 64?",
-        reason="16 blocks of 64 are 1,024 tokens, and 65,536 divided by 1,024 is 64.",
-        thoughts=(
-            (16 / 65_536, "That is 16 tokens. A block holds 64 of them."),
-            (64 / 65_536, "That is a single block of 64 tokens. There are 16."),
-            (1 / 16, "16 is the number of blocks that are read. How many does the context have?"),
-            (lambda guess: 1.5 <= guess <= 1.6, 'Did you mean 1.6 %? Then the guess is `"1.6 %"`.'),
-            (64, "It is the other way round: one token of 64."),
-            (lambda guess: guess >= 1, "A share lies between 0 and 1."),
-        ),
-        tolerance=0.03,
-    ),
-    Prediction(
-        name="times_faster",
-        question="1/32 of the work: how many times faster are the lists on an H200?",
-        reason="The work is 1/32, but each piece of it takes longer. Dense attention loads a block "
-        "once for many tokens. With lists, each token loads its own blocks.",
-        thoughts=(
-            (64, "That is what the last token saves. An average token has half as many before it."),
-            (32, "That is how much less work it is."),
-            (16, "That is half of what the work says. On this GPU, it is less still."),
-            (1, "It is faster, though less than the work would let you hope."),
-            (lambda guess: guess > 32, "The work is 32 times less, so it can hardly be more."),
-        ),
-        tolerance=0.13,
-    ),
-    Prediction(
-        name="percent_of_16384_tokens",
-        question="At 16,384 tokens: how many percent of the pairs are left?",
-        reason="On average, a query keeps 12.5 keys, and 8,192 stand before it.",
-        thoughts=(
-            (lambda guess: 0.0014 < guess < 0.0017, "That is the share. Times 100, it is percent."),
-            (64, "That is what 32 tokens keep. The list stays as short, but the rows get longer."),
-            (9.5, "That is what 256 tokens keep."),
-            (1.2, "That is what 2,048 tokens keep. Eight times as many keep an eighth of it."),
-            (0.1, "That is 16 of 16,384. But a query sees half of them on average, not all."),
-            (0, "Not quite: every query still sees its own block."),
-            (lambda guess: guess > 5, "The list keeps its length, but the text grows."),
-        ),
-        unit="%",
-        tolerance=0.35,
-    ),
+PREDICTIONS = TEXTS.predictions(
+    globals(),
+    share_of_the_tokens={"tolerance": 0.03},
+    times_faster={"tolerance": 0.13},
+    percent_of_16384_tokens={"unit": "%", "tolerance": 0.35},
 )

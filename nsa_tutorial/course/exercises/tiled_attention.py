@@ -16,14 +16,17 @@ from types import CodeType
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.exercises import Case, Double, Misconception
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import slip, together
 from nsa_tutorial.course.room import roomy
+from nsa_tutorial.course.texts import Texts
 from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.runtime import environment
+
+TEXTS = Texts(__name__)
 
 Slips = frozenset[str]
 
@@ -230,33 +233,10 @@ _OTHER_WAYS_TO_BE_FULL = (
     "unclipped",
 )
 
-_KINDS = Exercise(
-    name="tile_kinds",
-    statement="""
-Name the kind of every tile, under the causal mask. Return one string for each tile of queries, with
-one letter for each tile of keys:
-
-- `"S"`, skipped: no query of the tile sees any of its keys.
-- `"F"`, full: every query of the tile sees every key.
-- `"D"`, diagonal: all other tiles.
-
-For `N = M = 4` and tiles of 2 × 2 the answer is `["DS", "FD"]`. The `N` queries are the last of `M`
-positions. The loops give you the positions of each tile's first and last query, and of its first
-and last key. Two comparisons per tile are enough.
-""",
+_KINDS = TEXTS.exercise(
+    "tile_kinds",
     minutes=9,
     difficulty=2,
-    hints=(
-        "Draw 4 queries and 6 keys on squared paper and cut them into tiles of 2 × 2. The queries "
-        "are the last 4 of 6. Which keys do the queries of the first tile see?",
-        "Only two queries of a tile matter. The last one sees the most, the first one the least. "
-        "Which of them decides on skipping, and which on full?",
-        "The last query decides on `S`: does it come before the tile's first key? The first query "
-        "decides on `F`: does it stand at the tile's last key, or after it? All other tiles are "
-        "`D`.",
-    ),
-    why="A later query sees more, so a tile's last query decides whether anything is seen, and its "
-    "first one whether everything is.",
     solution=tile_kinds,
     misconceptions=_KINDS_MISTAKES,
     combine=together(
@@ -424,27 +404,10 @@ _MASK_MISTAKES = (
     ),
 )
 
-_MASK = Exercise(
-    name="mask_tile",
-    statement="""
-Row 0 of the scores `acc_s` `[BQ, BK]` belongs to query `query_start`, and column 0 to key
-`key_start`. The `N` queries are the last of `M` positions. Return `acc_s` with `-inf` wherever the
-key does not exist. If `causal` is set, also put `-inf` wherever the key comes after its query. All
-queries exist. Keep the shape.
-""",
+_MASK = TEXTS.exercise(
+    "mask_tile",
     minutes=5,
     difficulty=2,
-    hints=(
-        "Take a tile of keys 2 to 5 whose row 0 is query 2, with `N` = 4 and `M` = 5. At which "
-        "position does row 0 stand? Which of the four keys exist, and which of those does it see?",
-        "A pair stays where two things hold. The key exists, and, if `causal`, it does not come "
-        "after the query. Both compare positions in the whole text, never rows and columns of "
-        "the tile.",
-        "Turn `row` into positions in the text, as a column, and `column` as a row. `hidden` is "
-        "True where the key does not exist, or (`|`), if `causal`, where it comes after the query.",
-    ),
-    why="Positions mean the same in every tile, while a row and a column mean nothing without the "
-    "place where the tile begins.",
     solution=mask_tile,
     misconceptions=_MASK_MISTAKES,
     combine=together(
@@ -661,29 +624,10 @@ _COST_MISTAKES = (
     ),
 )
 
-_COST = Exercise(
-    name="tiled_cost",
-    statement="""
-One head, `N` queries and as many keys, `D` wide like the values, in bf16 (2 bytes); square tiles of
-`tile` queries and keys, and `tile` divides `N`. Return two whole numbers, `(operations, bytes)`:
-the operations of the two matrix products, a multiply and an add each, over all tiles that are
-computed; and the bytes that are moved: `q`, `o` and `lse` (fp32) once, and the tiles of `k` and `v`
-as often as they are loaded. With `causal`, tiles without a visible pair are skipped; all others are
-computed whole. Before you write it: without a mask, does tiling save operations?
-""",
+_COST = TEXTS.exercise(
+    "tiled_cost",
     minutes=5,
     difficulty=2,
-    hints=(
-        "Draw `N` = 4 with tiles of 2. How many tiles are computed without a mask, and how many "
-        "with it? How often is the second tile of keys loaded?",
-        "Everything that repeats follows one number: how many tiles are computed. Each of them "
-        "costs the same operations, and one load of a tile of `k` and one of `v`.",
-        "Count the tiles: all of them, or 1 + 2 + … with the mask. A tile has `tile * tile` "
-        "pairs, and a pair costs 2·D operations in each of two products. To the bytes add `q` "
-        "and `o` in bf16 and `lse` in fp32, once each.",
-    ),
-    why="Every query still meets every key that it may see, so the arithmetic stays, but a loaded "
-    "key now serves a whole tile of queries.",
     solution=tiled_cost,
     misconceptions=_COST_MISTAKES,
     combine=together(
@@ -988,33 +932,11 @@ _ATTEND_MISTAKES = (
 _ATTEND_ALONE = ("stop unless full", "stop by vectors", "state")
 _ATTEND_SLIPS = frozenset().union(*(m.wrong.slips for m in _ATTEND_MISTAKES))
 
-_ATTEND = Exercise(
-    name="attend_in_tiles",
-    statement="""
-The whole walk, for one head. `q` is `[N, D]`, `k` is `[M, D]`, `v` is `[M, DV]`, and the `N`
-queries are the last of `M` positions. Return causal attention's `o` `[N, DV]` and `lse` `[N]`. Two
-things are missing inside the inner loop:
-
-1. Stop if no query of the tile sees any key of the tile. (One case notices if you go on.)
-2. Put `-inf` into `acc_s` wherever a key comes after its query.
-
-`position` holds the positions of the tile's queries, and `key_position` those of its keys.
-""",
+_ATTEND = TEXTS.exercise(
+    "attend_in_tiles",
     minutes=10,
     difficulty=2,
     returns=("o", "lse"),
-    hints=(
-        "`one_tile` had no skipping and no mask: add these two. Which query of a tile decides "
-        "that the walk can stop?",
-        "`position[-1]` is the last query of the tile, and it sees the most. `key_position[0]` is "
-        "the first key. How do they compare when nothing is visible? And the mask is a table "
-        "`[BQ, BK]`: one of its two vectors must stand as a column.",
-        "`break` when the first key comes after the last query. For the mask, `position[:, None]` "
-        "is the column and `key_position` the row. `acc_s.masked_fill(hidden, -torch.inf)` "
-        "returns new scores: keep them.",
-    ),
-    why="A state is all that a row has to remember, so a tile of scores can be forgotten at once, "
-    "and a tile that nobody sees need not even be loaded.",
     solution=attend_in_tiles,
     misconceptions=_ATTEND_MISTAKES,
     combine=together(
@@ -1264,27 +1186,10 @@ def _maximum_case(name: str, N: int, M: int, zero_key: bool = False) -> Case:
     return Case(name, lambda: (N, M, zero_key), lambda: here.why_not("triton", here.device))
 
 
-_MAXIMUM = Exercise(
-    name="tile_maximum",
-    statement="""
-Find the bugs. The kernel below has to write each query's largest score into `Max`. `Q` is `[N, D]`,
-`K` is `[M, D]`, and there is no causal mask. It is right for 8 queries and 16 keys in tiles of
-4 × 8. For 7 queries and 13 keys it has two bugs: some maxima are wrong, and one number is stored
-past the end of `Max`. Mend both.
-""",
+_MAXIMUM = TEXTS.exercise(
+    "tile_maximum",
     minutes=6,
     difficulty=2,
-    hints=(
-        "Both bugs show only in tiles that are not full. What does the last tile of keys hold "
-        "where there are no keys, and the last tile of queries where there are no queries?",
-        "If all true scores are negative, which number wins the maximum? And the last program "
-        "has 4 rows for 3 queries: where does its fourth row go?",
-        "`tl.where(condition, this, that)` chooses number by number, so the scores of absent keys "
-        "can become -inf before the maximum. And `tl.store` takes a `mask=`, as `tl.load` does: "
-        "state there which `rows` are queries.",
-    ),
-    why="A tile keeps its shape, so every tile at an end holds places that are nothing, and only "
-    "positions tell which.",
     solution=tile_maximum,
     run=_run_maximum,
     returns=("Max", "the end of Max"),
@@ -1444,216 +1349,15 @@ DOUBLES = (
 
 # -- what the chapter warns of --
 
-TRAPS = (
-    Trap(
-        "now they are loaded again for each query that sees them",
-        "tiled_cost",
-        "reading k and v once per query",
-    ),
-    Trap(
-        "Take `BQ` queries as a tile `[BQ, D]` and let it stay on the chip.",
-        "tiled_cost",
-        "loading q again with every tile of keys",
-    ),
-    Trap(
-        "the state has a row for each query of the tile.",
-        "attend_in_tiles",
-        "one state for all tiles of queries",
-    ),
-    Trap(
-        "The last tile may hold fewer",
-        "attend_in_tiles",
-        "dropping the last keys where tile_k does not divide M",
-    ),
-    Trap(
-        "their keys and values need not be loaded",
-        "attend_in_tiles",
-        "computing tiles of which nothing is visible",
-    ),
-    Trap(
-        "they are computed whole and masked",
-        "tiled_cost",
-        "counting visible pairs where whole tiles are computed",
-    ),
-    Trap(
-        "Compare positions, not tile numbers.",
-        "tile_kinds",
-        "comparing the numbers of tiles, not positions",
-    ),
-    Trap(
-        "Query 0 stands at position 16",
-        "tile_kinds",
-        "taking the queries for the first N positions",
-    ),
-    Trap(
-        "load, no mask",
-        "tile_kinds",
-        "masking every tile that is not skipped",
-    ),
-    Trap(
-        "the diagonal crosses two tiles of keys",
-        "tile_kinds",
-        "skipping what the first query of a tile does not see",
-    ),
-    Trap(
-        "the diagonal crosses two tiles of keys",
-        "mask_tile",
-        "a triangle within the tile, wherever the tile lies",
-    ),
-    Trap(
-        "Forget the mask on a diagonal tile, and no error tells you.",
-        "attend_in_tiles",
-        "tiles on the diagonal left unmasked",
-    ),
-    Trap(
-        "because it may see the whole tile. The others looked ahead.",
-        "tile_kinds",
-        "calling a tile full because its last query sees all of it",
-    ),
-    Trap(
-        'A score of 0 is not "nothing": it weighs $e^0$',
-        "mask_tile",
-        "writing zeros where -inf is meant",
-    ),
-    Trap(
-        "So a kernel masks its last tile of keys by `key_position < M`.",
-        "mask_tile",
-        "leaving the ragged tail in",
-    ),
-    Trap(
-        "Queries that do not exist are simply not stored.",
-        "attend_in_tiles",
-        "dropping the last queries where tile_q does not divide N",
-    ),
-    Trap(
-        'A score of 0 is not "nothing": it weighs $e^0$',
-        "tile_maximum",
-        "letting keys past the end take part",
-    ),
-    Trap(
-        "Queries that do not exist are simply not stored.",
-        "tile_maximum",
-        "storing rows past the last query",
-    ),
-    Trap(
-        "It is faster because of what it does *not move*.",
-        "tiled_cost",
-        "still moving the table",
-    ),
-    Trap(
-        "`q` is loaded once, `o` and `lse` are stored once.",
-        "tiled_cost",
-        "forgetting lse",
-    ),
-    Trap(
-        "`q` is loaded once, `o` and `lse` are stored once.",
-        "tiled_cost",
-        "forgetting o's bytes",
-    ),
-    Trap(
-        "Keys and values are loaded by each tile of queries.",
-        "tiled_cost",
-        "reading k and v once in all",
-    ),
-    Trap(
-        "Keys and values are loaded by each tile of queries.",
-        "tiled_cost",
-        "forgetting v's bytes",
-    ),
-    Trap(
-        "That leaves a little more than half of the 16 GiB: 8 GiB.",
-        "tiled_cost",
-        "taking exactly half for the causal case",
-    ),
-    Trap(
-        "The causal mask lets a walk stop early",
-        "tiled_cost",
-        "skipping no tile",
-    ),
-    Trap(
-        "FlashAttention is exact attention with the same arithmetic.",
-        "tiled_cost",
-        "taking tiling for a saving of operations",
-    ),
-)
+TRAPS = TEXTS.traps
 
 
 # -- predictions --
 
-PREDICTIONS = (
-    Prediction(
-        "gib_without_table",
-        "One causal head without the table, 128 queries share each load: how many GiB move, 0.06, "
-        "1, 8 or 32?",
-        "Each of the 512 tiles of queries loads the keys and values up to the diagonal. On "
-        "average, that is half of their 32 MiB.",
-        (
-            (0.06, "Each tensor once would be that, but the chip cannot hold all the keys."),
-            (1, "The chip is too small for tiles of a thousand queries."),
-            (16, "That is without the mask. Half of the tiles are skipped."),
-            (32, "That is what the table moved. It is gone, and loads are shared."),
-        ),
-        unit="GiB",
-        tolerance=0.02,
-    ),
-    Prediction(
-        "operations_left",
-        "No mask: how many percent of the operations remain, 1, 10, 50 or 100?",
-        "Every query still meets every key: tiles change where numbers travel, not how many are "
-        "multiplied.",
-        (
-            (1, "Fewer bytes are moved, but every product is still computed."),
-            (10, "A shared load spares bytes. Does it spare any product?"),
-            (50, "A causal mask saves about half. The question was without any mask."),
-        ),
-        unit="%",
-    ),
-    Prediction(
-        "gib_each_alone",
-        "How many GiB move if every query loads all keys and values that it sees?",
-        "A pair moves 8 bytes through the table, but 512 bytes as a key and a value of its own.",
-        (
-            (32, "That is with the table. Now no two queries share a load."),
-            (16, "The mask does halve the pairs, but each pair now moves more."),
-            (0.06, "That is each tensor once. Here a key is loaded by each query that sees it."),
-            (2048, "That counts the hidden half of the pairs, too."),
-            (512, "That counts the keys alone. Each comes with its value."),
-            (lambda guess: guess < 32, "The table is gone, but now no two queries share a load."),
-        ),
-        unit="GiB",
-        tolerance=0.01,
-    ),
-    Prediction(
-        "measured_ms",
-        "64 causal heads of 65,536 tokens on an H200, by tiles: how many ms did they take, 20, "
-        "120, 460 or 2000?",
-        "The kernel moves no table. Our bill, 64 times 8 GiB, would take 115 ms if L2 held "
-        "nothing, and the arithmetic takes 71 ms at best.",
-        (
-            (20, "Not even the products can be computed that fast."),
-            (71, "No kernel computes at full speed all the time."),
-            (459, "That is the table's traffic at full speed."),
-            (460, "That is the table's traffic at full speed."),
-            (2000, "Even the table's traffic takes less at full speed."),
-        ),
-        unit="ms",
-        tolerance=0.01,
-    ),
-    Prediction(
-        "kinds_of_16_tiles",
-        "64 tokens in tiles of 16 × 16: how many are diagonal, full, skipped?",
-        "The diagonal of 4 × 4 tiles has 4 of them, and of the other 12 one half lies below it, "
-        "the other above.",
-        (
-            ((4, 12, 0), "That computes all tiles. What lies above the diagonal is not loaded."),
-            ((4, 0, 12), "Below the diagonal every query sees every key: those tiles are full."),
-            ((0, 8, 8), "Half the pairs are visible, but the diagonal cuts through tiles."),
-            ((0, 10, 6), "Ten are computed, but four of those need a mask."),
-            ((10, 0, 6), "Ten are computed, but six of those are visible whole: they are full."),
-            (
-                lambda guess: sorted(guess) == [4, 6, 6],
-                "The numbers are right, but their order is [diagonal, full, skipped].",
-            ),
-        ),
-    ),
+PREDICTIONS = TEXTS.predictions(
+    globals(),
+    gib_without_table={"unit": "GiB", "tolerance": 0.02},
+    operations_left={"unit": "%"},
+    gib_each_alone={"unit": "GiB", "tolerance": 0.01},
+    measured_ms={"unit": "ms", "tolerance": 0.01},
 )

@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial import ops
-from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.exercises import Case, Double, Misconception
 from nsa_tutorial.course.languages import T
 from nsa_tutorial.course.mistakes import Wrong, slip, together
+from nsa_tutorial.course.texts import Texts
 from nsa_tutorial.runtime import environment
+
+TEXTS = Texts(__name__)
 
 Slips = frozenset[str]
 
@@ -36,7 +39,7 @@ def _run_with(name: str, block_size: int = 2) -> Callable:
         piece: Callable, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor,
         causal: bool, scale: float | None,
     ) -> Tensor:  # fmt: skip
-        from nsa_tutorial.kernels import tilelang_first_draft as draft
+        from nsa_tutorial.bench.variants import tilelang_first_draft as draft
 
         if name in _MACROS and isinstance(piece, FunctionType):
             _expect_numbers_compared(piece)
@@ -420,29 +423,10 @@ def _listed_case(name: str, N: int, M: int, ids: list[int]) -> Case:
     return Case(name, lambda: (N, M, ids), _why_not)
 
 
-_LISTED = Exercise(
-    name="listed_attention",
-    statement="""
-**A kernel that walks a list**, for one KV head. `Q` is `[N, G, D]`, and `K` and `V` are `[M, D]`.
-Each row of `Lists` `[N, S]` is a query's list of `S` slots. A slot holds the number of a block of
-`BS` tokens, or −1 where it is empty. Every query sees all tokens of its blocks. The kernel stands
-in the next cell. Fill its three gaps, marked `...`.
-
-The check compiles your kernel for the CPU, which takes a second or two.
-""",
+_LISTED = TEXTS.exercise(
+    "listed_attention",
     minutes=6,
     difficulty=2,
-    hints=(
-        "Let a query's list be `[2, -1, 0]`, with blocks of 4 tokens. Which tokens does slot 0 "
-        "name? And what does slot 1 name?",
-        "The program is number `t`, so slot `slot` of its list is `Lists[t, slot]`. That is a "
-        "block's number. The slices below want the position of a token.",
-        "Gap 1 compares the number in the slot with 0. Gap 2 multiplies this number by the tokens "
-        "of a block. Gap 3 is a `T.gemm` without a transpose: weights times values, added to "
-        "`acc_o`.",
-    ),
-    why="A list holds numbers of blocks, so one product finds the tokens, and everything behind "
-    "that product is dense attention on one small tile.",
     solution=listed_attention,
     run=_run_listed,
     tolerance=1e-4,
@@ -609,32 +593,7 @@ def _max_from_zero(acc_s: object, scores_max: object) -> None:
     T.reduce_max(acc_s, scores_max, dim=1, clear=False)
 
 
-_MAX = Exercise(
-    name="update_max",
-    statement=f"""
-**Mend `update_max`.** `acc_s` `[G, BS]` holds a block's scores. `scores_max` `[G]` holds each
-head's largest score of the blocks *before*, and $-\\infty$ before the first block. Bring
-`scores_max` up to date.
-
-One line is enough: `T.reduce_max(tile, fragment, dim=1, clear=...)` writes the largest number of
-each row to the fragment. With `clear`, it empties the fragment first.
-{_HOW.format(2)}""",
-    minutes=3,
-    difficulty=1,
-    hints=(
-        "One head, two blocks: the first scores 100, the second 0. Which maximum should "
-        "`scores_max` hold after the second block? Which one does the draft leave there?",
-        "A maximum that runs starts from what it already holds. So nothing may be written to "
-        "`scores_max` before this block's scores are compared with it.",
-        "One call of `T.reduce_max` along the keys, which are axis 1. Choose `clear` so that the "
-        "call keeps the old value as a candidate, and leave out the `fill`.",
-    ),
-    why="Measured from the largest score so far, every power of e is at most 1, so neither a "
-    "weight nor `scores_scale` can overflow, however far apart the blocks' scores lie.",
-    solution=update_max,
-    run=_run_with("update_max"),
-    tolerance=1e-4,
-    misconceptions=(
+_MAX = TEXTS.exercise("update_max", minutes=3, difficulty=1, solution=update_max, run=_run_with("update_max"), tolerance=1e-4, misconceptions=(
         Misconception(
             "taking the maximum of this block alone",
             _max_of_block,
@@ -695,8 +654,7 @@ each row to the fragment. With `clear`, it empties the fragment first.
             "a tile's axis?",
         ),
         Misconception(_PYTHON_DECIDES, _max_by_python, _PYTHONS_MAX),
-    ),
-    cases=(
+    ), cases=(
         _case("two keys, 200 apart", 1, 2, [0, -1, -1], key_scores=[200, 0], causal=False),
         _case("two keys, the second 200 above the first", 1, 2, [0, -1, -1],
               key_scores=[0, 200], causal=False),
@@ -710,8 +668,7 @@ each row to the fragment. With `clear`, it empties the fragment first.
               key_scores=[200, 201, 100, 101, 0, 1], causal=False),
         _case("each block 100 above the one before", 1, 6, [0, 1, 2],
               key_scores=[0, 1, 100, 101, 200, 201], causal=False),
-    ),
-)  # fmt: skip
+    ),)  # fmt: skip
 
 # -- is_seen --
 
@@ -757,33 +714,7 @@ _PYTHONS_AND = (
     "parentheses.) Which function of `T` joins two comparisons?"
 )
 
-_SEEN = Exercise(
-    name="is_seen",
-    statement=f"""
-**Mend `is_seen`.** The kernel asks it for every score of a block. `query` and `key` are positions,
-and `num_keys` is how many keys there are. Return the condition under which the query sees the key.
-
-Python runs `is_seen` once, while the kernel is being made. `query`, `key` and `num_keys` are names
-then, not yet numbers. Python's `and` cannot join two comparisons of names, but `T.And(a, b)` can.
-`causal` is already True or False, and an ordinary `if` may ask for it.
-{_HOW.format(4)}""",
-    minutes=5,
-    difficulty=2,
-    hints=(
-        "Take 6 keys in blocks of 4. Which positions has block 1? Which of these positions hold "
-        "a key? What does the draft say of those that hold none?",
-        "Two questions are asked of each key: does it exist, and may this query see it? One of "
-        "them is asked always, the other one only where `causal` is set.",
-        "`causal` is a Python bool, so an ordinary `if` may choose between two conditions. One is "
-        "a comparison of `key` with `num_keys`; the other joins it with that of `query` and `key`. "
-        "(The check lets you leave the first out where causal: the diagonal hides the end there.)",
-    ),
-    why="A key that does not exist was loaded as zeros and scores 0, which is a score like any "
-    "other, so the end has to be said of each key, and not of a whole block.",
-    solution=is_seen,
-    run=_run_with("is_seen", block_size=4),
-    tolerance=1e-4,
-    misconceptions=(
+_SEEN = TEXTS.exercise("is_seen", minutes=5, difficulty=2, solution=is_seen, run=_run_with("is_seen", block_size=4), tolerance=1e-4, misconceptions=(
         Misconception(
             "forgetting the end where nothing is causal",
             slip(_seen, "nothing"),
@@ -855,16 +786,14 @@ then, not yet numbers. Python's `and` cannot join two comparisons of names, but 
             _PYTHON_DECIDES, slip(_seen, "python, always"), f"Your logic is right. {_PYTHONS_AND}"
         ),
         Misconception(_PYTHON_DECIDES, slip(_seen, "python, strict"), _PYTHONS_AND),
-    ),
-    cases=(
+    ), cases=(
         _case("one key in a block of 4, not causal", 1, 1, [0, -1], causal=False),
         _case("four keys, which fill their block, not causal", 1, 4, [0, -1], causal=False),
         _case("six keys, all scores below 0, not causal", 1, 6, [1, 0],
               key_scores=[-9, -9, -8, -7, -5, -6], causal=False),
         _case("four keys, causal", 4, 4, [0, -1]),
         _case("six keys, causal", 6, 6, [0, 1]),
-    ),
-)  # fmt: skip
+    ),)  # fmt: skip
 
 # -- normalise --
 
@@ -948,34 +877,7 @@ def _first_head_unguarded(acc_o: object, running_sum: object, G: int, BV: int) -
         acc_o[i, j] = acc_o[i, j] / running_sum[0]
 
 
-_NORMALISE = Exercise(
-    name="normalise",
-    statement=f"""
-**Mend `normalise`.** After the loop, `acc_o` `[G, BV]` is the weighted sum of values, and
-`running_sum` `[G]` is the sum of the weights.
-
-- A query whose slots are all empty has 0 in both. Its output is to be exactly 0.
-- A query that sees a NaN has NaN in both. Its output is to stay NaN.
-
-Write the body of the macro: divide `acc_o` in place, over `for i, j in T.Parallel(G, BV)`. A choice
-between two numbers is `T.if_then_else(condition, a, b)`.
-{_HOW.format(2)}""",
-    minutes=5,
-    difficulty=1,
-    hints=(
-        "Take three rows by hand, with sums 0, 1.5 and NaN. What should each become, and what "
-        "does a plain division make of it?",
-        "Only one kind of row needs a case of its own. Look for a condition that is true for a "
-        "sum of 0 and false for a sum of NaN: every comparison with NaN is False, but for `!=`.",
-        "Inside the loop, write each element from a choice with three arguments: whether the "
-        "row's sum is exactly 0, then 0, then the quotient. `i` is the head, `j` the channel.",
-    ),
-    why="A row that is not empty has a weight of 1 at its maximum, so its sum is at least 1 or "
-    "NaN: only an empty row has the sum 0, and every other row may be divided.",
-    solution=normalise,
-    run=_run_with("normalise"),
-    tolerance=3e-7,  # a few roundings of fp32; 1e-6 added to a sum of 1 is eight
-    misconceptions=(
+_NORMALISE = TEXTS.exercise("normalise", minutes=5, difficulty=1, solution=normalise, run=_run_with("normalise"), tolerance=3e-7, misconceptions=(
         Misconception(
             "dividing by a sum that may be 0",
             _divide_always,
@@ -1047,8 +949,7 @@ between two numbers is `T.if_then_else(condition, a, b)`.
             "Which loop names all of its elements?",
         ),
         Misconception(_PYTHON_DECIDES, _python_decides, _PYTHONS_MAX),
-    ),
-    cases=(
+    ), cases=(
         _case("one query without a block", 1, 1, [-1, -1]),
         _case("one query with one key", 1, 1, [0, -1]),
         _case("one query with one key, which is NaN", 1, 1, [0, -1], key_scores=[math.nan]),
@@ -1058,8 +959,7 @@ between two numbers is `T.if_then_else(condition, a, b)`.
         _case("only blocks of the future", 3, 3, [[1, -1], [1, 1], [0, 1]]),
         _case("a query without a block among others", 4, 4,
               [[0, -1], [-1, 0], [-1, -1], [1, 0]]),
-    ),
-)  # fmt: skip
+    ),)  # fmt: skip
 
 # -- programs_per_sm --
 
@@ -1237,32 +1137,10 @@ _PROGRAMS_MISTAKES = (
     ),
 )
 
-_PROGRAMS = Exercise(
-    name="programs_per_sm",
-    statement="""
-How many programs of our kernel does the shared memory of one multiprocessor (SM) hold at a time?
-
-- A program keeps `Q_shared` `[GT, DT]` there, once.
-- For each stage, it keeps `K_shared` `[BT, DT]` and `V_shared` `[BT, DVT]`. Without a stage, it
-  keeps both once.
-- The sides `GT`, `DT`, `BT`, `DVT` are `G`, `D`, `BS`, `DV`, rounded up to a multiple of 16.
-- An element has `itemsize` bytes. Everything else is in registers.
-- An SM of an H200 has 228 KiB. It keeps 1 KiB for itself for each program.
-
-Return `(bytes of a program, programs)`.
-""",
+_PROGRAMS = TEXTS.exercise(
+    "programs_per_sm",
     minutes=6,
     difficulty=2,
-    hints=(
-        "Begin with our kernel: 16 heads, widths of 128, blocks of 64, fp16, one stage. The "
-        "chapter's picture shows three tiles, 36 KiB in all. Which sizes do you get for them?",
-        "Three questions, one after the other: which sides do the tiles have, which of them are "
-        "there more than once, and how many such programs go into 228 KiB, with a KiB for each?",
-        "Round the four sides up: `-(-n // 16) * 16` does it. The queries count once, keys and "
-        "values for each stage, at least once. Divide whole numbers at the end.",
-    ),
-    why="A program starts only where all of its tiles have room, so each further stage of a "
-    "pipeline pushes out programs whose work could have covered the waiting.",
     solution=programs_per_sm,
     misconceptions=_PROGRAMS_MISTAKES,
     combine=together(
@@ -1305,7 +1183,7 @@ def first_kernel_is_right(tokens: int, causal: bool) -> bool:
 def with_mistake(name: str, key_scores: list[float], ids: list[int]) -> str:
     """What the draft gives with its mistake `name` alone, and what is right: one query scores key
     `j` with `key_scores[j]`, and value `j` is `[2 j + 1, 2 j + 2]`, in blocks of 2 tokens."""
-    from nsa_tutorial.kernels import tilelang_first_draft as draft
+    from nsa_tutorial.bench.variants import tilelang_first_draft as draft
 
     case = _case(name, 1, len(key_scores), ids, key_scores=key_scores, causal=False)
     q, k, _, lists, *_ = case.arguments()
@@ -1360,203 +1238,13 @@ DOUBLES = (
 
 # -- what the chapter warns of --
 
-TRAPS = (
-    Trap(
-        "−1 is an empty slot",
-        "listed_attention",
-        "loading a block for an empty slot",
-    ),
-    Trap(
-        "`start`, which turns a block's id into a position",
-        "listed_attention",
-        "taking a block's number for a position",
-    ),
-    Trap(
-        "The draft takes the next power of two of the width",
-        "programs_per_sm",
-        "rounding up to a power of two",
-    ),
-    Trap(
-        "Keys may be wider than values",
-        "programs_per_sm",
-        "taking values to be as wide as keys",
-    ),
-    Trap(
-        "4 heads lie in a tile of 16 rows, and 12 of them idle",
-        "programs_per_sm",
-        "tiles that are not rounded up",
-    ),
-    Trap(
-        "Ours rounds each side of a tile up to a multiple of 16",
-        "programs_per_sm",
-        "rounding up nothing but the group",
-    ),
-    Trap(
-        "a block's keys `[64, 128]` and a block's values `[64, 128]`",
-        "programs_per_sm",
-        "forgetting the values' tile",
-    ),
-    Trap(
-        "1 KiB is reserved for each program",
-        "programs_per_sm",
-        "forgetting what the SM keeps for itself",
-    ),
-    Trap(
-        "two blocks' keys and values lie there at once",
-        "programs_per_sm",
-        "one copy of the tiles for any number of stages",
-    ),
-    Trap(
-        "The weights stay in registers, so a program takes 36 KiB.",
-        "programs_per_sm",
-        "counting a tile of weights",
-    ),
-    Trap(
-        "`O_shared` costs nothing: it takes the place of `Q_shared`",
-        "programs_per_sm",
-        "counting a tile for the output",
-    ),
-    Trap(
-        "`T.alloc_fragment` is a tile in registers",
-        "programs_per_sm",
-        "counting the fragments",
-    ),
-    Trap(
-        "so a block knows only its own maximum",
-        "update_max",
-        "taking the maximum of this block alone",
-    ),
-    Trap(
-        "`clear=False` is what makes the maximum *run*",
-        "update_max",
-        "taking the maximum of this block alone",
-    ),
-    Trap(
-        "Their maximum rises there",
-        "update_max",
-        "keeping the first block's maximum",
-    ),
-    Trap(
-        "It was loaded as zeros, and zeros score 0",
-        "is_seen",
-        "letting one key too many in",
-    ),
-    Trap(
-        "With causal attention the diagonal hides the end by accident",
-        "is_seen",
-        "forgetting the end where nothing is causal",
-    ),
-    Trap(
-        "It drops the last, ragged block, and with it keys that exist.",
-        "is_seen",
-        "dropping the ragged block",
-    ),
-    Trap(
-        "the query's own block holds keys of the future",
-        "is_seen",
-        "checking the end and forgetting the future",
-    ),
-    Trap(
-        "A query that saw no block gets output 0, not 0/0.",
-        "normalise",
-        "dividing by a sum that may be 0",
-    ),
-    Trap(
-        "`NaN > 0` is False.",
-        "normalise",
-        "taking a row with a NaN for an empty one",
-    ),
-)
+TRAPS = TEXTS.traps
 
 # -- predictions --
 
-PREDICTIONS = (
-    Prediction(
-        "gigabytes_loaded",
-        "How many GB of keys and values do all programs load together?",
-        "Each program loads its own 16 blocks, 512 KiB, even where another program has loaded the "
-        "same block before.",
-        (
-            (128, "That is 128 GiB, which is 137 GB."),
-            (
-                134,
-                "134 MB, not GB, are all keys and values, once: that it looks alike is chance. "
-                "Each of them is loaded by a thousand programs.",
-            ),
-            (
-                lambda guess: 0.1 < float(guess) < 0.15,
-                "That is all keys and values, once. Each is loaded by a thousand programs.",
-            ),
-            (68.7, "That is the keys alone, or one byte for each number."),
-            (34.4, "That is one KV head. Each of the 4 has lists of its own."),
-            (8.6, "That is one block for each program. A list has 16."),
-            (4.3, "That is the keys of one block for each program. A list has 16, with values."),
-            (275, "That would be four bytes for each number. In fp16 each has two."),
-            (2_199, "Then each head of a group would load its blocks again: 16 times as much."),
-        ),
-        unit="GB",
-        tolerance=0.02,
-    ),
-    Prediction(
-        "largest_right_score",
-        "What is the largest whole score for which the draft is still right?",
-        "The output adds up two values before it is divided, and (2 + 4) times e^87 is more than "
-        "3.4e38.",
-        (
-            (
-                lambda guess: 86.5 < float(guess) < 87.5,
-                "4 times e^87 still fits, so the first channel is right. But the second is not.",
-            ),
-            (
-                lambda guess: 87.5 <= float(guess) < 88.8,
-                "e^88 itself still fits.",
-            ),
-            (lambda guess: 88.8 <= float(guess) < 90, "e^89 is more than 3.4e38 already."),
-            (38, "That would be powers of 10. The weights are powers of e."),
-            (128, "That is the exponent of 2. 2^128 is e^88.7."),
-            (11, "That would be fp16, whose largest number is 65,504. The sums are fp32."),
-        ),
-    ),
-    Prediction(
-        "probe_milliseconds",
-        "How many milliseconds does the probe take?",
-        "The loads take all of this time. The mask and the softmax run while data arrives.",
-        (
-            (2.2, "That is the products alone. But their operands have to arrive first."),
-            (29, "That would be all loads from memory. Most of them find their data in L2."),
-            (
-                lambda guess: 3 < float(guess) < 12.2,
-                "That would be so if the softmax took its time *after* the loads.",
-            ),
-        ),
-        unit="ms",
-        tolerance=0.05,
-    ),
-    Prediction(
-        "fastest_stages",
-        "How many stages has the fastest pipeline of our kernel: 0, 1, 2 or 3?",
-        "With one stage, six programs fit on an SM. While one waits for its block, the others "
-        "compute.",
-        (
-            (0, "Six programs fit with none and with one. But with none, each copy is waited for."),
-            (2, "That hides more waiting within a program, but only 3 programs fit on an SM."),
-            (3, "That hides most waiting within a program, but only 2 programs fit on an SM."),
-        ),
-        choices=(0, 1, 2, 3),
-    ),
-    Prediction(
-        "programs_that_fit",
-        "Shared memory of 228 KiB for each SM: how many programs of ours fit?",
-        "Queries take 4 KiB, keys 16, values 16: 36 KiB, and 1 KiB more that is reserved for each "
-        "program.",
-        (
-            (1, "A program takes far less than all of it. How large are its three tiles?"),
-            (3, "That would be two stages: two blocks' keys and values at once."),
-            (5, "Were the weights in shared memory, too, it would be 5."),
-            (7, "36 KiB go into 228 KiB 6.3 times."),
-            (10, "That is a tile of keys without one of values."),
-            (12, "That counts numbers. In fp16 each has two bytes."),
-            (32, "That is the most that an SM holds, however small they are."),
-        ),
-    ),
+PREDICTIONS = TEXTS.predictions(
+    globals(),
+    gigabytes_loaded={"unit": "GB", "tolerance": 0.02},
+    probe_milliseconds={"unit": "ms", "tolerance": 0.05},
+    fastest_stages={"choices": (0, 1, 2, 3)},
 )

@@ -19,11 +19,14 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial.course import recorder
-from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.exercises import Case, Double, Misconception
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import slip, together
 from nsa_tutorial.course.room import roomy
+from nsa_tutorial.course.texts import Texts
 from nsa_tutorial.runtime import environment
+
+TEXTS = Texts(__name__)
 
 Slips = frozenset[str]
 
@@ -222,34 +225,10 @@ _KEYS_MISTAKES = (
     ),
 )
 
-_KEYS = Exercise(
-    name="key_rows",
-    statement="""
-A program's list `ids` names blocks of `BS` keys. Here it is a Python list, such as `[2, -1, 0]`.
-Any slot may be empty, which is -1. The program's sequence begins at row `first_key` of `K`, and
-block 0 begins there, too. The query sees the first `num_visible` keys of its sequence.
-
-Return a tensor `[S, BS]` with a line for each slot: the rows of `K` that the program loads, and -1
-for each element that must not load. For example, take `first_key = 10`, `BS = 2` and
-`num_visible = 5`. Then block 2 gives the line `[14, -1]`.
-
-The frame in the next cell has two gaps. The first takes a condition for each token.
-`torch.as_tensor` also accepts a single `False` there.
-""",
+_KEYS = TEXTS.exercise(
+    "key_rows",
     minutes=8,
     difficulty=2,
-    hints=(
-        "Take blocks of 2 and a query that sees 5 keys of a sequence that begins at row 10 of K. "
-        "Which rows do blocks 0, 1 and 3 load, and which does a slot with -1?",
-        "An element loads if two things hold. Its slot names a block, which is at least 0. And its "
-        "key, counted in the sequence, comes before `num_visible`.",
-        "`tokens` is 0 to `BS` - 1. Where does the block start in the sequence? Compare start plus "
-        "token with `num_visible`, and `block_id` with 0. `first_key` belongs to the second gap "
-        "alone.",
-    ),
-    why="A mask on the score hides a number; only a mask on the load keeps a program out of "
-    "memory that is not its query's, and one comparison in the sequence's own count gives it for "
-    "all cases.",
     solution=key_rows,
     run=_run_rows,
     misconceptions=_KEYS_MISTAKES,
@@ -614,31 +593,10 @@ def _scores_case(name: str, grid: tuple[int, int], R: int, H: int, G: int) -> Ca
     return Case(told, lambda: (grid, R, H, G), lambda: here.why_not("triton", here.device))
 
 
-_SCORES = Exercise(
-    name="first_scores",
-    statement="""
-**Find two bugs.** Program `(query, head)` scores the `G` query heads of its group against key 0 of
-its KV head. `Q` is `[R, H, G, D]`, `K` is `[H, D]` here, and `Score` is `[R, H, G]`.
-
-The kernel in the next cell is right for query 0 if `G` is 16. Two of its lines are wrong. Mend
-them.
-
-Before the launch, `Score` and the memory behind it are full of -77. The check launches some or all
-of the programs. Every number that none of these programs owns must stay -77.
-""",
+_SCORES = TEXTS.exercise(
+    "first_scores",
     minutes=7,
     difficulty=2,
-    hints=(
-        "Take `H = 2` and groups of `G = 4`. Number the pieces of Q from 0, query by query. Which "
-        "four belong to query 1 and KV head 0, and which does `group_row` name?",
-        "Two questions. How many pieces lie in front of a program's group? And which rows of the "
-        "tile does `in_group` keep out?",
-        "In front of a group lie all groups of earlier queries, `H` for each of them, and those of "
-        "earlier heads. Count groups first, then multiply by `G`. The mask compares numbers of the "
-        "tile with `G`.",
-    ),
-    why="Programs run in any order and nobody checks a store, so each of them must leave alone "
-    "what belongs to the others.",
     solution=first_scores,
     run=_run_scores,
     misconceptions=_SCORES_MISTAKES,
@@ -792,27 +750,10 @@ _WALKED_MISTAKES = (
     ),
 )
 
-_WALKED = Exercise(
-    name="walked_slots",
-    statement="""
-A query sees the first `num_blocks` blocks of its sequence. Its list `ids` is a Python list here. A
-slot that names one of these blocks loads something. Every other slot loads nothing: it is empty
-(-1), or it names a block of the future.
-
-A program walks slots 0, 1, 2, … in order. It may stop as soon as no slot is left that loads
-anything. Return how many slots it has to walk.
-""",
+_WALKED = TEXTS.exercise(
+    "walked_slots",
     minutes=3,
     difficulty=1,
-    hints=(
-        "How many slots does `[2, -1, 1]` take, if blocks 0 to 2 are visible? And `[2, 5, 7]`?",
-        "A slot matters if it names one of the blocks 0 to `num_blocks` - 1. The walk may stop "
-        "behind the last slot that matters, and it takes every slot before that one.",
-        "Go over the slots with their numbers, from 0, and keep the number of slots walked so far "
-        "each time one names a visible block. A list that names none keeps what you began with.",
-    ),
-    why="The last visible block decides, wherever it stands: a walk that ends earlier loses keys, "
-    "and a walk that goes on only costs time.",
     solution=walked_slots,
     misconceptions=_WALKED_MISTAKES,
     combine=together(
@@ -1006,34 +947,10 @@ _WINDOW_MISTAKES = (
     ),
 )
 
-_WINDOW = Exercise(
-    name="window_row",
-    statement="""
-A query stands at `position` of its sequence, counted from 0. The sequence begins at row `first_key`
-of `K`. The query's window has `window_size` keys: its own key and those before it. At the beginning
-of the sequence there are fewer.
-
-The kernel counts a window's blocks from the window's *first key*. Return
-`(row, num_visible, num_slots)`:
-
-- `row`: the row of `K` at which the window begins;
-- `num_visible`: how many keys from there the query sees;
-- `num_slots`: how many blocks of `BS` keys hold at least one of them.
-""",
+_WINDOW = TEXTS.exercise(
+    "window_row",
     minutes=6,
     difficulty=2,
-    hints=(
-        "Take the query at position 4, a window of 3 and blocks of 2. Which keys does it see, "
-        "which is the first, and how many blocks of 2 hold them? And the query at position 0?",
-        "Work in the sequence's own count first. The window's last key is the query's own. Its "
-        "first key is `window_size` - 1 keys before that one, but never before key 0.",
-        "There are `position + 1` keys up to the query's own. Subtract `window_size` to get the "
-        "window's first key, and use `max` so that it never falls below 0. The difference between "
-        "the two is how many keys are seen. Divide it by `BS`, rounded up, for the blocks. "
-        "`first_key` is added to the row alone.",
-    ),
-    why="If the window's first key is the row's first key, the window needs neither a list nor a "
-    "mask at its lower end, whatever the block size.",
     solution=window_row,
     misconceptions=_WINDOW_MISTAKES,
     combine=together(
@@ -1233,31 +1150,10 @@ _LOCATE_MISTAKES = (
     ),
 )
 
-_LOCATE = Exercise(
-    name="locate",
-    statement="""
-Sequences lie one behind the other in one tensor. Sequence `i` has the tokens from `cu_seqlens[i]`
-up to, but without, `cu_seqlens[i + 1]`. It may be empty. `cu_seqlens` is a Python list here, such
-as `[0, 2, 5]`. Each token needs two numbers:
-
-- `first_key`: the row of `K` at which its sequence begins;
-- `num_visible`: how many keys from there it sees under causal attention, its own included.
-
-Return the two lists `(first_key, num_visible)`, each with a number for every token.
-""",
+_LOCATE = TEXTS.exercise(
+    "locate",
     minutes=5,
     difficulty=2,
-    hints=(
-        "Write down what tokens 0 to 4 need if `cu_seqlens` is `[0, 2, 5]`. Which sequence is "
-        "token 2 in, and how many keys does it see?",
-        "All tokens of a sequence share the first number. The second one counts up from 1 in each "
-        "sequence anew.",
-        "Take neighbours of `cu_seqlens` as start and end (`itertools.pairwise` gives them). For "
-        "each token from start up to, but without, end append the start to one list, and to the "
-        "other how far the token is behind it, itself included. An empty sequence adds nothing.",
-    ),
-    why="Where a row's keys begin and how many it sees is all that a kernel needs of a sequence, "
-    "so packed texts cost it two loads and no branch.",
     solution=locate,
     run=_run_locate,
     misconceptions=_LOCATE_MISTAKES,
@@ -1411,148 +1307,7 @@ DOUBLES = (
 
 # -- what the chapter warns of --
 
-TRAPS = (
-    Trap(
-        "`first_key`: the row of `K` at which the query's sequence begins.",
-        "key_rows",
-        "forgetting where the sequence begins",
-    ),
-    Trap(
-        "Half of block 2 does not exist",
-        "key_rows",
-        "loading whatever the list names",
-    ),
-    Trap(
-        "Two keys of block 1 lie behind the second sequence.",
-        "key_rows",
-        "loading the whole block that the query stands in",
-    ),
-    Trap(
-        "**One key of weight 0 has destroyed the whole answer.**",
-        "key_rows",
-        "loading the keys of an empty slot",
-    ),
-    Trap(
-        "So the mask must stop the *load*.",
-        "key_rows",
-        "loading the keys of an empty slot",
-    ),
-    Trap(
-        "`is_visible` is False for -1 and for blocks of the future.",
-        "key_rows",
-        "loading whatever the list names",
-    ),
-    Trap(
-        "`tl.where(is_visible, block_id, 0)` puts block 0 in place",
-        "key_rows",
-        "taking an empty slot for block 0",
-    ),
-    Trap(
-        "`num_seen` counts the visible keys",
-        "key_rows",
-        "comparing a row of K with a count of the sequence",
-    ),
-    Trap(
-        "**One mask serves four cases**",
-        "key_rows",
-        "loading the whole block that the query stands in",
-    ),
-    Trap(
-        "A block that is listed twice would count twice",
-        "key_rows",
-        "taking an empty slot for block 0",
-    ),
-    Trap(
-        "because the empty slot has a visible block behind it",
-        "key_rows",
-        "stopping at the first empty slot",
-    ),
-    Trap(
-        "It knows where the tensor ends, not where the query's sight ends.",
-        "key_rows",
-        "loading the whole block that the query stands in",
-    ),
-    Trap(
-        "the one block that is visible in part",
-        "key_rows",
-        "leaving out the block that is visible in part",
-    ),
-    Trap(
-        "The idle rows must neither load nor store.",
-        "first_scores",
-        "storing the padding",
-    ),
-    Trap(
-        "*Storing* there would overwrite what another program computed.",
-        "first_scores",
-        "storing the padding",
-    ),
-    Trap(
-        "Program (2, 0) owns pieces 16 to 19",
-        "first_scores",
-        "too short a step from query to query",
-    ),
-    Trap(
-        "Pieces 20 to 23 belong to the next KV head",
-        "first_scores",
-        "masking nothing but the tensor's end",
-    ),
-    Trap(
-        "Each of them would still take a step",
-        "walked_slots",
-        "walking everything",
-    ),
-    Trap(
-        "A slot that names a visible block counts as `slot + 1`",
-        "walked_slots",
-        "the number of the last slot in place of how many there are",
-    ),
-    Trap(
-        "any other as 0",
-        "walked_slots",
-        "walking up to blocks of the future",
-    ),
-    Trap(
-        "The last list takes three steps",
-        "walked_slots",
-        "stopping at the first slot without a visible block",
-    ),
-    Trap(
-        "blocks 3 and 7 lie in the future",
-        "walked_slots",
-        "taking one block too many for visible",
-    ),
-    Trap(
-        "for listed in ([2, 0, -1], [0, 3, 7], [-1, -1, -1], [0, -1, 2]):",
-        "walked_slots",
-        "walking a list that names nothing",
-    ),
-    Trap(
-        "Let `first_key` move forward to the window's first key.",
-        "window_row",
-        "counting the keys from the beginning of the sequence",
-    ),
-    Trap(
-        "Blocks that are aligned to the sequence would need one",
-        "window_row",
-        "beginning at a block's edge",
-    ),
-    Trap(
-        "`cu_seqlens` holds the places where texts begin, and the end of the last.",
-        "locate",
-        "giving a boundary's token to the sequence before it",
-    ),
-    Trap(
-        "Block ids count from the beginning of a query's own text.",
-        "locate",
-        "counting the keys from the beginning of the tensor",
-    ),
-    Trap(
-        "each query has a `first_key` and a `num_visible`",
-        "locate",
-        "the number of the sequence in place of its first key",
-    ),
-)
+TRAPS = TEXTS.traps
 
 
 # -- predictions --
@@ -1562,79 +1317,8 @@ def _is_a_share(guess: object) -> bool:
     return isinstance(guess, float) and 0 < guess < 1
 
 
-PREDICTIONS = (
-    Prediction(
-        "first_token_past_int32",
-        "A token has 64 query heads of width 128. Which is the first token whose offset in q does "
-        "not fit into 32 bits?",
-        "A token has 64 × 128 = 8,192 elements, and 2³¹ is the first number that an int32 "
-        "does not hold.",
-        (
-            (524_288, "One of the 32 bits is the sign, which leaves 2³¹ numbers from 0 on."),
-            (131_072, "That counts bytes. An offset counts elements, whatever their size."),
-            (262_143, "Token 262,143 ends exactly at 2³¹ - 1, so it still fits."),
-            (262_145, "Tokens and offsets both count from 0: token 262,144 begins at 2³¹."),
-            (4_194_304, "That leaves out the 16 heads of a group: a token has 64 query heads."),
-            (16_777_216, "That is for one head of width 128. A token has 64 of them."),
-            (
-                2**31,
-                "That is the first offset that does not fit. Each token moves the offset on by "
-                "8,192 elements.",
-            ),
-            (
-                65_536,
-                "There the offset is 2²⁹, a quarter of the way. Did you count the bytes of fp32? "
-                "An offset counts elements.",
-            ),
-            (
-                lambda guess: isinstance(guess, str) and "**" in guess,
-                "Leave out the quotes, and Python computes your formula.",
-            ),
-        ),
-    ),
-    Prediction(
-        "nan_answers",
-        "The values of key 7 are NaN, and they load with weight 0. How many of the 4 numbers of "
-        "program (6, 1) become NaN?",
-        "Every number sums over all loaded keys, and 0 · NaN is NaN.",
-        (
-            (0, "A weight of 0 hides a number. But NaN is no number: what is 0 · NaN?"),
-            (1, "Key 7 has values in both channels, and both query heads load them."),
-            (2, "Two query heads, two channels: which of the 4 numbers would leave key 7 out?"),
-            (3, "Both heads load the same values. Which number would leave key 7 out?"),
-            (_is_a_share, "That is a share. How many of the 4 numbers are these?"),
-        ),
-    ),
-    Prediction(
-        "mask_becomes",
-        "What does the mask of a load become in the GPU's instructions, "
-        '"branch", "product" (with zero) or "length"?',
-        "The instruction that copies 16 bytes takes a length, 16 or 0.",
-        (
-            (
-                "branch",
-                "Then the threads of a warp would part, and the copies would wait for each other.",
-            ),
-            (
-                "product",
-                "That would load first and hide later, as the kernel did that you broke.",
-            ),
-        ),
-        choices=("branch", "product", "length"),
-    ),
-    Prediction(
-        "worst_change",
-        "The launch takes steps of 32 tokens, one warp and three stages. Which single change makes "
-        'the kernel slowest, "64 tokens", "4 warps" or "1 stage"?',
-        "Steps of 64 tokens take 28.9 ms in place of 14.5.",
-        (
-            ("4 warps", "That is next, at 20 ms: 16 rows are little work for four warps."),
-            (
-                "1 stage",
-                "One stage costs a quarter more: each step waits for its own loads, but the "
-                "multiprocessor's other programs compute in the meantime.",
-            ),
-        ),
-        choices=("64 tokens", "4 warps", "1 stage"),
-    ),
+PREDICTIONS = TEXTS.predictions(
+    globals(),
+    mask_becomes={"choices": ("branch", "product", "length")},
+    worst_change={"choices": ("64 tokens", "4 warps", "1 stage")},
 )

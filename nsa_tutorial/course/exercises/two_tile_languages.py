@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial.course import recorder
-from nsa_tutorial.course.exercises import Case, Double, Exercise, Misconception, Prediction, Trap
+from nsa_tutorial.course.exercises import Case, Double, Misconception
 from nsa_tutorial.course.languages import T, tilelang, tl, triton
 from nsa_tutorial.course.mistakes import slip, together
 from nsa_tutorial.course.room import roomy
+from nsa_tutorial.course.texts import Texts
 from nsa_tutorial.runtime import environment
+
+TEXTS = Texts(__name__)
 
 Slips = frozenset[str]
 
@@ -376,26 +379,10 @@ _VARIANCE_MISTAKES = (
     ),
 )
 
-_VARIANCE = Exercise(
-    name="row_variance",
-    statement="""
-Find the bugs. `X` is `[R, N]`, and each program of this kernel has to store the **variance** of
-one row: the mean of the squared differences from the row's mean. `BN` is the smallest power of two
-that is at least `N`. The kernel is right for rows of 4. For two rows of 3, it has two bugs. Mend
-them.
-""",
+_VARIANCE = TEXTS.exercise(
+    "row_variance",
     minutes=7,
     difficulty=2,
-    hints=(
-        "Take the rows 1, 2, 6 and 4, 4, 4. They lie in memory as 1, 2, 6, 4, 4, 4. Which of them "
-        "does program 1 load into its tile of 4?",
-        "Now program 0: its tile is 1, 2, 6, 0, and the mean is 3. What does the fourth place hold "
-        "once the mean is taken off?",
-        "The start of a row is a multiple of the row's own length. And the differences need a "
-        "`tl.where` before they are squared and added up.",
-    ),
-    why="The 0 of a masked load is neutral for the next sum only: what is computed in between "
-    "changes it, so it is masked again before the next reduction.",
     solution=row_variance,
     run=_run_variance,
     tolerance=1e-4,
@@ -556,28 +543,10 @@ _OFFSETS_MISTAKES = (
 
 _OFFSETS_SLIPS = frozenset().union(*(m.wrong.slips for m in _OFFSETS_MISTAKES))
 
-_OFFSETS = Exercise(
-    name="program_offsets",
-    statement="""
-`C` `[M, N]` lies in memory row by row, so element `(i, j)` has offset `i * N + j`. The grid has a
-program for every tile of `BM` rows and `BN` columns; tiles at the right and at the bottom may reach
-past the end. Return one flat list of the offsets that program `(pid_m, pid_n)` stores, row by row,
-without those that are not in `C`. For `M = N = 4` and tiles of 2 × 2, program `(0, 1)` stores
-`[2, 3, 6, 7]`.
-""",
+_OFFSETS = TEXTS.exercise(
+    "program_offsets",
     minutes=6,
     difficulty=1,
-    hints=(
-        "Draw a C of 4 × 4 with its offsets 0 to 15, and cut it into tiles of 2 × 2. Which four "
-        "offsets lie in the upper right tile?",
-        "A tile is a table. Its row numbers begin at an id times a side of the tile, and so do its "
-        "column numbers. An element's offset needs one number of each.",
-        "Make the row numbers `[BM]` and the column numbers `[BN]` with `torch.arange`. "
-        "Broadcasting `[BM, 1]` against `[BN]` gives the table of offsets, and a table of what "
-        "exists. Keep the offsets that exist, as a list.",
-    ),
-    why="A program knows nothing but its ids, so where it works, and what it must not touch, both "
-    "have to follow from them.",
     solution=program_offsets,
     misconceptions=_OFFSETS_MISTAKES,
     combine=together(
@@ -939,33 +908,10 @@ _PRODUCT_MISTAKES = (
     ),
 )
 
-_PRODUCT = Exercise(
-    name="tile_product",
-    statement="""
-Complete the loop of a matrix product: `C = A @ B`, with `A` `[M, K]` and `B` `[K, N]`. Each step
-loads `a_tile` `[BM, BD]` and `b_tile` `[BD, BN]`, and adds their product to `acc`. Three lines are
-missing: the mask of `b_tile`, its load, and the sum.
-
-`M`, `N` and `K` need not be multiples of 16, the side of all tiles. Behind `A` and `B` lies
-somebody else's memory, so no load may touch it. The checker puts NaN there. A forgotten
-`[:, None]` raises no error, so check each line against the shape beside it.
-
-`tl.dot(a_tile, b_tile, acc, input_precision="ieee")` returns `acc + a_tile @ b_tile`.
-""",
+_PRODUCT = TEXTS.exercise(
+    "tile_product",
     minutes=10,
     difficulty=2,
-    hints=(
-        "Draw B and one tile of C on paper. Which columns of B does the tile need? Which rows of B "
-        "belong to one step?",
-        "An element of a tile has the offset row times length of a row, plus column. For `a_tile`, "
-        "the row number comes from `rows`, the column number from `depth`. For `b_tile`, "
-        "it is `depth` and `columns`. How long is a row of B?",
-        "Broadcast as for `a_tile`: a column of row numbers, `[:, None]`, against column "
-        "numbers. The mask joins two conditions with `&`, one for the tile's rows and one for its "
-        "columns. Put 0 into masked places. The last line is a `tl.dot` with three tiles.",
-    ),
-    why="A zero in the masked depth adds nothing to any sum, while masks on rows and columns only "
-    "keep the addresses legal, because those places of `acc` are never stored.",
     solution=tile_product,
     run=_run_product,
     tolerance=1e-4,
@@ -1149,40 +1095,10 @@ def _tilelang_case(R: int, N: int, what: str) -> Case:
     return Case(what, lambda: (R, N), lambda: here.why_not("tilelang", here.device))
 
 
-_ROW_SUMS = Exercise(
-    name="row_sums",
-    statement="""
-Your first TileLang kernel: `Y[i]` becomes the sum of row `i` of `X` `[R, N]`. In Triton, it would
-be
-
-```python
-rows = tl.program_id(0) * BR + tl.arange(0, BR)
-acc = tl.zeros([BR], tl.float32)
-for step in tl.range(tl.cdiv(N, BN)):
-    columns = step * BN + tl.arange(0, BN)
-    x_mask = (rows < R)[:, None] & (columns < N)
-    x_tile = tl.load(X + rows[:, None] * N + columns, mask=x_mask, other=0.0)
-    acc += tl.sum(x_tile, axis=1)
-tl.store(Y + rows, acc, mask=rows < R)
-```
-
-Write the same in TileLang. The loop is `for step in T.serial(T.ceildiv(N, BN))`.
-`T.reduce_sum(x_tile, acc, dim=1, clear=False)` adds to what `acc` holds. Where the kernels above
-say `accum_dtype`, write `"float32"`. In a verdict, −77 marks a place that no program wrote.
-""",
+_ROW_SUMS = TEXTS.exercise(
+    "row_sums",
     minutes=12,
     difficulty=3,
-    hints=(
-        "Translate line by line. Three kinds of lines vanish: position numbers, masks and "
-        "addresses. What does `T.copy` need in their place?",
-        "Beside `x_tile`, allocate a fragment `acc` `[BR]`, and fill it with zeros by `T.clear`. "
-        "The masks go: `T.copy` knows the shapes of X and Y.",
-        "A program's rows begin at `block * BR`, a step's columns at `step * BN`. Inside the loop "
-        "stand a `T.copy` of a slice of X with two ranges, and `T.reduce_sum`. Behind the loop, "
-        "`T.copy` stores `acc` to a slice of Y.",
-    ),
-    why="Slices take the place of addresses and masks, and you say where each tile lives; the grid "
-    "and the loop stay as they are.",
     solution=row_sums,
     run=_run_row_sums,
     tolerance=1e-4,
@@ -1302,146 +1218,9 @@ DOUBLES = (
 
 # -- what the chapter warns of --
 
-TRAPS = (
-    Trap(
-        "Without `other`, Triton promises nothing about a masked place.",
-        "row_variance",
-        "a masked load without `other`",
-    ),
-    Trap(
-        "Without `other`, Triton promises nothing about a masked place.",
-        "tile_product",
-        "masked loads without `other`",
-    ),
-    Trap(
-        "A new fragment of TileLang holds anything, until you write to it.",
-        "row_sums",
-        "adding to a sum that was never set to 0",
-    ),
-    Trap(
-        "It did not make the masked place disappear",
-        "row_variance",
-        "letting the padding into the variance",
-    ),
-    Trap(
-        "The load's mask made the *address* legal.",
-        "row_variance",
-        "a missing mask on the load",
-    ),
-    Trap(
-        "**A program is not a thread.**",
-        "program_offsets",
-        "taking a program for a thread",
-    ),
-    Trap(
-        "Nobody checks that every element has exactly one owner.",
-        "program_offsets",
-        "forgetting that ids count tiles",
-    ),
-    Trap(
-        "A tensor `[R, N]` lies in memory row after row, so element (i, j) has offset `i * N + j`",
-        "program_offsets",
-        "stepping to the next row by the width of the tile",
-    ),
-    Trap(
-        "A tensor `[R, N]` lies in memory row after row, so element (i, j) has offset `i * N + j`",
-        "row_variance",
-        "stepping to the next row by the width of the tile",
-    ),
-    Trap(
-        "A tensor `[R, N]` lies in memory row after row, so element (i, j) has offset `i * N + j`",
-        "tile_product",
-        "stepping to B's next row by the width of the tile",
-    ),
-    Trap(
-        "The grid has two axes, one for tiles of rows and one for tiles of columns.",
-        "program_offsets",
-        "walking along the wrong axis",
-    ),
-    Trap(
-        "The sum so far, `acc`, never leaves the registers.",
-        "tile_product",
-        "keeping the last step only",
-    ),
-    Trap(
-        "At the second step, only 2 of the tile's 4 columns of `A` exist.",
-        "tile_product",
-        "no mask along the depth",
-    ),
-    Trap(
-        "The steps along `K` add into one sum, so they are a loop inside a program.",
-        "row_sums",
-        "summing the first tile only",
-    ),
-    Trap(
-        "`acc[i] += x_tile[i, j]` breaks the promise: all `j` write to one place.",
-        "row_sums",
-        "turns of `T.Parallel` that share `acc[i]`",
-    ),
-    Trap(
-        "`T.reduce_max(..., clear=False)` takes the larger of old and new",
-        "row_sums",
-        "clearing the sum so far at each step",
-    ),
-    Trap(
-        "A ragged end asks two questions: may I touch this address, and which number must stand "
-        "there so that the result does not change?",
-        "tile_product",
-        "a mask along the depth alone",
-    ),
-)
+TRAPS = TEXTS.traps
 
 
 # -- predictions --
 
-PREDICTIONS = (
-    Prediction(
-        "programs_of_matmul",
-        "C of 4,096 × 4,096 in tiles of 64 × 64: how many programs compute it?",
-        "C has 64 tiles along each side, and each tile is one program.",
-        (
-            (64, "64 tiles lie along one side of C. How many lie in all of it?"),
-            (128, "64 along one side plus 64 along the other. Tiles fill an area."),
-            (16_777_216, "That is one for each element of C. A program owns a whole tile."),
-            (262_144, "64³ counts the steps along K as well. They are a loop inside a program."),
-            (8192, "Both sides in one: 4,096 + 4,096. Count tiles, along each side."),
-        ),
-    ),
-    Prediction(
-        "loads_of_a",
-        "How often is each element of A loaded, over all programs?",
-        "Each of the 64 columns of tiles of C needs all of A, and no program hands what it has "
-        "loaded to another one.",
-        (
-            (1, "Once would do if programs shared what they load. Each loads its own strip."),
-            (
-                4096,
-                "You would be right if a tile had one column. A load serves all 64 of them.",
-            ),
-            (128, "64 times, and B as often. They are not added up for one element."),
-            (2, "Two programs side by side share a strip of A. How many stand side by side?"),
-        ),
-    ),
-    Prediction(
-        "side_of_tile",
-        "Tiles of 64, 128, 256 or 512 a side: the smallest whose loads take less than 0.14 ms?",
-        "Tiles of 64 take 0.89 ms. Twice the side halves the time, so double the side three times.",
-        (
-            (64, "4 GiB at 4.8 TB a second take 0.89 ms. How often must you halve that?"),
-            (128, "One halving leaves 0.45 ms, three times the arithmetic."),
-            (256, "Almost: 0.22 ms against 0.14."),
-        ),
-        choices=(64, 128, 256, 512),
-    ),
-    Prediction(
-        "numbers_in_a_thread",
-        "128 threads share a fragment of 64 × 64 numbers: how many does one thread hold?",
-        "4,096 numbers are dealt out evenly to 128 threads.",
-        (
-            (4096, "That is the whole fragment, and no thread holds it."),
-            (64, "That is a row of the fragment. There are twice as many threads as rows."),
-            (1, "With 4,096 threads. This program has 128."),
-            (128, "You have the bytes: 128 of them, at 4 for each fp32. How many numbers is that?"),
-        ),
-    ),
-)
+PREDICTIONS = TEXTS.predictions(globals(), side_of_tile={"choices": (64, 128, 256, 512)})
