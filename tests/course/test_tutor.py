@@ -17,6 +17,7 @@ from nbclient import NotebookClient
 
 from nsa_tutorial.course import check, exercise, exercises, hint, reader, show, solution
 from nsa_tutorial.course.attempts import MEANINGS
+from nsa_tutorial.course.diffs import together
 from nsa_tutorial.course.exercises import Case, Exercise, Misconception
 from nsa_tutorial.course.judging import Verdict, judge
 from nsa_tutorial.course.speech import DARK, LIGHT, Code, Message
@@ -156,12 +157,12 @@ def combined(names: frozenset) -> Callable:
 
 
 def test_a_declared_combination_is_recognised_where_no_case_isolates_its_parts() -> None:
-    together = replace(SUM, cases=MIXED)
-    assert judge(together, slip("negative", "last")).misconceptions == ()
-    verdict = judge(replace(together, combine=combined), slip("negative", "last"))
+    mixed = replace(SUM, cases=MIXED)
+    assert judge(mixed, slip("negative", "last")).misconceptions == ()
+    verdict = judge(replace(mixed, combine=combined), slip("negative", "last"))
     assert verdict.misconceptions == ("negative", "last")
     assert "Then look at a second thing." in verdict.text
-    assert judge(replace(together, combine=combined), slip("last")).misconceptions == ("last",)
+    assert judge(replace(mixed, combine=combined), slip("last")).misconceptions == ("last",)
 
 
 def test_a_mistake_beside_an_unknown_smallest_case_is_named_with_its_own() -> None:
@@ -559,7 +560,11 @@ def test_two_slips_of_a_chapter_are_both_named(chapter: str, double: exercises.D
     e = exercises.chapter_exercises(chapter)[double.exercise]
     if e.missing:
         pytest.skip(e.missing[0])
-    assert set(judge(e, double.wrong).misconceptions) == set(double.names)
+    wrong = double.wrong
+    if wrong is None:
+        by_name = {m.name: m.wrong for m in reversed(e.misconceptions)}
+        wrong = together(*(by_name[name] for name in double.names))
+    assert set(judge(e, wrong).misconceptions) == set(double.names)
 
 
 @pytest.mark.parametrize(("chapter", "e"), ALL, ids=[f"{c}-{e.name}" for c, e in ALL])

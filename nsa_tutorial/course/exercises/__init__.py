@@ -168,11 +168,17 @@ class Trap:
 
 @dataclass(frozen=True)
 class Double:
-    """An implementation with two mistakes at once, and the names of both, the first-named first."""
+    """Two mistakes at once, which are both to be named.
+
+    Attributes:
+        exercise: the exercise's name.
+        wrong: an implementation with both; None for the diffs of the two together.
+        names: of the two mistakes, the first-named first.
+    """
 
     exercise: str
-    wrong: Callable
-    names: tuple[str, str]
+    wrong: Callable | None = None
+    names: tuple[str, str] = ("", "")
 
 
 def chapter_module(chapter: str) -> ModuleType:
