@@ -27,79 +27,79 @@ Table = Mapping[str, Mapping[str, str]]
 BACKENDS: Table = {
     "selected_attention": {
         "reference": "nsa_tutorial.sparse.selected_attention:forward",
-        # the same under a mask, in place of the reference where slots have no factors
+        # the same with a mask, which replaces the reference where there is no slot_scale
         "masked": "nsa_tutorial.sparse.query_tiles:selected_attention",
-        "tilelang": "nsa_tutorial.kernels.tilelang_launch:forward",
-        "triton": "nsa_tutorial.kernels.triton_launch:forward",
+        "tilelang": "nsa_tutorial.kernels.tilelang.selected.launch:forward",
+        "triton": "nsa_tutorial.kernels.triton.selected.launch:forward",
         # Triton's, in one of its orders
-        "queries": "nsa_tutorial.kernels.triton_launch:by_queries",
-        "tiles": "nsa_tutorial.kernels.triton_launch:by_tiles",
-        "blocks": "nsa_tutorial.kernels.triton_launch:by_blocks",
+        "queries": "nsa_tutorial.kernels.triton.selected.launch:by_queries",
+        "tiles": "nsa_tutorial.kernels.triton.selected.launch:by_tiles",
+        "blocks": "nsa_tutorial.kernels.triton.selected.launch:by_blocks",
     },
     "sliding_window_attention": {
         "reference": "nsa_tutorial.sparse.sliding_window:forward",
-        "tilelang": "nsa_tutorial.kernels.tilelang_launch:sliding_window",
-        "triton": "nsa_tutorial.kernels.triton_launch:sliding_window",
+        "tilelang": "nsa_tutorial.kernels.tilelang.selected.launch:sliding_window",
+        "triton": "nsa_tutorial.kernels.triton.selected.launch:sliding_window",
     },
     "selected_and_window_attention": {
         "reference": "nsa_tutorial.sparse.native_sparse_attention:selection_and_window",
-        "tilelang": "nsa_tutorial.kernels.tilelang_launch:selection_and_window",
-        "triton": "nsa_tutorial.kernels.triton_launch:selection_and_window",
+        "tilelang": "nsa_tutorial.kernels.tilelang.selected.launch:selection_and_window",
+        "triton": "nsa_tutorial.kernels.triton.selected.launch:selection_and_window",
     },
     "compressed_attention": {
         "reference": "nsa_tutorial.sparse.compression:compressed_attention",
-        "tilelang": "nsa_tutorial.kernels.tilelang_selection_launch:compressed_attention",
-        "triton": "nsa_tutorial.kernels.triton_selection_launch:compressed_attention",
+        "tilelang": "nsa_tutorial.kernels.tilelang.compressed.launch:compressed_attention",
+        "triton": "nsa_tutorial.kernels.triton.compressed.launch:compressed_attention",
     },
     "select_blocks": {
         "reference": "nsa_tutorial.sparse.block_selection:select_blocks",
-        "tilelang": "nsa_tutorial.kernels.tilelang_selection_launch:select_blocks",
-        "triton": "nsa_tutorial.kernels.triton_selection_launch:select_blocks",
+        "tilelang": "nsa_tutorial.kernels.tilelang.choice.launch:select_blocks",
+        "triton": "nsa_tutorial.kernels.triton.choice.launch:select_blocks",
     },
     "compress": {  # the mean; other summaries are matmuls, whatever the backend
         "reference": "nsa_tutorial.sparse.compression:summarise",
-        "tilelang": "nsa_tutorial.kernels.tilelang_pooling:mean",
-        "triton": "nsa_tutorial.kernels.triton_pooling:mean",
+        "tilelang": "nsa_tutorial.kernels.tilelang.pooling:mean",
+        "triton": "nsa_tutorial.kernels.triton.pooling:mean",
     },
     "gated_sum": {
         "reference": "nsa_tutorial.sparse.native_sparse_attention:gated_sum",
-        "tilelang": "nsa_tutorial.kernels.tilelang_gates:gated_sum",
-        "triton": "nsa_tutorial.kernels.triton_gates:gated_sum",
+        "tilelang": "nsa_tutorial.kernels.tilelang.gates:gated_sum",
+        "triton": "nsa_tutorial.kernels.triton.gates:gated_sum",
     },
 }
 BACKWARDS: Table = {
     "selected_attention": {
         "reference": "nsa_tutorial.training.gradients:of_lists",
         "masked": "nsa_tutorial.training.tile_gradients:of_masked_lists",
-        "tilelang": "nsa_tutorial.kernels.tilelang_backward_launch:of_lists",
-        "triton": "nsa_tutorial.kernels.triton_backward_launch:of_lists",
-        "queries": "nsa_tutorial.kernels.triton_backward_launch:by_queries",
-        "tiles": "nsa_tutorial.kernels.triton_backward_launch:by_tiles",
-        "blocks": "nsa_tutorial.kernels.triton_backward_launch:by_blocks",
+        "tilelang": "nsa_tutorial.kernels.tilelang.selected.backward_launch:of_lists",
+        "triton": "nsa_tutorial.kernels.triton.selected.backward_launch:of_lists",
+        "queries": "nsa_tutorial.kernels.triton.selected.backward_launch:by_queries",
+        "tiles": "nsa_tutorial.kernels.triton.selected.backward_launch:by_tiles",
+        "blocks": "nsa_tutorial.kernels.triton.selected.backward_launch:by_blocks",
     },
     "sliding_window_attention": {
         "reference": "nsa_tutorial.training.tile_gradients:of_windows",
-        "tilelang": "nsa_tutorial.kernels.tilelang_backward_launch:of_windows",
-        "triton": "nsa_tutorial.kernels.triton_windows_backward_launch:of_windows",
+        "tilelang": "nsa_tutorial.kernels.tilelang.selected.backward_launch:of_windows",
+        "triton": "nsa_tutorial.kernels.triton.window.backward_launch:of_windows",
     },
     "selected_and_window_attention": {
         "reference": "nsa_tutorial.training.gradients:of_lists_and_windows",
-        "tilelang": "nsa_tutorial.kernels.tilelang_backward_launch:of_lists_and_windows",
-        "triton": "nsa_tutorial.kernels.triton_backward_launch:of_lists_and_windows",
+        "tilelang": "nsa_tutorial.kernels.tilelang.selected.backward_launch:of_lists_and_windows",
+        "triton": "nsa_tutorial.kernels.triton.selected.backward_launch:of_lists_and_windows",
     },
     "compressed_attention": {
         "reference": "nsa_tutorial.training.tile_gradients:of_summaries",
-        "tilelang": "nsa_tutorial.kernels.tilelang_selection_launch:of_summaries",
-        "triton": "nsa_tutorial.kernels.triton_selection_launch:of_summaries",
+        "tilelang": "nsa_tutorial.kernels.tilelang.compressed.launch:of_summaries",
+        "triton": "nsa_tutorial.kernels.triton.compressed.launch:of_summaries",
     },
-    # on the reference, PyTorch derives the gradients of these two
+    # on the reference backend, PyTorch derives these two gradients itself
     "compress": {
-        "tilelang": "nsa_tutorial.kernels.tilelang_pooling:mean_backward",
-        "triton": "nsa_tutorial.kernels.triton_pooling:mean_backward",
+        "tilelang": "nsa_tutorial.kernels.tilelang.pooling:mean_backward",
+        "triton": "nsa_tutorial.kernels.triton.pooling:mean_backward",
     },
     "gated_sum": {
-        "tilelang": "nsa_tutorial.kernels.tilelang_gates:gated_sum_backward",
-        "triton": "nsa_tutorial.kernels.triton_gates:gated_sum_backward",
+        "tilelang": "nsa_tutorial.kernels.tilelang.gates:gated_sum_backward",
+        "triton": "nsa_tutorial.kernels.triton.gates:gated_sum_backward",
     },
 }
 _INTERPRETER = threading.RLock()
@@ -130,7 +130,7 @@ def in_order(backend: str, order: str) -> str:
     """The row of `BACKENDS` that walks lists in that order; `backend` is one that `choose` named.
 
     Raises:
-        ValueError: for an order that there is not, or not on this backend.
+        ValueError: for an unknown order, or one that this backend does not have.
     """
     checks.check_one_of("order", order, ("auto", *ORDERS))
     if order != "auto" and backend != "triton":
@@ -154,8 +154,8 @@ def load(table: Table, operator: str, backend: str, q: Tensor) -> Callable:
 
 
 def _one_at_a_time(function: Callable) -> Callable:
-    """`function`, which one thread runs while the others wait: Triton's interpreter keeps the
-    program that it runs in global variables."""
+    """Serialise `function` across threads, because Triton's interpreter keeps its state in global
+    variables."""
 
     @functools.wraps(function)
     def run(*args: object, **options: object) -> object:
@@ -169,7 +169,7 @@ def _one_at_a_time(function: Callable) -> Callable:
 
 
 def located_rows(q: Tensor, M: int, cu_seqlens: Tensor | None, causal: bool = True) -> QueryRows:
-    """Where the query rows stand; before anything runs, the offsets are checked."""
+    """The positions of the query rows, with the offsets checked first."""
     checks.check_offsets(cu_seqlens, q.shape[1])
     B, N = q.shape[:2]
     return query_rows(B, N, M, causal=causal, cu_seqlens=cu_seqlens, device=q.device)
@@ -180,7 +180,7 @@ def listed_blocks(
     slot_scale: Tensor | None, cu_seqlens: Tensor | None, block_size: int, include_own_block: bool,
     causal: bool,
 ) -> tuple[Tensor, QueryRows, dict[str, object]]:  # fmt: skip
-    """The lists in the one form that every backend walks, the query rows, and `block_size`. With
+    """The lists in the form that every backend reads, the query rows, and `block_size`. With
     `slot_scale [B, N, H, S]` there is a `slot_scale [R, H, S]` beside it, a slot longer if the own
     block was added: its factor is 1."""
     rows = located_rows(q, k.shape[1], cu_seqlens, causal)
@@ -197,20 +197,19 @@ def listed_blocks(
 
 
 def at_most_one_block(block_size: int, M: int) -> int:
-    """`block_size`; where all `M` keys lie in block 0 anyway, the least power of two that holds
-    them, 16 at least: few sizes, few kernels."""
+    """`block_size`, or, if all `M` keys fit into block 0, the smallest power of two (at least 16)
+    that holds them, so that few sizes need a kernel of their own."""
     return min(block_size, max(16, 1 << max(M - 1, 0).bit_length()))
 
 
 def at_most_past(size: int, M: int) -> int:
-    """`size`; beyond `M` tokens, at most the least power of two past them, 16 at least. It is as
-    good as any larger one, int32 arithmetic holds it, and kernels meet few sizes."""
+    """`size`, cut to the next power of two after `M` (at least 16). A larger size would give the
+    same result, but could overflow int32 and would need more kernels."""
     return min(size, max(16, 1 << M.bit_length()))
 
 
 def _windows_within(M: int, length: int, stride: int) -> tuple[int, int]:
-    """`length` and `stride` that give the same summaries of at most `M` tokens, and are no larger
-    than they need to be."""
+    """The smallest `length` and `stride` that give the same summaries of at most `M` tokens."""
     if length > M:  # no summary, whatever the stride
         return (at_most_past(length, M),) * 2
     return length, at_most_past(stride, M)
@@ -219,8 +218,8 @@ def _windows_within(M: int, length: int, stride: int) -> tuple[int, int]:
 def sizes_of_a_choice(
     M: int, block_size: int, length: int, stride: int, top_n: int, num_initial: int, num_local: int
 ) -> dict[str, int]:
-    """The sizes of `select_blocks`, none much larger than `M` tokens need: the list may come out
-    shorter than it was asked for."""
+    """The sizes of `select_blocks`, cut to what `M` tokens need, so the list may be shorter than
+    asked for."""
     block_size = at_most_one_block(block_size, M)
     num_blocks = -(-M // block_size)
     length, stride = _windows_within(M, length, stride)
@@ -232,8 +231,8 @@ def sizes_of_a_choice(
 def rows_and_summaries(
     q: Tensor, k_cmp: Tensor, cu_seqlens: Tensor | None, M: int, length: int, stride: int
 ) -> tuple[QueryRows, QueryRows]:
-    """The query rows among the keys, and among the summaries, of which there must be as many as the
-    keys have."""
+    """The positions of the query rows among the keys and among the summaries. The number of
+    summaries must be what the keys give."""
     rows = located_rows(q, M, cu_seqlens)
     sequences = [M] if cu_seqlens is None else packed.offsets(cu_seqlens).lengths
     expected = sum(num_summaries(n, length, stride) for n in sequences)
@@ -247,6 +246,6 @@ def rows_and_summaries(
 
 
 def one_by_one(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs of branches, `[B, N, HQ, DV]` each, where some came stacked,
-    `[2, B, N, HQ, DV]`."""
+    """The branches' outputs, `[B, N, HQ, DV]` each; some may come stacked as `[2, B, N, HQ,
+    DV]`."""
     return [o for x in outputs for o in (x.unbind() if x.ndim == 5 else [x])]

@@ -97,7 +97,8 @@ def test_steps_of_the_backward_change_one_query_in_a_program(
 ) -> None:
     """Also where Triton would choose another order by itself."""
     pytest.importorskip("triton")
-    from nsa_tutorial.kernels import triton_backward_launch, triton_backward_variants
+    from nsa_tutorial.bench.variants import triton_backward_variants
+    from nsa_tutorial.kernels.triton.selected import backward_launch as triton_backward_launch
 
     problem = Problem.make("selected", replace(TINY, tokens=9), "cpu", "random")
     monkeypatch.setattr(triton_backward_variants, "variant", lambda _: triton_backward_launch)

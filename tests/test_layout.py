@@ -124,24 +124,34 @@ def test_operators_import_no_kernel_language() -> None:
 
 # -- a chapter's files --
 
-PARTS = ("exact", "sparse", "kernels", "training")
-# Chapters whose modules have other names; all others have that of the chapter.
-MODULES_OF = {
-    "backward_kernels": ("tilelang_backward", "triton_backward"),
-    "selection_kernels": ("tilelang_selection", "triton_selection"),
+PARTS = ("exact", "sparse", "training")
+# Chapters whose modules are kernels, in the package and in the tests; all others have the chapter's
+# name.
+KERNELS_OF = {
+    "two_tile_languages": ("course/kernels/two_tile_languages",),
+    "tilelang_forward": ("kernels/tilelang/selected/forward",),
+    "triton_forward": ("kernels/triton/selected/forward",),
+    "backward_kernels": (
+        "kernels/tilelang/selected/backward",
+        "kernels/triton/selected/backward",
+    ),
+    "selection_kernels": ("kernels/tilelang/choice", "kernels/triton/choice"),
+    "performance": ("course/kernels/performance",),
 }
 CHAPTERS = [path.stem[3:] for path in NOTEBOOKS if path.stem != "00_start_here"]
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_a_chapter_is_found_by_its_name(chapter: str) -> None:
-    """Its module stands in one folder, its tests in the folder of that name, its exercises and its
-    pictures in the course."""
-    for name in MODULES_OF.get(chapter, (chapter,)):
-        folders = [part for part in PARTS if (PACKAGE / part / f"{name}.py").exists()]
-        assert len(folders) == 1, f"{name}.py is in {folders or 'no folder'}"
-        tests = ROOT / "tests" / folders[0] / f"test_{name}.py"
-        assert tests.exists(), f"{name_of(tests)} does not exist"
+    """Its module and its tests, in folders of one name, and its exercises and its pictures in the
+    course."""
+    found = KERNELS_OF.get(chapter, [f"{part}/{chapter}" for part in PARTS])
+    found = [name for name in found if list(PACKAGE.glob(f"{name}*"))]
+    assert len(found) == len(KERNELS_OF.get(chapter, [chapter]))
+    for name in found:
+        folder, _, module = name.rpartition("/")
+        tests = list((ROOT / "tests" / folder).glob(f"test_*{module}.py"))
+        assert len(tests) == 1, f"tests of {name}: {tests}"
     for folder in ("exercises", "widgets"):
         path = PACKAGE / "course" / folder / f"{chapter}.py"
         assert path.exists(), f"{name_of(path)} does not exist"
@@ -153,11 +163,10 @@ LONGEST = 300
 # Longer ones, and why.
 LONG = {
     "nsa_tutorial/ops.py": "a function for each operator, whose docstring is its manual",
-    "nsa_tutorial/runtime/costs.py": "bytes and FLOPs of one implementation after the other",
-    "nsa_tutorial/kernels/tilelang_backward.py": "the four kernels of one backward",
-    "nsa_tutorial/kernels/tilelang_selection.py": "the three kernels of one choice",
-    "nsa_tutorial/kernels/tilelang_selection_backward.py": "the three kernels of one backward",
-    "nsa_tutorial/kernels/triton_backward.py": "the four kernels of one backward",
+    "nsa_tutorial/course/costs.py": "bytes and FLOPs of one implementation after the other",
+    "nsa_tutorial/kernels/tilelang/selected/backward.py": "the four kernels of one backward",
+    "nsa_tutorial/kernels/tilelang/compressed/backward.py": "the three kernels of one backward",
+    "nsa_tutorial/kernels/triton/selected/backward.py": "the four kernels of one backward",
     "nsa_tutorial/course/train_heads.py": "run once, to make assets/heads.npz; no chapter shows it",
 }
 # A chapter's exercises, or its pictures, one after the other: a reader opens one of them, by

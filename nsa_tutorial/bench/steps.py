@@ -83,8 +83,10 @@ def tilelang_steps(problem: Problem) -> Steps:
     from."""
     from tilelang import PassConfigKey
 
-    from nsa_tutorial.kernels import tilelang_first_draft, tilelang_forward, tilelang_launch
-    from nsa_tutorial.kernels.tilelang_variants import variant
+    from nsa_tutorial.bench.variants import tilelang_first_draft
+    from nsa_tutorial.bench.variants.tilelang_variants import variant
+    from nsa_tutorial.kernels.tilelang.selected import forward as tilelang_forward
+    from nsa_tutorial.kernels.tilelang.selected import launch as tilelang_launch
 
     shape = problem.shape
     ids = problem.ids
@@ -135,7 +137,9 @@ def newest_first(ids: Tensor) -> Tensor:
 def triton_steps(problem: Problem) -> Steps:
     """The Triton kernels, the one with pointers with one decision of its launch changed at a time,
     and the probe."""
-    from nsa_tutorial.kernels import triton_descriptors, triton_forward, triton_probe
+    from nsa_tutorial.bench.variants import triton_probe
+    from nsa_tutorial.kernels.triton.selected import forward as triton_forward
+    from nsa_tutorial.kernels.triton.selected import forward_tma as triton_descriptors
 
     shape = problem.shape
     ids = newest_first(problem.ids)
@@ -168,7 +172,7 @@ def triton_steps(problem: Problem) -> Steps:
         yield f"pointers, {warps} warp{'s' * (warps > 1)}", pointers(num_warps=warps)
     for stages in (1, 2, 3, 4):
         yield f"pointers, {stages} stage{'s' * (stages > 1)}", pointers(num_stages=stages)
-    if triton_descriptors.can_use_descriptors(problem.q, problem.k, problem.v, shape.block_size):
+    if triton_descriptors.can_walk(problem.q, problem.k, problem.v, shape.block_size):
         yield "descriptors", descriptors()
         yield "descriptors, empty slots walked", descriptors(between)
         yield PROBE, lambda: triton_probe.loads_and_products(
@@ -183,7 +187,8 @@ def triton_steps(problem: Problem) -> Steps:
 
 def triton_backward_steps(problem: Problem) -> Steps:
     """The Triton backward of lists with one decision changed at a time, and other designs."""
-    from nsa_tutorial.kernels import triton_backward_launch, triton_backward_variants
+    from nsa_tutorial.bench.variants import triton_backward_variants
+    from nsa_tutorial.kernels.triton.selected import backward_launch as triton_backward_launch
 
     o, lse = (x.detach() for x in problem.run("triton"))
     saved = (problem.d_o, torch.zeros_like(lse), problem.q, problem.k, problem.v, o, lse)

@@ -29,7 +29,7 @@ def _options(tiles: tuple[int, int, int, int], sides: tuple[str, str]) -> Callab
 
 def forward_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Pointers in place of descriptors, and other tiles."""
-    from nsa_tutorial.kernels import triton_selection_launch as launch
+    from nsa_tutorial.kernels.triton.compressed import launch
 
     def changed(tiles: tuple[int, int, int, int], **functions: object) -> Callable[[], Tensor]:
         functions["attend_options"] = _options(tiles, ("BQ", "BT"))
@@ -48,7 +48,7 @@ def forward_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], Tensor]]
 
 def backward_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], tuple[Tensor, ...]]]]:
     """Other tiles of the queries' kernel, and of the summaries'."""
-    from nsa_tutorial.kernels import triton_selection_launch as launch
+    from nsa_tutorial.kernels.triton.compressed import launch
 
     shape = problem.shape
     sizes = {"length": shape.length, "stride": shape.stride, "cu_seqlens": None}

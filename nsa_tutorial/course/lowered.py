@@ -23,16 +23,16 @@ BASIC_EXAMPLES = {
     "matmul": {"BM": 64, "BN": 64, "BD": 32},
     "attention": {"G": 4, "D": 64, "DV": 64, "BQ": 64, "BK": 64, "DT": 64, "DVT": 64},
 }
-FORWARD = "nsa_tutorial.kernels.triton_forward:kernel"
+FORWARD = "nsa_tutorial.kernels.triton.selected.forward:kernel"
 POINTERS = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}  # in Triton's signatures
 
 
 @functools.cache
 def tilelang_cuda(arch: str = "sm_90", dtype: str = "float16", **shape: int) -> str:
-    """The CUDA C++ of `tilelang_forward.build_kernel`, whose arguments `shape` are those of
-    `EXAMPLE` where left out. `arch` and errors as for `lowering.cuda`."""
+    """The CUDA C++ of `tilelang.selected.forward.build_kernel`, whose arguments `shape` are those
+    of `EXAMPLE` where left out. `arch` and errors as for `lowering.cuda`."""
     environment.require("tilelang", "cuda")
-    from nsa_tutorial.kernels import tilelang_forward as forward
+    from nsa_tutorial.kernels.tilelang.selected import forward
 
     kernel = forward.build_kernel(**{**EXAMPLE, **shape}, dtype=dtype)
     return lowering.cuda(kernel, arch, forward.PASS_CONFIGS)
@@ -42,7 +42,7 @@ def tilelang_cuda(arch: str = "sm_90", dtype: str = "float16", **shape: int) -> 
 def basic_cuda(name: str, arch: str = "sm_90", dtype: str = "float16") -> str:
     """The CUDA C++ of chapter 09's TileLang kernel `name`, at the size of `BASIC_EXAMPLES`."""
     environment.require("tilelang", "cuda")
-    from nsa_tutorial.kernels import tilelang_basics as basics
+    from nsa_tutorial.course.kernels import tilelang_basics as basics
 
     fixed_here = {"matmul": {"N": 4096, "K": 4096}, "attention": {"causal": True}}
     kernel = getattr(basics, name)(**BASIC_EXAMPLES[name], **fixed_here.get(name, {}), dtype=dtype)
@@ -59,7 +59,7 @@ def triton_stages(
     `lowering.stages`.
     """
     environment.require("triton", environment.detect().device)
-    from nsa_tutorial.kernels.triton_tiles import launch_options, tile_sizes
+    from nsa_tutorial.kernels.triton.launch_options import launch_options, tile_sizes
 
     # H is an ordinary argument here
     sizes = {name: n for name, n in {**EXAMPLE, **shape}.items() if name != "H"}
@@ -78,7 +78,7 @@ def basic_stages(name: str, arch: str = "sm_90", dtype: str = "float16") -> Mapp
     """The stages of chapter 09's Triton kernel `name`, at the size of `BASIC_EXAMPLES`."""
     types = _types(dtype, *("Q", "K", "V", "Output") if name == "attention" else "XYABC")
     return lowering.stages(
-        f"nsa_tutorial.kernels.triton_basics:{name}",
+        f"nsa_tutorial.course.kernels.triton_basics:{name}",
         {**BASIC_EXAMPLES[name], "CAUSAL": True, "NUM_STAGES": 2},
         types,
         aligned=("M", "N", "K", "R", "HQ"),  # rows then begin at multiples of 16 bytes
@@ -89,11 +89,12 @@ def basic_stages(name: str, arch: str = "sm_90", dtype: str = "float16") -> Mapp
 
 @functools.cache
 def dkv_cuda(arch: str = "sm_90", dtype: str = "float16") -> str:
-    """The CUDA C++ of `tilelang_backward.build_dkv` for lists, at the size of `EXAMPLE`."""
+    """The CUDA C++ of `tilelang.selected.backward.build_dkv` for lists, at the size of
+    `EXAMPLE`."""
     environment.require("tilelang", "cuda")
-    from nsa_tutorial.kernels import tilelang_backward as backward
-    from nsa_tutorial.kernels.tilelang_forward import PASS_CONFIGS
-    from nsa_tutorial.kernels.tilelang_tiles import dkv_options
+    from nsa_tutorial.kernels.tilelang.launch_options import dkv_options
+    from nsa_tutorial.kernels.tilelang.selected import backward
+    from nsa_tutorial.kernels.tilelang.selected.forward import PASS_CONFIGS
 
     sizes = {name: EXAMPLE[name] for name in ("G", "D", "DV", "BS")}
     options = dkv_options(**sizes, itemsize=4 if dtype == "float32" else 2)
@@ -105,7 +106,7 @@ def dkv_stages(arch: str = "sm_90", dtype: str = "float16") -> Mapping[str, str]
     """The stages of chapter 13's Triton kernel for the keys and values of lists, at the size of
     `EXAMPLE`; arguments and errors as for `triton_stages`."""
     environment.require("triton", environment.detect().device)
-    from nsa_tutorial.kernels.triton_tiles import dkv_options, tile_sizes
+    from nsa_tutorial.kernels.triton.launch_options import dkv_options, tile_sizes
 
     sizes = {name: n for name, n in EXAMPLE.items() if name != "H"}
     options = dkv_options(**sizes, itemsize=4 if dtype == "float32" else 2)
@@ -117,7 +118,7 @@ def dkv_stages(arch: str = "sm_90", dtype: str = "float16") -> Mapping[str, str]
     types |= dict.fromkeys(("Delta", "LSE2", "SharesK", "SharesV"), "*fp32")
     tables = ("Rows", "RowEnd", "FirstKey", "Head", "First", "Last", "NumParts")
     types |= dict.fromkeys((*tables, "Place"), "*i32")
-    kernel = "nsa_tutorial.kernels.triton_backward:dkv_kernel"
+    kernel = "nsa_tutorial.kernels.triton.selected.backward:dkv_kernel"
     return lowering.stages(kernel, constants, types, arch=arch, **options)
 
 

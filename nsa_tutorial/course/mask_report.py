@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nsa_tutorial.course import costs
+from nsa_tutorial.course.costs import Cost
 from nsa_tutorial.course.masks import Masks, Settings, masks_of, source, summary_visible
-from nsa_tutorial.runtime import costs
-from nsa_tutorial.runtime.costs import Cost
 
 ITEMSIZE = 2  # bytes: fp16 or bf16
 TILE = 64  # queries that share their loads in the dense kernel compared with

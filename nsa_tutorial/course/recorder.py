@@ -5,9 +5,9 @@ The kernel's own source is executed, with small stand-ins for `tl` and for point
 recorded is what the kernel's index arithmetic says, on any machine, also where Triton is not
 installed or compiles for a GPU. Triton's interpreter works the same way.
 
-It knows the operations of chapter 09's kernels, of `triton_forward`, of `triton_descriptors` and of
-`triton_backward.dkv_kernel`, and no others, computes in fp64 and int64, and says nothing about
-order, threads or time.
+It knows the operations of chapter 09's kernels, of `triton.selected.forward`, of
+`triton.selected.forward_tma` and of `triton.selected.backward.dkv_kernel`, and no others, computes
+in fp64 and int64, and says nothing about order, threads or time.
 """
 
 from __future__ import annotations
@@ -232,10 +232,22 @@ def _code(kernel: str | Callable, without: str = "") -> tuple[object, str]:
 
 
 def _called(kernel: str, code: str) -> str:
-    """The source of the functions of its module that a kernel, given by name, calls."""
+    """The source of the functions of its module, or of those that it imports, that a kernel, given
+    by name, calls."""
+    module = kernel.partition(":")[0]
+    found = dict.fromkeys(_names_called(code), module) | {
+        alias.name: node.module
+        for node in ast.parse(show(module).code).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name in _names_called(code)
+    }
+    return "".join("\n" + show(f"{found[name]}:{name}").code for name in sorted(found))
+
+
+def _names_called(code: str) -> set[str]:
     calls = (node.func for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call))
-    names = {call.id for call in calls if isinstance(call, ast.Name)} - set(vars(builtins))
-    return "".join("\n" + show(f"{kernel.partition(':')[0]}:{name}").code for name in sorted(names))
+    return {call.id for call in calls if isinstance(call, ast.Name)} - set(vars(builtins))
 
 
 def _jit(function: Callable | None = None, **_options: object) -> Callable:
@@ -251,8 +263,8 @@ def run(
 
     Args:
         kernel: a Triton kernel, its Python function, or its name,
-            `"nsa_tutorial.kernels.triton_basics:copy"`, read without importing it; a kernel given
-            by name may call functions of its module.
+            `"nsa_tutorial.course.kernels.triton_basics:copy"`, read without importing it; a kernel
+            given by name may call functions of its module, and functions that this imports.
         program: its ids.
         arguments: by name; a NumPy array stands for the pointer to its first element, and what is
             stored there is seen in it; a `Descriptor` stands for a tensor descriptor of one of

@@ -3,7 +3,7 @@
 A long function is cut into phases by marker comments such as `# -- online softmax --`. A phase
 reaches from its marker to the next marker, or to the end of the block it stands in. Source is read
 from the file, never imported, when it is named by a string:
-`show("nsa_tutorial.kernels.triton_forward:kernel")` works where triton cannot be imported.
+`show("nsa_tutorial.kernels.triton.selected.forward:kernel")` works where triton cannot be imported.
 """
 
 from __future__ import annotations

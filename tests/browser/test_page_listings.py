@@ -26,8 +26,8 @@ pytestmark = [
 PACKAGE = Path(nsa_tutorial.__file__).parent
 KERNELS = [
     "nsa_tutorial.sparse.selected_attention:forward",
-    "nsa_tutorial.kernels.tilelang_forward:build_kernel",
-    "nsa_tutorial.kernels.triton_forward:kernel",
+    "nsa_tutorial.kernels.tilelang.selected.forward:build_kernel",
+    "nsa_tutorial.kernels.triton.selected.forward:kernel",
 ]
 PTX = Listing(
     "PTX from Triton: 3 lines",

@@ -770,5 +770,5 @@ def test_chunks_of_5000_queries() -> None:
 
 def test_the_walk_has_the_phases_of_its_twin() -> None:
     twin = phases("nsa_tutorial.training.gradients:backward_dkv")
-    walk = phases("nsa_tutorial.kernels.triton_backward:walk_queries")
+    walk = phases("nsa_tutorial.kernels.triton.selected.backward:walk_queries")
     assert [phase for phase in twin if phase in walk] == walk

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from nsa_tutorial import ops
+from nsa_tutorial.course import costs
 from nsa_tutorial.course import heads as stored
 from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.exercises import compression as solutions
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.widgets import compression as pictures
-from nsa_tutorial.runtime import costs
 from nsa_tutorial.sparse.compression import MLPWeights, compress, num_summaries
 
 KNOWN = chapter_exercises("compression")

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course import dice
+from nsa_tutorial.course import costs, dice
 from nsa_tutorial.course.exercises import dense_attention as exercises
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong
 from nsa_tutorial.exact import dense_attention as da
-from nsa_tutorial.runtime import costs, environment
+from nsa_tutorial.runtime import environment
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nsa_tutorial.course.costs import kv_cache_bytes
 from nsa_tutorial.course.exercises import grouped_query_attention as exercises
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.languages import tl, triton
@@ -18,7 +19,6 @@ from nsa_tutorial.course.mistakes import Wrong
 from nsa_tutorial.course.widgets import grouped_query_attention as pictures
 from nsa_tutorial.exact import grouped_query_attention as gqa
 from nsa_tutorial.runtime import environment
-from nsa_tutorial.runtime.costs import kv_cache_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -16,8 +16,8 @@ from nsa_tutorial.course.listing_style import DARK, LIGHT, SHARED, SHARED_COLOUR
 ROOT = Path(nsa_tutorial.__file__).parents[1]
 KERNELS = [
     "nsa_tutorial.sparse.selected_attention:forward",
-    "nsa_tutorial.kernels.tilelang_forward:build_kernel",
-    "nsa_tutorial.kernels.triton_forward:kernel",
+    "nsa_tutorial.kernels.tilelang.selected.forward:build_kernel",
+    "nsa_tutorial.kernels.triton.selected.forward:kernel",
 ]
 
 
@@ -54,7 +54,7 @@ def test_show_unknown() -> None:
     ):
         show(phased, "middle")
     with pytest.raises(ValueError, match="defines no 'nothing'"):
-        show("nsa_tutorial.runtime.costs:nothing")
+        show("nsa_tutorial.course.costs:nothing")
     with pytest.raises(ValueError, match="no module"):
         show("nsa_tutorial.nowhere:f")
 
@@ -68,14 +68,14 @@ def test_show_by_name_is_show_of_the_object() -> None:
         == show(selected_attention.forward).code
     )
     assert show("nsa_tutorial.sparse.selected_attention:QueryRows").code == show(QueryRows).code
-    assert show("nsa_tutorial.runtime.costs:Cost.bytes").code.startswith(
+    assert show("nsa_tutorial.course.costs:Cost.bytes").code.startswith(
         "@property\ndef bytes(self)"
     )
 
 
 def test_show_a_triton_kernel() -> None:
     pytest.importorskip("triton")
-    from nsa_tutorial.kernels import triton_forward
+    from nsa_tutorial.kernels.triton.selected import forward as triton_forward
 
     assert "def kernel(" in show(triton_forward.kernel).code
 

@@ -83,7 +83,7 @@ def test_the_keys_kernel_fills_64_rows_in_triton() -> None:
 
 
 @needs_tilelang
-@exhaustive  # tests/kernels/test_tilelang_backward.py looks at this kernel, too
+@exhaustive  # tests/kernels/tilelang/selected/test_backward.py looks at this kernel, too
 def test_the_keys_kernel_multiplies_from_registers_in_tilelang() -> None:
     """And adds nothing by atomics."""
     cuda = lowered.dkv_cuda()

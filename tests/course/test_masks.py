@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from nsa_tutorial.course import mask_report
+from nsa_tutorial.course import costs, mask_report
 from nsa_tutorial.course import masks as maker
 from nsa_tutorial.course.masks import BRANCHES, SYNTHETIC, Settings
-from nsa_tutorial.runtime import costs
 from nsa_tutorial.sparse import selected_attention
 
 SETTINGS = {

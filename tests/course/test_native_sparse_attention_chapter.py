@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial import ops
-from nsa_tutorial.course import heads
+from nsa_tutorial.course import costs, heads
 from nsa_tutorial.course.exercises import native_sparse_attention as exercises
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.languages import tl, triton
@@ -24,7 +24,6 @@ from nsa_tutorial.course.mistakes import Wrong
 from nsa_tutorial.course.widgets import native_sparse_attention as pictures
 from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.exact.grouped_query_attention import attention
-from nsa_tutorial.runtime import costs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from nsa_tutorial.bench import drawing
+from nsa_tutorial.course import costs
 from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.exercises import performance as solutions
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong
 from nsa_tutorial.course.widgets import performance as pictures
-from nsa_tutorial.runtime import costs, environment
+from nsa_tutorial.runtime import environment
 from nsa_tutorial.sparse.selected_attention import query_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,7 +47,7 @@ def test_the_union_is_the_kernels() -> None:
     here = environment.detect()
     if here.why_not("triton", here.device):
         pytest.skip(here.why_not("triton", here.device))
-    from nsa_tutorial.kernels import triton_query_tiles
+    from nsa_tutorial.kernels.triton.selected import by_query_tiles as triton_query_tiles
 
     N, H, BS, T = 16, 1, 4, 4
     ids = drawing.draw("smooth", N, H, BS, 3, "cpu").to(here.device)
@@ -931,7 +932,8 @@ def test_constants_that_the_chapter_tells() -> None:
     here = environment.detect()
     if here.triton is None:
         pytest.skip("Triton is not installed")
-    from nsa_tutorial.kernels import triton_key_block_tiles, triton_launch
+    from nsa_tutorial.kernels.triton.selected import by_key_blocks_options as triton_key_block_tiles
+    from nsa_tutorial.kernels.triton.selected import launch as triton_launch
 
     assert "in runs of heads and queries whose partials fit 1 GiB" in text()
     partials = pictures.TOKENS * pictures.HEADS[16][0] * pictures.SLOTS * pictures.WIDTH * 2

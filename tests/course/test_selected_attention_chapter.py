@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nsa_tutorial import ops
-from nsa_tutorial.course import heads, predict, reveal
+from nsa_tutorial.course import costs, heads, predict, reveal
 from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.exercises import selected_attention as solutions
 from nsa_tutorial.course.judging import judge
@@ -23,7 +23,6 @@ from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.widgets import mask_explorer
 from nsa_tutorial.course.widgets import selected_attention as pictures
 from nsa_tutorial.exact import online_softmax
-from nsa_tutorial.runtime import costs
 from nsa_tutorial.sparse.selected_attention import dense_mask
 
 KNOWN = chapter_exercises("selected_attention")

@@ -18,11 +18,11 @@ from nsa_tutorial.course import phases, predict, reveal
 from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.exercises import selection_kernels as solutions
 from nsa_tutorial.course.judging import judge
+from nsa_tutorial.course.kernels import running_top_n
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.mistakes import Wrong
 from nsa_tutorial.course.widgets import selection_kernels as pictures
 from nsa_tutorial.exact.online_softmax import LOG2_E
-from nsa_tutorial.kernels import running_top_n
 from nsa_tutorial.runtime import environment
 from nsa_tutorial.sparse import block_selection, compression
 from nsa_tutorial.sparse.selected_attention import query_rows
@@ -823,10 +823,10 @@ def test_a_guess_of_percent(guess: float, sign: str) -> None:
 # -- what the chapter shows --
 
 
-@pytest.mark.parametrize(("triton", "tilelang"), [("score", "score"), ("pick", "pick")])
-def test_phases_that_stand_beside_each_other_have_one_name(triton: str, tilelang: str) -> None:
-    ours = phases(f"nsa_tutorial.kernels.triton_selection:{triton}_kernel")
-    theirs = phases(f"nsa_tutorial.kernels.tilelang_selection:build_{tilelang}")
+@pytest.mark.parametrize(("module", "name"), [("scores", "score"), ("pick", "pick")])
+def test_phases_that_stand_beside_each_other_have_one_name(module: str, name: str) -> None:
+    ours = phases(f"nsa_tutorial.kernels.triton.choice.{module}:{name}_kernel")
+    theirs = phases(f"nsa_tutorial.kernels.tilelang.choice.{module}:build_{name}")
     shared = [phase for phase in ours if phase in theirs]
     assert len(shared) >= 3
     assert shared == [phase for phase in theirs if phase in ours]

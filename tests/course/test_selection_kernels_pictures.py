@@ -12,8 +12,8 @@ import torch
 from nsa_tutorial import ops
 from nsa_tutorial.course import heads
 from nsa_tutorial.course.exercises.selection_kernels import pick
+from nsa_tutorial.course.kernels import running_top_n
 from nsa_tutorial.course.widgets import selection_kernels as pictures
-from nsa_tutorial.kernels import running_top_n
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,7 +52,7 @@ def test_bytes_by_counting_numbers(tokens: int, block_size: int) -> None:
 def test_the_kernels_workspace_is_that_of_chunks() -> None:
     """8,192 queries, at 65,536 tokens in blocks of 64, fill what the launch takes at most."""
     way = pictures.ways(65_536, 64, 16, 8192)["block scores, in chunks"]
-    assert way.memory - 4 * 65_536 * 4 * 16 == pictures.score_cells.WORKSPACE
+    assert way.memory - 4 * 65_536 * 4 * 16 == pictures.cells.WORKSPACE
 
 
 def test_the_panel_of_ways_keeps_chunks_within_the_text() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nsa_tutorial.course import costs
 from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.exercises import tiled_attention as solutions
 from nsa_tutorial.course.judging import judge
@@ -19,7 +20,6 @@ from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.widgets import tiled_attention as pictures
 from nsa_tutorial.exact import online_softmax, tiled_attention
 from nsa_tutorial.exact.online_softmax import LOG2_E
-from nsa_tutorial.runtime import costs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -157,7 +157,7 @@ def test_trace_of_the_twin(S: int) -> None:
 
 @needs_tilelang
 def test_the_trace_ends_where_the_kernel_does() -> None:
-    from nsa_tutorial.kernels import tilelang_launch
+    from nsa_tutorial.kernels.tilelang.selected import launch as tilelang_launch
 
     e = pictures.example()
     sizes = {"block_size": pictures.BS, "scale": e.scale}
@@ -538,7 +538,7 @@ def test_the_first_kernel_is_selected_attention() -> None:
 
 def test_our_lines_in_the_text_are_the_kernels() -> None:
     """Fenced lines of the chapter that our kernel has, too, but for its window."""
-    ours = "".join(show("nsa_tutorial.kernels.tilelang_forward:build_kernel").code.split())
+    ours = "".join(show("nsa_tutorial.kernels.tilelang.selected.forward:build_kernel").code.split())
     for line in (
         "block_id = T.clamp(BlockIndices[row, head, slot], -1, num_blocks)",
         "block_start = block_id * BS",
@@ -571,7 +571,7 @@ def test_where_the_first_kernel_is_right() -> None:
 @pytest.mark.parametrize("name", ["update_max", "is_seen", "normalise"])
 def test_a_wrong_piece_does_not_tell_its_mistake(name: str) -> None:
     """The code is the draft's; its docstring says what is wrong."""
-    whole = show(f"nsa_tutorial.kernels.tilelang_first_draft:{name}").code
+    whole = show(f"nsa_tutorial.bench.variants.tilelang_first_draft:{name}").code
     piece = pictures.wrong_piece(name).code
     assert '"""' in whole and '"""' not in piece
     assert [line for line in whole.splitlines() if '"""' not in line] == piece.splitlines()
@@ -608,7 +608,7 @@ def test_the_solution_makes_the_draft_right(name: str) -> None:
 )
 def test_the_draft_makes_the_first_mistake(name: str) -> None:
     """The first misconception of each exercise is the draft's own mistake."""
-    from nsa_tutorial.kernels import tilelang_first_draft
+    from nsa_tutorial.bench.variants import tilelang_first_draft
 
     e = EXERCISES[name]
     first = e.misconceptions[0].name

@@ -158,7 +158,7 @@ def test_a_window_is_a_list_too(window_size: int) -> None:
 
 @needs_triton
 def test_the_recorder_stores_what_the_interpreter_stores() -> None:
-    from nsa_tutorial.kernels import triton_forward
+    from nsa_tutorial.kernels.triton.selected import forward as triton_forward
 
     q, k, v, ids, rows = made(PROBLEMS["more keys than queries"])
     call = pictures.arguments(q, k, v, ids, rows, block_size=4)
@@ -477,11 +477,11 @@ def test_window_row_is_what_the_kernel_walks(case: exercises.Case) -> None:
 
 
 def test_phases_are_those_of_the_twin() -> None:
-    kernel = "nsa_tutorial.kernels.triton_forward:kernel"
+    kernel = "nsa_tutorial.kernels.triton.selected.forward:kernel"
     assert (
         phases(kernel)
         == phases(selected_attention.forward)
-        == phases("nsa_tutorial.kernels.tilelang_forward:build_kernel")
+        == phases("nsa_tutorial.kernels.tilelang.selected.forward:build_kernel")
     )
 
 

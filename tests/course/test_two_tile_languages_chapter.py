@@ -21,11 +21,11 @@ from nsa_tutorial.course import exercises, lowered, phases, recorder, show, solu
 from nsa_tutorial.course.exercises import Exercise
 from nsa_tutorial.course.exercises import two_tile_languages as chapter_09
 from nsa_tutorial.course.judging import judge
+from nsa_tutorial.course.kernels import two_tile_languages as tiles
 from nsa_tutorial.course.languages import Absent, T, tl, triton
 from nsa_tutorial.course.mistakes import Wrong
 from nsa_tutorial.course.widgets import two_tile_languages as pictures
 from nsa_tutorial.exact import grouped_query_attention as gqa
-from nsa_tutorial.kernels import two_tile_languages as tiles
 from nsa_tutorial.runtime import environment
 
 needs_tilelang = pytest.mark.skipif(
@@ -42,7 +42,7 @@ interpreted = pytest.mark.skipif(
 
 # -- the two languages beside each other --
 
-MODULES = ("nsa_tutorial.kernels.triton_basics", "nsa_tutorial.kernels.tilelang_basics")
+MODULES = tuple(f"nsa_tutorial.course.kernels.{x}_basics" for x in ("triton", "tilelang"))
 
 
 @pytest.mark.parametrize("name", tiles.KERNELS)
@@ -91,7 +91,7 @@ def test_the_recorder_sees_what_tritons_interpreter_does(
     """Every address that the real kernel loads and stores, program by program, mask by mask."""
     from triton.runtime import interpreter
 
-    from nsa_tutorial.kernels import triton_basics
+    from nsa_tutorial.course.kernels import triton_basics
 
     case = pictures.example(kernel)
     tensors = {name: torch.randn(shape) for name, shape in case.shapes.items()}
@@ -142,7 +142,7 @@ def test_the_recorder_computes_what_the_kernel_computes() -> None:
     tensors = {name: generator.standard_normal(shape) for name, shape in case.shapes.items()}
     for program in recorder.programs(case.grid):
         recorder.run(
-            "nsa_tutorial.kernels.triton_basics:attention", program, tensors | case.numbers
+            "nsa_tutorial.course.kernels.triton_basics:attention", program, tensors | case.numbers
         )
     q, k, v, o, lse = (torch.from_numpy(x) for x in tensors.values())
     expected = gqa.attention(q, k, v, scale=0.5, return_lse=True)
@@ -161,7 +161,7 @@ def test_a_program_reads_nothing_else(backend: str) -> None:
     sizes = case.numbers | {"BM": 16, "BN": 16, "BD": 16, "M": 20, "N": 25, "K": 37}
     shapes = {"A": (20, 37), "B": (37, 25), "C": (20, 25)}
     arrays = {name: np.zeros(shape) for name, shape in shapes.items()}
-    seen = recorder.run("nsa_tutorial.kernels.triton_basics:matmul", (1, 1), arrays | sizes)
+    seen = recorder.run("nsa_tutorial.course.kernels.triton_basics:matmul", (1, 1), arrays | sizes)
     a, b = torch.randn(20, 37, device=device), torch.randn(37, 25, device=device)
     poisoned = [
         x.masked_fill(torch.from_numpy(seen.touched("load", name) == 0).to(device), torch.nan)
@@ -304,7 +304,7 @@ def test_tilelang_lowers_the_tests_tiles() -> None:
     import tilelang
     import tvm
 
-    from nsa_tutorial.kernels import tilelang_basics
+    from nsa_tutorial.course.kernels import tilelang_basics
 
     kernels = [
         tilelang_basics.softmax(BR=4, BN=16, dtype="bfloat16"),

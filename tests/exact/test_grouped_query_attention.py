@@ -8,10 +8,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nsa_tutorial.course import costs
 from nsa_tutorial.course.widgets import grouped_query_attention as pictures
 from nsa_tutorial.exact import dense_attention
 from nsa_tutorial.exact import grouped_query_attention as gqa
-from nsa_tutorial.runtime import costs
 
 # B, N, M, HQ, H, D, DV
 SHAPES = [

@@ -10,10 +10,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from nsa_tutorial.course import costs
 from nsa_tutorial.course.widgets import tiled_attention as pictures
 from nsa_tutorial.exact import dense_attention, online_softmax, tiled_attention
 from nsa_tutorial.exact import grouped_query_attention as gqa
-from nsa_tutorial.runtime import costs
 
 # B, N, M, HQ, H, D, DV
 SHAPES = [

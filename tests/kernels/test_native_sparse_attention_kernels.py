@@ -61,7 +61,8 @@ def test_agrees_with_the_reference(
 def test_one_output_for_selection_and_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both branches write to one tensor: the gated sum reads it, and nobody copies."""
     skip_unless_runs("triton", "cpu")
-    from nsa_tutorial.kernels import triton_forward, triton_windows
+    from nsa_tutorial.kernels.triton.selected import forward as triton_forward
+    from nsa_tutorial.kernels.triton.window import forward as triton_windows
 
     written = []
     for kernels in (triton_forward, triton_windows):

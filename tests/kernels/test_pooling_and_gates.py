@@ -310,7 +310,7 @@ def test_no_row(backend: str, device: str) -> None:
 def test_outputs_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor are gradients, stacked ones included: the kernels read and write in place."""
     skip_unless_runs("triton", "cpu")
-    from nsa_tutorial.kernels import triton_gates
+    from nsa_tutorial.kernels.triton import gates as triton_gates
 
     launched, original = [], triton_gates.launch
 

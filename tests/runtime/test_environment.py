@@ -213,7 +213,7 @@ for backend in ("triton", "tilelang"):
         ops.selected_attention(q, k, k, ids, block_size=2, backend=backend)
     except environment.BackendUnavailable as error:
         print(error)
-kernel = "nsa_tutorial.kernels.triton_forward:kernel"
+kernel = "nsa_tutorial.kernels.triton.selected.forward:kernel"
 print("scores_max" in show(kernel, phase="online softmax").code)
 """
     lines = run(code, **without_kernel_packages).splitlines()

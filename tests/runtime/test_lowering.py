@@ -14,14 +14,14 @@ needs_tilelang = pytest.mark.skipif(
 needs_triton = pytest.mark.skipif(
     environment.detect().triton is None, reason="triton is not installed"
 )
-COPY = "nsa_tutorial.kernels.triton_basics:copy"
+COPY = "nsa_tutorial.course.kernels.triton_basics:copy"
 TYPES = {"X": "*fp16", "Y": "*fp16"}
 
 
 @needs_tilelang
 def test_tilelang_becomes_cuda() -> None:
     """The passes are those that are given: without TMA, the tile is copied by threads."""
-    from nsa_tutorial.kernels import tilelang_basics
+    from nsa_tutorial.course.kernels import tilelang_basics
 
     kernel = tilelang_basics.copy(64, "float16")
     plain = lowering.cuda(kernel)
@@ -57,7 +57,7 @@ def test_serialise_moves_tiles_and_loops() -> None:
     import tilelang  # noqa: F401 - it brings tvm
     from tvm import ir
 
-    from nsa_tutorial.kernels.tilelang_forward import build_kernel
+    from nsa_tutorial.kernels.tilelang.selected.forward import build_kernel
     from nsa_tutorial.runtime.tilelang_cpu import serialise
 
     def scopes_and_kinds(kernel: object) -> tuple[set[str], set[int]]:

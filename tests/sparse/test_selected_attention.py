@@ -353,7 +353,7 @@ def test_auto_takes_the_reference_on_the_cpu() -> None:
 
 @pytest.mark.gpu
 def test_auto_takes_triton_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nsa_tutorial.kernels import triton_launch
+    from nsa_tutorial.kernels.triton.selected import launch as triton_launch
 
     seen = []
     original = triton_launch.forward
@@ -400,7 +400,7 @@ def test_more_rows_than_a_small_grid_dimension(backend: str) -> None:
 def test_new_lengths_compile_nothing() -> None:
     """Queries, keys, batch, slots and packing are open: one kernel serves them all."""
     skip_unless_runs("tilelang", "cpu")
-    from nsa_tutorial.kernels import tilelang_forward
+    from nsa_tutorial.kernels.tilelang.selected import forward as tilelang_forward
 
     tilelang_forward.compiled.cache_clear()
     for problem in (
@@ -414,7 +414,8 @@ def test_new_lengths_compile_nothing() -> None:
 
 @pytest.mark.gpu
 def test_new_lengths_compile_nothing_in_triton() -> None:
-    from nsa_tutorial.kernels import triton_descriptors, triton_forward
+    from nsa_tutorial.kernels.triton.selected import forward as triton_forward
+    from nsa_tutorial.kernels.triton.selected import forward_tma as triton_descriptors
 
     def compiled() -> int:
         kernels = (triton_forward.kernel, triton_descriptors.descriptor_kernel)

@@ -3,10 +3,10 @@ keys' kernel step by step, and scores that learn to choose.
 
 `contention` counts, on the lists of the benchmark, who adds to which block: with a program for
 every slot and atomics, and with chunks of the inverse list. `record` runs one program of
-`triton_backward.dkv_kernel` from its own source (`course.recorder`) on chapter 10's real heads, and
-`so_far` runs the same program on the beginning of its chunk. `draw_transpose`, `draw_chunks`,
-`draw_contention`, `draw_step` and `draw_learning` draw; `contention_panel` and `stepper` put
-controls on them.
+`triton.selected.backward.dkv_kernel` from its own source (`course.recorder`) on chapter 10's real
+heads, and `so_far` runs the same program on the beginning of its chunk. `draw_transpose`,
+`draw_chunks`, `draw_contention`, `draw_step` and `draw_learning` draw; `contention_panel` and
+`stepper` put controls on them.
 
 Nothing here needs Triton or a GPU.
 """
@@ -37,8 +37,8 @@ from nsa_tutorial.course.widgets.tilelang_forward import (
     signed_bytes,
 )
 from nsa_tutorial.exact.online_softmax import LOG2_E
-from nsa_tutorial.kernels import backward_tables
-from nsa_tutorial.kernels.backward_tables import Tables
+from nsa_tutorial.kernels.tables import chunks as backward_tables
+from nsa_tutorial.kernels.tables.chunks import Tables
 from nsa_tutorial.sparse import inverse_list, selected_attention
 from nsa_tutorial.sparse.inverse_list import Chunks, InverseList
 from nsa_tutorial.sparse.selected_attention import QueryRows
@@ -344,7 +344,7 @@ def draw_chunks(kind: str = "trained", tokens: int = 1024, length: int = 128) ->
 
 # -- one program of the keys' kernel, step by step --
 
-KERNEL = "nsa_tutorial.kernels.triton_backward:dkv_kernel"
+KERNEL = "nsa_tutorial.kernels.triton.selected.backward:dkv_kernel"
 CHUNK = 16  # queries, and up to twice as many: the kernel's own chunks never cut 96 queries
 STEP_ROWS = 16  # the kernel takes 64
 

@@ -20,12 +20,12 @@ import ipywidgets
 import torch
 from torch import Tensor
 
+from nsa_tutorial.course import costs
 from nsa_tutorial.course import heads as stored
 from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure
 from nsa_tutorial.course.heads import Heads
 from nsa_tutorial.course.sheet import Chart, Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
-from nsa_tutorial.runtime import costs
 from nsa_tutorial.sparse.compression import MLPWeights, compress, num_summaries
 
 TOKENS = 65_536  # of the long example

@@ -22,6 +22,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from nsa_tutorial.course import costs
 from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure, shades
 from nsa_tutorial.course.sheet import Chart, Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
@@ -30,7 +31,6 @@ from nsa_tutorial.course.widgets.grouped_query_attention import (
     H200_BYTES_PER_S,
     H200_FLOPS_PER_S,
 )
-from nsa_tutorial.runtime import costs
 from nsa_tutorial.training import gradients
 
 GIB = 2**30

@@ -17,11 +17,11 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.patches import Rectangle
 
+from nsa_tutorial.course import costs
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, readable_on, shades
 from nsa_tutorial.course.sheet import Chart, Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.exact.grouped_query_attention import group_size, kv_head
-from nsa_tutorial.runtime import costs
 
 HQ, D, LAYERS = 64, 128, 60
 KV_HEADS = (64, 16, 8, 4, 1)

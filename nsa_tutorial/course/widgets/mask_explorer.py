@@ -18,6 +18,7 @@ import ipywidgets
 import numpy as np
 from matplotlib.colors import to_rgb
 
+from nsa_tutorial.course import costs
 from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture
 from nsa_tutorial.course.mask_report import (
     TILE,
@@ -44,7 +45,6 @@ from nsa_tutorial.course.masks import (
 )  # fmt: skip
 from nsa_tutorial.course.sheet import Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
-from nsa_tutorial.runtime import costs
 
 SHOWN = {
     "all branches": BRANCHES,

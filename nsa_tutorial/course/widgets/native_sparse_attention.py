@@ -26,13 +26,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize, one_hot
 
 from nsa_tutorial import ops
-from nsa_tutorial.course import heads
+from nsa_tutorial.course import costs, heads
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, readable_on, shades
 from nsa_tutorial.course.sheet import Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.exact.dense_attention import causal_mask
 from nsa_tutorial.exact.grouped_query_attention import attention
-from nsa_tutorial.runtime import costs
 from nsa_tutorial.sparse import query_tiles
 from nsa_tutorial.sparse.selected_attention import QueryRows, query_rows
 

@@ -25,14 +25,14 @@ from torch import Tensor
 
 from nsa_tutorial import ops
 from nsa_tutorial.bench import drawing
-from nsa_tutorial.course import heads
+from nsa_tutorial.course import costs, heads
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
 from nsa_tutorial.course.sheet import Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.course.widgets.grouped_query_attention import H200_BYTES_PER_S, H200_FLOPS_PER_S
 from nsa_tutorial.course.widgets.selection_kernels import SIZES
 from nsa_tutorial.course.widgets.tilelang_forward import ASSETS
-from nsa_tutorial.runtime import costs, environment, lowering
+from nsa_tutorial.runtime import environment, lowering
 
 PERFORMANCE = ASSETS / "performance_h200.json"
 PROFILE = ASSETS / "ncu_h200.txt"
@@ -639,7 +639,7 @@ def draw_tuning() -> Picture:
 
 # -- what a compiler writes --
 
-_KERNELS = "nsa_tutorial.kernels.performance:"
+_KERNELS = "nsa_tutorial.course.kernels.performance:"
 
 
 def instructions() -> dict[str, dict[str, int]]:

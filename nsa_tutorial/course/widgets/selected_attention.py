@@ -20,12 +20,11 @@ import torch
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from nsa_tutorial.course import heads
+from nsa_tutorial.course import costs, heads
 from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure, readable_on
 from nsa_tutorial.course.heads import Heads
 from nsa_tutorial.course.sheet import Chart, Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
-from nsa_tutorial.runtime import costs
 
 KINDS = ("selected", "own block", "not listed", "future")
 COPYING = (

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nsa_tutorial import ops
 from nsa_tutorial.bench import drawing
-from nsa_tutorial.course import heads
+from nsa_tutorial.course import costs, heads
 from nsa_tutorial.course.figures import Picture
 from nsa_tutorial.course.sheet import Chart, Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
@@ -34,8 +34,8 @@ from nsa_tutorial.course.widgets.grouped_query_attention import (
     H200_FLOPS_PER_S,
 )
 from nsa_tutorial.course.widgets.tilelang_forward import ASSETS
-from nsa_tutorial.runtime import costs
-from nsa_tutorial.sparse import block_selection, score_cells
+from nsa_tutorial.kernels.tables import cells
+from nsa_tutorial.sparse import block_selection
 from nsa_tutorial.sparse.compression import num_summaries, summary_rows
 from nsa_tutorial.sparse.selected_attention import query_rows
 
@@ -75,11 +75,9 @@ class Way:
 @functools.cache
 def ways(tokens: int, block_size: int, top_n: int, chunk: int) -> dict[str, Way]:
     """By name: every way to get the lists of `HEADS` groups of `GROUP` heads, in fp32."""
-    cells = score_cells.cells(
-        tokens, length=LENGTH, stride=STRIDE, block_size=block_size, is_apart=True
-    )
+    cut = cells.cells_of(tokens, length=LENGTH, stride=STRIDE, block_size=block_size, is_apart=True)
     summaries = 4 * HEADS * tokens * num_summaries(tokens, LENGTH, STRIDE)
-    blocks = 4 * HEADS * tokens * cells.shares * cells.per_row
+    blocks = 4 * HEADS * tokens * cut.shares * cut.per_row
     lists = 4 * HEADS * tokens * top_n
     held = blocks * min(chunk, tokens) // tokens
     return {
@@ -280,7 +278,8 @@ def _draw_list(chart: Chart, step: int, ids: list[int], new: set[int]) -> None:
 
 
 def merge_stages(a: list[int], b: list[int]) -> list[list[int]]:
-    """The numbers after each stage of `running_top_n.best_of_two`, the mirror's first."""
+    """The numbers after each stage of `course.kernels.running_top_n.best_of_two`, the mirror's
+    first."""
     x = [max(pair) for pair in zip(a, reversed(b), strict=True)]
     stages, distance = [x], len(x) // 2
     while distance:

@@ -20,13 +20,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
+from nsa_tutorial.course import costs
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, readable_on
 from nsa_tutorial.course.sheet import Chart, Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.course.widgets.grouped_query_attention import H200_BYTES_PER_S, H200_FLOPS_PER_S
 from nsa_tutorial.exact.dense_attention import causal_mask
 from nsa_tutorial.exact.tiled_attention import Tile, tiles
-from nsa_tutorial.runtime import costs
 
 MEASURED = Path(__file__).resolve().parents[3] / "assets" / "performance_h200.json"
 GIB, KIB = 2**30, 2**10

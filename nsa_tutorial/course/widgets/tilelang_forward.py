@@ -71,9 +71,9 @@ def variants() -> Iterator[tuple[str, str, object, dict]]:
     a row of."""
     from tilelang import PassConfigKey as Key
 
-    from nsa_tutorial.kernels import tilelang_first_draft as draft
-    from nsa_tutorial.kernels import tilelang_forward as ours
-    from nsa_tutorial.kernels.tilelang_variants import variant
+    from nsa_tutorial.bench.variants import tilelang_first_draft as draft
+    from nsa_tutorial.bench.variants.tilelang_variants import variant
+    from nsa_tutorial.kernels.tilelang.selected import forward as ours
 
     H, G, D, BS, S = EXAMPLE.values()
 
@@ -242,7 +242,7 @@ def draw_fragment(thread: int = 5) -> Picture:
 
 def wrong_piece(name: str) -> Listing:
     """A piece of the first draft, without its docstring: that would tell the mistake."""
-    whole = show(f"nsa_tutorial.kernels.tilelang_first_draft:{name}")
+    whole = show(f"nsa_tutorial.bench.variants.tilelang_first_draft:{name}")
     lines = [line for line in whole.code.splitlines() if '"""' not in line]
     return replace(whole, code="\n".join(lines), first=None)
 
@@ -298,7 +298,7 @@ CHAIN = {
 
 def probe_ms(tokens: int = 65536, width: int = 128) -> float:
     """Milliseconds that the same tiles take if they are loaded and multiplied, and nothing else:
-    the probe of `triton_probe`, in bf16."""
+    the probe of `bench.variants.triton_probe`, in bf16."""
     return times(tokens, width=width, path=PROBED)[PROBE]["ms"]
 
 

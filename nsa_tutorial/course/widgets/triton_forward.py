@@ -1,10 +1,10 @@
 """Chapter 11's pictures: the Triton kernel's pointer tiles and masks, found by running its own
 source, and what was measured.
 
-`program` runs one program of `triton_forward.kernel` (`course.recorder`) on any small call;
-`record` does so on chapter 10's real heads, and `moment` adds the scores that the PyTorch twin has
-in the same step (`course.trace`). `draw_step`, `sentence` and `explore` show both beside each
-other. `measured` reads the times stored by `python -m nsa_tutorial.bench`.
+`program` runs one program of `triton.selected.forward.kernel` (`course.recorder`) on any small
+call; `record` does so on chapter 10's real heads, and `moment` adds the scores that the PyTorch
+twin has in the same step (`course.trace`). `draw_step`, `sentence` and `explore` show both beside
+each other. `measured` reads the times stored by `python -m nsa_tutorial.bench`.
 
 Nothing here computes attention, and nothing needs Triton.
 """
@@ -46,8 +46,8 @@ from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.sparse import selected_attention, sliding_window
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
-KERNEL = "nsa_tutorial.kernels.triton_forward:kernel"
-DESCRIPTOR_KERNEL = "nsa_tutorial.kernels.triton_descriptors:descriptor_kernel"
+KERNEL = "nsa_tutorial.kernels.triton.selected.forward:kernel"
+DESCRIPTOR_KERNEL = "nsa_tutorial.kernels.triton.selected.forward_tma:descriptor_kernel"
 MEASURED = ASSETS / "triton_forward_h200.json"
 MASK_OF_V = "mask=v_mask, other=0.0"  # what `draw_poisoned` leaves out of the kernel
 _NOTHING = "#EDEFF1"
@@ -65,8 +65,8 @@ def arguments(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
     block_size: int, BT: int | None = None, tiles: tuple[int, int, int] | None = None,
 ) -> dict[str, object]:  # fmt: skip
-    """The kernel's arguments for the recorder, of a call of `triton_forward.launch`; outputs are
-    NaN until they are stored.
+    """The kernel's arguments for the recorder, of a call of `triton.selected.forward.launch`;
+    outputs are NaN until they are stored.
 
     `tiles` are `GT, DT, DVT` where the padding is in the way of seeing something.
     """

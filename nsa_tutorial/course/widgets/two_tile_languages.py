@@ -85,7 +85,7 @@ def record(kernel: str, program: tuple[int, ...]) -> recorder.Record:
     """Run one program of the example on random numbers and return what it touched."""
     case, generator = example(kernel), np.random.default_rng(0)
     tensors = {name: generator.standard_normal(shape) for name, shape in case.shapes.items()}
-    name = f"nsa_tutorial.kernels.triton_basics:{kernel}"
+    name = f"nsa_tutorial.course.kernels.triton_basics:{kernel}"
     return recorder.run(name, program, tensors | case.numbers)
 
 

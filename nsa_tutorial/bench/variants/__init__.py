@@ -1,0 +1,1 @@
+"""Probes, variants and a first draft of the kernels: measured, and called by no operator."""

@@ -1,0 +1,1 @@
+"""What the kernels of both languages read besides the tensors."""

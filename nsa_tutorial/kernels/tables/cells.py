@@ -1,0 +1,71 @@
+"""In what the kernels of the choice leave their scores, between the one that computes and the one
+that reads them.
+
+A *cell* is a run of summaries that begin in one block, and holds what they give to that block.
+Where summaries reach into the next blocks, it has a share for each of them. So a row of scores is
+as long as its blocks, not as its summaries. A summary is a cell of its own where a block is no
+power of two of strides, or where rows of several sequences share a tile.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from nsa_tutorial.sparse.compression import num_summaries
+
+TILE = 128  # queries: chunks begin at a multiple of it
+WORKSPACE = 2**28  # bytes of scores at a time
+LARGEST_CELL = 16  # summaries
+
+
+class Cells(NamedTuple):
+    """Attributes:
+    size: summaries of a cell.
+    pieces: strides of a summary; 1 if a cell is a summary.
+    shares: blocks to which a cell gives.
+    per_row: cells of the longest sequence.
+    overlapping: summaries that share tokens with one block, at most.
+    num_blocks: blocks of the longest sequence, rounded up to a power of two.
+    """
+
+    size: int
+    pieces: int
+    shares: int
+    per_row: int
+    overlapping: int
+    num_blocks: int
+
+
+def cells_of(M: int, *, length: int, stride: int, block_size: int, is_apart: bool) -> Cells:
+    """The cells of rows over `M` keys; `is_apart` where no tile of queries has rows of two
+    sequences.
+
+    >>> cells_of(65536, length=32, stride=16, block_size=64, is_apart=True)
+    Cells(size=4, pieces=2, shares=2, per_row=1024, overlapping=5, num_blocks=1024)
+    """
+    num_blocks = power_of_two(-(-M // block_size))
+    # window starts in block_size + length - 1 consecutive tokens, at most
+    overlapping = -(-(block_size + length - 1) // stride)
+    size, pieces = block_size // stride, length // stride
+    is_whole = block_size % stride == length % stride == 0
+    is_cell = is_whole and size in (2, 4, 8, LARGEST_CELL) and pieces <= size + 1
+    if not (is_cell and is_apart):
+        return Cells(1, 1, 1, max(1, num_summaries(M, length, stride)), overlapping, num_blocks)
+    shares = (size + pieces - 2) // size + 1
+    per_row = max(1, -(-num_summaries(M, length, stride) // size))
+    return Cells(size, pieces, shares, per_row, overlapping, num_blocks)
+
+
+def power_of_two(n: int) -> int:
+    """The least that is not below `n`."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def rows_of_a_chunk(cells: Cells, R: int, H: int) -> int:
+    """How many of `R` query rows have their scores in the workspace at a time."""
+    bytes_per_row = 4 * cells.shares * H * cells.per_row
+    fitting = max(1, WORKSPACE // bytes_per_row)
+    part = (
+        1 << fitting.bit_length() - 1
+    )  # of a tile: a chunk has whole tiles, or tiles whole chunks
+    return min(R, fitting // TILE * TILE or part)

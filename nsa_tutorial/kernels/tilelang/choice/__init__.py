@@ -1,0 +1,1 @@
+"""The choice of blocks in TileLang: scores, then the pick."""

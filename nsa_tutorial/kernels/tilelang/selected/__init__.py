@@ -1,0 +1,1 @@
+"""Selected attention and sliding windows in TileLang."""

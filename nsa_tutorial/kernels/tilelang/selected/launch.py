@@ -1,0 +1,77 @@
+"""What the operators call on the TileLang backend: lists, windows, or both, by the kernel of
+`selected.forward`.
+
+Blocks that are too long for a tile are cut in parts, and a window becomes rows that see nothing
+before it. No argument is checked here: `ops` does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa_tutorial.kernels.tilelang.selected.forward import launch
+from nsa_tutorial.sparse.selected_attention import QueryRows
+
+WINDOW_BLOCK = 64  # tokens of a window that are taken at a time
+# A kernel holds the keys and the values of one block on chip. This many bytes fit on every GPU from
+# sm_80 on, with room for the queries; a longer block is walked in equal parts.
+LARGEST_KERNEL_TILE = 64 * 1024
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
+    block_size: int, scale: float, slot_scale: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The lists; arguments and results as in `selected_attention.forward`, on CUDA tensors, or on
+    CPU tensors through C. `out` is where `o` and `lse` go."""
+    token_bytes = (k.shape[-1] + v.shape[-1]) * q.element_size()
+    ids, part_size = split_long_blocks(ids, block_size, token_bytes)
+    if slot_scale is not None:  # the parts of a block share its factor
+        slot_scale = slot_scale.repeat_interleave(block_size // part_size, dim=-1)
+    sizes = {"block_size": part_size, "scale": scale, "slot_scale": slot_scale}
+    return launch(q, k, v, ids, rows, **sizes, out=out)
+
+
+def sliding_window(
+    q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, *,
+    window_size: int, scale: float, out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The windows; arguments and results as in `sliding_window.forward`."""
+    start = (rows.position - window_size + 1).clamp(min=0)
+    rows = rows._replace(first_key=rows.first_key + start, num_visible=rows.num_visible - start)
+    no_list = start.new_empty(len(start), k.shape[2], 0)  # [R, H, S = 0]
+    options = {"block_size": WINDOW_BLOCK, "scale": scale, "is_window": True}
+    return launch(q, k, v, no_list, rows, **options, out=out)
+
+
+def selection_and_window(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
+    block_size: int, window_size: int, scale: float, slot_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Both over the same keys and values, in two launches: `o [2, B, N, HQ, DV]` and
+    `lse [2, B, N, HQ]`, of the lists, then of the windows. `slot_scale` is the lists'."""
+    o = v.new_empty(2, *q.shape[:3], v.shape[3])
+    lse = v.new_empty(2, *q.shape[:3], dtype=torch.float32)
+    lists, windows = zip(o, lse, strict=True)
+    sizes = {"block_size": block_size, "scale": scale, "slot_scale": slot_scale}
+    forward(q, k, v, ids, rows, **sizes, out=lists)
+    sliding_window(q, k, v, rows, window_size=window_size, scale=scale, out=windows)
+    return o, lse
+
+
+def split_long_blocks(ids: Tensor, block_size: int, bytes_per_token: int) -> tuple[Tensor, int]:
+    """Blocks too long for a kernel's tile, as lists of equal parts: ids `[R, H, S * parts]` and the
+    size of a part."""
+    most = min(128, LARGEST_KERNEL_TILE // bytes_per_token)
+    parts = next(
+        p for p in range(1, block_size + 1) if block_size % p == 0 and block_size // p <= most
+    )
+    if parts == 1:
+        return ids, block_size
+    # an id this large is past the end of any sequence
+    limit = torch.iinfo(torch.int32).max // parts
+    part = torch.arange(parts, dtype=ids.dtype, device=ids.device)
+    split = torch.where((ids >= 0) & (ids < limit), ids, -1)[..., None] * parts + part
+    return split.masked_fill(split < 0, -1).flatten(-2).contiguous(), block_size // parts

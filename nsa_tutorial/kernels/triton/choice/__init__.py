@@ -1,0 +1,1 @@
+"""The choice of blocks in Triton: scores, then the pick."""

@@ -1,0 +1,59 @@
+"""What the operators call for the choice of blocks on the Triton backend: `scores`, then `pick`, a
+chunk of queries at a time. No argument is checked here: `ops` does."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa_tutorial.exact.online_softmax import LOG2_E
+from nsa_tutorial.kernels.tables import cells
+from nsa_tutorial.kernels.triton.choice.pick import pick_kernel
+from nsa_tutorial.kernels.triton.choice.scores import score_kernel
+from nsa_tutorial.kernels.triton.compressed.launch import compressed_attention
+from nsa_tutorial.kernels.triton.launch_options import pick_options, score_options, tile_sizes
+from nsa_tutorial.runtime.shared_memory import shared_memory
+from nsa_tutorial.sparse.selected_attention import QueryRows
+
+
+def select_blocks(
+    q: Tensor, k_cmp: Tensor, lse: Tensor | None, rows: QueryRows, summaries: QueryRows, *,
+    M: int, top_n: int, block_size: int, length: int, stride: int, num_initial: int, num_local: int,
+    scale: float, block_counts: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The blocks of each query: `block_selection.select_blocks`, a chunk of queries at a time."""
+    (B, N, HQ, D), H = q.shape, k_cmp.shape[2]
+    R = B * N
+    if lse is None:
+        _, lse = compressed_attention(q, k_cmp, k_cmp, summaries, scale=scale)
+    q, k_cmp, lse = q.contiguous(), k_cmp.contiguous(), lse.contiguous()
+    cut = cells.cells_of(
+        M, length=length, stride=stride, block_size=block_size,
+        is_apart=rows.num_sequences == 1 or (rows.num_sequences == B and N % cells.TILE == 0),
+    )  # fmt: skip
+    options = score_options(D, q.element_size(), shared_memory(q.device))
+    ids = q.new_empty(B, N, H, top_n, dtype=torch.int32)
+    if block_counts is not None:
+        block_counts = block_counts.contiguous()
+    rows_of_a_chunk = cells.rows_of_a_chunk(cut, R, H)
+    scores = q.new_empty(cut.shares * rows_of_a_chunk * H * cut.per_row, dtype=torch.float32)
+    for first_row in range(0, R, rows_of_a_chunk):
+        last_row = min(first_row + rows_of_a_chunk, R)
+        num_rows = last_row - first_row
+        num_blocks = cut.num_blocks
+        if B == 1 and rows.num_sequences == 1:  # queries are in order: what they see is known
+            num_blocks = cells.power_of_two(-(-(M - N + last_row) // block_size))
+        pick = pick_options(num_blocks)
+        score_kernel[(triton.cdiv(num_rows, options["BQ"]) * H,)](
+            q, k_cmp, lse, summaries.first_key, summaries.num_visible, scores, scale * LOG2_E,
+            last_row, first_row, H, cut.per_row, G=HQ // H, D=D, C=cut.size,
+            SHARES=cut.shares, PIECES=cut.pieces, DT=tile_sizes(1, D, D)["DT"], **options,
+        )  # fmt: skip
+        pick_kernel[(triton.cdiv(num_rows * H, pick["BR"]),)](
+            scores, summaries.num_visible, rows.position, block_counts, ids, num_rows, first_row,
+            H, cut.per_row, top_n, num_initial, num_local, length, stride, BS=block_size,
+            C=cut.size, SHARES=cut.shares, K=cut.overlapping, NB=num_blocks,
+            HAS_COUNTS=block_counts is not None, NT=triton.next_power_of_2(top_n), **pick,
+        )  # fmt: skip
+    return ids

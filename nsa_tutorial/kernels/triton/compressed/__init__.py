@@ -1,0 +1,1 @@
+"""Attention to summaries in Triton."""

@@ -1,0 +1,39 @@
+"""Tensor descriptors of keys and values: what the tensor memory accelerator of Hopper and later
+fetches, one instruction a tile."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+def can_use_descriptors(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether keys and values can come by descriptor: 16-bit numbers on a GPU with the accelerator,
+    and widths that are powers of two of at least 16.
+
+    The accelerator's copies are Hopper's and later; elsewhere Triton takes them apart again. fp32,
+    whose products keep off the tensor cores, stays with pointers; it was not measured here.
+    """
+    if not (q.is_cuda and q.element_size() == 2 and k.shape[1] > 0):
+        return False
+    if torch.cuda.get_device_capability(q.device) < (9, 0):
+        return False
+    return all(n >= 16 and n == triton.next_power_of_2(n) for n in (q.shape[3], v.shape[3]))
+
+
+def token_boxes(*tensors: Tensor, BT: int) -> list[TensorDescriptor]:
+    """Of contiguous keys and values `[B, M, H, width]`: boxes of `BT` tokens of one head, from
+    `[B * M, H, width]`."""
+    return [TensorDescriptor.from_tensor(x.flatten(0, 1), [BT, 1, x.shape[-1]]) for x in tensors]
+
+
+def flat_boxes(*tensors: Tensor, BT: int) -> list[TensorDescriptor]:
+    """Of contiguous keys and values `[B, M, H, width]`: boxes of `BT` tokens of one head, from
+    `[B * M, H * width]`."""
+    flat = (x.flatten(0, 1).flatten(1) for x in tensors)
+    return [
+        TensorDescriptor.from_tensor(y, [BT, x.shape[-1]])
+        for x, y in zip(tensors, flat, strict=True)
+    ]

@@ -1,0 +1,18 @@
+"""The online softmax of a tile (chapter 03), for the kernels that do not spell it out."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def online_softmax(acc_s, scores_max_prev, running_sum, acc_o, scale_log2):
+    """The weights of one tile's scores `[GT, BT]`; the running maximum, sum and accumulator with
+    them, rescaled."""
+    scores_max = tl.maximum(scores_max_prev, tl.max(acc_s, axis=1))
+    shift = tl.where(scores_max == float("-inf"), 0.0, scores_max)
+    scores_scale = tl.exp2((scores_max_prev - shift) * scale_log2)
+    acc_s = tl.exp2((acc_s - shift[:, None]) * scale_log2)
+    running_sum = running_sum * scores_scale + tl.sum(acc_s, axis=1)
+    return acc_s, scores_max, running_sum, acc_o * scores_scale[:, None]

@@ -1,0 +1,129 @@
+"""Chapter 14: the mean of each window of tokens, and its backward, in Triton.
+
+A mean does not ask which head a number belongs to, nor which sequence of the batch. So a token is
+one row of `W = H * D` columns, and no width is padded. A number is written by one program, so every
+run gives the same bits.
+
+`mean` and `mean_backward` launch the kernels and are what the operators call; `tilelang.pooling`
+holds the same two. No argument is checked here: `ops` does.
+
+Symbols: `M` tokens and `M_c` summaries of a sequence · `BJ` summaries, `BT` tokens and `BW` columns
+of a tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa_tutorial.sparse.compression import first_rows, summaries_of_tokens
+
+TILE = {"BW": 128, "num_warps": 4}  # columns of a tile: 256 bytes in half precision
+ROWS = 16  # summaries or tokens of a tile
+
+
+@triton.jit
+def mean_kernel(
+    X, First, Output, num_summaries, W,
+    LENGTH: tl.constexpr, BJ: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """`X [tokens, W]` to `Output [num_summaries, W]`; summary `j` begins with the token `First[j]`.
+
+    The grid is `(cdiv(num_summaries, BJ) * cdiv(W, BW),)`.
+    """
+    # -- locate the program --
+    num_column_tiles = tl.cdiv(W, BW)
+    summaries = tl.program_id(0) // num_column_tiles * BJ + tl.arange(0, BJ)  # [BJ]
+    columns = tl.program_id(0) % num_column_tiles * BW + tl.arange(0, BW)  # [BW]
+    in_bounds = (summaries < num_summaries)[:, None] & (columns < W)  # [BJ, BW]
+
+    # -- where the windows begin --
+    first = tl.load(First + summaries, mask=summaries < num_summaries, other=0)  # [BJ]
+    offsets = first.to(tl.int64)[:, None] * W + columns  # [BJ, BW]
+
+    # -- sum --
+    acc = tl.zeros([BJ, BW], tl.float32)
+    for i in tl.range(LENGTH, loop_unroll_factor=4):
+        step = tl.cast(i, tl.int64) * W
+        acc += tl.load(X + offsets + step, mask=in_bounds, other=0.0).to(tl.float32)
+
+    # -- store --
+    output_offsets = summaries.to(tl.int64)[:, None] * W + columns
+    mean = acc / LENGTH
+    tl.store(Output + output_offsets, mean.to(Output.dtype.element_ty), mask=in_bounds)
+
+
+@triton.jit
+def mean_backward_kernel(
+    GradOutput, Begin, End, GradX, num_tokens, W,
+    LENGTH: tl.constexpr, MOST: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """`GradOutput [summaries, W]` to `GradX [num_tokens, W]`; token `t` lies in the summaries
+    `Begin[t] … End[t] - 1`, at most `MOST` of them.
+
+    The grid is `(cdiv(num_tokens, BT) * cdiv(W, BW),)`.
+    """
+    # -- locate the program --
+    num_column_tiles = tl.cdiv(W, BW)
+    tokens = tl.program_id(0) // num_column_tiles * BT + tl.arange(0, BT)  # [BT]
+    columns = tl.program_id(0) % num_column_tiles * BW + tl.arange(0, BW)  # [BW]
+    in_bounds = (tokens < num_tokens)[:, None] & (columns < W)  # [BT, BW]
+
+    # -- which summaries hold the tokens --
+    begin = tl.load(Begin + tokens, mask=tokens < num_tokens, other=0)  # [BT]
+    end = tl.load(End + tokens, mask=tokens < num_tokens, other=0)
+    offsets = begin.to(tl.int64)[:, None] * W + columns  # [BT, BW]
+
+    # -- sum --
+    acc = tl.zeros([BT, BW], tl.float32)
+    for i in tl.range(MOST):
+        holds = (begin + i < end)[:, None] & in_bounds
+        step = tl.cast(i, tl.int64) * W
+        acc += tl.load(GradOutput + offsets + step, mask=holds, other=0.0).to(tl.float32)
+
+    # -- store --
+    x_offsets = tokens.to(tl.int64)[:, None] * W + columns
+    d_x = acc / LENGTH
+    tl.store(GradX + x_offsets, d_x.to(GradX.dtype.element_ty), mask=in_bounds)
+
+
+def mean(x: Tensor, first: Tensor, *, length: int) -> Tensor:
+    """The mean of each window, on CUDA tensors, or interpreted on CPU tensors.
+
+    Args:
+        x: `[B, M, H, D]`.
+        first: `[M_c]`, the token with which each window begins, ascending.
+        length: tokens of a window.
+
+    Returns:
+        `[B, M_c, H, D]` in the dtype of `x`, summed in fp32.
+    """
+    (B, M, H, D), M_c = x.shape, len(first)
+    summaries = x.new_empty(B, M_c, H, D)
+    grid = (triton.cdiv(B * M_c, ROWS) * triton.cdiv(H * D, TILE["BW"]),)
+    mean_kernel[grid](
+        x.contiguous(), first_rows(first, B, M), summaries, B * M_c, H * D,
+        LENGTH=length, BJ=ROWS, **TILE,
+    )  # fmt: skip
+    return summaries
+
+
+def mean_backward(d_summaries: Tensor, first: Tensor, *, M: int, length: int, most: int) -> Tensor:
+    """The gradient `[B, M, H, D]` of `mean`'s tokens.
+
+    Args:
+        d_summaries: `[B, M_c, H, D]`.
+        first, length: as for `mean`.
+        M: tokens.
+        most: summaries that one token may be in.
+    """
+    B, _, H, D = d_summaries.shape
+    begin, end = summaries_of_tokens(first_rows(first, B, M), B * M, length)
+    d_x = d_summaries.new_empty(B, M, H, D)
+    grid = (triton.cdiv(B * M, ROWS) * triton.cdiv(H * D, TILE["BW"]),)
+    mean_backward_kernel[grid](
+        d_summaries.contiguous(), begin, end, d_x, B * M, H * D,
+        LENGTH=length, MOST=most, BT=ROWS, **TILE,
+    )  # fmt: skip
+    return d_x

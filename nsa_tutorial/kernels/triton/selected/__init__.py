@@ -1,0 +1,1 @@
+"""Selected attention in Triton: three orders of the same sums."""

@@ -1,0 +1,166 @@
+"""Chapter 16: the unions of neighbours' lists, made on the device, in Triton.
+
+`union_kernel` sorts the entries of a tile's lists, in registers. A tile is left to others, with a
+count of -1, where its union is too long, and where the walk along it would not be exact. No
+argument is checked here: `ops` does.
+
+Symbols: those of `selected.forward`; `T` queries of a tile · `U = T * S` entries of a union at
+most.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa_tutorial.sparse.selected_attention import QueryRows
+
+ANY_LENGTH = 1.0  # of a union, as a share of its lists' entries
+MOST_QUERIES = tl.constexpr(16)  # of a tile: one bit each
+IN_PART = tl.constexpr(2**16)  # the bit behind these: some query sees the block in part
+NO_BLOCK = tl.constexpr(2**62)  # behind all keys
+SCANNED = 8192  # numbers that a program looks at for one that is not finite
+ENTRIES = 128  # that a warp sorts
+MOST_WARPS = 32  # of a program, on every GPU
+
+
+class Unions(NamedTuple):
+    """What `union_kernel` writes, int32.
+
+    Attributes:
+        start: `[tiles, H, U]`, the first key of each block of the union, among all keys. Blocks
+            that need no mask come first.
+        listed_by: `[tiles, H, U]`, bit `t` is set where query `t` of the tile lists the block.
+        count: `[tiles, H]`, entries of the union, or -1 for a tile that is left to others.
+        num_whole: `[tiles, H]`, how many of them need no mask.
+        T: queries of a tile.
+    """
+
+    start: Tensor
+    listed_by: Tensor
+    count: Tensor
+    num_whole: Tensor
+    T: int
+
+
+@triton.jit
+def find_bad_kernel(X, IsBad, num_numbers, BLOCK: tl.constexpr):
+    """Sets `IsBad [1]` to 1 if a number of `X` is not finite."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(X + place, mask=place < num_numbers, other=0.0).to(tl.float32)
+    is_bad = ~(tl.abs(x) < float("inf"))
+    if tl.max(is_bad.to(tl.int32), axis=0) > 0:
+        tl.store(IsBad, 1)
+
+
+@triton.jit
+def join(start, num_entries, num_same, flags, other_start, other_entries, other_same, other_flags):
+    """Two neighbouring stretches of sorted entries as one: of its last block, how many entries it
+    has, how many of these are equal, and the flags of all."""
+    same_block = start // MOST_QUERIES == other_start // MOST_QUERIES
+    num_entries = other_entries + tl.where(same_block, num_entries, 0)
+    num_same = other_same + tl.where(start == other_start, num_same, 0)
+    flags = other_flags | tl.where(same_block, flags, 0)
+    return other_start, num_entries, num_same, flags
+
+
+@triton.jit(do_not_specialize=["R", "S", "most"])
+def union_kernel(
+    BlockIndices, FirstKey, NumVisible, IsBad, Start, ListedBy, Count, NumWhole, R, H, S, most,
+    T: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, SP: tl.constexpr,
+):  # fmt: skip
+    """Reads `BlockIndices [R, H, S]`, `FirstKey [R]`, `NumVisible [R]`, `IsBad [1]`; writes the
+    tensors of `Unions`. The grid is `(tiles, H)`.
+
+    The entries of a tile's lists are sorted by block, and two scans join those of the same block.
+    A union longer than `most` times the entries of its lists is not wanted. None is where a list
+    names a block twice, or where a key or a value is not finite. `SP` is `S` rounded up to a power
+    of two.
+    """
+    # -- locate the program --
+    tile = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    N: tl.constexpr = T * SP
+    entry = tl.arange(0, N)
+    t, slot = entry // SP, entry % SP
+    query = tile * T + t
+
+    # -- load the lists --
+    is_slot = (query < R) & (slot < S)
+    ids = tl.load(BlockIndices + (query * H + head) * S + slot, mask=is_slot, other=-1)
+    first = tl.load(FirstKey + query, mask=query < R, other=0)
+    num_visible = tl.load(NumVisible + query, mask=query < R, other=0)
+    is_visible = (ids >= 0) & (ids < tl.cdiv(num_visible, BS))
+    in_part = ((ids + 1) * BS > num_visible) | (BS % BT != 0)
+
+    # -- sort: by block, by query, and the entries of no block behind all others --
+    key = (first + ids * BS).to(tl.int64) * MOST_QUERIES + t
+    key = tl.where(is_visible, key * 2 + in_part.to(tl.int64), NO_BLOCK)
+    key = tl.sort(key)
+    is_visible = key < NO_BLOCK
+    in_part = (key & 1).to(tl.int32)
+    key = key >> 1
+    t = (key % MOST_QUERIES).to(tl.int32)
+
+    # -- join --
+    flags = (1 << t) + in_part * IN_PART
+    ones = tl.full([N], 1, tl.int32)
+    _, num_before, num_same, _ = tl.associative_scan((key, ones, ones, flags), 0, join)
+    _, _, _, flags = tl.associative_scan((key, ones, ones, flags), 0, join, reverse=True)
+    is_first = is_visible & (num_before == 1)
+    sees_whole = flags < IN_PART
+    is_twice = is_visible & (num_same > 1)
+
+    # -- store, the whole blocks first --
+    is_whole = (is_first & sees_whole).to(tl.int32)
+    is_careful = (is_first & ~sees_whole).to(tl.int32)
+    num_whole = tl.sum(is_whole, axis=0)
+    count = num_whole + tl.sum(is_careful, axis=0)
+    place = tl.where(is_whole > 0, tl.cumsum(is_whole, 0), num_whole + tl.cumsum(is_careful, 0)) - 1
+    union = (tile * H + head) * (T * S)
+    tl.store(Start + union + place, (key // MOST_QUERIES).to(tl.int32), mask=is_first)
+    tl.store(ListedBy + union + place, flags % IN_PART, mask=is_first)
+    num_entries = tl.sum(is_visible.to(tl.int32), axis=0)
+    is_wanted = count <= most * num_entries
+    # a bit cannot count a block twice, and 0 times what is not finite is not 0
+    is_wanted &= (tl.max(is_twice.to(tl.int32), axis=0) == 0) & (tl.load(IsBad) == 0)
+    tl.store(Count + tile * H + head, tl.where(is_wanted, count, -1))
+    tl.store(NumWhole + tile * H + head, num_whole)
+
+
+def num_warps(T: int, S: int) -> int:
+    """Warps that sort the entries of `T` lists of `S` slots."""
+    return max(1, T * triton.next_power_of_2(S) // ENTRIES)
+
+
+def unions(
+    k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *, block_size: int, T: int, BT: int,
+    most: float = ANY_LENGTH,
+) -> Unions:  # fmt: skip
+    """The unions of the lists of every `T` neighbours.
+
+    Args:
+        k, v: contiguous keys and values; with one number in them that is not finite, no union is
+            wanted.
+        ids, rows: as in `selected_attention.forward`.
+        T: queries of a tile, a power of two of at most 16, of which `num_warps` is at most
+            `MOST_WARPS`.
+        BT: tokens of a step. Where it does not divide a block, all steps go behind a mask.
+        most: of the entries of a tile's lists, the share up to which its union is wanted.
+    """
+    R, H, S = ids.shape
+    num_tiles = triton.cdiv(R, T)
+    is_bad = ids.new_zeros(1)
+    for x in (k, v):
+        find_bad_kernel[(triton.cdiv(x.numel(), SCANNED),)](x, is_bad, x.numel(), BLOCK=SCANNED)
+    start, listed_by = (ids.new_empty(num_tiles, H, T * S) for _ in range(2))
+    count, num_whole = (ids.new_empty(num_tiles, H) for _ in range(2))
+    SP = triton.next_power_of_2(S)
+    union_kernel[(num_tiles, H)](
+        ids, rows.first_key, rows.num_visible, is_bad, start, listed_by, count, num_whole, R, H, S,
+        float(most), T=T, BS=block_size, BT=BT, SP=SP, num_warps=num_warps(T, S),
+    )  # fmt: skip
+    return Unions(start, listed_by, count, num_whole, T)
