@@ -1,8 +1,8 @@
-"""The operators that are made of others, as PyTorch knows them: it derives fake kernels and
-gradients from what they call.
+"""The composite operators as PyTorch sees them. It derives their fake kernels and gradients from
+the operators that they call.
 
-As in `library`, arguments are checked and flat. Inside of `torch.func`'s transforms, `ops` calls
-these functions themselves: the dispatcher would hide the transform from `call`.
+As in `library`, arguments are checked and flat. Inside `torch.func` transforms, `ops` calls these
+functions directly, because the dispatcher would hide the transform from `call`.
 """
 
 # no `from __future__ import annotations`: PyTorch reads the operators' schemas from them
@@ -23,7 +23,7 @@ def compress(
     x: Tensor, weights: list[Tensor], cu_seqlens: Tensor | None, kind: str, length: int,
     stride: int, backend: str,
 ) -> Tensor:  # fmt: skip
-    """`ops.compress`, with the weights of `kind` in a list. `backend` is the one of the mean."""
+    """`ops.compress`, with the weights of `kind` as a list. `backend` computes the mean."""
     M = x.shape[1]
     if kind == "mean" and length > M:
         return x[:, :0]
@@ -47,9 +47,9 @@ def native_sparse_attention(
     num_keys: int, top_n: int, cu_seqlens: Tensor | None, block_size: int, window_size: int,
     length: int, stride: int, scale: float, backend: str, order: str, learn_choice: bool,
 ) -> Tensor:  # fmt: skip
-    """`ops.native_sparse_attention` over the keys and values of each branch, `compressed` being
-    summaries. Where `window` is empty, the keys and values of `selected` serve both. Without
-    `g_cmp` there are lists (`ops` sees to it)."""
+    """`ops.native_sparse_attention` over the keys and values of each branch; `compressed` holds
+    summaries. If `window` is empty, it shares the keys and values of `selected`. Without `g_cmp`
+    there are lists, which `ops` checks."""
     gates, outputs = [g for g in (g_cmp, g_slc, g_swa) if g is not None], []
 
     # -- compression --
@@ -81,7 +81,7 @@ def native_sparse_attention(
         outputs.append(both[0])
     elif g_slc is not None:
         if backend == "reference" and slot_scale is None:
-            walked = "masked"  # the fast one, in place of the one that mirrors the kernels
+            walked = "masked"  # the fast version, not the one that mirrors the kernels
         options = (block_size, False, True, scale, walked)
         outputs.append(call(library.selected_attention, q, *selected, *lists, *options)[0])
 

@@ -46,8 +46,8 @@ def _expect(is_right: bool, name: str, got: object, expected: str) -> None:
 def _arguments(
     q: Tensor, k: Tensor, v: Tensor, g_slc: Tensor | None, block_size: int, **others: object
 ) -> dict[str, object]:
-    """What fla and ejKernel share: a selection without a gate counts whole, a summary is one
-    block's mean."""
+    """What fla and ejKernel share: a selection without a gate has weight 1, and a summary is the
+    mean of one block."""
     checks.check_qkv(q, k, v)
     ones = q.new_ones(q.shape[:3])
     sizes = dict.fromkeys(("block_size", "length", "stride"), block_size)

@@ -4,7 +4,7 @@ and Native Sparse Attention between them (arXiv 2502.11089; chapter 08).
     config = NativeSparseAttentionConfig(width=512, query_heads=16, kv_heads=1)
     y = NativeSparseAttention(config)(x)  # [B, N, width] to [B, N, width]
 
-It keeps no cache of keys (chapter 15), and knows no tensor parallelism and no dropout.
+It has no key cache (chapter 15), no tensor parallelism and no dropout.
 """
 
 from __future__ import annotations

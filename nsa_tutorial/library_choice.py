@@ -1,6 +1,6 @@
-"""The share of attention of each chosen block as PyTorch knows it, `torch.ops.nsa_tutorial.*`, with
-its gradient: how `learn_choice` reaches the scores that chose. It is plain PyTorch on every
-backend (`sparse.block_shares`)."""
+"""Each chosen block's share of the attention, as the custom operator
+`torch.ops.nsa_tutorial.block_shares`. Its gradient is how `learn_choice` reaches the scores that
+chose the blocks. It is plain PyTorch on every backend (`sparse.block_shares`)."""
 
 # no `from __future__ import annotations`: PyTorch reads the operators' schemas from them
 import torch

@@ -117,8 +117,8 @@ def check_block_indices(
     block_counts: Tensor | int | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> None:
-    """Find what no operator looks for while it runs: a block listed twice in a row, or an id past
-    the last block. For tests.
+    """Find what the operators do not check: a block listed twice in one row, or an id past the last
+    block. For tests.
 
     Args:
         block_indices, block_size, block_counts, cu_seqlens: as for `selected_attention`.
@@ -496,7 +496,7 @@ def three_branches(
 
 
 def _attend_and_gate() -> Callable[..., Tensor]:
-    """The composition of all branches, as PyTorch knows it, or the function behind it."""
+    """The composite operator for all branches or, inside a `torch.func` transform, its function."""
     function = compositions.native_sparse_attention
     return function if is_transformed() else torch.ops.nsa_tutorial.native_sparse_attention
 
@@ -518,7 +518,8 @@ def _check(
     backend: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None,
     cu_seqlens: Tensor | None, return_lse: bool,
 ) -> tuple[str, float]:  # fmt: skip
-    """What all operators over keys and values ask of them; the backend that runs, and the scale."""
+    """The checks that all operators over keys and values share. Returns the backend and the
+    scale."""
     checks.check_qkv(q, k, v)
     checks.check_cu_seqlens(cu_seqlens, q, k.shape[1])
     return _check_rest(backend, q, scale, return_lse)
@@ -527,7 +528,7 @@ def _check(
 def _check_rest(
     backend: str, q: Tensor, scale: float | None, return_lse: bool
 ) -> tuple[str, float]:
-    """What all operators with queries ask; the backend that runs, and the scale."""
+    """The checks that all operators with queries share. Returns the backend and the scale."""
     checks.check_backend(backend)
     checks.check_bool("return_lse", return_lse)
     return backends.choose(backend, q), checks.check_scale(scale, q.shape[-1])
@@ -536,8 +537,7 @@ def _check_rest(
 def _read_slots(
     block_indices: Tensor, block_counts: Tensor | int | None, slot_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Lists, how many slots of each row are read, and the slots' factors: an int is a cut through
-    all of them."""
+    """Lists, slots read per row, and slot factors. An int count cuts lists and factors."""
     if not isinstance(block_counts, int):
         return block_indices, block_counts, slot_scale
     cut = max(block_counts, 1)
@@ -570,8 +570,8 @@ def _check_pairs(
     q: Tensor, pairs: Mapping[str, Sequence[Tensor]], gates: Sequence[Tensor | None], num_keys: int,
     length: int, stride: int, cu_seqlens: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Keys and values of each branch fit the queries and each other, and those that have a gate are
-    there; returns keys of one of them."""
+    """Check that each branch's keys and values fit the queries and each other, and that each gated
+    branch has some. Returns one branch's keys."""
     checks.check_tensor("q", q, "[B, N, HQ, D]", checks.FLOATS)
     given = {name: pair for name, pair in pairs.items() if pair}
     for (name, pair), gate in zip(pairs.items(), gates, strict=True):
@@ -611,8 +611,8 @@ def _check_branches(
     block_counts: Tensor | int | None, slot_scale: Tensor | None, learn_choice: bool, M: int,
     block_size: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, int, int]:  # fmt: skip
-    """The gates and the lists; these, their counts and factors, `M`, and how many blocks are to be
-    chosen."""
+    """Check gates and lists. Returns the lists, their counts and factors, `M`, and how many blocks
+    to choose."""
     g_cmp, g_slc, g_swa = gates
     checks.check_gates(q, g_cmp=g_cmp, g_slc=g_slc, g_swa=g_swa)
     checks.check_bool("learn_choice", learn_choice)
@@ -641,8 +641,8 @@ def _number_to_choose(
     q: Tensor, k: Tensor, g_cmp: Tensor | None, block_counts: Tensor | int | None, M: int,
     block_size: int,
 ) -> tuple[Tensor | None, None, int, int]:  # fmt: skip
-    """The counts of each row, if there are any, no factors, `M`, and the length of the lists: past
-    the last block they would hold nothing but -1."""
+    """The counts per row (or None), no factors, `M`, and the length of the lists: no longer than
+    the number of blocks, since any further slot would be -1."""
     if g_cmp is None:
         raise ValueError(
             "block_indices: got None, expected [B, N, H, S]: without g_cmp there is nothing to "
@@ -664,8 +664,8 @@ def _check_summaries(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, num_keys: int | None, length: int, stride: int,
     cu_seqlens: Tensor | None,
 ) -> int:  # fmt: skip
-    """Queries fit the summaries, of which there are as many as the keys have (of packed sequences,
-    `library` counts them); returns the number of keys, `M`."""
+    """Check that queries fit the summaries, and that their number is what the keys give (`library`
+    counts those of packed sequences). Returns the number of keys, `M`."""
     summaries = {"k_cmp": (k_cmp, "[B, M_c, H, D]"), "v_cmp": (v_cmp, "[B, M_c, H, DV]")}
     checks.check_attention(q, cu_seqlens is not None, **summaries)
     checks.check_positive_int("length", length)
@@ -676,8 +676,8 @@ def _check_summaries(
 
 
 def _check_num_keys(q: Tensor, num_keys: int, cu_seqlens: Tensor | None) -> int:
-    """There are as many keys as queries, or more, which are not packed then; returns their
-    number."""
+    """Check that there are at least as many keys as queries, and no more if they are packed.
+    Returns their number."""
     N = q.shape[1]
     checks.check_cu_seqlens(cu_seqlens, q, N)
     checks.check_positive_int("num_keys", num_keys, least=N)
@@ -691,7 +691,8 @@ def _check_num_keys(q: Tensor, num_keys: int, cu_seqlens: Tensor | None) -> int:
 def _check_count(
     name: str, k_cmp: Tensor, M: int, length: int, stride: int, cu_seqlens: Tensor | None
 ) -> None:
-    """There are as many summaries as `M` keys have; of packed sequences, `library` counts them."""
+    """Check that there are as many summaries as `M` keys give; `library` counts those of packed
+    sequences."""
     expected = num_summaries(M, length, stride)
     if cu_seqlens is None and k_cmp.shape[1] != expected:
         raise ValueError(

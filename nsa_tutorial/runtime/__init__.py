@@ -1,1 +1,1 @@
-"""What the operators stand on: the machine, the checks, the costs, and TileLang on the CPU."""
+"""What the operators build on: the machine, argument checks, and TileLang on the CPU."""

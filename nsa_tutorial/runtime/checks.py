@@ -103,8 +103,8 @@ def check_attention(
     q: Tensor, are_packed: bool = False, **keys_and_values: tuple[Tensor, str]
 ) -> None:
     """Queries fit keys and values: `k=(k, "[B, M, H, D]"), v=(v, "[B, M, H, DV]")`, by the names
-    that the operator gives them. How many there are of summaries that `are_packed` is left to the
-    running operator, because it follows from values."""
+    that the operator gives them. The number of packed summaries (`are_packed`) depends on values,
+    so the running operator checks it."""
     (k_name, (k, _)), (v_name, (v, _)) = keys_and_values.items()
     for name, (x, shape) in {"q": (q, "[B, N, HQ, D]"), **keys_and_values}.items():
         check_tensor(name, x, shape, FLOATS)
@@ -155,8 +155,8 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, q: Tensor, M: int, *, name: str 
 
 
 def check_offsets(cu_seqlens: Tensor | None, N: int) -> None:
-    """The values of `cu_seqlens` rise from 0 to `N`. To read them, the host waits for the device,
-    once for a tensor (`packed.offsets`)."""
+    """The values of `cu_seqlens` rise from 0 to `N`. Reading them makes the host wait for the
+    device, once per tensor (`packed.offsets`)."""
     if cu_seqlens is None:
         return
     found = packed.offsets(cu_seqlens)

@@ -1,8 +1,6 @@
-"""The header of TileLang's C, compiled once: g++ takes three quarters of a second to read it, and
-the kernel itself a quarter.
-
-The compiled form lies among TileLang's own files. g++ takes the header's text wherever that form
-does not fit, after an update of the compiler, say.
+"""The header of TileLang's C, precompiled: g++ needs three quarters of a second to parse it, and a
+quarter for the kernel itself. The precompiled header is kept in TileLang's cache. If it does not
+fit, for example after a compiler update, g++ falls back to the header's text.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ HEADER = "#include <tl_templates/cpp/common.h>\n"
 
 @functools.cache
 def flags(*options: str) -> list[str]:
-    """What has g++ take the compiled header; `options` are the others that a kernel is compiled
-    with. None where it cannot be had: TileLang cuts its flags at spaces, so no path may have one,
-    and other compilers have ways of their own."""
+    """The flags that make g++ use the precompiled header; `options` are the kernel's other flags.
+    None if it is not available: TileLang splits its flags at spaces, so the path must not contain
+    one, and other compilers do this in other ways."""
     compiler = get_cplus_compiler() or ""
     command = [compiler, "-std=c++17", "-fPIC", *options, "-I" + TILELANG_TEMPLATE_PATH]
     key = hashlib.sha256(repr(command).encode()).hexdigest()[:16]
@@ -40,7 +38,7 @@ def flags(*options: str) -> list[str]:
                 text.write_text(HEADER)
                 command += ["-x", "c++-header", str(text), "-o", str(made)]
                 subprocess.run(command, check=True, capture_output=True)
-                os.replace(text, header)  # whole, also where several processes make them
+                os.replace(text, header)  # atomic, because several processes may write it at once
                 os.replace(made, compiled)
     except (OSError, subprocess.CalledProcessError):
         return []

@@ -1,4 +1,4 @@
-"""How an argument is named in an error, in one line whatever its size."""
+"""How an error describes an argument: in one line, whatever its size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def describe(x: object) -> str:
 
 def number(x: object) -> str:
     """A number as an error prints it."""
-    if isinstance(x, int) and abs(x) >= 10**20:  # Python refuses to print ever longer ones
+    if isinstance(x, int) and abs(x) >= 10**20:  # Python refuses to print very long integers
         return f"an int of {x.bit_length()} bits"
     return str(x)
 

@@ -3,7 +3,7 @@
 CUDA keeps one current device for each thread. A kernel that is launched while another device is
 current cannot reach its tensors, or runs there. PyTorch's own operators make their tensors' device
 current while they run; `on_its_device` does the same for a function of ours. The device's current
-stream comes with it. Autocast, which casts an operator's inputs, is off inside of it.
+stream comes with it. Autocast applies to an operator's inputs only, so it is off inside.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from torch import Tensor
 
 
 def guard(x: Tensor) -> AbstractContextManager:
-    """Make the CUDA device of `x` the current one inside of `with`; nothing for other devices."""
+    """Make the CUDA device of `x` current inside the `with` block. Does nothing for other
+    devices."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager:
-    """Autocast is for an operator's inputs: inside, fp32 means fp32."""
+    """Autocast casts an operator's inputs; inside the operator, fp32 means fp32."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 

@@ -1,4 +1,4 @@
-"""What this machine can run, found out once, said plainly.
+"""What this machine can run: detected once, reported in plain words.
 
 `detect()` looks at the machine and returns an `Environment`, which prints as a small table and
 answers, per backend, why it cannot run here. `interpret_triton()` lets Triton's kernels run on CPU
@@ -37,8 +37,7 @@ class BackendUnavailable(RuntimeError):
     message is one sentence."""
 
     def _render_traceback_(self) -> list[str]:
-        """Let Jupyter show the sentence alone: the stack says nothing that the sentence does
-        not."""
+        """Let Jupyter show the sentence without the stack, which adds nothing to it."""
         return [str(self)]
 
 
@@ -89,7 +88,7 @@ def interpret_triton() -> None:
                 for name, value in list(vars(owner).items()):
                     if isinstance(value, JITFunction):
                         new = replaced.setdefault(id(value), InterpretedFunction(value.fn))
-                        # a method has to be a function: only functions are bound to their object
+                        # must be a plain function, because only functions bind to their object
                         setattr(owner, name, _function(new) if owner is tensor else new)
             # past the knob's own setter, which would write to os.environ
             vars(knobs.runtime)["interpret"] = True

@@ -1,4 +1,5 @@
-"""Imports that Ctrl-C, and a notebook's ■, cannot cut short: they wait until the import is done.
+"""Imports that Ctrl-C or a notebook's ■ cannot cut short: the interrupt waits until the import is
+done.
 
 Python forgets a module whose import is interrupted, but not the parts of it that were already
 there. The next import then finds half a package, and fails until the process is started anew. The
@@ -47,7 +48,7 @@ def import_module(name: str) -> ModuleType:
 
 
 def before_an_operator() -> None:
-    """Import what PyTorch itself imports at the first call of a custom operator: its compiler, of
-    which SymPy is a part. Where the compiler traces this call, it is there."""
+    """Import what PyTorch imports at the first call of a custom operator: its compiler, including
+    SymPy. When the compiler traces the call, it is loaded already."""
     if not torch.compiler.is_compiling():
         import_module("torch._dynamo")

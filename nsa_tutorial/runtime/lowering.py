@@ -2,7 +2,8 @@
 
 Both compilers run on the CPU; their text depends on the compiler's version and the target alone.
 Triton's compiler and its interpreter exclude each other within a process, so Triton compiles in a
-second one. This module knows no kernel: TileLang's are given as they are, Triton's by name.
+second one. No kernel is named here: the caller passes TileLang kernels as objects and Triton
+kernels by name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the host has to know of packed sequences: their offsets, read from the device once.
+"""What the host needs to know about packed sequences: their offsets, read from the device once.
 
 `cu_seqlens` lies on the device, and every operator that takes it needs facts that only its values
 tell: whether they are right, and how many summaries the sequences have. To read them the host waits

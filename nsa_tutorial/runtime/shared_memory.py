@@ -1,4 +1,4 @@
-"""How much shared memory a program of a kernel may have: what decides how large its tiles are."""
+"""How much shared memory a program may use, which limits the size of its tiles."""
 
 from __future__ import annotations
 

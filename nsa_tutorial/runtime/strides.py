@@ -1,5 +1,5 @@
-"""Outputs of operators have the strides of new tensors: that is what their fake kernels promise,
-and what a compiled model was made for."""
+"""Operators return tensors with the strides of new tensors, because their fake kernels promise that
+and a compiled model relies on it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def like_new(x: Tensor) -> Tensor:
 
 
 def with_new_strides(function: Callable) -> Callable:
-    """`function`, whose tensor or tensors come as `like_new`."""
+    """`function`, with `like_new` applied to each tensor that it returns."""
 
     @functools.wraps(function)
     def run(*args: object, **options: object) -> Tensor | tuple[Tensor, ...] | list[Tensor]:

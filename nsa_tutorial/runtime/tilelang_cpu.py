@@ -1,5 +1,5 @@
-"""Run a TileLang kernel, written for a GPU, on the CPU: unchanged to the reader, rewritten just
-before compilation.
+"""Run a TileLang kernel, written for a GPU, on the CPU: its source is unchanged, and it is
+rewritten just before compilation.
 
 TileLang's C target knows neither shared memory nor fragments nor parallel loops. It takes the same
 kernel once every tile lies in local memory and every parallel loop is serial, which is what

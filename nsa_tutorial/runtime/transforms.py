@@ -1,5 +1,5 @@
-"""What operators say to tensors that are more than numbers: parts of a distributed tensor, and the
-tangents of forward-mode AD. The tests cost no more than a look at a type and at a counter."""
+"""What operators do with tensors that carry more than values: distributed tensors, and tangents of
+forward-mode AD. Each check is one look at a type or a counter."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_no_tangent(operator: str, **arguments: object) -> None:
 
 
 def no_tangents(operator: str, name: str = "an input") -> str:
-    """What an operator says to forward-mode AD."""
+    """The error that an operator raises under forward-mode AD."""
     return (
         f"{operator}: {name} carries a tangent, but there is no forward-mode derivative (jvp, "
         "jacfwd): use reverse mode, by backward() or torch.func.vjp"
