@@ -1,9 +1,9 @@
 """Chapter 07: cheap scores decide where to spend (NSA, arXiv 2502.11089, section 3.3.2).
 
 The attention that a query pays to the summaries says which stretches of the sequence matter to it.
-`importance` carries that attention over to the blocks (Eq. 9, 10), and `choose` takes the best of
-them, the first block and the latest ones in any case (Eq. 11, 12). `select_blocks` is the two
-together, a tile of queries at a time.
+`importance` turns that attention into scores of blocks (Eq. 9, 10), and `choose` takes the best of
+them, always including the first block and the latest ones (Eq. 11, 12). `select_blocks` does both,
+a tile of queries at a time.
 
 It does not validate (`ops` does) and does not attend to what it chose. Nothing here has a gradient:
 a choice is a number of a block, and the scores behind it learn through the compression branch.
@@ -83,11 +83,11 @@ def importance(
     overlap: Overlap,
     scale: float,
 ) -> Tensor:
-    """How much attention the blocks got by way of their summaries (Eq. 8, 9), summed over a group's
+    """How much attention each block gets through its summaries (Eq. 8, 9), summed over a group's
     query heads (Eq. 10).
 
     Args:
-        q: `[B, T, HQ, D]`; all scores exist at a time, so that callers come with a tile of queries.
+        q: `[B, T, HQ, D]`; all scores exist at once, so callers pass one tile of queries at a time.
         k_cmp: summary keys `[B, M_c, H, D]`.
         rows: from `summary_rows`, of these queries.
         lse: `[B, T, HQ]` from `compressed_attention`, which spares the softmax its sum; None
@@ -134,8 +134,8 @@ def choose(
     num_local: int,
     block_counts: Tensor | None = None,
 ) -> Tensor:
-    """The lists that follow from the blocks' scores (Eq. 11, 12): forced blocks first, then the
-    best of the rest.
+    """The lists, from the blocks' scores (Eq. 11, 12): forced blocks first, then the best of the
+    rest.
 
     Args:
         score: `[B, T, H, NB]`, what a block is worth to a query; NaN counts as 0.

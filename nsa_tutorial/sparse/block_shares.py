@@ -1,5 +1,5 @@
-"""How much attention each chosen block got by way of its summaries, with a gradient: from it, the
-choice of blocks learns.
+"""How much attention each chosen block gets through its summaries, with a gradient, so that the
+choice of blocks can learn.
 
 `block_selection.importance` scores every block, and the choice keeps a few. Their scores alone are
 computed here again, now as a share: of all the attention that a query pays to its summaries, a
@@ -52,7 +52,7 @@ def tiles(
     q: Tensor, k_cmp: Tensor, lse: Tensor, ids: Tensor, rows: QueryRows, *, block_size: int,
     length: int, stride: int, scale: float,
 ) -> Iterator[Tile]:  # fmt: skip
-    """Chunk after chunk; arguments as in `forward`."""
+    """The chunks, one after another; arguments as in `forward`."""
     (B, N, HQ, D), (H, S) = q.shape, ids.shape[2:]
     R, G, dtype = B * N, HQ // H, torch.promote_types(q.dtype, torch.float32)
     q, ids, lse = q.reshape(R, H, G, D), ids.reshape(R, H, S).long(), lse.reshape(R, H, G)

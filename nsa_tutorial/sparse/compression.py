@@ -95,10 +95,10 @@ def first_rows(first: Tensor, B: int, M: int) -> Tensor:
 
 
 def summaries_of_tokens(first: Tensor, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
-    """Which summaries hold a token: token `t` lies in `begin[t] … end[t] - 1`, int32 both. The
-    tokens `first`, with which summaries begin, are in ascending order."""
+    """Which summaries contain a token: token `t` is in `begin[t] … end[t] - 1`, both int32.
+    `first`, the token at which each summary begins, is in ascending order."""
     token = torch.arange(num_tokens, device=first.device)
-    # those that begin by the token, less those that have ended before it
+    # those that have begun by this token, without those that ended before it
     end = torch.searchsorted(first, token, right=True, out_int32=True)
     begin = torch.searchsorted(first, token - length, right=True, out_int32=True)
     return begin, end
@@ -156,14 +156,14 @@ def summarise(
 
 
 def has_pieces(M: int, length: int, stride: int, cu_seqlens: Tensor | None) -> bool:
-    """Whether `summarise_pieces` takes the call: windows are made of whole pieces, all in a row."""
+    """Whether `summarise_pieces` can compute this: windows consist of whole, consecutive pieces."""
     return cu_seqlens is None and length % stride == 0 and length <= M
 
 
 def summarise_pieces(
     x: Tensor, *, kind: str, length: int, stride: int, weight: Tensor | MLPWeights
 ) -> Tensor:
-    """`summarise` for the kinds that learn, without a copy of the windows.
+    """`summarise` for the kinds with weights, without copying the windows.
 
     A window is `K = length / stride` pieces of `stride` tokens. One matmul takes each piece through
     all `K` parts of the weight, and a summary adds up what `K` neighbours gave it. In half
@@ -223,7 +223,7 @@ def summary_rows(
     if cu_seqlens is None:
         first = rows.first_key // M * num_summaries(M, length, stride)
     else:
-        # or an empty one at the same place: no summaries
+        # or an empty sequence at the same place, which has no summaries
         sequence = torch.searchsorted(cu_seqlens.contiguous(), rows.first_key)
         first = summary_offsets(cu_seqlens, length, stride)[sequence]
     num_visible = num_summaries(rows.position + 1, length, stride)

@@ -1,10 +1,10 @@
 """The transpose of the lists: which queries list this block?
 
 A query's list says which blocks it attends to, and the gradient of a query is a sum over them. The
-gradients of a key and a value are sums over the queries that see them, so that their backward asks
-the other way round. One stable sort answers it for all blocks at once. Lists may be short or very
-long (every query lists block 0), so the queries of a block are cut into chunks of similar length,
-one for each program.
+gradients of a key and a value are sums over the queries that see them, so their backward needs the
+opposite map. One stable sort gives it for all blocks at once. Lists may be short or very long
+(every query lists block 0), so the queries of a block are cut into chunks of similar length, one
+for each program.
 
 Everything runs on the device of the lists, and the host never waits for it. The number of chunks is
 known to the device alone; the tables are as long as they can become at most, and what is over does
@@ -94,7 +94,7 @@ def of_lists(
     is_visible = (ids >= 0) & (ids < num_blocks)
 
     # -- number the blocks --
-    # every sequence's last block may be short: one number more for each makes room for it
+    # one more block id per sequence, because its last block may be short
     is_new = rows.first_key[1:] != rows.first_key[:-1]
     sequence = F.pad(is_new.cumsum(0, dtype=torch.int32), (1, 0))  # [R]
     first_block = rows.first_key // BS + sequence
@@ -113,7 +113,7 @@ def of_lists(
     tile = torch.add(first_tile[:, :, None], ids, alpha=step)  # [R, H, S]
 
     # -- sort --
-    tile = torch.where(is_visible, tile, num_tiles)  # behind all others
+    tile = torch.where(is_visible, tile, num_tiles)  # after all others
     if run is not None:
         tile, ids = tile.transpose(0, 1), ids.transpose(0, 1)
     tile = tile.flatten()

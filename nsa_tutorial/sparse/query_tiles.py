@@ -1,11 +1,10 @@
 """Attention under a mask, one tile of queries at a time: what the reference operators of
 compression, selection and window share.
 
-Each of the three branches shows a query some of the keys; they differ in the mask alone. A tile of
-queries meets a slice of keys that holds all it may see, the mask hides the rest, and an ordinary
-softmax follows, so that the scores of one tile are all that exists at a time. It is exact, and on a
-CPU the fastest way to compute any of them at a few thousand tokens. Its backward is
-`training.tile_gradients.of_tiles`.
+The three branches differ only in the mask that says which keys a query sees. A tile of queries
+reads a slice with all the keys that it may see, the mask hides the rest, and an ordinary softmax
+follows, so only one tile's scores exist at a time. It is exact, and on a CPU the fastest way to
+compute any of them at a few thousand tokens. Its backward is `training.tile_gradients.of_tiles`.
 
 It saves no arithmetic: a selected branch costs as much as a dense one here. Not touching what is
 hidden is the kernels' business, and `selected_attention.forward` shows how they do it.

@@ -82,7 +82,7 @@ def by_query_tiles(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, position: Tensor,
     *, scale: float, tile_q: int, tile_k: int,
 ) -> Tensor:  # fmt: skip
-    """`d_q` alone, as `dense` has it: a tile of rows stays, the keys and values pass by."""
+    """`d_q` alone, equal to `dense`: a tile of rows stays, and keys and values stream past it."""
     d_q = torch.empty_like(q)
     for rows in tiles(len(q), tile_q):
         q_tile, do_tile = q[rows], d_o[rows]
@@ -101,7 +101,8 @@ def by_key_tiles(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, position: Tensor,
     *, scale: float, tile_q: int, tile_k: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`d_k` and `d_v`, as `dense` has them: a tile of keys and values stays, the rows pass by."""
+    """`d_k` and `d_v`, equal to `dense`: a tile of keys and values stays, and the rows stream past
+    it."""
     d_k, d_v = torch.empty_like(k), torch.empty_like(v)
     for keys in tiles(len(k), tile_k):
         k_tile, v_tile = k[keys], v[keys]

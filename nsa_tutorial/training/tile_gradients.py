@@ -23,8 +23,8 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def preprocess(d_o: Tensor, d_lse: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """What the passes need of a row beside its query: `lse` and `delta`, `[B, N, HQ]` in fp32 at
-    least.
+    """What both passes need about a row besides its query: `lse` and `delta`, `[B, N, HQ]` in fp32
+    at least.
 
     `delta = sum(d_o * o) - d_lse` stands in for a sum over the row's keys: `sum(p * d_p) =
     sum(p * (d_o @ vᵀ)) = sum(d_o * o)`. A gradient of `lse` adds `p * d_lse` to `d_s`.
