@@ -1,5 +1,5 @@
-"""Watch the addresses of interpreted Triton kernels: one that lies outside of every tensor of the
-launch ends the kernel with a sentence, before it is loaded or stored.
+"""Watch the addresses of interpreted Triton kernels: one that lies outside every tensor of the
+launch stops the kernel with a sentence before the load or store happens.
 
 On a CPU, Triton's interpreter reads and writes wherever a pointer points. A pointer that misses by
 far ends the whole Python process, a notebook's kernel with everything in it. `watch()` puts a check
@@ -30,13 +30,13 @@ class WildPointer(IndexError):
     """A kernel asked for an element that none of its tensors has."""
 
     def _render_traceback_(self) -> list[str]:
-        """Let Jupyter show the sentences alone: the stack is the interpreter's."""
+        """Let Jupyter show the sentences without the stack, which is the interpreter's."""
         return [f"{type(self).__name__}: {self}"]
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """An argument of a launch: where it begins, and the memory that it is part of."""
+    """An argument of a launch: where it begins, and the memory that it is a part of."""
 
     name: str
     start: int
@@ -105,7 +105,7 @@ def _is_inside(at: np.ndarray, size: int) -> bool:
 
 
 def _told(what: str, program: tuple[int, ...], address: int, size: int) -> str:
-    """The program, the element and the tensor, as far as they can be told, and the line."""
+    """The program, the element and the tensor, as far as they are known, and the line."""
     tree, line = _statement(_launch.kernel)
     names = _pointers_in(tree, line, what) if line is not None else set()
     meant = [x for x in _launch.tensors if x.name in names]
@@ -141,7 +141,7 @@ def _statement(kernel: Callable) -> tuple[ast.AST | None, ast.stmt | None]:
 
 
 def _pointers_in(kernel: ast.AST, line: ast.stmt, what: str) -> set[str]:
-    """The names that the pointer of a load (or what it is) in this line is made of, back to the
+    """The names that the pointer of the load or store in this line is computed from, back to the
     kernel's arguments."""
     made = {}
     for node in ast.walk(kernel):
@@ -163,7 +163,8 @@ def _is_access(node: ast.AST, kind: str | tuple[str, ...]) -> bool:
 
 
 def _names(node: ast.AST) -> set[str]:
-    """The names in an expression, but for what is loaded there: an index is no pointer."""
+    """The names in an expression, without those inside a load, because an index is not a
+    pointer."""
     if _is_access(node, tuple(_MEMORY.values())):
         return set()
     own = {node.id} if isinstance(node, ast.Name) else set()
@@ -192,8 +193,8 @@ def watch() -> None:
 
 
 def _looked_at(access: Callable, what: str, pointers: int, mask: int | None) -> Callable:
-    """A method of the interpreter's that loads or stores, with a look at its addresses; the
-    positions are those of its arguments."""
+    """A loading or storing method of the interpreter, wrapped so that its addresses are checked;
+    the positions are those of its arguments."""
 
     @functools.wraps(access)
     def looked_at(self, *args, **options):
@@ -204,7 +205,8 @@ def _looked_at(access: Callable, what: str, pointers: int, mask: int | None) -> 
 
 
 def _noted(arguments: Callable) -> Callable:
-    """The method that brings a launch's tensors to the CPU, with a note of where they are."""
+    """The method that copies a launch's tensors to the CPU, wrapped so that it notes where they
+    are."""
 
     @functools.wraps(arguments)
     def noted(self, args, options):
@@ -216,7 +218,7 @@ def _noted(arguments: Callable) -> Callable:
 
 
 def _told_plainly(launch: Callable) -> Callable:
-    """A launch whose wild pointer is not wrapped in errors of the interpreter's own."""
+    """A launch that reports a wild pointer without the interpreter's own errors around it."""
 
     @functools.wraps(launch)
     def told_plainly(self, *args, **options):

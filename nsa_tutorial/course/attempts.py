@@ -22,7 +22,7 @@ _NOTHING = (
     "Something here is None. Does it come from a function that you have not written yet, or that "
     "lacks its `return`?"
 )
-# TypeErrors that tell a mistake of their own: a call with the wrong arguments, torch in a kernel.
+# TypeErrors that are mistakes of their own: a call with the wrong arguments, torch in a kernel.
 _WRONG_CALL = r"positional arguments? but|missing \d+ required|unexpected keyword"
 _NO_TENSOR = (
     r"must be (Tensor|real number), not (Buffer|Var|Add|Sub|Mul|Div|Max|Min|Call|Cast|tensor$)"
@@ -193,9 +193,9 @@ class Raised:
 
     @property
     def gist(self) -> tuple[str, str]:
-        """What two errors share that come of one mistake: their kind. Of the kinds that stand for
-        anything, also what they say, but for numbers and names; of TypeErrors, only where they
-        are about a call."""
+        """What two errors with the same cause share: their kind. For kinds that can mean anything,
+        the message counts too, without numbers and names; for TypeErrors, only if they are about a
+        call."""
         is_a_call = re.search(f"{_WRONG_CALL}|{_NO_TENSOR}", self.message)
         stands_for_anything = self.kind in ("ValueError", "RuntimeError")
         says_more = is_a_call if self.kind == "TypeError" else stands_for_anything
@@ -235,19 +235,19 @@ def call(exercise: Exercise, function: Callable, case: Case) -> object:
 
 @functools.cache
 def answer(exercise: Exercise, function: Callable, case: Case) -> object:
-    """What the exercise's solution or a wrong one gives: once a process, kernels take long."""
+    """What the exercise's solution or a wrong one gives. Cached, because kernels take long."""
     return call(exercise, function, case)
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Triton's interpreter raises an error of its own from the one that tells something."""
+    """The cause that is worth showing: Triton's interpreter wraps it in an error of its own."""
     while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def _codes(function: object) -> Iterator[CodeType]:
-    """The code of a function, of what it wraps, and of a kernel's Python function."""
+    """The code objects of a function, of what it wraps, and of a kernel's Python function."""
     seen = []
     while function is not None and function not in seen:
         seen.append(function)

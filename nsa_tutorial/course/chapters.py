@@ -47,8 +47,8 @@ class Chapter:
 
     @property
     def title(self) -> str:
-        """The title in the notebook's first line, up to a colon: "Online softmax". Before there is
-        a notebook, the name."""
+        """The title in the notebook's first line, up to a colon: "Online softmax". Without a
+        notebook, the name."""
         if self.is_ready:
             notebook = json.loads((NOTEBOOKS / self.file).read_text(encoding="utf-8"))
             first = "".join(notebook["cells"][0]["source"])
@@ -90,8 +90,8 @@ _NEIGHBOURS = re.compile(r"\n+(?:← )?[^\n]*\[Map\]\(00_start_here\.ipynb\)[^\n
 
 
 def neighbours(chapter: Chapter) -> str:
-    """The last line of a chapter: the last one before it that is there, the map of chapter 00, the
-    one after it."""
+    """The last line of a chapter: links to the chapter before it, to the map in chapter 00, and to
+    the chapter after it."""
     parts = []
     if chapter.number > 0:
         before = next(c for c in reversed(CHAPTERS[: chapter.number]) if c.is_ready)

@@ -74,7 +74,7 @@ def check(chapter: str, *functions: Callable, **solutions: Callable) -> Report:
 
 
 def hint(chapter: str, name: str) -> Message:
-    """One more hint at every call, the earlier ones before it; after the last, the way to the
+    """Each call shows the earlier hints and one more; after the last hint, how to see the
     solution."""
     hints = _find(chapter, name).hints
     solved = f'The solution is there, too: `solution("{chapter}", "{name}")`.'

@@ -158,7 +158,7 @@ def _offer(files: Files, text: str, mine: dict, base: dict | None, is_news: bool
         return [f"{name}: {offer} is beside it, and stays as it is.{newer if is_news else ''}"]
     made, carried, left = merged(parse(text), mine, base)
     if not (lies and same(made, laid)):
-        # in this order a run that is cut short leaves nothing that the next one could mistake
+        # in this order, an interrupted run leaves nothing that the next one could misread
         _write(files.laid, text_of(made))
         _write(files.offer, text_of(made))
         trust(text_of(made))
@@ -204,7 +204,7 @@ def _part_with(files: Files) -> list[str]:
 
 
 def _lay(files: Files, text: str) -> None:
-    """The reader's copy of a chapter as it is now."""
+    """Write the reader's copy of a chapter as the course has it now."""
     made = text_of(reader_copy(parse(text)))
     _write(files.mine, made)
     _write(files.base, text)

@@ -1,7 +1,7 @@
 """Judge an exercise: not attempted yet, right, or wrong. A wrong answer is told by the mistake that
 it looks like and by the smallest case that shows it.
 
-Judged is what a solution computes on the cases, never how it is written.
+Only what a solution computes on the cases counts, not how it is written.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ def _said(mistake: Misconception) -> str:
 
 
 def _inputs(exercise: Exercise, case: Case, got: object) -> tuple[Code, ...]:
-    """The arguments of a case, where they are few enough to calculate with by hand; of larger
-    tensors on which the answer raised, their shapes."""
+    """The arguments of a case, if they are small enough to calculate by hand; for larger tensors on
+    which the answer raised, their shapes."""
     names = list(inspect.signature(exercise.solution).parameters)
     if exercise.run is not None and list(inspect.signature(exercise.run).parameters)[1:] != names:
         return ()  # the arguments are those of `run`, not the solution's

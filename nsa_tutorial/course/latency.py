@@ -1,4 +1,4 @@
-"""How long each interactive takes to answer a move of each of its controls.
+"""How long each interactive takes to respond when one of its controls moves.
 
     python -m nsa_tutorial.course.latency                     every panel
     python -m nsa_tutorial.course.latency online_softmax      those with a part of the name

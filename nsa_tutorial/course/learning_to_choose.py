@@ -43,7 +43,7 @@ CHANCE = TOP_N / NUM_BLOCKS
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Tensors are so small here that several threads would mostly wait for each other."""
+    """The tensors are so small that several threads would mostly wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -140,7 +140,7 @@ def run(
         question = ask(generator)
         w, ids = score_blocks(scorer, question)
         found.append(is_found(ids, question).float().mean())
-        if how == "none":  # the choice passes nothing on, whatever the error
+        if how == "none":  # the choice passes on no gradient, whatever the error
             continue
         error = (attend(how, question, w, ids, scale) - question.answer).square().mean()
         adam.zero_grad()

@@ -1,9 +1,9 @@
 """Listings: a piece of code with its title, its line numbers and its colours, alone or in columns.
 
-A listing is one `<pre>` that holds the code as it stands, so a viewer that strips all style still
-shows every line with its indentation. Colours come from one `<style>` for each output
-(`listing_style`). Line numbers and the rows that level two columns are drawn by that style: they
-are no part of the text, and are not copied. What a listing shows is found by `source`.
+A listing is one `<pre>` with the code unchanged, so a viewer that strips all styles still shows
+every line with its indentation. Colours come from one `<style>` for each output (`listing_style`).
+Line numbers and the rows that level two columns are drawn by that style: they are no part of the
+text, and are not copied. What a listing shows is found by `source`.
 """
 
 from __future__ import annotations
@@ -110,10 +110,9 @@ def shared_names(listings: Sequence[Listing]) -> dict[str, int]:
 
 
 def level(listings: Sequence[Listing]) -> list[dict[int, int]]:
-    """The blank rows to put before a row of each listing, so that each phase that all of them have
-    begins in the same row of all.
-
-    Of phases that stand in another order somewhere, the longest chain in one order is levelled.
+    """The blank rows to insert before rows of each listing, so that each phase that all of them
+    share begins in the same row. If the listings order their phases differently, the longest common
+    sequence of phases is levelled.
     """
     rows = [listing.markers() for listing in listings]
     chains: dict[str, list[str]] = {}

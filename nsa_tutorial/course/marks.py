@@ -1,7 +1,6 @@
-"""Boxes, lines, dots and words for pictures that answer a slider: many of a kind, as one object.
-
-Matplotlib makes several objects of each text and tick, more than a picture that follows the hand
-can pay (`python -m nsa_tutorial.course.latency`). `Marks` makes one of many. It does not say where
+"""Boxes, lines, dots and words for pictures that answer a slider: many of a kind, drawn as one
+object. Matplotlib makes several objects for each text and tick, too many for a picture that follows
+the hand (`python -m nsa_tutorial.course.latency`). `Marks` makes one of many. It does not say where
 they belong: `course.sheet` does.
 """
 

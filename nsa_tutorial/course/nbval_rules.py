@@ -16,7 +16,7 @@ from nsa_tutorial.course.copying import answers, source
 
 # Replaced on both sides before stored and new outputs are compared.
 PATTERNS = {r"0x[0-9a-f]{6,}": "ADDRESS", r"\d+(\.\d+)? (µs|ms|s)\b": "TIME"}
-NBVAL_TIMEOUT_S, TIMEOUT_S = 2000, 60  # nbval's default, far longer than any cell here takes
+NBVAL_TIMEOUT_S, TIMEOUT_S = 2000, 60  # nbval's default, far longer than any cell here needs
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -48,7 +48,7 @@ def predict(name: str, guess: object) -> Message:
 
 
 def _wish(guess: object, asked: Prediction) -> str:
-    """What to ask of a guess that cannot be meant like this."""
+    """What to ask back about a guess that cannot be meant like this."""
     if _is_unclear(guess, asked):
         return doubt(guess, asked.unit)
     if not _is_choice(guess, asked):
@@ -83,7 +83,7 @@ def _counted(guess: object, asked: Prediction) -> object:
 
 
 def reveal(name: str, answer: object) -> Message:
-    """Set the answer beside the guess: how far off it was, and which thought leads there.
+    """Compare the guess with the answer: how far off it was, and which thought leads there.
 
     Raises:
         ValueError: for a prediction that does not exist, naming those that do.
@@ -143,7 +143,7 @@ def _written(value: object, asked: Prediction) -> str:
 
 
 def _distance(guess: object, answer: object, asked: Prediction) -> str:
-    """How far a guess is off, in words; empty where there is no more to say than that it is."""
+    """How far off a guess is, in words; empty if there is nothing more to say than that it is."""
     x, y = as_number(guess, asked.unit), as_number(answer, asked.unit)
     if y is None or isinstance(answer, str) or asked.choices:
         if _chosen(guess, answer, asked):
@@ -175,7 +175,7 @@ def _distance(guess: object, answer: object, asked: Prediction) -> str:
 
 
 def _is_count(number: Fraction) -> bool:
-    """A number so small that a difference says more than percent."""
+    """Whether a number is so small that a difference says more than a percentage."""
     return number.denominator == 1 and 0 < number <= 100
 
 
@@ -202,7 +202,7 @@ def _ratio(ratio: Fraction, points: Fraction | None) -> str:
 
 
 def _equal(guess: object, answer: object) -> bool:
-    """Equality that text and lists are granted and that never raises."""
+    """Equality that never raises, and that also holds between text and lists."""
     if isinstance(guess, str) and isinstance(answer, str):
         x, y = (" ".join(text.casefold().split()).removesuffix("s") for text in (guess, answer))
         return x == y

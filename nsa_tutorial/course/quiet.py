@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence every logger: for a kernel that it cannot read, TileLang logs a page of generated
-    code, once for each case of an exercise."""
+    """Silence every logger, because TileLang logs a page of generated code for each case with a
+    kernel that it cannot read."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

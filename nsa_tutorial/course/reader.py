@@ -26,7 +26,8 @@ FOLDER, FILE = ".course", "progress.json"
 _VERSION = 1
 Notes = dict[str, Any]
 _memory: Notes = {}
-_guesses: dict[str, object] = {}  # as they were made; the file has only what JSON can hold
+# the guesses as given; the file holds only what JSON can represent
+_guesses: dict[str, object] = {}
 _told: set[str] = set()  # remarks that this process has made
 
 
@@ -132,7 +133,7 @@ def _update(change: Callable[[Notes], bool]) -> Notes:
                 if change(merged) or merged != found:
                     _write(path, merged)
                 _memory = merged
-    except OSError:  # a full or a read-only disk is no reason to stop a lesson
+    except OSError:  # a full or read-only disk must not stop a lesson
         change(memory)
         _memory = memory
     return copy.deepcopy(_memory)

@@ -1,4 +1,4 @@
-"""Which known mistakes an answer shows: on most cases, though not on all; two of them at once.
+"""Which known mistakes an answer shows: one, or two at once, on most cases if not on all.
 
 A mistake, alone or with another one, predicts an answer for each case. It is recognised where it
 gives the reader's answer on at least half of the cases that either of the two gets wrong, the

@@ -1,5 +1,5 @@
-"""Room around a tensor that a reader's kernel is launched with: a load or a store that misses the
-tensor by a little touches nothing else, so Python goes on, and the reader gets a verdict."""
+"""Room around a tensor that a reader's kernel is launched with: a load or store that misses the
+tensor by a little hits nothing else, so Python survives and the reader gets a verdict."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Where the marks of a picture under a slider stand: on a sheet, in inches, or on a chart of the
 sheet, in the units of its data.
 
-Axes with ticks, and their layout, are what matplotlib spends most of its time on. A sheet is one
+Matplotlib spends most of its time on axes with ticks and on their layout. A sheet is one
 bare axes over the whole figure, measured from its upper left corner. A chart is a place of the
 sheet with limits: its marks are scaled, and it writes its scales. Nothing is laid out: whoever
 draws knows the places, and nothing jumps when a control moves.

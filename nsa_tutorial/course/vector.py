@@ -1,4 +1,4 @@
-"""A figure as SVG to stand in a page: sharp at any size, and drawn faster than as pixels.
+"""A figure as SVG for a web page: sharp at any size, and faster to draw than pixels.
 
 It is matplotlib's own SVG but for two things. Text stays text, stretched to the width that
 matplotlib reserved for it, whatever font the browser has. And there is no style sheet inside: in a
