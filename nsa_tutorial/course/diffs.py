@@ -1,14 +1,15 @@
 """Mistakes as diffs: a wrong solution is the right one with some of its source replaced.
 
-`diffs(solution, [...])` makes the misconceptions of an exercise, each from one row:
+`diffs(solution, [...])` makes the misconceptions of an exercise, one from each row:
 
-- `(replace, by, "looks like …", hint)` where one piece of the source changes;
-- `({replace: by, …}, "looks like …", hint)` where several do;
-- `(function, "looks like …", hint)` where the mistake is another algorithm.
+- `(piece, by, "looks like …", hint)` replaces one piece of the solution's source;
+- `({piece: by, …}, "looks like …", hint)` replaces several;
+- `(function, "looks like …", hint)` is a mistake that is another algorithm.
 
-A row without its hint is another way to make the mistake of that name above it. Each piece stands
-exactly once in the source. Two mistakes are made at once by applying both, unless they replace the
-same piece. A kernel that takes long to compile has `Switches` instead.
+A row without a hint is another way to make the mistake of that name in a row above. A piece stands
+exactly once in the solution's source, docstring and comments included. Two mistakes are made at
+once by applying both diffs; mistakes that replace the same piece exclude each other. Mistakes in a
+kernel that takes long to compile share one compilation as `Switches`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import linecache
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from types import CodeType
 
 from nsa_tutorial.course.exercises import Misconception
@@ -28,20 +30,22 @@ Row = tuple
 
 
 class Edited:
-    """A solution with pieces of its source replaced; compiled in the solution's module at its first
-    call.
+    """A solution with pieces of its source replaced. It is compiled at its first call, and sees the
+    names of the solution's module.
 
     Args:
-        solution: the function to change; its source is at hand.
+        solution: the function to change.
         edits: what to put in the place of each piece.
+        pairs: whether it is tried together with another mistake. Each pair is one more function to
+            run, and a kernel may take a second to compile.
 
     Raises:
-        ValueError: by `source` and calls, where a piece does not stand exactly once in the
-            solution, naming the piece; where two pieces overlap.
+        ValueError: by `places`, `source` and calls, naming the piece: if it does not stand exactly
+            once in the source, if it is replaced by itself, or if it overlaps another piece.
     """
 
-    def __init__(self, solution: Callable, edits: Mapping[str, str]) -> None:
-        self.solution, self.edits = solution, dict(edits)
+    def __init__(self, solution: Callable, edits: Mapping[str, str], *, pairs: bool = True) -> None:
+        self.solution, self.edits, self.pairs = solution, dict(edits), pairs
 
     def __call__(self, *arguments: object) -> object:
         """What it makes of the arguments of a case."""
@@ -49,7 +53,7 @@ class Edited:
 
     @property
     def __wrapped__(self) -> Callable:
-        """The function itself, for those who read its code."""
+        """The compiled function, where `inspect` looks for it."""
         return self.function
 
     @property
@@ -60,60 +64,62 @@ class Edited:
         return f"Edited({self.solution.__name__}, {self.edits!r})"
 
     def beside(self, other: Callable) -> Edited | None:
-        """The solution with the edits of both; None where `other` is no edit of the same solution.
+        """The solution with the edits of both; None where `other` is no edit of the same solution,
+        or one of the two is not tried in pairs.
 
         Raises:
-            ValueError: if they exclude each other: they replace the same piece, or overlap.
+            ValueError: if they exclude each other: they replace the same piece by different text,
+                or pieces that overlap.
         """
         if not isinstance(other, Edited) or other.solution is not self.solution:
             return None
-        shared = [p for p in self.edits if other.edits.get(p, self.edits[p]) != self.edits[p]]
-        if shared:
-            raise ValueError(f"these exclude each other: both replace {shared[0]!r}")
+        if not (self.pairs and other.pairs):
+            return None
+        for piece in self.edits.keys() & other.edits.keys():
+            if self.edits[piece] != other.edits[piece]:
+                raise ValueError(f"these exclude each other: both replace {piece!r}")
         both = Edited(self.solution, self.edits | other.edits)
-        _ = both.source
+        _ = both.places  # raises where pieces overlap
         return both
 
     @functools.cached_property
     def places(self) -> dict[str, tuple[int, int]]:
-        """Where each piece begins and ends in the solution's source."""
-        whole = _source_of(self.solution)
-        for piece in self.edits:
-            found = whole.count(piece)
-            if found != 1:
+        """Where each piece begins and ends in the solution's source, the first piece first."""
+        source, name, found = _source_of(self.solution), self.solution.__name__, {}
+        for piece, by in self.edits.items():
+            times = source.count(piece)
+            if times != 1:
                 raise ValueError(
-                    f"diffs({self.solution.__name__}): {piece!r} is to stand once in the source, "
-                    f"and stands there {found} times"
+                    f"diffs({name}): {piece!r} is to stand once in the source, and stands there "
+                    f"{times} times"
                 )
-        return {piece: (start := whole.index(piece), start + len(piece)) for piece in self.edits}
+            if piece == by:
+                raise ValueError(f"diffs({name}): {piece!r} is replaced by itself")
+            start = source.index(piece)
+            found[piece] = (start, start + len(piece))
+        in_order = sorted(found.items(), key=lambda place: place[1])
+        for (piece, (_, end)), (other, (start, _)) in pairwise(in_order):
+            if start < end:
+                raise ValueError(f"diffs({name}): {piece!r} and {other!r} overlap")
+        return dict(in_order)
 
     @functools.cached_property
     def source(self) -> str:
         """The wrong solution's source."""
-        whole = _source_of(self.solution)
-        end = len(whole)
-        for piece, (start, stop) in sorted(
-            self.places.items(), key=lambda place: place[1], reverse=True
-        ):
-            if stop > end:
-                raise ValueError(f"diffs({self.solution.__name__}): {piece!r} overlaps another")
-            whole, end = whole[:start] + self.edits[piece] + whole[stop:], start
-        return whole
+        source = _source_of(self.solution)
+        for piece, (start, end) in reversed(self.places.items()):
+            source = source[:start] + self.edits[piece] + source[end:]
+        return source
 
     @functools.cached_property
     def function(self) -> Callable:
         """The wrong solution, compiled."""
-        name = self.solution.__name__
-        file = f"<{name} {abs(hash(self.source)):x}>"
-        # kernels are read from their source once more
-        linecache.cache[file] = (
-            len(self.source),
-            None,
-            self.source.splitlines(keepends=True),
-            file,
-        )
+        source, name = self.source, self.solution.__name__
+        file = f"<{name} {abs(hash(source)):x}>"
+        # tracebacks, Triton and TileLang read the source from here
+        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
         flags = self.solution.__code__.co_flags & __future__.annotations.compiler_flag
-        code = compile(self.source, file, "exec", flags=flags, dont_inherit=True)
+        code = compile(source, file, "exec", flags=flags, dont_inherit=True)
         namespace: dict[str, Callable] = {}
         exec(code, self.solution.__globals__, namespace)
         return namespace[name]
@@ -124,8 +130,15 @@ def _source_of(solution: Callable) -> str:
     return textwrap.dedent(inspect.getsource(solution))
 
 
-def diffs(solution: Callable, rows: Iterable[Row]) -> tuple[Misconception, ...]:
-    """The misconceptions of an exercise, from one row each (see above).
+def diffs(
+    solution: Callable, rows: Iterable[Row], *, pairs: bool = True
+) -> tuple[Misconception, ...]:
+    """The misconceptions of an exercise.
+
+    Args:
+        solution: the exercise's solution.
+        rows: one for each misconception, as the module's docstring describes them.
+        pairs: whether two of the mistakes are tried at once, as for `Edited`.
 
     Raises:
         ValueError: for a row without a hint whose name no row above it has.
@@ -134,9 +147,12 @@ def diffs(solution: Callable, rows: Iterable[Row]) -> tuple[Misconception, ...]:
     hints: dict[str, str] = {}
     for first, *rest in rows:
         if isinstance(first, str):
-            wrong, rest = Edited(solution, {first: rest[0]}), rest[1:]
+            by, *rest = rest
+            wrong = Edited(solution, {first: by}, pairs=pairs)
+        elif isinstance(first, Mapping):
+            wrong = Edited(solution, first, pairs=pairs)
         else:
-            wrong = Edited(solution, first) if isinstance(first, Mapping) else first
+            wrong = first
         name, *hint = rest
         if hint:
             (hints[name],) = hint
@@ -146,23 +162,24 @@ def diffs(solution: Callable, rows: Iterable[Row]) -> tuple[Misconception, ...]:
     return tuple(made)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Switches:
-    """Mistakes that share one function, or one kernel that is compiled once for all of them.
+    """Mistakes that share one function, such as a kernel that is compiled once for all of them.
 
-    For kernels whose compilation takes a good part of a second: with a diff for each mistake, a
+    With a diff for each mistake in a kernel whose compilation takes a good part of a second, a
     reader would wait for all of them.
 
     Attributes:
-        function: called as `function(slips, *arguments)`; `slips` says what goes wrong in it.
-        exclusive: groups of slips of which only one can be made at a time.
+        function: called as `function(slips, *arguments)`, where `slips` is the set of what goes
+            wrong.
+        exclusive: groups of slips of which at most one can be made at a time.
     """
 
     function: Callable
     exclusive: tuple[Collection[str], ...] = ()
 
     def __call__(self, *slips: str) -> Switched:
-        """The function with these slips."""
+        """The function with these slips; the right solution without any."""
         return Switched(self, frozenset(slips))
 
 
@@ -178,16 +195,17 @@ class Switched:
         return self.switches.function(self.slips, *arguments)
 
     def beside(self, other: Callable) -> Switched | None:
-        """The function with the slips of both; None where `other` is not one of its mistakes.
+        """The function with the slips of both; None where `other` belongs to other switches.
 
         Raises:
             ValueError: if they exclude each other.
         """
-        if not isinstance(other, Switched) or other.switches != self.switches:
+        if not isinstance(other, Switched) or other.switches is not self.switches:
             return None
         slips = self.slips | other.slips
-        if any(len(slips & set(group)) > 1 for group in self.switches.exclusive):
-            raise ValueError(f"these exclude each other: {', '.join(sorted(slips))}")
+        for group in self.switches.exclusive:
+            if len(shared := slips.intersection(group)) > 1:
+                raise ValueError(f"these exclude each other: {', '.join(sorted(shared))}")
         return Switched(self.switches, slips)
 
 
