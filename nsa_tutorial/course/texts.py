@@ -33,11 +33,12 @@
     ### Thoughts
 
     - `1`: the thought that leads to this wrong guess.
-    - `30 <= guess <= 45`: in backquotes stand a value, a condition on the guess, or a function of
-      the chapter's module that answers it.
+    - `30 <= guess <= 45`: in backquotes stands a value, a condition on the guess, or the name of
+      a function in the chapter's module that says whether it is this guess.
 
-A trap is the name of a mistake, and the words of the chapter that warn of it, in quotes. Several
-quotes may follow a name, each in quotes of its own.
+Hints, why, traps, reason and thoughts may be left out. A trap is the name of a mistake and the
+words of the chapter that warn of it. Where the chapter does so more than once, each quote has
+quotation marks of its own.
 """
 
 from __future__ import annotations
@@ -58,15 +59,24 @@ _PARTS = {
     "Exercises": ("", "Hints", "Why", "Traps"),
     "Predictions": ("", "Reason", "Thoughts"),
 }
+_LISTS = {"Hints", "Traps", "Thoughts"}
 
 
 @dataclass(frozen=True)
 class _Section:
-    """A heading's own text, up to the next heading: its lines, and the items of its list."""
+    """What stands between a heading and the next one.
+
+    Attributes:
+        path: the headings that it stands under, its own last.
+        text: its lines.
+        items: those of its lists, a line each.
+        is_list: whether it is one list and nothing else.
+    """
 
     path: tuple[str, ...]
     text: str
     items: tuple[str, ...]
+    is_list: bool
 
 
 class Texts:
@@ -76,8 +86,8 @@ class Texts:
         module: `__name__` of the chapter's module in `course.exercises`; the file stands beside it.
 
     Raises:
-        ValueError: by its methods, for a heading, a list or a name that the file should have, or
-            that it should not have, naming it and the file.
+        ValueError: by its methods, naming the file and the heading: for a heading, a list or a
+            name that should be there and is not, or that is there and should not be.
     """
 
     def __init__(self, module: str) -> None:
@@ -85,8 +95,7 @@ class Texts:
         self.path = Path(__file__).parent / "exercises" / f"{self.chapter}.md"
 
     def exercise(self, name: str, **others: object) -> Exercise:
-        """The exercise of that name with what the file says of it; `others` are its other
-        attributes."""
+        """The exercise of that name, from what the file says of it and its other attributes."""
         parts = self._of("Exercises", name)
         return Exercise(
             name=name,
@@ -100,12 +109,12 @@ class Texts:
     def traps(self) -> tuple[Trap, ...]:
         """What the chapter warns of, in the file's order."""
         found = []
-        for name in self._names("Exercises"):
+        for name in self.names("Exercises"):
             section = self._of("Exercises", name).get("Traps")
             for item in section.items if section is not None else ():
                 match = re.fullmatch(r'(?P<mistake>.+?): (?P<quotes>"(.|\n)+")', item)
                 if match is None:
-                    raise self._wrong(f'the trap {item!r} is to read: mistake: "quote"')
+                    raise self._wrong(f'{name}: the trap {item!r} is to read: mistake: "quote"')
                 quotes = re.split(r'"\s+"', match["quotes"][1:-1])
                 found += [Trap(quote, name, match["mistake"]) for quote in quotes]
         return tuple(found)
@@ -119,7 +128,7 @@ class Texts:
             module: the names of the chapter's module, for thoughts that are functions.
             others: by a prediction's name, its other attributes.
         """
-        names = self._names("Predictions")
+        names = self.names("Predictions")
         if unknown := sorted(others.keys() - set(names)):
             raise self._wrong(f"no prediction {unknown[0]!r}; there are: {', '.join(names)}")
         return tuple(self._prediction(name, module, others.get(name, {})) for name in names)
@@ -133,14 +142,14 @@ class Texts:
             name=name,
             question=_unwrapped(parts[""].text),
             reason=_unwrapped(parts["Reason"].text) if "Reason" in parts else "",
-            thoughts=tuple(self._thought(item, module) for item in thoughts),
+            thoughts=tuple(self._thought(name, item, module) for item in thoughts),
             **others,
         )
 
-    def _thought(self, item: str, module: dict[str, object]) -> tuple[object, str]:
+    def _thought(self, name: str, item: str, module: dict[str, object]) -> tuple[object, str]:
         match = re.fullmatch(r"`(?P<guess>[^`]+)`: (?P<said>.+)", item, flags=re.DOTALL)
         if match is None:
-            raise self._wrong(f"the thought {item!r} is to read: `guess`: sentence")
+            raise self._wrong(f"{name}: the thought {item!r} is to read: `guess`: sentence")
         guess = match["guess"]
         if guess in module and callable(module[guess]):
             return module[guess], match["said"]
@@ -150,29 +159,31 @@ class Texts:
             return ast.literal_eval(guess), match["said"]
         except (ValueError, SyntaxError):
             raise self._wrong(
-                f"the guess `{guess}` is no value, condition on `guess`, or function"
+                f"{name}: the guess `{guess}` is no value, condition on `guess`, or function"
             ) from None
 
     @functools.cached_property
     def _sections(self) -> dict[tuple[str, ...], _Section]:
         found: dict[tuple[str, ...], _Section] = {}
         for section in _sections(self.path.read_text(encoding="utf-8")):
-            kind, *rest = section.path
-            part = rest[1] if len(rest) > 1 else ""
-            if part not in _PARTS.get(kind, ()):
-                raise self._wrong(f"no place for the heading {section.path[-1]!r}")
+            heading, part = " / ".join(section.path), "".join(section.path[2:])
+            if len(section.path) > 3 or part not in _PARTS.get(section.path[0], ()):
+                raise self._wrong(f"no place for the heading {heading!r}")
             if section.path in found:
-                raise self._wrong(f"two headings {' / '.join(section.path)!r}")
+                raise self._wrong(f"two headings {heading!r}")
+            if part in _LISTS and not section.is_list:
+                raise self._wrong(f"{heading!r} is to be one list")
             found[section.path] = section
         return found
 
-    def _names(self, kind: str) -> tuple[str, ...]:
+    def names(self, kind: str) -> tuple[str, ...]:
+        """What the file has under `kind`, "Exercises" or "Predictions", in its order."""
         return tuple(path[1] for path in self._sections if path[0] == kind and len(path) == 2)
 
     def _of(self, kind: str, name: str) -> dict[str, _Section]:
-        if name not in self._names(kind):
+        if name not in self.names(kind):
             raise self._wrong(
-                f"nothing on {name!r} under {kind!r}; there are: {', '.join(self._names(kind))}"
+                f"nothing on {name!r} under {kind!r}; there are: {', '.join(self.names(kind))}"
             )
         return {
             part: self._sections[path]
@@ -204,8 +215,13 @@ def _sections(text: str) -> Iterator[_Section]:
         first = tokens[head].map[1]
         last = tokens[end].map[0] if end < len(tokens) else len(lines)
         own = tokens[head + 3 : end]
-        body = "\n".join(lines[first:last]).strip("\n")
-        yield _Section(path, body, tuple(_items(own, lines)))
+        outermost = [t.type for t in own if t.level == 0 and t.nesting >= 0]
+        yield _Section(
+            path,
+            text="\n".join(lines[first:last]).strip("\n"),
+            items=tuple(_items(own, lines)),
+            is_list=outermost in (["bullet_list_open"], ["ordered_list_open"]),
+        )
 
 
 def _items(tokens: list[Token], lines: list[str]) -> Iterator[str]:
