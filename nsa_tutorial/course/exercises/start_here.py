@@ -127,7 +127,7 @@ _ADD = TEXTS.exercise(
          "`N` numbers stand at the places 0 to N - 1. Does place `N` exist?"),
         ("place < N", "place < N - 1", "a mask that leaves the last place out",
          "`N` numbers stand at the places 0 to N - 1. Does place N - 1 exist?"),
-    ]),
+    ], pairs=False),
     cases=(
         Case("one full tile", lambda: (4,), _why_not),
         Case("three numbers", lambda: (3,), _why_not),
@@ -346,7 +346,7 @@ _ROW_MAX = TEXTS.exercise(
          "Now the places past the end always win. Which of the two infinities never does?"),
         (', mask=column < N, other=float("-inf")', "", "a load without its mask",
          "Past the end of a row stands the next row. Which places belong to yours?"),
-    ]),
+    ], pairs=False),
     cases=(
         Case("one row of three negative numbers", lambda: (1, 3, -9.0), _why_not),
         Case("two rows of four", lambda: (2, 4, 9.0), _why_not),
