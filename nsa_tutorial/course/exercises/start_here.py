@@ -41,8 +41,8 @@ def _kernel_of(solution: Callable, parameters: str) -> object:
         raise NotImplementedError("there is no kernel yet")
     if not hasattr(kernel, "run"):
         raise ValueError("the kernel is not decorated with @triton.jit")
-    names = kernel.arg_names
-    if len(names) != len(parameters.split(", ")) or "BN" not in names:
+    names = getattr(kernel, "arg_names", None)  # other things can be launched like a kernel
+    if names and (len(names) != len(parameters.split(", ")) or "BN" not in names):
         raise ValueError(
             f"the kernel takes `{', '.join(names)}`, but the launch passes `{parameters}`"
         )
