@@ -62,9 +62,9 @@ _VISIBLE = TEXTS.exercise(
         ("position + 1", "position", "letting a summary be seen only after its last token",
          "A query sees its own token. If a window ends with that token, what in it is from the "
          "future?"),
-        ({"(tokens": "-(-(tokens", "// stride": "// stride)"}, "rounding up",
+        ({"(tokens": "-(-(tokens", " # how": ") # how"}, "rounding up",
          "A window that is only partly there does not count. In which direction does that round?"),
-        ({"(tokens": "int((tokens", "// stride": "/ stride)"}, "rounding towards zero",
+        ({"(tokens": "int((tokens", "//": "/", " # how": ") # how"}, "rounding towards zero",
          "For an early query the number in front of the division is negative, and `int` rounds "
          "it up. What does `//` do with it?"),
         ("//", "/", "counting parts of windows",
@@ -74,7 +74,7 @@ _VISIBLE = TEXTS.exercise(
         ({"//": "/", "max(": "int(", ", 0)": ")"}, "going below zero at the start"),
         ("moves + 1", "moves", "forgetting the first window",
          "The division counts how often the window can move on. Where was it before it moved?"),
-        ("// stride", "// length", "counting windows that do not overlap",
+        (" stride ", " length ", "counting windows that do not overlap",
          "A window is `length` tokens long. How many tokens later does the next one start?"),
         ("- length", "- stride", "counting whole strides",
          "A stride is the distance from one window's start to the next. At which position does "
@@ -119,9 +119,9 @@ _ATTEND = TEXTS.exercise(
     minutes=7, difficulty=2, solution=attend_to_summaries,
     returns=("o", "lse"),
     misconceptions=diffs(attend_to_summaries, [
-        (".mean(-1)", ".mean(1)", "averaging the numbers of a token, not the tokens of a window",
+        ("(-1)", "(1)", "averaging the numbers of a token, not the tokens of a window",
          "`unfold` gives `[M_c, D, length]`: print its shape. On which axis do the tokens lie?"),
-        ({".mean(-1)": ".mean(1)", "k_cmp @ q": "q @ k_cmp.T"},
+        ({"(-1)": "(1)", "k_cmp @ q": "q @ k_cmp.T"},
          "averaging the numbers of a token, not the tokens of a window"),
         ({"count == 0": "False", "[:count]": "",
          "# [count]": "+ torch.where(torch.arange(len(k_cmp)) < count, 0, -torch.inf)"},
@@ -139,18 +139,19 @@ _ATTEND = TEXTS.exercise(
          "lse is the logarithm of a sum of exponentials. What is the sum over nothing, and its "
          "logarithm?"),
         ("return torch.zeros(v.shape[1]), torch.tensor(-torch.inf)",
-         "k, v, count, length, stride = k[:tokens], v[:tokens], tokens, 1, 1",
-         "attending to tokens where there is no summary yet",
+         "k, v, count = k[: position + 1], v[: position + 1], position + 1\n        length = "
+         "stride = 1", "attending to tokens where there is no summary yet",
          "This branch knows only summaries, and the sliding window brings the newest tokens. "
          "What does a query get that sees no summary?"),
         ("length, stride)", "length, length)", "windows that do not overlap",
          "A window may start before the last one has ended. How many tokens later does it start?"),
-        (".mean(-1)", ".sum(-1)", "the sum in place of the mean",
+        (".mean", ".sum", "the sum in place of the mean",
          "A longer window would have larger keys. To what should the weights of its tokens sum?"),
-        ("scores = ", "v_cmp = v[::stride][:count]\n    scores = ",
+        ("scores = ", "v_cmp = v[::stride][: len(v_cmp)]\n    scores = ",
          "summarising the keys and not the values",
          "A summary's key stands for all tokens of its window. What should its value stand for?"),
-        ("scores = ", "v_cmp = v[:count]\n    scores = ", "taking token j's value for summary j",
+        ("scores = ", "v_cmp = v[: len(v_cmp)]\n    scores = ",
+         "taking token j's value for summary j",
          "The keys are those of windows, the values those of the first tokens. Which values "
          "belong to window j?"),
         ("max((tokens - length) // stride + 1, 0)", "position // stride + 1",
@@ -166,11 +167,11 @@ _ATTEND = TEXTS.exercise(
          "scores of 0 for hidden summaries",
          "A score of 0 still weighs e⁰. Which score weighs nothing?"),
         ({"[:count]": "", "softmax(scores, 0)": "softmax(scores, 0)[:count]",
-         "v_cmp,": "v_cmp[:count],"}, "masking after the softmax",
+         "@ v_cmp": "@ v_cmp[:count]"}, "masking after the softmax",
          "The hidden summaries are gone from the sum of the values, but not from the "
          "denominator. Do the weights sum to 1?"),
         ({"[:count]": "", "softmax(scores, 0)": "softmax(scores, 0)[:count]",
-         "v_cmp,": "v_cmp[:count],", "scores.log": "scores[:count].log"},
+         "@ v_cmp": "@ v_cmp[:count]", "scores.log": "scores[:count].log"},
          "hidden summaries in the denominator",
          "`lse` is right, and the weights are those of a softmax over all summaries. Do the "
          "visible ones sum to 1?"),
@@ -180,10 +181,10 @@ _ATTEND = TEXTS.exercise(
          "Dot products grow with the width. By which power of D are they multiplied?"),
         ("** -0.5", "** -1", "dividing by D where √D is meant",
          "The scores are too flat. Which power of D is the scale?"),
-        ({"torch.zeros(v.shape[1]), torch.tensor(-torch.inf)":
-          "torch.tensor(-torch.inf), torch.zeros(v.shape[1])",
-         "torch.softmax(scores, 0) @ v_cmp, scores.logsumexp(0)":
-          "scores.logsumexp(0), torch.softmax(scores, 0) @ v_cmp"}, "returning `lse` before `o`",
+        ({"return torch.zeros": "return torch.tensor(-torch.inf), torch.zeros",
+         ", torch.tensor(-torch.inf)": "",
+         "return torch.softmax": "return scores.logsumexp(0), torch.softmax",
+         ", scores.logsumexp(0)": ""}, "returning `lse` before `o`",
          "The statement asks for two results. Which of them comes first?"),
         ("v.shape[1]", "len(q)", "an output as wide as the query",
          "An output is a sum of values, and `v` is `[M, DV]`. How many zeros are there?"),
@@ -247,7 +248,7 @@ _LOGIT = TEXTS.exercise(
         ("- math", "+ math", "adding the logarithm of the length",
          "The score grows with the length, though more tokens share the weight. For a window of "
          "zeros, what has to come out?"),
-        ("- math.log(scores.shape[1])", "/ scores.shape[1]", "dividing a score by the length",
+        ("- math.log(", "/ (", "dividing a score by the length",
          "The length divides the weight. What does that do to its logarithm?"),
         ("scores.logsumexp(1) - math.log(scores.shape[1])",
          "(scores / scores.shape[1]).logsumexp(1)",

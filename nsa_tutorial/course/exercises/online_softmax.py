@@ -84,7 +84,7 @@ ONLINE_STEP = TEXTS.exercise(
          "a rescale factor upside down",
          "Your factor is above 1, so the old sums grow. The maximum can only rise. What must old "
          "terms do then?"),
-        ("torch.maximum(scores_max_prev, acc_s.amax(1))", "acc_s.amax(1)",
+        ("torch.maximum(scores_max_prev, ", "(",
          "the chunk's own maximum in place of the running one",
          "On paper it comes out even, but the factor can now exceed 1. It overflows when a chunk "
          "lies far enough below what came before. Which maximum can never fall?"),
@@ -104,8 +104,7 @@ ONLINE_STEP = TEXTS.exercise(
          "folding log2(e) in a second time, or taking exp where exp2 is meant"),
         ("acc_s = torch.exp2", "acc_s = torch.exp",
          "folding log2(e) in a second time, or taking exp where exp2 is meant"),
-        ("scores_max = torch",
-         "acc_s, scale_log2 = acc_s * scale_log2, 1.0\n    scores_max = torch",
+        ("scores_max = ", "acc_s, scale_log2 = acc_s * scale_log2, 1.0\n    scores_max = ",
          "a maximum that is stored scaled",
          "You compare the chunk's scaled scores with a maximum that came in unscaled. In which "
          "unit does the state keep its maximum?"),
@@ -130,7 +129,8 @@ ONLINE_STEP = TEXTS.exercise(
         ("acc_s.amax(1)", "acc_s.amax(1).clamp(min=0)", "a maximum that is never below 0",
          "In a row of negative scores, the largest is negative, too. Measured from 0, scores "
          "near -300 would underflow. What is the maximum of a row before its first chunk?"),
-        ({"acc_s = ": "p = ", "acc_s.sum(1)": "p.sum(1)"}, "scores as weights of the values",
+        ({"scores_max = ": "scores, scores_max = acc_s, ", "acc_s @ v": "scores @ v"},
+         "scores as weights of the values",
          "A value is weighed by the power of its score, not by the score. Which of your tensors "
          "holds powers?"),
         ("scores_scale[:, None]", "scores_scale", "a `[G]` tensor used where `[G, 1]` is needed",

@@ -102,37 +102,33 @@ _KINDS = TEXTS.exercise(
          "adding `N - M` where the queries stand `M - N` further on",
          "There are more positions than queries, so your shift is below 0. How many positions "
          "come before query 0?"),
-        ("first_key > last_query", "first_key > first_query",
-         "skipping what the first query of a tile does not see",
+        (" last_query:", " first_query:", "skipping what the first query of a tile does not see",
          "The other queries of the tile stand further on and may see more. Which of them decides "
          "that nothing is seen?"),
-        ("last_key <= first_query", "last_key <= last_query",
+        (" first_query:", " last_query:",
          "calling a tile full because its last query sees all of it",
          "A full tile gets no mask, so here the earlier queries look into the future. The last "
          "query sees the most. Which one sees the least?"),
-        ("first_key > last_query", "last_key > last_query", "skipping a tile by its last key",
+        ("first_key >", "last_key >", "skipping a tile by its last key",
          "A tile on the diagonal may end after the last query, yet its first keys are visible. "
          "Which key of a tile tells you that nobody sees any of it?"),
-        ("last_key <= first_query", "first_key <= first_query",
-         "calling a tile full by its first key",
+        ("last_key <=", "first_key <=", "calling a tile full by its first key",
          "The first key of a tile is the easiest to see. Which key must a query reach to see all "
          "of them?"),
-        ("last_key <= first_query", "first_key < first_query",
-         "calling a tile full by its first key"),
+        ("last_key <=", "first_key <", "calling a tile full by its first key"),
         ("elif", "if", "giving a skipped tile two letters",
          "Your rows have more letters than there are tiles. Do your three branches exclude one "
          "another?"),
         ('row += "F"', 'row += "D"', "masking every tile that is not skipped",
          "The result would be right, but a mask costs time, and most tiles need none. In which "
          "tiles does even the first query see the last key?"),
-        ("first_key > last_query", "first_key >= last_query",
+        ("first_key >", "first_key >=",
          "skipping a tile whose first key is the last query's own position",
          "One visible pair is enough to keep a tile. Does a query see its own position?"),
         (", N) - 1", ", N)", "taking the end of a tile of queries for its last query",
          "You keep tiles that only the next query would see. Which is the last query of a tile "
          "of 2 that begins at 0?"),
-        ("last_key <= first_query", "last_key < first_query",
-         "masking a tile whose last key is the first query's own position",
+        ("<=", "<", "masking a tile whose last key is the first query's own position",
          "You call too many tiles diagonal. Does a query see the key at its own position? Look "
          "at `<` and `<=`."),
         ("min(first_key + tile_k, M) - 1", "first_key + tile_k - 1",
@@ -247,22 +243,19 @@ _ATTEND = TEXTS.exercise(
          "a mask with a row for each key",
          "`acc_s` has a row for each query and a column for each key. Which of your two vectors "
          "must stand as a column?"),
-        ("key_position > position[:, None]", "torch.arange(len(key_position)) > position[:, None]",
+        ("fill(key_position", "fill(torch.arange(len(key_position))",
          "counting a tile's keys from 0",
          "Your mask compares a column with a position. Which key is column 0 of the tile?"),
         ("state = online_softmax.update", "online_softmax.update",
          "throwing away what `update` returns",
          "Your output is 0 everywhere, as before the first key. `update` changes nothing in "
          "place. Where does its result go?"),
-        ("key_position > position[:, None]", "key_position >= position[:, None]",
-         "hiding a query's own position from it",
+        ("> position[:, None]", ">= position[:, None]", "hiding a query's own position from it",
          "A query sees the keys at its own position and before. Does your comparison allow "
          "equality?"),
-        ("key_position > position[:, None]", "key_position <= position[:, None]",
-         "hiding the past and leaving the future",
+        ("> position[:, None]", "<= position[:, None]", "hiding the past and leaving the future",
          "`masked_fill` fills where its mask is True. Which pairs does your mask name?"),
-        ("key_position > position[:, None]", "key_position < position[:, None]",
-         "hiding the past and leaving the future"),
+        ("> position[:, None]", "< position[:, None]", "hiding the past and leaving the future"),
         ("-torch.inf", "0.0", "writing zeros where -inf is meant",
          "A hidden score of 0 still gets a weight. Which score gets none?"),
         ({"outputs = []": "state = online_softmax.start(tile_q, v.shape[1])\n    outputs = []",
@@ -278,8 +271,7 @@ _ATTEND = TEXTS.exercise(
          "a state of `tile_q` rows for a tile that holds fewer",
          "The last tile of queries may hold fewer rows. How many rows has its state, and how "
          "many have its scores?"),
-        ("key_position > position[:, None]",
-         "key_position[0] + torch.arange(tile_k) > position[:, None]",
+        ("fill(key_position", "fill(key_position[0] + torch.arange(tile_k)",
          "`tile_k` key positions for a tile that holds fewer",
          "The last tile of keys may hold fewer than `tile_k`. How many columns has `acc_s` "
          "there, and how many has your mask?"),
@@ -374,20 +366,20 @@ _MASK = TEXTS.exercise(
         (" & (key_position <= position[:, None])", "", "leaving the future in",
          "With `causal`, a query sees no key after its own position. Which two positions do you "
          "have to compare?"),
-        ("key_position <= position[:, None]", "torch.arange(BK) <= torch.arange(BQ)[:, None]",
+        ({"& (key_position": "& (torch.arange(BK)",
+         "position[:, None]": "torch.arange(BQ)[:, None]"},
          "a triangle within the tile, wherever the tile lies",
          "`tril` and `triu` compare row and column inside the tile. That is right only where the "
          "first query stands at the position of the first key. At which positions do they stand "
          "here?"),
-        ("key_position <= position[:, None]",
-         "torch.arange(BK) <= M - N + torch.arange(BQ)[:, None]",
+        ({"& (key_position": "& (torch.arange(BK)",
+         "position[:, None]": "(M - N + torch.arange(BQ))[:, None]"},
          "forgetting where the tile begins",
          "You count from 0 in every tile. Which query is row 0 of this one, and which key is "
          "column 0?"),
         ("M - N + query_start", "query_start", "taking the queries for the first N positions",
          "They are the last `N` of the `M`. At which position does query 0 stand?"),
-        ("key_position <= position", "key_position < position",
-         "hiding a query's own position from it",
+        ("<=", "<", "hiding a query's own position from it",
          "A query sees the keys at its own position and before. Is your comparison `<` or `<=`?"),
         ("-torch.inf", "0.0", "writing zeros where -inf is meant",
          "These are scores, and the softmax is still to come. What does it make of a score of 0, "
@@ -404,7 +396,8 @@ _MASK = TEXTS.exercise(
          "`masked_fill` fills where its mask is True. Which pairs does your mask name?"),
         ("if causal", "if True", "applying the causal mask always",
          "You hide the future although `causal` is False. What does a query see then?"),
-        ("-torch.inf)", "-torch.inf)[:, : M - key_start]", "cutting the tail off",
+        ({"return acc_s": "return acc_s[:, : M - key_start]",
+         "~visible": "~visible[:, : M - key_start]"}, "cutting the tail off",
          "In PyTorch that would do, but a kernel's tile has a fixed shape. What can stand in the "
          "columns past the end?"),
     ]),
@@ -547,8 +540,9 @@ def tiled_cost(N: int, D: int, tile: int, causal: bool) -> tuple[int, int]:
     tiles = N // tile
     visited = tiles * (tiles + 1) // 2 if causal else tiles * tiles
     operations = visited * 4 * tile * tile * D  # two products, and a multiply and an add each
-    q = o = N * D * 2
-    k = v = visited * tile * D * 2
+    size = 2  # bytes of a number in bf16
+    q = o = N * D * size
+    k = v = visited * tile * D * size
     lse = N * 4
     moved = q + k + v + o + lse
     return operations, moved
@@ -559,7 +553,7 @@ _COST = TEXTS.exercise(
     minutes=5, difficulty=2, solution=tiled_cost,
     tolerance=0.0,
     misconceptions=diffs(tiled_cost, [
-        ("4 * tile * tile", "4 * tile", "taking tiling for a saving of operations",
+        ("* tile * tile", "* tile", "taking tiling for a saving of operations",
          "A tile is loaded fewer times, but each of its queries still meets each of its keys. "
          "How many dot products are there without a mask?"),
         ("(tiles + 1)", "tiles", "taking exactly half for the causal case",
@@ -579,20 +573,18 @@ _COST = TEXTS.exercise(
         ("(tiles + 1)", "(tiles - 1)", "leaving out the tiles on the diagonal",
          "A tile on the diagonal is half visible, so it must be computed. How many of those are "
          "there?"),
-        ("visited * tile * D * 2", "N * D * 2", "reading k and v once in all",
+        ("visited * tile * D * size", "N * D * size", "reading k and v once in all",
          "The chip cannot hold all of them. Which keys does the second tile of queries need that "
          "the first has loaded before?"),
-        ("visited * tile * D * 2", "visited * tile * D * 2 * tile",
-         "reading k and v once per query",
+        ("v = visited", "v = tile * visited", "reading k and v once per query",
          "That is chapter 03 without tiles. How many queries share a tile of keys here?"),
-        ("= q", "= visited * tile * D * 2", "loading q again with every tile of keys",
+        (" q +", " k +", "loading q again with every tile of keys",
          "The tile of queries stays on the chip while the keys pass by. How often is it loaded?"),
-        ({"+ o": "+ visited * tile * D * 2", "lse = N": "lse = visited * tile"},
+        ({"+ o": "+ k", "lse = N": "lse = visited * tile"},
          "storing o and lse with every tile of keys",
          "The state of a row stays on the chip until its walk ends. How often is its output "
          "written?"),
-        ("visited * tile * D * 2", "tiles * tiles * tile * D * 2",
-         "skipping a tile's operations but not its loads",
+        ("v = visited", "v = tiles * tiles", "skipping a tile's operations but not its loads",
          "Your operations leave out the skipped tiles, and your bytes do not. Are the keys of a "
          "skipped tile loaded?"),
         ("visited * 4 * tile * tile * D", "4 * N * N * D",
@@ -608,14 +600,14 @@ _COST = TEXTS.exercise(
          "counting one matrix product, or one operation for a multiply and an add",
          "Your operations are half of what they should be. What does one pair of a query and a "
          "key cost for its score, and what for its weighted value?"),
-        ("moved = ", "moved = 2 * 4 * N * N + ", "still moving the table",
+        ("moved =", "moved = 2 * 4 * N * N +", "still moving the table",
          "You write and read N × N scores and weights. Do the scores of a tile ever leave the "
          "chip?"),
         (" + lse", "", "forgetting lse",
          "You are short by one number for each query. What is stored beside `o`?"),
         ("N * 4", "N * 2", "storing lse in two bytes",
          "You are short by 2 bytes for each query. In which format is lse kept?"),
-        ({"N * D * 2": "N * D * 4", "tile * D * 2": "tile * D * 4"}, "counting four bytes a number",
+        ("size = 2", "size = 4", "counting four bytes a number",
          "Your bytes are those of fp32. In which format are `q`, `k`, `v` and `o` here?"),
         ("operations, moved", "operations, moved // 2",
          "counting numbers where bytes are asked for",
