@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from itertools import combinations
+from itertools import product as product_of
 
 import pytest
 import torch
@@ -71,6 +73,21 @@ def product(
                     label = f"{key}-{name_of(dtype)}-{backend}-{device}"
                     params.append(pytest.param(case, dtype, backend, device, id=label, marks=marks))
     return pytest.mark.parametrize((name, "dtype", "backend", "device"), params)
+
+
+def pairwise(*axes: Sequence[Hashable]) -> list[tuple]:
+    """Rows of the product of `axes` in which every two values of different axes meet, in few rows:
+    a property that two choices can break together is seen, at a fraction of the product."""
+
+    def pairs(row: tuple) -> set[tuple]:
+        return set(combinations(enumerate(row), 2))
+
+    rows, chosen = list(product_of(*axes)), []
+    missing = set().union(*map(pairs, rows))
+    while missing:
+        chosen.append(max(rows, key=lambda row: len(pairs(row) & missing)))
+        missing -= pairs(chosen[-1])
+    return chosen
 
 
 def in_dtypes(shapes: Mapping[str, object]) -> list[object]:

@@ -51,8 +51,7 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 SHARED = {"separate_keys": False, "compression": "mean", "rotary_base": None}
 # of other tests, too: TileLang has compiled kernels for them
-COMPILED = {"query_heads": 6, "key_width": 24, "value_width": 40, "block_size": 16}
-COMPILED |= {"window_size": 7, "length": 8, "stride": 4}
+COMPILED = {"value_width": 16, "block_size": 16, "window_size": 7, "length": 8, "stride": 4}
 
 
 @places
@@ -71,7 +70,7 @@ def test_packed_sequences_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Model().layers[0]
     torch._dynamo.reset()
     fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for ends in ((7, 24), (11, 13, 24), (2, 9, 10, 24)):
+    for ends in ((7, 24), (2, 9, 10, 24)):
         cu_seqlens = torch.tensor([0, *ends], dtype=torch.int32)
         assert torch.equal(fast(draw(24), cu_seqlens), layer(draw(24), cu_seqlens))
 

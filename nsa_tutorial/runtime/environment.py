@@ -22,6 +22,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from nsa_tutorial.runtime import interpreting
+
 # Where PyPI has wheels of them, as the markers of pyproject.toml and the table in README.md say.
 PUBLISHED_FOR = {
     "triton": ("Linux on x86-64", "Linux on aarch64"),
@@ -92,6 +94,7 @@ def interpret_triton() -> None:
                         setattr(owner, name, _function(new) if owner is tensor else new)
             # past the knob's own setter, which would write to os.environ
             vars(knobs.runtime)["interpret"] = True
+        interpreting.hasten()
         _is_switched = True
     detect.cache_clear()
 

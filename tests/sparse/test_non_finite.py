@@ -166,7 +166,11 @@ QUICK = {
 }
 
 
-@on_places("case", CASES, BACKENDS, QUICK)
+# several tiles in the interpreter: the packed ones say it of Triton's keys
+ONCE = {"triton": CASES.keys() - {"summaries k -inf"}}
+
+
+@on_places("case", CASES, BACKENDS, QUICK, slow=ONCE)
 def test_one_rule(
     case: tuple[Operator, str, float], dtype: torch.dtype, backend: str, device: str
 ) -> None:
@@ -186,7 +190,7 @@ def test_one_rule_in_each_order(
     assert_rule(*case, backend, dtype, device)
 
 
-@pytest.mark.parametrize(("where", "number"), zip("qkv", NUMBERS, strict=True))
+@pytest.mark.parametrize(("where", "number"), list(zip("qkv", NUMBERS, strict=True)))
 def test_a_mask_over_tiles_on_the_reference(where: str, number: float) -> None:
     assert_rule(in_tiles, where, number, "reference", torch.float32, "cpu")
 
@@ -291,7 +295,7 @@ def test_gradients_in_each_order(
     assert_gradients(*case, backend, device)
 
 
-@pytest.mark.parametrize(("where", "number"), zip("qkv", NUMBERS, strict=True))
+@pytest.mark.parametrize(("where", "number"), list(zip("qkv", NUMBERS, strict=True)))
 def test_gradients_of_a_mask_over_tiles_on_the_reference(where: str, number: float) -> None:
     assert_gradients(in_tiles, where, number, "reference", "cpu")
 

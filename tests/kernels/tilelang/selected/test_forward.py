@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from places import name_of, places_of, product, skip_unless_runs
+from places import name_of, pairwise, places_of, product, skip_unless_runs
 from selection import Call, Problem, assert_within_budget
 from torch import Tensor
 
@@ -59,10 +59,14 @@ SHAPES = {  # H, G, D, DV, BS
             marks=[] if (arch, dtype, name) in quick and not is_window else pytest.mark.exhaustive,
         )
         for quick in [{("sm_90", HALF, "shown")}]
-        for arch in ("sm_80", "sm_90")
-        for dtype in (HALF, torch.bfloat16, torch.float32)
-        for name, shape in SHAPES.items()
-        for is_window in ((False, True) if dtype == HALF else (False,))
+        for arch, dtype, name, is_window in (
+            *(("sm_90", HALF, "shown", is_window) for is_window in (False, True)),
+            *pairwise(
+                ("sm_80", "sm_90"), (torch.bfloat16, torch.float32, HALF), tuple(SHAPES),
+                (False, True),
+            ),
+        )
+        for shape in (SHAPES[name],)
     ],
 )  # fmt: skip
 def test_every_copy_runs_ahead(arch: str, dtype: str, shape: tuple, is_window: bool) -> None:
