@@ -215,7 +215,7 @@ def test_a_row_without_a_hint_needs_its_name_above() -> None:
         diffs(moved, [(*PLUS, "adding"), (*PLUS, "adding", "What does a factor do?")])
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row[0]))
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: getattr(row[0], "__name__", str(row[0])))
 def test_a_row_is_recognised(row: tuple) -> None:
     e = exercise()
     for known in e.misconceptions:
