@@ -84,7 +84,9 @@ _GATED_SUM = TEXTS.exercise(
         ("+ g", "+ torch.ones_like(g)", "adding up the outputs without their gates",
          "What all three branches see is then counted three times. Which number belongs to each "
          "output?"),
-        ("[..., None]", ".sigmoid()[..., None]", "applying the sigmoid once more",
+        ('branch out."""',
+         'branch out."""\n    gates = [None if g is None else torch.sigmoid(g) for g in gates]',
+         "applying the sigmoid once more",
          "The gates come out of the layer's sigmoid already. What would a gate of 0 become?"),
         ("[..., None]", "", "lining the gate up with the width",
          "PyTorch lines shapes up from the right: in `g * o` the last axis of `g`, the heads, "
