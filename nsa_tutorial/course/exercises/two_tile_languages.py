@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial.course import recorder
-from nsa_tutorial.course.exercises import Case, Double, Misconception
+from nsa_tutorial.course.diffs import diffs
+from nsa_tutorial.course.exercises import Case, Double
 from nsa_tutorial.course.languages import T, tilelang, tl, triton
-from nsa_tutorial.course.mistakes import slip, together
 from nsa_tutorial.course.room import roomy
 from nsa_tutorial.course.texts import Texts
 from nsa_tutorial.runtime import environment
 
 TEXTS = Texts(__name__)
-
-Slips = frozenset[str]
 
 
 def _random(*shape: int, seed: int, factor: float = 1.0) -> Tensor:
@@ -156,10 +154,10 @@ def _recorded(
     Raises:
         TypeError: for `and`, `or` or `not` between tiles: the interpreter drops one of the two.
     """
-    arguments, outside = arrays | sizes | getattr(kernel, "slips", {}), 0
+    outside = 0
     try:
         for program in recorder.programs(grid):
-            outside += recorder.run(kernel.fn, program, arguments).outside()
+            outside += recorder.run(kernel.fn, program, arrays | sizes).outside()
     except Exception as error:
         if "truth value of an array" in str(error):
             raise TypeError("logical and, or or not between tiles") from error
@@ -222,10 +220,7 @@ def _run_variance(solution: Callable, R: int, N: int, zeros: int = 0) -> Tensor:
     memory[: R * N] = 5 + _random(R * N, seed=R * N)
     memory[:zeros] = 0
     variance = roomy(torch.full((R,), -77.0), -77.0)
-    with (
-        np.errstate(all="ignore"),
-        _plainly(),
-    ):  # of the interpreter; the verdict says what went wrong
+    with np.errstate(all="ignore"), _plainly():  # the verdict says what went wrong
         kernel[R,](roomy(memory, 100.0), variance, N, BN=BN)
     arrays = {"X": memory.numpy(), "Variance": np.zeros(R)}
     _recorded(kernel, (R,), arrays, {"N": N, "BN": BN})
@@ -233,161 +228,48 @@ def _run_variance(solution: Callable, R: int, N: int, zeros: int = 0) -> Tensor:
     return variance.cpu()
 
 
-@triton.jit
-def _wrong_variance(
-    X, Variance, N,
-    BN: tl.constexpr, START: tl.constexpr, TAIL: tl.constexpr, MEAN: tl.constexpr,
-    DIVISOR: tl.constexpr, FILL: tl.constexpr, END: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0)
-    columns = tl.arange(0, BN)
-    exists = columns < N
-    first = row * N
-    if START == "by tile":
-        first = row * BN
-    elif START == "every element":
-        first = row
-    if TAIL == "no mask":
-        x_tile = tl.load(X + first + columns)
-    elif FILL == "no other":
-        x_tile = tl.load(X + first + columns, mask=exists)
-    elif FILL == "loads -inf":
-        x_tile = tl.load(X + first + columns, mask=exists, other=float("-inf"))
-    else:
-        x_tile = tl.load(X + first + columns, mask=exists, other=0.0)
-    mean = tl.sum(x_tile, axis=0) / N
-    if MEAN == "mean by BN":
-        mean = tl.sum(x_tile, axis=0) / BN
-    difference = x_tile - mean
-    if TAIL == "right":
-        difference = tl.where(exists, difference, 0.0)
-    elif TAIL == "zeros":
-        difference = tl.where(x_tile == 0, 0.0, difference)
-    elif TAIL == "swapped":
-        difference = tl.where(exists, 0.0, difference)
-    total = tl.sum(difference * difference, axis=0)
-    if DIVISOR == "by BN":
-        total = total / BN
-    elif DIVISOR == "unbiased":
-        total = total / (N - 1)
-    elif DIVISOR != "sum":
-        total = total / N
-    if END == "root":
-        total = tl.sqrt(total)
-    tl.store(Variance + row, total)
-
-
-_VARIANCE_SLIPS = {
-    "START": {"by tile", "every element"},
-    "TAIL": {"padding", "no mask", "zeros", "swapped"},
-    "MEAN": {"mean by BN"},
-    "DIVISOR": {"by BN", "unbiased", "sum"},
-    "FILL": {"no other", "loads -inf"},
-    "END": {"root"},
-}
-
-
-class _Mistaken:
-    """A kernel with its slips chosen; launched like a kernel."""
-
-    def __init__(self, kernel: object, groups: dict[str, set[str]], slips: Slips) -> None:
-        self.kernel, self.fn, self.run = kernel, getattr(kernel, "fn", kernel), None
-        self.slips = {
-            group: next((name for name in slips if name in names), "right")
-            for group, names in groups.items()
-        }
-
-    def __getitem__(self, grid: tuple) -> Callable:
-        return lambda *args, **sizes: self.kernel[grid](*args, **self.slips, **sizes)
-
-
-def _variance(slips: Slips) -> object:
-    """`row_variance` with slips."""
-    return _Mistaken(_wrong_variance, _VARIANCE_SLIPS, slips)
-
-
-_VARIANCE_MISTAKES = (
-    Misconception(
-        "filling masked places as for a maximum",
-        slip(_variance, "loads -inf"),
-        "−∞ changes no maximum. Which number changes no sum?",
-    ),
-    Misconception(
-        "letting the padding into the variance",
-        slip(_variance, "padding"),
-        "The padding is 0 when it is loaded. What is it once the mean is taken off, and what does "
-        "its square do in the sum?",
-    ),
-    Misconception(
-        "taking a 0 of the data for a masked place",
-        slip(_variance, "zeros"),
-        "A number of the row may be 0, too. Which name says that a place exists?",
-    ),
-    Misconception(
-        "a `where` with its branches swapped",
-        slip(_variance, "swapped"),
-        "`tl.where` takes its second argument where the condition holds. What becomes of the "
-        "numbers that exist?",
-    ),
-    Misconception(
-        "stepping to the next row by the width of the tile",
-        slip(_variance, "by tile"),
-        "The tile may be wider than a row. How many numbers of X lie before row 1?",
-    ),
-    Misconception(
-        "starting a row at every element",
-        slip(_variance, "every element"),
-        "Row 1 starts where row 0 ends. How many numbers does a row hold?",
-    ),
-    Misconception(
-        "a missing mask on the load",
-        slip(_variance, "no mask"),
-        "Past the end of a row, the next row begins. Which places of the tile hold a number of "
-        "this row?",
-    ),
-    Misconception(
-        "a masked load without `other`",
-        slip(_variance, "no other"),
-        "Triton promises nothing about such a masked place. It may hold 0 today and NaN tomorrow. "
-        "Which number should stand there?",
-    ),
-    Misconception(
-        "taking the mean over the whole tile",
-        slip(_variance, "mean by BN"),
-        "Zeros change no sum, but how many numbers were added up?",
-    ),
-    Misconception(
-        "dividing the squares by the length of the tile",
-        slip(_variance, "by BN"),
-        "How many of the squares belong to numbers of the row?",
-    ),
-    Misconception(
-        "dividing by N − 1",
-        slip(_variance, "unbiased"),
-        "That estimates the variance of what the row was drawn from. What is the mean of its own "
-        "squares?",
-    ),
-    Misconception(
-        "the sum of the squares in place of their mean",
-        slip(_variance, "sum"),
-        "A longer row should not have a larger variance. What is still to be divided?",
-    ),
-    Misconception(
-        "a standard deviation",
-        slip(_variance, "root"),
-        "That is a step further than asked. What do you get before the root?",
-    ),
-)
+_HIDDEN = "tl.where(exists, x_tile - mean, 0.0)"
 
 _VARIANCE = TEXTS.exercise(
-    "row_variance",
-    minutes=7,
-    difficulty=2,
-    solution=row_variance,
-    run=_run_variance,
+    "row_variance", minutes=7, difficulty=2, solution=row_variance, run=_run_variance,
     tolerance=1e-4,
-    misconceptions=_VARIANCE_MISTAKES,
-    combine=together(_VARIANCE_MISTAKES, *_VARIANCE_SLIPS.values()),
+    misconceptions=diffs(row_variance, [
+        (", other=0.0", ', other=float("-inf")', "filling masked places as for a maximum",
+         "−∞ changes no maximum. Which number changes no sum?"),
+        (_HIDDEN, "x_tile - mean", "letting the padding into the variance",
+         "The padding is 0 when it is loaded. What is it once the mean is taken off, and what does "
+         "its square do in the sum?"),
+        (_HIDDEN, "tl.where(x_tile == 0, 0.0, x_tile - mean)",
+         "taking a 0 of the data for a masked place",
+         "A number of the row may be 0, too. Which name says that a place exists?"),
+        (_HIDDEN, "tl.where(exists, 0.0, x_tile - mean)", "a `where` with its branches swapped",
+         "`tl.where` takes its second argument where the condition holds. What becomes of the "
+         "numbers that exist?"),
+        ("row * N", "row * BN", "stepping to the next row by the width of the tile",
+         "The tile may be wider than a row. How many numbers of X lie before row 1?"),
+        ("row * N", "row", "starting a row at every element",
+         "Row 1 starts where row 0 ends. How many numbers does a row hold?"),
+        ({", mask=exists, other=0.0": "", _HIDDEN: "x_tile - mean"}, "a missing mask on the load",
+         "Past the end of a row, the next row begins. Which places of the tile hold a number of "
+         "this row?"),
+        (", other=0.0", "", "a masked load without `other`",
+         "Triton promises nothing about such a masked place. It may hold 0 today and NaN tomorrow. "
+         "Which number should stand there?"),
+        ("(x_tile, axis=0) / N", "(x_tile, axis=0) / BN", "taking the mean over the whole tile",
+         "Zeros change no sum, but how many numbers were added up?"),
+        ("difference, axis=0) / N", "difference, axis=0) / BN",
+         "dividing the squares by the length of the tile",
+         "How many of the squares belong to numbers of the row?"),
+        ("difference, axis=0) / N", "difference, axis=0) / (N - 1)", "dividing by N − 1",
+         "That estimates the variance of what the row was drawn from. What is the mean of its own "
+         "squares?"),
+        ("difference, axis=0) / N", "difference, axis=0)",
+         "the sum of the squares in place of their mean",
+         "A longer row should not have a larger variance. What is still to be divided?"),
+        ({"row, tl.sum(": "row, tl.sqrt(tl.sum(", "\n\n    return": ")\n\n    return"},
+         "a standard deviation",
+         "That is a step further than asked. What do you get before the root?"),
+    ]),
     cases=(
         _triton_case("two rows of 4", 2, 4),
         _triton_case("a row of 4 that begins with a true 0", 1, 4, 1),
@@ -395,7 +277,7 @@ _VARIANCE = TEXTS.exercise(
         _triton_case("two rows of 3", 2, 3),
         _triton_case("three rows of 13", 3, 13),
     ),
-)
+)  # fmt: skip
 
 
 # -- program_offsets --
@@ -410,159 +292,60 @@ def program_offsets(pid_m: int, pid_n: int, M: int, N: int, BM: int, BN: int) ->
     return offsets[in_bounds].tolist()
 
 
-def _offsets(
-    slips: Slips, pid_m: int, pid_n: int, M: int, N: int, BM: int, BN: int
-) -> list[int] | list[list[int]] | Tensor:
-    """`program_offsets` with slips."""
-    if "thread" in slips:
-        return [pid_m * N + pid_n]
-    if "swap" in slips:
-        pid_m, pid_n = pid_n, pid_m
-    if "sides" in slips:
-        BM, BN = BN, BM
-    is_tiled = "starts" not in slips
-    rows = pid_m * (BM if is_tiled else 1) + torch.arange(1 if "one row" in slips else BM)
-    columns = pid_n * (BN if is_tiled else 1) + torch.arange(BN)
-    stride = BN if "by tile" in slips else M if "by rows" in slips else N
-    offsets = rows[:, None] * stride + columns
-    more = int("one more" in slips)
-    row_exists, column_exists = (rows < M + more)[:, None], columns < N + more
-    keep = row_exists & column_exists
-    if "end" in slips:
-        keep = offsets < M * N
-    if slips & {"none", "rows alone", "columns alone"}:
-        keep = torch.ones_like(keep)
-        keep = keep & row_exists if "rows alone" in slips else keep
-        keep = keep & column_exists if "columns alone" in slips else keep
-    if slips & {"to 0", "as -1"}:
-        masked = 0 if "to 0" in slips else -1
-        offsets, keep = torch.where(keep, offsets, masked), torch.ones_like(keep)
-    if "tensor" in slips:
-        return offsets
-    if "table" in slips:
-        table = [row[kept].tolist() for row, kept in zip(offsets, keep, strict=True)]
-        return [row for row in table if row]
-    if "by columns" in slips:
-        offsets, keep = offsets.T, keep.T
-    return offsets[keep].tolist()
-
-
-_OFFSETS_MISTAKES = (
-    Misconception(
-        "taking a program for a thread",
-        slip(_offsets, "thread"),
-        "A program id names a tile, not an element. How many elements does one program answer for?",
-    ),
-    Misconception(
-        "forgetting that ids count tiles",
-        slip(_offsets, "starts"),
-        "Your program 1 begins one element after program 0. What lies between the two?",
-    ),
-    Misconception(
-        "walking along the wrong axis",
-        slip(_offsets, "swap"),
-        "A square grid hides it. Which of the two ids counts tiles of rows, and which counts "
-        "tiles of columns?",
-    ),
-    Misconception(
-        "swapping the two sides of the tile",
-        slip(_offsets, "sides"),
-        "Square tiles hide it. Which of `BM` and `BN` counts rows?",
-    ),
-    Misconception(
-        "stepping to the next row by the width of the tile",
-        slip(_offsets, "by tile"),
-        "The tile is a window into C. How many elements of C do you pass from one of its rows to "
-        "the next?",
-    ),
-    Misconception(
-        "stepping to the next row by the number of rows",
-        slip(_offsets, "by rows"),
-        "A square C hides it. How many elements does a row of C `[M, N]` hold?",
-    ),
-    Misconception(
-        "masking only past the end of the memory",
-        slip(_offsets, "end"),
-        "An offset below M * N is in C, but past the last column the next row begins. Which "
-        "program stores that element?",
-    ),
-    Misconception(
-        "a missing mask",
-        slip(_offsets, "none"),
-        "The last tiles reach past the end of C. On a GPU such a store changes somebody else's "
-        "memory, without an error. Which rows and which columns exist?",
-    ),
-    Misconception(
-        "a mask on the rows alone",
-        slip(_offsets, "rows alone"),
-        "A tile at the right reaches past the last column. Where in memory do its elements lie "
-        "then?",
-    ),
-    Misconception(
-        "a mask on the columns alone",
-        slip(_offsets, "columns alone"),
-        "A tile at the bottom reaches past the last row. What lies in memory behind C?",
-    ),
-    Misconception(
-        "sending masked elements to offset 0",
-        slip(_offsets, "to 0"),
-        "That is harmless for a load, but this is a store. Whose element lies at offset 0?",
-    ),
-    Misconception(
-        "writing −1 for masked elements",
-        slip(_offsets, "as -1"),
-        "The mask is right. Which of these offsets does the program store?",
-    ),
-    Misconception(
-        "letting one row and one column too many in",
-        slip(_offsets, "one more"),
-        "C has M rows and N columns, both counted from 0. Which number has the last column?",
-    ),
-    Misconception(
-        "covering only the first row of the tile",
-        slip(_offsets, "one row"),
-        "A tile has two sides, so its offsets are a table. How many rows has it?",
-    ),
-    Misconception(
-        "walking down the columns of the tile",
-        slip(_offsets, "by columns"),
-        "The offsets are right, and their order is asked row by row. Which axis runs fastest?",
-    ),
-    Misconception(
-        "giving a list for each row of the tile",
-        slip(_offsets, "table"),
-        "One flat list is asked for. How do you join the rows?",
-    ),
-    Misconception(
-        "giving the whole tile, as a table",
-        slip(_offsets, "tensor"),
-        "One flat list is asked for, without the offsets that are not in C. What does "
-        "`offsets[in_bounds]` give?",
-    ),
-)
-
-_OFFSETS_SLIPS = frozenset().union(*(m.wrong.slips for m in _OFFSETS_MISTAKES))
+_IN_BOUNDS = "(rows < M)[:, None] & (columns < N)"
+_STORED = "offsets[in_bounds].tolist()"
 
 _OFFSETS = TEXTS.exercise(
-    "program_offsets",
-    minutes=6,
-    difficulty=1,
-    solution=program_offsets,
-    misconceptions=_OFFSETS_MISTAKES,
-    combine=together(
-        _OFFSETS_MISTAKES,
-        {"thread", "starts"},
-        {"thread", "swap"},
-        {"thread", "one row"},
-        {"thread", "table"},
-        *({"tensor", other} for other in _OFFSETS_SLIPS - {"tensor"}),
-        {"by tile", "by rows"},
-        {"table", "by columns"},
-        {"end", "none", "rows alone", "columns alone"},
-        {"none", "one more"},
-        {"end", "one more"},
-        {"to 0", "as -1", "none"},
-    ),
+    "program_offsets", minutes=6, difficulty=1, solution=program_offsets,
+    misconceptions=diffs(program_offsets, [
+        (_STORED, "[pid_m * N + pid_n]", "taking a program for a thread",
+         "A program id names a tile, not an element. How many elements does one program answer "
+         "for?"),
+        ({" * BM": "", " * BN": ""}, "forgetting that ids count tiles",
+         "Your program 1 begins one element after program 0. What lies between the two?"),
+        ({"rows = pid_m": "rows = pid_n", "columns = pid_n": "columns = pid_m"},
+         "walking along the wrong axis",
+         "A square grid hides it. Which of the two ids counts tiles of rows, and which counts "
+         "tiles of columns?"),
+        ('row by row."""', 'row by row."""\n    BM, BN = BN, BM',
+         "swapping the two sides of the tile",
+         "Square tiles hide it. Which of `BM` and `BN` counts rows?"),
+        ("* N + columns", "* BN + columns", "stepping to the next row by the width of the tile",
+         "The tile is a window into C. How many elements of C do you pass from one of its rows to "
+         "the next?"),
+        ("* N + columns", "* M + columns", "stepping to the next row by the number of rows",
+         "A square C hides it. How many elements does a row of C `[M, N]` hold?"),
+        (_IN_BOUNDS, "offsets < M * N", "masking only past the end of the memory",
+         "An offset below M * N is in C, but past the last column the next row begins. Which "
+         "program stores that element?"),
+        (_IN_BOUNDS, "offsets >= 0", "a missing mask",
+         "The last tiles reach past the end of C. On a GPU such a store changes somebody else's "
+         "memory, without an error. Which rows and which columns exist?"),
+        (_IN_BOUNDS, "(rows < M)[:, None] & (columns >= 0)", "a mask on the rows alone",
+         "A tile at the right reaches past the last column. Where in memory do its elements lie "
+         "then?"),
+        (_IN_BOUNDS, "(rows >= 0)[:, None] & (columns < N)", "a mask on the columns alone",
+         "A tile at the bottom reaches past the last row. What lies in memory behind C?"),
+        (_STORED, "torch.where(in_bounds, offsets, 0).flatten().tolist()",
+         "sending masked elements to offset 0",
+         "That is harmless for a load, but this is a store. Whose element lies at offset 0?"),
+        (_STORED, "torch.where(in_bounds, offsets, -1).flatten().tolist()",
+         "writing −1 for masked elements",
+         "The mask is right. Which of these offsets does the program store?"),
+        (_IN_BOUNDS, "(rows <= M)[:, None] & (columns <= N)",
+         "letting one row and one column too many in",
+         "C has M rows and N columns, both counted from 0. Which number has the last column?"),
+        ("torch.arange(BM)", "torch.arange(1)", "covering only the first row of the tile",
+         "A tile has two sides, so its offsets are a table. How many rows has it?"),
+        (_STORED, "offsets.T[in_bounds.T].tolist()", "walking down the columns of the tile",
+         "The offsets are right, and their order is asked row by row. Which axis runs fastest?"),
+        (_STORED, "[row[kept].tolist() for row, kept in zip(offsets, in_bounds) if kept.any()]",
+         "giving a list for each row of the tile",
+         "One flat list is asked for. How do you join the rows?"),
+        (_STORED, "offsets", "giving the whole tile, as a table",
+         "One flat list is asked for, without the offsets that are not in C. What does "
+         "`offsets[in_bounds]` give?"),
+    ]),
     cases=(
         Case("the upper right tile of 4 × 4", lambda: (0, 1, 4, 4, 2, 2)),
         Case("a tile that reaches past the right side", lambda: (0, 1, 2, 3, 2, 2)),
@@ -571,7 +354,7 @@ _OFFSETS = TEXTS.exercise(
         Case("tall tiles", lambda: (1, 1, 8, 6, 4, 2)),
         Case("one row of many columns", lambda: (0, 2, 1, 20, 4, 8)),
     ),
-)
+)  # fmt: skip
 
 
 # -- tile_product --
@@ -645,278 +428,100 @@ def _run_product(solution: Callable, M: int, N: int, K: int) -> Tensor:
     return c
 
 
-@triton.jit
-def _wrong_product(
-    A, B, C, M, N, K,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, STRIDE_A: tl.constexpr,
-    STRIDE_B: tl.constexpr, MASK: tl.constexpr, OTHER: tl.constexpr, DEPTH: tl.constexpr,
-    SUM: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    columns = tl.program_id(1) * BN + tl.arange(0, BN)
-    acc = tl.zeros([BM, BN], tl.float32)
-    stride_a = K
-    if STRIDE_A == "a by tile":
-        stride_a = BD
-    elif STRIDE_A == "a by rows":
-        stride_a = M
-    elif STRIDE_A == "a by columns":
-        stride_a = N
-    stride_b = N
-    if STRIDE_B == "b by tile":
-        stride_b = BN
-    elif STRIDE_B == "b by depth":
-        stride_b = K
-    for step in tl.range(tl.cdiv(K, BD)):
-        depth = step * BD + tl.arange(0, BD)
-        place = depth
-        if DEPTH != "right":
-            place = tl.arange(0, BD)
-        if DEPTH == "first, masks and all":
-            depth = place
-        a_offsets = rows[:, None] * stride_a + place
-        b_offsets = place[:, None] * stride_b + columns
-        if STRIDE_A == "a from depth":
-            a_offsets = depth[:, None] * K + depth
-        elif STRIDE_A == "a diagonal":
-            a_offsets = tl.zeros([BM, BD], tl.int32) + (rows * K + depth)
-        if STRIDE_B == "b from rows":
-            b_offsets = rows[:, None] * N + columns
-        elif STRIDE_B == "b turned":
-            b_offsets = columns[:, None] * N + depth
-        elif STRIDE_B == "b by columns":
-            b_offsets = place[:, None] + columns * K
-        elif STRIDE_B == "b by columns, turned":
-            b_offsets = columns[:, None] * K + place
-        elif STRIDE_B == "b diagonal":
-            b_offsets = tl.zeros([BD, BN], tl.int32) + (depth * N + columns)
-        a_mask = (rows < M)[:, None] & (depth < K)
-        b_mask = (depth < K)[:, None] & (columns < N)
-        if MASK == "none":
-            a_mask, b_mask = a_offsets >= 0, b_offsets >= 0
-        elif MASK == "no depth":
-            a_mask = (rows < M)[:, None] & (depth >= 0)
-            b_mask = (depth >= 0)[:, None] & (columns < N)
-        elif MASK == "a without depth":
-            a_mask = (rows < M)[:, None] & (depth >= 0)
-        elif MASK == "depth alone":
-            a_mask = (rows >= 0)[:, None] & (depth < K)
-            b_mask = (depth < K)[:, None] & (columns >= 0)
-        if MASK == "a line" or MASK == "lines":
-            a_mask = (rows < M) & (depth < K)
-        if MASK == "b line" or MASK == "lines":
-            b_mask = (depth < K) & (columns < N)
-        if MASK == "b mask turned":
-            b_mask = (columns < N)[:, None] & (depth < K)
-        elif MASK == "b column":
-            b_mask = (depth < K)[:, None] & (columns < N)[:, None]
-        elif MASK == "a's mask":
-            b_mask = a_mask
-        if OTHER == "none given":
-            a_tile = tl.load(A + a_offsets, mask=a_mask)
-            b_tile = tl.load(B + b_offsets, mask=b_mask)
-        else:
-            a_tile = tl.load(A + a_offsets, mask=a_mask, other=0.0)
-            b_tile = tl.load(B + b_offsets, mask=b_mask, other=0.0)
-        if SUM == "last step":
-            acc = tl.dot(a_tile, b_tile, input_precision="ieee")
-        elif SUM == "b times a":
-            acc = tl.dot(b_tile, a_tile, acc, input_precision="ieee")
-        elif SUM == "elementwise":
-            acc += a_tile * b_tile
-        elif SUM == "twice":
-            acc += tl.dot(a_tile, b_tile, acc, input_precision="ieee")
-        elif SUM != "nothing":
-            acc = tl.dot(a_tile, b_tile, acc, input_precision="ieee")
-    c_mask = (rows < M)[:, None] & (columns < N)
-    tl.store(C + rows[:, None] * N + columns, acc, mask=c_mask)
-
-
-_PRODUCT_SLIPS = {
-    "STRIDE_A": {"a by tile", "a by rows", "a by columns", "a from depth", "a diagonal"},
-    "STRIDE_B": {
-        "b by tile", "b by depth", "b from rows", "b turned", "b diagonal", "b by columns",
-        "b by columns, turned",
-    },
-    "MASK": {
-        "none", "no depth", "a without depth", "depth alone", "a line", "b line", "lines",
-        "b mask turned", "b column", "a's mask",
-    },
-    "OTHER": {"none given"},
-    "DEPTH": {"first", "first, masks and all"},
-    "SUM": {"last step", "twice", "nothing", "elementwise", "b times a"},
-}  # fmt: skip
-
-
-def _product(slips: Slips) -> object:
-    """`tile_product` with slips."""
-    return _Mistaken(_wrong_product, _PRODUCT_SLIPS, slips)
-
-
-_PRODUCT_MISTAKES = (
-    Misconception(
-        "keeping the last step only",
-        slip(_product, "last step"),
-        "Each step's product takes the place of the one before. Which argument of `tl.dot` is the "
-        "sum so far?",
-    ),
-    Misconception(
-        "a product that is never added",
-        slip(_product, "nothing"),
-        "All of C is 0. What happens to `acc` between its first line and the store?",
-    ),
-    Misconception(
-        "adding the sum so far twice",
-        slip(_product, "twice"),
-        "`tl.dot(a, b, acc)` is already `acc + a @ b`. Where does your line add `acc` once more?",
-    ),
-    Misconception(
-        "multiplying the tiles element by element",
-        slip(_product, "elementwise"),
-        "`a_tile * b_tile` pairs numbers that lie at the same place. Which word multiplies a row "
-        "by a column, and adds up?",
-    ),
-    Misconception(
-        "loading the same step of K again and again",
-        slip(_product, "first"),
-        "Step 1 has to begin where step 0 ended. Which name of the loop says where?",
-    ),
-    Misconception(
-        "loading the same step of K again and again",
-        slip(_product, "first, masks and all"),
-        "Step 1 has to begin where step 0 ended. Which name of the loop says where?",
-    ),
-    Misconception(
-        "taking the rows of A from `depth`",
-        slip(_product, "a from depth"),
-        "Along `depth` lie the columns of A. Which name says which rows this program owns?",
-    ),
-    Misconception(
-        "taking the rows of B from `rows`",
-        slip(_product, "b from rows"),
-        "`rows` are rows of A and C. Which name says which rows of B meet the columns of A?",
-    ),
-    Misconception(
-        "offsets of A along a line, where a table is needed",
-        slip(_product, "a diagonal"),
-        "`rows * K + depth` adds the first to the first, the second to the second. What does "
-        "`[:, None]` behind `rows` change?",
-    ),
-    Misconception(
-        "stepping to A's next row by the width of the tile",
-        slip(_product, "a by tile"),
-        "The tile is a window into A. How many numbers lie between two rows of A `[M, K]`?",
-    ),
-    Misconception(
-        "stepping to A's next row by its number of rows",
-        slip(_product, "a by rows"),
-        "A square A hides it. How many numbers does a row of A `[M, K]` hold?",
-    ),
-    Misconception(
-        "stepping to A's next row by the length of a row of C",
-        slip(_product, "a by columns"),
-        "A square A hides it. How many numbers does a row of A `[M, K]` hold?",
-    ),
-    Misconception(
-        "stepping to B's next row by the width of the tile",
-        slip(_product, "b by tile"),
-        "The tile is a window into B. How many numbers lie between two rows of B `[K, N]`?",
-    ),
-    Misconception(
-        "stepping to B's next row by its number of rows",
-        slip(_product, "b by depth"),
-        "A square B hides it. How many numbers does a row of B `[K, N]` hold?",
-    ),
-    Misconception(
-        "loading B's tile on its side",
-        slip(_product, "b turned"),
-        "In `[BD, BN]`, which of `depth` and `columns` runs down the tile? That one gets "
-        "`[:, None]`.",
-    ),
-    *(
-        Misconception(
-            "reading B as if its columns lay one after the other",
-            slip(_product, lies),
-            "B `[K, N]` lies in memory row after row. Which of `depth` and `columns` counts its "
-            "rows? That one is multiplied, and gets `[:, None]`.",
-        )
-        for lies in ("b by columns", "b by columns, turned")
-    ),
-    Misconception(
-        "offsets of B along a line, where a table is needed",
-        slip(_product, "b diagonal"),
-        "`depth * N + columns` adds the first to the first, the second to the second. What does "
-        "`[:, None]` behind `depth` change?",
-    ),
-    Misconception(
-        "multiplying in the wrong order",
-        slip(_product, "b times a"),
-        "C is A @ B. Square tiles hide it. Which tile comes first?",
-    ),
-    *(
-        Misconception(
-            "a mask of B that does not lie as its tile does",
-            slip(_product, mask),
-            "In `[BD, BN]`, `depth` runs down and `columns` across. Which of the two conditions "
-            "gets `[:, None]`?",
-        )
-        for mask in ("b mask turned", "b column")
-    ),
-    Misconception(
-        "A's mask for B",
-        slip(_product, "a's mask"),
-        "`a_mask` asks for rows of A. Which rows and which columns of B exist?",
-    ),
-    *(
-        Misconception(
-            "a mask along a line, where a table is needed",
-            slip(_product, lines),
-            "Both conditions are `[16]`, so `&` pairs the first with the first, the second with "
-            "the second. What does `[:, None]` behind one of them change?",
-        )
-        for lines in ("a line", "b line", "lines")
-    ),
-    Misconception(
-        "masked loads without `other`",
-        slip(_product, "none given"),
-        "Triton promises nothing about such a masked place. It may hold 0 today and NaN tomorrow. "
-        "Which number adds nothing to a sum of products?",
-    ),
-    Misconception(
-        "masks that keep nothing out",
-        slip(_product, "none"),
-        "Has each load a mask, and does `&` join its two conditions? `|` lets an element in where "
-        "one of them holds. What lies past column K of A and past row K of B?",
-    ),
-    Misconception(
-        "no mask along the depth",
-        slip(_product, "no depth"),
-        "The rows and columns are masked. What does the last step multiply where `depth` is K or "
-        "more? Look at both tiles.",
-    ),
-    Misconception(
-        "no mask along A's depth",
-        slip(_product, "a without depth"),
-        "The zeros of `b_tile` hide most of it. But from where does the last row of A load where "
-        "`depth` is K or more, and what is 0 times NaN?",
-    ),
-    Misconception(
-        "a mask along the depth alone",
-        slip(_product, "depth alone"),
-        "C is right, since rows past the end are never stored. But which addresses did the last "
-        "tiles load from?",
-    ),
-)
+_A_MASK, _B_MASK = "(rows < M)[:, None] & (depth < K)", "(depth < K)[:, None] & (columns < N)"
+_A_ROWS, _B_OFFSETS = "A + rows[:, None] * K", "B + depth[:, None] * N + columns"
+_DOT = "acc = tl.dot(a_tile, b_tile, acc"
 
 _PRODUCT = TEXTS.exercise(
-    "tile_product",
-    minutes=10,
-    difficulty=2,
-    solution=tile_product,
-    run=_run_product,
+    "tile_product", minutes=10, difficulty=2, solution=tile_product, run=_run_product,
     tolerance=1e-4,
-    misconceptions=_PRODUCT_MISTAKES,
-    combine=together(_PRODUCT_MISTAKES, *_PRODUCT_SLIPS.values()),
+    misconceptions=diffs(tile_product, [
+        (_DOT, "acc = tl.dot(a_tile, b_tile", "keeping the last step only",
+         "Each step's product takes the place of the one before. Which argument of `tl.dot` is the "
+         "sum so far?"),
+        (f'{_DOT}, input_precision="ieee")', "acc = acc", "a product that is never added",
+         "All of C is 0. What happens to `acc` between its first line and the store?"),
+        (_DOT, "acc += tl.dot(a_tile, b_tile, acc", "adding the sum so far twice",
+         "`tl.dot(a, b, acc)` is already `acc + a @ b`. Where does your line add `acc` once more?"),
+        (f'{_DOT}, input_precision="ieee")', "acc += a_tile * b_tile",
+         "multiplying the tiles element by element",
+         "`a_tile * b_tile` pairs numbers that lie at the same place. Which word multiplies a row "
+         "by a column, and adds up?"),
+        ({"+ depth,": "+ tl.arange(0, BD),", "B + depth": "B + tl.arange(0, BD)"},
+         "loading the same step of K again and again",
+         "Step 1 has to begin where step 0 ended. Which name of the loop says where?"),
+        ("step * BD + ", "", "loading the same step of K again and again"),
+        (_A_ROWS, "A + depth[:, None] * K", "taking the rows of A from `depth`",
+         "Along `depth` lie the columns of A. Which name says which rows this program owns?"),
+        (_B_OFFSETS, "B + rows[:, None] * N + columns", "taking the rows of B from `rows`",
+         "`rows` are rows of A and C. Which name says which rows of B meet the columns of A?"),
+        (_A_ROWS, "A + rows * K", "offsets of A along a line, where a table is needed",
+         "`rows * K + depth` adds the first to the first, the second to the second. What does "
+         "`[:, None]` behind `rows` change?"),
+        ("* K", "* BD", "stepping to A's next row by the width of the tile",
+         "The tile is a window into A. How many numbers lie between two rows of A `[M, K]`?"),
+        ("* K", "* M", "stepping to A's next row by its number of rows",
+         "A square A hides it. How many numbers does a row of A `[M, K]` hold?"),
+        ("* K", "* N", "stepping to A's next row by the length of a row of C",
+         "A square A hides it. How many numbers does a row of A `[M, K]` hold?"),
+        (_B_OFFSETS, "B + depth[:, None] * BN + columns",
+         "stepping to B's next row by the width of the tile",
+         "The tile is a window into B. How many numbers lie between two rows of B `[K, N]`?"),
+        (_B_OFFSETS, "B + depth[:, None] * K + columns",
+         "stepping to B's next row by its number of rows",
+         "A square B hides it. How many numbers does a row of B `[K, N]` hold?"),
+        (_B_OFFSETS, "B + columns[:, None] * N + depth", "loading B's tile on its side",
+         "In `[BD, BN]`, which of `depth` and `columns` runs down the tile? That one gets "
+         "`[:, None]`."),
+        (_B_OFFSETS, "B + depth[:, None] + columns * K",
+         "reading B as if its columns lay one after the other",
+         "B `[K, N]` lies in memory row after row. Which of `depth` and `columns` counts its rows? "
+         "That one is multiplied, and gets `[:, None]`."),
+        (_B_OFFSETS, "B + columns[:, None] * K + depth",
+         "reading B as if its columns lay one after the other"),
+        (_B_OFFSETS, "B + depth * N + columns",
+         "offsets of B along a line, where a table is needed",
+         "`depth * N + columns` adds the first to the first, the second to the second. What does "
+         "`[:, None]` behind `depth` change?"),
+        (_DOT, "acc = tl.dot(b_tile, a_tile, acc", "multiplying in the wrong order",
+         "C is A @ B. Square tiles hide it. Which tile comes first?"),
+        (_B_MASK, "(columns < N)[:, None] & (depth < K)",
+         "a mask of B that does not lie as its tile does",
+         "In `[BD, BN]`, `depth` runs down and `columns` across. Which of the two conditions gets "
+         "`[:, None]`?"),
+        (_B_MASK, "(depth < K)[:, None] & (columns < N)[:, None]",
+         "a mask of B that does not lie as its tile does"),
+        (_B_MASK, "a_mask", "A's mask for B",
+         "`a_mask` asks for rows of A. Which rows and which columns of B exist?"),
+        (_A_MASK, "(rows < M) & (depth < K)", "a mask along a line, where a table is needed",
+         "Both conditions are `[16]`, so `&` pairs the first with the first, the second with the "
+         "second. What does `[:, None]` behind one of them change?"),
+        (_B_MASK, "(depth < K) & (columns < N)", "a mask along a line, where a table is needed"),
+        ({_A_MASK: "(rows < M) & (depth < K)", _B_MASK: "(depth < K) & (columns < N)"},
+         "a mask along a line, where a table is needed"),
+        ({"mask=a_mask, other=0.0": "mask=a_mask", "mask=b_mask, other=0.0": "mask=b_mask"},
+         "masked loads without `other`",
+         "Triton promises nothing about such a masked place. It may hold 0 today and NaN tomorrow. "
+         "Which number adds nothing to a sum of products?"),
+        ({_A_MASK: "(rows >= 0)[:, None] & (depth >= 0)",
+          _B_MASK: "(depth >= 0)[:, None] & (columns >= 0)"},
+         "masks that keep nothing out",
+         "Has each load a mask, and does `&` join its two conditions? `|` lets an element in where "
+         "one of them holds. What lies past column K of A and past row K of B?"),
+        ({_A_MASK: "(rows < M)[:, None] & (depth >= 0)",
+          _B_MASK: "(depth >= 0)[:, None] & (columns < N)"},
+         "no mask along the depth",
+         "The rows and columns are masked. What does the last step multiply where `depth` is K or "
+         "more? Look at both tiles."),
+        (_A_MASK, "(rows < M)[:, None] & (depth >= 0)", "no mask along A's depth",
+         "The zeros of `b_tile` hide most of it. But from where does the last row of A load where "
+         "`depth` is K or more, and what is 0 times NaN?"),
+        ({_A_MASK: "(rows >= 0)[:, None] & (depth < K)",
+          _B_MASK: "(depth < K)[:, None] & (columns >= 0)"},
+         "a mask along the depth alone",
+         "C is right, since rows past the end are never stored. But which addresses did the last "
+         "tiles load from?"),
+    ]),
     cases=(
         _triton_case("one tile and one step", 16, 16, 16),
         _triton_case("one tile and two steps", 16, 16, 32),
@@ -925,12 +530,10 @@ _PRODUCT = TEXTS.exercise(
         _triton_case("a ragged depth", 16, 16, 20),
         _triton_case("C of 20 × 25, depth 37", 20, 25, 37),
     ),
-)
+)  # fmt: skip
 
 
 # -- row_sums --
-
-_BR, _BN = 4, 16
 
 
 def row_sums() -> object:
@@ -1051,118 +654,48 @@ def _run_row_sums(solution: Callable, R: int, N: int) -> Tensor:
     return y.cpu()
 
 
-def _sums(mistake: str) -> Callable:
-    """A kernel with one mistake."""
-
-    def wrong() -> object:
-        BR, BN = _BR, _BN
-        R, N = T.dynamic("R"), T.dynamic("N")
-        clear = mistake == "clear"
-        needed = BN if mistake == "full tiles" else 1  # columns that a tile must have to count
-        stride = 1 if mistake == "ids count rows" else BR
-        across = {"steps count columns": 1, "steps of BR": BR}.get(mistake, BN)
-
-        @T.prim_func
-        def kernel(X: T.Tensor([R, N], "float32"), Y: T.Tensor([R], "float32")):
-            with T.Kernel(T.ceildiv(R, BR), threads=128) as block:
-                x_tile = T.alloc_fragment([BR, BN], "float32")
-                acc = T.alloc_fragment([BR], "float32")
-                start = block * stride
-                steps = 1 if mistake == "first tile" else T.ceildiv(N, BN)
-                if mistake != "never cleared":
-                    T.clear(acc)
-                for step in T.serial(steps):
-                    column = 0 if mistake == "same columns" else step * across
-                    if mistake == "backwards":
-                        T.copy(x_tile, X[start : start + BR, column : column + BN])
-                    else:
-                        T.copy(X[start : start + BR, column : column + BN], x_tile)
-                    if mistake == "race":
-                        for i, j in T.Parallel(BR, BN):
-                            acc[i] += x_tile[i, j]
-                    elif column + needed <= N:
-                        T.reduce_sum(x_tile, acc, dim=1, clear=clear)
-                if mistake != "no store":
-                    T.copy(acc, Y[start : start + BR])
-
-        return kernel
-
-    return wrong
-
-
 def _tilelang_case(R: int, N: int, what: str) -> Case:
     here = environment.detect()
     return Case(what, lambda: (R, N), lambda: here.why_not("tilelang", here.device))
 
 
+_COPY, _REDUCE = (
+    "T.copy(X[start : start + BR, column : column + BN], x_tile)",
+    "T.reduce_sum(x_tile, acc, dim=1, clear=False)",
+)
+
 _ROW_SUMS = TEXTS.exercise(
-    "row_sums",
-    minutes=12,
-    difficulty=3,
-    solution=row_sums,
-    run=_run_row_sums,
-    tolerance=1e-4,
-    misconceptions=(
-        Misconception(
-            "adding to a sum that was never set to 0",
-            _sums("never cleared"),
-            "A fragment holds anything until you write to it, so this checker puts NaN there. "
-            "Which line fills `acc` with zeros before the loop?",
-        ),
-        Misconception(
-            "clearing the sum so far at each step",
-            _sums("clear"),
-            "Only the last tile is left. How often does `T.clear` run? And `T.reduce_sum` clears "
-            "`acc`, too, unless told otherwise. Which option of the statement makes it add?",
-        ),
-        Misconception(
-            "turns of `T.Parallel` that share `acc[i]`",
-            _sums("race"),
-            "On a CPU the numbers come out right, because it takes one turn after the other. On a "
-            "GPU, threads take turns at the same time, and additions get lost. Which word reduces?",
-        ),
-        Misconception(
-            "copying the wrong way round",
-            _sums("backwards"),
-            "This kernel changes X. `T.copy` takes the source first. Which of the two is it?",
-        ),
-        Misconception(
-            "summing the first tile only",
-            _sums("first tile"),
-            "A row of 37 has three tiles of 16. Which program walks over the other two?",
-        ),
-        Misconception(
-            "leaving the ragged tail out",
-            _sums("full tiles"),
-            "N // BN counts full tiles. In which tile is the last number of a row of 5?",
-        ),
-        Misconception(
-            "programs that begin one row apart",
-            _sums("ids count rows"),
-            "Program 1 begins where program 0 ends. How many rows does a program have?",
-        ),
-        Misconception(
-            "loading the same columns at every step",
-            _sums("same columns"),
-            "Step 1 begins where step 0 ends. Which name of the loop says where?",
-        ),
-        Misconception(
-            "a sum that is never stored",
-            _sums("no store"),
-            "`acc` ends with its program, so Y still holds what the checker put there. Which line "
-            "moves `acc` to Y?",
-        ),
-        Misconception(
-            "steps that begin `BR` columns apart",
-            _sums("steps of BR"),
-            "`BR` counts the rows of a tile. How many columns does a tile have?",
-        ),
-        Misconception(
-            "steps that begin one column apart",
-            _sums("steps count columns"),
-            "Step 1 begins where step 0 ends. How many columns does a tile have?",
-        ),
-    ),
+    "row_sums", minutes=12, difficulty=3, solution=row_sums, run=_run_row_sums, tolerance=1e-4,
+    misconceptions=diffs(row_sums, [
+        ("            T.clear(acc)\n", "", "adding to a sum that was never set to 0",
+         "A fragment holds anything until you write to it, so this checker puts NaN there. "
+         "Which line fills `acc` with zeros before the loop?"),
+        (", clear=False", "", "clearing the sum so far at each step",
+         "Only the last tile is left. How often does `T.clear` run? And `T.reduce_sum` clears "
+         "`acc`, too, unless told otherwise. Which option of the statement makes it add?"),
+        (_REDUCE, "for i, j in T.Parallel(BR, BN): acc[i] += x_tile[i, j]",
+         "turns of `T.Parallel` that share `acc[i]`",
+         "On a CPU the numbers come out right, because it takes one turn after the other. On a "
+         "GPU, threads take turns at the same time, and additions get lost. Which word reduces?"),
+        (_COPY, "T.copy(x_tile, X[start : start + BR, column : column + BN])",
+         "copying the wrong way round",
+         "This kernel changes X. `T.copy` takes the source first. Which of the two is it?"),
+        ("T.serial(T.ceildiv(N, BN))", "T.serial(1)", "summing the first tile only",
+         "A row of 37 has three tiles of 16. Which program walks over the other two?"),
+        ("T.ceildiv(N, BN)", "N // BN", "leaving the ragged tail out",
+         "N // BN counts full tiles. In which tile is the last number of a row of 5?"),
+        ("block * BR", "block", "programs that begin one row apart",
+         "Program 1 begins where program 0 ends. How many rows does a program have?"),
+        ("step * BN", "0", "loading the same columns at every step",
+         "Step 1 begins where step 0 ends. Which name of the loop says where?"),
+        ("            T.copy(acc, Y[start : start + BR])\n", "", "a sum that is never stored",
+         "`acc` ends with its program, so Y still holds what the checker put there. Which line "
+         "moves `acc` to Y?"),
+        ("step * BN", "step * BR", "steps that begin `BR` columns apart",
+         "`BR` counts the rows of a tile. How many columns does a tile have?"),
+        ("step * BN", "step", "steps that begin one column apart",
+         "Step 1 begins where step 0 ends. How many columns does a tile have?"),
+    ], pairs=False),
     cases=(
         _tilelang_case(4, 16, "one full tile"),
         _tilelang_case(1, 5, "one row of 5"),
@@ -1170,7 +703,7 @@ _ROW_SUMS = TEXTS.exercise(
         _tilelang_case(8, 16, "eight rows of 16"),
         _tilelang_case(9, 37, "nine rows of 37"),
     ),
-)
+)  # fmt: skip
 
 EXERCISES = (_PRODUCT, _ROW_SUMS, _VARIANCE, _OFFSETS)
 
@@ -1178,41 +711,20 @@ EXERCISES = (_PRODUCT, _ROW_SUMS, _VARIANCE, _OFFSETS)
 # -- two mistakes at once --
 
 
-def _tile_of_c_without_ids_or_mask(
-    pid_m: int, pid_n: int, M: int, N: int, BM: int, BN: int
-) -> list[int]:
-    return [(pid_m + i) * N + pid_n + j for i in range(BM) for j in range(BN)]
-
-
-def _up_to_the_last_offset(pid_m: int, pid_n: int, M: int, N: int, BM: int, BN: int) -> list[int]:
-    tile = [(pid_m * BM + i) * BN + pid_n * BN + j for i in range(BM) for j in range(BN)]
-    return [offset for offset in tile if offset < M * N]
-
-
 DOUBLES = (
+    Double("program_offsets", names=("forgetting that ids count tiles", "a missing mask")),
     Double(
         "program_offsets",
-        _tile_of_c_without_ids_or_mask,
-        ("forgetting that ids count tiles", "a missing mask"),
-    ),
-    Double(
-        "program_offsets",
-        _up_to_the_last_offset,
-        (
+        names=(
             "stepping to the next row by the width of the tile",
             "masking only past the end of the memory",
         ),
     ),
     Double(
         "row_variance",
-        lambda: _variance(frozenset({"mean by BN", "padding"})),
-        ("letting the padding into the variance", "taking the mean over the whole tile"),
+        names=("letting the padding into the variance", "taking the mean over the whole tile"),
     ),
-    Double(
-        "tile_product",
-        lambda: _product(frozenset({"last step", "no depth"})),
-        ("keeping the last step only", "no mask along the depth"),
-    ),
+    Double("tile_product", names=("keeping the last step only", "no mask along the depth")),
 )
 
 
