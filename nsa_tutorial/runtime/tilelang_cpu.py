@@ -44,10 +44,10 @@ def serialise(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 @pass_instrument
-class _OneSimplificationLess:
-    """Leave out the simplification of the finished kernel. It changes next to nothing by then, and
-    takes up to three quarters of the compilation: the solver that it asks knows nothing of the
-    tensors' sizes any more."""
+class _FewerSimplifications:
+    """Leave out those of the finished kernel. They change next to nothing by then, and take up to
+    three quarters of the compilation: the solver that they ask knows nothing of the tensors' sizes
+    any more."""
 
     def __init__(self) -> None:
         self.finished = False
@@ -56,12 +56,12 @@ class _OneSimplificationLess:
         self.finished |= info.name == "tl.SplitHostDevice"
 
     def should_run(self, module: ir.IRModule, info: ir.transform.PassInfo) -> bool:
-        return not (self.finished and info.name == "tirx.Simplify")
+        return not (self.finished and info.name in ("tirx.Simplify", "tl.Simplify"))
 
 
 class _Shorter(PassInstrumentationTool):
     def create_pass_instrument(self) -> object:
-        return _OneSimplificationLess()
+        return _FewerSimplifications()
 
 
 def compile_for_cpu(kernel: tirx.PrimFunc) -> tilelang.JITKernel:
