@@ -1,9 +1,6 @@
 """Exercises of chapter 16: what is wrong with five benchmarks, the bytes of three orders, and the
 order for six shapes. Then TFLOP/s and what dense FLOPs make of them, the union of neighbours'
-lists, and one step of its walk as a kernel.
-
-The wrong solutions of an exercise are one function, or one kernel, told which slips to make.
-"""
+lists, and one step of its walk as a kernel."""
 
 from __future__ import annotations
 
@@ -15,16 +12,14 @@ from types import CodeType
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course.exercises import Case, Double, Misconception
+from nsa_tutorial.course.diffs import diffs
+from nsa_tutorial.course.exercises import Case, Double
 from nsa_tutorial.course.languages import tl, triton
-from nsa_tutorial.course.mistakes import Wrong, slip, together
 from nsa_tutorial.course.room import roomy
 from nsa_tutorial.course.texts import Texts
 from nsa_tutorial.runtime import environment
 
 TEXTS = Texts(__name__)
-
-Slips = frozenset[str]
 
 
 # -- questions whose answers are words --
@@ -63,26 +58,25 @@ def _said(words: tuple[str, ...], ours: Callable) -> Callable:
     return run
 
 
-def _no_words(answers: Callable, ours: Callable, words: tuple[str, ...]) -> tuple:
-    """Two more mistakes for each letter: a word that is not among the words, and none at all."""
+def _answers(ours: Callable, words: tuple[str, ...], hints: Mapping[object, str]) -> list[tuple]:
+    """Rows of `diffs`: each wrong word for each letter, a word that is none, and no word at all.
+
+    Args:
+        ours: the solution.
+        words: to choose from.
+        hints: by letter, or by letter and wrong word.
+    """
+    right, rows = ours(), []
+    letters = [x for x in hints if isinstance(x, str)]
+    for x in letters:
+        wrong = (word for word in words if word != right[x])
+        rows += [(x, word, f"“{word}” for {x}", hints.get((x, word), hints[x])) for word in wrong]
     strange = f"The words are: {', '.join(words)}."
-    return tuple(
-        Misconception(name, slip(answers, f"{x}: {word}"), hint)
-        for x in ours()
-        for name, word, hint in (
-            (f"a word for {x} that is none of ours", STRANGE, strange),
-            (f"nothing yet for {x}", OPEN, "Which word would you take, if you had to bet?"),
-        )
-    )
-
-
-def _words(ours: Callable) -> Callable:
-    """A dictionary of answers with slips, each of the form `letter: word`."""
-
-    def answers(slips: Slips) -> dict[str, str]:
-        return ours() | dict(s.split(": ") for s in slips)
-
-    return answers
+    bet = "Which word would you take, if you had to bet?"
+    for x in letters:
+        rows.append((x, STRANGE, f"a word for {x} that is none of ours", strange))
+        rows.append((x, OPEN, f"nothing yet for {x}", bet))
+    return [(f'"{x}": "{right[x]}"', f'"{x}": "{word}"', *said) for x, word, *said in rows]
 
 
 def _letters(what: str, letters: str) -> tuple[Case, ...]:
@@ -114,13 +108,6 @@ _HINTS_WRONG = {
     "E": "One call and a `wait()` come before the clock, and every input is new. Has the GPU done "
     "the work when `stop` is read?",
 }
-_wrong_words = _words(what_is_wrong)
-_WRONG_MISTAKES = tuple(
-    Misconception(f"“{word}” for {x}", slip(_wrong_words, f"{x}: {word}"), hint)
-    for x, hint in _HINTS_WRONG.items()
-    for word in WORDS
-    if what_is_wrong()[x] != word
-) + _no_words(_wrong_words, what_is_wrong, WORDS)
 
 _WRONG = TEXTS.exercise(
     "what_is_wrong",
@@ -128,11 +115,7 @@ _WRONG = TEXTS.exercise(
     difficulty=1,
     solution=what_is_wrong,
     run=_said(WORDS, what_is_wrong),
-    misconceptions=_WRONG_MISTAKES,
-    combine=together(
-        _WRONG_MISTAKES,
-        *({f"{x}: {word}" for word in (*WORDS, STRANGE, OPEN)} for x in _HINTS_WRONG),
-    ),
+    misconceptions=diffs(what_is_wrong, _answers(what_is_wrong, WORDS, _HINTS_WRONG)),
     cases=_letters("benchmark", "ABCDE"),
     in_words=True,
 )
@@ -149,125 +132,62 @@ def speed(N: int, HQ: int, D: int, listed: float, ms: float) -> tuple[float, flo
     return done / ms / 1e9, dense / ms / 1e9
 
 
-def _speed(slips: Slips, N: int, HQ: int, D: int, listed: float, ms: float) -> object:
-    """`speed` with slips."""
-    per_pair = 4 * D
-    if "one product" in slips:
-        per_pair = 2 * D
-    if "twice" in slips:
-        per_pair *= 2
-    heads_ = 1 if "one head" in slips else HQ
-    done = heads_ * (1 if slips & {"one query", "no N"} else N) * listed * per_pair
-    seen = N if "square" in slips else N / 2 if "half" in slips else (N + 1) / 2
-    dense = heads_ * (1 if "no N" in slips else N) * seen * per_pair
-    if "swapped" in slips:
-        done, dense = dense, done
-    units = {"ms": 1e12, "giga": 1e6, "up": 1e15, "plain": 1e-3, "raw": 1}
-    unit = next((units[name] for name in units if name in slips), 1e9)
-    numbers = done / ms / unit, dense / ms / unit
-    return numbers[0] if "alone" in slips else numbers
-
-
-_UNITS = ("ms", "giga", "up", "plain", "raw")
-_COUNTS = ("one product", "twice", "one query", "no N", "one head")
-_ALONE = (
-    "returning one number",
-    "Two are asked for. What would dense attention's operations make of the same time?",
-)
-
-_SPEED_MISTAKES = (
-    # a number in place of two comes first, and by itself where more than one thing else is wrong
-    *(
-        Misconception(_ALONE[0], Wrong(_speed, frozenset({"alone", first, second})), _ALONE[1])
-        for first in (*_UNITS, "one product")
-        for second in _COUNTS
-        if first != second
-    ),
-    Misconception(
-        _ALONE[0],
-        Wrong(_speed, frozenset({"alone", "swapped"})),
-        "Two are asked for, and this is the second. What does the kernel itself do in this time?",
-    ),
-    Misconception(_ALONE[0], slip(_speed, "alone"), _ALONE[1]),
-    Misconception(
-        "counting one product, or no additions",
-        slip(_speed, "one product"),
-        "A query and a key take two products: `q · k`, and a weight times a value. Each has a "
-        "multiply and an add for every number of the width.",
-    ),
-    Misconception(
-        "counting the pairs of the future",
-        slip(_speed, "square"),
-        "Dense attention is causal here: query `t` sees `t + 1` keys. How many pairs are that?",
-    ),
-    Misconception(
-        "counting everything twice",
-        slip(_speed, "twice"),
-        "Twice too many. There are two products, and each has a multiply and an add. Which factor "
-        "of 2 stands in your count twice?",
-    ),
-    Misconception(
-        "half of the square",
-        slip(_speed, "half"),
-        "A query sees itself, too. Count the pairs of one query, and of two.",
-    ),
-    Misconception(
-        "milliseconds multiplied where they are to be divided",
-        slip(_speed, "up"),
-        "A millisecond is 10 to the power -3 seconds. Which way does that move the result?",
-    ),
-    Misconception(
-        "milliseconds taken for seconds",
-        slip(_speed, "ms"),
-        "TFLOP/s are 10 to the power 12 operations in a *second*. How many ms are that?",
-    ),
-    Misconception(
-        "GFLOP/s",
-        slip(_speed, "giga"),
-        "Your unit is a thousand times too small. T is 10 to the power 12.",
-    ),
-    Misconception(
-        "operations a second, without the T",
-        slip(_speed, "plain"),
-        "T is 10 to the power 12. How many TFLOP/s are your operations a second?",
-    ),
-    Misconception(
-        "operations a millisecond",
-        slip(_speed, "raw"),
-        "Two steps are left: from a millisecond to a second, and from one operation to 10 to the "
-        "power 12 of them. Which factors are that?",
-    ),
-    *(
-        Misconception(
-            "the keys of one query",
-            slip(_speed, slip_),
-            "`listed` is what one query reads. How many queries does the kernel have?",
-        )
-        for slip_ in ("one query", "no N")
-    ),
-    Misconception(
-        "counting one head", slip(_speed, "one head"), "Every query head multiplies. Who is `HQ`?"
-    ),
-    Misconception(
-        "the two numbers the wrong way round",
-        slip(_speed, "swapped"),
-        "First what the kernel computes itself, then what dense attention would compute.",
-    ),
-)
+# where two more things are wrong beside a number in place of two: what they do to the source
+_DOC = 'attention."""'
+_UNITS = [{_DOC: f"{_DOC}\n    ms = ms * {factor}"} for factor in (1e3, 1e-3, 1e6, 1e-12, 1e-9)]
+_COUNTS = [
+    {"2 * 2 * D": "2 * D"},
+    {"2 * 2 * D": "2 * 2 * 2 * D"},
+    {"N * listed": "listed"},
+    {"N * listed": "listed", "N * (": "("},
+    {"done = HQ": "done = 1", "dense = HQ": "dense = 1"},
+]
+_ALONE = "Two are asked for. What would dense attention's operations make of the same time?"
 
 _SPEED = TEXTS.exercise(
     "speed",
     minutes=4,
     difficulty=1,
     solution=speed,
-    misconceptions=_SPEED_MISTAKES,
-    combine=together(
-        _SPEED_MISTAKES,
-        _UNITS,
-        {"square", "half"},
-        {"twice", "one product"},
-        {"alone", "swapped"},
-    ),
+    misconceptions=diffs(speed, [
+        # one number comes first, and by itself where more than one thing else is wrong
+        *(({", dense / ms / 1e9": ""} | second | first, "returning one number", _ALONE)
+          for first in (*_UNITS, _COUNTS[0]) for second in _COUNTS
+          if first.keys() != second.keys()),
+        ("done / ms / 1e9, ", "", "returning one number",
+         "Two are asked for, and this is the second. What does the kernel itself do in this "
+         "time?"),
+        (", dense / ms / 1e9", "", "returning one number", _ALONE),
+        ("2 * 2 * D", "2 * D", "counting one product, or no additions",
+         "A query and a key take two products: `q · k`, and a weight times a value. Each has a "
+         "multiply and an add for every number of the width."),
+        ("N + 1) / 2", "N)", "counting the pairs of the future",
+         "Dense attention is causal here: query `t` sees `t + 1` keys. How many pairs are that?"),
+        ("2 * 2 * D", "2 * 2 * 2 * D", "counting everything twice",
+         "Twice too many. There are two products, and each has a multiply and an add. Which "
+         "factor of 2 stands in your count twice?"),
+        ("N + 1) / 2", "N) / 2", "half of the square",
+         "A query sees itself, too. Count the pairs of one query, and of two."),
+        ('attention."""', 'attention."""\n    ms = ms * 1e6',
+         "milliseconds multiplied where they are to be divided",
+         "A millisecond is 10 to the power -3 seconds. Which way does that move the result?"),
+        ('attention."""', 'attention."""\n    ms = ms * 1e3', "milliseconds taken for seconds",
+         "TFLOP/s are 10 to the power 12 operations in a *second*. How many ms are that?"),
+        ('attention."""', 'attention."""\n    ms = ms / 1e3', "GFLOP/s",
+         "Your unit is a thousand times too small. T is 10 to the power 12."),
+        ('attention."""', 'attention."""\n    ms = ms / 1e12', "operations a second, without the T",
+         "T is 10 to the power 12. How many TFLOP/s are your operations a second?"),
+        ('attention."""', 'attention."""\n    ms = ms / 1e9', "operations a millisecond",
+         "Two steps are left: from a millisecond to a second, and from one operation to 10 to "
+         "the power 12 of them. Which factors are that?"),
+        ("N * listed", "listed", "the keys of one query",
+         "`listed` is what one query reads. How many queries does the kernel have?"),
+        ({"N * listed": "listed", "N * (": "("}, "the keys of one query"),
+        ({"done = HQ": "done = 1", "dense = HQ": "dense = 1"}, "counting one head",
+         "Every query head multiplies. Who is `HQ`?"),
+        ("return", "done, dense = dense, done\n    return", "the two numbers the wrong way round",
+         "First what the kernel computes itself, then what dense attention would compute."),
+    ]),
     tolerance=1e-9,
     cases=(
         Case("one head", lambda: (300, 1, 100, 100.0, 1.0)),
@@ -275,7 +195,7 @@ _SPEED = TEXTS.exercise(
         Case("ten heads, twice the time", lambda: (300, 10, 100, 100.0, 2.0)),
         Case("long", lambda: (65_536, 64, 128, 1000.0, 13.0)),
     ),
-)
+)  # fmt: skip
 
 
 # -- union_of_lists --
@@ -288,120 +208,41 @@ def union_of_lists(lists: list[list[int]]) -> tuple[list[int], list[int]]:
     return ids, [sum(1 << t for t, own in enumerate(lists) if block in own) for block in ids]
 
 
-def _union(slips: Slips, lists: list[list[int]]) -> object:
-    """`union_of_lists` with slips."""
-    least = -1 if "empty" in slips else 1 if "block 0" in slips else 0
-    ids = list(dict.fromkeys(b for own in lists for b in own if b >= least))
-    if "shared" in slips:
-        ids = [b for b in ids if all(b in own for own in lists)]
-    if "repeated" in slips:
-        ids = [b for own in lists for b in own if b in ids]
-    if "unsorted" not in slips:
-        ids = sorted(ids)
-    if "ids" in slips:
-        return ids
-
-    def number(block: int) -> object:
-        who = [t for t, own in enumerate(lists) if block in own]
-        if "count" in slips:
-            return len(who)
-        if "numbers" in slips:
-            return sum(who)
-        if "queries" in slips:
-            return who
-        if "last" in slips:
-            return 1 << who[-1]
-        if "text" in slips:
-            return bin(sum(1 << t for t in who))
-        if "reversed" in slips:
-            return sum(1 << (len(lists) - 1 - t) for t in who)
-        return sum(1 << (t + ("one up" in slips)) for t in who)
-
-    return ids, [number(block) for block in ids]
-
-
-_UNION_MISTAKES = (
-    Misconception(
-        "an empty slot taken for a block",
-        slip(_union, "empty"),
-        "-1 says that a slot is empty. Which block would the tile load for it?",
-    ),
-    Misconception(
-        "block 0 taken for an empty slot",
-        slip(_union, "block 0"),
-        "Block 0 is a block like any other. Only -1 says that a slot is empty.",
-    ),
-    Misconception(
-        "counting who lists a block",
-        slip(_union, "count"),
-        "Two of four list it, but which two? The walk has to mask the others.",
-    ),
-    Misconception(
-        "adding up the numbers of the queries",
-        slip(_union, "numbers"),
-        "Queries 0 and 3 give 3, and so do queries 1 and 2. Which numbers have sums that tell?",
-    ),
-    Misconception(
-        "a list of queries in place of a number",
-        slip(_union, "queries"),
-        "These are the right queries. Each has a bit: which number do their bits add up to?",
-    ),
-    Misconception(
-        "text in place of a number",
-        slip(_union, "text"),
-        "`bin` writes a number down as text, to be read. The kernel shifts the number itself.",
-    ),
-    Misconception(
-        "a block as often as it is listed",
-        slip(_union, "repeated"),
-        "The tile would load such a block twice. What keeps each block once?",
-    ),
-    Misconception(
-        "the last query alone",
-        slip(_union, "last"),
-        "A later query overwrites the bit of an earlier one. What keeps both?",
-    ),
-    Misconception(
-        "bits from the other end",
-        slip(_union, "reversed"),
-        "Query 0 has bit 0, which is worth 1. What is the bit of query `t` worth?",
-    ),
-    Misconception(
-        "bits that begin at 1",
-        slip(_union, "one up"),
-        "Query 0 has bit 0. What is 2 to the power 0?",
-    ),
-    Misconception(
-        "the blocks that all of them list",
-        slip(_union, "shared"),
-        "That is the intersection. A block that one query lists has to be loaded, too.",
-    ),
-    Misconception(
-        "blocks in the order in which they are met",
-        slip(_union, "unsorted"),
-        "The right blocks, but they should ascend, whoever lists them first.",
-    ),
-    Misconception(
-        "leaving the bits out",
-        slip(_union, "ids"),
-        "That is the first half. Return a pair: the blocks, and for each one who lists it.",
-    ),
-)
-
-_NUMBERS = {"count", "numbers", "queries", "text", "last", "reversed", "one up", "ids"}
-
 _UNION = TEXTS.exercise(
     "union_of_lists",
     minutes=6,
     difficulty=2,
     solution=union_of_lists,
-    misconceptions=_UNION_MISTAKES,
-    combine=together(
-        _UNION_MISTAKES,
-        _NUMBERS,
-        {"empty", "shared", "block 0", "repeated"},
-        *({"shared", x} for x in _NUMBERS),
-    ),
+    misconceptions=diffs(union_of_lists, [
+        (">= 0", ">= -1", "an empty slot taken for a block",
+         "-1 says that a slot is empty. Which block would the tile load for it?"),
+        (">= 0", "> 0", "block 0 taken for an empty slot",
+         "Block 0 is a block like any other. Only -1 says that a slot is empty."),
+        ("1 << t", "1", "counting who lists a block",
+         "Two of four list it, but which two? The walk has to mask the others."),
+        ("1 << t", "t", "adding up the numbers of the queries",
+         "Queries 0 and 3 give 3, and so do queries 1 and 2. Which numbers have sums that tell?"),
+        ("sum(1 << t", "list(t", "a list of queries in place of a number",
+         "These are the right queries. Each has a bit: which number do their bits add up to?"),
+        ({"[sum(": "[bin(sum(", "own) for": "own)) for"}, "text in place of a number",
+         "`bin` writes a number down as text, to be read. The kernel shifts the number itself."),
+        ({"({": "([", "})": "])"}, "a block as often as it is listed",
+         "The tile would load such a block twice. What keeps each block once?"),
+        ("sum(", "max(", "the last query alone",
+         "A later query overwrites the bit of an earlier one. What keeps both?"),
+        ("1 << t", "1 << len(lists) - 1 - t", "bits from the other end",
+         "Query 0 has bit 0, which is worth 1. What is the bit of query `t` worth?"),
+        ("1 << t", "1 << t + 1", "bits that begin at 1",
+         "Query 0 has bit 0. What is 2 to the power 0?"),
+        ("})", " and all(block in x for x in lists)})", "the blocks that all of them list",
+         "That is the intersection. A block that one query lists has to be loaded, too."),
+        ({"sorted({": "list(dict.fromkeys([", "})": "]))"},
+         "blocks in the order in which they are met",
+         "The right blocks, but they should ascend, whoever lists them first."),
+        (", [sum(1 << t for t, own in enumerate(lists) if block in own) for block in ids]", "",
+         "leaving the bits out",
+         "That is the first half. Return a pair: the blocks, and for each one who lists it."),
+    ]),
     cases=(
         Case("one query", lambda: ([[3]],)),
         Case("two queries that share a block", lambda: ([[0, 2], [2, 3]],)),
@@ -410,7 +251,7 @@ _UNION = TEXTS.exercise(
         Case("four queries", lambda: ([[0, 6, 7], [0, 6, 7], [0, 2, 7], [0, 6, 7]],)),
         Case("no block at all", lambda: ([[-1, -1], [-1, -1]],)),
     ),
-)
+)  # fmt: skip
 
 
 # -- walk_step --
@@ -465,61 +306,6 @@ def _run_walk(solution: Callable, T: int, counts: list[int]) -> Tensor:
     return found.cpu()
 
 
-@triton.jit
-def _wrong_walk(Scores, ListedBy, Count, Max, U, T: tl.constexpr, SLIP: tl.constexpr):
-    tile = tl.program_id(0)
-    t = tl.arange(0, T)
-    scores_max = tl.full([T], float("-inf"), tl.float32)
-    for step in range(0, tl.load(Count + tile)):
-        listed_by = tl.load(ListedBy + tile * U + step)
-        s = tl.load(Scores + (tile * U + step) * T + t)
-        if SLIP == "and":
-            is_listed = listed_by & t
-        elif SLIP == "no one":
-            is_listed = listed_by >> t
-        elif SLIP == "other way":
-            is_listed = (t >> listed_by) & 1
-        elif SLIP == "equal":
-            is_listed = (listed_by == t).to(tl.int32)
-        elif SLIP == "one bit up":
-            is_listed = (listed_by >> (t + 1)) & 1
-        else:
-            is_listed = (listed_by >> t) & 1
-        if SLIP == "zero":
-            s = tl.where(is_listed > 0, s, 0.0)
-        elif SLIP == "not":
-            s = tl.where(is_listed > 0, float("-inf"), s)
-        elif SLIP == "last listed":
-            s = tl.where(is_listed > 0, s, scores_max)
-        elif SLIP == "of all" or SLIP == "of all, last":
-            s = tl.max(tl.where(is_listed > 0, s, float("-inf")), axis=0) + tl.zeros_like(s)
-        elif SLIP != "all" and (SLIP != "if" or T == 1):  # a tile of one number is one truth
-            s = tl.where(is_listed > 0, s, float("-inf"))
-        only_this = SLIP == "last" or SLIP == "last listed" or SLIP == "of all, last"
-        only_this = only_this or (SLIP == "python's" and T > 1)
-        if SLIP == "reduced":
-            scores_max = tl.max(scores_max, s)
-        elif SLIP == "reduced, other way":
-            scores_max = tl.max(s, scores_max)
-        elif SLIP != "python's, other way" or T == 1:  # a tile is true: `max` keeps its first
-            scores_max = s if only_this else tl.maximum(scores_max, s)
-    tl.store(Max + tile * T + t, scores_max)
-
-
-class _Mistaken:
-    """`_wrong_walk` with its slip chosen; launched like a kernel."""
-
-    def __init__(self, mistake: str) -> None:
-        self.mistake, self.run = mistake, None
-
-    def __getitem__(self, grid: tuple) -> Callable:
-        return lambda *args, **sizes: _wrong_walk[grid](*args, SLIP=self.mistake, **sizes)
-
-
-def _walk(mistake: str) -> Callable:
-    return lambda: _Mistaken(mistake)
-
-
 def _walk_case(name: str, T: int, counts: list[int]) -> Case:
     here = environment.detect()
     return Case(name, lambda: (T, counts), lambda: here.why_not("triton", here.device))
@@ -531,93 +317,53 @@ _WALK = TEXTS.exercise(
     difficulty=2,
     solution=walk_step,
     run=_run_walk,
-    misconceptions=(
-        Misconception(
-            "showing every block to all queries",
-            _walk("all"),
-            "The tile loads the union. Whose list has this block?",
-        ),
-        Misconception(
-            "an `if` that asks a whole tile",
-            _walk("if"),
-            "`if` needs one truth, and the tile `t` has `T` of them. What chooses one by one?",
-        ),
-        Misconception(
-            "0 for a hidden score",
-            _walk("zero"),
-            "Scores may be negative, and then 0 is the largest of them. What loses against all?",
-        ),
-        Misconception(
-            "the bits of later queries, too",
-            _walk("no one"),
-            "`listed_by >> t` still holds the bits of later queries. Which bit do you want?",
-        ),
-        Misconception(
-            "`listed_by & t` for the bit of query t",
-            _walk("and"),
-            "`&` compares the bits of two numbers. `t` is a place among bits. What moves a bit?",
-        ),
-        Misconception(
-            "shifting the query's number",
-            _walk("other way"),
-            "Which of the two holds the bits, and which says how far to shift?",
-        ),
-        Misconception(
-            "comparing the bits with the query's number",
-            _walk("equal"),
-            "`listed_by` is a sum of powers of two, one for each query. Where is that of `t`?",
-        ),
-        Misconception(
-            "the bit of the next query",
-            _walk("one bit up"),
-            "Query 0 has bit 0. By how many places does it have to be shifted?",
-        ),
-        Misconception(
-            "hiding the blocks that are listed",
-            _walk("not"),
-            "`tl.where(a, x, y)` takes `x` where `a` is true. Which of the two is hidden?",
-        ),
-        Misconception(
-            "keeping the score of the last listed block",
-            _walk("last listed"),
-            "A later block replaces an earlier one, even where its score is smaller. What keeps "
-            "the larger one?",
-        ),
-        *(
-            Misconception(
-                "the largest score of all queries",
-                _walk(slip_),
-                "`tl.max` mixes the queries of the tile, and each needs a largest score of its "
-                "own. What compares two tiles place by place?",
-            )
-            for slip_ in ("of all", "of all, last")
-        ),
-        *(
-            Misconception(
-                "`tl.max` of two tiles",
-                _walk(slip_),
-                "`tl.max` finds the largest number within one tile, and reads its second argument "
-                "as an axis. What compares two tiles place by place?",
-            )
-            for slip_ in ("reduced", "reduced, other way")
-            # a compiler refuses it by the one error that it has for everything
-            if environment.detect().device == "cpu"
-        ),
-        *(
-            Misconception(
-                "Python's `max` of two tiles",
-                _walk(slip_),
-                "`max` asks once which tile is larger, and keeps that one whole. Each query needs "
-                "an answer of its own. Which function of `tl` compares place by place?",
-            )
-            for slip_ in ("python's", "python's, other way")
-        ),
-        Misconception(
-            "keeping the last step alone",
-            _walk("last"),
-            "Each step overwrites what the steps before have found. What keeps the larger one?",
-        ),
-    ),
+    misconceptions=diffs(walk_step, [
+        ('s = tl.where(is_listed > 0, s, float("-inf"))', "pass",
+         "showing every block to all queries",
+         "The tile loads the union. Whose list has this block?"),
+        ({'s = tl.where(is_listed > 0, s, float("-inf"))': "if is_listed:",
+          "scores_max = tl.maximum(scores_max, s)": "    scores_max = tl.maximum(scores_max, s)"},
+         "an `if` that asks a whole tile",
+         "`if` needs one truth, and the tile `t` has `T` of them. What chooses one by one?"),
+        ('s, float("-inf"))', "s, 0.0)", "0 for a hidden score",
+         "Scores may be negative, and then 0 is the largest of them. What loses against all?"),
+        ("(listed_by >> t) & 1", "listed_by >> t", "the bits of later queries, too",
+         "`listed_by >> t` still holds the bits of later queries. Which bit do you want?"),
+        ("(listed_by >> t) & 1", "listed_by & t", "`listed_by & t` for the bit of query t",
+         "`&` compares the bits of two numbers. `t` is a place among bits. What moves a bit?"),
+        ("(listed_by >> t) & 1", "(t >> listed_by) & 1", "shifting the query's number",
+         "Which of the two holds the bits, and which says how far to shift?"),
+        ("(listed_by >> t) & 1", "(listed_by == t).to(tl.int32)",
+         "comparing the bits with the query's number",
+         "`listed_by` is a sum of powers of two, one for each query. Where is that of `t`?"),
+        ("(listed_by >> t) & 1", "(listed_by >> (t + 1)) & 1", "the bit of the next query",
+         "Query 0 has bit 0. By how many places does it have to be shifted?"),
+        ('s, float("-inf"))', 'float("-inf"), s)', "hiding the blocks that are listed",
+         "`tl.where(a, x, y)` takes `x` where `a` is true. Which of the two is hidden?"),
+        ({'s, float("-inf"))': "s, scores_max)", "tl.maximum(scores_max, s)": "s"},
+         "keeping the score of the last listed block",
+         "A later block replaces an earlier one, even where its score is smaller. What keeps "
+         "the larger one?"),
+        ("tl.maximum(scores_max, s)", "tl.maximum(scores_max, tl.max(s, axis=0))",
+         "the largest score of all queries",
+         "`tl.max` mixes the queries of the tile, and each needs a largest score of its own. "
+         "What compares two tiles place by place?"),
+        ("tl.maximum(scores_max, s)", "tl.max(s, axis=0) + tl.zeros_like(s)",
+         "the largest score of all queries"),
+        # a compiler refuses it by the one error that it has for everything
+        *([
+            ("tl.maximum(scores_max, s)", "tl.max(scores_max, s)", "`tl.max` of two tiles",
+             "`tl.max` finds the largest number within one tile, and reads its second argument as "
+             "an axis. What compares two tiles place by place?"),
+            ("tl.maximum(scores_max, s)", "tl.max(s, scores_max)", "`tl.max` of two tiles"),
+        ] if environment.detect().device == "cpu" else []),
+        ("tl.maximum(scores_max, s)", "max(scores_max, s)", "Python's `max` of two tiles",
+         "`max` asks once which tile is larger, and keeps that one whole. Each query needs an "
+         "answer of its own. Which function of `tl` compares place by place?"),
+        ("tl.maximum(scores_max, s)", "max(s, scores_max)", "Python's `max` of two tiles"),
+        ("tl.maximum(scores_max, s)", "s", "keeping the last step alone",
+         "Each step overwrites what the steps before have found. What keeps the larger one?"),
+    ]),
     cases=(
         _walk_case("one query", 1, [7]),
         _walk_case("one tile of two queries", 2, [3]),
@@ -625,7 +371,7 @@ _WALK = TEXTS.exercise(
         _walk_case("three tiles", 4, [6, 2, 8]),
         _walk_case("a tile without a block", 2, [0, 4]),
     ),
-)
+)  # fmt: skip
 
 
 # -- bytes_moved --
@@ -644,151 +390,70 @@ def bytes_moved(order: str, G: int, S: int, T: int, union: int, BS: int, D: int)
     return S * G * (row + 2 * (row + 4))  # a query in; its partial and LSE out, and in again
 
 
-def _bytes(slips: Slips, order: str, G: int, S: int, T: int, union: int, BS: int, D: int) -> float:
-    """`bytes_moved` with slips; "… in tiles" is made in that order alone."""
-    slips = {name.removesuffix(f" in {order}") for name in slips}
-    size = 1 if "numbers" in slips else 2
-    block = BS * (1 if "keys" in slips else 2) * D * size
-    ends = G * D * size * (("ends" in slips) + 2 * ("both ends" in slips))  # the query's rows
-    output = G * D * size if "output" in slips else 0
-    if order == "queries":
-        return S * block * (G if "each head" in slips else 1) + ends + output
-    if order == "tiles":
-        if "own list" in slips:
-            union = S
-        if "entries" in slips:
-            union = S * T
-        if "ratio" in slips:
-            union = union * S
-        return union * block / (1 if "tile" in slips else T) + ends + output
-    row = D * size
-    lse = 0 if "no lse" in slips else 2 if slips & {"lse in bf16", "lse halved"} else 4
-    lse = 1 if "lse as a number" in slips else lse
-    partial = (1 if "once" in slips else 2) * (row + lse)
-    heads_ = 1 if "one head" in slips else G
-    slots = 1 if "one slot" in slips else S
-    reads = 0 if "no query" in slips else 1 if "query once" in slips else slots
-    return heads_ * (reads * row + slots * partial) + output
-
-
-def _in_one(slip_: str, orders: tuple[str, ...]) -> tuple[Wrong, ...]:
-    """A slip in each of these orders alone, and last in all of them."""
-    names = (*(f"{slip_} in {order}" for order in orders), slip_)
-    return tuple(slip(_bytes, name) for name in names)
-
-
-_BYTES_MISTAKES = (
-    *(
-        Misconception("keys without values", wrong, "A block has `BS` keys, and as many values.")
-        for wrong in _in_one("keys", ORDERS[:2])
-    ),
-    *(
-        Misconception(
-            "counting numbers in place of bytes",
-            wrong,
-            "A bf16 number is 2 bytes, and an fp32 number is 4.",
-        )
-        for wrong in (
-            *(
-                Wrong(_bytes, frozenset({numbers, lse}))
-                for numbers in ("numbers", "numbers in blocks")
-                for lse in ("lse halved", "lse as a number")
-            ),
-            *_in_one("numbers", ORDERS[2:]),
-        )
-    ),
-    Misconception(
-        "a block for every head",
-        slip(_bytes, "each head"),
-        "The heads of a group share their list and their tile. How often is a block loaded?",
-    ),
-    Misconception(
-        "a tile's bytes for one query",
-        slip(_bytes, "tile"),
-        "The union is loaded once for the tile. How many queries share that?",
-    ),
-    Misconception(
-        "`union` taken for a ratio",
-        slip(_bytes, "ratio"),
-        "Here `union` is a number of blocks, all that the tile loads. What is `S` for?",
-    ),
-    Misconception(
-        "loading every entry of a tile",
-        slip(_bytes, "entries"),
-        "A block that two queries list is loaded once. How many blocks are different?",
-    ),
-    Misconception(
-        "partials that are written and never read",
-        slip(_bytes, "once"),
-        "A second kernel merges the partials. What does it have to do first?",
-    ),
-    Misconception(
-        "partials without their log-sum-exp",
-        slip(_bytes, "no lse"),
-        "Two outputs cannot be merged by themselves (chapter 03). What comes with each?",
-    ),
-    Misconception(
-        "a log-sum-exp of 2 bytes, or one that is moved once",
-        slip(_bytes, "lse in bf16"),
-        "A log-sum-exp is fp32, 4 bytes. It is written with its partial, and read with it. How "
-        "many bytes are that?",
-    ),
-    Misconception(
-        "a share of one list",
-        slip(_bytes, "own list"),
-        "A tile loads more blocks than one list has. Which argument says how many?",
-    ),
-    *(
-        Misconception(
-            "the query's rows where only blocks count",
-            wrong,
-            "The first two orders count blocks alone. Which term of yours is no block?",
-        )
-        for wrong in (*_in_one("both ends", ORDERS[:2]), *_in_one("ends", ORDERS[:2]))
-    ),
-    *(
-        Misconception(
-            "counting the final output",
-            wrong,
-            "Every order writes it once, so it tells no order apart. Which moves are asked for?",
-        )
-        for wrong in _in_one("output", ORDERS[2:])
-    ),
-    Misconception(
-        "one head of the group",
-        slip(_bytes, "one head"),
-        "Every head of the group has a query and a partial of its own.",
-    ),
-    Misconception(
-        "one partial for all slots",
-        slip(_bytes, "one slot"),
-        "Each listed block makes a partial of its own. How many blocks are listed?",
-    ),
-    Misconception(
-        "queries that are read once for all slots",
-        slip(_bytes, "query once"),
-        "Each slot is another block, in another program. How often does a head's query travel?",
-    ),
-    Misconception(
-        "partials without their queries",
-        slip(_bytes, "no query"),
-        "The block stays where it is. What has to come to it?",
-    ),
-)
-
 _BYTES = TEXTS.exercise(
     "bytes_moved",
     minutes=6,
     difficulty=2,
     solution=bytes_moved,
-    misconceptions=_BYTES_MISTAKES,
-    combine=together(
-        _BYTES_MISTAKES,
-        {"no lse", "lse in bf16"},
-        {"tile", "entries", "ratio"},
-        {"own list", "entries", "ratio"},
-        {"no query", "query once", "one slot"},
-    ),
+    misconceptions=diffs(bytes_moved, [
+        ('if order == "queries":', 'if order == "queries":\n        block = block // 2',
+         "keys without values", "A block has `BS` keys, and as many values."),
+        ("/ T", "// 2 / T", "keys without values"),
+        ("BS * 2 *", "BS *", "keys without values"),
+        ({"D * 2  #": "D  #", "D * 2\n": "D\n", " + 4": " + 2"},
+         "counting numbers in place of bytes",
+         "A bf16 number is 2 bytes, and an fp32 number is 4."),
+        ({"D * 2  #": "D  #", "D * 2\n": "D\n", " + 4": " + 1"},
+         "counting numbers in place of bytes"),
+        ({"D * 2\n": "D\n", " + 4": " + 2"}, "counting numbers in place of bytes"),
+        ({"D * 2\n": "D\n", " + 4": " + 1"}, "counting numbers in place of bytes"),
+        ("D * 2\n", "D\n", "counting numbers in place of bytes"),
+        ({"D * 2  #": "D  #", "D * 2\n": "D\n"}, "counting numbers in place of bytes"),
+        ('if order == "queries":', 'if order == "queries":\n        block = G * block',
+         "a block for every head",
+         "The heads of a group share their list and their tile. How often is a block loaded?"),
+        ("/ T", "", "a tile's bytes for one query",
+         "The union is loaded once for the tile. How many queries share that?"),
+        ('if order == "tiles":', 'if order == "tiles":\n        union = union * S',
+         "`union` taken for a ratio",
+         "Here `union` is a number of blocks, all that the tile loads. What is `S` for?"),
+        ('if order == "tiles":', 'if order == "tiles":\n        union = S * T',
+         "loading every entry of a tile",
+         "A block that two queries list is loaded once. How many blocks are different?"),
+        ("+ 2 *", "+", "partials that are written and never read",
+         "A second kernel merges the partials. What does it have to do first?"),
+        (" + 4", "", "partials without their log-sum-exp",
+         "Two outputs cannot be merged by themselves (chapter 03). What comes with each?"),
+        (" + 4", " + 2", "a log-sum-exp of 2 bytes, or one that is moved once",
+         "A log-sum-exp is fp32, 4 bytes. It is written with its partial, and read with it. How "
+         "many bytes are that?"),
+        ('if order == "tiles":', 'if order == "tiles":\n        union = S', "a share of one list",
+         "A tile loads more blocks than one list has. Which argument says how many?"),
+        ("return S * block", "return 4 * G * D + S * block",
+         "the query's rows where only blocks count",
+         "The first two orders count blocks alone. Which term of yours is no block?"),
+        ("return union", "return 4 * G * D + union", "the query's rows where only blocks count"),
+        ({"return S * block": "return 4 * G * D + S * block",
+          "return union": "return 4 * G * D + union"}, "the query's rows where only blocks count"),
+        ("return S * block", "return 2 * G * D + S * block",
+         "the query's rows where only blocks count"),
+        ("return union", "return 2 * G * D + union", "the query's rows where only blocks count"),
+        ({"return S * block": "return 2 * G * D + S * block",
+          "return union": "return 2 * G * D + union"}, "the query's rows where only blocks count"),
+        ("S * G *", "G * row + S * G *", "counting the final output",
+         "Every order writes it once, so it tells no order apart. Which moves are asked for?"),
+        ({"return S * block": "return 2 * G * D + S * block",
+          "return union": "return 2 * G * D + union", "S * G *": "G * row + S * G *"},
+         "counting the final output"),
+        ("row =", "G = 1\n    row =", "one head of the group",
+         "Every head of the group has a query and a partial of its own."),
+        ("S * G *", "G *", "one partial for all slots",
+         "Each listed block makes a partial of its own. How many blocks are listed?"),
+        ("G * (row", "G * (row / S", "queries that are read once for all slots",
+         "Each slot is another block, in another program. How often does a head's query travel?"),
+        ("G * (row", "G * (0", "partials without their queries",
+         "The block stays where it is. What has to come to it?"),
+    ]),
     cases=(
         Case("one query a program", lambda: ("queries", 2, 3, 4, 5, 8, 4)),
         Case("tiles", lambda: ("tiles", 2, 3, 4, 5, 8, 4)),
@@ -797,7 +462,7 @@ _BYTES = TEXTS.exercise(
         Case("blocks, a group of 16", lambda: ("blocks", 16, 16, 4, 51, 64, 128)),
         Case("queries, a group of 16", lambda: ("queries", 16, 16, 4, 51, 64, 128)),
     ),
-)
+)  # fmt: skip
 
 
 # -- choose_order --
@@ -818,6 +483,8 @@ def choose_order() -> dict[str, str]:
 _HINTS_ORDER = {
     "A": "Random lists share little but the forced blocks. Which order takes half the time of "
     "one query a program, or less?",
+    ("A", "blocks"): "L2 would be glad: 194 KiB instead of 512. But 16 GiB of partials also go to "
+    "memory and back. Which bar of the panel is longest?",
     "B": "The neighbours nearly agree. Who could load a block for all of them?",
     "C": "Neighbours share little, so a query pays almost 32 KiB for a block. The rows of its 4 "
     "heads take 3 KiB. Which is cheaper to move?",
@@ -827,21 +494,6 @@ _HINTS_ORDER = {
     "Which order is cheapest, and is it half the time of one query a program, or less?",
     "F": "Which neighbours does a query have when each sequence has one?",
 }
-_HINT_A_BLOCKS = (
-    "L2 would be glad: 194 KiB instead of 512. But 16 GiB of partials also go to memory and back. "
-    "Which bar of the panel is longest?"
-)
-_order_words = _words(choose_order)
-_ORDER_MISTAKES = tuple(
-    Misconception(
-        f"“{order}” for {x}",
-        slip(_order_words, f"{x}: {order}"),
-        _HINT_A_BLOCKS if (x, order) == ("A", "blocks") else hint,
-    )
-    for x, hint in _HINTS_ORDER.items()
-    for order in ORDERS
-    if choose_order()[x] != order
-) + _no_words(_order_words, choose_order, ORDERS)
 
 _ORDER = TEXTS.exercise(
     "choose_order",
@@ -849,11 +501,7 @@ _ORDER = TEXTS.exercise(
     difficulty=2,
     solution=choose_order,
     run=_said(ORDERS, choose_order),
-    misconceptions=_ORDER_MISTAKES,
-    combine=together(
-        _ORDER_MISTAKES,
-        *({f"{x}: {order}" for order in (*ORDERS, STRANGE, OPEN)} for x in _HINTS_ORDER),
-    ),
+    misconceptions=diffs(choose_order, _answers(choose_order, ORDERS, _HINTS_ORDER)),
     cases=_letters("shape", "ABCDEF"),
     in_words=True,
 )
@@ -864,32 +512,13 @@ EXERCISES = (_WRONG, _BYTES, _ORDER, _SPEED, _UNION, _WALK)  # as they come in t
 TRAPS = TEXTS.traps
 
 DOUBLES = (
-    Double(
-        "bytes_moved",
-        lambda order, G, S, T, union, BS, D: {
-            "queries": S * BS * D * 2,
-            "tiles": union * BS * D * 2 / T,
-            "blocks": S * G * (3 * D * 2),
-        }[order],
-        ("keys without values", "partials without their log-sum-exp"),
-    ),
-    Double(
-        "union_of_lists",
-        lambda lists: (
-            sorted({b for own in lists for b in own}),
-            [sum(b in own for own in lists) for b in sorted({b for own in lists for b in own})],
-        ),
-        ("an empty slot taken for a block", "counting who lists a block"),
-    ),
-    Double(
-        "speed",
-        lambda N, HQ, D, listed, ms: (
-            2 * HQ * N * listed * D / ms / 1e9,
-            2 * HQ * N * N * D / ms / 1e9,
-        ),
-        ("counting one product, or no additions", "counting the pairs of the future"),
-    ),
-)
+    Double("bytes_moved", names=(
+        "keys without values", "partials without their log-sum-exp")),
+    Double("union_of_lists", names=(
+        "an empty slot taken for a block", "counting who lists a block")),
+    Double("speed", names=(
+        "counting one product, or no additions", "counting the pairs of the future")),
+)  # fmt: skip
 
 PREDICTIONS = TEXTS.predictions(
     globals(),
