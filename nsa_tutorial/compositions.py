@@ -9,7 +9,7 @@ functions directly, because the dispatcher would hide the transform from `call`.
 import torch
 from torch import Tensor
 
-from nsa_tutorial import backends, library
+from nsa_tutorial import arguments, library
 from nsa_tutorial.library_backward import call
 from nsa_tutorial.library_choice import block_shares
 from nsa_tutorial.runtime.transforms import is_transformed
@@ -55,8 +55,8 @@ def native_sparse_attention(
     # -- compression --
     if g_cmp is not None:
         sizes = (length, stride, scale, backend)
-        arguments = (q, *compressed, cu_seqlens, num_keys, *sizes)
-        o_cmp, lse = call(library.compressed_attention, *arguments)
+        given = (q, *compressed, cu_seqlens, num_keys, *sizes)
+        o_cmp, lse = call(library.compressed_attention, *given)
         outputs.append(o_cmp)
 
     # -- selection --
@@ -67,32 +67,31 @@ def native_sparse_attention(
         block_counts = None
         if learn_choice:
             sizes = (num_keys, block_size, length, stride, scale)
-            arguments = (q, compressed[0], lse, block_indices, cu_seqlens, *sizes)
-            share = call(block_shares, *arguments)
+            given = (q, compressed[0], lse, block_indices, cu_seqlens, *sizes)
+            share = call(block_shares, *given)
             slot_scale = 1 + (share - share.detach())  # 1 to the bit
     lists = (block_indices, block_counts, slot_scale, cu_seqlens)
-    walked = backends.in_order(backend, order)
     # kernels write both branches over the same keys to one output
     is_shared = g_slc is not None and g_swa is not None and not window
-    at_once = is_shared and backend != "reference" and walked == backend
+    at_once = is_shared and backend != "reference" and order == "auto"
     if at_once:
         options = (window_size, block_size, False, scale, backend)
         both = call(library.selected_and_window_attention, q, *selected, *lists, *options)
         outputs.append(both[0])
     elif g_slc is not None:
         if backend == "reference" and slot_scale is None:
-            walked = "masked"  # the fast version, not the one that mirrors the kernels
-        options = (block_size, False, True, scale, walked)
+            order = "tiles"  # the fast version, not the one that mirrors the kernels
+        options = (block_size, False, True, scale, backend, order)
         outputs.append(call(library.selected_attention, q, *selected, *lists, *options)[0])
 
     # -- window --
     if g_swa is not None and not at_once:
-        arguments = (q, *(window or selected), cu_seqlens, window_size, scale, backend)
-        outputs.append(call(library.sliding_window_attention, *arguments)[0])
+        given = (q, *(window or selected), cu_seqlens, window_size, scale, backend)
+        outputs.append(call(library.sliding_window_attention, *given)[0])
 
     # -- gates --
     if backend == "reference" or is_transformed():
-        return plain_gated_sum(gates, backends.one_by_one(outputs))
+        return plain_gated_sum(gates, arguments.one_by_one(outputs))
     return library.gated_sum(gates, outputs, backend)
 
 

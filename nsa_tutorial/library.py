@@ -3,8 +3,8 @@ returns shapes and computes nothing, and a gradient where there is one (`library
 `torch.compile`, meta tensors and checkpoints take them like PyTorch's own.
 
 An operator here takes checked, flat arguments (`ops` checks them) and the backend's name. Its
-implementation locates the query rows, brings lists into one form, and calls the backend's function;
-`backends` holds all three.
+implementation locates the query rows and brings lists into one form (`arguments`), and calls the
+backend's function (`backends`).
 """
 
 # no `from __future__ import annotations`: PyTorch reads the operators' schemas from them
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa_tutorial import backends
+from nsa_tutorial import arguments, backends
 from nsa_tutorial.backends import BACKENDS
 from nsa_tutorial.library_backward import (
     compressed_attention_backward,
@@ -23,7 +23,7 @@ from nsa_tutorial.library_backward import (
     selected_attention_backward,
     sliding_window_attention_backward,
 )
-from nsa_tutorial.runtime import checks
+from nsa_tutorial.runtime import packed
 from nsa_tutorial.runtime.devices import on_its_device
 from nsa_tutorial.runtime.operators import operator
 from nsa_tutorial.runtime.strides import with_new_strides
@@ -32,7 +32,7 @@ from nsa_tutorial.sparse.selected_attention import query_rows
 
 
 def _empty(q: Tensor, v: Tensor, *branches: int) -> tuple[Tensor, Tensor]:
-    """Room for `o` and `lse`: what a fake kernel returns, and all that there is without queries."""
+    """Uninitialised `o` and `lse`: the result of a fake kernel, and of a call without queries."""
     wide = torch.promote_types(q.dtype, torch.float32)
     o = v.new_empty(*branches, *q.shape[:3], v.shape[3])
     return o, q.new_empty(*branches, *q.shape[:3], dtype=wide)
@@ -47,17 +47,17 @@ def _empty(q: Tensor, v: Tensor, *branches: int) -> tuple[Tensor, Tensor]:
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | None,
     slot_scale: Tensor | None, cu_seqlens: Tensor | None, block_size: int, include_own_block: bool,
-    causal: bool, scale: float, backend: str,
+    causal: bool, scale: float, backend: str, order: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`ops.selected_attention`: `o [B, N, HQ, DV]` and `lse [B, N, HQ]`."""
     function = backends.load(BACKENDS, "selected_attention", backend, q)
-    ids, rows, sizes = backends.listed_blocks(
+    ids, rows, sizes = arguments.listed_blocks(
         q, k, block_indices, block_counts, slot_scale, cu_seqlens, block_size, include_own_block,
         causal,
     )  # fmt: skip
     if q.numel() == 0:
         return _empty(q, v)
-    return function(q, k, v, ids, rows, **sizes, scale=scale)
+    return function(q, k, v, ids, rows, **sizes, scale=scale, **arguments.walk_of(order))
 
 
 # -- sliding window --
@@ -72,10 +72,10 @@ def sliding_window_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`ops.sliding_window_attention`: `o` and `lse`."""
     function = backends.load(BACKENDS, "sliding_window_attention", backend, q)
-    rows = backends.located_rows(q, k.shape[1], cu_seqlens)
+    rows = arguments.located_rows(q, k.shape[1], cu_seqlens)
     if q.numel() == 0:
         return _empty(q, v)
-    window_size = backends.at_most_past(window_size, k.shape[1])
+    window_size = arguments.at_most_past(window_size, k.shape[1])
     return function(q, k, v, rows, window_size=window_size, scale=scale)
 
 
@@ -93,13 +93,13 @@ def selected_and_window_attention(
     """`ops.selected_and_window_attention`: `o [2, B, N, HQ, DV]` and `lse [2, B, N, HQ]`, of the
     lists, then of the windows."""
     function = backends.load(BACKENDS, "selected_and_window_attention", backend, q)
-    ids, rows, sizes = backends.listed_blocks(
+    ids, rows, sizes = arguments.listed_blocks(
         q, k, block_indices, block_counts, slot_scale, cu_seqlens, block_size, include_own_block,
         True,
     )  # fmt: skip
     if q.numel() == 0:
         return _empty(q, v, 2)
-    window_size = backends.at_most_past(window_size, k.shape[1])
+    window_size = arguments.at_most_past(window_size, k.shape[1])
     return function(q, k, v, ids, rows, **sizes, window_size=window_size, scale=scale)
 
 
@@ -115,7 +115,7 @@ def compressed_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`ops.compressed_attention` to summaries `k [B, M_c, H, D]` and `v`: `o` and `lse`."""
     function = backends.load(BACKENDS, "compressed_attention", backend, q)
-    _, rows = backends.rows_and_summaries(q, k, cu_seqlens, num_keys, length, stride)
+    _, rows = arguments.rows_and_summaries(q, k, cu_seqlens, num_keys, length, stride)
     if v.shape[1] != k.shape[1]:
         raise ValueError(
             f"v_cmp: got {v.shape[1]} summaries, expected as many as k_cmp, {k.shape[1]}"
@@ -135,10 +135,10 @@ def select_blocks(
 ) -> Tensor:  # fmt: skip
     """`ops.select_blocks`: int32 `[B, N, H, top_n]`."""
     function = backends.load(BACKENDS, "select_blocks", backend, q)
-    rows, summaries = backends.rows_and_summaries(q, k_cmp, cu_seqlens, num_keys, length, stride)
+    rows, summaries = arguments.rows_and_summaries(q, k_cmp, cu_seqlens, num_keys, length, stride)
     if q.numel() == 0:
         return q.new_empty(*q.shape[:2], k_cmp.shape[2], top_n, dtype=torch.int32)
-    sizes = backends.sizes_of_a_choice(
+    sizes = arguments.sizes_of_a_choice(
         num_keys, block_size, length, stride, top_n, num_initial, num_local
     )
     slots = sizes["top_n"]
@@ -163,7 +163,7 @@ def _(
 @with_new_strides
 def first_tokens(cu_seqlens: Tensor, num_keys: int, length: int, stride: int) -> Tensor:
     """The token with which each summary of packed sequences begins, `[M_c]`."""
-    checks.check_offsets(cu_seqlens, num_keys)
+    packed.check_offsets(cu_seqlens, num_keys)
     return compression.first_tokens(num_keys, length, stride, cu_seqlens, cu_seqlens.device)
 
 
@@ -178,7 +178,7 @@ def _(cu_seqlens, num_keys, length, stride):
 @with_new_strides
 def positions(cu_seqlens: Tensor, N: int) -> Tensor:
     """The position of each token of packed sequences in its own sequence, `[N]` int32."""
-    checks.check_offsets(cu_seqlens, N)
+    packed.check_offsets(cu_seqlens, N)
     rows = query_rows(1, N, N, causal=True, cu_seqlens=cu_seqlens, device=cu_seqlens.device)
     return rows.position
 
@@ -215,7 +215,7 @@ def gated_sum(gates: list[Tensor], outputs: list[Tensor], backend: str) -> Tenso
     """The outputs `[B, N, HQ, DV]` of one to three branches, each times its gate `[B, N, HQ]`,
     added up. Two neighbours may come stacked, `[2, B, N, HQ, DV]`, as
     `selected_and_window_attention` returns them: no gradient has to be stacked for it."""
-    branches = backends.one_by_one(outputs)
+    branches = arguments.one_by_one(outputs)
     function = backends.load(BACKENDS, "gated_sum", backend, branches[0])
     if branches[0].numel() == 0:
         return branches[0].new_empty(branches[0].shape)

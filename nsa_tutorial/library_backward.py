@@ -1,13 +1,13 @@
 """The gradients of the operators as PyTorch knows them: `torch.ops.nsa_tutorial.*_backward`.
 
 A backward is a custom operator like its forward, with a fake kernel, so that `torch.compile` takes
-it. It has the gradients of the forward's outputs, these outputs, and the forward's arguments, and
-calls the backend's function from `backends.BACKWARDS`. It has no gradient of its own: a second
+it. It takes the gradients of the forward's outputs, the outputs, and the forward's arguments, and
+calls the backend's function from `backends.BACKWARDS`. It has no gradient itself, so a second
 derivative raises.
 
-`differentiable` makes one of them the gradient of an operator that attends, `differentiable_mean`
-and `differentiable_sum` those of the two others; `library` calls them. `call` takes an operator
-through the transforms of `torch.func`, where custom operators of PyTorch's have no gradient.
+`library` registers them: `differentiable` for the operators that attend, `differentiable_mean` and
+`differentiable_sum` for the other two. `call` runs an operator inside `torch.func` transforms,
+where PyTorch's custom operators have no gradient.
 """
 
 # no `from __future__ import annotations`: PyTorch reads the operators' schemas from them
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
-from nsa_tutorial import backends
+from nsa_tutorial import arguments, backends
 from nsa_tutorial.backends import BACKWARDS
 from nsa_tutorial.runtime.devices import on_its_device
 from nsa_tutorial.runtime.operators import operator
@@ -28,10 +28,10 @@ SLOT_SCALE = 5  # its place among the arguments of the operators that have it
 FUNCTIONS: dict[CustomOpDef, type[torch.autograd.Function]] = {}  # the same, for `torch.func`
 
 
-def call(operator: CustomOpDef, *arguments: object) -> object:
-    """`operator(*arguments)`; inside of `torch.func.grad`, `vjp`, `vmap` and the like, its twin in
-    `FUNCTIONS`."""
-    return FUNCTIONS[operator].apply(*arguments) if is_transformed() else operator(*arguments)
+def call(operator: CustomOpDef, *inputs: object) -> object:
+    """`operator(*inputs)`, or, inside `torch.func.grad`, `vjp`, `vmap` and the like, its
+    `autograd.Function` in `FUNCTIONS`."""
+    return FUNCTIONS[operator].apply(*inputs) if is_transformed() else operator(*inputs)
 
 
 def _add_function(operator: CustomOpDef, run: Callable, save: Callable) -> None:
@@ -41,12 +41,12 @@ def _add_function(operator: CustomOpDef, run: Callable, save: Callable) -> None:
     def jvp(ctx, *tangents) -> None:
         raise RuntimeError(no_tangents(name))
 
-    def vmap(info, in_dims, *arguments) -> tuple:
-        """One element of the batch after the other."""
+    def vmap(info, in_dims, *inputs) -> tuple:
+        """Loop over the batch."""
         found = [
             call(operator, *(x if d is None else x.select(d, i) for x, d in each))
             for i in range(info.batch_size)
-            for each in [list(zip(arguments, in_dims, strict=True))]
+            for each in [list(zip(inputs, in_dims, strict=True))]
         ]
         stacked = [torch.stack(parts) for parts in zip(*found, strict=True)]
         return tuple(stacked), (0,) * len(stacked)
@@ -103,12 +103,13 @@ def differentiable(
 
 
 def _no_factors(q: Tensor) -> Tensor:
-    """In place of a gradient of factors that there are not: operators return no None."""
+    """An empty tensor for the gradient of an absent `slot_scale`, because an operator cannot return
+    None."""
     return q.new_empty(0, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 def _of_nothing(*inputs: Tensor) -> tuple[Tensor, ...]:
-    """The gradients without queries."""
+    """The gradients of a call without queries: zeros."""
     return tuple(x.new_zeros(x.shape) for x in inputs)
 
 
@@ -121,7 +122,7 @@ def _of_lists(
     function = backends.load(BACKWARDS, operator, backend, q)
     d_q, d_k, d_v, *rest = function(*saved, ids, rows, **sizes, **options)
     of_factors = _no_factors(q)
-    if slot_scale is not None:  # the added own block, if any, stands behind the slots
+    if slot_scale is not None:  # an added own block comes after the slots
         of_factors = rest[0][..., : slot_scale.shape[-1]].reshape(slot_scale.shape)
     return d_q, d_k, d_v, of_factors
 
@@ -133,17 +134,18 @@ def selected_attention_backward(
     d_o: Tensor, d_lse: Tensor, o: Tensor, lse: Tensor,
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_counts: Tensor | None,
     slot_scale: Tensor | None, cu_seqlens: Tensor | None, block_size: int, include_own_block: bool,
-    causal: bool, scale: float, backend: str,
+    causal: bool, scale: float, backend: str, order: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of `q`, `k`, `v` and `slot_scale`, the last one empty where there is none."""
     if q.numel() == 0:
         return _of_nothing(q, k, v, _no_factors(q) if slot_scale is None else slot_scale)
-    lists = backends.listed_blocks(
+    lists = arguments.listed_blocks(
         q, k, block_indices, block_counts, slot_scale, cu_seqlens, block_size, include_own_block,
         causal,
     )  # fmt: skip
     saved = (d_o, d_lse, q, k, v, o, lse)
-    return _of_lists("selected_attention", backend, saved, lists, slot_scale, scale=scale)
+    options = {"scale": scale, **arguments.walk_of(order)}
+    return _of_lists("selected_attention", backend, saved, lists, slot_scale, **options)
 
 
 @operator("nsa_tutorial::sliding_window_attention_backward")
@@ -158,8 +160,8 @@ def sliding_window_attention_backward(
     if q.numel() == 0:
         return _of_nothing(q, k, v)
     function = backends.load(BACKWARDS, "sliding_window_attention", backend, q)
-    rows = backends.located_rows(q, k.shape[1], cu_seqlens)
-    window_size = backends.at_most_past(window_size, k.shape[1])
+    rows = arguments.located_rows(q, k.shape[1], cu_seqlens)
+    window_size = arguments.at_most_past(window_size, k.shape[1])
     saved = (d_o, d_lse, q, k, v, o, lse)
     return function(*saved, rows, window_size=window_size, scale=scale)
 
@@ -177,12 +179,12 @@ def selected_and_window_attention_backward(
     where there is none."""
     if q.numel() == 0:
         return _of_nothing(q, k, v, _no_factors(q) if slot_scale is None else slot_scale)
-    lists = backends.listed_blocks(
+    lists = arguments.listed_blocks(
         q, k, block_indices, block_counts, slot_scale, cu_seqlens, block_size, include_own_block,
         True,
     )  # fmt: skip
     saved = (d_o, d_lse, q, k, v, o, lse)
-    window_size = backends.at_most_past(window_size, k.shape[1])
+    window_size = arguments.at_most_past(window_size, k.shape[1])
     options = {"window_size": window_size, "scale": scale}
     operator = "selected_and_window_attention"
     return _of_lists(operator, backend, saved, lists, slot_scale, **options)
@@ -200,7 +202,7 @@ def compressed_attention_backward(
     if q.numel() == 0:
         return _of_nothing(q, k, v)
     function = backends.load(BACKWARDS, "compressed_attention", backend, q)
-    _, rows = backends.rows_and_summaries(q, k, cu_seqlens, num_keys, length, stride)
+    _, rows = arguments.rows_and_summaries(q, k, cu_seqlens, num_keys, length, stride)
     return function(d_o, d_lse, q, k, v, o, lse, rows, scale=scale)
 
 
@@ -255,8 +257,8 @@ def gated_sum_backward(
     if d_o.numel() == 0:
         return [x.zero_() for x in found]
     function = backends.load(BACKWARDS, "gated_sum", backend, d_o)
-    d_gates, d_outputs = found[: len(gates)], backends.one_by_one(found[len(gates) :])
-    function(d_o, gates, backends.one_by_one(outputs), d_gates, d_outputs)
+    d_gates, d_outputs = found[: len(gates)], arguments.one_by_one(found[len(gates) :])
+    function(d_o, gates, arguments.one_by_one(outputs), d_gates, d_outputs)
     return found
 
 

@@ -6,7 +6,7 @@ chose the blocks. It is plain PyTorch on every backend (`sparse.block_shares`)."
 import torch
 from torch import Tensor
 
-from nsa_tutorial import backends
+from nsa_tutorial import arguments
 from nsa_tutorial.library_backward import call, make_differentiable
 from nsa_tutorial.runtime.devices import on_its_device
 from nsa_tutorial.runtime.operators import operator
@@ -54,8 +54,8 @@ def _rows_and_sizes(
     q: Tensor, k_cmp: Tensor, cu_seqlens: Tensor | None, num_keys: int, block_size: int,
     length: int, stride: int,
 ) -> tuple:  # fmt: skip
-    _, rows = backends.rows_and_summaries(q, k_cmp, cu_seqlens, num_keys, length, stride)
-    sizes = backends.sizes_of_a_choice(num_keys, block_size, length, stride, 1, 0, 0)
+    _, rows = arguments.rows_and_summaries(q, k_cmp, cu_seqlens, num_keys, length, stride)
+    sizes = arguments.sizes_of_a_choice(num_keys, block_size, length, stride, 1, 0, 0)
     return rows, {name: sizes[name] for name in ("block_size", "length", "stride")}
 
 

@@ -23,9 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nsa_tutorial import backends, compositions, library
+from nsa_tutorial import compositions, library
 from nsa_tutorial.library_backward import call
-from nsa_tutorial.runtime import checks
+from nsa_tutorial.runtime import checks, packed
 from nsa_tutorial.runtime.transforms import check_no_tangent, is_transformed
 from nsa_tutorial.sparse.compression import KINDS, MLPWeights, num_summaries
 from nsa_tutorial.sparse.selected_attention import block_list, query_rows
@@ -102,9 +102,9 @@ def selected_attention(
     checks.check_bool("include_own_block", include_own_block)
     checks.check_bool("causal", causal)
     lists = _read_slots(block_indices, block_counts, slot_scale)
-    walked = backends.in_order(backend, order)
+    checks.check_order(order, backend)
     check_no_tangent("selected_attention", q=q, k=k, v=v, slot_scale=slot_scale)
-    options = (block_size, include_own_block, causal, scale, walked)
+    options = (block_size, include_own_block, causal, scale, backend, order)
     o, lse = call(library.selected_attention, q, k, v, *lists, cu_seqlens, *options)
     return (o, lse) if return_lse else o
 
@@ -138,7 +138,7 @@ def check_block_indices(
     checks.check_positive_int("block_size", block_size)
     checks.check_block_counts(block_counts, block_indices, H, name="block_indices")
     checks.check_cu_seqlens(cu_seqlens, block_indices, M, name="block_indices")
-    checks.check_offsets(cu_seqlens, N)
+    packed.check_offsets(cu_seqlens, N)
     rows = query_rows(B, N, M, causal=False, cu_seqlens=cu_seqlens, device=block_indices.device)
     ids = block_list(
         block_indices,
@@ -234,15 +234,15 @@ def selected_and_window_attention(
     checks.check_positive_int("block_size", block_size)
     checks.check_bool("include_own_block", include_own_block)
     lists = _read_slots(block_indices, block_counts, slot_scale)
-    walked = backends.in_order(backend, order)
+    checks.check_order(order, backend)
     check_no_tangent("selected_and_window_attention", q=q, k=k, v=v, slot_scale=slot_scale)
     arguments = (q, k, v, *lists, cu_seqlens)
-    if walked == backend:
+    if order == "auto":
         options = (window_size, block_size, include_own_block, scale, backend)
         o, lse = call(library.selected_and_window_attention, *arguments, *options)
         (o_slc, o_swa), (lse_slc, lse_swa) = o.unbind(), lse.unbind()
     else:
-        options = (block_size, include_own_block, True, scale, walked)
+        options = (block_size, include_own_block, True, scale, backend, order)
         o_slc, lse_slc = call(library.selected_attention, *arguments, *options)
         options = (q, k, v, cu_seqlens, window_size, scale, backend)
         o_swa, lse_swa = call(library.sliding_window_attention, *options)
@@ -280,7 +280,7 @@ def compress(
         )
     checks.check_backend(backend)
     if kind == "mean":
-        backend = backends.choose(backend, x, name="x")
+        backend = checks.choose_backend(backend, x, name="x")
     check_no_tangent("compress", x=x, weight=weight)
     run = compositions.compress if is_transformed() else torch.ops.nsa_tutorial.compress
     return run(x, weights, cu_seqlens, kind, length, stride, backend)
@@ -437,7 +437,7 @@ def native_sparse_attention(
     q, k, v = _autocast(q, k, v)
     gates, summaries = (g_cmp, g_slc, g_swa), []
     backend, scale = _check(backend, q, k, v, scale, cu_seqlens, False)
-    backends.in_order(backend, order)
+    checks.check_order(order, backend)
     sizes = _check_sizes(block_size, window_size, length, stride)
     lists = (block_indices, block_counts, slot_scale)
     lists = _check_branches(q, k, gates, *lists, learn_choice, k.shape[1], block_size)
@@ -486,7 +486,7 @@ def three_branches(
     pairs = {name: [cast.pop(0) for _ in pair] for name, pair in pairs.items()}
     keys = _check_pairs(q, pairs, gates, num_keys, length, stride, cu_seqlens)
     backend, scale = _check_rest(backend, q, scale, False)
-    backends.in_order(backend, order)
+    checks.check_order(order, backend)
     sizes = _check_sizes(block_size, window_size, length, stride)
     lists = (block_indices, block_counts, slot_scale)
     lists = _check_branches(q, keys, gates, *lists, learn_choice, num_keys, block_size)
@@ -531,7 +531,7 @@ def _check_rest(
     """The checks that all operators with queries share. Returns the backend and the scale."""
     checks.check_backend(backend)
     checks.check_bool("return_lse", return_lse)
-    return backends.choose(backend, q), checks.check_scale(scale, q.shape[-1])
+    return checks.choose_backend(backend, q), checks.check_scale(scale, q.shape[-1])
 
 
 def _read_slots(

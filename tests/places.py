@@ -10,8 +10,8 @@ from itertools import product as product_of
 import pytest
 import torch
 
-from nsa_tutorial.backends import ORDERS
 from nsa_tutorial.runtime import environment
+from nsa_tutorial.runtime.order import ORDERS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

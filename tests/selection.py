@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial import ops
-from nsa_tutorial.backends import ORDERS
+from nsa_tutorial.runtime.order import ORDERS
 from nsa_tutorial.sparse.selected_attention import dense_mask, masked_attention
 
 

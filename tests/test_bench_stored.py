@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from nsa_tutorial.backends import BACKENDS, BACKWARDS, ORDERS
 from nsa_tutorial.bench import __main__ as bench
 from nsa_tutorial.bench import comparing, plotting, steps, stored, timing
 from nsa_tutorial.bench.measuring import Row
 from nsa_tutorial.bench.problem import Problem, Shape
 from nsa_tutorial.bench.stored import Run
+from nsa_tutorial.runtime.order import Order
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,6 +39,20 @@ STORED = [path for path in STORED if not path.name.startswith("model_lists")]  #
 
 # -- orders --
 
+SELECTED = "nsa_tutorial.kernels.triton.selected"
+FUNCTIONS = {  # what runs for an order, and for no other
+    "forward": {
+        Order.QUERY_TILES: f"{SELECTED}.by_query_tiles:launch",
+        Order.KEY_BLOCKS: f"{SELECTED}.by_key_blocks:launch",
+        Order.QUERIES: f"{SELECTED}.launch:by_queries",
+    },
+    "backward": {
+        Order.QUERY_TILES: f"{SELECTED}.by_query_tiles_backward:gradient_of_queries",
+        Order.KEY_BLOCKS: f"{SELECTED}.by_key_blocks_backward:all_gradients",
+        Order.QUERIES: f"{SELECTED}.backward_launch:gradient_of_queries",
+    },
+}
+
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_each_order_is_a_row(
@@ -47,10 +61,8 @@ def test_each_order_is_a_row(
     """Each runs its own function, once a row, and is right; what Triton chooses has no name."""
     pytest.importorskip("triton")
     ran = []
-    for table in (BACKENDS, BACKWARDS):
-        for order in ORDERS:
-            module, name = table["selected_attention"][order].split(":")
-            _record(monkeypatch, module, name, ran)
+    for name in FUNCTIONS[direction].values():
+        _record(monkeypatch, name, ran)
     monkeypatch.setattr(timing, "measure", lambda *_, **__: (1.0, 1.0, 1.0))
     path = tmp_path / "x.json"
     chosen = ["--order", "tiles", "auto", "blocks", "queries", "tiles", "--pass", direction]
@@ -63,21 +75,20 @@ def test_each_order_is_a_row(
         ("reference", ""),
     ]  # fmt: skip
     assert all(row.is_right and row.direction == direction for row in rows)
-    module = f"nsa_tutorial.kernels.triton{'_backward' * (direction == 'backward')}_launch"
-    asked = [name for where, name in ran if where == module]
-    assert (asked.count("by_tiles"), asked.count("by_blocks")) == (1, 1)
-    assert "by_queries" in asked
+    counts = {order: ran.count(name) for order, name in FUNCTIONS[direction].items()}
+    assert counts[Order.QUERY_TILES] == counts[Order.KEY_BLOCKS] == 1
+    assert counts[Order.QUERIES] >= 2  # asked for, and chosen
 
 
-def _record(monkeypatch: pytest.MonkeyPatch, module: str, name: str, ran: list) -> None:
-    """Note each call of a function, by its module and name."""
+def _record(monkeypatch: pytest.MonkeyPatch, where: str, ran: list[str]) -> None:
+    """Note each call of a function, `"module:name"`."""
+    module, name = where.split(":")
     function = getattr(importlib.import_module(module), name)
 
     def noted(*given: object, **options: object) -> object:
-        ran.append((module, name))
+        ran.append(where)
         return function(*given, **options)
 
-    noted.__name__ = name
     monkeypatch.setattr(f"{module}.{name}", noted)
 
 
@@ -102,8 +113,9 @@ def test_steps_of_the_backward_change_one_query_in_a_program(
 
     problem = Problem.make("selected", replace(TINY, tokens=9), "cpu", "random")
     monkeypatch.setattr(triton_backward_variants, "variant", lambda _: triton_backward_launch)
-    monkeypatch.setattr(triton_backward_launch, "order_of", lambda *_, **__: "blocks")
-    monkeypatch.setattr(triton_backward_launch.triton_key_blocks_backward, "all_gradients", None)
+    chosen = lambda *_, **__: Order.KEY_BLOCKS  # noqa: E731
+    monkeypatch.setattr(triton_backward_launch.launch, "order_of", chosen)
+    monkeypatch.setattr(triton_backward_launch.by_key_blocks_backward, "all_gradients", None)
     found = dict(steps.steps_of(problem, "triton", "backward"))
     assert found["64-bit offsets"].make()().keys() == {"d_q", "d_k", "d_v"}
 

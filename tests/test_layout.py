@@ -26,7 +26,7 @@ LEVELS = (
     {"compositions"},
     {"library", "library_choice"},
     {"library_backward"},
-    {"backends"},
+    {"backends", "arguments"},
     {"kernels", "training"},
     {"sparse"},
     {"exact"},

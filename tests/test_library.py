@@ -50,9 +50,9 @@ def samples(backend: str, device: str, grad: bool) -> Iterator[tuple[object, tup
     packed, scale = PACKED.clamp(max=N).to(device), 0.25
     later = inputs(3, N, device=device, grad=grad)
     attend = torch.ops.nsa_tutorial.selected_attention.default
-    yield attend, (q, k, v, ids, None, None, None, 16, False, True, scale, backend)
-    yield attend, (q, k, v, ids, counts, factors, packed, 4, True, False, scale, backend)
-    yield attend, (*later, ids[:, :3], None, None, None, 16, True, True, scale, backend)
+    yield attend, (q, k, v, ids, None, None, None, 16, False, True, scale, backend, "auto")
+    yield attend, (q, k, v, ids, counts, factors, packed, 4, True, False, scale, backend, "auto")
+    yield attend, (*later, ids[:, :3], None, None, None, 16, True, True, scale, backend, "auto")
     window = torch.ops.nsa_tutorial.sliding_window_attention.default
     yield window, (q, k, v, None, 5, scale, backend)
     yield window, (*later, None, 5, scale, backend)
@@ -80,7 +80,7 @@ def samples(backend: str, device: str, grad: bool) -> Iterator[tuple[object, tup
         choose = torch.ops.nsa_tutorial.select_blocks.default
         score = (q.detach(), summaries[0].detach(), None, counts, None)
         yield choose, (*score, 20, 4, 4, 4, 2, 1, 2, scale, backend)
-        yield attend, (q, k, v, ids, None, None, None, 16, False, True, scale, "masked")
+        yield attend, (q, k, v, ids, None, None, None, 16, False, True, scale, "reference", "tiles")
 
 
 @places_of(BACKENDS, slow=["tilelang", "triton"])

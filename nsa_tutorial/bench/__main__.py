@@ -48,7 +48,6 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from nsa_tutorial.backends import ORDERS
 from nsa_tutorial.bench import comparing, plotting, stored
 from nsa_tutorial.bench.drawing import DRIFTS, NEIGHBOURS
 from nsa_tutorial.bench.measuring import Plan, measure_shape
@@ -58,6 +57,7 @@ from nsa_tutorial.bench.problem import DTYPES, PASSES, Shape
 from nsa_tutorial.bench.steps import has_steps
 from nsa_tutorial.runtime import environment
 from nsa_tutorial.runtime.checks import LARGEST_WIDTH
+from nsa_tutorial.runtime.order import ORDERS
 from nsa_tutorial.sparse.native_sparse_attention import NUM_INITIAL, NUM_LOCAL
 
 BACKENDS = ("reference", "tilelang", "triton")

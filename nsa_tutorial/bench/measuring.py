@@ -95,7 +95,7 @@ class Plan:
             measured, too.
         seconds: spent on each measurement.
         jobs: kernels compiled at a time.
-        orders: in which Triton is to walk lists, `"auto"` and `backends.ORDERS`; other backends
+        orders: in which Triton is to walk lists, `"auto"` and `order.ORDERS`; other backends
             have one.
     """
 

@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa_tutorial import ops
-from nsa_tutorial.backends import ORDERS
 from nsa_tutorial.bench import drawing, stored, timing
 from nsa_tutorial.bench.options import whole
 from nsa_tutorial.layer import NativeSparseAttention, NativeSparseAttentionConfig, rotate
 from nsa_tutorial.runtime.checks import LARGEST_WIDTH
+from nsa_tutorial.runtime.order import ORDERS
 from nsa_tutorial.runtime.texts import documents, split
 
 LEARNING_RATE, WARM_UP = 1e-3, 50

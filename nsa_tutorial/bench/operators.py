@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from nsa_tutorial import backends, library, ops
+from nsa_tutorial import library, ops
+from nsa_tutorial.runtime import checks
 from nsa_tutorial.sparse.native_sparse_attention import gated_sum
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def pooling(p: Problem, backend: str) -> tuple[Tensor, ...]:
 def gates(p: Problem, backend: str) -> tuple[Tensor, ...]:
     """Three outputs, each times its gate, added up."""
     factors, outputs = ([p.tensors[x] for x in names] for names in (GATES, BRANCHES))
-    if backends.choose(backend, outputs[0], "o_cmp") == "reference":
+    if checks.choose_backend(backend, outputs[0], "o_cmp") == "reference":
         return (gated_sum(factors, outputs),)
     return (library.gated_sum(factors, outputs, backend),)
 

@@ -65,7 +65,7 @@ class Problem:
         lists: how the lists were drawn, or the queries by which blocks are chosen
             (`drawing.DRIFTS`); empty where there is no choice.
         block_indices: the lists; None where there are none, or none yet.
-        order: in which Triton walks the lists of `selected`, `"auto"` or of `backends.ORDERS`.
+        order: in which Triton walks the lists of `selected`, `"auto"` or of `order.ORDERS`.
     """
 
     operator: str

@@ -19,6 +19,7 @@ from torch import Tensor
 from nsa_tutorial.bench import summary_steps
 from nsa_tutorial.bench.operators import OPERATORS, parts_of
 from nsa_tutorial.bench.problem import Problem, Results
+from nsa_tutorial.runtime.order import Order
 
 PROBE = "descriptors, loads and products alone"  # no attention, so there is nothing to judge
 Steps = Iterator[tuple[str, Callable[[], Tensor | tuple[Tensor, ...]]]]
@@ -85,7 +86,6 @@ def tilelang_steps(problem: Problem) -> Steps:
 
     from nsa_tutorial.bench.variants import tilelang_first_draft
     from nsa_tutorial.bench.variants.tilelang_variants import variant
-    from nsa_tutorial.kernels.tilelang.selected import forward as tilelang_forward
     from nsa_tutorial.kernels.tilelang.selected import launch as tilelang_launch
 
     shape = problem.shape
@@ -96,7 +96,7 @@ def tilelang_steps(problem: Problem) -> Steps:
     def changed(
         change: str = "", pass_configs: dict[object, object] | None = None, **numbers: int
     ) -> Callable[[], Tensor]:
-        configs = tuple({**tilelang_forward.PASS_CONFIGS, **(pass_configs or {})}.items())
+        configs = tuple((pass_configs or {}).items())
         return lambda: variant(change, **numbers).launch(
             problem.q, problem.k, problem.v, ids, problem.rows,
             block_size=block_size, scale=problem.scale, pass_configs=configs,
@@ -198,7 +198,8 @@ def triton_backward_steps(problem: Problem) -> Steps:
 
     def changed(change: str) -> Callable[[], tuple[Tensor, ...]]:
         launch = triton_backward_variants.variant(change)
-        return lambda: launch.of_lists(*lists, block_size=BS, **sizes, order="queries")[:3]
+        options = {"block_size": BS, **sizes, "order": Order.QUERIES}
+        return lambda: launch.selected_backward(*lists, **options)[:3]
 
     def per_slot() -> tuple[Tensor, ...]:
         call = triton_backward_launch.prepare(*lists, tile=BS, **sizes)

@@ -60,7 +60,7 @@ def backward_steps(problem: Problem) -> Iterator[tuple[str, Callable[[], tuple[T
     def changed(name: str, options: Callable[..., dict]) -> Callable[[], tuple[Tensor, ...]]:
         def call() -> tuple[Tensor, ...]:
             with patch.object(launch, name, options):
-                return launch.of_summaries(*saved, rows, scale=problem.scale)
+                return launch.compressed_backward(*saved, rows, scale=problem.scale)
 
         return call
 

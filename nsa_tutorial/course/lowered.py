@@ -32,10 +32,11 @@ def tilelang_cuda(arch: str = "sm_90", dtype: str = "float16", **shape: int) -> 
     """The CUDA C++ of `tilelang.selected.forward.build_kernel`, whose arguments `shape` are those
     of `EXAMPLE` where left out. `arch` and errors as for `lowering.cuda`."""
     environment.require("tilelang", "cuda")
+    from nsa_tutorial.kernels.tilelang.compiling import ALL_THREADS_LOAD
     from nsa_tutorial.kernels.tilelang.selected import forward
 
     kernel = forward.build_kernel(**{**EXAMPLE, **shape}, dtype=dtype)
-    return lowering.cuda(kernel, arch, forward.PASS_CONFIGS)
+    return lowering.cuda(kernel, arch, ALL_THREADS_LOAD)
 
 
 @functools.cache
@@ -92,13 +93,14 @@ def dkv_cuda(arch: str = "sm_90", dtype: str = "float16") -> str:
     """The CUDA C++ of `tilelang.selected.backward.build_dkv` for lists, at the size of
     `EXAMPLE`."""
     environment.require("tilelang", "cuda")
+    from nsa_tutorial.kernels.tilelang.compiling import ALL_THREADS_LOAD
     from nsa_tutorial.kernels.tilelang.launch_options import dkv_options
     from nsa_tutorial.kernels.tilelang.selected import backward
-    from nsa_tutorial.kernels.tilelang.selected.forward import PASS_CONFIGS
 
     sizes = {name: EXAMPLE[name] for name in ("G", "D", "DV", "BS")}
     options = dkv_options(**sizes, itemsize=4 if dtype == "float32" else 2)
-    return lowering.cuda(backward.build_dkv(**EXAMPLE, **options, dtype=dtype), arch, PASS_CONFIGS)
+    kernel = backward.build_dkv(**EXAMPLE, **options, dtype=dtype)
+    return lowering.cuda(kernel, arch, ALL_THREADS_LOAD)
 
 
 @functools.cache

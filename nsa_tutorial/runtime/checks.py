@@ -10,9 +10,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from nsa_tutorial.runtime import packed
 from nsa_tutorial.runtime.describing import describe, number
-from nsa_tutorial.runtime.describing import offsets as short
+from nsa_tutorial.runtime.order import ORDERS
 from nsa_tutorial.runtime.transforms import check_local
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -154,28 +153,6 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, q: Tensor, M: int, *, name: str 
         )
 
 
-def check_offsets(cu_seqlens: Tensor | None, N: int) -> None:
-    """The values of `cu_seqlens` rise from 0 to `N`. Reading them makes the host wait for the
-    device, once per tensor (`packed.offsets`)."""
-    if cu_seqlens is None:
-        return
-    found = packed.offsets(cu_seqlens)
-    values = found.values
-    if len(values) < 2 or values[0] != 0:
-        fault = f"{short(values)}, expected at least two offsets, the first 0"
-    elif values[-1] != N:
-        fault = f"a last offset of {values[-1]}, expected the number of positions, {N}"
-    elif not found.rise:
-        fault = f"{short(values)}, expected offsets that never decrease"
-    else:
-        return
-    read_once = "" if cu_seqlens.is_cpu else (
-        "; these were read when the tensor was first used: after a write through .data, pass a "
-        "new tensor"
-    )  # fmt: skip
-    raise ValueError(f"cu_seqlens: got {fault}{read_once}")
-
-
 def check_weight(name: str, weight: object, x: Tensor, *shapes: tuple[int, ...]) -> None:
     """`weight` is a floating-point tensor of one of `shapes`, on the device of `x`."""
     expected = " or ".join(str(list(shape)) for shape in shapes)
@@ -272,3 +249,32 @@ def check_one_of(name: str, x: object, names: tuple[str, ...]) -> None:
     """`x` is one of `names`."""
     if not isinstance(x, str) or x not in names:
         raise ValueError(f"{name}: got {describe(x)}, expected one of {', '.join(names)}")
+
+
+def choose_backend(backend: str, q: Tensor, name: str = "q") -> str:
+    """Name the backend that runs an operator on tensors like `q`: `auto` takes Triton for CUDA
+    tensors whose dtype it computes, and the reference otherwise. `name` is what the operator calls
+    `q`.
+
+    Raises:
+        TypeError: for a dtype that no kernel computes.
+    """
+    if backend == "auto":
+        is_for_kernels = q.device.type == "cuda" and q.dtype != torch.float64
+        backend = "triton" if is_for_kernels else "reference"
+    if backend in ("tilelang", "triton") and q.dtype not in DTYPES:
+        raise TypeError(
+            f"{name}: got {describe(q)}, expected float32, float16 or bfloat16 on the {backend} "
+            "backend"
+        )
+    return backend
+
+
+def check_order(order: object, backend: str) -> None:
+    """`order` is the name of an order that this backend, as `choose_backend` named it, has."""
+    check_one_of("order", order, ("auto", *ORDERS))
+    if order != "auto" and backend != "triton":
+        raise ValueError(
+            f"order: got {order!r} on the {backend} backend, expected 'auto': Triton alone has "
+            "several"
+        )

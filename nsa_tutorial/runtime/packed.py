@@ -18,6 +18,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nsa_tutorial.runtime.describing import offsets as short
+
 
 class Offsets(NamedTuple):
     """The values of `cu_seqlens`, and whether they never decrease."""
@@ -49,3 +51,25 @@ def offsets(cu_seqlens: Tensor) -> Offsets:
     if remember:
         _KNOWN[cu_seqlens] = (state, found)
     return found
+
+
+def check_offsets(cu_seqlens: Tensor | None, N: int) -> None:
+    """The values of `cu_seqlens` rise from 0 to `N`. Reading them makes the host wait for the
+    device, once per tensor (`offsets`)."""
+    if cu_seqlens is None:
+        return
+    found = offsets(cu_seqlens)
+    values = found.values
+    if len(values) < 2 or values[0] != 0:
+        fault = f"{short(values)}, expected at least two offsets, the first 0"
+    elif values[-1] != N:
+        fault = f"a last offset of {values[-1]}, expected the number of positions, {N}"
+    elif not found.rise:
+        fault = f"{short(values)}, expected offsets that never decrease"
+    else:
+        return
+    read_once = "" if cu_seqlens.is_cpu else (
+        "; these were read when the tensor was first used: after a write through .data, pass a "
+        "new tensor"
+    )  # fmt: skip
+    raise ValueError(f"cu_seqlens: got {fault}{read_once}")

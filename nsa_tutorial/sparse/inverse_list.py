@@ -76,21 +76,21 @@ class Chunks(NamedTuple):
     ends: Tensor
 
 
-def of_lists(
+def invert_lists(
     ids: Tensor, rows: QueryRows, *, block_size: int, num_keys: int,
-    is_asked: Tensor | None = None, run: int | None = None,
+    needs_grad: Tensor | None = None, run: int | None = None,
 ) -> InverseList:  # fmt: skip
     """The inverse of the lists `ids [R, H, S]` from `block_list`, over `num_keys = B * M` keys.
 
     An entry that no query can see (an empty slot, a block of the future) belongs to no tile, nor
-    does one of a list that `is_asked [R, H]` leaves out. With `run`, every `run` rows of a head
+    does one of a list that `needs_grad [R, H]` leaves out. With `run`, every `run` rows of a head
     have tiles of their own, and those of the first run come first.
     """
     # -- who is visible --
     (R, H, S), BS, device = ids.shape, block_size, ids.device
     num_blocks = ((rows.num_visible + BS - 1) // BS)[:, None, None]
-    if is_asked is not None:
-        num_blocks = num_blocks * is_asked[:, :, None]
+    if needs_grad is not None:
+        num_blocks = num_blocks * needs_grad[:, :, None]
     is_visible = (ids >= 0) & (ids < num_blocks)
 
     # -- number the blocks --
@@ -134,7 +134,7 @@ def of_lists(
     )
 
 
-def of_windows(
+def invert_windows(
     rows: QueryRows, *, window_size: int, tile_size: int, num_keys: int, num_heads: int
 ) -> InverseList:
     """The inverse of the windows: the queries that see some of a tile's keys are a run of rows, and

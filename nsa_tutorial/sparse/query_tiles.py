@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa_tutorial.exact.online_softmax import LOG2_E
+from nsa_tutorial.runtime.order import Order
+from nsa_tutorial.sparse import selected_attention as walk
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
 TILE = 128  # queries
@@ -175,3 +177,13 @@ def selected_attention(
     """
     view = view_of_lists(ids, rows, N=q.shape[1], M=k.shape[1], block_size=block_size)
     return attend(q, k, v, view, scale=scale)
+
+
+def selected_in_order(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *, order: Order | None = None,
+    **options: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The reference of the operator: `selected_attention.forward`, or, in the order of
+    `QUERY_TILES`, the same with a mask, for lists without factors."""
+    run = selected_attention if order is Order.QUERY_TILES else walk.forward
+    return run(q, k, v, ids, rows, **options)

@@ -10,9 +10,9 @@ repeats five lines:
     5.  d_q = scale * d_s @ k,  d_k = scale * d_sᵀ @ q
 
 `dense` does so with the whole matrix, `by_query_tiles` and `by_key_tiles` with one tile of it at a
-time. `of_lists` is the backward of selected attention, in two passes as in the kernels, with their
-names: `backward_dq` walks each query's list, `backward_dkv` walks the inverse of the lists, a block
-at a time. Those of the other branches, under a mask, are `tile_gradients`.
+time. `selected_backward` is the backward of selected attention, in two passes as in the kernels,
+with their names: `backward_dq` walks each query's list, `backward_dkv` walks the inverse of the
+lists, a block at a time. Those of the other branches, under a mask, are `tile_gradients`.
 
 NaN and infinity in what a row does not see never reach its gradients. A row that no loss depends on
 adds nothing, whatever stands in it.
@@ -31,10 +31,11 @@ import math
 import torch
 from torch import Tensor
 
+from nsa_tutorial.runtime.order import Order
 from nsa_tutorial.sparse import inverse_list
 from nsa_tutorial.sparse.query_tiles import finite, tiles
 from nsa_tutorial.sparse.selected_attention import QueryRows
-from nsa_tutorial.training.tile_gradients import Gradients, of_windows, preprocess
+from nsa_tutorial.training import tile_gradients
 
 ListGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 GATHERED = 2**26  # numbers that gathered keys or queries may have: 256 MiB in fp32
@@ -67,7 +68,7 @@ def score_gradients(
 def dense(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, position: Tensor,
     *, scale: float,
-) -> Gradients:  # fmt: skip
+) -> tile_gradients.Gradients:  # fmt: skip
     """The backward of causal attention, with the whole matrix: `(d_q, d_k, d_v)`.
 
     Arguments as in `score_gradients`; a row sees the keys 0 … `position`, `[rows]`. The products
@@ -130,7 +131,7 @@ def backward_dq(
     """Each query walks its list, as in the forward: `d_q [B, N, HQ, D]` and `d_slot_scale
     [R, H, S]`.
 
-    `lse` and `delta` are those of `preprocess`, the other arguments those of `of_lists`.
+    `lse` and `delta` are those of `preprocess`, the other arguments those of `selected_backward`.
     """
     (H, DV), (R, _, S), (HQ, D), BS = v.shape[2:], ids.shape, q.shape[2:], block_size
     G, dtype = HQ // H, delta.dtype
@@ -194,7 +195,7 @@ def backward_dkv(
     k_rows, v_rows = k.reshape(-1, H, D), v.reshape(-1, H, DV)  # [B * M, H, …]
     q_rows, do_rows = q.reshape(R, H, G, D), d_o.reshape(R, H, G, DV)  # [R, H, G, …]
     d_k, d_v = (torch.zeros_like(x, dtype=dtype) for x in (k_rows, v_rows))
-    inverse = inverse_list.of_lists(ids, rows, block_size=BS, num_keys=num_keys)
+    inverse = inverse_list.invert_lists(ids, rows, block_size=BS, num_keys=num_keys)
 
     for tile in (inverse.last > inverse.first).nonzero().flatten().tolist():
         # -- locate the program --
@@ -244,7 +245,7 @@ def backward_dkv(
 # -- the operators --
 
 
-def of_lists(
+def selected_backward(
     d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     ids: Tensor, rows: QueryRows, *, block_size: int, scale: float,
     slot_scale: Tensor | None = None,
@@ -260,7 +261,7 @@ def of_lists(
         The gradients of `q`, `k` and `v`, in their dtypes, and that of `slot_scale`, `[R, H, S]` in
         fp32 (fp64 for fp64 inputs), or None without it.
     """
-    lse, delta = preprocess(d_o, d_lse, o, lse)
+    lse, delta = tile_gradients.preprocess(d_o, d_lse, o, lse)
     factors = torch.ones_like(ids, dtype=delta.dtype) if slot_scale is None else slot_scale
     options = {"block_size": block_size, "scale": scale, "slot_scale": factors.to(delta.dtype)}
     arguments = (d_o, q, k, v, lse, delta, ids, rows)
@@ -269,18 +270,31 @@ def of_lists(
     return d_q, d_k, d_v, None if slot_scale is None else d_slot_scale
 
 
-def of_lists_and_windows(
+def selected_and_window_backward(
     d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     ids: Tensor, rows: QueryRows, *, block_size: int, window_size: int, scale: float,
     slot_scale: Tensor | None = None,
 ) -> ListGradients:  # fmt: skip
-    """The backward of `native_sparse_attention.selection_and_window`: as `of_lists`, through both
-    outputs at once. `d_o`, `d_lse`, `o` and `lse` are `[2, …]`, of the lists, then of the windows.
+    """The backward of `native_sparse_attention.selection_and_window`: as `selected_backward`,
+    through both outputs at once. `d_o`, `d_lse`, `o` and `lse` are `[2, …]`, of the lists, then of
+    the windows.
     """
     (do_l, do_w), (dlse_l, dlse_w), (o_l, o_w), (lse_l, lse_w) = d_o, d_lse, o, lse
     lists = {"block_size": block_size, "scale": scale, "slot_scale": slot_scale}
-    *by_list, d_slot_scale = of_lists(do_l, dlse_l, q, k, v, o_l, lse_l, ids, rows, **lists)
+    of_lists = (do_l, dlse_l, q, k, v, o_l, lse_l, ids, rows)
+    *by_list, d_slot_scale = selected_backward(*of_lists, **lists)
     windows = {"window_size": window_size, "scale": scale}
-    by_window = of_windows(do_w, dlse_w, q, k, v, o_w, lse_w, rows, **windows)
+    by_window = tile_gradients.window_backward(do_w, dlse_w, q, k, v, o_w, lse_w, rows, **windows)
     d_q, d_k, d_v = (a + b for a, b in zip(by_list, by_window, strict=True))
     return d_q, d_k, d_v, d_slot_scale
+
+
+def selected_in_order_backward(
+    *given: Tensor | QueryRows, order: Order | None = None, **options: object
+) -> ListGradients:
+    """The backward of `query_tiles.selected_in_order`, with the arguments of
+    `selected_backward`."""
+    if order is Order.QUERY_TILES:
+        options.pop("slot_scale", None)
+        return *tile_gradients.masked_selected_backward(*given, **options), None
+    return selected_backward(*given, **options)

@@ -35,9 +35,9 @@ def preprocess(d_o: Tensor, d_lse: Tensor, o: Tensor, lse: Tensor) -> tuple[Tens
     dtype = torch.promote_types(o.dtype, torch.float32)
     d_o, d_lse, o, lse = (x.to(dtype) for x in (d_o, d_lse, o, lse))
     delta = (d_o * o).sum(-1) - d_lse
-    is_asked = (d_o != 0).any(-1) | (d_lse != 0)
+    needs_grad = (d_o != 0).any(-1) | (d_lse != 0)
     is_spoiled = ~(lse.isfinite() & d_o.isfinite().all(-1))
-    return lse.masked_fill(is_spoiled, math.nan).masked_fill(~is_asked, math.inf), delta
+    return lse.masked_fill(is_spoiled, math.nan).masked_fill(~needs_grad, math.inf), delta
 
 
 def of_tiles(
@@ -86,17 +86,18 @@ def of_tiles(
     return d_q, d_k.to(k.dtype), d_v.to(v.dtype)
 
 
-def of_masked_lists(
+def masked_selected_backward(
     d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     ids: Tensor, rows: QueryRows, *, block_size: int, scale: float,
 ) -> Gradients:  # fmt: skip
-    """The backward of `query_tiles.selected_attention`: as `gradients.of_lists`, under a mask."""
+    """The backward of `query_tiles.selected_attention`: as
+    `gradients.selected_backward`, with a mask."""
     N, M = q.shape[1], k.shape[1]
     view = query_tiles.view_of_lists(ids, rows, N=N, M=M, block_size=block_size)
     return of_tiles(d_o, d_lse, q, k, v, o, lse, view, scale=scale)
 
 
-def of_windows(
+def window_backward(
     d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     rows: QueryRows, *, window_size: int, scale: float,
 ) -> Gradients:  # fmt: skip
@@ -106,7 +107,7 @@ def of_windows(
     return of_tiles(d_o, d_lse, q, k, v, o, lse, view, scale=scale)
 
 
-def of_summaries(
+def compressed_backward(
     d_o: Tensor, d_lse: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, o: Tensor, lse: Tensor,
     rows: QueryRows, *, scale: float,
 ) -> Gradients:  # fmt: skip

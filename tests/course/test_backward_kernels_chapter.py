@@ -47,7 +47,7 @@ def test_the_inverse_list_is_the_packages(BS: int) -> None:
     g = torch.Generator().manual_seed(BS)
     order = torch.rand(N, blocks, generator=g).argsort(-1)[:, :S]
     ids = torch.where((order <= torch.arange(N)[:, None] // BS), order, -1)
-    inverse = inverse_lists.of_lists(ids[:, None], causal_rows(N), block_size=BS, num_keys=N)
+    inverse = inverse_lists.invert_lists(ids[:, None], causal_rows(N), block_size=BS, num_keys=N)
     queries, bounds = solutions.inverse_list(ids, blocks)
     for block in range(blocks):
         first, last = inverse.first[block], inverse.last[block]
@@ -112,7 +112,7 @@ def test_window_queries_are_those_that_see_a_key(BT: int, window_size: int) -> N
 
 def test_window_queries_are_the_packages() -> None:
     N, BT, window_size = 21, 4, 6
-    inverse = inverse_lists.of_windows(
+    inverse = inverse_lists.invert_windows(
         causal_rows(N), window_size=window_size, tile_size=BT, num_keys=N, num_heads=1
     )
     for tile, start in enumerate(range(0, N, BT)):

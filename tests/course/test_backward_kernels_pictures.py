@@ -120,7 +120,7 @@ def test_all_programs_together_are_the_reference() -> None:
         q, k, v, e.ids, e.rows, block_size=pictures.BS, scale=e.scale
     )
     d_o = torch.from_numpy(tensors["GradO"]).reshape(o.shape)
-    _, d_k, d_v, _ = gradients.of_lists(
+    _, d_k, d_v, _ = gradients.selected_backward(
         d_o, torch.zeros_like(lse), q, k, v, o, lse, e.ids, e.rows, block_size=pictures.BS,
         scale=e.scale,
     )  # fmt: skip

@@ -13,8 +13,8 @@ from places import skip_unless_runs
 from selection import Problem
 
 from nsa_tutorial import ops
-from nsa_tutorial.backends import ORDERS
 from nsa_tutorial.runtime import environment
+from nsa_tutorial.runtime.order import ORDERS
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -10,7 +10,8 @@ import torch
 from places import product, skip_unless_runs
 from torch import Tensor
 
-from nsa_tutorial import backends, ops
+from nsa_tutorial import ops
+from nsa_tutorial.runtime import checks
 from nsa_tutorial.sparse.block_selection import importance, overlap_weights
 from nsa_tutorial.sparse.compression import summary_rows
 from nsa_tutorial.sparse.selected_attention import query_rows
@@ -101,7 +102,7 @@ def test_one_output_for_selection_and_window(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_auto_takes(device: str, dtype: torch.dtype, chosen: str) -> None:
     """On CUDA tensors, which need not exist for the choice."""
     q = SimpleNamespace(device=torch.device(device), dtype=dtype)
-    assert backends.choose("auto", q) == chosen
+    assert checks.choose_backend("auto", q) == chosen
 
 
 def worst_exchange(ids: Tensor, exact: Tensor, score: Tensor) -> float:

@@ -129,7 +129,7 @@ def in_tiles(
     call = Problem(N=N, M=M, own=True, S=2).make(dtype, device)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        options = (16, True, True, 24**-0.5, "masked")
+        options = (16, True, True, 24**-0.5, "reference", "tiles")
         return library.selected_attention(q, k, v, call.ids, None, None, None, *options)
 
     return run, [call.q, call.k, call.v], call.mask()

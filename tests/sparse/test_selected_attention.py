@@ -356,9 +356,9 @@ def test_auto_takes_triton_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from nsa_tutorial.kernels.triton.selected import launch as triton_launch
 
     seen = []
-    original = triton_launch.forward
+    original = triton_launch.selected_forward
     monkeypatch.setattr(
-        triton_launch, "forward", lambda *a, **k: seen.append(1) or original(*a, **k)
+        triton_launch, "selected_forward", lambda *a, **k: seen.append(1) or original(*a, **k)
     )
     Problem().make(torch.float16, "cuda").run("auto")
     assert seen == [1]

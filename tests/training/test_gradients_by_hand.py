@@ -164,7 +164,7 @@ def test_lists_by_hand_and_by_autograd(problem: Problem) -> None:
         (o, seen), inputs, (d_o, d_lse), allow_unused=True, materialize_grads=True
     )
     with torch.no_grad():
-        found = gradients.of_lists(
+        found = gradients.selected_backward(
             d_o, d_lse, q, k, v, o, lse, ids, rows, **options, slot_scale=factors
         )
     for name, a, b in zip(("q", "k", "v", "slot_scale"), found, right, strict=True):
@@ -178,9 +178,9 @@ def test_without_factors_they_are_ones(problem: Problem) -> None:
     o, lse = forward(q, k, v, ids, rows, block_size=problem.BS, scale=0.4)
     saved = (torch.ones_like(o), torch.zeros_like(lse), q, k, v, o, lse, ids, rows)
     options = {"block_size": problem.BS, "scale": 0.4}
-    plain = gradients.of_lists(*saved, **options)
+    plain = gradients.selected_backward(*saved, **options)
     ones = torch.ones_like(ids, dtype=q.dtype)
-    with_ones = gradients.of_lists(*saved, **options, slot_scale=ones)
+    with_ones = gradients.selected_backward(*saved, **options, slot_scale=ones)
     assert plain[3] is None
     assert all(torch.equal(a, b) for a, b in zip(plain[:3], with_ones[:3], strict=True))
     # Euler's rule: q enters the scores alone, so sum(q * d_q) is sum(d_s * s) over a group's keys
@@ -190,7 +190,7 @@ def test_without_factors_they_are_ones(problem: Problem) -> None:
 
 
 class Attend(torch.autograd.Function):
-    """Selected attention whose backward is `gradients.of_lists`."""
+    """Selected attention whose backward is `gradients.selected_backward`."""
 
     @staticmethod
     def forward(ctx, q, k, v, slot_scale, ids, rows, options):
@@ -203,7 +203,7 @@ class Attend(torch.autograd.Function):
     def backward(ctx, d_o, d_lse):
         q, k, v, slot_scale, o, lse, ids = ctx.saved_tensors
         arguments = (d_o, d_lse, q, k, v, o, lse, ids, ctx.rows)
-        found = gradients.of_lists(*arguments, **ctx.options, slot_scale=slot_scale)
+        found = gradients.selected_backward(*arguments, **ctx.options, slot_scale=slot_scale)
         return *found, None, None, None
 
 
@@ -233,8 +233,9 @@ def test_a_factor_of_an_empty_slot_is_never_used() -> None:
     is_empty = (ids < 0) | (ids * problem.BS >= rows.num_visible[:, None, None])
     assert is_empty.any()
     ones = torch.ones_like(ids, dtype=q.dtype)
-    clean = gradients.of_lists(*saved, **options, slot_scale=ones)
-    found = gradients.of_lists(*saved, **options, slot_scale=ones.masked_fill(is_empty, torch.nan))
+    clean = gradients.selected_backward(*saved, **options, slot_scale=ones)
+    with_nan = ones.masked_fill(is_empty, torch.nan)
+    found = gradients.selected_backward(*saved, **options, slot_scale=with_nan)
     assert all(torch.equal(a, b) for a, b in zip(found, clean, strict=True))
     assert (found[3][is_empty] == 0).all()
 
@@ -249,11 +250,11 @@ def test_both_branches_at_once() -> None:
     o, lse = (torch.stack(pair) for pair in zip(by_list, by_window, strict=True))
     g = torch.Generator().manual_seed(2)
     d_o, d_lse = (torch.randn(x.shape, generator=g).double() for x in (o, lse))
-    found = gradients.of_lists_and_windows(
+    found = gradients.selected_and_window_backward(
         d_o, d_lse, q, k, v, o, lse, ids, rows, **sizes, window_size=6
     )
-    lists = gradients.of_lists(d_o[0], d_lse[0], q, k, v, o[0], lse[0], ids, rows, **sizes)
-    windows = gradients.of_windows(
+    lists = gradients.selected_backward(d_o[0], d_lse[0], q, k, v, o[0], lse[0], ids, rows, **sizes)
+    windows = gradients.window_backward(
         d_o[1], d_lse[1], q, k, v, o[1], lse[1], rows, window_size=6, scale=0.4
     )
     assert found[3] is None
@@ -270,8 +271,8 @@ def test_on_a_gpu() -> None:
     o, lse = forward(q, k, v, ids, rows, block_size=problem.BS, scale=0.4)
     saved = (torch.ones_like(o), torch.zeros_like(lse), q, k, v, o, lse, ids)
     options = {"block_size": problem.BS, "scale": 0.4}
-    right = gradients.of_lists(*saved, rows, **options)[:3]
+    right = gradients.selected_backward(*saved, rows, **options)[:3]
     there = QueryRows(*(x.cuda() for x in rows[:3]), *rows[3:])
-    found = gradients.of_lists(*(x.cuda() for x in saved), there, **options)[:3]
+    found = gradients.selected_backward(*(x.cuda() for x in saved), there, **options)[:3]
     for a, b in zip(found, right, strict=True):
         torch.testing.assert_close(a.cpu(), b)

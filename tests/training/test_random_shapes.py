@@ -12,7 +12,7 @@ import torch
 from places import DTYPES, skip_unless_runs
 from selection import Problem
 
-from nsa_tutorial.backends import ORDERS
+from nsa_tutorial.runtime.order import ORDERS
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -273,7 +273,8 @@ _LENGTHS = TEXTS.exercise(
          "[*range(0, count, length), count]", "chunks of one length, and a short rest",
          "A rest of one query costs a program and a place in the workspace, too. What if all "
          "chunks took a part of the rest?"),
-        ({"[count * i // num_chunks for i in range(num_chunks)] + [count]": "[*range(0, count, length), count]",
+        ({"[count * i // num_chunks for i in range(num_chunks)] + [count]":
+          "[*range(0, count, length), count]",
           "sorted(": "list("}, "chunks of one length, and a short rest"),
         ("count // length", "-(-count // length)", "one chunk more, and all of them shorter",
          "With 11 queries and a length of 4, three chunks have fewer than 4 each. How many "
@@ -574,18 +575,27 @@ EXERCISES = (_INVERSE, _STEP, _WINDOW, _LENGTHS, _AUDIT, _SLOT)
 
 
 DOUBLES = (
-    Double("inverse_list",
-           names=("taking an empty slot for block 0", "the place of an entry in place of its query")),
-    Double("rows_of_step",
-           names=("taking one head of each group", "loading rows past the end of the chunk")),
-    Double("chunk_lengths",
-           names=("as few chunks as possible", "giving the whole rest to one chunk")),
+    Double(
+        "inverse_list",
+        names=("taking an empty slot for block 0", "the place of an entry in place of its query"),
+    ),
+    Double(
+        "rows_of_step",
+        names=("taking one head of each group", "loading rows past the end of the chunk"),
+    ),
+    Double(
+        "chunk_lengths", names=("as few chunks as possible", "giving the whole rest to one chunk")
+    ),
     Double("slot_gradient", names=("leaving the scores out", "averaging over the heads")),
-    Double("window_queries",
-           names=("stopping behind the queries that see the first key", "running past the last query")),
-    Double("audit",
-           names=("counting stores in place of programs", "forgetting tensors that nobody stores to")),
-)  # fmt: skip
+    Double(
+        "window_queries",
+        names=("stopping behind the queries that see the first key", "running past the last query"),
+    ),
+    Double(
+        "audit",
+        names=("counting stores in place of programs", "forgetting tensors that nobody stores to"),
+    ),
+)
 
 
 # -- what the chapter warns of --

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import ast
 import inspect
-import math
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from types import CodeType
 
 import numpy as np
@@ -491,15 +491,8 @@ def three_branches(
     return g_cmp[..., None] * o_cmp + g_slc[..., None] * o_slc + g_swa[..., None] * o_swa
 
 
-def _by_lse(
-    lse: Tensor, q: Tensor, k: Tensor, v: Tensor, ids: Tensor, block_size: int, window_size: int,
-    tokens: int = 1,
-) -> Tensor:  # fmt: skip
-    """The branches' weights in a merge, `[3, B, N, HQ]`; `lse` is that of compression, where each
-    summary counts as so many `tokens`."""
-    _, of_blocks = ops.selected_attention(q, k, v, ids, block_size=block_size, return_lse=True)
-    _, near = ops.sliding_window_attention(q, k, v, window_size=window_size, return_lse=True)
-    return torch.softmax(torch.stack([lse + math.log(tokens), of_blocks, near]), 0)
+def _with_lse(operator: Callable) -> Callable:
+    return partial(operator, return_lse=True)
 
 
 def _with_own_block(ids: Tensor, block_size: int) -> Tensor:
@@ -554,6 +547,7 @@ _THREE_BRANCHES = TEXTS.exercise(
          "tensor holds the summary keys?"),
         ("q, k_cmp, lse", "q, v_cmp, lse", "choosing blocks by the summaries of the values",
          "A query is compared with keys. Of which tensor are the summaries that decide?"),
+        ("q, k_cmp, lse", "q, v_cmp, None", "choosing blocks by the summaries of the values"),
         ({"+ g_slc": "+ g_swa", "+ g_swa": "+ g_slc"}, "swapping the gates of selection and window",
          "The order is compression, selection, window. Which output does each gate stand beside?"),
         ({"return g_cmp": "return g_slc", "+ g_slc": "+ g_cmp"},
@@ -567,14 +561,20 @@ _THREE_BRANCHES = TEXTS.exercise(
           "[..., None] * o_swa": " * o_swa"}, "lining the gates up with the width",
          "A gate is `[B, N, HQ]`, an output `[B, N, HQ, DV]`, and PyTorch lines shapes up from "
          "the right. Where does the gate need an axis of length 1?"),
-        ("o_swa = ops",
-         "g_cmp, g_slc, g_swa = _by_lse(lse, q, k, v, ids, block_size, window_size)\n"
-         "    o_swa = ops", "merging the branches by their LSE",
+        ({"o_slc = ops.selected_attention": "o_slc, lse_slc = _with_lse(ops.selected_attention)",
+          "o_swa = ops.sliding_window_attention":
+          "o_swa, lse_swa = _with_lse(ops.sliding_window_attention)",
+          "return g_cmp": "lse = torch.stack([lse, lse_slc, lse_swa])\n"
+          "    g_cmp, g_slc, g_swa = torch.softmax(lse, 0)\n    return g_cmp"},
+         "merging the branches by their LSE",
          "That is exact for disjoint sets of keys. These branches overlap, and one of them "
          "reads summaries. Which weights were you given?"),
-        ("o_swa = ops",
-         "g_cmp, g_slc, g_swa = _by_lse(lse, q, k, v, ids, block_size, window_size, stride)\n"
-         "    o_swa = ops",
+        ({"o_slc = ops.selected_attention": "o_slc, lse_slc = _with_lse(ops.selected_attention)",
+          "o_swa = ops.sliding_window_attention":
+          "o_swa, lse_swa = _with_lse(ops.sliding_window_attention)",
+          "return g_cmp": "lse = lse + torch.tensor(stride).log()\n"
+          "    lse = torch.stack([lse, lse_slc, lse_swa])\n"
+          "    g_cmp, g_slc, g_swa = torch.softmax(lse, 0)\n    return g_cmp"},
          "merging the branches by an LSE that counts each summary `stride` times",
          "That comes nearer to dense attention, but here the weights are not yours to choose. "
          "Which ones were you given?"),
@@ -591,10 +591,10 @@ _THREE_BRANCHES = TEXTS.exercise(
         ("k, v, ids", "k, v, _with_own_block(ids, block_size)", "listing the own block twice",
          "`select_blocks` has forced the query's own block into the list already. What happens "
          "to a block that is listed twice?"),
-        ("o_slc = ops", "ids = ids[:, :, :1].expand_as(ids)\n    o_slc = ops",
+        ("k, v, ids", "k, v, ids[:, :, :1].expand_as(ids)",
          "one list for all KV heads",
          "The query heads of a group share a list. Which keys do different groups read?"),
-        ("o_slc = ops", "ids = ids[:, -1:].expand_as(ids)\n    o_slc = ops",
+        ("k, v, ids", "k, v, ids[:, -1:].expand_as(ids)",
          "one list for all queries",
          "The last query's list knows what is the future to an earlier one. Which blocks may "
          "each query choose among?"),

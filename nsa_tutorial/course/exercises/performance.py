@@ -381,12 +381,12 @@ ORDERS = ("queries", "tiles", "blocks")
 
 def bytes_moved(order: str, G: int, S: int, T: int, union: int, BS: int, D: int) -> float:
     """Bytes that one query with G heads costs in each of the three orders, in bf16."""
-    block = BS * 2 * D * 2  # keys and values
+    row = D * 2
+    block = BS * 2 * row  # keys and values
     if order == "queries":
         return S * block
     if order == "tiles":
         return union * block / T
-    row = D * 2
     return S * G * (row + 2 * (row + 4))  # a query in; its partial and LSE out, and in again
 
 
@@ -400,15 +400,18 @@ _BYTES = TEXTS.exercise(
          "keys without values", "A block has `BS` keys, and as many values."),
         ("/ T", "// 2 / T", "keys without values"),
         ("BS * 2 *", "BS *", "keys without values"),
-        ({"D * 2  #": "D  #", "D * 2\n": "D\n", " + 4": " + 2"},
+        ({"row = D * 2": "row = D", " + 4": " + 2"},
          "counting numbers in place of bytes",
          "A bf16 number is 2 bytes, and an fp32 number is 4."),
-        ({"D * 2  #": "D  #", "D * 2\n": "D\n", " + 4": " + 1"},
+        ({"row = D * 2": "row = D", " + 4": " + 1"},
          "counting numbers in place of bytes"),
-        ({"D * 2\n": "D\n", " + 4": " + 2"}, "counting numbers in place of bytes"),
-        ({"D * 2\n": "D\n", " + 4": " + 1"}, "counting numbers in place of bytes"),
-        ("D * 2\n", "D\n", "counting numbers in place of bytes"),
-        ({"D * 2  #": "D  #", "D * 2\n": "D\n"}, "counting numbers in place of bytes"),
+        ({"row = D * 2": 'row = D if order == "blocks" else D * 2', " + 4": " + 2"},
+         "counting numbers in place of bytes"),
+        ({"row = D * 2": 'row = D if order == "blocks" else D * 2', " + 4": " + 1"},
+         "counting numbers in place of bytes"),
+        ("row = D * 2", 'row = D if order == "blocks" else D * 2',
+         "counting numbers in place of bytes"),
+        ("row = D * 2", "row = D", "counting numbers in place of bytes"),
         ('if order == "queries":', 'if order == "queries":\n        block = G * block',
          "a block for every head",
          "The heads of a group share their list and their tile. How often is a block loaded?"),
@@ -429,23 +432,24 @@ _BYTES = TEXTS.exercise(
          "many bytes are that?"),
         ('if order == "tiles":', 'if order == "tiles":\n        union = S', "a share of one list",
          "A tile loads more blocks than one list has. Which argument says how many?"),
-        ("return S * block", "return 4 * G * D + S * block",
+        ("return S * block", "return 2 * G * row + S * block",
          "the query's rows where only blocks count",
          "The first two orders count blocks alone. Which term of yours is no block?"),
-        ("return union", "return 4 * G * D + union", "the query's rows where only blocks count"),
-        ({"return S * block": "return 4 * G * D + S * block",
-          "return union": "return 4 * G * D + union"}, "the query's rows where only blocks count"),
-        ("return S * block", "return 2 * G * D + S * block",
+        ("return union", "return 2 * G * row + union", "the query's rows where only blocks count"),
+        ({"return S * block": "return 2 * G * row + S * block",
+          "return union": "return 2 * G * row + union"},
          "the query's rows where only blocks count"),
-        ("return union", "return 2 * G * D + union", "the query's rows where only blocks count"),
-        ({"return S * block": "return 2 * G * D + S * block",
-          "return union": "return 2 * G * D + union"}, "the query's rows where only blocks count"),
+        ("return S * block", "return G * row + S * block",
+         "the query's rows where only blocks count"),
+        ("return union", "return G * row + union", "the query's rows where only blocks count"),
+        ({"return S * block": "return G * row + S * block",
+          "return union": "return G * row + union"}, "the query's rows where only blocks count"),
         ("S * G *", "G * row + S * G *", "counting the final output",
          "Every order writes it once, so it tells no order apart. Which moves are asked for?"),
-        ({"return S * block": "return 2 * G * D + S * block",
-          "return union": "return 2 * G * D + union", "S * G *": "G * row + S * G *"},
+        ({"return S * block": "return G * row + S * block",
+          "return union": "return G * row + union", "S * G *": "G * row + S * G *"},
          "counting the final output"),
-        ("row =", "G = 1\n    row =", "one head of the group",
+        ('bf16."""', 'bf16."""\n    G = 1 if order == "blocks" else G', "one head of the group",
          "Every head of the group has a query and a partial of its own."),
         ("S * G *", "G *", "one partial for all slots",
          "Each listed block makes a partial of its own. How many blocks are listed?"),

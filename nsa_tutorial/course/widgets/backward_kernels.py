@@ -37,8 +37,7 @@ from nsa_tutorial.course.widgets.tilelang_forward import (
     signed_bytes,
 )
 from nsa_tutorial.exact.online_softmax import LOG2_E
-from nsa_tutorial.kernels.tables import chunks as backward_tables
-from nsa_tutorial.kernels.tables.chunks import Tables
+from nsa_tutorial.kernels.tables.chunks import Tables, tables_of_lists
 from nsa_tutorial.sparse import inverse_list, selected_attention
 from nsa_tutorial.sparse.inverse_list import Chunks, InverseList
 from nsa_tutorial.sparse.selected_attention import QueryRows
@@ -73,7 +72,7 @@ def inverse_of(ids: Tensor, block_size: int) -> dict[int, list[int]]:
     """
     tokens, _, S = ids.shape
     sizes = {"block_size": block_size, "num_keys": tokens}
-    inverse = inverse_list.of_lists(ids, causal_rows(tokens), **sizes)
+    inverse = inverse_list.invert_lists(ids, causal_rows(tokens), **sizes)
     row = inverse.entries // S
     blocks = range(-(-tokens // block_size))
     return {block: row[inverse.first[block] : inverse.last[block]].tolist() for block in blocks}
@@ -169,7 +168,7 @@ def lists(kind: str, tokens: int, slots: int) -> Tensor:
 def inverse(kind: str, tokens: int, slots: int) -> InverseList:
     """The inverse of `lists`."""
     sizes = {"block_size": BLOCK, "num_keys": tokens}
-    return inverse_list.of_lists(lists(kind, tokens, slots), causal_rows(tokens), **sizes)
+    return inverse_list.invert_lists(lists(kind, tokens, slots), causal_rows(tokens), **sizes)
 
 
 @dataclass(frozen=True)
@@ -357,8 +356,8 @@ def tables() -> Tables:
     sizes = {"block_size": BS, "num_keys": B * M}
     lse2 = given()["LSE2"][:, :, 0]
     numbers = {"G": e.q.shape[2] // H, "share_bytes": 1, "itemsize": 2}
-    made = backward_tables.of_lists(e.ids, e.rows, torch.from_numpy(lse2), **sizes, **numbers)
-    inverted = inverse_list.of_lists(e.ids, e.rows, **sizes)
+    made = tables_of_lists(e.ids, e.rows, torch.from_numpy(lse2), **sizes, **numbers)
+    inverted = inverse_list.invert_lists(e.ids, e.rows, **sizes)
     return made._replace(chunks=inverse_list.chunks(inverted, length=CHUNK))
 
 

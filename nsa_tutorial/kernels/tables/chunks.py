@@ -37,7 +37,7 @@ class Tables(NamedTuple):
     chunks: Chunks
 
 
-def of_lists(
+def tables_of_lists(
     ids: Tensor, rows: QueryRows, lse2: Tensor, *, block_size: int, num_keys: int, G: int,
     share_bytes: int, itemsize: int, slot_scale: Tensor | None = None,
 ) -> Tables:  # fmt: skip
@@ -51,8 +51,8 @@ def of_lists(
         share_bytes: that a chunk takes in the workspace.
         slot_scale: `[R, H, S]` fp32, or None.
     """
-    inverse = inverse_list.of_lists(
-        ids, rows, block_size=block_size, num_keys=num_keys, is_asked=lse2 != torch.inf
+    inverse = inverse_list.invert_lists(
+        ids, rows, block_size=block_size, num_keys=num_keys, needs_grad=lse2 != torch.inf
     )
     row_of_entry = _row_codes(lse2).flatten()[inverse.entries // ids.shape[2]]
     factors = None if slot_scale is None else slot_scale.flatten()[inverse.entries]
@@ -61,14 +61,15 @@ def of_lists(
     return Tables(row_of_entry, factors, rows.first_key, row_end, chunks)
 
 
-def of_windows(
+def tables_of_windows(
     rows: QueryRows, lse2: Tensor, *, window_size: int, tile_size: int, num_keys: int, G: int,
     share_bytes: int, itemsize: int,
 ) -> Tables:  # fmt: skip
-    """The tables of the windows, for tiles of `tile_size` keys; arguments as in `of_lists`."""
+    """The tables of the windows, for tiles of `tile_size` keys; arguments as in
+    `tables_of_lists`."""
     H = lse2.shape[1]
     sizes = {"window_size": window_size, "tile_size": tile_size}
-    inverse = inverse_list.of_windows(rows, **sizes, num_keys=num_keys, num_heads=H)
+    inverse = inverse_list.invert_windows(rows, **sizes, num_keys=num_keys, num_heads=H)
     row_of_entry = _row_codes(lse2).T.flatten()
     chunks = _chunks(inverse, G, share_bytes, itemsize)
     row_end = rows.first_key + rows.num_visible

@@ -10,8 +10,7 @@ through C. No argument is checked here: `ops` does.
 Symbols: those of `triton.gates`.
 """
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tilelang
 import torch
@@ -19,9 +18,8 @@ from tilelang import language as T
 from torch import Tensor
 from tvm import tirx
 
-from nsa_tutorial.kernels.tilelang.selected.forward import PASS_CONFIGS
+from nsa_tutorial.kernels.tilelang.compiling import compiled
 from nsa_tutorial.runtime.devices import kind_of
-from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
 
 TILE, THREADS = 4096, 128  # numbers of an output that a program takes
 accum_dtype = "float32"
@@ -141,20 +139,10 @@ def build_gated_sum_backward(num: int, DV: int, dtype: str) -> tirx.PrimFunc:
     return gate_backward_kernel
 
 
-@functools.cache
-def compiled(name: str, device: str, *sizes: object) -> tilelang.JITKernel:
-    """The kernel of `build_<name>(*sizes)`, compiled for `kind_of` a device, once per process."""
-    builders = {"gated_sum": build_gated_sum, "gated_sum_backward": build_gated_sum_backward}
-    kernel = builders[name](*sizes)
-    if device == "cpu":
-        return compile_for_cpu(kernel)
-    return tilelang.compile(kernel, target="cuda", pass_configs=PASS_CONFIGS)
-
-
 def gated_sum(gates: Sequence[Tensor], outputs: Sequence[Tensor]) -> Tensor:
     """The outputs, each times its gate, added up; as in `triton.gates.gated_sum`."""
     total = torch.empty_like(outputs[0], memory_format=torch.contiguous_format)
-    kernel = kernel_for("gated_sum", outputs)
+    kernel = kernel_for(build_gated_sum, outputs)
     kernel(*_gates(gates), *_outputs(outputs), *_outputs([total])[:1])
     return total
 
@@ -165,18 +153,20 @@ def gated_sum_backward(
 ) -> None:  # fmt: skip
     """Write the gradients of `gated_sum` into `d_gates` and `d_outputs`, which are contiguous."""
     sums = [torch.empty_like(g, dtype=torch.float32) for g in d_gates]
-    kernel = kernel_for("gated_sum_backward", outputs)
+    kernel = kernel_for(build_gated_sum_backward, outputs)
     read = (*_outputs([d_o])[:1], *_gates(gates), *_outputs(outputs))
     kernel(*read, *_gates(sums), *_outputs(d_outputs))
     for d_gate, found in zip(d_gates, sums, strict=True):
         d_gate.copy_(found)
 
 
-def kernel_for(name: str, outputs: Sequence[Tensor]) -> tilelang.JITKernel:
-    """The kernel for the number, width, dtype and device of these outputs."""
+def kernel_for(
+    build: Callable[..., tirx.PrimFunc], outputs: Sequence[Tensor]
+) -> tilelang.JITKernel:
+    """The kernel of `build` for the number, width, dtype and device of these outputs."""
     o = outputs[0]
     dtype = str(o.dtype).removeprefix("torch.")
-    return compiled(name, kind_of(o.device), len(outputs), o.shape[3], dtype)
+    return compiled(build, kind_of(o.device), len(outputs), o.shape[3], dtype)
 
 
 def _gates(gates: Sequence[Tensor]) -> list[Tensor]:

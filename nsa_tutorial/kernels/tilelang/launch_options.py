@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY
+from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY, first_that_fits
 
 # Widest tile and longest block up to which a row holds, warps for every 16 rows of a group's tile,
 # stages. Behind it milliseconds with 1, 2 and 4 warps: H200, torch 2.11, TileLang 0.1.15, 16,384
@@ -93,7 +93,7 @@ def dkv_options(
 
     most = tile_rows(BS) if BS <= 32 else 64
     choices = [(most, 64), (most, 32), (min(most, 32), 32), (16, 32)]
-    BT, BR = (*(c for c in choices if size(*c) <= shared_memory), (16, 16))[0]
+    BT, BR = first_that_fits([*choices, (16, 16)], size, shared_memory)
     return {"BT": BT, "BR": BR, "threads": (2 if width <= 256 else 4) * BT, "num_stages": 2}
 
 
@@ -121,7 +121,7 @@ def attend_options(
     choices += [(64, 32, 1), (64, 16, 1), (32, 16, 1)]
     if itemsize == 4:
         choices = choices[4:]
-    BQ, BT, num_stages = (*(c for c in choices if size(*c) <= shared_memory), (16, 16, 1))[0]
+    BQ, BT, num_stages = first_that_fits([*choices, (16, 16, 1)], size, shared_memory)
     return {"BQ": BQ, "BT": BT, "threads": 2 * BQ, "num_stages": num_stages}
 
 
@@ -138,7 +138,7 @@ def score_options(
     choices = [(128, 128, 2), (128, 64, 2), (64, 64, 2), (64, 32, 1), (64, 16, 1), (32, 16, 1)]
     if itemsize == 4:
         choices = choices[3:]
-    BQ, BT, num_stages = (*(c for c in choices if size(*c) <= shared_memory), (16, 16, 1))[0]
+    BQ, BT, num_stages = first_that_fits([*choices, (16, 16, 1)], size, shared_memory)
     return {"BQ": BQ, "BT": BT, "threads": 2 * BQ, "num_stages": num_stages}
 
 
@@ -166,7 +166,7 @@ def summary_dq_options(
         choices = choices[1:]
     if itemsize == 4:
         choices = choices[3:]
-    BQ, BT, num_stages = (*(c for c in choices if size(*c) <= shared_memory), (16, 16, 1))[0]
+    BQ, BT, num_stages = first_that_fits([*choices, (16, 16, 1)], size, shared_memory)
     return {"BQ": BQ, "BT": BT, "threads": 2 * BQ, "num_stages": num_stages}
 
 
@@ -202,6 +202,6 @@ def summary_dkv_options(
         choices = choices[2:]
     if itemsize == 4:
         choices = choices[3:]
-    BT, BR, num_stages = (*(c for c in choices if size(*c) <= shared_memory), (16, 16, 1))[0]
+    BT, BR, num_stages = first_that_fits([*choices, (16, 16, 1)], size, shared_memory)
     threads = (2 if width <= 256 else 4) * BT
     return {"BT": BT, "BR": BR, "threads": threads, "num_stages": num_stages}

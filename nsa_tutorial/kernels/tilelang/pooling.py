@@ -10,17 +10,13 @@ argument is checked here: `ops` does.
 Symbols: those of `triton.pooling`.
 """
 
-import functools
-
-import tilelang
 import torch
 from tilelang import language as T
 from torch import Tensor
 from tvm import tirx
 
-from nsa_tutorial.kernels.tilelang.selected.forward import PASS_CONFIGS
+from nsa_tutorial.kernels.tilelang.compiling import compiled
 from nsa_tutorial.runtime.devices import kind_of
-from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
 from nsa_tutorial.sparse.compression import first_rows, summaries_of_tokens
 
 ROWS, COLUMNS, THREADS = 16, 128, 128  # of a tile; a thread has 16 of its numbers
@@ -109,19 +105,10 @@ def build_mean_backward(W: int, length: int, most: int, dtype: str) -> tirx.Prim
     return mean_backward_kernel
 
 
-@functools.cache
-def compiled(name: str, device: str, *sizes: object) -> tilelang.JITKernel:
-    """The kernel of `build_<name>(*sizes)`, compiled for `kind_of` a device, once per process."""
-    build = {"mean": build_mean, "mean_backward": build_mean_backward}[name]
-    if device == "cpu":
-        return compile_for_cpu(build(*sizes))
-    return tilelang.compile(build(*sizes), target="cuda", pass_configs=PASS_CONFIGS)
-
-
 def mean(x: Tensor, first: Tensor, *, length: int) -> Tensor:
     """The mean of each window; arguments and result as in `triton.pooling.mean`."""
     (B, M, H, D), M_c = x.shape, len(first)
-    kernel = compiled("mean", kind_of(x.device), H * D, length, _name(x))
+    kernel = compiled(build_mean, kind_of(x.device), H * D, length, _name(x))
     summaries = x.new_empty(B, M_c, H, D)
     first = first_rows(first, B, M).to(torch.int32)
     kernel(x.reshape(B * M, -1).contiguous(), first, summaries.view(B * M_c, -1))
@@ -132,7 +119,7 @@ def mean_backward(d_summaries: Tensor, first: Tensor, *, M: int, length: int, mo
     """The gradient of `mean`'s tokens; arguments and result as in `triton.pooling`."""
     B, M_c, H, D = d_summaries.shape
     sizes = (H * D, length, most, _name(d_summaries))
-    kernel = compiled("mean_backward", kind_of(d_summaries.device), *sizes)
+    kernel = compiled(build_mean_backward, kind_of(d_summaries.device), *sizes)
     begin, end = summaries_of_tokens(first_rows(first, B, M), B * M, length)
     d_x = d_summaries.new_empty(B, M, H, D)
     kernel(d_summaries.reshape(B * M_c, -1).contiguous(), begin, end, d_x.view(B * M, -1))

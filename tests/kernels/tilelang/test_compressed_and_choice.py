@@ -229,8 +229,8 @@ def gradients(shape: Shape, device: str) -> tuple[tuple, tuple]:
     d_lse = torch.where(lse.isfinite(), d_lse, 0)
     d_o[:, 4:7], d_lse[:, 4:7] = 0, 0  # nobody asks for them
     call = (d_o, d_lse, *tensors, o, lse, rows)
-    found = launch.of_summaries(*call, scale=scale)
-    return found, tile_gradients.of_summaries(*call, scale=scale)
+    found = launch.compressed_backward(*call, scale=scale)
+    return found, tile_gradients.compressed_backward(*call, scale=scale)
 
 
 @places

@@ -204,7 +204,7 @@ def gradients_of(
 def backward(
     shape: Shape, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> tuple[list[Tensor], QueryRows, dict[str, float]]:
-    """The arguments of `of_windows`; no loss asks for some rows, and none for some heads."""
+    """The arguments of `window_backward`; no loss asks for some rows, and none for some heads."""
     inputs, rows, sizes = arguments(shape, dtype, device)
     o, lse = triton_windows.launch(*inputs, rows, **sizes)
     g = torch.Generator().manual_seed(1)
@@ -220,7 +220,7 @@ def backward(
 def test_gradients(shape: Shape, dtype: torch.dtype, backend: str, device: str) -> None:
     skip_unless_runs(backend, device, dtype)
     tensors, rows, sizes = backward(shape, dtype, device)
-    assert_gradients(shape, launch.of_windows(*tensors, rows, **sizes), tensors)
+    assert_gradients(shape, launch.window_backward(*tensors, rows, **sizes), tensors)
 
 
 def assert_gradients(shape: Shape, found: tuple[Tensor, ...], tensors: list[Tensor]) -> None:
@@ -262,9 +262,9 @@ def test_gradients_are_added(device: str) -> None:
     """To what stands in `out`, also where nobody sees a key."""
     skip_unless_runs("triton", device)
     tensors, rows, sizes = backward(replace(SMALL, N=9), device=device)
-    right = launch.of_windows(*tensors, rows, **sizes)
+    right = launch.window_backward(*tensors, rows, **sizes)
     out = tuple(torch.full_like(x, 2.0) for x in tensors[2:5])
-    found = launch.of_windows(*tensors, rows, **sizes, out=out)
+    found = launch.window_backward(*tensors, rows, **sizes, out=out)
     for x, place, expected in zip(found, out, right, strict=True):
         assert x is place
         torch.testing.assert_close(x, expected + 2)
@@ -274,7 +274,7 @@ def test_gradients_are_added(device: str) -> None:
 @pytest.mark.parametrize(("B", "N"), [(0, 9), (1, 0)], ids=["no sequence", "no query"])
 def test_gradients_of_nothing(B: int, N: int) -> None:
     tensors, rows, sizes = backward(replace(SMALL, B=B, N=N))
-    for x, d in zip(tensors[2:5], launch.of_windows(*tensors, rows, **sizes), strict=True):
+    for x, d in zip(tensors[2:5], launch.window_backward(*tensors, rows, **sizes), strict=True):
         assert d.shape == x.shape
         assert (d == 0).all()
 
@@ -289,7 +289,7 @@ def test_gradients_of_what_is_not_spoiled(shape: Shape, where: str, device: str)
     def gradients(inputs: list[Tensor]) -> tuple[Tensor, ...]:
         o, lse = triton_windows.launch(*inputs, rows, **sizes)
         d = torch.ones_like(o), torch.ones_like(lse)
-        return launch.of_windows(*d, *inputs, o, lse, rows, **sizes)
+        return launch.window_backward(*d, *inputs, o, lse, rows, **sizes)
 
     inputs, rows, sizes = arguments(shape, device=device)
     clean = gradients(inputs)
@@ -311,10 +311,10 @@ def test_a_row_that_no_loss_asks_for(device: str) -> None:
     """It has a gradient of 0, and gives none, whatever its query is."""
     skip_unless_runs("triton", device)
     tensors, rows, sizes = backward(SMALL, device=device)
-    right = launch.of_windows(*tensors, rows, **sizes)
+    right = launch.window_backward(*tensors, rows, **sizes)
     tensors[2][:, 5] = math.nan
     tensors[5:] = triton_windows.launch(*tensors[2:5], rows, **sizes)
-    found = launch.of_windows(*tensors, rows, **sizes)
+    found = launch.window_backward(*tensors, rows, **sizes)
     assert (found[0][:, 5] == 0).all()
     assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 
@@ -330,7 +330,7 @@ def test_long_sums_in_fp32() -> None:
     gift = torch.full((40,), 0.9 / 32)  # of a row to the first key; 32 rows are a step
     gift[0] = 2**24 / 16
     d_o = (gift * torch.arange(1, 41)).view(1, -1, 1, 1).expand_as(o)
-    *_, d_v = launch.of_windows(d_o, torch.zeros_like(lse), q, k, v, o, lse, rows, **sizes)
+    *_, d_v = launch.window_backward(d_o, torch.zeros_like(lse), q, k, v, o, lse, rows, **sizes)
     assert (d_v[0, 0].double() - 16 * gift.double().sum()).abs().max() < 12
 
 
@@ -378,7 +378,7 @@ def test_the_same_bits_every_time(dtype: torch.dtype) -> None:
 
     def run() -> list[Tensor]:
         outputs = triton_windows.launch(*tensors[2:5], rows, **sizes)
-        return [*outputs, *launch.of_windows(*tensors, rows, **sizes)]
+        return [*outputs, *launch.window_backward(*tensors, rows, **sizes)]
 
     first = run()
     torch.cuda.set_sync_debug_mode("error")
@@ -403,11 +403,11 @@ def test_queries_and_keys_past_32_bits() -> None:
         few_rows = query_rows(1, last, last, **place)
         few += triton_windows.launch(*few, few_rows, **sizes)
         d_o, d_lse = torch.randn_like(few[3]), torch.zeros_like(few[4])
-        right = launch.of_windows(d_o, d_lse, *few, few_rows, **sizes)
+        right = launch.window_backward(d_o, d_lse, *few, few_rows, **sizes)
         torch.testing.assert_close(o[:, -100:], few[3][:, -100:], atol=2e-3, rtol=0)
         torch.testing.assert_close(lse[:, -100:], few[4][:, -100:])
         d_o = torch.cat((torch.zeros_like(o[:, :-last]), d_o), 1)
         d_lse = torch.zeros_like(lse)
-        found = launch.of_windows(d_o, d_lse, q, k, k, o, lse, rows, **sizes)
+        found = launch.window_backward(d_o, d_lse, q, k, k, o, lse, rows, **sizes)
         for a, b in zip(found, right, strict=True):
             torch.testing.assert_close(a[:, -100:], b[:, -100:], atol=1e-2, rtol=1e-2)

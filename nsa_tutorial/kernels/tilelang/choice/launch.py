@@ -12,7 +12,7 @@ from nsa_tutorial.kernels.tilelang.choice.pick import build_pick
 from nsa_tutorial.kernels.tilelang.choice.scores import build_score
 from nsa_tutorial.kernels.tilelang.compiling import compiled
 from nsa_tutorial.kernels.tilelang.compressed.launch import (
-    compressed_attention,
+    compressed_forward,
     dtype_of,
     rows_of,
 )
@@ -32,7 +32,7 @@ def select_blocks(
     (B, N, HQ, D), H = q.shape, k_cmp.shape[2]
     R, M_c, device = B * N, k_cmp.shape[1], kind_of(q.device)
     if lse is None:
-        _, lse = compressed_attention(q, k_cmp, k_cmp, summaries, scale=scale)
+        _, lse = compressed_forward(q, k_cmp, k_cmp, summaries, scale=scale)
     cut = cells.cells_of(
         M, length=length, stride=stride, block_size=block_size,
         is_apart=rows.num_sequences == 1 or (rows.num_sequences == B and N % cells.TILE == 0),

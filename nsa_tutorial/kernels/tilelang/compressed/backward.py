@@ -131,8 +131,8 @@ def build_dq(
 
             # -- store --
             for i, j in T.Parallel(BQ, DT):
-                is_asked = LSE2[query + i, query_head] != T.infinity(accum_dtype)
-                acc_dq[i, j] = T.if_then_else(is_asked, acc_dq[i, j] * scale, 0)
+                needs_grad = LSE2[query + i, query_head] != T.infinity(accum_dtype)
+                acc_dq[i, j] = T.if_then_else(needs_grad, acc_dq[i, j] * scale, 0)
             T.copy(acc_dq, GradQ[query : query + BQ, query_head, 0:DT])
 
     return dq_kernel
@@ -243,8 +243,8 @@ def build_dkv(
                 if is_masked:
                     for i, j in T.Parallel(BT, BR):
                         is_here = T.And(row + j >= first_row, row + j < last_row)
-                        is_asked = T.And(is_here, lse[j // 4, j % 4] != inf)
-                        after = T.And(is_asked, first_key + i >= RowStart[row + j])
+                        needs_grad = T.And(is_here, lse[j // 4, j % 4] != inf)
+                        after = T.And(needs_grad, first_key + i >= RowStart[row + j])
                         is_seen = T.And(after, first_key + i < RowEnd[row + j])
                         acc_s[i, j] = T.if_then_else(is_seen, acc_s[i, j], 0)
                         d_p[i, j] = T.if_then_else(is_seen, d_p[i, j], 0)

@@ -162,8 +162,8 @@ def build_dq(
             first_key = FirstKey[row]
             num_visible = NumVisible[row]
             num_blocks = (num_visible + BS - 1) // BS  # that hold a visible key
-            is_asked = LSE2[row, head, 0] != T.infinity(accum_dtype)
-            num_slots = T.if_then_else(is_asked, num_blocks if is_window else S, 0)
+            needs_grad = LSE2[row, head, 0] != T.infinity(accum_dtype)
+            num_slots = T.if_then_else(needs_grad, num_blocks if is_window else S, 0)
             K_seen = rows_of(K, first_key, num_visible)  # all that this row may see
             V_seen = rows_of(V, first_key, num_visible)
 

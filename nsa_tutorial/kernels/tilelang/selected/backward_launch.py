@@ -7,45 +7,22 @@ the same to the bit from run to run. No argument is checked here: `ops` does.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
-import tilelang
 import torch
 from torch import Tensor
 
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.kernels.tables import chunks as backward_tables
-from nsa_tutorial.kernels.tilelang.launch_options import (
-    dkv_options,
-    dkv_sides,
-    dq_options,
-)
-from nsa_tutorial.kernels.tilelang.selected import backward as tilelang_backward
-from nsa_tutorial.kernels.tilelang.selected.forward import PASS_CONFIGS
+from nsa_tutorial.kernels.tilelang.compiling import compiled
+from nsa_tutorial.kernels.tilelang.launch_options import dkv_options, dkv_sides, dq_options
+from nsa_tutorial.kernels.tilelang.selected import backward
 from nsa_tutorial.runtime.devices import kind_of
 from nsa_tutorial.runtime.shared_memory import shared_memory
-from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
 WINDOW_TILE = 64  # keys of a window that a program takes at a time
 Gradients = tuple[Tensor, Tensor, Tensor]
-KERNELS = {
-    "delta": tilelang_backward.build_delta,
-    "dq": tilelang_backward.build_dq,
-    "dkv": tilelang_backward.build_dkv,
-    "sum": tilelang_backward.build_sum,
-}
-
-
-@functools.cache
-def compiled(name: str, device: str, *shape: int, **options: object) -> tilelang.JITKernel:
-    """The kernel of `KERNELS[name](*shape, **options)`, compiled for `kind_of` a device, once per
-    process."""
-    kernel = KERNELS[name](*shape, **options)
-    if device == "cpu":
-        return compile_for_cpu(kernel)
-    return tilelang.compile(kernel, target="cuda", pass_configs=PASS_CONFIGS)
 
 
 @dataclass(frozen=True)
@@ -108,12 +85,12 @@ class Backward:
         return self.lse[..., :0]
 
 
-def of_lists(
+def selected_backward(
     d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     ids: Tensor, rows: QueryRows, *, block_size: int, scale: float,
     slot_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """The backward of `selected.launch.forward`.
+    """The backward of `selected.launch.selected_forward`.
 
     Args:
         d_o, d_lse: gradients of `o` and `lse`, `[B, N, HQ, DV]` and `[B, N, HQ]`.
@@ -127,29 +104,29 @@ def of_lists(
     return _gradients(d_o, d_lse, q, k, v, o, lse, ids, rows, **options)
 
 
-def of_windows(
+def window_backward(
     d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     rows: QueryRows, *, window_size: int, scale: float, out: Gradients | None = None,
 ) -> Gradients:  # fmt: skip
-    """The backward of `selected.launch.sliding_window`; arguments and results as in `of_lists`.
-    `out` are gradients to which these are added; None makes new ones."""
+    """The backward of `selected.launch.window_forward`; arguments and results as in
+    `selected_backward`. `out` are gradients to which these are added; None makes new ones."""
     no_list = rows.first_key.new_empty(len(rows.first_key), v.shape[2], 0)  # [R, H, S = 0]
     options = {"tile": WINDOW_TILE, "window_size": window_size, "scale": scale, "slot_scale": None}
     return _gradients(d_o, d_lse, q, k, v, o, lse, no_list, rows, **options, out=out)[:3]
 
 
-def of_lists_and_windows(
+def selected_and_window_backward(
     d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     ids: Tensor, rows: QueryRows, *, block_size: int, window_size: int, scale: float,
     slot_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """The backward of `selected.launch.selection_and_window`, through both outputs: `d_o, d_lse, o,
-    lse` are those of the lists, then of the windows."""
+    """The backward of `selected.launch.selected_and_window_forward`, through both outputs:
+    `d_o, d_lse, o, lse` are those of the lists, then of the windows."""
     (d_o, d_o_win), (d_lse, d_lse_win), (o, o_win), (lse, lse_win) = d_o, d_lse, o, lse
     lists = {"block_size": block_size, "scale": scale, "slot_scale": slot_scale}
-    *out, d_slot_scale = of_lists(d_o, d_lse, q, k, v, o, lse, ids, rows, **lists)
+    *out, d_slot_scale = selected_backward(d_o, d_lse, q, k, v, o, lse, ids, rows, **lists)
     windows = {"window_size": window_size, "scale": scale, "out": tuple(out)}
-    of_windows(d_o_win, d_lse_win, q, k, v, o_win, lse_win, rows, **windows)
+    window_backward(d_o_win, d_lse_win, q, k, v, o_win, lse_win, rows, **windows)
     return *out, d_slot_scale
 
 
@@ -172,7 +149,8 @@ def _gradients(
         d_o, q, k, v, lse, ids, rows, tile, window_size, scale, slot_scale, delta, lse2,
         is_added=out is not None,
     )  # fmt: skip
-    delta_kernel = compiled("delta", kind_of(q.device), H, G, v.shape[2], dtype=call.dtype)
+    sizes = (H, G, v.shape[2])
+    delta_kernel = compiled(backward.build_delta, kind_of(q.device), *sizes, dtype=call.dtype)
     delta_kernel(o, d_o, lse, d_lse, delta, lse2)
     d_slot_scale = gradient_of_queries(call, d_q.view(q.shape))
     gradients_of_keys_and_values(call, d_k.view(k.shape), d_v.view(v.shape))
@@ -192,7 +170,7 @@ def gradient_of_queries(call: Backward, d_q: Tensor) -> Tensor | None:
     if c.slot_scale is not None:
         slot_scale = c.slot_scale.contiguous()
         d_slot_scale = slot_scale.new_zeros(*slot_scale.shape[:2], slot_scale.shape[2] * parts)
-    kernel = compiled("dq", kind_of(d_q.device), *c.sizes, **c.kinds, **options)
+    kernel = compiled(backward.build_dq, kind_of(d_q.device), *c.sizes, **c.kinds, **options)
     kernel(
         c.q, c.k, c.v, c.d_o, c.lse, c.delta, c.lse2, c.ids, slot_scale, rows.first_key,
         rows.num_visible, d_q, d_slot_scale, c.scale, c.scale * LOG2_E,
@@ -218,16 +196,16 @@ def gradients_of_keys_and_values(call: Backward, d_k: Tensor, d_v: Tensor) -> No
     }  # fmt: skip
     if c.window_size:
         windows = {"window_size": c.window_size, "tile_size": BS}
-        tables = backward_tables.of_windows(c.rows, lse2, **windows, **common)
+        tables = backward_tables.tables_of_windows(c.rows, lse2, **windows, **common)
     else:
         lists = {"block_size": BS, "slot_scale": c.slot_scale}
-        tables = backward_tables.of_lists(c.ids, c.rows, lse2, **lists, **common)
+        tables = backward_tables.tables_of_lists(c.ids, c.rows, lse2, **lists, **common)
     chunks = tables.chunks
     factors = c.no_factors.flatten() if tables.factors is None else tables.factors
     shares = [c.lse.new_empty(chunks.num_places, share[0], width) for width in widths]
 
     # -- every chunk --
-    compiled("dkv", device, *c.sizes, **c.kinds, **options)(
+    compiled(backward.build_dkv, device, *c.sizes, **c.kinds, **options)(
         c.q, c.k, c.v, c.d_o, c.delta, c.lse2, tables.rows, factors, tables.row_start,
         tables.row_end, chunks.first_key, chunks.head, chunks.first, chunks.last, chunks.num_parts,
         chunks.place, d_k, d_v, *shares, c.scale, c.scale * LOG2_E,
@@ -235,8 +213,8 @@ def gradients_of_keys_and_values(call: Backward, d_k: Tensor, d_v: Tensor) -> No
 
     # -- the sums --
     if chunks.num_places:
-        kernel = compiled("sum", device, H, D, DV, BS, BT=BT, dtype=c.dtype, is_added=c.is_added)
-        kernel(
+        kinds = {"dtype": c.dtype, "is_added": c.is_added}
+        compiled(backward.build_sum, device, H, D, DV, BS, BT=BT, **kinds)(
             *shares, tables.rows, tables.row_end, chunks.first_key, chunks.head, chunks.last,
             chunks.part, chunks.num_parts, chunks.place, d_k, d_v,
         )  # fmt: skip

@@ -10,26 +10,17 @@ of `selected_attention.forward`, where they are explained.
 `ops` does.
 """
 
-import functools
-
-import tilelang
 import torch
 from tilelang import language as T
 from torch import Tensor
 from tvm import tirx
 
 from nsa_tutorial.exact.online_softmax import LOG2_E
+from nsa_tutorial.kernels.tilelang.compiling import compiled
 from nsa_tutorial.kernels.tilelang.launch_options import launch_options, tile_rows, tile_sides
 from nsa_tutorial.kernels.tilelang.products import exact_gemm
 from nsa_tutorial.runtime.devices import kind_of
-from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
 from nsa_tutorial.sparse.selected_attention import QueryRows
-
-PASS_CONFIGS = {
-    tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
-    # a program is one warp: nothing to split into warps that load and warps that compute
-    tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True,
-}
 
 
 def rows_of(tensor, first, count):
@@ -183,19 +174,6 @@ def build_kernel(
     return selected_attention
 
 
-@functools.cache
-def compiled(
-    device: str, *shape: int, pass_configs: tuple[tuple[str, object], ...] | None = None,
-    **options: object,
-) -> tilelang.JITKernel:  # fmt: skip
-    """The kernel of `build_kernel(*shape, **options)`, compiled for `kind_of` a device, once per
-    process. `pass_configs` are the compiler's, in place of `PASS_CONFIGS`."""
-    kernel = build_kernel(*shape, **options)
-    if device == "cpu":
-        return compile_for_cpu(kernel)
-    return tilelang.compile(kernel, target="cuda", pass_configs=dict(pass_configs or PASS_CONFIGS))
-
-
 def launch(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
     block_size: int, scale: float, slot_scale: Tensor | None = None, is_window: bool = False,
@@ -208,7 +186,7 @@ def launch(
             window has no list, `ids [R, H, 0]`.
         is_window: as for `build_kernel`.
         out: contiguous tensors for the results; None makes new ones.
-        options: of `compiled`.
+        options: `pass_configs` of `compiling.compiled`.
 
     Returns:
         `o [B, N, HQ, DV]` in the dtype of `v`, and `lse [B, N, HQ]` in fp32.
@@ -218,7 +196,8 @@ def launch(
     dtype = str(q.dtype).removeprefix("torch.")
     shape = (H, G, D, DV, block_size)
     kinds = {"is_window": is_window, "has_factors": slot_scale is not None}
-    kernel = compiled(kind_of(q.device), *shape, dtype=dtype, **kinds, **options)
+    device = kind_of(q.device)
+    kernel = compiled(build_kernel, device, *shape, dtype=dtype, **kinds, **options)
     factors = k.new_empty(R, H, 0, dtype=torch.float32) if slot_scale is None else slot_scale
     if out is None:
         out = (v.new_empty(B, N, HQ, DV), v.new_empty(B, N, HQ, dtype=torch.float32))

@@ -19,7 +19,7 @@ WINDOW_BLOCK = 64  # tokens of a window that are taken at a time
 LARGEST_KERNEL_TILE = 64 * 1024
 
 
-def forward(
+def selected_forward(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
     block_size: int, scale: float, slot_scale: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
@@ -34,7 +34,7 @@ def forward(
     return launch(q, k, v, ids, rows, **sizes, out=out)
 
 
-def sliding_window(
+def window_forward(
     q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, *,
     window_size: int, scale: float, out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -46,7 +46,7 @@ def sliding_window(
     return launch(q, k, v, no_list, rows, **options, out=out)
 
 
-def selection_and_window(
+def selected_and_window_forward(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
     block_size: int, window_size: int, scale: float, slot_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -56,8 +56,8 @@ def selection_and_window(
     lse = v.new_empty(2, *q.shape[:3], dtype=torch.float32)
     lists, windows = zip(o, lse, strict=True)
     sizes = {"block_size": block_size, "scale": scale, "slot_scale": slot_scale}
-    forward(q, k, v, ids, rows, **sizes, out=lists)
-    sliding_window(q, k, v, rows, window_size=window_size, scale=scale, out=windows)
+    selected_forward(q, k, v, ids, rows, **sizes, out=lists)
+    window_forward(q, k, v, rows, window_size=window_size, scale=scale, out=windows)
     return o, lse
 
 

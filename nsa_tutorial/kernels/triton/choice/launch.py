@@ -11,7 +11,7 @@ from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.kernels.tables import cells
 from nsa_tutorial.kernels.triton.choice.pick import pick_kernel
 from nsa_tutorial.kernels.triton.choice.scores import score_kernel
-from nsa_tutorial.kernels.triton.compressed.launch import compressed_attention
+from nsa_tutorial.kernels.triton.compressed.launch import compressed_forward
 from nsa_tutorial.kernels.triton.launch_options import pick_options, score_options, tile_sizes
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse.selected_attention import QueryRows
@@ -26,7 +26,7 @@ def select_blocks(
     (B, N, HQ, D), H = q.shape, k_cmp.shape[2]
     R = B * N
     if lse is None:
-        _, lse = compressed_attention(q, k_cmp, k_cmp, summaries, scale=scale)
+        _, lse = compressed_forward(q, k_cmp, k_cmp, summaries, scale=scale)
     q, k_cmp, lse = q.contiguous(), k_cmp.contiguous(), lse.contiguous()
     cut = cells.cells_of(
         M, length=length, stride=stride, block_size=block_size,

@@ -93,7 +93,7 @@ def dq_kernel(
     do_tile = tl.load(GradO + row[:, None] * DV + value_width, mask=do_mask, other=0.0)
     lse = tl.load(LSE + row, mask=in_rows, other=0.0) * LOG2_E  # [BQ], in base two
     delta = tl.load(Delta + row, mask=in_rows, other=0.0)
-    is_asked = tl.load(LSE2 + row, mask=in_rows, other=0.0) != float("inf")
+    needs_grad = tl.load(LSE2 + row, mask=in_rows, other=0.0) != float("inf")
 
     # -- walk --
     acc_dq = tl.zeros([BQ, DT], tl.float32)
@@ -107,7 +107,7 @@ def dq_kernel(
     )  # fmt: skip
 
     # -- store --
-    acc_dq = tl.where(is_asked[:, None], acc_dq * scale, 0.0)
+    acc_dq = tl.where(needs_grad[:, None], acc_dq * scale, 0.0)
     tl.store(GradQ + q_offset, acc_dq.to(GradQ.dtype.element_ty), mask=q_mask)
 
 

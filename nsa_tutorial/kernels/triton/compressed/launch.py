@@ -30,7 +30,7 @@ SUM_KEYS = 16  # summaries whose shares a program of the backward adds
 EDGE = 4096
 
 
-def compressed_attention(
+def compressed_forward(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, rows: QueryRows, *, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention to the visible summaries: `compression.compressed_attention`."""
@@ -53,11 +53,11 @@ def compressed_attention(
     return o, lse
 
 
-def of_summaries(
+def compressed_backward(
     d_o: Tensor, d_lse: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, o: Tensor, lse: Tensor,
     rows: QueryRows, *, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The backward of `compressed_attention`.
+    """The backward of `compressed_forward`.
 
     Args:
         d_o, d_lse: gradients of its outputs, `[B, N, HQ, DV]` and `[B, N, HQ]`.

@@ -84,8 +84,8 @@ def dq_kernel(
     block_list = BlockIndices + (row * H + head) * S
     num_blocks = tl.cdiv(num_visible, BS)  # blocks that hold a visible key
     num_slots = count_slots(block_list, S, num_blocks)
-    is_asked = tl.load(LSE2 + (row * H + head) * G) != float("inf")
-    num_slots = tl.where(is_asked, num_slots, 0)
+    needs_grad = tl.load(LSE2 + (row * H + head) * G) != float("inf")
+    num_slots = tl.where(needs_grad, num_slots, 0)
     group = tl.arange(0, GT)
     width = tl.arange(0, DT)
     value_width = tl.arange(0, DVT)

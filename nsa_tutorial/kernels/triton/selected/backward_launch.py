@@ -22,19 +22,17 @@ from nsa_tutorial.kernels.triton.launch_options import (
     dq_options,
     tile_sizes,
 )
-from nsa_tutorial.kernels.triton.selected import backward as triton_backward
-from nsa_tutorial.kernels.triton.selected import backward_tma as triton_backward_descriptors
 from nsa_tutorial.kernels.triton.selected import (
-    by_key_blocks_backward as triton_key_blocks_backward,
+    backward,
+    backward_tma,
+    by_key_blocks_backward,
+    by_query_tiles_backward,
+    launch,
 )
-from nsa_tutorial.kernels.triton.selected import by_query_tiles as triton_query_tiles
-from nsa_tutorial.kernels.triton.selected import (
-    by_query_tiles_backward as triton_query_tiles_backward,
-)
-from nsa_tutorial.kernels.triton.selected import launch as triton_launch
 from nsa_tutorial.kernels.triton.selected.forward_tma import can_walk
 from nsa_tutorial.kernels.triton.unions import ANY_LENGTH, Unions
-from nsa_tutorial.kernels.triton.window import backward_launch as triton_windows_backward_launch
+from nsa_tutorial.kernels.triton.window import backward_launch as window
+from nsa_tutorial.runtime.order import Order
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
@@ -79,81 +77,56 @@ class Backward:
         }  # fmt: skip
 
 
-def of_lists(
+def selected_backward(
     d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     ids: Tensor, rows: QueryRows, *, block_size: int, scale: float,
-    slot_scale: Tensor | None = None, order: str = "auto",
+    slot_scale: Tensor | None = None, order: Order | None = None,
 ) -> Gradients:  # fmt: skip
-    """The backward of `selected.launch.forward`.
+    """The backward of `launch.selected_forward`.
 
     Args:
         d_o, d_lse: gradients of `o` and `lse`, `[B, N, HQ, DV]` and `[B, N, HQ]`.
         q, k, v, ids, rows, block_size, scale, slot_scale: the forward's arguments.
         o, lse: what it returned.
-        order: `auto`, or one of `backends.ORDERS`.
+        order: as for `selected_forward`; where it is None and PyTorch is told to be
+            deterministic, no order that is not.
 
     Returns:
         The gradients of `q`, `k`, `v`, in their dtypes, and of `slot_scale`, `[R, H, S]` fp32.
     """
     sizes = {"tile": block_size, "scale": scale, "slot_scale": slot_scale}
     call = prepare(d_o, d_lse, q, k, v, o, lse, ids, rows, **sizes)
-    if slot_scale is not None:
-        order = "queries"
-    elif order == "auto":
-        order = order_of(q, k, v, ids, block_size=block_size)
-    elif order == "tiles" and not triton_query_tiles.has_room(q, v, ids, block_size):
-        order = "queries"
-    if order == "blocks":
-        return *triton_key_blocks_backward.all_gradients(call), None
+    is_free = order is None
+    most = launch.WORTHWHILE if is_free else ANY_LENGTH
+    order = launch.order_taken(order, q, k, v, ids, slot_scale, block_size=block_size)
+    # with a block of keys in a program, the queries' gradients differ from run to run
+    if is_free and order is Order.KEY_BLOCKS and torch.are_deterministic_algorithms_enabled():
+        order = Order.QUERIES
+    if order is Order.KEY_BLOCKS:
+        return *by_key_blocks_backward.all_gradients(call), None
     d_q, d_k, d_v = (q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape))
     d_slot_scale = None if slot_scale is None else torch.zeros_like(slot_scale)
-    if order != "queries":
-        most = triton_launch.WORTHWHILE if order == "either" else ANY_LENGTH
+    if order is Order.QUERY_TILES:
         gradient_by_tiles(call, d_q, most=most)
-        gradients_of_keys_and_values(call, d_k, d_v)
-        return d_q, d_k, d_v, None
-    gradient_of_queries(call, d_q, d_slot_scale)
+    else:
+        gradient_of_queries(call, d_q, d_slot_scale)
     gradients_of_keys_and_values(call, d_k, d_v)
     return d_q, d_k, d_v, d_slot_scale
 
 
-def order_of(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, *, block_size: int) -> str:
-    """The order that `selected.launch.order_of` would take. With a block of keys in a program, the
-    queries' gradients differ from run to run: not where PyTorch is told to be deterministic."""
-    walk = triton_launch.order_of(q, k, v, ids, block_size=block_size)
-    if walk is triton_launch.by_blocks and torch.are_deterministic_algorithms_enabled():
-        return "queries"
-    return walk.__name__.removeprefix("by_")
-
-
-def by_queries(*given: Tensor | QueryRows, **sizes: object) -> Gradients:
-    """`of_lists`, with one query in a program."""
-    return of_lists(*given, **sizes, order="queries")
-
-
-def by_tiles(*given: Tensor | QueryRows, **sizes: object) -> Gradients:
-    """`of_lists`, with a tile of queries in a program."""
-    return of_lists(*given, **sizes, order="tiles")
-
-
-def by_blocks(*given: Tensor | QueryRows, **sizes: object) -> Gradients:
-    """`of_lists`, with a block of keys in a program, for the queries' gradients too."""
-    return of_lists(*given, **sizes, order="blocks")
-
-
-def of_lists_and_windows(
+def selected_and_window_backward(
     d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     ids: Tensor, rows: QueryRows, *, block_size: int, window_size: int, scale: float,
     slot_scale: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
-    """The backward of `selected.launch.selection_and_window`, through both outputs: `d_o, d_lse, o,
+    """The backward of `launch.selected_and_window_forward`, through both outputs: `d_o, d_lse, o,
     lse` are those of the lists, then of the windows."""
     (d_o, d_o_win), (d_lse, d_lse_win), (o, o_win), (lse, lse_win) = d_o, d_lse, o, lse
     lists = {"block_size": block_size, "scale": scale, "slot_scale": slot_scale}
-    *out, d_slot_scale = of_lists(d_o, d_lse, q, k, v, o, lse, ids, rows, **lists)
+    *out, d_slot_scale = selected_backward(d_o, d_lse, q, k, v, o, lse, ids, rows, **lists)
     given = (d_o_win, d_lse_win, q, k, v, o_win, lse_win, rows)
     windows = {"window_size": window_size, "scale": scale, "out": tuple(out)}
-    triton_windows_backward_launch.of_windows(*given, **windows)
+    window.window_backward(*given, **windows)
     return *out, d_slot_scale
 
 
@@ -167,7 +140,7 @@ def prepare(
     delta, lse2 = (q.new_empty(R, H, G, dtype=torch.float32) for _ in range(2))
     call = Backward(d_o, q, k, v, lse, ids, rows, tile, scale, slot_scale, delta, lse2)
     tiles = tile_sizes(G, q.shape[3], v.shape[3])
-    triton_backward.delta_kernel[(R, H)](
+    backward.delta_kernel[(R, H)](
         o.contiguous(), d_o, lse, d_lse.contiguous(), delta, lse2, H,
         G=G, DV=v.shape[3], GT=tiles["GT"], DVT=tiles["DVT"], num_warps=1,
     )  # fmt: skip
@@ -175,12 +148,12 @@ def prepare(
 
 
 def gradient_by_tiles(call: Backward, d_q: Tensor, *, most: float) -> None:
-    """Write the gradients of the queries, as `selected.launch.by_tiles` does their outputs."""
+    """Write the gradients of the queries, as `selected_forward` does their outputs."""
     c = call
     fast = can_walk(c.q, c.k, c.v, c.tile)
     if not fast:
         gradient_of_queries(call, d_q, None)
-    made = triton_query_tiles_backward.gradient_of_queries(
+    made = by_query_tiles_backward.gradient_of_queries(
         c.d_o, c.q, c.k, c.v, c.lse, c.delta, c.lse2, c.ids, c.rows, d_q, block_size=c.tile,
         scale=c.scale, use_descriptors=fast, most=most,
     )  # fmt: skip
@@ -201,12 +174,12 @@ def gradient_of_queries(
     numbers = (c.d_o, c.lse, c.delta, c.lse2, c.ids)
     if can_walk(c.q, c.k, c.v, c.tile) and c.slot_scale is None:
         count, T = (None, 1) if unions is None else (unions.count, unions.T)
-        triton_backward_descriptors.dq_kernel[(R, H)](
+        backward_tma.dq_kernel[(R, H)](
             c.q, c.k, c.v, *token_boxes(c.k, c.v, BT=options["BT"]), *numbers, c.rows.first_key,
             c.rows.num_visible, d_q, *scales, **sizes, GT=tiles["GT"], Count=count, T=T, **options,
         )  # fmt: skip
         return
-    triton_backward.dq_kernel[(R, H)](
+    backward.dq_kernel[(R, H)](
         c.q, c.k, c.v, *numbers, c.slot_scale, c.rows.first_key, c.rows.num_visible, d_q,
         d_slot_scale, *scales, **sizes, SLOT_SCALE=c.slot_scale is not None, **tiles, **options,
     )  # fmt: skip
@@ -225,7 +198,7 @@ def gradients_of_keys_and_values(call: Backward, d_k: Tensor, d_v: Tensor) -> No
 
     # -- the inverse lists --
     lse2 = c.lse2[:, :, 0]
-    tables = backward_tables.of_lists(
+    tables = backward_tables.tables_of_lists(
         c.ids, c.rows, lse2, block_size=BS, num_keys=B * M, G=G,
         share_bytes=4 * share[0] * share[1], itemsize=c.q.element_size(), slot_scale=c.slot_scale,
     )  # fmt: skip
@@ -234,7 +207,7 @@ def gradients_of_keys_and_values(call: Backward, d_k: Tensor, d_v: Tensor) -> No
     shares = [c.q.new_empty(places, width, dtype=torch.float32) for width in widths.values()]
 
     # -- every chunk --
-    triton_backward.dkv_kernel[(len(chunks.first), parts)](
+    backward.dkv_kernel[(len(chunks.first), parts)](
         c.q, c.k, c.v, c.d_o, c.delta, c.lse2, tables.rows, tables.factors, tables.row_end,
         chunks.first_key, chunks.head, chunks.first, chunks.last, chunks.num_parts, chunks.place,
         d_k, d_v, *shares, c.scale, c.scale * LOG2_E, H, B * M, **sizes,
@@ -245,7 +218,7 @@ def gradients_of_keys_and_values(call: Backward, d_k: Tensor, d_v: Tensor) -> No
 
     # -- the sums --
     if places:
-        triton_backward.sum_kernel[(len(chunks.first), triton.cdiv(BS, SUM_KEYS))](
+        backward.sum_kernel[(len(chunks.first), triton.cdiv(BS, SUM_KEYS))](
             *shares, tables.rows, tables.row_end, chunks.first_key, chunks.head, chunks.last,
             chunks.part, chunks.num_parts, chunks.place, d_k, d_v, H, B * M, D=sizes["D"],
             DV=sizes["DV"], BS=BS, **widths, BT=options["BT"], BK=SUM_KEYS,

@@ -236,7 +236,7 @@ def launch(
 
     # -- the inverse list --
     sizes = {"block_size": BS, "num_keys": num_keys}
-    inverse = inverse_list.of_lists(ids, rows, **sizes, run=run)
+    inverse = inverse_list.invert_lists(ids, rows, **sizes, run=run)
     chunks = inverse_list.chunks(inverse, length=length)
     num_runs = H // heads * triton.cdiv(R, run)
     tiles_of_a_run = len(inverse.first) // num_runs

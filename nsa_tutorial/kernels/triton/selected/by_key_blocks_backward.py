@@ -231,7 +231,7 @@ def all_gradients(call: Backward, **options: int) -> tuple[Tensor, Tensor, Tenso
     sum_q = c.q.new_zeros(c.q.shape, dtype=torch.float32)
 
     # -- the inverse lists --
-    tables = backward_tables.of_lists(
+    tables = backward_tables.tables_of_lists(
         c.ids, c.rows, c.lse2[:, :, 0], block_size=BS, num_keys=B * M, G=G,
         share_bytes=4 * parts * BT * sum(widths.values()), itemsize=c.q.element_size(),
     )  # fmt: skip

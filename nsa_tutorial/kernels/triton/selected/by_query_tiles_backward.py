@@ -25,7 +25,7 @@ LOG2_E = tl.constexpr(online_softmax.LOG2_E)
 
 @triton.jit
 def walk_union(
-    acc_dq, q_tile, do_tile, lse, delta, is_asked, t, row_end, starts, listed_by, first, last,
+    acc_dq, q_tile, do_tile, lse, delta, needs_grad, t, row_end, starts, listed_by, first, last,
     K, V, KDescriptor, VDescriptor, head, scale_log2, H, num_keys,
     D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, MASK: tl.constexpr,
     DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr,
@@ -36,7 +36,7 @@ def walk_union(
         # -- guard --
         part_start = step % PARTS * BT
         key = tl.load(starts + step // PARTS) + part_start
-        is_listed = (tl.load(listed_by + step // PARTS) >> t) & is_asked  # [TR]
+        is_listed = (tl.load(listed_by + step // PARTS) >> t) & needs_grad  # [TR]
         is_seen = (is_listed > 0)[:, None]
         if MASK:
             tokens = tl.arange(0, BT)
@@ -99,19 +99,19 @@ def dq_kernel(
     lse = tl.load(LSE + group_row, mask=in_rows, other=0.0) * LOG2_E  # in base two
     delta = tl.load(Delta + group_row, mask=in_rows, other=0.0)
     code = tl.load(LSE2 + group_row, mask=in_rows, other=float("inf"))
-    is_asked = (code != float("inf")).to(tl.int32)  # [TR]
+    needs_grad = (code != float("inf")).to(tl.int32)  # [TR]
 
     # -- initialise --
     acc_dq = tl.zeros([T * GP, DT], tl.float32)
 
     PARTS: tl.constexpr = (BS + BT - 1) // BT
     acc_dq = walk_union(
-        acc_dq, q_tile, do_tile, lse, delta, is_asked, t, row_end, starts, listed_by,
+        acc_dq, q_tile, do_tile, lse, delta, needs_grad, t, row_end, starts, listed_by,
         0, num_whole * PARTS, K, V, KDescriptor, VDescriptor, head, scale_log2, H, num_keys,
         D, DV, BS, False, DT, DVT, BT,
     )  # fmt: skip
     acc_dq = walk_union(
-        acc_dq, q_tile, do_tile, lse, delta, is_asked, t, row_end, starts, listed_by,
+        acc_dq, q_tile, do_tile, lse, delta, needs_grad, t, row_end, starts, listed_by,
         num_whole * PARTS, count * PARTS, K, V, KDescriptor, VDescriptor, head, scale_log2, H,
         num_keys, D, DV, BS, True, DT, DVT, BT,
     )  # fmt: skip

@@ -10,17 +10,13 @@ in a program always. No argument is checked here: `ops` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from nsa_tutorial.kernels.triton.selected import by_key_blocks as triton_key_blocks
-from nsa_tutorial.kernels.triton.selected import by_query_tiles as triton_query_tiles
-from nsa_tutorial.kernels.triton.selected import forward as triton_forward
-from nsa_tutorial.kernels.triton.selected import forward_tma as triton_descriptors
-from nsa_tutorial.kernels.triton.unions import ANY_LENGTH, Unions
-from nsa_tutorial.kernels.triton.window import forward as triton_windows
+from nsa_tutorial.kernels.triton import unions
+from nsa_tutorial.kernels.triton.selected import by_key_blocks, by_query_tiles, forward, forward_tma
+from nsa_tutorial.kernels.triton.window import forward as window
+from nsa_tutorial.runtime.order import Order
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
 Outputs = tuple[Tensor, Tensor]
@@ -36,86 +32,82 @@ FEWEST_NUMBERS = 2**24
 FEWEST_ROWS = 2048  # queries from which another order than one query in a program pays
 
 
-def forward(
+def selected_forward(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
-    block_size: int, scale: float, slot_scale: Tensor | None = None, out: Outputs | None = None,
+    block_size: int, scale: float, slot_scale: Tensor | None = None, order: Order | None = None,
+    out: Outputs | None = None,
 ) -> Outputs:  # fmt: skip
     """The lists; arguments and results as in `selected_attention.forward`, on CUDA tensors, or
-    interpreted on CPU tensors. `out` are contiguous tensors to write to; None makes new ones."""
-    walk = order_of(q, k, v, ids, block_size=block_size)
-    sizes = {"block_size": block_size, "scale": scale, "slot_scale": slot_scale, "out": out}
-    return walk(q, k, v, ids, rows, **sizes)
+    interpreted on CPU tensors.
 
-
-def order_of(
-    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, *, block_size: int
-) -> Callable[..., Outputs]:
-    """The function that walks lists of these shapes: `by_queries`, `by_blocks`, or `by_either`,
-    where the device decides tile by tile."""
-    if not q.is_cuda or q.element_size() != 2 or len(ids) < FEWEST_ROWS:
-        return by_queries
-    G = q.shape[2] // k.shape[2]
-    if G <= SMALL_GROUP:
-        numbers = len(ids) * k.shape[2] * (q.shape[3] + v.shape[3])
-        return by_blocks if numbers >= FEWEST_NUMBERS else by_queries
-    if G > LARGE_GROUP:  # it fills a tile alone, so that no neighbour fits in
-        return by_queries
-    has_descriptors = triton_descriptors.can_walk(q, k, v, block_size)
-    has_room = triton_query_tiles.has_room(q, v, ids, block_size)
-    return by_either if has_descriptors and has_room else by_queries
-
-
-def by_queries(
-    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
-    block_size: int, scale: float, slot_scale: Tensor | None = None, out: Outputs | None = None,
-    skipped: Unions | None = None,
-) -> Outputs:  # fmt: skip
-    """One query in a program. `skipped` are unions, on Hopper, whose tiles are done already."""
-    sizes = {"block_size": block_size, "scale": scale, "slot_scale": slot_scale}
-    out = out or new_outputs(q, v)
-    if triton_descriptors.can_walk(q, k, v, block_size):
-        done = {} if skipped is None else {"count": skipped.count, "T": skipped.T}
-        triton_descriptors.launch(q, k, v, ids, rows, **sizes, out=out, **done)
-    else:
-        triton_forward.launch(q, k, v, ids, rows, **sizes, out=out)
-    return out
-
-
-def by_tiles(
-    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
-    block_size: int, scale: float, slot_scale: Tensor | None = None, out: Outputs | None = None,
-    most: float = ANY_LENGTH,
-) -> Outputs:  # fmt: skip
-    """A tile of queries in a program, and `by_queries` what that leaves: lists with factors, lists
-    too long for a tile, and tiles that are not wanted, `most` being that of `unions.unions`.
-    Without descriptors, tiles are written over what one query in a program has found."""
+    `order` is `order_of`'s where it is None, and a tile of queries is then left to one query in a
+    program where neighbours share too little. `out` are contiguous tensors to write to; None makes
+    new ones.
+    """
     given, sizes = (q, k, v, ids, rows), {"block_size": block_size, "scale": scale}
+    most = WORTHWHILE if order is None else unions.ANY_LENGTH
+    order = order_taken(order, q, k, v, ids, slot_scale, block_size=block_size)
+    if order is Order.KEY_BLOCKS:
+        return by_key_blocks.launch(*given, **sizes, out=out)
     out = out or new_outputs(q, v)
-    if slot_scale is not None or not triton_query_tiles.has_room(q, v, ids, block_size):
-        return by_queries(*given, **sizes, slot_scale=slot_scale, out=out)
-    fast = triton_descriptors.can_walk(q, k, v, block_size)
+    if order is Order.QUERIES:
+        by_queries(*given, **sizes, slot_scale=slot_scale, out=out)
+        return out
+    # tiles, and one query in a program what they leave; without descriptors, tiles are written over
+    # what one query in a program has found
+    fast = forward_tma.can_walk(q, k, v, block_size)
     if not fast:
         by_queries(*given, **sizes, out=out)
-    made = triton_query_tiles.launch(*given, **sizes, out=out, most=most, use_descriptors=fast)[2]
+    made = by_query_tiles.launch(*given, **sizes, out=out, most=most, use_descriptors=fast)[2]
     if fast:
         by_queries(*given, **sizes, out=out, skipped=made)
     return out
 
 
-def by_either(*given: object, **sizes: object) -> Outputs:
-    """`by_tiles` where neighbours share enough, else `by_queries`."""
-    return by_tiles(*given, **sizes, most=WORTHWHILE)
+def order_of(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, *, block_size: int) -> Order:
+    """The order that suits lists of these shapes. For `QUERY_TILES`, the device decides tile by
+    tile."""
+    if not q.is_cuda or q.element_size() != 2 or len(ids) < FEWEST_ROWS:
+        return Order.QUERIES
+    G = q.shape[2] // k.shape[2]
+    if G <= SMALL_GROUP:
+        numbers = len(ids) * k.shape[2] * (q.shape[3] + v.shape[3])
+        return Order.KEY_BLOCKS if numbers >= FEWEST_NUMBERS else Order.QUERIES
+    if G > LARGE_GROUP:  # it fills a tile alone, so that no neighbour fits in
+        return Order.QUERIES
+    has_descriptors = forward_tma.can_walk(q, k, v, block_size)
+    has_room = by_query_tiles.has_room(q, v, ids, block_size)
+    return Order.QUERY_TILES if has_descriptors and has_room else Order.QUERIES
 
 
-def by_blocks(
-    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
-    block_size: int, scale: float, slot_scale: Tensor | None = None, out: Outputs | None = None,
-) -> Outputs:  # fmt: skip
-    """A block of keys in a program; lists with factors `by_queries`."""
-    given, sizes = (q, k, v, ids, rows), {"block_size": block_size, "scale": scale, "out": out}
+def order_taken(
+    order: Order | None, q: Tensor, k: Tensor, v: Tensor, ids: Tensor, slot_scale: Tensor | None, *,
+    block_size: int,
+) -> Order:  # fmt: skip
+    """The order in which lists are walked, where `order` is asked for: lists with factors, and
+    lists too long for a tile, have one query in a program."""
     if slot_scale is not None:
-        return by_queries(*given, **sizes, slot_scale=slot_scale)
-    return triton_key_blocks.launch(*given, **sizes)
+        return Order.QUERIES
+    if order is None:
+        return order_of(q, k, v, ids, block_size=block_size)
+    if order is Order.QUERY_TILES and not by_query_tiles.has_room(q, v, ids, block_size):
+        return Order.QUERIES
+    return order
+
+
+def by_queries(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
+    block_size: int, scale: float, slot_scale: Tensor | None = None, out: Outputs,
+    skipped: unions.Unions | None = None,
+) -> None:  # fmt: skip
+    """Write what one query in a program finds. `skipped` are unions, on Hopper, whose tiles are
+    done already."""
+    sizes = {"block_size": block_size, "scale": scale, "slot_scale": slot_scale, "out": out}
+    if forward_tma.can_walk(q, k, v, block_size):
+        done = {} if skipped is None else {"count": skipped.count, "T": skipped.T}
+        forward_tma.launch(q, k, v, ids, rows, **sizes, **done)
+    else:
+        forward.launch(q, k, v, ids, rows, **sizes)
 
 
 def new_outputs(q: Tensor, v: Tensor) -> Outputs:
@@ -123,14 +115,14 @@ def new_outputs(q: Tensor, v: Tensor) -> Outputs:
     return v.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def sliding_window(
+def window_forward(
     q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, *, window_size: int, scale: float
 ) -> Outputs:
     """The windows; arguments and results as in `sliding_window.forward`."""
-    return triton_windows.launch(q, k, v, rows, window_size=window_size, scale=scale)
+    return window.launch(q, k, v, rows, window_size=window_size, scale=scale)
 
 
-def selection_and_window(
+def selected_and_window_forward(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
     block_size: int, window_size: int, scale: float, slot_scale: Tensor | None = None,
 ) -> Outputs:  # fmt: skip
@@ -139,8 +131,8 @@ def selection_and_window(
     o = v.new_empty(2, *q.shape[:3], v.shape[3])
     lse = q.new_empty(2, *q.shape[:3], dtype=torch.float32)
     lists = {"block_size": block_size, "slot_scale": slot_scale}
-    forward(q, k, v, ids, rows, scale=scale, **lists, out=(o[0], lse[0]))
-    triton_windows.launch(
+    selected_forward(q, k, v, ids, rows, scale=scale, **lists, out=(o[0], lse[0]))
+    window.launch(
         q, k, v, rows, window_size=window_size, scale=scale, out=(o[1], lse[1])
     )  # fmt: skip
     return o, lse

@@ -99,7 +99,7 @@ def dq_kernel(
     do_tile = tl.load(GradO + do_offset, mask=value_width < DV, other=0.0)
     lse = tl.load(LSE + group_row) * LOG2_E  # [BQ], in base two
     delta = tl.load(Delta + group_row)
-    is_asked = tl.load(LSE2 + group_row) != float("inf")
+    needs_grad = tl.load(LSE2 + group_row) != float("inf")
 
     # -- walk: what all rows see, then both ends --
     acc_dq = tl.zeros([BQ, DT], tl.float32)
@@ -115,7 +115,7 @@ def dq_kernel(
     )  # fmt: skip
 
     # -- store --
-    acc_dq = tl.where(is_asked[:, None], acc_dq * scale, 0.0)
+    acc_dq = tl.where(needs_grad[:, None], acc_dq * scale, 0.0)
     store_gradient(GradQ + q_offset, acc_dq, in_rows[:, None] & (width < D), ADD)
 
 

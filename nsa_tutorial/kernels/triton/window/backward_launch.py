@@ -69,7 +69,7 @@ class Backward(NamedTuple):
         }  # fmt: skip
 
 
-def of_windows(
+def window_backward(
     d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     rows: QueryRows, *, window_size: int, scale: float, out: Gradients | None = None,
 ) -> Gradients:  # fmt: skip

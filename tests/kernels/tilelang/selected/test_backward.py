@@ -22,6 +22,7 @@ from nsa_tutorial.training import gradients
 if environment.detect().tilelang is None:
     pytest.skip("tilelang is not installed", allow_module_level=True)
 
+from nsa_tutorial.kernels.tilelang.compiling import ALL_THREADS_LOAD
 from nsa_tutorial.kernels.tilelang.launch_options import (
     SHARED_MEMORY,
     dkv_options,
@@ -33,7 +34,6 @@ from nsa_tutorial.kernels.tilelang.launch_options import (
 from nsa_tutorial.kernels.tilelang.selected import backward as kernels
 from nsa_tutorial.kernels.tilelang.selected import backward_launch as launch
 from nsa_tutorial.kernels.tilelang.selected import forward as tilelang_forward
-from nsa_tutorial.kernels.tilelang.selected.forward import PASS_CONFIGS
 
 places = places_of(["tilelang"])
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -59,7 +59,7 @@ def cuda(name: str, shape: tuple[int, ...], dtype: str, arch: str, **kinds: bool
     H100."""
     build = {"dq": kernels.build_dq, "dkv": kernels.build_dkv}[name]
     options = {"dq": dq_options, "dkv": dkv_options}[name](*shape[1:], ITEMSIZE[dtype])
-    return lowering.cuda(build(*shape, dtype=dtype, **options, **kinds), arch, PASS_CONFIGS)
+    return lowering.cuda(build(*shape, dtype=dtype, **options, **kinds), arch, ALL_THREADS_LOAD)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_groups_and_widths_lower(arch: str, dtype: str, name: str, shape: tuple[
         if name == "sum"
         else tilelang_forward.build_kernel(H, G, D, DV, BS, dtype)
     )
-    assert "__global__" in lowering.cuda(kernel, arch, PASS_CONFIGS)
+    assert "__global__" in lowering.cuda(kernel, arch, ALL_THREADS_LOAD)
 
 
 # -- the same gradients --
@@ -198,8 +198,8 @@ def test_blocks_in_chunks(BS: int, backend: str, device: str) -> None:
     """Blocks of one tile, of part of a tile, and of several."""
     skip_unless_runs(backend, device)
     arguments, sizes = of_lists(Problem(N=30, M=170, BS=BS), device)
-    found = launch.of_lists(*arguments, **sizes)
-    assert_close(found, gradients.of_lists(*arguments, **sizes))
+    found = launch.selected_backward(*arguments, **sizes)
+    assert_close(found, gradients.selected_backward(*arguments, **sizes))
 
 
 @places
@@ -223,9 +223,9 @@ def test_gradients_of_windows_are_added(
     g = torch.Generator().manual_seed(2)
     before = [torch.randn(x.shape, generator=g).to(device) for x in arguments[2:5]]
     out = tuple(x.clone() for x in before)
-    found = launch.of_windows(*arguments, **sizes, out=out)
+    found = launch.window_backward(*arguments, **sizes, out=out)
     assert all(a is b for a, b in zip(found, out, strict=True))
-    right = gradients.of_windows(*arguments, **sizes)
+    right = gradients.window_backward(*arguments, **sizes)
     assert_close(found, tuple(a + b for a, b in zip(before, right, strict=True)))
 
 
@@ -246,7 +246,8 @@ def test_options_change_no_gradient(
     usual = getattr(launch, name)
     monkeypatch.setattr(launch, name, lambda *a, **k: usual(*a, **k) | options)
     arguments, sizes = of_lists(Problem(N=30, M=60, BS=40), device, has_factors)
-    found, right = launch.of_lists(*arguments, **sizes), gradients.of_lists(*arguments, **sizes)
+    found = launch.selected_backward(*arguments, **sizes)
+    right = gradients.selected_backward(*arguments, **sizes)
     assert_close(found, right)
     if has_factors:
         torch.testing.assert_close(found[3], right[3], atol=1e-5, rtol=1e-4)
@@ -260,9 +261,9 @@ def test_rows_of_a_tile_behind_the_block_are_not_read(backend: str, device: str)
     d_o, d_lse, q, k, v, *_, ids, rows = arguments
     lists = (torch.zeros_like(ids), rows)
     saved = selected_attention.forward(q, k, v, *lists, **sizes)
-    expected = launch.of_lists(d_o, d_lse, q, k, v, *saved, *lists, **sizes)
+    expected = launch.selected_backward(d_o, d_lse, q, k, v, *saved, *lists, **sizes)
     k[:, 24:], v[:, 24:] = torch.nan, torch.nan
-    found = launch.of_lists(d_o, d_lse, q, k, v, *saved, *lists, **sizes)
+    found = launch.selected_backward(d_o, d_lse, q, k, v, *saved, *lists, **sizes)
     assert all(torch.equal(a, b) for a, b in zip(found[:3], expected[:3], strict=True))
     assert all(x.isfinite().all() for x in found[:3])
 
@@ -276,7 +277,7 @@ def test_new_lengths_compile_nothing(backend: str, device: str) -> None:
         arguments, sizes = of_lists(
             Problem(**{"N": 8, "M": 8, "S": 5, "BS": 24, **lengths}), device
         )
-        launch.of_lists(*arguments, **sizes)
+        launch.selected_backward(*arguments, **sizes)
 
     run()
     before = launch.compiled.cache_info().misses
@@ -317,7 +318,7 @@ def test_options_suit_the_gpu(width: int, itemsize: int, memory: int) -> None:
 )
 def test_sums_of_rows_of_any_width_lower(G: int, DV: int, dtype: str) -> None:
     """Threads cannot share out a tile of 48 columns, nor of 48 rows: the tile is larger, then."""
-    assert "LSE2" in lowering.cuda(kernels.build_delta(2, G, DV, dtype), "sm_90", PASS_CONFIGS)
+    assert "LSE2" in lowering.cuda(kernels.build_delta(2, G, DV, dtype), "sm_90", ALL_THREADS_LOAD)
 
 
 @pytest.mark.exhaustive
@@ -330,4 +331,4 @@ def test_large_and_odd_groups_lower(G: int, D: int, BS: int) -> None:
     forward = tilelang_forward.build_kernel(*sizes)
     queries = kernels.build_dq(*sizes, **dq_options(G, D, D, BS, 2))
     for kernel in (forward, queries):
-        assert "Q_shared" in lowering.cuda(kernel, "sm_90", PASS_CONFIGS)
+        assert "Q_shared" in lowering.cuda(kernel, "sm_90", ALL_THREADS_LOAD)

@@ -18,6 +18,7 @@ if environment.detect().tilelang is None:
 
 from nsa_tutorial.bench.variants import tilelang_variants
 from nsa_tutorial.kernels.tilelang import launch_options as tilelang_tiles
+from nsa_tutorial.kernels.tilelang.compiling import ALL_THREADS_LOAD
 from nsa_tutorial.kernels.tilelang.selected import forward as kernel
 from nsa_tutorial.kernels.tilelang.selected import launch as tilelang_launch
 
@@ -73,7 +74,7 @@ def test_every_copy_runs_ahead(arch: str, dtype: str, shape: tuple, is_window: b
     """Keys and values, for the first block and for the next one, 16 bytes at a time, zeros where
     the row sees nothing; and no address is cut to 32 bits."""
     function = kernel.build_kernel(*shape, dtype=dtype, is_window=is_window)
-    source = lowering.cuda(function, arch, kernel.PASS_CONFIGS)
+    source = lowering.cuda(function, arch, ALL_THREADS_LOAD)
     assert source.count("cp_async_gs_conditional<16>") == source.count("cp_async_gs") == 4
     assert "(int64_t)first_key" in source
     on_tensor_cores = "mma_sync" in source or "wgmma" in source

@@ -43,7 +43,7 @@ def saved(problem: Problem) -> tuple[tuple[Tensor, ...], dict[str, float]]:
 
 def assert_right(run: Callable[..., tuple[Tensor, ...]], problem: Problem = PROBLEM) -> None:
     arguments, sizes = saved(problem)
-    right = gradients.of_lists(*arguments, **sizes)
+    right = gradients.selected_backward(*arguments, **sizes)
     for found, expected in zip(run(*arguments, **sizes)[:3], right, strict=False):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
@@ -59,7 +59,7 @@ def test_variants_give_the_same(change: str) -> None:
     launch = triton_backward_variants.variant(change)
     if not change.startswith("no chunks"):
         launch.backward_tables.CHUNK_ROWS = {2: 6, 4: 6}
-    assert_right(launch.of_lists)
+    assert_right(launch.selected_backward)
 
 
 def test_a_program_for_each_slot() -> None:
@@ -89,13 +89,14 @@ def test_a_line_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["counts", "packed", "not causal", "one long block"],
 )
 def test_blocks_in_chunks(problem: Problem, short_chunks: None) -> None:
-    assert_right(triton_backward_launch.of_lists, problem)
+    assert_right(triton_backward_launch.selected_backward, problem)
 
 
 def test_rows_behind_the_edge(monkeypatch: pytest.MonkeyPatch, short_chunks: None) -> None:
     """More rows see a block in part than the kernel looks at: all of them are masked."""
     monkeypatch.setattr(triton_backward_launch, "MOST_EDGE", 2)
-    assert_right(triton_backward_launch.of_lists, Problem(N=20, M=40, H=1, BS=16, S=2, own=True))
+    problem = Problem(N=20, M=40, H=1, BS=16, S=2, own=True)
+    assert_right(triton_backward_launch.selected_backward, problem)
 
 
 @pytest.mark.parametrize("run", [None, 4])
@@ -112,7 +113,7 @@ def test_the_inverse_of_the_lists(N: int, run: int | None) -> None:
         ids, rows = lists_of(problem, problem.make())
         (R, H, S), BS, length = ids.shape, problem.BS, 3
         sizes = {"block_size": BS, "num_keys": problem.B * problem.M}
-        inverse = inverse_list.of_lists(ids, rows, **sizes, run=run)
+        inverse = inverse_list.invert_lists(ids, rows, **sizes, run=run)
         chunks = inverse_list.chunks(inverse, length=length)
         found, places, runs = [], [], []
         for chunk in zip(*(x.tolist() for x in chunks[:7]), strict=True):
@@ -142,7 +143,7 @@ def test_the_inverse_of_the_windows() -> None:
     rows = query_rows(2, 20, 37, causal=True, cu_seqlens=None, device=torch.device("cpu"))
     w, size, H = 7, 4, 2
     sizes = {"window_size": w, "tile_size": size, "num_keys": 74, "num_heads": H}
-    inverse = inverse_list.of_windows(rows, **sizes)
+    inverse = inverse_list.invert_windows(rows, **sizes)
     seen = [
         set(range(b * 37 + max(0, t - w + 1), b * 37 + t + 1))
         for b in (0, 1)

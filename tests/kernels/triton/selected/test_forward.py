@@ -20,7 +20,8 @@ pytestmark = [
 ]
 
 on = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-POINTERS, DESCRIPTORS = "triton_forward", "triton_descriptors"
+SELECTED = "nsa_tutorial.kernels.triton.selected"
+POINTERS, DESCRIPTORS = "forward", "forward_tma"
 both = pytest.mark.parametrize("module", [DESCRIPTORS, POINTERS], ids=["descriptors", "pointers"])
 DESCRIBED = {
     "more keys than queries": Problem(B=2, N=4, M=75, D=16, DV=32, BS=16),
@@ -35,7 +36,7 @@ DESCRIBED = {
 
 def launch(module: str, *call: object, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
     """`o` and `lse` of the lists, by one of the two kernels."""
-    return importlib.import_module(f"nsa_tutorial.kernels.{module}").launch(*call, **options)
+    return importlib.import_module(f"{SELECTED}.{module}").launch(*call, **options)
 
 
 def forward(
@@ -178,9 +179,11 @@ def test_no_list_is_rewritten_for_a_long_block(monkeypatch: pytest.MonkeyPatch) 
     from nsa_tutorial.kernels.triton.selected import launch as triton_launch
 
     slots = []
-    original = triton_launch.forward
+    original = triton_launch.selected_forward
     monkeypatch.setattr(
-        triton_launch, "forward", lambda *a, **o: slots.append(a[3].shape[-1]) or original(*a, **o)
+        triton_launch,
+        "selected_forward",
+        lambda *a, **o: slots.append(a[3].shape[-1]) or original(*a, **o),
     )
     assert_right(Problem(N=3, M=450, BS=200, S=3).make(), "triton")
     assert slots
@@ -209,9 +212,9 @@ def test_the_operators_take_the_kernel_that_suits(
     rows = query_rows(1, 5, 40, causal=True, cu_seqlens=None, device=call.q.device)
     ids = call.ids[0].to(torch.int32).contiguous()
     tensors, sizes = (call.q, call.k, call.v), {"block_size": 16, "scale": 0.25}
-    o, lse = triton_launch.forward(*tensors, ids, rows, **sizes)
-    window = triton_launch.sliding_window(*tensors, rows, window_size=7, scale=0.25)
-    fused = triton_launch.selection_and_window(*tensors, ids, rows, window_size=7, **sizes)
+    o, lse = triton_launch.selected_forward(*tensors, ids, rows, **sizes)
+    window = triton_launch.window_forward(*tensors, rows, window_size=7, scale=0.25)
+    fused = triton_launch.selected_and_window_forward(*tensors, ids, rows, window_size=7, **sizes)
     assert taken == [module] * 2
     for found, lists, windows in zip(fused, (o, lse), window, strict=True):
         torch.testing.assert_close(found, torch.stack((lists, windows)))
