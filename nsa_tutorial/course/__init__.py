@@ -2,8 +2,8 @@
 
 A notebook imports from here only these names:
 
-    from nsa_tutorial.course import check, exercise, hint, phases, predict, progress, reveal
-    from nsa_tutorial.course import show, side_by_side, solution
+    from nsa_tutorial.course import check, exercise, hint, mine, phases, predict, progress
+    from nsa_tutorial.course import reveal, show, side_by_side, solution
 """
 
 from nsa_tutorial.course.checking import check, exercise, hint, solution

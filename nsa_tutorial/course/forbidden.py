@@ -1,0 +1,61 @@
+"""What an exercise forbids an attempt to call, found where it is called and not by its text."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
+
+from torch.overrides import TorchFunctionMode, resolve_name
+
+COURSE = "nsa_tutorial.course"
+
+
+class Forbidden(Exception):
+    """An attempt called what its exercise is about to build."""
+
+
+class _Watch(TorchFunctionMode):
+    """Looks at each function of PyTorch before it runs."""
+
+    def __init__(self, forbidden: Mapping[str, str]) -> None:
+        super().__init__()
+        self.forbidden = forbidden
+
+    def __torch_function__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        # `torch.softmax`, `Tensor.softmax` and `functional.softmax` are one function
+        name = (resolve_name(func) or "").rpartition(".")[2]
+        said = self.forbidden.get(f"torch.{name}") or self._said_of(sys._getframe(1))
+        if said is not None:
+            raise Forbidden(f"{said}: not in this exercise, which builds it")
+        return func(*args, **(kwargs or {}))
+
+    def _said_of(self, frame: FrameType | None) -> str | None:
+        """What the exercise calls the package whose function called PyTorch, if it forbids it."""
+        while frame is not None:
+            module = frame.f_globals.get("__name__", "")
+            if module == COURSE or module.startswith(f"{COURSE}."):
+                return None  # the checker, which called the attempt
+            for package, said in self.forbidden.items():
+                if module == package or module.startswith(f"{package}."):
+                    return said
+            frame = frame.f_back
+        return None
+
+
+@contextlib.contextmanager
+def forbidding(forbidden: Sequence[tuple[str, str]]) -> Iterator[None]:
+    """Raise `Forbidden` where one of these is called inside.
+
+    Args:
+        forbidden: pairs of a function's full name (`"torch.softmax"`, which stands for a tensor's
+            method and for `torch.nn.functional` too), or a package's, and what a sentence calls it.
+    """
+    if not forbidden:
+        yield
+        return
+    with _Watch(dict(forbidden)):
+        yield
