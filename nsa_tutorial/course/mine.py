@@ -5,7 +5,7 @@
 
 `keep` puts a function into the file once all its stages hold. Nothing is overwritten: a version
 that another one replaces stays beside the file, dated, and a function that does not run from the
-file alone never reaches it. Chapters take a function by `mine`: the reader's, or the course's where
+file alone never reaches it. Chapters take a function by `built`: the reader's, or the course's where
 a chapter was skipped.
 """
 
@@ -233,7 +233,7 @@ def _write(file: Path, text: str) -> None:
 # -- taking --
 
 
-def mine(name: str) -> Callable:
+def built(name: str) -> Callable:
     """The reader's function from their library; the course's solution where they have none.
 
     Raises:

@@ -226,11 +226,11 @@ def test_a_kernel_is_kept_with_its_decorator(copy: Path) -> None:
 
 
 def test_a_chapter_takes_the_readers_function_or_the_courses(copy: Path) -> None:
-    assert mine.mine("weights") is weights
+    assert mine.built("weights") is weights
     mine.keep("gradients", WEIGHTS, right())
-    assert mine.mine("weights").__code__.co_filename != weights.__code__.co_filename
+    assert mine.built("weights").__code__.co_filename != weights.__code__.co_filename
     with pytest.raises(ValueError, match="nothing builds 'x'; the course builds weights"):
-        mine.mine("x")
+        mine.built("x")
 
 
 def test_the_report(copy: Path, capsys: pytest.CaptureFixture) -> None:
