@@ -114,7 +114,6 @@ def choose(backend: str, q: Tensor, name: str = "q") -> str:
     Raises:
         TypeError: for a dtype that no kernel computes.
     """
-    interrupts.before_an_operator()
     if backend == "auto":
         is_for_kernels = q.device.type == "cuda" and q.dtype != torch.float64
         backend = "triton" if is_for_kernels else "reference"

@@ -11,7 +11,6 @@ implementation locates the query rows, brings lists into one form, and calls the
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import custom_op
 
 from nsa_tutorial import backends
 from nsa_tutorial.backends import BACKENDS
@@ -26,6 +25,7 @@ from nsa_tutorial.library_backward import (
 )
 from nsa_tutorial.runtime import checks
 from nsa_tutorial.runtime.devices import on_its_device
+from nsa_tutorial.runtime.operators import operator
 from nsa_tutorial.runtime.strides import with_new_strides
 from nsa_tutorial.sparse import compression
 from nsa_tutorial.sparse.selected_attention import query_rows
@@ -41,7 +41,7 @@ def _empty(q: Tensor, v: Tensor, *branches: int) -> tuple[Tensor, Tensor]:
 # -- selected attention --
 
 
-@custom_op("nsa_tutorial::selected_attention", mutates_args=())
+@operator("nsa_tutorial::selected_attention")
 @on_its_device
 @with_new_strides
 def selected_attention(
@@ -63,7 +63,7 @@ def selected_attention(
 # -- sliding window --
 
 
-@custom_op("nsa_tutorial::sliding_window_attention", mutates_args=())
+@operator("nsa_tutorial::sliding_window_attention")
 @on_its_device
 @with_new_strides
 def sliding_window_attention(
@@ -82,7 +82,7 @@ def sliding_window_attention(
 # -- lists and windows at once --
 
 
-@custom_op("nsa_tutorial::selected_and_window_attention", mutates_args=())
+@operator("nsa_tutorial::selected_and_window_attention")
 @on_its_device
 @with_new_strides
 def selected_and_window_attention(
@@ -106,7 +106,7 @@ def selected_and_window_attention(
 # -- summaries --
 
 
-@custom_op("nsa_tutorial::compressed_attention", mutates_args=())
+@operator("nsa_tutorial::compressed_attention")
 @on_its_device
 @with_new_strides
 def compressed_attention(
@@ -125,7 +125,7 @@ def compressed_attention(
     return function(q, k, v, rows, scale=scale)
 
 
-@custom_op("nsa_tutorial::select_blocks", mutates_args=())
+@operator("nsa_tutorial::select_blocks")
 @on_its_device
 @with_new_strides
 def select_blocks(
@@ -158,7 +158,7 @@ def _(
     return q.new_empty(*q.shape[:2], k_cmp.shape[2], top_n, dtype=torch.int32)
 
 
-@custom_op("nsa_tutorial::first_tokens", mutates_args=())
+@operator("nsa_tutorial::first_tokens")
 @on_its_device
 @with_new_strides
 def first_tokens(cu_seqlens: Tensor, num_keys: int, length: int, stride: int) -> Tensor:
@@ -173,7 +173,7 @@ def _(cu_seqlens, num_keys, length, stride):
     return cu_seqlens.new_empty(M_c, dtype=torch.int64)
 
 
-@custom_op("nsa_tutorial::positions", mutates_args=())
+@operator("nsa_tutorial::positions")
 @on_its_device
 @with_new_strides
 def positions(cu_seqlens: Tensor, N: int) -> Tensor:
@@ -191,7 +191,7 @@ def _(cu_seqlens, N):
 # -- the mean of windows, and the gated sum: on kernels alone --
 
 
-@custom_op("nsa_tutorial::mean_summaries", mutates_args=())
+@operator("nsa_tutorial::mean_summaries")
 @on_its_device
 @with_new_strides
 def mean_summaries(x: Tensor, first: Tensor, length: int, stride: int, backend: str) -> Tensor:
@@ -208,7 +208,7 @@ def _(x, first, length, stride, backend):
     return x.new_empty(x.shape[0], first.shape[0], *x.shape[2:])
 
 
-@custom_op("nsa_tutorial::gated_sum", mutates_args=())
+@operator("nsa_tutorial::gated_sum")
 @on_its_device
 @with_new_strides
 def gated_sum(gates: list[Tensor], outputs: list[Tensor], backend: str) -> Tensor:

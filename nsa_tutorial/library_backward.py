@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.library import CustomOpDef, custom_op
+from torch.library import CustomOpDef
 
 from nsa_tutorial import backends
 from nsa_tutorial.backends import BACKWARDS
 from nsa_tutorial.runtime.devices import on_its_device
+from nsa_tutorial.runtime.operators import operator
 from nsa_tutorial.runtime.strides import with_new_strides
 from nsa_tutorial.runtime.transforms import is_transformed, no_tangents
 
@@ -125,7 +126,7 @@ def _of_lists(
     return d_q, d_k, d_v, of_factors
 
 
-@custom_op("nsa_tutorial::selected_attention_backward", mutates_args=())
+@operator("nsa_tutorial::selected_attention_backward")
 @on_its_device
 @with_new_strides
 def selected_attention_backward(
@@ -145,7 +146,7 @@ def selected_attention_backward(
     return _of_lists("selected_attention", backend, saved, lists, slot_scale, scale=scale)
 
 
-@custom_op("nsa_tutorial::sliding_window_attention_backward", mutates_args=())
+@operator("nsa_tutorial::sliding_window_attention_backward")
 @on_its_device
 @with_new_strides
 def sliding_window_attention_backward(
@@ -163,7 +164,7 @@ def sliding_window_attention_backward(
     return function(*saved, rows, window_size=window_size, scale=scale)
 
 
-@custom_op("nsa_tutorial::selected_and_window_attention_backward", mutates_args=())
+@operator("nsa_tutorial::selected_and_window_attention_backward")
 @on_its_device
 @with_new_strides
 def selected_and_window_attention_backward(
@@ -187,7 +188,7 @@ def selected_and_window_attention_backward(
     return _of_lists(operator, backend, saved, lists, slot_scale, **options)
 
 
-@custom_op("nsa_tutorial::compressed_attention_backward", mutates_args=())
+@operator("nsa_tutorial::compressed_attention_backward")
 @on_its_device
 @with_new_strides
 def compressed_attention_backward(
@@ -206,7 +207,7 @@ def compressed_attention_backward(
 # -- the mean of windows, and the gated sum --
 
 
-@custom_op("nsa_tutorial::mean_summaries_backward", mutates_args=())
+@operator("nsa_tutorial::mean_summaries_backward")
 @on_its_device
 @with_new_strides
 def mean_summaries_backward(
@@ -243,7 +244,7 @@ def differentiable_mean(operator: CustomOpDef) -> None:
     operator.register_autograd(run, setup_context=save)
 
 
-@custom_op("nsa_tutorial::gated_sum_backward", mutates_args=())
+@operator("nsa_tutorial::gated_sum_backward")
 @on_its_device
 @with_new_strides
 def gated_sum_backward(

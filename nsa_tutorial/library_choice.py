@@ -5,16 +5,16 @@ chose the blocks. It is plain PyTorch on every backend (`sparse.block_shares`)."
 # no `from __future__ import annotations`: PyTorch reads the operators' schemas from them
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from nsa_tutorial import backends
 from nsa_tutorial.library_backward import call, make_differentiable
 from nsa_tutorial.runtime.devices import on_its_device
+from nsa_tutorial.runtime.operators import operator
 from nsa_tutorial.runtime.strides import with_new_strides
 from nsa_tutorial.sparse import block_shares as shares
 
 
-@custom_op("nsa_tutorial::block_shares", mutates_args=())
+@operator("nsa_tutorial::block_shares")
 @on_its_device
 @with_new_strides
 def block_shares(
@@ -31,7 +31,7 @@ def _(q, k_cmp, lse, block_indices, *_):
     return q.new_empty(block_indices.shape, dtype=torch.promote_types(q.dtype, lse.dtype))
 
 
-@custom_op("nsa_tutorial::block_shares_backward", mutates_args=())
+@operator("nsa_tutorial::block_shares_backward")
 @on_its_device
 @with_new_strides
 def block_shares_backward(

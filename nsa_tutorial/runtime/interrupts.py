@@ -3,7 +3,7 @@ done.
 
 Python forgets a module whose import is interrupted, but not the parts of it that were already
 there. The next import then finds half a package, and fails until the process is started anew. The
-first call of an operator imports for seconds, so readers do interrupt it.
+first call of a kernel imports Triton or TileLang, a second of work, so readers do interrupt it.
 
 Nothing here hurries or stops anything else: an interrupt of a running kernel comes at once.
 """
@@ -17,8 +17,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import ModuleType
-
-import torch
 
 
 @contextlib.contextmanager
@@ -45,10 +43,3 @@ def import_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     with held_back():
         return importlib.import_module(name)
-
-
-def before_an_operator() -> None:
-    """Import what PyTorch imports at the first call of a custom operator: its compiler, including
-    SymPy. When the compiler traces the call, it is loaded already."""
-    if not torch.compiler.is_compiling():
-        import_module("torch._dynamo")

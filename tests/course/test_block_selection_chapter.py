@@ -17,11 +17,11 @@ import torch
 from nsa_tutorial import ops
 from nsa_tutorial.course import exercises as course_exercises
 from nsa_tutorial.course import heads as stored_heads
+from nsa_tutorial.course.diffs import together
 from nsa_tutorial.course.exercises import Exercise, Misconception
 from nsa_tutorial.course.exercises import block_selection as exercises
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.languages import tl, triton
-from nsa_tutorial.course.mistakes import Wrong
 from nsa_tutorial.course.widgets import block_selection as pictures
 from nsa_tutorial.runtime import environment
 from nsa_tutorial.sparse import block_selection
@@ -439,19 +439,13 @@ def test_the_latest_blocks_are_the_same_for_every_head(n: int) -> None:
 EXERCISES = {e.name: e for e in exercises.EXERCISES}
 
 
-@pytest.mark.parametrize("name", [name for name in EXERCISES if name != "block_sums"])
-def test_without_slips_a_wrong_solution_is_right(name: str) -> None:
-    """A slip changes what it is named for, and nothing else."""
-    e = EXERCISES[name]
-    assert judge(e, Wrong(e.misconceptions[0].wrong.function, frozenset())).outcome == "right"
-
-
-def test_slips_that_exclude_each_other_are_not_combined() -> None:
-    names = {slip: m.name for m in EXERCISES["overlap"].misconceptions for slip in m.wrong.slips}
-    combine = EXERCISES["overlap"].combine
-    with pytest.raises(ValueError, match=r"^these exclude each other: equal, tokens$"):
-        combine(frozenset((names["tokens"], names["equal"])))
-    both = combine(frozenset((names["tokens"], names["negative"])))
+def test_mistakes_in_one_place_exclude_each_other() -> None:
+    wrong = {m.name: m.wrong for m in EXERCISES["overlap"].misconceptions}
+    tokens = wrong["counting tokens where pieces are asked for"]
+    equal = wrong["giving all summaries that touch the block the same weight"]
+    with pytest.raises(ValueError, match=r"^these exclude each other: both replace 'tokens / st"):
+        together(tokens, equal)
+    both = together(tokens, wrong["listing summaries that do not exist"])
     assert both(4, 2, 8, 0) == {-1: 2.0, 0: 4.0, 1: 4.0, 2: 4.0, 3: 2.0}
 
 
@@ -773,10 +767,6 @@ def test_the_kernel_adds_up_what_the_module_adds_up(
         for b in range(NB)
     ]
     torch.testing.assert_close(got.cpu(), torch.stack(expected))
-
-
-def test_without_its_slip_the_wrong_kernel_is_right(block_sums: Exercise) -> None:
-    assert judge(block_sums, exercises._sums("none")).outcome == "right"
 
 
 @pytest.mark.parametrize("m", EXERCISES["block_sums"].misconceptions, ids=lambda m: m.name)

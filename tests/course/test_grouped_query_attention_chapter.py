@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial.course.costs import kv_cache_bytes
+from nsa_tutorial.course.exercises import Misconception
 from nsa_tutorial.course.exercises import grouped_query_attention as exercises
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.languages import tl, triton
-from nsa_tutorial.course.mistakes import Wrong
 from nsa_tutorial.course.widgets import grouped_query_attention as pictures
 from nsa_tutorial.exact import grouped_query_attention as gqa
 from nsa_tutorial.runtime import environment
@@ -69,18 +69,6 @@ def test_timing_a_step_leaves_torch_its_threads() -> None:
 
 
 # -- what the tutor says --
-
-
-@pytest.mark.parametrize("name", [name for name in EXERCISES if name != "score_group"])
-def test_without_slips_a_wrong_solution_is_right(name: str) -> None:
-    """A slip changes what it is named for, and nothing else."""
-    e = EXERCISES[name]
-    assert judge(e, Wrong(e.misconceptions[0].wrong.function, frozenset())).outcome == "right"
-
-
-def test_without_its_slip_the_wrong_kernel_is_right() -> None:
-    skip_without_triton()
-    assert judge(EXERCISES["score_group"], exercises._score("none")).outcome == "right"
 
 
 def test_a_kernel_without_its_decorator_is_told() -> None:
@@ -155,13 +143,12 @@ def test_a_number_where_the_heads_of_a_group_belong_is_told() -> None:
 
 def test_places_without_a_score_are_said_to_have_none() -> None:
     skip_without_triton()
-    empty, past_end, into_next, scores = exercises._run_score_group(
-        exercises._score("head against G"), 2, 2, 4
-    )
+    e = EXERCISES["score_group"]
+    (wrong,) = (m.wrong for m in e.misconceptions if m.name.startswith("comparing the query head"))
+    empty, past_end, into_next, scores = e.run(wrong, 2, 2, 4)
     assert (empty, past_end, into_next) == (2, 0, 0)
     assert scores.isnan().tolist() == [False, False, True, True]
-    text = judge(EXERCISES["score_group"], exercises._score("head against G")).text
-    assert "places of S that got no score" in text
+    assert "places of S that got no score" in judge(e, wrong).text
 
 
 def test_a_function_of_torch_is_told_in_the_words_of_triton() -> None:
@@ -195,18 +182,11 @@ def test_a_matrix_product_with_a_row_is_told() -> None:
     assert "`key` is one row" in judge(EXERCISES["score_group"], with_a_product).text
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        *("every H-th", "overlap", "steps of G", "steps of D", "no mask", "end of S"),
-        *("one too many", "head against G", "axis 0"),
-    ],
-)
-def test_a_wrong_kernel_is_recognised(mistake: str) -> None:
-    """Each slip is seen from its numbers, though the programs run one after the other here."""
+@pytest.mark.parametrize("known", EXERCISES["score_group"].misconceptions, ids=lambda m: m.name)
+def test_a_wrong_kernel_is_recognised(known: Misconception) -> None:
+    """Each is seen from its numbers, though the programs run one after the other here."""
     skip_without_triton()
-    verdict = judge(EXERCISES["score_group"], exercises._score(mistake))
-    (known,) = (m for m in EXERCISES["score_group"].misconceptions if m.wrong().mistake == mistake)
+    verdict = judge(EXERCISES["score_group"], known.wrong)
     assert verdict.misconceptions == (known.name,)
 
 
@@ -237,7 +217,7 @@ def test_the_chapters_group_size_fits_no_case() -> None:
     """A function that picks up the notebook's own `G` is wrong on every case, and never by luck."""
     for case in EXERCISES["grouped_scores"].cases:
         q, k = case.arguments()
-        assert q.shape[2] != exercises._CHAPTERS_G * k.shape[2]
+        assert q.shape[2] != 4 * k.shape[2]
 
 
 def with_zeros(expand: Callable) -> bool:

@@ -847,17 +847,20 @@ TRAPS = TEXTS.traps
 
 # -- two mistakes at once --
 
-DOUBLES = tuple(Double(exercise, names=names) for exercise, *names in (
-    ("tokens_of_list",
-     "showing all of a block that the query stands in", "cutting causally always"),
-    ("tokens_of_list",
-     "hiding the query's own position from it", "stopping at the first empty slot"),
-    ("load_block", "multiplying by the mask", "reading first and hiding afterwards"),
-    ("load_block", "multiplying by the mask", "comparing with num_visible only"),
-    ("sum_of_list", "loading tokens of the query's future", "loading an empty slot's block"),
-    ("window_mask", "a window of w + 1", "taking the queries for the first N positions"),
-    ("window_mask", "opening the window to both sides", "a window of w + 1"),
-    ("attend_to_lists",
-     "leaving out the cut inside the last block", "stopping at the first empty slot"),
-    ("attend_to_lists", "dealing out the query heads in turn", "leaving out the scale"),
-))  # fmt: skip
+DOUBLES = (
+    Double("tokens_of_list", names=(
+        "showing all of a block that the query stands in", "cutting causally always")),
+    Double("tokens_of_list", names=(
+        "hiding the query's own position from it", "stopping at the first empty slot")),
+    Double("load_block", names=("multiplying by the mask", "reading first and hiding afterwards")),
+    Double("load_block", names=("multiplying by the mask", "comparing with num_visible only")),
+    Double("sum_of_list", names=(
+        "loading tokens of the query's future", "loading an empty slot's block")),
+    Double("window_mask", names=(
+        "a window of w + 1", "taking the queries for the first N positions")),
+    Double("window_mask", names=("opening the window to both sides", "a window of w + 1")),
+    Double("attend_to_lists", names=(
+        "leaving out the cut inside the last block", "stopping at the first empty slot")),
+    Double("attend_to_lists", names=(
+        "dealing out the query heads in turn", "leaving out the scale")),
+)  # fmt: skip

@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial import ops
-from nsa_tutorial.course.exercises import Case, Double, Misconception
+from nsa_tutorial.course.diffs import Edited, Switches, diffs
+from nsa_tutorial.course.exercises import Case, Double
 from nsa_tutorial.course.languages import T
-from nsa_tutorial.course.mistakes import Wrong, slip, together
 from nsa_tutorial.course.texts import Texts
 from nsa_tutorial.runtime import environment
 
 TEXTS = Texts(__name__)
-
-Slips = frozenset[str]
 
 # -- the draft with a piece of the reader's --
 
@@ -41,9 +39,9 @@ def _run_with(name: str, block_size: int = 2) -> Callable:
     ) -> Tensor:  # fmt: skip
         from nsa_tutorial.bench.variants import tilelang_first_draft as draft
 
-        if name in _MACROS and isinstance(piece, FunctionType):
-            _expect_numbers_compared(piece)
-            piece = T.macro(piece)
+        if name in _MACROS and isinstance(function := inspect.unwrap(piece), FunctionType):
+            _expect_numbers_compared(function)
+            piece = T.macro(function)
         if name == "is_seen":
             piece = _with_an_answer(piece)
         (B, _, HQ, D), H, S = q.shape, k.shape[2], block_indices.shape[3]
@@ -212,11 +210,6 @@ def _case(
     return Case(name, arguments, _why_not)
 
 
-_HOW = """
-The check puts your function into the draft, whose other pieces are right, and compiles it for the
-CPU (a second or two). It runs small inputs: two query heads on one KV head, blocks of {} tokens.
-"""
-
 _PYTHON_DECIDES = "asking Python for what only the kernel knows"
 _PYTHONS_MAX = (
     "The kernel's numbers have no value yet, but Python's `max` and `min`, like `and`, `or` and "
@@ -273,106 +266,89 @@ def listed_attention(G: int, D: int, BS: int) -> object:
     return kernel
 
 
-_LISTED_SLIPS = (
+# Its mistakes, in one kernel that is compiled once. Its last argument says which of them are made.
+_SLIPS = (
     "position", "width", "slots", "slot", "query", "from 1", "open", "zero", "short", "inverted",
     "turned", "turned guard", "keys", "nothing", "anew",
 )  # fmt: skip
 
 
+def _has(flags: object, name: str) -> object:
+    return flags[_SLIPS.index(name)] == 1
+
+
+def _chosen(flags: object, right: object, **wrong: object) -> object:
+    """What the kernel computes: the wrong one of a slip that is made, and otherwise the right
+    one."""
+    for name, value in wrong.items():
+        right = T.if_then_else(_has(flags, name.replace("_", " ")), value, right)
+    return right
+
+
+def _is_walked(flags: object, lists: object, t: object, slot: object, S: object) -> object:
+    """Whether the kernel loads what slot `slot` names."""
+    block = _chosen(flags, lists[t, slot], turned_guard=lists[slot, t])
+    is_there = _chosen(flags, block >= 0, open=block >= -1, zero=block > 0, inverted=block < 0)
+    return T.And(is_there, T.Or(T.Not(_has(flags, "short")), lists[t, slot] < S))
+
+
+def _start(
+    flags: object, lists: object, t: object, slot: object, S: object, D: int, BS: int
+) -> object:
+    """The position at which the kernel takes a block to start."""
+    block = lists[t, slot]
+    block = _chosen(flags, block, turned=lists[slot, t], slot=slot, query=t, from_1=block - 1)
+    return block * _chosen(flags, BS, position=1, width=D, slots=S)
+
+
+_WITH_SLIPS = Edited(
+    listed_attention,
+    {
+        'Output: T.Tensor([N, G, D], "float32"),': 'Output: T.Tensor([N, G, D], "float32"),'
+        ' Flags: T.Tensor([len(_SLIPS)], "int32"),',
+        # a variable: every address would hold the whole choice, and compile for seconds
+        "T.clear(running_sum)": 'T.clear(running_sum); start = T.alloc_var("int32", init=0)',
+        "Lists[t, slot] >= 0": "_is_walked(Flags, Lists, t, slot, S)",
+        "Lists[t, slot] * BS": "_start(Flags, Lists, t, slot, S, D, BS)",
+        "                    T.gemm(acc_s, v_tile, acc_o)\n": """
+                    if _has(Flags, "anew"):
+                        T.clear(acc_o)
+                    if _has(Flags, "keys"):
+                        T.gemm(acc_s, k_tile, acc_o)
+                    elif T.Not(_has(Flags, "nothing")):
+                        T.gemm(acc_s, v_tile, acc_o)
+""",
+    },
+)
+
+
 @dataclass(frozen=True)
 class _Slipped:
-    """A kernel with all slips, and which of them are on: compiled once for all of them."""
+    """The kernel with slips, and which of them are made."""
 
     kernel: object
     flags: Tensor
 
 
-def _listed(slips: Slips, G: int, D: int, BS: int) -> _Slipped:
-    """`listed_attention` with slips."""
-    flags = torch.tensor([name in slips for name in _LISTED_SLIPS], dtype=torch.int32)
-    return _Slipped(_kernel_with_slips(G, D, BS), flags)
-
-
 @functools.cache
-def _kernel_with_slips(G: int, D: int, BS: int) -> object:
-    """`listed_attention`, whose last argument says for each of `_LISTED_SLIPS` whether it is on."""
-    N, M, S = T.dynamic("N"), T.dynamic("M"), T.dynamic("S")
-    number = {name: i for i, name in enumerate(_LISTED_SLIPS)}
+def _with_slips(G: int, D: int, BS: int) -> object:
+    return _WITH_SLIPS(G, D, BS)
 
-    @T.prim_func
-    def kernel(
-        Q: T.Tensor([N, G, D], "float32"),
-        K: T.Tensor([M, D], "float32"),
-        V: T.Tensor([M, D], "float32"),
-        Lists: T.Tensor([N, S], "int32"),
-        Output: T.Tensor([N, G, D], "float32"),
-        Flags: T.Tensor([len(_LISTED_SLIPS)], "int32"),
-    ):
-        with T.Kernel(N, threads=32) as t:
-            q_tile = T.alloc_shared([G, D], "float32")
-            k_tile = T.alloc_shared([BS, D], "float32")
-            v_tile = T.alloc_shared([BS, D], "float32")
-            acc_s = T.alloc_fragment([G, BS], "float32")
-            acc_o = T.alloc_fragment([G, D], "float32")
-            scores_sum = T.alloc_fragment([G], "float32")
-            running_sum = T.alloc_fragment([G], "float32")
-            # a variable: every address would hold its value, and the compiler would take seconds
-            start = T.alloc_var("int32", init=0)
-            T.copy(Q[t, 0:G, 0:D], q_tile)
-            T.clear(running_sum)
-            T.clear(acc_o)
-            for slot in T.serial(S):
-                guarded = T.if_then_else(
-                    Flags[number["turned guard"]] == 1, Lists[slot, t], Lists[t, slot]
-                )
-                in_slot = T.if_then_else(
-                    Flags[number["turned"]] == 1, Lists[slot, t], Lists[t, slot]
-                )
-                first = Flags[number["zero"]] - Flags[number["open"]]
-                is_there = T.if_then_else(
-                    Flags[number["inverted"]] == 1, guarded < 0, guarded >= first
-                )
-                if T.And(is_there, T.Or(Flags[number["short"]] == 0, in_slot < S)):
-                    block = T.if_then_else(
-                        Flags[number["query"]] == 1,
-                        t,
-                        T.if_then_else(Flags[number["slot"]] == 1, slot, in_slot),
-                    )
-                    step = T.if_then_else(
-                        Flags[number["position"]] == 1,
-                        1,
-                        T.if_then_else(
-                            Flags[number["width"]] == 1,
-                            D,
-                            T.if_then_else(Flags[number["slots"]] == 1, S, BS),
-                        ),
-                    )
-                    start = (block - Flags[number["from 1"]]) * step
-                    T.copy(K[start : start + BS, 0:D], k_tile)
-                    T.copy(V[start : start + BS, 0:D], v_tile)
-                    T.clear(acc_s)
-                    T.gemm(q_tile, k_tile, acc_s, transpose_B=True)
-                    for g, j in T.Parallel(G, BS):
-                        acc_s[g, j] = T.exp(acc_s[g, j])
-                    T.reduce_sum(acc_s, scores_sum, dim=1)
-                    for g in T.Parallel(G):
-                        running_sum[g] += scores_sum[g]
-                    if Flags[number["anew"]] == 1:
-                        T.clear(acc_o)
-                    if Flags[number["keys"]] == 1:
-                        T.gemm(acc_s, k_tile, acc_o)
-                    elif Flags[number["nothing"]] == 0:
-                        T.gemm(acc_s, v_tile, acc_o)
-            for g, d in T.Parallel(G, D):
-                acc_o[g, d] /= running_sum[g]
-            T.copy(acc_o, Output[t, 0:G, 0:D])
 
-    return kernel
+def _listed(slips: frozenset[str], *sizes: int) -> _Slipped:
+    flags = torch.tensor([name in slips for name in _SLIPS], dtype=torch.int32)
+    return _Slipped(_with_slips(*sizes), flags)
 
+
+_SLIP = Switches(
+    _listed,
+    exclusive=(
+        {"position", "width", "slots"}, {"slot", "query", "from 1", "turned"},
+        {"open", "zero", "short", "inverted"}, {"keys", "nothing"}, {"nothing", "anew"},
+    ),
+)  # fmt: skip
 
 _G, _D, _BS = 2, 3, 4
-
-
 _GAPS = 3
 
 
@@ -424,104 +400,53 @@ def _listed_case(name: str, N: int, M: int, ids: list[int]) -> Case:
 
 
 _LISTED = TEXTS.exercise(
-    "listed_attention",
-    minutes=6,
-    difficulty=2,
-    solution=listed_attention,
-    run=_run_listed,
+    "listed_attention", minutes=6, difficulty=2, solution=listed_attention, run=_run_listed,
     tolerance=1e-4,
-    misconceptions=(
-        Misconception(
-            "taking a block's number for a position",
-            slip(_listed, "position"),
-            "Block 2 begins at token 8 when blocks have 4 tokens. Where does your slice begin?",
-        ),
-        Misconception(
-            "taking the slot for the block",
-            slip(_listed, "slot"),
-            "The slot says where in the list to look. What stands there?",
-        ),
-        Misconception(
-            "taking the slot for the block",
-            Wrong(_listed, frozenset({"slot", "position"})),
-            "The slot says where in the list to look. What stands there?",
-        ),
-        Misconception(
-            "taking the query for the block",
-            slip(_listed, "query"),
-            "The program's number `t` says whose list to read. Which block does that list name?",
-        ),
-        Misconception(
-            "counting blocks from 1",
-            slip(_listed, "from 1"),
-            "Block 0 is the first one. At which token does your block 0 begin?",
-        ),
-        Misconception(
-            "multiplying a block's number by the width",
-            slip(_listed, "width"),
-            "The slice counts tokens. How many tokens has a block?",
-        ),
-        Misconception(
-            "multiplying a block's number by the number of slots",
-            slip(_listed, "slots"),
-            "`S` is the number of slots in a list. How many tokens has a block?",
-        ),
-        *(
-            Misconception(
-                "the list's two indices in the other order",
-                Wrong(_listed, slips),
-                "`Lists` is `[N, S]`: a row for each query, a column for each slot. Which index "
-                "says whose list it is?",
-            )
-            for slips in map(frozenset, ({"turned", "turned guard"}, {"turned"}, {"turned guard"}))
-        ),
-        Misconception(
-            "an inverted condition",
-            slip(_listed, "inverted"),
-            "Your kernel loads where the slot is empty, and skips the blocks. For which numbers "
-            "should the `if` be true?",
-        ),
-        Misconception(
-            "loading a block for an empty slot",
-            slip(_listed, "open"),
-            "Your `if` lets an empty slot through. (`slot` is never negative. The −1 stands in the "
-            "list.) Block −1 lies before the first token, so zeros are loaded. What is exp of a "
-            "score of 0, and where does it go?",
-        ),
-        Misconception(
-            "taking block 0 for an empty slot",
-            slip(_listed, "zero"),
-            "The first block has number 0. Which numbers does your condition let through?",
-        ),
-        Misconception(
-            "comparing a block's number with the number of slots",
-            slip(_listed, "short"),
-            "A list of 2 slots may name block 7. What does `S` count?",
-        ),
-        Misconception(
-            "weighting the keys in place of the values",
-            slip(_listed, "keys"),
-            "The keys have done their work once the scores are there. What do the weights mix?",
-        ),
-        Misconception(
-            "leaving the weighted values out",
-            slip(_listed, "nothing"),
-            "`acc_o` is still 0 at the end. Which product fills it, block by block?",
-        ),
-        Misconception(
-            "starting `acc_o` anew for each block",
-            slip(_listed, "anew"),
-            "`acc_o` is cleared once, before the loop, and each block adds to it. After two "
-            "blocks, what is left of the first one's values?",
-        ),
-    ),
+    misconceptions=diffs(listed_attention, [
+        (_SLIP("position"), "taking a block's number for a position",
+         "Block 2 begins at token 8 when blocks have 4 tokens. Where does your slice begin?"),
+        (_SLIP("slot"), "taking the slot for the block",
+         "The slot says where in the list to look. What stands there?"),
+        (_SLIP("slot", "position"), "taking the slot for the block"),
+        (_SLIP("query"), "taking the query for the block",
+         "The program's number `t` says whose list to read. Which block does that list name?"),
+        (_SLIP("from 1"), "counting blocks from 1",
+         "Block 0 is the first one. At which token does your block 0 begin?"),
+        (_SLIP("width"), "multiplying a block's number by the width",
+         "The slice counts tokens. How many tokens has a block?"),
+        (_SLIP("slots"), "multiplying a block's number by the number of slots",
+         "`S` is the number of slots in a list. How many tokens has a block?"),
+        (_SLIP("turned", "turned guard"), "the list's two indices in the other order",
+         "`Lists` is `[N, S]`: a row for each query, a column for each slot. Which index says "
+         "whose list it is?"),
+        (_SLIP("turned"), "the list's two indices in the other order"),
+        (_SLIP("turned guard"), "the list's two indices in the other order"),
+        (_SLIP("inverted"), "an inverted condition",
+         "Your kernel loads where the slot is empty, and skips the blocks. For which numbers "
+         "should the `if` be true?"),
+        (_SLIP("open"), "loading a block for an empty slot",
+         "Your `if` lets an empty slot through. (`slot` is never negative. The −1 stands in the "
+         "list.) Block −1 lies before the first token, so zeros are loaded. What is exp of a "
+         "score of 0, and where does it go?"),
+        (_SLIP("zero"), "taking block 0 for an empty slot",
+         "The first block has number 0. Which numbers does your condition let through?"),
+        (_SLIP("short"), "comparing a block's number with the number of slots",
+         "A list of 2 slots may name block 7. What does `S` count?"),
+        (_SLIP("keys"), "weighting the keys in place of the values",
+         "The keys have done their work once the scores are there. What do the weights mix?"),
+        (_SLIP("nothing"), "leaving the weighted values out",
+         "`acc_o` is still 0 at the end. Which product fills it, block by block?"),
+        (_SLIP("anew"), "starting `acc_o` anew for each block",
+         "`acc_o` is cleared once, before the loop, and each block adds to it. After two "
+         "blocks, what is left of the first one's values?"),
+    ]),
     cases=(
         _listed_case("one query, one block", 1, 4, [0]),
         _listed_case("the last of three blocks", 1, 12, [2]),
         _listed_case("two blocks and an empty slot", 2, 12, [1, -1, 0]),
         _listed_case("five queries", 5, 20, [4, 0]),
     ),
-)
+)  # fmt: skip
 
 # -- update_max --
 
@@ -532,129 +457,59 @@ def update_max(acc_s: object, scores_max: object) -> None:
     T.reduce_max(acc_s, scores_max, dim=1, clear=False)
 
 
-def _max_of_block(acc_s: object, scores_max: object) -> None:
-    T.reduce_max(acc_s, scores_max, dim=1, clear=True)
+_MAX_LINE = "T.reduce_max(acc_s, scores_max, dim=1, clear=False)"
 
 
-def _max_with_zero(acc_s: object, scores_max: object) -> None:
-    T.reduce_max(acc_s, scores_max, dim=1, clear=False)
-    for g in T.Parallel(2):
-        scores_max[g] = T.max(scores_max[g], 0.0)
+def _set_each(maximum: str) -> str:
+    return f"for g in T.Parallel(2):\n        scores_max[g] = {maximum}"
 
 
-def _max_untouched(acc_s: object, scores_max: object) -> None:
-    for g in T.Parallel(2):
-        scores_max[g] = scores_max[g] + 0.0
+def _and_set_each(maximum: str) -> str:
+    return f"{_MAX_LINE}\n    {_set_each(maximum)}"
 
 
-def _sum_of_block(acc_s: object, scores_max: object) -> None:
-    T.reduce_sum(acc_s, scores_max, dim=1)
-
-
-def _max_of_first(acc_s: object, scores_max: object) -> None:
-    for g in T.Parallel(2):
-        if scores_max[g] == -T.infinity("float32"):
-            scores_max[g] = T.max(acc_s[g, 0], acc_s[g, 1])
-
-
-def _max_of_first_keys(acc_s: object, scores_max: object) -> None:
-    for g in T.Parallel(2):
-        scores_max[g] = T.max(scores_max[g], acc_s[g, 0])
-
-
-def _max_over_heads(acc_s: object, scores_max: object) -> None:
-    T.reduce_max(acc_s, scores_max, dim=0, clear=False)
-
-
-def _max_of_tile(acc_s: object, scores_max: object) -> None:
-    T.reduce_max(acc_s, scores_max, dim=1, clear=False)
-    scores_max[0] = T.max(scores_max[0], scores_max[1])
-    scores_max[1] = scores_max[0]
-
-
-def _largest_magnitude(acc_s: object, scores_max: object) -> None:
-    T.reduce_max(acc_s, scores_max, dim=1, clear=False)
-    for g, j in T.Parallel(2, 2):
-        if acc_s[g, j] > -T.infinity("float32"):
-            scores_max[g] = T.max(scores_max[g], -acc_s[g, j])
-
-
-def _max_by_python(acc_s: object, scores_max: object) -> None:
-    for g, j in T.Parallel(2, 2):
-        scores_max[g] = max(scores_max[g], acc_s[g, j])
-
-
-def _max_of_whole_tiles(acc_s: object, scores_max: object) -> None:
-    scores_max = T.max(scores_max, acc_s)
-
-
-def _max_from_zero(acc_s: object, scores_max: object) -> None:
-    T.fill(scores_max, 0)
-    T.reduce_max(acc_s, scores_max, dim=1, clear=False)
-
-
-_MAX = TEXTS.exercise("update_max", minutes=3, difficulty=1, solution=update_max, run=_run_with("update_max"), tolerance=1e-4, misconceptions=(
-        Misconception(
-            "taking the maximum of this block alone",
-            _max_of_block,
-            "What the earlier blocks had found is gone, whether a `fill` or `clear=True` wipes it "
-            "out. If this block lies 100 below the one before, what is `scores_scale`?",
-        ),
-        Misconception(
-            "a maximum that is never below 0",
-            _max_with_zero,
-            "It runs, and it does not overflow. But measured from 0, the weight of a score of "
-            "−200 is e^−200. What does fp32 make of it? And of its row's sum?",
-        ),
-        Misconception(
-            "leaving the maximum where it starts",
-            _max_untouched,
-            "`scores_max` is still −∞ here. (A sum that starts at −∞ stays there, too.) The "
-            "scores are measured from it. What is a number minus −∞?",
-        ),
-        Misconception(
-            "adding the scores up in place of their maximum",
-            _sum_of_block,
-            "Two scores of −200 add up to −400. Measured from there, each has the weight "
-            "e^200. Which other `reduce` of `T` keeps the larger one?",
-        ),
-        Misconception(
-            "keeping the first block's maximum",
-            _max_of_first,
-            "It never falls, which is half of it. What if a later block scores 100 nats more?",
-        ),
-        Misconception(
-            "taking each block's first key for its maximum",
-            _max_of_first_keys,
-            "It runs from block to block, which is half of it. But in each block, you look at one "
-            "key. What if the second key scores 200 more?",
-        ),
-        Misconception(
-            "taking the maximum over the heads in place of the keys",
-            _max_over_heads,
-            "`acc_s` is `[G, BS]`: a row for each head, a column for each key. Along which axis "
-            "lie the scores that one softmax compares?",
-        ),
-        Misconception(
-            "one maximum for all heads of the group",
-            _max_of_tile,
-            "Each row of the tile is a head with a softmax of its own. What is left of a head "
-            "whose scores all lie far below another's?",
-        ),
-        Misconception(
-            "taking the largest magnitude for the maximum",
-            _largest_magnitude,
-            "Powers of e overflow on one side only. Measured from +60, what is left of a row whose "
-            "scores are all −60?",
-        ),
-        Misconception(
-            "comparing whole tiles as if they were numbers",
-            _max_of_whole_tiles,
-            "`T.max` takes two numbers, and `acc_s` is a tile. Which function of `T` goes along "
-            "a tile's axis?",
-        ),
-        Misconception(_PYTHON_DECIDES, _max_by_python, _PYTHONS_MAX),
-    ), cases=(
+_MAX = TEXTS.exercise(
+    "update_max", minutes=3, difficulty=1, solution=update_max, run=_run_with("update_max"),
+    tolerance=1e-4,
+    misconceptions=diffs(update_max, [
+        ("clear=False", "clear=True", "taking the maximum of this block alone",
+         "What the earlier blocks had found is gone, whether a `fill` or `clear=True` wipes it "
+         "out. If this block lies 100 below the one before, what is `scores_scale`?"),
+        (_MAX_LINE, _and_set_each("T.max(scores_max[g], 0.0)"), "a maximum that is never below 0",
+         "It runs, and it does not overflow. But measured from 0, the weight of a score of "
+         "−200 is e^−200. What does fp32 make of it? And of its row's sum?"),
+        (_MAX_LINE, _set_each("scores_max[g]"), "leaving the maximum where it starts",
+         "`scores_max` is still −∞ here. (A sum that starts at −∞ stays there, too.) The "
+         "scores are measured from it. What is a number minus −∞?"),
+        (_MAX_LINE, "T.reduce_sum(acc_s, scores_max, dim=1)",
+         "adding the scores up in place of their maximum",
+         "Two scores of −200 add up to −400. Measured from there, each has the weight "
+         "e^200. Which other `reduce` of `T` keeps the larger one?"),
+        (_MAX_LINE, _set_each('T.if_then_else(scores_max[g] == -T.infinity("float32"), '
+                              "T.max(acc_s[g, 0], acc_s[g, 1]), scores_max[g])"),
+         "keeping the first block's maximum",
+         "It never falls, which is half of it. What if a later block scores 100 nats more?"),
+        (_MAX_LINE, _set_each("T.max(scores_max[g], acc_s[g, 0])"),
+         "taking each block's first key for its maximum",
+         "It runs from block to block, which is half of it. But in each block, you look at one "
+         "key. What if the second key scores 200 more?"),
+        ("dim=1", "dim=0", "taking the maximum over the heads in place of the keys",
+         "`acc_s` is `[G, BS]`: a row for each head, a column for each key. Along which axis "
+         "lie the scores that one softmax compares?"),
+        (_MAX_LINE, _and_set_each("T.max(scores_max[0], scores_max[1])"),
+         "one maximum for all heads of the group",
+         "Each row of the tile is a head with a softmax of its own. What is left of a head "
+         "whose scores all lie far below another's?"),
+        ("reduce_max", "reduce_absmax", "taking the largest magnitude for the maximum",
+         "Powers of e overflow on one side only. Measured from +60, what is left of a row whose "
+         "scores are all −60?"),
+        (_MAX_LINE, "scores_max = T.max(scores_max, acc_s)",
+         "comparing whole tiles as if they were numbers",
+         "`T.max` takes two numbers, and `acc_s` is a tile. Which function of `T` goes along "
+         "a tile's axis?"),
+        (_MAX_LINE, _set_each("max(scores_max[g], acc_s[g, 0])"), _PYTHON_DECIDES, _PYTHONS_MAX),
+    ], pairs=False),
+    cases=(
         _case("two keys, 200 apart", 1, 2, [0, -1, -1], key_scores=[200, 0], causal=False),
         _case("two keys, the second 200 above the first", 1, 2, [0, -1, -1],
               key_scores=[0, 200], causal=False),
@@ -668,7 +523,8 @@ _MAX = TEXTS.exercise("update_max", minutes=3, difficulty=1, solution=update_max
               key_scores=[200, 201, 100, 101, 0, 1], causal=False),
         _case("each block 100 above the one before", 1, 6, [0, 1, 2],
               key_scores=[0, 1, 100, 101, 200, 201], causal=False),
-    ),)  # fmt: skip
+    ),
+)  # fmt: skip
 
 # -- is_seen --
 
@@ -679,33 +535,12 @@ def is_seen(query: object, key: object, num_keys: object, causal: bool) -> objec
     return T.And(key < num_keys, query >= key) if causal else key < num_keys
 
 
-def _seen(slips: Slips, query: object, key: object, num_keys: object, causal: bool) -> object:
-    """`is_seen` with slips."""
-    if "python" in slips:
-        return key < num_keys and query >= key if causal else key < num_keys
-    if "python, strict" in slips:
-        return key < num_keys and query > key if causal else key < num_keys
-    if "python, always" in slips:
-        return key < num_keys and (not causal or query >= key)
-    causal = causal != ("swapped" in slips)
-    if "nothing" in slips and not causal:
-        return True
-    if "blind" in slips and not causal:
-        return key < 0
-    if "one more" in slips:
-        end = key <= num_keys
-    elif "one less" in slips:
-        end = key < num_keys - 1
-    elif slips & {"full blocks", "each a block"}:
-        end = (key // 4 * 4 if "full blocks" in slips else key) + 4 <= num_keys
-    else:
-        end = key < num_keys
-    if (not causal and "always causal" not in slips) or "end alone" in slips:
-        return end
-    if "reversed" in slips:
-        return T.And(end, key >= query)
-    past = query > key if "strict" in slips else query >= key
-    return past if "nothing" in slips else T.And(end, past)
+_BOTH = "T.And(key < num_keys, query >= key)"
+
+
+def _end(condition: str) -> dict[str, str]:
+    """Another condition for the keys that exist."""
+    return {"And(key < num_keys": f"And({condition}", "else key < num_keys": f"else {condition}"}
 
 
 _PYTHONS_AND = (
@@ -714,86 +549,57 @@ _PYTHONS_AND = (
     "parentheses.) Which function of `T` joins two comparisons?"
 )
 
-_SEEN = TEXTS.exercise("is_seen", minutes=5, difficulty=2, solution=is_seen, run=_run_with("is_seen", block_size=4), tolerance=1e-4, misconceptions=(
-        Misconception(
-            "forgetting the end where nothing is causal",
-            slip(_seen, "nothing"),
-            "`T.copy` puts zeros past the end, and a key of zeros scores 0: a weight like any "
-            "other. Is each key's own position compared with `num_keys`?",
-        ),
-        Misconception(
-            "hiding the future where nothing is causal",
-            slip(_seen, "always causal"),
-            "With causal=False a query sees keys behind it as well. Which condition is left then?",
-        ),
-        Misconception(
-            "seeing nothing where nothing is causal",
-            slip(_seen, "blind"),
-            "With causal=False your condition is never true, and a row of −∞ becomes NaN. Is "
-            "`causal` itself part of your condition? (`causal and …` is False then.) And which "
-            "comparison says that a key exists?",
-        ),
-        Misconception(
-            "letting one key too many in",
-            slip(_seen, "one more"),
-            "There are `num_keys` keys, and the first has number 0. Which number has the last?",
-        ),
-        Misconception(
-            "leaving the last key out",
-            slip(_seen, "one less"),
-            "The last key has number `num_keys - 1`, and it is one that exists. Is it smaller "
-            "than your limit?",
-        ),
-        Misconception(
-            "dropping the ragged block",
-            slip(_seen, "full blocks"),
-            "That is the guard `i_s + BS <= seq_len`: nothing is read past the end any more. And "
-            "which keys are never read at all?",
-        ),
-        Misconception(
-            "taking each key for the start of a block",
-            slip(_seen, "each a block"),
-            "`key` is one key's own position. There are 6 keys: what does `key + 4 <= num_keys` "
-            "say of key 3, which exists?",
-        ),
-        Misconception(
-            "checking the end and forgetting the future",
-            slip(_seen, "end alone"),
-            "With causal=True the last block of a list is often the query's own. What lies in "
-            "its second half?",
-        ),
-        Misconception(
-            "hiding the query's own key",
-            slip(_seen, "strict"),
-            "A query sees itself. What does the very first one see otherwise?",
-        ),
-        Misconception(
-            "seeing the future in place of the past",
-            slip(_seen, "reversed"),
-            "Query 0 sees all keys here, and the last one only itself. Which of `query` and `key` "
-            "should be the larger position?",
-        ),
-        Misconception(
-            "taking causal the other way round",
-            slip(_seen, "swapped"),
-            "The future is hidden where `causal` is False, and seen where it is True. Which of "
-            "your two branches is which?",
-        ),
-        Misconception(
-            _PYTHON_DECIDES, slip(_seen, "python"), f"Your logic is right. {_PYTHONS_AND}"
-        ),
-        Misconception(
-            _PYTHON_DECIDES, slip(_seen, "python, always"), f"Your logic is right. {_PYTHONS_AND}"
-        ),
-        Misconception(_PYTHON_DECIDES, slip(_seen, "python, strict"), _PYTHONS_AND),
-    ), cases=(
+_SEEN = TEXTS.exercise(
+    "is_seen", minutes=5, difficulty=2, solution=is_seen, run=_run_with("is_seen", block_size=4),
+    tolerance=1e-4,
+    misconceptions=diffs(is_seen, [
+        ({_BOTH: "query >= key", "else key < num_keys": "else True"},
+         "forgetting the end where nothing is causal",
+         "`T.copy` puts zeros past the end, and a key of zeros scores 0: a weight like any "
+         "other. Is each key's own position compared with `num_keys`?"),
+        (" if causal else key < num_keys", "", "hiding the future where nothing is causal",
+         "With causal=False a query sees keys behind it as well. Which condition is left then?"),
+        ("else key < num_keys", "else key < 0", "seeing nothing where nothing is causal",
+         "With causal=False your condition is never true, and a row of −∞ becomes NaN. Is "
+         "`causal` itself part of your condition? (`causal and …` is False then.) And which "
+         "comparison says that a key exists?"),
+        (_end("key <= num_keys"), "letting one key too many in",
+         "There are `num_keys` keys, and the first has number 0. Which number has the last?"),
+        (_end("key < num_keys - 1"), "leaving the last key out",
+         "The last key has number `num_keys - 1`, and it is one that exists. Is it smaller "
+         "than your limit?"),
+        (_end("key // 4 * 4 + 4 <= num_keys"), "dropping the ragged block",
+         "That is the guard `i_s + BS <= seq_len`: nothing is read past the end any more. And "
+         "which keys are never read at all?"),
+        (_end("key + 4 <= num_keys"), "taking each key for the start of a block",
+         "`key` is one key's own position. There are 6 keys: what does `key + 4 <= num_keys` "
+         "say of key 3, which exists?"),
+        (_BOTH, "key < num_keys", "checking the end and forgetting the future",
+         "With causal=True the last block of a list is often the query's own. What lies in "
+         "its second half?"),
+        ("query >= key", "query > key", "hiding the query's own key",
+         "A query sees itself. What does the very first one see otherwise?"),
+        ("query >= key", "key >= query", "seeing the future in place of the past",
+         "Query 0 sees all keys here, and the last one only itself. Which of `query` and `key` "
+         "should be the larger position?"),
+        ("if causal", "if not causal", "taking causal the other way round",
+         "The future is hidden where `causal` is False, and seen where it is True. Which of "
+         "your two branches is which?"),
+        (_BOTH, "key < num_keys and query >= key", _PYTHON_DECIDES,
+         f"Your logic is right. {_PYTHONS_AND}"),
+        (f"{_BOTH} if causal else key < num_keys",
+         "key < num_keys and (not causal or query >= key)", _PYTHON_DECIDES),
+        (_BOTH, "key < num_keys and query > key", _PYTHON_DECIDES, _PYTHONS_AND),
+    ], pairs=False),
+    cases=(
         _case("one key in a block of 4, not causal", 1, 1, [0, -1], causal=False),
         _case("four keys, which fill their block, not causal", 1, 4, [0, -1], causal=False),
         _case("six keys, all scores below 0, not causal", 1, 6, [1, 0],
               key_scores=[-9, -9, -8, -7, -5, -6], causal=False),
         _case("four keys, causal", 4, 4, [0, -1]),
         _case("six keys, causal", 6, 6, [0, 1]),
-    ),)  # fmt: skip
+    ),
+)  # fmt: skip
 
 # -- normalise --
 
@@ -805,151 +611,59 @@ def normalise(acc_o: object, running_sum: object, G: int, BV: int) -> None:
         acc_o[i, j] = T.if_then_else(running_sum[i] == 0, 0, acc_o[i, j] / running_sum[i])
 
 
-def _divide_always(acc_o: object, running_sum: object, G: int, BV: int) -> None:
-    for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = acc_o[i, j] / running_sum[i]
+_CHOICE = "T.if_then_else(running_sum[i] == 0, 0, acc_o[i, j] / running_sum[i])"
 
 
-def _divide_by_one_more(acc_o: object, running_sum: object, G: int, BV: int) -> None:
-    for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = acc_o[i, j] / (running_sum[i] + 1.0)
+def _sum_of(head: str) -> dict[str, str]:
+    """The sum of another head, in both places."""
+    wrong = f"running_sum[{head}]"
+    return {"running_sum[i] ==": f"{wrong} ==", "/ running_sum[i]": f"/ {wrong}"}
 
 
-def _divide_with(epsilon: float) -> Callable:
-    def divide(acc_o: object, running_sum: object, G: int, BV: int) -> None:
-        for i, j in T.Parallel(G, BV):
-            acc_o[i, j] = acc_o[i, j] / (running_sum[i] + epsilon)
-
-    return divide
-
-
-def _above_zero(acc_o: object, running_sum: object, G: int, BV: int) -> None:
-    for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = T.if_then_else(running_sum[i] > 0, acc_o[i, j] / running_sum[i], 0)
-
-
-def _more_than_one(acc_o: object, running_sum: object, G: int, BV: int) -> None:
-    for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = T.if_then_else(running_sum[i] > 1, acc_o[i, j] / running_sum[i], 0)
-
-
-def _first_head(acc_o: object, running_sum: object, G: int, BV: int) -> None:
-    for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = T.if_then_else(running_sum[0] == 0, 0, acc_o[i, j] / running_sum[0])
-
-
-def _by_channel(acc_o: object, running_sum: object, G: int, BV: int) -> None:
-    for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = T.if_then_else(running_sum[j] == 0, 0, acc_o[i, j] / running_sum[j])
-
-
-def _other_branch(acc_o: object, running_sum: object, G: int, BV: int) -> None:
-    for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = T.if_then_else(running_sum[i] == 0, acc_o[i, j] / running_sum[i], 0)
-
-
-def _one_for_empty(acc_o: object, running_sum: object, G: int, BV: int) -> None:
-    for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = T.if_then_else(running_sum[i] == 0, 1, acc_o[i, j] / running_sum[i])
-
-
-def _not_divided(acc_o: object, running_sum: object, G: int, BV: int) -> None:
-    for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = acc_o[i, j] * 1.0
-
-
-def _guard_the_product(acc_o: object, running_sum: object, G: int, BV: int) -> None:
-    for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = acc_o[i, j] * T.if_then_else(running_sum[i] > 0, running_sum[i], 0)
-
-
-def _whole_tiles(acc_o: object, running_sum: object, G: int, BV: int) -> None:
-    acc_o = acc_o / running_sum
-
-
-def _python_decides(acc_o: object, running_sum: object, G: int, BV: int) -> None:
-    for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = acc_o[i, j] / max(running_sum[i], 1.0)
-
-
-def _first_head_unguarded(acc_o: object, running_sum: object, G: int, BV: int) -> None:
-    for i, j in T.Parallel(G, BV):
-        acc_o[i, j] = acc_o[i, j] / running_sum[0]
-
-
-_NORMALISE = TEXTS.exercise("normalise", minutes=5, difficulty=1, solution=normalise, run=_run_with("normalise"), tolerance=3e-7, misconceptions=(
-        Misconception(
-            "dividing by a sum that may be 0",
-            _divide_always,
-            "One NaN in a layer's output is NaN everywhere a layer later. What is 0 / 0?",
-        ),
-        Misconception(
-            "taking a row with a NaN for an empty one",
-            _above_zero,
-            "The empty row is 0 now, and so is a row that sees a NaN: an error has vanished. What "
-            "does your condition say of NaN? (`NaN > 0` is False.)",
-        ),
-        Misconception(
-            "adding 1 to every sum",
-            _divide_by_one_more,
-            "The empty row is 0 now. What has become of a row with one key, whose weight should "
-            "be 1?",
-        ),
-        *(
-            Misconception(
-                "adding a small number to every sum",
-                _divide_with(epsilon),
-                "The empty row is 0 now. Every other row is a little too small, and none of them "
-                "needed it. How small is the smallest sum of a row that is not empty?",
-            )
-            for epsilon in (1e-3, 1e-5, 1e-6)
-        ),
-        Misconception(
-            "taking a sum of 1 for an empty row",
-            _more_than_one,
-            "One visible key has the weight 1. What is the sum of its row?",
-        ),
-        Misconception(
-            "dividing all heads by the first one's sum",
-            _first_head,
-            "Each row of the tile is a head, and has a sum of its own. Which index counts heads?",
-        ),
-        Misconception(
-            "taking the sum by channel in place of head",
-            _by_channel,
-            "`running_sum` is `[G]`: one number for each head. Which of `i` and `j` counts heads?",
-        ),
-        Misconception(
-            "the two choices in the wrong order",
-            _other_branch,
-            "The empty row is divided, and all others are 0. Which of the two comes first in "
-            "`T.if_then_else(condition, a, b)`?",
-        ),
-        Misconception(
-            "giving an empty row 1 in place of 0",
-            _one_for_empty,
-            "A divisor of 1 would leave the empty row 0. What does your choice give there: the "
-            "divisor, or the output itself?",
-        ),
-        Misconception(
-            "not dividing",
-            _not_divided,
-            "The weights of a row are to add up to 1. What do they add up to so far?",
-        ),
-        Misconception(
-            "multiplying by the sum",
-            _guard_the_product,
-            "The empty row is right. A row with two equal keys should give the mean of their "
-            "values: what does it give?",
-        ),
-        Misconception(
-            "dividing whole tiles as if they were numbers",
-            _whole_tiles,
-            "A tile is divided element by element, and written the same way: `acc_o[i, j] = …`. "
-            "Which loop names all of its elements?",
-        ),
-        Misconception(_PYTHON_DECIDES, _python_decides, _PYTHONS_MAX),
-    ), cases=(
+_NORMALISE = TEXTS.exercise(
+    "normalise", minutes=5, difficulty=1, solution=normalise, run=_run_with("normalise"),
+    tolerance=3e-7,
+    misconceptions=diffs(normalise, [
+        (_CHOICE, "acc_o[i, j] / running_sum[i]", "dividing by a sum that may be 0",
+         "One NaN in a layer's output is NaN everywhere a layer later. What is 0 / 0?"),
+        (_CHOICE, "T.if_then_else(running_sum[i] > 0, acc_o[i, j] / running_sum[i], 0)",
+         "taking a row with a NaN for an empty one",
+         "The empty row is 0 now, and so is a row that sees a NaN: an error has vanished. What "
+         "does your condition say of NaN? (`NaN > 0` is False.)"),
+        (_CHOICE, "acc_o[i, j] / (running_sum[i] + 1.0)", "adding 1 to every sum",
+         "The empty row is 0 now. What has become of a row with one key, whose weight should "
+         "be 1?"),
+        (_CHOICE, "acc_o[i, j] / (running_sum[i] + 1e-3)", "adding a small number to every sum",
+         "The empty row is 0 now. Every other row is a little too small, and none of them "
+         "needed it. How small is the smallest sum of a row that is not empty?"),
+        (_CHOICE, "acc_o[i, j] / (running_sum[i] + 1e-5)", "adding a small number to every sum"),
+        (_CHOICE, "acc_o[i, j] / (running_sum[i] + 1e-6)", "adding a small number to every sum"),
+        (_CHOICE, "T.if_then_else(running_sum[i] > 1, acc_o[i, j] / running_sum[i], 0)",
+         "taking a sum of 1 for an empty row",
+         "One visible key has the weight 1. What is the sum of its row?"),
+        (_sum_of("0"), "dividing all heads by the first one's sum",
+         "Each row of the tile is a head, and has a sum of its own. Which index counts heads?"),
+        (_sum_of("j"), "taking the sum by channel in place of head",
+         "`running_sum` is `[G]`: one number for each head. Which of `i` and `j` counts heads?"),
+        (_CHOICE, "T.if_then_else(running_sum[i] == 0, acc_o[i, j] / running_sum[i], 0)",
+         "the two choices in the wrong order",
+         "The empty row is divided, and all others are 0. Which of the two comes first in "
+         "`T.if_then_else(condition, a, b)`?"),
+        ("== 0, 0", "== 0, 1", "giving an empty row 1 in place of 0",
+         "A divisor of 1 would leave the empty row 0. What does your choice give there: the "
+         "divisor, or the output itself?"),
+        (_CHOICE, "acc_o[i, j]", "not dividing",
+         "The weights of a row are to add up to 1. What do they add up to so far?"),
+        (_CHOICE, "acc_o[i, j] * running_sum[i]", "multiplying by the sum",
+         "The empty row is right. A row with two equal keys should give the mean of their "
+         "values: what does it give?"),
+        (f"acc_o[i, j] = {_CHOICE}", "acc_o = acc_o / running_sum",
+         "dividing whole tiles as if they were numbers",
+         "A tile is divided element by element, and written the same way: `acc_o[i, j] = …`. "
+         "Which loop names all of its elements?"),
+        (_CHOICE, "acc_o[i, j] / max(running_sum[i], 1.0)", _PYTHON_DECIDES, _PYTHONS_MAX),
+    ], pairs=False),
+    cases=(
         _case("one query without a block", 1, 1, [-1, -1]),
         _case("one query with one key", 1, 1, [0, -1]),
         _case("one query with one key, which is NaN", 1, 1, [0, -1], key_scores=[math.nan]),
@@ -959,11 +673,10 @@ _NORMALISE = TEXTS.exercise("normalise", minutes=5, difficulty=1, solution=norma
         _case("only blocks of the future", 3, 3, [[1, -1], [1, 1], [0, 1]]),
         _case("a query without a block among others", 4, 4,
               [[0, -1], [-1, 0], [-1, -1], [1, 0]]),
-    ),)  # fmt: skip
+    ),
+)  # fmt: skip
 
 # -- programs_per_sm --
-
-_SHARED, _RESERVED = 228 * 1024, 1024
 
 
 def programs_per_sm(
@@ -972,186 +685,75 @@ def programs_per_sm(
     """Bytes of shared memory of a program, and how many programs an SM of an H200 holds by that."""
     GT, BT, DT, DVT = (-(-n // 16) * 16 for n in (G, BS, D, DV))
     copies = max(num_stages, 1)  # of the tiles that the pipeline fills
-    size = (GT * DT + copies * BT * (DT + DVT)) * itemsize
-    return size, 228 * 1024 // (size + 1024)  # an SM keeps 1 KiB for each program
+    elements = GT * DT + copies * BT * (DT + DVT)
+    size = elements * itemsize
+    programs = 228 * 1024 // (size + 1024)  # an SM keeps 1 KiB for each program
+    return size, programs
 
 
-def _fits(
-    slips: Slips, G: int, D: int, DV: int, BS: int, num_stages: int, itemsize: int
-) -> tuple[float, float]:
-    """`programs_per_sm` with slips."""
-    GT, BT, DT, DVT = (_side(slips, n) for n in (G, BS, D, DV))
-    if "group alone" in slips:
-        BT, DT, DVT = BS, D, DV
-    values = 0 if "no values" in slips else DT if "one width" in slips else DVT
-    copies = max(num_stages, 1)
-    if slips & {"one copy", "zero copies", "one more"}:
-        copies = 1 if "one copy" in slips else num_stages + ("one more" in slips)
-    queries = 0 if "no queries" in slips else GT * DT * (copies if "queries too" in slips else 1)
-    elements = queries + copies * BT * (DT + values)
-    elements += GT * BT * ("weights" in slips) + GT * DVT * ("output" in slips)
-    size = elements * (1 if "elements" in slips else itemsize)
-    size += 4 * GT * (BT + DVT) * ("fragments" in slips)
-    KiB = 1000 if "1000" in slips else 1024
-    needed = size + KiB * ("reserved" not in slips)
-    programs = 228 * KiB / needed
-    if "rounded" in slips:
-        programs = round(programs)
-    elif "fraction" not in slips:
-        programs = math.ceil(programs) if "rounded up" in slips else math.floor(programs)
-    size = needed if "told reserved" in slips else size
-    return (programs, size) if "swapped" in slips else (size, programs)
-
-
-def _side(slips: Slips, n: int) -> int:
-    """A side of a tile."""
-    if "not padded" in slips:
-        return n
-    if "power" in slips:
-        return max(16, 1 << (n - 1).bit_length())
-    if "down" in slips:
-        return n // 16 * 16
-    return n // 16 * 16 + 16 if "always up" in slips else -(-n // 16) * 16
-
-
-_PROGRAMS_MISTAKES = (
-    Misconception(
-        "copying the queries for each stage, too",
-        slip(_fits, "queries too"),
-        "Stages exist so that the next block's tiles can arrive while this one's are read. "
-        "Does the query group change from one block to the next?",
-    ),
-    Misconception(
-        "one copy of the tiles for any number of stages",
-        slip(_fits, "one copy"),
-        "With two stages, two blocks are in shared memory at once. How many tiles of keys is that?",
-    ),
-    Misconception(
-        "no tiles at all without a stage",
-        slip(_fits, "zero copies"),
-        "`num_stages=0` waits for each copy. Where does the copy land?",
-    ),
-    Misconception(
-        "one more copy of the tiles than there are stages",
-        slip(_fits, "one more"),
-        "With one stage, one block's tiles are in shared memory at a time. And with two?",
-    ),
-    Misconception(
-        "tiles that are not rounded up",
-        slip(_fits, "not padded"),
-        "One `mma` instruction takes 16 rows. How many rows has the tile of a group of 4 heads?",
-    ),
-    Misconception(
-        "rounding up nothing but the group",
-        slip(_fits, "group alone"),
-        "The group's tile has its 16 rows now. How wide is a key of 72 numbers, and how long a "
-        "block of 24 tokens?",
-    ),
-    Misconception(
-        "rounding up to a power of two",
-        slip(_fits, "power"),
-        "So does the draft. Ours rounds up to a multiple of 16: what becomes of 192?",
-    ),
-    Misconception(
-        "rounding down to a multiple of 16",
-        slip(_fits, "down"),
-        "A tile has to hold all of the group. What is 4 // 16?",
-    ),
-    Misconception(
-        "rounding up what is a multiple of 16 already",
-        slip(_fits, "always up"),
-        "A side of 64 is a multiple of 16 as it is. What does your formula make of it?",
-    ),
-    Misconception(
-        "forgetting the values' tile",
-        slip(_fits, "no values"),
-        "Keys are not the only thing that a block brings. What do the weights multiply?",
-    ),
-    Misconception(
-        "taking values to be as wide as keys",
-        slip(_fits, "one width"),
-        "They are in most models, but here keys may be 192 wide and values 128. Which of `D` and "
-        "`DV` belongs to which tile?",
-    ),
-    Misconception(
-        "forgetting the queries' tile",
-        slip(_fits, "no queries"),
-        "The program reads its queries again for every block. Where do they lie meanwhile?",
-    ),
-    Misconception(
-        "counting a tile of weights",
-        slip(_fits, "weights"),
-        "The draft sends its weights through shared memory. Where do ours stay between the two "
-        "products?",
-    ),
-    Misconception(
-        "counting a tile for the output",
-        slip(_fits, "output"),
-        "The draft stages its output in shared memory. From where does our kernel store?",
-    ),
-    Misconception(
-        "counting the fragments",
-        slip(_fits, "fragments"),
-        "Scores and accumulator are tiles, too, made by `T.alloc_fragment`. In which memory?",
-    ),
-    Misconception(
-        "counting elements instead of bytes",
-        slip(_fits, "elements"),
-        "A number in fp16 has two bytes, in fp32 four. Where does `itemsize` come in?",
-    ),
-    Misconception(
-        "forgetting what the SM keeps for itself",
-        slip(_fits, "reserved"),
-        "Each program costs 1 KiB more than it asks for. How often does the SM pay that?",
-    ),
-    Misconception(
-        "adding the SM's own KiB to the program's bytes",
-        slip(_fits, "told reserved"),
-        "The KiB counts when programs are packed into an SM, and it does here. Is it one of the "
-        "program's tiles?",
-    ),
-    Misconception(
-        "taking a KiB for 1,000 bytes",
-        slip(_fits, "1000"),
-        "Memory is counted in powers of two. How many bytes has a KiB?",
-    ),
-    Misconception(
-        "rounding up a program that fits in part",
-        slip(_fits, "rounded up"),
-        "A program runs with all of its memory or not at all. How many whole ones fit?",
-    ),
-    Misconception(
-        "rounding to the nearest number of programs",
-        slip(_fits, "rounded"),
-        "Nine tenths of a program do not run. How many whole ones fit?",
-    ),
-    Misconception(
-        "a fraction of a program",
-        slip(_fits, "fraction"),
-        "A program runs with all of its memory or not at all. Is your division `/` or `//`?",
-    ),
-    Misconception(
-        "the two results in the other order",
-        slip(_fits, "swapped"),
-        "Both numbers may well be right. Which is to be returned first?",
-    ),
-)
+_ROUNDED_UP = "-(-n // 16) * 16"
 
 _PROGRAMS = TEXTS.exercise(
-    "programs_per_sm",
-    minutes=6,
-    difficulty=2,
-    solution=programs_per_sm,
-    misconceptions=_PROGRAMS_MISTAKES,
-    combine=together(
-        _PROGRAMS_MISTAKES,
-        {"one copy", "zero copies", "one more"},
-        {"not padded", "group alone", "power", "down", "always up"},
-        {"no values", "one width"},
-        {"no queries", "queries too"},
-        {"rounded up", "rounded", "fraction"},
-        {"reserved", "told reserved"},
-    ),
+    "programs_per_sm", minutes=6, difficulty=2, solution=programs_per_sm,
+    misconceptions=diffs(programs_per_sm, [
+        ("GT * DT + ", "copies * GT * DT + ", "copying the queries for each stage, too",
+         "Stages exist so that the next block's tiles can arrive while this one's are read. "
+         "Does the query group change from one block to the next?"),
+        ("max(num_stages, 1)", "1", "one copy of the tiles for any number of stages",
+         "With two stages, two blocks are in shared memory at once. How many tiles of keys is "
+         "that?"),
+        ("max(num_stages, 1)", "num_stages", "no tiles at all without a stage",
+         "`num_stages=0` waits for each copy. Where does the copy land?"),
+        ("max(num_stages, 1)", "num_stages + 1",
+         "one more copy of the tiles than there are stages",
+         "With one stage, one block's tiles are in shared memory at a time. And with two?"),
+        (_ROUNDED_UP, "n", "tiles that are not rounded up",
+         "One `mma` instruction takes 16 rows. How many rows has the tile of a group of 4 heads?"),
+        (f"{_ROUNDED_UP} for n in (G, BS", "n for n in (-(-G // 16) * 16, BS",
+         "rounding up nothing but the group",
+         "The group's tile has its 16 rows now. How wide is a key of 72 numbers, and how long a "
+         "block of 24 tokens?"),
+        (_ROUNDED_UP, "max(16, 1 << (n - 1).bit_length())", "rounding up to a power of two",
+         "So does the draft. Ours rounds up to a multiple of 16: what becomes of 192?"),
+        (_ROUNDED_UP, "n // 16 * 16", "rounding down to a multiple of 16",
+         "A tile has to hold all of the group. What is 4 // 16?"),
+        (_ROUNDED_UP, "n // 16 * 16 + 16", "rounding up what is a multiple of 16 already",
+         "A side of 64 is a multiple of 16 as it is. What does your formula make of it?"),
+        ("(DT + DVT)", "DT", "forgetting the values' tile",
+         "Keys are not the only thing that a block brings. What do the weights multiply?"),
+        ("(DT + DVT)", "(DT + DT)", "taking values to be as wide as keys",
+         "They are in most models, but here keys may be 192 wide and values 128. Which of `D` and "
+         "`DV` belongs to which tile?"),
+        ("GT * DT + ", "", "forgetting the queries' tile",
+         "The program reads its queries again for every block. Where do they lie meanwhile?"),
+        ("elements = ", "elements = GT * BT + ", "counting a tile of weights",
+         "The draft sends its weights through shared memory. Where do ours stay between the two "
+         "products?"),
+        ("copies * BT", "GT * DVT + copies * BT", "counting a tile for the output",
+         "The draft stages its output in shared memory. From where does our kernel store?"),
+        ("size = ", "size = 4 * GT * (BT + DVT) + ", "counting the fragments",
+         "Scores and accumulator are tiles, too, made by `T.alloc_fragment`. In which memory?"),
+        (" * itemsize", "", "counting elements instead of bytes",
+         "A number in fp16 has two bytes, in fp32 four. Where does `itemsize` come in?"),
+        ("(size + 1024)", "size", "forgetting what the SM keeps for itself",
+         "Each program costs 1 KiB more than it asks for. How often does the SM pay that?"),
+        ("return size", "return size + 1024", "adding the SM's own KiB to the program's bytes",
+         "The KiB counts when programs are packed into an SM, and it does here. Is it one of the "
+         "program's tiles?"),
+        ({"228 * 1024": "228 * 1000", "(size + 1024)": "(size + 1000)"},
+         "taking a KiB for 1,000 bytes",
+         "Memory is counted in powers of two. How many bytes has a KiB?"),
+        ({" // (": " / (", ", programs": ", math.ceil(programs)"},
+         "rounding up a program that fits in part",
+         "A program runs with all of its memory or not at all. How many whole ones fit?"),
+        ({" // (": " / (", ", programs": ", round(programs)"},
+         "rounding to the nearest number of programs",
+         "Nine tenths of a program do not run. How many whole ones fit?"),
+        (" // (", " / (", "a fraction of a program",
+         "A program runs with all of its memory or not at all. Is your division `/` or `//`?"),
+        ("size, programs", "programs, size", "the two results in the other order",
+         "Both numbers may well be right. Which is to be returned first?"),
+    ]),
     cases=(
         Case("the shape of the measurements", lambda: (16, 128, 128, 64, 1, 2)),
         Case("a group of 4", lambda: (4, 64, 64, 48, 1, 2)),
@@ -1161,7 +763,7 @@ _PROGRAMS = TEXTS.exercise(
         Case("no stage", lambda: (16, 128, 128, 64, 0, 2)),
         Case("unequal widths in fp32, three stages", lambda: (20, 72, 40, 24, 3, 4)),
     ),
-)
+)  # fmt: skip
 
 EXERCISES = (_LISTED, _MAX, _SEEN, _NORMALISE, _PROGRAMS)
 
@@ -1196,43 +798,31 @@ def with_mistake(name: str, key_scores: list[float], ids: list[int]) -> str:
     return f"draft {found}, should be {right}"
 
 
-# -- two slips at once --
+# -- two mistakes at once --
 
 DOUBLES = (
     Double(
         "update_max",
-        _max_from_zero,
+        Edited(update_max, {_MAX_LINE: f"T.fill(scores_max, 0)\n    {_MAX_LINE}"}),
         ("taking the maximum of this block alone", "a maximum that is never below 0"),
     ),
     Double(
         "is_seen",
-        lambda query, key, num_keys, causal: (
-            T.And(key <= num_keys, query > key) if causal else key <= num_keys
-        ),
+        Edited(is_seen, _end("key <= num_keys") | {"query >= key": "query > key"}),
         ("letting one key too many in", "hiding the query's own key"),
     ),
     Double(
         "normalise",
-        _first_head_unguarded,
+        Edited(normalise, {_CHOICE: "acc_o[i, j] / running_sum[0]"}),
         ("dividing by a sum that may be 0", "dividing all heads by the first one's sum"),
     ),
-    Double(
-        "programs_per_sm",
-        lambda G, D, DV, BS, num_stages, itemsize: (
-            G * D + max(num_stages, 1) * BS * (D + DV),
-            _SHARED // (G * D + max(num_stages, 1) * BS * (D + DV) + _RESERVED),
-        ),
-        ("tiles that are not rounded up", "counting elements instead of bytes"),
-    ),
-    Double(
-        "programs_per_sm",
-        Wrong(_fits, frozenset({"elements", "no values"})),
-        ("forgetting the values' tile", "counting elements instead of bytes"),
-    ),
-    Double(
-        "programs_per_sm",
-        Wrong(_fits, frozenset({"zero copies", "reserved"})),
-        ("no tiles at all without a stage", "forgetting what the SM keeps for itself"),
+    *(
+        Double("programs_per_sm", names=names)
+        for names in (
+            ("tiles that are not rounded up", "counting elements instead of bytes"),
+            ("forgetting the values' tile", "counting elements instead of bytes"),
+            ("no tiles at all without a stage", "forgetting what the SM keeps for itself"),
+        )
     ),
 )
 

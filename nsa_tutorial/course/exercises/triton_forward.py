@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import ast
 import inspect
-import math
 import re
 import textwrap
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -19,16 +19,14 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial.course import recorder
-from nsa_tutorial.course.exercises import Case, Double, Misconception
+from nsa_tutorial.course.diffs import diffs
+from nsa_tutorial.course.exercises import Case, Double
 from nsa_tutorial.course.languages import tl, triton
-from nsa_tutorial.course.mistakes import slip, together
 from nsa_tutorial.course.room import roomy
 from nsa_tutorial.course.texts import Texts
 from nsa_tutorial.runtime import environment
 
 TEXTS = Texts(__name__)
-
-Slips = frozenset[str]
 
 _AS_A_TENSOR = r"'list' object has no attribute|list indices must|(of|:|and) 'list'( |$)"
 
@@ -78,171 +76,69 @@ def _run_rows(
         raise TypeError("an ellipsis, `...`, is no tensor") from error
 
 
-def _rows(slips: Slips, ids: list[int], first_key: int, num_visible: int, BS: int) -> Tensor:
-    """`key_rows` with slips."""
-    if "stop" in slips and min(ids) < 0:
-        first = next(slot for slot, block_id in enumerate(ids) if block_id < 0)
-        ids = ids[:first] + [-1] * (len(ids) - first)
-    if "dropped" in slips:
-        ids = [block_id for block_id in ids if block_id >= 0]
-    tokens, blocks = torch.arange(BS), -(-num_visible // BS)
-    if "zero" in slips:
-        ids = [max(block_id, 0) for block_id in ids]
-    if "nonzero" in slips:
-        ids = [block_id or -1 for block_id in ids]
-    if "last" in slips:
-        ids = [block_id % blocks if block_id < 0 else block_id for block_id in ids]
-    if "sequence" in slips:
-        first_key = 0
-    end = num_visible
-    if "one more" in slips or "one less" in slips:
-        end += 1 if "one more" in slips else -1
-    if "tensor" in slips:
-        end -= first_key
-    if "whole blocks" in slips:
-        end = num_visible // BS * BS
-    rows = []
-    for block_id in ids:
-        is_visible = ("score only" in slips or block_id >= 0) and (
-            bool(slips & {"everything", "token", "id end"}) or block_id < blocks
-        )
-        start = block_id * (1 if "in tokens" in slips else BS) if is_visible else 0
-        is_seen = start + tokens < end
-        if slips & {"everything", "own block"}:
-            is_seen = tokens >= 0
-        if "token" in slips:
-            is_seen = tokens < end
-        if "id end" in slips:
-            is_seen = block_id + tokens < end
-        begin = 0 if "every block first" in slips else block_id if "id" in slips else start
-        row = first_key + begin + tokens
-        rows.append(torch.where(is_seen & is_visible, row, 0 if "row 0" in slips else -1))
-    return torch.stack(rows) if rows else torch.empty(0, BS)
-
-
-_KEYS_MISTAKES = (
-    Misconception(
-        "loading the keys of an empty slot",
-        slip(_rows, "score only"),
-        "-1 times BS is an address, too: BS rows before the sequence, in somebody else's keys or "
-        "before the tensor. What does your code make of `block_id = -1`?",
-    ),
-    Misconception(
-        "stopping at the first empty slot",
-        slip(_rows, "stop"),
-        "-1 says that this slot is empty. What does it say about the slots behind it?",
-    ),
-    Misconception(
-        "taking an empty slot for block 0",
-        slip(_rows, "zero"),
-        "Clamping makes the address legal, and the block count. What does a block that is listed "
-        "twice do to the softmax?",
-    ),
-    Misconception(
-        "taking block 0 for an empty slot",
-        slip(_rows, "nonzero"),
-        "Block 0 holds the first keys of the sequence. Which number says that a slot is empty?",
-    ),
-    Misconception(
-        "reading -1 as Python does",
-        slip(_rows, "last"),
-        "In Python, index -1 is the last element. Which block does it name here?",
-    ),
-    Misconception(
-        "leaving out the rows of empty slots",
-        slip(_rows, "dropped"),
-        "A kernel's loop walks the slots, and each step has a tile of its own. What does the tile "
-        "of an empty slot load?",
-    ),
-    Misconception(
-        "loading whatever the list names",
-        slip(_rows, "everything"),
-        "The list decides which blocks a query wants. Which number says how far it may see?",
-    ),
-    Misconception(
-        "counting a token in its block",
-        slip(_rows, "token"),
-        "`num_visible` counts in the sequence. Where does the block begin?",
-    ),
-    Misconception(
-        "loading the whole block that the query stands in",
-        slip(_rows, "own block"),
-        "The last visible block is often visible in part. What do its other keys know that the "
-        "query must not?",
-    ),
-    Misconception(
-        "leaving out the block that is visible in part",
-        slip(_rows, "whole blocks"),
-        "`num_visible // BS` counts whole blocks. In which block is the query's own key?",
-    ),
-    Misconception(
-        "seeing one key too many",
-        slip(_rows, "one more"),
-        "`num_visible` keys are numbered from 0. Which number has the last of them?",
-    ),
-    Misconception(
-        "losing the last visible key",
-        slip(_rows, "one less"),
-        "With causal attention, the last visible key is the query's own. Does a query see itself?",
-    ),
-    Misconception(
-        "comparing a row of K with a count of the sequence",
-        slip(_rows, "tensor"),
-        "`num_visible` counts from the sequence's first key. From where do the numbers count that "
-        "you compare with it?",
-    ),
-    Misconception(
-        "forgetting where the sequence begins",
-        slip(_rows, "sequence"),
-        "Block 0 of the second sequence is not block 0 of the tensor. At which row of K does it "
-        "begin?",
-    ),
-    Misconception(
-        "forgetting where the block begins",
-        slip(_rows, "every block first"),
-        "`tokens` counts from 0 in every block. How many keys of the sequence lie before block 2?",
-    ),
-    Misconception(
-        "counting ids in tokens",
-        slip(_rows, "id"),
-        "How many keys lie between the beginning of block 0 and that of block 2?",
-    ),
-    Misconception(
-        "counting ids in tokens",
-        slip(_rows, "id end"),
-        "How many keys lie between the beginning of block 0 and that of block 2?",
-    ),
-    Misconception(
-        "counting ids in tokens",
-        slip(_rows, "in tokens"),
-        "How many keys lie between the beginning of block 0 and that of block 2?",
-    ),
-    Misconception(
-        "row 0 in place of −1",
-        slip(_rows, "row 0"),
-        "Row 0 of K is a key like any other. How does your tensor say that an element loads "
-        "nothing?",
-    ),
-)
-
 _KEYS = TEXTS.exercise(
     "key_rows",
     minutes=8,
     difficulty=2,
     solution=key_rows,
     run=_run_rows,
-    misconceptions=_KEYS_MISTAKES,
-    combine=together(
-        _KEYS_MISTAKES,
-        {"score only", "stop", "zero", "last", "dropped"},
-        {"nonzero", "zero"},
-        {"everything", "own block", "one more", "one less", "whole blocks", "token", "id end"},
-        {"token", "tensor"},
-        {"everything", "tensor"},
-        {"own block", "tensor"},
-        {"sequence", "tensor"},
-        {"whole blocks", "tensor"},
-    ),
+    misconceptions=diffs(key_rows, [
+        ("(block_id >= 0) & ", "", "loading the keys of an empty slot",
+         "-1 times BS is an address, too: BS rows before the sequence, in somebody else's keys "
+         "or before the tensor. What does your code make of `block_id = -1`?"),
+        ({"for block_id in ids:": "for slot, block_id in enumerate(ids):",
+          "(block_id >= 0)": "(min(ids[: slot + 1]) >= 0)"}, "stopping at the first empty slot",
+         "-1 says that this slot is empty. What does it say about the slots behind it?"),
+        ("for block_id in ids:", "for block_id in [max(i, 0) for i in ids]:",
+         "taking an empty slot for block 0",
+         "Clamping makes the address legal, and the block count. What does a block that is "
+         "listed twice do to the softmax?"),
+        ("block_id >= 0", "block_id > 0", "taking block 0 for an empty slot",
+         "Block 0 holds the first keys of the sequence. Which number says that a slot is empty?"),
+        ("for block_id in ids:",
+         "for block_id in [i if i >= 0 else (num_visible - 1) // BS for i in ids]:",
+         "reading -1 as Python does",
+         "In Python, index -1 is the last element. Which block does it name here?"),
+        ("for block_id in ids:", "for block_id in [i for i in ids if i >= 0]:",
+         "leaving out the rows of empty slots",
+         "A kernel's loop walks the slots, and each step has a tile of its own. What does the "
+         "tile of an empty slot load?"),
+        ("key < num_visible", "tokens >= 0", "loading whatever the list names",
+         "The list decides which blocks a query wants. Which number says how far it may see?"),
+        ("key < num_visible", "tokens < num_visible", "counting a token in its block",
+         "`num_visible` counts in the sequence. Where does the block begin?"),
+        ("key < num_visible", "key // BS * BS < num_visible",
+         "loading the whole block that the query stands in",
+         "The last visible block is often visible in part. What do its other keys know that the "
+         "query must not?"),
+        ("key < num_visible", "key < num_visible // BS * BS",
+         "leaving out the block that is visible in part",
+         "`num_visible // BS` counts whole blocks. In which block is the query's own key?"),
+        ("key < num_visible", "key <= num_visible", "seeing one key too many",
+         "`num_visible` keys are numbered from 0. Which number has the last of them?"),
+        ("key < num_visible", "key < num_visible - 1", "losing the last visible key",
+         "With causal attention, the last visible key is the query's own. Does a query see "
+         "itself?"),
+        ("key < num_visible", "first_key + key < num_visible",
+         "comparing a row of K with a count of the sequence",
+         "`num_visible` counts from the sequence's first key. From where do the numbers count "
+         "that you compare with it?"),
+        ("first_key + key", "key", "forgetting where the sequence begins",
+         "Block 0 of the second sequence is not block 0 of the tensor. At which row of K does it "
+         "begin?"),
+        ("first_key + key", "first_key + tokens", "forgetting where the block begins",
+         "`tokens` counts from 0 in every block. How many keys of the sequence lie before block "
+         "2?"),
+        ("first_key + key", "first_key + block_id + tokens", "counting ids in tokens",
+         "How many keys lie between the beginning of block 0 and that of block 2?"),
+        ("key < num_visible", "block_id + tokens < num_visible", "counting ids in tokens"),
+        ("block_id * BS + tokens", "block_id + tokens", "counting ids in tokens"),
+        ({"block_id * BS + tokens": "block_id + tokens",
+          "(block_id >= 0)": "(0 <= block_id * BS < num_visible)"}, "counting ids in tokens"),
+        (", -1)", ", 0)", "row 0 in place of −1",
+         "Row 0 of K is a key like any other. How does your tensor say that an element loads "
+         "nothing?"),
+    ]),
     cases=(
         Case("an empty slot in the middle", lambda: ([0, -1, 1], 0, 4, 2)),
         Case("a block that is visible in part", lambda: ([2, 0], 0, 5, 2)),
@@ -252,7 +148,7 @@ _KEYS = TEXTS.exercise(
         Case("a long list, first slot empty", lambda: ([-1, 4, -1, 0, 2], 8, 14, 3)),
         Case("fewer visible keys than a block has", lambda: ([0, 2], 3, 2, 4)),
     ),
-)
+)  # fmt: skip
 
 
 # -- first_scores --
@@ -297,7 +193,7 @@ def _is_given(kernel: object) -> bool:
         return False  # written in another way
 
 
-_MEMORY = 512  # pieces of Q and numbers of Score: more than any slip reaches
+_MEMORY = 512  # pieces of Q and numbers of Score: more than any mistake reaches
 _SHOWN = 4  # numbers behind the tensor that the reader sees
 
 
@@ -350,241 +246,11 @@ def _loads_outside(
 ) -> int:
     """How many elements the last program of the grid loads from outside of `q` and `k`."""
     given = {"Q": q.numpy(), "K": k.numpy(), "Score": np.zeros(_MEMORY)} | sizes
-    given |= getattr(kernel, "slips", {})
     try:
         last = (grid[0] - 1, grid[1] - 1)
-        return recorder.run(getattr(kernel, "source", kernel), last, given, grid).outside()
+        return recorder.run(kernel, last, given, grid).outside()
     except Exception:  # a kernel with words that the recorder does not know
         return 0
-
-
-@triton.jit
-def _wrong_scores(
-    Q, K, Score, H,
-    G: tl.constexpr, D: tl.constexpr, GT: tl.constexpr,
-    ROW: tl.constexpr, MASK: tl.constexpr, PLACE: tl.constexpr, KEY: tl.constexpr,
-):  # fmt: skip
-    query, head = tl.program_id(0), tl.program_id(1)
-    group, width = tl.arange(0, GT), tl.arange(0, D)
-    group_row = (query * H + head) * G + group
-    if ROW == "brackets":
-        group_row = query * H + head * G + group
-    if ROW == "heads of 1":
-        group_row = query * H * G + head + group
-    if ROW == "groups of 1":
-        group_row = query * H + head + group
-    if ROW == "one group":
-        group_row = (query + head) * G + group
-    if ROW == "padded tensor":
-        group_row = (query * H + head) * GT + group
-    if ROW == "elements":
-        group_row = (query * H + head) * G * D + group
-    if ROW == "exchanged":
-        group_row = (head * H + query) * G + group
-    if ROW == "no head":
-        group_row = query * G + group
-    if ROW == "no query":
-        group_row = head * G + group
-    in_group = group < G
-    if MASK == "unmasked":
-        in_group = group < GT
-    if MASK == "one more":
-        in_group = group <= G
-    if MASK == "one less":
-        in_group = group < G - 1
-    if MASK == "rows":
-        in_group = group_row < G
-    if MASK == "KV heads":
-        in_group = group < H
-    if MASK == "width":
-        in_group = group < D
-    if MASK == "all heads":
-        in_group = group < H * G
-    if MASK == "end of the tensor":
-        in_group = group_row < tl.num_programs(0) * H * G
-    is_loaded = group < GT if MASK == "store alone" else in_group
-    q_tile = tl.load(Q + group_row[:, None] * D + width, mask=is_loaded[:, None], other=0.0)
-    key = head
-    if KEY == "the query's":
-        key = query
-    if KEY == "both's":
-        key = query * H + head
-    if KEY == "a group's":
-        key = head * G
-    if KEY == "always 0":
-        key = 0
-    k = tl.load(K + key * D + width)
-    if MASK == "load alone":
-        in_group = group < GT
-    place = group if PLACE == "start" else group_row
-    tl.store(Score + place, tl.sum(q_tile * k, axis=1), mask=in_group)
-
-
-_ROWS_OF_Q = {
-    "brackets", "heads of 1", "groups of 1", "one group", "padded tensor", "elements", "exchanged",
-    "no head", "no query",
-}  # fmt: skip
-_KEYS_OF_K = {"the query's", "both's", "a group's", "always 0"}
-_MASKS = {
-    "unmasked", "one more", "one less", "rows", "KV heads", "width", "all heads",
-    "end of the tensor", "load alone", "store alone",
-}  # fmt: skip
-
-
-class _Mistaken:
-    """`_wrong_scores` with its slips chosen; launched like a kernel."""
-
-    source = _wrong_scores
-
-    def __init__(self, slips: Slips) -> None:
-        self.run = None
-        self.slips = {
-            "ROW": next((name for name in slips if name in _ROWS_OF_Q), "right"),
-            "MASK": next((name for name in slips if name in _MASKS), "right"),
-            "PLACE": "start" if "start" in slips else "right",
-            "KEY": next((name for name in slips if name in _KEYS_OF_K), "right"),
-        }
-
-    def __getitem__(self, grid: tuple) -> Callable:
-        return lambda *args, **sizes: _wrong_scores[grid](*args, **self.slips, **sizes)
-
-
-_WHOSE_KEY = (
-    "`K` is `[H, D]` here: one key for each KV head, shared by all queries. The line that loads it "
-    "was right. Which number of the program names its KV head?"
-)
-_SCORES_MISTAKES = (
-    Misconception(
-        "storing the padding",
-        slip(_Mistaken, "unmasked"),
-        "Behind the group's numbers in `Score` lie those of the next KV head. The interpreter runs "
-        "programs in order, so their owner stores last and hides it. What does a GPU promise?",
-    ),
-    Misconception(
-        "too short a step from query to query",
-        slip(_Mistaken, "brackets"),
-        "Only `head` is multiplied by `G` here. How many pieces of Q belong to one query, over all "
-        "its KV heads?",
-    ),
-    Misconception(
-        "too short a step from KV head to KV head",
-        slip(_Mistaken, "heads of 1"),
-        "Program (0, 1) begins behind program (0, 0). How many pieces has that one?",
-    ),
-    Misconception(
-        "forgetting that each program has G pieces",
-        slip(_Mistaken, "groups of 1"),
-        "Program (0, 1) begins behind program (0, 0). How many pieces has that one?",
-    ),
-    Misconception(
-        "counting one group for each query",
-        slip(_Mistaken, "one group"),
-        "Program (1, 0) begins behind all groups of query 0. There are `H` of them. How many "
-        "pieces is that?",
-    ),
-    Misconception(
-        "padding the tensor as well as the tile",
-        slip(_Mistaken, "padded tensor"),
-        "The tile has gaps, the tensor has none. How many pieces of Q lie between two neighbouring "
-        "programs?",
-    ),
-    Misconception(
-        "counting elements in place of pieces",
-        slip(_Mistaken, "elements"),
-        "`group_row` counts pieces, and the load multiplies by `D` itself. How many pieces lie "
-        "before the program's first one?",
-    ),
-    Misconception(
-        "exchanging query and head",
-        slip(_Mistaken, "exchanged"),
-        "The last axis of `[R, H, G]` runs fastest, then the one before it. Which of the two is "
-        "further out, query or head?",
-    ),
-    Misconception(
-        "leaving out the KV head",
-        slip(_Mistaken, "no head"),
-        "All programs of one query store to the same place. Which number tells them apart?",
-    ),
-    Misconception(
-        "leaving out the query",
-        slip(_Mistaken, "no query"),
-        "All queries load and store the pieces of query 0. How many pieces does each query before "
-        "yours have?",
-    ),
-    Misconception(
-        "storing at the beginning of `Score`",
-        slip(_Mistaken, "start"),
-        "`group` counts within one group, so every program stores to the same place. Which numbers "
-        "of `Score` belong to this program?",
-    ),
-    Misconception(
-        "a key that is not the KV head's",
-        slip(_Mistaken, "the query's"),
-        _WHOSE_KEY,
-    ),
-    Misconception(
-        "a key that is not the KV head's",
-        slip(_Mistaken, "both's"),
-        _WHOSE_KEY,
-    ),
-    Misconception(
-        "a key that is not the KV head's",
-        slip(_Mistaken, "a group's"),
-        _WHOSE_KEY,
-    ),
-    Misconception(
-        "a key that is not the KV head's",
-        slip(_Mistaken, "always 0"),
-        _WHOSE_KEY,
-    ),
-    Misconception(
-        "storing one row of the padding",
-        slip(_Mistaken, "one more"),
-        "The heads of a group are numbered from 0. Which number has the last of `G`?",
-    ),
-    Misconception(
-        "leaving out the group's last head",
-        slip(_Mistaken, "one less"),
-        "The heads of a group are numbered from 0. Which number has the last of `G`?",
-    ),
-    Misconception(
-        "comparing a piece of Q with the size of a group",
-        slip(_Mistaken, "rows"),
-        "`group_row` counts pieces of the whole tensor. Which numbers count within the group?",
-    ),
-    Misconception(
-        "comparing with the number of KV heads",
-        slip(_Mistaken, "KV heads"),
-        "`H` is how many KV heads there are. How many query heads share one of them?",
-    ),
-    Misconception(
-        "comparing with the width of a head",
-        slip(_Mistaken, "width"),
-        "`D` is how many channels a head has. How many query heads has the group?",
-    ),
-    Misconception(
-        "comparing with the number of all query heads",
-        slip(_Mistaken, "all heads"),
-        "`H * G` counts the query heads of all groups. How many has the group of one program?",
-    ),
-    Misconception(
-        "masking nothing but the tensor's end",
-        slip(_Mistaken, "end of the tensor"),
-        "The padding reaches into the next KV head's pieces long before the tensor ends. Who owns "
-        "them?",
-    ),
-    Misconception(
-        "masking the load alone",
-        slip(_Mistaken, "load alone"),
-        "Masked rows are loaded as zeros, and then your store writes what became of them. Where?",
-    ),
-    Misconception(
-        "masking the store alone",
-        slip(_Mistaken, "store alone"),
-        "The numbers are right, but the last program also loads pieces that lie behind the end of "
-        "Q. Which mask does the load have?",
-    ),
-)
 
 
 def _scores_case(name: str, grid: tuple[int, int], R: int, H: int, G: int) -> Case:
@@ -599,8 +265,70 @@ _SCORES = TEXTS.exercise(
     difficulty=2,
     solution=first_scores,
     run=_run_scores,
-    misconceptions=_SCORES_MISTAKES,
-    combine=together(_SCORES_MISTAKES, _ROWS_OF_Q, _MASKS, _KEYS_OF_K),
+    misconceptions=diffs(first_scores, [
+        ("group < G", "group < GT", "storing the padding",
+         "Behind the group's numbers in `Score` lie those of the next KV head. The interpreter "
+         "runs programs in order, so their owner stores last and hides it. What does a GPU "
+         "promise?"),
+        ("(query * H + head) * G", "query * H + head * G", "too short a step from query to query",
+         "Only `head` is multiplied by `G` here. How many pieces of Q belong to one query, over "
+         "all its KV heads?"),
+        ("(query * H + head) * G", "query * H * G + head",
+         "too short a step from KV head to KV head",
+         "Program (0, 1) begins behind program (0, 0). How many pieces has that one?"),
+        ("(query * H + head) * G", "query * H + head", "forgetting that each program has G pieces",
+         "Program (0, 1) begins behind program (0, 0). How many pieces has that one?"),
+        ("(query * H + head) * G", "(query + head) * G", "counting one group for each query",
+         "Program (1, 0) begins behind all groups of query 0. There are `H` of them. How many "
+         "pieces is that?"),
+        ("(query * H + head) * G", "(query * H + head) * GT",
+         "padding the tensor as well as the tile",
+         "The tile has gaps, the tensor has none. How many pieces of Q lie between two "
+         "neighbouring programs?"),
+        ("(query * H + head) * G", "(query * H + head) * G * D",
+         "counting elements in place of pieces",
+         "`group_row` counts pieces, and the load multiplies by `D` itself. How many pieces lie "
+         "before the program's first one?"),
+        ("(query * H + head) * G", "(head * H + query) * G", "exchanging query and head",
+         "The last axis of `[R, H, G]` runs fastest, then the one before it. Which of the two is "
+         "further out, query or head?"),
+        ("(query * H + head) * G", "query * G", "leaving out the KV head",
+         "All programs of one query store to the same place. Which number tells them apart?"),
+        ("(query * H + head) * G", "head * G", "leaving out the query",
+         "All queries load and store the pieces of query 0. How many pieces does each query "
+         "before yours have?"),
+        ("Score + group_row", "Score + group", "storing at the beginning of `Score`",
+         "`group` counts within one group, so every program stores to the same place. Which "
+         "numbers of `Score` belong to this program?"),
+        ("K + head", "K + query", "a key that is not the KV head's",
+         "`K` is `[H, D]` here: one key for each KV head, shared by all queries. The line that "
+         "loads it was right. Which number of the program names its KV head?"),
+        ("K + head", "K + (query * H + head)", "a key that is not the KV head's"),
+        ("K + head", "K + head * G", "a key that is not the KV head's"),
+        ("K + head", "K + 0", "a key that is not the KV head's"),
+        ("group < G", "group <= G", "storing one row of the padding",
+         "The heads of a group are numbered from 0. Which number has the last of `G`?"),
+        ("group < G", "group < G - 1", "leaving out the group's last head",
+         "The heads of a group are numbered from 0. Which number has the last of `G`?"),
+        ("group < G", "(query * H + head) * G + group < G",
+         "comparing a piece of Q with the size of a group",
+         "`group_row` counts pieces of the whole tensor. Which numbers count within the group?"),
+        ("group < G", "group < H", "comparing with the number of KV heads",
+         "`H` is how many KV heads there are. How many query heads share one of them?"),
+        ("group < G", "group < D", "comparing with the width of a head",
+         "`D` is how many channels a head has. How many query heads has the group?"),
+        ("group < G", "group < H * G", "comparing with the number of all query heads",
+         "`H * G` counts the query heads of all groups. How many has the group of one program?"),
+        ("group < G", "(query * H + head) * G + group < tl.num_programs(0) * H * G",
+         "masking nothing but the tensor's end",
+         "The padding reaches into the next KV head's pieces long before the tensor ends. Who "
+         "owns them?"),
+        (", mask=in_group)", ")", "masking the load alone",
+         "Masked rows are loaded as zeros, and then your store writes what became of them. Where?"),
+        ("mask=in_group[:, None]", "mask=group[:, None] < GT", "masking the store alone",
+         "The numbers are right, but the last program also loads pieces that lie behind the end "
+         "of Q. Which mask does the load have?"),
+    ]),
     cases=(
         _scores_case("one program of two, a group of 3", (1, 1), 1, 2, 3),
         _scores_case("two queries, one KV head each", (2, 1), 2, 1, 3),
@@ -609,7 +337,7 @@ _SCORES = TEXTS.exercise(
         _scores_case("a group of 20", (2, 3), 2, 3, 20),
         _scores_case("three KV heads, groups of 4", (2, 3), 2, 3, 4),
     ),
-)
+)  # fmt: skip
 
 
 # -- walked_slots --
@@ -625,160 +353,56 @@ def walked_slots(ids: list[int], num_blocks: int) -> int:
     return num_slots
 
 
-def _walked(slips: Slips, ids: list[int], num_blocks: int) -> int | list[int]:
-    """`walked_slots` with slips."""
-    end = math.inf if "future" in slips else num_blocks + ("one more" in slips)
-    least = 1 if "nonzero" in slips else -math.inf if "negative" in slips else 0
-    named = [slot for slot, block_id in enumerate(ids) if least <= block_id < end]
-    empty = [slot for slot in range(len(ids)) if slot not in named]
-    walked = max(named, default=-1) + 1
-    if "named" in slips:
-        walked = len(named)
-    if "visible" in slips:
-        walked = min(len(ids), num_blocks)
-    if "first empty" in slips:
-        walked = min(empty, default=len(ids))
-    if "past empty" in slips:
-        walked = min([slot + 1 for slot in empty], default=len(ids))
-    if "last" in slips:
-        walked = max(named, default=0)
-    if "all" in slips:
-        walked = len(ids)
-    if "largest id" in slips:
-        walked = max((ids[slot] for slot in named), default=-1) + 1
-    if "largest of all" in slips:
-        walked = max(ids, default=-1) + 1
-    if "distance" in slips:
-        walked = named[-1] - named[0] + 1 if named else 0
-    if "slots" in slips:
-        return named
-    if "blocks" in slips:
-        return [ids[slot] for slot in named]
-    return max(walked, 1) if "at least 1" in slips else walked
-
-
-_BLOCK_OR_SLOT = (
-    "Block 7 may lie in slot 0. Does the loop count blocks, or the slots that name them?"
-)
-_ONE_NUMBER = (
-    "These are the slots that matter. How many slots does the walk take to reach the last?"
-)
-_WALKED_MISTAKES = (
-    Misconception(
-        "counting the blocks",
-        slip(_walked, "named"),
-        "An empty slot may lie in the middle. If the program walks as many slots as there are "
-        "blocks, where does it stop?",
-    ),
-    Misconception(
-        "walking as many slots as there are visible blocks",
-        slip(_walked, "visible"),
-        "A list names some of the visible blocks, in any of its slots. Which slot is the last that "
-        "matters?",
-    ),
-    Misconception(
-        "stopping at the first slot without a visible block",
-        slip(_walked, "first empty"),
-        "-1 says that this slot is empty. What does it say about the slots behind it?",
-    ),
-    Misconception(
-        "counting the slot that ended the loop",
-        slip(_walked, "past empty"),
-        "A `break` leaves the loop's number at the empty slot, and adding 1 counts that slot, too. "
-        "Besides, what if a visible block stands behind it?",
-    ),
-    Misconception(
-        "the number of the last slot in place of how many there are",
-        slip(_walked, "last"),
-        "Slots are numbered from 0. If the last block lies in slot 2, how many slots are walked?",
-    ),
-    Misconception(
-        "walking up to blocks of the future",
-        slip(_walked, "future"),
-        "A block behind the last visible one is named, and nothing of it is loaded. Does the walk "
-        "have to reach its slot?",
-    ),
-    Misconception(
-        "taking one block too many for visible",
-        slip(_walked, "one more"),
-        "Blocks are numbered from 0. Which number has the last of `num_blocks` blocks?",
-    ),
-    Misconception(
-        "taking block 0 for an empty slot",
-        slip(_walked, "nonzero"),
-        "Block 0 holds the first keys of the text. Which number says that a slot is empty?",
-    ),
-    Misconception(
-        "taking an empty slot for a visible block",
-        slip(_walked, "negative"),
-        "-1 is below `num_blocks`, too. Which second condition does a block's number meet?",
-    ),
-    Misconception(
-        "walking everything",
-        slip(_walked, "all"),
-        "Right, and slower. How many steps does a list take that is empty at its end?",
-    ),
-    Misconception(
-        "mixing up blocks and slots",
-        slip(_walked, "largest id"),
-        _BLOCK_OR_SLOT,
-    ),
-    Misconception(
-        "mixing up blocks and slots",
-        slip(_walked, "largest of all"),
-        _BLOCK_OR_SLOT,
-    ),
-    Misconception(
-        "a list in place of a number",
-        slip(_walked, "slots"),
-        _ONE_NUMBER,
-    ),
-    Misconception(
-        "a list in place of a number",
-        slip(_walked, "blocks"),
-        _ONE_NUMBER,
-    ),
-    Misconception(
-        "leaving out empty slots at the beginning",
-        slip(_walked, "distance"),
-        "The walk begins at slot 0. Does it jump over empty slots there?",
-    ),
-    Misconception(
-        "walking a list that names nothing",
-        slip(_walked, "at least 1"),
-        "Every list takes a step of yours. How many slots does `[-1, -1]` make the program walk?",
-    ),
-)
-
 _WALKED = TEXTS.exercise(
     "walked_slots",
     minutes=3,
     difficulty=1,
     solution=walked_slots,
-    misconceptions=_WALKED_MISTAKES,
-    combine=together(
-        _WALKED_MISTAKES,
-        {"future", "one more"},
-        {
-            "named",
-            "visible",
-            "first empty",
-            "past empty",
-            "last",
-            "all",
-            "largest id",
-            "largest of all",
-            "distance",
-            "slots",
-            "blocks",
-        },
-        {"all", "future", "largest of all"},
-        {"all", "one more", "largest of all"},
-        {"all", "nonzero", "negative", "largest of all"},
-        {"future", "negative"},
-        {"one more", "negative"},
-        {"at least 1", "slots", "blocks"},
-    ),
+    misconceptions=diffs(walked_slots, [
+        ("num_slots = slot + 1", "num_slots += 1", "counting the blocks",
+         "An empty slot may lie in the middle. If the program walks as many slots as there are "
+         "blocks, where does it stop?"),
+        ("return num_slots", "return min(len(ids), num_blocks)",
+         "walking as many slots as there are visible blocks",
+         "A list names some of the visible blocks, in any of its slots. Which slot is the last "
+         "that matters?"),
+        ("num_slots = slot + 1", "num_slots = slot + 1\n        else:\n            break",
+         "stopping at the first slot without a visible block",
+         "-1 says that this slot is empty. What does it say about the slots behind it?"),
+        ({"if ": "num_slots = slot + 1\n        if not ", "    num_slots = slot + 1": "    break"},
+         "counting the slot that ended the loop",
+         "A `break` leaves the loop's number at the empty slot, and adding 1 counts that slot, "
+         "too. Besides, what if a visible block stands behind it?"),
+        ("num_slots = slot + 1", "num_slots = slot",
+         "the number of the last slot in place of how many there are",
+         "Slots are numbered from 0. If the last block lies in slot 2, how many slots are walked?"),
+        (" < num_blocks", "", "walking up to blocks of the future",
+         "A block behind the last visible one is named, and nothing of it is loaded. Does the "
+         "walk have to reach its slot?"),
+        (" < num_blocks", " <= num_blocks", "taking one block too many for visible",
+         "Blocks are numbered from 0. Which number has the last of `num_blocks` blocks?"),
+        ("0 <= block_id", "0 < block_id", "taking block 0 for an empty slot",
+         "Block 0 holds the first keys of the text. Which number says that a slot is empty?"),
+        ("0 <= block_id", "block_id", "taking an empty slot for a visible block",
+         "-1 is below `num_blocks`, too. Which second condition does a block's number meet?"),
+        ("return num_slots", "return len(ids)", "walking everything",
+         "Right, and slower. How many steps does a list take that is empty at its end?"),
+        ("num_slots = slot + 1", "num_slots = max(num_slots, block_id + 1)",
+         "mixing up blocks and slots",
+         "Block 7 may lie in slot 0. Does the loop count blocks, or the slots that name them?"),
+        ("return num_slots", "return max(ids, default=-1) + 1", "mixing up blocks and slots"),
+        ({"num_slots = 0": "num_slots = []", "num_slots = slot + 1": "num_slots.append(slot)"},
+         "a list in place of a number",
+         "These are the slots that matter. How many slots does the walk take to reach the last?"),
+        ({"num_slots = 0": "num_slots = []", "num_slots = slot + 1": "num_slots.append(block_id)"},
+         "a list in place of a number"),
+        ({"num_slots = 0": "num_slots, seen = 0, []",
+          "num_slots = slot + 1": "seen.append(slot)\n            num_slots = slot + 1 - seen[0]"},
+         "leaving out empty slots at the beginning",
+         "The walk begins at slot 0. Does it jump over empty slots there?"),
+        ("return num_slots", "return max(num_slots, 1)", "walking a list that names nothing",
+         "Every list takes a step of yours. How many slots does `[-1, -1]` make the program walk?"),
+    ]),
     cases=(
         Case("empty at the end", lambda: ([3, 0, -1, -1], 5)),
         Case("an empty slot in the middle", lambda: ([2, -1, 1], 3)),
@@ -793,7 +417,7 @@ _WALKED = TEXTS.exercise(
         Case("no slot", lambda: ([], 1)),
     ),
     tolerance=0.0,
-)
+)  # fmt: skip
 
 
 # -- window_row --
@@ -802,167 +426,65 @@ _WALKED = TEXTS.exercise(
 def window_row(position: int, first_key: int, window_size: int, BS: int) -> tuple[int, int, int]:
     """A window's first row of K, how many keys from there are visible, and how many blocks of BS
     its program walks."""
-    start = max(position + 1 - window_size, 0)
-    num_visible = position + 1 - start
+    end = position + 1
+    start = max(end - window_size, 0)
+    num_visible = end - start
     return first_key + start, num_visible, -(-num_visible // BS)
 
-
-def _window(
-    slips: Slips, position: int, first_key: int, window_size: int, BS: int
-) -> tuple[int, int, int | float]:
-    """`window_row` with slips."""
-    if "absolute" in slips:
-        position -= first_key
-    end = position + ("without itself" not in slips)
-    start = end - window_size - ("one more" in slips)
-    if "before the sequence" in slips:
-        start = max(start, -first_key)
-    elif "before the tensor" not in slips:
-        start = max(start, 0)
-    if "aligned" in slips:
-        start = start // BS * BS
-    num_visible = end - start
-    if "count of the sequence" in slips:
-        num_visible = end
-    if "always a window" in slips:
-        num_visible = window_size
-    if "early" in slips:
-        num_visible = min(position, window_size)
-    if "distance" in slips:
-        num_visible = position - start
-    num_slots = -(-num_visible // BS)
-    if "rounded down" in slips:
-        num_slots = num_visible // BS
-    if "one block more" in slips:
-        num_slots = num_visible // BS + 1
-    if "touched" in slips:
-        num_slots = (end - 1) // BS - start // BS + 1
-    if "fraction" in slips:
-        num_slots = num_visible / BS
-    if "always all" in slips:
-        num_slots = -(-window_size // BS)
-    if "row alone" in slips:
-        start = end - window_size
-    row = start + (0 if "sequence" in slips else first_key)
-    if "other order" in slips:
-        return num_visible, row, num_slots
-    return row, num_visible, num_slots
-
-
-_WINDOW_MISTAKES = (
-    Misconception(
-        "a window of one key too many",
-        slip(_window, "one more"),
-        "Take `window_size = 1`. Which keys should the query see, and how many are these?",
-    ),
-    Misconception(
-        "a window without the query's own key",
-        slip(_window, "without itself"),
-        "Take `window_size = 1`. Which key is left for the query to see?",
-    ),
-    Misconception(
-        "beginning at a block's edge",
-        slip(_window, "aligned"),
-        "Whole blocks give some queries up to BS - 1 keys more than others. How many keys has "
-        "each query's window?",
-    ),
-    Misconception(
-        "a row before the sequence, beside the right count",
-        slip(_window, "row alone"),
-        "Your count stops at the sequence's beginning. Where does the window's row begin for the "
-        "query at position 0?",
-    ),
-    Misconception(
-        "reaching back before the sequence",
-        slip(_window, "before the sequence"),
-        "Rows of K before `first_key` exist, but in another sequence. Where does the window of an "
-        "early query end on the left?",
-    ),
-    Misconception(
-        "reaching back before the tensor",
-        slip(_window, "before the tensor"),
-        "Where is the window of the very first query?",
-    ),
-    Misconception(
-        "counting the keys from the beginning of the sequence",
-        slip(_window, "count of the sequence"),
-        "The row has moved forward. If the count stays, where does the last visible key lie?",
-    ),
-    Misconception(
-        "as many keys for early queries as for late ones",
-        slip(_window, "always a window"),
-        "How many keys does the query at position 0 see, whatever the window?",
-    ),
-    Misconception(
-        "leaving out early queries' own key",
-        slip(_window, "early"),
-        "The query at position 0 sees itself. How many keys is that?",
-    ),
-    Misconception(
-        "counting steps in place of keys",
-        slip(_window, "distance"),
-        "The row is right. From key 2 to key 3 is one step. How many keys are these?",
-    ),
-    Misconception(
-        "a fraction of a block",
-        slip(_window, "fraction"),
-        "A loop takes whole steps. How many blocks of 2 hold one key?",
-    ),
-    Misconception(
-        "forgetting the last, ragged block",
-        slip(_window, "rounded down"),
-        "How many blocks of 4 hold 6 keys?",
-    ),
-    Misconception(
-        "as many blocks for early queries as for late ones",
-        slip(_window, "always all"),
-        "The query at position 0 sees one key. How many blocks hold it?",
-    ),
-    Misconception(
-        "one block more than the window needs",
-        slip(_window, "one block more"),
-        "How many blocks of 2 hold 2 keys?",
-    ),
-    Misconception(
-        "counting the sequence's blocks that the window touches",
-        slip(_window, "touched"),
-        "A window of 2 may touch two blocks of 2 that are aligned to the sequence. From where are "
-        "the window's own blocks counted?",
-    ),
-    Misconception(
-        "forgetting where the sequence begins",
-        slip(_window, "sequence"),
-        "The window's first key is counted in the sequence, and a row in K. At which row does the "
-        "sequence begin?",
-    ),
-    Misconception(
-        "taking the position for a row of K",
-        slip(_window, "absolute"),
-        "`position` is counted in the query's own sequence. What is taken off it already?",
-    ),
-    Misconception(
-        "the right numbers in another order",
-        slip(_window, "other order"),
-        "All three are there. In which order does the statement return them?",
-    ),
-)
 
 _WINDOW = TEXTS.exercise(
     "window_row",
     minutes=6,
     difficulty=2,
     solution=window_row,
-    misconceptions=_WINDOW_MISTAKES,
-    combine=together(
-        _WINDOW_MISTAKES,
-        {"one more", "absolute"},
-        {"before the sequence", "before the tensor", "row alone"},
-        {"row alone", "aligned"},
-        {"row alone", "one more"},
-        {"count of the sequence", "always a window", "early", "distance"},
-        {"without itself", "distance"},
-        {"rounded down", "always all", "one block more", "touched", "fraction"},
-    ),
+    misconceptions=diffs(window_row, [
+        ("end - window_size", "end - window_size - 1", "a window of one key too many",
+         "Take `window_size = 1`. Which keys should the query see, and how many are these?"),
+        ("position + 1", "position", "a window without the query's own key",
+         "Take `window_size = 1`. Which key is left for the query to see?"),
+        (", 0)", ", 0) // BS * BS", "beginning at a block's edge",
+         "Whole blocks give some queries up to BS - 1 keys more than others. How many keys has "
+         "each query's window?"),
+        ("first_key + start", "first_key + end - window_size",
+         "a row before the sequence, beside the right count",
+         "Your count stops at the sequence's beginning. Where does the window's row begin for "
+         "the query at position 0?"),
+        (", 0)", ", -first_key)", "reaching back before the sequence",
+         "Rows of K before `first_key` exist, but in another sequence. Where does the window of "
+         "an early query end on the left?"),
+        ("max(end - window_size, 0)", "end - window_size", "reaching back before the tensor",
+         "Where is the window of the very first query?"),
+        ("end - start", "end", "counting the keys from the beginning of the sequence",
+         "The row has moved forward. If the count stays, where does the last visible key lie?"),
+        ("end - start", "window_size", "as many keys for early queries as for late ones",
+         "How many keys does the query at position 0 see, whatever the window?"),
+        ("end - start", "min(position, window_size)", "leaving out early queries' own key",
+         "The query at position 0 sees itself. How many keys is that?"),
+        ("end - start", "position - start", "counting steps in place of keys",
+         "The row is right. From key 2 to key 3 is one step. How many keys are these?"),
+        ("-(-num_visible // BS)", "num_visible / BS", "a fraction of a block",
+         "A loop takes whole steps. How many blocks of 2 hold one key?"),
+        ("-(-num_visible // BS)", "num_visible // BS", "forgetting the last, ragged block",
+         "How many blocks of 4 hold 6 keys?"),
+        ("-(-num_visible // BS)", "-(-window_size // BS)",
+         "as many blocks for early queries as for late ones",
+         "The query at position 0 sees one key. How many blocks hold it?"),
+        ("-(-num_visible // BS)", "num_visible // BS + 1", "one block more than the window needs",
+         "How many blocks of 2 hold 2 keys?"),
+        ("-(-num_visible // BS)", "(end - 1) // BS - start // BS + 1",
+         "counting the sequence's blocks that the window touches",
+         "A window of 2 may touch two blocks of 2 that are aligned to the sequence. From where "
+         "are the window's own blocks counted?"),
+        ("first_key + start", "start", "forgetting where the sequence begins",
+         "The window's first key is counted in the sequence, and a row in K. At which row does "
+         "the sequence begin?"),
+        ("end = position", "position -= first_key\n    end = position",
+         "taking the position for a row of K",
+         "`position` is counted in the query's own sequence. What is taken off it already?"),
+        ("first_key + start, num_visible", "num_visible, first_key + start",
+         "the right numbers in another order",
+         "All three are there. In which order does the statement return them?"),
+    ]),
     cases=(
         Case("a window of 2 in blocks of 2", lambda: (3, 0, 2, 2)),
         Case("a window of 2 across the edge of a block of 2", lambda: (4, 0, 2, 2)),
@@ -973,7 +495,7 @@ _WINDOW = TEXTS.exercise(
         Case("a window of one key", lambda: (5, 3, 1, 4)),
         Case("a window shorter than a block", lambda: (10, 2, 3, 4)),
     ),
-)
+)  # fmt: skip
 
 
 # -- locate --
@@ -1005,150 +527,12 @@ def _run_locate(solution: Callable, cu_seqlens: list[int]) -> object:
     return found
 
 
-def _located(
-    slips: Slips, cu_seqlens: list[int]
-) -> tuple[list[int], list[int]] | list[tuple[int, int]]:
-    """`locate` with slips."""
-    if "per sequence" in slips:
-        return cu_seqlens[:-1], [end - start for start, end in pairwise(cu_seqlens)]
-    token, cu = torch.arange(cu_seqlens[-1]), torch.tensor(cu_seqlens)
-    sequence = torch.searchsorted(cu[1:].contiguous(), token, right="boundary" not in slips)
-    if "boundary of all" in slips:
-        sequence = torch.searchsorted(cu, token) - 1
-    start, end = cu[sequence], cu[sequence + 1]
-    first_key = end if "end" in slips else start
-    if "next" in slips:
-        first_key = start = end
-    counted_from = torch.zeros_like(start) if "global" in slips else start
-    num_visible = token + 1 - counted_from
-    if "all" in slips:
-        num_visible = end - counted_from
-    if "remaining" in slips:
-        num_visible = end - token
-    if "past" in slips:
-        num_visible = num_visible - 1
-    if "number" in slips:
-        first_key = sequence
-    if "zero" in slips:
-        first_key = torch.zeros_like(token)
-    if "token" in slips:
-        first_key = token
-    if "pairs" in slips:
-        return list(zip(first_key.tolist(), num_visible.tolist(), strict=True))
-    is_kept = token < end - 1
-    if "both short" in slips:
-        first_key = first_key[is_kept]
-    if slips & {"short", "both short"}:
-        num_visible = num_visible[is_kept]
-    found = [first_key.tolist(), num_visible.tolist()]
-    if "one count" in slips:
-        found[1] = [end - start for start, end in pairwise(cu_seqlens)]
-    if "other order" in slips:
-        found = found[::-1]
-    nested = (True, True) if "nested" in slips else ("first nested" in slips, False)
-    return tuple(
-        [numbers[start:end] for start, end in pairwise(cu_seqlens)] if is_nested else numbers
-        for numbers, is_nested in zip(found, nested, strict=True)
-    )
+def _by_search(cu_seqlens: list[int], bounds: list[int], offset: int) -> tuple[list, list]:
+    """The sequence of each token from a search that puts a boundary's token before the boundary."""
+    sequences = [bisect_left(bounds, token) + offset for token in range(cu_seqlens[-1])]
+    first_key = [cu_seqlens[sequence] for sequence in sequences]
+    return first_key, [token - first + 1 for token, first in enumerate(first_key)]
 
-
-_BOUNDARY = (
-    "`cu_seqlens[i]` is both the end of one sequence and the beginning of the next. To which of "
-    "them does the token of that number belong?"
-)
-_LAST = (
-    "`range(1, n)` stops before `n`. How many keys does the last token of a sequence of 2 "
-    "tokens see?"
-)
-_APPENDED = "`append` adds a whole list as one element. How do you add each of its numbers instead?"
-_LOCATE_MISTAKES = (
-    Misconception(
-        "counting the keys from the beginning of the tensor",
-        slip(_located, "global"),
-        "The second sequence's first token sees one key. What would it see with this number, "
-        "counted from its own first key?",
-    ),
-    Misconception(
-        "giving a boundary's token to the sequence before it",
-        slip(_located, "boundary of all"),
-        _BOUNDARY,
-    ),
-    Misconception(
-        "giving a boundary's token to the sequence before it",
-        slip(_located, "boundary"),
-        _BOUNDARY,
-    ),
-    Misconception(
-        "no causal mask within a sequence",
-        slip(_located, "all"),
-        "That is what a query sees without causality. How many keys does a sequence's first token "
-        "see?",
-    ),
-    Misconception(
-        "leaving out the query's own key",
-        slip(_located, "past"),
-        "How many keys does a sequence's first token see?",
-    ),
-    Misconception(
-        "the number of the sequence in place of its first key",
-        slip(_located, "number"),
-        "You know which sequence it is. At which row of K does that one begin?",
-    ),
-    Misconception(
-        "the next sequence's first key in place of its own",
-        slip(_located, "end"),
-        "Which neighbour in `cu_seqlens` is the beginning of a token's sequence, and which is its "
-        "end?",
-    ),
-    Misconception(
-        "the next sequence's first key in place of its own",
-        slip(_located, "next"),
-        "Which neighbour in `cu_seqlens` is the beginning of a token's sequence, and which is its "
-        "end?",
-    ),
-    Misconception(
-        "letting every sequence begin at row 0",
-        slip(_located, "zero"),
-        "Then all sequences attend to the keys of the first, and a test with one sequence does "
-        "not see it. At which row does the second begin?",
-    ),
-    Misconception(
-        "the token's own row in place of its sequence's first",
-        slip(_located, "token"),
-        "From there on lie keys of the token's future. Where does its sequence begin?",
-    ),
-    Misconception(
-        "counting down to the end of the sequence",
-        slip(_located, "remaining"),
-        "These are the keys from the query on, its future. How many lie between the sequence's "
-        "beginning and the query?",
-    ),
-    Misconception(
-        "a list of pairs in place of two lists",
-        slip(_located, "pairs"),
-        "The numbers are there. How do you get all first keys into one list, and all counts into "
-        "another?",
-    ),
-    Misconception(
-        "the right numbers in another order",
-        slip(_located, "other order"),
-        "Both lists are there. Which of the two does the statement return first?",
-    ),
-    Misconception(
-        "one count for each sequence",
-        slip(_located, "one count"),
-        "Each token needs a count of its own. How many numbers should the second list have?",
-    ),
-    Misconception("stopping before a sequence's last token", slip(_located, "short"), _LAST),
-    Misconception("stopping before a sequence's last token", slip(_located, "both short"), _LAST),
-    Misconception("a list of lists", slip(_located, "nested"), _APPENDED),
-    Misconception("a list of lists", slip(_located, "first nested"), _APPENDED),
-    Misconception(
-        "two numbers for each sequence in place of each token",
-        slip(_located, "per sequence"),
-        "A row of the kernel is one token. Do two tokens of one sequence see as many keys?",
-    ),
-)
 
 _LOCATE = TEXTS.exercise(
     "locate",
@@ -1156,33 +540,64 @@ _LOCATE = TEXTS.exercise(
     difficulty=2,
     solution=locate,
     run=_run_locate,
-    misconceptions=_LOCATE_MISTAKES,
-    combine=together(
-        _LOCATE_MISTAKES,
-        {"global", "remaining"},
-        {"all", "remaining"},
-        {"number", "zero", "token"},
-        {"other order", "pairs", "nested", "first nested", "one count", "per sequence"},
-        {"one count", "pairs", "nested", "first nested", "per sequence"},
-        {"one count", "all", "remaining"},
-        {"one count", "global"},
-        {"one count", "past"},
-        {"boundary", "boundary of all"},
-        {"next", "end", "number", "zero", "token"},
-        {"short", "both short", "pairs", "nested", "first nested", "one count", "per sequence"},
-        {"end", "per sequence"},
-        {"next", "all", "remaining"},
-        {"per sequence", "pairs", "nested", "first nested"},
-        {"per sequence", "next"},
-        {"per sequence", "global"},
-        {"per sequence", "boundary"},
-        {"per sequence", "all"},
-        {"per sequence", "past"},
-        {"per sequence", "number"},
-        {"per sequence", "zero"},
-        {"per sequence", "token"},
-        {"per sequence", "remaining"},
-    ),
+    misconceptions=diffs(locate, [
+        (" - start", "", "counting the keys from the beginning of the tensor",
+         "The second sequence's first token sees one key. What would it see with this number, "
+         "counted from its own first key?"),
+        (lambda cu: _by_search(cu, cu, -1), "giving a boundary's token to the sequence before it",
+         "`cu_seqlens[i]` is both the end of one sequence and the beginning of the next. To "
+         "which of them does the token of that number belong?"),
+        (lambda cu: _by_search(cu, cu[1:], 0),
+         "giving a boundary's token to the sequence before it"),
+        ("token - start + 1", "end - start", "no causal mask within a sequence",
+         "That is what a query sees without causality. How many keys does a sequence's first "
+         "token see?"),
+        (" + 1", "", "leaving out the query's own key",
+         "How many keys does a sequence's first token see?"),
+        ({"start, end in pairwise": "i, (start, end) in enumerate(pairwise", "lens):": "lens)):",
+          "append(start)": "append(i)"}, "the number of the sequence in place of its first key",
+         "You know which sequence it is. At which row of K does that one begin?"),
+        ("append(start)", "append(end)", "the next sequence's first key in place of its own",
+         "Which neighbour in `cu_seqlens` is the beginning of a token's sequence, and which is "
+         "its end?"),
+        ({"append(start)": "append(end)", " - start": " - end"},
+         "the next sequence's first key in place of its own"),
+        ("append(start)", "append(0)", "letting every sequence begin at row 0",
+         "Then all sequences attend to the keys of the first, and a test with one sequence does "
+         "not see it. At which row does the second begin?"),
+        ("append(start)", "append(token)", "the token's own row in place of its sequence's first",
+         "From there on lie keys of the token's future. Where does its sequence begin?"),
+        ("token - start + 1", "end - token", "counting down to the end of the sequence",
+         "These are the keys from the query on, its future. How many lie between the sequence's "
+         "beginning and the query?"),
+        ("return first_key, num_visible", "return list(zip(first_key, num_visible, strict=True))",
+         "a list of pairs in place of two lists",
+         "The numbers are there. How do you get all first keys into one list, and all counts "
+         "into another?"),
+        ("return first_key, num_visible", "return num_visible, first_key",
+         "the right numbers in another order",
+         "Both lists are there. Which of the two does the statement return first?"),
+        ("    num_visible.append(token - start + 1)", "num_visible.append(end - start)",
+         "one count for each sequence",
+         "Each token needs a count of its own. How many numbers should the second list have?"),
+        ("    num_visible.append(token - start + 1)", "num_visible += range(1, end - start)",
+         "stopping before a sequence's last token",
+         "`range(1, n)` stops before `n`. How many keys does the last token of a sequence of 2 "
+         "tokens see?"),
+        ("range(start, end)", "range(start, end - 1)", "stopping before a sequence's last token"),
+        ("return first_key, num_visible",
+         "return tuple([x[i:j] for i, j in pairwise(cu_seqlens)] "
+         "for x in (first_key, num_visible))",
+         "a list of lists",
+         "`append` adds a whole list as one element. How do you add each of its numbers instead?"),
+        ("return first_key, num_visible",
+         "return [first_key[i:j] for i, j in pairwise(cu_seqlens)], num_visible",
+         "a list of lists"),
+        ("return first_key, num_visible",
+         "return cu_seqlens[:-1], [end - start for start, end in pairwise(cu_seqlens)]",
+         "two numbers for each sequence in place of each token",
+         "A row of the kernel is one token. Do two tokens of one sequence see as many keys?"),
+    ]),
     cases=(
         Case("two sequences, 2 and 3 tokens", lambda: ([0, 2, 5],)),
         Case("one sequence", lambda: ([0, 4],)),
@@ -1190,119 +605,35 @@ _LOCATE = TEXTS.exercise(
         Case("sequences of one token", lambda: ([0, 1, 2, 3],)),
         Case("an empty one at the beginning, a long one at the end", lambda: ([0, 0, 2, 9],)),
     ),
-)
+)  # fmt: skip
 
 
 EXERCISES = (_KEYS, _SCORES, _LOCATE, _WALKED, _WINDOW)
 
 
-# -- two mistakes at once --
-
-
-def _no_mask_at_all(ids: list[int], first_key: int, num_visible: int, BS: int) -> Tensor:
-    return first_key + torch.tensor(ids)[:, None] * BS + torch.arange(BS)
-
-
-def _clamped_in_the_tensor(ids: list[int], first_key: int, num_visible: int, BS: int) -> Tensor:
-    keys = torch.tensor(ids).clamp(min=0)[:, None] * BS + torch.arange(BS)
-    return torch.where(keys < num_visible, keys, -1)
-
-
-def _count_of_ids(ids: list[int], num_blocks: int) -> int:
-    return sum(block_id >= 0 for block_id in ids)
-
-
-def _last_slot_with_an_id(ids: list[int], num_blocks: int) -> int:
-    return max((slot for slot, block_id in enumerate(ids) if block_id >= 0), default=0)
-
-
-def _token_in_the_tensor(cu_seqlens: list[int]) -> tuple[list[int], list[int]]:
-    first_key = [start for start, end in pairwise(cu_seqlens) for _ in range(start, end)]
-    return first_key, list(range(cu_seqlens[-1]))
-
-
-def _whole_sequences_from_zero(cu_seqlens: list[int]) -> tuple[list[int], list[int]]:
-    lengths = [end - start for start, end in pairwise(cu_seqlens) for _ in range(start, end)]
-    return [0] * cu_seqlens[-1], lengths
-
-
-def _floors(position: int, first_key: int, window_size: int, BS: int) -> tuple[int, int, int]:
-    start = max(position - window_size, 0)
-    num_visible = position + 1 - start
-    return first_key + start, num_visible, num_visible // BS
-
-
-def _in_the_sequence(
-    position: int, first_key: int, window_size: int, BS: int
-) -> tuple[int, int, int]:
-    start = max(position + 1 - window_size, 0)
-    return start, position + 1, -(-(position + 1) // BS)
-
-
 DOUBLES = (
-    Double(
-        "first_scores",
-        lambda: _Mistaken(frozenset({"padded tensor", "one more"})),
-        ("padding the tensor as well as the tile", "storing one row of the padding"),
-    ),
-    Double(
-        "first_scores",
-        lambda: _Mistaken(frozenset({"exchanged", "load alone"})),
-        ("exchanging query and head", "masking the load alone"),
-    ),
-    Double(
-        "key_rows",
-        _no_mask_at_all,
-        (
-            "loading the keys of an empty slot",
-            "loading whatever the list names",
-        ),
-    ),
-    Double(
-        "key_rows",
-        _clamped_in_the_tensor,
-        ("taking an empty slot for block 0", "forgetting where the sequence begins"),
-    ),
-    Double(
-        "walked_slots",
-        _count_of_ids,
-        ("counting the blocks", "walking up to blocks of the future"),
-    ),
-    Double(
-        "walked_slots",
-        _last_slot_with_an_id,
-        (
-            "the number of the last slot in place of how many there are",
-            "walking up to blocks of the future",
-        ),
-    ),
-    Double(
-        "locate",
-        _token_in_the_tensor,
-        (
-            "counting the keys from the beginning of the tensor",
-            "leaving out the query's own key",
-        ),
-    ),
-    Double(
-        "locate",
-        _whole_sequences_from_zero,
-        ("no causal mask within a sequence", "letting every sequence begin at row 0"),
-    ),
-    Double(
-        "window_row",
-        _floors,
-        ("a window of one key too many", "forgetting the last, ragged block"),
-    ),
-    Double(
-        "window_row",
-        _in_the_sequence,
-        (
-            "counting the keys from the beginning of the sequence",
-            "forgetting where the sequence begins",
-        ),
-    ),
-)
+    Double("first_scores",
+           names=("padding the tensor as well as the tile", "storing one row of the padding")),
+    Double("first_scores", names=("exchanging query and head", "masking the load alone")),
+    Double("key_rows",
+           names=("loading the keys of an empty slot", "loading whatever the list names")),
+    Double("key_rows",
+           names=("taking an empty slot for block 0", "forgetting where the sequence begins")),
+    Double("walked_slots", names=("counting the blocks", "walking up to blocks of the future")),
+    Double("walked_slots",
+           names=("the number of the last slot in place of how many there are",
+                  "walking up to blocks of the future")),
+    Double("locate",
+           names=("counting the keys from the beginning of the tensor",
+                  "leaving out the query's own key")),
+    Double("locate",
+           names=("no causal mask within a sequence", "letting every sequence begin at row 0")),
+    Double("window_row",
+           names=("a window of one key too many", "forgetting the last, ragged block")),
+    Double("window_row",
+           names=("counting the keys from the beginning of the sequence",
+                  "forgetting where the sequence begins")),
+)  # fmt: skip
 
 
 # -- what the chapter warns of --
