@@ -6,7 +6,9 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
+from unittest import mock
 
+import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
 COURSE = "nsa_tutorial.course"
@@ -52,10 +54,32 @@ def forbidding(forbidden: Sequence[tuple[str, str]]) -> Iterator[None]:
 
     Args:
         forbidden: pairs of a function's full name (`"torch.softmax"`, which stands for a tensor's
-            method and for `torch.nn.functional` too), or a package's, and what a sentence calls it.
+            method and for `torch.nn.functional` too), `"torch.autograd"` (PyTorch's gradients), or
+            a package's name, and what a sentence calls it.
     """
     if not forbidden:
         yield
         return
-    with _Watch(dict(forbidden)):
+    with contextlib.ExitStack() as stack:
+        said = dict(forbidden).get("torch.autograd")
+        if said is not None:
+            stack.enter_context(_without_autograd(said))
+        stack.enter_context(_Watch(dict(forbidden)))
+        yield
+
+
+@contextlib.contextmanager
+def _without_autograd(said: str) -> Iterator[None]:
+    """No graph is recorded, and asking for a gradient raises."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise Forbidden(f"{said}: not in this exercise, which builds it")
+
+    with contextlib.ExitStack() as stack:
+        for module, name in (
+            (torch.autograd, "grad"), (torch.autograd, "backward"), (torch.func, "grad"),
+            (torch.func, "vjp"),
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.object(module, name, refuse))
+        stack.enter_context(torch.no_grad())
         yield

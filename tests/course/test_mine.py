@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import linecache
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,25 @@ def test_nor_may_the_courses_function() -> None:
     from nsa_tutorial.exact.dense_attention import softmax
 
     assert "the course's function: not in this" in judge(WEIGHTS, lambda s: softmax(s)).text
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda y, x: torch.autograd.grad(y.sum(), x),
+        lambda y, x: y.sum().backward(),
+        lambda y, x: torch.func.grad(torch.sum)(x),
+    ],
+)
+def test_nor_may_autograd_where_gradients_are_built(derive: Callable) -> None:
+    known = replace(WEIGHTS, forbidden=(("torch.autograd", "autograd"),))
+
+    def attempt(scores: torch.Tensor) -> torch.Tensor:
+        x = scores.clone().requires_grad_()
+        return derive(2 * x, x)
+
+    assert "autograd: not in this exercise" in judge(known, attempt).text
+    assert torch.autograd.grad((2 * (x := torch.ones(1, requires_grad=True))).sum(), x)
 
 
 # -- keeping --

@@ -11,7 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course.exercises import Case, Double, Misconception
+from nsa_tutorial.course.diffs import diffs
+from nsa_tutorial.course.exercises import Case, Double, Misconception, Stage
 from nsa_tutorial.course.mistakes import slip, together
 from nsa_tutorial.course.texts import Texts
 
@@ -1081,7 +1082,126 @@ def _in_base_two(N: int, M: int, D: int, DV: int, scale: float, *, seed: int) ->
     return d_o, scale / math.log(2) * q, k, v, torch.logsumexp(s, -1), delta, scale
 
 
-EXERCISES = (_SCORE, _DELTA, _GROUP, _AGAIN, _TWO)
+# -- attention_backward --
+
+
+def attention_backward(
+    d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q [N, HQ, D], k [M, H, D] and v [M, H, DV], from those of o [N, HQ, DV] and lse
+    [N, HQ]."""
+    (N, HQ, _), (M, H, _) = q.shape, k.shape
+    G = HQ // H
+    keys, values = (x.repeat_interleave(G, dim=1) for x in (k, v))  # [M, HQ, …]
+    is_seen = torch.arange(M) <= torch.arange(M - N, M)[:, None]  # [N, M]
+    s = scale * torch.einsum("nhd,mhd->hnm", q, keys)
+    p = torch.exp(s - lse.T[:, :, None]).masked_fill(~is_seen, 0)
+    delta = (d_o * o).sum(-1) - d_lse  # [N, HQ]
+    d_p = torch.einsum("nhd,mhd->hnm", d_o, values)
+    d_s = p * (d_p - delta.T[:, :, None])
+    d_q = scale * torch.einsum("hnm,mhd->nhd", d_s, keys)
+    d_k = scale * torch.einsum("hnm,nhd->mhd", d_s, q)
+    d_v = torch.einsum("hnm,nhd->mhd", p, d_o)
+    d_k, d_v = (x.unflatten(1, (H, G)).sum(2) for x in (d_k, d_v))
+    return d_q, d_k, d_v
+
+
+def _backward_case(
+    name: str, N: int, M: int, *, HQ: int = 1, H: int = 1, D: int = 2, DV: int = 2,
+    scale: float = 1.0, asks_lse: bool = False, whole: bool = False,
+) -> Case:  # fmt: skip
+    """A forward's tensors, in fp64, and gradients of its outputs. With `whole`, whole numbers."""
+
+    def arguments() -> tuple:
+        draw = _whole if whole else _random
+        sizes = ((N, HQ, D), (M, H, D), (M, H, DV), (N, HQ, DV), (N, HQ))
+        q, k, v, d_o, d_lse = (draw(*x, seed=i).double() for i, x in enumerate(sizes))
+        q = q / 4 if whole else q
+        s = scale * torch.einsum("nhd,mhd->hnm", q, k.repeat_interleave(HQ // H, 1))
+        hidden = torch.arange(M) > torch.arange(M - N, M)[:, None]
+        s = s.masked_fill(hidden, -torch.inf)
+        o = torch.einsum("hnm,mhd->nhd", s.softmax(-1), v.repeat_interleave(HQ // H, 1))
+        return d_o, d_lse * asks_lse, q, k, v, o, s.logsumexp(-1).T, scale
+
+    return Case(name, arguments)
+
+
+_BACKWARD = TEXTS.exercise(
+    "attention_backward", minutes=15, difficulty=3, solution=attention_backward,
+    returns=("d_q", "d_k", "d_v"), tolerance=1e-6,
+    forbidden=(
+        ("torch.autograd", "autograd"),
+        ("nsa_tutorial", "the course's own function"),
+    ),
+    stages=(
+        Stage("one key", (_backward_case("one query and one key", 1, 1, whole=True),)),
+        Stage("many keys", (
+            _backward_case("one query, three keys", 1, 3, whole=True),
+            _backward_case("one query, three keys, values of width 3", 1, 3, DV=3, whole=True),
+        )),
+        Stage("scale", (_backward_case("scale 0.5", 1, 3, D=4, scale=0.5),)),
+        Stage("causal", (
+            _backward_case("three queries, three keys", 3, 3),
+            _backward_case("five queries, five keys", 5, 5, D=3, DV=4, scale=0.6),
+        )),
+        Stage("fewer queries than keys", (
+            _backward_case("two queries, the last of four positions", 2, 4),
+            _backward_case("three queries, the last of seven", 3, 7, D=3, scale=0.4),
+        )),
+        Stage("groups", (
+            _backward_case("two heads on one KV head", 3, 3, HQ=2),
+            _backward_case("four heads on two KV heads", 4, 5, HQ=4, H=2, D=3, DV=2, scale=0.5),
+        )),
+        Stage("a loss of lse", (
+            _backward_case("one query, three keys", 1, 3, asks_lse=True),
+            _backward_case(
+                "six heads on two KV heads", 4, 6, HQ=6, H=2, D=3, scale=0.7, asks_lse=True
+            ),
+        )),
+    ),
+    misconceptions=diffs(attention_backward, [
+        ("d_q = scale * ", "d_q = ", "a gradient of the queries without the scale",
+         "The scaled scores are `scale` times a product. Which rule of line 5 did `d_q` miss?"),
+        ("d_k = scale * ", "d_k = ", "a gradient of the keys without the scale",
+         "The scaled scores are `scale` times a product. Which rule of line 5 did `d_k` miss?"),
+        ({"d_q = scale * ": "d_q = ", "d_k = scale * ": "d_k = "}, "gradients without the scale",
+         "Line 5: by what is `d_s` multiplied besides the keys and the queries?"),
+        ("s = scale * ", "s = ", "weights from scores without the scale",
+         "`lse` is that of the *scaled* scores. What comes out of `exp` where a row sees one key?"),
+        ("torch.einsum(\"hnm,nhd->mhd\", p, d_o)", "scale * torch.einsum(\"hnm,nhd->mhd\", p, d_o)",
+         "scaling the gradient of the values",
+         "Values never meet the scale. Which lines of the five have it?"),
+        (".masked_fill(~is_seen, 0)", "", "weights for keys of the future",
+         "`lse` says nothing of hidden keys, so `exp(s - lse)` gives them some weight. Which?"),
+        ("torch.arange(M - N, M)", "torch.arange(N)", "taking the queries for the first positions",
+         "With two queries and four keys, at which position does query 0 stand?"),
+        ("(d_p - delta.T[:, :, None])", "d_p", "leaving delta out",
+         "A score that rises takes weight from the others. What do they lose together?"),
+        ("(d_p - delta.T[:, :, None])", "(d_p + delta.T[:, :, None])", "adding delta",
+         "A key gains where it beats its row's average. What is done to the average then?"),
+        ("s - lse.T[:, :, None]", "s", "weights that do not sum to 1",
+         "Line 1 is more than `exp(s)`. Which number of the forward holds the row's sum?"),
+        (" - d_lse", "", "a gradient of lse that gets lost",
+         "The loss may use `lse`, too. In which of the five lines does `d_lse` come in?"),
+        (" - d_lse", " + d_lse", "adding d_lse to delta",
+         "The bracket of line 4 wants `+ d_lse`, and `delta` stands there behind a minus."),
+        ("p * (d_p", "(d_p", "gradients of scores without their weight",
+         "A key that weighs nothing changes nothing. By what is the bracket multiplied?"),
+        (".unflatten(1, (H, G)).sum(2)", ".unflatten(1, (H, G)).mean(2)",
+         "the mean over a group where its sum is meant",
+         "All heads of a group use the same key. Do their effects average, or add up?"),
+        ("x.repeat_interleave(G, dim=1)", "x.repeat(1, G, 1)",
+         "query heads that read the wrong KV head",
+         "Query head `hq` reads KV head `hq // G`: heads 0 and 1 of four read head 0 of two."),
+        (".unflatten(1, (H, G)).sum(2)", ".unflatten(1, (G, H)).sum(1)",
+         "summing the heads of different groups",
+         "The heads of a group are neighbours. Which axis comes first when you cut `HQ`?"),
+    ]),
+)  # fmt: skip
+
+
+EXERCISES = (_SCORE, _DELTA, _GROUP, _AGAIN, _TWO, _BACKWARD)
 
 
 # -- two slips at once, written as readers write them --
