@@ -5,8 +5,8 @@
 
 `keep` puts a function into the file once all its stages hold. Nothing is overwritten: a version
 that another one replaces stays beside the file, dated, and a function that does not run from the
-file alone never reaches it. Chapters take a function by `built`: the reader's, or the course's where
-a chapter was skipped.
+file alone never reaches it. Chapters take a function by `built`: the reader's, or the course's
+where a chapter was skipped.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def weights(scores: torch.Tensor) -> torch.Tensor:
 
 
 def case(name: str, *numbers: float) -> Case:
-    return Case(name, lambda: (torch.tensor(numbers),))
+    return Case(name, lambda: (torch.tensor(numbers, dtype=torch.float32),))
 
 
 INF = float("inf")
