@@ -15,6 +15,7 @@ kernel that takes long to compile share one compilation as `Switches`.
 from __future__ import annotations
 import __future__
 
+import ast
 import functools
 import inspect
 import linecache
@@ -69,7 +70,7 @@ class Edited:
 
         Raises:
             ValueError: if they exclude each other: they replace the same piece by different text,
-                or pieces that overlap.
+                or pieces that overlap, or what both leave is no Python.
         """
         if not isinstance(other, Edited) or other.solution is not self.solution:
             return None
@@ -79,7 +80,10 @@ class Edited:
             if self.edits[piece] != other.edits[piece]:
                 raise ValueError(f"these exclude each other: both replace {piece!r}")
         both = Edited(self.solution, self.edits | other.edits)
-        _ = both.places  # raises where pieces overlap
+        try:
+            ast.parse(both.source)  # raises where pieces overlap
+        except SyntaxError as error:
+            raise ValueError(f"these exclude each other: {error.msg}") from error
         return both
 
     @functools.cached_property

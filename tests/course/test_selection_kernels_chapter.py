@@ -15,12 +15,12 @@ import torch
 
 from nsa_tutorial import ops
 from nsa_tutorial.course import phases, predict, reveal
+from nsa_tutorial.course.diffs import Edited
 from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.exercises import selection_kernels as solutions
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.kernels import running_top_n
 from nsa_tutorial.course.languages import tl, triton
-from nsa_tutorial.course.mistakes import Wrong
 from nsa_tutorial.course.widgets import selection_kernels as pictures
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.runtime import environment
@@ -710,20 +710,6 @@ def test_another_way_is_right_too(name: str, attempt: Callable) -> None:
     assert judge(KNOWN[name], attempt).outcome == "right"
 
 
-@pytest.mark.parametrize("name", [name for name in KNOWN if name != "group_mass"])
-def test_without_slips_a_wrong_solution_is_right(name: str) -> None:
-    """A slip changes what it is named for, and nothing else."""
-    e = KNOWN[name]
-    assert judge(e, Wrong(e.misconceptions[0].wrong.function, frozenset())).outcome == "right"
-
-
-def test_without_its_slip_the_wrong_kernel_is_right() -> None:
-    e = KNOWN["group_mass"]
-    if e.missing:
-        pytest.skip(e.missing[0])
-    assert judge(e, solutions._mass("none")).outcome == "right"
-
-
 @pytest.mark.parametrize("name", ["group_mass", "running_list", "pick"])
 def test_the_frame_that_is_given_is_the_solutions(name: str) -> None:
     """All of its lines but the gaps stand in the solution, in this order."""
@@ -760,17 +746,21 @@ def test_a_kernel_that_reads_an_address_as_a_list_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slip", "name"),
+    ("added", "name"),
     [
-        ("both", "the factor of `tl.exp2` inside `tl.exp`"),
-        ("scores alone", "adding scores where weights are asked for"),
+        (
+            "tl.exp((s - tl.load(LSE + g)) * log2_e)",
+            "the factor of `tl.exp2` inside `tl.exp`",
+        ),
+        ("s", "adding scores where weights are asked for"),
     ],
 )
-def test_what_a_kernel_adds_is_named(slip: str, name: str) -> None:
+def test_what_a_kernel_adds_is_named(added: str, name: str) -> None:
     e = KNOWN["group_mass"]
     if e.missing:
         pytest.skip(e.missing[0])
-    verdict = judge(e, solutions._mass(slip))
+    right = "tl.exp2((s - tl.load(LSE + g)) * log2_e)"
+    verdict = judge(e, Edited(solutions.group_mass, {right: added}))
     assert verdict.misconceptions == (name,)
     assert "`Mass`:" in verdict.text
 

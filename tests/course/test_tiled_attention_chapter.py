@@ -481,24 +481,6 @@ def test_a_mask_of_another_shape_is_told_in_words() -> None:
 # -- the kernel --
 
 
-def test_without_its_slips_the_wrong_kernel_is_right() -> None:
-    e = KNOWN["tile_maximum"]
-    if e.missing:
-        pytest.skip(e.missing[0])
-    assert judge(e, lambda: solutions._Mistaken(frozenset())).outcome == "right"
-
-
-def test_the_kernel_that_is_given_differs_from_the_solution_in_two_lines() -> None:
-    given = solutions._GIVEN + "\nreturn kernel"
-    lines = [line.strip() for line in given.splitlines() if line.strip()]
-    ours = [line.strip() for line in inspect.getsource(solutions.tile_maximum).splitlines()]
-    ours = [line for line in ours[2:] if line]  # without the head and the docstring
-    assert [line for line in lines if line not in ours] == ["tl.store(Max + rows, scores_max)"]
-    added = [line for line in ours if line not in lines]
-    assert [line.partition("(")[0] for line in added] == ["acc_s = tl.where", "tl.store"]
-    assert added[1].startswith("tl.store(Max + rows, scores_max")
-
-
 def cell(start: str) -> str:
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     (found,) = (s for c in cells if (s := "".join(c["source"])).startswith(start))

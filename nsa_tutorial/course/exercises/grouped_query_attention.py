@@ -523,7 +523,7 @@ _SCORE = TEXTS.exercise(
         ("s = tl", "s = D**-0.5 * tl", "scaled scores where unscaled ones are asked for",
          "In attention the scale comes next. This kernel stores the dot products as they are: "
          "which factor can go?"),
-    ]),
+    ], pairs=False),
     cases=(
         _score_case("one KV head, two query heads", 1, 2, 4),
         _score_case("two KV heads, G = 2", 2, 2, 4),

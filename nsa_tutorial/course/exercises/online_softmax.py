@@ -596,6 +596,12 @@ _LEAKS_INTO_LSE = (
 # What readers put in place of a sum that may be 0. A logarithm that takes it tells which.
 _FLOORS = (1.0, 1e-6, 1e-8, 1e-9, 1e-10, 1e-12, 1e-30, 1e-20)
 
+# Edits that several mistakes share.
+_NO_STAND_IN = {".masked_fill(lse_max == -torch.inf, 0.0)": ""}
+_BARE_TOTAL = {".masked_fill(total == 0, 1.0)": ""}
+_UNSHIFTED = {"lse_max.masked_fill(lse_max == -torch.inf, 0.0)": "torch.zeros_like(lse_max)"}
+_CLEARED = {"return o,": "return o.nan_to_num(),"}
+
 MERGE_PARTIALS = TEXTS.exercise(
     "merge_partials",
     returns=("o", "lse"),
@@ -615,20 +621,17 @@ MERGE_PARTIALS = TEXTS.exercise(
          "using lse itself as the weight",
          "lse may be negative, or zero, and a weight may not. lse is the logarithm of a "
          "denominator. How do you get the denominator itself?"),
-        ({"lse_max.masked_fill(lse_max == -torch.inf, 0.0)": "torch.zeros_like(lse_max)",
-         ".masked_fill(total == 0, 1.0)": ""},
+        (_BARE_TOTAL | _UNSHIFTED,
          "`exp` taken of each lse as it comes, with no guard for empty rows",
          "On paper it is right. In numbers, exp(800) is inf. And a row that is empty on both "
          "sides becomes NaN, by -inf minus -inf or by 0 / 0. Which number can you subtract from "
          "both lse before you take powers?"),
-        ({"lse_max.masked_fill(lse_max == -torch.inf, 0.0)": "torch.zeros_like(lse_max)",
-         ".masked_fill(total == 0, 1.0)": "", "return o,": "return o.nan_to_num(),"},
+        (_BARE_TOTAL | _CLEARED | _UNSHIFTED,
          "`exp` taken of each lse as it comes, with no guard for empty rows"),
-        ({"lse_max.masked_fill(lse_max == -torch.inf, 0.0)": "torch.zeros_like(lse_max)",
-         ".masked_fill(total == 0, 1.0)": "",
-         "(o1 * w1[:, None] + o2 * w2[:, None]) / divisor[:, None]":
-          "o1 * torch.exp(lse1 - divisor.log())[:, None] + o2 * torch.exp(lse2 - divisor.log())[:, "
-          "None]"}, "`exp` taken of each lse as it comes, with no guard for empty rows"),
+        ({"(o1 * w1[:, None] + o2 * w2[:, None]) / divisor[:, None]":
+          "o1 * torch.exp(lse1 - divisor.log())[:, None]"
+          " + o2 * torch.exp(lse2 - divisor.log())[:, None]"} | _BARE_TOTAL | _UNSHIFTED,
+         "`exp` taken of each lse as it comes, with no guard for empty rows"),
         (".masked_fill(lse_max == -torch.inf, 0.0)", "",
          "a NaN for rows that are empty on both sides",
          "Such a row gives -inf minus -inf, and 0 / 0 if you divide by its sum. Both are NaN. "
@@ -647,10 +650,10 @@ MERGE_PARTIALS = TEXTS.exercise(
          "taking exp of an lse as it comes",
          "exp(800) is inf, even in fp64. Only the ratio of the two denominators matters. What "
          "can you subtract from both logarithms first?"),
-        ({"lse_max.masked_fill(lse_max == -torch.inf, 0.0)": "torch.zeros_like(lse_max)",
-         "(o1 * w1[:, None] + o2 * w2[:, None]) / divisor[:, None]":
-          "o1 * torch.exp(lse1 - divisor.log())[:, None] + o2 * torch.exp(lse2 - divisor.log())[:, "
-          "None]"}, "taking exp of an lse as it comes"),
+        ({"(o1 * w1[:, None] + o2 * w2[:, None]) / divisor[:, None]":
+          "o1 * torch.exp(lse1 - divisor.log())[:, None]"
+          " + o2 * torch.exp(lse2 - divisor.log())[:, None]"} | _UNSHIFTED,
+         "taking exp of an lse as it comes"),
         ({"w1[:, None]": "w1", "w2[:, None]": "w2", "divisor[:, None]": "divisor"},
          "a `[N]` tensor used where `[N, 1]` is needed",
          "PyTorch lines up last axes, so a weight `[N]` meets the columns of an output `[N, "
@@ -738,6 +741,9 @@ def _unwritten(
     return o, lse
 
 
+_UNWRITTEN = {".masked_fill((lse == -torch.inf)[..., None], 0.0)": ""}
+_JOINED = {"shift + torch.log(total)": "torch.logsumexp(lse, 0)"}
+
 MERGE_MANY = TEXTS.exercise(
     "merge_many",
     returns=("o", "lse"),
@@ -746,8 +752,7 @@ MERGE_MANY = TEXTS.exercise(
         (".masked_fill((lse == -torch.inf)[..., None], 0.0)", "", "a weight of 0 that meets a NaN",
          "A part that saw no key has weight 0, but 0 times NaN is NaN. No weight can hide a "
          "number that was never written. What could stand in its place?"),
-        ({".masked_fill((lse == -torch.inf)[..., None], 0.0)": "",
-         "return o,": "return o.nan_to_num(),"}, "a NaN set to 0 after the sum",
+        (_UNWRITTEN | _CLEARED, "a NaN set to 0 after the sum",
          "One part that was never written makes the whole sum NaN. Setting that to 0 throws away "
          "what the other parts have seen. When must it be cleared?"),
         ("return o,", "return o.nan_to_num(),",
@@ -768,29 +773,25 @@ MERGE_MANY = TEXTS.exercise(
          "/ 0, as all its weights are 0. Which finite number could it be measured from, and what "
          "could its sum be divided by?"),
         (".masked_fill(total == 0, 1.0)", "", "a NaN for a row that no part saw a key for"),
-        ({".masked_fill(lse_max == -torch.inf, 0.0)": "", "return o,": "return o.nan_to_num(),"},
-         "a NaN for a row that no part saw a key for"),
-        ({".masked_fill((lse == -torch.inf)[..., None], 0.0)": "",
-         ".masked_fill(lse_max == -torch.inf, 0.0)": ""}, "parts without keys, and no guard at all",
+        (_NO_STAND_IN | _CLEARED, "a NaN for a row that no part saw a key for"),
+        (_NO_STAND_IN | _UNWRITTEN, "parts without keys, and no guard at all",
          "The shares are right. But an output that was never written may be NaN. And a row "
          "without keys has two chances of one: -inf minus -inf (softmax does that inside), and 0 "
          "/ 0. What do you put in place of each?"),
-        ({".masked_fill((lse == -torch.inf)[..., None], 0.0)": "",
-         ".masked_fill(total == 0, 1.0)": ""}, "parts without keys, and no guard at all"),
+        (_BARE_TOTAL | _UNWRITTEN, "parts without keys, and no guard at all"),
         ({"w[..., None]": "w", "divisor[:, None]": "total"},
          "a `[P, N]` tensor used where `[P, N, 1]` is needed",
          "PyTorch lines up last axes, so a weight `[P, N]` meets the last two axes of `[P, N, "
          "DV]`. How do you give the weights a last axis of 1?"),
-        ({".masked_fill((lse == -torch.inf)[..., None], 0.0)": "", "w[..., None]": "w",
-         "divisor[:, None]": "total"}, "a `[P, N]` tensor used where `[P, N, 1]` is needed"),
+        ({"w[..., None]": "w", "divisor[:, None]": "total"} | _UNWRITTEN,
+         "a `[P, N]` tensor used where `[P, N, 1]` is needed"),
         *(({"torch.exp(lse - shift)": "torch.softmax(lse, 1)",
          "(w[..., None] * o).sum(0) / divisor[:, None]": f"(w[..., None] * o).sum({o_axis})",
          "shift + torch.log(total)": f"torch.logsumexp(lse, {lse_axis})", **guard},
          "shares taken along the rows",
          "Your shares sum to 1 over the rows, and rows have nothing to do with each other. Along "
          "which axis of `lse` do the parts of one row lie?")
-         for o_axis in (1, 0) for lse_axis in (1, 0)
-         for guard in ({}, {".masked_fill((lse == -torch.inf)[..., None], 0.0)": ""})),
+         for o_axis in (1, 0) for lse_axis in (1, 0) for guard in ({}, _UNWRITTEN)),
         ("shift + torch.log(total)", "torch.logsumexp(lse, 1)", "an lse summed along the rows",
          "Your output is right, but in your lse you joined the rows, not the parts. Along which "
          "axis of `lse` do the parts of one row lie?"),
@@ -805,23 +806,19 @@ MERGE_MANY = TEXTS.exercise(
          "a plain average of the parts"),
         ({"(w[..., None] * o).sum(0) / divisor[:, None]": "o.mean(0)",
          "shift + torch.log(total)": "lse.mean(0)"}, "a plain average of the parts"),
+        ({"(w[..., None] * o).sum(0) / divisor[:, None]": "o.mean(0)"} | _UNWRITTEN,
+         "a plain average of the parts"),
         ({"(w[..., None] * o).sum(0) / divisor[:, None]": "o.mean(0)",
-         ".masked_fill((lse == -torch.inf)[..., None], 0.0)": ""}, "a plain average of the parts"),
-        ({"(w[..., None] * o).sum(0) / divisor[:, None]": "o.mean(0)",
-         "shift + torch.log(total)": "lse.mean(0)",
-         ".masked_fill((lse == -torch.inf)[..., None], 0.0)": ""}, "a plain average of the parts"),
+         "shift + torch.log(total)": "lse.mean(0)"} | _UNWRITTEN, "a plain average of the parts"),
         ("o).sum(0)", "o).mean(0)", "a mean of outputs that have their shares",
          "The shares of a row sum to 1 already. By what does a mean divide once more?"),
-        ({"o).sum(0)": "o).mean(0)", ".masked_fill(total == 0, 1.0)": ""},
-         "a mean of outputs that have their shares"),
-        ({"o).sum(0)": "o).mean(0)", ".masked_fill(total == 0, 1.0)": "",
-         ".masked_fill((lse == -torch.inf)[..., None], 0.0)": ""},
+        ({"o).sum(0)": "o).mean(0)"} | _BARE_TOTAL, "a mean of outputs that have their shares"),
+        ({"o).sum(0)": "o).mean(0)"} | _BARE_TOTAL | _UNWRITTEN,
          "a mean of outputs that have their shares"),
         ("(w[..., None] * o).sum(0) / divisor[:, None]", "o.sum(0)",
          "adding outputs that were already divided",
          "Each part is an average of values, so the sum is too large. What undoes each division?"),
-        ({"(w[..., None] * o).sum(0) / divisor[:, None]": "o.sum(0)",
-         ".masked_fill((lse == -torch.inf)[..., None], 0.0)": ""},
+        ({"(w[..., None] * o).sum(0) / divisor[:, None]": "o.sum(0)"} | _UNWRITTEN,
          "adding outputs that were already divided"),
         ("lse_max.masked_fill(lse_max == -torch.inf, 0.0)", "torch.zeros_like(lse_max)",
          "taking exp of an lse as it comes",
@@ -830,34 +827,24 @@ MERGE_MANY = TEXTS.exercise(
         ("lse.amax(0)", "lse.max()", "one maximum for all rows",
          "Measured from the largest lse of all rows, a row that lies 800 lower has nothing but "
          "zeros. Do two rows have anything to do with each other?"),
-        ({"lse.amax(0)": "lse.max()", ".masked_fill(lse_max == -torch.inf, 0.0)": ""},
+        ({"lse.amax(0)": "lse.max()"} | _NO_STAND_IN,
          "one maximum for all rows, and no stand-in where it is -inf",
          "Where no part saw a key, -inf minus -inf is NaN. And measured from the largest lse of "
          "all rows, a row far below it has nothing but zeros. What does each row need for itself?"),
-        ({"lse.amax(0)": "lse.max()", ".masked_fill(lse_max == -torch.inf, 0.0)": "",
-         ".masked_fill(total == 0, 1.0)": ""},
+        ({"lse.amax(0)": "lse.max()"} | _NO_STAND_IN | _BARE_TOTAL,
          "one maximum for all rows, and no stand-in where it is -inf"),
-        ({"lse.amax(0)": "lse.max()", ".masked_fill(lse_max == -torch.inf, 0.0)": "",
-         "shift + torch.log(total)": "torch.logsumexp(lse, 0)"},
+        ({"lse.amax(0)": "lse.max()"} | _NO_STAND_IN | _JOINED,
          "one maximum for all rows, and no stand-in where it is -inf"),
-        ({"lse.amax(0)": "lse.max()", ".masked_fill(lse_max == -torch.inf, 0.0)": "",
-         ".masked_fill(total == 0, 1.0)": "",
-         "shift + torch.log(total)": "torch.logsumexp(lse, 0)"},
+        ({"lse.amax(0)": "lse.max()"} | _NO_STAND_IN | _BARE_TOTAL | _JOINED,
          "one maximum for all rows, and no stand-in where it is -inf"),
-        ({"lse.amax(0)": "lse.max()", ".masked_fill(lse_max == -torch.inf, 0.0)": "",
-         ".masked_fill((lse == -torch.inf)[..., None], 0.0)": ""},
+        ({"lse.amax(0)": "lse.max()"} | _NO_STAND_IN | _UNWRITTEN,
          "one maximum for all rows, and nothing against a NaN",
          "A row far below the largest lse of all rows has nothing but zeros. Then -inf minus "
          "-inf is NaN where no part saw a key, and 0 times an unwritten NaN is NaN, too. What "
          "does each row need for itself, and each part?"),
-        ({"lse.amax(0)": "lse.max()", ".masked_fill(lse_max == -torch.inf, 0.0)": "",
-         ".masked_fill((lse == -torch.inf)[..., None], 0.0)": "",
-         "shift + torch.log(total)": "torch.logsumexp(lse, 0)"},
+        ({"lse.amax(0)": "lse.max()"} | _NO_STAND_IN | _UNWRITTEN | _JOINED,
          "one maximum for all rows, and nothing against a NaN"),
-        ({"lse.amax(0)": "lse.max()", ".masked_fill(lse_max == -torch.inf, 0.0)": "",
-         ".masked_fill(total == 0, 1.0)": "",
-         ".masked_fill((lse == -torch.inf)[..., None], 0.0)": "",
-         "shift + torch.log(total)": "torch.logsumexp(lse, 0)"},
+        ({"lse.amax(0)": "lse.max()"} | _NO_STAND_IN | _BARE_TOTAL | _UNWRITTEN | _JOINED,
          "one maximum for all rows, and nothing against a NaN"),
         ("torch.exp(lse", "torch.exp2(lse", "taking powers of two of a natural logarithm",
          "lse is a natural logarithm. Which function undoes that one?"),

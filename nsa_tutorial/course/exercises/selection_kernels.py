@@ -1,8 +1,5 @@
 """Exercises of chapter 14: the weights of a group as a kernel, the walk of a tile, a merge of two
-lists, forced blocks in a running list, score and id in one number, and the best n by halving.
-
-The wrong solutions of an exercise are one function, or one kernel, told which slips to make.
-"""
+lists, forced blocks in a running list, score and id in one number, and the best n by halving."""
 
 from __future__ import annotations
 
@@ -16,17 +13,15 @@ from types import CodeType
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course.exercises import Case, Double, Misconception
+from nsa_tutorial.course.diffs import Edited, diffs
+from nsa_tutorial.course.exercises import Case, Double
 from nsa_tutorial.course.languages import tl, triton
-from nsa_tutorial.course.mistakes import slip, together
 from nsa_tutorial.course.room import roomy
 from nsa_tutorial.course.texts import Texts
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.runtime import environment
 
 TEXTS = Texts(__name__)
-
-Slips = frozenset[str]
 
 
 def _random(*shape: int, seed: int) -> Tensor:
@@ -115,78 +110,6 @@ def _run_group_mass(solution: Callable, G: int, M: int, D: int) -> tuple[Tensor,
     return mass[:M].cpu(), "in bounds" if intact else "stored past the end of Mass"
 
 
-@triton.jit
-def _wrong_mass(
-    Q, K, LSE, Mass, scale, log2_e, M, G, D: tl.constexpr, BT: tl.constexpr, SLIP: tl.constexpr
-):
-    summaries = tl.program_id(0) * BT + tl.arange(0, BT)
-    if SLIP == "first tile":
-        summaries = tl.arange(0, BT)
-    elif SLIP == "one apart":
-        summaries = tl.program_id(0) + tl.arange(0, BT)
-    width = tl.arange(0, D)
-    in_bounds = summaries < M
-    k_tile = tl.load(K + summaries[:, None] * D + width, mask=in_bounds[:, None], other=0.0)
-    mass = tl.zeros([BT], tl.float32)
-    total = tl.zeros([BT], tl.float32)
-    total_lse = 0.0
-    for g in range(G):
-        head = 0 if SLIP == "one head" else g
-        q_row = tl.load(Q + (0 if SLIP == "one query" else head) * D + width)
-        product = tl.sum(k_tile * q_row, axis=1)
-        if SLIP == "no axis":
-            product = tl.zeros([BT], tl.float32) + tl.sum(k_tile * q_row)
-        s = product
-        if SLIP != "no scale":
-            s = s * scale
-        lse = tl.load(LSE + (0 if SLIP == "one lse" else head))
-        total += s
-        total_lse += lse
-        if SLIP == "base":
-            weight = tl.exp2(s - lse)
-        elif SLIP == "half base":
-            weight = tl.exp2(s * log2_e - lse)
-        elif SLIP == "other half base":
-            weight = tl.exp2(s - lse * log2_e)
-        elif SLIP == "divided":
-            weight = tl.exp2((s - lse) / log2_e)
-        elif SLIP == "factor outside":
-            weight = tl.exp2(s - lse) * log2_e
-        elif SLIP == "all scaled":
-            weight = tl.exp2((product - lse) * scale * log2_e)
-        elif SLIP == "no lse":
-            weight = tl.exp2(s * log2_e)
-        elif SLIP == "both":
-            weight = tl.exp((s - lse) * log2_e)
-        elif SLIP == "scores alone":
-            weight = s
-        else:
-            weight = tl.exp2((s - lse) * log2_e)
-        mass = weight if SLIP == "last head" else mass + weight
-    if SLIP == "scores summed":
-        mass = tl.exp2((total - total_lse) * log2_e)
-    if SLIP == "mean":
-        mass = mass / G
-    if SLIP == "no mask":
-        tl.store(Mass + summaries, mass)
-    else:
-        tl.store(Mass + summaries, mass, mask=in_bounds)
-
-
-class _Mistaken:
-    """`_wrong_mass` with its slip chosen; launched like a kernel."""
-
-    def __init__(self, mistake: str) -> None:
-        self.mistake, self.run = mistake, None
-
-    def __getitem__(self, grid: tuple) -> Callable:
-        return lambda *args, **sizes: _wrong_mass[grid](*args, SLIP=self.mistake, **sizes)
-
-
-def _mass(mistake: str) -> Callable:
-    return lambda: _Mistaken(mistake)
-
-
 def _mass_case(name: str, G: int, M: int, D: int) -> Case:
     here = environment.detect()
     return Case(name, lambda: (G, M, D), lambda: here.why_not("triton", here.device))
@@ -200,122 +123,69 @@ _MASS = TEXTS.exercise(
     run=_run_group_mass,
     returns=("Mass", "the end of Mass"),
     tolerance=1e-4,
-    misconceptions=(
-        Misconception(
-            "powers of two where powers of e are meant",
-            _mass("base"),
-            "`tl.exp2(x)` is 2 to the power x. Which factor turns it into e to the power x?",
-        ),
-        Misconception(
-            "scores in nats beside an LSE in bits",
-            _mass("other half base"),
-            "`log2_e` has met the LSE, and not the scores. Can the two be subtracted then?",
-        ),
-        Misconception(
-            "the factor of `tl.exp2` inside `tl.exp`",
-            _mass("both"),
-            "`tl.exp` is a power of e already. Which of your two functions needs `log2_e`?",
-        ),
-        Misconception(
-            "the base's factor behind the power",
-            _mass("factor outside"),
-            "You multiply the power by `log2_e`. Does the factor belong to the power, or to its "
-            "exponent?",
-        ),
-        Misconception(
-            "scaling the LSE, too",
-            _mass("all scaled"),
-            "`LSE` is of scaled scores already. Which of the two still needs the scale?",
-        ),
-        Misconception(
-            "one sum over the whole tile",
-            _mass("no axis"),
-            "`tl.sum` without an axis gives one number for all summaries. Along which axis does "
-            "the width lie?",
-        ),
-        Misconception(
-            "adding scores where weights are asked for",
-            _mass("scores alone"),
-            "A score can be negative, and a weight cannot. What makes a weight of a score and its "
-            "row's LSE?",
-        ),
-        Misconception(
-            "dividing by the base's factor",
-            _mass("divided"),
-            "e is 2 to the power 1.4427. Is the exponent of 2 larger than that of e, or smaller?",
-        ),
-        Misconception(
-            "programs that begin one summary apart",
-            _mass("one apart"),
-            "Program 0 has the summaries 0 to `BT - 1`. Which one does program 1 begin with?",
-        ),
-        Misconception(
-            "an LSE in nats beside scores in bits",
-            _mass("half base"),
-            "Your scores are multiplied by `log2_e`, and `LSE` is a natural logarithm. Can the two "
-            "be subtracted as they are?",
-        ),
-        Misconception(
-            "leaving the LSE out",
-            _mass("no lse"),
-            "Each head gives away one unit of attention. What makes its powers sum to 1?",
-        ),
-        Misconception(
-            "one LSE for all heads",
-            _mass("one lse"),
-            "Every head has a softmax of its own, and so an LSE of its own. Where in `LSE` is it?",
-        ),
-        Misconception(
-            "one query for all heads",
-            _mass("one query"),
-            "Each head of the group has a query of its own. How far behind `Q` does head g's row "
-            "begin?",
-        ),
-        Misconception(
-            "taking one head of the group",
-            _mass("one head"),
-            "The list is for all heads of the group. Who adds the others?",
-        ),
-        Misconception(
-            "keeping the last head alone",
-            _mass("last head"),
-            "Each turn of the loop overwrites what the heads before have given. Which operator "
-            "adds?",
-        ),
-        Misconception(
-            "summing the scores, then one power",
-            _mass("scores summed"),
-            "A sum in the exponent is a product of weights. A head with one loud score would "
-            "decide alone (chapter 07). What is summed?",
-        ),
-        Misconception(
-            "averaging over the heads",
-            _mass("mean"),
-            "The contract is a sum. The order of blocks is the same, but the numbers are not.",
-        ),
-        Misconception(
-            "leaving the scale out",
-            _mass("no scale"),
-            "The LSE is of scaled scores. Which scores have to be compared with it?",
-        ),
-        Misconception(
-            "storing past the last summary",
-            _mass("no mask"),
-            "The last tile has places past `M`. Whose memory is there?",
-        ),
-        Misconception(
-            "every program takes the first tile",
-            _mass("first tile"),
-            "All programs run the same code. What tells one from the next?",
-        ),
-    ),
+    misconceptions=diffs(group_mass, [
+        ("tl.exp2((s - tl.load(LSE + g)) * log2_e)", "tl.exp2(s - tl.load(LSE + g))",
+         "powers of two where powers of e are meant",
+         "`tl.exp2(x)` is 2 to the power x. Which factor turns it into e to the power x?"),
+        ("tl.exp2((s - tl.load(LSE + g)) * log2_e)", "tl.exp2(s - tl.load(LSE + g) * log2_e)",
+         "scores in nats beside an LSE in bits",
+         "`log2_e` has met the LSE, and not the scores. Can the two be subtracted then?"),
+        ("tl.exp2((s - tl.load(LSE + g)) * log2_e)", "tl.exp((s - tl.load(LSE + g)) * log2_e)",
+         "the factor of `tl.exp2` inside `tl.exp`",
+         "`tl.exp` is a power of e already. Which of your two functions needs `log2_e`?"),
+        ("tl.exp2((s - tl.load(LSE + g)) * log2_e)", "tl.exp2(s - tl.load(LSE + g)) * log2_e",
+         "the base's factor behind the power",
+         "You multiply the power by `log2_e`. Does the factor belong to the power, or to its "
+         "exponent?"),
+        ({" * scale": "", " * log2_e": " * scale * log2_e"}, "scaling the LSE, too",
+         "`LSE` is of scaled scores already. Which of the two still needs the scale?"),
+        (", axis=1", "", "one sum over the whole tile",
+         "`tl.sum` without an axis gives one number for all summaries. Along which axis does the "
+         "width lie?"),
+        ("tl.exp2((s - tl.load(LSE + g)) * log2_e)", "s",
+         "adding scores where weights are asked for",
+         "A score can be negative, and a weight cannot. What makes a weight of a score and its "
+         "row's LSE?"),
+        ("tl.exp2((s - tl.load(LSE + g)) * log2_e)", "tl.exp2((s - tl.load(LSE + g)) / log2_e)",
+         "dividing by the base's factor",
+         "e is 2 to the power 1.4427. Is the exponent of 2 larger than that of e, or smaller?"),
+        ("tl.program_id(0) * BT", "tl.program_id(0)", "programs that begin one summary apart",
+         "Program 0 has the summaries 0 to `BT - 1`. Which one does program 1 begin with?"),
+        ("tl.exp2((s - tl.load(LSE + g)) * log2_e)", "tl.exp2(s * log2_e - tl.load(LSE + g))",
+         "an LSE in nats beside scores in bits",
+         "Your scores are multiplied by `log2_e`, and `LSE` is a natural logarithm. Can the two "
+         "be subtracted as they are?"),
+        ("tl.exp2((s - tl.load(LSE + g)) * log2_e)", "tl.exp2(s * log2_e)", "leaving the LSE out",
+         "Each head gives away one unit of attention. What makes its powers sum to 1?"),
+        ("LSE + g", "LSE", "one LSE for all heads",
+         "Every head has a softmax of its own, and so an LSE of its own. Where in `LSE` is it?"),
+        ("Q + g * D", "Q", "one query for all heads",
+         "Each head of the group has a query of its own. How far behind `Q` does head g's row "
+         "begin?"),
+        ({"Q + g * D": "Q", "LSE + g": "LSE"}, "taking one head of the group",
+         "The list is for all heads of the group. Who adds the others?"),
+        ("mass +=", "mass =", "keeping the last head alone",
+         "Each turn of the loop overwrites what the heads before have given. Which operator adds?"),
+        ({"tl.exp2((s - tl.load(LSE + g)) * log2_e)": "(s - tl.load(LSE + g)) * log2_e",
+          "summaries, mass": "summaries, tl.exp2(mass)"}, "summing the scores, then one power",
+         "A sum in the exponent is a product of weights. A head with one loud score would decide "
+         "alone (chapter 07). What is summed?"),
+        ("summaries, mass", "summaries, mass / G", "averaging over the heads",
+         "The contract is a sum. The order of blocks is the same, but the numbers are not."),
+        (" * scale", "", "leaving the scale out",
+         "The LSE is of scaled scores. Which scores have to be compared with it?"),
+        (", mask=in_bounds)", ")", "storing past the last summary",
+         "The last tile has places past `M`. Whose memory is there?"),
+        ("tl.program_id(0) * BT + ", "", "every program takes the first tile",
+         "All programs run the same code. What tells one from the next?"),
+    ]),
     cases=(
         _mass_case("one head, one tile", 1, 8, 4),
         _mass_case("three heads", 3, 8, 4),
         _mass_case("a ragged last tile", 2, 11, 4),
         _mass_case("five heads, three tiles", 5, 24, 8),
     ),
-)
+)  # fmt: skip
 
 
 # -- walk --
@@ -332,176 +202,65 @@ def walk(first_query: int, BQ: int, BT: int, length: int, stride: int) -> tuple[
     return fewest // BT, -(-most // BT)  # down, and up
 
 
-def _walk(
-    slips: Slips, first: int, BQ: int, BT: int, length: int, stride: int
-) -> tuple[int, int] | int:
-    """`walk` with slips."""
-
-    def visible(t: int) -> int:
-        if "begun" in slips:
-            return t // stride + 1
-        if "apart" in slips:
-            return (t + 1) // length
-        if "pieces" in slips:
-            return (t + 1) // stride
-        number = (t + ("late" not in slips) - length) // stride + ("one too few" not in slips)
-        return number if "negative" in slips else max(number, 0)
-
-    few, many = visible(first), visible(first + BQ - ("past the tile" not in slips))
-    if "whole by last" in slips:
-        few = many
-    if "steps by first" in slips:
-        many = few
-    if "summaries" in slips:
-        return few, many
-    if "fractions" in slips:
-        return few / BT, many / BT
-    whole = -(-few // BT) if "whole up" in slips else few // BT
-    if "whole fraction" in slips:
-        whole = few / BT
-    steps = many // BT if "steps down" in slips else -(-many // BT)
-    if "always one more" in slips:
-        steps = many // BT + 1
-    if "steps alone" in slips:
-        return steps
-    if "whole alone" in slips:
-        return whole
-    if "swapped" in slips:
-        return steps, whole
-    return whole, steps - whole if "masked alone" in slips else steps
-
-
-_WALK_MISTAKES = (
-    Misconception(
-        "a summary that is seen one token late",
-        slip(_walk, "late"),
-        "Query `t` sees the tokens 0 to `t`: `t + 1` of them. With summaries of 4, which is the "
-        "first query that has seen one whole?",
-    ),
-    Misconception(
-        "one summary too few",
-        slip(_walk, "one too few"),
-        "The query that reads the last token of summary 0 sees one summary. Your quotient is 0 "
-        "there. What does it count: summaries, or strides behind the first one?",
-    ),
-    Misconception(
-        "seeing a summary as soon as it begins",
-        slip(_walk, "begun"),
-        "Its last tokens are the query's future. When may it be seen (chapter 06)?",
-    ),
-    Misconception(
-        "summaries that do not overlap",
-        slip(_walk, "apart"),
-        "A new summary begins every `stride` tokens, though each is `length` long. How many have "
-        "ended?",
-    ),
-    Misconception(
-        "counting a summary after `stride` tokens",
-        slip(_walk, "pieces"),
-        "`(t + 1) // stride` counts pieces of `stride` tokens. The first summary has `length` "
-        "tokens. How many pieces is that?",
-    ),
-    Misconception(
-        "a negative number of summaries",
-        slip(_walk, "negative"),
-        "Early queries see none. What does your quotient say for `t = 0`?",
-    ),
-    Misconception(
-        "unmasked up to what the last query sees",
-        slip(_walk, "whole by last"),
-        "A step without a mask shows all its summaries to all queries of the tile. Which query "
-        "sees the fewest?",
-    ),
-    Misconception(
-        "rounding the unmasked steps up",
-        slip(_walk, "whole up"),
-        "A step that the first query sees in part needs a mask. How many steps does it see as a "
-        "whole?",
-    ),
-    Misconception(
-        "stopping where the first query does",
-        slip(_walk, "steps by first"),
-        "Later queries of the tile see more. For which of them does the walk end?",
-    ),
-    Misconception(
-        "rounding the steps down",
-        slip(_walk, "steps down"),
-        "The last step may have fewer summaries than `BT`. They count, too.",
-    ),
-    Misconception(
-        "one step more than the quotient",
-        slip(_walk, "always one more"),
-        "Where the last query sees a multiple of `BT`, the last step of yours is empty. Which "
-        "quotient rounds up, and adds nothing to what needs no rounding?",
-    ),
-    Misconception(
-        "a fraction of a step",
-        slip(_walk, "fractions"),
-        "`/` gives fractions. Which of the two numbers should be rounded down, and which up?",
-    ),
-    Misconception(
-        "a fraction of a step",
-        slip(_walk, "whole fraction"),
-        "`/` gives fractions. Which division counts whole steps?",
-    ),
-    Misconception(
-        "the first query behind the tile",
-        slip(_walk, "past the tile"),
-        "The tile has the queries `first` to …? It has `BQ` of them.",
-    ),
-    Misconception(
-        "counting summaries where steps are asked for",
-        slip(_walk, "summaries"),
-        "A step takes `BT` summaries. How many steps are these?",
-    ),
-    Misconception(
-        "the masked steps in place of all",
-        slip(_walk, "masked alone"),
-        "The second number counts all steps of the walk, masked or not.",
-    ),
-    Misconception(
-        "the two numbers in the other order",
-        slip(_walk, "swapped"),
-        "The steps without a mask come first, then all steps. Can the first number be the larger?",
-    ),
-    Misconception(
-        "one number in place of two",
-        slip(_walk, "steps alone"),
-        "That is where the walk ends. Return a pair: how many of these steps need no mask?",
-    ),
-    Misconception(
-        "one number in place of two",
-        slip(_walk, "whole alone"),
-        "These are the steps without a mask. Return a pair: how many steps are there in all?",
-    ),
-)
-
-_WALK_SLIPS = frozenset().union(*(m.wrong.slips for m in _WALK_MISTAKES))
-
 _WALK = TEXTS.exercise(
     "walk",
     minutes=5,
     difficulty=2,
     solution=walk,
-    misconceptions=_WALK_MISTAKES,
-    combine=together(
-        _WALK_MISTAKES,
-        {"begun", "apart", "pieces", "late"},
-        {"begun", "apart", "pieces", "one too few"},
-        *({"negative", other} for other in ("begun", "apart", "pieces", "one too few")),
-        *({"steps alone", other} for other in ("whole alone", "masked alone", "summaries")),
-        *({"steps alone", other} for other in ("whole by last", "whole up", "whole fraction")),
-        *({"whole alone", other} for other in ("masked alone", "summaries", "steps by first")),
-        *({"whole alone", other} for other in ("steps down", "always one more")),
-        {"steps alone", "fractions"},
-        {"whole alone", "fractions"},
-        {"whole by last", "steps by first"},
-        *({"summaries", other} for other in ("whole up", "steps down", "masked alone")),
-        {"fractions", "whole fraction", "summaries", "whole up"},
-        {"always one more", "steps down", "fractions", "summaries"},
-        {"masked alone", "fractions"},
-        *({"swapped", other} for other in _WALK_SLIPS - {"swapped"}),
-    ),
+    misconceptions=diffs(walk, [
+        ("t + 1 - length", "t - length", "a summary that is seen one token late",
+         "Query `t` sees the tokens 0 to `t`: `t + 1` of them. With summaries of 4, which is the "
+         "first query that has seen one whole?"),
+        ("stride + 1", "stride", "one summary too few",
+         "The query that reads the last token of summary 0 sees one summary. Your quotient is 0 "
+         "there. What does it count: summaries, or strides behind the first one?"),
+        ("(t + 1 - length) // stride + 1", "t // stride + 1",
+         "seeing a summary as soon as it begins",
+         "Its last tokens are the query's future. When may it be seen (chapter 06)?"),
+        ("(t + 1 - length) // stride + 1", "(t + 1) // length", "summaries that do not overlap",
+         "A new summary begins every `stride` tokens, though each is `length` long. How many "
+         "have ended?"),
+        ("(t + 1 - length) // stride + 1", "(t + 1) // stride",
+         "counting a summary after `stride` tokens",
+         "`(t + 1) // stride` counts pieces of `stride` tokens. The first summary has `length` "
+         "tokens. How many pieces is that?"),
+        ({"max(": "(", ", 0)": ")"}, "a negative number of summaries",
+         "Early queries see none. What does your quotient say for `t = 0`?"),
+        ("visible(first_query),", "visible(first_query + BQ - 1),",
+         "unmasked up to what the last query sees",
+         "A step without a mask shows all its summaries to all queries of the tile. Which query "
+         "sees the fewest?"),
+        ("fewest // BT", "-(-fewest // BT)", "rounding the unmasked steps up",
+         "A step that the first query sees in part needs a mask. How many steps does it see as a "
+         "whole?"),
+        ("visible(first_query + BQ - 1)", "visible(first_query)",
+         "stopping where the first query does",
+         "Later queries of the tile see more. For which of them does the walk end?"),
+        ("-(-most // BT)", "most // BT", "rounding the steps down",
+         "The last step may have fewer summaries than `BT`. They count, too."),
+        ("-(-most // BT)", "most // BT + 1", "one step more than the quotient",
+         "Where the last query sees a multiple of `BT`, the last step of yours is empty. Which "
+         "quotient rounds up, and adds nothing to what needs no rounding?"),
+        ("fewest // BT, -(-most // BT)", "fewest / BT, most / BT", "a fraction of a step",
+         "`/` gives fractions. Which of the two numbers should be rounded down, and which up?"),
+        ("fewest // BT", "fewest / BT", "a fraction of a step",
+         "`/` gives fractions. Which division counts whole steps?"),
+        ("BQ - 1", "BQ", "the first query behind the tile",
+         "The tile has the queries `first` to …? It has `BQ` of them."),
+        ("fewest // BT, -(-most // BT)", "fewest, most",
+         "counting summaries where steps are asked for",
+         "A step takes `BT` summaries. How many steps are these?"),
+        ("-(-most // BT)", "-(-most // BT) - fewest // BT", "the masked steps in place of all",
+         "The second number counts all steps of the walk, masked or not."),
+        ("fewest // BT, -(-most // BT)", "-(-most // BT), fewest // BT",
+         "the two numbers in the other order",
+         "The steps without a mask come first, then all steps. Can the first number be the "
+         "larger?"),
+        ("fewest // BT, ", "", "one number in place of two",
+         "That is where the walk ends. Return a pair: how many of these steps need no mask?"),
+        (", -(-most // BT)", "", "one number in place of two",
+         "These are the steps without a mask. Return a pair: how many steps are there in all?"),
+    ]),
     cases=(
         Case("one query that sees one summary", lambda: (3, 1, 1, 4, 2)),
         Case("one query that sees none", lambda: (0, 1, 2, 4, 2)),
@@ -513,7 +272,7 @@ _WALK = TEXTS.exercise(
         Case("the sizes of the paper", lambda: (1024, 128, 16, 32, 16)),
         Case("the last query of a tile ends one", lambda: (40, 8, 4, 8, 4)),
     ),
-)
+)  # fmt: skip
 
 
 # -- merge_lists --
@@ -525,105 +284,42 @@ def merge_lists(a: list[int], b: list[int]) -> list[int]:
     return sorted(best, reverse=True)
 
 
-def _merge(slips: Slips, a: list[int], b: list[int]) -> list[int]:
-    """`merge_lists` with slips."""
-    n = len(a)
-    if "one list" in slips:
-        best = list(a)
-    elif "halves" in slips:
-        best = sorted(a[: (n + 1) // 2] + b[: n // 2], reverse=True)
-    elif "in turn" in slips:
-        best = [x for pair in zip(a, b, strict=True) for x in pair][:n]
-    elif "same place" in slips:
-        best = [max(x, y) for x, y in zip(a, b, strict=True)]
-    elif "smaller" in slips:
-        best = sorted(map(min, a, reversed(b)), reverse=True)
-    elif "unsettled" in slips:
-        best = [max(x, y) for x, y in zip(a, reversed(b), strict=True)]
-    else:
-        both = set(a) | set(b) if "set" in slips else a + b
-        both = sorted(both, reverse="smallest" not in slips)
-        best = both if "all" in slips else both[:n]
-    if "no empties" in slips:
-        best = [x for x in best if x >= 0]
-    return best[::-1] if "ascending" in slips else best
-
-
-_MERGE_MISTAKES = (
-    Misconception(
-        "comparing what stands at the same place",
-        slip(_merge, "same place"),
-        "The second of `a` may be better than the first of `b`, and still lose against its own "
-        "neighbour. Which number of `b` should the best of `a` meet?",
-    ),
-    Misconception(
-        "keeping the smaller of each pair",
-        slip(_merge, "smaller"),
-        "The pairs are right. One of each pair has to leave. Which one?",
-    ),
-    Misconception(
-        "leaving the best in the order in which they met",
-        slip(_merge, "unsettled"),
-        "These are the right numbers. The next merge expects them with the largest first.",
-    ),
-    Misconception(
-        "half of each list",
-        slip(_merge, "halves"),
-        "All of the best may stand in one list. What do you have if the step brought nothing new?",
-    ),
-    Misconception(
-        "taking the lists in turn",
-        slip(_merge, "in turn"),
-        "That is the order of a zip. Which number may come next in a merge?",
-    ),
-    Misconception(
-        "keeping the old list",
-        slip(_merge, "one list"),
-        "What has the new list brought?",
-    ),
-    Misconception(
-        "keeping all of both",
-        slip(_merge, "all"),
-        "The list has `n` places in every step. Who leaves?",
-    ),
-    Misconception(
-        "dropping numbers that occur twice",
-        slip(_merge, "set"),
-        "A set keeps one of each. How many empty places, -1, does a young list have?",
-    ),
-    Misconception(
-        "dropping the empty places",
-        slip(_merge, "no empties"),
-        "A list has `n` places, and -1 stands in those that are empty. A tile cannot be shorter.",
-    ),
-    Misconception(
-        "the smallest numbers",
-        slip(_merge, "smallest"),
-        "Which end of the sorted numbers is the best one?",
-    ),
-    Misconception(
-        "the largest last",
-        slip(_merge, "ascending"),
-        "Both lists come with the largest first. So should yours, for the next merge.",
-    ),
-)
-
-_WAYS_TO_MERGE = ("same place", "smaller", "unsettled", "halves", "in turn", "one list")
-
 _MERGE = TEXTS.exercise(
     "merge_lists",
     minutes=5,
     difficulty=2,
     solution=merge_lists,
-    misconceptions=_MERGE_MISTAKES,
-    combine=together(
-        _MERGE_MISTAKES,
-        {*_WAYS_TO_MERGE, "all", "set", "smallest"},
-        {"smallest", "ascending"},
-        {"unsettled", "ascending"},
-        {"set", "no empties"},
-        {"one list", "no empties"},
-    ),
+    misconceptions=diffs(merge_lists, [
+        ("reversed(b)", "b", "comparing what stands at the same place",
+         "The second of `a` may be better than the first of `b`, and still lose against its own "
+         "neighbour. Which number of `b` should the best of `a` meet?"),
+        ("max(x, y)", "min(x, y)", "keeping the smaller of each pair",
+         "The pairs are right. One of each pair has to leave. Which one?"),
+        ("sorted(best, reverse=True)", "best", "leaving the best in the order in which they met",
+         "These are the right numbers. The next merge expects them with the largest first."),
+        ("[max(x, y) for x, y in zip(a, reversed(b), strict=True)]",
+         "a[: (len(a) + 1) // 2] + b[: len(b) // 2]", "half of each list",
+         "All of the best may stand in one list. What do you have if the step brought nothing "
+         "new?"),
+        ({"max(x, y) for x, y": "x for pair", "reversed(b)": "b",
+          "True)]": "True) for x in pair]", "sorted(best, reverse=True)": "best[: len(a)]"},
+         "taking the lists in turn",
+         "That is the order of a zip. Which number may come next in a merge?"),
+        ("[max(x, y) for x, y in zip(a, reversed(b), strict=True)]", "a", "keeping the old list",
+         "What has the new list brought?"),
+        ("[max(x, y) for x, y in zip(a, reversed(b), strict=True)]", "a + b", "keeping all of both",
+         "The list has `n` places in every step. Who leaves?"),
+        ("[max(x, y) for x, y in zip(a, reversed(b), strict=True)]",
+         "sorted({*a, *b}, reverse=True)[: len(a)]", "dropping numbers that occur twice",
+         "A set keeps one of each. How many empty places, -1, does a young list have?"),
+        ("(best", "([x for x in best if x >= 0]", "dropping the empty places",
+         "A list has `n` places, and -1 stands in those that are empty. A tile cannot be shorter."),
+        ({"[max(x, y) for x, y in zip(a, reversed(b), strict=True)]": "a + b",
+          "sorted(best, reverse=True)": "sorted(best)[: len(a)]"}, "the smallest numbers",
+         "Which end of the sorted numbers is the best one?"),
+        (", reverse=True", "", "the largest last",
+         "Both lists come with the largest first. So should yours, for the next merge."),
+    ]),
     cases=(
         Case("lists of one", lambda: ([3], [5])),
         Case("lists of two", lambda: ([9, 4], [7, 6])),
@@ -634,7 +330,7 @@ _MERGE = TEXTS.exercise(
         Case("three of one, one of the other", lambda: ([9, 4, 3, 1], [8, 7, 6, 2])),
         Case("equal numbers", lambda: ([6, 6, 2, 2], [6, 5, 5, 2])),
     ),
-)
+)  # fmt: skip
 
 
 # -- running_list --
@@ -656,284 +352,126 @@ def running_list(
     return sorted(-negated for _, negated in best)
 
 
-def _running(
-    slips: Slips, steps: list[list[float]], own: int, n: int, num_initial: int, num_local: int
-) -> list[int]:
-    """`running_list` with slips."""
-    best, kept, block = [], [], 0
-    sign = 1 if "higher ids" in slips else -1
-    initial = num_initial + ("one more initial" in slips)
-    local = num_local + ("one more" in slips)
-    forced: set[int] = set()
-    if "before" in slips:
-        negative = range(own - num_local + 1, 0)
-        if slips & {"on top", "beside"}:
-            forced |= set(negative)
-        else:
-            best = [(math.inf, sign * b) for b in negative]
-    for number, step in enumerate(steps):
-        fresh = []
-        if "this length" in slips:
-            block = number * len(step)
-        for place, score in enumerate(step):
-            is_initial = (place if slips & {"by place", "all by place"} else block) < initial
-            is_local = block > own - local and not ("own left out" in slips and block == own)
-            if slips & {"local by place", "all by place"}:
-                is_local = place > own - local
-            if "own alone" in slips:
-                is_local = block == own
-            if "end of step" in slips:
-                is_local = place >= len(step) - local
-            is_forced = (is_initial and "no initial" not in slips) or (
-                is_local and "no local" not in slips
-            )
-            if is_forced and block <= own and "on top" in slips:
-                forced.add(block)
-            if is_forced and not slips & {"own score", "on top"}:
-                score = math.inf
-            if "beside" in slips and is_forced:
-                forced |= {block} if block <= own else set()
-            elif block <= own - ("own out" in slips) or "future" in slips:
-                fresh.append((score, sign * block))
-            elif "minus one" in slips:
-                fresh.append((-1, -sign))
-            block += 1
-        if ("last step" in slips and fresh) or "this step" in slips:
-            best = []
-        best = sorted(best + fresh, reverse="worst" not in slips)
-        best = best if "uncut" in slips else best[:n]
-        kept += sorted(fresh, reverse=True)[:n]
-    if "each step" in slips:
-        best = kept
-    if "scores" in slips:
-        return [score for score, _ in best]
-    if "scores ascending" in slips:
-        return sorted(score for score, _ in best)
-    if "negated" in slips:
-        return sorted(entry for _, entry in best)
-    if "minus one" in slips:
-        return sorted(sign * entry for _, entry in best)
-    if "pairs" in slips:
-        return best
-    if "pairs of ids" in slips:
-        return [(score, -entry) for score, entry in best]
-    if "pairs of losses" in slips:
-        return [(-score, -entry) for score, entry in best]
-    ids = list(dict.fromkeys([sign * entry for _, entry in best] + sorted(forced)))
-    return ids if "by score" in slips else sorted(ids)
-
-
-_RUNNING_MISTAKES = (
-    *(
-        Misconception(
-            "forcing by the place within the step",
-            slip(_running, name),
-            "The local blocks end at `own`, which is a number in the text. A place counts from the "
-            "start of a step. How do you know which block a score belongs to?",
-        )
-        for name in ("local by place", "all by place", "end of step")
-    ),
-    Misconception(
-        "forcing by the place within the step",
-        slip(_running, "by place"),
-        "Every step has a place 0, but only one block of the text is the first. How do you know "
-        "which block a score belongs to?",
-    ),
-    Misconception(
-        "numbering blocks by the length of their own step",
-        slip(_running, "this length"),
-        "The last step may be shorter than those before. How many blocks came before it?",
-    ),
-    Misconception(
-        "forced blocks that keep their own score",
-        slip(_running, "own score"),
-        "A forced block is on the list whatever it scores. Which score never loses?",
-    ),
-    Misconception(
-        "forced blocks on top of n others",
-        slip(_running, "beside"),
-        "The list has `n` places, the forced blocks included. Who has to leave?",
-    ),
-    Misconception(
-        "forced blocks on top of n others",
-        slip(_running, "on top"),
-        "The list has `n` places, the forced blocks included. Who has to leave?",
-    ),
-    Misconception(
-        "a forced block before the text",
-        slip(_running, "before"),
-        "Query 0 has one block, not two. Where does `own - num_local` lead near the beginning?",
-    ),
-    Misconception(
-        "-1 in the place of the future",
-        slip(_running, "minus one"),
-        "A -1 takes a place in your list, and the list asks for none. What should happen to a "
-        "block after `own`?",
-    ),
-    Misconception(
-        "a list that is never cut",
-        slip(_running, "uncut"),
-        "Every block of the past is still there. How many may stay after each step?",
-    ),
-    *(
-        Misconception(
-            "pairs in place of ids",
-            slip(_running, name),
-            "Your list holds pairs. Which half of a pair names the block?",
-        )
-        for name in ("pairs", "pairs of ids", "pairs of losses")
-    ),
-    Misconception(
-        "taking blocks of the future",
-        slip(_running, "future"),
-        "The step that holds the own block may go on behind it. What may the query see of that?",
-    ),
-    Misconception(
-        "forgetting the list at every step",
-        slip(_running, "this step"),
-        "What the steps before found is gone. What has to outlive a step?",
-    ),
-    Misconception(
-        "forgetting the list at every step",
-        slip(_running, "last step"),
-        "What the steps before found is gone. What has to outlive a step?",
-    ),
-    Misconception(
-        "the best n of every step",
-        slip(_running, "each step"),
-        "That is a list that grows. Merge it with the old one, and keep `n`.",
-    ),
-    Misconception(
-        "the higher id of equal scores",
-        slip(_running, "higher ids"),
-        "Ties go to the lower id. Which of two equal pairs does your sort put first?",
-    ),
-    Misconception(
-        "the best first in place of ascending ids",
-        slip(_running, "by score"),
-        "The list is ascending (chapter 05). By what did you sort last?",
-    ),
-    *(
-        Misconception(
-            "scores in place of their blocks",
-            slip(_running, name),
-            "The list names blocks. What has to travel with each score, so that you can say where "
-            "it came from?",
-        )
-        for name in ("scores", "scores ascending")
-    ),
-    Misconception(
-        "one local block too many",
-        slip(_running, "one more"),
-        "`num_local` counts the own block. With 1, which blocks are forced?",
-    ),
-    Misconception(
-        "keeping the worst of each step",
-        slip(_running, "worst"),
-        "`sorted` puts the smallest pair first. Which end of the sorted pairs is cut off?",
-    ),
-    Misconception(
-        "negated ids",
-        slip(_running, "negated"),
-        "A sign helps where pairs are sorted, so that the lower id wins. Which ids does the list "
-        "name?",
-    ),
-    Misconception(
-        "leaving the own block out",
-        slip(_running, "own out"),
-        "A query takes its own block in any case. Which comparison of `block` with `own` lets that "
-        "block in?",
-    ),
-    Misconception(
-        "forcing the own block alone",
-        slip(_running, "own alone"),
-        "`num_local` counts the own block and those before it. With 2, which other block is "
-        "forced?",
-    ),
-    Misconception(
-        "one initial block too many",
-        slip(_running, "one more initial"),
-        "`num_initial` is a number of blocks, and the first block is 0. With 1, which blocks are "
-        "forced?",
-    ),
-    Misconception(
-        "leaving the own block to chance",
-        slip(_running, "own left out"),
-        "The own block is the last of the local ones. Its summaries have hardly ended, so its "
-        "score says little.",
-    ),
-    Misconception(
-        "forcing no initial block",
-        slip(_running, "no initial"),
-        "Which blocks does `num_initial` name?",
-    ),
-    Misconception(
-        "forcing no local block",
-        slip(_running, "no local"),
-        "Which blocks does `num_local` name?",
-    ),
-)
-
-_PLACES = ("local by place", "all by place", "end of step")
-_NOT_WITH_PLACES = {
-    *_PLACES, "by place", "own score", "no local", "one more", "own left out", "no initial",
-}  # fmt: skip
-_SCORES = ("scores", "scores ascending")
-_ALONE = ("minus one", "uncut", "pairs", "pairs of ids", "pairs of losses")
-_RUNNING_SLIPS = frozenset().union(*(m.wrong.slips for m in _RUNNING_MISTAKES))
-
 _RUNNING = TEXTS.exercise(
     "running_list",
     minutes=8,
     difficulty=2,
     solution=running_list,
-    misconceptions=_RUNNING_MISTAKES,
-    combine=together(
-        _RUNNING_MISTAKES,
-        {"own score", "on top"},
-        *({"own score", other} for other in ("by place", "one more", "own left out")),
-        {"own score", "no initial", "no local"},
-        {"by place", "no initial"},
-        {"no local", "one more", "own left out"},
-        {"last step", "each step"},
-        *({name, other} for name in _PLACES for other in _NOT_WITH_PLACES - {name}),
-        *({"before", other} for other in _RUNNING_SLIPS - {"before", "on top", "beside"}),
-        *({"beside", other} for other in _RUNNING_SLIPS - {"beside", "before"}),
-        *({"this step", other} for other in _RUNNING_SLIPS - {"this step"}),
-        *(
-            {name, other}
-            for name in ("own out", "own alone", "one more initial", "worst", "negated", *_ALONE)
-            for other in _RUNNING_SLIPS - {name}
-        ),
-        *({name, other} for name in _SCORES for other in _RUNNING_SLIPS - {name}),
-    ),
+    misconceptions=diffs(running_list, [
+        ({"for score in step": "for place, score in enumerate(step)", "block > own": "place > own"},
+         "forcing by the place within the step",
+         "The local blocks end at `own`, which is a number in the text. A place counts from the "
+         "start of a step. How do you know which block a score belongs to?"),
+        ({"for score in step": "for place, score in enumerate(step)",
+          "block < num_initial": "place < num_initial", "block > own": "place > own"},
+         "forcing by the place within the step"),
+        ({"for score in step": "for place, score in enumerate(step)",
+          "block > own - num_local": "place >= len(step) - num_local"},
+         "forcing by the place within the step"),
+        ({"for score in step": "for place, score in enumerate(step)",
+          "block < num_initial": "place < num_initial"}, "forcing by the place within the step",
+         "Every step has a place 0, but only one block of the text is the first. How do you know "
+         "which block a score belongs to?"),
+        ("for step in steps:",
+         "for number, step in enumerate(steps):\n        block = number * len(step)",
+         "numbering blocks by the length of their own step",
+         "The last step may be shorter than those before. How many blocks came before it?"),
+        ("score = torch.inf", "pass", "forced blocks that keep their own score",
+         "A forced block is on the list whatever it scores. Which score never loses?"),
+        ({"best, block = [], 0": "best, block, forced = [], 0, []",
+          "score = torch.inf": "forced += [block] * (block <= own)",
+          "if block <= own": "elif block <= own",
+          "-negated for _, negated in best": "forced + [-negated for _, negated in best]"},
+         "forced blocks on top of n others",
+         "The list has `n` places, the forced blocks included. Who has to leave?"),
+        ({"best, block = [], 0": "best, block, forced = [], 0, set()",
+          "score = torch.inf": "forced |= {block} if block <= own else set()",
+          "-negated for _, negated in best": "forced | {-negated for _, negated in best}"},
+         "forced blocks on top of n others"),
+        ("for step in steps:",
+         "best = [(torch.inf, -i) for i in range(own - num_local + 1, 0)]\n    for step in steps:",
+         "a forced block before the text",
+         "Query 0 has one block, not two. Where does `own - num_local` lead near the beginning?"),
+        ("best.append((score, -block))",
+         "best.append((score, -block))\n            else:\n                best.append((-1, 1))",
+         "-1 in the place of the future",
+         "A -1 takes a place in your list, and the list asks for none. What should happen to a "
+         "block after `own`?"),
+        ("[:n]", "", "a list that is never cut",
+         "Every block of the past is still there. How many may stay after each step?"),
+        ("sorted(-negated for _, negated in best)", "best", "pairs in place of ids",
+         "Your list holds pairs. Which half of a pair names the block?"),
+        ("sorted(-negated for _, negated in best)",
+         "[(score, -negated) for score, negated in best]", "pairs in place of ids"),
+        ("sorted(-negated for _, negated in best)",
+         "[(-score, -negated) for score, negated in best]", "pairs in place of ids"),
+        ("block <= own", "True", "taking blocks of the future",
+         "The step that holds the own block may go on behind it. What may the query see of that?"),
+        ("for step in steps:", "for step in steps:\n        best = []",
+         "forgetting the list at every step",
+         "What the steps before found is gone. What has to outlive a step?"),
+        ("for step in steps:", "for step in steps:\n        best = best if block > own else []",
+         "forgetting the list at every step"),
+        ({"best, block = [], 0": "kept, block = [], 0",
+          "for step in steps:": "for step in steps:\n        best = []",
+          "best = sorted(": "kept += sorted(", "negated in best": "negated in kept"},
+         "the best n of every step",
+         "That is a list that grows. Merge it with the old one, and keep `n`."),
+        ({"-block": "block", "-negated": "negated"}, "the higher id of equal scores",
+         "Ties go to the lower id. Which of two equal pairs does your sort put first?"),
+        ("return sorted(", "return list(", "the best first in place of ascending ids",
+         "The list is ascending (chapter 05). By what did you sort last?"),
+        ("sorted(-negated for _, negated in best)", "[score for score, _ in best]",
+         "scores in place of their blocks",
+         "The list names blocks. What has to travel with each score, so that you can say where "
+         "it came from?"),
+        ("sorted(-negated for _, negated in best)", "sorted(score for score, _ in best)",
+         "scores in place of their blocks"),
+        ("block > own", "block >= own", "one local block too many",
+         "`num_local` counts the own block. With 1, which blocks are forced?"),
+        ("reverse=True", "reverse=False", "keeping the worst of each step",
+         "`sorted` puts the smallest pair first. Which end of the sorted pairs is cut off?"),
+        ("-negated", "negated", "negated ids",
+         "A sign helps where pairs are sorted, so that the lower id wins. Which ids does the "
+         "list name?"),
+        ("block <= own", "block < own", "leaving the own block out",
+         "A query takes its own block in any case. Which comparison of `block` with `own` lets "
+         "that block in?"),
+        ("block > own - num_local", "block == own", "forcing the own block alone",
+         "`num_local` counts the own block and those before it. With 2, which other block is "
+         "forced?"),
+        ("block < num_initial", "block <= num_initial", "one initial block too many",
+         "`num_initial` is a number of blocks, and the first block is 0. With 1, which blocks "
+         "are forced?"),
+        ("block > own - num_local", "own - num_local < block < own",
+         "leaving the own block to chance",
+         "The own block is the last of the local ones. Its summaries have hardly ended, so its "
+         "score says little."),
+        ("block < num_initial or ", "", "forcing no initial block",
+         "Which blocks does `num_initial` name?"),
+        (" or block > own - num_local", "", "forcing no local block",
+         "Which blocks does `num_local` name?"),
+    ]),
     cases=(
         Case("the best two of one step", lambda: ([[1.0, 3.0, 2.0]], 2, 2, 0, 1)),
         Case("the own block is the worst", lambda: ([[3.0, 4.0, 1.0]], 2, 2, 0, 1)),
         Case("the first query, two local blocks", lambda: ([[4.0, 1.0]], 0, 2, 0, 2)),
         Case("two steps, none forced at the start", lambda: ([[5.0, 1.0], [4.0, 0.5]], 3, 2, 0, 1)),
         Case("the first block is forced", lambda: ([[0.1, 7.0], [8.0, 9.0]], 3, 3, 1, 1)),
-        Case(
-            "the step goes on behind the own block", lambda: ([[3.0, 2.0], [1.0, 9.0]], 2, 2, 0, 1)
-        ),
+        Case("the step goes on behind the own block",
+             lambda: ([[3.0, 2.0], [1.0, 9.0]], 2, 2, 0, 1)),
         Case("three steps", lambda: ([[6.0, 2.0], [1.0, 7.0], [3.0, 0.5]], 5, 3, 1, 1)),
         Case("two local blocks", lambda: ([[6.0, 8.0], [7.0, 0.2], [0.5, 9.0]], 4, 4, 1, 2)),
         Case("equal scores", lambda: ([[2.0, 5.0, 2.0], [5.0, 5.0, 5.0]], 5, 3, 1, 1)),
         Case("an early query", lambda: ([[4.0, 1.0, 6.0, 2.0]], 1, 4, 1, 2)),
-        Case(
-            "two initial blocks that are one with the local ones",
-            lambda: ([[0.3, 0.2, 0.4], [0.9, 0.8, 0.7]], 2, 3, 2, 2),
-        ),
-        Case(
-            "a short last step",
-            lambda: ([[5.0, 1.0, 1.0], [4.0, 9.0, 2.0], [3.0, 8.0]], 7, 3, 1, 1),
-        ),
-        Case(
-            "four steps, two initial blocks",
-            lambda: ([[0.1, 0.2], [0.9, 0.7], [0.4, 0.8], [0.6, 0.3]], 7, 5, 2, 1),
-        ),
+        Case("two initial blocks that are one with the local ones",
+             lambda: ([[0.3, 0.2, 0.4], [0.9, 0.8, 0.7]], 2, 3, 2, 2)),
+        Case("a short last step",
+             lambda: ([[5.0, 1.0, 1.0], [4.0, 9.0, 2.0], [3.0, 8.0]], 7, 3, 1, 1)),
+        Case("four steps, two initial blocks",
+             lambda: ([[0.1, 0.2], [0.9, 0.7], [0.4, 0.8], [0.6, 0.3]], 7, 5, 2, 1)),
     ),
-)
+)  # fmt: skip
 
 
 # -- pack --
@@ -958,174 +496,6 @@ def _run_pack(solution: Callable, scores: Tensor, ids: Tensor, id_bits: int) -> 
     return packed
 
 
-def _pack(slips: Slips, scores: Tensor, ids: Tensor, id_bits: int) -> Tensor:
-    """`pack` with slips; in int32, where 32 bits are enough."""
-    packed = _packed(slips, scores, ids, id_bits)
-    return (
-        packed.int() if packed.dtype == torch.int64 and (packed == packed.int()).all() else packed
-    )
-
-
-def _packed(slips: Slips, scores: Tensor, ids: Tensor, id_bits: int) -> Tensor:
-    width = id_bits - ("one bit less" in slips)
-    mask = 2 ^ (width - 1) if "xor" in slips else 2**width - 1
-    bits = scores.view(torch.int32).long()
-    if "cut numbers" in slips:
-        bits = scores.long()
-    low = ids.long() if "lower ids" in slips else mask - ids.long()
-    if "one too many" in slips:
-        low = low + 1
-    if "negative" in slips:
-        low = -ids.long()
-    if "complement" in slips:
-        low = ~ids.long()
-    if "flipped" in slips:
-        low = ids.long().flip(0)
-    if "on top" in slips:
-        return (low << (31 - width)) | (bits >> width)
-    if "shifted" in slips:
-        return (bits << width) | low
-    if "wrapped" in slips:
-        return (bits.int() << width) | low.int()
-    if "down" in slips:
-        return (bits >> width) | low
-    if "down, added" in slips:
-        return (bits >> width) + low
-    if "borrowed" in slips:
-        return (bits & ~mask) - ids.long()
-    if "early" in slips:
-        return (bits & (~(1 << width) - 1)) | low
-    if "dropped" in slips:
-        return (bits & mask) | low
-    if "added" in slips:
-        return bits + low
-    if "or" in slips:
-        return bits | low
-    if "number of bits" in slips:
-        return (bits & ~id_bits) | low
-    packed = (bits & ~mask) | low
-    return packed.int().view(torch.float32) if "float" in slips else packed
-
-
-_PACK_MISTAKES = (
-    Misconception(
-        "the id as it is",
-        slip(_pack, "lower ids"),
-        "Of two equal scores the larger integer wins. Which id should win, and so which number "
-        "should stand for it?",
-    ),
-    Misconception(
-        "adding the id to a score that still has its low bits",
-        slip(_pack, "added"),
-        "The sum may carry into the bits above, and nobody can read the id again. Which bits have "
-        "to be 0 first?",
-    ),
-    Misconception(
-        "writing the id over low bits that were not cleared",
-        slip(_pack, "or"),
-        "`|` keeps every 1 that was there. What do you read back as the id?",
-    ),
-    Misconception(
-        "shifting the score out of 32 bits",
-        slip(_pack, "shifted"),
-        "A score has 32 bits already, and its exponent stands highest. Shifted up, it leaves an "
-        "int32. Which of its bits can you spare?",
-    ),
-    Misconception(
-        "shifting the score out of 32 bits",
-        slip(_pack, "wrapped"),
-        "A score has 32 bits already. Shifted up in an int32, it loses its highest bits, "
-        "which matter most. Which of its bits can you spare?",
-    ),
-    *(
-        Misconception(
-            "shifting the score down and not up again",
-            slip(_pack, name),
-            "After `>> id_bits`, the bits that matter stand at the low end, where the id should "
-            "go. How do you bring them back up?",
-        )
-        for name in ("down", "down, added")
-    ),
-    Misconception(
-        "subtracting the id from the cleared score",
-        slip(_pack, "borrowed"),
-        "The low bits are 0, so the subtraction borrows from the bits above, and they change. Fill "
-        "the low bits with ones first. What is left of them when the id is taken away?",
-    ),
-    Misconception(
-        "`^` where a power is meant",
-        slip(_pack, "xor"),
-        "In Python, `2 ^ 3` is 1: `^` compares bits, and `-` binds tighter than it. How is a power "
-        "written?",
-    ),
-    Misconception(
-        "a complement without parentheses",
-        slip(_pack, "early"),
-        "`~` binds tighter than `-`: `~(1 << b) - 1` turns the bits over before 1 is subtracted. "
-        "What should be turned over?",
-    ),
-    Misconception(
-        "a float in place of an integer",
-        slip(_pack, "float"),
-        "The bits are right. Return them as the int32 that they were: without a second `view`.",
-    ),
-    Misconception(
-        "the id above the score",
-        slip(_pack, "on top"),
-        "Integers are compared from their highest bits on. What should decide first?",
-    ),
-    Misconception(
-        "the number without its fraction",
-        slip(_pack, "cut numbers"),
-        "Scores below 1 all become 0. You want the same bits, read as an integer: `view`.",
-    ),
-    Misconception(
-        "keeping the low bits and clearing the rest",
-        slip(_pack, "dropped"),
-        "`& mask` keeps what the id needs. Which bits tell how large the score is?",
-    ),
-    Misconception(
-        "the number of bits in place of a mask",
-        slip(_pack, "number of bits"),
-        "`~id_bits` clears the bits of the number `id_bits`. Which number has `id_bits` ones?",
-    ),
-    Misconception(
-        "one bit too few",
-        slip(_pack, "one bit less"),
-        "With 2 bits there are the ids 0 to 3. What is the largest number of `id_bits` bits?",
-    ),
-    Misconception(
-        "a low part that starts at 1",
-        slip(_pack, "one too many"),
-        "Id 0 then needs one bit more than there is. What is the largest that fits?",
-    ),
-    Misconception(
-        "a complement of all 32 bits",
-        slip(_pack, "complement"),
-        "`~ids` sets the high bits too, and `|` takes them over. How do you keep its low `id_bits` "
-        "bits alone?",
-    ),
-    Misconception(
-        "the ids in the reverse order",
-        slip(_pack, "flipped"),
-        "`flip` gives each score the id of another block. Which number should stand for a block's "
-        "own id, so that the lower id is the larger number?",
-    ),
-    Misconception(
-        "a negative id",
-        slip(_pack, "negative"),
-        "A negative integer has its high bits set, and `|` takes them over. What can you subtract "
-        "the id from?",
-    ),
-)
-
-_LOW = ("lower ids", "one too many", "negative", "one bit less", "xor", "cut numbers")
-
-_HOW = (
-    "on top", "shifted", "wrapped", "down", "down, added", "borrowed", "early", "dropped",
-    "added", "or", "number of bits", "float",
-)  # fmt: skip
-
 _PACK = TEXTS.exercise(
     "pack",
     minutes=5,
@@ -1133,23 +503,61 @@ _PACK = TEXTS.exercise(
     solution=pack,
     run=_run_pack,
     tolerance=1e-12,
-    misconceptions=_PACK_MISTAKES,
-    combine=together(
-        _PACK_MISTAKES,
-        set(_HOW),
-        {"lower ids", "negative"},
-        {"lower ids", "one bit less"},
-        {"negative", "one too many"},
-        {"negative", "one bit less"},
-        {"negative", "on top"},
-        {"borrowed", "lower ids", "negative", "one too many"},
-        *({"xor", other} for other in (*_HOW, "negative", "one too many", "one bit less")),
-        *({"float", other} for other in ("negative", "one too many", "lower ids")),
-        {"wrapped", "cut numbers"},
-        {"float", "cut numbers"},
-        *({"complement", other} for other in (*_HOW, *_LOW, "flipped")),
-        *({"flipped", other} for other in (*_HOW, *_LOW)),
-    ),
+    misconceptions=diffs(pack, [
+        ("mask - ", "", "the id as it is",
+         "Of two equal scores the larger integer wins. Which id should win, and so which number "
+         "should stand for it?"),
+        ("(bits & ~mask) |", "bits +", "adding the id to a score that still has its low bits",
+         "The sum may carry into the bits above, and nobody can read the id again. Which bits "
+         "have to be 0 first?"),
+        ("(bits & ~mask)", "bits", "writing the id over low bits that were not cleared",
+         "`|` keeps every 1 that was there. What do you read back as the id?"),
+        ({"view(torch.int32)": "view(torch.int32).long()", "(bits & ~mask)": "(bits << id_bits)"},
+         "shifting the score out of 32 bits",
+         "A score has 32 bits already, and its exponent stands highest. Shifted up, it leaves an "
+         "int32. Which of its bits can you spare?"),
+        ("(bits & ~mask)", "(bits << id_bits)", "shifting the score out of 32 bits",
+         "A score has 32 bits already. Shifted up in an int32, it loses its highest bits, which "
+         "matter most. Which of its bits can you spare?"),
+        ("(bits & ~mask)", "(bits >> id_bits)", "shifting the score down and not up again",
+         "After `>> id_bits`, the bits that matter stand at the low end, where the id should go. "
+         "How do you bring them back up?"),
+        ("(bits & ~mask) |", "(bits >> id_bits) +", "shifting the score down and not up again"),
+        ("| (mask - ids)", "- ids", "subtracting the id from the cleared score",
+         "The low bits are 0, so the subtraction borrows from the bits above, and they change. "
+         "Fill the low bits with ones first. What is left of them when the id is taken away?"),
+        ("2**id_bits - 1", "2 ^ id_bits - 1", "`^` where a power is meant",
+         "In Python, `2 ^ 3` is 1: `^` compares bits, and `-` binds tighter than it. How is a "
+         "power written?"),
+        ("~mask", "(~(1 << id_bits) - 1)", "a complement without parentheses",
+         "`~` binds tighter than `-`: `~(1 << b) - 1` turns the bits over before 1 is "
+         "subtracted. What should be turned over?"),
+        ("(bits & ~mask) | (mask - ids)", "((bits & ~mask) | (mask - ids)).view(torch.float32)",
+         "a float in place of an integer",
+         "The bits are right. Return them as the int32 that they were: without a second `view`."),
+        ({"(bits & ~mask)": "(bits >> id_bits)", "ids)": "ids) << (31 - id_bits)"},
+         "the id above the score",
+         "Integers are compared from their highest bits on. What should decide first?"),
+        ("scores.view(torch.int32)", "scores.int()", "the number without its fraction",
+         "Scores below 1 all become 0. You want the same bits, read as an integer: `view`."),
+        ("~mask", "mask", "keeping the low bits and clearing the rest",
+         "`& mask` keeps what the id needs. Which bits tell how large the score is?"),
+        ("~mask", "~id_bits", "the number of bits in place of a mask",
+         "`~id_bits` clears the bits of the number `id_bits`. Which number has `id_bits` ones?"),
+        ("2**id_bits", "2 ** (id_bits - 1)", "one bit too few",
+         "With 2 bits there are the ids 0 to 3. What is the largest number of `id_bits` bits?"),
+        ("ids)", "ids + 1)", "a low part that starts at 1",
+         "Id 0 then needs one bit more than there is. What is the largest that fits?"),
+        ("mask - ", "~", "a complement of all 32 bits",
+         "`~ids` sets the high bits too, and `|` takes them over. How do you keep its low "
+         "`id_bits` bits alone?"),
+        ("mask - ids", "ids.flip(0)", "the ids in the reverse order",
+         "`flip` gives each score the id of another block. Which number should stand for a "
+         "block's own id, so that the lower id is the larger number?"),
+        ("mask - ", "-", "a negative id",
+         "A negative integer has its high bits set, and `|` takes them over. What can you "
+         "subtract the id from?"),
+    ]),
     cases=(
         Case("two equal scores", lambda: (torch.tensor([1.0, 1.0]), _ids(0, 1), 1)),
         Case("four ids", lambda: (torch.tensor([0.5, 0.5, 2.0, 0.0]), _ids(0, 1, 2, 3), 2)),
@@ -1157,7 +565,7 @@ _PACK = TEXTS.exercise(
         Case("ids of 10 bits", lambda: (torch.tensor([0.1, 3.3, 1e-3]), _ids(1023, 500, 0), 10)),
         Case("nearly equal", lambda: (torch.tensor([0.3, 0.30001, 0.29999]), _ids(5, 9, 2), 10)),
     ),
-)
+)  # fmt: skip
 
 
 def _ids(*ids: int) -> Tensor:
@@ -1211,293 +619,99 @@ def _watched(*bits: int) -> Tensor:
     return torch.tensor(bits).as_subclass(_Watched)
 
 
-_TOO_FEW = (30, 29, 28, 24, 23, 20, 16, 10)  # questions
+def _endless(bits: Tensor, n: int) -> list[int]:
+    if int((bits >= 0).sum()) >= n:
+        raise StillAsking  # at once, because a diff would ask 5,000 questions in every pair
+    return pick(bits, n)
 
-
-def _end_below(values: list[int], n: int) -> int:
-    """Where a search ends that moves `high` one below the middle."""
-    low, high = 0, 2**31
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_enough = sum(x >= middle for x in values) >= n
-        low, high = (middle, high) if is_enough else (low, middle - 1)
-    return low
-
-
-_EARLY = {"early, middle", "early, low", "early, low, frame"}
-
-
-def _early_end(values: list[int], n: int) -> tuple[int, int]:
-    """`low` and `middle` of a search that stops where a count equals `n`, and moves no end then."""
-    low, high = 0, 2**31
-    while high - low > 1:
-        middle = (low + high) // 2
-        count = sum(x >= middle for x in values)
-        if count == n:
-            break
-        low, high = (middle, high) if count > n else (low, middle)
-    return low, middle
-
-
-def _pick(slips: Slips, bits: Tensor, n: int) -> list[int]:
-    """`pick` with slips."""
-    values = bits.tolist()
-    if "endless" in slips and sum(x >= 0 for x in values) >= n:
-        raise StillAsking
-    if "no count" in slips:
-        bool((bits >= 1) >= n)
-    is_wrong_end = bool(slips & {"wrong end", "wrong end, short"})
-    if is_wrong_end and sum(x >= 2**30 for x in values) < n:
-        return [-1] * n if "wrong end" in slips else []
-    if "distinct" in slips:
-        ranked = sorted(set(values), reverse=True)
-    else:
-        ranked = sorted(values, reverse=True)
-    position = n - 1 + ("one more" in slips)
-    least = ranked[position] if position < len(ranked) else -1
-    low = least if "hidden" in slips else max(least, 0)
-    if "end below" in slips:
-        low = _end_below(values, n)
-    if slips & _EARLY:
-        low = _early_end(values, n)["early, middle" in slips]
-    if is_wrong_end:
-        low = 0
-    if slips & {"narrow", "narrow, n of them"}:
-        low = min(low, 2**16 - 1)
-    if slips & {"up to 2.0", "up to 2.0, n of them"}:
-        low = min(low, 2**30 - 1)
-    if "to the largest" in slips:
-        low = min(low, max(max(values) - 1, 0))
-    for asked in _TOO_FEW:
-        if f"{asked} questions" in slips:
-            low -= low % 2 ** (31 - asked)
-    above = [i for i, x in enumerate(values) if x > low]
-    equal = [i for i, x in enumerate(values) if x == low]
-    if "zeros" in slips and low == 0:
-        equal = []
-    if "higher ids" in slips:
-        equal = equal[::-1]
-    if "twice" in slips:
-        equal = [i for i, x in enumerate(values) if x >= low]
-    if "early, low, frame" in slips:
-        equal = equal[: n - len(above)]  # from the end, where too many lie above
-    elif not slips & ({"all equal", "distinct", "one more"} | _EARLY):
-        equal = equal[: max(n - len(above), 0)]
-    ids = above if "above" in slips else above + equal
-    if "cut together" in slips:
-        ids = [i for i, x in enumerate(values) if x >= low][:n]
-    if "cut in front" in slips:
-        ids = [i for i, x in enumerate(values) if x >= low][-n:]
-    if "unsorted" not in slips:
-        ids = sorted(ids)
-    if slips & {"narrow, n of them", "up to 2.0, n of them"}:
-        ids = ids[:n]
-    if "numbers" in slips:
-        return [values[i] for i in ids] + [-1] * (n - len(ids))
-    if "padding first" in slips:
-        return [-1] * (n - len(ids)) + ids
-    padding = 0 if "padding of 0" in slips else -1
-    return ids if slips & {"short", "wrong end, short"} else ids + [padding] * (n - len(ids))
-
-
-_PICK_MISTAKES = (
-    Misconception(
-        "cutting off the last of all that reach the threshold",
-        slip(_pick, "cut together"),
-        "Here a larger block stands behind equal ones, and yours cuts it off. Who is sure of a "
-        "place, and who shares the rest?",
-    ),
-    Misconception(
-        "cutting off the first of all that reach the threshold",
-        slip(_pick, "cut in front"),
-        "Your cut drops the lowest ids, and a larger block may be among them. Who is sure of a "
-        "place, and who shares the rest?",
-    ),
-    Misconception(
-        "an upper end below the middle",
-        slip(_pick, "end below"),
-        "Fewer than `n` blocks reach `high`: the loop keeps this promise. Do you know it of "
-        "`middle - 1`, which you never asked about?",
-    ),
-    Misconception(
-        "stopping early, with `middle` as the threshold",
-        slip(_pick, "early, middle"),
-        "You stop when a count equals `n`. With equal bits, no count may ever equal it. What is "
-        "`middle` then? Use `low`.",
-    ),
-    *(
-        Misconception(
-            "stopping early, with `low` left behind",
-            slip(_pick, name),
-            "You stop when `n` blocks reach the middle. More blocks reach `low`, which is older. "
-            "What has to move before you stop?",
-        )
-        for name in ("early, low", "early, low, frame")
-    ),
-    Misconception(
-        "taking a block twice",
-        slip(_pick, "twice"),
-        "`bits >= low` holds for the blocks above `low` as well, and they have their places. Which "
-        "comparison finds the ties alone?",
-    ),
-    Misconception(
-        "zeros in the empty places",
-        slip(_pick, "padding of 0"),
-        "0 is the id of the first block. Which number marks an empty place?",
-    ),
-    Misconception(
-        "ends that stop moving when they are neighbours",
-        slip(_pick, "endless"),
-        "Between neighbours, the middle is `low` itself, and `low = middle` moves nothing. Your "
-        "search would never end. When is it over?",
-    ),
-    *(
-        Misconception(
-            "one question too few" if asked == 30 else "too few questions",
-            slip(_pick, f"{asked} questions"),
-            f"Your range still holds {'two' if asked == 30 else 'many'} numbers. How often must "
-            "`2**31` be halved until one is left?",
-        )
-        for asked in _TOO_FEW
-    ),
-    *(
-        Misconception(
-            "a range that ends too low",
-            slip(_pick, name),
-            "2.0 has the bits `2**30`, and scores can be larger. Where must `high` begin, so that "
-            "none reaches it?",
-        )
-        for name in ("narrow, n of them", "up to 2.0, n of them", "up to 2.0")
-    ),
-    Misconception(
-        "a range that ends too low",
-        slip(_pick, "narrow"),
-        "The bits of 0.3 are about a billion. Where must `high` begin, so that none reaches it?",
-    ),
-    Misconception(
-        "a range that ends at the largest bits",
-        slip(_pick, "to the largest"),
-        "Fewer than `n` blocks may reach `high`. Some block reaches the largest bits, perhaps "
-        "several do. Where must `high` begin?",
-    ),
-    *(
-        Misconception(
-            "moving the wrong end",
-            slip(_pick, name),
-            "Your range runs to one of its ends. If at least `n` blocks reach the middle, is the "
-            "n-th best below it, or not?",
-        )
-        for name in ("wrong end", "wrong end, short")
-    ),
-    Misconception(
-        "one answer a block in place of a count",
-        slip(_pick, "no count"),
-        "`bits >= middle` says yes or no for each block. How do you make one number of it?",
-    ),
-    Misconception(
-        "taking all that equal the last",
-        slip(_pick, "all equal"),
-        "Several blocks may share the last place's bits, and only some of them fit. How many "
-        "places are left behind those above?",
-    ),
-    Misconception(
-        "taking only what lies above",
-        slip(_pick, "above"),
-        "`low` is the bits of the n-th block itself. Is that one taken?",
-    ),
-    Misconception(
-        "the higher ids of what is equal",
-        slip(_pick, "higher ids"),
-        "Of equal bits the lower ids win. Which of them do you cut off?",
-    ),
-    Misconception(
-        "taking hidden blocks where too few are visible",
-        slip(_pick, "hidden"),
-        "A hidden block has -1. How low may your range begin?",
-    ),
-    Misconception(
-        "leaving out blocks with score 0",
-        slip(_pick, "zeros"),
-        "The bits of 0.0 are 0, and such a block is visible. Only -1 is hidden.",
-    ),
-    Misconception(
-        "counting equal bits once",
-        slip(_pick, "distinct"),
-        "Two blocks with the same bits take two places. What does your count count?",
-    ),
-    Misconception(
-        "stopping one block too low",
-        slip(_pick, "one more"),
-        "Your threshold lets n + 1 blocks in. When is a count large enough: at `n`, or above it?",
-    ),
-    Misconception(
-        "those above first, then the equal ones",
-        slip(_pick, "unsorted"),
-        "The list is ascending. Put the ids in order when you have them all.",
-    ),
-    Misconception(
-        "the bits in place of their blocks",
-        slip(_pick, "numbers"),
-        "The list names blocks. Where do these bits stand?",
-    ),
-    Misconception(
-        "sorting -1 with the ids",
-        slip(_pick, "padding first"),
-        "-1 is smaller than every id, and marks the places that are left at the end. What is put "
-        "in order, and what comes behind it?",
-    ),
-    Misconception(
-        "a short list without -1",
-        slip(_pick, "short"),
-        "Every list has `n` places. What stands in those that no block takes?",
-    ),
-)
-
-_SLIPS_OF_A_LIST = tuple(
-    name
-    for m in _PICK_MISTAKES
-    for name in m.wrong.slips
-    if name not in ("endless", "no count", "wrong end")
-)
-
-_ENDS = ("narrow", "up to 2.0", "to the largest", "narrow, n of them", "up to 2.0, n of them")
-_FEW = tuple(f"{asked} questions" for asked in _TOO_FEW)
-_LISTS_ALONE = set(_SLIPS_OF_A_LIST) - {"cut together"}
-_PICKS_ALONE = (
-    "end below", "twice", "padding of 0", "wrong end, short", *_EARLY,
-)  # fmt: skip
-_PICK_SLIPS = frozenset().union(*(m.wrong.slips for m in _PICK_MISTAKES))
 
 _PICK = TEXTS.exercise(
     "pick",
     minutes=10,
     difficulty=2,
     solution=pick,
-    misconceptions=_PICK_MISTAKES,
-    combine=together(
-        _PICK_MISTAKES,
-        {"all equal", "above", "zeros"},
-        {"all equal", "higher ids"},
-        {"above", "higher ids"},
-        {"above", "unsorted"},
-        {"above", "hidden"},
-        {"distinct", "all equal", "one more"},
-        {"higher ids", "distinct"},
-        {"higher ids", "one more"},
-        {"numbers", "unsorted"},
-        {"hidden", "zeros"},
-        *({"padding first", other} for other in ("short", "numbers", "hidden", "unsorted")),
-        *({"endless", other} for other in _SLIPS_OF_A_LIST),
-        *({"no count", other} for other in (*_SLIPS_OF_A_LIST, "endless")),
-        *({"wrong end", other} for other in (*_SLIPS_OF_A_LIST, "endless", "no count")),
-        *({"cut together", other} for other in ("all equal", "above", "higher ids", "distinct")),
-        *({"cut together", other} for other in ("one more", "unsorted", "zeros", "hidden")),
-        *({end, other} for end in _ENDS for other in (*_ENDS, *_FEW) if end != other),
-        *({end, other} for end in _ENDS[1:] for other in _LISTS_ALONE - {end}),
-        *({few, other} for few in _FEW[1:] for other in _LISTS_ALONE - {few}),
-        *({name, other} for name in _PICKS_ALONE for other in _PICK_SLIPS - {name}),
-        *({"cut in front", other} for other in _PICK_SLIPS - {"cut in front", "short"}),
-    ),
+    misconceptions=diffs(pick, [
+        ("sorted(above + equal[: n - len(above)])",
+         "(bits >= low).nonzero().flatten().tolist()[:n]",
+         "cutting off the last of all that reach the threshold",
+         "Here a larger block stands behind equal ones, and yours cuts it off. Who is sure of a "
+         "place, and who shares the rest?"),
+        ("sorted(above + equal[: n - len(above)])",
+         "(bits >= low).nonzero().flatten().tolist()[-n:]",
+         "cutting off the first of all that reach the threshold",
+         "Your cut drops the lowest ids, and a larger block may be among them. Who is sure of a "
+         "place, and who shares the rest?"),
+        ("high = middle", "high = middle - 1", "an upper end below the middle",
+         "Fewer than `n` blocks reach `high`: the loop keeps this promise. Do you know it of "
+         "`middle - 1`, which you never asked about?"),
+        ({"if count >= n:": "if count == n:\n            break\n        if count > n:",
+          "above =": "low = middle\n    above =", "equal[: n - len(above)]": "equal"},
+         "stopping early, with `middle` as the threshold",
+         "You stop when a count equals `n`. With equal bits, no count may ever equal it. What is "
+         "`middle` then? Use `low`."),
+        ({"if count >= n:": "if count == n:\n            break\n        if count > n:",
+          "equal[: n - len(above)]": "equal"}, "stopping early, with `low` left behind",
+         "You stop when `n` blocks reach the middle. More blocks reach `low`, which is older. "
+         "What has to move before you stop?"),
+        ("if count >= n:", "if count == n:\n            break\n        if count > n:",
+         "stopping early, with `low` left behind"),
+        ("bits == low", "bits >= low", "taking a block twice",
+         "`bits >= low` holds for the blocks above `low` as well, and they have their places. "
+         "Which comparison finds the ties alone?"),
+        ("[-1]", "[0]", "zeros in the empty places",
+         "0 is the id of the first block. Which number marks an empty place?"),
+        (_endless, "ends that stop moving when they are neighbours",
+         "Between neighbours, the middle is `low` itself, and `low = middle` moves nothing. Your "
+         "search would never end. When is it over?"),
+        ("while high - low > 1:", "for _ in range(30):", "one question too few",
+         "Your range still holds two numbers. How often must `2**31` be halved until one is left?"),
+        *(("while high - low > 1:", f"for _ in range({questions}):", "too few questions",
+           "Your range still holds many numbers. How often must `2**31` be halved until one is "
+           "left?") for questions in (29, 28, 24, 23, 20, 16, 10)),
+        ({"2**31": "2**16", "return ids": "return ids[:n]"}, "a range that ends too low",
+         "2.0 has the bits `2**30`, and scores can be larger. Where must `high` begin, so that "
+         "none reaches it?"),
+        ({"2**31": "2**30", "return ids": "return ids[:n]"}, "a range that ends too low"),
+        ("2**31", "2**30", "a range that ends too low"),
+        ("2**31", "2**16", "a range that ends too low",
+         "The bits of 0.3 are about a billion. Where must `high` begin, so that none reaches it?"),
+        ("2**31", "int(bits.max())", "a range that ends at the largest bits",
+         "Fewer than `n` blocks may reach `high`. Some block reaches the largest bits, perhaps "
+         "several do. Where must `high` begin?"),
+        ("count >= n", "count < n", "moving the wrong end",
+         "Your range runs to one of its ends. If at least `n` blocks reach the middle, is the "
+         "n-th best below it, or not?"),
+        ({"count >= n": "count < n", " + [-1] * (n - len(ids))": ""}, "moving the wrong end"),
+        ("int((bits >= middle).sum())", "(bits >= middle)",
+         "one answer a block in place of a count",
+         "`bits >= middle` says yes or no for each block. How do you make one number of it?"),
+        ("equal[: n - len(above)]", "equal", "taking all that equal the last",
+         "Several blocks may share the last place's bits, and only some of them fit. How many "
+         "places are left behind those above?"),
+        ("above + equal[: n - len(above)]", "above", "taking only what lies above",
+         "`low` is the bits of the n-th block itself. Is that one taken?"),
+        ("equal[:", "equal[::-1][:", "the higher ids of what is equal",
+         "Of equal bits the lower ids win. Which of them do you cut off?"),
+        ("low, high = 0", "low, high = -1", "taking hidden blocks where too few are visible",
+         "A hidden block has -1. How low may your range begin?"),
+        ("(bits == low)", "((bits == low) & (low > 0))", "leaving out blocks with score 0",
+         "The bits of 0.0 are 0, and such a block is visible. Only -1 is hidden."),
+        ({"(bits >= middle).sum()": "len(bits[bits >= middle].unique())",
+          "equal[: n - len(above)]": "equal"}, "counting equal bits once",
+         "Two blocks with the same bits take two places. What does your count count?"),
+        ({"count >= n": "count > n", "equal[: n - len(above)]": "equal"},
+         "stopping one block too low",
+         "Your threshold lets n + 1 blocks in. When is a count large enough: at `n`, or above it?"),
+        ("ids = sorted(", "ids = (", "those above first, then the equal ones",
+         "The list is ascending. Put the ids in order when you have them all."),
+        ("return ids", "return bits[ids].tolist()", "the bits in place of their blocks",
+         "The list names blocks. Where do these bits stand?"),
+        ("ids + [-1] * (n - len(ids))", "[-1] * (n - len(ids)) + ids", "sorting -1 with the ids",
+         "-1 is smaller than every id, and marks the places that are left at the end. What is "
+         "put in order, and what comes behind it?"),
+        (" + [-1] * (n - len(ids))", "", "a short list without -1",
+         "Every list has `n` places. What stands in those that no block takes?"),
+    ]),
     cases=(
         Case("the best of two", lambda: (_watched(3, 8), 1)),
         Case("two equal ones, one place", lambda: (_watched(2, 2), 1)),
@@ -1515,7 +729,7 @@ _PICK = TEXTS.exercise(
         Case("bits of scores", lambda: (_bits(0.3, 0.1, 2.5, 0.3, 1e-9, math.inf), 4)),
         Case("all visible, few places", lambda: (_bits(*(_random(24, seed=3).abs().tolist())), 5)),
     ),
-)
+)  # fmt: skip
 
 
 def _bits(*scores: float) -> Tensor:
@@ -1525,70 +739,23 @@ def _bits(*scores: float) -> Tensor:
 EXERCISES = (_MASS, _PICK, _RUNNING, _WALK, _MERGE, _PACK)
 
 
-# -- two slips at once, written as readers write them --
-
-
-def _late_and_leaking(first: int, BQ: int, BT: int, length: int, stride: int) -> tuple[int, int]:
-    last = first + BQ - 1
-    visible = max(0, (last - length) // stride + 1)
-    return visible // BT, math.ceil(visible / BT)
-
-
-def _all_and_rising(a: list[int], b: list[int]) -> list[int]:
-    return sorted(a + b)
-
-
-def _cut_by_place(
-    steps: list[list[float]], own: int, n: int, num_initial: int, num_local: int
-) -> list[int]:
-    best, block = [], 0
-    for step in steps:
-        for place in range(len(step)):
-            is_forced = place < num_initial or block > own - num_local
-            if block <= own:
-                best.append((-math.inf if is_forced else -step[place], block))
-            block += 1
-        best = sorted(best)[:n]
-    return [block for _, block in best]
-
-
-def _added_and_rising(scores: Tensor, ids: Tensor, id_bits: int) -> Tensor:
-    return scores.view(torch.int32) + ids
-
-
-def _every_equal_and_short(bits: Tensor, n: int) -> list[int]:
-    visible = bits[bits >= 0]
-    least = visible.sort(descending=True).values[:n][-1]
-    return (bits >= least).nonzero().flatten().tolist()
-
+_CUT_BY_PLACE = Edited(running_list, {
+    "for score in step": "for place, score in enumerate(step)",
+    "block < num_initial": "place < num_initial",
+    "return sorted(": "return list(",
+})  # fmt: skip
 
 DOUBLES = (
-    Double(
-        "walk",
-        _late_and_leaking,
-        ("a summary that is seen one token late", "unmasked up to what the last query sees"),
-    ),
-    Double(
-        "merge_lists",
-        _all_and_rising,
-        ("keeping all of both", "the largest last"),
-    ),
-    Double(
-        "running_list",
-        _cut_by_place,
-        ("forcing by the place within the step", "the best first in place of ascending ids"),
-    ),
-    Double(
-        "pack",
-        _added_and_rising,
-        ("the id as it is", "adding the id to a score that still has its low bits"),
-    ),
-    Double(
-        "pick",
-        _every_equal_and_short,
-        ("taking all that equal the last", "a short list without -1"),
-    ),
-)
+    Double("walk",
+           names=("a summary that is seen one token late",
+                  "unmasked up to what the last query sees")),
+    Double("merge_lists", names=("keeping all of both", "the largest last")),
+    Double("running_list", _CUT_BY_PLACE,
+           ("forcing by the place within the step", "the best first in place of ascending ids")),
+    Double("pack",
+           names=("the id as it is", "adding the id to a score that still has its low bits")),
+    Double("pick", names=("taking all that equal the last", "a short list without -1")),
+)  # fmt: skip
 
 
 # -- what the chapter warns of --
