@@ -91,7 +91,9 @@ def hint(chapter: str, name: str) -> Message:
     hints = found.hints
     solved = f'The solution is there, too: `solution("{chapter}", "{name}")`.'
     if found.stages:
-        stage = min(_held.get((chapter, name), 0), len(hints) - 1)
+        stage = _held.get((chapter, name), 0)
+        if stage == len(found.stages):
+            return Message("right", "✓", name, "all stages hold.", (solved,))
         reader.note_hint(chapter, name, len(hints))
         lead = f"a hint for the stage “{found.stages[stage].name}”."
         return Message("open", "○", name, lead, (hints[stage], solved))

@@ -195,11 +195,14 @@ def _names_used(source: str) -> list[str]:
 def _expect_right(text: str, exercise: Exercise) -> None:
     """The function runs from the file alone, and holds all stages there."""
     try:
-        function = getattr(_module(text), exercise.name)
+        module = _module(text)
     except Exception as error:
         raise Unkept(f"from the file alone it raises {type(error).__name__}: {error}") from error
+    function = getattr(module, exercise.name, None)
+    if function is None:
+        raise Unkept(f"its name is another one; call it `{exercise.name}`")
     if judge(exercise, function).outcome != "right":
-        raise Unkept("from the file alone it is wrong; does it use another cell's variable?")
+        raise Unkept("from the file alone it is wrong, so it uses a variable of another cell")
 
 
 def _module(text: str) -> ModuleType:
