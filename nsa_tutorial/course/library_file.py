@@ -1,8 +1,9 @@
 """The reader's library as a file, `my_nsa.py`: what they built, in reading order.
 
-A piece stands below a line of its own, which says what it is and what it satisfies:
+A piece stands below lines of its own, which say what it is and what it satisfies:
 
-    # -- 12 gradients · attention_backward: one row, many rows, causal --
+    # -- 12 gradients · attention_backward --
+    # holds: one key, many keys, scale
 
 Above the first piece are a docstring and the imports. Everything else in the file is the reader's,
 and stays as it is.
@@ -12,11 +13,12 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from dataclasses import dataclass, replace
 
 from nsa_tutorial.course.chapters import CHAPTERS
 
-MARKER = re.compile(r"^# -- \d\d (?P<chapter>\w+) · (?P<name>\w+)(?::.*)? --\n", re.MULTILINE)
+MARKER = re.compile(r"^# -- \d\d (?P<chapter>\w+) · (?P<name>\w+) --\n(?:# .*\n)*", re.MULTILINE)
 HEADER = '"""My own library: what I built in the course. Each piece holds all its stages."""\n'
 NUMBERS = {chapter.name: chapter.number for chapter in CHAPTERS}
 
@@ -41,13 +43,15 @@ class Piece:
 
     @property
     def marker(self) -> str:
-        """The line above it."""
-        what = f"{self.chapter} · {self.name}: {', '.join(self.stages)}"
-        return f"# -- {NUMBERS[self.chapter]:02} {what} --\n"
+        """The lines above it."""
+        holds = textwrap.fill(
+            f"holds: {', '.join(self.stages)}", 98, initial_indent="# ", subsequent_indent="# "
+        )
+        return f"# -- {NUMBERS[self.chapter]:02} {self.chapter} · {self.name} --\n{holds}\n"
 
     @property
     def text(self) -> str:
-        """The piece with its line."""
+        """The piece with its lines."""
         return f"{self.marker}{self.source.strip()}\n"
 
 
@@ -89,7 +93,7 @@ class File:
         return [name for name, *_ in self.pieces]
 
     def source(self, name: str) -> str | None:
-        """A piece without the line above it; None where there is none of that name."""
+        """A piece without the lines above it; None where there is none of that name."""
         for found, _, text in self.pieces:
             if found == name:
                 return MARKER.sub("", text, count=1).strip()

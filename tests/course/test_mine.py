@@ -156,7 +156,8 @@ def test_the_file_runs_alone(copy: Path) -> None:
     text = (copy / mine.FILE).read_text()
     assert text.startswith(HEADER)
     assert "import torch\n" in text
-    assert "# -- 12 gradients · weights: a row, large scores, nothing visible --\n" in text
+    holds = "# holds: a row, large scores, nothing visible\n"
+    assert f"# -- 12 gradients · weights --\n{holds}" in text
     assert text.index("NOTHING = 0") < text.index("def divide") < text.index("def weights")
     names: dict = {}
     exec(text, names)

@@ -1209,7 +1209,7 @@ _BACKWARD = TEXTS.exercise(
         (".sum(1)", ".mean(1)", "the mean over a group where its sum is meant",
          "All heads of a group use the same key. Do their effects average, or add up?"),
         (".sum(1)", "[:, -1]", "keeping the last head's share alone",
-         "Each head of a group adds to the same key. Does a later head write over the earlier one?"),
+         "Each head of a group adds to the same key. Does a later one write over an earlier one?"),
         ("x.repeat_interleave(G, dim=0)", "x.repeat(G, 1, 1)",
          "query heads that read the wrong KV head",
          "Query head `hq` reads KV head `hq // G`: heads 0 and 1 of four read head 0 of two."),
