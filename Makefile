@@ -1,5 +1,6 @@
 # make lab    set up, open your own copy of the chapters in JupyterLab (my_chapters/)
 # make copy   set up, make your copy or bring it up to date, and open nothing
+# make mine   judge what you built: your library, function by stage
 # make check  run your copy: every cell, and whether it prints what the course says
 # make test   set up, run the unit tests and every chapter
 # make test-all   the same with all cases of every test: every size, dtype and architecture (make test-rest: the difference)
@@ -21,13 +22,16 @@ MOVED  := $(shell [ -s $(READY) ] && IFS= read -r was < $(READY) && [ "$$was" !=
 SPREAD := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --nbval $(SPREAD)
 
-.PHONY: lab copy check test test-all test-rest lint execute clean moved
+.PHONY: lab copy mine check test test-all test-rest lint execute clean moved
 
 lab: $(READY)
 	$(COPIES) --lab $(LAB_FLAGS)
 
 copy: $(READY)
 	$(COPIES)
+
+mine: $(READY)
+	@$(BIN)/python -m nsa_tutorial.course.mine
 
 check: $(READY)
 	@OMP_NUM_THREADS=1 $(COPIES) --check $(SPREAD)

@@ -2,16 +2,18 @@
 
 A notebook imports from here only these names:
 
-    from nsa_tutorial.course import check, exercise, hint, phases, predict, progress, reveal
-    from nsa_tutorial.course import show, side_by_side, solution
+    from nsa_tutorial.course import built, check, exercise, hint, phases, predict, progress
+    from nsa_tutorial.course import reveal, show, side_by_side, solution
 """
 
 from nsa_tutorial.course.checking import check, exercise, hint, solution
+from nsa_tutorial.course.mine import built
 from nsa_tutorial.course.predictions import predict, reveal
 from nsa_tutorial.course.source import phases, show, side_by_side
 from nsa_tutorial.course.standing import progress
 
 __all__ = [
+    "built",
     "check",
     "exercise",
     "hint",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import CodeType, TracebackType
 
 from nsa_tutorial.course.exercises import Case, Exercise
+from nsa_tutorial.course.forbidden import forbidding
 from nsa_tutorial.course.speech import Code, Part, text_of
 
 _SHAPES = (
@@ -227,7 +228,8 @@ def call(exercise: Exercise, function: Callable, case: Case) -> object:
     """What `function` gives on `case`: its result, or `Raised`."""
     try:
         run = function if exercise.run is None else functools.partial(exercise.run, function)
-        return run(*case.arguments())
+        with forbidding(exercise.forbidden):
+            return run(*case.arguments())
     except Exception as error:
         cause = _cause(error)
         return Raised(type(cause).__name__, text_of(cause), *_line(function, error))

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from dataclasses import replace
 
 from nsa_tutorial.course import reader
 from nsa_tutorial.course.exercises import Exercise, chapter_exercises
 from nsa_tutorial.course.judging import Report, judge
 from nsa_tutorial.course.listing import Listing
+from nsa_tutorial.course.mine import keep
 from nsa_tutorial.course.source import show
 from nsa_tutorial.course.speech import Message
 
+# of exercises in stages: how many held at the last check, by chapter and name
+_held: dict[tuple[str, str], int] = {}
 _STARS = {1: "★☆☆ apply", 2: "★★☆ think", 3: "★★★ stretch"}
 
 
@@ -67,17 +71,32 @@ def check(chapter: str, *functions: Callable, **solutions: Callable) -> Report:
     known = {name: _find(chapter, name) for name in solutions}
     verdicts = [judge(known[name], attempt) for name, attempt in solutions.items()]
     reader.note_latest(chapter)
-    for verdict in verdicts:
+    for number, verdict in enumerate(verdicts):
+        built = known[verdict.exercise]
+        _held[chapter, verdict.exercise] = verdict.held
         if verdict.outcome == "right":
             reader.note_solved(chapter, verdict.exercise)
+            told = keep(chapter, built, solutions[verdict.exercise]) if built.stages else ""
+            if told:
+                verdicts[number] = replace(verdict, parts=(*verdict.parts, told))
     return Report(verdicts)
 
 
 def hint(chapter: str, name: str) -> Message:
-    """Each call shows the earlier hints and one more; after the last hint, how to see the
-    solution."""
-    hints = _find(chapter, name).hints
+    """Each call shows the earlier hints and one more; after the last hint, how to see the solution.
+
+    An exercise in stages has a hint for each: the one for the first stage that does not hold.
+    """
+    found = _find(chapter, name)
+    hints = found.hints
     solved = f'The solution is there, too: `solution("{chapter}", "{name}")`.'
+    if found.stages:
+        stage = _held.get((chapter, name), 0)
+        if stage == len(found.stages):
+            return Message("right", "✓", name, "all stages hold.", (solved,))
+        reader.note_hint(chapter, name, len(hints))
+        lead = f"a hint for the stage “{found.stages[stage].name}”."
+        return Message("open", "○", name, lead, (hints[stage], solved))
     if not hints:
         return Message("open", "○", name, "there are no hints yet.", (solved,))
     taken = reader.note_hint(chapter, name, len(hints))

@@ -36,6 +36,7 @@ class Verdict:
         parts: what else.
         misconceptions: the names of the recognised mistakes: none, one or two.
         picture: a picture of the failing case, if the exercise draws one.
+        held: of an exercise in stages, how many of them hold, from the first one on.
     """
 
     exercise: str
@@ -44,6 +45,7 @@ class Verdict:
     parts: tuple[Part, ...] = ()
     misconceptions: tuple[str, ...] = ()
     picture: Picture | None = None
+    held: int = 0
 
     @property
     def misconception(self) -> str | None:
@@ -96,7 +98,7 @@ def judge(exercise: Exercise, attempt: Callable) -> Verdict:
     missing = tuple(filter(None, [" ".join(f"Not run: {why}" for why in exercise.missing)]))
     if not cases:
         return Verdict(exercise.name, "not attempted", "it cannot be judged here.", missing)
-    got = [call(exercise, attempt, case) for case in cases]
+    cases, got, held = _run(exercise, attempt)
     if all(isinstance(g, Raised) and g.is_not_attempted for g in got):
         return Verdict(exercise.name, "not attempted", "not attempted yet.")
     for result, case in zip(got, cases, strict=True):
@@ -107,7 +109,9 @@ def judge(exercise: Exercise, attempt: Callable) -> Verdict:
     failing = [i for i, (g, e) in enumerate(pairs) if not same(g, e, exercise.tolerance)]
     if not failing:
         count = f"all {len(got)} cases" if len(got) > 1 else "the one case"
-        return Verdict(exercise.name, "right", f"Right, on {count}.", missing)
+        lead = _standing(exercise, held) if exercise.stages else f"Right, on {count}."
+        stages = _stages(exercise, held)
+        return Verdict(exercise.name, "right", lead, (*stages, *missing), held=held)
     found = recognise(Evidence(exercise, cases, got, expected, failing))
     case, answers = cases[found.shown], (got[found.shown], expected[found.shown])
     where = "Smallest failing case" if found.shown == failing[0] else "Smallest such case"
@@ -119,6 +123,7 @@ def judge(exercise: Exercise, attempt: Callable) -> Verdict:
         *_inputs(exercise, case, answers[0]),
     )
     parts = [
+        *_stages(exercise, held),
         *(tell(mistake) for mistake in found.mistakes[:1]),
         *(() if is_said else shown),
         *(f"Then look at a second thing. {tell(mistake)}" for mistake in found.mistakes[1:]),
@@ -127,7 +132,44 @@ def judge(exercise: Exercise, attempt: Callable) -> Verdict:
     outcome = "misconception" if found.mistakes else "wrong"
     names = tuple(mistake.name for mistake in found.mistakes)
     picture = _picture(exercise, case, *answers)
-    return Verdict(exercise.name, outcome, "Not yet.", tuple(parts), names, picture)
+    lead = _standing(exercise, held) if exercise.stages else "Not yet."
+    return Verdict(exercise.name, outcome, lead, tuple(parts), names, picture, held)
+
+
+def _run(exercise: Exercise, attempt: Callable) -> tuple[list[Case], list, int]:
+    """The cases that were run, what the attempt gave, and how many stages hold.
+
+    In stages, cases are run up to the end of the first stage that does not hold.
+    """
+    cases: list[Case] = []
+    got: list[object] = []
+    if not exercise.stages:
+        cases = list(exercise.runnable)
+        return cases, [call(exercise, attempt, case) for case in cases], 0
+    for held, stage in enumerate(exercise.stages):
+        for case in (case for case in stage.cases if case.why_not() is None):
+            cases.append(case)
+            got.append(call(exercise, attempt, case))
+        answers = [answer(exercise, exercise.solution, case) for case in cases]
+        pairs = zip(got, answers, strict=True)
+        if not all(same(g, right, exercise.tolerance) for g, right in pairs):
+            return cases, got, held
+    return cases, got, len(exercise.stages)
+
+
+def _standing(exercise: Exercise, held: int) -> str:
+    """How far an attempt carries, as a sentence."""
+    number = len(exercise.stages)
+    return f"All {number} stages hold." if held == number else f"{held} of {number} stages hold."
+
+
+def _stages(exercise: Exercise, held: int) -> tuple[Part, ...]:
+    """The stages in a line, each with its sign; those after the first failure were not run."""
+    if not exercise.stages:
+        return ()
+    signs = ["✓"] * held + ["✗"] + ["○"] * len(exercise.stages)
+    named = zip(signs, exercise.stages, strict=False)
+    return (Code("   ".join(f"{sign} {stage.name}" for sign, stage in named)),)
 
 
 def _something_else(cases: Sequence[Case], other: int | None) -> tuple[str, ...]:

@@ -42,6 +42,19 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A property that a function to be built gains next.
+
+    Attributes:
+        name: the property ("many blocks").
+        cases: inputs that need it, and nothing that later stages ask for; the smallest first.
+    """
+
+    name: str
+    cases: tuple[Case, ...]
+
+
+@dataclass(frozen=True)
 class Misconception:
     """A wrong solution worth recognising.
 
@@ -70,7 +83,8 @@ class Exercise:
         solution: the reference; its source is what `solution(chapter, name)` shows, so it reads
             well.
         misconceptions: the wrong solutions that are recognised by what they compute.
-        cases: inputs, the smallest first; the first that fails is the one shown.
+        cases: inputs, the smallest first; the first that fails is the one shown. With `stages`,
+            those of the stages.
         tolerance: largest allowed difference, absolute and relative.
         returns: optional; names of the values that a solution returns as a tuple.
         picture: optional; draws a failing case from `(arguments, got, expected)`.
@@ -81,6 +95,11 @@ class Exercise:
         combine: optional; makes an implementation with several mistakes at once, from the names of
             their misconceptions, for pairs that no case isolates. It raises `ValueError` for
             mistakes that exclude each other.
+        stages: of a function that the reader builds from an empty body: the properties in the order
+            in which one would write it. Cases are judged stage by stage, up to the first one that
+            does not hold. What holds all stages is kept in the reader's library (`course.mine`).
+        forbidden: what an attempt may not call, by its full name ("torch.softmax"), and what it is
+            to be called in a sentence ("PyTorch's softmax"). A package's name stands for all of it.
         in_words: the answers are words, one a case: a mistake's name completes "You said …", and
             says all that the case would.
     """
@@ -90,7 +109,7 @@ class Exercise:
     minutes: int
     difficulty: int
     solution: Callable
-    cases: tuple[Case, ...]
+    cases: tuple[Case, ...] = ()
     misconceptions: tuple[Misconception, ...] = field(default=())
     tolerance: float = 1e-5
     returns: tuple[str, ...] = ()
@@ -100,6 +119,14 @@ class Exercise:
     why: str = ""
     combine: Callable[[frozenset[str]], Callable] | None = None
     in_words: bool = False
+    stages: tuple[Stage, ...] = ()
+    forbidden: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Take the cases from the stages."""
+        if self.stages:
+            cases = tuple(case for stage in self.stages for case in stage.cases)
+            object.__setattr__(self, "cases", cases)
 
     @property
     def runnable(self) -> tuple[Case, ...]:

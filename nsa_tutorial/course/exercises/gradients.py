@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial.course.diffs import diffs
-from nsa_tutorial.course.exercises import Case, Double
+from nsa_tutorial.course.exercises import Case, Double, Stage
 from nsa_tutorial.course.texts import Texts
 
 TEXTS = Texts(__name__)
@@ -546,7 +546,145 @@ _TWO = TEXTS.exercise(
 )  # fmt: skip
 
 
-EXERCISES = (_SCORE, _DELTA, _GROUP, _AGAIN, _TWO)
+# -- attention_backward --
+
+
+def attention_backward(
+    d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    is_seen: Tensor, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q [HQ, N, D], k [H, M, D] and v [H, M, DV], from those of o [HQ, N, DV] and lse
+    [HQ, N]."""
+    G = len(q) // len(k)
+    keys, values = (x.repeat_interleave(G, dim=0) for x in (k, v))  # [HQ, M, …]
+    s = scale * q @ keys.mT
+    p = torch.exp(s - lse[:, :, None]).masked_fill(~is_seen, 0)  # [HQ, N, M]
+    delta = (d_o * o).sum(-1) - d_lse  # [HQ, N]
+    d_p = d_o @ values.mT
+    d_s = p * (d_p - delta[:, :, None])
+    d_q = scale * d_s @ keys
+    d_k = scale * d_s.mT @ q
+    d_v = p.mT @ d_o
+    d_k, d_v = (x.unflatten(0, (-1, G)).sum(1) for x in (d_k, d_v))
+    return d_q, d_k, d_v
+
+
+def _backward_case(
+    name: str, N: int, M: int, *, HQ: int = 1, H: int = 1, D: int = 2, DV: int = 2,
+    scale: float = 1.0, is_causal: bool = False, asks_lse: bool = False,
+    tile: slice | None = None, whole: bool = False,
+) -> Case:  # fmt: skip
+    """What a forward was given and gave, in fp64, and gradients of its outputs.
+
+    Args:
+        name, N, M, HQ, H, D, DV, scale: the case, and its sizes.
+        is_causal: the queries are the last `N` of `M` positions; otherwise they see all keys.
+        asks_lse: the loss uses `lse`; otherwise `d_lse` is 0.
+        tile: the keys, values and columns of the mask that the backward gets; None is all.
+        whole: draw whole numbers.
+    """
+
+    def arguments() -> tuple:
+        draw = _whole if whole else _random
+        sizes = ((HQ, N, D), (H, M, D), (H, M, DV), (HQ, N, DV), (HQ, N))
+        q, k, v, d_o, d_lse = (draw(*x, seed=i).double() for i, x in enumerate(sizes))
+        q = q / 4 if whole else q
+        d_lse = d_lse if asks_lse else torch.zeros_like(d_lse)
+        position = torch.arange(M - N, M)[:, None] if is_causal else M
+        is_seen = (torch.arange(M) <= position).expand(N, M)
+        keys, values = (x.repeat_interleave(HQ // H, 0) for x in (k, v))
+        s = (scale * q @ keys.mT).masked_fill(~is_seen, -torch.inf)
+        o, lse, some = s.softmax(-1) @ values, s.logsumexp(-1), tile or slice(None)
+        return d_o, d_lse, q, k[:, some], v[:, some], o, lse, is_seen[:, some], scale
+
+    return Case(name, arguments)
+
+
+_BACKWARD = TEXTS.exercise(
+    "attention_backward", minutes=25, difficulty=3, solution=attention_backward,
+    returns=("d_q", "d_k", "d_v"), tolerance=1e-6,
+    forbidden=(
+        ("torch.autograd", "autograd"),
+        ("nsa_tutorial", "the course's own function"),
+    ),
+    stages=(
+        Stage("one key", (_backward_case("one query and one key", 1, 1, DV=3, whole=True),)),
+        Stage("many keys", (
+            _backward_case("one query, three keys", 1, 3, whole=True),
+            _backward_case("four queries, three keys, values of width 3", 4, 3, DV=3, whole=True),
+        )),
+        Stage("scale", (_backward_case("scale 0.5", 2, 3, D=4, scale=0.5),)),
+        Stage("hidden keys", (
+            _backward_case("three queries, three keys, causal", 3, 3, is_causal=True),
+            _backward_case("two queries, the last of five positions", 2, 5, scale=0.6,
+                           is_causal=True),
+        )),
+        Stage("a tile of the keys", (
+            _backward_case("the first two of four keys", 3, 4, tile=slice(0, 2)),
+            _backward_case("keys 2 to 4 of six, causal", 4, 6, D=3, scale=0.4, is_causal=True,
+                           tile=slice(2, 5)),
+        )),
+        Stage("groups", (
+            _backward_case("two heads on one KV head", 3, 3, HQ=2, is_causal=True),
+            _backward_case("four heads on two KV heads", 4, 5, HQ=4, H=2, D=3, scale=0.5,
+                           is_causal=True),
+        )),
+        Stage("a loss that uses lse", (
+            _backward_case("one query, three keys", 1, 3, asks_lse=True),
+            _backward_case("six heads on two KV heads", 4, 6, HQ=6, H=2, D=3, scale=0.7,
+                           is_causal=True, asks_lse=True),
+        )),
+    ),
+    misconceptions=diffs(attention_backward, [
+        ("d_q = scale * ", "d_q = ", "a gradient of the queries without the scale",
+         "Look at line 5 again. By what is `d_s @ k` multiplied?"),
+        ("d_k = scale * ", "d_k = ", "a gradient of the keys without the scale",
+         "Look at line 5 again. By what is `d_s.T @ q` multiplied?"),
+        ({"d_q = scale * ": "d_q = ", "d_k = scale * ": "d_k = "}, "gradients without the scale",
+         "Line 5: by what is `d_s` multiplied besides the keys and the queries?"),
+        ("s = scale * q", "s = q", "weights from scores without the scale",
+         "`lse` is that of the *scaled* scores. Which scores belong into line 1?"),
+        ("d_v = p.mT", "d_v = scale * p.mT", "scaling the gradient of the values",
+         "Values never meet the scale. Which lines of the five have it?"),
+        (".masked_fill(~is_seen, 0)", "", "weights for hidden keys",
+         "`lse` says nothing of hidden keys, so `exp(s - lse)` gives them a weight. Where is it "
+         "set to 0?"),
+        ("torch.exp(s - lse[:, :, None]).masked_fill(~is_seen, 0)",
+         "torch.softmax(s.masked_fill(~is_seen, -torch.inf), -1)",
+         "a softmax over the keys at hand",
+         "Other keys of the row are not here. Which number of the forward knows their scores?"),
+        ({"d_s = p * (d_p - delta[:, :, None])":
+          "d_s = p * (d_p - (p * d_p).sum(-1, keepdim=True) + d_lse[:, :, None])"},
+         "delta from the keys at hand",
+         "Other keys of the row are not here. From what, besides `p * d_p`, can `delta` be made?"),
+        ("(d_p - delta[:, :, None])", "d_p", "leaving delta out",
+         "A score that rises takes weight from the others. What do they lose together?"),
+        ("d_p - delta", "d_p + delta", "adding delta",
+         "A key gains where it beats its row's average. What is done to the average then?"),
+        ("s - lse[:, :, None]", "s", "weights that do not sum to 1",
+         "Line 1 is more than `exp(s)`. Which number of the forward holds the row's sum?"),
+        (" - d_lse", "", "a gradient of lse that gets lost",
+         "The loss may use `lse`, too. In which of the five lines does `d_lse` come in?"),
+        (" - d_lse", " + d_lse", "adding d_lse to delta",
+         "The bracket of line 4 wants `+ d_lse`, and takes `delta` away. With which sign does it "
+         "stand in `delta`?"),
+        ("d_s = p * (", "d_s = (", "gradients of scores without their weight",
+         "A key that weighs nothing changes nothing. By what is the bracket multiplied?"),
+        (".sum(1)", ".mean(1)", "the mean over a group where its sum is meant",
+         "All heads of a group use the same key. Do their effects average, or add up?"),
+        (".sum(1)", "[:, -1]", "keeping the last head's share alone",
+         "Each head of a group adds to the same key. Does a later one write over an earlier one?"),
+        ("x.repeat_interleave(G, dim=0)", "x.repeat(G, 1, 1)",
+         "query heads that read the wrong KV head",
+         "Query head `hq` reads KV head `hq // G`: heads 0 and 1 of four read head 0 of two."),
+        ("x.unflatten(0, (-1, G)).sum(1)", "x.unflatten(0, (G, -1)).sum(0)",
+         "summing the heads of different groups",
+         "The heads of a group are neighbours. Which axis comes first when you cut `HQ`?"),
+    ]),
+)  # fmt: skip
+
+
+EXERCISES = (_SCORE, _DELTA, _GROUP, _AGAIN, _TWO, _BACKWARD)
 
 
 # -- two mistakes at once --

@@ -1,0 +1,319 @@
+"""A library of the reader's own, `my_nsa.py` in their copy of the chapters.
+
+    python -m nsa_tutorial.course.mine              what of it holds, function by stage
+    python -m nsa_tutorial.course.mine --solutions  the same of the course's own solutions
+
+`keep` puts a function into the file once all its stages hold. Nothing is overwritten: a version
+that another one replaces stays beside the file, dated, and a function that does not run from the
+file alone never reaches it. Chapters take a function by `built`: the reader's, or the course's
+where a chapter was skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import datetime
+import importlib
+import importlib.util
+import inspect
+import linecache
+import symtable
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from nsa_tutorial.course import exercises, reader
+from nsa_tutorial.course.exercises import Exercise, chapter_exercises
+from nsa_tutorial.course.judging import judge
+from nsa_tutorial.course.library_file import File, Piece
+
+FILE = "my_nsa.py"
+_VALUES = (bool, int, float, str, type(None))
+
+
+class Unkept(Exception):
+    """Why a function cannot stand in a file of its own, in a sentence."""
+
+
+def path() -> Path | None:
+    """The reader's library; None outside their copy of the chapters."""
+    return Path.cwd() / FILE if reader.is_saved() else None
+
+
+def builds(chapter: str) -> dict[str, Exercise]:
+    """The exercises of a chapter that build something, by name."""
+    return {n: e for n, e in chapter_exercises(chapter).items() if e.stages}
+
+
+def all_builds() -> list[tuple[str, Exercise]]:
+    """Chapter and exercise of everything that the course builds, in reading order."""
+    from nsa_tutorial.course.chapters import CHAPTERS
+
+    with_exercises = set(exercises.chapters())
+    names = [chapter.name for chapter in CHAPTERS if chapter.name in with_exercises]
+    return [(name, exercise) for name in names for exercise in builds(name).values()]
+
+
+# -- keeping --
+
+
+def keep(chapter: str, exercise: Exercise, function: Callable) -> str:
+    """Put a function that holds all stages into the reader's library.
+
+    Returns:
+        What became of it, in a sentence; empty outside of a reader's copy.
+    """
+    file = path()
+    if file is None:
+        return ""
+    try:
+        piece = piece_of(chapter, exercise, function)
+        old = File.parse(file.read_text(encoding="utf-8")) if file.exists() else File("")
+        if old.source(exercise.name) == piece.source.strip():
+            return f"It is in {FILE} already."
+        clash = old.clash(piece)
+        if clash is not None:
+            name, owner = clash
+            raise Unkept(
+                f"another `{name}` is in {FILE} already, a part of `{owner}`: rename yours"
+            )
+        new = old.with_piece(piece)
+        _expect_right(new.text, exercise)
+    except (Unkept, SyntaxError) as why:
+        return f"Not kept in {FILE}: {why}."
+    aside = _put_aside(file) if exercise.name in old.names else None
+    _write(file, new.text)
+    there = f"It has {', '.join(f'`{name}`' for name in new.names)}."
+    before = f" The version before is in {aside.name}." if aside is not None else ""
+    lines = len(piece.source.strip().splitlines())
+    return f"Kept in {FILE} ({lines} {'line' if lines == 1 else 'lines'}). {there}{before}"
+
+
+def piece_of(chapter: str, exercise: Exercise, function: Callable) -> Piece:
+    """A function with all that it needs of the reader's notebook.
+
+    Raises:
+        Unkept: for what a file cannot hold, naming it.
+    """
+    imports: dict[str, None] = {}
+    sources: dict[str, str] = {}
+    _gather(exercise.name, function, imports, sources)
+    stages = tuple(stage.name for stage in exercise.stages)
+    return Piece(
+        chapter, exercise.name, stages, tuple(imports), "\n\n\n".join(sources.values()).strip()
+    )
+
+
+def _gather(name: str, value: object, imports: dict[str, None], sources: dict[str, str]) -> None:
+    """Note the source of a function or class of the notebook, those that it uses first."""
+    if name in sources:
+        return
+    source = _source(name, value)
+    sources[name] = ""  # a function may call itself
+    namespace = _namespace(value)
+    needed = sources.pop(name)
+    for used in _names_used(source):
+        if used in namespace and not hasattr(builtins, used):
+            _note(used, namespace[used], imports, sources)
+    sources[name] = needed + source
+
+
+def _note(name: str, value: object, imports: dict[str, None], sources: dict[str, str]) -> None:
+    """Note what a name stands for: an import, a value, or something else of the notebook."""
+    if isinstance(value, ModuleType):
+        parent, _, last = value.__name__.rpartition(".")
+        if name == value.__name__:
+            imports[f"import {name}"] = None
+        elif parent and last == name:
+            imports[f"from {parent} import {last}"] = None
+        else:
+            imports[f"import {value.__name__} as {name}"] = None
+        return
+    if type(value) in _VALUES or (
+        isinstance(value, tuple) and all(type(v) in _VALUES for v in value)
+    ):
+        sources.setdefault(name, f"{name} = {value!r}")
+        return
+    home = getattr(value, "__module__", None) or ""
+    if home == Path(FILE).stem:
+        return  # it stands in the same file
+    if home and home != "__main__" and _is_there(home, getattr(value, "__name__", name), value):
+        original = getattr(value, "__name__", name)
+        renamed = "" if original == name else f" as {name}"
+        imports[f"from {home} import {original}{renamed}"] = None
+        return
+    _gather(name, value, imports, sources)
+
+
+def _is_there(module: str, name: str, value: object) -> bool:
+    """Whether a module has the value under that name: then an import finds it."""
+    try:
+        return getattr(importlib.import_module(module), name, None) is value
+    except ImportError:
+        return False
+
+
+def _plain(value: object) -> object:
+    """The Python function of a kernel, or the value itself."""
+    return inspect.unwrap(getattr(value, "fn", value)) if callable(value) else value
+
+
+def _source(name: str, value: object) -> str:
+    try:
+        return textwrap.dedent(inspect.getsource(_plain(value))).strip()
+    except (OSError, TypeError):
+        kind = type(value).__name__
+        raise Unkept(f"it uses `{name}`, a {kind} of the notebook: make it an argument") from None
+
+
+def _namespace(value: object) -> dict[str, object]:
+    function = _plain(value)
+    if inspect.isclass(function):
+        return vars(sys.modules[function.__module__])
+    return getattr(function, "__globals__", {})
+
+
+def _names_used(source: str) -> list[str]:
+    """The global names that a definition uses, decorators and defaults among them, in order."""
+    found: dict[str, None] = {}
+
+    def walk(table: symtable.SymbolTable, is_top: bool) -> None:
+        for symbol in table.get_symbols():
+            is_global = symbol.is_global() or (is_top and not symbol.is_assigned())
+            if is_global and symbol.is_referenced():
+                found[symbol.get_name()] = None
+        for child in table.get_children():
+            walk(child, False)
+
+    walk(symtable.symtable(source, "<source>", "exec"), True)
+    return list(found)
+
+
+def _expect_right(text: str, exercise: Exercise) -> None:
+    """The function runs from the file alone, and holds all stages there."""
+    try:
+        module = _module(text)
+    except Exception as error:
+        raise Unkept(f"from the file alone it raises {type(error).__name__}: {error}") from error
+    function = getattr(module, exercise.name, None)
+    if function is None:
+        raise Unkept(f"its name is another one; call it `{exercise.name}`")
+    if judge(exercise, function).outcome != "right":
+        raise Unkept("from the file alone it is wrong, so it uses a variable of another cell")
+
+
+def _module(text: str) -> ModuleType:
+    """The file as a module, without its being written."""
+    name = f"<{FILE} {abs(hash(text)):x}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    module = ModuleType(Path(FILE).stem)
+    module.__file__ = name
+    exec(compile(text, name, "exec", dont_inherit=True), vars(module))
+    return module
+
+
+def _put_aside(file: Path) -> Path:
+    """A copy of the file, named by the day; a second one of a day has a number."""
+    day = datetime.date.today().isoformat()
+    number = 1
+    while (aside := file.with_name(f"{file.stem}.{day}{f'.{number}' if number > 1 else ''}.py")
+           ).exists():  # fmt: skip
+        number += 1
+    aside.write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
+    return aside
+
+
+def _write(file: Path, text: str) -> None:
+    """Write the file in one step."""
+    whole = file.with_name(f".{file.name}.new")
+    whole.write_text(text, encoding="utf-8")
+    whole.replace(file)
+
+
+# -- taking --
+
+
+def built(name: str) -> Callable:
+    """The reader's function from their library; the course's solution where they have none.
+
+    Raises:
+        ValueError: for a name that nothing in the course builds, naming those it builds.
+    """
+    known = {exercise.name: exercise for _, exercise in all_builds()}
+    if name not in known:
+        raise ValueError(f"nothing builds {name!r}; the course builds {', '.join(known)}")
+    file = path()
+    if file is not None and file.exists():
+        text = file.read_text(encoding="utf-8")
+        if name in File.parse(text).names:
+            return getattr(_module(text), name)
+    return known[name].solution
+
+
+# -- the report --
+
+
+def report(functions: Callable[[Exercise], Callable | None]) -> tuple[str, bool]:
+    """A table of what the course builds: a line for each function, a sign for each stage.
+
+    Args:
+        functions: what to judge for an exercise; None where there is nothing yet.
+
+    Returns:
+        The table, and whether all that was judged holds.
+    """
+    lines, all_hold = [], True
+    for chapter, exercise in all_builds():
+        function = functions(exercise)
+        head = f"{chapter} · {exercise.name}"
+        if function is None:
+            lines.append(f"○ {head}: not built yet")
+            continue
+        verdict = judge(exercise, function)
+        held = verdict.held
+        signs = ["✓"] * held + ["✗"] + ["○"] * len(exercise.stages)
+        stages = "  ".join(
+            f"{sign} {stage.name}" for sign, stage in zip(signs, exercise.stages, strict=False)
+        )
+        is_right = verdict.outcome == "right"
+        all_hold = all_hold and is_right
+        lines.append(f"{'✓' if is_right else '✗'} {head}: {stages}")
+    return "\n".join(lines), all_hold
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns 1 where something that was judged does not hold."""
+    parser = argparse.ArgumentParser(
+        prog="python -m nsa_tutorial.course.mine",
+        description="Judge your own library by the stages of the course's exercises.",
+    )
+    parser.add_argument(
+        "--solutions", action="store_true", help="judge the course's own solutions instead"
+    )
+    parser.add_argument(
+        "--file", type=Path, default=Path("my_chapters") / FILE, help="your library"
+    )
+    options = parser.parse_args(arguments)
+    if options.solutions:
+        text, all_hold = report(lambda exercise: exercise.solution)
+        print(text)
+        return int(not all_hold)
+    if not options.file.exists():
+        print(f"There is no {options.file} yet: it begins with the first exercise that you build.")
+        return 0
+    source = options.file.read_text(encoding="utf-8")
+    try:
+        names, module = File.parse(source).names, _module(source)
+    except Exception as error:
+        print(f"{options.file} does not run: {type(error).__name__}: {error}")
+        return 1
+    text, all_hold = report(lambda e: getattr(module, e.name, None) if e.name in names else None)
+    print(text)
+    return int(not all_hold)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
