@@ -46,14 +46,10 @@ class _Account:
 
 
 @functools.cache
-def _combined(
-    exercise: Exercise, first: Misconception, second: Misconception
-) -> tuple[bool, Callable | None]:
+def _combined(first: Callable, second: Callable) -> tuple[bool, Callable | None]:
     """Whether two mistakes can be made at once, and how, where that is known."""
     try:
-        if exercise.combine is not None:
-            return True, exercise.combine(frozenset((first.name, second.name)))
-        return True, together(first.wrong, second.wrong)
+        return True, together(first, second)
     except ValueError:
         return False, None
 
@@ -101,7 +97,7 @@ class Evidence:
         Where both err and they are no diffs of the solution, what they give together is unknown:
         such a case speaks neither for nor against them.
         """
-        possible, both = _combined(self.exercise, first, second)
+        possible, both = _combined(first.wrong, second.wrong)
         if not possible:
             return None
         if both is not None:
@@ -161,7 +157,7 @@ def _combinations(evidence: Evidence) -> list[_Account]:
         for second in known[position + 1 :]:
             if second.name == first.name:
                 continue
-            _, both = _combined(evidence.exercise, first, second)
+            _, both = _combined(first.wrong, second.wrong)
             if both is not None and evidence.explains(both, evidence.failing[0]):
                 found.append(evidence.account((first, second), both))
     return found

@@ -17,7 +17,6 @@ from nsa_tutorial.course import phases, predict, reader, reveal
 from nsa_tutorial.course.exercises import backward_kernels as solutions
 from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.judging import judge
-from nsa_tutorial.course.mistakes import Wrong
 from nsa_tutorial.sparse import inverse_list as inverse_lists
 from nsa_tutorial.sparse import selected_attention
 
@@ -710,13 +709,6 @@ def test_a_mask_of_another_shape_is_told_as_a_shape() -> None:
     """It raises an IndexError, and no index is too large."""
     told = judge(KNOWN["slot_gradient"], lambda d_s, s, is_seen: (d_s * s)[is_seen]).text
     assert "The shapes do not fit" in told
-
-
-@pytest.mark.parametrize("name", KNOWN)
-def test_without_slips_a_wrong_solution_is_right(name: str) -> None:
-    """A slip changes what it is named for, and nothing else."""
-    e = KNOWN[name]
-    assert judge(e, Wrong(e.misconceptions[0].wrong.function, frozenset())).outcome == "right"
 
 
 # -- what the chapter shows --

@@ -23,7 +23,6 @@ from nsa_tutorial.course.exercises import two_tile_languages as chapter_09
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.kernels import two_tile_languages as tiles
 from nsa_tutorial.course.languages import Absent, T, tl, triton
-from nsa_tutorial.course.mistakes import Wrong
 from nsa_tutorial.course.widgets import two_tile_languages as pictures
 from nsa_tutorial.exact import grouped_query_attention as gqa
 from nsa_tutorial.runtime import environment
@@ -387,13 +386,6 @@ def test_a_missing_language_is_said_and_not_counted() -> None:
     verdict = judge(replace(e, cases=(absent,)), e.solution)
     assert verdict.outcome == "not attempted"
     assert "cannot be judged here. Not run: TileLang is not installed here" in verdict.text
-
-
-@pytest.mark.parametrize("name", [name for name, e in EXERCISES.items() if e.combine])
-def test_without_slips_a_wrong_solution_is_right(name: str) -> None:
-    """A slip changes what it is named for, and nothing else."""
-    e = runnable(name)
-    assert judge(e, Wrong(e.misconceptions[0].wrong.function, frozenset())).outcome == "right"
 
 
 @pytest.mark.parametrize(

@@ -92,9 +92,6 @@ class Exercise:
             not it: `run(solution, *arguments)` launches the kernel that the solution returns, say.
         hints: three, each more telling, none with a line of the solution.
         why: one sentence on why the solution is as it is, shown below it.
-        combine: optional; makes an implementation with several mistakes at once, from the names of
-            their misconceptions, for pairs that no case isolates. It raises `ValueError` for
-            mistakes that exclude each other.
         stages: of a function that the reader builds from an empty body: the properties in the order
             in which one would write it. Cases are judged stage by stage, up to the first one that
             does not hold. What holds all stages is kept in the reader's library (`course.mine`).
@@ -117,7 +114,6 @@ class Exercise:
     run: Callable[..., object] | None = None
     hints: tuple[str, ...] = ()
     why: str = ""
-    combine: Callable[[frozenset[str]], Callable] | None = None
     in_words: bool = False
     stages: tuple[Stage, ...] = ()
     forbidden: tuple[tuple[str, str], ...] = ()
