@@ -129,6 +129,14 @@ def test_edits_of_one_place_exclude_each_other(other: tuple[str, str], told: str
         together(edited(PLUS), edited(other))
 
 
+def test_edits_that_leave_no_python_together_exclude_each_other() -> None:
+    first = edited(("n * factor", "n * m for m in [factor]"))
+    second = edited((" for n in numbers", ","))
+    assert ast.parse(first.source) and ast.parse(second.source)
+    with pytest.raises(ValueError, match="exclude each other: invalid syntax"):
+        together(first, second)
+
+
 def test_what_two_mistakes_share_is_replaced_once() -> None:
     both = together(edited(PLUS, NO_OFFSET), edited(PLUS, FROM_BELOW))
     assert both is not None

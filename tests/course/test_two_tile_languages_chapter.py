@@ -621,7 +621,7 @@ compiled = partial(pytest.param, marks=pytest.mark.exhaustive)
         ([("            T.clear(acc)\n", "")], "adding to a sum that was never set to 0"),
         compiled([(", clear=False", "")], "clearing the sum so far at each step"),
         compiled([("            T.clear(acc)\n", ""), (STEP, f"T.clear(acc)\n{16 * ' '}{STEP}")],
-         "How often does `T.clear` run?"),
+         "clearing the sum so far at each step"),
         ([(LOAD, "T.copy(x_tile, X[start : start + BR, column : column + BN])")],
          "copying the wrong way round"),
         ([(LOAD, "x_tile = X[start : start + BR, column : column + BN]")],
