@@ -163,6 +163,7 @@ LONGEST = 300
 # Longer ones, and why.
 LONG = {
     "nsa_tutorial/ops.py": "a function for each operator, whose docstring is its manual",
+    "nsa_tutorial/course/attempts.py": "a third of it is a table of what errors mean",
     "nsa_tutorial/course/costs.py": "bytes and FLOPs of one implementation after the other",
     "nsa_tutorial/kernels/tilelang/selected/backward.py": "the four kernels of one backward",
     "nsa_tutorial/kernels/tilelang/compressed/backward.py": "the three kernels of one backward",

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from nsa_tutorial.course.chapters import CHAPTERS
 
+FILE = "my_nsa.py"
 MARKER = re.compile(r"^# -- \d\d (?P<chapter>\w+) · (?P<name>\w+) --\n(?:# .*\n)*", re.MULTILINE)
 HEADER = '"""My own library: what I built in the course. Each piece holds all its stages."""\n'
 NUMBERS = {chapter.name: chapter.number for chapter in CHAPTERS}

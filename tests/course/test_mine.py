@@ -13,6 +13,7 @@ import torch
 
 from nsa_tutorial.course import mine, reader
 from nsa_tutorial.course.exercises import Case, Exercise, Misconception, Stage
+from nsa_tutorial.course.gathering import piece_of
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.library_file import HEADER, File
 
@@ -237,7 +238,7 @@ def test_a_kernel_is_kept_with_its_decorator(copy: Path) -> None:
     kernel = "@triton.jit\ndef kernel(X, N: tl.constexpr):\n    tl.store(X, N)\n"
     launch = "\n\ndef weights(scores):\n    kernel[1,](scores, N=SIZE)\n    return scores\n"
     function = cells(kernel, launch, triton=triton, tl=tl, SIZE=4)
-    piece = mine.piece_of("gradients", WEIGHTS, function)
+    piece = piece_of("gradients", WEIGHTS, function)
     assert set(piece.imports) == {"import triton", "import triton.language as tl"}
     assert piece.source.startswith("@triton.jit\ndef kernel")
     assert "SIZE = 4" in piece.source
