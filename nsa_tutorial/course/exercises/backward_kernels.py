@@ -93,7 +93,7 @@ _INVERSE = TEXTS.exercise(
         ("[: bounds[-1]]", "", "keeping the empty slots at the end",
          "Behind the last block stand the entries that name none. Where does the last block's "
          "stretch end?"),
-        ("torch.where(lists < 0, num_blocks, lists)", "lists[lists >= 0]",
+        ("torch.where(lists < 0, num_blocks, lists).flatten()", "lists[lists >= 0]",
          "dropping the empty slots before the sort",
          "Without the empty slots, the places behind them have moved up. Which query does place "
          "1 belong to now?"),
