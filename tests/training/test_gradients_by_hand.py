@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa_tutorial.sparse import sliding_window
 from nsa_tutorial.sparse.selected_attention import QueryRows, block_list, forward, query_rows
-from nsa_tutorial.training import gradients
+from nsa_tutorial.training import gradients, tile_gradients
 from nsa_tutorial.training.tile_gradients import preprocess
 
 # -- one KV head, dense and by tiles --
@@ -254,7 +254,7 @@ def test_both_branches_at_once() -> None:
         d_o, d_lse, q, k, v, o, lse, ids, rows, **sizes, window_size=6
     )
     lists = gradients.selected_backward(d_o[0], d_lse[0], q, k, v, o[0], lse[0], ids, rows, **sizes)
-    windows = gradients.window_backward(
+    windows = tile_gradients.window_backward(
         d_o[1], d_lse[1], q, k, v, o[1], lse[1], rows, window_size=6, scale=0.4
     )
     assert found[3] is None
