@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from nsa_tutorial import NativeSparseAttention, NativeSparseAttentionConfig, ops
-from nsa_tutorial.runtime import checks, packed
+from nsa_tutorial.runtime import packed
 
 N, HQ, H, D = 12, 4, 2, 16
 SIZES = {"length": 4, "stride": 2}
@@ -166,8 +166,8 @@ def test_a_change_that_is_not_known_is_told_of() -> None:
     tensor helps."""
     cu_seqlens = torch.tensor([0, 3, N - 1]).as_subclass(Elsewhere)
     with pytest.raises(ValueError, match=r"offset of 11.*first used: after a write thro"):
-        checks.check_offsets(cu_seqlens, N)
+        packed.check_offsets(cu_seqlens, N)
     cu_seqlens.data[-1] = N
     with pytest.raises(ValueError, match="pass a new tensor"):
-        checks.check_offsets(cu_seqlens, N)
-    checks.check_offsets(cu_seqlens.clone().as_subclass(Elsewhere), N)
+        packed.check_offsets(cu_seqlens, N)
+    packed.check_offsets(cu_seqlens.clone().as_subclass(Elsewhere), N)

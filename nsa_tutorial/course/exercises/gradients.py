@@ -630,7 +630,7 @@ _BACKWARD = TEXTS.exercise(
                            is_causal=True),
         )),
         Stage("a loss that uses lse", (
-            _backward_case("one query, three keys", 1, 3, asks_lse=True),
+            _backward_case("one query, three keys, `lse` in the loss", 1, 3, asks_lse=True),
             _backward_case("six heads on two KV heads", 4, 6, HQ=6, H=2, D=3, scale=0.7,
                            is_causal=True, asks_lse=True),
         )),
