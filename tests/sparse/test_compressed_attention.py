@@ -265,7 +265,8 @@ def test_packed_sequences_are_separate_calls(backend: str, device: str) -> None:
             loss = loss + lse_part[:, 6:].sum()
         right = torch.autograd.grad(loss, few)
         found = (d_q[:, start:end], d_k[:, of_part], d_v[:, of_part])
-        torch.testing.assert_close(found, right)
+        # a tile begins at another query here, so sums of some 20 terms are taken in another order
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=5e-5)
 
 
 @places
