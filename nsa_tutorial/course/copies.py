@@ -247,7 +247,8 @@ def check_command(folder: Path, flags: list[str]) -> list[str]:
 
 def check(folder: Path, flags: list[str]) -> int:
     """Run a copy; returns the exit status, which tells of unreadable notebooks, too."""
-    paths = [p for p in sorted(folder.rglob("*.ipynb")) if p.is_file() and copying.MARKER not in p.parts]
+    found = (p for p in sorted(folder.rglob("*.ipynb")) if copying.MARKER not in p.parts)
+    paths = [p for p in found if p.is_file()]
     broken = {path: why for path in paths if (why := copying.why_unreadable(path))}
     for path, why in broken.items():
         print(f"{path.relative_to(folder).as_posix()} is no notebook that can be read ({why}). "
