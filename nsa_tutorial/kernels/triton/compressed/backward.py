@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from nsa_tutorial.exact import online_softmax
-from nsa_tutorial.kernels.triton.compressed.forward import MOST, locate
+from nsa_tutorial.kernels.triton.compressed.forward import MOST, locate_compressed_rows
 from nsa_tutorial.kernels.triton.key_runs import add_dkv, add_dq
 
 LOG2_E = tl.constexpr(online_softmax.LOG2_E)
@@ -48,7 +48,7 @@ def dq_kernel(
     """Reads what `compressed.forward.attend_kernel` does, `GradO [R, HQ, DV]` and three numbers a
     row, `[R, HQ]`; writes `GradQ [R, HQ, D]`. The grid is `(tiles of BQ queries * HQ,)`."""
     # -- locate the program --
-    head, row, in_rows, first, end, start, masked, stop = locate(
+    head, row, in_rows, first, end, start, masked, stop = locate_compressed_rows(
         FirstKey, NumVisible, R, H, G, BQ, BT
     )
     width = tl.arange(0, DT)

@@ -37,7 +37,9 @@ def sight(FirstKey, NumVisible, query, in_rows, BT: tl.constexpr):
 
 
 @triton.jit
-def locate(FirstKey, NumVisible, R, H, G: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr):
+def locate_compressed_rows(
+    FirstKey, NumVisible, R, H, G: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr
+):
     """The rows of a program, of a grid of `(tiles of BQ queries * HQ,)`: the key/value head; the
     rows `[BQ]` of `R * HQ`, which of them exist, and their `sight`.
 
@@ -92,11 +94,11 @@ def attend_kernel(
     """Reads `Q [R, HQ, D]`, summaries `K [keys, H, D]` and `V [keys, H, DV]`, `FirstKey [R]` and
     `NumVisible [R]`; writes `Output [R, HQ, DV]` and `LSE [R, HQ]`.
 
-    The grid is that of `locate`. `KBox` and `VBox` are descriptors of the keys and values, `[BT,
-    D]` of `[keys, H * D]`, for `D` and `DV` that are powers of two; or None.
+    The grid is that of `locate_compressed_rows`. `KBox` and `VBox` are descriptors of the keys and
+    values, `[BT, D]` of `[keys, H * D]`, for `D` and `DV` that are powers of two; or None.
     """
     # -- locate the program --
-    head, row, in_rows, first, end, start, masked, stop = locate(
+    head, row, in_rows, first, end, start, masked, stop = locate_compressed_rows(
         FirstKey, NumVisible, R, H, G, BQ, BT
     )
     width = tl.arange(0, DT)

@@ -1,9 +1,8 @@
 """What the operators call for gradients on the Triton backend: of lists, or of lists and windows.
 
-`selected.backward` holds the kernels, `selected.backward_tma` the one for the queries that
-Hopper runs faster, `tables.chunks` what the keys' kernel walks. The queries' gradients have the
-forward's three orders; by blocks, they differ in their last bits from run to run. All others are
-the same to the bit.
+`backward` holds the kernels, `backward_tma` the one for the queries that Hopper runs faster, and
+`lists_backward` what all orders begin with. The queries' gradients have the forward's three orders;
+by blocks, they differ in their last bits from run to run. All others are the same to the bit.
 """
 
 from __future__ import annotations

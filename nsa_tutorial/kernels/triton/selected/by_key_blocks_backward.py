@@ -8,8 +8,7 @@ from run to run, and with it the last bits of `d_q`. Those of `d_k` and `d_v` st
 
 Two kernels: `gradients_kernel` walks the inverse list, and `finish_kernel` rounds the gradients of
 the queries. The sums of `d_k` and `d_v` over chunks are those of `selected.backward.sum_kernel`.
-Only
-lists without factors are taken.
+Only lists without factors are taken.
 
 Symbols: those of `selected.backward`.
 """

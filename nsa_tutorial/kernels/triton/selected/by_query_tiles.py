@@ -43,7 +43,7 @@ def load_tile(
 
 
 @triton.jit
-def locate(
+def locate_union_rows(
     FirstKey, NumVisible, Start, ListedBy, NumWhole, R, H, S,
     G: tl.constexpr, T: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +124,7 @@ def kernel(
     count = tl.load(Count + tl.program_id(0).to(tl.int64) * H + tl.program_id(1))
     if count < 0:  # another kernel has this tile
         return
-    head, t, group_row, in_rows, row_end, starts, listed_by, num_whole = locate(
+    head, t, group_row, in_rows, row_end, starts, listed_by, num_whole = locate_union_rows(
         FirstKey, NumVisible, Start, ListedBy, NumWhole, R, H, S, G, T, GP
     )
     width = tl.arange(0, DT)

@@ -12,7 +12,11 @@ from torch import Tensor
 
 from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.kernels.triton.launch_options import query_tile_dq_options
-from nsa_tutorial.kernels.triton.selected.by_query_tiles import load_tile, locate, make_unions
+from nsa_tutorial.kernels.triton.selected.by_query_tiles import (
+    load_tile,
+    locate_union_rows,
+    make_unions,
+)
 from nsa_tutorial.kernels.triton.selected.lists_backward import ListsCall
 from nsa_tutorial.kernels.triton.unions import ANY_LENGTH, Unions
 
@@ -70,7 +74,7 @@ def dq_kernel(
     count = tl.load(Count + tl.program_id(0).to(tl.int64) * H + tl.program_id(1))
     if count < 0:  # another kernel has this tile
         return
-    head, t, group_row, in_rows, row_end, starts, listed_by, num_whole = locate(
+    head, t, group_row, in_rows, row_end, starts, listed_by, num_whole = locate_union_rows(
         FirstKey, NumVisible, Start, ListedBy, NumWhole, R, H, S, G, T, GP
     )
     width = tl.arange(0, DT)

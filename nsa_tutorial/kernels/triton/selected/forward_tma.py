@@ -3,9 +3,8 @@
 The tensor memory accelerator fetches keys and values here, one instruction a tile, with no address
 arithmetic. Faster than `selected.forward.kernel` at width 128 and as fast at 64
 (assets/triton_forward_h200.json). `launch` takes what `selected.forward.launch` takes, where
-`can_use_descriptors`; `selected.launch` asks.
-
-There is no backward here.
+`can_walk` says so; `selected.launch` asks. `selected.backward_tma` is the same for the gradient of
+the queries.
 """
 
 from __future__ import annotations

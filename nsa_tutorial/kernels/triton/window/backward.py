@@ -18,7 +18,7 @@ import triton.language as tl
 
 from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.kernels.triton.key_runs import add_dkv, add_dq
-from nsa_tutorial.kernels.triton.window.forward import locate, window_of
+from nsa_tutorial.kernels.triton.window.forward import locate_window_rows, window_of
 
 LOG2_E = tl.constexpr(online_softmax.LOG2_E)
 
@@ -60,7 +60,7 @@ def dq_kernel(
     row, `[R, H, G]`; writes `GradQ [R, H, G, D]`, or, with `ADD`, adds to it. The grid is the
     forward's."""
     # -- locate the program --
-    head, group_row, in_rows, first, end, start, stop, num_before, num_whole = locate(
+    head, group_row, in_rows, first, end, start, stop, num_before, num_whole = locate_window_rows(
         FirstKey, NumVisible, N, H, num_tiles, window_size, G, BQ, BT, BE
     )
     width = tl.arange(0, DT)

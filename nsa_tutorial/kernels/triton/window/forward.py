@@ -30,7 +30,7 @@ def window_of(FirstKey, NumVisible, query, window_size):
 
 
 @triton.jit
-def locate(
+def locate_window_rows(
     FirstKey, NumVisible, N, H, num_tiles, window_size,
     G: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +124,7 @@ def attend_kernel(
     head, `BQ` a tile. `KBox` and `VBox` are descriptors of the keys and values, or None.
     """
     # -- locate the program --
-    head, group_row, in_rows, first, end, start, stop, num_before, num_whole = locate(
+    head, group_row, in_rows, first, end, start, stop, num_before, num_whole = locate_window_rows(
         FirstKey, NumVisible, N, H, num_tiles, window_size, G, BQ, BT, BE
     )
     width = tl.arange(0, DT)
