@@ -24,7 +24,7 @@ BACKENDS: Table = {
     "sliding_window_attention": {
         "reference": "nsa_tutorial.sparse.sliding_window:forward",
         "tilelang": "nsa_tutorial.kernels.tilelang.selected.launch:window_forward",
-        "triton": "nsa_tutorial.kernels.triton.selected.launch:window_forward",
+        "triton": "nsa_tutorial.kernels.triton.window.launch:window_forward",
     },
     "selected_and_window_attention": {
         "reference": "nsa_tutorial.sparse.native_sparse_attention:selection_and_window",
@@ -61,7 +61,7 @@ BACKWARDS: Table = {
     "sliding_window_attention": {
         "reference": "nsa_tutorial.training.tile_gradients:window_backward",
         "tilelang": "nsa_tutorial.kernels.tilelang.selected.backward_launch:window_backward",
-        "triton": "nsa_tutorial.kernels.triton.window.backward_launch:window_backward",
+        "triton": "nsa_tutorial.kernels.triton.window.launch:window_backward",
     },
     "selected_and_window_attention": {
         "reference": "nsa_tutorial.training.gradients:selected_and_window_backward",

@@ -18,6 +18,7 @@ import torch
 from nsa_tutorial import ops
 from nsa_tutorial.bench import __main__ as bench
 from nsa_tutorial.bench import drawing, judging, measuring, timing
+from nsa_tutorial.bench.inputs import Shape
 from nsa_tutorial.bench.operators import (
     CHOOSING,
     GATES,
@@ -25,7 +26,7 @@ from nsa_tutorial.bench.operators import (
     parts_of,
     with_choice,
 )
-from nsa_tutorial.bench.problem import Problem, Results, Shape, dense
+from nsa_tutorial.bench.problem import Problem, Results, dense
 from nsa_tutorial.bench.steps import PROBE, Step, newest_first, steps_of
 from nsa_tutorial.course import heads
 from nsa_tutorial.sparse.selected_attention import dense_mask, masked_attention

@@ -13,8 +13,9 @@ from PIL import Image
 
 from nsa_tutorial.bench import __main__ as bench
 from nsa_tutorial.bench import comparing, plotting, steps, stored, timing
+from nsa_tutorial.bench.inputs import Shape
 from nsa_tutorial.bench.measuring import Row
-from nsa_tutorial.bench.problem import Problem, Shape
+from nsa_tutorial.bench.problem import Problem
 from nsa_tutorial.bench.stored import Run
 from nsa_tutorial.runtime.order import Order
 
@@ -110,11 +111,12 @@ def test_steps_of_the_backward_change_one_query_in_a_program(
     pytest.importorskip("triton")
     from nsa_tutorial.bench.variants import triton_backward_variants
     from nsa_tutorial.kernels.triton.selected import backward_launch as triton_backward_launch
+    from nsa_tutorial.kernels.triton.selected import launch
 
     problem = Problem.make("selected", replace(TINY, tokens=9), "cpu", "random")
     monkeypatch.setattr(triton_backward_variants, "variant", lambda _: triton_backward_launch)
     chosen = lambda *_, **__: Order.KEY_BLOCKS  # noqa: E731
-    monkeypatch.setattr(triton_backward_launch.launch, "order_of", chosen)
+    monkeypatch.setattr(launch, "order_of", chosen)
     monkeypatch.setattr(triton_backward_launch.by_key_blocks_backward, "all_gradients", None)
     found = dict(steps.steps_of(problem, "triton", "backward"))
     assert found["64-bit offsets"].make()().keys() == {"d_q", "d_k", "d_v"}

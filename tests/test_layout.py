@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,35 @@ def test_arrows_go_down(path: Path) -> None:
         if place_of(module) not in {own, *BELOW[own]}
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def module_of(name: str) -> str:
+    """The module or the package that holds `name`, which may be one itself."""
+    while not is_module(name):
+        name = name.rpartition(".")[0]
+    return name
+
+
+def test_no_circles() -> None:
+    """No file needs, by way of others, a file that needs it. A package's `__init__`, which hands
+    out what its files have, is none of them."""
+    needs: dict[str, set[str]] = {}
+    for path in MODULES:
+        if path.name != "__init__.py":
+            own = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            needs[own] = {module_of(name) for _, name in imports(path)} - {own}
+    TopologicalSorter(needs).prepare()  # CycleError names the circle
+
+
+@pytest.mark.parametrize(("language", "other"), [("triton", "tilelang"), ("tilelang", "triton")])
+def test_languages_know_nothing_of_each_other(language: str, other: str) -> None:
+    found = [
+        f"{name_of(path)}:{line} names {module}"
+        for path in (PACKAGE / "kernels" / language).rglob("*.py")
+        for line, module in imports(path)
+        if module.startswith(f"nsa_tutorial.kernels.{other}")
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_what_counts_as_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

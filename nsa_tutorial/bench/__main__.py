@@ -17,8 +17,7 @@ forward and its backward.
 Lists: `random` lists have little in common from query to query, `smooth` ones nearly everything,
 and `trained` ones as much as those of trained heads. `selection` and `native` choose their lists:
 there, `--queries` says how queries are drawn, and `smooth` ones choose smooth lists. The column
-`overlap` says how many blocks four neighbouring queries list together, over how many one of them
-does.
+`overlap` says how many blocks four neighbouring queries list together, over how many one does.
 
 Orders: of `selected`, `--order queries tiles blocks` tells Triton how to walk the lists, and each
 order is a row: a program for each query, for a few neighbours and the union of their lists, or for
@@ -50,10 +49,11 @@ from tqdm import tqdm
 
 from nsa_tutorial.bench import comparing, plotting, stored
 from nsa_tutorial.bench.drawing import DRIFTS, NEIGHBOURS
+from nsa_tutorial.bench.inputs import Shape
 from nsa_tutorial.bench.measuring import Plan, measure_shape
 from nsa_tutorial.bench.operators import CHOOSING, OPERATORS
 from nsa_tutorial.bench.options import seconds, too_large, whole, wrong_file
-from nsa_tutorial.bench.problem import DTYPES, PASSES, Shape
+from nsa_tutorial.bench.problem import DTYPES, PASSES
 from nsa_tutorial.bench.steps import has_steps
 from nsa_tutorial.runtime import environment
 from nsa_tutorial.runtime.checks import LARGEST_WIDTH

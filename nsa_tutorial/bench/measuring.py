@@ -18,8 +18,9 @@ import torch
 from tqdm import tqdm
 
 from nsa_tutorial.bench import drawing, judging, timing
+from nsa_tutorial.bench.inputs import Shape
 from nsa_tutorial.bench.operators import with_choice
-from nsa_tutorial.bench.problem import Problem, Results, Shape, dense_kernels
+from nsa_tutorial.bench.problem import Problem, Results, dense_kernels
 from nsa_tutorial.bench.steps import Step, prepared, steps_of
 
 # The column of a row in which the error of each result stands.

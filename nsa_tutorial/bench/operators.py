@@ -1,6 +1,6 @@
 """The operators that the benchmark knows: what each takes, gives and stands for.
 
-An operator is run on a `problem.Problem`, whose tensors have the names that stand here. `selection`
+An operator is run on `inputs.Inputs`, whose tensors have the names that stand here. `selection`
 is the choice of blocks and has no backward. `native` is all of Native Sparse Attention in one call;
 the others are its parts, each on inputs of its own.
 """
@@ -9,21 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from nsa_tutorial import library, ops
+from nsa_tutorial.bench.inputs import Inputs
 from nsa_tutorial.runtime import checks
 from nsa_tutorial.sparse.native_sparse_attention import gated_sum
-
-if TYPE_CHECKING:
-    from nsa_tutorial.bench.problem import Problem
 
 GATES, BRANCHES = ("g_cmp", "g_slc", "g_swa"), ("o_cmp", "o_slc", "o_swa")
 
 
-def _as_drawn(problem: Problem) -> Problem:
+def _as_drawn(problem: Inputs) -> Inputs:
     return problem
 
 
@@ -43,36 +41,36 @@ class Operator(NamedTuple):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     drawn: tuple[str, ...]
-    run: Callable[[Problem, str], tuple[Tensor, ...]]
+    run: Callable[[Inputs, str], tuple[Tensor, ...]]
     sizes: tuple[str, ...] = ()
-    complete: Callable[[Problem], Problem] = _as_drawn
+    complete: Callable[[Inputs], Inputs] = _as_drawn
     has_dense: bool = True
 
 
 # -- how each is run --
 
 
-def selected(p: Problem, backend: str) -> tuple[Tensor, ...]:
+def selected(p: Inputs, backend: str) -> tuple[Tensor, ...]:
     """Attention to the lists."""
     options = {"block_size": p.shape.block_size, "return_lse": True, "order": p.order}
     options["backend"] = backend
     return ops.selected_attention(p.q, p.k, p.v, p.block_indices, **options)
 
 
-def window(p: Problem, backend: str) -> tuple[Tensor, ...]:
+def window(p: Inputs, backend: str) -> tuple[Tensor, ...]:
     """Attention to the latest keys."""
     options = {"window_size": p.window_size, "return_lse": True, "backend": backend}
     return ops.sliding_window_attention(p.q, p.k, p.v, **options)
 
 
-def compressed(p: Problem, backend: str) -> tuple[Tensor, ...]:
+def compressed(p: Inputs, backend: str) -> tuple[Tensor, ...]:
     """Attention to the summaries."""
     summaries, s = (p.tensors["k_cmp"], p.tensors["v_cmp"]), p.shape
     options = {"length": s.length, "stride": s.stride, "return_lse": True, "backend": backend}
     return ops.compressed_attention(p.q, *summaries, num_keys=s.tokens, **options)
 
 
-def selection(p: Problem, backend: str) -> tuple[Tensor, ...]:
+def selection(p: Inputs, backend: str) -> tuple[Tensor, ...]:
     """The choice of blocks, given the summaries and what attention to them left."""
     s = p.shape
     options = {"length": s.length, "stride": s.stride, "backend": backend}
@@ -82,19 +80,19 @@ def selection(p: Problem, backend: str) -> tuple[Tensor, ...]:
     return (ids,)
 
 
-def lists_and_window(p: Problem, backend: str) -> tuple[Tensor, ...]:
+def lists_and_window(p: Inputs, backend: str) -> tuple[Tensor, ...]:
     """Attention to the lists and to the latest keys, in one launch where there is one."""
     options = {"block_size": p.shape.block_size, "window_size": p.window_size, "backend": backend}
     return ops.selected_and_window_attention(p.q, p.k, p.v, p.block_indices, **options)
 
 
-def pooling(p: Problem, backend: str) -> tuple[Tensor, ...]:
+def pooling(p: Inputs, backend: str) -> tuple[Tensor, ...]:
     """Means of keys and of values."""
     options = {"length": p.shape.length, "stride": p.shape.stride, "backend": backend}
     return tuple(ops.compress(x, **options) for x in (p.k, p.v))
 
 
-def gates(p: Problem, backend: str) -> tuple[Tensor, ...]:
+def gates(p: Inputs, backend: str) -> tuple[Tensor, ...]:
     """Three outputs, each times its gate, added up."""
     factors, outputs = ([p.tensors[x] for x in names] for names in (GATES, BRANCHES))
     if checks.choose_backend(backend, outputs[0], "o_cmp") == "reference":
@@ -102,7 +100,7 @@ def gates(p: Problem, backend: str) -> tuple[Tensor, ...]:
     return (library.gated_sum(factors, outputs, backend),)
 
 
-def native(p: Problem, backend: str) -> tuple[Tensor, ...]:
+def native(p: Inputs, backend: str) -> tuple[Tensor, ...]:
     """Native Sparse Attention, from queries, keys, values and gates."""
     s = p.shape
     o = ops.native_sparse_attention(
@@ -116,12 +114,12 @@ def native(p: Problem, backend: str) -> tuple[Tensor, ...]:
 # -- what follows from what is drawn --
 
 
-def _with_summaries(p: Problem) -> Problem:
+def _with_summaries(p: Inputs) -> Inputs:
     k_cmp, v_cmp = pooling(p, "reference")
     return p.with_tensors(k_cmp=k_cmp, v_cmp=v_cmp)
 
 
-def _with_lse(p: Problem) -> Problem:
+def _with_lse(p: Inputs) -> Inputs:
     """Summaries of keys, and the log-sum-exp of their scores, for which no values are needed."""
     options = {"length": p.shape.length, "stride": p.shape.stride, "backend": "reference"}
     k_cmp = ops.compress(p.k, **options)
@@ -132,7 +130,7 @@ def _with_lse(p: Problem) -> Problem:
 # -- the parts of `native` --
 
 
-def with_choice(p: Problem, backend: str) -> Problem:
+def with_choice(p: Inputs, backend: str) -> Inputs:
     """A problem of `native` with the summaries and the lists that the same backend makes of it, by
     which its output is judged: bit by bit, they are those of the whole call."""
     k_cmp, v_cmp = pooling(p, backend)
@@ -142,7 +140,7 @@ def with_choice(p: Problem, backend: str) -> Problem:
     return replace(p, block_indices=ids)
 
 
-def parts_of(p: Problem) -> Iterator[tuple[str, Problem]]:
+def parts_of(p: Inputs) -> Iterator[tuple[str, Inputs]]:
     """The parts of a problem from `with_choice`, each a problem of its own. What comes from above
     is of the right size and stands for the real numbers: they take as long."""
     above = {"d_k_cmp": p.tensors["k_cmp"], "d_v_cmp": p.tensors["v_cmp"]}

@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from nsa_tutorial.bench.problem import DTYPES, Shape
+from nsa_tutorial.bench.inputs import Shape
+from nsa_tutorial.bench.problem import DTYPES
 
 MOST = 2**31 - 1  # what the operators take
 LONGEST = 3600.0

@@ -8,7 +8,7 @@ is one step of training. Dense attention takes the same passes, for comparison.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,64 +17,18 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa_tutorial.bench import drawing
+from nsa_tutorial.bench.inputs import Inputs, Shape
 from nsa_tutorial.bench.operators import OPERATORS
-from nsa_tutorial.sparse.compression import num_summaries
-from nsa_tutorial.sparse.selected_attention import QueryRows, block_list, query_rows
+from nsa_tutorial.sparse.selected_attention import query_rows
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 PASSES = ("forward", "backward", "both")
 Results = dict[str, Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """One call: batch 1, as many queries as keys, causal.
-
-    Of the sizes that an operator does not have, `length`, `stride` and `window` are 0. For the
-    window alone, `slots * block_size` keys are its size; to choose blocks, `slots` is how many.
-    """
-
-    tokens: int
-    kv_heads: int
-    group: int
-    width: int
-    value_width: int
-    block_size: int
-    slots: int
-    dtype: str
-    length: int = 0
-    stride: int = 0
-    window: int = 0
-
-    @property
-    def num_summaries(self) -> int:
-        """Summaries of all tokens."""
-        return num_summaries(self.tokens, self.length, self.stride)
-
-
 @dataclass(frozen=True)
-class Problem:
-    """The tensors of an operator and a shape.
-
-    Attributes:
-        operator: of `OPERATORS`.
-        shape: the sizes.
-        rows: where the query rows stand.
-        tensors: by name, random and contiguous: the operator's inputs, and `d_…`, the gradients of
-            its outputs.
-        lists: how the lists were drawn, or the queries by which blocks are chosen
-            (`drawing.DRIFTS`); empty where there is no choice.
-        block_indices: the lists; None where there are none, or none yet.
-        order: in which Triton walks the lists of `selected`, `"auto"` or of `order.ORDERS`.
-    """
-
-    operator: str
-    shape: Shape
-    rows: QueryRows
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    lists: str = ""
-    block_indices: Tensor | None = None
-    order: str = "auto"
+class Problem(Inputs):
+    """`Inputs` of an operator, as the benchmark draws them, and the passes over them."""
 
     @classmethod
     def make(cls, operator: str, shape: Shape, device: str, lists: str = "") -> Problem:
@@ -99,55 +53,6 @@ class Problem:
         q = drawing.drifting(lists, s.tokens, self.q.shape[2:], self.q.dtype, device)
         problem = replace(self, lists=lists, tensors={**self.tensors, "q": q})
         return OPERATORS[self.operator].complete(problem)
-
-    def with_tensors(self, **tensors: Tensor) -> Problem:
-        """The same problem, with some tensors replaced."""
-        return replace(self, tensors={**self.tensors, **tensors})
-
-    @property
-    def q(self) -> Tensor:
-        """Queries `[1, tokens, heads, width]`."""
-        return self.tensors["q"]
-
-    @property
-    def k(self) -> Tensor:
-        """Keys."""
-        return self.tensors["k"]
-
-    @property
-    def v(self) -> Tensor:
-        """Values."""
-        return self.tensors["v"]
-
-    @property
-    def d_o(self) -> Tensor:
-        """The gradient of the output."""
-        return self.tensors["d_o"]
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors are."""
-        return self.rows.position.device
-
-    @property
-    def window_size(self) -> int:
-        """Keys of the window, all of them at most: without a size of its own, as many as lists
-        would name."""
-        s = self.shape
-        return min(s.window or s.slots * s.block_size, s.tokens)
-
-    @property
-    def scale(self) -> float:
-        """The factor on the scores."""
-        return self.shape.width**-0.5
-
-    @property
-    def ids(self) -> Tensor:
-        """The lists in the form that kernels walk, `[R, H, S]`."""
-        return block_list(
-            self.block_indices, self.rows, block_size=self.shape.block_size, block_counts=None,
-            include_own_block=False,
-        )  # fmt: skip
 
     def run(self, backend: str) -> tuple[Tensor, ...]:
         """The operator's outputs; attention adds its `lse`."""

@@ -188,7 +188,7 @@ def triton_steps(problem: Problem) -> Steps:
 def triton_backward_steps(problem: Problem) -> Steps:
     """The Triton backward of lists with one decision changed at a time, and other designs."""
     from nsa_tutorial.bench.variants import triton_backward_variants
-    from nsa_tutorial.kernels.triton.selected import backward_launch as triton_backward_launch
+    from nsa_tutorial.kernels.triton.selected.lists_backward import ListsCall
 
     o, lse = (x.detach() for x in problem.run("triton"))
     saved = (problem.d_o, torch.zeros_like(lse), problem.q, problem.k, problem.v, o, lse)
@@ -202,7 +202,8 @@ def triton_backward_steps(problem: Problem) -> Steps:
         return lambda: launch.selected_backward(*lists, **options)[:3]
 
     def per_slot() -> tuple[Tensor, ...]:
-        call = triton_backward_launch.prepare(*lists, tile=BS, **sizes)
+        *saved, ids, rows = lists
+        call = ListsCall.of(*saved, rows, ids=ids, block_size=BS, **sizes)
         return triton_backward_variants.per_slot(call)
 
     for change in triton_backward_variants.CHANGES:

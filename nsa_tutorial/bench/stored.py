@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import torch
 
+from nsa_tutorial.bench.inputs import Shape
 from nsa_tutorial.bench.measuring import Row
-from nsa_tutorial.bench.problem import Shape
 from nsa_tutorial.runtime import environment
 
 SIZES = tuple(field.name for field in fields(Shape))

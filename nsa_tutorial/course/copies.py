@@ -28,7 +28,6 @@ from nsa_tutorial.course.copying import follows, merged, parse, reader_copy, sam
 
 ROOT = NOTEBOOKS.parent
 FOLDER = ROOT / "my_chapters"
-MARKER = ".course"  # the directory that tells a reader's copy from the chapters themselves
 
 
 @dataclass(frozen=True)
@@ -51,17 +50,17 @@ class Files:
     @property
     def base(self) -> Path:
         """The version that the reader's chapter was made from."""
-        return self.folder / MARKER / "base" / self.name
+        return self.folder / copying.MARKER / "base" / self.name
 
     @property
     def seen(self) -> Path:
         """A newer version that the reader was offered."""
-        return self.folder / MARKER / "seen" / self.name
+        return self.folder / copying.MARKER / "seen" / self.name
 
     @property
     def laid(self) -> Path:
         """The offer as it was laid down."""
-        return self.folder / MARKER / "laid" / self.name
+        return self.folder / copying.MARKER / "laid" / self.name
 
     def forget_offer(self) -> None:
         """The reader took it or put it away, or there is a newer copy."""
@@ -82,8 +81,8 @@ def update(folder: Path = FOLDER, chapters: Path = NOTEBOOKS) -> list[str]:
     names = sorted(path.name for path in chapters.glob("*.ipynb"))
     if not names:
         raise FileNotFoundError(f"there are no chapters in {chapters}")
-    is_first = not (folder / MARKER).is_dir()
-    (folder / MARKER).mkdir(parents=True, exist_ok=True)
+    is_first = not (folder / copying.MARKER).is_dir()
+    (folder / copying.MARKER).mkdir(parents=True, exist_ok=True)
     said = []
     for name in names:
         files = Files(folder, name)
@@ -94,7 +93,7 @@ def update(folder: Path = FOLDER, chapters: Path = NOTEBOOKS) -> list[str]:
             said.append(f"{name}: the course's own file cannot be read ({error}). Yours stays.")
         else:
             said += _in_the_way(files) or _bring_up_to_date(files, text)
-    for path in sorted((folder / MARKER / "base").glob("*.ipynb")):
+    for path in sorted((folder / copying.MARKER / "base").glob("*.ipynb")):
         if path.name not in names:
             files = Files(folder, path.name)
             said += _in_the_way(files) or _part_with(files)
@@ -248,7 +247,8 @@ def check_command(folder: Path, flags: list[str]) -> list[str]:
 
 def check(folder: Path, flags: list[str]) -> int:
     """Run a copy; returns the exit status, which tells of unreadable notebooks, too."""
-    paths = [p for p in sorted(folder.rglob("*.ipynb")) if p.is_file() and MARKER not in p.parts]
+    found = (p for p in sorted(folder.rglob("*.ipynb")) if copying.MARKER not in p.parts)
+    paths = [p for p in found if p.is_file()]
     broken = {path: why for path in paths if (why := copying.why_unreadable(path))}
     for path, why in broken.items():
         print(f"{path.relative_to(folder).as_posix()} is no notebook that can be read ({why}). "
@@ -272,7 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     folder = chosen.folder.resolve()
     if chosen.check is not None:
-        if not (folder / MARKER).is_dir():
+        if not (folder / copying.MARKER).is_dir():
             print("There is no copy of the chapters yet. Run `make lab` first, "
                   "or `python -m nsa_tutorial.course.copies`.")  # fmt: skip
             return 1

@@ -18,6 +18,7 @@ from pathlib import Path
 import nbformat
 from nbformat.sign import NotebookNotary
 
+MARKER = ".course"  # the directory that tells a reader's copy from the chapters themselves
 _ANSWERS = re.compile(r"(?<![\w.])(?:predict|reveal|check)\(")
 _EXERCISE = re.compile(r"(?<![\w.])exercise\(\s*[\"']\w+[\"'],\s*[\"'](\w+)[\"']")
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa_tutorial.course.copies import MARKER
-from nsa_tutorial.course.copying import answers, source
+from nsa_tutorial.course.copying import MARKER, answers, source
 
 # Replaced on both sides before stored and new outputs are compared.
 PATTERNS = {r"0x[0-9a-f]{6,}": "ADDRESS", r"\d+(\.\d+)? (µs|ms|s)\b": "TIME"}

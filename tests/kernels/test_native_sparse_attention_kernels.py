@@ -62,16 +62,13 @@ def test_agrees_with_the_reference(
 def test_one_output_for_selection_and_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both branches write to one tensor: the gated sum reads it, and nobody copies."""
     skip_unless_runs("triton", "cpu")
-    from nsa_tutorial.kernels.triton.selected import forward as triton_forward
-    from nsa_tutorial.kernels.triton.window import forward as triton_windows
+    from nsa_tutorial.kernels.triton.selected import forward, launch
 
     written = []
-    for kernels in (triton_forward, triton_windows):
-        monkeypatch.setattr(
-            kernels,
-            "launch",
-            lambda *a, f=kernels.launch, **o: written.append(o["out"][0]) or f(*a, **o),
-        )
+    for module, name in ((forward, "launch"), (launch, "window_forward")):
+        run = getattr(module, name)
+        noted = lambda *a, f=run, **o: written.append(o["out"][0]) or f(*a, **o)  # noqa: E731
+        monkeypatch.setattr(module, name, noted)
     q, k, v, *gates = inputs(20, 2, 1, 16, torch.float32, "cpu")
     ops.native_sparse_attention(
         q,

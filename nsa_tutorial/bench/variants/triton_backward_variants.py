@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import itertools
 import linecache
 import sys
 from types import ModuleType
@@ -22,12 +23,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_tutorial.exact.online_softmax import LOG2_E
-from nsa_tutorial.kernels.triton.launch_options import tile_sizes
-from nsa_tutorial.kernels.triton.selected.backward_launch import Backward
+from nsa_tutorial.kernels.triton.selected.lists_backward import ListsCall
 
 KERNELS = "nsa_tutorial.kernels.triton.selected.backward"
 LAUNCH = "nsa_tutorial.kernels.triton.selected.backward_launch"
+SUMMING = "nsa_tutorial.kernels.triton.selected.lists_backward"
 TABLES = "nsa_tutorial.kernels.tables.chunks"
 
 MASKED = "num_masked = tl.minimum(tl.cdiv(num_masked, BR) * BR, num_rows)"
@@ -40,7 +40,7 @@ ADDED = """        tl.atomic_add(SharesK + k_offset, acc_dk, mask=in_tile[:, Non
 """
 WORKSPACE = "[c.q.new_empty(places, width, dtype=torch.float32) for width in widths.values()]"
 ALL_KEYS = "[torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (c.k, c.v)]"
-SUMS = "    if places:\n"
+SUMS = "    if walked.num_places:\n"
 CAST = """    for gradient, share in zip((d_k, d_v), shares, strict=True):
         gradient += share.to(gradient.dtype)
     if False:
@@ -57,7 +57,7 @@ ADD_DQ = (
 BY_ROWS = "{} = tl.sum({}[:, None, :].to(tl.float32) * {}[None, :, :], axis=2)"
 BY_COLUMNS = "acc_dq += tl.sum(d_s[:, :, None].to(tl.float32) * k_tile[None, :, :], axis=1)"
 FLAG = "**sizes, SLOT_SCALE=c.slot_scale is not None, "
-GROUP = "**tiles | {'GT': triton.next_power_of_2(sizes['G'])}, **options,"
+GROUP = "**tiles | {'GT': 1 << (sizes['G'] - 1).bit_length()},"
 QUERIES = "gradient_of_queries(call, d_q, d_slot_scale)\n"
 KEYS = "gradients_of_keys_and_values(call, d_k, d_v)\n    return"
 ALL_AT_ONCE = """global DQ32
@@ -71,10 +71,10 @@ CHANGES: dict[str, dict[str, list[tuple[str, str]]]] = {
     "all rows behind a mask": {KERNELS: [(MASKED, "num_masked = num_rows")]},
     "64-bit offsets": {LAUNCH: [("WIDE=max(c.q.numel(), c.d_o.numel()) >= 2**31", "WIDE=True")]},
     "pointers instead of descriptors": {
-        LAUNCH: [("if can_walk(c.q, c.k, c.v, c.tile) and", "if False and")]
+        LAUNCH: [("if can_walk(c.q, c.k, c.v, c.block_size) and", "if False and")]
     },
     "chunks added by atomics": {
-        KERNELS: [(SHARE, ADDED)], LAUNCH: [(WORKSPACE, ALL_KEYS), (SUMS, CAST)],
+        KERNELS: [(SHARE, ADDED)], SUMMING: [(WORKSPACE, ALL_KEYS), (SUMS, CAST)],
     },
     "no chunks: a program per block": {TABLES: [("{2: 2**14, 4: 2**8}", "{2: 2**30, 4: 2**30}")]},
     BROADCAST: {
@@ -85,8 +85,8 @@ CHANGES: dict[str, dict[str, list[tuple[str, str]]]] = {
                 "d_p", "do_tile", "v_tile")),
             ("acc_dq = tl.dot(d_s, k_tile, acc_dq, input_precision=\"ieee\")", BY_COLUMNS),
         ],
-        LAUNCH: [("if can_walk(c.q, c.k, c.v, c.tile) and", "if False and"),
-                 (FLAG + "**tiles, **options,", FLAG + GROUP)],
+        LAUNCH: [("if can_walk(c.q, c.k, c.v, c.block_size) and", "if False and"),
+                 (FLAG + "**tiles,", FLAG + GROUP)],
     },
     "one pass, dQ by atomics": {
         KERNELS: [(ACCUMULATE, ADD_DQ)],
@@ -103,7 +103,7 @@ def variant(change: str) -> ModuleType:
     Raises:
         ValueError: a line to be changed is not in the source exactly once.
     """
-    modules = {name: importlib.import_module(name) for name in (TABLES, KERNELS, LAUNCH)}
+    modules = {name: importlib.import_module(name) for name in (TABLES, KERNELS, SUMMING, LAUNCH)}
     made = {}
     for name, module in modules.items():
         source = inspect.getsource(module)
@@ -114,11 +114,11 @@ def variant(change: str) -> ModuleType:
                 )
             source = source.replace(old, new)
         made[name] = _module(f"{name}_{change.replace(' ', '_')}", source)
-    # the copies, in place of the modules that the launch imports
-    for name, value in vars(modules[LAUNCH]).items():
-        for other in (TABLES, KERNELS):
-            if value is modules[other]:
-                setattr(made[LAUNCH], name, made[other])
+    # the copies, in place of the modules that they import
+    for user, name in itertools.product((SUMMING, LAUNCH), modules):
+        for attribute, value in vars(modules[user]).items():
+            if value is modules[name]:
+                setattr(made[user], attribute, made[name])
     return made[LAUNCH]
 
 
@@ -188,14 +188,12 @@ def slot_kernel(
     tl.atomic_add(GradV + v_offset, d_v, mask=v_mask, sem="relaxed")
 
 
-def per_slot(call: Backward) -> tuple[Tensor, Tensor, Tensor]:
+def per_slot(call: ListsCall) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `q`, `k` and `v` by `slot_kernel`."""
     sums = [torch.zeros(x.shape, device=x.device) for x in (call.q, call.k, call.v)]
-    sizes = call.sizes
     slot_kernel[call.ids.shape](
         call.q, call.k, call.v, call.d_o, call.delta, call.lse2, call.ids, call.rows.first_key,
-        call.rows.num_visible, *sums, call.scale, call.scale * LOG2_E, *call.ids.shape[1:], **sizes,
-        **tile_sizes(sizes["G"], sizes["D"], sizes["DV"]),
-        BT=max(16, triton.next_power_of_2(call.tile)), num_warps=4,
+        call.rows.num_visible, *sums, *call.scales, *call.ids.shape[1:], **call.block_sizes,
+        **call.tiles, BT=max(16, triton.next_power_of_2(call.block_size)), num_warps=4,
     )  # fmt: skip
     return tuple(x.to(y.dtype) for x, y in zip(sums, (call.q, call.k, call.v), strict=True))

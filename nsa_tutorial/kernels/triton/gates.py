@@ -5,7 +5,7 @@ and writes all gradients. A row is one query and one head: it has one number in 
 numbers in each output.
 
 `gated_sum` and `gated_sum_backward` launch the kernels and are what the operators call;
-`tilelang.gates` holds the same two. No argument is checked here: `ops` does.
+`tilelang.gates` holds the same two.
 
 Symbols: `R = B * N * HQ` rows · `BR` rows of a tile · `NUM` branches, one to three.
 """

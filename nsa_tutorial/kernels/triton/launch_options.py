@@ -1,16 +1,17 @@
-"""Which tiles, warps and pipeline stages the Triton kernels of the forward take, by shape.
+"""Which tiles, warps and pipeline stages the Triton kernels take, by shape.
 
-`tile_sizes` is what `tl.arange` and the tensor cores ask for. `launch_options` reads
-`LAUNCH_TABLE`, which is frozen from measurements: no call of an operator measures anything.
+`tile_sizes` is what `tl.arange` and the tensor cores ask for. Tables are frozen from measurements:
+no call of an operator measures anything. Of a table's rows, or of ever smaller tiles (`shrinking`),
+the first is taken that fits a program's shared memory; if none does, the launch will say so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from triton import next_power_of_2
 
-from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY
+from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY, first_that_fits
 
 # Largest group, most bytes of a token (its key and value, padded): tokens of a step, warps, stages.
 # Behind a row stand milliseconds of the kernel with pointers, and of the runner-up: H200, torch
@@ -41,6 +42,18 @@ def _side(n: int) -> int:
     return max(16, next_power_of_2(n))
 
 
+def shrinking(*sides: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+    """`(*sides, num_stages)`, ever smaller: with fewer stages, then with halves of the last side,
+    down to 16, then of the one before it."""
+    for stages in range(num_stages, 0, -1):
+        yield (*sides, stages)
+    smaller = list(sides)
+    for i in reversed(range(len(sides))):
+        while smaller[i] > 16:
+            smaller[i] //= 2
+            yield (*smaller, 1)
+
+
 def launch_options(
     G: int, D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:
@@ -56,14 +69,11 @@ def launch_options(
     query_bytes = tiles["GT"] * tiles["DT"] * itemsize
     fitting = [row for row in LAUNCH_TABLE if tiles["GT"] <= row[0] and token_bytes <= row[1]]
     BT, num_warps, num_stages = (fitting or LAUNCH_TABLE[-1:])[0][2:]
-    BT = min(BT, _side(BS))
-    while query_bytes + num_stages * BT * token_bytes > shared_memory:
-        if num_stages > 1:
-            num_stages -= 1
-        elif BT > 16:
-            BT //= 2
-        else:
-            break  # nothing is left to save: the launch will say what it lacks
+    BT, num_stages = first_that_fits(
+        list(shrinking(min(BT, _side(BS)), num_stages=num_stages)),
+        lambda BT, stages: query_bytes + stages * BT * token_bytes,
+        shared_memory,
+    )  # fmt: skip
     return {"BT": BT, "num_warps": num_warps, "num_stages": num_stages}
 
 
@@ -81,10 +91,13 @@ def query_tile_options(
     BT = min(64 if itemsize == 2 else 32, _side(BS))
     if BS % BT and BS % 16 == 0:  # whole blocks need whole steps
         BT = BS & -BS
-    for TR, num_stages in QUERY_TILES if itemsize == 2 else QUERY_TILES[-2:]:
-        TR = max(16, min(max(TR, GP), 16 * GP))  # a product has no fewer than 16 rows
-        if (TR * DT + num_stages * BT * (DT + DVT)) * itemsize <= shared_memory:
-            break
+    TR, num_stages = first_that_fits(
+        # a product has no fewer than 16 rows
+        [(max(16, min(max(TR, GP), 16 * GP)), stages)
+         for TR, stages in (QUERY_TILES if itemsize == 2 else QUERY_TILES[-2:])],
+        lambda TR, stages: (TR * DT + stages * BT * (DT + DVT)) * itemsize,
+        shared_memory,
+    )  # fmt: skip
     return {"T": TR // GP, "BT": BT, "num_warps": max(4, TR // 16), "num_stages": num_stages}
 
 
@@ -120,18 +133,23 @@ def dkv_options(
     row_bytes = (tiles["DT"] + tiles["DVT"]) * itemsize
     BT, BR = min(64, _side(BS)), 64
     num_stages = 2 if G >= 16 else 3  # small groups gather more rows for a step
-    while BT * row_bytes + (num_stages * row_bytes + 2 * BT * itemsize) * BR > shared_memory:
-        if num_stages > 1:
-            num_stages -= 1
-        elif BR > 16:
-            BR //= 2
-        elif BT > 16:
-            BT //= 2
-        else:
-            break  # nothing is left to save: the launch will say what it lacks
+    BT, BR, num_stages = first_that_fits(
+        list(shrinking(BT, BR, num_stages=num_stages)),
+        lambda BT, BR, stages: BT * row_bytes + (stages * row_bytes + 2 * BT * itemsize) * BR,
+        shared_memory,
+    )  # fmt: skip
     # the accumulators of wide keys and values do not fit the registers of 4 warps
     num_warps = 8 if tiles["DT"] + tiles["DVT"] > 256 else 4
     return {"BT": BT, "BR": BR, "num_warps": num_warps, "num_stages": num_stages}
+
+
+MOST_EDGE = 1024
+
+
+def edge(BS: int) -> int:
+    """How many entries of an inverse list a program looks at to find those that see its keys in
+    part: they come first. If all of them do, more may follow."""
+    return min(next_power_of_2(BS), MOST_EDGE)
 
 
 def _fitting(
@@ -140,10 +158,10 @@ def _fitting(
 ) -> dict[str, int]:  # fmt: skip
     """The first of `choices`, each two sides, warps and stages, of which a program can have
     `bytes_of(side, side, stages)`; the last one if it can have none."""
-    for choice in choices:
-        if bytes_of(choice[0], choice[1], choice[3]) <= shared_memory:
-            break
-    return dict(zip((*names, "num_warps", "num_stages"), choice, strict=True))
+    found = first_that_fits(
+        choices, lambda a, b, warps, stages: bytes_of(a, b, stages), shared_memory
+    )
+    return dict(zip((*names, "num_warps", "num_stages"), found, strict=True))
 
 
 # Queries or summaries of a program, those of a step, warps, stages: the first that a program can
@@ -216,3 +234,67 @@ def summary_dkv_options(
         choices, lambda BT, BR, stages: (BT + stages * BR) * width * itemsize,
         shared_memory, ("BT", "BR"),
     )  # fmt: skip
+
+
+# The same for sliding windows, behind the most that both widths may be, padded; of the queries'
+# kernels rows of a tile and keys of a step, of `dkv_kernel` the other way round.
+WINDOW_TILES = (
+    (256, 64, 64, 4, 3), (384, 128, 64, 8, 2), (512, 64, 64, 8, 2), (512, 64, 32, 4, 2),
+    (512, 32, 32, 4, 1),
+)  # fmt: skip
+WINDOW_DQ_TILES = (
+    (256, 64, 64, 4, 2), (512, 64, 64, 8, 2), (512, 64, 32, 4, 2), (512, 32, 32, 4, 1),
+)  # fmt: skip
+WINDOW_DKV_TILES = (
+    (256, 64, 32, 4, 4), (512, 64, 32, 8, 2), (512, 64, 32, 4, 2), (512, 32, 32, 4, 1),
+)  # fmt: skip
+WINDOW_FP32_TILES = ((256, 32, 32, 4, 2), (512, 16, 16, 4, 2), (512, 16, 16, 4, 1))
+WINDOW_FP32_DKV_TILES = ((128, 32, 32, 4, 2), (512, 16, 16, 4, 2), (512, 16, 16, 4, 1))
+
+
+def window_options(
+    G: int, D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY
+) -> dict[str, int]:
+    """`BQ, BT, BE, num_warps, num_stages` of the walk along a window. Arguments as in
+    `launch_options`."""
+    choices = WINDOW_TILES if itemsize == 2 else WINDOW_FP32_TILES
+    options = _of_width(choices, D, DV, itemsize, shared_memory, ("BQ", "BT"))
+    return options | {"BE": _step_at_the_ends(G, options["BQ"], options["BT"], 16)}
+
+
+def window_dq_options(
+    G: int, D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY
+) -> dict[str, int]:
+    """The same for the backward."""
+    choices = WINDOW_DQ_TILES if itemsize == 2 else WINDOW_FP32_TILES
+    options = _of_width(choices, D, DV, itemsize, shared_memory, ("BQ", "BT"))
+    return options | {"BE": _step_at_the_ends(G, options["BQ"], options["BT"], 32)}
+
+
+def window_dkv_options(
+    D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY
+) -> dict[str, int]:
+    """`BT, BR, num_warps, num_stages` of the walk over the queries that see a tile of keys.
+    Arguments as in `launch_options`."""
+    choices = WINDOW_DKV_TILES if itemsize == 2 else WINDOW_FP32_DKV_TILES
+    return _of_width(choices, D, DV, itemsize, shared_memory, ("BT", "BR"))
+
+
+def _of_width(
+    choices: tuple[tuple[int, ...], ...], D: int, DV: int, itemsize: int, shared_memory: int,
+    names: tuple[str, str],
+) -> dict[str, int]:  # fmt: skip
+    """What `_fitting` takes of the `choices` for these widths: two sides, the rows of a tile and
+    those of a step."""
+    width = _side(D) + _side(DV)
+    return _fitting(
+        tuple(choice for most_width, *choice in choices if width <= most_width),
+        lambda side, step, stages: (side + stages * step) * width * itemsize,
+        shared_memory, names,
+    )  # fmt: skip
+
+
+def _step_at_the_ends(G: int, BQ: int, BT: int, edge: int) -> int:
+    """Keys of a step behind the mask: `edge`, in place of `BT`, where a tile has few queries, since
+    then few keys are seen by only some of them."""
+    return min(BT, edge) if G * edge >= BQ else BT

@@ -1,7 +1,7 @@
 """Chapter 16: the partial outputs of a list's blocks, merged to one, in Triton.
 
 `selected.by_key_blocks` writes partials, `merge_kernel` weighs them by their largest scores and
-sums, as states of an online softmax merge (chapter 03). No argument is checked here: `ops` does.
+sums, as states of an online softmax merge (chapter 03).
 
 Symbols: those of `selected.by_key_blocks`.
 """

@@ -1,4 +1,9 @@
-"""The online softmax of a tile (chapter 03), for the kernels that do not spell it out."""
+"""The online softmax of a tile of scores (chapter 03), for the kernels that do not spell it out.
+
+Two roundings of the same: `online_softmax` subtracts the maximum before it scales, as
+`selected.forward` does, so that scores of any size keep their differences; `online_softmax_scaled`
+scales first, which is one multiply-add for each score.
+"""
 
 from __future__ import annotations
 
@@ -16,3 +21,14 @@ def online_softmax(acc_s, scores_max_prev, running_sum, acc_o, scale_log2):
     acc_s = tl.exp2((acc_s - shift[:, None]) * scale_log2)
     running_sum = running_sum * scores_scale + tl.sum(acc_s, axis=1)
     return acc_s, scores_max, running_sum, acc_o * scores_scale[:, None]
+
+
+@triton.jit
+def online_softmax_scaled(acc_s, scores_max_prev, running_sum, acc_o, scale_log2):
+    """`online_softmax`, with scores that are scaled before the maximum is subtracted."""
+    scores_max = tl.maximum(scores_max_prev, tl.max(acc_s, axis=1))
+    shift = tl.where(scores_max == float("-inf"), 0.0, scores_max * scale_log2)
+    scores_scale = tl.exp2(scores_max_prev * scale_log2 - shift)
+    p = tl.exp2(acc_s * scale_log2 - shift[:, None])
+    running_sum = running_sum * scores_scale + tl.sum(p, axis=1)
+    return p, scores_max, running_sum, acc_o * scores_scale[:, None]

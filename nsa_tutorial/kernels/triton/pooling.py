@@ -5,7 +5,7 @@ one row of `W = H * D` columns, and no width is padded. A number is written by o
 run gives the same bits.
 
 `mean` and `mean_backward` launch the kernels and are what the operators call; `tilelang.pooling`
-holds the same two. No argument is checked here: `ops` does.
+holds the same two.
 
 Symbols: `M` tokens and `M_c` summaries of a sequence · `BJ` summaries, `BT` tokens and `BW` columns
 of a tile.

@@ -1,8 +1,7 @@
 """Chapter 16: the unions of neighbours' lists, made on the device, in Triton.
 
 `union_kernel` sorts the entries of a tile's lists, in registers. A tile is left to others, with a
-count of -1, where its union is too long, and where the walk along it would not be exact. No
-argument is checked here: `ops` does.
+count of -1, where its union is too long, and where the walk along it would not be exact.
 
 Symbols: those of `selected.forward`; `T` queries of a tile · `U = T * S` entries of a union at
 most.

@@ -12,9 +12,9 @@ from branches import Shape, assert_attention
 from places import product, skip_unless_runs
 from torch import Tensor
 
+from nsa_tutorial.kernels.triton import launch_options
 from nsa_tutorial.kernels.triton.launch_options import SHARED_MEMORY, tile_sizes
-from nsa_tutorial.kernels.triton.window import backward_launch as launch
-from nsa_tutorial.kernels.triton.window import forward as triton_windows
+from nsa_tutorial.kernels.triton.window import launch
 from nsa_tutorial.sparse.selected_attention import QueryRows, masked_attention, query_rows
 
 pytestmark = [
@@ -81,7 +81,7 @@ def test_outputs(shape: Shape, dtype: torch.dtype, backend: str, device: str) ->
     if dtype != torch.float32 and shape.magnitude > 1:
         pytest.skip("rounded scores of this size decide alone")
     inputs, rows, sizes = arguments(shape, dtype, device)
-    o, lse = triton_windows.launch(*inputs, rows, **sizes)
+    o, lse = launch.window_forward(*inputs, rows, **sizes)
     assert_attention(o, lse, *inputs, mask_of(shape, device))
 
 
@@ -99,7 +99,7 @@ def test_any_tile_and_step(window: int, tile: tuple[int, int, int], device: str)
     shape = replace(SMALL, N=25, M=110, H=1, window=window)
     inputs, rows, sizes = arguments(shape, device=device)
     options = dict(zip(("BQ", "BT", "BE"), tile, strict=True))
-    o, lse = triton_windows.launch(*inputs, rows, **sizes, **options)
+    o, lse = launch.window_forward(*inputs, rows, **sizes, **options)
     assert_attention(o, lse, *inputs, mask_of(shape, device))
 
 
@@ -108,9 +108,9 @@ def test_outputs_in_their_place(device: str) -> None:
     """Written where they belong, and nowhere else."""
     skip_unless_runs("triton", device)
     inputs, rows, sizes = arguments(SMALL, device=device)
-    o, lse = triton_windows.launch(*inputs, rows, **sizes)
+    o, lse = launch.window_forward(*inputs, rows, **sizes)
     both_o, both_lse = (torch.full((2, *x.shape), 7.0, device=device) for x in (o, lse))
-    triton_windows.launch(*inputs, rows, **sizes, out=(both_o[1], both_lse[1]))
+    launch.window_forward(*inputs, rows, **sizes, out=(both_o[1], both_lse[1]))
     assert torch.equal(both_o[1], o)
     assert torch.equal(both_lse[1], lse)
     assert (both_o[0] == 7).all()
@@ -121,7 +121,7 @@ def test_outputs_in_their_place(device: str) -> None:
 def test_nothing_to_do(B: int, N: int) -> None:
     shape = replace(SMALL, B=B, N=N)
     inputs, rows, sizes = arguments(shape)
-    o, lse = triton_windows.launch(*inputs, rows, **sizes)
+    o, lse = launch.window_forward(*inputs, rows, **sizes)
     assert (o.shape, lse.shape) == ((B, N, 6, 16), (B, N, 6))
 
 
@@ -150,12 +150,12 @@ def test_hidden_numbers_stay_hidden(shape: Shape, device: str) -> None:
     bit."""
     skip_unless_runs("triton", device)
     (q, k, v), rows, sizes = arguments(shape, device=device)
-    o, lse = triton_windows.launch(q, k, v, rows, **sizes)
+    o, lse = launch.window_forward(q, k, v, rows, **sizes)
     mask = shape.seen_keys(shape.window).to(device)
     for query in (shape.N // 2, shape.N - 1):
         hidden = ~mask[query][None, :, None, None]
         spoiled = k.masked_fill(hidden, math.nan), v.masked_fill(hidden, math.inf)
-        o_after, lse_after = triton_windows.launch(q, *spoiled, rows, **sizes)
+        o_after, lse_after = launch.window_forward(q, *spoiled, rows, **sizes)
         assert torch.equal(o[:, query], o_after[:, query])
         assert torch.equal(lse[:, query], lse_after[:, query])
 
@@ -166,10 +166,10 @@ def test_a_value_spoils_its_channel(shape: Shape, number: float, device: str) ->
     """Of those that see it, and of no others."""
     skip_unless_runs("triton", device)
     (q, k, v), rows, sizes = arguments(shape, device=device)
-    o, lse = triton_windows.launch(q, k, v, rows, **sizes)
+    o, lse = launch.window_forward(q, k, v, rows, **sizes)
     key = shape.M - shape.N + 4
     v[0, key, 0, 5] = number
-    o_after, lse_after = triton_windows.launch(q, k, v, rows, **sizes)
+    o_after, lse_after = launch.window_forward(q, k, v, rows, **sizes)
     sees = shape.seen_keys(shape.window)[:, key].to(device)
     is_spoiled = torch.zeros_like(o, dtype=torch.bool)
     is_spoiled[:, sees, : shape.G, 5] = True
@@ -182,7 +182,7 @@ def test_a_value_spoils_its_channel(shape: Shape, number: float, device: str) ->
 @pytest.mark.parametrize("D", [16, 128, 192, 256])
 @pytest.mark.parametrize("G", [1, 16, 64])
 def test_what_a_program_holds_fits(G: int, D: int, itemsize: int) -> None:
-    options = triton_windows.window_options(G, D, D, itemsize)
+    options = launch_options.window_options(G, D, D, itemsize)
     width = tile_sizes(G, D, D)["DT"] * itemsize
     rows = options["BQ"] + 2 * options["num_stages"] * options["BT"]
     assert rows * width <= SHARED_MEMORY
@@ -206,7 +206,7 @@ def backward(
 ) -> tuple[list[Tensor], QueryRows, dict[str, float]]:
     """The arguments of `window_backward`; no loss asks for some rows, and none for some heads."""
     inputs, rows, sizes = arguments(shape, dtype, device)
-    o, lse = triton_windows.launch(*inputs, rows, **sizes)
+    o, lse = launch.window_forward(*inputs, rows, **sizes)
     g = torch.Generator().manual_seed(1)
     d_o, d_lse = (torch.randn(x.shape, generator=g).to(x) for x in (o, lse))
     d_o[:, 5:7], d_lse[:, 5:7] = 0, 0
@@ -250,7 +250,7 @@ def test_gradients_of_any_tile_and_step(shape: Shape, tile: tuple[int, int], dev
     """Rows of a step may begin in the middle of a group, and may be fewer than a group has."""
     skip_unless_runs("triton", device)
     tensors, rows, sizes = backward(shape, device=device)
-    call = launch.prepare(*tensors, rows, **sizes)
+    call = launch.WindowCall.of(*tensors, rows, **sizes)
     d_q, d_k, d_v = (torch.empty_like(x) for x in tensors[2:5])
     launch.gradient_of_queries(call, d_q, BQ=tile[0], BT=tile[1], BE=16)
     launch.gradients_of_keys_and_values(call, d_k, d_v, BT=tile[0], BR=tile[1])
@@ -287,7 +287,7 @@ def test_gradients_of_what_is_not_spoiled(shape: Shape, where: str, device: str)
     skip_unless_runs("triton", device)
 
     def gradients(inputs: list[Tensor]) -> tuple[Tensor, ...]:
-        o, lse = triton_windows.launch(*inputs, rows, **sizes)
+        o, lse = launch.window_forward(*inputs, rows, **sizes)
         d = torch.ones_like(o), torch.ones_like(lse)
         return launch.window_backward(*d, *inputs, o, lse, rows, **sizes)
 
@@ -313,7 +313,7 @@ def test_a_row_that_no_loss_asks_for(device: str) -> None:
     tensors, rows, sizes = backward(SMALL, device=device)
     right = launch.window_backward(*tensors, rows, **sizes)
     tensors[2][:, 5] = math.nan
-    tensors[5:] = triton_windows.launch(*tensors[2:5], rows, **sizes)
+    tensors[5:] = launch.window_forward(*tensors[2:5], rows, **sizes)
     found = launch.window_backward(*tensors, rows, **sizes)
     assert (found[0][:, 5] == 0).all()
     assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
@@ -326,7 +326,7 @@ def test_long_sums_in_fp32() -> None:
     shape = replace(SMALL, N=40, M=40, H=1, G=16, window=40)
     (q, k, v), rows, sizes = arguments(shape)
     q = torch.zeros_like(q)  # so that query n gives each key 1 / (n + 1)
-    o, lse = triton_windows.launch(q, k, v, rows, **sizes)
+    o, lse = launch.window_forward(q, k, v, rows, **sizes)
     gift = torch.full((40,), 0.9 / 32)  # of a row to the first key; 32 rows are a step
     gift[0] = 2**24 / 16
     d_o = (gift * torch.arange(1, 41)).view(1, -1, 1, 1).expand_as(o)
@@ -359,10 +359,10 @@ def test_who_sees_a_tile(shape: Shape) -> None:
 @pytest.mark.parametrize("G", [1, 16, 64])
 def test_what_a_program_of_the_backward_holds_fits(G: int, D: int, itemsize: int) -> None:
     width = 2 * tile_sizes(G, D, D)["DT"] * itemsize
-    options = launch.dq_options(G, D, D, itemsize)
+    options = launch_options.window_dq_options(G, D, D, itemsize)
     assert (options["BQ"] + options["num_stages"] * options["BT"]) * width <= SHARED_MEMORY
     assert 16 <= options["BE"] <= options["BT"]
-    options = launch.dkv_options(D, D, itemsize)
+    options = launch_options.window_dkv_options(D, D, itemsize)
     assert (options["BT"] + options["num_stages"] * options["BR"]) * width <= SHARED_MEMORY
 
 
@@ -377,7 +377,7 @@ def test_the_same_bits_every_time(dtype: torch.dtype) -> None:
     tensors, rows, sizes = backward(shape, dtype, "cuda")
 
     def run() -> list[Tensor]:
-        outputs = triton_windows.launch(*tensors[2:5], rows, **sizes)
+        outputs = launch.window_forward(*tensors[2:5], rows, **sizes)
         return [*outputs, *launch.window_backward(*tensors, rows, **sizes)]
 
     first = run()
@@ -398,10 +398,10 @@ def test_queries_and_keys_past_32_bits() -> None:
         place = {"causal": True, "cu_seqlens": None, "device": q.device}
         sizes, last = {"window_size": 100, "scale": 1 / 16}, 200
         rows = query_rows(1, N, N, **place)
-        o, lse = triton_windows.launch(q, k, k, rows, **sizes)
+        o, lse = launch.window_forward(q, k, k, rows, **sizes)
         few = [x[:, -last:].contiguous() for x in (q, k, k)]
         few_rows = query_rows(1, last, last, **place)
-        few += triton_windows.launch(*few, few_rows, **sizes)
+        few += launch.window_forward(*few, few_rows, **sizes)
         d_o, d_lse = torch.randn_like(few[3]), torch.zeros_like(few[4])
         right = launch.window_backward(d_o, d_lse, *few, few_rows, **sizes)
         torch.testing.assert_close(o[:, -100:], few[3][:, -100:], atol=2e-3, rtol=0)

@@ -1,7 +1,7 @@
 """Chapter 14: the choice of blocks, in Triton: `pick_kernel` makes block scores of the cells that
 `scores` left, and takes the best.
 
-`launch` runs it. No argument is checked here: `ops` does.
+`launch` runs it.
 
 Symbols: `BR` lists of a program · `NB` blocks · `C` summaries of a cell · `NC` cells of a row.
 """

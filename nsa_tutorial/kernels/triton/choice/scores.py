@@ -2,7 +2,7 @@
 
 `score_kernel` computes the scores of `compressed.forward` once more, turns them into weights by the
 log-sum-exp that that kernel left, and sums them over a group's heads and over a cell of summaries.
-`launch` runs it. No argument is checked here: `ops` does.
+`launch` runs it.
 
 Symbols: those of `compressed.forward`; `C` summaries of a cell · `NC` cells of a row.
 """

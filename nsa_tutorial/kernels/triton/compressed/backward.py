@@ -6,7 +6,7 @@ a tile of summaries and a chunk of queries, and `sum_kernel` adds what the chunk
 from lists is who sees what: nearly all queries see an early summary, so most steps go without a
 mask, and all tiles can walk the same queries at the same time.
 
-`compressed.launch` runs them. No argument is checked here: `ops` does.
+`launch` runs them.
 
 Symbols: those of `compressed.forward` and `selected.backward`.
 """
@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 from nsa_tutorial.exact import online_softmax
-from nsa_tutorial.kernels.triton.compressed.forward import MOST, sight
+from nsa_tutorial.kernels.triton.compressed.forward import MOST, locate_compressed_rows
+from nsa_tutorial.kernels.triton.key_runs import add_dkv, add_dq
 
 LOG2_E = tl.constexpr(online_softmax.LOG2_E)
 
@@ -30,38 +31,11 @@ def walk_summaries(
 ):  # fmt: skip
     """One walk over the summaries `start … stop - 1`; without `MASK`, all queries see all of
     them."""
-    width = tl.arange(0, DT)
-    value_width = tl.arange(0, DVT)
-    tokens = tl.arange(0, BT)
-    k_offset = tokens[:, None] * (H * D) + width  # [BT, DT]
-    v_offset = tokens[:, None] * (H * DV) + value_width  # [BT, DVT]
     for step in range(start, stop, BT):
-        # -- load the keys and the values --
-        key_row = (step * H + head).to(tl.int64)
-        k_mask = width < D
-        v_mask = value_width < DV
-        if MASK:
-            k_mask = (tokens < stop - step)[:, None] & k_mask
-            v_mask = (tokens < stop - step)[:, None] & v_mask
-        k_tile = tl.load(K + key_row * D + k_offset, mask=k_mask, other=0.0)  # [BT, DT]
-        v_tile = tl.load(V + key_row * DV + v_offset, mask=v_mask, other=0.0)  # [BT, DVT]
-
-        # -- weights --
-        acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BQ, BT]
-        p = tl.exp2(acc_s * scale_log2 - lse[:, None])
-        d_p = tl.dot(do_tile, v_tile.T, input_precision="ieee")  # [BQ, BT]
-
-        # -- gradient of the scores --
-        d_s = p * (d_p - delta[:, None])
-        if MASK:  # a gradient of 0 hides a number, but not NaN
-            key = step + tokens  # [BT]
-            is_seen = (key >= first[:, None]) & (key < end[:, None])  # [BQ, BT]
-            d_s = tl.where(is_seen, d_s, 0.0)
-            is_good = tl.abs(k_tile.to(tl.float32)) < float("inf")
-            k_tile = tl.where(is_good, k_tile, 0.0)
-
-        # -- accumulate --
-        acc_dq = tl.dot(d_s.to(k_tile.dtype), k_tile, acc_dq, input_precision="ieee")
+        acc_dq = add_dq(
+            acc_dq, q_tile, do_tile, lse, delta, K, V, step, stop, first, end, head, scale_log2, H,
+            D, DV, MASK, DT, DVT, BT,
+        )  # fmt: skip
     return acc_dq
 
 
@@ -74,16 +48,11 @@ def dq_kernel(
     """Reads what `compressed.forward.attend_kernel` does, `GradO [R, HQ, DV]` and three numbers a
     row, `[R, HQ]`; writes `GradQ [R, HQ, D]`. The grid is `(tiles of BQ queries * HQ,)`."""
     # -- locate the program --
-    HQ = H * G
-    tile = tl.cdiv(R, BQ) - 1 - tl.program_id(0) // HQ
-    query_head = tl.program_id(0) % HQ
-    head = query_head // G
-    query = tile * BQ + tl.arange(0, BQ)  # [BQ]
-    in_rows = query < R
-    first, end, start, masked, stop = sight(FirstKey, NumVisible, query, in_rows, BT)
+    head, row, in_rows, first, end, start, masked, stop = locate_compressed_rows(
+        FirstKey, NumVisible, R, H, G, BQ, BT
+    )
     width = tl.arange(0, DT)
     value_width = tl.arange(0, DVT)
-    row = query.to(tl.int64) * HQ + query_head  # [BQ]
 
     # -- load the queries --
     q_offset = row[:, None] * D + width  # [BQ, DT]
@@ -112,7 +81,7 @@ def dq_kernel(
 
 
 @triton.jit
-def walk_queries(
+def walk_query_run(
     acc_dk, acc_dv, k_tile, v_tile, key, start, stop, Q, GradO, Delta, LSE2, RowStart, RowEnd,
     head, scale_log2, H,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, MASK: tl.constexpr,
@@ -147,27 +116,16 @@ def walk_queries(
         q_tile = tl.load(Q + row * D + q_offset, mask=q_mask, other=0.0)  # [BR, DT]
         do_tile = tl.load(GradO + row * DV + do_offset, mask=do_mask, other=0.0)  # [BR, DVT]
 
-        # -- weights --
-        acc_s = tl.dot(k_tile, q_tile.T, input_precision="ieee")  # [BT, BR]
-        p = tl.exp2(acc_s * scale_log2 - lse)
+        # -- the five lines --
+        is_seen = False
         if MASK:
             row_start = tl.load(RowStart + step + rows, mask=in_rows, other=0)
             row_end = tl.load(RowEnd + step + rows, mask=in_rows, other=0)
             row_end = tl.where(lse == float("inf"), 0, row_end)
             is_seen = (key >= row_start) & (key < row_end)  # [BT, BR]
-            p = tl.where(is_seen, p, 0.0)
-
-        # -- gradient of the values --
-        acc_dv = tl.dot(p.to(do_tile.dtype), do_tile, acc_dv, input_precision="ieee")
-
-        # -- gradient of the scores --
-        d_p = tl.dot(v_tile, do_tile.T, input_precision="ieee")  # [BT, BR]
-        d_s = p * (d_p - delta)
-        if MASK:
-            d_s = tl.where(is_seen, d_s, 0.0)
-
-        # -- gradient of the keys --
-        acc_dk = tl.dot(d_s.to(q_tile.dtype), q_tile, acc_dk, input_precision="ieee")
+        acc_dk, acc_dv = add_dkv(
+            acc_dk, acc_dv, k_tile, v_tile, q_tile, do_tile, lse, delta, is_seen, scale_log2, MASK
+        )
     return acc_dk, acc_dv
 
 
@@ -230,11 +188,11 @@ def dkv_kernel(
     for part in range(2):
         start = tl.where(part == 0, first_row, rest_row)
         stop = tl.where(part == 0, whole_row, stop_row)
-        acc_dk, acc_dv = walk_queries(
+        acc_dk, acc_dv = walk_query_run(
             acc_dk, acc_dv, k_tile, v_tile, key, start, stop, Q, GradO, Delta, LSE2, RowStart,
             RowEnd, head, scale_log2, H, G, D, DV, True, DT, DVT, BR,
         )  # fmt: skip
-    acc_dk, acc_dv = walk_queries(
+    acc_dk, acc_dv = walk_query_run(
         acc_dk, acc_dv, k_tile, v_tile, key, whole_row, rest_row, Q, GradO, Delta, LSE2, RowStart,
         RowEnd, head, scale_log2, H, G, D, DV, False, DT, DVT, BR,
     )  # fmt: skip

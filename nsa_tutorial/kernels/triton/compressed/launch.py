@@ -1,8 +1,7 @@
 """What the operators call for summaries on the Triton backend: attention to them, and its
 gradients.
 
-`forward` and `backward` hold the kernels, `forward_tma` one for Hopper. No argument is checked
-here: `ops` does.
+`forward` and `backward` hold the kernels.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from torch import Tensor
 
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.kernels.tables import runs
-from nsa_tutorial.kernels.triton.compressed import backward, forward, forward_tma
+from nsa_tutorial.kernels.triton.backward_call import BackwardCall
+from nsa_tutorial.kernels.triton.compressed import backward, forward
 from nsa_tutorial.kernels.triton.descriptors import can_use_descriptors, flat_boxes
 from nsa_tutorial.kernels.triton.launch_options import (
     attend_options,
@@ -21,7 +21,6 @@ from nsa_tutorial.kernels.triton.launch_options import (
     summary_dq_options,
     tile_sizes,
 )
-from nsa_tutorial.kernels.triton.selected.backward import delta_kernel
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
@@ -42,14 +41,11 @@ def compressed_forward(
     options = attend_options(D, DV, q.element_size(), shared_memory(q.device))
     grid = (triton.cdiv(B * N, options["BQ"]) * HQ,)
     q, k, v = (x.contiguous() for x in (q, k_cmp, v_cmp))
-    rest = (rows.first_key, rows.num_visible, o, lse, scale, scale * LOG2_E, B * N, H)
-    if can_use_descriptors(q, k, v):
-        boxes = flat_boxes(k, v, BT=options["BT"])
-        forward_tma.attend_kernel[grid](q, k, v, *boxes, *rest, **sizes, **options)
-        return o, lse
+    boxes = flat_boxes(k, v, BT=options["BT"]) if can_use_descriptors(q, k, v) else (None, None)
     forward.attend_kernel[grid](
-        q, k, v, *rest, **sizes, DT=tiles["DT"], DVT=tiles["DVT"], **options
-    )
+        q, k, v, *boxes, rows.first_key, rows.num_visible, o, lse, scale, scale * LOG2_E, B * N, H,
+        **sizes, DT=tiles["DT"], DVT=tiles["DVT"], **options,
+    )  # fmt: skip
     return o, lse
 
 
@@ -68,37 +64,26 @@ def compressed_backward(
         The gradients of `q`, `k_cmp` and `v_cmp`, in their dtypes; the same bits in every run.
     """
     (B, N, HQ, D), (_, M_c, H, DV) = q.shape, v_cmp.shape
-    R, sizes = B * N, {"G": HQ // H, "D": D, "DV": DV}
     d_q = q.new_empty(q.shape)
     d_k, d_v = (x.new_zeros(x.shape) for x in (k_cmp, v_cmp))
     if M_c == 0:
         return d_q.zero_(), d_k, d_v
-    d_o, q, k, v, lse = (x.contiguous() for x in (d_o, q, k_cmp, v_cmp, lse))
-    tiles = tile_sizes(**sizes)
-    widths = {name: tiles[name] for name in ("DT", "DVT")}
-    memory = shared_memory(q.device)
-    scales = (scale, scale * LOG2_E)
-
-    # -- a row's numbers --
-    delta, lse2 = (q.new_empty(R, H, HQ // H, dtype=torch.float32) for _ in range(2))
-    delta_kernel[(R, H)](
-        o.contiguous(), d_o, lse, d_lse.contiguous(), delta, lse2, H,
-        G=sizes["G"], DV=DV, GT=tiles["GT"], DVT=tiles["DVT"], num_warps=1,
-    )  # fmt: skip
+    c = BackwardCall.of(d_o, d_lse, q, k_cmp, v_cmp, o, lse, rows, scale=scale)
+    R, sizes, widths = B * N, c.sizes, c.widths
 
     # -- the queries --
-    options = summary_dq_options(D, DV, q.element_size(), memory)
+    options = summary_dq_options(D, DV, **c.memory)
     backward.dq_kernel[(triton.cdiv(R, options["BQ"]) * HQ,)](
-        q, k, v, d_o, lse, delta, lse2, rows.first_key, rows.num_visible, d_q, *scales, R, H,
-        **sizes, **widths, **options,
+        c.q, c.k, c.v, c.d_o, c.lse, c.delta, c.lse2, rows.first_key, rows.num_visible, d_q,
+        *c.scales, R, H, **sizes, **widths, **options,
     )  # fmt: skip
 
     # -- the summaries: every chunk, then the sums --
-    options = summary_dkv_options(D, DV, q.element_size(), memory)
+    options = summary_dkv_options(D, DV, **c.memory)
     BT, num_keys = options["BT"], B * M_c
     share_bytes = 4 * BT * sum(widths.values())
     seen = runs.runs_of_tiles(
-        rows, lse2[:, :, 0], num_keys=num_keys, tile_size=BT, G=sizes["G"],
+        rows, c.lse2[:, :, 0], num_keys=num_keys, tile_size=BT, G=sizes["G"],
         share_bytes=share_bytes, itemsize=q.element_size(),
     )  # fmt: skip
     places = seen.num_chunks * seen.num_tiles * H * BT if seen.num_chunks > 1 else 0
@@ -106,8 +91,8 @@ def compressed_backward(
     seen_rows = (seen.row_start, seen.row_end, seen.first_row, seen.last_row)
     cuts = (seen.num_tiles, seen.chunk_rows)
     backward.dkv_kernel[(seen.num_chunks * seen.num_tiles * H,)](
-        q, k, v, d_o, delta, lse2, seen.num_unread, *seen_rows, d_k, d_v, *shares, *scales, R, H,
-        num_keys, *cuts, **sizes, **widths, **options, EDGE=EDGE,
+        c.q, c.k, c.v, c.d_o, c.delta, c.lse2, seen.num_unread, *seen_rows, d_k, d_v, *shares,
+        *c.scales, R, H, num_keys, *cuts, **sizes, **widths, **options, EDGE=EDGE,
     )  # fmt: skip
     if places:
         backward.sum_kernel[(seen.num_tiles * H, triton.cdiv(BT, SUM_KEYS))](

@@ -5,8 +5,7 @@ list, as the forward does. `dkv_kernel` walks the inverse list: the queries that
 in chunks. `sum_kernel` adds the shares of a tile that was cut, in a fixed order, so that every run
 gives the same bits. The five lines are those of `training.gradients`, in the forward's base two.
 
-`selected.backward_launch` runs them, and is what the operators call. No argument is checked here:
-`ops` does.
+`backward_launch` runs them, and is what the operators call.
 
 Symbols: those of `selected.forward`; `BR` rows of a step, a row being one query and one head · `E`
 entries of the inverse list · `P` its chunks.

@@ -1,5 +1,5 @@
-"""Chapter 16: selected attention with the key blocks outside, forward, in Triton; one program per
-(block of keys, chunk of the queries that list it).
+"""Chapter 16: selected attention, KV-outer, forward, in Triton; one program per (block of keys,
+chunk of the queries that list it).
 
 `selected.forward` has one program for each query: it fills a tile with the heads of one group, and
 reads each block anew. Small groups leave such tiles almost empty. Here a program keeps one block,
@@ -10,7 +10,7 @@ output and log-sum-exp. `merge_kernel` merges the slots of a list, in their orde
 as large as `S` outputs, so `launch` takes one run of heads and queries after another, and the
 partials of a run fit a workspace.
 
-There is no backward here, no factor on a slot's scores, and no argument is checked: `ops` does.
+There is no backward here, and no factor on a slot's scores.
 
 Symbols: those of `selected.forward`; `BR` rows of a step, a row being one query and one head · `E`
 entries of all lists · `P` chunks of the inverse list · `PARTS` parts of `BT` keys in a block; a
@@ -26,14 +26,12 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_tutorial.exact import online_softmax
-from nsa_tutorial.kernels.triton.launch_options import tile_sizes
+from nsa_tutorial.kernels.triton.launch_options import edge, tile_sizes
 from nsa_tutorial.kernels.triton.merge import merge_kernel
-from nsa_tutorial.kernels.triton.selected import by_key_blocks_options as triton_key_block_tiles
+from nsa_tutorial.kernels.triton.selected import by_key_blocks_options
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse import inverse_list
 from nsa_tutorial.sparse.selected_attention import QueryRows
-
-MOST_EDGE = 1024  # entries that a program looks at to find those that see its keys in part
 
 
 @triton.jit
@@ -221,16 +219,16 @@ def launch(
     (B, N, HQ, D), (H, DV), BS = q.shape, v.shape[2:], block_size
     R, G, S, num_keys = B * N, HQ // H, ids.shape[-1], k.shape[0] * k.shape[1]
     memory = {"itemsize": q.element_size(), "shared_memory": shared_memory(q.device)}
-    options = triton_key_block_tiles.partial_options(D, DV, BS, **memory) | options
+    options = by_key_blocks_options.partial_options(D, DV, BS, **memory) | options
     tiles, parts = tile_sizes(G, D, DV), triton.cdiv(BS, options["BT"])
     both = {"G": G, "DV": DV, "BS": BS, "BT": options.pop("BT"), "PARTS": parts}
     both |= {"DVT": tiles["DVT"]}
-    merged = triton_key_block_tiles.merge_sizes(G, DV)
-    length = length or triton_key_block_tiles.chunk_length(G)
+    merged = by_key_blocks_options.merge_sizes(G, DV)
+    length = length or by_key_blocks_options.chunk_length(G)
     q, k, v = (x.contiguous() for x in (q, k, v))
     row_end = rows.first_key + rows.num_visible
     o, lse = out or (v.new_empty(B, N, HQ, DV), v.new_empty(B, N, HQ, dtype=torch.float32))
-    heads, run = triton_key_block_tiles.size_of_a_run(R, H, G, S * parts, DV, v.element_size())
+    heads, run = by_key_blocks_options.size_of_a_run(R, H, G, S * parts, DV, v.element_size())
     partials = v.new_empty(heads, run, S, parts, G, DV)
     scores_max, scores_sum = (lse.new_empty(heads, run, S, parts, G) for _ in range(2))
 
@@ -252,7 +250,7 @@ def launch(
             q, k, v, row_end, inverse.entries, chunks.first_key, chunks.head, chunks.first,
             chunks.last, chunk_start, partials, scores_max, scores_sum,
             scale * online_softmax.LOG2_E, i, *of_run, *reciprocal_of(S), D=D, DT=tiles["DT"],
-            EDGE=min(triton.next_power_of_2(BS), MOST_EDGE), WIDE=q.numel() >= 2**31, **both,
+            EDGE=edge(BS), WIDE=q.numel() >= 2**31, **both,
             **options,
         )  # fmt: skip
 

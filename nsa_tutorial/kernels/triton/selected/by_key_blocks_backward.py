@@ -1,5 +1,5 @@
-"""Chapter 13: the backward of selected attention with the key blocks outside, in Triton: all three
-gradients in one pass.
+"""Chapter 13: the backward of selected attention, KV-outer, in Triton: all three gradients in one
+pass.
 
 `selected.backward` computes every score twice, once for the gradient of the queries and once for
 those of keys and values. Here a program has all that the first one asks for, too. It adds its part
@@ -8,35 +8,27 @@ from run to run, and with it the last bits of `d_q`. Those of `d_k` and `d_v` st
 
 Two kernels: `gradients_kernel` walks the inverse list, and `finish_kernel` rounds the gradients of
 the queries. The sums of `d_k` and `d_v` over chunks are those of `selected.backward.sum_kernel`.
-Only lists without factors are taken, and no argument is checked.
+Only lists without factors are taken.
 
 Symbols: those of `selected.backward`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_tutorial.exact.online_softmax import LOG2_E
-from nsa_tutorial.kernels.tables import chunks as backward_tables
-from nsa_tutorial.kernels.triton.launch_options import dq_options, tile_sizes
-from nsa_tutorial.kernels.triton.selected import by_key_blocks_options as triton_key_block_tiles
-from nsa_tutorial.kernels.triton.selected.backward import dq_kernel, sum_kernel
-from nsa_tutorial.kernels.triton.selected.by_key_blocks import MOST_EDGE, without_bad_numbers
-
-if TYPE_CHECKING:  # it calls this module
-    from nsa_tutorial.kernels.triton.selected.backward_launch import Backward
-
-SUM_KEYS = 16  # keys whose shares a program adds
+from nsa_tutorial.kernels.triton.launch_options import dq_options, edge
+from nsa_tutorial.kernels.triton.selected import by_key_blocks_options
+from nsa_tutorial.kernels.triton.selected.backward import dq_kernel
+from nsa_tutorial.kernels.triton.selected.by_key_blocks import without_bad_numbers
+from nsa_tutorial.kernels.triton.selected.lists_backward import ListsCall, add_shares, key_chunks
 
 
 @triton.jit
-def walk_queries(
+def walk_queries_with_dq(
     acc_dk, acc_dv, k_tile, k_clean, v_tile, first_bad, start, end, num_keys, first_key,
     Q, GradO, Delta, LSE2, Rows, RowEnd, SumQ, first, head, scale, scale_log2, H,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAD: tl.constexpr, MASK: tl.constexpr,
@@ -161,12 +153,12 @@ def gradients_kernel(
     num_masked = tl.where(num_partial == EDGE, num_rows, num_partial * G)
     num_masked = tl.minimum(tl.cdiv(num_masked, BR) * BR, num_rows)
     PAD: tl.constexpr = BS % BT != 0
-    acc_dk, acc_dv = walk_queries(
+    acc_dk, acc_dv = walk_queries_with_dq(
         acc_dk, acc_dv, k_tile, k_clean, v_tile, first_bad, 0, num_masked, num_keys, first_key,
         Q, GradO, Delta, LSE2, Rows, RowEnd, SumQ, first, head, scale, scale_log2, H,
         G, D, DV, PAD, True, DT, DVT, BT, BR, WIDE,
     )  # fmt: skip
-    acc_dk, acc_dv = walk_queries(
+    acc_dk, acc_dv = walk_queries_with_dq(
         acc_dk, acc_dv, k_tile, k_tile, v_tile, first_bad, num_masked, num_rows, num_keys,
         first_key, Q, GradO, Delta, LSE2, Rows, RowEnd, SumQ, first, head, scale, scale_log2, H,
         G, D, DV, PAD, False, DT, DVT, BT, BR, WIDE,
@@ -212,51 +204,34 @@ def finish_kernel(
         tl.store(GradQ + offset, d_q.to(GradQ.dtype.element_ty), mask=mask)
 
 
-def all_gradients(call: Backward, **options: int) -> tuple[Tensor, Tensor, Tensor]:
+def all_gradients(call: ListsCall, **options: int) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `q`, `k` and `v`, in their dtypes.
 
     Args:
         call: of lists, without factors.
         options: `BT`, `BR`, `num_warps`, `num_stages`, in place of what
-            `selected.by_key_blocks_options.gradient_options` chooses.
+            `by_key_blocks_options.gradient_options` chooses.
     """
-    c, sizes = call, call.sizes
-    (B, M, H), G, BS = c.k.shape[:3], sizes["G"], c.tile
-    options = triton_key_block_tiles.gradient_options(**sizes, **c.memory) | options
-    BT, tiles = options["BT"], tile_sizes(G, sizes["D"], sizes["DV"])
-    widths = {name: tiles[name] for name in ("DT", "DVT")}
-    parts = triton.cdiv(BS, BT)  # programs of a tile
-    scales = (c.scale, c.scale * LOG2_E, H)
+    c, sizes, H = call, call.block_sizes, call.k.shape[2]
+    options = by_key_blocks_options.gradient_options(**sizes, **c.memory) | options
     d_q, d_k, d_v = c.q.new_empty(c.q.shape), c.k.new_zeros(c.k.shape), c.v.new_zeros(c.v.shape)
     sum_q = c.q.new_zeros(c.q.shape, dtype=torch.float32)
-
-    # -- the inverse lists --
-    tables = backward_tables.tables_of_lists(
-        c.ids, c.rows, c.lse2[:, :, 0], block_size=BS, num_keys=B * M, G=G,
-        share_bytes=4 * parts * BT * sum(widths.values()), itemsize=c.q.element_size(),
-    )  # fmt: skip
-    chunks = tables.chunks
-    places = chunks.num_places * parts * BT
-    shares = [c.q.new_empty(places, width, dtype=torch.float32) for width in widths.values()]
+    cut = key_chunks(call, options["BT"])
+    tables, walked = cut.tables, cut.tables.chunks
 
     # -- every chunk --
-    gradients_kernel[(len(chunks.first), parts)](
-        c.q, c.k, c.v, c.d_o, c.delta, c.lse2, tables.rows, tables.row_end, chunks.first_key,
-        chunks.head, chunks.first, chunks.last, chunks.num_parts, chunks.place, sum_q, d_k, d_v,
-        *shares, *scales, **sizes, **widths, **options,
-        EDGE=min(triton.next_power_of_2(BS), MOST_EDGE),
+    gradients_kernel[cut.grid](
+        c.q, c.k, c.v, c.d_o, c.delta, c.lse2, tables.rows, tables.row_end, walked.first_key,
+        walked.head, walked.first, walked.last, walked.num_parts, walked.place, sum_q, d_k, d_v,
+        *cut.shares, *c.scales, H, **sizes, **c.widths, **options, EDGE=edge(c.block_size),
         WIDE=max(c.q.numel(), c.d_o.numel()) >= 2**31,
     )  # fmt: skip
 
     # -- the sums --
-    if places:
-        sum_kernel[(len(chunks.first), triton.cdiv(BS, SUM_KEYS))](
-            *shares, tables.rows, tables.row_end, chunks.first_key, chunks.head, chunks.last,
-            chunks.part, chunks.num_parts, chunks.place, d_k, d_v, H, B * M, D=sizes["D"],
-            DV=sizes["DV"], BS=BS, **widths, BT=BT, BK=SUM_KEYS,
-        )  # fmt: skip
+    add_shares(call, cut, d_k, d_v)
     finish_kernel[c.ids.shape[:2]](
         c.q, c.k, c.v, c.d_o, c.lse, c.delta, c.lse2, c.ids, c.rows.first_key, c.rows.num_visible,
-        sum_q, d_q, *scales, c.ids.shape[2], **sizes, **tiles, **dq_options(**sizes, **c.memory),
+        sum_q, d_q, *c.scales, H, c.ids.shape[2], **sizes, **c.tiles,
+        **dq_options(**sizes, **c.memory),
     )  # fmt: skip
     return d_q, d_k, d_v

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from triton import cdiv, next_power_of_2
 
-from nsa_tutorial.kernels.triton.launch_options import tile_sizes
-from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY
+from nsa_tutorial.kernels.triton.launch_options import shrinking, tile_sizes
+from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY, first_that_fits
 
 WORKSPACE = 2**30  # bytes for the partial outputs of a run of queries
 CHUNK_ROWS = 2048  # rows that a program walks, and up to twice as many
@@ -73,15 +73,11 @@ def partial_options(
     BT, BR, num_warps, num_stages = (fitting or [PARTIAL_TABLE[-1][2:]])[0]
     BT = min(BT, side)
     row_bytes = tiles["DT"] * itemsize
-    while BT * token_bytes + BR * (num_stages * row_bytes + 4 * tiles["DVT"]) > shared_memory:
-        if num_stages > 1:
-            num_stages -= 1
-        elif BR > 16:
-            BR //= 2
-        elif BT > 16:
-            BT //= 2
-        else:
-            break  # nothing is left to save: the launch will say what it lacks
+    BT, BR, num_stages = first_that_fits(
+        list(shrinking(BT, BR, num_stages=num_stages)),
+        lambda BT, BR, n: BT * token_bytes + BR * (n * row_bytes + 4 * tiles["DVT"]),
+        shared_memory,
+    )  # fmt: skip
     options = {"BT": BT, "BR": BR, "num_warps": num_warps, "num_stages": num_stages}
     if itemsize == 2 and token_bytes <= 512 and BT <= 64:  # wider tiles would spill too much
         options["maxnreg"] = MOST_REGISTERS
@@ -100,16 +96,12 @@ def gradient_options(
     BT, BR, num_warps, num_stages = (fitting or [GRADIENT_TABLE[-1][2:]])[0]
     BT = min(BT, tile_sizes(BS, 1, 1)["GT"])
     # tiles of keys and values, the keys again, rows, gradients of scores and of queries
-    while (
-        BT * (row_bytes + tiles["DT"] * itemsize)
-        + BR * (num_stages * row_bytes + BT * itemsize + 4 * tiles["DT"])
-    ) > shared_memory:
-        if num_stages > 1:
-            num_stages -= 1
-        elif BR > 16:
-            BR //= 2
-        elif BT > 16:
-            BT //= 2
-        else:
-            break  # nothing is left to save: the launch will say what it lacks
+    DT = tiles["DT"]
+    BT, BR, num_stages = first_that_fits(
+        list(shrinking(BT, BR, num_stages=num_stages)),
+        lambda BT, BR, n: (
+            BT * (row_bytes + DT * itemsize) + BR * (n * row_bytes + BT * itemsize + 4 * DT)
+        ),
+        shared_memory,
+    )  # fmt: skip
     return {"BT": BT, "BR": BR, "num_warps": num_warps, "num_stages": num_stages}

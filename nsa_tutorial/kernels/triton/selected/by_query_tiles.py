@@ -7,7 +7,7 @@ queries times the heads of a group, a product has enough rows for the tensor cor
 `unions` makes the unions, `kernel` walks them, `launch` runs both. Whether that pays depends
 on how much neighbours share, and only the device knows it: a tile whose union is too long is left
 to the kernel that has one query in a program (`selected.forward_tma`), tile by tile, and the host
-never waits. No argument is checked here: `ops` does.
+never waits.
 
 Symbols: those of `selected.forward` and `unions`; `GP` heads of a group, rounded up to a power
 of two · `TR = T * GP` rows of a tile.
@@ -40,6 +40,29 @@ def load_tile(
     width = tl.arange(0, WT)
     mask = (rows < num_keys)[:, None] & (width < WIDTH)
     return tl.load(X + (rows * H + head)[:, None] * WIDTH + width, mask=mask, other=0.0)
+
+
+@triton.jit
+def locate_union_rows(
+    FirstKey, NumVisible, Start, ListedBy, NumWhole, R, H, S,
+    G: tl.constexpr, T: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    """The rows of a program, of a grid of `(tiles, H)`: the key/value head; the query `t` of the
+    tile that each of the `TR` rows belongs to, the row among `R * H * G`, whether it exists, and
+    where its sight ends; and the tile's union, of which `num_whole` blocks need no mask."""
+    tile = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    num_whole = tl.load(NumWhole + tile * H + head)
+    starts = Start + (tile * H + head) * (T * S)
+    listed_by = ListedBy + (tile * H + head) * (T * S)
+    row = tl.arange(0, T * GP)  # [TR]
+    t = row // GP
+    query = tile * T + t
+    in_rows = (query < R) & (row % GP < G)
+    group_row = (query * H + head) * G + row % GP  # [TR]
+    row_end = tl.load(FirstKey + query, mask=query < R, other=0)
+    row_end += tl.load(NumVisible + query, mask=query < R, other=0)
+    return head, t, group_row, in_rows, row_end, starts, listed_by, num_whole
 
 
 @triton.jit
@@ -98,23 +121,14 @@ def kernel(
     Whole blocks come by descriptor where there is one, else by pointers.
     """
     # -- locate the program --
-    tile = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    count = tl.load(Count + tile * H + head)
+    count = tl.load(Count + tl.program_id(0).to(tl.int64) * H + tl.program_id(1))
     if count < 0:  # another kernel has this tile
         return
-    num_whole = tl.load(NumWhole + tile * H + head)
-    starts = Start + (tile * H + head) * (T * S)
-    listed_by = ListedBy + (tile * H + head) * (T * S)
-    row = tl.arange(0, T * GP)  # [TR]
-    t = row // GP
-    query = tile * T + t
-    in_rows = (query < R) & (row % GP < G)
+    head, t, group_row, in_rows, row_end, starts, listed_by, num_whole = locate_union_rows(
+        FirstKey, NumVisible, Start, ListedBy, NumWhole, R, H, S, G, T, GP
+    )
     width = tl.arange(0, DT)
     value_width = tl.arange(0, DVT)
-    group_row = (query * H + head) * G + row % GP  # [TR]
-    row_end = tl.load(FirstKey + query, mask=query < R, other=0)
-    row_end += tl.load(NumVisible + query, mask=query < R, other=0)
 
     # -- load the queries --
     q_mask = in_rows[:, None] & (width < D)
@@ -156,6 +170,27 @@ def has_room(q: Tensor, v: Tensor, ids: Tensor, block_size: int) -> bool:
     return num_warps(T, ids.shape[2]) <= MOST_WARPS
 
 
+def make_unions(
+    k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, sizes: dict[str, int],
+    options: dict[str, int], *, use_descriptors: bool, most: float,
+) -> tuple[Unions, dict[str, object]]:  # fmt: skip
+    """The unions of the lists, in blocks and groups of `sizes`, for a launch with `options`; and
+    what a kernel that walks them is given besides, by name. The rest as in `launch`."""
+    R, H, S = ids.shape
+    T, BT, G = options["T"], options["BT"], sizes["G"]
+    made = unions(k, v, ids, rows, block_size=sizes["BS"], T=T, BT=BT, most=most)
+    boxes = token_boxes(k, v, BT=BT) if use_descriptors else (None, None)
+    tiles = tile_sizes(G, sizes["D"], sizes["DV"])
+    given = {
+        "K": k, "V": v, "KDescriptor": boxes[0], "VDescriptor": boxes[1],
+        "FirstKey": rows.first_key, "NumVisible": rows.num_visible, "Start": made.start,
+        "ListedBy": made.listed_by, "Count": made.count, "NumWhole": made.num_whole,
+        "R": R, "H": H, "S": S, "num_keys": k.shape[0] * k.shape[1],
+        "GP": triton.next_power_of_2(G), "DT": tiles["DT"], "DVT": tiles["DVT"],
+    }  # fmt: skip
+    return made, given | sizes | options
+
+
 def launch(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
     block_size: int, scale: float, use_descriptors: bool = False, most: float = ANY_LENGTH,
@@ -178,20 +213,11 @@ def launch(
     (B, N, HQ, D), (H, DV) = q.shape, v.shape[2:]
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     sizes = {"G": HQ // H, "D": D, "DV": DV, "BS": block_size}
-    chosen = query_tile_options(
-        **sizes, itemsize=q.element_size(), shared_memory=shared_memory(q.device)
-    )
-    chosen |= options
-    T, BT = chosen.pop("T"), chosen["BT"]
-    made = unions(k, v, ids, rows, block_size=block_size, T=T, BT=BT, most=most)
+    memory = {"itemsize": q.element_size(), "shared_memory": shared_memory(q.device)}
+    options = query_tile_options(**sizes, **memory) | options
+    how = {"use_descriptors": use_descriptors, "most": most}
+    made, given = make_unions(k, v, ids, rows, sizes, options, **how)
     o, lse = out or (v.new_empty(B, N, HQ, DV), q.new_empty(B, N, HQ, dtype=torch.float32))
-    tiles = tile_sizes(**{name: sizes[name] for name in ("G", "D", "DV")})
-    boxes = token_boxes(k, v, BT=BT) if use_descriptors else (None, None)
-    R, H, S = ids.shape
-    num_keys, GP = k.shape[0] * k.shape[1], triton.next_power_of_2(HQ // H)
-    kernel[(triton.cdiv(R, T), H)](
-        q, k, v, *boxes, rows.first_key, rows.num_visible, *made[:4], o, lse, scale,
-        scale * LOG2_E, R, H, S, num_keys, **sizes, T=T, GP=GP, DT=tiles["DT"], DVT=tiles["DVT"],
-        **chosen,
-    )  # fmt: skip
+    scales = {"scale": scale, "scale_log2": scale * LOG2_E}
+    kernel[made.count.shape](Q=q, Output=o, LSE=lse, **scales, **given)
     return o, lse, made

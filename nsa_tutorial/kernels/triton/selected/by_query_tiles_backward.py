@@ -2,8 +2,6 @@
 
 It walks the unions of `selected.by_query_tiles` as the forward does. The gradients of keys and
 values are sums over queries, and have their own order already (`selected.backward.dkv_kernel`).
-
-No argument is checked here: `ops` does.
 """
 
 from __future__ import annotations
@@ -13,12 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_tutorial.exact import online_softmax
-from nsa_tutorial.kernels.triton.descriptors import token_boxes
-from nsa_tutorial.kernels.triton.launch_options import query_tile_dq_options, tile_sizes
-from nsa_tutorial.kernels.triton.selected.by_query_tiles import load_tile
-from nsa_tutorial.kernels.triton.unions import ANY_LENGTH, Unions, unions
-from nsa_tutorial.runtime.shared_memory import shared_memory
-from nsa_tutorial.sparse.selected_attention import QueryRows
+from nsa_tutorial.kernels.triton.launch_options import query_tile_dq_options
+from nsa_tutorial.kernels.triton.selected.by_query_tiles import (
+    load_tile,
+    locate_union_rows,
+    make_unions,
+)
+from nsa_tutorial.kernels.triton.selected.lists_backward import ListsCall
+from nsa_tutorial.kernels.triton.unions import ANY_LENGTH, Unions
 
 LOG2_E = tl.constexpr(online_softmax.LOG2_E)
 
@@ -71,23 +71,14 @@ def dq_kernel(
     row (`selected.backward.delta_kernel`); writes `GradQ [R, H, G, D]`. The grid is `(tiles,
     H)`."""
     # -- locate the program --
-    tile = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    count = tl.load(Count + tile * H + head)
+    count = tl.load(Count + tl.program_id(0).to(tl.int64) * H + tl.program_id(1))
     if count < 0:  # another kernel has this tile
         return
-    num_whole = tl.load(NumWhole + tile * H + head)
-    starts = Start + (tile * H + head) * (T * S)
-    listed_by = ListedBy + (tile * H + head) * (T * S)
-    row = tl.arange(0, T * GP)  # [TR]
-    t = row // GP
-    query = tile * T + t
-    in_rows = (query < R) & (row % GP < G)
+    head, t, group_row, in_rows, row_end, starts, listed_by, num_whole = locate_union_rows(
+        FirstKey, NumVisible, Start, ListedBy, NumWhole, R, H, S, G, T, GP
+    )
     width = tl.arange(0, DT)
     value_width = tl.arange(0, DVT)
-    group_row = (query * H + head) * G + row % GP  # [TR]
-    row_end = tl.load(FirstKey + query, mask=query < R, other=0)
-    row_end += tl.load(NumVisible + query, mask=query < R, other=0)
 
     # -- load the queries --
     q_offset = group_row[:, None] * D + width  # [TR, DT]
@@ -121,31 +112,22 @@ def dq_kernel(
 
 
 def gradient_of_queries(
-    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, lse2: Tensor,
-    ids: Tensor, rows: QueryRows, d_q: Tensor, *,
-    block_size: int, scale: float, use_descriptors: bool = False, most: float = ANY_LENGTH,
+    call: ListsCall, d_q: Tensor, *, use_descriptors: bool = False, most: float = ANY_LENGTH,
     **options: int,
 ) -> Unions:  # fmt: skip
     """Write `d_q` of the rows in tiles that are wanted, and return the unions.
 
     Args:
-        d_o, q, k, v, lse: contiguous, as in `selected.backward_launch.Backward`; so are `delta` and
-            `lse2`.
-        ids, rows, block_size, scale, use_descriptors, most: as in `selected.by_query_tiles.launch`.
+        call: of lists, without factors.
+        use_descriptors, most: as in `by_query_tiles.launch`.
         options: in place of what `query_tile_dq_options` chooses.
     """
-    (HQ, D), (H, DV) = q.shape[2:], v.shape[2:]
-    sizes = {"G": HQ // H, "D": D, "DV": DV, "BS": block_size}
-    memory = {"itemsize": q.element_size(), "shared_memory": shared_memory(q.device)}
-    chosen = query_tile_dq_options(**sizes, **memory) | options
-    T, BT = chosen.pop("T"), chosen["BT"]
-    made = unions(k, v, ids, rows, block_size=block_size, T=T, BT=BT, most=most)
-    tiles = tile_sizes(HQ // H, D, DV)
-    boxes = token_boxes(k, v, BT=BT) if use_descriptors else (None, None)
-    R, H, S = ids.shape
-    dq_kernel[(triton.cdiv(R, T), H)](
-        q, k, v, *boxes, d_o, lse, delta, lse2, rows.first_key, rows.num_visible, *made[:4], d_q,
-        scale, scale * online_softmax.LOG2_E, R, H, S, k.shape[0] * k.shape[1], **sizes, T=T,
-        GP=triton.next_power_of_2(HQ // H), DT=tiles["DT"], DVT=tiles["DVT"], **chosen,
+    c, sizes = call, call.block_sizes
+    options = query_tile_dq_options(**sizes, **c.memory) | options
+    how = {"use_descriptors": use_descriptors, "most": most}
+    made, given = make_unions(c.k, c.v, c.ids, c.rows, sizes, options, **how)
+    dq_kernel[made.count.shape](
+        Q=c.q, GradO=c.d_o, LSE=c.lse, Delta=c.delta, LSE2=c.lse2, GradQ=d_q, scale=c.scale,
+        scale_log2=c.scales[1], **given,
     )  # fmt: skip
     return made

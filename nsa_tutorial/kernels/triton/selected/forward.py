@@ -7,7 +7,7 @@ loads Triton can start early.
 
 This is the kernel to read, and it runs everywhere. `selected.forward_tma` is faster on Hopper;
 `selected.launch` takes the one or the other, and is what the operators call. Windows have a kernel
-of their own, `window.forward`. There is no backward here, and no argument is checked: `ops` does.
+of their own, `window.forward`, and `selected.backward` has the gradients.
 """
 
 from __future__ import annotations

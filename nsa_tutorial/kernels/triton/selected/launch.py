@@ -1,11 +1,11 @@
-"""What the operators call on the Triton backend: lists, windows, or both, by the kernels that suit
-the call.
+"""What the operators call for lists on the Triton backend, and for lists and windows, by the
+kernels that suit the call.
 
 Lists are walked in one of three orders of the same sums. `selected.forward` has one query in a
 program and runs everywhere; `selected.forward_tma` does the same, faster on Hopper.
 `selected.by_query_tiles` has a tile of neighbouring queries in a program, and
 `selected.by_key_blocks` a block of keys. `order_of` chooses, and lists with factors have one query
-in a program always. No argument is checked here: `ops` does.
+in a program always.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nsa_tutorial.kernels.triton import unions
 from nsa_tutorial.kernels.triton.selected import by_key_blocks, by_query_tiles, forward, forward_tma
-from nsa_tutorial.kernels.triton.window import forward as window
+from nsa_tutorial.kernels.triton.window.launch import window_forward
 from nsa_tutorial.runtime.order import Order
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
@@ -115,13 +115,6 @@ def new_outputs(q: Tensor, v: Tensor) -> Outputs:
     return v.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def window_forward(
-    q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, *, window_size: int, scale: float
-) -> Outputs:
-    """The windows; arguments and results as in `sliding_window.forward`."""
-    return window.launch(q, k, v, rows, window_size=window_size, scale=scale)
-
-
 def selected_and_window_forward(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, rows: QueryRows, *,
     block_size: int, window_size: int, scale: float, slot_scale: Tensor | None = None,
@@ -132,7 +125,6 @@ def selected_and_window_forward(
     lse = q.new_empty(2, *q.shape[:3], dtype=torch.float32)
     lists = {"block_size": block_size, "slot_scale": slot_scale}
     selected_forward(q, k, v, ids, rows, scale=scale, **lists, out=(o[0], lse[0]))
-    window.launch(
-        q, k, v, rows, window_size=window_size, scale=scale, out=(o[1], lse[1])
-    )  # fmt: skip
+    windows = {"window_size": window_size, "scale": scale, "out": (o[1], lse[1])}
+    window_forward(q, k, v, rows, **windows)
     return o, lse

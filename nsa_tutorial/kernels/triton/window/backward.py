@@ -6,7 +6,7 @@ a tile of keys and walks the rows that see it, which are neighbours too: those i
 whole tile, and only those at both ends need a mask. All that see a tile of keys are walked by one
 program, so every run gives the same bits.
 
-`window.backward_launch` runs them. No argument is checked here: `ops` does.
+`launch` runs them.
 
 Symbols: those of `window.forward`; in `dkv_kernel` `BT` keys of a tile · `BR` rows of a step.
 """
@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 from nsa_tutorial.exact import online_softmax
-from nsa_tutorial.kernels.triton.window.forward import locate, window_of
+from nsa_tutorial.kernels.triton.key_runs import add_dkv, add_dq
+from nsa_tutorial.kernels.triton.window.forward import locate_window_rows, window_of
 
 LOG2_E = tl.constexpr(online_softmax.LOG2_E)
 
@@ -39,39 +40,12 @@ def walk_keys(
 ):  # fmt: skip
     """One walk of `num_steps` steps from `start` on, which leaves out `gap` keys after
     `num_before` of them; without `MASK`, all rows see them all."""
-    width = tl.arange(0, DT)
-    value_width = tl.arange(0, DVT)
-    tokens = tl.arange(0, BT)
-    k_offset = tokens[:, None] * (H * D) + width  # [BT, DT], the same for every step
-    v_offset = tokens[:, None] * (H * DV) + value_width  # [BT, DVT]
     for index in range(num_steps):
-        # -- load the keys and the values --
         step = start + index * BT + tl.where(index < num_before, 0, gap)
-        key_row = (step * H + head).to(tl.int64)
-        k_mask = width < D
-        v_mask = value_width < DV
-        if MASK:
-            k_mask = (tokens < stop - step)[:, None] & k_mask
-            v_mask = (tokens < stop - step)[:, None] & v_mask
-        k_tile = tl.load(K + key_row * D + k_offset, mask=k_mask, other=0.0)  # [BT, DT]
-        v_tile = tl.load(V + key_row * DV + v_offset, mask=v_mask, other=0.0)  # [BT, DVT]
-
-        # -- weights --
-        acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BQ, BT]
-        p = tl.exp2(acc_s * scale_log2 - lse[:, None])
-        d_p = tl.dot(do_tile, v_tile.T, input_precision="ieee")  # [BQ, BT]
-
-        # -- gradient of the scores --
-        d_s = p * (d_p - delta[:, None])
-        if MASK:  # a gradient of 0 hides a number, but not NaN
-            key = step + tokens  # [BT]
-            is_seen = (key >= first[:, None]) & (key < end[:, None])  # [BQ, BT]
-            d_s = tl.where(is_seen, d_s, 0.0)
-            is_good = tl.abs(k_tile.to(tl.float32)) < float("inf")
-            k_tile = tl.where(is_good, k_tile, 0.0)
-
-        # -- accumulate --
-        acc_dq = tl.dot(d_s.to(k_tile.dtype), k_tile, acc_dq, input_precision="ieee")
+        acc_dq = add_dq(
+            acc_dq, q_tile, do_tile, lse, delta, K, V, step, stop, first, end, head, scale_log2, H,
+            D, DV, MASK, DT, DVT, BT,
+        )  # fmt: skip
     return acc_dq
 
 
@@ -86,7 +60,7 @@ def dq_kernel(
     row, `[R, H, G]`; writes `GradQ [R, H, G, D]`, or, with `ADD`, adds to it. The grid is the
     forward's."""
     # -- locate the program --
-    head, group_row, in_rows, first, end, start, stop, num_before, num_whole = locate(
+    head, group_row, in_rows, first, end, start, stop, num_before, num_whole = locate_window_rows(
         FirstKey, NumVisible, N, H, num_tiles, window_size, G, BQ, BT, BE
     )
     width = tl.arange(0, DT)
@@ -165,26 +139,15 @@ def walk_rows(
         q_tile = tl.load(Q + group_row * D + q_offset, mask=q_mask, other=0.0)
         do_tile = tl.load(GradO + group_row * DV + do_offset, mask=do_mask, other=0.0)
 
-        # -- weights --
-        acc_s = tl.dot(k_tile, q_tile.T, input_precision="ieee")  # [BT, BR]
-        p = tl.exp2(acc_s * scale_log2 - lse)
+        # -- the five lines --
+        is_seen = False
         if MASK:
             first, end = window_of(FirstKey, NumVisible, query + row // G, window_size)
             end = tl.where((rows < num_rows) & (lse != float("inf")), end, 0)
             is_seen = (key >= first) & (key < end)  # [BT, BR]
-            p = tl.where(is_seen, p, 0.0)
-
-        # -- gradient of the values --
-        acc_dv = tl.dot(p.to(do_tile.dtype), do_tile, acc_dv, input_precision="ieee")
-
-        # -- gradient of the scores --
-        d_p = tl.dot(v_tile, do_tile.T, input_precision="ieee")  # [BT, BR]
-        d_s = p * (d_p - delta)
-        if MASK:
-            d_s = tl.where(is_seen, d_s, 0.0)
-
-        # -- gradient of the keys --
-        acc_dk = tl.dot(d_s.to(q_tile.dtype), q_tile, acc_dk, input_precision="ieee")
+        acc_dk, acc_dv = add_dkv(
+            acc_dk, acc_dv, k_tile, v_tile, q_tile, do_tile, lse, delta, is_seen, scale_log2, MASK
+        )
     return acc_dk, acc_dv
 
 

@@ -6,9 +6,8 @@ here takes a tile of neighbouring queries with all heads of their group. Most of
 by the whole tile and need no mask. The few keys at both ends, which only some of the queries see,
 are walked in smaller steps behind a mask.
 
-`launch` runs the kernel, compiled on CUDA tensors, interpreted on CPU tensors. On Hopper and later,
-the tensor memory accelerator fetches the steps without a mask. `window.backward` has the
-gradients. No argument is checked here: `ops` does.
+On Hopper and later, the tensor memory accelerator fetches the steps without a mask. `launch` runs
+the kernel, and `backward` has the gradients.
 
 Symbols: those of `selected.forward`; a row is one query and one head of the group · `BQ` rows of a
 tile · `BT` keys of a step · `BE` keys of a step at the ends.
@@ -16,25 +15,10 @@ tile · `BT` keys of a step · `BE` keys of a step at the ends.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from nsa_tutorial.exact.online_softmax import LOG2_E
-from nsa_tutorial.kernels.triton.descriptors import can_use_descriptors, flat_boxes
-from nsa_tutorial.kernels.triton.launch_options import tile_sizes
-from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY, shared_memory
-from nsa_tutorial.sparse.selected_attention import QueryRows
-
-# Most of both widths, padded; rows of a tile, keys of a step, warps, stages: the first that a
-# program can have. fp32 does without tensor cores, and takes small tiles.
-TILES = (
-    (256, 64, 64, 4, 3), (384, 128, 64, 8, 2), (512, 64, 64, 8, 2), (512, 64, 32, 4, 2),
-    (512, 32, 32, 4, 1),
-)  # fmt: skip
-FP32_TILES = ((256, 32, 32, 4, 2), (512, 16, 16, 4, 2), (512, 16, 16, 4, 1))
-EDGE = 16  # keys of a step at the ends, where a tile has no more queries than that
+from nsa_tutorial.kernels.triton.key_runs import attend_step, sees
 
 
 @triton.jit
@@ -46,7 +30,7 @@ def window_of(FirstKey, NumVisible, query, window_size):
 
 
 @triton.jit
-def locate(
+def locate_window_rows(
     FirstKey, NumVisible, N, H, num_tiles, window_size,
     G: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
@@ -91,47 +75,12 @@ def attend_to(
     With `MASK`, values that are not finite count as 0, and `is_bad [BT, DVT]` keeps in mind that
     there were some.
     """
-    width = tl.arange(0, DT)
-    value_width = tl.arange(0, DVT)
-    tokens = tl.arange(0, BT)
-    k_offset = tokens[:, None] * (H * D) + width  # [BT, DT], the same for every step
-    v_offset = tokens[:, None] * (H * DV) + value_width  # [BT, DVT]
     for index in range(num_steps):
-        # -- load the keys and the values --
         step = start + index * BT + tl.where(index < num_before, 0, gap)
-        if not MASK and KBox is not None:
-            k_tile = KBox.load([step, head * D])  # [BT, D]
-            v_tile = VBox.load([step, head * DV])  # [BT, DV]
-        else:
-            key_row = (step * H + head).to(tl.int64)
-            k_mask = width < D
-            v_mask = value_width < DV
-            if MASK:
-                k_mask = (tokens < stop - step)[:, None] & k_mask
-                v_mask = (tokens < stop - step)[:, None] & v_mask
-            k_tile = tl.load(K + key_row * D + k_offset, mask=k_mask, other=0.0)  # [BT, DT]
-            v_tile = tl.load(V + key_row * DV + v_offset, mask=v_mask, other=0.0)  # [BT, DVT]
-
-        # -- scores --
-        acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BQ, BT]
-
-        # -- mask --
-        if MASK:
-            key = step + tokens  # [BT]
-            is_seen = (key >= first[:, None]) & (key < end[:, None])  # [BQ, BT]
-            acc_s = tl.where(is_seen, acc_s, float("-inf"))
-
-        # -- online softmax --
-        scores_max_prev = scores_max
-        scores_max = tl.maximum(scores_max_prev, tl.max(acc_s, axis=1))  # [BQ]
-        shift = tl.where(scores_max == float("-inf"), 0.0, scores_max * scale_log2)
-        scores_scale = tl.exp2(scores_max_prev * scale_log2 - shift)
-        p = tl.exp2(acc_s * scale_log2 - shift[:, None])  # [BQ, BT], one multiply-add each
-        running_sum = running_sum * scores_scale + tl.sum(p, axis=1)
-        acc_o *= scores_scale[:, None]
-
-        # -- accumulate --
-        p = p.to(v_tile.dtype)
+        p, v_tile, acc_o, running_sum, scores_max = attend_step(
+            acc_o, running_sum, scores_max, q_tile, K, V, KBox, VBox, step, stop, first, end, head,
+            scale_log2, H, D, DV, MASK, DT, DVT, BT,
+        )  # fmt: skip
         if MASK:  # a weight of 0 hides a number, but not NaN
             is_bad_here = ~(tl.abs(v_tile.to(tl.float32)) < float("inf"))  # [BT, DVT]
             v_tile = tl.where(is_bad_here, 0.0, v_tile)
@@ -155,8 +104,7 @@ def spoil(
         v_mask = (tokens < stop - step)[:, None] & (value_width < DV)
         v_tile = tl.load(pointer, mask=v_mask, other=0.0)  # [BT, DVT]
         is_bad = ~(tl.abs(v_tile.to(tl.float32)) < float("inf"))
-        key = step + tokens  # [BT]
-        is_seen = (key >= first[:, None]) & (key < end[:, None])  # [BQ, BT]
+        is_seen = sees(step, first, end, BT)  # [BQ, BT]
         sees_bad = tl.dot(is_seen.to(tl.float16), is_bad.to(tl.float16))  # [BQ, DVT]
         is_spoiled = in_rows[:, None] & (sees_bad > 0)
         tl.store(o_pointer, tl.full(sees_bad.shape, float("nan"), v_tile.dtype), mask=is_spoiled)
@@ -176,7 +124,7 @@ def attend_kernel(
     head, `BQ` a tile. `KBox` and `VBox` are descriptors of the keys and values, or None.
     """
     # -- locate the program --
-    head, group_row, in_rows, first, end, start, stop, num_before, num_whole = locate(
+    head, group_row, in_rows, first, end, start, stop, num_before, num_whole = locate_window_rows(
         FirstKey, NumVisible, N, H, num_tiles, window_size, G, BQ, BT, BE
     )
     width = tl.arange(0, DT)
@@ -219,71 +167,3 @@ def attend_kernel(
             o_pointer, in_rows, first, end, start, num_ends, num_before, gap, stop, V, head, H,
             DV, DVT, BE,
         )  # fmt: skip
-
-
-def launch(
-    q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, *, window_size: int, scale: float,
-    out: tuple[Tensor, Tensor] | None = None, **options: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention to the last `window_size` keys.
-
-    Args:
-        q, k, v, rows, window_size, scale: as in `sliding_window.forward`.
-        out: contiguous tensors to write to; None makes new ones.
-        options: `BQ`, `BT`, `BE`, `num_warps`, `num_stages`, in place of what `window_options`
-            chooses.
-
-    Returns:
-        `o [B, N, HQ, DV]` in the dtype of `v`, and `lse [B, N, HQ]` in fp32.
-    """
-    (B, N, HQ, D), (M, H, DV) = q.shape, v.shape[1:]
-    o, lse = out or (
-        v.new_empty(B, N, HQ, DV), v.new_empty(B, N, HQ, dtype=torch.float32)
-    )  # fmt: skip
-    if o.numel() == 0:
-        return o, lse
-    G = HQ // H
-    options = window_options(G, D, DV, q.element_size(), shared_memory(q.device)) | options
-    q, k, v = (x.contiguous() for x in (q, k, v))
-    boxes = flat_boxes(k, v, BT=options["BT"]) if can_use_descriptors(q, k, v) else (None, None)
-    tiles = tile_sizes(G, D, DV)
-    num_tiles = triton.cdiv(N * G, options["BQ"])
-    attend_kernel[(B * num_tiles * H,)](
-        q, k, v, *boxes, rows.first_key, rows.num_visible, o, lse, scale, scale * LOG2_E, N, H,
-        num_tiles, min(window_size, M), G=G, D=D, DV=DV, DT=tiles["DT"], DVT=tiles["DVT"],
-        **options,
-    )  # fmt: skip
-    return o, lse
-
-
-def window_options(
-    G: int, D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY
-) -> dict[str, int]:
-    """`BQ, BT, BE, num_warps, num_stages`, as far as `shared_memory` allows. Arguments as in
-    `launch_options.launch_options`."""
-    BQ, BT, num_warps, num_stages = fitting(
-        TILES if itemsize == 2 else FP32_TILES, D, DV, itemsize, shared_memory
-    )
-    BE = step_at_the_ends(G, BQ, BT, EDGE)
-    return {"BQ": BQ, "BT": BT, "BE": BE, "num_warps": num_warps, "num_stages": num_stages}
-
-
-def fitting(
-    choices: tuple[tuple[int, ...], ...], D: int, DV: int, itemsize: int, memory: int
-) -> tuple[int, ...]:
-    """Side of the tile, side of a step, warps and stages: the first of `choices` for these widths
-    that a program has the memory for, or else the last."""
-    tiles = tile_sizes(1, D, DV)
-    width = tiles["DT"] + tiles["DVT"]
-    found = [
-        (side, step, num_warps, num_stages)
-        for most_width, side, step, num_warps, num_stages in choices
-        if width <= most_width and (side + num_stages * step) * width * itemsize <= memory
-    ]
-    return (found or [choices[-1][1:]])[0]
-
-
-def step_at_the_ends(G: int, BQ: int, BT: int, edge: int) -> int:
-    """Keys of a step behind the mask: `edge`, in place of `BT`, where a tile has few queries, since
-    then few keys are seen by only some of them."""
-    return min(BT, edge) if G * edge >= BQ else BT

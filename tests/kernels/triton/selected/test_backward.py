@@ -12,8 +12,10 @@ from torch import Tensor
 
 from nsa_tutorial.bench.variants import triton_backward_variants
 from nsa_tutorial.kernels.tables import chunks as backward_tables
+from nsa_tutorial.kernels.triton import launch_options
 from nsa_tutorial.kernels.triton.launch_options import SHARED_MEMORY, dkv_options, tile_sizes
 from nsa_tutorial.kernels.triton.selected import backward_launch as triton_backward_launch
+from nsa_tutorial.kernels.triton.selected.lists_backward import ListsCall
 from nsa_tutorial.sparse import inverse_list
 from nsa_tutorial.sparse.selected_attention import QueryRows, block_list, query_rows
 from nsa_tutorial.training import gradients
@@ -58,14 +60,14 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_variants_give_the_same(change: str) -> None:
     launch = triton_backward_variants.variant(change)
     if not change.startswith("no chunks"):
-        launch.backward_tables.CHUNK_ROWS = {2: 6, 4: 6}
+        launch.lists_backward.chunks.CHUNK_ROWS = {2: 6, 4: 6}
     assert_right(launch.selected_backward)
 
 
 def test_a_program_for_each_slot() -> None:
     def run(*arguments: Tensor, block_size: int, scale: float) -> tuple[Tensor, ...]:
-        options = {"scale": scale, "slot_scale": None}
-        call = triton_backward_launch.prepare(*arguments, tile=block_size, **options)
+        *saved, ids, rows = arguments
+        call = ListsCall.of(*saved, rows, ids=ids, block_size=block_size, scale=scale)
         return triton_backward_variants.per_slot(call)
 
     assert_right(run)
@@ -94,7 +96,7 @@ def test_blocks_in_chunks(problem: Problem, short_chunks: None) -> None:
 
 def test_rows_behind_the_edge(monkeypatch: pytest.MonkeyPatch, short_chunks: None) -> None:
     """More rows see a block in part than the kernel looks at: all of them are masked."""
-    monkeypatch.setattr(triton_backward_launch, "MOST_EDGE", 2)
+    monkeypatch.setattr(launch_options, "MOST_EDGE", 2)
     problem = Problem(N=20, M=40, H=1, BS=16, S=2, own=True)
     assert_right(triton_backward_launch.selected_backward, problem)
 

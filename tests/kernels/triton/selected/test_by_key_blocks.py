@@ -1,4 +1,4 @@
-"""Selected attention with the key blocks outside: its partials, its runs of queries, and the same
+"""Selected attention, KV-outer: its partials, its runs of queries, and the same
 rules as all other kernels have."""
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from selection import Call, Problem, assert_within_budget, scaled_attention
 from torch import Tensor
 
 from nsa_tutorial.kernels.tables import chunks as backward_tables
+from nsa_tutorial.kernels.triton import launch_options
 from nsa_tutorial.kernels.triton import merge as triton_merge
-from nsa_tutorial.kernels.triton.selected import backward_launch as triton_backward_launch
 from nsa_tutorial.kernels.triton.selected import by_key_blocks as triton_key_blocks
 from nsa_tutorial.kernels.triton.selected import (
     by_key_blocks_backward as triton_key_blocks_backward,
 )
 from nsa_tutorial.kernels.triton.selected import by_key_blocks_options as triton_key_block_tiles
+from nsa_tutorial.kernels.triton.selected.lists_backward import ListsCall
 from nsa_tutorial.runtime import environment
 from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY
 from nsa_tutorial.sparse.selected_attention import QueryRows, block_list, query_rows
@@ -103,7 +104,7 @@ def test_more_partial_views_than_a_program_looks_for(
 ) -> None:
     """Then all of its rows go behind the mask."""
     skip_unless_runs("triton", device)
-    monkeypatch.setattr(triton_key_blocks, "MOST_EDGE", 2)
+    monkeypatch.setattr(launch_options, "MOST_EDGE", 2)
     problem = PROBLEMS["the same block for many"]
     assert_right(problem.make(device=device), problem)
 
@@ -281,9 +282,8 @@ def gradients(call: Call, problem: Problem, **options: int) -> tuple[Tensor, ...
     ids, rows = lists_of(call, problem)
     scale = problem.D**-0.5
     o, lse = run(call, problem)
-    given = (*d_outputs(o, lse), call.q, call.k, call.v, o, lse, ids, rows)
-    numbers = {"tile": problem.BS, "scale": scale, "slot_scale": None}
-    saved = triton_backward_launch.prepare(*given, **numbers)
+    given = (*d_outputs(o, lse), call.q, call.k, call.v, o, lse, rows)
+    saved = ListsCall.of(*given, ids=ids, block_size=problem.BS, scale=scale)
     return triton_key_blocks_backward.all_gradients(saved, **options)
 
 
@@ -335,7 +335,7 @@ def test_gradients_of_blocks_in_chunks(
     looks for, too."""
     skip_unless_runs("triton", device)
     monkeypatch.setattr(backward_tables, "CHUNK_ROWS", {2: 6, 4: 6})
-    monkeypatch.setattr(triton_key_blocks_backward, "MOST_EDGE", edge)
+    monkeypatch.setattr(launch_options, "MOST_EDGE", edge)
     assert_right_gradients(PROBLEMS[name].make(device=device), PROBLEMS[name])
 
 
@@ -442,13 +442,13 @@ def test_the_host_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     call = problem.make(torch.float16, "cuda")
     ids, rows = lists_of(call, problem)
     d_o, d_lse = d_outputs(*run(call, problem))
-    numbers = {"tile": 16, "scale": 0.2, "slot_scale": None}
+    numbers = {"ids": ids, "block_size": 16, "scale": 0.2}
 
     def there_and_back() -> None:
         given = (call.q, call.k, call.v)
         o, lse = triton_key_blocks.launch(*given, ids, rows, block_size=16, scale=0.2)
-        saved = (d_o, d_lse, *given, o, lse, ids, rows)
-        triton_key_blocks_backward.all_gradients(triton_backward_launch.prepare(*saved, **numbers))
+        saved = ListsCall.of(d_o, d_lse, *given, o, lse, rows, **numbers)
+        triton_key_blocks_backward.all_gradients(saved)
 
     there_and_back()
     torch.cuda.set_sync_debug_mode("error")

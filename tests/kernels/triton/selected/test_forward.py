@@ -200,6 +200,7 @@ def test_the_operators_take_the_kernel_that_suits(
     from nsa_tutorial.kernels.triton.selected import forward as triton_forward
     from nsa_tutorial.kernels.triton.selected import forward_tma as triton_descriptors
     from nsa_tutorial.kernels.triton.selected import launch as triton_launch
+    from nsa_tutorial.kernels.triton.window.launch import window_forward
 
     taken = []
     for kernels in (triton_descriptors, triton_forward):
@@ -213,7 +214,7 @@ def test_the_operators_take_the_kernel_that_suits(
     ids = call.ids[0].to(torch.int32).contiguous()
     tensors, sizes = (call.q, call.k, call.v), {"block_size": 16, "scale": 0.25}
     o, lse = triton_launch.selected_forward(*tensors, ids, rows, **sizes)
-    window = triton_launch.window_forward(*tensors, rows, window_size=7, scale=0.25)
+    window = window_forward(*tensors, rows, window_size=7, scale=0.25)
     fused = triton_launch.selected_and_window_forward(*tensors, ids, rows, window_size=7, **sizes)
     assert taken == [module] * 2
     for found, lists, windows in zip(fused, (o, lse), window, strict=True):

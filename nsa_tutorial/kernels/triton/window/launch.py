@@ -1,0 +1,162 @@
+"""What the operators call for sliding windows on the Triton backend: attention to them, and its
+gradients, compiled on CUDA tensors, interpreted on CPU tensors.
+
+`forward` and `backward` hold the kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from nsa_tutorial.exact.online_softmax import LOG2_E
+from nsa_tutorial.kernels.triton.backward_call import BackwardCall
+from nsa_tutorial.kernels.triton.descriptors import can_use_descriptors, flat_boxes
+from nsa_tutorial.kernels.triton.launch_options import (
+    tile_sizes,
+    window_dkv_options,
+    window_dq_options,
+    window_options,
+)
+from nsa_tutorial.kernels.triton.window import backward, forward
+from nsa_tutorial.runtime.shared_memory import shared_memory
+from nsa_tutorial.sparse.selected_attention import QueryRows
+
+SHORT_SUM = 256  # rows whose fp32 gradients are added up before the sum joins the others
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowCall(BackwardCall):
+    """One backward of windows. Attributes besides those of `BackwardCall`:
+    window_size: at most the number of keys.
+    is_added: whether gradients are added to what stands in their place.
+    """
+
+    window_size: int
+    is_added: bool = False
+
+
+def window_forward(
+    q: Tensor, k: Tensor, v: Tensor, rows: QueryRows, *, window_size: int, scale: float,
+    out: tuple[Tensor, Tensor] | None = None, **options: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention to the last `window_size` keys.
+
+    Args:
+        q, k, v, rows, window_size, scale: as in `sliding_window.forward`.
+        out: contiguous tensors to write to; None makes new ones.
+        options: `BQ`, `BT`, `BE`, `num_warps`, `num_stages`, in place of what `window_options`
+            chooses.
+
+    Returns:
+        `o [B, N, HQ, DV]` in the dtype of `v`, and `lse [B, N, HQ]` in fp32.
+    """
+    (B, N, HQ, D), (M, H, DV) = q.shape, v.shape[1:]
+    o, lse = out or (
+        v.new_empty(B, N, HQ, DV), v.new_empty(B, N, HQ, dtype=torch.float32)
+    )  # fmt: skip
+    if o.numel() == 0:
+        return o, lse
+    G = HQ // H
+    options = window_options(G, D, DV, q.element_size(), shared_memory(q.device)) | options
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    boxes = flat_boxes(k, v, BT=options["BT"]) if can_use_descriptors(q, k, v) else (None, None)
+    tiles = tile_sizes(G, D, DV)
+    num_tiles = triton.cdiv(N * G, options["BQ"])
+    forward.attend_kernel[(B * num_tiles * H,)](
+        q, k, v, *boxes, rows.first_key, rows.num_visible, o, lse, scale, scale * LOG2_E, N, H,
+        num_tiles, min(window_size, M), G=G, D=D, DV=DV, DT=tiles["DT"], DVT=tiles["DVT"],
+        **options,
+    )  # fmt: skip
+    return o, lse
+
+
+def window_backward(
+    d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    rows: QueryRows, *, window_size: int, scale: float, out: Gradients | None = None,
+) -> Gradients:  # fmt: skip
+    """The backward of `window_forward`.
+
+    Args:
+        d_o, d_lse: gradients of `o` and `lse`, `[B, N, HQ, DV]` and `[B, N, HQ]`.
+        q, k, v, rows, window_size, scale: the forward's arguments.
+        o, lse: what it returned.
+        out: contiguous gradients to which these are added; None makes new ones.
+
+    Returns:
+        The gradients of `q`, `k`, `v`, in their dtypes; the same bits in every run.
+    """
+    if q.numel() == 0:
+        return out or (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
+    sizes = {"window_size": min(window_size, k.shape[1]), "scale": scale}
+    call = WindowCall.of(d_o, d_lse, q, k, v, o, lse, rows, **sizes, is_added=out is not None)
+    d_q, d_k, d_v = out or tuple(x.new_empty(x.shape) for x in (q, k, v))
+    gradient_of_queries(call, d_q)
+    gradients_of_keys_and_values(call, d_k, d_v)
+    return d_q, d_k, d_v
+
+
+def gradient_of_queries(call: WindowCall, d_q: Tensor, **options: int) -> None:
+    """Write the gradients of the queries. `options` stand in place of what `window_dq_options`
+    chooses."""
+    c, sizes = call, call.sizes
+    (B, N), H = c.q.shape[:2], c.k.shape[2]
+    options = window_dq_options(**sizes, **c.memory) | options
+    num_tiles = triton.cdiv(N * sizes["G"], options["BQ"])
+    backward.dq_kernel[(B * num_tiles * H,)](
+        c.q, c.k, c.v, c.d_o, c.lse, c.delta, c.lse2, c.rows.first_key, c.rows.num_visible, d_q,
+        *c.scales, N, H, num_tiles, c.window_size, **sizes, ADD=c.is_added, **c.widths, **options,
+    )  # fmt: skip
+
+
+def gradients_of_keys_and_values(
+    call: WindowCall, d_k: Tensor, d_v: Tensor, **options: int
+) -> None:  # fmt: skip
+    """Write the gradients of keys and values. `options` stand in place of what
+    `window_dkv_options` chooses."""
+    c, sizes = call, call.sizes
+    B, M, H = c.k.shape[:3]
+    options = window_dkv_options(sizes["D"], sizes["DV"], **c.memory) | options
+    num_tiles = triton.cdiv(B * M, options["BT"])
+    runs, num_unread = runs_of(
+        c.rows, c.lse2[:, :, 0], window_size=c.window_size, tile_size=options["BT"],
+        num_keys=B * M,
+    )  # fmt: skip
+    backward.dkv_kernel[(num_tiles * H,)](
+        c.q, c.k, c.v, c.d_o, c.delta, c.lse2, c.rows.first_key, c.rows.num_visible, runs,
+        num_unread, d_k, d_v, *c.scales, len(c.lse2), H, B * M, num_tiles, c.window_size, **sizes,
+        ADD=c.is_added, **c.widths,
+        PART=0 if c.q.element_size() == 2 else SHORT_SUM // options["BR"], **options,
+    )  # fmt: skip
+
+
+def runs_of(
+    rows: QueryRows, lse2: Tensor, *, window_size: int, tile_size: int, num_keys: int
+) -> tuple[Tensor, Tensor]:
+    """Which queries see a tile of keys.
+
+    Args:
+        lse2: `[R, H]`, infinite or NaN where a row's group is not to be read.
+        num_keys: of all sequences.
+
+    Returns:
+        `[4, tiles]` int32: the first query that sees some of the tile, the first that sees no less
+        than the tile's end, the end of those that see its start, and the end of those that see any;
+        and `[H, R + 1]` int32: how many rows before each are not to be read.
+    """
+    row_end = rows.first_key + rows.num_visible  # both ascend from row to row
+    row_start = torch.maximum(rows.first_key, row_end - window_size)
+    first = torch.arange(0, num_keys, tile_size, dtype=torch.int32, device=lse2.device)
+    last = first + tile_size - 1
+    ends = torch.stack((first, last.clamp(max=num_keys - 1)))
+    runs = [
+        torch.searchsorted(bounds, keys, right=True, out_int32=True)
+        for bounds, keys in ((row_end, ends), (row_start, torch.stack((first, last))))
+    ]
+    num_unread = F.pad((~lse2.isfinite()).T.cumsum(1, dtype=torch.int32), (1, 0))
+    return torch.cat(runs), num_unread
