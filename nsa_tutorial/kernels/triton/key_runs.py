@@ -94,18 +94,10 @@ def add_dq(
 
 
 @triton.jit
-def add_dkv(
-    acc_dk, acc_dv, k_tile, v_tile, q_tile, do_tile, lse, delta, is_seen, scale_log2,
-    MASK: tl.constexpr,
-):  # fmt: skip
-    """`acc_dk [BT, DT]` and `acc_dv [BT, DVT]` with what a step's rows add to them. With `MASK`,
-    `is_seen [BT, BR]` says which rows see which keys; else it is not read."""
-    # -- weights --
-    acc_s = tl.dot(k_tile, q_tile.T, input_precision="ieee")  # [BT, BR]
-    p = tl.exp2(acc_s * scale_log2 - lse)
-    if MASK:
-        p = tl.where(is_seen, p, 0.0)
-
+def add_dkv(acc_dk, acc_dv, p, v_tile, q_tile, do_tile, delta, is_seen, MASK: tl.constexpr):
+    """`acc_dk [BT, DT]` and `acc_dv [BT, DVT]` with what a step's rows add to them, whose weights
+    are `p [BT, BR]`. With `MASK`, `is_seen [BT, BR]` says which rows see which keys; else it is not
+    read."""
     # -- gradient of the values --
     acc_dv = tl.dot(p.to(do_tile.dtype), do_tile, acc_dv, input_precision="ieee")
 

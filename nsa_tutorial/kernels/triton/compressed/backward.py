@@ -116,16 +116,19 @@ def walk_query_run(
         q_tile = tl.load(Q + row * D + q_offset, mask=q_mask, other=0.0)  # [BR, DT]
         do_tile = tl.load(GradO + row * DV + do_offset, mask=do_mask, other=0.0)  # [BR, DVT]
 
-        # -- the five lines --
+        # -- weights --
+        acc_s = tl.dot(k_tile, q_tile.T, input_precision="ieee")  # [BT, BR]
+        p = tl.exp2(acc_s * scale_log2 - lse)
         is_seen = False
         if MASK:
             row_start = tl.load(RowStart + step + rows, mask=in_rows, other=0)
             row_end = tl.load(RowEnd + step + rows, mask=in_rows, other=0)
             row_end = tl.where(lse == float("inf"), 0, row_end)
             is_seen = (key >= row_start) & (key < row_end)  # [BT, BR]
-        acc_dk, acc_dv = add_dkv(
-            acc_dk, acc_dv, k_tile, v_tile, q_tile, do_tile, lse, delta, is_seen, scale_log2, MASK
-        )
+            p = tl.where(is_seen, p, 0.0)
+
+        # -- what they add --
+        acc_dk, acc_dv = add_dkv(acc_dk, acc_dv, p, v_tile, q_tile, do_tile, delta, is_seen, MASK)
     return acc_dk, acc_dv
 
 

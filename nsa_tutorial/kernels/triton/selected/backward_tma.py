@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from nsa_tutorial.kernels.triton.selected.backward import LOG2_E
-from nsa_tutorial.kernels.triton.selected.forward_tma import partial_step, scan_list
+from nsa_tutorial.kernels.triton.selected.forward_tma import scan_list
 
 
 @triton.jit
@@ -42,8 +42,11 @@ def dq_kernel(
             return
     first_key = tl.load(FirstKey + row)
     num_visible = tl.load(NumVisible + row)
+    num_whole = num_visible // BS  # blocks that are visible as a whole; the next one may be in part
     block_list = BlockIndices + (row * H + head) * S
-    num_whole, start_slot, num_slots, num_partial = scan_list(block_list, S, num_visible, BS)
+    start_slot, num_slots, num_partial = scan_list(block_list, S, num_whole)
+    start_slot = tl.minimum(start_slot, num_slots)
+    num_partial = tl.where(num_visible % BS == 0, 0, num_partial)
     needs_grad = tl.load(LSE2 + (row * H + head) * G) != float("inf")
     num_slots = tl.where(needs_grad, num_slots, start_slot)
     num_partial = tl.where(needs_grad, num_partial, 0)
@@ -51,6 +54,7 @@ def dq_kernel(
     group = tl.arange(0, GT)
     width = tl.arange(0, D)
     value_width = tl.arange(0, DV)
+    tokens = tl.arange(0, BT)
     group_row = (row * H + head) * G + group  # [GT]
     in_group = group < G  # [GT]
 
@@ -83,8 +87,12 @@ def dq_kernel(
         acc_dq = add_tile(acc_dq, q_tile, do_tile, k_tile, v_tile, lse_seen, delta, scale_log2)
 
     # -- the block that is visible in part --
-    for step in range(num_partial * tl.cdiv(num_visible - num_whole * BS, BT)):
-        key_row, is_seen = partial_step(step, first_key, num_visible, head, H, BS, BT)
+    partial_start = num_whole * BS
+    num_parts = tl.cdiv(num_visible - partial_start, BT)
+    for step in range(num_partial * num_parts):
+        start = partial_start + step % num_parts * BT
+        is_seen = tokens < num_visible - start  # [BT]
+        key_row = ((first_key + start).to(tl.int64) + tokens) * H + head  # [BT]
         k_tile = tl.load(K + key_row[:, None] * D + width, mask=is_seen[:, None], other=0.0)
         v_tile = tl.load(V + key_row[:, None] * DV + value_width, mask=is_seen[:, None], other=0.0)
         acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [GT, BT]

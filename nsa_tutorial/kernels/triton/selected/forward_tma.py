@@ -21,14 +21,13 @@ from nsa_tutorial.sparse.selected_attention import QueryRows
 
 
 @triton.jit
-def scan_list(block_list, S, num_visible, BS: tl.constexpr):
-    """One look at a list of `S` slots, 16 ids a load.
+def scan_list(block_list, S, num_whole):
+    """One look at a list of `S` slots, 16 ids a load. Blocks `0 … num_whole - 1` are visible as a
+    whole, the next one in part.
 
-    Returns how many blocks are visible as a whole, the first ones; the first slot that names one of
-    them, and the slot after the last that does, both 0 where none does; and how many slots name the
-    block that is visible in part, the next one.
+    Returns the first slot that names a whole block, or `S`; the slot after the last one that does,
+    or 0; and how many slots name the block that is visible in part.
     """
-    num_whole = num_visible // BS
     start_slot = S
     num_slots = 0
     num_partial = 0
@@ -39,19 +38,7 @@ def scan_list(block_list, S, num_visible, BS: tl.constexpr):
         start_slot = tl.minimum(start_slot, tl.min(tl.where(is_whole, slot, S), axis=0))
         num_slots = tl.maximum(num_slots, tl.max(tl.where(is_whole, slot + 1, 0), axis=0))
         num_partial += tl.sum((ids == num_whole).to(tl.int32), axis=0)
-    start_slot = tl.minimum(start_slot, num_slots)
-    num_partial = tl.where(num_visible % BS == 0, 0, num_partial)
-    return num_whole, start_slot, num_slots, num_partial
-
-
-@triton.jit
-def partial_step(step, first_key, num_visible, head, H, BS: tl.constexpr, BT: tl.constexpr):
-    """The rows of the keys `[BT]` of a step through the block that is visible in part, and which of
-    them are seen. A block that stands in several slots is walked as often."""
-    start = num_visible // BS * BS
-    start += step % tl.cdiv(num_visible - start, BT) * BT
-    tokens = tl.arange(0, BT)
-    return ((first_key + start).to(tl.int64) + tokens) * H + head, tokens < num_visible - start
+    return start_slot, num_slots, num_partial
 
 
 @triton.jit
@@ -94,12 +81,16 @@ def descriptor_kernel(
             return
     first_key = tl.load(FirstKey + query)
     num_visible = tl.load(NumVisible + query)
+    num_whole = num_visible // BS  # blocks that are visible as a whole; the next one may be in part
     block_list = BlockIndices + (query * H + head) * S
-    num_whole, start_slot, num_slots, num_partial = scan_list(block_list, S, num_visible, BS)
+    start_slot, num_slots, num_partial = scan_list(block_list, S, num_whole)
+    start_slot = tl.minimum(start_slot, num_slots)
     last_block = tl.load(block_list + num_slots - 1, mask=num_slots > 0, other=0)
+    num_partial = tl.where(num_visible % BS == 0, 0, num_partial)
     group = tl.arange(0, GT)
     width = tl.arange(0, D)
     value_width = tl.arange(0, DV)
+    tokens = tl.arange(0, BT)
     group_row = (query * H + head) * G + group  # [GT]
     in_group = group < G  # [GT]
 
@@ -145,10 +136,14 @@ def descriptor_kernel(
         acc_o = tl.dot(acc_s.to(v_tile.dtype), v_tile, acc_o, input_precision="ieee")
 
     # -- the block that is visible in part --
+    partial_start = num_whole * BS
+    num_parts = tl.cdiv(num_visible - partial_start, BT)
     if SlotScale is not None:
         partial_factor = factor_of(SlotScale + (query * H + head) * S, block_list, S, num_whole)
-    for step in range(num_partial * tl.cdiv(num_visible - num_whole * BS, BT)):
-        key_row, is_seen = partial_step(step, first_key, num_visible, head, H, BS, BT)
+    for step in range(num_partial * num_parts):
+        start = partial_start + step % num_parts * BT
+        is_seen = tokens < num_visible - start  # [BT]
+        key_row = ((first_key + start).to(tl.int64) + tokens) * H + head  # [BT]
         k_tile = tl.load(K + key_row[:, None] * D + width, mask=is_seen[:, None], other=0.0)
         acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
         if SlotScale is not None:

@@ -139,15 +139,18 @@ def walk_rows(
         q_tile = tl.load(Q + group_row * D + q_offset, mask=q_mask, other=0.0)
         do_tile = tl.load(GradO + group_row * DV + do_offset, mask=do_mask, other=0.0)
 
-        # -- the five lines --
+        # -- weights --
+        acc_s = tl.dot(k_tile, q_tile.T, input_precision="ieee")  # [BT, BR]
+        p = tl.exp2(acc_s * scale_log2 - lse)
         is_seen = False
         if MASK:
             first, end = window_of(FirstKey, NumVisible, query + row // G, window_size)
             end = tl.where((rows < num_rows) & (lse != float("inf")), end, 0)
             is_seen = (key >= first) & (key < end)  # [BT, BR]
-        acc_dk, acc_dv = add_dkv(
-            acc_dk, acc_dv, k_tile, v_tile, q_tile, do_tile, lse, delta, is_seen, scale_log2, MASK
-        )
+            p = tl.where(is_seen, p, 0.0)
+
+        # -- what they add --
+        acc_dk, acc_dv = add_dkv(acc_dk, acc_dv, p, v_tile, q_tile, do_tile, delta, is_seen, MASK)
     return acc_dk, acc_dv
 
 
