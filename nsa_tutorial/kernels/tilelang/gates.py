@@ -5,7 +5,7 @@ fixed when the kernel is compiled, and returns the kernel, not yet compiled; the
 stays open.
 
 `gated_sum` and `gated_sum_backward` compile and run them, on CUDA tensors, or on CPU tensors
-through C. No argument is checked here: `ops` does.
+through C.
 
 Symbols: those of `triton.gates`.
 """

@@ -1,5 +1,5 @@
 """What the operators call for the choice of blocks on the TileLang backend: `scores`, then `pick`,
-a chunk of queries at a time. No argument is checked here: `ops` does."""
+a chunk of queries at a time."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ chunk of the rows that see it, and `build_sum` adds the chunks. `selected.backwa
 for a row's numbers.
 
 A function here takes what is fixed when the kernel is compiled, and returns the kernel, not yet
-compiled. `compressed.launch` compiles and runs them. No argument is checked here: `ops`
-does.
+compiled. `compressed.launch` compiles and runs them.
 
 Symbols: those of `compressed.forward` and `selected.backward`.
 """

@@ -2,7 +2,7 @@
 `triton.compressed.forward`, where they are explained.
 
 `build_attend` takes what is fixed when the kernel is compiled, and returns the kernel, not yet
-compiled; lengths stay open. `launch` compiles and runs it. No argument is checked here: `ops` does.
+compiled; lengths stay open. `launch` compiles and runs it.
 
 Symbols: those of `selected.forward`; `BQ` queries of a tile, `BT` summaries of a step.
 """

@@ -1,7 +1,7 @@
 """What the operators call for summaries on the TileLang backend: attention to them, and its
 gradients, on CUDA tensors, or on CPU tensors through C.
 
-`forward` and `backward` hold the kernels. No argument is checked here: `ops` does.
+`forward` and `backward` hold the kernels.
 """
 
 from __future__ import annotations

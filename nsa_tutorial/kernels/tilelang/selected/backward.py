@@ -7,7 +7,7 @@ of a tile that was cut, in a fixed order, so that every run gives the same bits.
 
 A function here takes what is fixed when the kernel is compiled, and returns the kernel, not yet
 compiled; lengths stay open. `selected.backward_launch` compiles and runs them, and is what the
-operators call. No argument is checked here: `ops` does.
+operators call.
 
 Symbols: those of `selected.forward`; `BR` rows of a step, a row being one query and one head · `E`
 entries of the inverse list · `P` its chunks.

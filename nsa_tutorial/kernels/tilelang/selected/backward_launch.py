@@ -2,7 +2,7 @@
 on CUDA tensors, or on CPU tensors through C.
 
 `selected.backward` holds the kernels, `tables.chunks` what the keys' kernel walks. Gradients are
-the same to the bit from run to run. No argument is checked here: `ops` does.
+the same to the bit from run to run.
 """
 
 from __future__ import annotations

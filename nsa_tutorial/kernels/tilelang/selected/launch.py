@@ -2,7 +2,7 @@
 `selected.forward`.
 
 Blocks that are too long for a tile are cut in parts, and a window becomes rows that see nothing
-before it. No argument is checked here: `ops` does.
+before it.
 """
 
 from __future__ import annotations
