@@ -24,7 +24,17 @@ from urllib.parse import quote
 
 from nsa_tutorial.course import copying
 from nsa_tutorial.course.chapters import CHAPTERS, NOTEBOOKS
-from nsa_tutorial.course.copying import follows, merged, parse, reader_copy, same, text_of, trust
+from nsa_tutorial.course.copying import (
+    follows,
+    is_trusted,
+    merged,
+    parse,
+    reader_copy,
+    same,
+    text_of,
+    trust,
+    without_controls,
+)
 
 ROOT = NOTEBOOKS.parent
 FOLDER = ROOT / "my_chapters"
@@ -94,6 +104,8 @@ def update(folder: Path = FOLDER, chapters: Path = NOTEBOOKS) -> list[str]:
             said.append(f"{name}: the course's own file cannot be read ({error}). Yours stays.")
         else:
             said += _in_the_way(files) or _bring_up_to_date(files, text)
+            for path in (files.mine, files.offer):
+                _take_out_controls(path)
     for path in sorted((folder / MARKER / "base").glob("*.ipynb")):
         if path.name not in names:
             files = Files(folder, path.name)
@@ -210,6 +222,18 @@ def _lay(files: Files, text: str) -> None:
     _write(files.base, text)
     files.forget_offer()
     trust(made)
+
+
+def _take_out_controls(path: Path) -> None:
+    """Make pictures of the interactives that a notebook was saved with: their kernel is gone."""
+    notebook = _read(path) if path.is_file() else None
+    if notebook is None:
+        return
+    was_trusted = is_trusted(notebook)
+    if without_controls(notebook):
+        _write(path, text_of(notebook))
+        if was_trusted:
+            trust(text_of(notebook))
 
 
 def _read(path: Path) -> dict | None:
