@@ -88,9 +88,11 @@ def sound_accesses(request: pytest.FixtureRequest) -> Iterator[None]:
     if not request.config.getoption("--accesses") or request.path.stem == "test_accesses":
         yield
         return
-    from accesses import assert_sound, watch
+    from accesses import assert_sound
 
-    with watch() as seen:
+    from nsa_tutorial.course.watching import watching
+
+    with watching() as seen:
         yield
     if seen.launches:
         assert_sound(seen)

@@ -13,6 +13,7 @@ from types import CodeType, TracebackType
 
 from nsa_tutorial.course.exercises import Case, Exercise
 from nsa_tutorial.course.forbidden import forbidding
+from nsa_tutorial.course.launches import NotLaunched, counting, expect_launch
 from nsa_tutorial.course.speech import Code, Part, text_of
 
 _SHAPES = (
@@ -208,6 +209,8 @@ class Raised:
     def told(self, is_recognised: bool = False) -> tuple[Part, ...]:
         """The reader's line, the error, and what it usually means, unless the mistake itself has
         been named."""
+        if self.kind == NotLaunched.__name__:
+            return (self.message,)
         place = (f"In {self.where}:", Code(self.line)) if self.where else ()
         here = "" if self.where else "Here "
         told = *place, f"{here}it raised {self!r}".rstrip()
@@ -228,8 +231,11 @@ def call(exercise: Exercise, function: Callable, case: Case) -> object:
     """What `function` gives on `case`: its result, or `Raised`."""
     try:
         run = function if exercise.run is None else functools.partial(exercise.run, function)
-        with forbidding(exercise.forbidden):
-            return run(*case.arguments())
+        with forbidding(exercise.forbidden), counting(exercise.launches) as launched:
+            result = run(*case.arguments())
+        if result is not None:
+            expect_launch(exercise.launches, launched)
+        return result
     except Exception as error:
         cause = _cause(error)
         return Raised(type(cause).__name__, text_of(cause), *_line(function, error))

@@ -86,7 +86,8 @@ CHAPTERS = tuple(
 )
 
 
-_NEIGHBOURS = re.compile(r"\n+(?:← )?[^\n]*\[Map\]\(00_start_here\.ipynb\)[^\n]*\s*$")
+_NEIGHBOURS = re.compile(r"\n+(?:← )?[^\n]*\[Map\]\(00_start_here\.ipynb[^)]*\)[^\n]*\s*$")
+_MAP = "The-map"  # the heading in chapter 00
 
 
 def neighbours(chapter: Chapter) -> str:
@@ -96,7 +97,7 @@ def neighbours(chapter: Chapter) -> str:
     if chapter.number > 0:
         before = next(c for c in reversed(CHAPTERS[: chapter.number]) if c.is_ready)
         parts.append(f"← [{before.title}]({before.file})")
-    parts.append(f"[Map]({CHAPTERS[0].file})")
+    parts.append(f"[Map]({CHAPTERS[0].file}#{_MAP})")
     if chapter.number + 1 < len(CHAPTERS):
         after = CHAPTERS[chapter.number + 1]
         ready, coming = f"[{after.title}]({after.file}) →", f"{after.title} (in preparation)"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nsa_tutorial.course import reader
+from nsa_tutorial.course.buttons import Help
 from nsa_tutorial.course.exercises import Exercise, chapter_exercises
 from nsa_tutorial.course.judging import Report, judge
 from nsa_tutorial.course.listing import Listing
@@ -79,7 +80,8 @@ def check(chapter: str, *functions: Callable, **solutions: Callable) -> Report:
             told = keep(chapter, built, solutions[verdict.exercise]) if built.stages else ""
             if told:
                 verdicts[number] = replace(verdict, parts=(*verdict.parts, told))
-    return Report(verdicts)
+    stuck = [verdict.exercise for verdict in verdicts if verdict.outcome != "right"]
+    return Report(verdicts, lambda: [Help(chapter, name, hint, solution) for name in stuck])
 
 
 def hint(chapter: str, name: str) -> Message:
@@ -111,7 +113,9 @@ def solution(chapter: str, name: str) -> Listing:
     """The source of an exercise's solution, ready to be pasted into the chapter, and why it is as
     it is."""
     found = _find(chapter, name)
-    return Listing(f"solution of {name}", _as_in_the_chapter(found.solution), note=found.why)
+    parts = [show(part).code.strip("\n") for part in found.parts]
+    code = "\n\n\n".join([*parts, _as_in_the_chapter(found.solution)])
+    return Listing(f"solution of {name}", code, note=found.why)
 
 
 def _as_in_the_chapter(function: Callable) -> str:

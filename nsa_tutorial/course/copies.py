@@ -24,7 +24,18 @@ from urllib.parse import quote
 
 from nsa_tutorial.course import copying
 from nsa_tutorial.course.chapters import CHAPTERS, NOTEBOOKS
-from nsa_tutorial.course.copying import follows, merged, parse, reader_copy, same, text_of, trust
+from nsa_tutorial.course.copying import (
+    MARKER,
+    follows,
+    is_trusted,
+    merged,
+    parse,
+    reader_copy,
+    same,
+    text_of,
+    trust,
+    without_controls,
+)
 
 ROOT = NOTEBOOKS.parent
 FOLDER = ROOT / "my_chapters"
@@ -50,17 +61,17 @@ class Files:
     @property
     def base(self) -> Path:
         """The version that the reader's chapter was made from."""
-        return self.folder / copying.MARKER / "base" / self.name
+        return self.folder / MARKER / "base" / self.name
 
     @property
     def seen(self) -> Path:
         """A newer version that the reader was offered."""
-        return self.folder / copying.MARKER / "seen" / self.name
+        return self.folder / MARKER / "seen" / self.name
 
     @property
     def laid(self) -> Path:
         """The offer as it was laid down."""
-        return self.folder / copying.MARKER / "laid" / self.name
+        return self.folder / MARKER / "laid" / self.name
 
     def forget_offer(self) -> None:
         """The reader took it or put it away, or there is a newer copy."""
@@ -81,8 +92,8 @@ def update(folder: Path = FOLDER, chapters: Path = NOTEBOOKS) -> list[str]:
     names = sorted(path.name for path in chapters.glob("*.ipynb"))
     if not names:
         raise FileNotFoundError(f"there are no chapters in {chapters}")
-    is_first = not (folder / copying.MARKER).is_dir()
-    (folder / copying.MARKER).mkdir(parents=True, exist_ok=True)
+    is_first = not (folder / MARKER).is_dir()
+    (folder / MARKER).mkdir(parents=True, exist_ok=True)
     said = []
     for name in names:
         files = Files(folder, name)
@@ -93,7 +104,9 @@ def update(folder: Path = FOLDER, chapters: Path = NOTEBOOKS) -> list[str]:
             said.append(f"{name}: the course's own file cannot be read ({error}). Yours stays.")
         else:
             said += _in_the_way(files) or _bring_up_to_date(files, text)
-    for path in sorted((folder / copying.MARKER / "base").glob("*.ipynb")):
+            for path in (files.mine, files.offer):
+                _take_out_controls(path)
+    for path in sorted((folder / MARKER / "base").glob("*.ipynb")):
         if path.name not in names:
             files = Files(folder, path.name)
             said += _in_the_way(files) or _part_with(files)
@@ -211,6 +224,18 @@ def _lay(files: Files, text: str) -> None:
     trust(made)
 
 
+def _take_out_controls(path: Path) -> None:
+    """Make pictures of the interactives that a notebook was saved with: their kernel is gone."""
+    notebook = _read(path) if path.is_file() else None
+    if notebook is None:
+        return
+    was_trusted = is_trusted(notebook)
+    if without_controls(notebook):
+        _write(path, text_of(notebook))
+        if was_trusted:
+            trust(text_of(notebook))
+
+
 def _read(path: Path) -> dict | None:
     """The notebook in a file; None without a file, or if it cannot be understood."""
     try:
@@ -247,8 +272,7 @@ def check_command(folder: Path, flags: list[str]) -> list[str]:
 
 def check(folder: Path, flags: list[str]) -> int:
     """Run a copy; returns the exit status, which tells of unreadable notebooks, too."""
-    found = (p for p in sorted(folder.rglob("*.ipynb")) if copying.MARKER not in p.parts)
-    paths = [p for p in found if p.is_file()]
+    paths = [p for p in sorted(folder.rglob("*.ipynb")) if p.is_file() and MARKER not in p.parts]
     broken = {path: why for path in paths if (why := copying.why_unreadable(path))}
     for path, why in broken.items():
         print(f"{path.relative_to(folder).as_posix()} is no notebook that can be read ({why}). "
@@ -272,7 +296,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     folder = chosen.folder.resolve()
     if chosen.check is not None:
-        if not (folder / copying.MARKER).is_dir():
+        if not (folder / MARKER).is_dir():
             print("There is no copy of the chapters yet. Run `make lab` first, "
                   "or `python -m nsa_tutorial.course.copies`.")  # fmt: skip
             return 1

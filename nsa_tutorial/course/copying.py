@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import html
 import json
 import re
 from pathlib import Path
 
 import nbformat
 from nbformat.sign import NotebookNotary
+
+from nsa_tutorial.course import stills
 
 MARKER = ".course"  # the directory that tells a reader's copy from the chapters themselves
 _ANSWERS = re.compile(r"(?<![\w.])(?:predict|reveal|check)\(")
@@ -95,31 +96,36 @@ def answers(notebook: dict) -> list[dict]:
 
 
 def reader_copy(notebook: dict) -> dict:
-    """A copy of a chapter as a reader first opens it: no answer is given away, and pictures are
-    described to those who do not see them."""
+    """A copy of a chapter as a reader first opens it: no answer is given away, pictures are
+    described to those who do not see them, and an interactive is a picture until it is run."""
     new = copy.deepcopy(notebook)
     for cell in answers(new):
         _clear(cell)
+    without_controls(new)
     for cell in new["cells"]:
         for output in cell.get("outputs", []):
-            _describe(output)
+            stills.describe(output)
     return new
+
+
+def without_controls(notebook: dict) -> bool:
+    """Put a picture in the place of every stored interactive: without the kernel that made them,
+    its controls are an error message. Returns whether there was one."""
+    found = False
+    for cell in notebook["cells"]:
+        outputs = cell.get("outputs", [])
+        if any(stills.WIDGET in output.get("data", {}) for output in outputs):
+            cell["outputs"] = [output for output in outputs if not stills.is_live(output)]
+            for output in cell["outputs"]:
+                if output.get("data", {}).pop(stills.WIDGET, None) is not None:
+                    stills.describe(output)
+            found = True
+    return found
 
 
 def _clear(cell: dict) -> None:
     if cell["cell_type"] == "code":
         cell["outputs"], cell["execution_count"] = [], None
-
-
-def _describe(output: dict) -> None:
-    """Give a picture its alternative text. JupyterLab has none for a PNG; it prefers the HTML."""
-    data, about = output.get("data", {}), output.get("metadata", {}).get("image/png", {})
-    if "image/png" not in data or "alt" not in about:
-        return
-    pixels = "".join("".join(data["image/png"]).split())
-    width = f' width="{int(about["width"])}"' if "width" in about else ""
-    alt = html.escape(about["alt"])
-    data["text/html"] = f'<img alt="{alt}"{width} src="data:image/png;base64,{pixels}">'
 
 
 def merged(new: dict, mine: dict, base: dict | None) -> tuple[dict, int, int]:
@@ -183,3 +189,10 @@ def trust(text: str) -> None:
     # an unsigned copy only looks plainer until its cells are run: no reason to stop
     with contextlib.suppress(Exception):
         NotebookNotary().sign(nbformat.reads(text, as_version=4))
+
+
+def is_trusted(notebook: dict) -> bool:
+    """Whether the notebook is signed as it is."""
+    with contextlib.suppress(Exception):
+        return NotebookNotary().check_signature(nbformat.reads(text_of(notebook), as_version=4))
+    return False

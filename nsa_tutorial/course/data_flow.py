@@ -14,7 +14,7 @@ from matplotlib.patches import FancyBboxPatch
 from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure, readable_on
 
 _INK = "#46525E"  # of parts that belong to no branch
-_PALE = "#C9D1D9"  # of parts that another chapter is about
+_PALE = PALETTE["line"]  # of parts that another chapter is about
 
 
 class _Part(NamedTuple):

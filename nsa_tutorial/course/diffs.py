@@ -7,9 +7,10 @@
 - `(function, "looks like …", hint)` is a mistake that is another algorithm.
 
 A row without a hint is another way to make the mistake of that name in a row above. A piece stands
-exactly once in the solution's source, docstring and comments included. Two mistakes are made at
-once by applying both diffs; mistakes that replace the same piece exclude each other. Mistakes in a
-kernel that takes long to compile share one compilation as `Switches`.
+exactly once in the solution's source, with that of its parts (`Exercise.parts`), docstrings and
+comments included. Two mistakes are made at once by applying both diffs; mistakes that replace the
+same piece exclude each other. Mistakes in a kernel that takes long to compile share one compilation
+as `Switches`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from itertools import pairwise
 from types import CodeType
 
 from nsa_tutorial.course.exercises import Misconception
+from nsa_tutorial.course.unwrapped import unwrapped
 
 Row = tuple
 
@@ -37,6 +39,7 @@ class Edited:
     Args:
         solution: the function to change.
         edits: what to put in the place of each piece.
+        parts: kernels and functions that the solution calls, whose source may be edited, too.
         pairs: whether it is tried together with another mistake. Each pair is one more function to
             run, and a kernel may take a second to compile.
 
@@ -45,8 +48,11 @@ class Edited:
             once in the source, if it is replaced by itself, or if it overlaps another piece.
     """
 
-    def __init__(self, solution: Callable, edits: Mapping[str, str], *, pairs: bool = True) -> None:
-        self.solution, self.edits, self.pairs = solution, dict(edits), pairs
+    def __init__(
+        self, solution: Callable, edits: Mapping[str, str], *, parts: tuple[Callable, ...] = (),
+        pairs: bool = True,
+    ) -> None:  # fmt: skip
+        self.solution, self.edits, self.parts, self.pairs = solution, dict(edits), parts, pairs
 
     def __call__(self, *arguments: object) -> object:
         """What it makes of the arguments of a case."""
@@ -79,7 +85,7 @@ class Edited:
         for piece in self.edits.keys() & other.edits.keys():
             if self.edits[piece] != other.edits[piece]:
                 raise ValueError(f"these exclude each other: both replace {piece!r}")
-        both = Edited(self.solution, self.edits | other.edits)
+        both = Edited(self.solution, self.edits | other.edits, parts=self.parts)
         try:
             ast.parse(both.source)  # raises where pieces overlap
         except SyntaxError as error:
@@ -89,7 +95,7 @@ class Edited:
     @functools.cached_property
     def places(self) -> dict[str, tuple[int, int]]:
         """Where each piece begins and ends in the solution's source, the first piece first."""
-        source, name, found = _source_of(self.solution), self.solution.__name__, {}
+        source, name, found = self._right, self.solution.__name__, {}
         for piece, by in self.edits.items():
             times = source.count(piece)
             if times != 1:
@@ -107,10 +113,15 @@ class Edited:
                 raise ValueError(f"diffs({name}): {piece!r} and {other!r} overlap")
         return dict(in_order)
 
+    @property
+    def _right(self) -> str:
+        """The source of the solution, below that of its parts."""
+        return "\n\n".join(_source_of(unwrapped(f)) for f in (*self.parts, self.solution))
+
     @functools.cached_property
     def source(self) -> str:
         """The wrong solution's source."""
-        source = _source_of(self.solution)
+        source = self._right
         for piece, (start, end) in reversed(self.places.items()):
             source = source[:start] + self.edits[piece] + source[end:]
         return source
@@ -124,24 +135,28 @@ class Edited:
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
         flags = self.solution.__code__.co_flags & __future__.annotations.compiler_flag
         code = compile(source, file, "exec", flags=flags, dont_inherit=True)
-        namespace: dict[str, Callable] = {}
-        exec(code, self.solution.__globals__, namespace)
+        # the parts are found among the globals, and must not replace the right ones there
+        names = dict(self.solution.__globals__) if self.parts else self.solution.__globals__
+        namespace: dict[str, Callable] = names if self.parts else {}
+        exec(code, names, namespace)
         return namespace[name]
 
 
 @functools.cache
-def _source_of(solution: Callable) -> str:
-    return textwrap.dedent(inspect.getsource(solution))
+def _source_of(function: Callable) -> str:
+    return textwrap.dedent(inspect.getsource(function))
 
 
 def diffs(
-    solution: Callable, rows: Iterable[Row], *, pairs: bool = True
-) -> tuple[Misconception, ...]:
+    solution: Callable, rows: Iterable[Row], *, parts: tuple[Callable, ...] = (),
+    pairs: bool = True,
+) -> tuple[Misconception, ...]:  # fmt: skip
     """The misconceptions of an exercise.
 
     Args:
         solution: the exercise's solution.
         rows: one for each misconception, as the module's docstring describes them.
+        parts: kernels and functions that the solution calls, those of the exercise.
         pairs: whether two of the mistakes are tried at once, as for `Edited`.
 
     Raises:
@@ -152,9 +167,9 @@ def diffs(
     for first, *rest in rows:
         if isinstance(first, str):
             by, *rest = rest
-            wrong = Edited(solution, {first: by}, pairs=pairs)
+            wrong = Edited(solution, {first: by}, parts=parts, pairs=pairs)
         elif isinstance(first, Mapping):
-            wrong = Edited(solution, first, pairs=pairs)
+            wrong = Edited(solution, first, parts=parts, pairs=pairs)
         else:
             wrong = first
         name, *hint = rest

@@ -23,6 +23,8 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
+from nsa_tutorial.course.stills import WIDGET, is_live
+
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 TIMEOUT_S = 120
 
@@ -71,6 +73,7 @@ def execute(
         count += 1
         cell.execution_count = count
         tags = cell.metadata.get("tags", [])
+        cell.outputs = [output for output in cell.outputs if not is_live(output)]
         volatile = "nbval-ignore-output" in tags and not refresh
         if (volatile and _outline(kept[cell.id]) == _outline(cell.outputs)) or (
             "gpu" in tags and client.skip_gpu
@@ -103,17 +106,15 @@ def _outline(outputs: list[nbformat.NotebookNode]) -> list[str]:
 
 
 def _settle(output: nbformat.NotebookNode, cell: nbformat.NotebookNode) -> None:
-    """Take out of an output what differs from run to run and says nothing: the numbers of cells,
-    the random ids of widgets."""
+    """Take out of an output what differs from run to run and says nothing, and what lives only
+    as long as its kernel: numbers of cells, controls, a picture's HTML."""
     if output.output_type == "execute_result":
         output.execution_count = cell.execution_count
     if "metadata" in output:  # of a picture, its size and its text for those who do not see it
         output.metadata = {k: v for k, v in output.metadata.items() if k == "image/png"}
         if "image/png" in output.data:
             output.data.pop("text/html", None)  # the same picture once more
-    view = output.get("data", {}).get("application/vnd.jupyter.widget-view+json")
-    if view is not None:
-        view["model_id"] = cell.id
+    output.get("data", {}).pop(WIDGET, None)
 
 
 def write(path: Path, notebook: nbformat.NotebookNode) -> bool:

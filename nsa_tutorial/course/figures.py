@@ -3,40 +3,45 @@ chapter.
 
 A drawing function makes a figure with `new_figure`, draws on its axes, and returns
 `Picture(figure, finding)`. A `Picture` shows as a small PNG in a notebook and prints its finding
-everywhere else, which is what the stored outputs compare.
+everywhere else, which is what the stored outputs compare. It is drawn dark on white; `themes` turns
+it over on a dark page.
 """
 
 from __future__ import annotations
 
 import base64
-import html
 import io
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LinearSegmentedColormap, to_rgb
+from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
+from nsa_tutorial.course import themes
 from nsa_tutorial.course.vector import svg
 
-# Okabe and Ito's colour-blind safe set. The first five keep their meaning through the whole course.
+# Okabe and Ito's colour-blind safe set, each a little lighter or darker, so that what is written on
+# it can be read, on a dark page, too. The first five keep their meaning through the whole course.
 PALETTE = {
-    "compressed": "#E69F00",
+    "compressed": "#EBB233",
     "selected": "#0072B2",
-    "window": "#009E73",
-    "own block": "#CC79A7",
+    "window": "#008662",
+    "own block": "#DCA4C3",
     "masked": "#C8CCD0",
-    "query": "#D55E00",
-    "key": "#56B4E9",
-    "value": "#8C6BB1",
+    "query": "#C75000",
+    "key": "#71C0ED",
+    "value": "#8560AD",
     "text": "#1F2328",
-    "faint": "#8A929A",
+    "faint": "#656D76",
+    "line": "#848D97",
 }
+# Words in a colour of the palette: a darker shade where the colour itself cannot be read on white.
+INKS = {name: themes.readable(colour) for name, colour in PALETTE.items()}
 
-SURFACE = "#FFFFFF"
+SURFACE = themes.WHITE
 _TITLE_HEIGHT = 0.26  # inches at the top of a figure that its title takes
 _COLOURS = (
     128  # of a stored picture: enough for flat areas, text and a colour map, at a third of the size
@@ -52,9 +57,9 @@ def shades(colour: str) -> LinearSegmentedColormap:
 
 
 def readable_on(colour: str) -> str:
-    """Black or white, whichever reads on `colour`."""
-    red, green, blue = to_rgb(PALETTE.get(colour, colour))
-    return PALETTE["text"] if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else SURFACE
+    """Black or white, whichever reads better on `colour`."""
+    ground = to_hex(PALETTE.get(colour, colour))
+    return max((PALETTE["text"], SURFACE), key=lambda ink: themes.contrast(ink, ground))
 
 
 def new_figure(
@@ -65,6 +70,7 @@ def new_figure(
     figure = Figure(figsize=(width, height), dpi=100, layout="constrained", facecolor=SURFACE)
     axes = figure.subplots(rows, columns, squeeze=False, gridspec_kw=gridspec or None)
     for axis in axes.flat:
+        axis.set_facecolor("none")
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=9, colors=PALETTE["text"])
         axis.title.set_fontsize(10)
@@ -160,13 +166,15 @@ class Picture:
 
     def svg(self) -> str:
         """The figure as an `<svg>` element without its title, for a place that says the finding in
-        words."""
-        title = self.figure._suptitle
+        words, and without a ground of its own."""
+        title, ground = self.figure._suptitle, self.figure.patch
         title.set_visible(False)
+        ground.set_visible(False)
         try:
             return svg(self.figure, self.finding, cut_top=_TITLE_HEIGHT)
         finally:
             title.set_visible(True)
+            ground.set_visible(True)
 
     def _repr_mimebundle_(self, **_: object) -> tuple[dict[str, object], dict[str, object]]:
         # Jupyter shows an image without a text for those who do not see it, and HTML with one.
@@ -174,9 +182,6 @@ class Picture:
         width, height = self.size
         encoded = base64.b64encode(self.png()).decode("ascii")
         facts = {"alt": self.finding, "width": width, "height": height}
-        told = " ".join(f'{name}="{html.escape(str(fact))}"' for name, fact in facts.items())
-        shown = (
-            f'<img {told} style="max-width:100%;height:auto" src="data:image/png;base64,{encoded}">'
-        )
+        shown = themes.image(encoded, facts)
         data = {"text/plain": repr(self), "text/html": shown, "image/png": encoded}
         return data, {"image/png": facts}

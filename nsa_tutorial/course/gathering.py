@@ -14,6 +14,7 @@ from types import ModuleType
 
 from nsa_tutorial.course.exercises import Exercise
 from nsa_tutorial.course.library_file import FILE, Piece
+from nsa_tutorial.course.unwrapped import unwrapped
 
 _VALUES = (bool, int, float, str, type(None))
 
@@ -86,21 +87,16 @@ def _is_there(module: str, name: str, value: object) -> bool:
         return False
 
 
-def _plain(value: object) -> object:
-    """The Python function of a kernel, or the value itself."""
-    return inspect.unwrap(getattr(value, "fn", value)) if callable(value) else value
-
-
 def _source(name: str, value: object) -> str:
     try:
-        return textwrap.dedent(inspect.getsource(_plain(value))).strip()
+        return textwrap.dedent(inspect.getsource(unwrapped(value))).strip()
     except (OSError, TypeError):
         kind = type(value).__name__
         raise Unkept(f"it uses `{name}`, a {kind} of the notebook: make it an argument") from None
 
 
 def _namespace(value: object) -> dict[str, object]:
-    function = _plain(value)
+    function = unwrapped(value)
     if inspect.isclass(function):
         return vars(sys.modules[function.__module__])
     return getattr(function, "__globals__", {})

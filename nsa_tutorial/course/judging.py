@@ -18,6 +18,7 @@ from nsa_tutorial.course.figures import Picture
 from nsa_tutorial.course.quiet import quiet
 from nsa_tutorial.course.recognition import Evidence, recognise
 from nsa_tutorial.course.speech import STYLE, Code, Message, Part
+from nsa_tutorial.course.stills import LIVE
 from nsa_tutorial.course.values import aligned, differences, is_short, same, short, unreadable
 
 _TONES = {"not attempted": "open", "right": "right", "misconception": "wrong", "wrong": "wrong"}
@@ -68,10 +69,17 @@ class Verdict:
 
 
 class Report:
-    """The verdicts of one `check` call, as Jupyter and `print` show them."""
+    """The verdicts of one `check` call, as Jupyter and `print` show them.
 
-    def __init__(self, verdicts: list[Verdict]) -> None:
-        self.verdicts = verdicts
+    Args:
+        verdicts: one for each exercise.
+        below: makes what else Jupyter shows, as long as there is a kernel: buttons, say.
+    """
+
+    def __init__(
+        self, verdicts: list[Verdict], below: Callable[[], Sequence[object]] = tuple
+    ) -> None:
+        self.verdicts, self._below = verdicts, below
 
     def __repr__(self) -> str:
         return "\n".join(map(str, self.verdicts))
@@ -84,6 +92,8 @@ class Report:
         for verdict in self.verdicts:
             if verdict.picture is not None:
                 display(verdict.picture)
+        for shown in self._below():
+            display(shown, metadata=LIVE)
 
 
 @quiet()

@@ -1,8 +1,9 @@
 """`triton`, `tl`, `tilelang` and `T` by name, on any machine:
 `from nsa_tutorial.course.languages import T, tl, triton`.
 
-Importing this decides how Triton runs the kernels of the cells that follow
-(`environment.prepare`), and silences TileLang's log of compilations. Where a language is not
+Importing this decides how the kernels of the cells that follow run: Triton's as
+`environment.prepare` says, and `@tilelang.jit` compiles for the CPU where there is no CUDA device
+(`tilelang_cpu.prepare`). It silences TileLang's log of compilations. Where a language is not
 installed, its names stand for an `Absent`, so that a cell that defines a kernel runs to its end;
 the kernel can be read and not launched.
 """
@@ -43,7 +44,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if environment.detect().tilelang is None:
         return Absent()
-    environment.silence_tilelang()
+    importlib.import_module("nsa_tutorial.runtime.tilelang_cpu").prepare()
     return importlib.import_module("tilelang" if name == "tilelang" else "tilelang.language")
 
 

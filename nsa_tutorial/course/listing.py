@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pygments.lexers import get_lexer_by_name
 from pygments.token import Comment, Keyword, Name, Number, Operator, String, _TokenType
 
-from nsa_tutorial.course.listing_style import SHARED_COLOURS, style
+from nsa_tutorial.course.listing_style import NUMBERS, SHARED_COLOURS, row_name, style, width
 
 MARKER = re.compile(r"^(?P<indent>\s*)# -- (?P<name>.+?) --\s*$")
 # The first that holds a token names its class.
@@ -76,7 +76,7 @@ class SideBySide:
     """Several listings in columns.
 
     Rows of one phase are level, and a name that two columns share has one colour in all of them.
-    Where the columns do not fit, they stand below one another.
+    Where a line would be cut, the listings stand below one another.
     """
 
     def __init__(self, listings: Sequence[Listing]) -> None:
@@ -86,16 +86,22 @@ class SideBySide:
         return "\n".join(map(repr, self.listings))
 
     def _repr_html_(self) -> str:
-        count, colours = len(self.listings), shared_names(self.listings)
+        colours, widths = shared_names(self.listings), [needed(x) for x in self.listings]
         is_muted = " nsa-muted" if colours else ""
         columns = "\n".join(
             _framed(listing, colours, blank)
             for listing, blank in zip(self.listings, level(self.listings), strict=True)
         )
         return (
-            f'{style(count)}\n<div class="nsa-columns"><div class="nsa-row nsa-row-{count}'
+            f'{style(widths)}\n<div class="nsa-columns"><div class="nsa-row {row_name(widths)}'
             f'{is_muted}">\n{columns}\n</div></div>'
         )
+
+
+def needed(listing: Listing) -> int:
+    """Pixels that a column with this listing needs so that no line of it is cut."""
+    longest = max(map(len, listing.code.splitlines()), default=0)
+    return width(longest + (NUMBERS if listing.first is not None else 0))
 
 
 def shared_names(listings: Sequence[Listing]) -> dict[str, int]:

@@ -4,10 +4,16 @@ Every colour is readable on its ground, 4.5:1 or more. Light is the default; the
 Jupyter, VS Code and the web book, each of which says in its own way that its page is dark.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
+from nsa_tutorial.course.themes import DARK_PAGES
+
 SHARED_COLOURS = 8
-WIDTH = 320  # pixels of a column at least: line numbers, and nearly 40 characters of 12 pixels
+LETTER = 7.4  # pixels, the widest that a usual monospaced font draws at 12 pixels
+NUMBERS = 5.5  # letters that a line number takes, with its space
+EDGES = 26  # pixels beside the code: the frame and its padding
+GAP = 6  # pixels between columns
 
 LIGHT = {
     "ground": "#f6f8fa", "edge": "#d1d9e0", "text": "#1f2328", "muted": "#59636e",
@@ -28,7 +34,6 @@ SHARED = {
         "#79c0ff", "#ffa657", "#7ee787", "#f778ba", "#e3b341", "#d2a8ff", "#56d4dd", "#ff7b72",
     ),
 }  # fmt: skip
-DARK_PAGES = ('body[data-jp-theme-light="false"]', "body.vscode-dark", 'html[data-theme="dark"]')
 
 # A viewer that takes away `style` attributes but knows these rules from another output would count
 # from 1: no attribute, no numbers.
@@ -67,21 +72,33 @@ COLUMNS = """
 .nsa-muted .nsa-listing .function { color: var(--nsa-muted); }
 """
 # Titles, codes and notes share their rows, so that code begins level below titles of any length.
-FITTING = """@container (min-width: %dpx) {
-.nsa-row-%d { display: grid; grid-template-columns: repeat(%d, minmax(0, 1fr)); column-gap: 6px;
-  grid-template-rows: auto 1fr auto; }
-.nsa-row-%d .nsa-listing { display: grid; grid-row: span 3; grid-template-rows: subgrid;
-  grid-template-columns: minmax(0, 1fr); }
-.nsa-row-%d .nsa-listing .nsa-gap { display: block; height: calc(var(--rows) * var(--nsa-row)); }
-}
+# Each output has columns of its own, so the class names their widths.
+FITTING = """@container (min-width: {whole}px) {{
+.{name} {{ display: grid; grid-template-columns: {columns}; column-gap: {gap}px;
+  grid-template-rows: auto 1fr auto; }}
+.{name} .nsa-listing {{ display: grid; grid-row: span 3; grid-template-rows: subgrid;
+  grid-template-columns: minmax(0, 1fr); }}
+.{name} .nsa-listing .nsa-gap {{ display: block; height: calc(var(--rows) * var(--nsa-row)); }}
+}}
 """
 
 
-def style(columns: int = 1) -> str:
-    """The `<style>` of an output with so many columns."""
+def width(letters: float) -> int:
+    """Pixels that a column needs so that a line of so many letters is not cut."""
+    return math.ceil(letters * LETTER) + EDGES
+
+
+def row_name(widths: Sequence[int]) -> str:
+    """The class of a row whose columns need so many pixels each."""
+    return f"nsa-row-{'-'.join(map(str, widths))}"
+
+
+def style(widths: Sequence[int] = ()) -> str:
+    """The `<style>` of an output: of one listing, or of columns that need so many pixels each.
+    Where they do not fit, they stand below one another."""
     font = 'var(--jp-code-font-family, ui-monospace, Menlo, Consolas, "Liberation Mono", monospace)'
     light, dark = LIGHT, DARK
-    if columns > 1:
+    if widths:
         light, dark = LIGHT | _numbered(SHARED["light"]), DARK | _numbered(SHARED["dark"])
     dark_pages = ", ".join(f"{page} .nsa-listing" for page in DARK_PAGES)
     rules = [
@@ -89,14 +106,20 @@ def style(columns: int = 1) -> str:
         f"{dark_pages} {{ color-scheme: dark; {_variables(dark)} }}",
         RULES.strip(),
     ]
-    if columns > 1:
+    if widths:
+        fitting = {
+            "whole": sum(widths) + GAP * (len(widths) - 1),
+            "name": row_name(widths),
+            "columns": " ".join(f"minmax({pixels}px, {pixels}fr)" for pixels in widths),
+            "gap": GAP,
+        }
         rules += [
             COLUMNS.strip(),
             *(
                 f".nsa-muted .nsa-listing .{name} {{ color: var(--nsa-{name}); font-weight: 600; }}"
                 for name in _numbered(SHARED["light"])
             ),
-            (FITTING % (columns * WIDTH, *[columns] * 4)).strip(),
+            FITTING.format(**fitting).strip(),
         ]
     return "<style>\n" + "\n".join(rules) + "\n</style>"
 

@@ -18,7 +18,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
 from matplotlib.transforms import Transform
 
-from nsa_tutorial.course.figures import PALETTE
+from nsa_tutorial.course.figures import INKS, PALETTE
 
 _SHIFTS = {"left": 0.0, "center": 0.5, "right": 1.0}  # of a text's width
 _DROPS = {"baseline": 0.0, "center": 0.36, "top": 0.76, "bottom": -0.22}  # of its size
@@ -30,6 +30,13 @@ def named(colours: object) -> object:
     if isinstance(colours, str):
         return PALETTE.get(colours, colours)
     return colours if isinstance(colours, np.ndarray) else [named(colour) for colour in colours]
+
+
+def _ink(colours: object) -> object:
+    """As `named`, but in the shades in which words can be read."""
+    if isinstance(colours, str):
+        return INKS.get(colours, colours)
+    return colours if isinstance(colours, np.ndarray) else [_ink(colour) for colour in colours]
 
 
 @functools.cache
@@ -59,7 +66,7 @@ class Words(Artist):
     ) -> None:
         super().__init__()
         self.entries = [(x, y, str(text)) for x, y, text in entries]
-        shade = named(colour)
+        shade = _ink(colour)
         self._colours = [shade] * len(self.entries) if isinstance(shade, str) else shade
         self._font, self._ha, self._va = _font(size, family), ha, va
         self._angle, self._spacing, self._offset = angle, spacing, offset

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import nsa_tutorial
 from nsa_tutorial.course.listing import MARKER, Listing, SideBySide
+from nsa_tutorial.course.unwrapped import unwrapped
 
 _PACKAGE = Path(nsa_tutorial.__file__).resolve().parent
 
@@ -68,8 +69,7 @@ def _source(obj: object) -> Listing:
     """A function, class, module, Triton kernel, or what a `"module:name"` string names, whole."""
     if isinstance(obj, str):
         return _named(obj)
-    # a Triton kernel wraps its Python function, and so does `torch.no_grad()`
-    obj = inspect.unwrap(getattr(obj, "fn", obj))
+    obj = unwrapped(obj)
     lines, first = inspect.getsourcelines(obj)
     if inspect.ismodule(obj):
         return _listing("", obj.__name__, obj.__file__, 1, lines)

@@ -3,7 +3,8 @@ rewritten just before compilation.
 
 TileLang's C target knows neither shared memory nor fragments nor parallel loops. It takes the same
 kernel once every tile lies in local memory and every parallel loop is serial, which is what
-`serialise` does to the finished kernel. The CPU then runs one program after the other, one element
+`serialise` does to the finished kernel. `prepare` lets `@tilelang.jit` do so where there is no CUDA
+device. The CPU then runs one program after the other, one element
 after the other: the results are the kernel's, races and missing barriers are not seen.
 
 The rewrite edits the JSON form of TileLang 0.1's intermediate representation, where memory scopes
@@ -13,7 +14,10 @@ are strings and loop kinds are integers; all that depends on it is in this file.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import json
+import math
 import tempfile
 from pathlib import Path
 
@@ -64,16 +68,20 @@ class _Shorter(PassInstrumentationTool):
         return _FewerSimplifications()
 
 
-def compile_for_cpu(kernel: tirx.PrimFunc) -> tilelang.JITKernel:
+def compile_for_cpu(
+    kernel: tirx.PrimFunc, out_idx: list[int] | int | None = None
+) -> tilelang.JITKernel:
     """Compile a kernel to C and load it: about half a second, kept on disk by TileLang for the next
     time.
 
-    Vectorised code is switched off because TileLang's C has no fp16 vectors; `-O2` because the
+    `out_idx` says which arguments are results, which TileLang allocates, as for `tilelang.compile`.
+        Vectorised code is switched off because TileLang's C has no fp16 vectors; `-O2` because the
     default is unoptimised, and `-O3` takes g++ longer than it saves a small kernel.
     """
     with compile_pass_instrumentation(tools=[_Shorter()]):
         compiled = tilelang.compile(
             serialise(kernel),
+            out_idx=out_idx,
             target="c",
             execution_backend="cython",
             pass_configs={"tirx.disable_vectorize": True},
@@ -90,3 +98,54 @@ def _tidy_up(*paths: str | None) -> None:
         if path.parent == Path(tempfile.gettempdir()):
             with contextlib.suppress(OSError):  # Windows keeps what is loaded
                 path.unlink()
+
+
+def unset_is_nan(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The same kernel, with NaN in each tile of floats until something is written there: on a GPU,
+    a new tile holds anything."""
+
+    def filled(block: tirx.SBlock) -> tirx.SBlock:
+        fills = []
+        for tile in block.alloc_buffers:
+            if not tile.dtype.startswith("float"):
+                continue
+            places = [tirx.Var(f"i{axis}", "int32") for axis in range(len(tile.shape))]
+            fill = tirx.BufferStore(tile, tirx.const(math.nan, tile.dtype), places)
+            for place, side in zip(places, tile.shape, strict=True):
+                fill = tirx.For(place, 0, side, tirx.ForKind.PARALLEL, fill)
+            fills.append(fill)
+        return tirx.SBlock(
+            block.iter_vars, block.reads, block.writes, block.name_hint,
+            tirx.SeqStmt([*fills, block.body]) if fills else block.body,
+            block.init, block.alloc_buffers, block.match_buffers, block.annotations,
+        )  # fmt: skip
+
+    body = tirx.stmt_functor.ir_transform(kernel.body, None, filled, ["tirx.SBlock"])
+    return kernel.with_body(body)
+
+
+@functools.cache
+def prepare() -> None:
+    """From now on, in this process, `@tilelang.jit` and `tilelang.compile` without a target compile
+    for the CPU where there is no CUDA device. With one, TileLang decides for itself.
+
+    A tile holds NaN until something is written there. What was compiled keeps the kernel as it was
+    written, as `written`. Options for a GPU's compiler are left out.
+    """
+    if environment.detect().gpu is not None:
+        return
+    module = importlib.import_module("tilelang.jit")
+    elsewhere = module.compile
+
+    @functools.wraps(elsewhere)
+    def compile_here(
+        func: tirx.PrimFunc, out_idx: list[int] | int | None = None,
+        execution_backend: str | None = None, target: object = None, **options: object,
+    ) -> tilelang.JITKernel:  # fmt: skip
+        if target not in (None, "auto"):
+            return elsewhere(func, out_idx, execution_backend, target, **options)
+        compiled = compile_for_cpu(unset_is_nan(func), out_idx)
+        compiled.written = func
+        return compiled
+
+    module.compile = tilelang.compile = compile_here

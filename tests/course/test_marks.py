@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from nsa_tutorial.course.figures import PALETTE, Picture
+from nsa_tutorial.course.figures import INKS, PALETTE, Picture
 from nsa_tutorial.course.marks import Marks, named
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -108,7 +108,7 @@ def test_a_colour_for_all_or_for_each(figure: Figure, marks: Marks) -> None:
     marks.words([(0, 1, "c"), (1, 1, "d")], colour=["query", "#112233"])
     fills = {name: text.get("fill").upper() for name, text in texts(figure).items()}
     assert fills == {
-        "a": PALETTE["key"], "b": PALETTE["key"], "c": PALETTE["query"], "d": "#112233",
+        "a": INKS["key"], "b": INKS["key"], "c": INKS["query"], "d": "#112233",
     }  # fmt: skip
     shares = np.eye(4)
     assert named(shares) is shares

@@ -19,6 +19,7 @@ import torch
 
 from nsa_tutorial.course import chapters, execute, exercises
 from nsa_tutorial.course.chapters import CHAPTERS, Chapter, link_neighbours
+from nsa_tutorial.course.stills import INTERACTIVE, WIDGET
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -196,18 +197,17 @@ def test_has_pictures(path: Path) -> None:
 
 
 @each
-def test_every_interactive_has_a_static_twin(path: Path) -> None:
-    """A widget reads as nothing on a page; the figure of the same section is a cell or two before
-    it."""
-    cells = code_cells(read(path))
-    for i, cell in enumerate(cells):
-        if any(
-            "application/vnd.jupyter.widget-view+json" in o.get("data", {}) for o in cell.outputs
-        ):
-            near = cells[max(0, i - 3) : i + 2]
-            assert any("image/png" in o.get("data", {}) for c in near for o in c.outputs), (
-                f"cell {cell.id}: no static twin"
-            )
+def test_an_interactive_is_stored_as_its_picture(path: Path) -> None:
+    """Controls are an error without their kernel, so a page has the picture alone, once."""
+    before = b""
+    for cell in code_cells(read(path)):
+        for output in cell.outputs:
+            data = output.get("data", {})
+            assert WIDGET not in data, f"cell {cell.id}: stored controls"
+            if data.get("text/plain", "").startswith(INTERACTIVE):
+                assert "image/png" in data, f"cell {cell.id}: an interactive without its picture"
+                assert data["image/png"] != before, f"cell {cell.id}: its picture is above it, too"
+            before = data.get("image/png", before)
 
 
 @each

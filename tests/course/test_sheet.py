@@ -147,5 +147,5 @@ def test_numbers_outside_a_range_have_its_ends_colours(value: float, colour: str
 
 
 def test_a_colour_is_three_bytes() -> None:
-    assert byte_colour("query").tolist() == [0xD5, 0x5E, 0x00]
+    assert byte_colour("query").tolist() == [0xC7, 0x50, 0x00]
     assert byte_colour(PALETTE["query"]).tolist() == byte_colour("query").tolist()

@@ -8,11 +8,12 @@ import contextlib
 
 import pytest
 import torch
-from accesses import Accesses, assert_sound, watch
+from accesses import assert_sound
 from places import skip_unless_runs
 from selection import Problem
 
 from nsa_tutorial import ops
+from nsa_tutorial.course.watching import Accesses, watch, watching
 from nsa_tutorial.runtime import environment
 from nsa_tutorial.runtime.order import ORDERS
 
@@ -38,7 +39,7 @@ def alone(x: torch.Tensor) -> torch.Tensor:
 
 def watched(run, *inputs: torch.Tensor) -> Accesses:
     inputs = [alone(x) for x in inputs]
-    with watch() as seen:
+    with watching() as seen:
         run(*inputs).float().sum().backward()
     return seen
 
@@ -73,7 +74,7 @@ def test_all_of_nsa(cu: tuple[int, ...] | None) -> None:
 
 def launch(kernel, *arguments, grid: int = 2) -> Accesses:
     # where the course watches addresses, it stops a kernel at the first that is outside
-    with watch() as seen, contextlib.suppress(IndexError):
+    with watching() as seen, contextlib.suppress(IndexError):
         kernel[(grid,)](*arguments)
     return seen
 
@@ -116,11 +117,11 @@ def planted():
         tl.atomic_add(y, tl.load(x + tl.program_id(0)))
 
     return {
-        "past the end": (past_the_end, "loads 1 elements outside all its arguments"),
-        "in a gap": (in_a_gap, "loads 1 elements outside all its arguments"),
-        "same store": (same_store, "stores 1 of `y` where another program stores"),
-        "reads a neighbour": (reads_a_neighbour, "where another program"),
-        "adds where one stores": (adds_where_one_stores, "atomics 1 of `y` where another"),
+        "past the end": (past_the_end, "loads 1 element outside of all its arguments"),
+        "in a gap": (in_a_gap, "loads 1 element outside of all its arguments"),
+        "same store": (same_store, "stores 1 element of `y` where program 0 stores"),
+        "reads a neighbour": (reads_a_neighbour, "where program 0"),
+        "adds where one stores": (adds_where_one_stores, "updates 1 element of `y` where"),
         "two lanes": (two_lanes, "stores twice to one address in one statement"),
         "adds": (adds, None),
     }
@@ -142,3 +143,26 @@ def test_a_planted_fault_is_found(fault: str) -> None:
     else:
         assert seen.faults
         assert said in seen.faults[0]
+
+
+def test_a_reader_is_told_which_programs_meet() -> None:
+    skip_unless_runs("triton", "cpu")
+    kernel, _ = planted()["same store"]
+    watched = watch(lambda: kernel[3,](torch.ones(4), torch.zeros(8)))
+    assert not watched.is_sound
+    assert repr(watched) == (
+        "same_store: 3 programs; elements loaded 3, stored 3, updated atomically 0\n"
+        "✗ program 1: stores 1 element of `y` where program 0 stores\n"
+        "✗ program 2: stores 1 element of `y` where another program stores"
+    )
+    sound, _ = planted()["adds"]
+    told = repr(watch(lambda: sound[3,](torch.ones(4), torch.zeros(8))))
+    assert told.endswith("✓ No program touches what another one stores.")
+    assert repr(watch(lambda: None)) == "○ No kernel was launched."
+
+
+def test_programs_are_named_by_their_ids() -> None:
+    skip_unless_runs("triton", "cpu")
+    kernel, _ = planted()["same store"]
+    told = repr(watch(lambda: kernel[1, 2](torch.ones(4), torch.zeros(8))))
+    assert "program (0, 1): stores 1 element of `y` where program (0, 0) stores" in told

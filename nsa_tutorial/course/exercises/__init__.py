@@ -97,6 +97,10 @@ class Exercise:
             does not hold. What holds all stages is kept in the reader's library (`course.mine`).
         forbidden: what an attempt may not call, by its full name ("torch.softmax"), and what it is
             to be called in a sentence ("PyTorch's softmax"). A package's name stands for all of it.
+        launches: the language, "triton" or "tilelang", of which an attempt launches a kernel; None
+            where it need not.
+        parts: kernels and functions of its own that the solution calls: the reader writes them in
+            the same cell, and `solution` shows them above it.
         in_words: the answers are words, one a case: a mistake's name completes "You said …", and
             says all that the case would.
     """
@@ -117,6 +121,8 @@ class Exercise:
     in_words: bool = False
     stages: tuple[Stage, ...] = ()
     forbidden: tuple[tuple[str, str], ...] = ()
+    launches: str | None = None
+    parts: tuple[Callable, ...] = field(default=(), hash=False)  # TileLang's have no hash
 
     def __post_init__(self) -> None:
         """Take the cases from the stages."""

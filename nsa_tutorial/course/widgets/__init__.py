@@ -10,7 +10,8 @@ holds for all of them:
 - The sentence is announced to screen readers, each control has its name, the picture its finding.
 
 Only ipywidgets is used, so the same cell works in JupyterLab, Notebook 7 and VS Code. A picture
-travels as SVG inside an `HTML` widget: sharp on every screen, and nothing to encode.
+travels as SVG inside an `HTML` widget: sharp on every screen, and nothing to encode. Where there is
+no kernel, the same cell shows the picture as it began, as PNG.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import ipywidgets
 from ipywidgets import HTML, Box, Button, GridBox, Layout, VBox
 
 from nsa_tutorial.course.figures import Picture
+from nsa_tutorial.course.stills import INTERACTIVE
+from nsa_tutorial.course.themes import turning
 
 Values = dict[str, object]
 Render = Callable[..., tuple[Picture, str]]
@@ -79,6 +82,7 @@ _STYLE = """
     grid-template-columns: repeat(auto-fit, minmax(230px, 1fr)); }
 }
 """
+_STYLE += turning(".nsa-panel .nsa-drawn svg")
 
 
 class Panel(VBox):
@@ -210,9 +214,16 @@ class Panel(VBox):
         """Put every control back to where it was at the start."""
         return self.set(**self._start)
 
+    def _repr_mimebundle_(self, **options: object) -> tuple[dict, dict]:
+        # beside the controls the picture as it is now, for pages without a kernel
+        data = super()._repr_mimebundle_(**options)
+        with _swept():
+            still, facts = self._draw(**self.values)[0]._repr_mimebundle_()
+        return {**data, "image/png": still["image/png"]}, facts
+
     def __repr__(self) -> str:
         return (
-            f"Interactive: {self.panel_title} ({', '.join(self.controls)}). "
+            f"{INTERACTIVE} {self.panel_title} ({', '.join(self.controls)}). "
             "Run this cell to move it."
         )
 

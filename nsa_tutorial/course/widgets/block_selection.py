@@ -25,7 +25,7 @@ from torch import Tensor
 
 from nsa_tutorial import ops
 from nsa_tutorial.course import heads as stored_heads
-from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, shades
+from nsa_tutorial.course.figures import INKS, PALETTE, Picture, new_figure, shades
 from nsa_tutorial.course.heads import Heads
 from nsa_tutorial.course.sheet import Place, Sheet, byte_colour, bytes_of
 from nsa_tutorial.course.widgets import Panel, panel
@@ -369,7 +369,7 @@ def draw_mass(n: int = 4, kv_head: int = 3) -> Picture:
     for axis, (title, mine) in zip(axes[0], heads.items(), strict=True):
         for by in SOURCES:
             values = 100 * curve(by)[:, mine].mean(1)
-            style, colour = "--" if by == "oracle" else "-", PALETTE[_COLOURS[by]]
+            style, colour = "--" if by == "oracle" else "-", INKS[_COLOURS[by]]
             axis.plot(range(1, 17), values, style, color=colour, linewidth=2, label=_TITLES[by])
             axis.plot([n], [values[n - 1]], "o", color=colour, markersize=6)
             at[title, by] = f"{values[n - 1]:.0f}%"

@@ -21,7 +21,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from nsa_tutorial.course import costs, heads
-from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure, readable_on
+from nsa_tutorial.course.figures import INKS, PALETTE, SURFACE, Picture, new_figure, readable_on
 from nsa_tutorial.course.heads import Heads
 from nsa_tutorial.course.sheet import Chart, Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
@@ -145,9 +145,8 @@ def draw_gather(ids: list[int], query: int, M: int, block_size: int) -> Picture:
                 axis.plot(
                     [source, start + row + 0.46],
                     [top - 0.08, bottom + 0.88],
-                    color=PALETTE[colour],
+                    color=INKS[colour],
                     linewidth=1,
-                    alpha=0.8,
                 )
         label = f"slot {slot}: id {block_id}".replace("-", "−")
         axis.text(

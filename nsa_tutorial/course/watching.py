@@ -1,0 +1,299 @@
+"""What kernels do to memory: every load, store and atomic operation of every program of Triton's
+interpreter, held against the launch's tensors and against the launch's other programs.
+
+    watch(column_sums, x)
+
+Programs of a launch run in any order on a GPU, and at the same time. So a launch is sound if each
+access stays inside an argument, and if no program loads or stores what another one stores. Atomic
+operations may meet atomic operations, and nothing else. The interpreter runs programs one by one
+and cannot show such a race by its results; the addresses show it.
+
+Of TileLang's kernels, which a CPU does not run program by program, it is said where turns of
+`T.Parallel` add to one place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from unittest import mock
+
+import numpy as np
+import torch
+
+from nsa_tutorial.course.launches import counting
+from nsa_tutorial.runtime import environment
+
+_NOBODY, _MANY = -1, -2
+_VERBS = {"load": "loads", "store": "stores", "atomic": "updates"}
+_FEW = 3  # faults that a reader is shown
+
+
+@dataclass
+class _Span:
+    """The bytes of one argument, and which program touched each."""
+
+    name: str
+    first: int
+    end: int
+    inside: np.ndarray
+    owners: dict[str, np.ndarray] = field(init=False)
+
+    def __post_init__(self) -> None:
+        size = self.end - self.first
+        self.owners = {kind: np.full(size, _NOBODY, np.int32) for kind in _VERBS}
+
+
+def _note(owner: np.ndarray, at: np.ndarray, program: int) -> None:
+    before = owner[at]
+    owner[at] = np.where((before == _NOBODY) | (before == program), program, _MANY)
+
+
+@dataclass
+class Accesses:
+    """What was watched: launches and programs, elements by what was done to them, and faults.
+
+    Attributes:
+        launches, programs: how many.
+        loads, stores, atomics: elements.
+        faults: a sentence for each, twenty at most.
+        kernels: their names.
+    """
+
+    launches: int = 0
+    programs: int = 0
+    loads: int = 0
+    stores: int = 0
+    atomics: int = 0
+    faults: list[str] = field(default_factory=list)
+    kernels: list[str] = field(default_factory=list)
+    _spans: list[_Span] = field(default_factory=list)
+    _program: int = 0
+    _grid: tuple[int, ...] = (1, 1, 1)
+
+    def _begin(self, kernel: str, arguments: dict[str, object]) -> None:
+        self.launches, self._spans = self.launches + 1, []
+        self.kernels.append(kernel)
+        for name, argument in arguments.items():
+            x = getattr(argument, "base", argument)
+            if isinstance(x, torch.Tensor) and x.numel():
+                self._spans.append(_span(name, x))
+
+    def _step(self, program: tuple[int, ...], grid: tuple[int, ...]) -> None:
+        self.programs, self._grid = self.programs + 1, grid
+        self._program = int(np.ravel_multi_index(program, grid))
+
+    def _touch(self, kind: str, addresses: np.ndarray, mask: np.ndarray, size: int) -> None:
+        mask = np.broadcast_to(mask, addresses.shape)
+        at = addresses[mask].astype(np.int64).ravel()
+        counter = f"{kind}s"
+        setattr(self, counter, getattr(self, counter) + at.size)
+        if kind == "store" and np.unique(at).size < at.size:
+            self._fault("stores twice to one address in one statement")
+        for span in self._spans:
+            here = (at >= span.first) & (at + size <= span.end)
+            if here.any():
+                here[here] = span.inside[at[here] - span.first]
+            if here.any():
+                self._meet(span, kind, at[here] - span.first)
+                at = at[~here]
+        if at.size:
+            self._fault(f"{_VERBS[kind]} {_elements(at.size)} outside of all its arguments")
+
+    def _meet(self, span: _Span, kind: str, at: np.ndarray) -> None:
+        forbidden = {
+            "load": ("store", "atomic"),
+            "store": ("load", "store", "atomic"),
+            "atomic": ("load", "store"),
+        }[kind]
+        for other in forbidden:
+            owners = span.owners[other][at]
+            others = owners[(owners != _NOBODY) & (owners != self._program)]
+            if others.size:
+                first = int(others[0])
+                is_one = first != _MANY and (others == first).all()
+                who = f"program {self._named(first)}" if is_one else "another program"
+                what = f"{_VERBS[kind]} {_elements(others.size)} of `{span.name}`"
+                self._fault(f"{what} where {who} {_VERBS[other]}")
+        _note(span.owners[kind], at, self._program)
+
+    def _named(self, program: int) -> str:
+        """A program by its ids, as many as its grid has axes."""
+        ids = [int(i) for i in np.unravel_index(program, self._grid)]
+        while len(ids) > 1 and self._grid[len(ids) - 1] == 1:
+            ids.pop()
+        return str(ids[0]) if len(ids) == 1 else f"({', '.join(map(str, ids))})"
+
+    def _fault(self, what: str) -> None:
+        if len(self.faults) < 20:
+            named = self._named(self._program)
+            self.faults.append(f"{self.kernels[-1]}, program {named}: {what}")
+
+
+def _elements(count: int) -> str:
+    return f"{count} element{'s' * (count != 1)}"
+
+
+def _span(name: str, x: torch.Tensor) -> _Span:
+    size = x.element_size()
+    length = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    inside = np.zeros(length * size, bool)
+    offsets = np.zeros((), np.int64)  # not in PyTorch, whose operations tests count
+    for n, s in zip(x.shape, x.stride(), strict=True):
+        offsets = offsets[..., None] + np.arange(n) * s
+    inside[offsets.ravel() * size] = True
+    return _Span(name, x.data_ptr(), x.data_ptr() + length * size, inside)
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[Accesses]:
+    """Watch every launch of an interpreted Triton kernel, and of TileLang's on a CPU, in the
+    block."""
+    seen = Accesses()
+    with contextlib.ExitStack() as stack:
+        if environment.detect().triton is not None:
+            stack.enter_context(_watching_triton(seen))
+        is_there = "tilelang" in sys.modules
+        launched = stack.enter_context(counting("tilelang" if is_there else None))
+        yield seen
+    for kernel in dict.fromkeys(launched):
+        seen.launches += launched.count(kernel)
+        seen.kernels.append("kernel")
+        for tile in shared_places(getattr(kernel, "written", None)):
+            seen.faults.append(f"turns of T.Parallel add to the same places of `{tile}`")
+
+
+@contextlib.contextmanager
+def _watching_triton(seen: Accesses) -> Iterator[None]:
+    from triton.runtime import interpreter
+
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    load, store = builder.create_masked_load, builder.create_masked_store
+    rmw, cas = builder.create_atomic_rmw, builder.create_atomic_cas
+    step, call = builder.set_grid_idx, executor.__call__
+
+    def size_of(pointers: object) -> int:
+        return max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+
+    def watched_load(self, pointers, mask, *rest, **options):
+        seen._touch("load", pointers.data, mask.data, size_of(pointers))
+        return load(self, pointers, mask, *rest, *options.values())
+
+    def watched_store(self, pointers, value, mask, *rest):
+        seen._touch("store", pointers.data, mask.data, size_of(pointers))
+        return store(self, pointers, value, mask, *rest)
+
+    def watched_rmw(self, op, pointers, value, mask, *rest):
+        seen._touch("atomic", pointers.data, mask.data, size_of(pointers))
+        return rmw(self, op, pointers, value, mask, *rest)
+
+    def watched_cas(self, pointers, *rest):
+        seen._touch("atomic", pointers.data, np.ones(pointers.data.shape, bool), size_of(pointers))
+        return cas(self, pointers, *rest)
+
+    def watched_step(self, x, y, z):
+        seen._step((x, y, z), self.grid_dim)
+        return step(self, x, y, z)
+
+    def watched_call(self, *args, **kwargs):
+        named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+        seen._begin(self.fn.__name__, named)
+        return call(self, *args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, watched in (
+            (builder, "create_masked_load", watched_load),
+            (builder, "create_masked_store", watched_store),
+            (builder, "create_atomic_rmw", watched_rmw),
+            (builder, "create_atomic_cas", watched_cas),
+            (builder, "set_grid_idx", watched_step),
+            (executor, "__call__", watched_call),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, watched))
+        yield
+
+
+class Watched:
+    """What a reader is told of a launch.
+
+    Attributes:
+        seen: what was watched.
+        is_sound: whether nothing is wrong with it.
+    """
+
+    def __init__(self, seen: Accesses) -> None:
+        self.seen, self.is_sound = seen, bool(seen.launches and not seen.faults)
+
+    def __repr__(self) -> str:
+        seen = self.seen
+        if not seen.launches:
+            return "○ No kernel was launched."
+        lines = [
+            f"{', '.join(dict.fromkeys(seen.kernels))}: {seen.programs} programs; elements loaded "
+            f"{seen.loads}, stored {seen.stores}, updated atomically {seen.atomics}"
+        ] * bool(seen.programs)
+        if not seen.faults:
+            return "\n".join([*lines, "✓ No program touches what another one stores."])
+        lines += [f"✗ {fault.partition(', ')[2] or fault}" for fault in seen.faults[:_FEW]]
+        more = len(seen.faults) - _FEW
+        return "\n".join(lines + [f"✗ and {more} more" for _ in range(more > 0)])
+
+
+def watch(launch: Callable, *arguments: object, **options: object) -> Watched:
+    """Call a function that launches kernels, and say which of their programs get in each other's
+    way: `watch(column_sums, x)`.
+
+    Raises:
+        BackendUnavailable: where Triton compiles for a GPU, whose loads nobody sees.
+    """
+    here = environment.detect()
+    if here.triton is not None and not here.triton_interpreted:
+        raise environment.BackendUnavailable(
+            "watch needs Triton's interpreter, and Triton compiles for the GPU in this process: "
+            "restart with TRITON_INTERPRET=1 set, and keep the tensors on the CPU."
+        )
+    with watching() as seen:
+        launch(*arguments, **options)
+    return Watched(seen)
+
+
+# -- TileLang --
+
+
+def shared_places(kernel: object) -> list[str]:
+    """The tiles and tensors of a TileLang kernel (`@T.prim_func`) that several turns of a parallel
+    loop add to at one place; none of None."""
+    if kernel is None:
+        return []
+    from tvm import tirx
+
+    found, turns = [], []
+
+    def holds(node: object, is_meant: Callable[[object], bool]) -> bool:
+        seen = []
+        tirx.stmt_functor.post_order_visit(node, lambda inner: seen.append(is_meant(inner)))
+        return any(seen)
+
+    def enter(node: object) -> None:
+        if isinstance(node, tirx.For) and node.kind == tirx.ForKind.PARALLEL:
+            turns.append(node.loop_var)
+        elif isinstance(node, tirx.BufferStore):
+            adds = holds(
+                node.value,
+                lambda x: isinstance(x, tirx.BufferLoad) and x.buffer.same_as(node.buffer),
+            )
+            for turn in turns:
+                names_it = any(
+                    holds(index, lambda x, turn=turn: x.same_as(turn)) for index in node.indices
+                )
+                if adds and not names_it:
+                    found.append(node.buffer.name)
+
+    def leave(node: object) -> None:
+        if isinstance(node, tirx.For) and node.kind == tirx.ForKind.PARALLEL:
+            turns.pop()
+
+    tirx.stmt_functor.ir_transform(kernel.body, enter, leave, ["tirx.For", "tirx.BufferStore"])
+    return found
