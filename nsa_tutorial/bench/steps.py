@@ -21,7 +21,9 @@ from nsa_tutorial.bench.operators import OPERATORS, parts_of
 from nsa_tutorial.bench.problem import Problem, Results
 from nsa_tutorial.runtime.order import Order
 
-PROBE = "descriptors, loads and products alone"  # no attention, so there is nothing to judge
+PROBE = "descriptors, loads and products alone"
+# no attention, so there is nothing to judge
+PROBES = {PROBE, "loads and products alone", "loads alone"}
 Steps = Iterator[tuple[str, Callable[[], Tensor | tuple[Tensor, ...]]]]
 
 
@@ -68,7 +70,7 @@ def steps_of(problem: Problem, backend: str, direction: str) -> Iterator[tuple[s
     else:
         for change, call in STEPS[problem.operator, backend, direction](problem):
             make = partial(_named, problem, direction, call)
-            yield change, Step(make, is_variant=True, is_judged=change != PROBE)
+            yield change, Step(make, is_variant=True, is_judged=change not in PROBES)
 
 
 def _named(problem: Problem, direction: str, call: Callable[[], object]) -> Callable[[], Results]:
@@ -80,8 +82,8 @@ def _named(problem: Problem, direction: str, call: Callable[[], object]) -> Call
 
 
 def tilelang_steps(problem: Problem) -> Steps:
-    """The TileLang kernel with one decision changed at a time, and the published design it comes
-    from."""
+    """The TileLang kernel with one decision changed at a time, the published design it comes from,
+    and what its loads and products take alone."""
     from tilelang import PassConfigKey
 
     from nsa_tutorial.bench.variants import tilelang_first_draft
@@ -121,6 +123,8 @@ def tilelang_steps(problem: Problem) -> Steps:
     yield "3 stages, number of slots fixed", changed(slots=slots, stages=3)
     for threads in (32, 64, 128, 256):
         yield f"{threads} threads", changed(threads=threads)
+    for probe in ("loads and products alone", "loads alone"):
+        yield probe, changed(probe)
     yield "exact exp2", changed("", {PassConfigKey.TL_ENABLE_FAST_MATH: False})
     yield "TMA off", changed("", {PassConfigKey.TL_DISABLE_TMA_LOWER: True})
     yield (

@@ -1,10 +1,12 @@
-"""Exercises of chapter 11: the rows of K behind a list, a kernel with two bugs in its group, packed
-offsets; optional, a list's end and a window's first key."""
+"""Exercises of chapter 11: the rows of K behind a list, and an attention kernel from an empty cell;
+optional, a kernel with two bugs in its group, packed offsets, a list's end and a window's first
+key."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import math
 import re
 import textwrap
 from bisect import bisect_left
@@ -17,12 +19,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from nsa_tutorial.course import recorder
 from nsa_tutorial.course.diffs import diffs
-from nsa_tutorial.course.exercises import Case, Double
+from nsa_tutorial.course.exercises import Case, Double, Stage
 from nsa_tutorial.course.languages import tl, triton
-from nsa_tutorial.course.room import roomy
+from nsa_tutorial.course.room import ROOM, roomy
 from nsa_tutorial.course.texts import Texts
 from nsa_tutorial.runtime import environment
 
@@ -608,7 +611,375 @@ _LOCATE = TEXTS.exercise(
 )  # fmt: skip
 
 
-EXERCISES = (_KEYS, _SCORES, _LOCATE, _WALKED, _WINDOW)
+# -- triton_selected_attention --
+
+
+@triton.jit
+def attend_to_list(
+    Q, K, V, BlockIndices, FirstKey, NumVisible, Output, LSE, scale, H, S,
+    D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, G: tl.constexpr, GT: tl.constexpr,
+):  # fmt: skip
+    """The output and lse of one query and KV head; the grid is `(R, H)`."""
+    query, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first, visible = tl.load(FirstKey + query).to(tl.int64), tl.load(NumVisible + query)
+    group, tokens = tl.arange(0, GT), tl.arange(0, BS)
+    width, value_width = tl.arange(0, D), tl.arange(0, DV)
+    rows = ((query * H + head) * G + group)[:, None]  # [GT, 1], pieces of Q
+    in_group = (group < G)[:, None]  # [GT, 1]
+    k_offset = tokens[:, None] * (H * D) + width  # [BS, D]
+    v_offset = tokens[:, None] * (H * DV) + value_width  # [BS, DV]
+    q_tile = tl.load(Q + rows * D + width, mask=in_group, other=0.0)  # [GT, D]
+    acc_o = tl.zeros([GT, DV], tl.float32)
+    running_sum = tl.zeros([GT], tl.float32)
+    scores_max = tl.full([GT], float("-inf"), tl.float32)
+    for slot in range(S):
+        block_id = tl.load(BlockIndices + (query * H + head) * S + slot)
+        start = block_id * BS
+        is_seen = (block_id >= 0) & (start + tokens < visible)  # [BS]
+        piece = (first + start) * H + head
+        k_tile = tl.load(K + piece * D + k_offset, mask=is_seen[:, None], other=0.0)
+        scores = tl.dot(q_tile, k_tile.T, input_precision="ieee") * scale  # [GT, BS]
+        scores = tl.where(is_seen, scores, float("-inf"))
+        new_max = tl.maximum(scores_max, tl.max(scores, axis=1))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp(scores - shift[:, None])
+        rescale = tl.exp(scores_max - shift)
+        running_sum = running_sum * rescale + tl.sum(weights, axis=1)
+        v_tile = tl.load(V + piece * DV + v_offset, mask=is_seen[:, None], other=0.0)
+        acc_o = acc_o * rescale[:, None] + tl.dot(weights, v_tile, input_precision="ieee")
+        scores_max = new_max
+    total = tl.where(running_sum == 0, 1.0, running_sum)
+    tl.store(Output + rows * DV + value_width, acc_o / total[:, None], mask=in_group)
+    lse_rows = LSE + (query * H + head) * G + group
+    tl.store(lse_rows, scores_max + tl.log(total), mask=group < G)
+
+
+def triton_selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, first_key: Tensor,
+    num_visible: Tensor, block_size: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q [R, HQ, D], k [M, H, D], v [M, H, DV], block_indices [R, H, S], first_key and num_visible
+    [R]. Returns o [R, HQ, DV] and lse [R, HQ]."""
+    (R, HQ, D), (H, DV), S = q.shape, v.shape[1:], block_indices.shape[2]
+    G = HQ // H
+    o, lse = q.new_empty(R, HQ, DV), q.new_empty(R, HQ)
+    tensors = q, k, v, block_indices, first_key, num_visible, o, lse
+    sizes = {"D": D, "DV": DV, "BS": block_size, "G": G, "GT": max(16, triton.next_power_of_2(G))}
+    attend_to_list[R, H](*tensors, D**-0.5, H, S, **sizes, num_warps=1)
+    return o, lse
+
+
+class _Attended(NamedTuple):
+    """What a launch left behind.
+
+    Attributes:
+        o: the output, NaN where nothing was stored.
+        lse: empty where only the output is judged.
+        stored_outside: how many numbers were stored before or behind the tensors that it made.
+    """
+
+    o: object
+    lse: object
+    stored_outside: int
+
+
+class _Allocations(TorchFunctionMode):
+    """Gives each tensor of floats that is made inside room around it, full of NaN like whatever
+    was to stay unset: a store that misses it is seen, and hits nothing else."""
+
+    MAKERS = ("empty", "zeros", "ones", "full", "empty_strided")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        made = func(*args, **(kwargs or {}))
+        maker = getattr(func, "__name__", "").removeprefix("new_").removesuffix("_like")
+        if maker not in self.MAKERS or not made.is_floating_point() or not made.numel():
+            return made
+        made = roomy(made, math.nan)
+        if maker.startswith("empty"):
+            made.fill_(math.nan)
+        self.made.append(made)
+        return made
+
+    def stored_outside(self) -> int:
+        """How many numbers around these tensors are not NaN any more."""
+        whole = (x.as_strided((2 * ROOM + x.numel(),), (1,), 0) for x in self.made)
+        return sum(
+            int((~all_[:ROOM].isnan()).sum() + (~all_[-ROOM:].isnan()).sum()) for all_ in whole
+        )
+
+
+def _run_attention(
+    solution: Callable, tensors: Callable[[], tuple[Tensor, ...]], block_size: int, judged: str
+) -> _Attended:
+    """Call it; around the keys and values lies NaN, and other tensors have room, too."""
+    if hasattr(solution, "run"):
+        raise TypeError("this is the kernel itself: hand over the function that launches it")
+    given = [roomy(x, math.nan if x.is_floating_point() else 0) for x in tensors()]
+    with np.errstate(all="ignore"), _Allocations() as allocations:
+        found = solution(*given, block_size)
+    if found is None:
+        raise TypeError("it returns None: is `return o, lse` missing?")
+    pair = found if isinstance(found, tuple | list) else (found,)
+    if judged == "o and lse" and len(pair) < 2:
+        raise TypeError("it returns one value: `return o, lse`")
+    lse = pair[1] if judged == "o and lse" else ()
+    return _Attended(pair[0], lse, allocations.stored_outside())
+
+
+def _attention_case(
+    name: str, ids: list, visible: list[int], *, first: list[int] | None = None, G: int = 16,
+    M: int | None = None, D: int = 16, DV: int = 32, hidden_from: int | None = None,
+    growing: bool = False, judged: str = "o",
+) -> Case:  # fmt: skip
+    """A case of lists `[R, H, S]`, in blocks of 16 keys.
+
+    Args:
+        visible, first: how many keys each query sees, and from which row on; 0 where not given.
+        M: rows of `k`; by default, no more than are seen.
+        hidden_from: the keys and values from this row on are NaN.
+        growing: scores lie far apart, and later blocks have larger ones.
+    """
+    R, H, first = len(ids), len(ids[0]), first or [0] * len(ids)
+    M = M or max(start + n for start, n in zip(first, visible, strict=True))
+    seed = R + 10 * H + 100 * G + M
+
+    def tensors() -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v = (
+            torch.randn(shape, generator=generator)
+            for shape in ((R, H * G, D), (M, H, D), (M, H, DV))
+        )
+        if growing:
+            q, k = q.abs(), k + torch.arange(M)[:, None, None]
+        if hidden_from is not None:
+            k[hidden_from:], v[hidden_from:] = math.nan, math.nan
+        numbers = (torch.tensor(x, dtype=torch.int32) for x in (ids, first, visible))
+        return q, k, v, *numbers
+
+    here = environment.detect()
+    return Case(name, lambda: (tensors, 16, judged), lambda: here.why_not("triton", here.device))
+
+
+_ATTENTION = TEXTS.exercise(
+    "triton_selected_attention",
+    minutes=25,
+    difficulty=3,
+    solution=triton_selected_attention,
+    parts=(attend_to_list,),
+    run=_run_attention,
+    launches="triton",
+    tolerance=1e-4,
+    forbidden=(
+        ("nsa_tutorial", "the course's own function"),
+        ("torch.softmax", "PyTorch's softmax"),
+        ("torch.scaled_dot_product_attention", "PyTorch's attention"),
+        ("torch.matmul", "PyTorch's matrix product"),
+        ("torch.__matmul__", "PyTorch's matrix product"),
+        ("torch.bmm", "PyTorch's matrix product"),
+        ("torch.einsum", "PyTorch's `einsum`"),
+    ),
+    stages=(
+        Stage("one block", (
+            _attention_case("one query that sees block 0", [[[0]]], [16], DV=16),
+            _attention_case("one query that sees block 2", [[[2]]], [48]),
+        )),
+        Stage("many blocks", (
+            _attention_case("blocks 1 and 0", [[[1, 0]]], [32]),
+            _attention_case("four blocks, each with larger scores than the one before",
+                            [[[0, 1, 2, 3]]], [64], growing=True),
+            _attention_case("four blocks, each with smaller scores than the one before",
+                            [[[3, 2, 1, 0]]], [64], growing=True),
+        )),
+        Stage("queries and heads", (
+            _attention_case("three queries", [[[0, 2]], [[1, 0]], [[2, 1]]], [48, 48, 48]),
+            _attention_case("two queries, two KV heads", [[[0, 1], [2, 0]], [[1, 2], [0, 1]]],
+                            [48, 48]),
+        )),
+        Stage("the future", (
+            _attention_case("7 of block 0's 16 keys are visible", [[[0]]], [7], M=16),
+            _attention_case("5 of block 1's 16 keys are visible", [[[0, 1]]], [21], M=48),
+            _attention_case("a block of the future", [[[2, 0]]], [20], M=48),
+            _attention_case("three queries in one block", [[[0, 1]], [[1, 0]], [[0, 1]]],
+                            [18, 19, 20], M=32),
+            _attention_case("all that the query does not see is NaN", [[[0, 1]]], [21],
+                            M=48, hidden_from=21),
+        )),
+        Stage("-1 in the list", (
+            _attention_case("an empty slot in the middle", [[[1, -1, 0]]], [32]),
+            _attention_case("an empty slot at the end", [[[0, -1], [1, -1]]], [29]),
+        )),
+        Stage("empty rows", (
+            _attention_case("an empty slot first", [[[-1, 0]]], [16]),
+            _attention_case("nothing but empty slots", [[[-1, -1]], [[1, 0]]], [16, 32]),
+        )),
+        Stage("a group of 3", (
+            _attention_case("one KV head, 3 query heads", [[[0, 1]]], [27], G=3),
+            _attention_case("two KV heads, 6 query heads", [[[0, 1], [1, 0]], [[1, 0], [0, -1]]],
+                            [27, 30], G=3),
+            _attention_case("a group of 20", [[[0, 1]], [[1, 0]]], [24, 25], G=20),
+        )),
+        Stage("packed", (
+            _attention_case("two sequences, of 21 and 30 keys",
+                            [[[1, 0], [0, 1]], [[0, -1], [1, 0]]], [21, 30], first=[0, 21]),
+        )),
+        Stage("lse", (
+            _attention_case("one block, and its `lse`", [[[0]]], [16], judged="o and lse"),
+            _attention_case("two sequences, and a row that sees nothing",
+                            [[[1, 0], [-1, 0]], [[0, -1], [-1, -1]]], [19, 26], first=[0, 19],
+                            G=3, growing=True, judged="o and lse"),
+        )),
+    ),
+    misconceptions=diffs(triton_selected_attention, [
+        (" * scale", "", "scores without the scale",
+         "A score is a product of `D` numbers. By what is it multiplied before the softmax?"),
+        ("D**-0.5", "1 / D", "dividing by D in place of √D",
+         "The scale keeps a score's spread at 1 as `D` grows. How does the spread of a sum of `D` "
+         "products grow?"),
+        ("start = block_id * BS", "start = block_id", "taking an id for a token",
+         "Block 2 begins `2 * BS` keys behind block 0. How far behind does yours begin?"),
+        ({"start + tokens < visible": "block_id * BS + tokens < visible",
+          "start = block_id * BS": "start = block_id"}, "taking an id for a token"),
+        ("* rescale + tl", "+ tl", "a sum that is not rescaled",
+         "When the maximum rises, what was summed before is too large. Where is the sum brought "
+         "to the new maximum?"),
+        ("acc_o * rescale[:, None]", "acc_o", "an output that is not rescaled",
+         "The sum is brought to the new maximum. What else was added up under the old one?"),
+        ({"* rescale + tl": "+ tl", "acc_o * rescale[:, None]": "acc_o"},
+         "nothing is rescaled when the maximum rises",
+         "Two numbers were added up under the old maximum. Which?"),
+        ("tl.maximum(scores_max, tl.max(scores, axis=1))", "tl.max(scores, axis=1)",
+         "the block's own maximum in place of the running one",
+         "A later block may have smaller scores. Then `scores_max - new_max` is large, and its "
+         "power may overflow. Of which scores is the running maximum?"),
+        ("rescale[:, None] + tl.dot(weights,",
+         "rescale[:, None] + tl.dot(weights / tl.sum(weights, axis=1)[:, None],",
+         "dividing by the sum of each block",
+         "A block's weights sum to 1 in yours, however small its scores are. When is the whole "
+         "sum known?"),
+        ("acc_o / total[:, None]", "acc_o", "leaving out the division by the sum",
+         "Weights sum to 1. What do yours sum to?"),
+        ("scores_max = new_max", "scores_max = scores_max",
+         "a running maximum that never moves on",
+         "The next block compares with `scores_max`. Where does it take the new value?"),
+        ("attend_to_list[R, H]", "attend_to_list[1, H]", "a program for the first query alone",
+         "Rows that no program stores are NaN here. How many programs does the grid have?"),
+        ("attend_to_list[R, H]", "attend_to_list[R, 1]", "a program for the first KV head alone",
+         "Heads that no program stores are NaN here. How many programs does the grid have?"),
+        ({"rows = ((query * H + head) * G + group)": "rows = (query * H * G + group * H + head)",
+          "LSE + (query * H + head) * G + group": "LSE + query * H * G + group * H + head"},
+         "the head layout [R, G, H]",
+         "Your program takes the query heads with `hq % H == head`. A KV head serves those with "
+         "`hq // G == head`. Which axis of `[R, H, G, D]` runs faster, `H` or `G`?"),
+        ({"rows = ((query * H + head) * G": "rows = ((query * H + head)",
+          "LSE + (query * H + head) * G": "LSE + (query * H + head)"},
+         "forgetting that each program has G rows",
+         "Program (0, 1) begins behind program (0, 0). How many rows of `Q` has that one?"),
+        ({"rows = ((query * H + head) * G": "rows = (query * H + head * G",
+          "LSE + (query * H + head) * G": "LSE + query * H + head * G"},
+         "too short a step from query to query",
+         "Only `head` is multiplied by `G` here. How many rows of `Q` has one query, over all its "
+         "KV heads?"),
+        ({"rows = ((query * H + head) * G": "rows = ((query * H + head) * GT",
+          "LSE + (query * H + head) * G": "LSE + (query * H + head) * GT"},
+         "padding the tensor as well as the tile",
+         "The tile has idle rows, the tensor has none. How many rows lie between two neighbouring "
+         "programs?"),
+        ("BlockIndices + (query * H + head) * S", "BlockIndices + query * S",
+         "one list for all KV heads",
+         "`block_indices` is `[R, H, S]`. How many lists lie before that of program (1, 1)?"),
+        ("tokens[:, None] * (H * D)", "tokens[:, None] * D",
+         "stepping to the next head in place of the next key",
+         "In `[M, H, D]`, a key's heads lie side by side. How many elements lie between one key "
+         "and the next?"),
+        ({"tokens[:, None] * (H * D)": "tokens[:, None] * D",
+          "tokens[:, None] * (H * DV)": "tokens[:, None] * DV"},
+         "stepping to the next head in place of the next key"),
+        ("(first + start) * H + head", "(first + start) * H",
+         "the keys of KV head 0 for everyone",
+         "A key has a piece for each KV head. Which number of the program says which one?"),
+        (" & (start + tokens < visible)", " & (tokens >= 0)", "seeing the future",
+         "The list may name a block that is visible in part, or not at all. Which number says how "
+         "far the query sees?"),
+        ("start + tokens < visible", "start + tokens <= visible", "seeing one key too many",
+         "`num_visible` keys are numbered from 0. Which number has the last of them?"),
+        ("start + tokens < visible", "start < visible",
+         "seeing the whole of a block that is visible in part",
+         "You compare where the block begins. Which of its keys lie behind the query?"),
+        ("start + tokens < visible", "tokens < visible", "counting a token in its block",
+         "`num_visible` counts in the sequence. Where does the block begin?"),
+        ({"mask=is_seen[:, None], other=0.0)\n        acc_o": "mask=tokens[:, None] >= 0)\n"
+          "        acc_o"},
+         "hiding a key's score and not its value",
+         "The weight of a hidden key is 0, and its value may be NaN. What is 0 · NaN?"),
+        ("scores = tl.where(is_seen, scores, float(\"-inf\"))", "scores = scores + 0.0",
+         "weights for keys that are not loaded",
+         "A key that was not loaded is zeros, and its score is 0. Which weight does a score of 0 "
+         "get?"),
+        ("scores = tl.where(is_seen, scores, float(\"-inf\"))",
+         "scores = tl.where(is_seen, scores, 0.0)", "weights for keys that are not loaded"),
+        ("(block_id >= 0) & ", "", "loading the keys of an empty slot",
+         "-1 times `BS` is an address, too: `BS` rows before the sequence. What does your code "
+         "make of `block_id = -1`?"),
+        ("+ (query * H + head) * S + slot)\n        start = block_id * BS",
+         "+ (query * H + head) * S + slot)\n        start = tl.maximum(block_id, 0) * BS\n"
+         "        block_id = tl.maximum(block_id, 0)", "taking an empty slot for block 0",
+         "Clamping makes the address legal, and the block count. What does a block that is listed "
+         "twice do to the softmax?"),
+        ("block_id >= 0", "block_id > 0", "taking block 0 for an empty slot",
+         "Block 0 holds the first keys of the sequence. Which number says that a slot is empty?"),
+        ({"scores_max = tl.full([GT], float(\"-inf\"), tl.float32)":
+          "scores_max = tl.full([GT], float(\"-inf\"), tl.float32)\n    is_open = query >= 0",
+          "        start = block_id * BS":
+          "        is_open = is_open & (block_id >= 0)\n        start = block_id * BS",
+          "(block_id >= 0) &": "is_open &"}, "stopping at the first empty slot",
+         "-1 says that this slot is empty. What does it say about the slots behind it?"),
+        ("tl.where(new_max == float(\"-inf\"), 0.0, new_max)", "new_max",
+         "−∞ minus −∞ before anything is seen",
+         "If the first slot is empty, the maximum is still −∞, and −∞ − (−∞) is NaN. Which shift "
+         "is safe there?"),
+        ("tl.where(running_sum == 0, 1.0, running_sum)", "running_sum", "0 / 0 in an empty row",
+         "A row that sees nothing has a sum of 0. What is 0 / 0, and what should come out?"),
+        ({"acc_o / total[:, None], mask=in_group)": "acc_o / total[:, None])",
+          ", mask=group < G)": ")"}, "storing the padding",
+         "The tile has `GT` rows, and the group `G`. Behind the group's rows lie those of the next "
+         "KV head, and behind the last one lies somebody else's memory. What keeps a store out?"),
+        ("acc_o / total[:, None], mask=in_group)", "acc_o / total[:, None])",
+         "storing the padding"),
+        ("(first + start) * H", "start * H", "forgetting where the sequence begins",
+         "Block 0 of the second sequence is not block 0 of the tensor. At which row of `k` does "
+         "it begin?"),
+        ({"(first + start) * H": "(first + block_id) * BS * H"},
+         "counting the sequence's first row in blocks",
+         "`first_key` is a row already, and `BS` rows make a block. Which of the two is multiplied "
+         "by `BS`?"),
+        ("start + tokens < visible", "first + start + tokens < visible",
+         "comparing a row of K with a count of the sequence",
+         "`num_visible` counts from the sequence's first key. From where do the numbers count that "
+         "you compare with it?"),
+        ("scores_max + tl.log(total)", "tl.log(total)", "an lse without the maximum",
+         "All powers were taken of a score minus the maximum. What has to be added to the log?"),
+        ("scores_max + tl.log(total)", "scores_max + total", "an lse without the log",
+         "`lse` is the *log* of the sum of powers. Is your sum a log?"),
+        ("scores_max + tl.log(total)", "scores_max + tl.log2(total)", "a log in base two",
+         "`lse` is in nats. By what does `log2` differ from the natural log?"),
+        ("scores_max + tl.log(total)", "(scores_max + tl.log(total)) * 1.4426950408889634",
+         "an lse in base two",
+         "`lse` is in nats. If your powers are of two, by what is their log multiplied?"),
+        ("scores_max + tl.log(total)",
+         "tl.where(scores_max == float(\"-inf\"), 0.0, scores_max) + tl.log(total)",
+         "an empty row with an lse of 0",
+         "0 says that the row saw something: its powers sum to 1. Which log has a sum of 0?"),
+    ], parts=(attend_to_list,), pairs=False),
+)  # fmt: skip
+
+
+EXERCISES = (_KEYS, _ATTENTION, _SCORES, _LOCATE, _WALKED, _WINDOW)
 
 
 DOUBLES = (

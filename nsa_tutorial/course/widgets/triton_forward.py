@@ -563,6 +563,67 @@ def times(tokens: int = 65536, group: int = 16, width: int = 128) -> dict[str, d
     return found
 
 
+def recorded(tokens: int = 65536, width: int = 128) -> str:
+    """What a shape's times are times of, from the stored result."""
+    told, row = measured(), times(tokens, width=width)["pointers"]
+    lists = f"random lists of {row['slots']} blocks of {row['block_size']}"
+    return (
+        f"{told['machine']}, Triton {told['triton']}, torch {told['torch']}: {tokens:,} tokens of "
+        f"width {width}, {row['dtype']},\n{row['kv_heads']} KV heads with groups of "
+        f"{row['group']}, {lists}"
+    )
+
+
+def time_of_the_kernel() -> list[str]:
+    """Lines: chapter 11's kernel beside dense attention, in the same recording."""
+    named = {
+        "pointers": "chapter 11's kernel",
+        "dense, cuDNN": "dense attention, cuDNN",
+        "dense, flash": "dense attention, PyTorch's flash kernel",
+    }
+    ms = {told: times()[name]["ms"] for name, told in named.items()}
+    return [f"{recorded()}:", *(f"  {told:34} {time:6.1f} ms" for told, time in ms.items())]
+
+
+def worst_change() -> str:
+    """Which single change makes the kernel slowest, as the question names it."""
+    asked = {"64 tokens": "steps of 64 tokens", "4 warps": "4 warps", "1 stage": "1 stage"}
+    return max(asked, key=lambda name: times()[f"pointers, {asked[name]}"]["ms"])
+
+
+def steps_of_64() -> list[str]:
+    """Lines: kernels that take 64 keys a step, chapter 11's and chapter 10's."""
+    tilelang = json.loads((ASSETS / "tilelang_forward_h200.json").read_text())
+    change = "2 stages, number of slots fixed"
+    ours = {
+        "1 warp, 3 stages, 68 KiB": times()["pointers, steps of 64 tokens"],
+        "2 warps, 2 stages, 36 KiB": times()["pointers, whole blocks, 2 warps, 2 stages"],
+    }
+    (theirs,) = (
+        row for row in tilelang["rows"]
+        if (row["change"], row["tokens"], row["width"], row["group"]) == (change, 65536, 128, 16)
+    )  # fmt: skip
+    lines = [f"{tilelang['machine']}, 65,536 tokens of width 128, random lists, 64 keys a step:"]
+    for choices, row in ours.items():
+        lines.append(f"  Triton, chapter 11's, {row['dtype']}, {choices}: {row['ms']:5.1f} ms")
+    told = f"TileLang, chapter 10's, {theirs['dtype']}, 1 warp, 2 stages, 68 KiB"
+    return [*lines, f"  {told}: {theirs['ms']:5.1f} ms"]
+
+
+def beside_descriptors() -> list[str]:
+    """Lines: both Triton kernels, in each recorded shape."""
+    lines = []
+    for tokens, width in ((65536, 128), (8192, 128), (65536, 64), (8192, 64)):
+        found = times(tokens, width=width)
+        ours, others = (found[name]["ms"] for name in ("pointers", "descriptors"))
+        lines.append(
+            f"  {tokens:6,} tokens, width {width:3}: chapter 11's kernel {ours:5.2f} ms, "
+            f"with descriptors {others:5.2f} ms"
+        )
+    told = measured()
+    return [f"{told['machine']}, Triton {told['triton']}, bfloat16, random lists:", *lines]
+
+
 def beside_tilelang() -> list[tuple[int, int, float, float]]:
     """Tokens and width of each shape with groups of 16: how many times as fast as dense attention
     Triton was, and TileLang."""

@@ -247,6 +247,6 @@ def test_a_line_that_is_gone_is_an_error(
     line: str, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A variant never is the kernel itself, unseen."""
-    monkeypatch.setitem(tilelang_variants.CHANGES, "gone", (line, ""))
+    monkeypatch.setitem(tilelang_variants.CHANGES, "gone", [(line, "")])
     with pytest.raises(ValueError, match=f"found {times} times, expected once: '{line[:7]}"):
         tilelang_variants.variant("gone")
