@@ -85,7 +85,7 @@ def _look(what: str, program: tuple[int, ...], pointers: object, mask: object = 
     size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
     if _launch.kernel is None or _is_inside(at, size):
         return
-    at = at if mask is None else at[np.broadcast_to(np.asarray(mask.data), at.shape)]
+    at = at if mask is None else at[np.broadcast_to(np.asarray(mask.data, bool), at.shape)]
     if at.size == 0 or _is_inside(at, size):
         return
     inside = np.zeros(at.shape, bool)

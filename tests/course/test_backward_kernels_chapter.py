@@ -17,6 +17,7 @@ from nsa_tutorial.course import phases, predict, reader, reveal
 from nsa_tutorial.course.exercises import backward_kernels as solutions
 from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.judging import judge
+from nsa_tutorial.runtime import environment
 from nsa_tutorial.sparse import inverse_list as inverse_lists
 from nsa_tutorial.sparse import selected_attention
 
@@ -117,6 +118,81 @@ def test_window_queries_are_the_packages() -> None:
     for tile, start in enumerate(range(0, N, BT)):
         theirs = (inverse.first[tile].item(), inverse.last[tile].item())
         assert solutions.window_queries(start, BT, window_size, N) == theirs
+
+
+HEADS, KV_HEADS, WIDTH, VALUE_WIDTH, BLOCK = 32, 2, 16, 32, 16
+
+
+def given_backward(N: int, M: int) -> tuple[torch.Tensor, tuple]:
+    """Lists of `N` queries for `M` keys, packed for the operator; and what the backward is given
+    after the operator's forward."""
+    g = torch.Generator().manual_seed(3)
+    blocks, own = -(-M // BLOCK), torch.arange(M - N, M)[:, None, None] // BLOCK
+    order = torch.rand(N, KV_HEADS, blocks, generator=g).argsort(-1)[..., :2]
+    ids = torch.where(order <= own, order, -1).int()
+    ids[1] = -1  # a query that lists nothing
+    q, d_o = (draw(N, HEADS, x, seed=i) for i, x in enumerate((WIDTH, VALUE_WIDTH)))
+    k, v = (draw(M, KV_HEADS, x, seed=i) for i, x in enumerate((WIDTH, VALUE_WIDTH), 2))
+    inputs = [x[None].requires_grad_() for x in (q, k, v)]
+    o, lse = ops.selected_attention(
+        *inputs, ids[None], block_size=BLOCK, scale=0.3, return_lse=True
+    )
+    right = torch.autograd.grad(o, inputs, d_o[None])
+    lists = [solutions.inverse_list(ids[:, head], blocks) for head in range(KV_HEADS)]
+    queries = torch.cat([found for found, _ in lists]).int()
+    bounds = torch.stack([lists[0][1], lists[1][1] + len(lists[0][0])]).int()
+    of_forward = (x.detach().float().contiguous() for x in (d_o, q, k, v, o[0], lse[0]))
+    return [x[0] for x in right], (*of_forward, ids, queries, bounds, BLOCK, 0.3)
+
+
+needs_triton = pytest.mark.skipif(
+    (here := environment.detect()).why_not("triton", here.device) is not None,
+    reason="Triton does not run here",
+)
+
+
+@needs_triton
+def test_the_built_backward_is_autograds_of_the_operator() -> None:
+    """Two KV heads, a last block that is not full, a query that lists nothing."""
+    right, given = given_backward(7, 40)
+    found = solutions.triton_selected_backward(*given)
+    for a, b in zip(found, right, strict=True):
+        torch.testing.assert_close(a, b.float(), rtol=1e-4, atol=1e-5)
+
+
+def by_pytorch(d_o, q, k, v, o, lse, lists, queries, bounds, block_size, scale):
+    """The right numbers for a list of one visible block, and no kernel."""
+    s = scale * (q[:, :, None] * k[None, None, :block_size, 0]).sum(-1)
+    p = torch.exp(s - lse[..., None])
+    d_p = (d_o[:, :, None] * v[None, None, :block_size, 0]).sum(-1)
+    d_s = p * (d_p - (d_o * o).sum(-1, keepdim=True))
+    return scale * (d_s[..., None] * k[None, None, :block_size, 0]).sum(2), None, None
+
+
+@needs_triton
+def test_a_backward_without_a_kernel_holds_no_stage() -> None:
+    verdict = judge(KNOWN["triton_selected_backward"], by_pytorch)
+    assert verdict.held == 0
+    assert "No Triton kernel was launched" in verdict.text
+
+
+def half_done(*given):
+    """`d_q` alone, as one would write it first."""
+    return solutions.triton_selected_backward(*given)[0], None, None
+
+
+@needs_triton
+def test_d_q_alone_holds_four_stages() -> None:
+    verdict = judge(KNOWN["triton_selected_backward"], half_done)
+    assert (verdict.outcome, verdict.held) == ("wrong", 4)
+
+
+@needs_triton
+def test_atomic_adds_hold_all_stages_but_the_last() -> None:
+    """Their sums follow the order of the programs."""
+    verdict = judge(KNOWN["triton_selected_backward"], solutions._by_atomics)
+    assert verdict.held == 6
+    assert verdict.misconceptions == ("sums whose order depends on the launch",)
 
 
 # -- answers as readers write them --
@@ -750,7 +826,8 @@ def prose() -> str:
 def test_the_minutes_are_told() -> None:
     """Those of optional exercises beside them."""
     minutes = {e.name: e.minutes for e in KNOWN.values()}
-    optional = {name: minutes.pop(name) for name in ("chunk_lengths", "audit", "slot_gradient")}
+    names = ("rows_of_step", "window_queries", "chunk_lengths", "audit", "slot_gradient")
+    optional = {name: minutes.pop(name) for name in names}
     assert f"{sum(minutes.values())} of them exercises" in prose()
     assert f"**Optional** ({optional['chunk_lengths']} minutes)" in prose()
 

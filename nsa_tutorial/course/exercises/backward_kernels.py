@@ -1,16 +1,26 @@
-"""Exercises of chapter 13: the inverse list, the rows of a step, shares of a long list, the
-queries of a window's keys, two programs that store to one place, and the gradient of a choice."""
+"""Exercises of chapter 13: the inverse list, and the backward along lists in Triton; optional, the
+rows of a step, shares of a long list, the queries of a window's keys, two programs that store to
+one place, and the gradient of a choice."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from nsa_tutorial.course.diffs import diffs
-from nsa_tutorial.course.exercises import Case, Double
+from nsa_tutorial.course.exercises import Case, Double, Stage
+from nsa_tutorial.course.languages import tl, triton
+from nsa_tutorial.course.room import roomy
 from nsa_tutorial.course.texts import Texts
+from nsa_tutorial.runtime import environment
 
 TEXTS = Texts(__name__)
 
@@ -130,6 +140,398 @@ _INVERSE = TEXTS.exercise(
         Case("everybody lists block 0",
              lambda: (torch.tensor([[0, b // 2] for b in range(2, 10)]), 5)),
     ),
+)  # fmt: skip
+
+
+# -- triton_selected_backward --
+
+
+@triton.jit
+def walk_list(
+    GradO, Q, K, V, LSE, Delta, Lists, GradQ, N, M, H, S, scale,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """`GradQ` of one query and KV head, along its list; the grid is `(N, H)`."""
+    # -- locate the program --
+    query, head = tl.program_id(0), tl.program_id(1)
+    row = (query * H + head) * G + tl.arange(0, G)  # [G], counted in query heads
+    width, value_width = tl.arange(0, D), tl.arange(0, DV)
+
+    # -- load the query group --
+    q_tile = tl.load(Q + row[:, None] * D + width)  # [G, D]
+    do_tile = tl.load(GradO + row[:, None] * DV + value_width)  # [G, DV]
+    lse = tl.load(LSE + row)
+    delta = tl.load(Delta + row)
+    acc_dq = tl.zeros([G, D], tl.float32)
+
+    for slot in range(S):
+        # -- guard --
+        block = tl.load(Lists + (query * H + head) * S + slot)
+        key = block * BS + tl.arange(0, BS)  # [BS]
+        is_seen = (block >= 0) & (key <= M - N + query)
+
+        # -- load the keys and the values --
+        key_row = (key * H + head)[:, None]  # [BS, 1]
+        k_tile = tl.load(K + key_row * D + width, mask=is_seen[:, None], other=0.0)
+        v_tile = tl.load(V + key_row * DV + value_width, mask=is_seen[:, None], other=0.0)
+
+        # -- weights --
+        s = scale * tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [G, BS]
+        p = tl.where(is_seen, tl.exp(s - lse[:, None]), 0.0)
+
+        # -- gradient of the scores --
+        d_p = tl.dot(do_tile, v_tile.T, input_precision="ieee")
+        d_s = p * (d_p - delta[:, None])
+
+        # -- accumulate --
+        acc_dq = tl.dot(d_s, k_tile, acc_dq, input_precision="ieee")
+
+    # -- store --
+    tl.store(GradQ + row[:, None] * D + width, scale * acc_dq)
+
+
+@triton.jit
+def walk_inverse_list(
+    GradO, Q, K, V, LSE, Delta, Queries, Bounds, GradK, GradV, N, M, H, scale,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """`GradK` and `GradV` of one block and KV head, from the queries that list the block; the grid
+    is `(blocks, H)`."""
+    # -- locate the program --
+    head = tl.program_id(1)
+    key = tl.program_id(0) * BS + tl.arange(0, BS)[:, None]  # [BS, 1]
+    key_row, is_key = key * H + head, key < M
+    width, value_width = tl.arange(0, D), tl.arange(0, DV)
+
+    # -- load the keys and the values --
+    k_tile = tl.load(K + key_row * D + width, mask=is_key, other=0.0)
+    v_tile = tl.load(V + key_row * DV + value_width, mask=is_key, other=0.0)
+    acc_dk = tl.zeros([BS, D], tl.float32)
+    acc_dv = tl.zeros([BS, DV], tl.float32)
+
+    bound = Bounds + head * (tl.num_programs(0) + 1) + tl.program_id(0)
+    for place in range(tl.load(bound), tl.load(bound + 1)):
+        # -- load the queries --
+        query = tl.load(Queries + place)
+        row = (query * H + head) * G + tl.arange(0, G)  # [G], all heads of the group
+        q_tile = tl.load(Q + row[:, None] * D + width)
+        do_tile = tl.load(GradO + row[:, None] * DV + value_width)
+        lse = tl.load(LSE + row)
+        delta = tl.load(Delta + row)
+
+        # -- weights --
+        s = scale * tl.dot(k_tile, q_tile.T, input_precision="ieee")  # [BS, G], a key a row
+        p = tl.where(key <= M - N + query, tl.exp(s - lse), 0.0)
+
+        # -- gradient of the values --
+        acc_dv = tl.dot(p, do_tile, acc_dv, input_precision="ieee")
+
+        # -- gradient of the scores --
+        d_p = tl.dot(v_tile, do_tile.T, input_precision="ieee")
+        d_s = p * (d_p - delta)
+
+        # -- gradient of the keys --
+        acc_dk = tl.dot(d_s, q_tile, acc_dk, input_precision="ieee")
+
+    # -- store --
+    tl.store(GradK + key_row * D + width, scale * acc_dk, mask=is_key)
+    tl.store(GradV + key_row * DV + value_width, acc_dv, mask=is_key)
+
+
+def triton_selected_backward(
+    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, lists: Tensor,
+    queries: Tensor, bounds: Tensor, block_size: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q [N, HQ, D], k [M, H, D] and v [M, H, DV]: two kernels, no atomic adds."""
+    (N, HQ, D), (M, H, DV) = q.shape, v.shape
+    delta = (d_o * o).sum(-1)  # [N, HQ]
+    d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    sizes = {"G": HQ // H, "D": D, "DV": DV, "BS": block_size}
+    given = (d_o, q, k, v, lse, delta)
+    walk_list[N, H](*given, lists, d_q, N, M, H, lists.shape[2], scale, **sizes)
+    num_blocks = bounds.shape[1] - 1
+    walk_inverse_list[num_blocks, H](*given, queries, bounds, d_k, d_v, N, M, H, scale, **sizes)
+    return d_q, d_k, d_v
+
+
+@triton.jit
+def _walk_with_atomics(
+    GradO, Q, K, V, LSE, Delta, Lists, GradQ, GradK, GradV, N, M, H, S, scale,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    query, head = tl.program_id(0), tl.program_id(1)
+    row = (query * H + head) * G + tl.arange(0, G)
+    width, value_width = tl.arange(0, D), tl.arange(0, DV)
+    q_tile = tl.load(Q + row[:, None] * D + width)
+    do_tile = tl.load(GradO + row[:, None] * DV + value_width)
+    lse, delta = tl.load(LSE + row), tl.load(Delta + row)
+    acc_dq = tl.zeros([G, D], tl.float32)
+    for slot in range(S):
+        block = tl.load(Lists + (query * H + head) * S + slot)
+        key = block * BS + tl.arange(0, BS)
+        is_seen = (block >= 0) & (key <= M - N + query)
+        key_row, mask = (key * H + head)[:, None], is_seen[:, None]
+        k_tile = tl.load(K + key_row * D + width, mask=mask, other=0.0)
+        v_tile = tl.load(V + key_row * DV + value_width, mask=mask, other=0.0)
+        s = scale * tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        p = tl.where(is_seen, tl.exp(s - lse[:, None]), 0.0)
+        d_s = p * (tl.dot(do_tile, v_tile.T, input_precision="ieee") - delta[:, None])
+        acc_dq = tl.dot(d_s, k_tile, acc_dq, input_precision="ieee")
+        d_k = scale * tl.dot(d_s.T, q_tile, input_precision="ieee")
+        tl.atomic_add(GradK + key_row * D + width, d_k, mask=mask)
+        d_v = tl.dot(p.T, do_tile, input_precision="ieee")
+        tl.atomic_add(GradV + key_row * DV + value_width, d_v, mask=mask)
+    tl.store(GradQ + row[:, None] * D + width, scale * acc_dq)
+
+
+def _by_atomics(d_o, q, k, v, o, lse, lists, queries, bounds, block_size, scale):
+    """One kernel: the program of a query adds its share of `d_k` and `d_v` to memory."""
+    (N, HQ, D), (M, H, DV) = q.shape, v.shape
+    d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    _walk_with_atomics[N, H](
+        d_o, q, k, v, lse, (d_o * o).sum(-1), lists, d_q, d_k, d_v, N, M, H, lists.shape[2], scale,
+        G=HQ // H, D=D, DV=DV, BS=block_size,
+    )  # fmt: skip
+    return d_q, d_k, d_v
+
+
+class _Asked(NamedTuple):
+    """What a stage of the backward looks at.
+
+    Attributes:
+        keys: whether it looks at `d_k` and `d_v`, too.
+        twice: whether it looks at the bits of a second run.
+    """
+
+    keys: bool
+    twice: bool
+
+
+def _run_backward(solution: Callable, asked: _Asked, *given: object) -> object:
+    """What a stage looks at: `d_q`, all gradients, or whether a second run gives the same bits."""
+    first = _gradients_of(solution, given)
+    if not asked.keys:
+        return first[0] if isinstance(first, tuple | list) else first
+    if not asked.twice:
+        return first
+    with _last_program_first():
+        second = _gradients_of(solution, given)
+    pairs = zip(first, second, strict=True)
+    return tuple(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+
+
+def _gradients_of(solution: Callable, given: tuple) -> object:
+    """Launch it: NaN lies around the tensors, and in memory that nobody has set."""
+    floats = {torch.float32: torch.nan, torch.int32: 2**24}
+    tensors = [roomy(x, floats[x.dtype]) if isinstance(x, Tensor) else x for x in given]
+    with _UnsetIsNaN(), np.errstate(all="ignore"):
+        found = solution(*tensors)
+    if isinstance(found, tuple | list):
+        return tuple(x.cpu() if isinstance(x, Tensor) else x for x in found)
+    return found.cpu() if isinstance(found, Tensor) else found
+
+
+class _UnsetIsNaN(TorchFunctionMode):
+    """`torch.empty` and its like give NaN."""
+
+    def __torch_function__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        is_unset = func in (torch.empty, torch.empty_like, Tensor.new_empty)
+        return result.fill_(torch.nan) if is_unset and result.is_floating_point() else result
+
+
+@contextmanager
+def _last_program_first() -> Iterator[None]:
+    """Triton's interpreter runs the programs of a launch in the opposite order. A GPU chooses an
+    order of its own at each launch."""
+    if not environment.is_interpreted():
+        yield
+        return
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    begin = InterpreterBuilder.set_grid_idx
+
+    def mirrored(self: InterpreterBuilder, *program: int) -> None:
+        begin(self, *(n - 1 - i for i, n in zip(program, self.grid_dim, strict=True)))
+
+    with mock.patch.object(InterpreterBuilder, "set_grid_idx", mirrored):
+        yield
+
+
+def _backward_case(
+    name: str, lists: list, M: int, *, keys: bool = False, twice: bool = False
+) -> Case:
+    """Gradients of random tensors along `lists [H, N, S]`, in blocks of 16 keys and groups of 16
+    heads; the queries are the last of `M` positions."""
+    here = environment.detect()
+
+    def arguments() -> tuple:
+        ids = torch.tensor(lists, dtype=torch.int32).transpose(0, 1).contiguous()  # [N, H, S]
+        (N, H, _), G, D, DV, BS, scale = ids.shape, 16, 16, 32, 16, 0.3
+        q, d_o = (_random(N, H * G, width, seed=seed) for seed, width in ((0, D), (1, DV)))
+        k, v = (_random(M, H, width, seed=seed) for seed, width in ((2, D), (3, DV)))
+        key = torch.arange(M)
+        is_listed = (ids[..., None] == key // BS).any(2)  # [N, H, M]
+        is_seen = is_listed & (key <= (M - N + torch.arange(N))[:, None, None])
+        keys_of, values_of = (x.transpose(0, 1)[None, :, None] for x in (k, v))  # [1, H, 1, M, …]
+        s = scale * (q.unflatten(1, (H, G, 1)) * keys_of).sum(-1)  # [N, H, G, M]
+        s = s.masked_fill(~is_seen[:, :, None], -torch.inf)
+        lse = s.logsumexp(-1)  # [N, H, G]
+        p = torch.exp(s - lse[..., None]).nan_to_num()  # 0 where nothing is listed
+        o = (p[..., None] * values_of).sum(-2).flatten(1, 2)
+        inverse = [inverse_list(ids[:, head], -(-M // BS)) for head in range(H)]
+        starts = [0, *accumulate(len(found) for found, _ in inverse)]
+        queries = torch.cat([found for found, _ in inverse]).int()
+        bounds = torch.stack([b + n for (_, b), n in zip(inverse, starts, strict=False)]).int()
+        of_forward = (d_o, q, k, v, o, lse.flatten(1))
+        return _Asked(keys, twice), *of_forward, ids, queries, bounds, BS, scale
+
+    return Case(name, arguments, lambda: here.why_not("triton", here.device))
+
+
+_BACKWARD = TEXTS.exercise(
+    "triton_selected_backward", minutes=35, difficulty=3, solution=triton_selected_backward,
+    parts=(walk_list, walk_inverse_list), run=_run_backward, returns=("d_q", "d_k", "d_v"),
+    tolerance=1e-4, launches="triton",
+    forbidden=(
+        ("torch.autograd", "autograd"),
+        ("nsa_tutorial", "the course's own function"),
+        ("torch.matmul", "PyTorch's matrix product"),
+        ("torch.__matmul__", "PyTorch's matrix product"),
+        ("torch.bmm", "PyTorch's matrix product"),
+        ("torch.einsum", "PyTorch's `einsum`"),
+    ),
+    stages=(
+        Stage("dQ, one block", (
+            _backward_case("two queries that list one block, all of it visible", [[[0], [0]]], 32),
+        )),
+        Stage("dQ, many blocks", (
+            _backward_case("two queries, three visible blocks", [[[0, 1, 2], [2, 0, 1]]], 64),
+        )),
+        Stage("hidden keys and empty rows", (
+            _backward_case("a query inside of a block that it lists", [[[0, 2]]], 40),
+            _backward_case("an empty slot", [[[-1, 2], [0, -1]]], 40),
+            _backward_case("a query that lists nothing", [[[1], [-1]]], 40),
+        )),
+        Stage("two KV heads", (
+            _backward_case("two KV heads with lists of their own",
+                           [[[0, 2], [1, 0]], [[1, 2], [2, -1]]], 48),
+        )),
+        Stage("dK and dV", (
+            _backward_case("three queries, two blocks", [[[0, 1], [0, -1], [1, 0]]], 40,
+                           keys=True),
+            _backward_case("queries inside of a block that they list",
+                           [[[0, 2], [1, 2], [2, -1]]], 40, keys=True),
+            _backward_case("a block that nobody lists", [[[2], [0]]], 40, keys=True),
+        )),
+        Stage("the sum over each group", (
+            _backward_case("two groups, each with an inverse list of its own",
+                           [[[0, 2], [1, 0], [0, -1]], [[1, 2], [2, -1], [-1, -1]]], 48,
+                           keys=True),
+        )),
+        Stage("repeatable", (
+            _backward_case("four queries that list one block, twice", [[[0]] * 4], 32,
+                           keys=True, twice=True),
+        )),
+    ),
+    misconceptions=diffs(triton_selected_backward, [
+        ("scale * acc_dq", "acc_dq", "a gradient of the queries without the scale",
+         "Line 5 of chapter 12: by what is `d_s @ k` multiplied?"),
+        ("s = scale * tl.dot(q_tile", "s = tl.dot(q_tile", "weights from scores without the scale",
+         "`lse` is that of the *scaled* scores. Are yours scaled?"),
+        ("s = scale * tl.dot(k_tile", "s = tl.dot(k_tile", "weights from scores without the scale"),
+        ("p * (d_p - delta[:, None])", "p * d_p", "leaving delta out",
+         "A score that rises takes weight from the others. What do they lose together?"),
+        ("p * (d_p - delta)", "p * d_p", "leaving delta out"),
+        ("d_p - delta[:, None]", "d_p + delta[:, None]", "adding delta",
+         "A key gains where it beats its row's average. What is done to the average then?"),
+        ("d_p - delta)", "d_p + delta)", "adding delta"),
+        ("d_p - delta[:, None]", "d_p - tl.sum(p * d_p, axis=1)[:, None]",
+         "delta from one block's keys",
+         "The row has keys in other blocks, too. Which two tensors of the forward and the loss "
+         "give the sum over all of them?"),
+        ("tl.where(is_seen, tl.exp(s - lse[:, None]), 0.0)",
+         "tl.softmax(tl.where(is_seen, s, float('-inf')), 1)",
+         "a softmax over one block's keys",
+         "The row has keys in other blocks, too. Which number of the forward knows them?"),
+        ("tl.exp(s - lse[:, None])", "tl.exp(s)", "weights that do not sum to 1",
+         "Line 1 is more than `exp(s)`. Which number of the forward holds the row's sum?"),
+        ("tl.exp(s - lse[:, None])", "tl.exp2(s - lse[:, None])", "`exp2` of natural scores",
+         "`exp2` wants exponents in base two. In which base are `s` and `lse` here?"),
+        ("acc_dq = tl.dot(d_s, k_tile, acc_dq,", "acc_dq = tl.dot(d_s, k_tile,",
+         "the share of the last block alone",
+         "Each block of the list adds to `d_q`. What happens to the sum so far?"),
+        ("tl.dot(d_s, k_tile, acc_dq", "tl.dot(p, k_tile, acc_dq",
+         "the weights where d_q wants the gradient of the scores",
+         "A query acts through its scores. Which matrix says how the loss follows them?"),
+        ("block * BS + tl.arange", "block + tl.arange", "an id for the number of a key",
+         "Block 2 begins at key 2 · BS. Where does your tile begin?"),
+        ("(block >= 0) & ", "", "loading the keys of an empty slot",
+         "Block -1 would begin BS keys before the tensor. What should such a slot load?"),
+        ("(key <= M - N + query)", "(key < M)", "keys that come after the query",
+         "The last block of a list may reach past the query. Up to which key does query "
+         "`query` see?"),
+        ("(key <= M - N + query)", "(key <= query)", "a query's number for its position",
+         "The queries are the *last* `N` of `M` positions. Where does query 0 stand?"),
+        ("(key <= M - N + query)", "(key < M - N + query)", "hiding a query's own key",
+         "A query sees the keys up to its position. Is its own key among them?"),
+        ("p = tl.where(is_seen, tl.exp(s - lse[:, None]), 0.0)", "p = tl.exp(s - lse[:, None])",
+         "NaN for a query that lists nothing",
+         "Its `lse` is -inf, so `exp(s - lse)` is infinite, and infinity times 0 is NaN. Which "
+         "step can write 0 over it?"),
+        ("(query * H + head) * S", "query * S", "one list for all KV heads",
+         "Each KV head has a list of its own. How many lists stand before that of `head`?"),
+        ("(key * H + head)[:, None]", "(head * M + key)[:, None]", "taking K for `[H, M, D]`",
+         "In K `[M, H, D]` the KV heads of one key lie side by side. How far is it from one key "
+         "to the next?"),
+        ("(key * H + head)[:, None]", "key[:, None]", "rows of K as if there were one KV head",
+         "Between two keys of a head lie the rows of the other KV heads. What is the step?"),
+        ("(query * H + head) * G + tl.arange(0, G)  # [G], counted",
+         "query * H * G + tl.arange(0, G) * H + head  # [G], counted",
+         "query heads that read the wrong KV head",
+         "Query head `hq` reads KV head `hq // G`, so the heads of a group are neighbours. Which "
+         "heads does your program have?"),
+        ("(query * H + head) * G + tl.arange(0, G)  # [G], counted",
+         "query * G + tl.arange(0, G)  # [G], counted", "forgetting the other groups",
+         "Between two queries lie the heads of *all* groups. How many are they?"),
+        ("scale * acc_dk", "acc_dk", "a gradient of the keys without the scale",
+         "Line 5 of chapter 12: by what is `d_s.T @ q` multiplied?"),
+        (", acc_dv, mask", ", scale * acc_dv, mask", "scaling the gradient of the values",
+         "Values never meet the scale. Which lines of the five have it?"),
+        ("query = tl.load(Queries + place)", "query = place",
+         "the place in the inverse list in place of the query",
+         "`bounds` says where a block's queries stand. What stands there?"),
+        ("head * (tl.num_programs(0) + 1) + tl.program_id(0)", "tl.program_id(0)",
+         "the inverse list of KV head 0 for all heads",
+         "Each KV head has a row of `bounds`. How long is a row?"),
+        ("p = tl.where(key <= M - N + query, tl.exp(s - lse), 0.0)", "p = tl.exp(s - lse)",
+         "weights for keys after the query",
+         "`exp(s - lse)` does not know which keys a query sees. Which of this block's keys come "
+         "after the query?"),
+        ("tl.dot(d_s, q_tile, acc_dk", "tl.dot(p, q_tile, acc_dk",
+         "the weights where d_k wants the gradient of the scores",
+         "A key acts through its scores. Which matrix says how the loss follows them?"),
+        ("acc_dk = tl.dot(d_s, q_tile, acc_dk,", "acc_dk = tl.dot(d_s, q_tile,",
+         "the share of the last query alone",
+         "Every query of the inverse list adds to the sum. What happens to the sum so far?"),
+        ({"acc_dk = tl.dot(d_s, q_tile, acc_dk,": "acc_dk = tl.dot(d_s, q_tile,",
+          "acc_dv = tl.dot(p, do_tile, acc_dv,": "acc_dv = tl.dot(p, do_tile,"},
+         "the share of the last query alone"),
+        ("(query * H + head) * G + tl.arange(0, G)  # [G], all",
+         "(query * H + head) * G + 0 * tl.arange(0, G)  # [G], all",
+         "one head of the group again and again",
+         "All heads of the group have used this block. Which row of `Q` does each of them have?"),
+        ({"scale * acc_dk": "scale / G * acc_dk", ", acc_dv, mask": ", acc_dv / G, mask"},
+         "the mean over a group where its sum is meant",
+         "All heads of a group use the same key. Do their effects average, or add up?"),
+        ("return d_q, d_k, d_v", "return d_q, d_v, d_k", "d_v before d_k",
+         "The order of the results is queries, keys, values. Which one do you return second?"),
+        (_by_atomics, "sums whose order depends on the launch",
+         "Programs finish in another order each time, and atomic adds follow it. Which program "
+         "could add all shares of a block by itself, one query after the other?"),
+    ], parts=(walk_list, walk_inverse_list), pairs=False),
 )  # fmt: skip
 
 
@@ -571,7 +973,7 @@ def _of_slots(G: int, S: int, BS: int, *, hidden: int, seed: int) -> tuple[Tenso
     return d_s, s, is_seen
 
 
-EXERCISES = (_INVERSE, _STEP, _WINDOW, _LENGTHS, _AUDIT, _SLOT)
+EXERCISES = (_INVERSE, _BACKWARD, _STEP, _WINDOW, _LENGTHS, _AUDIT, _SLOT)
 
 
 DOUBLES = (
@@ -608,7 +1010,7 @@ TRAPS = TEXTS.traps
 PREDICTIONS = TEXTS.predictions(
     globals(),
     queries_of_a_block={"tolerance": 0.03},
-    busiest_block={"choices": (8, 60, 180, 528), "tolerance": 0.03},
     fastest_backward={"choices": ("slots", "one pass", "two passes")},
+    killed_idea={"choices": ("contention", "volume", "both")},
     peaked_choice={"unit": "%"},
 )

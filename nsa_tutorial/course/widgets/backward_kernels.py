@@ -1,12 +1,11 @@
-"""Chapter 13's pictures: the block mask and its transpose, chunks, contention, one program of the
-keys' kernel step by step, and scores that learn to choose.
+"""Chapter 13's pictures: the block mask and its transpose, kinds of lists, chunks, one program of
+the keys' kernel step by step, and scores that learn to choose.
 
-`contention` counts, on the lists of the benchmark, who adds to which block: with a program for
-every slot and atomics, and with chunks of the inverse list. `record` runs one program of
-`triton.selected.backward.dkv_kernel` from its own source (`course.recorder`) on chapter 10's real
-heads, and `so_far` runs the same program on the beginning of its chunk. `draw_transpose`,
-`draw_chunks`, `draw_contention`, `draw_step` and `draw_learning` draw; `contention_panel` and
-`stepper` put controls on them.
+`meet` counts, on the lists of the benchmark, how many programs add to one block where each slot has
+a program. `record` runs one program of `triton.selected.backward.dkv_kernel` from its own source
+(`course.recorder`) on chapter 10's real heads, and `so_far` runs the same program on the beginning
+of its chunk. `draw_transpose`, `draw_kinds`, `draw_chunks`, `draw_step` and `draw_learning` draw;
+`stepper` puts controls on `draw_step`.
 
 Nothing here needs Triton or a GPU.
 """
@@ -26,7 +25,7 @@ from torch import Tensor
 from nsa_tutorial.bench import drawing
 from nsa_tutorial.course import learning_to_choose, recorder
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, shades
-from nsa_tutorial.course.sheet import Chart, Place, Sheet, byte_colour, bytes_of
+from nsa_tutorial.course.sheet import Place, Sheet, byte_colour, bytes_of
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.course.widgets.tilelang_forward import (
     ASSETS,
@@ -39,7 +38,7 @@ from nsa_tutorial.course.widgets.tilelang_forward import (
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.kernels.tables.chunks import Tables, tables_of_lists
 from nsa_tutorial.sparse import inverse_list, selected_attention
-from nsa_tutorial.sparse.inverse_list import Chunks, InverseList
+from nsa_tutorial.sparse.inverse_list import Chunks
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
 MEASURED = {name: ASSETS / f"{name}_backward_h200.json" for name in ("triton", "tilelang")}
@@ -132,186 +131,62 @@ def _scales(sheet: Sheet, place: Place, x: tuple[str, int, int], y: tuple[str, i
         write(place, {(i + 0.5) / length: i for i in range(0, length, step)}, name)
 
 
-# -- who adds to which block --
+# -- kinds of lists, and how many programs meet at a block --
 
-TOKENS = (1024, 2048, 4096, 8192)
-SLOTS = (4, 8, 16)
-GROUPS = (1, 4, 16)
-CHUNK_ROWS = tuple(2**power for power in (10, 12, 14, 16))
-BLOCK, WIDTH = 64, 128  # of the benchmark
+BLOCK = 64  # tokens of one, as in the benchmark
+KINDS = ("random", "trained", "smooth")
 AT_ONCE = 132 * 4  # programs that run at a time: 4 on each multiprocessor of an H200
-NO_BLOCK = "random, none forced"
-SHUFFLED = "random, shuffled slots"
-LISTS = (NO_BLOCK, *drawing.DRIFTS)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)
 def lists(kind: str, tokens: int, slots: int) -> Tensor:
-    """Lists of one KV head, `[tokens, 1, slots]` int32: those of the benchmark, which force the
-    first block, the own one and the one before it; or random ones without any of that. Those of
-    `SHUFFLED` do not ascend."""
-    if kind == SHUFFLED:
-        ascending = lists(NO_BLOCK, tokens, slots)
-        order = torch.rand(ascending.shape, generator=torch.Generator().manual_seed(0)).argsort(-1)
-        return ascending.gather(-1, order)
-    if kind != NO_BLOCK:
-        return drawing.draw(kind, tokens, 1, BLOCK, slots, "cpu")[0]
-    generator, block = torch.Generator().manual_seed(0), torch.arange(tokens // BLOCK)
-    importance = torch.rand(tokens, len(block), generator=generator)
-    own = torch.arange(tokens)[:, None] // BLOCK
-    best, ids = importance.masked_fill(block > own, -1).topk(slots, -1)
-    ids = ids.masked_fill(best < 0, len(block)).sort(-1).values  # empty slots behind all blocks
-    return ids.masked_fill(ids == len(block), -1).to(torch.int32)[:, None]
+    """Lists of the benchmark for one KV head, `[tokens, 1, slots]` int32. They name the first
+    block, the own one and the one before it."""
+    return drawing.draw(kind, tokens, 1, BLOCK, slots, "cpu")[0]
 
 
-@functools.lru_cache(maxsize=64)
-def inverse(kind: str, tokens: int, slots: int) -> InverseList:
-    """The inverse of `lists`."""
-    sizes = {"block_size": BLOCK, "num_keys": tokens}
-    return inverse_list.invert_lists(lists(kind, tokens, slots), causal_rows(tokens), **sizes)
-
-
-@dataclass(frozen=True)
-class Contention:
-    """Who adds to which block, for one KV head.
-
-    Attributes:
-        counts: how many queries list each block, `[blocks]`.
-        at_once: a program for each slot, in the order of the grid `(R, H, S)`, `AT_ONCE` at a time:
-            how many of them add to each block at the same time, at most, `[blocks]`.
-        busiest: how many add to the busiest block, on average over time.
-        added: fp32 numbers that these programs add, one by one.
-        length: queries of a chunk, and up to twice as many.
-        sizes: queries of each chunk.
-        shares: how many chunks share their block with others.
-        summed: fp32 numbers of these shares, each stored once and read once.
-    """
-
-    counts: np.ndarray
-    at_once: np.ndarray
-    busiest: float
-    added: int
-    length: int
-    sizes: np.ndarray
-    shares: int
-    summed: int
-
-
-@functools.lru_cache(maxsize=256)
-def contention(kind: str, tokens: int, slots: int, group: int, rows: int) -> Contention:
-    """Of `lists`, in chunks of `rows` rows (queries times heads of a group)."""
-    ids, inverted = lists(kind, tokens, slots), inverse(kind, tokens, slots)
-    counts = (inverted.last - inverted.first)[: tokens // BLOCK].numpy()
-    program = ids[:, 0].T.flatten().numpy()  # the block of each, the rows of a slot first
-    wave = np.arange(len(program)) // AT_ONCE
-    listed, blocks = program >= 0, len(counts)
-    places = wave[listed] * blocks + program[listed]
-    waves = np.bincount(places, minlength=(wave[-1] + 1) * blocks).reshape(-1, blocks)
-    length = max(1, rows // group)
-    chunks = inverse_list.chunks(inverted, length=length)
-    sizes = (chunks.last - chunks.first).numpy()
-    is_share = ((chunks.num_parts > 1) & (chunks.last > chunks.first)).numpy()
-    of_block = BLOCK * 2 * WIDTH  # d_k and d_v
-    return Contention(
-        counts, waves.max(0), float(waves.max(1).mean()), int(listed.sum()) * of_block, length,
-        sizes[sizes > 0], int(is_share.sum()), int(is_share.sum()) * of_block,
-    )  # fmt: skip
-
-
-def told_contention(kind: str, tokens: int, slots: int, group: int, rows: int) -> str:
-    """What the panel says about a setting."""
-    c = contention(kind, tokens, slots, group, rows)
-    most, programs = int(c.counts.argmax()), len(c.sizes)
-    chunks = f"{programs} chunks of at most {queries(int(c.sizes.max()))}"
-    summed = "No block is cut, and nothing is left to sum"
-    if c.shares:
-        summed = f"{c.shares} of them are shares, {_count(c.summed)} numbers, summed in order"
-    return (
-        f"Block {most} is listed most, by {queries(int(c.counts[most]))}; the block in the middle "
-        f"by {int(np.median(c.counts)):,}. A program per slot adds {_count(c.added)} fp32 numbers "
-        f"by atomics: of {AT_ONCE} programs at a time, {c.busiest:.0f} add to the same block, on "
-        f"average. The inverse list makes {chunks}. {summed}."
-    )
-
-
-def _count(number: int) -> str:
-    for unit, name in ((10**9, "billion"), (10**6, "million")):
-        if number >= unit:
-            return f"{number / unit:.3g} {name}"
-    return f"{number:,}"
-
-
-def draw_contention(
-    kind: str = "trained", tokens: int = 4096, slots: int = 16, group: int = 16, rows: int = 2**14
-) -> Picture:
-    """Left how many queries list each block, and how many add to it at once; right atomics beside
-    chunks."""
-    c = contention(kind, tokens, slots, group, rows)
-    sheet, blocks, top = Sheet(8.3, 3.5), len(c.counts), int(c.counts.max())
-    chart = sheet.chart(Place(0.85, 0.72, 3.9, 2.2), (-0.5, blocks - 0.5), (0, 1.08 * top))
-    places = range(blocks)
-    chart.boxes([(b - 0.42, 0, 0.84, c.counts[b]) for b in places], _PALE)
-    chart.boxes([(b - 0.42, 0, 0.84, c.at_once[b]) for b in places], "query")
-    cut = 2 * c.length
-    if cut < 1.08 * top:
-        chart.lines([((-0.5, cut), (blocks - 0.5, cut))], "selected", 1.1, linestyles="--")
-        told = f"cut from {cut:,} queries on"
-        chart.words([(blocks - 0.5, cut, told)], size=8.5, colour="selected", ha="right",
-                    va="bottom", offset=(0, 3))  # fmt: skip
-    chart.bottom(range(0, blocks, blocks // 8), None, "block")
-    ticks = [0, top // 2, top]
-    chart.left(ticks, [f"{n:,}" for n in ticks], "queries")
-    names = {_PALE: "queries that list the block", "query": "add to it at once, at most"}
-    sheet.legend(0.85, 0.52, names)
-    pairs = {
-        "programs at the busiest block, on average": (round(c.busiest), 1),
-        "queries of the longest program": (int(c.counts.max()), int(c.sizes.max())),
-    }
-    ways = ("atomics", "chunks"), ("no chunks", "chunks")
-    for i, ((title, values), names) in enumerate(zip(pairs.items(), ways, strict=True)):
-        place = Place(5.85, 0.95 + 1.15 * i, 1.55, 0.6)
-        _draw_pair(sheet.chart(place, (0, max(values)), (2, 0)), values, names)
-        sheet.text(5.1, place.top - 0.14, title)
-    told = (
-        f"On average, {c.busiest:.0f} of {AT_ONCE} programs add to the busiest block by atomics; "
-        "in chunks, each sum has one owner"
-    )
+def draw_kinds(tokens: int = 4096, slots: int = 16, neighbours: int = 64) -> Picture:
+    """The lists of neighbouring queries, a row for each query, by kind."""
+    sheet, blocks, first = Sheet(8.3, 2.75), tokens // BLOCK, 3 * tokens // 4
+    together = []
+    for i, kind in enumerate(KINDS):
+        ids = lists(kind, tokens, slots)
+        mask = np.zeros((neighbours, blocks + 1), dtype=bool)  # empty slots: the last column
+        np.put_along_axis(mask, ids[first : first + neighbours, 0].long().numpy(), True, axis=1)
+        colours = np.tile(byte_colour(_NOTHING), (neighbours, blocks, 1))
+        colours[mask[:, :blocks]] = byte_colour("selected")
+        place = Place(0.85 + 2.55 * i, 0.62, 2.2, 1.6)
+        sheet.image(place, colours)
+        sheet.title(place, kind)
+        sheet.below(place, {(b + 0.5) / blocks: b for b in range(0, blocks, blocks // 4)}, "block")
+        if i == 0:
+            rows = range(0, neighbours, neighbours // 4)
+            sheet.beside(place, {(r + 0.5) / neighbours: f"{first + r:,}" for r in rows}, "query")
+        together.append(f"{drawing.overlap(ids[None]):.1f}")
+    told = f"Four neighbours list {', '.join(together)} times as many blocks as one of them"
     return Picture(sheet.figure, told)
 
 
-def _draw_pair(chart: Chart, values: tuple[int, int], names: tuple[str, str]) -> None:
-    for row, (value, colour) in enumerate(zip(values, ("query", "selected"), strict=True)):
-        chart.boxes([(0, row + 0.15, value, 0.7)], colour)
-        chart.words([(value, row + 0.5, _count(value))], size=8.5, ha="left", offset=(4, 0))
-    chart.left([0.5, 1.5], names, line=False)
+@functools.lru_cache(maxsize=16)
+def meet(kind: str, tokens: int, slots: int) -> float:
+    """How many programs add to the busiest block at the same time, on average over time: a program
+    for each slot of one KV head's lists, slot 0 of all queries first, `AT_ONCE` at a time."""
+    program = lists(kind, tokens, slots)[:, 0].T.flatten()  # the block of each
+    blocks, wave = tokens // BLOCK, torch.arange(len(program)) // AT_ONCE
+    places = (wave * blocks + program)[program >= 0]
+    waves = int(wave[-1]) + 1
+    counts = torch.bincount(places, minlength=waves * blocks).view(waves, blocks)
+    return counts.amax(1).double().mean().item()
 
 
-def contention_panel() -> Panel:
-    """The interactive: kinds of lists, lengths and chunks → contention per block."""
-
-    def render(kind: str, tokens: int, slots: int, group: int, rows: int) -> tuple[Picture, str]:
-        setting = (kind, tokens, slots, group, rows)
-        return draw_contention(*setting), told_contention(*setting)
-
-    def choice(values: tuple[int, ...], value: int, name: str) -> ipywidgets.SelectionSlider:
-        options = [(f"{n:,}", n) for n in values]
-        return ipywidgets.SelectionSlider(options=options, value=value, description=name)
-
-    return panel(
-        "contention per block: atomics or chunks",
-        render,
-        kind=ipywidgets.Dropdown(options=LISTS, value="trained", description="lists"),
-        tokens=choice(TOKENS, 4096, "tokens"),
-        slots=choice(SLOTS, 16, "slots of a list"),
-        group=choice(GROUPS, 16, "heads of a group"),
-        rows=choice(CHUNK_ROWS, 2**14, "rows of a chunk"),
-    )
+# -- chunks --
 
 
 def draw_chunks(kind: str = "trained", tokens: int = 1024, length: int = 128) -> Picture:
     """The queries of each block, cut into chunks: a bar for each block, a piece for each
     program."""
-    inverted = inverse(kind, tokens, 4)
+    sizes = {"block_size": BLOCK, "num_keys": tokens}
+    inverted = inverse_list.invert_lists(lists(kind, tokens, 4), causal_rows(tokens), **sizes)
     chunks = inverse_list.chunks(inverted, length=length)
     figure, axes = new_figure(8.0, 3.4)
     axis, blocks = axes[0, 0], tokens // BLOCK
@@ -620,7 +495,7 @@ def stepper() -> Panel:
         idle=idle,
         head=ipywidgets.IntSlider(0, 0, example().k.shape[2] - 1, description="KV head"),
         block=ipywidgets.IntSlider(0, 0, N // BS - 1, description="block"),
-        part=ipywidgets.IntSlider(0, 0, 4, description="chunk"),
+        part=ipywidgets.IntSlider(1, 0, 4, description="chunk"),
         step=ipywidgets.IntSlider(0, 0, 7, description="step"),
     )
 
