@@ -92,7 +92,7 @@ _MAP = "The-map"  # the heading in chapter 00
 
 def neighbours(chapter: Chapter) -> str:
     """The last line of a chapter: links to the chapter before it, to the map in chapter 00, and to
-    the chapter after it."""
+    the chapter after it, or to the next one that there is."""
     parts = []
     if chapter.number > 0:
         before = next(c for c in reversed(CHAPTERS[: chapter.number]) if c.is_ready)
@@ -102,6 +102,9 @@ def neighbours(chapter: Chapter) -> str:
         after = CHAPTERS[chapter.number + 1]
         ready, coming = f"[{after.title}]({after.file}) →", f"{after.title} (in preparation)"
         parts.append(ready if after.is_ready else coming)
+        later = next((c for c in CHAPTERS[after.number + 1 :] if c.is_ready), None)
+        if later is not None and not after.is_ready:
+            parts.append(f"[{later.title}]({later.file}) →")
     return " · ".join(parts)
 
 

@@ -313,10 +313,25 @@ def test_nbval_compares_sanitises_and_leaves_out(tmp_path: Path) -> None:
     assert re.findall(r"^FAILED chapter\.ipynb::.*Cell (\d)", said, re.M) == ["4"]
 
 
+def test_nbval_compares_stored_measurements_whatever_the_tags_say(tmp_path: Path) -> None:
+    """Their times, too; but not what the course says of a reader's answer."""
+    measured = "file = 'triton_forward_h200.json'; print({!r})"
+    ignored = ["nbval-ignore-output"]
+    said = run_nbval(
+        tmp_path,
+        (measured.format("took 12.5 ms"), "took 12.5 ms\n", ignored),
+        (measured.format("took 12.5 ms"), "took 12.6 ms\n", ignored),
+        (measured.format("took 12.5 ms"), "took 12.6 ms\n", []),
+        (measured.format("○ a_guess: no guess yet."), "✗ a_guess: you said 4.\n", ignored),
+    )
+    assert " 2 failed, 2 passed " in said.splitlines()[-1]
+    assert re.findall(r"^FAILED chapter\.ipynb::.*Cell (\d)", said, re.M) == ["1", "2"]
+
+
 def test_neighbours_are_written_once_and_follow_the_chapters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """The command on a course of two chapters, then of three."""
+    """The command on a course of two chapters, then of a third and the one before it."""
     monkeypatch.setattr(chapters, "NOTEBOOKS", tmp_path)
 
     def add(number: int, title: str) -> Path:
@@ -330,12 +345,16 @@ def test_neighbours_are_written_once_and_follow_the_chapters(
     assert chapters.main(["--check"]) == 1
     assert chapters.main([]) == 0
     assert chapters.main(["--check"]) == 0
-    there = "[Map](00_start_here.ipynb)"
+    there = "[Map](00_start_here.ipynb#The-map)"
     begin = f"{there} · [Look up](01_dense_attention.ipynb) →"
     assert read(first).cells[-1].source == f"## Next\n\nAnd [Map](#x) then.\n\n{begin}"
     line = f"← [Begin](00_start_here.ipynb) · {there}"
     coming = f"{line} · Grouped query attention (in preparation)"
     assert read(second).cells[-1].source.splitlines()[-1] == coming
+    add(3, "Run on")
+    assert chapters.main([]) == 0
+    further = f"{coming} · [Run on](03_online_softmax.ipynb) →"
+    assert read(second).cells[-1].source.splitlines()[-1] == further
     add(2, "Share")
     assert chapters.main([]) == 0
     ready = f"{line} · [Share](02_grouped_query_attention.ipynb) →"
@@ -344,4 +363,4 @@ def test_neighbours_are_written_once_and_follow_the_chapters(
     assert not execute.write(second, read(second)), "another form than that of execute"
     assert chapters.main([]) == 0
     assert second.read_text(encoding="utf-8") == stored
-    assert capsys.readouterr().out.count("written") == 4
+    assert capsys.readouterr().out.count("written") == 7

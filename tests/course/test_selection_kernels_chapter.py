@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nsa_tutorial import ops
-from nsa_tutorial.course import phases, predict, reveal
+from nsa_tutorial.course import costs, phases, predict, reveal
 from nsa_tutorial.course.diffs import Edited
 from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.exercises import selection_kernels as solutions
@@ -22,6 +22,7 @@ from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.kernels import running_top_n
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.widgets import selection_kernels as pictures
+from nsa_tutorial.course.widgets.grouped_query_attention import H200_BYTES_PER_S
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.runtime import environment
 from nsa_tutorial.sparse import block_selection, compression
@@ -37,7 +38,25 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+OPTIONAL = ("group_mass", "running_list", "walk", "merge_lists", "pack")
+
+
 # -- solutions --
+
+
+def test_blocks_are_selected_as_the_operator_selects_them() -> None:
+    """With one summary a block, on all cases of the exercise."""
+    e = KNOWN["triton_select_blocks"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    for case in e.cases:
+        q, k_cmp, lse, M, block_size, n, num_initial, num_local, scale = case.arguments()
+        sizes = {"block_size": block_size, "length": block_size, "stride": block_size}
+        right = ops.select_blocks(
+            q[None], k_cmp[None], lse[None], top_n=n, num_initial=num_initial, num_keys=M,
+            num_local=num_local, scale=scale, backend="reference", **sizes,
+        )[0]  # fmt: skip
+        assert torch.equal(solutions.triton_select_blocks(*case.arguments()), right), case.name
 
 
 def test_the_weights_of_a_group_are_the_operators() -> None:
@@ -810,6 +829,110 @@ def test_a_guess_of_percent(guess: float, sign: str) -> None:
     assert sign in repr(reveal("tiles_that_merge", 100))
 
 
+# -- the choice as one kernel, as readers write it --
+
+
+@triton.jit
+def one_by_one(
+    Q, K, LSE, Ids, first, BS, n, num_initial, num_local, scale, H,
+    G: tl.constexpr, D: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    """Takes the best block, hides it, and takes the next one."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    block, width = tl.arange(0, NB), tl.arange(0, D)
+    t = first + row
+    is_seen = (block + 1) * BS <= t + 1
+    keys = tl.load(K + (block[:, None] * H + head) * D + width, mask=is_seen[:, None], other=0.0)
+    score = tl.zeros([NB], tl.float32)
+    for g in range((row * H + head) * G, (row * H + head) * G + G):
+        s = tl.sum(keys * tl.load(Q + g * D + width)[None, :], axis=1) * scale
+        score += tl.where(is_seen, tl.exp2((s - tl.load(LSE + g)) * 1.44269504), 0.0)
+    score = tl.where(block < num_initial, 1e30, score)
+    score = tl.where((block > t // BS - num_local) & (block <= t // BS), 1e30, score)
+    score = tl.where(block <= t // BS, score, -1.0)
+    is_taken = block < 0
+    for _ in range(n):
+        best = tl.argmax(score, axis=0)
+        is_taken = is_taken | ((block == best) & (score >= 0))
+        score = tl.where(block == best, -1.0, score)
+    place = tl.cumsum(is_taken.to(tl.int32), axis=0) - 1
+    tl.store(Ids + (row * H + head) * n + place, block, mask=is_taken)
+
+
+@triton.jit
+def by_halving(
+    Q, K, LSE, Ids, first, BS, n, num_initial, num_local, scale, H,
+    G: tl.constexpr, D: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    """Plays the chapter's game on the bits of the scores, for one head of a group."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    block, width = tl.arange(0, NB), tl.arange(0, D)
+    t = first + row
+    is_seen = block < (t + 1) // BS
+    keys = tl.load(K + (block[:, None] * H + head) * D + width, mask=is_seen[:, None], other=0.0)
+    s = tl.sum(keys * tl.load(Q + (row * H + head) * G * D + width)[None, :], axis=1) * scale
+    score = tl.where(is_seen, tl.exp(s - tl.load(LSE + (row * H + head) * G)), 0.0)
+    bits = tl.where(block <= t // BS, score.to(tl.int32, bitcast=True), -1)
+    low, high = 0, 0x7F800001
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        if tl.sum((bits >= middle).to(tl.int32)) >= n:
+            low = middle
+        else:
+            high = middle
+    is_above, is_equal = bits > low, bits == low
+    num_left = n - tl.sum(is_above.to(tl.int32))
+    is_taken = is_above | (is_equal & (tl.cumsum(is_equal.to(tl.int32)) <= num_left))
+    place = tl.cumsum(is_taken.to(tl.int32)) - 1
+    tl.store(Ids + (row * H + head) * n + place, block, mask=is_taken)
+
+
+def selecting(kernel: object) -> Callable:
+    """The launch of a kernel that selects blocks."""
+
+    def triton_select_blocks(q, k_cmp, lse, M, block_size, n, num_initial, num_local, scale):
+        (N, HQ, D), H = q.shape, k_cmp.shape[1]
+        ids = torch.full((N, H, n), -1, dtype=torch.int32, device=q.device)
+        sizes = {"G": HQ // H, "D": D, "NB": triton.next_power_of_2(-(-M // block_size))}
+        numbers = (M - N, block_size, n, num_initial, num_local, scale, H)
+        kernel[N, H](q, k_cmp, lse, ids, *numbers, **sizes)
+        return ids
+
+    return triton_select_blocks
+
+
+def by_pytorch(q, k_cmp, lse, M, block_size, n, num_initial, num_local, scale):
+    """Right for the first stage, without a kernel."""
+    blocks = torch.arange(-(-M // block_size), dtype=torch.int32)
+    ids = torch.full((len(q), k_cmp.shape[1], n), -1, dtype=torch.int32)
+    ids[..., : len(blocks)] = blocks[:n]
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("kernel", "held"), [(one_by_one, 7), (by_halving, 2)], ids=["one by one", "halving, one head"]
+)
+def test_a_selecting_kernel_is_free_in_form(kernel: object, held: int) -> None:
+    """All stages hold for a kernel that finds its list in another way, and those before a group for
+    one that reads a single head."""
+    e = KNOWN["triton_select_blocks"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    verdict = judge(e, selecting(kernel))
+    assert verdict.held == held
+    if held == 2:
+        assert verdict.misconceptions == ("taking one head of the group",)
+
+
+def test_a_selection_without_a_kernel_holds_no_stage() -> None:
+    e = KNOWN["triton_select_blocks"]
+    if e.missing:
+        pytest.skip(e.missing[0])
+    verdict = judge(e, by_pytorch)
+    assert (verdict.outcome, verdict.held) == ("wrong", 0)
+    assert "No Triton kernel was launched" in verdict.text
+
+
 # -- what the chapter shows --
 
 
@@ -841,20 +964,24 @@ def test_what_is_told_of_the_times_is_what_was_measured() -> None:
     dense = min(ms[name]["forward"] for name in ms if name.startswith("dense"))
     assert f"All of NSA takes {ms['all of NSA']['forward']:.1f} ms" in told
     assert f"takes {dense:.1f} ms" in told
-    choice = ms["choice of blocks"]["forward"]
+    choice, told = ms["choice of blocks"]["forward"], " ".join(told.split())
     assert f"The choice takes {choice:.1f} ms" in told
-    stored = pictures.ways(65_536, 64, 16, 8192)["weights of every head"].ms
-    assert f"the {pictures.scores_ms(65_536):.1f} ms of its products" in told
-    assert f"quarter of the {stored:.0f} ms of storing" in " ".join(told.split())
-    assert 0.22 < choice / stored < 0.28
+    scores, pick = pictures.measured_kernels()
+    assert f"{scores:.1f} ms for the scores, and {pick:.1f} ms for the lists" in told
+    assert scores + pick == pytest.approx(choice, rel=0.03)
+    assert f"products would take {pictures.scores_ms(65_536):.1f} ms at best" in told
+    # of what queries see: half of all, written and read
+    pairs = costs.summary_keys(65_536, 65_536, length=32, stride=16)
+    stored = 1e3 * 2 * 4 * 64 * pairs / H200_BYTES_PER_S
+    assert f"To store just these weights would take {stored:.0f} ms at best" in told
     assert 0.19 < ms["choice of blocks"]["forward"] / ms["all of NSA"]["forward"] < 0.23
     assert "backward" not in ms["choice of blocks"]
 
 
 def test_the_minutes_are_told() -> None:
-    """The four optional exercises are not among the chapter's minutes."""
+    """The optional exercises are not among the chapter's minutes."""
     minutes = {e.name: e.minutes for e in KNOWN.values()}
-    optional = [minutes.pop(name) for name in ("running_list", "walk", "merge_lists", "pack")]
+    optional = [minutes.pop(name) for name in OPTIONAL]
     text = " ".join(c.source for c in nbformat.read(NOTEBOOK, 4).cells)
     assert f"{sum(minutes.values())} of them exercises" in text
     told = re.findall(r"About (\d+) minutes, (\d+) of them an exercise", text)

@@ -64,7 +64,9 @@ def pasted(code: str, name: str, namespace: dict[str, object]) -> Callable:
     # a kernel's source is read from where it was defined, as in a notebook
     linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)
     compiled = compile(code, file, "exec", dont_inherit=True)
-    assert names_in(compiled) <= {*namespace, *dir(builtins), name}
+    defined = {i.argval for i in dis.get_instructions(compiled) if i.opname == "STORE_NAME"}
+    assert name in defined
+    assert names_in(compiled) <= {*namespace, *dir(builtins), *defined}
     exec(compiled, namespace)
     return namespace[name]
 

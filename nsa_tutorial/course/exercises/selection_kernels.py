@@ -1,5 +1,6 @@
-"""Exercises of chapter 14: the weights of a group as a kernel, the walk of a tile, a merge of two
-lists, forced blocks in a running list, score and id in one number, and the best n by halving."""
+"""Exercises of chapter 14: the best n by halving, and the choice of blocks as one kernel. Then the
+weights of a group as a kernel, forced blocks in a running list, the walk of a tile, a merge of two
+lists, and score and id in one number."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial.course.diffs import Edited, diffs
-from nsa_tutorial.course.exercises import Case, Double
+from nsa_tutorial.course.exercises import Case, Double, Stage
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.room import roomy
 from nsa_tutorial.course.texts import Texts
@@ -41,7 +42,8 @@ def group_mass() -> object:
         summaries = tl.program_id(0) * BT + tl.arange(0, BT)  # [BT]
         width = tl.arange(0, D)
         in_bounds = summaries < M
-        k_tile = tl.load(K + summaries[:, None] * D + width, mask=in_bounds[:, None], other=0.0)
+        k_offset = summaries[:, None] * D + width
+        k_tile = tl.load(K + k_offset, mask=in_bounds[:, None], other=0.0)
         mass = tl.zeros([BT], tl.float32)
         for g in range(G):
             q_row = tl.load(Q + g * D + width)  # [D], the query of head g
@@ -155,6 +157,9 @@ _MASS = TEXTS.exercise(
          "an LSE in nats beside scores in bits",
          "Your scores are multiplied by `log2_e`, and `LSE` is a natural logarithm. Can the two "
          "be subtracted as they are?"),
+        ("tl.exp2((s - tl.load(LSE + g)) * log2_e)", "tl.exp2(s * log2_e) / tl.load(LSE + g)",
+         "dividing by the LSE",
+         "`LSE` is the *logarithm* of the row's sum. What does a division become in the exponent?"),
         ("tl.exp2((s - tl.load(LSE + g)) * log2_e)", "tl.exp2(s * log2_e)", "leaving the LSE out",
          "Each head gives away one unit of attention. What makes its powers sum to 1?"),
         ("LSE + g", "LSE", "one LSE for all heads",
@@ -736,7 +741,236 @@ def _bits(*scores: float) -> Tensor:
     return _watched(*torch.tensor(scores).view(torch.int32).tolist())
 
 
-EXERCISES = (_MASS, _PICK, _RUNNING, _WALK, _MERGE, _PACK)
+# -- triton_select_blocks --
+
+
+@triton.jit
+def select_kernel(
+    Q, K, LSE, Ids, first, BS, n, num_initial, num_local, scale,
+    G: tl.constexpr, D: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    """The list of one query and one KV head; the grid is `(N, H)`, and `NB` holds all blocks."""
+    # -- locate the program --
+    row, head, H = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    block, width = tl.arange(0, NB), tl.arange(0, D)
+    t = first + row  # the query's position
+    own, num_seen = t // BS, (t + 1) // BS  # its block; the summaries that have ended
+
+    # -- weights, summed over the group --
+    k_offset = (block[:, None] * H + head) * D + width  # [NB, D]
+    k_tile = tl.load(K + k_offset, mask=block[:, None] < num_seen, other=0.0)
+    score = tl.zeros([NB], tl.float32)
+    for g in range(G):
+        q_head = (row * H + head) * G + g
+        s = tl.sum(k_tile * tl.load(Q + q_head * D + width), axis=1) * scale  # [NB]
+        score += tl.exp(s - tl.load(LSE + q_head))
+    score = tl.where(block < num_seen, score, 0.0)
+
+    # -- force and hide --
+    is_visible = block <= own
+    is_forced = (block < num_initial) | (block > own - num_local)
+    score = tl.where(is_forced, float("inf"), score)
+    score = tl.where(is_visible, score, -1.0)
+
+    # -- take the blocks that fewer than n others beat --
+    mine, other = score[:, None], score[None, :]
+    is_better = (other > mine) | ((other == mine) & (block[None, :] < block[:, None]))  # [NB, NB]
+    num_better = tl.sum(is_better.to(tl.int32), axis=1)  # [NB]
+    is_taken = is_visible & (num_better < n)
+    place = tl.cumsum(is_taken.to(tl.int32)) - 1  # so many taken blocks stand before it
+    tl.store(Ids + (row * H + head) * n + place, block, mask=is_taken)
+
+
+def triton_select_blocks(
+    q: Tensor, k_cmp: Tensor, lse: Tensor, M: int, block_size: int, n: int, num_initial: int,
+    num_local: int, scale: float,
+) -> Tensor:  # fmt: skip
+    """The ids of each query's n best blocks, [N, H, n] int32: ascending, then -1."""
+    (N, HQ, D), H = q.shape, k_cmp.shape[1]
+    ids = torch.full((N, H, n), -1, dtype=torch.int32, device=q.device)
+    NB = triton.next_power_of_2(triton.cdiv(M, block_size))
+    select_kernel[N, H](
+        q, k_cmp, lse, ids, M - N, block_size, n, num_initial, num_local, scale,
+        G=HQ // H, D=D, NB=NB,
+    )  # fmt: skip
+    return ids
+
+
+def _run_select(
+    solution: Callable, q: Tensor, k_cmp: Tensor, lse: Tensor, M: int, block_size: int, n: int,
+    num_initial: int, num_local: int, scale: float,
+) -> object:  # fmt: skip
+    """Call it with tensors on this machine's device; large numbers lie around each of them."""
+    q, k_cmp, lse = (roomy(x, 1000.0) for x in (q, k_cmp, lse))
+    with warnings.catch_warnings():  # the interpreter's, of powers of what a query does not see
+        warnings.simplefilter("ignore", RuntimeWarning)
+        ids = solution(q, k_cmp, lse, M, block_size, n, num_initial, num_local, scale)
+    return ids.cpu() if isinstance(ids, Tensor) else ids
+
+
+def _select_case(
+    name: str, N: int, M: int, *, BS: int = 2, HQ: int = 1, H: int = 1, D: int = 4, n: int = 2,
+    num_initial: int = 0, num_local: int = 0, scale: float = 1.0, seed: int = 0,
+    equal: bool = False,
+) -> Case:  # fmt: skip
+    """The last `N` queries of `M` positions, blocks of `BS`, and the LSE of what they see.
+
+    Args:
+        name, N, M, BS, HQ, H, D, n, num_initial, num_local, scale, seed: the case, and its sizes.
+        equal: all summaries are the same.
+    """
+
+    def arguments() -> tuple:
+        q = _random(N, HQ, D, seed=seed)
+        k_cmp = _random(M // BS, H, D, seed=seed + 100)
+        k_cmp = k_cmp[:1].repeat(M // BS, 1, 1) if equal else k_cmp
+        keys = k_cmp.repeat_interleave(HQ // H, 1)
+        s = scale * (q[:, :, None] * keys.transpose(0, 1)).sum(-1)  # [N, HQ, blocks]
+        num_seen = (torch.arange(M - N, M) + 1) // BS
+        is_hidden = torch.arange(M // BS) >= num_seen[:, None, None]
+        lse = s.masked_fill(is_hidden, -torch.inf).logsumexp(-1)
+        return q, k_cmp, lse, M, BS, n, num_initial, num_local, scale
+
+    here = environment.detect()
+    return Case(name, arguments, lambda: here.why_not("triton", here.device))
+
+
+_SELECT = TEXTS.exercise(
+    "triton_select_blocks", minutes=25, difficulty=3, solution=triton_select_blocks,
+    run=_run_select, launches="triton", parts=(select_kernel,),
+    forbidden=(
+        ("torch.topk", "PyTorch's choice"),
+        ("torch.sort", "PyTorch's sort"),
+        ("torch.argsort", "PyTorch's sort"),
+        ("torch.matmul", "a product by PyTorch"),
+        ("torch.einsum", "a product by PyTorch"),
+        ("torch.exp", "a power by PyTorch"),
+        ("nsa_tutorial", "the course's own function"),
+    ),
+    stages=(
+        Stage("all blocks fit", (
+            _select_case("one query, two blocks, three places", 1, 4, n=3),
+            _select_case("one query, five blocks, six places", 1, 10, n=6),
+        )),
+        Stage("more blocks than places", (
+            _select_case("the best two of four", 1, 8),
+            _select_case("the best three of six", 1, 12, n=3, seed=1),
+        )),
+        Stage("a group", (
+            _select_case("three heads, the best three of six", 1, 12, HQ=3, n=3, scale=2.0,
+                         seed=9),
+            _select_case("three heads, the best four of eight", 1, 16, HQ=3, n=4, scale=0.5,
+                         seed=5),
+            _select_case("three heads, the other four of eight", 1, 16, HQ=3, n=4, scale=2.0,
+                         seed=36),
+        )),
+        Stage("KV heads", (
+            _select_case("two heads on two KV heads", 1, 8, HQ=2, H=2, seed=4),
+            _select_case("four heads on two KV heads", 1, 12, HQ=4, H=2, D=8, n=3, seed=5),
+        )),
+        Stage("many queries", (
+            _select_case("all of six positions", 6, 6),
+            _select_case("the last three of nine", 3, 9, BS=3, HQ=2, seed=6),
+            _select_case("five of eleven, two KV heads", 5, 11, HQ=4, H=2, seed=7),
+        )),
+        Stage("forced blocks", (
+            _select_case("the own block", 2, 8, num_local=1, seed=8),
+            _select_case("the first block, and two local ones", 5, 13, HQ=2, n=4, num_initial=1,
+                         num_local=2, seed=9),
+        )),
+        Stage("ties", (
+            _select_case("four equal blocks, two places", 1, 8, equal=True),
+            _select_case("equal blocks, one of them forced", 4, 12, HQ=2, n=3, num_local=1,
+                         equal=True, seed=10),
+        )),
+    ),
+    misconceptions=diffs(triton_select_blocks, [
+        ("(N, H, n), -1,", "(N, H, n), 0,", "zeros in the empty places",
+         "0 is the id of a block. What marks a place that no block takes?"),
+        ("place = tl.cumsum(is_taken.to(tl.int32)) - 1", "place = num_better",
+         "the best block first, where ids ascend",
+         "The right blocks, in the order of their scores. How many taken blocks have a lower id?"),
+        ("num_better < n)", "num_better < n - 1)", "leaving the n-th best block out",
+         "The range ends at the score of the `n`-th best block. Is that block on your list?"),
+        ("num_better < n)", "num_better <= n)", "one block more than there are places",
+         "A list has `n` places, and the next list begins behind them. How many blocks do you "
+         "store?"),
+        (" | ((other == mine) & (block[None, :] < block[:, None]))", "",
+         "taking all that equal the last",
+         "More than `n` blocks reach the `n`-th best score, and the list has `n` places. Of equal "
+         "ones, which win?"),
+        ("block[None, :] < block[:, None]", "block[None, :] > block[:, None]",
+         "the higher id of equal scores",
+         "Ties go to the lower id. From which end do you count the equal ones?"),
+        ("is_visible & (num", "(num", "hidden blocks where too few are visible",
+         "A query with fewer visible blocks than places has empty places. What stands there?"),
+        ("(row * H + head) * G + g", "(row * H + head) * G", "taking one head of the group",
+         "The list is for all heads of the group. Which line tells head `g` from head 0?"),
+        ("tl.exp(s - tl.load(LSE + q_head))", "tl.exp(s) / tl.load(LSE + q_head)",
+         "dividing by the LSE",
+         "`lse` is the *logarithm* of the row's sum. What does a division become in the exponent?"),
+        ("s - tl.load(LSE + q_head)", "s", "weights without each head's own LSE",
+         "Each head has a softmax of its own, and gives away one unit of attention. What makes "
+         "its powers sum to 1?"),
+        ("tl.exp(", "tl.exp2(", "powers of two where powers of e are meant",
+         "`lse` is a natural logarithm. Which base do your powers have?"),
+        ("tl.exp(s - tl.load(LSE + q_head))", "s", "adding scores where weights are asked for",
+         "A score can be negative, and a weight cannot. What makes a weight of a score and its "
+         "row's LSE?"),
+        ({"score += tl.exp(s - tl.load(LSE + q_head))": "score += s - tl.load(LSE + q_head)",
+          "num_seen, score, 0.0)": "num_seen, tl.exp(score), 0.0)"},
+         "summing the scores, then one power",
+         "A sum in the exponent is a product of weights. What is summed over the heads?"),
+        ("score +=", "score =", "keeping the last head alone",
+         "Each turn of the loop overwrites what the heads before have given. Which operator adds?"),
+        (" * scale  #", "  #", "leaving the scale out",
+         "`lse` is of scaled scores. Which scores have to be compared with it?"),
+        ("(block[:, None] * H + head) * D", "block[:, None] * H * D",
+         "the summaries of KV head 0 for all",
+         "`k_cmp` is `[blocks, H, D]`. Where do the summaries of KV head 1 begin?"),
+        ("(block[:, None] * H + head) * D", "block[:, None] * D",
+         "summaries as if there were one KV head",
+         "`k_cmp` is `[blocks, H, D]`. How far is it from one block's summary to the next?"),
+        ("(row * H + head) * G + g", "(row * G + g) * H + head",
+         "query heads that read the wrong KV head",
+         "The `G` heads of a group stand side by side: heads 0 and 1 of four read KV head 0."),
+        ("(row * H + head) * n", "(head * tl.num_programs(0) + row) * n",
+         "lists in the order `[H, N, n]`",
+         "The result is `[N, H, n]`. Which list comes after that of query 0 and KV head 0?"),
+        ("t = first + row", "t = row", "counting positions from the first query",
+         "The queries are the last `N` of `M` positions. Which one is at position 0?"),
+        ("// BS, (t + 1) // BS", "// BS, t // BS", "a summary that is seen one token late",
+         "The query that reads a block's last token sees its summary. With blocks of 2, how many "
+         "summaries does the query at position 3 see?"),
+        ("// BS, (t + 1) // BS", "// BS, t // BS + 1", "seeing a summary as soon as it begins",
+         "A block's last tokens may be the query's future. When has its summary ended?"),
+        ("tl.where(block < num_seen, score, 0.0)", "score + 0.0",
+         "weights for summaries that the query does not see",
+         "`lse` says nothing of hidden summaries, so `exp(s - lse)` gives them a weight. Where "
+         "is it set to 0?"),
+        ("block <= own", "block < NB", "taking blocks of the future",
+         "A list holds blocks up to the query's own. Which comparison hides the later ones?"),
+        ("block <= own", "block < own", "leaving the own block out",
+         "A query may take its own block, too. Which comparison lets that block in?"),
+        ("block <= own", "block < num_seen", "leaving the own block out"),
+        ("(block < num_initial) | ", "", "forcing no initial block",
+         "Which blocks does `num_initial` name?"),
+        (" | (block > own - num_local)", "", "forcing no local block",
+         "Which blocks does `num_local` name?"),
+        ("block < num_initial", "block <= num_initial", "one initial block too many",
+         "`num_initial` is a number of blocks, and the first block is 0. With 1, which blocks "
+         "are forced?"),
+        ("block > own - num_local", "block >= own - num_local", "one local block too many",
+         "`num_local` counts the own block. With 1, which blocks are forced?"),
+        ("block > own - num_local", "(block == own) & (num_local > 0)",
+         "forcing the own block alone",
+         "`num_local` counts the own block and those before it. With 2, which other block is "
+         "forced?"),
+    ], parts=(select_kernel,), pairs=False),
+)  # fmt: skip
+
+
+EXERCISES = (_PICK, _SELECT, _MASS, _RUNNING, _WALK, _MERGE, _PACK)
 
 
 _CUT_BY_PLACE = Edited(running_list, {

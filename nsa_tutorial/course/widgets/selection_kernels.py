@@ -40,6 +40,7 @@ from nsa_tutorial.sparse.compression import num_summaries, summary_rows
 from nsa_tutorial.sparse.selected_attention import query_rows
 
 MEASURED = ASSETS / "selection_h200.json"
+KERNELS_ALONE = ASSETS / "selection_sizes_h200.json"
 _NOTHING = "#EDEFF1"
 _PALE = "#C6DDEF"
 
@@ -576,3 +577,17 @@ def measured_table(tokens: int = 65_536, width: int = 128) -> dict[str, dict[str
             name = row["change"] or ("all of NSA" if row["kernel"] == "triton" else row["kernel"])
             found.setdefault(name, {})[row["direction"]] = row["ms"]
     return found
+
+
+@functools.cache
+def measured_kernels(tokens: int = 65_536) -> tuple[float, float]:
+    """Milliseconds of the scoring kernel and of the picking kernel, each by itself, for 64 heads
+    over 4 and random queries: another recording than `measured`."""
+    rows = json.loads(KERNELS_ALONE.read_text())["rows"]
+    asked = {"tokens": tokens, "group": GROUP, "kv_heads": HEADS, "width": WIDTH, "lists": "random"}
+    ms = {
+        row["change"]: row["ms"]
+        for row in rows
+        if all(row[key] == value for key, value in asked.items())
+    }
+    return ms["scores alone"], ms["pick alone"]
