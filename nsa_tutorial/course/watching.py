@@ -58,6 +58,7 @@ class Accesses:
     Attributes:
         launches, programs: how many.
         loads, stores, atomics: elements.
+        widest: elements of the largest tile that one statement loads or stores.
         faults: a sentence for each, twenty at most.
         kernels: their names.
     """
@@ -67,6 +68,7 @@ class Accesses:
     loads: int = 0
     stores: int = 0
     atomics: int = 0
+    widest: int = 0
     faults: list[str] = field(default_factory=list)
     kernels: list[str] = field(default_factory=list)
     _spans: list[_Span] = field(default_factory=list)
@@ -86,6 +88,7 @@ class Accesses:
         self._program = int(np.ravel_multi_index(program, grid))
 
     def _touch(self, kind: str, addresses: np.ndarray, mask: np.ndarray, size: int) -> None:
+        self.widest = max(self.widest, addresses.size)
         mask = np.broadcast_to(mask, addresses.shape)
         at = addresses[mask].astype(np.int64).ravel()
         counter = f"{kind}s"
@@ -148,13 +151,17 @@ def _span(name: str, x: torch.Tensor) -> _Span:
 
 
 @contextlib.contextmanager
-def watching() -> Iterator[Accesses]:
-    """Watch every launch of an interpreted Triton kernel, and of TileLang's on a CPU, in the
-    block."""
+def watching(unset: float | None = None) -> Iterator[Accesses]:
+    """Watch every launch of an interpreted Triton kernel, and of TileLang's on a CPU, in the block.
+
+    Args:
+        unset: what a masked place of a load without `other` holds here, of which Triton promises
+            nothing; None leaves it as the interpreter has it.
+    """
     seen = Accesses()
     with contextlib.ExitStack() as stack:
         if environment.detect().triton is not None:
-            stack.enter_context(_watching_triton(seen))
+            stack.enter_context(_watching_triton(seen, unset))
         is_there = "tilelang" in sys.modules
         launched = stack.enter_context(counting("tilelang" if is_there else None))
         yield seen
@@ -166,7 +173,7 @@ def watching() -> Iterator[Accesses]:
 
 
 @contextlib.contextmanager
-def _watching_triton(seen: Accesses) -> Iterator[None]:
+def _watching_triton(seen: Accesses, unset: float | None) -> Iterator[None]:
     from triton.runtime import interpreter
 
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
@@ -177,9 +184,13 @@ def _watching_triton(seen: Accesses) -> Iterator[None]:
     def size_of(pointers: object) -> int:
         return max(1, pointers.get_element_ty().primitive_bitwidth // 8)
 
-    def watched_load(self, pointers, mask, *rest, **options):
+    def watched_load(self, pointers, mask, other, *rest, **options):
         seen._touch("load", pointers.data, mask.data, size_of(pointers))
-        return load(self, pointers, mask, *rest, *options.values())
+        loaded = load(self, pointers, mask, other, *rest, *options.values())
+        if other is None and unset is not None:
+            is_loaded = np.broadcast_to(mask.data, loaded.data.shape)
+            loaded.data = np.where(is_loaded, loaded.data, unset).astype(loaded.data.dtype)
+        return loaded
 
     def watched_store(self, pointers, value, mask, *rest):
         seen._touch("store", pointers.data, mask.data, size_of(pointers))
