@@ -1,5 +1,5 @@
-"""Chapter 13's pictures: inverse lists and meeting programs by counting, the recorded kernel against
-the reference backward, and what the pictures say."""
+"""Chapter 13's pictures: inverse lists and meeting programs by counting, the recorded kernel
+against the reference backward, and what the pictures say."""
 
 from __future__ import annotations
 
