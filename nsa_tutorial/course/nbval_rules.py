@@ -1,20 +1,26 @@
 """How `pytest --nbval` runs chapters: a short time limit for a cell, no addresses, times or pixels
-in comparisons, `gpu` cells only on a GPU, and a reader's own cells only run.
+in comparisons, `gpu` cells only on a GPU, and a reader's own cells only run. Numbers of a stored
+measurement are compared as they stand, times too, also in a cell that is tagged
+`nbval-ignore-output`.
 
 A plugin of pytest; `conftest.py` at the top of the repository loads it.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from nsa_tutorial.course.copying import MARKER, answers, source
+from nsa_tutorial.course.stored_numbers import imported, shows_measurements
 
 # Replaced on both sides before stored and new outputs are compared.
 PATTERNS = {r"0x[0-9a-f]{6,}": "ADDRESS", r"\d+(\.\d+)? (µs|ms|s)\b": "TIME"}
+MESSAGE = r"^[○✓✗] [\s\S]*"  # what the course says to its reader, whose answer it depends on
 NBVAL_TIMEOUT_S, TIMEOUT_S = 2000, 60  # nbval's default, far longer than any cell here needs
 
 
@@ -50,6 +56,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         cell = (item.cell.get("id"), item.cell.source)
         if item.path in copies and cell not in compared[item.path]:
             item.options["check"] = False
+    _compare_measurements([item for item in cells if item.path not in copies])
+
+
+def _compare_measurements(cells: list[pytest.Item]) -> None:
+    """Compare the cells that show numbers of a stored measurement, but for messages in them."""
+    imports = {
+        path: imported(item.cell.source for item in cells if item.path == path)
+        for path in {item.path for item in cells}
+    }
+    for item in cells:
+        if shows_measurements(item.cell.source, imports[item.path]):
+            item.options["check"] = item.parent.compare_outputs
+            item.sanitize = functools.partial(re.sub, MESSAGE, "MESSAGE")
 
 
 def _has_gpu() -> bool:

@@ -1,0 +1,115 @@
+"""Which cells of a chapter show numbers of a stored measurement: the same on every machine, so that
+`nbval_rules` compares them, whatever the cell's tags say.
+
+A cell is one of these if its source, or that of a function or constant of the package that it
+names, or of one that this names in turn, has the name of a measurement in `assets/` in it. Only
+source is read: nothing is imported or run.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+PACKAGE = "nsa_tutorial"
+ASSETS = Path(__file__).resolve().parents[2] / "assets"
+MEASUREMENTS = frozenset(p.name for p in ASSETS.glob("*") if p.suffix in (".json", ".txt"))
+
+
+def shows_measurements(source: str, imports: Mapping[str, str]) -> bool:
+    """Whether a cell shows numbers of a stored measurement.
+
+    Args:
+        source: the cell's.
+        imports: what the chapter's cells import, as `imported` gives it.
+    """
+    tree = _parsed(source)
+    return tree is not None and _reaches(tree, imports, set())
+
+
+def imported(sources: Iterable[str]) -> dict[str, str]:
+    """What the import statements of some cells give a name to: `"module"` or `"module:name"`."""
+    trees = (_parsed(source) for source in sources)
+    return dict(pair for tree in trees if tree is not None for pair in _imports(tree))
+
+
+def _parsed(source: str) -> ast.Module | None:
+    """A cell's tree; None for a cell with a magic."""
+    try:
+        return ast.parse(source)
+    except SyntaxError:
+        return None
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            for alias in node.names:
+                yield alias.asname or alias.name, f"{node.module}:{alias.name}"
+        elif isinstance(node, ast.Import):
+            yield from ((alias.asname, alias.name) for alias in node.names if alias.asname)
+
+
+@functools.cache
+def _module(name: str) -> tuple[dict[str, ast.stmt], dict[str, str]] | None:
+    """What a module of the package defines at its top level, and what it imports, by name; None for
+    what is no module of it."""
+    if name.partition(".")[0] != PACKAGE:
+        return None
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    defined: dict[str, ast.stmt] = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined[node.name] = node
+        elif isinstance(node, ast.Assign):
+            targets = [n for t in node.targets for n in ast.walk(t)]
+            defined |= {n.id: node for n in targets if isinstance(n, ast.Name)}
+    return defined, dict(_imports(tree))
+
+
+def _reaches(tree: ast.AST, names: Mapping[str, str], seen: set[str]) -> bool:
+    """Whether a piece of source has the name of a measurement in it, or leads to one that has.
+
+    Args:
+        names: what stands for a module, or for a name in one.
+        seen: where the search has been.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and _names_one(node.value):
+            return True
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            place = names.get(node.value.id, "").replace(":", ".")
+            if place and _leads(f"{place}:{node.attr}", seen):
+                return True
+        if isinstance(node, ast.Name) and _leads(names.get(node.id, ""), seen):
+            return True
+    return False
+
+
+def _names_one(constant: object) -> bool:
+    """Whether text is the name of a measurement, or the end of one: `f"{backend}_h200.json"`."""
+    if not isinstance(constant, str) or not constant.endswith((".json", ".txt")):
+        return False
+    return any(name.endswith(constant) for name in MEASUREMENTS)
+
+
+def _leads(place: str, seen: set[str]) -> bool:
+    """Whether `"module:name"` is something of the package that leads to a measurement."""
+    module, _, name = place.partition(":")
+    known = _module(module) if name and place not in seen else None
+    if known is None:
+        return False
+    seen.add(place)
+    defined, imports = known
+    if name not in defined:
+        return _leads(imports.get(name, ""), seen)
+    return _reaches(defined[name], imports | {n: f"{module}:{n}" for n in defined}, seen)
