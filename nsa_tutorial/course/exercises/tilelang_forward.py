@@ -1,25 +1,30 @@
 """Exercises of chapter 10: a first kernel that walks a list, three mistakes of the published draft,
-each mended by the reader, and how many programs fit."""
+each mended by the reader, the kernel from an empty cell, and how many programs fit."""
 
 import ast
 import contextlib
 import functools
 import inspect
+import itertools
 import math
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FunctionType
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from nsa_tutorial import ops
 from nsa_tutorial.course.diffs import Edited, Switches, diffs
-from nsa_tutorial.course.exercises import Case, Double
+from nsa_tutorial.course.exercises import Case, Double, Stage
 from nsa_tutorial.course.languages import T
 from nsa_tutorial.course.texts import Texts
 from nsa_tutorial.runtime import environment
+
+if environment.detect().tilelang is not None:
+    from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
 
 TEXTS = Texts(__name__)
 
@@ -59,8 +64,6 @@ def _run_with(name: str, block_size: int = 2) -> Callable:
 
 def _compiled(kernel: object) -> Callable:
     """A kernel for the CPU; two that come to the same text are compiled once."""
-    from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
-
     text = kernel.script()
     if text not in _COMPILED:
         _COMPILED[text] = compile_for_cpu(kernel)
@@ -676,6 +679,348 @@ _NORMALISE = TEXTS.exercise(
     ),
 )  # fmt: skip
 
+# -- tilelang_selected_attention --
+
+
+@functools.cache
+def selected_kernel(G, D, DV, BS):
+    """The kernel for groups of G heads, keys of width D, values of width DV and blocks of BS
+    tokens, compiled once."""
+    N, M, H, S = T.dynamic("N"), T.dynamic("M"), T.dynamic("H"), T.dynamic("S")
+
+    @T.prim_func
+    def kernel(
+        Q: T.Tensor([N, H * G, D], "float32"),
+        K: T.Tensor([M, H, D], "float32"),
+        V: T.Tensor([M, H, DV], "float32"),
+        Lists: T.Tensor([N, H, S], "int32"),
+        Output: T.Tensor([N, H * G, DV], "float32"),
+        LSE: T.Tensor([N, H * G], "float32"),
+        scale: T.float32,
+    ):
+        # -- locate the program --
+        with T.Kernel(N, H, threads=32) as (t, head):
+            q_tile = T.alloc_shared([G, D], "float32")
+            k_tile = T.alloc_shared([BS, D], "float32")
+            v_tile = T.alloc_shared([BS, DV], "float32")
+            acc_s = T.alloc_fragment([G, BS], "float32")
+            acc_o = T.alloc_fragment([G, DV], "float32")
+            scores_max = T.alloc_fragment([G], "float32")
+            scores_max_prev = T.alloc_fragment([G], "float32")
+            scores_scale = T.alloc_fragment([G], "float32")
+            scores_sum = T.alloc_fragment([G], "float32")
+            running_sum = T.alloc_fragment([G], "float32")
+            position = M - N + t  # the queries are the last of the text
+            first = head * G  # query head of the group
+
+            # -- load the query group --
+            T.copy(Q[t, first : first + G, 0:D], q_tile)
+
+            # -- initialise --
+            T.clear(acc_o)
+            T.clear(running_sum)
+            T.fill(scores_max, -T.infinity("float32"))
+
+            for slot in T.serial(S):
+                # -- guard --
+                start = Lists[t, head, slot] * BS
+                if T.And(start >= 0, start <= position):
+                    # -- load the keys --
+                    T.copy(K[start : start + BS, head, 0:D], k_tile)
+
+                    # -- scores --
+                    T.clear(acc_s)
+                    T.gemm(q_tile, k_tile, acc_s, transpose_B=True)  # [G, BS]
+
+                    # -- mask --
+                    for g, j in T.Parallel(G, BS):
+                        is_seen = start + j <= position
+                        score = acc_s[g, j] * scale
+                        acc_s[g, j] = T.if_then_else(is_seen, score, -T.infinity("float32"))
+
+                    # -- online softmax --
+                    T.copy(scores_max, scores_max_prev)
+                    T.reduce_max(acc_s, scores_max, dim=1, clear=False)
+                    for g in T.Parallel(G):
+                        scores_scale[g] = T.exp(scores_max_prev[g] - scores_max[g])
+                    for g, j in T.Parallel(G, BS):
+                        acc_s[g, j] = T.exp(acc_s[g, j] - scores_max[g])
+                    T.reduce_sum(acc_s, scores_sum, dim=1)
+                    for g in T.Parallel(G):
+                        running_sum[g] = running_sum[g] * scores_scale[g] + scores_sum[g]
+                    for g, d in T.Parallel(G, DV):
+                        acc_o[g, d] *= scores_scale[g]
+
+                    # -- load the values --
+                    T.copy(V[start : start + BS, head, 0:DV], v_tile)
+
+                    # -- accumulate --
+                    T.gemm(acc_s, v_tile, acc_o)
+
+            # -- normalise and store --
+            for g, d in T.Parallel(G, DV):
+                acc_o[g, d] = T.if_then_else(running_sum[g] == 0, 0, acc_o[g, d] / running_sum[g])
+            for g in T.Parallel(G):
+                running_sum[g] = scores_max[g] + T.log(running_sum[g])  # -inf where nothing is seen
+            T.copy(acc_o, Output[t, first : first + G, 0:DV])
+            T.copy(running_sum, LSE[t, first : first + G])
+
+    return compile_for_cpu(kernel)
+
+
+def tilelang_selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, block_size: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of q [N, HQ, D] to the blocks of ids [N, H, S], over k [M, H, D] and v [M, H, DV].
+    Returns o [N, HQ, DV] and lse [N, HQ]."""
+    (N, HQ, D), (_, H, DV) = q.shape, v.shape
+    kernel = selected_kernel(HQ // H, D, DV, block_size)
+    o, lse = q.new_empty(N, HQ, DV), q.new_empty(N, HQ)
+    kernel(q, k, v, ids, o, lse, scale)
+    return o, lse
+
+
+def _walked(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, block_size: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """What the kernel computes, in PyTorch and phase by phase: a mistake made here costs no
+    compilation."""
+    (N, HQ, _), (M, H, DV), S, BS = q.shape, v.shape, ids.shape[2], block_size
+    G = HQ // H
+    o, lse = q.new_empty(N, HQ, DV), q.new_empty(N, HQ)
+    for t, head in itertools.product(range(N), range(H)):
+        position = M - N + t
+        group = slice(head * G, head * G + G)
+        acc_s = q.new_full([G, BS], math.nan)  # nothing was written there yet
+        acc_o = q.new_zeros(G, DV)
+        running_sum = q.new_zeros(G)
+        scores_max = q.new_full([G], -math.inf)
+        for slot in range(S):
+            start = int(ids[t, head, slot]) * BS
+            if start >= 0 and start <= position:
+                k_tile = _rows(k[:, head], start, BS)
+                acc_s = q[t, group] @ k_tile.T
+                is_seen = start + torch.arange(BS) <= position
+                acc_s = torch.where(is_seen, acc_s * scale, -math.inf)
+                scores_max_prev = scores_max
+                scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
+                scores_scale = torch.exp(scores_max_prev - scores_max)
+                acc_s = torch.exp(acc_s - scores_max[:, None])
+                running_sum = running_sum * scores_scale + acc_s.sum(1)
+                acc_o = acc_o * scores_scale[:, None]
+                v_tile = _rows(v[:, head], start, BS)
+                acc_o = acc_o + acc_s @ v_tile
+        o[t, group] = torch.where(running_sum[:, None] == 0, 0, acc_o / running_sum[:, None])
+        lse[t, group] = scores_max + running_sum.log()
+    return o, lse
+
+
+def _rows(x: Tensor, start: int, count: int) -> Tensor:
+    """`count` rows of `x` from `start` on, as `T.copy` brings them: zeros where there are none."""
+    index = torch.arange(start, start + count)
+    is_there = (index >= 0) & (index < len(x))
+    return torch.where(is_there[:, None], x[index.clamp(0, len(x) - 1)], 0)
+
+
+def _run_built(
+    attempt: Callable, q: Tensor, k: Tensor, v: Tensor, ids: Tensor, block_size: int, scale: float,
+    asks_lse: bool,
+) -> object:  # fmt: skip
+    """What an attempt makes of a case: both results, or the first one while `lse` is not asked
+    for."""
+    with _explained(), _unset_is_nan():
+        result = attempt(q, k, v, ids, block_size, scale)
+    return result[0] if isinstance(result, tuple) and result and not asks_lse else result
+
+
+@contextlib.contextmanager
+def _unset_is_nan() -> Iterator[None]:
+    """What is compiled here holds NaN in each tile until something is written there."""
+    from nsa_tutorial.runtime import tilelang_cpu
+
+    def serialise(kernel: object) -> object:
+        return plain(tilelang_cpu.unset_is_nan(kernel))
+
+    plain = tilelang_cpu.serialise
+    with mock.patch.object(tilelang_cpu, "serialise", serialise):
+        yield
+
+
+def _built_case(
+    name: str, M: int, lists: list, *, G: int = 2, scores: list[float] | None = None,
+    asks_lse: bool = False,
+) -> Case:  # fmt: skip
+    """Keys of width 3 and values of width 2 in blocks of 4 tokens, scale 0.5.
+
+    Args:
+        name, M, G: the case, its keys, and the query heads of a KV head.
+        lists: `[N, H, S]`, for the last `N` positions.
+        scores: of each key, the same for all queries; None draws queries and keys.
+        asks_lse: whether `lse` is judged, too.
+    """
+
+    def arguments() -> tuple:
+        ids = torch.tensor(lists, dtype=torch.int32)
+        N, H, _ = ids.shape
+        g = torch.Generator().manual_seed(M)
+        q, k, v = (torch.randn(n, h, d, generator=g)
+                   for n, h, d in ((N, H * G, 3), (M, H, 3), (M, H, 2)))  # fmt: skip
+        if scores is not None:
+            q, k = torch.zeros_like(q), torch.zeros_like(k)
+            q[..., 0], k[..., 0] = 2.0, torch.tensor(scores)[:, None]
+        return q, k, v, ids, 4, 0.5, asks_lse
+
+    return Case(name, arguments, _why_not)
+
+
+def _each(*rows: list[int]) -> list[list[list[int]]]:
+    """Lists of queries with one KV head."""
+    return [[row] for row in rows]
+
+
+_TWO_HEADS = [[[0, 1, -1], [1, -1, 0]], [[-1, 0, 1], [0, 2, -1]], [[2, 0, -1], [-1, -1, 2]]]
+_NOTHING_SEEN = [[[-1, -1, -1], [0, 1, -1]], [[0, -1, 2], [-1, -1, -1]], [[2, 0, -1], [0, -1, -1]]]
+
+_BUILT = TEXTS.exercise(
+    "tilelang_selected_attention", minutes=25, difficulty=3, solution=tilelang_selected_attention,
+    parts=(selected_kernel,), launches="tilelang", run=_run_built, returns=("o", "lse"),
+    tolerance=1e-4,
+    forbidden=(
+        *((f"torch.{name}", f"PyTorch's {name}") for name in ("softmax", "logsumexp", "einsum")),
+        *((f"torch.{name}", "a product of PyTorch") for name in ("matmul", "__matmul__", "bmm")),
+        ("nsa_tutorial.ops", "the course's own operator"),
+        ("nsa_tutorial.kernels", "the course's own kernel"),
+        ("nsa_tutorial.sparse", "the course's own function"),
+    ),
+    stages=(
+        Stage("one block", (
+            _built_case("one query, the only block of four keys", 4, _each([0])),
+            _built_case("one query, the second of three blocks", 12, _each([1])),
+        )),
+        Stage("many blocks", (
+            _built_case("one query, three blocks", 12, _each([1, 0, 2])),
+            _built_case("each block 100 above the one before", 12, _each([0, 1, 2]),
+                        scores=[0, 1, 1, 0, 100, 101, 101, 100, 200, 201, 201, 200]),
+            _built_case("each block 100 below the one before", 12, _each([2, 1, 0]),
+                        scores=[0, 1, 1, 0, 100, 101, 101, 100, 200, 201, 201, 200]),
+        )),
+        Stage("KV heads", (
+            _built_case("two KV heads with lists of their own", 12, [[[0, 1, 2], [2, 2, 1]]]),
+        )),
+        Stage("-1 in the list", (
+            _built_case("an empty slot between two blocks", 12, [[[0, -1, 2], [1, 0, -1]]]),
+            _built_case("an empty slot in front, all scores below 0", 12,
+                        [[[-1, 0, 1], [-1, 1, -1]]], scores=[-9, -8, -7, -9, *[-8] * 8]),
+        )),
+        Stage("the future", (
+            _built_case("three queries and three keys", 3, [[[0], [0]]] * 3),
+            _built_case("the last three of eleven positions", 11, _TWO_HEADS),
+            _built_case("the last three of six positions", 6,
+                        [[[0, -1, -1], [0, 1, -1]], [[1, 0, -1], [1, -1, 0]],
+                         [[2, 0, 1], [0, 2, -1]]]),
+        )),
+        Stage("nothing seen", (
+            _built_case("queries whose slots are all empty", 11, _NOTHING_SEEN),
+            _built_case("a query that lists only the future", 7,
+                        [[[-1, 2, -1], [0, -1, -1]], [[2, 1, 0], [2, -1, 2]],
+                         [[0, 1, -1], [1, -1, 0]]]),
+        )),
+        Stage("lse", (
+            _built_case("one query, three blocks, and its lse", 12, _each([1, 0, 2]),
+                        asks_lse=True),
+            _built_case("lse of queries that see nothing, too", 11, _NOTHING_SEEN, asks_lse=True),
+        )),
+    ),
+    misconceptions=diffs(_walked, [
+        ("* scale, -math.inf)", ", -math.inf)", "scores without the scale",
+         "A score is `scale * q · k`. Where does `scale` come into your kernel?"),
+        ("int(ids[t, head, slot]) * BS", "int(ids[t, head, slot])",
+         "taking a block's number for a position",
+         "Block 2 begins at token 8 when blocks have 4 tokens. Where does your slice begin?"),
+        ("int(ids[t, head, slot])", "slot", "taking the slot for the block",
+         "The slot says where in the list to look. What stands there?"),
+        ("acc_s = q[t, group]", "acc_s = acc_s + q[t, group]",
+         "a tile of scores that is not cleared",
+         "`T.gemm` adds to its third argument. What does `acc_s` hold when the first block comes, "
+         "and when the second?"),
+        ("torch.maximum(scores_max_prev, acc_s.amax(1))", "acc_s.amax(1)",
+         "taking the maximum of this block alone",
+         "`T.reduce_max` clears the fragment unless you say `clear=False`. If this block lies 100 "
+         "below the one before, what is `scores_scale`?"),
+        ("torch.maximum(scores_max_prev, acc_s.amax(1))", "torch.zeros(G)",
+         "powers of e that no maximum holds down",
+         "e^200 is more than fp32 can hold. From what are the scores of a row measured?"),
+        ("running_sum * scores_scale", "running_sum", "a sum of weights that is not rescaled",
+         "What was added before was measured from the old maximum. What brings it to the new one?"),
+        ("acc_o * scores_scale[:, None]", "acc_o", "an output that is not rescaled",
+         "`running_sum` shrinks when the maximum rises. What else was measured from the old one?"),
+        ({"running_sum * scores_scale": "running_sum", "acc_o * scores_scale[:, None]": "acc_o"},
+         "rescaling nothing",
+         "Weights of two blocks are measured from two maxima. What takes one to the other?"),
+        ("acc_o + acc_s @ v_tile", "acc_s @ v_tile", "starting `acc_o` anew for each block",
+         "After two blocks, what is left of the first one's values?"),
+        ("int(ids[t, head, slot])", "int(ids[t, 0, slot])", "one list for all KV heads",
+         "`Lists` is `[N, H, S]`. Which index says for which KV head the list is?"),
+        ({"_rows(k[:, head]": "_rows(k[:, 0]", "_rows(v[:, head]": "_rows(v[:, 0]"},
+         "the keys and values of the first KV head for all",
+         "The grid has two axes, queries and KV heads. Where does `head` come into your slices?"),
+        ("slice(head * G, head * G + G)", "slice(head, None, H)",
+         "query heads that go to the wrong KV head",
+         "The heads of a group are neighbours: query heads `head * G` to `head * G + G - 1`."),
+        ("acc_s = q[t, group]", "acc_s = q[t, :G]", "the first group's queries for every KV head",
+         "KV head 1 serves query heads `G` to `2 G - 1`. Which heads does its program load?"),
+        ("start >= 0 and start <= position", "start <= position",
+         "loading a block for an empty slot",
+         "Block −1 lies before the first token, so zeros are loaded, and zeros score 0: a weight "
+         "like any other. Which slots may your `if` let through?"),
+        ("start >= 0", "start > 0", "taking block 0 for an empty slot",
+         "The first block has number 0. Which numbers does your condition let through?"),
+        ("is_seen = start + torch.arange(BS) <= position",
+         "is_seen = start + torch.arange(BS) < M", "giving weight to keys of the future",
+         "The query's own block holds keys behind it. Up to which position does query `t` see?"),
+        ("is_seen = start + torch.arange(BS) <= position", "is_seen = torch.ones(BS).bool()",
+         "giving weight to keys of the future"),
+        ("<= position\n", "< position\n", "hiding the query's own key",
+         "A query sees itself. Is the key at its own position let through?"),
+        ("position = M - N + t", "position = t", "taking the queries for the first positions",
+         "There are `M` keys and `N` queries, and the last query stands at the last key. At which "
+         "position stands query `t`?"),
+        ("start + torch.arange(BS) <=", "torch.arange(BS) <=",
+         "comparing a place in the block with a position",
+         "`j` counts from the block's first token. At which position lies key `j` of this block?"),
+        ("start >= 0 and start <= position", "start >= 0",
+         "NaN from a block of the future",
+         "A block with no visible key has a maximum of −∞. If no block came before, what is "
+         "−∞ − −∞? Which blocks should your `if` skip?"),
+        ("torch.where(running_sum[:, None] == 0, 0, acc_o / running_sum[:, None])",
+         "acc_o / running_sum[:, None]", "0 / 0 where nothing is seen",
+         "A query that saw no block has a sum of 0. What should its output be?"),
+        ("torch.where(running_sum[:, None] == 0, 0, acc_o / running_sum[:, None])", "acc_o",
+         "not dividing",
+         "The weights of a row are to add up to 1. What do they add up to so far?"),
+        ("scores_max + running_sum.log()", "running_sum.log()", "an lse without the maximum",
+         "`running_sum` was measured from `scores_max`. What does the logarithm of the whole sum "
+         "have on top?"),
+        ("scores_max + running_sum.log()", "scores_max", "the maximum in place of lse",
+         "The lse of three equal scores is the score plus ln 3. Which of your numbers knows of the "
+         "three?"),
+        ("scores_max + running_sum.log()", "scores_max / scale + running_sum.log()",
+         "an lse with a maximum that is not scaled",
+         "Both parts of `lse` belong to the scaled scores. Was `scores_max` taken before or after "
+         "the scale?"),
+        ("scores_max + running_sum.log()", "scores_max + running_sum",
+         "an lse without its logarithm",
+         "`lse` is the logarithm of a sum. Of which of the two parts do you have to take it?"),
+        ("scores_max + running_sum.log()",
+         "torch.where(running_sum == 0, 0, scores_max + running_sum.log())",
+         "an lse of 0 where nothing is seen",
+         "The sum over no keys is 0. What is its logarithm?"),
+        ("scores_max + running_sum.log()", "(scores_max + running_sum.log()) / math.log(2)",
+         "an lse in base two",
+         "`lse` is a natural logarithm. With `exp2` inside, what turns base two into base e?"),
+    ]),
+)  # fmt: skip
+
 # -- programs_per_sm --
 
 
@@ -765,7 +1110,7 @@ _PROGRAMS = TEXTS.exercise(
     ),
 )  # fmt: skip
 
-EXERCISES = (_LISTED, _MAX, _SEEN, _NORMALISE, _PROGRAMS)
+EXERCISES = (_LISTED, _MAX, _BUILT, _SEEN, _NORMALISE, _PROGRAMS)
 
 # -- the chapter's experiments --
 
@@ -835,6 +1180,5 @@ TRAPS = TEXTS.traps
 PREDICTIONS = TEXTS.predictions(
     globals(),
     gigabytes_loaded={"unit": "GB", "tolerance": 0.02},
-    probe_milliseconds={"unit": "ms", "tolerance": 0.05},
     fastest_stages={"choices": (0, 1, 2, 3)},
 )
