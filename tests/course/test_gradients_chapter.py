@@ -323,6 +323,10 @@ def ln_2_once_in_d_s(d_o, q_log2, k, v, lse, delta, scale):
     return scale * d_s @ k, d_s.T @ q_log2
 
 
+def average_times_lse(d_o, o, d_lse):
+    return torch.einsum("nhd,nhd->nh", d_o, o) * (1 - d_lse)
+
+
 NAN = {"NaN for the row that saw nothing"}
 KEPT = {"a sum that keeps its axis, beside a d_lse without one"}
 CROSSED = {"the products of each head with all the others"}
@@ -345,6 +349,11 @@ ATTEMPTS = {
     ),
     "axis lost": ("score_gradient", axis_lost, {"a sum that has lost its axis"}),
     "axis kept": ("row_delta", axis_kept, KEPT),
+    "1 - d_lse": (
+        "row_delta",
+        average_times_lse,
+        {"taking d_lse for a factor of the average"},
+    ),
     "crossed": ("row_delta", other_heads, CROSSED),
     "crossed, summed": ("row_delta", other_heads_summed, CROSSED),
     "queries": (
@@ -434,6 +443,40 @@ ATTEMPTS = {
 def test_a_readers_mistake_is_named(name: str, attempt: Callable, named: set[str]) -> None:
     """None of these is written like the misconception that names it."""
     assert set(judge(KNOWN[name], attempt).misconceptions) == named
+
+
+def rooted(d_o, d_lse, q, k, v, o, lse, is_seen, scale):
+    """Each of `q` and `k` scaled by the root, and forgotten in the gradients."""
+    root = math.sqrt(scale)
+    d_q, d_k, d_v = solutions.attention_backward(
+        d_o, d_lse, root * q, root * k, v, o, lse, is_seen, 1.0
+    )
+    return d_q, d_k, d_v
+
+
+def in_place(d_o, d_lse, q, k, v, o, lse, is_seen, scale):
+    q *= scale
+    d_q, d_k, d_v = solutions.attention_backward(d_o, d_lse, q, k, v, o, lse, is_seen, 1.0)
+    return scale * d_q, d_k, d_v
+
+
+def test_an_answer_that_changes_its_input_is_refused() -> None:
+    """Its gradients are right. The first scale that is not 1 shows it."""
+    verdict = judge(KNOWN["attention_backward"], in_place)
+    assert verdict.outcome != "right"
+    assert "argument 3 is another one after the call" in verdict.text
+
+
+def test_a_root_of_the_scale_is_named() -> None:
+    verdict = judge(KNOWN["attention_backward"], rooted)
+    assert verdict.misconceptions == ("√scale where the scale is meant",)
+
+
+def test_measured_backwards_are_between_the_two_bests() -> None:
+    """What the chapter tells: slower than the walks at best, faster than stored weights at best."""
+    f = pictures.facts(65_536, 128, 16)
+    for ms in pictures.dense_times().values():
+        assert f.again_ms < ms < f.stored_ms
 
 
 @pytest.mark.parametrize("of_k", ["scale", "nothing", "ln 2"])

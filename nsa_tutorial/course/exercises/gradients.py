@@ -149,6 +149,9 @@ _DELTA = TEXTS.exercise(
         ("- d_lse", "* d_lse", "multiplying by the gradient of lse",
          "Two ways lead from a score to the loss, through `o` and through lse. What happens to "
          "the gradients of two ways?"),
+        ("- d_lse", "* (1 - d_lse)", "taking d_lse for a factor of the average",
+         "`p * (d_p - average) + p * d_lse`: take `p` out. Is `d_lse` added to the average's place "
+         "in the bracket, or does it multiply it?"),
         ({"(d_o *": "((d_o - d_lse[..., None]) *", "- d_lse": ""},
          "taking d_lse off every channel of d_o",
          "In your sum, `d_lse` is multiplied by each channel of `o`. Does the way through lse "
@@ -293,6 +296,9 @@ _GROUP = TEXTS.exercise(
         ("scale * ", "", "leaving the scale out of d_k",
          "A head's scores are `scale * q @ k.T`. By how much does such a score change when a "
          "key does?"),
+        ("scale * ", "scale**0.5 * ", "√scale where the scale is meant",
+         "The scale stands once in each score, whole: `scale * q @ k.T`. Where would a root come "
+         "from?"),
         ("_o  #", "_o * scale  #", "putting the scale into d_v, too",
          "Values never meet the scale: the output is weights times values. Where does the scale "
          "stand in the forward?"),
@@ -393,6 +399,8 @@ _AGAIN = TEXTS.exercise(
          "them?"),
         ("scale * ", "", "leaving the scale out",
          "lse was made from the *scaled* scores. Are yours scaled?"),
+        ("scale * ", "scale**0.5 * ", "√scale where the scale is meant",
+         "lse was made from `scale * q @ k.T`. Does a root of the scale give the same scores?"),
         ("lse[", "scale * lse[", "scaling lse as well",
          "lse is the log-sum-exp of scores that were scaled already. What does another factor "
          "do to it?"),
@@ -644,6 +652,15 @@ _BACKWARD = TEXTS.exercise(
          "Line 5: by what is `d_s` multiplied besides the keys and the queries?"),
         ("s = scale * q", "s = q", "weights from scores without the scale",
          "`lse` is that of the *scaled* scores. Which scores belong into line 1?"),
+        ("s = scale * q", "s = scale**0.5 * q", "√scale where the scale is meant",
+         "The scores are `scale * q @ k.T`, and so is their gradient. Where would a root of the "
+         "scale come from? (Of `q` *and* `k` scaled, each would have one.)"),
+        ("d_q = scale * ", "d_q = scale**0.5 * ", "√scale where the scale is meant"),
+        ("d_k = scale * ", "d_k = scale**0.5 * ", "√scale where the scale is meant"),
+        ({"d_q = scale * ": "d_q = scale**0.5 * ", "d_k = scale * ": "d_k = scale**0.5 * "},
+         "√scale where the scale is meant"),
+        ({"s = scale * q": "s = scale**0.5 * q", "d_q = scale * ": "d_q = scale**0.5 * ",
+          "d_k = scale * ": "d_k = scale**0.5 * "}, "√scale where the scale is meant"),
         ("d_v = p.mT", "d_v = scale * p.mT", "scaling the gradient of the values",
          "Values never meet the scale. Which lines of the five have it?"),
         (".masked_fill(~is_seen, 0)", "", "weights for hidden keys",
@@ -668,6 +685,9 @@ _BACKWARD = TEXTS.exercise(
         (" - d_lse", " + d_lse", "adding d_lse to delta",
          "The bracket of line 4 wants `+ d_lse`, and takes `delta` away. With which sign does it "
          "stand in `delta`?"),
+        (" - d_lse", " * (1 - d_lse)", "taking d_lse for a factor of the average",
+         "The bracket of line 4 wants the average taken off, and `d_lse` added. Does `d_lse` "
+         "multiply the average anywhere?"),
         ("d_s = p * (", "d_s = (", "gradients of scores without their weight",
          "A key that weighs nothing changes nothing. By what is the bracket multiplied?"),
         (".sum(1)", ".mean(1)", "the mean over a group where its sum is meant",
