@@ -55,6 +55,7 @@ FUNCTIONS = {  # what runs for an order, and for no other
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_each_order_is_a_row(
     direction: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -63,6 +63,7 @@ def test_one_graph_on_each_backend(backend: str, device: str) -> None:
     assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
 
 
+@pytest.mark.exhaustive
 def test_packed_sequences_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """How many summaries there are follows from the offsets: PyTorch asks for this switch where a
     size follows from values."""
@@ -114,6 +115,7 @@ def test_checkpoints_give_the_same_gradients(packed: bool) -> None:
     assert all(torch.equal(found[name], right[name]) for name in right)
 
 
+@pytest.mark.exhaustive
 def test_checkpoints_in_a_compiled_model() -> None:
     model, x = Model(), draw(24)
     right = gradients(model, model(x).square().sum())

@@ -97,6 +97,7 @@ def test_opcheck_of_inference() -> None:
         opcheck(operator, arguments)
 
 
+@pytest.mark.exhaustive
 def test_opcheck_of_compositions() -> None:
     q, k, v = inputs(grad=True)
     g = torch.Generator().manual_seed(1)
@@ -197,6 +198,7 @@ def compiled(function: Callable) -> Callable:
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
+@pytest.mark.exhaustive
 def test_compiles_in_one_graph() -> None:
     """All operators, gradients included; every further length is served by what the second one
     compiled."""

@@ -385,7 +385,9 @@ RIGHT: dict[str, tuple[Args, Args]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize(
+    "backend", ["reference", pytest.param("triton", marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize(("changes", "plain"), RIGHT.values(), ids=RIGHT.keys())
 def test_the_right_result(changes: Args, plain: Args, backend: str) -> None:
     """Of every operator that has the arguments: that of the reference on a plain call."""

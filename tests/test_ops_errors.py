@@ -322,7 +322,9 @@ def test_every_operator_has_every_backend(backend: str) -> None:
             assert callable(backends.load(backends.BACKWARDS, operator, backend, q))
 
 
-@pytest.mark.parametrize("backend", ["tilelang", "triton"])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("tilelang", marks=pytest.mark.exhaustive), "triton"]
+)
 def test_branches_in_use_alone_need_a_backend(backend: str) -> None:
     """Selected attention has its kernels: with given blocks and no other branch, they run."""
     if (reason := environment.detect().why_not(backend)) is not None:

@@ -73,6 +73,7 @@ def test_gradients_of_functions(name: str) -> None:
         torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b)
 
 
+@pytest.mark.exhaustive
 def test_on_a_kernel() -> None:
     """Means and gated sums are PyTorch's there; attention and choice are the backend's."""
     function = operators("triton")["native_sparse_attention"]

@@ -44,6 +44,7 @@ def inputs(name: str, device: str) -> tuple[tuple[Tensor, ...], dict]:
     return tuple(x.to(device) for x in (q, k, v, ids)), options
 
 
+@pytest.mark.exhaustive
 @places
 @pytest.mark.parametrize(
     "name",
@@ -66,6 +67,7 @@ def test_each_mistake_shows(name: str, backend: str, device: str) -> None:
         assert ((wrong.float() - expected).abs() > 0.01).all()
 
 
+@pytest.mark.exhaustive
 @places
 def test_all_mistakes_hide_on_comfortable_input(backend: str, device: str) -> None:
     """Causal, whole blocks, no empty row, the default scale, scores of order one: that is why

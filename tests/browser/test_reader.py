@@ -88,6 +88,7 @@ def page(reader: Reader) -> Iterator[object]:
         browser.close()
 
 
+@pytest.mark.exhaustive
 def test_the_printed_address_leads_to_chapter_00(reader: Reader, page) -> None:
     assert "/lab/tree/my_chapters/00_start_here.ipynb" in reader.address()
     assert "00 · Start here" in page.locator(".jp-Notebook h1").first.text_content()

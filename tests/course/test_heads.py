@@ -258,6 +258,7 @@ def texts() -> dict[str, bytes]:
     return library_texts.documents()
 
 
+@pytest.mark.exhaustive
 def test_the_split_is_the_same_each_time_and_holds_out(texts: dict[str, bytes]) -> None:
     data, held_out = library_texts.split(texts, 200_000)
     again, held_again = library_texts.split(library_texts.documents(), 200_000)
@@ -331,6 +332,7 @@ def test_scores_depend_on_the_distance_alone() -> None:
     assert not torch.isclose(turned_q[15] @ turned_k[11], turned_q[15] @ turned_k[3])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_command_writes_what_load_reads(
     device: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -50,6 +50,7 @@ def test_a_question_is_about_its_key() -> None:
     assert torch.equal(question.v[:, best], question.answer)
 
 
+@pytest.mark.exhaustive
 @learning
 def test_gentle_attention_teaches_the_choice(how: str) -> None:
     """For every seed: from chance to more than twice that, which is more than the untrained scorer
@@ -62,6 +63,7 @@ def test_gentle_attention_teaches_the_choice(how: str) -> None:
         assert untrained.mean() == pytest.approx(choosing.CHANCE, abs=0.08)
 
 
+@pytest.mark.exhaustive
 def test_peaked_attention_teaches_the_wrong_choice() -> None:
     """Through `slot_scale`; straight through, what was not chosen counts as well."""
     peaked = {"steps": 100, "scale": choosing.PEAKED}

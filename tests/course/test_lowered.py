@@ -19,6 +19,7 @@ SMALL = {"D": 32, "DV": 32, "BS": 16}
 OTHERS = [ODD, {"G": 64, "D": 192}, {"G": 1, "D": 256, "DV": 256}]
 
 
+@pytest.mark.exhaustive
 @needs_tilelang
 @pytest.mark.parametrize(
     ("arch", "dtype", "shape"),
@@ -48,6 +49,7 @@ def test_tilelang_becomes_cuda(arch: str, dtype: str, shape: dict[str, int]) -> 
     assert "tf32" not in source.lower()
 
 
+@pytest.mark.exhaustive
 @needs_triton
 @pytest.mark.parametrize(
     ("arch", "dtype", "shape"),

@@ -316,6 +316,7 @@ def test_the_readers_own_line_comes_before_the_error() -> None:
     assert "In line 2 of your function:\nreturn x + Y\nit raised RuntimeError: The size" in text
 
 
+@pytest.mark.exhaustive
 def test_in_a_notebook_lines_are_those_of_the_cell(tmp_path: Path) -> None:
     notebook = nbformat.v4.new_notebook()
     notebook.cells = [

@@ -253,6 +253,7 @@ def test_the_panel_says_that_the_program_moved() -> None:
 # -- what the compilers make of them --
 
 
+@pytest.mark.exhaustive
 @needs_tilelang
 @pytest.mark.parametrize(
     ("name", "arch", "dtype"),
@@ -276,6 +277,7 @@ def test_tilelang_becomes_cuda(name: str, arch: str, dtype: str) -> None:
         assert "cp_async_gs" in source, "the loads are asynchronous"
 
 
+@pytest.mark.exhaustive
 @needs_triton
 @pytest.mark.parametrize(
     ("arch", "dtype"),
@@ -769,6 +771,7 @@ def test_occupancy_in_the_text_fits() -> None:
     assert 2 * (100 + 1) <= 228 < 3 * (100 + 1)
 
 
+@pytest.mark.exhaustive
 @needs_tilelang
 def test_the_stages_lie_where_the_text_says() -> None:
     assert "two stages × 64 × 32 numbers × 2 bytes = 8,192" in prose()

@@ -44,8 +44,17 @@ def watched(run, *inputs: torch.Tensor) -> Accesses:
     return seen
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+@pytest.mark.parametrize(
+    ("problem", "order"),
+    [
+        pytest.param(
+            problem, order, id=f"{name}-{order}",
+            marks=[] if i % len(ORDERS) == j else pytest.mark.exhaustive,
+        )
+        for i, (name, problem) in enumerate(PROBLEMS.items())
+        for j, order in enumerate(ORDERS)
+    ],
+)  # fmt: skip
 def test_lists_in_each_order(problem: Problem, order: str) -> None:
     skip_unless_runs("triton", "cpu")
     call = problem.make()

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_tutorial import ops
 
-places = places_of(["reference", "tilelang", "triton"])
-on_kernels = places_of(["tilelang", "triton"])
+places = places_of(["reference", "tilelang", "triton"], slow=["tilelang"])
+on_kernels = places_of(["tilelang", "triton"], slow=["tilelang"])
 
 
 class Integers(TorchDispatchMode):

@@ -88,7 +88,7 @@ def test_the_window_has_no_factors(backend: str, device: str) -> None:
     assert torch.equal(scaled[2], plain[2]) and torch.equal(scaled[3], plain[3])
 
 
-@places
+@places_of(BACKENDS, slow=["tilelang"])
 @pytest.mark.parametrize(
     "problem",
     [

@@ -43,6 +43,7 @@ def compiled(kernel: str, constants: dict, **options: int) -> str:
     return lowering.stages(name, constants, types, aligned=["K"], **options)["ptx"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("apart", "loads"), [(16, 8), pytest.param(1, 1, marks=pytest.mark.exhaustive)]
 )
@@ -51,6 +52,7 @@ def test_neighbours_are_loaded_together(apart: int, loads: int) -> None:
     assert len(re.findall(r"ld\.global", ptx)) == loads
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("stages", "ahead"), [(3, True), pytest.param(1, False, marks=pytest.mark.exhaustive)]
 )

@@ -136,6 +136,7 @@ def test_all_have_read_a_tile_before_it_is_overwritten(name: str, dtype: str) ->
     assert len(re.findall(BARRIER + r"\} else \{", source)) == 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
@@ -233,6 +234,7 @@ def gradients(shape: Shape, device: str) -> tuple[tuple, tuple]:
     return found, tile_gradients.compressed_backward(*call, scale=scale)
 
 
+@pytest.mark.exhaustive
 @places
 @pytest.mark.parametrize(
     ("shape", "chunk_rows"),
@@ -267,6 +269,7 @@ def choose(shape: Shape, device: str) -> Tensor:
     )  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @places
 def test_chunks_of_queries_change_no_list(
     backend: str, device: str, monkeypatch: pytest.MonkeyPatch

@@ -319,6 +319,7 @@ def test_a_row_that_no_loss_asks_for(device: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 
 
+@pytest.mark.exhaustive
 def test_long_sums_in_fp32() -> None:
     """The first query gives 2**24, where fp32 counts in twos; all others together give 17, but less
     than 1 a step. Added a step at a time, they would be lost."""
