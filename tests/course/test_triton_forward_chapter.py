@@ -10,6 +10,7 @@ import linecache
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -366,6 +367,34 @@ def test_the_probe_takes_as_long_as_the_kernel() -> None:
             assert probe > 1.05 * max(once, again), "slower"
 
 
+def test_each_time_says_what_it_is_a_time_of() -> None:
+    """One name and one time for chapter 11's kernel, from the file, with the recording above it."""
+    told, row = pictures.measured(), pictures.times()["pointers"]
+    head, *lines = pictures.time_of_the_kernel()
+    assert head == (
+        f"{told['machine']}, Triton {told['triton']}, torch {told['torch']}: 65,536 tokens of "
+        "width 128, bfloat16,\n4 KV heads with groups of 16, random lists of 16 blocks of 64:"
+    )
+    assert lines[0].split() == ["chapter", "11's", "kernel", f"{row['ms']:.1f}", "ms"]
+    assert f"with descriptors {pictures.times()['descriptors']['ms']:5.2f} ms" in "".join(
+        pictures.beside_descriptors()
+    )
+    assert "--lists" not in told["command"], "so the lists are the benchmark's default, random"
+
+
+def test_occupancy_alone_does_not_explain_steps_of_64() -> None:
+    """Half the programs and twice the time, and half the programs without it: the same memory, one
+    warp, 64 keys a step."""
+    one_warp, two_warps, of_10 = (
+        float(line.split()[-2]) for line in pictures.steps_of_64()[1:]
+    )  # fmt: skip
+    assert one_warp == round(pictures.times()["pointers, steps of 64 tokens"]["ms"], 1)
+    assert one_warp > 1.7 * max(two_warps, of_10)
+    tiles = {steps: (2 * 2 * steps * 128 + 16 * 128) * 2 for steps in (32, 64)}
+    assert [tiles[n] // 1024 for n in (32, 64)] == [36, 68]
+    assert [228 * 1024 // (tiles[n] + 1024) for n in (32, 64)] == [6, 3], "1 KiB is the system's"
+
+
 def test_the_gain_over_dense_attention() -> None:
     """The gain is about a third of how many fewer keys there are."""
     for tokens, _, *ratios in pictures.beside_tilelang():
@@ -373,6 +402,8 @@ def test_the_gain_over_dense_attention() -> None:
 
 
 # -- the exercises say what the kernel does --
+
+EXERCISES = {e.name: e for e in chapter_11.EXERCISES}
 
 
 def solution(name: str):
@@ -387,14 +418,20 @@ def cases(name: str) -> pytest.MarkDecorator:
     )
 
 
+OPTIONAL = ("first_scores", "locate", "walked_slots", "window_row")
+
+
 def test_the_minutes_are_told() -> None:
-    """Those of the two exercises in optional parts are not among them."""
+    """Those of the exercises in optional parts are not among the chapter's."""
     minutes = {e.name: e.minutes for e in exercises.chapter_exercises("triton_forward").values()}
-    optional = prose().split("### If you have more time")[1]
+    main, optional = prose().split("### If you have more time")
     told = [int(n) for n in re.findall(r"^About (\d+) minutes", optional, flags=re.M)]
-    assert f"Five parts, about {sum(told)} minutes together" in optional and len(told) == 5
-    assert told[1] > minutes.pop("walked_slots") and told[2] > minutes.pop("window_row")
-    assert f"{sum(minutes.values())} of them exercises" in prose()
+    assert f"Seven parts, about {sum(told)} minutes together" in optional and len(told) == 7
+    for name in OPTIONAL:
+        assert f"`{name}`" in optional
+        assert minutes.pop(name) < max(told)
+    assert f"{sum(minutes.values())} of them exercises" in main
+    assert int(re.search(r"About (\d+) minutes", main).group(1)) <= 75
 
 
 @pytest.mark.parametrize("G", [1, 4, 16, 20])
@@ -475,6 +512,119 @@ def test_window_row_is_what_the_kernel_walks(case: exercises.Case) -> None:
     )
 
 
+# -- the kernel that the reader writes --
+
+BUILD = "triton_selected_attention"
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["packed, own block, counts", "not causal", "a group of 20"])
+def test_the_solution_is_the_twin(name: str) -> None:
+    """It takes what every backend takes, less the batch; its widths and blocks are those that a
+    reader's kernel is asked for."""
+    problem = replace(PROBLEMS[name], D=16, DV=32, BS=16)
+    q, k, v, ids, rows = made(problem)
+    k, v = (x.flatten(0, 1) for x in (k, v))
+    found = solution(BUILD)(
+        q.flatten(0, 1), k, v, ids, rows.first_key, rows.num_visible, problem.BS
+    )
+    expected = selected_attention.forward(
+        q, k[None], v[None], ids, rows, block_size=problem.BS, scale=problem.D**-0.5
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs.flatten(0, 1), rtol=1e-4, atol=1e-5)
+
+
+def with_powers_of_two(q, k, v, block_indices, first_key, num_visible, block_size):
+    """Another way: a kernel in the function, powers of two, a pointer for each key, and the log at
+    the end."""
+
+    @triton.jit
+    def walk(Q, K, V, Ids, First, Seen, Out, L, scale, S, H: tl.constexpr, G: tl.constexpr,
+             GT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr):  # fmt: skip
+        r, h = tl.program_id(1), tl.program_id(0)
+        g = tl.arange(0, GT)
+        rows = (r * H + h) * G + tl.where(g < G, g, 0)  # idle rows load the first head
+        q = tl.load(Q + rows[:, None] * D + tl.arange(0, D)[None]) * (scale * 1.44269504)
+        m = tl.full([GT], -1e30, tl.float32)
+        n = tl.zeros([GT], tl.float32)
+        o = tl.zeros([GT, DV], tl.float32)
+        for s in range(S):
+            i = tl.load(Ids + (r * H + h) * S + s)
+            if i >= 0:
+                t = i * BS + tl.arange(0, BS)
+                seen = t < tl.load(Seen + r)
+                at = ((tl.load(First + r) + t) * H + h)[:, None]
+                k = tl.load(K + at * D + tl.arange(0, D), mask=seen[:, None], other=0)
+                v = tl.load(V + at * DV + tl.arange(0, DV), mask=seen[:, None], other=0)
+                x = tl.dot(q, tl.trans(k), input_precision="ieee") + tl.where(seen, 0, -1e38)
+                top = tl.maximum(m, tl.max(x, 1))
+                w = tl.exp2(x - top[:, None])
+                n = n * tl.exp2(m - top) + tl.sum(w, 1)
+                o = o * tl.exp2(m - top)[:, None] + tl.dot(w, v, input_precision="ieee")
+                m = top
+        nothing = m == -1e30
+        n = tl.where(nothing, 1, n)
+        at = Out + rows[:, None] * DV + tl.arange(0, DV)
+        tl.store(at, tl.where(nothing[:, None], 0, o / n[:, None]), mask=(g < G)[:, None])
+        log = (m + tl.log2(n)) * 0.69314718
+        tl.store(L + rows, tl.where(nothing, float("-inf"), log), mask=g < G)
+
+    R, HQ, D = q.shape
+    H, DV = v.shape[1:]
+    o, lse = torch.zeros(R, HQ, DV, device=q.device), torch.ones(R, HQ, device=q.device)
+    walk[(H, R)](
+        q, k, v, block_indices, first_key, num_visible, o, lse, D**-0.5, block_indices.shape[2],
+        H=H, G=HQ // H, GT=triton.next_power_of_2(HQ // H), D=D, DV=DV, BS=block_size,
+    )  # fmt: skip
+    return [o, lse]
+
+
+@needs_triton
+def test_a_kernel_of_another_form_holds_all_stages() -> None:
+    verdict = judge(EXERCISES[BUILD], with_powers_of_two)
+    assert verdict.lead == "All 9 stages hold.", verdict.text
+
+
+@needs_triton
+def test_the_output_alone_holds_all_stages_but_lse() -> None:
+    verdict = judge(EXERCISES[BUILD], lambda *given: solution(BUILD)(*given)[0])
+    assert verdict.lead == "8 of 9 stages hold." and "`return o, lse`" in verdict.text
+
+
+def through_the_operator(q, k, v, block_indices, first_key, num_visible, block_size):
+    from nsa_tutorial.kernels.triton.selected import forward
+
+    rows = selected_attention.QueryRows(first_key, num_visible, num_visible - 1)
+    tensors = (x[None] for x in (q, k, v))
+    o, lse = forward.launch(
+        *tensors, block_indices, rows, block_size=block_size, scale=q.shape[-1] ** -0.5
+    )
+    return o[0], lse[0]
+
+
+@needs_triton
+def test_the_course_s_own_kernel_is_no_answer() -> None:
+    verdict = judge(EXERCISES[BUILD], through_the_operator)
+    assert verdict.held == 0 and "the course's own function" in verdict.text
+
+
+@needs_triton
+def test_a_kernel_in_place_of_its_launch_is_told() -> None:
+    assert "hand over the function" in judge(EXERCISES[BUILD], chapter_11.attend_to_list).text
+
+
+@needs_triton
+def test_what_is_stored_outside_is_counted() -> None:
+    """A store past the end of a tensor that the attempt made, and none where it stays inside."""
+    (case, *_) = next(s.cases for s in EXERCISES[BUILD].stages if s.name == "a group of 3")
+    (wrong,) = {m.name: m for m in EXERCISES[BUILD].misconceptions if "padding" in m.name and
+                "storing" in m.name}.values()  # fmt: skip
+    run = chapter_11._run_attention
+    assert run(solution(BUILD), *case.arguments()).stored_outside == 0
+    assert run(wrong.wrong, *case.arguments()).stored_outside == 13 * 32
+
+
 def test_phases_are_those_of_the_twin() -> None:
     kernel = "nsa_tutorial.kernels.triton.selected.forward:kernel"
     assert (
@@ -485,8 +635,6 @@ def test_phases_are_those_of_the_twin() -> None:
 
 
 # -- what the tutor says --
-
-EXERCISES = {e.name: e for e in chapter_11.EXERCISES}
 
 
 def gated_but_not_ended(ids: list, first_key: int, num_visible: int, BS: int) -> torch.Tensor:

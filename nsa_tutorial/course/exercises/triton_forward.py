@@ -684,8 +684,8 @@ class _Attended(NamedTuple):
 
 
 class _Allocations(TorchFunctionMode):
-    """Gives each tensor of floats that is made inside room around it, full of NaN like whatever
-    was to stay unset: a store that misses it is seen, and hits nothing else."""
+    """Gives each tensor of floats that is made inside room around it, full of NaN: a store that
+    misses the tensor is seen there, and hits nothing else."""
 
     MAKERS = ("empty", "zeros", "ones", "full", "empty_strided")
 
@@ -700,11 +700,8 @@ class _Allocations(TorchFunctionMode):
         maker = getattr(func, "__name__", "").removeprefix("new_").removesuffix("_like")
         if maker not in self.MAKERS or not made.is_floating_point() or not made.numel():
             return made
-        made = roomy(made, math.nan)
-        if maker.startswith("empty"):
-            made.fill_(math.nan)
-        self.made.append(made)
-        return made
+        self.made.append(roomy(made, math.nan))
+        return self.made[-1]
 
     def stored_outside(self) -> int:
         """How many numbers around these tensors are not NaN any more."""
