@@ -12,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
 COURSE = "nsa_tutorial.course"
+COMPILER = "nsa_tutorial.runtime.tilelang_cpu"
 
 
 class Forbidden(Exception):
@@ -41,6 +42,8 @@ class _Watch(TorchFunctionMode):
             module = frame.f_globals.get("__name__", "")
             if frame.f_code.co_name == "__torch_function__":
                 pass  # another watch, which looks on
+            elif module == COMPILER:
+                pass  # it compiles the attempt's own kernel
             elif module == COURSE or module.startswith(f"{COURSE}."):
                 return None  # the checker, which called the attempt
             else:

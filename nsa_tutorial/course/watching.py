@@ -231,14 +231,18 @@ class Watched:
 
     Attributes:
         seen: what was watched.
+        why_not: why nothing could be watched, if so.
         is_sound: whether nothing is wrong with it.
     """
 
-    def __init__(self, seen: Accesses) -> None:
-        self.seen, self.is_sound = seen, bool(seen.launches and not seen.faults)
+    def __init__(self, seen: Accesses, why_not: str = "") -> None:
+        self.seen, self.why_not = seen, why_not
+        self.is_sound = bool(seen.launches and not seen.faults)
 
     def __repr__(self) -> str:
         seen = self.seen
+        if self.why_not:
+            return f"○ {self.why_not}"
         if not seen.launches:
             return "○ No kernel was launched."
         lines = [
@@ -254,19 +258,22 @@ class Watched:
 
 def watch(launch: Callable, *arguments: object, **options: object) -> Watched:
     """Call a function that launches kernels, and say which of their programs get in each other's
-    way: `watch(column_sums, x)`.
-
-    Raises:
-        BackendUnavailable: where Triton compiles for a GPU, whose loads nobody sees.
-    """
+    way: `watch(column_sums, x)`. Where Triton compiles for a GPU, nobody sees its loads, and the
+    answer says so."""
     here = environment.detect()
     if here.triton is not None and not here.triton_interpreted:
-        raise environment.BackendUnavailable(
+        return Watched(
+            Accesses(),
             "watch needs Triton's interpreter, and Triton compiles for the GPU in this process: "
-            "restart with TRITON_INTERPRET=1 set, and keep the tensors on the CPU."
+            "restart with TRITON_INTERPRET=1 set, and keep the tensors on the CPU.",
         )
     with watching() as seen:
-        launch(*arguments, **options)
+        try:
+            launch(*arguments, **options)
+        except TypeError:
+            if here.triton is not None:
+                raise
+            return Watched(seen, here.why_not("triton"))
     return Watched(seen)
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nsa_tutorial.course import checking, mine, reader
+from nsa_tutorial.course.attempts import call
 from nsa_tutorial.course.diffs import Edited, diffs
 from nsa_tutorial.course.exercises import Case, Exercise, Stage
 from nsa_tutorial.course.judging import judge
@@ -126,6 +127,29 @@ def test_numbers_without_a_kernel_are_refused(language: str) -> None:
     assert f"No {name} kernel was launched: the numbers came from PyTorch." in verdict.text
     assert "NotLaunched" not in verdict.text
     assert judge(replace(e, launches=None), lambda x: 2 * x).outcome == "right"
+
+
+@for_each
+def test_the_courses_functions_may_be_forbidden_beside(language: str) -> None:
+    """And compiling the attempt's kernel is none of them."""
+    e = replace(exercise(language), forbidden=(("nsa_tutorial", "the course's own function"),))
+    name, (solution, part) = e.name, SOLUTIONS[language]
+    code = f"{checking.show(part).code}\n\n{checking.show(solution).code}"
+    fresh = cells(name, code.replace("2 *", "2.0 *"))
+    assert call(e, fresh, e.cases[0]).tolist() == [0, 2, 4, 6]
+
+
+@for_each
+def test_what_no_program_stores_is_nan(language: str) -> None:
+    """And not what an earlier result left in the same memory."""
+    e = exercise(language)
+    solution, part = SOLUTIONS[language]
+    code = f"{checking.show(part).code}\n\n{checking.show(solution).code}"
+    half = {"triton": ("triton.cdiv(len(x), 4)", "1"), "tilelang": ("T.ceildiv(N, BN)", "1")}
+    few = cells(e.name, code.replace(*half[language]))
+    assert call(e, e.solution, e.cases[1]).isfinite().all()
+    assert call(e, few, e.cases[1])[4:].isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @for_each
