@@ -152,7 +152,7 @@ def kinds(masks: Masks, branches: Collection[str] = BRANCHES) -> np.ndarray:
 def colours() -> np.ndarray:
     """The colour of each of `KINDS`, uint8 `[6, 4]`. What is seen only through summaries is paler:
     it is most of the past."""
-    named = [SURFACE, PALETTE["masked"], *(PALETTE[name] for name in BRANCHES)]
+    named = [PALETTE["masked"], SURFACE, *(PALETTE[name] for name in BRANCHES)]
     found = np.array([(*to_rgb(colour), 1.0) for colour in named])
     found[KINDS.index("compressed"), :3] = 0.55 * found[KINDS.index("compressed"), :3] + 0.45
     return np.round(255 * found).astype(np.uint8)
@@ -244,6 +244,9 @@ def _write_list(sheet: Sheet, lines: Sequence, query: int) -> list[Square]:
     """The list as text, right of the mask and reaching into its empty half; returns the squares
     that belong to its lines."""
     squares, rules, told, y = [], [], [], TOP
+    # what lies under it is the future, whatever the settings
+    high = LINE * (len(lines) + 1.3) + 0.2
+    sheet.boxes([(LIST - 0.26, TOP - 0.02, WIDTH - LIST, high)], SURFACE)
     sheet.text(LIST, y + BASELINE, f"query {query} reads", colour="query", va="baseline")
     y += 1.3 * LINE
     for number, (branch, cells) in enumerate(lines):
@@ -270,7 +273,7 @@ def _write_legend(sheet: Sheet, show: str) -> list[Square]:
         "compressed": "through summaries" if alone else "through summaries only",
     }
     entries = {name: text for name, text in names.items() if name in SHOWN[show]}
-    entries |= {"not seen": "not seen", "future": "later: never seen"}
+    entries |= {"not seen": "earlier, not seen", "future": "later: never seen"}
     x, y = LEFT + SIDE + 0.12, TOP + SIDE - 1.06 * LINE * len(entries)
     squares, told = [], []
     for name, text in entries.items():

@@ -23,6 +23,7 @@ from torch import Tensor
 from nsa_tutorial.course import costs, heads
 from nsa_tutorial.course.figures import INKS, PALETTE, SURFACE, Picture, new_figure, readable_on
 from nsa_tutorial.course.heads import Heads
+from nsa_tutorial.course.marks import named
 from nsa_tutorial.course.sheet import Chart, Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
 
@@ -34,7 +35,8 @@ QUERY, BLOCK_SIZE, TOP_N = 385, 16, 4  # the example of the chapter
 LETTER, LINE = 0.08, 0.173  # inches of a character of the text and of a line
 LETTER_SIZE = 9.6  # points: as wide as `LETTER`
 D = 128  # of the priced example
-_PALE = {"selected": "selected", "own block": "own block", "not listed": "masked"}
+# the colour of a token's ground; a token of the past that no list names has none
+_GROUNDS = {"selected": "selected", "own block": "own block", "future": "masked"}
 
 # -- lists by the true attention --
 
@@ -118,7 +120,7 @@ def draw_gather(ids: list[int], query: int, M: int, block_size: int) -> Picture:
 
     kinds = token_kinds(ids, query, M, block_size)
     for token, kind in enumerate(kinds):
-        square(token + gap * (token // block_size), top, str(token), _PALE.get(kind))
+        square(token + gap * (token // block_size), top, str(token), _GROUNDS.get(kind))
     place = query + gap * own
     axis.add_patch(
         Rectangle(
@@ -185,10 +187,11 @@ def draw_text(
     sheet = Sheet(8.2, text_high + 2.27)
     bars = sheet.chart(Place(0.62, 0.34, 7.48, 1.06), (-0.6, len(shares) - 0.4),
                        (0, 100 * max(0.3, 1.15 * max(shares))))  # fmt: skip
-    kinds = ["own block" if b == own else "selected" if b in ids else "masked"
+    kinds = ["own block" if b == own else "selected" if b in ids else SURFACE
              for b in range(len(shares))]  # fmt: skip
+    edges = ["line" if kind == SURFACE else kind for kind in kinds]
     spans = [(b - 0.4, 0, 0.8, 100 * share) for b, share in enumerate(shares)]
-    bars.boxes(spans, kinds)
+    bars.boxes(spans, kinds, edgecolors=named(edges), linewidths=0.8)
     told = [(b, 100 * shares[b], f"{100 * shares[b]:.0f}") for b in ids]
     bars.words(told, size=8, va="bottom", offset=(0, 2))
     bars.bottom(range(0, len(shares), max(1, len(shares) // 16)),
@@ -200,7 +203,13 @@ def draw_text(
         Place(0.12, 1.97, 8.0, text_high), (-0.4, 8.0 / LETTER - 0.4), (len(lines), 0)
     )
     _draw_page(page, text_runs(h.text, ids, query, block_size), ids, block_size)
-    names = {colour: kind for kind, colour in _PALE.items()} | {"query": f"query {query}"}
+    names = {
+        "selected": "selected",
+        "own block": "own block",
+        SURFACE: "not listed",
+        "masked": "later",
+        "query": f"query {query}",
+    }
     sheet.legend(0.62, text_high + 2.135, names)
     return Picture(sheet.figure, finding(query, ids, np.array(shares), block_size))
 
@@ -262,17 +271,21 @@ def text_runs(text: bytes, ids: list[int], query: int, block_size: int) -> list[
 def _draw_page(chart: Chart, runs: list[Run], ids: list[int], block_size: int) -> None:
     """The runs on the colours of their kinds, and beside each line the blocks that it shows."""
     shown = [run for run in runs if run.kind != "future"]
-    colours = {**_PALE, "query": "query"}
-    chart.boxes([(run.column, run.line, len(run.signs), 0.96) for run in shown],
-                [colours[run.kind] for run in shown])  # fmt: skip
+    colours = {**_GROUNDS, "query": "query"}
     inks = {kind: readable_on(colour) for kind, colour in colours.items()}
-    written = [run for run in runs if run.kind != "future" or run.signs.strip("·↵ ")]
+    written = [
+        run if run.kind != "future" else run._replace(signs=run.signs.rstrip("·↵ "))
+        for run in runs
+        if run.kind != "future" or run.signs.strip("·↵ ")
+    ]
+    coloured = [run for run in written if run.kind in colours]
+    chart.boxes([(run.column, run.line, len(run.signs), 0.96) for run in coloured],
+                [colours[run.kind] for run in coloured])  # fmt: skip
     told, ink = [], []
     for run in written:
-        signs = run.signs.rstrip("·↵ ") if run.kind == "future" else run.signs
-        bare = signs.lstrip(" ")
-        told.append((run.column + len(signs) - len(bare), run.line + 0.45, bare))
-        ink.append(inks.get(run.kind, "faint"))
+        bare = run.signs.lstrip(" ")
+        told.append((run.column + len(run.signs) - len(bare), run.line + 0.45, bare))
+        ink.append(inks.get(run.kind, "text"))
     chart.words(told, colour=ink, ha="left", size=LETTER_SIZE, family="monospace")
     beside: dict[int, list[int]] = {}
     for run in shown:

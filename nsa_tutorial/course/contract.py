@@ -1,0 +1,390 @@
+"""What the operators' contract asks, asked of a reader's functions.
+
+An exercise's stages lead to a function. Here it is called like an operator of `nsa_tutorial.ops`,
+on the contract's own properties: against that operator in fp64, with the contract's error budget.
+`TWINS` says which function is which operator, and how it is called; a function without a twin has
+its stages alone. `judge` fills one cell of the table that `make mine` prints, `times` compares with
+our kernels on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nsa_tutorial import ops
+from nsa_tutorial.course.quiet import quiet
+from nsa_tutorial.sparse.selected_attention import dense_mask
+
+ASSETS = Path(__file__).resolve().parents[2] / "assets"
+_STORED = ASSETS / "performance_h200.json"
+_PAIRS = 20  # of timed calls
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of an operator, `B = 1`.
+
+    Attributes:
+        q, k, v: `[1, N, HQ, D]`, `[1, M, H, D]`, `[1, M, H, DV]`, fp32.
+        ids: `[1, N, H, S]` int32.
+        block_size: tokens per block.
+        cu_seqlens: offsets of packed sequences; None for one.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    ids: Tensor
+    block_size: int
+    cu_seqlens: Tensor | None = None
+
+    @property
+    def scale(self) -> float:
+        """The default of the operators."""
+        return self.q.shape[-1] ** -0.5
+
+    def attend(self, dtype: torch.dtype, backend: str = "reference") -> tuple[Tensor, Tensor]:
+        """`o` and `lse` of `ops.selected_attention`, computed in `dtype`."""
+        tensors = (x.to(dtype) for x in (self.q, self.k, self.v))
+        options = {"block_size": self.block_size, "cu_seqlens": self.cu_seqlens}
+        return ops.selected_attention(
+            *tensors, self.ids, **options, return_lse=True, backend=backend
+        )
+
+    @property
+    def d_o(self) -> Tensor:
+        """A gradient of the output, `[1, N, HQ, DV]`; always the same."""
+        shape = (*self.q.shape[:3], self.v.shape[3])
+        return torch.randn(shape, generator=torch.Generator().manual_seed(9)).to(self.q.device)
+
+
+def draw(
+    N: int = 6, M: int = 48, *, H: int = 2, G: int = 2, D: int = 16, DV: int = 32, S: int = 3,
+    BS: int = 16, seed: int = 0, device: str = "cpu",
+) -> Problem:  # fmt: skip
+    """A random problem: the last `N` queries of `M` positions, each with its own block and others
+    of its past."""
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(1, n, h, w, generator=g) for n, h, w in ((N, H * G, D), (M, H, D), (M, H, DV))
+    )
+    own = torch.arange(M - N, M) // BS
+    rank = torch.rand(N, H, -(-M // BS), generator=g)
+    block = torch.arange(rank.shape[-1])
+    rank = rank.masked_fill(block > own[:, None, None], -1)
+    rank = rank.masked_fill(block == own[:, None, None], 2)
+    best, ids = rank.topk(min(S, len(block)), -1)
+    ids = ids.masked_fill(best < 0, -1).to(torch.int32)[None]
+    return Problem(*(x.to(device) for x in (q, k, v, ids)), BS)
+
+
+# -- the properties --
+
+
+def _empty_slots(**sizes: int) -> Problem:
+    p = draw(**sizes)
+    p.ids[:, ::2, :, 0] = -1
+    p.ids[:, 1::2, :, -1] = -1
+    return p
+
+
+def _nothing_seen(**sizes: int) -> Problem:
+    p = draw(**sizes)
+    p.ids[:, 1::2] = -1
+    return p
+
+
+def _far_apart(**sizes: int) -> Problem:
+    """Each block's scores lie two hundred above or below those of the block before."""
+    p = draw(**sizes)
+    block = torch.arange(p.k.shape[1]) // p.block_size
+    p.q[..., 0] = 4.0
+    p.k[..., 0] = torch.where(block % 2 == 0, -100.0, 100.0)[None, :, None]
+    return p
+
+
+def _hidden_nan(**sizes: int) -> Problem:
+    """Keys and values that no query lists, or that lie after it, are NaN."""
+    p = draw(**sizes | {"N": 1})
+    seen = dense_mask(p.ids, p.k.shape[1], block_size=p.block_size)[0, 0]  # [H, M]
+    for x in (p.k, p.v):
+        x[0].masked_fill_(~seen.T[..., None], math.nan)
+    return p
+
+
+def _packed(**sizes: int) -> Problem:
+    """Two sequences one behind the other, of 21 and 30 tokens."""
+    one, two = (draw(N=n, M=n, seed=n, **sizes) for n in (21, 30))
+    S = max(one.ids.shape[-1], two.ids.shape[-1])
+    ids = [torch.nn.functional.pad(p.ids, (0, S - p.ids.shape[-1]), value=-1) for p in (one, two)]
+    tensors = (torch.cat([getattr(p, name) for p in (one, two)], 1) for name in "qkv")
+    bounds = torch.tensor([0, 21, 51], dtype=torch.int32)
+    return Problem(*tensors, torch.cat(ids, 1), one.block_size, bounds)
+
+
+PROPERTIES: dict[str, Callable[..., Problem]] = {
+    "lists": draw,
+    "one query": partial(draw, N=1),
+    "causal: all queries": partial(draw, N=48),
+    "a ragged last block": partial(draw, N=9, M=43),
+    "a group of 3": partial(draw, G=3),
+    "a group of 16": partial(draw, G=16),
+    "empty slots": _empty_slots,
+    "nothing seen: o 0, lse -inf": _nothing_seen,
+    "scores two hundred apart": _far_apart,
+    "NaN in what is hidden": _hidden_nan,
+    "packed sequences": _packed,
+}
+_ALWAYS = tuple(name for name in PROPERTIES if "group" not in name and "packed" not in name)
+
+
+# -- the twins --
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A function that the reader builds, as an operator.
+
+    Attributes:
+        operator: its name in `nsa_tutorial.ops`, and what of it is compared.
+        call: calls the function on a problem; returns tensors as `right` does.
+        right: the same by the operator: `right(problem, dtype, backend)`.
+        properties: those that the exercise asks for, of `PROPERTIES`.
+        sizes: those of its problems that differ from `draw`'s.
+        is_exact: the answers are numbers of blocks, and have no error.
+    """
+
+    operator: str
+    call: Callable[[Callable, Problem], tuple[Tensor, ...]]
+    right: Callable[[Problem, torch.dtype, str], tuple[Tensor, ...]]
+    properties: tuple[str, ...]
+    sizes: tuple[tuple[str, int], ...] = ()
+    is_exact: bool = False
+
+
+def _attended(p: Problem, dtype: torch.dtype, backend: str) -> tuple[Tensor, ...]:
+    return p.attend(dtype, backend)
+
+
+def _by_visible_keys(function: Callable, p: Problem) -> tuple[Tensor, ...]:
+    """A function that gets each query's first key and the number of keys it sees."""
+    N, M = p.q.shape[1], p.k.shape[1]
+    place = torch.arange(M - N, M, device=p.q.device)
+    first = torch.zeros_like(place)
+    if p.cu_seqlens is not None:
+        starts = p.cu_seqlens.to(place)
+        first = starts[torch.bucketize(place, starts, right=True) - 1]
+    counts = (first.to(torch.int32), (place - first + 1).to(torch.int32))
+    o, lse = function(p.q[0], p.k[0], p.v[0], p.ids[0], *counts, p.block_size)
+    return o[None], lse[None]
+
+
+def _by_position(function: Callable, p: Problem) -> tuple[Tensor, ...]:
+    """A function whose queries are the last positions."""
+    o, lse = function(p.q[0], p.k[0], p.v[0], p.ids[0], p.block_size, p.scale)
+    return o[None], lse[None]
+
+
+def _gradients(p: Problem, dtype: torch.dtype, backend: str) -> tuple[Tensor, ...]:
+    q, k, v = (x.to(dtype, copy=True).requires_grad_() for x in (p.q, p.k, p.v))
+    o = ops.selected_attention(q, k, v, p.ids, block_size=p.block_size, backend=backend)
+    return torch.autograd.grad(o, (q, k, v), p.d_o.to(dtype))
+
+
+def _backward_by_lists(function: Callable, p: Problem) -> tuple[Tensor, ...]:
+    """A function that gets the lists and, for each KV head, the inverse list."""
+    ids, num_blocks = p.ids[0], -(-p.k.shape[1] // p.block_size)
+    queries, bounds, before = [], [], 0
+    for head in range(ids.shape[1]):
+        query, slot = (ids[:, head] >= 0).nonzero(as_tuple=True)
+        block, order = ids[query, head, slot].sort(stable=True)
+        queries.append(query[order])
+        edges = torch.arange(num_blocks + 1, dtype=block.dtype, device=block.device)
+        bounds.append(torch.searchsorted(block, edges) + before)
+        before += len(query)
+    o, lse = p.attend(torch.float32)
+    tables = (ids, torch.cat(queries).int(), torch.stack(bounds).int())
+    given = (x[0] for x in (p.d_o, p.q, p.k, p.v, o, lse))
+    return tuple(x[None] for x in function(*given, *tables, p.block_size, p.scale))
+
+
+def _backward_by_mask(function: Callable, p: Problem) -> tuple[Tensor, ...]:
+    """A function with the heads first, and one mask for all of them."""
+    o, lse = p.attend(torch.float32)
+    d_o, q, k, v, o = (x[0].transpose(0, 1) for x in (p.d_o, p.q, p.k, p.v, o))
+    lse = lse[0].T
+    sees = dense_mask(p.ids, p.k.shape[1], block_size=p.block_size)[0, :, 0]  # [N, M]
+    found = function(d_o, torch.zeros_like(lse), q, k, v, o, lse, sees, p.scale)
+    return tuple(x.transpose(0, 1)[None] for x in found)
+
+
+_CHOICE = {"num_initial": 1, "num_local": 1}
+
+
+def _summaries(p: Problem) -> Tensor:
+    """One summary a block, the mean of its keys, `[1, M // BS, H, D]`."""
+    BS = p.block_size
+    return ops.compress(p.k, length=BS, stride=BS)
+
+
+def _chosen(p: Problem, dtype: torch.dtype, backend: str) -> tuple[Tensor, ...]:
+    options = {"length": p.block_size, "stride": p.block_size, "num_keys": p.k.shape[1]}
+    ids = ops.select_blocks(
+        p.q.to(dtype), _summaries(p).to(dtype), top_n=3, block_size=p.block_size, **options,
+        **_CHOICE, backend=backend,
+    )  # fmt: skip
+    return (ids,)
+
+
+def _choose(function: Callable, p: Problem) -> tuple[Tensor, ...]:
+    k_cmp, BS, M = _summaries(p), p.block_size, p.k.shape[1]
+    s = torch.einsum("nhgd,mhd->nhgm", p.q[0].unflatten(1, (k_cmp.shape[2], -1)), k_cmp[0])
+    ends = (torch.arange(k_cmp.shape[1], device=s.device) + 1) * BS - 1
+    place = torch.arange(M - len(s), M, device=s.device)
+    s = (p.scale * s).masked_fill(ends > place[:, None, None, None], -math.inf)
+    lse = s.logsumexp(-1).flatten(1)
+    ids = function(p.q[0], k_cmp[0], lse, M, BS, 3, *_CHOICE.values(), p.scale)
+    return (ids[None],)
+
+
+# a backward that is given `lse` knows its scores no better than `lse` is rounded
+_GIVEN_LSE = tuple(what for what in _ALWAYS[:-1] if "apart" not in what)
+_GROUPS = ("a group of 3", "a group of 16")
+TWINS = {
+    "attention_backward": Twin(
+        "selected_attention, gradients", _backward_by_mask, _gradients,
+        (*_GIVEN_LSE, *_GROUPS), (("H", 1),),
+    ),
+    "tilelang_selected_attention": Twin(
+        "selected_attention", _by_position, _attended, _ALWAYS,
+    ),
+    "triton_selected_attention": Twin(
+        "selected_attention", _by_visible_keys, _attended, tuple(PROPERTIES),
+    ),
+    "triton_selected_backward": Twin(
+        "selected_attention, gradients", _backward_by_lists, _gradients, _GIVEN_LSE,
+        (("G", 16),),
+    ),
+    "triton_select_blocks": Twin(
+        "select_blocks", _choose, _chosen,
+        ("lists", "one query", "causal: all queries", *_GROUPS), is_exact=True,
+    ),
+}  # fmt: skip
+
+
+def judge(name: str, function: Callable, what: str) -> str | None:
+    """What is wrong with a function under one property; empty if it holds, None where the exercise
+    does not ask for it.
+
+    Args:
+        name: of the exercise, one of `TWINS`.
+        function: the reader's.
+        what: one of `PROPERTIES`.
+    """
+    twin = TWINS[name]
+    if what not in twin.properties:
+        return None
+    problem = PROPERTIES[what](**{**dict(twin.sizes), **_own_sizes(what, twin)})
+    try:
+        with quiet():
+            got = twin.call(function, problem)
+    except Exception as error:
+        return f"raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    truth, plain = (twin.right(problem, d, "reference") for d in (torch.float64, torch.float32))
+    for g, t, near in zip(got, truth, plain, strict=True):
+        if why := _difference(g, t, near, twin.is_exact):
+            return why
+    return ""
+
+
+def _own_sizes(what: str, twin: Twin) -> dict[str, int]:
+    """A property that sets a size itself keeps it."""
+    made = PROPERTIES[what]
+    fixed = made.keywords if isinstance(made, partial) else {}
+    return {name: size for name, size in fixed.items() if name in dict(twin.sizes)}
+
+
+def _difference(got: Tensor, truth: Tensor, plain: Tensor, is_exact: bool) -> str:
+    """In which way a result misses the contract; empty if it keeps it."""
+    if not isinstance(got, Tensor) or got.shape != truth.shape:
+        return f"shape {list(getattr(got, 'shape', []))}, expected {list(truth.shape)}"
+    if is_exact:
+        wrong = (got != truth).any(-1).sum().item()
+        return f"{wrong} lists differ" if wrong else ""
+    finite = truth.isfinite()
+    if got.isnan().any():
+        return "NaN"
+    if not torch.equal(got[~finite].double(), truth[~finite].double()):
+        return "finite where the contract asks for -inf"
+    error, near = (
+        (x.double() - truth)[finite].abs().max().item() if finite.any() else 0.0
+        for x in (got, plain)
+    )
+    allowed = 2 * near + 1e-6
+    return f"error {error:.1e}, allowed {allowed:.1e}" if error > allowed else ""
+
+
+# -- on a GPU --
+
+
+def times(name: str, function: Callable, tokens: int = 8192) -> tuple[float, float]:
+    """Milliseconds of a reader's function and of our Triton backend on the same fp32 tensors, 4 KV
+    heads of 16 query heads, `D = DV = 128`, 16 blocks of 64: medians of calls taken in turns."""
+    twin = TWINS[name]
+    problem = draw(tokens, tokens, H=4, G=16, D=128, DV=128, S=16, BS=64, device="cuda")
+    calls = (
+        lambda: twin.call(function, problem),
+        lambda: twin.right(problem, torch.float32, "triton"),
+    )
+    for call in calls:
+        call()
+    taken: tuple[list[float], list[float]] = ([], [])
+    for _ in range(_PAIRS):
+        for call, found in zip(calls, taken, strict=True):
+            found.append(_elapsed(call))
+    return statistics.median(taken[0]), statistics.median(taken[1])
+
+
+def _elapsed(call: Callable[[], object]) -> float:
+    """Milliseconds of a call on the GPU."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def stored() -> list[str]:
+    """What was recorded of public kernels and of ours on one problem, a line each with all that it
+    belongs to."""
+    recorded = json.loads(_STORED.read_text(encoding="utf-8"))
+    lines = []
+    for row in recorded["rows"]:
+        is_one = row["kernel"].startswith("dense") or (
+            row["kernel"] == "triton" and row["lists"] == "random" and not row["order"]
+        )
+        sizes = (row["tokens"], row["group"], row["direction"], row["change"])
+        if is_one and sizes == (65_536, 16, "forward", ""):
+            lines.append(
+                f"{row['ms']:8.1f} ms  {_KERNELS.get(row['kernel'], row['kernel'])}, "
+                f"{row['tokens']:,} tokens, {row['kv_heads']} KV heads of {row['group']}, "
+                f"{row['dtype']}, {recorded['machine']}"
+            )
+    return lines
+
+
+_KERNELS = {
+    "triton": "ours, 16 random blocks of 64 a query",
+    "dense, flash": "FlashAttention, every visible key",
+    "dense, cuDNN": "cuDNN, every visible key",
+}
