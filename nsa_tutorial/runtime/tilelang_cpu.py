@@ -100,9 +100,9 @@ def _tidy_up(*paths: str | None) -> None:
                 path.unlink()
 
 
-def unset_is_nan(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The same kernel, with NaN in each tile of floats until something is written there: on a GPU,
-    a new tile holds anything."""
+def unset_is_infinite(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The same kernel, with ∞ in each tile of floats until something is written there: on a GPU, a
+    new tile holds anything. (NaN would lose against any number in a maximum.)"""
 
     def filled(block: tirx.SBlock) -> tirx.SBlock:
         fills = []
@@ -110,7 +110,7 @@ def unset_is_nan(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
             if not tile.dtype.startswith("float"):
                 continue
             places = [tirx.Var(f"i{axis}", "int32") for axis in range(len(tile.shape))]
-            fill = tirx.BufferStore(tile, tirx.const(math.nan, tile.dtype), places)
+            fill = tirx.BufferStore(tile, tirx.const(math.inf, tile.dtype), places)
             for place, side in zip(places, tile.shape, strict=True):
                 fill = tirx.For(place, 0, side, tirx.ForKind.PARALLEL, fill)
             fills.append(fill)
@@ -129,7 +129,7 @@ def prepare() -> None:
     """From now on, in this process, `@tilelang.jit` and `tilelang.compile` without a target compile
     for the CPU where there is no CUDA device. With one, TileLang decides for itself.
 
-    A tile holds NaN until something is written there. What was compiled keeps the kernel as it was
+    A tile holds ∞ until something is written there. What was compiled keeps the kernel as it was
     written, as `written`. Options for a GPU's compiler are left out.
     """
     if environment.detect().gpu is not None:
@@ -144,7 +144,7 @@ def prepare() -> None:
     ) -> tilelang.JITKernel:  # fmt: skip
         if target not in (None, "auto"):
             return elsewhere(func, out_idx, execution_backend, target, **options)
-        compiled = compile_for_cpu(unset_is_nan(func), out_idx)
+        compiled = compile_for_cpu(unset_is_infinite(func), out_idx)
         compiled.written = func
         return compiled
 
