@@ -300,9 +300,20 @@ def chain_times() -> dict[str, float]:
     return {label.replace("\n", " "): found[change]["ms"] for change, label in CHAIN.items()}
 
 
+def _recorded() -> str:
+    """Of what the times in the pictures are: two lines."""
+    told, row = measured(), times()["ours"]
+    shape = (
+        f"{row['tokens']:,} tokens, {row['kv_heads']} KV heads, groups of {row['group']}, "
+        f"width {row['width']}, {row['slots']} blocks of {row['block_size']} tokens"
+    )
+    dtype = {"float16": "fp16"}[row["dtype"]]
+    return f"{shape},\n{dtype}, random lists, {told['machine']}, TileLang {told['tilelang']}"
+
+
 def draw_chain() -> Picture:
     """From the first draft, mended, to our kernel, decision by decision."""
-    ms, told = [*chain_times().values()], measured()
+    ms = [*chain_times().values()]
     figure, axes = new_figure(8.0, 3.1)
     axis = axes[0, 0]
     colours = ["masked"] * (len(ms) - 1) + ["selected"]
@@ -313,9 +324,7 @@ def draw_chain() -> Picture:
     axis.set_yticks(range(len(ms)), list(CHAIN.values()), fontsize=9)
     axis.set_ylim(len(ms) - 0.5, -0.5)
     axis.set_xlim(0, max(ms) * 1.02)
-    shape = "65,536 tokens, 4 KV heads, groups of 16, width 128, 16 blocks of 64 tokens"
-    where = f"fp16, random lists, {told['machine']}, TileLang {told['tilelang']}"
-    axis.set_xlabel(f"milliseconds; {shape},\n{where}", fontsize=8.5, loc="right")
+    axis.set_xlabel(f"milliseconds; {_recorded()}", fontsize=8.5, loc="right")
     faster = f"{ms[0] / ms[-1]:.1f} times as fast"
     return Picture(figure, f"The same answer in {ms[0]:.1f} ms and in {ms[-1]:.1f} ms: {faster}")
 
@@ -349,7 +358,7 @@ def draw_undone() -> Picture:
     axis.set_yticks(range(len(ms)), list(ms), fontsize=9)
     axis.set_ylim(len(ms) - 0.5, -1.1)
     axis.set_xlim(0, max(ms.values()) * 1.14)
-    axis.set_xlabel("milliseconds; shape, lists and machine as above", fontsize=9)
+    axis.set_xlabel(f"milliseconds; {_recorded()}", fontsize=8.5, loc="right")
     worst = max(ms, key=ms.get)
     longest = f"with {worst}, {ms[worst] / ours:.1f} times as long"
     return Picture(figure, f"One decision undone at a time: {longest}")
@@ -486,7 +495,7 @@ def draw_step(token: int = 77, head: int = 0, slot: int = 0) -> Picture:
     (G, DV), D = m.acc_o.shape, m.k_tile.shape[1]
     start, seen = m.block_id * BS, int(m.is_seen.sum())  # what is hidden lies behind what is seen
     scores = np.where(np.isfinite(m.scores), m.scores, 0)
-    largest = largest_of(scores)
+    largest, heaviest = largest_of(scores), largest_of(m.weights)
     sheet, left, right = Sheet(8.3, 4.2), 0.75, 4.6
     drawn = {
         f"K_shared  [{BS} keys, {D} channels]": (
@@ -498,9 +507,9 @@ def draw_step(token: int = 77, head: int = 0, slot: int = 0) -> Picture:
         f"acc_s: scores, −{largest:.1f} to {largest:.1f} nats": (
             Place(left, 2.16, WIDE, ALL_HEADS), signed_bytes(scores, largest), "columns",
         ),
-        "acc_s: weights, 0 to 1": (
-            Place(right, 2.16, WIDE, ALL_HEADS), bytes_of(m.weights, shades("selected"), 0, 1),
-            "columns",
+        f"acc_s: weights, 0 to {heaviest:.2g}": (
+            Place(right, 2.16, WIDE, ALL_HEADS),
+            bytes_of(m.weights, shades("selected"), 0, heaviest), "columns",
         ),
         f"acc_o  [{G} heads, {DV} channels], not yet divided": (
             Place(left, 3.38, WIDE, ALL_HEADS), signed_bytes(m.acc_o, largest_of(m.acc_o)), "",
