@@ -43,16 +43,17 @@ def product(
     quick: Mapping[torch.dtype, Collection[str]],
     dtypes: Sequence[torch.dtype] = DTYPES,
     slow: Mapping[str, Collection[str]] | None = None,
+    rest: Mapping[str, Collection[str]] | None = None,
 ) -> pytest.MarkDecorator:
     """A test's `name`, `dtype`, `backend` and `device`: every case in every dtype on every place.
 
     On CUDA all of them run. On the CPU those run whose case `quick` names for the dtype, and
-    `slow` for the backend if it has a list there; the others carry the mark `exhaustive` in fp32,
-    and so do TileLang's in fp16. Others in 16 bits are left to CUDA. No kernel computes bfloat16 on
-    a CPU.
+    `slow` for the backend if it has a list there; the others, or those that `rest` names for the
+    backend, carry the mark `exhaustive` in fp32, and so do TileLang's in fp16. What is left is left
+    to CUDA. No kernel computes bfloat16 on a CPU.
     """
-    slow = slow or {}
-    named = [*quick.values(), *slow.values()]
+    slow, rest = slow or {}, rest or {}
+    named = [*quick.values(), *slow.values(), *rest.values()]
     unknown = {case for some in named for case in some} - cases.keys()
     assert not unknown, f"no cases of these names: {unknown}"
     params = []
@@ -65,7 +66,7 @@ def product(
                     marks = [pytest.mark.gpu] if device == "cuda" else []
                     is_quick = key in quick.get(dtype, ()) and key in slow.get(backend, cases)
                     if device == "cpu" and not is_quick:
-                        if dtype != torch.float32:
+                        if dtype != torch.float32 or key not in rest.get(backend, cases):
                             continue
                         marks = [pytest.mark.exhaustive]
                     elif device == "cpu" and dtype == torch.float16 and backend == "tilelang":

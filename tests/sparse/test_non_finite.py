@@ -166,11 +166,19 @@ QUICK = {
 }
 
 
+# Every operator with every input once more, by another number on each backend.
+REST = {
+    backend: [
+        f"{name} {where} {list(NUMBERS)[(i + j) % len(NUMBERS)]}"
+        for i, (name, where) in enumerate(product(OPERATORS, "qkv"))
+    ]
+    for j, backend in enumerate(BACKENDS)
+}
 # several tiles in the interpreter: the packed ones say it of Triton's keys
 ONCE = {"triton": CASES.keys() - {"summaries k -inf", "summaries v inf"}}
 
 
-@on_places("case", CASES, BACKENDS, QUICK, slow=ONCE)
+@on_places("case", CASES, BACKENDS, QUICK, slow=ONCE, rest=REST)
 def test_one_rule(
     case: tuple[Operator, str, float], dtype: torch.dtype, backend: str, device: str
 ) -> None:
@@ -278,7 +286,7 @@ ASKED = {
 
 @on_places(
     "case", CASES, BACKENDS, {torch.float32: GRADIENTS}, dtypes=[torch.float32],
-    slow=ASKED,
+    slow=ASKED, rest=REST,
 )  # fmt: skip
 def test_gradients_of_what_is_not_spoiled(
     case: tuple[Operator, str, float], dtype: torch.dtype, backend: str, device: str
