@@ -132,6 +132,10 @@ _KEYS = TEXTS.exercise(
         ("first_key + key", "first_key + tokens", "forgetting where the block begins",
          "`tokens` counts from 0 in every block. How many keys of the sequence lie before block "
          "2?"),
+        ("first_key + key", "(first_key + block_id) * BS + tokens",
+         "counting the sequence's first row in blocks",
+         "`first_key` is a row already, and `BS` rows make a block. Which of the two is multiplied "
+         "by `BS`?"),
         ("first_key + key", "first_key + block_id + tokens", "counting ids in tokens",
          "How many keys lie between the beginning of block 0 and that of block 2?"),
         ("key < num_visible", "block_id + tokens < num_visible", "counting ids in tokens"),
@@ -295,6 +299,10 @@ _SCORES = TEXTS.exercise(
         ("(query * H + head) * G", "(head * H + query) * G", "exchanging query and head",
          "The last axis of `[R, H, G]` runs fastest, then the one before it. Which of the two is "
          "further out, query or head?"),
+        ("(query * H + head) * G + group", "query * H * G + group * H + head",
+         "the head layout [R, G, H]",
+         "Your program takes the query heads with `hq % H == head`. A KV head serves those with "
+         "`hq // G == head`. Which axis of `[R, H, G]` runs faster, `H` or `G`?"),
         ("(query * H + head) * G", "query * G", "leaving out the KV head",
          "All programs of one query store to the same place. Which number tells them apart?"),
         ("(query * H + head) * G", "head * G", "leaving out the query",

@@ -582,7 +582,7 @@ def time_of_the_kernel() -> list[str]:
         "dense, flash": "dense attention, PyTorch's flash kernel",
     }
     ms = {told: times()[name]["ms"] for name, told in named.items()}
-    return [f"{recorded()}:", *(f"  {told:34} {time:6.1f} ms" for told, time in ms.items())]
+    return [f"{recorded()}:", *(f"  {told:40} {time:6.1f} ms" for told, time in ms.items())]
 
 
 def worst_change() -> str:

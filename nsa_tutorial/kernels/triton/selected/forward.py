@@ -51,8 +51,8 @@ def kernel(
 
     The grid is `(R, H)`. `GT, DT, DVT` are `G, D, DV` rounded up to powers of two of at least 16.
     `BT` is how many tokens of a block a step takes, a power of two; a `BT` of `BS` or more takes
-    whole blocks. `SlotScale [R, H, S]` holds a factor for each
-    slot; without it, no code for factors is compiled.
+    whole blocks. `SlotScale [R, H, S]` holds a factor for each slot; without it, no code for
+    factors is compiled.
     """
     # -- locate the program --
     query = tl.program_id(0).to(tl.int64)  # 64 bits: query * H * G * D may pass 2**31
