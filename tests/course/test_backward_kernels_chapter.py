@@ -263,6 +263,12 @@ def over_queries(lists, num_blocks):
     return places // len(lists), torch.searchsorted(blocks, torch.arange(num_blocks + 1))
 
 
+def remainder_by_queries(lists, num_blocks):
+    blocks, places = lists.flatten().sort(stable=True)
+    places, blocks = places[blocks >= 0], blocks[blocks >= 0]
+    return places % len(lists), torch.searchsorted(blocks, torch.arange(num_blocks + 1))
+
+
 def bounds_of_the_unsorted(lists, num_blocks):
     x = lists.masked_fill(lists == -1, num_blocks).view(-1)
     order = x.argsort(stable=True)
@@ -355,6 +361,46 @@ def all_rows(queries, step, head, H, G, BR):
 def first_head_again(queries, step, head, H, G, BR):
     rows = [(query * H + head) * G for query in queries for _ in range(G)] + [-1] * 2 * BR
     return rows[step * BR : (step + 1) * BR]
+
+
+def row_by_row(row: Callable) -> Callable:
+    """As a reader writes it, a row at a time: `row(queries, place in the step, place in the chunk,
+    head, H, G, BR)`."""
+
+    def rows_of_step(queries, step, head, H, G, BR):
+        places = [(i, step * BR + i) for i in range(BR)]
+        end = len(queries) * G
+        return [row(queries, i, j, head, H, G, BR) if j < end else -1 for i, j in places]
+
+    return rows_of_step
+
+
+ROWS = {
+    "counting heads from the beginning of the step": lambda q, i, j, h, H, G, BR: (
+        (q[j // G] * H + h) * G + i % G
+    ),
+    "the first queries of the chunk in every step": lambda q, i, j, h, H, G, BR: (
+        (q[i // G] * H + h) * G + j % G
+    ),
+    "quotient and remainder exchanged": lambda q, i, j, h, H, G, BR: (
+        (q[j % G] * H + h) * G + j // G
+    ),
+    "the remainder in place of the query": lambda q, i, j, h, H, G, BR: (
+        (q[j % G] * H + h) * G + j % G
+    ),
+    "dividing by the rows of a step": lambda q, i, j, h, H, G, BR: (q[j // BR] * H + h) * G + j % G,
+    "the remainder by the rows of a step": lambda q, i, j, h, H, G, BR: (
+        (q[j // G] * H + h) * G + j % BR
+    ),
+    "the quotient in place of the head": lambda q, i, j, h, H, G, BR: (
+        (q[j // G] * H + h) * G + j // G
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_wrong_quotient_or_remainder_is_named(name: str) -> None:
+    assert judge(KNOWN["rows_of_step"], row_by_row(ROWS[name])).misconceptions == (name,)
 
 
 def heads_then_queries(queries, step, head, H, G, BR):
@@ -609,6 +655,11 @@ ATTEMPTS = {
     "bounds first": ("inverse_list", bounds_before_queries, {"the two results exchanged"}),
     "no 0": ("inverse_list", where_each_ends, {"leaving out where block 0 begins"}),
     "by queries": ("inverse_list", over_queries, {"dividing by the number of queries"}),
+    "% R": (
+        "inverse_list",
+        remainder_by_queries,
+        {"the remainder by the number of queries"},
+    ),
     "unsorted bounds": (
         "inverse_list",
         bounds_of_the_unsorted,

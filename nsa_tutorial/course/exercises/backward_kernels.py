@@ -113,6 +113,9 @@ _INVERSE = TEXTS.exercise(
         ("// S", "// len(lists)", "dividing by the number of queries",
          "Each query has `S` places in the flattened lists. With two slots, which query does "
          "place 5 belong to?"),
+        ("// S", "% len(lists)", "the remainder by the number of queries",
+         "A place in the flattened lists is `query * S + slot`. By what do you divide, and is the "
+         "query the quotient or the remainder?"),
         ({".flatten()": ".T.flatten()", "// S": "% len(lists)"},
          "flattening the lists slot by slot",
          "First come all queries that list a block in slot 0, then those with slot 1. In which "
@@ -615,6 +618,37 @@ _STEP = TEXTS.exercise(
         ("index % G", "index % H", "the remainder by the number of KV heads",
          "The quotient by `G` is the query. The remainder of which division is the head of its "
          "group?"),
+        ("index % G", "torch.arange(BR) % G", "counting heads from the beginning of the step",
+         "Where `G` does not divide `BR`, a step may begin inside of a query. Which number has its "
+         "first row in the chunk?"),
+        ("index // G", "torch.arange(BR) // G", "the first queries of the chunk in every step",
+         "Step 1 begins `BR` rows later. Which number has its first row in the chunk?"),
+        ({"index // G": "index % G", "index % G": "index // G"},
+         "quotient and remainder exchanged",
+         "The chunk's rows 0 to `G - 1` are all heads of one query. Which of the two is the same "
+         "for all of them?"),
+        ("index // G", "index % G", "the remainder in place of the query",
+         "The chunk's rows 0 to `G - 1` are all heads of one query. Is it their remainder by `G` "
+         "that is the same?"),
+        ({"(index // G).clamp(max=len(queries) - 1)": "torch.where(is_row, index % G, 0)",
+          "+ index % G": "+ index // G"}, "quotient and remainder exchanged"),
+        ("(index // G).clamp(max=len(queries) - 1)", "torch.where(is_row, index % G, 0)",
+         "the remainder in place of the query"),
+        ("+ index % G", "+ index // G", "the quotient in place of the head",
+         "The chunk's rows 0 to `G - 1` are all heads of one query. Which of quotient and "
+         "remainder tells them apart?"),
+        ("+ index % G", "+ index", "the number of the row in place of the head",
+         "A group has `G` heads, and the chunk may have thousands of rows. What is left of a row's "
+         "number once its query is taken out?"),
+        ("index // G", "index % len(queries)", "the remainder by the number of queries",
+         "The heads of one query come before the next query. Which number changes after every "
+         "`G` rows?"),
+        ("index // G", "index // BR", "dividing by the rows of a step",
+         "A step has `BR` rows, a query has `G`. Which of the two tells when the next query "
+         "begins?"),
+        ("index % G", "index % BR", "the remainder by the rows of a step",
+         "A step has `BR` rows, a query has `G`. Which of the two tells how many heads there "
+         "are?"),
         ("(query * H + head) * G", "(query * G + head) * H", "`H` and `G` mixed up",
          "A query has `H` groups of `G` heads. How many rows of `Q` does one group take?"),
         ("(query * H + head) * G + index % G", "(head * G + index % G) * H + query",
