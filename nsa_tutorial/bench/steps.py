@@ -22,8 +22,15 @@ from nsa_tutorial.bench.problem import Problem, Results
 from nsa_tutorial.runtime.order import Order
 
 PROBE = "descriptors, loads and products alone"
+# what else tells L2's speed from waiting: programs of a multiprocessor, and whether keys are values
+L2_PROBES = {
+    f"{PROBE}, {programs} to a multiprocessor{', keys as values' * keys_alone}": (
+        programs, keys_alone
+    )
+    for keys_alone in (False, True) for programs in (6, 3, 2, 1)
+}  # fmt: skip
 # no attention, so there is nothing to judge
-PROBES = {PROBE, "loads and products alone", "loads alone"}
+PROBES = {PROBE, "loads and products alone", "loads alone", *L2_PROBES}
 Steps = Iterator[tuple[str, Callable[[], Tensor | tuple[Tensor, ...]]]]
 
 
@@ -141,7 +148,7 @@ def newest_first(ids: Tensor) -> Tensor:
 def triton_steps(problem: Problem) -> Steps:
     """The Triton kernels, the one with pointers with one decision of its launch changed at a time,
     and the probe."""
-    from nsa_tutorial.bench.variants import triton_probe
+    from nsa_tutorial.bench.variants import triton_l2_probe, triton_probe
     from nsa_tutorial.kernels.triton.selected import forward as triton_forward
     from nsa_tutorial.kernels.triton.selected import forward_tma as triton_descriptors
 
@@ -182,6 +189,13 @@ def triton_steps(problem: Problem) -> Steps:
         yield PROBE, lambda: triton_probe.loads_and_products(
             problem.q, problem.k, problem.v, ids, problem.rows, block_size=shape.block_size
         )  # fmt: skip
+        for change, (programs, keys_alone) in L2_PROBES.items():
+            if shape.width == shape.value_width or not keys_alone:
+                yield change, partial(
+                    triton_l2_probe.loads_and_products,
+                    problem.q, problem.k, problem.v, ids, problem.rows,
+                    block_size=shape.block_size, programs=programs, keys_alone=keys_alone,
+                )  # fmt: skip
         yield "descriptors, 2 stages", descriptors(num_stages=2)
         yield (
             "descriptors, steps of 64 tokens, 2 stages",

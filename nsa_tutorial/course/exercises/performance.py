@@ -1,19 +1,20 @@
-"""Exercises of chapter 16: what is wrong with five benchmarks, the bytes of three orders, and the
-order for six shapes. Then TFLOP/s and what dense FLOPs make of them, the union of neighbours'
-lists, and one step of its walk as a kernel."""
+"""Exercises of chapter 16: a benchmark of two kernels side by side, the bytes of three orders, and
+the order for six shapes. Then what is wrong with five benchmarks, TFLOP/s and what dense FLOPs make
+of them, the union of neighbours' lists, and one step of its walk as a kernel."""
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import CodeType
 
 import torch
 from torch import Tensor
 
 from nsa_tutorial.course.diffs import diffs
-from nsa_tutorial.course.exercises import Case, Double
+from nsa_tutorial.course.exercises import Case, Double, Stage
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.room import roomy
 from nsa_tutorial.course.texts import Texts
@@ -425,6 +426,8 @@ _BYTES = TEXTS.exercise(
          "A block that two queries list is loaded once. How many blocks are different?"),
         ("+ 2 *", "+", "partials that are written and never read",
          "A second kernel merges the partials. What does it have to do first?"),
+        ("2 * (row + 4)", "2 * (2 * row + 4)", "partials in fp32",
+         "A program adds up in fp32. In which dtype does the statement store a partial output?"),
         (" + 4", "", "partials without their log-sum-exp",
          "Two outputs cannot be merged by themselves (chapter 03). What comes with each?"),
         (" + 4", " + 2", "a log-sum-exp of 2 bytes, or one that is moved once",
@@ -511,7 +514,149 @@ _ORDER = TEXTS.exercise(
 )
 
 
-EXERCISES = (_WRONG, _BYTES, _ORDER, _SPEED, _UNION, _WALK)  # as they come in the chapter
+# -- time_in_pairs --
+
+
+def time_in_pairs(
+    ours: Callable, theirs: Callable, flush: Callable, wait: Callable, clock: Callable, runs: int
+) -> tuple[float, float]:
+    """The median times of two calls in milliseconds: ours, theirs."""
+
+    def ms(call):
+        """The time of one call, from an empty cache."""
+        flush()
+        wait()
+        start = clock()
+        call()
+        wait()
+        return 1e3 * (clock() - start)
+
+    pairs = [(ms(ours), ms(theirs)) for _ in range(runs + 1)]
+    mine, other = zip(*pairs[1:], strict=True)  # without the first calls
+    return sorted(mine)[runs // 2], sorted(other)[runs // 2]
+
+
+@dataclass
+class _Machine:
+    """A GPU and its clock, neither of them real: calls take as long as they are told to.
+
+    Attributes:
+        is_queued: a launch returns at once, and the work is done later.
+        first: what a first call takes longer, in ms.
+        odd: by how many times a call is slower, by its number among those of the same function.
+        has_cache: a call takes half its time where no `flush` came since the call before.
+        drift: the part by which each call is slower than the one before it.
+    """
+
+    is_queued: bool = True
+    first: float = 0.0
+    odd: Mapping[int, float] = field(default_factory=dict)
+    has_cache: bool = False
+    drift: float = 0.0
+    now: float = 0.0  # ms
+    busy_until: float = 0.0
+    calls: int = 0
+    is_cold: bool = True
+
+    def _work(self, ms: float) -> None:
+        self.busy_until = max(self.now, self.busy_until) + ms
+        self.now = self.now if self.is_queued else self.busy_until
+
+    def kernel(self, ms: float) -> Callable:
+        """A function whose calls take `ms`."""
+        number = 0
+
+        def call() -> None:
+            nonlocal number
+            number, self.calls = number + 1, self.calls + 1
+            taken = ms * self.odd.get(number, 1.0) * (1 + self.drift * self.calls)
+            taken *= 1.0 if self.is_cold or not self.has_cache else 0.5
+            self._work(taken + (self.first if number == 1 else 0.0))
+            self.is_cold = False
+
+        return call
+
+    def flush(self) -> None:
+        """Empty the cache: work like any other."""
+        self._work(7.0)
+        self.is_cold = True
+
+    def wait(self) -> None:
+        """Return once all work is done."""
+        self.now = max(self.now, self.busy_until)
+
+    def clock(self) -> float:
+        """Seconds."""
+        return self.now / 1e3
+
+
+def _run_pairs(solution: Callable, machine: _Machine, runs: int) -> object:
+    """Time two kernels of 2 and 3 ms on a machine; of one that drifts, only the ratio is told."""
+    own = replace(machine)
+    found = solution(own.kernel(2.0), own.kernel(3.0), own.flush, own.wait, own.clock, runs)
+    if not machine.drift or not isinstance(found, Sequence) or len(found) != 2:
+        return found
+    return "theirs / ours", found[1] / found[0]
+
+
+_PAIRS = TEXTS.exercise(
+    "time_in_pairs", minutes=12, difficulty=2, solution=time_in_pairs, run=_run_pairs,
+    returns=("ours", "theirs"), tolerance=0.03,
+    stages=(
+        Stage("a time", (Case("calls of 2 and 3 ms that return when they are done",
+                              lambda: (_Machine(is_queued=False), 1)),)),
+        Stage("a queue", (Case("a launch returns at once", lambda: (_Machine(), 1)),)),
+        Stage("the first call", (Case("the first call of each takes 500 ms more",
+                                      lambda: (_Machine(first=500.0), 1)),)),
+        Stage("one slow run", (Case("five runs, of which one is 10 times as slow",
+                                    lambda: (_Machine(first=500.0, odd={4: 10.0}), 5)),
+                               Case("five runs, one slow and one fast",
+                                    lambda: (_Machine(first=500.0, odd={3: 10.0, 5: 0.5}), 5)))),
+        Stage("a cold cache", (Case("what is in the cache takes half the time",
+                                    lambda: (_Machine(first=500.0, has_cache=True), 3)),)),
+        Stage("side by side", (Case("each call is 1 % slower than the one before it",
+                                    lambda: (_Machine(first=500.0, drift=0.01), 31)),)),
+    ),
+    misconceptions=diffs(time_in_pairs, [
+        ("return 1e3 * (clock() - start)", "return clock() - start", "seconds in place of ms",
+         "`clock()` is in seconds. How many milliseconds is that?"),
+        ("runs // 2], sorted(other)[runs // 2]", "runs // 2]", "one time in place of two",
+         "Two are asked for. What did the other function take, in the same runs?"),
+        ("return sorted(mine)[runs // 2], sorted(other)[runs // 2]",
+         "return sorted(other)[runs // 2], sorted(mine)[runs // 2]", "theirs before ours",
+         "The order of the result is ours, then theirs. Which one do you return first?"),
+        ("        call()\n        wait()\n", "        call()\n",
+         "stopping the clock before the work is done",
+         "A launch only puts work into a queue. What has to return before you read the clock?"),
+        ("        flush()\n        wait()\n", "        flush()\n",
+         "timing the flush, too",
+         "The flush is work in the queue, like any other. Is the queue empty when the clock "
+         "starts?"),
+        ({"        flush()\n        wait()\n        start = clock()\n":
+          "        start = clock()\n        flush()\n        wait()\n"}, "timing the flush, too"),
+        ("pairs[1:]", "pairs[:-1]", "counting the first call",
+         "A first call also compiles. How often is each function called before the first time "
+         "that counts?"),
+        ("return sorted(mine)[runs // 2], sorted(other)[runs // 2]",
+         "return sum(mine) / runs, sum(other) / runs", "a mean in place of a median",
+         "One slow run moves the mean. Which number of five times does not move?"),
+        ("return sorted(mine)[runs // 2], sorted(other)[runs // 2]",
+         "return min(mine), min(other)", "the fastest run in place of the median",
+         "The fastest run is one run alone. The median is asked for."),
+        ("return sorted(mine)[runs // 2], sorted(other)[runs // 2]",
+         "return mine[runs // 2], other[runs // 2]", "the run in the middle, unsorted",
+         "The median is the middle of the *sorted* times."),
+        ("        flush()\n", "", "a warm cache",
+         "The second call finds its input where the first one left it. What empties the cache?"),
+        ({"pairs = [(ms(ours), ms(theirs)) for _ in range(runs + 1)]":
+          "pairs = [*zip([ms(ours) for _ in range(runs + 1)], "
+          "[ms(theirs) for _ in range(runs + 1)])]"}, "all runs of one, then all of the other",
+         "The machine slows down while you measure. Which of the two has the late runs?"),
+    ]),
+)  # fmt: skip
+
+
+EXERCISES = (_PAIRS, _BYTES, _ORDER, _WRONG, _SPEED, _UNION, _WALK)  # as they come
 
 TRAPS = TEXTS.traps
 
@@ -527,8 +672,7 @@ DOUBLES = (
 PREDICTIONS = TEXTS.predictions(
     globals(),
     memory_alone={"unit": "ms", "tolerance": 0.05},
-    without_softmax={"unit": "ms", "tolerance": 0.03},
-    busiest={"choices": ("memory", "L2", "arithmetic")},
+    busiest={"choices": ("memory", "L2", "issue slots")},
     tiles_ms={"unit": "ms", "tolerance": 0.05},
     union_of_four={"tolerance": 0.03},
 )

@@ -39,7 +39,7 @@ PROFILE = ASSETS / "ncu_h200.txt"
 TOKENS, WIDTH, BLOCK, SLOTS = 65_536, 128, 64, 16  # of everything that is drawn here
 HEADS = {16: (64, 4), 4: (32, 8), 1: (8, 8)}  # by group: query heads and KV heads
 T = 4  # queries of a tile
-MOST_ROWS = 16  # of a tile: `tl.dot` takes no fewer
+LEAST_ROWS = 16  # that a tensor core's instruction multiplies, filled or not
 ORDERS = ("queries", "tiles", "blocks")
 TOLD = {
     "queries": "one query a program",
@@ -56,7 +56,14 @@ KERNELS = {  # in `PROFILE`, and what they do
 PARTS = {  # of a GPU, and what the profiler calls their use
     "memory": "DRAM Throughput",
     "L2": "L2 Cache Throughput",
-    "arithmetic": "Compute (SM) Throughput",
+    "issue slots": "Issue Slots Busy",
+}
+PROFILED = {  # the lists and the group of each launch in `PROFILE`
+    TOLD["queries"]: ("smooth", 16),
+    TOLD["tiles"]: ("smooth", 16),
+    TOLD["blocks"]: ("random", 4),
+    "merging the partials": ("random", 4),
+    "window": ("no lists", 16),
 }
 MARKS = {"queries": "o", "tiles": "s", "blocks": "^"}
 PAYS = (
@@ -159,12 +166,12 @@ def profiled() -> dict[str, dict[str, float]]:
 
 def profile_table(*kernels: str) -> list[str]:
     """How busy the parts of the GPU were during these kernels, or all of them, as lines of text."""
-    lines = [f"{'% of what each can do':27}" + "".join(f"{part:>12}" for part in PARTS)]
-    lines[0] += f"{'found in L2':>14}"
+    lines = [f"{'% of what each can do':27}{'lists':>9}{'group':>7}"]
+    lines[0] += "".join(f"{part:>13}" for part in PARTS) + f"{'found in L2':>13}"
     for name in kernels or KERNELS.values():
-        found = profiled()[name]
-        busy = "".join(f"{found[counter]:12.0f}" for counter in PARTS.values())
-        lines.append(f"{name:27}{busy}{found['L2 Hit Rate']:14.0f}")
+        found, (lists, group) = profiled()[name], PROFILED[name]
+        busy = "".join(f"{found[counter]:13.0f}" for counter in PARTS.values())
+        lines.append(f"{name:27}{lists:>9}{group:7}{busy}{found['L2 Hit Rate']:13.0f}")
     return lines
 
 
@@ -176,15 +183,6 @@ def busiest(kernel: str) -> str:
 # -- other sizes and shapes --
 
 
-def operators_table() -> list[str]:
-    """`operators` as lines of text."""
-    lines = [f"{'':24}{'op/byte':>8}{'TFLOP/s':>9}{'TB/s':>7}{'ms':>7}"]
-    for o in operators():
-        speeds = f"{o.flops_per_s / 1e12:9.1f}{o.bytes_per_s / 1e12:7.1f}{o.ms:7.1f}"
-        lines.append(f"{o.name:24}{o.intensity:8.1f}{speeds}")
-    return lines
-
-
 @functools.cache
 def native_sizes() -> dict[tuple[int, str, str], float]:
     """Milliseconds of the whole of NSA ("triton") and of dense attention, by tokens, kernel and
@@ -193,19 +191,34 @@ def native_sizes() -> dict[tuple[int, str, str], float]:
     return {(row["tokens"], row["kernel"], row["direction"]): row["ms"] for row in rows}
 
 
-def native_table() -> list[str]:
-    """`native_sizes` as lines of text, with how many times as long dense attention takes."""
-    ms, directions = native_sizes(), ("forward", "backward")
-    lines = [f"{'':8}{'NSA, ms':>20}{'flash / NSA':>20}{'cuDNN / NSA':>20}"]
-    lines.append(f"{'tokens':>8}" + 3 * "".join(f"{direction:>10}" for direction in directions))
-    for tokens in sorted({tokens for tokens, _, _ in ms}):
-        ours = [ms[tokens, "triton", direction] for direction in directions]
-        cells = [f"{x:10.2f}" for x in ours]
-        for dense in ("dense, flash", "dense, cuDNN"):
-            ratios = (ms[tokens, dense, d] / x for d, x in zip(directions, ours, strict=True))
-            cells += [f"{ratio:10.2f}" for ratio in ratios]
-        lines.append(f"{tokens:8,}" + "".join(cells))
-    return lines
+def draw_sizes() -> Picture:
+    """How many times as long as NSA dense attention takes, by tokens, kernel and direction."""
+    ms = native_sizes()
+    sizes = sorted({tokens for tokens, _, _ in ms})
+    figure, axes = new_figure(8.2, 3.4, columns=2)
+    for axis, direction in zip(axes[0], ("forward", "backward"), strict=True):
+        axis.axhline(1, color=PALETTE["text"], linewidth=0.8)
+        for dense, colour in (("dense, flash", "masked"), ("dense, cuDNN", "selected")):
+            ratios = [ms[n, dense, direction] / ms[n, "triton", direction] for n in sizes]
+            axis.plot(sizes, ratios, "o-", color=PALETTE[colour], markeredgecolor=PALETTE["text"])
+            axis.annotate(f"{dense.removeprefix('dense, ')}: {ratios[-1]:.1f}",
+                          (sizes[-1], ratios[-1]), (-10, 2), ha="right", fontsize=9,
+                          textcoords="offset points")  # fmt: skip
+        axis.set(xscale="log", yscale="log", title=direction, xlabel="tokens")
+        axis.set_xticks(sizes, [f"{n:,}" for n in sizes])
+        axis.set_xticks([], minor=True)
+        axis.set_yticks([0.1, 0.3, 1, 3, 10], ["0.1", "0.3", "1", "3", "10"])
+        axis.set_yticks([], minor=True)
+    axes[0, 0].set_ylabel("dense attention's time / NSA's")
+    first = next(n for n in sizes if _both(n, "dense, cuDNN") > _both(n, "triton"))
+    return Picture(
+        figure, f"From {first:,} tokens on, NSA is faster than cuDNN, both passes together"
+    )
+
+
+def _both(tokens: int, kernel: str) -> float:
+    """Milliseconds of forward and backward."""
+    return sum(native_sizes()[tokens, kernel, way] for way in ("forward", "backward"))
 
 
 @functools.cache
@@ -225,19 +238,26 @@ def shape_ratios() -> dict[tuple[int, int, int], dict[tuple[str, str], float]]:
     return dict(sorted(found.items()))
 
 
-def shapes_table() -> list[str]:
-    """`shape_ratios` as lines of text, and how many of them are above 1."""
-    kinds = [(direction, lists) for direction in ("forward", "backward")
-             for lists in ("random", "smooth")]  # fmt: skip
-    lines = [f"{'':16}{'forward':>20}{'backward':>20}", f"{'group':>6}{'widths':>10}"]
-    lines[1] += "".join(f"{lists:>10}" for _, lists in kinds)
-    for (group, *widths), found in shape_ratios().items():
-        cells = "".join(f"{found[kind]:10.2f}" for kind in kinds)
-        lines.append(f"{group:6}{'/'.join(map(str, widths)):>10}{cells}")
-    ratios = [ratio for found in shape_ratios().values() for ratio in found.values()]
+def draw_shapes() -> Picture:
+    """`shape_ratios`, a row for each shape."""
+    found = shape_ratios()
+    figure, axes = new_figure(8.2, 3.6, columns=2)
+    marks = {"random": ("o", "masked", -0.14), "smooth": ("s", "selected", 0.14)}
+    for axis, direction in zip(axes[0], ("forward", "backward"), strict=True):
+        axis.axvline(1, color=PALETTE["text"], linewidth=0.8)
+        for lists, (mark, colour, up) in marks.items():
+            ratios = [its[direction, lists] for its in found.values()]
+            axis.plot(ratios, [row + up for row in range(len(found))], mark, label=f"{lists} lists",
+                      color=PALETTE[colour], markeredgecolor=PALETTE["text"])  # fmt: skip
+        axis.set(title=direction, xlim=(0, 1.2), xlabel="time / that of one query a program")
+        axis.set_yticks(range(len(found)), [f"{group:2}, {d}/{dv}" for group, d, dv in found])
+        axis.set_ylim(len(found) - 0.5, -0.5)
+    axes[0, 0].set_ylabel("group, widths of keys/values")
+    axes[0, 1].legend(frameon=False, fontsize=8.5, loc="lower left")
+    ratios = [ratio for its in found.values() for ratio in its.values()]
     slower = sum(ratio > 1.05 for ratio in ratios)
-    lines.append(f"slower by more than 5 %: {slower} of {len(ratios)}")
-    return lines
+    told = f"Slower than one query a program by more than 5 %: {slower} of {len(ratios)} runs"
+    return Picture(figure, told)
 
 
 # -- the roofline --
@@ -315,7 +335,8 @@ class Rates:
 
     Attributes:
         memory: bytes a second of the main memory, data sheet.
-        l2: bytes a second that attention to lists was served, most of it by the L2 cache.
+        l2: bytes a second that attention to random lists was served, by whatever cache: an
+            estimate of what L2 can serve, and no measurement of it.
         peak: bf16 operations a second, data sheet.
         products: operations a second of the best dense kernel that was measured.
     """
@@ -336,19 +357,21 @@ def rates() -> Rates:
 
 
 def draw_roofline() -> Picture:
-    """The measured operators under the roofs of memory, of L2 and of the tensor cores."""
+    """The measured operators under the roofs of memory and of the tensor cores, and the slope that
+    goes through attention to lists."""
     r, points = rates(), operators()
     figure, axes = new_figure(8.2, 4.2)
     axis = axes[0, 0]
     x = np.logspace(-0.6, 3.2, 200)
-    roofs = ((r.memory, r.peak, "faint", "-"), (r.l2, r.products, "query", "--"))
-    names = ("data sheet: memory, tensor cores", "measured: L2, best dense kernel")
-    for (bandwidth, peak, colour, style), name in zip(roofs, names, strict=True):
-        y = np.minimum(bandwidth * x, peak) / 1e12
+    roofs = ((r.memory, "faint", "-"), (r.l2, "query", "--"))
+    names = ("memory and tensor cores, data sheet",
+             f"{r.l2 / 1e12:.1f} TB/s: chosen to go through attention to lists")  # fmt: skip
+    for (bandwidth, colour, style), name in zip(roofs, names, strict=True):
+        y = np.minimum(bandwidth * x, r.peak) / 1e12
         axis.plot(x, y, color=PALETTE[colour], linestyle=style, linewidth=1.6, label=name)
     places = {
         "attention to lists": (-8, 4, "right"), "window": (6, -13, "left"),
-        "dense, cuDNN": (-6, 10, "right"),
+        "dense, cuDNN": (10, 1, "left"),
     }  # fmt: skip
     for o in points:
         colour = PALETTE["masked"] if o.name.startswith("dense") else PALETTE["selected"]
@@ -418,10 +441,10 @@ def order_cost(order: str, group: int, overlap: float) -> OrderCost:
     ends = TOKENS * HQ * 2 * row + 2 * TOKENS * H * WIDTH * 2  # q, o, k and v, once
     pair = 4 * WIDTH * BLOCK  # operations of one row and one block
     if order == "queries":
-        return OrderCost(entries * block + ends, ends, entries * max(group, MOST_ROWS) * pair)
+        return OrderCost(entries * block + ends, ends, entries * max(group, LEAST_ROWS) * pair)
     if order == "tiles":
         loads = entries * overlap / T
-        return OrderCost(loads * block + ends, ends, loads * max(T * group, MOST_ROWS) * pair)
+        return OrderCost(loads * block + ends, ends, loads * max(T * group, LEAST_ROWS) * pair)
     partials = 2 * entries * group * (row + 4)  # an output and an LSE, out and in
     queries = entries * group * row
     return OrderCost(queries + partials + ends, partials + ends, entries * group * pair)
@@ -518,7 +541,8 @@ def draw_paper(order: str = "tiles", overlap: float = 1.29, group: int = 16) -> 
     """The time of each order on paper, by what limits it, and what was recorded."""
     sheet, found = Sheet(8.3, 3.3), {o: order_cost(o, group, overlap) for o in ORDERS}
     measured = {o: measured_ms(o, group, overlap) for o in ORDERS}
-    top = max(42.0, *(1.6 * cost.ms for cost in found.values()))  # words stand behind the bars
+    ends = [*(cost.ms for cost in found.values()), *filter(None, measured.values())]
+    top = 1.7 * max(ends)  # words stand behind the bars
     chart = sheet.chart(Place(2.0, 0.62, 5.8, 2.1), (0, top), (len(ORDERS), 0))
     for row, (name, cost) in enumerate(found.items()):
         if name == order:
@@ -530,8 +554,8 @@ def draw_paper(order: str = "tiles", overlap: float = 1.29, group: int = 16) -> 
             told, end = told + f", {measured[name]:.1f} recorded", max(end, measured[name])
             chart.lines([[(measured[name], row + 0.06), (measured[name], row + 0.94)]], "query", 2)
         chart.words([(end, row + 0.5, told)], size=9, ha="left", offset=(6, 0))
-    ticks = [tick for tick in (0, 5, 10, 15, 20, 25, 30, 40, 50) if tick <= top]
-    chart.bottom(ticks, None, "milliseconds")
+    step = 5 if top <= 50 else 10
+    chart.bottom(list(range(0, int(top) + 1, step)), None, "milliseconds")
     chart.left([row + 0.5 for row in range(3)], [TOLD[o] for o in ORDERS], line=False)
     sheet.legend(2.0, 0.45, {**{_PARTS[p]: p for p in _PARTS}, "query": "recorded"})
     first = min(ORDERS, key=lambda o: found[o].ms)
@@ -600,6 +624,7 @@ def orders_panel() -> Panel:
 
 # -- autotuning --
 
+CHOSEN = {"warps": 1, "stages": 3, "tokens": 32}  # by the package, for this shape
 _TUNED = re.compile(r"pointers, (?:steps of )?(\d+) (warps?|stages?|tokens)$")
 
 
@@ -615,25 +640,30 @@ def tuned() -> dict[str, dict[int, float]]:
 
 
 def draw_tuning() -> Picture:
-    """What each choice of one kernel costs, one choice changed at a time."""
+    """What each choice of one kernel costs, one choice changed at a time; the package's own is
+    coloured."""
     choices, figure_axes = tuned(), new_figure(8.2, 2.6, columns=3)
     figure, axes = figure_axes
     worst = max(ms for times in choices.values() for ms in times.values())
+    chosen = next(
+        row["ms"] for row in rows_of("triton_forward_h200.json", group=16)
+        if row["change"] == "pointers"
+    )  # fmt: skip
     names = {"warps": "warps of a program", "stages": "stages in flight",
              "tokens": "tokens of a step"}  # fmt: skip
     for axis, (name, times) in zip(axes[0], choices.items(), strict=True):
-        low = min(times.values())
-        colours = [PALETTE["selected" if ms == low else "masked"] for ms in times.values()]
+        colours = [PALETTE["selected" if x == CHOSEN[name] else "masked"] for x in times]
         axis.bar([str(x) for x in times], list(times.values()), color=colours, width=0.65)
         axis.set(xlabel=names[name], ylim=(0, 1.12 * worst))
         for i, ms in enumerate(times.values()):
             axis.text(i, ms + 0.4, f"{ms:.1f}", ha="center", fontsize=8.5)
     axes[0, 0].set_ylabel("ms")
-    low = min(ms for times in choices.values() for ms in times.values())
     costly = next(
         f"{x} {name}" for name, times in choices.items() for x, ms in times.items() if ms == worst
     )
-    told = f"One choice changed at a time: {costly} cost most, {worst:.1f} ms instead of {low:.1f}"
+    told = (
+        f"One choice changed at a time: {costly} cost most, {worst:.1f} ms instead of {chosen:.1f}"
+    )
     return Picture(figure, told)
 
 
