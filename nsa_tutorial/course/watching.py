@@ -132,7 +132,7 @@ class Accesses:
     def _fault(self, what: str) -> None:
         if len(self.faults) < 20:
             named = self._named(self._program)
-            self.faults.append(f"{self.kernels[-1]}, program {named}: {what}")
+            self.faults.append(f"{self.kernels[-1]}: program {named} {what}")
 
 
 def _elements(count: int) -> str:
@@ -251,7 +251,7 @@ class Watched:
         ] * bool(seen.programs)
         if not seen.faults:
             return "\n".join([*lines, "✓ No program touches what another one stores."])
-        lines += [f"✗ {fault.partition(', ')[2] or fault}" for fault in seen.faults[:_FEW]]
+        lines += [f"✗ {fault.partition(': ')[2] or fault}" for fault in seen.faults[:_FEW]]
         more = len(seen.faults) - _FEW
         return "\n".join(lines + [f"✗ and {more} more" for _ in range(more > 0)])
 

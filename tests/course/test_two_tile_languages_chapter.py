@@ -17,12 +17,14 @@ import numpy as np
 import pytest
 import torch
 
-from nsa_tutorial.course import exercises, lowered, phases, recorder, show, solution
+from nsa_tutorial.course import lowered, phases, recorder, show, solution
 from nsa_tutorial.course.exercises import Exercise
 from nsa_tutorial.course.exercises import two_tile_languages as chapter_09
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.kernels import two_tile_languages as tiles
-from nsa_tutorial.course.languages import Absent, T, tl, triton
+from nsa_tutorial.course.languages import Absent, T, tilelang, tl, triton
+from nsa_tutorial.course.unwrapped import unwrapped
+from nsa_tutorial.course.watching import watch
 from nsa_tutorial.course.widgets import two_tile_languages as pictures
 from nsa_tutorial.exact import grouped_query_attention as gqa
 from nsa_tutorial.runtime import environment
@@ -310,7 +312,7 @@ def test_tilelang_lowers_the_tests_tiles() -> None:
     kernels = [
         tilelang_basics.softmax(BR=4, BN=16, dtype="bfloat16"),
         tilelang_basics.matmul(N=25, K=37, BM=16, BN=16, BD=16, dtype="bfloat16", threads=32),
-        exercises.chapter_exercises("two_tile_languages")["row_sums"].solution(),
+        unwrapped(chapter_09.row_max_program)(4, 16),
     ]
     target = tvm.target.Target({"kind": "cuda", "arch": "sm_90"})
     for kernel in kernels:
@@ -365,7 +367,7 @@ def in_a_cell(name: str, source: str) -> Callable:
     """The function of that name, as a cell defines it."""
     file = f"<cell {hash(source)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    namespace = {"T": T, "tl": tl, "triton": triton, "torch": torch}
+    namespace = {"T": T, "tilelang": tilelang, "tl": tl, "triton": triton, "torch": torch}
     exec(compile(source, file, "exec", dont_inherit=True), namespace)
     return namespace[name]
 
@@ -404,15 +406,11 @@ def test_a_kernel_as_given_is_no_attempt(name: str, comment: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "row_variance",
-        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("tile_product", "row_sums")),
-    ],
+    "name", ["row_variance", pytest.param("tile_product", marks=pytest.mark.exhaustive)]
 )
 def test_what_is_no_kernel_is_told(name: str) -> None:
-    word = "T.prim_func" if name == "row_sums" else "triton.jit"
-    assert f"not decorated with @{word}" in judge(runnable(name), lambda: lambda X: None).text
+    told = judge(runnable(name), lambda: lambda X: None).text
+    assert "not decorated with @triton.jit" in told
 
 
 def test_a_kernel_that_is_not_returned_is_told() -> None:
@@ -486,6 +484,9 @@ def product(**changed: str) -> Callable:
         ({"acc": 'acc + tl.dot(a_tile, b_tile, input_precision="ieee")'}, ()),
         ({"acc": 'tl.dot(a_tile, b_tile, input_precision="ieee")'},
          ("keeping the last step only",)),
+        ({"acc": "tl.dot(a_tile, b_tile, acc)"}, ("a dot that rounds its inputs to TF32",)),
+        ({"acc": "tl.dot(a_tile, b_tile, acc, input_precision='tf32')"},
+         ("a dot that rounds its inputs to TF32",)),
         ({"acc": "acc"}, ("a product that is never added",)),
         ({"a_mask": "(rows < M)[:, None]"}, ("no mask along A's depth",)),
         ({"b_mask": "(columns < N)[None, :]"}, ("no mask along the depth",)),
@@ -527,7 +528,8 @@ def product(**changed: str) -> Callable:
         ({"acc": 'tl.dot(b_tile, a_tile, acc, input_precision="ieee")'},
          ("multiplying in the wrong order",)),
     ],
-    ids=["right", "added", "last step", "nothing", "a's depth", "b's depth", "depth alone",
+    ids=["right", "added", "last step", "no ieee", "tf32", "nothing", "a's depth", "b's depth",
+         "depth alone",
          "no masks", "or", "no other", "a's mask a line",
          "b's mask a line", "both a line",
          "element by element", "first step", "rows of a from depth",
@@ -598,100 +600,180 @@ def test_whole_numbers_are_told_in_one_line() -> None:
     assert "with pid_m = 0, pid_n = 1, M = 4, N = 4, BM = 2, BN = 2" in text
 
 
-STEP = "T.reduce_sum(x_tile, acc, dim=1, clear=False)"
-LOAD = "T.copy(X[start : start + BR, column : column + BN], x_tile)"
-ALLOCATE = 'acc = T.alloc_fragment([BR], "float32")'
-STORE = "T.copy(acc, Y[start : start + BR])"
+# -- what is built --
 
 
-def row_sums(*edits: tuple[str, str]) -> Callable:
+def solved(name: str, *edits: tuple[str, str]) -> Callable:
     """The solution as a reader would type it, with some of its text replaced."""
-    source = solution("two_tile_languages", "row_sums").code
+    source = solution("two_tile_languages", name).code
     for old, new in edits:
-        assert source.count(old) == 1
+        assert source.count(old) == 1, old
         source = source.replace(old, new)
-    return in_a_cell("row_sums", source)
+    return in_a_cell(name, source)
 
 
-# wrong sums of a kernel that has to be compiled first: `make test` tries two others
+BUILT = ("triton_row_max", "tilelang_row_max")
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_an_empty_cell_is_no_attempt(name: str) -> None:
+    e = runnable(name)
+    empty = in_a_cell(name, cell({"triton_row_max": "# your kernel",
+                                  "tilelang_row_max": "# your program"}[name]))  # fmt: skip
+    assert judge(e, empty).outcome == "not attempted"
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_a_maximum_without_a_kernel_is_refused(name: str) -> None:
+    by_hand = lambda x, BR, BN: torch.tensor([max(row) for row in x.tolist()])  # noqa: E731
+    verdict = judge(replace(runnable(name), misconceptions=()), by_hand)
+    assert verdict.held == 0
+    assert "kernel was launched" in verdict.text
+    verdict = judge(replace(runnable(name), misconceptions=()), lambda x, BR, BN: x.amax(1))
+    assert "PyTorch's maximum: not in this exercise" in verdict.text
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        [("x, y, R, N, x.stride(0), x.stride(1)", "x.contiguous(), y, R, N, N, 1")],
+        [("triton.cdiv(R, BR)", "-(-R // BR)"), (", num_warps=4", "")],
+        [("tl.range(0, N, BN)", "range(0, N, BN)")],
+        [('exists, other=float("-inf"))', 'exists)\n        x_tile = tl.where(exists, x_tile, '
+          'float("-inf"))')],
+    ],
+    ids=["contiguous", "grid by hand", "python's range", "hidden by where"],
+)  # fmt: skip
+def test_a_row_maximum_is_free_in_form(edits: list) -> None:
+    e = replace(runnable("triton_row_max"), misconceptions=())
+    assert judge(e, solved("triton_row_max", *edits)).outcome == "right"
+
+
+def test_a_load_past_the_end_is_told_where_the_maximum_is_right() -> None:
+    verdict = judge(
+        knowing("triton_row_max", "a mask on the columns alone"),
+        solved("triton_row_max", ("(rows < R)[:, None] & (columns < N)", "columns < N")),
+    )
+    assert verdict.misconceptions == ("a mask on the columns alone",)
+    assert "row_max_kernel: program 1 loads 4 elements outside of all its arguments" in verdict.text
+
+
+def test_an_input_that_a_kernel_changes_is_told() -> None:
+    verdict = judge(
+        knowing("triton_row_max"),
+        solved("triton_row_max", ("tl.store(Y + rows", "tl.store(X + rows")),
+    )
+    assert "the kernel stored to x" in verdict.text
+
+
+STEP = "T.reduce_max(x_tile, largest, dim=1, clear=False)"
+LOAD = "T.copy(X[row : row + BR, column : column + BN], x_tile)"
+ALLOCATE = 'largest = T.alloc_fragment([BR], "float32")'
+STORE = "T.copy(largest, Y[row : row + BR])"
+FILL = 'T.fill(largest, -T.infinity("float32"))'
+# wrong maxima of a kernel that has to be compiled first: `make test` tries one of them
 compiled = partial(pytest.param, marks=pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize(
     ("edits", "told"),
     [
-        ([("            T.clear(acc)\n", "")], "adding to a sum that was never set to 0"),
-        compiled([(", clear=False", "")], "clearing the sum so far at each step"),
-        compiled([("            T.clear(acc)\n", ""), (STEP, f"T.clear(acc)\n{16 * ' '}{STEP}")],
-         "clearing the sum so far at each step"),
-        ([(LOAD, "T.copy(x_tile, X[start : start + BR, column : column + BN])")],
-         "copying the wrong way round"),
-        ([(LOAD, "x_tile = X[start : start + BR, column : column + BN]")],
+        ([(f"            {FILL}\n", "")], "a maximum that was never set"),
+        compiled([(", clear=False", "")], "clearing the maximum so far at each step"),
+        compiled([(f"            {FILL}\n", ""), (STEP, f"{FILL}\n{16 * ' '}{STEP}")],
+         "clearing the maximum so far at each step"),
+        ([(LOAD, "x_tile = X[row : row + BR, column : column + BN]")],
          "a slice of X is no tile. `T.copy` fills a tile from a slice"),
-        ([('acc = T.alloc_fragment([BR], "float32")', "acc = T.alloc_fragment([BR], accum_dtype)")],
+        ([(ALLOCATE, "largest = T.alloc_fragment([BR], accum_dtype)")],
          "write the dtype here, in quotes"),
         ([("block * BR", "block * BR + tl.arange(0, BR)")], "`tl` belongs to Triton"),
-        compiled([("step * BN", "step * BR")], "steps that begin `BR` columns apart"),
-        ([("    return kernel\n", "")], "returns None: `return kernel`"),
         ([(f"            {ALLOCATE}\n", "")],
-         "name 'acc' is not defined. If it is a tile, where is it allocated?"),
-        ([(f"            {ALLOCATE}\n            start", "            start"),
-          ("            T.clear(acc)\n", ""), (LOAD, f"{ALLOCATE}\n{16 * ' '}{LOAD}")],
-         "`acc` is set inside the loop, so it ends with the loop"),
-        ([(STEP, f"acc = {STEP}")], "It returns nothing, so write no `acc =`"),
-        ([(STEP, f"acc += {STEP}")], "It returns nothing, so write no `acc +=`"),
-        ([(STEP, "acc[:] += T.reduce_sum(x_tile, axis=1)")], "then the axis, as `dim`"),
-        ([("dim=1", "dim=0")], "`acc` keeps one number for each row"),
-        ([(LOAD, "x_tile = T.copy(X[start : start + BR, column : column + BN])")],
+         "name 'largest' is not defined. If it is a tile, where is it allocated?"),
+        ([(STEP, f"largest = {STEP}")], "It returns nothing, so write no `largest =`"),
+        ([("dim=1", "dim=0")], "One number is left for each row of the tile"),
+        ([(LOAD, f"x_tile = {LOAD.replace(', x_tile', '')}")],
          "`T.copy` takes a source and a target"),
-        *(([("T.clear(acc)", set_to)], "`T.clear(acc)` fills it with zeros")
-          for set_to in ("acc = 0", "acc[:] = 0", "acc = T.clear(acc)")),
-        ([(STORE, "Y[start : start + BR] = acc")], "and `T.copy` moves it"),
-        compiled([("column : column + BN", "0:BN")], "loading the same columns at every step"),
-        compiled([(f"            {STORE}\n", "")], "a sum that is never stored"),
+        ([(STORE, "Y[row : row + BR] = largest")], "and `T.copy` moves it"),
+        compiled([("column : column + BN", "0:BN")], "looking at the first tile only"),
+        compiled([(f"            {STORE}\n", "")], "a maximum that is never stored"),
+        compiled([("x.contiguous()", "x")],
+         "a view, where the kernel expects rows that follow each other"),
     ],
-    ids=["never cleared", "cleared", "cleared by hand", "backwards",
-         "slice", "dtype", "arange", "steps of BR", "not returned", "not allocated",
-         "allocated in the loop", "assigned", "added", "by axis", "other axis", "copy's result",
-         "0", "slice of 0", "cleared and assigned", "stored by =", "same columns", "no store"],
+    ids=["never filled", "cleared", "filled at each step", "slice", "dtype", "arange",
+         "not allocated", "assigned", "other axis", "copy's result", "stored by =",
+         "same columns", "no store", "a view"],
 )  # fmt: skip
-def test_a_readers_row_sums_are_judged(edits: list, told: str) -> None:
-    verdict = judge(knowing("row_sums", told), row_sums(*edits))
+def test_a_readers_row_maximum_is_judged(edits: list, told: str) -> None:
+    verdict = judge(knowing("tilelang_row_max", told), solved("tilelang_row_max", *edits))
     assert verdict.outcome in ("wrong", "misconception")
     assert told in verdict.text
     assert "script.ir_builder" not in verdict.text
 
 
-def adding_up(first: str, second: str) -> Callable:
-    """Row sums by two loops in place of the reduction."""
+def by_loops(first: str, second: str) -> Callable:
+    """A maximum by two loops in place of the reduction."""
     loops = f"for i in {first}(BR):\n{20 * ' '}for j in {second}(BN):\n{24 * ' '}"
-    return row_sums((STEP, f"{loops}acc[i] += x_tile[i, j]"))
+    step = f"{loops}largest[i] = T.max(largest[i], x_tile[i, j])"
+    return solved("tilelang_row_max", (STEP, step))
+
+
+def test_turns_that_share_a_place_are_told() -> None:
+    """On a CPU their maximum is right, and no case fails."""
+    name = "turns of `T.Parallel` that share `largest[i]`"
+    verdict = judge(knowing("tilelang_row_max", name), by_loops("T.serial", "T.Parallel"))
+    assert verdict.misconceptions == (name,)
+    assert "turns of T.Parallel add to the same places of `largest`" in verdict.text
+
+
+def test_turns_with_places_of_their_own_are_right() -> None:
+    e = runnable("tilelang_row_max")
+    assert judge(e, by_loops("T.Parallel", "T.serial")).outcome == "right"
+
+
+# -- a race --
+
+SUMS = cell("@triton.jit\ndef column_sums_kernel")
+STORE_SUM = "tl.store(Y + columns, so_far, mask=columns < N)"
+
+
+def sums(*edits: tuple[str, str]) -> Callable:
+    """The chapter's racing sums, with some of their text replaced."""
+    source = SUMS
+    for old, new in edits:
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    return in_a_cell("column_sums", source)
+
+
+def test_sums_as_given_race_and_are_no_attempt() -> None:
+    e, given = runnable("column_sums"), sums()
+    assert torch.equal(given(torch.ones(9, 5)), torch.full((5,), 9.0)), "right on a CPU"
+    assert "program 1 loads 5 elements of `Y` where program 0 stores" in repr(
+        watch(given, torch.ones(9, 5))
+    )
+    assert judge(e, given).outcome == "not attempted"
 
 
 @pytest.mark.parametrize(
-    "racing",
+    ("edits", "named"),
     [
-        row_sums((STEP, f"for i, j in T.Parallel(BR, BN):\n{20 * ' '}acc[i] += x_tile[i, j]")),
-        adding_up("T.serial", "T.Parallel"),
+        ([(STORE_SUM, "tl.atomic_add(Y + columns, tl.sum(x_tile, axis=0), mask=columns < N)")], ()),
+        ([("BR=4,", "BR=triton.next_power_of_2(R),"), ("(triton.cdiv(R, 4),)", "(1,)")], ()),
+        ([(STORE_SUM, f"tl.debug_barrier()\n    {STORE_SUM}")],
+         ("a load, an addition and a store, one after the other",)),
+        ([(STORE_SUM, "tl.atomic_add(Y + columns, so_far, mask=columns < N)")],
+         ("adding the sum so far twice",)),
+        ([("(triton.cdiv(R, 4),)", "(1,)")], ("summing the first four rows only",)),
     ],
-    ids=["both axes", "inner axis"],
-)
-def test_turns_that_share_a_place_are_told(racing: Callable) -> None:
-    """On a CPU their sums are right, and no case fails."""
-    name = "turns of `T.Parallel` that share `acc[i]`"
-    verdict = judge(knowing("row_sums", name), racing)
-    assert verdict.misconceptions == (name,)
-    assert "turns of T.Parallel add to the same places of acc" in verdict.text
-
-
-def test_turns_that_add_to_places_of_their_own_are_right() -> None:
-    e = runnable("row_sums")
-    assert judge(e, adding_up("T.Parallel", "T.serial")).outcome == "right"
-
-
-def test_row_sums_as_given_are_no_attempt() -> None:
-    given = in_a_cell("row_sums", cell("def row_sums("))
-    assert judge(runnable("row_sums"), given).outcome == "not attempted"
+    ids=["atomic", "one program", "a barrier", "added twice", "four rows"],
+)  # fmt: skip
+def test_mended_sums_are_judged(edits: list, named: tuple) -> None:
+    e = runnable("column_sums")
+    if edits[0][1].startswith("tl.atomic_add") and not named:
+        edits = [*edits, ("    so_far = tl.load(Y + columns, mask=columns < N, other=0.0)\n", ""),
+                 ("    so_far += tl.sum(x_tile, axis=0)\n", "")]  # fmt: skip
+    verdict = judge(e, sums(*edits))
+    assert (verdict.outcome == "right", verdict.misconceptions) == (not named, named)
 
 
 @pytest.mark.parametrize(
@@ -708,28 +790,23 @@ def test_words_that_are_not_tritons_are_told_in_a_line(acc: str, told: str) -> N
     assert "overload" not in verdict.text
 
 
-def test_a_triton_kernel_is_no_row_sums() -> None:
-    verdict = judge(knowing("row_sums"), edited("row_variance"))
-    assert "this is a Triton kernel, and a TileLang kernel is asked for" in verdict.text
-
-
 @pytest.mark.parametrize(
-    ("old", "new"), [("T.serial", "T.range"), ("T.reduce_sum", "T.sum")], ids=["range", "sum"]
+    ("old", "new"), [("T.serial", "T.range"), ("T.reduce_max", "T.max_of")], ids=["range", "max"]
 )
 def test_a_typo_in_tilelang_prints_the_verdict_alone(
     old: str, new: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TileLang logs the code that it generated, and here it stays silent; afterwards it speaks."""
-    e, logger = knowing("row_sums"), logging.getLogger("tilelang")
+    e, logger = knowing("tilelang_row_max"), logging.getLogger("tilelang")
     said = []
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", said.append)
     logger.addHandler(handler)
     try:
-        verdict = judge(e, row_sums((old, new)))
+        verdict = judge(e, solved("tilelang_row_max", (old, new)))
         assert not said
         with pytest.raises(AttributeError):
-            e.run(row_sums((old, new)), 4, 16)
+            e.run(solved("tilelang_row_max", (old, new)), *e.cases[0].arguments())
         assert [record.levelname for record in said] == ["CRITICAL"]
     finally:
         logger.removeHandler(handler)
@@ -745,13 +822,29 @@ def prose() -> str:
 
 
 def test_the_exercises_take_as_long_as_the_chapter_says() -> None:
-    required = sum(EXERCISES[name].minutes for name in ("tile_product", "row_sums"))
-    assert f"{required} of them exercises" in prose()
+    required = sum(EXERCISES[name].minutes for name in (*BUILT, "column_sums"))
+    assert f"About 75 minutes, {required} of them exercises" in prose()
     assert f"Who stores what? ({EXERCISES['program_offsets'].minutes} minutes)" in prose()
     parts = re.findall(r"\*\*\d\. [^*]*?\((\d+) minutes\)", prose())
-    assert sum(map(int, parts)) == 25
-    assert len(parts) == 3
-    assert prose().count("about 25 minutes") == 2
+    assert sum(map(int, parts)) == 50
+    assert len(parts) == 4
+    assert prose().count("about 50 minutes") == 2
+
+
+@needs_triton
+def test_the_least_tiles_of_a_dot_are_what_the_text_says() -> None:
+    """For CUDA, where the installed Triton has its limits in the compiler: M, N, K."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import min_dot_size
+
+    least = min_dot_size(GPUTarget("cuda", 90, 32))
+    assert (
+        "takes tiles of one row, and wants 16 numbers along the depth (32 for numbers of eight"
+        in (" ".join(prose().split()))
+    )
+    for dtype, depth in ((tl.float16, 16), (tl.float32, 16), (tl.float8e5, 32)):
+        side = tl.block_type(dtype, [1, 1])
+        assert least(side, side) == (1, 1, depth)
 
 
 def test_no_tile_that_is_large_enough_fits() -> None:

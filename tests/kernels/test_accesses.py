@@ -161,8 +161,8 @@ def test_a_reader_is_told_which_programs_meet() -> None:
     assert not watched.is_sound
     assert repr(watched) == (
         "same_store: 3 programs; elements loaded 3, stored 3, updated atomically 0\n"
-        "✗ program 1: stores 1 element of `y` where program 0 stores\n"
-        "✗ program 2: stores 1 element of `y` where another program stores"
+        "✗ program 1 stores 1 element of `y` where program 0 stores\n"
+        "✗ program 2 stores 1 element of `y` where another program stores"
     )
     sound, _ = planted()["adds"]
     told = repr(watch(lambda: sound[3,](torch.ones(4), torch.zeros(8))))
@@ -174,4 +174,4 @@ def test_programs_are_named_by_their_ids() -> None:
     skip_unless_runs("triton", "cpu")
     kernel, _ = planted()["same store"]
     told = repr(watch(lambda: kernel[1, 2](torch.ones(4), torch.zeros(8))))
-    assert "program (0, 1): stores 1 element of `y` where program (0, 0) stores" in told
+    assert "program (0, 1) stores 1 element of `y` where program (0, 0) stores" in told

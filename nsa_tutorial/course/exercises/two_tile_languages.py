@@ -1,9 +1,9 @@
-"""Exercises of chapter 09: what a program covers, a mask before each reduction, a matrix product in
-Triton, row sums in TileLang."""
+"""Exercises of chapter 09: a maximum of each row, built in Triton and in TileLang, and a race to
+find; optional, a matrix product, a mask before each reduction, what a program covers."""
 
 import ast
+import functools
 import inspect
-import math
 import re
 import textwrap
 from collections.abc import Callable, Iterator
@@ -16,10 +16,13 @@ from torch import Tensor
 
 from nsa_tutorial.course import recorder
 from nsa_tutorial.course.diffs import diffs
-from nsa_tutorial.course.exercises import Case, Double
+from nsa_tutorial.course.exercises import Case, Double, Stage
 from nsa_tutorial.course.languages import T, tilelang, tl, triton
+from nsa_tutorial.course.launches import counting
 from nsa_tutorial.course.room import roomy
 from nsa_tutorial.course.texts import Texts
+from nsa_tutorial.course.unwrapped import unwrapped
+from nsa_tutorial.course.watching import watching
 from nsa_tutorial.runtime import environment
 
 TEXTS = Texts(__name__)
@@ -41,7 +44,16 @@ class UnsetNumbers(Exception):
 
 
 class SharedPlace(Exception):
-    """Turns of a parallel loop add to one place, which a CPU forgives and a GPU does not."""
+    """Programs, or turns of a parallel loop, write to one place. A CPU forgives it, a GPU does
+    not."""
+
+
+class TileTooWide(Exception):
+    """The result is right, and a program held more at once than it was asked to."""
+
+
+class RoundedInputs(Exception):
+    """The result is right on a CPU, and a GPU would round the inputs of a product to TF32."""
 
 
 class InputChanged(Exception):
@@ -56,12 +68,15 @@ _PLAINLY = (
     ),
     (r"unsupported operand type\(s\) for @", "for the product of two tiles, take `tl.dot`"),
     (r"add @triton\.jit", "`tl` belongs to Triton. In TileLang, a slice says which elements"),
-    (r"retrieve_shape", "a slice of X is no tile. `T.copy` fills a tile from a slice"),
+    (
+        r"retrieve_shape|'Var' object does not support item",
+        "a slice of X is no tile. `T.copy` fills a tile from a slice",
+    ),
     (r"'accum_dtype' is not defined", 'write the dtype here, in quotes: `"float32"`'),
     (r"(name '\w+' is not defined)", r"\1. If it is a tile, where is it allocated?"),
     (  # allocated before the loop, and set again inside
         r"variable `(\w+)` is used outside its(?s:.*)SSBlockFrame(?s:.*)\b\1 = (?s:.*)\bfor \w+ in",
-        r"`T.reduce_sum(x_tile, \1, dim=1, clear=False)` adds into `\1`. It returns nothing, so "
+        r"`T.reduce_max(x_tile, \1, dim=1, clear=False)` writes into `\1`. It returns nothing, so "
         r"write no `\1 =`",
     ),
     (
@@ -70,21 +85,21 @@ _PLAINLY = (
     ),
     (
         r"buffer `(\w+)` using augmented",
-        r"`T.reduce_sum(x_tile, \1, dim=1, clear=False)` adds into `\1` by itself. It returns "
+        r"`T.reduce_max(x_tile, \1, dim=1, clear=False)` writes into `\1` by itself. It returns "
         r"nothing, so write no `\1 +=`",
     ),
     (
         r"reduce_\w+\(\).* (argument: 'out'|argument 'axis')",
-        "`T.reduce_sum` takes the tile, then where the sums go, then the axis, as `dim`",
+        "`T.reduce_max` takes the tile, then where the results go, then the axis, as `dim`",
     ),
     (
         r"Invalid reduce output shape",
-        "`dim` is the axis that vanishes, and `acc` keeps one number for each row of the tile",
+        "`dim` is the axis that vanishes. One number is left for each row of the tile",
     ),
     (r"copy\(\).* argument: 'dst'", "`T.copy` takes a source and a target. It returns nothing"),
     (
         r"to_buffer_region: |for -: 'NoneType' and 'NoneType'|BufferStore",
-        "a fragment is memory. `T.clear(acc)` fills it with zeros, and `T.copy` moves it",
+        "a fragment is memory. `T.fill` puts a number into all of it, and `T.copy` moves it",
     ),
 )
 
@@ -135,10 +150,16 @@ def _launchable(solution: Callable, given: str) -> object:
 
 
 def _reads_as(kernel: object, given: str) -> bool:
-    """Whether a kernel's source is `given`, but for comments and spaces."""
+    """Whether a kernel's or a function's source is `given`, but for comments, spaces and
+    decorators: the interpreter's own version of a kernel has none."""
+
+    def read(source: str) -> str:
+        tree = ast.parse(textwrap.dedent(source))
+        tree.body[0].decorator_list = []
+        return ast.dump(tree)
+
     try:
-        source = textwrap.dedent(inspect.getsource(kernel.fn))
-        return ast.dump(ast.parse(source)) == ast.dump(ast.parse(given))
+        return read(inspect.getsource(unwrapped(kernel))) == read(given)
     except (AttributeError, OSError, TypeError, SyntaxError):
         return False  # written in another way
 
@@ -359,7 +380,7 @@ _OFFSETS = TEXTS.exercise(
 
 # -- tile_product --
 
-_SIDE = 16  # of all tiles: the smallest that a dot takes on a GPU
+_SIDE = 16  # of all tiles
 
 
 def tile_product() -> object:
@@ -423,9 +444,26 @@ def _run_product(solution: Callable, M: int, N: int, K: int) -> Tensor:
     c = c.cpu()
     if not outside:
         _refuse_unset(c, arrays["C"])
-    elif torch.allclose(c, a @ b, rtol=1e-4, atol=1e-4):
+    is_right = torch.allclose(c, a @ b, rtol=1e-4, atol=1e-4)
+    if outside and is_right:
         raise LoadsElsewhere(f"C is right, but {outside} loads lie outside of A or B")
+    if is_right and _rounds_inputs(kernel):
+        raise RoundedInputs("C is right on a CPU. On a GPU, this dot takes TF32's ten bits")
     return c
+
+
+def _rounds_inputs(kernel: object) -> bool:
+    """Whether a dot of the kernel lacks `input_precision="ieee"`, which a CPU does not need."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(unwrapped(kernel))))
+    except (AttributeError, OSError, TypeError, SyntaxError):
+        return False  # written in another way
+    dots = [
+        n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "tl.dot"
+    ]
+    exact = [d for d in dots for k in d.keywords if k.arg == "input_precision"
+             and ast.unparse(k.value) in ("'ieee'", '"ieee"')]  # fmt: skip
+    return len(exact) < len(dots)
 
 
 _A_MASK, _B_MASK = "(rows < M)[:, None] & (depth < K)", "(depth < K)[:, None] & (columns < N)"
@@ -521,6 +559,9 @@ _PRODUCT = TEXTS.exercise(
          "a mask along the depth alone",
          "C is right, since rows past the end are never stored. But which addresses did the last "
          "tiles load from?"),
+        (', input_precision="ieee"', "", "a dot that rounds its inputs to TF32",
+         "On a GPU, `tl.dot` shortens fp32 numbers to ten bits, unless told otherwise. The CPU "
+         "does not, so only the source shows it. Which option keeps all bits?"),
     ]),
     cases=(
         _triton_case("one tile and one step", 16, 16, 16),
@@ -533,179 +574,422 @@ _PRODUCT = TEXTS.exercise(
 )  # fmt: skip
 
 
-# -- row_sums --
+# -- triton_row_max, tilelang_row_max --
+
+_UNSET = 999.0  # in masked places of a load without `other`, of which Triton promises nothing
 
 
-def row_sums() -> object:
-    """The TileLang kernel that sums each row of X [R, N] to Y [R]."""
-    BR, BN = 4, 16
+def _row_max_case(
+    name: str, R: int, N: int, *, language: str, BR: int, BN: int, numbers: str = "whole",
+    lies: str = "in rows",
+) -> Case:  # fmt: skip
+    """A matrix and the sides of a tile; around the matrix lie 1000s.
+
+    Args:
+        name, R, N, BR, BN: the case, the matrix's shape and the tile's.
+        language: in which it is to run.
+        numbers: `"whole"` from −9 to 9, `"falling"` or `"rising"` along each row, `"negative"` and
+            rising, or `"hidden"`, where the last row is −∞ throughout.
+        lies: `"in rows"`, `"in columns"` (a transposed view), or `"apart"`, with a 1000 behind each
+            number.
+    """
+
+    def arguments() -> tuple:
+        g = torch.Generator().manual_seed(100 * R + N)
+        x = torch.randint(-9, 10, (R, N), generator=g).float()
+        if numbers in ("falling", "rising", "negative"):
+            x = (
+                torch.arange(N)
+                - torch.arange(R)[:, None]
+                - float(N if numbers == "negative" else 0)
+            )
+        if numbers == "falling":
+            x = x.flip(1)
+        if numbers == "hidden":
+            x[-1] = -torch.inf
+        if lies == "in columns":
+            return roomy(x.T.contiguous(), 1000.0).T, BR, BN
+        if lies == "apart":
+            return roomy(torch.stack([x, torch.full_like(x, 1000)], -1), 1000.0)[..., 0], BR, BN
+        return roomy(x, 1000.0), BR, BN
+
+    here = environment.detect()
+    return Case(name, arguments, lambda: here.why_not(language, here.device))
+
+
+def _row_max_stages(language: str, BR: int, BN: int) -> tuple[Stage, ...]:
+    """The stages of a maximum of each row, for tiles of `BR` rows and `BN` columns."""
+    case = functools.partial(_row_max_case, language=language, BR=BR, BN=BN)
+    return (
+        Stage("one tile", (
+            case("a matrix of one tile", BR, BN),
+            case("a tile of negative numbers", BR, BN, numbers="negative"),
+        )),
+        Stage("many programs", (case("three tiles below each other", 3 * BR, BN),)),
+        Stage("long rows", (
+            case("two tiles side by side, falling numbers", BR, 2 * BN, numbers="falling"),
+            case("three tiles side by side, rising numbers", BR, 3 * BN, numbers="rising"),
+        )),
+        Stage("ragged tiles", (
+            case("one row too many", BR + 1, BN),
+            case("one column too many, negative numbers", BR, BN + 1, numbers="negative"),
+            case("one of each, negative numbers", BR + 1, 2 * BN + 1, numbers="negative"),
+        )),
+        Stage("rows of −∞", (
+            case("a last row of −∞", BR, BN, numbers="hidden"),
+            case("a ragged row of −∞", BR + 1, BN + 1, numbers="hidden"),
+        )),
+        Stage("strides", (
+            case("a transposed view", BR, BN, lies="in columns"),
+            case("every second number of memory", BR + 1, BN + 1, lies="apart"),
+        )),
+    )  # fmt: skip
+
+
+def _run_row_max(solution: Callable, x: Tensor, BR: int, BN: int) -> object:
+    """Launch, and watch what the programs touch.
+
+    Raises:
+        InputChanged: if a kernel stored to `x`.
+        LoadsElsewhere, SharedPlace: if the result is right, and a program left its tensors, or got
+            in another one's way.
+        TileTooWide: if it is right, and a program had more than `BR * BN` numbers at once.
+    """
+    before = x.clone()
+    with _plainly(), watching(unset=_UNSET) as seen:
+        y = solution(x, BR, BN)
+    if not torch.equal(x, before):
+        raise InputChanged("the kernel stored to x")
+    is_right = isinstance(y, Tensor) and y.shape == (len(x),) and y.tolist() == _largest(x)
+    if is_right and seen.faults:
+        outside = "outside" in seen.faults[0]
+        fault = f"The numbers are right, but see {seen.faults[0]}"
+        raise LoadsElsewhere(fault) if outside else SharedPlace(fault)
+    if is_right and seen.widest > BR * BN:
+        raise TileTooWide(f"a tile of {seen.widest} numbers, where BR × BN is {BR * BN}")
+    return y
+
+
+def _largest(x: Tensor) -> list[float]:
+    return [max(row) for row in x.tolist()]
+
+
+@triton.jit
+def row_max_kernel(
+    X, Y, R, N, row_stride, column_stride, BR: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """The largest number of each row of X [R, N] to Y [R]."""
+    rows = tl.program_id(0) * BR + tl.arange(0, BR)  # [BR]
+    largest = tl.full([BR], float("-inf"), tl.float32)
+    for start in tl.range(0, N, BN):
+        columns = start + tl.arange(0, BN)  # [BN]
+        exists = (rows < R)[:, None] & (columns < N)  # [BR, BN]
+        places = rows[:, None] * row_stride + columns * column_stride
+        x_tile = tl.load(X + places, mask=exists, other=float("-inf"))
+        largest = tl.maximum(largest, tl.max(x_tile, axis=1))
+    tl.store(Y + rows, largest, mask=rows < R)
+
+
+def triton_row_max(x: Tensor, BR: int, BN: int) -> Tensor:
+    """The largest number of each row of x [R, N], as [R]; a program has BR rows."""
+    R, N = x.shape
+    y = torch.empty(R, device=x.device)
+    grid = (triton.cdiv(R, BR),)
+    row_max_kernel[grid](x, y, R, N, x.stride(0), x.stride(1), BR=BR, BN=BN, num_warps=4)
+    return y
+
+
+@triton.jit
+def _wide_kernel(X, Y, R, N, BR: tl.constexpr, BN: tl.constexpr):
+    rows = tl.program_id(0) * BR + tl.arange(0, BR)
+    columns = tl.arange(0, BN)
+    exists = (rows < R)[:, None] & (columns < N)
+    x_tile = tl.load(X + rows[:, None] * N + columns, mask=exists, other=float("-inf"))
+    tl.store(Y + rows, tl.max(x_tile, axis=1), mask=rows < R)
+
+
+def _wide_row_max(x: Tensor, BR: int, BN: int) -> Tensor:
+    """What `triton_row_max` is with a tile that holds whole rows."""
+    (R, N), y = x.shape, torch.empty(len(x), device=x.device)
+    BN = triton.next_power_of_2(N)
+    _wide_kernel[triton.cdiv(R, BR),](x.contiguous(), y, R, N, BR=BR, BN=BN)
+    return y
+
+
+_NO_MAXIMUM = (
+    ("torch.amax", "PyTorch's maximum"),
+    ("torch.max", "PyTorch's maximum"),
+    ("torch.maximum", "PyTorch's maximum"),
+    ("torch.sort", "PyTorch's sort"),
+    ("torch.topk", "PyTorch's topk"),
+    ("nsa_tutorial", "the course's own function"),
+)
+_MASK, _PLACES = (
+    "(rows < R)[:, None] & (columns < N)", "rows[:, None] * row_stride + columns * column_stride",
+)  # fmt: skip
+_OTHER, _START = ', other=float("-inf")', '[BR], float("-inf"), tl.float32'
+
+_TRITON_ROW_MAX = TEXTS.exercise(
+    "triton_row_max", minutes=16, difficulty=2, solution=triton_row_max, run=_run_row_max,
+    parts=(row_max_kernel,), launches="triton", forbidden=_NO_MAXIMUM,
+    stages=_row_max_stages("triton", BR=2, BN=4),
+    misconceptions=diffs(triton_row_max, [
+        (_OTHER, ", other=0.0", "filling masked places with 0",
+         "0 changes no sum. But next to negative numbers, 0 is the largest. Which number changes "
+         "no maximum?"),
+        (_OTHER, "", "a masked load without `other`",
+         "Triton promises nothing about such a masked place. Here it holds 999. Which number "
+         "changes no maximum?"),
+        (f"mask=exists{_OTHER}", "mask=rows[:, None] >= 0", "a missing mask on the load",
+         "Past the end of a row, the next row begins, and past the last row somebody else's "
+         "memory. Which places of the tile hold a number of x?"),
+        (_MASK, "(rows >= 0)[:, None] & (columns < N)", "a mask on the columns alone",
+         "The rows past the end are never stored, so the result is right. But which addresses does "
+         "the last program load from?"),
+        (_MASK, "(rows < R)[:, None] & (columns >= 0)", "a mask on the rows alone",
+         "A tile at the right reaches past the last column. What lies in memory there?"),
+        (_START, "[BR], 0.0, tl.float32", "starting the maximum at 0",
+         "In a row of negative numbers, 0 is the largest. Which number is the smallest of all?"),
+        (_START, "[BR], -1e30, tl.float32", "starting the maximum at a finite number",
+         "The largest number of a row of −∞ is −∞. Yours is larger. Where does it come from?"),
+        ("tl.maximum(largest, tl.max(x_tile, axis=1))", "tl.max(x_tile, axis=1)",
+         "keeping the last tile only",
+         "Each step's maximum takes the place of the one before. Which function takes the larger "
+         "of two tiles, place by place?"),
+        ("tl.range(0, N, BN)", "tl.range(0, BN, BN)", "looking at the first tile only",
+         "A row of 8 has two tiles of 4, and one program owns the whole row. Which loop walks over "
+         "them, and which name of the loop says where a step begins?"),
+        ("start + tl.arange(0, BN)", "tl.arange(0, BN)", "looking at the first tile only"),
+        ("tl.range(0, N, BN)", "tl.range(0, N // BN * BN, BN)", "leaving the ragged tail out",
+         "`N // BN` counts full tiles. In which tile is the last number of a row of 5?"),
+        ("tl.program_id(0) * BR", "tl.program_id(0)", "programs that begin one row apart",
+         "Program 1 begins where program 0 ends. How many rows does a program have?"),
+        ("* row_stride", "* N", "stepping to the next row by N",
+         "That is right where rows follow each other in memory. In a transposed view they do not. "
+         "What does `x.stride(0)` say?"),
+        ("* row_stride", "* BN", "stepping to the next row by the width of the tile",
+         "The tile is a window into x. How many numbers lie between two rows of x?"),
+        ("* column_stride", "* 1", "taking a row's numbers for neighbours in memory",
+         "They need not be. What does `x.stride(1)` say of a view such as `x[:, ::2]`?"),
+        (_PLACES, "rows[:, None] * N + columns", "places without the strides",
+         "A view lies in memory as its strides say. What are `x.stride(0)` and `x.stride(1)` of a "
+         "transposed view?"),
+        (_PLACES, "rows[:, None] * column_stride + columns * row_stride",
+         "the two strides the wrong way round",
+         "`x.stride(0)` is the step from row to row. Which of `rows` and `columns` is it to be "
+         "multiplied by?"),
+        ("triton.cdiv(R, BR)", "R // BR", "too few programs",
+         "The places that no program stores hold NaN here. How many programs do 3 rows need, at 2 "
+         "rows each?"),
+        ("(triton.cdiv(R, BR),)", "(1,)", "too few programs"),
+        (", mask=rows < R)", ")", "a missing mask on the store",
+         "The last program's rows reach past the end of y. Which of them exist?"),
+        (_wide_row_max, "a whole row in one tile",
+         "A row may be longer than what a program can hold. How does a program walk over it, `BN` "
+         "columns at a time?"),
+    ], parts=(row_max_kernel,)),
+)  # fmt: skip
+
+
+@tilelang.jit
+def row_max_program(BR, BN):
+    """The kernel that stores the largest number of each row of X [R, N] to Y [R]."""
     R, N = T.dynamic("R"), T.dynamic("N")
 
     @T.prim_func
     def kernel(X: T.Tensor([R, N], "float32"), Y: T.Tensor([R], "float32")):
         with T.Kernel(T.ceildiv(R, BR), threads=128) as block:
             x_tile = T.alloc_fragment([BR, BN], "float32")
-            acc = T.alloc_fragment([BR], "float32")
-            start = block * BR
-            T.clear(acc)
+            largest = T.alloc_fragment([BR], "float32")
+            row = block * BR
+            T.fill(largest, -T.infinity("float32"))
             for step in T.serial(T.ceildiv(N, BN)):
                 column = step * BN
-                T.copy(X[start : start + BR, column : column + BN], x_tile)  # zeros past R and N
-                T.reduce_sum(x_tile, acc, dim=1, clear=False)
-            T.copy(acc, Y[start : start + BR])
+                T.copy(X[row : row + BR, column : column + BN], x_tile)  # zeros past R and N
+                for i, j in T.Parallel(BR, BN):
+                    if column + j >= N:
+                        x_tile[i, j] = -T.infinity("float32")
+                T.reduce_max(x_tile, largest, dim=1, clear=False)
+            T.copy(largest, Y[row : row + BR])
 
     return kernel
 
 
-_COMPILED: dict[tuple[str, str], Callable] = {}
-
-
-def _compiled(kernel: object, device: str) -> Callable:
-    """The TileLang kernel, compiled once for all cases: two that read the same are the same."""
-    key = (kernel.script(), device)
-    if key not in _COMPILED:
-        kernel = _unset_is_nan(kernel)
-        from nsa_tutorial.runtime.tilelang_cpu import compile_for_cpu
-
-        _COMPILED[key] = (
-            compile_for_cpu(kernel) if device == "cpu" else tilelang.compile(kernel, target="cuda")
-        )
-    return _COMPILED[key]
-
-
-def _unset_is_nan(kernel: object) -> object:
-    """The same kernel, with NaN in each tile until something is written there."""
-    from tvm import tirx
-
-    def filled(block: object) -> object:
-        fills = []
-        for tile in block.alloc_buffers:
-            places = [tirx.Var(f"i{axis}", "int32") for axis in range(len(tile.shape))]
-            fill = tirx.BufferStore(tile, tirx.const(math.nan, tile.dtype), places)
-            for place, side in zip(places, tile.shape, strict=True):
-                fill = tirx.For(place, 0, side, tirx.ForKind.PARALLEL, fill)
-            fills.append(fill)
-        return tirx.SBlock(
-            block.iter_vars, block.reads, block.writes, block.name_hint,
-            tirx.SeqStmt([*fills, block.body]) if fills else block.body,
-            block.init, block.alloc_buffers, block.match_buffers, block.annotations,
-        )  # fmt: skip
-
-    body = tirx.stmt_functor.ir_transform(kernel.body, None, filled, ["tirx.SBlock"])
-    return kernel.with_body(body)
-
-
-def _shared_places(kernel: object) -> list[str]:
-    """The tiles and tensors that several turns of a parallel loop add to at one place."""
-    from tvm import tirx
-
-    found, turns = [], []
-
-    def holds(node: object, is_meant: Callable[[object], bool]) -> bool:
-        seen = []
-        tirx.stmt_functor.post_order_visit(node, lambda inner: seen.append(is_meant(inner)))
-        return any(seen)
-
-    def enter(node: object) -> None:
-        if isinstance(node, tirx.For) and node.kind == tirx.ForKind.PARALLEL:
-            turns.append(node.loop_var)
-        elif isinstance(node, tirx.BufferStore):
-            adds = holds(
-                node.value,
-                lambda x: isinstance(x, tirx.BufferLoad) and x.buffer.same_as(node.buffer),
-            )
-            for turn in turns:
-                names_it = any(
-                    holds(index, lambda x, turn=turn: x.same_as(turn)) for index in node.indices
-                )
-                if adds and not names_it:
-                    found.append(node.buffer.name)
-
-    def leave(node: object) -> None:
-        if isinstance(node, tirx.For) and node.kind == tirx.ForKind.PARALLEL:
-            turns.pop()
-
-    tirx.stmt_functor.ir_transform(kernel.body, enter, leave, ["tirx.For", "tirx.BufferStore"])
-    return found
-
-
-def _run_row_sums(solution: Callable, R: int, N: int) -> Tensor:
-    """Compile the kernel and launch it; behind `X` lie 1000s.
-
-    Raises:
-        InputChanged: if it stored to `X`.
-        SharedPlace: if turns of a parallel loop add to one place.
-    """
-    with _plainly():
-        kernel = _returned(solution)
-    if hasattr(kernel, "run"):
-        raise TypeError("this is a Triton kernel, and a TileLang kernel is asked for: @T.prim_func")
-    if not hasattr(kernel, "script"):
-        raise TypeError("the kernel is not decorated with @T.prim_func")
-    if not re.search(r"\b[XY]\[", kernel.script()):
-        raise NotImplementedError("the kernel touches neither X nor Y yet")
-    if shared := _shared_places(kernel):
-        raise SharedPlace(f"turns of T.Parallel add to the same places of {shared[0]}")
-    device, given = environment.detect().device, _random(R, N, seed=R * N)
-    x, y = roomy(given, 1000.0), roomy(torch.full((R,), -77.0), -77.0)
-    _compiled(kernel, device)(x, y)
-    if not torch.equal(x.cpu(), given):
-        raise InputChanged("the kernel stored to X")
-    return y.cpu()
-
-
-def _tilelang_case(R: int, N: int, what: str) -> Case:
-    here = environment.detect()
-    return Case(what, lambda: (R, N), lambda: here.why_not("tilelang", here.device))
+def tilelang_row_max(x: Tensor, BR: int, BN: int) -> Tensor:
+    """The largest number of each row of x [R, N], as [R]; a program has BR rows."""
+    y = torch.empty(x.shape[0], device=x.device)
+    kernel = row_max_program(BR, BN)
+    kernel(x.contiguous(), y)
+    return y
 
 
 _COPY, _REDUCE = (
-    "T.copy(X[start : start + BR, column : column + BN], x_tile)",
-    "T.reduce_sum(x_tile, acc, dim=1, clear=False)",
+    "T.copy(X[row : row + BR, column : column + BN], x_tile)",
+    "T.reduce_max(x_tile, largest, dim=1, clear=False)",
 )
+_HIDE = """                for i, j in T.Parallel(BR, BN):
+                    if column + j >= N:
+                        x_tile[i, j] = -T.infinity("float32")
+"""
 
-_ROW_SUMS = TEXTS.exercise(
-    "row_sums", minutes=12, difficulty=3, solution=row_sums, run=_run_row_sums, tolerance=1e-4,
-    misconceptions=diffs(row_sums, [
-        ("            T.clear(acc)\n", "", "adding to a sum that was never set to 0",
-         "A fragment holds anything until you write to it, so this checker puts NaN there. "
-         "Which line fills `acc` with zeros before the loop?"),
-        (", clear=False", "", "clearing the sum so far at each step",
-         "Only the last tile is left. How often does `T.clear` run? And `T.reduce_sum` clears "
-         "`acc`, too, unless told otherwise. Which option of the statement makes it add?"),
-        (_REDUCE, "for i, j in T.Parallel(BR, BN): acc[i] += x_tile[i, j]",
-         "turns of `T.Parallel` that share `acc[i]`",
+_TILELANG_ROW_MAX = TEXTS.exercise(
+    "tilelang_row_max", minutes=14, difficulty=2, solution=tilelang_row_max, run=_run_row_max,
+    parts=(row_max_program,), launches="tilelang", forbidden=_NO_MAXIMUM,
+    stages=_row_max_stages("tilelang", BR=4, BN=16),
+    misconceptions=diffs(tilelang_row_max, [
+        (_HIDE, "", "zeros past the end that beat negative numbers",
+         "`T.copy` fills the tile with zeros there, and you cannot ask for another number. Between "
+         "the copy and the reduction, what should those places become?"),
+        ('            T.fill(largest, -T.infinity("float32"))\n', "",
+         "a maximum that was never set",
+         "A fragment holds anything until you write to it. Here, it is ∞. Which line fills "
+         "`largest` before the loop, and with what?"),
+        ('T.fill(largest, -T.infinity("float32"))', "T.clear(largest)", "starting the maximum at 0",
+         "In a row of negative numbers, 0 is the largest. Which number is the smallest of all?"),
+        ('T.fill(largest, -T.infinity("float32"))', "T.fill(largest, -1e30)",
+         "starting the maximum at a finite number",
+         "The largest number of a row of −∞ is −∞. Yours is larger. Where does it come from?"),
+        (", clear=False", "", "clearing the maximum so far at each step",
+         "Only the last tile is left. `T.reduce_max` starts anew, unless told otherwise. Which "
+         "option makes it go on from what `largest` holds?"),
+        (_REDUCE, "for i, j in T.Parallel(BR, BN): largest[i] = T.max(largest[i], x_tile[i, j])",
+         "turns of `T.Parallel` that share `largest[i]`",
          "On a CPU the numbers come out right, because it takes one turn after the other. On a "
-         "GPU, threads take turns at the same time, and additions get lost. Which word reduces?"),
-        (_COPY, "T.copy(x_tile, X[start : start + BR, column : column + BN])",
+         "GPU, threads take turns at the same time, and one overwrites the other's. Which word "
+         "reduces?"),
+        (_COPY, "T.copy(x_tile, X[row : row + BR, column : column + BN])",
          "copying the wrong way round",
-         "This kernel changes X. `T.copy` takes the source first. Which of the two is it?"),
-        ("T.serial(T.ceildiv(N, BN))", "T.serial(1)", "summing the first tile only",
-         "A row of 37 has three tiles of 16. Which program walks over the other two?"),
+         "This kernel changes x. `T.copy` takes the source first. Which of the two is it?"),
+        ("T.serial(T.ceildiv(N, BN))", "T.serial(1)", "looking at the first tile only",
+         "A row of 32 has two tiles of 16, and one program owns the whole row. Which loop walks "
+         "over them, and which name of the loop says where a step begins?"),
         ("T.ceildiv(N, BN)", "N // BN", "leaving the ragged tail out",
-         "N // BN counts full tiles. In which tile is the last number of a row of 5?"),
+         "`N // BN` counts full tiles. In which tile is the last number of a row of 17?"),
         ("block * BR", "block", "programs that begin one row apart",
          "Program 1 begins where program 0 ends. How many rows does a program have?"),
-        ("step * BN", "0", "loading the same columns at every step",
-         "Step 1 begins where step 0 ends. Which name of the loop says where?"),
-        ("            T.copy(acc, Y[start : start + BR])\n", "", "a sum that is never stored",
-         "`acc` ends with its program, so Y still holds what the checker put there. Which line "
-         "moves `acc` to Y?"),
+        ("step * BN", "0", "looking at the first tile only"),
         ("step * BN", "step * BR", "steps that begin `BR` columns apart",
          "`BR` counts the rows of a tile. How many columns does a tile have?"),
         ("step * BN", "step", "steps that begin one column apart",
          "Step 1 begins where step 0 ends. How many columns does a tile have?"),
-    ], pairs=False),
+        ("            T.copy(largest, Y[row : row + BR])\n", "", "a maximum that is never stored",
+         "`largest` ends with its program, and y still holds NaN. Which line moves it to Y?"),
+        ("T.ceildiv(R, BR)", "R // BR", "too few programs",
+         "The places that no program stores hold NaN here. How many programs do 5 rows need, at 4 "
+         "rows each?"),
+        ("x.contiguous()", "x", "a view, where the kernel expects rows that follow each other",
+         "`T.Tensor([R, N], …)` promises that they do, and TileLang refuses others. Which method "
+         "of a tensor copies a view into such rows, if need be?"),
+    ], parts=(row_max_program,), pairs=False),
+)  # fmt: skip
+
+
+# -- column_sums --
+
+
+@triton.jit
+def column_sums_kernel(X, Y, R, N, BR: tl.constexpr, BN: tl.constexpr):
+    """Add BR rows of X [R, N] to Y [N]."""
+    rows = tl.program_id(0) * BR + tl.arange(0, BR)  # [BR]
+    columns = tl.arange(0, BN)  # [BN], all columns
+    exists = (rows < R)[:, None] & (columns < N)
+    x_tile = tl.load(X + rows[:, None] * N + columns, mask=exists, other=0.0)
+    tl.atomic_add(Y + columns, tl.sum(x_tile, axis=0), mask=columns < N)
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """The sum of each column of x [R, N], as [N]; a program adds four rows to it."""
+    R, N = x.shape
+    y = torch.zeros(N, device=x.device)
+    BN = triton.next_power_of_2(N)
+    column_sums_kernel[(triton.cdiv(R, 4),)](x, y, R, N, BR=4, BN=BN)
+    return y
+
+
+_GIVEN_SUMS = (
+    """
+@triton.jit
+def column_sums_kernel(X, Y, R, N, BR: tl.constexpr, BN: tl.constexpr):
+    rows = tl.program_id(0) * BR + tl.arange(0, BR)  # [BR]
+    columns = tl.arange(0, BN)  # [BN], all columns
+    exists = (rows < R)[:, None] & (columns < N)
+    x_tile = tl.load(X + rows[:, None] * N + columns, mask=exists, other=0.0)
+    so_far = tl.load(Y + columns, mask=columns < N, other=0.0)
+    so_far += tl.sum(x_tile, axis=0)
+    tl.store(Y + columns, so_far, mask=columns < N)
+""",
+    """
+def column_sums(x):
+    R, N = x.shape
+    y = torch.zeros(N, device=x.device)
+    BN = triton.next_power_of_2(N)
+    column_sums_kernel[(triton.cdiv(R, 4),)](x, y, R, N, BR=4, BN=BN)
+    return y
+""",
+)
+
+
+def _run_column_sums(solution: Callable, x: Tensor) -> object:
+    """Launch, and watch the programs.
+
+    Raises:
+        NotImplementedError: if kernel and launch are as the chapter gives them.
+        SharedPlace: if the sums are right, and programs get in each other's way.
+    """
+    with _plainly(), counting("triton") as launched, watching() as seen:
+        y = solution(x)
+    kernel, launch = _GIVEN_SUMS
+    if launched and _reads_as(launched[0], kernel) and _reads_as(solution, launch):
+        raise NotImplementedError("kernel and launch are as they were given")
+    is_right = isinstance(y, Tensor) and y.shape == (x.shape[1],)
+    if is_right and seen.faults and torch.allclose(y, x.sum(0)):
+        raise SharedPlace(f"The sums are right here, but see {seen.faults[0]}")
+    return y
+
+
+def _sums_case(name: str, R: int, N: int) -> Case:
+    def why_not() -> str | None:
+        here = environment.detect()
+        if here.triton is not None and not here.triton_interpreted:
+            return "a race is found by Triton's interpreter, and here Triton compiles for the GPU."
+        return here.why_not("triton", here.device)
+
+    def arguments() -> tuple:
+        g = torch.Generator().manual_seed(10 * R + N)
+        return (torch.randint(-9, 10, (R, N), generator=g).float(),)
+
+    return Case(name, arguments, why_not)
+
+
+_ADD = "tl.atomic_add(Y + columns, tl.sum(x_tile, axis=0), mask=columns < N)"
+
+_SUMS = TEXTS.exercise(
+    "column_sums", minutes=7, difficulty=2, solution=column_sums, run=_run_column_sums,
+    parts=(column_sums_kernel,), launches="triton", tolerance=1e-4,
+    misconceptions=diffs(column_sums, [
+        (_ADD, "tl.store(Y + columns, tl.load(Y + columns, mask=columns < N) + tl.sum(x_tile, "
+         "axis=0), mask=columns < N)", "a load, an addition and a store, one after the other",
+         "Between your load and your store, another program may store, and its sum is lost. Which "
+         "word of `tl` does all three in one step?"),
+        ("tl.atomic_add(", "tl.store(", "keeping the last program's sums",
+         "A store overwrites what the programs before it found. Which word adds in one step?"),
+        ("tl.sum(x_tile, axis=0), mask", "tl.load(Y + columns, mask=columns < N) + "
+         "tl.sum(x_tile, axis=0), mask", "adding the sum so far twice",
+         "`tl.atomic_add` adds to what is there. What may its second argument be, then?"),
+        ("(triton.cdiv(R, 4),)", "(1,)", "summing the first four rows only",
+         "One program alone meets no other. But it has `BR` rows. Which number must `BR` then be?"),
+        ("torch.zeros(N", "torch.empty(N", "adding to memory that nobody has set",
+         "`torch.empty` holds anything, and here NaN. What must y hold before the first addition?"),
+    ], parts=(column_sums_kernel,)),
     cases=(
-        _tilelang_case(4, 16, "one full tile"),
-        _tilelang_case(1, 5, "one row of 5"),
-        _tilelang_case(4, 32, "four rows of 32"),
-        _tilelang_case(8, 16, "eight rows of 16"),
-        _tilelang_case(9, 37, "nine rows of 37"),
+        _sums_case("one program: four rows of 2", 4, 2),
+        _sums_case("two programs: eight rows of 2", 8, 2),
+        _sums_case("three programs, the last with one row", 9, 5),
     ),
 )  # fmt: skip
 
-EXERCISES = (_PRODUCT, _ROW_SUMS, _VARIANCE, _OFFSETS)
+
+EXERCISES = (_TRITON_ROW_MAX, _SUMS, _TILELANG_ROW_MAX, _PRODUCT, _VARIANCE, _OFFSETS)
 
 
 # -- two mistakes at once --
