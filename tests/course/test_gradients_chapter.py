@@ -511,6 +511,13 @@ def test_weights_of_a_tile_sum_to_one_at_most() -> None:
         assert (solutions.weights_again(*case.arguments()).sum(-1) <= 1).all(), case.name
 
 
+def test_the_minutes_are_told() -> None:
+    """Those of the main way's exercises."""
+    way = ("score_gradient", "row_delta", "attention_backward")
+    minutes = sum(KNOWN[name].minutes for name in way)
+    assert f"{minutes} of them exercises" in cells("title")
+
+
 # -- pictures --
 
 

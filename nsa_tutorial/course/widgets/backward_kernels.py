@@ -489,7 +489,7 @@ def stepper() -> Panel:
         return {name for name, length in lengths.items() if length == 1}
 
     return panel(
-        "one block of keys, and the queries that list it",
+        "a block and its queries",
         render,
         limits=limits,
         idle=idle,
