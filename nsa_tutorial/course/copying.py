@@ -22,6 +22,7 @@ from nsa_tutorial.course import stills
 MARKER = ".course"  # the directory that tells a reader's copy from the chapters themselves
 _ANSWERS = re.compile(r"(?<![\w.])(?:predict|reveal|check)\(")
 _EXERCISE = re.compile(r"(?<![\w.])exercise\(\s*[\"']\w+[\"'],\s*[\"'](\w+)[\"']")
+_LISTING = re.compile(r"(?<![\w.])(?:show|side_by_side|solution)\(")
 
 
 def parse(text: str) -> dict:
@@ -80,18 +81,25 @@ def _cells(notebook: dict) -> list[tuple[str, str]]:
 
 
 def answers(notebook: dict) -> list[dict]:
-    """The code cells whose outputs tell a prediction or judge an exercise, and the exercises'
-    stubs."""
+    """The code cells whose outputs tell a prediction or judge an exercise, the exercises' stubs,
+    and listings behind an exercise, because what a chapter then shows of the source is its
+    answer."""
     code = [c for c in notebook["cells"] if c["cell_type"] == "code"]
     names = {name for c in code for name in _EXERCISE.findall(source(c))}
     stub = re.compile(rf"^def (?:{'|'.join(sorted(names))})\(", re.M) if names else None
-    found, follows_question = [], False
+    found, follows_question, follows_exercise = [], False, False
     for cell in notebook["cells"]:
         text = source(cell)
         if cell["cell_type"] != "code":
             follows_question = "**Predict" in text
-        elif follows_question or _ANSWERS.search(text) or (stub and stub.search(text)):
+        elif (
+            follows_question
+            or _ANSWERS.search(text)
+            or (stub and stub.search(text))
+            or (follows_exercise and _LISTING.search(text))
+        ):
             found.append(cell)
+        follows_exercise = follows_exercise or bool(_EXERCISE.search(text))
     return found
 
 

@@ -412,11 +412,12 @@ def test_answers_are_hidden() -> None:
         "more": "5 + 5",
         "text": "# B",
         "after": "6 + 6",
+        "listing": "show(merge_all)",
     }
     made = copying.reader_copy(notebook(cells))
     code = [c for c in made["cells"] if c["cell_type"] == "code"]
     hidden = {c["id"] for c in code if not c["outputs"]}
-    assert hidden == {"stub", "check", "guess", "answer", "shown", "more"}
+    assert hidden == {"stub", "check", "guess", "answer", "shown", "more", "listing"}
     assert all((c["execution_count"] is None) == (c["id"] in hidden) for c in code)
 
 

@@ -41,7 +41,7 @@ def test_each_kind_has_its_colour():
     found = pictures.kinds(masks.masks_of(BLOCKED))
     assert np.array_equal(pictures.painted(found), pictures.colours()[found])
     assert len({tuple(colour) for colour in pictures.colours()}) == len(KINDS)
-    assert tuple(pictures.colours()[KINDS.index("future")]) == (255, 255, 255, 255)
+    assert tuple(pictures.colours()[KINDS.index("not seen")]) == (255, 255, 255, 255), "blank"
 
 
 # -- the list --
