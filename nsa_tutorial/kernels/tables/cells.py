@@ -1,10 +1,9 @@
-"""In what the kernels of the choice leave their scores, between the one that computes and the one
-that reads them.
+"""Cells: how the kernel that scores blocks stores its scores for the kernel that picks from them.
 
-A *cell* is a run of summaries that begin in one block, and holds what they give to that block.
-Where summaries reach into the next blocks, it has a share for each of them. So a row of scores is
-as long as its blocks, not as its summaries. A summary is a cell of its own where a block is no
-power of two of strides, or where rows of several sequences share a tile.
+A *cell* is a run of summaries that begin in one block, and it holds what they add to that block.
+Where summaries reach into the next blocks, the cell has a share for each of those too, so a row of
+scores has one entry per block, not one per summary. Each summary is its own cell where a block is
+not a power of two of strides, or where a tile has rows of several sequences.
 """
 
 from __future__ import annotations

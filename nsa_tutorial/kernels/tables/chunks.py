@@ -16,15 +16,15 @@ from nsa_tutorial.sparse.inverse_list import Chunks, InverseList
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
 WORKSPACE = 2**28  # bytes for the shares of tiles that are cut into chunks
-# Queries times heads of a group that a program walks, and up to twice as many, by the bytes of a
-# number: fp32 gradients bear no long sums in fp32.
+# Rows (queries times heads of a group) that a program walks, up to twice as many, by bytes of a
+# number: fp32 gradients need short sums, because long ones in fp32 lose too many bits.
 CHUNK_ROWS = {2: 2**14, 4: 2**8}
 
 
 class Tables(NamedTuple):
     """Attributes:
-    rows: `[E]` int32, the query row of each entry, in the order of `chunks`; `~row` where nothing
-        of it is to be read: no loss asks for it, or it is not finite.
+    rows: `[E]` int32, the query row of each entry, in the order of `chunks`; `~row` for a row that
+        must not be read, because no loss needs it or because it is not finite.
     factors: `[E]` fp32, the factor on the scores of each entry; None for ones.
     row_start, row_end: `[R]` int32, the run of keys outside of which a row sees nothing.
     chunks: what each program walks.
@@ -48,7 +48,7 @@ def tables_of_lists(
             NaN where its queries are not to be read.
         num_keys: `B * M`.
         G, itemsize: query heads of a group, and bytes of their numbers.
-        share_bytes: that a chunk takes in the workspace.
+        share_bytes: bytes that a chunk needs in the workspace.
         slot_scale: `[R, H, S]` fp32, or None.
     """
     inverse = inverse_list.invert_lists(
@@ -78,7 +78,8 @@ def tables_of_windows(
 
 
 def _chunks(inverse: InverseList, G: int, share_bytes: int, itemsize: int) -> Chunks:
-    """Chunks as long as fills a program, longer where their shares would not fit the workspace."""
+    """Chunks just long enough to fill a program; longer ones if their shares would overflow the
+    workspace."""
     fitting = -(-inverse.most_entries * share_bytes // WORKSPACE)
     length = max(1, CHUNK_ROWS[itemsize] // G, fitting)
     return inverse_list.chunks(inverse, length=length)

@@ -45,7 +45,7 @@ def runs_of_tiles(
         lse2: `[R, H]`, infinite or NaN where a row's group is not to be read.
         num_keys, tile_size: summaries of all sequences, and of a tile.
         G, itemsize: query heads of a group, and bytes of their numbers.
-        share_bytes: that a chunk of a tile takes in the workspace.
+        share_bytes: bytes that a chunk of a tile needs in the workspace.
     """
     (R, H), device = lse2.shape, lse2.device
     num_tiles = -(-num_keys // tile_size)

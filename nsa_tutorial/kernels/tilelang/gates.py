@@ -43,8 +43,8 @@ def add_gated(Gate, BranchOutput, gate, o_tile, acc, row, BR, DVT):
 
 
 def build_gated_sum(num: int, DV: int, dtype: str) -> tirx.PrimFunc:
-    """The kernel from `num` gates `[R]` and outputs `[R, DV]` to `Sum [R, DV]`. What stands for a
-    branch past `num` is not read."""
+    """The kernel that adds `num` outputs `[R, DV]`, each times its gate `[R]`, to `Sum [R, DV]`.
+    Arguments for branches past `num` are not read."""
     R = T.dynamic("R")
     BR, DVT = tile_sides(DV)
 
@@ -180,6 +180,6 @@ def _outputs(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _three(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The last one stands for those that are not there, unread."""
+    """Three of them; the last one is repeated for missing branches, unread."""
     found = [x.contiguous() for x in tensors]
     return found + [found[-1]] * (3 - len(found))

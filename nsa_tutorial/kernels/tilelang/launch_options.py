@@ -1,7 +1,7 @@
 """Which tiles, threads and pipeline stages the TileLang kernels take, by shape.
 
-`tile_rows` is what the tensor cores ask for. `launch_options` is the forward's, and reads
-`LAUNCH_TABLE`, which is frozen from measurements: no call of an operator measures anything.
+`tile_rows` is what the tensor cores require. `launch_options` is the forward's, and reads
+`LAUNCH_TABLE`, which holds measured choices, so no call of an operator measures anything.
 `dq_options` and `dkv_options` are the backward's.
 """
 
@@ -13,7 +13,7 @@ from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY, first_that_fits
 
 # Widest tile and longest block up to which a row holds, warps for every 16 rows of a group's tile,
 # stages. Behind it milliseconds with 1, 2 and 4 warps: H200, torch 2.11, TileLang 0.1.15, 16,384
-# tokens, 4 key/value heads, 1,024 keys a query, fp16, G 16; one run, to be had again by `python -m
+# tokens, 4 key/value heads, 1,024 keys a query, fp16, G 16; one run. To measure again: `python -m
 # nsa_tutorial.bench selected --steps --tokens 16384` with the widths and blocks in question. What
 # more stages do is in assets/tilelang_forward_h200.json.
 LAUNCH_TABLE = (

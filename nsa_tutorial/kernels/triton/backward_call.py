@@ -67,7 +67,7 @@ class BackwardCall:
 
     @property
     def memory(self) -> dict[str, int]:
-        """What the choice of options has to know besides the sizes."""
+        """What the choice of options needs besides the sizes."""
         itemsize = self.q.element_size()
         return {"itemsize": itemsize, "shared_memory": shared_memory(self.q.device)}
 

@@ -13,8 +13,9 @@ def can_use_descriptors(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether keys and values can come by descriptor: 16-bit numbers on a GPU with the accelerator,
     and widths that are powers of two of at least 16.
 
-    The accelerator's copies are Hopper's and later; elsewhere Triton takes them apart again. fp32,
-    whose products keep off the tensor cores, stays with pointers; it was not measured here.
+    Only Hopper and later have the accelerator; elsewhere Triton lowers descriptors to ordinary
+    loads. fp32 stays with pointers: its exact products do not use tensor cores, and descriptors
+    were not measured for it.
     """
     if not (q.is_cuda and q.element_size() == 2 and k.shape[1] > 0):
         return False

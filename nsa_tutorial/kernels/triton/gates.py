@@ -35,8 +35,8 @@ def gate_kernel(
     Gate0, Gate1, Gate2, Output0, Output1, Output2, Sum, R,
     NUM: tl.constexpr, DV: tl.constexpr, BR: tl.constexpr, DVT: tl.constexpr,
 ):  # fmt: skip
-    """`NUM` gates `[R]` and outputs `[R, DV]` to `Sum [R, DV]`; the grid is `(cdiv(R, BR),)`. What
-    stands for a branch past `NUM` is not read."""
+    """Adds `NUM` outputs `[R, DV]`, each times its gate `[R]`, to `Sum [R, DV]`; the grid is
+    `(cdiv(R, BR),)`. Arguments for branches past `NUM` are not read."""
     # -- locate the program --
     rows = tl.program_id(0) * BR + tl.arange(0, BR)  # [BR]
     columns = tl.arange(0, DVT)
@@ -129,6 +129,6 @@ def launch(
 
 
 def _three(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Three contiguous tensors: the last one stands for those that are not there, unread."""
+    """Three contiguous tensors; the last one is repeated for missing branches, unread."""
     found = [x.contiguous() for x in tensors]
     return found + [found[-1]] * (3 - len(found))

@@ -56,7 +56,7 @@ def attend_step(
     DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """The weights `[BQ, BT]` of a step's keys, its values `[BT, DVT]`, and the rows' running state,
-    rescaled; its weighted values are left to be added."""
+    rescaled. The caller adds the weighted values."""
     k_tile, v_tile = load_step(K, V, KBox, VBox, step, stop, head, H, D, DV, MASK, DT, DVT, BT)
     acc_s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BQ, BT]
     if MASK:

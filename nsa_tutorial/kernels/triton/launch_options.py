@@ -1,8 +1,8 @@
 """Which tiles, warps and pipeline stages the Triton kernels take, by shape.
 
-`tile_sizes` is what `tl.arange` and the tensor cores ask for. Tables are frozen from measurements:
+`tile_sizes` is what `tl.arange` and the tensor cores require. The tables hold measured choices, so
 no call of an operator measures anything. Of a table's rows, or of ever smaller tiles (`shrinking`),
-the first is taken that fits a program's shared memory; if none does, the launch will say so.
+the first that fits a program's shared memory is taken; if none fits, the launch reports it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from triton import next_power_of_2
 from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY, first_that_fits
 
 # Largest group, most bytes of a token (its key and value, padded): tokens of a step, warps, stages.
-# Behind a row stand milliseconds of the kernel with pointers, and of the runner-up: H200, torch
-# 2.11, Triton 3.6, 16,384 tokens, 4 key/value heads, 1,024 keys a query, bf16; to be had again by
+# Each row's comment has milliseconds of the kernel with pointers, and of the runner-up: H200, torch
+# 2.11, Triton 3.6, 16,384 tokens, 4 key/value heads, 1,024 keys a query, bf16. To measure again:
 # `python -m nsa_tutorial.bench selected --backend triton --steps --tokens 16384 --dtype bfloat16
 # --no-dense` with the groups and widths in question. The first row was measured at 65,536 tokens:
 # assets/triton_forward_h200.json. The last one, for wide fp32, was not measured.
@@ -37,8 +37,7 @@ def tile_sizes(G: int, D: int, DV: int) -> dict[str, int]:
 
 
 def _side(n: int) -> int:
-    """A power of two, since `tl.arange` takes no other length, and 16 at least, as the tensor cores
-    do."""
+    """The next power of two, as `tl.arange` requires, and at least 16, as the tensor cores do."""
     return max(16, next_power_of_2(n))
 
 
@@ -92,7 +91,7 @@ def query_tile_options(
     if BS % BT and BS % 16 == 0:  # whole blocks need whole steps
         BT = BS & -BS
     TR, num_stages = first_that_fits(
-        # a product has no fewer than 16 rows
+        # the tensor cores take at least 16 rows
         [(max(16, min(max(TR, GP), 16 * GP)), stages)
          for TR, stages in (QUERY_TILES if itemsize == 2 else QUERY_TILES[-2:])],
         lambda TR, stages: (TR * DT + stages * BT * (DT + DVT)) * itemsize,
@@ -104,8 +103,7 @@ def query_tile_options(
 def query_tile_dq_options(
     G: int, D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:
-    """The same for the backward, which has gradients of outputs in its tile too, and two stages at
-    most."""
+    """The same for the backward, whose tile also holds gradients of outputs; two stages at most."""
     options = query_tile_options(G, D, DV, BS, itemsize, shared_memory)
     token_bytes = (_side(D) + _side(DV)) * itemsize
     options["num_stages"] = min(2, options["num_stages"])
@@ -148,7 +146,7 @@ MOST_EDGE = 1024
 
 def edge(BS: int) -> int:
     """How many entries of an inverse list a program looks at to find those that see its keys in
-    part: they come first. If all of them do, more may follow."""
+    part, which come first. If all of these do, more may follow."""
     return min(next_power_of_2(BS), MOST_EDGE)
 
 
@@ -166,7 +164,8 @@ def _fitting(
 
 # Queries or summaries of a program, those of a step, warps, stages: the first that a program can
 # have. `python -m nsa_tutorial.bench compressed --backend triton --steps --dtype bfloat16 --pass
-# forward backward` compares them. fp32 does without tensor cores, and takes small tiles.
+# forward backward` compares them. fp32 uses no tensor cores, so its tiles
+# are small.
 ATTEND_TILES = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))
 SCORE_TILES = ((64, 128, 4, 3), (64, 64, 4, 3), (64, 32, 4, 2), (32, 32, 4, 1))
 DQ_TILES = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1))
@@ -202,7 +201,7 @@ def score_options(D: int, itemsize: int, shared_memory: int = SHARED_MEMORY) -> 
 
 def pick_options(num_blocks: int) -> dict[str, int]:
     """`BR, num_warps` of the choice: lists of a program, whose scores have to fit the registers.
-    Few blocks leave room for more lists, and one warp needs no other to agree with."""
+    Few blocks leave room for more lists, and a single warp need not synchronise."""
     if num_blocks > 2048:
         return {"BR": 1, "num_warps": min(16, num_blocks // 1024)}
     return {"BR": max(1, min(16, 512 // num_blocks)), "num_warps": 1}

@@ -1,7 +1,7 @@
 """Chapter 16: the unions of neighbours' lists, made on the device, in Triton.
 
-`union_kernel` sorts the entries of a tile's lists, in registers. A tile is left to others, with a
-count of -1, where its union is too long, and where the walk along it would not be exact.
+`union_kernel` sorts the entries of a tile's lists in registers. It rejects a tile, with a count of
+-1, if its union is too long or if walking it would not be exact; another kernel takes such tiles.
 
 Symbols: those of `selected.forward`; `T` queries of a tile · `U = T * S` entries of a union at
 most.
@@ -33,7 +33,7 @@ class Unions(NamedTuple):
         start: `[tiles, H, U]`, the first key of each block of the union, among all keys. Blocks
             that need no mask come first.
         listed_by: `[tiles, H, U]`, bit `t` is set where query `t` of the tile lists the block.
-        count: `[tiles, H]`, entries of the union, or -1 for a tile that is left to others.
+        count: `[tiles, H]`, entries of the union, or -1 for a rejected tile.
         num_whole: `[tiles, H]`, how many of them need no mask.
         T: queries of a tile.
     """
@@ -75,9 +75,9 @@ def union_kernel(
     tensors of `Unions`. The grid is `(tiles, H)`.
 
     The entries of a tile's lists are sorted by block, and two scans join those of the same block.
-    A union longer than `most` times the entries of its lists is not wanted. None is where a list
-    names a block twice, or where a key or a value is not finite. `SP` is `S` rounded up to a power
-    of two.
+    A tile is rejected if its union is longer than `most` times the entries of its lists, if a list
+    names a block twice, or if a key or a value is not finite. `SP` is `S` rounded up to a power of
+    two.
     """
     # -- locate the program --
     tile = tl.program_id(0).to(tl.int64)
@@ -142,13 +142,12 @@ def unions(
     """The unions of the lists of every `T` neighbours.
 
     Args:
-        k, v: contiguous keys and values; with one number in them that is not finite, no union is
-            wanted.
+        k, v: contiguous keys and values; one number that is not finite rejects every tile.
         ids, rows: as in `selected_attention.forward`.
         T: queries of a tile, a power of two of at most 16, of which `num_warps` is at most
             `MOST_WARPS`.
         BT: tokens of a step. Where it does not divide a block, all steps go behind a mask.
-        most: of the entries of a tile's lists, the share up to which its union is wanted.
+        most: the longest union, as a share of the entries of its tile's lists.
     """
     R, H, S = ids.shape
     num_tiles = triton.cdiv(R, T)

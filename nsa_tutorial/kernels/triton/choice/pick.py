@@ -1,5 +1,5 @@
-"""Chapter 14: the choice of blocks, in Triton: `pick_kernel` makes block scores of the cells that
-`scores` left, and takes the best.
+"""Chapter 14: the choice of blocks, in Triton: `pick_kernel` turns the cells that `scores` stored
+into scores of blocks, and takes the best.
 
 `launch` runs it.
 

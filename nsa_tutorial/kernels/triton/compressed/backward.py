@@ -2,9 +2,9 @@
 
 The five lines are those of chapter 13, and so is the kernel that sums up a row
 (`selected.backward.delta_kernel`). `dq_kernel` has the forward's tiles of queries. `dkv_kernel` has
-a tile of summaries and a chunk of queries, and `sum_kernel` adds what the chunks gave. What differs
-from lists is who sees what: nearly all queries see an early summary, so most steps go without a
-mask, and all tiles can walk the same queries at the same time.
+a tile of summaries and a chunk of queries, and `sum_kernel` adds what the chunks gave. Lists
+differ in who sees what: here nearly all queries see an early summary, so most steps need no mask,
+and all tiles can walk the same queries at the same time.
 
 `launch` runs them.
 

@@ -1,9 +1,9 @@
 """Chapter 14: attention to summaries, forward, in Triton.
 
 `attend_kernel` is attention of a tile of queries to the summaries they see; `launch` runs it. On
-Hopper and later, the tensor memory accelerator fetches the steps that need no mask. The steps
-behind a mask stay with pointers: a descriptor knows where the tensor ends, and not where a query's
-sight does. `python -m nsa_tutorial.bench compressed --backend triton --steps` compares both.
+Hopper and later, the tensor memory accelerator fetches the steps that need no mask. Steps
+that need a mask use pointers, because a descriptor knows where the tensor ends, but not where a
+query's sight does. To compare: `python -m nsa_tutorial.bench compressed --backend triton --steps`.
 
 Symbols: those of `selected.forward`; `BQ` queries of a tile, `BT` summaries of a step.
 """

@@ -2,7 +2,7 @@
 
 `backward` holds the kernels, `backward_tma` the one for the queries that Hopper runs faster, and
 `lists_backward` what all orders begin with. The queries' gradients have the forward's three orders;
-by blocks, they differ in their last bits from run to run. All others are the same to the bit.
+KV-outer, their last bits differ from run to run. All other gradients are the same to the bit.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def selected_backward(
         d_o, d_lse: gradients of `o` and `lse`, `[B, N, HQ, DV]` and `[B, N, HQ]`.
         q, k, v, ids, rows, block_size, scale, slot_scale: the forward's arguments.
         o, lse: what it returned.
-        order: as for `selected_forward`; where it is None and PyTorch is told to be
-            deterministic, no order that is not.
+        order: as for `selected_forward`; None chooses one, a deterministic one if PyTorch is told
+            to be deterministic.
 
     Returns:
         The gradients of `q`, `k`, `v`, in their dtypes, and of `slot_scale`, `[R, H, S]` fp32.
@@ -98,7 +98,7 @@ def gradient_of_queries(
     call: ListsCall, d_q: Tensor, d_slot_scale: Tensor | None, unions: Unions | None = None
 ) -> None:
     """Write the gradients of the queries and of the slots' factors, one program a query. With
-    `unions`, only those of the tiles that are not wanted there."""
+    `unions`, only those of rejected tiles."""
     c, sizes, tiles = call, call.block_sizes, call.tiles
     R, H, S = c.ids.shape
     options = dq_options(**sizes, **c.memory)

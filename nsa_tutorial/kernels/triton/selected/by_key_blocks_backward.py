@@ -2,9 +2,9 @@
 pass.
 
 `selected.backward` computes every score twice, once for the gradient of the queries and once for
-those of keys and values. Here a program has all that the first one asks for, too. It adds its part
-of a query's gradient to those of other blocks, by atomic additions in fp32. Their order differs
-from run to run, and with it the last bits of `d_q`. Those of `d_k` and `d_v` stay the same.
+those of keys and values. Here a program has all that the gradient of the queries needs, so it adds
+its part of that gradient to those of other blocks, by atomic additions in fp32. Their order
+differs from run to run, and so do the last bits of `d_q`. Those of `d_k` and `d_v` stay the same.
 
 Two kernels: `gradients_kernel` walks the inverse list, and `finish_kernel` rounds the gradients of
 the queries. The sums of `d_k` and `d_v` over chunks are those of `selected.backward.sum_kernel`.
@@ -186,8 +186,8 @@ def finish_kernel(
 ):  # fmt: skip
     """Rounds `SumQ [R, H, G, D]` to `GradQ`. The grid is `(R, H)`.
 
-    A group with a row that is not finite was not read, since it would spoil keys that it does not
-    see. Its list is walked here.
+    A group with a row that is not finite was not read, because it would spoil keys that it does not
+    see. Its list is walked here instead.
     """
     group = tl.program_id(0).to(tl.int64) * H + tl.program_id(1)
     lse2 = tl.load(LSE2 + group * G)

@@ -5,9 +5,9 @@ together: a block is fetched once for all, and a bit for each query says who lis
 queries times the heads of a group, a product has enough rows for the tensor cores.
 
 `unions` makes the unions, `kernel` walks them, `launch` runs both. Whether that pays depends
-on how much neighbours share, and only the device knows it: a tile whose union is too long is left
-to the kernel that has one query in a program (`selected.forward_tma`), tile by tile, and the host
-never waits.
+on how much neighbours share, and only the device knows it. So the device decides tile by tile: if a
+union is too long, the kernel with one query in a program (`selected.forward_tma`) takes the tile.
+The host never waits.
 
 Symbols: those of `selected.forward` and `unions`; `GP` heads of a group, rounded up to a power
 of two · `TR = T * GP` rows of a tile.
@@ -200,9 +200,9 @@ def launch(
 
     Args:
         q, k, v, ids, rows, block_size, scale: as in `selected_attention.forward`.
-        use_descriptors: whether whole blocks come by descriptor; the tensors have to be such that
-            `selected.forward_tma.can_walk`.
-        most: as in `unions`. Rows of tiles that are not wanted are not written.
+        use_descriptors: whether whole blocks come by descriptor; `selected.forward_tma.can_walk`
+            must admit the tensors.
+        most: as in `unions`. Rows of rejected tiles are not written.
         out: where to write; None makes new tensors.
         options: `T`, `BT`, `num_warps`, `num_stages`, in place of what `query_tile_options`
             chooses.

@@ -115,7 +115,7 @@ def gradient_of_queries(
     call: ListsCall, d_q: Tensor, *, use_descriptors: bool = False, most: float = ANY_LENGTH,
     **options: int,
 ) -> Unions:  # fmt: skip
-    """Write `d_q` of the rows in tiles that are wanted, and return the unions.
+    """Write `d_q` of the rows whose tiles are not rejected, and return the unions.
 
     Args:
         call: of lists, without factors.

@@ -4,8 +4,8 @@ kernels that suit the call.
 Lists are walked in one of three orders of the same sums. `selected.forward` has one query in a
 program and runs everywhere; `selected.forward_tma` does the same, faster on Hopper.
 `selected.by_query_tiles` has a tile of neighbouring queries in a program, and
-`selected.by_key_blocks` a block of keys. `order_of` chooses, and lists with factors have one query
-in a program always.
+`selected.by_key_blocks` a block of keys. `order_of` chooses; lists with factors always have one
+query in a program.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from nsa_tutorial.runtime.order import Order
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
 Outputs = tuple[Tensor, Tensor]
-# A tile of queries is left to one program a query if its union is longer than this share of the
-# entries of its lists: `python -m nsa_tutorial.bench selected --backend triton --order queries
-# tiles` on random lists and on smooth ones says what a step of each costs.
+# If a union is longer than this share of the entries of its lists, the tile's queries get one
+# program each. To measure what a step of each order costs: `python -m nsa_tutorial.bench selected
+# --backend triton --order queries tiles`, on random lists and on smooth ones.
 WORTHWHILE = 0.6
-SMALL_GROUP = 4  # heads of a group up to which a program has a block of keys
-LARGE_GROUP = 32  # heads of a group up to which a tile of queries has room for two
-# Queries times key/value heads times both widths from which a block of keys in a program pays: the
-# host needs one to two milliseconds for its tables.
+SMALL_GROUP = 4  # up to so many heads in a group, a program may have a block of keys
+LARGE_GROUP = 32  # up to so many heads in a group, a tile of queries has room for two
+# A block of keys in a program pays from this product on, of queries, key/value heads and both
+# widths, because the host needs one to two milliseconds for the tables.
 FEWEST_NUMBERS = 2**24
-FEWEST_ROWS = 2048  # queries from which another order than one query in a program pays
+FEWEST_ROWS = 2048  # with fewer queries, one query in a program is fastest
 
 
 def selected_forward(
@@ -40,9 +40,8 @@ def selected_forward(
     """The lists; arguments and results as in `selected_attention.forward`, on CUDA tensors, or
     interpreted on CPU tensors.
 
-    `order` is `order_of`'s where it is None, and a tile of queries is then left to one query in a
-    program where neighbours share too little. `out` are contiguous tensors to write to; None makes
-    new ones.
+    If `order` is None, `order_of` chooses it; queries of a tile whose lists share too little get
+    one program each. `out` are contiguous tensors to write to; None makes new ones.
     """
     given, sizes = (q, k, v, ids, rows), {"block_size": block_size, "scale": scale}
     most = WORTHWHILE if order is None else unions.ANY_LENGTH
@@ -53,8 +52,8 @@ def selected_forward(
     if order is Order.QUERIES:
         by_queries(*given, **sizes, slot_scale=slot_scale, out=out)
         return out
-    # tiles, and one query in a program what they leave; without descriptors, tiles are written over
-    # what one query in a program has found
+    # tiles first, then one query in a program for the tiles they reject; without descriptors, the
+    # tiles overwrite what one query in a program has found
     fast = forward_tma.can_walk(q, k, v, block_size)
     if not fast:
         by_queries(*given, **sizes, out=out)
@@ -73,7 +72,7 @@ def order_of(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, *, block_size: int) -
     if G <= SMALL_GROUP:
         numbers = len(ids) * k.shape[2] * (q.shape[3] + v.shape[3])
         return Order.KEY_BLOCKS if numbers >= FEWEST_NUMBERS else Order.QUERIES
-    if G > LARGE_GROUP:  # it fills a tile alone, so that no neighbour fits in
+    if G > LARGE_GROUP:  # one group fills a tile, so no neighbour fits in
         return Order.QUERIES
     has_descriptors = forward_tma.can_walk(q, k, v, block_size)
     has_room = by_query_tiles.has_room(q, v, ids, block_size)
@@ -100,8 +99,8 @@ def by_queries(
     block_size: int, scale: float, slot_scale: Tensor | None = None, out: Outputs,
     skipped: unions.Unions | None = None,
 ) -> None:  # fmt: skip
-    """Write what one query in a program finds. `skipped` are unions, on Hopper, whose tiles are
-    done already."""
+    """Write the outputs with one query in a program. `skipped` are unions, on Hopper, whose tiles
+    are done already."""
     sizes = {"block_size": block_size, "scale": scale, "slot_scale": slot_scale, "out": out}
     if forward_tma.can_walk(q, k, v, block_size):
         done = {} if skipped is None else {"count": skipped.count, "T": skipped.T}

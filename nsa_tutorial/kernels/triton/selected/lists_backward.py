@@ -1,5 +1,5 @@
-"""What the backward of lists has in common in all orders: the call, and the chunks in which the
-gradients of keys and values are added up."""
+"""What the backward of lists shares in all orders: the call, and the chunks in which the gradients
+of keys and values are added up."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 class WindowCall(BackwardCall):
     """One backward of windows. Attributes besides those of `BackwardCall`:
     window_size: at most the number of keys.
-    is_added: whether gradients are added to what stands in their place.
+    is_added: whether gradients are added to those already stored.
     """
 
     window_size: int
