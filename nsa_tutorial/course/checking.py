@@ -105,7 +105,7 @@ def hint(chapter: str, name: str) -> Message:
     told = [f"{number}. {text}" for number, text in enumerate(hints[:taken], start=1)]
     if taken > len(hints):
         return Message("open", "○", name, "you have all the hints.", (solved, *told))
-    on = "Run this cell again for the next one." if taken < len(hints) else "It is the last one."
+    on = "Ask again for the next one." if taken < len(hints) else "It is the last one."
     return Message("open", "○", name, f"hint {taken} of {len(hints)}.", (on, *told))
 
 

@@ -15,8 +15,8 @@ from lab import CHROMIUM, Lab
 
 import nsa_tutorial
 from nsa_tutorial.course import show, side_by_side
-from nsa_tutorial.course.listing import Listing, SideBySide
-from nsa_tutorial.course.listing_style import WIDTH, style
+from nsa_tutorial.course.listing import Listing, SideBySide, needed
+from nsa_tutorial.course.listing_style import GAP, style
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
@@ -152,16 +152,18 @@ def test_every_token_is_readable(page) -> None:
 
 
 def test_rows_are_level_where_columns_fit_and_columns_are_stacked_where_not(page) -> None:
-    for row in page.locator(".nsa-row").all():
+    columns = [shown.listings for shown in SHOWN if isinstance(shown, SideBySide)]
+    for row, listings in zip(page.locator(".nsa-row").all(), columns, strict=True):
         layout = row.evaluate(LAYOUT)
+        widths = [needed(listing) for listing in listings]
         assert layout["tallest"] <= 19, "a line was wrapped"
         assert layout["overflow"] <= 0, "the columns scroll one by one, not together"
-        if layout["width"] < len(layout["lefts"]) * WIDTH:
+        if layout["width"] < sum(widths) + GAP * (len(widths) - 1):
             assert len(set(layout["lefts"])) == 1
             assert not any(layout["gaps"])
         else:
             assert layout["lefts"] == sorted(set(layout["lefts"]))
-            assert any(layout["scrolls"])
+            assert not any(layout["scrolls"]), "a line is cut"
             first, *others = layout["tops"]
             assert first
             for tops in others:
@@ -222,7 +224,7 @@ def test_the_title_opens_the_file_at_its_line(lab: Lab) -> None:
 def test_an_untrusted_notebook_shows_the_code_and_nothing_else(lab: Lab) -> None:
     """JupyterLab drops its style; one that another output brings numbers no line of it wrongly."""
     page = opened(lab, UNTRUSTED, theme="dark")
-    page.add_style_tag(content=style(3).removeprefix("<style>").removesuffix("</style>"))
+    page.add_style_tag(content=style([300] * 3).removeprefix("<style>").removesuffix("</style>"))
     listings = page.locator(".nsa-listing pre")
     assert listings.all_text_contents() == [code.rstrip() + "\n" for code in codes()]
     number = "e => getComputedStyle(e.querySelector('.line'), '::before').content"

@@ -99,6 +99,6 @@ def test_a_copy_in_the_theme_of_the_page(lab: Lab, theme: str) -> None:
     path.write_text(copying.text_of(notebook), encoding="utf-8")
     lab.trust(name)
     page = lab.open(name, theme=theme, size=(1400, 3000))
-    lab.wait(lambda: page.locator("img.nsa-picture").count() == 2, "the pictures again")
+    lab.wait(lambda: page.locator("img.nsa-picture").count() == 3, "the pictures again")
     assert ERROR not in page.content()
     page.close()

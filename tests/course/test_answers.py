@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ast
 import html
-import inspect
 import json
 import re
-import textwrap
 from collections.abc import Callable
 
 import pytest
 
-from nsa_tutorial.course import copying, exercises
+from nsa_tutorial.course import copying, exercises, show
 from nsa_tutorial.course.chapters import CHAPTERS, NOTEBOOKS, Chapter
 from nsa_tutorial.course.exercises import Exercise
 
@@ -27,8 +25,7 @@ def squeezed(text: str) -> set[str]:
 
 def body(function: Callable) -> str:
     """The source of a function, without its head and its docstring."""
-    function = inspect.unwrap(getattr(function, "fn", function))
-    source = textwrap.dedent(inspect.getsource(function))
+    source = show(function).code
     try:
         statements = ast.parse(source).body[0].body
     except SyntaxError:  # a lambda in the middle of a call
