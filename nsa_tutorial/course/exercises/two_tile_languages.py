@@ -901,8 +901,7 @@ def column_sums(x: Tensor) -> Tensor:
     """The sum of each column of x [R, N], as [N]; a program adds four rows to it."""
     R, N = x.shape
     y = torch.zeros(N, device=x.device)
-    BN = triton.next_power_of_2(N)
-    column_sums_kernel[(triton.cdiv(R, 4),)](x, y, R, N, BR=4, BN=BN)
+    column_sums_kernel[(triton.cdiv(R, 4),)](x, y, R, N, BR=4, BN=triton.next_power_of_2(N))
     return y
 
 
@@ -922,8 +921,7 @@ def column_sums_kernel(X, Y, R, N, BR: tl.constexpr, BN: tl.constexpr):
 def column_sums(x):
     R, N = x.shape
     y = torch.zeros(N, device=x.device)
-    BN = triton.next_power_of_2(N)
-    column_sums_kernel[(triton.cdiv(R, 4),)](x, y, R, N, BR=4, BN=BN)
+    column_sums_kernel[(triton.cdiv(R, 4),)](x, y, R, N, BR=4, BN=triton.next_power_of_2(N))
     return y
 """,
 )
