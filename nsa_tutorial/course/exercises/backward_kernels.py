@@ -397,10 +397,10 @@ _BACKWARD = TEXTS.exercise(
         ("torch.einsum", "PyTorch's `einsum`"),
     ),
     stages=(
-        Stage("dQ, one block", (
+        Stage("dQ of one block", (
             _backward_case("two queries that list one block, all of it visible", [[[0], [0]]], 32),
         )),
-        Stage("dQ, many blocks", (
+        Stage("dQ of many blocks", (
             _backward_case("two queries, three visible blocks", [[[0, 1, 2], [2, 0, 1]]], 64),
         )),
         Stage("hidden keys and empty rows", (
@@ -521,6 +521,14 @@ _BACKWARD = TEXTS.exercise(
          "All heads of a group use the same key. Do their effects average, or add up?"),
         ("return d_q, d_k, d_v", "return d_q, d_v, d_k", "d_v before d_k",
          "The order of the results is queries, keys, values. Which one do you return second?"),
+        ({"s = scale * tl.dot(q_tile": "s = tl.dot(q_tile", "scale * acc_dq": "acc_dq"},
+         "no scale at all",
+         "The scores are `scale * q @ k.T`. In which of the five lines does the scale stand?"),
+        ("walk_list[N, H]", "walk_list[N, 1]", "a program for each query alone",
+         "Each KV head has a group of its own, and your programs have the first one. How many "
+         "programs does a query need?"),
+        ("bounds.shape[1] - 1", "len(k) // block_size", "leaving out a block that `M` cuts short",
+         "40 keys are two blocks of 16, and 8 keys more. How many programs is that?"),
         (_by_atomics, "sums whose order depends on the launch",
          "Programs finish in another order each time, and atomic adds follow it. Which program "
          "could add all shares of a block by itself, one query after the other?"),
