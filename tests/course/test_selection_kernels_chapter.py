@@ -24,7 +24,7 @@ from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.widgets import selection_kernels as pictures
 from nsa_tutorial.course.widgets.grouped_query_attention import H200_BYTES_PER_S
 from nsa_tutorial.exact.online_softmax import LOG2_E
-from nsa_tutorial.runtime import environment
+from nsa_tutorial.runtime import environment, lowering
 from nsa_tutorial.sparse import block_selection, compression
 from nsa_tutorial.sparse.selected_attention import query_rows
 
@@ -922,6 +922,16 @@ def test_a_selecting_kernel_is_free_in_form(kernel: object, held: int) -> None:
     assert verdict.held == held
     if held == 2:
         assert verdict.misconceptions == ("taking one head of the group",)
+
+
+def test_the_selecting_kernel_compiles_for_a_gpu() -> None:
+    """For a Hopper GPU, with sizes of the package's."""
+    if environment.detect().triton is None:
+        pytest.skip("Triton is not installed")
+    pointers = dict.fromkeys(("Q", "K", "LSE"), "*fp32") | {"Ids": "*i32", "scale": "fp32"}
+    kernel = "nsa_tutorial.course.exercises.selection_kernels:select_kernel"
+    found = lowering.stages(kernel, {"G": 4, "D": 64, "NB": 64}, pointers, num_warps=4)
+    assert "st.global" in found["ptx"]
 
 
 def test_a_selection_without_a_kernel_holds_no_stage() -> None:
