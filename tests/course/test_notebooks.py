@@ -212,6 +212,16 @@ def test_an_interactive_is_stored_as_its_picture(path: Path) -> None:
 
 
 @each
+def test_text_stands_clear_of_a_closed_aside(path: Path) -> None:
+    """JupyterLab leaves no room below `<details>`, so one that text follows brings its own."""
+    for cell in read(path).cells:
+        for head in re.findall(
+            r"<details([^>]*)>(?:(?!</details>).)*</details>\n+(?!\s|<details|#)", cell.source, re.S
+        ):
+            assert "margin-bottom" in head, f"cell {cell.id}: text is glued to an aside"
+
+
+@each
 def test_links_lead_somewhere(path: Path) -> None:
     assert dead_links(markdown_of(path), path.parent) == []
 
