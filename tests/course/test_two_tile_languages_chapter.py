@@ -301,6 +301,19 @@ def test_triton_becomes_ptx(arch: str, dtype: str) -> None:
 
 @needs_tilelang
 @pytest.mark.exhaustive
+def test_what_the_page_writes_in_tilelang_lowers() -> None:
+    import tilelang as language
+    import tvm
+
+    program = in_a_cell("gate_program", cell("@tilelang.jit\ndef gate_program"))
+    target = tvm.target.Target({"kind": "cuda", "arch": "sm_90"})
+    with target:
+        source = language.lower(unwrapped(program)(16, 64), target=target).kernel_source
+    assert "__global__ void" in source
+
+
+@needs_tilelang
+@pytest.mark.exhaustive
 def test_tilelang_lowers_the_tests_tiles() -> None:
     """What the tests on a GPU compile: one warp, tiles of 16, widths and rows that nothing divides;
     and the exercise's solution."""
@@ -826,9 +839,9 @@ def test_the_exercises_take_as_long_as_the_chapter_says() -> None:
     assert f"About 75 minutes, {required} of them exercises" in prose()
     assert f"Who stores what? ({EXERCISES['program_offsets'].minutes} minutes)" in prose()
     parts = re.findall(r"\*\*\d\. [^*]*?\((\d+) minutes\)", prose())
-    assert sum(map(int, parts)) == 50
-    assert len(parts) == 4
-    assert prose().count("about 50 minutes") == 2
+    assert sum(map(int, parts)) == 60
+    assert len(parts) == 5
+    assert prose().count("about 60 minutes") == 2
 
 
 @needs_triton

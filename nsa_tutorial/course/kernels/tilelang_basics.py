@@ -83,8 +83,8 @@ def softmax(BR: int, BN: int, dtype: str, threads: int = 128) -> tirx.PrimFunc:
 def matmul(
     N: int, K: int, BM: int, BN: int, BD: int, dtype: str, num_stages: int = 2, threads: int = 128
 ) -> tirx.PrimFunc:
-    """`A [M, K]` times `B [K, N]` to `C [M, N]`; `N` and `K` are fixed, so that a thread can load
-    16 bytes of a row at once: eight fp16 numbers."""
+    """`A [M, K]` times `B [K, N]` to `C [M, N]`. The compiler knows `N` and `K`: if rows begin at
+    multiples of 16 bytes, one instruction of a thread loads 16 bytes."""
     M = T.dynamic("M")
     exact = dtype == "float32"  # T.gemm would round fp32 to TF32
 
@@ -110,7 +110,7 @@ def matmul(
 
                 # -- accumulate --
                 if exact:
-                    exact_gemm(a_tile, b_tile, acc, BM, BN, BD, False)
+                    exact_gemm(a_tile, b_tile, acc, BM, BN, BD, transpose_B=False)
                 else:
                     T.gemm(a_tile, b_tile, acc)
 
@@ -178,7 +178,7 @@ def attention(
                 # -- scores --
                 T.clear(acc_s)
                 if exact:
-                    exact_gemm(q_tile, k_tile, acc_s, BQ, BK, DT, True)
+                    exact_gemm(q_tile, k_tile, acc_s, BQ, BK, DT, transpose_B=True)
                 else:
                     T.gemm(q_tile, k_tile, acc_s, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
 
@@ -208,7 +208,7 @@ def attention(
                 # -- accumulate --
                 T.copy(acc_s, p_tile)
                 if exact:
-                    exact_gemm(p_tile, v_tile, acc_o, BQ, DVT, BK, False)
+                    exact_gemm(p_tile, v_tile, acc_o, BQ, DVT, BK, transpose_B=False)
                 else:
                     T.gemm(p_tile, v_tile, acc_o, policy=T.GemmWarpPolicy.FullRow)
 

@@ -152,8 +152,8 @@ def attention(
 
 
 def _padded(n: int, backend: str) -> int:
-    """`n` rounded up to a power of two, as `tl.arange` wants it, and to 16 at least, as a dot
-    does."""
+    """`n` rounded up to a power of two, as `tl.arange` wants it, and to 16 at least, with which
+    tensor cores compute."""
     language = importlib.import_module("triton" if backend == "triton" else "tilelang.math")
     return max(16, language.next_power_of_2(n))
 
