@@ -675,9 +675,7 @@ def _largest(x: Tensor) -> list[float]:
 
 
 @triton.jit
-def row_max_kernel(
-    X, Y, R, N, row_stride, column_stride, BR: tl.constexpr, BN: tl.constexpr
-):  # fmt: skip
+def row_max_kernel(X, Y, R, N, row_stride, column_stride, BR: tl.constexpr, BN: tl.constexpr):
     """The largest number of each row of X [R, N] to Y [R]."""
     rows = tl.program_id(0) * BR + tl.arange(0, BR)  # [BR]
     largest = tl.full([BR], float("-inf"), tl.float32)
