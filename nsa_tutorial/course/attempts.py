@@ -191,17 +191,20 @@ def expect_unchanged(arguments: Sequence[object], as_given: Sequence[object]) ->
         ChangedInput: saying which argument, by its place, and what to write instead.
     """
     for place, (now, before) in enumerate(zip(arguments, as_given, strict=True), start=1):
-        if not isinstance(now, Tensor):
-            is_same = isinstance(before, Tensor) or not isinstance(now, list) or now == before
-        else:
-            is_same = torch.equal(now.isnan(), before.isnan()) and torch.equal(
-                now.nan_to_num(), before.nan_to_num()
-            )
-        if not is_same:
+        if not _is_as_given(now, before):
             raise ChangedInput(
                 f"argument {place} is another one after the call. It belongs to the caller: make a "
                 "new tensor (`x = x + y`, not `x += y`), or write into `x.clone()`."
             )
+
+
+def _is_as_given(now: object, before: object) -> bool:
+    if isinstance(now, list | tuple):
+        return len(now) == len(before) and all(map(_is_as_given, now, before))
+    if not isinstance(now, Tensor):
+        return isinstance(before, Tensor) or not isinstance(now, int | float | str) or now == before
+    is_nan = torch.equal(now.isnan(), before.isnan())
+    return is_nan and torch.equal(now.nan_to_num(), before.nan_to_num())
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from nsa_tutorial.course import (
     exercises,
     solution,
 )
+from nsa_tutorial.course.attempts import Raised, answer
 from nsa_tutorial.course.exercises import Case, Exercise, Misconception
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.values import difference, same
@@ -188,6 +189,7 @@ def test_exercise(chapter: str, name: str, count: int) -> None:
         pytest.skip(e.missing[0])
     e = replace(e, misconceptions=e.misconceptions[:count])
     assert judge(e, e.solution).outcome == "right"
+    assert not any(isinstance(answer(e, e.solution, case), Raised) for case in e.runnable)
     for known in e.misconceptions:
         verdict = judge(e, known.wrong)
         assert (verdict.outcome, verdict.misconception) == ("misconception", known.name)
