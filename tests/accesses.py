@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nsa_tutorial.course.watching import Accesses
+from nsa_tutorial.course.accesses import Accesses
 
 
 def assert_sound(seen: Accesses) -> None:

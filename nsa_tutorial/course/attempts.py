@@ -199,10 +199,12 @@ def expect_unchanged(arguments: Sequence[object], as_given: Sequence[object]) ->
 
 
 def _is_as_given(now: object, before: object) -> bool:
-    if isinstance(now, list | tuple):
-        return len(now) == len(before) and all(map(_is_as_given, now, before))
+    """Of tensors and of lists of numbers. A list of tensors is not looked into: where one is
+    overwritten, the exercise names the mistake."""
+    if isinstance(now, list) and not any(isinstance(x, Tensor) for x in now):
+        return now == before
     if not isinstance(now, Tensor):
-        return isinstance(before, Tensor) or not isinstance(now, int | float | str) or now == before
+        return True
     is_nan = torch.equal(now.isnan(), before.isnan())
     return is_nan and torch.equal(now.nan_to_num(), before.nan_to_num())
 

@@ -18,7 +18,6 @@ import argparse
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
@@ -26,6 +25,7 @@ from nsa_tutorial.course import copying
 from nsa_tutorial.course.chapters import CHAPTERS, NOTEBOOKS
 from nsa_tutorial.course.copying import (
     MARKER,
+    Files,
     follows,
     is_trusted,
     merged,
@@ -39,44 +39,6 @@ from nsa_tutorial.course.copying import (
 
 ROOT = NOTEBOOKS.parent
 FOLDER = ROOT / "my_chapters"
-
-
-@dataclass(frozen=True)
-class Files:
-    """Where the parts of one chapter's copy are."""
-
-    folder: Path
-    name: str
-
-    @property
-    def mine(self) -> Path:
-        """The reader's chapter."""
-        return self.folder / self.name
-
-    @property
-    def offer(self) -> Path:
-        """The new version beside it."""
-        return self.folder / f"{Path(self.name).stem}.new.ipynb"
-
-    @property
-    def base(self) -> Path:
-        """The version that the reader's chapter was made from."""
-        return self.folder / MARKER / "base" / self.name
-
-    @property
-    def seen(self) -> Path:
-        """A newer version that the reader was offered."""
-        return self.folder / MARKER / "seen" / self.name
-
-    @property
-    def laid(self) -> Path:
-        """The offer as it was laid down."""
-        return self.folder / MARKER / "laid" / self.name
-
-    def forget_offer(self) -> None:
-        """The reader took it or put it away, or there is a newer copy."""
-        self.laid.unlink(missing_ok=True)
-        self.seen.unlink(missing_ok=True)
 
 
 def update(folder: Path = FOLDER, chapters: Path = NOTEBOOKS) -> list[str]:

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
@@ -23,6 +24,44 @@ MARKER = ".course"  # the directory that tells a reader's copy from the chapters
 _ANSWERS = re.compile(r"(?<![\w.])(?:predict|reveal|check)\(")
 _EXERCISE = re.compile(r"(?<![\w.])exercise\(\s*[\"']\w+[\"'],\s*[\"'](\w+)[\"']")
 _LISTING = re.compile(r"(?<![\w.])(?:show|side_by_side|solution)\(")
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where the parts of one chapter's copy are."""
+
+    folder: Path
+    name: str
+
+    @property
+    def mine(self) -> Path:
+        """The reader's chapter."""
+        return self.folder / self.name
+
+    @property
+    def offer(self) -> Path:
+        """The new version beside it."""
+        return self.folder / f"{Path(self.name).stem}.new.ipynb"
+
+    @property
+    def base(self) -> Path:
+        """The version that the reader's chapter was made from."""
+        return self.folder / MARKER / "base" / self.name
+
+    @property
+    def seen(self) -> Path:
+        """A newer version that the reader was offered."""
+        return self.folder / MARKER / "seen" / self.name
+
+    @property
+    def laid(self) -> Path:
+        """The offer as it was laid down."""
+        return self.folder / MARKER / "laid" / self.name
+
+    def forget_offer(self) -> None:
+        """The reader took it or put it away, or there is a newer copy."""
+        self.laid.unlink(missing_ok=True)
+        self.seen.unlink(missing_ok=True)
 
 
 def parse(text: str) -> dict:

@@ -13,7 +13,8 @@ from places import skip_unless_runs
 from selection import Problem
 
 from nsa_tutorial import ops
-from nsa_tutorial.course.watching import Accesses, watch, watching
+from nsa_tutorial.course.accesses import Accesses
+from nsa_tutorial.course.watching import watch, watching
 from nsa_tutorial.runtime import environment
 from nsa_tutorial.runtime.order import ORDERS
 
