@@ -450,7 +450,7 @@ def test_every_chapter_has_a_copy(course: Course) -> None:
             c["outputs"] for c in mine["cells"] if copying.source(c).startswith("check(")
         )
         shown = [sum(bool(c.get("outputs")) for c in n["cells"]) for n in (mine, stored)]
-        assert shown[1] / 2 < shown[0] <= shown[1]
+        assert shown[1] / 3 < shown[0] <= shown[1]  # what would answer an exercise is hidden
 
 
 def test_the_address_of_lab() -> None:

@@ -252,7 +252,9 @@ def unfit(e: Exercise) -> list[str]:
         if not isinstance(known.wrong, Edited):
             continue
         try:
-            assert known.wrong.solution is e.solution, "it edits another function"
+            # a kernel may have a twin in PyTorch, which its chapter's tests hold against it
+            is_its = known.wrong.solution is e.solution or e.launches is not None
+            assert is_its, "it edits another function"
             ast.parse(known.wrong.source)
         except (AssertionError, SyntaxError, ValueError) as error:
             found.append(f"{e.name}, {known.name!r}: {error}")
