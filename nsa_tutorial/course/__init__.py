@@ -7,7 +7,7 @@ A notebook imports from here only these names:
 """
 
 from nsa_tutorial.course.checking import check, exercise, hint, solution
-from nsa_tutorial.course.mine import built
+from nsa_tutorial.course.keeping import built
 from nsa_tutorial.course.predictions import predict, reveal
 from nsa_tutorial.course.source import phases, show, side_by_side
 from nsa_tutorial.course.standing import progress

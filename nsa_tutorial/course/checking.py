@@ -10,8 +10,8 @@ from nsa_tutorial.course import reader
 from nsa_tutorial.course.buttons import Help
 from nsa_tutorial.course.exercises import Exercise, chapter_exercises
 from nsa_tutorial.course.judging import Report, judge
+from nsa_tutorial.course.keeping import keep
 from nsa_tutorial.course.listing import Listing
-from nsa_tutorial.course.mine import keep
 from nsa_tutorial.course.source import show
 from nsa_tutorial.course.speech import Message
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa_tutorial.course import checking, mine, reader
+from nsa_tutorial.course import checking, keeping, mine, reader
 from nsa_tutorial.course.attempts import call
 from nsa_tutorial.course.diffs import Edited, diffs
 from nsa_tutorial.course.exercises import Case, Exercise, Stage
@@ -192,20 +192,20 @@ def test_kernel_and_launch_are_kept_and_run_from_the_file(
     e = exercise(language)
     (tmp_path / reader.FOLDER).mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(mine, "all_builds", lambda: [("two_tile_languages", e)])
+    monkeypatch.setattr(keeping, "all_builds", lambda: [("two_tile_languages", e)])
     monkeypatch.setattr(checking, "chapter_exercises", lambda _: {e.name: e})
     kernel, launch = checking.solution("chapter", e.name).code.split(f"def {e.name}")
-    told = mine.keep("two_tile_languages", e, cells(e.name, kernel, f"def {e.name}{launch}"))
+    told = keeping.keep("two_tile_languages", e, cells(e.name, kernel, f"def {e.name}{launch}"))
     assert told.startswith("Kept in my_nsa.py"), told
-    text = (tmp_path / mine.FILE).read_text()
+    text = (tmp_path / keeping.FILE).read_text()
     wanted = {
         "triton": "import triton\nimport triton.language as tl\n",
         "tilelang": "import tilelang\nimport tilelang.language as T\n",
     }
     assert set(wanted[language].splitlines()) <= set(text.splitlines())
     assert text.count(f"@{language}.jit") == 1
-    assert judge(e, mine.built(e.name)).outcome == "right"
-    table, all_hold = mine.report(lambda _: mine.built(e.name))
+    assert judge(e, keeping.built(e.name)).outcome == "right"
+    table, all_hold = mine.report(lambda _: keeping.built(e.name))
     assert all_hold
     assert "✓ a tile  ✓ more" in table
 
@@ -219,8 +219,8 @@ def test_a_library_with_kernels_runs_in_a_process_of_its_own() -> None:
         for name in installed
     )
     code = (
-        "import sys, torch\nfrom nsa_tutorial.course import mine\n"
-        "module = mine._module('import torch\\n' + sys.argv[1])\n"
+        "import sys, torch\nfrom nsa_tutorial.course import keeping\n"
+        "module = keeping.module_of('import torch\\n' + sys.argv[1])\n"
         f"for name in {installed}:\n"
         f"    x = torch.arange(9.0, device={here.device!r})\n"
         "    print(torch.equal(getattr(module, name + '_double')(x), 2 * x))\n"

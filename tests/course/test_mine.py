@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa_tutorial.course import mine, reader
+from nsa_tutorial.course import keeping, mine, reader
 from nsa_tutorial.course.exercises import Case, Exercise, Misconception, Stage
 from nsa_tutorial.course.gathering import piece_of
 from nsa_tutorial.course.judging import judge
@@ -65,7 +65,7 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A reader's copy of the chapters, in which `weights` can be built."""
     (tmp_path / reader.FOLDER).mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(mine, "all_builds", lambda: [("gradients", WEIGHTS)])
+    monkeypatch.setattr(keeping, "all_builds", lambda: [("gradients", WEIGHTS)])
     return tmp_path
 
 
@@ -152,9 +152,9 @@ def test_nor_may_autograd_where_gradients_are_built(derive: Callable) -> None:
 
 
 def test_the_file_runs_alone(copy: Path) -> None:
-    told = mine.keep("gradients", WEIGHTS, right())
+    told = keeping.keep("gradients", WEIGHTS, right())
     assert told == "Kept in my_nsa.py (11 lines). It has `weights`."
-    text = (copy / mine.FILE).read_text()
+    text = (copy / keeping.FILE).read_text()
     assert text.startswith(HEADER)
     assert "import torch\n" in text
     holds = "# holds: a row, large scores, nothing visible\n"
@@ -166,68 +166,68 @@ def test_the_file_runs_alone(copy: Path) -> None:
 
 
 def test_the_same_function_changes_nothing(copy: Path) -> None:
-    mine.keep("gradients", WEIGHTS, right())
-    before = (copy / mine.FILE).read_text()
-    assert mine.keep("gradients", WEIGHTS, right()) == "It is in my_nsa.py already."
-    assert (copy / mine.FILE).read_text() == before
-    assert {p.name for p in copy.iterdir()} == {reader.FOLDER, mine.FILE}
+    keeping.keep("gradients", WEIGHTS, right())
+    before = (copy / keeping.FILE).read_text()
+    assert keeping.keep("gradients", WEIGHTS, right()) == "It is in my_nsa.py already."
+    assert (copy / keeping.FILE).read_text() == before
+    assert {p.name for p in copy.iterdir()} == {reader.FOLDER, keeping.FILE}
 
 
 def test_an_older_version_stays_beside_it(copy: Path) -> None:
     """And what the reader wrote around it stays in the file."""
-    mine.keep("gradients", WEIGHTS, right())
-    file = copy / mine.FILE
+    keeping.keep("gradients", WEIGHTS, right())
+    file = copy / keeping.FILE
     file.write_text(file.read_text().replace(HEADER, HEADER + "# mine\n") + "\n\nREST = 1\n")
     before = file.read_text()
     other = RIGHT.replace("largest", "most")
     day = datetime.date.today().isoformat()
-    told = mine.keep("gradients", WEIGHTS, cells(DIVIDE, other, NOTHING=0))
+    told = keeping.keep("gradients", WEIGHTS, cells(DIVIDE, other, NOTHING=0))
     assert told.endswith(f"The version before is in my_nsa.{day}.py.")
     assert (copy / f"my_nsa.{day}.py").read_text() == before
     assert "# mine\n" in file.read_text()
     assert "most = " in file.read_text()
-    mine.keep("gradients", WEIGHTS, right())
+    keeping.keep("gradients", WEIGHTS, right())
     assert (copy / f"my_nsa.{day}.2.py").exists()
 
 
 def test_pieces_stand_in_reading_order(copy: Path) -> None:
-    mine.keep("gradients", WEIGHTS, right())
+    keeping.keep("gradients", WEIGHTS, right())
     source = RIGHT.replace("def weights", "def early").replace("divide(", "share(")
     early = cells(DIVIDE.replace("divide", "share"), source + "\n\nweights = early\n", NOTHING=0)
     exercise = Exercise(**{**vars(WEIGHTS), "name": "early", "cases": (), "misconceptions": ()})
-    assert "Kept" in mine.keep("online_softmax", exercise, early)
-    names = File.parse((copy / mine.FILE).read_text()).names
+    assert "Kept" in keeping.keep("online_softmax", exercise, early)
+    names = File.parse((copy / keeping.FILE).read_text()).names
     assert names == ["early", "weights"]
 
 
 def test_another_pieces_name_is_refused(copy: Path) -> None:
-    mine.keep("gradients", WEIGHTS, right())
+    keeping.keep("gradients", WEIGHTS, right())
     exercise = Exercise(**{**vars(WEIGHTS), "name": "other", "cases": ()})
     source = RIGHT.replace("def weights", "def other") + "\n\nweights = other\n"
     other = cells(DIVIDE.replace("p / total", "p.div(total)"), source, NOTHING=0)
-    before = (copy / mine.FILE).read_text()
-    told = mine.keep("online_softmax", exercise, other)
+    before = (copy / keeping.FILE).read_text()
+    told = keeping.keep("online_softmax", exercise, other)
     assert "another `divide` is in my_nsa.py already, a part of `weights`: rename yours" in told
-    assert (copy / mine.FILE).read_text() == before
+    assert (copy / keeping.FILE).read_text() == before
 
 
 def test_a_variable_of_the_notebook_is_refused(copy: Path) -> None:
-    told = mine.keep("gradients", WEIGHTS, cells(DIVIDE, RIGHT, NOTHING=torch.tensor(0.0)))
+    told = keeping.keep("gradients", WEIGHTS, cells(DIVIDE, RIGHT, NOTHING=torch.tensor(0.0)))
     assert told == (
         "Not kept in my_nsa.py: it uses `NOTHING`, a Tensor of the notebook: make it an argument."
     )
-    assert not (copy / mine.FILE).exists()
+    assert not (copy / keeping.FILE).exists()
 
 
 def test_a_file_that_the_reader_broke_is_left_alone(copy: Path) -> None:
-    (copy / mine.FILE).write_text("def broken(:\n")
-    assert "Not kept" in mine.keep("gradients", WEIGHTS, right())
-    assert (copy / mine.FILE).read_text() == "def broken(:\n"
+    (copy / keeping.FILE).write_text("def broken(:\n")
+    assert "Not kept" in keeping.keep("gradients", WEIGHTS, right())
+    assert (copy / keeping.FILE).read_text() == "def broken(:\n"
 
 
 def test_nothing_is_kept_outside_of_a_copy(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert mine.keep("gradients", WEIGHTS, right()) == ""
+    assert keeping.keep("gradients", WEIGHTS, right()) == ""
     assert list(tmp_path.iterdir()) == []
 
 
@@ -248,25 +248,25 @@ def test_a_kernel_is_kept_with_its_decorator(copy: Path) -> None:
 
 
 def test_a_chapter_takes_the_readers_function_or_the_courses(copy: Path) -> None:
-    assert mine.built("weights") is weights
-    mine.keep("gradients", WEIGHTS, right())
-    assert mine.built("weights").__code__.co_filename != weights.__code__.co_filename
+    assert keeping.built("weights") is weights
+    keeping.keep("gradients", WEIGHTS, right())
+    assert keeping.built("weights").__code__.co_filename != weights.__code__.co_filename
     with pytest.raises(ValueError, match="nothing builds 'x'; the course builds weights"):
-        mine.built("x")
+        keeping.built("x")
 
 
 def test_the_report(copy: Path, capsys: pytest.CaptureFixture) -> None:
-    assert mine.main(["--file", mine.FILE]) == 0
+    assert mine.main(["--file", keeping.FILE]) == 0
     assert "it begins with the first exercise" in capsys.readouterr().out
-    mine.keep("gradients", WEIGHTS, right())
-    assert mine.main(["--file", mine.FILE]) == 0
+    keeping.keep("gradients", WEIGHTS, right())
+    assert mine.main(["--file", keeping.FILE]) == 0
     assert capsys.readouterr().out == (
         "✓ gradients · weights: ✓ a row  ✓ large scores  ✓ nothing visible\n"
     )
-    file = copy / mine.FILE
+    file = copy / keeping.FILE
     file.write_text(file.read_text().replace("torch.where(largest.isinf(), 0, largest)", "0"))
-    assert mine.main(["--file", mine.FILE]) == 1
+    assert mine.main(["--file", keeping.FILE]) == 1
     assert "✓ a row  ✗ large scores  ○ nothing visible" in capsys.readouterr().out
     file.write_text("import nothing_there\n")
-    assert mine.main(["--file", mine.FILE]) == 1
+    assert mine.main(["--file", keeping.FILE]) == 1
     assert "does not run: ModuleNotFoundError" in capsys.readouterr().out
