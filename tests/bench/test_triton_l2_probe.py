@@ -48,6 +48,7 @@ def test_every_listed_tile_is_loaded_once(programs: int, keys_alone: bool, devic
     )
 
 
+@pytest.mark.exhaustive
 def test_keys_alone_halve_the_loads_and_keep_the_products() -> None:
     """In the code for a Hopper GPU."""
     pointers = dict.fromkeys(("Q", "Output"), "*bf16") | {

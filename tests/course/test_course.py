@@ -233,6 +233,7 @@ def notebook(*cells: tuple[str, list[str]]) -> nbformat.NotebookNode:
     return nb
 
 
+@pytest.mark.exhaustive
 def test_executing_twice_changes_nothing(tmp_path) -> None:
     path = tmp_path / "n.ipynb"
     nb = notebook(

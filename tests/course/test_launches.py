@@ -210,6 +210,7 @@ def test_kernel_and_launch_are_kept_and_run_from_the_file(
     assert "✓ a tile  ✓ more" in table
 
 
+@pytest.mark.exhaustive
 def test_a_library_with_kernels_runs_in_a_process_of_its_own() -> None:
     """`python -m nsa_tutorial.course.mine` imports the file before it imports any chapter."""
     installed = [name for name in SOLUTIONS if here.why_not(name, here.device) is None]

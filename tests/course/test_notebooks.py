@@ -305,6 +305,7 @@ def run_nbval(folder: Path, *cells: tuple[str, str, list[str]]) -> str:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
 
 
+@pytest.mark.exhaustive
 def test_nbval_compares_sanitises_and_leaves_out(tmp_path: Path) -> None:
     """Text is compared but for times, addresses and where a tag says so; a GPU's cell waits."""
     said = run_nbval(

@@ -676,6 +676,7 @@ def test_what_is_built_launches_a_kernel(attempt: Callable, told: str) -> None:
 COMPILED = ("update_max", "is_seen", "normalise")  # pieces of the draft
 
 
+@pytest.mark.exhaustive
 @needs_tilelang
 @pytest.mark.parametrize("name", COMPILED)
 def test_the_solution_makes_the_draft_right(name: str) -> None:
@@ -690,6 +691,7 @@ def test_the_solution_makes_the_draft_right(name: str) -> None:
         assert same(e.run(e.solution, *case.arguments()), expected, 1e-4), case.name
 
 
+@pytest.mark.exhaustive
 @needs_tilelang
 @pytest.mark.parametrize(
     "name",
@@ -736,6 +738,7 @@ def test_a_tiny_error_is_seen_in_the_answers() -> None:
     assert difference(2 * right, right) == "got      [[ 0.5, -3. ]]\nexpected [[ 0.25, -1.5 ]]"
 
 
+@pytest.mark.exhaustive
 @needs_tilelang
 def test_a_piece_that_cannot_be_compiled_is_one_error(capfd: pytest.CaptureFixture) -> None:
     def normalise(acc_o, running_sum, G, BV):

@@ -63,6 +63,7 @@ def test_lists_in_each_order(problem: Problem, order: str) -> None:
     assert_sound(seen)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "cu", [pytest.param(None, id="batch", marks=pytest.mark.exhaustive), (0, 3, 3, 14, 19)], ids=str
 )

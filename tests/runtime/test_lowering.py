@@ -46,6 +46,7 @@ def test_triton_becomes_ptx() -> None:
     assert '"ttg.num-warps" = 2' in aligned["ttgir"]
 
 
+@pytest.mark.exhaustive
 @needs_triton
 def test_a_failing_compilation_says_so() -> None:
     with pytest.raises(RuntimeError, match="triton could not compile the kernel for sm_90"):
