@@ -52,16 +52,8 @@ def compressed_backward(
     d_o: Tensor, d_lse: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, o: Tensor, lse: Tensor,
     rows: QueryRows, *, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The backward of `compressed_forward`.
-
-    Args:
-        d_o, d_lse: gradients of its outputs, `[B, N, HQ, DV]` and `[B, N, HQ]`.
-        q, k_cmp, v_cmp, rows, scale: its arguments.
-        o, lse: what it returned.
-
-    Returns:
-        The gradients of `q`, `k_cmp` and `v_cmp`, in their dtypes; the same bits in every run.
-    """
+    """The gradients of `q`, `k_cmp` and `v_cmp`, the same bits in every run; arguments and results
+    as in `triton.compressed.launch.compressed_backward`."""
     (B, N, HQ, D), (_, M_c, H, DV) = q.shape, v_cmp.shape
     R, G, device, dtype, itemsize = B * N, HQ // H, kind_of(q.device), dtype_of(q), q.element_size()
     d_q = q.new_empty(q.shape)
