@@ -73,7 +73,8 @@ class Accesses:
     def touch(self, kind: str, addresses: np.ndarray, mask: np.ndarray, size: int) -> None:
         """The program loads, stores or updates numbers of `size` bytes, where `mask` is set."""
         self.widest = max(self.widest, addresses.size)
-        mask = np.broadcast_to(mask, addresses.shape)
+        # the interpreter's `&` of two conditions gives integers, which would be taken for places
+        mask = np.broadcast_to(np.asarray(mask, bool), addresses.shape)
         at = addresses[mask].astype(np.int64).ravel()
         counter = f"{kind}s"
         setattr(self, counter, getattr(self, counter) + at.size)

@@ -66,7 +66,7 @@ def _watching_triton(seen: Accesses, unset: float | None) -> Iterator[None]:
         seen.touch("load", pointers.data, mask.data, size_of(pointers))
         loaded = load(self, pointers, mask, other, *rest, *options.values())
         if other is None and unset is not None:
-            is_loaded = np.broadcast_to(mask.data, loaded.data.shape)
+            is_loaded = np.broadcast_to(mask.data.astype(bool), loaded.data.shape)
             loaded.data = np.where(is_loaded, loaded.data, unset).astype(loaded.data.dtype)
         return loaded
 

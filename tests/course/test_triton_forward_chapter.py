@@ -24,6 +24,7 @@ from nsa_tutorial.course import exercises, lowered, phases, recorder
 from nsa_tutorial.course.exercises import triton_forward as chapter_11
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.languages import tl, triton
+from nsa_tutorial.course.watching import watching
 from nsa_tutorial.course.widgets import triton_forward as pictures
 from nsa_tutorial.runtime import environment
 from nsa_tutorial.sparse import selected_attention, sliding_window
@@ -614,15 +615,77 @@ def test_a_kernel_in_place_of_its_launch_is_told() -> None:
     assert "hand over the function" in judge(EXERCISES[BUILD], chapter_11.attend_to_list).text
 
 
+# The solution's masks, and what becomes of them: the stage that refuses it, and its name.
+IDLE_Q = {
+    "tl.load(Q + rows * D + width, mask=in_group, other=0.0)": "tl.load(Q + rows * D + width)"
+}
+IDLE_STORES = {
+    "acc_o / total[:, None], mask=in_group)": "acc_o / total[:, None])",
+    ", mask=group < G)": ")",
+}
+BY_LUCK = {
+    "no mask of the group at all": (IDLE_Q | IDLE_STORES, "a group of 3", "storing the padding"),
+    "no mask on the stores": (IDLE_STORES, "a group of 3", "storing the padding"),
+    "no mask on Q": (IDLE_Q, "a group of 3", "loading the idle rows of Q"),
+    "no mask on the keys": (
+        {"k_offset, mask=is_seen[:, None], other=0.0)": "k_offset)"},
+        "-1 in the list",
+        "loading the keys without a mask",
+    ),
+    "no `other` for the values": (
+        {"v_offset, mask=is_seen[:, None], other=0.0)": "v_offset, mask=is_seen[:, None])"},
+        "the future",
+        "values loaded without `other`",
+    ),
+    "no precision": (
+        {', input_precision="ieee"': ""}, "one block", "a dot that rounds its inputs to TF32",
+    ),
+    "no transposition": ({"k_tile.T": "k_tile"}, "one block", "a dot without the transposition"),
+}  # fmt: skip
+
+
 @needs_triton
-def test_what_is_stored_outside_is_counted() -> None:
-    """A store past the end of a tensor that the attempt made, and none where it stays inside."""
+@pytest.mark.parametrize(("edits", "stage", "mistake"), BY_LUCK.values(), ids=BY_LUCK)
+def test_numbers_that_are_right_by_luck_are_no_answer(
+    edits: dict[str, str], stage: str, mistake: str
+) -> None:
+    """What an interpreter forgives and a GPU does not; whatever is stored, NaN too."""
+    parts = chapter_11.attend_to_list.fn, solution(BUILD)
+    source = "\n".join(map(inspect.getsource, parts))
+    for old, new in edits.items():
+        assert old in source
+        source = source.replace(old, new)
+    verdict = judge(EXERCISES[BUILD], in_a_cell(source, BUILD))
+    stages = [s.name for s in EXERCISES[BUILD].stages]
+    assert stages[verdict.held] == stage and verdict.misconceptions == (mistake,), verdict.text
+
+
+@needs_triton
+def test_what_is_stored_outside_is_told() -> None:
+    """A store past the end of a tensor that the attempt made is told in a sentence."""
     (case, *_) = next(s.cases for s in EXERCISES[BUILD].stages if s.name == "a group of 3")
-    (wrong,) = {m.name: m for m in EXERCISES[BUILD].misconceptions if "padding" in m.name and
-                "storing" in m.name}.values()  # fmt: skip
+    *_, wrong = (m for m in EXERCISES[BUILD].misconceptions if m.name == "storing the padding")
     run = chapter_11._run_attention
-    assert run(solution(BUILD), *case.arguments()).stored_outside == 0
-    assert run(wrong.wrong, *case.arguments()).stored_outside == 13 * 32
+    run(solution(BUILD), *case.arguments())
+    with pytest.raises(chapter_11.StoresElsewhere, match=f"stored {13 * 64} more"):
+        run(wrong.wrong, *case.arguments())
+
+
+@needs_triton
+def test_a_mask_of_two_conditions_is_a_mask() -> None:
+    """The interpreter makes integers of `&`. The kernel is right, and loads 3 numbers of 8."""
+
+    @triton.jit
+    def first_ones(X, Y, N):
+        i = tl.arange(0, 8)
+        mask = (i >= 0) & (i < N)
+        tl.store(Y + i, tl.load(X + i, mask=mask), mask=mask)
+
+    x, y = torch.ones(3), torch.zeros(3)
+    with watching(unset=torch.nan) as seen:
+        first_ones[1,](x, y, 3)
+    assert not seen.faults and (seen.loads, seen.stores) == (3, 3)
+    assert y.tolist() == [1.0] * 3
 
 
 def test_phases_are_those_of_the_twin() -> None:
@@ -1014,13 +1077,13 @@ def cell(beginning: str) -> str:
     return found
 
 
-def in_a_cell(source: str) -> Callable:
-    """`first_scores` as a cell defines it."""
+def in_a_cell(source: str, name: str = "first_scores") -> Callable:
+    """A function as a cell defines it."""
     file = f"<cell {hash(source)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    namespace = {"tl": tl, "triton": triton}
+    namespace = {"tl": tl, "triton": triton, "Tensor": torch.Tensor}
     exec(compile(source, file, "exec", dont_inherit=True), namespace)
-    return namespace["first_scores"]
+    return namespace[name]
 
 
 def mended(**lines: str) -> Callable:

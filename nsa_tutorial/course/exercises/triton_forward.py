@@ -5,6 +5,7 @@ key."""
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import math
 import re
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from types import CodeType
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -28,7 +30,10 @@ from nsa_tutorial.course.exercises import Case, Double, Stage
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.room import ROOM, roomy
 from nsa_tutorial.course.texts import Texts
+from nsa_tutorial.course.values import same
+from nsa_tutorial.course.watching import watching
 from nsa_tutorial.runtime import environment
+from nsa_tutorial.sparse import selected_attention
 
 TEXTS = Texts(__name__)
 
@@ -678,23 +683,41 @@ def triton_selected_attention(
     return o, lse
 
 
+_TOLERANCE = 1e-4
+
+
+class StoresElsewhere(Exception):
+    """The numbers are right, and a program stored outside of its tensors."""
+
+
+class LoadsElsewhere(Exception):
+    """The numbers are right, and a load touched memory outside of its tensor."""
+
+
+class SharedPlace(Exception):
+    """The numbers are right, and programs get in each other's way, which a GPU does not forgive."""
+
+
+class RoundedInputs(Exception):
+    """The numbers are right on a CPU, and a GPU would round the inputs of a product to TF32."""
+
+
 class _Attended(NamedTuple):
     """What a launch left behind.
 
     Attributes:
         o: the output, NaN where nothing was stored.
         lse: empty where only the output is judged.
-        stored_outside: how many numbers were stored before or behind the tensors that it made.
     """
 
     o: object
     lse: object
-    stored_outside: int
 
 
 class _Allocations(TorchFunctionMode):
-    """Gives each tensor of floats that is made inside room around it, full of NaN: a store that
-    misses the tensor is seen there, and hits nothing else."""
+    """Gives each tensor of floats that is made inside room around it, whose bits are all set: a
+    store that misses the tensor is seen there, and hits nothing else. Such a number is NaN, and no
+    arithmetic makes it."""
 
     MAKERS = ("empty", "zeros", "ones", "full", "empty_strided")
 
@@ -710,24 +733,61 @@ class _Allocations(TorchFunctionMode):
         if maker not in self.MAKERS or not made.is_floating_point() or not made.numel():
             return made
         self.made.append(roomy(made, math.nan))
+        for room in _room_of(self.made[-1]):
+            room.fill_(255)
         return self.made[-1]
 
     def stored_outside(self) -> int:
-        """How many numbers around these tensors are not NaN any more."""
-        whole = (x.as_strided((2 * ROOM + x.numel(),), (1,), 0) for x in self.made)
+        """How many numbers around these tensors were stored, whatever was stored."""
         return sum(
-            int((~all_[:ROOM].isnan()).sum() + (~all_[-ROOM:].isnan()).sum()) for all_ in whole
+            int((room != 255).view(-1, x.element_size()).any(1).sum())
+            for x in self.made
+            for room in _room_of(x)
         )
 
 
+def _room_of(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The bytes before and behind a roomy tensor."""
+    whole = x.as_strided((2 * ROOM + x.numel(),), (1,), 0).view(torch.uint8)
+    return whole[: ROOM * x.element_size()], whole[-ROOM * x.element_size() :]
+
+
+@contextmanager
+def _precisions() -> Iterator[list[str]]:
+    """How each product of the interpreter treats fp32, by the names of its constants."""
+    seen: list[str] = []
+    if not environment.detect().triton_interpreted:
+        yield seen  # a GPU's numbers tell
+        return
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    dot = InterpreterBuilder.create_dot
+
+    def watched_dot(self: object, a: object, b: object, d: object, precision: object, *rest):
+        seen.append(getattr(precision, "name", str(precision)))
+        return dot(self, a, b, d, precision, *rest)
+
+    with mock.patch.object(InterpreterBuilder, "create_dot", watched_dot):
+        yield seen
+
+
 def _run_attention(
-    solution: Callable, tensors: Callable[[], tuple[Tensor, ...]], block_size: int, judged: str
-) -> _Attended:
-    """Call it; around the keys and values lies NaN, and other tensors have room, too."""
+    solution: Callable, tensors: tuple[Tensor, ...], block_size: int, judged: str,
+    right: tuple[Tensor, Tensor],
+) -> _Attended:  # fmt: skip
+    """Call it; around the keys and values lies NaN, other tensors have room, too, and a masked
+    place of a load without `other` is NaN.
+
+    Raises:
+        StoresElsewhere, LoadsElsewhere, SharedPlace, RoundedInputs: if the result is `right`.
+    """
     if hasattr(solution, "run"):
         raise TypeError("this is the kernel itself: hand over the function that launches it")
-    given = [roomy(x, math.nan if x.is_floating_point() else 0) for x in tensors()]
-    with warnings.catch_warnings(), np.errstate(all="ignore"), _Allocations() as allocations:
+    given = [roomy(x, math.nan if x.is_floating_point() else 0) for x in tensors]
+    with (
+        warnings.catch_warnings(), np.errstate(all="ignore"), watching(unset=math.nan) as seen,
+        _precisions() as precisions, _Allocations() as allocations,
+    ):  # fmt: skip
         warnings.simplefilter("ignore", RuntimeWarning)  # the verdict says where NaN comes from
         found = solution(*given, block_size)
     if found is None:
@@ -735,13 +795,30 @@ def _run_attention(
     pair = found if isinstance(found, tuple | list) else (found,)
     if judged == "o and lse" and len(pair) < 2:
         raise TypeError("it returns one value: `return o, lse`")
-    lse = pair[1] if judged == "o and lse" else ()
-    return _Attended(pair[0], lse, allocations.stored_outside())
+    attended = _Attended(pair[0], pair[1] if judged == "o and lse" else ())
+    expected = _Attended(right[0], right[1] if judged == "o and lse" else ())
+    if same(attended, expected, _TOLERANCE):
+        _refuse_by_luck(allocations.stored_outside(), seen.faults, precisions)
+    return attended
+
+
+def _refuse_by_luck(stored_outside: int, faults: list[str], precisions: list[str]) -> None:
+    """Refuse a launch whose numbers are right here and need not be on a GPU."""
+    if stored_outside:
+        raise StoresElsewhere(
+            f"The numbers are right, but the programs stored {stored_outside} more, before or "
+            "behind the tensors that you made. Which rows of the tile are nobody's?"
+        )
+    if faults:
+        kind = LoadsElsewhere if "outside" in faults[0] else SharedPlace
+        raise kind(f"The numbers are right, but see {faults[0]}")
+    if any(name != "IEEE" for name in precisions):
+        raise RoundedInputs("The numbers are right on a CPU. On a GPU, a dot takes TF32's ten bits")
 
 
 def _attention_case(
     name: str, ids: list, visible: list[int], *, first: list[int] | None = None, G: int = 16,
-    M: int | None = None, D: int = 16, DV: int = 32, hidden_from: int | None = None,
+    M: int | None = None, D: int = 32, DV: int = 64, hidden_from: int | None = None,
     growing: bool = False, judged: str = "o",
 ) -> Case:  # fmt: skip
     """A case of lists `[R, H, S]`, in blocks of 16 keys.
@@ -756,7 +833,8 @@ def _attention_case(
     M = M or max(start + n for start, n in zip(first, visible, strict=True))
     seed = R + 10 * H + 100 * G + M
 
-    def tensors() -> tuple[Tensor, ...]:
+    @functools.cache
+    def arguments() -> tuple:
         generator = torch.Generator().manual_seed(seed)
         q, k, v = (
             torch.randn(shape, generator=generator)
@@ -767,10 +845,24 @@ def _attention_case(
         if hidden_from is not None:
             k[hidden_from:], v[hidden_from:] = math.nan, math.nan
         numbers = (torch.tensor(x, dtype=torch.int32) for x in (ids, first, visible))
-        return q, k, v, *numbers
+        given = q, k, v, *numbers
+        return given, 16, judged, _by_pytorch(*given, 16)
 
     here = environment.detect()
-    return Case(name, lambda: (tensors, 16, judged), lambda: here.why_not("triton", here.device))
+    return Case(name, arguments, lambda: here.why_not("triton", here.device))
+
+
+def _by_pytorch(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, first_key: Tensor,
+    num_visible: Tensor, block_size: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The output and lse by PyTorch, of what `triton_selected_attention` is given."""
+    rows = selected_attention.QueryRows(first_key, num_visible, num_visible - 1)
+    o, lse = selected_attention.forward(
+        q[None], k[None], v[None], block_indices, rows, block_size=block_size,
+        scale=q.shape[-1] ** -0.5,
+    )  # fmt: skip
+    return o[0], lse[0]
 
 
 _ATTENTION = TEXTS.exercise(
@@ -781,7 +873,7 @@ _ATTENTION = TEXTS.exercise(
     parts=(attend_to_list,),
     run=_run_attention,
     launches="triton",
-    tolerance=1e-4,
+    tolerance=_TOLERANCE,
     forbidden=(
         ("nsa_tutorial", "the course's own function"),
         ("torch.softmax", "PyTorch's softmax"),
@@ -793,7 +885,7 @@ _ATTENTION = TEXTS.exercise(
     ),
     stages=(
         Stage("one block", (
-            _attention_case("one query that sees block 0", [[[0]]], [16], DV=16),
+            _attention_case("one query that sees block 0", [[[0]]], [16], DV=32),
             _attention_case("one query that sees block 2", [[[2]]], [48]),
         )),
         Stage("many blocks", (
@@ -952,6 +1044,25 @@ _ATTENTION = TEXTS.exercise(
          "is safe there?"),
         ("tl.where(running_sum == 0, 1.0, running_sum)", "running_sum", "0 / 0 in an empty row",
          "A row that sees nothing has a sum of 0. What is 0 / 0, and what should come out?"),
+        ("k_tile.T", "k_tile", "a dot without the transposition",
+         "`k_tile` is `[BS, D]`, a key a row. A score needs `q_tile` `[GT, D]` times `[D, BS]`. "
+         "What makes a column of each key?"),
+        ({"mask=is_seen[:, None], other=0.0)\n        acc_o": "mask=is_seen[:, None])\n"
+          "        acc_o"},
+         "values loaded without `other`",
+         "Triton promises nothing of a masked place if the load has no `other`. Here it holds NaN. "
+         "What is 0 · NaN?"),
+        ('k_tile.T, input_precision="ieee"', "k_tile.T", "a dot that rounds its inputs to TF32",
+         "Unless told otherwise, `tl.dot` rounds fp32 on a GPU. What does the exercise ask both "
+         "dots to say?"),
+        ("K + piece * D + k_offset, mask=is_seen[:, None], other=0.0)", "K + piece * D + k_offset)",
+         "loading the keys without a mask",
+         "A hidden score is replaced by −∞, so no number shows it. But a slot of -1 and the last "
+         "block name addresses outside of `K`. Which condition keeps the load inside?"),
+        ("tl.load(Q + rows * D + width, mask=in_group, other=0.0)",
+         "tl.load(Q + rows * D + width)", "loading the idle rows of Q",
+         "No idle row is stored, so no number shows it. But the last program's idle rows lie "
+         "behind the end of `Q`. Which mask do the stores have?"),
         ({"acc_o / total[:, None], mask=in_group)": "acc_o / total[:, None])",
           ", mask=group < G)": ")"}, "storing the padding",
          "The tile has `GT` rows, and the group `G`. Behind the group's rows lie those of the next "
