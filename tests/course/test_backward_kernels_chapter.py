@@ -14,6 +14,7 @@ import torch
 
 from nsa_tutorial import ops
 from nsa_tutorial.course import phases, predict, reader, reveal
+from nsa_tutorial.course.diffs import diffs
 from nsa_tutorial.course.exercises import backward_kernels as solutions
 from nsa_tutorial.course.exercises import chapter_exercises
 from nsa_tutorial.course.judging import judge
@@ -193,6 +194,69 @@ def test_atomic_adds_hold_all_stages_but_the_last() -> None:
     verdict = judge(KNOWN["triton_selected_backward"], solutions._by_atomics)
     assert verdict.held == 6
     assert verdict.misconceptions == ("sums whose order depends on the launch",)
+
+
+def edited(*changes: tuple[str, str]) -> Callable:
+    """The course's backward with pieces of its source exchanged, each of which stands once."""
+    wrong = diffs(
+        solutions.triton_selected_backward,
+        [(dict(changes), "a mistake", "")],
+        parts=(solutions.walk_list, solutions.walk_inverse_list),
+        pairs=False,
+    )
+    return wrong[0].wrong
+
+
+@needs_triton
+def test_the_second_kernel_is_asked_for_by_name() -> None:
+    text = judge(KNOWN["triton_selected_backward"], half_done).text
+    assert "`d_q` is done. Now the second kernel" in text
+    assert "return statement" not in text
+
+
+@needs_triton
+def test_d_q_is_judged_alone() -> None:
+    """A second kernel that raises holds the stages of `d_q`."""
+    attempt = edited(("tl.dot(p, do_tile", "tl.dot(p.T, do_tile"))
+    verdict = judge(KNOWN["triton_selected_backward"], attempt)
+    assert (verdict.held, verdict.misconceptions) == (4, ("a matrix that is not turned",))
+
+
+@needs_triton
+def test_a_launch_that_raises_is_told_if_d_q_needs_it() -> None:
+    """Here it is the second one, and `d_q` holds NaN without it."""
+    attempt = edited(
+        ("    walk_list[N, H](",
+         "    walk_list[1, 1](*given, lists, d_q, N, M, H, 0, scale, **sizes)\n"
+         "    walk_list[N, H]("),
+        ("tl.dot(d_s, k_tile, acc_dq", "tl.dot(d_s.T, k_tile, acc_dq"),
+    )  # fmt: skip
+    verdict = judge(KNOWN["triton_selected_backward"], attempt)
+    assert verdict.held == 0
+    assert "tl.dot(d_s.T, k_tile" in verdict.text
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("piece", "instead", "told"),
+    [
+        (
+            "        # -- load the keys and the values --\n        key_row",
+            "        if block < 0:\n            continue\n        key_row",
+            "`walk_list` has a `continue`. The interpreter runs it, but Triton's compiler",
+        ),
+        (
+            'acc_dq = tl.dot(d_s, k_tile, acc_dq, input_precision="ieee")',
+            "acc_dq = tl.dot(d_s, k_tile, acc_dq)",
+            "a `tl.dot` of `walk_list` would round fp32",
+        ),
+    ],
+    ids=["continue", "tf32"],
+)
+def test_what_a_gpu_would_not_do_is_refused(piece: str, instead: str, told: str) -> None:
+    verdict = judge(KNOWN["triton_selected_backward"], edited((piece, instead)))
+    assert verdict.held == 0
+    assert told in verdict.text
 
 
 # -- answers as readers write them --
@@ -718,20 +782,20 @@ ATTEMPTS = {
         {"an element once for each of its stores"},
     ),
     "slot by slot": ("inverse_list", slot_by_slot, {"flattening the lists slot by slot"}),
-    "[H, R, G, D]": (
+    "[H, N, G, D]": (
         "rows_of_step",
         heads_before_queries,
-        {"taking Q for `[H, R, G, D]`"},
+        {"taking Q for `[H, N, G, D]`"},
     ),
-    "[H, R, G, D] of places": (
+    "[H, N, G, D] of places": (
         "rows_of_step",
         heads_before_places,
         {
-            "taking Q for `[H, R, G, D]`",
+            "taking Q for `[H, N, G, D]`",
             "the place in the chunk in place of the query",
         },
     ),
-    "[R, G, H, D]": ("rows_of_step", groups_inside, {"taking Q for `[R, G, H, D]`"}),
+    "[N, G, H, D]": ("rows_of_step", groups_inside, {"taking Q for `[N, G, H, D]`"}),
     "head alone": ("rows_of_step", head_by_head, {"forgetting the other KV heads"}),
     "weights": ("slot_gradient", by_weights, {"the exponential in place of the score"}),
     "no key": ("audit", looked_up_what_nobody_stored, {"looking up elements that nobody stored"}),

@@ -4,6 +4,9 @@ one place, and the gradient of a choice."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
@@ -18,6 +21,7 @@ from nsa_tutorial.course.attempts import expect_unchanged
 from nsa_tutorial.course.diffs import diffs
 from nsa_tutorial.course.exercises import Case, Double, Stage
 from nsa_tutorial.course.languages import tl, triton
+from nsa_tutorial.course.launches import NotLaunched, counting
 from nsa_tutorial.course.room import roomy
 from nsa_tutorial.course.texts import Texts
 from nsa_tutorial.runtime import environment
@@ -310,11 +314,28 @@ class _Asked(NamedTuple):
     twice: bool
 
 
+class RoundedInputs(Exception):
+    """A GPU would round the inputs of a product to TF32, and the interpreter does not."""
+
+
 def _run_backward(solution: Callable, asked: _Asked, *given: object) -> object:
-    """What a stage looks at: `d_q`, all gradients, or whether a second run gives the same bits."""
-    first = _gradients_of(solution, given)
+    """What a stage looks at: `d_q`, all gradients, or whether a second run gives the same bits.
+
+    Raises:
+        NotLaunched: if the second kernel is missing, or a kernel is one that Triton's compiler
+            refuses.
+        RoundedInputs: if a product would be rounded on a GPU.
+    """
     if not asked.keys:
-        return first[0] if isinstance(first, tuple | list) else first
+        with _only_the_first_may_fail() as failed:
+            first = _gradients_of(solution, given)
+        d_q = first[0] if isinstance(first, tuple | list) and first else first
+        if failed and not (isinstance(d_q, Tensor) and d_q.isfinite().all() and d_q.any()):
+            raise failed[0]
+        return d_q
+    first = _gradients_of(solution, given)
+    if isinstance(first, tuple) and any(x is None for x in first[1:]):
+        raise NotLaunched("`d_q` is done. Now the second kernel: it gives `d_k` and `d_v`.")
     if not asked.twice:
         return first
     with _last_program_first():
@@ -327,12 +348,65 @@ def _gradients_of(solution: Callable, given: tuple) -> object:
     """Launch it: NaN lies around the tensors."""
     floats = {torch.float32: torch.nan, torch.int32: 2**24}
     tensors = [roomy(x, floats[x.dtype]) if isinstance(x, Tensor) else x for x in given]
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), counting("triton") as launched:
         found = solution(*tensors)
+    for kernel in dict.fromkeys(launched):
+        _expect_compiled_alike(kernel)
     expect_unchanged([x.cpu() if isinstance(x, Tensor) else x for x in tensors], given)
     if isinstance(found, tuple | list):
         return tuple(x.cpu() if isinstance(x, Tensor) else x for x in found)
     return found.cpu() if isinstance(found, Tensor) else found
+
+
+def _expect_compiled_alike(kernel: Callable) -> None:
+    """Refuse what a CPU interprets and a GPU's compiler refuses, or computes with fewer bits."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kernel)))
+    except (OSError, SyntaxError):  # a kernel without a source
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Continue | ast.Break):
+            word = type(node).__name__.lower()
+            raise NotLaunched(
+                f"`{kernel.__name__}` has a `{word}`. The interpreter runs it, but Triton's "
+                "compiler for the GPU refuses it. A mask can hide a whole block."
+            )
+        if not (isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.dot"):
+            continue
+        options = {option.arg: ast.unparse(option.value) for option in node.keywords}
+        is_exact = options.get("input_precision", "'ieee'") != "'tf32'" and not (
+            options.keys().isdisjoint({"input_precision", "allow_tf32", None})
+        )
+        if not is_exact:
+            raise RoundedInputs(
+                f"a `tl.dot` of `{kernel.__name__}` would round fp32 to TF32's ten bits on a GPU. "
+                'Add `input_precision="ieee"`.'
+            )
+
+
+@contextmanager
+def _only_the_first_may_fail() -> Iterator[list[Exception]]:
+    """An error of a launch behind the first is noted, not raised: `d_q` may be right without it.
+    Only Triton's interpreter is asked; a GPU's errors are raised as they are."""
+    failed: list[Exception] = []
+    if not environment.is_interpreted():
+        yield failed
+        return
+    from triton.runtime.interpreter import GridExecutor
+
+    launch, begun = GridExecutor.__call__, []
+
+    def launched(self: GridExecutor, *arguments: object, **options: object) -> None:
+        begun.append(self)
+        try:
+            launch(self, *arguments, **options)
+        except Exception as error:
+            if len(begun) == 1:
+                raise
+            failed.append(error)
+
+    with mock.patch.object(GridExecutor, "__call__", launched):
+        yield failed
 
 
 @contextmanager
@@ -354,17 +428,20 @@ def _last_program_first() -> Iterator[None]:
 
 
 def _backward_case(
-    name: str, lists: list, M: int, *, keys: bool = False, twice: bool = False
+    name: str, lists: list, M: int, *, keys: bool = False, twice: bool = False, far: bool = False
 ) -> Case:
-    """Gradients of random tensors along `lists [H, N, S]`, in blocks of 16 keys and groups of 16
-    heads; the queries are the last of `M` positions."""
+    """Gradients of random tensors along `lists [H, N, S]`, in blocks of 16 keys and groups of 32
+    heads; the queries are the last of `M` positions. Where `far`, the last key's scores are too
+    large for `exp`. A group has more heads than a block has keys, so that weights that are not
+    turned do not fit."""
     here = environment.detect()
 
     def arguments() -> tuple:
         ids = torch.tensor(lists, dtype=torch.int32).transpose(0, 1).contiguous()  # [N, H, S]
-        (N, H, _), G, D, DV, BS, scale = ids.shape, 16, 16, 32, 16, 0.3
+        (N, H, _), G, D, DV, BS, scale = ids.shape, 32, 16, 32, 16, 0.3
         q, d_o = (_random(N, H * G, width, seed=seed) for seed, width in ((0, D), (1, DV)))
         k, v = (_random(M, H, width, seed=seed) for seed, width in ((2, D), (3, DV)))
+        k[-1] *= 1e3 if far else 1
         key = torch.arange(M)
         is_listed = (ids[..., None] == key // BS).any(2)  # [N, H, M]
         is_seen = is_listed & (key <= (M - N + torch.arange(N))[:, None, None])
@@ -385,7 +462,7 @@ def _backward_case(
 
 
 _BACKWARD = TEXTS.exercise(
-    "triton_selected_backward", minutes=35, difficulty=3, solution=triton_selected_backward,
+    "triton_selected_backward", minutes=50, difficulty=3, solution=triton_selected_backward,
     parts=(walk_list, walk_inverse_list), run=_run_backward, returns=("d_q", "d_k", "d_v"),
     tolerance=1e-4, launches="triton",
     forbidden=(
@@ -418,6 +495,8 @@ _BACKWARD = TEXTS.exercise(
             _backward_case("queries inside of a block that they list",
                            [[[0, 2], [1, 2], [2, -1]]], 40, keys=True),
             _backward_case("a block that nobody lists", [[[2], [0]]], 40, keys=True),
+            _backward_case("a hidden key with large scores", [[[2], [0]]], 40, keys=True,
+                           far=True),
         )),
         Stage("the sum over each group", (
             _backward_case("two groups, each with an inverse list of its own",
@@ -446,9 +525,12 @@ _BACKWARD = TEXTS.exercise(
          "The row has keys in other blocks, too. Which two tensors of the forward and the loss "
          "give the sum over all of them?"),
         ("tl.where(is_seen, tl.exp(s - lse[:, None]), 0.0)",
-         "tl.softmax(tl.where(is_seen, s, float('-inf')), 1)",
+         "tl.softmax(tl.where(is_seen, s, float('-inf')), 1, keep_dims=True)",
          "a softmax over one block's keys",
          "The row has keys in other blocks, too. Which number of the forward knows them?"),
+        ("tl.exp(s - lse[:, None])", "tl.exp(s - lse)", "a number of each row along the columns",
+         "`s` has a row for each head, and so has `lse`. Which axis does `lse` lack?"),
+        ("d_p - delta[:, None]", "d_p - delta", "a number of each row along the columns"),
         ("tl.exp(s - lse[:, None])", "tl.exp(s)", "weights that do not sum to 1",
          "Line 1 is more than `exp(s)`. Which number of the forward holds the row's sum?"),
         ("tl.exp(s - lse[:, None])", "tl.exp2(s - lse[:, None])", "`exp2` of natural scores",
@@ -468,8 +550,12 @@ _BACKWARD = TEXTS.exercise(
          "`query` see?"),
         ("(key <= M - N + query)", "(key <= query)", "a query's number for its position",
          "The queries are the *last* `N` of `M` positions. Where does query 0 stand?"),
+        ("key <= M - N + query, tl.exp", "key <= query, tl.exp",
+         "a query's number for its position"),
         ("(key <= M - N + query)", "(key < M - N + query)", "hiding a query's own key",
          "A query sees the keys up to its position. Is its own key among them?"),
+        ("key <= M - N + query, tl.exp", "key < M - N + query, tl.exp",
+         "hiding a query's own key"),
         ("p = tl.where(is_seen, tl.exp(s - lse[:, None]), 0.0)", "p = tl.exp(s - lse[:, None])",
          "NaN for a query that lists nothing",
          "Its `lse` is -inf, so `exp(s - lse)` is infinite, and infinity times 0 is NaN. Which "
@@ -499,6 +585,22 @@ _BACKWARD = TEXTS.exercise(
         ("head * (tl.num_programs(0) + 1) + tl.program_id(0)", "tl.program_id(0)",
          "the inverse list of KV head 0 for all heads",
          "Each KV head has a row of `bounds`. How long is a row?"),
+        ("(tl.num_programs(0) + 1)", "tl.num_programs(0)", "rows of `bounds` without their end",
+         "A row of `bounds` has one number more than there are blocks. Where does the row of KV "
+         "head 1 begin?"),
+        ({'acc_dv = tl.dot(p, do_tile, acc_dv, input_precision="ieee")': "",
+          "d_s = p * (d_p - delta)\n": "d_s = p * (d_p - delta)\n        "
+          'acc_dv = tl.dot(d_s, do_tile, acc_dv, input_precision="ieee")\n'},
+         "the gradient of the scores where d_v wants the weights",
+         "A value is summed with its weight. Which matrix holds the weights?"),
+        ("tl.dot(p, do_tile", "tl.dot(p.T, do_tile", "a matrix that is not turned",
+         "A product sums over the axis that its two matrices share. Over what does `d_v` sum, and "
+         "over what does `d_k`?"),
+        ("tl.dot(d_s, q_tile", "tl.dot(d_s.T, q_tile", "a matrix that is not turned"),
+        ("tl.where(key <= M - N + query, tl.exp(s - lse), 0.0)",
+         "tl.where(key <= M - N + query, 1.0, 0.0) * tl.exp(s - lse)", "infinity times 0",
+         "The score of a hidden key may be so large that `exp(s - lse)` is infinite, and infinity "
+         "times 0 is NaN. Which step can write 0 over it?"),
         ("p = tl.where(key <= M - N + query, tl.exp(s - lse), 0.0)", "p = tl.exp(s - lse)",
          "weights for keys after the query",
          "`exp(s - lse)` does not know which keys a query sees. Which of this block's keys come "
@@ -530,8 +632,9 @@ _BACKWARD = TEXTS.exercise(
         ("bounds.shape[1] - 1", "len(k) // block_size", "leaving out a block that `M` cuts short",
          "40 keys are two blocks of 16, and 8 keys more. How many programs is that?"),
         (_by_atomics, "sums whose order depends on the launch",
-         "Programs finish in another order each time, and atomic adds follow it. Which program "
-         "could add all shares of a block by itself, one query after the other?"),
+         "Several programs add to one place, and they come in another order each time. Without "
+         "atomic adds, some shares get lost as well. Which program could add all shares of a "
+         "block by itself, one query after the other?"),
     ], parts=(walk_list, walk_inverse_list), pairs=False),
 )  # fmt: skip
 
@@ -540,7 +643,7 @@ _BACKWARD = TEXTS.exercise(
 
 
 def rows_of_step(queries: list[int], step: int, head: int, H: int, G: int, BR: int) -> list[int]:
-    """The rows of Q, seen as [R * H * G, D], that a program loads in one step; -1 past its end."""
+    """The rows of Q, seen as [N * H * G, D], that a program loads in one step; -1 past its end."""
     index = step * BR + torch.arange(BR)  # [BR], query after query, head after head
     is_row = index < len(queries) * G
     query = torch.tensor(queries)[(index // G).clamp(max=len(queries) - 1)]
@@ -591,12 +694,12 @@ _STEP = TEXTS.exercise(
          "Between two queries lie the heads of *all* KV heads. How many are they?"),
         ("(query * H + head) * G", "(query + head) * G", "forgetting the other KV heads"),
         ("(query * H + head) * G + index % G", "(query * G + index % G) * H + head",
-         "taking Q for `[R, G, H, D]`",
-         "In Q `[R, H, G, D]` the heads of one group lie side by side. How far is it from one of "
+         "taking Q for `[N, G, H, D]`",
+         "In Q `[N, H, G, D]` the heads of one group lie side by side. How far is it from one of "
          "them to the next?"),
         ("(query * H + head) * G", "(head * len(queries) + query) * G",
-         "taking Q for `[H, R, G, D]`",
-         "In Q `[R, H, G, D]` all KV heads of a query come before the next query. By what do you "
+         "taking Q for `[H, N, G, D]`",
+         "In Q `[N, H, G, D]` all KV heads of a query come before the next query. By what do you "
          "multiply the query, then?"),
         ("torch.where(is_row, row, -1)", "row[is_row]", "a short list without −1",
          "A tile has `BR` rows in every step. What stands in the rows that the chunk cannot fill?"),
@@ -661,7 +764,7 @@ _STEP = TEXTS.exercise(
          "A query has `H` groups of `G` heads. How many rows of `Q` does one group take?"),
         ("(query * H + head) * G + index % G", "(head * G + index % G) * H + query",
          "letting the query move by one row",
-         "In Q `[R, H, G, D]` the heads of one query lie side by side. How many rows is it from "
+         "In Q `[N, H, G, D]` the heads of one query lie side by side. How many rows is it from "
          "one query to the next?"),
         ("step * BR", "step * BR * G", "counting a step in queries",
          "A step has `BR` *rows*. How many queries is that, with `G` heads each?"),
