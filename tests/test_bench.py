@@ -738,9 +738,10 @@ def test_the_other_operators_on_the_gpu(operator: str, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("operator", CHOOSING)
 def test_parts_on_the_gpu(operator: str, tmp_path: Path) -> None:
-    """Every part takes less than the whole, and the kernels of the choice nearly all of it."""
+    """Every part takes less than the whole, and the kernels of the choice nearly all of it: with so
+    many tokens, the host's millisecond does not count."""
     path = tmp_path / "rows.json"
-    arguments = ["--backend", "triton", "--tokens", "8192", "--seconds", "0.05", "--steps"]
+    arguments = ["--backend", "triton", "--tokens", "32768", "--seconds", "0.05", "--steps"]
     assert bench.main([operator, *arguments, "--output", str(path)]) == 0
     found = {row["change"]: row["ms"] for row in rows_of(path) if row["kernel"] == "triton"}
     whole = found.pop("")

@@ -38,14 +38,17 @@ class Accesses:
 
     Attributes:
         launches, programs: how many.
+        unwatched: launches of TileLang, whose programs nobody sees.
         loads, stores, atomics: elements.
-        widest: elements of the largest tile that one statement loads or stores.
+        widest: elements of the largest tile that one statement loads or stores, or that a kernel of
+            TileLang allocates.
         faults: a sentence for each, twenty at most.
         kernels: their names.
     """
 
     launches: int = 0
     programs: int = 0
+    unwatched: int = 0
     loads: int = 0
     stores: int = 0
     atomics: int = 0

@@ -76,11 +76,13 @@ def contract_report(functions: Callable[[Exercise], Callable | None]) -> tuple[s
     for i, name in enumerate(built, 1):
         lines.append(f"{i}  {name}, as ops.{contract.TWINS[name].operator}")
     lines += ["·  not asked for", *wrong]
-    return "\n".join(lines + _times(built)), not wrong
+    launching = [e.name for _, e in keeping.all_builds() if e.launches and e.name in built]
+    return "\n".join(lines + _times({name: built[name] for name in launching})), not wrong
 
 
 def _times(built: dict[str, Callable]) -> list[str]:
-    """On a GPU, each function's time beside ours, and what is stored of public kernels."""
+    """On a GPU, the time of each function that launches a kernel beside ours, and what is stored of
+    public kernels."""
     import torch
 
     from nsa_tutorial.course import contract

@@ -8,13 +8,15 @@ access stays inside an argument, and if no program loads or stores what another 
 operations may meet atomic operations, and nothing else. The interpreter runs programs one by one
 and cannot show such a race by its results; the addresses show it.
 
-Of TileLang's kernels, which a CPU does not run program by program, it is said where turns of
-`T.Parallel` add to one place.
+TileLang's programs are not watched. Of a kernel of TileLang, its source is read: where turns of
+`T.Parallel` add to one place, and where programs store to a place that does not depend on their
+ids. A source without such lines may race all the same, so nothing is promised of it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -45,9 +47,13 @@ def watching(unset: float | None = None) -> Iterator[Accesses]:
         yield seen
     for kernel in dict.fromkeys(launched):
         seen.launches += launched.count(kernel)
-        seen.kernels.append("kernel")
-        for tile in shared_places(getattr(kernel, "written", None)):
+        seen.unwatched += launched.count(kernel)
+        written = getattr(kernel, "written", None)
+        seen.widest = max(seen.widest, largest_tile(written))
+        for tile in shared_places(written):
             seen.faults.append(f"turns of T.Parallel add to the same places of `{tile}`")
+        for tensor in shared_stores(written):
+            seen.faults.append(f"programs of different ids store to the same places of `{tensor}`")
 
 
 @contextlib.contextmanager
@@ -110,12 +116,12 @@ class Watched:
     Attributes:
         seen: what was watched.
         why_not: why nothing could be watched, if so.
-        is_sound: whether nothing is wrong with it.
+        is_sound: whether all programs were watched, and nothing is wrong with them.
     """
 
     def __init__(self, seen: Accesses, why_not: str = "") -> None:
         self.seen, self.why_not = seen, why_not
-        self.is_sound = bool(seen.launches and not seen.faults)
+        self.is_sound = bool(seen.launches and not seen.faults and not seen.unwatched)
 
     def __repr__(self) -> str:
         seen = self.seen
@@ -127,8 +133,10 @@ class Watched:
             f"{', '.join(dict.fromkeys(seen.kernels))}: {seen.programs} programs; elements loaded "
             f"{seen.loads}, stored {seen.stores}, updated atomically {seen.atomics}"
         ] * bool(seen.programs)
-        if not seen.faults:
-            return "\n".join([*lines, "✓ No program touches what another one stores."])
+        if seen.unwatched:
+            lines.append("○ TileLang: its programs are not watched. Only their source was read.")
+        elif not seen.faults:
+            lines.append("✓ No program touches what another one stores.")
         lines += [f"✗ {fault.partition(': ')[2] or fault}" for fault in seen.faults[:_FEW]]
         more = len(seen.faults) - _FEW
         return "\n".join(lines + [f"✗ and {more} more" for _ in range(more > 0)])
@@ -136,8 +144,8 @@ class Watched:
 
 def watch(launch: Callable, *arguments: object, **options: object) -> Watched:
     """Call a function that launches kernels, and say which of their programs get in each other's
-    way: `watch(column_sums, x)`. Where Triton compiles for a GPU, nobody sees its loads, and the
-    answer says so."""
+    way: `watch(column_sums, x)`. It sees the programs of Triton's interpreter. Where Triton
+    compiles for a GPU, and of TileLang, the answer says that they were not watched."""
     here = environment.detect()
     if here.triton is not None and not here.triton_interpreted:
         return Watched(
@@ -193,3 +201,81 @@ def shared_places(kernel: object) -> list[str]:
 
     tirx.stmt_functor.ir_transform(kernel.body, enter, leave, ["tirx.For", "tirx.BufferStore"])
     return found
+
+
+def largest_tile(kernel: object) -> int:
+    """Elements of the largest tile that a TileLang kernel (`@T.prim_func`) allocates; 0 of None."""
+    if kernel is None:
+        return 0
+    from tvm import tirx
+
+    sizes = [0]
+
+    def see(node: object) -> None:
+        for tile in node.alloc_buffers if isinstance(node, tirx.SBlock) else ():
+            sizes.append(math.prod(int(side) for side in tile.shape))
+
+    tirx.stmt_functor.post_order_visit(kernel.body, see)
+    return max(sizes)
+
+
+def shared_stores(kernel: object) -> list[str]:
+    """The tensors of a TileLang kernel (`@T.prim_func`) that it stores to at places that some id of
+    its programs does not change; none of None. Atomic additions, stores below an `if` and places
+    that are read from memory are left out."""
+    if kernel is None:
+        return []
+    from tvm import tirx
+
+    tensors = list(kernel.buffer_map.values())
+    depends: dict[object, set] = {}  # a variable: the grid's axes that it follows from
+    axes, conditions, found = [], [], []
+
+    def behind(node: object) -> set:
+        """The axes that an expression follows from; all of them where it reads memory."""
+        names: set = set()
+
+        def see(inner: object) -> None:
+            if isinstance(inner, tirx.Var):
+                names.update(depends.get(inner, ()))
+            elif isinstance(inner, tirx.BufferLoad):
+                names.update(axes)
+
+        tirx.stmt_functor.post_order_visit(node, see)
+        return names
+
+    def note(tensor: object, indices: list) -> None:
+        is_argument = any(tensor.same_as(argument) for argument in tensors)
+        if is_argument and not conditions and set(axes) - set().union(*map(behind, indices)):
+            found.append(tensor.name)
+
+    def enter(node: object) -> None:
+        if isinstance(node, tirx.For):
+            thread = "" if node.thread_binding is None else node.thread_binding.thread_tag
+            is_axis = thread.startswith("blockIdx") and not is_one(node.extent)
+            axes.extend([thread] * is_axis)
+            depends[node.loop_var] = {thread} if is_axis else behind(node.min) | behind(node.extent)
+        elif isinstance(node, tirx.Bind):
+            depends[node.var] = behind(node.value)
+        elif isinstance(node, tirx.IfThenElse):
+            conditions.append(node)
+        elif isinstance(node, tirx.BufferStore):
+            note(node.buffer, node.indices)
+        elif is_call(getattr(node, "value", None), "tl.tileop.copy", "tl.tileop.fill"):
+            for region in node.value.args:
+                if is_call(region, "tl.region") and int(region.args[1]) & 2:
+                    note(region.args[0].buffer, region.args[0].indices)
+
+    def leave(node: object) -> None:
+        if isinstance(node, tirx.IfThenElse):
+            conditions.pop()
+
+    def is_one(extent: object) -> bool:
+        return isinstance(extent, tirx.IntImm) and int(extent) == 1
+
+    def is_call(node: object, *names: str) -> bool:
+        return isinstance(node, tirx.Call) and getattr(node.op, "name", None) in names
+
+    kinds = ["For", "Bind", "IfThenElse", "BufferStore", "Evaluate"]
+    tirx.stmt_functor.ir_transform(kernel.body, enter, leave, [f"tirx.{kind}" for kind in kinds])
+    return list(dict.fromkeys(found))

@@ -306,4 +306,27 @@ def test_turns_of_a_parallel_loop_that_share_a_place_are_seen() -> None:
     told = repr(watch(lambda: program(4)(torch.ones(4), y)))
     assert y.item() == 4, "a CPU forgives it"
     assert "✗ turns of T.Parallel add to the same places of `Y`" in told
-    assert watch(lambda: tilelang_double(torch.ones(4))).is_sound
+
+
+@on_a_cpu
+def test_of_tilelang_only_the_source_is_read() -> None:
+    """So that nothing is promised of it, and a place that all programs share is seen."""
+    sound = watch(lambda: tilelang_double(torch.ones(9)))
+    assert "○ TileLang: its programs are not watched." in repr(sound)
+    assert "✗" not in repr(sound)
+    assert not sound.is_sound
+    assert sound.seen.widest == 4
+
+    @tilelang.jit
+    def program(BN):
+        @T.prim_func
+        def kernel(X: T.Tensor([8], "float32"), Y: T.Tensor([8], "float32")):
+            with T.Kernel(2, 3, threads=32) as (block, _turn):
+                x_tile = T.alloc_fragment([BN], "float32")
+                T.copy(X[block * BN : block * BN + BN], x_tile)
+                T.copy(x_tile, Y[block * BN : block * BN + BN])
+
+        return kernel
+
+    told = repr(watch(lambda: program(4)(torch.ones(8), torch.zeros(8))))
+    assert "✗ programs of different ids store to the same places of `Y`" in told

@@ -19,6 +19,7 @@ from nsa_tutorial.course.exercises import Case, Double, Stage
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.room import roomy
 from nsa_tutorial.course.texts import Texts
+from nsa_tutorial.course.watching import watching
 from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.runtime import environment
 
@@ -581,7 +582,7 @@ def _ids(*ids: int) -> Tensor:
 
 
 def pick(bits: Tensor, n: int) -> list[int]:
-    """The n blocks of the largest bits, ascending, then -1; found by counting alone."""
+    """The n blocks of the largest bits, ascending, then -1."""
     low, high = 0, 2**31  # at least n blocks have low or more, unless low is 0; fewer have high
     while high - low > 1:
         middle = (low + high) // 2
@@ -796,34 +797,59 @@ def triton_select_blocks(
     return ids
 
 
+class OutOfBounds(Exception):
+    """A kernel made the right list, and loaded or stored past the end of a tensor on the way."""
+
+
 def _run_select(
     solution: Callable, q: Tensor, k_cmp: Tensor, lse: Tensor, M: int, block_size: int, n: int,
     num_initial: int, num_local: int, scale: float,
 ) -> object:  # fmt: skip
-    """Call it with tensors on this machine's device; large numbers lie around each of them."""
+    """Call it with tensors on this machine's device; large numbers lie around each of them.
+
+    Raises:
+        OutOfBounds: if the list is right, and the kernel left its tensors.
+        TypeError: if the ids are not int32.
+    """
     q, k_cmp, lse = (roomy(x, 1000.0) for x in (q, k_cmp, lse))
-    with warnings.catch_warnings():  # the interpreter's, of powers of what a query does not see
+    given = q, k_cmp, lse, M, block_size, n, num_initial, num_local, scale
+    with warnings.catch_warnings(), watching() as seen:
+        # the interpreter's, of powers of what a query does not see, and of integers that overflow
         warnings.simplefilter("ignore", RuntimeWarning)
-        ids = solution(q, k_cmp, lse, M, block_size, n, num_initial, num_local, scale)
-    return ids.cpu() if isinstance(ids, Tensor) else ids
+        ids = solution(*given)
+    if not isinstance(ids, Tensor):
+        return ids
+    if not ids.is_floating_point() and ids.dtype != torch.int32:
+        dtype = str(ids.dtype).removeprefix("torch.")
+        raise TypeError(f"the ids are {dtype}, and int32 is asked for: in which line is that said?")
+    outside = [fault for fault in seen.faults if "outside" in fault]
+    if outside and torch.equal(ids, triton_select_blocks(*given)):
+        raise OutOfBounds(
+            f"The list is right, but see {outside[0]}. Which mask keeps these places out?"
+        )
+    return ids.cpu()
 
 
 def _select_case(
     name: str, N: int, M: int, *, BS: int = 2, HQ: int = 1, H: int = 1, D: int = 4, n: int = 2,
     num_initial: int = 0, num_local: int = 0, scale: float = 1.0, seed: int = 0,
-    equal: bool = False,
+    equal: bool = False, loud: int | None = None,
 ) -> Case:  # fmt: skip
     """The last `N` queries of `M` positions, blocks of `BS`, and the LSE of what they see.
 
     Args:
         name, N, M, BS, HQ, H, D, n, num_initial, num_local, scale, seed: the case, and its sizes.
         equal: all summaries are the same.
+        loud: the block that takes nearly all the weight of every head.
     """
 
     def arguments() -> tuple:
         q = _random(N, HQ, D, seed=seed)
         k_cmp = _random(M // BS, H, D, seed=seed + 100)
         k_cmp = k_cmp[:1].repeat(M // BS, 1, 1) if equal else k_cmp
+        if loud is not None:
+            k_cmp[loud] = 9 * k_cmp[loud]
+            q = k_cmp[loud].repeat_interleave(HQ // H, 0).expand(N, HQ, D).clone()
         keys = k_cmp.repeat_interleave(HQ // H, 1)
         s = scale * (q[:, :, None] * keys.transpose(0, 1)).sum(-1)  # [N, HQ, blocks]
         num_seen = (torch.arange(M - N, M) + 1) // BS
@@ -835,8 +861,40 @@ def _select_case(
     return Case(name, arguments, lambda: here.why_not("triton", here.device))
 
 
+_COMPARED = """mine, other = score[:, None], score[None, :]
+    is_better = (other > mine) | ((other == mine) & (block[None, :] < block[:, None]))  # [NB, NB]
+    num_better = tl.sum(is_better.to(tl.int32), axis=1)  # [NB]
+    is_taken = is_visible & (num_better < n)"""
+
+
+def _game(
+    ends: str = "0, 2**31 - 1", middle: str = "low + (high - low) // 2", visible: str = ""
+) -> dict[str, str]:
+    """An edit of the solution that plays the game; wrong where one of its lines is.
+
+    Args:
+        ends: where the range begins and ends.
+        middle: what is asked about.
+        visible: what else a taken block has to be.
+    """
+    return {
+        _COMPARED: f"""bits = tl.where(is_visible, score.to(tl.int32, bitcast=True), -1)
+    low, high = {ends}
+    while high - low > 1:
+        middle = {middle}
+        if tl.sum((bits >= middle).to(tl.int32)) >= n:
+            low = middle
+        else:
+            high = middle
+    is_above, is_equal = bits > low, bits == low
+    num_left = n - tl.sum(is_above.to(tl.int32))
+    is_taken = is_above | (is_equal & (tl.cumsum(is_equal.to(tl.int32)) <= num_left))
+    is_taken = is_taken{visible} & (tl.cumsum(is_taken.to(tl.int32)) <= n)"""
+    }
+
+
 _SELECT = TEXTS.exercise(
-    "triton_select_blocks", minutes=25, difficulty=3, solution=triton_select_blocks,
+    "triton_select_blocks", minutes=40, difficulty=3, solution=triton_select_blocks,
     run=_run_select, launches="triton", parts=(select_kernel,),
     forbidden=(
         ("torch.topk", "PyTorch's choice"),
@@ -863,6 +921,8 @@ _SELECT = TEXTS.exercise(
                          seed=5),
             _select_case("three heads, the other four of eight", 1, 16, HQ=3, n=4, scale=2.0,
                          seed=36),
+            _select_case("twelve heads, whose best three of four score more than 2", 1, 8, HQ=12,
+                         scale=0.6, seed=69),
         )),
         Stage("KV heads", (
             _select_case("two heads on two KV heads", 1, 8, HQ=2, H=2, seed=4),
@@ -877,6 +937,11 @@ _SELECT = TEXTS.exercise(
             _select_case("the own block", 2, 8, num_local=1, seed=8),
             _select_case("the first block, and two local ones", 5, 13, HQ=2, n=4, num_initial=1,
                          num_local=2, seed=9),
+            _select_case("an own block that has no summary", 1, 9, num_local=2, seed=11),
+            _select_case("more forced blocks than places", 3, 12, num_initial=1, num_local=2,
+                         seed=12),
+            _select_case("a loud block between two forced ones", 1, 16, HQ=4, num_initial=1,
+                         num_local=1, loud=3, seed=13),
         )),
         Stage("ties", (
             _select_case("four equal blocks, two places", 1, 8, equal=True),
@@ -885,6 +950,27 @@ _SELECT = TEXTS.exercise(
         )),
     ),
     misconceptions=diffs(triton_select_blocks, [
+        ("num_better < n)", "block < n)", "no scores yet",
+         "Your list is 0, 1, 2 and so on, whatever the keys say. Which tile of `K` and which row "
+         "of `Q` make the scores?"),
+        ("place = tl.cumsum(is_taken.to(tl.int32)) - 1",
+         "place = tl.cumsum(is_taken.to(tl.int32))", "a slot that counts its own block",
+         "`tl.cumsum` counts a block itself, too. How many taken blocks stand *before* the first "
+         "one?"),
+        ("torch.full((N, H, n), -1, dtype", "torch.empty((N, H, n), dtype",
+         "a result that nobody has filled",
+         "`torch.empty` holds whatever was in memory. What should stand in a place that no block "
+         "takes?"),
+        (_game("0, 2**31"), "-1 read as the largest number",
+         "In Triton, `2**31` does not fit int32, so `high` and `middle` become uint32. What is -1 "
+         "as a number without a sign? `2**31 - 1` fits."),
+        (_game("0, 2**31", visible=" & is_visible"), "-1 read as the largest number"),
+        (_game(middle="(low + high) // 2"), "a middle that overflows int32",
+         "`low + high` can be larger than `2**31 - 1`, and is then negative. How else do you find "
+         "the middle of two ends?"),
+        (_game("0, 2**30"), "a range that ends too low",
+         "`2**30` are the bits of 2.0, and a group's score can be larger. Where must `high` begin, "
+         "so that none reaches it?"),
         ("(N, H, n), -1,", "(N, H, n), 0,", "zeros in the empty places",
          "0 is the id of a block. What marks a place that no block takes?"),
         ("place = tl.cumsum(is_taken.to(tl.int32)) - 1", "place = num_better",
@@ -906,6 +992,14 @@ _SELECT = TEXTS.exercise(
          "A query with fewer visible blocks than places has empty places. What stands there?"),
         ("(row * H + head) * G + g", "(row * H + head) * G", "taking one head of the group",
          "The list is for all heads of the group. Which line tells head `g` from head 0?"),
+        ("tl.load(LSE + q_head)", "tl.load(LSE + head * G + g)", "the LSE of query 0 for all",
+         "Each query has a row of `lse`, `[N, HQ]`. How far behind `LSE` does the one of query "
+         "`row` begin?"),
+        ("score += tl.exp(s - tl.load(LSE + q_head))",
+         "score = tl.maximum(score, tl.exp(s - tl.load(LSE + q_head)))",
+         "the largest weight in place of the sum",
+         "A block's score is the sum over the heads. What do the heads add that are not the "
+         "largest?"),
         ("tl.exp(s - tl.load(LSE + q_head))", "tl.exp(s) / tl.load(LSE + q_head)",
          "dividing by the LSE",
          "`lse` is the *logarithm* of the row's sum. What does a division become in the exponent?"),
@@ -953,6 +1047,13 @@ _SELECT = TEXTS.exercise(
         ("block <= own", "block < own", "leaving the own block out",
          "A query may take its own block, too. Which comparison lets that block in?"),
         ("block <= own", "block < num_seen", "leaving the own block out"),
+        ("triton.next_power_of_2(triton.cdiv(M, block_size))",
+         "triton.next_power_of_2(k_cmp.shape[0])", "a tile without a place for the own block",
+         "The own block may lie behind all of `k_cmp`: its summary has not ended. How many blocks "
+         "do `M` positions have?"),
+        ('float("inf")', "2.0", "a forced block that can lose",
+         "A block's score is a sum over the group, and four heads can give it 4. Which score does "
+         "no sum reach?"),
         ("(block < num_initial) | ", "", "forcing no initial block",
          "Which blocks does `num_initial` name?"),
         (" | (block > own - num_local)", "", "forcing no local block",

@@ -704,6 +704,7 @@ def selected_kernel(G, D, DV, BS):
             k_tile = T.alloc_shared([BS, D], "float32")
             v_tile = T.alloc_shared([BS, DV], "float32")
             acc_s = T.alloc_fragment([G, BS], "float32")
+            acc_s_cast = T.alloc_shared([G, BS], "float32")
             acc_o = T.alloc_fragment([G, DV], "float32")
             scores_max = T.alloc_fragment([G], "float32")
             scores_max_prev = T.alloc_fragment([G], "float32")
@@ -755,7 +756,8 @@ def selected_kernel(G, D, DV, BS):
                     T.copy(V[start : start + BS, head, 0:DV], v_tile)
 
                     # -- accumulate --
-                    T.gemm(acc_s, v_tile, acc_o)
+                    T.copy(acc_s, acc_s_cast)
+                    T.gemm(acc_s_cast, v_tile, acc_o)
 
             # -- normalise and store --
             for g, d in T.Parallel(G, DV):
