@@ -54,6 +54,7 @@ SHARED = {"separate_keys": False, "compression": "mean", "rotary_base": None}
 COMPILED = {"value_width": 16, "block_size": 16, "window_size": 7, "length": 8, "stride": 4}
 
 
+@pytest.mark.exhaustive
 @places
 def test_one_graph_on_each_backend(backend: str, device: str) -> None:
     skip_unless_runs(backend, device)

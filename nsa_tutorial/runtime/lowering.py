@@ -60,10 +60,26 @@ def stages(
         BackendUnavailable: one sentence, where Triton is not installed.
         RuntimeError: with the compiler's last words.
     """
+    return all_stages([request(kernel, constants, types, aligned=aligned, arch=arch, **options)])[0]
+
+
+def request(
+    kernel: str, constants: Mapping[str, object], types: Mapping[str, str], *,
+    aligned: Sequence[str] = (), arch: str = "sm_90", **options: int,
+) -> tuple:  # fmt: skip
+    """What `stages` is asked for, to be handed to `all_stages`."""
+    return kernel, dict(constants), dict(types), list(aligned), arch, options
+
+
+def all_stages(requests: Sequence[tuple]) -> list[dict[str, str]]:
+    """`stages` of several kernels, in one process: most of the time of one goes into its imports.
+
+    Raises:
+        BackendUnavailable, RuntimeError: as `stages`.
+    """
     environment.require("triton", environment.detect().device)
-    request = [kernel, dict(constants), dict(types), list(aligned), arch, options]
     finished = subprocess.run(
-        [sys.executable, "-m", "nsa_tutorial.runtime.lowering", json.dumps(request)],
+        [sys.executable, "-m", "nsa_tutorial.runtime.lowering", json.dumps(requests)],
         # without line information: it holds the checkout's path, and is longer where that is longer
         env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_DISABLE_LINE_INFO": "1"},
         capture_output=True,
@@ -71,8 +87,9 @@ def stages(
         check=False,
     )
     if finished.returncode:
+        asked = ", ".join(sorted({f"{name} for {arch}" for name, _, _, _, arch, _ in requests}))
         last_words = finished.stderr.strip()[-2000:]
-        raise RuntimeError(f"triton could not compile the kernel for {arch}:\n{last_words}")
+        raise RuntimeError(f"triton could not compile {asked}:\n{last_words}")
     return json.loads(finished.stdout)
 
 
@@ -100,4 +117,4 @@ def _compile(
 
 
 if __name__ == "__main__":
-    json.dump(_compile(*json.loads(sys.argv[1])), sys.stdout)
+    json.dump([_compile(*asked) for asked in json.loads(sys.argv[1])], sys.stdout)

@@ -43,6 +43,7 @@ def probed(change: str, device: str) -> tuple[Problem, Tensor, Tensor]:
     return call, (times * is_seen[:, None]).double(), o[0].double()
 
 
+@pytest.mark.exhaustive
 @devices
 def test_every_visible_key_is_loaded_and_multiplied(device: str) -> None:
     skip_unless_runs("tilelang", device)

@@ -197,13 +197,8 @@ def test_what_the_browser_ran_has_no_stderr(lab: Lab, notebook: str) -> None:
     assert not [o for c in cells for o in c["outputs"] if o.get("name") == "stderr"]
 
 
-@pytest.mark.parametrize(
-    "notebook",
-    [
-        pytest.param("02_grouped_query_attention.ipynb", marks=exhaustive),
-        pytest.param("08_native_sparse_attention.ipynb", marks=exhaustive),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("notebook", ["08_native_sparse_attention.ipynb"])
 def test_opening_a_chapter_changes_nothing(lab: Lab, notebook: str) -> None:
     """What JupyterLab saves is what is stored, to the byte, but for the number of another
     Python."""

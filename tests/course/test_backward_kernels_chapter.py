@@ -182,12 +182,14 @@ def half_done(*given):
     return solutions.triton_selected_backward(*given)[0], None, None
 
 
+@pytest.mark.exhaustive
 @needs_triton
 def test_d_q_alone_holds_four_stages() -> None:
     verdict = judge(KNOWN["triton_selected_backward"], half_done)
     assert (verdict.outcome, verdict.held) == ("wrong", 4)
 
 
+@pytest.mark.exhaustive
 @needs_triton
 def test_atomic_adds_hold_all_stages_but_the_last() -> None:
     """Their sums follow the order of the programs."""

@@ -325,6 +325,7 @@ def test_nbval_compares_sanitises_and_leaves_out(tmp_path: Path) -> None:
     assert re.findall(r"^FAILED chapter\.ipynb::.*Cell (\d)", said, re.M) == ["4"]
 
 
+@pytest.mark.exhaustive
 def test_nbval_compares_stored_measurements_whatever_the_tags_say(tmp_path: Path) -> None:
     """Their times, too; but not what the course says of a reader's answer."""
     measured = "file = 'triton_forward_h200.json'; print({!r})"

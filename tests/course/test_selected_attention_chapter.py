@@ -765,6 +765,7 @@ SUMS = {
 }
 
 
+@pytest.mark.exhaustive
 @needs_triton
 @pytest.mark.parametrize(("line", "named"), SUMS.values(), ids=SUMS)
 def test_a_half_mended_kernel_is_named(line, named):

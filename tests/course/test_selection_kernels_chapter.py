@@ -924,6 +924,7 @@ def test_a_selecting_kernel_is_free_in_form(kernel: object, held: int) -> None:
         assert verdict.misconceptions == ("taking one head of the group",)
 
 
+@pytest.mark.exhaustive
 def test_the_selecting_kernel_compiles_for_a_gpu() -> None:
     """For a Hopper GPU, with sizes of the package's."""
     if environment.detect().triton is None:

@@ -477,6 +477,7 @@ FILLED_WRONGLY = [
 ]
 
 
+@pytest.mark.exhaustive
 @needs_tilelang
 @pytest.mark.parametrize(
     ("gap", "typed", "mistake"),
@@ -996,6 +997,7 @@ def one_too_many(query: object, key: object, num_keys: object, causal: bool) -> 
     return key <= num_keys and (query >= key or not causal)
 
 
+@pytest.mark.exhaustive
 @needs_tilelang
 @pytest.mark.parametrize(
     ("typed", "is_right"), [(with_and, True), (with_if, True), (one_too_many, False)]

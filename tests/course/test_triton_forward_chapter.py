@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import places
 import pytest
 import torch
 from selection import Problem
@@ -305,9 +306,13 @@ def test_only_descriptors_use_the_memory_accelerator() -> None:
 
 @pytest.mark.exhaustive
 @needs_triton
-@pytest.mark.parametrize("kernel", [pictures.KERNEL, pictures.DESCRIPTOR_KERNEL])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    ("arch", "dtype", "kernel"),
+    places.pairwise(
+        ("sm_80", "sm_90", "sm_100"), ("float16", "bfloat16", "float32"),
+        (pictures.KERNEL, pictures.DESCRIPTOR_KERNEL),
+    ),
+)  # fmt: skip
 def test_both_kernels_compile(arch: str, dtype: str, kernel: str) -> None:
     ptx = lowered.triton_stages(arch, dtype, kernel=kernel)["ptx"]
     assert f".target {arch}" in ptx
@@ -587,6 +592,7 @@ def test_a_kernel_of_another_form_holds_all_stages() -> None:
     assert verdict.lead == "All 9 stages hold.", verdict.text
 
 
+@pytest.mark.exhaustive
 @needs_triton
 def test_the_output_alone_holds_all_stages_but_lse() -> None:
     verdict = judge(EXERCISES[BUILD], lambda *given: solution(BUILD)(*given)[0])
@@ -644,6 +650,7 @@ BY_LUCK = {
 }  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @needs_triton
 @pytest.mark.parametrize(("edits", "stage", "mistake"), BY_LUCK.values(), ids=BY_LUCK)
 def test_numbers_that_are_right_by_luck_are_no_answer(

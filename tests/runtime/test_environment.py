@@ -231,8 +231,9 @@ def code_of(chapter: str) -> str:
     return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
 
 
-# for a kernel
+# for a kernel; 02 to 07 do so as 01 and 08 do, in one cell
 ASKING = [c for c in CHAPTERS if re.search("triton|tilelang|lowered|backend", code_of(c))]
+RUN = [c for c in ASKING if not "02" <= c[:2] <= "07"]
 
 
 @pytest.fixture(scope="module")
@@ -253,12 +254,12 @@ for cell in nb.cells:
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 4)) as pool:
         yield {
             name: pool.submit(run, code, name, OMP_NUM_THREADS="1", **without_kernel_packages)
-            for name in ASKING
+            for name in RUN
         }
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("chapter", ASKING)
+@pytest.mark.parametrize("chapter", RUN)
 def test_chapters_without_kernel_packages(
     chapter: str, printed_without_kernel_packages: dict[str, Future[str]]
 ) -> None:

@@ -49,7 +49,7 @@ def test_triton_becomes_ptx() -> None:
 @pytest.mark.exhaustive
 @needs_triton
 def test_a_failing_compilation_says_so() -> None:
-    with pytest.raises(RuntimeError, match="triton could not compile the kernel for sm_90"):
+    with pytest.raises(RuntimeError, match=r"triton could not compile .* for sm_90"):
         lowering.stages(COPY, {"BN": 1024}, {"X": "*fp16", "Y": "a pointer"})
 
 

@@ -185,9 +185,16 @@ def test_error_budget(make: Make, dtype: torch.dtype, backend: str, device: str)
 
 LISTS = {name: make for name, make in CASES.items() if "window" not in name}
 IN_EACH_ORDER = {"tiles": ["own block, counts"], "blocks": ["packed"]}
+# each case in one of the orders, and what they differ in most in both
+EITHER = {
+    "tiles": [*list(LISTS)[::2], "packed", "group of 16", "many queries of one block"],
+    "blocks": [*list(LISTS)[1::2], "group of one", "not causal", "decoding"],
+}
 
 
-@product("make", LISTS, ["tiles", "blocks"], {torch.float32: LISTS}, slow=IN_EACH_ORDER)
+@product(
+    "make", LISTS, ["tiles", "blocks"], {torch.float32: LISTS}, slow=IN_EACH_ORDER, rest=EITHER
+)
 def test_error_budget_in_each_order(
     make: Make, dtype: torch.dtype, backend: str, device: str
 ) -> None:

@@ -696,11 +696,14 @@ def instructions() -> dict[str, dict[str, int]]:
         "tensor cores": r"wgmma\.mma_async",
         "copies ahead": r"cp\.async\.c[ag]",
     }
-    found = {}
-    for name, (kernel, constants, options) in asked.items():
-        ptx = lowering.stages(_KERNELS + kernel, constants, types, aligned=["K"], **options)["ptx"]
-        found[name] = {told: len(re.findall(text, ptx)) for told, text in patterns.items()}
-    return found
+    requests = [
+        lowering.request(_KERNELS + kernel, constants, types, aligned=["K"], **options)
+        for kernel, constants, options in asked.values()
+    ]
+    return {
+        name: {told: len(re.findall(text, stages["ptx"])) for told, text in patterns.items()}
+        for name, stages in zip(asked, lowering.all_stages(requests), strict=True)
+    }
 
 
 def instructions_table() -> list[str]:

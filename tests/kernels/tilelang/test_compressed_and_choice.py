@@ -6,11 +6,12 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import replace
+from itertools import cycle, product
 
 import pytest
 import torch
 from branches import Shape
-from places import pairwise, places_of, skip_unless_runs
+from places import places_of, skip_unless_runs
 from torch import Tensor
 
 from nsa_tutorial.kernels.tables import cells as score_cells
@@ -93,15 +94,22 @@ def test_a_warp_group_loads_by_tma(name: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("name", "shape", "gpu"),
-    pairwise(
-        ("attend", "score", "score, a summary at a time", "dq", "dkv"),
-        tuple(SHAPES),
-        (("sm_90", "float16"), ("sm_90", "float32"), ("sm_80", "bfloat16")),
-    ),
+    ("name", "gpu", "shape"),
+    # each kernel on each GPU, and every shape twice
+    [
+        (*row, shape)
+        for row, shape in zip(
+            product(
+                ("attend", "score", "score, a summary at a time", "dq", "dkv"),
+                (("sm_90", "float16"), ("sm_90", "float32"), ("sm_80", "bfloat16")),
+            ),
+            cycle(SHAPES),
+            strict=False,
+        )
+    ],
     ids=str,
 )
-def test_every_shape_lowers(name: str, shape: str, gpu: tuple[str, str]) -> None:
+def test_every_shape_lowers(name: str, gpu: tuple[str, str], shape: str) -> None:
     arch, dtype = gpu
     source = cuda(name, SHAPES[shape], dtype, arch)
     on_tensor_cores = "mma" in source.replace("wgmma_fence", "")

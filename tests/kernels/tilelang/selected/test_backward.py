@@ -189,6 +189,7 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward_tables, "CHUNK_ROWS", {2: 6, 4: 6})
 
 
+@pytest.mark.exhaustive
 @places
 @pytest.mark.usefixtures("short_chunks")
 @pytest.mark.parametrize(

@@ -57,9 +57,8 @@ SHAPES = {  # H, G, D, DV, BS
         pytest.param(
             arch, name_of(dtype), shape, is_window,
             id=f"{arch}-{name_of(dtype)}-{name}{'-window' * is_window}",
-            marks=[] if (arch, dtype, name) in quick and not is_window else pytest.mark.exhaustive,
+            marks=pytest.mark.exhaustive,
         )
-        for quick in [{("sm_90", HALF, "shown")}]
         for arch, dtype, name, is_window in (
             *(("sm_90", HALF, "shown", is_window) for is_window in (False, True)),
             *pairwise(
