@@ -894,7 +894,7 @@ def _game(
 
 
 _SELECT = TEXTS.exercise(
-    "triton_select_blocks", minutes=40, difficulty=3, solution=triton_select_blocks,
+    "triton_select_blocks", minutes=35, difficulty=3, solution=triton_select_blocks,
     run=_run_select, launches="triton", parts=(select_kernel,),
     forbidden=(
         ("torch.topk", "PyTorch's choice"),
@@ -938,7 +938,7 @@ _SELECT = TEXTS.exercise(
             _select_case("the first block, and two local ones", 5, 13, HQ=2, n=4, num_initial=1,
                          num_local=2, seed=9),
             _select_case("an own block that has no summary", 1, 9, num_local=2, seed=11),
-            _select_case("more forced blocks than places", 3, 12, num_initial=1, num_local=2,
+            _select_case("as many forced blocks as places", 3, 12, num_initial=1, num_local=1,
                          seed=12),
             _select_case("a loud block between two forced ones", 1, 16, HQ=4, num_initial=1,
                          num_local=1, loud=3, seed=13),
