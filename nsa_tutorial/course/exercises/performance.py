@@ -546,6 +546,7 @@ class _Machine:
         odd: by how many times a call is slower, by its number among those of the same function.
         has_cache: a call takes half its time where no `flush` came since the call before.
         drift: the part by which each call is slower than the one before it.
+        ours, theirs: what a call of each takes, in ms.
     """
 
     is_queued: bool = True
@@ -553,6 +554,8 @@ class _Machine:
     odd: Mapping[int, float] = field(default_factory=dict)
     has_cache: bool = False
     drift: float = 0.0
+    ours: float = 2.0
+    theirs: float = 3.0
     now: float = 0.0  # ms
     busy_until: float = 0.0
     calls: int = 0
@@ -591,9 +594,10 @@ class _Machine:
 
 
 def _run_pairs(solution: Callable, machine: _Machine, runs: int) -> object:
-    """Time two kernels of 2 and 3 ms on a machine; of one that drifts, only the ratio is told."""
+    """Time two kernels on a machine; of one that drifts, only the ratio is told."""
     own = replace(machine)
-    found = solution(own.kernel(2.0), own.kernel(3.0), own.flush, own.wait, own.clock, runs)
+    kernels = own.kernel(own.ours), own.kernel(own.theirs)
+    found = solution(*kernels, own.flush, own.wait, own.clock, runs)
     if not machine.drift or not isinstance(found, Sequence) or len(found) != 2:
         return found
     return "theirs / ours", found[1] / found[0]
@@ -605,17 +609,19 @@ _PAIRS = TEXTS.exercise(
     stages=(
         Stage("a time", (Case("calls of 2 and 3 ms that return when they are done",
                               lambda: (_Machine(is_queued=False), 1)),)),
-        Stage("a queue", (Case("a launch returns at once", lambda: (_Machine(), 1)),)),
+        Stage("a queue", (Case("a launch returns at once; calls of 4 and 1 ms",
+                               lambda: (_Machine(ours=4.0, theirs=1.0), 1)),)),
         Stage("the first call", (Case("the first call of each takes 500 ms more",
-                                      lambda: (_Machine(first=500.0), 1)),)),
-        Stage("one slow run", (Case("five runs, of which one is 10 times as slow",
-                                    lambda: (_Machine(first=500.0, odd={4: 10.0}), 5)),
-                               Case("five runs, one slow and one fast",
-                                    lambda: (_Machine(first=500.0, odd={3: 10.0, 5: 0.5}), 5)))),
+                                      lambda: (_Machine(first=500.0, ours=6.0), 1)),)),
+        Stage("one slow run", (Case("five runs, of which the first is 10 times as slow",
+                                    lambda: (_Machine(first=500.0, odd={2: 10.0}), 5)),
+                               Case("five runs, one slow and one fast; calls of 5 and 4 ms",
+                                    lambda: (_Machine(first=500.0, odd={4: 10.0, 5: 0.5},
+                                                      ours=5.0, theirs=4.0), 5)))),
         Stage("a cold cache", (Case("what is in the cache takes half the time",
                                     lambda: (_Machine(first=500.0, has_cache=True), 3)),)),
         Stage("side by side", (Case("each call is 1 % slower than the one before it",
-                                    lambda: (_Machine(first=500.0, drift=0.01), 31)),)),
+                                    lambda: (_Machine(first=500.0, drift=0.01, theirs=7.0), 31)),)),
     ),
     misconceptions=diffs(time_in_pairs, [
         ("return 1e3 * (clock() - start)", "return clock() - start", "seconds in place of ms",
@@ -648,6 +654,11 @@ _PAIRS = TEXTS.exercise(
          "The median is the middle of the *sorted* times."),
         ("        flush()\n", "", "a warm cache",
          "The second call finds its input where the first one left it. What empties the cache?"),
+        ({"        flush()\n        wait()\n": "        wait()\n",
+          "pairs = [(ms(ours), ms(theirs)) for _ in range(runs + 1)]":
+          "pairs = [(flush() or ms(ours), ms(theirs)) for _ in range(runs + 1)]"},
+         "one flush for a pair",
+         "The first of a pair starts with an empty cache. What does the second one find there?"),
         ({"pairs = [(ms(ours), ms(theirs)) for _ in range(runs + 1)]":
           "pairs = [*zip([ms(ours) for _ in range(runs + 1)], "
           "[ms(theirs) for _ in range(runs + 1)])]"}, "all runs of one, then all of the other",
