@@ -75,7 +75,8 @@ def compile_for_cpu(
     time.
 
     `out_idx` says which arguments are results, which TileLang allocates, as for `tilelang.compile`.
-        Vectorised code is switched off because TileLang's C has no fp16 vectors; `-O2` because the
+    What was compiled keeps the kernel as `written`.
+    Vectorised code is switched off because TileLang's C has no fp16 vectors; `-O2` because the
     default is unoptimised, and `-O3` takes g++ longer than it saves a small kernel.
     """
     with compile_pass_instrumentation(tools=[_Shorter()]):
@@ -88,6 +89,7 @@ def compile_for_cpu(
             compile_flags=["-O2", *compiled_header.flags("-O2")],
         )
     _tidy_up(compiled.adapter.srcpath, compiled.adapter.libpath)
+    compiled.written = kernel
     return compiled
 
 

@@ -630,7 +630,11 @@ def test_each_mistake_in_what_is_built_is_named_as_itself() -> None:
         ({"is_seen = start + j <= position": "is_seen = start + j < M"},
          "giving weight to keys of the future"),
         ({"clear=False": "clear=True"}, "taking the maximum of this block alone"),
-        ({"T.clear(acc_s)": "pass"}, "a tile of scores that is not cleared"),
+        *(({line: "pass"}, "a tile that is not set before it is read") for line in (
+            "T.clear(acc_s)", "T.clear(acc_o)", "T.clear(running_sum)",
+            'T.fill(scores_max, -T.infinity("float32"))')),
+        ({'T.fill(scores_max, -T.infinity("float32"))': "T.clear(scores_max)"},
+         "a maximum that begins at 0"),
         ({"acc_o[g, d] *= scores_scale[g]": "acc_o[g, d] *= 1"}, "an output that is not rescaled"),
         ({"position = M - N + t": "position = t"}, "taking the queries for the first positions"),
         ({"Lists[t, head, slot]": "Lists[t, 0, slot]"}, "one list for all KV heads"),
@@ -643,6 +647,17 @@ def test_each_mistake_in_what_is_built_is_named_as_itself() -> None:
 def test_a_mistake_in_the_kernel_is_that_of_its_twin(edits: dict[str, str], mistake: str) -> None:
     wrong = Edited(BUILT.solution, edits, parts=BUILT.parts)
     assert judge(BUILT, wrong).misconceptions == (mistake,)
+
+
+@needs_tilelang
+def test_a_sum_that_races_holds_no_stage() -> None:
+    """On a CPU its numbers are right."""
+    line = "T.reduce_sum(acc_s, scores_sum, dim=1)"
+    clear, turn = "for g in T.Parallel(G): scores_sum[g] = 0", "for g, j in T.Parallel(G, BS): "
+    racing = f"{clear}\n                    {turn}scores_sum[g] += acc_s[g, j]"
+    verdict = judge(BUILT, Edited(BUILT.solution, {line: racing}, parts=BUILT.parts))
+    assert verdict.held == 0
+    assert "turns of T.Parallel add to the same places of `scores_sum`" in verdict.text
 
 
 @needs_tilelang

@@ -21,6 +21,7 @@ from nsa_tutorial.course.diffs import Edited, Switches, diffs
 from nsa_tutorial.course.exercises import Case, Double, Stage
 from nsa_tutorial.course.languages import T
 from nsa_tutorial.course.texts import Texts
+from nsa_tutorial.course.watching import watching
 from nsa_tutorial.runtime import environment
 
 if environment.detect().tilelang is not None:
@@ -824,14 +825,27 @@ def _rows(x: Tensor, start: int, count: int) -> Tensor:
     return torch.where(is_there[:, None], x[index.clamp(0, len(x) - 1)], 0)
 
 
+class SharedPlace(Exception):
+    """Threads or programs of a kernel write to one place, and on a GPU they do so at once."""
+
+
 def _run_built(
     attempt: Callable, q: Tensor, k: Tensor, v: Tensor, ids: Tensor, block_size: int, scale: float,
     asks_lse: bool,
 ) -> object:  # fmt: skip
     """What an attempt makes of a case: both results, or the first one while `lse` is not asked
-    for."""
-    with _explained(), _unset_is_nan():
+    for.
+
+    Raises:
+        SharedPlace: if the kernel races.
+    """
+    with _explained(), _unset_is_nan(), watching() as seen:
         result = attempt(q, k, v, ids, block_size, scale)
+    if seen.faults:
+        raise SharedPlace(
+            f"{seen.faults[0]}. A CPU runs them one after the other, a GPU at the same time. "
+            "`T.reduce_sum` and `T.reduce_max` add up without a race."
+        )
     return result[0] if isinstance(result, tuple) and result and not asks_lse else result
 
 
@@ -906,6 +920,8 @@ _BUILT = TEXTS.exercise(
                         scores=[0, 1, 1, 0, 100, 101, 101, 100, 200, 201, 201, 200]),
             _built_case("each block 100 below the one before", 12, _each([2, 1, 0]),
                         scores=[0, 1, 1, 0, 100, 101, 101, 100, 200, 201, 201, 200]),
+            _built_case("all scores 200 below 0", 12, _each([0, 2, 1]),
+                        scores=[-200, -201, -202, -200, -201, -199, -200, -203, *[-200] * 4]),
         )),
         Stage("KV heads", (
             _built_case("two KV heads with lists of their own", 12, [[[0, 1, 2], [2, 2, 1]]]),
@@ -918,6 +934,8 @@ _BUILT = TEXTS.exercise(
         Stage("the future", (
             _built_case("three queries and three keys", 3, [[[0], [0]]] * 3),
             _built_case("the last three of six positions", 6, _TWO_HEADS),
+            _built_case("a key of the future, 200 above the others", 6, _each([1, 0], [0, 1]),
+                        scores=[0, 1, 0, 1, 0, 200]),
         )),
         Stage("nothing seen", (
             _built_case("queries whose slots are all empty", 6, _NOTHING_SEEN),
@@ -940,9 +958,9 @@ _BUILT = TEXTS.exercise(
         ("int(ids[t, head, slot])", "slot", "taking the slot for the block",
          "The slot says where in the list to look. What stands there?"),
         ("acc_s = q[t, group]", "acc_s = acc_s + q[t, group]",
-         "a tile of scores that is not cleared",
-         "`T.gemm` adds to its third argument. What does `acc_s` hold when the first block comes, "
-         "and when the second?"),
+         "a tile that is not set before it is read",
+         "A new tile holds anything. `T.gemm` adds to its third argument, and `clear=False` keeps "
+         "what was there. Where do you set `acc_s`, `acc_o`, `running_sum` and `scores_max`?"),
         ("torch.maximum(scores_max_prev, acc_s.amax(1))", "acc_s.amax(1)",
          "taking the maximum of this block alone",
          "`T.reduce_max` clears the fragment unless you say `clear=False`. If this block lies 100 "
@@ -950,6 +968,15 @@ _BUILT = TEXTS.exercise(
         ("torch.maximum(scores_max_prev, acc_s.amax(1))", "torch.zeros(G)",
          "powers of e that no maximum holds down",
          "e^200 is more than fp32 can hold. From what are the scores of a row measured?"),
+        ("scores_max = q.new_full([G], -math.inf)", "scores_max = q.new_zeros(G)",
+         "a maximum that begins at 0",
+         "If all scores are -200, the largest is -200. What does your maximum begin with?"),
+        ({"acc_s = torch.where(is_seen, acc_s * scale, -math.inf)": "acc_s = acc_s * scale",
+          "acc_s = torch.exp(acc_s - scores_max[:, None])":
+          "acc_s = torch.where(is_seen, torch.exp(acc_s - scores_max[:, None]), 0)"},
+         "masking the weights in place of the scores",
+         "A hidden key has no weight, but its score still counts for the maximum. If it lies 200 "
+         "above the others, what is left of their weights?"),
         ("running_sum * scores_scale", "running_sum", "a sum of weights that is not rescaled",
          "What was added before was measured from the old maximum. What brings it to the new one?"),
         ("acc_o * scores_scale[:, None]", "acc_o", "an output that is not rescaled",
