@@ -6,6 +6,7 @@ brings no browser of its own. Tests that import this module are skipped without 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -184,6 +185,24 @@ class Lab:
 
         self.wait(is_done, f"{notebook} to run to its last cell")
         return page
+
+    def save(self, page, notebook: str) -> str:
+        """Save a notebook by the keyboard; what stands in its file then, once all of it is
+        written."""
+        path = self.folder / notebook
+        before = path.stat().st_mtime_ns
+        page.bring_to_front()
+        page.keyboard.press("Escape")
+        page.keyboard.press("Control+s")
+
+        def is_written() -> bool:
+            with contextlib.suppress(json.JSONDecodeError):  # until then, half of it stands there
+                json.loads(path.read_text(encoding="utf-8"))
+                return path.stat().st_mtime_ns > before
+            return False
+
+        self.wait(is_written, f"{notebook} to be saved")
+        return path.read_text(encoding="utf-8")
 
     def scroll_to(self, page, target) -> None:
         """JupyterLab draws cells as they come into view: walk down until one holds `target`."""

@@ -186,13 +186,8 @@ def test_chapter_11_stepper(lab: Lab, tmp_path: Path) -> None:
 def test_what_the_browser_ran_has_no_stderr(lab: Lab, notebook: str) -> None:
     """What JupyterLab saves after a run, read back: every cell ran and none wrote to stderr."""
     page = next((p for p in lab.browser.pages if notebook in p.url), None) or lab.run_all(notebook)
-    path = lab.folder / notebook
-    before = path.stat().st_mtime_ns
-    page.bring_to_front()
-    page.keyboard.press("Escape")
-    page.keyboard.press("Control+s")
-    lab.wait(lambda: path.stat().st_mtime_ns > before, "the notebook to be saved")
-    cells = [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+    cells = json.loads(lab.save(page, notebook))["cells"]
+    cells = [c for c in cells if c["cell_type"] == "code"]
     assert all(c["execution_count"] for c in cells)
     assert not [o for c in cells for o in c["outputs"] if o.get("name") == "stderr"]
 
@@ -202,18 +197,12 @@ def test_what_the_browser_ran_has_no_stderr(lab: Lab, notebook: str) -> None:
 def test_opening_a_chapter_changes_nothing(lab: Lab, notebook: str) -> None:
     """What JupyterLab saves is what is stored, to the byte, but for the number of another
     Python."""
-    path = lab.folder / notebook
-    stored, before = (NOTEBOOKS / notebook).read_text(encoding="utf-8"), path.stat().st_mtime_ns
+    stored = (NOTEBOOKS / notebook).read_text(encoding="utf-8")
     page = lab.open(notebook)
     time.sleep(2)  # it then tells JupyterLab of itself
-    page.keyboard.press("Escape")
-    page.keyboard.press("Control+s")
-    lab.wait(lambda: path.stat().st_mtime_ns > before, "the notebook to be saved")
-    lab.wait(lambda: path.stat().st_size >= len(stored) // 2, "all of it to be written")
-    time.sleep(0.5)
+    saved = lab.save(page, notebook)
     here, there = (
         platform.python_version(),
         json.loads(stored)["metadata"]["language_info"]["version"],
     )
-    saved = path.read_text(encoding="utf-8")
     assert saved.replace(f'"version": "{here}"', f'"version": "{there}"') == stored

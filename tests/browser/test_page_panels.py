@@ -199,8 +199,8 @@ def test_controls_bound_each_other_and_say_so(lab: Lab) -> None:
 
 def test_a_key_moves_the_picture_in_time(lab: Lab, capsys: pytest.CaptureFixture) -> None:
     """Alone, each median lies under the budget. Other tests run on the same machine, so twice the
-    budget is allowed here, and the fastest of a slider's answers is judged: a slow panel has no
-    fast answer."""
+    budget is allowed here, the fastest of a slider's answers is judged, and a slider that is late
+    is asked again when the others have answered: a slow panel has no fast answer."""
     late = {}
     with page_with(lab, PANELS) as page:
         for number, name in enumerate(PANELS):
@@ -216,8 +216,16 @@ def test_a_key_moves_the_picture_in_time(lab: Lab, capsys: pytest.CaptureFixture
                         f"\n{name:42}{label:36}{median:6.0f} ms, at most {max(times):.0f}", end=""
                     )
                 if min(times) > 2 * KEY_TO_PICTURE_MS:
-                    late[name, label] = times
-    assert not late
+                    late[name, label] = panel, handle, times
+        for _ in range(10):
+            for panel, handle, times in late.values():
+                panel.scroll_into_view_if_needed()
+                times += answers(page, panel, handle)
+            late = {key: row for key, row in late.items() if min(row[2]) > 2 * KEY_TO_PICTURE_MS}
+            if not late:
+                break
+            time.sleep(3)
+    assert not {key: row[2] for key, row in late.items()}
 
 
 def answers(page: Page, panel: Locator, handle: Locator) -> list[float]:
