@@ -119,11 +119,14 @@ def shown(page: Page, number: int):
     return found
 
 
-SCREENS = [
+SCREENS = [  # every pair of an application, a theme and a size
     pytest.param(PANELS, app, theme, size, id=f"all-{app}-{theme}-{size[0]}")
-    for app in ("lab", "notebook")
-    for theme in ("light", "dark")
-    for size in ((1280, 720), (1440, 900))
+    for app, theme, size in (
+        ("lab", "light", (1280, 720)),
+        ("lab", "dark", (1440, 900)),
+        ("notebook", "light", (1440, 900)),
+        ("notebook", "dark", (1280, 720)),
+    )
 ]
 
 
