@@ -4,8 +4,7 @@ The two kernels of `triton.pooling`, phase by phase and name by name. A function
 fixed when the kernel is compiled, and returns the kernel, not yet compiled; numbers of tokens stay
 open.
 
-`mean` and `mean_backward` compile and run them, on CUDA tensors, or on CPU tensors through C. No
-argument is checked here: `ops` does.
+`mean` and `mean_backward` compile and run them, on CUDA tensors, or on CPU tensors through C.
 
 Symbols: those of `triton.pooling`.
 """

@@ -1,8 +1,7 @@
 """Chapter 14: the choice of blocks, in TileLang, with the phases and the names of
 `triton.choice.pick`, where they are explained.
 
-`build_pick` returns a kernel that is not yet compiled; `launch` compiles and runs it. No argument
-is checked here: `ops` does.
+`build_pick` returns a kernel that is not yet compiled; `launch` compiles and runs it.
 """
 
 from tilelang import language as T

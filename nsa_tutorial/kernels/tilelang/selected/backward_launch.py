@@ -81,7 +81,7 @@ class Backward:
 
     @property
     def no_factors(self) -> Tensor:
-        """In place of factors that there are not: `[R, H, 0]`."""
+        """What a kernel gets where there are no factors: an empty `[R, H, 0]`."""
         return self.lse[..., :0]
 
 

@@ -161,8 +161,8 @@ def add_rows(
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, MASK: tl.constexpr, CHECK: tl.constexpr,
     DT: tl.constexpr, DVT: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """`walk_rows`; with `PART`, so many steps are added up by themselves before their sum joins the
-    others: fp32 gradients bear no long sums in fp32."""
+    """`walk_rows`; with `PART`, every `PART` steps are summed apart before they join the total,
+    because rounding errors of long fp32 sums would exceed the budget."""
     if PART == 0:
         acc_dk, acc_dv = walk_rows(
             acc_dk, acc_dv, k_tile, v_tile, key, 0, num_steps, num_before, start, limit, rest,

@@ -47,7 +47,7 @@ def locate_window_rows(
     last_row = tl.minimum(tile * BQ + BQ, N * G) - 1
     row = tile * BQ + tl.arange(0, BQ)  # [BQ]
     in_rows = row <= last_row
-    row = tl.minimum(row, last_row)  # what is too much computes the last row again
+    row = tl.minimum(row, last_row)  # rows past the end repeat the last row
     query = first_query + row // G  # [BQ]
     first, end = window_of(FirstKey, NumVisible, query, window_size)
     group_row = (query.to(tl.int64) * H + head) * G + row % G  # [BQ]
