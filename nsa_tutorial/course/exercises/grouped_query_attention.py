@@ -1,6 +1,6 @@
-"""Exercises of chapter 02: copies for every head, a test that catches wrong copies, scores without
-copies, the gradient of shared keys, a kernel that loads a key once for its group, and the KV heads
-that a given memory can hold.
+"""Exercises of chapter 02: the bytes of a KV cache, a test that catches wrong copies, grouped
+attention from an empty body, the gradient of shared keys, a kernel that loads a key once for its
+group, and the KV heads that a given memory can hold.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from types import CodeType
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from nsa_tutorial.course.attempts import expect_unchanged
 from nsa_tutorial.course.diffs import diffs
-from nsa_tutorial.course.exercises import Case, Double
-from nsa_tutorial.course.figures import Picture, grid, new_figure
+from nsa_tutorial.course.exercises import Case, Double, Stage
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.room import roomy
 from nsa_tutorial.course.texts import Texts
@@ -29,71 +31,63 @@ def _random(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-# -- expand_heads --
+# -- cache_bytes --
 
 
-def expand_heads(x: Tensor, G: int) -> Tensor:
-    """Keys or values [B, M, H, D] → [B, M, H·G, D], one copy per query head."""
-    return x.repeat_interleave(G, dim=2)
+def cache_bytes(tokens: int, layers: int, HQ: int, G: int, D: int, DV: int) -> int:
+    """Bytes of the KV cache of one text, two bytes per number."""
+    H = HQ // G  # KV heads
+    return 2 * tokens * layers * H * (D + DV)
 
 
-def _draw_heads(arguments: tuple, got: Tensor, expected: Tensor) -> Picture:
-    """The first number of every head, yours above the right ones."""
-    rows = torch.stack([got[0, 0, :, 0], expected[0, 0, :, 0]]).detach().numpy()
-    wrong = int((abs(rows[0] - rows[1]) > 1e-5).sum())
-    figure, axes = new_figure(6.0, 1.9)
-    grid(axes[0, 0], rows, colour="key", text=".0f" if abs(rows).max() >= 10 else ".2f")
-    axes[0, 0].set_yticks([0, 1], ["yours", "expected"])
-    axes[0, 0].set_xticks(range(rows.shape[1]))
-    axes[0, 0].set_xlabel("query head hq")
-    return Picture(figure, f"{wrong} of {rows.shape[1]} query heads got another head's keys")
-
-
-_EXPAND = TEXTS.exercise(
-    "expand_heads",
-    minutes=3,
+_CACHE = TEXTS.exercise(
+    "cache_bytes",
+    minutes=4,
     difficulty=1,
-    solution=expand_heads,
-    misconceptions=diffs(expand_heads, [
-        ("x.repeat_interleave(", "torch.cat([x] * ",
-         "whole rounds of heads, where neighbours should share",
-         "Query head hq gets KV head hq % H here. With one KV head you cannot see it. Which KV "
-         "head does query head 1 read, by the rule hq // G?"),
-        ("=2", "=1", "repeating positions, not heads",
-         "The layout is [batch, position, head, width]. Which of the four dimensions grew?"),
-        ("=2", "=3", "repeating numbers inside a key, not heads",
-         "The keys have become wider. The layout is [batch, position, head, width]: which "
-         "dimension holds the heads?"),
-        (", dim=2", "", "`repeat_interleave` without a dimension",
-         "Without `dim` PyTorch flattens the tensor first and repeats single numbers. Which "
-         "dimension holds the heads?"),
-        ("repeat_interleave(G, dim=2)", "repeat(G)", "`repeat` with one number for four dimensions",
-         "`repeat` wants a count for each dimension. But before you write four: does it keep "
-         "neighbours together?"),
-        ("repeat_interleave", "repeat", "`repeat` with a `dim`",
-         "`repeat` takes one number per axis, and no `dim`. Which of the two functions takes "
-         "one?"),
-        ("G, dim", "4, dim", "four copies of each head, whatever `G` is",
-         "In the picture, `G` was 4. How many copies does this call ask for?"),
-        ("G, dim", "x.shape[2], dim", "H copies of each head where G are needed",
-         "Each KV head is needed once for every query head that reads it. How many are those?"),
-        ("G, dim", "x.shape[2] // G, dim", "dividing the KV heads by G once more",
-         "`x.shape[2]` is H, and `G` is the number of copies already. What does your division "
-         "count?"),
-        (".repeat_interleave(G, dim=2)", "", "the KV heads as they came",
-         "There are still H heads. How many query heads read each of them?"),
-        ("=2)", "=2).unflatten(2, (-1, G))", "leaving the copies on an axis of their own",
-         "There are five axes, and chapter 01's attention takes four. Which two belong together?"),
+    solution=cache_bytes,
+    misconceptions=diffs(cache_bytes, [
+        ("HQ // G", "HQ", "counting query heads where KV heads are stored",
+         "A group reads one KV head, and only that one is stored. How many groups are there?"),
+        ("HQ // G", "G", "the group size where the number of KV heads is asked for",
+         "`G` says how many query heads share a KV head. How many KV heads does that leave?"),
+        ("HQ // G", "HQ * G", "multiplying the query heads by the group size",
+         "Sharing makes the cache smaller. Which way round do `HQ` and `G` give a number below "
+         "`HQ`?"),
+        ("HQ // G", "1", "a single KV head",
+         "One KV head is what *multi-query* attention has. How many groups of `G` do `HQ` query "
+         "heads make?"),
+        ("(D + DV)", "D", "counting the keys alone",
+         "Scores need the earlier keys. What does the weighted sum need?"),
+        ("(D + DV)", "(2 * D)", "taking values to be as wide as keys",
+         "Often DV = D, not always. How wide are the values in this case?"),
+        ("(D + DV)", "D * DV", "multiplying the two widths",
+         "A token stores a key of `D` numbers *and* a value of `DV` numbers. How many are both?"),
+        ("layers * ", "", "counting a single layer",
+         "Every layer keeps a cache of its own, and all of them lie ready at once. How many are "
+         "there?"),
+        ("tokens * ", "", "counting a single token",
+         "This is what each token adds. How many of them are stored?"),
+        ("tokens * ", "tokens * tokens * ", "counting pairs of tokens",
+         "That is the size of a table of scores. The cache is a list: what does one token add?"),
+        ("2 * tokens", "tokens", "one byte per number",
+         "fp16 and bf16 numbers take 16 bits. How many bytes is that?"),
+        ("2 * tokens", "4 * tokens", "a factor of two too many",
+         "One 2 stands for the bytes of a number. `D + DV` counts key and value already. What is "
+         "the other 2 for?"),
+        ("H * (D + DV)", "(H * (D + DV) + HQ * D)", "storing the queries, too",
+         "No later token ever reads an old query. What do later tokens read?"),
+        ("H * (D + DV)", "H * (D + DV) / 2**30", "GiB where bytes are asked for",
+         "Your number is very small. In which unit is it?"),
     ]),
     cases=(
-        Case("one position, two KV heads holding 10 and 20, G = 3",
-             lambda: (torch.tensor([10.0, 20.0]).view(1, 1, 2, 1), 3)),
-        Case("three KV heads, G = 2, two sequences", lambda: (_random(2, 5, 3, 4, seed=0), 2)),
-        Case("G = 1: nothing to share", lambda: (_random(1, 3, 4, 2, seed=1), 1)),
-        Case("one KV head: here `repeat` would be right too",
-             lambda: (_random(1, 4, 1, 3, seed=2), 4)),
+        Case("one token, one layer, six query heads in groups of 2, keys and values of one number",
+             lambda: (1, 1, 6, 2, 1, 1)),
+        Case("three tokens, values narrower than keys", lambda: (3, 1, 6, 2, 8, 5)),
+        Case("three tokens, four layers", lambda: (3, 4, 6, 2, 8, 5)),
+        Case("no sharing: G = 1", lambda: (7, 2, 12, 1, 16, 16)),
+        Case("65,536 tokens, 60 layers, 64 query heads in groups of 16",
+             lambda: (65_536, 60, 64, 16, 128, 128)),
     ),
-    picture=_draw_heads,
 )  # fmt: skip
 
 
@@ -110,19 +104,24 @@ def wiring_is_right(expand: Callable[[Tensor, int], Tensor]) -> bool:
     return all(torch.equal(copies[:, :, hq], x[:, :, hq // G]) for hq in range(H * G))
 
 
+def _copies(x: Tensor, G: int) -> Tensor:
+    """Keys or values [B, M, H, D] → [B, M, H·G, D], a copy for every query head."""
+    return x.repeat_interleave(G, dim=2)
+
+
 _EXPANDS = {
-    "right: it calls repeat_interleave": expand_heads,
+    "right: it calls repeat_interleave": _copies,
     "right: it picks heads by number": lambda x, G: x[:, :, torch.arange(x.shape[2] * G) // G],
     "wrong: it calls repeat": lambda x, G: x.repeat(1, 1, G, 1),
-    "wrong: it makes H copies, not G": lambda x, G: expand_heads(x, x.shape[2]),
-    "wrong: it gives everyone KV head 0": lambda x, G: expand_heads(x[:, :, :1], x.shape[2] * G),
+    "wrong: it makes H copies, not G": lambda x, G: _copies(x, x.shape[2]),
+    "wrong: it gives everyone KV head 0": lambda x, G: _copies(x[:, :, :1], x.shape[2] * G),
     "wrong: it gives hq the next KV head, hq // G + 1":
-        lambda x, G: expand_heads(x.roll(-1, 2), G),
-    "wrong: it reverses the positions": lambda x, G: expand_heads(x.flip(1), G),
+        lambda x, G: _copies(x.roll(-1, 2), G),
+    "wrong: it reverses the positions": lambda x, G: _copies(x.flip(1), G),
     "wrong: query head 1 alone gets another KV head":
         lambda x, G: x[:, :, [hq // G - (hq == 1) for hq in range(x.shape[2] * G)]],
-    "wrong: it returns zeros": lambda x, G: torch.zeros_like(expand_heads(x, G)),
-    "wrong: it leaves an axis of length G": lambda x, G: expand_heads(x, G).unflatten(2, (-1, G)),
+    "wrong: it returns zeros": lambda x, G: torch.zeros_like(_copies(x, G)),
+    "wrong: it leaves an axis of length G": lambda x, G: _copies(x, G).unflatten(2, (-1, G)),
 }  # fmt: skip
 _EQUAL = "`==` compares number by number, `torch.equal` compares the whole"
 
@@ -212,113 +211,227 @@ _WIRING = TEXTS.exercise(
 )  # fmt: skip
 
 
-# -- grouped_scores --
+# -- grouped_attention --
 
 
-def grouped_scores(q: Tensor, k: Tensor) -> Tensor:
-    """Unscaled scores [B, N, HQ, M] of queries [B, N, HQ, D] with shared keys [B, M, H, D]."""
-    H = k.shape[2]
-    G = q.shape[2] // H
-    qg = q.unflatten(2, (H, G))  # [B, N, H, G, D]
-    scores = torch.einsum("bihgd,bjhd->bihgj", qg, k)  # [B, N, H, G, M]
-    return scores.flatten(2, 3)  # [B, N, HQ, M]
+def grouped_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [N, HQ, D], k [M, H, D], v [M, H, DV]; the queries are the last N of the M positions.
+    Returns o [N, HQ, DV]."""
+    (N, HQ, D), (M, H, _) = q.shape, k.shape
+    qg = q.unflatten(1, (H, HQ // H))  # [N, H, G, D], and query head hq = h·G + g
+    s = torch.einsum("ihgd,jhd->hgij", qg, k) * D**-0.5  # [H, G, N, M]
+    position = torch.arange(M - N, M)[:, None]  # of each query
+    s = s.masked_fill(torch.arange(M) > position, -torch.inf)
+    p = torch.softmax(s, -1)
+    og = torch.einsum("hgij,jhe->ihge", p, v)  # [N, H, G, DV]
+    return og.flatten(1, 2)  # [N, HQ, DV]
 
 
-_SCORES = TEXTS.exercise(
-    "grouped_scores",
-    minutes=6,
-    difficulty=2,
-    solution=grouped_scores,
-    misconceptions=diffs(grouped_scores, [
-        ("H = k", "k = k.repeat(1, 1, q.shape[2] // k.shape[2], 1)\n    H = k",
-         "sharing a key among every H-th query head, not among neighbours",
-         "Query head hq reads KV head hq % H here. Splitting an axis into (a, b) keeps neighbours "
-         "together in the last part; `repeat` keeps none together. Which of h and g must run "
-         "fastest?"),
-        ("bihgj", "bighj", "merging the two head axes in the wrong order",
+class _Reads(TorchDispatchMode):
+    """Counts the numbers that PyTorch's operations read; views read none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        if not func.is_view:
+            self.numbers += sum(x.numel() for x in tree_leaves(args) if isinstance(x, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+_LARGE = 4_096  # numbers of a tensor of keys, beside which scores are few
+
+
+def _run_grouped(solution: Callable, q: Tensor, k: Tensor, v: Tensor) -> object:
+    """The output; and whether each key was loaded once, or for each of the G heads of a group."""
+    given = [x.clone() for x in (q, k, v)]
+    with _Reads() as reads:
+        o = solution(q, k, v)
+    expect_unchanged((q, k, v), given)
+    if o is None:
+        return None
+    G = q.shape[1] // k.shape[1]
+    # an attempt that groups reads keys, values and a few tables of scores
+    is_once = k.numel() < _LARGE or reads.numbers < 0.5 * G * (k.numel() + v.numel())
+    return o, 1 if is_once else G
+
+
+def _grouped_case(
+    name: str, N: int, M: int, HQ: int, H: int, D: int = 4, DV: int | None = None, seed: int = 0
+) -> Case:
+    sizes = ((N, HQ, D), (M, H, D), (M, H, DV or D))
+    return Case(name, lambda: tuple(_random(*x, seed=seed + i) for i, x in enumerate(sizes)))
+
+
+def _far_below_zero() -> tuple[Tensor, Tensor, Tensor]:
+    """Three tokens whose scores are all -1e32."""
+    q, k = torch.full((3, 1, 1), 1e16), torch.full((3, 1, 1), -1e16)
+    return q, k, torch.tensor([1.0, 2.0, 6.0]).view(3, 1, 1)
+
+
+_SPLIT = "qg = q.unflatten(1, (H, HQ // H))"
+_FINITE = "a finite score where -inf is meant"
+_NOT_G = "another number of copies than G"
+_ONCE = "loading each key once for every query head that reads it"
+
+
+def _changed(keys_and_values: str, H: str = "HQ") -> dict[str, str]:
+    """The solution on other keys and values, with `H` heads."""
+    return {_SPLIT: f"k, v = ({keys_and_values} for x in (k, v))\n    H = {H}\n    {_SPLIT}"}
+
+
+_BUILD = TEXTS.exercise(
+    "grouped_attention",
+    minutes=20,
+    difficulty=3,
+    solution=grouped_attention,
+    run=_run_grouped,
+    returns=("o", "loads of each key"),
+    forbidden=(
+        ("torch.scaled_dot_product_attention", "PyTorch's attention"),
+        ("nsa_tutorial", "the course's own function"),
+    ),
+    stages=(
+        Stage("one head", (_grouped_case("one query, three keys, one head", 1, 3, 1, 1),)),
+        Stage("a group", (
+            _grouped_case("four query heads on one KV head", 1, 4, 4, 1, seed=20),)),
+        Stage("several KV heads", (
+            _grouped_case("three query heads on three KV heads", 1, 4, 3, 3, seed=10),)),
+        Stage("several groups", (
+            _grouped_case("six query heads on two KV heads", 1, 4, 6, 2, seed=30),
+            _grouped_case("six query heads on three KV heads", 1, 5, 6, 3, seed=40),
+        )),
+        Stage("widths", (
+            _grouped_case("keys of width 4, values of width 3", 1, 5, 6, 2, 4, 3, seed=50),)),
+        Stage("causal", (
+            _grouped_case("two tokens, one head", 2, 2, 1, 1, seed=60),
+            _grouped_case("five tokens, six query heads on two KV heads", 5, 5, 6, 2, 4, 3, 70),
+            Case("three tokens whose scores are all -1e32", _far_below_zero),
+        )),
+        Stage("the last positions", (
+            _grouped_case("the last two of five positions", 2, 5, 6, 3, 4, 3, seed=80),)),
+        Stage("each key once", (
+            _grouped_case("32 query heads on two KV heads, 64 keys", 1, 64, 32, 2, 64, 64, 90),)),
+    ),
+    misconceptions=diffs(grouped_attention, [
+        (" * D**-0.5", "", "scores without the scale",
+         "The scores grow with the width. By what does chapter 01 multiply them?"),
+        (" * D**-0.5", " / D", "dividing by D where √D is meant",
+         "A sum of D random products is about √D large, not D. Which power belongs there?"),
+        (" * D**-0.5", " * D**0.5", "multiplying by √D",
+         "The scale makes scores smaller. Is the sign of your power right?"),
+        (" * D**-0.5", " * v.shape[-1] ** -0.5", "the width of the values in the scale",
+         "The scores are sums over the width of queries and keys. Which of the two widths is "
+         "that?"),
+        (_changed("x.repeat(1, HQ // H, 1)"),
+         "whole rounds of heads, where neighbours should share",
+         "Query head hq reads KV head hq % H here. With one KV head you cannot see it. Which KV "
+         "head does query head 1 read, by the rule hq // G?"),
+        ({_SPLIT: "qg = q.unflatten(1, (HQ // H, H))"},
+         "splitting the head axis as [G, H] instead of [H, G]",
+         "Neighbours share a KV head, so the members of a group have to run fastest: the last "
+         "part of a split does. Which of the two sizes comes first?"),
+        (_changed("x[:, :1].expand_as(x)", "H"), "one KV head for all query heads",
+         "This is multi-query attention: only KV head 0 is read. Which KV head does the last "
+         "query head read?"),
+        (_changed("x[:, [hq // H for hq in range(HQ)]]"),
+         "dividing a head's number by H, not by G",
+         "H is how many groups there are, G how large they are. Query head 5 of 6 on 2 KV heads "
+         "reads KV head 1: which of the two divides?"),
+        (_changed("x.expand(-1, HQ, -1)"), "`expand` along an axis that is longer than 1",
+         "`expand` repeats an axis of length 1, and the KV heads' axis has H. Which new axis of "
+         "length 1 could it repeat?"),
+        ({_SPLIT: "k, v = (x.repeat_interleave(HQ, 1) for x in (k, v))",
+          'torch.einsum("ihgd,jhd->hgij", qg, k)': 'torch.einsum("ihd,jhd->hij", q, k)',
+          '"hgij,jhe->ihge"': '"hij,jhe->ihe"', "og.flatten(1, 2)": "og"}, _NOT_G,
+         "Each KV head is needed once for every query head that reads it. How many are that: H, "
+         "HQ = H·G, or G?"),
+        ({_SPLIT: "k, v = (x.repeat_interleave(H, 1) for x in (k, v))",
+          'torch.einsum("ihgd,jhd->hgij", qg, k)': 'torch.einsum("ihd,jhd->hij", q, k)',
+          '"hgij,jhe->ihge"': '"hij,jhe->ihe"', "og.flatten(1, 2)": "og"}, _NOT_G),
+        ({_SPLIT: "k, v = (x.repeat_interleave(HQ, 1).transpose(0, 1) for x in (k, v))",
+          'torch.einsum("ihgd,jhd->hgij", qg, k)': "q.transpose(0, 1) @ k.mT",
+          'torch.einsum("hgij,jhe->ihge", p, v)': "p @ v", "og.flatten(1, 2)": "og.transpose(0, 1)",
+          }, _NOT_G),
+        ({_SPLIT: "qg = q", '"ihgd,jhd->hgij"': '"ihd,jhd->hij"',
+          '"hgij,jhe->ihge"': '"hij,jhe->ihe"', "og.flatten(1, 2)": "og"},
+         "pairing query heads with KV heads one to one",
+         "There are HQ query heads and only H KV heads, so one letter cannot run over both. Into "
+         "which two axes can you split the query heads?"),
+        ({_SPLIT: "k, v = (x.transpose(0, 1) for x in (k, v))",
+          'torch.einsum("ihgd,jhd->hgij", qg, k)': "q.transpose(0, 1) @ k.mT",
+          'torch.einsum("hgij,jhe->ihge", p, v)': "p @ v", "og.flatten(1, 2)": "og.transpose(0, 1)",
+          }, "pairing query heads with KV heads one to one"),
+        ("->ihge", "->ighe", "merging the two head axes in the wrong order",
          "The results came back under other heads' numbers. In which order did you split the axis "
          "that you now merge?"),
-        ({"bihgj": "bhgij", ".flatten(2, 3)": ".reshape(*q.shape[:3], -1)"},
+        ({"->ihge": "->hgie", "og.flatten(1, 2)": "og.reshape(N, HQ, -1)"},
          "merging axes with a reshape that does not move them",
          "`reshape` reads the numbers in the order in which they lie and never moves an axis, so "
          "heads and positions are mixed up. In which order must the axes stand before you merge "
          "two of them?"),
-        ({"bihgj": "bhgij", "(2, 3)": "(1, 2)"},
-         "heads before positions, as in the chapter's scores",
-         "Here the result is asked for as [B, N, HQ, M], the layout of q. Which letter comes "
-         "second to the right of your arrow?"),
-        (".flatten(2, 3)", "", "leaving the group as an axis of its own",
-         "There are five axes, and asked for is one of all HQ query heads. Which two of yours "
+        ({"->ihge": "->hgie", "og.flatten(1, 2)": "og.flatten(0, 1)"}, "heads before positions",
+         "The result is asked for as [N, HQ, DV], the layout of q. Which axis comes first?"),
+        ("og.flatten(1, 2)", "og", "leaving the group as an axis of its own",
+         "There are four axes, and asked for is one of all HQ query heads. Which two of yours "
          "stand next to each other and make it?"),
-        ({"bihgj": "bihj", ".flatten(2, 3)": ""}, "summing the scores of a group's heads",
+        ("og.flatten(1, 2)", "og.flatten(1)", "merging the width with the heads",
+         "`flatten(1)` merges axis 1 with all axes after it. At which one should it stop?"),
+        ({"->hgij": "->hij", "hgij,jhe->ihge": "hij,jhe->ihe", "og.flatten(1, 2)": "og"},
+         "summing the scores of a group's heads",
          "einsum sums over every letter that is missing after the arrow. Sharing keys does not "
          "mean sharing scores: which letter tells the heads of a group apart?"),
-        ("(H, G)", "(G, H)", "splitting the head axis as [G, H] instead of [H, G]",
-         "The letter of the KV heads then runs over the members of a group. Neighbours share a KV "
-         "head: which of the two sizes comes first?"),
-        ({'torch.einsum("bihgd,bjhd->bihgj", qg, k)': "qg @ k.transpose(-2, -1)",
-         ".flatten(2, 3)": ""}, "a matrix product of heads with heads",
-         "`@` multiplies the last two axes, and of the keys these are heads and width. Here the "
-         "positions have to meet. Which einsum says so?"),
-        ({'torch.einsum("bihgd,bjhd->bihgj", qg, k)': 'torch.einsum("bihd,bjhd->bihj", q, k)',
-         ".flatten(2, 3)": ""}, "pairing query heads with KV heads one to one",
-         "There are HQ query heads and only H KV heads, so one letter cannot run over both. Into "
-         "which two axes can you split the query heads?"),
-        ("H = k", "k = k[:, :, :1].expand_as(k)\n    H = k", "one KV head for all query heads",
-         "This is multi-query attention: only KV head 0 is read. Which KV head does the last "
-         "query head read?"),
-        ("scores = ", "scores = q.shape[-1] ** -0.5 * ",
-         "scaled scores where unscaled ones are asked for",
-         "In attention the scale comes next. This exercise wants the dot products as they are: "
-         "which factor can go?"),
-        (", k)", ", k).masked_fill(torch.arange(k.shape[1]) - k.shape[1] > "
-         "torch.arange(q.shape[1])[:, None, None, None] - q.shape[1], -torch.inf)",
-         "masked scores where all of them are asked for",
-         "Some scores are -inf. The mask comes later, as in chapter 01: which line can go?"),
-        ("return scores", "return scores.softmax(-1)", "the weights where the scores are asked for",
-         "Every row sums to 1, so the softmax is done already. Which step comes before it?"),
-        ("q.shape[2] // H", "4", "a group size that does not come from these shapes",
+        ({"->ihge": "->ihe", "og.flatten(1, 2)": "og"}, "summing the outputs of a group's heads",
+         "Each query head has an output of its own. Which letter is missing after your arrow?"),
+        ({"qg, k) * D": "qg.mean(2, keepdim=True).expand_as(qg), k) * D"},
+         "one query for a whole group",
+         "A group shares its keys. Does it share its queries, too?"),
+        ("softmax(s, -1)", "softmax(s, -2)", "a softmax over another axis than the keys'",
+         "The weights of one query sum to 1, over its keys. Which axis holds the keys?"),
+        ("softmax(s, -1)", "softmax(s, 1)", "a softmax over another axis than the keys'"),
+        ("softmax(s, -1)", "softmax(s, 0)", "a softmax over another axis than the keys'"),
+        ("softmax(s, -1)", "softmax(s.flatten(2), -1).view_as(s)",
+         "one softmax for all queries together",
+         "The weights of *each* query sum to 1. Over which axis alone does the sum run?"),
+        ("    s = s.masked_fill(torch.arange(M) > position, -torch.inf)\n", "",
+         "queries that see later keys",
+         "Query 0 gives weight to key 1, which comes after it. What hides a key, and before which "
+         "step?"),
+        ("torch.arange(M - N, M)", "torch.arange(N)",
+         "taking the queries for the first N positions",
+         "With N = 1 and three keys, the query is the last token and sees all three. At which "
+         "position does query i stand?"),
+        ("torch.arange(M - N, M)", "torch.arange(M - N + 1, M + 1)",
+         "letting a query see the next key",
+         "A query sees its own position and earlier ones. Is yours off by one?"),
+        ("> position", ">= position", "hiding a query's own key",
+         "A token sees itself, too. The first query would see nothing at all, and what is the "
+         "softmax of nothing?"),
+        ("> position", "< position", "hiding the past, not the future",
+         "Query 0 sees key 1, and query 1 does not see key 0. Which way does your comparison "
+         "point?"),
+        ({"    s = s.masked_fill(torch.arange(M) > position, -torch.inf)\n": "",
+          "softmax(s, -1)": "softmax(s, -1).masked_fill(torch.arange(M) > position, 0)"},
+         "hiding keys after the softmax",
+         "The weights that are left do not sum to 1 any more: the hidden keys were in the "
+         "softmax's sum. What do you hide before it?"),
+        ("-torch.inf", "0", "hiding with a score of 0",
+         "$e^0$ is 1, so a hidden key still gets weight. Which score gives the weight 0?"),
+        *(("-torch.inf", low, _FINITE, *hint) for low, *hint in (
+            ("-1e9", "Here every score is far below yours, so the hidden keys take all the weight. "
+             "Which score is below all others?"),
+            ("-1e4",), ("-1e3",), ("-100",), ("-50",), ("-1e5",), ("-1e6",), ("-1e10",), ("-1e20",),
+            ("-1e30",))),
+        ("HQ // H", "4", "a group size that does not come from these shapes",
          "The notebook has a `G` of its own, 4, and a function that sets none takes that one. How "
-         "do you get H and G from the shapes of `q` and `k`?"),
-        ("bihgj", "bihgjd", "keeping the width instead of summing over it",
-         "A dot product multiplies number by number, and adds up. Which letter has to be missing "
-         "after the arrow?"),
-        ({"bjhd": "bihd", "bihgj": "bihg"}, "one letter for two kinds of positions",
-         "A letter that stands on both sides of the comma pairs the two axes. But every query "
-         "position meets every key position. Which letter do the key positions get?"),
-        ("bjhd", "bjhe", "two letters for one width",
-         "A letter on one side of the comma alone is summed alone, before anything is multiplied. "
-         "Which letter do the widths of query and key share?"),
-        ("bihgj", "bjhgi", "key positions where the query positions belong",
-         "Your first position axis counts keys. The result is [B, N, HQ, M]: which position comes "
-         "first, and which one last?"),
-        ("(2, 3)", "(3, 4)", "merging the group with the key positions",
-         "You merged G with M. The two axes of heads are to become one. At which places do they "
-         "stand?"),
-        ("bjhd", "bjkd", "a head letter of its own for the keys",
-         "einsum then sums over all KV heads. Which letter makes the query's KV head and the "
-         "key's the same?"),
-        ("(2, 3)", "(2)", "merging the key positions, too",
-         "`flatten(2)` merges axis 2 with all axes after it. At which one should it stop?"),
-        (".flatten(2, 3)", ".unflatten(2, (H, G))",
-         "splitting an axis again where two should become one",
-         "`unflatten` makes two axes of one. Which function makes one of two?"),
-        ("bihgj", "bi(hg)j", "merging two axes inside einsum",
-         "`torch.einsum` knows letters only, and cannot merge axes. Let h and g stand as two axes "
-         "on the right. Which call merges them afterwards?"),
+         "do you get G from the shapes of `q` and `k`?"),
+        (_changed("x.repeat_interleave(HQ // H, 1)"), _ONCE,
+         "The numbers are right. Copies load each key G times, and so does a loop over the query "
+         "heads. Which matrix product has the G queries of a group as its rows?"),
     ]),
-    cases=(
-        Case("queries 1 … 6, keys 1 and 10, one position", lambda: (
-            torch.arange(1.0, 7.0).view(1, 1, 6, 1), torch.tensor([1.0, 10.0]).view(1, 1, 2, 1))),
-        Case(
-            "two positions, two heads: queries 1 and 2, then 3 and 4; keys 1 and 10, then 5 and 50",
-            lambda: (torch.arange(1.0, 5.0).view(1, 2, 2, 1),
-                     torch.tensor([1.0, 10.0, 5.0, 50.0]).view(1, 2, 2, 1))),
-        Case("three KV heads, G = 2, N < M",
-             lambda: (_random(2, 3, 6, 4, seed=3), _random(2, 5, 3, 4, seed=4))),
-        Case("one query head per KV head",
-             lambda: (_random(1, 2, 3, 4, seed=5), _random(1, 3, 3, 4, seed=6))),
-    ),
 )  # fmt: skip
 
 
@@ -626,24 +739,15 @@ _MOST = TEXTS.exercise(
     ),
 )  # fmt: skip
 
-EXERCISES = (_EXPAND, _WIRING, _SCORES, _GRADIENT, _SCORE, _MOST)
+EXERCISES = (_CACHE, _WIRING, _BUILD, _GRADIENT, _SCORE, _MOST)
 
 
 # -- two mistakes at once --
 
 DOUBLES = (
-    Double("expand_heads", names=(
-        "whole rounds of heads, where neighbours should share",
-        "H copies of each head where G are needed")),
-    Double("expand_heads", names=(
-        "whole rounds of heads, where neighbours should share",
-        "repeating positions, not heads")),
-    Double("grouped_scores", names=(
-        "sharing a key among every H-th query head, not among neighbours",
-        "heads before positions, as in the chapter's scores")),
-    Double("grouped_scores", names=(
-        "leaving the group as an axis of its own",
-        "scaled scores where unscaled ones are asked for")),
+    Double("cache_bytes", names=(
+        "counting query heads where KV heads are stored", "counting the keys alone")),
+    Double("cache_bytes", names=("counting a single layer", "one byte per number")),
     Double("key_gradient", names=(
         "averaging over the group", "adding up every H-th head, not neighbours")),
     Double("most_kv_heads", names=(

@@ -1,5 +1,5 @@
-"""Pictures of chapter 02: who reads whose keys, in which order copies come, how large the cache is;
-the time of one decoding step on this CPU; and the cache explorer.
+"""Pictures of chapter 02: who reads whose keys, in which order copies come, products of one row and
+of many, how large the cache is; the time of a function on this CPU; and the cache explorer.
 
 The example model has 64 query heads of width 128 and 60 layers; the machine is one NVIDIA H200.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import ipywidgets
@@ -78,19 +79,14 @@ def cache_facts(H: int, tokens: int) -> CacheFacts:
     )
 
 
-def step_ms(H: int, tokens: int = 8_192) -> float:
-    """Milliseconds of one decoding step of one layer on one core of this CPU: the fastest of five.
-
-    Keys and values are random fp32 numbers.
-    """
+def fastest_ms(function: Callable[[], object], calls: int = 5) -> float:
+    """Milliseconds of the fastest of some calls, on one core of this CPU."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    q = torch.randn(H, HQ // H, D)  # one token's queries: H groups of G rows
-    k, v = torch.randn(2, H, tokens, D)
     times = []
-    for _ in range(5):
+    for _ in range(calls):
         start = time.perf_counter()
-        torch.softmax(q @ k.transpose(1, 2) * D**-0.5, dim=-1) @ v
+        function()
         times.append(time.perf_counter() - start)
     torch.set_num_threads(threads)
     return 1e3 * min(times)
@@ -110,16 +106,21 @@ def _heads(H: int) -> str:
     return "1 KV head" if H == 1 else f"{H} KV heads"
 
 
-def _draw_wires(axis: Axes, HQ: int, H: int) -> None:
+def _draw_wires(axis: Axes, HQ: int, H: int, hq: int | None = None) -> None:
+    """Query heads above, KV heads below, and who reads whom; the wire of one query head is bold."""
     G = group_size(HQ, H)
     centre = [h * G + (G - 1) / 2 for h in range(H)]
-    segments = [[(hq, 1.0), (centre[h], 0.0)] for hq, h in wires(HQ, H)]
-    axis.add_collection(LineCollection(segments, colors=PALETTE["faint"], linewidths=1.4, zorder=1))
-    axis.scatter(range(HQ), [1.0] * HQ, s=210, color=PALETTE["query"], zorder=2)
-    axis.scatter(centre, [0.0] * H, s=210, color=PALETTE["key"], marker="s", zorder=2)
-    style = {"ha": "center", "va": "center", "fontsize": 8}
-    for hq in range(HQ):
-        axis.text(hq, 1.0, str(hq), color=readable_on("query"), **style)
+    segments = [[(head, 1.0), (centre[h], 0.0)] for head, h in wires(HQ, H)]
+    is_bold = [head == hq for head in range(HQ)]
+    axis.add_collection(LineCollection(
+        segments, colors=[PALETTE["text" if bold else "line"] for bold in is_bold],
+        linewidths=[3.0 if bold else 1.4 for bold in is_bold], zorder=1,
+    ))  # fmt: skip
+    axis.scatter(range(HQ), [1.0] * HQ, s=260, color=PALETTE["query"], zorder=2)
+    axis.scatter(centre, [0.0] * H, s=260, color=PALETTE["key"], marker="s", zorder=2)
+    style = {"ha": "center", "va": "center", "fontsize": 9.5}
+    for head in range(HQ):
+        axis.text(head, 1.0, str(head), color=readable_on("query"), **style)
     for h in range(H):
         axis.text(centre[h], 0.0, str(h), color=readable_on("key"), **style)
     axis.set_xlim(-0.04 * HQ - 0.4, 1.04 * HQ - 0.6)
@@ -132,19 +133,82 @@ def _draw_wires(axis: Axes, HQ: int, H: int) -> None:
 
 def draw_wiring(HQ: int = 8, kv_heads: tuple[int, ...] = (8, 2, 1)) -> Picture:
     """The wiring of `HQ` query heads to each number of KV heads, side by side."""
-    figure, axes = new_figure(9.0, 2.5, columns=len(kv_heads))
+    figure, axes = new_figure(10.0, 2.5, columns=len(kv_heads))
     names = {HQ: "multi-head", 1: "multi-query"}
     for axis, H in zip(axes[0], kv_heads, strict=True):
         _draw_wires(axis, HQ, H)
-        axis.set_title(
-            f"{names.get(H, 'grouped-query')}: H = {H}, G = {group_size(HQ, H)}", fontsize=10
-        )
+        axis.set_title(f"{names.get(H, 'grouped-query')}: {_heads(H)}", fontsize=11)
         if axis is not axes[0, 0]:
             axis.set_yticks([])
     counts = ", ".join(str(H) for H in kv_heads)
     return Picture(
         figure,
         f"Only the blue row is cached: {counts} KV heads for the same {HQ} query heads",
+    )
+
+
+def draw_groups(HQ: int = 8, H: int = 2, hq: int = 5) -> Picture:
+    """The groups of one wiring, and the KV head that one query head reads."""
+    G = group_size(HQ, H)
+    figure, axes = new_figure(6.4, 2.6)
+    _draw_wires(axes[0, 0], HQ, H, hq)
+    axes[0, 0].set_title(f"HQ = {HQ}, H = {H}, G = {G}", fontsize=11)
+    return Picture(figure, f"Query head {hq} reads KV head ⌊{hq} / {G}⌋ = {kv_head(hq, G)}")
+
+
+def draw_rows(G: int = 4) -> Picture:
+    """A group's scores as `G` products of one row, each with the same keys, and as one product of
+    `G` rows."""
+    figure, axes = new_figure(9.6, 2.9, columns=2)
+    tall, thick, pitch = 1.0, 0.22, 1.2
+    for axis, products in zip(axes[0], (G, 1), strict=True):
+        rows = G // products
+        axis.set(xlim=(-0.1, 9.6), ylim=(pitch * G + 0.5, -0.1))
+        axis.axis("off")
+        for number in range(products):
+            middle = pitch * (number + (G - products) / 2) + tall / 2
+            for row in range(rows):
+                y = middle + (row - (rows - 1) / 2) * (thick + 0.06) - thick / 2
+                _bar(axis, 0.0, y, 2.4, thick, "query")
+                _bar(axis, 6.9, y, 2.6, thick, "line")
+            _bar(axis, 3.3, middle - tall / 2, 2.6, tall, "key")
+            for x, sign in ((2.85, "·"), (6.4, "=")):
+                axis.text(x, middle, sign, ha="center", va="center", fontsize=13,
+                          color=PALETTE["text"])  # fmt: skip
+            axis.text(4.6, middle, "keys", ha="center", va="center", fontsize=9.5,
+                      color=readable_on("key"))  # fmt: skip
+        for x, name in ((1.2, "queries"), (8.2, "scores")):
+            axis.text(x, pitch * G + 0.35, name, ha="center", fontsize=9.5, color=PALETTE["text"])
+        plural = "s" if products > 1 else ""
+        of = "one row" if rows == 1 else f"{rows} rows"
+        axis.set_title(f"{products} product{plural} of {of}", fontsize=11)
+    return Picture(
+        figure,
+        f"{G} products of one row load the keys {G} times, one product of {G} rows loads them once",
+    )
+
+
+def _bar(axis: Axes, x: float, y: float, width: float, height: float, colour: str) -> None:
+    axis.add_patch(Rectangle((x, y), width, height, facecolor=PALETTE[colour]))
+
+
+def draw_times(times: dict[str, float]) -> Picture:
+    """A bar for each way to compute one decoding step, by the milliseconds it took here."""
+    figure, axes = new_figure(8.2, 0.55 * len(times) + 0.8)
+    axis, longest = axes[0, 0], max(times.values())
+    for row, ms in enumerate(times.values()):
+        axis.barh(row, ms, color=PALETTE["key"], height=0.62)
+        axis.text(ms + 0.01 * longest, row, f"{ms:.1f} ms", va="center", fontsize=10,
+                  color=PALETTE["text"])  # fmt: skip
+    axis.set_yticks(range(len(times)), list(times), fontsize=10)
+    axis.set(xlim=(0, 1.15 * longest), ylim=(len(times) - 0.5, -0.5), xticks=[])
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+    own, fewer, rows = times.values()
+    return Picture(
+        figure,
+        f"Fewer bytes from memory: {own / fewer:.1f} times as fast. Rows that share a load: "
+        f"another {fewer / rows:.1f} times",
     )
 
 
