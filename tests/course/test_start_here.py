@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.colors import to_hex
 from torch import Tensor
 
+from nsa_tutorial import ops
 from nsa_tutorial.course import predictions
 from nsa_tutorial.course.chapters import CHAPTERS, NOTEBOOKS, PARTS
 from nsa_tutorial.course.diffs import Edited
 from nsa_tutorial.course.exercises import start_here
+from nsa_tutorial.course.figures import PALETTE
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.widgets import start_here as pictures
@@ -66,12 +69,35 @@ def test_the_readme_lists_the_chapters() -> None:
             assert found[title] == (PARTS[c.part], c.idea)
 
 
-def test_course_map() -> None:
-    ready = sum(c.is_ready for c in CHAPTERS)
-    assert (
-        pictures.draw_course().finding
-        == f"19 chapters from a first kernel to a trained model ({ready} of them, filled, are here)"
-    )
+def test_the_map_has_all_chapters_and_links_to_those_that_are_here() -> None:
+    course = pictures.CourseMap()
+    shown, words = course._repr_html_(), repr(course)
+    assert re.findall(r'href="(.*?)"', shown) == [c.file for c in CHAPTERS if c.is_ready]
+    assert shown.count("in preparation") == sum(not c.is_ready for c in CHAPTERS)
+    for c in CHAPTERS:
+        assert f"{c.number:02d} · " in words and c.idea in words
+    assert [part for part in PARTS if f"<strong>{part}</strong>" in shown] == list(PARTS)
+
+
+def test_the_newest_token_reads_its_own_block_and_others() -> None:
+    picture = pictures.draw_look_back(blocks=100, listed=5)
+    assert picture.finding == "Every square is a block of tokens: the newest token reads 5 of them"
+    colours = [to_hex(patch.get_facecolor()).upper() for patch in picture.figure.axes[0].patches]
+    assert len(colours) == 100 and colours[-1] == PALETTE["own block"]
+    assert colours.count(PALETTE["selected"]) == 4
+
+
+def test_one_query_is_the_last_row_of_all() -> None:
+    """The chapter's five lines for one query give what the operator gives for it."""
+    names = {"torch": torch}
+    exec(cell("one-query"), names)
+    lists = torch.full((1, 32, 1, 2), -1, dtype=torch.int32)
+    lists[0, 31, 0] = torch.tensor(names["listed"])
+    q = torch.zeros(1, 32, 1, 16)
+    q[0, 31, 0] = names["query"]
+    k, v = (names[name].view(1, 32, 1, 16) for name in ("keys", "values"))
+    o = ops.selected_attention(q, k, v, lists, block_size=8, backend="reference")
+    torch.testing.assert_close(o[0, 31, 0], names["output"])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Pictures of chapter 00, and two measured times: a grid of programs, which keys a short list of
-blocks lets each query see, and the map of the course.
+"""Pictures of chapter 00, and two measured times: the blocks that one query reads, a grid of
+programs, which keys a short list of blocks lets each query see; and the map of the course.
 
 `python -m nsa_tutorial.course.widgets.start_here assets/selected_attention.png` draws the picture
 of README.md.
@@ -7,6 +7,7 @@ of README.md.
 
 from __future__ import annotations
 
+import html
 import json
 import sys
 from pathlib import Path
@@ -16,8 +17,9 @@ import torch
 from matplotlib.colors import to_rgba
 from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
 
-from nsa_tutorial.course.chapters import CHAPTERS, PARTS
+from nsa_tutorial.course.chapters import CHAPTERS, PARTS, Chapter
 from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure
+from nsa_tutorial.course.speech import STYLE
 from nsa_tutorial.sparse.selected_attention import dense_mask
 
 _INK = "#46525E"  # of pictures that show no attention: away from the palette's meanings
@@ -65,56 +67,72 @@ def draw_program_grid(N: int, BN: int) -> Picture:
     )
 
 
-def draw_course() -> Picture:
-    """The chapters in their parts, with arrows in reading order; a chapter that is not here yet is
-    drawn in outline."""
-    per_row, rows = 4, [[c for c in CHAPTERS if c.part == part] for part in range(len(PARTS))]
-    lines = [
-        (part, chapters[i : i + per_row])
-        for part, chapters in enumerate(rows)
-        for i in range(0, len(chapters), per_row)
-    ]
-    figure, axes = new_figure(10.8, 0.62 * len(lines) + 0.5)
+def draw_look_back(blocks: int = 1_024, listed: int = 16) -> Picture:
+    """The blocks of a text before its newest token, a square each in reading order: those on the
+    token's list (drawn at random, seeded), and the block of the token itself."""
+    generator = torch.Generator().manual_seed(3)
+    others = torch.randperm(blocks - 1, generator=generator)[: listed - 1]
+    columns = 64
+    figure, axes = new_figure(9.6, 3.2)
     axis = axes[0, 0]
-    axis.set(xlim=(-1.35, 3 * per_row), ylim=(len(lines), 0))
+    axis.set(xlim=(-0.2, columns + 0.1), ylim=(blocks // columns + 0.1, -0.2), aspect="equal")
     axis.axis("off")
-    for y, (part, chapters) in enumerate(lines):
-        if y == 0 or lines[y - 1][0] != part:
-            # the column is narrow
-            name = PARTS[part].replace(", ", ",\n").replace(" and ", "\nand ")
-            axis.text(-1.35, y + 0.5, name, va="center", fontsize=9, weight="bold", color=_INK)
-        for x, chapter in enumerate(chapters):
-            face, text = (_INK, "white") if chapter.is_ready else ("white", PALETTE["text"])
-            axis.add_patch(
-                FancyBboxPatch(
-                    (3 * x + 0.08, y + 0.1),
-                    2.8,
-                    0.8,
-                    "round,pad=0,rounding_size=0.1",
-                    fc=face,
-                    ec=_INK,
-                    lw=1.2,
-                )
-            )
-            axis.text(
-                3 * x + 0.2,
-                y + 0.34,
-                f"{chapter.number:02d} {chapter.name}",
-                va="center",
-                fontsize=8,
-                weight="bold",
-                color=text,
-            )
-            axis.text(3 * x + 0.2, y + 0.67, chapter.idea, va="center", fontsize=7.8, color=text)
-            if x > 0:
-                arrow = {"arrowstyle": "->", "color": _INK}
-                axis.annotate("", (3 * x + 0.1, y + 0.5), (3 * x - 0.12, y + 0.5), arrowprops=arrow)
-    ready = sum(c.is_ready for c in CHAPTERS)
+    colours = dict.fromkeys(others.tolist(), "selected") | {blocks - 1: "own block"}
+    for block in range(blocks):
+        y, x = divmod(block, columns)
+        colour = PALETTE[colours[block]] if block in colours else _TINT
+        axis.add_patch(Rectangle((x, y), 0.86, 0.86, fc=colour))
+    handles = [
+        Patch(fc=PALETTE["selected"], label="a block that the newest token reads"),
+        Patch(fc=PALETTE["own block"], label="its own block"),
+        Patch(fc=_TINT, label="a block that it skips"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=10, frameon=False)
     return Picture(
-        figure,
-        f"{len(CHAPTERS)} chapters from a first kernel to a trained model ({ready} of them, "
-        "filled, are here)",
+        figure, f"Every square is a block of tokens: the newest token reads {listed} of them"
     )
+
+
+_MAP_STYLE = (
+    "<style>.nsa-map{display:grid;grid-template-columns:repeat(auto-fill,minmax(190px,1fr));"
+    "gap:8px;margin:4px 0 14px}"
+    ".nsa-card{border:1px solid var(--nsa-line);border-radius:6px;padding:6px 10px;"
+    "background:var(--nsa-code);font-size:90%}"
+    ".nsa-card a,.nsa-card b{display:block;font-weight:600}"
+    ".nsa-later{background:transparent;border-style:dashed}</style>"
+)
+
+
+class CourseMap:
+    """The chapters in their parts, each with its one idea; those that are here are links."""
+
+    def __repr__(self) -> str:
+        lines = []
+        for part, chapters in self._parts():
+            lines += [part, *(f"  {_numbered(c)}: {c.idea}" for c in chapters)]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        parts = "".join(
+            f"<p><strong>{html.escape(part)}</strong></p>"
+            f'<div class="nsa-map">{"".join(map(_card, chapters))}</div>'
+            for part, chapters in self._parts()
+        )
+        return f'{STYLE}{_MAP_STYLE}<div class="nsa-said">{parts}</div>'
+
+    def _parts(self) -> list[tuple[str, list[Chapter]]]:
+        return [(name, [c for c in CHAPTERS if c.part == i]) for i, name in enumerate(PARTS)]
+
+
+def _numbered(chapter: Chapter) -> str:
+    return f"{chapter.number:02d} · {chapter.title.replace('gpus', 'GPUs')}"
+
+
+def _card(chapter: Chapter) -> str:
+    title, idea = html.escape(_numbered(chapter)), html.escape(chapter.idea)
+    if chapter.is_ready:
+        return f'<div class="nsa-card"><a href="{chapter.file}">{title}</a>{idea}</div>'
+    return f'<div class="nsa-card nsa-later"><b>{title}</b>{idea} (in preparation)</div>'
 
 
 def draw_selection(visible: torch.Tensor, block_size: int) -> Picture:
@@ -146,10 +164,10 @@ def draw_selection(visible: torch.Tensor, block_size: int) -> Picture:
         yticks=ticks,
     )
     handles = [
-        Patch(fc=PALETTE["own block"], label="seen: the query's own block"),
-        Patch(fc=PALETTE["selected"], label="seen: another listed block"),
-        Patch(fc="white", ec=PALETTE["faint"], label="earlier, but not listed"),
-        Patch(fc=PALETTE["masked"], label="later than the query"),
+        Patch(fc=PALETTE["own block"], label="seen: in the query's own block"),
+        Patch(fc=PALETTE["selected"], label="seen: in another listed block"),
+        Patch(fc="white", ec=PALETTE["faint"], label="hidden: earlier, but on no list"),
+        Patch(fc=PALETTE["masked"], label="hidden: later than the query"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=8.5, frameon=False)
     return Picture(
