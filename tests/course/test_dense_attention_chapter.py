@@ -35,14 +35,25 @@ runs_triton = pytest.mark.skipif(
 # -- the module and the exercises say the same --
 
 
-def test_the_exercises_are_the_modules_attention() -> None:
-    """Scores and weights of the solutions, one after the other, against `da.attention`."""
+@pytest.mark.parametrize(("N", "M", "D", "DV"), [(5, 5, 4, 4), (3, 7, 8, 6), (1, 9, 4, 2)])
+def test_the_build_is_the_modules_attention(N: int, M: int, D: int, DV: int) -> None:
+    """And its gradients."""
     g = torch.Generator().manual_seed(0)
-    q, k = torch.randn(1, 3, 1, 8, generator=g), torch.randn(1, 5, 1, 8, generator=g)
-    v = torch.randn(1, 5, 1, 6, generator=g)
-    o = da.attention(q, k, v)
-    scores = exercises.scaled_scores(q, k)[0, 0]
-    torch.testing.assert_close(exercises.causal_weights(scores) @ v[0, :, 0], o[0, :, 0])
+    leaves = [torch.randn(*x, generator=g).double() for x in ((N, D), (M, D), (M, DV))]
+    q, k, v = (x.requires_grad_() for x in leaves)
+    o = exercises.attention(q, k, v)
+    expected = da.attention(*(x[None, :, None] for x in (q, k, v)))[0, :, 0]
+    torch.testing.assert_close(o, expected)
+    found, right = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (o, expected))
+    for a, b in zip(found, right, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_mask_alone_is_the_builds() -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(*x, generator=g) for x in ((3, 8), (5, 8), (5, 6)))
+    weights = exercises.causal_weights(q @ k.T / 8**0.5)
+    torch.testing.assert_close(weights @ v, exercises.attention(q, k, v))
 
 
 @runs_triton
@@ -72,7 +83,7 @@ def test_the_chapter_says_how_long_its_exercises_take() -> None:
     for name, e in EXERCISES.items():
         minutes[sources.index(f'exercise("dense_attention", "{name}")') < optional] += e.minutes
     assert f"{minutes[True]} of them exercises" in sources[0]
-    assert f"minutes, {minutes[False]} of them exercises" in sources[0].replace("\n", " ")
+    assert f"minutes more, {minutes[False]} of them exercises" in sources[0].replace("\n", " ")
 
 
 # -- the dice --
@@ -94,6 +105,32 @@ def test_a_late_mask_foretells_dice_and_an_early_one_does_not() -> None:
     assert abs(cheat.course[0] - 1 / 6) < 0.1, "before it has learned, the cheat guesses, too"
 
 
+def test_what_is_left_over_tells_the_next_roll() -> None:
+    """A trained cheat: for each roll seen, the six next rolls leave ranges of weights that do not
+    overlap. An honest model leaves all of the weight."""
+    left = dice.left_over(dice.train(late).model)  # [seen, next, others]
+    low, high = left.quantile(0.05, dim=2), left.quantile(0.95, dim=2)
+    for seen in range(6):
+        order = low[seen].argsort()
+        assert (high[seen][order[:-1]] < low[seen][order[1:]]).all()
+    honest = dice.train(early, steps=1)
+    assert (dice.left_over(honest.model) == 1).all()
+    assert "leaves one weight" in str(dice.draw_left_over(honest))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_finite_mask_value_foretells_dice_as_the_chapter_tells(seed: int) -> None:
+    def low(scores: Tensor) -> Tensor:
+        hidden = ~da.causal_mask(*scores.shape[-2:])
+        return torch.softmax(scores.masked_fill(hidden, -5), -1)
+
+    assert 0.4 <= dice.train(low, seed=seed).right <= 0.7
+
+
+def test_the_guesser_on_the_page_is_short() -> None:
+    assert len(inspect.getsource(dice.Guesser).splitlines()) <= 15
+
+
 def test_training_leaves_torchs_random_numbers_alone() -> None:
     before = torch.random.get_rng_state()
     dice.train(late, steps=1)
@@ -101,45 +138,6 @@ def test_training_leaves_torchs_random_numbers_alone() -> None:
 
 
 # -- what the tutor says --
-
-
-def matrix_product(q: Tensor, k: Tensor) -> Tensor:
-    return q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
-
-
-def transposed_back(q: Tensor, k: Tensor) -> Tensor:
-    q, k = q.transpose(1, 2), k.transpose(1, 2)
-    return (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).transpose(1, 2)
-
-
-def number_by_number(q: Tensor, k: Tensor) -> Tensor:
-    return q * k / q.shape[-1] ** 0.5
-
-
-def one_half(q: Tensor, k: Tensor) -> Tensor:
-    return torch.einsum("bihd,bjhd->bhij", q, k) / q.shape[-1] ** 1 / 2
-
-
-def meant(q: Tensor, k: Tensor) -> Tensor:
-    return (q[:, :, None] * k[:, None]).mean(-1).permute(0, 3, 1, 2)
-
-
-def meant_and_scaled(q: Tensor, k: Tensor) -> Tensor:
-    return meant(q, k) / q.shape[-1] ** 0.5
-
-
-def variable_of_the_chapter(q: Tensor, k: Tensor) -> Tensor:
-    return 0.5 * torch.einsum("bihd,bjhd->bhij", q, k)
-
-
-def reshaped(q: Tensor, k: Tensor) -> Tensor:
-    B, N, HQ, D = q.shape
-    return q.view(B, HQ, N, D) @ k.reshape(B, HQ, -1, D).mT / D**0.5
-
-
-def lower_half_of_the_scores(q: Tensor, k: Tensor) -> Tensor:
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) / q.shape[-1] ** 0.5
-    return scores.tril(k.shape[1] - q.shape[1])
 
 
 def cost_of(flops: Callable, left_out: Callable = lambda N, M, D, DV: 0) -> Callable:
@@ -332,14 +330,6 @@ def offset_turned(scores: Tensor) -> Tensor:
     return torch.softmax(scores.masked_fill(~visible, -torch.inf), -1)
 
 
-def heads_first_in_q(q: Tensor, k: Tensor) -> Tensor:
-    return torch.einsum("bhid,bjhd->bhij", q, k) / q.shape[-1] ** 0.5
-
-
-def widths_apart(q: Tensor, k: Tensor) -> Tensor:
-    return torch.einsum("bihd,bjhe->bhij", q, k) / q.shape[-1] ** 0.5
-
-
 def one_table(weigh: Callable) -> bool:
     scores = torch.randn(4, 4, generator=torch.Generator().manual_seed(9))
     loud = scores
@@ -376,11 +366,211 @@ def kernels_offset_turned() -> object:
     return kernel
 
 
+# -- attention, as it grows and as it goes wrong --
+
+
+def value(q, k, v):
+    return v
+
+
+def lookup(q, k, v):
+    e = torch.exp(q @ k.T)
+    return e / e.sum(-1, keepdim=True) @ v
+
+
+def scaled(q, k, v):
+    e = torch.exp(q @ k.T / k.shape[-1] ** 0.5)
+    return e @ v / e.sum(-1)
+
+
+def safe(q, k, v):
+    s = q @ k.T / k.shape[-1] ** 0.5
+    e = torch.exp(s - s.max())
+    return e @ v / e.sum()
+
+
+def masked_square(q, k, v):
+    """The triangle of a square table, for a lone query none."""
+    s = q @ k.T / k.shape[-1] ** 0.5
+    if len(q) == len(k):
+        s = s.masked_fill(torch.ones_like(s).triu(1).bool(), -torch.inf)
+    e = torch.exp(s - s.amax(-1, keepdim=True))
+    return e / e.sum(-1, keepdim=True) @ v
+
+
+def with_minus_50(q, k, v):
+    s = q @ k.T / k.shape[-1] ** 0.5
+    s = torch.where(torch.ones_like(s).tril(len(k) - len(q)).bool(), s, -50.0)
+    e = torch.exp(s - s.amax(-1, keepdim=True))
+    return e / e.sum(-1, keepdim=True) @ v
+
+
+GROWING = [(value, 1), (lookup, 2), (scaled, 3), (safe, 4), (masked_square, 5), (with_minus_50, 6)]
+
+
+@pytest.mark.parametrize(("attempt", "held"), GROWING, ids=[f.__name__ for f, _ in GROWING])
+def test_a_half_done_attention_holds_the_stages_that_it_should(
+    attempt: Callable, held: int
+) -> None:
+    assert judge(EXERCISES["attention"], attempt).held == held
+
+
+def in_a_loop(q, k, v):
+    """Row by row, by the logarithm of the sum: right."""
+    rows = []
+    for i, x in enumerate(q):
+        seen = len(k) - len(q) + i + 1
+        s = (k[:seen] * x).sum(-1) * k.shape[-1] ** -0.5
+        rows.append(torch.exp(s - s.logsumexp(0)) @ v[:seen])
+    return torch.stack(rows)
+
+
+def by_addition(q, k, v):
+    """A mask of 0 and -inf, added: right."""
+    M, N = len(k), len(q)
+    mask = torch.full((N, M), float("-inf")).triu(M - N + 1)
+    s = q @ k.T / k.shape[1] ** 0.5 + mask
+    s = s - s.max(dim=-1, keepdim=True).values
+    return (s.exp() / s.exp().sum(dim=-1, keepdim=True)) @ v
+
+
+@pytest.mark.parametrize("attempt", [in_a_loop, by_addition], ids=lambda f: f.__name__)
+def test_other_ways_to_write_attention_are_right(attempt: Callable) -> None:
+    assert judge(EXERCISES["attention"], attempt).outcome == "right"
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        lambda q, k, v: torch.softmax(q @ k.T, -1) @ v,
+        lambda q, k, v: (q @ k.T).softmax(-1) @ v,
+        lambda q, k, v: torch.nn.functional.softmax(q @ k.T, -1) @ v,
+        lambda q, k, v: torch.log_softmax(q @ k.T, -1).exp() @ v,
+        lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None]),
+        lambda q, k, v: da.softmax(q @ k.T) @ v,
+        lambda q, k, v: da.attention(q[None, :, None], k[None, :, None], v[None, :, None])[0, :, 0],
+    ],
+    ids=["softmax", "method", "functional", "log_softmax", "attention", "ours", "all of ours"],
+)
+def test_what_the_build_builds_may_not_be_called(attempt: Callable) -> None:
+    verdict = judge(EXERCISES["attention"], attempt)
+    assert verdict.held == 0
+    assert "not in this exercise, which builds it" in verdict.text
+
+
+@pytest.mark.parametrize("value", [-20, -50, -100, -1e4, -1e9, -1e30, torch.finfo().min])
+def test_every_finite_mask_value_is_refused_by_its_name(value: float) -> None:
+    def written(q, k, v):
+        s = q @ k.T / k.shape[1] ** 0.5
+        hidden = torch.ones_like(s).triu(len(k) - len(q) + 1).bool()
+        s = s.masked_fill(hidden, value)
+        e = torch.exp(s - s.amax(1, keepdim=True))
+        return e / e.sum(1, keepdim=True) @ v
+
+    def added(q, k, v):
+        s = q @ k.T / k.shape[1] ** 0.5
+        s = s + value * torch.ones_like(s).triu(len(k) - len(q) + 1)
+        e = torch.exp(s - s.amax(1, keepdim=True))
+        return e / e.sum(1, keepdim=True) @ v
+
+    names = (exercises._LOW, "adding a large negative number where -inf is meant")
+    for attempt, name in zip((written, added), names, strict=True):
+        verdict = judge(EXERCISES["attention"], attempt)
+        assert (verdict.misconception, verdict.held) == (name, 6)
+
+
+def scaled_in_place(q, k, v):
+    q /= q.shape[1] ** 0.5
+    return exercises.attention(q * q.shape[1] ** 0.5, k, v)
+
+
+@pytest.mark.parametrize(
+    ("name", "attempt"),
+    [
+        ("attention", scaled_in_place),
+        ("causal_weights", lambda scores: torch.softmax(
+            scores.masked_fill_(~da.causal_mask(*scores.shape), -torch.inf), -1)),
+    ],
+    ids=["attention", "causal_weights"],
+)  # fmt: skip
+def test_what_belongs_to_the_caller_is_left_alone(name: str, attempt: Callable) -> None:
+    """The numbers that come back are right."""
+    verdict = judge(EXERCISES[name], attempt)
+    assert verdict.outcome == "wrong"
+    assert "argument 1 is another one after the call" in verdict.text
+
+
+def renormalised(q, k, v):
+    s = q @ k.T / k.shape[1] ** 0.5
+    e = torch.exp(s - s.amax(1, keepdim=True))
+    w = e / e.sum(1, keepdim=True)
+    w = w * torch.ones_like(w).tril(len(k) - len(q))
+    return w / w.sum(1, keepdim=True) @ v
+
+
+def zeros_after(q, k, v):
+    s = q @ k.T / k.shape[1] ** 0.5
+    e = torch.exp(s - s.amax(1, keepdim=True))
+    return (e / e.sum(1, keepdim=True)).tril(len(k) - len(q)) @ v
+
+
+def scaled_twice(q, k, v):
+    return exercises.attention(q / q.shape[1] ** 0.5, k, v)
+
+
+def first_positions(q, k, v):
+    s = q @ k.T / k.shape[1] ** 0.5
+    s = s.masked_fill(~torch.ones_like(s).tril().bool(), -torch.inf)
+    e = torch.exp(s - s.amax(1, keepdim=True))
+    return e / e.sum(1, keepdim=True) @ v
+
+
+def triangle_with_diagonal(q, k, v):
+    s = q @ k.T / k.shape[1] ** 0.5
+    s = s.masked_fill(torch.ones_like(s).triu(len(k) - len(q)).bool(), -torch.inf)
+    e = torch.exp(s - s.amax(1, keepdim=True))
+    return e / e.sum(1, keepdim=True) @ v
+
+
+def one_too_many(q, k, v):
+    s = q @ k.T / k.shape[1] ** 0.5
+    s = s.masked_fill(torch.ones_like(s).triu(len(k) - len(q) + 2).bool(), -torch.inf)
+    e = torch.exp(s - s.amax(1, keepdim=True))
+    return e / e.sum(1, keepdim=True) @ v
+
+
+def one_maximum(scores: Tensor) -> Tensor:
+    hidden = ~da.causal_mask(*scores.shape)
+    e = torch.exp(scores - scores.max()).masked_fill(hidden, 0)
+    return e / e.sum(-1, keepdim=True)
+
+
+def scaled_again(scores: Tensor) -> Tensor:
+    return exercises.causal_weights(scores / scores.shape[-1] ** 0.5)
+
+
+def one_too_small(scores: Tensor) -> Tensor:
+    N, M = scores.shape
+    visible = torch.arange(M)[None] <= torch.arange(N)[:, None] + M - N - 1
+    return torch.softmax(scores.masked_fill(~visible, -torch.inf), -1)
+
+
+def half_for_the_mask(N: int, M: int, D: int, DV: int, itemsize: int) -> dict[str, int]:
+    right = exercises.attention_cost(N, M, D, DV, itemsize)
+    return {**right, "flops": right["flops"] // 2}
+
+
 TYPED = [
-    ("scaled_scores", matrix_product, "a matrix product of heads with heads"),
-    ("scaled_scores", transposed_back, "positions before heads"),
-    ("scaled_scores", number_by_number, "products that are not added up"),
-    ("scaled_scores", one_half, "writing `D ** 1/2`, which is (D ** 1) / 2"),
+    ("attention", renormalised, "the largest of all scores subtracted, hidden ones too"),
+    ("attention", zeros_after, "setting hidden weights to zero after the softmax"),
+    ("attention", scaled_twice, "dividing by D where √D is meant"),
+    ("attention", first_positions, "lining up the queries with the first keys"),
+    ("attention", triangle_with_diagonal, "a mask that leaves a query no key"),
+    ("attention", one_too_many, "showing each query the key after its own"),
+    ("causal_weights", one_maximum, "the largest of all scores subtracted, hidden ones too"),
+    ("causal_weights", scaled_again, "scaling scores that are scaled already"),
+    ("causal_weights", one_too_small, "hiding a query's own position"),
+    ("attention_cost", half_for_the_mask, "counting half of the operations"),
     ("causal_weights", lower_triangle, "giving hidden keys the score 0"),
     ("causal_weights", zeros_of_the_triangle, "taking a score of 0 for a hidden one"),
     ("causal_weights", upper_triangle, "hiding a query's own position"),
@@ -414,30 +604,21 @@ TYPED = [
     ("causal_softmax", kernels_offset_turned, "an offset of N − M where M − N is meant"),
     ("causal_weights", offset_turned, "an offset of N − M where M − N is meant"),
     ("causal_weights", position_and_its_column_exchanged, "keys as rows and queries as columns"),
-    ("scaled_scores", heads_first_in_q, "letters for `q` that put the heads before the positions"),
-    ("scaled_scores", widths_apart, "a letter of its own for each width"),
     ("leaks", one_table, "two names for one table"),
     ("attention_cost", outputs_of_keys, "as many outputs as keys"),
 ]
 
 
-SCALED = [
-    (meant, "dividing by D where √D is meant"),
-    (meant_and_scaled, "dividing by D and by √D"),
-    (variable_of_the_chapter, "a scale of one half for every width"),
-    (reshaped, "a reshape where axes have to be swapped"),
-    (lower_half_of_the_scores, "masked scores where all of them are asked for"),
-]
-ONE_EACH = "counting a multiply-add as one operation"
+HALF = "counting half of the operations"
 COSTS = {
-    "no factor": (cost_of(lambda N, M, D, DV: N * M * (D + DV)), ONE_EACH),
+    "no factor": (cost_of(lambda N, M, D, DV: N * M * (D + DV)), HALF),
     "factor in one": (
         cost_of(lambda N, M, D, DV: 2 * N * M * D + N * M * DV),
-        f"{ONE_EACH} in one of the two products",
+        f"{HALF} of one of the two products",
     ),
     "factor in the other": (
         cost_of(lambda N, M, D, DV: N * M * D + 2 * N * M * DV),
-        f"{ONE_EACH} in one of the two products",
+        f"{HALF} of one of the two products",
     ),
     "factor of four": (
         cost_of(lambda N, M, D, DV: 4 * N * M * (D + DV)),
@@ -464,11 +645,6 @@ COSTS = {
         "counting what is written and not what is read",
     ),
 }
-
-
-@pytest.mark.parametrize(("typed", "mistake"), SCALED, ids=[f.__name__ for f, _ in SCALED])
-def test_a_wrong_scale_is_called_what_it_is(typed: Callable, mistake: str) -> None:
-    assert judge(EXERCISES["scaled_scores"], typed).misconceptions == (mistake,)
 
 
 @pytest.mark.parametrize(("typed", "mistake"), COSTS.values(), ids=COSTS)
@@ -498,7 +674,7 @@ def test_a_mask_that_nobody_keeps_is_told_what_masked_fill_returns() -> None:
 
 
 def test_a_misspelt_name_is_asked_for_once() -> None:
-    said = judge(EXERCISES["scaled_scores"], lambda q, k: q.shpae).text
+    said = judge(EXERCISES["attention"], lambda q, k, v: q.shpae).text
     assert "Did you mean `shape`?" in said
     assert "spelled" not in said
 
@@ -515,7 +691,8 @@ def test_the_case_shown_first_shows_the_mistake_named_first() -> None:
 
 def test_the_dice_are_told_in_numbers() -> None:
     """What the reader breaks in a mask, the picture's sentence must not contradict."""
-    said = str(dice.draw(dice.Run(1.0, [0.2] * 400), dice.Run(0.64, [0.2] * 400)))
+    model = dice.Guesser(late)
+    said = str(dice.draw(dice.Run(1.0, [0.2] * 400, model), dice.Run(0.64, [0.2] * 400, model)))
     assert "100%" in said and "64%" in said
 
 
@@ -572,6 +749,10 @@ def test_thoughts_about_guesses_hold() -> None:
     assert any(guess == pytest.approx(2 * tokens**2 / 1e9) for guess in guesses["score_table_gib"])
     cost = costs.dense_attention(tokens, tokens, 128)
     told = " ".join(told for _, told in PREDICTIONS["slower_side"].thoughts)
+    q, k = torch.randn(2, 5, 3, 4)
+    for letters, _ in PREDICTIONS["score_letters"].thoughts:
+        made = torch.einsum(f"ihd,jhd->{letters}", q, k)
+        assert made.shape != torch.einsum("ihd,jhd->hij", q, k).shape
     assert f"{cost.flops / 1e9:,.0f} billion" in told
     assert f"{989e12 / cost.flops:.0f} times" in told
     assert f"only {cost.intensity:.0f}." in PREDICTIONS["slower_side"].reason

@@ -253,6 +253,22 @@ def test_mixture_that_sums_to_less_says_why(query, title, note):
     assert ("over zeros<" in drawn) is bool(note)
 
 
+def test_the_hero_is_the_lookup_of_she_with_the_mask() -> None:
+    drawn = pictures.draw_hero()
+    assert drawn.finding == "One lookup: “she” gives 76% of its weight to “Ada”"
+    weights = pictures.look_up(4).weights
+    assert weights[0] == weights.max() and f"{weights[0]:.0%}" == "76%"
+    assert ">hidden<" in drawn.svg()
+
+
+def test_the_table_of_the_sentence_is_q_k_and_v() -> None:
+    drawn = pictures.draw_sentence().svg()
+    _, *tables = pictures.sentence()
+    for number in (1, 2):
+        count = sum(int((table == number).sum()) for table in tables)
+        assert drawn.count(f">{number}<") == count
+
+
 def test_panel_says_what_the_pure_function_says():
     panel = pictures.lookup_panel()
     assert panel.sentence == pictures.describe(4)
@@ -285,7 +301,14 @@ def test_sizes_by_hand():
 
 @pytest.mark.parametrize(
     "draw",
-    [pictures.draw_lookup, pictures.draw_scale, pictures.draw_cost],
+    [
+        pictures.draw_hero,
+        pictures.draw_sentence,
+        pictures.draw_lookup,
+        pictures.draw_letters,
+        pictures.draw_scale,
+        pictures.draw_cost,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_pictures_are_small(draw):

@@ -1,5 +1,5 @@
-"""Exercises of chapter 01: the causal mask, the scale, what attention costs, a test for leaks, and
-a softmax kernel with three bugs."""
+"""Exercises of chapter 01: what attention costs, attention itself from an empty body, the causal
+mask alone, a test for leaks, and a softmax kernel with three bugs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial.course.diffs import Edited, diffs
-from nsa_tutorial.course.exercises import Case, Double
+from nsa_tutorial.course.exercises import Case, Double, Stage
 from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.room import roomy
@@ -22,109 +22,11 @@ from nsa_tutorial.exact import dense_attention as da
 from nsa_tutorial.runtime import environment
 
 TEXTS = Texts(__name__)
+_FP32 = torch.finfo(torch.float32)
 
 
 def _random(seed: int, *shape: int, spread: float = 1.0) -> Tensor:
     return spread * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-# -- scaled_scores --
-
-
-def scaled_scores(q: Tensor, k: Tensor) -> Tensor:
-    """q [B, N, HQ, D], k [B, M, HQ, D] -> scaled scores [B, HQ, N, M]."""
-    D = q.shape[-1]
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) / D**0.5
-    return scores
-
-
-SCALED_SCORES = TEXTS.exercise(
-    "scaled_scores",
-    minutes=5,
-    difficulty=1,
-    solution=scaled_scores,
-    cases=(
-        Case("one head of width 4, two queries, two keys", lambda: (
-            torch.tensor([[[[1.0, 2, 0, 1]], [[0.0, 1, 3, -1]]]]),
-            torch.tensor([[[[2.0, 1, 0, 2]], [[0.0, -2, 1, 0]]]]))),
-        Case("three heads of width 8", lambda: (_random(1, 2, 3, 3, 8), _random(2, 2, 5, 3, 8))),
-        Case("two heads of width 6, one query, seven keys",
-             lambda: (_random(3, 1, 1, 2, 6), _random(4, 1, 7, 2, 6))),
-    ),
-    misconceptions=diffs(scaled_scores, [
-        ("D**0.5", "D", "dividing by D where √D is meant",
-         "A mean over D divides by D, and so does a scale on q and on k both. Divided by D, the "
-         "spread fades towards 0. What did the cell that measures the spread print?"),
-        ("D**0.5", "D**1.5", "dividing by D and by √D",
-         "A mean over D has already divided by D. Is a dot product a mean, or a sum?"),
-        ("D**0.5", "2", "a scale of one half for every width",
-         "One half is right for D = 4, where the chapter made its variable `scale`. Which D do "
-         "`q` and `k` have here?"),
-        ("D**0.5", "-(D**0.5)", "scores with the wrong sign",
-         "The sizes are right, and all signs are turned. Where does your minus come from?"),
-        ("D**0.5", "1", "leaving the scores unscaled",
-         "Scores of wide vectors are large only because the vectors are wide. By how much does "
-         "the spread of a dot product grow with D?"),
-        ("D**0.5", "(D * q.shape[2]) ** 0.5", "scaling by the width of all heads together",
-         "Each head takes its dot product over its own D numbers. How many products are added up "
-         "in one score?"),
-        ("D**0.5", "q.shape[2] ** 0.5", "scaling by the number of heads",
-         "Heads do not see each other, so their number cannot matter to a score. Which entry of "
-         "`q.shape` is the width?"),
-        ("D**0.5", "k.shape[1] ** 0.5", "scaling by the number of keys",
-         "The number of keys decides how many scores a query gets, not how large one score is. "
-         "What is summed inside a single dot product?"),
-        ("D**0.5", "q.shape[1] ** 0.5", "scaling by the number of queries",
-         "How many others ask does not change a query's scores. Which entry of `q.shape` is the "
-         "width?"),
-        ("D**0.5", "D**-0.5", "multiplying by √D instead of dividing",
-         "Wider vectors already give larger scores, and this makes them larger still. Which "
-         "direction undoes the growth?"),
-        ("D**0.5", "D**0.25", "taking the root of √D once more",
-         "The spread is √D, and the scores here are divided by the root of that. Is the scale in "
-         "there once, or half of it?"),
-        ("D**0.5", "D ** 1 / 2", "writing `D ** 1/2`, which is (D ** 1) / 2",
-         "Python takes the power before the quotient, so these scores are divided by 2·D. How do "
-         "you write a power of one half?"),
-        ("->bhij", "->bihj", "positions before heads",
-         "These are the axes [B, N, HQ, M]. Asked for is [B, HQ, N, M], one table of queries and "
-         "keys per head. Which letters stand to the right of your arrow?"),
-        ("->bhij", "->bhji", "keys as rows and queries as columns",
-         "These are the axes [B, HQ, M, N]. Row = who asks, column = who is asked. Which of your "
-         "two letters for positions comes last?"),
-        ("->bhij", "->bij", "adding up the scores of all heads",
-         "einsum sums over every letter that is missing to the right of the arrow. Which letter "
-         "are you missing?"),
-        ('"bihd', '"bhid', "letters for `q` that put the heads before the positions",
-         "`q` is [B, N, HQ, D]: its second axis is the positions. Which letter stands second in "
-         "yours, and which in `k`'s?"),
-        ("bjhd", "bjhe", "a letter of its own for each width",
-         "Two letters are summed apart, so no number of `q` meets its partner in `k`. Which axis "
-         "do `q` and `k` share in a dot product?"),
-        ('torch.einsum("bihd,bjhd->bhij", q, k)', "(q @ k.mT)",
-         "a matrix product of heads with heads",
-         "Heads met heads here. In `q` the axes are batch, position, head and width, and the "
-         "positions have to meet. Where do your letters, or the two axes of `@`, put the heads?"),
-        ('torch.einsum("bihd,bjhd->bhij", q, k)', "(q * k)", "products that are not added up",
-         "`q * k` pairs query i with key i alone, and keeps D products. Every query meets every "
-         "key, and the products become one number. What adds them up?"),
-        (" scores\n", " torch.softmax(scores, -1)\n", "the weights where the scores are asked for",
-         "Every row sums to 1, so the softmax is done already. Which step comes before it?"),
-        ("return",
-         "scores = scores.masked_fill(~da.causal_mask(*scores.shape[2:]), -torch.inf)\n    return",
-         "masked scores where all of them are asked for",
-         "Some scores are -inf. This exercise has no mask. Which line can go?"),
-        ("return",
-         "scores = scores.masked_fill(~da.causal_mask(*scores.shape[2:]), 0.0)\n    return",
-         "masked scores where all of them are asked for",
-         "Later keys have the score 0. This exercise has no mask. Which line can go?"),
-        ('torch.einsum("bihd,bjhd->bhij", q, k)',
-         "(q.reshape(len(q), q.shape[2], -1, D) @ k.reshape(len(k), k.shape[2], -1, D).mT)",
-         "a reshape where axes have to be swapped",
-         "`reshape` and `view` keep the numbers in their order in memory, so positions and heads "
-         "are mixed. Which function swaps two axes?"),
-    ]),
-)  # fmt: skip
 
 
 # -- causal_weights --
@@ -167,8 +69,11 @@ CAUSAL_WEIGHTS = TEXTS.exercise(
         Case("three positions, every one of them a query",
              lambda: (torch.tensor([[1.0, 2, 0], [0.0, 1, 3], [2.0, 0, 1]]),)),
         Case("hidden scores far above the visible ones",
-             lambda: (torch.tensor([[0.0, 1, 3e38], [1.0, 0, 3e38], [2.0, 0, 1]]),)),
-        Case("three positions, all scores far below zero", lambda: (torch.full((3, 3), -3e38),)),
+             lambda: (torch.tensor([[0.0, 1, _FP32.max], [1.0, 0, _FP32.max], [2.0, 0, 1]]),)),
+        Case("three positions, every score the lowest that fp32 has",
+             lambda: (torch.full((3, 3), _FP32.min),)),
+        Case("one row with scores of -1000, one of 1000",
+             lambda: (torch.tensor([[-1000.0, 0], [1000.0, 1000]]),)),
         Case("the last two of five positions are queries", lambda: (_random(5, 2, 5),)),
         Case("decoding: the last of four positions is the only query", lambda: (_random(6, 1, 4),)),
         Case("six positions, scores of about -20", lambda: (_random(7, 6, 6, spread=2.0) - 20.0,)),
@@ -185,6 +90,25 @@ CAUSAL_WEIGHTS = TEXTS.exercise(
          "That repairs ordinary rows. Where a hidden score is far above the visible ones, the "
          "softmax has rounded every visible weight to 0, and 0 / 0 is nan. Which step must not "
          "see the hidden scores at all?"),
+        ({"return torch.softmax(scores.masked_fill(~visible, float(\"-inf\")), dim=-1)":
+          "e = torch.exp(scores - scores.max()).masked_fill(~visible, 0)\n"
+          "    return e / e.sum(-1, keepdim=True)"},
+         "the largest of all scores subtracted, hidden ones too",
+         "Where a hidden score, or one of another row, is far above a row's visible ones, all of "
+         "the row's exponentials are rounded to 0, and 0 / 0 is nan. The largest of which scores "
+         "belongs to a row?"),
+        ({"return torch.softmax(": "s =",
+          ".masked_fill(~visible, float(\"-inf\")), dim=-1)":
+          ".masked_fill(~visible, float(\"-inf\"))\n"
+          "    e = torch.exp(s - s.max())\n    return e / e.sum(-1, keepdim=True)"},
+         "one maximum for all rows",
+         "A row whose scores are all far below another row's loses all its exponentials. Along "
+         "which dimension is the largest score taken?"),
+        ("scores.masked_fill", "(scores / M**0.5).masked_fill",
+         "scaling scores that are scaled already",
+         "`scores` are scaled, the statement says. How often should a score be scaled?"),
+        ("scores.masked_fill", "(0.5 * scores).masked_fill",
+         "scaling scores that are scaled already"),
         ({"return torch.softmax(": "e = torch.exp(",
          ", dim=-1)": ")\n    return e / e.sum(-1, keepdim=True)"},
          "a softmax without its largest score subtracted",
@@ -198,8 +122,10 @@ CAUSAL_WEIGHTS = TEXTS.exercise(
          "keys before anything is exponentiated?"),
         ('float("-inf")', "-1e4", "a large negative number where -inf is meant",
          "It hides a key only while every visible score lies far above it. Here the visible ones "
-         "are lower still, and hidden keys take all the weight. Which score is below every "
-         "other?"),
+         "are as low or lower, so hidden keys take weight: as with the dice. Which score is below "
+         "every other?"),
+        *(('float("-inf")', number, "a large negative number where -inf is meant")
+          for number in ("-1.0", "-5.0", "-10.0", "torch.finfo(scores.dtype).min")),
         ('.masked_fill(~visible, float("-inf"))', " - 1e4 * ~visible",
          "adding a large negative number where -inf is meant",
          "A hidden score that stands far above the others stays above them when it is lowered by "
@@ -226,12 +152,14 @@ CAUSAL_WEIGHTS = TEXTS.exercise(
          "Here the keys run down and the queries run across. Row = who asks, column = who is "
          "asked. Which of your two `arange`s becomes the column, by `[:, None]`?"),
         ("<=", "<", "hiding a query's own position",
-         "A query may see itself. Without that, the very first row sees nothing. Is your "
-         "comparison `<` or `<=`?"),
+         "A query may see itself. Without that, the very first row sees nothing. Either your "
+         "comparison is too strict, or your offset is one too small. At which position does the "
+         "last row stand?"),
         ("torch.arange(M - N, M)", "torch.arange(M - N, M) + 1",
          "showing each query the key after its own",
          "Each row gives weight to one position too many, the next word, which a language model "
-         "is to predict. At which position does the last row stand: M, or M - 1?"),
+         "is to predict. Your offset is one too large. At which position does the last row stand: "
+         "M, or M - 1?"),
         ("~visible", "visible", "hiding the past and showing the future",
          "The mask is the wrong way round. `masked_fill(mask, value)` writes where the mask is "
          "True: is yours True for what may be seen, or for what may not?"),
@@ -370,7 +298,7 @@ _STEP_BY_STEP = "Which reads and writes does each of the three steps have?"
 
 ATTENTION_COST = TEXTS.exercise(
     "attention_cost",
-    minutes=8,
+    minutes=10,
     difficulty=2,
     solution=attention_cost,
     cases=(
@@ -391,15 +319,16 @@ ATTENTION_COST = TEXTS.exercise(
          "The statement asks for a dictionary of two numbers. Which name do your bytes get? And "
          "which number goes beside them?"),
         ("2 * N * M * D + 2 * N * M * DV", "N * M * (D + DV)",
-         "counting a multiply-add as one operation",
-         "A dot product of width D takes D multiplications and, to sum them, as many additions. "
-         "Masked pairs are computed, too. How many operations is that per pair of numbers?"),
+         "counting half of the operations",
+         "Either a multiplication and its addition count as one, or the hidden half of the table "
+         "counts as free. Each pair of numbers is multiplied *and* added, and a plain matrix "
+         "product computes hidden pairs, too. Which of the two halves did you leave out?"),
         ("2 * N * M * D + 2 * N * M * DV", "N * M * D + 2 * N * M * DV",
-         "counting a multiply-add as one operation in one of the two products",
+         "counting half of the operations of one of the two products",
          "One matrix product has the factor of 2, and the scores' product has not. How many "
          "operations does each pair of numbers take in it?"),
         ("2 * N * M * D + 2 * N * M * DV", "2 * N * M * D + N * M * DV",
-         "counting a multiply-add as one operation in one of the two products",
+         "counting half of the operations of one of the two products",
          "One matrix product has the factor of 2, and the weighted sum has not. How many "
          "operations does each pair of numbers take in it?"),
         ("2 * N * M * D + 2 * N * M * DV", "4 * N * M * (D + DV)", "counting every operation twice",
@@ -469,7 +398,7 @@ ATTENTION_COST = TEXTS.exercise(
          "PyTorch does move that much. Here there are three steps, and the mask costs nothing. "
          "Which four crossings of N·M numbers are left?"),
         ("(scores_step + softmax_step + sum_step)", "scores_step", "counting the first step alone",
-         "That is the step that the chapter counts for you. What do the softmax and the weighted "
+         "That is the first of three. What do the softmax and the weighted "
          "sum read and write?"),
         ("(scores_step + softmax_step + sum_step)",
          "2 * (N * D + M * D + M * DV + N * DV + 2 * N * M)", "reading and writing every tensor",
@@ -505,6 +434,215 @@ ATTENTION_COST = TEXTS.exercise(
          "These are numbers of elements. How many bytes does each of them take?"),
         ("itemsize * ", "2 * ", "taking every number for two bytes",
          "That fits fp16 and bf16. In this case an element has four. Which argument says so?"),
+    ]),
+)  # fmt: skip
+
+
+# -- attention --
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of one head: q [N, D], k [M, D], v [M, DV] -> o [N, DV]."""
+    (N, D), M = q.shape, len(k)
+    scores = q @ k.T / D**0.5  # [N, M]
+    position = torch.arange(M - N, M, device=q.device)  # of each query
+    hidden = torch.arange(M, device=q.device) > position[:, None]
+    scores = scores.masked_fill(hidden, -torch.inf)
+    e = torch.exp(scores - scores.amax(1, keepdim=True))
+    weights = e / e.sum(1, keepdim=True)
+    return weights @ v
+
+
+def _column(*numbers: float) -> Tensor:
+    """Vectors of width 1, for which the scale is 1: with a query of 1, the scores themselves."""
+    return torch.tensor(numbers, dtype=torch.float32)[:, None]
+
+
+def _she() -> tuple[Tensor, Tensor, Tensor]:
+    """The chapter's sentence up to "she", who asks."""
+    k = torch.tensor([[2.0, 2, 0, 0], [0, 0, 0, 2], [2, 0, 2, 0], [0, 0, 0, 0], [1, 1, 0, 0]])
+    v = torch.tensor([[1.0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 0, 0], [0, 0, 0]])
+    return torch.tensor([[2.0, 2, 0, 0]]), k, v
+
+
+def _attention_case(name: str, N: int, M: int, D: int, DV: int) -> Case:
+    """Random numbers."""
+    return Case(name, lambda: (_random(N, N, D), _random(M + 20, M, D), _random(DV + 40, M, DV)))
+
+
+_LOW = "a large negative number where -inf is meant"
+_HIDE = "    scores = scores.masked_fill(hidden, -torch.inf)\n"
+
+ATTENTION = TEXTS.exercise(
+    "attention",
+    minutes=20,
+    difficulty=3,
+    solution=attention,
+    tolerance=1e-4,  # exp(score - lse) errs by more than 1e-5 at scores of 1000
+    forbidden=(
+        ("nsa_tutorial", "the course's own function"),
+        ("torch.softmax", "PyTorch's softmax"),
+        ("torch.log_softmax", "PyTorch's softmax"),
+        ("torch.scaled_dot_product_attention", "PyTorch's attention"),
+    ),
+    stages=(
+        Stage("one key", (
+            Case("one query, one key, a value of width 3", lambda: (
+                torch.tensor([[1.0, 2]]), torch.tensor([[3.0, 1]]), torch.tensor([[5.0, 0, -2]]))),
+        )),
+        Stage("one query, many keys", (
+            Case("the price of a lime: scores 1, 3 and 0", lambda: (
+                _column(1), _column(1, 3, 0), _column(2, 1, 4))),
+            _attention_case("one query, five keys of width 1, values of width 2", 1, 5, 1, 2),
+        )),
+        Stage("scale", (
+            Case("“she” asks, D = 4", _she),
+            _attention_case("one query, three keys, D = 9", 1, 3, 9, 2),
+        )),
+        Stage("large scores", (
+            Case("scores 1000, 999 and 998", lambda: (
+                _column(1), _column(1000, 999, 998), _column(2, 1, 4))),
+            Case("scores -1000, -1001 and -1002", lambda: (
+                _column(1), _column(-1000, -1001, -1002), _column(2, 1, 4))),
+        )),
+        Stage("hidden keys", (
+            Case("three queries, three keys, width 1", lambda: (
+                _column(1, 2, -1), _column(1, 0, 2), _column(3, 1, 8))),
+            _attention_case("six queries, six keys, D = 4", 6, 6, 4, 3),
+        )),
+        Stage("fewer queries than keys", (
+            Case("the last two of four positions ask", lambda: (
+                _column(1, -1), _column(0, 2, 1, 1), _column(1, 2, 4, 8))),
+            _attention_case("the last three of eight positions ask, D = 5", 3, 8, 5, 2),
+        )),
+        Stage("scores of any size", (
+            Case("one row with scores of 1000, one of -1000", lambda: (
+                _column(-1000, 1000), _column(1, 1), _column(3, 5))),
+            Case("a hidden score far above the visible one", lambda: (
+                _column(1, 1), _column(-100, _FP32.max), _column(3, 5))),
+            Case("a visible score of -20 billion beside a hidden 0", lambda: (
+                _column(1, 1), _column(-2e10, 0), _column(3, 5))),
+            Case("a visible score as low as fp32 goes", lambda: (
+                _column(1, 1), _column(_FP32.min, 0), _column(3, 5))),
+        )),
+    ),
+    misconceptions=diffs(attention, [
+        ("D**0.5", "D", "dividing by D where √D is meant",
+         "A mean over D divides by D, and so does √D taken twice. Divided by D, the spread of the "
+         "scores fades towards 0. Which column of the table of spreads stays at 1?"),
+        (" / D**0.5", "", "leaving the scores unscaled",
+         "Scores of wide vectors are large only because the vectors are wide. By how much does "
+         "the spread of a dot product grow with D?"),
+        (" / D**0.5", " * D**0.5", "multiplying by √D instead of dividing",
+         "Wider vectors already give larger scores. Which direction undoes the growth?"),
+        ("D**0.5", "2", "one half where 1/√D is meant",
+         "One half is right for D = 4, as in the sentence. Which D has `q` here? (`D ** 1/2` is "
+         "(D ** 1) / 2: Python takes the power first.)"),
+        (" / D**0.5", " / D ** 1 / 2", "one half where 1/√D is meant"),
+        ("D**0.5", "M**0.5", "scaling by the number of keys",
+         "The number of keys decides how many scores a query gets, not how large one score is. "
+         "How many products are summed inside a single dot product?"),
+        ("D**0.5", "v.shape[1] ** 0.5", "scaling by the width of the values",
+         "A value is not in any dot product. Which width is?"),
+        ("weights @ v", "weights", "the weights where the output is asked for",
+         "The weights are right. What do they mix?"),
+        ("e / e.sum(1, keepdim=True)", "scores", "scores in the place of weights",
+         "A single key must get the weight 1, whatever its score. What makes weights of scores?"),
+        ("e / e.sum(1, keepdim=True)", "scores / scores.sum(1, keepdim=True)",
+         "scores divided by their sum",
+         "They sum to 1, but a score may be 0 or negative, and a weight must grow with the score. "
+         "What is done to each score before the sum?"),
+        ("e / e.sum(1, keepdim=True)", "e", "exponentials that are not divided by their sum",
+         "The weights of a query must sum to 1. What is missing after the exponentials?"),
+        ("e / e.sum(1, keepdim=True)", "torch.ones_like(e) / M", "a plain average of the values",
+         "Every key weighs the same here. Where do the scores come in?"),
+        ("weights @ v", "v[scores.argmax(1)]", "picking the best key",
+         "The value of the best key alone comes back: a hard lookup. A soft one mixes all visible "
+         "values. With which weights?"),
+        ("torch.exp(", "torch.exp2(", "powers of two where powers of e are meant",
+         "`exp2(x)` is 2 to the power x. Which function takes powers of e?"),
+        ({"amax(1": "amax(0", "e.sum(1": "e.sum(0"}, "normalising over the queries",
+         "The columns sum to 1 here, and a lone query gives every key the weight 1. Each query "
+         "spreads its own weight over the keys. Along which dimension does its row run?"),
+        (" - scores.amax(1, keepdim=True)", "",
+         "exponentials without the largest score subtracted",
+         "exp(1000) is inf, and inf / inf is nan. exp(-1000) is 0, and 0 / 0 is nan, too. What did "
+         "the chapter subtract from every score of a row?"),
+        ({"scores.amax(1, keepdim=True)": "scores.amax(1)", "e.sum(1, keepdim=True)": "e.sum(1)"},
+         "a sum or a maximum that has lost its axis",
+         "One number a row came out as [N], and a table [N, M] takes that for a number of each "
+         "*key*. What keeps it a column [N, 1]?"),
+        ("e.sum(1, keepdim=True)", "e.sum(1)", "a sum or a maximum that has lost its axis"),
+        ("scores.amax(1, keepdim=True)", "scores.amax(1)",
+         "a sum or a maximum that has lost its axis"),
+        ("e.sum(1, keepdim=True)", "e.sum()", "one sum for all rows",
+         "All weights together sum to 1 here. Each query has a row of its own: what does *it* sum "
+         "to?"),
+        (_HIDE, "", "showing every query every key",
+         "Row 0 reads what comes after it. Print your mask: is it a table [N, M]? (A column "
+         "compared with a row makes one, a row with a row does not.) And who keeps what "
+         "`masked_fill` returns?"),
+        ("-torch.inf", "0.0", "giving hidden keys the score 0",
+         "A score of 0 is a score like any other: exp(0) = 1, so hidden keys still take weight. "
+         "Which score has the exponential exactly 0?"),
+        ({_HIDE: "", "e / e.sum(1, keepdim=True)":
+          "(e / e.sum(1, keepdim=True)).masked_fill(hidden, 0)"},
+         "setting hidden weights to zero after the softmax",
+         "The weights of a row sum to less than 1: they were divided by a sum that still holds the "
+         "hidden keys. So did the model that foretold dice. Which step must not see them?"),
+        ({_HIDE: "", "scores.amax(1, keepdim=True))":
+          "scores.amax(1, keepdim=True)).masked_fill(hidden, 0)"},
+         "the largest of all scores subtracted, hidden ones too",
+         "Where a hidden score is far above the visible ones, all visible exponentials are rounded "
+         "to 0, and 0 / 0 is nan. (Zeros over weights, divided by their new sum, do the same.) "
+         "Which step must not see a hidden score?"),
+        ("scores.amax(1, keepdim=True)", "scores.max()", "one maximum for all rows",
+         "A row whose scores are all far below another row's loses all its exponentials: 0 / 0 is "
+         "nan. Along which dimension is the largest score taken? And does it look at hidden ones?"),
+        ({_HIDE: "", "scores.amax(1, keepdim=True))": "scores.max()).masked_fill(hidden, 0)"},
+         "one maximum for all rows"),
+        ({_HIDE: "", "torch.exp(scores - scores.amax(1, keepdim=True))":
+          "torch.exp(scores - scores.amax(1, keepdim=True)) * ~hidden"},
+         "the largest of all scores subtracted, hidden ones too"),
+        ("-torch.inf", "-1e9", _LOW,
+         "It hides a key only while every visible score lies far above it. Here a visible score is "
+         "as low or lower, so a hidden key takes its weight: as with the dice and -5. Which score "
+         "is below every other?"),
+        *(("-torch.inf", number, _LOW) for number in
+          ("-1e4", "-1e30", "-1.0", "-5.0", "-10.0", "torch.finfo(scores.dtype).min")),
+        (_HIDE, "    scores = scores - 1e9 * hidden\n",
+         "adding a large negative number where -inf is meant",
+         "A hidden score that stands far above the others stays above them when it is lowered by "
+         "a finite amount. Which amount is enough for every score?"),
+        *((_HIDE, f"    scores = scores {number} * hidden\n",
+           "adding a large negative number where -inf is meant")
+          for number in ("- 5.0", "- 10.0", "- 1e4", "- 1e30", "+ torch.finfo(scores.dtype).min")),
+        ("masked_fill(hidden", "masked_fill(scores.tril(M - N) == 0",
+         "taking a score of 0 for a hidden one",
+         "A key may be visible and have the score 0; here such a key got no weight. How do you "
+         "know who is hidden without looking at the scores?"),
+        (") > position", ") >= position", "a mask that leaves a query no key",
+         "A query that sees nothing has only scores of -inf, and -inf - -inf is nan. A lone query "
+         "sees itself. Is your comparison too strict, your offset one too small, or the mask the "
+         "wrong way round? (`masked_fill` writes where it is True.) Or do you multiply by -inf? "
+         "0 times infinity is nan."),
+        ("masked_fill(hidden", "masked_fill(~hidden", "a mask that leaves a query no key"),
+        (_HIDE, "    scores = scores + hidden * -torch.inf\n",
+         "a mask that leaves a query no key"),
+        ("M - N, M, d", "M - N + 1, M + 1, d", "showing each query the key after its own",
+         "Each row gives weight to one position too many. Your offset is one too large, or your "
+         "comparison is not strict enough. At which position does the last query stand: M, or "
+         "M - 1?"),
+        ({"M, device=q.device) > ": "M, device=q.device)[:, None] > ",
+          "position[:, None]": "position"}, "keys as rows and queries as columns",
+         "Here the keys run down and the queries run across. Row = who asks, column = who is "
+         "asked. Which of your two `arange`s becomes the column, by `[:, None]`?"),
+        ("M - N, M, d", "N, d", "lining up the queries with the first keys",
+         "Query row 0 is not position 0 when N < M: the queries are the last N positions. At "
+         "which position does row i stand?"),
+        ("M - N, M, d", "N - M, N - M + N, d", "an offset of N − M where M − N is meant",
+         "Your comparison is right, your offset is not. N − M is negative when N < M, so the "
+         "first rows see nothing. At which position does row 0 stand?"),
     ]),
 )  # fmt: skip
 
@@ -619,22 +757,24 @@ CAUSAL_SOFTMAX = TEXTS.exercise(
     ),
 )  # fmt: skip
 
-EXERCISES = (CAUSAL_WEIGHTS, SCALED_SCORES, ATTENTION_COST, LEAKS, CAUSAL_SOFTMAX)
+EXERCISES = (ATTENTION_COST, ATTENTION, CAUSAL_WEIGHTS, LEAKS, CAUSAL_SOFTMAX)
 
 
 # -- two mistakes at once --
 
 DOUBLES = (
-    Double("scaled_scores", names=("leaving the scores unscaled", "positions before heads")),
-    Double("scaled_scores", names=(
-        "dividing by D where √D is meant", "keys as rows and queries as columns")),
+    Double("attention", names=(
+        "setting hidden weights to zero after the softmax",
+        "showing each query the key after its own")),
+    Double("attention", names=(
+        "a sum or a maximum that has lost its axis", "giving hidden keys the score 0")),
     Double("causal_weights", names=(
         "a large negative number where -inf is meant",
         "lining up the queries with the first keys")),
     Double("causal_weights", names=(
         "setting hidden weights to zero after the softmax", "hiding a query's own position")),
     Double("attention_cost", names=(
-        "counting a multiply-add as one operation", "carrying N·M numbers three times")),
+        "counting half of the operations", "carrying N·M numbers three times")),
     Double("attention_cost", names=(
         "computing with values as wide as the keys", "counting elements, not bytes")),
     Double("causal_softmax", names=(
@@ -655,5 +795,6 @@ PREDICTIONS = TEXTS.predictions(
     score_table_gib={"unit": "GiB"},
     spread_of_64={"tolerance": 0.02},
     dice_right={"tolerance": 0.02, "unit": "%"},
+    score_letters={"choices": ("hij", "ihj", "ij", "hijd")},
     slower_side={"choices": ("arithmetic", "memory")},
 )

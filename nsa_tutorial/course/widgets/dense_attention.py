@@ -12,7 +12,7 @@ import torch
 from matplotlib.colors import to_rgb
 from torch import Tensor
 
-from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, shades
+from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, readable_on, shades
 from nsa_tutorial.course.sheet import Chart, Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.exact import dense_attention
@@ -42,6 +42,90 @@ def sentence() -> tuple[list[str], Tensor, Tensor, Tensor]:
         torch.tensor(column, dtype=torch.float32) for column in zip(*table.values(), strict=True)
     )
     return list(table), q, k, v
+
+
+def draw_sentence() -> Picture:
+    """The table of the sentence: what each word looks for, offers and hands over."""
+    words, q, k, v = sentence()
+    offers = ("a person", "“she”", "“he”", "a deed")
+    sheet = Sheet(8.2, 3.0)
+    left = 0.85
+    for name, table, columns, colour in (
+        ("q: looks for", q, offers, "query"),
+        ("k: offers", k, offers, "key"),
+        ("v: hands over", v, MEANINGS, "value"),
+    ):
+        place = Place(left, 0.58, 0.6 * len(columns), 2.1)
+        limits = (-0.5, len(columns) - 0.5), (-0.5, len(words) - 0.5)
+        chart = sheet.chart(place, limits[0], limits[1][::-1])
+        cells = [(i, j) for i in range(len(words)) for j in range(len(columns))]
+        squares = [(j - 0.5, i - 0.5, 1, 1) for i, j in cells]
+        tints = shades(colour)(table.flatten().numpy() / 4)
+        chart.boxes(squares, tints, edgecolors=PALETTE["masked"], linewidths=0.8)
+        chart.words([(j, i, int(table[i, j])) for i, j in cells], size=9)
+        chart.title(name)
+        chart.bottom(range(len(columns)), columns, size=8, line=False)
+        if left < 1:
+            chart.left(range(len(words)), words, line=False)
+        left = place.x(1) + 0.3
+    return Picture(sheet.figure, "Each word looks for something, offers something, hands over a "
+                                 "meaning")  # fmt: skip
+
+
+def draw_hero(query: int = 4) -> Picture:
+    """The sentence, and threads from one word to those it sees, as wide as their weights."""
+    words, found = sentence()[0], look_up(query)
+    sheet = Sheet(8.2, 2.5)
+    places = [0.75 + 1.34 * i for i in range(len(words))]
+    baseline = 1.75
+    for x, weight in zip(places[:query], found.weights.tolist(), strict=False):
+        angles = [math.pi * i / 40 for i in range(41)]
+        middle, radius = (x + places[query]) / 2, (places[query] - x) / 2
+        arc = [(middle + radius * math.cos(a), baseline - 0.22 - 1.15 * (radius / 2.68)
+                * math.sin(a)) for a in angles]  # fmt: skip
+        sheet.lines([arc], "query", 0.8 + 9 * weight)
+    inks = ["text" if i <= query else "faint" for i in range(len(words))]
+    told = [(x, baseline, word) for x, word in zip(places, words, strict=True)]
+    sheet.words(told, size=17, colour=inks)
+    weights = [f"{w:.0%}" if i <= query else "hidden" for i, w in enumerate(found.weights.tolist())]
+    told = [(x, baseline + 0.34, weight) for x, weight in zip(places, weights, strict=True)]
+    inks = ["query" if i <= query else "faint" for i in range(len(words))]
+    sheet.words(told, size=10, colour=inks)
+    return Picture(sheet.figure, f"One lookup: {_finding(query, found)}")
+
+
+# -- the letters of einsum --
+
+
+def draw_letters() -> Picture:
+    """`einsum("ihd,jhd->hij", q, k)`: the axes of the three tensors as boxes, a letter each."""
+    sheet = Sheet(8.2, 2.75)
+    meanings = {
+        "h": "head: in all three, so one table each",
+        "i": "query: stays, as rows",
+        "j": "key: stays, as columns",
+        "d": "channel: missing on the right, so summed",
+    }
+    colours = {"h": "masked", "i": "query", "j": "key", "d": "own block"}
+    size, top = 0.42, 0.72
+    starts = {"ihd": 0.5, "jhd": 3.0, "hij": 6.1}
+    names = {"ihd": "q [N, HQ, D]", "jhd": "k [M, HQ, D]", "hij": "scores [HQ, N, M]"}
+    for letters, x in starts.items():
+        boxes = [(x + size * i, top, size, size) for i in range(3)]
+        tints = [PALETTE[colours[letter]] for letter in letters]
+        sheet.boxes(boxes, tints, edgecolors="white", linewidths=2)
+        sheet.words([(x + size * (i + 0.5), top + size / 2, c) for i, c in enumerate(letters)],
+                    size=15, family="DejaVu Sans Mono",
+                    colour=[readable_on(colours[c]) for c in letters])  # fmt: skip
+        sheet.words([(x + 1.5 * size, top - 0.16, names[letters])], size=9.5)
+    sheet.words([(2.38, top + size / 2, ","), (5.2, top + size / 2, "→")], size=18)
+    for row, (letter, meaning) in enumerate(meanings.items()):
+        y = top + 0.78 + 0.29 * row
+        sheet.boxes([(0.5, y - 0.11, 0.22, 0.22)], [PALETTE[colours[letter]]])
+        sheet.words([(0.61, y, letter)], size=9.5, family="DejaVu Sans Mono",
+                    colour=[readable_on(colours[letter])])  # fmt: skip
+        sheet.words([(0.85, y, meaning)], size=9.5, ha="left")
+    return Picture(sheet.figure, "A letter that is missing on the right is summed; all others stay")
 
 
 # -- one query's lookup --
