@@ -6,9 +6,9 @@ repeats (`update`), and what turns the last state into attention's output and lo
 
 It does not tile the queries or count bytes (chapter 04), knows no heads and no batch, and leaves
 memory to PyTorch: it is here for its arithmetic. Names and order of `update` are those of the
-TileLang and Triton kernels.
+TileLang and Triton kernels, but for the powers `p`, which most kernels write over `acc_s`.
 
-Symbols: `G` rows, any rows, each with a mask of its own; `BS` keys in a chunk; `N` queries, `M`
+Symbols: `R` rows, any rows, each with a mask of its own; `BS` keys in a chunk; `N` queries, `M`
 keys, `D` key width, `DV` value width.
 """
 
@@ -29,10 +29,10 @@ class State(NamedTuple):
     """What a row remembers of the keys read so far: DV + 2 numbers, however many keys there were.
 
     Attributes:
-        scores_max: `[G]`, the largest score so far, unscaled; `-inf` before the first visible key.
-        running_sum: `[G]`, the denominator so far, the sum of
+        scores_max: `[R]`, the largest score so far, unscaled; `-inf` before the first visible key.
+        running_sum: `[R]`, the denominator so far, the sum of
             `exp2((score - scores_max) * scale_log2)`.
-        acc_o: `[G, DV]`, the same sum with each term multiplied by its value: the numerator of the
+        acc_o: `[R, DV]`, the same sum with each term multiplied by its value: the numerator of the
             output.
     """
 
@@ -63,7 +63,7 @@ def update(state: State, acc_s: Tensor, v: Tensor, scale_log2: float) -> State:
 
     Args:
         state: the state so far.
-        acc_s: the chunk's scores `[G, BS]`, plain dot products in the state's dtype; `-inf` marks a
+        acc_s: the chunk's scores `[R, BS]`, plain dot products in the state's dtype; `-inf` marks a
             key that is not visible.
         v: the chunk's values `[BS, DV]`.
         scale_log2: `scale * LOG2_E`, positive.
@@ -76,17 +76,17 @@ def update(state: State, acc_s: Tensor, v: Tensor, scale_log2: float) -> State:
     scores_max, running_sum, acc_o = state
 
     # -- online softmax --
-    scores_max_prev = scores_max  # [G]
-    scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))  # [G]
-    shift = scores_max.masked_fill(scores_max == -torch.inf, 0)  # [G]
-    scores_scale = torch.exp2((scores_max_prev - shift) * scale_log2)  # [G]
-    acc_s = torch.exp2((acc_s - shift[:, None]) * scale_log2)  # [G, BS], powers from here on
-    scores_sum = acc_s.sum(1)  # [G]
-    running_sum = running_sum * scores_scale + scores_sum  # [G]
-    acc_o = acc_o * scores_scale[:, None]  # [G, DV]
+    scores_max_prev = scores_max  # [R]
+    scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))  # [R]
+    shift = scores_max.masked_fill(scores_max == -torch.inf, 0)  # [R]
+    scores_scale = torch.exp2((scores_max_prev - shift) * scale_log2)  # [R]
+    p = torch.exp2((acc_s - shift[:, None]) * scale_log2)  # [R, BS]
+    scores_sum = p.sum(1)  # [R]
+    running_sum = running_sum * scores_scale + scores_sum  # [R]
+    acc_o = acc_o * scores_scale[:, None]  # [R, DV]
 
     # -- accumulate --
-    acc_o = acc_o + acc_s @ v.to(acc_s.dtype)  # [G, DV]
+    acc_o = acc_o + p @ v.to(p.dtype)  # [R, DV]
     return State(scores_max, running_sum, acc_o)
 
 
@@ -98,11 +98,11 @@ def finish(state: State, scale: float) -> tuple[Tensor, Tensor]:
         scale: the factor on every score, not folded with `LOG2_E`, positive.
 
     Returns:
-        `o` `[G, DV]` and `lse` `[G]`, the natural logarithm of the sum of `exp(score * scale)`. A
+        `o` `[R, DV]` and `lse` `[R]`, the natural logarithm of the sum of `exp(score * scale)`. A
         row that saw no key gets `o = 0`, `lse = -inf`.
     """
     scores_max, running_sum, acc_o = state
-    # [G, DV], an empty row is 0 / 1, not 0 / 0
+    # [R, DV], an empty row is 0 / 1, not 0 / 0
     o = acc_o / running_sum.masked_fill(running_sum == 0, 1)[:, None]
     return o, scores_max * scale + torch.log(running_sum)
 
@@ -167,7 +167,7 @@ def trace(acc_s: Tensor, v: Tensor, scale_log2: float, *, chunk: int) -> list[St
     """The states of a row of scores, for looking at: before the first chunk, then after each.
 
     Args:
-        acc_s: all scores `[G, M]`, as `update` takes them.
+        acc_s: all scores `[R, M]`, as `update` takes them.
         v: all values `[M, DV]`.
         scale_log2: as in `update`.
         chunk: keys per step.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,28 +38,47 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def test_the_step_of_the_exercise_is_the_modules() -> None:
-    state, scale_log2 = online_softmax.start(3, 2, dtype=torch.float64), 0.3
+    """Over chunks of which many are masked, for one row also the first, and for one all."""
+    state, scale_log2 = online_softmax.start(3, 2, dtype=torch.float64), 1.5
+    mine = tuple(state)
     for seed in range(4):
-        acc_s, v = 9 * randn(3, 5, seed=seed), randn(5, 2, seed=9 + seed)
-        mine = solutions.online_step(*state, acc_s, v, scale_log2)
+        acc_s, v = 40 * randn(3, 2, seed=seed) - 300, randn(2, 2, seed=9 + seed)
+        acc_s = acc_s.masked_fill(acc_s < -280, -torch.inf)
+        acc_s[2] = -torch.inf
+        mine = solutions.online_step(*mine, acc_s, v, scale_log2)
         state = online_softmax.update(state, acc_s, v, scale_log2)
         torch.testing.assert_close(mine, tuple(state))
+    assert (state.running_sum[:2] > 0).all()
+    scale = scale_log2 / online_softmax.LOG2_E
+    torch.testing.assert_close(solutions.finish(*mine, scale), online_softmax.finish(state, scale))
 
 
-def test_the_guard_of_the_exercise_is_the_modules() -> None:
-    """The sums of a walk over chunks of which many are masked, for one row also the first."""
-    state, scale_log2 = online_softmax.start(3, 1, dtype=torch.float64), 1.5
-    running_sum = torch.zeros(3, dtype=torch.float64)
-    for seed in range(4):
-        acc_s = 40 * randn(3, 2, seed=seed) - 300
-        acc_s = acc_s.masked_fill(acc_s < -280, -torch.inf)
-        _, factor, p = solutions.guarded_step(state.scores_max, acc_s, scale_log2)
-        running_sum = running_sum * factor + p.sum(1)
-        state = online_softmax.update(state, acc_s, torch.ones(2, 1), scale_log2)
-        torch.testing.assert_close(running_sum, state.running_sum)
-        if seed == 0:
-            assert (state.scores_max == -torch.inf).any()
-    assert (running_sum > 0).all()
+@pytest.mark.parametrize("chunk", [1, 4, 9, 20])
+def test_the_loop_of_the_exercise_is_the_modules(chunk: int) -> None:
+    q, k, v = randn(3, 4), randn(9, 4, seed=1), randn(9, 5, seed=2)
+    right = online_softmax.streaming_attention(q, k, v, chunk=9, causal=False)
+    torch.testing.assert_close(solutions.one_pass(q, k, v, chunk), right)
+
+
+def test_gradients_flow_through_the_readers_loop() -> None:
+    inputs = [randn(n, 3, seed=n).requires_grad_() for n in (2, 6, 7)]
+    q, k, v = inputs[0], inputs[1], inputs[2][:6]
+    o, lse = solutions.one_pass(q, k, v, 4)
+    s = q @ k.T * 3**-0.5
+    right = torch.autograd.grad((s.softmax(1) @ v).sum() + s.logsumexp(1).sum(), inputs)
+    found = torch.autograd.grad(o.sum() + lse.sum(), inputs)
+    torch.testing.assert_close(found, right)
+
+
+def test_a_row_without_a_key_has_gradients() -> None:
+    """They are 0, where the loss uses the output."""
+    acc_s = torch.tensor([[1.0, 2.0], [-torch.inf, -torch.inf]], requires_grad=True)
+    v = randn(2, 1).float()
+    state = online_softmax.start(2, 1)
+    o, _ = solutions.finish(*solutions.online_step(*state, acc_s, v, 1.0), 1.0)
+    (found,) = torch.autograd.grad(o.sum(), acc_s)
+    assert found.isfinite().all()
+    assert (found[1] == 0).all()
 
 
 def test_merging_many_is_merging_two_again_and_again() -> None:
@@ -250,7 +269,7 @@ class Masked:
         self.mask = mask
 
     def __getitem__(self, grid: tuple) -> Callable:
-        return partial(lse_masked[grid], MASK=self.mask)
+        return functools.partial(lse_masked[grid], MASK=self.mask)
 
 
 @needs_triton
@@ -263,7 +282,7 @@ class Masked:
     ],
 )
 def test_a_kernels_mask_is_named_and_its_scores_are_shown(mask: str, named: str) -> None:
-    verdict = judge(KNOWN["row_lse"], partial(Masked, mask))
+    verdict = judge(KNOWN["row_lse"], functools.partial(Masked, mask))
     assert verdict.misconceptions == (named,)
     assert "S = [[" in verdict.text
 
@@ -340,16 +359,126 @@ def test_the_minutes_are_told() -> None:
     text = text.replace('" ', "").replace('"', "")
     assert f"{minutes} of them exercises" in text
     assert f"Three more exercises are optional, {sum(optional)} minutes" in text
-    for one in optional:
-        assert f"it takes {one} minutes" in text
+
+
+# -- builds: how far a half-done function carries --
+
+
+def of_the_chunk_alone(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+    scores_max = acc_s.amax(1)
+    p = torch.exp2(acc_s - scores_max[:, None])
+    return scores_max, p.sum(1), p @ v
+
+
+def without_a_guard(scale=True):
+    def online_step(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+        factor = scale_log2 if scale else 1.0
+        scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
+        rate = torch.exp2((scores_max_prev - scores_max) * factor)
+        p = torch.exp2((acc_s - scores_max[:, None]) * factor)
+        return scores_max, running_sum * rate + p.sum(1), acc_o * rate[:, None] + p @ v
+
+    return online_step
+
+
+def for_one_row(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+    scores_max = torch.maximum(scores_max_prev, acc_s.max())
+    rate, p = torch.exp2(scores_max_prev - scores_max), torch.exp2(acc_s - scores_max)
+    return scores_max, running_sum * rate + p.sum(), acc_o * rate + p @ v
+
+
+@pytest.mark.parametrize(
+    ("attempt", "held"),
+    [
+        (of_the_chunk_alone, 1),
+        (for_one_row, 3),
+        (without_a_guard(scale=False), 4),
+        (without_a_guard(), 6),
+        (lambda *a: tuple(x.nan_to_num(neginf=-math.inf) for x in without_a_guard()(*a)), 7),
+        (solutions.online_step, 8),
+    ],
+    ids=["the chunk alone", "one row", "no scale", "no guard", "cleared", "all"],
+)
+def test_a_half_done_step_is_praised_for_what_it_does(attempt: Callable, held: int) -> None:
+    assert judge(KNOWN["online_step"], attempt).held == held
+
+
+@pytest.mark.parametrize(
+    ("attempt", "held"),
+    [
+        (lambda m, s, o, scale: (o, m), 1),
+        (lambda m, s, o, scale: (o / s, m + torch.log(s)), 2),
+        (lambda m, s, o, scale: (o / s, m * scale + torch.log(s)), 3),
+        (lambda m, s, o, scale: (o / s[:, None], m * scale + torch.log(s)), 4),
+        (solutions.finish, 6),
+    ],
+    ids=["nothing divided", "no scale", "no column", "no guard", "all"],
+)
+def test_a_half_done_end_is_praised_for_what_it_does(attempt: Callable, held: int) -> None:
+    assert judge(KNOWN["finish"], attempt).held == held
+
+
+@pytest.mark.parametrize("eps", [1.0, 1e-30])
+def test_a_floor_under_the_divisor_is_right(eps: float) -> None:
+    """A row that saw a key has a sum of at least 1, the largest score's own term."""
+
+    def finish(scores_max, running_sum, acc_o, scale):
+        o = acc_o / running_sum.clamp(min=eps)[:, None]
+        return o, scores_max * scale + running_sum.log()
+
+    assert judge(KNOWN["finish"], finish).outcome == "right"
+
+
+def by_softmax(q, k, v, chunk):
+    s = q @ k.T * q.shape[1] ** -0.5
+    return torch.softmax(s, 1) @ v, torch.logsumexp(s, 1)
+
+
+def by_the_course(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+    state = online_softmax.State(scores_max_prev, running_sum, acc_o)
+    return tuple(online_softmax.update(state, acc_s, v, scale_log2))
+
+
+@pytest.mark.parametrize(
+    ("name", "attempt", "told"),
+    [("one_pass", by_softmax, "PyTorch's softmax"),
+     ("online_step", by_the_course, "the course's own function")],
+)  # fmt: skip
+def test_what_the_chapter_builds_may_not_be_called(name: str, attempt: Callable, told: str) -> None:
+    verdict = judge(KNOWN[name], attempt)
+    assert verdict.outcome == "wrong"
+    assert told in verdict.text
+
+
+def test_summing_scores_is_named() -> None:
+    def online_step(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+        scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
+        rate = torch.exp2((scores_max_prev - scores_max) * scale_log2)
+        running_sum = running_sum * rate + acc_s.sum(1)
+        acc_s = torch.exp2((acc_s - scores_max[:, None]) * scale_log2)
+        return scores_max, running_sum, acc_o * rate[:, None] + acc_s @ v
+
+    (named,) = judge(KNOWN["online_step"], online_step).misconceptions
+    assert named == "summing the scores in place of their powers"
+
+
+# -- mistakes --
 
 
 def never_scaled(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
     return solutions.online_step(scores_max_prev, running_sum, acc_o, acc_s, v, 1.0)
 
 
-def never_scaled_guarded(scores_max_prev, acc_s, scale_log2):
-    return solutions.guarded_step(scores_max_prev, acc_s, 1.0)
+def whole(guard):
+    """A step around what a reader guards: its maximum, factor and powers."""
+
+    @functools.wraps(guard)
+    def online_step(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+        scores_max, factor, p = guard(scores_max_prev, acc_s, scale_log2)
+        return scores_max, running_sum * factor + p.sum(1), acc_o * factor[:, None] + p @ v
+
+    del online_step.__wrapped__  # it has other arguments
+    return online_step
 
 
 def scaled_before(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
@@ -510,11 +639,6 @@ def sum_first(*arguments):
 def sum_last(*arguments):
     scores_max, running_sum, acc_o = solutions.online_step(*arguments)
     return scores_max, acc_o, running_sum
-
-
-def p_first(*arguments):
-    scores_max, factor, p = solutions.guarded_step(*arguments)
-    return scores_max, p, factor
 
 
 def guarded_from(scores_max, shift, scores_max_prev, acc_s, scale_log2):
@@ -706,7 +830,9 @@ ELEMENTWISE = "`*` where the powers meet the values"
 ONE_MAX = "one maximum for all rows, and no stand-in where it is -inf"
 ONE_MAX_AND_NAN = "one maximum for all rows, and nothing against a NaN"
 PRECAUTIONS = "`exp` taken of each lse as it comes, with no guard for empty rows"
-NO_AXIS = "a `[G]` tensor used where `[G, 1]` is needed"
+NAN = "-inf minus -inf, which is NaN"
+FROM_NOWHERE = "powers that are not measured from the new maximum"
+NO_AXIS = "a `[R]` tensor used where `[R, 1]` is needed"
 NO_AXIS_N = "a `[N]` tensor used where `[N, 1]` is needed"
 NO_AXIS_PN = "a `[P, N]` tensor used where `[P, N, 1]` is needed"
 CLEARED = "a NaN cleared by what it is, not by where it comes from"
@@ -723,10 +849,9 @@ LEAKS = "a stand-in that leaks into lse"
             exp_in_the_factor,
             {"folding log2(e) in a second time, or taking exp where exp2 is meant"},
         ),
-        ("guarded_step", never_scaled_guarded, {"exponents without scale_log2"}),
-        ("guarded_step", zero_where_masked, {"a guard on the powers that the factor lacks"}),
-        ("guarded_step", finite_max, {"a stand-in that leaks into the state"}),
-        ("guarded_step", least_max, {"a stand-in that leaks into the state"}),
+        ("online_step", whole(zero_where_masked), {NAN}),
+        ("online_step", whole(finite_max), {"a stand-in that leaks into the state"}),
+        ("online_step", whole(least_max), {"a stand-in that leaks into the state"}),
         ("merge_many", left_out_by_weight, {"a part left out where its weight is 0"}),
         ("merge_partials", formula, {PRECAUTIONS}),
         ("merge_partials", denominators, {PRECAUTIONS}),
@@ -739,56 +864,55 @@ LEAKS = "a stand-in that leaks into lse"
         ("online_step", one_sum, {"one sum for all rows"}),
         ("online_step", sum_first, {"a state in another order"}),
         ("online_step", sum_last, {"a state in another order"}),
-        ("guarded_step", p_first, {"results in another order"}),
-        ("guarded_step", from_0, {"measuring every exponent from 0"}),
+        ("online_step", whole(from_0), {FROM_NOWHERE}),
         (
-            "guarded_step",
-            zeros_if_any,
+            "online_step",
+            whole(zeros_if_any),
             {"a stand-in for all rows as soon as one of them is empty"},
         ),
-        ("guarded_step", clamped, {"a maximum that is never below 0"}),
+        ("online_step", whole(clamped), {"a maximum that is never below 0"}),
         (
-            "guarded_step",
-            clamped_shift,
+            "online_step",
+            whole(clamped_shift),
             {"a floor under the maximum, below which true scores may lie"},
         ),
         (
-            "guarded_step",
-            old_maximum_replaced,
-            {"a stand-in for the old maximum before the new one is taken"},
+            "online_step",
+            whole(old_maximum_replaced),
+            {"a maximum that is never below 0"},
         ),
         (
-            "guarded_step",
-            both_replaced,
+            "online_step",
+            whole(both_replaced),
             {"a stand-in for the old maximum in the factor, too"},
         ),
         (
-            "guarded_step",
-            guarded_where(had_seen_no_key),
-            {"a stand-in chosen by the old maximum"},
+            "online_step",
+            whole(guarded_where(had_seen_no_key)),
+            {FROM_NOWHERE},
         ),
         (
-            "guarded_step",
-            guarded_where(had_seen_no_key, leaks=True),
-            {"a stand-in chosen by the old maximum"},
+            "online_step",
+            whole(guarded_where(had_seen_no_key, leaks=True)),
+            {FROM_NOWHERE},
         ),
         (
-            "guarded_step",
-            guarded_where(sees_no_key_now),
+            "online_step",
+            whole(guarded_where(sees_no_key_now)),
             {"a stand-in chosen by the chunk's own maximum"},
         ),
         (
-            "guarded_step",
-            guarded_where(sees_no_key_now, leaks=True),
+            "online_step",
+            whole(guarded_where(sees_no_key_now, leaks=True)),
             {"a stand-in chosen by the chunk's own maximum"},
         ),
         (
-            "guarded_step",
-            zeroed_where_it_had_seen_none,
-            {"powers set to 0 for a row that had seen no key"},
+            "online_step",
+            whole(zeroed_where_it_had_seen_none),
+            {"rescaling the new terms, or clearing them"},
         ),
         ("online_step", step_without_axes, {NO_AXIS}),
-        ("guarded_step", guard_without_axes, {NO_AXIS}),
+        ("online_step", whole(guard_without_axes), {NO_AXIS}),
         ("merge_partials", merge_without_axes, {NO_AXIS_N}),
         ("merge_many", shares_without_axes, {NO_AXIS_PN}),
         ("merge_many", outputs_cleared, {CLEARED}),
@@ -809,16 +933,20 @@ LEAKS = "a stand-in that leaks into lse"
         ("merge_many", means, {"a plain average of the parts"}),
         ("merge_many", mean_of_shares, {"a mean of outputs that have their shares"}),
         ("merge_many", summed_along_the_rows, {"shares taken along the rows"}),
-        ("online_step", pythons_max, {"Python's `max` where `torch.maximum` is meant"}),
         (
-            "guarded_step",
-            measured_from(lambda new, old: old),
-            {"exponents measured from the old maximum"},
+            "online_step",
+            pythons_max,
+            {"Python's `max` or `if` where each row needs its own answer"},
         ),
         (
-            "guarded_step",
-            measured_from(lambda new, old: torch.where(new == -math.inf, new, 0.0)),
-            {"a stand-in for the rows that have a maximum"},
+            "online_step",
+            whole(measured_from(lambda new, old: old)),
+            {"a rescale factor upside down, or measured from the old maximum"},
+        ),
+        (
+            "online_step",
+            whole(measured_from(lambda new, old: torch.where(new == -math.inf, new, 0.0))),
+            {FROM_NOWHERE},
         ),
         ("merge_partials", joined_and_cleared, {CLEARED}),
         ("merge_partials", denominators_cleared, {PRECAUTIONS}),
@@ -870,7 +998,7 @@ def test_other_ways_to_merge_are_right(attempt: Callable) -> None:
 @pytest.mark.parametrize("is_guarded", [False, True], ids=["unguarded", "guarded"])
 def test_a_cleared_nan_is_seen(is_guarded: bool) -> None:
     """A NaN that was there before the step stays."""
-    e = KNOWN["guarded_step"]
+    e = KNOWN["online_step"]
 
     def cleared(scores_max_prev, acc_s, scale_log2):
         scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
@@ -878,9 +1006,8 @@ def test_a_cleared_nan_is_seen(is_guarded: bool) -> None:
         _, factor, p = guarded_from(scores_max, shift, scores_max_prev, acc_s, scale_log2)
         return scores_max, factor.nan_to_num(), p.nan_to_num()
 
-    assert judge(e, cleared).misconceptions == (CLEARED,)
+    assert judge(e, whole(cleared)).misconceptions == (CLEARED,)
     assert "nan_to_num" in e.statement
-    assert "`NaN`" in e.why
 
 
 @pytest.mark.parametrize(
@@ -908,26 +1035,29 @@ def test_a_missing_axis_is_shown_on_a_case_of_several_rows() -> None:
 
 
 def test_a_stored_stand_in_is_told_what_the_state_must_say() -> None:
-    assert "the state must say -inf" in judge(KNOWN["guarded_step"], least_max).text
+    assert "the state must say -inf" in judge(KNOWN["online_step"], whole(least_max)).text
 
 
-def test_a_harmless_factor_is_called_harmless() -> None:
-    def attempt(scores_max_prev, acc_s, scale_log2):
-        scores_max, factor, powers = solutions.guarded_step(scores_max_prev, acc_s, scale_log2)
-        return scores_max, torch.where(scores_max_prev == -torch.inf, 1.0, factor), powers
+def test_a_factor_of_1_on_an_empty_sum_is_right() -> None:
+    def guard(scores_max_prev, acc_s, scale_log2):
+        scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))
+        shift = torch.where(scores_max == -torch.inf, 0.0, scores_max)
+        factor = torch.exp2((scores_max_prev - shift) * scale_log2)
+        factor = torch.where(scores_max_prev == -torch.inf, 1.0, factor)
+        return scores_max, factor, torch.exp2((acc_s - shift[:, None]) * scale_log2)
 
-    assert "would give the right sums" in judge(KNOWN["guarded_step"], attempt).text
+    assert judge(KNOWN["online_step"], whole(guard)).outcome == "right"
 
 
 @pytest.mark.parametrize("shift", [-1e30, 0.0, 7.0])
 def test_any_finite_stand_in_is_right(shift: float) -> None:
     attempt = measured_from(lambda new, old: torch.where(new == -math.inf, shift, new))
-    assert judge(KNOWN["guarded_step"], attempt).outcome == "right"
+    assert judge(KNOWN["online_step"], whole(attempt)).outcome == "right"
 
 
 def test_one_stand_in_for_all_rows_is_asked_about() -> None:
     attempt = measured_from(lambda new, old: 0 if new == -math.inf else new)
-    assert "Should each row have one?" in judge(KNOWN["guarded_step"], attempt).text
+    assert "choose, row by row" in judge(KNOWN["online_step"], whole(attempt)).text
 
 
 @pytest.mark.parametrize("gap", ["+inf", "old"])
@@ -937,7 +1067,8 @@ def test_a_stand_in_that_stands_for_nothing_is_asked_for(gap: str) -> None:
         "+inf": lambda new, old: torch.where(new == math.inf, 0.0, new),
         "old": lambda new, old: torch.where(new == -math.inf, old, new),
     }[gap]
-    assert "is it finite?" in judge(KNOWN["guarded_step"], measured_from(shift)).text
+    told = judge(KNOWN["online_step"], whole(measured_from(shift))).text
+    assert "Which finite number" in told
 
 
 def test_a_missing_axis_is_all_that_is_told() -> None:

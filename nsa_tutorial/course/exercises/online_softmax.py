@@ -1,5 +1,5 @@
-"""Exercises of chapter 03: one step of the streaming softmax, the fully masked chunk, the walk as a
-kernel, merging two results and many.
+"""Exercises of chapter 03: one step of the streaming softmax, the end of a row, the loop around
+both, the walk as a kernel, merging two results and many.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial.course.diffs import diffs
-from nsa_tutorial.course.exercises import Case, Double
+from nsa_tutorial.course.exercises import Case, Double, Stage
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.room import roomy
@@ -36,7 +36,23 @@ def _tensors(*arguments: list | float) -> tuple:
     return tuple(torch.tensor(a) if isinstance(a, list) else a for a in arguments)
 
 
-# -- 1: one step --
+# -- the builds: a step, the end of a row --
+
+_LEAKS_INTO_LSE = (
+    "Exponents and divisors need a stand-in, but here lse shows it: a row without keys claims a "
+    "denominator. What does lse say of a denominator of 0?"
+)
+# What readers put in place of a sum that may be 0. A logarithm that takes it tells which.
+_FLOORS = (1.0, 1e-6, 1e-8, 1e-9, 1e-10, 1e-12, 1e-30, 1e-20)
+
+_FORBIDDEN = (
+    ("torch.softmax", "PyTorch's softmax"),
+    ("torch.log_softmax", "PyTorch's softmax"),
+    ("torch.logsumexp", "PyTorch's log-sum-exp"),
+    ("torch.logaddexp", "PyTorch's log-sum-exp"),
+    ("torch.scaled_dot_product_attention", "PyTorch's attention"),
+    ("nsa_tutorial", "the course's own function"),
+)
 
 
 def online_step(
@@ -48,24 +64,103 @@ def online_step(
     scale_log2: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The state `(scores_max, running_sum, acc_o)` after one more chunk `acc_s`, `v`."""
-    scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))  # [G]
-    scores_scale = torch.exp2((scores_max_prev - scores_max) * scale_log2)  # [G]
-    acc_s = torch.exp2((acc_s - scores_max[:, None]) * scale_log2)  # [G, BS], powers from here on
-    running_sum = running_sum * scores_scale + acc_s.sum(1)  # [G]
-    acc_o = acc_o * scores_scale[:, None] + acc_s @ v  # [G, DV]
+    scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))  # [R]
+    shift = scores_max.masked_fill(scores_max == -torch.inf, 0.0)  # [R]
+    scores_scale = torch.exp2((scores_max_prev - shift) * scale_log2)  # [R]
+    p = torch.exp2((acc_s - shift[:, None]) * scale_log2)  # [R, BS]
+    running_sum = running_sum * scores_scale + p.sum(1)  # [R]
+    acc_o = acc_o * scores_scale[:, None] + p @ v  # [R, DV]
     return scores_max, running_sum, acc_o
 
 
-def _after(seed: int, G: int, DV: int, top: list[float]) -> tuple[Tensor, Tensor, Tensor]:
+def _after(seed: int, R: int, DV: int, top: list[float]) -> tuple[Tensor, Tensor, Tensor]:
     """A state as earlier chunks might have left it."""
     scores_max = torch.tensor(top, dtype=torch.float64)
-    return scores_max, _randn(seed, G).abs() + 1, _randn(seed + 1, G, DV)
+    return scores_max, _randn(seed, R).abs() + 1, _randn(seed + 1, R, DV)
 
+
+def _empty(R: int, DV: int) -> tuple[list, list, list]:
+    """The state before the first key."""
+    return [-INF] * R, [0.0] * R, [[0.0] * DV] * R
+
+
+# Edits that several mistakes share.
+_ALL_SHIFTED = "scores_max.masked_fill(scores_max == -torch.inf, 0.0)"
+_NO_SHIFT = {_ALL_SHIFTED: "scores_max"}
+_BOTH_SUMS = ("`running_sum` and `acc_o` are the same sum, without the values and with them. What "
+              "happens to the one when the maximum rises, and what to the other?")  # fmt: skip
+_CLEARED_NAN = "a NaN cleared by what it is, not by where it comes from"
+_NO_LAST_AXIS = "a `[R]` tensor used where `[R, 1]` is needed"
+_UPSIDE_DOWN = "a rescale factor upside down, or measured from the old maximum"
+_NAN = "-inf minus -inf, which is NaN"
+_EXP = "folding log2(e) in a second time, or taking exp where exp2 is meant"
+_FROM_NOWHERE = "powers that are not measured from the new maximum"
 
 ONLINE_STEP = TEXTS.exercise(
     "online_step",
     returns=("scores_max", "running_sum", "acc_o"),
-    minutes=9, difficulty=2, solution=online_step,
+    minutes=15, difficulty=3, solution=online_step,
+    forbidden=_FORBIDDEN,
+    stages=(
+        Stage("one chunk", (
+            Case("one row, its first chunk: scores 1 and 3",
+                 lambda: _tensors(*_empty(1, 1), [[1.0, 3.0]], [[0.0], [16.0]], 1.0)),
+            Case("one row, its first chunk, all scores negative", lambda: _tensors(
+                *_empty(1, 2), [[-5.0, -3.0, -4.0]], [[1.0, 2.0], [3.0, 5.0], [6.0, 1.0]], 1.0)),
+        )),
+        Stage("two chunks", (
+            Case("scores 1 and 3, then 2 and 5", lambda: _tensors(
+                [3.0], [1.25], [[16.0]], [[2.0, 5.0]], [[0.0], [16.0]], 1.0)),
+            Case("scores 1 and 3, then 2 and 4, values of width 2", lambda: _tensors(
+                [3.0], [1.25], [[6.0, 2.0]], [[2.0, 4.0]], [[4.0, 0.0], [1.0, 8.0]], 1.0)),
+        )),
+        Stage("falling scores", (
+            Case("scores 2 and 5, then 1 and 3",
+                 lambda: _tensors([5.0], [1.125], [[16.0]], [[1.0, 3.0]], [[8.0], [4.0]], 1.0)),
+            Case("a chunk 200 log2 units below the maximum, in fp32", lambda: _tensors(
+                [200.0], [1.0], [[2.0, -1.0]], [[0.0, -1.0]], [[1.0, 1.0], [3.0, 1.0]], 1.0)),
+        )),
+        Stage("rows", (
+            Case("two rows, the maximum of the second rises", lambda: _tensors(
+                [5.0, 1.0], [2.0, 1.0], [[6.0, 2.0], [4.0, 8.0]],
+                [[3.0, 4.0], [2.0, 3.0]], [[4.0, 0.0], [8.0, 16.0]], 1.0)),
+            Case("three rows of five keys, the maximum of the first rises", lambda: (
+                *_after(4, 3, 4, [0.1, 9.0, 20.0]), _randn(6, 3, 5), _randn(7, 5, 4), 1.0)),
+        )),
+        Stage("scale", (
+            Case("scores 1 and 3, then 1 and 5, with scale_log2 = 0.5", lambda: _tensors(
+                [3.0], [1.5], [[8.0]], [[1.0, 5.0]], [[0.0], [16.0]], 0.5)),
+            Case("three rows, with the scale 0.5 in base two", lambda: (
+                *_after(4, 3, 4, [0.1, 9.0, 20.0]), _randn(6, 3, 5), _randn(7, 5, 4),
+                0.5 * LOG2_E)),
+        )),
+        Stage("masked keys", (
+            Case("a row with a past, and a chunk without a visible key", lambda: _tensors(
+                [3.0], [1.25], [[6.0]], [[-INF, -INF]], [[4.0], [8.0]], 1.0)),
+            Case("three rows with a past, each with other keys masked", lambda: (
+                *_after(8, 3, 2, [0.1, -7.0, 1.0]),
+                _tensors([[-INF, 2.0, -INF], [-INF, -INF, -INF], [0.5, -INF, -1.0]])[0].double(),
+                _randn(9, 3, 2), 0.7)),
+        )),
+        Stage("no key yet", (
+            Case("one row that has seen no key, and sees none now",
+                 lambda: _tensors(*_empty(1, 1), [[-INF, -INF]], [[4.0], [8.0]], 1.0)),
+            Case("the first visible key, with the score -300", lambda: _tensors(
+                *_empty(1, 1), [[-INF, -300.0]], [[4.0], [8.0]], 1.0)),
+            Case("four rows of every kind, all scores far below zero", lambda: _tensors(
+                [-INF, -300.0, -INF, -30_002.0], [0.0, 1.5, 0.0, 1.0],
+                [[0.0], [3.0], [0.0], [2.0]],
+                [[-INF] * 3, [-INF] * 3, [-305.0, -INF, -300.0], [-30_000.0, -INF, -30_001.0]],
+                [[4.0], [8.0], [2.0]], 1.5)),
+        )),
+        Stage("NaN stays", (
+            Case("a row that is NaN by somebody else's mistake, and stays it", lambda: _tensors(
+                [NAN], [NAN], [[NAN]], [[1.0, 2.0]], [[4.0], [8.0]], 1.0)),
+            Case("a NaN among the scores of the second of two rows", lambda: _tensors(
+                [3.0, 3.0], [1.25, 1.25], [[6.0], [6.0]], [[2.0, 5.0], [NAN, 5.0]],
+                [[4.0], [8.0]], 1.0)),
+        )),
+    ),
     misconceptions=diffs(online_step, [
         ({"running_sum * scores_scale": "running_sum", "acc_o * scores_scale[:, None]": "acc_o"},
          "a missing rescale",
@@ -73,300 +168,379 @@ ONLINE_STEP = TEXTS.exercise(
          "(Descending scores hide that: there the maximum never moves.) At which rate do you "
          "change old units into new ones?"),
         ("acc_o * scores_scale[:, None]", "acc_o",
-         "rescaling the denominator but not the accumulator",
-         "`running_sum` and `acc_o` are the same sum, without the values and with them. What "
-         "happens to the one when the maximum rises, and what to the other?"),
+         "rescaling the denominator but not the accumulator", _BOTH_SUMS),
         ("running_sum * scores_scale", "running_sum",
-         "rescaling the accumulator but not the denominator",
-         "`running_sum` and `acc_o` are the same sum, without the values and with them. What "
-         "happens to the one when the maximum rises, and what to the other?"),
-        ("(scores_max_prev - scores_max)", "(scores_max - scores_max_prev)",
-         "a rescale factor upside down",
-         "Your factor is above 1, so the old sums grow. The maximum can only rise. What must old "
-         "terms do then?"),
+         "rescaling the accumulator but not the denominator", _BOTH_SUMS),
+        ("(scores_max_prev - shift)", "(shift - scores_max_prev)",
+         _UPSIDE_DOWN,
+         "Before the first chunk the old maximum is -inf. Your factor becomes inf or NaN there, "
+         "and times an empty sum that is NaN. The maximum can only rise, so old terms shrink. "
+         "From which maximum is the factor's exponent measured, and with which sign?"),
+        (_ALL_SHIFTED, "scores_max_prev", _UPSIDE_DOWN),
         ("torch.maximum(scores_max_prev, ", "(",
          "the chunk's own maximum in place of the running one",
          "On paper it comes out even, but the factor can now exceed 1. It overflows when a chunk "
          "lies far enough below what came before. Which maximum can never fall?"),
-        ({"torch.exp2((scores_max_prev - scores_max) * scale_log2)": "torch.ones_like(scores_max)",
-         "(acc_s - scores_max[:, None])": "acc_s"}, "powers measured from no maximum at all",
-         "Your sums are right while scores are small. In fp32 a score of 128 log2 units is inf. "
-         "What should every exponent be measured from?"),
+        ({"torch.exp2((scores_max_prev - shift) * scale_log2)": "torch.ones_like(scores_max)",
+          "(acc_s - shift[:, None])": "acc_s"}, _FROM_NOWHERE,
+         "You return a maximum, but your powers are measured from 0. They grow with the scores, "
+         "and in fp32 a score of 128 log2 units is inf. What should every exponent be measured "
+         "from?"),
+        (_ALL_SHIFTED, "torch.zeros_like(scores_max)", _FROM_NOWHERE),
+        ("scores_max == -torch.inf", "scores_max_prev == -torch.inf", _FROM_NOWHERE),
+        (_ALL_SHIFTED, "torch.where(scores_max_prev == -torch.inf, 0.0, scores_max_prev)",
+         _FROM_NOWHERE),
+        ({"scores_max == -torch.inf": "scores_max_prev == -torch.inf",
+          "return scores_max": "return shift"}, _FROM_NOWHERE),
+        ("p.sum(1)", "acc_s.sum(1)", "summing the scores in place of their powers",
+         "A denominator sums what the weights are made of. Is that the scores, or 2 to their "
+         "distance from the maximum? Which of your tensors holds powers?"),
+        ("p @ v", "acc_s @ v", "scores as weights of the values",
+         "A value is weighed by the power of its score, not by the score. Which of your tensors "
+         "holds powers?"),
+        ({"p.sum(1)": "acc_s.sum(1)", "p @ v": "acc_s @ v"}, "sums of scores, without any power",
+         "Both your sums hold scores. A term is 2 to the score's distance from the maximum. Before "
+         "which lines must the powers be taken?"),
         ("return scores_max", "return scores_max_prev", "handing on the old maximum",
          "Both sums are measured from the new maximum, but you return the old one. Which one "
          "will the next chunk need?"),
-        ({"scores_scale = torch.exp2": "scores_scale = torch.exp",
-         "acc_s = torch.exp2": "acc_s = torch.exp"},
-         "folding log2(e) in a second time, or taking exp where exp2 is meant",
-         "Your powers are too steep. `scale_log2` holds log2(e) already. Which base is left for "
-         "the power?"),
-        ("scores_scale = torch.exp2", "scores_scale = torch.exp",
-         "folding log2(e) in a second time, or taking exp where exp2 is meant"),
-        ("acc_s = torch.exp2", "acc_s = torch.exp",
-         "folding log2(e) in a second time, or taking exp where exp2 is meant"),
-        ("scores_max = ", "acc_s, scale_log2 = acc_s * scale_log2, 1.0\n    scores_max = ",
+        ({"scores_scale = torch.exp2": "scores_scale = torch.exp", "p = torch.exp2":
+          "p = torch.exp"}, _EXP,
+         "Your powers are those of e. Exponents here are in log2 units, where one unit more "
+         "doubles a term, and `scale_log2` holds log2(e) already. Which base is left for the "
+         "power?"),
+        ("scores_scale = torch.exp2", "scores_scale = torch.exp", _EXP),
+        ("p = torch.exp2", "p = torch.exp", _EXP),
+        ("scores_max = torch",
+         "acc_s, scale_log2 = acc_s * scale_log2, 1.0\n    scores_max = torch",
          "a maximum that is stored scaled",
          "You compare the chunk's scaled scores with a maximum that came in unscaled. In which "
          "unit does the state keep its maximum?"),
-        ({" * scale_log2)  # [G]": ")", " * scale_log2)  # [G, BS]": ")  #"},
+        ({"shift) * scale_log2": "shift)", "shift[:, None]) * scale_log2": "shift[:, None])"},
          "exponents without scale_log2",
          "Scores and maximum are plain dot products. With `scale_log2 = 1` nobody notices. By "
          "what do you multiply a difference of two scores before it becomes an exponent?"),
-        (" * scale_log2)  # [G]", ")", "a rescale factor without scale_log2",
+        ("shift) * scale_log2", "shift)", "a rescale factor without scale_log2",
          "The old sums hold powers of scaled scores, and your factor is one of unscaled ones. "
          "When the maximum rises by 2, how many log2 units is that?"),
-        (" * scale_log2)  # [G, BS]", ")  #", "new powers without scale_log2",
+        ("shift[:, None]) * scale_log2", "shift[:, None])", "new powers without scale_log2",
          "The chunk's scores are plain dot products. What is missing before their distance from "
          "the maximum becomes an exponent?"),
-        ("acc_s - scores_max", "acc_s - scores_max_prev",
+        ("(acc_s - shift[:, None]) * scale_log2", "acc_s * scale_log2 - shift[:, None]",
+         "a maximum subtracted without its scale",
+         "The scores are scaled, the maximum that you subtract is not. Both are plain dot "
+         "products. What must be done to both?"),
+        ({"(acc_s - shift[:, None]) * scale_log2": "acc_s * scale_log2 - shift[:, None]",
+          "shift) * scale_log2": "shift)"}, "a maximum subtracted without its scale"),
+        ("(acc_s - shift[:, None])", "(acc_s - scores_max_prev[:, None])",
          "new powers measured from the old maximum",
-         "Some of your new powers exceed 1. The old sums now stand at the new maximum. Where "
-         "must the new terms stand?"),
-        ("acc_s - scores_max", "acc_s - acc_s.amax(1)",
+         "Some of your new powers exceed 1, and in a row's first chunk they are inf. The old sums "
+         "now stand at the new maximum. Where must the new terms stand?"),
+        ("(acc_s - shift[:, None])", "(acc_s - acc_s.amax(1)[:, None])",
          "new powers measured from the chunk's own maximum",
          "The old sums stand at the running maximum, and your new powers at the chunk's own. "
          "From which maximum must both be measured before they are added?"),
         ("acc_s.amax(1)", "acc_s.amax(1).clamp(min=0)", "a maximum that is never below 0",
          "In a row of negative scores, the largest is negative, too. Measured from 0, scores "
          "near -300 would underflow. What is the maximum of a row before its first chunk?"),
-        ({"scores_max = ": "scores, scores_max = acc_s, ", "acc_s @ v": "scores @ v"},
-         "scores as weights of the values",
-         "A value is weighed by the power of its score, not by the score. Which of your tensors "
-         "holds powers?"),
-        ("scores_scale[:, None]", "scores_scale", "a `[G]` tensor used where `[G, 1]` is needed",
-         "PyTorch lines up last axes, so a `[G]` meets the columns of a `[G, DV]` or a `[G, "
-         "BS]`, and not its rows. With one row it works by luck. How do you give a `[G]` a last "
+        ("scores_max = torch",
+         "scores_max_prev = scores_max_prev.masked_fill(scores_max_prev == -torch.inf, 0.0)\n    "
+         "scores_max = torch", "a maximum that is never below 0"),
+        ("scores_scale[:, None]", "scores_scale", _NO_LAST_AXIS,
+         "PyTorch lines up last axes, so a `[R]` meets the columns of a `[R, DV]` or a `[R, "
+         "BS]`, and not its rows. With one row it works by luck. How do you give a `[R]` a last "
          "axis of 1?"),
-        ("scores_max[:, None]", "scores_max", "a `[G]` tensor used where `[G, 1]` is needed"),
-        ({"scores_scale[:, None]": "scores_scale", "scores_max[:, None]": "scores_max"},
-         "a `[G]` tensor used where `[G, 1]` is needed"),
-        ("acc_s @ v", "(acc_s * v).sum(0)", "`*` where the powers meet the values",
+        ("shift[:, None]", "shift", _NO_LAST_AXIS),
+        ({"scores_scale[:, None]": "scores_scale", "shift[:, None]": "shift"}, _NO_LAST_AXIS),
+        ("p @ v", "(p * v).sum(0)", "`*` where the powers meet the values",
          "`*` pairs numbers in equal places. Each row of powers must weigh the rows of `v`, and "
          "sum them over the keys. Which operator does both?"),
-        ("acc_s @ v", "(acc_s.T * v).sum(0)", "`*` where the powers meet the values"),
-        ("acc_s @ v", "acc_s * v", "`*` where the powers meet the values"),
-        ("torch.maximum", "max", "Python's `max` where `torch.maximum` is meant",
-         "`max` asks which of two tensors is larger as a whole. Each row needs an answer of its "
-         "own. Which function of torch compares row by row?"),
-        ("acc_s.sum(1)", "acc_s.sum()", "one sum for all rows",
+        ("p @ v", "(p.T * v).sum(0)", "`*` where the powers meet the values"),
+        ("p @ v", "p * v", "`*` where the powers meet the values"),
+        ("torch.maximum", "max", "Python's `max` or `if` where each row needs its own answer",
+         "`max` and `if` ask one question of a tensor as a whole, and rows may differ. Which "
+         "functions of torch compare, or choose, row by row?"),
+        ("p.sum(1)", "p.sum()", "one sum for all rows",
          "Each row has a denominator of its own. Along which axis do the powers of one row lie?"),
         ("acc_s.amax(1)", "acc_s.max()", "one maximum for all rows",
          "Each row has a maximum of its own. What is left of a row that lies far below another "
          "row's largest score?"),
-        ("(acc_s - scores_max[:, None]) * scale_log2", "acc_s * scale_log2 - scores_max[:, None]",
-         "a maximum subtracted without its scale",
-         "The scores are scaled, the maximum that you subtract is not. Both are plain dot "
-         "products. What must be done to both?"),
-        ({"(acc_s - scores_max[:, None]) * scale_log2": "acc_s * scale_log2 - scores_max[:, None]",
-         " * scale_log2)  # [G]": ")"}, "a maximum subtracted without its scale"),
-        ({"acc_s.sum(1)": "acc_s.sum(1) * scores_scale",
-         "acc_s @ v": "acc_s @ v * scores_scale[:, None]"}, "rescaling the new terms as well",
-         "The new terms are measured from the new maximum already. Which sums are still in the "
-         "old unit?"),
-        ({"running_sum * scores_scale + acc_s.sum(1)": "running_sum + acc_s.sum(1) * scores_scale",
-         "acc_o * scores_scale[:, None] + acc_s @ v": "acc_o + acc_s @ v * scores_scale[:, None]"},
-         "rescaling the new terms in place of the old",
-         "The factor is right, but it stands on the wrong term. Which terms are measured from "
-         "the old maximum?"),
+        ({"p.sum(1)": "p.sum(1) * scores_scale", "p @ v": "p @ v * scores_scale[:, None]"},
+         "rescaling the new terms, or clearing them",
+         "The first chunk leaves your sums at 0. Are its powers multiplied by the rate, which is 0 "
+         "there, or set to 0? The new terms are measured from the new maximum already. Which sums "
+         "are still in the old unit?"),
+        ({"running_sum * scores_scale + p.sum(1)": "running_sum + p.sum(1) * scores_scale",
+          "acc_o * scores_scale[:, None] + p @ v": "acc_o + p @ v * scores_scale[:, None]"},
+         "rescaling the new terms, or clearing them"),
+        (" * scale_log2)  # [R, BS]",
+         " * scale_log2) * (scores_max_prev > -torch.inf)[:, None]  # [R, BS]",
+         "rescaling the new terms, or clearing them"),
         ({"running_sum * scores_scale + ": "", "acc_o * scores_scale[:, None] + ": ""},
          "a step that loses the old sums",
          "What comes back is this chunk's sum alone. What have the chunks before it given?"),
-        ("# [G, DV]", "\n    acc_o = acc_o / running_sum[:, None]", "a division inside the step",
+        ("# [R, DV]", "\n    acc_o = acc_o / running_sum[:, None]", "a division inside the step",
          "`acc_o` is a numerator. It stays undivided until the row ends, and what comes in was "
          "not divided either. How often does a row divide?"),
         ({"running_sum = running_sum":
           "acc_o = acc_o * running_sum[:, None]\n    running_sum = running_sum",
-         "# [G, DV]": "\n    acc_o = acc_o / running_sum[:, None]"}, "a division inside the step"),
+          "# [R, DV]": "\n    acc_o = acc_o / running_sum[:, None]"},
+         "a division inside the step"),
         *(("return scores_max, running_sum, acc_o", f"return {order}", "a state in another order",
          "The state goes in as maximum, sum, accumulator, and the next step expects it so. In "
          "which order do you return the three?")
          for order in ("acc_o, running_sum, scores_max", "acc_o, scores_max, running_sum",
          "running_sum, acc_o, scores_max", "scores_max, acc_o, running_sum",
          "running_sum, scores_max, acc_o")),
-    ]),
-    cases=(
-        Case("scores 1 and 3, then 2 and 5",
-             lambda: _tensors([3.0], [1.25], [[6.0]], [[2.0, 5.0]], [[0.0], [16.0]], 1.0)),
-        Case("scores 1 and 3, then 1 and 5, with scale_log2 = 0.5",
-             lambda: _tensors([3.0], [1.5], [[8.0]], [[1.0, 5.0]], [[0.0], [16.0]], 0.5)),
-        Case("one row, the new chunk lies lower than the old maximum",
-             lambda: _tensors([5.0], [1.125], [[16.0]], [[1.0, 3.0]], [[8.0], [4.0]], 1.0)),
-        Case("the first chunk, all negative in one of the rows", lambda: _tensors(
-            [-INF] * 2, [0.0] * 2, [[0.0] * 3] * 2,
-            [[-0.5, -2.0], [1.0, 3.0]], [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], 1.0)),
-        Case("three rows, one whose maximum rises, two whose maximum stays", lambda: (
-            *_after(4, 3, 3, [0.1, 9.0, 20.0]), _randn(6, 3, 5), _randn(7, 5, 3), 0.5 * LOG2_E)),
-        Case("a chunk 200 log2 units below the maximum, in fp32", lambda: _tensors(
-            [200.0], [1.0], [[2.0, -1.0]], [[0.0, -1.0]], [[1.0, 1.0], [3.0, 1.0]], 1.0)),
-    ),
-)  # fmt: skip
-
-
-# -- 2: the fully masked chunk --
-
-
-def guarded_step(
-    scores_max_prev: Tensor, acc_s: Tensor, scale_log2: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The maximum, the factor and the powers after a chunk whose keys may be masked with `-inf`."""
-    scores_max = torch.maximum(scores_max_prev, acc_s.amax(1))  # [G]
-    shift = torch.where(scores_max == -torch.inf, 0.0, scores_max)  # [G], 0 for an empty row
-    scores_scale = torch.exp2((scores_max_prev - shift) * scale_log2)  # [G]
-    acc_s = torch.exp2((acc_s - shift[:, None]) * scale_log2)  # [G, BS], powers from here on
-    return scores_max, scores_scale, acc_s
-
-
-GUARDED_STEP = TEXTS.exercise(
-    "guarded_step",
-    returns=("scores_max", "scores_scale", "acc_s"),
-    minutes=4, difficulty=2, solution=guarded_step,
-    misconceptions=diffs(guarded_step, [
-        ("torch.where(scores_max == -torch.inf, 0.0, scores_max)", "scores_max",
-         "-inf minus -inf, which is NaN",
-         "While the maximum is -inf there is nothing to measure from. Print your `shift` for "
-         "this row: is it finite? Which number could stand in for the maximum in the exponent, "
-         "and only there?"),
-        ("scores_scale, acc_s", "scores_scale.nan_to_num(), acc_s",
-         "a NaN cleared by what it is, not by where it comes from",
-         "This row was NaN before your step: somebody's mistake, and your 0 hides it. Only a row "
-         "that has seen no key needs help. Which maximum tells?"),
-        ("scores_scale, acc_s", "scores_scale, acc_s.nan_to_num()",
-         "a NaN cleared by what it is, not by where it comes from"),
-        ("scores_scale, acc_s", "scores_scale.nan_to_num(), acc_s.nan_to_num()",
-         "a NaN cleared by what it is, not by where it comes from"),
-        ("scores_max = torch",
-         "scores_max_prev, acc_s = scores_max_prev.clamp(min=-1e30), acc_s.clamp(min=-1e30)\n    "
-         "scores_max = torch", "a large negative number in place of -inf",
-         "In a row of nothing but -1e30, the masked keys are the largest scores. What is "
-         "exp2(0)? Which score can no maximum lift?"),
-        ("acc_s.amax(1)", "acc_s.amax(1).clamp(min=0)", "a maximum that is never below 0",
-         "A row that has seen no key claims the maximum 0, which should still be -inf. So does a "
-         "row whose scores are all near -300, and its powers underflow to 0. When does an "
-         "exponent need a stand-in, and when does the state?"),
-        ("scores_max == -torch.inf", "scores_max_prev == -torch.inf",
-         "a stand-in chosen by the old maximum",
-         "You ask whether the row *had* seen a key. If its first one comes in this chunk, there "
-         "is a maximum to measure from, and you measure from 0. Which maximum tells that there "
-         "is none?"),
-        ({"scores_max == -torch.inf": "scores_max_prev == -torch.inf",
-         "return scores_max": "return shift"}, "a stand-in chosen by the old maximum"),
+        # what a masked key does
         ("scores_max == -torch.inf", "acc_s.amax(1) == -torch.inf",
          "a stand-in chosen by the chunk's own maximum",
          "You ask whether the row sees a key in this chunk. A row with a past has a maximum, "
          "even where this chunk is masked, and its sums must stay: a factor of 1. Which maximum "
          "tells that there is nothing to measure from?"),
         ({"scores_max == -torch.inf": "acc_s.amax(1) == -torch.inf",
-         "return scores_max": "return shift"}, "a stand-in chosen by the chunk's own maximum"),
-        ("torch.where(scores_max == -torch.inf, 0.0, scores_max)", "scores_max_prev",
-         "exponents measured from the old maximum",
-         "Where the maximum rises, your new powers exceed 1, and the old sums keep their unit. "
-         "From which maximum must both be measured after this chunk?"),
-        ("torch.where(scores_max == -torch.inf, 0.0, scores_max)",
-         "torch.where(scores_max_prev == -torch.inf, 0.0, scores_max_prev)",
-         "exponents measured from the old maximum"),
-        ("0.0, scores_max)", "scores_max, 0.0)", "a stand-in for the rows that have a maximum",
-         "Those rows are measured from 0, and the rows without a key still give -inf minus -inf. "
-         "Which rows need the stand-in?"),
-        ("shift[:, None]", "shift", "a `[G]` tensor used where `[G, 1]` is needed",
-         "PyTorch lines up last axes, so a `[G]` meets the columns of a `[G, BS]`, and not its "
-         "rows. With one row it works by luck. How do you give a `[G]` a last axis of 1?"),
-        ("scores_scale, acc_s",
-         "scores_scale, acc_s.where((scores_max_prev > -torch.inf)[:, None], 0.0)",
-         "powers set to 0 for a row that had seen no key",
-         "The row's first visible key may come in this chunk, and then its power is lost. Which "
-         "maximum tells that the row still has seen nothing?"),
-        ("torch.where(scores_max == -torch.inf, 0.0, scores_max)", "torch.zeros_like(scores_max)",
-         "measuring every exponent from 0",
-         "No NaN, but now the maximum does nothing. Where it stays as it was, the old sums must "
-         "stay, too: a factor of 1. Which rows have no maximum to measure from?"),
+          "return scores_max": "return shift"}, "a stand-in chosen by the chunk's own maximum"),
+        ("scores_scale = ", "scores_scale = (acc_s.amax(1) > -torch.inf) * ",
+         "a factor that forgets the past when a chunk is fully masked",
+         "A factor of 0 wipes out what the row has summed so far. A chunk that adds nothing "
+         "should change nothing. Which factor does that?"),
+        (_NO_SHIFT, _NAN,
+         "While the maximum is -inf there is nothing to measure from. The factor and the powers "
+         "both have an exponent that becomes NaN. Which finite number could stand in for the "
+         "maximum there, in both exponents?"),
+        ("scores_max_prev - shift", "scores_max_prev - scores_max", _NAN),
+        ("acc_s - shift[:, None]", "acc_s - scores_max[:, None]", _NAN),
+        ("0.0)", "-torch.inf)", _NAN),
+        ("scores_max == -torch.inf", "scores_max == torch.inf", _NAN),
         ("scores_max == -torch.inf", "(scores_max == -torch.inf).any()",
          "a stand-in for all rows as soon as one of them is empty",
          "One row without a key makes you measure every row from 0, and the other rows have "
          "maxima of their own. How do you choose row by row?"),
-        ("scores_max = torch",
-         "scores_max_prev = torch.where(scores_max_prev == -torch.inf, 0.0, "
-         "scores_max_prev)\n    scores_max = torch",
-         "a stand-in for the old maximum before the new one is taken",
-         "A row that has seen no key now starts from 0, and no later score below 0 can change "
-         "that. `torch.maximum` has no trouble with -inf. Where does the trouble begin?"),
-        ("scores_max_prev - shift",
-         "torch.where(scores_max_prev == -torch.inf, 0.0, scores_max_prev) - shift",
-         "a stand-in for the old maximum in the factor, too",
-         "The old maximum may stay -inf: -inf minus a finite number is no NaN. What is 2 to "
-         "that, and what should the factor on an empty sum be?"),
-        ("torch.where(scores_max == -torch.inf, 0.0, scores_max)", "scores_max.clamp(min=0.0)",
-         "a floor under the maximum, below which true scores may lie",
-         "No NaN, and any finite number may stand in for -inf. But a floor also replaces true "
-         "maxima that lie lower. When, and only when, is a stand-in needed?"),
-        ("torch.where(scores_max == -torch.inf, 0.0, scores_max)", "scores_max.clamp(min=-1e4)",
-         "a floor under the maximum, below which true scores may lie"),
         ("return scores_max", "return shift", "a stand-in that leaks into the state",
          "Your exponents need a finite number, but you also return it: the state must say -inf "
          "until a key is seen. Which of the two tensors is handed on, the maximum or its "
          "stand-in?"),
         ("return scores_max", "return scores_max.clamp(min=-1e30)",
          "a stand-in that leaks into the state"),
-        ("torch.maximum(scores_max_prev, acc_s.amax(1))", "acc_s.amax(1)",
-         "the chunk's own maximum in place of the running one",
-         "A fully masked chunk must leave a row with a past as it was. Which maximum and which "
-         "factor do that?"),
-        ("scores_scale = ", "scores_scale = (acc_s.amax(1) > -torch.inf) * ",
-         "a factor that forgets the past when a chunk is fully masked",
-         "A factor of 0 wipes out what the row has summed so far. A chunk that adds nothing "
-         "should change nothing. Which factor does that?"),
-        ("scores_max_prev - shift", "scores_max_prev - scores_max",
-         "a guard on the powers that the factor lacks",
-         "The powers are right, but where a row has seen nothing, the factor is still exp2 of "
-         "-inf minus -inf. What do both exponents have in common?"),
-        ("acc_s - shift", "acc_s - scores_max", "a guard on the factor that the powers lack",
-         "The factor is right, but where a row has seen nothing, the powers are still exp2 of "
-         "-inf minus -inf. What do both exponents have in common?"),
-        ("scores_scale, acc_s",
-         "torch.where(scores_max_prev == -torch.inf, 1.0, scores_scale), acc_s",
-         "a factor of 1 for a row that had seen no key",
-         "Such a step would give the right sums: both are 0 there, and 0 times 1 is 0. This "
-         "check asks for the factor 0, which needs no special case. What is exp2 of -inf minus a "
-         "finite number?"),
-        ("scores_scale, acc_s", "torch.where(scores_max == -torch.inf, 1.0, scores_scale), acc_s",
-         "a factor of 1 for a row that had seen no key"),
-        ("(scores_max_prev - shift)", "(shift - scores_max_prev)", "a factor upside down",
-         "Your factor is above 1, or inf. The maximum can only rise. What must old terms do then?"),
-        ({" * scale_log2)  # [G]": ")", " * scale_log2)  # [G, BS]": ")  #"},
-         "exponents without scale_log2",
-         "The factor and the powers both lack it. By what do you multiply a difference of two "
-         "scores before it becomes an exponent?"),
-        (" * scale_log2)  # [G]", ")", "a factor without scale_log2",
-         "The factor is a power of scaled scores, too. When the maximum rises by 2, how many "
-         "log2 units is that?"),
-        (" * scale_log2)  # [G, BS]", ")  #", "powers without scale_log2",
-         "The scores are plain dot products. What is missing before their distance from the "
-         "maximum becomes an exponent?"),
-        ({"scores_scale = torch.exp2": "scores_scale = torch.exp",
-         "acc_s = torch.exp2": "acc_s = torch.exp"}, "taking exp where exp2 is meant",
-         "Your factor and your powers are too small. `scale_log2` holds log2(e) already. Which "
-         "base is left for the power?"),
-        ("scores_scale, acc_s", "acc_s, scores_scale", "results in another order",
-         "Maximum, factor, powers: that is the order the statement asks for. In which order do "
-         "you return the three?"),
+        ("scores_max = torch",
+         "scores_max_prev, acc_s = scores_max_prev.clamp(min=-1e30), acc_s.clamp(min=-1e30)\n    "
+         "scores_max = torch", "a large negative number in place of -inf",
+         "In a row of nothing but -1e30, the masked keys are the largest scores. What is "
+         "exp2(0)? Which score can no maximum lift?"),
+        ("(scores_max_prev - shift)",
+         "(scores_max_prev.masked_fill(scores_max_prev == -torch.inf, 0.0) - shift)",
+         "a stand-in for the old maximum in the factor, too",
+         "The old maximum may stay -inf: -inf minus a finite number is no NaN. But 2 to (0 + 300) "
+         "is inf in fp32. What is inf times an empty sum?"),
+        (_ALL_SHIFTED, "scores_max.clamp(min=0.0)",
+         "a floor under the maximum, below which true scores may lie",
+         "No NaN, and any finite number may stand in for -inf. But a floor also replaces true "
+         "maxima that lie lower. When, and only when, is a stand-in needed?"),
+        (_ALL_SHIFTED, "scores_max.clamp(min=-100.0)",
+         "a floor under the maximum, below which true scores may lie"),
+        (_ALL_SHIFTED, "scores_max.clamp(min=-1e4)",
+         "a floor under the maximum, below which true scores may lie"),
+        ("return scores_max, running_sum, acc_o",
+         "return scores_max, running_sum.nan_to_num(), acc_o.nan_to_num()", _CLEARED_NAN,
+         "This row was NaN before your step: somebody's mistake, and your 0 hides it. Only a row "
+         "that has seen no key needs help. Which maximum tells?"),
+        (_NO_SHIFT | {"return scores_max, running_sum, acc_o":
+         "return scores_max, running_sum.nan_to_num(), acc_o.nan_to_num()"}, _CLEARED_NAN),
+        ({" * scale_log2)  # [R, BS]": " * scale_log2).nan_to_num()",
+          " * scale_log2)  # [R]": " * scale_log2).nan_to_num()"}, _CLEARED_NAN),
+        (_NO_SHIFT | {" * scale_log2)  # [R, BS]": " * scale_log2).nan_to_num()",
+          " * scale_log2)  # [R]": " * scale_log2).nan_to_num()"}, _CLEARED_NAN),
+    ]),
+)  # fmt: skip
+
+
+def finish(
+    scores_max: Tensor, running_sum: Tensor, acc_o: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The output `[R, DV]` and the natural log-sum-exp `[R]`, from the state after all keys."""
+    divisor = running_sum.masked_fill(running_sum == 0, 1.0)  # [R]
+    o = acc_o / divisor[:, None]  # [R, DV], an empty row is 0 / 1
+    lse = scores_max * scale + torch.log(running_sum)  # [R]
+    return o, lse
+
+
+FINISH = TEXTS.exercise(
+    "finish",
+    returns=("o", "lse"),
+    minutes=5, difficulty=2, solution=finish,
+    forbidden=_FORBIDDEN,
+    stages=(
+        Stage("one key", (
+            Case("one row that saw one key, with the score 3",
+                 lambda: _tensors([3.0], [1.0], [[2.0, 4.0]], 1.0)),
+        )),
+        Stage("many keys", (
+            Case("one row, its largest score 5, its running sum 2",
+                 lambda: _tensors([5.0], [2.0], [[6.0, 4.0]], 1.0)),
+            Case("one row, its largest score -7, its running sum 4",
+                 lambda: _tensors([-7.0], [4.0], [[6.0, 4.0, 1.0]], 1.0)),
+        )),
+        Stage("scale", (
+            Case("one row, its largest score 6, scale 0.5",
+                 lambda: _tensors([6.0], [2.0], [[6.0, 4.0]], 0.5)),
+        )),
+        Stage("rows", (
+            Case("two rows, values of width 2",
+                 lambda: _tensors([5.0, -1.0], [2.0, 4.0], [[6.0, 4.0], [8.0, 4.0]], 0.5)),
+            Case("three rows, values of width 4",
+                 lambda: (*_after(4, 3, 4, [0.1, 9.0, -20.0]), 0.3)),
+        )),
+        Stage("a row without a key", (
+            Case("one row that saw no key", lambda: _tensors([-INF], [0.0], [[0.0, 0.0]], 0.5)),
+            Case("three rows, the second saw no key", lambda: _tensors(
+                [2.0, -INF, -300.0], [2.0, 0.0, 1.0], [[6.0], [0.0], [5.0]], 0.5)),
+        )),
+        Stage("NaN stays", (
+            Case("two rows, the second is NaN by somebody else's mistake", lambda: _tensors(
+                [2.0, NAN], [2.0, NAN], [[6.0], [NAN]], 0.5)),
+        )),
+    ),
+    misconceptions=diffs(finish, [
+        ("scores_max * scale + ", "", "an lse that forgets the maximum",
+         "Your sum is measured from the maximum, and an lse from nothing. By which factor are all "
+         "of its terms too small, and what does a logarithm make of a factor?"),
+        (" + torch.log(running_sum)", "", "an lse that is the largest score alone",
+         "With one key that is right. With several, the denominator is larger than its largest "
+         "term. Where does the state keep by how much?"),
+        ("acc_o / divisor[:, None]", "acc_o", "an output that is never divided",
+         "`acc_o` is a numerator, and one key of power 1 hides that. By what is it divided at the "
+         "end of the row?"),
+        ("acc_o / divisor[:, None]", "acc_o * divisor[:, None]",
+         "a multiplication by the denominator", "What undoes a sum of weights that is above 1?"),
+        ("torch.log(", "torch.log2(", "an lse that adds natural units and log2 units",
+         "One of your two terms is a natural logarithm, and the other is in log2 units. "
+         "`running_sum` is a plain number, whatever base its powers had. Which logarithm is asked "
+         "for?"),
+        ("scores_max * scale + torch.log(running_sum)",
+         "scores_max * scale * LOG2_E + torch.log2(running_sum)", "an lse left in log2 units",
+         "Your lse is too large by log2(e), in all of it or in the maximum's part. A natural "
+         "logarithm is asked for, and `scale` makes exponents of e. Which factor is one too many?"),
+        ("scores_max * scale + torch.log(running_sum)",
+         "scores_max * scale * LOG2_E + torch.log(running_sum)", "an lse left in log2 units"),
+        ("scores_max * scale + torch.log(running_sum)",
+         "torch.log(running_sum) - scores_max * scale", "an lse with the maximum subtracted",
+         "Every term of `running_sum` was divided by e to the maximum. Which operation gives that "
+         "back, and what is it in a logarithm?"),
+        ("scores_max * scale + torch.log", "scores_max * scale - torch.log",
+         "an lse with the sum's logarithm subtracted",
+         "More keys make the denominator larger. Does your lse grow with `running_sum`?"),
+        ("scores_max * scale", "scores_max", "an lse that forgets the scale on the maximum",
+         "The lse is that of scaled scores, but the maximum is a plain dot product. What has to "
+         "happen to it first?"),
+        ("scores_max * scale + torch.log(running_sum)",
+         "(scores_max + torch.log(running_sum)) * scale", "an lse scaled as a whole",
+         "The terms in `running_sum` are powers of scaled scores already. Which of the two parts "
+         "still lacks the scale?"),
+        ("divisor[:, None]", "divisor", _NO_LAST_AXIS,
+         "PyTorch lines up last axes, so a `[R]` meets the columns of a `[R, DV]`, and not its "
+         "rows. With one row it works by luck. How do you give a `[R]` a last axis of 1?"),
+        ("running_sum.masked_fill(running_sum == 0, 1.0)", "running_sum",
+         "0 / 0, which is NaN",
+         "A row that saw no key has a numerator of 0 and a denominator of 0, and its output should "
+         "be 0. By which number could you divide such a row instead?"),
+        ({"running_sum.masked_fill(running_sum == 0, 1.0)": "running_sum",
+          "return o, lse": "return o.nan_to_num(), lse"}, _CLEARED_NAN,
+         "A row may be NaN by a mistake elsewhere, and your 0 hides it. Only a row without a key "
+         "needs help. Which number of its state tells that it saw none?"),
+        ({"running_sum.masked_fill(running_sum == 0, 1.0)": "running_sum",
+          "return o, lse": "return o.nan_to_num(), lse.nan_to_num(neginf=-torch.inf)"},
+         _CLEARED_NAN),
+        ("return o, lse", "return o.nan_to_num(), lse", _CLEARED_NAN),
+        ("return o, lse", "return o, lse.nan_to_num(neginf=-torch.inf)", _CLEARED_NAN),
+        ("return o, lse", "return o, lse.nan_to_num()", "a stand-in that leaks into lse",
+         _LEAKS_INTO_LSE),
+        ("scores_max * scale + torch.log(running_sum)",
+         "scores_max.masked_fill(scores_max == -torch.inf, 0.0) * scale + torch.log(divisor)",
+         "a stand-in that leaks into lse"),
+        *(("scores_max * scale + torch.log(running_sum)",
+          "scores_max.masked_fill(scores_max == -torch.inf, 0.0) * scale"
+          f" + torch.log(running_sum.clamp(min={least}))",
+          "a stand-in that leaks into lse") for least in _FLOORS if least < 1),
+        ("return o, lse", "return lse, o", "results in another order",
+         "The output first, then its lse: merging and the later chapters expect it so. In which "
+         "order do you return the two?"),
+    ]),
+)  # fmt: skip
+
+
+# -- the reader's own loop --
+
+
+def one_pass(q: Tensor, k: Tensor, v: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """`o` `[N, DV]` and `lse` `[N]` of queries that see all keys, `chunk` keys at a time."""
+    N, D = q.shape
+    scale, DV = D**-0.5, v.shape[1]
+    state = q.new_full((N,), -torch.inf), q.new_zeros(N), q.new_zeros(N, DV)
+    for keys, values in zip(k.split(chunk), v.split(chunk), strict=True):
+        acc_s = q @ keys.T  # [N, chunk], or fewer at the end
+        state = online_step(*state, acc_s, values, scale * LOG2_E)
+    return finish(*state, scale)
+
+
+def _walk(seed: int, N: int, M: int, D: int, DV: int, chunk: int) -> tuple:
+    return _randn(seed, N, D), _randn(seed + 1, M, D), _randn(seed + 2, M, DV), chunk
+
+
+ONE_PASS = TEXTS.exercise(
+    "one_pass",
+    returns=("o", "lse"),
+    minutes=6, difficulty=2, solution=one_pass,
+    forbidden=_FORBIDDEN,
+    misconceptions=diffs(one_pass, [
+        ("-torch.inf", "0.0", "a walk whose maximum starts at a finite number",
+         "A row may lie lower still, and underflows when it is measured from there. What is the "
+         "largest of no scores?"),
+        ("-torch.inf", "-100.0", "a walk whose maximum starts at a finite number"),
+        ("scale * LOG2_E", "scale", "the scale where scale_log2 belongs",
+         "The step takes powers of 2, and the weights are powers of e. By what is the scale "
+         "multiplied, once, before the walk?"),
+        ("finish(*state, scale)", "finish(*state, scale * LOG2_E)",
+         "scale_log2 where the scale belongs",
+         "The output is right, and lse is not: `finish` takes the scale that makes exponents of e. "
+         "Which of the two is that?"),
+        ({"scale * LOG2_E": "scale", "D**-0.5": "D**-0.5 * LOG2_E"},
+         "scale_log2 where the scale belongs"),
+        ("scale, DV = D**-0.5", "scale, DV = 1.0", "scores without a scale",
+         "`scale` is `D ** -0.5` here, as in chapter 01. Where does your walk use it?"),
+        ("acc_s = q @ keys.T  # [N, chunk], or fewer at the end",
+         "acc_s = scale * q @ keys.T", "scores that are scaled twice",
+         "The step scales differences of scores itself, and expects plain dot products. How many "
+         "times does your walk use the scale? (Or is yours 1 / D, where chapter 01 has its root?)"),
+        ("D**-0.5", "D**-1", "scores that are scaled twice"),
+        ("online_step(*state, acc_s", "online_step(q.new_full((N,), -math.inf), q.new_zeros(N), "
+         "q.new_zeros(N, DV), acc_s", "a state that starts anew in each chunk",
+         "What comes out is the last chunk alone. What does each step begin from?"),
+        ("zip(k.split(chunk), v.split(chunk), strict=True)",
+         "list(zip(k.split(chunk), v.split(chunk), strict=True))[:max(1, len(k) // chunk)]",
+         "a walk that leaves out the last, shorter chunk",
+         "`M` need not be a multiple of `chunk`. What does your walk do with the keys left over?"),
+        ("finish(*state, scale)", "state[2], finish(*state, scale)[1]",
+         "an output that is never divided",
+         "What you return is the numerator. Which of your functions divides it?"),
+        ("finish(*state, scale)", "state", "a state in place of the result",
+         "A walk ends with one division, and with lse. Which of your functions makes them?"),
+        ("q.new_zeros(N, DV)", "q.new_zeros(N, D)", "an accumulator as wide as a key",
+         "`acc_o` sums values. How wide is a value?"),
     ]),
     cases=(
-        Case("one row that has seen no key, and sees none now",
-             lambda: _tensors([-INF], [[-INF, -INF]], 1.0)),
-        Case("a row with a past and a fully masked chunk",
-             lambda: _tensors([3.0], [[-INF, -INF]], 1.0)),
-        Case("the first visible key", lambda: _tensors([-INF], [[-INF, -2.0]], 1.0)),
-        Case("a maximum that rises by 2, scale_log2 = 0.5",
-             lambda: _tensors([1.0], [[3.0, 2.0, -INF]], 0.5)),
-        Case("a row that is NaN by somebody else's mistake, and stays it",
-             lambda: _tensors([NAN], [[NAN, NAN]], 1.0)),
-        Case("rows of every kind, all scores far below zero", lambda: _tensors(
-            [-INF, -300.0, -INF, -30_002.0],
-            [[-INF] * 3, [-INF] * 3, [-305.0, -INF, -300.0], [-30_000.0, -INF, -30_001.0]], 1.5)),
+        Case("one query, two keys, a chunk for each", lambda: _tensors(
+            [[2.0]], [[0.5], [1.5]], [[8.0], [4.0]], 1)),
+        Case("one query, two keys, both in one chunk", lambda: _tensors(
+            [[2.0]], [[0.5], [1.5]], [[8.0], [4.0]], 2)),
+        Case("three queries, seven keys, chunks of three", lambda: _walk(90, 3, 7, 4, 4, 3)),
+        Case("values of another width than the keys", lambda: _walk(93, 2, 6, 4, 3, 2)),
+        Case("one query, all scores near -400, in fp32", lambda: _tensors(
+            [[-20.0]], [[20.0], [20.2]], [[8.0], [4.0]], 1)),
     ),
 )  # fmt: skip
 
 
-# -- 3: the walk as a kernel --
+# -- the walk as a kernel --
 
 _BS = 4
 
@@ -384,8 +558,8 @@ def row_lse() -> object:
             scores_max_prev = scores_max
             scores_max = tl.maximum(scores_max_prev, tl.max(acc_s, axis=0))
             scores_scale = tl.exp2((scores_max_prev - scores_max) * scale_log2)
-            acc_s = tl.exp2((acc_s - scores_max) * scale_log2)  # powers from here on
-            running_sum = running_sum * scores_scale + tl.sum(acc_s, axis=0)
+            p = tl.exp2((acc_s - scores_max) * scale_log2)
+            running_sum = running_sum * scores_scale + tl.sum(p, axis=0)
         tl.store(LSE + row, (scores_max * scale_log2 + tl.log2(running_sum)) * ln_2)
 
     return kernel
@@ -459,15 +633,16 @@ ROW_LSE = TEXTS.exercise(
          "a rescale factor upside down",
          "Your factor is above 1, and in the first chunk it is inf. The maximum can only rise. "
          "What must old terms do then?"),
-        ("scores_max) * scale_log2)\n", "scores_max))\n", "a rescale factor without scale_log2",
+        ("(scores_max_prev - scores_max) * scale_log2)", "(scores_max_prev - scores_max))",
+         "a rescale factor without scale_log2",
          "The old sum holds powers of scaled scores, and your factor is one of unscaled ones. "
          "When the maximum rises by 2, how many log2 units is that?"),
-        ({"scores_max) * scale_log2)\n": "scores_max))\n",
-         "scores_max) * scale_log2)  # powers": "scores_max))  # powers"},
+        ({"(scores_max_prev - scores_max) * scale_log2)": "(scores_max_prev - scores_max))",
+         "(acc_s - scores_max) * scale_log2)": "(acc_s - scores_max))"},
          "exponents without scale_log2",
          "The scores in `S` are plain dot products. What is missing before a difference of two "
          "of them becomes an exponent?"),
-        ({"scores_scale = tl.exp2": "scores_scale = tl.exp", "acc_s = tl.exp2": "acc_s = tl.exp"},
+        ({"scores_scale = tl.exp2": "scores_scale = tl.exp", "p = tl.exp2": "p = tl.exp"},
          "taking exp where exp2 is meant",
          "Your powers are too small. `scale_log2` holds log2(e) already. Which base is left?"),
         (") * ln_2)", "))", "an lse left in log2 units",
@@ -511,7 +686,7 @@ ROW_LSE = TEXTS.exercise(
 )  # fmt: skip
 
 
-# -- 4: merging two --
+# -- merging two --
 
 
 def merge_partials(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
@@ -588,13 +763,6 @@ def _with_empty(parts: tuple[Tensor, Tensor], rows: list[int]) -> tuple[Tensor, 
     o[rows], lse[rows] = 0.0, -INF
     return o, lse
 
-
-_LEAKS_INTO_LSE = (
-    "Exponents and divisors need a stand-in, but here lse shows it: a row without keys claims a "
-    "denominator. What does lse say of a denominator of 0?"
-)
-# What readers put in place of a sum that may be 0. A logarithm that takes it tells which.
-_FLOORS = (1.0, 1e-6, 1e-8, 1e-9, 1e-10, 1e-12, 1e-30, 1e-20)
 
 # Edits that several mistakes share.
 _NO_STAND_IN = {".masked_fill(lse_max == -torch.inf, 0.0)": ""}
@@ -705,7 +873,7 @@ MERGE_PARTIALS = TEXTS.exercise(
 )  # fmt: skip
 
 
-# -- 5: merging many --
+# -- merging many --
 
 
 def merge_many(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -879,17 +1047,18 @@ MERGE_MANY = TEXTS.exercise(
 )  # fmt: skip
 
 
-EXERCISES = (ONLINE_STEP, GUARDED_STEP, ROW_LSE, MERGE_PARTIALS, MERGE_MANY)
+EXERCISES = (ONLINE_STEP, FINISH, ONE_PASS, ROW_LSE, MERGE_PARTIALS, MERGE_MANY)
 
 DOUBLES = (
-    Double("online_step", names=("the chunk's own maximum in place of the running one",
-                                 "rescaling the denominator but not the accumulator")),
     Double("online_step", names=(
         "folding log2(e) in a second time, or taking exp where exp2 is meant",
         "a division inside the step")),
-    Double("guarded_step", names=("-inf minus -inf, which is NaN", "a factor without scale_log2")),
-    Double("guarded_step", names=("a stand-in that leaks into the state",
-                                  "a factor without scale_log2")),
+    Double("online_step", names=("scores as weights of the values", "handing on the old maximum")),
+    Double("online_step", names=(_NO_LAST_AXIS, "one sum for all rows")),
+    Double("finish", names=("an lse that adds natural units and log2 units",
+                            "an output that is never divided")),
+    Double("one_pass", names=("the scale where scale_log2 belongs",
+                              "an output that is never divided")),
     Double("merge_partials", names=("a plain average of the two outputs",
                                     "the larger lse in place of the joint one")),
     Double("merge_partials", names=("adding two outputs that were already divided",

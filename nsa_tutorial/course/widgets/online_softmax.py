@@ -1,8 +1,9 @@
-"""Chapter 03's picture: a row of scores read chunk by chunk, what its exponents are measured from,
-and the denominator so far.
+"""Chapter 03's pictures: what a group's scores take beside what a multiprocessor holds; and a row
+of scores read chunk by chunk, with what its exponents are measured from and the denominator so far.
 
-`walk` computes, in fp32 as a kernel does; `draw_stream` draws one moment of it; `explore` puts
-controls on it; `limit` is what the reader finds out with them.
+`draw_sizes` is the first. Of the second, `walk` computes, in fp32 as a kernel does; `draw_stream`
+draws one moment of it; `explore` puts controls on it; `limit` is what the reader finds out with
+them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture
+from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, readable_on
 from nsa_tutorial.course.sheet import Chart, Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
 
@@ -32,6 +33,8 @@ SCORES = (
 CHUNKS = len(SCORES) // CHUNK
 REFERENCES = ("running max", "chunk's own max", "no max")
 HIGHEST_LIFT = 160  # log2 units
+# One multiprocessor of an H100 (NVIDIA's Hopper tuning guide).
+ON_CHIP_KIB = {"shared memory": 228, "registers": 256}
 _UNBROKEN = 10  # a lift up to which one axis shows all scores
 
 
@@ -103,10 +106,10 @@ def walk(scores: Tensor, v: Tensor, reference: str = "running max") -> list[Mome
         # its reference is 0 from the start, and nothing is ever rescaled
         unmoved = reference == "no max"
         scores_scale = torch.tensor(1.0) if unmoved else torch.exp2(scores_max_prev - scores_max)
-        acc_s = torch.exp2(acc_s - scores_max)
-        parts = torch.cat([parts * scores_scale, acc_s.sum()[None]])
-        running_sum = running_sum * scores_scale + acc_s.sum()
-        acc_o = acc_o * scores_scale + acc_s @ values
+        p = torch.exp2(acc_s - scores_max)
+        parts = torch.cat([parts * scores_scale, p.sum()[None]])
+        running_sum = running_sum * scores_scale + p.sum()
+        acc_o = acc_o * scores_scale + p @ values
         seen = slice(0, first + CHUNK)
         exact = torch.softmax(scores[seen].double() * math.log(2), 0) @ v[seen].double()
         moments.append(
@@ -197,6 +200,30 @@ def finding(moments: list[Moment], reference: str) -> str:
     return f"{told}: {after}, sum {number(last.running_sum)}"
 
 
+def draw_sizes(M: int = 65_536, rows: int = 16, chunk: int = 64) -> Picture:
+    """The scores of `rows` rows of `M` keys in fp32, the memory of one multiprocessor, and the
+    scores of one chunk, as bars of one scale."""
+    scores, part = (4 * rows * keys / 1024 for keys in (M, chunk))  # KiB
+    on_chip = sum(ON_CHIP_KIB.values())
+    sheet = Sheet(8.2, 2.1)
+    inches = 7.6 / scores
+    held = " and ".join(f"{size} KiB of {name}" for name, size in ON_CHIP_KIB.items())
+    bars = [
+        (scores, "key", f"scores of {rows} rows, {M:,} keys each: {scores / 1024:.0f} MiB in fp32"),
+        (on_chip, "selected", f"one multiprocessor of an H100: {held}"),
+        (part, "query", f"scores of {rows} rows, one chunk of {chunk} keys: {part:.0f} KiB"),
+    ]
+    for i, (size, colour, told) in enumerate(bars):
+        top = 0.62 + 0.54 * i
+        sheet.words([(0.3, top - 0.11, told)], size=9.5, ha="left")
+        sheet.boxes([(0.3, top, max(size * inches, 0.02), 0.24)], colour)
+    finding = (
+        f"{rows} rows of scores take {scores / 1024:.0f} MiB and do not fit into {on_chip} KiB; "
+        "a chunk of them does"
+    )
+    return Picture(sheet.figure, finding)
+
+
 def draw_stream(step: int = CHUNKS, reference: str = "running max", lift: int = 0) -> Picture:
     """The row after `step` chunks: scores and what they are measured from above, the denominator
     after each chunk below.
@@ -251,7 +278,9 @@ def _draw_scores(
                 [kind for kind in kinds for _ in range(CHUNK)])  # fmt: skip
     # every number at the foot of its bar, where no line is in its way
     feet = [(key, 0.0, f"{score:.0f}") for key, score in enumerate(scores.tolist())]
-    chart.words(feet, size=8, va="baseline", offset=(0, 1.5))
+    new = slice((step - 1) * CHUNK, step * CHUNK)  # on the darkest bars
+    chart.words(feet[: new.start] + feet[new.stop :], size=8, va="baseline", offset=(0, 1.5))
+    chart.words(feet[new], size=8, va="baseline", offset=(0, 1.5), colour=readable_on("query"))
     if reference != "no max":
         lines = [place(m.scores_max) for m in moments]
         ends = [(c * CHUNK - 0.5, (c + 1) * CHUNK - 0.5) for c in range(step)]
