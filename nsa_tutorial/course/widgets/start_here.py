@@ -84,7 +84,7 @@ def draw_look_back(blocks: int = 1_024, listed: int = 16) -> Picture:
         axis.add_patch(Rectangle((x, y), 0.86, 0.86, fc=colour))
     handles = [
         Patch(fc=PALETTE["selected"], label="a block that the newest token reads"),
-        Patch(fc=PALETTE["own block"], label="its own block"),
+        Patch(fc=PALETTE["own block"], label="its own block, read as well"),
         Patch(fc=_TINT, label="a block that it skips"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=10, frameon=False)
