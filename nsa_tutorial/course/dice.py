@@ -115,6 +115,7 @@ def draw_left_over(run: Run) -> Picture:
                       textcoords="offset points", va="center", fontsize=9,
                       color=INKS["query"])  # fmt: skip
     axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:g}")
     axis.set_ylim(left.min() / 2, 2)
     axis.set_xlim(0.6, SIDES + 0.8)
     axis.set_xlabel("the next roll, hidden by the mask", fontsize=9)

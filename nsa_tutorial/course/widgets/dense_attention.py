@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import ipywidgets
 import torch
-from matplotlib.colors import to_rgb
+from matplotlib.colors import to_hex, to_rgb
 from torch import Tensor
 
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, readable_on, shades
@@ -75,7 +75,7 @@ def draw_sentence() -> Picture:
 def draw_hero(query: int = 4) -> Picture:
     """The sentence, and threads from one word to those it sees, as wide as their weights."""
     words, found = sentence()[0], look_up(query)
-    sheet = Sheet(8.2, 2.5)
+    sheet = Sheet(8.2, 2.25)
     places = [0.75 + 1.34 * i for i in range(len(words))]
     baseline = 1.75
     for x, weight in zip(places[:query], found.weights.tolist(), strict=False):
@@ -106,7 +106,7 @@ def draw_letters() -> Picture:
         "j": "key: stays, as columns",
         "d": "channel: missing on the right, so summed",
     }
-    colours = {"h": "masked", "i": "query", "j": "key", "d": "own block"}
+    colours = {"h": "line", "i": "query", "j": "key", "d": "masked"}
     size, top = 0.42, 0.72
     starts = {"ihd": 0.5, "jhd": 3.0, "hij": 6.1}
     names = {"ihd": "q [N, HQ, D]", "jhd": "k [M, HQ, D]", "hij": "scores [HQ, N, M]"}
@@ -211,8 +211,10 @@ def _draw_scores(chart: Chart, scores: Tensor, words: list[str], query: int) -> 
     chart.boxes(squares, colours.reshape(-1, 4), edgecolors=PALETTE["masked"], linewidths=0.8)
     lit = [(-0.48, query - 0.48, len(words) - 0.04, 0.96)]
     chart.boxes(lit, "none", edgecolors=PALETTE["query"], linewidths=2)
-    told = enumerate(scores[query].tolist())
-    chart.words([(j, query, f"{x:.1f}") for j, x in told if math.isfinite(x)], size=8)
+    told = [(j, x) for j, x in enumerate(scores[query].tolist()) if math.isfinite(x)]
+    row = colours[query].reshape(-1, 4)
+    inks = [readable_on(to_hex(row[j])) for j, _ in told]
+    chart.words([(j, query, f"{x:.1f}") for j, x in told], size=8, colour=inks)
     at = range(len(words))
     chart.bottom(at, words, "key: what the word offers", line=False)
     chart.left(at, words, "query: what the word looks for", line=False, away=0.67)
