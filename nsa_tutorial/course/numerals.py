@@ -3,7 +3,7 @@ in words that fit a line.
 
 A comma before groups of three digits separates thousands, as in 1,234, and any other comma is a
 decimal one, as in 1,6 and 0,0156. A percentage such as "1,234 %" may mean both: it is asked about,
-and not read.
+and not read. "1/16" is a share, whatever is asked for: 0.0625 of the whole, or 6.25 %.
 """
 
 from __future__ import annotations
@@ -61,11 +61,12 @@ def as_number(value: object, unit: str) -> Fraction | float | None:
             plain = as_number(text[:-3], "")
             factor = Fraction(1024) ** (_BINARY.index(text[-3:]) - _BINARY.index(unit))
             return plain * factor if isinstance(plain, Fraction) else None
-        if unit and text.endswith(unit):
+        has_unit = bool(unit) and text.endswith(unit)
+        if has_unit:
             text = text[: -len(unit)].strip()
         try:
             if re.fullmatch(r"[+-]?\d{1,20}/\d{1,20}", text):
-                return Fraction(text)
+                return Fraction(text) * (100 if unit == "%" and not has_unit else 1)
             if re.fullmatch(r"[\d.]+ ?[kM]", text):
                 return Fraction(text[:-1].strip()) * {"k": 1000, "M": 10**6}[text[-1]]
             value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)

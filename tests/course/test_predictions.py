@@ -113,6 +113,15 @@ def test_commas_are_decimal_or_separate_thousands(text: str, number: float | Non
     assert as_number(text, "") == (None if number is None else pytest.approx(number))
 
 
+@pytest.mark.parametrize(
+    ("text", "unit", "number"),
+    [("1/16", "", 0.0625), ("1/16", "%", 6.25), ("1/16 %", "%", 0.0625), ("1/4", "GiB", 0.25)],
+)
+def test_a_fraction_is_a_share_in_every_question(text, unit, number):
+    """A sixteenth is 0.0625 of the whole and 6.25 percent of it."""
+    assert as_number(text, unit) == pytest.approx(number)
+
+
 @pytest.mark.parametrize(("name", "text"), [("programs", "1,234 %"), ("percent", "1,234")])
 def test_a_comma_in_doubt_is_asked_about(name: str, text: str) -> None:
     """Of a percentage, both may be meant; the guess is not kept."""
