@@ -2,7 +2,7 @@
 
     # Exercises
 
-    ## visible_summaries
+    ## window_logit
 
     The statement.
 

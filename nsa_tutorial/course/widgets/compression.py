@@ -1,11 +1,11 @@
 """Chapter 06's pictures: windows and the summaries a query sees, what a mean key knows of its
 window, and what can be learnt.
 
-`view`, `first_seen`, `logits_and_mass`, `correlation`, `survival` and `error` compute;
-`draw_windows`, `draw_mean_and_mass` and `draw_errors` draw; `fit` learns a summary's weights, and
-`errors_of_kinds` compares what was learnt; `explore` puts controls on the windows. What is said of
-trained heads is computed from `heads.load()`, for a length of 32 and a stride of 16 unless told
-otherwise.
+`view`, `first_seen`, `logits_and_mass`, `shares`, `well_placed` and `error` compute;
+`draw_windows`, `draw_needle`, `draw_heads`, `draw_costs` and `draw_errors` draw; `fit` learns a
+summary's weights, and `errors_of_kinds` compares what was learnt; `explore` puts controls on the
+windows. What is said of trained heads is computed from `heads.load()`, for windows of 16 tokens,
+one every 8, unless told otherwise.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from nsa_tutorial.sparse.compression import MLPWeights, compress, num_summaries
 TOKENS = 65_536  # of the long example
 LENGTHS, STRIDES = (4, 8, 16, 32), (2, 4, 8, 16, 32)
 SHOWN = 96  # tokens in the panel
-NEEDLE = (12, 450, 14)  # query head, query and window of the notebook's example
-FIRST = 128  # the first query whose windows are compared: it sees seven of them
+NEEDLE = (12, 450, 29)  # query head, query and window of the notebook's example
+FIRST = 128  # the first query whose windows are compared: it sees fifteen of them
 _SEEN, _HIDDEN, _PAST = PALETTE["compressed"], PALETTE["masked"], "#D3E9F7"
 
 
@@ -108,7 +108,7 @@ def _newest(n: int) -> str:
 
 def draw_windows(M: int = 32, length: int = 8, stride: int = 4, position: int = 21) -> Picture:
     """The windows over `M` tokens and their summaries, those that the query at `position` sees in
-    orange; below, what it misses."""
+    colour; below, what it misses."""
     seen, count = view(position, length, stride), num_summaries(M, length, stride)
     sheet = Sheet(8.2, 4.1)
     _draw_windows(sheet, Place(0.95, 0.36, 7.15, 2.12), M, length, stride, position)
@@ -120,8 +120,7 @@ def draw_windows(M: int = 32, length: int = 8, stride: int = 4, position: int = 
     names = {
         _SEEN: "the query sees it",
         _HIDDEN: "ends after the query",
-        "query": "query",
-        _PAST: "its past",
+        _PAST: "the query's past",
     }
     sheet.legend(0.95, 3.965, names)
     told = (
@@ -141,9 +140,12 @@ def _draw_windows(
     step, gap, windows_at = 0.9, 0.2 * max(1.0, M / 48), 1.5
     summaries_at = windows_at + step * rows + 0.9
     chart = sheet.chart(place, (-0.7, M - 0.3), (summaries_at + 1.3, -0.2))
-    colours = [_PAST] * position + ["query"] + [SURFACE] * (M - position - 1)
-    chart.boxes([(token - 0.42, 0, 0.84, 1) for token in range(M)], colours,
-                edgecolors=PALETTE["faint"], linewidths=0.5)  # fmt: skip
+    colours = [_PAST] * (position + 1) + [SURFACE] * (M - position - 1)
+    boxes = [(token - 0.42, 0, 0.84, 1) for token in range(M)]
+    chart.boxes(boxes, colours, edgecolors=PALETTE["faint"], linewidths=0.5)
+    chart.boxes([boxes[position]], ["none"], edgecolors=PALETTE["text"], linewidths=2.0, zorder=3)
+    if M <= 32:
+        chart.words([(token, 0.5, str(token)) for token in range(M)], size=8)
 
     colours = [_SEEN if j < visible else _HIDDEN for j in range(count)]
     middles = [j * stride + (length - 1) / 2 for j in range(count)]
@@ -158,7 +160,10 @@ def _draw_windows(
     if stride >= M / 24:
         chart.words([(x, summaries_at + 0.55, str(j)) for j, x in enumerate(middles)], size=8)
     now = position + 0.5
-    chart.lines([((now, -0.2), (now, summaries_at - 0.3))], "query", 1.2, linestyles="--")
+    chart.lines([((now, -0.2), (now, summaries_at - 0.3))], "text", 1.2, linestyles="--")
+    side = 1 if now < 0.75 * M else -1
+    label = (now + side * 0.012 * M, 1.25, "the query's position")
+    chart.words([label], size=8, ha="left" if side > 0 else "right")
     names = {
         "tokens": 0.5,
         "windows": windows_at + step * rows / 2 - 0.15,
@@ -171,7 +176,7 @@ def _draw_newest(chart: Chart, M: int, length: int, stride: int, position: int) 
     newest = [view(t, length, stride).newest for t in range(M)]
     corners = [(t + side, left) for t, left in enumerate(newest) for side in (-0.5, 0.5)]
     chart.lines([corners], "text", 1.2)
-    chart.dots([(position, newest[position])], "query")
+    chart.dots([(position, newest[position])], "text")
     chart.bottom(range(0, M, 5 if M < 48 else 10), name="position of the query, tokens")
     chart.left([0, max(length, stride)])
 
@@ -199,7 +204,7 @@ def explore() -> Panel:
 
 
 def logits_and_mass(
-    heads: Heads, length: int = 32, stride: int = 16
+    heads: Heads, length: int = 16, stride: int = 8
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Every query's scaled scores in every window: their mean, and the logarithm of the mean of
     their exponentials.
@@ -223,107 +228,120 @@ def centred(x: Tensor, visible: Tensor) -> Tensor:
     return (x - mean) * visible
 
 
-def correlation(x: Tensor, y: Tensor, visible: Tensor, first: int = FIRST) -> Tensor:
-    """Pearson's correlation within each query, over its windows: the mean over the queries from
-    `first` on, `[HQ]`.
+def shares(scores: Tensor, visible: Tensor) -> Tensor:
+    """How a query's attention is divided among the windows that it sees, `[..., N, M_c]`; 0 for a
+    query that sees none."""
+    return scores.masked_fill(~visible, -math.inf).softmax(-1).nan_to_num()
 
-    A constant added to all of a query's scores changes no softmax, and here it changes nothing
-    either.
+
+def well_placed(mean: Tensor, mass: Tensor, visible: Tensor, first: int = FIRST) -> Tensor:
+    """How much of the attention by mean keys goes where the windows' weight puts it, `[HQ]`: for
+    each window the smaller of its two shares, added up; the mean over the queries from `first` on.
     """
-    x, y = (centred(z.double(), visible)[:, first:] for z in (x, y))
-    return ((x * y).sum(-1) / (x.square().sum(-1) * y.square().sum(-1)).sqrt()).mean(-1)
+    both = torch.minimum(shares(mean, visible), shares(mass, visible))
+    return both[:, first:].sum(-1).mean(-1)
 
 
-def draw_mean_and_mass(
-    heads: Heads | None = None, chosen: tuple[int, ...] = (5, 9, 12), points: int = 2500
-) -> Picture:
-    """For a few query heads, a window's mean score against what its weight asks for, both less the
-    query's mean.
-
-    The points are windows of the queries from `FIRST` on, as in `correlation`; on the line the mean
-    key would be right.
-    """
+def draw_needle(heads: Heads | None = None, beside: int = 8) -> Picture:
+    """The needle's window: the scores of its tokens, and the shares of all windows that its query
+    sees, by weight upwards and by mean key downwards."""
     heads = heads or stored.load()
-    mean, mass, visible = logits_and_mass(heads)
-    found = correlation(mean, mass, visible).tolist()
-    mean, mass, late = centred(mean, visible), centred(mass, visible), visible.clone()
-    late[:FIRST] = False
-    # [2, chosen heads, points]
-    shown = torch.stack([z[list(chosen)][:, late] for z in (mean, mass)])
-    low, high = float(shown.min()) - 0.5, float(shown.max()) + 0.5
-    figure, axes = new_figure(8.0, 3.4, columns=len(chosen))
-    for axis, head, (x, y) in zip(axes[0], chosen, shown.unbind(1), strict=True):
-        some = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:points]
-        axis.plot(x[some], y[some], ".", color=_SEEN, markersize=2, alpha=0.5)
-        axis.plot([low, high], [low, high], color=PALETTE["text"], linewidth=0.8)
-        if head == NEEDLE[0]:
-            at = float(mean[NEEDLE]), float(mass[NEEDLE])
-            axis.plot(*at, "o", color=PALETTE["text"], markeredgecolor="white", markersize=7)
-            axis.annotate(
-                "needle",
-                at,
-                (-7, 0),
-                textcoords="offset points",
-                ha="right",
-                va="center",
-                fontsize=8,
-            )
-        axis.text(0.97, 0.04, f"correlation {found[head]:.2f}", transform=axis.transAxes,
-        ha="right",
-                  va="bottom", fontsize=8, color=PALETTE["text"])  # fmt: skip
-        axis.set_title(heads.labels[head], fontsize=10, color=PALETTE["text"])
-        axis.set_xlim(low, high)
-        axis.set_yticks(axis.get_xticks())
-        axis.set(xlim=(low, high), ylim=(low, high), aspect="equal")
-        axis.set_xlabel("mean key's score,\nless the query's mean", fontsize=9)
-    axes[0, 0].set_ylabel("score that the weight asks for,\nless the query's mean", fontsize=9)
-    numbers = ", ".join(f"{found[head]:.2f}" for head in chosen)
+    head, t, window = NEEDLE
+    mean, mass, visible = (x[head, t] if x.ndim == 3 else x[t] for x in logits_and_mass(heads))
+    by_weight, by_mean = (shares(x, visible)[visible] for x in (mass, mean))
+    pair = [window, window + 1]  # the needle is in both
+    begin, end = window * beside, (window + 1) * beside + 16
+    scores = heads.q[0, t, head] @ heads.k[0, begin:end, head // heads.G].T
+    scores = (scores * heads.k.shape[-1] ** -0.5).tolist()
+    figure, axes = new_figure(8.4, 3.3, columns=2, width_ratios=(1, 1.15))
+    left, right = axes[0]
+    left.bar(range(begin, end), scores, 0.8, color=PALETTE["key"])
+    letters = [heads.token(token) for token in range(begin, end)]
+    left.set_xticks(range(begin, end), letters, fontsize=8, family="DejaVu Sans Mono")
+    for place, j in enumerate(pair):
+        height, start = -2.4 - 1.5 * place, j * beside
+        left.plot([start - 0.4, start + 15.4], [height] * 2, color=_SEEN, linewidth=4)
+        left.text(start + 7.5, height - 0.25, f"window {j}: mean score {mean[j]:.1f}", fontsize=8,
+                  ha="center", va="top", color=PALETTE["text"])  # fmt: skip
+    left.set_ylim(-5.2, max(scores) + 1)
+    left.set_ylabel("score of a token", fontsize=9)
+    left.axhline(0, color=PALETTE["line"], linewidth=0.8)
+    colours = [_SEEN if j in pair else PALETTE["line"] for j in range(len(by_mean))]
+    right.bar(range(len(by_mean)), 100 * by_weight, 0.9, color=colours)
+    right.bar(range(len(by_mean)), -100 * by_mean, 0.9, color=colours)
+    right.axhline(0, color=PALETTE["text"], linewidth=0.8)
+    right.set_yticks([-20, 0, 20, 40], ["20 %", "0", "20 %", "40 %"])
+    right.text(1, 30, "by weight", fontsize=9, color=PALETTE["text"])
+    right.text(1, -24, "by mean key", fontsize=9, color=PALETTE["text"])
+    right.set_ylim(-30, 52)
+    right.set_xlabel("window", fontsize=9)
+    right.set_ylabel("share of the attention", fontsize=9)
+    told = [f"{100 * x[pair].sum():.0f} %" for x in (by_weight, by_mean)]
     return Picture(
-        figure, f"How well mean keys follow the weight depends on the head: correlation {numbers}"
+        figure,
+        f"By weight, windows {pair[0]} and {pair[1]} get {told[0]} of the attention, "
+        f"by their mean keys {told[1]}",
     )
 
 
-# -- means of rotated keys --
+def draw_heads(heads: Heads | None = None) -> Picture:
+    """For each query head, how much of the attention by mean keys is well placed."""
+    heads = heads or stored.load()
+    found = (100 * well_placed(*logits_and_mass(heads))).tolist()
+    figure, axes = new_figure(8.0, 2.9)
+    axis = axes[0, 0]
+    colours = [_SEEN if head == NEEDLE[0] else PALETTE["line"] for head in range(len(found))]
+    axis.bar(range(len(found)), found, 0.75, color=colours)
+    for head, share in enumerate(found):
+        axis.text(head, share + 1.5, f"{share:.0f}", ha="center", fontsize=8,
+                  color=PALETTE["text"])  # fmt: skip
+    places = [f"{label.split()[1]}.{label.split()[3]}" for label in heads.labels]
+    axis.set_xticks(range(len(found)), places)
+    axis.set_xlabel("layer.head of the trained model; in colour, the needle's head", fontsize=9)
+    axis.set_ylabel("well placed, per cent", fontsize=9)
+    axis.set_ylim(0, 108)
+    return Picture(
+        figure,
+        f"Mean keys put {min(found):.0f} to {max(found):.0f} % of the attention where the weight "
+        "puts it",
+    )
 
 
-def pairs(x: Tensor) -> Tensor:
-    """The squared lengths `[..., D / 2]` of the pairs that the rotary embedding turns: number `i`
-    with number `i + D / 2`."""
-    a, b = x.chunk(2, dim=-1)
-    return a.square() + b.square()
+# -- what it costs --
 
 
-def survival(k: Tensor, summaries: Tensor, length: int = 32, stride: int = 16) -> Tensor:
-    """How long the pairs of the summaries are, for the pairs of the tokens that they are made of:
-    `[H, D / 2]`.
-
-    Root mean squares over all windows; 1 where a summary's pair is as long as its tokens', 0 where
-    they cancel.
-
-    Args:
-        k: keys `[1, M, H, D]`.
-        summaries: `[1, M_c, H, D]`, made of them.
-    """
-    windows = k[0].unfold(0, length, stride).movedim(-1, 1)  # [M_c, length, H, D]
-    return (pairs(summaries[0]).mean(0) / pairs(windows).mean((0, 1))).sqrt()
-
-
-def turn_per_token(D: int) -> Tensor:
-    """The angle in radians by which the rotary embedding turns each pair from one token to the
-    next, `[D / 2]`."""
-    return 10_000.0 ** (-torch.arange(D // 2) / (D // 2))
-
-
-def turn_back(length: int, D: int) -> Tensor:
-    """The `"linear"` weight `[length * D, D]` that turns a window's tokens back to its middle, and
-    then takes their mean."""
-    # [length, D / 2]
-    angle = -(torch.arange(length) - (length - 1) / 2)[:, None] * turn_per_token(D)
-    pair, half = torch.arange(D // 2), D // 2
-    weight = torch.zeros(length, D, D)  # [token, from, to]
-    weight[:, pair, pair] = weight[:, pair + half, pair + half] = angle.cos()
-    weight[:, pair, pair + half], weight[:, pair + half, pair] = angle.sin(), -angle.sin()
-    return weight.flatten(0, 1) / length
+def draw_costs(stride: int = 16, block_size: int = 64, top_n: int = 16) -> Picture:
+    """Keys that a query reads on average, by length of the text: all, summaries, and listed."""
+    lengths = [2**n for n in range(10, 18)]
+    kinds = {
+        "all keys": ("key", lambda N: costs.visible_pairs(N, N)),
+        "summaries": ("compressed", lambda N: costs.summary_keys(N, N, stride=stride)),
+        "listed keys": (
+            "selected",
+            lambda N: costs.selected_keys(N, N, block_size=block_size, top_n=top_n),
+        ),
+    }
+    figure, axes = new_figure(8.0, 3.2)
+    axis = axes[0, 0]
+    reads = {}
+    for name, (colour, count) in kinds.items():
+        reads[name] = [count(N) / N for N in lengths]
+        axis.plot(lengths, reads[name], "o-", color=PALETTE[colour], markersize=4)
+        axis.text(1.07 * lengths[-1], reads[name][-1], f"{name}: {reads[name][-1]:,.0f}",
+                  fontsize=9, va="center", color=PALETTE["text"])  # fmt: skip
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(lengths, [f"{N:,}" for N in lengths], fontsize=8)
+    axis.set_xlim(lengths[0] * 0.9, lengths[-1] * 3.2)
+    axis.set_xlabel("tokens of the text", fontsize=9)
+    axis.set_ylabel("keys a query reads, on average", fontsize=9)
+    more = next(
+        N for N, one, other in zip(lengths, reads["summaries"], reads["listed keys"], strict=True)
+        if one > other
+    )  # fmt: skip
+    return Picture(
+        figure, f"From {more:,} tokens on, a query reads more summaries than listed keys"
+    )
 
 
 # -- learning a summary --
@@ -361,7 +379,7 @@ class Task(NamedTuple):
     stride: int
 
 
-def task(heads: Heads, first: int, last: int, stride: int, length: int = 32) -> Task:
+def task(heads: Heads, first: int, last: int, stride: int, length: int = 16) -> Task:
     """Tokens `first … last - 1` as a task of their own: no query and no window is shared with
     another stretch."""
     part = Heads(
