@@ -74,6 +74,51 @@ def _by_visible_keys(function: Callable, p: Problem) -> tuple[Tensor, ...]:
     return o[None], lse[None]
 
 
+def _by_lists(function: Callable, p: Problem) -> tuple[Tensor, ...]:
+    """A function of chapter 05, which returns `o` alone."""
+    return (function(p.q[0], p.k[0], p.v[0], p.ids[0], p.block_size)[None],)
+
+
+def _attended_alone(p: Problem, dtype: torch.dtype, backend: str) -> tuple[Tensor, ...]:
+    return p.attend(dtype, backend)[:1]
+
+
+_WINDOW = 20
+
+
+def _by_window(function: Callable, p: Problem) -> tuple[Tensor, ...]:
+    return (function(p.q[0], p.k[0], p.v[0], _WINDOW)[None],)
+
+
+def _windowed(p: Problem, dtype: torch.dtype, backend: str) -> tuple[Tensor, ...]:
+    tensors = (x.to(dtype) for x in (p.q, p.k, p.v))
+    return (ops.sliding_window_attention(*tensors, window_size=_WINDOW, backend=backend),)
+
+
+_SUMMARIES = {"length": 8, "stride": 4}
+
+
+def _compress(function: Callable, p: Problem) -> tuple[Tensor, ...]:
+    return (function(p.k[0], *_SUMMARIES.values())[None],)
+
+
+def _compressed(p: Problem, dtype: torch.dtype, backend: str) -> tuple[Tensor, ...]:
+    return (ops.compress(p.k.to(dtype), **_SUMMARIES, backend=backend),)
+
+
+def _to_summaries(function: Callable, p: Problem) -> tuple[Tensor, ...]:
+    """A function that gets summaries, as many queries as tokens."""
+    k_cmp, v_cmp = (ops.compress(x, **_SUMMARIES)[0] for x in (p.k, p.v))
+    o, lse = function(p.q[0], k_cmp, v_cmp, *_SUMMARIES.values())
+    return o[None], lse[None]
+
+
+def _summaries_attended(p: Problem, dtype: torch.dtype, backend: str) -> tuple[Tensor, ...]:
+    summaries = (ops.compress(x, **_SUMMARIES).to(dtype) for x in (p.k, p.v))
+    options = {**_SUMMARIES, "return_lse": True, "backend": backend}
+    return ops.compressed_attention(p.q.to(dtype), *summaries, **options)
+
+
 def _by_position(function: Callable, p: Problem) -> tuple[Tensor, ...]:
     """A function whose queries are the last positions."""
     o, lse = function(p.q[0], p.k[0], p.v[0], p.ids[0], p.block_size, p.scale)
@@ -145,7 +190,16 @@ def _choose(function: Callable, p: Problem) -> tuple[Tensor, ...]:
 # a backward that is given `lse` knows its scores no better than `lse` is rounded
 _GIVEN_LSE = tuple(what for what in ALWAYS[:-1] if "apart" not in what)
 _GROUPS = ("a group of 3", "a group of 16")
+_ANY_LISTS = tuple(what for what in PROPERTIES if "packed" not in what)
+_ANY_KEYS = ("lists", "one query", "causal: all queries", "a ragged last block", *_GROUPS)
 TWINS = {
+    "selected_attention": Twin("selected_attention", _by_lists, _attended_alone, _ANY_LISTS),
+    "window_attention": Twin("sliding_window_attention", _by_window, _windowed, _ANY_KEYS),
+    "compress": Twin("compress", _compress, _compressed, ("lists", "a ragged last block")),
+    "compressed_attention": Twin(
+        "compressed_attention", _to_summaries, _summaries_attended,
+        ("causal: all queries", *_GROUPS, "scores two hundred apart"), (("N", 48),),
+    ),
     "attention_backward": Twin(
         "selected_attention, gradients", _backward_by_mask, _gradients,
         (*_GIVEN_LSE, *_GROUPS), (("H", 1),),

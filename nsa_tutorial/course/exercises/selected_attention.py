@@ -1,27 +1,25 @@
-"""Exercises of chapter 05: from a list to tokens, a load behind a guard, the whole walk, a small
-kernel with two bugs, and the window."""
+"""Exercises of chapter 05: a load behind a guard, the window, the two operators that the reader
+builds, and, for more time, from a list to tokens and a small kernel with two bugs."""
 
 from __future__ import annotations
 
 import ast
-import dis
 import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType
 
 import torch
 from torch import Tensor
 
 from nsa_tutorial.course.diffs import Edited, diffs
-from nsa_tutorial.course.exercises import Case, Double
+from nsa_tutorial.course.exercises import Case, Double, Stage
 from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.room import roomy
 from nsa_tutorial.course.texts import Texts
-from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.runtime import environment
 
 TEXTS = Texts(__name__)
@@ -205,6 +203,9 @@ _LOAD = TEXTS.exercise(
          "multiplying by the mask",
          "0 · NaN is NaN, so a product does not remove a number. Which operation chooses between "
          "the row and a zero?"),
+        ("tile[is_seen] = x[offset[is_seen]]",
+         "tile = x[torch.where(is_seen, offset, 0)] * is_seen[:, None]",
+         "multiplying by the mask"),
         ({"(block_id >= 0) & ": "", "tile = x": "offset = offset.clamp(min=0); tile = x"},
          "comparing with num_visible only",
          "Every negative position is below num_visible, so an empty slot counts as seen, and "
@@ -245,6 +246,22 @@ _LOAD = TEXTS.exercise(
         ("tile[is_seen] =", "tile =", "making a tile with fewer rows",
          "A kernel's tile has a fixed shape of `block_size` rows. What stands in the rows that "
          "are not loaded?"),
+        ({"tile[is_seen] =": "tile =", "return ": "is_seen = is_seen[is_seen]; return "},
+         "making a tile with fewer rows"),
+        ("offset = ", "block_id = max(block_id, 0); offset = ", "taking an empty slot for block 0",
+         "-1 has become 0, so block 0 is loaded although no slot lists it. What does an empty "
+         "slot load?"),
+        ("(block_id >= 0)", "(offset > 0)", "hiding row 0",
+         "Row 0 is the first row of the text, and it is real. Does your comparison say `>` or "
+         "`>=`?"),
+        ("return ", "is_seen = ~is_seen; return ", "a mask that is True where nothing is seen",
+         "The tile is right. `is_seen` is asked for as True where a row is real. What does the "
+         "`~` of yours say?"),
+        ("tile[is_seen] = x[offset[is_seen]]",
+         "tile = x[torch.where(is_seen, offset, 0)].masked_fill(is_seen[:, None], 0.0)",
+         "zeros in place of the rows that are seen",
+         "`masked_fill` fills where its mask is True. Is that where a row is real, or where "
+         "none is?"),
         ("tile[is_seen] = x[offset[is_seen]]",
          "tile = x[offset.clamp(0, len(x) - 1)].nan_to_num(0.0)",
          "turning NaN into 0 after the load",
@@ -291,6 +308,7 @@ _LOAD = TEXTS.exercise(
         Case("block 1 again, and the query sees 3 rows", lambda: (_rows(6, 3), 1, 3, 2)),
         Case("an empty slot", lambda: (_rows(6, 3), -1, 3, 2)),
         Case("a block of the future", lambda: (_rows(6, 3), 2, 3, 2)),
+        Case("a query that sees no row", lambda: (_rows(4, 0), 0, 0, 2)),
         Case("7 rows, blocks of 3: the last holds one", lambda: (_rows(7, 7), 2, 7, 3)),
         Case("an empty slot, with the last block visible", lambda: (_rows(8, 8), -1, 8, 4)),
         Case("two columns, random numbers", lambda: (_random(9, 2, seed=0), 1, 6, 4)),
@@ -403,280 +421,372 @@ _WINDOW = TEXTS.exercise(
 )  # fmt: skip
 
 
-# -- attend_to_lists --
+# -- selected_attention --
 
 
-def attend_to_lists(
+def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int
-) -> tuple[Tensor, Tensor]:
-    """Causal selected attention of one text: o [N, HQ, DV] and lse [N, HQ], one block at a time."""
-    (N, HQ, D), (M, H, DV) = q.shape, v.shape
-    G, scale = HQ // H, D**-0.5
-    o, lse = torch.empty(N, HQ, DV), torch.empty(N, HQ)
-    for n in range(N):
-        num_visible = M - N + n + 1
-        for h in range(H):
-            group = slice(h * G, (h + 1) * G)  # the query heads that share KV head h and its list
-            state = online_softmax.start(G, DV)
-            for block_id in block_indices[n, h].tolist():
-                block_start = block_id * block_size
-                if block_id < 0 or block_start >= num_visible:
-                    continue  # nothing is loaded
-                tokens = slice(block_start, min(block_start + block_size, num_visible))
-                acc_s = q[n, group] @ k[tokens, h].T  # [G, BS], fewer keys in the last block
-                state = online_softmax.update(
-                    state, acc_s, v[tokens, h], scale * online_softmax.LOG2_E
-                )
-            o[n, group], lse[n, group] = online_softmax.finish(state, scale)
-    return o, lse
+) -> Tensor:
+    """Causal attention to listed blocks, o [N, HQ, DV]; the queries are the last N of M."""
+    (N, HQ, D), (M, H, _) = q.shape, k.shape
+    position, head = torch.arange(M - N, M)[:, None, None], torch.arange(H)[:, None]
+    ids = block_indices.repeat_interleave(block_size, dim=-1)  # [N, H, S * BS], the id of each row
+    offset = torch.arange(ids.shape[-1]) % block_size  # and its place in the block
+    token = ids * block_size + offset
+    is_seen = (ids >= 0) & (token <= position)
+    row, hidden = torch.where(is_seen, token, 0), ~is_seen[..., None]
+    k_tile = k[row, head].masked_fill(hidden, 0)  # [N, H, S * BS, D]
+    v_tile = v[row, head].masked_fill(hidden, 0)
+    s = q.unflatten(1, (H, HQ // H)) @ k_tile.mT * D**-0.5  # [N, H, G, S * BS]
+    weights = torch.softmax(s.masked_fill(hidden.mT, -torch.inf), dim=-1)
+    o = weights.masked_fill(hidden.mT, 0) @ v_tile  # an empty row's weights were NaN
+    return o.flatten(1, 2)
 
 
-def _run_attend(attempt: Callable, *arguments: object) -> object:
-    """The frame with all of its gaps open is no attempt yet."""
-    code = getattr(attempt, "__code__", None)
-    gaps = [i for i in dis.get_instructions(code) if i.argval is Ellipsis] if code else []
-    if len(gaps) == 3:
-        raise NotImplementedError
-    return attempt(*arguments)
-
-
-# tiles from `load_block`, with zeros where nothing is seen
-_LOADED = {
-    "tokens = slice(block_start, min(block_start + block_size, num_visible))":
-        "k_tile, _ = load_block(k[:, h], block_id, num_visible, block_size)\n"
-        "                v_tile, _ = load_block(v[:, h], block_id, num_visible, block_size)",
-    "k[tokens, h]": "k_tile",
-    "v[tokens, h]": "v_tile",
-}  # fmt: skip
+def _given_gradients(attempt: Callable, *arguments: object) -> object:
+    """What an attempt returns; where the inputs ask for it, with the gradients of `q`, `k`, `v`."""
+    o = attempt(*arguments)
+    inputs = arguments[:3]
+    if not (inputs[0].requires_grad and isinstance(o, Tensor) and o.grad_fn is not None):
+        return o
+    d_o = _random(*o.shape, seed=40)
+    return (o, *torch.autograd.grad(o, inputs, d_o, allow_unused=True))
 
 
 def _by_slots(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Each slot by a softmax of its own: o [S, N, HQ, DV] and lse [S, N, HQ]."""
-    slots = block_indices.split(1, dim=-1)
-    o, lse = zip(*(attend_to_lists(q, k, v, slot, block_size) for slot in slots), strict=True)
-    return torch.stack(o), torch.stack(lse)
+    """Each slot by a softmax of its own, o [S, N, HQ, DV], and which rows see something there."""
+    o = [selected_attention(q, k, v, slot, block_size) for slot in block_indices.split(1, -1)]
+    (N, HQ, _), (M, H, _) = q.shape, k.shape
+    position = torch.arange(M - N, M)[:, None, None]
+    sees = (block_indices >= 0) & (block_indices * block_size <= position)  # [N, H, S]
+    return torch.stack(o), sees.permute(2, 0, 1).repeat_interleave(HQ // H, dim=2)
 
 
-def _summed_up(*arguments: object) -> tuple[Tensor, Tensor]:
-    o, lse = _by_slots(*arguments)
-    return o.sum(0), lse.logsumexp(0)
+def _summed_up(*arguments: object) -> Tensor:
+    return _by_slots(*arguments)[0].sum(0)
 
 
-def _averaged(*arguments: object) -> tuple[Tensor, Tensor]:
-    o, lse = _by_slots(*arguments)
-    num_seen = (lse > -torch.inf).sum(0).clamp(min=1)  # [N, HQ]
-    return o.sum(0) / num_seen[..., None], lse.logsumexp(0)
+def _averaged(*arguments: object) -> Tensor:
+    o, sees = _by_slots(*arguments)
+    return o.sum(0) / sees.sum(0).clamp(min=1)[..., None]
 
 
-def _problem(*, N: int, M: int, HQ: int, H: int, seed: int, empty: bool = False) -> tuple:
-    """Random tensors; each list is two of the three blocks of 4, in some order, if `empty` behind
-    an empty slot."""
-    q, k, v = (
-        _random(N, HQ, 4, seed=seed, factor=2),
-        _random(M, H, 4, seed=seed + 10),
-        _random(M, H, 3, seed=seed + 20),
-    )
-    generator = torch.Generator().manual_seed(seed + 30)
-    block_indices = torch.rand(N, H, 3, generator=generator).argsort(-1)[..., :2]
-    if empty:
-        block_indices = torch.nn.functional.pad(block_indices, (1, 0), value=-1)
-    return q, k, v, block_indices, 4
+def _once(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int) -> Tensor:
+    """A block that is listed again is an empty slot."""
+    ids = block_indices.sort(-1).values
+    again = ids[..., 1:] == ids[..., :-1]
+    again = torch.nn.functional.pad(again, (1, 0))
+    return selected_attention(q, k, v, ids.masked_fill(again, -1), block_size)
 
 
-def _four(lists: list[list[list[int]]], last_value: float = 8.0, block_size: int = 2) -> tuple:
-    k, v = torch.tensor([0.0, 1, 2, 3]), torch.tensor([1.0, 2, 4, last_value])
-    q = torch.ones(2, 1, 1)
-    return q, k[:, None, None], v[:, None, None], torch.tensor(lists), block_size
+def _under_a_mask(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int
+) -> Tensor:
+    """Dense attention, with -inf for every key that no list names."""
+    (N, HQ, D), (M, H, _) = q.shape, k.shape
+    key, position = torch.arange(M), torch.arange(M - N, M)[:, None, None]
+    listed = (block_indices[..., None] == key // block_size).any(2)  # [N, H, M]
+    hidden = ~(listed & (key <= position)).repeat_interleave(HQ // H, dim=1)
+    keys, values = (x.repeat_interleave(HQ // H, dim=1) for x in (k, v))
+    s = torch.einsum("nhd,mhd->nhm", q, keys) * D**-0.5
+    weights = torch.softmax(s.masked_fill(hidden, -torch.inf), -1).masked_fill(hidden, 0)
+    return torch.einsum("nhm,mhd->nhd", weights, values)
 
 
-def _steep() -> tuple:
-    k = 100 * torch.arange(9.0)[:, None, None]
-    return torch.ones(2, 1, 1), k, _random(9, 1, 2, seed=9), torch.tensor([[[2, 0]], [[0, 2]]]), 3
+def _lists(
+    N: int, M: int, lists: list, *, BS: int = 2, HQ: int = 1, H: int = 1, D: int = 3, DV: int = 2,
+    hidden: float | None = None, learns: bool = False,
+) -> tuple:  # fmt: skip
+    """Random tensors and given lists.
+
+    Args:
+        N, M, BS, HQ, H, D, DV: sizes.
+        lists: `[N, H, S]`, or `[N, S]` for one KV head.
+        hidden: what stands in keys and values that no query sees; None for numbers like the others.
+        learns: the tensors ask for gradients.
+    """
+    ids = torch.tensor(lists).view(N, H, -1)
+    q, k, v = (_random(*size, seed=i) for i, size in enumerate(((N, HQ, D), (M, H, D), (M, H, DV))))
+    if hidden is not None:
+        key, position = torch.arange(M), torch.arange(M - N, M)[:, None, None]
+        listed = (ids[..., None] == key // BS).any(2) & (key <= position)  # [N, H, M]
+        unseen = ~listed.any(0).T[..., None]  # [M, H, 1]
+        k, v = (x.masked_fill(unseen, hidden) for x in (k, v))
+    if learns:
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+    return q, k, v, ids, BS
 
 
-_ATTEND = TEXTS.exercise(
-    "attend_to_lists", minutes=8, difficulty=3, solution=attend_to_lists, run=_run_attend,
-    misconceptions=diffs(attend_to_lists, [
-        ("M - N + ", "", "taking the queries for the first N positions",
+_FORBIDDEN = (
+    ("torch.scaled_dot_product_attention", "PyTorch's attention"),
+    ("nsa_tutorial", "the course's own function"),
+)
+
+_SELECTED = TEXTS.exercise(
+    "selected_attention", minutes=20, difficulty=3, solution=selected_attention,
+    run=_given_gradients, forbidden=_FORBIDDEN,
+    stages=(
+        Stage("one list", (
+            Case("one query, the last of 4 tokens, blocks of 2, the list [1]",
+                 lambda: _lists(1, 4, [[1]])),
+            Case("the last of 9 tokens, blocks of 3, the list [2, 0]",
+                 lambda: _lists(1, 9, [[2, 0]], BS=3)),
+        )),
+        Stage("a block listed twice", (
+            Case("the last of 6 tokens, the list [0, 2, 0]", lambda: _lists(1, 6, [[0, 2, 0]])),
+        )),
+        Stage("many queries", (
+            Case("the last 2 of 6 tokens, blocks of 2; the earlier one does not list its own",
+                 lambda: _lists(2, 6, [[0, 1], [0, 2]])),
+        )),
+        Stage("the causal cut", (
+            Case("4 tokens, blocks of 4: each query's own block",
+                 lambda: _lists(4, 4, [[0]] * 4, BS=4)),
+            Case("the last 3 of 7 tokens, blocks of 3: the last block is short",
+                 lambda: _lists(3, 7, [[1, 0], [0, 1], [2, 1]], BS=3)),
+            Case("a block of the future, and its own",
+                 lambda: _lists(3, 6, [[2, 1], [1, 2], [0, 2]])),
+        )),
+        Stage("empty slots", (
+            Case("4 tokens, blocks of 2, -1 in front and behind",
+                 lambda: _lists(4, 4, [[-1, 0], [0, -1], [-1, 1], [1, 0]])),
+            Case("-1 between two blocks", lambda: _lists(2, 9, [[0, -1, 2], [2, -1, 1]], BS=3)),
+        )),
+        Stage("a query that sees nothing", (
+            Case("nothing but empty slots", lambda: _lists(2, 4, [[-1, -1], [0, -1]])),
+            Case("nothing but the future", lambda: _lists(3, 6, [[2, -1], [0, 1], [2, 0]])),
+        )),
+        Stage("NaN in what is hidden", (
+            Case("one query, blocks of 2, the list [1, -1], all other tokens are NaN",
+                 lambda: _lists(1, 6, [[1, -1]], hidden=torch.nan)),
+            Case("blocks of 4; the tokens behind the query are NaN",
+                 lambda: tuple(_cut(3, *_lists(4, 4, [[0]] * 4, BS=4)))),
+        )),
+        Stage("groups", (
+            Case("four heads on two KV heads, with lists of their own",
+                 lambda: _lists(2, 6, [[[0, 2], [1, 2]], [[2, 1], [0, -1]]], HQ=4, H=2)),
+            Case("six heads on two KV heads",
+                 lambda: _lists(3, 9, [[[0, 2], [1, -1]], [[2, 1], [0, 2]], [[1, 0], [2, 2]]],
+                                BS=3, HQ=6, H=2, D=4)),
+        )),
+        Stage("gradients", (
+            Case("four heads on two KV heads, gradients of q, k and v; a query sees nothing",
+                 lambda: _lists(3, 6, [[[0, 2], [1, 2]], [[-1, -1], [0, -1]], [[2, 0], [0, 1]]],
+                                HQ=4, H=2, learns=True)),
+        )),
+    ),
+    misconceptions=diffs(selected_attention, [
+        (" * D**-0.5", "", "leaving out the scale",
+         "Dot products are multiplied by `D ** -0.5` before the softmax. Where does that happen "
+         "in your code?"),
+        ("ids * block_size + offset", "ids + offset", "taking an id for a token's position",
+         "An id counts blocks. At which token does block 2 begin if a block holds 4?"),
+        ({"block_indices.repeat_interleave(block_size": "block_indices.repeat_interleave(4",
+          "% block_size": "% 4", "ids * block_size": "ids * 4"},
+         "blocks of 4, whatever `block_size` says",
+         "The chapter's example has blocks of 4. Which argument says how many tokens a block has?"),
+        (_once, "counting a block once that is listed twice",
+         "A list may name a block twice, and then each of its keys has double weight. Where does "
+         "the second one get lost? (A mask cannot count.)"),
+        (_under_a_mask, "counting a block once that is listed twice"),
+        ("M - N, M", "N", "taking the queries for the first N positions",
          "They are the last N of the M. At which position does query 0 stand, and how many keys "
          "came before it?"),
-        ("n + 1", "n", "hiding the query's own position from it",
-         "A query sees itself: the last of M sees M keys. How many does the one at position t "
-         "see?"),
-        ("slice(h * G, (h + 1) * G)", "slice(h, HQ, H)", "dealing out the query heads in turn",
-         "The heads of a group are neighbours: query head hq belongs to KV head hq // G. Which "
-         "heads belong to KV head 1?"),
-        ("in range(H)", "in range(HQ)", "taking a query head for a KV head",
-         "There are fewer KV heads than query heads. Which KV head, and which list, does query "
-         "head hq share?"),
-        ("q[n, group]", "q[n, h]", "giving `update` one query head where it takes the group",
-         "`q[n, h]` is one row, `[D]`, and its scores have one axis. `update` takes `[G, BS]`: a "
-         "row for each query head of the group. Which name in the frame picks these rows of `q`?"),
-        ("q[n, group]", "q[n, h : h + 1]",
-         "giving `update` one query head where it takes the group",
-         "All heads of the group got the scores of one of them. Which name in the frame picks "
-         "the group's rows of `q`?"),
-        ("k[tokens, h]", "k[tokens, 0]", "reading the keys of KV head 0 for every group",
-         "The lists and the values fit, the scores do not. Which KV head's keys does group h "
-         "read?"),
-        ("v[tokens, h]", "v[tokens, 0]", "reading the values of KV head 0 for every group",
-         "The lists and the keys fit, the values do not. Which KV head's values does group h "
-         "read?"),
-        ({"k[tokens, h]": "k[tokens, 0]", "v[tokens, h]": "v[tokens, 0]"},
-         "reading the keys and values of KV head 0 for every group",
-         "Each KV head has keys and values of its own. Which index of `k` and `v` chooses it?"),
-        ("block_start = ", "load_block(k, block_id, M, block_size); block_start = ",
-         "handing `load_block` all KV heads at once",
-         "`load_block` takes the rows of one head, `[M, D]`, and `k` is `[M, H, D]`. Which index "
-         "picks KV head h?"),
-        ({" or block_start >= num_visible": "", **_LOADED}, "a score of 0 where a key is hidden",
-         "The empty slots are left out. But what a listed block holds of the future is rows of "
-         "zeros, with the score 0 and the weight e⁰ = 1. Which score gives the weight 0?"),
-        (_LOADED, "a score of 0 where a key is hidden",
-         "The empty slots are left out. But in the last block, a row of zeros has the score 0 "
-         "and the weight e⁰ = 1. Which score gives the weight 0?"),
-        ({"block_id < 0 or block_start >= num_visible": "False", **_LOADED},
-         "a score of 0 where a key is hidden",
-         "A row of zeros has the score 0, and e⁰ = 1 is a weight like any other. Which score "
-         "gives the weight 0?"),
-        ("block_indices[n, h].tolist()", "range(block_indices.shape[-1])",
-         "walking over the slots' numbers",
-         "A slot's number is its place in the list. Which number *in* the slot says which block "
-         "to load?"),
-        ("block_indices[n, h].tolist()", "range(-(-M // block_size))", "walking over every block",
-         "That is dense attention, block by block. Where does the list say which blocks to load?"),
-        ("[n, h]", "[n, 0]", "taking the first KV head's list for all",
-         "Each KV head has a list of its own. Which index of `block_indices` chooses it?"),
-        ({"block_start >= num_visible": "block_start >= M",
-          "block_size, num_visible": "block_size, M", "  # [G, BS], fewer keys in the last block":
-              "; acc_s[:, torch.arange(M)[tokens] >= num_visible] = -torch.inf"},
-         "loading what is hidden, and masking its score",
-         "The weight of a hidden key is 0, but its value was loaded. What is 0 · NaN?"),
-        ({"block_id < 0 or ": "", "slice(block_start": "torch.arange(block_start",
-          "state = online_softmax.update(":
-              "acc_s[:, tokens < 0] = -torch.inf; state = online_softmax.update("},
-         "loading an empty slot's block, and masking its score",
-         "Its weight is 0, but the -1 has loaded values from the end of the text. What if they "
-         "are NaN?"),
-        (" or block_start >= num_visible", "", "going into a block of the future",
-         "The whole block lies in the query's future: the cut leaves nothing of its slice, and "
-         "no scores have no maximum. At which `block_start` does a block show nothing any more?"),
-        ("block_id < 0 or ", "", "going into an empty slot",
-         "For -1 the slice ends at 0 and holds no key, and no scores have no maximum. What "
-         "should an empty slot add to the state?"),
-        (".tolist()", ".clamp(min=0).tolist()", "taking an empty slot for block 0",
-         "-1 has become 0, so block 0 counts although no slot lists it, or counts once more. "
-         "What should an empty slot add?"),
-        ("n + 1", "n + 2", "letting a query see one key too many",
-         "The query at position t sees keys 0 to t. How many are these, and at which position "
-         "does query n stand?"),
-        ("block_start >= num_visible", "block_start + block_size > num_visible",
+        ("ids = block_indices.", "ids = block_indices[:1].expand_as(block_indices).",
+         "taking query 0's list for all",
+         "Each query has lists of its own. Which index of `block_indices` chooses the query?"),
+        ("dim=-1)\n    o", "dim=0)\n    o", "a softmax over the queries",
+         "The weights of one query sum to 1, over its keys. Which axis of your scores has the "
+         "keys?"),
+        ("token <= position", "token < position", "hiding the query's own position from it",
+         "A query sees itself: the last of M sees M keys. Does your comparison say `<` or `<=`?"),
+        ("token <= position", "token <= position + 1", "letting a query see one key too many",
+         "The query at position t sees keys 0 to t. Which token comes right after it?"),
+        ("(token <= position)", "(ids * block_size <= position) & (token < M)",
+         "leaving out the cut inside the last block",
+         "A block that begins in a query's past may end in its future. What do you compare with "
+         "the query's position: where the block begins, or each of its tokens?"),
+        ("token <= position", "token < M", "letting every query see the future",
+         "Every block is taken as far as the text goes. Which of its tokens may query n see?"),
+        ("token <= position", "(ids + 1) * block_size <= position + 1",
          "keeping only blocks that are visible as a whole",
          "The visible part of a block counts, however short. What is left of the query's own "
          "block?"),
-        (".tolist()", ".unique().tolist()", "counting a block once that is listed twice",
-         "A list may name a block twice, and then each of its keys has double weight. Where does "
-         "the second one get lost?"),
-        ("[n, h]", "[0, h]", "taking query 0's list for all",
-         "Each query has lists of its own. Which index of `block_indices` chooses the query?"),
-        ("slice(block_start, min(block_start + block_size, num_visible))",
-         "torch.arange(block_start, block_start + block_size)",
-         "leaving out the cut inside the last block",
-         "A block that begins in a query's past may end in its future, or past the last key. "
-         "Where do the block's tokens have to end?"),
-        ("block_size, num_visible", "block_size, M", "leaving out the cut inside the last block",
-         "A block that begins in a query's past may end in its future. Where does the slice of "
-         "keys have to end?"),
-        ("M - N + n + 1", "M", "letting every query see the future",
-         "Every block is taken as far as the text goes. How many keys may query n see?"),
-        ("block_start = ", "block_id += -(-M // block_size) * (block_id < 0); block_start = ",
-         "letting -1 wrap round to the last block",
-         "In Python, -1 counts from the end, where the future is. What should an empty slot do?"),
-        ("block_start = ",
-         "if block_id < 0:\n                    break\n                block_start = ",
+        ("token <= position", "ids < position // block_size", "leaving out the query's own block",
+         "The latest tokens stand in the query's own block. Which of them may it see?"),
+        ("torch.where(is_seen, token, 0)", "token", "loading rows that do not exist",
+         "A block may run past the last token, and an id past the last block. Which row can "
+         "stand in for one that is hidden anyway?"),
+        ("(ids >= 0) & ", "", "letting -1 wrap round to the end of the text",
+         "In Python, -1 counts from the end, and −4 to −1 are below every position. What should "
+         "an empty slot show?"),
+        ("block_indices.repeat", "block_indices.clamp(min=0).repeat",
+         "taking an empty slot for block 0",
+         "-1 has become 0, so block 0 counts although no slot lists it, or counts once more. "
+         "What should an empty slot add?"),
+        ("block_indices.repeat",
+         "block_indices.masked_fill((block_indices < 0).cumsum(-1) > 0, -1).repeat",
          "stopping at the first empty slot",
-         "A block may follow behind it. Which word leaves out one slot, and not the rest of the "
-         "list?"),
-        ("block_start = ", "state = online_softmax.start(G, DV); block_start = ",
-         "starting anew at every block",
-         "The state joins the blocks of a list. Does it start inside your loop, or before it?"),
-        ("tokens = ", "state = online_softmax.start(G, DV); tokens = ",
-         "starting anew at every block",
-         "The state joins the blocks of a list. Where does it have to start?"),
-        ("state = online_softmax.update(", "online_softmax.update(",
-         "dropping what `update` returns",
-         "`update` changes nothing in place: it returns the new state. Under which name does "
-         "your loop keep that?"),
-        ({"            state = online_softmax.start(G, DV)\n": "",
-          "num_visible = ": "state = online_softmax.start(G, DV); num_visible = "},
-         "not starting anew for each list",
-         "What the first KV head's list has summed up is still in the state when the second "
-         "one's begins. Where does a state have to start?"),
-        ({"            state = online_softmax.start(G, DV)\n": "",
-          "for n in": "state = online_softmax.start(G, DV)\n    for n in"},
-         "not starting anew for each list",
-         "What the lists before have summed up is still in the state. Where does a state have to "
-         "start?"),
+         "`-1` may stand anywhere in the row. What if a block comes behind it?"),
+        ("ids >= 0", "ids > 0", "taking id 0 for an empty slot",
+         "Block 0 is the first block of the text, and only negative ids are empty. What does "
+         "your comparison say about 0?"),
+        ("ids >= 0", "token > 0", "hiding token 0",
+         "Token 0 is the first of the text, and it is real. Does your comparison say `>` or "
+         "`>=`?"),
+        ("s.masked_fill(hidden.mT, -torch.inf)", "s", "a score of 0 where a key is hidden",
+         "A row of zeros has the score 0, and e⁰ = 1 is a weight like any other. Which score "
+         "gives the weight 0?"),
+        ({"s.masked_fill(hidden.mT, -torch.inf)": "s",
+          "k[row, head].masked_fill(hidden, 0)": "k[token.clamp(0, M - 1), head]"},
+         "hiding keys after the softmax",
+         "Weights that become 0 afterwards leave the others too small. Where does the −∞ have "
+         "to come in?"),
+        ({"softmax(s.masked_fill(hidden": "softmax(s.masked_fill(~hidden",
+          "weights.masked_fill(hidden.mT": "weights.masked_fill(~hidden.mT"},
+         "an inverted mask",
+         "`masked_fill` fills where its mask is True. Is yours True where a key is hidden, or "
+         "where it is seen?"),
+        ("softmax(s.masked_fill(hidden", "softmax(s.masked_fill(~hidden", "an inverted mask"),
+        ("weights.masked_fill(hidden.mT, 0)", "weights", "dividing by the sum of nothing",
+         "If all scores are −∞, the softmax divides 0 by 0. Which output does the chapter give "
+         "to such an empty row?"),
+        ("v[row, head].masked_fill(hidden, 0)", "v[token.clamp(0, M - 1), head]",
+         "a hidden NaN times 0",
+         "The weight of a hidden key is 0, but its value was loaded, and 0 · NaN is NaN. Which "
+         "operation chooses between the row and a zero?"),
+        ("v[row, head].masked_fill(hidden, 0)", "v[row, head]", "a hidden NaN times 0"),
+        ({"v[row, head].masked_fill(hidden, 0)": "v[row, head] * ~hidden",
+          "k[row, head].masked_fill(hidden, 0)": "k[row, head] * ~hidden"},
+         "a hidden NaN times 0"),
         (_summed_up, "adding up the blocks' outputs",
          "Each block's weights sum to 1, so those of two blocks sum to 2. Over which keys does "
          "the one softmax run?"),
         (_averaged, "averaging the blocks' outputs",
          "A block of weak scores would count as much as a strong one. Over which keys does the "
          "one softmax run?"),
-        ("(state, scale)",
-         "(state, scale); o[n, group] = state.acc_o / state.running_sum[:, None]",
-         "dividing by the sum of nothing",
-         "A query that sees nothing divides 0 by 0. Which output does the chapter give to such "
-         "an empty row?"),
-        ("continue  # nothing is loaded",
-         "nothing = torch.exp2(state.scores_max - state.scores_max)\n                    "
-         "state = state._replace(running_sum=state.running_sum * nothing); continue",
-         "rescaling while the maximum is still −∞",
-         "The first slots may show nothing, and then the old and the new maximum are −∞. What is "
-         "−∞ − (−∞)?"),
-        ("D**-0.5", "1.0", "leaving out the scale",
-         "Dot products are multiplied by `D ** -0.5` before the softmax. Where does that happen "
-         "in your code? (`update` and `finish` want to be told.)"),
-        ("scale * online_softmax", "online_softmax", "leaving out the scale in `update`",
-         "`finish` knows the scale, and `update` got `LOG2_E` alone. Which two factors make up "
-         "`scale_log2`?"),
-        (".T", ".T * scale", "scaling the scores twice",
-         "`update` takes plain dot products and scales them itself. Where else does your code "
-         "multiply by the scale?"),
-        ({".T": ".T * scale", "scale * online_softmax": "online_softmax"},
-         "scaling the scores before `update`",
-         "`o` is right, and `lse` is not: `finish` scales the maximum once more. `update` takes "
-         "plain dot products. Which factor tells it the scale?"),
-        (" * online_softmax.LOG2_E", "", "powers of two without log₂ e",
-         "`update` takes powers of two. By which factor does an exponent grow from base e to "
-         "base 2?"),
-        ("return ", "lse *= online_softmax.LOG2_E; return ", "returning `lse` in base two",
-         "`o` is right, and `lse` is log₂ e times too large. In which base does the course "
-         "return it?"),
-        ("return ", "lse[lse == -torch.inf] = 0; return ",
-         "an `lse` of 0 for a row that sees nothing",
-         "`lse` is the logarithm of a sum, here of a sum of nothing. What is log 0?"),
-        ("o, lse\n", "lse, o\n", "returning `lse` before `o`",
-         "Both are there. In which order does the statement ask for them?"),
+        ({"q.unflatten(1, (H, HQ // H))": "q.unflatten(1, (HQ // H, H)).transpose(1, 2)",
+          "o.flatten": "o.transpose(1, 2).flatten"}, "dealing out the query heads in turn",
+         "The heads of a group are neighbours: query head hq belongs to KV head hq // G. Which "
+         "heads belong to KV head 1?"),
+        ("ids = block_indices.", "ids = block_indices[:, :1].expand_as(block_indices).",
+         "taking the first KV head's list for all",
+         "Each KV head has a list of its own. Which index of `block_indices` chooses it?"),
+        ("k[row, head]", "k[row, 0 * head]", "reading the keys of KV head 0 for every group",
+         "The lists and the values fit, the scores do not. Which KV head's keys does group h "
+         "read?"),
+        ("v[row, head]", "v[row, 0 * head]", "reading the values of KV head 0 for every group",
+         "The lists and the keys fit, the values do not. Which KV head's values does group h "
+         "read?"),
+        ({"k[row, head]": "k[row, 0 * head]", "v[row, head]": "v[row, 0 * head]"},
+         "reading the keys and values of KV head 0 for every group",
+         "Each KV head has keys and values of its own. Which index of `k` and `v` chooses it?"),
+        ("o.flatten(1, 2)", "o", "leaving the groups apart",
+         "The numbers are right. The result is asked for as `[N, HQ, DV]`: which two axes of "
+         "yours make up the query heads?"),
+        ("return o", "return o.detach()", "an output that autograd cannot follow",
+         "The output is right. But `.item()`, `.detach()`, `.tolist()` of scores and `no_grad` "
+         "cut the graph. Where does yours end?"),
     ]),
-    cases=(
-        Case("the last 2 of 4 tokens, blocks of 2, the list [1, 0]",
-             lambda: _four([[[1, 0]], [[1, 0]]])),
-        Case("two KV heads with different lists, three query heads each",
-             lambda: _problem(N=3, M=11, HQ=6, H=2, seed=0)),
-        Case("empty slots in front of blocks",
-             lambda: _problem(N=11, M=11, HQ=2, H=1, seed=1, empty=True)),
-        Case("a query that lists nothing", lambda: _four([[[-1, -1]], [[0, -1]]])),
-        Case("a block listed twice", lambda: _four([[[1, 1, 0]], [[0, 1, 0]]])),
-        # the first query comes out finite only if it leaves the last value alone
-        Case("4 tokens, blocks of 4, later values are NaN for the first query",
-             lambda: _four([[[0]], [[0]]], last_value=torch.nan, block_size=4)),
-        Case("blocks of 2, an empty slot, the last value is NaN",
-             lambda: _four([[[0, -1]], [[0, -1]]], last_value=torch.nan)),
-        Case("scores that fall by the hundred, and rise", lambda: _steep()),
+)  # fmt: skip
+
+
+def _cut(
+    first: int, q: Tensor, k: Tensor, v: Tensor, ids: Tensor, block_size: int
+) -> Iterator[object]:
+    """The same for the queries before `first`, in a text whose tokens from there on are NaN."""
+    behind = torch.arange(len(k))[:, None, None] >= first
+    # later queries see nothing: their lists are empty
+    late = torch.arange(len(q))[:, None, None] >= first
+    yield from (q, k.masked_fill(behind, torch.nan), v.masked_fill(behind, torch.nan))
+    yield from (ids.masked_fill(late, -1), block_size)
+
+
+# -- window_attention --
+
+
+def window_attention(q: Tensor, k: Tensor, v: Tensor, window_size: int) -> Tensor:
+    """Attention to the latest window_size keys, o [N, HQ, DV]; the queries are the last N of M."""
+    (N, HQ, D), (M, H, _) = q.shape, k.shape
+    keys, values = (x.repeat_interleave(HQ // H, dim=1) for x in (k, v))  # [M, HQ, …]
+    s = torch.einsum("nhd,mhd->hnm", q, keys) * D**-0.5
+    s = s.masked_fill(~window_mask(N, M, window_size), -torch.inf)
+    return torch.einsum("hnm,mhd->nhd", torch.softmax(s, dim=-1), values)
+
+
+def _windows(
+    N: int, M: int, window_size: int, *, HQ: int = 1, H: int = 1, learns: bool = False
+) -> tuple:
+    sizes = ((N, HQ, 3), (M, H, 3), (M, H, 2))
+    q, k, v = (_random(*size, seed=i + 50).requires_grad_(learns) for i, size in enumerate(sizes))
+    return q, k, v, window_size
+
+
+_ATTEND_WINDOW = TEXTS.exercise(
+    "window_attention", minutes=6, difficulty=2, solution=window_attention,
+    run=_given_gradients, forbidden=_FORBIDDEN, parts=(window_mask,),
+    stages=(
+        Stage("a window", (
+            Case("5 tokens, a window of 2", lambda: _windows(5, 5, 2)),
+            Case("4 tokens, a window of 9", lambda: _windows(4, 4, 9)),
+        )),
+        Stage("the last positions", (
+            Case("the last 2 of 6 positions, a window of 3", lambda: _windows(2, 6, 3)),
+        )),
+        Stage("groups", (
+            Case("four heads on two KV heads", lambda: _windows(4, 6, 2, HQ=4, H=2)),
+            Case("six heads on two KV heads", lambda: _windows(3, 7, 4, HQ=6, H=2)),
+        )),
+        Stage("gradients", (
+            Case("two heads on one KV head, gradients of q, k and v",
+                 lambda: _windows(3, 5, 2, HQ=2, learns=True)),
+        )),
     ),
+    misconceptions=diffs(window_attention, [
+        (" * D**-0.5", "", "leaving out the scale",
+         "Dot products are multiplied by `D ** -0.5` before the softmax. Where does that happen "
+         "in your code?"),
+        ("(N, M, window_size), -torch", "(N, M, window_size + 1), -torch", "a window of w + 1",
+         "Count the keys of a late query, its own included. How many are there?"),
+        ("(N, M, window_size), -torch", "(N, M, window_size - 1), -torch", "a window of w − 1",
+         "Count the keys of a late query, its own included. How many are there?"),
+        ("~window_mask(N, M, window_size), -torch", "~window_mask(N, M, M), -torch",
+         "hiding the future and nothing else",
+         "That is plain causal attention. Which is the oldest key inside the window?"),
+        ("s = s.masked_fill(~window_mask(N, M, window_size), -torch.inf)",
+         "p = torch.arange(M - N, M)[:, None]; m = torch.arange(M)\n"
+         "    s = s.masked_fill((p - m).abs() >= window_size, -torch.inf)",
+         "opening the window to both sides",
+         "Without its sign, the distance to a key of the future is small, too. Does a query see "
+         "later keys?"),
+        ("~window_mask(N", "window_mask(N", "an inverted mask",
+         "`masked_fill` fills where its mask is True. What does `window_mask` say with True?"),
+        ("-torch.inf)", "0)", "a score of 0 where a key is hidden",
+         "e⁰ = 1 is a weight like any other. Which score gives the weight 0?"),
+        ({"s = s.masked_fill(~window_mask(N, M, window_size), -torch.inf)":
+          "is_seen = window_mask(N, M, window_size)",
+          "torch.softmax(s, dim=-1)": "torch.softmax(s, dim=-1) * is_seen"},
+         "hiding keys after the softmax",
+         "Weights that become 0 afterwards leave the others too small. Where does the −∞ have "
+         "to come in?"),
+        ("dim=-1), values", "dim=-2), values", "a softmax over the queries",
+         "The weights of one query sum to 1, over its keys. Which axis of your scores has the "
+         "keys?"),
+        ("M - N, M", "N", "taking the queries for the first N positions",
+         "They are the last N of the M. At which position does query 0 stand?"),
+        ("x.repeat_interleave(HQ // H, dim=1)", "x.repeat(1, HQ // H, 1)",
+         "dealing out the query heads in turn",
+         "The heads of a group are neighbours: query head hq belongs to KV head hq // G. Which "
+         "heads belong to KV head 1?"),
+        ("x.repeat_interleave(HQ // H, dim=1)", "x[:, :1].expand(-1, HQ, -1)",
+         "reading the keys and values of KV head 0 for every group",
+         "Each KV head has keys and values of its own. Which one does query head hq read?"),
+        ("hnm,mhd->nhd", "hnm,mhd->hnd", "returning the heads in front",
+         "The numbers are right. The result is asked for as `[N, HQ, DV]`. Which axis comes "
+         "first?"),
+    ], parts=(window_mask,)),
 )  # fmt: skip
 
 
@@ -843,7 +953,7 @@ _SUM = TEXTS.exercise(
 )  # fmt: skip
 
 
-EXERCISES = (_TOKENS, _LOAD, _ATTEND, _SUM, _WINDOW)
+EXERCISES = (_LOAD, _WINDOW, _SELECTED, _ATTEND_WINDOW, _TOKENS, _SUM)
 
 
 def _is_8_to_11(guess: object) -> bool:
@@ -872,8 +982,9 @@ DOUBLES = (
     Double("window_mask", names=(
         "a window of w + 1", "taking the queries for the first N positions")),
     Double("window_mask", names=("opening the window to both sides", "a window of w + 1")),
-    Double("attend_to_lists", names=(
-        "leaving out the cut inside the last block", "stopping at the first empty slot")),
-    Double("attend_to_lists", names=(
+    Double("selected_attention", names=(
+        "leaving out the scale", "leaving out the cut inside the last block")),
+    Double("selected_attention", names=(
         "dealing out the query heads in turn", "leaving out the scale")),
+    Double("window_attention", names=("leaving out the scale", "a window of w + 1")),
 )  # fmt: skip

@@ -11,6 +11,7 @@ costs; here `draw` makes a picture of both, `sentence` and `finding` say them in
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from matplotlib.colors import to_rgb
 from nsa_tutorial.course import costs
 from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture
 from nsa_tutorial.course.mask_report import (
+    ITEMSIZE,
     TILE,
     Item,
     Report,
@@ -98,11 +100,41 @@ def sentence(settings: Settings, show: str = "all branches") -> str:
     if "selected" in SHOWN[show]:
         work += f", plus {found.choice.flops / found.dense.flops:.0%} to choose"
     whole = (
-        f"All {settings.N} queries take {work}, and move {amount(cost.bytes, 'B')} (dense tiles of "
-        f"{TILE} queries: {amount(found.tiled.bytes, 'B')})."
+        f"All {settings.N} queries take {work}, and move {amount(cost.bytes, 'B')} (dense tiles: "
+        f"{amount(found.tiled.bytes, 'B')}, as {TILE} queries share a load). "
+        f"{_in_a_long_text(settings, show)}"
     )
     said = f"{query} {told} {whole}"
     return f"{said} Out of range: {', '.join(settings.adjusted)}." if settings.adjusted else said
+
+
+LONG = 65_536  # tokens of the long text that prices are told for
+
+
+def _in_a_long_text(settings: Settings, show: str) -> str:
+    """The same bytes at `LONG` tokens. A list and a window stay as long as they are, while a tile
+    loads more with every token. What is read of summaries grows with the text, too."""
+    data = source(settings.data, settings.N, settings.group)
+    sizes = {"D": data.D, "DV": data.DV, "HQ": len(data.logits), "H": 1, "itemsize": ITEMSIZE}
+    s, N = settings, LONG
+    keys = {
+        "selected": costs.selected_keys(N, N, block_size=s.block_size, top_n=s.top_n),
+        "window": costs.window_keys(N, N, window_size=s.window),
+        "compressed": costs.summary_keys(N, N, length=s.length, stride=s.stride),
+    }
+    names = [x for x in PRICED[show] if x != "compressed" or show == "compressed"]
+    moved = sum(costs.one_program_per_query(keys[name], N, **sizes).bytes for name in names)
+    moved += 4 * N * s.top_n * ("selected" in names)  # the lists
+    tiles = _tiles(data.D, data.DV, len(data.logits))
+    what = "list and window move" if show == "all branches" else "it is"
+    unless = ", unless tiles of queries share it, too" if show == "compressed" else ""
+    return f"At {N:,} tokens {what} {amount(moved, 'B')} (dense: {amount(tiles, 'B')}){unless}."
+
+
+@functools.cache
+def _tiles(D: int, DV: int, G: int) -> int:
+    sizes = {"tile_q": TILE, "tile_k": TILE, "HQ": G, "H": 1, "itemsize": ITEMSIZE}
+    return costs.tiled_attention(LONG, LONG, D, DV, **sizes).bytes
 
 
 def finding(settings: Settings, show: str = "all branches") -> str:

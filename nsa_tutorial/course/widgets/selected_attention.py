@@ -3,8 +3,9 @@ dense tiles.
 
 `group_mass` and `true_lists` choose blocks by the attention that trained heads really pay (no
 kernel knows it in advance; chapters 06 and 07 find such blocks cheaply), `token_kinds` says what a
-list makes of each token, `loads` and `crossover` count bytes. `draw_gather` draws a list by hand,
-`draw_text` one in the text; `explore` puts controls on the second.
+list makes of each token, `loads` and `crossover` count bytes. `draw_masks` draws the lists of all
+queries, `draw_gather` a list by hand, `draw_window` a window beside blocks, `draw_text` a list in
+the text; `explore` puts controls on the last.
 
 Symbols: `N` positions, `H` key/value heads, `BS` block size, `NB` blocks, `S` slots.
 """
@@ -17,11 +18,20 @@ from typing import NamedTuple
 import ipywidgets
 import numpy as np
 import torch
+from matplotlib.colors import to_rgb
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from nsa_tutorial.course import costs, heads
-from nsa_tutorial.course.figures import INKS, PALETTE, SURFACE, Picture, new_figure, readable_on
+from nsa_tutorial.course.figures import (
+    INKS,
+    PALETTE,
+    SURFACE,
+    Picture,
+    grid,
+    new_figure,
+    readable_on,
+)  # fmt: skip
 from nsa_tutorial.course.heads import Heads
 from nsa_tutorial.course.marks import named
 from nsa_tutorial.course.sheet import Chart, Place, Sheet
@@ -87,6 +97,74 @@ def _heads() -> Heads:
 @functools.lru_cache(maxsize=4)
 def _mass(block_size: int) -> Tensor:
     return group_mass(_heads(), block_size)
+
+
+# -- the lists of all queries --
+
+
+def kinds_of_pairs(group: int, top_n: int, block_size: int) -> np.ndarray:
+    """What each key of the text is to each query with its list: an index into `KINDS`, `[N, N]`."""
+    lists = _lists(block_size, top_n)[0, :, group]  # [N, S]
+    position = torch.arange(len(lists))
+    block, query = position // block_size, position[:, None]
+    listed = (lists[:, :, None] == block).any(1)
+    kinds = torch.where(listed, KINDS.index("selected"), KINDS.index("not listed"))
+    kinds = torch.where(listed & (block == block[:, None]), KINDS.index("own block"), kinds)
+    return torch.where(position > query, KINDS.index("future"), kinds).numpy()
+
+
+def draw_masks(group: int = COPYING, top_n: int = TOP_N, block_size: int = BLOCK_SIZE) -> Picture:
+    """Dense causal attention beside one list a query, as masks of queries and keys."""
+    kinds = kinds_of_pairs(group, top_n, block_size)
+    N, future = len(kinds), KINDS.index("future")
+    palette = {"selected": "selected", "own block": "own block", "future": "masked"}
+    ground = [to_rgb(PALETTE.get(palette.get(kind), SURFACE)) for kind in KINDS]
+    dense = np.where(kinds == future, future, len(KINDS))
+    sheet, side, top = Sheet(8.2, 4.05), 2.85, 0.58
+    seen = np.isin(kinds, [KINDS.index("selected"), KINDS.index("own block")]).sum()
+    visible = costs.visible_pairs(N, N)
+    ticks = {share / 4: share * N // 4 for share in range(5)}
+    for left, shown, name in (
+        (0.75, dense, f"dense: {visible:,} pairs"),
+        (4.75, kinds, f"lists of {top_n} blocks of {block_size}: {seen:,} pairs"),
+    ):
+        place = Place(left, top, side, side)
+        sheet.image(place, np.array([*ground, to_rgb(PALETTE["key"])])[shown])
+        bottom = top + side
+        sheet.lines([[(left, top), (left, bottom), (left + side, bottom)]], "line", 0.8)
+        sheet.title(place, name)
+        sheet.below(place, ticks, "key")
+        sheet.beside(place, ticks, "query", away=0.5)
+    legend = {"key": "read", "selected": "selected", "own block": "own block",
+              SURFACE: "not listed", "masked": "later"}  # fmt: skip
+    sheet.legend(1.6, 3.95, legend)
+    told = f"Lists of {top_n} blocks keep one pair in {visible / seen:.1f} of a text of {N} tokens"
+    return Picture(sheet.figure, told)
+
+
+# -- a window beside blocks --
+
+
+def draw_window(M: int = 12, window: int = 4, query: int = 9) -> Picture:
+    """What each query sees through a window, and of its own block of the same size."""
+    position = np.arange(M)
+    past = position <= position[:, None]
+    in_window = past & (position > position[:, None] - window)
+    in_block = past & (position // window == position[:, None] // window)
+    figure, axes = new_figure(7.6, 3.3, columns=2)
+    for axis, seen, colour, title in (
+        (axes[0, 0], in_window, "window", f"a window of {window}"),
+        (axes[0, 1], in_block, "own block", f"the own block, blocks of {window}"),
+    ):
+        grid(axis, seen, colour=colour, largest=1.0, hidden=~past)
+        row = Rectangle((-0.5, query - 0.5), M, 1, fill=False, zorder=5)
+        row.set(edgecolor=PALETTE["query"], linewidth=1.8)
+        axis.add_patch(row)
+        axis.set(title=title, xlabel="key", ylabel="query", xticks=range(0, M, 3),
+                 yticks=range(0, M, 3))  # fmt: skip
+    counts = int(in_window[query].sum()), int(in_block[query].sum())
+    told = f"Query {query} sees {counts[0]} keys in its window, {counts[1]} in its own block"
+    return Picture(figure, told)
 
 
 # -- one query's list, by hand --
@@ -365,3 +443,27 @@ def crossover(tile_q: int, *, G: int = 1, block_size: int = 64, top_n: int = 16)
         )
         low, high = (low, middle) if fewer else (middle, high)
     return high * block_size
+
+
+def draw_traffic() -> Picture:
+    """What a query moves on average, by the length of the text."""
+    figure, axes = new_figure(7.6, 3.5)
+    axis, lengths = axes[0, 0], [2**i for i in range(10, 19)]
+    curves = {
+        "lists of 16 blocks of 64": ([loads(N, G=2) for N in lengths], "selected", "-"),
+        "dense tiles of 64 positions": ([loads(N, 64, G=2) for N in lengths], "key", "-"),
+        "dense tiles of 8 positions": ([loads(N, 8, G=16) for N in lengths], "key", "--"),
+    }
+    for name, (moved, colour, style) in curves.items():
+        kib = [each / 1024 for each in moved]
+        axis.loglog(lengths, kib, style, color=INKS[colour], linewidth=2, label=name)
+    for tile_q, G in ((64, 2), (8, 16)):
+        N = crossover(tile_q, G=G)
+        axis.plot(N, loads(N, G=G) / 1024, "o", color=PALETTE["query"])
+    axis.set_xticks(lengths[::2], [f"{N:,}" for N in lengths[::2]])
+    axis.set_yticks([10, 100, 1000], ["10", "100", "1,000"])
+    axis.minorticks_off()
+    axis.set(xlabel="tokens of the text", ylabel="KiB moved per query")
+    axis.legend(fontsize=9, frameon=False)
+    told = f"Beside tiles of 64 positions, lists move less from {crossover(64, G=2):,} tokens on"
+    return Picture(figure, told)
