@@ -214,8 +214,12 @@ ONLINE_STEP = TEXTS.exercise(
         ("scores_max = torch",
          "acc_s, scale_log2 = acc_s * scale_log2, 1.0\n    scores_max = torch",
          "a maximum that is stored scaled",
-         "You compare the chunk's scaled scores with a maximum that came in unscaled. In which "
-         "unit does the state keep its maximum?"),
+         "The state keeps its maximum as a plain dot product, in and out, and yours is scaled. "
+         "Where alone does the scale belong?"),
+        ("scores_max = torch",
+         "acc_s, scores_max_prev, scale_log2 = "
+         "acc_s * scale_log2, scores_max_prev * scale_log2, 1.0\n    scores_max = torch",
+         "a maximum that is stored scaled"),
         ({"shift) * scale_log2": "shift)", "shift[:, None]) * scale_log2": "shift[:, None])"},
          "exponents without scale_log2",
          "Scores and maximum are plain dot products. With `scale_log2 = 1` nobody notices. By "
@@ -265,6 +269,14 @@ ONLINE_STEP = TEXTS.exercise(
         ("acc_s.amax(1)", "acc_s.max()", "one maximum for all rows",
          "Each row has a maximum of its own. What is left of a row that lies far below another "
          "row's largest score?"),
+        ("acc_s.amax(1)", "acc_s.amax(0)", "a reduction over the rows, not over the keys",
+         "A tile is `[R, BS]`, and each row needs one number. Which axis, the first or the second, "
+         "has to go?"),
+        ("p.sum(1)", "p.sum(0)", "a reduction over the rows, not over the keys"),
+        ({"acc_s.amax(1)": "acc_s.amax(0)", "p.sum(1)": "p.sum(0)"},
+         "a reduction over the rows, not over the keys"),
+        ("p.sum(1)", "p.mean(1)", "a mean of the powers where their sum is meant",
+         "A denominator counts every key that was read. What does a mean forget?"),
         ({"p.sum(1)": "p.sum(1) * scores_scale", "p @ v": "p @ v * scores_scale[:, None]"},
          "rescaling the new terms, or clearing them",
          "The first chunk leaves your sums at 0. Are its powers multiplied by the rate, which is 0 "
@@ -475,10 +487,11 @@ def one_pass(q: Tensor, k: Tensor, v: Tensor, chunk: int) -> tuple[Tensor, Tenso
     """`o` `[N, DV]` and `lse` `[N]` of queries that see all keys, `chunk` keys at a time."""
     N, D = q.shape
     scale, DV = D**-0.5, v.shape[1]
+    scale_log2 = scale * math.log2(math.e)
     state = q.new_full((N,), -torch.inf), q.new_zeros(N), q.new_zeros(N, DV)
     for keys, values in zip(k.split(chunk), v.split(chunk), strict=True):
         acc_s = q @ keys.T  # [N, chunk], or fewer at the end
-        state = online_step(*state, acc_s, values, scale * LOG2_E)
+        state = online_step(*state, acc_s, values, scale_log2)
     return finish(*state, scale)
 
 
@@ -496,14 +509,14 @@ ONE_PASS = TEXTS.exercise(
          "A row may lie lower still, and underflows when it is measured from there. What is the "
          "largest of no scores?"),
         ("-torch.inf", "-100.0", "a walk whose maximum starts at a finite number"),
-        ("scale * LOG2_E", "scale", "the scale where scale_log2 belongs",
+        ("scale * math.log2(math.e)", "scale", "the scale where scale_log2 belongs",
          "The step takes powers of 2, and the weights are powers of e. By what is the scale "
          "multiplied, once, before the walk?"),
         ("finish(*state, scale)", "finish(*state, scale * LOG2_E)",
          "scale_log2 where the scale belongs",
          "The output is right, and lse is not: `finish` takes the scale that makes exponents of e. "
          "Which of the two is that?"),
-        ({"scale * LOG2_E": "scale", "D**-0.5": "D**-0.5 * LOG2_E"},
+        ({"scale * math.log2(math.e)": "scale", "D**-0.5": "D**-0.5 * LOG2_E"},
          "scale_log2 where the scale belongs"),
         ("scale, DV = D**-0.5", "scale, DV = 1.0", "scores without a scale",
          "`scale` is `D ** -0.5` here, as in chapter 01. Where does your walk use it?"),

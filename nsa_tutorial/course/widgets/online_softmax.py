@@ -210,7 +210,7 @@ def draw_sizes(M: int = 65_536, rows: int = 16, chunk: int = 64) -> Picture:
     held = " and ".join(f"{size} KiB of {name}" for name, size in ON_CHIP_KIB.items())
     bars = [
         (scores, "key", f"scores of {rows} rows, {M:,} keys each: {scores / 1024:.0f} MiB in fp32"),
-        (on_chip, "selected", f"one multiprocessor of an H100: {held}"),
+        (on_chip, "selected", f"one multiprocessor of an H100 (Hopper tuning guide): {held}"),
         (part, "query", f"scores of {rows} rows, one chunk of {chunk} keys: {part:.0f} KiB"),
     ]
     for i, (size, colour, told) in enumerate(bars):
@@ -278,9 +278,14 @@ def _draw_scores(
                 [kind for kind in kinds for _ in range(CHUNK)])  # fmt: skip
     # every number at the foot of its bar, where no line is in its way
     feet = [(key, 0.0, f"{score:.0f}") for key, score in enumerate(scores.tolist())]
-    new = slice((step - 1) * CHUNK, step * CHUNK)  # on the darkest bars
-    chart.words(feet[: new.start] + feet[new.stop :], size=8, va="baseline", offset=(0, 1.5))
-    chart.words(feet[new], size=8, va="baseline", offset=(0, 1.5), colour=readable_on("query"))
+    # in a light ink on the bars just read, where such a bar is high enough for it
+    is_light = [
+        (step - 1) * CHUNK <= key < step * CHUNK and top > 0.08 * chart.y[1]
+        for key, top in enumerate(tops)
+    ]
+    for light, ink in ((False, "text"), (True, readable_on("query"))):
+        some = [foot for foot, is_it in zip(feet, is_light, strict=True) if is_it is light]
+        chart.words(some, size=8, va="baseline", offset=(0, 1.5), colour=ink)
     if reference != "no max":
         lines = [place(m.scores_max) for m in moments]
         ends = [(c * CHUNK - 0.5, (c + 1) * CHUNK - 0.5) for c in range(step)]
