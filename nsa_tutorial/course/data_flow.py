@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import Circle, FancyBboxPatch
 
 from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure, readable_on
 
@@ -31,10 +31,11 @@ class _Part(NamedTuple):
 _HEIGHT = 0.5  # of a box, inches
 _PARTS = {
     "token": _Part(0.55, 1.95, 0.8, "token\nx", _INK),
-    "q": _Part(1.72, 1.33, 0.62, "q", "query"),
-    "k": _Part(1.72, 1.95, 0.62, "k", "key"),
-    "v": _Part(1.72, 2.57, 0.62, "v", "value"),
-    "summaries": _Part(3.35, 0.75, 1.5, "summarise\nwindows of k, v", "compressed", "06"),
+    "q": _Part(1.72, 1.55, 0.62, "q", "query"),
+    "pair_compressed": _Part(1.72, 0.75, 0.62, "k, v", "compressed"),
+    "pair_selected": _Part(1.72, 2.35, 0.62, "k, v", "selected"),
+    "pair_window": _Part(1.72, 3.15, 0.62, "k, v", "window"),
+    "summaries": _Part(3.35, 0.75, 1.5, "summarise windows:\nφ of k, φ of v", "compressed", "06"),
     "compressed": _Part(5.95, 0.75, 1.6, "attend to\nsummaries", "compressed", "06"),
     "choice": _Part(3.35, 1.95, 1.5, "choose blocks:\ntop n", "selected", "07"),
     "selected": _Part(5.95, 1.95, 1.6, "attend to\nlisted blocks", "selected", "05"),
@@ -42,12 +43,20 @@ _PARTS = {
     "gates": _Part(3.35, 3.95, 1.5, "gates from x:\nthree sigmoids", _INK, "08"),
     "sum": _Part(9.45, 1.95, 0.9, "sum\no", _INK, "08"),
 }
+# the pair of keys and values that a part reads
+_PAIRS = {
+    "pair_compressed": "summaries", "pair_selected": "selected", "pair_window": "window",
+}  # fmt: skip
+_ASKS = "compressed", "selected", "window"  # what q goes to
 _GATES = {"compressed": "g_cmp", "selected": "g_slc", "window": "g_swa"}
 _GATE_X, _GATE_SIZE = 7.95, 0.7
 # What is in colour, and what the title says.
 _HERE = {
     None: (set(_PARTS), "NSA: three branches read the past, and gates add them up"),
-    "all": (set(_PARTS), "You are here: three branches, each with a gate, added up"),
+    "all": (
+        set(_PARTS),
+        "You are here: three branches with keys of their own, each with a gate, added up",
+    ),
     "compression": (
         {"summaries", "compressed"},
         "You are here: windows of keys and values become summaries",
@@ -63,8 +72,8 @@ _SMALL = 0.74  # of the full size
 
 
 def data_flow(here: str | None = None) -> Picture:
-    """The diagram of NSA: x → q, k, v → three branches → gates → sum, with the arrow from the
-    summaries' weights to the list of blocks.
+    """The diagram of NSA: x → q, and k, v of each branch → three branches → gates → sum, with the
+    arrow from the summaries' weights to the list of blocks.
 
     Args:
         here: which part is in colour: "compression" (chapter 06), "selection" (07),
@@ -73,7 +82,8 @@ def data_flow(here: str | None = None) -> Picture:
     """
     if here not in _HERE:
         raise ValueError(f"here is {here!r}, expected one of {', '.join(map(repr, _HERE))}")
-    lit, finding = _HERE[here]
+    named, finding = _HERE[here]
+    lit = named | {pair for pair, user in _PAIRS.items() if user in named}
     size = 1.0 if len(lit) == len(_PARTS) else _SMALL
     figure, axes = new_figure(10.4 * size, 4.75 * size + 0.1)
     axis = axes[0, 0]
@@ -115,6 +125,17 @@ def _gate(axis: Axes, part: str, text: str, is_branch: bool, is_gate: bool, size
     axis.text(_GATE_X, y, f"× {text}", ha="center", va="center", fontsize=8.5 * size, color=ink)
 
 
+def _query(axis: Axes, name: str, is_lit: bool, size: float) -> None:
+    """A mark on a part that attends: it gets `q`."""
+    part = _PARTS[name]
+    x, y = part.x + part.width / 2 - 0.13, part.y - _HEIGHT / 2
+    colour = PALETTE["query"] if is_lit else SURFACE
+    edge = SURFACE if is_lit else _PALE
+    axis.add_patch(Circle((x, y), 0.13, fc=colour, ec=edge, lw=1.0 * size, zorder=3))
+    ink = readable_on(PALETTE["query"]) if is_lit else PALETTE["faint"]
+    axis.text(x, y, "q", ha="center", va="center", fontsize=8 * size, color=ink, zorder=4)
+
+
 def _arrows(axis: Axes, lit: set[str], size: float) -> None:
     def line(points: list[tuple[float, float]], colour: str, is_lit: bool) -> None:
         """A line through points, with a head at its end."""
@@ -129,25 +150,21 @@ def _arrows(axis: Axes, lit: set[str], size: float) -> None:
         ink = PALETTE["text"] if is_lit else PALETTE["faint"]
         axis.text(x, y, text, ha="center", va="bottom", fontsize=8 * size, color=ink)
 
-    all_lit = "token" in lit
-    for name in "qkv":
+    for name in ("q", *_PAIRS):
         y = _PARTS[name].y
-        line([(0.95, 1.95), (1.18, 1.95), (1.18, y), (1.41, y)], _INK, all_lit)
-    # from q, k and v, as one bundle, to the three branches
-    for name in "qkv":
-        y = _PARTS[name].y
-        axis.plot([2.03, 2.25], [y, y], color=_INK if all_lit else _PALE, lw=1.4 * size)
-    bundle = 2.25
-    ends = (_PARTS["summaries"].y, _PARTS["window"].y)
-    axis.plot([bundle, bundle], ends, color=_INK if all_lit else _PALE, lw=1.4 * size)
-    line([(bundle, 0.75), (2.6, 0.75)], "compressed", "summaries" in lit)
-    line([(bundle, 3.15), (5.15, 3.15)], "window", "window" in lit)
+        line([(0.95, 1.95), (1.18, 1.95), (1.18, y), (1.41, y)], _INK, name in lit)
+    # a pair of keys and values for each branch
+    line([(2.03, 0.75), (2.6, 0.75)], "compressed", "summaries" in lit)
+    line([(2.03, 2.35), (5.6, 2.35), (5.6, 2.2)], "selected", "selected" in lit)
+    line([(2.03, 3.15), (5.15, 3.15)], "window", "window" in lit)
+    # q goes to all that ask: a mark on each in place of three lines
+    for name in _ASKS:
+        _query(axis, name, name in lit, size)
     # what is read: summaries, a list, and the latest tokens as they are
     line([(4.1, 0.75), (5.15, 0.75)], "compressed", "compressed" in lit)
     word(4.63, 0.69, "k_cmp, v_cmp", "compressed" in lit)
     line([(4.1, 1.95), (5.15, 1.95)], "selected", bool({"choice", "selected"} & lit))
     word(4.63, 1.89, "ids: the list", bool({"choice", "selected"} & lit))
-    line([(bundle, 2.45), (5.6, 2.45), (5.6, 2.2)], "selected", "selected" in lit)
     # the arrow that makes NSA: the weights of the summaries choose the blocks
     line([(5.6, 1.0), (5.6, 1.35), (3.35, 1.35), (3.35, 1.7)], "compressed", "choice" in lit)
     word(4.5, 1.32, "weights of the summaries", "choice" in lit)

@@ -5,28 +5,29 @@ it costs.
 `fit_gates` and `schemes` compute from them, `operations` and `new_token_bytes` count, the `draw_*`
 functions draw, and `explore` puts sliders on gates, window and list. The text is 512 bytes long,
 with blocks of 16 and summaries of 16 every 8; a long model has the paper's settings (arXiv
-2502.11089, section 4.1). `phone_book` makes the finale's task, `train` trains the chapter's models
-on it, and `is_right` tells which answers of theirs are right.
+2502.11089, section 4.1). `stored` reads what `course.train_choice` found out about phone books, and
+`mutants` are broken implementations for tests to find.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
 
 import ipywidgets
 import numpy as np
 import torch
 from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
 from torch import Tensor
-from torch.nn.functional import cross_entropy, normalize, one_hot
 
 from nsa_tutorial import ops
-from nsa_tutorial.course import costs, heads
+from nsa_tutorial.course import costs, heads, train_choice
+from nsa_tutorial.course.diffs import Edited
+from nsa_tutorial.course.exercises import native_sparse_attention as solutions
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, readable_on, shades
 from nsa_tutorial.course.sheet import Place, Sheet
 from nsa_tutorial.course.widgets import Panel, panel
@@ -43,7 +44,7 @@ TOP_N, WINDOW = (3, 4, 6, 8, 12, 16, 32), (8, 16, 32, 64, 128, 256, 512)
 # section 4.1; the branches' settings there are the defaults of `costs`
 MODEL = {"D": 192, "DV": 128, "HQ": 64, "H": 4}
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
-FAR = 14  # layer 3 head 6
+MIXED = 13  # layer 3 head 5, which gains most from the sum
 BINS = 16  # positions that are averaged in a curve
 
 
@@ -219,6 +220,21 @@ def lse_weights(lse: Tensor, tokens: int = 1) -> Tensor:
     return torch.softmax(lse + more, 0)
 
 
+def with_noise(outputs: Tensor) -> Tensor:
+    """The outputs `[3, 1, N, HQ, DV]` with random numbers in place of compression's, as large in
+    each head."""
+    noise = torch.randn(outputs[0].shape, generator=torch.Generator().manual_seed(0))
+    size = (0, 1, 3)
+    noise = noise * (outputs[0].square().sum(size) / noise.square().sum(size)).sqrt()[:, None]
+    return torch.stack([noise, *outputs[1:]])
+
+
+def with_shuffled(outputs: Tensor) -> Tensor:
+    """The outputs with compression's handed to other tokens."""
+    tokens = torch.randperm(outputs.shape[2], generator=torch.Generator().manual_seed(0))
+    return torch.stack([outputs[0][:, tokens], *outputs[1:]])
+
+
 def schemes(top_n: int = 4, window: int = 64) -> dict[str, float]:
     """The relative error, mean over heads, of each branch alone and of several ways to put them
     together."""
@@ -235,8 +251,23 @@ def schemes(top_n: int = 4, window: int = 64) -> dict[str, float]:
     found[f"by LSE, a summary counts {STRIDE}"] = error(
         (lse_weights(v.lse, STRIDE)[..., None] * v.outputs).sum(0)
     )
-    found["best constant gates"] = error(gated(fit_gates(v.outputs, v.dense), v.outputs))
-    found["best gates per token"] = error(nearest_per_token(v.outputs, v.dense))
+    return found
+
+
+def fits(top_n: int = 4, window: int = 64) -> dict[str, tuple[float, float]]:
+    """The errors of the best constant gates of each head, and of the best three numbers for each
+    token and head, mean over heads; with compression's output, and with others in its place."""
+    v = views(top_n, window)
+    given = {
+        "its own output": v.outputs,
+        "other tokens' outputs": with_shuffled(v.outputs),
+        "noise": with_noise(v.outputs),
+    }
+    found = {}
+    for name, outputs in given.items():
+        fitted = gated(fit_gates(outputs, v.dense), outputs), nearest_per_token(outputs, v.dense)
+        constant, free = (relative_error(o, v.dense).mean().item() for o in fitted)
+        found[name] = constant, free
     return found
 
 
@@ -295,7 +326,7 @@ def _image(weights: np.ndarray) -> np.ndarray:
 
 
 def draw_views(
-    head: int = FAR,
+    head: int = MIXED,
     gates: tuple[float, float, float] | None = None,
     top_n: int = 4,
     window: int = 64,
@@ -351,31 +382,37 @@ def draw_views(
 
 
 def draw_schemes(top_n: int = 4, window: int = 64) -> Picture:
-    """The errors of `schemes`, a bar each."""
-    found = schemes(top_n, window)
-    figure, axes = new_figure(8.0, 3.6)
-    axis = axes[0, 0]
-    colours = [*COLOURS, *[PALETTE["masked"]] * 4, *[PALETTE["faint"]] * 2, *[PALETTE["text"]] * 2]
-    axis.barh(range(len(found)), [100 * x for x in found.values()], 0.7, color=colours)
-    for place, error in enumerate(found.values()):
-        axis.text(
-            100 * error + 1,
-            place,
-            f"{100 * error:.0f}%",
-            va="center",
-            fontsize=9,
-            color=PALETTE["text"],
-        )
-    axis.set_yticks(range(len(found)), list(found))
-    axis.invert_yaxis()
-    axis.set_xlabel(
-        "relative error against dense attention, mean over 16 heads, percent", fontsize=9
-    )
+    """Left the errors of `schemes`, a bar each; right those of `fits`, two bars each."""
+    found, fitted = schemes(top_n, window), fits(top_n, window)
+    figure, axes = new_figure(10.4, 3.3, columns=2, width_ratios=(3, 2))
+    left, right = axes[0]
+    colours = [*COLOURS, *[PALETTE["masked"]] * 4, *[PALETTE["faint"]] * 2]
+    _bars(left, list(found), list(found.values()), colours)
+    left.set_xlabel("error against dense attention, percent, mean of 16 heads", fontsize=9)
+    names = [f"{kind}, {name}" for name in fitted for kind in ("constant", "per token")]
+    values = [error for pair in fitted.values() for error in pair]
+    looks = [PALETTE["text"], PALETTE["line"]] * len(fitted)
+    _bars(right, names, values, looks)
+    right.set_xlabel("error of the best gates, percent", fontsize=9)
+    right.set_title("compression gives …", loc="left", fontsize=9, color=PALETTE["text"])
+    right.set(xlim=(0, 30))
     single = min(list(found.values())[:3])
-    best = found["best constant gates"]
-    per_token = found["best gates per token"]
-    told = f"The best branch alone is {100 * single:.0f}% off, constant gates {100 * best:.0f}%, "
-    return Picture(figure, told + f"gates for each token {100 * per_token:.0f}% at best")
+    own, noise = fitted["its own output"], fitted["noise"]
+    told = (
+        f"Constant gates are {100 * own[0]:.0f}% off, the window alone {100 * single:.0f}%; gates "
+        f"per token fit noise almost as well ({100 * own[1]:.0f}% and {100 * noise[1]:.0f}%)"
+    )
+    return Picture(figure, told)
+
+
+def _bars(axis: Axes, names: list[str], values: list[float], colours: list[str]) -> None:
+    """Errors as bars, each with its number."""
+    axis.barh(range(len(names)), [100 * x for x in values], 0.7, color=colours)
+    for place, error in enumerate(values):
+        axis.text(100 * error, place, f" {100 * error:.0f}%", va="center", fontsize=9,
+                  color=PALETTE["text"])  # fmt: skip
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
 
 
 # -- what it costs --
@@ -458,102 +495,165 @@ def _stack(axis: Axes, stacks: list[dict[str, float]], width: float, shift: floa
     return base
 
 
-# -- the finale: a long look back --
-
-ENTRIES, NAME_WIDTH, NUMBERS = 256, 64, 16  # of a phone book; the numbers are 0 to 15
-BUDGET = 96  # keys that a query of either sparse model loads, at most
-BATCH, STEPS, RATE = 4, 150, 0.03  # of the training
+# -- where the choice learns --
 
 
-class Book(NamedTuple):
-    """Phone books: each entry has a name and a number, and asks for an earlier name's number.
+@functools.cache
+def choice_learns() -> dict:
+    """What `course.train_choice` stored."""
+    return json.loads(train_choice.PATH.read_text(encoding="utf-8"))
 
-    Attributes:
-        x: `[B, ENTRIES, 2 * NAME_WIDTH + NUMBERS]`: the name, the number (1 at its place, 0
-            elsewhere), and the name that is asked for.
-        answer: `[B, ENTRIES]`, the number of that name.
-        back: `[B, ENTRIES]`, how many entries back it stands; 0 is the entry itself.
+
+def stored(variant: str, steps: int, span: str = "far", what: str = "right") -> list[float]:
+    """Percentages of a variant of `train_choice` after so many steps, one of each seed: of right
+    answers, or of answers whose block is on the list."""
+    runs = choice_learns()["runs"]
+    return [r[what][span] for r in runs if (r["variant"], r["steps"]) == (variant, steps)]
+
+
+def stored_mean(variant: str, steps: int, span: str = "far", what: str = "right") -> float:
+    """Their mean over the seeds."""
+    return float(np.mean(stored(variant, steps, span, what)))
+
+
+def closed_mean(branch: str, steps: int, span: str = "far") -> float:
+    """Percent of right answers of NSA, mean over the seeds, where one gate is closed after the
+    training."""
+    runs = choice_learns()["runs"]
+    found = [r for r in runs if (r["variant"], r["steps"]) == ("NSA", steps)]
+    return float(np.mean([r["gate_closed"][branch][span] for r in found]))
+
+
+def draw_choice() -> Picture:
+    """The far answers that each variant gets right: means of the seeds, and the lowest and highest
+    seed."""
+    rows = [
+        ("dense: every entry", "dense", 150, "faint"),
+        ("NSA, 450 steps", "NSA", 450, "selected"),
+        ("NSA, 150 steps", "NSA", 150, "selected"),
+        ("lists drawn at random, 150 steps", "random lists", 150, "masked"),
+        ("compression's gate 0, 450 steps", "compression muted", 450, "compressed"),
+        ("compression's gate 0, 150 steps", "compression muted", 150, "compressed"),
+        (f"a window of {train_choice.BUDGET}", "window", 150, "window"),
+    ]
+    figure, axes = new_figure(8.0, 3.1)
+    axis = axes[0, 0]
+    for place, (_, variant, steps, colour) in enumerate(rows):
+        found = stored(variant, steps)
+        mean = np.mean(found)
+        spread = [[mean - min(found)], [max(found) - mean]]
+        look = {"color": PALETTE[colour], "ecolor": PALETTE["text"], "capsize": 3}
+        axis.barh(place, mean, 0.66, xerr=spread, **look)
+        axis.text(max(found) + 1.5, place, f"{mean:.0f}%", va="center", fontsize=9,
+                  color=PALETTE["text"])  # fmt: skip
+    axis.axvline(100 / train_choice.NUMBERS, color=PALETTE["text"], linestyle=":", linewidth=1)
+    axis.text(100 / train_choice.NUMBERS + 1, -0.62, "a blind guess", fontsize=8.5)
+    axis.set_yticks(range(len(rows)), [row[0] for row in rows])
+    axis.invert_yaxis()
+    axis.set(xlim=(0, 108))
+    seeds = choice_learns()["seeds"]
+    axis.set_xlabel(
+        f"right answers {train_choice.BUDGET} entries back or more, percent: mean and range of "
+        f"{seeds} seeds", fontsize=9,
+    )  # fmt: skip
+    muted, random = stored_mean("compression muted", 450), stored_mean("random lists", 150)
+    told = (
+        f"NSA learns to choose ({stored_mean('NSA', 450):.0f}%); with compression's gate at 0 it "
+        f"does not ({muted:.0f}%, random lists {random:.0f}%)"
+    )
+    return Picture(figure, told)
+
+
+def draw_recall(live: dict[str, Tensor] | None = None) -> Picture:
+    """Right answers over how far back they stand: bands of all seeds, and a model of the reader's.
+
+    Args:
+        live: what `train_choice.answers` gives of it; None draws what is stored alone.
     """
-
-    x: Tensor
-    answer: Tensor
-    back: Tensor
-
-
-def phone_book(batch: int, generator: torch.Generator) -> Book:
-    """New books of random names, which have length 1, and random numbers. Each entry asks for one
-    of the entries so far, all equally likely."""
-    shape, place = (batch, ENTRIES), torch.arange(ENTRIES)
-    names = normalize(torch.randn(*shape, NAME_WIDTH, generator=generator), dim=-1)
-    numbers = torch.randint(NUMBERS, shape, generator=generator)
-    asked = (torch.rand(shape, generator=generator) * (place + 1)).long()
-    wanted = names.gather(1, asked[..., None].expand_as(names))
-    x = torch.cat([names, one_hot(numbers, NUMBERS).float(), wanted], -1)
-    return Book(x, numbers.gather(1, asked), place - asked)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Tensors are so small here that several threads would mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@_one_thread()
-def train(model: torch.nn.Module, steps: int = STEPS) -> torch.nn.Module:
-    """Train a model, `[B, N, width]` to a score for each number, on new books by Adam."""
-    generator = torch.Generator().manual_seed(1)
-    adam = torch.optim.Adam(model.parameters(), lr=RATE)
-    for _ in range(steps):
-        book = phone_book(BATCH, generator)
-        loss = cross_entropy(model(book.x).flatten(0, 1), book.answer.flatten())
-        adam.zero_grad()
-        loss.backward()
-        adam.step()
-    return model
-
-
-@_one_thread()
-@torch.no_grad()
-def is_right(model: torch.nn.Module, **options: object) -> tuple[Tensor, Tensor]:
-    """Whether a model's answers on 32 new books are right, and how far back they stand: both
-    `[32, ENTRIES]`."""
-    book = phone_book(32, torch.Generator().manual_seed(2))
-    return model(book.x, **options).argmax(-1) == book.answer, book.back
-
-
-def share_right(model: torch.nn.Module, low: int, high: int = ENTRIES, **options: object) -> float:
-    """The share of right answers, in percent, among those that stand `low` to `high - 1` entries
-    back."""
-    right, back = is_right(model, **options)
-    return 100 * right[(back >= low) & (back < high)].float().mean().item()
-
-
-def draw_recall(models: dict[str, torch.nn.Module]) -> Picture:
-    """How many answers are right, over how far back they stand; a line for each of "dense",
-    "window" and "NSA"."""
     figure, axes = new_figure(8.0, 3.3)
     axis = axes[0, 0]
-    looks = {"dense": ("faint", "--"), "window": ("window", "^-"), "NSA": ("selected", "o-")}
-    for name, model in models.items():
-        right, back = is_right(model)
-        shares = [100 * right[back // BINS == i].float().mean() for i in range(ENTRIES // BINS)]
-        middle, (colour, look) = BINS * (np.arange(len(shares)) + 0.5), looks[name]
-        axis.plot(middle, shares, look, color=PALETTE[colour], markersize=4, label=name)
-    axis.axvline(BUDGET, color=PALETTE["text"], linewidth=0.8)
-    axis.text(BUDGET + 2, 58, f"the window of {BUDGET}\nends here", fontsize=9)
-    axis.axhline(100 / NUMBERS, color=PALETTE["faint"], linestyle=":", linewidth=1)
-    axis.text(2, 100 / NUMBERS + 2, f"a blind guess: 1 in {NUMBERS}", fontsize=9)
-    axis.set(xlim=(0, ENTRIES), ylim=(0, 105))
+    bins, edges = train_choice.BINS, train_choice.ENTRIES // train_choice.BINS
+    middle = bins * (np.arange(edges) + 0.5)
+    looks = {
+        ("dense", 150): ("faint", "--"), ("window", 150): ("window", "^-"),
+        ("NSA", 450): ("selected", "o-"), ("NSA", 150): ("selected", "o:"),
+    }  # fmt: skip
+    for (variant, steps), (colour, look) in looks.items():
+        curves = np.array([
+            r["by_distance"] for r in choice_learns()["runs"]
+            if (r["variant"], r["steps"]) == (variant, steps)
+        ])  # fmt: skip
+        label = f"{variant}, {steps} steps" if variant == "NSA" else variant
+        axis.plot(middle, curves.mean(0), look, color=PALETTE[colour], markersize=4, label=label)
+        axis.fill_between(middle, curves.min(0), curves.max(0), color=PALETTE[colour], alpha=0.2)
+    if live is not None:
+        of_bin = [live["back"] // bins == i for i in range(edges)]
+        shares = [100 * live["right"][b].float().mean().item() for b in of_bin]
+        axis.plot(middle, shares, "s-", color=PALETTE["query"], markersize=4, label="yours")
+    axis.axvline(train_choice.BUDGET, color=PALETTE["text"], linewidth=0.8)
+    axis.text(train_choice.BUDGET + 8, 32, f"the window of {train_choice.BUDGET}\nends here",
+              fontsize=9)  # fmt: skip
+    axis.set(xlim=(0, train_choice.ENTRIES), ylim=(0, 106))
     axis.set_xlabel("how many entries back the answer stands", fontsize=9)
     axis.set_ylabel("right answers, percent", fontsize=9)
-    axis.legend(loc="center right", fontsize=9, frameon=False, ncols=len(models))
-    told = ", ".join(f"{name} {share_right(m, BUDGET):.0f}%" for name, m in models.items())
-    return Picture(figure, f"Right answers from {BUDGET} entries back or more: {told}")
+    axis.legend(loc="lower right", bbox_to_anchor=(1, 0.1), fontsize=9, frameon=False)
+    if live is not None:
+        far = train_choice.percent(live)
+        return Picture(figure, f"Yours gets {far:.0f}% of the far answers right")
+    near = stored_mean("NSA", 450, "middle")
+    low, high = train_choice.RANGES["middle"]
+    told = (
+        f"NSA answers from afar, and misses some near: {near:.0f}% of those {low} to {high - 1} "
+        f"back, the window {stored_mean('window', 150, 'middle'):.0f}%"
+    )
+    return Picture(figure, told)
+
+
+# -- tests, and broken implementations --
+
+
+def mutants() -> dict[str, Callable]:
+    """The chapter's solution, and three broken ones, by what is broken in them."""
+    whole = solutions.native_sparse_attention
+    edits = {
+        "a summary is seen from its first token": (
+            "compressed_attention(q, k_cmp, v_cmp, length, stride)",
+            "compressed_attention(q, k_cmp, v_cmp, 1, stride)",
+        ),
+        "the last query's list, for all": (
+            "values[1], ids,",
+            "values[1], ids[-1:].expand_as(ids),",
+        ),
+        "a window one key too wide": ("values[2], window_size", "values[2], window_size + 1"),
+    }
+    return {"right": whole} | {name: Edited(whole, dict([edit])) for name, edit in edits.items()}
+
+
+def draw_tests(passed: dict[str, dict[str, bool]]) -> Picture:
+    """Which implementation passes which test.
+
+    Args:
+        passed: by implementation, then by test.
+    """
+    tests = list(next(iter(passed.values())))
+    figure, axes = new_figure(8.0, 0.42 * len(passed) + 0.7)
+    axis = axes[0, 0]
+    for row, results in enumerate(passed.values()):
+        for column, holds in enumerate(results.values()):
+            colour = PALETTE["masked"] if holds else PALETTE["query"]
+            axis.add_patch(Rectangle((column + 0.04, row + 0.08), 0.92, 0.84, color=colour))
+            axis.text(column + 0.5, row + 0.5, "passes" if holds else "fails", ha="center",
+                      va="center", fontsize=9, color=readable_on(colour))  # fmt: skip
+    axis.set(xlim=(0, len(tests)), ylim=(len(passed), 0))
+    axis.set_yticks(np.arange(len(passed)) + 0.5, list(passed))
+    axis.set_xticks(np.arange(len(tests)) + 0.5, tests)
+    axis.xaxis.tick_top()
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+    broken = {name: results for name, results in passed.items() if name != "right"}
+    found = {test: sum(not results[test] for results in broken.values()) for test in tests}
+    told = ", ".join(f"{test} {count}" for test, count in found.items())
+    return Picture(figure, f"How many of {len(broken)} broken ones a test finds: {told}")
 
 
 # -- the interactive --
