@@ -98,14 +98,6 @@ def _windowed(p: Problem, dtype: torch.dtype, backend: str) -> tuple[Tensor, ...
 _SUMMARIES = {"length": 8, "stride": 4}
 
 
-def _compress(function: Callable, p: Problem) -> tuple[Tensor, ...]:
-    return (function(p.k[0], *_SUMMARIES.values())[None],)
-
-
-def _compressed(p: Problem, dtype: torch.dtype, backend: str) -> tuple[Tensor, ...]:
-    return (ops.compress(p.k.to(dtype), **_SUMMARIES, backend=backend),)
-
-
 def _to_summaries(function: Callable, p: Problem) -> tuple[Tensor, ...]:
     """A function that gets summaries, as many queries as tokens."""
     k_cmp, v_cmp = (ops.compress(x, **_SUMMARIES)[0] for x in (p.k, p.v))
@@ -187,6 +179,17 @@ def _choose(function: Callable, p: Problem) -> tuple[Tensor, ...]:
     return (ids[None],)
 
 
+def _choose_for_all(function: Callable, p: Problem) -> tuple[Tensor, ...]:
+    """A function whose queries are all positions: those before the last `N` are zeros, and their
+    lists are dropped."""
+    (_, N, HQ, D), M, BS = p.q.shape, p.k.shape[1], p.block_size
+    q = torch.cat([p.q.new_zeros(1, M - N, HQ, D), p.q], 1)
+    k_cmp, cut = _summaries(p), {"length": BS, "stride": BS}
+    lse = ops.compressed_attention(q, k_cmp, k_cmp, **cut, return_lse=True, num_keys=M)[1]
+    ids = function(q[0], k_cmp[0], lse[0], 3, BS, BS, BS, *_CHOICE.values())
+    return (ids[None, M - N :],)
+
+
 # a backward that is given `lse` knows its scores no better than `lse` is rounded
 _GIVEN_LSE = tuple(what for what in ALWAYS[:-1] if "apart" not in what)
 _GROUPS = ("a group of 3", "a group of 16")
@@ -195,14 +198,19 @@ _ANY_KEYS = ("lists", "one query", "causal: all queries", "a ragged last block",
 TWINS = {
     "selected_attention": Twin("selected_attention", _by_lists, _attended_alone, _ANY_LISTS),
     "window_attention": Twin("sliding_window_attention", _by_window, _windowed, _ANY_KEYS),
-    "compress": Twin("compress", _compress, _compressed, ("lists", "a ragged last block")),
     "compressed_attention": Twin(
         "compressed_attention", _to_summaries, _summaries_attended,
-        ("causal: all queries", *_GROUPS, "scores two hundred apart"), (("N", 48),),
+        ("causal: all queries", *_GROUPS, "nothing seen: o 0, lse -inf",
+         "scores two hundred apart"), (("N", 48),),
     ),
     "attention_backward": Twin(
         "selected_attention, gradients", _backward_by_mask, _gradients,
         (*_GIVEN_LSE, *_GROUPS), (("H", 1),),
+    ),
+    "select_blocks": Twin(
+        "select_blocks", _choose_for_all, _chosen,
+        ("lists", "one query", "causal: all queries", "a ragged last block", *_GROUPS),
+        is_exact=True,
     ),
     "tilelang_selected_attention": Twin(
         "selected_attention", _by_position, _attended, ALWAYS,

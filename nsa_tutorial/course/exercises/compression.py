@@ -148,7 +148,7 @@ _COMPRESS = TEXTS.exercise(
 
 
 def window_logit(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """For windows of token scores [W, length]: the mean key's score, and the score that would give
+    """For windows of token scores [M_c, length]: the mean key's score, and the score that would give
     the window its weight."""
     by_mean_key = scores.mean(1)
     by_weight = scores.logsumexp(1) - math.log(scores.shape[1])
@@ -174,7 +174,7 @@ _LOGIT = TEXTS.exercise(
         ("math.log(", "(", "taking away the length, not its logarithm",
          "The weight is divided by the length. Which term does that become in a logarithm?"),
         ("shape[1]", "shape[0]", "taking the number of windows for their length",
-         "`scores` is `[W, length]`. Which axis says how many tokens a window has?"),
+         "`scores` is `[M_c, length]`. Which axis says how many tokens a window has?"),
         ("by_mean_key = ", "scores = scores.T\n    by_mean_key = ", "going across the windows",
          "Each row is a window. Which axis holds its tokens?"),
         ("- math", "+ math", "adding the logarithm of the length",

@@ -512,5 +512,7 @@ def draw_errors(rows: dict[str, tuple[float, float]]) -> Picture:
     return Picture(
         figure,
         f"On new windows, {best!r} is best: {less[best]:.0f}% less error than the mean; "
-        f"no other kind gains more than {math.ceil(other)}%",
+        + (
+            f"no other kind gains more than {math.ceil(other)}%" if other else "no other kind gains"
+        ),
     )
