@@ -1070,3 +1070,17 @@ def test_the_answer_about_the_explorer_holds():
     assert {i.why for i in found.items if i.block is not None} == {"own", "score"}
     loads = found.keys["selected"]
     assert next(t for t in range(512) if loads[t] < t + 1) == 64 == 4 * 16
+
+
+def test_the_bytes_that_the_text_tells():
+    """At 65,536 tokens, lists of four blocks of 16 beside dense tiles of 64, two heads a group."""
+    N, sizes = 65_536, {"D": 32, "HQ": 2, "H": 1}
+    lists = costs.selected_attention(N, N, block_size=16, top_n=4, **sizes).bytes
+    assert round(costs.tiled_attention(N, N, **sizes).bytes / lists) in (8, 9)
+    assert "about an eighth of what dense tiles move" in prose()
+    settings = {"top_n": 4, "num_initial": 0, "num_local": 1, "group": 3, "query": 385}
+    start = mask_explorer.Settings(data=mask_explorer.REAL, **settings)
+    said = mask_explorer.sentence(start, "selected")
+    assert "move 3.61 MiB (dense tiles: 552 KiB" in said
+    assert "3.61 MiB through the lists, and 552 KiB in dense tiles" in prose()
+    assert "finds 3 of the best 4 blocks" in mask_explorer.finding(start, "selected")
