@@ -148,8 +148,8 @@ _COMPRESS = TEXTS.exercise(
 
 
 def window_logit(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """For windows of token scores [M_c, length]: the mean key's score, and the score that would give
-    the window its weight."""
+    """For windows of token scores [M_c, length]: the mean key's score, and the score that would
+    give the window its weight."""
     by_mean_key = scores.mean(1)
     by_weight = scores.logsumexp(1) - math.log(scores.shape[1])
     return by_mean_key, by_weight
