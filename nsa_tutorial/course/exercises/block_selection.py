@@ -1,23 +1,22 @@
-"""Exercises of chapter 07: from summaries to blocks, the score of a group, the list, what learns
-from attending to it, and a kernel that adds up one block's summaries."""
+"""Exercises of chapter 07: from summaries to blocks, the whole choice of a group's list, what
+learns from it, and a kernel that adds up one block's summaries."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import replace
 from types import CodeType
 
 import torch
 from torch import Tensor
 
 from nsa_tutorial import ops
-from nsa_tutorial.course.diffs import Edited, diffs
-from nsa_tutorial.course.exercises import Case, Double
+from nsa_tutorial.course.diffs import diffs
+from nsa_tutorial.course.exercises import Case, Double, Stage
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.room import roomy
 from nsa_tutorial.course.texts import Texts
-from nsa_tutorial.course.widgets.block_selection import draw_overlap
+from nsa_tutorial.course.widgets.block_selection import draw_lists, draw_overlap
 from nsa_tutorial.runtime import environment
 
 TEXTS = Texts(__name__)
@@ -50,7 +49,7 @@ _NEGATIVE = "range(-length - block_size, "
 _ALL = {"tokens > 0": "True", "tokens / stride": "max(tokens, 0) / stride"}
 
 _OVERLAP = TEXTS.exercise(
-    "overlap", minutes=6, difficulty=2, solution=overlap,
+    "overlap", minutes=7, difficulty=2, solution=overlap,
     picture=lambda arguments, got, expected: draw_overlap(*arguments),
     misconceptions=diffs(overlap, [
         ({"tokens > 0": "first >= start", "tokens / stride": "1.0"},
@@ -145,224 +144,369 @@ _OVERLAP = TEXTS.exercise(
 )  # fmt: skip
 
 
-# -- block_importance --
+# -- select_blocks --
 
 
-def block_importance(scores: Tensor, weights: Tensor) -> Tensor:
-    """What each block is worth to one query of one group: scores [G, M_c], weights [NB, M_c] ->
-    [NB]."""
-    lse = scores.logsumexp(1, keepdim=True)  # [G, 1]
-    # [G, M_c], each head's attention to the summaries
-    p = torch.exp(scores - lse).masked_fill(scores == -torch.inf, 0)
-    return weights @ p.sum(0)
+def select_blocks(
+    q: Tensor, k_cmp: Tensor, lse: Tensor, top_n: int, block_size: int, length: int, stride: int,
+    num_initial: int, num_local: int,
+) -> Tensor:  # fmt: skip
+    """The blocks on the list of each query and KV head, [N, H, top_n], from q [N, HQ, D], summary
+    keys k_cmp [M_c, H, D] and lse [N, HQ]."""
+    (N, _, D), (M_c, H, _) = q.shape, k_cmp.shape
+    t, start = torch.arange(N)[:, None], torch.arange(M_c) * stride
+
+    # each head's attention to the summaries that have ended (Eq. 8), and the group's sum (Eq. 10)
+    has_ended = (start + length <= t + 1)[:, None, None]  # [N, 1, 1, M_c]
+    s = torch.einsum("nhgd,mhd->nhgm", q.unflatten(1, (H, -1)), k_cmp) * D**-0.5
+    p = torch.exp(s - lse.unflatten(1, (H, -1))[..., None])
+    p = p.masked_fill(~has_ended, 0).sum(2)  # [N, H, M_c]
+
+    # from summaries to blocks, by the pieces that they share (Eq. 9)
+    block = torch.arange(-(-N // block_size))
+    first, own = block[:, None] * block_size, t // block_size
+    tokens = torch.minimum(start + length, first + block_size) - torch.maximum(start, first)
+    importance = p @ (tokens.clamp(min=0) / stride).T  # [N, H, NB]
+
+    # forced blocks before the best, and none of the future (Eq. 11)
+    is_forced = (block < num_initial) | (block > own - num_local)
+    importance = importance.masked_fill(is_forced[:, None], torch.inf)
+    importance = importance.masked_fill((block > own)[:, None], -torch.inf)
+    best, ids = importance.sort(dim=-1, descending=True, stable=True)
+    ids = ids.masked_fill(best == -torch.inf, len(block))[..., :top_n].sort(-1).values
+    ids = torch.nn.functional.pad(ids, (0, top_n - ids.shape[-1]), value=len(block))
+    return ids.masked_fill(ids == len(block), -1)
 
 
-_NAN = {".masked_fill(scores == -torch.inf, 0)": ""}
-
-_IMPORTANCE_MISTAKES = diffs(block_importance, [
-    ("lse = ", "scores = scores.sum(0, keepdim=True); lse = ",
-     "adding up the heads' scores before the softmax",
-     "A head with large scores then decides alone. Each head has one unit of attention to give "
-     "away: when is it handed out?"),
-    ("lse = ", "scores = scores.mean(0, keepdim=True); lse = ",
-     "averaging the heads' scores before the softmax",
-     "The softmax of a mean score is not the mean of softmaxes. Each head has one unit of "
-     "attention to give away: when is it handed out?"),
-    ("lse = ", "scores, weights = scores @ weights.T, torch.eye(len(weights)); lse = ",
-     "carrying scores over to the blocks before the softmax",
-     "What a block gets is attention, not a score: −∞ times a weight of 0 is NaN. At which step "
-     "do scores become attention?"),
-    ("p.sum(0)", "p.amax(0)", "taking the largest share among the heads",
-     "One head that is sure then counts as much as four that agree. What does Eq. 10 do with the "
-     "heads' shares?"),
-    ("lse = ", "scores = scores.amax(0, keepdim=True); lse = ",
-     "taking the largest of the heads' scores before the softmax",
-     "The head with the largest scores then decides alone. Each head has one unit of attention "
-     "to give away: when is it handed out?"),
-    ("p.sum(0)", "p.mean(0)", "averaging over the heads",
-     "The list that follows is the same, but Eq. 10 does something simpler than dividing. What?"),
-    ("torch.exp(scores - lse)", "scores", "leaving the softmax out",
-     "Scores of different heads have no common scale, and may be negative. What puts each head "
-     "on the same footing?"),
-    (" - lse", "", "exponentials without their sum",
-     "A head with large scores then outweighs the others by orders of magnitude. What do a "
-     "head's shares have to add up to?"),
-    ("logsumexp(1", "logsumexp((0, 1)", "one softmax over all heads together",
-     "Each head's shares sum to 1 over the summaries that it sees. Along which dimension do you "
-     "normalise?"),
-    ("logsumexp(1", "logsumexp(0", "a softmax over the heads",
-     "A head shares its attention among the summaries, not the other way round. Along which "
-     "dimension do you normalise?"),
-    ("p.sum(0)", "p[0]", "asking only the first head of the group",
-     "The list serves all `G` heads. What do the other rows of `scores` say?"),
-    ("weights @ p.sum(0)", "p @ weights.T", "one importance for each head",
-     "A loaded block serves all heads of the group, so they share one list. What has to happen "
-     "to the `G` rows?"),
-    ("return ", "weights = (weights > 0).to(scores); return ",
-     "forgetting how much of a summary lies in a block",
-     "A weight of 2 counts double, a weight of 1/3 a third. Where do the numbers in `weights` "
-     "come in?"),
-    ("return ", "weights = weights / weights.sum(1, keepdim=True); return ",
-     "taking the mean over a block's summaries",
-     "You divide by the weights of each block. Eq. 9 is a plain sum: a block that shares more "
-     "pieces with summaries gets more. Where does the sum of a row come in?"),
-    ("lse = ", "scores = scores.masked_fill(scores == -torch.inf, 0); lse = ",
-     "giving attention to summaries that are not visible yet",
-     "A score of −∞ means that the summary is hidden, and its share must be 0. What share does a "
-     "score of 0 get?"),
-    (_NAN, "NaN where no summary is visible",
-     "The first queries of a text see no summary: all their scores are −∞. What is −∞ − (−∞)?"),
-    ("weights @ p.sum(0)", "(p @ weights.T).amax(0)", "taking the largest share among the heads"),
-])  # fmt: skip
-
-# who makes another mistake has mostly not met NaN yet: one thing at a time
-_BEFORE_NAN = tuple(
-    replace(m, wrong=Edited(block_importance, m.wrong.edits | _NAN))
-    for m in _IMPORTANCE_MISTAKES
-    if m.wrong.edits != _NAN
-)
+def _run_select(
+    solution: Callable, q: Tensor, k_cmp: Tensor, lse: Tensor, top_n: int, block_size: int,
+    length: int, stride: int, num_initial: int, num_local: int, since: int,
+) -> object:  # fmt: skip
+    """The lists of the queries from `since` on: what stands before them is for later stages."""
+    ids = solution(q, k_cmp, lse, top_n, block_size, length, stride, num_initial, num_local)
+    is_whole = isinstance(ids, Tensor) and ids.ndim > 0 and len(ids) == len(q)
+    return ids[since:] if is_whole else ids
 
 
-def _small_group() -> tuple[Tensor, Tensor]:
-    weights = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0]])
-    return torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 3.0]]), weights
+def _choice(
+    name: str, N: int, cut: tuple[int, int, int], top_n: int, *, HQ: int = 1, H: int = 1,
+    D: int = 4, forced: tuple[int, int] = (0, 0), since: int = -1, seed: int = 0,
+    scores: list[list[float]] | None = None, more: float = 0.0,
+) -> Case:  # fmt: skip
+    """Lists to be chosen for all `N` queries, and judged from query `since` on.
+
+    Args:
+        name, N, HQ, H, D, top_n, seed: the case, and its sizes.
+        cut: length and stride of the summaries, and the block size.
+        forced: `num_initial` and `num_local`.
+        since: the first query whose list counts; -1 is the last query alone.
+        scores: those of each head with each summary, the same for all queries and exact, with one
+            KV head and `D = 4`; None draws queries and summaries.
+        more: a key that is no summary adds `more * i` to the `lse` of head `i`.
+    """
+    length, stride, block_size = cut
+    M_c = max((N - length) // stride + 1, 0)
+
+    def arguments() -> tuple:
+        q = _random(N, HQ, D, seed=seed, factor=2.0)
+        k_cmp = _random(M_c, H, D, seed=seed + 1)
+        if scores is not None:
+            q = 2 * torch.eye(4)[:HQ].expand(N, HQ, 4)
+            k_cmp = torch.zeros(M_c, 1, 4)
+            k_cmp[:, 0, :HQ] = torch.tensor(scores).T
+        s = torch.einsum("nhgd,mhd->nhgm", q.unflatten(1, (H, -1)), k_cmp) * D**-0.5
+        ends = torch.arange(M_c) * stride + length
+        is_hidden = ends > torch.arange(N)[:, None, None, None] + 1
+        lse = s.masked_fill(is_hidden, -torch.inf).logsumexp(-1).flatten(1)
+        lse = lse + more * torch.arange(HQ)
+        return q, k_cmp, lse, top_n, block_size, length, stride, *forced, since % N
+
+    return Case(name, arguments)
 
 
-def _loud_head() -> tuple[Tensor, Tensor]:
-    return torch.tensor([[3.0, 0.0], [3.0, 0.0], [3.0, 0.0], [0.0, 20.0]]), torch.eye(2)
+_P = "torch.exp(s - lse.unflatten(1, (H, -1))[..., None])"
+_FORCE = "importance = importance.masked_fill(is_forced[:, None], torch.inf)"
+_HIDE = "importance = importance.masked_fill((block > own)[:, None], -torch.inf)"
+_FIRST = "first, own = block[:, None] * block_size"
+_IS_FORCED = "(block < num_initial) | (block > own - num_local)"
+_SHARED = "tokens.clamp(min=0) / stride"
 
 
-def _hidden() -> tuple[Tensor, Tensor]:
-    scores = _random(3, 5, seed=0, factor=2.0).masked_fill(torch.arange(5) > 2, -torch.inf)
-    return scores, torch.tensor([[2.0, 2, 1, 0, 0], [0, 0, 1, 2, 1], [0, 0, 0, 0, 1]])
+def _own_softmax(s: Tensor, has_ended: Tensor) -> Tensor:
+    """A softmax over the summaries that have ended; 0 in a row without any."""
+    e = torch.exp(s - s.amax(-1, keepdim=True)).masked_fill(~has_ended, 0)
+    return e / e.sum(-1, keepdim=True).clamp(min=1e-30)
 
 
-_IMPORTANCE = TEXTS.exercise(
-    "block_importance", minutes=6, difficulty=2, solution=block_importance,
-    misconceptions=(*_IMPORTANCE_MISTAKES, *_BEFORE_NAN),
-    cases=(
-        Case("two heads, three summaries, two blocks", _small_group),
-        Case("three heads agree, a fourth one shouts", _loud_head),
-        Case("three heads, three of five summaries visible", _hidden),
-        Case("no summary visible", lambda: (torch.full((2, 3), -torch.inf), _small_group()[1])),
-        Case("fractions as weights",
-             lambda: (_random(4, 3, seed=1), torch.tensor([[1 / 3, 4 / 3, 0.0], [0.0, 0.5, 1.0]]))),
+def _together(s: Tensor, has_ended: Tensor, of_group: Callable) -> Tensor:
+    """One softmax of what a group's scores come to."""
+    return _own_softmax(of_group(s), has_ended)
+
+
+_SELECT = TEXTS.exercise(
+    "select_blocks", minutes=28, difficulty=3, solution=select_blocks, run=_run_select,
+    tolerance=0.0, picture=draw_lists, forbidden=(("nsa_tutorial", "the course's own function"),),
+    stages=(
+        Stage("one summary a block", (
+            _choice("the last of 32 queries, 4 blocks of 8, scores 2, 3, 0, 4", 32, (8, 8, 8), 2,
+                    scores=[[2.0, 3.0, 0.0, 4.0]]),
+            _choice("the last of 64 queries, 8 blocks, 4 slots", 64, (8, 8, 8), 4, D=8, seed=2001),
+        )),
+        Stage("overlap", (
+            _choice("summaries of 4 every 2, 16 blocks of 8", 128, (4, 2, 8), 6, D=8, seed=2802),
+            _choice("summaries of 8 every 4, 16 blocks of 8", 128, (8, 4, 8), 6, seed=5803),
+            _choice("summaries longer than a block: of 6 every 2, blocks of 4", 64, (6, 2, 4), 6,
+                    seed=2104),
+            _choice("nothing divides: summaries of 5 every 3, blocks of 4, 50 tokens", 50,
+                    (5, 3, 4), 5, seed=305),
+        )),
+        Stage("a group's sum", (
+            _choice("three heads agree, a fourth one shouts for block 1", 24, (8, 8, 8), 2, HQ=4,
+                    scores=[*[[3.0, 0.0, 3.0]] * 3, [0.0, 20.0, 3.0]]),
+            _choice("three heads on one KV head", 192, (4, 2, 8), 8, HQ=3, seed=3206),
+            _choice("four heads on one KV head", 192, (4, 2, 8), 8, HQ=4, seed=307),
+        )),
+        Stage("KV heads", (
+            _choice("four heads on two KV heads", 96, (4, 2, 8), 4, HQ=4, H=2, seed=1908),
+            _choice("six heads on two KV heads", 96, (8, 4, 8), 4, HQ=6, H=2, D=8, seed=2809),
+        )),
+        Stage("forced blocks", (
+            _choice("the first and the two latest forced, two slots left", 96, (4, 2, 8), 5, HQ=2,
+                    forced=(1, 2), seed=1910),
+            _choice("the own block forced", 96, (4, 2, 8), 4, HQ=2, forced=(0, 1), seed=5011),
+            _choice("two forced in front, none behind", 96, (8, 4, 8), 4, HQ=2, forced=(2, 0),
+                    seed=5912),
+            _choice("every slot forced", 96, (8, 4, 8), 4, HQ=2, forced=(1, 3), seed=413),
+        )),
+        Stage("hidden summaries", (
+            _choice("queries 40 to 63", 64, (4, 2, 8), 3, HQ=2, since=40, seed=1),
+            _choice("queries 48 to 63, summaries of 12 on blocks of 8", 64, (12, 4, 8), 4, HQ=2,
+                    forced=(1, 2), since=48, seed=1015),
+        )),
+        Stage("ties", (
+            _choice("scores 1, 2, 1, 2, 2, 1: three of 2 for two slots", 48, (8, 8, 8), 2,
+                    scores=[[1.0, 2.0, 1.0, 2.0, 2.0, 1.0]]),
+            _choice("40 blocks of 8 with equal scores, the own one forced", 320, (8, 8, 8), 4,
+                    forced=(0, 1), scores=[[1.0] * 40]),
+        )),
+        Stage("fewer blocks than slots", (
+            _choice("all queries of 32, 4 slots", 32, (4, 2, 8), 4, HQ=2, since=0, seed=16),
+            _choice("all queries of 22, more slots than blocks", 22, (4, 2, 8), 5, HQ=2,
+                    forced=(2, 1), since=0, seed=17),
+            _choice("summaries of 24: the first queries see none", 40, (24, 4, 8), 2, HQ=2,
+                    forced=(0, 1), since=0, seed=18),
+        )),
+        Stage("the given lse", (
+            _choice("head 1's `lse` counts a key that is no summary", 96, (4, 2, 8), 4, HQ=2,
+                    forced=(0, 1), since=0, seed=2419, more=2.0),
+        )),
     ),
-)  # fmt: skip
-
-
-# -- choose_blocks --
-
-
-def choose_blocks(
-    scores: list[float], own: int, top_n: int, num_initial: int, num_local: int
-) -> list[int]:
-    """The list of one query that stands in block `own`."""
-    first = range(min(num_initial, own + 1))
-    latest = range(max(own - num_local + 1, 0), own + 1)
-    forced = sorted({*first, *latest})
-    rest = [block for block in range(own + 1) if block not in forced]
-    rest.sort(key=lambda block: -scores[block])  # `sort` leaves equal ones in their order
-    chosen = sorted([*forced, *rest][:top_n])
-    return chosen + [-1] * (top_n - len(chosen))
-
-
-_CHOOSE = TEXTS.exercise(
-    "choose_blocks", minutes=8, difficulty=2, solution=choose_blocks, tolerance=0.0,
-    misconceptions=diffs(choose_blocks, [
-        ("*rest][:top_n]", "*rest[:top_n]]", "forced blocks on top of top_n",
-         "The list has `top_n` slots in all: that is what the kernel's loop runs over. How many "
-         "are left after the forced blocks?"),
-        ({" if block not in forced": "",
-          "[*forced, *rest][:top_n]": "{*forced, *rest[: max(top_n - len(forced), 0)]}"},
-         "letting forced blocks compete for the free slots, too",
-         "A forced block with one of the best scores then takes a free slot as well as its own, "
-         "and the list is a block short. Which blocks compete for the free slots?"),
-        ("-scores[block]", "(-scores[block], -block)", "letting ties go to the higher number",
-         "Equal scores are common, for instance among blocks without a visible summary. Every "
-         "implementation needs the same rule: which block comes first?"),
-        ("chosen = sorted(", "chosen = (", "listing by score instead of by number",
-         "The order of the scores is needed to choose, not afterwards. In which order does a "
-         "kernel walk through memory?"),
-        ("in range(own + 1)", "in range(len(scores))", "choosing blocks of the future",
-         "Blocks after `own` hold only keys that the query must not see, so their slots would be "
-         "lost. Which blocks may compete?"),
-        ("*rest]", "*rest, *range(own + 1, len(scores))]",
-         "filling empty slots with hidden blocks of the future",
-         "A score of −∞ only puts a block last. `topk` takes −∞ blocks, too, when too few others "
-         "are left. What belongs in such a slot?"),
-        (" + [-1] * (top_n - len(chosen))", "", "leaving out the -1s",
-         "Early queries have fewer than `top_n` blocks behind them, and yet all lists are rows "
-         "of one tensor. How long is a row?"),
-        ("chosen + [-1] * (top_n - len(chosen))", "[-1] * (top_n - len(chosen)) + chosen",
-         "writing the -1s in front",
-         "−1 is the smallest number, so it comes first where you sort after filling up. When "
-         "should you fill up?"),
-        ("range(max(own - num_local + 1, 0), own + 1)",
-         "range(own, min(own + num_local, len(scores)))",
-         "forcing local blocks ahead of the query",
-         "The latest `num_local` blocks end with the query's own. In which direction do you "
-         "count?"),
-        ("min(num_initial, own + 1)", "num_initial", "forcing first blocks ahead of the query",
-         "For a query in the first block, the second block is still the future, forced or not. "
-         "Which rule has the last word?"),
-        ("max(own - num_local + 1, 0), own + 1", "max(own - num_local, 0), own",
-         "not counting the own block among the local ones",
-         "The own block is the latest there is, and the one that summaries know least about. "
-         "Where does the count begin?"),
-        ("num_local + 1", "num_local", "forcing one local block too many",
-         "The blocks from `own - num_local` to `own` are `num_local + 1` blocks. Where do the "
-         "latest `num_local` begin?"),
-        ({"max(own": "(own", ", 0)": ")"}, "counting local blocks back past block 0",
-         "There is a −1 in front that is no empty slot: it is `own - num_local + 1`. Where does "
-         "the text begin?"),
-        ("range(max(own - num_local + 1, 0), own + 1)", "[*range(own + 1)][-num_local:]",
-         "taking the last num_local blocks with a slice that means all of them for 0",
-         "In Python `[-num_local:]` is the whole list where `num_local` is 0. What else says "
-         "that no block is forced?"),
-        ("in range(own + 1)", "in range(own)", "listing the own block only where it is forced",
-         "Where nothing is forced, the own block competes by its score like any other block of "
-         "the past. Does your range end before it?"),
-        ("range(max(own - num_local + 1, 0), own + 1)", "[own]",
+    misconceptions=diffs(select_blocks, [
+        # -- Eq. 8 --
+        (" * D**-0.5", "", "scores without the scale",
+         "`lse` is that of the scaled scores. Which factor makes `q @ k` a score?"),
+        (_P, "s", "leaving the softmax out",
+         "Scores may be negative, and heads have no common scale. What is handed out is "
+         "attention: what makes it of a score and its `lse`?"),
+        (_P, "torch.exp(s)", "exponentials without their sum",
+         "A head with large scores then outweighs the others by orders of magnitude. Which "
+         "argument holds what a head's exponentials add up to? (It holds the sum's *logarithm*.)"),
+        (_P, "torch.exp(s) / lse.unflatten(1, (H, -1))[..., None]",
+         "exponentials without their sum"),
+        (_P, "_own_softmax(s, has_ended)", "a softmax of your own in place of the given lse",
+         "The compressed branch has done that sum, and here it counted one key more. One "
+         "exponential a summary is enough. Which?"),
+        # -- Eq. 10 --
+        (_P, "_together(s, has_ended, lambda s: s.sum(2, keepdim=True))",
+         "adding up the heads' scores before the softmax",
+         "A head with large scores then decides alone, and a factor `G` behind the softmax "
+         "changes no order. Each head has one unit of attention to give away: when is it handed "
+         "out?"),
+        (_P, "torch.exp((s - lse.unflatten(1, (H, -1))[..., None]).sum(2, keepdim=True))",
+         "adding up the heads' scores before the softmax"),
+        (_P, "torch.exp(s.sum(2, keepdim=True) - "
+             "s.sum(2, keepdim=True).masked_fill(~has_ended, -torch.inf).logsumexp(-1, True))",
+         "adding up the heads' scores before the softmax"),
+        (_P, "_together(s, has_ended, lambda s: s.mean(2, keepdim=True))",
+         "averaging the heads' scores before the softmax",
+         "The softmax of a mean score is not the mean of softmaxes. Each head has one unit of "
+         "attention to give away: when is it handed out?"),
+        (_P, "_together(s, has_ended, lambda s: s.amax(2, keepdim=True))",
+         "taking the largest of the heads' scores before the softmax",
+         "The head with the largest scores then decides alone. Each head has one unit of "
+         "attention to give away: when is it handed out?"),
+        (".sum(2)", ".amax(2)", "taking the largest share among the heads",
+         "One head that is sure then counts as much as four that agree. What does Eq. 10 do with "
+         "the heads' shares?"),
+        (".sum(2)", "[:, :, 0]", "asking only the first head of the group",
+         "The list serves all `G` heads. What do the other heads' shares say?"),
+        (".sum(2)", ".flatten(1, 2)", "a list for each head of a group",
+         "A loaded block serves all heads of the group, so they share one list. What has to "
+         "happen to the heads' shares?"),
+        # -- KV heads --
+        ({"q.unflatten(1, (H, -1))": "q.unflatten(1, (-1, H)).transpose(1, 2)",
+          _P: "torch.exp(s - lse.unflatten(1, (-1, H)).transpose(1, 2)[..., None])"},
+         "query heads that read the wrong KV head",
+         "Query head `hq` reads KV head `hq // G`: heads 0 and 1 of four read head 0 of two. "
+         "Which axis comes first when you cut `HQ`?"),
+        ("q.unflatten(1, (H, -1))", "q.unflatten(1, (-1, H)).transpose(1, 2)",
+         "query heads that read the wrong KV head"),
+        ("p.masked_fill(~has_ended, 0).sum(2)",
+         "p.masked_fill(~has_ended, 0).sum((1, 2)).unsqueeze(1)",
+         "one list for all KV heads",
+         "Each KV head loads blocks of its own, and has a list of its own. Over which heads does "
+         "Eq. 10 sum?"),
+        ("p.masked_fill(~has_ended, 0).sum(2)",
+         "p.masked_fill(~has_ended, 0).sum((1, 2)).unsqueeze(1).expand(-1, H, -1)",
+         "one list for all KV heads"),
+        (", k_cmp) *", ", k_cmp[:, :1].expand_as(k_cmp)) *", "all heads on KV head 0",
+         "With one KV head that is right, and hides the mistake. Which summaries does the second "
+         "group read?"),
+        # -- visible summaries --
+        ("start + length <= t + 1", "start + t >= 0",
+         "giving attention to summaries that are not visible yet",
+         "A summary counts once its window has ended. What is the last token of summary `j`, and "
+         "which queries stand there or later?"),
+        ("start + length <= t + 1", "start <= t",
+         "letting a summary be seen when its window begins",
+         "The window's length is left out. A summary also holds tokens behind its first one: "
+         "which is the last, and who may see it?"),
+        ("<= t + 1", "<= t", "letting a summary be seen only after its last token",
+         "A query sees its own token. If a window ends with that token, what in it is from the "
+         "future?"),
+        # -- Eq. 9 --
+        (_SHARED, "((start >= first) & (start < first + block_size)).float()",
+         "counting only the summaries that begin in the block, once each",
+         "A summary may begin before the block and end in it, and two pieces in the block count "
+         "twice as much as one. How many tokens do a summary and a block share?"),
+        (_SHARED, "(tokens > 0).float()",
+         "giving all summaries that touch the block the same weight",
+         "A summary at the edge speaks mostly of the neighbouring block. How much of it is about "
+         "this one?"),
+        (_SHARED, "(tokens >= length).float()",
+         "counting only summaries that lie wholly in the block",
+         "The summaries at the two edges share some of their tokens with the block. What is left "
+         "where a summary is longer than a block?"),
+        (_SHARED, "tokens.clamp(min=0) / stride * (start >= first)",
+         "leaving out the summaries that begin before the block",
+         "Which summary begins before the block and ends in it?"),
+        (_SHARED, "tokens.clamp(min=0) / stride * (start + length <= first + block_size)",
+         "leaving out the summaries that end behind the block",
+         "Which summary begins in the block and ends behind it?"),
+        (_SHARED, "tokens / stride", "negative weights for summaries that share nothing",
+         "The earlier end less the later start is negative where two stretches do not meet. How "
+         "many tokens do they share then?"),
+        (_FIRST, "first, own = block[:, None] * block_size - block_size + stride",
+         "executing the paper's Eq. 9 as it stands",
+         "Eq. 9 counts blocks and summaries from 1, we count from 0, so every block gets mostly "
+         "the summaries of the one before. Which summaries touch the tokens of block 1?"),
+        (_FIRST, "first, own = block[:, None] * block_size + length - stride",
+         "Eq. 9 with +m +n",
+         "Your sum begins with the first summary that begins in the block, and runs past its end. "
+         "Counted from 0, one of the two signs is a minus: a summary that reaches into the block "
+         "begins *before* it."),
+        (_FIRST, "first, own = block[:, None] * block_size + stride",
+         "counting the paper's blocks from 1, and its summaries from 0",
+         "You have moved the block. In Eq. 9 the summaries are counted from 1 as well: what is "
+         "its summary 4 called here?"),
+        (_SHARED, "((start // stride - block[:, None] * (block_size // stride) + 2).clamp(0, 6)"
+                  "[..., None] == torch.arange(1, 6)).float() @ torch.tensor([1.0, 2, 2, 2, 1])",
+         "taking 1, 2, 2, 2, 1 for all sizes",
+         "Those five numbers belong to blocks of four pieces and summaries of two. What are they "
+         "where a block is as long as a summary?"),
+        (_SHARED, "torch.nn.functional.normalize(tokens.clamp(min=0).float(), p=1, dim=1)",
+         "taking the mean over a block's summaries",
+         "You divide by the weights of each block. Eq. 9 is a plain sum: a block that shares more "
+         "pieces with summaries gets more. Where does the sum of a row come in?"),
+        (_SHARED, "torch.floor(tokens.clamp(min=0) / stride)",
+         "counting whole pieces where a piece may be cut",
+         "Where `stride` does not divide the other sizes, a summary may share half a piece with "
+         "the block. Is half a piece nothing?"),
+        ("torch.arange(M_c) * stride", "torch.arange(M_c) * length",
+         "laying the summaries side by side",
+         "They begin every `stride` tokens, whatever their length. At which token does summary 1 "
+         "begin?"),
+        ("-(-N // block_size)", "N // block_size", "forgetting a last block that is not full",
+         "50 tokens in blocks of 4: which block holds tokens 48 and 49?"),
+        # -- Eq. 11 --
+        (_IS_FORCED, "(block < 0) & (own >= 0)", "forcing nothing",
+         "`num_initial` and `num_local` say which blocks are on the list whatever their score. "
+         "Which ones are they here?"),
+        (_IS_FORCED, "(block < num_initial) & (own >= 0)", "forcing the first blocks alone",
+         "The query's own block and those before it may score low, and are listed all the same. "
+         "Which blocks does `num_local` put on the list?"),
+        (_IS_FORCED, "block > own - num_local", "forcing the latest blocks alone",
+         "The latest blocks are on your list whatever their score. Which ones does `num_initial` "
+         "put there?"),
+        (_IS_FORCED, "block > own - 1", "forcing the own block alone, whatever is asked",
+         "That is `num_initial` = 0 and `num_local` = 1. Both are arguments, and may be 0 or "
+         "several. Which blocks are forced for 1 and 2?"),
+        (_IS_FORCED, "(block < num_initial) | (block > own - 1)",
          "forcing the own block, whatever num_local says",
          "`num_local` counts the latest blocks that are forced. That may be none, or several. "
          "Which blocks are they for `num_local` = 2, and which for 0?"),
-        ("sorted({*first, *latest})", "[*first, *latest]",
-         "a block twice, once as first and once as local",
-         "For an early query the first blocks are the latest ones, too. What happens to the "
-         "attention of a block that is listed twice?"),
-        ("[:top_n])", ")[:top_n]", "cutting the list after it was sorted by number",
+        ("own - num_local", "own - num_local - 1", "forcing one local block too many",
+         "The blocks from `own - num_local` to `own` are `num_local + 1` blocks. Where do the "
+         "latest `num_local` begin?"),
+        (_IS_FORCED, "(block < num_initial) | ((block >= own - num_local) & (block < own))",
+         "not counting the own block among the local ones",
+         "The own block is the latest there is, and the one that summaries know least about. "
+         "Where does the count begin?"),
+        (_FORCE, "importance = importance + is_forced[:, None]",
+         "a bonus that real importance can beat",
+         "A group of `G` heads has `G` units of attention to give, and pieces count double. Which "
+         "score beats every importance there can be?"),
+        (_FORCE, "importance = importance.masked_fill(is_forced[:, None], 1.0)",
+         "a bonus that real importance can beat"),
+        ({"[..., :top_n].sort(-1).values": ".sort(-1).values[..., :top_n]"},
+         "cutting the list after it was sorted by number",
          "Once the list ascends, its first `top_n` are the lowest numbers, whatever their score. "
          "In which order do you have to cut?"),
-        ("sorted({*first, *latest})", "[]", "forcing nothing",
-         "`num_initial` and `num_local` say which blocks are on the list whatever their score. "
-         "Which ones are they here?"),
-        ("{*first, *latest}", "first", "forcing the first blocks alone",
-         "The query's own block and those before it may score low, and are listed all the same. "
-         "Which blocks does `num_local` put on the list?"),
-        ("{*first, *latest}", "latest", "forcing the latest blocks alone",
-         "The latest blocks are on your list whatever their score. Which ones does `num_initial` "
-         "put there?"),
-        ("-scores[block]", "scores[block]", "taking the smallest scores",
+        ("[..., :top_n].sort(-1).values", "[..., :top_n]", "listing by score instead of by number",
+         "The order of the scores is needed to choose, not afterwards. In which order does a "
+         "kernel walk through memory?"),
+        ("descending=True", "descending=False", "taking the smallest scores",
          "Sorting ascends unless you say otherwise. Which end of the order do you want?"),
-        ("-scores[block]", "(scores[block], -block)", "taking the smallest scores"),
+        # -- ties, and slots that stay empty --
+        ({"best, ids = importance.sort(dim=-1, descending=True, stable=True)":
+              "best, ids = importance.flip(-1).sort(dim=-1, descending=True, stable=True); "
+              "ids = len(block) - 1 - ids"},
+         "letting ties go to the higher number",
+         "Equal scores are common, for instance among blocks without a visible summary. Every "
+         "implementation needs the same rule: which block comes first?"),
+        ("importance.sort(dim=-1, descending=True, stable=True)",
+         "importance.topk(min(top_n, len(block)), -1)", "leaving ties to `topk`",
+         "PyTorch's `topk` promises no order among equals. Which sort does, and by which "
+         "argument?"),
+        ("importance.sort(dim=-1, descending=True, stable=True)",
+         "importance.sort(dim=-1, descending=True)", "leaving ties to a sort that is not stable",
+         "PyTorch's `sort` keeps equals in their order only if you ask it to. By which argument?"),
+        ("ids.masked_fill(best == -torch.inf, len(block))", "ids",
+         "filling empty slots with blocks of the future",
+         "A score of −∞ only puts a block last, and where too few others are left, it is taken "
+         "all the same. What belongs in such a slot?"),
+        ({_FORCE: _HIDE, _HIDE: _FORCE,
+          _IS_FORCED: "(block < num_initial) | ((block > own - num_local) & (block <= own))"},
+         "forcing first blocks ahead of the query",
+         "For a query in the first block, the second block is still the future, forced or not. "
+         "Which rule has the last word?"),
+        ({"ids.masked_fill(best == -torch.inf, len(block))":
+              "ids.masked_fill(best == -torch.inf, -1)",
+          "value=len(block))": "value=-1).sort(-1).values"},
+         "writing the -1s in front",
+         "−1 is the smallest number, so it comes first where you sort after filling up. When "
+         "should you fill up?"),
+        ("    ids = torch.nn.functional.pad(ids, (0, top_n - ids.shape[-1]), value=len(block))\n",
+         "", "a list shorter than `top_n`",
+         "Where a text has fewer blocks than a list has slots, the tensor still has `top_n` of "
+         "them. What stands in the rest?"),
+        ({"p = p.masked_fill(~has_ended, 0).sum(2)": "p = p.sum(2)",
+          _P: "torch.exp(s.masked_fill(~has_ended, -torch.inf) - "
+              "lse.unflatten(1, (H, -1))[..., None])"},
+         "NaN where no summary is visible",
+         "The first queries of a text see no summary: their scores and their `lse` are −∞. What "
+         "is −∞ − (−∞), and where does a sort put it?"),
     ]),
-    cases=(
-        Case("own block 3, two slots free for the best",
-             lambda: ([0.1, 0.5, 0.3, 0.0], 3, 3, 0, 1)),
-        Case("own block 4 of 6, first and own forced",
-             lambda: ([0.0, 0.2, 0.9, 0.4, 0.1, 0.8], 4, 3, 1, 1)),
-        Case("a forced block has the best score", lambda: ([0.9, 0.2, 0.3, 0.4, 0.1], 4, 3, 1, 1)),
-        Case("equal scores", lambda: ([0.2, 0.2, 0.2, 0.2, 0.2], 4, 3, 0, 1)),
-        Case("own block 1: fewer blocks than slots", lambda: ([0.3, 0.7, 0.9, 0.8], 1, 4, 1, 2)),
-        Case("the first block of a text", lambda: ([1.0, 2.0], 0, 3, 1, 2)),
-        Case("the first block again, two forced in front", lambda: ([0.5, 0.2, 0.1], 0, 3, 2, 1)),
-        Case("two forced at either end",
-             lambda: ([0.0, 0.0, 0.6, 0.9, 0.7, 0.0, 0.0, 1.0], 6, 5, 2, 2)),
-        Case("nothing forced", lambda: ([0.2, 0.1, 0.3, 0.4], 3, 2, 0, 0)),
-        Case("nothing forced, the own block worth least",
-             lambda: ([0.2, 0.4, 0.3, 0.1], 3, 2, 0, 0)),
-    ),
 )  # fmt: skip
 
 
@@ -455,21 +599,24 @@ def block_sums() -> object:
     """The kernel whose program adds up what the summaries give to one block."""
 
     @triton.jit
-    def kernel(P, W, Importance, M, R, L, K, KT: tl.constexpr):
+    def kernel(Shares, Weights, Importance, M_c, block_pieces, summary_pieces, touch,
+               PLACES: tl.constexpr):  # fmt: skip
         block = tl.program_id(0)  # this program's block
-        place = tl.arange(0, KT)  # KT is a power of two: K, or the next above it
-        weight = tl.load(W + place, mask=place < K, other=0.0)  # [KT]
-        summary = block * R - (L - 1) + place  # [KT]
-        exists = (summary >= 0) & (summary < M)
-        p = tl.load(P + summary, mask=exists, other=0.0)
-        total = tl.sum(p * weight, axis=0)
+        place = tl.arange(0, PLACES)  # a power of two: `touch`, or the next above it
+        weight = tl.load(Weights + place, mask=place < touch, other=0.0)  # [PLACES]
+        summary = block * block_pieces - (summary_pieces - 1) + place  # [PLACES]
+        exists = (summary >= 0) & (summary < M_c)
+        share = tl.load(Shares + summary, mask=exists, other=0.0)
+        total = tl.sum(share * weight, axis=0)
         tl.store(Importance + block, total)
 
     return kernel
 
 
-def _run_block_sums(solution: Callable, R: int, L: int, pieces: int) -> Tensor:
-    """Launch the kernel on a text of so many pieces; before and behind `P` lie large numbers."""
+def _run_block_sums(
+    solution: Callable, block_pieces: int, summary_pieces: int, pieces: int
+) -> Tensor:
+    """Launch the kernel on a text of so many pieces; before and behind the shares lies infinity."""
     if hasattr(solution, "run"):
         raise TypeError("this is the kernel itself: hand over the function that returns it")
     kernel = solution()
@@ -480,14 +627,17 @@ def _run_block_sums(solution: Callable, R: int, L: int, pieces: int) -> Tensor:
     if not hasattr(kernel, "run"):
         raise TypeError("the kernel is not decorated with @triton.jit")
     _refuse_tensors_of_the_notebook(kernel.fn)
-    M, NB, K = pieces - L + 1, -(-pieces // R), R + L - 1
-    KT = triton.next_power_of_2(K)
-    p = roomy(1 + torch.arange(M) % 7 + torch.arange(M) / 16, 1000.0)
-    counts = [sum(1 for piece in range(L) if 0 <= i + piece - L + 1 < R) for i in range(K)]
-    weight = torch.full((KT,), 1000.0)
-    weight[:K] = torch.tensor(counts, dtype=torch.float32)
+    M_c, NB = pieces - summary_pieces + 1, -(-pieces // block_pieces)
+    touch = block_pieces + summary_pieces - 1
+    places = triton.next_power_of_2(touch)
+    shares = roomy(1 + torch.arange(M_c) % 7 + torch.arange(M_c) / 16, torch.inf)
+    weight = torch.full((places,), 1000.0)
+    for i in range(touch):
+        shared = range(i - summary_pieces + 1, i + 1)  # its pieces, counted from the block's first
+        weight[i] = sum(0 <= piece < block_pieces for piece in shared)
     importance = roomy(torch.full((NB,), torch.nan), torch.nan)
-    kernel[NB,](p, roomy(weight, 1000.0), importance, M, R, L, K, KT=KT)
+    sizes = (M_c, block_pieces, summary_pieces, touch)
+    kernel[NB,](shares, roomy(weight, 1000.0), importance, *sizes, PLACES=places)
     return importance.cpu()
 
 
@@ -501,65 +651,75 @@ def _refuse_tensors_of_the_notebook(kernel: Callable) -> None:
             raise TypeError(f"`{name}` is a tensor of the notebook, not of the kernel.{meant}")
 
 
-def _sums_case(name: str, R: int, L: int, pieces: int) -> Case:
+def _sums_case(name: str, block_pieces: int, summary_pieces: int, pieces: int) -> Case:
     here = environment.detect()
-    return Case(name, lambda: (R, L, pieces), lambda: here.why_not("triton", here.device))
+    sizes = (block_pieces, summary_pieces, pieces)
+    return Case(name, lambda: sizes, lambda: here.why_not("triton", here.device))
 
 
+_BEGIN = "block * block_pieces - (summary_pieces - 1)"
 _SUMS = TEXTS.exercise(
-    "block_sums", minutes=6, difficulty=2, solution=block_sums, run=_run_block_sums,
+    "block_sums", minutes=8, difficulty=2, solution=block_sums, run=_run_block_sums,
     misconceptions=diffs(block_sums, [
-        (" - (L - 1)", "", "starting with the summaries that begin in the block",
+        (" - (summary_pieces - 1)", "", "starting with the summaries that begin in the block",
          "A summary may begin before the block and end in it. How many pieces before the block "
          "does the first of them begin?"),
-        ("(L - 1)", "1", "starting one summary before the block, whatever the length",
-         "That is right for summaries of two pieces. How far back does a summary of `L` pieces "
-         "begin, if only its last piece is in the block?"),
-        ("(L - 1)", "L", "starting one summary too early",
-         "A summary of `L` pieces that begins `L` pieces before the block ends where the block "
-         "begins. Which is the first whose last piece is in the block?"),
-        ("block * R - (L - 1)", "block * 4 - 1",
+        ("(summary_pieces - 1)", "1", "starting one summary before the block, whatever the length",
+         "That is right for summaries of two pieces. How far back does a summary of "
+         "`summary_pieces` pieces begin, if only its last piece is in the block?"),
+        ("(summary_pieces - 1)", "summary_pieces", "starting one summary too early",
+         "A summary of `summary_pieces` pieces that begins that many pieces before the block "
+         "ends where the block begins. Which is the first whose last piece is in the block?"),
+        (_BEGIN, "block * 4 - 1",
          "taking blocks of 4 pieces and summaries of 2 for all sizes",
-         "That is right for the chapter's example. What do `R` and `L` say about the others?"),
-        ("block * R - (L - 1)", "block * R - (R - 1) - (L - 1)",
+         "That is right for the chapter's example. What do `block_pieces` and `summary_pieces` "
+         "say about the others?"),
+        (_BEGIN, "block * block_pieces - (block_pieces - 1) - (summary_pieces - 1)",
          "executing the paper's Eq. 9 as it stands",
          "Eq. 9 counts blocks and summaries from 1, so your program adds up the block before. At "
          "which piece does block 1 begin here?"),
-        ("block * R", "0", "every program takes the first block",
+        ("block * block_pieces", "0", "every program takes the first block",
          "All programs run the same code. Which number tells one from the next?"),
-        ("block * R - (L - 1)", "0", "every program takes the first block"),
-        ("block * R", "block * K", "stepping from block to block by K summaries",
-         "K summaries touch a block, but neighbours share some of them. After how many pieces "
+        (_BEGIN, "0", "every program takes the first block"),
+        ("block * block_pieces", "block * touch",
+         "stepping from block to block by `touch` summaries",
+         "Neighbouring blocks share some of the summaries that touch them. After how many pieces "
          "does the next block begin?"),
-        ("block * R - (L - 1)", "block * K", "stepping from block to block by K summaries"),
-        ("block * R - (L - 1)", "block", "stepping from block to block by one summary",
-         "A block is `R` pieces long, and one summary begins at each piece. Where does block 1 "
-         "begin?"),
-        ("(summary >= 0) & (summary < M)", "place < KT", "reading summaries that do not exist",
-         "`P` has summaries 0 to M - 1. Block 0 asks for one before them, the last block for "
-         "some behind them. What lies there in memory? (`place < K` does not say. Nor do two "
-         "conditions without parentheses, as `&` comes before `<`.)"),
+        (_BEGIN, "block * touch", "stepping from block to block by `touch` summaries"),
+        (_BEGIN, "block", "stepping from block to block by one summary",
+         "A block is `block_pieces` pieces long, and one summary begins at each piece. Where "
+         "does block 1 begin?"),
+        ("(summary >= 0) & (summary < M_c)", "place < PLACES",
+         "reading summaries that do not exist",
+         "`Shares` has summaries 0 to M_c - 1. Block 0 asks for one before them, the last "
+         "block for some behind them. What lies there in memory? (Two conditions without "
+         "parentheses do not say, as `&` comes before `<`.)"),
+        ("(summary >= 0) & (summary < M_c)", "place < touch",
+         "asking for the place where the summary's number decides",
+         "`place` counts from 0 in every program, so it cannot tell the first block from the last. "
+         "Which of the two names says that a summary lies before the text, or behind it?"),
         ("(summary >= 0) & ", "", "masking only past the last summary",
          "Did you write `and`, or a chain such as `0 <= a < b`? Of two tiles, they keep only the "
          "second condition: join both with `&`. The first block has a summary before it, with a "
-         "negative number. What lies in memory before `P`?"),
-        (" & (summary < M)", "", "masking only before the first summary",
+         "negative number. What lies in memory before `Shares`?"),
+        (" & (summary < M_c)", "", "masking only before the first summary",
          "Did you write `and`, or a chain such as `0 <= a < b`? Of two tiles, they keep only the "
          "second condition: join both with `&`. The last block asks for summaries that never "
-         "begin, because the text ends. What lies in memory behind `P`?"),
+         "begin, because the text ends. What lies in memory behind `Shares`?"),
         ("summary >= 0", "summary > 0", "leaving out summary 0",
          "Summaries count from 0, and number 0 exists. Is your comparison `>` or `>=`?"),
-        ("summary < M", "summary <= M", "one summary too many",
-         "The last summary is M - 1. Is your comparison `<` or `<=`?"),
-        ("p * weight", "p", "forgetting how much of a summary lies in a block",
+        ("summary < M_c", "summary <= M_c", "one summary too many",
+         "The last summary is M_c - 1. Is your comparison `<` or `<=`?"),
+        ("share * weight", "share", "forgetting how much of a summary lies in a block",
          "A summary that lies wholly in the block counts twice as much as one at its edge. Where "
-         "do the numbers of `W` come in?"),
-        ("tl.sum(p * weight, axis=0)", "p * weight", "storing a tile where one number belongs",
-         "`p * weight` is a tile of `KT` numbers, and the block has one place in `Importance`. "
-         "Which function of `tl` makes one number of a tile?"),
+         "do the numbers of `Weights` come in?"),
+        ("tl.sum(share * weight, axis=0)", "share * weight",
+         "storing a tile where one number belongs",
+         "`share * weight` is a tile of `PLACES` numbers, and the block has one place in "
+         "`Importance`. Which function of `tl` makes one number of a tile?"),
         ("tl.sum(", "tl.max(", "taking the largest share in place of the sum",
          "Every summary that touches the block adds to its importance. Which reduction adds?"),
-        ("p * weight, axis=0)", "p * weight, axis=0) / tl.sum(weight, axis=0)",
+        ("share * weight, axis=0)", "share * weight, axis=0) / tl.sum(weight, axis=0)",
          "taking the mean over a block's summaries",
          "Eq. 9 is a plain sum. What do you divide by?"),
     ]),
@@ -572,7 +732,7 @@ _SUMS = TEXTS.exercise(
 )  # fmt: skip
 
 
-EXERCISES = (_OVERLAP, _IMPORTANCE, _CHOOSE, _LEARNS, _SUMS)
+EXERCISES = (_OVERLAP, _SELECT, _LEARNS, _SUMS)
 
 DOUBLES = (
     Double("overlap", names=(
@@ -582,12 +742,6 @@ DOUBLES = (
     Double("overlap", names=(
         "ending the loop over the summaries too early",
         "counting tokens where pieces are asked for")),
-    Double("block_importance", names=(
-        "averaging over the heads", "forgetting how much of a summary lies in a block")),
-    Double("choose_blocks", names=(
-        "listing by score instead of by number", "leaving out the -1s")),
-    Double("choose_blocks", names=(
-        "forced blocks on top of top_n", "choosing blocks of the future")),
     Double("who_learns", names=(
         "taking a gradient of zeros for learning",
         "not allowing for a tensor that o does not depend on")),
@@ -597,7 +751,6 @@ TRAPS = TEXTS.traps
 
 PREDICTIONS = TEXTS.predictions(
     globals(),
-    best_4_blocks={"unit": "%", "tolerance": 0.03},
     cheap_4_blocks={"unit": "%", "tolerance": 0.02},
     one_loud_head={"choices": (0, 1)},
     without_own_block={"unit": "%", "tolerance": 0.05},

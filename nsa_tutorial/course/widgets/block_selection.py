@@ -2,8 +2,8 @@
 much attention the lists hold.
 
 `tiny` makes the example by hand. On the stored heads, `lists` chooses blocks in four ways, and
-`captured`, `output_error` and `blocks_loaded` judge a choice, all by the same queries.
-`draw_overlap`, `draw_query`, `draw_mass`, `draw_choice` and `draw_jump` draw; `explore` puts
+`captured`, `output_error` and `blocks_loaded` judge a choice, all by the same queries. `draw_lists`
+shows a reader's wrong list, the other functions `draw_…` what the chapter tells, and `explore` puts
 controls on `draw_choice`.
 
 Symbols: `N` positions, `HQ` query heads, `H` key/value heads, `G = HQ // H`, `NB` blocks of `BS`
@@ -289,6 +289,69 @@ def _number(x: float) -> str:
 # -- one query --
 
 
+def draw_best(query: int = 505, head: int = 12, n: int = 4) -> Picture:
+    """Where one query's attention goes, block by block: the best blocks in colour, each with the
+    text that it holds."""
+    stored, mass = real()
+    true, own = mass[head, query], query // BS
+    best = true.topk(n).indices.tolist()
+    figure, axes = new_figure(8.0, 2.9)
+    axis = axes[0, 0]
+    colours = [PALETTE["selected" if b in best else "line"] for b in range(own + 1)]
+    axis.bar(range(own + 1), (100 * true[: own + 1]).tolist(), 0.7, color=colours)
+    told = [(b, 100 * true[b].item(), stored.text[BS * b : BS * (b + 1)].decode()) for b in best]
+    lines = [f"block {b}  {share:2.0f}%  {text!r}" for b, share, text in told]
+    axis.text(
+        0.04, 0.94, "\n".join(lines), transform=axis.transAxes, va="top", family="monospace",
+        fontsize=9.5, linespacing=1.7, color=INKS["selected"],
+    )  # fmt: skip
+    axis.set_xlim(-0.7, own + 0.7)
+    axis.set_xticks(range(0, own + 1, 4))
+    axis.set_xlabel(f"block of {BS} tokens (a token is a byte of Python)", fontsize=9)
+    axis.set_ylabel("share of the attention, %", fontsize=9)
+    return Picture(
+        figure,
+        f"Token {query} sees {own + 1} blocks, and {n} of them hold {true[best].sum():.0%} of its "
+        "attention",
+    )
+
+
+def draw_lists(arguments: tuple, got: Tensor, expected: Tensor) -> Picture:
+    """The importance of each block to the first query whose list is wrong: the right list shaded,
+    the other one marked.
+
+    Args:
+        arguments: of `select_blocks`, and the first query whose list is judged.
+        got, expected: the lists from that query on, `[queries, H, top_n]`.
+    """
+    q, k_cmp, lse, _, block_size, length, stride, _, _, since = arguments
+    row, head = (got != expected).any(-1).nonzero()[0].tolist()
+    N, query = len(q), since + row
+    own = query // block_size
+    queries = query_rows(1, N, N, causal=True, cu_seqlens=None, device=q.device)
+    rows = summary_rows(queries, N, length=length, stride=stride, cu_seqlens=None)
+    overlap = block_selection.overlap_weights(length, stride, block_size, -(-N // block_size))
+    worth = block_selection.importance(
+        q[None], k_cmp[None], rows, lse[None], overlap=overlap, scale=q.shape[-1] ** -0.5
+    )[0, query, head, : own + 1]
+    yours, right = got[row, head].tolist(), expected[row, head].tolist()
+    figure, axes = new_figure(8.0, 2.2)
+    axis = axes[0, 0]
+    for block in right:
+        if block >= 0:
+            axis.axvspan(block - 0.5, block + 0.5, color=PALETTE["selected"], alpha=0.22,
+                         linewidth=0)  # fmt: skip
+    axis.bar(range(own + 1), worth.tolist(), 0.62, color=PALETTE["compressed"])
+    low = -0.08 * max(worth.max().item(), 1e-6)
+    marked = [b for b in yours if b >= 0]
+    axis.plot(marked, [low] * len(marked), "^", color=PALETTE["query"], clip_on=False)
+    axis.set_xlim(-0.6, max(own, *marked, *right) + 0.6)
+    axis.set_xlabel("block (expected list shaded, yours marked)", fontsize=9)
+    axis.set_ylabel("importance", fontsize=9)
+    of_head = f", KV head {head}" if k_cmp.shape[1] > 1 else ""
+    return Picture(figure, f"Query {query}{of_head}: your list is {yours}, expected {right}")
+
+
 def draw_query(
     query: int = 505,
     kv_head: int = 3,
@@ -298,8 +361,8 @@ def draw_query(
     length: int = 8,
     stride: int = 4,
 ) -> Picture:
-    """One query of one group: above the importance of each block, below the attention it really
-    gets; the list is shaded."""
+    """One query of one group: above what summaries guess of each block (its importance), below the
+    attention it really gets; the list is shaded."""
     stored, mass = real()
     mine = slice(kv_head * stored.G, (kv_head + 1) * stored.G)
     ids = lists("summaries", n, num_local=num_local, length=length, stride=stride)[
@@ -313,7 +376,7 @@ def draw_query(
     figure.set_layout_engine(None)
     figure.subplots_adjust(left=0.1, right=0.985, top=0.85, bottom=0.13, hspace=0.25)
     rows = (
-        (axes[0, 0], importance / importance.sum(), "compressed", "importance"),
+        (axes[0, 0], importance / importance.sum(), "compressed", "guess"),
         (axes[1, 0], true, "text", "true attention"),
     )
     for axis, values, colour, label in rows:
@@ -386,6 +449,60 @@ def draw_mass(n: int = 4, kv_head: int = 3) -> Picture:
                            "attention, the best "
                            f"{at[everyone, 'oracle']}; in {group} {at[group, 'summaries']} and "
                            f"{at[group, 'oracle']}")  # fmt: skip
+
+
+def draw_near_and_far(kv_head: int = 3, n: int = 4) -> Picture:
+    """The attention that lists hold for one group's queries: those whose best block is among the
+    latest `n`, and those whose best block is further back."""
+    stored, mass = real()
+    mine = slice(kv_head * stored.G, (kv_head + 1) * stored.G)
+    t = torch.arange(SINCE, mass.shape[1])
+    is_far = t // BS - mass[mine].mean(0).argmax(-1)[t] >= n
+    figure, axes = new_figure(8.0, 2.7)
+    axis, shares = axes[0, 0], {}
+    kinds = {"near": t[~is_far], "far": t[is_far]}
+    for column, (kind, queries) in enumerate(kinds.items()):
+        for i, by in enumerate(SOURCES):
+            ids = lists(by, n, num_local=int(by == "summaries"))
+            share = 100 * (mass * listed(ids)).sum(-1)[mine, queries].mean().item()
+            shares[kind, by], place = f"{share:.0f}%", column + 0.2 * (i - 1.5)
+            label = _TITLES[by] if column == 0 else None
+            axis.bar(place, share, 0.18, color=PALETTE[_COLOURS[by]], label=label)
+            axis.text(place, share + 1.5, f"{share:.0f}", ha="center", fontsize=9,
+                      color=PALETTE["text"])  # fmt: skip
+    axis.set_xticks([0, 1], [f"{kind}: {len(queries)} queries" for kind, queries in kinds.items()])
+    axis.tick_params(axis="x", length=0)
+    axis.set_xlim(-0.5, 2.2)
+    axis.set_ylim(0, 72)
+    axis.set_ylabel("attention held, %", fontsize=9)
+    axis.legend(loc="upper right", fontsize=9, frameon=False)
+    return Picture(
+        figure,
+        f"KV head {kv_head}, far queries: {n} blocks from summaries hold "
+        f"{shares['far', 'summaries']}, the latest {n} {shares['far', 'latest']}",
+    )
+
+
+def draw_errors(n: int = 4) -> Picture:
+    """How far the output of selected attention is from dense attention, by who made the lists."""
+    figure, axes = new_figure(8.0, 2.0)
+    axis, errors = axes[0, 0], {}
+    for row, by in enumerate(SOURCES):
+        ids = lists(by, n, num_local=int(by == "summaries"))
+        errors[by] = 100 * output_error(ids)
+        axis.barh(row, errors[by], 0.62, color=PALETTE[_COLOURS[by]])
+        told = f"{errors[by]:.0f}%, with {captured(ids).mean():.0%} of the attention held"
+        axis.text(errors[by] + 1.5, row, told, va="center", fontsize=9, color=PALETTE["text"])
+    axis.set_yticks(range(len(SOURCES)), [_TITLES[by] for by in SOURCES])
+    axis.tick_params(axis="y", length=0)
+    axis.set_ylim(len(SOURCES) - 0.5, -0.5)
+    axis.set_xlim(0, 165)
+    axis.set_xlabel("error of the output, %", fontsize=9)
+    return Picture(
+        figure,
+        f"{n} blocks from summaries leave an error of {errors['summaries']:.0f}%, the best {n} "
+        f"{errors['oracle']:.0f}%",
+    )
 
 
 # -- the choice, all queries of a group --
