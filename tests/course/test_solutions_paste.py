@@ -7,6 +7,7 @@ import ast
 import builtins
 import dis
 import linecache
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType
@@ -24,16 +25,20 @@ ALL = [(c, e) for c in exercises.chapters() for e in exercises.chapter_exercises
 
 
 def imports_above(chapter: str, name: str) -> Iterator[ast.stmt]:
-    """The import statements of the chapter's cells, down to the exercise; those inside of functions
-    are none."""
+    """The import statements of the chapter's cells, down to the exercise, and what the cells take
+    from the reader's library by `built`; imports inside of functions are none."""
     for cell in nbformat.read(CHAPTER[chapter], 4).cells:
         if cell.source.startswith(f'exercise("{chapter}", "{name}")'):
             return
-        if cell.cell_type != "code" or "import" not in cell.source:
+        if cell.cell_type != "code" or not re.search(r"import|= built\(", cell.source):
             continue
         for statement in ast.parse(cell.source).body:
             within = statement.body if isinstance(statement, ast.If) else [statement]
-            yield from (s for s in within if isinstance(s, ast.Import | ast.ImportFrom))
+            yield from (
+                s for s in within
+                if isinstance(s, ast.Import | ast.ImportFrom)
+                or (isinstance(s, ast.Assign) and re.search(r"= \(?built\(", ast.unparse(s)))
+            )  # fmt: skip
     raise AssertionError(f"the chapter does not pose {name}")
 
 
