@@ -1,10 +1,11 @@
-"""Exercises of chapter 04: which tiles to skip, and the whole walk; then, for readers with more
-time, the ragged tail, a small kernel with two bugs, and what a walk costs.
+"""Exercises of chapter 04: the whole walk, from an empty body; then, for readers with more time,
+which tiles to skip, the ragged tail, and a small kernel with two bugs.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 import warnings
@@ -13,15 +14,17 @@ from types import CodeType
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from nsa_tutorial.course.attempts import expect_unchanged
 from nsa_tutorial.course.diffs import Edited, diffs
-from nsa_tutorial.course.exercises import Case, Double
+from nsa_tutorial.course.exercises import Case, Double, Stage
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.room import roomy
 from nsa_tutorial.course.texts import Texts
-from nsa_tutorial.exact import online_softmax
-from nsa_tutorial.exact.online_softmax import LOG2_E
 from nsa_tutorial.runtime import environment
 
 TEXTS = Texts(__name__)
@@ -29,6 +32,425 @@ TEXTS = Texts(__name__)
 
 def _random(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# -- tiled_attention --
+
+
+def tiled_attention(
+    q: Tensor, k: Tensor, v: Tensor, tile_q: int, tile_k: int
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of one head: o [N, DV] and lse [N], one tile of scores at a time."""
+    (N, D), M = q.shape, len(k)
+    outputs, lses = [], []  # a part for each tile of queries
+    for position in torch.arange(M - N, M).split(tile_q):  # [BQ], of this tile's queries
+        q_tile = D**-0.5 * q[position - (M - N)]  # [BQ, D]
+        scores_max = torch.full((len(position),), -torch.inf)  # [BQ], before the first key
+        running_sum = torch.zeros(len(position))  # [BQ]
+        acc_o = torch.zeros(len(position), v.shape[1])  # [BQ, DV]
+        for key_position in torch.arange(M).split(tile_k):  # [BK], of this tile's keys
+            if key_position[0] > position[-1]:
+                break  # no query of this tile sees a key from here on
+            acc_s = q_tile @ k[key_position].T  # [BQ, BK]
+            acc_s = acc_s.masked_fill(key_position > position[:, None], -torch.inf)
+            before, scores_max = scores_max, torch.maximum(scores_max, acc_s.amax(1))
+            scores_scale = torch.exp(before - scores_max)  # [BQ], old units into new ones
+            p = torch.exp(acc_s - scores_max[:, None])  # [BQ, BK]
+            running_sum = running_sum * scores_scale + p.sum(1)
+            acc_o = acc_o * scores_scale[:, None] + p @ v[key_position]
+        outputs.append(acc_o / running_sum[:, None])
+        lses.append(scores_max + torch.log(running_sum))
+    return torch.cat(outputs), torch.cat(lses)
+
+
+class _Held(TorchDispatchMode):
+    """Measures the tensors that an attempt makes and that hold at least a tile of numbers: the
+    shape of the largest, and how many numbers they hold together at any moment."""
+
+    def __init__(self, tile: int) -> None:
+        super().__init__()
+        self.tile, self.shape, self.largest, self.most = tile, [0], 0, 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                self._note(x)
+        return result
+
+    def _note(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        numbers = storage.nbytes() // x.element_size()
+        if numbers < self.tile:
+            return
+        if numbers > self.largest:
+            self.largest, self.shape = numbers, list(x.shape)
+        self._alive = {n: pair for n, pair in self._alive.items() if not pair[0].expired()}
+        self._alive[storage.data_ptr()] = (StorageWeakRef(storage), numbers)
+        self.most = max(self.most, sum(numbers for _, numbers in self._alive.values()))
+
+
+_A_TILE = "a tile, never more"
+_TILES = 12  # scores, scaled, masked, their mask, powers: a few tiles for one
+
+
+def _run_tiled(
+    solution: Callable, q: Tensor, k: Tensor, v: Tensor, tile_q: int, tile_k: int,
+    asks_lse: bool = False,
+) -> object:  # fmt: skip
+    """The output, how many scores existed at once, and `lse` where it is asked for.
+
+    Where an input is as large as a tile, what is a table of scores cannot be told.
+    """
+    given, tile = [x.clone() for x in (q, k, v)], tile_q * tile_k
+    with _Held(tile) as held:
+        result = solution(q, k, v, tile_q, tile_k)
+    expect_unchanged((q, k, v), given)
+    if result is None:
+        return None
+    o, *others = result if isinstance(result, tuple | list) else (result,)
+    said = _A_TILE
+    if max(x.numel() for x in (q, k, v)) < tile < len(q) * len(k):
+        if held.largest >= 2 * tile:
+            said = f"{' × '.join(map(str, held.shape))} in one tensor"
+        elif held.most > _TILES * tile:
+            said = "many tiles, each in a tensor of its own"
+    if not asks_lse:
+        return o, said
+    if len(others) != 1:
+        raise TypeError("two tensors are asked for: return o, lse")
+    return o, said, others[0]
+
+
+def _whole_table(q: Tensor, k: Tensor, v: Tensor, tile_q: int, tile_k: int) -> tuple:
+    s = q.shape[1] ** -0.5 * q @ k.T
+    hidden = torch.arange(len(k)) > torch.arange(len(k) - len(q), len(k))[:, None]
+    s = s.masked_fill(hidden, -torch.inf)
+    lse = torch.logsumexp(s, 1)
+    return torch.exp(s - lse[:, None]) @ v, lse
+
+
+def _row_of_tiles(q: Tensor, k: Tensor, v: Tensor, tile_q: int, tile_k: int) -> tuple:
+    return tiled_attention(q, k, v, tile_q, len(k))
+
+
+def _column_of_tiles(q: Tensor, k: Tensor, v: Tensor, tile_q: int, tile_k: int) -> tuple:
+    return tiled_attention(q, k, v, len(q), tile_k)
+
+
+def _first_tile(q: Tensor, k: Tensor, v: Tensor, tile_q: int, tile_k: int) -> tuple:
+    s = q.shape[1] ** -0.5 * q[:tile_q] @ k[:tile_k].T
+    lse = torch.logsumexp(s, 1)
+    return torch.exp(s - lse[:, None]) @ v[:tile_k], lse
+
+
+def _all_kept(q: Tensor, k: Tensor, v: Tensor, tile_q: int, tile_k: int) -> tuple:
+    """The tiles of scores of a row are kept until its maximum is known."""
+    results, M, scale = [], len(k), q.shape[1] ** -0.5
+    for position in torch.arange(M - len(q), M).split(tile_q):
+        q_tile = scale * q[position - (M - len(q))]
+        keys = [x for x in torch.arange(M).split(tile_k) if x[0] <= position[-1]]
+        tiles = [(q_tile @ k[x].T).masked_fill(x > position[:, None], -torch.inf) for x in keys]
+        largest = functools.reduce(torch.maximum, [s.amax(1) for s in tiles])
+        powers = [torch.exp(s - largest[:, None]) for s in tiles]
+        total = sum(p.sum(1) for p in powers)
+        o = sum(p @ v[x] for p, x in zip(powers, keys, strict=True)) / total[:, None]
+        results.append((o, largest + torch.log(total)))
+    o, lse = zip(*results, strict=True)
+    return torch.cat(o), torch.cat(lse)
+
+
+def _unmasked(
+    N: int, rise: float, tile_q: int, tile_k: int, *, DV: int = 2, seed: int = 0, steep: float = 8.0
+) -> tuple:
+    """Tokens whose later keys score so low that a mask changes nothing: from key to key, scores
+    rise by `rise`, and fall steeply after a query's own position. The largest are above 20, so a
+    finite mask changes nothing either."""
+    i = torch.arange(float(N))
+    steepness = 48 / steep + abs(rise) / 4
+    k = torch.stack((-(steep**i), 32 + steepness + rise * i), 1)
+    q = torch.stack((steepness * steep**-i, torch.ones(N)), 1)
+    return q, k, _random(N, DV, seed=seed), tile_q, tile_k
+
+
+def _long() -> tuple:
+    """48 tokens two numbers wide, so that no input is as large as a tile."""
+    return _unmasked(48, 0.1, 24, 6, seed=20, steep=4.0)
+
+
+def _alike() -> tuple:
+    q, k, v, *_ = _unmasked(2, 2, 2, 2)
+    return q, k, torch.ones_like(v), 2, 2
+
+
+def _drawn(N: int, M: int, tile_q: int, tile_k: int, seed: int, D: int = 4, DV: int = 3) -> tuple:
+    sizes = ((N, D), (M, D), (M, DV))
+    return (*(_random(*x, seed=seed + i) for i, x in enumerate(sizes)), tile_q, tile_k)
+
+
+def _steep(direction: int) -> tuple:
+    k = direction * 100 * torch.arange(7.0)[:, None]
+    return torch.ones(7, 1), k, _random(7, 2, seed=9), 3, 2
+
+
+def _far_below_zero(N: int, tile_q: int, tile_k: int) -> tuple:
+    """Scores from -4e36 on that rise by 1e36 from key to key, so each query takes its own value."""
+    k = 1e36 * torch.arange(-4.0, 0)[:N, None]
+    return torch.ones(N, 1), k, torch.tensor([1.0, 2.0, 6.0, 7.0])[:N, None], tile_q, tile_k
+
+
+_MASKED = ".masked_fill(key_position > position[:, None], -torch.inf)"
+_POWERS = "torch.exp(acc_s - scores_max[:, None])"
+_STOP = "key_position[0] > position[-1]"
+_FINITE = "a finite mask, where -inf is meant"
+_RETURN = "`return` where only the walk along the keys should stop"
+_ONE_STATE = "one state for all tiles of queries"
+_LAST_KEY = "skipping a tile by its last key"
+_NO_NUMBER = "no numbers left after the first tile"
+_UNSHIFTED = "powers of scores without their maximum taken off"
+_NO_RESCALE = "sums that are not rescaled when the maximum grows"
+
+_BUILD = TEXTS.exercise(
+    "tiled_attention",
+    minutes=28, difficulty=3, solution=tiled_attention,
+    run=_run_tiled,
+    returns=("o", "scores at once", "lse"),
+    forbidden=(
+        ("torch.softmax", "PyTorch's softmax"),
+        ("torch.log_softmax", "PyTorch's softmax"),
+        ("torch.scaled_dot_product_attention", "PyTorch's attention"),
+        ("nsa_tutorial", "the course's own function"),
+    ),
+    stages=(
+        Stage("shapes", (
+            Case("one token, a key of width 2, a value of width 3", lambda: (
+                torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 1.0]]),
+                torch.tensor([[1.0, 2.0, 4.0]]), 1, 1)),
+            Case("two tokens whose values are alike, tiles of 2 × 2", _alike),
+        )),
+        Stage("one tile", (
+            Case("three tokens in a tile of 3 × 3; no mask is needed, as later keys score far "
+                 "below", lambda: _unmasked(3, 2, 3, 3)),
+            Case("three tokens, scores that rise by the hundred",
+                 lambda: _unmasked(3, 150, 3, 3, seed=1)),
+        )),
+        Stage("many tiles", (
+            Case("four tokens, tiles of 2 × 2, no mask needed", lambda: _unmasked(4, 2, 2, 2)),
+            Case("nine tokens, tiles of 3 × 3, scores that rise",
+                 lambda: _unmasked(9, 3, 3, 3, seed=3)),
+            Case("nine tokens, tiles of 3 × 3, scores that fall",
+                 lambda: _unmasked(9, -40, 3, 3, seed=4)),
+            Case("48 tokens, tiles of 24 × 6, while somebody watches how many scores exist",
+                 _long),
+        )),
+        Stage("ragged tails", (
+            Case("seven tokens, tiles of 3 × 2", lambda: _unmasked(7, 2, 3, 2, seed=5)),
+            Case("five tokens, tiles of 2 × 3", lambda: _unmasked(5, 2, 2, 3, seed=6)),
+            Case("three tokens, tiles of 64 × 64", lambda: _unmasked(3, 2, 64, 64, seed=7)),
+        )),
+        Stage("causal mask", (
+            Case("three tokens with scores -4e36, -3e36, -2e36, one tile",
+                 lambda: _far_below_zero(3, 3, 3)),
+            Case("four tokens with scores from -4e36 to -1e36, tiles of 2 × 4",
+                 lambda: _far_below_zero(4, 2, 4)),
+            Case("nine tokens, tiles of 4 × 3", lambda: _drawn(9, 9, 4, 3, seed=30)),
+            Case("scores that rise by the hundred", lambda: _steep(1)),
+        )),
+        # the first tile of queries is finite only if the second tile of values is left alone
+        Stage("skipped tiles", (
+            Case("4 tokens, tiles of 2 × 2, the values of tokens 2 and 3 are NaN", lambda: (
+                torch.ones(4, 1), torch.tensor([[0.0], [1.0], [2.0], [3.0]]),
+                torch.tensor([[1.0], [2.0], [torch.nan], [torch.nan]]), 2, 2)),
+        )),
+        Stage("fewer queries than keys", (
+            Case("the last 2 of 4 positions, tiles of 2 × 2", lambda: _drawn(2, 4, 2, 2, seed=40)),
+            Case("the last 5 of 12 positions, tiles of 2 × 5",
+                 lambda: _drawn(5, 12, 2, 5, seed=43)),
+            Case("one query, 9 keys: decoding", lambda: _drawn(1, 9, 4, 4, seed=46)),
+        )),
+        Stage("lse", (
+            Case("three tokens, one number wide, tiles of 2 × 2", lambda: (
+                torch.tensor([[1.0], [2.0], [1.0]]), torch.tensor([[0.0], [1.0], [-1.0]]),
+                torch.tensor([[1.0], [2.0], [4.0]]), 2, 2, True)),
+            Case("the last 5 of 12 positions, tiles of 2 × 5",
+                 lambda: (*_drawn(5, 12, 2, 5, seed=50), True)),
+            Case("scores that fall by the hundred", lambda: (*_steep(-1), True)),
+        )),
+    ),
+    misconceptions=diffs(tiled_attention, [
+        (_MASKED, "", "tiles on the diagonal left unmasked",
+         "In a tile on the diagonal, which queries have to be kept from which keys? (If you do "
+         "call `masked_fill`: it changes nothing in place. Where does its result go?)"),
+        (_first_tile, "a single tile, and no loop yet",
+         "The first tile is right. One loop takes the next tiles of keys into the state, and one "
+         "goes over the tiles of queries. Which of them is the outer one?"),
+        (_whole_table, "the table of all scores at once",
+         "48 queries and 48 keys met in one product, or in one mask. With 65,536 tokens that is "
+         "16 GiB. Over what do the two loops go?"),
+        (_row_of_tiles, "all keys at once, for a tile of queries",
+         "You cut the queries into tiles, but each tile meets all its keys in one product. What "
+         "does the state let you forget?"),
+        (_column_of_tiles, "all queries at once, for a tile of keys",
+         "You cut the keys into tiles, but all queries meet each tile of them in one product. "
+         "Which of the two loops is missing?"),
+        (_all_kept, "all tiles of a row kept, until the maximum is known",
+         "Each tile is small, but you keep them all, and together they are rows of the table. "
+         "What lets chapter 03 use a maximum that may still grow?"),
+        *((_MASKED, _MASKED.replace("-torch.inf", fill), _FINITE,
+         "Somewhere every visible score is far below your number, and the hidden keys get all "
+         "the weight: chapter 01's model reads the future this way. Which score can no other be "
+         "below?") for fill in ("-1e9", "-1e4", "-1e30", "-100", "-50", "-20", "-10", "-1e10",
+                                "-1e8", "-1e6", "-1e5", "-1000", "-30", "-5")),
+        (_MASKED, _MASKED.replace("-torch.inf", "0.0"), "writing zeros where -inf is meant",
+         "A hidden score of 0 still gets a weight. Which score gets none?"),
+        ({_MASKED: "", _POWERS: f"{_POWERS}.masked_fill(key_position > position[:, None], 0)"},
+         "hidden scores that count for the maximum",
+         "You hide keys after the powers are taken. If a hidden score is the largest, every "
+         "visible power can come out as 0. When must a key be hidden, so that the maximum does "
+         "not see it?"),
+        ({_MASKED: "",
+         "k[key_position].T": "k[key_position].masked_fill(key_position > position[:, None], "
+                              "-torch.inf).T"}, "masking the keys, not the scores",
+         "A key is hidden from some queries and seen by others, so it cannot be hidden by itself. "
+         "Which tensor has a place for each pair of a query and a key?"),
+        ({_MASKED: "",
+         "k[key_position].T": "k[key_position].masked_fill((key_position > position[:, None])"
+                              ".any(0)[:, None], -torch.inf).T"},
+         "masking the keys, not the scores"),
+        (_STOP, "key_position[0] > position[0]",
+         "skipping tiles that only the first query of the tile does not see",
+         "Some visible keys are missing. Which query of a tile sees the most, and so decides "
+         "when the walk along the keys may stop?"),
+        (_STOP, "key_position[-1] > position[-1]", _LAST_KEY,
+         "A tile on the diagonal may end after the last query, yet its first keys are visible. "
+         "Which key of a tile tells you that nobody sees any of it?"),
+        (_STOP, "key_position[0] + tile_k - 1 > position[-1]", _LAST_KEY),
+        (_STOP, "key_position[0] + tile_k > position[-1]", _NO_NUMBER,
+         "Your first tile leaves NaN. Is it skipped, because only its first key was to decide? Or "
+         "is the factor upside down, exp(new maximum - old one)? The old one is -inf at first, "
+         "which makes that factor infinite, and infinity times 0 is NaN."),
+        ("(before - scores_max)", "(scores_max - before)", _NO_NUMBER),
+        (_STOP, "key_position[-1] > position[0]", "stopping at the first tile that is not full",
+         "A tile on the diagonal is not full, but some of its pairs are visible. Which query of "
+         "the tile sees the most? And which key of a tile do queries see first?"),
+        (_STOP, "key_position > position", "stopping by a comparison of all positions",
+         "`if` needs one yes or no, and you compare two vectors. One query decides, and one key. "
+         "Which ones?"),
+        (_STOP, "key_position[0] // tile_k > position[0] // tile_q",
+         "comparing the numbers of tiles, not positions",
+         "Tile 2 of the queries and tile 2 of the keys begin at the same position only where "
+         "`tile_q` equals `tile_k`. At which positions do they begin here?"),
+        (_STOP, "key_position[0] >= position[-1]",
+         "skipping a tile whose first key is the last query's own position",
+         "One visible pair is enough to keep a tile. Does a query see its own position?"),
+        (_STOP, "False", "computing tiles of which nothing is visible",
+         "Here the later values are NaN, and 0 · NaN is NaN: a mask only hides what was "
+         "computed. After which position need no tile of keys be loaded?"),
+        ("break", "return torch.cat(outputs), torch.cat(lses)", _RETURN,
+         "`return` leaves the whole function, so all later tiles of queries are missing. Which "
+         "word leaves one loop?"),
+        ("break", "return acc_o / running_sum[:, None], scores_max + torch.log(running_sum)",
+         _RETURN),
+        ("break", "return torch.zeros(N, v.shape[1]), torch.zeros(N)", _RETURN),
+        ({"torch.arange(M - N, M)": "torch.arange(N)", "q[position - (M - N)]": "q[position]"},
+         "taking the queries for the first N positions",
+         "They are the last `N` of the `M`. At which position does query 0 stand?"),
+        ("key_position > position[:, None]",
+         "torch.arange(len(key_position)) > torch.arange(len(position))[:, None]",
+         "a triangle within the tile, wherever the tile lies",
+         "`tril` and `triu` compare row and column inside the tile. At which positions in the "
+         "whole text do the first query and the first key of the tile stand?"),
+        ("key_position > position[:, None]", "key_position > position",
+         "comparing each key with only one query",
+         "You compare two vectors place by place. The mask is a table `[BQ, BK]`: which of the "
+         "two must be a column? To stop, one position of each is enough."),
+        ("key_position > position[:, None]", "key_position[:, None] > position",
+         "hiding the past and leaving the future",
+         "`masked_fill` fills where its mask is True. Which pairs does your mask name, and has it "
+         "a row for each query, as `acc_s` has?"),
+        ("fill(key_position", "fill(torch.arange(len(key_position))",
+         "counting a tile's keys from 0",
+         "Your mask compares a column with a position. Which key is column 0 of the tile?"),
+        ("> position[:, None]", ">= position[:, None]", "hiding a query's own position from it",
+         "A query sees the keys at its own position and before. Does your comparison allow "
+         "equality?"),
+        ("> position[:, None]", "<= position[:, None]", "hiding the past and leaving the future"),
+        ("> position[:, None]", "< position[:, None]", "hiding the past and leaving the future"),
+        ({"torch.full((len(position),), -torch.inf)": "state[0][: len(position)]",
+         "torch.zeros(len(position))": "state[1][: len(position)]",
+         "torch.zeros(len(position), v.shape[1])": "state[2][: len(position)]",
+         "outputs, lses = [], []": "outputs, lses = [], []\n    state = torch.full((tile_q,), "
+         "-torch.inf), torch.zeros(tile_q), torch.zeros(tile_q, v.shape[1])",
+         "outputs.append(": "state = scores_max, running_sum, acc_o\n        outputs.append("},
+         _ONE_STATE,
+         "Your later rows remember what other queries saw. When does a tile of queries need an "
+         "empty state?"),
+        ({"torch.full((len(position),)": "torch.full((tile_q,)",
+         "torch.zeros(len(position))": "torch.zeros(tile_q)",
+         "torch.zeros(len(position), v": "torch.zeros(tile_q, v"},
+         "a state of `tile_q` rows for a tile that holds fewer",
+         "The last tile of queries may hold fewer rows. How many rows has its state, and how "
+         "many have its scores?"),
+        ("fill(key_position", "fill(key_position[0] + torch.arange(tile_k)",
+         "`tile_k` key positions for a tile that holds fewer",
+         "The last tile of keys may hold fewer than `tile_k`. How many columns has `acc_s` "
+         "there, and how many has your mask?"),
+        ({"before, scores_max = scores_max,": "before = torch.full_like(scores_max, -torch.inf)\n"
+         "            scores_max =", "torch.maximum(scores_max, acc_s.amax(1))": "acc_s.amax(1)"},
+         "starting anew at every tile of keys",
+         "Only the last tile of keys counts. The state is what joins them. Where in the two "
+         "loops should it start?"),
+        (".split(tile_q)", ".split(tile_q)[: max(N // tile_q, 1)]",
+         "dropping the last queries where tile_q does not divide N",
+         "The last tile may hold fewer rows. How many tiles of 4 do 9 queries need?"),
+        (".split(tile_k)", ".split(tile_k)[: max(M // tile_k, 1)]",
+         "dropping the last keys where tile_k does not divide M",
+         "The last tile may hold fewer keys, and the last queries see them. How far does your "
+         "inner loop go?"),
+        ("D**-0.5 * ", "", "leaving out the scale",
+         "Your dot products count in full. By what does chapter 01 multiply them?"),
+        ("D**-0.5 * ", "D**-1 * ", "dividing by D where √D is meant",
+         "A sum of D random products is about √D large, not D. Which power belongs there?"),
+        ({"torch.maximum(scores_max, acc_s.amax(1))": "scores_max.clamp(min=0)",
+         "torch.full((len(position),), -torch.inf)": "torch.zeros(len(position))"},
+         _UNSHIFTED,
+         "e²⁰⁰ is more than a float holds, so a large score gives infinity, and infinity through "
+         "infinity gives NaN. What does chapter 03 take off each score first?"),
+        ({"torch.full((len(position),), -torch.inf)": "torch.zeros(len(position))"},
+         "a maximum that starts at 0",
+         "Where all scores are far below 0, your maximum stays at 0 and every power becomes 0. "
+         "What is the largest of no scores?"),
+        ({"running_sum * scores_scale": "running_sum", "acc_o * scores_scale[:, None]": "acc_o"},
+         _NO_RESCALE,
+         "The sums so far were measured from the old maximum. What are they worth when it has "
+         "grown?"),
+        ("acc_o * scores_scale[:, None]", "acc_o", "an output that is not rescaled",
+         "You rescale the sum when the maximum grows, but not the output's numerator. Are they "
+         "in the same units?"),
+        ("running_sum * scores_scale", "running_sum", "a sum that is not rescaled",
+         "You rescale the output's numerator when the maximum grows, but not the sum. Are they in "
+         "the same units?"),
+        ("acc_o / running_sum[:, None]", "acc_o", "numerators that were not divided",
+         "`acc_o` is a sum of weighted values. What divides it at the end of a row?"),
+        ("return torch.cat(outputs), torch.cat(lses)", "return torch.cat(lses), torch.cat(outputs)",
+         "`lse` before `o`", "Both are asked for. In which order?"),
+        ("return torch.cat(outputs), torch.cat(lses)", "return torch.cat(outputs)",
+         "`o` without its `lse`",
+         "The second result is one number a row. What of the last state do you need for it?"),
+        ("scores_max + torch.log(running_sum)", "torch.log(running_sum)",
+         "the logarithm of the sum without its maximum",
+         "Your sum is measured from the row's maximum. What has to come back to it?"),
+        ("scores_max + torch.log(running_sum)", "scores_max + running_sum",
+         "a sum where its logarithm is meant",
+         "`lse` is a logarithm of a sum of powers. What stands between `exp` and the sum?"),
+        ("scores_max + torch.log(running_sum)",
+         "(scores_max + torch.log(running_sum)) * 1.4426950408889634",
+         "a logarithm to base two", "The lse is a natural logarithm. By what do the two differ?"),
+    ]),
+)  # fmt: skip
 
 
 # -- tile_kinds --
@@ -94,6 +516,19 @@ _KINDS = TEXTS.exercise(
          "comparing the numbers of tiles, not positions",
          "Tile 2 of the queries and tile 2 of the keys begin at the same position only where "
          "`tile_q` equals `tile_k` and `N` equals `M`. At which positions do they begin here?"),
+        *(({"first_key > last_query": f"first_key // tile_k > {query} // tile_q",
+           "last_key <= first_query": f"first_key // tile_k < {query} // tile_q"},
+          "comparing the numbers of tiles, not positions")
+          for query in ("first_query", "last_query")),
+        ({"first_key > last_query": "first_key > first_query",
+         "last_key <= first_query": "first_key < first_query"},
+         "calling a tile diagonal only where its queries and its keys start together",
+         "The diagonal may cross a tile that starts earlier or later. Which of a tile's queries "
+         "sees the most, and which the least?"),
+        ({'row += "S"': 'row += "F"', 'row += "F"': 'row += "S"'},
+         "`S` and `F` in each other's places",
+         "You call a tile full of which nothing is visible. Which comparison says that the tile "
+         "comes after all of its queries?"),
         ({"first_query = M - N +": "first_query =", "last_query = M - N +": "last_query ="},
          "taking the queries for the first N positions",
          "The queries are the last `N` of the `M` positions, so earlier keys come before query "
@@ -157,172 +592,6 @@ _KINDS = TEXTS.exercise(
         Case("the last 5 of 13 positions, tiles of 2 × 4", lambda: (5, 13, 2, 4)),
         Case("one query, 9 keys: decoding", lambda: (1, 9, 4, 4)),
         Case("tiles of one query and one key", lambda: (3, 4, 1, 1)),
-    ),
-)  # fmt: skip
-
-
-# -- attend_in_tiles --
-
-
-def attend_in_tiles(
-    q: Tensor, k: Tensor, v: Tensor, tile_q: int, tile_k: int
-) -> tuple[Tensor, Tensor]:
-    """Causal attention of one head: o [N, DV] and lse [N], one tile of scores at a time."""
-    N, M, scale = len(q), len(k), q.shape[1] ** -0.5
-    outputs = []  # a pair (o, lse) for each tile of queries
-    for position in torch.arange(M - N, M).split(tile_q):  # [BQ], of this tile's queries
-        q_tile = q[position - (M - N)]
-        state = online_softmax.start(len(q_tile), v.shape[1])
-        for key_position in torch.arange(M).split(tile_k):  # [BK], of this tile's keys
-            if key_position[0] > position[-1]:
-                break  # no query of this tile sees a key from here on
-            acc_s = q_tile @ k[key_position].T  # [BQ, BK]
-            acc_s = acc_s.masked_fill(key_position > position[:, None], -torch.inf)
-            state = online_softmax.update(state, acc_s, v[key_position], scale * LOG2_E)
-        outputs.append(online_softmax.finish(state, scale))
-    o, lse = zip(*outputs, strict=True)
-    return torch.cat(o), torch.cat(lse)
-
-
-def _steep(direction: int) -> tuple:
-    k = direction * 100 * torch.arange(7.0)[:, None]
-    return torch.ones(7, 1), k, _random(7, 2, seed=9), 3, 2
-
-
-_ATTEND = TEXTS.exercise(
-    "attend_in_tiles",
-    minutes=10, difficulty=2, solution=attend_in_tiles,
-    returns=("o", "lse"),
-    misconceptions=diffs(attend_in_tiles, [
-        (".masked_fill(key_position > position[:, None], -torch.inf)", "",
-         "tiles on the diagonal left unmasked",
-         "You skip the tiles of which nothing is visible. In a tile on the diagonal, which "
-         "queries still have to be kept from which keys?"),
-        ("key_position[0] > position[-1]", "key_position[0] > position[0]",
-         "skipping tiles that only the first query of the tile does not see",
-         "Some visible keys are missing. Which query of a tile sees the most, and so decides "
-         "when the walk along the keys may stop?"),
-        ("key_position[0] > position[-1]", "key_position[-1] > position[-1]",
-         "skipping a tile by its last key",
-         "A tile on the diagonal may end after the last query, yet its first keys are visible. "
-         "Which key of a tile tells you that nobody sees any of it?"),
-        ("key_position[0] > position[-1]", "key_position[0] + tile_k - 1 > position[-1]",
-         "skipping a tile by its last key"),
-        ("key_position[0] > position[-1]", "key_position[0] + tile_k > position[-1]",
-         "skipping a tile by its last key"),
-        ("key_position[0] > position[-1]", "key_position[-1] > position[0]",
-         "stopping at the first tile that is not full",
-         "A tile on the diagonal is not full, but some of its pairs are visible. Which query of "
-         "the tile sees the most? And which key of a tile do queries see first?"),
-        ("key_position[0] > position[-1]", "key_position > position",
-         "stopping by a comparison of all positions",
-         "`if` needs one yes or no, and you compare two vectors. One query decides, and one key. "
-         "Which ones?"),
-        ("return torch.cat(o), torch.cat(lse)", "return state", "a state in place of `o` and `lse`",
-         "A state belongs to one tile of queries, and its three parts are not divided yet. What "
-         "does `finish` make of it, and where are the pairs of all tiles?"),
-        ("key_position[0] > position[-1]", "key_position[0] >= position[-1]",
-         "skipping a tile whose first key is the last query's own position",
-         "One visible pair is enough to keep a tile. Does a query see its own position?"),
-        ("key_position[0] > position[-1]", "False", "computing tiles of which nothing is visible",
-         "Here the later values are NaN, and 0 · NaN is NaN: a mask only hides what was "
-         "computed. After which position need no tile of keys be loaded?"),
-        ({"torch.arange(M - N, M)": "torch.arange(N)", "q[position - (M - N)]": "q[position]"},
-         "taking the queries for the first N positions",
-         "They are the last `N` of the `M`. At which position does query 0 stand?"),
-        ("key_position > position[:, None]",
-         "torch.arange(len(key_position)) > torch.arange(len(position))[:, None]",
-         "a triangle within the tile, wherever the tile lies",
-         "`tril` and `triu` compare row and column inside the tile. At which positions in the "
-         "whole text do the first query and the first key of the tile stand?"),
-        ("key_position > position[:, None]", "key_position > position",
-         "comparing each key with only one query",
-         "You compare two vectors place by place. The mask is a table `[BQ, BK]`: which of the "
-         "two must be a column? To stop, one position of each is enough."),
-        ("key_position > position[:, None]", "key_position[:, None] > position",
-         "a mask with a row for each key",
-         "`acc_s` has a row for each query and a column for each key. Which of your two vectors "
-         "must stand as a column?"),
-        ("fill(key_position", "fill(torch.arange(len(key_position))",
-         "counting a tile's keys from 0",
-         "Your mask compares a column with a position. Which key is column 0 of the tile?"),
-        ("state = online_softmax.update", "online_softmax.update",
-         "throwing away what `update` returns",
-         "Your output is 0 everywhere, as before the first key. `update` changes nothing in "
-         "place. Where does its result go?"),
-        ("> position[:, None]", ">= position[:, None]", "hiding a query's own position from it",
-         "A query sees the keys at its own position and before. Does your comparison allow "
-         "equality?"),
-        ("> position[:, None]", "<= position[:, None]", "hiding the past and leaving the future",
-         "`masked_fill` fills where its mask is True. Which pairs does your mask name?"),
-        ("> position[:, None]", "< position[:, None]", "hiding the past and leaving the future"),
-        ("-torch.inf", "0.0", "writing zeros where -inf is meant",
-         "A hidden score of 0 still gets a weight. Which score gets none?"),
-        ({"outputs = []": "state = online_softmax.start(tile_q, v.shape[1])\n    outputs = []",
-         "state = online_softmax.start(len(q_tile), v.shape[1])":
-          "state = online_softmax.State(*(x[: len(q_tile)] for x in state))"},
-         "one state for all tiles of queries",
-         "Your later rows remember what other queries saw. When does a tile of queries need an "
-         "empty state?"),
-        ({"outputs = []": "state = online_softmax.start(tile_q, v.shape[1])\n    outputs = []",
-         "state = online_softmax.start(len(q_tile), v.shape[1])": ""},
-         "one state for all tiles of queries"),
-        ("start(len(q_tile)", "start(tile_q",
-         "a state of `tile_q` rows for a tile that holds fewer",
-         "The last tile of queries may hold fewer rows. How many rows has its state, and how "
-         "many have its scores?"),
-        ("fill(key_position", "fill(key_position[0] + torch.arange(tile_k)",
-         "`tile_k` key positions for a tile that holds fewer",
-         "The last tile of keys may hold fewer than `tile_k`. How many columns has `acc_s` "
-         "there, and how many has your mask?"),
-        ("acc_s = q_tile",
-         "state = online_softmax.start(len(q_tile), v.shape[1])\n            acc_s = q_tile",
-         "starting anew at every tile of keys",
-         "Only the last tile of keys counts. The state is what joins them. Where in the two "
-         "loops should it start?"),
-        (".split(tile_q)", ".split(tile_q)[: N // tile_q]",
-         "dropping the last queries where tile_q does not divide N",
-         "The last tile may hold fewer rows. How many tiles of 4 do 9 queries need?"),
-        (".split(tile_k)", ".split(tile_k)[: M // tile_k]",
-         "dropping the last keys where tile_k does not divide M",
-         "The last tile may hold fewer keys, and the last queries see them. How far does your "
-         "inner loop go?"),
-        ("q.shape[1] ** -0.5", "1.0", "leaving out the scale",
-         "Your dot products count in full. In which two arguments does `D ** -0.5` belong?"),
-        ("scale * LOG2_E", "LOG2_E", "leaving the scale out of `scale_log2`",
-         "`update` takes plain dot products. Which two factors does `scale_log2` hold?"),
-        ("k[key_position].T", "k[key_position].T * scale",
-         "scaling the scores before `update`, which scales them itself",
-         "`update` takes plain dot products. What is in `scale_log2` already?"),
-        ("finish(state, scale)", "finish(state, scale * LOG2_E)", "`finish` with `scale_log2`",
-         "The lse is a natural logarithm. What does chapter 03's `finish` say about its scale?"),
-        ("scale * LOG2_E", "scale", "`scale_log2` without `log2(e)`",
-         "`update` takes powers of two. Which power of 2 is eˣ?"),
-        ({"scale * LOG2_E": "scale", "finish(state, scale)": "finish(state, scale * LOG2_E)"},
-         "an exchange of `scale` and `scale_log2`",
-         "`update` takes powers of two, and `finish` gives a natural logarithm. Which of the two "
-         "wants log2(e) in its scale?"),
-        ("online_softmax.finish(state, scale)",
-         "(state.acc_o, online_softmax.finish(state, scale)[1])",
-         "numerators that were not divided",
-         "`acc_o` is a sum of weighted values. What divides it at the end of a row?"),
-    ]),
-    cases=(
-        Case("three tokens, one number wide, tiles of 2 × 2", lambda: (
-            torch.tensor([[1.0], [2.0], [1.0]]), torch.tensor([[0.0], [1.0], [-1.0]]),
-            torch.tensor([[1.0], [2.0], [4.0]]), 2, 2)),
-        Case("9 tokens, tiles of 4 × 3", lambda: (
-            _random(9, 4, seed=0), _random(9, 4, seed=1), _random(9, 3, seed=2), 4, 3)),
-        Case("the last 5 of 12, 2 × 5", lambda: (
-            _random(5, 4, seed=3), _random(12, 4, seed=4), _random(12, 6, seed=5), 2, 5)),
-        Case("tiles larger than all", lambda: (
-            _random(3, 4, seed=6), _random(6, 4, seed=7), _random(6, 2, seed=8), 64, 64)),
-        Case("scores that rise by the hundred", lambda: _steep(1)),
-        Case("scores that fall by the hundred", lambda: _steep(-1)),
-        # The first tile of queries is finite only if the second tile of values is left alone.
-        Case("4 tokens, tiles of 2 × 2, the values of tokens 2 and 3 are NaN", lambda: (
-            torch.ones(4, 1), torch.tensor([[0.0], [1.0], [2.0], [3.0]]),
-            torch.tensor([[1.0], [2.0], [torch.nan], [torch.nan]]), 2, 2)),
     ),
 )  # fmt: skip
 
@@ -531,99 +800,7 @@ _MAXIMUM = TEXTS.exercise(
 )  # fmt: skip
 
 
-# -- tiled_cost --
-
-
-def tiled_cost(N: int, D: int, tile: int, causal: bool) -> tuple[int, int]:
-    """Operations of the matrix products, and bytes moved, for one head in bf16; `tile` divides
-    N."""
-    tiles = N // tile
-    visited = tiles * (tiles + 1) // 2 if causal else tiles * tiles
-    operations = visited * 4 * tile * tile * D  # two products, and a multiply and an add each
-    size = 2  # bytes of a number in bf16
-    q = o = N * D * size
-    k = v = visited * tile * D * size
-    lse = N * 4
-    moved = q + k + v + o + lse
-    return operations, moved
-
-
-_COST = TEXTS.exercise(
-    "tiled_cost",
-    minutes=5, difficulty=2, solution=tiled_cost,
-    tolerance=0.0,
-    misconceptions=diffs(tiled_cost, [
-        ("* tile * tile", "* tile", "taking tiling for a saving of operations",
-         "A tile is loaded fewer times, but each of its queries still meets each of its keys. "
-         "How many dot products are there without a mask?"),
-        ("(tiles + 1)", "tiles", "taking exactly half for the causal case",
-         "The tiles on the diagonal are loaded and computed whole, so it is more than half. How "
-         "many tiles does the first tile of queries need, and how many the second?"),
-        ({"tiles * (tiles + 1) // 2": "tiles * tiles / 2",
-         "operations, moved": "int(operations), int(moved)"},
-         "taking exactly half for the causal case"),
-        ("operations, moved", "moved, operations", "returning the bytes before the operations",
-         "Both numbers are right. In which order are they asked for?"),
-        ("visited * 4 * tile * tile * D", "4 * D * (N * (N + 1) // 2 if causal else N * N)",
-         "counting visible pairs where whole tiles are computed",
-         "A matrix product computes all of a tile. What about the part that is masked afterwards?"),
-        ("tiles * (tiles + 1) // 2 if causal else ", "", "skipping no tile",
-         "You count all tiles, with the mask as without. Where does a tile of queries stop under "
-         "the causal mask?"),
-        ("(tiles + 1)", "(tiles - 1)", "leaving out the tiles on the diagonal",
-         "A tile on the diagonal is half visible, so it must be computed. How many of those are "
-         "there?"),
-        ("visited * tile * D * size", "N * D * size", "reading k and v once in all",
-         "The chip cannot hold all of them. Which keys does the second tile of queries need that "
-         "the first has loaded before?"),
-        ("v = visited", "v = tile * visited", "reading k and v once per query",
-         "That is chapter 03 without tiles. How many queries share a tile of keys here?"),
-        (" q +", " k +", "loading q again with every tile of keys",
-         "The tile of queries stays on the chip while the keys pass by. How often is it loaded?"),
-        ({"+ o": "+ k", "lse = N": "lse = visited * tile"},
-         "storing o and lse with every tile of keys",
-         "The state of a row stays on the chip until its walk ends. How often is its output "
-         "written?"),
-        ("v = visited", "v = tiles * tiles", "skipping a tile's operations but not its loads",
-         "Your operations leave out the skipped tiles, and your bytes do not. Are the keys of a "
-         "skipped tile loaded?"),
-        ("visited * 4 * tile * tile * D", "4 * N * N * D",
-         "skipping a tile's loads but not its operations",
-         "Your bytes leave out the skipped tiles, and your operations do not. Is a skipped tile "
-         "computed?"),
-        (" + v", "", "forgetting v's bytes",
-         "Your count holds the loads of one tensor where there are two. What does the second "
-         "matrix product multiply the weights with?"),
-        (" + o", "", "forgetting o's bytes",
-         "All that is loaded is there. What is written, besides `lse`?"),
-        ("visited * 4", "visited * 2",
-         "counting one matrix product, or one operation for a multiply and an add",
-         "Your operations are half of what they should be. What does one pair of a query and a "
-         "key cost for its score, and what for its weighted value?"),
-        ("moved =", "moved = 2 * 4 * N * N +", "still moving the table",
-         "You write and read N × N scores and weights. Do the scores of a tile ever leave the "
-         "chip?"),
-        (" + lse", "", "forgetting lse",
-         "You are short by one number for each query. What is stored beside `o`?"),
-        ("N * 4", "N * 2", "storing lse in two bytes",
-         "You are short by 2 bytes for each query. In which format is lse kept?"),
-        ("size = 2", "size = 4", "counting four bytes a number",
-         "Your bytes are those of fp32. In which format are `q`, `k`, `v` and `o` here?"),
-        ("operations, moved", "operations, moved // 2",
-         "counting numbers where bytes are asked for",
-         "You have counted numbers. How many bytes does one in bf16 take?"),
-    ]),
-    cases=(
-        Case("N = 4, D = 3, tiles of 2, causal", lambda: (4, 3, 2, True)),
-        Case("N = 4, D = 3, tiles of 2, no mask", lambda: (4, 3, 2, False)),
-        Case("N = 1024, D = 64, tiles of 128, causal", lambda: (1024, 64, 128, True)),
-        Case("N = 1024, D = 64, tiles of 128, no mask", lambda: (1024, 64, 128, False)),
-        Case("one tile", lambda: (16, 8, 16, True)),
-    ),
-)  # fmt: skip
-
-
-EXERCISES = (_KINDS, _ATTEND, _MASK, _MAXIMUM, _COST)
+EXERCISES = (_BUILD, _KINDS, _MASK, _MAXIMUM)
 
 DOUBLES = (
     Double("tile_kinds", names=(
@@ -635,13 +812,6 @@ DOUBLES = (
                                "leaving the ragged tail in")),
     Double("mask_tile", names=("writing zeros where -inf is meant",
                                "hiding a query's own position from it")),
-    Double("tiled_cost", names=("forgetting v's bytes", "forgetting lse")),
-    Double("tiled_cost", names=("taking exactly half for the causal case",
-                                "reading k and v once in all")),
-    Double("attend_in_tiles", names=("taking the queries for the first N positions",
-                                     "leaving out the scale")),
-    Double("attend_in_tiles", names=("tiles on the diagonal left unmasked",
-                                     "`finish` with `scale_log2`")),
     Double("tile_maximum", names=("letting keys past the end take part",
                                   "storing rows past the last query")),
 )  # fmt: skip
@@ -653,5 +823,4 @@ PREDICTIONS = TEXTS.predictions(
     gib_without_table={"unit": "GiB", "tolerance": 0.02},
     operations_left={"unit": "%"},
     gib_each_alone={"unit": "GiB", "tolerance": 0.01},
-    measured_ms={"unit": "ms", "tolerance": 0.01},
 )

@@ -1,9 +1,9 @@
 """Chapter 04's pictures: a GPU's memories, the walk over the tiles beside a byte meter, and what a
 choice of tile sizes costs.
 
-`meter` and `facts` compute; `draw_memories`, `draw_walk`, `draw_measured` and `draw_tile_sizes`
-draw; `explore` puts controls on the last. `measured` reads what a GPU took. The long example is one
-causal head of 65,536 tokens, `D = DV = 128`, in bf16, on an H200.
+`meter` and `facts` compute; `draw_memories`, `draw_walk`, `draw_measured`, `draw_heights` and
+`draw_tile_sizes` draw; `explore` puts controls on the last. `measured` reads what a GPU took. The
+long example is one causal head of 65,536 tokens, `D = DV = 128`, in bf16, on an H200.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ _MEMORIES = {
 }
 
 
-def measured() -> tuple[float, float]:
-    """Milliseconds of 64 heads of the long example by cuDNN's dense kernel on an H200, and the GiB
-    that it takes beyond its inputs."""
+def measured(kernel: str = "dense, cuDNN") -> tuple[float, float]:
+    """Milliseconds of 64 heads of the long example by a dense kernel on an H200, and the GiB that
+    it takes beyond its inputs."""
     (row,) = [
         row
         for row in json.loads(MEASURED.read_text())["rows"]
         if (row["kernel"], row["direction"], row["tokens"], row["kv_heads"] * row["group"])
-        == ("dense, cuDNN", "forward", TOKENS, 64)
+        == (kernel, "forward", TOKENS, 64)
     ]
     return row["ms"], row["peak_mib"] / 1024
 
@@ -385,6 +385,35 @@ def _levels(tile_k: int) -> list[tuple[float, str]]:
         (math.log2(even / GIB), f"{MACHINE:.0f} operations per byte: go below this line"),
         (math.log2(once / GIB), "each tensor once: the floor"),
     ]
+
+
+def draw_heights(tile_k: int = 16) -> Picture:
+    """Bytes moved and operations per byte of the long example, for six heights of a query tile."""
+    heights = (1, 16, 32, 64, 128, 256)
+    table = costs.dense_attention(TOKENS, TOKENS, WIDTH)
+    sheet = Sheet(8.3, 2.7)
+    charts = (
+        ("moved, GiB", [facts(size, tile_k).gib for size in heights], table.bytes / GIB,
+         f"with the table: {table.bytes / GIB:.0f}", (0.4, 11.6), (4, 16, 64, 256, 1024)),
+        ("operations per byte", [facts(size, tile_k).intensity for size in heights], MACHINE,
+         f"an H200 can do {MACHINE:.0f}", (-1.7, 9.5), (1, 4, 16, 64, 256)),
+    )  # fmt: skip
+    for place, (name, sizes, level, told, limits, marks) in enumerate(charts):
+        chart = sheet.chart(Place(0.75 + 4.15 * place, 0.58, 3.25, 1.55), (-0.6, 5.6), limits)
+        chart.title(name)
+        bars = [(i - 0.36, limits[0], 0.72, math.log2(x) - limits[0]) for i, x in enumerate(sizes)]
+        chart.boxes(bars, "key")
+        told_sizes = [(i, limits[0], f"{x:,.0f}") for i, x in enumerate(sizes)]
+        chart.words(told_sizes, size=8.5, va="bottom", offset=(0, 2))
+        y = math.log2(level)
+        chart.lines([((-0.6, y), (5.6, y))], "text", 1.2, linestyles="--")
+        end, where = (5.6, "right") if place == 0 else (-0.5, "left")
+        chart.words([(end, y, told)], size=8.5, ha=where, va="bottom", offset=(0, 2))
+        chart.bottom(range(6), heights, "queries in a tile")
+        chart.left([math.log2(x) for x in marks], [f"{x:,}" for x in marks])
+    return Picture(
+        sheet.figure, "A tile twice as tall moves half the bytes, and does twice the work for each"
+    )
 
 
 def draw_tile_sizes(tile_q: int = 128, tile_k: int = 128) -> Picture:
