@@ -275,9 +275,9 @@ _BUILD = TEXTS.exercise(
             Case("three tokens, one number wide, tiles of 2 × 2", lambda: (
                 torch.tensor([[1.0], [2.0], [1.0]]), torch.tensor([[0.0], [1.0], [-1.0]]),
                 torch.tensor([[1.0], [2.0], [4.0]]), 2, 2, True)),
-            Case("the last 5 of 12 positions, tiles of 2 × 5",
+            Case("the last 5 of 12 positions, `lse` too",
                  lambda: (*_drawn(5, 12, 2, 5, seed=50), True)),
-            Case("scores that fall by the hundred", lambda: (*_steep(-1), True)),
+            Case("scores that fall by the hundred, `lse` too", lambda: (*_steep(-1), True)),
         )),
     ),
     misconceptions=diffs(tiled_attention, [
