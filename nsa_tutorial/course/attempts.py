@@ -210,6 +210,36 @@ def _is_as_given(now: object, before: object) -> bool:
 
 
 @dataclass(frozen=True)
+class NoGradient:
+    """In place of the gradient of an argument that a result does not depend on.
+
+    Attributes:
+        argument: the argument's name.
+    """
+
+    argument: str
+
+    @property
+    def told(self) -> str:
+        """What the reader is told and asked."""
+        return (
+            f"No gradient reached `{self.argument}`: autograd finds no way back to it from the "
+            "result. What was detached on the way, computed under `no_grad`, or written in place "
+            "into `.data`?"
+        )
+
+
+def gradients(
+    result: Tensor, d_result: Tensor, **arguments: Tensor
+) -> tuple[Tensor | NoGradient, ...]:
+    """The gradient of each argument, or `NoGradient` with its name."""
+    found = torch.autograd.grad(result, list(arguments.values()), d_result, allow_unused=True)
+    return tuple(
+        NoGradient(name) if d is None else d for name, d in zip(arguments, found, strict=True)
+    )
+
+
+@dataclass(frozen=True)
 class Raised:
     """What a call came to when it raised instead of returning.
 

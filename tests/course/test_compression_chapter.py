@@ -1,6 +1,7 @@
 """Chapter 06: what a query sees of its past, what a mean key knows of its window, what learning a
 summary gains; the pictures, the kernel, and answers as readers write them."""
 
+import functools
 import json
 import linecache
 import math
@@ -343,18 +344,29 @@ def test_the_builds_are_the_operators(N, length, stride, HQ, H):
         torch.testing.assert_close(one, other)
 
 
-def in_a_loop(q, k_cmp, v_cmp, length, stride):
-    """Query by query and head by head, as a reader may write it; right."""
+def in_a_loop(q, k_cmp, v_cmp, length, stride, *, ended=None, told=lambda lse, length: lse):
+    """Query by query and head by head, as a reader may write it; right without the last two."""
+    ended = ended or (lambda j: j * stride + length - 1)
     (N, HQ, D), (_, H, DV) = q.shape, v_cmp.shape
     o, lse = [], []
     for t in range(N):
-        count = max((t + 1 - length) // stride + 1, 0)
+        count = sum(ended(j) <= t for j in range(len(k_cmp)))
         for hq in range(HQ):
             keys, values = (x[:count, hq // (HQ // H)] for x in (k_cmp, v_cmp))
             s = keys @ q[t, hq] / math.sqrt(D)
-            lse.append(s.logsumexp(0))
+            lse.append(told(s.logsumexp(0), length))
             o.append(torch.softmax(s, 0) @ values)
     return torch.stack(o).view(N, HQ, DV), torch.stack(lse).view(N, HQ)
+
+
+def seen_from(end):
+    """A summary is seen from the token `end(j, length, stride)` on."""
+
+    def compressed_attention(q, k_cmp, v_cmp, length, stride):
+        ended = functools.partial(end, length=length, stride=stride)
+        return in_a_loop(q, k_cmp, v_cmp, length, stride, ended=ended)
+
+    return compressed_attention
 
 
 def one_head(q, k_cmp, v_cmp, length, stride, *, hide=-torch.inf, nan=None):
@@ -512,6 +524,35 @@ def test_a_gradient_that_is_nan_is_told_as_a_gradient():
         ),
         ("compress", lambda x, length, stride: x.unfold(0, length, stride).mean(-1),
          "a text too short for a window"),
+        (
+            "compress",
+            lambda x, length, stride: torch.stack(
+                [x[j * stride : j * stride + length].mean(0) for j in range(len(x) // length)]
+            ),
+            "counting as many windows as lie side by side",
+        ),
+        *(
+            ("compressed_attention", seen_from(end), "letting a summary be seen at half its window")
+            for end in (
+                lambda j, length, stride: j * stride + length // 2,
+                lambda j, length, stride: j * stride + length // 2 - 1,
+            )
+        ),
+        (
+            "compressed_attention",
+            seen_from(lambda j, length, stride: j * length),
+            "letting a summary be seen from token `j * length` on",
+        ),
+        (
+            "compressed_attention",
+            lambda *x: in_a_loop(*x, told=lambda lse, length: lse.detach()),
+            "an lse that autograd cannot follow",
+        ),
+        (
+            "compressed_attention",
+            lambda *x: in_a_loop(*x, told=lambda lse, length: lse + math.log(length)),
+            "counting a summary `length` times in lse",
+        ),
         (
             "compressed_attention",
             of_numbers,

@@ -18,7 +18,7 @@ from nsa_tutorial.course import (
     exercises,
     solution,
 )
-from nsa_tutorial.course.attempts import Raised, answer
+from nsa_tutorial.course.attempts import Raised, answer, gradients
 from nsa_tutorial.course.exercises import Case, Exercise, Misconception
 from nsa_tutorial.course.judging import judge
 from nsa_tutorial.course.values import difference, same
@@ -70,6 +70,25 @@ def test_judge(attempt: object, outcome: str, text: str) -> None:
     verdict = judge(EXERCISE, attempt)
     assert verdict.outcome == outcome
     assert text in verdict.text
+
+
+def test_a_gradient_that_does_not_arrive_is_told_by_its_argument() -> None:
+    def run(attempt: Callable, x: torch.Tensor, y: torch.Tensor) -> object:
+        x, y = x.requires_grad_(), y.requires_grad_()
+        o = attempt(x, y)
+        return (o, *gradients(o, torch.ones_like(o), x=x, y=y))
+
+    def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x * y
+
+    cases = (Case("a two and a three", lambda: (torch.tensor([2.0]), torch.tensor([3.0]))),)
+    asked = replace(EXERCISE, solution=product, run=run, misconceptions=(), cases=cases)
+    assert judge(asked, lambda x, y: x * y).outcome == "right"
+    verdict = judge(asked, lambda x, y: x * y.detach())
+    assert verdict.outcome == "wrong"
+    assert "No gradient reached `y`" in verdict.text
+    assert "What was detached on the way" in verdict.text
+    assert "return statement" not in verdict.text
 
 
 def test_lists_of_another_length_are_shown_where_they_are_short() -> None:

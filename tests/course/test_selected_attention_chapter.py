@@ -395,7 +395,7 @@ def along_the_lists(
             if not tokens:
                 continue
             group = heads(h, H) if heads else slice(h * G, (h + 1) * G)
-            s = q[n, group] @ k[tokens, kv(h)].T * (D**-0.5 if scale is None else scale)
+            s = q[n, group] @ k[tokens, kv(h)].T * (D**-0.5 if scale is None else scale(D, DV))
             o[n, group] = torch.softmax(s, -1) @ v[tokens, kv(h)]
         return o
 
@@ -441,9 +441,10 @@ def windowed(slip="", wired=lambda x, G: x.repeat_interleave(G, 1)):
         for n in range(N):
             t = n if slip == "first" else M - N + n
             first = max(0, t - window_size + (slip != "w + 1"))
+            first = t // window_size * window_size if slip == "block" else first
             seen = slice(first, t + 1)
             s = torch.einsum("hd,mhd->hm", q[n], keys[seen])
-            s = s if slip == "scale" else s * D**-0.5
+            s = s * {"scale": 1.0, "1/D": 1 / D, "DV": v.shape[-1] ** -0.5}.get(slip, D**-0.5)
             rows.append(torch.einsum("hm,mhd->hd", torch.softmax(s, -1), values[seen]))
         return torch.stack(rows)
 
@@ -711,7 +712,21 @@ MISTAKES = {
         load_by(real, lambda x, offset, seen: (filled(x, offset, seen)[0], ~seen)),
         "a mask that is True where nothing is seen",
     ),
-    "no scale": ("selected_attention", along_the_lists(scale=1.0), "leaving out the scale"),
+    "no scale": (
+        "selected_attention",
+        along_the_lists(scale=lambda D, DV: 1.0),
+        "leaving out the scale",
+    ),
+    "1/D": (
+        "selected_attention",
+        along_the_lists(scale=lambda D, DV: 1 / D),
+        "dividing by D where √D is meant",
+    ),
+    "DV": (
+        "selected_attention",
+        along_the_lists(scale=lambda D, DV: DV**-0.5),
+        "a scale of the values' width",
+    ),
     "h::H": (
         "selected_attention",
         along_the_lists(heads=lambda h, H: slice(h, None, H)),
@@ -770,6 +785,14 @@ MISTAKES = {
     "0 · NaN": ("selected_attention", hidden_by_their_scores, "a hidden NaN times 0"),
     "window w + 1": ("window_attention", windowed("w + 1"), "a window of w + 1"),
     "window, no scale": ("window_attention", windowed("scale"), "leaving out the scale"),
+    "window, 1/D": ("window_attention", windowed("1/D"), "dividing by D where √D is meant"),
+    "window, DV": ("window_attention", windowed("DV"), "a scale of the values' width"),
+    "window, a block": ("window_attention", windowed("block"), "a block in place of a window"),
+    "window, no graph": (
+        "window_attention",
+        lambda *given: windowed()(*given).detach(),
+        "an output that autograd cannot follow",
+    ),
     "window, repeat": (
         "window_attention",
         windowed(wired=lambda x, G: x.repeat(1, G, 1)),
@@ -992,6 +1015,19 @@ def test_whoever_cuts_the_graph_holds_all_but_the_gradients():
     )
     assert verdict.held == 8
     assert verdict.misconceptions == ("an output that autograd cannot follow",)
+
+
+@pytest.mark.parametrize("build", [along_the_lists(), windowed()], ids=["lists", "window"])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_gradient_that_does_not_arrive_is_told_by_its_argument(build, name):
+    def attempt(q, k, v, *rest):
+        given = {"q": q, "k": k, "v": v}
+        return build(*(given | {name: given[name].detach()}).values(), *rest)
+
+    verdict = judge(KNOWN[build.__name__], attempt)
+    assert verdict.held == len(KNOWN[build.__name__].stages) - 1
+    assert f"No gradient reached `{name}`" in verdict.text
+    assert "return statement" not in verdict.text
 
 
 def test_our_operator_may_not_be_called():

@@ -124,6 +124,10 @@ _COMPRESS = TEXTS.exercise(
         ("stride + 1, 0)", "stride, 0)", "leaving out the last window",
          "Four tokens hold one window of 4. Is the start `M - length` among your starts?"),
         ("- length)", "- length - 1)", "leaving out the last window"),
+        ("(len(x) - length) // stride + 1", "len(x) // length",
+         "counting as many windows as lie side by side",
+         "Windows that overlap are more than `M // length`. At which token does the last whole one "
+         "start, and how many strides lead there?"),
         (_whole_windows_or_not, "summarising windows that are only partly there",
          "A window that is cut short has no summary yet: it waits for its last token. Which starts "
          "leave room for `length` tokens?"),
@@ -373,6 +377,12 @@ _ATTENTION = TEXTS.exercise(
          "Which logarithm is it?"),
         ("s.logsumexp(-1)", "s.exp().sum(-1)", "an lse without its logarithm",
          "That is the sum of the exponentials. What do the letters l, s and e stand for?"),
+        ("s.logsumexp(-1)", "s.logsumexp(-1) + math.log(length)",
+         "counting a summary `length` times in lse",
+         "`lse` adds up one exponential for each summary. Do the tokens in it count here?"),
+        ("s.logsumexp(-1)", "s.logsumexp(-1).detach()", "an lse that autograd cannot follow",
+         "`o` has its gradient, but a loss that uses `lse` should reach `q` and `k_cmp` as well. "
+         "Where was `lse` detached, or made of plain numbers?"),
         ("s.logsumexp(-1)", "s.amax(-1)", "the largest score for lse",
          "One summary has that score. What do the others add?"),
         ({_OF_P: "s.exp() / s.exp().sum(-1, keepdim=True)", "s.logsumexp(-1)":
@@ -394,6 +404,14 @@ _ATTENTION = TEXTS.exercise(
          "A window may start before the last one has ended. How many tokens later does it start?"),
         ("* stride + length - 1", "* stride + stride - 1", "windows that end after one stride",
          "A stride leads from one window's start to the next. How many tokens long is a window?"),
+        ("+ length - 1", "+ length // 2 - 1", "letting a summary be seen at half its window",
+         "The second half of the window is still to come, and the summary holds it. With which "
+         "token does window `j` end?"),
+        ("+ length - 1", "+ length // 2", "letting a summary be seen at half its window"),
+        ("* stride + length - 1", "* length",
+         "letting a summary be seen from token `j * length` on",
+         "Two things: window `j` starts at `j * stride`, and its summary waits for the last of its "
+         "`length` tokens. Which token is that?"),
         ({"s = s.masked_fill(~is_seen, -torch.inf)": "s = s * is_seen"},
          "scores of 0 for hidden summaries",
          "A score of 0 still weighs e⁰. Which score weighs nothing?"),

@@ -14,6 +14,7 @@ from types import CodeType
 import torch
 from torch import Tensor
 
+from nsa_tutorial.course.attempts import gradients
 from nsa_tutorial.course.diffs import Edited, diffs
 from nsa_tutorial.course.exercises import Case, Double, Stage
 from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure
@@ -446,11 +447,10 @@ def selected_attention(
 def _given_gradients(attempt: Callable, *arguments: object) -> object:
     """What an attempt returns; where the inputs ask for it, with the gradients of `q`, `k`, `v`."""
     o = attempt(*arguments)
-    inputs = arguments[:3]
-    if not (inputs[0].requires_grad and isinstance(o, Tensor) and o.grad_fn is not None):
+    q, k, v = arguments[:3]
+    if not (q.requires_grad and isinstance(o, Tensor) and o.grad_fn is not None):
         return o
-    d_o = _random(*o.shape, seed=40)
-    return (o, *torch.autograd.grad(o, inputs, d_o, allow_unused=True))
+    return (o, *gradients(o, _random(*o.shape, seed=40), q=q, k=k, v=v))
 
 
 def _by_slots(
@@ -581,6 +581,10 @@ _SELECTED = TEXTS.exercise(
         (" * D**-0.5", "", "leaving out the scale",
          "Dot products are multiplied by `D ** -0.5` before the softmax. Where does that happen "
          "in your code?"),
+        ("D**-0.5", "D**-1", "dividing by D where √D is meant",
+         "The scores are too flat. Which power of D is the scale?"),
+        ("D**-0.5", "v.shape[-1]**-0.5", "a scale of the values' width",
+         "The scale is for products of queries and keys. How wide are those? `DV` may differ."),
         ("ids * block_size + offset", "ids + offset", "taking an id for a token's position",
          "An id counts blocks. At which token does block 2 begin if a block holds 4?"),
         ({"block_indices.repeat_interleave(block_size": "block_indices.repeat_interleave(4",
@@ -748,6 +752,14 @@ _ATTEND_WINDOW = TEXTS.exercise(
         (" * D**-0.5", "", "leaving out the scale",
          "Dot products are multiplied by `D ** -0.5` before the softmax. Where does that happen "
          "in your code?"),
+        ("D**-0.5", "D**-1", "dividing by D where √D is meant",
+         "The scores are too flat. Which power of D is the scale?"),
+        ("D**-0.5", "v.shape[-1]**-0.5", "a scale of the values' width",
+         "The scale is for products of queries and keys. How wide are those? `DV` may differ."),
+        ("key > position - window_size", "key >= position // window_size * window_size",
+         "a block in place of a window",
+         "Blocks begin at multiples of their size. Where does a window begin that moves along "
+         "with its query, one key at a time?"),
         ("(N, M, window_size), -torch", "(N, M, window_size + 1), -torch", "a window of w + 1",
          "Count the keys of a late query, its own included. How many are there?"),
         ("(N, M, window_size), -torch", "(N, M, window_size - 1), -torch", "a window of w − 1",
@@ -786,6 +798,9 @@ _ATTEND_WINDOW = TEXTS.exercise(
         ("hnm,mhd->nhd", "hnm,mhd->hnd", "returning the heads in front",
          "The numbers are right. The result is asked for as `[N, HQ, DV]`. Which axis comes "
          "first?"),
+        ("dim=-1), values)", "dim=-1), values).detach()", "an output that autograd cannot follow",
+         "The output is right. But `.item()`, `.detach()`, `.tolist()` of scores and `no_grad` "
+         "cut the graph. Where does yours end?"),
     ], parts=(window_mask,)),
 )  # fmt: skip
 
