@@ -193,9 +193,37 @@ def walk(
     return attend
 
 
+def by_letters(
+    *, own=False, stores=True, every_row=False, divides=0, power=torch.exp, log=torch.log,
+):  # fmt: skip
+    """With letters, and `m = m2` at the end of a step."""
+
+    def attend(q, k, v, tile_q, tile_k):
+        N, M = len(q), len(k)
+        o, lse = torch.empty(N, v.shape[1]), torch.empty(N)
+        for i in range(0, N, tile_q):
+            row = torch.arange(M)[M - N :][i : i + tile_q]
+            m, total, a = -torch.inf * torch.ones(len(row)), 0, 0
+            for j in range(0, int(row[-1]) + 1, tile_k):
+                s = q[i : i + tile_q] @ k[j : j + tile_k].T / q.shape[1] ** 0.5
+                s = torch.where(j + torch.arange(s.shape[1]) <= row[:, None], s, -torch.inf)
+                top = s.max().expand(len(s)) if every_row else s.max(1).values
+                m2 = top if own else torch.where(m > top, m, top)
+                p, rate = power(s - m2[:, None]), power(m - m2)
+                total, a = total * rate + p.sum(1), a * rate[:, None] + p @ v[j : j + tile_k]
+                a = a / total[:, None] if divides else a
+                m = m2 if stores else m
+            o[i : i + tile_q] = a if divides == 1 else a / total[:, None]
+            lse[i : i + tile_q] = m + log(total)
+        return o, lse
+
+    return attend
+
+
 def test_other_walks_are_right() -> None:
-    """In base two; by `torch.where`; by joining results of tiles; with gradients."""
+    """In base two; by letters; by `torch.where`; by joining results of tiles; with gradients."""
     assert judge(BUILD, walk()).outcome == "right"
+    assert judge(BUILD, by_letters()).outcome == "right"
     assert judge(BUILD, joined).outcome == "right"
 
 
@@ -396,7 +424,17 @@ ATTEMPTS = {
     "neither": (
         "tiled_attention",
         walk(mask=None, skip=None),
-        {"tiles on the diagonal left unmasked", "computing tiles of which nothing is visible"},
+        {"tiles on the diagonal left unmasked"},
+    ),
+    "own position hidden, no skip yet": (
+        "tiled_attention",
+        walk(mask=torch.ge, skip=None),
+        {"hiding a query's own position from it"},
+    ),
+    "zeros in the mask, no skip yet": (
+        "tiled_attention",
+        walk(fill=0.0, skip=None),
+        {"writing zeros where -inf is meant"},
     ),
     "skipped by the end of the tile": (
         "tiled_attention",
@@ -481,6 +519,41 @@ ATTEMPTS = {
         {"writing zeros where -inf is meant"},
     ),
     "one tile": ("tiled_attention", in_one_tile, {"a single tile, and no loop yet"}),
+    "own maximum": (
+        "tiled_attention",
+        by_letters(own=True),
+        {"a tile's own maximum in place of the running one"},
+    ),
+    "m never stored": (
+        "tiled_attention",
+        by_letters(stores=False),
+        {"a walk that loses the earlier tiles of keys"},
+    ),
+    "divided in the loop": (
+        "tiled_attention",
+        by_letters(divides=1),
+        {"a division inside the step"},
+    ),
+    "divided in the loop and after it": (
+        "tiled_attention",
+        by_letters(divides=2),
+        {"a division inside the step"},
+    ),
+    "exp2 of natural exponents": (
+        "tiled_attention",
+        by_letters(power=torch.exp2, log=torch.log2),
+        {"`exp2` without log2(e) in the scale"},
+    ),
+    "log2 in lse": (
+        "tiled_attention",
+        by_letters(log=torch.log2),
+        {"an lse that adds natural units and log2 units"},
+    ),
+    "one maximum": (
+        "tiled_attention",
+        by_letters(every_row=True),
+        {"one maximum for all rows"},
+    ),
     "dense": ("tiled_attention", dense, {"the table of all scores at once"}),
     "chapter 03": (
         "tiled_attention",

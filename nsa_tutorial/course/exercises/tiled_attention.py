@@ -10,6 +10,8 @@ import inspect
 import textwrap
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from types import CodeType
 
 import torch
@@ -20,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from nsa_tutorial.course.attempts import expect_unchanged
 from nsa_tutorial.course.diffs import Edited, diffs
-from nsa_tutorial.course.exercises import Case, Double, Stage
+from nsa_tutorial.course.exercises import Case, Double, Misconception, Stage
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
 from nsa_tutorial.course.languages import tl, triton
 from nsa_tutorial.course.room import roomy
@@ -72,6 +74,10 @@ class _Held(TorchDispatchMode):
         self.tile, self.shape, self.largest, self.most = tile, [0], 0, 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a first check need not wait seconds until torch._dynamo is imported
+
     def __torch_dispatch__(
         self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> object:
@@ -106,14 +112,16 @@ def _run_tiled(
     Where an input is as large as a tile, what is a table of scores cannot be told.
     """
     given, tile = [x.clone() for x in (q, k, v)], tile_q * tile_k
-    with _Held(tile) as held:
+    is_watched = max(x.numel() for x in given) < tile < len(q) * len(k)
+    held = _Held(tile)
+    with held if is_watched else nullcontext():
         result = solution(q, k, v, tile_q, tile_k)
     expect_unchanged((q, k, v), given)
     if result is None:
         return None
     o, *others = result if isinstance(result, tuple | list) else (result,)
     said = _A_TILE
-    if max(x.numel() for x in (q, k, v)) < tile < len(q) * len(k):
+    if is_watched:
         if held.largest >= 2 * tile:
             said = f"{' × '.join(map(str, held.shape))} in one tensor"
         elif held.most > _TILES * tile:
@@ -212,6 +220,20 @@ _LAST_KEY = "skipping a tile by its last key"
 _NO_NUMBER = "no numbers left after the first tile"
 _UNSHIFTED = "powers of scores without their maximum taken off"
 _NO_RESCALE = "sums that are not rescaled when the maximum grows"
+_LOSES = "a walk that loses the earlier tiles of keys"
+_DIVIDES = "a division inside the step"
+_EXP2 = "`exp2` without log2(e) in the scale"
+
+
+def _with_and_without_a_stop(known: tuple[Misconception, ...]) -> tuple[Misconception, ...]:
+    """Mistakes in the mask are told, too, where the walk does not stop early yet."""
+    masks = (m for m in known if any(piece in _MASKED for piece in getattr(m.wrong, "edits", ())))
+    unstopped = (
+        replace(m, wrong=Edited(tiled_attention, m.wrong.edits | {_STOP: "False"}, pairs=False))
+        for m in masks
+    )
+    return (*known, *unstopped)
+
 
 _BUILD = TEXTS.exercise(
     "tiled_attention",
@@ -280,7 +302,8 @@ _BUILD = TEXTS.exercise(
             Case("scores that fall by the hundred, `lse` too", lambda: (*_steep(-1), True)),
         )),
     ),
-    misconceptions=diffs(tiled_attention, [
+    # stages part two mistakes, and pairs would take a reader ten seconds
+    misconceptions=_with_and_without_a_stop(diffs(tiled_attention, [
         (_MASKED, "", "tiles on the diagonal left unmasked",
          "In a tile on the diagonal, which queries have to be kept from which keys? (If you do "
          "call `masked_fill`: it changes nothing in place. Where does its result go?)"),
@@ -400,9 +423,20 @@ _BUILD = TEXTS.exercise(
          "there, and how many has your mask?"),
         ({"before, scores_max = scores_max,": "before = torch.full_like(scores_max, -torch.inf)\n"
          "            scores_max =", "torch.maximum(scores_max, acc_s.amax(1))": "acc_s.amax(1)"},
-         "starting anew at every tile of keys",
-         "Only the last tile of keys counts. The state is what joins them. Where in the two "
-         "loops should it start?"),
+         _LOSES,
+         "Only the last tile of keys counts. Does your state start in the inner loop? Or is the "
+         "new maximum never stored, so the old one stays -inf and each factor is 0? (That is a "
+         "forgotten `m = m2`.)"),
+        ({"before, scores_max = scores_max, torch.maximum(scores_max,":
+          "largest = torch.maximum(scores_max,", "(before - scores_max)": "(scores_max - largest)",
+          "(acc_s - scores_max[": "(acc_s - largest["}, _LOSES),
+        ("torch.maximum(scores_max, acc_s.amax(1))", "acc_s.amax(1)",
+         "a tile's own maximum in place of the running one",
+         "On paper it comes out even, but the factor can now exceed 1. It overflows when a tile "
+         "lies far enough below what came before. Which maximum can never fall?"),
+        ("acc_s.amax(1)", "acc_s.max()", "one maximum for all rows",
+         "Each row has a maximum of its own. What is left of a row that lies far below another "
+         "row's largest score?"),
         (".split(tile_q)", ".split(tile_q)[: max(N // tile_q, 1)]",
          "dropping the last queries where tile_q does not divide N",
          "The last tile may hold fewer rows. How many tiles of 4 do 9 queries need?"),
@@ -433,6 +467,18 @@ _BUILD = TEXTS.exercise(
         ("running_sum * scores_scale", "running_sum", "a sum that is not rescaled",
          "You rescale the output's numerator when the maximum grows, but not the sum. Are they in "
          "the same units?"),
+        ("+ p @ v[key_position]",
+         "+ p @ v[key_position]\n            acc_o = acc_o / running_sum[:, None]", _DIVIDES,
+         "`acc_o` is a numerator, and the next tile adds numerators. How often does a row divide, "
+         "and after which loop?"),
+        ({"+ p @ v[key_position]":
+          "+ p @ v[key_position]\n            acc_o = acc_o / running_sum[:, None]",
+          "acc_o / running_sum[:, None])": "acc_o)"}, _DIVIDES),
+        ({"torch.exp(before": "torch.exp2(before", "torch.exp(acc_s": "torch.exp2(acc_s"}, _EXP2,
+         "Your powers are those of 2, and the scale is that of e. By what does chapter 03 "
+         "multiply `scale` before it takes `exp2`? (`exp` needs nothing.)"),
+        ("torch.exp(before", "torch.exp2(before", _EXP2),
+        ("torch.exp(acc_s", "torch.exp2(acc_s", _EXP2),
         ("acc_o / running_sum[:, None]", "acc_o", "numerators that were not divided",
          "`acc_o` is a sum of weighted values. What divides it at the end of a row?"),
         ("return torch.cat(outputs), torch.cat(lses)", "return torch.cat(lses), torch.cat(outputs)",
@@ -443,13 +489,25 @@ _BUILD = TEXTS.exercise(
         ("scores_max + torch.log(running_sum)", "torch.log(running_sum)",
          "the logarithm of the sum without its maximum",
          "Your sum is measured from the row's maximum. What has to come back to it?"),
+        ("torch.log(", "torch.log2(", "an lse that adds natural units and log2 units",
+         "One of your two terms is a natural logarithm, and the other is in log2 units. "
+         "`running_sum` is a plain number, whatever base its powers had. Which logarithm is asked "
+         "for?"),
+        ("scores_max + torch.log(", "scores_max * D**0.5 + torch.log(",
+         "an lse that forgets the scale on the maximum",
+         "The lse is that of scaled scores, but the maximum is a plain dot product. What has to "
+         "happen to it first?"),
         ("scores_max + torch.log(running_sum)", "scores_max + running_sum",
          "a sum where its logarithm is meant",
          "`lse` is a logarithm of a sum of powers. What stands between `exp` and the sum?"),
         ("scores_max + torch.log(running_sum)",
          "(scores_max + torch.log(running_sum)) * 1.4426950408889634",
-         "a logarithm to base two", "The lse is a natural logarithm. By what do the two differ?"),
-    ]),
+         "an lse left in log2 units",
+         "Your lse is too large by log2(e), in all of it or in the maximum's part. A natural "
+         "logarithm is asked for. Which factor is one too many?"),
+        ("scores_max + torch.log(", "scores_max * 1.4426950408889634 + torch.log(",
+         "an lse left in log2 units"),
+    ], pairs=False)),
 )  # fmt: skip
 
 
