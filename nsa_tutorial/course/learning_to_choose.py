@@ -23,8 +23,6 @@ the two effects apart. Seeds are fixed, and a run takes a few seconds on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -32,6 +30,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from nsa_tutorial import ops
+from nsa_tutorial.course.threads import one_thread
 
 WAYS = ("none", "slot_scale", "straight_through")
 NUM_BLOCKS, BLOCK_SIZE, TOP_N, WIDTH, QUERIES = 16, 8, 4, 32, 64
@@ -39,17 +38,6 @@ GENTLE, PEAKED = 4.0, 16.0  # scales of the attention: the score of a query's ow
 STEPS, RATE = 100, 0.01
 SPREAD = 10.0  # of the scores of blocks: means of keys are short
 CHANCE = TOP_N / NUM_BLOCKS
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """The tensors are so small that several threads would mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class Question(NamedTuple):
@@ -116,7 +104,7 @@ def attend(how: str, question: Question, w: Tensor, ids: Tensor, scale: float) -
     return ops.selected_attention(q, k, v, ids, **lists, scale=scale, backend="reference")
 
 
-@_one_thread()
+@one_thread()
 def run(
     how: str, steps: int = STEPS, seed: int = 0, *, scale: float = GENTLE, rate: float = RATE
 ) -> Tensor:
@@ -169,7 +157,7 @@ def weight_of_own_key(scale: float) -> float:
     return float(torch.softmax(s, -1).amax(-1).mean())
 
 
-@_one_thread()
+@one_thread()
 def pushes(scale: float, draws: int = 20) -> tuple[float, float]:
     """Where the gradient through `slot_scale` pushes an untrained scorer: towards blocks that are
     similar to the query (positive), or away from them.

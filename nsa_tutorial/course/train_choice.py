@@ -32,7 +32,6 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize, one_hot
 
+from nsa_tutorial.course.threads import one_thread
 from nsa_tutorial.course.train_heads import processor
 
 COMMAND = "python -m nsa_tutorial.course.train_choice"
@@ -193,17 +193,6 @@ class Layer(nn.Module):
 
 
 # -- training, and answers --
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Tensors are so small here that several threads would mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def training(model: nn.Module, seed: int = 0, steps: int = STEPS) -> Iterator[int]:

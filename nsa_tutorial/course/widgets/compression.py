@@ -10,10 +10,8 @@ one every 8, unless told otherwise.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import ipywidgets
@@ -25,6 +23,7 @@ from nsa_tutorial.course import heads as stored
 from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure
 from nsa_tutorial.course.heads import Heads
 from nsa_tutorial.course.sheet import Chart, Place, Sheet
+from nsa_tutorial.course.threads import one_thread
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.sparse.compression import MLPWeights, compress, num_summaries
 
@@ -297,7 +296,10 @@ def draw_heads(heads: Heads | None = None) -> Picture:
                   color=PALETTE["text"])  # fmt: skip
     places = [f"{label.split()[1]}.{label.split()[3]}" for label in heads.labels]
     axis.set_xticks(range(len(found)), places)
-    axis.set_xlabel("layer.head of the trained model; in colour, the needle's head", fontsize=9)
+    axis.set_xlabel(
+        f"layer.head of the trained model; in colour, query head {NEEDLE[0]} with the needle",
+        fontsize=9,
+    )
     axis.set_ylabel("well placed, per cent", fontsize=9)
     axis.set_ylim(0, 108)
     return Picture(
@@ -345,18 +347,6 @@ def draw_costs(stride: int = 16, block_size: int = 64, top_n: int = 16) -> Pictu
 
 
 # -- learning a summary --
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """PyTorch computes in one thread: many small steps spend their time waiting for each other in
-    several, and the sums come out the same on every machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class Task(NamedTuple):
@@ -428,7 +418,7 @@ def as_weight(kind: str, parts: tuple[Tensor, ...]) -> Tensor | MLPWeights:
     return MLPWeights(*parts) if kind == "mlp" else parts[0]
 
 
-@_one_thread()
+@one_thread()
 def fit(of: Task, kind: str, steps: int = 60) -> Tensor | MLPWeights:
     """Start at the mean, and follow the gradient of the error (Adam); always the same result on the
     same machine."""
@@ -445,7 +435,7 @@ def fit(of: Task, kind: str, steps: int = 60) -> Tensor | MLPWeights:
     return as_weight(kind, tuple(x.detach() for x in parts))
 
 
-@_one_thread()
+@one_thread()
 def best_keys(of: Task, steps: int = 100) -> Tensor:
     """Summary keys that are made of nothing, only fitted, one for each window: no summary of any
     kind does better."""
