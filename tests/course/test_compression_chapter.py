@@ -168,6 +168,10 @@ def test_the_chapters_needle(heads):
     needle = scores.argmax().item()
     assert heads.text[needle - 2 : needle + 1] == b"Pur"
     assert scores[needle].item() == pytest.approx(13.3, abs=0.05)
+    for j in pair:  # four more letters of PurePath, and eleven tokens near 0
+        others = sorted(scores[8 * j : 8 * j + 16].tolist())[:-1]
+        assert others[-4] > 6.5 and others[-1] < 11 and max(map(abs, others[:-4])) < 4
+    assert heads.labels[head] == "layer 3 head 4"
 
 
 # -- learning --
