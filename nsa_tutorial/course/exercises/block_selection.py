@@ -243,6 +243,19 @@ def _together(s: Tensor, has_ended: Tensor, of_group: Callable) -> Tensor:
     return _own_softmax(of_group(s), has_ended)
 
 
+def _forced_twice(
+    importance: Tensor, is_forced: Tensor, number: int, slots: int = 0
+) -> tuple[Tensor, Tensor]:
+    """The `number` forced blocks, and the best of all blocks behind them. With `slots`, forced
+    blocks among the best `slots` of them are dropped."""
+    forced = torch.where(is_forced, 0.0, -torch.inf).expand_as(importance)
+    (a, i), (b, j) = (x.sort(-1, descending=True, stable=True) for x in (forced, importance))
+    if slots:
+        b = b.masked_fill(is_forced.expand_as(b).gather(-1, j), -torch.inf)
+        b = b.masked_fill(torch.arange(b.shape[-1]) >= slots - number, -torch.inf)
+    return torch.cat([a[..., :number], b], -1), torch.cat([i[..., :number], j], -1)
+
+
 _SELECT = TEXTS.exercise(
     "select_blocks", minutes=28, difficulty=3, solution=select_blocks, run=_run_select,
     tolerance=0.0, picture=draw_lists, forbidden=(("nsa_tutorial", "the course's own function"),),
@@ -251,6 +264,8 @@ _SELECT = TEXTS.exercise(
             _choice("the last of 32 queries, 4 blocks of 8, scores 2, 3, 0, 4", 32, (8, 8, 8), 2,
                     scores=[[2.0, 3.0, 0.0, 4.0]]),
             _choice("the last of 64 queries, 8 blocks, 4 slots", 64, (8, 8, 8), 4, D=8, seed=2001),
+            _choice("the last of 32 queries, 4 blocks, 4 slots", 32, (8, 8, 8), 4,
+                    scores=[[2.0, 3.0, 0.0, 4.0]]),
         )),
         Stage("overlap", (
             _choice("summaries of 4 every 2, 16 blocks of 8", 128, (4, 2, 8), 6, D=8, seed=2802),
@@ -276,6 +291,8 @@ _SELECT = TEXTS.exercise(
             _choice("the own block forced", 96, (4, 2, 8), 4, HQ=2, forced=(0, 1), seed=5011),
             _choice("two forced in front, none behind", 96, (8, 4, 8), 4, HQ=2, forced=(2, 0),
                     seed=5912),
+            _choice("a forced block is also the best", 48, (8, 8, 8), 4, forced=(1, 1),
+                    scores=[[4.0, 1.0, 3.0, 2.0, 0.0, 2.5]]),
             _choice("every slot forced", 96, (8, 4, 8), 4, HQ=2, forced=(1, 3), seed=413),
         )),
         Stage("hidden summaries", (
@@ -316,6 +333,9 @@ _SELECT = TEXTS.exercise(
         (_P, "_own_softmax(s, has_ended)", "a softmax of your own in place of the given lse",
          "The compressed branch has done that sum, and here it counted one key more. One "
          "exponential a summary is enough. Which?"),
+        (_P, "torch.exp2(s - lse.unflatten(1, (H, -1))[..., None])", "`exp2` without log2(e)",
+         "`lse` is a natural logarithm, and $2^x$ is not $e^x$. Which function turns it back, or "
+         "which factor does `exp2` need?"),
         # -- Eq. 10 --
         (_P, "_together(s, has_ended, lambda s: s.sum(2, keepdim=True))",
          "adding up the heads' scores before the softmax",
@@ -458,6 +478,21 @@ _SELECT = TEXTS.exercise(
          "score beats every importance there can be?"),
         (_FORCE, "importance = importance.masked_fill(is_forced[:, None], 1.0)",
          "a bonus that real importance can beat"),
+        ({"[..., :top_n].sort": "[..., : top_n + num_initial + num_local].sort",
+          "(0, top_n - ids.shape[-1])": "(0, max(top_n - ids.shape[-1], 0))"},
+         "giving forced blocks slots beyond `top_n`",
+         "A list has `top_n` slots in all, and forced blocks take up slots like any other. How "
+         "many are left for the best?"),
+        ({_FORCE: "is_forced = is_forced & (block <= own)",
+          "importance.sort(dim=-1, descending=True, stable=True)":
+              "_forced_twice(importance, is_forced[:, None], num_initial + num_local)"},
+         "choosing among the forced blocks, too",
+         "A forced block is on the list already. Where it is also one of the best, it takes a "
+         "second slot. Among which blocks are the free slots given out?"),
+        ({_FORCE: "is_forced = is_forced & (block <= own)",
+          "importance.sort(dim=-1, descending=True, stable=True)":
+              "_forced_twice(importance, is_forced[:, None], num_initial + num_local, top_n)"},
+         "choosing among the forced blocks, too"),
         ({"[..., :top_n].sort(-1).values": ".sort(-1).values[..., :top_n]"},
          "cutting the list after it was sorted by number",
          "Once the list ascends, its first `top_n` are the lowest numbers, whatever their score. "
@@ -481,6 +516,12 @@ _SELECT = TEXTS.exercise(
         ("importance.sort(dim=-1, descending=True, stable=True)",
          "importance.sort(dim=-1, descending=True)", "leaving ties to a sort that is not stable",
          "PyTorch's `sort` keeps equals in their order only if you ask it to. By which argument?"),
+        ("(block > own)[:, None]", "(block >= own)[:, None]", "leaving the query's own block out",
+         "The own block is no future: the query sees its first part, and itself. Where does the "
+         "future begin?"),
+        ("best == -torch.inf", "best <= 0", "listing only blocks of positive importance",
+         "A block without a visible summary has importance 0, and still fills a slot that is "
+         "free. Which blocks may never be listed?"),
         ("ids.masked_fill(best == -torch.inf, len(block))", "ids",
          "filling empty slots with blocks of the future",
          "A score of −∞ only puts a block last, and where too few others are left, it is taken "

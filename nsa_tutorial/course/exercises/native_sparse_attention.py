@@ -352,6 +352,13 @@ _SWA = "window_attention(q, keys[2], values[2], window_size)"
 _CHOICE = "select_blocks(q, k_cmp, lse, top_n, block_size, length, stride, 1, 2)"
 _SUM = "g_cmp * o_cmp + g_slc * o_slc + g_swa * o_swa"
 _GATES = "(g[..., None] for g in gates)"
+_MEANS = "k_cmp, v_cmp = compress(keys[0], length, stride), compress(values[0], length, stride)"
+_K_CMP, _V_CMP = "compress(keys[0], length, stride)", "compress(values[0], length, stride)"
+_THEIRS = [f"compress({x}[1], length, stride)" for x in ("keys", "values")]
+_APART = {
+    _MEANS: _MEANS.replace("stride", "length"),
+    _CMP: "compressed_attention(q, k_cmp, v_cmp, length, length)",
+}
 _NO_AXIS = "lining the gate up with the width"
 
 _BUILD = TEXTS.exercise(
@@ -421,6 +428,7 @@ _BUILD = TEXTS.exercise(
          "one gate per token for all heads",
          "One head of a token may live on its window while another closes it. How many gates has "
          "a token?"),
+        (_GATES, "(g[:, :1, None] for g in gates)", "one gate per token for all heads"),
         (_SUM, f"({_SUM}) / 3", "dividing by three",
          "Equation 5 is a sum. What should one branch with a gate of 1 give?"),
         (_SUM, "g_cmp * o_cmp + g_swa * o_slc + g_slc * o_swa",
@@ -452,12 +460,15 @@ _BUILD = TEXTS.exercise(
         ("compress(values[0], length, stride)", "k_cmp", "using the summary keys as values, too",
          "The scores come from keys, the output from values. How many summaries does the "
          "compressed branch need?"),
-        ({"k_cmp, v_cmp = compress(keys[0], length, stride), compress(values[0], length, stride)":
-          "k_cmp, v_cmp = compress(keys[0], length, length), compress(values[0], length, length)",
-          _CMP: "compressed_attention(q, k_cmp, v_cmp, length, length)"},
-         "summaries that do not overlap",
+        (_APART, "summaries that do not overlap",
          "A summary begins every `stride` tokens, not every `length`. Which two numbers does "
          "`compress` want?"),
+        (_APART | {_CHOICE: _CHOICE.replace("stride", "length")}, "summaries that do not overlap"),
+        (_MEANS, _MEANS.replace("stride", "length"), "summaries that do not overlap"),
+        (_CMP, "compressed_attention(q, k_cmp, v_cmp, length, length)",
+         "telling the compressed branch another stride",
+         "Your summaries begin every `stride` tokens, but the attention to them takes `length` for "
+         "the distance. Which two numbers does it want?"),
         (_CMP, "compressed_attention(q, k_cmp, v_cmp, 1, stride)",
          "letting a summary be seen once it starts",
          "A summary knows its last token. At which position is that token there? `length` says "
@@ -472,6 +483,17 @@ _BUILD = TEXTS.exercise(
         (", 1, 2)", ", 2, 1)", "forcing two first blocks and one latest",
          "The layer forces *one* first block and the *two* latest. Which of the two arguments "
          "counts which?"),
+        (", 1, 2)", ", 0, 1)", "forcing the own block alone",
+         "Chapter 07 judged its lists like that. The layer forces the first block and the two "
+         "latest (section 3.3.2). Which two numbers say so?"),
+        (", 1, 2)", ", 1, 1)", "forcing one latest block in place of two",
+         "Chapter 07's example did that. How many of the latest blocks does the layer force "
+         "(section 3.3.2)? The own block counts as one."),
+        (", 1, 2)", ", 0, 2)", "forcing the latest blocks alone",
+         "The layer forces one more block, whatever its weight. At which end of the text?"),
+        (", 1, 2)", ", 1, 0)", "forcing the first block alone",
+         "The layer forces the two latest blocks as well. Which argument of `select_blocks` counts "
+         "them?"),
         ("lse, top_n,", "lse, top_n + 3,", "giving forced blocks places of their own",
          "`top_n` is the length of the whole list, forced blocks among it. How many places are "
          "left to choose?"),
@@ -480,6 +502,12 @@ _BUILD = TEXTS.exercise(
          "choosing by summaries of the selection's keys",
          "`lse` belongs to the scores of the compressed branch, and so do the weights that "
          "choose. Which summaries made them?"),
+        (_CHOICE, f"select_blocks(q, {_THEIRS[0]}, compressed_attention(q, {', '.join(_THEIRS)}, "
+         "length, stride)[1], top_n, block_size, length, stride, 1, 2)",
+         "summaries of the selection's keys that choose with an `lse` of their own",
+         "Your choice compresses the selection's keys and attends to them once more. In NSA the "
+         "compressed branch has attended already. Whose summaries and whose `lse` does the choice "
+         "take?"),
         (_CHOICE, "select_blocks(q, v_cmp, lse, top_n, block_size, length, stride, 1, 2)",
          "choosing blocks by the summaries of the values",
          "A query is compared with keys. Of which tensor are the summaries that decide?"),
@@ -498,6 +526,9 @@ _BUILD = TEXTS.exercise(
          "telling the choice another length of the summaries",
          "Eq. 9 asks how many tokens a summary and a block share. Which `length` made the "
          "summaries?"),
+        (_CHOICE, "select_blocks(q, k_cmp, lse, top_n, block_size, length, length, 1, 2)",
+         "telling the choice another stride of the summaries",
+         "Eq. 9 asks where a summary begins. Which `stride` made the summaries?"),
         (_SLC, "selected_attention(q, keys[1], values[1], ids, length)",
          "taking the length of a summary for the block size",
          "The list names blocks of `block_size` tokens. What does block 1 begin with, if the "
@@ -528,6 +559,16 @@ _BUILD = TEXTS.exercise(
          "cutting the scores of the summaries off from training",
          "The choice has no gradient, but the compressed branch's output has: there the scores "
          "learn. What do you cut off before its attention?"),
+        (_K_CMP, f"{_K_CMP}.detach()", "cutting the summaries off from training",
+         "The list passes no gradient on, so the compressed branch's output is the only way to "
+         "the keys and values of the summaries. What cuts it: a `detach`, or a `no_grad`?"),
+        (_V_CMP, f"{_V_CMP}.detach()", "cutting the summaries off from training"),
+        (_MEANS, _MEANS.replace("stride)", "stride).detach()"),
+         "cutting the summaries off from training"),
+        ("g_cmp * o_cmp", "g_cmp * o_cmp.detach()",
+         "cutting the compressed branch off from training",
+         "Then neither the queries nor the summaries learn from this branch. Which of the three "
+         "outputs stays connected to its inputs?"),
         ('gates [N, HQ]."""\n', 'gates [N, HQ]."""\n    q = q.detach()\n',
          "cutting the queries off from training",
          "The ids are whole numbers and pass nothing on anyway. Through what else do the queries "
