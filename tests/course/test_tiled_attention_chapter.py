@@ -689,7 +689,7 @@ def test_a_kernel_that_is_not_returned_is_told() -> None:
 def test_the_minutes_are_told() -> None:
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     prose = "".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
-    assert f"70 minutes, {BUILD.minutes} of them the exercise at the end" in prose
+    assert f"85 minutes, {BUILD.minutes} of them the exercise at the end" in prose
     parts = [int(x) for x in re.findall(r"^About (\d+) minutes\.", prose, re.M)]
     assert "take about 35 minutes more" in prose and sum(parts) == 35
     assert sum(e.minutes for e in KNOWN.values()) - BUILD.minutes < 35, "there is text, too"
@@ -707,6 +707,14 @@ def test_stored_times_are_those_of_the_file() -> None:
     told = outputs("told-measured")
     for kernel in ("dense, cuDNN", "dense, flash"):
         assert f"{pictures.measured(kernel)[0]:.1f} ms" in told
+    other = json.loads((NOTEBOOK.parents[1] / "assets" / "triton_forward_h200.json").read_text())
+    (ms,) = (
+        row["ms"]
+        for row in other["rows"]
+        if (row["kernel"], row["tokens"], row["width"], row["kv_heads"] * row["group"])
+        == ("dense, cuDNN", 65_536, 128, 64)
+    )
+    assert round(pictures.measured()[0] / ms, 2) == 1.02, "two recordings, 2 % apart"
     assert pictures.draw_measured().finding.startswith(
         f"Tiles take {pictures.measured()[0]:.0f} ms"
     )
@@ -718,6 +726,12 @@ def test_stored_times_are_those_of_the_file() -> None:
 def source(id_: str) -> str:
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     return next("".join(c["source"]) for c in cells if c["id"] == id_)
+
+
+def test_the_rows_of_two_tiles_stand_where_the_chapter_says() -> None:
+    told = outputs("two-tiles-of-rows")
+    assert "queries [2, 3] at positions [4, 5]" in told, "query 2 stands at position 4"
+    assert "[[0 0 0 0 0 1]" in told, "it sees five keys"
 
 
 def test_the_bill_by_hand_is_that_of_costs() -> None:

@@ -47,7 +47,7 @@ _ON_CHIP = {
     "q_tile": PALETTE["query"],
     "k_tile": PALETTE["key"],
     "v_tile": PALETTE["value"],
-    "acc_s": "#F0E442",
+    "acc_s": "#C0B000",
     "acc_o": PALETTE["faint"],
     "statistics": PALETTE["text"],
 }
@@ -116,7 +116,7 @@ def draw_memories() -> Picture:
     sheet = Sheet(8.3, 3.0)
     chart = sheet.chart(Place(1.35, 0.85, 6.2, 1.6), (13, 38.5), (3.6, -0.6))
     ends = [math.log2(size) for size, _ in _MEMORIES.values()]
-    chart.boxes([(13, row - 0.3, end - 13, 0.6) for row, end in enumerate(ends)], "#E4E7EA")
+    chart.boxes([(13, row - 0.3, end - 13, 0.6) for row, end in enumerate(ends)], "#D3D8DC")
     # after the bar, the longest within its bar: no dashed line runs through the words
     told = [
         (min(end, 25.7), row, text)
