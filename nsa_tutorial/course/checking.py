@@ -113,7 +113,11 @@ def solution(chapter: str, name: str) -> Listing:
     """The source of an exercise's solution, ready to be pasted into the chapter, and why it is as
     it is."""
     found = _find(chapter, name)
-    parts = [show(part).code.strip("\n") for part in found.parts]
+    sources = [show(part).code.strip("\n") for part in found.parts]
+    parts = [  # a kernel stands as it is written, below its decorator
+        code if code.startswith("@") else _as_in_the_chapter(part).strip("\n")
+        for part, code in zip(found.parts, sources, strict=True)
+    ]
     code = "\n\n\n".join([*parts, _as_in_the_chapter(found.solution)])
     return Listing(f"solution of {name}", code, note=found.why)
 

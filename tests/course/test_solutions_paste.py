@@ -24,6 +24,9 @@ CHAPTER = {path.stem[3:]: path for path in NOTEBOOKS}
 ALL = [(c, e) for c in exercises.chapters() for e in exercises.chapter_exercises(c).values()]
 
 
+TAKES = r"""\(?(built\('\w+'\)(, )?)+\)?"""  # what a chapter takes from the reader's library
+
+
 def imports_above(chapter: str, name: str) -> Iterator[ast.stmt]:
     """The import statements of the chapter's cells, down to the exercise, and what the cells take
     from the reader's library by `built`; imports inside of functions are none."""
@@ -37,7 +40,7 @@ def imports_above(chapter: str, name: str) -> Iterator[ast.stmt]:
             yield from (
                 s for s in within
                 if isinstance(s, ast.Import | ast.ImportFrom)
-                or (isinstance(s, ast.Assign) and re.search(r"= \(?built\(", ast.unparse(s)))
+                or (isinstance(s, ast.Assign) and re.fullmatch(TAKES, ast.unparse(s.value)))
             )  # fmt: skip
     raise AssertionError(f"the chapter does not pose {name}")
 
