@@ -765,10 +765,6 @@ DOUBLES = (
         "a test with as many KV heads as query heads")),
     Double("selects_like_dense", _last_query_of_one_kv_head, (
         "a test with a single KV head", "a test that looks at the last query only")),
-    Double("native_sparse_attention", names=(
-        "a window one key too wide", "swapping the gates of compression and selection")),
-    Double("native_sparse_attention", names=(
-        "one list for all KV heads", "a window one key too narrow")),
 )  # fmt: skip
 
 

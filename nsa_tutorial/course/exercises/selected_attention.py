@@ -997,9 +997,5 @@ DOUBLES = (
     Double("window_mask", names=(
         "a window of w + 1", "taking the queries for the first N positions")),
     Double("window_mask", names=("opening the window to both sides", "a window of w + 1")),
-    Double("selected_attention", names=(
-        "leaving out the scale", "leaving out the cut inside the last block")),
-    Double("selected_attention", names=(
-        "dealing out the query heads in turn", "leaving out the scale")),
     Double("window_attention", names=("leaving out the scale", "a window of w + 1")),
 )  # fmt: skip
