@@ -1,5 +1,5 @@
-"""Exercises of chapter 01: what attention costs, attention itself from an empty body, the causal
-mask alone, a test for leaks, and a softmax kernel with three bugs."""
+"""Exercises of chapter 01: attention from an empty body, what it costs, the causal mask alone, a
+test for leaks, and a softmax kernel with three bugs."""
 
 from __future__ import annotations
 
@@ -757,7 +757,7 @@ CAUSAL_SOFTMAX = TEXTS.exercise(
     ),
 )  # fmt: skip
 
-EXERCISES = (ATTENTION_COST, ATTENTION, CAUSAL_WEIGHTS, LEAKS, CAUSAL_SOFTMAX)
+EXERCISES = (ATTENTION, ATTENTION_COST, CAUSAL_WEIGHTS, LEAKS, CAUSAL_SOFTMAX)
 
 
 # -- two mistakes at once --
@@ -795,6 +795,5 @@ PREDICTIONS = TEXTS.predictions(
     score_table_gib={"unit": "GiB"},
     spread_of_64={"tolerance": 0.02},
     dice_right={"tolerance": 0.02, "unit": "%"},
-    score_letters={"choices": ("hij", "ihj", "ij", "hijd")},
     slower_side={"choices": ("arithmetic", "memory")},
 )
