@@ -1,4 +1,4 @@
-"""Exercises of chapter 07: from summaries to blocks, the whole choice of a group's list, what
+"""Exercises of chapter 07: the whole choice of a group's list, from summaries to one block, what
 learns from it, and a kernel that adds up one block's summaries."""
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ def _forced_twice(
 
 
 _SELECT = TEXTS.exercise(
-    "select_blocks", minutes=28, difficulty=3, solution=select_blocks, run=_run_select,
+    "select_blocks", minutes=30, difficulty=3, solution=select_blocks, run=_run_select,
     tolerance=0.0, picture=draw_lists, forbidden=(("nsa_tutorial", "the course's own function"),),
     stages=(
         Stage("one summary a block", (
@@ -773,7 +773,7 @@ _SUMS = TEXTS.exercise(
 )  # fmt: skip
 
 
-EXERCISES = (_OVERLAP, _SELECT, _LEARNS, _SUMS)
+EXERCISES = (_SELECT, _OVERLAP, _LEARNS, _SUMS)
 
 DOUBLES = (
     Double("overlap", names=(

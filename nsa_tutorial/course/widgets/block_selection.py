@@ -2,7 +2,7 @@
 much attention the lists hold.
 
 `tiny` makes the example by hand. On the stored heads, `lists` chooses blocks in four ways, and
-`captured`, `output_error` and `blocks_loaded` judge a choice, all by the same queries. `draw_lists`
+`captured` and `blocks_loaded` judge a choice, all by the same queries. `draw_lists`
 shows a reader's wrong list, the other functions `draw_…` what the chapter tells, and `explore` puts
 controls on `draw_choice`.
 
@@ -199,24 +199,6 @@ def blocks_loaded(ids: Tensor) -> Tensor:
     `captured`."""
     together = listed(ids)[:, SINCE:].unflatten(0, (-1, real()[0].G)).any(1)  # [H, queries, NB]
     return together.sum(-1).double().mean(-1)
-
-
-@functools.cache
-def _dense() -> Tensor:
-    stored, (_, N, NB) = real()[0], real()[1].shape
-    every = torch.arange(NB).expand(1, N, stored.k.shape[2], NB)
-    # [N, HQ, DV]
-    return ops.selected_attention(stored.q, stored.k, stored.v, every, block_size=BS)[0]
-
-
-def output_error(ids: Tensor) -> float:
-    """How far selected attention with these lists, one per group, is from dense attention: ‖o -
-    dense‖ / ‖dense‖, all heads and the queries of `captured`."""
-    stored, dense = real()[0], _dense()
-    o = ops.selected_attention(stored.q, stored.k, stored.v, ids[None].contiguous(), block_size=BS)[
-        0
-    ]
-    return ((o - dense)[SINCE:].norm() / dense[SINCE:].norm()).item()
 
 
 # -- which summaries lie in a block --
@@ -480,28 +462,6 @@ def draw_near_and_far(kv_head: int = 3, n: int = 4) -> Picture:
         figure,
         f"KV head {kv_head}, far queries: {n} blocks from summaries hold "
         f"{shares['far', 'summaries']}, the latest {n} {shares['far', 'latest']}",
-    )
-
-
-def draw_errors(n: int = 4) -> Picture:
-    """How far the output of selected attention is from dense attention, by who made the lists."""
-    figure, axes = new_figure(8.0, 2.0)
-    axis, errors = axes[0, 0], {}
-    for row, by in enumerate(SOURCES):
-        ids = lists(by, n, num_local=int(by == "summaries"))
-        errors[by] = 100 * output_error(ids)
-        axis.barh(row, errors[by], 0.62, color=PALETTE[_COLOURS[by]])
-        told = f"{errors[by]:.0f}%, with {captured(ids).mean():.0%} of the attention held"
-        axis.text(errors[by] + 1.5, row, told, va="center", fontsize=9, color=PALETTE["text"])
-    axis.set_yticks(range(len(SOURCES)), [_TITLES[by] for by in SOURCES])
-    axis.tick_params(axis="y", length=0)
-    axis.set_ylim(len(SOURCES) - 0.5, -0.5)
-    axis.set_xlim(0, 165)
-    axis.set_xlabel("error of the output, %", fontsize=9)
-    return Picture(
-        figure,
-        f"{n} blocks from summaries leave an error of {errors['summaries']:.0f}%, the best {n} "
-        f"{errors['oracle']:.0f}%",
     )
 
 
