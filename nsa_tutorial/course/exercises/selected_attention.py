@@ -1,5 +1,5 @@
-"""Exercises of chapter 05: a load behind a guard, the window, the two operators that the reader
-builds, and, for more time, from a list to tokens and a small kernel with two bugs."""
+"""Exercises of chapter 05: the two operators that the reader builds, and, for more time, a load
+behind a guard, the window's mask, from a list to tokens, and a small kernel with two bugs."""
 
 from __future__ import annotations
 
@@ -729,7 +729,7 @@ def _windows(
 
 
 _ATTEND_WINDOW = TEXTS.exercise(
-    "window_attention", minutes=6, difficulty=2, solution=window_attention,
+    "window_attention", minutes=8, difficulty=2, solution=window_attention,
     run=_given_gradients, forbidden=_FORBIDDEN, parts=(window_mask,),
     stages=(
         Stage("a window", (
@@ -764,6 +764,11 @@ _ATTEND_WINDOW = TEXTS.exercise(
          "Count the keys of a late query, its own included. How many are there?"),
         ("(N, M, window_size), -torch", "(N, M, window_size - 1), -torch", "a window of w − 1",
          "Count the keys of a late query, its own included. How many are there?"),
+        ("key <= position", "key < position", "leaving out the query's own key",
+         "The window ends with the query itself, which is one of the w. Is your comparison `<` "
+         "or `<=`?"),
+        ("(key <= position) & ", "", "cutting at the far end only",
+         "Keys that are too old are hidden. And those of the future?"),
         ("~window_mask(N, M, window_size), -torch", "~window_mask(N, M, M), -torch",
          "hiding the future and nothing else",
          "That is plain causal attention. Which is the oldest key inside the window?"),
@@ -774,7 +779,7 @@ _ATTEND_WINDOW = TEXTS.exercise(
          "Without its sign, the distance to a key of the future is small, too. Does a query see "
          "later keys?"),
         ("~window_mask(N", "window_mask(N", "an inverted mask",
-         "`masked_fill` fills where its mask is True. What does `window_mask` say with True?"),
+         "`masked_fill` fills where its mask is True. What does your mask say with True?"),
         ("-torch.inf)", "0)", "a score of 0 where a key is hidden",
          "e⁰ = 1 is a weight like any other. Which score gives the weight 0?"),
         ({"s = s.masked_fill(~window_mask(N, M, window_size), -torch.inf)":
@@ -968,7 +973,7 @@ _SUM = TEXTS.exercise(
 )  # fmt: skip
 
 
-EXERCISES = (_LOAD, _WINDOW, _SELECTED, _ATTEND_WINDOW, _TOKENS, _SUM)
+EXERCISES = (_SELECTED, _ATTEND_WINDOW, _LOAD, _WINDOW, _TOKENS, _SUM)
 
 
 def _is_8_to_11(guess: object) -> bool:
