@@ -689,10 +689,10 @@ def test_a_kernel_that_is_not_returned_is_told() -> None:
 def test_the_minutes_are_told() -> None:
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     prose = "".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
-    assert f"85 minutes, {BUILD.minutes} of them the exercise at the end" in prose
+    assert f"70 minutes, {BUILD.minutes} of them the exercise at the end" in prose
     parts = [int(x) for x in re.findall(r"^About (\d+) minutes\.", prose, re.M)]
-    assert "take about 35 minutes more" in prose and sum(parts) == 35
-    assert sum(e.minutes for e in KNOWN.values()) - BUILD.minutes < 35, "there is text, too"
+    assert "take about 45 minutes more" in prose and sum(parts) == 45
+    assert sum(e.minutes for e in KNOWN.values()) - BUILD.minutes < 45, "there is text, too"
 
 
 def outputs(id_: str) -> str:
