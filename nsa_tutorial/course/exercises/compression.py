@@ -584,7 +584,6 @@ EXERCISES = (_COMPRESS, _LOGIT, _ATTENTION, _MEANS)
 PREDICTIONS = TEXTS.predictions(
     globals(),
     times_lighter={"choices": (1, 3, 30, 500)},
-    first_query_that_sees={"choices": (0, 15, 31, 32)},
     twice_the_text={"tolerance": 0.02},
     needles_windows={"choices": (90, 50, 25, 2), "unit": "%"},
     best_elsewhere={"choices": ("mean", "weighted", "linear", "mlp")},
