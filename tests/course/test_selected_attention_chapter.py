@@ -173,6 +173,13 @@ def test_the_window_picture_counts_its_keys():
     )
 
 
+def test_the_pairs_picture_tells_what_is_left():
+    left = costs.visible_pairs(65_536, 65_536) / costs.selected_keys(65_536, 65_536)
+    assert pictures.draw_pairs().finding == (
+        f"At 65,536 tokens, lists leave one visible score in {left:.0f}"
+    )
+
+
 def test_the_traffic_picture_names_the_crossing():
     assert f"{pictures.crossover(64, G=2):,} tokens" in pictures.draw_traffic().finding
 
@@ -231,11 +238,12 @@ def test_ranges(ids, told):
         pictures.draw_masks,
         pictures.draw_window,
         pictures.draw_traffic,
+        pictures.draw_pairs,
         lambda: pictures.draw_text(0, 1, 0),
         lambda: pictures.draw_text(511, 12, 1, block_size=64),
         lambda: pictures.draw_gather([2, 0, 5], 4, 11, 3),
     ],
-    ids=["text", "masks", "window", "traffic", "first query", "last query, long blocks", "gather"],
+    ids=["text", "masks", "window", "traffic", "pairs", "first query", "last query", "gather"],
 )
 def test_pictures_are_small(draw):
     assert len(draw().png()) < 60_000

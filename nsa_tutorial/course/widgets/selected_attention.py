@@ -4,8 +4,9 @@ dense tiles.
 `group_mass` and `true_lists` choose blocks by the attention that trained heads really pay (no
 kernel knows it in advance; chapters 06 and 07 find such blocks cheaply), `token_kinds` says what a
 list makes of each token, `loads` and `crossover` count bytes. `draw_masks` draws the lists of all
-queries, `draw_gather` a list by hand, `draw_window` a window beside blocks, `draw_text` a list in
-the text; `explore` puts controls on the last.
+queries, `draw_gather` a list by hand, `draw_window` a window beside blocks, `draw_pairs` and
+`draw_traffic` scores and bytes by length, `draw_text` a list in the text; `explore` puts controls
+on the last.
 
 Symbols: `N` positions, `H` key/value heads, `BS` block size, `NB` blocks, `S` slots.
 """
@@ -443,6 +444,31 @@ def crossover(tile_q: int, *, G: int = 1, block_size: int = 64, top_n: int = 16)
         )
         low, high = (low, middle) if fewer else (middle, high)
     return high * block_size
+
+
+def draw_pairs() -> Picture:
+    """The scores that a causal kernel computes for a query on average, by the length of the text:
+    all that it may see, and those that its list names."""
+    figure, axes = new_figure(7.6, 3.0)
+    axis, lengths = axes[0, 0], [2**i for i in range(10, 19)]
+    visible, listed = (
+        [count(N, N) / N for N in lengths] for count in (costs.visible_pairs, costs.selected_keys)
+    )
+    axis.loglog(lengths, visible, color=INKS["key"], linewidth=2, label="all keys of the past")
+    name = "lists of 16 blocks of 64"
+    axis.loglog(lengths, listed, color=INKS["selected"], linewidth=2, label=name)
+    for i in (2, 6):
+        axis.plot([lengths[i]] * 2, [listed[i], visible[i]], ":", color=PALETTE["text"])
+        middle, factor = (listed[i] * visible[i]) ** 0.5, visible[i] / listed[i]
+        axis.text(lengths[i] * 1.1, middle, f"{factor:.{int(factor < 10)}f}×", va="center",
+                  fontsize=9, color=PALETTE["text"])  # fmt: skip
+    axis.set_xticks(lengths[::2], [f"{N:,}" for N in lengths[::2]])
+    axis.set_yticks([1_000, 10_000, 100_000], ["1,000", "10,000", "100,000"])
+    axis.minorticks_off()
+    axis.set(xlabel="tokens of the text", ylabel="scores per query, average")
+    axis.legend(fontsize=9, frameon=False)
+    told = f"At {lengths[6]:,} tokens, lists leave one visible score in {factor:.0f}"
+    return Picture(figure, told)
 
 
 def draw_traffic() -> Picture:
