@@ -93,6 +93,15 @@ def test_the_chapters_numbers_of_an_h200_are_the_pictures() -> None:
     assert round(989e12 / 4.8e12) == 206 and "206 operations" in source
 
 
+def test_the_least_times_are_those_of_the_facts() -> None:
+    reading = {H: pictures.cache_facts(H, 65_536).read_ms for H in (64, 8, 4, 1)}
+    per_head = 60 * 65_536 * 256
+    assert reading[8] == pytest.approx(1e3 * 2 * 8 * per_head / 4.8e12)
+    computing = 1e3 * 2 * 64 * per_head / 989e12
+    assert computing < min(reading.values()), "reading always takes longer"
+    assert "1 KV head" in str(pictures.draw_least_times(reading, computing))
+
+
 # -- what the tutor says --
 
 
@@ -650,7 +659,7 @@ def test_thoughts_about_guesses_hold() -> None:
 
 
 def test_the_minutes_are_told() -> None:
-    """The three optional exercises are not among the chapter's minutes."""
+    """The optional exercises are not among the chapter's minutes."""
     first = "".join(json.loads(CHAPTER.read_text(encoding="utf-8"))["cells"][0]["source"])
-    main = ("cache_bytes", "wiring_is_right", "grouped_attention")
+    main = ("cache_bytes", "grouped_attention")
     assert f"{sum(EXERCISES[name].minutes for name in main)} of them exercises" in first

@@ -1,5 +1,5 @@
-"""Exercises of chapter 02: the bytes of a KV cache, a test that catches wrong copies, grouped
-attention from an empty body, the gradient of shared keys, a kernel that loads a key once for its
+"""Exercises of chapter 02: the bytes of a KV cache, grouped attention from an empty body, a test
+that catches wrong copies, the gradient of shared keys, a kernel that loads a key once for its
 group, and the KV heads that a given memory can hold.
 """
 
@@ -739,7 +739,7 @@ _MOST = TEXTS.exercise(
     ),
 )  # fmt: skip
 
-EXERCISES = (_CACHE, _WIRING, _BUILD, _GRADIENT, _SCORE, _MOST)
+EXERCISES = (_CACHE, _BUILD, _WIRING, _GRADIENT, _SCORE, _MOST)
 
 
 # -- two mistakes at once --
