@@ -16,7 +16,6 @@ as `Switches`.
 from __future__ import annotations
 import __future__
 
-import ast
 import functools
 import inspect
 import linecache
@@ -87,7 +86,7 @@ class Edited:
                 raise ValueError(f"these exclude each other: both replace {piece!r}")
         both = Edited(self.solution, self.edits | other.edits, parts=self.parts)
         try:
-            ast.parse(both.source)  # raises where pieces overlap
+            _ = both.compiled  # raises where pieces overlap
         except SyntaxError as error:
             raise ValueError(f"these exclude each other: {error.msg}") from error
         return both
@@ -127,18 +126,25 @@ class Edited:
         return source
 
     @functools.cached_property
+    def compiled(self) -> CodeType:
+        """The code of a module that holds the wrong solution."""
+        flags = self.solution.__code__.co_flags & __future__.annotations.compiler_flag
+        return compile(self.source, self._file, "exec", flags=flags, dont_inherit=True)
+
+    @property
+    def _file(self) -> str:
+        return f"<{self.solution.__name__} {abs(hash(self.source)):x}>"
+
+    @functools.cached_property
     def function(self) -> Callable:
-        """The wrong solution, compiled."""
-        source, name = self.source, self.solution.__name__
-        file = f"<{name} {abs(hash(source)):x}>"
+        """The wrong solution, ready to be called."""
+        source, name, file = self.source, self.solution.__name__, self._file
         # tracebacks, Triton and TileLang read the source from here
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-        flags = self.solution.__code__.co_flags & __future__.annotations.compiler_flag
-        code = compile(source, file, "exec", flags=flags, dont_inherit=True)
         # the parts are found among the globals, and must not replace the right ones there
         names = dict(self.solution.__globals__) if self.parts else self.solution.__globals__
         namespace: dict[str, Callable] = names if self.parts else {}
-        exec(code, names, namespace)
+        exec(self.compiled, names, namespace)
         return namespace[name]
 
 

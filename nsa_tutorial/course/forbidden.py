@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -19,6 +20,12 @@ class Forbidden(Exception):
     """An attempt called what its exercise is about to build."""
 
 
+@functools.cache
+def _name_of(func: Callable) -> str:
+    """The name of a function of PyTorch, which takes longer to find than most of them run."""
+    return "torch." + (resolve_name(func) or "").rpartition(".")[2]
+
+
 class _Watch(TorchFunctionMode):
     """Looks at each function of PyTorch before it runs."""
 
@@ -30,8 +37,7 @@ class _Watch(TorchFunctionMode):
         self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> object:
         # `torch.softmax`, `Tensor.softmax` and `functional.softmax` are one function
-        name = (resolve_name(func) or "").rpartition(".")[2]
-        said = self.forbidden.get(f"torch.{name}") or self._said_of(sys._getframe(1))
+        said = self.forbidden.get(_name_of(func)) or self._said_of(sys._getframe(1))
         if said is not None:
             raise Forbidden(f"{said}: not in this exercise, which builds it")
         return func(*args, **(kwargs or {}))

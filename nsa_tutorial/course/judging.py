@@ -157,11 +157,11 @@ def _run(exercise: Exercise, attempt: Callable) -> tuple[list[Case], list, int]:
         cases = list(exercise.runnable)
         return cases, [call(exercise, attempt, case) for case in cases], 0
     for held, stage in enumerate(exercise.stages):
-        for case in (case for case in stage.cases if case.why_not() is None):
-            cases.append(case)
-            got.append(call(exercise, attempt, case))
-        answers = [answer(exercise, exercise.solution, case) for case in cases]
-        pairs = zip(got, answers, strict=True)
+        asked = [case for case in stage.cases if case.why_not() is None]
+        gave = [call(exercise, attempt, case) for case in asked]
+        cases, got = [*cases, *asked], [*got, *gave]
+        answers = [answer(exercise, exercise.solution, case) for case in asked]
+        pairs = zip(gave, answers, strict=True)
         if not all(same(g, right, exercise.tolerance) for g, right in pairs):
             return cases, got, held
     return cases, got, len(exercise.stages)

@@ -194,7 +194,7 @@ def test_pieces_stand_in_reading_order(copy: Path) -> None:
     keeping.keep("gradients", WEIGHTS, right())
     source = RIGHT.replace("def weights", "def early").replace("divide(", "share(")
     early = cells(DIVIDE.replace("divide", "share"), source + "\n\nweights = early\n", NOTHING=0)
-    exercise = Exercise(**{**vars(WEIGHTS), "name": "early", "cases": (), "misconceptions": ()})
+    exercise = replace(WEIGHTS, name="early", misconceptions=())
     assert "Kept" in keeping.keep("online_softmax", exercise, early)
     names = File.parse((copy / keeping.FILE).read_text()).names
     assert names == ["early", "weights"]
@@ -202,7 +202,7 @@ def test_pieces_stand_in_reading_order(copy: Path) -> None:
 
 def test_another_pieces_name_is_refused(copy: Path) -> None:
     keeping.keep("gradients", WEIGHTS, right())
-    exercise = Exercise(**{**vars(WEIGHTS), "name": "other", "cases": ()})
+    exercise = replace(WEIGHTS, name="other")
     source = RIGHT.replace("def weights", "def other") + "\n\nweights = other\n"
     other = cells(DIVIDE.replace("p / total", "p.div(total)"), source, NOTHING=0)
     before = (copy / keeping.FILE).read_text()

@@ -122,13 +122,22 @@ class Exercise:
     stages: tuple[Stage, ...] = ()
     forbidden: tuple[tuple[str, str], ...] = ()
     launches: str | None = None
-    parts: tuple[Callable, ...] = field(default=(), hash=False)  # TileLang's have no hash
+    parts: tuple[Callable, ...] = ()
 
     def __post_init__(self) -> None:
         """Take the cases from the stages."""
         if self.stages:
             cases = tuple(case for stage in self.stages for case in stage.cases)
             object.__setattr__(self, "cases", cases)
+
+    def __hash__(self) -> int:
+        """Made once, and without `parts`: TileLang's have none."""
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        asked = (self.name, self.solution, self.cases, self.misconceptions, self.run)
+        return hash((*asked, self.stages, self.forbidden, self.launches))
 
     @property
     def runnable(self) -> tuple[Case, ...]:
