@@ -207,14 +207,15 @@ def test_exercise(chapter: str, name: str, count: int) -> None:
     e = exercises.chapter_exercises(chapter)[name]
     if e.missing:
         pytest.skip(e.missing[0])
-    e = replace(e, misconceptions=e.misconceptions[:count])
+    e = replace(e, misconceptions=e.misconceptions[:count], picture=None)
     assert judge(e, e.solution).outcome == "right"
     assert not any(isinstance(answer(e, e.solution, case), Raised) for case in e.runnable)
     for known in e.misconceptions:
         verdict = judge(e, known.wrong)
         assert (verdict.outcome, verdict.misconception) == ("misconception", known.name)
         assert known.hint in verdict.text
-    assert judge(e, lambda *a, **k: "nothing like it").outcome == "wrong"
+    alone = replace(e, misconceptions=e.misconceptions[:1])  # it is like no pair of them, either
+    assert judge(alone, lambda *a, **k: "nothing like it").outcome == "wrong"
     assert judge(e, lambda *a, **k: None).outcome == "not attempted"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import nbformat
@@ -405,6 +406,8 @@ def with_minus_50(q, k, v):
     return e / e.sum(-1, keepdim=True) @ v
 
 
+# what an answer is like is looked for among all pairs of mistakes: here there are none
+NAMELESS = replace(EXERCISES["attention"], misconceptions=())
 GROWING = [(value, 1), (lookup, 2), (scaled, 3), (safe, 4), (masked_square, 5), (with_minus_50, 6)]
 
 
@@ -412,7 +415,7 @@ GROWING = [(value, 1), (lookup, 2), (scaled, 3), (safe, 4), (masked_square, 5), 
 def test_a_half_done_attention_holds_the_stages_that_it_should(
     attempt: Callable, held: int
 ) -> None:
-    assert judge(EXERCISES["attention"], attempt).held == held
+    assert judge(NAMELESS, attempt).held == held
 
 
 def in_a_loop(q, k, v):
@@ -453,7 +456,7 @@ def test_other_ways_to_write_attention_are_right(attempt: Callable) -> None:
     ids=["softmax", "method", "functional", "log_softmax", "attention", "ours", "all of ours"],
 )
 def test_what_the_build_builds_may_not_be_called(attempt: Callable) -> None:
-    verdict = judge(EXERCISES["attention"], attempt)
+    verdict = judge(NAMELESS, attempt)
     assert verdict.held == 0
     assert "not in this exercise, which builds it" in verdict.text
 

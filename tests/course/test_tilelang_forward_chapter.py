@@ -509,8 +509,18 @@ def test_a_gap_filled_wrongly_is_named(gap: str, typed: str, mistake: str) -> No
     ],
     ids=lambda value: next(iter(value.values())) if isinstance(value, dict) else "",
 )
-def test_an_error_in_a_gap_says_what_to_write(gaps: dict[str, str], told: str) -> None:
-    verdict = judge(EXERCISES["listed_attention"], frame(**FILLED | gaps))
+@pytest.mark.parametrize(
+    "known",
+    [
+        pytest.param({"misconceptions": ()}, id="alone"),
+        pytest.param({}, id="beside all mistakes", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_an_error_in_a_gap_says_what_to_write(
+    gaps: dict[str, str], told: str, known: dict[str, tuple]
+) -> None:
+    """And it is none of the known mistakes, nor two of them."""
+    verdict = judge(replace(EXERCISES["listed_attention"], **known), frame(**FILLED | gaps))
     assert (verdict.outcome, verdict.misconceptions) == ("wrong", ())
     assert told in verdict.text and next(iter(gaps.values())) in verdict.text
 
