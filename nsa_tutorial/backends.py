@@ -51,6 +51,18 @@ BACKENDS: Table = {
         "tilelang": "nsa_tutorial.kernels.tilelang.gates:gated_sum",
         "triton": "nsa_tutorial.kernels.triton.gates:gated_sum",
     },
+    "decode_attention": {
+        "reference": "nsa_tutorial.sparse.decoding:decode_attention",
+        "triton": "nsa_tutorial.kernels.triton.decoding.launch:decode_attention",
+    },
+    "write_tokens": {
+        "reference": "nsa_tutorial.sparse.decoding:write_tokens",
+        "triton": "nsa_tutorial.kernels.triton.decoding.write:write_tokens",
+    },
+    "write_summaries": {
+        "reference": "nsa_tutorial.sparse.decoding:write_summaries",
+        "triton": "nsa_tutorial.kernels.triton.decoding.write:write_summaries",
+    },
 }
 BACKWARDS: Table = {
     "selected_attention": {

@@ -2,9 +2,12 @@
 and Native Sparse Attention between them (arXiv 2502.11089; chapter 08).
 
     config = NativeSparseAttentionConfig(width=512, query_heads=16, kv_heads=1)
-    y = NativeSparseAttention(config)(x)  # [B, N, width] to [B, N, width]
+    layer = NativeSparseAttention(config)
+    y = layer(x)  # [B, N, width] to [B, N, width]
+    cache = layer.new_cache(batch_size=B, max_tokens=4096)
+    y = layer(x[:, :n], cache=cache)  # a prompt; then one token after the other
 
-It has no key cache (chapter 15), no tensor parallelism and no dropout.
+It has no tensor parallelism and no dropout.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 
 from nsa_tutorial import library, ops
 from nsa_tutorial.runtime import checks
+from nsa_tutorial.serving.cache import Cache
 from nsa_tutorial.sparse.compression import KINDS, MLPWeights
 from nsa_tutorial.sparse.native_sparse_attention import BRANCHES, wide
 
@@ -95,11 +99,11 @@ class NativeSparseAttentionConfig:
 
 def rotate(x: Tensor, position: Tensor, base: float) -> Tensor:
     """Rotary embedding (RoFormer, arXiv 2104.09864): turn the pairs `(i, i + D / 2)` of
-    `x [B, N, H, D]` by `position [N]`."""
+    `x [B, N, H, D]` by `position [N]` or `[B, N]`."""
     half = x.shape[-1] // 2
     # [D / 2], in radians per token
     frequency = base ** (-torch.arange(half, device=x.device, dtype=wide(x)) / half)
-    angle = (position[:, None] * frequency)[:, None]  # [N, 1, D / 2]
+    angle = (position[..., None] * frequency)[..., None, :]  # [(B,) N, 1, D / 2]
     a, b = x.to(angle.dtype).split(half, -1)
     return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1).to(
         x.dtype
@@ -170,13 +174,42 @@ class NativeSparseAttention(nn.Module):
         self.compress_k = Compression(*windows, c.key_width, c.backend)
         self.compress_v = Compression(*windows, c.value_width, c.backend)
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    def new_cache(
+        self, batch_size: int, max_tokens: int, page_size: int | None = None, *, max_step: int = 16
+    ) -> Cache:
+        """An empty cache for this layer, in the dtype and on the device of its weights.
+
+        Args:
+            batch_size: sequences.
+            max_tokens: tokens of a sequence, at most.
+            page_size: tokens of a page, a multiple of the block size and of the stride; None gives
+                each row one page.
+            max_step: tokens that are appended at a time, longer inputs being cut, and that can
+                always be taken back.
+        """
+        c, weight = self.config, self.k.weight
+        return Cache(
+            batch_size=batch_size, max_tokens=max_tokens, heads=c.kv_heads, key_width=c.key_width,
+            value_width=c.value_width, block_size=c.block_size, window_size=c.window_size,
+            length=c.length, stride=c.stride, page_size=page_size, max_step=max_step,
+            dtype=weight.dtype, device=weight.device, backend=c.backend,
+        )  # fmt: skip
+
+    def forward(
+        self, x: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | None = None
+    ) -> Tensor:
         """Attend.
 
         Args:
             x: `[B, N, width]`.
             cu_seqlens: `[num_sequences + 1]` offsets of packed sequences, `B == 1`; positions count
                 from each one's start.
+            cache: from `new_cache`: `x` follows what each row of it holds, is appended, and attends
+                to all of it. The result is that of the whole text at these positions, without a
+                gradient.
+
+        Raises:
+            ValueError: also for a cache without room for `x`, which then stays as it is.
         """
         c = self.config
         checks.check_tensor("x", x, "[B, N, width]", checks.FLOATS)
@@ -185,28 +218,86 @@ class NativeSparseAttention(nn.Module):
                 f"x: got {checks.describe(x)}, expected the width of the layer, {c.width}"
             )
         checks.check_cu_seqlens(cu_seqlens, x, x.shape[1], name="x")
-        B, N = x.shape[:2]
+        if cache is not None:
+            return self._forward_with(cache, x, cu_seqlens)
+        position = torch.arange(x.shape[1], device=x.device)
+        if cu_seqlens is not None and c.rotary_base is not None:
+            position = library.positions(cu_seqlens, x.shape[1])
+        q, gates, sets = self._project(x, position)
+        return self._attend(q, gates, sets, cu_seqlens)[0]
 
-        # -- project --
+    def _project(
+        self, x: Tensor, position: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...], list[tuple[Tensor, Tensor]]]:
+        """Queries, gates, and keys and values of each branch, or one pair for all."""
+        c, (B, N) = self.config, x.shape[:2]
         q = self.q(x).view(B, N, c.query_heads, c.key_width)
         k = self.k(x).unflatten(-1, (-1, c.key_width))  # [B, N, sets * H, D]
         v = self.v(x).unflatten(-1, (-1, c.value_width))
         gates = self.gate(x).view(B, N, len(BRANCHES), c.query_heads).unbind(2)
         if c.rotary_base is not None:
-            position = torch.arange(N, device=x.device)
-            if cu_seqlens is not None:
-                position = library.positions(cu_seqlens, N)
             q, k = (rotate(x, position, c.rotary_base) for x in (q, k))
+        return q, gates, list(zip(k.split(c.kv_heads, 2), v.split(c.kv_heads, 2), strict=True))
 
-        # -- one set of keys and values for each branch --
-        sets = list(zip(k.split(c.kv_heads, 2), v.split(c.kv_heads, 2), strict=True))
+    def _attend(
+        self, q: Tensor, gates: tuple[Tensor, ...], sets: list[tuple[Tensor, Tensor]],
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+        """The output of the layer, and its summaries."""
+        c = self.config
         (k_cmp, v_cmp), selected, window = sets if c.separate_keys else (*sets * 2, ())
-
-        # -- attend --
         compressed = (self.compress_k(k_cmp, cu_seqlens), self.compress_v(v_cmp, cu_seqlens))
         o = ops.three_branches(
-            q, compressed, selected, window, gates, num_keys=N, block_counts=c.top_n,
+            q, compressed, selected, window, gates, num_keys=q.shape[1], block_counts=c.top_n,
             block_size=c.block_size, window_size=c.window_size, length=c.length, stride=c.stride,
             cu_seqlens=cu_seqlens, learn_choice=c.learn_choice, backend=c.backend,
         )  # fmt: skip
+        return self.o(o.flatten(2)), compressed
+
+    @torch.no_grad()
+    def _forward_with(self, cache: Cache, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Append `x` to a cache, and attend: a prompt as a whole, what follows in steps."""
+        if cu_seqlens is not None:
+            raise ValueError(
+                "cu_seqlens: got a tensor, expected None with a cache: a row is a sequence"
+            )
+        if not isinstance(cache, Cache):
+            raise TypeError(f"cache: got {checks.describe(cache)}, expected one from new_cache")
+        n = x.shape[1]
+        if len(x) != len(cache.lengths) or x.device != cache.k.device:
+            raise ValueError(
+                f"x: got {checks.describe(x)}, expected the batch and the device of the cache, "
+                f"{len(cache.lengths)} on {cache.k.device}"
+            )
+        if n <= cache.max_step:
+            return self._step(cache, x)
+        if cache.is_empty:
+            return self._prompt(cache, x)
+        cache.check_room(n)  # before anything is written
+        return torch.cat([self._step(cache, piece) for piece in x.split(cache.max_step, 1)], 1)
+
+    def _prompt(self, cache: Cache, x: Tensor) -> Tensor:
+        """All of `x` at once, into an empty cache."""
+        cache.check_room(x.shape[1])
+        q, gates, sets = self._project(x, torch.arange(x.shape[1], device=x.device))
+        y, (k_cmp, v_cmp) = self._attend(q, gates, sets, None)
+        cache.fill(*_tokens(sets), k_cmp=k_cmp, v_cmp=v_cmp)
+        return y
+
+    def _step(self, cache: Cache, x: Tensor) -> Tensor:
+        """A few tokens a row, at positions that differ from row to row."""
+        c, n = self.config, x.shape[1]
+        if x.numel() == 0:
+            return x.new_empty(x.shape)
+        q, gates, sets = self._project(x, cache.positions(n))
+        cache.write(*_tokens(sets))
+        k, v = cache.pending_windows(n)
+        cache.write_summaries(self.compress_k(k), self.compress_v(v), n)
+        o = cache.attend(q, gates, block_counts=c.top_n, block_size=c.block_size)
         return self.o(o.flatten(2))
+
+
+def _tokens(sets: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Keys and values as a cache takes them: for lists, window, summaries."""
+    compressed, selected, window = sets if len(sets) == 3 else sets * 3
+    return [*selected, *window, *compressed]

@@ -6,17 +6,18 @@ compiler, it traces nothing, and there is nothing to keep out.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch.library import CustomOpDef
 
 
-def operator(name: str) -> Callable[[Callable], CustomOpDef]:
-    """Define a custom operator that changes none of its arguments; `name` is `"library::name"`."""
+def operator(name: str, mutates: Collection[str] = ()) -> Callable[[Callable], CustomOpDef]:
+    """Define a custom operator that changes the arguments `mutates` and no others; `name` is
+    `"library::name"`."""
 
     def define(function: Callable) -> CustomOpDef:
-        defined = torch.library.custom_op(name, function, mutates_args=())
+        defined = torch.library.custom_op(name, function, mutates_args=mutates)
         by_device = getattr(defined, "_backend_fns", {})  # PyTorch's own: without it, we wait
         for device, kept_out in by_device.items():
             by_device[device] = _plain_without_a_compiler(kept_out)

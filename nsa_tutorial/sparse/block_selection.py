@@ -113,7 +113,15 @@ def importance(
     lse = acc_s.logsumexp(-1) if lse is None else lse.reshape(B, T, H, HQ // H).permute(0, 2, 3, 1)
     mass = torch.exp(acc_s - lse[..., None]).masked_fill(~is_seen, 0).sum(2)  # [B, H, T, M_c]
 
-    # -- from summaries to blocks --
+    return from_summaries_to_blocks(mass, first, num_visible, overlap)
+
+
+def from_summaries_to_blocks(
+    mass: Tensor, first: Tensor, num_visible: Tensor, overlap: Overlap
+) -> Tensor:
+    """The importance of blocks, `[B, T, H, NB]`, from the attention `mass [B, H, T, M_c]` to the
+    summaries, of which query `t` sees those from `first[t]` on, `num_visible[t]` in number."""
+    (B, H, T, _) = mass.shape
     total = mass.new_zeros(B, H, T, len(overlap.first))
     for i, weight in enumerate(overlap.weights.to(mass.dtype).unbind(1)):  # weight [NB]
         # [T, NB], counted from the sequence's first one

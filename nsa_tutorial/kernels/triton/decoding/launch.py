@@ -1,0 +1,102 @@
+"""What the operators call for decoding on the Triton backend: `attend`, `merge` and, between them,
+the choice; and `write`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa_tutorial.exact.online_softmax import LOG2_E
+from nsa_tutorial.kernels.triton.choice.pick import pick_kernel
+from nsa_tutorial.kernels.triton.decoding.attend import lists_kernel, summaries_and_window_kernel
+from nsa_tutorial.kernels.triton.decoding.merge import mass_kernel, merge_kernel
+from nsa_tutorial.kernels.triton.decoding.options import decoding_options
+from nsa_tutorial.kernels.triton.launch_options import pick_options, tile_sizes
+from nsa_tutorial.runtime.shared_memory import shared_memory
+from nsa_tutorial.sparse.decoding import Buffers
+from nsa_tutorial.sparse.native_sparse_attention import NUM_INITIAL, NUM_LOCAL
+
+MASS_SUMMARIES = 256  # of a program of `mass_kernel`
+
+
+def decode_attention(
+    q: Tensor, buffers: Buffers, gates: Sequence[Tensor | None], block_indices: Tensor | None, *,
+    top_n: int, block_size: int, window_size: int, length: int, stride: int, scale: float,
+) -> Tensor:  # fmt: skip
+    """`sparse.decoding.decode_attention`."""
+    c = buffers
+    (B, n, HQ, D), (H, DV), page_size = q.shape, c.v.shape[2:], c.k.shape[1]
+    R, G = B * n, HQ // H
+    has_cmp, has_slc, has_swa = (gate is not None for gate in gates)
+    chooses = has_slc and block_indices is None
+    S = top_n if chooses else block_indices.shape[3] if has_slc else 0
+
+    # -- parts: by the number of programs, not by lengths --
+    options = decoding_options(
+        R * H, G, D, DV, block_size, S, q.element_size(), shared_memory(q.device)
+    )
+    PC = options.summary_parts if has_cmp else 0
+    PW = min(options.window_parts, triton.cdiv(window_size, 16)) if has_swa else 0
+    PL = options.list_parts if has_slc else 0
+    P = PC + PW + PL
+    partials = q.new_empty(R * HQ * P, DV, dtype=torch.float32)
+    partial_lse = q.new_empty(R * HQ * P, dtype=torch.float32)
+    o = c.v.new_empty(B, n, HQ, DV)
+    NC = max(c.room // stride, 1)  # summaries of a row, at most
+    scores = q.new_empty(R * HQ * NC if has_cmp else 1, dtype=torch.float32)
+    num_visible, position = q.new_empty(2, R, dtype=torch.int32).unbind()
+    is_paged = c.block_table is not None
+    table, max_pages = (c.block_table, c.block_table.shape[1]) if is_paged else (c.lengths, 1)
+    q = q.contiguous()
+    tiles = tile_sizes(G, D, DV)
+    sizes = {"G": G, "D": D, "DV": DV, "PAGE": page_size, "IS_PAGED": is_paged, **tiles}
+    scales = (scale, scale * LOG2_E)
+
+    # -- the summaries and the window --
+    if PC + PW:
+        ring = c.k_window.shape[1]
+        summaries_and_window_kernel[(R * H, PC + PW)](
+            q, c.k_cmp, c.v_cmp, c.k_window, c.v_window, c.lengths, table, partials, partial_lse,
+            scores, num_visible, position, *scales, n, H, P, max_pages, NC,
+            min(window_size, ring), ring, LENGTH=length, STRIDE=stride, SPLITS=PC,
+            WINDOW_SPLITS=max(PW, 1), **sizes, **options.steps,
+        )  # fmt: skip
+
+    # -- the choice --
+    if chooses:
+        mass = q.new_empty(R * H * NC, dtype=torch.float32)
+        mass_kernel[(R * H, triton.cdiv(NC, MASS_SUMMARIES))](
+            scores, partial_lse, num_visible, mass, scale, H, P, NC, G=G, PC=PC,
+            PT=triton.next_power_of_2(PC), GT=triton.next_power_of_2(G), BC=MASS_SUMMARIES,
+            num_warps=4,
+        )  # fmt: skip
+        block_indices = q.new_empty(B, n, H, top_n, dtype=torch.int32)
+        num_blocks = triton.next_power_of_2(triton.cdiv(c.room, block_size))
+        pick = pick_options(num_blocks)
+        pick_kernel[(triton.cdiv(R * H, pick["BR"]),)](
+            mass, num_visible, position, None, block_indices, R, 0, H, NC, top_n, NUM_INITIAL,
+            NUM_LOCAL, length, stride, BS=block_size, C=1, SHARES=1,
+            K=triton.cdiv(block_size + length - 1, stride), NB=num_blocks, HAS_COUNTS=False,
+            NT=triton.next_power_of_2(top_n), **pick,
+        )  # fmt: skip
+
+    # -- the lists --
+    if has_slc:
+        ids = block_indices.to(torch.int32).contiguous()
+        lists_kernel[(R * H, PL)](
+            q, c.k, c.v, c.lengths, table, ids, partials, partial_lse, *scales, n, H, P, S,
+            max_pages, PC + PW, BS=block_size, SPLITS=PL, **sizes, **options.list_steps,
+        )  # fmt: skip
+
+    # -- the merge --
+    given = [o if gate is None else gate.contiguous() for gate in gates]  # o: not read
+    merge_kernel[(R * HQ,)](
+        partials, partial_lse, *given, o, P, DV=DV, PC=PC, PW=PW, PL=PL,
+        **{name: triton.next_power_of_2(max(x, 1)) for name, x in
+           {"PCT": PC, "PWT": PW, "PLT": PL}.items()},
+        BP=8, DVT=tiles["DVT"], num_warps=1,
+    )  # fmt: skip
+    return o

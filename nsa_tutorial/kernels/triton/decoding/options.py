@@ -1,0 +1,65 @@
+"""Into how many parts the Triton kernels of decoding cut a row, and their tiles, warps and
+stages."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from nsa_tutorial.kernels.triton.launch_options import shrinking, tile_sizes
+from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY, first_that_fits
+
+# Programs aimed at, of the summaries and of the lists: several for each of a GPU's some 130
+# multiprocessors, since a program waits for memory most of the time.
+SUMMARY_PROGRAMS, LIST_PROGRAMS, WINDOW_PROGRAMS = 512, 1024, 256
+MOST_SUMMARY_PARTS, MOST_WINDOW_PARTS = 64, 8
+
+
+class Options(NamedTuple):
+    """Parts of a row, and `BT, num_warps, num_stages` of the two kernels that attend."""
+
+    summary_parts: int
+    window_parts: int
+    list_parts: int
+    steps: dict[str, int]
+    list_steps: dict[str, int]
+
+
+def parts(programs: int, groups: int, most: int) -> int:
+    """A power of two, at most `most`, with which `groups` make about so many `programs`."""
+    wanted = max(1, min(programs // max(groups, 1), most))
+    return 1 << (wanted.bit_length() - 1)
+
+
+def decoding_options(
+    groups: int, G: int, D: int, DV: int, BS: int, S: int, itemsize: int,
+    shared_memory: int = SHARED_MEMORY,
+) -> Options:  # fmt: skip
+    """The options for `groups` query rows times key/value heads; none depends on a length.
+
+    Args:
+        groups: query rows times key/value heads.
+        G, D, DV, BS, S: heads of a group, widths, tokens of a block, slots of a list.
+        itemsize: bytes of a number.
+        shared_memory: bytes that a program may have.
+    """
+    tiles = tile_sizes(G, D, DV)
+    token_bytes = (tiles["DT"] + tiles["DVT"]) * itemsize
+    query_bytes = tiles["GT"] * tiles["DT"] * itemsize
+    most = 64 if itemsize == 2 and token_bytes <= 512 else 32 if token_bytes <= 1024 else 16
+
+    def steps(largest: int, stages: int) -> dict[str, int]:
+        BT, num_stages = first_that_fits(
+            list(shrinking(largest, num_stages=stages)),
+            lambda BT, stages: query_bytes + stages * BT * token_bytes,
+            shared_memory,
+        )
+        return {"BT": BT, "num_warps": 4, "num_stages": num_stages}
+
+    block = max(16, min(most, 1 << (BS - 1).bit_length()))
+    return Options(
+        parts(SUMMARY_PROGRAMS, groups, MOST_SUMMARY_PARTS),
+        parts(WINDOW_PROGRAMS, groups, MOST_WINDOW_PARTS),
+        parts(LIST_PROGRAMS, groups, max(S, 1)),
+        steps(most, 3),
+        steps(block, 2),
+    )

@@ -1,0 +1,1 @@
+"""Serving: the cache of a layer that decodes (chapter 15)."""
