@@ -12,6 +12,7 @@ It has no tensor parallelism and no dropout.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -218,86 +219,74 @@ class NativeSparseAttention(nn.Module):
                 f"x: got {checks.describe(x)}, expected the width of the layer, {c.width}"
             )
         checks.check_cu_seqlens(cu_seqlens, x, x.shape[1], name="x")
+        B, N = x.shape[:2]
         if cache is not None:
-            return self._forward_with(cache, x, cu_seqlens)
-        position = torch.arange(x.shape[1], device=x.device)
-        if cu_seqlens is not None and c.rotary_base is not None:
-            position = library.positions(cu_seqlens, x.shape[1])
-        q, gates, sets = self._project(x, position)
-        return self._attend(q, gates, sets, cu_seqlens)[0]
+            _check_cache(cache, x, cu_seqlens)
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    return self(x, cache=cache)
+            most = cache.max_step
+            if N > most:
+                cache.check_room(N)  # before anything is written
+                if not cache.is_empty:  # in steps
+                    return torch.cat([self(piece, cache=cache) for piece in x.split(most, 1)], 1)
 
-    def _project(
-        self, x: Tensor, position: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, ...], list[tuple[Tensor, Tensor]]]:
-        """Queries, gates, and keys and values of each branch, or one pair for all."""
-        c, (B, N) = self.config, x.shape[:2]
+        # -- project --
         q = self.q(x).view(B, N, c.query_heads, c.key_width)
         k = self.k(x).unflatten(-1, (-1, c.key_width))  # [B, N, sets * H, D]
         v = self.v(x).unflatten(-1, (-1, c.value_width))
         gates = self.gate(x).view(B, N, len(BRANCHES), c.query_heads).unbind(2)
         if c.rotary_base is not None:
+            position = torch.arange(N, device=x.device)
+            if cu_seqlens is not None:
+                position = library.positions(cu_seqlens, N)
+            if cache is not None:
+                position = cache.positions(N)
             q, k = (rotate(x, position, c.rotary_base) for x in (q, k))
-        return q, gates, list(zip(k.split(c.kv_heads, 2), v.split(c.kv_heads, 2), strict=True))
 
-    def _attend(
-        self, q: Tensor, gates: tuple[Tensor, ...], sets: list[tuple[Tensor, Tensor]],
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
-        """The output of the layer, and its summaries."""
-        c = self.config
+        # -- one set of keys and values for each branch --
+        sets = list(zip(k.split(c.kv_heads, 2), v.split(c.kv_heads, 2), strict=True))
         (k_cmp, v_cmp), selected, window = sets if c.separate_keys else (*sets * 2, ())
+
+        # -- a few tokens after those of a cache --
+        tokens = (*selected, *(window or selected), k_cmp, v_cmp)
+        if cache is not None and N <= most:
+            return self.o(self._append(cache, q, gates, tokens).flatten(2))
+
+        # -- attend --
         compressed = (self.compress_k(k_cmp, cu_seqlens), self.compress_v(v_cmp, cu_seqlens))
         o = ops.three_branches(
-            q, compressed, selected, window, gates, num_keys=q.shape[1], block_counts=c.top_n,
+            q, compressed, selected, window, gates, num_keys=N, block_counts=c.top_n,
             block_size=c.block_size, window_size=c.window_size, length=c.length, stride=c.stride,
             cu_seqlens=cu_seqlens, learn_choice=c.learn_choice, backend=c.backend,
         )  # fmt: skip
-        return self.o(o.flatten(2)), compressed
-
-    @torch.no_grad()
-    def _forward_with(self, cache: Cache, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Append `x` to a cache, and attend: a prompt as a whole, what follows in steps."""
-        if cu_seqlens is not None:
-            raise ValueError(
-                "cu_seqlens: got a tensor, expected None with a cache: a row is a sequence"
-            )
-        if not isinstance(cache, Cache):
-            raise TypeError(f"cache: got {checks.describe(cache)}, expected one from new_cache")
-        n = x.shape[1]
-        if len(x) != len(cache.lengths) or x.device != cache.k.device:
-            raise ValueError(
-                f"x: got {checks.describe(x)}, expected the batch and the device of the cache, "
-                f"{len(cache.lengths)} on {cache.k.device}"
-            )
-        if n <= cache.max_step:
-            return self._step(cache, x)
-        if cache.is_empty:
-            return self._prompt(cache, x)
-        cache.check_room(n)  # before anything is written
-        return torch.cat([self._step(cache, piece) for piece in x.split(cache.max_step, 1)], 1)
-
-    def _prompt(self, cache: Cache, x: Tensor) -> Tensor:
-        """All of `x` at once, into an empty cache."""
-        cache.check_room(x.shape[1])
-        q, gates, sets = self._project(x, torch.arange(x.shape[1], device=x.device))
-        y, (k_cmp, v_cmp) = self._attend(q, gates, sets, None)
-        cache.fill(*_tokens(sets), k_cmp=k_cmp, v_cmp=v_cmp)
-        return y
-
-    def _step(self, cache: Cache, x: Tensor) -> Tensor:
-        """A few tokens a row, at positions that differ from row to row."""
-        c, n = self.config, x.shape[1]
-        if x.numel() == 0:
-            return x.new_empty(x.shape)
-        q, gates, sets = self._project(x, cache.positions(n))
-        cache.write(*_tokens(sets))
-        k, v = cache.pending_windows(n)
-        cache.write_summaries(self.compress_k(k), self.compress_v(v), n)
-        o = cache.attend(q, gates, block_counts=c.top_n, block_size=c.block_size)
+        if cache is not None:
+            cache.fill(*tokens, summaries=compressed)
         return self.o(o.flatten(2))
 
+    def _append(
+        self, cache: Cache, q: Tensor, gates: Sequence[Tensor], tokens: Sequence[Tensor]
+    ) -> Tensor:
+        """Write the keys and values of a few tokens, and the summaries that they complete, and
+        attend to all that the cache holds: `[B, n, HQ, DV]`."""
+        c, n = self.config, q.shape[1]
+        cache.write(*tokens)
+        k, v = cache.pending_windows(n)
+        cache.write_summaries(self.compress_k(k), self.compress_v(v), n)
+        return cache.attend(q, gates, block_counts=c.top_n, block_size=c.block_size)
 
-def _tokens(sets: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Keys and values as a cache takes them: for lists, window, summaries."""
-    compressed, selected, window = sets if len(sets) == 3 else sets * 3
-    return [*selected, *window, *compressed]
+
+def _check_cache(cache: object, x: Tensor, cu_seqlens: Tensor | None) -> None:
+    """`cache` is one, and fits `x`."""
+    if not isinstance(cache, Cache):
+        raise TypeError(f"cache: got {checks.describe(cache)}, expected one from new_cache")
+    if cu_seqlens is not None:
+        raise ValueError(
+            "cu_seqlens: got a tensor, expected None with a cache: a row is a sequence"
+        )
+    B, place = len(cache.lengths), cache.lengths.device
+    if len(x) != B or x.device != place:
+        raise ValueError(
+            f"x: got {checks.describe(x)}, expected the batch and the device of the cache, {B} on "
+            f"{place}"
+        )

@@ -137,7 +137,7 @@ class Cache:
             length=self.length, stride=self.stride, backend=self.backend, **options,
         )  # fmt: skip
 
-    def fill(self, *tokens: Tensor, k_cmp: Tensor, v_cmp: Tensor) -> None:
+    def fill(self, *tokens: Tensor, summaries: Sequence[Tensor]) -> None:
         """Write a whole prompt to an empty cache: keys and values as for `write`, and the summaries
         `[B, M_c, H, D]` and `[B, M_c, H, DV]` of them."""
         n, device = tokens[0].shape[1], self.lengths.device
@@ -151,10 +151,9 @@ class Cache:
             latest = torch.arange(first, n, device=device) % ring[0].shape[1]
             for target, x in zip(ring, pair, strict=True):
                 target[:, latest] = x[:, first:]
-        count = k_cmp.shape[1]
-        page, place = (x[:, :: self.stride][:, :count] for x in (page, place))
-        self.k_cmp[page, place // self.stride] = k_cmp
-        self.v_cmp[page, place // self.stride] = v_cmp
+        page, place = (x[:, :: self.stride][:, : summaries[0].shape[1]] for x in (page, place))
+        for target, x in zip((self.k_cmp, self.v_cmp), summaries, strict=True):
+            target[page, place // self.stride] = x
         self.lengths += n
 
     @property
@@ -249,7 +248,7 @@ class Cache:
         for x in (self.k_window, self.v_window, self.k_pending, self.v_pending):
             x[on_device] = x[source].clone()
         self._set_lengths(rows, self.host_lengths[source].repeat(len(rows)))
-        self._most[rows] = self._most[source]
+        self._most[rows] = self._most[source].clone()
         self._shared[rows] = full * self.page_size
 
     def _unshare(self, to: Tensor) -> None:

@@ -62,8 +62,8 @@ def merge_branch(
     for start in range(0, COUNT, BP):
         part = start + tl.arange(0, BP)
         exists = part < COUNT
-        lse = tl.load(PartialLSE + place + part, mask=exists, other=float("-inf"))
-        weight = tl.exp(lse - shift)  # [BP]
+        of_part = tl.load(PartialLSE + place + part, mask=exists, other=float("-inf"))
+        weight = tl.exp(of_part - shift)  # [BP]
         mask = exists[:, None] & (width < DV)
         tile = tl.load(Partials + (place + part)[:, None] * DV + width, mask=mask, other=0.0)
         # a part without keys has weight 0, and zeros
