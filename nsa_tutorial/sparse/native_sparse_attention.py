@@ -19,7 +19,7 @@ from nsa_tutorial.sparse.compression import compress, compressed_attention, summ
 from nsa_tutorial.sparse.selected_attention import QueryRows, block_list, query_rows
 
 BRANCHES = ("compression", "selection", "window")
-NUM_INITIAL, NUM_LOCAL = 1, 2  # forced blocks: the first one and the two latest (section 3.3.2)
+NUM_INITIAL, NUM_LOCAL = 1, 2  # forced blocks: the first one and the two latest (section 4.1)
 
 
 def gated_sum(gates: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> Tensor:

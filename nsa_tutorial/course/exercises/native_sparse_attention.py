@@ -360,9 +360,10 @@ _APART = {
     _CMP: "compressed_attention(q, k_cmp, v_cmp, length, length)",
 }
 _NO_AXIS = "lining the gate up with the width"
+_ANOTHERS = "summaries of another branch's keys or values"
 
 _BUILD = TEXTS.exercise(
-    "native_sparse_attention", minutes=25, difficulty=3, solution=native_sparse_attention,
+    "native_sparse_attention", minutes=20, difficulty=3, solution=native_sparse_attention,
     run=_run_build, returns=("o", "d_q", "d_keys", "d_values", "d_gates"), tolerance=1e-4,
     forbidden=(("nsa_tutorial", "the course's own operator"),),
     stages=(
@@ -473,22 +474,29 @@ _BUILD = TEXTS.exercise(
          "letting a summary be seen once it starts",
          "A summary knows its last token. At which position is that token there? `length` says "
          "so."),
+        (_K_CMP, "compress(keys[1], length, stride)", _ANOTHERS,
+         "The summaries' keys and values come from one pair. Which of the three belongs to the "
+         "compressed branch?"),
+        (_K_CMP, "compress(keys[2], length, stride)", _ANOTHERS),
+        (_V_CMP, "compress(values[1], length, stride)", _ANOTHERS),
+        (_V_CMP, "compress(values[2], length, stride)", _ANOTHERS),
+        (_MEANS, _MEANS.replace("[0]", "[1]"), _ANOTHERS),
         # -- the choice --
         (_CHOICE, "torch.arange(-(-len(q) // block_size)).expand(len(q), keys[0].shape[1], -1)",
          "listing every block",
          "That is dense attention again. Which function picks `top_n` blocks for each query?"),
         (", 1, 2)", ", 0, 0)", "forcing no block",
-         "The layer forces the first block and the two latest (section 3.3.2). Which two "
+         "The layer forces the first block and the two latest (section 4.1). Which two "
          "arguments of `select_blocks` say so?"),
         (", 1, 2)", ", 2, 1)", "forcing two first blocks and one latest",
          "The layer forces *one* first block and the *two* latest. Which of the two arguments "
          "counts which?"),
         (", 1, 2)", ", 0, 1)", "forcing the own block alone",
          "Chapter 07 judged its lists like that. The layer forces the first block and the two "
-         "latest (section 3.3.2). Which two numbers say so?"),
+         "latest (section 4.1). Which two numbers say so?"),
         (", 1, 2)", ", 1, 1)", "forcing one latest block in place of two",
          "Chapter 07's example did that. How many of the latest blocks does the layer force "
-         "(section 3.3.2)? The own block counts as one."),
+         "(section 4.1)? The own block counts as one."),
         (", 1, 2)", ", 0, 2)", "forcing the latest blocks alone",
          "The layer forces one more block, whatever its weight. At which end of the text?"),
         (", 1, 2)", ", 1, 0)", "forcing the first block alone",
