@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from places import pairwise, places_of, skip_unless_runs
+from places import pairwise, skip_unless_runs
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -59,6 +59,7 @@ SMALL = {
     "one of each": {"N": 1, "M": 1, "HQ": 1, "D": 1, "DV": 1},
     "no query": {"N": 0, "M": 9},
 }
+USUAL = {"one query", "one head"}  # between the others
 
 
 def call_all(
@@ -93,8 +94,17 @@ def call_all(
 ON_KERNELS = {"mean_summaries", "gated_sum"}  # PyTorch itself is the reference
 
 
-@places_of(["reference", "triton"])
-@pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
+@pytest.mark.parametrize(
+    ("shape", "backend", "device"),
+    [
+        pytest.param(shape, backend, device, id=f"{name}-{backend}-{device}",
+                     marks=[pytest.mark.gpu] if device == "cuda"
+                     else [pytest.mark.exhaustive] if backend == "triton" and name in USUAL else [])
+        for name, shape in SMALL.items()
+        for backend in ("reference", "triton")
+        for device in ("cpu", "cuda")
+    ],
+)  # fmt: skip
 def test_outputs_have_the_promised_strides(shape: dict, backend: str, device: str) -> None:
     """Of all operators, forward and backward: `contiguous()` would keep odd strides. (TileLang's
     functions allocate as Triton's do, and would compile every kernel anew.)"""

@@ -281,7 +281,7 @@ def test_a_second_derivative_raises(backend: str, device: str) -> None:
         d_factors.sum().backward()
 
 
-@places
+@places_of(BACKENDS, slow=["tilelang"])  # it compiles kernels, and is asked as Triton is
 @pytest.mark.parametrize("grad", ["q", "kv", "factors"])
 def test_only_what_is_asked_for_has_a_gradient(grad: str, backend: str, device: str) -> None:
     skip_unless_runs(backend, device)

@@ -32,18 +32,21 @@ def test_tilelang_becomes_cuda() -> None:
 
 
 @needs_triton
-def test_triton_becomes_ptx() -> None:
+@pytest.mark.parametrize(
+    ("aligned", "arch", "num_warps"),
+    [
+        pytest.param((), "sm_80", 4, id="any length", marks=pytest.mark.exhaustive),
+        pytest.param(("N",), "sm_90", 2, id="a multiple of 16"),
+    ],
+)
+def test_triton_becomes_ptx(aligned: tuple[str, ...], arch: str, num_warps: int) -> None:
     """The length is no multiple of anything, unless it is said to be one: then 8 numbers a load."""
     given = COPY, {"BN": 1024, "of another kernel": 1}, {**TYPES, "LSE": "*fp32"}
-    plain = lowering.stages(*given, arch="sm_80", num_warps=4)
-    assert list(plain) == ["ttir", "ttgir", "llir", "ptx"]
-    assert ".target sm_80" in plain["ptx"]
-    assert "ld.global.v4" not in plain["ptx"]
-    assert '"ttg.num-warps" = 4' in plain["ttgir"]
-    aligned = lowering.stages(*given, aligned=("N",), arch="sm_90", num_warps=2)
-    assert ".target sm_90" in aligned["ptx"]
-    assert "ld.global.v4" in aligned["ptx"]
-    assert '"ttg.num-warps" = 2' in aligned["ttgir"]
+    found = lowering.stages(*given, aligned=aligned, arch=arch, num_warps=num_warps)
+    assert list(found) == ["ttir", "ttgir", "llir", "ptx"]
+    assert f".target {arch}" in found["ptx"]
+    assert ("ld.global.v4" in found["ptx"]) == bool(aligned)
+    assert f'"ttg.num-warps" = {num_warps}' in found["ttgir"]
 
 
 @pytest.mark.exhaustive

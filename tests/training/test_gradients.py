@@ -137,8 +137,8 @@ SLOW = {
         "nothing is visible", "decoding", "window", "list and window, all at once",
     ],
     "triton": [
-        "own block, counts", "factors, own block", "packed, factors", "not causal",
-        "nothing is visible", "group of 20", "decoding", "blocks of 24", "window, packed",
+        "own block, counts", "not causal", "nothing is visible", "group of 20", "decoding",
+        "blocks of 24", "window, packed",
         "list and window, all at once",
     ],
 }  # fmt: skip

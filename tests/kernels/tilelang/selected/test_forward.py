@@ -59,13 +59,13 @@ SHAPES = {  # H, G, D, DV, BS
             id=f"{arch}-{name_of(dtype)}-{name}{'-window' * is_window}",
             marks=pytest.mark.exhaustive,
         )
-        for arch, dtype, name, is_window in (
-            *(("sm_90", HALF, "shown", is_window) for is_window in (False, True)),
+        for (arch, dtype), name, is_window in dict.fromkeys((
+            *((("sm_90", HALF), "shown", is_window) for is_window in (False, True)),
             *pairwise(
-                ("sm_80", "sm_90"), (torch.bfloat16, torch.float32, HALF), tuple(SHAPES),
-                (False, True),
+                (("sm_90", torch.bfloat16), ("sm_90", torch.float32), ("sm_80", HALF)),
+                tuple(SHAPES), (False, True),
             ),
-        )
+        ))
         for shape in (SHAPES[name],)
     ],
 )  # fmt: skip
