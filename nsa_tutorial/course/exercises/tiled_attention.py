@@ -190,8 +190,8 @@ def _long() -> tuple:
 
 
 def _alike() -> tuple:
-    q, k, v, *_ = _unmasked(2, 2, 2, 2)
-    return q, k, torch.ones_like(v), 2, 2
+    q, k, *_ = _unmasked(2, 2, 2, 2)
+    return q, k, torch.ones(2, 3), 2, 2
 
 
 def _drawn(N: int, M: int, tile_q: int, tile_k: int, seed: int, D: int = 4, DV: int = 3) -> tuple:
@@ -213,7 +213,11 @@ def _far_below_zero(N: int, tile_q: int, tile_k: int) -> tuple:
 _MASKED = ".masked_fill(key_position > position[:, None], -torch.inf)"
 _POWERS = "torch.exp(acc_s - scores_max[:, None])"
 _STOP = "key_position[0] > position[-1]"
+_HIDDEN = "key_position > position[:, None]"
 _FINITE = "a finite mask, where -inf is meant"
+_BY_NUMBER = "comparing the numbers of tiles, not positions"
+_NO_LAST_AXIS = "a `[BQ]` tensor used where `[BQ, 1]` is needed"
+_NO_OFFSET = "a stop that forgets `M - N`"
 _RETURN = "`return` where only the walk along the keys should stop"
 _ONE_STATE = "one state for all tiles of queries"
 _LAST_KEY = "skipping a tile by its last key"
@@ -251,7 +255,7 @@ _BUILD = TEXTS.exercise(
             Case("one token, a key of width 2, a value of width 3", lambda: (
                 torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 1.0]]),
                 torch.tensor([[1.0, 2.0, 4.0]]), 1, 1)),
-            Case("two tokens whose values are alike, tiles of 2 × 2", _alike),
+            Case("two tokens with the same value of width 3, tiles of 2 × 2", _alike),
         )),
         Stage("one tile", (
             Case("three tokens in a tile of 3 × 3; no mask is needed, as later keys score far "
@@ -327,6 +331,10 @@ _BUILD = TEXTS.exercise(
          "the weight: chapter 01's model reads the future this way. Which score can no other be "
          "below?") for fill in ("-1e9", "-1e4", "-1e30", "-100", "-50", "-20", "-10", "-1e10",
                                 "-1e8", "-1e6", "-1e5", "-1000", "-30", "-5")),
+        *((_MASKED, f" - {much} * ({_HIDDEN})", _FINITE,
+           "A hidden score that stands far above the visible ones stays above them when a finite "
+           "number is taken off. Which score can no other be below?")
+          for much in ("1e9", "1e4", "1e30")),
         (_MASKED, _MASKED.replace("-torch.inf", "0.0"), "writing zeros where -inf is meant",
          "A hidden score of 0 still gets a weight. Which score gets none?"),
         ({_MASKED: "", _POWERS: f"{_POWERS}.masked_fill(key_position > position[:, None], 0)"},
@@ -334,6 +342,12 @@ _BUILD = TEXTS.exercise(
          "You hide keys after the powers are taken. If a hidden score is the largest, every "
          "visible power can come out as 0. When must a key be hidden, so that the maximum does "
          "not see it?"),
+        *(({f"{name}[:, None]": name for name in names}, _NO_LAST_AXIS,
+           "PyTorch lines up last axes, so a `[BQ]` meets the columns of a tile, and not its rows. "
+           "How do you give a `[BQ]` a last axis of 1?") for names in (
+            ("scores_max",), ("scores_scale",), ("running_sum",), ("scores_max", "scores_scale"),
+            ("scores_max", "running_sum"), ("scores_scale", "running_sum"),
+            ("scores_max", "scores_scale", "running_sum"))),
         ({_MASKED: "",
          "k[key_position].T": "k[key_position].masked_fill(key_position > position[:, None], "
                               "-torch.inf).T"}, "masking the keys, not the scores",
@@ -362,10 +376,23 @@ _BUILD = TEXTS.exercise(
         (_STOP, "key_position > position", "stopping by a comparison of all positions",
          "`if` needs one yes or no, and you compare two vectors. One query decides, and one key. "
          "Which ones?"),
-        (_STOP, "key_position[0] // tile_k > position[0] // tile_q",
-         "comparing the numbers of tiles, not positions",
+        (_STOP, "key_position[0] // tile_k > position[0] // tile_q", _BY_NUMBER,
          "Tile 2 of the queries and tile 2 of the keys begin at the same position only where "
          "`tile_q` equals `tile_k`. At which positions do they begin here?"),
+        (_MASKED, _MASKED.replace(_HIDDEN, f"({_HIDDEN}) & "
+         "(key_position[0] // tile_k == (position[0] - M + N) // tile_q)"), _BY_NUMBER),
+        (_MASKED, _MASKED.replace(_HIDDEN, f"({_HIDDEN}) & (key_position[0] == position[0])"),
+         "masking only where a tile of keys begins at the tile's first query",
+         "The diagonal also runs through tiles that begin elsewhere. Which pairs of a tile must be "
+         "hidden, wherever it begins? (A mask may be laid over every tile.)"),
+        (_MASKED, _MASKED.replace(_HIDDEN, f"({_HIDDEN}) & "
+         "(key_position[0] + tile_k > position[-1])"), "masking only the last tile of a walk",
+         "The diagonal may run through two tiles of keys, or through more. Is the last one alone "
+         "cut by it here? (A mask may be laid over every tile.)"),
+        (_STOP, "key_position[0] > position[-1] - (M - N)", _NO_OFFSET,
+         "Your mask knows where the queries stand, but your walk along the keys ends as if query 0 "
+         "stood at position 0. At which position does the last query of a tile stand?"),
+        (_STOP, "key_position[0] >= position[0] - (M - N) + tile_q", _NO_OFFSET),
         (_STOP, "key_position[0] >= position[-1]",
          "skipping a tile whose first key is the last query's own position",
          "One visible pair is enough to keep a tile. Does a query see its own position?"),
@@ -434,6 +461,8 @@ _BUILD = TEXTS.exercise(
          "a tile's own maximum in place of the running one",
          "On paper it comes out even, but the factor can now exceed 1. It overflows when a tile "
          "lies far enough below what came before. Which maximum can never fall?"),
+        ("p.sum(1)", "p.sum()", "one sum for all rows",
+         "Each row has a sum of its own. Along which axis do the powers of one row lie?"),
         ("acc_s.amax(1)", "acc_s.max()", "one maximum for all rows",
          "Each row has a maximum of its own. What is left of a row that lies far below another "
          "row's largest score?"),
@@ -479,6 +508,9 @@ _BUILD = TEXTS.exercise(
          "multiply `scale` before it takes `exp2`? (`exp` needs nothing.)"),
         ("torch.exp(before", "torch.exp2(before", _EXP2),
         ("torch.exp(acc_s", "torch.exp2(acc_s", _EXP2),
+        ("D**-0.5 * ", "D**-0.5 * 1.4426950408889634 * ", "`exp` of scores in log2 units",
+         "Your scores are multiplied by log2(e), which `exp2` needs and `exp` does not. Which of "
+         "the two do you take?"),
         ("acc_o / running_sum[:, None]", "acc_o", "numerators that were not divided",
          "`acc_o` is a sum of weighted values. What divides it at the end of a row?"),
         ("return torch.cat(outputs), torch.cat(lses)", "return torch.cat(lses), torch.cat(outputs)",
@@ -497,6 +529,10 @@ _BUILD = TEXTS.exercise(
          "an lse that forgets the scale on the maximum",
          "The lse is that of scaled scores, but the maximum is a plain dot product. What has to "
          "happen to it first?"),
+        ("scores_max + torch.log(", "scores_max * D**-0.5 + torch.log(",
+         "an lse that scales the maximum twice",
+         "Your scores were scaled before their maximum was taken. How often is the scale in it "
+         "now?"),
         ("scores_max + torch.log(running_sum)", "scores_max + running_sum",
          "a sum where its logarithm is meant",
          "`lse` is a logarithm of a sum of powers. What stands between `exp` and the sum?"),
