@@ -229,7 +229,7 @@ def test_statement_and_solution_read(chapter: str, name: str) -> None:
 
 
 def test_check_reports_each() -> None:
-    chapter = exercises.chapters()[0]
+    chapter = "compression"
     known = {name: e for name, e in exercises.chapter_exercises(chapter).items() if not e.missing}
     report = check(chapter, **{name: e.solution for name, e in known.items()})
     assert re.findall(r"^✓ (\w+): ", repr(report), re.M) == list(known)
