@@ -257,7 +257,7 @@ def _forced_twice(
 
 
 _SELECT = TEXTS.exercise(
-    "select_blocks", minutes=30, difficulty=3, solution=select_blocks, run=_run_select,
+    "select_blocks", minutes=35, difficulty=3, solution=select_blocks, run=_run_select,
     tolerance=0.0, picture=draw_lists, forbidden=(("nsa_tutorial", "the course's own function"),),
     stages=(
         Stage("one summary a block", (
@@ -336,6 +336,9 @@ _SELECT = TEXTS.exercise(
         (_P, "torch.exp2(s - lse.unflatten(1, (H, -1))[..., None])", "`exp2` without log2(e)",
          "`lse` is a natural logarithm, and $2^x$ is not $e^x$. Which function turns it back, or "
          "which factor does `exp2` need?"),
+        (_P, "torch.softmax(s, -1)", "hidden summaries that stay in the denominator",
+         "Hidden summaries have the share 0, but the others no longer add up to 1: your softmax "
+         "divides by the hidden ones, too. Which sum leaves them out, and is given?"),
         # -- Eq. 10 --
         (_P, "_together(s, has_ended, lambda s: s.sum(2, keepdim=True))",
          "adding up the heads' scores before the softmax",
