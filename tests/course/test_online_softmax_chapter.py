@@ -25,6 +25,7 @@ from nsa_tutorial.runtime import environment
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 KNOWN = chapter_exercises("online_softmax")
+LOG2_E = math.log2(math.e)
 CHAPTER = Path(__file__).resolve().parents[2] / "notebooks" / "03_online_softmax.ipynb"
 
 here = environment.detect()
@@ -419,6 +420,16 @@ def test_a_half_done_end_is_praised_for_what_it_does(attempt: Callable, held: in
     assert judge(KNOWN["finish"], attempt).held == held
 
 
+@pytest.mark.parametrize("factor", [lambda x: torch.exp(x), lambda x: torch.exp2(x * LOG2_E)])
+def test_an_lse_whose_factor_overflows_is_named_where_it_does(factor: Callable) -> None:
+    def finish(scores_max, running_sum, acc_o, scale):
+        divisor = torch.where(running_sum == 0, 1.0, running_sum)
+        return acc_o / divisor[:, None], (factor(scores_max * scale) * running_sum).log()
+
+    verdict = judge(KNOWN["finish"], finish)
+    assert (verdict.misconceptions, verdict.held) == (("a factor that overflows",), 1)
+
+
 @pytest.mark.parametrize("eps", [1.0, 1e-30])
 def test_a_floor_under_the_divisor_is_right(eps: float) -> None:
     """A row that saw a key has a sum of at least 1, the largest score's own term."""
@@ -480,6 +491,42 @@ def whole(guard):
 
     del online_step.__wrapped__  # it has other arguments
     return online_step
+
+
+TYPED = """
+def online_step(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
+    m = torch.maximum(scores_max_prev, acc_s.amax(1))
+    base = torch.where(m == -torch.inf, 0.0, m)
+    rate = torch.exp2((scores_max_prev - base) * scale_log2)
+    p = torch.exp2((acc_s - base[:, None]) * scale_log2)
+    l = running_sum * rate + p.sum(1)
+    return m, l, acc_o * rate[:, None] + p @ v
+"""
+NO_BASE = {"torch.where(m == -torch.inf, 0.0, m)": "m"}
+CALMED = {"(scores_max_prev - base) *": "(scores_max_prev - base).nan_to_num() *",
+          "(acc_s - base[:, None]) *": "(acc_s - base[:, None]).nan_to_num() *"}  # fmt: skip
+SLIPS = [
+    ({"running_sum * rate + p.sum(1)": "(running_sum + p.sum(1)) * rate"},
+     "rescaling the new terms, or clearing them", 0),
+    ({"acc_o * rate[:, None] + p @ v": "(acc_o + p @ v) * rate[:, None]"},
+     "rescaling the new terms, or clearing them", 0),
+    (NO_BASE | CALMED, "an exponent of 0 in place of a NaN", 6),
+    ({"    m =": "    acc_s = acc_s * scale_log2\n    m =", "base) * scale_log2": "base)",
+      "base[:, None]) * scale_log2": "base[:, None])"}, "a maximum that is stored scaled", 4),
+    ({"return m,": "return m * scale_log2,"}, "a maximum that is stored scaled", 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("edits", "named", "held"), SLIPS, ids=str)
+def test_a_slip_in_a_typed_step_is_named(edits: dict[str, str], named: str, held: int) -> None:
+    source = TYPED
+    for piece, by in edits.items():
+        assert source.count(piece) == 1
+        source = source.replace(piece, by)
+    namespace = {"torch": torch}
+    exec(source, namespace)
+    verdict = judge(KNOWN["online_step"], namespace["online_step"])
+    assert (verdict.misconceptions, verdict.held) == ((named,), held)
 
 
 def scaled_before(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):

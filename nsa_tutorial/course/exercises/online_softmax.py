@@ -282,6 +282,8 @@ ONLINE_STEP = TEXTS.exercise(
          "The first chunk leaves your sums at 0. Are its powers multiplied by the rate, which is 0 "
          "there, or set to 0? The new terms are measured from the new maximum already. Which sums "
          "are still in the old unit?"),
+        ("p.sum(1)", "p.sum(1) * scores_scale", "rescaling the new terms, or clearing them"),
+        ("p @ v", "p @ v * scores_scale[:, None]", "rescaling the new terms, or clearing them"),
         ({"running_sum * scores_scale + p.sum(1)": "running_sum + p.sum(1) * scores_scale",
           "acc_o * scores_scale[:, None] + p @ v": "acc_o + p @ v * scores_scale[:, None]"},
          "rescaling the new terms, or clearing them"),
@@ -324,6 +326,11 @@ ONLINE_STEP = TEXTS.exercise(
         ("acc_s - shift[:, None]", "acc_s - scores_max[:, None]", _NAN),
         ("0.0)", "-torch.inf)", _NAN),
         ("scores_max == -torch.inf", "scores_max == torch.inf", _NAN),
+        (_NO_SHIFT | {f"{exponent} * scale_log2": f"({exponent} * scale_log2).nan_to_num()"
+                      for exponent in ("(scores_max_prev - shift)", "(acc_s - shift[:, None])")},
+         "an exponent of 0 in place of a NaN",
+         "2 to the 0 is 1, so masked keys count in full. From which finite number can such a row "
+         "be measured, so that its exponents are -inf and no NaN arises?"),
         ("scores_max == -torch.inf", "(scores_max == -torch.inf).any()",
          "a stand-in for all rows as soon as one of them is empty",
          "One row without a key makes you measure every row from 0, and the other rows have "
@@ -391,6 +398,8 @@ FINISH = TEXTS.exercise(
                  lambda: _tensors([5.0], [2.0], [[6.0, 4.0]], 1.0)),
             Case("one row, its largest score -7, its running sum 4",
                  lambda: _tensors([-7.0], [4.0], [[6.0, 4.0, 1.0]], 1.0)),
+            Case("one row, its largest score 200, its running sum 2",
+                 lambda: _tensors([200.0], [2.0], [[6.0, 4.0]], 1.0)),
         )),
         Stage("scale", (
             Case("one row, its largest score 6, scale 0.5",
@@ -416,6 +425,10 @@ FINISH = TEXTS.exercise(
         ("scores_max * scale + ", "", "an lse that forgets the maximum",
          "Your sum is measured from the maximum, and an lse from nothing. By which factor are all "
          "of its terms too small, and what does a logarithm make of a factor?"),
+        ("scores_max * scale + torch.log(running_sum)",
+         "torch.log(torch.exp(scores_max * scale) * running_sum)", "a factor that overflows",
+         "e to the 200 is inf in fp32, and so is its product. You need the logarithm of this "
+         "factor alone. What is the logarithm of e to the x, and that of a product?"),
         (" + torch.log(running_sum)", "", "an lse that is the largest score alone",
          "With one key that is right. With several, the denominator is larger than its largest "
          "term. Where does the state keep by how much?"),
