@@ -418,6 +418,20 @@ def in_a_table(q, k_cmp, v_cmp, length, stride):
     return torch.einsum("hnm,mhd->nhd", s.softmax(-1), values), s.logsumexp(-1).T
 
 
+def in_groups(
+    q, k_cmp, v_cmp, length, stride, *, cut="nhgd", weigh=None, told=lambda s: s.logsumexp(-1)
+):
+    """Groups as an axis of their own: `cut` is how the heads of `q` are taken apart."""
+    (N, HQ, D), (M_c, H, DV) = q.shape, v_cmp.shape
+    q = q.reshape(N, H, HQ // H, D) if cut == "nhgd" else q.reshape(N, HQ // H, H, D)
+    s = torch.einsum(f"{cut},mhd->nhgm", q, k_cmp) * D**-0.5
+    hidden = torch.arange(M_c) * stride + length > torch.arange(1, N + 1)[:, None]
+    s = s.masked_fill(hidden[:, None, None], -torch.inf)
+    p = (weigh or (lambda s: s.softmax(-1).nan_to_num(0)))(s)
+    o = torch.einsum("nhgm,mhd->nhgd", p, v_cmp)
+    return o.reshape(N, HQ, DV), told(s).reshape(N, HQ)
+
+
 def means_in_a_loop(x, length, stride, *, last=1, over=lambda window: window.mean(0)):
     starts = range(0, len(x) - length + last, stride)
     found = [over(x[start : start + length]) for start in starts]
@@ -431,7 +445,8 @@ def means_of_a_view(x, length, stride):
 
 
 def test_a_reader_may_write_loops():
-    assert judge(KNOWN["compressed_attention"], in_a_loop).outcome == "right"
+    for attempt in (in_a_loop, in_groups):
+        assert judge(KNOWN["compressed_attention"], attempt).outcome == "right"
     assert judge(KNOWN["compress"], means_in_a_loop).outcome == "right"
 
 
@@ -580,6 +595,25 @@ def test_a_gradient_that_is_nan_is_told_as_a_gradient():
             "compressed_attention",
             lambda q, *x: in_a_loop(2 * q, *x),
             "leaving out the scale",
+        ),
+        (
+            "compressed_attention",
+            lambda *x: in_groups(*x, told=lambda s: s.exp().sum(-1).log()),
+            "exponentials that overflow",
+        ),
+        (
+            "compressed_attention",
+            lambda *x: in_groups(
+                *x,
+                weigh=lambda s: s.softmax(-1),
+                told=lambda s: s.logsumexp(-1).nan_to_num(0),
+            ),
+            "mending `lse` where the weights are NaN",
+        ),
+        (
+            "compressed_attention",
+            lambda *x: in_groups(*x, cut="nghd"),
+            "cutting the heads as `[G, H]` and joining them as `[H, G]`",
         ),
     ],
 )  # fmt: skip

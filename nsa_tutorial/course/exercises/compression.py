@@ -388,6 +388,7 @@ _ATTENTION = TEXTS.exercise(
         ({_OF_P: "s.exp() / s.exp().sum(-1, keepdim=True)", "s.logsumexp(-1)":
           "s.exp().sum(-1).log()"}, "exponentials that overflow",
          "In fp32, e to the 89 is already ∞. What did chapter 03 subtract first?"),
+        ("s.logsumexp(-1)", "s.exp().sum(-1).log()", "exponentials that overflow"),
         ("torch.softmax(s, -1)", "torch.softmax(s, 0)", "a softmax over the queries",
          "Each query's weights sum to 1. Which axis of the scores holds its summaries?"),
         ({_SEEN: "torch.ones(N, 1, M_c).bool()"}, "seeing all summaries",
@@ -439,6 +440,10 @@ _ATTENTION = TEXTS.exercise(
         ("-torch.inf", "torch.finfo(s.dtype).min", "an lse that is finite where nothing is seen"),
         ("s.logsumexp(-1)", "s.logsumexp(-1).masked_fill(~is_seen.any(-1), 0)",
          "an lse that is finite where nothing is seen"),
+        ({_OF_P: "torch.softmax(s, -1)", "s.logsumexp(-1)": "s.logsumexp(-1).nan_to_num(0)"},
+         "mending `lse` where the weights are NaN",
+         "An `lse` of −∞ is right where nothing is seen, and `nan_to_num` makes a finite number of "
+         "it. The weights of such a row are NaN. What should they be?"),
         (_OF_P, "torch.softmax(s, -1)", "a softmax over nothing",
          "Where a query sees no summary, a softmax divides 0 by 0. What should such a query get?"),
         (_OF_P, "torch.softmax(s, -1).nan_to_num(1 / max(M_c, 1))",
@@ -447,6 +452,10 @@ _ATTENTION = TEXTS.exercise(
         ("x.repeat_interleave(HQ // H, dim=1)", "x.repeat(1, HQ // H, 1)",
          "query heads that read the wrong KV head",
          "Query head `hq` reads KV head `hq // G`: heads 0 and 1 of four read head 0 of two."),
+        (", q, keys)", ", q.unflatten(1, (-1, H)).transpose(1, 2).flatten(1, 2), keys)",
+         "cutting the heads as `[G, H]` and joining them as `[H, G]`",
+         "Head 1 of your output may come from another query head. `HQ` is `H` groups of `G` "
+         "neighbours: in which order do you cut `q`, and in which do you join `o`?"),
         ("x.repeat_interleave(HQ // H, dim=1)", "x[:, :1].expand(-1, HQ, -1)",
          "one KV head for all query heads",
          "There may be several KV heads. Which one does query head `hq` read?"),
