@@ -587,6 +587,49 @@ def test_a_build_is_named_by_its_mistake(attempt: Callable, mistake: str, held: 
     assert (verdict.misconceptions, verdict.held) == ((mistake,), held)
 
 
+TYPED = """
+def grouped_attention(q, k, v):
+    N, HQ, D = q.shape
+    M, H, DV = v.shape
+    G = HQ // H
+    rows = q.unflatten(1, (H, G)).transpose(0, 1).flatten(1, 2)  # [H, N * G, D]
+    s = rows @ k.permute(1, 2, 0) * D ** -0.5
+    hidden = torch.arange(M) > torch.arange(M - N, M)[:, None]
+    hidden = hidden.repeat_interleave(G, 0)
+    w = torch.softmax(s.masked_fill(hidden, -torch.inf), -1)
+    return (w @ v.transpose(0, 1)).unflatten(1, (N, G)).transpose(0, 1).flatten(1, 2)
+"""
+FOUR_AXES = {
+    "    hidden = hidden.repeat_interleave(G, 0)\n": "",
+    "s.masked_fill(hidden, -torch.inf)":
+        "s.view(H, N, G, M).transpose(0, 1).masked_fill(hidden, -torch.inf)",
+    "(w @ v.transpose(0, 1)).unflatten(1, (N, G)).transpose(0, 1)":
+        "torch.einsum('nhgm,mhe->nhge', w, v)",
+}  # fmt: skip
+SLIPS = [
+    ({"repeat_interleave(G, 0)": "repeat(G, 1)"},
+     "a mask repeated in another order than its rows", 5),
+    (FOUR_AXES, "a mask [N, M] on scores whose last two axes are others", 5),
+    ({"q.unflatten(1, (H, G))": "q.unflatten(1, (G, H)).transpose(1, 2)"},
+     "splitting the head axis as [G, H] instead of [H, G]", 3),
+    ({"G = HQ // H": "G = H"}, "taking the number of KV heads for the group size", 1),
+    ({"G = HQ // H": "G = H", "q.unflatten(1, (H, G))": "q.view(N, H, G, D)"},
+     "taking the number of KV heads for the group size", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("edits", "named", "held"), SLIPS, ids=str)
+def test_a_slip_in_a_typed_build_is_named(edits: dict[str, str], named: str, held: int) -> None:
+    source = TYPED
+    for piece, by in edits.items():
+        assert source.count(piece) == 1
+        source = source.replace(piece, by)
+    namespace = {"torch": torch}
+    exec(source, namespace)
+    verdict = judge(EXERCISES["grouped_attention"], namespace["grouped_attention"])
+    assert (verdict.misconceptions, verdict.held) == ((named,), held)
+
+
 @pytest.mark.parametrize(
     "attempt", [by_kv_head, in_groups()], ids=["a loop over KV heads", "einsum"]
 )

@@ -334,6 +334,13 @@ _BUILD = TEXTS.exercise(
          "splitting the head axis as [G, H] instead of [H, G]",
          "Neighbours share a KV head, so the members of a group have to run fastest: the last "
          "part of a split does. Which of the two sizes comes first?"),
+        ({_SPLIT: "qg = q.unflatten(1, (HQ // H, H)).transpose(1, 2)"},
+         "splitting the head axis as [G, H] instead of [H, G]"),
+        ("HQ // H", "H", "taking the number of KV heads for the group size",
+         "`H` says how many groups there are. How many query heads share one KV head, by `HQ` and "
+         "`H`?"),
+        ({_SPLIT: "qg = q.reshape(N, H, H, D)"},
+         "taking the number of KV heads for the group size"),
         (_changed("x[:, :1].expand_as(x)", "H"), "one KV head for all query heads",
          "This is multi-query attention: only KV head 0 is read. Which KV head does the last "
          "query head read?"),
@@ -400,6 +407,17 @@ _BUILD = TEXTS.exercise(
          "queries that see later keys",
          "Query 0 gives weight to key 1, which comes after it. What hides a key, and before which "
          "step?"),
+        *(("torch.arange(M) > position", f"(torch.arange(M) > position).{repeated}",
+           "a mask repeated in another order than its rows",
+           "`repeat` lays whole masks one after the other, and `repeat_interleave` keeps a row's "
+           "copies together. In your rows, which runs faster: positions, or members of a group?")
+          for repeated in ("repeat(HQ // H, 1).view(N, HQ // H, M).transpose(0, 1)",
+                           "repeat_interleave(HQ // H, 0).view(HQ // H, N, M)")),
+        ("s.masked_fill(torch.arange(M) > position, -torch.inf)",
+         "s.permute(2, 0, 1, 3).masked_fill(torch.arange(M) > position, -torch.inf)"
+         ".permute(1, 2, 0, 3)", "a mask [N, M] on scores whose last two axes are others",
+         "PyTorch lines up last axes. Those of [N, H, G, M] are G and M, and your mask's are N and "
+         "M. Where does the mask need axes of length 1 (`None`)?"),
         ("torch.arange(M - N, M)", "torch.arange(N)",
          "taking the queries for the first N positions",
          "With N = 1 and three keys, the query is the last token and sees all three. At which "
