@@ -609,7 +609,16 @@ NUMBERS = {
     "--jobs": ("0 -1 x 1000000000", "expected a whole number from 1 to 256"),
     "--seconds": ("0 -1 nan inf x 1000000000", "expected a number of seconds above 0, at most"),
     **dict.fromkeys(
-        ["--kv-heads", "--group", "--block-size", "--slots", "--length", "--stride", "--window"],
+        [
+            "--kv-heads",
+            "--group",
+            "--block-size",
+            "--slots",
+            "--length",
+            "--stride",
+            "--window",
+            "--sequences",
+        ],
         ("0 -1 x nan 4294967296", "expected a whole number from 1 to 2,147,483,647"),
     ),
 }

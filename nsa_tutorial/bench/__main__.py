@@ -3,7 +3,8 @@
 
 Operators: `selected` and `window` attend to tokens, `compressed` to summaries. `selection` chooses
 blocks, `pooling` makes summaries, `gates` adds up three branches, and `native` is all of these in
-one call, from queries, keys, values and gates.
+one call, from queries, keys, values and gates. `decode` is one token a sequence and has rows of its
+own.
 
 Every combination of the sizes given, of the kinds of lists and of the passes is one row: median and
 spread of a call's time, the memory it takes on top of its inputs, the ratio to dense attention
@@ -47,7 +48,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from nsa_tutorial.bench import comparing, plotting, stored
+from nsa_tutorial.bench import decode, plotting, reading, stored
 from nsa_tutorial.bench.drawing import DRIFTS, NEIGHBOURS
 from nsa_tutorial.bench.inputs import Shape
 from nsa_tutorial.bench.measuring import Plan, measure_shape
@@ -76,6 +77,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     operators = result.add_subparsers(dest="operator", required=True, metavar="operator")
+    decode.add_command(operators)
     for name, operator in OPERATORS.items():
         if not operator.summary:
             continue
@@ -88,20 +90,8 @@ def parser() -> argparse.ArgumentParser:
             ),
             name,
         )
-    _add_stored(operators)
+    reading.add_commands(operators)
     return result
-
-
-def _add_stored(operators: argparse._SubParsersAction) -> None:
-    """The two commands that read stored runs."""
-    text = "draw a stored run: a bar for each row, a panel for each shape, pass and lists"
-    p = operators.add_parser("plot", help=text, description=text)
-    p.add_argument("run", type=Path, help="a .json file from --output")
-    p.add_argument("--output", type=Path, required=True, metavar="file", help=".png, .svg or .pdf")
-    text = "print a table of two stored runs: ms before, ms after, and their ratio"
-    p = operators.add_parser("compare", help=text, description=text)
-    for name in ("before", "after"):
-        p.add_argument(name, type=Path, help="a .json file from --output")
 
 
 def _add_options(p: argparse.ArgumentParser, name: str) -> None:
@@ -246,31 +236,21 @@ def fault(options: argparse.Namespace) -> str | None:
     return next(filter(None, itertools.chain(reasons, sizes)), None)
 
 
-def read_stored(options: argparse.Namespace) -> None:
-    """Run `plot` or `compare`.
-
-    Raises:
-        ValueError: a file is not what it should be, in one sentence.
-    """
-    if options.operator == "compare":
-        before, after = stored.read(options.before), stored.read(options.after)
-        print(comparing.compare(before, after), end="")
-        return
-    wrong = wrong_file(options, "output", plotting.SUFFIXES)
-    if wrong is not None:
-        raise ValueError(wrong)
-    plotting.save(stored.read(options.run), options.output)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status, 1 where a kernel as `ops` calls it was wrong
     or did not run."""
     arguments = sys.argv[1:] if arguments is None else arguments
     command = parser()
     options = command.parse_args(arguments)
+    if options.operator == "decode":
+        if (wrong := decode.fault(options)) is not None:
+            command.error(wrong)
+        with torch.no_grad():
+            decode.main(options, arguments)
+        return 0
     if options.operator not in OPERATORS:
         try:
-            read_stored(options)
+            reading.run(options)
         except ValueError as error:
             command.error(str(error))
         return 0

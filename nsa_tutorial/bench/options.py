@@ -69,7 +69,7 @@ def too_large(shape: Shape, device: str) -> str | None:
     heads = shape.kv_heads * (shape.group + 1)  # queries and outputs, keys and values
     numbers = shape.tokens * heads * (shape.width + shape.value_width)
     taken = numbers * DTYPES[shape.dtype].itemsize + 4 * shape.tokens * shape.kv_heads * shape.slots
-    memory = _memory(device)
+    memory = memory_of(device)
     if memory is None or taken <= memory:
         return None
     return (
@@ -79,7 +79,7 @@ def too_large(shape: Shape, device: str) -> str | None:
     )
 
 
-def _memory(device: str) -> int | None:
+def memory_of(device: str) -> int | None:
     """Bytes of memory of the device, or None where Python cannot say."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[1]

@@ -14,12 +14,10 @@ from nsa_tutorial.kernels.triton.choice.pick import pick_kernel
 from nsa_tutorial.kernels.triton.decoding.attend import lists_kernel, summaries_and_window_kernel
 from nsa_tutorial.kernels.triton.decoding.merge import mass_kernel, merge_kernel
 from nsa_tutorial.kernels.triton.decoding.options import decoding_options
-from nsa_tutorial.kernels.triton.launch_options import pick_options, tile_sizes
+from nsa_tutorial.kernels.triton.launch_options import tile_sizes
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse.decoding import Buffers
 from nsa_tutorial.sparse.native_sparse_attention import NUM_INITIAL, NUM_LOCAL
-
-MASS_SUMMARIES = 256  # of a program of `mass_kernel`
 
 
 def decode_attention(
@@ -35,8 +33,9 @@ def decode_attention(
     S = top_n if chooses else block_indices.shape[3] if has_slc else 0
 
     # -- parts: by the number of programs, not by lengths --
+    num_blocks = triton.next_power_of_2(triton.cdiv(c.room, block_size))
     options = decoding_options(
-        R * H, G, D, DV, block_size, S, q.element_size(), shared_memory(q.device)
+        R * H, G, D, DV, block_size, S, num_blocks, q.element_size(), shared_memory(q.device)
     )
     PC = options.summary_parts if has_cmp else 0
     PW = min(options.window_parts, triton.cdiv(window_size, 16)) if has_swa else 0
@@ -68,19 +67,16 @@ def decode_attention(
     # -- the choice --
     if chooses:
         mass = q.new_empty(R * H * NC, dtype=torch.float32)
-        mass_kernel[(R * H, triton.cdiv(NC, MASS_SUMMARIES))](
+        mass_kernel[(R * H, triton.cdiv(NC, options.mass["BC"]))](
             scores, partial_lse, num_visible, mass, scale, H, P, NC, G=G, PC=PC,
-            PT=triton.next_power_of_2(PC), GT=triton.next_power_of_2(G), BC=MASS_SUMMARIES,
-            num_warps=4,
+            PT=triton.next_power_of_2(PC), GT=triton.next_power_of_2(G), **options.mass,
         )  # fmt: skip
         block_indices = q.new_empty(B, n, H, top_n, dtype=torch.int32)
-        num_blocks = triton.next_power_of_2(triton.cdiv(c.room, block_size))
-        pick = pick_options(num_blocks)
-        pick_kernel[(triton.cdiv(R * H, pick["BR"]),)](
+        pick_kernel[(R * H,)](
             mass, num_visible, position, None, block_indices, R, 0, H, NC, top_n, NUM_INITIAL,
             NUM_LOCAL, length, stride, BS=block_size, C=1, SHARES=1,
             K=triton.cdiv(block_size + length - 1, stride), NB=num_blocks, HAS_COUNTS=False,
-            NT=triton.next_power_of_2(top_n), **pick,
+            NT=triton.next_power_of_2(top_n), **options.pick,
         )  # fmt: skip
 
     # -- the lists --
@@ -97,6 +93,6 @@ def decode_attention(
         partials, partial_lse, *given, o, P, DV=DV, PC=PC, PW=PW, PL=PL,
         **{name: triton.next_power_of_2(max(x, 1)) for name, x in
            {"PCT": PC, "PWT": PW, "PLT": PL}.items()},
-        BP=8, DVT=tiles["DVT"], num_warps=1,
+        DVT=tiles["DVT"], **options.merge,
     )  # fmt: skip
     return o

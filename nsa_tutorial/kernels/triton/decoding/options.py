@@ -8,6 +8,7 @@ from typing import NamedTuple
 from nsa_tutorial.kernels.triton.launch_options import shrinking, tile_sizes
 from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY, first_that_fits
 
+# Measured with `python -m nsa_tutorial.bench decode` at the shapes of its defaults, in bf16.
 # Programs aimed at, of the summaries and of the lists: several for each of a GPU's some 130
 # multiprocessors, since a program waits for memory most of the time.
 SUMMARY_PROGRAMS, LIST_PROGRAMS, WINDOW_PROGRAMS = 512, 1024, 256
@@ -15,13 +16,17 @@ MOST_SUMMARY_PARTS, MOST_WINDOW_PARTS = 64, 8
 
 
 class Options(NamedTuple):
-    """Parts of a row, and `BT, num_warps, num_stages` of the two kernels that attend."""
+    """Parts of a row; tiles, warps and stages of the two kernels that attend, of those that choose,
+    and of the merge."""
 
     summary_parts: int
     window_parts: int
     list_parts: int
     steps: dict[str, int]
     list_steps: dict[str, int]
+    mass: dict[str, int]
+    pick: dict[str, int]
+    merge: dict[str, int]
 
 
 def parts(programs: int, groups: int, most: int) -> int:
@@ -31,7 +36,7 @@ def parts(programs: int, groups: int, most: int) -> int:
 
 
 def decoding_options(
-    groups: int, G: int, D: int, DV: int, BS: int, S: int, itemsize: int,
+    groups: int, G: int, D: int, DV: int, BS: int, S: int, num_blocks: int, itemsize: int,
     shared_memory: int = SHARED_MEMORY,
 ) -> Options:  # fmt: skip
     """The options for `groups` query rows times key/value heads; none depends on a length.
@@ -39,6 +44,7 @@ def decoding_options(
     Args:
         groups: query rows times key/value heads.
         G, D, DV, BS, S: heads of a group, widths, tokens of a block, slots of a list.
+        num_blocks: blocks that a row may have, a power of two.
         itemsize: bytes of a number.
         shared_memory: bytes that a program may have.
     """
@@ -60,6 +66,10 @@ def decoding_options(
         parts(SUMMARY_PROGRAMS, groups, MOST_SUMMARY_PARTS),
         parts(WINDOW_PROGRAMS, groups, MOST_WINDOW_PARTS),
         parts(LIST_PROGRAMS, groups, max(S, 1)),
-        steps(most, 3),
+        steps(min(most, 32), 2) | {"num_warps": 2},
         steps(block, 2),
+        {"BC": 256, "num_warps": 2},
+        # few lists: their latency counts, not how many programs there is room for
+        {"BR": 1, "num_warps": max(1, min(16, num_blocks // 256))},
+        {"BP": 16, "num_warps": 1},
     )
