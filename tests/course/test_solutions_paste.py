@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import builtins
 import dis
+import functools
 import linecache
 import re
 from collections.abc import Callable, Iterator
@@ -28,10 +29,15 @@ ALL = [(c, e) for c in exercises.chapters() for e in exercises.chapter_exercises
 TAKES = r"""\(?(built\('\w+'\)(, )?)+\)?"""  # what a chapter takes from the reader's library
 
 
+@functools.cache
+def cells_of(chapter: str) -> list[nbformat.NotebookNode]:
+    return nbformat.read(CHAPTER[chapter], 4).cells
+
+
 def imports_above(chapter: str, name: str) -> Iterator[ast.stmt]:
     """The import statements of the chapter's cells, down to the exercise, and what the cells take
     from the reader's library by `built`; imports inside of functions are none."""
-    for cell in nbformat.read(CHAPTER[chapter], 4).cells:
+    for cell in cells_of(chapter):
         if cell.source.startswith(f'exercise("{chapter}", "{name}")'):
             return
         if cell.cell_type != "code" or not re.search(r"import|= built\(", cell.source):

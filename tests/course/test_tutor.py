@@ -4,6 +4,7 @@ it to say."""
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -27,6 +28,11 @@ from nsa_tutorial.runtime import environment
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
 # Chapters whose exercises lack hints, a why, or the list of their traps. It only ever shrinks.
 UNFINISHED: set[str] = set()
+
+
+@functools.cache
+def cells_of(path: Path) -> list[nbformat.NotebookNode]:
+    return nbformat.read(path, 4).cells
 
 
 @pytest.fixture(autouse=True)
@@ -545,7 +551,7 @@ def test_hints_lead_and_do_not_tell(chapter: str, e: Exercise) -> None:
 def test_a_trap_that_the_prose_names_is_recognised(chapter: str, trap: exercises.Trap) -> None:
     (path,) = (p for p in NOTEBOOKS if p.stem[3:] == chapter)
     quote = re.sub(r"\s", "", trap.quote)
-    cells = nbformat.read(path, 4).cells
+    cells = cells_of(path)
     assert any(quote in re.sub(r"\s", "", cell.source) for cell in cells), "not in the notebook"
     e = exercises.chapter_exercises(chapter)[trap.exercise]
     assert trap.misconception in {m.name for m in e.misconceptions}
@@ -592,7 +598,7 @@ SAYS_WHAT_THE_READER_DID = {"hint", "predict", "progress", "reveal"}
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_what_depends_on_the_reader_is_not_compared(path: Path) -> None:
-    for cell in nbformat.read(path, 4).cells:
+    for cell in cells_of(path):
         if cell.cell_type != "code":
             continue
         try:
