@@ -226,7 +226,7 @@ class NativeSparseAttention(nn.Module):
                 with torch.no_grad():
                     return self(x, cache=cache)
             most = cache.max_step
-            if N > most:
+            if x.shape[1] > most:
                 cache.check_room(N)  # before anything is written
                 if not cache.is_empty:  # in steps
                     return torch.cat([self(piece, cache=cache) for piece in x.split(most, 1)], 1)
@@ -250,7 +250,7 @@ class NativeSparseAttention(nn.Module):
 
         # -- a few tokens after those of a cache --
         tokens = (*selected, *(window or selected), k_cmp, v_cmp)
-        if cache is not None and N <= most:
+        if cache is not None and x.shape[1] <= most:
             return self.o(self._append(cache, q, gates, tokens).flatten(2))
 
         # -- attend --
