@@ -163,7 +163,7 @@ def test_the_masks_are_the_lists(h):
         assert told == pictures.token_kinds(ids, query, 512, 16)
     kept = 131_328 / (kinds < 2).sum()
     assert pictures.draw_masks().finding.startswith(
-        f"Lists of 4 blocks keep one pair in {kept:.1f}"
+        f"Lists of 4 blocks keep one visible pair in {kept:.1f}"
     )
 
 
@@ -1040,9 +1040,7 @@ def test_our_operator_may_not_be_called():
     def attempt(q, k, v, ids, block_size):
         return ops.selected_attention(*(x[None] for x in (q, k, v, ids)), block_size=block_size)[0]
 
-    assert (
-        "the course's own function: not in this" in judge(KNOWN["selected_attention"], attempt).text
-    )
+    assert "the course's own function: " in judge(KNOWN["selected_attention"], attempt).text
 
 
 NEEDED = {"num_visible", "position", "M", "BS", "block_size", "block_id", "offset", "tokens"}

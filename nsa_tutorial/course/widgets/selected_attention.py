@@ -139,7 +139,8 @@ def draw_masks(group: int = COPYING, top_n: int = TOP_N, block_size: int = BLOCK
     legend = {"key": "read", "selected": "selected", "own block": "own block",
               SURFACE: "not listed", "masked": "later"}  # fmt: skip
     sheet.legend(1.6, 3.95, legend)
-    told = f"Lists of {top_n} blocks keep one pair in {visible / seen:.1f} of a text of {N} tokens"
+    pairs = f"one visible pair in {visible / seen:.1f} of a text of {N} tokens"
+    told = f"Lists of {top_n} blocks keep {pairs}"
     return Picture(sheet.figure, told)
 
 
