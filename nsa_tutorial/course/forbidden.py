@@ -39,7 +39,7 @@ class _Watch(TorchFunctionMode):
         # `torch.softmax`, `Tensor.softmax` and `functional.softmax` are one function
         said = self.forbidden.get(_name_of(func)) or self._said_of(sys._getframe(1))
         if said is not None:
-            raise Forbidden(f"{said}: not in this exercise, which builds it")
+            raise Forbidden(f"{said}: you build it yourself here")
         return func(*args, **(kwargs or {}))
 
     def _said_of(self, frame: FrameType | None) -> str | None:
@@ -85,7 +85,7 @@ def _without_autograd(said: str) -> Iterator[None]:
     """No graph is recorded, and asking for a gradient raises."""
 
     def refuse(*_: object, **__: object) -> None:
-        raise Forbidden(f"{said}: not in this exercise, which builds it")
+        raise Forbidden(f"{said}: you build it yourself here")
 
     with contextlib.ExitStack() as stack:
         for module, name in (

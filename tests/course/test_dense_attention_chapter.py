@@ -458,7 +458,7 @@ def test_other_ways_to_write_attention_are_right(attempt: Callable) -> None:
 def test_what_the_build_builds_may_not_be_called(attempt: Callable) -> None:
     verdict = judge(NAMELESS, attempt)
     assert verdict.held == 0
-    assert "not in this exercise, which builds it" in verdict.text
+    assert "you build it yourself here" in verdict.text
 
 
 @pytest.mark.parametrize("value", [-20, -50, -100, -1e4, -1e9, -1e30, torch.finfo().min])
@@ -563,7 +563,32 @@ def half_for_the_mask(N: int, M: int, D: int, DV: int, itemsize: int) -> dict[st
     return {**right, "flops": right["flops"] // 2}
 
 
+def keys_first(q, k, v):
+    e = torch.exp(k @ q.T / k.shape[1] ** 0.5)
+    return e / e.sum(1, keepdim=True) @ v
+
+
+def keys_first_masked(q, k, v):
+    s = k @ q.T / k.shape[1] ** 0.5
+    hidden = torch.arange(len(k)) > torch.arange(len(k) - len(q), len(k))[:, None]
+    e = torch.exp(s.masked_fill(hidden, -torch.inf))
+    return e / e.sum(1, keepdim=True) @ v
+
+
+def scores_times_values(q, k, v):
+    return q @ k.T * v
+
+
+def weights_times_values(q, k, v):
+    e = torch.exp(q @ k.T)
+    return e / e.sum(1, keepdim=True) * v
+
+
 TYPED = [
+    ("attention", keys_first, "keys as rows and queries as columns"),
+    ("attention", keys_first_masked, "keys as rows and queries as columns"),
+    ("attention", scores_times_values, "scores in the place of weights"),
+    ("attention", weights_times_values, "`*` where the weights meet the values"),
     ("attention", renormalised, "the largest of all scores subtracted, hidden ones too"),
     ("attention", zeros_after, "setting hidden weights to zero after the softmax"),
     ("attention", scaled_twice, "dividing by D where √D is meant"),

@@ -659,7 +659,7 @@ def with_ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_what_the_build_builds_may_not_be_called(attempt: Callable) -> None:
     verdict = judge(EXERCISES["grouped_attention"], attempt)
     assert (verdict.outcome, verdict.held) == ("wrong", 0)
-    assert "not in this exercise, which builds it" in verdict.text
+    assert "you build it yourself here" in verdict.text
 
 
 def test_a_build_that_changes_its_input_is_refused() -> None:

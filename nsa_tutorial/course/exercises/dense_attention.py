@@ -527,6 +527,10 @@ ATTENTION = TEXTS.exercise(
         )),
     ),
     misconceptions=diffs(attention, [
+        ("q @ k.T", "k @ q.T", "keys as rows and queries as columns",
+         "`k @ q.T` is [M, N]: a row for each key. Row = who asks, column = who is asked. Which of "
+         "the two stands before the `@`?"),
+        ({"q @ k.T": "k @ q.T", _HIDE: ""}, "keys as rows and queries as columns"),
         ("D**0.5", "D", "dividing by D where √D is meant",
          "A mean over D divides by D, and so does √D taken twice. Divided by D, the spread of the "
          "scores fades towards 0. Which column of the table of spreads stays at 1?"),
@@ -548,6 +552,11 @@ ATTENTION = TEXTS.exercise(
          "The weights are right. What do they mix?"),
         ("e / e.sum(1, keepdim=True)", "scores", "scores in the place of weights",
          "A single key must get the weight 1, whatever its score. What makes weights of scores?"),
+        ({" / D**0.5": "", "e / e.sum(1, keepdim=True)": "scores"},
+         "scores in the place of weights"),
+        ("weights @ v", "weights * v", "`*` where the weights meet the values",
+         "`*` pairs numbers in equal places. Which operator weighs the rows of `v`, and adds them "
+         "up for each query?"),
         ("e / e.sum(1, keepdim=True)", "scores / scores.sum(1, keepdim=True)",
          "scores divided by their sum",
          "They sum to 1, but a score may be 0 or negative, and a weight must grow with the score. "
