@@ -152,7 +152,8 @@ def test_the_picture_says_what_it_shows_and_fits(made: dict, name: str) -> None:
 
 
 @each
-def test_a_reader_who_moves_everything(made: dict, name: str) -> None:
+@pytest.mark.parametrize("moves", [5, pytest.param(12, marks=pytest.mark.exhaustive)])
+def test_a_reader_who_moves_everything(made: dict, name: str, moves: int) -> None:
     """Whatever is moved: what the controls read is what is drawn, and what moves with it is
     said."""
     p, dice = panel_of(made, name), random.Random(0)
@@ -160,7 +161,7 @@ def test_a_reader_who_moves_everything(made: dict, name: str) -> None:
     inner = p._draw
     p._draw = lambda **values: drawn.append(values) or inner(**values)
     try:
-        for _ in range(12):
+        for _ in range(moves):
             key = dice.choice([n for n, c in p.controls.items() if not c.disabled])
             before = p.values
             p.controls[key].value = dice.choice(latency.choices(p.controls[key]))
