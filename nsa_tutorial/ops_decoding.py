@@ -60,22 +60,14 @@ def decode_attention(
         `o [B, n, HQ, DV]` in the dtype of the values: what `native_sparse_attention` returns for
         these queries, to the error budget, the same in every run. There is no gradient.
     """
-    _check_queries(q, selected, gates, lengths, block_table)
-    for name, pair in {"compressed": compressed, "window": window}.items():
-        if len(pair) not in (0, 2):
-            raise ValueError(f"{name}: got {len(pair)} tensors, expected keys and values, or ()")
-    for name in ("block_size", "length", "stride"):
-        checks.check_positive_int(name, locals()[name])
-    window_size = checks.check_window_size(window_size)
-    checks.check_backend(backend)
-    g_cmp, g_slc, g_swa = gates
-    _check_pages(q, selected, block_table, block_size, stride)
-    if g_cmp is not None:
-        _check_summaries(compressed, selected, stride)
-    if g_swa is not None:
-        _check_window(q, window, selected, window_size, block_table)
-    if g_slc is not None:
-        _check_lists(q, selected[0], block_indices, block_counts, g_cmp)
+    sizes = (block_counts, block_size, window_size, length, stride, scale, backend)
+    tensors = (q, compressed, selected, window, gates, lengths, block_table, block_indices)
+    kind = _kind(tensors, sizes)
+    if kind is None or kind not in _CHECKED:
+        _check(*tensors, *sizes)
+        if kind is not None and len(_CHECKED) < MOST_KINDS:
+            _CHECKED.add(kind)
+    window_size = min(window_size, checks.LARGEST_INT)
     named = {"q": q, "compressed": list(compressed), "selected": list(selected)}
     check_no_tangent("decode_attention", **named, window=list(window), gates=list(gates))
     backend, scale = checks.choose_backend(backend, q), checks.check_scale(scale, q.shape[-1])
@@ -85,6 +77,63 @@ def decode_attention(
     return library_decoding.decode_attention(
         q, buffers, lengths, block_table, *gates, block_indices, *sizes
     )
+
+
+# What was found right, by shapes, dtypes and places: a text is thousands of the same calls.
+_CHECKED: set[tuple] = set()
+MOST_KINDS = 256
+
+
+def _kind(tensors: Sequence[object], sizes: Sequence[object]) -> tuple | None:
+    """What the checks depend on, or None while a graph is traced, whose sizes are symbols, and for
+    what is no tensor."""
+    if torch.compiler.is_compiling():
+        return None
+    flat: list[object] = []
+    for x in tensors:
+        flat += [len(x), *x] if isinstance(x, (list, tuple)) else [x]
+    found: list[object] = []
+    for x in flat:
+        if isinstance(x, Tensor):
+            if type(x) not in (Tensor, torch.nn.Parameter):
+                return None
+            found += [x.shape, x.dtype, x.device, x.is_contiguous()]
+        elif x is None or type(x) is int:
+            found.append(x)
+        else:
+            return None
+    found += [(type(x), x) for x in sizes]  # True is no 1
+    try:
+        hash(key := tuple(found))
+    except TypeError:
+        return None
+    return key
+
+
+def _check(
+    q: Tensor, compressed: Sequence[Tensor], selected: Sequence[Tensor], window: Sequence[Tensor],
+    gates: Sequence[Tensor | None], lengths: Tensor, block_table: Tensor | None,
+    block_indices: Tensor | None, block_counts: int, block_size: int, window_size: int,
+    length: int, stride: int, scale: float | None, backend: str,
+) -> None:  # fmt: skip
+    """All arguments of `decode_attention`."""
+    _check_queries(q, selected, gates, lengths, block_table)
+    for name, pair in {"compressed": compressed, "window": window}.items():
+        if len(pair) not in (0, 2):
+            raise ValueError(f"{name}: got {len(pair)} tensors, expected keys and values, or ()")
+    for name in ("block_size", "length", "stride"):
+        checks.check_positive_int(name, locals()[name])
+    window_size = checks.check_window_size(window_size)
+    checks.check_scale(scale, 1)
+    checks.check_backend(backend)
+    g_cmp, g_slc, g_swa = gates
+    _check_pages(q, selected, block_table, block_size, stride)
+    if g_cmp is not None:
+        _check_summaries(compressed, selected, stride)
+    if g_swa is not None:
+        _check_window(q, window, selected, window_size, block_table)
+    if g_slc is not None:
+        _check_lists(q, selected[0], block_indices, block_counts, g_cmp)
 
 
 def _check_queries(
