@@ -53,14 +53,17 @@ BACKENDS: Table = {
     },
     "decode_attention": {
         "reference": "nsa_tutorial.sparse.decoding:decode_attention",
+        "tilelang": "nsa_tutorial.kernels.tilelang.decoding.launch:decode_attention",
         "triton": "nsa_tutorial.kernels.triton.decoding.launch:decode_attention",
     },
     "write_tokens": {
         "reference": "nsa_tutorial.sparse.decoding:write_tokens",
+        "tilelang": "nsa_tutorial.kernels.tilelang.decoding.write:write_tokens",
         "triton": "nsa_tutorial.kernels.triton.decoding.write:write_tokens",
     },
     "write_summaries": {
         "reference": "nsa_tutorial.sparse.decoding:write_summaries",
+        "tilelang": "nsa_tutorial.kernels.tilelang.decoding.write:write_summaries",
         "triton": "nsa_tutorial.kernels.triton.decoding.write:write_summaries",
     },
 }

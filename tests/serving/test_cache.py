@@ -16,7 +16,7 @@ SIZES = {
     "width": WIDTH, "query_heads": 6, "kv_heads": 2, "key_width": 8, "value_width": 12,
     "block_size": 8, "top_n": 4, "window_size": 11, "length": 6, "stride": 4, "gate_width": 8,
 }  # fmt: skip
-places = places_of(("reference", "triton"))
+places = places_of(("reference", "tilelang", "triton"), slow=("tilelang",))
 
 
 def new(

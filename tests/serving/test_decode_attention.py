@@ -14,7 +14,8 @@ from torch import Tensor
 from nsa_tutorial import ops
 from nsa_tutorial.sparse.decoding import places
 
-BACKENDS = ("reference", "triton")
+BACKENDS = ("reference", "tilelang", "triton")
+kernels = pytest.mark.parametrize("backend", BACKENDS[1:])
 SIZES = {"block_size": 8, "window_size": 11, "length": 6, "stride": 4}
 
 
@@ -137,7 +138,7 @@ shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 @shapes
 @dtypes
-@places_of(BACKENDS)
+@places_of(BACKENDS, slow=("tilelang",))
 def test_error_budget(backend: str, device: str, dtype: torch.dtype, shape: Shape) -> None:
     """Twice the error of the operators over whole sequences in the same dtype, plus 1e-6."""
     skip_unless_runs(backend, device, dtype)
@@ -152,7 +153,7 @@ def test_error_budget(backend: str, device: str, dtype: torch.dtype, shape: Shap
 
 
 @pytest.mark.parametrize("branches", [(0,), (0, 1), (0, 2), (2,), (0, 1, 2)], ids=str)
-@places_of(BACKENDS)
+@places_of(BACKENDS, slow=("tilelang",))
 def test_the_choice_and_each_branch(backend: str, device: str, branches: tuple[int, ...]) -> None:
     """The blocks are those that whole sequences choose; a branch without a gate is left out."""
     skip_unless_runs(backend, device)
@@ -181,7 +182,7 @@ def test_a_row_that_sees_nothing(backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@places_of(BACKENDS)
+@places_of(BACKENDS, slow=("tilelang",))
 def test_what_is_not_finite_spoils_who_sees_it(backend: str, device: str, bad: float) -> None:
     skip_unless_runs(backend, device)
     problem = draw(Shape(lengths=(40, 40))).to(device, torch.float32)
@@ -248,12 +249,14 @@ def test_a_wrong_argument_is_named(change: object, message: str) -> None:
 
 
 @pytest.mark.gpu
+@kernels
 @pytest.mark.parametrize("page_size", [None, 16])
-def test_a_graph_holds_for_every_length(page_size: int | None) -> None:
+def test_a_graph_holds_for_every_length(page_size: int | None, backend: str) -> None:
     """Captured at one length, replayed at others; and nothing waits for the device."""
+    skip_unless_runs(backend, "cuda")
     shape = Shape(n=2, page_size=page_size, lengths=(70, 23))
     problem = draw(shape).to("cuda", torch.float32)
-    call = problem.cached(ring=72)
+    call = {**problem.cached(ring=72), "backend": backend}
     for _ in range(2):
         ops.decode_attention(**call)
     graph = torch.cuda.CUDAGraph()
@@ -272,8 +275,10 @@ def test_a_graph_holds_for_every_length(page_size: int | None) -> None:
 
 
 @pytest.mark.gpu
-def test_a_cache_past_int32() -> None:
+@kernels
+def test_a_cache_past_int32(backend: str) -> None:
     """Pages with more than 2**31 numbers: the last row is as right as the first."""
+    skip_unless_runs(backend, "cuda", torch.bfloat16)
     H, D, page_size = 4, 128, 64
     pages = 2**31 // (H * D * page_size) + 64
     k, v = (torch.zeros(pages, page_size, H, D, device="cuda", dtype=torch.bfloat16) for _ in "kv")
@@ -286,7 +291,7 @@ def test_a_cache_past_int32() -> None:
     o = ops.decode_attention(
         q, (), (k, v), (), gates, torch.tensor([100, 100], device="cuda", dtype=torch.int32),
         block_table=table, block_indices=torch.tensor([0, 1], device="cuda").expand(2, 1, H, 2),
-        block_size=64,
+        block_size=64, backend=backend,
     )  # fmt: skip
     assert o.isfinite().all()
     assert (o[0] != 0).any()
@@ -294,8 +299,11 @@ def test_a_cache_past_int32() -> None:
 
 
 @pytest.mark.gpu
-def test_the_same_bits_in_every_run() -> None:
+@kernels
+def test_the_same_bits_in_every_run(backend: str) -> None:
+    skip_unless_runs(backend, "cuda", torch.bfloat16)
     call = draw(Shape(n=3, page_size=16, lengths=(70, 23))).to("cuda", torch.bfloat16).cached()
-    first = ops.decode_attention(**call)
+    first = ops.decode_attention(**call, backend=backend)
     for _ in range(5):
-        torch.testing.assert_close(ops.decode_attention(**call), first, rtol=0, atol=0)
+        again = ops.decode_attention(**call, backend=backend)
+        torch.testing.assert_close(again, first, rtol=0, atol=0)
