@@ -21,7 +21,7 @@ PACKAGE = ROOT / "nsa_tutorial"
 # other. `__init__` stands outside: it names the layer, and imports it when it is asked for.
 LEVELS = (
     {"course"},
-    {"bench", "interop"},
+    {"bench", "interop", "hugging_face"},
     {"layer"},
     {"serving"},
     {"ops"},

@@ -11,6 +11,7 @@ on the host, which so knows that a cache is full without asking the device.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -182,19 +183,34 @@ class Cache:
                 f"index: got {len(index)} rows, expected one for each of {len(self.host_lengths)}"
             )
         on_device = index.to(self.lengths.device)
-        if self.block_table is None:
-            for x in (self.k, self.v, self.k_cmp, self.v_cmp):
-                x.copy_(x[on_device])
-        else:
+        pages, own = on_device, slice(None)
+        if self.block_table is not None:
             pages = self.block_table[on_device].flatten().long()
             own = self._own_pages.flatten().long()
-            for x in (self.k, self.v, self.k_cmp, self.v_cmp):
-                x[own] = x[pages]
             self.block_table.copy_(self._own_pages)
             self._shared.zero_()
+        for x in (self.k, self.v, self.k_cmp, self.v_cmp):
+            x[own] = x[pages]
         for x in (self.k_window, self.v_window, self.k_pending, self.v_pending, self.lengths):
             x.copy_(x[on_device])
         self.host_lengths, self._most = self.host_lengths[index], self._most[index]
+
+    def select(self, rows: Rows) -> Cache:
+        """Another cache, for `len(rows)` rows: row `b` holds what row `rows[b]` holds here."""
+        rows = self._rows(rows)
+        new, on_device = copy.copy(self), rows.to(self.lengths.device)
+        pages = on_device
+        if self.block_table is not None:
+            pages = self.block_table[on_device].flatten().long()
+            new.block_table = torch.arange(len(pages), device=pages.device).int()
+            new.block_table = new.block_table.view(len(rows), self.block_table.shape[1])
+            new._own_pages, new._shared = new.block_table.clone(), torch.zeros_like(rows)
+        for name in ("k", "v", "k_cmp", "v_cmp"):
+            setattr(new, name, getattr(self, name)[pages])
+        for name in ("k_window", "v_window", "k_pending", "v_pending", "lengths"):
+            setattr(new, name, getattr(self, name)[on_device])
+        new.host_lengths, new._most = self.host_lengths[rows], self._most[rows]
+        return new
 
     def crop(self, lengths: int | Rows) -> None:
         """Take tokens back until `lengths` are left: of all rows, or one number a row. A summary of

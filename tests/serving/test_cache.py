@@ -137,6 +137,21 @@ def test_beams(page_size: int | None) -> None:
 
 
 @pytest.mark.parametrize("page_size", [None, 8], ids=["contiguous", "pages"])
+@pytest.mark.parametrize("rows", [[1, 1, 0, 2, 1], [2]], ids=["more", "one"])
+def test_rows_selected(rows: list[int], page_size: int | None) -> None:
+    """Another number of rows is another cache: neither writes to the other."""
+    layer, x, whole = new(B=3)
+    cache = layer.new_cache(3, N, page_size, max_step=7)
+    write(layer, cache, x[:, :21], [21])
+    selected = cache.select(rows)
+    found = layer(x[rows, 21:25], cache=selected)
+    torch.testing.assert_close(found, whole[rows, 21:25], rtol=1e-12, atol=1e-12)
+    selected.reset()
+    found = layer(x[:, 21:25], cache=cache)
+    torch.testing.assert_close(found, whole[:, 21:25], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("page_size", [None, 8], ids=["contiguous", "pages"])
 def test_a_row_starts_anew(page_size: int | None) -> None:
     """Continuous batching: one row ends, and another text takes its place."""
     layer, x, whole = new()
