@@ -12,6 +12,7 @@ from nsa_tutorial.bench.decode import Row
 
 STORED = Path(__file__).parents[2] / "assets" / "decode_h100.json"
 SMALL = ["decode", "--device", "cpu", "--dtype", "float32", "--sequences", "2", "--tokens", "96"]
+CASE = ("tilelang", 32, 65_536)
 SMALL += ["--kv-heads", "2", "--group", "2"]
 
 
@@ -47,9 +48,10 @@ def test_a_wrong_option_is_named(
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_the_stored_run() -> None:
+@pytest.mark.parametrize("name", ["decode_h100.json", "decode_tilelang_h100.json"])
+def test_a_stored_run(name: str) -> None:
     """Each row of NSA has its dense row, was right, and its kernels make up its graph."""
-    run = json.loads(STORED.read_text())
+    run = json.loads(STORED.with_name(name).read_text())
     rows = [Row(**row) for row in run["rows"]]
     assert {"command", "machine", "torch", "triton"} <= run.keys()
     dense = {(row.sequences, row.tokens): row for row in rows if row.kernel == "dense"}
@@ -68,3 +70,9 @@ def test_the_figures_of_the_operators_page() -> None:
     for tokens in (8_192, 65_536, 131_072):
         nsa, dense = found["triton", 32, tokens], found["dense", 32, tokens]
         assert f"| {tokens:,} | {nsa} | {dense} |" in page
+    calls = [r.call_us / 1000 for r in rows if r.kernel == "triton"]
+    assert f"the host takes {min(calls):.1f} to {max(calls):.1f} ms a call" in page
+    assert f"{found['dense', 1, 8_192]} against {found['triton', 1, 8_192][:-3]}." in page
+    run = json.loads(STORED.with_name("decode_tilelang_h100.json").read_text())
+    (row,) = [r for r in run["rows"] if (r["kernel"], r["sequences"], r["tokens"]) == CASE]
+    assert f"32 sequences of 65,536 tokens take {row['graph_us']:.0f} µs" in page.replace("\n", " ")
