@@ -20,7 +20,7 @@ from torch import Tensor
 from nsa_tutorial import library_decoding, ops
 from nsa_tutorial.runtime import checks
 from nsa_tutorial.runtime.describing import describe
-from nsa_tutorial.sparse.decoding import places
+from nsa_tutorial.sparse.decoding import most_new_summaries, places
 
 Rows = Sequence[int] | Tensor
 
@@ -124,7 +124,8 @@ class Cache:
     def write_summaries(self, k_cmp: Tensor, v_cmp: Tensor, n: int) -> None:
         """Write the summaries `[B * windows, 1, H, D]` and `[…, DV]` of `pending_windows`: those
         that are complete."""
-        summaries = [x.reshape(len(self.lengths), -1, *x.shape[2:]) for x in (k_cmp, v_cmp)]
+        windows = (len(self.lengths), most_new_summaries(n, self.stride))
+        summaries = [x.reshape(*windows, *x.shape[2:]) for x in (k_cmp, v_cmp)]
         library_decoding.write_summaries(
             [self.k_cmp, self.v_cmp], summaries, self.lengths, self.block_table, n, self.length,
             self.stride, self.page_size, self.backend,

@@ -164,6 +164,14 @@ def test_a_row_starts_anew(page_size: int | None) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_no_rows_and_no_tokens() -> None:
+    layer, x, _ = new()
+    assert layer(x[:0, :1], cache=layer.new_cache(0, N)).shape == (0, 1, WIDTH)
+    cache = layer.new_cache(2, N)
+    assert layer(x[:, :0], cache=cache).shape == (2, 0, WIDTH)
+    assert cache.lengths.tolist() == [0, 0]
+
+
 def test_a_shared_prefix() -> None:
     """Full pages of a prefix are shared, and stay as they are, also when a row is cut inside
     them."""

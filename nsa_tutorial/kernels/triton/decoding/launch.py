@@ -1,20 +1,24 @@
 """What the operators call for decoding on the Triton backend: `attend`, `merge` and, between them,
-the choice; and `write`."""
+the choice; and `write`.
+
+A step is short, so its host counts: what follows from sizes alone is computed once
+(`decoding_options`), and by plain Python, since Triton's own `cdiv` and `next_power_of_2` take
+microseconds a call.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
 
 from nsa_tutorial.exact.online_softmax import LOG2_E
+from nsa_tutorial.kernels.tables.cells import power_of_two
 from nsa_tutorial.kernels.triton.choice.pick import pick_kernel
 from nsa_tutorial.kernels.triton.decoding.attend import lists_kernel, summaries_and_window_kernel
 from nsa_tutorial.kernels.triton.decoding.merge import mass_kernel, merge_kernel
 from nsa_tutorial.kernels.triton.decoding.options import decoding_options
-from nsa_tutorial.kernels.triton.launch_options import tile_sizes
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse.decoding import Buffers
 from nsa_tutorial.sparse.native_sparse_attention import NUM_INITIAL, NUM_LOCAL
@@ -33,12 +37,12 @@ def decode_attention(
     S = top_n if chooses else block_indices.shape[3] if has_slc else 0
 
     # -- parts: by the number of programs, not by lengths --
-    num_blocks = triton.next_power_of_2(triton.cdiv(c.room, block_size))
+    num_blocks = power_of_two(-(-c.room // block_size))
     options = decoding_options(
         R * H, G, D, DV, block_size, S, num_blocks, q.element_size(), shared_memory(q.device)
     )
     PC = options.summary_parts if has_cmp else 0
-    PW = min(options.window_parts, triton.cdiv(window_size, 16)) if has_swa else 0
+    PW = min(options.window_parts, -(-window_size // 16)) if has_swa else 0
     PL = options.list_parts if has_slc else 0
     P = PC + PW + PL
     partials = q.new_empty(R * HQ * P, DV, dtype=torch.float32)
@@ -50,7 +54,7 @@ def decode_attention(
     is_paged = c.block_table is not None
     table, max_pages = (c.block_table, c.block_table.shape[1]) if is_paged else (c.lengths, 1)
     q = q.contiguous()
-    tiles = tile_sizes(G, D, DV)
+    tiles = options.tiles
     sizes = {"G": G, "D": D, "DV": DV, "PAGE": page_size, "IS_PAGED": is_paged, **tiles}
     scales = (scale, scale * LOG2_E)
 
@@ -67,16 +71,16 @@ def decode_attention(
     # -- the choice --
     if chooses:
         mass = q.new_empty(R * H * NC, dtype=torch.float32)
-        mass_kernel[(R * H, triton.cdiv(NC, options.mass["BC"]))](
+        mass_kernel[(R * H, -(-NC // options.mass["BC"]))](
             scores, partial_lse, num_visible, mass, scale, H, P, NC, G=G, PC=PC,
-            PT=triton.next_power_of_2(PC), GT=triton.next_power_of_2(G), **options.mass,
+            PT=power_of_two(PC), GT=power_of_two(G), **options.mass,
         )  # fmt: skip
         block_indices = q.new_empty(B, n, H, top_n, dtype=torch.int32)
         pick_kernel[(R * H,)](
             mass, num_visible, position, None, block_indices, R, 0, H, NC, top_n, NUM_INITIAL,
             NUM_LOCAL, length, stride, BS=block_size, C=1, SHARES=1,
-            K=triton.cdiv(block_size + length - 1, stride), NB=num_blocks, HAS_COUNTS=False,
-            NT=triton.next_power_of_2(top_n), **options.pick,
+            K=-(-(block_size + length - 1) // stride), NB=num_blocks, HAS_COUNTS=False,
+            NT=power_of_two(top_n), **options.pick,
         )  # fmt: skip
 
     # -- the lists --
@@ -91,7 +95,7 @@ def decode_attention(
     given = [o if gate is None else gate.contiguous() for gate in gates]  # o: not read
     merge_kernel[(R * HQ,)](
         partials, partial_lse, *given, o, P, DV=DV, PC=PC, PW=PW, PL=PL,
-        **{name: triton.next_power_of_2(max(x, 1)) for name, x in
+        **{name: power_of_two(max(x, 1)) for name, x in
            {"PCT": PC, "PWT": PW, "PLT": PL}.items()},
         DVT=tiles["DVT"], **options.merge,
     )  # fmt: skip

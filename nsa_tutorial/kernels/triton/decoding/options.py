@@ -3,6 +3,7 @@ stages."""
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from nsa_tutorial.kernels.triton.launch_options import shrinking, tile_sizes
@@ -16,9 +17,10 @@ MOST_SUMMARY_PARTS, MOST_WINDOW_PARTS = 64, 8
 
 
 class Options(NamedTuple):
-    """Parts of a row; tiles, warps and stages of the two kernels that attend, of those that choose,
-    and of the merge."""
+    """Sides of a tile; parts of a row; tiles, warps and stages of the two kernels that attend, of
+    those that choose, and of the merge."""
 
+    tiles: dict[str, int]
     summary_parts: int
     window_parts: int
     list_parts: int
@@ -35,6 +37,7 @@ def parts(programs: int, groups: int, most: int) -> int:
     return 1 << (wanted.bit_length() - 1)
 
 
+@functools.cache
 def decoding_options(
     groups: int, G: int, D: int, DV: int, BS: int, S: int, num_blocks: int, itemsize: int,
     shared_memory: int = SHARED_MEMORY,
@@ -63,6 +66,7 @@ def decoding_options(
 
     block = max(16, min(most, 1 << (BS - 1).bit_length()))
     return Options(
+        tiles,
         parts(SUMMARY_PROGRAMS, groups, MOST_SUMMARY_PARTS),
         parts(WINDOW_PROGRAMS, groups, MOST_WINDOW_PARTS),
         parts(LIST_PROGRAMS, groups, max(S, 1)),
