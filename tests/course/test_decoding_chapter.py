@@ -150,6 +150,27 @@ def test_each_mistake_is_named_as_itself(mistake) -> None:
     assert judge(KNOWN["decode_step"], mistake.wrong).misconceptions == (mistake.name,)
 
 
+@pytest.mark.parametrize("name", ["complete_summaries", "merge_parts"])
+def test_each_mistake_in_a_part_is_named_as_itself(name: str) -> None:
+    for mistake in KNOWN[name].misconceptions:
+        assert judge(KNOWN[name], mistake.wrong).misconceptions == (mistake.name,), mistake
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("a summary at multiples of the stride", "a summary arrives"),
+        ("a counter of summaries", "taken back"),
+        ("a place that is masked, but loaded", "ragged rows"),
+    ],
+)
+def test_a_mistake_ends_in_its_stage(name: str, first: str) -> None:
+    """Up to there, all stages hold."""
+    mistake = next(m for m in KNOWN["decode_step"].misconceptions if m.name == name)
+    stages = [stage.name for stage in KNOWN["decode_step"].stages]
+    assert judge(KNOWN["decode_step"], mistake.wrong).held == stages.index(first)
+
+
 def test_the_first_rows_length_is_named() -> None:
     verdict = judge(KNOWN["decode_step"], one_row)
     assert verdict.misconceptions == ("the first row's length for all rows",)
@@ -192,7 +213,7 @@ def test_the_minutes_are_told() -> None:
 
 
 def test_bytes_of_the_chapters_layer() -> None:
-    """The numbers of the first cell; the paper's table 4 says 11.6."""
+    """The numbers of the chapter; the paper's table 4 says 11.6."""
     read, keys = bytes_of_step(65_536), keys_of_step(65_536)
     assert read["dense"] == 128 * 2**20
     assert round(read["nsa"] / 2**20) == 11
@@ -216,9 +237,22 @@ def test_pictures_say_what_they_show() -> None:
     assert "288" in pictures.draw_split().finding
 
 
+def test_tokens_that_wait_are_coloured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 21 tokens, 16 to 20 wait for a summary."""
+    needed = {}
+    monkeypatch.setattr(
+        pictures,
+        "_draw_ring",
+        lambda axis, name, held, tokens, newest: needed.update({name: tokens}),
+    )
+    pictures.draw_buffers(tokens=21)
+    assert needed == {"window": range(15, 21), "pending": range(16, 21)}
+
+
 def test_parts_follow_the_batch_alone() -> None:
     one, many = pictures.parts_of(1), pictures.parts_of(32)
     assert one.first_programs == 4 * (one.summaries + one.window) == 288
+    assert (one.summaries, one.window) == (64, 8), "the chapter's text says so"
     assert many.first_programs > pictures.MULTIPROCESSORS
     assert many.summaries < one.summaries
 
@@ -271,6 +305,18 @@ def test_what_was_read_is_counted(typist: pictures.Typist) -> None:
     )
 
 
+def test_the_text_below_the_rhyme_holds() -> None:
+    letters, c = len(rhyme.rhyme()) - 1, rhyme.CONFIG
+    blocks = -(-letters // c.block_size)
+    summaries = (letters - c.length) // c.stride + 1
+    listed = (c.top_n - 1) * c.block_size + letters - (blocks - 1) * c.block_size
+    text = " ".join("\n".join(x.source for x in nbformat.read(CHAPTER, as_version=4).cells).split())
+    assert f"a rhyme of {letters} letters" in text and f"the text has {blocks} at the end" in text
+    assert f"summaries of {c.length} letters, one every {c.stride}" in text
+    assert f"reads {summaries} summaries, {listed} letters of its lists" in text
+    assert f"{c.window_size} of the window" in text
+
+
 def test_the_list_of_a_short_text_is_all_of_it() -> None:
     cache = new_cache(1, 64, 2, block_size=8, top_n=3, window_size=4, length=8, stride=4)
     cache.lengths += 9
@@ -297,6 +343,7 @@ def test_the_text_below_the_recording_holds() -> None:
     ]
     assert 1 < gains[0] < gains[1] < 11.6
     assert f"{one['call_us']:.0f} µs as a plain call" in pictures.told_times()[0]
+    assert pictures.told_times()[-1].endswith("12 sizes: 0.3 to 0.7 ms")  # the text says so, too
     assert pictures.draw_recorded().finding.endswith(f"{gains[1]:.1f} times less")
     text = "\n".join(c.source for c in nbformat.read(CHAPTER, as_version=4).cells)
     assert f"Here is what an {pictures.machine()} took" in text

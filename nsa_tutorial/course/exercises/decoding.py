@@ -49,6 +49,10 @@ _COMPLETE = TEXTS.exercise(
         ("(tokens - length) // stride + 1", "tokens // length",
          "summaries that do not overlap",
          "The second summary begins 16 tokens after the first one, not 32. When does it end?"),
+        ("(tokens - length) // stride + 1", "tokens // stride - length // stride + 1",
+         "rounding down before the difference",
+         "With length 7 and stride 3, the second summary is complete after 10 tokens. How many do "
+         "you count after 9?"),
     ]),
     cases=(
         Case("32 tokens", lambda: (torch.tensor([32]), 32, 16)),
@@ -102,6 +106,10 @@ _MERGE = TEXTS.exercise(
          "e to the 800 is infinite. What can be subtracted from all `lse` of a head first?"),
         ("lse.amax(0)", "lse.amax()", "one maximum for all heads",
          "One head's scores lie 800 below another's. What is left of its weights?"),
+        ({"torch.exp(lse - shift)": "torch.softmax(lse, 1)", " / total[:, None]": ""},
+         "a softmax over the heads", "`lse` is `[P, HQ]`. Over which of the two axes do a head's "
+         "weights sum to 1?"),
+        ("torch.exp(lse - shift)", "torch.softmax(lse, 1)", "a softmax over the heads"),
         (".clamp(min=-1e30)", "", "NaN for a head without keys",
          "What is `-inf - -inf`?"),
         (".clamp(min=1e-30)", "", "NaN for a head without keys"),
@@ -236,6 +244,7 @@ _STEP = TEXTS.exercise(
             _typing("seven tokens, two summaries", 7),
             _typing("twenty-six tokens, so that the ring of pending tokens wraps", 26),
             _typing("thirty tokens, summaries of 6", 30, length=6, block_size=6),
+            _typing("thirteen tokens, summaries of 5, one every 2", 13, length=5),
         )),
         Stage("ragged rows", (
             _typing("rows of 5 and 2 tokens, and one more", 1, before=(5, 2)),
@@ -257,6 +266,29 @@ _STEP = TEXTS.exercise(
          "a summary that is seen one token late",
          "The newest token is written before it attends. How many tokens are there then, `t` or "
          "`t + 1`?"),
+        ({"(t + 1 - c.length) // c.stride": "(t - c.length) // c.stride",
+          "token[token <= t]": "token[token < t]",
+          "torch.arange(max(0, t + 1 - c.window_size), t + 1)":
+          "torch.arange(max(0, t - c.window_size), t)"},
+         "reading without the newest token",
+         "It is written before it attends, so it is among what it reads. How many tokens are there "
+         "by then, `t` or `t + 1`?"),
+        ({"first = t + 1 - c.length": "first = t - c.length",
+          "torch.arange(first, t + 1)": "torch.arange(first, t)",
+          "(t + 1 - c.length) // c.stride": "(t - c.length) // c.stride",
+          "token[token <= t]": "token[token < t]",
+          "torch.arange(max(0, t + 1 - c.window_size), t + 1)":
+          "torch.arange(max(0, t - c.window_size), t)"},
+         "reading without the newest token"),
+        ("first % c.stride == 0", "(t + 1) % c.stride == 0",
+         "a summary at multiples of the stride",
+         "With summaries of 5 tokens, one every 2, the first is complete after 5 tokens and the "
+         "next after 7. What do 5 and 7 have in common?"),
+        ("c.summaries[b, :seen]", "c.summaries[b]", "summaries that are not complete",
+         "The buffer has room for more summaries than are complete. How many of its places does "
+         "the length allow?"),
+        ("c.pending[b, place].mean(0)", "c.pending[b, place].sum(0)", "a sum in place of a mean",
+         "A summary is the plain mean of its tokens. How many are they?"),
         ("c.pending[b, place].mean(0)", "c.pending[b, : c.length].mean(0)",
          "a summary of the wrong tokens once the ring has wrapped",
          "In a ring, token `t` lies in place `t % ring`. In which places do the last `length` "
@@ -286,6 +318,34 @@ _STEP = TEXTS.exercise(
          "torch.arange(min(t + 1, c.window_size))", "the first places of the ring, not the latest "
          "tokens", "Token `t` lies in place `t % ring`. Where does the newest token lie once the "
          "ring has wrapped?"),
+        ({"t % c.window.shape[1]": "t % c.window_size",
+          "t + 1) % c.window.shape[1]": "t + 1) % c.window_size"},
+         "a ring of another size than its buffer",
+         "Each ring has as many places as its buffer, so that tokens can be taken back. How many "
+         "has `cache.window`, and how many `cache.pending`?"),
+        ({"t % c.pending.shape[1]": "t % c.length",
+          "t + 1) % c.pending.shape[1]": "t + 1) % c.length"},
+         "a ring of another size than its buffer"),
+        ("t + 1) % c.window.shape[1]", "t + 1) % c.window_size",
+         "the first places of the ring, not the latest tokens"),
+        ("t + 1) % c.pending.shape[1]", "t + 1) % c.length",
+         "a summary of the wrong tokens once the ring has wrapped"),
+        ({"if first >= 0": "count = c.__dict__.setdefault('count', {})\n"
+          "        count.setdefault(b, max(0, (t - c.length) // c.stride + 1))\n"
+          "        if first >= 0",
+          "c.summaries[b, first // c.stride]": "count[b] += 1\n"
+          "            c.summaries[b, count[b] - 1]",
+          "seen = max(0, (t + 1 - c.length) // c.stride + 1)": "seen = count[b]"},
+         "a counter of summaries",
+         "Taking tokens back lowers `lengths`, and nothing lowers your counter. What does the "
+         "length alone say?"),
+        ({"if first >= 0": "count = c.__dict__.setdefault('count', {})\n"
+          "        count.setdefault(b, 0)\n"
+          "        if first >= 0",
+          "c.summaries[b, first // c.stride]": "count[b] += 1\n"
+          "            c.summaries[b, count[b] - 1]",
+          "seen = max(0, (t + 1 - c.length) // c.stride + 1)": "seen = count[b]"},
+         "a counter of summaries"),
         ("seen = max(0, (t + 1 - c.length) // c.stride + 1)",
          "most = c.__dict__.setdefault('most', {})\n"
          "        seen = max(0, (t + 1 - c.length) // c.stride + 1, most.get(b, 0))\n"
@@ -312,6 +372,18 @@ _STEP = TEXTS.exercise(
         ("[0, max(own - 1, 0), own]", "[0, own]", "a list without one of the two latest blocks"),
         ("[0, max(own - 1, 0), own]", "[max(own - 1, 0), own]", "a list without the first block",
          "NSA always lists the two latest blocks, and one more. Which?"),
+        ("[0, max(own - 1, 0), own]", "[own]", "a list without the first block"),
+        ("min(c.top_n, own + 1)", "min(c.top_n + 3, own + 1)",
+         "the fixed blocks in addition to `top_n`",
+         "A list has `top_n` blocks at most. Do the first and the two latest count among them?"),
+        ("o_slc, _ = attend(q[b], c.tokens[b, token[token <= t]])",
+         "listed = torch.isin(torch.arange(c.tokens.shape[1]), token[token <= t])\n"
+         "        s = q[b] @ c.tokens[b, :, 0].T * q.shape[-1] ** -0.5\n"
+         "        s = s.masked_fill(~listed, -torch.inf)\n"
+         "        o_slc = torch.softmax(s, -1) @ c.tokens[b, :, 1]",
+         "a place that is masked, but loaded",
+         "A weight of 0 times NaN is NaN. Can you index the places that you need, in place of "
+         "masking the others?"),
         ("token[token <= t]", "token", "tokens that are not written yet",
          "The own block ends after the newest token. Which of its tokens exist?"),
         ("p.sum(0)", "p[0]", "a list by the first head alone",

@@ -102,7 +102,7 @@ def draw_buffers(
     _draw_rows(axes[0, 0], tokens, room, block_size, length, stride, seen)
     rings = (
         ("window", range(max(0, tokens - window_size), tokens), window_size),
-        ("pending", range(max(0, tokens - length), tokens), length),
+        ("pending", range(seen * stride, tokens), length),  # those of the next summary
     )
     for axis, (name, needed, least) in zip(axes[0, 1:], rings, strict=True):
         _draw_ring(axis, name, ring_of(tokens, least + back), needed, tokens - 1)
@@ -257,12 +257,15 @@ def told_times() -> list[str]:
     reading = sum(many["steps"][f"{name}_kernel"] for name in ("summaries_and_window", "lists"))
     small, s = sum(many["steps"].values()) - reading, step(STEP_TOKENS, 32)
     between = many["graph_us"] - reading - small
+    calls = [row["call_us"] / 1000 for row in rows_of(kernel="triton")]
     return [
         f"1 text: NSA takes {one['call_us']:.0f} µs as a plain call, {one['graph_us']:.0f} µs as a "
         f"graph; dense attention's graph {recorded_us('dense', 1, STEP_TOKENS):.0f} µs",
         f"32 texts, NSA's graph: {many['graph_us']:.0f} µs, of them {reading:.0f} in the kernels "
         f"that read keys",
-        f"(at best {s.nsa_us:.0f}), {small:.0f} in the others, {between:.0f} between kernels",
+        f"({s.nsa / 32 / MIB:.0f} MiB × 32 at {BYTES_PER_S[machine()] / 1e12:.2f} TB/s would be "
+        f"{s.nsa_us:.0f}), {small:.0f} in the others, {between:.0f} between kernels",
+        f"NSA's plain calls, {len(calls)} sizes: {min(calls):.1f} to {max(calls):.1f} ms",
     ]
 
 
