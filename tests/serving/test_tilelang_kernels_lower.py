@@ -15,6 +15,7 @@ from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY
 if environment.detect().tilelang is None:
     pytest.skip("tilelang is not installed", allow_module_level=True)
 
+from nsa_tutorial.kernels.tables import parts
 from nsa_tutorial.kernels.tilelang.compiling import ALL_THREADS_LOAD, compiled
 from nsa_tutorial.kernels.tilelang.decoding import attend, merge, options, write
 
@@ -92,7 +93,7 @@ def test_options_suit_the_gpu(width: int, G: int, itemsize: int, memory: int) ->
         for BT, threads in (found.steps.values(), found.list_steps.values()):
             assert (GT * DT + BT * (DT + DVT) + GT * BT) * itemsize <= memory
             assert threads % 32 == 0
-        assert max(found[:3]) <= options.MOST_PARTS
+        assert max(found[:3]) <= parts.MOST_PARTS
         assert found[:3] == (1, 1, 1) or groups < 4096
 
 

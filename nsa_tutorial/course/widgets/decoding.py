@@ -30,7 +30,7 @@ from nsa_tutorial.course.sheet import Chart, Place, Sheet
 from nsa_tutorial.course.small_cache import SmallCache, keys_read, listed_blocks, new_cache
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.course.widgets.tilelang_forward import ASSETS
-from nsa_tutorial.kernels.triton.decoding.options import decoding_options
+from nsa_tutorial.kernels.tables.parts import parts_of_rows
 from nsa_tutorial.layer import NativeSparseAttention, rotate
 
 MIB = 2**20
@@ -188,12 +188,8 @@ class Parts:
 def parts_of(sequences: int = 1) -> Parts:
     """Of the chapter's layer; the lengths of the texts do not count."""
     groups = sequences * HEADS
-    options = decoding_options(groups, GROUP, WIDTH, WIDTH, 64, 16, STEP_TOKENS // 64, 2)
-    first = options.summary_parts + options.window_parts
-    return Parts(
-        options.summary_parts, options.window_parts, options.list_parts, groups * first,
-        groups * options.list_parts,
-    )  # fmt: skip
+    summary, window, lists = parts_of_rows(groups, 16)
+    return Parts(summary, window, lists, groups * (summary + window), groups * lists)
 
 
 def draw_split() -> Picture:

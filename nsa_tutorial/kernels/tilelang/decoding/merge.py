@@ -9,7 +9,7 @@ them. Numbers of rows, parts and summaries stay open.
 from tilelang import language as T
 from tvm import tirx
 
-from nsa_tutorial.kernels.tilelang.decoding.options import MOST_PARTS
+from nsa_tutorial.kernels.tables.parts import MOST_PARTS
 
 accum_dtype = "float32"
 MASS_SUMMARIES, MASS_THREADS = 256, 128  # of a program

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from nsa_tutorial.kernels.tables.parts import parts_of_rows
 from nsa_tutorial.kernels.tilelang.launch_options import summary_sides, tile_sides
 from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY, first_that_fits
-
-# Programs aimed at: several for each of a GPU's some 130 multiprocessors, since a program waits for
-# memory most of the time. Not measured.
-SUMMARY_PROGRAMS, LIST_PROGRAMS, WINDOW_PROGRAMS = 512, 1024, 256
-MOST_PARTS, MOST_WINDOW_PARTS = 64, 8  # of a branch: the first is the side of a tile of `merge`
 
 
 class Options(NamedTuple):
@@ -27,12 +23,6 @@ def decoding_sides(G: int, D: int, DV: int, itemsize: int) -> tuple[int, int, in
     """`GT, DT, DVT`: `tile_sides`, with widths in fp32 as `summary_sides` has them."""
     GT, *widths = tile_sides(G, D, DV)
     return GT, *(summary_sides(D, DV, itemsize) if itemsize == 4 else widths)
-
-
-def parts(programs: int, groups: int, most: int) -> int:
-    """A power of two, at most `most`, with which `groups` make about so many `programs`."""
-    wanted = max(1, min(programs // max(groups, 1), most))
-    return 1 << (wanted.bit_length() - 1)
 
 
 def decoding_options(
@@ -60,9 +50,7 @@ def decoding_options(
 
     most = 64 if itemsize == 2 else 32
     return Options(
-        parts(SUMMARY_PROGRAMS, groups, MOST_PARTS),
-        parts(WINDOW_PROGRAMS, groups, MOST_WINDOW_PARTS),
-        parts(LIST_PROGRAMS, groups, max(min(S, MOST_PARTS), 1)),
+        *parts_of_rows(groups, S),
         steps(most),
         steps(max(16, min(most, 1 << (BS - 1).bit_length()))),
     )

@@ -6,14 +6,9 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+from nsa_tutorial.kernels.tables.parts import parts_of_rows
 from nsa_tutorial.kernels.triton.launch_options import shrinking, tile_sizes
 from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY, first_that_fits
-
-# Measured with `python -m nsa_tutorial.bench decode` at the shapes of its defaults, in bf16.
-# Programs aimed at, of the summaries and of the lists: several for each of a GPU's some 130
-# multiprocessors, since a program waits for memory most of the time.
-SUMMARY_PROGRAMS, LIST_PROGRAMS, WINDOW_PROGRAMS = 512, 1024, 256
-MOST_SUMMARY_PARTS, MOST_WINDOW_PARTS = 64, 8
 
 
 class Options(NamedTuple):
@@ -29,12 +24,6 @@ class Options(NamedTuple):
     mass: dict[str, int]
     pick: dict[str, int]
     merge: dict[str, int]
-
-
-def parts(programs: int, groups: int, most: int) -> int:
-    """A power of two, at most `most`, with which `groups` make about so many `programs`."""
-    wanted = max(1, min(programs // max(groups, 1), most))
-    return 1 << (wanted.bit_length() - 1)
 
 
 @functools.cache
@@ -64,12 +53,11 @@ def decoding_options(
         )
         return {"BT": BT, "num_warps": 4, "num_stages": num_stages}
 
+    # measured with `python -m nsa_tutorial.bench decode`, at the shapes of its defaults, in bf16
     block = max(16, min(most, 1 << (BS - 1).bit_length()))
     return Options(
         tiles,
-        parts(SUMMARY_PROGRAMS, groups, MOST_SUMMARY_PARTS),
-        parts(WINDOW_PROGRAMS, groups, MOST_WINDOW_PARTS),
-        parts(LIST_PROGRAMS, groups, max(S, 1)),
+        *parts_of_rows(groups, S),
         steps(min(most, 32), 2) | {"num_warps": 2},
         steps(block, 2),
         {"BC": 256, "num_warps": 2},
