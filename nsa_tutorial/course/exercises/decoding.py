@@ -322,7 +322,7 @@ _STEP = TEXTS.exercise(
           "t + 1) % c.window.shape[1]": "t + 1) % c.window_size"},
          "a ring of another size than its buffer",
          "Each ring has as many places as its buffer, so that tokens can be taken back. How many "
-         "has `cache.window`, and how many `cache.pending`?"),
+         "has the window's ring, and how many the pending one?"),
         ({"t % c.pending.shape[1]": "t % c.length",
           "t + 1) % c.pending.shape[1]": "t + 1) % c.length"},
          "a ring of another size than its buffer"),
