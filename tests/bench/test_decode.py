@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def test_rows_of_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     options = ["--width", "16", "--seconds", "0.001", "--backend", "reference"]
     assert bench.main([*SMALL, *options, "--output", str(path)]) == 0
     nsa, dense = (Row(**row) for row in json.loads(path.read_text())["rows"])
-    assert nsa.kernel, dense.kernel == ("reference", "dense")
+    assert (nsa.kernel, dense.kernel) == ("reference", "dense")
     assert nsa.error < 1e-5
     # 2 sequences, 2 heads, a key and a value of 16 fp32 numbers: all tokens, or three branches
     assert dense.mib * 2**20 == 2 * 2 * 2 * 16 * 4 * 96
@@ -41,8 +42,6 @@ def test_rows_of_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_a_wrong_option_is_named(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import re
-
     with pytest.raises(SystemExit):
         bench.main([*SMALL, *options])
     assert re.search(message, capsys.readouterr().err)

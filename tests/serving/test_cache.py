@@ -182,7 +182,6 @@ def test_a_shared_prefix() -> None:
     cache = layer.new_cache(3, N, 8, max_step=7)
     write(layer, cache, x[:1, :21].expand(3, -1, -1), [21])
     cache.reset([1, 2])
-    own = cache.k[cache.block_table[0, :2].long()].clone()
     cache.share_prefix(0, [1, 2])
     assert cache.block_table[1, :2].tolist() == cache.block_table[0, :2].tolist()
     assert cache.block_table[1, 2] != cache.block_table[0, 2]
@@ -195,7 +194,6 @@ def test_a_shared_prefix() -> None:
     before = cache.k[cache.block_table[0, :2].long()].clone()
     layer(torch.randn(3, 2, WIDTH, dtype=x.dtype), cache=cache)
     torch.testing.assert_close(cache.k[cache.block_table[0, :2].long()], before)
-    assert own.shape == before.shape
 
 
 @pytest.mark.parametrize("n", [1, 9], ids=["a step", "several steps"])
