@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from places import places_of, skip_unless_runs
@@ -29,6 +31,13 @@ def new(
     x = torch.randn(B, N, WIDTH, dtype=dtype).to(device)
     with torch.no_grad():
         return layer, x, layer(x)
+
+
+def on_backend(layer: NativeSparseAttention, backend: str) -> NativeSparseAttention:
+    """The same layer, computed by a backend."""
+    other = NativeSparseAttention(replace(layer.config, backend=backend))
+    other.load_state_dict(layer.state_dict())
+    return other.to(layer.o.weight)
 
 
 def write(layer: NativeSparseAttention, cache: Cache, x: Tensor, cuts: list[int]) -> Tensor:
@@ -68,14 +77,17 @@ def test_every_length_of_summary(length: int, stride: int) -> None:
     torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.usefixtures("few_parts")
 @places
 def test_on_backends(backend: str, device: str) -> None:
+    """What a backend writes step by step, in pages and without, is the reference's whole."""
     skip_unless_runs(backend, device)
-    layer, x, whole = new(torch.float32, device, backend=backend)
-    for page_size in (None, 8):
+    layer, x, whole = new(torch.float32, device, backend="reference")
+    layer = on_backend(layer, backend)
+    for page_size, cuts in ((None, [13, 1, 5]), (8, [20, 1, 10])):
         cache = layer.new_cache(2, N, page_size, max_step=7)
-        found = write(layer, cache, x[:, :38], [20, 1, 5, 12])
-        torch.testing.assert_close(found, whole[:, :38], rtol=1e-4, atol=1e-5)
+        found = write(layer, cache, x[:, : sum(cuts)], cuts)
+        torch.testing.assert_close(found, whole[:, : sum(cuts)], rtol=1e-4, atol=1e-5)
 
 
 def ragged(layer: NativeSparseAttention, x: Tensor, lengths: tuple[int, ...], **kind: int) -> Cache:

@@ -136,6 +136,7 @@ SHAPES = {
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
+@pytest.mark.usefixtures("few_parts")
 @shapes
 @dtypes
 @places_of(BACKENDS, slow=("tilelang",))
@@ -152,6 +153,7 @@ def test_error_budget(backend: str, device: str, dtype: torch.dtype, shape: Shap
     assert (found.double() - expected).abs().max() <= budget
 
 
+@pytest.mark.usefixtures("few_parts")
 @pytest.mark.parametrize("branches", [(0,), (0, 1), (0, 2), (2,), (0, 1, 2)], ids=str)
 @places_of(BACKENDS, slow=("tilelang",))
 def test_the_choice_and_each_branch(backend: str, device: str, branches: tuple[int, ...]) -> None:
@@ -181,6 +183,7 @@ def test_a_row_that_sees_nothing(backend: str, device: str) -> None:
     torch.testing.assert_close(found, problem.whole(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("few_parts")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @places_of(BACKENDS, slow=("tilelang",))
 def test_what_is_not_finite_spoils_who_sees_it(backend: str, device: str, bad: float) -> None:

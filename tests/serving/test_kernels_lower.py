@@ -27,13 +27,24 @@ OTHERS = {
     "fp32": {"D": 80, "DV": 256, "DVT": 256, "BT": 16, "BS": 24, "IS_PAGED": True, "PAGE": 96},
     "fp16": {"G": 3, "GT": 16, "IS_PAGED": True, "PAGE": 256, "PC": 1, "PT": 1, "PCT": 1, "PW": 0},
 }
+DTYPES = {"bf16": {}, **OTHERS}
+QUICK = {  # those with every run
+    "bf16": ("summaries_and_window_kernel", "lists_kernel", "merge_kernel"),
+    "fp32": ("summaries_and_window_kernel", "tokens_kernel"),
+    "fp16": ("summaries_and_window_kernel", "lists_kernel", "mass_kernel", "summaries_kernel"),
+}
 
 
 @pytest.mark.skipif(environment.detect().triton is None, reason="triton is not installed")
-def test_kernels_become_ptx() -> None:
+@pytest.mark.parametrize(
+    "is_quick", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["some", "others"]
+)
+def test_kernels_become_ptx(is_quick: bool) -> None:
     requests = []
-    for dtype, changes in {"bf16": {}, **OTHERS}.items():
+    for dtype, changes in DTYPES.items():
         for kernel, module in KERNELS.items():
+            if (kernel in QUICK[dtype]) != is_quick:
+                continue
             body = ast.parse((FOLDER / f"{module}.py").read_text()).body
             (found,) = [f for f in body if getattr(f, "name", "") == kernel]
             constants, types = {}, {}
