@@ -56,8 +56,10 @@ def draw(kind: str, tokens: int, kv_heads: int, block_size: int, slots: int, dev
         query = torch.arange(start, min(start + step, tokens), device=device)
         own = (query // block_size)[:, None, None]
         importance = importance[: len(query)].masked_fill_(block > own, -math.inf)
-        for forced, rank in ((torch.zeros_like(own), 1), (own - 1, 2), (own, 3)):
-            importance.masked_fill_(block == forced, 1e6 * rank)  # above all that is drawn
+        own = own.expand(-1, kv_heads, 1)
+        # the later ones in the place of those before, where a query has fewer
+        for forced, rank in ((torch.zeros_like(own), 1), ((own - 1).clamp(min=0), 2), (own, 3)):
+            importance.scatter_(2, forced, 1e6 * rank)  # above all that is drawn
         best, ids = importance.topk(min(slots, num_blocks), -1)
         # empty slots sort behind all blocks
         ids = ids.masked_fill(best == -math.inf, num_blocks).sort(-1).values
@@ -91,12 +93,13 @@ def _drifts(
     step = max(1, min(DRAWN // math.prod(size), tokens) // slowest) * slowest
     knots = {drift: torch.randn(1, *size, generator=generator, device=device) for drift in drifts}
     for start in range(0, tokens, step):
-        drifted = torch.zeros(step, *size, device=device)
+        drifted = None
         for drift, share in drifts.items():
             # the last knot of one part is the first one of the next
             fresh = torch.randn(step // drift, *size, generator=generator, device=device)
             knots[drift] = torch.cat([knots[drift][-1:], fresh])
-            drifted += math.sqrt(share) * _between(knots[drift], drift)
+            part = _between(knots[drift], drift).mul_(math.sqrt(share))
+            drifted = part if drifted is None else drifted.add_(part)
         yield start, drifted
 
 
@@ -108,6 +111,8 @@ def _between(knots: Tensor, drift: int) -> Tensor:
     """
     angle = torch.arange(drift, device=knots.device) / drift * (math.pi / 2)
     angle = angle.reshape(1, drift, *[1] * (knots.dim() - 1))
+    if drift == 1:
+        return knots[:-1].clone()
     before, after = knots[:-1, None], knots[1:, None]
     return (before * angle.cos() + after * angle.sin()).flatten(0, 1)
 

@@ -6,9 +6,10 @@ Only what a solution computes on the cases counts, not how it is written.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -36,8 +37,8 @@ class Verdict:
         lead: what the reader is told first.
         parts: what else.
         misconceptions: the names of the recognised mistakes: none, one or two.
-        picture: a picture of the failing case, if the exercise draws one.
         held: of an exercise in stages, how many of them hold, from the first one on.
+        draw: draws `picture`.
     """
 
     exercise: str
@@ -45,8 +46,13 @@ class Verdict:
     lead: str
     parts: tuple[Part, ...] = ()
     misconceptions: tuple[str, ...] = ()
-    picture: Picture | None = None
     held: int = 0
+    draw: Callable[[], Picture | None] = field(default=lambda: None, compare=False, repr=False)
+
+    @functools.cached_property
+    def picture(self) -> Picture | None:
+        """A picture of the failing case, if the exercise draws one; drawn when it is looked at."""
+        return self.draw()
 
     @property
     def misconception(self) -> str | None:
@@ -141,9 +147,9 @@ def judge(exercise: Exercise, attempt: Callable) -> Verdict:
     ]
     outcome = "misconception" if found.mistakes else "wrong"
     names = tuple(mistake.name for mistake in found.mistakes)
-    picture = _picture(exercise, case, *answers)
+    draw = functools.partial(_picture, exercise, case, *answers)
     lead = _standing(exercise, held) if exercise.stages else "Not yet."
-    return Verdict(exercise.name, outcome, lead, tuple(parts), names, picture, held)
+    return Verdict(exercise.name, outcome, lead, tuple(parts), names, held, draw)
 
 
 def _run(exercise: Exercise, attempt: Callable) -> tuple[list[Case], list, int]:
@@ -225,6 +231,7 @@ def _is_large(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > _BY_HAND
 
 
+@quiet()
 def _picture(exercise: Exercise, case: Case, got: object, expected: object) -> Picture | None:
     if exercise.picture is None or isinstance(got, Raised):
         return None
