@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from dataclasses import dataclass
 
-from nsa_tutorial.course import exercises, reader
+from nsa_tutorial.course import reader, texts
 from nsa_tutorial.course.chapters import CHAPTERS, Chapter
 from nsa_tutorial.course.speech import STYLE, sentence
 
@@ -138,8 +138,8 @@ def progress(chapter: str = "") -> Progress:
     notes = reader.notes()
     rows = []
     for each in ready:
-        known = exercises.chapter_exercises(each.name) if each.name in exercises.chapters() else ()
         solved = notes["solved"].get(each.name, [])
+        known = texts.exercise_names(each.name)
         rows.append(Row(each, tuple((name, name in solved) for name in known)))
     is_anything_noted = notes["solved"] or notes["guesses"]
     remarks = tuple(reader.remarks()) if is_anything_noted or reader.is_saved() else ()

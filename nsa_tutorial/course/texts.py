@@ -195,6 +195,17 @@ class Texts:
         return ValueError(f"{self.path.name}: {what}")
 
 
+def exercise_names(chapter: str) -> tuple[str, ...]:
+    """The exercises of a chapter in its order, from the headings of its file alone: its module may
+    import TileLang, which takes a second. None where there is no such file."""
+    path = Path(__file__).parent / "exercises" / f"{chapter}.md"
+    if not path.exists():
+        return ()
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    (part,) = re.findall(r"^# Exercises$(.*?)(?=^# |\Z)", text, re.M | re.S) or [""]
+    return tuple(re.findall(r"^## (\w+)$", part, re.M))
+
+
 def _unwrapped(text: str) -> str:
     """Paragraphs in one line each; lists and code keep their lines."""
     blocks = re.split(r"\n{2,}", text)

@@ -10,7 +10,7 @@ import pytest
 
 from nsa_tutorial.course import exercises
 from nsa_tutorial.course.exercises import Trap
-from nsa_tutorial.course.texts import Texts
+from nsa_tutorial.course.texts import Texts, exercise_names
 
 FILE = """\
 # Exercises
@@ -190,6 +190,6 @@ def test_all_that_a_chapters_file_says_is_used(chapter: str) -> None:
     """An exercise that was renamed leaves no text behind, and its traps are listed."""
     module, texts = exercises.chapter_module(chapter), Texts(chapter)
     names = [e.name for e in getattr(module, "EXERCISES", ())]
-    assert sorted(names) == sorted(texts.names("Exercises"))
+    assert tuple(names) == texts.names("Exercises") == exercise_names(chapter)
     assert [p.name for p in getattr(module, "PREDICTIONS", ())] == list(texts.names("Predictions"))
     assert getattr(module, "TRAPS", ()) == texts.traps
