@@ -255,14 +255,23 @@ class NativeSparseAttention(nn.Module):
 
         # -- attend --
         compressed = (self.compress_k(k_cmp, cu_seqlens), self.compress_v(v_cmp, cu_seqlens))
-        o = ops.three_branches(
-            q, compressed, selected, window, gates, num_keys=N, block_counts=c.top_n,
-            block_size=c.block_size, window_size=c.window_size, length=c.length, stride=c.stride,
-            cu_seqlens=cu_seqlens, learn_choice=c.learn_choice, backend=c.backend,
-        )  # fmt: skip
+        o = self.attend(q, compressed, selected, window, gates, cu_seqlens)
         if cache is not None:
             cache.fill(*tokens, summaries=compressed)
         return self.o(o.flatten(2))
+
+    def attend(
+        self, q: Tensor, compressed: Sequence[Tensor], selected: Sequence[Tensor],
+        window: Sequence[Tensor], gates: Sequence[Tensor], cu_seqlens: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """The gated sum of the branches, `[B, N, HQ, DV]`: `ops.three_branches` with the sizes of
+        the layer. A variant of the layer attends in another way."""
+        c = self.config
+        return ops.three_branches(
+            q, compressed, selected, window, gates, num_keys=q.shape[1], block_counts=c.top_n,
+            block_size=c.block_size, window_size=c.window_size, length=c.length, stride=c.stride,
+            cu_seqlens=cu_seqlens, learn_choice=c.learn_choice, backend=c.backend,
+        )  # fmt: skip
 
     def _append(
         self, cache: Cache, q: Tensor, gates: Sequence[Tensor], tokens: Sequence[Tensor]

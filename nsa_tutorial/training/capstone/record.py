@@ -1,0 +1,177 @@
+"""Many runs at once on one GPU, and what they found, in one file: chapter 17 draws from it.
+
+    python -m nsa_tutorial.training.capstone.record recall --output assets/capstone_recall.json
+    python -m nsa_tutorial.training.capstone.record needle --output assets/capstone_needle.json
+    python -m nsa_tutorial.training.capstone.record speed --output assets/capstone_speed.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nsa_tutorial.training.capstone import evaluate
+from nsa_tutorial.training.capstone.__main__ import machine, versions
+from nsa_tutorial.training.capstone.settings import Settings
+from nsa_tutorial.training.capstone.train import Run
+
+# the sizes of the recall task: short enough for a CPU, and long
+SIZES = {
+    "short": {"length": 512, "steps": 1000, "width": 128, "head_width": 128, "batch": 16,
+              "learning_rate": 2e-3},
+    "long": {"length": 8192, "steps": 1200, "width": 128, "head_width": 128, "batch": 4,
+             "learning_rate": 3e-3, "block_size": 64, "top_n": 16, "window_size": 512,
+             "backend": "auto"},
+}  # fmt: skip
+# learned-choice scores in plain PyTorch, which takes over a second a step for long texts
+VARIANTS = {
+    "short": ("dense", "window", "nsa", "random", "no-selection", "no-summaries", "no-window",
+              "learned-choice"),
+    "long": ("dense", "window", "nsa", "random", "no-selection", "no-summaries", "no-window"),
+}  # fmt: skip
+NEEDLE = {"length": 8192, "steps": 600, "width": 128, "head_width": 128, "batch": 4,
+          "learning_rate": 3e-3, "block_size": 64, "top_n": 16, "window_size": 512,
+          "backend": "auto"}  # fmt: skip
+SNAPSHOTS = (1, 100, 200, 300, 400, 600, 800, 1000)
+
+
+def recall(job: tuple[str, str, int, str, int]) -> dict:
+    """One run of the recall task: its curve, and what it found."""
+    size, variant, seed, device, steps = job
+    changes = SIZES[size] | {"device": device} | ({"steps": steps} if steps else {})
+    settings = Settings.of("recall", attention=variant, seed=seed, **changes)
+    run, curve, lists, start = Run(settings), [], {}, time.perf_counter()
+    films = size == "short" and seed == 0 and variant in ("nsa", "random")
+    for metrics in run.steps():
+        if metrics["step"] % 20 == 0 or metrics["step"] == 1:
+            curve.append([metrics["step"], round(metrics["loss"], 4), round(metrics["accuracy"], 4)])
+        if films and metrics["step"] in SNAPSHOTS:
+            lists[metrics["step"]] = run.lists()[0, :, 0].tolist()
+    row = {
+        "size": size, "attention": variant, "seed": seed, "settings": settings.as_dict(),
+        "seconds": round(time.perf_counter() - start, 1), "curve": curve,
+        "found": evaluate.summary(run, 8 if size == "short" else 4),
+    }  # fmt: skip
+    if films:
+        texts = run.task.texts(evaluate.HELD_OUT)
+        row["lists"] = lists
+        row["text"] = {"target": texts.target[0].tolist(), "distance": texts.distance[0].tolist()}
+    if variant == "nsa":
+        row["without"] = without(run)
+    return row
+
+
+def without(run: Run) -> dict[str, dict]:
+    """What is left when a branch of a trained NSA is taken away."""
+    layers, found = [block.attend for block in run.model.blocks], {}
+    for variant in ("no-summaries", "no-selection", "no-window", "random"):
+        for layer in layers:
+            layer.variant = variant
+        found[variant] = evaluate.summary(run, 2)
+    for layer in layers:
+        layer.variant = "nsa"
+    return found
+
+
+def needle(job: tuple[str, str, int, str, int]) -> dict:
+    """One run of the needle task, and its map."""
+    _, variant, seed, device, steps = job
+    changes = NEEDLE | {"device": device} | ({"steps": steps} if steps else {})
+    run = Run(Settings.of("needle", attention=variant, seed=seed, **changes))
+    start = time.perf_counter()
+    curve = [[m["step"], round(m["loss"], 4), round(m["accuracy"], 4)] for m in run.steps()]
+    lengths = [length for length in (512, 1024, 2048, 4096, 8192) if length <= run.settings.length]
+    return {
+        "attention": variant, "seed": seed, "settings": run.settings.as_dict(),
+        "curve": curve[::20], "seconds": round(time.perf_counter() - start, 1),
+        "lengths": lengths, "map": evaluate.needle_map(run, lengths, batches=4),
+    }  # fmt: skip
+
+
+def speed(device: str) -> list[dict]:
+    """Forward and backward of a model of four layers, dense and NSA, by the length of the text."""
+    rows = []
+    for tokens in (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072):
+        for variant in ("dense", "nsa"):
+            settings = Settings.of(
+                "bytes", attention=variant, length=tokens, batch=1, layers=4, width=1024,
+                query_heads=16, kv_heads=1, head_width=128, block_size=64, top_n=16,
+                window_size=512, summary_length=32, stride=16, compression="mean",
+                device=device, backend="auto",
+            )  # fmt: skip
+            run = Run(settings)
+            x = torch.randint(256, (1, tokens), device=device)
+            times = sorted(_milliseconds(run, x) for _ in range(7))
+            rows.append({"attention": variant, "tokens": tokens, "ms": round(times[3], 3),
+                         "all_ms": [round(t, 3) for t in times]})  # fmt: skip
+            del run
+            torch.cuda.empty_cache()
+    return rows
+
+
+def _milliseconds(run: Run, x: Tensor) -> float:
+    """One forward and backward pass, after one that is not timed."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(2):
+        run.model.zero_grad()
+        start.record()
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = run.model(x)
+        torch.nn.functional.cross_entropy(logits.float()[0], x[0]).backward()
+        end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    p = argparse.ArgumentParser(prog="python -m nsa_tutorial.training.capstone.record")
+    p.add_argument("what", choices=("recall", "needle", "speed"))
+    p.add_argument("--output", type=Path, required=True)
+    p.add_argument("--device", default="cuda")
+    p.add_argument("--processes", type=int, default=14)
+    p.add_argument("--seeds", type=int, default=3)
+    p.add_argument("--steps", type=int, default=0, help="0: those of the task")
+    p.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    p.add_argument("--variants", nargs="+", help="of attention; all of the task by default")
+    a = p.parse_args(arguments)
+    facts = {
+        "command": " ".join(["python -m nsa_tutorial.training.capstone.record", *sys.argv[1:]]),
+        "machine": machine(Settings(device=a.device)), "versions": versions(),
+    }  # fmt: skip
+    if a.what == "speed":
+        rows = speed(a.device)
+    else:
+        sizes = a.sizes if a.what == "recall" else ["long"]
+        of_size = VARIANTS if a.what == "recall" else {"long": ("dense", "window", "nsa")}
+        jobs = [
+            (size, variant, seed, a.device, a.steps)
+            for size in sizes
+            for seed in range(a.seeds)
+            for variant in (a.variants or of_size[size])
+        ]
+        rows = _all(recall if a.what == "recall" else needle, jobs, a, facts)
+    a.output.write_text(json.dumps(facts | {"rows": rows}) + "\n", encoding="utf-8")
+    return 0
+
+
+def _all(function: object, jobs: list, a: argparse.Namespace, facts: dict) -> list[dict]:
+    """The rows of all jobs; what is there already is written after each."""
+    rows, spawn = [], multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(a.processes, spawn) as pool:
+        for done in as_completed([pool.submit(function, job) for job in jobs]):
+            rows.append(done.result())
+            a.output.write_text(json.dumps(facts | {"rows": rows}) + "\n", encoding="utf-8")
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""The training loop: AdamW, a warm-up and a cosine, clipped gradients, and a run that can be killed
+and go on to the bit.
+
+    run = Run(Settings.of("recall", attention="nsa"))
+    for metrics in run.steps():
+        print(metrics["step"], metrics["loss"])
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from nsa_tutorial.training.capstone import checkpoints
+from nsa_tutorial.training.capstone.attention import SparseAttention, attention
+from nsa_tutorial.training.capstone.model import Decoder, accuracy, loss_of
+from nsa_tutorial.training.capstone.settings import Settings
+from nsa_tutorial.training.capstone.tasks import HELD_OUT, task_of
+
+
+def rate(step: int, settings: Settings) -> float:
+    """The factor on the learning rate: up in a line, then down to a tenth in half a cosine."""
+    s = settings
+    progress = min(1.0, step / s.steps)
+    return min((step + 1) / s.warmup, 0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+def training_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, target: Tensor, clip: float
+) -> tuple[Tensor, Tensor]:
+    """One step of training; the loss and the logits before it, without a gradient."""
+    device = tokens.device.type
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        logits = model(tokens)
+    loss = loss_of(logits, target)
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    return loss.detach(), logits.detach()
+
+
+class Run:
+    """One run of training.
+
+    Args:
+        settings: what is trained.
+        out: the folder of checkpoints and metrics; None keeps nothing.
+        checkpoint_every: steps between checkpoints; there is one at the end, too.
+        resume: go on from the checkpoint in `out`.
+        attend: makes the attention of a block, as for `Decoder`.
+
+    Attributes:
+        model: the `Decoder`.
+        step: steps done.
+
+    Raises:
+        CheckpointError: for a folder with a run that is not to be resumed, or cannot be.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        out: Path | str | None = None,
+        *,
+        checkpoint_every: int = 100,
+        resume: bool = False,
+        attend: Callable[[Settings], nn.Module] = attention,
+    ) -> None:
+        self.settings, self.every, self.step = settings, checkpoint_every, 0
+        self.out = None if out is None else Path(out)
+        self.task = task_of(settings)
+        state = None
+        if self.out is not None:
+            if resume:
+                state = checkpoints.load(self.out, settings)
+            else:
+                checkpoints.check_new(self.out)
+                self.out.mkdir(parents=True, exist_ok=True)
+        torch.manual_seed(settings.seed)
+        self.model = Decoder(settings, self.task.vocabulary, attend).to(settings.device)
+        self.forward = torch.compile(self.model) if settings.compile else self.model
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95),
+            weight_decay=settings.weight_decay,
+        )  # fmt: skip
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: rate(step, settings)
+        )
+        if state is not None:
+            self._restore(state)
+
+    # -- what a checkpoint holds --
+
+    def save(self) -> None:
+        """Write a checkpoint."""
+        state = {
+            "settings": self.settings.as_dict(),
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+        if self.settings.device.startswith("cuda"):
+            state["random of the device"] = torch.cuda.get_rng_state(self.settings.device)
+        checkpoints.save(self.out, state)
+
+    def _restore(self, state: dict) -> None:
+        self.step = state["step"]
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        torch.set_rng_state(state["random"])
+        if "random of the device" in state:
+            torch.cuda.set_rng_state(state["random of the device"], self.settings.device)
+        checkpoints.cut_metrics(self.out, self.step)
+
+    # -- training --
+
+    def steps(self, until: int | None = None) -> Iterator[dict]:
+        """Train to the end, or for `until` steps in all; after each step its metrics: "step",
+        "loss", "accuracy" of the tokens asked for, and "tokens_per_second"."""
+        s = self.settings
+        until = s.steps if until is None else min(until, s.steps)
+        with self._metrics() as file:
+            while self.step < until:
+                start = time.perf_counter()
+                texts = self.task.texts(self.step)
+                tokens, target = texts.tokens.to(s.device), texts.target.to(s.device)
+                loss, logits = training_step(
+                    self.forward, self.optimizer, tokens, target, s.clip
+                )
+                self.schedule.step()
+                self.step += 1
+                metrics = {
+                    "step": self.step,
+                    "loss": loss.item(),
+                    "accuracy": accuracy(logits, target),
+                    "tokens_per_second": round(tokens.numel() / (time.perf_counter() - start)),
+                }
+                if file is not None:
+                    file.write(json.dumps(metrics) + "\n")
+                    file.flush()
+                    if self.step % self.every == 0 or self.step == s.steps:
+                        self.save()
+                yield metrics
+
+    def _metrics(self) -> contextlib.AbstractContextManager:
+        if self.out is None:
+            return contextlib.nullcontext()
+        return (self.out / checkpoints.METRICS).open("a", encoding="utf-8")
+
+    # -- what it has learnt --
+
+    @torch.no_grad()
+    def lists(self, batches: int = 1) -> Tensor:
+        """The blocks that the last layer of a sparse variant chooses for texts that were held out,
+        `[batches * batch, N, H, top_n]`."""
+        layer = self.model.blocks[-1].attend
+        if not isinstance(layer, SparseAttention) or layer.variant == "no-selection":
+            raise ValueError(f"attention: got {self.settings.attention!r}, which has no lists")
+        random = torch.get_rng_state()  # a look must not change the run
+        layer.lists = []
+        try:
+            for step in range(batches):
+                self.logits(self.task.texts(HELD_OUT + step).tokens)
+            return torch.cat(layer.lists).cpu()
+        finally:
+            layer.lists = None
+            torch.set_rng_state(random)
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """What the model predicts for `tokens [B, N]`."""
+        device = torch.device(self.settings.device).type
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            return self.model(tokens.to(self.settings.device)).float().cpu()
