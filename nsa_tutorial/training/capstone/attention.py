@@ -89,6 +89,8 @@ class SparseAttention(NativeSparseAttention):
         branches = {"summaries": compressed, "selection": selected, "window": window}
         taken = self.variant.removeprefix("no-")
         if taken in branches:
+            if taken == "selection" and not window:
+                branches["window"] = selected  # whose keys the window shared
             branches[taken] = ()
             gates = [None if name == taken else g for name, g in zip(branches, gates, strict=True)]
         if taken == "selection":

@@ -35,7 +35,7 @@ SIZES = {
 VARIANTS = {
     "short": ("dense", "window", "nsa", "random", "no-selection", "no-summaries", "no-window",
               "learned-choice"),
-    "long": ("dense", "window", "nsa", "random", "no-selection", "no-summaries", "no-window"),
+    "long": ("dense", "nsa", "random", "no-selection", "window"),
 }  # fmt: skip
 NEEDLE = {"length": 8192, "steps": 600, "width": 128, "head_width": 128, "batch": 4,
           "learning_rate": 3e-3, "block_size": 64, "top_n": 16, "window_size": 512,
