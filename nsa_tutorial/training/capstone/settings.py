@@ -21,13 +21,13 @@ VARIANTS = {
 # a task, and what it asks for
 TASKS = {
     "recall": "pairs of a key and a value; some keys come again, and ask for their value",
-    "needle": "eight such pairs hidden in English text, all asked for at its end",
+    "needle": "such pairs hidden in English text, all asked for at its end",
     "bytes": "English text, byte by byte",
 }
 # how a task differs from the defaults below
 _DEFAULTS = {
     "recall": {},
-    "needle": {"length": 512, "batch": 8},
+    "needle": {"length": 512},
     "bytes": {"layers": 4, "width": 128, "query_heads": 4, "kv_heads": 2, "head_width": 32,
               "window_size": 32, "learning_rate": 2e-3, "batch": 8, "steps": 800},
 }  # fmt: skip

@@ -132,8 +132,10 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Needle:
-    """Eight pairs hidden in English text, and all eight asked for at its end, in another order. A
-    key is one of the bytes 128 … 191, a value one of 192 … 255, which the text has not.
+    """Pairs hidden in English text, and all of them asked for at its end, in another order. A key
+    is one of the bytes 128 … 191, a value one of 192 … 255, which the text has not. Each doubling
+    of the distance from the questions hides as many pairs, because a model learns from near ones
+    first.
 
     Attributes:
         length, batch, seed: as in the settings.
@@ -143,7 +145,7 @@ class Needle:
     length: int
     batch: int
     seed: int
-    needles: int = 8
+    needles: int = 32
 
     vocabulary = 256
 
@@ -158,7 +160,10 @@ class Needle:
         g, B, n = generator(self.seed, step), self.batch, self.needles
         tokens = Bytes(self.length, B, self.seed).texts(step).tokens.clone()
         room = self.length // 2 - n  # places of pairs before the questions
-        place = torch.rand(B, room, generator=g).argsort(1)[:, :n]
+        # the n smallest of exponential times at rates of 1 / distance: no place twice
+        time = torch.empty(B, room).exponential_(generator=g) * torch.arange(room, 0, -1)
+        place = time.topk(n, largest=False).indices
+        place = place.gather(1, torch.rand(B, n, generator=g).argsort(1))
         if depth is not None:
             wanted = round(depth * (room - 1))
             swap = (place == wanted).any(1)
