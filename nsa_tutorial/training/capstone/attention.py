@@ -67,7 +67,9 @@ class SparseAttention(NativeSparseAttention):
         variant: a name of `settings.VARIANTS`, other than "dense" and "window".
     """
 
-    def __init__(self, config: NativeSparseAttentionConfig, variant: str = "nsa", by_masks: bool = False) -> None:
+    def __init__(
+        self, config: NativeSparseAttentionConfig, variant: str = "nsa", by_masks: bool = False
+    ) -> None:
         super().__init__(config)
         self.variant, self.by_masks = variant, by_masks
         self.lists: list[Tensor] | None = None  # while it is a list, `attend` adds its blocks
@@ -113,9 +115,7 @@ def chosen_blocks(
     c = config
     sizes = {"length": c.length, "stride": c.stride, "num_keys": q.shape[1], "backend": c.backend}
     _, lse = ops.compressed_attention(q, *compressed, return_lse=True, **sizes)
-    return ops.select_blocks(
-        q, compressed[0], lse, top_n=c.top_n, block_size=c.block_size, **sizes
-    )
+    return ops.select_blocks(q, compressed[0], lse, top_n=c.top_n, block_size=c.block_size, **sizes)
 
 
 @torch.no_grad()

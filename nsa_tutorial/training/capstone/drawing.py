@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -17,7 +16,9 @@ def runs_in(folder: Path) -> dict[str, list[dict]]:
         ValueError: if there is none.
     """
     found = {}
-    for path in sorted([*folder.glob(checkpoints.METRICS), *folder.glob(f"*/{checkpoints.METRICS}")]):
+    for path in sorted(
+        [*folder.glob(checkpoints.METRICS), *folder.glob(f"*/{checkpoints.METRICS}")]
+    ):
         if lines := checkpoints.lines_until(path.parent, 10**12):
             found[path.parent.name] = lines
     if not found:

@@ -114,5 +114,3 @@ def shares(p: Tensor, config: NativeSparseAttentionConfig) -> Tensor:
     share = (mass / mass.sum(-1, keepdim=True).clamp(min=1e-30)).mean(2, keepdim=True)
     share = share.repeat_interleave(config.block_size, -1)[..., :N]
     return 1 + (share - share.detach())
-
-

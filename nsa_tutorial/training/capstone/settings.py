@@ -21,7 +21,7 @@ VARIANTS = {
 # a task, and what it asks for
 TASKS = {
     "recall": "pairs of a key and a value; some keys come again, and ask for their value",
-    "needle": "such pairs hidden in English text, all asked for at its end",
+    "needle": "such pairs and questions, hidden in English text",
     "bytes": "English text, byte by byte",
 }
 # how a task differs from the defaults below

@@ -45,9 +45,9 @@ class Recall:
     """Multi-query associative recall (MQAR, arXiv 2312.04927), with questions all along the text.
 
     A text is a row of pairs, each a key and its value. Four in ten repeat an earlier pair: a
-    question, for the key is there and the value can be told. How far back it lies is drawn so that
-    each doubling of the distance is as likely as the other. Only the first question for a pair
-    counts, because a second one would find its answer in the first.
+    question, for the key is there and the value can be told. Distances are drawn evenly on a
+    logarithmic scale, because a model learns from near questions first. Only the first question for
+    a pair counts, because a second one would find its answer in the first.
 
     Attributes:
         length, batch, seed: as in the settings.
@@ -132,20 +132,18 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Needle:
-    """Pairs hidden in English text, and all of them asked for at its end, in another order. A key
-    is one of the bytes 128 … 191, a value one of 192 … 255, which the text has not. Each doubling
-    of the distance from the questions hides as many pairs, because a model learns from near ones
-    first.
+    """The pairs and questions of `Recall`, hidden in English text. A key is one of the bytes 128 …
+    191, a value one of 192 … 255, which the text has not.
 
     Attributes:
         length, batch, seed: as in the settings.
-        needles: pairs of a text.
+        pairs: of a text, questions among them; at most 64.
     """
 
     length: int
     batch: int
     seed: int
-    needles: int = 32
+    pairs: int = 64
 
     vocabulary = 256
 
@@ -154,32 +152,32 @@ class Needle:
 
         Args:
             step: which.
-            depth: where the first pair asked for is hidden, 0 at the beginning of the text, 1 at
-                the end of it; None hides it anywhere.
+            depth: hide one more pair here, 0 at the beginning of the text and 1 at its end, and ask
+                for it at the end, and for nothing else; None asks for the others.
         """
-        g, B, n = generator(self.seed, step), self.batch, self.needles
+        g, B, room = generator(self.seed, step), self.batch, self.length // 2
+        n = min(self.pairs, room // 2)
         tokens = Bytes(self.length, B, self.seed).texts(step).tokens.clone()
-        room = self.length // 2 - n  # places of pairs before the questions
-        # the n smallest of exponential times at rates of 1 / distance: no place twice
-        time = torch.empty(B, room).exponential_(generator=g) * torch.arange(room, 0, -1)
-        place = time.topk(n, largest=False).indices
-        place = place.gather(1, torch.rand(B, n, generator=g).argsort(1))
-        if depth is not None:
-            wanted = round(depth * (room - 1))
-            swap = (place == wanted).any(1)
-            taken = (place == wanted).long().argmax(1)
-            rows = torch.arange(B)
-            place[rows, taken] = torch.where(swap, place[rows, 0], place[rows, taken])
-            place[:, 0] = wanted
-        key = torch.rand(B, 64, generator=g).argsort(1)[:, :n] + 128
-        value = torch.randint(192, 256, (B, n), generator=g)
-        question = 2 * (room + torch.arange(n)).expand(B, -1)
-        for at in (2 * place, question):
-            tokens.scatter_(1, at, key)
-            tokens.scatter_(1, at + 1, value)
-        nothing = torch.full_like(tokens, NONE)
-        distance = nothing.scatter(1, question, question - 2 * place)
-        return Texts(tokens, nothing.scatter(1, question, value), distance)
+        hidden = Recall(2 * self.pairs, B, self.seed).texts(step)
+        place = torch.rand(B, room - 1, generator=g).argsort(1)[:, :n].sort(1).values
+        pair = hidden.tokens.unflatten(1, (-1, 2))[:, :n] + 128  # keys, then values
+        for i in range(2):
+            tokens.scatter_(1, 2 * place + i, pair[..., i])
+        target, distance = torch.full((2, B, self.length), NONE)
+        if depth is None:
+            answer, back = (x[:, : 2 * n : 2] for x in (hidden.target, hidden.distance))
+            told = (torch.arange(n) - back // 2).where(answer != NONE, 0)
+            far = 2 * (place - place.gather(1, told))
+            target.scatter_(1, 2 * place, (answer + 128).where(answer != NONE, NONE))
+            distance.scatter_(1, 2 * place, far.where(answer != NONE, NONE))
+        else:
+            is_used = torch.zeros(B, 64).scatter_(1, pair[..., 0] - 128, 1.0)
+            key, value = is_used.argmin(1) + 128, torch.randint(192, 256, (B,), generator=g)
+            first = 2 * round(depth * (room - 2))
+            for at in (first, self.length - 2):
+                tokens[:, at], tokens[:, at + 1] = key, value
+            target[:, -2], distance[:, -2] = value, self.length - 2 - first
+        return Texts(tokens, target, distance)
 
 
 def task_of(settings: Settings) -> Recall | Needle | Bytes:

@@ -84,8 +84,12 @@ class Run:
             else:
                 checkpoints.check_new(self.out)
                 self.out.mkdir(parents=True, exist_ok=True)
-        torch.manual_seed(settings.seed)
-        self.model = Decoder(settings, self.task.vocabulary, attend).to(settings.device)
+        is_cuda = settings.device.startswith("cuda")
+        self._devices = [torch.device(settings.device)] if is_cuda else []
+        with torch.random.fork_rng(self._devices):
+            torch.manual_seed(settings.seed)
+            self.model = Decoder(settings, self.task.vocabulary, attend).to(settings.device)
+            self._random = self._random_states()
         self.forward = torch.compile(self.model) if settings.compile else self.model
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95),
@@ -107,10 +111,8 @@ class Run:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "random": torch.get_rng_state(),
+            "random": self._random,
         }
-        if self.settings.device.startswith("cuda"):
-            state["random of the device"] = torch.cuda.get_rng_state(self.settings.device)
         checkpoints.save(self.out, state)
 
     def _restore(self, state: dict) -> None:
@@ -118,10 +120,24 @@ class Run:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
-        torch.set_rng_state(state["random"])
-        if "random of the device" in state:
-            torch.cuda.set_rng_state(state["random of the device"], self.settings.device)
+        self._random = state["random"]
         checkpoints.cut_metrics(self.out, self.step)
+
+    # -- random numbers: a run has its own, whatever else draws some --
+
+    def _random_states(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in self._devices)]
+
+    @contextlib.contextmanager
+    def _own_random(self, *, keep: bool = True) -> Iterator[None]:
+        """Draw the run's own random numbers; `keep` goes on after them the next time."""
+        with torch.random.fork_rng(self._devices):
+            torch.set_rng_state(self._random[0])
+            for device, state in zip(self._devices, self._random[1:], strict=True):
+                torch.cuda.set_rng_state(state, device)
+            yield
+            if keep:
+                self._random = self._random_states()
 
     # -- training --
 
@@ -135,9 +151,10 @@ class Run:
                 start = time.perf_counter()
                 texts = self.task.texts(self.step)
                 tokens, target = texts.tokens.to(s.device), texts.target.to(s.device)
-                loss, logits = training_step(
-                    self.forward, self.optimizer, tokens, target, s.clip
-                )
+                with self._own_random():
+                    loss, logits = training_step(
+                        self.forward, self.optimizer, tokens, target, s.clip
+                    )
                 self.schedule.step()
                 self.step += 1
                 metrics = {
@@ -167,7 +184,6 @@ class Run:
         layer = self.model.blocks[-1].attend
         if not isinstance(layer, SparseAttention) or layer.variant == "no-selection":
             raise ValueError(f"attention: got {self.settings.attention!r}, which has no lists")
-        random = torch.get_rng_state()  # a look must not change the run
         layer.lists = []
         try:
             for step in range(batches):
@@ -175,11 +191,11 @@ class Run:
             return torch.cat(layer.lists).cpu()
         finally:
             layer.lists = None
-            torch.set_rng_state(random)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """What the model predicts for `tokens [B, N]`."""
+        """What the model predicts for `tokens [B, N]`; a look, which does not change the run."""
         device = torch.device(self.settings.device).type
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+        with autocast, self._own_random(keep=False):
             return self.model(tokens.to(self.settings.device)).float().cpu()
