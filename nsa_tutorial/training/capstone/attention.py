@@ -26,7 +26,8 @@ def attention(settings: Settings) -> nn.Module:
         width=s.width, query_heads=s.query_heads, kv_heads=s.kv_heads, key_width=s.head_width,
         value_width=s.head_width, block_size=s.block_size, top_n=s.top_n,
         window_size=s.window_size, length=s.summary_length, stride=s.stride,
-        compression=s.compression, separate_keys=s.separate_keys, learn_choice=s.attention == "learned-choice",
+        compression=s.compression, separate_keys=s.separate_keys,
+        learn_choice=s.attention == "learned-choice",
         backend="reference" if s.backend == "masks" else s.backend,
     )  # fmt: skip
     return SparseAttention(config, s.attention, by_masks=s.backend == "masks")

@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
@@ -28,9 +29,9 @@ from nsa_tutorial.training.capstone.train import Run
 SIZES = {
     "short": {"length": 512, "steps": 1000, "width": 128, "head_width": 128, "batch": 16,
               "learning_rate": 2e-3},
-    "long": {"length": 8192, "steps": 1200, "width": 128, "head_width": 128, "batch": 4,
-             "learning_rate": 3e-3, "block_size": 64, "top_n": 16, "window_size": 512,
-             "backend": "auto"},
+    "long": {"length": 8192, "steps": 1400, "width": 128, "head_width": 128, "batch": 4,
+             "learning_rate": 3e-3, "block_size": 64, "top_n": 8, "window_size": 64,
+             "summary_length": 16, "stride": 16, "backend": "auto"},
 }  # fmt: skip
 # learned-choice scores in plain PyTorch, which takes over a second a step for long texts
 VARIANTS = {
@@ -38,9 +39,7 @@ VARIANTS = {
               "learned-choice"),
     "long": ("dense", "nsa", "random", "no-selection", "window"),
 }  # fmt: skip
-NEEDLE = {"length": 2048, "steps": 1000, "width": 128, "head_width": 128, "batch": 16,
-          "learning_rate": 3e-3, "block_size": 32, "top_n": 8, "window_size": 64,
-          "backend": "auto"}  # fmt: skip
+NEEDLE = SIZES["short"] | {"steps": 2000}
 # of PyTorch, the first that can
 DENSE = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 SNAPSHOTS = (1, 100, 200, 300, 400, 600, 800, 1000)
@@ -93,7 +92,7 @@ def needle(job: tuple[str, str, int, str, int]) -> dict:
     run = Run(Settings.of("needle", attention=variant, seed=seed, **changes))
     start = time.perf_counter()
     curve = [[m["step"], round(m["loss"], 4), round(m["accuracy"], 4)] for m in run.steps()]
-    lengths = [length for length in (256, 512, 1024, 2048) if length <= run.settings.length]
+    lengths = [length for length in (128, 192, 256, 384, 512) if length <= run.settings.length]
     return {
         "attention": variant, "seed": seed, "settings": run.settings.as_dict(),
         "curve": curve[::20], "seconds": round(time.perf_counter() - start, 1),
@@ -101,9 +100,8 @@ def needle(job: tuple[str, str, int, str, int]) -> dict:
     }  # fmt: skip
 
 
-def speed(device: str) -> list[dict]:
+def speed(device: str) -> Iterator[dict]:
     """Forward and backward of a model of four layers, dense and NSA, by the length of the text."""
-    rows = []
     for tokens in (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072):
         for variant in ("dense", "nsa"):
             settings = Settings.of(
@@ -115,12 +113,15 @@ def speed(device: str) -> list[dict]:
             run = Run(settings)
             x = torch.randint(256, (1, tokens), device=device)
             with sdpa_kernel(DENSE, set_priority=True):
-                times = sorted(_milliseconds(run, x) for _ in range(7))
-            rows.append({"attention": variant, "tokens": tokens, "ms": round(times[3], 3),
-                         "all_ms": [round(t, 3) for t in times]})  # fmt: skip
+                times = sorted(_milliseconds(run, x) for _ in range(5))
+            yield {
+                "attention": variant,
+                "tokens": tokens,
+                "ms": round(times[2], 3),
+                "all_ms": [round(t, 3) for t in times],
+            }
             del run
             torch.cuda.empty_cache()
-    return rows
 
 
 def _milliseconds(run: Run, x: Tensor) -> float:
@@ -156,27 +157,27 @@ def main(arguments: list[str] | None = None) -> int:
     if a.what == "speed":
         rows = speed(a.device)
     else:
-        sizes = a.sizes if a.what == "recall" else ["long"]
-        of_size = VARIANTS if a.what == "recall" else {"long": ("dense", "window", "nsa")}
+        sizes = a.sizes if a.what == "recall" else ["short"]
+        of_size = VARIANTS if a.what == "recall" else {"short": ("dense", "window", "nsa")}
         jobs = [
             (size, variant, seed, a.device, a.steps)
             for size in sizes
             for seed in range(a.seeds)
             for variant in (a.variants or of_size[size])
         ]
-        rows = _all(recall if a.what == "recall" else needle, jobs, a, facts)
-    a.output.write_text(json.dumps(facts | {"rows": rows}) + "\n", encoding="utf-8")
+        rows = _all(recall if a.what == "recall" else needle, jobs, a.processes)
+    found = []
+    for row in rows:  # what is there is kept, should a later one fail
+        found.append(row)
+        a.output.write_text(json.dumps(facts | {"rows": found}) + "\n", encoding="utf-8")
     return 0
 
 
-def _all(function: object, jobs: list, a: argparse.Namespace, facts: dict) -> list[dict]:
-    """The rows of all jobs; what is there already is written after each."""
-    rows, spawn = [], multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(a.processes, spawn) as pool:
+def _all(function: Callable[[tuple], dict], jobs: list[tuple], processes: int) -> Iterator[dict]:
+    """The rows of all jobs, as they are done."""
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         for done in as_completed([pool.submit(function, job) for job in jobs]):
-            rows.append(done.result())
-            a.output.write_text(json.dumps(facts | {"rows": rows}) + "\n", encoding="utf-8")
-    return rows
+            yield done.result()
 
 
 if __name__ == "__main__":
