@@ -29,9 +29,9 @@ from nsa_tutorial.training.capstone.train import Run
 SIZES = {
     "short": {"length": 512, "steps": 1000, "width": 128, "head_width": 128, "batch": 16,
               "learning_rate": 2e-3},
-    "long": {"length": 8192, "steps": 1400, "width": 128, "head_width": 128, "batch": 4,
-             "learning_rate": 3e-3, "block_size": 64, "top_n": 8, "window_size": 64,
-             "summary_length": 16, "stride": 16, "backend": "auto"},
+    "long": {"length": 8192, "steps": 1200, "width": 128, "head_width": 128, "batch": 4,
+             "learning_rate": 3e-3, "block_size": 64, "top_n": 16, "window_size": 512,
+             "backend": "auto"},
 }  # fmt: skip
 # learned-choice scores in plain PyTorch, which takes over a second a step for long texts
 VARIANTS = {
@@ -39,7 +39,7 @@ VARIANTS = {
               "learned-choice"),
     "long": ("dense", "nsa", "random", "no-selection", "window"),
 }  # fmt: skip
-NEEDLE = SIZES["short"] | {"steps": 2000}
+NEEDLE = SIZES["short"] | {"steps": 1200}
 # of PyTorch, the first that can
 DENSE = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 SNAPSHOTS = (1, 100, 200, 300, 400, 600, 800, 1000)
