@@ -264,8 +264,7 @@ class NativeSparseAttention(nn.Module):
         self, q: Tensor, compressed: Sequence[Tensor], selected: Sequence[Tensor],
         window: Sequence[Tensor], gates: Sequence[Tensor], cu_seqlens: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """The gated sum of the branches, `[B, N, HQ, DV]`: `ops.three_branches` with the sizes of
-        the layer. A variant of the layer attends in another way."""
+        """The gated sum of the branches, `[B, N, HQ, DV]`. Variants of the layer replace it."""
         c = self.config
         return ops.three_branches(
             q, compressed, selected, window, gates, num_keys=q.shape[1], block_counts=c.top_n,

@@ -1,5 +1,5 @@
-"""What the capstone trains on. The texts of a step are a function of the seed and the step, so a run
-that was stopped goes on with the texts it would have had.
+"""What the capstone trains on. The texts of a step are a function of the seed and the step, so that
+a run that was stopped goes on with the texts it would have had.
 
     task = task_of(settings)
     texts = task.texts(step)
