@@ -3,6 +3,7 @@ sentence."""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from nsa_tutorial.training.capstone import __main__ as command_line
-from nsa_tutorial.training.capstone import checkpoints, drawing
+from nsa_tutorial.training.capstone import checkpoints, drawing, evaluate
 from nsa_tutorial.training.capstone.settings import Settings
 from nsa_tutorial.training.capstone.train import Run
 
@@ -195,6 +196,41 @@ def test_the_command(
     assert list(drawing.runs_in(tmp_path / "runs")) == ["one"]
     assert command_line.main(["--draw", str(tmp_path / "empty")]) == 2
     assert "there is no run in it" in capsys.readouterr().err
+
+
+def test_without_tensorboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert command_line.main([*FLAGS, "--out", str(tmp_path), "--tensorboard"]) == 1
+    assert "pip install tensorboard" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.exhaustive
+def test_a_compiled_run_has_the_same_losses() -> None:
+    settings = Settings(**TINY | {"attention": "nsa", "length": 64})
+    plain, compiled = Run(settings), Run(dataclasses.replace(settings, compile=True))
+    for one, other in zip(plain.steps(5), compiled.steps(5), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], abs=1e-4)
+
+
+@pytest.mark.exhaustive
+def test_far_answers_separate_the_variants() -> None:
+    """Beyond the window a window can only guess, and random blocks mostly miss; dense attention
+    finds everything, and NSA what its lists hold, which is far more than chance."""
+    sizes = {"length": 128, "batch": 32, "steps": 400, "block_size": 8, "top_n": 4,
+             "window_size": 8, "summary_length": 4}  # fmt: skip
+    found = {}
+    for variant in ("dense", "window", "random", "nsa"):
+        run = Run(Settings.of("recall", attention=variant, **sizes))
+        list(run.steps())
+        found[variant] = evaluate.summary(run)
+    far = {variant: each["far"] for variant, each in found.items()}
+    assert far["dense"] > 0.97 and far["nsa"] > 0.75
+    assert far["window"] < 0.05 and far["random"] < far["nsa"] - 0.1
+    assert abs(found["nsa"]["hits"] - far["nsa"]) < 0.05
+    assert found["nsa"]["hits"] > 3 * found["nsa"]["chance"] > 2.5 * found["random"]["hits"]
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def train(settings: Settings, a: argparse.Namespace) -> int:
     """Train, and say what came out of it."""
+    writer = _writer_of_events() if a.tensorboard else None
     run = Run(settings, a.out, checkpoint_every=a.checkpoint_every, resume=a.resume)
-    events = _events(a.out) if a.tensorboard else None
+    events = writer(a.out / "events") if writer else None
     start, first = time.perf_counter(), run.step
     with tqdm(total=settings.steps, initial=run.step, unit="step") as bar:
         for metrics in run.steps():
@@ -140,14 +141,14 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": torch.__version__}
 
 
-def _events(folder: Path) -> object:
+def _writer_of_events() -> type:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise checkpoints.CheckpointError(
             "--tensorboard needs the package tensorboard: pip install tensorboard"
         ) from error
-    return SummaryWriter(folder / "events")
+    return SummaryWriter
 
 
 if __name__ == "__main__":

@@ -39,7 +39,9 @@ VARIANTS = {
               "learned-choice"),
     "long": ("dense", "nsa", "random", "no-selection", "window"),
 }  # fmt: skip
-NEEDLE = SIZES["short"] | {"steps": 1200}
+NEEDLE = {"length": 2048, "steps": 1000, "width": 128, "head_width": 128, "batch": 16,
+          "learning_rate": 3e-3, "block_size": 32, "top_n": 8, "window_size": 64,
+          "backend": "auto"}  # fmt: skip
 # of PyTorch, the first that can
 DENSE = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 SNAPSHOTS = (1, 100, 200, 300, 400, 600, 800, 1000)
@@ -92,7 +94,7 @@ def needle(job: tuple[str, str, int, str, int]) -> dict:
     run = Run(Settings.of("needle", attention=variant, seed=seed, **changes))
     start = time.perf_counter()
     curve = [[m["step"], round(m["loss"], 4), round(m["accuracy"], 4)] for m in run.steps()]
-    lengths = [length for length in (128, 192, 256, 384, 512) if length <= run.settings.length]
+    lengths = [length for length in (256, 512, 1024, 2048) if length <= run.settings.length]
     return {
         "attention": variant, "seed": seed, "settings": run.settings.as_dict(),
         "curve": curve[::20], "seconds": round(time.perf_counter() - start, 1),
@@ -157,8 +159,8 @@ def main(arguments: list[str] | None = None) -> int:
     if a.what == "speed":
         rows = speed(a.device)
     else:
-        sizes = a.sizes if a.what == "recall" else ["short"]
-        of_size = VARIANTS if a.what == "recall" else {"short": ("dense", "window", "nsa")}
+        sizes = a.sizes if a.what == "recall" else ["long"]
+        of_size = VARIANTS if a.what == "recall" else {"long": ("dense", "window", "nsa")}
         jobs = [
             (size, variant, seed, a.device, a.steps)
             for size in sizes
