@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from nsa_tutorial.course.adam import Adam
 from nsa_tutorial.course.figures import INKS, PALETTE, Picture, new_figure
 
 SIDES, ROLLS, WIDTH = 6, 4, 16
@@ -70,7 +69,7 @@ def train(weigh: Callable[[Tensor], Tensor], seed: int = 0, steps: int = STEPS) 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model, course = Guesser(weigh), []
-            optimizer = Adam(model.parameters(), lr=RATE)
+            optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
             for _ in range(steps):
                 loss, right = _try(model, BATCH)
                 optimizer.zero_grad()

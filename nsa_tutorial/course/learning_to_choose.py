@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from nsa_tutorial import ops
-from nsa_tutorial.course.adam import Adam
 from nsa_tutorial.course.threads import one_thread
 
 WAYS = ("none", "slot_scale", "straight_through")
@@ -124,7 +123,7 @@ def run(
         raise ValueError(f"how: got {how!r}, expected one of {', '.join(WAYS)}")
     generator = torch.Generator().manual_seed(seed)
     scorer = new_scorer(generator).requires_grad_()
-    adam, found = Adam([scorer], lr=rate), []
+    adam, found = torch.optim.Adam([scorer], lr=rate), []
     for _ in range(steps):
         question = ask(generator)
         w, ids = score_blocks(scorer, question)

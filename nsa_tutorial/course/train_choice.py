@@ -39,7 +39,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize, one_hot
 
-from nsa_tutorial.course.adam import Adam
 from nsa_tutorial.course.threads import one_thread
 from nsa_tutorial.course.train_heads import processor
 
@@ -199,7 +198,7 @@ class Layer(nn.Module):
 def training(model: nn.Module, seed: int = 0, steps: int = STEPS) -> Iterator[int]:
     """Train a model on new books by Adam; gives the number of each step that is done."""
     generator = torch.Generator().manual_seed(1000 + seed)
-    adam = Adam(model.parameters(), lr=RATE)
+    adam = torch.optim.Adam(model.parameters(), lr=RATE)
     for step in range(1, steps + 1):
         with one_thread():
             book = phone_book(BATCH, generator)

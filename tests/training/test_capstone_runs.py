@@ -219,7 +219,7 @@ def test_a_compiled_run_has_the_same_losses() -> None:
 def test_far_answers_separate_the_variants() -> None:
     """Beyond the window a window can only guess, and random blocks mostly miss; dense attention
     finds everything, and NSA what its lists hold, which is far more than chance."""
-    sizes = {"length": 128, "batch": 32, "steps": 400, "block_size": 8, "top_n": 4,
+    sizes = {"length": 128, "batch": 32, "steps": 300, "block_size": 8, "top_n": 4,
              "window_size": 8, "summary_length": 4}  # fmt: skip
     found = {}
     for variant in ("dense", "window", "random", "nsa"):
@@ -227,7 +227,7 @@ def test_far_answers_separate_the_variants() -> None:
         list(run.steps())
         found[variant] = evaluate.summary(run)
     far = {variant: each["far"] for variant, each in found.items()}
-    assert far["dense"] > 0.97 and far["nsa"] > 0.75
+    assert far["dense"] > 0.97 and far["nsa"] > 0.7
     assert far["window"] < 0.05 and far["random"] < far["nsa"] - 0.1
     assert abs(found["nsa"]["hits"] - far["nsa"]) < 0.05
     assert found["nsa"]["hits"] > 3 * found["nsa"]["chance"] > 2.5 * found["random"]["hits"]

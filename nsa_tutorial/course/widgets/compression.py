@@ -20,7 +20,6 @@ from torch import Tensor
 
 from nsa_tutorial.course import costs
 from nsa_tutorial.course import heads as stored
-from nsa_tutorial.course.adam import Adam
 from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, new_figure
 from nsa_tutorial.course.heads import Heads
 from nsa_tutorial.course.sheet import Chart, Place, Sheet
@@ -425,7 +424,7 @@ def fit(of: Task, kind: str, steps: int = 60) -> Tensor | MLPWeights:
     same machine."""
     H, D = of.k.shape[2:]
     parts = tuple(x.requires_grad_() for x in mean_as(kind, of.length, H, D))
-    optimiser = Adam(parts, lr=1e-3 if kind == "weighted" else 1e-4)
+    optimiser = torch.optim.Adam(parts, lr=1e-3 if kind == "weighted" else 1e-4)
     for _ in range(steps):
         k_cmp = compress(
             of.k, kind=kind, length=of.length, stride=of.stride, weight=as_weight(kind, parts)
@@ -441,7 +440,7 @@ def best_keys(of: Task, steps: int = 100) -> Tensor:
     """Summary keys that are made of nothing, only fitted, one for each window: no summary of any
     kind does better."""
     k_cmp = compress(of.k, length=of.length, stride=of.stride).requires_grad_()
-    optimiser = Adam([k_cmp], lr=3e-2)
+    optimiser = torch.optim.Adam([k_cmp], lr=3e-2)
     for _ in range(steps):
         optimiser.zero_grad()
         error(of, k_cmp).mean().backward()
