@@ -27,7 +27,7 @@ from nsa_tutorial.training.capstone.tasks import NONE, Recall
 
 ASSETS = Path(__file__).resolve().parents[3] / "assets"
 SHORT, LONG = ASSETS / "capstone_short.json", ASSETS / "capstone_long.json"
-NEEDLE, SPEED = ASSETS / "capstone_needle.json", ASSETS / "capstone_speed.json"
+NEEDLE = ASSETS / "capstone_needle.json"
 
 # a variant, what a picture calls it, and its colour
 NAMES = {
@@ -103,7 +103,7 @@ def draw_race(path: Path = SHORT) -> Picture:
     figure, axes = new_figure(8.4, 0.9 + 0.34 * len(names))
     axis = axes[0, 0]
     for y, name in enumerate(names):
-        values, (label, colour) = found(name, "far", path), NAMES[name]
+        values, colour = found(name, "far", path), NAMES[name][1]
         axis.barh(y, mean(values), 0.56, color=PALETTE[colour], alpha=0.45)
         axis.plot(values, [y] * len(values), "o", color=PALETTE[colour], markersize=6,
                   markeredgecolor=PALETTE["text"], markeredgewidth=0.6)  # fmt: skip
@@ -121,7 +121,7 @@ def draw_curves(path: Path = SHORT) -> Picture:
     figure, axes = new_figure(8.6, 3.5, columns=2, width_ratios=(1.9, 1))
     axis, legend = axes[0]
     last = {}
-    for name, (label, colour) in NAMES.items():
+    for name, (_, colour) in NAMES.items():
         if not (runs := rows(name, path)):
             continue
         curves = np.array([smooth([point[1] for point in r["curve"]], 3) for r in runs])
@@ -228,7 +228,7 @@ def draw_live(losses: Sequence[float], values: int = 64) -> Picture:
 
 
 def far_questions(row: dict) -> list[int]:
-    """The positions in a run's text whose answers lie beyond the window and the two latest blocks."""
+    """The positions in a run's text whose answers neither window nor two latest blocks reach."""
     s = row["settings"]
     reach = s["layers"] * max(s["window_size"], 2 * s["block_size"])
     return [t for t, d in enumerate(row["text"]["distance"]) if d >= reach]
@@ -307,7 +307,7 @@ def draw_without() -> Picture:
              "random": "random slots", "no-selection": "no lists"}  # fmt: skip
     figure, axes = new_figure(8.0, 2.6)
     axis = axes[0, 0]
-    for y, (variant, label) in enumerate(names.items()):
+    for y, variant in enumerate(names):
         values = [r["without"][variant]["far"] if variant else r["found"]["far"]
                   for r in rows("nsa")]  # fmt: skip
         axis.barh(y, mean(values), 0.56, color=PALETTE["selected"], alpha=0.45)
@@ -318,36 +318,43 @@ def draw_without() -> Picture:
     axis.set(ylim=(len(names) - 0.5, -0.5), xlim=(0, 1.1))
     axis.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
     axis.set_xlabel("far answers found; a dot is a seed")
-    whole = mean(found("nsa", "far"))
+    left = {name: f"{far_without(name):.0%}" for name in ("no-selection", "no-summaries")}
     return Picture(
         figure,
-        f"Without its lists, trained NSA falls from {whole:.0%} to {far_without('no-selection'):.0%}"
-        f"; without summaries it keeps {far_without('no-summaries'):.0%}",
+        f"Without its lists, trained NSA falls from {far('nsa'):.0%} to {left['no-selection']}; "
+        f"without summaries it keeps {left['no-summaries']}",
     )
 
 
-# -- long texts, needles, speed --
+# -- long texts and needles --
 
 
-def draw_speed() -> Picture:
-    """Forward and backward by the length of a text, dense and NSA."""
-    figure, axes = new_figure(7.6, 3.2)
-    axis, ms = axes[0, 0], {}
-    for name in ("dense", "nsa"):
-        ms[name] = {r["tokens"]: r["ms"] for r in rows(name, SPEED)}
-        label, colour = NAMES[name]
-        speed = [tokens / t for tokens, t in sorted(ms[name].items())]
-        axis.plot(sorted(ms[name]), speed, "o-", color=PALETTE[colour], label=label)
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    axis.set_xticks(sorted(ms["nsa"]), [f"{n // 1024}k" for n in sorted(ms["nsa"])])
-    axis.set(xlabel="tokens of the text", ylabel="tokens per millisecond")
-    axis.legend(frameon=False, fontsize=9)
-    first = next((n for n in sorted(ms["nsa"]) if ms["nsa"][n] < ms["dense"][n]), None)
-    longest = max(ms["nsa"])
-    ratio = ms["dense"][longest] / ms["nsa"][longest]
-    begins = "NSA is never faster here" if first is None else f"NSA is faster from {first:,} tokens"
-    return Picture(figure, f"{begins}; at {longest:,} a step is {ratio:.1f} times as fast")
+def draw_long() -> Picture:
+    """Far answers and hits in long texts, a dot for each seed."""
+    figure, axes = new_figure(8.4, 2.7)
+    axis = axes[0, 0]
+    names = [name for name in NAMES if rows(name, LONG)]
+    for y, name in enumerate(names):
+        values, colour = found(name, "far", LONG), NAMES[name][1]
+        axis.barh(y, mean(values), 0.56, color=PALETTE[colour], alpha=0.45)
+        axis.plot(values, [y] * len(values), "o", color=PALETTE[colour], markersize=6,
+                  markeredgecolor=PALETTE["text"], markeredgewidth=0.6)  # fmt: skip
+        told = f"{mean(values):.0%}"
+        if rows(name, LONG)[0]["found"].get("hits") is not None:
+            hits, random = (mean(found(name, what, LONG)) for what in ("hits", "chance"))
+            told += f"   (hits {hits:.0%}, chance {random:.0%})"
+        axis.text(max(values) + 0.025, y, told, va="center", fontsize=9.5)
+    axis.set_yticks(range(len(names)), [NAMES[name][0] for name in names], fontsize=9.5)
+    axis.set(ylim=(len(names) - 0.5, -0.5), xlim=(0, 1.1))
+    axis.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
+    s = sizes(LONG)
+    axis.set_xlabel(f"far answers found after {s['steps']:,} steps; a dot is a seed")
+    shares = [far(name, LONG) for name in ("dense", "nsa", "random")]
+    return Picture(
+        figure,
+        "Texts of {:,} tokens: dense finds {:.0%} of the far answers, NSA {:.0%}, random slots "
+        "{:.0%}".format(s["length"], *shares),
+    )
 
 
 def draw_needle() -> Picture:
