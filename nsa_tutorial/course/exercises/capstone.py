@@ -402,9 +402,8 @@ DOUBLES = (
     Double("share_of_hits", names=(
         "a share of all tokens, not of the questions", "an answer in the future")),
     Double("decoder_block", names=(
-        "attention that reads the stream without a norm", "a shift around the end")),
-    Double("train", names=(
-        "gradients that pile up", "gradients that are not clipped when they are used")),
+        "a shift around the end", "a token without its own part")),
+    Double("train", names=("gradients that pile up", "the first step's rate for all")),
 )  # fmt: skip
 
 
