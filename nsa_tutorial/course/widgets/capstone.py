@@ -399,10 +399,10 @@ def sentence(attention: str, seed: int, step: int) -> str:
 
 def draw_run(attention: str = "nsa", seed: int = 0, step: int = 1000) -> Picture:
     """One run: its loss, its accuracy by distance, and its lists where they were kept."""
-    row, sheet = rows(attention)[seed], Sheet(9.2, 3.3)
+    row, sheet = rows(attention)[seed], Sheet(8.6, 3.3)
     label, colour = NAMES[attention]
     end = row["curve"][-1][0]
-    left = sheet.chart(Place(0.6, 0.62, 2.3, 2.0), (0, end), (0, 6))
+    left = sheet.chart(Place(0.55, 0.62, 2.15, 2.0), (0, end), (0, 6))
     left.title("training loss")
     for other in ("dense", "window"):
         curve = [point[:2] for point in rows(other)[0]["curve"]]
@@ -413,18 +413,18 @@ def draw_run(attention: str = "nsa", seed: int = 0, step: int = 1000) -> Picture
     left.bottom([0, end // 2, end], name="step")
     left.left([0, 2, 4, 6])
     bins = row["found"]["by_distance"]
-    middle = sheet.chart(Place(3.55, 0.62, 2.4, 2.0), (-0.5, len(bins) - 0.5), (0, 1.1))
+    middle = sheet.chart(Place(3.3, 0.62, 2.2, 2.0), (-0.5, len(bins) - 0.5), (0, 1.1))
     middle.title("accuracy by distance")
     middle.boxes([(i - 0.38, 0, 0.76, b["accuracy"]) for i, b in enumerate(bins)], colour)
     middle.words([(i, b["accuracy"] + 0.02, f"{100 * b['accuracy']:.0f}")
                   for i, b in enumerate(bins)], size=8, va="bottom")  # fmt: skip
     middle.bottom(range(len(bins)), [b["from"] for b in bins], "tokens back, from")
     middle.left([0, 0.5, 1], ["0", "50 %", "100 %"])
-    place = Place(6.65, 0.62, 2.3, 2.0)
+    place = Place(6.15, 0.62, 2.2, 2.0)
     if "lists" in row:
         _put_lists(sheet, place, row, step)
     else:
-        sheet.text(6.65, 1.5, "Lists were kept of\nNSA and of random slots,\nseed 0.", size=9)
+        sheet.text(6.15, 1.5, "Lists were kept of\nNSA and of random slots,\nseed 0.", size=9)
     return Picture(sheet.figure, f"{label}: {row['found']['far']:.0%} of the far answers")
 
 
