@@ -399,7 +399,7 @@ def sentence(attention: str, seed: int, step: int) -> str:
 
 def draw_run(attention: str = "nsa", seed: int = 0, step: int = 1000) -> Picture:
     """One run: its loss, its accuracy by distance, and its lists where they were kept."""
-    row, sheet = rows(attention)[seed], Sheet(8.6, 3.3)
+    row, sheet = rows(attention)[seed], Sheet(8.5, 3.3)
     label, colour = NAMES[attention]
     end = row["curve"][-1][0]
     left = sheet.chart(Place(0.55, 0.62, 2.15, 2.0), (0, end), (0, 6))
