@@ -25,7 +25,7 @@ def _random(*shape: int, seed: int) -> Tensor:
 
 
 def share_of_hits(lists: Tensor, distance: Tensor, block_size: int) -> float:
-    """The share of the questions whose list holds the block of the answer."""
+    """lists [N, S], distance [N]: the share of questions whose list holds the answer's block."""
     asked = distance != -100
     told = torch.arange(len(distance)) - distance
     holds = (lists == (told // block_size)[:, None]).any(-1)
@@ -133,7 +133,7 @@ def _block_case(
 
 
 _BLOCK = TEXTS.exercise(
-    "decoder_block", minutes=12, difficulty=2, solution=decoder_block, tolerance=1e-8,
+    "decoder_block", minutes=12, difficulty=2, solution=decoder_block, tolerance=1e-5,
     forbidden=(("nsa_tutorial", "the course's own block"),),
     stages=(
         Stage("attention adds", (
@@ -184,6 +184,11 @@ _BLOCK = TEXTS.exercise(
         ("F.pad(h, (0, 0, 1, -1))", "F.pad(x, (0, 0, 1, -1))",
          "a token before that is taken from the stream",
          "Both parts come from what the norm gives. From which of the two is yours?"),
+        ({"h = F.rms_norm(x, width)":
+          "h = F.rms_norm(own * x + before * F.pad(x, (0, 0, 1, -1)), width)",
+          "own * h + before * shifted": "h"},
+         "a shift before the norm",
+         "The norm comes first, and the shift mixes what it gives. In which order are yours?"),
         ("own * h + before * shifted", "h + before * shifted", "a token without its own part",
          "Each channel has two factors. Which multiplies the token itself?"),
         ("own * h + before * shifted", "own * shifted + before * h", "two factors exchanged",
