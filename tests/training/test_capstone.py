@@ -219,7 +219,7 @@ def test_a_compiled_run_has_the_same_losses() -> None:
 def test_far_answers_separate_the_variants() -> None:
     """Beyond the window a window can only guess, and random blocks mostly miss; dense attention
     finds everything, and NSA what its lists hold, which is far more than chance."""
-    sizes = {"length": 128, "batch": 32, "steps": 300, "block_size": 8, "top_n": 4,
+    sizes = {"length": 128, "batch": 32, "steps": 400, "block_size": 8, "top_n": 4,
              "window_size": 8, "summary_length": 4}  # fmt: skip
     found = {}
     for variant in ("dense", "window", "random", "nsa"):
