@@ -1,8 +1,6 @@
 """Many runs at once on one GPU, and what they found, in one file: chapter 17 draws from it.
 
-python -m nsa_tutorial.training.capstone.record recall --output assets/capstone_recall.json
-python -m nsa_tutorial.training.capstone.record needle --output assets/capstone_needle.json
-python -m nsa_tutorial.training.capstone.record speed --output assets/capstone_speed.json
+python -m nsa_tutorial.training.capstone.record needle --output FILE.json
 """
 
 from __future__ import annotations
