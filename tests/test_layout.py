@@ -21,9 +21,9 @@ PACKAGE = ROOT / "nsa_tutorial"
 # other. `__init__` stands outside: it names the layer, and imports it when it is asked for.
 LEVELS = (
     {"course"},
-    {"bench", "interop", "hugging_face", "training.capstone"},
+    {"bench", "interop", "hugging_face", "training.capstone", "training.many_gpus.run"},
     {"layer"},
-    {"serving"},
+    {"serving", "training.many_gpus"},
     {"ops"},
     {"ops_decoding"},
     {"compositions"},
@@ -50,6 +50,10 @@ def place_of(module: str) -> str:
     """The folder or the module of the package that holds `nsa_tutorial.…`."""
     if module.startswith("nsa_tutorial.training.capstone"):
         return "training.capstone"  # it trains what gradients are only a part of
+    if module.startswith("nsa_tutorial.training.many_gpus"):
+        # what the layer takes, and commands that train it
+        is_run = re.search(r"\.(__main__|verify|record\w*)(\.|$)", module)
+        return "training.many_gpus.run" if is_run else "training.many_gpus"
     place = module.split(".")[1]
     return "layer" if place.startswith("NativeSparseAttention") else place
 
