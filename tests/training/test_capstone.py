@@ -86,9 +86,11 @@ def test_killed(tmp_path: Path, expected: list[float]) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("time", range(10))
-def test_killed_at_any_step(tmp_path: Path, expected: list[float], time: int) -> None:
-    kill_and_resume(tmp_path / "run", random.Random(time).randint(6, 39), expected)
+@pytest.mark.parametrize("later", range(5))
+def test_killed_at_any_step(tmp_path: Path, expected: list[float], later: int) -> None:
+    """So many steps after a checkpoint, an early or a late one."""
+    at = 5 * random.Random(later).randint(1, 7) + later
+    kill_and_resume(tmp_path / "run", at, expected)
 
 
 def test_a_line_cut_in_the_middle(tmp_path: Path, expected: list[float]) -> None:
@@ -220,18 +222,18 @@ def test_a_compiled_run_has_the_same_losses(tmp_path: Path) -> None:
 def test_far_answers_separate_the_variants() -> None:
     """Beyond the window a window can only guess, and random blocks mostly miss; dense attention
     finds everything, and NSA what its lists hold, which is far more than chance."""
-    sizes = {"length": 128, "batch": 32, "steps": 400, "block_size": 8, "top_n": 4,
-             "window_size": 8, "summary_length": 4}  # fmt: skip
+    sizes = {"length": 64, "batch": 32, "steps": 300, "block_size": 4, "top_n": 4,
+             "window_size": 4, "summary_length": 4}  # fmt: skip
     found = {}
     for variant in ("dense", "window", "random", "nsa"):
         run = Run(Settings.of("recall", attention=variant, **sizes))
         list(run.steps())
-        found[variant] = evaluate.summary(run)
+        found[variant] = evaluate.summary(run, batches=16)
     far = {variant: each["far"] for variant, each in found.items()}
     assert far["dense"] > 0.97 and far["nsa"] > 0.7
-    assert far["window"] < 0.05 and far["random"] < far["nsa"] - 0.1
+    assert far["window"] < 0.05 and far["random"] < far["nsa"] - 0.3
     assert abs(found["nsa"]["hits"] - far["nsa"]) < 0.05
-    assert found["nsa"]["hits"] > 3 * found["nsa"]["chance"] > 2.5 * found["random"]["hits"]
+    assert found["nsa"]["hits"] > 4 * found["nsa"]["chance"] > 3 * found["random"]["hits"]
 
 
 @pytest.mark.parametrize(
