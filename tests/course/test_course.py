@@ -16,6 +16,7 @@ from nsa_tutorial.course import (
     execute,
     exercise,
     exercises,
+    judging,
     solution,
 )
 from nsa_tutorial.course.attempts import Raised, answer, gradients
@@ -206,9 +207,10 @@ def test_exercise_is_complete(chapter: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("chapter", "name", "some"), mistakes())
-def test_exercise(chapter: str, name: str, some: slice) -> None:
+def test_exercise(chapter: str, name: str, some: slice, monkeypatch: pytest.MonkeyPatch) -> None:
     """The solution is right, misconceptions are named as themselves, any other answer is just
     wrong."""
+    monkeypatch.setattr(judging, "call", answer)  # what is known is given once, not twice
     e = exercises.chapter_exercises(chapter)[name]
     if e.missing:
         pytest.skip(e.missing[0])
