@@ -321,10 +321,13 @@ def _is_made_elsewhere(exercise: Exercise, function: Callable) -> bool:
     return isinstance(function, Edited) and function.solution is not exercise.solution
 
 
-@functools.cache
 def answer(exercise: Exercise, function: Callable, case: Case) -> object:
-    """What the exercise's solution or a wrong one gives. Cached, because kernels take long."""
-    return call(exercise, function, case)
+    """What the exercise's solution or a wrong one gives. Cached, because kernels take long, and
+    alike for all exercises that differ in nothing but their cases and known mistakes."""
+    return _answer(exercise.bare, function, case)
+
+
+_answer = functools.cache(call)
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -27,7 +27,7 @@ def shows_measurements(source: str, imports: Mapping[str, str]) -> bool:
         imports: what the chapter's cells import, as `imported` gives it.
     """
     tree = _parsed(source)
-    return tree is not None and _reaches(tree, imports, set())
+    return tree is not None and _reaches(_read(tree), imports, set())
 
 
 def imported(sources: Iterable[str]) -> dict[str, str]:
@@ -76,21 +76,52 @@ def _module(name: str) -> tuple[dict[str, ast.stmt], dict[str, str]] | None:
     return defined, dict(_imports(tree))
 
 
-def _reaches(tree: ast.AST, names: Mapping[str, str], seen: set[str]) -> bool:
+# whether a piece of source has the name of a measurement in it, and what it names: `("name", "")`,
+# or `("name", "attribute")`
+_Piece = tuple[bool, frozenset[tuple[str, str]]]
+
+
+def _read(tree: ast.AST) -> _Piece:
+    has_one, named = False, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant):
+            has_one = has_one or _names_one(node.value)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            named.add((node.value.id, node.attr))
+        elif isinstance(node, ast.Name):
+            named.add((node.id, ""))
+    return has_one, frozenset(named)
+
+
+@functools.cache
+def _piece(module: str, name: str) -> _Piece:
+    """What a module of the package defines as `name`, read once for all cells."""
+    defined, _ = _module(module)
+    return _read(defined[name])
+
+
+@functools.cache
+def _names_in(module: str) -> dict[str, str]:
+    """What stands for a module, or for a name in one, within a module of the package."""
+    defined, imports = _module(module)
+    return imports | {name: f"{module}:{name}" for name in defined}
+
+
+def _reaches(piece: _Piece, names: Mapping[str, str], seen: set[str]) -> bool:
     """Whether a piece of source has the name of a measurement in it, or leads to one that has.
 
     Args:
         names: what stands for a module, or for a name in one.
         seen: where the search has been.
     """
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and _names_one(node.value):
-            return True
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            place = names.get(node.value.id, "").replace(":", ".")
-            if place and _leads(f"{place}:{node.attr}", seen):
-                return True
-        if isinstance(node, ast.Name) and _leads(names.get(node.id, ""), seen):
+    has_one, named = piece
+    if has_one:
+        return True
+    for name, attribute in named:
+        place = names.get(name, "")
+        if attribute:
+            place = place and f"{place.replace(':', '.')}:{attribute}"
+        if _leads(place, seen):
             return True
     return False
 
@@ -112,4 +143,4 @@ def _leads(place: str, seen: set[str]) -> bool:
     defined, imports = known
     if name not in defined:
         return _leads(imports.get(name, ""), seen)
-    return _reaches(defined[name], imports | {n: f"{module}:{n}" for n in defined}, seen)
+    return _reaches(_piece(module, name), _names_in(module), seen)

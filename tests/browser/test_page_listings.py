@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
 
 import nbformat
 import pytest
 from lab import CHROMIUM, Lab
+from places import pairwise
 
 import nsa_tutorial
 from nsa_tutorial.course import show, side_by_side
@@ -48,7 +48,7 @@ VIEWS = [
         {"app": app, "theme": theme, "size": size},
         id=f"{app}-{theme}-{size[0]}x{size[1]}",
     )
-    for app, theme, size in product(
+    for app, theme, size in pairwise(
         ("lab", "notebook"), ("light", "dark"), ((1440, 900), (1280, 720))
     )
 ]

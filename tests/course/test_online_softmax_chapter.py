@@ -6,6 +6,7 @@ import functools
 import math
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -402,7 +403,7 @@ def for_one_row(scores_max_prev, running_sum, acc_o, acc_s, v, scale_log2):
     ids=["the chunk alone", "one row", "no scale", "no guard", "cleared", "all"],
 )
 def test_a_half_done_step_is_praised_for_what_it_does(attempt: Callable, held: int) -> None:
-    assert judge(KNOWN["online_step"], attempt).held == held
+    assert judge(replace(KNOWN["online_step"], misconceptions=()), attempt).held == held
 
 
 @pytest.mark.parametrize(
@@ -417,7 +418,7 @@ def test_a_half_done_step_is_praised_for_what_it_does(attempt: Callable, held: i
     ids=["nothing divided", "no scale", "no column", "no guard", "all"],
 )
 def test_a_half_done_end_is_praised_for_what_it_does(attempt: Callable, held: int) -> None:
-    assert judge(KNOWN["finish"], attempt).held == held
+    assert judge(replace(KNOWN["finish"], misconceptions=()), attempt).held == held
 
 
 @pytest.mark.parametrize("factor", [lambda x: torch.exp(x), lambda x: torch.exp2(x * LOG2_E)])

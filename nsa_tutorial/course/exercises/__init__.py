@@ -18,7 +18,7 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -138,6 +138,12 @@ class Exercise:
     def _hash(self) -> int:
         asked = (self.name, self.solution, self.cases, self.misconceptions, self.run)
         return hash((*asked, self.stages, self.forbidden, self.launches))
+
+    @functools.cached_property
+    def bare(self) -> Exercise:
+        """What of it decides about the answer to a case."""
+        blank = {"cases": (), "misconceptions": (), "stages": (), "hints": (), "parts": ()}
+        return replace(self, **blank, picture=None)
 
     @property
     def runnable(self) -> tuple[Case, ...]:

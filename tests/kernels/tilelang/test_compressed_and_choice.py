@@ -94,9 +94,9 @@ def test_a_warp_group_loads_by_tma(name: str) -> None:
 LOWERED = {
     "attend": ("shown", "odd", "not of 16 bytes"),
     "score": ("shown", "256", "16 and 256"),
-    "score, a summary at a time": ("not of 16 bytes", "192 and 128", "odd"),
+    "score, a summary at a time": ("not of 16 bytes",),
     "dq": ("shown", "192 and 128", "80"),
-    "dkv": ("16 and 256", "256", "odd"),
+    "dkv": ("16 and 256", "192 and 128", "256"),
 }
 GPUS = (("sm_90", "float16"), ("sm_90", "float32"), ("sm_80", "bfloat16"))
 
@@ -104,7 +104,7 @@ GPUS = (("sm_90", "float16"), ("sm_90", "float32"), ("sm_80", "bfloat16"))
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "gpu", "shape"),
-    [(name, *row) for name, shapes in LOWERED.items() for row in zip(GPUS, shapes, strict=True)],
+    [(name, *row) for name, shapes in LOWERED.items() for row in zip(GPUS, shapes, strict=False)],
     ids=str,
 )
 def test_every_shape_lowers(name: str, gpu: tuple[str, str], shape: str) -> None:
@@ -136,11 +136,9 @@ def test_a_barrier_stands_where_tilelang_leaves_one_out(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("shape", "arch"), [("odd", "sm_90"), ("shown", "sm_90"), ("odd", "sm_80")]
-)
-def test_weights_in_shared_memory_are_whole_before_they_are_read(shape: str, arch: str) -> None:
-    source = cuda("dkv", SHAPES[shape], "float32", arch)
+@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+def test_weights_in_shared_memory_are_whole_before_they_are_read(arch: str) -> None:
+    source = cuda("dkv", SHAPES["odd"], "float32", arch)
     branches = r"if \(\(!is_whole \|\| !is_apart\) \|\| !is_read\)"  # masked, or not
     *_, products = re.finditer(branches, source)
     assert re.search(BARRIER + "$", source[: products.start()])
@@ -155,25 +153,15 @@ def test_all_have_read_a_tile_before_it_is_overwritten(name: str, dtype: str) ->
     assert len(re.findall(BARRIER + r"\} else \{", source)) == 2
 
 
+# all but the narrow one are of the shapes above
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        ("dkv", "odd"),
-        *(
-            pytest.param(name, shape, marks=pytest.mark.exhaustive)
-            for name, shape in (
-                ("attend", "192 and 128"),
-                ("dq", "192 and 128"),
-                ("attend", "odd"),
-                ("dq", "80"),
-                ("dkv", "80"),
-                ("dkv", "192 and 128"),
-                ("dkv", "256"),
-            )
-        ),
+        ("attend", "odd"), ("attend", "192 and 128"), ("dq", "192 and 128"), ("dq", "80"),
+        ("dkv", "odd"), ("dkv", "192 and 128"),
     ],
-)
+)  # fmt: skip
 def test_a_threads_own_numbers_begin_where_its_array_does(name: str, shape: str) -> None:
     """In fp32, and whatever the widths: with one of 48 or 192, the first threads once began four
     numbers before it."""

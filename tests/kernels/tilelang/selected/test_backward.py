@@ -71,7 +71,8 @@ def cuda(name: str, shape: tuple[int, ...], dtype: str, arch: str, **kinds: bool
         )
         for (arch, dtype), label, name, kind in dict.fromkeys((
             (GPUS[0], "shown", "dkv", ""),
-            *pairwise(GPUS, tuple(SHAPES), ("dkv", "dq"), ("", *KINDS)),
+            *pairwise(GPUS, ("shown", "odd", "group of 64"), ("dkv", "dq"), ("", *KINDS)),
+            (GPUS[0], "wide", "dkv", ""),
         ))
         for shape, kinds in ((SHAPES[label], KINDS[kind] if kind else {}),)
     ],

@@ -63,8 +63,9 @@ SHAPES = {  # H, G, D, DV, BS
             *((("sm_90", HALF), "shown", is_window) for is_window in (False, True)),
             *pairwise(
                 (("sm_90", torch.bfloat16), ("sm_90", torch.float32), ("sm_80", HALF)),
-                tuple(SHAPES), (False, True),
+                ("shown", "odd", "group of 64"), (False, True),
             ),
+            (("sm_90", HALF), "wide", False),
         ))
         for shape in (SHAPES[name],)
     ],
