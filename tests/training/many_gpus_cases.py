@@ -130,3 +130,24 @@ def one_by_one(rank: int, cut: Cut, B: int, backend: str = "reference") -> dict[
 def branches_changed(rank: int, arguments: tuple, changes: dict) -> dict:
     """`branches` with other sizes."""
     return branches(rank, *arguments, **changes)
+
+
+def bytes_sent(rank: int, cut: Cut, own_window: bool) -> tuple[dict, dict, dict, dict]:
+    """Bytes of the forward and the backward: counted by hand, and sent."""
+    from nsa_tutorial.training.many_gpus.volume import Widths, bytes_moved
+
+    mesh, made = mesh_of(cut.ranks), {"length": 6, "stride": 2, "backend": "reference"}
+    x = leaves({key: cut.shard(y, rank).float() for key, y in text(cut.tokens).items()})
+    with many_gpus.counted() as forward:
+        compressed = [many_gpus.compress(x[n], mesh=mesh, cut=cut, **made) for n in "kv"]
+        o = many_gpus.three_branches(
+            x["q"], compressed, (x["k"], x["v"]), (x["k2"], x["v2"]) if own_window else (),
+            (x["g_cmp"], x["g_slc"], x["g_swa"]), mesh=mesh, cut=cut, **SIZES
+        )  # fmt: skip
+    with many_gpus.counted() as backward:
+        o.sum().backward()
+    widths = Widths(H, D, DV, itemsize=4, sets=3 if own_window else 1)
+    sizes = {"length": 6, "stride": 2, "window_size": SIZES["window_size"]}
+    by_hand = [bytes_moved(cut, rank, widths, **sizes, backward=back) for back in (False, True)]
+    del forward["settings"]
+    return by_hand[0], dict(forward), by_hand[1], dict(backward)

@@ -40,3 +40,14 @@ def test_each_branch(two: Ranks, kind: str, documents: tuple[int, ...] | None) -
     for errors in two.run(cases.one_by_one, Cut(2, 45, kind, documents), 1):
         assert errors["lists"] == 0
         assert max(errors.values()) < 1e-12, errors
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("documents", [None, (0, 2, 30, 31, 45)])
+def test_bytes(two: Ranks, kind: str, documents: tuple[int, ...] | None) -> None:
+    """What is counted by hand is what is sent."""
+    for own_window in (False, True):
+        for found in two.run(cases.bytes_sent, Cut(2, 45, kind, documents), own_window):
+            by_hand, forward, by_hand_back, backward = found
+            assert by_hand == forward and by_hand_back == backward
+            assert sum(forward.values()) > 0

@@ -16,7 +16,7 @@ from nsa_tutorial.runtime import checks
 from nsa_tutorial.training.many_gpus.agreement import begin, check_summaries
 from nsa_tutorial.training.many_gpus.apart import apart, together
 from nsa_tutorial.training.many_gpus.calls import by_head, cu_seqlens_of, with_halo
-from nsa_tutorial.training.many_gpus.cuts import Cut, Part
+from nsa_tutorial.training.many_gpus.cuts import Cut, Part, starts_of_window
 from nsa_tutorial.training.many_gpus.meshes import Context, Mesh, context_of
 
 Attention = Tensor | tuple[Tensor, Tensor]
@@ -126,9 +126,9 @@ def window_of(
     scale: float | None, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention to the window, and its log-sum-exp."""
-    reach = checks.check_window_size(window_size) - 1
+    window_size = checks.check_window_size(window_size)
+    reach, starts = window_size - 1, starts_of_window(cut, window_size)
     pieces = [cut.parts(piece) for piece in cut.pieces(context.rank)]
-    starts = [cut.parts(piece)[0].first_key(reach) for piece in range(len(cut.spans))]
     sizes = [part.stop - part.start for parts in pieces for part in parts]
     (queries,) = apart(q, 1, sizes)
     found = []

@@ -88,12 +88,12 @@ def _counts(cut: Cut, windows: tuple[int, int] | None = None) -> tuple[int, ...]
 
 
 def with_halo(
-    context: Context, cut: Cut, tensors: Sequence[Tensor], starts: Sequence[int], what: str,
+    context: Context, cut: Cut, tensors: Sequence[Tensor], starts: tuple[int, ...], what: str,
     pieces: Sequence[Sequence[Part]],
 ) -> list[tuple[Sequence[Part], list[Tensor], int]]:  # fmt: skip
     """For each piece of this rank its calls, its tensors with what comes just before, and the token
     with which these begin."""
-    journey = Halo(cut, context.group, cuts.halos(cut, tuple(starts)), what)
+    journey = Halo(cut, context.group, cuts.halos(cut, starts), what)
     came = receive(journey, send(journey, *tensors))
     own = cut.pieces(context.rank)
     return [(parts, list(came[i :: len(own)]), starts[own[i]]) for i, parts in enumerate(pieces)]

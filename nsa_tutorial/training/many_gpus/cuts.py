@@ -223,6 +223,18 @@ class Segment:
     stop: int
 
 
+def starts_of_window(cut: Cut, window_size: int) -> tuple[int, ...]:
+    """The first token that the window of each piece sees."""
+    pieces = range(len(cut.spans))
+    return tuple(cut.parts(piece)[0].first_key(window_size - 1) for piece in pieces)
+
+
+def starts_of_summaries(cut: Cut, length: int, stride: int) -> tuple[int, ...]:
+    """The first token of the summaries that end in each piece, or of the piece."""
+    begins = (cut.parts(piece)[0].first_token(length, stride) for piece in range(len(cut.spans)))
+    return tuple(min(token, a) for token, (a, _) in zip(begins, cut.spans, strict=True))
+
+
 def halos(cut: Cut, starts: tuple[int, ...]) -> tuple[Segment, ...]:
     """What each piece needs of those before it, from the token `starts[piece]` on: of the
     neighbour, or of several where pieces are short."""

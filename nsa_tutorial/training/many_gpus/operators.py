@@ -25,7 +25,7 @@ from nsa_tutorial.sparse.compression import MLPWeights
 from nsa_tutorial.training.many_gpus.agreement import begin, check_summaries
 from nsa_tutorial.training.many_gpus.branches import window_of
 from nsa_tutorial.training.many_gpus.calls import by_head, cu_seqlens_of, with_halo
-from nsa_tutorial.training.many_gpus.cuts import Cut, Part
+from nsa_tutorial.training.many_gpus.cuts import Cut, Part, starts_of_summaries
 from nsa_tutorial.training.many_gpus.meshes import Mesh, context_of
 
 
@@ -166,8 +166,7 @@ def compress(
 
     context = begin("compress", mesh, cut, told, check, {"x": x})
     pieces = [cut.parts(piece) for piece in cut.pieces(context.rank)]
-    starts = [cut.parts(piece)[0].first_token(length, stride) for piece in range(len(cut.spans))]
-    starts = [min(a, start) for a, (start, _) in zip(starts, cut.spans, strict=True)]
+    starts = starts_of_summaries(cut, length, stride)
     found = []
     for parts, rows, start in with_halo(context, cut, [x], starts, "halo of summaries", pieces):
         for part in parts:
