@@ -21,7 +21,8 @@ PACKAGE = ROOT / "nsa_tutorial"
 # other. `__init__` stands outside: it names the layer, and imports it when it is asked for.
 LEVELS = (
     {"course"},
-    {"bench", "interop", "hugging_face", "training.capstone", "training.many_gpus.run"},
+    {"training.many_gpus.run"},
+    {"bench", "interop", "hugging_face", "training.capstone"},
     {"layer"},
     {"serving", "training.many_gpus"},
     {"ops"},

@@ -14,7 +14,8 @@ class _Apart(torch.autograd.Function):
     def forward(ctx, x: Tensor, heads: int, sizes: Sequence[int]) -> tuple[Tensor, ...]:
         ctx.shape, ctx.heads, ctx.sizes = x.shape, heads, sizes
         ctx.set_materialize_grads(False)
-        return tuple(views(x, heads, sizes))
+        # kernels read contiguous queries, and one copy serves them all
+        return tuple(view.contiguous() for view in views(x, heads, sizes))
 
     @staticmethod
     def backward(ctx, *gradients: Tensor | None) -> tuple:
@@ -50,7 +51,7 @@ def apart(x: Tensor | None, heads: int, sizes: Sequence[int]) -> list[list[Tenso
     """`views`, with a gradient, as a list for each head."""
     if x is None:
         return [[None] * len(sizes)] * heads
-    found = _Apart.apply(x, heads, sizes) if x.requires_grad else views(x, heads, sizes)
+    found = _Apart.apply(x, heads, sizes)
     return [list(found[h * len(sizes) : (h + 1) * len(sizes)]) for h in range(heads)]
 
 

@@ -75,7 +75,7 @@ def _start(
 ) -> Flight:  # fmt: skip
     for counter in _COUNTERS:
         counter[what] += bytes_sent
-    if out.numel() == 0 and x.numel() == 0 and not sizes:
+    if out.numel() == 0 and x.numel() == 0 and not sizes:  # on every rank
         return Flight(out, None, None, what)
     with told(what):
         return Flight(out, x, run(out, x, *sizes, group=group, async_op=True), what)

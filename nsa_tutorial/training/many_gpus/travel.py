@@ -26,6 +26,11 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def _batch_first(rows: Tensor) -> Tensor:
+    """`[n, B, …]` as `[B, n, …]`; with `B == 1`, with the strides of a new tensor."""
+    return rows.squeeze(1).unsqueeze(0) if rows.shape[1] == 1 else rows.transpose(0, 1)
+
+
 class Gather:
     """Rows of all ranks on each rank, in the order of the text.
 
@@ -61,7 +66,7 @@ class Gather:
         if any(count < self.P for count in self.own):
             slots = packed.unflatten(0, (len(self.own), self.P)).unbind()
             packed = torch.cat([x[:count] for x, count in zip(slots, self.own, strict=True)])
-        return packed.to(dtype).transpose(0, 1)
+        return _batch_first(packed.to(dtype))
 
     def _in_order(self, gathered: Tensor) -> Tensor:
         """All rows in the order of the text. Those of a contiguous cut are so already: only the
@@ -88,7 +93,7 @@ class Gather:
         found = []
         for flight in self.flights:
             rows = self._in_order(flight.wait())
-            found += [rows[a:b].transpose(0, 1) for a, b in self.spans]
+            found += [_batch_first(rows[a:b]) for a, b in self.spans]
         self.flights = []
         return found
 
@@ -150,6 +155,7 @@ class Halo:
         self, cut: Cut, group: dist.ProcessGroup, segments: Sequence[Segment], what: str
     ) -> None:
         self.cut, self.group, self.what = cut, group, what
+        self.is_needed = len(segments) > 0  # by any rank
         self.own, rank = cut.pieces(group.rank()), group.rank()
         by_rank = range(cut.ranks)
         # from here to each rank, and from each rank to here
@@ -183,6 +189,11 @@ class Halo:
         found = [[i for i, s in enumerate(into) if s.target == piece] for piece in self.own]
         return [sorted(of, key=lambda i: into[i].start) for of in found]
 
+    def _fly(self, sent: Tensor, sizes: Sequence[list[int]], what: str) -> Flight:
+        if not self.is_needed:
+            return Flight(sent, None, None, what)
+        return collectives.all_to_all(sent, *sizes, self.group, what)
+
     # -- there --
 
     def start(self, tensors: Sequence[Tensor]) -> None:
@@ -191,8 +202,7 @@ class Halo:
         for x in self.rows:
             sent = [x[self._place(s)] for of in self.out for s in of]
             sent = torch.cat(sent) if sent else x[:0].contiguous()
-            flight = collectives.all_to_all(sent, *self.sizes, self.group, self.what)
-            self.flights.append(flight)
+            self.flights.append(self._fly(sent, self.sizes, self.what))
 
     def finish(self) -> list[Tensor]:
         """For each tensor, each piece behind its halo, `[B, halo + n, …]`."""
@@ -201,7 +211,7 @@ class Halo:
         for flight, x in zip(self.flights, self.rows, strict=True):
             came = flight.wait().split(sizes) if sizes else ()
             for own, which in zip(x.split(self._lengths()), self._of_piece(), strict=True):
-                found.append(torch.cat([*(came[i] for i in which), own]).transpose(0, 1))
+                found.append(_batch_first(torch.cat([*(came[i] for i in which), own])))
         self.flights, self.rows = [], []
         return found
 
@@ -225,8 +235,7 @@ class Halo:
                 for j, part in zip(which, halo, strict=True):
                     sent[j] = part
             sent = torch.cat(sent) if sent else own[0][:0].contiguous()
-            what = f"gradients of {self.what}"
-            flight = collectives.all_to_all(sent, *self.sizes[::-1], self.group, what)
+            flight = self._fly(sent, self.sizes[::-1], f"gradients of {self.what}")
             found.append((flight, torch.cat(own).to(_wide(x))))
         return found
 
@@ -238,7 +247,7 @@ class Halo:
             came = flight.wait().split([s.stop - s.start for s in segments]) if segments else ()
             for segment, gradient in zip(segments, came, strict=True):
                 total[self._place(segment)] += gradient
-            found.append(total.to(x.dtype).transpose(0, 1))
+            found.append(_batch_first(total.to(x.dtype)))
         return found
 
 
