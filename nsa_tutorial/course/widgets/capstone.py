@@ -23,11 +23,13 @@ from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, readable_o
 from nsa_tutorial.course.sheet import Place, Sheet, byte_colour
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.training.capstone.drawing import smooth
+from nsa_tutorial.training.capstone.evaluate import reach
+from nsa_tutorial.training.capstone.settings import Settings
 from nsa_tutorial.training.capstone.tasks import NONE, Recall
 
 ASSETS = Path(__file__).resolve().parents[3] / "assets"
 SHORT, LONG = ASSETS / "capstone_short.json", ASSETS / "capstone_long.json"
-NEEDLE = ASSETS / "capstone_needle.json"
+NEEDLE, SPEED = ASSETS / "capstone_needle.json", ASSETS / "capstone_speed.json"
 
 # a variant, what a picture calls it, and its colour
 NAMES = {
@@ -39,7 +41,10 @@ NAMES = {
     "no-selection": ("NSA without its lists", "compressed"),
     "no-summaries": ("NSA without summaries", "line"),
     "window": ("window alone", "window"),
+    "separate": ("NSA, separate keys", "masked"),
 }
+# a task of the panel, and its recording
+TASKS = {"recall, 512": SHORT, "recall, 8,192": LONG, "needles, 2,048": NEEDLE}
 STEPS = (1, 100, 200, 300, 400, 600, 800, 1000)  # of which lists were kept
 
 
@@ -53,10 +58,21 @@ def recording(path: Path = SHORT) -> dict | None:
 
 
 def rows(attention: str, path: Path = SHORT) -> list[dict]:
-    """The runs of a variant, by seed."""
-    data = recording(path)
-    found = [r for r in data["rows"] if r["attention"] == attention] if data else []
-    return sorted(found, key=lambda r: r.get("seed", 0))
+    """The runs of a variant, by seed. Of the long recordings they are those whose summaries are
+    made of the keys that the lists read; "separate" is NSA whose branches have keys of their own.
+    """
+    data, kind, variant = recording(path), None, attention
+    if path != SHORT:
+        of_long = "long" if attention in ("dense", "window") else "long-fine"
+        kind = of_long if path == LONG else "shared"
+    if attention == "separate":
+        kind, variant = "long-fine-separate" if path == LONG else "separate", "nsa"
+    found = [
+        r
+        for r in (data["rows"] if data else [])
+        if r["attention"] == variant and kind in (None, r.get("size"), r.get("keys"))
+    ]
+    return sorted(found, key=lambda r: r["seed"])
 
 
 def found(attention: str, what: str, path: Path = SHORT) -> list[float]:
@@ -229,9 +245,8 @@ def draw_live(losses: Sequence[float], values: int = 64) -> Picture:
 
 def far_questions(row: dict) -> list[int]:
     """The positions in a run's text whose answers neither window nor two latest blocks reach."""
-    s = row["settings"]
-    reach = s["layers"] * max(s["window_size"], 2 * s["block_size"])
-    return [t for t, d in enumerate(row["text"]["distance"]) if d >= reach]
+    sees = reach(Settings(**row["settings"]))
+    return [t for t, d in enumerate(row["text"]["distance"]) if d >= sees]
 
 
 def answers(row: dict) -> dict[int, int]:
@@ -331,9 +346,11 @@ def draw_without() -> Picture:
 
 def draw_long() -> Picture:
     """Far answers and hits in long texts, a dot for each seed."""
-    figure, axes = new_figure(8.4, 2.7)
+    figure, axes = new_figure(8.8, 3.1)
     axis = axes[0, 0]
-    names = [name for name in NAMES if rows(name, LONG)]
+    order = ("dense", "nsa", "no-summaries", "random", "no-selection", "separate", "window")
+    renamed = {"no-summaries": "NSA, summaries only choose"}
+    names = [name for name in order if rows(name, LONG)]
     for y, name in enumerate(names):
         values, colour = found(name, "far", LONG), NAMES[name][1]
         axis.barh(y, mean(values), 0.56, color=PALETTE[colour], alpha=0.45)
@@ -341,26 +358,26 @@ def draw_long() -> Picture:
                   markeredgecolor=PALETTE["text"], markeredgewidth=0.6)  # fmt: skip
         told = f"{mean(values):.0%}"
         if rows(name, LONG)[0]["found"].get("hits") is not None:
-            hits, random = (mean(found(name, what, LONG)) for what in ("hits", "chance"))
-            told += f"   (hits {hits:.0%}, chance {random:.0%})"
+            told += f"   (hits {mean(found(name, 'hits', LONG)):.0%})"
         axis.text(max(values) + 0.025, y, told, va="center", fontsize=9.5)
-    axis.set_yticks(range(len(names)), [NAMES[name][0] for name in names], fontsize=9.5)
-    axis.set(ylim=(len(names) - 0.5, -0.5), xlim=(0, 1.1))
+    labels = [renamed.get(name, NAMES[name][0]) for name in names]
+    axis.set_yticks(range(len(names)), labels, fontsize=9.5)
+    axis.set(ylim=(len(names) - 0.5, -0.5), xlim=(0, 1.15))
     axis.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
-    s = sizes(LONG)
-    axis.set_xlabel(f"far answers found after {s['steps']:,} steps; a dot is a seed")
-    shares = [far(name, LONG) for name in ("dense", "nsa", "random")]
+    axis.set_xlabel(f"far answers found after {sizes(LONG)['steps']:,} steps; a dot is a seed")
+    shares = [far(name, LONG) for name in ("nsa", "random", "separate")]
     return Picture(
         figure,
-        "Texts of {:,} tokens: dense finds {:.0%} of the far answers, NSA {:.0%}, random slots "
-        "{:.0%}".format(s["length"], *shares),
+        "{:,} tokens: NSA finds {:.0%} of the far answers, random slots {:.0%}, separate keys "
+        "{:.0%}".format(sizes(LONG)["length"], *shares),
     )
 
 
 def draw_needle() -> Picture:
     """The needle found by depth and length, for each variant; the mean of its seeds."""
-    names = [name for name in ("dense", "nsa", "window") if rows(name, NEEDLE)]
-    figure, axes = new_figure(9.0, 2.9, columns=len(names))
+    order = ("dense", "nsa", "random", "separate", "window")
+    names = [name for name in order if rows(name, NEEDLE)]
+    figure, axes = new_figure(10.4, 2.5, columns=len(names))
     shares = {}
     for axis, name in zip(axes[0], names, strict=True):
         runs = rows(name, NEEDLE)
@@ -369,26 +386,76 @@ def draw_needle() -> Picture:
         colour = np.array(to_rgb(PALETTE["selected"]))
         axis.imshow(1 - found[..., None] * (1 - colour), aspect="auto", interpolation="none")
         for (i, j), share in np.ndenumerate(found):
-            axis.text(j, i, f"{100 * share:.0f}", ha="center", va="center", fontsize=7.5,
+            axis.text(j, i, f"{100 * share:.0f}", ha="center", va="center", fontsize=6.5,
                       color="white" if share > 0.6 else PALETTE["text"])  # fmt: skip
-        axis.set_title(NAMES[name][0], fontsize=10)
+        axis.set_title(NAMES[name][0], fontsize=9.5)
         axis.set_yticks([])
         axis.set_xticks([0, found.shape[1] - 1], ["first", "last"])
-        axis.set_xlabel("where the needle is")
+        axis.set_xlabel("where the needle is", fontsize=9)
     lengths = rows(names[0], NEEDLE)[0]["lengths"]
     axes[0, 0].set_yticks(range(len(lengths)), [f"{n:,}" for n in lengths])
-    axes[0, 0].set_ylabel("tokens of the text")
+    axes[0, 0].set_ylabel("tokens of the text", fontsize=9)
     told = ", ".join(f"{NAMES[n][0]} {share:.0%}" for n, share in shares.items())
     return Picture(figure, f"Needles found in texts of {lengths[-1]:,} tokens: {told}")
+
+
+def tokens_per_second() -> dict[str, dict[int, float]]:
+    """Of a model's forward and backward pass: dense and NSA, by the length of the text."""
+    found: dict[str, dict[int, float]] = {"dense": {}, "nsa": {}}
+    for r in recording(SPEED)["rows"]:
+        found[r["attention"]][r["tokens"]] = r["tokens"] / r["ms"] * 1000
+    return found
+
+
+def pays_from() -> tuple[int, int]:
+    """The longest recorded text for which dense attention is quicker, and the next one."""
+    speed = tokens_per_second()
+    lengths = sorted(speed["dense"])
+    last = max(n for n in lengths if speed["dense"][n] > speed["nsa"][n])
+    return last, lengths[lengths.index(last) + 1]
+
+
+def draw_speed() -> Picture:
+    """Tokens per second of a model in training, by the length of its text."""
+    speed, data = tokens_per_second(), recording(SPEED)
+    figure, axes = new_figure(8.0, 3.2)
+    axis, lengths = axes[0, 0], sorted(speed["dense"])
+    for name, values in speed.items():
+        y = [values[n] / 1000 for n in lengths]
+        axis.loglog(lengths, y, "o-", color=PALETTE[NAMES[name][1]], base=2, linewidth=2)
+        axis.text(lengths[-1] * 1.12, y[-1], NAMES[name][0], va="center", fontsize=10)
+    a, b = pays_from()
+    axis.axvspan(a, b, color=PALETTE["faint"], alpha=0.25, linewidth=0)
+    axis.set_xticks(lengths, [f"{n // 1024}k" for n in lengths])
+    axis.set_yticks([32, 64, 128, 256, 512], ["32", "64", "128", "256", "512"])
+    axis.minorticks_off()
+    axis.set(xlim=(lengths[0] * 0.85, lengths[-1] * 1.9), xlabel="tokens of the text",
+             ylabel="1,000 tokens a second")  # fmt: skip
+    most = lengths[-1]
+    return Picture(
+        figure,
+        f"On one {data['machine'].removeprefix('NVIDIA ')}, NSA trains faster from {b // 1024}k "
+        f"tokens on, and {speed['nsa'][most] / speed['dense'][most]:.1f} times as fast at "
+        f"{most // 1024}k",
+    )
 
 
 # -- one run, looked at --
 
 
-def sentence(attention: str, seed: int, step: int) -> str:
+def sentence(task: str, attention: str, seed: int, step: int) -> str:
     """What the explorer says."""
-    row = rows(attention)[seed]
-    label, f = NAMES[attention][0], row["found"]
+    label = NAMES[attention][0]
+    if not (runs := rows(attention, TASKS[task])):
+        return f"{label} was not recorded for this task."
+    row = runs[seed]
+    if "map" in row:
+        shares = ", ".join(
+            f"{mean(line):.0%} of {n:,} tokens"
+            for n, line in zip(row["lengths"], row["map"], strict=True)
+        )
+        return f"{label}, seed {seed}: the needle is found in texts as follows: {shares}."
+    f = row["found"]
     told = f"{label}, seed {seed}: {f['accuracy']:.1%} of all answers, {f['far']:.1%} of the far."
     if f.get("hits") is not None:
         told += f" Its lists hold {f['hits']:.1%} of the far answers (chance: {f['chance']:.1%})."
@@ -397,35 +464,53 @@ def sentence(attention: str, seed: int, step: int) -> str:
     return told
 
 
-def draw_run(attention: str = "nsa", seed: int = 0, step: int = 1000) -> Picture:
-    """One run: its loss, its accuracy by distance, and its lists where they were kept."""
-    row, sheet = rows(attention)[seed], Sheet(8.5, 3.3)
+def draw_run(
+    task: str = "recall, 512", attention: str = "nsa", seed: int = 0, step: int = 1000
+) -> Picture:
+    """One run: its loss, its accuracy by distance or the needle's by depth, and its lists where
+    they were kept."""
+    sheet, path = Sheet(8.5, 3.3), TASKS[task]
     label, colour = NAMES[attention]
-    end = row["curve"][-1][0]
+    if not (runs := rows(attention, path)):
+        sheet.text(0.55, 1.5, f"{label} was not recorded for this task.", size=10)
+        return Picture(sheet.figure, f"{label}: not recorded")
+    row = runs[seed]
+    end = row["settings"]["steps"]
     left = sheet.chart(Place(0.55, 0.62, 2.15, 2.0), (0, end), (0, 6))
     left.title("training loss")
     for other in ("dense", "window"):
-        curve = [point[:2] for point in rows(other)[0]["curve"]]
+        curve = [(step, min(loss, 6)) for step, loss, _ in rows(other, path)[0]["curve"]]
         left.lines([curve], "masked", 1.5)
-        place = (0.98 * end, 1.85, other) if other == "window" else (0.98 * end, 0.42, other)
-        left.words([place], size=8, ha="right", va="bottom")
-    left.lines([[point[:2] for point in row["curve"]]], colour, 2)
+        left.words([(0.98 * end, curve[-1][1] + 0.15, other)], size=8, ha="right", va="bottom")
+    left.lines([[(step, min(loss, 6)) for step, loss, _ in row["curve"]]], colour, 2)
     left.bottom([0, end // 2, end], name="step")
     left.left([0, 2, 4, 6])
-    bins = row["found"]["by_distance"]
-    middle = sheet.chart(Place(3.3, 0.62, 2.2, 2.0), (-0.5, len(bins) - 0.5), (0, 1.1))
-    middle.title("accuracy by distance")
-    middle.boxes([(i - 0.38, 0, 0.76, b["accuracy"]) for i, b in enumerate(bins)], colour)
-    middle.words([(i, b["accuracy"] + 0.02, f"{100 * b['accuracy']:.0f}")
-                  for i, b in enumerate(bins)], size=8, va="bottom")  # fmt: skip
-    middle.bottom(range(len(bins)), [b["from"] for b in bins], "tokens back, from")
+    if "map" in row:
+        shares = row["map"][-1]
+        at = [str(i) for i in range(len(shares))]
+        title, name = f"needles in {row['lengths'][-1]:,} tokens", "place, from the first on"
+    else:
+        bins = row["found"]["by_distance"]
+        shares, at = [b["accuracy"] for b in bins], [str(b["from"]) for b in bins]
+        title, name = "accuracy by distance", "tokens back, from"
+    wide = len(shares) > 9
+    middle = sheet.chart(Place(3.3, 0.62, 2.2, 2.0), (-0.5, len(shares) - 0.5), (0, 1.1))
+    middle.title(title)
+    middle.boxes([(i - 0.38, 0, 0.76, share) for i, share in enumerate(shares)], colour)
+    middle.words([(i, share + 0.02, f"{100 * share:.0f}") for i, share in enumerate(shares)],
+                 size=6.5 if wide else 8, va="bottom")  # fmt: skip
+    shown = range(0, len(shares), 3 if wide else 1)
+    middle.bottom(shown, [at[i] for i in shown], name)
     middle.left([0, 0.5, 1], ["0", "50 %", "100 %"])
     place = Place(6.15, 0.62, 2.2, 2.0)
     if "lists" in row:
         _put_lists(sheet, place, row, step)
     else:
-        sheet.text(6.15, 1.5, "Lists were kept of\nNSA and of random slots,\nseed 0.", size=9)
-    return Picture(sheet.figure, f"{label}: {row['found']['far']:.0%} of the far answers")
+        sheet.text(6.15, 1.5, "Lists were kept of NSA\nand of random slots,\n512 tokens, seed 0.",
+                   size=9)  # fmt: skip
+    told = mean(shares) if "map" in row else row["found"]["far"]
+    what = "needles" if "map" in row else "far answers"
+    return Picture(sheet.figure, f"{label}: {told:.0%} of the {what}")
 
 
 def _put_lists(sheet: Sheet, place: Place, row: dict, step: int) -> None:
@@ -446,18 +531,22 @@ def _put_lists(sheet: Sheet, place: Place, row: dict, step: int) -> None:
 
 
 def explore() -> Panel:
-    """The interactive: variant, seed and step → loss, accuracy by distance, lists."""
+    """The interactive: task, variant, seed and step → loss, accuracy by distance, lists."""
 
-    def render(attention: str, seed: int, step: int) -> tuple[Picture, str]:
-        return draw_run(attention, seed, step), sentence(attention, seed, step)
+    def render(task: str, attention: str, seed: int, step: int) -> tuple[Picture, str]:
+        return draw_run(task, attention, seed, step), sentence(task, attention, seed, step)
 
-    def idle(attention: str, seed: int, step: int) -> set[str]:
-        return set() if "lists" in rows(attention)[seed] else {"step"}
+    def idle(task: str, attention: str, seed: int, step: int) -> set[str]:
+        runs = rows(attention, TASKS[task])
+        if not runs:
+            return {"seed", "step"}
+        return set() if "lists" in runs[seed] else {"step"}
 
     return panel(
         "one run",
         render,
         idle=idle,
+        task=ipywidgets.Dropdown(options=list(TASKS), description="task"),
         attention=ipywidgets.Dropdown(
             options=[(label, name) for name, (label, _) in NAMES.items()], value="nsa",
             description="attention",

@@ -118,7 +118,8 @@ def train(settings: Settings, a: argparse.Namespace) -> int:
         f"{found['loss']:.3f} and the accuracy {found['accuracy']:.1%} on texts held out"
     )
     if found.get("far") is not None:
-        print(f"answers that lie {evaluate.reach(run)} tokens back or more: {found['far']:.1%}")
+        reach = evaluate.reach(run.settings)
+        print(f"answers that lie {reach} tokens back or more: {found['far']:.1%}")
     if a.out is not None:
         facts = {
             "settings": settings.as_dict(), "found": found,

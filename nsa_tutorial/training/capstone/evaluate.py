@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nsa_tutorial.training.capstone.attention import SparseAttention
 from nsa_tutorial.training.capstone.model import loss_of
+from nsa_tutorial.training.capstone.settings import Settings
 from nsa_tutorial.training.capstone.tasks import HELD_OUT, NONE, Needle, Texts
 from nsa_tutorial.training.capstone.train import Run
 
@@ -45,15 +46,15 @@ def summary(run: Run, batches: int = 8) -> dict:
                 share = is_right[lies].float().mean().item()
                 bounds = {"from": int(distance[lies].min()), "to": int(distance[lies].max())}
                 found["by_distance"].append(bounds | {"asked": count, "accuracy": share})
-        far = distance >= reach(run)
+        far = distance >= reach(s)
         found["far"] = is_right[far].float().mean().item() if far.any() else None
         found |= _hits(run, batches, distance, far)
     return found
 
 
-def reach(run: Run) -> int:
+def reach(settings: Settings) -> int:
     """The tokens that a query sees for certain, in all layers together: beyond them lies `far`."""
-    s = run.settings
+    s = settings
     return s.layers * max(s.window_size, 2 * s.block_size)
 
 

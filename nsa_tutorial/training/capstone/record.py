@@ -1,6 +1,9 @@
-"""Many runs at once on one GPU, and what they found, in one file: chapter 17 draws from it.
+"""What chapter 17 draws from: many runs at once on one GPU and what they found, and how fast a
+model of four layers is, by the length of its text. Each goes to a file.
 
-python -m nsa_tutorial.training.capstone.record needle --output FILE.json
+    python -m nsa_tutorial.training.capstone.record recall --sizes short --output FILE.json
+    python -m nsa_tutorial.training.capstone.record needle --output FILE.json
+    python -m nsa_tutorial.training.capstone.record speed --output FILE.json
 """
 
 from __future__ import annotations
@@ -23,23 +26,35 @@ from nsa_tutorial.training.capstone.__main__ import machine, versions
 from nsa_tutorial.training.capstone.settings import Settings
 from nsa_tutorial.training.capstone.train import Run
 
-# the sizes of the recall task: short enough for a CPU, and long
+# the sizes of the recall task: short enough for a CPU, and long. In a "separate" one each branch
+# has keys of its own; in the other long ones, summaries are made of the keys that the lists read
+_LONG = {"length": 8192, "steps": 1000, "width": 128, "head_width": 128, "batch": 4,
+         "learning_rate": 3e-3, "block_size": 64, "top_n": 8, "window_size": 64,
+         "summary_length": 4, "stride": 4, "compression": "weighted",
+         "backend": "auto"}  # fmt: skip
+_FINE = _LONG | {"compression": "mean", "block_size": 32, "top_n": 16}
 SIZES = {
     "short": {"length": 512, "steps": 1000, "width": 128, "head_width": 128, "batch": 16,
               "learning_rate": 2e-3},
-    "long": {"length": 8192, "steps": 1200, "width": 128, "head_width": 128, "batch": 4,
-             "learning_rate": 3e-3, "block_size": 64, "top_n": 16, "window_size": 512,
-             "backend": "auto"},
+    "long": _LONG | {"separate_keys": False},
+    "long-separate": _LONG,
+    "long-fine": _FINE | {"separate_keys": False},
+    "long-fine-separate": _FINE,
 }  # fmt: skip
 # learned-choice scores in plain PyTorch, which takes over a second a step for long texts
 VARIANTS = {
     "short": ("dense", "window", "nsa", "random", "no-selection", "no-summaries", "no-window",
               "learned-choice"),
     "long": ("dense", "nsa", "random", "no-selection", "window"),
+    "long-separate": ("nsa",),
+    "long-fine": ("nsa", "random", "no-selection", "no-summaries"),
+    "long-fine-separate": ("nsa",),
 }  # fmt: skip
 NEEDLE = {"length": 2048, "steps": 1000, "width": 128, "head_width": 128, "batch": 16,
-          "learning_rate": 3e-3, "block_size": 32, "top_n": 8, "window_size": 64,
+          "learning_rate": 1.5e-3, "block_size": 32, "top_n": 8, "window_size": 32,
           "backend": "auto"}  # fmt: skip
+NEEDLES = {"shared": NEEDLE | {"separate_keys": False}, "separate": NEEDLE}
+OF_NEEDLES = {"shared": ("dense", "window", "nsa", "random"), "separate": ("nsa",)}
 # of PyTorch, the first that can
 DENSE = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 SNAPSHOTS = (1, 100, 200, 300, 400, 600, 800, 1000)
@@ -87,15 +102,19 @@ def without(run: Run) -> dict[str, dict]:
 
 def needle(job: tuple[str, str, int, str, int]) -> dict:
     """One run of the needle task, and its map."""
-    _, variant, seed, device, steps = job
-    changes = NEEDLE | {"device": device} | ({"steps": steps} if steps else {})
+    keys, variant, seed, device, steps = job
+    changes = NEEDLES[keys] | {"device": device} | ({"steps": steps} if steps else {})
     run = Run(Settings.of("needle", attention=variant, seed=seed, **changes))
     start = time.perf_counter()
-    curve = [[m["step"], round(m["loss"], 4), round(m["accuracy"], 4)] for m in run.steps()]
+    curve = [
+        [m["step"], round(m["loss"], 4), round(m["accuracy"], 4)]
+        for m in run.steps()
+        if m["step"] % 20 == 0 or m["step"] == 1
+    ]
     lengths = [length for length in (256, 512, 1024, 2048) if length <= run.settings.length]
     return {
-        "attention": variant, "seed": seed, "settings": run.settings.as_dict(),
-        "curve": curve[::20], "seconds": round(time.perf_counter() - start, 1),
+        "attention": variant, "seed": seed, "keys": keys, "settings": run.settings.as_dict(),
+        "curve": curve, "seconds": round(time.perf_counter() - start, 1),
         "lengths": lengths, "map": evaluate.needle_map(run, lengths, batches=4),
     }  # fmt: skip
 
@@ -148,25 +167,31 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--seeds", type=int, default=3)
     p.add_argument("--steps", type=int, default=0, help="0: those of the task")
     p.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    p.add_argument("--variants", nargs="+", help="of attention; all of the task by default")
+    p.add_argument("--variants", nargs="+", help="of attention; all of the size by default")
+    p.add_argument("--add", action="store_true", help="to the rows that the file holds")
     a = p.parse_args(arguments)
     facts = {
         "command": " ".join(["python -m nsa_tutorial.training.capstone.record", *sys.argv[1:]]),
         "machine": machine(Settings(device=a.device)), "versions": versions(),
     }  # fmt: skip
+    found = []
+    if a.add:
+        old = json.loads(a.output.read_text(encoding="utf-8"))
+        if any(old[name] != facts[name] for name in ("machine", "versions")):
+            p.error(f"--add: {a.output} is of another machine or other versions")
+        facts["command"], found = f"{old['command']}\n{facts['command']}", old["rows"]
     if a.what == "speed":
         rows = speed(a.device)
     else:
-        sizes = a.sizes if a.what == "recall" else ["long"]
-        of_size = VARIANTS if a.what == "recall" else {"long": ("dense", "window", "nsa")}
+        of_size = VARIANTS if a.what == "recall" else OF_NEEDLES
+        sizes = a.sizes if a.what == "recall" else OF_NEEDLES
         jobs = [
             (size, variant, seed, a.device, a.steps)
-            for size in sizes
             for seed in range(a.seeds)
+            for size in sizes
             for variant in (a.variants or of_size[size])
         ]
         rows = _all(recall if a.what == "recall" else needle, jobs, a.processes)
-    found = []
     for row in rows:  # what is there is kept, should a later one fail
         found.append(row)
         a.output.write_text(json.dumps(facts | {"rows": found}) + "\n", encoding="utf-8")
