@@ -7,6 +7,8 @@ and Native Sparse Attention between them (arXiv 2502.11089; chapter 08).
     cache = layer.new_cache(batch_size=B, max_tokens=4096)
     y = layer(x[:, :n], cache=cache)  # a prompt; then one token after the other
 
+    y = layer(x, mesh=mesh, cut=cut)  # of a text that several ranks share: training.many_gpus
+
 It has no tensor parallelism and no dropout.
 """
 
@@ -14,15 +16,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from nsa_tutorial import library, ops
+from nsa_tutorial.layer_parts import Compression, rotate
 from nsa_tutorial.runtime import checks
 from nsa_tutorial.serving.cache import Cache
-from nsa_tutorial.sparse.compression import KINDS, MLPWeights
-from nsa_tutorial.sparse.native_sparse_attention import BRANCHES, wide
+from nsa_tutorial.sparse.compression import KINDS
+from nsa_tutorial.sparse.native_sparse_attention import BRANCHES
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from nsa_tutorial.training.many_gpus.cuts import Cut
+    from nsa_tutorial.training.many_gpus.operators import Share
 
 
 @dataclass(frozen=True)
@@ -66,15 +76,8 @@ class NativeSparseAttentionConfig:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in (
-            "width",
-            "query_heads",
-            "kv_heads",
-            "block_size",
-            "length",
-            "stride",
-            "gate_width",
-        ):
+        sizes = ("width", "query_heads", "kv_heads", "block_size", "length", "stride", "gate_width")
+        for name in sizes:
             checks.check_positive_int(name, getattr(self, name))
         checks.check_window_size(self.window_size)
         checks.check_positive_int("top_n", self.top_n, least=3)
@@ -96,62 +99,6 @@ class NativeSparseAttentionConfig:
                     "embedding"
                 )
         checks.check_backend(self.backend)
-
-
-def rotate(x: Tensor, position: Tensor, base: float) -> Tensor:
-    """Rotary embedding (RoFormer, arXiv 2104.09864): turn the pairs `(i, i + D / 2)` of
-    `x [B, N, H, D]` by `position [N]` or `[B, N]`."""
-    half = x.shape[-1] // 2
-    # [D / 2], in radians per token
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=wide(x)) / half)
-    angle = (position[..., None] * frequency)[..., None, :]  # [(B,) N, 1, D / 2]
-    a, b = x.to(angle.dtype).split(half, -1)
-    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1).to(
-        x.dtype
-    )
-
-
-class Compression(nn.Module):
-    """`ops.compress` with the weights it learns; "weighted" and "linear" begin as the mean."""
-
-    def __init__(
-        self, kind: str, length: int, stride: int, heads: int, width: int, backend: str = "auto"
-    ) -> None:
-        super().__init__()
-        self.kind, self.length, self.stride, self.backend = kind, length, stride, backend
-        flat, hidden = length * width, 4 * width
-        initial = {
-            "mean": {},
-            "weighted": {"weight": torch.full((length, heads), 1 / length)},
-            "linear": {"weight": torch.eye(width).repeat(length, 1) / length},
-            "mlp": {
-                "position": torch.randn(length, width) * 0.02,
-                "w1": torch.randn(flat, hidden) * flat**-0.5,
-                "b1": torch.zeros(hidden),
-                "w2": torch.randn(hidden, width) * hidden**-0.5,
-                "b2": torch.zeros(width),
-            },
-        }[kind]
-        self.weights = nn.ParameterDict(initial)
-
-    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """`[B, M, H, D]` to `[B, M_c, H, D]`."""
-        weight = (
-            MLPWeights(*(self.weights[name] for name in MLPWeights._fields))
-            if self.kind == "mlp"
-            else self.weights["weight"]
-            if self.weights
-            else None
-        )
-        return ops.compress(
-            x,
-            kind=self.kind,
-            length=self.length,
-            stride=self.stride,
-            weight=weight,
-            cu_seqlens=cu_seqlens,
-            backend=self.backend,
-        )
 
 
 class NativeSparseAttention(nn.Module):
@@ -197,8 +144,9 @@ class NativeSparseAttention(nn.Module):
         )  # fmt: skip
 
     def forward(
-        self, x: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | None = None
-    ) -> Tensor:
+        self, x: Tensor, cu_seqlens: Tensor | None = None, cache: Cache | None = None,
+        mesh: DeviceMesh | None = None, cut: Cut | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attend.
 
         Args:
@@ -208,6 +156,10 @@ class NativeSparseAttention(nn.Module):
             cache: from `new_cache`: `x` follows what each row of it holds, is appended, and attends
                 to all of it. The result is that of the whole text at these positions, without a
                 gradient.
+            mesh, cut: `x` holds this rank's tokens of a longer text, which `cut` cuts over the
+                ranks of the mesh's dimension "context"; without a `cut`, a zigzag of equal
+                shares. Each rank's gradients are those of its own tokens, and of the summaries
+                that end in them: add them up over the context, as `fully_shard` does.
 
         Raises:
             ValueError: also for a cache without room for `x`, which then stays as it is.
@@ -220,6 +172,7 @@ class NativeSparseAttention(nn.Module):
             )
         checks.check_cu_seqlens(cu_seqlens, x, x.shape[1], name="x")
         B, N = x.shape[:2]
+        share = None if mesh is None else _share(mesh, cut, N, cu_seqlens, cache)
         if cache is not None:
             _check_cache(cache, x, cu_seqlens)
             if torch.is_grad_enabled():
@@ -242,6 +195,8 @@ class NativeSparseAttention(nn.Module):
                 position = library.positions(cu_seqlens, N)
             if cache is not None:
                 position = cache.positions(N)
+            if share is not None:
+                position = share.positions(x.device)
             q, k = (rotate(x, position, c.rotary_base) for x in (q, k))
 
         # -- one set of keys and values for each branch --
@@ -252,6 +207,10 @@ class NativeSparseAttention(nn.Module):
         tokens = (*selected, *(window or selected), k_cmp, v_cmp)
         if cache is not None and x.shape[1] <= most:
             return self.o(self._append(cache, q, gates, tokens).flatten(2))
+
+        # -- a share of a text --
+        if share is not None:
+            return self.o(self._over_ranks(share, q, gates, tokens, bool(window)).flatten(2))
 
         # -- attend --
         compressed = (self.compress_k(k_cmp, cu_seqlens), self.compress_v(v_cmp, cu_seqlens))
@@ -272,6 +231,24 @@ class NativeSparseAttention(nn.Module):
             cu_seqlens=cu_seqlens, learn_choice=c.learn_choice, backend=c.backend,
         )  # fmt: skip
 
+    def _over_ranks(
+        self, share: Share, q: Tensor, gates: Sequence[Tensor], tokens: Sequence[Tensor],
+        has_window: bool,
+    ) -> Tensor:  # fmt: skip
+        """What `attend` returns, of this rank's tokens; the operators of a share take the place of
+        `ops`."""
+        if type(self).attend is not NativeSparseAttention.attend:
+            raise TypeError(
+                f"mesh: got one, expected None: {type(self).__name__} has an attend of its own"
+            )
+        c, (k_slc, v_slc, k_swa, v_swa, k_cmp, v_cmp) = self.config, tokens
+        compressed = (self.compress_k(k_cmp, share=share), self.compress_v(v_cmp, share=share))
+        return share.three_branches(
+            q, compressed, (k_slc, v_slc), (k_swa, v_swa) if has_window else (), gates,
+            block_counts=c.top_n, block_size=c.block_size, window_size=c.window_size,
+            length=c.length, stride=c.stride, learn_choice=c.learn_choice, backend=c.backend,
+        )  # fmt: skip
+
     def _append(
         self, cache: Cache, q: Tensor, gates: Sequence[Tensor], tokens: Sequence[Tensor]
     ) -> Tensor:
@@ -282,6 +259,21 @@ class NativeSparseAttention(nn.Module):
         k, v = cache.pending_windows(n)
         cache.write_summaries(self.compress_k(k), self.compress_v(v), n)
         return cache.attend(q, gates, block_counts=c.top_n, block_size=c.block_size)
+
+
+def _share(
+    mesh: DeviceMesh, cut: Cut | None, N: int, cu_seqlens: Tensor | None, cache: Cache | None
+) -> Share:
+    """This rank's share of a text, `N` tokens."""
+    from nsa_tutorial.training.many_gpus.operators import Share
+
+    for name, x in (("cu_seqlens", cu_seqlens), ("cache", cache)):
+        if x is not None:
+            raise ValueError(
+                f"{name}: got {checks.describe(x)}, expected None with a mesh: the cut holds the "
+                "documents, and a cache is one process's"
+            )
+    return Share.of(mesh, cut, N)
 
 
 def _check_cache(cache: object, x: Tensor, cu_seqlens: Tensor | None) -> None:

@@ -24,6 +24,7 @@ LEVELS = (
     {"training.many_gpus.run"},
     {"bench", "interop", "hugging_face", "training.capstone"},
     {"layer"},
+    {"layer_parts"},
     {"serving", "training.many_gpus"},
     {"ops"},
     {"ops_decoding"},

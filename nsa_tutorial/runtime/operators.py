@@ -5,6 +5,7 @@ compiler for that at the first call, with SymPy: more than a second. Where nothi
 compiler, it traces nothing, and there is nothing to keep out.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Collection
 
@@ -24,6 +25,11 @@ def operator(name: str, mutates: Collection[str] = ()) -> Callable[[Callable], C
         return defined
 
     return define
+
+
+def outside_graphs(function: Callable) -> Callable:
+    """`function`, which `torch.compile` calls as it is, between two graphs."""
+    return functools.wraps(function)(_plain_without_a_compiler(torch._disable_dynamo(function)))
 
 
 def _plain_without_a_compiler(kept_out: Callable) -> Callable:

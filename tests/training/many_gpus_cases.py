@@ -151,3 +151,111 @@ def bytes_sent(rank: int, cut: Cut, own_window: bool) -> tuple[dict, dict, dict,
     by_hand = [bytes_moved(cut, rank, widths, **sizes, backward=back) for back in (False, True)]
     del forward["settings"]
     return by_hand[0], dict(forward), by_hand[1], dict(backward)
+
+
+@cache
+def grid_of(data: int, context: int) -> object:
+    """One mesh for all cases of a process."""
+    return many_gpus.make_mesh(data, context, "cpu", timeout=60.0)
+
+
+def layer(
+    rank: int, data: int, cut: Cut, compression: str, *, shards: bool, compiles: bool = False,
+    learns: bool = False,
+) -> dict[str, float]:  # fmt: skip
+    """The errors of a layer over a mesh of (data, context): its output, and the gradient of each
+    weight, averaged over all ranks."""
+    from copy import deepcopy
+
+    from torch.distributed.fsdp import fully_shard
+
+    from nsa_tutorial import NativeSparseAttention, NativeSparseAttentionConfig
+
+    mesh = grid_of(data, cut.ranks)
+    torch.manual_seed(0)
+    config = NativeSparseAttentionConfig(
+        width=8, query_heads=4, kv_heads=2, key_width=4, value_width=4, block_size=4, top_n=3,
+        window_size=5, length=4, stride=2, compression=compression, gate_width=4,
+        learn_choice=learns, backend="reference",
+    )  # fmt: skip
+    one = NativeSparseAttention(config).double()
+    mine = deepcopy(one)
+    x = torch.randn(data, cut.tokens, 8, dtype=torch.float64)
+    d_y = torch.randn_like(x)
+    offsets = None if cut.documents is None else torch.tensor(cut.documents)
+
+    # -- one process: the mean over all tokens of all texts --
+    y = torch.cat([one(text, cu_seqlens=offsets) for text in x.split(1)])
+    ((y * d_y).sum() / (data * cut.tokens)).backward()
+
+    # -- all ranks: each its tokens' part of the mean, times the ranks of the context --
+    text = slice(rank // cut.ranks, rank // cut.ranks + 1)
+    own = rank % cut.ranks
+    if shards:
+        fully_shard(mine, mesh=mesh)  # replicated over data, sharded over context; averages
+    run = torch.compile(mine, backend="aot_eager") if compiles else mine
+    found = run(cut.shard(x[text], own), mesh=mesh, cut=cut)
+    ((found * cut.shard(d_y[text], own)).sum() * cut.ranks / cut.tokens).backward()
+    errors = {"y": float((found - cut.shard(y[text], own)).abs().max()) if found.numel() else 0.0}
+    for (name, weight), (_, expected) in zip(
+        mine.named_parameters(), one.named_parameters(), strict=True
+    ):
+        gradient = weight.grad
+        if shards:
+            gradient = gradient.full_tensor()
+        else:
+            torch.distributed.all_reduce(gradient)
+            gradient /= data * cut.ranks
+        errors[name] = float((gradient - expected.grad).abs().max())
+    return errors
+
+
+def layer_with(rank: int, arguments: tuple, options: dict) -> dict[str, float]:
+    """`layer`."""
+    return layer(rank, *arguments, **options)
+
+
+# -- what goes wrong --
+
+
+def told(rank: int, cuts: list[Cut], options: list[dict], missing: int = 0) -> tuple[str, str]:
+    """The name and the text of the error that a rank gets, each rank with a cut and options of its
+    own, the last one with so many tokens `missing`."""
+    mesh, cut = mesh_of(len(cuts)), cuts[rank]
+    x = leaves({key: cut.shard(y, rank) for key, y in text(cut.tokens).items()})
+    if rank == len(cuts) - 1 and missing:
+        x = {key: y[:, :-missing] for key, y in x.items()}
+    try:
+        many_gpus.native_sparse_attention(
+            *(x[name] for name in ("q", "k", "v", "g_cmp", "g_slc", "g_swa")), mesh=mesh, cut=cut,
+            **SIZES | {"block_counts": 3} | options[rank],
+        )  # fmt: skip
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def told_of_a_death(rank: int, when: str, timeout: float) -> tuple[str, str, float]:
+    """The error of the first rank, and after how many seconds, where the second one dies before
+    the forward or before the backward, or goes on without its call."""
+    import os
+    import time
+
+    mesh, cut = many_gpus.make_mesh(1, 2, "cpu", timeout=timeout), Cut(2, 45)
+    x = leaves({key: cut.shard(y, rank) for key, y in text(45).items()})
+    given = [x[name] for name in ("q", "k", "v", "g_cmp", "g_slc", "g_swa")]
+    if rank == 1 and when == "forward":
+        os._exit(1)
+    if rank == 1 and when == "never":
+        return "", "", 0.0
+    start = time.monotonic()
+    try:
+        o = many_gpus.native_sparse_attention(
+            *given, mesh=mesh, cut=cut, **SIZES | {"block_counts": 3}
+        )
+        if rank == 1:
+            os._exit(1)
+        o.sum().backward()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", time.monotonic() - start

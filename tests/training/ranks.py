@@ -29,7 +29,7 @@ class Ranks:
     """`size` processes with a process group over gloo, or NCCL on `device="cuda"`."""
 
     def __init__(self, size: int, device: str = "cpu", timeout: float = 60.0) -> None:
-        _CONTEXT.set_forkserver_preload([__name__, "nsa_tutorial.training.many_gpus"])
+        _CONTEXT.set_forkserver_preload([__name__, "nsa_tutorial.layer", "torch.distributed.fsdp"])
         self.pipes, self.processes, port = [], [], free_port()
         for rank in range(size):
             pipe, end = _CONTEXT.Pipe()
@@ -40,7 +40,7 @@ class Ranks:
             self.processes.append(process)
 
     def run(self, function: Callable, *arguments: object, patience: float = 120.0) -> list:
-        """What `function(rank, *arguments)` returns on each rank.
+        """What `function(rank, *arguments)` returns on each rank; None of one that dies.
 
         Raises:
             RankFailed: with the traceback of the first rank that raised.
@@ -51,7 +51,10 @@ class Ranks:
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(patience):
                 raise RankFailed(f"rank {rank} did not answer in {patience} seconds")
-            found.append(pipe.recv())
+            try:
+                found.append(pipe.recv())
+            except EOFError:
+                found.append((True, None))  # it has died
         for rank, (is_right, result) in enumerate(found):
             if not is_right:
                 raise RankFailed(f"rank {rank}: {result}")

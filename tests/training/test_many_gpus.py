@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import many_gpus_cases as cases
 import pytest
 from ranks import Ranks
 
 from nsa_tutorial.training.many_gpus import Cut
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
@@ -51,3 +42,33 @@ def test_bytes(two: Ranks, kind: str, documents: tuple[int, ...] | None) -> None
             by_hand, forward, by_hand_back, backward = found
             assert by_hand == forward and by_hand_back == backward
             assert sum(forward.values()) > 0
+
+
+@pytest.mark.parametrize("compression", ["mean", "mlp"])
+@pytest.mark.parametrize("shards", [False, True], ids=["plain", "fully_shard"])
+def test_layer(two: Ranks, compression: str, shards: bool) -> None:
+    """Outputs, and the gradient of every weight."""
+    for cut in (Cut(2, 21), Cut(2, 2), Cut(2, 21, "contiguous", (0, 3, 15, 21))):
+        for errors in two.run(cases.layer_with, (1, cut, compression), {"shards": shards}):
+            assert max(errors.values()) < 1e-12, errors
+
+
+def test_layer_over_data_and_context(four: Ranks) -> None:
+    for errors in four.run(cases.layer_with, (2, Cut(2, 21), "mlp"), {"shards": True}):
+        assert max(errors.values()) < 1e-12, errors
+
+
+def test_four(four: Ranks) -> None:
+    """Windows and summaries that reach over several ranks; ranks without a token."""
+    for tokens in (90, 45, 9, 5, 1):
+        for kind in ("contiguous", "zigzag"):
+            for errors in four.run(cases.branches, Cut(4, tokens, kind), 1, True, 2):
+                assert max(errors.values()) < 1e-12, errors
+
+
+@pytest.mark.exhaustive
+def test_layer_compiled(two: Ranks) -> None:
+    """`torch.compile` leaves the operators over ranks as they are, and compiles what is around."""
+    options = {"shards": True, "compiles": True}
+    for errors in two.run(cases.layer_with, (1, Cut(2, 21), "mlp"), options):
+        assert max(errors.values()) < 1e-12, errors

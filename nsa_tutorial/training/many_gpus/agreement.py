@@ -45,12 +45,11 @@ def begin(
     settings: dict[str, object] = {"operator": name, "cut": cut, **options}
     settings["gradients"] = torch.is_grad_enabled()
     for key, x in tensors.items():
-        if isinstance(x, Tensor):
-            # all but the tokens
+        if isinstance(x, Tensor):  # all but the tokens
             shape = [x.shape[0], *x.shape[2:]] if x.ndim > 1 else []
             settings[key] = (shape, str(x.dtype), x.device.type, x.requires_grad)
         else:
-            settings[key] = None
+            settings.setdefault(key, None)
     device = next(x.device for x in tensors.values() if isinstance(x, Tensor))
     agree(context, settings, device, problem)
     return context

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nsa_tutorial import ops
 from nsa_tutorial.runtime import checks
+from nsa_tutorial.runtime.operators import outside_graphs
 from nsa_tutorial.training.many_gpus.agreement import begin, check_summaries
 from nsa_tutorial.training.many_gpus.apart import apart, together
 from nsa_tutorial.training.many_gpus.calls import by_head, cu_seqlens_of, with_halo
@@ -22,6 +23,7 @@ from nsa_tutorial.training.many_gpus.meshes import Context, Mesh, context_of
 Attention = Tensor | tuple[Tensor, Tensor]
 
 
+@outside_graphs
 def compressed_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, mesh: Mesh, cut: Cut, length: int = 32,
     stride: int = 16, scale: float | None = None, return_lse: bool = False, backend: str = "auto",
@@ -45,6 +47,7 @@ def compressed_attention(
     return found if return_lse else found[0]
 
 
+@outside_graphs
 def select_blocks(
     q: Tensor, k_cmp: Tensor, lse: Tensor | None = None, *, mesh: Mesh, cut: Cut, top_n: int = 16,
     block_size: int = 64, length: int = 32, stride: int = 16, num_initial: int = 1,
@@ -76,6 +79,7 @@ def select_blocks(
     return by_head(context, cut, mine, (), (k_cmp.detach(),), (length, stride), run)[0]
 
 
+@outside_graphs
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, *, mesh: Mesh, cut: Cut,
     return_lse: bool = False, **options: object,
@@ -105,6 +109,7 @@ def selected_attention(
     return found if return_lse else found[0]
 
 
+@outside_graphs
 def sliding_window_attention(
     q: Tensor, k: Tensor, v: Tensor, *, mesh: Mesh, cut: Cut, window_size: int,
     scale: float | None = None, return_lse: bool = False, backend: str = "auto",

@@ -16,19 +16,22 @@ holds no token: otherwise the others wait for it until the timeout.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa_tutorial import ops
+from nsa_tutorial.runtime.operators import outside_graphs
 from nsa_tutorial.sparse.compression import MLPWeights
 from nsa_tutorial.training.many_gpus.agreement import begin, check_summaries
 from nsa_tutorial.training.many_gpus.branches import window_of
 from nsa_tutorial.training.many_gpus.calls import by_head, cu_seqlens_of, with_halo
 from nsa_tutorial.training.many_gpus.cuts import Cut, Part, starts_of_summaries
-from nsa_tutorial.training.many_gpus.meshes import Mesh, context_of
+from nsa_tutorial.training.many_gpus.meshes import Mesh, context_of, cut_of
 
 
+@outside_graphs
 def three_branches(
     q: Tensor, compressed: Sequence[Tensor], selected: Sequence[Tensor], window: Sequence[Tensor],
     gates: Sequence[Tensor | None], *, mesh: Mesh, cut: Cut, block_indices: Tensor | None = None,
@@ -141,6 +144,7 @@ def native_sparse_attention(
     return three_branches(q, compressed, (k, v), (), gates, mesh=mesh, cut=cut, **made, **options)
 
 
+@outside_graphs
 def compress(
     x: Tensor, *, mesh: Mesh, cut: Cut, kind: str = "mean", length: int = 32, stride: int = 16,
     weight: Tensor | MLPWeights | None = None, backend: str = "auto",
@@ -178,3 +182,31 @@ def compress(
                 )
             )  # fmt: skip
     return torch.cat(found, 1)
+
+
+class Share(NamedTuple):
+    """This rank's part of a text, for a layer: the operators over it, called like those of `ops`.
+
+    Attributes:
+        mesh, cut: as for `three_branches`.
+    """
+
+    mesh: Mesh
+    cut: Cut
+
+    @classmethod
+    def of(cls, mesh: Mesh, cut: Cut | None, tokens: int) -> Share:
+        """Without a cut, a zigzag over ranks that hold `tokens` tokens each."""
+        return cls(mesh, cut or cut_of(mesh, tokens * context_of(mesh).ranks))
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Of this rank's tokens in their documents, `[n]`."""
+        return self.cut.positions(context_of(self.mesh).rank, device)
+
+    def compress(self, x: Tensor, **options: object) -> Tensor:
+        """`compress`."""
+        return compress(x, mesh=self.mesh, cut=self.cut, **options)
+
+    def three_branches(self, *tensors: object, **options: object) -> Tensor:
+        """`three_branches`."""
+        return three_branches(*tensors, mesh=self.mesh, cut=self.cut, **options)
