@@ -4,6 +4,7 @@ found by its name, and a file is read in one sitting."""
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import json
 import re
@@ -65,16 +66,21 @@ def is_module(name: str) -> bool:
     return path.is_dir() or path.with_suffix(".py").exists()
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imports(path: Path) -> tuple[tuple[int, str], ...]:
     """The modules of this package that a file names, with their lines: in imports wherever they
     stand, and in strings, which `import_module` and tables of functions take."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[int, str]]:
     package = ".".join(path.relative_to(ROOT).parent.parts)
-    tree = ast.parse(path.read_text())
+    nodes = list(ast.walk(ast.parse(path.read_text())))
     docstrings = {
-        node.value for node in ast.walk(tree)
+        node.value for node in nodes
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }  # fmt: skip
-    for node in ast.walk(tree):
+    for node in nodes:
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
