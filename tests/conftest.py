@@ -24,9 +24,10 @@ if any(find_spec(package) is None for package in ("ipywidgets", "nbclient", "nbf
 
 @cache
 def takes_long(path: Path) -> bool:
-    """Whether a file is a chapter, or has to do with compiled kernels or with a browser."""
+    """Whether a file is a chapter, or has to do with compiling or with a browser."""
     text = path.read_text(encoding="utf-8")
-    return path.suffix == ".ipynb" or path.parent.name == "browser" or "tilelang" in text
+    compiles = any(word in text for word in ("tilelang", "torch.compile", "--compile"))
+    return path.suffix == ".ipynb" or path.parent.name == "browser" or compiles
 
 
 LEFT_OUT = pytest.StashKey[int]()  # how many tests need a CUDA device that is not here

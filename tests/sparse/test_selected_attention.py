@@ -62,9 +62,14 @@ QUICK = {
     torch.bfloat16: {"own block and counts"},
 }
 FEW = {"two KV heads, three queries each, ragged tail", "packed sequences, one empty"}
+# each problem in one of the other orders, and what they differ in most in both
+EITHER = {
+    "tiles": [*list(PROBLEMS)[::2], "not causal, own block", "block of 200, longer than a tile"],
+    "blocks": [*list(PROBLEMS)[1::2], "counts per row", "G 1, widths 16"],
+}
 
 
-@product("problem", PROBLEMS, BACKENDS, QUICK, slow=dict.fromkeys(OTHER_ORDERS, FEW))
+@product("problem", PROBLEMS, BACKENDS, QUICK, slow=dict.fromkeys(OTHER_ORDERS, FEW), rest=EITHER)
 def test_error_budget(problem: Problem, dtype: torch.dtype, backend: str, device: str) -> None:
     skip_unless_runs(backend, device, dtype)
     assert_right(problem.make(dtype, device), backend)
