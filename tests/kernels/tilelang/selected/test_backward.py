@@ -113,7 +113,7 @@ def test_a_warp_has_columns_that_its_products_take() -> None:
 
 
 def drawn(seed: int) -> tuple[str, str, str, tuple[int, ...]]:
-    """An architecture with a dtype, a kernel, and its shape; every group once."""
+    """An architecture with a dtype, a kernel, and its shape; each group has its seed."""
     draw = random.Random(f"lowering {seed}")
     arch, dtype = draw.choice((*[("sm_90", "float16")] * 3, ("sm_90", "float32"),
                                ("sm_80", "bfloat16")))  # fmt: skip
@@ -130,7 +130,12 @@ SMALLEST = ("sm_90", "float16", "dkv", (2, 1, 16, 256, 64))
     ("arch", "dtype", "name", "shape"),
     [
         pytest.param(*SMALLEST, id="smallest", marks=pytest.mark.exhaustive),
-        *(pytest.param(*drawn(seed), marks=pytest.mark.exhaustive) for seed in range(len(GROUPS))),
+        # of the small groups, three and four say what two and five do
+        *(
+            pytest.param(*drawn(seed), marks=pytest.mark.exhaustive)
+            for seed, group in enumerate(GROUPS)
+            if group not in (2, 5)
+        ),
     ],
 )
 def test_groups_and_widths_lower(arch: str, dtype: str, name: str, shape: tuple[int, ...]) -> None:
