@@ -62,10 +62,10 @@ SHAPES = {  # H, G, D, DV, BS
         for (arch, dtype), name, is_window in dict.fromkeys((
             *((("sm_90", HALF), "shown", is_window) for is_window in (False, True)),
             *pairwise(
-                (("sm_90", torch.bfloat16), ("sm_90", torch.float32), ("sm_80", HALF)),
-                ("shown", "odd", "group of 64"), (False, True),
+                (("sm_90", torch.bfloat16), ("sm_80", HALF)), ("shown", "odd", "group of 64"),
+                (False, True),
             ),
-            (("sm_90", HALF), "wide", False),
+            (("sm_90", torch.float32), "odd", False), (("sm_90", HALF), "wide", False),
         ))
         for shape in (SHAPES[name],)
     ],
