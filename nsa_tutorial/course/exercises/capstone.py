@@ -376,6 +376,8 @@ _TRAIN = TEXTS.exercise(
         ({"range(first, until)": "range(until - first)"}, "steps that begin anew",
          "A run that goes on at step 3 needs the texts and the rate of step 3. Which numbers does "
          "your loop have?"),
+        ({"range(first, until)": "range(first, first + until)"}, "as many steps once more",
+         "`until` is the number of a step, not how many to do. How many are left at step 3 of 5?"),
         ("first = state[\"step\"]", "first = 0", "a step that is not kept",
          "How does the second run know which steps are done?"),
         ("{\"step\": until}", "{\"step\": until - 1}", "a step that is done twice",
