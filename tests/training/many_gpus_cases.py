@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from functools import cache
+import os
+import time
+from copy import deepcopy
+from functools import cache, partial
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
-from nsa_tutorial import ops
+from nsa_tutorial import NativeSparseAttention, NativeSparseAttentionConfig, ops
 from nsa_tutorial.training import many_gpus
-from nsa_tutorial.training.many_gpus import Cut
+from nsa_tutorial.training.many_gpus import __main__ as command_line
+from nsa_tutorial.training.many_gpus import branches as one_branch
+from nsa_tutorial.training.many_gpus import collectives, verify
+from nsa_tutorial.training.many_gpus.cuts import Cut
+from nsa_tutorial.training.many_gpus.verify import Sizes
+from nsa_tutorial.training.many_gpus.volume import Widths, bytes_moved
 
-HQ, H, D, DV = 4, 2, 4, 3
-SIZES = {"block_size": 4, "window_size": 7, "length": 6, "stride": 2, "backend": "reference"}
+SIZES = Sizes(key_width=4, value_width=3, top_n=3)
+EXACT = {"backend": "reference"}
 
 
 @cache
-def mesh_of(ranks: int) -> object:
+def mesh_of(ranks: int, data: int = 1) -> object:
     """One mesh for all cases of a process."""
-    return many_gpus.make_mesh(1, ranks, "cpu", timeout=60.0)
-
-
-def text(N: int, B: int = 1, H: int = H) -> dict[str, Tensor]:
-    """Queries, keys, values of two sets, gates and the gradient of the output, fp64."""
-    g = torch.Generator().manual_seed(N)
-    shapes = {"q": (HQ, D), "k": (H, D), "v": (H, DV), "k2": (H, D), "v2": (H, DV)}
-    made = {name: torch.randn(B, N, *shape, generator=g, dtype=torch.float64)
-            for name, shape in shapes.items()}  # fmt: skip
-    for name in ("g_cmp", "g_slc", "g_swa"):
-        made[name] = torch.rand(B, N, HQ, generator=g, dtype=torch.float64)
-    made["d_o"] = torch.randn(B, N, HQ, DV, generator=g, dtype=torch.float64)
-    return made
+    return many_gpus.make_mesh(data, ranks, "cpu", timeout=60.0)
 
 
 def leaves(of: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -38,55 +36,77 @@ def leaves(of: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: x.clone().requires_grad_() if key != "d_o" else x for key, x in of.items()}
 
 
-def errors(cut: Cut, rank: int, found: dict[str, Tensor], whole: dict[str, Tensor]) -> dict:
-    """The largest difference of each of this rank's tensors from those of one process."""
-    return {key: float((x - cut.shard(whole[key], rank)).abs().max()) if x.numel() else 0.0
-            for key, x in found.items()}  # fmt: skip
+def share(x: dict[str, Tensor], cut: Cut, rank: int) -> dict[str, Tensor]:
+    """A rank's part of a text."""
+    return {key: cut.shard(y, rank) for key, y in x.items()}
 
 
-def branches(rank: int, cut: Cut, B: int, own_window: bool, H: int, **changes: object) -> dict:
+def branches(
+    rank: int, cut: Cut, own_window: bool = False, changes: dict | None = None,
+    backend: str = "reference",
+) -> dict[str, float]:  # fmt: skip
     """The errors of the output and of each gradient of `three_branches` with means."""
-    mesh, sizes = mesh_of(cut.ranks), SIZES | changes
+    sizes = SIZES._replace(**changes or {})
+    x = verify.text(cut.tokens, sizes)
+    if backend != "reference":
+        x = {key: y.float() for key, y in x.items()}
+    options = {"own_window": own_window, "backend": backend}
+    expected = verify.on_one(x, cut, sizes, **options)
+    found = verify.on_ranks(x, mesh_of(cut.ranks), cut, sizes, **options)
+    return verify.distances(found, expected, cut, rank)
+
+
+def lists(rank: int, cut: Cut, what: str) -> dict[str, float]:
+    """The errors of `three_branches` with lists, counts or gates of other kinds."""
+    x = leaves(verify.text(cut.tokens, SIZES))
+    B, N, H = 1, cut.tokens, SIZES.kv_heads
+    g = torch.Generator().manual_seed(1)
+    blocks = torch.rand(B, N, H, -(-N // SIZES.block_size), generator=g).argsort(-1)[..., :4]
+    factors = 1 + torch.rand(B, N, H, 4, generator=g, dtype=torch.float64)
+    counts = torch.randint(3, 6, (B, N, H), generator=g)
+    gates = [x["g_cmp"], x["g_slc"], x["g_swa"]]
+    options = {
+        "lists": {"block_indices": blocks, "block_counts": None},
+        "factors": {"block_indices": blocks, "block_counts": 2, "slot_scale": factors},
+        "counts of lists": {"block_indices": blocks, "block_counts": counts},
+        "counts": {"block_counts": counts},
+        "learn_choice": {"block_counts": 4, "learn_choice": True},
+        "no summaries": {"block_indices": blocks, "block_counts": None},
+        "the window alone": {"block_counts": None},
+        "summaries alone": {"block_counts": None},
+    }[what]  # fmt: skip
+    without = {"no summaries": (0,), "the window alone": (0, 1), "summaries alone": (1, 2)}
+    gates = [None if i in without.get(what, ()) else gate for i, gate in enumerate(gates)]
+    sizes = SIZES.options() | EXACT
+    del sizes["block_counts"]
     made = {key: sizes[key] for key in ("length", "stride", "backend")}
-    whole, mine = leaves(text(cut.tokens, B, H)), None
-    cu_seqlens = None if cut.documents is None else torch.tensor(cut.documents, dtype=torch.int32)
 
-    def run(x: dict[str, Tensor], compress, attend, **more: object) -> dict[str, Tensor]:
+    def run(x: dict, gates: list, compress, attend, options: dict) -> dict[str, Tensor]:
         compressed = [compress(x[name], **made) for name in "kv"]
-        window = (x["k2"], x["v2"]) if own_window else ()
-        gates = (x["g_cmp"], x["g_slc"], x["g_swa"])
-        o = attend(x["q"], compressed, (x["k"], x["v"]), window, gates, block_counts=3, **sizes,
-                   **more)  # fmt: skip
+        o = attend(x["q"], compressed, (x["k"], x["v"]), (), gates, **sizes, **options)
         o.backward(x["d_o"])
-        gradients = {f"d_{key}": y.grad for key, y in x.items() if y.grad is not None}
-        return {"o": o.detach(), **gradients}
+        return {"o": o.detach()} | {key: y.grad for key, y in x.items() if y.grad is not None}
 
-    def compress(x: Tensor, **options: object) -> Tensor:
-        return ops.compress(x, cu_seqlens=cu_seqlens, **options)
-
-    def attend(*args: object, **options: object) -> Tensor:
-        more = {"num_keys": cut.tokens, "cu_seqlens": cu_seqlens}
-        return ops.three_branches(*args, **more, **options)
-
-    expected = run(whole, compress, attend)
-    mine = leaves({key: cut.shard(x.detach(), rank) for key, x in whole.items()})
-
-    def compress_mine(x: Tensor, **options: object) -> Tensor:
-        return many_gpus.compress(x, mesh=mesh, cut=cut, **options)
-
-    found = run(mine, compress_mine, many_gpus.three_branches, mesh=mesh, cut=cut)
-    assert found.keys() == expected.keys()
-    return errors(cut, rank, found, expected)
+    expected = run(x, gates, ops.compress, partial(ops.three_branches, num_keys=N), options)
+    mine = leaves(share({key: y.detach() for key, y in x.items()}, cut, rank))
+    names = ("g_cmp", "g_slc", "g_swa")
+    gates = [gate if gate is None else mine[n] for gate, n in zip(gates, names, strict=True)]
+    options = {key: cut.shard(y, rank) if isinstance(y, Tensor) else y
+               for key, y in options.items()}  # fmt: skip
+    shared = {"mesh": mesh_of(cut.ranks), "cut": cut}
+    compress = partial(many_gpus.compress, **shared)
+    attend = partial(many_gpus.three_branches, **shared)
+    found = run(mine, gates, compress, attend, options)
+    return verify.distances(found, expected, cut, rank)
 
 
 def one_by_one(rank: int, cut: Cut, B: int, backend: str = "reference") -> dict[str, float]:
     """The errors of each branch's output and log-sum-exp, of their gradients, and of the lists,
     whose error is how many ids differ."""
-    from nsa_tutorial.training.many_gpus import branches as cut_branches
-
     mesh = mesh_of(cut.ranks)
     dtype = torch.float64 if backend == "reference" else torch.float32
-    whole = {key: x.to(dtype) for key, x in text(cut.tokens, B).items()}
+    sizes = SIZES._replace(batch=B)
+    whole = {key: x.to(dtype) for key, x in verify.text(cut.tokens, sizes).items()}
     # ties: keys that are the same, and numbers whose sums are exact
     whole["k"] = (whole["k"] * 0).add_(torch.arange(cut.tokens)[:, None, None] % 2)
     whole["q"] = whole["q"].round()
@@ -121,42 +141,32 @@ def one_by_one(rank: int, cut: Cut, B: int, backend: str = "reference") -> dict[
 
     queries = {"num_keys": cut.tokens}
     expected = run(whole, ops, ops.compress, {"cu_seqlens": cu_seqlens}, queries)
-    mine = {key: cut.shard(x, rank) for key, x in whole.items()}
+    mine = share(whole, cut, rank)
     shared = {"mesh": mesh, "cut": cut}
-    found = run(mine, cut_branches, many_gpus.compress, shared, {})
-    return errors(cut, rank, found, expected)
-
-
-def branches_changed(rank: int, arguments: tuple, changes: dict) -> dict:
-    """`branches` with other sizes."""
-    return branches(rank, *arguments, **changes)
+    found = run(mine, one_branch, many_gpus.compress, shared, {})
+    return verify.distances(found, expected, cut, rank)
 
 
 def bytes_sent(rank: int, cut: Cut, own_window: bool) -> tuple[dict, dict, dict, dict]:
     """Bytes of the forward and the backward: counted by hand, and sent."""
-    from nsa_tutorial.training.many_gpus.volume import Widths, bytes_moved
-
-    mesh, made = mesh_of(cut.ranks), {"length": 6, "stride": 2, "backend": "reference"}
-    x = leaves({key: cut.shard(y, rank).float() for key, y in text(cut.tokens).items()})
+    shared = {"mesh": mesh_of(cut.ranks), "cut": cut}
+    x = leaves(share(verify.text(cut.tokens, SIZES), cut, rank))
+    sizes = SIZES.options() | EXACT
+    made = {key: sizes[key] for key in ("length", "stride", "backend")}
+    window = (x["k_swa"], x["v_swa"]) if own_window else ()
+    gates = (x["g_cmp"], x["g_slc"], x["g_swa"])
     with many_gpus.counted() as forward:
-        compressed = [many_gpus.compress(x[n], mesh=mesh, cut=cut, **made) for n in "kv"]
-        o = many_gpus.three_branches(
-            x["q"], compressed, (x["k"], x["v"]), (x["k2"], x["v2"]) if own_window else (),
-            (x["g_cmp"], x["g_slc"], x["g_swa"]), mesh=mesh, cut=cut, **SIZES
-        )  # fmt: skip
+        compressed = [many_gpus.compress(x[name], **made, **shared) for name in "kv"]
+        keys = (x["k"], x["v"])
+        o = many_gpus.three_branches(x["q"], compressed, keys, window, gates, **sizes, **shared)
     with many_gpus.counted() as backward:
         o.sum().backward()
-    widths = Widths(H, D, DV, itemsize=4, sets=3 if own_window else 1)
-    sizes = {"length": 6, "stride": 2, "window_size": SIZES["window_size"]}
-    by_hand = [bytes_moved(cut, rank, widths, **sizes, backward=back) for back in (False, True)]
     del forward["settings"]
+    widths = Widths(SIZES.kv_heads, SIZES.key_width, SIZES.value_width, itemsize=8,
+                    sets=3 if own_window else 1)  # fmt: skip
+    sizes = {key: sizes[key] for key in ("length", "stride", "window_size")}
+    by_hand = [bytes_moved(cut, rank, widths, **sizes, backward=back) for back in (False, True)]
     return by_hand[0], dict(forward), by_hand[1], dict(backward)
-
-
-@cache
-def grid_of(data: int, context: int) -> object:
-    """One mesh for all cases of a process."""
-    return many_gpus.make_mesh(data, context, "cpu", timeout=60.0)
 
 
 def layer(
@@ -165,13 +175,7 @@ def layer(
 ) -> dict[str, float]:  # fmt: skip
     """The errors of a layer over a mesh of (data, context): its output, and the gradient of each
     weight, averaged over all ranks."""
-    from copy import deepcopy
-
-    from torch.distributed.fsdp import fully_shard
-
-    from nsa_tutorial import NativeSparseAttention, NativeSparseAttentionConfig
-
-    mesh = grid_of(data, cut.ranks)
+    mesh = mesh_of(cut.ranks, data)
     torch.manual_seed(0)
     config = NativeSparseAttentionConfig(
         width=8, query_heads=4, kv_heads=2, key_width=4, value_width=4, block_size=4, top_n=3,
@@ -210,11 +214,6 @@ def layer(
     return errors
 
 
-def layer_with(rank: int, arguments: tuple, options: dict) -> dict[str, float]:
-    """`layer`."""
-    return layer(rank, *arguments, **options)
-
-
 # -- what goes wrong --
 
 
@@ -222,13 +221,13 @@ def told(rank: int, cuts: list[Cut], options: list[dict], missing: int = 0) -> t
     """The name and the text of the error that a rank gets, each rank with a cut and options of its
     own, the last one with so many tokens `missing`."""
     mesh, cut = mesh_of(len(cuts)), cuts[rank]
-    x = leaves({key: cut.shard(y, rank) for key, y in text(cut.tokens).items()})
+    x = leaves(share(verify.text(cut.tokens, SIZES), cut, rank))
     if rank == len(cuts) - 1 and missing:
         x = {key: y[:, :-missing] for key, y in x.items()}
     try:
         many_gpus.native_sparse_attention(
             *(x[name] for name in ("q", "k", "v", "g_cmp", "g_slc", "g_swa")), mesh=mesh, cut=cut,
-            **SIZES | {"block_counts": 3} | options[rank],
+            **SIZES.options() | EXACT | options[rank],
         )  # fmt: skip
     except Exception as error:
         return type(error).__name__, str(error)
@@ -238,11 +237,8 @@ def told(rank: int, cuts: list[Cut], options: list[dict], missing: int = 0) -> t
 def told_of_a_death(rank: int, when: str, timeout: float) -> tuple[str, str, float]:
     """The error of the first rank, and after how many seconds, where the second one dies before
     the forward or before the backward, or goes on without its call."""
-    import os
-    import time
-
     mesh, cut = many_gpus.make_mesh(1, 2, "cpu", timeout=timeout), Cut(2, 45)
-    x = leaves({key: cut.shard(y, rank) for key, y in text(45).items()})
+    x = leaves(share(verify.text(45, SIZES), cut, rank))
     given = [x[name] for name in ("q", "k", "v", "g_cmp", "g_slc", "g_swa")]
     if rank == 1 and when == "forward":
         os._exit(1)
@@ -251,7 +247,7 @@ def told_of_a_death(rank: int, when: str, timeout: float) -> tuple[str, str, flo
     start = time.monotonic()
     try:
         o = many_gpus.native_sparse_attention(
-            *given, mesh=mesh, cut=cut, **SIZES | {"block_counts": 3}
+            *given, mesh=mesh, cut=cut, **SIZES.options(), **EXACT
         )
         if rank == 1:
             os._exit(1)
@@ -259,3 +255,49 @@ def told_of_a_death(rank: int, when: str, timeout: float) -> tuple[str, str, flo
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - start
     return "", "", time.monotonic() - start
+
+
+# -- does verifying find mistakes? --
+
+FAULTS = {
+    "a halo that is one token short": (
+        "cuts.Part.first_key", lambda part, reach: max(part.first, part.start - reach + 1)
+    ),
+    "gradients that are not added up": (
+        "collectives.reduce_scatter", lambda x, group, what: collectives.Flight(
+            x.chunk(group.size())[group.rank()], None, None, what)
+    ),
+    "gradients of a halo that stay away": (
+        "travel.Halo.finish_back",
+        lambda halo, flights, like: [
+            (flight.wait(), total.transpose(0, 1))[1] for flight, total in flights
+        ],
+    ),
+    "pieces in the order of ranks": (
+        "travel.Gather._in_order", lambda gather, gathered: gathered[: gather.ends[-1]]
+    ),
+}  # fmt: skip
+
+
+def verified(rank: int, ranks: int, fault: str | None = None) -> list[bool]:
+    """What `verify` finds, until it finds a mistake; with a mistake of ours."""
+    mesh, found = mesh_of(ranks), []
+    name, wrong = FAULTS.get(fault, ("cuts.Cut.length", Cut.length))
+    with mock.patch(f"nsa_tutorial.training.many_gpus.{name}", wrong):
+        for comparison in verify.verify(mesh, "cpu"):
+            found.append(comparison.is_right)
+            if not comparison.is_right:
+                break
+    return found
+
+
+def verified_on_gpus(rank: int) -> list[tuple]:
+    """What `verify` finds over NCCL."""
+    return list(verify.verify(many_gpus.make_mesh(1, 2, "cuda", timeout=60.0), "cuda"))
+
+
+def command(rank: int, is_right: bool) -> int:
+    """The exit status of `--verify`."""
+    found = [verify.Found("a comparison", 0.0 if is_right else 1.0, 0.5)]
+    with mock.patch.object(command_line, "verify", lambda mesh, device: found):
+        return command_line.main(["--verify", "--device", "cpu"])

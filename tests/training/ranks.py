@@ -39,14 +39,16 @@ class Ranks:
             self.pipes.append(pipe)
             self.processes.append(process)
 
-    def run(self, function: Callable, *arguments: object, patience: float = 120.0) -> list:
-        """What `function(rank, *arguments)` returns on each rank; None of one that dies.
+    def run(
+        self, function: Callable, *arguments: object, patience: float = 120.0, **options: object
+    ) -> list:
+        """What `function(rank, *arguments, **options)` returns on each rank; None of one that dies.
 
         Raises:
             RankFailed: with the traceback of the first rank that raised.
         """
         for pipe in self.pipes:
-            pipe.send((function, arguments))
+            pipe.send((function, arguments, options))
         found = []
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(patience):
@@ -79,10 +81,10 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, device: str, timeo
     make_mesh(1, size, device, timeout=timeout)
     while True:
         try:
-            function, arguments = pipe.recv()
+            function, arguments, options = pipe.recv()
         except EOFError:
             return
         try:
-            pipe.send((True, function(rank, *arguments)))
+            pipe.send((True, function(rank, *arguments, **options)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))

@@ -79,6 +79,7 @@ def test_a_rank_that_dies(mortal: Ranks, when: str) -> None:
     assert seconds < 2 * TIMEOUT
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_does_not_come(mortal: Ranks) -> None:
     (error, text, seconds), _ = mortal.run(cases.told_of_a_death, "never", TIMEOUT, patience=LONG)
     assert error == "RankLost" and "did not come within the timeout" in text
