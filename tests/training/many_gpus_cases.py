@@ -11,12 +11,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from nsa_tutorial import NativeSparseAttention, NativeSparseAttentionConfig, ops
 from nsa_tutorial.training import many_gpus
 from nsa_tutorial.training.many_gpus import __main__ as command_line
 from nsa_tutorial.training.many_gpus import branches as one_branch
-from nsa_tutorial.training.many_gpus import collectives, verify
+from nsa_tutorial.training.many_gpus import collectives, travel, verify
 from nsa_tutorial.training.many_gpus.cuts import Cut
 from nsa_tutorial.training.many_gpus.verify import Sizes
 from nsa_tutorial.training.many_gpus.volume import Widths, bytes_moved
@@ -147,6 +148,53 @@ def one_by_one(rank: int, cut: Cut, B: int, backend: str = "reference") -> dict[
     return verify.distances(found, expected, cut, rank)
 
 
+def order(rank: int) -> list[str]:
+    """What happens when, over two KV heads: gathers that start and are waited for, and the calls
+    that compute, forward and backward."""
+    log, cut = [], Cut(2, 44)
+    x = leaves(share(verify.text(cut.tokens, SIZES), cut, rank))
+
+    def logged(name: str, function):
+        def run(*arguments: object, **options: object) -> object:
+            if "halo" not in getattr(arguments[0], "what", ""):
+                log.append(name)
+            return function(*arguments, **options)
+
+        return run
+
+    def compute(*arguments: object, **options: object) -> Tensor:
+        o = three_branches(*arguments, **options)
+        if not o.requires_grad:  # of no token: arguments are checked
+            return o
+        log.append("compute")
+        o.register_hook(lambda d_o: log.append("compute back"))
+        return o
+
+    three_branches, Gather = ops.three_branches, travel.Gather
+    names = ("start", "finish", "start_back", "finish_back")
+    methods = {name: logged(name, getattr(Gather, name)) for name in names}
+    with mock.patch.multiple(Gather, **methods):
+        given = [x[name] for name in ("q", "k", "v", "g_cmp", "g_slc", "g_swa")]
+        options = SIZES.options() | EXACT | {"mesh": mesh_of(2), "cut": cut}
+        ops.three_branches = compute
+        try:
+            many_gpus.native_sparse_attention(*given, **options).sum().backward()
+        finally:
+            ops.three_branches = three_branches
+    return log
+
+
+def round_trip(rank: int, cut: Cut) -> tuple[bool, bool]:
+    """A tensor cut and put together again, in two dimensions; positions."""
+    mesh = mesh_of(cut.ranks)
+    whole = torch.arange(3.0 * cut.tokens).view(3, cut.tokens)
+    own = many_gpus.shard(whole, mesh, cut)
+    turned = many_gpus.shard(whole.T, mesh, cut, dim=0)
+    is_whole = torch.equal(many_gpus.unshard(own, mesh, cut), whole)
+    is_whole = is_whole and torch.equal(many_gpus.unshard(turned, mesh, cut, 0), whole.T)
+    return is_whole, torch.equal(many_gpus.positions(mesh, cut).double(), own[0].double())
+
+
 def bytes_sent(rank: int, cut: Cut, own_window: bool) -> tuple[dict, dict, dict, dict]:
     """Bytes of the forward and the backward: counted by hand, and sent."""
     shared = {"mesh": mesh_of(cut.ranks), "cut": cut}
@@ -171,7 +219,7 @@ def bytes_sent(rank: int, cut: Cut, own_window: bool) -> tuple[dict, dict, dict,
 
 def layer(
     rank: int, data: int, cut: Cut, compression: str, *, shards: bool, compiles: bool = False,
-    learns: bool = False,
+    learns: bool = False, recomputes: bool = False,
 ) -> dict[str, float]:  # fmt: skip
     """The errors of a layer over a mesh of (data, context): its output, and the gradient of each
     weight, averaged over all ranks."""
@@ -198,6 +246,7 @@ def layer(
     if shards:
         fully_shard(mine, mesh=mesh)  # replicated over data, sharded over context; averages
     run = torch.compile(mine, backend="aot_eager") if compiles else mine
+    run = partial(checkpoint, run, use_reentrant=False) if recomputes else run
     found = run(cut.shard(x[text], own), mesh=mesh, cut=cut)
     ((found * cut.shard(d_y[text], own)).sum() * cut.ranks / cut.tokens).backward()
     errors = {"y": float((found - cut.shard(y[text], own)).abs().max()) if found.numel() else 0.0}

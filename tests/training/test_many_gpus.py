@@ -97,6 +97,21 @@ def test_bytes(two: Ranks, kind: str, documents: tuple[int, ...] | None) -> None
             assert sum(forward.values()) > 0
 
 
+def test_a_head_travels_while_its_neighbour_is_computed(two: Ranks) -> None:
+    """Two heads, of two pieces each. Summaries travel before keys and values."""
+    for log in two.run(cases.order):
+        forward = ["start"] * 4 + ["finish"] * 2 + ["compute"] * 2
+        forward += ["finish"] * 2 + ["compute"] * 2
+        back = ["compute back"] * 2 + ["start_back"] * 2
+        assert log == forward + back + back + ["finish_back"] * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shard_and_unshard(two: Ranks, kind: str) -> None:
+    for tokens in (0, 1, 9):
+        assert two.run(cases.round_trip, Cut(2, tokens, kind)) == [(True, True)] * 2
+
+
 # -- the layer --
 
 
@@ -110,6 +125,11 @@ def test_layer(two: Ranks, compression: str, shards: bool) -> None:
 
 def test_layer_over_data_and_context(four: Ranks) -> None:
     assert_small(four.run(cases.layer, 2, Cut(2, 21), "mlp", shards=True))
+
+
+def test_layer_under_a_checkpoint(two: Ranks) -> None:
+    """What is computed again travels again."""
+    assert_small(two.run(cases.layer, 1, Cut(2, 21), "mlp", shards=True, recomputes=True))
 
 
 def test_layer_that_learns_to_choose(two: Ranks) -> None:

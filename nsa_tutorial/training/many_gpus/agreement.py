@@ -40,7 +40,7 @@ def begin(
             _check_share(key, x, cut, context)
         with torch.no_grad():
             check()
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # the other ranks are told, and it is raised then
         problem = error
     settings: dict[str, object] = {"operator": name, "cut": cut, **options}
     settings["gradients"] = torch.is_grad_enabled()
@@ -50,7 +50,8 @@ def begin(
             settings[key] = (shape, str(x.dtype), x.device.type, x.requires_grad)
         else:
             settings.setdefault(key, None)
-    device = next(x.device for x in tensors.values() if isinstance(x, Tensor))
+    places = [x.device for x in tensors.values() if isinstance(x, Tensor)]
+    device = places[0] if places else torch.device("cpu")
     agree(context, settings, device, problem)
     return context
 
