@@ -88,7 +88,8 @@ class Recorder(NamedTuple):
             torch.cuda.reset_peak_memory_stats()
         forward, backward = step.timed(self.repeats)
         both = [round(a + b, 4) for a, b in zip(forward, backward, strict=True)]
-        gib = torch.cuda.max_memory_allocated() / 2**30 if self.device == "cuda" else None
+        most = torch.cuda.max_memory_allocated() if self.device == "cuda" else 0
+        gib = round(most / 2**30, 2)
         return {"forward": forward, "backward": backward, "both": both, "gib": gib}
 
     def cut(self, kind: str) -> Cut:
