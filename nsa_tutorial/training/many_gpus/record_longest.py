@@ -1,8 +1,9 @@
 """The longest text whose forward and backward fit into memory, on one GPU and over all.
 
-On one GPU the length doubles until memory is full, and then a bisection finds the limit. Over all,
-a rank that runs out of memory leaves the others waiting in a kernel. So the length rises in small
-steps until one does not fit, and that is the last thing that these processes do.
+Memory grows in proportion to the length. So one attempt tells about how long the longest text is,
+and from just below there the length rises in small steps until one does not fit. Over several GPUs
+that is the last thing that their processes do: a rank that runs out of memory leaves the others
+waiting in a kernel.
 """
 
 from __future__ import annotations
@@ -18,46 +19,56 @@ from nsa_tutorial.training.many_gpus.collectives import RankLost
 from nsa_tutorial.training.many_gpus.cuts import Cut
 from nsa_tutorial.training.many_gpus.record_step import Shape, Step, on_each
 
-# of as many times the longest text of one GPU as there are
-RISE = (0.8, 0.88, 0.92, 0.96, 1.0, 1.03, 1.06, 1.1)
+RISE = (0.94, 0.98, 1.02, 1.06)  # of the length that the first attempt tells
 GRAIN = 4096  # tokens to which lengths are rounded
 
 
 def longest(
     context: meshes.Context, mesh: meshes.Mesh, shape: Shape, tokens: int
 ) -> Iterator[dict]:
-    """Attempts, one a row: `gpus`, `tokens`, whether it `fits`, GiB at the most, and seconds. Only
-    on CUDA, where memory has an end."""
+    """Attempts, one a row: `gpus`, `tokens`, whether it `fits`, GiB at the most, the GiB that there
+    were, and seconds. Only on CUDA, where memory has an end."""
     if not torch.cuda.is_available():
         return
-    rows = on_each(context, (lambda: list(on_one(shape, tokens))) if context.rank == 0 else None)[0]
-    yield from rows
-    most = max((row["tokens"] for row in rows if row["fits"]), default=0)
-    for factor in RISE if most else ():
-        length, start = int(most * context.ranks * factor) // GRAIN * GRAIN, time.perf_counter()
-        row = attempt(shape, length, mesh, Cut(context.ranks, length))
-        try:
-            everyone = on_each(context, lambda row=row: row)
-        except RuntimeError:  # the others are elsewhere
-            everyone = [row | {"fits": False}]
-        row["fits"] = all(each["fits"] for each in everyone)
-        row["gib"] = max(each["gib"] for each in everyone)
+    on_one = (lambda: list(climb(shape, tokens))) if context.rank == 0 else None
+    yield from on_each(context, on_one)[0]
+    yield from climb(shape, tokens, context, mesh)
+
+
+def climb(
+    shape: Shape, tokens: int, context: meshes.Context | None = None,
+    mesh: meshes.Mesh | None = None,
+) -> Iterator[dict]:  # fmt: skip
+    """Rising lengths until one does not fit; `tokens` is the first."""
+    facts = {"kind": "longest", "gpus": context.ranks if mesh else 1,
+             "cut": "zigzag" if mesh else None}  # fmt: skip
+    lengths = [tokens]
+    while lengths:
+        length, start = lengths.pop(0), time.perf_counter()
+        row = attempt(shape, length, mesh, Cut(context.ranks, length) if mesh else None)
+        if mesh:
+            row = agreed(context, row)
         if row["fits"]:
             torch.cuda.synchronize()
-            row["seconds"] = round(time.perf_counter() - start, 2)
-        yield {"kind": "longest", "gpus": context.ranks, "cut": "zigzag"} | row
+        yield facts | row | {"seconds": round(time.perf_counter() - start, 2)}
         if not row["fits"]:
             return
+        if length == tokens:
+            reach = tokens * row["room"] / max(row["gib"], 1e-3)
+            lengths = [max(1, int(reach * factor) // GRAIN) * GRAIN for factor in RISE]
 
 
-def on_one(shape: Shape, tokens: int) -> Iterator[dict]:
-    """Double, then bisect to a sixteenth."""
-    fits, too_long = 0, None
-    while too_long is None or too_long - fits > max(fits // 16, GRAIN):
-        row = attempt(shape, tokens)
-        yield {"kind": "longest", "gpus": 1, "cut": None} | row
-        fits, too_long = (tokens, too_long) if row["fits"] else (fits, tokens)
-        tokens = 2 * fits if too_long is None else (fits + too_long) // 2 // GRAIN * GRAIN
+def agreed(context: meshes.Context, row: dict) -> dict:
+    """What is so on all ranks. Nothing waits for a GPU."""
+    try:
+        everyone = on_each(context, lambda: row)
+    except RuntimeError:  # the others are elsewhere
+        return row | {"fits": False}
+    return row | {
+        "fits": all(each["fits"] for each in everyone),
+        "gib": max(each["gib"] for each in everyone),
+        "room": min(each["room"] for each in everyone),
+    }
 
 
 def attempt(
@@ -67,14 +78,14 @@ def attempt(
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    start, fits = time.perf_counter(), True
+    room = torch.cuda.mem_get_info()[0] / 2**30
     try:
         step = Step.random(shape, "cuda", tokens, mesh, cut)
         step.backward(step.forward())
         if mesh is None:
             torch.cuda.synchronize()
+        fits = True
     except (torch.OutOfMemoryError, RankLost):
         fits = False
     gib = torch.cuda.max_memory_allocated() / 2**30
-    seconds = time.perf_counter() - start
-    return {"tokens": tokens, "fits": fits, "gib": round(gib, 2), "seconds": round(seconds, 2)}
+    return {"tokens": tokens, "fits": fits, "gib": round(gib, 2), "room": round(room, 2)}
