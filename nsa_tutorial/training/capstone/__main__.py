@@ -5,6 +5,10 @@
     python -m nsa_tutorial.training.capstone --draw runs --picture curves.png
 
 Kill it when you like: with --resume it goes on from its last checkpoint, to the same losses.
+Several GPUs may share each text; torchrun starts a process for each:
+
+    torchrun --nproc-per-node 2 -m nsa_tutorial.training.capstone \\
+        --context-parallel 2 --out runs/two
 """
 
 from __future__ import annotations
@@ -48,6 +52,20 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, help="the folder of metrics and checkpoints")
     p.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS")
     p.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    p.add_argument(
+        "--context-parallel",
+        type=int,
+        default=1,
+        metavar="PROCESSES",
+        help="that share a text, started by torchrun; any others take other texts",
+    )
+    p.add_argument(
+        "--timeout",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="that such a process is waited for",
+    )
     p.add_argument("--tensorboard", action="store_true", help="also write events for TensorBoard")
     p.add_argument("--draw", type=Path, metavar="DIR", help="draw the runs in DIR, train nothing")
     p.add_argument("--picture", type=Path, default=Path("curves.png"), help="where --draw draws")
@@ -63,7 +81,8 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     names = [field.name for field in fields(Settings)]
     given = {name: getattr(arguments, name) for name in names}
     given = {name: value for name, value in given.items() if value is not None}
-    if str(given.get("device", "cpu")).startswith("cuda"):
+    is_shared = arguments.context_parallel > 1
+    if is_shared or str(given.get("device", "cpu")).startswith("cuda"):
         given.setdefault("backend", "auto")
     return Settings.of(given.pop("task", "recall"), **given)
 
@@ -89,20 +108,47 @@ def main(arguments: list[str] | None = None) -> int:
         settings = settings_of(a)
     except (ValueError, TypeError) as error:
         p.error(str(error))
+    for name, least in (("context_parallel", 1), ("timeout", 1e-3)):
+        if getattr(a, name) < least:
+            flag = "--" + name.replace("_", "-")
+            p.error(f"{flag}: got {getattr(a, name)}, expected at least {least}")
     try:
-        return train(settings, a)
+        if a.context_parallel == 1:
+            return train(settings, a)
+        return train_together(settings, a)
     except checkpoints.CheckpointError as error:
         print(error, file=sys.stderr)
         return 1
 
 
-def train(settings: Settings, a: argparse.Namespace) -> int:
-    """Train, and say what came out of it."""
-    writer = _writer_of_events() if a.tensorboard else None
-    run = Run(settings, a.out, checkpoint_every=a.checkpoint_every, resume=a.resume)
+def train_together(settings: Settings, a: argparse.Namespace) -> int:
+    """Train over the ranks that `torchrun` started."""
+    from nsa_tutorial.training.capstone.ranks import Ranks
+    from nsa_tutorial.training.many_gpus import RankLost
+
+    try:
+        ranks = Ranks(settings, a.context_parallel, a.timeout)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    try:
+        return train(settings, a, ranks)
+    except RankLost as error:
+        print(error, file=sys.stderr)
+        return 1
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def train(settings: Settings, a: argparse.Namespace, ranks: object = None) -> int:
+    """Train, and say what came out of it; of several ranks the first one says it."""
+    is_first = ranks is None or ranks.is_first
+    writer = _writer_of_events() if a.tensorboard and is_first else None
+    every = a.checkpoint_every
+    run = Run(settings, a.out, checkpoint_every=every, resume=a.resume, ranks=ranks)
     events = writer(a.out / "events") if writer else None
     start, first = time.perf_counter(), run.step
-    with tqdm(total=settings.steps, initial=run.step, unit="step") as bar:
+    with tqdm(total=settings.steps, initial=run.step, unit="step", disable=not is_first) as bar:
         for metrics in run.steps():
             shown = {"loss": f"{metrics['loss']:.3f}", "tokens/s": metrics["tokens_per_second"]}
             bar.set_postfix(shown, refresh=False)
@@ -112,6 +158,9 @@ def train(settings: Settings, a: argparse.Namespace) -> int:
                     events.add_scalar(name, metrics[name], metrics["step"])
     if events is not None:
         events.close()
+    if not is_first:
+        return 0
+    run = run if ranks is None else run.alone()
     found = evaluate.summary(run)
     print(
         f"{settings.attention}, {settings.task}: after {run.step} steps the loss is "

@@ -22,7 +22,13 @@ def attention(settings: Settings) -> nn.Module:
     s = settings
     if s.attention in ("dense", "window"):
         return PlainAttention(s)
-    config = NativeSparseAttentionConfig(
+    return SparseAttention(config_of(s), s.attention, by_masks=s.backend == "masks")
+
+
+def config_of(settings: Settings) -> NativeSparseAttentionConfig:
+    """Of the layer of a sparse variant."""
+    s = settings
+    return NativeSparseAttentionConfig(
         width=s.width, query_heads=s.query_heads, kv_heads=s.kv_heads, key_width=s.head_width,
         value_width=s.head_width, block_size=s.block_size, top_n=s.top_n,
         window_size=s.window_size, length=s.summary_length, stride=s.stride,
@@ -30,7 +36,6 @@ def attention(settings: Settings) -> nn.Module:
         learn_choice=s.attention == "learned-choice",
         backend="reference" if s.backend == "masks" else s.backend,
     )  # fmt: skip
-    return SparseAttention(config, s.attention, by_masks=s.backend == "masks")
 
 
 class PlainAttention(nn.Module):

@@ -18,6 +18,7 @@ import torch
 from nsa_tutorial.training.capstone.settings import Settings
 
 NAME, METRICS = "checkpoint.pt", "metrics.jsonl"
+SHARED = "checkpoint.json"  # of several processes: `shared_checkpoints`
 
 
 class CheckpointError(RuntimeError):
@@ -79,7 +80,7 @@ def check_new(folder: Path) -> None:
     Raises:
         CheckpointError: if there is a run in it.
     """
-    found = [name for name in (NAME, METRICS) if (folder / name).exists()]
+    found = [name for name in (NAME, SHARED, METRICS) if (folder / name).exists()]
     if found:
         raise CheckpointError(
             f"{folder}: there is a run already ({found[0]}); go on with --resume, or name another "

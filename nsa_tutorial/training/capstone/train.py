@@ -14,15 +14,19 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from nsa_tutorial.training.capstone import checkpoints
+from nsa_tutorial.training.capstone import checkpoints, shared_checkpoints
 from nsa_tutorial.training.capstone.attention import SparseAttention, attention
 from nsa_tutorial.training.capstone.model import Decoder, accuracy, loss_of
 from nsa_tutorial.training.capstone.settings import Settings
 from nsa_tutorial.training.capstone.tasks import HELD_OUT, task_of
+
+if TYPE_CHECKING:
+    from nsa_tutorial.training.capstone.ranks import Ranks
 
 
 def rate(step: int, settings: Settings) -> float:
@@ -56,6 +60,8 @@ class Run:
         checkpoint_every: steps between checkpoints; there is one at the end, too.
         resume: go on from the checkpoint in `out`.
         attend: makes the attention of a block, as for `Decoder`.
+        ranks: the processes that share the texts, each with a run like this one; None for one
+            process.
 
     Attributes:
         model: the `Decoder`.
@@ -73,23 +79,30 @@ class Run:
         checkpoint_every: int = 100,
         resume: bool = False,
         attend: Callable[[Settings], nn.Module] = attention,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = ranks
         self.settings, self.every, self.step = settings, checkpoint_every, 0
         self.out = None if out is None else Path(out)
         self.task = task_of(settings)
-        state = None
+        state, shared = None, None
         if self.out is not None:
             if resume:
-                state = checkpoints.load(self.out, settings)
+                shared = shared_checkpoints.load(self.out, settings)
+                state = None if shared else checkpoints.load(self.out, settings)
+            elif ranks is None:
+                self._begin()
             else:
-                checkpoints.check_new(self.out)
-                self.out.mkdir(parents=True, exist_ok=True)
+                ranks.first(self._begin)
         is_cuda = settings.device.startswith("cuda")
         self._devices = [torch.device(settings.device)] if is_cuda else []
         with torch.random.fork_rng(self._devices):
             torch.manual_seed(settings.seed)
+            attend = attend if ranks is None else ranks.attention
             self.model = Decoder(settings, self.task.vocabulary, attend).to(settings.device)
             self._random = self._random_states()
+        if ranks is not None:
+            ranks.share(self.model.to(settings.device))
         self.forward = torch.compile(self.model) if settings.compile else self.model
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95),
@@ -100,28 +113,52 @@ class Run:
         )
         if state is not None:
             self._restore(state)
+        if shared is not None:
+            self._restore_shared(shared)
+
+    def _begin(self) -> None:
+        """A folder for a new run."""
+        checkpoints.check_new(self.out)
+        self.out.mkdir(parents=True, exist_ok=True)
 
     # -- what a checkpoint holds --
 
     def save(self) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint. Several ranks write one together."""
         state = {
             "settings": self.settings.as_dict(),
             "step": self.step,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "random": self._random,
         }
-        checkpoints.save(self.out, state)
+        if self.ranks is not None:
+            shared_checkpoints.save(self.out, state, self.model, self.optimizer)
+            if self._is_first:
+                (self.out / checkpoints.NAME).unlink(missing_ok=True)
+            return
+        weights = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        checkpoints.save(self.out, state | weights)
+        shared_checkpoints.remove(self.out)
 
     def _restore(self, state: dict) -> None:
-        self.step = state["step"]
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self._go_on(state, state["random"])
+
+    def _restore_shared(self, facts: dict) -> None:
+        given = (self.model, self.optimizer, self._random)
+        self._go_on(facts, shared_checkpoints.restore(self.out, facts, *given))
+
+    def _go_on(self, state: dict, random: list[Tensor]) -> None:
+        self.step, self._random = state["step"], random
         self.schedule.load_state_dict(state["schedule"])
-        self._random = state["random"]
-        checkpoints.cut_metrics(self.out, self.step)
+        if self._is_first:
+            checkpoints.cut_metrics(self.out, self.step)
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this process writes what all share."""
+        return self.ranks is None or self.ranks.is_first
 
     # -- random numbers: a run has its own, whatever else draws some --
 
@@ -152,30 +189,44 @@ class Run:
                 texts = self.task.texts(self.step)
                 tokens, target = texts.tokens.to(s.device), texts.target.to(s.device)
                 with self._own_random():
-                    loss, logits = training_step(
-                        self.forward, self.optimizer, tokens, target, s.clip
-                    )
+                    loss, right = self._train(tokens, target)
                 self.schedule.step()
                 self.step += 1
                 metrics = {
                     "step": self.step,
-                    "loss": loss.item(),
-                    "accuracy": accuracy(logits, target),
+                    "loss": loss,
+                    "accuracy": right,
                     "tokens_per_second": round(tokens.numel() / (time.perf_counter() - start)),
                 }
                 if file is not None:
                     file.write(json.dumps(metrics) + "\n")
                     file.flush()
-                    if self.step % self.every == 0 or self.step == s.steps:
-                        self.save()
+                is_time = self.step % self.every == 0 or self.step == s.steps
+                if self.out is not None and is_time:
+                    self.save()
                 yield metrics
 
+    def _train(self, tokens: Tensor, target: Tensor) -> tuple[float, float]:
+        """A step; its loss and its accuracy."""
+        given = (self.forward, self.optimizer, tokens, target, self.settings.clip)
+        if self.ranks is not None:
+            return self.ranks.training_step(*given)
+        loss, logits = training_step(*given)
+        return loss.item(), accuracy(logits, target)
+
     def _metrics(self) -> contextlib.AbstractContextManager:
-        if self.out is None:
+        if self.out is None or not self._is_first:
             return contextlib.nullcontext()
         return (self.out / checkpoints.METRICS).open("a", encoding="utf-8")
 
     # -- what it has learnt --
+
+    def alone(self) -> Run:
+        """The same model for whole texts, in this process alone."""
+        run = Run(self.settings)
+        run.model.load_state_dict(self.model.state_dict())
+        run.step = self.step
+        return run
 
     @torch.no_grad()
     def lists(self, batches: int = 1) -> Tensor:
