@@ -10,7 +10,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from nsa_tutorial import NativeSparseAttention, NativeSparseAttentionConfig, ops
@@ -244,6 +243,8 @@ def layer(
     text = slice(rank // cut.ranks, rank // cut.ranks + 1)
     own = rank % cut.ranks
     if shards:
+        from torch.distributed.fsdp import fully_shard  # a second of its own
+
         fully_shard(mine, mesh=mesh)  # replicated over data, sharded over context; averages
     run = torch.compile(mine, backend="aot_eager") if compiles else mine
     run = partial(checkpoint, run, use_reentrant=False) if recomputes else run

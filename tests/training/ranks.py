@@ -29,7 +29,9 @@ class Ranks:
     """`size` processes with a process group over gloo, or NCCL on `device="cuda"`."""
 
     def __init__(self, size: int, device: str = "cpu", timeout: float = 60.0) -> None:
-        _CONTEXT.set_forkserver_preload([__name__, "nsa_tutorial.layer", "torch.distributed.fsdp"])
+        _CONTEXT.set_forkserver_preload(
+            ["nsa_tutorial.layer", "nsa_tutorial.training.many_gpus.verify"]
+        )
         self.pipes, self.processes, port = [], [], free_port()
         for rank in range(size):
             pipe, end = _CONTEXT.Pipe()
