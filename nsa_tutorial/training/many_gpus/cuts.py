@@ -191,8 +191,9 @@ class Cut:
         for part in self.parts_of(rank):
             offsets = part.cu_seqlens or (0, part.stop - part.start)
             before = part.start - part.first
-            found += [torch.arange(before, before + b - a) for a, b in pairwise(offsets)]
-        return torch.cat(found).to(device)
+            spans = ((before, before + b - a) for a, b in pairwise(offsets))
+            found += [torch.arange(a, b, device=device) for a, b in spans]
+        return torch.cat(found)
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
         """The tokens of a rank, out of `x` with all tokens in dimension `dim`."""
