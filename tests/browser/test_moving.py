@@ -1,0 +1,280 @@
+"""Figures that move without a kernel, in a browser: by mouse, touch and keyboard, light and dark, on
+a phone, and in JupyterLab."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import nbformat
+import pytest
+from lab import CHROMIUM, FLAGS, Lab, playwright
+
+from nsa_tutorial.course import moving, themes
+from nsa_tutorial.course.moving import masks as explorer
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+WIDTHS = (390, 768, 1440)
+FRAME_MS = 16
+# Each text with its colour and the nearest ground that is not clear, and the size of its letters.
+TEXTS = """
+root => {
+  const clear = colour => /, 0\\)$/.test(colour);
+  const found = [];
+  for (const e of root.querySelectorAll('*')) {
+    const text = [...e.childNodes].filter(n => n.nodeType === 3).map(n => n.data.trim()).join('');
+    if (!text || e.matches('style, option, .unseen')) continue;
+    let ground = e;
+    while (ground && clear(getComputedStyle(ground).backgroundColor)) ground = ground.parentElement;
+    const style = getComputedStyle(e);
+    found.push([text, style.color, ground ? getComputedStyle(ground).backgroundColor : '',
+      parseFloat(style.fontSize), ground && root.contains(ground)]);
+  }
+  return found;
+}
+"""
+# Moves the pointer over the row, a move a frame, and notes how long each takes until the page has
+# its new layout.
+TIMES = """
+async strip => {
+  const box = strip.getBoundingClientRect(), times = [];
+  const send = (type, x) => strip.dispatchEvent(new PointerEvent(type,
+    {clientX: box.left + x, clientY: box.top + 9, pointerId: 1, isPrimary: true, bubbles: true}));
+  strip.setPointerCapture = () => {};
+  send('pointerdown', 9);
+  for (let i = 0; i < 60; i++) {
+    await new Promise(requestAnimationFrame);
+    const began = performance.now();
+    send('pointermove', 10 + i * (box.width - 20) / 60);
+    document.body.getBoundingClientRect();
+    times.push(performance.now() - began);
+  }
+  send('pointerup', 0);
+  return times;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    with playwright.sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield opened
+        opened.close()
+
+
+class Explorer:
+    """The mask explorer on a page of its own. Closing it fails if the page asked for anything, or
+    reported an error."""
+
+    def __init__(self, browser, folder: Path, width: int = 1440, **options: object) -> None:
+        path = folder / "page.html"
+        path.write_text(moving.page("masks"), encoding="utf-8")
+        self.address, self.wrong = path.as_uri(), []
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+        self.page = self.context.new_page()
+        self.page.on("console", lambda message: self.wrong.append(message.text))
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("request", self.note)
+        self.open()
+
+    def note(self, request) -> None:
+        if not request.url.startswith((self.address, "data:", "blob:")):
+            self.wrong.append(request.url)
+
+    def open(self, anchor: str = "") -> None:
+        self.page.goto("about:blank")
+        self.page.goto(self.address + anchor)
+        self.mask = self.page.locator(".nsa-masks .mask canvas")
+        self.mask.wait_for()
+
+    def control(self, name: str):
+        return self.page.get_by_label(name, exact=True)
+
+    def says(self, text: str) -> None:
+        """Waits until the sentence has the text."""
+        said = self.page.locator(".nsa-masks .said").filter(has_text=re.compile(re.escape(text)))
+        said.wait_for(timeout=5000)
+
+    def close(self) -> None:
+        self.context.close()
+        assert self.wrong == []
+
+
+def at(box: dict, across: float, down: float) -> tuple[float, float]:
+    return box["x"] + across * box["width"], box["y"] + down * box["height"]
+
+
+def test_a_mouse_drags_the_query(browser, tmp_path: Path) -> None:
+    """Along the mask, its row and the text; the lists jump along."""
+    shown = Explorer(browser, tmp_path)
+    mouse, lists = shown.page.mouse, []
+    for place, start, end, query in (
+        (shown.mask, (0.2, 0.9), (0.2, 300.5 / 512), 300),
+        (shown.page.locator(".strip"), (0.2, 0.5), (200.5 / 512, 0.5), 200),
+        (shown.page.locator("[data-t='450']"), (0.5, 0.5), (0.5, 0.5), 450),
+        (shown.page.locator(".handle"), (0.5, 0.5), (0.5, 0.5), 450),
+    ):
+        box = place.bounding_box()
+        mouse.move(*at(box, *start))
+        mouse.down()
+        mouse.move(*at(box, *end), steps=4)
+        mouse.up()
+        mouse.move(0, 0)
+        shown.says(f"Query {query} ")
+        lists.append(shown.mask.get_attribute("aria-valuetext"))
+    assert len(set(lists)) == 3
+    shown.close()
+
+
+def test_keys_move_it_and_what_moved_is_announced(browser, tmp_path: Path) -> None:
+    shown = Explorer(browser, tmp_path)
+    shown.mask.focus()
+    t = explorer.START["query"]
+    for key, query in (("ArrowDown", t + 1), ("PageUp", t - 15), ("Home", 0), ("End", 511)):
+        shown.page.keyboard.press(key)
+        shown.says(f"Query {query} ")
+        assert shown.mask.get_attribute("aria-valuenow") == str(query)
+    shown.control("blocks").focus()
+    for _ in range(4):
+        shown.page.keyboard.press("ArrowLeft")
+    shown.says("of 1 block,")
+    live = shown.page.get_by_role("status")
+    live.filter(has_text="of 1 block,").wait_for(state="attached", timeout=5000)
+    assert live.get_attribute("aria-live") == "polite"
+    assert "Query 511" in live.text_content()
+    shown.close()
+
+
+def test_a_finger_picks_a_query_on_a_phone(browser, tmp_path: Path) -> None:
+    shown = Explorer(browser, tmp_path, 390, has_touch=True, is_mobile=True)
+    box = shown.mask.bounding_box()
+    shown.page.touchscreen.tap(*at(box, 0.3, 100.5 / 512))
+    shown.says("Query 100 ")
+    # a finger on the handle drags it, and one on the mask still scrolls the page
+    actions = "e => getComputedStyle(e).touchAction"
+    assert shown.page.locator(".handle").evaluate(actions) == "none"
+    assert shown.page.locator(".mask").evaluate(actions) == "pan-y"
+    shown.close()
+
+
+def test_the_address_restores_what_was_set(browser, tmp_path: Path) -> None:
+    shown = Explorer(browser, tmp_path)
+    shown.page.locator("summary").click()
+    shown.control("random slots").check()
+    shown.control("block size").select_option("32")
+    shown.control("query").fill("333")
+    shown.page.wait_for_url("**/page.html#masks?*query=333*")
+    said, anchor = shown.page.locator(".said").text_content(), shown.page.url.split("#")[1]
+    assert "block_size=32" in anchor
+    assert "random=true" in anchor
+    shown.open(f"#{anchor}")
+    shown.says(said)
+    shown.page.evaluate("location.hash = '#masks?query=44&window=x&top_n=-4&no=1'")
+    shown.says("Query 44 ")
+    shown.says("of 1 block, 32 of its window")
+    shown.open("#elsewhere")
+    shown.says(f"Query {explorer.START['query']} ")
+    shown.page.keyboard.press("Tab")
+    assert shown.page.url.endswith("#elsewhere")
+    shown.close()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_it_fits_and_can_be_read(browser, tmp_path: Path, width: int, theme: str) -> None:
+    """No scrolling to the side, letters of 12 pixels, and a contrast of 4.5 : 1."""
+    shown = Explorer(browser, tmp_path, width, color_scheme=theme)
+    shown.page.locator("summary").click()
+    assert shown.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    root = shown.page.locator(".nsa-moving")
+    turned = themes.turned if theme == "dark" else str
+    assert root.evaluate("e => getComputedStyle(e).filter !== 'none'") == (theme == "dark")
+    pages = {"light": themes.WHITE, "dark": themes.DARK}
+
+    def colour(told: str) -> str:
+        return "#" + "".join(f"{int(x):02X}" for x in re.findall(r"\d+", told)[:3])
+
+    texts = root.evaluate(TEXTS)
+    assert len(texts) > 500
+    for text, ink, ground, size, inside in texts:
+        under = turned(colour(ground)) if inside else pages[theme]
+        contrast = themes.contrast(turned(colour(ink)), under)
+        assert contrast >= themes.TEXT, f"{text}: {contrast:.1f}"
+        assert size >= 12, text
+    shown.page.evaluate("t => document.documentElement.dataset.theme = t", "light")
+    assert root.evaluate("e => getComputedStyle(e).filter") == "none", "a page may say its theme"
+    shown.close()
+
+
+def test_a_picture_follows_the_pointer_within_a_frame(browser, tmp_path: Path) -> None:
+    shown = Explorer(browser, tmp_path)
+    times = shown.page.locator(".strip").evaluate(TIMES)
+    print(f"from the pointer to the picture: {statistics.median(times):.1f} ms, "
+          f"at most {max(times):.1f}")  # fmt: skip
+    assert statistics.median(times) <= FRAME_MS
+    shown.close()
+
+
+def test_play_writes_the_mask_and_stops(browser, tmp_path: Path) -> None:
+    """Where motion is unwelcome, it goes block by block."""
+    shown = Explorer(browser, tmp_path)
+    shown.control("query").fill("400")
+    shown.page.get_by_role("button", name="Play").click()
+    assert shown.page.locator(".curtain").is_visible()
+    shown.says("Query 511 ")
+    shown.page.get_by_role("button", name="Play").wait_for(timeout=5000)
+    assert not shown.page.locator(".curtain").is_visible()
+    shown.close()
+    shown = Explorer(browser, tmp_path, reduced_motion="reduce")
+    shown.control("query").fill("100")
+    shown.page.get_by_role("button", name="Play").click()
+    shown.says("Query 116 ")
+    shown.page.get_by_role("button", name="Stop").click()
+    shown.close()
+
+
+def test_a_picture_is_saved(browser, tmp_path: Path) -> None:
+    shown = Explorer(browser, tmp_path)
+    for kind in ("PNG", "SVG"):
+        with shown.page.expect_download() as saved:
+            shown.page.get_by_role("button", name=f"Save {kind}").click()
+        saved.value.save_as(tmp_path / f"saved.{kind}")
+        assert saved.value.suggested_filename == f"mask_query389.{kind.lower()}"
+    assert (tmp_path / "saved.PNG").read_bytes().startswith(b"\x89PNG")
+    drawn = ElementTree.parse(tmp_path / "saved.SVG").getroot()
+    assert "Query 389" in "".join(drawn.itertext())
+    shown.close()
+
+
+@pytest.mark.exhaustive
+def test_in_jupyterlab_a_cell_reads_and_sets_it(tmp_path: Path) -> None:
+    pytest.importorskip("anywidget")
+    kernel = {"name": "python3", "display_name": "", "language": "python"}
+    notebook = nbformat.v4.new_notebook(metadata={"kernelspec": kernel})
+    notebook.cells = [
+        nbformat.v4.new_code_cell(source)
+        for source in (
+            "from nsa_tutorial.course.moving import figure",
+            'explorer = figure("masks", query=40)\nexplorer',
+            "explorer.observe(lambda change: print('now', change.new), 'query')",
+            "explorer.window = 77",
+        )
+    ]
+    nbformat.write(notebook, tmp_path / "moving.ipynb")
+    lab = Lab(tmp_path)
+    try:
+        page = lab.run_all("moving.ipynb", theme="dark", size=(1280, 2000))
+        said = page.locator(".nsa-masks .said")
+        said.filter(has_text="Query 40 ").wait_for(timeout=30_000)
+        root = page.locator(".nsa-moving")
+        assert "invert" in root.evaluate("e => getComputedStyle(e).filter")
+        assert page.get_by_label("window", exact=True).input_value() == "77"
+        page.locator(".nsa-masks .mask canvas").focus()
+        page.keyboard.press("End")
+        page.locator(".jp-OutputArea-output:has-text('now 511')").wait_for(timeout=30_000)
+    finally:
+        lab.close()
