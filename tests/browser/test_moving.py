@@ -1,5 +1,5 @@
-"""Figures that move without a kernel, in a browser: by mouse, touch and keyboard, light and dark, on
-a phone, and in JupyterLab."""
+"""Figures that move without a kernel, in a browser: by mouse, touch and keyboard, light and dark, and
+on a phone."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
-import nbformat
 import pytest
-from lab import CHROMIUM, FLAGS, Lab, playwright
+from lab import CHROMIUM, FLAGS, playwright
 
 from nsa_tutorial.course import moving, themes
 from nsa_tutorial.course.moving import masks as explorer
@@ -199,7 +198,7 @@ def test_it_fits_and_can_be_read(browser, tmp_path: Path, width: int, theme: str
         return "#" + "".join(f"{int(x):02X}" for x in re.findall(r"\d+", told)[:3])
 
     texts = root.evaluate(TEXTS)
-    assert len(texts) > 500
+    assert len(texts) > 400
     for text, ink, ground, size, inside in texts:
         under = turned(colour(ground)) if inside else pages[theme]
         contrast = themes.contrast(turned(colour(ink)), under)
@@ -248,33 +247,3 @@ def test_a_picture_is_saved(browser, tmp_path: Path) -> None:
     drawn = ElementTree.parse(tmp_path / "saved.SVG").getroot()
     assert "Query 389" in "".join(drawn.itertext())
     shown.close()
-
-
-@pytest.mark.exhaustive
-def test_in_jupyterlab_a_cell_reads_and_sets_it(tmp_path: Path) -> None:
-    pytest.importorskip("anywidget")
-    kernel = {"name": "python3", "display_name": "", "language": "python"}
-    notebook = nbformat.v4.new_notebook(metadata={"kernelspec": kernel})
-    notebook.cells = [
-        nbformat.v4.new_code_cell(source)
-        for source in (
-            "from nsa_tutorial.course.moving import figure",
-            'explorer = figure("masks", query=40)\nexplorer',
-            "explorer.observe(lambda change: print('now', change.new), 'query')",
-            "explorer.window = 77",
-        )
-    ]
-    nbformat.write(notebook, tmp_path / "moving.ipynb")
-    lab = Lab(tmp_path)
-    try:
-        page = lab.run_all("moving.ipynb", theme="dark", size=(1280, 2000))
-        said = page.locator(".nsa-masks .said")
-        said.filter(has_text="Query 40 ").wait_for(timeout=30_000)
-        root = page.locator(".nsa-moving")
-        assert "invert" in root.evaluate("e => getComputedStyle(e).filter")
-        assert page.get_by_label("window", exact=True).input_value() == "77"
-        page.locator(".nsa-masks .mask canvas").focus()
-        page.keyboard.press("End")
-        page.locator(".jp-OutputArea-output:has-text('now 511')").wait_for(timeout=30_000)
-    finally:
-        lab.close()

@@ -298,7 +298,7 @@ const STYLE = `
   grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); }
 .nsa-moving label { display: flex; gap: 8px; align-items: center; min-height: 28px; }
 .nsa-moving label span { white-space: nowrap; }
-.nsa-moving label output { min-width: 3ch; text-align: right; font-variant-numeric: tabular-nums; }
+.nsa-moving label .value { min-width: 3ch; text-align: right; font-variant-numeric: tabular-nums; }
 .nsa-moving input[type=range] { flex: 1; min-width: 60px; margin: 0; accent-color: #0072B2; }
 .nsa-moving select { flex: 1; min-width: 60px; font: inherit; }
 .nsa-moving button { font: inherit; color: inherit; background: #F3F4F6; border: 1px solid #848D97;
@@ -434,7 +434,7 @@ function render({ model, el }) {
     made.addEventListener(how, () => change({
       [name]: made.type === "checkbox" ? made.checked
         : name === "lens" ? LENGTHS[made.value] : Number(made.value) }));
-    const said = element("output");
+    const said = element("span", { class: "value" });
     controls.push({ name, made, said });
     return element("label", {}, element("span", {}, told), made, said);
   };
