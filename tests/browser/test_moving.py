@@ -1,5 +1,5 @@
-"""Figures that move without a kernel, in a browser: by mouse, touch and keyboard, light and dark, and
-on a phone."""
+"""Figures that move without a kernel, in a browser: by mouse, touch and keyboard, light and dark,
+and on a phone."""
 
 from __future__ import annotations
 

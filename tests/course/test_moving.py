@@ -1,5 +1,5 @@
-"""Figures that move without a kernel: their arithmetic is the course's, run by node; and what Python
-hands to a notebook and to a page."""
+"""Figures that move without a kernel: their arithmetic is the course's, run by node; and what
+Python hands to a notebook and to a page."""
 
 from __future__ import annotations
 

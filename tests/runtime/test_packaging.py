@@ -61,6 +61,22 @@ def test_constraints_satisfy_the_lower_bounds() -> None:
             assert bound.specifier, f"{bound}: expected a lower bound"
 
 
+def test_a_wheel_holds_every_file_of_the_package() -> None:
+    """Those without Python in them are named in pyproject.toml."""
+    text = (ROOT / "pyproject.toml").read_text()
+    section = text.split("[tool.setuptools.package-data]\n", 1)[1].split("\n\n", 1)[0]
+    patterns = {
+        line.split('"')[1]: re.findall(r'"([^"]+)"', line.partition("=")[2])
+        for line in section.splitlines()
+    }
+    package = ROOT / "nsa_tutorial"
+    others = [p for p in package.rglob("*.*") if p.suffix not in (".py", ".pyc") and p.is_file()]
+    assert {p.suffix for p in others} >= {".md", ".js", ".json"}
+    for path in others:
+        where = ".".join(path.parent.relative_to(ROOT).parts)
+        assert any(path.match(each) for each in patterns.get(where, ())), f"{path} is in no wheel"
+
+
 def test_every_dependency_has_a_lower_bound() -> None:
     for r in declared().values():
         assert any(s.operator == ">=" for s in r.specifier), f"{r}: expected a lower bound"
