@@ -6,7 +6,7 @@ same name with its numbers and its picture at rest.
     page("masks", {"query": 410})           # HTML that asks for nothing else
 
 `NAME.js` exports `default { render({ model, el }) }`, and its arithmetic for the tests. In a
-notebook, anywidget brings the model; on a page, `page.js` does, and keeps the state in the address.
+notebook, anywidget brings the model; on a page, page.js does, and keeps the state in the address.
 A figure is drawn dark on white and turned over on a dark page, as the pictures are (`themes`).
 """
 

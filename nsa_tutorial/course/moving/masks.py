@@ -1,8 +1,8 @@
-"""The mask explorer's numbers and its picture at rest; `masks.js` moves it.
+"""The mask explorer's numbers and its picture at rest; masks.js moves it.
 
     python -m nsa_tutorial.course.moving.masks     # makes masks.json from assets/heads.npz
 
-`masks.json` holds a text of 512 bytes, and the queries and keys of two groups of trained heads, in
+masks.json holds a text of 512 bytes, and the queries and keys of two groups of trained heads, in
 8 bits. Attention from 8 bits differs from that of the stored heads by 1 % of the weight.
 """
 
@@ -41,7 +41,7 @@ START = {
 
 
 def data() -> dict:
-    """What `masks.js` reads."""
+    """What masks.js reads."""
     return json.loads(PATH.read_text(encoding="utf-8"))
 
 

@@ -11,7 +11,7 @@ from lab import CHROMIUM, Lab
 pytest.importorskip("anywidget")
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
-    pytest.mark.exhaustive,  # in make test, test_moving.py moves the same module on a page
+    pytest.mark.exhaustive,  # in make test, test_page_moving.py moves the same module on a page
 ]
 
 
