@@ -4,12 +4,16 @@
 # make check  run your copy: every cell, and whether it prints what the course says
 # make test   set up, run the unit tests and every chapter
 # make test-all   the same with all cases of every test: every size, dtype and architecture (make test-rest: the difference)
+# make book   set up, and build the chapters as a static site: book/_build/html
+#             (make book REPOSITORY=owner/name links it to that repository, to Colab and to Kaggle)
 # make clean  forget the set-up
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+BOOK   := $(VENV)/.book
+REPOSITORY ?=
 # JupyterLab's port and the rest can be set: make lab LAB_FLAGS="--port 9999 --no-browser"
 LAB_FLAGS ?=
 COPIES := $(BIN)/python -m nsa_tutorial.course.copies
@@ -22,7 +26,7 @@ MOVED  := $(shell [ -s $(READY) ] && IFS= read -r was < $(READY) && [ "$$was" !=
 SPREAD := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --nbval $(SPREAD)
 
-.PHONY: lab copy mine check test test-all test-rest lint execute clean moved
+.PHONY: lab copy mine check test test-all test-rest lint execute book clean moved
 
 lab: $(READY)
 	$(COPIES) --lab $(LAB_FLAGS)
@@ -51,6 +55,13 @@ lint: $(READY)
 
 execute: $(READY)
 	$(BIN)/python -m nsa_tutorial.course.execute
+
+book: $(BOOK)
+	OMP_NUM_THREADS=1 BOOK_REPOSITORY="$(REPOSITORY)" $(BIN)/python -m book
+
+$(BOOK): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[book]"
+	@touch $(BOOK)
 
 $(READY): pyproject.toml constraints.txt $(MOVED)
 	@command -v $(PYTHON) >/dev/null || { echo "nsa_tutorial needs Python 3.10 or newer, and there is no '$(PYTHON)' here: install it, or name yours with '$(strip make $(MAKECMDGOALS)) PYTHON=/path/to/python3'."; exit 1; }

@@ -40,7 +40,7 @@ LEVELS = (
 )
 BELOW = {place: set().union(*LEVELS[i + 1 :]) for i, level in enumerate(LEVELS) for place in level}
 MODULES = sorted(PACKAGE.rglob("*.py"))
-CODE = sorted(p for folder in ("nsa_tutorial", "tests", "notebooks") for p in
+CODE = sorted(p for folder in ("nsa_tutorial", "tests", "notebooks", "book") for p in
               (ROOT / folder).rglob("*.py"))  # fmt: skip
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
