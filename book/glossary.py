@@ -14,7 +14,7 @@ PAGE = "glossary"
 # where a word is no prose
 _OUTSIDE = (
     nodes.literal, nodes.literal_block, nodes.reference, nodes.title, nodes.raw, nodes.math,
-    nodes.math_block, nodes.term,
+    nodes.math_block, nodes.term, nodes.strong,
 )  # fmt: skip
 
 
@@ -46,13 +46,14 @@ class Terms(SphinxPostTransform):
         words = sorted(map(re.escape, known), key=len, reverse=True)
         self.pattern = re.compile(rf"(?<![\w-])({'|'.join(words)})(?![\w-])", re.I)
         self.known, self.seen = known, set()
-        texts = list(self.document.findall(nodes.Text))
-        for text in (t for t in texts if isinstance(t.parent, nodes.strong)):
-            entry = known.get(" ".join(text.astext().split()).casefold())
+        for strong in list(self.document.findall(nodes.strong)):
+            entry = known.get(" ".join(strong.astext().split()).casefold())
             if entry:
                 self.seen.add(entry)
-                text.parent.replace(text, self.link(text.astext(), entry))
-        for text in (t for t in texts if not isinstance(t.parent, nodes.strong)):
+                link = self.link(strong.astext(), entry)
+                strong.clear()
+                strong += link
+        for text in list(self.document.findall(nodes.Text)):
             self.mark(text)
 
     def mark(self, text: nodes.Text) -> None:
