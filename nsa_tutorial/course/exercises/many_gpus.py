@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from nsa_tutorial.course.diffs import diffs
 from nsa_tutorial.course.exercises import Case, Double, Stage
-from nsa_tutorial.course.exercises.selected_attention import selected_attention, window_attention
 from nsa_tutorial.course.forbidden import forbidding
 from nsa_tutorial.course.ranks import Rank, on_ranks
 from nsa_tutorial.course.texts import Texts
@@ -73,6 +73,20 @@ _POSITIONS = TEXTS.exercise(
 
 
 # -- context_parallel --
+
+
+def selected_attention(*arguments: object) -> Tensor:
+    """Chapter 05's, whose exercises import Triton: so it is looked up when it is called."""
+    return import_module("nsa_tutorial.course.exercises.selected_attention").selected_attention(
+        *arguments
+    )
+
+
+def window_attention(*arguments: object) -> Tensor:
+    """Chapter 05's, too."""
+    return import_module("nsa_tutorial.course.exercises.selected_attention").window_attention(
+        *arguments
+    )
 
 
 def context_parallel(
