@@ -175,6 +175,7 @@ ALL = [
 # their chapters' own tests give each of their mistakes
 IN_CHAPTER = {
     "capstone": ("train", "decoder_block"),
+    "many_gpus": ("context_parallel", "gradients_home"),
     "decoding": ("decode_step", "complete_summaries", "merge_parts"),
     "block_selection": ("select_blocks", "block_sums"),
     "native_sparse_attention": ("native_sparse_attention",),

@@ -1,31 +1,23 @@
 """Pictures of chapter 18: who holds what, how a text is cut, which tokens a border needs from the
 other side, where gradients go, and how long ranks are idle.
 
-All numbers are counted by `course.many_gpu_costs`. `explore` is the interactive, `draw_ranks` its
-picture. `beside_one_process` runs what a reader built.
+All numbers are counted by `course.many_gpu_costs`. `explore` is the interactive, and
+`draw_ranks` its picture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import ipywidgets
 import numpy as np
-import torch
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from nsa_tutorial.course import many_gpu_costs as costs
-from nsa_tutorial.course.exercises.many_gpus import (
-    selected_attention,
-    text_of,
-    window_attention,
-)
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure, readable_on
-from nsa_tutorial.course.ranks import Rank, on_ranks
 from nsa_tutorial.course.sheet import Place, Sheet, byte_colour
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.training.many_gpus.cuts import Cut
 
+_PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 RANK_COLOURS = ("query", "compressed", "window", "selected")  # of the first four ranks
 GIB = 2**30
 
@@ -52,7 +44,7 @@ def draw_who(tokens: int = 1 << 20, ranks: int = 4) -> Picture:
             axis.bar(rank, size, 0.6, bottom=top + 0.12, facecolor="none", hatch="////",
                      edgecolor=PALETTE["key"], linewidth=1)  # fmt: skip
             axis.text(rank, top + 0.12 + size / 2, f"of rank {other}", ha="center", va="center",
-                      fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8})  # fmt: skip
+                      fontsize=8, bbox=_PAPER)  # fmt: skip
             top += size
     for rank in range(ranks - 1):
         axis.add_patch(FancyArrowPatch((rank + 0.32, 8.3), (rank + 0.68, 8.95), arrowstyle="<->",
@@ -183,7 +175,9 @@ def draw_back(ranks: int = 4) -> Picture:
                 axis.text(column + 0.47, ranks + 0.95, f"Σ on rank {column}", ha="center",
                           va="center", fontsize=8.5)  # fmt: skip
         axis.set(xlim=(-1.1, ranks + 0.1), ylim=(ranks + 1.2, -0.9))
-        axis.set_title("backward: a reduce-scatter" if is_back else "forward: a gather", fontsize=10)
+        axis.set_title(
+            "backward: a reduce-scatter" if is_back else "forward: a gather", fontsize=10
+        )
         axis.axis("off")
     return Picture(
         figure,
@@ -216,8 +210,8 @@ def draw_idle(ranks: int = 8) -> Picture:
     low, high = (100 * costs.idle_share(Cut(ranks, N, "contiguous")) for N in (8192, 1 << 20))
     return Picture(
         figure,
-        f"NSA by a contiguous cut over {ranks} ranks: idle for {low:.0f}% of the time at 8k tokens, "
-        f"{high:.0f}% at 1M",
+        f"NSA by a contiguous cut over {ranks} ranks: idle for {low:.0f}% of the time at 8k "
+        f"tokens, {high:.0f}% at 1M",
     )
 
 
@@ -250,52 +244,13 @@ def draw_wall() -> Picture:
     )
 
 
-# -- what a reader built, beside one process --
-
-
-def beside_one_process(forward: Callable, backward: Callable, ranks: int = 4) -> dict[str, float]:
-    """The largest error of two functions over several ranks, by what it is an error of.
-
-    Each rank runs `forward`. Then it attends again to keys that autograd watches, and `backward`
-    brings their gradients home.
-    """
-    lengths, size, window = (7,) * (ranks - 1) + (5,), 3, 4
-    *text, lists = text_of(lengths, 2, 3, size)
-    whole = [x.clone().requires_grad_() for x in text]
-    q, k, v, k_near, v_near = whole
-    right = selected_attention(q, k, v, lists, size) + window_attention(q, k_near, v_near, window)
-    d_o = torch.cos(torch.arange(right.numel()).double()).view_as(right)
-    right.backward(d_o)
-    split = [x.split(lengths) for x in (*text, lists, d_o)]
-
-    def one(rank: Rank) -> tuple:
-        q, k, v, k_near, v_near, ids, d_o = (x[rank.number] for x in split)
-        o = forward(rank, q, (k, v), (k_near, v_near), ids, size, window)
-        far = [torch.cat(rank.gather(x)[: rank.number + 1]).requires_grad_() for x in (k, v)]
-        halo = [rank.to_next(x[len(x) - window + 1 :]) for x in (k_near, v_near)]
-        near = [torch.cat(x).requires_grad_() for x in zip(halo, (k_near, v_near), strict=True)]
-        mine = selected_attention(q, *far, ids, size) + window_attention(q, *near, window)
-        d_far, d_near = torch.autograd.grad(mine, far, d_o, retain_graph=True), None
-        d_near = torch.autograd.grad(mine, near, d_o)
-        found = [backward(rank, *d, list(lengths)) for d in zip(d_far, d_near, strict=True)]
-        return o, found[0][0], found[1][0], found[0][1], found[1][1]
-
-    names = ("o", "far keys", "far values", "near keys", "near values")
-    gathered = [torch.cat(x).detach() for x in zip(*on_ranks(ranks, one), strict=True)]
-    expected = [right.detach(), *(x.grad for x in whole[1:])]
-    return {
-        name: (got - as_one).abs().max().item()
-        for name, got, as_one in zip(names, gathered, expected, strict=True)
-    }
-
-
 # -- the panel --
 
 
 def sentence(tokens: int, ranks: int, kind: str) -> str:
     """What the explorer says."""
     cut, of = Cut(ranks, tokens, kind), costs.held(tokens, ranks)
-    moved, stays = costs.most_sent(cut), of["queries"] + of["outputs"]
+    moved, stays = costs.sent_in_all(cut), of["queries"] + of["outputs"]
     return (
         f"{ranks} {'rank' if ranks == 1 else 'ranks'}, {kind}: each holds {stays / GIB:.2f} GiB of "
         f"queries and outputs and {(sum(of.values()) - stays) / GIB:.2f} GiB of keys and values. "
@@ -320,7 +275,7 @@ def draw_ranks(tokens: int = 1 << 17, ranks: int = 4, kind: str = "contiguous") 
         if attention == "nsa":
             chart.left([0, 1], ["0", "all"], "busy")
     sizes = [x / GIB for x in costs.held(tokens, ranks).values()]
-    sizes.append(costs.most_sent(cut) / GIB)
+    sizes.append(costs.sent_in_all(cut) / GIB)
     names = ["queries", "outputs", "own keys", "gathered", "sent"]
     chart = sheet.chart(Place(6.75, 0.62, 1.15, 1.6), (0, max(sizes)), (-0.6, 4.6))
     chart.title("GiB of a rank")
@@ -343,7 +298,7 @@ def explore() -> Panel:
         "ranks and bytes",
         render,
         tokens=ipywidgets.SelectionSlider(options=lengths, value=1 << 17, description="tokens"),
-        ranks=ipywidgets.SelectionSlider(options=(1, 2, 4, 8, 16, 32, 64), value=4,
+        ranks=ipywidgets.SelectionSlider(options=(1, 2, 4, 8, 16, 32), value=4,
                                          description="ranks"),
         kind=ipywidgets.ToggleButtons(options=("contiguous", "zigzag"), description="cut"),
     )  # fmt: skip
