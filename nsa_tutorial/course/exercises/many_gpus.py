@@ -188,8 +188,8 @@ _FORWARD = TEXTS.exercise(
             _case("the first rank has more", 7, 4, window=3, H=2),
         )),
         Stage("no byte too many", (
-            _case("three ranks, a window of 3", 6, 6, 6, window=3, counts=True),
-            _case("three ranks, a window of the own token", 6, 6, 6, counts=True),
+            _case("three ranks, a window of 3, bytes counted", 6, 6, 6, window=3, counts=True),
+            _case("three ranks, a window of the own token, bytes counted", 6, 6, 6, counts=True),
         )),
     ),
     misconceptions=diffs(context_parallel, [
@@ -306,7 +306,7 @@ _GRADIENTS = TEXTS.exercise(
             _back("the last rank has less than a halo", 6, 6, 1, window=4),
         )),
         Stage("no byte too many", (
-            _back("three ranks, a window of 3", 4, 4, 4, window=3, counts=True),
+            _back("three ranks, bytes counted", 4, 4, 4, window=3, counts=True),
         )),
     ),
     misconceptions=diffs(gradients_home, [
@@ -361,9 +361,9 @@ DOUBLES = (
     Double("positions_of", names=(
         "pieces that are rounded down", "two pieces at the same distance on each rank")),
     Double("context_parallel", names=(
-        "a halo that is one token short", "keys that end before this rank's tokens")),
+        "a halo from the wrong side", "a halo that is one token short")),
     Double("gradients_home", names=(
-        "a mean in place of a sum", "a halo's gradient thrown away")),
+        "a mean in place of a sum", "gradients that stand at the end of the text")),
 )  # fmt: skip
 
 
