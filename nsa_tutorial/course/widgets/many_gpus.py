@@ -222,7 +222,7 @@ def draw_wall() -> Picture:
     lengths = np.array([1 << e for e in range(13, 24)])
     groups = {
         "lists, window, gates": (costs.LINEAR, "selected"),
-        "choice of blocks": (costs.SQUARE[1:], "own block"),
+        "choice of blocks": (costs.SQUARE[1:], "query"),
         "attention to summaries": (costs.SQUARE[:1], "compressed"),
     }
     for name, (steps, colour) in groups.items():
