@@ -106,19 +106,23 @@ def recording() -> dict:
 
 
 @functools.cache
-def measured(name: str) -> float:
+def measured(name: str, directions: tuple[str, ...] = ("forward", "backward")) -> float:
     """Milliseconds of a step, forward and backward, on the queries of a smooth text."""
     rows = [r for r in recording()["rows"]
             if r["operator"] == "native" and r["kernel"] == "triton" and r["lists"] == "smooth"
-            and r["change"] == name]  # fmt: skip
+            and r["change"] == name and r["direction"] in directions]  # fmt: skip
     return sum(r["ms"] for r in rows)
 
 
-def seconds(tokens: int, steps: tuple[str, ...] = SQUARE + LINEAR) -> float:
+def seconds(
+    tokens: int, steps: tuple[str, ...] = SQUARE + LINEAR,
+    directions: tuple[str, ...] = ("forward", "backward"),
+) -> float:  # fmt: skip
     """Seconds of steps of one layer on one GPU, forward and backward, as if each grew with the
     length, or with its square, from what was measured at 65,536 tokens on."""
     times = tokens / 65_536
-    return sum(measured(s) * (times**2 if s in SQUARE else times) for s in steps) / 1e3
+    found = [measured(s, directions) * (times**2 if s in SQUARE else times) for s in steps]
+    return sum(found) / 1e3
 
 
 def crossing() -> int:
@@ -151,7 +155,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Plan:
-    """One layer's attention, forward and backward, on one of many GPUs.
+    """One layer's attention on one of many GPUs: forward, the same again, and backward.
 
     Attributes:
         tokens, gpus: of the text.
@@ -177,24 +181,28 @@ class Plan:
 def plan(tokens: int, gpus: int, machine: Machine = Machine()) -> Plan:
     """Count, for a text of `tokens` on `gpus`.
 
-    Keys and values come once, in bf16. Their gradients come back in fp32, so twice as many bytes.
+    Keys and values come twice, in bf16: a layer is computed again before its backward. Their
+    gradients come back once, in fp32, so twice as many bytes.
     Of one KV head at a time the gradients of the whole text are held, and of the next one, too.
     """
     n = -(-tokens // gpus)
     gathered = tokens * ROW
     gradients = 2 * tokens * 2 * D * 4
-    travels = 3 * gathered
+    travels = 4 * gathered
     inside = min(gpus, machine.host)
     nvlink = travels * (inside - 1) // inside
     infiniband = travels * (gpus - inside) // gpus // inside
     ways = nvlink / machine.nvlink, infiniband / machine.infiniband
-    whole = seconds(tokens)
+    square, whole = (
+        seconds(tokens, steps) + seconds(tokens, steps, ("forward",))
+        for steps in (SQUARE, SQUARE + LINEAR)
+    )
     return Plan(
         tokens, gpus,
         layer_bytes=4 * n * HQ * D * 2 + gathered + gradients,
         stream_bytes=machine.layers * n * machine.width * 2,
         nvlink_bytes=nvlink, infiniband_bytes=infiniband, compute_s=whole / gpus,
-        choice_share=seconds(tokens, SQUARE) / whole, travel_s=max(ways),
+        choice_share=square / whole, travel_s=max(ways),
     )  # fmt: skip
 
 

@@ -232,7 +232,7 @@ def draw_wall() -> Picture:
     axis.set_yscale("log")
     ticks = lengths[1::2]
     axis.set_xticks(ticks, [f"{N >> 10}k" if N < 1 << 20 else f"{N >> 20}M" for N in ticks])
-    axis.set(xlabel="tokens of the text", ylabel="µs a token", ylim=(0.01, 200))
+    axis.set(xlabel="tokens of the text", ylabel="µs a token, both directions", ylim=(0.01, 200))
     meet = costs.crossing()
     axis.axvline(meet, color=PALETTE["faint"], linestyle="--", linewidth=1)
     axis.legend(frameon=False, fontsize=9, loc="upper left")
