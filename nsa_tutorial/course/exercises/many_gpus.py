@@ -205,6 +205,10 @@ _FORWARD = TEXTS.exercise(
          "of them lie on the rank before?"),
         ("torch.cat([rank.to_next(x[begin:]), x])", "x", "a window that ends at the rank's border",
          "The first query of rank 1 sees the last tokens of rank 0. How do they get there?"),
+        ("begin = len(q) - (window_size - 1)", "begin = len(q) - window_size",
+         "a halo that is one token too long",
+         "The output is right, but a token travels that nobody sees. The first query's window has "
+         "its own token and how many before it?"),
         ("rank.to_next(x[begin:])", "rank.to_next(x[: window_size - 1])",
          "the first tokens sent as the halo",
          "The next rank needs the tokens that lie just before its own. Are these your first or "
@@ -276,10 +280,18 @@ def _backward(
     if any(x is None for x in found):
         return None
     try:
+        rows = [[len(x) for x in pair] for pair in found]
         far, near = (torch.cat(shares) for shares in zip(*found, strict=True))
     except (RuntimeError, TypeError, ValueError):
         return found
+    if rows != [[n, n] for n in lengths]:  # tokens on the wrong rank
+        return (*map(_rows_of, zip(*found, strict=True)),)
     return (far, near, sent) if counts else (far, near)
+
+
+def _rows_of(shares: Sequence[Tensor]) -> Tensor:
+    """How many rows each rank has: no gradient, and told as a shape that does not fit."""
+    return torch.tensor([[[float(len(x))]] for x in shares]).double()
 
 
 def _back(name: str, *lengths: int, window: int = 1, H: int = 1, counts: bool = False) -> Case:
@@ -304,6 +316,7 @@ _GRADIENTS = TEXTS.exercise(
         Stage("unequal shares", (
             _back("the last rank has fewer tokens", 5, 5, 3, window=3),
             _back("the last rank has less than a halo", 6, 6, 1, window=4),
+            _back("the second rank has most", 2, 5, 3, window=2),
         )),
         Stage("no byte too many", (
             _back("three ranks, bytes counted", 4, 4, 4, window=3, counts=True),
@@ -325,6 +338,8 @@ _GRADIENTS = TEXTS.exercise(
          "gradients that stand at the end of the text",
          "`d_far` begins with token 0. On which side of it are the tokens that this rank did not "
          "see?"),
+        ("whole.split(lengths)", "whole.chunk(rank.ranks)", "shares taken for equal ones",
+         "Ranks may hold different numbers of tokens. Which argument tells them?"),
         ("whole.split(lengths)", "whole.split(lengths)[::-1]", "parts in the wrong order",
          "The first part goes to rank 0. Which tokens does rank 0 hold?"),
         ("    near[len(near) - len(back) :] += back\n", "", "a halo's gradient thrown away",

@@ -46,9 +46,6 @@ def draw_who(tokens: int = 1 << 20, ranks: int = 4) -> Picture:
             axis.text(rank, top + 0.12 + size / 2, f"of rank {other}", ha="center", va="center",
                       fontsize=8, bbox=_PAPER)  # fmt: skip
             top += size
-    for rank in range(ranks - 1):
-        axis.add_patch(FancyArrowPatch((rank + 0.32, 8.3), (rank + 0.68, 8.95), arrowstyle="<->",
-                       mutation_scale=10, color=PALETTE["text"]))  # fmt: skip
     axis.set_xticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=9.5)
     axis.set(ylabel="GiB of one layer", ylim=(0, 10.6))
     legend.axis("off")
@@ -58,7 +55,7 @@ def draw_who(tokens: int = 1 << 20, ranks: int = 4) -> Picture:
         legend.text(0.18, 0.25 - i, text, va="center", fontsize=9)
     legend.add_patch(Rectangle((0, -3), 0.12, 0.5, facecolor="none", hatch="////",
                                edgecolor=PALETTE["key"]))  # fmt: skip
-    legend.text(0.18, -2.75, "those of others:\nthese travel", va="center", fontsize=9)
+    legend.text(0.18, -2.75, "copies of others':\nthese travel", va="center", fontsize=9)
     legend.set(xlim=(0, 1.1), ylim=(-5, 2))
     stays, comes = (found["queries"] + found["outputs"]) / GIB, found["gathered"] / GIB
     return Picture(
