@@ -8,12 +8,13 @@ import time
 
 from sphinx.cmd.build import main as sphinx
 
-from book import chapter, exercises, glossary, places
+from book import chapter, exercises, glossary, listings, places
 from nsa_tutorial.course import themes
 from nsa_tutorial.course.chapters import CHAPTERS, NOTEBOOKS, PARTS
 
 READY = [c for c in CHAPTERS if c.is_ready]
-WRITTEN: tuple[str, ...] = ()  # pages that are written by hand
+MADE = ("exercises", "misconceptions", "listings")
+WRITTEN = ("tools.md",)  # as they are
 EXERCISES = (
     "# Exercises\n\nEvery exercise of the course, with its hints, its stages and its solution.\n"
 )
@@ -32,9 +33,8 @@ def index() -> str:
     for part, name in enumerate(PARTS):
         files = [c.file.removesuffix(".ipynb") for c in READY if c.part == part]
         text += f"\n```{{toctree}}\n:caption: {name}\n:hidden:\n\n" + "\n".join(files) + "\n```\n"
-    more = "\n".join(
-        ["exercises", "misconceptions", "glossary", *(n.removesuffix(".md") for n in WRITTEN)]
-    )
+    names = [*MADE, *(name.removesuffix(".md") for name in WRITTEN), "glossary"]
+    more = "\n".join(names)
     text += f"\n```{{toctree}}\n:caption: Beside the chapters\n:hidden:\n\n{more}\n```\n"
     cards = "\n".join(f"{c.number}. [{c.title}]({c.file}): {c.idea}" for c in READY)
     return text.replace("CHAPTERS", cards)
@@ -50,6 +50,7 @@ def pages() -> None:
     turned = themes.turning("img.nsa-picture")
     (static / "pictures.css").write_text(f"{turned}\n", encoding="utf-8")
     chapter.pages((NOTEBOOKS / c.file for c in READY), static / "figures", write)
+    write("listings.md", listings.page())
     write("glossary.md", glossary.page({c.number: c.file for c in READY}))
     for name in WRITTEN:
         write(name, (places.BOOK / name).read_text(encoding="utf-8"))

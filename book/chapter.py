@@ -4,6 +4,7 @@ A cell keeps its source and its stored outputs, and what needs a kernel gives wa
 
 - a prediction asks for a guess, and its answer is a fold, with what led to each wrong guess;
 - an exercise shows its statement and its hints as folds, and leads to its stages and mistakes;
+- a figure that moves without a kernel moves here, too;
 - what would judge an answer, or count what was solved, is left out;
 - a picture is a file with its text, so that the page stays small.
 """
@@ -21,7 +22,7 @@ from markdown_it import MarkdownIt
 from nbformat import NotebookNode
 
 from book import places
-from nsa_tutorial.course import exercises
+from nsa_tutorial.course import exercises, moving
 from nsa_tutorial.course.exercises import Exercise, Prediction
 
 STYLE = re.compile(r"\s*<style>.*?</style>\s*", re.S)
@@ -79,7 +80,10 @@ def _code(cell: NotebookNode) -> None:
     source, tags = cell.source, cell.metadata.setdefault("tags", [])
     if cell.metadata.get("jupyter", {}).get("source_hidden"):
         tags.append("hide-input")
-    if re.search(r"\b(?:check|progress)\(", source) and "stored" not in source:
+    if names := re.findall(_CALL.format("figure"), source):
+        tags.append("hide-input")
+        cell.outputs = [_html(moving.fragment(name)) for name, _ in names]
+    elif re.search(r"\b(?:check|progress)\(", source):
         tags.append("remove-cell")
     elif match := re.search(_CALL.format("exercise"), source):
         tags.append("remove-input")
@@ -165,7 +169,7 @@ def _output(output: NotebookNode, styles: set[str], file: Path) -> None:
         new = [style for style in map(str.strip, STYLE.findall(text)) if style not in styles]
         styles.update(new)
         data.clear()
-        data["text/html"] = "\n".join([*new, _file_links(STYLE.sub("", text))])
+        data["text/html"] = "\n".join([*new, file_links(STYLE.sub("", text))])
 
 
 def picture(address: str, facts: dict, told: str) -> str:
@@ -177,7 +181,7 @@ def picture(address: str, facts: dict, told: str) -> str:
     return f'{said}<img class="nsa-picture" src="{address}" alt="{alt}"{size} loading="lazy">'
 
 
-def _file_links(text: str) -> str:
+def file_links(text: str) -> str:
     """HTML of a listing or of the map, whose links lead to the repository and to pages."""
 
     def there(match: re.Match[str]) -> str:

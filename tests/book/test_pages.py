@@ -9,7 +9,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from book import chapter, exercises, places
+from book import chapter, exercises, listings, places
 from book.terms import entries
 from nsa_tutorial.course.chapters import CHAPTERS, NOTEBOOKS
 from nsa_tutorial.course.exercises import chapter_module
@@ -101,3 +101,25 @@ def test_the_address_of_the_repository_is_set_once(monkeypatch: pytest.MonkeyPat
     )
     assert places.source("b.py", 3) == "https://github.com/owner/name/blob/main/b.py#L3"
     assert chapter.links("[c](../b.py)") == "[c](https://github.com/owner/name/blob/main/b.py)"
+
+
+@pytest.mark.parametrize("kernel", listings.KERNELS, ids=lambda k: k.title)
+def test_phases_stand_in_three_languages(kernel) -> None:
+    """In each language one function has the phase; the backward's walks differ in a few."""
+    names = kernel.phases()
+    languages = [
+        {x.path.split("/kernels/")[-1].split("/")[0] for x in kernel.listings(name)}
+        for name in names
+    ]
+    whole = [found for found in languages if len(found) == 3 and {"tilelang", "triton"} <= found]
+    assert len(whole) >= 8 and len(whole) >= len(names) - 2
+    text = listings.page()
+    assert all(f"### {name[0].upper()}{name[1:]}\n" in text for name in names)
+
+
+def test_each_tool_has_a_source() -> None:
+    text = (places.BOOK / "tools.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| **")]
+    tools = ["Helion", "cuTile", "Triton", "TileLang", "Gluon", "CuTe DSL", "CUDA C++"]
+    assert [row.split("**")[1] for row in rows] == tools
+    assert all(re.search(r"\]\(https://[^)]+\)", row.split(" | ")[-1]) for row in rows)

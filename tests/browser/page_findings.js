@@ -19,7 +19,7 @@
   while (walker.nextNode()) {
     const text = walker.currentNode.textContent.trim();
     const element = walker.currentNode.parentElement;
-    if (!text || !element.checkVisibility({ visibilityProperty: true, opacityProperty: true }) || element.closest("script, style, mjx-container, kbd, .search-button__kbd-shortcut")) continue;
+    if (!text || !element.checkVisibility({ visibilityProperty: true, opacityProperty: true }) || element.closest("script, style, mjx-container, .nsa-moving, kbd, .search-button__kbd-shortcut")) continue;
     const style = getComputedStyle(element);
     const [low, high] = [light(parts(style.color).slice(0, 3)), light(ground(element))].sort((a, b) => a - b);
     const contrast = (high + 0.05) / (low + 0.05);
@@ -30,7 +30,7 @@
     }
   }
   for (const one of document.querySelectorAll("main a[href], main button, main input, main summary")) {
-    const name = one.textContent.trim() || one.ariaLabel || one.title || one.placeholder;
+    const name = one.textContent.trim() || one.labels?.[0]?.textContent || one.ariaLabel || one.title || one.placeholder;
     if (!name && one.checkVisibility({ visibilityProperty: true, opacityProperty: true })) found.add(`no name: ${one.outerHTML.slice(0, 80)}`);
   }
   for (const one of document.querySelectorAll("main img")) {

@@ -157,3 +157,11 @@ def test_a_term_says_what_it_means(site: Path, browser) -> None:
     assert box.is_visible() and term.get_attribute("aria-describedby") == "definition"
     term.click()
     assert page.locator(":target").inner_text().startswith("multiprocessor")
+
+
+def test_a_figure_moves_without_a_kernel(site: Path, browser) -> None:
+    page = Reader(browser, site).open("08_native_sparse_attention")
+    figure = page.locator("#nsa-masks")
+    before = figure.inner_text()
+    figure.locator("input[type=range]").first.press("ArrowLeft")
+    assert figure.inner_text() != before
