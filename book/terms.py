@@ -22,7 +22,8 @@ _ENTRY = re.compile(
 )
 # Everyday words, whose definition is shown where they are introduced and not wherever they stand.
 _EVERYDAY = """
-base, batch, block, body, cache, chunk, compression, control, draft, error, far, gate, group,
+base, batch, block, body, cache, chunk, compression, contiguous, control, draft, error, far, gate,
+group,
 head, hit, hold, id, kernel, key, launch, list, mask, median, needle, neighbours, network,
 offset, on paper, one pass, oracle, overlap, page, part, partial, peak, phase, piece, probe,
 program, query, scale, score, selection, shift, slot, sparse, stable, stage, state, step,
