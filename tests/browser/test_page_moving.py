@@ -28,8 +28,8 @@ root => {
     if (!text || e.matches('style, option, .unseen')) continue;
     let ground = e;
     while (ground && clear(getComputedStyle(ground).backgroundColor)) ground = ground.parentElement;
-    const style = getComputedStyle(e);
-    found.push([text, style.color, ground ? getComputedStyle(ground).backgroundColor : '',
+    const style = getComputedStyle(e), ink = e.matches('svg *') ? style.fill : style.color;
+    found.push([text, ink, ground ? getComputedStyle(ground).backgroundColor : '',
       parseFloat(style.fontSize), ground && root.contains(ground)]);
   }
   return found;
@@ -66,12 +66,14 @@ def browser() -> Iterator:
 
 
 class Explorer:
-    """The mask explorer on a page of its own. Closing it fails if the page asked for anything, or
-    reported an error."""
+    """A figure, the mask explorer by default, on a page of its own. Closing it fails if the page
+    asked for anything, or reported an error."""
 
-    def __init__(self, browser, folder: Path, width: int = 1440, **options: object) -> None:
+    def __init__(
+        self, browser, folder: Path, width: int = 1440, name: str = "masks", **options: object
+    ) -> None:
         path = folder / "page.html"
-        path.write_text(moving.page("masks"), encoding="utf-8")
+        path.write_text(moving.page(name), encoding="utf-8")
         self.address, self.wrong = path.as_uri(), []
         self.context = browser.new_context(viewport={"width": width, "height": 900}, **options)
         self.page = self.context.new_page()
@@ -87,15 +89,15 @@ class Explorer:
     def open(self, anchor: str = "") -> None:
         self.page.goto("about:blank")
         self.page.goto(self.address + anchor)
+        self.page.locator(".nsa-moving .said").wait_for()
         self.mask = self.page.locator(".nsa-masks .mask canvas")
-        self.mask.wait_for()
 
     def control(self, name: str):
         return self.page.get_by_label(name, exact=True)
 
     def says(self, text: str) -> None:
         """Waits until the sentence has the text."""
-        said = self.page.locator(".nsa-masks .said").filter(has_text=re.compile(re.escape(text)))
+        said = self.page.locator(".nsa-moving .said").filter(has_text=re.compile(re.escape(text)))
         said.wait_for(timeout=5000)
 
     def close(self) -> None:
@@ -184,10 +186,14 @@ def test_the_address_restores_what_was_set(browser, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_it_fits_and_can_be_read(browser, tmp_path: Path, width: int, theme: str) -> None:
+@pytest.mark.parametrize("name", moving.NAMES)
+def test_it_fits_and_can_be_read(
+    browser, tmp_path: Path, name: str, width: int, theme: str
+) -> None:
     """No scrolling to the side, letters of 12 pixels, and a contrast of 4.5 : 1."""
-    shown = Explorer(browser, tmp_path, width, color_scheme=theme)
-    shown.page.locator("summary").click()
+    shown = Explorer(browser, tmp_path, width, name, color_scheme=theme)
+    for more in shown.page.locator("summary").all():
+        more.click()
     assert shown.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     root = shown.page.locator(".nsa-moving")
     turned = themes.turned if theme == "dark" else str
@@ -198,7 +204,7 @@ def test_it_fits_and_can_be_read(browser, tmp_path: Path, width: int, theme: str
         return "#" + "".join(f"{int(x):02X}" for x in re.findall(r"\d+", told)[:3])
 
     texts = root.evaluate(TEXTS)
-    assert len(texts) > 400
+    assert len(texts) > (400 if name == "masks" else 30)
     for text, ink, ground, size, inside in texts:
         under = turned(colour(ground)) if inside else pages[theme]
         contrast = themes.contrast(turned(colour(ink)), under)
@@ -246,4 +252,29 @@ def test_a_picture_is_saved(browser, tmp_path: Path) -> None:
     assert (tmp_path / "saved.PNG").read_bytes().startswith(b"\x89PNG")
     drawn = ElementTree.parse(tmp_path / "saved.SVG").getroot()
     assert "Query 389" in "".join(drawn.itertext())
+    shown.close()
+
+
+def test_softmax_is_read_by_hand_key_and_address(browser, tmp_path: Path) -> None:
+    shown = Explorer(browser, tmp_path, name="softmax")
+    picture = shown.page.locator(".drawn")
+    shown.says("After chunk 1 of 6")
+    shown.page.mouse.click(*at(picture.bounding_box(), 0.62, 0.3))
+    shown.says("After chunk 4 of 6")
+    picture.focus()
+    shown.page.keyboard.press("End")
+    shown.says("After chunk 6 of 6: scores_max 8")
+    shown.control("measured from").select_option("chunk's own max")
+    shown.control("lift of chunk 1").fill("130")
+    shown.says("something passed 2^128")
+    shown.page.wait_for_url("**#softmax?*lift=130*")
+    said, anchor = shown.page.locator(".said").text_content(), shown.page.url.split("#")[1]
+    shown.open(f"#{anchor}")
+    shown.says(said)
+    with shown.page.expect_download():
+        shown.page.get_by_role("button", name="Save SVG").click()
+    shown.control("chunks read").fill("5")
+    shown.page.get_by_role("button", name="Play").click()
+    shown.says("After chunk 6 of 6")
+    shown.page.get_by_role("button", name="Play").wait_for(timeout=5000)
     shown.close()

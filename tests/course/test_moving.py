@@ -18,7 +18,7 @@ from nsa_tutorial.course.figures import PALETTE
 from nsa_tutorial.course.masks import BRANCHES, POWERS, Settings
 from nsa_tutorial.course.moving import masks as explorer
 from nsa_tutorial.course.stills import WIDGET
-from nsa_tutorial.course.widgets import mask_explorer
+from nsa_tutorial.course.widgets import mask_explorer, online_softmax
 
 NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="node is not installed")
@@ -53,6 +53,18 @@ const settled = wild.map((state) => m.settle(state, heads.N, heads.groups.length
 const amounts = [0, 640, 1536, 12_300_000].map((x) => [m.amount(x, "B"), m.amount(x)]);
 process.stdout.write(JSON.stringify({ found, settled, amounts }));
 """
+
+
+def run(name: str, driver: str, given: object, folder: Path) -> dict:
+    """What node prints, as JSON, for a driver that imports a figure's module."""
+    (folder / f"{name}.mjs").write_text(moving.source(name))
+    (folder / "driver.mjs").write_text(driver)
+    (folder / "given.json").write_text(json.dumps(given))
+    done = subprocess.run(
+        [NODE, "driver.mjs"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def logits(data: dict, group: int) -> np.ndarray:
@@ -106,15 +118,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict:
         }
         for i, s in enumerate(SIZES)
     ]
-    (folder / "masks.mjs").write_text(moving.source("masks"))
-    (folder / "driver.mjs").write_text(DRIVER)
     given = {"data": explorer.data(), "cases": cases, "wild": WILD}
-    (folder / "given.json").write_text(json.dumps(given))
-    done = subprocess.run(
-        [NODE, "driver.mjs"], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return run("masks", DRIVER, given, folder)
 
 
 def ids(listed: np.ndarray) -> list[list[int]]:
@@ -205,6 +210,39 @@ def test_a_state_is_brought_into_range(ran: dict) -> None:
     ]  # fmt: skip
 
 
+SOFTMAX = """
+import * as m from "./softmax.mjs";
+import { readFileSync } from "node:fs";
+const told = JSON.parse(readFileSync("given.json")).map(([lift, reference]) =>
+  m.walk(lift, reference).map((moment, i) => [
+    m.sentence({ lift, reference, step: i + 1 }), moment.parts.map(String), m.isRight(moment)]));
+const settled = m.settle({ step: 99, lift: "x", reference: "none" });
+process.stdout.write(JSON.stringify({ told, scores: m.SCORES, references: m.REFERENCES, settled }));
+"""
+
+
+@needs_node
+def test_online_softmax_is_that_of_chapter_03(tmp_path: Path) -> None:
+    """In fp32, where it overflows, too: sentences, parts, and where it is right."""
+    pictures = online_softmax
+    edges = {pictures.limit(x) + up for x in pictures.REFERENCES for up in (0, 1)}
+    lifts = sorted({0, 1, 10, 11, 40, 125, 160, *edges} - {161})
+    cases = [(lift, reference) for lift in lifts for reference in pictures.REFERENCES]
+    found = run("softmax", SOFTMAX, cases, tmp_path)
+    assert (found["scores"], found["references"]) == (
+        list(pictures.SCORES), list(pictures.REFERENCES),
+    )  # fmt: skip
+    for (lift, reference), steps in zip(cases, found["told"], strict=True):
+        moments = pictures.walk(pictures.row(lift), pictures.positions(), reference)
+        for step, (moment, (said, parts, right)) in enumerate(zip(moments, steps, strict=True), 1):
+            assert said == pictures.sentence(step, reference, lift)
+            got = [float(part.replace("Infinity", "inf")) for part in parts]
+            assert got == pytest.approx(moment.parts, rel=1e-6, abs=1e-37, nan_ok=True)
+            assert right == said.endswith("which is right.")
+    assert found["settled"]["s"] == {"step": 6, "lift": 0, "reference": "running max"}
+    assert len(found["settled"]["moved"]) == 3
+
+
 # -- what Python hands over --
 
 
@@ -241,6 +279,7 @@ def test_a_figure_without_anywidget_is_its_picture(monkeypatch: pytest.MonkeyPat
     assert WIDGET not in data
     assert repr(shown) == data["text/plain"]
     assert len(facts["image/png"]["alt"]) > 20
+    moving._widget.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -254,8 +293,9 @@ def test_a_wrong_state_is_refused(state: dict, error: str) -> None:
         moving.page("masks", state)
 
 
-def test_a_page_asks_for_nothing_and_is_small() -> None:
-    page = moving.page("masks", {"query": 410})
+@pytest.mark.parametrize("name", moving.NAMES)
+def test_a_page_asks_for_nothing_and_is_small(name: str) -> None:
+    page = moving.page(name)
     assert len(page) < 400_000
     assert page.count("</script>") == 1
     remote = re.findall(r"(?:src|href)=\"(?!data:|\$)[^\"]*\"|url\([^)]*\)|@?import\s+[\"']", page)

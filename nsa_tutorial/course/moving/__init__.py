@@ -25,12 +25,16 @@ from nsa_tutorial.course.figures import PALETTE, Picture
 from nsa_tutorial.course.stills import INTERACTIVE
 
 HERE = Path(__file__).parent
-NAMES = ("masks",)
+NAMES = ("masks", "softmax")
 ROOT = ".nsa-moving"  # the class of every figure's element
 
 
 def source(name: str) -> str:
-    """The text of `NAME.js`."""
+    """The module of a figure, with what all figures share."""
+    return _text("common") + "\n" + _text(name)
+
+
+def _text(name: str) -> str:
     return (HERE / f"{name}.js").read_text(encoding="utf-8")
 
 
@@ -134,7 +138,7 @@ def fragment(name: str, state: Mapping[str, object] | None = None) -> str:
     return (
         f"<style>{themes.turning(ROOT)}</style>\n"
         f'<div id="{place}"><noscript>{html.escape(module.TITLE)} needs JavaScript.</noscript>'
-        f'</div>\n<script type="module">\n{source(name)}\n{source("page")}\n'
+        f'</div>\n<script type="module">\n{source(name)}\n{_text("page")}\n'
         f'startOnPage("{name}", {told}, render, document.getElementById("{place}"));\n</script>\n'
     )
 

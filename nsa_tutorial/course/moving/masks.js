@@ -290,67 +290,36 @@ export function verdict(s, shape) {
 // -- drawing --
 
 const STYLE = `
-.nsa-moving { color: #1F2328; color-scheme: light; container-type: inline-size; font: 14px/1.4
-  system-ui, sans-serif; max-width: 1080px; }
-.nsa-moving * { box-sizing: border-box; }
-.nsa-moving p { margin: 6px 0; }
-.nsa-moving .bar, .nsa-moving .more { display: grid; gap: 4px 18px; align-items: center;
-  grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); }
-.nsa-moving label { display: flex; gap: 8px; align-items: center; min-height: 28px; }
-.nsa-moving label span { white-space: nowrap; }
-.nsa-moving label .value { min-width: 3ch; text-align: right; font-variant-numeric: tabular-nums; }
-.nsa-moving input[type=range] { flex: 1; min-width: 60px; margin: 0; accent-color: #0072B2; }
-.nsa-moving select { flex: 1; min-width: 60px; font: inherit; }
-.nsa-moving button { font: inherit; color: inherit; background: #F3F4F6; border: 1px solid #848D97;
-  border-radius: 6px; padding: 3px 10px; min-height: 30px; cursor: pointer; min-width: 64px;
-  justify-self: start; }
-.nsa-moving :focus-visible { outline: 3px solid #C75000; outline-offset: 2px; }
-.nsa-moving summary { cursor: pointer; padding: 3px 0; }
-.nsa-moving .said { min-height: 4.2em; }
-.nsa-moving .unseen { position: absolute; width: 1px; height: 1px; overflow: hidden;
-  clip-path: inset(50%); }
-.nsa-moving .body { display: grid; gap: 14px 26px; grid-template-columns: minmax(0, 1fr); }
+.nsa-masks .body { display: grid; gap: 14px 26px; grid-template-columns: minmax(0, 1fr); }
 @container (min-width: 700px) {
-  .nsa-moving .body { grid-template-columns: minmax(0, 5fr) minmax(0, 6fr); }
-  .nsa-moving .said { min-height: 2.8em; }
+  .nsa-masks .body { grid-template-columns: minmax(0, 5fr) minmax(0, 6fr); }
+  .nsa-masks .said { min-height: 2.8em; }
 }
-.nsa-moving .mask { position: relative; cursor: crosshair; touch-action: pan-y; }
-.nsa-moving canvas { display: block; width: 100%; }
-.nsa-moving .mask canvas { aspect-ratio: 1; border: 1px solid #848D97; }
-.nsa-moving .past { position: absolute; left: 0; height: 0; border-top: 2px solid #C75000;
+.nsa-masks .mask { position: relative; cursor: crosshair; touch-action: pan-y; }
+.nsa-masks .mask canvas { aspect-ratio: 1; border: 1px solid #848D97; }
+.nsa-masks .past { position: absolute; left: 0; height: 0; border-top: 2px solid #C75000;
   pointer-events: none; }
-.nsa-moving .curtain { position: absolute; left: 1px; right: 1px; bottom: 1px; background: #FFF;
+.nsa-masks .curtain { position: absolute; left: 1px; right: 1px; bottom: 1px; background: #FFF;
   pointer-events: none; }
-.nsa-moving .handle { position: absolute; width: 44px; height: 44px; margin: -22px; cursor: grab;
+.nsa-masks .handle { position: absolute; width: 44px; height: 44px; margin: -22px; cursor: grab;
   touch-action: none; }
-.nsa-moving .handle::after { content: ""; position: absolute; inset: 14px; border-radius: 50%;
+.nsa-masks .handle::after { content: ""; position: absolute; inset: 14px; border-radius: 50%;
   background: #C75000; border: 2px solid #FFF; }
-.nsa-moving .strip { height: 74px; margin-top: 8px; cursor: crosshair; touch-action: pan-y; }
-.nsa-moving .layers { display: flex; flex-wrap: wrap; gap: 6px; margin: 8px 0 0; }
-.nsa-moving .layers { align-items: center; }
-.nsa-moving .layers [style]::before { content: ""; display: inline-block; width: 12px;
+.nsa-masks .strip { height: 74px; margin-top: 8px; cursor: crosshair; touch-action: pan-y; }
+.nsa-masks .actions [style]::before { content: ""; display: inline-block; width: 12px;
   height: 12px; margin-right: 6px; border: 1px solid #656D76; background: var(--colour); }
-.nsa-moving .layers [aria-pressed=false] { background: none; text-decoration: line-through; }
-.nsa-moving pre { margin: 0; padding: 0; background: none; color: inherit; border: 0; cursor: text;
+.nsa-masks .actions [aria-pressed=false] { background: none; text-decoration: line-through; }
+.nsa-masks .text { margin: 0; padding: 0; background: none; color: inherit; border: 0; cursor: text;
   font: 12px/1.45 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere;
-  touch-action: pan-y; user-select: none; overflow: visible; }
-.nsa-moving table { border-collapse: collapse; width: 100%; margin: 6px 0; font-size: inherit; }
-@container (max-width: 420px) { .nsa-moving table { font-size: 13px; } }
-.nsa-moving :is(th, td) { padding: 2px 0 2px 10px; text-align: right; font-weight: 400; border: 0;
+  word-break: normal; touch-action: pan-y; user-select: none; overflow: visible; }
+.nsa-masks table { border-collapse: collapse; width: 100%; margin: 6px 0; font-size: inherit; }
+@container (max-width: 420px) { .nsa-masks table { font-size: 13px; } }
+.nsa-masks :is(th, td) { padding: 2px 0 2px 10px; text-align: right; font-weight: 400; border: 0;
   background: none; font-variant-numeric: tabular-nums; }
-.nsa-moving th:first-child { text-align: left; padding-left: 0; }
-.nsa-moving td { white-space: nowrap; }
-.nsa-moving td i { display: block; height: 5px; margin-left: auto; min-width: 1px; }
+.nsa-masks th:first-child { text-align: left; padding-left: 0; }
+.nsa-masks td { white-space: nowrap; }
+.nsa-masks td i { display: block; height: 5px; margin-left: auto; min-width: 1px; }
 `;
-
-function element(tag, facts = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(facts))
-    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else made.setAttribute(name, value);
-  made.append(...children);
-  return made;
-}
 
 const rgb = (colour) => [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
 const hex = (parts) => `#${parts.map((x) => Math.round(x).toString(16).padStart(2, "0")).join("")}`;
@@ -411,10 +380,13 @@ const LAYERS = [
 function render({ model, el }) {
   const heads = decode(model.get("data")), palette = model.get("palette"), { N } = heads;
   const shown = colours(palette), paint = painter(N, shown);
-  const names = Object.keys(model.get("start"));
-  const read = () => Object.fromEntries(names.map((name) => [name, model.get(name)]));
-  let { s, moved } = settle(read(), N, heads.groups.length), saving, speaking, playing, base;
-  let curtain = false, sending = false;
+  const settled = (values) => settle(values, N, heads.groups.length);
+  let s, moved, base, curtain = false;
+  const state = inStep(model, settled, (...now) => {
+    [s, moved] = now;
+    draw();
+  });
+  const { change, names } = state, speech = speaker(), controls = controlsFor(change);
 
   // what does not change with the query is kept until its own settings do
   const known = new Map();
@@ -430,26 +402,17 @@ function render({ model, el }) {
 
   // -- the page --
 
-  const control = (name, told, made, how = "input") => {
-    made.addEventListener(how, () => change({
-      [name]: made.type === "checkbox" ? made.checked
-        : name === "lens" ? LENGTHS[made.value] : Number(made.value) }));
-    const said = element("span", { class: "value" });
-    controls.push({ name, made, said });
-    return element("label", {}, element("span", {}, told), made, said);
-  };
-  const controls = [];
-  const slider = (name, told, low, high) =>
-    control(name, told,
-      element("input", { type: "range", min: low, max: high, "aria-label": told }));
-  const choice = (name, told, options) => {
-    const list = Object.entries(options).map(([value, text]) => element("option", { value }, text));
-    return control(name, told, element("select", { "aria-label": told }, ...list), "change");
-  };
-  const powers = Object.fromEntries(POWERS.map((x) => [x, x]));
-  const play = element("button", { type: "button", onclick: () => (playing ? stop() : start()) });
+  const { slider, choice, flag } = controls;
+  const powers = POWERS.map((x) => [x, x]);
+  let first = 0;
+  const play = player(() => {
+    curtain = true;
+    first = s.query < N - 1 ? s.query : 0;
+  }, write, () => {
+    curtain = false;
+    draw();
+  });
   const said = element("p", { class: "said" }), price = element("p", { class: "price" });
-  const live = element("p", { class: "unseen", role: "status", "aria-live": "polite" });
   const canvas = element("canvas", {
     tabindex: 0, role: "slider", "aria-label": "the mask, queries down and keys to the right",
     "aria-valuemin": 0, "aria-valuemax": N - 1, onkeydown: press });
@@ -464,48 +427,36 @@ function render({ model, el }) {
     element("span", { style: `--colour:${shown[kind]}` }, told));
   const letters = [...heads.text].map((c, t) =>
     element("span", { "data-t": t }, c === "\n" ? "↵\n" : c === "\0" ? "·" : c));
-  const text = element("pre", { "aria-label": "the text" }, ...letters);
+  const text = element("pre", { class: "text", "aria-label": "the text" }, ...letters);
   const cells = ROWS.map(() => [0, 1, 2].map(() => element("td")));
   const table = element("table", {}, element("tr", {},
     ...["", "dense", "NSA", ""].map((name) => element("th", { scope: "col" }, name))),
     ...ROWS.map(([told], i) =>
       element("tr", {}, element("th", { scope: "row" }, told), ...cells[i])));
-  const save = (kind, does) => element("button", { type: "button", onclick: does }, `Save ${kind}`);
-  const root = element("div", { class: "nsa-moving nsa-masks" }, element("style", {}, STYLE),
+  const save = (kind) => element("button", { type: "button",
+    onclick: () => saveAs(kind, svg(), `mask_query${s.query}`) }, `Save ${kind}`);
+  const root = element("div", { class: "nsa-moving nsa-masks" }, element("style", {}, BASE + STYLE),
     element("div", { class: "bar" },
       slider("query", "query", 0, N - 1), slider("top_n", "blocks", 1, 32),
-      slider("window", "window", 1, 256), play),
+      slider("window", "window", 1, 256), play.button),
     element("details", {}, element("summary", {}, "more"), element("div", { class: "more" },
       choice("block_size", "block size", powers),
       slider("num_initial", "first blocks, forced", 0, 8),
       slider("num_local", "latest blocks, forced", 1, 8),
       choice("length", "summary length", powers), choice("stride", "summary stride", powers),
-      choice("group", "head group", heads.groups.map((group) => group.label)),
-      control("random", "random slots", element("input", { type: "checkbox" }), "change"))),
-    said, live,
+      choice("group", "head group", heads.groups.map((group, i) => [i, group.label])),
+      flag("random", "random slots"))),
+    said, speech.live,
     element("div", { class: "body" },
-      element("div", {}, mask, strip, element("div", { class: "layers" }, ...layers, ...legend),
+      element("div", {}, mask, strip, element("div", { class: "actions" }, ...layers, ...legend),
         element("p", {}, "Queries run down, keys to the right. Below: the query's own row, and " +
           "its attention to each key. Gray bars are attention that it misses.")),
       element("div", {}, text,
-        slider("lens", "a text of", 0, LENGTHS.length - 1), table, price,
-        element("div", { class: "layers" }, save("PNG", savePng), save("SVG", saveSvg)))));
+        slider("lens", "a text of", 0, LENGTHS.length - 1, LENGTHS), table, price,
+        element("div", { class: "actions" }, save("PNG"), save("SVG")))));
   el.replaceChildren(root);
 
   // -- moves --
-
-  function change(values) {
-    ({ s, moved } = settle({ ...s, ...values }, N, heads.groups.length));
-    draw();
-    clearTimeout(saving);
-    saving = setTimeout(send, 60);
-  }
-  function send() {
-    sending = true;
-    for (const name of names) model.set(name, s[name]);
-    sending = false;
-    model.save_changes();
-  }
 
   function press(event) {
     const step = { ArrowUp: -1, ArrowLeft: -1, ArrowDown: 1, ArrowRight: 1, PageUp: -s.block_size,
@@ -513,26 +464,16 @@ function render({ model, el }) {
     if (!step) return;
     event.preventDefault();
     event.stopPropagation();
-    stop();
+    play.stop();
     change({ query: Math.min(Math.max(s.query + step, 0), N - 1) });
   }
 
-  function drag(target, place) {
-    let held = null;
-    const move = (event) => {
+  function follow(target, place) {
+    drag(target, (event) => {
+      play.stop();
       const query = place(event);
       if (query !== null && query !== s.query) change({ query });
-    };
-    target.addEventListener("pointerdown", (event) => {
-      if (event.button) return;
-      stop();
-      held = event.pointerId;
-      target.setPointerCapture(held);
-      move(event);
     });
-    target.addEventListener("pointermove", (event) => event.pointerId === held && move(event));
-    for (const end of ["pointerup", "pointercancel", "lostpointercapture"])
-      target.addEventListener(end, () => (held = null));
   }
   const share = (value, low, size) =>
     Math.min(Math.max(Math.floor(((value - low) / size) * N), 0), N - 1);
@@ -540,40 +481,22 @@ function render({ model, el }) {
     const box = canvas.getBoundingClientRect();
     return share(event.clientY, box.top, box.height);
   };
-  drag(canvas, downwards);
-  drag(handle, downwards);
-  drag(strip, (event) => {
+  follow(canvas, downwards);
+  follow(handle, downwards);
+  follow(strip, (event) => {
     const box = strip.getBoundingClientRect();
     return share(event.clientX, box.left, box.width);
   });
-  drag(text, (event) => {
+  follow(text, (event) => {
     const under = text.getRootNode().elementFromPoint(event.clientX, event.clientY);
     return under?.dataset?.t === undefined ? null : Number(under.dataset.t);
   });
 
   // Writes the mask row by row; where motion is unwelcome, block by block.
-  function start() {
-    const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
-    const first = s.query < N - 1 ? s.query : 0, began = performance.now();
-    curtain = true;
-    const step = () => {
-      const passed = performance.now() - began;
-      const t = first + (calm ? Math.floor(passed / 800) * s.block_size : Math.floor(passed / 16));
-      if (t > N - 1 && s.query === N - 1) return stop();
-      change({ query: Math.min(t, N - 1) });
-      playing = calm ? setTimeout(step, 800) : requestAnimationFrame(step);
-    };
-    playing = true;
-    step();
-  }
-  function stop() {
-    cancelAnimationFrame(playing);
-    clearTimeout(playing);
-    playing = null;
-    if (curtain) {
-      curtain = false;
-      draw();
-    }
+  function write(passed, calm) {
+    const t = first + (calm ? Math.round(passed / 800) * s.block_size : Math.floor(passed / 16));
+    change({ query: Math.min(t, N - 1) });
+    return t < N - 1;
   }
 
   // -- the picture --
@@ -623,8 +546,7 @@ function render({ model, el }) {
 
     said.textContent = sentence(s, heads, list, shares, other) +
       (moved.length ? ` Out of range: ${moved.join(", ")}.` : "");
-    clearTimeout(speaking);
-    speaking = setTimeout(() => (live.textContent = said.textContent), 500);
+    speech.say(said.textContent);
     canvas.setAttribute("aria-valuenow", t);
     canvas.setAttribute("aria-valuetext", `query ${t}, blocks ${list.join(", ")}`);
     strip.setAttribute("aria-label", `The row of query ${t}: its attention to each key, ` +
@@ -643,14 +565,8 @@ function render({ model, el }) {
 
   function tell() {
     layers.forEach((button, i) => button.setAttribute("aria-pressed", s[LAYERS[i][0]]));
-    play.textContent = playing ? "Stop" : "Play";
-    for (const { name, made, said } of controls) {
-      if (name === "num_local") made.max = Math.min(8, s.top_n);
-      if (name === "num_initial") made.max = Math.min(8, s.top_n - s.num_local);
-      if (made.type === "checkbox") made.checked = s[name];
-      else made.value = name === "lens" ? LENGTHS.indexOf(s.lens) : s[name];
-      if (made.type === "range") said.textContent = s[name].toLocaleString("en");
-    }
+    controls.tell(s, { num_local: Math.min(8, s.top_n),
+      num_initial: Math.min(8, s.top_n - s.num_local) });
     const key = ids(names.filter((name) => name !== "query"));
     const found = keep("price", key, () => costs(s, heads, s.lens));
     ROWS.forEach(([, part, unit, words], i) => {
@@ -696,43 +612,15 @@ function render({ model, el }) {
       bars(kinds, shares, N, side, 74, shown, palette.line).map(box).join("") +
       `${legend.join("")}</svg>`;
   }
-  function keepFile(address, kind) {
-    element("a", { href: address, download: `mask_query${s.query}.${kind}` }).click();
-  }
-  function saveSvg() {
-    const address = URL.createObjectURL(new Blob([svg()], { type: "image/svg+xml" }));
-    keepFile(address, "svg");
-    setTimeout(() => URL.revokeObjectURL(address), 1000);
-  }
-  function savePng() {
-    const image = new Image();
-    image.onload = () => {
-      const drawn = element("canvas", { width: 2 * image.width, height: 2 * image.height });
-      drawn.getContext("2d").drawImage(image, 0, 0, drawn.width, drawn.height);
-      keepFile(drawn.toDataURL("image/png"), "png");
-    };
-    image.src = `data:image/svg+xml,${encodeURIComponent(svg())}`;
-  }
 
-  // -- from outside --
-
-  const listen = () => {
-    const now = read();
-    if (sending || names.every((name) => now[name] === s[name])) return;
-    ({ s, moved } = settle(now, N, heads.groups.length));
-    draw();
-    if (moved.length) send();
-  };
-  for (const name of names) model.on(`change:${name}`, listen);
-  const watch = new ResizeObserver(draw);
+  const watch = new ResizeObserver(state.draw);
   watch.observe(root);
-  draw();
+  state.draw();
   return () => {
-    stop();
+    play.stop();
     watch.disconnect();
-    clearTimeout(saving);
-    clearTimeout(speaking);
-    for (const name of names) model.off(`change:${name}`, listen);
+    speech.end();
+    state.end();
   };
 }
 

@@ -1,0 +1,197 @@
+// What all figures share: elements, a style, controls, and a state in step with the model's.
+// It stands before each figure's module, in one text with it.
+
+const BASE = `
+.nsa-moving { color: #1F2328; color-scheme: light; container-type: inline-size; font: 14px/1.4
+  system-ui, sans-serif; max-width: 1080px; }
+.nsa-moving * { box-sizing: border-box; }
+.nsa-moving p { margin: 6px 0; }
+.nsa-moving .bar, .nsa-moving .more { display: grid; gap: 4px 18px; align-items: center;
+  grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); }
+.nsa-moving .more { grid-template-columns: repeat(auto-fit, minmax(220px, 1fr)); }
+@container (max-width: 500px) { .nsa-moving .bar { grid-template-columns: 1fr; } }
+.nsa-moving label { display: flex; gap: 8px; align-items: center; min-height: 28px; }
+.nsa-moving label span { white-space: nowrap; }
+.nsa-moving label .value { min-width: 3ch; text-align: right; font-variant-numeric: tabular-nums; }
+.nsa-moving input[type=range] { flex: 1; min-width: 60px; margin: 0; accent-color: #0072B2; }
+.nsa-moving select { flex: 1; min-width: 60px; font: inherit; }
+.nsa-moving button { font: inherit; color: inherit; background: #F3F4F6; border: 1px solid #848D97;
+  border-radius: 6px; padding: 3px 10px; min-height: 30px; cursor: pointer; min-width: 64px;
+  justify-self: start; }
+.nsa-moving :focus-visible { outline: 3px solid #C75000; outline-offset: 2px; }
+.nsa-moving summary { cursor: pointer; padding: 3px 0; }
+.nsa-moving .said { min-height: 4.2em; }
+.nsa-moving .unseen { position: absolute; width: 1px; height: 1px; overflow: hidden;
+  clip-path: inset(50%); }
+.nsa-moving :is(canvas, svg) { display: block; width: 100%; }
+.nsa-moving .actions { display: flex; flex-wrap: wrap; gap: 6px; align-items: center;
+  margin: 8px 0 0; }
+.nsa-moving .swatch::before { content: ""; display: inline-block; width: 12px; height: 12px;
+  margin-right: 6px; border: 1px solid #656D76; background: var(--colour); }
+.nsa-moving .swatch { margin-right: 8px; }
+`;
+
+function element(tag, facts = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(facts))
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}
+
+// A file for the reader to keep.
+function download(address, name) {
+  element("a", { href: address, download: name }).click();
+}
+
+// An SVG as the file that it is, or as pixels, two for each of its own.
+function saveAs(kind, svg, name) {
+  const address = URL.createObjectURL(new Blob([svg], { type: "image/svg+xml" }));
+  const done = () => setTimeout(() => URL.revokeObjectURL(address), 1000);
+  if (kind === "SVG") {
+    download(address, `${name}.svg`);
+    return done();
+  }
+  const image = new Image();
+  image.onload = () => {
+    const drawn = element("canvas", { width: 2 * image.width, height: 2 * image.height });
+    drawn.getContext("2d").drawImage(image, 0, 0, drawn.width, drawn.height);
+    download(drawn.toDataURL("image/png"), `${name}.png`);
+    done();
+  };
+  image.src = address;
+}
+
+// Controls by name: each calls `change({ name: value })`, and `tell(state)` sets them all.
+function controlsFor(change) {
+  const all = [];
+  const add = (name, told, made, how, read, write) => {
+    made.addEventListener(how, () => change({ [name]: read() }));
+    const value = element("span", { class: "value" });
+    all.push({ name, made, write, value: made.type === "range" ? value : null });
+    const label = element("label", {}, element("span", {}, told), made);
+    if (made.type === "range") label.append(value);
+    return label;
+  };
+  return {
+    // `values`, if given, are what the slider's steps stand for
+    slider(name, told, low, high, values = null) {
+      const facts = { type: "range", min: low, max: high, "aria-label": told };
+      const made = element("input", facts);
+      return add(name, told, made, "input",
+        () => (values ? values[made.value] : Number(made.value)),
+        (value) => (made.value = values ? values.indexOf(value) : value));
+    },
+    choice(name, told, options) {
+      const list = options.map(([value, text]) => element("option", { value }, text));
+      const made = element("select", { "aria-label": told }, ...list);
+      return add(name, told, made, "change",
+        () => options.find(([value]) => String(value) === made.value)[0],
+        (value) => (made.value = value));
+    },
+    flag(name, told) {
+      const made = element("input", { type: "checkbox", "aria-label": told });
+      return add(name, told, made, "change", () => made.checked, (on) => (made.checked = on));
+    },
+    tell(state, most = {}) {
+      for (const { name, made, write, value } of all) {
+        if (name in most) made.max = most[name];
+        write(state[name]);
+        if (value) value.textContent = state[name].toLocaleString("en");
+      }
+    },
+  };
+}
+
+// A sentence that is read out once it has stood for a moment.
+function speaker() {
+  const live = element("p", { class: "unseen", role: "status", "aria-live": "polite" });
+  let waiting;
+  return {
+    live,
+    say: (text) => {
+      clearTimeout(waiting);
+      waiting = setTimeout(() => (live.textContent = text), 500);
+    },
+    end: () => clearTimeout(waiting),
+  };
+}
+
+// The state that is drawn, in step with the model's. `settle(values)` gives it as `s`, brought into
+// range, and what `moved`, in words; `show(s, moved)` draws it.
+function inStep(model, settle, show) {
+  const names = Object.keys(model.get("start"));
+  const read = () => Object.fromEntries(names.map((name) => [name, model.get(name)]));
+  let { s, moved } = settle(read()), saving, sending = false;
+  const send = () => {
+    sending = true;
+    for (const name of names) model.set(name, s[name]);
+    sending = false;
+    model.save_changes();
+  };
+  const listen = () => {
+    const now = read();
+    if (sending || names.every((name) => now[name] === s[name])) return;
+    ({ s, moved } = settle(now));
+    show(s, moved);
+    if (moved.length) send();
+  };
+  for (const name of names) model.on(`change:${name}`, listen);
+  return {
+    names,
+    draw: () => show(s, moved),
+    change(values) {
+      ({ s, moved } = settle({ ...s, ...values }));
+      show(s, moved);
+      clearTimeout(saving);
+      saving = setTimeout(send, 60);
+    },
+    end() {
+      clearTimeout(saving);
+      for (const name of names) model.off(`change:${name}`, listen);
+    },
+  };
+}
+
+// Calls `move(event)` while a pointer is held down on `target`.
+function drag(target, move) {
+  let held = null;
+  target.addEventListener("pointerdown", (event) => {
+    if (event.button) return;
+    held = event.pointerId;
+    target.setPointerCapture(held);
+    move(event);
+  });
+  target.addEventListener("pointermove", (event) => event.pointerId === held && move(event));
+  for (const end of ["pointerup", "pointercancel", "lostpointercapture"])
+    target.addEventListener(end, () => (held = null));
+}
+
+// A button that calls `step(milliseconds, calm)` until it returns false: each frame, or each 800 ms
+// where motion is unwelcome.
+function player(began, step, ended) {
+  let waiting = null;
+  const button = element("button", { type: "button" }, "Play");
+  const stop = () => {
+    if (waiting === null) return;
+    cancelAnimationFrame(waiting);
+    clearTimeout(waiting);
+    waiting = null;
+    button.textContent = "Play";
+    ended();
+  };
+  button.addEventListener("click", () => {
+    if (waiting !== null) return stop();
+    const calm = matchMedia("(prefers-reduced-motion: reduce)").matches, start = performance.now();
+    const next = () => {
+      if (!step(performance.now() - start, calm)) return stop();
+      waiting = calm ? setTimeout(next, 800) : requestAnimationFrame(next);
+    };
+    button.textContent = "Stop";
+    waiting = 0;
+    began();
+    next();
+  });
+  return { button, stop };
+}
