@@ -134,15 +134,16 @@ def test_chapter_01_slider(lab: Lab, tmp_path: Path) -> None:
 
 
 @exhaustive
-def test_chapter_03_slider(lab: Lab, tmp_path: Path) -> None:
+def test_chapter_03_moves(lab: Lab) -> None:
     from nsa_tutorial.course.widgets import online_softmax
 
-    twin = online_softmax.explore()
-    shown = Shown(lab, lab.run_all("03_online_softmax.ipynb"), twin)
+    page = lab.run_all("03_online_softmax.ipynb")
+    shown = page.locator(".nsa-softmax")
+    lab.scroll_to(page, shown)
     for _ in range(2):
-        shown.press(next(iter(twin.controls)), "ArrowRight")
-    assert "After chunk" in shown.said.text_content()
-    shown.screenshot(tmp_path / "03.png")
+        shown.get_by_label("chunks read", exact=True).press("ArrowRight")
+    said = shown.locator(".said")
+    lab.wait(lambda: said.text_content() == online_softmax.sentence(3), "the figure to answer", 30)
 
 
 @exhaustive

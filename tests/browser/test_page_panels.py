@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 PANELS = list(latency.panels())
-FEW = ["online_softmax.explore", "mask_explorer.mask_explorer", "triton_forward.explore"]
+FEW = ["gradients.explore", "mask_explorer.mask_explorer", "triton_forward.explore"]
 Page, Locator = playwright.Page, playwright.Locator
 HEIGHT = 560  # of 599 that JupyterLab leaves for a notebook on a screen of 1280 x 720
 KEY_TO_PICTURE_MS = 100

@@ -22,7 +22,7 @@ pytestmark = [
 CELLS = [
     "from nsa_tutorial.course import check\n"
     "from nsa_tutorial.course.data_flow import data_flow\n"
-    "from nsa_tutorial.course.widgets import online_softmax as pictures\n"
+    "from nsa_tutorial.course.widgets import gradients as pictures\n"
     'data_flow("kernels")',
     "pictures.explore()",
     "def causal_weights(scores):\n    return scores.softmax(-1)",

@@ -24,11 +24,10 @@ const BASE = `
 .nsa-moving .unseen { position: absolute; width: 1px; height: 1px; overflow: hidden;
   clip-path: inset(50%); }
 .nsa-moving :is(canvas, svg) { display: block; width: 100%; }
-.nsa-moving .actions { display: flex; flex-wrap: wrap; gap: 6px; align-items: center;
-  margin: 8px 0 0; }
+.nsa-moving .actions { display: flex; flex-wrap: wrap; gap: 6px 10px; align-items: center;
+  margin: 6px 0; }
 .nsa-moving .swatch::before { content: ""; display: inline-block; width: 12px; height: 12px;
   margin-right: 6px; border: 1px solid #656D76; background: var(--colour); }
-.nsa-moving .swatch { margin-right: 8px; }
 `;
 
 function element(tag, facts = {}, ...children) {

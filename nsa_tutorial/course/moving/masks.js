@@ -306,8 +306,6 @@ const STYLE = `
 .nsa-masks .handle::after { content: ""; position: absolute; inset: 14px; border-radius: 50%;
   background: #C75000; border: 2px solid #FFF; }
 .nsa-masks .strip { height: 74px; margin-top: 8px; cursor: crosshair; touch-action: pan-y; }
-.nsa-masks .actions [style]::before { content: ""; display: inline-block; width: 12px;
-  height: 12px; margin-right: 6px; border: 1px solid #656D76; background: var(--colour); }
 .nsa-masks .actions [aria-pressed=false] { background: none; text-decoration: line-through; }
 .nsa-masks .text { margin: 0; padding: 0; background: none; color: inherit; border: 0; cursor: text;
   font: 12px/1.45 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere;
@@ -421,10 +419,10 @@ function render({ model, el }) {
   const mask = element("div", { class: "mask" }, canvas, veil, past, handle);
   const strip = element("canvas", { class: "strip", role: "img" });
   const layers = LAYERS.map(([name, told, kind]) =>
-    element("button", { type: "button", style: `--colour:${shown[kind]}`,
+    element("button", { type: "button", class: "swatch", style: `--colour:${shown[kind]}`,
       onclick: () => change({ [name]: !s[name] }) }, told));
   const legend = [["own block", 5], ["later", 0]].map(([told, kind]) =>
-    element("span", { style: `--colour:${shown[kind]}` }, told));
+    element("span", { class: "swatch", style: `--colour:${shown[kind]}` }, told));
   const letters = [...heads.text].map((c, t) =>
     element("span", { "data-t": t }, c === "\n" ? "↵\n" : c === "\0" ? "·" : c));
   const text = element("pre", { class: "text", "aria-label": "the text" }, ...letters);
@@ -446,14 +444,13 @@ function render({ model, el }) {
       choice("length", "summary length", powers), choice("stride", "summary stride", powers),
       choice("group", "head group", heads.groups.map((group, i) => [i, group.label])),
       flag("random", "random slots"))),
-    said, speech.live,
-    element("div", { class: "body" },
-      element("div", {}, mask, strip, element("div", { class: "actions" }, ...layers, ...legend),
-        element("p", {}, "Queries run down, keys to the right. Below: the query's own row, and " +
-          "its attention to each key. Gray bars are attention that it misses.")),
+    said, speech.live, element("div", { class: "actions" }, ...layers, ...legend),
+    element("div", { class: "body" }, element("div", {}, mask, strip),
       element("div", {}, text,
-        slider("lens", "a text of", 0, LENGTHS.length - 1, LENGTHS), table, price,
-        element("div", { class: "actions" }, save("PNG"), save("SVG")))));
+        slider("lens", "a text of", 0, LENGTHS.length - 1, LENGTHS), table, price)),
+    element("p", {}, "Queries run down, keys to the right. Below: the query's own row, and " +
+      "its attention to each key. Gray bars are attention that it misses."),
+    element("div", { class: "actions" }, save("PNG"), save("SVG")));
   el.replaceChildren(root);
 
   // -- moves --

@@ -127,6 +127,7 @@ function drawn(s, wide, palette) {
     if (s.lift > UNBROKEN && key < CHUNK)
       box(x, foot - (Math.max(...SCORES) + 1.8) * unit, each, 5, "#ffffff");
   });
+  if (s.lift > UNBROKEN) write(left - 10, foot - (Math.max(...SCORES) + 1.2) * unit, "≈");
   if (s.reference !== "no max")
     now.forEach(({ scores_max }, chunk) => {
       const y = foot - place(scores_max) * unit;

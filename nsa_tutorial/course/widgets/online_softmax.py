@@ -2,8 +2,7 @@
 of scores read chunk by chunk, with what its exponents are measured from and the denominator so far.
 
 `draw_sizes` is the first. Of the second, `walk` computes, in fp32 as a kernel does; `draw_stream`
-draws one moment of it; `explore` puts controls on it; `limit` is what the reader finds out with
-them.
+draws one moment of it; `limit` is what the reader finds out by moving it (`moving/softmax.js`).
 """
 
 from __future__ import annotations
@@ -12,14 +11,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import ipywidgets
 import numpy as np
 import torch
 from torch import Tensor
 
 from nsa_tutorial.course.figures import PALETTE, SURFACE, Picture, readable_on
 from nsa_tutorial.course.sheet import Chart, Place, Sheet
-from nsa_tutorial.course.widgets import Panel, panel
 
 CHUNK = 4  # keys
 SCORES = (
@@ -332,21 +329,3 @@ def _draw_running_sum(chart: Chart, moments: list[Moment]) -> None:
     most = next(x for x in (1, 2, 3, 4, 5, 6) if 3 * x >= 0.7 * height)
     ticks = [x for x in (0, most, 2 * most, 3 * most) if x < height]
     chart.left(ticks, name="running_sum", away=0.39)
-
-
-def explore() -> Panel:
-    """The interactive: step through the chunks, switch stability off, lift the first chunk until
-    something overflows."""
-
-    def render(step: int, reference: str, lift: int) -> tuple[Picture, str]:
-        return draw_stream(step, reference, lift), sentence(step, reference, lift)
-
-    return panel(
-        "softmax, chunk by chunk",
-        render,
-        step=ipywidgets.IntSlider(1, 1, CHUNKS, description="chunks read"),
-        reference=ipywidgets.Dropdown(
-            options=REFERENCES, value=REFERENCES[0], description="measured from"
-        ),
-        lift=ipywidgets.IntSlider(0, 0, HIGHEST_LIFT, description="lift of chunk 1"),
-    )
