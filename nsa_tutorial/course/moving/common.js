@@ -35,8 +35,17 @@ function element(tag, facts = {}, ...children) {
   for (const [name, value] of Object.entries(facts))
     if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
     else made.setAttribute(name, value);
+  // JupyterLab would take an arrow in it for a shortcut
+  if ("tabindex" in facts || ["button", "input", "select", "summary"].includes(tag))
+    made.setAttribute("data-lm-suppress-shortcuts", "true");
   made.append(...children);
   return made;
+}
+
+// A figure's own element.
+function figureRoot(name, style, ...children) {
+  const facts = { class: `nsa-moving nsa-${name}` };
+  return element("div", facts, element("style", {}, BASE + style), ...children);
 }
 
 // A file for the reader to keep.

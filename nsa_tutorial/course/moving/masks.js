@@ -433,7 +433,7 @@ function render({ model, el }) {
       element("tr", {}, element("th", { scope: "row" }, told), ...cells[i])));
   const save = (kind) => element("button", { type: "button",
     onclick: () => saveAs(kind, svg(), `mask_query${s.query}`) }, `Save ${kind}`);
-  const root = element("div", { class: "nsa-moving nsa-masks" }, element("style", {}, BASE + STYLE),
+  const root = figureRoot("masks", STYLE,
     element("div", { class: "bar" },
       slider("query", "query", 0, N - 1), slider("top_n", "blocks", 1, 32),
       slider("window", "window", 1, 256), play.button),

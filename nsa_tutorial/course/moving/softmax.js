@@ -188,8 +188,7 @@ function render({ model, el }) {
   const names = [["read before", "key"], ["just read", "query"], ["not read yet", "masked"]];
   const legend = names.map(([told, name]) =>
     element("span", { class: "swatch", style: `--colour:${palette[name]}` }, told));
-  const root = element("div", { class: "nsa-moving nsa-softmax" },
-    element("style", {}, BASE + STYLE),
+  const root = figureRoot("softmax", STYLE,
     element("div", { class: "bar" }, slider("step", "chunks read", 1, CHUNKS),
       choice("reference", "measured from", REFERENCES.map((name) => [name, name])),
       slider("lift", "lift of chunk 1", 0, HIGHEST_LIFT), play.button),
