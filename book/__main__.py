@@ -58,7 +58,7 @@ def pages() -> None:
         write(f"exercises_{ready.name}.md", exercises.page(ready))
         write(f"misconceptions_{ready.name}.md", exercises.mistakes(ready))
     write("exercises.md", exercises.index(READY, "exercises", EXERCISES))
-    write("misconceptions.md", exercises.index(READY, "misconceptions", exercises.MISTAKES))
+    write("misconceptions.md", exercises.index(READY, "misconceptions", exercises.MISTAKES, 3))
     write("index.md", index())
 
 

@@ -105,7 +105,7 @@ def mistakes(chapter: Chapter) -> str:
     return "\n".join(parts)
 
 
-def index(chapters: list[Chapter], kind: str, head: str) -> str:
-    """The page that leads to those of each chapter."""
+def index(chapters: list[Chapter], kind: str, head: str, depth: int = 2) -> str:
+    """The page that leads to those of each chapter, and to so many levels of their headings."""
     rows = "\n".join(f"{kind}_{c.name}" for c in chapters)
-    return f"{head}\n```{{toctree}}\n:maxdepth: 2\n\n{rows}\n```\n"
+    return f"{head}\n```{{toctree}}\n:maxdepth: {depth}\n\n{rows}\n```\n"
