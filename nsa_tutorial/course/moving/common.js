@@ -35,17 +35,24 @@ function element(tag, facts = {}, ...children) {
   for (const [name, value] of Object.entries(facts))
     if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
     else made.setAttribute(name, value);
-  // JupyterLab would take an arrow in it for a shortcut
-  if ("tabindex" in facts || ["button", "input", "select", "summary"].includes(tag))
-    made.setAttribute("data-lm-suppress-shortcuts", "true");
   made.append(...children);
   return made;
 }
 
-// A figure's own element.
+// A figure's own element. JupyterLab would take an arrow in it for a shortcut, and is told not to.
+// With Control or another modifier, a key stays JupyterLab's: Control+S saves.
 function figureRoot(name, style, ...children) {
   const facts = { class: `nsa-moving nsa-${name}` };
-  return element("div", facts, element("style", {}, BASE + style), ...children);
+  const root = element("div", facts, element("style", {}, BASE + style), ...children);
+  const kept = new WeakRef(root);
+  const decide = (event) => {
+    const isOwn = !(event.ctrlKey || event.metaKey || event.altKey);
+    if (!kept.deref()) window.removeEventListener("keydown", decide, true);
+    else if (kept.deref().contains(event.target))
+      event.target.toggleAttribute("data-lm-suppress-shortcuts", isOwn);
+  };
+  window.addEventListener("keydown", decide, true);
+  return root;
 }
 
 // A file for the reader to keep.
