@@ -90,7 +90,8 @@ def test_every_page(site: Path, browser) -> None:
 
 def test_pages_are_small_and_fetch_nothing(site: Path) -> None:
     fetched = re.compile(
-        r"<(?:script|img|iframe|source)[^>]*\ssrc=\"(?:https?:)?//|<link[^>]*\shref=\"(?:https?:)?//"
+        r"<(?:script|img|iframe|source)[^>]*\ssrc=\"(?:https?:)?//"
+        r"|<link[^>]*\shref=\"(?:https?:)?//"
         r"|url\(\s*[\"']?(?:https?:)?//|@import\s+[\"'](?:https?:)?//"
     )
     for path in [*site.rglob("*.html"), *site.rglob("*.css")]:

@@ -27,7 +27,7 @@ from nsa_tutorial.training.many_gpus.calls import with_halo
 from nsa_tutorial.training.many_gpus.collectives import told
 from nsa_tutorial.training.many_gpus.cuts import starts_of_window
 
-VARIANTS = ("nsa", "learned-choice")  # which draw no random numbers and are attended to by keys
+VARIANTS = ("nsa", "learned-choice")  # which draw no random numbers and attend as the layer does
 
 
 class Ranks:

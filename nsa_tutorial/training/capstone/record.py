@@ -168,18 +168,12 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--steps", type=int, default=0, help="0: those of the task")
     p.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     p.add_argument("--variants", nargs="+", help="of attention; all of the size by default")
-    p.add_argument("--add", action="store_true", help="to the rows that the file holds")
     a = p.parse_args(arguments)
     facts = {
         "command": " ".join(["python -m nsa_tutorial.training.capstone.record", *sys.argv[1:]]),
         "machine": machine(Settings(device=a.device)), "versions": versions(),
     }  # fmt: skip
     found = []
-    if a.add:
-        old = json.loads(a.output.read_text(encoding="utf-8"))
-        if any(old[name] != facts[name] for name in ("machine", "versions")):
-            p.error(f"--add: {a.output} is of another machine or other versions")
-        facts["command"], found = f"{old['command']}\n{facts['command']}", old["rows"]
     if a.what == "speed":
         rows = speed(a.device)
     else:
