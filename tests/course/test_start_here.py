@@ -124,13 +124,6 @@ def test_selection_picture_counts() -> None:
     )
 
 
-def test_overview_is_the_stored_asset() -> None:
-    """The command in README.md makes the picture in README.md; pixels may differ with fonts, sizes
-    not by much."""
-    stored = (ROOT / "assets" / "selected_attention.png").read_bytes()
-    assert abs(len(pictures.draw_overview().png()) - len(stored)) < 0.2 * len(stored)
-
-
 def test_thoughts_about_guesses_hold() -> None:
     """What the tutor says that other lists and lengths leave, they leave."""
     guesses = {

@@ -1,15 +1,11 @@
 """Pictures of chapter 00, and two measured times: the blocks that one query reads, a grid of
 programs, which keys a short list of blocks lets each query see; and the map of the course.
-
-`python -m nsa_tutorial.course.widgets.start_here assets/selected_attention.png` draws the picture
-of README.md.
 """
 
 from __future__ import annotations
 
 import html
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +16,6 @@ from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
 from nsa_tutorial.course.chapters import CHAPTERS, PARTS, Chapter
 from nsa_tutorial.course.figures import PALETTE, Picture, grid, new_figure
 from nsa_tutorial.course.speech import STYLE
-from nsa_tutorial.sparse.selected_attention import dense_mask
 
 _INK = "#46525E"  # of pictures that show no attention: away from the palette's meanings
 _TINT = "#DDE3E9"
@@ -175,51 +170,3 @@ def draw_selection(visible: torch.Tensor, block_size: int) -> Picture:
         f"Of the {past.sum()} pairs without a list, {seen.sum()} are left "
         f"({seen.sum() / past.sum():.0%})",
     )
-
-
-def draw_overview() -> Picture:
-    """README.md's picture: dense attention, and selected attention with lists drawn at random
-    (seeded), of 64 queries."""
-    N, BS, listed = 64, 8, 3
-    generator = torch.Generator().manual_seed(0)
-    own = torch.arange(N) // BS
-    preference = torch.rand(N, N // BS, generator=generator).cumsum(0)  # neighbours mostly agree
-    preference[:, 0] = preference[torch.arange(N), own] = torch.inf
-    preference.masked_fill_(torch.arange(N // BS) > own[:, None], -torch.inf)
-    top = preference.topk(listed, -1)
-    ids = top.indices.masked_fill(top.values == -torch.inf, -1).view(1, N, 1, listed)
-    past = np.tri(N, dtype=bool)
-    seen = dense_mask(ids, N, block_size=BS)[0, :, 0].numpy()
-    figure, axes = new_figure(9.6, 5.4, columns=2)
-    figure.get_layout_engine().set(h_pad=0.12)
-    for axis, shown, name in zip(
-        axes[0],
-        (past, seen),
-        ("dense", f"selected: at most {listed} blocks of {BS} per query"),
-        strict=True,
-    ):
-        grid(axis, shown.astype(float), colour="selected", largest=1.0, hidden=~past)
-        axis.set(
-            xlabel="key position",
-            ylabel="query position",
-            xticks=range(0, N, BS),
-            yticks=range(0, N, BS),
-        )
-        axis.set_title(f"{name}: {shown.sum():,} pairs", fontsize=10, pad=8)
-    handles = [
-        Patch(fc=PALETTE["selected"], label="computed"),
-        Patch(
-            fc="white", ec=PALETTE["faint"], label="earlier than the query, but in no listed block"
-        ),
-        Patch(fc=PALETTE["masked"], label="later than the query"),
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
-    return Picture(
-        figure,
-        f"A short list of blocks per query keeps {seen.sum() / past.sum():.0%} of the pairs at "
-        f"{N} tokens",
-    )
-
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_bytes(draw_overview().png())
