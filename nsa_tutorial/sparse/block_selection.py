@@ -82,6 +82,7 @@ def importance(
     *,
     overlap: Overlap,
     scale: float,
+    pool: str = "sum",
 ) -> Tensor:
     """How much attention each block gets through its summaries (Eq. 8, 9), summed over a group's
     query heads (Eq. 10).
@@ -94,6 +95,9 @@ def importance(
             computes it.
         overlap: from `overlap_weights`.
         scale: factor on the scores.
+        pool: `"sum"` adds up what a block's summaries get, as Eq. 9 does; `"max"` takes the most
+            that one of them gets. Where summaries are the tokens themselves (`length` and `stride`
+            of 1), that is the block's best token, by which MSA (arXiv 2606.13392) ranks blocks.
 
     Returns:
         `[B, T, H, NB]`, fp32 (fp64 for fp64 inputs). A block's summands are added in the same order
@@ -113,14 +117,15 @@ def importance(
     lse = acc_s.logsumexp(-1) if lse is None else lse.reshape(B, T, H, HQ // H).permute(0, 2, 3, 1)
     mass = torch.exp(acc_s - lse[..., None]).masked_fill(~is_seen, 0).sum(2)  # [B, H, T, M_c]
 
-    return from_summaries_to_blocks(mass, first, num_visible, overlap)
+    return from_summaries_to_blocks(mass, first, num_visible, overlap, pool)
 
 
 def from_summaries_to_blocks(
-    mass: Tensor, first: Tensor, num_visible: Tensor, overlap: Overlap
+    mass: Tensor, first: Tensor, num_visible: Tensor, overlap: Overlap, pool: str = "sum"
 ) -> Tensor:
     """The importance of blocks, `[B, T, H, NB]`, from the attention `mass [B, H, T, M_c]` to the
-    summaries, of which query `t` sees those from `first[t]` on, `num_visible[t]` in number."""
+    summaries, of which query `t` sees those from `first[t]` on, `num_visible[t]` in number. `pool`
+    as for `importance`."""
     (B, H, T, _) = mass.shape
     total = mass.new_zeros(B, H, T, len(overlap.first))
     for i, weight in enumerate(overlap.weights.to(mass.dtype).unbind(1)):  # weight [NB]
@@ -128,7 +133,11 @@ def from_summaries_to_blocks(
         summary = (overlap.first + i).expand(T, -1)
         exists = (summary >= 0) & (summary < num_visible[:, None])
         column = torch.where(exists, first[:, None] + summary, 0).expand(B, H, -1, -1)
-        total = total + mass.gather(-1, column).masked_fill(~exists, 0) * weight
+        part = mass.gather(-1, column)
+        if pool == "max":  # of those that share tokens with the block
+            total = torch.fmax(total, part.masked_fill(~exists | (weight == 0), 0))
+        else:
+            total = total + part.masked_fill(~exists, 0) * weight
     return total.transpose(1, 2)
 
 
@@ -183,7 +192,7 @@ def select_blocks(
     q: Tensor, k_cmp: Tensor, lse: Tensor | None, rows: QueryRows, summaries: QueryRows, *,
     M: int, top_n: int, block_size: int, length: int, stride: int, num_initial: int, num_local: int,
     scale: float,
-    block_counts: Tensor | None = None,
+    block_counts: Tensor | None = None, pool: str = "sum",
 ) -> Tensor:  # fmt: skip
     """The ids of the blocks each query attends to, one choice for all query heads of a group (Eq.
     11, 12).
@@ -199,6 +208,7 @@ def select_blocks(
             own included) are always taken.
         scale: factor on the scores.
         block_counts: `[B, N, H]`, how many of the first `top_n` each row takes; None is all.
+        pool: as for `importance`.
 
     Returns:
         `[B, N, H, top_n]` int32: distinct causal ids, ascending, then -1. Of equally important
@@ -217,6 +227,7 @@ def select_blocks(
             None if lse is None else lse[:, tile],
             overlap=overlap,
             scale=scale,
+            pool=pool,
         )
 
         # -- choose --
