@@ -23,7 +23,8 @@ PACKAGE = ROOT / "nsa_tutorial"
 LEVELS = (
     {"course"},
     {"training.many_gpus.run"},
-    {"bench", "interop", "hugging_face", "training.capstone"},
+    {"bench", "training.capstone"},
+    {"interop"},
     {"layer"},
     {"layer_parts"},
     {"serving", "training.many_gpus"},

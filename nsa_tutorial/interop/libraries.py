@@ -6,7 +6,7 @@
 Each library has a table, its name to ours or to what becomes of it, and a function that does what
 the table says. Where a library's own backends disagree, we follow the one that does what the
 argument says; what no operator here computes raises, naming the argument. The tables were read in
-the public sources, and tests/test_interop_libraries.py asks the libraries that are installed.
+the public sources. tests/interop/test_installed_libraries.py asks the libraries that are installed.
 
 None of them is imported, and tensors keep their dtype and their gradients. Outputs of the operators
 are positions first; `heads_first` turns them.

@@ -12,7 +12,8 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
-from nsa_tutorial.hugging_face import NSACacheLayer, NSAConfig, NSAForCausalLM  # noqa: E402
+from nsa_tutorial.interop.transformers.cache_layer import NSACacheLayer  # noqa: E402
+from nsa_tutorial.interop.transformers.model import NSAConfig, NSAForCausalLM  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
