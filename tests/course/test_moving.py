@@ -12,13 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from nsa_tutorial.course import costs, masks, moving
 from nsa_tutorial.course.figures import PALETTE
 from nsa_tutorial.course.masks import BRANCHES, POWERS, Settings
+from nsa_tutorial.course.moving import choice as choice_figure
 from nsa_tutorial.course.moving import masks as explorer
 from nsa_tutorial.course.stills import WIDGET
-from nsa_tutorial.course.widgets import mask_explorer, online_softmax
+from nsa_tutorial.course.widgets import mask_explorer, online_softmax, selection_kernels
 
 NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="node is not installed")
@@ -241,6 +243,68 @@ def test_online_softmax_is_that_of_chapter_03(tmp_path: Path) -> None:
             assert right == said.endswith("which is right.")
     assert found["settled"]["s"] == {"step": 6, "lift": 0, "reference": "running max"}
     assert len(found["settled"]["moved"]) == 3
+
+
+CHOICE = """
+import * as m from "./choice.mjs";
+import { readFileSync } from "node:fs";
+const { data, cases, wild } = JSON.parse(readFileSync("given.json"));
+const heads = m.decode(data), real = heads.groups.map((_, group) =>
+  m.importance(heads, { ...m.SIZES, group }));
+const told = cases.map(({ s, scores }) => {
+  const now = m.look(s, heads, scores?.flat() ?? real[s.group]);
+  return { ...now, mass: [...now.mass], said: m.sentence(s, now) };
+});
+const settled = wild.map((state) => m.settle(state, heads.N, heads.groups.length));
+const values = [0, 1e-45, 0.3, 2, 1e38].map((x) => [m.bitsOf(x), m.valueOf(m.bitsOf(x))]);
+process.stdout.write(JSON.stringify({ told, settled, values }));
+"""
+
+
+@needs_node
+def test_the_choice_is_found_as_in_chapter_14(tmp_path: Path) -> None:
+    """Its questions, and the list they end with: by the real heads, and by scores with ties."""
+    data, start = explorer.data(), choice_figure.START
+    sizes = {"block_size": 16, "length": 8, "stride": 4}
+    cases, expected = [], []
+    for query, top_n, num_initial, num_local, group, made_up in (
+        (505, 4, 0, 1, 0, False), (505, 8, 1, 2, 1, False), (389, 16, 4, 4, 0, False),
+        (20, 8, 1, 2, 0, False), (3, 1, 0, 1, 0, False), (300, 6, 0, 0, 1, True),
+        (511, 15, 1, 2, 0, True), (97, 7, 0, 1, 0, True),
+    ):  # fmt: skip
+        forced = {"num_initial": num_initial, "num_local": num_local}
+        settings = Settings(N=512, top_n=top_n, **forced, **sizes)
+        scores = tied(settings) if made_up else masks.importance(settings, logits(data, group))
+        state = {**start, "query": query, "top_n": top_n, "group": group, **forced}
+        cases.append({"s": state, "scores": scores.tolist() if made_up else None})
+        own = query // 16
+        rank = np.where(masks.forced_blocks(settings)[query], np.inf, scores[query])
+        rank = torch.tensor(rank, dtype=torch.float32).index_fill_(0, torch.arange(own + 1, 32), -1)
+        shares = softmax(logits(data, group)[:, query, : query + 1]).mean(0)
+        mass = np.add.reduceat(shares, np.arange(0, query + 1, 16))
+        expected.append((rank, masks.choose_blocks(settings, scores)[query], mass))
+    wild = [{**start, "top_n": 2, "num_local": 9, "num_initial": 9, "question": 0},
+            {**start, "threshold": -5, "query": 600, "group": 2, "question": 40}]  # fmt: skip
+    given = {"data": data, "cases": cases, "wild": wild}
+    found = run("choice", CHOICE, given, tmp_path)
+    for case, told, (rank, chosen, mass) in zip(cases, found["told"], expected, strict=True):
+        n, bits = case["s"]["top_n"], selection_kernels.bits_of(rank.clamp(max=torch.inf))
+        asked = selection_kernels.questions(bits, n)
+        assert told["asked"] == [vars(question) for question in asked]
+        ids = np.flatnonzero(chosen).tolist()
+        assert told["list"] == ids + [-1] * (n - len(ids))
+        assert told["mass"][: len(mass)] == pytest.approx(mass.tolist())
+        best = np.sort(mass)[-n:].sum()
+        assert told["said"].endswith(f"holds {100 * mass[ids].sum():.0f}% of its attention, the "
+            f"best {min(n, len(mass))} block{'s' * (min(n, len(mass)) > 1)} {100 * best:.0f}%."
+        )  # fmt: skip
+    assert [told["s"] for told in found["settled"]] == [
+        {**start, "top_n": 2, "num_local": 2, "num_initial": 0, "question": 1},
+        {**start, "threshold": 0, "query": 511, "group": 1, "question": 31},
+    ]
+    for (bits, value), x in zip(found["values"], (0, 1e-45, 0.3, 2, 1e38), strict=True):
+        assert bits == selection_kernels.bits_at(x)
+        assert value == np.float32(x)
 
 
 # -- what Python hands over --

@@ -25,13 +25,15 @@ from nsa_tutorial.course.figures import PALETTE, Picture
 from nsa_tutorial.course.stills import INTERACTIVE
 
 HERE = Path(__file__).parent
-NAMES = ("masks", "softmax")
+# Each figure's module, and what stands before it beside common.js.
+PARTS = {"masks": ("heads",), "softmax": (), "choice": ("heads",)}
+NAMES = tuple(PARTS)
 ROOT = ".nsa-moving"  # the class of every figure's element
 
 
 def source(name: str) -> str:
-    """The module of a figure, with what all figures share."""
-    return _text("common") + "\n" + _text(name)
+    """The module of a figure, with what it shares with others."""
+    return "\n".join(_text(part) for part in ("common", *PARTS[name], name))
 
 
 def _text(name: str) -> str:

@@ -39,6 +39,25 @@ function element(tag, facts = {}, ...children) {
   return made;
 }
 
+// A whole number from low to high; what is no number is `low`.
+const within = (value, low, high) =>
+  Math.min(Math.max(Math.round(Number(value)) || low, low), high);
+
+// A state brought into range, and what had to move, in words. `ranges(s)` has by name
+// `{ low, high }` or a list of what is allowed, given the names before it. A number that is not in
+// its list becomes the next lower one there.
+function bringInto(ranges, state) {
+  const s = { ...state }, moved = [];
+  for (const name of Object.keys(ranges(s))) {
+    const allowed = ranges(s)[name];
+    if (!Array.isArray(allowed)) s[name] = within(s[name], allowed.low, allowed.high);
+    else if (!allowed.includes(s[name]))
+      s[name] = allowed.filter((x) => x <= Math.round(Number(s[name]))).at(-1) ?? allowed[0];
+    if (s[name] !== state[name]) moved.push(`${name} ${state[name]} becomes ${s[name]}`);
+  }
+  return { s, moved };
+}
+
 // A figure's own element. JupyterLab would take an arrow in it for a shortcut, and is told not to.
 // With Control or another modifier, a key stays JupyterLab's: Control+S saves.
 function figureRoot(name, style, ...children) {
@@ -76,6 +95,48 @@ function saveAs(kind, svg, name) {
     done();
   };
   image.src = address;
+}
+
+// Two buttons that save what `svg()` gives, under the name that `name()` gives.
+const savers = (svg, name) => ["PNG", "SVG"].map((kind) =>
+  element("button", { type: "button", onclick: () => saveAs(kind, svg(), name()) },
+    `Save ${kind}`));
+
+const escaped = (x) => String(x).replace(/[&<]/g, (c) => (c === "&" ? "&amp;" : "&lt;"));
+
+// Shapes of a picture in the colours of `palette`, in pixels; `svg` makes it of them.
+function sheet(palette) {
+  const shapes = [], add = (shape) => shapes.push(shape);
+  const ink = (name) => palette[name] ?? name;
+  return {
+    box: (x, y, w, h, colour, more = "") => add(`<rect x="${x}" y="${y}" width="${w}" ` +
+      `height="${Math.max(h, 0)}" fill="${ink(colour)}" ${more}/>`),
+    write: (x, y, told, anchor = "middle", colour = "text", more = "") =>
+      add(`<text x="${x}" y="${y}" fill="${ink(colour)}" text-anchor="${anchor}" ${more}>` +
+        `${escaped(told)}</text>`),
+    line: (path, colour = "line", wide = 1, more = "") =>
+      add(`<path d="${path}" stroke="${ink(colour)}" stroke-width="${wide}" fill="none" ${more}/>`),
+    dot: (x, y, r, colour, more = "") =>
+      add(`<circle cx="${x}" cy="${y}" r="${r}" fill="${ink(colour)}" ${more}/>`),
+    svg: (wide, high) =>
+      `<svg xmlns="http://www.w3.org/2000/svg" width="${wide}" height="${high}" ` +
+      `font-family="sans-serif" font-size="12" aria-hidden="true">${shapes.join("")}</svg>`,
+  };
+}
+
+// Pictures, one below the other on white, as one.
+function stacked(...svgs) {
+  const sizes = svgs.map((svg) =>
+    /width="([\d.]+)" height="([\d.]+)"/.exec(svg).slice(1).map(Number));
+  const wide = Math.max(...sizes.map(([w]) => w)), high = sizes.reduce((sum, [, h]) => sum + h, 0);
+  let y = 0;
+  const parts = svgs.map((svg, i) => {
+    const placed = svg.replace("<svg ", `<svg y="${y}" `);
+    y += sizes[i][1];
+    return placed;
+  });
+  return `<svg xmlns="http://www.w3.org/2000/svg" width="${wide}" height="${high}" role="img">` +
+    `<rect width="100%" height="100%" fill="#fff"/>${parts.join("")}</svg>`;
 }
 
 // Controls by name: each calls `change({ name: value })`, and `tell(state)` sets them all.
@@ -169,16 +230,34 @@ function inStep(model, settle, show) {
   };
 }
 
-// Calls `move(event)` while a pointer is held down on `target`.
+// How far a key goes, by `moves`; null for a key that is not among them. Those are the figure's.
+function keyed(event, moves) {
+  if (!(event.key in moves)) return null;
+  event.preventDefault();
+  event.stopPropagation();
+  return moves[event.key];
+}
+
+// Calls `move(event)` while a pointer is held down on `target`. Where a finger may scroll the page,
+// it moves nothing before it has gone sideways or has been lifted.
 function drag(target, move) {
-  let held = null;
+  let held = null, from = null; // `from`: where a finger began that may yet scroll
   target.addEventListener("pointerdown", (event) => {
     if (event.button) return;
     held = event.pointerId;
     target.setPointerCapture(held);
+    const mayScroll = event.pointerType === "touch" &&
+      getComputedStyle(target).touchAction !== "none";
+    from = mayScroll ? [event.clientX, event.clientY] : null;
+    if (!from) move(event);
+  });
+  target.addEventListener("pointermove", (event) => {
+    if (event.pointerId !== held) return;
+    if (from && Math.abs(event.clientX - from[0]) <= Math.abs(event.clientY - from[1])) return;
+    from = null;
     move(event);
   });
-  target.addEventListener("pointermove", (event) => event.pointerId === held && move(event));
+  target.addEventListener("pointerup", (event) => event.pointerId === held && move(event));
   for (const end of ["pointerup", "pointercancel", "lostpointercapture"])
     target.addEventListener(end, () => (held = null));
 }
@@ -209,4 +288,17 @@ function player(began, step, ended) {
     next();
   });
   return { button, stop };
+}
+
+// Draws a figure, and again when its width changes; returns what ends it.
+function begin(root, state, speech, play) {
+  const watch = new ResizeObserver(state.draw);
+  watch.observe(root);
+  state.draw();
+  return () => {
+    play.stop();
+    watch.disconnect();
+    speech.end();
+    state.end();
+  };
 }

@@ -1,14 +1,13 @@
 // The mask explorer: what each branch of native sparse attention lets a query of a real text see,
 // and at what price. Drag the query: the listed blocks jump.
 //
-// The first half is arithmetic and needs no page; tests hold it against course/masks.py and
-// course/costs.py. The second half draws. A model with get, set, on and save_changes holds the
-// state: anywidget's in a notebook, page.js's on a page.
+// The first half is arithmetic, with that of heads.js, and needs no page; tests hold it against
+// course/masks.py and course/costs.py. The second half draws. A model with get, set, on and
+// save_changes holds the state: anywidget's in a notebook, page.js's on a page.
 //
-// Symbols: N positions, t a query's position, G query heads of the group, D head width, BS block
-// size, NB blocks, M summaries.
+// Symbols: as in heads.js.
 
-// -- arithmetic: the heads --
+// -- arithmetic: the lists --
 
 export const POWERS = [4, 8, 16, 32, 64, 128];
 export const LENGTHS = [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536];
@@ -16,110 +15,12 @@ export const KINDS = ["future", "not seen", "compressed", "window", "selected", 
 const BYTES = 2; // of a number in fp16 or bf16
 const TILE = 64; // queries of a dense kernel that share each load
 
-function numbers(base64, scale) {
-  const letters = atob(base64), found = new Float64Array(letters.length);
-  for (let i = 0; i < found.length; i++) found[i] = ((letters.charCodeAt(i) << 24) >> 24) * scale;
-  return found;
-}
-
-// masks.json as numbers: `q` [N, G, D] times D^-0.5 and `k` [N, D] of each group.
-export function decode(data) {
-  const { text, G, D } = data;
-  const groups = data.groups.map((group) => ({
-    label: group.label,
-    q: numbers(group.q, group.q_scale * D ** -0.5),
-    k: numbers(group.k, group.k_scale),
-  }));
-  return { text, N: text.length, G, D, groups };
-}
-
-function dot(a, i, b, j, D) {
-  let sum = 0;
-  for (let d = 0; d < D; d++) sum += a[i + d] * b[j + d];
-  return sum;
-}
-
-// Softmax of the first n numbers of `scores`, in place.
-function softmax(scores, n) {
-  let largest = -Infinity, sum = 0;
-  for (let i = 0; i < n; i++) largest = Math.max(largest, scores[i]);
-  for (let i = 0; i < n; i++) sum += scores[i] = Math.exp(scores[i] - largest);
-  for (let i = 0; i < n; i++) scores[i] /= sum;
-}
-
-// The share of its attention that query t gives to each key, [t + 1]: the mean over the heads.
-export function attention(heads, group, t) {
-  const { G, D } = heads, { q, k } = heads.groups[group];
-  const shares = new Float64Array(t + 1), scores = new Float64Array(t + 1);
-  for (let g = 0; g < G; g++) {
-    for (let j = 0; j <= t; j++) scores[j] = dot(q, (t * G + g) * D, k, j * D, D);
-    softmax(scores, t + 1);
-    for (let j = 0; j <= t; j++) shares[j] += scores[j] / G;
-  }
-  return shares;
-}
-
-// -- arithmetic: the lists --
-
-export const visibleSummaries = (t, length, stride) =>
-  t + 1 < length ? 0 : Math.floor((t + 1 - length) / stride) + 1;
-
-// How much the summaries' attention gives to each block, [N, NB], summed over the heads. A summary
-// is a mean of keys; each `stride` of its tokens pass its whole weight to the block they lie in.
-export function importance(heads, s) {
-  const { N, G, D } = heads, { q, k } = heads.groups[s.group];
-  const { length, stride } = s, BS = s.block_size, NB = Math.ceil(N / BS);
-  const M = visibleSummaries(N - 1, length, stride), parts = length / stride;
-  const means = new Float64Array(M * D);
-  for (let j = 0; j < M; j++)
-    for (let i = j * stride; i < j * stride + length; i++)
-      for (let d = 0; d < D; d++) means[j * D + d] += k[i * D + d] / length;
-  const found = new Float64Array(N * NB), scores = new Float64Array(M), sum = new Float64Array(M);
-  for (let t = 0; t < N; t++) {
-    const n = visibleSummaries(t, length, stride);
-    if (!n) continue;
-    sum.fill(0);
-    for (let g = 0; g < G; g++) {
-      for (let j = 0; j < n; j++) scores[j] = dot(q, (t * G + g) * D, means, j * D, D);
-      softmax(scores, n);
-      for (let j = 0; j < n; j++) sum[j] += scores[j];
-    }
-    for (let j = 0; j < n; j++)
-      for (let part = 0; part < parts; part++)
-        found[t * NB + Math.floor(((j + part) * stride) / BS)] += sum[j];
-  }
-  return found;
-}
-
 // A number from 0 to 1 that depends on query and block alone: the score of a random slot.
 export function chance(t, block) {
   let x = Math.imul(t * 4096 + block + 1, 2654435761);
   x = Math.imul(x ^ (x >>> 15), 2246822519);
   x = Math.imul(x ^ (x >>> 13), 3266489917);
   return ((x ^ (x >>> 16)) >>> 0) / 2 ** 32;
-}
-
-export const isForced = (s, own, block) =>
-  block <= own && (block < s.num_initial || block > own - s.num_local);
-
-// The ids of query t's list, ascending: forced blocks, then the best by `score(block)`; of equal
-// ones the lower id.
-export function choose(s, t, score) {
-  const own = Math.floor(t / s.block_size), rank = new Float64Array(own + 1);
-  let left = Math.min(s.top_n, own + 1);
-  for (let b = 0; b <= own; b++) {
-    rank[b] = isForced(s, own, b) ? Infinity : score(b);
-    if (rank[b] === Infinity) left--;
-  }
-  for (; left > 0; left--) {
-    let best = -1;
-    for (let b = 0; b <= own; b++)
-      if (rank[b] < Infinity && (best < 0 || rank[b] > rank[best])) best = b;
-    rank[best] = Infinity;
-  }
-  const list = [];
-  for (let b = 0; b <= own; b++) if (rank[b] === Infinity) list.push(b);
-  return list;
 }
 
 // Query t's list, from `importance` or at random; and those of all queries.
@@ -229,14 +130,7 @@ function ranges(s, N, groups) {
 
 // The state brought into range, and what had to move, in words.
 export function settle(state, N, groups) {
-  const s = { ...state }, moved = [];
-  for (const name of Object.keys(ranges(s, N, groups))) {
-    const allowed = ranges(s, N, groups)[name], given = Math.round(Number(s[name])) || 0;
-    s[name] = Array.isArray(allowed)
-      ? allowed.filter((x) => x <= given).at(-1) ?? allowed[0]
-      : Math.min(Math.max(given, allowed.low), allowed.high);
-    if (s[name] !== state[name]) moved.push(`${name} ${state[name]} becomes ${s[name]}`);
-  }
+  const { s, moved } = bringInto((now) => ranges(now, N, groups), state);
   for (const name of ["compressed", "selected", "sliding", "random"]) s[name] = Boolean(s[name]);
   return { s, moved };
 }
@@ -431,8 +325,6 @@ function render({ model, el }) {
     ...["", "dense", "NSA", ""].map((name) => element("th", { scope: "col" }, name))),
     ...ROWS.map(([told], i) =>
       element("tr", {}, element("th", { scope: "row" }, told), ...cells[i])));
-  const save = (kind) => element("button", { type: "button",
-    onclick: () => saveAs(kind, svg(), `mask_query${s.query}`) }, `Save ${kind}`);
   const root = figureRoot("masks", STYLE,
     element("div", { class: "bar" },
       slider("query", "query", 0, N - 1), slider("top_n", "blocks", 1, 32),
@@ -450,19 +342,17 @@ function render({ model, el }) {
         slider("lens", "a text of", 0, LENGTHS.length - 1, LENGTHS), table, price)),
     element("p", {}, "Queries run down, keys to the right. Below: the query's own row, and " +
       "its attention to each key. Gray bars are attention that it misses."),
-    element("div", { class: "actions" }, save("PNG"), save("SVG")));
+    element("div", { class: "actions" }, ...savers(svg, () => `mask_query${s.query}`)));
   el.replaceChildren(root);
 
   // -- moves --
 
   function press(event) {
-    const step = { ArrowUp: -1, ArrowLeft: -1, ArrowDown: 1, ArrowRight: 1, PageUp: -s.block_size,
-      PageDown: s.block_size, Home: -N, End: N }[event.key];
-    if (!step) return;
-    event.preventDefault();
-    event.stopPropagation();
+    const step = keyed(event, { ArrowUp: -1, ArrowLeft: -1, ArrowDown: 1, ArrowRight: 1,
+      PageUp: -s.block_size, PageDown: s.block_size, Home: -N, End: N });
+    if (step === null) return;
     play.stop();
-    change({ query: Math.min(Math.max(s.query + step, 0), N - 1) });
+    change({ query: within(s.query + step, 0, N - 1) });
   }
 
   function follow(target, place) {
@@ -590,9 +480,8 @@ function render({ model, el }) {
       if (`${line} ${word}`.length > 76) (words.push(line), (line = word));
       else line = line ? `${line} ${word}` : word;
     words.push(line);
-    const plain = (x) => x.replace(/[&<]/g, (c) => (c === "&" ? "&amp;" : "&lt;"));
     const write = (x, y, told, colour = palette.text) =>
-      `<text x="${x}" y="${y}" fill="${colour}">${plain(told)}</text>`;
+      `<text x="${x}" y="${y}" fill="${colour}">${escaped(told)}</text>`;
     const top = 20 + 18 * words.length, y = top + ((s.query + 0.5) / N) * side;
     const box = ([x, dy, w, h, colour]) =>
       `<rect x="${20 + x}" y="${top + side + 10 + dy}" width="${w}" height="${h}" ` +
@@ -610,15 +499,7 @@ function render({ model, el }) {
       `${legend.join("")}</svg>`;
   }
 
-  const watch = new ResizeObserver(state.draw);
-  watch.observe(root);
-  state.draw();
-  return () => {
-    play.stop();
-    watch.disconnect();
-    speech.end();
-    state.end();
-  };
+  return begin(root, state, speech, play);
 }
 
 export default { render };

@@ -48,15 +48,8 @@ export const isRight = ({ o, exact }) =>
   Math.abs(o - exact) <= Math.max(1e-5 * Math.max(Math.abs(o), Math.abs(exact)), 1e-5);
 
 export function settle(state) {
-  const s = { ...state }, moved = [];
-  const within = (value, low, high) =>
-    Math.min(Math.max(Math.round(Number(value)) || low, low), high);
-  s.step = within(s.step, 1, CHUNKS);
-  s.lift = within(s.lift, 0, HIGHEST_LIFT);
-  if (!REFERENCES.includes(s.reference)) s.reference = REFERENCES[0];
-  for (const name of Object.keys(s))
-    if (s[name] !== state[name]) moved.push(`${name} ${state[name]} becomes ${s[name]}`);
-  return { s, moved };
+  return bringInto(() => ({ step: { low: 1, high: CHUNKS }, reference: REFERENCES,
+    lift: { low: 0, high: HIGHEST_LIFT } }), state);
 }
 
 // -- words --
@@ -108,20 +101,16 @@ function heights(lift) {
 // The picture as SVG, `wide` pixels wide.
 function drawn(s, wide, palette) {
   const now = walk(s.lift, s.reference).slice(0, s.step), scores = lifted(s.lift);
-  const left = 26, each = (wide - left - 4) / SCORES.length, per = each * CHUNK, shapes = [];
-  const box = (x, y, w, h, colour, more = "") =>
-    shapes.push(`<rect x="${x}" y="${y}" width="${w}" height="${Math.max(h, 0)}" ` +
-      `fill="${colour}" ${more}/>`);
-  const write = (x, y, told, colour = palette.text, anchor = "middle") =>
-    shapes.push(`<text x="${x}" y="${y}" fill="${colour}" text-anchor="${anchor}">${told}</text>`);
+  const left = 26, each = (wide - left - 4) / SCORES.length, per = each * CHUNK;
+  const { box, write, line, svg } = sheet(palette);
   const kind = (chunk) => (chunk + 1 < s.step ? "key" : chunk + 1 === s.step ? "query" : "masked");
 
   // scores, and what they are measured from
   const [place, end] = heights(s.lift), foot = 170, unit = 146 / end;
-  write(left, 14, "scores, log2 units", palette.text, "start");
+  write(left, 14, "scores, log2 units", "start");
   scores.forEach((score, key) => {
     const chunk = Math.floor(key / CHUNK), x = left + key * each, tall = place(score) * unit;
-    box(x + 0.12 * each, foot - tall, 0.76 * each, tall, palette[kind(chunk)]);
+    box(x + 0.12 * each, foot - tall, 0.76 * each, tall, kind(chunk));
     if (each >= 11 * String(score).length - 2)
       write(x + each / 2, foot + 14, score);
     if (s.lift > UNBROKEN && key < CHUNK)
@@ -131,14 +120,13 @@ function drawn(s, wide, palette) {
   if (s.reference !== "no max")
     now.forEach(({ scores_max }, chunk) => {
       const y = foot - place(scores_max) * unit;
-      shapes.push(`<path d="M${left + chunk * per} ${y}h${per}" stroke="${palette.text}" ` +
-        'stroke-width="2.5"/>');
+      line(`M${left + chunk * per} ${y}h${per}`, "text", 2.5);
     });
 
   // the denominator after each chunk, cut into what each chunk contributes to it now
   const floor = 344, room = 120, usual = walk(s.lift, "running max");
   const most = 1.25 * Math.max(...usual.map((moment) => moment.running_sum));
-  write(left, 206, "running_sum after each chunk", palette.text, "start");
+  write(left, 206, "running_sum after each chunk", "start");
   now.forEach((moment, chunk) => {
     const x = left + chunk * per, inner = 0.16 * per, middle = x + per / 2;
     const told = number(moment.running_sum), beyond = moment.running_sum >= most;
@@ -151,7 +139,7 @@ function drawn(s, wide, palette) {
       const scale = room / (beyond ? moment.running_sum : most);
       moment.parts.forEach((part, of) => {
         y -= part * scale;
-        box(x + inner, y, per - 2 * inner, part * scale, palette[of === chunk ? "query" : "key"],
+        box(x + inner, y, per - 2 * inner, part * scale, of === chunk ? "query" : "key",
           'stroke="#ffffff"');
       });
       write(middle, Math.max(y - 5, 220), `${told}${beyond ? " ↑" : ""}`);
@@ -160,9 +148,8 @@ function drawn(s, wide, palette) {
     write(middle, floor + 35, `+ ${number(moment.parts.at(-1))}`);
   });
   for (const y of [foot, floor])
-    shapes.push(`<path d="M${left} ${y}H${wide - 4}" stroke="${palette.line}"/>`);
-  return `<svg xmlns="http://www.w3.org/2000/svg" width="${wide}" height="${HIGH}" ` +
-    `font-family="sans-serif" font-size="12" aria-hidden="true">${shapes.join("")}</svg>`;
+    line(`M${left} ${y}H${wide - 4}`);
+  return svg(wide, HIGH);
 }
 
 function render({ model, el }) {
@@ -183,8 +170,6 @@ function render({ model, el }) {
   const said = element("p", { class: "said" });
   const picture = element("div", { class: "drawn", tabindex: 0, role: "slider", onkeydown: press,
     "aria-label": "chunks read, in the picture", "aria-valuemin": 1, "aria-valuemax": CHUNKS });
-  const save = (kind) => element("button", { type: "button", onclick: () =>
-    saveAs(kind, drawn(s, 820, palette), `softmax_chunk${s.step}`) }, `Save ${kind}`);
   const names = [["read before", "key"], ["just read", "query"], ["not read yet", "masked"]];
   const legend = names.map(([told, name]) =>
     element("span", { class: "swatch", style: `--colour:${palette[name]}` }, told));
@@ -195,23 +180,22 @@ function render({ model, el }) {
     said, speech.live, picture,
     element("p", {}, "× scores_scale: the old sum changes its unit (blue). + scores_sum: the " +
       "chunk's own terms (orange). The line is what scores are measured from."),
-    element("div", { class: "actions" }, ...legend, save("PNG"), save("SVG")));
+    element("div", { class: "actions" }, ...legend,
+      ...savers(() => drawn(s, 820, palette), () => `softmax_chunk${s.step}`)));
   el.replaceChildren(root);
 
   function press(event) {
-    const step = { ArrowLeft: s.step - 1, ArrowDown: s.step - 1, ArrowRight: s.step + 1,
-      ArrowUp: s.step + 1, Home: 1, End: CHUNKS }[event.key];
-    if (step === undefined) return;
-    event.preventDefault();
-    event.stopPropagation();
+    const by = keyed(event, { ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1,
+      Home: -CHUNKS, End: CHUNKS });
+    if (by === null) return;
     play.stop();
-    change({ step });
+    change({ step: within(s.step + by, 1, CHUNKS) });
   }
   drag(picture, (event) => {
     play.stop();
     const box = picture.getBoundingClientRect(), across = (event.clientX - box.left - 26);
     const step = Math.floor((across / (box.width - 30)) * CHUNKS) + 1;
-    change({ step: Math.min(Math.max(step, 1), CHUNKS) });
+    change({ step: within(step, 1, CHUNKS) });
   });
 
   function draw() {
@@ -222,15 +206,7 @@ function render({ model, el }) {
     picture.setAttribute("aria-valuetext", said.textContent);
     controls.tell(s);
   }
-  const watch = new ResizeObserver(() => draw());
-  watch.observe(root);
-  state.draw();
-  return () => {
-    play.stop();
-    watch.disconnect();
-    speech.end();
-    state.end();
-  };
+  return begin(root, state, speech, play);
 }
 
 export default { render };

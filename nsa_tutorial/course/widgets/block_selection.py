@@ -339,6 +339,7 @@ def draw_query(
     kv_head: int = 3,
     n: int = 4,
     *,
+    num_initial: int = 0,
     num_local: int = 1,
     length: int = 8,
     stride: int = 4,
@@ -347,9 +348,9 @@ def draw_query(
     attention it really gets; the list is shaded."""
     stored, mass = real()
     mine = slice(kv_head * stored.G, (kv_head + 1) * stored.G)
-    ids = lists("summaries", n, num_local=num_local, length=length, stride=stride)[
-        query, kv_head
-    ].tolist()
+    sizes = {"length": length, "stride": stride}
+    forced = {"num_initial": num_initial, "num_local": num_local}
+    ids = lists("summaries", n, **forced, **sizes)[query, kv_head].tolist()
     best = lists("oracle", n)[query, kv_head].tolist()
     importance = scores("summaries", length, stride)[query, kv_head].numpy()
     true = mass[mine, query].mean(0).numpy()  # [NB]
@@ -358,7 +359,7 @@ def draw_query(
     figure.set_layout_engine(None)
     figure.subplots_adjust(left=0.1, right=0.985, top=0.85, bottom=0.13, hspace=0.25)
     rows = (
-        (axes[0, 0], importance / importance.sum(), "compressed", "guess"),
+        (axes[0, 0], importance / (importance.sum() or 1), "compressed", "guess"),
         (axes[1, 0], true, "text", "true attention"),
     )
     for axis, values, colour, label in rows:
