@@ -4,7 +4,7 @@
 Operators: `selected` and `window` attend to tokens, `compressed` to summaries. `selection` chooses
 blocks, `pooling` makes summaries, `gates` adds up three branches, and `native` is all of these in
 one call, from queries, keys, values and gates. `decode` is one token a sequence and has rows of its
-own.
+own; `hugging_face` is a sparse layer as transformers calls it.
 
 Every combination of the sizes given, of the kinds of lists and of the passes is one row: median and
 spread of a call's time, the memory it takes on top of its inputs, the ratio to dense attention
@@ -48,7 +48,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from nsa_tutorial.bench import decode, plotting, reading, stored
+from nsa_tutorial.bench import decode, hugging_face, plotting, reading, stored
 from nsa_tutorial.bench.drawing import DRIFTS, NEIGHBOURS
 from nsa_tutorial.bench.inputs import Shape
 from nsa_tutorial.bench.measuring import Plan, measure_shape
@@ -62,6 +62,7 @@ from nsa_tutorial.runtime.order import ORDERS
 from nsa_tutorial.sparse.native_sparse_attention import NUM_INITIAL, NUM_LOCAL
 
 BACKENDS = ("reference", "tilelang", "triton")
+COMMANDS = {"decode": decode, "hugging_face": hugging_face}  # with rows or options of their own
 # On a GPU; always allowed, however few tokens there are.
 DEFAULT_BLOCK_SIZE, DEFAULT_SLOTS = 64, 16
 MAX_JOBS = 256
@@ -77,7 +78,8 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     operators = result.add_subparsers(dest="operator", required=True, metavar="operator")
-    decode.add_command(operators)
+    for command in COMMANDS.values():
+        command.add_command(operators)
     for name, operator in OPERATORS.items():
         if not operator.summary:
             continue
@@ -242,12 +244,11 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     command = parser()
     options = command.parse_args(arguments)
-    if options.operator == "decode":
-        if (wrong := decode.fault(options)) is not None:
+    if options.operator in COMMANDS:
+        if (wrong := COMMANDS[options.operator].fault(options)) is not None:
             command.error(wrong)
         with torch.no_grad():
-            decode.main(options, arguments)
-        return 0
+            return COMMANDS[options.operator].main(options, arguments) or 0
     if options.operator not in OPERATORS:
         try:
             reading.run(options)

@@ -25,6 +25,9 @@ COLOURS = {
     "triton, blocks": "#CC79A7",
     "tilelang": "#E69F00",
     "reference": "#D55E00",
+    "nsa_tutorial": "#0072B2",
+    "eager": "#D55E00",
+    "sdpa": "#E69F00",
 }
 DENSE = "#B4BAC0"
 BAR, SPACE = 0.24, 0.75  # inches that a bar takes, and a panel without its bars
