@@ -156,6 +156,14 @@ MOVES = {
         control=("places", "9", "top_n=9", "lists 9"),
         key=(".drawn >> nth=0", "End", "Query 511 "),
     ),
+    "inverse": Moves(
+        drags=(
+            (".pick >> nth=0", (0.5, 20.5 / 48), "query 20 ", (0.02, 26.5 / 48), "query 26 "),
+            (".pick >> nth=1", (0.5, 0.5 / 12), "block 0 ", (0.02, 6.5 / 12), "block 6 "),
+        ),
+        control=("query", "9", "query=9", "query 9 "),
+        key=(".pick >> nth=0", "End", "query 47 "),
+    ),
 }
 
 
