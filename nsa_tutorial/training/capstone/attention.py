@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from nsa_tutorial import ops
 from nsa_tutorial.layer import NativeSparseAttention, NativeSparseAttentionConfig, rotate
 from nsa_tutorial.training.capstone import masks
-from nsa_tutorial.training.capstone.settings import Settings
+from nsa_tutorial.training.capstone.listed import ListedAttention
+from nsa_tutorial.training.capstone.settings import LISTED, Settings
 
 
 def attention(settings: Settings) -> nn.Module:
@@ -22,6 +23,8 @@ def attention(settings: Settings) -> nn.Module:
     s = settings
     if s.attention in ("dense", "window"):
         return PlainAttention(s)
+    if s.attention in LISTED:
+        return ListedAttention(s)
     return SparseAttention(config_of(s), s.attention, by_masks=s.backend == "masks")
 
 

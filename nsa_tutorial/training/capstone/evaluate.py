@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial.training.capstone.attention import SparseAttention
+from nsa_tutorial.training.capstone.listed import ListedAttention
 from nsa_tutorial.training.capstone.model import loss_of
 from nsa_tutorial.training.capstone.settings import Settings
 from nsa_tutorial.training.capstone.tasks import HELD_OUT, NONE, Needle, Texts
@@ -59,15 +60,20 @@ def reach(settings: Settings) -> int:
 
 
 def _hits(run: Run, batches: int, distance: Tensor, far: Tensor) -> dict:
-    layer = run.model.blocks[-1].attend
-    if not isinstance(layer, SparseAttention) or layer.variant == "no-selection" or not far.any():
+    layer, s = run.model.blocks[-1].attend, run.settings
+    if not far.any():
         return {}
-    s = run.settings
+    if isinstance(layer, ListedAttention):
+        unit, slots, forced = layer.unit, layer.slots, 1
+    elif isinstance(layer, SparseAttention) and layer.variant != "no-selection":
+        unit, slots, forced = s.block_size, s.top_n, 3
+    else:
+        return {}
     place = torch.arange(s.length)
-    block = (place - distance + 1) // s.block_size  # of the value that was told
-    is_listed = (run.lists(batches) == block[..., None, None]).flatten(2).any(-1)
-    own = place // s.block_size
-    free, rest = s.top_n - 3, (own - 2).clamp(min=1)
+    told = (place - distance + 1) // unit  # the block of the value that was told, or its token
+    is_listed = (run.lists(batches) == told[..., None, None]).flatten(2).any(-1)
+    own = place // unit
+    free, rest = slots - forced, (own + 1 - forced).clamp(min=1)
     chance = (free / rest).clamp(max=1).expand(far.shape)[far]
     return {"hits": is_listed[far].float().mean().item(), "chance": chance.mean().item()}
 

@@ -17,7 +17,13 @@ VARIANTS = {
     "no-summaries": "NSA that attends to no summary: they only choose",
     "no-window": "NSA without its window",
     "learned-choice": "NSA whose scores also learn what each chosen block was worth",
+    "moba": "lists of blocks alone, chosen by the blocks' mean keys",
+    "msa": "lists of blocks alone, chosen by an indexer that learns from the attention",
+    "dsa": "lists of as many single tokens, chosen by such an indexer",
+    "top": "lists of the tokens with most attention, which needs all scores",
+    "any": "lists of blocks at random",
 }
+LISTED = ("moba", "msa", "dsa", "top", "any")  # variants with one list, and nothing beside it
 # a task, and what it asks for
 TASKS = {
     "recall": "pairs of a key and a value; some keys come again, and ask for their value",
@@ -46,6 +52,7 @@ class Settings:
         window_size: keys of the window, of NSA and of "window".
         block_size, top_n, stride, compression, separate_keys: as for
             `NativeSparseAttentionConfig`; `summary_length` is its `length`.
+        index_heads, index_width: of the indexer, for each KV head; of "msa" and "dsa".
         learning_rate, warmup: of AdamW, and the steps until the rate is reached.
         weight_decay, clip: of AdamW, and the largest norm of all gradients together.
         backend: of every operator, or "masks": whole matrices of scores, for short texts.
@@ -71,6 +78,8 @@ class Settings:
     stride: int = 4
     compression: str = "linear"
     separate_keys: bool = True
+    index_heads: int = 4
+    index_width: int = 32
     learning_rate: float = 3e-3
     warmup: int = 50
     weight_decay: float = 0.01

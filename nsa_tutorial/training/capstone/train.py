@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from nsa_tutorial.training.capstone import checkpoints, shared_checkpoints
 from nsa_tutorial.training.capstone.attention import SparseAttention, attention
+from nsa_tutorial.training.capstone.listed import ListedAttention, index_loss
 from nsa_tutorial.training.capstone.model import Decoder, accuracy, loss_of
 from nsa_tutorial.training.capstone.settings import Settings
 from nsa_tutorial.training.capstone.tasks import HELD_OUT, task_of
@@ -45,7 +46,7 @@ def training_step(
         logits = model(tokens)
     loss = loss_of(logits, target)
     optimizer.zero_grad()
-    loss.backward()
+    (loss + index_loss(model)).backward()
     nn.utils.clip_grad_norm_(model.parameters(), clip)
     optimizer.step()
     return loss.detach(), logits.detach()
@@ -233,7 +234,8 @@ class Run:
         """The blocks that the last layer of a sparse variant chooses for texts that were held out,
         `[batches * batch, N, H, top_n]`."""
         layer = self.model.blocks[-1].attend
-        if not isinstance(layer, SparseAttention) or layer.variant == "no-selection":
+        has_lists = isinstance(layer, SparseAttention) and layer.variant != "no-selection"
+        if not has_lists and not isinstance(layer, ListedAttention):
             raise ValueError(f"attention: got {self.settings.attention!r}, which has no lists")
         layer.lists = []
         try:
