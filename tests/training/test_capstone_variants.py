@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial.sparse import block_selection
+from nsa_tutorial.training.capstone import evaluate
 from nsa_tutorial.training.capstone.attention import SparseAttention, random_blocks
+from nsa_tutorial.training.capstone.listed import index_loss
 from nsa_tutorial.training.capstone.model import Decoder, loss_of
 from nsa_tutorial.training.capstone.settings import VARIANTS, Settings
 from nsa_tutorial.training.capstone.tasks import HELD_OUT
@@ -65,6 +67,39 @@ def test_no_variant_sees_the_future(attention: str) -> None:
 def test_thirty_steps_lower_the_loss(attention: str) -> None:
     losses = [metrics["loss"] for metrics in Run(Settings(**SMALL, attention=attention)).steps()]
     assert sum(losses[-5:]) / 5 < sum(losses[:5]) / 5 - 0.05
+
+
+@pytest.mark.parametrize("attention", ["msa", "dsa"])
+def test_an_indexer_learns_from_the_attention_alone(attention: str) -> None:
+    """By masks as by operators; the task teaches it nothing, and it teaches nothing else."""
+    found = {}
+    for backend in ("masks", "reference"):
+        torch.manual_seed(0)
+        model = Decoder(Settings(**SMALL, attention=attention, backend=backend), 50).double()
+        tokens = torch.randint(50, (2, 53), generator=torch.Generator().manual_seed(0))
+        logits = model(tokens)
+        index_loss(model).backward()
+        found[backend] = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        assert found[backend] and all(".indexer." in name for name in found[backend])
+        model.zero_grad()
+        loss_of(logits.double(), tokens).backward()
+        assert all(p.grad is None for n, p in model.named_parameters() if ".indexer." in n)
+    for name, gradient in found["masks"].items():
+        assert gradient.any(), name
+        torch.testing.assert_close(gradient, found["reference"][name], rtol=1e-5, atol=1e-8)
+
+
+def test_hits_rise_with_an_indexer_alone() -> None:
+    """Blocks of 4 by their mean keys or by an indexer, of texts of 64 tokens."""
+    sizes = SMALL | {"width": 64, "steps": 120, "block_size": 4, "top_n": 3, "batch": 16}
+    sizes |= {"query_heads": 2, "kv_heads": 1, "head_width": 64, "learning_rate": 8e-3}
+    hits = {}
+    for attention in ("msa", "moba"):
+        run = Run(Settings(**sizes, attention=attention))
+        list(run.steps())
+        found = evaluate.summary(run, 2)
+        hits[attention] = found["hits"]
+    assert hits["msa"] > hits["moba"] + 0.2
 
 
 def test_random_blocks_are_lists() -> None:

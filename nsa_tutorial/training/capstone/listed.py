@@ -26,6 +26,7 @@ from nsa_tutorial.layer import rotate
 from nsa_tutorial.sparse import indexer
 from nsa_tutorial.sparse.block_selection import choose
 from nsa_tutorial.sparse.indexer import Indexed
+from nsa_tutorial.sparse.selected_attention import query_rows
 from nsa_tutorial.training.capstone import masks
 from nsa_tutorial.training.capstone.settings import Settings
 
@@ -73,33 +74,29 @@ class ListedAttention(nn.Module):
     def _by_masks(self, q: Tensor, k: Tensor, v: Tensor, indexed: Indexed | None) -> Tensor:
         """All scores in memory, and each of them computed once."""
         s, N = masks.scores(q, k), q.shape[1]
-        is_past = masks.past(N, q.device) >= 0
         if indexed is not None:
             score = indexer.token_scores(*indexed, kv_heads=k.shape[2]).transpose(1, 2)
-            self.loss = kl_of_scores(s, score, is_past)
-            of_unit = self._best(score.detach())
-        elif self.settings.attention == "top":
-            of_unit = masks.weights(s.detach(), is_past).sum(2)
+            self.loss = kl_of_scores(s, score)
+            lists = self._list(self._best(score.detach()))
         else:
-            of_unit = self._of_blocks(q, k)
-        is_seen = masks.tokens_seen(self._list(of_unit), N, self.unit)
-        return masks.mix(masks.weights(s, is_seen), v)
+            lists = self._list(self._of_units(q, k))
+        return masks.mix(masks.weights(s, masks.tokens_seen(lists, N, self.unit)), v)
 
     def _by_operators(self, q: Tensor, k: Tensor, v: Tensor, indexed: Indexed | None) -> Tensor:
-        s = self.settings
+        backend, kv_heads = self.settings.backend, k.shape[2]
         if indexed is not None:
-            lists = ops.index_blocks(
-                indexed.q_idx, indexed.k_idx, indexed.w, top_n=self.slots, block_size=self.unit,
-                kv_heads=s.kv_heads, num_initial=0, num_local=1, backend=s.backend,
+            B, N = q.shape[:2]
+            rows = query_rows(B, N, N, causal=True, cu_seqlens=None, device=q.device)
+            lists = indexer.index_blocks(
+                *indexed, rows, kv_heads=kv_heads, top_n=self.slots, block_size=self.unit,
+                num_initial=0, num_local=1,
             )  # fmt: skip
-            self.loss = indexer.kl_loss(q, k, *indexed, kv_heads=s.kv_heads)
             self._keep(lists)
-        elif s.attention == "top":
-            raise ValueError("attention: got 'top', expected another one without backend='masks'")
+            self.loss = indexer.kl_loss(q, k, *indexed, kv_heads=kv_heads)
         else:
-            lists = self._list(self._of_blocks(q, k))
+            lists = self._list(self._of_units(q, k))
         return ops.selected_attention(
-            q, k, v, block_indices=lists, block_size=self.unit, backend=s.backend
+            q, k, v, block_indices=lists, block_size=self.unit, backend=backend
         )
 
     def _best(self, score: Tensor) -> Tensor:
@@ -110,20 +107,22 @@ class ListedAttention(nn.Module):
         return score.unflatten(-1, (-1, self.unit)).amax(-1)
 
     @torch.no_grad()
-    def _of_blocks(self, q: Tensor, k: Tensor) -> Tensor:
-        """What each block is worth by its mean key, or by chance: `[B, H, N, NU]`."""
-        N, NU = q.shape[1], -(-q.shape[1] // self.unit)
+    def _of_units(self, q: Tensor, k: Tensor) -> Tensor:
+        """What each unit is worth without an indexer: `[B, H, N, NU]`."""
+        B, N, H = k.shape[:3]
+        if self.settings.attention == "top":
+            return masks.weights(masks.scores(q, k), masks.past(N, q.device) >= 0).sum(2)
+        NU = -(-N // self.unit)
         if self.settings.attention == "any":
-            return torch.rand(q.shape[0], k.shape[2], N, NU, device=q.device)
+            return torch.rand(B, H, N, NU, device=q.device)
         k = F.pad(k, (0, 0, 0, 0, 0, -N % self.unit)).unflatten(1, (NU, self.unit)).mean(2)
         return masks.scores(q, k).sum(2)
 
     def _list(self, of_unit: Tensor) -> Tensor:
         """The lists `[B, N, H, slots]` of the best units."""
         own = torch.arange(of_unit.shape[2], device=of_unit.device) // self.unit
-        lists = choose(
-            of_unit.transpose(1, 2), own, top_n=self.slots, num_initial=0, num_local=1
-        )
+        score = of_unit.transpose(1, 2)
+        lists = choose(score, own, top_n=self.slots, num_initial=0, num_local=1)
         self._keep(lists)
         return lists
 
@@ -132,9 +131,10 @@ class ListedAttention(nn.Module):
             self.lists.append(lists)
 
 
-def kl_of_scores(s: Tensor, score: Tensor, is_past: Tensor) -> Tensor:
+def kl_of_scores(s: Tensor, score: Tensor) -> Tensor:
     """`indexer.kl_loss` of scores that are there: of the main heads `[B, H, G, N, N]`, and of the
     indexer `[B, H, N, N]`."""
+    is_past = masks.past(s.shape[-1], s.device) >= 0
     target = masks.weights(s.detach(), is_past).mean(2)
     log_p = score.masked_fill(~is_past, -math.inf).log_softmax(-1).masked_fill(~is_past, 0)
     return (torch.xlogy(target, target) - target * log_p).sum(-1).mean()

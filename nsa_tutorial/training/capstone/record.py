@@ -1,9 +1,10 @@
-"""What chapter 17 draws from: many runs at once on one GPU and what they found, and how fast a
-model of four layers is, by the length of its text. Each goes to a file.
+"""What chapters 17 and 19 draw from: many runs at once on one GPU and what they found, and how
+fast a model of four layers is, by the length of its text. Each goes to a file.
 
     python -m nsa_tutorial.training.capstone.record recall --sizes short --output FILE.json
     python -m nsa_tutorial.training.capstone.record needle --output FILE.json
     python -m nsa_tutorial.training.capstone.record speed --output FILE.json
+    python -m nsa_tutorial.training.capstone.record after --output FILE.json   # chapter 19
 """
 
 from __future__ import annotations
@@ -55,6 +56,9 @@ NEEDLE = {"length": 2048, "steps": 1000, "width": 128, "head_width": 128, "batch
           "backend": "auto"}  # fmt: skip
 NEEDLES = {"shared": NEEDLE | {"separate_keys": False}, "separate": NEEDLE}
 OF_NEEDLES = {"shared": ("dense", "window", "nsa", "random"), "separate": ("nsa",)}
+# chapter 19: blocks of a list, as the sizes of runs, and the variants of each
+AFTER = {"5": ("dense", "nsa", "moba", "msa", "dsa", "top", "any"),
+         "2": ("moba", "msa", "dsa", "top", "any")}  # fmt: skip
 # of PyTorch, the first that can
 DENSE = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 SNAPSHOTS = (1, 100, 200, 300, 400, 600, 800, 1000)
@@ -86,6 +90,26 @@ def recall(job: tuple[str, str, int, str, int]) -> dict:
     if variant == "nsa":
         row["without"] = without(run)
     return row
+
+
+def after(job: tuple[str, str, int, str, int]) -> dict:
+    """One run of the recall task: its curve, and far answers and hits as it learns."""
+    blocks, variant, seed, device, steps = job
+    changes = SIZES["short"] | {"top_n": int(blocks), "device": device}
+    changes |= {"steps": steps} if steps else {}
+    run = Run(Settings.of("recall", attention=variant, seed=seed, **changes))
+    curve, progress, start = [], [], time.perf_counter()
+    for metrics in run.steps():
+        if metrics["step"] % 20 == 0 or metrics["step"] == 1:
+            curve.append([metrics["step"], round(metrics["loss"], 4)])
+        if metrics["step"] % 100 == 0 or metrics["step"] == 1:
+            found = evaluate.summary(run, 1)
+            progress.append([metrics["step"], found["far"], found.get("hits")])
+    return {
+        "blocks": int(blocks), "attention": variant, "seed": seed,
+        "settings": run.settings.as_dict(), "seconds": round(time.perf_counter() - start, 1),
+        "curve": curve, "progress": progress, "found": evaluate.summary(run, 8),
+    }  # fmt: skip
 
 
 def without(run: Run) -> dict[str, dict]:
@@ -160,7 +184,7 @@ def _milliseconds(run: Run, x: Tensor) -> float:
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     p = argparse.ArgumentParser(prog="python -m nsa_tutorial.training.capstone.record")
-    p.add_argument("what", choices=("recall", "needle", "speed"))
+    p.add_argument("what", choices=("recall", "needle", "speed", "after"))
     p.add_argument("--output", type=Path, required=True)
     p.add_argument("--device", default="cuda")
     p.add_argument("--processes", type=int, default=14)
@@ -177,15 +201,16 @@ def main(arguments: list[str] | None = None) -> int:
     if a.what == "speed":
         rows = speed(a.device)
     else:
-        of_size = VARIANTS if a.what == "recall" else OF_NEEDLES
-        sizes = a.sizes if a.what == "recall" else OF_NEEDLES
+        one = {"recall": recall, "needle": needle, "after": after}[a.what]
+        of_size = {"recall": VARIANTS, "needle": OF_NEEDLES, "after": AFTER}[a.what]
+        sizes = a.sizes if a.what == "recall" else of_size
         jobs = [
             (size, variant, seed, a.device, a.steps)
             for seed in range(a.seeds)
             for size in sizes
             for variant in (a.variants or of_size[size])
         ]
-        rows = _all(recall if a.what == "recall" else needle, jobs, a.processes)
+        rows = _all(one, jobs, a.processes)
     for row in rows:  # what is there is kept, should a later one fail
         found.append(row)
         a.output.write_text(json.dumps(facts | {"rows": found}) + "\n", encoding="utf-8")
