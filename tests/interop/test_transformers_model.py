@@ -160,13 +160,95 @@ def test_layers_made_by_early_initialization() -> None:
     assert cache.batch_size == 2 and cache.layers[0].buffers.max_tokens == 9
 
 
-PADDED = torch.ones(2, 37, dtype=torch.long)
-PADDED[0, :3] = 0
+def padded(*real: slice, length: int = 37) -> Tensor:
+    """Ones where a row has tokens."""
+    mask = torch.zeros(len(real), length, dtype=torch.long)
+    for row, tokens in zip(mask, real, strict=True):
+        row[tokens] = 1
+    return mask
+
+
+# the second takes back more than a cache usually can
+LEFT = {"one row": padded(slice(3, None), slice(0, None)),
+        "both rows": padded(slice(35, None), slice(2, None))}  # fmt: skip
+
+
+@pytest.mark.parametrize("beams", [1, 3], ids=["greedy", "beams"])
+@pytest.mark.parametrize("mask", LEFT.values(), ids=LEFT)
+def test_rows_with_padding_give_what_each_gives_alone(mask: Tensor, beams: int) -> None:
+    model, ids = model_of(), prompt(2)
+    alone = [
+        generate(model, row[is_real.bool()][None], num_beams=beams)[0, -NEW:]
+        for row, is_real in zip(ids, mask, strict=True)
+    ]
+    for use_cache in (True, False):
+        how = {"attention_mask": mask, "num_beams": beams, "use_cache": use_cache}
+        assert generate(model, ids, **how)[:, -NEW:].equal(torch.stack(alone)), use_cache
+
+
+def test_logits_and_gradients_of_rows_with_padding() -> None:
+    """On both sides, and where a row is nothing but padding."""
+    model, ids = model_of(), prompt(3)
+    real = [slice(3, 30), slice(0, 0), slice(1, 37)]
+    logits = model(ids, attention_mask=padded(*real)).logits
+    found = torch.cat([row[tokens] for row, tokens in zip(logits, real, strict=True)])
+    alone = [model(row[None, s]).logits[0] for row, s in zip(ids, real, strict=True) if s.stop]
+    right, weights = torch.cat(alone), [*model.parameters()]
+    torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-10)
+    gradients = (torch.autograd.grad(x.square().sum(), weights) for x in (found, right))
+    for got, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+def test_a_cache_with_padding_goes_on() -> None:
+    """In several tokens, after rows were copied and reordered, and after some were taken back."""
+    model, ids, mask = model_of(), prompt(2), LEFT["one row"]
+    right = model(ids, attention_mask=mask).logits[:, 30:]
+    cache = model.new_cache()
+    model(ids[:, :30], attention_mask=mask[:, :30], cache=cache)
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(torch.tensor([3, 0, 1, 2]))
+    cache.batch_select_indices(torch.tensor([1, 0]))
+    for _ in range(2):
+        assert cache.get_seq_length() == 30
+        found = model(ids[:, 30:], attention_mask=mask, cache=cache).logits
+        torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-10)
+        cache.crop(-7)
+    cache.batch_select_indices(torch.tensor([0]))
+    assert cache.get_seq_length() == 30, "its padding counts"
+
+
+@torch.no_grad()
+def test_the_class_is_found_by_its_name(tmp_path: Path) -> None:
+    model_of().save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["model.safetensors"]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(loaded, NSAForCausalLM)
+
+
+def go_on(model: NSAForCausalLM, mask: Tensor) -> None:
+    """Seven tokens after thirty, with such a mask."""
+    cache, ids = model.new_cache(), prompt(2)
+    model(ids[:, :30], cache=cache)
+    model(ids[:, 30:], cache=cache, attention_mask=mask)
+
+
 WRONG = {
     "full": (lambda model: generate(model, prompt(2), cache=model.new_cache(40)),
              "cache: got 1 more tokens for row 0.*at most 40"),
-    "padding": (lambda model: generate(model, prompt(2), attention_mask=PADDED),
-                "attention_mask: got zeros"),
+    "padding on the right": (
+        lambda model: generate(model, prompt(2), attention_mask=padded(slice(9), slice(37))),
+        "attention_mask: got zeros after ones"),
+    "a hole": (
+        lambda model: model(prompt(1), attention_mask=padded(slice(0, None, 2))),
+        "attention_mask: got zeros after ones"),
+    "padding after tokens": (
+        lambda model: go_on(model, torch.ones(2, 37).long().index_fill(1, torch.tensor(30), 0)),
+        "attention_mask: got zeros after the tokens of the cache"),
+    "a mask of other tokens": (
+        lambda model: go_on(model, torch.ones(2, 7).long()),
+        r"attention_mask: got .* expected \[2, 37\]"),
     "another cache": (lambda model: model(prompt(2), cache=transformers.DynamicCache()),
                       "cache: got DynamicCache.*expected one from new_cache"),
     "static": (lambda model: generate(model, prompt(2), cache_implementation="static"),

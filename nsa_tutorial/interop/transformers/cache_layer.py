@@ -1,7 +1,8 @@
 """What one layer of the project remembers, as Hugging Face's caches hold it.
 
-A cache of a model is their `Cache(layers=[NSACacheLayer(…), …])`, and a layer is
-called with `cache=cache.layers[i].buffers_for(x)`. It has no place for padding.
+A cache of a model is their `Cache(layers=[NSACacheLayer(…), …])`, and a layer is called with
+`cache=cache.layers[i].buffers_for(x)`. Padding is not kept: a model whose rows are padded on the
+left turns them, so that padding comes last, and takes it back with `without_padding`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from transformers import cache_utils
 
@@ -19,23 +21,30 @@ class NSACacheLayer(cache_utils.CacheLayerMixin):
     """What one layer remembers, as Hugging Face's `Cache(layers=[…])` asks for it.
 
     Args:
-        new_cache: makes our `Cache` for a number of rows. It is called when the first tokens come,
-            because only they tell how many rows there are.
-        max_length: tokens of a row, at most.
+        new_cache: makes our `Cache` for a number of rows, and for how many tokens of padding it has
+            to take back at most. It is called when the first tokens come, because only they tell.
+        max_length: tokens of a row, at most, with its padding.
     """
 
     is_croppable = True
 
-    def __init__(self, new_cache: Callable[[int], Cache], max_length: int) -> None:
+    def __init__(self, new_cache: Callable[[int, int], Cache], max_length: int) -> None:
         super().__init__()
         self.new_cache, self.max_length = new_cache, max_length
         self.buffers: Cache | None = None
+        self.padding: Tensor | None = None  # [B], on the host: what rows had before their tokens
 
-    def buffers_for(self, x: Tensor) -> Cache:
-        """Our `Cache`, made now if these are the first tokens; `x` has a row for each sequence."""
+    def buffers_for(self, x: Tensor, padding: int = 0) -> Cache:
+        """Our `Cache`, made now if these are the first tokens; `x` has a row for each sequence, and
+        `padding` tokens of one of them, at most, will be taken back."""
         if self.buffers is None:
-            self._hold(self.new_cache(len(x)))
+            self._hold(self.new_cache(len(x), padding))
         return self.buffers
+
+    def without_padding(self, padding: Tensor) -> None:
+        """Take back the last `padding [B]` tokens of rows, which count as columns before them."""
+        self.buffers.crop(self.buffers.host_lengths - padding)
+        self.padding = padding
 
     def _hold(self, buffers: Cache) -> None:
         self.buffers, self.batch_size = buffers, len(buffers.host_lengths)
@@ -60,8 +69,12 @@ class NSACacheLayer(cache_utils.CacheLayerMixin):
         )
 
     def get_seq_length(self) -> int:
-        """Tokens of the longest row. It is counted on the host, so nothing waits for the device."""
-        return 0 if self.buffers is None else int(self.buffers.host_lengths.max())
+        """Tokens of the longest row, with its padding. They are counted on the host, so nothing
+        waits for the device."""
+        if self.buffers is None:
+            return 0
+        padding = 0 if self.padding is None else self.padding
+        return int((self.buffers.host_lengths + padding).max())
 
     def get_max_length(self) -> int:
         """Tokens that a row may have."""
@@ -73,6 +86,7 @@ class NSACacheLayer(cache_utils.CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens, and keep the buffers for the next ones."""
+        self.padding = None
         if self.buffers is not None:
             self.buffers.reset()
 
@@ -89,17 +103,22 @@ class NSACacheLayer(cache_utils.CacheLayerMixin):
         """Row `b` becomes what row `beam_idx[b]` was."""
         if self.buffers is not None:
             self.buffers.reorder(beam_idx)
+            self._select_padding(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row becomes `repeats` rows that follow each other."""
         if self.buffers is not None:
-            rows = range(self.batch_size)
-            self._hold(self.buffers.select([row for row in rows for _ in range(repeats)]))
+            self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices`, in this order."""
         if self.buffers is not None:
             self._hold(self.buffers.select(indices))
+            self._select_padding(indices)
+
+    def _select_padding(self, rows: Tensor) -> None:
+        if self.padding is not None:
+            self.padding = self.padding[rows.to("cpu")]
 
     def offload(self) -> None:
         """Not supported."""

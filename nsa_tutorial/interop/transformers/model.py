@@ -5,14 +5,23 @@
     model.save_pretrained("folder")
     model = NSAForCausalLM.from_pretrained("folder")
 
-`transformers` is an extra: `pip install .[transformers]`. Prompts of one batch have one length,
-since the cache has no place for padding.
+`transformers` is an extra: `pip install .[transformers]`. With this module imported, its
+`AutoModelForCausalLM.from_pretrained` knows the model, too. Rows that are padded on the left give
+what each gives alone: their tokens are moved to the front, and back.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, cache_utils
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+    cache_utils,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
@@ -93,7 +102,9 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
 
         def layer(block: Block) -> NSACacheLayer:
             make = block.attention.new_cache
-            return NSACacheLayer(lambda rows: make(rows, most, max_step=step), most)
+            return NSACacheLayer(
+                lambda rows, padding: make(rows, most, max_step=step + padding), most
+            )
 
         return cache_utils.Cache(layers=[layer(block) for block in self.blocks])
 
@@ -107,7 +118,8 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: `[B, N]`; with a cache, the tokens that follow those it holds.
-            attention_mask: ones, `[B, tokens]`: padding is refused.
+            attention_mask: `[B, tokens]`, with a cache those that it holds among them: zeros where
+                a row is padded, on the left, or, without a cache, on the right.
             cache: from `new_cache`. With a cache there is no gradient.
             use_cache: make a cache if none is given. It is in the result.
             labels: `[B, N]`, the tokens again: the result has their loss.
@@ -115,10 +127,21 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if cache is None and use_cache:
             cache = self.new_cache()
-        self._check(input_ids, attention_mask, cache)
+        self._check(cache)
+        padding = _padding(input_ids, attention_mask, cache)  # [B] on the host, or None
         x = self.embed_tokens(input_ids)
+        if padding is not None:
+            x = _turned(x, padding)
         for i, block in enumerate(self.blocks):
-            x = block(x, None if cache is None else cache.layers[i].buffers_for(x))
+            if cache is None:
+                x = block(x, None)
+                continue
+            layer = cache.layers[i]
+            x = block(x, layer.buffers_for(x, 0 if padding is None else int(padding.max())))
+            if padding is not None:
+                layer.without_padding(padding)
+        if padding is not None:
+            x = _turned(x, -padding)
         x = self.norm(x)[:, -logits_to_keep:]
         logits = nn.functional.linear(x, self.embed_tokens.weight)
         loss = None
@@ -126,14 +149,8 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
         return CausalLMOutputWithPast(loss=loss, logits=logits, cache=cache)
 
-    def _check(self, input_ids: Tensor, mask: Tensor | None, cache: object) -> None:
-        """Refuse padding, and a cache of another kind."""
-        # `generate` adds a 1 for each later token, so a step of one token need not wait for this
-        if mask is not None and input_ids.shape[1] > 1 and not bool((mask == 1).all()):
-            raise ValueError(
-                "attention_mask: got zeros, expected ones: rows with padding are not supported. "
-                "Put prompts of one length into a batch"
-            )
+    def _check(self, cache: object) -> None:
+        """Refuse a cache of another kind."""
         layers = getattr(cache, "layers", ())
         fits = [isinstance(layer, NSACacheLayer) for layer in layers] == [True] * len(self.blocks)
         if cache is not None and not fits:
@@ -159,3 +176,50 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
+
+
+AutoConfig.register(NSAConfig.model_type, NSAConfig)
+AutoModelForCausalLM.register(NSAConfig, NSAForCausalLM)
+
+
+def _padding(
+    input_ids: Tensor, mask: Tensor | None, cache: cache_utils.Cache | None
+) -> Tensor | None:
+    """How many columns stand before the tokens of each row, `[B]` on the host; None where none do.
+    What stands behind them is hidden by position.
+
+    Raises:
+        ValueError: zeros between ones, behind them with a cache, or after tokens that it holds.
+    """
+    N, past = input_ids.shape[1], 0 if cache is None else cache.get_seq_length()
+    # `generate` adds a 1 for each later token, so a step of one token need not wait for this
+    if mask is None or (past and N == 1):
+        return None
+    checks.check_tensor("attention_mask", mask, "[B, tokens]", (torch.bool, *checks.INTEGERS))
+    if mask.shape != (len(input_ids), past + N):
+        raise ValueError(
+            f"attention_mask: got {checks.describe(mask)}, expected {[len(input_ids), past + N]}"
+        )
+    counts = (mask[:, past:] != 0).cpu().cumsum(1)  # [B, N]
+    first, tokens = (counts == 0).sum(1), counts[:, -1]
+    end = N + 1 - (counts == counts[:, -1:]).sum(1)
+    is_torn = (tokens > 0) & (end - first != tokens)
+    is_padded_behind = (tokens > 0) & (end < N)
+    if bool(is_torn.any()) or (cache is not None and bool(is_padded_behind.any())):
+        raise ValueError(
+            "attention_mask: got zeros after ones, expected padding on the left, before the tokens "
+            "of a row"
+        )
+    if past and bool(first.any()):
+        raise ValueError(
+            "attention_mask: got zeros after the tokens of the cache, expected ones: a row is "
+            "padded before its first token"
+        )
+    return first if bool(first.any()) else None
+
+
+def _turned(x: Tensor, by: Tensor) -> Tensor:
+    """`x [B, N, …]` with each row turned to the left by so many tokens."""
+    N, by = x.shape[1], by.to(x.device)
+    place = (torch.arange(N, device=x.device) + by[:, None]) % N  # [B, N]
+    return x[torch.arange(len(x), device=x.device)[:, None], place]
