@@ -15,6 +15,7 @@ from nsa_tutorial.bench import __main__ as bench
 from nsa_tutorial.bench import hugging_face
 from nsa_tutorial.bench.measuring import Row
 
+ROOT = Path(__file__).parents[2]
 SMALL = ["hugging_face", "--device", "cpu", "--tokens", "72", "--seconds", "0.001"]
 
 
@@ -68,6 +69,32 @@ def test_a_wrong_option_is_named(
     with pytest.raises(SystemExit):
         bench.main([*SMALL, *options])
     assert re.search(message, capsys.readouterr().err)
+
+
+def figure(run: dict) -> str:
+    """What README.md says of a recording: the longest text of which PyTorch's attention with a mask
+    has room, and the longest one of all."""
+    rows = [Row(**row) for row in run["rows"] if row["direction"] == "both" and row["lists"]]
+    ms = {(row.kernel, row.tokens): row.ms for row in rows if row.ms is not None}
+    assert all(row.is_right for row in rows if row.ms is not None)
+    assert all(row.note.startswith("out of memory") for row in rows if row.ms is None)
+    shared, longest = (max(n for name, n in ms if name == x) for x in ("sdpa", "nsa_tutorial"))
+    return (
+        f"forward and backward of {shared:,} tokens in {ms['nsa_tutorial', shared]:.1f} ms, "
+        f"{ms['sdpa', shared]:.0f} ms by SDPA with its mask, and of {longest:,} tokens in "
+        f"{ms['nsa_tutorial', longest]:.0f} ms, for which its mask has no room "
+        f"({run['machine'].partition(',')[0]})"
+    )
+
+
+def test_the_figure_of_the_readme() -> None:
+    """It is the recording's, and there is none without one."""
+    (line,) = re.findall("^.*production sparse model.*$", (ROOT / "README.md").read_text(), re.M)
+    recording = ROOT / "assets" / "hugging_face_h200.json"
+    if recording.exists():
+        assert figure(json.loads(recording.read_text())) in line
+    else:
+        assert not re.search(r"\d ms", line)
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa"])
