@@ -11,10 +11,12 @@ from __future__ import annotations
 import functools
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from nsa_tutorial.course import forked_kernels
 from nsa_tutorial.course.copying import MARKER, answers, source
 from nsa_tutorial.course.stored_numbers import imported, shows_measurements
 
@@ -25,10 +27,13 @@ NBVAL_TIMEOUT_S, TIMEOUT_S = 2000, 60  # nbval's default, far longer than any ce
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A cell may take a minute, unless the command line says otherwise."""
+    """A cell may take a minute, unless the command line says otherwise. Kernels share what they
+    import, where no GPU forbids it: CUDA does not survive a fork."""
     if config.pluginmanager.hasplugin("nbval"):
         limit = config.option.nbval_cell_timeout
         config.option.nbval_cell_timeout = TIMEOUT_S if limit == NBVAL_TIMEOUT_S else limit
+        if sys.platform == "linux" and not _has_gpu():
+            forked_kernels.use()
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 PACKAGE = "nsa_tutorial"
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
+_NOWHERE: set[str] = set()  # "module:name" of what leads to no measurement
 MEASUREMENTS = frozenset(p.name for p in ASSETS.glob("*") if p.suffix in (".json", ".txt"))
 
 
@@ -27,7 +28,13 @@ def shows_measurements(source: str, imports: Mapping[str, str]) -> bool:
         imports: what the chapter's cells import, as `imported` gives it.
     """
     tree = _parsed(source)
-    return tree is not None and _reaches(_read(tree), imports, set())
+    if tree is None:
+        return False
+    seen = set(_NOWHERE)
+    if _reaches(_read(tree), imports, seen):
+        return True
+    _NOWHERE.update(seen)  # a search that found nothing has seen all that these lead to
+    return False
 
 
 def imported(sources: Iterable[str]) -> dict[str, str]:
