@@ -98,7 +98,9 @@ def _drifts(
             # the last knot of one part is the first one of the next
             fresh = torch.randn(step // drift, *size, generator=generator, device=device)
             knots[drift] = torch.cat([knots[drift][-1:], fresh])
-            part = _between(knots[drift], drift).mul_(math.sqrt(share))
+            part = _between(knots[drift], drift)
+            if share != 1:
+                part.mul_(math.sqrt(share))
             drifted = part if drifted is None else drifted.add_(part)
         yield start, drifted
 
@@ -114,7 +116,7 @@ def _between(knots: Tensor, drift: int) -> Tensor:
     if drift == 1:
         return knots[:-1].clone()
     before, after = knots[:-1, None], knots[1:, None]
-    return (before * angle.cos() + after * angle.sin()).flatten(0, 1)
+    return (before * angle.cos()).add_(after * angle.sin()).flatten(0, 1)
 
 
 def overlap(block_indices: Tensor, neighbours: int = NEIGHBOURS) -> float:

@@ -1,7 +1,7 @@
 """Kernels for `pytest --nbval` that need not import PyTorch, TileLang and Matplotlib each: a
 process that has imported them, and nothing of this package, forks one for every chapter.
 
-    forked_kernels.use()      from now on, in this process, for every Jupyter kernel
+    forked_provisioner.use()      from now on, in this process, for every Jupyter kernel
 
 Run as a program, this module is that process. It has one thread, reads what to start from its
 standard input, a line for each kernel, and answers with the kernel's process number. A kernel of
@@ -31,7 +31,7 @@ PRELOADED = (
     "triton.language", "tilelang",
 )  # fmt: skip
 LAUNCHER = "ipykernel_launcher"
-_ENVIRONMENT: dict[str, str] = {}  # of the process, when `use` was first called
+ENVIRONMENT: dict[str, str] = {}  # that the process had first, filled by who uses this
 
 
 # -- in the process that runs tests --
@@ -91,8 +91,8 @@ def _is_alike(variables: dict[str, str], imported: dict[str, str]) -> bool:
     """Whether a kernel with these variables finds what the server found: TileLang sets some when
     it is imported, `imported`, and Jupyter and pytest name each kernel and test."""
     named = ("JPY_", "PYTEST_CURRENT_TEST")
-    names = {n for n in {*variables, *imported, *_ENVIRONMENT} if not n.startswith(named)}
-    known = ((_ENVIRONMENT.get(n), imported.get(n)) for n in names)
+    names = {n for n in {*variables, *imported, *ENVIRONMENT} if not n.startswith(named)}
+    known = ((ENVIRONMENT.get(n), imported.get(n)) for n in names)
     return all(variables.get(n) in values for n, values in zip(names, known, strict=True))
 
 
@@ -101,7 +101,7 @@ def _server() -> tuple[subprocess.Popen, dict[str, str]] | None:
     """The process that forks, ready to, and its variables; None where it cannot fork."""
     command = [sys.executable, __file__]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    server = subprocess.Popen(command, env=_ENVIRONMENT, start_new_session=True, **pipes)
+    server = subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True, **pipes)
     atexit.register(_end, server)
     variables = json.loads(server.stdout.readline() or "null")
     return variables and (server, variables)
@@ -139,21 +139,6 @@ def fork(command: list[str], environment: dict[str, str], folder: str | None) ->
         return None
     pid = server.stdout.readline()
     return Forked(int(pid)) if pid else None
-
-
-def use() -> None:
-    """From now on, in this process, fork the kernels that Jupyter starts."""
-    from importlib.metadata import EntryPoint
-
-    from jupyter_client.provisioning import KernelProvisionerFactory
-
-    if not _ENVIRONMENT:
-        _ENVIRONMENT.update(os.environ)
-    factory = KernelProvisionerFactory.instance()
-    place = "nsa_tutorial.course.forked_provisioner:ForkedProvisioner"
-    group = KernelProvisionerFactory.GROUP_NAME
-    factory.provisioners["forked"] = EntryPoint(name="forked", value=place, group=group)
-    factory.default_provisioner_name = "forked"
 
 
 # -- in the process that forks --

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from importlib.metadata import EntryPoint
+
 from jupyter_client.connect import KernelConnectionInfo
-from jupyter_client.provisioning import LocalProvisioner
+from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvisioner
 
 from nsa_tutorial.course import forked_kernels
 
@@ -19,3 +22,13 @@ class ForkedProvisioner(LocalProvisioner):
         self.process = process
         self.pid = self.pgid = process.pid
         return self.connection_info
+
+
+def use() -> None:
+    """From now on, in this process, fork the kernels that Jupyter starts."""
+    if not forked_kernels.ENVIRONMENT:
+        forked_kernels.ENVIRONMENT.update(os.environ)
+    factory, group = KernelProvisionerFactory.instance(), KernelProvisionerFactory.GROUP_NAME
+    place = f"{__name__}:{ForkedProvisioner.__name__}"
+    factory.provisioners["forked"] = EntryPoint(name="forked", value=place, group=group)
+    factory.default_provisioner_name = "forked"

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from nsa_tutorial.course import forked_kernels
 from nsa_tutorial.course.copying import MARKER, answers, source
 from nsa_tutorial.course.stored_numbers import imported, shows_measurements
 
@@ -33,7 +32,9 @@ def pytest_configure(config: pytest.Config) -> None:
         limit = config.option.nbval_cell_timeout
         config.option.nbval_cell_timeout = TIMEOUT_S if limit == NBVAL_TIMEOUT_S else limit
         if sys.platform == "linux" and not _has_gpu():
-            forked_kernels.use()
+            from nsa_tutorial.course import forked_provisioner
+
+            forked_provisioner.use()
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

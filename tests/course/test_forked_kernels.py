@@ -12,7 +12,7 @@ import torch
 from jupyter_client.manager import KernelManager
 from jupyter_client.provisioning import KernelProvisionerFactory
 
-from nsa_tutorial.course import forked_kernels
+from nsa_tutorial.course import forked_kernels, forked_provisioner
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or torch.cuda.is_available(), reason="kernels are not forked here"
@@ -26,7 +26,7 @@ print(os.getppid(), "torch" in sys.modules, ours, os.getcwd(), os.environ["MARK"
 def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelManager]:
     factory = KernelProvisionerFactory.instance()
     monkeypatch.setattr(factory, "default_provisioner_name", "")
-    forked_kernels.use()
+    forked_provisioner.use()
     manager = KernelManager()
     yield manager
     manager.shutdown_kernel(now=True)
