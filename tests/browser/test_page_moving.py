@@ -164,6 +164,11 @@ MOVES = {
         control=("query", "9", "query=9", "query 9 "),
         key=(".pick >> nth=0", "End", "query 47 "),
     ),
+    "split": Moves(
+        drags=((".drawn", (0.99, 0.3), "walk 96 keys", (0.02, 0.4), "walk 1 key "),),
+        control=("parts", "3", "parts=3", "3 programs walk"),
+        key=(".drawn", "End", "96 keys"),
+    ),
 }
 
 
