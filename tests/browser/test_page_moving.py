@@ -46,7 +46,8 @@ TIMES = """
 async strip => {
   const box = strip.getBoundingClientRect(), times = [];
   const send = (type, x) => strip.dispatchEvent(new PointerEvent(type,
-    {clientX: box.left + x, clientY: box.top + 9, pointerId: 1, isPrimary: true, bubbles: true}));
+    {clientX: box.left + x, clientY: box.top + box.height / 2, pointerId: 1, isPrimary: true,
+      bubbles: true}));
   strip.setPointerCapture = () => {};
   send('pointerdown', 9);
   for (let i = 0; i < 30; i++) {
@@ -168,6 +169,11 @@ MOVES = {
         drags=((".drawn", (0.99, 0.3), "walk 96 keys", (0.02, 0.4), "walk 1 key "),),
         control=("parts", "3", "parts=3", "3 programs walk"),
         key=(".drawn", "End", "96 keys"),
+    ),
+    "tiles": Moves(
+        drags=((".drawn", (0.4, 0.4), "Tile 2 of", (0.95, 0.5), "Tile 7 of"),),
+        control=("queries a tile", "8", "tile_q=8", "of 18"),
+        key=(".drawn", "Home", "Tile 1 of"),
     ),
 }
 

@@ -21,6 +21,8 @@ from nsa_tutorial.course.moving import choice as choice_figure
 from nsa_tutorial.course.moving import masks as explorer
 from nsa_tutorial.course.stills import WIDGET
 from nsa_tutorial.course.widgets import mask_explorer, online_softmax, selection_kernels
+from nsa_tutorial.course.widgets import tiled_attention as walks
+from nsa_tutorial.exact import tiled_attention
 
 NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="node is not installed")
@@ -307,6 +309,49 @@ def test_the_choice_is_found_as_in_chapter_14(tmp_path: Path) -> None:
         assert value == np.float32(x)
 
 
+TILES = """
+import * as m from "./tiles.mjs";
+import { readFileSync } from "node:fs";
+const { cases, wild } = JSON.parse(readFileSync("given.json"));
+const told = cases.map((s) => ({
+  kinds: m.tiles(s).map((tile) => [tile.q, tile.qEnd, tile.k, tile.kEnd, tile.kind]),
+  dense: m.table(s).bytes,
+  steps: m.meter(s).map(({ so, moves, bytes }, i) =>
+    ({ so, moves, bytes, said: m.sentence(s, m.look({ ...s, step: i + 1 })) })),
+}));
+process.stdout.write(JSON.stringify({ told, settled: wild.map(m.settle) }));
+"""
+
+
+@needs_node
+def test_the_tile_walk_is_that_of_chapter_04(tmp_path: Path) -> None:
+    """Kinds of tiles, and the meter after each of them."""
+    start = moving._module("tiles").START
+    sizes = [(40, 56, 16, 12, True), (64, 64, 16, 16, False), (37, 61, 5, 7, True),
+             (8, 8, 64, 64, True), (33, 64, 33, 4, True)]  # fmt: skip
+    names = ("N", "M", "tile_q", "tile_k", "causal")
+    cases = [{**start, **dict(zip(names, size, strict=True))} for size in sizes]
+    wild = [{**start, "N": 99, "M": 20, "step": 0, "tile_q": None, "causal": "x"}]
+    found = run("tiles", TILES, {"cases": cases, "wild": wild}, tmp_path)
+    for (N, M, BQ, BK, causal), told in zip(sizes, found["told"], strict=True):
+        kinds = list(tiled_attention.tiles(N, M, BQ, BK, causal))
+        assert [tuple(kind) for kind in told["kinds"]] == kinds
+        assert told["dense"] == costs.dense_attention(N, M, 16).bytes
+        readings = walks.meter(N, M, 16, BQ, BK, causal)
+        before = {"q": 0, "kv": 0, "out": 0}
+        for step, (reading, shown) in enumerate(zip(readings, told["steps"], strict=True), 1):
+            so = {"q": reading.q, "kv": reading.kv, "out": reading.out}
+            assert (shown["so"], shown["bytes"]) == (so, reading.bytes)
+            assert shown["moves"] == {part: so[part] - before[part] for part in so}
+            before = so
+            assert shown["said"].startswith(f"Tile {step} of {len(readings)}: ")
+            assert f"{reading.bytes / 1024:.1f} " in shown["said"]
+        skipped = [kind.kind for kind in kinds].count("skipped")
+        assert f" {skipped} tile" in told["steps"][-1]["said"]
+    settled = {**start, "N": 20, "M": 20, "step": 1, "tile_q": 4}
+    assert found["settled"][0]["s"] == settled
+
+
 # -- what Python hands over --
 
 
@@ -333,6 +378,14 @@ def test_a_figure_in_a_notebook_is_read_and_set_by_name() -> None:
     assert {WIDGET, "image/png"} <= data.keys()
     assert data["text/plain"] == "Interactive: the mask explorer. Run this cell to move it."
     assert facts["image/png"]["alt"].startswith("Query 7 ")
+
+
+@pytest.mark.parametrize("name", moving.NAMES)
+def test_every_figure_begins_as_it_says_and_has_a_picture(name: str) -> None:
+    pytest.importorskip("anywidget")
+    shown = moving.figure(name)
+    assert shown.state == moving._module(name).START
+    assert len(shown._repr_mimebundle_()[1]["image/png"]["alt"]) > 20
 
 
 def test_a_figure_without_anywidget_is_its_picture(monkeypatch: pytest.MonkeyPatch) -> None:

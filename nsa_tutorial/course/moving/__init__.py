@@ -26,7 +26,14 @@ from nsa_tutorial.course.stills import INTERACTIVE
 
 HERE = Path(__file__).parent
 # Each figure's module, and what stands before it beside common.js.
-PARTS = {"masks": ("heads",), "softmax": (), "choice": ("heads",), "inverse": (), "split": ()}
+PARTS = {
+    "masks": ("heads",),
+    "softmax": (),
+    "choice": ("heads",),
+    "inverse": (),
+    "split": (),
+    "tiles": (),
+}
 NAMES = tuple(PARTS)
 ROOT = ".nsa-moving"  # the class of every figure's element
 

@@ -7,7 +7,7 @@ const BASE = `
 .nsa-moving * { box-sizing: border-box; }
 .nsa-moving p { margin: 6px 0; }
 .nsa-moving .bar, .nsa-moving .more { display: grid; gap: 4px 18px; align-items: center;
-  grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); }
+  grid-template-columns: repeat(auto-fit, minmax(200px, 1fr)); }
 .nsa-moving .more { grid-template-columns: repeat(auto-fit, minmax(220px, 1fr)); }
 @container (max-width: 500px) { .nsa-moving .bar { grid-template-columns: 1fr; } }
 .nsa-moving label { display: flex; gap: 8px; align-items: center; min-height: 28px; }
@@ -42,6 +42,9 @@ function element(tag, facts = {}, ...children) {
 // A whole number from low to high; what is no number is `low`.
 const within = (value, low, high) =>
   Math.min(Math.max(Math.round(Number(value)) || low, low), high);
+
+// The next whole number; halves go to the even one, as Python's do.
+const evenly = (x) => (Math.abs(x % 1) === 0.5 ? 2 * Math.round(x / 2) : Math.round(x));
 
 // A state brought into range, and what had to move, in words. `ranges(s)` has by name
 // `{ low, high }` or a list of what is allowed, given the names before it. A number that is not in

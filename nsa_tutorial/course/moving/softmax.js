@@ -62,9 +62,8 @@ export function number(x) {
   if (size >= 999.5 && size < 1e4) return x.toFixed(0);
   if (x === 0) return "0";
   if (size > 1e-4 && size < 1e4) {
-    const scale = 10 ** (2 - Math.floor(Math.log10(size))), scaled = x * scale;
-    const even = Math.abs(scaled % 1) === 0.5; // halves go to the even digit, as Python's do
-    return String((even ? 2 * Math.round(scaled / 2) : Math.round(scaled)) / scale);
+    const scale = 10 ** (2 - Math.floor(Math.log10(size)));
+    return String(evenly(x * scale) / scale);
   }
   return `2^${Math.trunc(10 * Math.log2(x)) / 10}`;
 }
