@@ -41,6 +41,11 @@ BACKENDS: Table = {
         "tilelang": "nsa_tutorial.kernels.tilelang.choice.launch:select_blocks",
         "triton": "nsa_tutorial.kernels.triton.choice.launch:select_blocks",
     },
+    "index_blocks": {
+        "reference": "nsa_tutorial.sparse.indexer:index_blocks",
+        "tilelang": "nsa_tutorial.kernels.tilelang.choice.index_launch:index_blocks",
+        "triton": "nsa_tutorial.kernels.triton.choice.index_launch:index_blocks",
+    },
     "compress": {  # the mean; other summaries are matmuls, whatever the backend
         "reference": "nsa_tutorial.sparse.compression:summarise",
         "tilelang": "nsa_tutorial.kernels.tilelang.pooling:mean",

@@ -1,12 +1,16 @@
-"""Each chosen block's share of the attention, as the custom operator
-`torch.ops.nsa_tutorial.block_shares`. Its gradient is how `learn_choice` reaches the scores that
-chose the blocks. It is plain PyTorch on every backend (`sparse.block_shares`)."""
+"""The choices beside `library.select_blocks`, as custom operators.
+
+`block_shares` is each chosen block's share of the attention. Its gradient is how `learn_choice`
+reaches the scores that chose the blocks. It is plain PyTorch on every backend
+(`sparse.block_shares`). `index_blocks` chooses by an indexer, and has no gradient."""
 
 # no `from __future__ import annotations`: PyTorch reads the operators' schemas from them
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from nsa_tutorial import arguments
+from nsa_tutorial import arguments, backends
+from nsa_tutorial.backends import BACKENDS
 from nsa_tutorial.library_backward import call, make_differentiable
 from nsa_tutorial.runtime.devices import on_its_device
 from nsa_tutorial.runtime.operators import operator
@@ -70,3 +74,27 @@ def _run(ctx, d_shares: Tensor) -> tuple:
 
 
 make_differentiable(block_shares, block_shares_backward, _run, _save)
+
+
+@operator("nsa_tutorial::index_blocks")
+@on_its_device
+@with_new_strides
+def index_blocks(
+    q_idx: Tensor, k_idx: Tensor, w: Tensor | None, cu_seqlens: Tensor | None, kv_heads: int,
+    top_n: int, block_size: int, num_initial: int, num_local: int, backend: str,
+) -> Tensor:  # fmt: skip
+    """`ops.index_blocks`: int32 `[B, N, kv_heads, top_n]`."""
+    function = backends.load(BACKENDS, "index_blocks", backend, q_idx)
+    M = k_idx.shape[1]
+    rows = arguments.located_rows(q_idx, M, cu_seqlens)
+    if q_idx.numel() == 0:
+        return q_idx.new_empty(*q_idx.shape[:2], kv_heads, top_n, dtype=torch.int32)
+    sizes = arguments.sizes_of_a_choice(M, block_size, 1, 1, top_n, num_initial, num_local)
+    sizes = {x: sizes[x] for x in ("block_size", "top_n", "num_initial", "num_local")}
+    ids = function(q_idx, k_idx, w, rows, kv_heads=kv_heads, **sizes)
+    return F.pad(ids, (0, top_n - sizes["top_n"]), value=-1)
+
+
+@index_blocks.register_fake
+def _(q_idx, k_idx, w, cu_seqlens, kv_heads, top_n, *_):
+    return q_idx.new_empty(*q_idx.shape[:2], kv_heads, top_n, dtype=torch.int32)

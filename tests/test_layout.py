@@ -29,7 +29,7 @@ LEVELS = (
     {"layer_parts"},
     {"serving", "training.many_gpus"},
     {"ops"},
-    {"ops_decoding"},
+    {"ops_decoding", "ops_indexing"},
     {"compositions"},
     {"library", "library_choice", "library_decoding"},
     {"library_backward"},

@@ -80,6 +80,8 @@ def samples(backend: str, device: str, grad: bool) -> Iterator[tuple[object, tup
         choose = torch.ops.nsa_tutorial.select_blocks.default
         score = (q.detach(), summaries[0].detach(), None, counts, None)
         yield choose, (*score, 20, 4, 4, 4, 2, 1, 2, scale, backend)
+        index = torch.ops.nsa_tutorial.index_blocks.default
+        yield index, (q.detach(), k.detach()[:, :, 0], None, packed, HQ, 3, 4, 1, 1, backend)
         yield attend, (q, k, v, ids, None, None, None, 16, False, True, scale, "reference", "tiles")
 
 
@@ -142,6 +144,7 @@ def operators(q: Tensor, k: Tensor, v: Tensor, backend: str = "auto") -> dict[st
         "compress": lambda: ops.compress(k, **sizes),
         "compressed": lambda: ops.compressed_attention(q, k_cmp, v_cmp, **sizes),
         "select": lambda: ops.select_blocks(q, k_cmp, top_n=3, block_size=16, **sizes),
+        "index": lambda: ops.index_blocks(q, k[:, :, 0], q[..., 0], top_n=2, block_size=4),
         "whole": lambda: ops.native_sparse_attention(q, k, v, *gates, **nsa),
     }
 
@@ -318,7 +321,7 @@ def test_deterministic_algorithms(name: str) -> None:
     def gradients() -> list[Tensor]:
         tensors = inputs(150, 150, grad=True)
         outputs = flat(operators(*tensors)[name]())
-        if name == "select":
+        if name in ("select", "index"):
             return outputs
         used = [x for x in tensors if name != "compress" or x is tensors[1]]
         return list(torch.autograd.grad(sum(x.square().sum() for x in outputs), used))
@@ -340,6 +343,7 @@ def test_all_operators_are_registered() -> None:
         "compress",
         "compressed_attention",
         "select_blocks",
+        "index_blocks",
         "native_sparse_attention",
     }
     assert all(hasattr(torch.ops.nsa_tutorial, name) for name in backends.BACKENDS)

@@ -107,6 +107,12 @@ OPERATORS = {
         },
         {"k": "k_cmp"},
     ),
+    "index": Operator(
+        ops.index_blocks,
+        {"q_idx": Q, "k_idx": K[:, :, 0], "cu_seqlens": None, "backend": "auto", "top_n": 3,
+         "block_size": 4, "num_initial": 1, "num_local": 2},
+        first="q_idx",
+    ),
     "native": Operator(ops.native_sparse_attention, {**QKV, **ALL}),
     "three": Operator(
         three_branches,
