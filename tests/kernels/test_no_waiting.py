@@ -66,6 +66,7 @@ def calls_of_summaries(problem: Problem, backend: str) -> Iterator[Callable[[], 
             ops.select_blocks(*summaries[:2], lse, **pick),
             ops.select_blocks(*summaries[:2], **pick),
             ops.select_blocks(*summaries[:2], lse, block_counts=counts, **pick),
+            ops.index_blocks(call.q, call.k[:, :, 0], **packed, block_size=8, backend=backend),
         ]
 
     def native() -> list[Tensor]:
