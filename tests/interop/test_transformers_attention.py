@@ -5,6 +5,7 @@ a small random model of its own class, set from "eager" to "nsa_tutorial". Needs
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def models(judge: str = "sdpa", layers: tuple = (DENSE, SPARSE, SPARSE), **chang
     """One model twice: on the judge's path of `transformers`, and on the operators. Its eager path
     has a softmax in fp32; its SDPA, with the same dense mask, does all in fp64."""
     changes |= {"layer_types": [*layers], "num_hidden_layers": len(layers)}
-    changes["mlp_layer_types"] = ["dense"] * (len(layers) - 1) + ["sparse"]
+    changes.setdefault("mlp_layer_types", ["dense"] * (len(layers) - 1) + ["sparse"])
     found = []
     for name in (judge, ours.NAME):
         torch.manual_seed(0)
@@ -106,15 +107,16 @@ def test_logits_and_gradients(padded: str | None, judge: str) -> None:
             same(got, right, judge)
 
 
-@pytest.mark.parametrize("length", [1, 2, 3 * BS, 37])
+@pytest.mark.parametrize("length", [1, 3 * BS, 37])
 @pytest.mark.parametrize("padded", [False, True], ids=["one length", "left padding"])
-def test_generate(length: int, padded: bool) -> None:
+@pytest.mark.parametrize("beams", [1, 3], ids=["greedy", "beams"])
+def test_generate(beams: int, length: int, padded: bool) -> None:
     """With a cache and without one, from prompts shorter and longer than the lists."""
     ids, found = prompt(2, length), []
     mask = torch.ones_like(ids)
     if padded:
         mask[0, : min(length - 1, 3)] = 0
-    how = {"max_new_tokens": 9, "do_sample": False, "attention_mask": mask}
+    how = {"max_new_tokens": 9, "do_sample": False, "attention_mask": mask, "num_beams": beams}
     for model in models(layers=(SPARSE, DENSE) if padded else (DENSE, SPARSE, SPARSE)):
         found += [model.generate(ids, use_cache=use_cache, **how) for use_cache in (True, False)]
     assert all(tokens.equal(found[0]) for tokens in found), found
@@ -159,6 +161,62 @@ def test_packed(told: str) -> None:
         found = model(ids, **PACKED[told]).logits
         same(found[:, :judged], alone[:, :judged])
         same(found[:, :judged], packed[:, :judged])
+
+
+@torch.no_grad()
+def test_a_model_that_sees_pictures() -> None:
+    """Its layers for pictures are not causal, and have no lists."""
+    vision = {"hidden_size": 24, "intermediate_size": 16, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "image_size": 16, "patch_size": 4}  # fmt: skip
+    text = SIZES | {"vocab_size": 30, "layer_types": [SPARSE, DENSE], "num_hidden_layers": 2}
+    text |= {"mlp_layer_types": ["dense"] * 2}
+    generator, found = torch.Generator().manual_seed(1), []
+    grid = torch.tensor([[1, 4, 4], [1, 4, 8]])  # patches of two pictures: 4 and 8 tokens
+    pixels = torch.randn(48, 3 * 2 * 4 * 4, generator=generator, dtype=torch.float64)
+    ids = torch.randint(1, 20, (1, 30), generator=generator)
+    ids[:, 3:15] = 25
+    for name in ("sdpa", ours.NAME):
+        torch.manual_seed(0)
+        config = transformers.MiniMaxM3VLConfig(
+            text_config=text, vision_config=vision, image_token_index=25, video_token_index=26,
+            projector_hidden_size=16,
+        )  # fmt: skip
+        model = transformers.MiniMaxM3SparseForConditionalGeneration(config).double().eval()
+        model.set_attn_implementation(name)
+        assert {x.config._attn_implementation for x in (model, model.model.vision_tower)} == {name}
+        found.append(model(input_ids=ids, pixel_values=pixels, image_grid_thw=grid).logits)
+    same(found[1], found[0])
+    found = [model(input_ids=ids, pixel_values=x, image_grid_thw=grid).logits for x in
+             (pixels, -pixels)]  # fmt: skip
+    assert not found[0].allclose(found[1]), "pictures are seen"
+
+
+@torch.no_grad()
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    _, model = models()
+    model.save_pretrained(tmp_path)
+    how = {"attn_implementation": ours.NAME, "dtype": torch.float64}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **how)
+    loaded.set_experts_implementation("eager")
+    assert loaded.config._attn_implementation == ours.NAME
+    assert loaded(prompt()).logits.equal(model(prompt()).logits)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("padded", [None, "left"])
+def test_compiled(padded: str | None) -> None:
+    """In one graph, forward and backward."""
+    _, model = models(layers=(DENSE, SPARSE), mlp_layer_types=["dense"] * 2)
+    arguments = {"attention_mask": PADDED.get(padded), "use_cache": False}
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = []
+    for run in (model, compiled):
+        logits = run(prompt(), **arguments).logits
+        weight = model.model.layers[1].self_attn.q_proj.weight
+        found.append((logits, *torch.autograd.grad(logits.square().sum(), weight)))
+    for got, right in zip(found[1], found[0], strict=True):
+        same(got, right)
+    torch.compiler.reset()
 
 
 # -- what is refused, and the name; of what a layer hands over: test_transformers_lists.py --

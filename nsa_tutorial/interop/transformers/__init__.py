@@ -8,16 +8,16 @@ Layers that hand over lists of blocks (MiniMax-M3's MSA, arXiv 2606.13392) then 
 `ops.selected_attention`, forward and backward, in training and in `generate`; layers without lists
 run on PyTorch's SDPA. Nothing as long as keys times queries is made for a layer with lists.
 
-`attention` is what a layer calls, `masks` what a model calls once for all its layers. `model` is a
-decoder of the project's own layer, and `cache_layer` its cache. `transformers` itself is imported
-when something here needs it, and is an extra: `pip install .[transformers]`.
+`attention_function` is what a layer calls, `masks` what a model calls once for all its layers.
+`model` is a decoder of the project's own layer, and `cache_layer` its cache. `transformers` itself
+is imported when something here needs it, and is an extra: `pip install .[transformers]`.
 """
 
 from __future__ import annotations
 
 import functools
 
-from nsa_tutorial.interop.transformers.attention import attention
+from nsa_tutorial.interop.transformers.attention_function import attention
 from nsa_tutorial.interop.transformers.masks import first_keys
 
 NAME = "nsa_tutorial"
