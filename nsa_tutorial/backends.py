@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from nsa_tutorial.runtime import environment, interrupts
+from nsa_tutorial.runtime.smaller_tiles import with_smaller_tiles
 
 Table = Mapping[str, Mapping[str, str]]
 BACKENDS: Table = {
@@ -115,6 +116,8 @@ def load(table: Table, operator: str, backend: str, q: Tensor) -> Callable:
         environment.require(backend, q.device.type, str(q.dtype).removeprefix("torch."))
     module, name = table[operator][backend].split(":")
     function = getattr(interrupts.import_module(module), name)
+    if q.is_cuda and backend != "reference":
+        return with_smaller_tiles(function)
     is_interpreted = backend == "triton" and q.device.type == "cpu"
     return _one_at_a_time(function) if is_interpreted else function
 
