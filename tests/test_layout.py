@@ -217,6 +217,7 @@ LONG = {
     "nsa_tutorial/kernels/tilelang/selected/backward.py": "the four kernels of one backward",
     "nsa_tutorial/kernels/tilelang/compressed/backward.py": "the three kernels of one backward",
     "nsa_tutorial/kernels/triton/selected/backward.py": "the four kernels of one backward",
+    "nsa_tutorial/kernels/triton/launch_options.py": "options of all kernels, by one measure",
     "nsa_tutorial/course/train_heads.py": "run once, to make assets/heads.npz; no chapter shows it",
 }
 # A chapter's exercises, or its pictures, one after the other: a reader opens one of them, by

@@ -90,11 +90,14 @@ def query_tile_options(
     BT = min(64 if itemsize == 2 else 32, _side(BS))
     if BS % BT and BS % 16 == 0:  # whole blocks need whole steps
         BT = BS & -BS
-    TR, num_stages = first_that_fits(
-        # the tensor cores take at least 16 rows
-        [(max(16, min(max(TR, GP), 16 * GP)), stages)
-         for TR, stages in (QUERY_TILES if itemsize == 2 else QUERY_TILES[-2:])],
-        lambda TR, stages: (TR * DT + stages * BT * (DT + DVT)) * itemsize,
+    # the tensor cores take at least 16 rows
+    tiles = [
+        (max(16, min(max(TR, GP), 16 * GP)), BT, stages)
+        for TR, stages in (QUERY_TILES if itemsize == 2 else QUERY_TILES[-2:])
+    ]
+    TR, BT, num_stages = first_that_fits(
+        [*tiles, *((tiles[-1][0], *smaller) for smaller in shrinking(BT, num_stages=1))],
+        lambda TR, BT, stages: (TR * DT + stages * BT * (DT + DVT)) * itemsize,
         shared_memory,
     )  # fmt: skip
     return {"T": TR // GP, "BT": BT, "num_warps": max(4, TR // 16), "num_stages": num_stages}
@@ -103,23 +106,39 @@ def query_tile_options(
 def query_tile_dq_options(
     G: int, D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:
-    """The same for the backward, whose tile also holds gradients of outputs; two stages at most."""
+    """The same for the backward."""
     options = query_tile_options(G, D, DV, BS, itemsize, shared_memory)
-    token_bytes = (_side(D) + _side(DV)) * itemsize
-    options["num_stages"] = min(2, options["num_stages"])
-    size = (options["T"] * next_power_of_2(G) + options["num_stages"] * options["BT"]) * token_bytes
-    if size > shared_memory:
-        options["num_stages"] = 1
-    return options
+    return _for_dq(options, options["T"] * next_power_of_2(G), D, DV, itemsize, shared_memory)
 
 
 def dq_options(
     G: int, D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:
-    """`BT, num_warps, num_stages` of the backward's walk through the lists: those of the forward,
-    but two stages at most. Arguments as in `launch_options`."""
+    """`BT, num_warps, num_stages` of the backward's walk through the lists. Arguments as in
+    `launch_options`."""
     options = launch_options(G, D, DV, BS, itemsize, shared_memory)
-    return options | {"num_stages": min(2, options["num_stages"])}
+    return _for_dq(options, _side(G), D, DV, itemsize, shared_memory)
+
+
+def _for_dq(
+    options: dict[str, int], rows: int, D: int, DV: int, itemsize: int, shared_memory: int
+) -> dict[str, int]:
+    """The forward's options, but two stages at most, and with room for the gradients of `rows`
+    outputs."""
+    token_bytes = (_side(D) + _side(DV)) * itemsize
+
+    def size(BT: int, num_stages: int) -> int:
+        """Bytes of the rows, of the tokens, and, in fp32, of gradients of scores, which take the
+        values' place if there is one stage. The products of a warp group read while all stages hold
+        tokens, others while one of them is free."""
+        all_stages = rows >= 64 and itemsize == 2
+        tokens = BT * (num_stages if all_stages else max(1, num_stages - 1))
+        gradients = rows * BT * 4 if itemsize == 4 and num_stages > 1 else 0
+        return (rows + tokens) * token_bytes + gradients
+
+    choices = shrinking(options["BT"], num_stages=min(2, options["num_stages"]))
+    BT, num_stages = first_that_fits(list(choices), size, shared_memory)
+    return options | {"BT": BT, "num_stages": num_stages}
 
 
 def dkv_options(
@@ -180,8 +199,9 @@ def attend_options(
     Arguments as in `launch_options`."""
     DT, DVT = _side(D), _side(DV)
     choices = ATTEND_TILES if itemsize == 2 else FP32_TILES
+    turned = DT if itemsize == 4 else 0  # fp32 keys, once more as a product takes them
     return _fitting(
-        choices, lambda BQ, BT, stages: (BQ * DT + stages * BT * (DT + DVT)) * itemsize,
+        choices, lambda BQ, BT, n: (BQ * DT + BT * (n * (DT + DVT) + turned)) * itemsize,
         shared_memory, ("BQ", "BT"),
     )  # fmt: skip
 
@@ -229,8 +249,9 @@ def summary_dkv_options(
     choices = DKV_TILES if itemsize == 2 else FP32_TILES
     if width > 256:  # two wide accumulators do not fit the registers
         choices = choices[-2:]
+    weights = 4 if itemsize == 4 else 0  # bytes of one in shared memory
     return _fitting(
-        choices, lambda BT, BR, stages: (BT + stages * BR) * width * itemsize,
+        choices, lambda BT, BR, n: (BT + n * BR) * width * itemsize + BT * BR * weights,
         shared_memory, ("BT", "BR"),
     )  # fmt: skip
 

@@ -45,11 +45,21 @@ def decoding_options(
     query_bytes = tiles["GT"] * tiles["DT"] * itemsize
     most = 64 if itemsize == 2 and token_bytes <= 512 else 32 if token_bytes <= 1024 else 16
 
-    def steps(largest: int, stages: int) -> dict[str, int]:
+    def steps(largest: int, stages: int, of_block: int = 0) -> dict[str, int]:
+        """Tokens of a step, warps and stages. A loop over blocks of `of_block` tokens has all steps
+        of a block in a round, each with tiles of its own, while one stage of the loop is free."""
+
+        def size(BT: int, num_stages: int) -> int:
+            held = BT * token_bytes * num_stages
+            if of_block:
+                held = BT * token_bytes * (num_stages - 1) * -(-of_block // BT)
+            if num_stages == 1:  # values take the keys' place
+                held = BT * max(tiles["DT"], tiles["DVT"]) * itemsize
+            weights = tiles["GT"] * BT * itemsize  # they go from warp to warp
+            return query_bytes + held + weights + 1024
+
         BT, num_stages = first_that_fits(
-            list(shrinking(largest, num_stages=stages)),
-            lambda BT, stages: query_bytes + stages * BT * token_bytes,
-            shared_memory,
+            list(shrinking(largest, num_stages=stages)), size, shared_memory
         )
         return {"BT": BT, "num_warps": 4, "num_stages": num_stages}
 
@@ -59,7 +69,7 @@ def decoding_options(
         tiles,
         *parts_of_rows(groups, S),
         steps(min(most, 32), 2) | {"num_warps": 2},
-        steps(block, 2),
+        steps(block, 2, of_block=BS),
         {"BC": 256, "num_warps": 2},
         # few lists: their latency counts, not how many programs there is room for
         {"BR": 1, "num_warps": max(1, min(16, num_blocks // 256))},
