@@ -195,12 +195,13 @@ def triton_shared(kernel, args: Sequence[object], options: dict[str, object], gp
 
 
 @contextmanager
-def recorded_triton(gpu: str, found: list[Launch]) -> Iterator[None]:
+def recorded_triton(gpu: str, found: list[Launch], only: Sequence[str]) -> Iterator[None]:
     """Launches of Triton kernels go to `found`."""
     from triton.runtime.jit import JITFunction
 
     def run(kernel, *args: object, grid: object, warmup: bool, **options: object) -> None:
-        found.append(triton_shared(kernel, args, options, gpu))
+        if not only or kernel.__name__ in only:
+            found.append(triton_shared(kernel, args, options, gpu))
 
     with mock.patch.object(JITFunction, "run", run):
         yield
@@ -210,7 +211,7 @@ def recorded_triton(gpu: str, found: list[Launch]) -> Iterator[None]:
 
 
 @contextmanager
-def recorded_tilelang(gpu: str, found: list[Launch]) -> Iterator[None]:
+def recorded_tilelang(gpu: str, found: list[Launch], only: Sequence[str]) -> Iterator[None]:
     """TileLang kernels that would be compiled go to `found`."""
     import tilelang
     import tvm
@@ -218,12 +219,15 @@ def recorded_tilelang(gpu: str, found: list[Launch]) -> Iterator[None]:
     from nsa_tutorial.kernels.tilelang.compiling import compiled
 
     def lower(kernel, target: str, pass_configs: dict[object, object]) -> Callable:
+        name = str(kernel.attrs["global_symbol"])
+        if only and name not in only:
+            return lambda *_: None
         gpu_target = tvm.target.Target({"kind": target, "arch": gpu})
         with tvm.transform.PassContext(config=pass_configs), gpu_target:
             module = tilelang.lower(kernel, target=gpu_target).device_mod
         functions = [f.attrs for f in module.functions.values()]
         shared = max(int(attrs.get("dyn_shared_memory_buf", 0)) for attrs in functions)
-        found.append(Launch(str(kernel.attrs["global_symbol"]), shared, False))
+        found.append(Launch(name, shared, False))
         return lambda *_: None
 
     compiled.cache_clear()
@@ -235,20 +239,20 @@ def recorded_tilelang(gpu: str, found: list[Launch]) -> Iterator[None]:
 RECORDED = {"triton": recorded_triton, "tilelang": recorded_tilelang}
 
 
-def launches_of(case: Case) -> list[Launch]:
-    """What `case` launches; of a kernel that is launched several times, each of them. In a process
-    with `TRITON_INTERPRET=0`."""
+def launches_of(case: Case, *only: str) -> list[Launch]:
+    """What `case` launches, or what of it has these names, in a process with
+    `TRITON_INTERPRET=0`."""
     found: list[Launch] = []
-    with pretended(case.gpu), RECORDED[case.backend](case.gpu, found):
+    with pretended(case.gpu), RECORDED[case.backend](case.gpu, found, only):
         operators(case)[case.operator]()
     return found
 
 
-def launches(cases: Sequence[Case]) -> list[list[Launch]]:
+def launches(cases: Sequence[Case], *only: str) -> list[list[Launch]]:
     """`launches_of` each case."""
     finished = subprocess.run(
         [sys.executable, "-P", __file__],
-        input=json.dumps(cases), capture_output=True, text=True, check=False,
+        input=json.dumps([cases, only]), capture_output=True, text=True, check=False,
         env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr[-3000:]
@@ -256,6 +260,6 @@ def launches(cases: Sequence[Case]) -> list[list[Launch]]:
 
 
 if __name__ == "__main__":
-    asked = [Case(*case) for case in json.load(sys.stdin)]
+    asked, names = json.load(sys.stdin)
     output, sys.stdout = sys.stdout, sys.stderr  # compilers speak, too
-    json.dump([launches_of(case) for case in asked], output)
+    json.dump([launches_of(Case(*case), *names) for case in asked], output)
