@@ -163,6 +163,30 @@ def test_packed(told: str) -> None:
         same(found[:, :judged], packed[:, :judged])
 
 
+@pytest.mark.parametrize("told", PACKED)
+def test_packed_texts_choose_as_each_does_alone(told: str) -> None:
+    """Logits and gradients; taken back, the lists are those of the row again."""
+    ids, packed = prompt(1), PACKED[told] | {"use_cache": False}
+    texts = ids.split(TEXTS, 1)
+    sdpa, model = models()
+    before = model(ids, **packed).logits
+    assert ours.choose_within_texts(model) == ours.choose_within_texts(model) == 2
+    alone = torch.cat([sdpa(text).logits for text in texts], 1)
+    logits = model(ids, **packed).logits
+    same(logits, alone)
+    assert not logits.allclose(before)
+    for x in (alone, logits):
+        x.square().sum().backward()
+    for (name, p), right in zip(model.named_parameters(), sdpa.parameters(), strict=True):
+        if right.grad is not None:  # norms are summed in fp32
+            torch.testing.assert_close(p.grad, right.grad, rtol=1e-4, atol=1e-4, msg=name)
+    same(model(texts[1]).logits, alone[:, TEXTS[0] :])
+    with pytest.raises(ValueError, match=r"cache: got one .* anew at \[13\], .* use_cache=False"):
+        model(ids, position_ids=POSITIONS)
+    ours.choose_within_texts(model, on=False)
+    same(model(ids, **packed).logits, before)
+
+
 @torch.no_grad()
 def test_a_model_that_sees_pictures() -> None:
     """Its layers for pictures are not causal, and have no lists."""

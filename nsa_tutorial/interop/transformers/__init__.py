@@ -9,8 +9,9 @@ Layers that hand over lists of blocks (MiniMax-M3's MSA, arXiv 2606.13392) then 
 run on PyTorch's SDPA. Nothing as long as keys times queries is made for a layer with lists.
 
 `attention_function` is what a layer calls, `masks` what a model calls once for all its layers.
-`model` is a decoder of the project's own layer, and `cache_layer` its cache. `transformers` itself
-is imported when something here needs it, and is an extra: `pip install .[transformers]`.
+`texts` lets a model choose blocks for each of several texts in one row. `model` is a decoder of the
+project's own layer, and `cache_layer` its cache. `transformers` itself is imported when something
+here needs it, and is an extra: `pip install .[transformers]`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import functools
 
 from nsa_tutorial.interop.transformers.attention_function import attention
 from nsa_tutorial.interop.transformers.masks import first_keys
+from nsa_tutorial.interop.transformers.texts import choose_within_texts
 
 NAME = "nsa_tutorial"
 
-__all__ = ["NAME", "attention", "first_keys", "register", "unregister"]
+__all__ = ["NAME", "attention", "choose_within_texts", "first_keys", "register", "unregister"]
 
 
 def register(name: str = NAME, *, backend: str = "auto", order: str = "auto") -> None:

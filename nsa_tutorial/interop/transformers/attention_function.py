@@ -41,7 +41,8 @@ def attention(
 
     Args:
         module: the layer. It tells whether attention is causal, and, if there are lists, its
-            `indexer.block_size` how long a block is.
+            `indexer.block_size` how long a block is; with `texts.choose_within_texts`, its
+            `indexer.cu_seqlens` where texts begin from which blocks count.
         query: `[B, HQ, N, D]`, the last `N` of the `M` positions.
         key, value: `[B, H, M, D]`, `[B, H, M, DV]`.
         attention_mask: what `masks.first_keys` returned, `[B, N]` or None. A layer without lists
@@ -77,6 +78,8 @@ def attention(
             "implementation's own mask function: a mask of your own has no place beside lists"
         )
     block_size, options = module.indexer.block_size, {"backend": backend, "order": order}
+    if (cu_seqlens := getattr(module.indexer, "cu_seqlens", None)) is not None:
+        first, options["cu_seqlens"] = None, cu_seqlens  # lists count from each text's own start
     o = of_heads_first(query, key, value, block_indices, block_size, first, scaling, **options)
     return o, None
 
