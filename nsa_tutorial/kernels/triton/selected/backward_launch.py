@@ -1,8 +1,9 @@
 """What the operators call for gradients on the Triton backend: of lists, or of lists and windows.
 
-`backward` holds the kernels, `backward_tma` the one for the queries that Hopper runs faster, and
-`lists_backward` what all orders begin with. The queries' gradients have the forward's three orders;
-KV-outer, their last bits differ from run to run. All other gradients are the same to the bit.
+`backward` holds the kernels, `backward_tma` the one for the queries that Hopper runs faster,
+`tokens_backward` that for blocks of a few tokens, and `lists_backward` what all orders begin with.
+The queries' gradients have the forward's three orders; KV-outer, their last bits differ from run to
+run, as do those of keys and values in blocks of a few tokens. All others are the same to the bit.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from nsa_tutorial.kernels.triton.selected import (
     by_key_blocks_backward,
     by_query_tiles_backward,
     lists_backward,
+    tokens_backward,
 )
 from nsa_tutorial.kernels.triton.selected.forward_tma import can_walk
 from nsa_tutorial.kernels.triton.selected.launch import WORTHWHILE, order_taken
 from nsa_tutorial.kernels.triton.selected.lists_backward import ListsCall
+from nsa_tutorial.kernels.triton.selected.tokens_forward import gathers
 from nsa_tutorial.kernels.triton.unions import ANY_LENGTH, Unions
 from nsa_tutorial.kernels.triton.window.launch import window_backward
 from nsa_tutorial.runtime.order import Order
@@ -59,6 +62,9 @@ def selected_backward(
         return *by_key_blocks_backward.all_gradients(call), None
     d_q, d_k, d_v = (q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape))
     d_slot_scale = None if slot_scale is None else torch.zeros_like(slot_scale)
+    if order is Order.QUERIES and gathers(block_size) and tokens_backward.adds_by_atomics(q):
+        tokens_backward.all_gradients(call, d_q, d_k, d_v, d_slot_scale)
+        return d_q, d_k, d_v, d_slot_scale
     if order is Order.QUERY_TILES:
         gradient_by_tiles(call, d_q, most=most)
     else:
@@ -100,6 +106,9 @@ def gradient_of_queries(
     """Write the gradients of the queries and of the slots' factors, one program a query. With
     `unions`, only those of rejected tiles."""
     c, sizes, tiles = call, call.block_sizes, call.tiles
+    if gathers(c.block_size):
+        tokens_backward.gradient_of_queries(call, d_q, d_slot_scale)
+        return
     R, H, S = c.ids.shape
     options = dq_options(**sizes, **c.memory)
     numbers = (c.d_o, c.lse, c.delta, c.lse2, c.ids)

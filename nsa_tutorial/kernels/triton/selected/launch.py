@@ -2,7 +2,8 @@
 kernels that suit the call.
 
 Lists are walked in one of three orders of the same sums. `selected.forward` has one query in a
-program and runs everywhere; `selected.forward_tma` does the same, faster on Hopper.
+program and runs everywhere; `selected.forward_tma` does the same, faster on Hopper, and
+`selected.tokens_forward` for blocks of a few tokens, or of one.
 `selected.by_query_tiles` has a tile of neighbouring queries in a program, and
 `selected.by_key_blocks` a block of keys. `order_of` chooses; lists with factors always have one
 query in a program.
@@ -14,7 +15,13 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial.kernels.triton import unions
-from nsa_tutorial.kernels.triton.selected import by_key_blocks, by_query_tiles, forward, forward_tma
+from nsa_tutorial.kernels.triton.selected import (
+    by_key_blocks,
+    by_query_tiles,
+    forward,
+    forward_tma,
+    tokens_forward,
+)
 from nsa_tutorial.kernels.triton.window.launch import window_forward
 from nsa_tutorial.runtime.order import Order
 from nsa_tutorial.sparse.selected_attention import QueryRows
@@ -68,6 +75,8 @@ def order_of(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, *, block_size: int) -
     tile."""
     if not q.is_cuda or q.element_size() != 2 or len(ids) < FEWEST_ROWS:
         return Order.QUERIES
+    if tokens_forward.gathers(block_size):  # nothing to share, and no tile of keys to stay
+        return Order.QUERIES
     G = q.shape[2] // k.shape[2]
     if G <= SMALL_GROUP:
         numbers = len(ids) * k.shape[2] * (q.shape[3] + v.shape[3])
@@ -102,7 +111,9 @@ def by_queries(
     """Write the outputs with one query in a program. `skipped` are unions, on Hopper, whose tiles
     are done already."""
     sizes = {"block_size": block_size, "scale": scale, "slot_scale": slot_scale, "out": out}
-    if forward_tma.can_walk(q, k, v, block_size):
+    if tokens_forward.gathers(block_size):
+        tokens_forward.launch(q, k, v, ids, rows, **sizes)
+    elif forward_tma.can_walk(q, k, v, block_size):
         done = {} if skipped is None else {"count": skipped.count, "T": skipped.T}
         forward_tma.launch(q, k, v, ids, rows, **sizes, **done)
     else:
