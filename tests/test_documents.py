@@ -114,7 +114,7 @@ def is_there(name: str) -> bool:
         return find_spec(module) is None or hasattr(importlib.import_module(module), rest[0])
     if module not in modules():  # a class of ours, or another library's name
         return hasattr(nsa_tutorial, module) or not name.startswith("nsa_tutorial.")
-    known = set().union(modules(), *map(names_in, modules()[module]), ["py"])
+    known = set().union(modules(), *map(names_in, modules()[module]), ["py", "html"])
     return not rest or rest[0] in known or (ROOT / name).exists()
 
 

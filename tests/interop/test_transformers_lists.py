@@ -9,9 +9,11 @@ import types
 
 import pytest
 import torch
+from selection import assert_within_budget
 from torch import Tensor
 
 from nsa_tutorial.interop import transformers
+from nsa_tutorial.runtime.order import ORDERS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -79,6 +81,32 @@ def test_lists_of_which_a_part_is_seen(N: int, M: int, heads: int, backend: str)
     right.square().sum().backward()
     for got, x in zip(torch.autograd.grad(found.square().sum(), inputs), exact, strict=True):
         torch.testing.assert_close(got.double(), x.grad, **tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [1, 640])
+@pytest.mark.parametrize("order", ["auto", *ORDERS])
+def test_sizes_of_a_model_on_a_gpu(order: str, N: int) -> None:
+    """In bf16, with a row that is padded by half a block: the output and the gradients."""
+    M, layer = 640, types.SimpleNamespace(indexer=types.SimpleNamespace(block_size=128))
+    g = torch.Generator("cuda").manual_seed(0)
+    how = {"generator": g, "device": "cuda", "dtype": torch.bfloat16}
+    q, k, v = (torch.randn(2, heads, n, 128, **how) for heads, n in ((64, N), (4, M), (4, M)))
+    ids = torch.rand(2, 4, N, 5, generator=g, device="cuda").argsort(-1)[..., :4]
+    first = torch.tensor([[70], [0]], device="cuda").expand(2, N)
+    found = {}
+    for name, dtype, backend in (
+        ("exact", torch.float64, "reference"), ("plain", torch.bfloat16, "reference"),
+        ("ours", torch.bfloat16, "triton"),
+    ):  # fmt: skip
+        inputs = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
+        options = {"backend": backend, "order": order if name == "ours" else "auto"}
+        o, _ = transformers.attention(layer, *inputs, first, block_indices=ids, **options)
+        found[name] = (o, *torch.autograd.grad(o.double().square().sum(), inputs))
+    for what, got, exact, plain in zip(
+        ("o", "d_q", "d_k", "d_v"), found["ours"], found["exact"], found["plain"], strict=True
+    ):
+        assert_within_budget(got, exact, plain, what)
 
 
 def test_packed_by_offsets() -> None:
