@@ -2,7 +2,7 @@
 
 Tensors have no data and say that they are on that GPU, so that operators choose as they would
 there. Kernels are compiled for it, as far as it shows how much shared memory they take, and never
-run. `launches` asks a second process, since Triton's compiler and its interpreter exclude each
+run. `outcomes` asks a second process, since Triton's compiler and its interpreter exclude each
 other within one.
 """
 
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
@@ -55,6 +56,13 @@ class Launch(NamedTuple):
     has_descriptors: bool
 
 
+class Outcome(NamedTuple):
+    """What a call launches, in vain too, and the sentence with which it gives up, if it does."""
+
+    launches: list[Launch]
+    refusal: str
+
+
 class OnTheGPU(TorchFunctionMode):
     """Tensors without data, that say they are on a GPU."""
 
@@ -88,7 +96,7 @@ def pretended(gpu: str) -> Iterator[None]:
         yield
 
 
-def operators(case: Case) -> dict[str, Callable[[], object]]:
+def operators(case: Case) -> dict[str, partial]:
     """The calls that there are for the sizes of `case`, by name."""
     from nsa_tutorial.runtime.order import Order
     from nsa_tutorial.sparse.decoding import Buffers
@@ -123,19 +131,20 @@ def operators(case: Case) -> dict[str, Callable[[], object]]:
             given[name] = ((q, k, v), (ids, rows), lists | {"order": order})
     calls = {}
     for name, (tensors, others, options) in given.items():
-        function, backward = (loaded(name.split(",")[0], is_back) for is_back in (False, True))
-        inputs = (*of_outputs, *tensors, *of_outputs, *others)
-        calls[name] = lambda f=function, x=(*tensors, *others), y=options: f(*x, **y)
-        calls[f"{name}, backward"] = lambda f=backward, x=inputs, y=options: f(*x, **y)
-    calls["select_blocks"] = lambda: loaded("select_blocks")(
-        q, k_cmp, lse, rows, rows, M=N, top_n=S, block_size=BS, num_initial=1, num_local=2,
-        scale=1.0, **pools,
+        operator = name.split(",")[0]
+        calls[name] = partial(loaded(operator), *tensors, *others, **options)
+        calls[f"{name}, backward"] = partial(
+            loaded(operator, backward=True), *of_outputs, *tensors, *of_outputs, *others, **options
+        )
+    calls["select_blocks"] = partial(
+        loaded("select_blocks"), q, k_cmp, lse, rows, rows, M=N, top_n=S, block_size=BS,
+        num_initial=1, num_local=2, scale=1.0, **pools,
     )  # fmt: skip
     rings = (new(1, room // STRIDE, H, D), new(1, room // STRIDE, H, DV))
     rings += (new(1, room, H, D), new(1, room, H, DV), new(1, 1024, H, D), new(1, 1024, H, DV))
-    calls["decode_attention"] = lambda: loaded("decode_attention")(
-        q[:, :1], Buffers(*rings, new(1, dtype=torch.int32), None), [new(1, 1, H * G)] * 3, None,
-        top_n=S, **lists, window_size=512, **pools,
+    calls["decode_attention"] = partial(
+        loaded("decode_attention"), q[:, :1], Buffers(*rings, new(1, dtype=torch.int32), None),
+        [new(1, 1, H * G)] * 3, None, top_n=S, **lists, window_size=512, **pools,
     )  # fmt: skip
     return calls
 
@@ -153,7 +162,10 @@ class Bare:
         return 0
 
 
-def triton_shared(kernel, args: Sequence[object], options: dict[str, object], gpu: str) -> Launch:
+_known: dict[str, Launch] = {}
+
+
+def triton_launch(kernel, args: Sequence[object], options: dict[str, object], gpu: str) -> Launch:
     """What this launch of a Triton kernel takes on `gpu`."""
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
@@ -178,6 +190,9 @@ def triton_shared(kernel, args: Sequence[object], options: dict[str, object], gp
     options |= {"debug": False, "instrumentation_mode": ""}
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, types, chosen = bind(*args, **options)
+    key = f"{gpu} {kernel.module} {kernel.__name__} {types} {sorted(chosen.items())}"
+    if key in _known:
+        return _known[key]
     chosen, signature, constants, attributes = kernel._pack_args(
         backend, options, bound, types, chosen
     )
@@ -191,17 +206,21 @@ def triton_shared(kernel, args: Sequence[object], options: dict[str, object], gp
     for stage in ("ttir", "ttgir", "llir"):  # the stages that need no tool of CUDA
         module = stages[stage](module, metadata)
     name = f"{kernel.module.removeprefix('nsa_tutorial.kernels.triton.')}.{kernel.__name__}"
-    return Launch(name, metadata["shared"], bool(boxes))
+    _known[key] = Launch(name, metadata["shared"], bool(boxes))
+    return _known[key]
 
 
 @contextmanager
 def recorded_triton(gpu: str, found: list[Launch], only: Sequence[str]) -> Iterator[None]:
-    """Launches of Triton kernels go to `found`."""
+    """Launches of Triton kernels go to `found`, and fail where they would fail."""
+    from triton.runtime.errors import OutOfResources
     from triton.runtime.jit import JITFunction
 
     def run(kernel, *args: object, grid: object, warmup: bool, **options: object) -> None:
         if not only or kernel.__name__ in only:
-            found.append(triton_shared(kernel, args, options, gpu))
+            found.append(triton_launch(kernel, args, options, gpu))
+            if found[-1].shared > GPUS[gpu][1]:
+                raise OutOfResources(found[-1].shared, GPUS[gpu][1], "shared memory")
 
     with mock.patch.object(JITFunction, "run", run):
         yield
@@ -212,7 +231,7 @@ def recorded_triton(gpu: str, found: list[Launch], only: Sequence[str]) -> Itera
 
 @contextmanager
 def recorded_tilelang(gpu: str, found: list[Launch], only: Sequence[str]) -> Iterator[None]:
-    """TileLang kernels that would be compiled go to `found`."""
+    """TileLang kernels that would be compiled go to `found`, and fail where they would fail."""
     import tilelang
     import tvm
 
@@ -228,7 +247,13 @@ def recorded_tilelang(gpu: str, found: list[Launch], only: Sequence[str]) -> Ite
         functions = [f.attrs for f in module.functions.values()]
         shared = max(int(attrs.get("dyn_shared_memory_buf", 0)) for attrs in functions)
         found.append(Launch(name, shared, False))
-        return lambda *_: None
+
+        def launch(*_: object) -> None:
+            if shared > GPUS[gpu][1]:
+                words = f"Failed to set the allowed dynamic shared memory size to {shared}"
+                raise RuntimeError(words)
+
+        return launch
 
     compiled.cache_clear()
     with mock.patch.object(tilelang, "compile", lower):
@@ -239,27 +264,38 @@ def recorded_tilelang(gpu: str, found: list[Launch], only: Sequence[str]) -> Ite
 RECORDED = {"triton": recorded_triton, "tilelang": recorded_tilelang}
 
 
-def launches_of(case: Case, *only: str) -> list[Launch]:
+def outcome(case: Case, *only: str) -> Outcome:
     """What `case` launches, or what of it has these names, in a process with
     `TRITON_INTERPRET=0`."""
+    from nsa_tutorial.runtime.environment import BackendUnavailable
+    from nsa_tutorial.runtime.shared_memory import withhold
+    from nsa_tutorial.runtime.smaller_tiles import with_smaller_tiles
+
     found: list[Launch] = []
     with pretended(case.gpu), RECORDED[case.backend](case.gpu, found, only):
-        operators(case)[case.operator]()
-    return found
+        call = operators(case)[case.operator]
+        try:
+            with_smaller_tiles(call.func)(*call.args, **call.keywords)
+        except BackendUnavailable as error:
+            return Outcome(found, str(error))
+        finally:
+            withhold(call.args[0].device, 0)
+    return Outcome(found, "")
 
 
-def launches(cases: Sequence[Case], *only: str) -> list[list[Launch]]:
-    """`launches_of` each case."""
+def outcomes(cases: Sequence[Case], *only: str) -> list[Outcome]:
+    """`outcome` of each case."""
     finished = subprocess.run(
         [sys.executable, "-P", __file__],
         input=json.dumps([cases, only]), capture_output=True, text=True, check=False,
         env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr[-3000:]
-    return [[Launch(*x) for x in found] for found in json.loads(finished.stdout)]
+    found = json.loads(finished.stdout)
+    return [Outcome([Launch(*x) for x in launches], refusal) for launches, refusal in found]
 
 
 if __name__ == "__main__":
     asked, names = json.load(sys.stdin)
     output, sys.stdout = sys.stdout, sys.stderr  # compilers speak, too
-    json.dump([launches_of(Case(*case), *names) for case in asked], output)
+    json.dump([outcome(Case(*case), *names) for case in asked], output)

@@ -51,6 +51,24 @@ def launch_options(G: int, D: int, DV: int, BS: int) -> dict[str, int]:
     return {"threads": 32 * warps * shares, "num_stages": stages}
 
 
+def _in_registers(G: int, D: int, DV: int, BS: int, itemsize: int) -> bool:
+    """Whether a walk along lists keeps weights in registers from one product to the next."""
+    threads = launch_options(G, D, DV, BS)["threads"]
+    return itemsize == 2 and threads <= 2 * tile_sides(G, D, DV)[0]
+
+
+def block_tokens(G: int, D: int, DV: int, itemsize: int, shared_memory: int = SHARED_MEMORY) -> int:
+    """The most tokens of a block that the forward holds beside the queries of a group and their
+    weights: 16, 32, 64 or 128. Arguments as in `dq_options`."""
+    GT, DT, DVT = tile_sides(G, D, DV)
+
+    def size(BT: int) -> int:
+        weights = 0 if _in_registers(G, D, DV, BT, itemsize) else GT * BT
+        return (GT * DT + BT * (DT + DVT) + weights) * itemsize + 1024
+
+    return first_that_fits([(128,), (64,), (32,), (16,)], size, shared_memory)[0]
+
+
 def dq_options(
     G: int, D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:
@@ -64,9 +82,14 @@ def dq_options(
     """
     GT, *widths = tile_sides(G, D, DV)
     token_bytes = sum(widths) * itemsize
-    BT = tile_rows(BS) if BS <= 32 else 64  # a power of two: threads take equal shares
-    while BT > 16 and (GT + BT) * token_bytes > shared_memory:
-        BT //= 2
+    most = tile_rows(BS) if BS <= 32 else 64  # a power of two: threads take equal shares
+
+    def size(BT: int) -> int:
+        """Bytes of rows and tokens, of two numbers a row, and of gradients of scores."""
+        gradients = 0 if _in_registers(G, D, DV, BT, itemsize) else GT * BT * itemsize
+        return (GT + BT) * token_bytes + 8 * GT + gradients
+
+    (BT,) = first_that_fits([(n,) for n in (64, 32, 16) if n <= most], size, shared_memory)
     return {"BT": BT, "threads": launch_options(G, D, DV, BT)["threads"], "num_stages": 1}
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nsa_tutorial.kernels.tilelang.launch_options import block_tokens
 from nsa_tutorial.kernels.tilelang.selected.forward import launch
+from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
 WINDOW_BLOCK = 64  # tokens of a window that are taken at a time
-# A kernel holds the keys and the values of one block on chip. This many bytes fit on every GPU from
-# sm_80 on, with room for the queries; a longer block is walked in equal parts.
+# A kernel holds the keys and the values of one block on chip, at most this many bytes, and as many
+# tokens as a GPU has room for (`block_tokens`); a longer block is walked in equal parts.
 LARGEST_KERNEL_TILE = 64 * 1024
 
 
@@ -27,7 +29,7 @@ def selected_forward(
     """The lists; arguments and results as in `selected_attention.forward`, on CUDA tensors, or on
     CPU tensors through C. `out` is where `o` and `lse` go."""
     token_bytes = (k.shape[-1] + v.shape[-1]) * q.element_size()
-    ids, part_size = split_long_blocks(ids, block_size, token_bytes)
+    ids, part_size = split_long_blocks(ids, block_size, token_bytes, _room(q, v))
     if slot_scale is not None:  # the parts of a block share its factor
         slot_scale = slot_scale.repeat_interleave(block_size // part_size, dim=-1)
     sizes = {"block_size": part_size, "scale": scale, "slot_scale": slot_scale}
@@ -42,7 +44,8 @@ def window_forward(
     start = (rows.position - window_size + 1).clamp(min=0)
     rows = rows._replace(first_key=rows.first_key + start, num_visible=rows.num_visible - start)
     no_list = start.new_empty(len(start), k.shape[2], 0)  # [R, H, S = 0]
-    options = {"block_size": WINDOW_BLOCK, "scale": scale, "is_window": True}
+    block_size = min(WINDOW_BLOCK, _room(q, v))
+    options = {"block_size": block_size, "scale": scale, "is_window": True}
     return launch(q, k, v, no_list, rows, **options, out=out)
 
 
@@ -61,10 +64,18 @@ def selected_and_window_forward(
     return o, lse
 
 
-def split_long_blocks(ids: Tensor, block_size: int, bytes_per_token: int) -> tuple[Tensor, int]:
-    """Blocks too long for a kernel's tile, as lists of equal parts: ids `[R, H, S * parts]` and the
-    size of a part."""
-    most = min(128, LARGEST_KERNEL_TILE // bytes_per_token)
+def _room(q: Tensor, v: Tensor) -> int:
+    """Tokens of a block for which the GPU of these queries and values has room."""
+    (HQ, D), (H, DV) = q.shape[2:], v.shape[2:]
+    return block_tokens(HQ // H, D, DV, q.element_size(), shared_memory(q.device))
+
+
+def split_long_blocks(
+    ids: Tensor, block_size: int, bytes_per_token: int, room: int = 128
+) -> tuple[Tensor, int]:
+    """Blocks too long for a kernel's tile, of at most `room` tokens, as lists of equal parts: ids
+    `[R, H, S * parts]` and the size of a part."""
+    most = min(room, LARGEST_KERNEL_TILE // bytes_per_token)
     parts = next(
         p for p in range(1, block_size + 1) if block_size % p == 0 and block_size // p <= most
     )
