@@ -175,6 +175,11 @@ MOVES = {
         control=("queries a tile", "8", "tile_q=8", "of 18"),
         key=(".drawn", "Home", "Tile 1 of"),
     ),
+    "orders": Moves(
+        drags=((".drawn", (0.99, 0.3), "14.4 ms.", (0.02, 0.4), "Recorded: 6.1 ms"),),
+        control=("union, % of a list", "318", "union=318", "Recorded: 16.2 ms"),
+        key=(".drawn", "Home", "Recorded: 6.1 ms"),
+    ),
 }
 
 

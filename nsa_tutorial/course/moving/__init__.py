@@ -32,6 +32,7 @@ PARTS = {
     "choice": ("heads",),
     "inverse": (),
     "split": (),
+    "orders": (),
     "tiles": (),
 }
 NAMES = tuple(PARTS)

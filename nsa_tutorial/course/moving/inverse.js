@@ -131,6 +131,10 @@ export function places(wide, tokens, blocks) {
   return { mask, turned, strip, programs: { x: turned.x, y: strip.y + 62, wide: strip.wide } };
 }
 
+// What was made before, by name.
+const known = new Map();
+const keep = (name, make) => known.get(name) ?? (known.set(name, make()), known.get(name));
+
 // The picture as SVG, `wide` pixels wide. Of what is added, the first `step` are.
 function drawn(s, data, wide, palette, step = Infinity) {
   const lists = data.lists[s.lists], tokens = lists.length, shapes = [];
@@ -150,18 +154,18 @@ function drawn(s, data, wide, palette, step = Infinity) {
     const cell = (query, block) => (isTurned
       ? box(x + query * each, y + block * high, each - 0.8, high - 1)
       : box(x + block * each, y + query * high, each - 1, high - 0.8));
-    const groups = { none: "", pale: "", list: "", its: "", both: "" };
-    for (let query = 0; query < tokens; query++)
-      for (let block = 0; block < blocks; block++) {
-        const kind = !lists[query].includes(block) ? "none"
-          : query === s.query ? (block === s.block ? "both" : "list")
-            : block === s.block ? "its" : "pale";
-        groups[kind] += cell(query, block);
-      }
-    path(groups.none, fill("masked", 0.3));
-    path(groups.pale, fill("key", 0.55));
-    path(groups.its, fill("selected"));
-    path(groups.list + groups.both, fill("query"));
+    const all = keep(`${s.lists} ${wide} ${isTurned}`, () => {
+      const groups = { none: "", pale: "" };
+      for (let query = 0; query < tokens; query++)
+        for (let block = 0; block < blocks; block++)
+          groups[lists[query].includes(block) ? "pale" : "none"] += cell(query, block);
+      return groups;
+    });
+    path(all.none, fill("masked", 0.3));
+    path(all.pale, fill("key", 0.55));
+    path(its.map((query) => cell(query, s.block)).join(""), fill("selected"));
+    path(lists[s.query].map((block) => (block < 0 ? "" : cell(s.query, block))).join(""),
+      fill("query"));
     const [columns, rows] = isTurned ? [tokens, blocks] : [blocks, tokens];
     const outline = (number, isRow, colour) => path(
       isRow ? box(x - 2, y + number * high - 2, columns * each + 3, high + 3)

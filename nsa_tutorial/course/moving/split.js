@@ -104,12 +104,16 @@ function drawn(s, data, wide, palette, step = Infinity) {
   const { parts, merged, steps, alone, busy, programs } = look(s, data), { scores } = data;
   const { box, write, line, svg } = sheet(palette), N = scores.length;
   const low = Math.min(...scores) - 0.4, high = Math.max(...scores);
+  const square = (x, y, w, h) => `M${x.toFixed(1)} ${y.toFixed(1)}h${w}v${h}h-${w}z`;
+  const fill = (shape, colour) =>
+    shape && line(shape, "none", 0, `style="fill:${palette[colour]}"`);
   const bars = (x, y, each, tall, [first, last], from, colour) => {
+    let shape = "";
     for (let key = first; key < last; key++) {
       const h = (tall * (scores[key] - low)) / (high - low);
-      box((x + (key - from) * each).toFixed(1), (y + tall - h).toFixed(1),
-        (each * 0.8).toFixed(1), h.toFixed(1), colour);
+      shape += square(x + (key - from) * each, y + tall - h, (each * 0.8).toFixed(1), h.toFixed(1));
     }
+    fill(shape, colour);
   };
 
   // the cache, and where it is cut
@@ -173,10 +177,11 @@ function drawn(s, data, wide, palette, step = Infinity) {
   write(LEFT, y, `${programs} programs: ${busy} of ${data.multiprocessors} multiprocessors have ` +
     "work", "start");
   const columns = isWide ? 66 : 44, side = Math.min((wide - LEFT - 6) / columns, 11);
-  for (let i = 0; i < data.multiprocessors; i++)
-    box((LEFT + (i % columns) * side).toFixed(1),
-      (y + 8 + Math.floor(i / columns) * side).toFixed(1), (side - 1.5).toFixed(1),
-      (side - 1.5).toFixed(1), i < busy ? "selected" : "masked");
+  const some = (first, last) => Array.from({ length: last - first }, (_, i) => first + i)
+    .map((i) => square(LEFT + (i % columns) * side, y + 8 + Math.floor(i / columns) * side,
+      (side - 1.5).toFixed(1), (side - 1.5).toFixed(1))).join("");
+  fill(some(0, busy), "selected");
+  fill(some(busy, data.multiprocessors), "masked");
   return svg(wide, Math.ceil(y + 14 + Math.ceil(data.multiprocessors / columns) * side));
 }
 

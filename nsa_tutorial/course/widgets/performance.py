@@ -5,7 +5,7 @@ each of them moves and how long it takes, and what a choice of tiles is worth.
 `profiled` reads what a profiler said of five kernels.
 The times are those that `assets/` stores; `rates` derives from them how fast the machine turned out
 to be. `recorded` reads older files, and `assets/performance_h200.json` where it is there.
-`orders_panel` is the interactive.
+`told_orders` and `draw_paper` say and draw what the interactive does (`moving/orders.js`).
 
 Nothing here needs Triton or a GPU; `instructions` asks Triton's compiler.
 """
@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import ipywidgets
 import numpy as np
 from torch import Tensor
 
@@ -28,7 +27,6 @@ from nsa_tutorial.bench import drawing
 from nsa_tutorial.course import costs, heads
 from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
 from nsa_tutorial.course.sheet import Place, Sheet
-from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.course.widgets.grouped_query_attention import H200_BYTES_PER_S, H200_FLOPS_PER_S
 from nsa_tutorial.course.widgets.selection_kernels import SIZES
 from nsa_tutorial.course.widgets.tilelang_forward import ASSETS
@@ -511,7 +509,6 @@ def draw_orders(query: int = 460, head: int = 3) -> Picture:
 
 # -- bytes, operations and time of an order --
 
-OVERLAPS = (1.0, 1.02, 1.1, 1.29, 1.6, 2.0, 2.4, 2.8, 3.18, 3.6, 4.0)
 _PARTS = {"L2": "#4A5560", "memory": "#8A929A", "products": "#C8CCD0"}
 
 
@@ -527,7 +524,7 @@ def measured_ms(order: str, group: int, overlap: float) -> float | None:
 
 
 def told_orders(order: str, overlap: float, group: int) -> str:
-    """What the panel says about a setting."""
+    """What the interactive says about a setting."""
     cost, (HQ, H) = order_cost(order, group, overlap), HEADS[group]
     limit = max(cost.times, key=cost.times.__getitem__)
     ms = measured_ms(order, group, overlap)
@@ -605,23 +602,6 @@ def draw_recorded() -> Picture:
     most = {o: max((ms / paper for its, paper, ms in found if its == o), default=0) for o in ORDERS}
     told = f"Tiles take up to {most['tiles']:.1f} times as long as on paper, key blocks "
     return Picture(figure, f"{told}{most['blocks']:.1f} times")
-
-
-def orders_panel() -> Panel:
-    """The interactive: order, overlap and group to bytes, operations, and time."""
-
-    def render(order: str, overlap: float, group: int) -> tuple[Picture, str]:
-        return draw_paper(order, overlap, group), told_orders(order, overlap, group)
-
-    return panel(
-        "three orders: bytes, operations, time",
-        render,
-        order=ipywidgets.ToggleButtons(options=[*ORDERS], value="tiles", description="order"),
-        overlap=ipywidgets.SelectionSlider(
-            options=[(f"{x:.2f}", x) for x in OVERLAPS], value=1.29, description="union / list"
-        ),
-        group=ipywidgets.ToggleButtons(options=[*HEADS], value=16, description="group"),
-    )
 
 
 # -- autotuning --
