@@ -170,6 +170,14 @@ MOVES = {
         control=("parts", "3", "parts=3", "3 programs walk"),
         key=(".drawn", "End", "96 keys"),
     ),
+    "list_walk": Moves(
+        drags=(
+            (".drawn >> nth=0", (0.95, 0.5), "token 63", (0.2, 0.5), "token 49"),
+            (".drawn >> nth=1", (0.9, 0.1), "slot 3", (0.1, 0.5), "slot 0"),
+        ),
+        control=("KV head", "2", "head=2", "KV head 2"),
+        key=(".drawn >> nth=0", "End", "token 95"),
+    ),
     "tiles": Moves(
         drags=((".drawn", (0.4, 0.4), "Tile 2 of", (0.95, 0.5), "Tile 7 of"),),
         control=("queries a tile", "8", "tile_q=8", "of 18"),

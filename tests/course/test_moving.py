@@ -20,7 +20,12 @@ from nsa_tutorial.course.masks import BRANCHES, POWERS, Settings
 from nsa_tutorial.course.moving import choice as choice_figure
 from nsa_tutorial.course.moving import masks as explorer
 from nsa_tutorial.course.stills import WIDGET
-from nsa_tutorial.course.widgets import mask_explorer, online_softmax, selection_kernels
+from nsa_tutorial.course.widgets import (
+    mask_explorer,
+    online_softmax,
+    selection_kernels,
+    tilelang_forward,
+)
 from nsa_tutorial.course.widgets import tiled_attention as walks
 from nsa_tutorial.exact import tiled_attention
 
@@ -350,6 +355,58 @@ def test_the_tile_walk_is_that_of_chapter_04(tmp_path: Path) -> None:
         assert f" {skipped} tile" in told["steps"][-1]["said"]
     settled = {**start, "N": 20, "M": 20, "step": 1, "tile_q": 4}
     assert found["settled"][0]["s"] == settled
+
+
+LIST_WALK = """
+import * as m from "./list_walk.mjs";
+import { readFileSync } from "node:fs";
+const { data, cases, wild } = JSON.parse(readFileSync("given.json")), given = m.decode(data);
+const plain = (x) => x === -Infinity ? "-inf" : x?.length === undefined || x.at === undefined ||
+  typeof x === "string" ? x : [...x].map(plain);
+const told = cases.map(([token, head, slot]) => {
+  const steps = m.walk(given, token, head), cost = m.bytes(given, steps, slot, token);
+  const held = Object.entries(steps[slot]).map(([name, value]) => [name, plain(value)]);
+  return { ...Object.fromEntries(held), cost,
+    said: m.sentence(given, { token, head, slot }, steps[slot], cost) };
+});
+process.stdout.write(JSON.stringify({ told, settled: wild.map(m.settle(given)) }));
+"""
+
+
+@needs_node
+def test_the_list_walk_is_that_of_the_traced_twin(tmp_path: Path) -> None:
+    """Tiles, scores, statistics and the numerator; empty slots and a cut block among them."""
+    pictures = tilelang_forward
+    cases = [(77, head, slot) for head in (0, 3) for slot in range(4)]
+    cases += [(0, 0, 0), (0, 0, 3), (16, 1, 0), (16, 1, 2), (31, 2, 2), (95, 1, 3)]
+    wild = [{"token": 99, "head": -1, "slot": None}]
+    given = {"data": moving._module("list_walk").data(), "cases": cases, "wild": wild}
+    found = run("list_walk", LIST_WALK, given, tmp_path)
+
+    def near(got: list, expected: np.ndarray) -> None:
+        numbers = np.array(got, dtype=object)
+        numbers = np.where(numbers == "-inf", -np.inf, numbers).astype(float)
+        np.testing.assert_allclose(numbers, expected, rtol=1e-4, atol=1e-4)
+
+    for (token, head, slot), told in zip(cases, found["told"], strict=True):
+        m = pictures.moment(token, head, slot)
+        seen = int(m.is_seen.sum())
+        assert (told["block"], told["seen"]) == (m.block_id, seen)
+        if seen:
+            near(told["k_tile"], m.k_tile[m.is_seen])
+            near(told["v_tile"], m.v_tile[m.is_seen])
+        for name in ("scores", "weights", "scores_max_prev", "scores_max", "scores_scale",
+                     "running_sum", "acc_o"):  # fmt: skip
+            near(told[name], getattr(m, name))
+        said = pictures.sentence(token, head, slot)
+        assert re.sub(r"[0-9.,]+", "#", told["said"]).startswith(re.sub(r"[0-9.,]+", "#", said))
+        loaded = [int(pictures.moment(token, head, i).is_seen.sum()) for i in range(pictures.S)]
+        # 4 heads, and 32 numbers of two bytes in each row of a tensor
+        assert told["cost"] == {
+            "q": 4 * 64, "so": 2 * 64 * sum(loaded[: slot + 1]), "list": 2 * 64 * sum(loaded),
+            "dense": 2 * 64 * (token + 1), "out": 4 * 64 + 4 * 4,
+        }  # fmt: skip
+    assert found["settled"][0]["s"] == {"token": 95, "head": 0, "slot": 0}
 
 
 # -- what Python hands over --

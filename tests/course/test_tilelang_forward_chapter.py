@@ -210,11 +210,9 @@ def test_step_pictures() -> None:
     )
 
 
-def test_panel() -> None:
-    panel = pictures.explore()
-    assert panel.sentence == pictures.sentence(77, 0, 0)
-    assert "slot 1: an empty slot. Nothing is seen" in panel.set(slot=1)
-    assert panel.set(token=0, head=2, slot=0).startswith(
+def test_what_a_step_says() -> None:
+    assert "slot 1: an empty slot. Nothing is seen" in pictures.sentence(77, 0, 1)
+    assert pictures.sentence(token=0, head=2, slot=0).startswith(
         "Program (token 0, KV head 2), slot 0: block 0, keys 0 to 15, of which 1 is seen."
     )
 

@@ -34,6 +34,7 @@ PARTS = {
     "split": (),
     "orders": (),
     "tiles": (),
+    "list_walk": (),
 }
 NAMES = tuple(PARTS)
 ROOT = ".nsa-moving"  # the class of every figure's element

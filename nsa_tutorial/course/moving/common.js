@@ -105,6 +105,11 @@ const savers = (svg, name) => ["PNG", "SVG"].map((kind) =>
   element("button", { type: "button", onclick: () => saveAs(kind, svg(), name()) },
     `Save ${kind}`));
 
+const rgb = (colour) => [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
+const hex = (parts) => `#${parts.map((x) => Math.round(x).toString(16).padStart(2, "0")).join("")}`;
+// So much of a colour on white.
+const mix = (colour, share) => hex(rgb(colour).map((x) => share * x + (1 - share) * 255));
+
 const escaped = (x) => String(x).replace(/[&<]/g, (c) => (c === "&" ? "&amp;" : "&lt;"));
 
 // Shapes of a picture in the colours of `palette`, in pixels; `svg` makes it of them.

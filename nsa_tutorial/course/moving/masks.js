@@ -213,12 +213,9 @@ const STYLE = `
 .nsa-masks td i { display: block; height: 5px; margin-left: auto; min-width: 1px; }
 `;
 
-const rgb = (colour) => [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
-const hex = (parts) => `#${parts.map((x) => Math.round(x).toString(16).padStart(2, "0")).join("")}`;
-
 // The colour of each of KINDS, the palette's; what only summaries show is paler.
 function colours(palette) {
-  const pale = hex(rgb(palette.compressed).map((x) => 0.55 * x + 0.45 * 255));
+  const pale = mix(palette.compressed, 0.55);
   const { masked, window, selected } = palette;
   return [masked, "#ffffff", pale, window, selected, palette["own block"]];
 }

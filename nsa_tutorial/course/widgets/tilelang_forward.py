@@ -1,10 +1,10 @@
 """Chapter 10's pictures: one program block by block, what the kernels become in CUDA, and what each
 decision gave on a GPU.
 
-`stepper` runs the PyTorch twin on real heads under `course.trace`; `draw_step`, `sentence` and
-`explore` look at one program of it. `measured` and `lowered` read what was stored: times from
-`python -m nsa_tutorial.bench`, and facts about the CUDA text of every variant, half a minute's
-work for TileLang:
+`stepper` runs the PyTorch twin on real heads under `course.trace`; `draw_step` and `sentence` look
+at one program of it, which `moving/list_walk.js` walks. `measured` and `lowered` read what was
+stored: times from `python -m nsa_tutorial.bench`, and facts about the CUDA text of every variant,
+half a minute's work for TileLang:
 
     python -m nsa_tutorial.course.widgets.tilelang_forward assets/tilelang_forward_cuda.json
 
@@ -24,7 +24,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol
 
-import ipywidgets
 import numpy as np
 import torch
 from matplotlib.colors import LinearSegmentedColormap
@@ -44,7 +43,6 @@ from nsa_tutorial.course.listing import Listing
 from nsa_tutorial.course.sheet import Place, Sheet, byte_colour, bytes_of
 from nsa_tutorial.course.source import show
 from nsa_tutorial.course.trace import Trace, trace
-from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.sparse import selected_attention
 
 ASSETS = Path(__file__).resolve().parents[3] / "assets"
@@ -585,21 +583,6 @@ def draw_statistics(sheet: Sheet, place: Place, m: Statistics, head: int) -> Non
 
 def _nats(x: float) -> str:
     return f"{x:.2f}" if np.isfinite(x) else "−∞"
-
-
-def explore() -> Panel:
-    """The interactive: walk one program through its list."""
-
-    def render(token: int, head: int, slot: int) -> tuple[Picture, str]:
-        return draw_step(token, head, slot), sentence(token, head, slot)
-
-    return panel(
-        "one program, block by block",
-        render,
-        token=ipywidgets.IntSlider(77, 0, N - 1, description="token"),
-        head=ipywidgets.IntSlider(0, 0, example().k.shape[2] - 1, description="KV head"),
-        slot=ipywidgets.IntSlider(0, 0, S - 1, description="slot"),
-    )
 
 
 if __name__ == "__main__":
