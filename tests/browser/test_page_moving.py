@@ -172,7 +172,7 @@ MOVES = {
     ),
     "list_walk": Moves(
         drags=(
-            (".drawn >> nth=0", (0.95, 0.5), "token 63", (0.2, 0.5), "token 49"),
+            (".drawn >> nth=0", (0.95, 0.3), "token 47", (0.2, 0.3), "token 33"),
             (".drawn >> nth=1", (0.9, 0.1), "slot 3", (0.1, 0.5), "slot 0"),
         ),
         control=("KV head", "2", "head=2", "KV head 2"),

@@ -147,7 +147,7 @@ const LEAST = bitsOf(1e-4), LARGEST = bitsOf(30); // the ends of the axis of sco
 // Guess and truth of each block, `wide` pixels wide; what is listed is shaded.
 function drawnBlocks(s, now, wide, palette) {
   const { NB, own, guess, mass, shown, reach } = now, each = (wide - LEFT - RIGHT) / NB;
-  const { box, write, line, svg } = sheet(palette), x = (b) => LEFT + b * each;
+  const { box, write, line, area, svg } = sheet(palette), x = (b) => LEFT + b * each;
   for (const b of shown)
     box(x(b), 22, each, 216, b === own ? "own block" : "selected",
       `opacity="${b === own ? 0.45 : 0.22}"`);
@@ -174,7 +174,7 @@ function drawnBlocks(s, now, wide, palette) {
       reach.includes(b) && step === 1 ? 'font-weight="bold"' : "");
   const at = LEFT + ((s.query + 0.5) / (NB * SIZES.block_size)) * (x(NB) - LEFT);
   line(`M${at} 22V238`, "query", 1.5);
-  line(`M${at} 258l-6 10h12z`, "query", 1, `style="fill:${palette.query}"`);
+  area(`M${at} 258l-6 10h12z`, "query");
   return svg(wide, TALL);
 }
 

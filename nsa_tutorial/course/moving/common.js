@@ -124,6 +124,7 @@ function sheet(palette) {
         `${escaped(told)}</text>`),
     line: (path, colour = "line", wide = 1, more = "") =>
       add(`<path d="${path}" stroke="${ink(colour)}" stroke-width="${wide}" fill="none" ${more}/>`),
+    area: (path, colour, more = "") => add(`<path d="${path}" fill="${ink(colour)}" ${more}/>`),
     dot: (x, y, r, colour, more = "") =>
       add(`<circle cx="${x}" cy="${y}" r="${r}" fill="${ink(colour)}" ${more}/>`),
     svg: (wide, high) =>

@@ -105,7 +105,9 @@ const STYLE = `
   .nsa-list_walk .body { grid-template-columns: minmax(0, 4fr) minmax(0, 7fr); }
 }
 .nsa-list_walk .drawn { touch-action: pan-y; user-select: none; cursor: pointer; }
-.nsa-list_walk .drawn svg { height: auto; }
+.nsa-list_walk .drawn { position: relative; }
+.nsa-list_walk .drawn svg { height: auto; position: relative; }
+.nsa-list_walk .drawn canvas { position: absolute; left: 0; top: 0; height: auto; }
 .nsa-list_walk .said { min-height: 4.2em; font-variant-numeric: tabular-nums; }
 @container (max-width: 699px) { .nsa-list_walk .said { min-height: 7em; } }
 `;
@@ -113,7 +115,17 @@ const LEFT = 52; // beside the text
 const LINE = 24; // of the text, a block each
 const TOP = 24;
 
-const sign = (letter) => ({ " ": "␣", "\n": "↵", "\0": "·" })[letter] ?? letter;
+// From a number, -1 to 1, to its colour: orange, white, blue.
+function shades(palette) {
+  const known = Array.from({ length: 65 }, (_, i) =>
+    mix(palette[i < 32 ? "query" : "selected"], Math.abs(i / 32 - 1)));
+  return (x) => known[Math.round(32 * (x + 1))];
+}
+
+const SIGNS = { " ": "␣", "\n": "↵", "\0": "·" };
+const letters = (text) => [...text].map((c) => SIGNS[c] ?? c).join("");
+const places = (left, each, n) =>
+  Array.from({ length: n }, (_, i) => (left + (i + 0.5) * each).toFixed(1)).join(" ");
 const place = (given, wide) => (wide - LEFT - 4) / given.BS;
 
 // The text, a block in each line, and the bytes of the row.
@@ -126,14 +138,19 @@ function drawnText(given, s, steps, cost, wide, palette) {
     const y = TOP + block * LINE, slot = slots.get(block);
     write(LEFT - 6, y + 16, `block ${block}`, "end", "text",
       slot === undefined ? "" : 'font-weight="bold"');
-    for (let i = 0; i < BS && block * BS + i < N; i++) {
-      const t = block * BS + i, x = LEFT + i * each, isLoaded = slot <= s.slot && t <= s.token;
-      const isNow = isLoaded && slot === s.slot;
-      const colour = t === s.token ? "query" : isNow ? "selected" : isLoaded ? "key"
+    const kind = (t) => {
+      const isLoaded = slot <= s.slot && t <= s.token;
+      return t === s.token ? "query" : isLoaded ? (slot === s.slot ? "selected" : "key")
         : t > s.token ? "masked" : "#ffffff";
-      box(x, y, each - 1, LINE - 3, colour);
-      write(x + each / 2, y + 15, sign(text[t]), "middle",
-        ...(t === s.token || isNow ? ["#ffffff", `data-on="${palette[colour]}"`] : []));
+    };
+    // letters that lie on one colour are one text, which has a place for each
+    for (let first = block * BS, end; first < Math.min((block + 1) * BS, N); first = end) {
+      const colour = kind(first), at = LEFT + (first - block * BS) * each;
+      for (end = first + 1; end < Math.min((block + 1) * BS, N) && kind(end) === colour; end++);
+      box(at, y, (end - first) * each - 1, LINE - 3, colour);
+      write(places(at, each, end - first), y + 15, letters(text.slice(first, end)), "middle",
+        ...(["query", "selected"].includes(colour) ? ["#ffffff", `data-on="${palette[colour]}"`]
+          : []));
     }
     if (slot !== undefined)
       line(`M${LEFT - 1} ${y - 1}h${BS * each}v${LINE - 1}h${-BS * each}z`, "selected", 1.5);
@@ -155,13 +172,14 @@ function drawnText(given, s, steps, cost, wide, palette) {
   return svg(wide, foot + 104);
 }
 
+const highOf = ({ G }) => 382 + 17 * G;
 const nats = (x) => (Number.isFinite(x) ? x.toFixed(2) : "−∞");
 
-// The list, and what the program holds at the end of the slot.
-function drawnState(given, s, steps, wide, palette) {
+// The list, and what the program holds at the end of the slot. `paint(x, y, width, height, colour)`
+// takes the squares of numbers, many of them, if it is given.
+function drawnState(given, s, steps, wide, palette, paint = null) {
   const { BS, G, D, S } = given, now = steps[s.slot], half = (wide - 16) / 2, right = half + 16;
-  const { box, write, line, svg } = sheet(palette);
-  const signed = (x, most) => mix(palette[x < 0 ? "query" : "selected"], Math.abs(x) / most);
+  const { box, write, line, svg } = sheet(palette), shade = shades(palette);
   const largest = (rows) => Math.max(...rows.map((row) =>
     row.reduce((top, x) => (Number.isFinite(x) ? Math.max(top, Math.abs(x)) : top), 0))) || 1;
 
@@ -175,34 +193,33 @@ function drawnState(given, s, steps, wide, palette) {
       ...(isNow ? ["#ffffff", `data-on="${palette.selected}"`, 'font-weight="bold"'] : []));
   });
   // a picture of numbers, [rows][columns]; those that are not loaded are gray
-  const picture = (x, y, long, tall, told, rows, count, columns, colour) => {
-    const w = long / columns, h = tall / count;
+  const picture = (x, y, long, tall, told, rows, count, columns, most) => {
+    const w = long / columns, h = tall / count, square = paint ?? box;
     write(x, y - 6, told, "start");
-    box(x, y, long, tall, "masked");
+    square(x, y, long, tall, palette.masked);
     rows.forEach((row, i) => row.forEach((value, j) => {
-      if (Number.isFinite(value)) box(x + j * w, y + i * h, w + 0.3, h + 0.3, colour(value));
+      if (Number.isFinite(value))
+        square(x + j * w, y + i * h, w + 0.3, h + 0.3, shade(value / most));
     }));
     line(`M${x} ${y}h${long}v${tall}h${-long}z`, "line", 0.8);
   };
   const wideEnough = half > 260;
   for (const [x, name, rows] of [[0, "k_tile", now.k_tile], [right, "v_tile", now.v_tile]]) {
-    const most = largest(rows);
-    picture(x, 74, half, 96, `${name} [${BS} keys, ${D}]`, rows, BS, D, (v) => signed(v, most));
+    picture(x, 74, half, 96, `${name} [${BS} keys, ${D}]`, rows, BS, D, largest(rows));
   }
   const hidden = (rows) => rows.map((row) => row.map((v, i) => (i < now.seen ? v : NaN)));
   const top = largest(now.scores), heaviest = largest(now.weights);
   const note = (told) => (wideEnough ? told : "");
   picture(0, 196, half, 56, `scores${note(`, −${top.toFixed(1)} to ${top.toFixed(1)} nats`)}`,
-    hidden(now.scores), G, BS, (v) => signed(v, top));
+    hidden(now.scores), G, BS, top);
   picture(right, 196, half, 56, `weights${note(`, 0 to ${heaviest.toPrecision(2)}`)}`,
-    hidden(now.weights), G, BS, (v) => signed(v, heaviest));
+    hidden(now.weights), G, BS, heaviest);
   if (now.seen && half / BS > 9)
     for (const x of [0, right])
-      for (let i = 0; i < BS; i++)
-        write(x + ((i + 0.5) * half) / BS, 266, sign(given.text[now.block * BS + i] ?? ""));
-  const most = largest(now.acc_o);
-  picture(0, 294, wide, 48, `acc_o [${G} heads, ${D}], not yet divided`, now.acc_o, G, D,
-    (v) => signed(v, most));
+      write(places(x, half / BS, BS), 266,
+        letters(given.text.slice(now.block * BS, (now.block + 1) * BS)));
+  picture(0, 294, wide, 48, `acc_o [${G} heads, ${D}], not yet divided`, [...now.acc_o], G, D,
+    largest(now.acc_o));
 
   const columns = [0, wideEnough ? 0.16 : 0.11, wideEnough ? 0.52 : 0.53, 0.8].map((x) => x * wide);
   ["head", wideEnough ? "scores_max, nats" : "scores_max", "scores_scale", "running_sum"]
@@ -211,7 +228,7 @@ function drawnState(given, s, steps, wide, palette) {
     [s.head * G + g, `${nats(now.scores_max_prev[g])} → ${nats(now.scores_max[g])}`,
       now.scores_scale[g].toFixed(3), now.running_sum[g].toFixed(3)]
       .forEach((told, i) => write(columns[i], 382 + 17 * g, told, "start"));
-  return svg(wide, 382 + 17 * G);
+  return svg(wide, highOf(given));
 }
 
 function render({ model, el }) {
@@ -235,6 +252,8 @@ function render({ model, el }) {
     role: "slider", onkeydown, "aria-label": told, "aria-valuemin": 0, "aria-valuemax": most });
   const text = part("the query, in the text", N - 1, pressText);
   const held = part("the slot, in the list", S - 1, pressList);
+  const squares = element("canvas", {}), shapes = element("div", {});
+  held.append(squares, shapes);
   const said = element("p", { class: "said" });
   const names = [["the query, or negative", "query"], ["just loaded, or positive", "selected"],
     ["loaded before", "key"], ["not loaded", "masked"]];
@@ -277,11 +296,24 @@ function render({ model, el }) {
     change({ slot: within(((event.clientX - box.left) / box.width) * S - 0.5, 0, S - 1) });
   });
 
+  // the squares on a canvas, below what is written and drawn as SVG
+  function drawHeld(wide) {
+    const ratio = devicePixelRatio || 1, context = squares.getContext("2d");
+    const sizes = [wide, highOf(given)].map((x) => Math.round(x * ratio));
+    if (squares.width !== sizes[0] || squares.height !== sizes[1])
+      [squares.width, squares.height] = sizes;
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    context.clearRect(0, 0, wide, highOf(given));
+    shapes.innerHTML = drawnState(given, s, steps, wide, palette, (x, y, w, h, colour) => {
+      context.fillStyle = colour;
+      context.fillRect(x, y, w, h);
+    });
+  }
   function draw() {
     steps = walk(given, s.token, s.head);
     cost = bytes(given, steps, s.slot, s.token);
     text.innerHTML = drawnText(given, s, steps, cost, Math.max(text.clientWidth, 300), palette);
-    held.innerHTML = drawnState(given, s, steps, Math.max(held.clientWidth, 300), palette);
+    drawHeld(Math.max(held.clientWidth, 300));
     said.textContent = sentence(given, s, steps[s.slot], cost);
     speech.say(said.textContent);
     for (const [where, value] of [[text, s.token], [held, s.slot]]) {

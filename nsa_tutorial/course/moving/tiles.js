@@ -105,7 +105,7 @@ const unit = (s, wide) => Math.min((wide - LEFT - 8) / s.M, HIGHEST / s.N);
 
 // The matrix of queries and keys, `wide` pixels wide, and what stays and what passes by.
 function drawnWalk(s, { readings, step, now }, wide, palette) {
-  const { N, M } = s, u = unit(s, wide), { box, write, line, svg } = sheet(palette);
+  const { N, M } = s, u = unit(s, wide), { box, write, line, area, svg } = sheet(palette);
   const x = (key) => LEFT + key * u, y = (query) => TOP + query * u;
   const visits = new Map(readings.map((tile, i) => [`${tile.q} ${tile.k}`, i + 1]));
   for (const tile of tiles(s)) {
@@ -120,7 +120,7 @@ function drawnWalk(s, { readings, step, now }, wide, palette) {
         const end = Math.min(Math.max(M - N + query + 1, k), kEnd);
         seen += `H${x(end)}v${u}`;
       }
-      line(`${seen}H${x(k)}z`, "none", 0, `style="fill:${palette.key}"`);
+      area(`${seen}H${x(k)}z`, "key");
     }
     line(`M${place[0]} ${place[1]}h${place[2]}v${place[3]}h${-place[2]}z`,
       kind === "skipped" ? "#ffffff" : "faint", 0.8);
