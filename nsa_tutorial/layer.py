@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa_tutorial import library, ops
-from nsa_tutorial.layer_parts import Compression, rotate
+from nsa_tutorial.layer_parts import Compression, turned_sets
 from nsa_tutorial.runtime import checks
 from nsa_tutorial.serving.cache import Cache
 from nsa_tutorial.sparse.compression import KINDS
@@ -188,19 +188,23 @@ class NativeSparseAttention(nn.Module):
         q = self.q(x).view(B, N, c.query_heads, c.key_width)
         k = self.k(x).unflatten(-1, (-1, c.key_width))  # [B, N, sets * H, D]
         v = self.v(x).unflatten(-1, (-1, c.value_width))
-        gates = self.gate(x).view(B, N, len(BRANCHES), c.query_heads).unbind(2)
+        gates = self.gate(x).view(B, N, len(BRANCHES), c.query_heads)
+        position = None  # from 0 on
         if c.rotary_base is not None:
-            position = torch.arange(N, device=x.device)
             if cu_seqlens is not None:
                 position = library.positions(cu_seqlens, N)
             if cache is not None:
                 position = cache.positions(N)
             if share is not None:
                 position = share.positions(x.device)
-            q, k = (rotate(x, position, c.rotary_base) for x in (q, k))
 
         # -- one set of keys and values for each branch --
-        sets = list(zip(k.split(c.kv_heads, 2), v.split(c.kv_heads, 2), strict=True))
+        num = len(BRANCHES) if c.separate_keys else 1
+        (q,), k, v, gates = turned_sets(
+            (q, k, v, gates), (1, num, num, len(BRANCHES)), position, c.rotary_base, c.backend
+        )
+        gates = [gate.squeeze(2) for gate in gates]  # [B, N, HQ]
+        sets = list(zip(k, v, strict=True))
         (k_cmp, v_cmp), selected, window = sets if c.separate_keys else (*sets * 2, ())
 
         # -- a few tokens after those of a cache --

@@ -1,14 +1,18 @@
-"""What the layer is made of beside its projections: the rotary embedding of queries and keys, and
-the compression that learns."""
+"""What the layer is made of beside its projections: the rotary embedding of queries and keys, the
+sets of keys and values that its branches get, and the compression that learns."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
-from nsa_tutorial import ops
+from nsa_tutorial import library_rotary, ops
+from nsa_tutorial.runtime import checks
+from nsa_tutorial.runtime.transforms import is_transformed
 from nsa_tutorial.sparse.compression import MLPWeights
 from nsa_tutorial.sparse.native_sparse_attention import wide
 
@@ -27,6 +31,41 @@ def rotate(x: Tensor, position: Tensor, base: float) -> Tensor:
     return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1).to(
         x.dtype
     )
+
+
+def turned_sets(
+    tensors: Sequence[Tensor], sets: Sequence[int], position: Tensor | None, base: float | None,
+    backend: str = "auto", num_turned: int = 2,
+) -> list[Sequence[Tensor]]:  # fmt: skip
+    """Each of the tensors `[B, N, S * H, D]`, cut into its `S` of `sets`, `[B, N, H, D]` each.
+
+    Args:
+        tensors: queries, keys, and what is not turned.
+        sets: how many sets of heads each of them holds, one to three.
+        position, base: the first `num_turned` of the tensors are turned as by `rotate`. Without
+            positions, tokens count from 0; without a base, nothing is turned.
+        backend: on Triton, one launch for each tensor turns it and writes its sets, each to a
+            tensor of its own; elsewhere PyTorch turns it, and sets are views.
+    """
+    num_turned = 0 if base is None else num_turned
+    # transforms of functions and forward-mode AD do not see into an operator
+    is_plain = is_transformed() or forward_ad._current_level >= 0
+    if is_plain or checks.choose_backend(backend, tensors[0]) != "triton":
+        if num_turned and position is None:
+            position = torch.arange(tensors[0].shape[1], device=tensors[0].device)
+        turned = [rotate(x, position, base) for x in tensors[:num_turned]]
+        pairs = zip([*turned, *tensors[num_turned:]], sets, strict=True)
+        # a split into one is left out: its gradient would be a copy
+        return [[x] if num == 1 else x.split(x.shape[2] // num, 2) for x, num in pairs]
+
+    changed = [i for i, num in enumerate(sets) if i < num_turned or num > 1]
+    given, of_given = [tensors[i] for i in changed], [sets[i] for i in changed]
+    options = (position, 1.0 if base is None else base, num_turned, of_given, "triton")
+    found = iter(library_rotary.turned_sets(given, *options) if changed else ())
+    return [
+        [next(found) for _ in range(num)] if i in changed else [tensors[i]]
+        for i, num in enumerate(sets)
+    ]
 
 
 class Compression(nn.Module):

@@ -90,10 +90,12 @@ def call_all(
         ops.native_sparse_attention(q, k, v, *gates, **nsa, learn_choice=True),
         torch.ops.nsa_tutorial.positions(cu_seqlens, M),
     ]
+    if backend != "reference":
+        outputs += torch.ops.nsa_tutorial.turned_sets([q, k], None, 1.0, 0, [1, 1], backend)
     return sum(x.nan_to_num(neginf=0).sum() for x in outputs)
 
 
-ON_KERNELS = {"mean_summaries", "gated_sum"}  # PyTorch itself is the reference
+ON_KERNELS = {"mean_summaries", "gated_sum", "turned_sets"}  # PyTorch itself is the reference
 
 
 @pytest.mark.parametrize(

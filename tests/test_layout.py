@@ -31,7 +31,7 @@ LEVELS = (
     {"ops"},
     {"ops_decoding", "ops_indexing"},
     {"compositions"},
-    {"library", "library_choice", "library_decoding"},
+    {"library", "library_choice", "library_decoding", "library_rotary"},
     {"library_backward"},
     {"backends", "arguments"},
     {"kernels", "training"},

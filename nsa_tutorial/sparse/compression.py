@@ -201,7 +201,8 @@ def _of_neighbours(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """Sums over the pieces of each window, in `dtype`: `[B, H, P, K, F]` to `[B, H, M_c, F]`.
     Window `j` takes part `k` of piece `j + k`."""
     P, K = parts.shape[2:4]
-    return sum(parts[:, :, k : k + P - K + 1, k].to(dtype) for k in range(K))
+    by_place = enumerate(parts.unbind(3))  # [B, H, P, F] each
+    return sum(part[:, :, k : k + P - K + 1].to(dtype) for k, part in by_place)
 
 
 def summary_rows(
