@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from nsa_tutorial import ops
 from nsa_tutorial.bench import drawing, stored, timing
 from nsa_tutorial.bench.options import whole
-from nsa_tutorial.layer import NativeSparseAttention, NativeSparseAttentionConfig, rotate
+from nsa_tutorial.layer import NativeSparseAttention, NativeSparseAttentionConfig
+from nsa_tutorial.layer_parts import rotate
 from nsa_tutorial.runtime.checks import LARGEST_WIDTH
 from nsa_tutorial.runtime.order import ORDERS
 from nsa_tutorial.runtime.texts import documents, split

@@ -15,12 +15,8 @@ from branches import LargestStorage, Shape, assert_blind_to
 from torch import Tensor
 
 from nsa_tutorial import ops
-from nsa_tutorial.layer import (
-    Compression,
-    NativeSparseAttention,
-    NativeSparseAttentionConfig,
-    rotate,
-)
+from nsa_tutorial.layer import NativeSparseAttention, NativeSparseAttentionConfig
+from nsa_tutorial.layer_parts import Compression, rotate
 from nsa_tutorial.sparse import query_tiles
 from nsa_tutorial.sparse.native_sparse_attention import gated_sum
 from nsa_tutorial.sparse.selected_attention import (

@@ -31,7 +31,8 @@ from nsa_tutorial.course.small_cache import SmallCache, keys_read, listed_blocks
 from nsa_tutorial.course.widgets import Panel, panel
 from nsa_tutorial.course.widgets.tilelang_forward import ASSETS
 from nsa_tutorial.kernels.tables.parts import parts_of_rows
-from nsa_tutorial.layer import NativeSparseAttention, rotate
+from nsa_tutorial.layer import NativeSparseAttention
+from nsa_tutorial.layer_parts import rotate
 
 MIB = 2**20
 TOKENS = tuple(2**power for power in range(12, 21))  # 4,096 … 1,048,576

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa_tutorial import ops
-from nsa_tutorial.layer import NativeSparseAttention, NativeSparseAttentionConfig, rotate
+from nsa_tutorial.layer import NativeSparseAttention, NativeSparseAttentionConfig
+from nsa_tutorial.layer_parts import rotate
 from nsa_tutorial.training.capstone import masks
 from nsa_tutorial.training.capstone.listed import ListedAttention
 from nsa_tutorial.training.capstone.settings import LISTED, Settings

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa_tutorial import ops
-from nsa_tutorial.layer import rotate
+from nsa_tutorial.layer_parts import rotate
 from nsa_tutorial.sparse import indexer
 from nsa_tutorial.sparse.block_selection import choose
 from nsa_tutorial.sparse.indexer import Indexed
