@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from places import skip_unless_runs
 from torch import Tensor
 
-from nsa_tutorial import backends
+from nsa_tutorial import backends, ops
 from nsa_tutorial.backends import BACKENDS
 from nsa_tutorial.runtime import environment
 from nsa_tutorial.runtime.environment import BackendUnavailable
@@ -120,3 +121,37 @@ def test_kernels_on_a_gpu_are_called_so(backend: str, monkeypatch: pytest.Monkey
     assert loaded is with_smaller_tiles(loaded.__wrapped__)
     plain = backends.load(BACKENDS, "sliding_window_attention", "reference", OnAGPU())
     assert not hasattr(plain, "__wrapped__")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("backend", "G", "dtype"), [("triton", 128, torch.bfloat16), ("tilelang", 64, torch.float32)]
+)
+def test_a_gpu_refuses_tiles_and_gets_smaller_ones(
+    backend: str, G: int, dtype: torch.dtype
+) -> None:
+    """Told that there is far more shared memory than there is, an operator asks for too much: what
+    it then does is right."""
+    skip_unless_runs(backend, "cuda", dtype)
+    device = torch.device("cuda", 0)
+    withhold(device, -(2**22))
+    try:
+        generator = torch.Generator(device).manual_seed(0)
+        q, k, v = (
+            torch.randn(1, 256, heads, 256, generator=generator, device=device, dtype=dtype)
+            .mul_(0.2).requires_grad_() for heads in (G, 1, 1)
+        )  # fmt: skip
+        ids = torch.arange(4, dtype=torch.int32, device=device).expand(1, 256, 1, 4)
+        found = ops.selected_attention(q, k, v, ids, block_size=64, backend=backend)
+        gradients = torch.autograd.grad(found.float().square().sum(), (q, k, v))
+        assert withheld(device) > -(2**22), "nothing was refused"
+        given = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        exact = ops.selected_attention(*given, ids, block_size=64, backend="reference")
+        expected = torch.autograd.grad(exact.square().sum(), given)
+        for ours, theirs in zip((found, *gradients), (exact, *expected), strict=True):
+            tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-3
+            torch.testing.assert_close(
+                ours.double(), theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max())
+            )
+    finally:
+        withhold(device, 0)
