@@ -476,6 +476,25 @@ def test_rows_of_the_other_operators(operator: str, tmp_path: Path) -> None:
         assert (row["d_g_error"] is not None) == is_trained
 
 
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_an_indexers_choice_is_judged(block_size: int, tmp_path: Path) -> None:
+    """In the rows, and a list that names a worse block for a better one is found out."""
+    path = tmp_path / "rows.json"
+    sizes = ["--tokens", "70", "--kv-heads", "2", "--group", "2", "--width", "8", "--slots", "3"]
+    sizes += ["--block-size", str(block_size), "--seconds", "0.01", "--output", str(path)]
+    assert bench.main(["indexing", "--device", "cpu", "--backend", "reference", *sizes]) == 0
+    assert [row["wrong_lists"] for row in rows_of(path)] == [0]
+    problem = Problem.make("indexing", replace(SHAPE, block_size=block_size), "cpu")
+    truth = judging.truth(problem, gradients=False)
+    found = problem.prepare("forward", reference)()
+    assert judging.judge(found, truth) == ({"ids": 0}, True)
+    last = found["ids"][0, -1, 0]
+    others = set(range(100 // block_size)) - set(last.tolist())
+    last[:2] = torch.tensor(sorted(others)[:2])
+    last.copy_(last.sort().values)
+    assert judging.judge(found, truth) == ({"ids": 1}, False)
+
+
 def test_the_parts_of_native_make_the_whole() -> None:
     problem = problem_of("native")
     parts = dict(parts_of(problem))

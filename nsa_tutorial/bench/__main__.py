@@ -2,9 +2,13 @@
 --tokens 8192 65536 --pass forward backward --lists random trained`.
 
 Operators: `selected` and `window` attend to tokens, `compressed` to summaries. `selection` chooses
-blocks, `pooling` makes summaries, `gates` adds up three branches, and `native` is all of these in
-one call, from queries, keys, values and gates. `decode` is one token a sequence and has rows of its
-own; `hugging_face` is a sparse layer as transformers calls it.
+blocks by summaries, `indexing` by an indexer, `pooling` makes summaries, `gates` adds up three
+branches, and `native` is all of NSA in one call, from queries, keys, values and gates. `decode` is
+one token a sequence and has rows of its own; `hugging_face` is a sparse layer as transformers calls
+it.
+
+Lists of tokens: `selected --block-size 1 --slots 2048`, and `indexing` with the same sizes, which
+chooses them.
 
 Every combination of the sizes given, of the kinds of lists and of the passes is one row: median and
 spread of a call's time, the memory it takes on top of its inputs, the ratio to dense attention

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nsa_tutorial.bench.problem import Problem, Results
@@ -218,5 +219,24 @@ def block_scores(problem: Problem, queries: Tensor) -> Tensor:
             scores = (q @ k.T * problem.scale).masked_fill_(is_hidden, -math.inf)
             p = scores.softmax(-1).masked_fill_(is_hidden, 0)  # [n, G, M_c]
             parts.append(p.sum(1) @ common)
+        found.append(torch.cat(parts))
+    return torch.stack(found, 1)
+
+
+def index_scores(problem: Problem, queries: Tensor) -> Tensor:
+    """What an indexer with weights thinks of the blocks, `[n, H, NB]`: the best score among the
+    tokens that these queries see, 0 where they see none."""
+    s, found = problem.shape, []
+    key = torch.arange(s.tokens, device=queries.device)
+    k = problem.k[0, :, 0].double()
+    for head in range(s.kv_heads):
+        parts = []
+        for some in queries.split(max(1, GATHERED // (s.group * s.tokens))):
+            place = (0, some, _heads(problem, head))
+            w = problem.tensors["g_idx"][place][..., None].double()
+            scores = ((problem.q[place].double() @ k.T).relu_() * w).sum(1)  # [n, tokens]
+            scores = scores.masked_fill_(key > some[:, None], 0)
+            scores = F.pad(scores, (0, -s.tokens % s.block_size))
+            parts.append(scores.unflatten(-1, (-1, s.block_size)).amax(-1))
         found.append(torch.cat(parts))
     return torch.stack(found, 1)

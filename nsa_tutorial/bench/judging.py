@@ -47,6 +47,7 @@ def truth(problem: Problem, *, gradients: bool) -> Truth:
     """What the results should be, by name, in the places that are checked."""
     of_operator = {
         "selection": _of_choice,
+        "indexing": _of_indexing,
         "pooling": _of_pooling,
         "gates": _of_gates,
         "native": _of_native,
@@ -95,6 +96,15 @@ def _of_branch(problem: Problem, gradients: bool) -> Truth:
 def _of_choice(problem: Problem, gradients: bool) -> Truth:
     queries = checked(problem.shape.tokens, problem.device)
     return {"ids": [((0, queries), _ranks(problem, queries))]}
+
+
+def _of_indexing(problem: Problem, gradients: bool) -> Truth:
+    queries = checked(problem.shape.tokens, problem.device)
+    worth = exact.index_scores(problem, queries)
+    block = torch.arange(worth.shape[-1], device=queries.device)
+    own = queries[:, None, None] // problem.shape.block_size
+    worth = worth.masked_fill_(block == own, math.inf).masked_fill_(block > own, -1)
+    return {"ids": [((0, queries), worth)]}
 
 
 def _ranks(problem: Problem, queries: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The operators that the benchmark knows: what each takes, gives and stands for.
 
 An operator is run on `inputs.Inputs`, whose tensors have the names that stand here. `selection`
-is the choice of blocks and has no backward. `native` is all of Native Sparse Attention in one call;
-the others are its parts, each on inputs of its own.
+and `indexing` are choices of blocks and have no backward. `native` is all of Native Sparse
+Attention in one call; the others are its parts, each on inputs of its own.
 """
 
 from __future__ import annotations
@@ -77,6 +77,16 @@ def selection(p: Inputs, backend: str) -> tuple[Tensor, ...]:
     ids = ops.select_blocks(
         p.q, p.tensors["k_cmp"], p.tensors["lse"], top_n=s.slots, block_size=s.block_size, **options
     )
+    return (ids,)
+
+
+def indexing(p: Inputs, backend: str) -> tuple[Tensor, ...]:
+    """The choice by an indexer: `group` heads a list, keys of the first head for all."""
+    s = p.shape
+    ids = ops.index_blocks(
+        p.q, p.k[:, :, 0], p.tensors["g_idx"], top_n=s.slots, block_size=s.block_size,
+        kv_heads=s.kv_heads, backend=backend,
+    )  # fmt: skip
     return (ids,)
 
 
@@ -176,6 +186,11 @@ OPERATORS = {
         "select_blocks: each query's choice of blocks, given k_cmp and lse",
         (), ("ids",), ("q", "k"), selection,
         ("group", "block_size", "slots", "length", "stride"), _with_lse, has_dense=False,
+    ),
+    "indexing": Operator(
+        "index_blocks: each query's choice by an indexer of kv-heads * group heads",
+        (), ("ids",), ("q", "k", "g_idx"), indexing,
+        ("group", "block_size", "slots"), has_dense=False,
     ),
     "pooling": Operator(
         "compress: means of keys and of values",
