@@ -62,7 +62,10 @@ def selected_attention(
             the same for all query heads of a group. An id that is negative, in the query's future
             or past the end is an empty slot. The same block twice in a row counts twice:
             `check_block_indices` finds it.
-        block_size: tokens per block.
+        block_size: tokens per block; 1 makes lists of tokens. Of blocks of 1, 2, 4 and 8, Triton
+            gathers the tokens of several slots at a time; in half precision, it then adds up the
+            gradients of keys and values in an order that differs from run to run, unless PyTorch is
+            told to be deterministic.
         block_counts: only the first so many slots of a row are read: an int, or `[B, N, H]`; None
             reads all.
         include_own_block: also attend to the query's own block, unless a slot lists it.
