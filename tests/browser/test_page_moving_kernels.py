@@ -47,9 +47,9 @@ def test_inverse_adds_in_another_order(browser, tmp_path: Path) -> None:  # noqa
     shown.page.get_by_role("button", name="Another run").tap()
     shown.page.wait_for_url("**#inverse?*run=1*")
     assert shown.page.locator(".said").text_content() != before
-    shown.control("block").fill("11")
     shown.page.get_by_role("button", name="Play").tap()
-    shown.says("Step 3: 3 of 4 parts are added")
+    shown.says("of 48 parts are added to block 0.")
+    shown.control("block").fill("11")  # four parts: soon done
     shown.page.get_by_role("button", name="Play").wait_for(timeout=20_000)
     shown.says("100 runs give")
     shown.close()
