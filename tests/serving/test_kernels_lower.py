@@ -28,10 +28,10 @@ OTHERS = {
     "fp16": {"G": 3, "GT": 16, "IS_PAGED": True, "PAGE": 256, "PC": 1, "PT": 1, "PCT": 1, "PW": 0},
 }
 DTYPES = {"bf16": {}, **OTHERS}
-QUICK = {  # those with every run
-    "bf16": ("summaries_and_window_kernel", "lists_kernel", "merge_kernel"),
-    "fp32": ("summaries_and_window_kernel", "tokens_kernel"),
-    "fp16": ("summaries_and_window_kernel", "lists_kernel", "mass_kernel", "summaries_kernel"),
+QUICK = {  # with every run: each kernel, each dtype, and the largest one with pages and without
+    "bf16": ("summaries_and_window_kernel", "merge_kernel"),
+    "fp32": ("tokens_kernel", "mass_kernel"),
+    "fp16": ("summaries_and_window_kernel", "lists_kernel", "summaries_kernel"),
 }
 
 
