@@ -3,7 +3,8 @@ chapters' frame where the notebook packages are missing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import gc
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -28,6 +29,18 @@ def takes_long(path: Path) -> bool:
     text = path.read_text(encoding="utf-8")
     compiles = any(word in text for word in ("tilelang", "torch.compile", "--compile"))
     return path.suffix == ".ipynb" or path.parent.name == "browser" or compiles
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Thousands of tests come to stay: while they are collected, and afterwards, Python need not
+    look through them for what can go."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 LEFT_OUT = pytest.StashKey[int]()  # how many tests need a CUDA device that is not here
