@@ -119,7 +119,9 @@ def test_what_is_left_over_tells_the_next_roll() -> None:
     assert "leaves one weight" in str(dice.draw_left_over(honest))
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))]
+)
 def test_a_finite_mask_value_foretells_dice_as_the_chapter_tells(seed: int) -> None:
     def low(scores: Tensor) -> Tensor:
         hidden = ~da.causal_mask(*scores.shape[-2:])

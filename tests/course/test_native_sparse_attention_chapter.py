@@ -542,7 +542,10 @@ def test_no_query_loads_more_than_the_window() -> None:
     assert train_choice.BUDGET == 96
 
 
-def test_a_short_training_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_short_training_is_stored(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_choice, "answers", partial(train_choice.answers, books=2))
     out = tmp_path / "choice.json"
     assert train_choice.main(["--seeds", "1", "--steps", "1", "--out", str(out)]) == 0
     runs = json.loads(out.read_text())["runs"]

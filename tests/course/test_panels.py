@@ -165,7 +165,7 @@ def test_the_picture_says_what_it_shows_and_fits(made: dict, name: str) -> None:
 
 
 @each
-@pytest.mark.parametrize("moves", [5, pytest.param(12, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("moves", [3, pytest.param(12, marks=pytest.mark.exhaustive)])
 def test_a_reader_who_moves_everything(made: dict, name: str, moves: int) -> None:
     """Whatever is moved: what the controls read is what is drawn, and what moves with it is
     said."""

@@ -364,7 +364,9 @@ def test_python_cannot_decide_what_the_kernel_computes(condition: Callable, mean
 
 
 @tilelang
-@pytest.mark.parametrize("join", ["T.And, T.Or, T.Not", "&"])
+@pytest.mark.parametrize(
+    "join", ["T.And, T.Or, T.Not", pytest.param("&", marks=pytest.mark.exhaustive)]
+)
 def test_what_the_meaning_recommends_does_work(join: str) -> None:
     from nsa_tutorial.course.languages import T
 
