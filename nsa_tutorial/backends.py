@@ -57,6 +57,8 @@ BACKENDS: Table = {
         "tilelang": "nsa_tutorial.kernels.tilelang.gates:gated_sum",
         "triton": "nsa_tutorial.kernels.triton.gates:gated_sum",
     },
+    # the three branches in one call: other backends compute them one by one (`compositions`)
+    "branches_at_once": {"triton": "nsa_tutorial.kernels.triton.native:forward"},
     "decode_attention": {
         "reference": "nsa_tutorial.sparse.decoding:decode_attention",
         "tilelang": "nsa_tutorial.kernels.tilelang.decoding.launch:decode_attention",
@@ -105,6 +107,7 @@ BACKWARDS: Table = {
         "tilelang": "nsa_tutorial.kernels.tilelang.gates:gated_sum_backward",
         "triton": "nsa_tutorial.kernels.triton.gates:gated_sum_backward",
     },
+    "branches_at_once": {"triton": "nsa_tutorial.kernels.triton.native:backward"},
 }
 _INTERPRETER = threading.RLock()
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa_tutorial import arguments, library
+from nsa_tutorial.library_at_once import branches_at_once
 from nsa_tutorial.library_backward import call
 from nsa_tutorial.library_choice import block_shares
 from nsa_tutorial.runtime.transforms import is_transformed
@@ -40,6 +41,11 @@ def compress(
     return compression.summarise(x, first, kind=kind, length=length, weight=weight)
 
 
+def takes_all_at_once(backend: str, order: str) -> bool:
+    """Whether three branches and a choice go to the kernels in one call."""
+    return backend == "triton" and order == "auto" and not is_transformed()
+
+
 def native_sparse_attention(
     q: Tensor, compressed: list[Tensor], selected: list[Tensor], window: list[Tensor],
     g_cmp: Tensor | None, g_slc: Tensor | None, g_swa: Tensor | None,
@@ -49,8 +55,14 @@ def native_sparse_attention(
 ) -> Tensor:  # fmt: skip
     """`ops.native_sparse_attention` over the keys and values of each branch; `compressed` holds
     summaries. If `window` is empty, it shares the keys and values of `selected`. Without `g_cmp`
-    there are lists, which `ops` checks."""
+    there are lists, which `ops` checks. With `g_cmp`, `compressed` may be empty where
+    `library_at_once` computes all: then summaries are the means of `selected`."""
     gates, outputs = [g for g in (g_cmp, g_slc, g_swa) if g is not None], []
+    are_chosen = block_indices is None and not learn_choice
+    if len(gates) == 3 and are_chosen and takes_all_at_once(backend, order):
+        sizes = (num_keys, top_n, block_size, window_size, length, stride, scale)
+        pairs = (compressed, selected, window)
+        return branches_at_once(q, *pairs, gates, block_counts, cu_seqlens, *sizes)[0]
 
     # -- compression --
     if g_cmp is not None:

@@ -450,7 +450,9 @@ def native_sparse_attention(
         "native_sparse_attention", q=q, k=k, v=v, g_cmp=g_cmp, g_slc=g_slc, g_swa=g_swa,
         slot_scale=slot_scale,
     )  # fmt: skip
-    if g_cmp is not None:
+    are_chosen = block_indices is None and not learn_choice and cu_seqlens is None
+    at_once = None not in gates and are_chosen and compositions.takes_all_at_once(backend, order)
+    if g_cmp is not None and not at_once:  # all at once makes them itself
         summary = {"length": length, "stride": stride, "cu_seqlens": cu_seqlens, "backend": backend}
         summaries = [compress(k, **summary), compress(v, **summary)]
     rest = (*lists, cu_seqlens, *sizes, scale, backend, order, learn_choice)

@@ -158,6 +158,14 @@ def invert_windows(
     return InverseList(entries, first, last, start, head, most_entries, most_of_a_tile)
 
 
+def most_chunks(
+    num_tiles: int, most_entries: int, most_of_a_tile: int, length: int
+) -> tuple[int, int]:  # fmt: skip
+    """How many chunks there are at most, and how many of them share a tile with others."""
+    most_shares = most_entries // length if most_of_a_tile >= 2 * length else 0
+    return min(num_tiles, most_entries) + most_shares, most_shares
+
+
 def chunks(inverse: InverseList, *, length: int) -> Chunks:
     """Cut the entries of every tile into equal shares of `length` to `2 * length`; fewer entries
     are one chunk, and without entries there is none.
@@ -166,12 +174,12 @@ def chunks(inverse: InverseList, *, length: int) -> Chunks:
     see, so the long work comes first.
     """
     count = inverse.last - inverse.first  # [tiles]
-    num_parts = torch.where(count > 0, (count // length).clamp(min=1), 0)
+    sizes = (len(count), inverse.most_entries, inverse.most_of_a_tile)
+    most, most_shares = most_chunks(*sizes, length)
+    num_parts = (count // length).clamp(min=1, max=None if most_shares else 1)
+    num_parts = torch.where(count > 0, num_parts, 0)
     end = num_parts.cumsum(0, dtype=torch.int32)  # of each tile's chunks
-    is_cut = inverse.most_of_a_tile >= 2 * length
-    most_shares = inverse.most_entries // length if is_cut else 0
-    most_chunks = min(len(count), inverse.most_entries) + most_shares
-    chunk = torch.arange(most_chunks, dtype=torch.int32, device=count.device)
+    chunk = torch.arange(most, dtype=torch.int32, device=count.device)
     tile = torch.searchsorted(end, chunk, right=True)  # [P]
     exists = tile < len(end)
     tile = tile.clamp(max=len(end) - 1)

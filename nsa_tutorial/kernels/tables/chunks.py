@@ -78,11 +78,15 @@ def tables_of_windows(
 
 
 def _chunks(inverse: InverseList, G: int, share_bytes: int, itemsize: int) -> Chunks:
-    """Chunks just long enough to fill a program; longer ones if their shares would overflow the
-    workspace."""
-    fitting = -(-inverse.most_entries * share_bytes // WORKSPACE)
-    length = max(1, CHUNK_ROWS[itemsize] // G, fitting)
+    length = chunk_length(inverse.most_entries, G, share_bytes, itemsize)
     return inverse_list.chunks(inverse, length=length)
+
+
+def chunk_length(most_entries: int, G: int, share_bytes: int, itemsize: int) -> int:
+    """Entries of a chunk: just enough to fill a program; more if the chunks' shares would overflow
+    the workspace."""
+    fitting = -(-most_entries * share_bytes // WORKSPACE)
+    return max(1, CHUNK_ROWS[itemsize] // G, fitting)
 
 
 def _row_codes(lse2: Tensor) -> Tensor:

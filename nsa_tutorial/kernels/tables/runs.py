@@ -55,9 +55,17 @@ def runs_of_tiles(
     last_row = torch.searchsorted(rows.first_key, first + tile_size - 1, right=True, out_int32=True)
     is_unread = ~lse2.isfinite().T  # [H, R]
     num_unread = F.pad(is_unread.cumsum(1, dtype=torch.int32), (1, 0))
-    fitting = WORKSPACE // (num_tiles * H * share_bytes)  # chunks
-    chunk_rows = max(CHUNK_ROWS[itemsize] // G, -(-R // max(fitting, 1)), 1)
-    num_chunks = -(-R // chunk_rows)
+    num_chunks, chunk_rows = chunks_of_rows(R, num_tiles * H, G, share_bytes, itemsize)
     return Runs(
         rows.first_key, row_end, first_row, last_row, num_unread, num_tiles, num_chunks, chunk_rows
     )  # fmt: skip
+
+
+def chunks_of_rows(
+    R: int, tiles: int, G: int, share_bytes: int, itemsize: int
+) -> tuple[int, int]:  # fmt: skip
+    """Into how many chunks the rows are cut, and rows of a chunk; `tiles` of all heads, other
+    arguments as in `runs_of_tiles`."""
+    fitting = WORKSPACE // (tiles * share_bytes)  # chunks
+    chunk_rows = max(CHUNK_ROWS[itemsize] // G, -(-R // max(fitting, 1)), 1)
+    return -(-R // chunk_rows), chunk_rows

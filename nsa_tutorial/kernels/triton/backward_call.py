@@ -34,18 +34,21 @@ class BackwardCall:
 
     @classmethod
     def of(
-        cls, d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-        rows: QueryRows, **others: object,
+        cls, d_o: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor,
+        lse: Tensor, rows: QueryRows, *, numbers: tuple[Tensor, Tensor] | None = None,
+        **others: object,
     ) -> BackwardCall:  # fmt: skip
-        """The call whose gradients of outputs are `d_o` and `d_lse`, after `delta_kernel`."""
+        """The call whose gradients of outputs are `d_o` and `d_lse`; `numbers` are `delta` and
+        `lse2`, which `delta_kernel` computes if they are not given."""
         R, H, G, DV = len(rows.first_key), k.shape[2], q.shape[2] // k.shape[2], v.shape[3]
         d_o, q, k, v, lse = (x.contiguous() for x in (d_o, q, k, v, lse))
-        delta, lse2 = (q.new_empty(R, H, G, dtype=torch.float32) for _ in range(2))
-        tiles = tile_sizes(G, q.shape[3], DV)
-        backward.delta_kernel[(R, H)](
-            o.contiguous(), d_o, lse, d_lse.contiguous(), delta, lse2, H,
-            G=G, DV=DV, GT=tiles["GT"], DVT=tiles["DVT"], num_warps=1,
-        )  # fmt: skip
+        delta, lse2 = numbers or (q.new_empty(R, H, G, dtype=torch.float32) for _ in range(2))
+        if numbers is None:
+            tiles = tile_sizes(G, q.shape[3], DV)
+            backward.delta_kernel[(R, H)](
+                o.contiguous(), d_o, lse, d_lse.contiguous(), delta, lse2, H,
+                G=G, DV=DV, GT=tiles["GT"], DVT=tiles["DVT"], num_warps=1,
+            )  # fmt: skip
         found = {"d_o": d_o, "q": q, "k": k, "v": v, "lse": lse, "delta": delta, "lse2": lse2}
         return cls(**found, rows=rows, **others)
 

@@ -110,3 +110,11 @@ def add_dkv(acc_dk, acc_dv, p, v_tile, q_tile, do_tile, delta, is_seen, MASK: tl
     # -- gradient of the keys --
     acc_dk = tl.dot(d_s.to(q_tile.dtype), q_tile, acc_dk, input_precision="ieee")
     return acc_dk, acc_dv
+
+
+@triton.jit
+def store_gradient(pointer, gradient, mask, ADD: tl.constexpr):
+    """In place of what `pointer` shows, or, with `ADD`, on top of it."""
+    if ADD:
+        gradient += tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+    tl.store(pointer, gradient.to(pointer.dtype.element_ty), mask=mask)

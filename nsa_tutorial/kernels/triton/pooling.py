@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_tutorial.kernels.triton.key_runs import store_gradient
 from nsa_tutorial.sparse.compression import first_rows, summaries_of_tokens
 
 TILE = {"BW": 128, "num_warps": 4}  # columns of a tile: 256 bytes in half precision
@@ -57,10 +58,11 @@ def mean_kernel(
 @triton.jit
 def mean_backward_kernel(
     GradOutput, Begin, End, GradX, num_tokens, W,
-    LENGTH: tl.constexpr, MOST: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
+    LENGTH: tl.constexpr, MOST: tl.constexpr, ADD: tl.constexpr,
+    BT: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """`GradOutput [summaries, W]` to `GradX [num_tokens, W]`; token `t` lies in the summaries
-    `Begin[t] … End[t] - 1`, at most `MOST` of them.
+    """`GradOutput [summaries, W]` to `GradX [num_tokens, W]`, or, with `ADD`, on top of what is
+    there; token `t` lies in the summaries `Begin[t] … End[t] - 1`, at most `MOST` of them.
 
     The grid is `(cdiv(num_tokens, BT) * cdiv(W, BW),)`.
     """
@@ -84,8 +86,7 @@ def mean_backward_kernel(
 
     # -- store --
     x_offsets = tokens.to(tl.int64)[:, None] * W + columns
-    d_x = acc / LENGTH
-    tl.store(GradX + x_offsets, d_x.to(GradX.dtype.element_ty), mask=in_bounds)
+    store_gradient(GradX + x_offsets, acc / LENGTH, in_bounds, ADD)
 
 
 def mean(x: Tensor, first: Tensor, *, length: int) -> Tensor:
@@ -99,13 +100,17 @@ def mean(x: Tensor, first: Tensor, *, length: int) -> Tensor:
     Returns:
         `[B, M_c, H, D]` in the dtype of `x`, summed in fp32.
     """
-    (B, M, H, D), M_c = x.shape, len(first)
-    summaries = x.new_empty(B, M_c, H, D)
-    grid = (triton.cdiv(B * M_c, ROWS) * triton.cdiv(H * D, TILE["BW"]),)
+    return mean_of_rows(x, first_rows(first, *x.shape[:2]), length=length)
+
+
+def mean_of_rows(x: Tensor, first: Tensor, *, length: int) -> Tensor:
+    """The same, of windows `[B * M_c]` that begin at the rows `first` of the flattened `[B * M]`."""
+    B, _, H, D = x.shape
+    summaries = x.new_empty(B, len(first) // B, H, D)
+    grid = (triton.cdiv(len(first), ROWS) * triton.cdiv(H * D, TILE["BW"]),)
     mean_kernel[grid](
-        x.contiguous(), first_rows(first, B, M), summaries, B * M_c, H * D,
-        LENGTH=length, BJ=ROWS, **TILE,
-    )  # fmt: skip
+        x.contiguous(), first, summaries, len(first), H * D, LENGTH=length, BJ=ROWS, **TILE
+    )
     return summaries
 
 
@@ -119,11 +124,21 @@ def mean_backward(d_summaries: Tensor, first: Tensor, *, M: int, length: int, mo
         most: summaries that one token may be in.
     """
     B, _, H, D = d_summaries.shape
-    begin, end = summaries_of_tokens(first_rows(first, B, M), B * M, length)
     d_x = d_summaries.new_empty(B, M, H, D)
+    within = summaries_of_tokens(first_rows(first, B, M), B * M, length)
+    launch_backward(d_summaries, *within, d_x, length=length, most=most, is_added=False)
+    return d_x
+
+
+def launch_backward(
+    d_summaries: Tensor, begin: Tensor, end: Tensor, d_x: Tensor, *, length: int, most: int,
+    is_added: bool,
+) -> None:  # fmt: skip
+    """Write the gradient to `d_x [B, M, H, D]`, contiguous, or add it; token `t` of the flattened
+    `[B * M]` lies in the summaries `begin[t] … end[t] - 1`, at most `most`."""
+    B, M, H, D = d_x.shape
     grid = (triton.cdiv(B * M, ROWS) * triton.cdiv(H * D, TILE["BW"]),)
     mean_backward_kernel[grid](
         d_summaries.contiguous(), begin, end, d_x, B * M, H * D,
-        LENGTH=length, MOST=most, BT=ROWS, **TILE,
+        LENGTH=length, MOST=most, ADD=is_added, BT=ROWS, **TILE,
     )  # fmt: skip
-    return d_x

@@ -46,12 +46,17 @@ class Unions(NamedTuple):
 
 
 @triton.jit
-def find_bad_kernel(X, IsBad, num_numbers, BLOCK: tl.constexpr):
-    """Sets `IsBad [1]` to 1 if a number of `X` is not finite."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def is_any_bad(X, place, num_numbers):
+    """1 if one of the numbers of `X` at `place` is not finite, else 0."""
     x = tl.load(X + place, mask=place < num_numbers, other=0.0).to(tl.float32)
-    is_bad = ~(tl.abs(x) < float("inf"))
-    if tl.max(is_bad.to(tl.int32), axis=0) > 0:
+    return tl.max((~(tl.abs(x) < float("inf"))).to(tl.int32), axis=0)
+
+
+@triton.jit
+def find_bad_kernel(K, V, IsBad, num_keys, num_values, BLOCK: tl.constexpr):
+    """Sets `IsBad [1]` to 1 if a number of `K` or of `V` is not finite."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if is_any_bad(K, place, num_keys) + is_any_bad(V, place, num_values) > 0:
         tl.store(IsBad, 1)
 
 
@@ -152,8 +157,8 @@ def unions(
     R, H, S = ids.shape
     num_tiles = triton.cdiv(R, T)
     is_bad = ids.new_zeros(1)
-    for x in (k, v):
-        find_bad_kernel[(triton.cdiv(x.numel(), SCANNED),)](x, is_bad, x.numel(), BLOCK=SCANNED)
+    numbers = (k.numel(), v.numel())
+    find_bad_kernel[(triton.cdiv(max(numbers), SCANNED),)](k, v, is_bad, *numbers, BLOCK=SCANNED)
     start, listed_by = (ids.new_empty(num_tiles, H, T * S) for _ in range(2))
     count, num_whole = (ids.new_empty(num_tiles, H) for _ in range(2))
     SP = triton.next_power_of_2(S)

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.kernels.triton.compressed.forward import MOST, locate_compressed_rows
-from nsa_tutorial.kernels.triton.key_runs import add_dkv, add_dq
+from nsa_tutorial.kernels.triton.key_runs import add_dkv, add_dq, store_gradient
 
 LOG2_E = tl.constexpr(online_softmax.LOG2_E)
 
@@ -42,11 +42,12 @@ def walk_summaries(
 @triton.jit(do_not_specialize=["R"])
 def dq_kernel(
     Q, K, V, GradO, LSE, Delta, LSE2, FirstKey, NumVisible, GradQ, scale, scale_log2, R, H,
-    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ADD: tl.constexpr,
     DT: tl.constexpr, DVT: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """Reads what `compressed.forward.attend_kernel` does, `GradO [R, HQ, DV]` and three numbers a
-    row, `[R, HQ]`; writes `GradQ [R, HQ, D]`. The grid is `(tiles of BQ queries * HQ,)`."""
+    row, `[R, HQ]`; writes `GradQ [R, HQ, D]`, or, with `ADD`, adds to it. The grid is
+    `(tiles of BQ queries * HQ,)`."""
     # -- locate the program --
     head, row, in_rows, first, end, start, masked, stop = locate_compressed_rows(
         FirstKey, NumVisible, R, H, G, BQ, BT
@@ -77,7 +78,7 @@ def dq_kernel(
 
     # -- store --
     acc_dq = tl.where(needs_grad[:, None], acc_dq * scale, 0.0)
-    tl.store(GradQ + q_offset, acc_dq.to(GradQ.dtype.element_ty), mask=q_mask)
+    store_gradient(GradQ + q_offset, acc_dq, q_mask, ADD)
 
 
 @triton.jit

@@ -37,6 +37,7 @@ def selected_backward(
     d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     ids: Tensor, rows: QueryRows, *, block_size: int, scale: float,
     slot_scale: Tensor | None = None, order: Order | None = None,
+    numbers: tuple[Tensor, Tensor] | None = None,
 ) -> Gradients:  # fmt: skip
     """The backward of `launch.selected_forward`.
 
@@ -46,12 +47,14 @@ def selected_backward(
         o, lse: what it returned.
         order: as for `selected_forward`; None chooses one, a deterministic one if PyTorch is told
             to be deterministic.
+        numbers: as for `BackwardCall.of`.
 
     Returns:
         The gradients of `q`, `k`, `v`, in their dtypes, and of `slot_scale`, `[R, H, S]` fp32.
     """
     lists = {"ids": ids, "block_size": block_size, "slot_scale": slot_scale}
-    call = ListsCall.of(d_o, d_lse, q, k, v, o, lse, rows, **lists, scale=scale)
+    given = (d_o, d_lse, q, k, v, o, lse, rows)
+    call = ListsCall.of(*given, **lists, scale=scale, numbers=numbers)
     is_free = order is None
     most = WORTHWHILE if is_free else ANY_LENGTH
     order = order_taken(order, q, k, v, ids, slot_scale, block_size=block_size)

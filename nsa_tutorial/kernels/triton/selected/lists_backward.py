@@ -13,6 +13,7 @@ from torch import Tensor
 from nsa_tutorial.kernels.tables import chunks
 from nsa_tutorial.kernels.triton.backward_call import BackwardCall
 from nsa_tutorial.kernels.triton.selected import backward
+from nsa_tutorial.kernels.triton.tables import tables_of_lists
 
 SUM_KEYS = 16  # keys whose shares a program adds
 
@@ -53,8 +54,8 @@ def key_chunks(call: ListsCall, BT: int) -> KeyChunks:
     """The chunks for programs of `BT` keys."""
     c, (B, M), widths = call, call.k.shape[:2], call.widths
     parts = triton.cdiv(c.block_size, BT)
-    tables = chunks.tables_of_lists(
-        c.ids, c.rows, c.lse2[:, :, 0], block_size=c.block_size, num_keys=B * M, G=c.sizes["G"],
+    tables = tables_of_lists(
+        c.ids, c.rows, c.lse2, block_size=c.block_size, num_keys=B * M,
         share_bytes=4 * parts * BT * sum(widths.values()), itemsize=c.q.element_size(),
         slot_scale=c.slot_scale,
     )  # fmt: skip

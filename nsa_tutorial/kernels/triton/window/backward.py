@@ -17,18 +17,10 @@ import triton
 import triton.language as tl
 
 from nsa_tutorial.exact import online_softmax
-from nsa_tutorial.kernels.triton.key_runs import add_dkv, add_dq
+from nsa_tutorial.kernels.triton.key_runs import add_dkv, add_dq, store_gradient
 from nsa_tutorial.kernels.triton.window.forward import locate_window_rows, window_of
 
 LOG2_E = tl.constexpr(online_softmax.LOG2_E)
-
-
-@triton.jit
-def store_gradient(pointer, gradient, mask, ADD: tl.constexpr):
-    """In place of what `pointer` shows, or, with `ADD`, on top of it."""
-    if ADD:
-        gradient += tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
-    tl.store(pointer, gradient.to(pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit

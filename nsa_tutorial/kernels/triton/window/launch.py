@@ -6,10 +6,10 @@ gradients, compiled on CUDA tensors, interpreted on CPU tensors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from nsa_tutorial.kernels.triton.launch_options import (
     window_dq_options,
     window_options,
 )
+from nsa_tutorial.kernels.triton.tables import runs_of
 from nsa_tutorial.kernels.triton.window import backward, forward
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse.selected_attention import QueryRows
@@ -34,11 +35,9 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 class WindowCall(BackwardCall):
     """One backward of windows. Attributes besides those of `BackwardCall`:
     window_size: at most the number of keys.
-    is_added: whether gradients are added to those already stored.
     """
 
     window_size: int
-    is_added: bool = False
 
 
 def window_forward(
@@ -78,7 +77,8 @@ def window_forward(
 
 def window_backward(
     d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    rows: QueryRows, *, window_size: int, scale: float, out: Gradients | None = None,
+    rows: QueryRows, *, window_size: int, scale: float, out: Sequence[Tensor | None] = (),
+    numbers: tuple[Tensor, Tensor] | None = None,
 ) -> Gradients:  # fmt: skip
     """The backward of `window_forward`.
 
@@ -86,23 +86,33 @@ def window_backward(
         d_o, d_lse: gradients of `o` and `lse`, `[B, N, HQ, DV]` and `[B, N, HQ]`.
         q, k, v, rows, window_size, scale: the forward's arguments.
         o, lse: what it returned.
-        out: contiguous gradients to which these are added; None makes new ones.
+        out: contiguous gradients of `q`, `k` and `v` to which these are added; None, for a new
+            tensor, in place of the first or of both others.
+        numbers: as for `BackwardCall.of`.
 
     Returns:
         The gradients of `q`, `k`, `v`, in their dtypes; the same bits in every run.
     """
+    out = (*out, None, None, None)[:3]
     if q.numel() == 0:
-        return out or (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
+        return tuple(
+            torch.zeros_like(x) if d_x is None else d_x
+            for x, d_x in zip((q, k, v), out, strict=True)
+        )
     sizes = {"window_size": min(window_size, k.shape[1]), "scale": scale}
-    call = WindowCall.of(d_o, d_lse, q, k, v, o, lse, rows, **sizes, is_added=out is not None)
-    d_q, d_k, d_v = out or tuple(x.new_empty(x.shape) for x in (q, k, v))
-    gradient_of_queries(call, d_q)
-    gradients_of_keys_and_values(call, d_k, d_v)
+    call = WindowCall.of(d_o, d_lse, q, k, v, o, lse, rows, **sizes, numbers=numbers)
+    d_q, d_k, d_v = (
+        x.new_empty(x.shape) if d_x is None else d_x for x, d_x in zip((q, k, v), out, strict=True)
+    )
+    gradient_of_queries(call, d_q, is_added=out[0] is not None)
+    gradients_of_keys_and_values(call, d_k, d_v, is_added=out[1] is not None)
     return d_q, d_k, d_v
 
 
-def gradient_of_queries(call: WindowCall, d_q: Tensor, **options: int) -> None:
-    """Write the gradients of the queries. `options` stand in place of what `window_dq_options`
+def gradient_of_queries(
+    call: WindowCall, d_q: Tensor, *, is_added: bool = False, **options: int
+) -> None:  # fmt: skip
+    """Write the gradients of the queries, or add them. `options` stand in place of what `window_dq_options`
     chooses."""
     c, sizes = call, call.sizes
     (B, N), H = c.q.shape[:2], c.k.shape[2]
@@ -110,53 +120,25 @@ def gradient_of_queries(call: WindowCall, d_q: Tensor, **options: int) -> None:
     num_tiles = triton.cdiv(N * sizes["G"], options["BQ"])
     backward.dq_kernel[(B * num_tiles * H,)](
         c.q, c.k, c.v, c.d_o, c.lse, c.delta, c.lse2, c.rows.first_key, c.rows.num_visible, d_q,
-        *c.scales, N, H, num_tiles, c.window_size, **sizes, ADD=c.is_added, **c.widths, **options,
+        *c.scales, N, H, num_tiles, c.window_size, **sizes, ADD=is_added, **c.widths, **options,
     )  # fmt: skip
 
 
 def gradients_of_keys_and_values(
-    call: WindowCall, d_k: Tensor, d_v: Tensor, **options: int
+    call: WindowCall, d_k: Tensor, d_v: Tensor, *, is_added: bool = False, **options: int
 ) -> None:  # fmt: skip
-    """Write the gradients of keys and values. `options` stand in place of what
+    """Write the gradients of keys and values, or add them. `options` stand in place of what
     `window_dkv_options` chooses."""
     c, sizes = call, call.sizes
     B, M, H = c.k.shape[:3]
     options = window_dkv_options(sizes["D"], sizes["DV"], **c.memory) | options
     num_tiles = triton.cdiv(B * M, options["BT"])
-    runs, num_unread = runs_of(
-        c.rows, c.lse2[:, :, 0], window_size=c.window_size, tile_size=options["BT"],
-        num_keys=B * M,
+    runs, num_unread, _ = runs_of(
+        c.rows, c.lse2, window_size=c.window_size, tile_size=options["BT"], num_keys=B * M
     )  # fmt: skip
     backward.dkv_kernel[(num_tiles * H,)](
         c.q, c.k, c.v, c.d_o, c.delta, c.lse2, c.rows.first_key, c.rows.num_visible, runs,
         num_unread, d_k, d_v, *c.scales, len(c.lse2), H, B * M, num_tiles, c.window_size, **sizes,
-        ADD=c.is_added, **c.widths,
+        ADD=is_added, **c.widths,
         PART=0 if c.q.element_size() == 2 else SHORT_SUM // options["BR"], **options,
     )  # fmt: skip
-
-
-def runs_of(
-    rows: QueryRows, lse2: Tensor, *, window_size: int, tile_size: int, num_keys: int
-) -> tuple[Tensor, Tensor]:
-    """Which queries see a tile of keys.
-
-    Args:
-        lse2: `[R, H]`, infinite or NaN where a row's group is not to be read.
-        num_keys: of all sequences.
-
-    Returns:
-        `[4, tiles]` int32: the first query that sees some of the tile, the first that sees no less
-        than the tile's end, the end of those that see its start, and the end of those that see any;
-        and `[H, R + 1]` int32: how many rows before each are not to be read.
-    """
-    row_end = rows.first_key + rows.num_visible  # both ascend from row to row
-    row_start = torch.maximum(rows.first_key, row_end - window_size)
-    first = torch.arange(0, num_keys, tile_size, dtype=torch.int32, device=lse2.device)
-    last = first + tile_size - 1
-    ends = torch.stack((first, last.clamp(max=num_keys - 1)))
-    runs = [
-        torch.searchsorted(bounds, keys, right=True, out_int32=True)
-        for bounds, keys in ((row_end, ends), (row_start, torch.stack((first, last))))
-    ]
-    num_unread = F.pad((~lse2.isfinite()).T.cumsum(1, dtype=torch.int32), (1, 0))
-    return torch.cat(runs), num_unread

@@ -1,0 +1,151 @@
+"""All of Native Sparse Attention in one call, in Triton: the same kernels as branch by branch, with
+fewer launches, because what the branches share is made once.
+
+The rows are located once (`rows`); in the backward one kernel reads the gradient of the sum and
+gives each branch what it begins with (`gates.branch_backward_kernel`), and the branches add the
+gradients of queries, keys and values to one tensor each. On a short text that decides: there the
+device waits for Python.
+
+Symbols: those of the branches; `compressed`, `selected` and `window` are pairs of keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nsa_tutorial.kernels.triton import gates as gating
+from nsa_tutorial.kernels.triton import pooling
+from nsa_tutorial.kernels.triton.choice.launch import select_blocks
+from nsa_tutorial.kernels.triton.compressed.launch import compressed_backward, compressed_forward
+from nsa_tutorial.kernels.triton.rows import Located, locate
+from nsa_tutorial.kernels.triton.selected.backward_launch import selected_backward
+from nsa_tutorial.kernels.triton.selected.launch import selected_forward
+from nsa_tutorial.kernels.triton.window.launch import window_backward, window_forward
+from nsa_tutorial.sparse.selected_attention import QueryRows
+
+Pair = Sequence[Tensor]
+
+
+class Outputs(NamedTuple):
+    """What the forward returns, and the backward is given.
+
+    Attributes:
+        o: the gated sum `[B, N, HQ, DV]`.
+        branches: the outputs of compression, selection and window.
+        lse: theirs, `[3, B, N, HQ]`.
+        ids: the lists `[B, N, H, S]`.
+        summaries: keys and values of the compression.
+    """
+
+    o: Tensor
+    branches: list[Tensor]
+    lse: Tensor
+    ids: Tensor
+    summaries: list[Tensor]
+
+
+def located(
+    q: Tensor, num_keys: int, length: int, stride: int, rows: tuple[QueryRows, QueryRows] | None
+) -> Located:
+    """Where the rows stand; those of packed sequences are given."""
+    if rows is not None:
+        return Located(*rows, *(None,) * 3)
+    return locate(*q.shape[:2], num_keys, length=length, stride=stride, device=q.device)
+
+
+def forward(
+    q: Tensor, compressed: Pair, selected: Pair, window: Pair, gates: Sequence[Tensor],
+    block_counts: Tensor | None, rows: tuple[QueryRows, QueryRows] | None, *, num_keys: int,
+    choice: dict[str, int], window_size: int, scale: float,
+) -> Outputs:  # fmt: skip
+    """The gated sum of the three branches.
+
+    Args:
+        q: `[B, N, HQ, D]`.
+        compressed: of the summaries; `()` for the means of `selected`, without packed sequences.
+        selected, window: of these branches; `()` for the window shares those of `selected`.
+        gates: three, `[B, N, HQ]`.
+        block_counts: `[B, N, H]` int32, or None.
+        rows: among the keys, and among the summaries; None for sequences of `num_keys` tokens.
+        choice: the sizes of `choice.launch.select_blocks`.
+        window_size, scale: of the branches.
+    """
+    B, N, HQ, _ = q.shape
+    q = q.contiguous()
+    place = located(q, num_keys, choice["length"], choice["stride"], rows)
+    if not compressed:
+        length = choice["length"]
+        compressed = [pooling.mean_of_rows(x, place.first, length=length) for x in selected]
+    branches = [q.new_empty(B, N, HQ, selected[1].shape[3]) for _ in range(3)]
+    lse = q.new_empty(3, B, N, HQ, dtype=torch.float32)
+    outs = [*zip(branches, lse.unbind(), strict=True)]
+    compressed_forward(q, *compressed, place.summary_rows, scale=scale, out=outs[0])
+    ids = select_blocks(
+        q, compressed[0], lse[0], *place[:2], M=num_keys, **choice, scale=scale,
+        block_counts=block_counts,
+    )  # fmt: skip
+    sizes = {"block_size": choice["block_size"], "scale": scale}
+    selected_forward(q, *selected, ids.flatten(0, 1), place.rows, **sizes, out=outs[1])
+    sizes = {"window_size": window_size, "scale": scale}
+    window_forward(q, *(window or selected), place.rows, **sizes, out=outs[2])
+    return Outputs(gating.gated_sum(gates, branches), branches, lse, ids, list(compressed))
+
+
+class Gradients(NamedTuple):
+    """Of the arguments of `forward`; those of `compressed` and `window` are empty where these
+    are."""
+
+    q: Tensor
+    compressed: list[Tensor]
+    selected: list[Tensor]
+    window: list[Tensor]
+    gates: list[Tensor]
+
+
+def backward(
+    d_o: Tensor, outputs: Outputs, q: Tensor, compressed: Pair, selected: Pair, window: Pair,
+    gates: Sequence[Tensor], rows: tuple[QueryRows, QueryRows] | None, *, num_keys: int,
+    choice: dict[str, int], window_size: int, scale: float,
+) -> Gradients:  # fmt: skip
+    """The backward of `forward`, which returned `outputs` for the same arguments; `d_o` is the
+    gradient of the sum. `Gradients.q` has been rounded after each branch, as when autograd adds
+    them."""
+    q, H = q.contiguous(), selected[0].shape[2]
+    length, stride = choice["length"], choice["stride"]
+    place = located(q, num_keys, length, stride, rows)
+    _, branches, lse, ids, summaries = outputs
+    d_gates, d_branches, *numbers = gating.branch_backward(d_o, gates, branches, lse, H)
+    of_branch = [
+        {"o": o, "lse": lse[i], "numbers": (numbers[0][i], numbers[1][i]), "scale": scale}
+        for i, o in enumerate(branches)
+    ]
+
+    # -- selection --
+    d_q, *d_selected, _ = selected_backward(
+        d_branches[1], None, q, *selected, rows=place.rows, ids=ids.flatten(0, 1),
+        block_size=choice["block_size"], **of_branch[1],
+    )  # fmt: skip
+
+    # -- window --
+    out = (d_q,) if window else (d_q, *d_selected)
+    _, *d_window = window_backward(
+        d_branches[2], None, q, *(window or selected), rows=place.rows, window_size=window_size,
+        out=out, **of_branch[2],
+    )  # fmt: skip
+
+    # -- compression --
+    _, *d_compressed = compressed_backward(
+        d_branches[0], None, q, *summaries, rows=place.summary_rows, d_q=d_q, **of_branch[0]
+    )
+    if not compressed:
+        most = -(-length // stride)  # summaries that hold a token
+        for d_summaries, d_x in zip(d_compressed, d_selected, strict=True):
+            within = (place.begin, place.end)
+            sizes = {"length": length, "most": most, "is_added": True}
+            pooling.launch_backward(d_summaries, *within, d_x, **sizes)
+        d_compressed = []
+    return Gradients(d_q, d_compressed, d_selected, d_window if window else [], d_gates)
