@@ -19,7 +19,6 @@ from nsa_tutorial.sparse.compression import num_summaries
 from nsa_tutorial.sparse.native_sparse_attention import NUM_INITIAL, NUM_LOCAL
 
 
-
 @operator("nsa_tutorial::branches_at_once")
 @on_its_device
 @with_new_strides
@@ -41,9 +40,8 @@ def branches_at_once(
     function = backends.load(BACKENDS, "branches_at_once", "triton", q)
     if q.numel() == 0:
         return _empty(q, compressed, selected, num_keys, top_n, length, stride)
-    rows, choice, window_size = _located(
-        q, compressed, selected, cu_seqlens, num_keys, top_n, block_size, window_size, length, stride
-    )
+    sizes = (num_keys, top_n, block_size, window_size, length, stride)
+    rows, choice, window_size = _located(q, compressed, cu_seqlens, *sizes)
     if block_counts is not None:
         block_counts = block_counts.clamp(0, choice["top_n"]).to(torch.int32).contiguous()
     found = function(
@@ -82,8 +80,8 @@ def _empty(
 
 
 def _located(
-    q: Tensor, compressed: list[Tensor], selected: list[Tensor], cu_seqlens: Tensor | None,
-    num_keys: int, top_n: int, block_size: int, window_size: int, length: int, stride: int,
+    q: Tensor, compressed: list[Tensor], cu_seqlens: Tensor | None, num_keys: int, top_n: int,
+    block_size: int, window_size: int, length: int, stride: int,
 ) -> tuple:  # fmt: skip
     """The rows of packed sequences, or None, the sizes of the choice, and the window's size."""
     choice = arguments.sizes_of_a_choice(
@@ -111,14 +109,13 @@ def branches_at_once_backward(
     inputs = [q, *compressed, *selected, *window, *gates]
     if q.numel() == 0:
         return [x.new_zeros(x.shape) for x in inputs]
-    rows, choice, window_size = _located(
-        q, compressed, selected, cu_seqlens, num_keys, top_n, block_size, window_size, length, stride
-    )
+    sizes = (num_keys, top_n, block_size, window_size, length, stride)
+    rows, choice, window_size = _located(q, compressed, cu_seqlens, *sizes)
     o, *branches, lse, ids, k_cmp, v_cmp = outputs
     found = (o, branches, lse, ids, compressed or [k_cmp, v_cmp])
     given = (q, compressed, selected, window, gates)
-    sizes = {"num_keys": num_keys, "choice": choice, "window_size": window_size, "scale": scale}
-    d_q, *others = function(d_o, found, *given, rows, **sizes)
+    options = {"choice": choice, "window_size": window_size, "scale": scale}
+    d_q, *others = function(d_o, found, *given, rows, num_keys=num_keys, **options)
     return [d_q, *(x for gradients in others for x in gradients)]
 
 

@@ -46,4 +46,10 @@ def kind_of(device: torch.device) -> str:
     `"cuda sm_90"` and the like."""
     if device.type != "cuda":
         return device.type
-    return "cuda sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    return "cuda sm_{}{}".format(*capability(device))
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a CUDA device, which the driver takes microseconds to tell."""
+    return torch.cuda.get_device_capability(device)

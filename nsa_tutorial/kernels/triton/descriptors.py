@@ -3,10 +3,11 @@ fetches, one instruction a tile."""
 
 from __future__ import annotations
 
-import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nsa_tutorial.runtime.devices import capability
+from nsa_tutorial.runtime.rounding import next_power_of_2
 
 
 def can_use_descriptors(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -19,9 +20,9 @@ def can_use_descriptors(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """
     if not (q.is_cuda and q.element_size() == 2 and k.shape[1] > 0):
         return False
-    if torch.cuda.get_device_capability(q.device) < (9, 0):
+    if capability(q.device) < (9, 0):
         return False
-    return all(n >= 16 and n == triton.next_power_of_2(n) for n in (q.shape[3], v.shape[3]))
+    return all(n >= 16 and n == next_power_of_2(n) for n in (q.shape[3], v.shape[3]))
 
 
 def token_boxes(*tensors: Tensor, BT: int) -> list[TensorDescriptor]:

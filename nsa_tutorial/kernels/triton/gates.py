@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_tutorial.exact import online_softmax
+from nsa_tutorial.runtime.rounding import cdiv, next_power_of_2
 
 LOG2_E = tl.constexpr(online_softmax.LOG2_E)
 TILE = 4096  # numbers of an output that a program takes
@@ -196,9 +197,9 @@ def branch_backward(
     d_gates = [g.new_empty(g.shape) for g in gates]
     d_outputs = [o.new_empty(o.shape) for o in outputs]
     delta, lse2 = (lse.new_empty(3, B * N, H, HQ // H) for _ in range(2))
-    GP, DVT = triton.next_power_of_2(HQ // H), triton.next_power_of_2(DV)
+    GP, DVT = next_power_of_2(HQ // H), next_power_of_2(DV)
     BG = max(TILE // (GP * DVT), 1)
-    branch_backward_kernel[(triton.cdiv(B * N * H, BG),)](
+    branch_backward_kernel[(cdiv(B * N * H, BG),)](
         d_o.contiguous(), *_three(gates), *_three(outputs), lse, *d_gates, *d_outputs, delta, lse2,
         B * N * H, G=HQ // H, DV=DV, BG=BG, GP=GP, DVT=DVT, num_warps=4,
     )  # fmt: skip
@@ -210,9 +211,9 @@ def launch(
     DV: int,
 ) -> None:  # fmt: skip
     """Run `kernel` over all rows, a tile each."""
-    R, DVT = B * N * HQ, triton.next_power_of_2(DV)
+    R, DVT = B * N * HQ, next_power_of_2(DV)
     BR = max(TILE // DVT, 1)
-    kernel[(triton.cdiv(R, BR),)](*pointers, R, NUM=num, DV=DV, BR=BR, DVT=DVT, num_warps=4)
+    kernel[(cdiv(R, BR),)](*pointers, R, NUM=num, DV=DV, BR=BR, DVT=DVT, num_warps=4)
 
 
 def _three(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_tutorial.kernels.triton.key_runs import store_gradient
+from nsa_tutorial.runtime.rounding import cdiv
 from nsa_tutorial.sparse.compression import first_rows, summaries_of_tokens
 
 TILE = {"BW": 128, "num_warps": 4}  # columns of a tile: 256 bytes in half precision
@@ -104,10 +105,10 @@ def mean(x: Tensor, first: Tensor, *, length: int) -> Tensor:
 
 
 def mean_of_rows(x: Tensor, first: Tensor, *, length: int) -> Tensor:
-    """The same, of windows `[B * M_c]` that begin at the rows `first` of the flattened `[B * M]`."""
+    """The same, of windows that begin at the rows `first [B * M_c]` of the flattened `[B * M]`."""
     B, _, H, D = x.shape
     summaries = x.new_empty(B, len(first) // B, H, D)
-    grid = (triton.cdiv(len(first), ROWS) * triton.cdiv(H * D, TILE["BW"]),)
+    grid = (cdiv(len(first), ROWS) * cdiv(H * D, TILE["BW"]),)
     mean_kernel[grid](
         x.contiguous(), first, summaries, len(first), H * D, LENGTH=length, BJ=ROWS, **TILE
     )
@@ -137,7 +138,7 @@ def launch_backward(
     """Write the gradient to `d_x [B, M, H, D]`, contiguous, or add it; token `t` of the flattened
     `[B * M]` lies in the summaries `begin[t] … end[t] - 1`, at most `most`."""
     B, M, H, D = d_x.shape
-    grid = (triton.cdiv(B * M, ROWS) * triton.cdiv(H * D, TILE["BW"]),)
+    grid = (cdiv(B * M, ROWS) * cdiv(H * D, TILE["BW"]),)
     mean_backward_kernel[grid](
         d_summaries.contiguous(), begin, end, d_x, B * M, H * D,
         LENGTH=length, MOST=most, ADD=is_added, BT=ROWS, **TILE,

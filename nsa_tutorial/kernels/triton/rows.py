@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_tutorial.runtime.rounding import cdiv
 from nsa_tutorial.sparse.compression import num_summaries
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
@@ -76,7 +77,7 @@ def locate(
     of_rows = torch.empty(5, R, dtype=torch.int32, device=device)
     of_tokens = torch.empty(2, tokens, dtype=torch.int32, device=device)
     first = torch.empty(B * M_c, dtype=torch.int32, device=device)
-    locate_kernel[(triton.cdiv(max(R, tokens), BLOCK),)](
+    locate_kernel[(cdiv(max(R, tokens), BLOCK),)](
         of_rows, of_tokens, first, R, N, M, M_c, tokens, length, stride, BLOCK=BLOCK
     )
     first_key, num_visible, position, first_summary, num_seen = of_rows.unbind()

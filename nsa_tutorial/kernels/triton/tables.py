@@ -1,8 +1,9 @@
 """The tables of the backward, in Triton: what `kernels.tables` makes of some sixty small operations
 of PyTorch's, in four kernels and a sort for lists, and in one for windows and for summaries.
 
-`number_kernel` names each entry's tile of keys; after the sort, `entry_kernel` looks up the entries'
-rows and finds where each tile begins, `part_kernel` counts the chunks, `chunk_kernel` writes them.
+`number_kernel` names each entry's tile of keys; after the sort, `entry_kernel` looks up the
+entries' rows and finds where each tile begins, `part_kernel` counts the chunks, and `chunk_kernel`
+writes them.
 The tables are those of `sparse.inverse_list` (chapter 13), number by number.
 
 Symbols: `R` query rows · `H` key/value heads · `S` slots · `E = R * H * S` entries · `P` chunks.
@@ -17,10 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_tutorial.kernels.tables import chunks
+from nsa_tutorial.runtime.rounding import cdiv
 from nsa_tutorial.sparse.inverse_list import Chunks, most_chunks
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
 BLOCK = 1024  # entries, tiles, chunks or rows that a program takes at a time
+SCAN = 8192  # rows that are counted at a time
 MOST_INT16 = 2**15
 MOST = 2**31 - 1  # keys: more than any window
 
@@ -51,19 +54,20 @@ def number_kernel(
 
     An entry that no query can see, or of whose list no loss asks for, gets the tile behind all.
     """
-    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     group = entry // S
     row = group // H
     is_entry = row < R
     ids = tl.load(BlockIndices + entry, mask=is_entry, other=-1)
     first_key = tl.load(FirstKey + row, mask=is_entry, other=0)
     num_visible = tl.load(NumVisible + row, mask=is_entry, other=0)
-    needs_grad = tl.load(LSE2 + group * G, mask=is_entry, other=0.0) != float("inf")
+    lse2 = tl.load(LSE2 + group.to(tl.int64) * G, mask=is_entry, other=0.0)
+    needs_grad = lse2 != float("inf")
     first_block = first_key // BS
     if Sequence is not None:
         first_block += tl.load(Sequence + row, mask=is_entry, other=0)
     is_visible = (ids >= 0) & (ids < tl.cdiv(num_visible, BS)) & needs_grad
-    tile = (first_block + tl.where(is_visible, ids, 0)) * H + (group % H).to(tl.int32)
+    tile = (first_block + tl.where(is_visible, ids, 0)) * H + group % H
     tile = tl.where(is_visible, tile, num_tiles)
     tl.store(Tile + entry, tile.to(Tile.dtype.element_ty), mask=is_entry)
     is_first = is_entry & (entry % (H * S) == 0)
@@ -82,10 +86,10 @@ def entry_kernel(
 
     # -- rows --
     is_entry = place < E
-    entry = tl.load(Entries + place, mask=is_entry, other=0)
+    entry = tl.load(Entries + place, mask=is_entry, other=0).to(tl.int32)
     group = entry // S
-    row = (group // H).to(tl.int32)
-    lse2 = tl.load(LSE2 + group * G, mask=is_entry, other=0.0)
+    row = group // H
+    lse2 = tl.load(LSE2 + group.to(tl.int64) * G, mask=is_entry, other=0.0)
     is_read = tl.abs(lse2) < float("inf")
     tl.store(Rows + place, tl.where(is_read, row, ~row), mask=is_entry)
     if SlotScale is not None:
@@ -147,7 +151,7 @@ def chunk_kernel(
     last = tl.where(exists, last, first)
 
     # -- its first key --
-    entry = tl.load(Entries + begin, mask=exists, other=0)
+    entry = tl.load(Entries + begin, mask=exists, other=0).to(tl.int32)
     block_id = tl.load(BlockIndices + entry, mask=exists, other=0)
     first_key = tl.load(FirstKey + entry // (H * S), mask=exists, other=0) + block_id * BS
     columns = (first_key, tile % H, first, last, part, parts, place)
@@ -169,7 +173,7 @@ def tables_of_lists(
     if rows.num_sequences > 1:
         is_new = rows.first_key[1:] != rows.first_key[:-1]
         sequence = F.pad(is_new.cumsum(0, dtype=torch.int32), (1, 0))
-    number_kernel[(triton.cdiv(E, BLOCK),)](
+    number_kernel[(cdiv(E, BLOCK),)](
         ids, rows.first_key, rows.num_visible, sequence, lse2, tile, row_end, R, H, S, num_tiles,
         G=G, BS=block_size, **sizes,
     )  # fmt: skip
@@ -177,7 +181,7 @@ def tables_of_lists(
     tile, entries = tile.sort(stable=True)
     rows_of_entries, bounds = ids.new_empty(E), ids.new_empty(num_tiles + 1)
     factors = None if slot_scale is None else slot_scale.new_empty(E)
-    entry_kernel[(triton.cdiv(max(E, num_tiles + 1), BLOCK),)](
+    entry_kernel[(cdiv(max(E, num_tiles + 1), BLOCK),)](
         tile, entries, lse2, slot_scale, rows_of_entries, factors, bounds, E, H, S, num_tiles,
         G=G, STEPS=E.bit_length(), **sizes,
     )  # fmt: skip
@@ -188,7 +192,7 @@ def tables_of_lists(
         bounds, ends, share_ends, num_tiles, length, MOST if num_places else 1, **sizes
     )  # fmt: skip
     columns = ids.new_empty(7, P)
-    chunk_kernel[(triton.cdiv(P, BLOCK),)](
+    chunk_kernel[(cdiv(P, BLOCK),)](
         ids, rows.first_key, entries, bounds, ends, share_ends, columns, H, S, num_tiles, P,
         BS=block_size, STEPS=num_tiles.bit_length(), **sizes,
     )  # fmt: skip
@@ -217,7 +221,8 @@ def rows_up_to(FirstKey, NumVisible, x, window, R, STEPS: tl.constexpr, START: t
 @triton.jit(do_not_specialize=["R", "num_keys", "num_tiles"])
 def run_kernel(
     FirstKey, NumVisible, LSE2, Runs, NumUnread, RowEnd, R, H, num_keys, num_tiles, window,
-    G: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
+    G: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
+    STEPS: tl.constexpr,
 ):  # fmt: skip
     """Reads the rows, which ascend, and `LSE2 [R, H, G]`; writes `Runs [4, num_tiles]`, `NumUnread
     [H, R + 1]` and `RowEnd [R]`. The grid is `(H + cdiv(num_tiles, BLOCK),)`: first a program for
@@ -227,8 +232,8 @@ def run_kernel(
         unread = NumUnread + head * (R + 1)
         num_unread = 0
         tl.store(unread, 0)
-        for step in range(0, R, BLOCK):
-            row = step + tl.arange(0, BLOCK)
+        for step in range(0, R, SCAN):
+            row = step + tl.arange(0, SCAN)
             in_rows = row < R
             lse2 = tl.load(LSE2 + (row.to(tl.int64) * H + head) * G, mask=in_rows, other=0.0)
             is_unread = (~(tl.abs(lse2) < float("inf"))).to(tl.int32)
@@ -273,11 +278,12 @@ def runs_of(
         `[H, R + 1]` int32, how many rows before each are not to be read; and `[R]` int32, where
         each row's sight ends.
     """
-    (R, H, G), num_tiles = lse2.shape, triton.cdiv(num_keys, tile_size)
+    (R, H, G), num_tiles = lse2.shape, cdiv(num_keys, tile_size)
     runs, row_end = rows.first_key.new_empty(4, num_tiles), rows.first_key.new_empty(R)
     num_unread = rows.first_key.new_empty(H, R + 1)
-    run_kernel[(H + triton.cdiv(num_tiles, BLOCK),)](
+    run_kernel[(H + cdiv(num_tiles, BLOCK),)](
         rows.first_key, rows.num_visible, lse2, runs, num_unread, row_end, R, H, num_keys,
-        num_tiles, window_size, G=G, TILE=tile_size, BLOCK=BLOCK, STEPS=R.bit_length(),
+        num_tiles, window_size, G=G, TILE=tile_size, BLOCK=BLOCK, SCAN=SCAN,
+        STEPS=R.bit_length(), num_warps=16,
     )  # fmt: skip
     return runs, num_unread, row_end

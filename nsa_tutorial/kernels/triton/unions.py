@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_tutorial.runtime.rounding import cdiv, next_power_of_2
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
 ANY_LENGTH = 1.0  # of a union, as a share of its lists' entries
@@ -137,7 +138,7 @@ def union_kernel(
 
 def num_warps(T: int, S: int) -> int:
     """Warps that sort the entries of `T` lists of `S` slots."""
-    return max(1, T * triton.next_power_of_2(S) // ENTRIES)
+    return max(1, T * next_power_of_2(S) // ENTRIES)
 
 
 def unions(
@@ -155,13 +156,13 @@ def unions(
         most: the longest union, as a share of the entries of its tile's lists.
     """
     R, H, S = ids.shape
-    num_tiles = triton.cdiv(R, T)
+    num_tiles = cdiv(R, T)
     is_bad = ids.new_zeros(1)
     numbers = (k.numel(), v.numel())
-    find_bad_kernel[(triton.cdiv(max(numbers), SCANNED),)](k, v, is_bad, *numbers, BLOCK=SCANNED)
+    find_bad_kernel[(cdiv(max(numbers), SCANNED),)](k, v, is_bad, *numbers, BLOCK=SCANNED)
     start, listed_by = (ids.new_empty(num_tiles, H, T * S) for _ in range(2))
     count, num_whole = (ids.new_empty(num_tiles, H) for _ in range(2))
-    SP = triton.next_power_of_2(S)
+    SP = next_power_of_2(S)
     union_kernel[(num_tiles, H)](
         ids, rows.first_key, rows.num_visible, is_bad, start, listed_by, count, num_whole, R, H, S,
         float(most), T=T, BS=block_size, BT=BT, SP=SP, num_warps=num_warps(T, S),

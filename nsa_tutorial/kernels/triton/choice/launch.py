@@ -4,7 +4,6 @@ chunk of queries at a time."""
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from nsa_tutorial.exact.online_softmax import LOG2_E
@@ -13,6 +12,7 @@ from nsa_tutorial.kernels.triton.choice.pick import pick_kernel
 from nsa_tutorial.kernels.triton.choice.scores import score_kernel
 from nsa_tutorial.kernels.triton.compressed.launch import compressed_forward
 from nsa_tutorial.kernels.triton.launch_options import pick_options, score_options, tile_sizes
+from nsa_tutorial.runtime.rounding import cdiv, next_power_of_2
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
@@ -45,15 +45,15 @@ def select_blocks(
         if B == 1 and rows.num_sequences == 1:  # queries are in order: what they see is known
             num_blocks = cells.power_of_two(-(-(M - N + last_row) // block_size))
         pick = pick_options(num_blocks)
-        score_kernel[(triton.cdiv(num_rows, options["BQ"]) * H,)](
+        score_kernel[(cdiv(num_rows, options["BQ"]) * H,)](
             q, k_cmp, lse, summaries.first_key, summaries.num_visible, scores, scale * LOG2_E,
             last_row, first_row, H, cut.per_row, G=HQ // H, D=D, C=cut.size,
             SHARES=cut.shares, PIECES=cut.pieces, DT=tile_sizes(1, D, D)["DT"], **options,
         )  # fmt: skip
-        pick_kernel[(triton.cdiv(num_rows * H, pick["BR"]),)](
+        pick_kernel[(cdiv(num_rows * H, pick["BR"]),)](
             scores, summaries.num_visible, rows.position, block_counts, ids, num_rows, first_row,
             H, cut.per_row, top_n, num_initial, num_local, length, stride, BS=block_size,
             C=cut.size, SHARES=cut.shares, K=cut.overlapping, NB=num_blocks,
-            HAS_COUNTS=block_counts is not None, NT=triton.next_power_of_2(top_n), **pick,
+            HAS_COUNTS=block_counts is not None, NT=next_power_of_2(top_n), **pick,
         )  # fmt: skip
     return ids

@@ -7,7 +7,6 @@ gradients.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from nsa_tutorial.exact.online_softmax import LOG2_E
@@ -22,6 +21,7 @@ from nsa_tutorial.kernels.triton.launch_options import (
     summary_dq_options,
     tile_sizes,
 )
+from nsa_tutorial.runtime.rounding import cdiv
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
@@ -43,7 +43,7 @@ def compressed_forward(
     sizes = {"G": HQ // H, "D": D, "DV": DV}
     tiles = tile_sizes(**sizes)
     options = attend_options(D, DV, q.element_size(), shared_memory(q.device))
-    grid = (triton.cdiv(B * N, options["BQ"]) * HQ,)
+    grid = (cdiv(B * N, options["BQ"]) * HQ,)
     q, k, v = (x.contiguous() for x in (q, k_cmp, v_cmp))
     boxes = flat_boxes(k, v, BT=options["BT"]) if can_use_descriptors(q, k, v) else (None, None)
     forward.attend_kernel[grid](
@@ -81,7 +81,7 @@ def compressed_backward(
 
     # -- the queries --
     options = summary_dq_options(D, DV, **c.memory)
-    backward.dq_kernel[(triton.cdiv(R, options["BQ"]) * HQ,)](
+    backward.dq_kernel[(cdiv(R, options["BQ"]) * HQ,)](
         c.q, c.k, c.v, c.d_o, c.lse, c.delta, c.lse2, rows.first_key, rows.num_visible, d_q,
         *c.scales, R, H, **sizes, ADD=is_added, **widths, **options,
     )  # fmt: skip
@@ -106,7 +106,7 @@ def compressed_backward(
         *c.scales, R, H, num_keys, *cuts, **sizes, **widths, **options, EDGE=EDGE,
     )  # fmt: skip
     if places:
-        backward.sum_kernel[(num_tiles * H, triton.cdiv(BT, SUM_KEYS))](
+        backward.sum_kernel[(num_tiles * H, cdiv(BT, SUM_KEYS))](
             *shares, first_row, last_row, row_end, d_k, d_v, H, num_keys, *cuts,
             D=D, DV=DV, **widths, BT=BT, BK=SUM_KEYS,
         )  # fmt: skip

@@ -29,6 +29,7 @@ from nsa_tutorial.exact import online_softmax
 from nsa_tutorial.kernels.triton.launch_options import edge, tile_sizes
 from nsa_tutorial.kernels.triton.merge import merge_kernel
 from nsa_tutorial.kernels.triton.selected import by_key_blocks_options
+from nsa_tutorial.runtime.rounding import cdiv
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse import inverse_list
 from nsa_tutorial.sparse.selected_attention import QueryRows
@@ -220,7 +221,7 @@ def launch(
     R, G, S, num_keys = B * N, HQ // H, ids.shape[-1], k.shape[0] * k.shape[1]
     memory = {"itemsize": q.element_size(), "shared_memory": shared_memory(q.device)}
     options = by_key_blocks_options.partial_options(D, DV, BS, **memory) | options
-    tiles, parts = tile_sizes(G, D, DV), triton.cdiv(BS, options["BT"])
+    tiles, parts = tile_sizes(G, D, DV), cdiv(BS, options["BT"])
     both = {"G": G, "DV": DV, "BS": BS, "BT": options.pop("BT"), "PARTS": parts}
     both |= {"DVT": tiles["DVT"]}
     merged = by_key_blocks_options.merge_sizes(G, DV)
@@ -236,13 +237,13 @@ def launch(
     sizes = {"block_size": BS, "num_keys": num_keys}
     inverse = inverse_list.invert_lists(ids, rows, **sizes, run=run)
     chunks = inverse_list.chunks(inverse, length=length)
-    num_runs = H // heads * triton.cdiv(R, run)
+    num_runs = H // heads * cdiv(R, run)
     tiles_of_a_run = len(inverse.first) // num_runs
     chunk_start = F.pad(chunks.ends[tiles_of_a_run - 1 :: tiles_of_a_run], (1, 0))  # [runs + 1]
     most_chunks = tiles_of_a_run + heads * run * S // length
 
     for i in range(num_runs):
-        head, start = i // triton.cdiv(R, run) * heads, i % triton.cdiv(R, run) * run
+        head, start = i // cdiv(R, run) * heads, i % cdiv(R, run) * run
         of_run = (head * R + start, R, H, S)
 
         # -- every chunk --
@@ -256,7 +257,7 @@ def launch(
 
         # -- every list --
         num_groups = heads * min(run, R - start)
-        merge_kernel[(num_groups, triton.cdiv(G, merged["BG"]))](
+        merge_kernel[(num_groups, cdiv(G, merged["BG"]))](
             partials, scores_max, scores_sum, ids, rows.num_visible, o, lse, scale,
             scale * online_softmax.LOG2_E, *of_run, **both, **merged,
         )  # fmt: skip

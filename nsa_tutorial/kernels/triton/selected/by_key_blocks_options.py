@@ -3,9 +3,10 @@ and how much fits its workspace."""
 
 from __future__ import annotations
 
-from triton import cdiv, next_power_of_2
+import functools
 
 from nsa_tutorial.kernels.triton.launch_options import shrinking, tile_sizes
+from nsa_tutorial.runtime.rounding import cdiv, next_power_of_2
 from nsa_tutorial.runtime.shared_memory import SHARED_MEMORY, first_that_fits
 
 WORKSPACE = 2**30  # bytes for the partial outputs of a run of queries
@@ -35,6 +36,7 @@ def chunk_length(G: int) -> int:
     return max(1, CHUNK_ROWS // G)
 
 
+@functools.cache
 def merge_sizes(G: int, DV: int) -> dict[str, int]:
     """`BG, BM, num_warps` of `merge_kernel`: heads of a group, and partials of a list, at a
     time."""
@@ -60,6 +62,7 @@ def size_of_a_run(
     return heads, cdiv(R, cdiv(R, max(1, most // heads)))
 
 
+@functools.cache
 def partial_options(
     D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:
@@ -84,6 +87,7 @@ def partial_options(
     return options
 
 
+@functools.cache
 def gradient_options(
     G: int, D: int, DV: int, BS: int, itemsize: int, shared_memory: int = SHARED_MEMORY
 ) -> dict[str, int]:

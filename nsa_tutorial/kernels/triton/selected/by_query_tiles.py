@@ -25,6 +25,7 @@ from nsa_tutorial.kernels.triton.descriptors import token_boxes
 from nsa_tutorial.kernels.triton.launch_options import query_tile_options, tile_sizes
 from nsa_tutorial.kernels.triton.online_softmax import online_softmax
 from nsa_tutorial.kernels.triton.unions import ANY_LENGTH, MOST_WARPS, Unions, num_warps, unions
+from nsa_tutorial.runtime.rounding import next_power_of_2
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
@@ -186,7 +187,7 @@ def make_unions(
         "FirstKey": rows.first_key, "NumVisible": rows.num_visible, "Start": made.start,
         "ListedBy": made.listed_by, "Count": made.count, "NumWhole": made.num_whole,
         "R": R, "H": H, "S": S, "num_keys": k.shape[0] * k.shape[1],
-        "GP": triton.next_power_of_2(G), "DT": tiles["DT"], "DVT": tiles["DVT"],
+        "GP": next_power_of_2(G), "DT": tiles["DT"], "DVT": tiles["DVT"],
     }  # fmt: skip
     return made, given | sizes | options
 

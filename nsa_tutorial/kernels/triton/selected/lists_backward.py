@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from nsa_tutorial.kernels.tables import chunks
 from nsa_tutorial.kernels.triton.backward_call import BackwardCall
 from nsa_tutorial.kernels.triton.selected import backward
 from nsa_tutorial.kernels.triton.tables import tables_of_lists
+from nsa_tutorial.runtime.rounding import cdiv
 
 SUM_KEYS = 16  # keys whose shares a program adds
 
@@ -53,7 +53,7 @@ class KeyChunks(NamedTuple):
 def key_chunks(call: ListsCall, BT: int) -> KeyChunks:
     """The chunks for programs of `BT` keys."""
     c, (B, M), widths = call, call.k.shape[:2], call.widths
-    parts = triton.cdiv(c.block_size, BT)
+    parts = cdiv(c.block_size, BT)
     tables = tables_of_lists(
         c.ids, c.rows, c.lse2, block_size=c.block_size, num_keys=B * M,
         share_bytes=4 * parts * BT * sum(widths.values()), itemsize=c.q.element_size(),
@@ -70,7 +70,7 @@ def add_shares(call: ListsCall, cut: KeyChunks, d_k: Tensor, d_v: Tensor) -> Non
     c, tables, shares = call, cut.tables, cut.shares
     (B, M, H), walked = c.k.shape[:3], tables.chunks
     if walked.num_places:
-        backward.sum_kernel[(len(walked.first), triton.cdiv(c.block_size, SUM_KEYS))](
+        backward.sum_kernel[(len(walked.first), cdiv(c.block_size, SUM_KEYS))](
             *shares, tables.rows, tables.row_end, walked.first_key, walked.head, walked.last,
             walked.part, walked.num_parts, walked.place, d_k, d_v, H, B * M, D=c.sizes["D"],
             DV=c.sizes["DV"], BS=c.block_size, **c.widths, BT=cut.BT, BK=SUM_KEYS,

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from nsa_tutorial.exact.online_softmax import LOG2_E
@@ -24,6 +23,7 @@ from nsa_tutorial.kernels.triton.launch_options import (
 )
 from nsa_tutorial.kernels.triton.tables import runs_of
 from nsa_tutorial.kernels.triton.window import backward, forward
+from nsa_tutorial.runtime.rounding import cdiv
 from nsa_tutorial.runtime.shared_memory import shared_memory
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
@@ -66,7 +66,7 @@ def window_forward(
     q, k, v = (x.contiguous() for x in (q, k, v))
     boxes = flat_boxes(k, v, BT=options["BT"]) if can_use_descriptors(q, k, v) else (None, None)
     tiles = tile_sizes(G, D, DV)
-    num_tiles = triton.cdiv(N * G, options["BQ"])
+    num_tiles = cdiv(N * G, options["BQ"])
     forward.attend_kernel[(B * num_tiles * H,)](
         q, k, v, *boxes, rows.first_key, rows.num_visible, o, lse, scale, scale * LOG2_E, N, H,
         num_tiles, min(window_size, M), G=G, D=D, DV=DV, DT=tiles["DT"], DVT=tiles["DVT"],
@@ -112,12 +112,12 @@ def window_backward(
 def gradient_of_queries(
     call: WindowCall, d_q: Tensor, *, is_added: bool = False, **options: int
 ) -> None:  # fmt: skip
-    """Write the gradients of the queries, or add them. `options` stand in place of what `window_dq_options`
-    chooses."""
+    """Write the gradients of the queries, or add them. `options` stand in place of what
+    `window_dq_options` chooses."""
     c, sizes = call, call.sizes
     (B, N), H = c.q.shape[:2], c.k.shape[2]
     options = window_dq_options(**sizes, **c.memory) | options
-    num_tiles = triton.cdiv(N * sizes["G"], options["BQ"])
+    num_tiles = cdiv(N * sizes["G"], options["BQ"])
     backward.dq_kernel[(B * num_tiles * H,)](
         c.q, c.k, c.v, c.d_o, c.lse, c.delta, c.lse2, c.rows.first_key, c.rows.num_visible, d_q,
         *c.scales, N, H, num_tiles, c.window_size, **sizes, ADD=is_added, **c.widths, **options,
@@ -132,7 +132,7 @@ def gradients_of_keys_and_values(
     c, sizes = call, call.sizes
     B, M, H = c.k.shape[:3]
     options = window_dkv_options(sizes["D"], sizes["DV"], **c.memory) | options
-    num_tiles = triton.cdiv(B * M, options["BT"])
+    num_tiles = cdiv(B * M, options["BT"])
     runs, num_unread, _ = runs_of(
         c.rows, c.lse2, window_size=c.window_size, tile_size=options["BT"], num_keys=B * M
     )  # fmt: skip
