@@ -26,7 +26,9 @@ def branches_at_once(
     q: Tensor, compressed: list[Tensor], selected: list[Tensor], window: list[Tensor],
     gates: list[Tensor], block_counts: Tensor | None, cu_seqlens: Tensor | None, num_keys: int,
     top_n: int, block_size: int, window_size: int, length: int, stride: int, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]:  # fmt: skip
     """`ops.native_sparse_attention` with three gates, choosing its blocks, on the Triton backend.
 
     Args:
@@ -35,13 +37,18 @@ def branches_at_once(
 
     Returns:
         The gated sum; and for the backward: the three outputs `[B, N, HQ, DV]`, their `lse
-        [3, B, N, HQ]`, the lists `[B, N, H, top_n]`, and the summaries, empty if they were given.
+        [3, B, N, HQ]`, the lists `[B, N, H, top_n]`, the summaries, empty if they were given, and
+        where rows and tokens stand (`kernels.triton.rows`), `[5, B * N]` and `[2, B * M]` int32,
+        the latter empty for packed sequences.
     """
     function = backends.load(BACKENDS, "branches_at_once", "triton", q)
     if q.numel() == 0:
-        return _empty(q, compressed, selected, num_keys, top_n, length, stride)
-    sizes = (num_keys, top_n, block_size, window_size, length, stride)
-    rows, choice, window_size = _located(q, compressed, cu_seqlens, *sizes)
+        return _empty(q, compressed, selected, cu_seqlens, num_keys, top_n, length, stride)
+    choice, window_size = _sizes(num_keys, top_n, block_size, window_size, length, stride)
+    rows = None
+    if cu_seqlens is not None:
+        given = (q, compressed[0], cu_seqlens, num_keys, length, stride)
+        rows = arguments.rows_and_summaries(*given)
     if block_counts is not None:
         block_counts = block_counts.clamp(0, choice["top_n"]).to(torch.int32).contiguous()
     found = function(
@@ -51,7 +58,8 @@ def branches_at_once(
     ids, slots = found.ids, choice["top_n"]
     ids = ids if slots == top_n else F.pad(ids, (0, top_n - slots), value=-1)
     summaries = [q.new_empty(0), q.new_empty(0)] if compressed else found.summaries
-    return found.o, *found.branches, found.lse, ids, *summaries
+    places = (found.of_rows, found.of_tokens)
+    return found.o, *found.branches, found.lse, ids, *summaries, *places
 
 
 @branches_at_once.register_fake
@@ -59,12 +67,12 @@ def _(
     q, compressed, selected, window, gates, block_counts, cu_seqlens, num_keys, top_n, block_size,
     window_size, length, stride, scale,
 ):  # fmt: skip
-    return _empty(q, compressed, selected, num_keys, top_n, length, stride)
+    return _empty(q, compressed, selected, cu_seqlens, num_keys, top_n, length, stride)
 
 
 def _empty(
-    q: Tensor, compressed: list[Tensor], selected: list[Tensor], num_keys: int, top_n: int,
-    length: int, stride: int,
+    q: Tensor, compressed: list[Tensor], selected: list[Tensor], cu_seqlens: Tensor | None,
+    num_keys: int, top_n: int, length: int, stride: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Uninitialised results."""
     k, v = selected
@@ -76,22 +84,19 @@ def _empty(
     summaries = [
         q.new_empty(0) if compressed else x.new_empty(B, M_c, H, x.shape[3]) for x in (k, v)
     ]
-    return *outputs, lse, ids, *summaries
+    of_rows = ids.new_empty(5, B * N)
+    of_tokens = ids.new_empty(2, B * num_keys) if cu_seqlens is None else ids.new_empty(0)
+    return *outputs, lse, ids, *summaries, of_rows, of_tokens
 
 
-def _located(
-    q: Tensor, compressed: list[Tensor], cu_seqlens: Tensor | None, num_keys: int, top_n: int,
-    block_size: int, window_size: int, length: int, stride: int,
-) -> tuple:  # fmt: skip
-    """The rows of packed sequences, or None, the sizes of the choice, and the window's size."""
+def _sizes(
+    num_keys: int, top_n: int, block_size: int, window_size: int, length: int, stride: int
+) -> tuple[dict[str, int], int]:
+    """The sizes of the choice, and the window's."""
     choice = arguments.sizes_of_a_choice(
         num_keys, block_size, length, stride, top_n, NUM_INITIAL, NUM_LOCAL
     )
-    rows = None
-    if cu_seqlens is not None:
-        given = (q, compressed[0], cu_seqlens, num_keys, length, stride)
-        rows = arguments.rows_and_summaries(*given)
-    return rows, choice, arguments.at_most_past(window_size, num_keys)
+    return choice, arguments.at_most_past(window_size, num_keys)
 
 
 @operator("nsa_tutorial::branches_at_once_backward")
@@ -110,12 +115,13 @@ def branches_at_once_backward(
     if q.numel() == 0:
         return [x.new_zeros(x.shape) for x in inputs]
     sizes = (num_keys, top_n, block_size, window_size, length, stride)
-    rows, choice, window_size = _located(q, compressed, cu_seqlens, *sizes)
-    o, *branches, lse, ids, k_cmp, v_cmp = outputs
-    found = (o, branches, lse, ids, compressed or [k_cmp, v_cmp])
+    choice, window_size = _sizes(*sizes)
+    o, *branches, lse, ids, k_cmp, v_cmp, of_rows, of_tokens = outputs
+    found = (o, branches, lse, ids, compressed or [k_cmp, v_cmp], of_rows, of_tokens)
     given = (q, compressed, selected, window, gates)
+    num_sequences = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
     options = {"choice": choice, "window_size": window_size, "scale": scale}
-    d_q, *others = function(d_o, found, *given, rows, num_keys=num_keys, **options)
+    d_q, *others = function(d_o, found, *given, num_sequences=num_sequences, **options)
     return [d_q, *(x for gradients in others for x in gradients)]
 
 

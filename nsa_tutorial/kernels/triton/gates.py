@@ -198,10 +198,10 @@ def branch_backward(
     d_outputs = [o.new_empty(o.shape) for o in outputs]
     delta, lse2 = (lse.new_empty(3, B * N, H, HQ // H) for _ in range(2))
     GP, DVT = next_power_of_2(HQ // H), next_power_of_2(DV)
-    BG = max(TILE // (GP * DVT), 1)
+    BG = max(TILE // 2 // (GP * DVT), 1)  # three branches: half as many numbers
     branch_backward_kernel[(cdiv(B * N * H, BG),)](
         d_o.contiguous(), *_three(gates), *_three(outputs), lse, *d_gates, *d_outputs, delta, lse2,
-        B * N * H, G=HQ // H, DV=DV, BG=BG, GP=GP, DVT=DVT, num_warps=4,
+        B * N * H, G=HQ // H, DV=DV, BG=BG, GP=GP, DVT=DVT, num_warps=2,
     )  # fmt: skip
     return d_gates, d_outputs, delta, lse2
 

@@ -25,6 +25,7 @@ from nsa_tutorial.kernels.triton.rows import Located, locate
 from nsa_tutorial.kernels.triton.selected.backward_launch import selected_backward
 from nsa_tutorial.kernels.triton.selected.launch import selected_forward
 from nsa_tutorial.kernels.triton.window.launch import window_backward, window_forward
+from nsa_tutorial.runtime.rounding import cdiv
 from nsa_tutorial.sparse.selected_attention import QueryRows
 
 Pair = Sequence[Tensor]
@@ -39,6 +40,7 @@ class Outputs(NamedTuple):
         lse: theirs, `[3, B, N, HQ]`.
         ids: the lists `[B, N, H, S]`.
         summaries: keys and values of the compression.
+        of_rows, of_tokens: those of `rows.Located`; of packed sequences, no `of_tokens`.
     """
 
     o: Tensor
@@ -46,15 +48,20 @@ class Outputs(NamedTuple):
     lse: Tensor
     ids: Tensor
     summaries: list[Tensor]
+    of_rows: Tensor
+    of_tokens: Tensor
 
 
 def located(
     q: Tensor, num_keys: int, length: int, stride: int, rows: tuple[QueryRows, QueryRows] | None
 ) -> Located:
     """Where the rows stand; those of packed sequences are given."""
-    if rows is not None:
-        return Located(*rows, *(None,) * 3)
-    return locate(*q.shape[:2], num_keys, length=length, stride=stride, device=q.device)
+    if rows is None:
+        return locate(*q.shape[:2], num_keys, length=length, stride=stride, device=q.device)
+    keys, summaries = rows
+    columns = (*keys[:3], *summaries[:2])
+    nothing = keys.position.new_empty(0)
+    return Located(torch.stack(columns), nothing, nothing, keys.num_sequences)
 
 
 def forward(
@@ -77,22 +84,24 @@ def forward(
     B, N, HQ, _ = q.shape
     q = q.contiguous()
     place = located(q, num_keys, choice["length"], choice["stride"], rows)
+    of_keys, of_summaries = place.rows, place.summary_rows
     if not compressed:
         length = choice["length"]
         compressed = [pooling.mean_of_rows(x, place.first, length=length) for x in selected]
     branches = [q.new_empty(B, N, HQ, selected[1].shape[3]) for _ in range(3)]
     lse = q.new_empty(3, B, N, HQ, dtype=torch.float32)
     outs = [*zip(branches, lse.unbind(), strict=True)]
-    compressed_forward(q, *compressed, place.summary_rows, scale=scale, out=outs[0])
+    compressed_forward(q, *compressed, of_summaries, scale=scale, out=outs[0])
     ids = select_blocks(
-        q, compressed[0], lse[0], *place[:2], M=num_keys, **choice, scale=scale,
+        q, compressed[0], lse[0], of_keys, of_summaries, M=num_keys, **choice, scale=scale,
         block_counts=block_counts,
     )  # fmt: skip
     sizes = {"block_size": choice["block_size"], "scale": scale}
-    selected_forward(q, *selected, ids.flatten(0, 1), place.rows, **sizes, out=outs[1])
+    selected_forward(q, *selected, ids.flatten(0, 1), of_keys, **sizes, out=outs[1])
     sizes = {"window_size": window_size, "scale": scale}
-    window_forward(q, *(window or selected), place.rows, **sizes, out=outs[2])
-    return Outputs(gating.gated_sum(gates, branches), branches, lse, ids, list(compressed))
+    window_forward(q, *(window or selected), of_keys, **sizes, out=outs[2])
+    o = gating.gated_sum(gates, branches)
+    return Outputs(o, branches, lse, ids, list(compressed), place.of_rows, place.of_tokens)
 
 
 class Gradients(NamedTuple):
@@ -108,16 +117,18 @@ class Gradients(NamedTuple):
 
 def backward(
     d_o: Tensor, outputs: Outputs, q: Tensor, compressed: Pair, selected: Pair, window: Pair,
-    gates: Sequence[Tensor], rows: tuple[QueryRows, QueryRows] | None, *, num_keys: int,
-    choice: dict[str, int], window_size: int, scale: float,
+    gates: Sequence[Tensor], *, num_sequences: int, choice: dict[str, int], window_size: int,
+    scale: float,
 ) -> Gradients:  # fmt: skip
-    """The backward of `forward`, which returned `outputs` for the same arguments; `d_o` is the
-    gradient of the sum. `Gradients.q` has been rounded after each branch, as when autograd adds
-    them."""
+    """The backward of `forward`, which returned `outputs` for the same arguments.
+
+    `d_o` is the gradient of the sum, and there are at most `num_sequences`. The gradient of `q` is
+    rounded after each branch, as when autograd adds them.
+    """
     q, H = q.contiguous(), selected[0].shape[2]
-    length, stride = choice["length"], choice["stride"]
-    place = located(q, num_keys, length, stride, rows)
-    _, branches, lse, ids, summaries = outputs
+    _, branches, lse, ids, summaries, of_rows, of_tokens = outputs
+    place = Located(of_rows, of_tokens, of_rows[:0], num_sequences)
+    of_keys, of_summaries = place.rows, place.summary_rows
     d_gates, d_branches, *numbers = gating.branch_backward(d_o, gates, branches, lse, H)
     of_branch = [
         {"o": o, "lse": lse[i], "numbers": (numbers[0][i], numbers[1][i]), "scale": scale}
@@ -126,26 +137,25 @@ def backward(
 
     # -- selection --
     d_q, *d_selected, _ = selected_backward(
-        d_branches[1], None, q, *selected, rows=place.rows, ids=ids.flatten(0, 1),
+        d_branches[1], None, q, *selected, rows=of_keys, ids=ids.flatten(0, 1),
         block_size=choice["block_size"], **of_branch[1],
     )  # fmt: skip
 
     # -- window --
     out = (d_q,) if window else (d_q, *d_selected)
     _, *d_window = window_backward(
-        d_branches[2], None, q, *(window or selected), rows=place.rows, window_size=window_size,
+        d_branches[2], None, q, *(window or selected), rows=of_keys, window_size=window_size,
         out=out, **of_branch[2],
     )  # fmt: skip
 
     # -- compression --
     _, *d_compressed = compressed_backward(
-        d_branches[0], None, q, *summaries, rows=place.summary_rows, d_q=d_q, **of_branch[0]
+        d_branches[0], None, q, *summaries, rows=of_summaries, d_q=d_q, **of_branch[0]
     )
     if not compressed:
-        most = -(-length // stride)  # summaries that hold a token
+        length = choice["length"]
+        sizes = {"length": length, "most": cdiv(length, choice["stride"]), "is_added": True}
         for d_summaries, d_x in zip(d_compressed, d_selected, strict=True):
-            within = (place.begin, place.end)
-            sizes = {"length": length, "most": most, "is_added": True}
-            pooling.launch_backward(d_summaries, *within, d_x, **sizes)
+            pooling.launch_backward(d_summaries, *of_tokens, d_x, **sizes)
         d_compressed = []
     return Gradients(d_q, d_compressed, d_selected, d_window if window else [], d_gates)

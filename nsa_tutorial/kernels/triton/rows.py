@@ -22,17 +22,32 @@ BLOCK = 1024  # rows or tokens of a program
 
 
 class Located(NamedTuple):
-    """Attributes:
-    rows, summary_rows: the query rows among the keys, and among the summaries.
-    first: `[B * M_c]` int32, the token with which each summary begins.
-    begin, end: `[B * M]` int32, a token lies in the summaries `begin … end - 1`.
+    """int32 tensors.
+
+    Attributes:
+        of_rows: `[5, R]`: the first key, the number of visible keys, and the position of each row;
+            its first summary, and the number of visible ones.
+        of_tokens: `[2, B * M]`: a token lies in the summaries from the first number to before the
+            second.
+        first: `[B * M_c]`, the token with which each summary begins.
+        num_sequences: at most.
     """
 
-    rows: QueryRows
-    summary_rows: QueryRows
+    of_rows: Tensor
+    of_tokens: Tensor
     first: Tensor
-    begin: Tensor
-    end: Tensor
+    num_sequences: int
+
+    @property
+    def rows(self) -> QueryRows:
+        """The query rows among the keys."""
+        return QueryRows(*self.of_rows[:3].unbind(), self.num_sequences)
+
+    @property
+    def summary_rows(self) -> QueryRows:
+        """The query rows among the summaries."""
+        _, _, position, first, num_visible = self.of_rows.unbind()
+        return QueryRows(first, num_visible, position, self.num_sequences)
 
 
 @triton.jit(do_not_specialize=["R", "N", "M", "M_c", "num_tokens"])  # new lengths, same kernel
@@ -80,10 +95,4 @@ def locate(
     locate_kernel[(cdiv(max(R, tokens), BLOCK),)](
         of_rows, of_tokens, first, R, N, M, M_c, tokens, length, stride, BLOCK=BLOCK
     )
-    first_key, num_visible, position, first_summary, num_seen = of_rows.unbind()
-    return Located(
-        QueryRows(first_key, num_visible, position, B),
-        QueryRows(first_summary, num_seen, position, B),
-        first,
-        *of_tokens.unbind(),
-    )
+    return Located(of_rows, of_tokens, first, B)
