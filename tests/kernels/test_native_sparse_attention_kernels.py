@@ -70,18 +70,9 @@ def test_one_output_for_selection_and_window(monkeypatch: pytest.MonkeyPatch) ->
         noted = lambda *a, f=run, **o: written.append(o["out"][0]) or f(*a, **o)  # noqa: E731
         monkeypatch.setattr(module, name, noted)
     q, k, v, *gates = inputs(20, 2, 1, 16, torch.float32, "cpu")
-    ops.native_sparse_attention(
-        q,
-        k,
-        v,
-        *gates,
-        block_size=16,
-        window_size=7,
-        length=8,
-        stride=4,
-        block_counts=3,
-        backend="triton",
-    )
+    given = torch.zeros(1, 20, 1, 1, dtype=torch.int32)  # lists, so that nothing is chosen
+    sizes = {"block_size": 16, "window_size": 7, "length": 8, "stride": 4, "block_counts": 1}
+    ops.native_sparse_attention(q, k, v, *gates, block_indices=given, **sizes, backend="triton")
     lists, windows = written
     assert lists.untyped_storage().data_ptr() == windows.untyped_storage().data_ptr()
     assert windows.storage_offset() == lists.numel()

@@ -342,8 +342,8 @@ def test_who_sees_a_tile(shape: Shape) -> None:
     _, rows, _ = arguments(shape)
     size, R = 8, shape.B * shape.N
     seen = torch.block_diag(*[shape.seen_keys(shape.window).float()] * shape.B).bool()
-    lse2 = torch.zeros(R, 2).index_fill_(0, torch.tensor([2, 3]), math.inf)
-    runs, num_unread = launch.runs_of(
+    lse2 = torch.zeros(R, 2, 3).index_fill_(0, torch.tensor([2, 3]), math.inf)
+    runs, num_unread, row_end = launch.runs_of(
         rows, lse2, window_size=shape.window, tile_size=size, num_keys=shape.B * shape.M
     )
     for (first, whole, whole_stop, stop), tile in zip(
@@ -353,6 +353,7 @@ def test_who_sees_a_tile(shape: Shape) -> None:
         expected = tile.all(1).nonzero().flatten().tolist()
         assert expected == list(range(max(first, whole), whole_stop))
     assert num_unread[:, 2:5].tolist() == [[0, 1, 2]] * 2
+    assert torch.equal(row_end, rows.first_key + rows.num_visible)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
