@@ -5,7 +5,7 @@ Operators: `selected` and `window` attend to tokens, `compressed` to summaries. 
 blocks by summaries, `indexing` by an indexer, `pooling` makes summaries, `gates` adds up three
 branches, and `native` is all of NSA in one call, from queries, keys, values and gates. `decode` is
 one token a sequence and has rows of its own; `hugging_face` is a sparse layer as transformers calls
-it.
+it, and `host` counts launches.
 
 Lists of tokens: `selected --block-size 1 --slots 2048`, and `indexing` with the same sizes, which
 chooses them.
@@ -52,7 +52,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from nsa_tutorial.bench import decode, hugging_face, plotting, reading, stored
+from nsa_tutorial.bench import decode, host, hugging_face, plotting, reading, stored
 from nsa_tutorial.bench.drawing import DRIFTS, NEIGHBOURS
 from nsa_tutorial.bench.inputs import Shape
 from nsa_tutorial.bench.measuring import Plan, measure_shape
@@ -66,7 +66,8 @@ from nsa_tutorial.runtime.order import ORDERS
 from nsa_tutorial.sparse.native_sparse_attention import NUM_INITIAL, NUM_LOCAL
 
 BACKENDS = ("reference", "tilelang", "triton")
-COMMANDS = {"decode": decode, "hugging_face": hugging_face}  # with rows or options of their own
+# with rows or options of their own
+COMMANDS = {"decode": decode, "host": host, "hugging_face": hugging_face}
 # On a GPU; always allowed, however few tokens there are.
 DEFAULT_BLOCK_SIZE, DEFAULT_SLOTS = 64, 16
 MAX_JOBS = 256
