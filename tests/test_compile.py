@@ -88,6 +88,9 @@ def call_all(
             q, k_cmp, v_cmp, num_keys=M, **summaries, return_lse=True, backend=backend
         ),
         ops.native_sparse_attention(q, k, v, *gates, **nsa, learn_choice=True),
+        ops.native_sparse_attention(q, k, v, *gates, **nsa),
+        ops.native_sparse_attention(q, k, v, g_swa=gates[0], g_cmp=gates[1], **nsa),
+        ops.index_blocks(q, k[:, :, 0], backend=backend),
         torch.ops.nsa_tutorial.positions(cu_seqlens, M),
     ]
     if backend != "reference":
@@ -95,7 +98,8 @@ def call_all(
     return sum(x.nan_to_num(neginf=0).sum() for x in outputs)
 
 
-ON_KERNELS = {"mean_summaries", "gated_sum", "turned_sets"}  # PyTorch itself is the reference
+# PyTorch itself is the reference
+ON_KERNELS = {"mean_summaries", "gated_sum", "turned_sets", "branches_at_once"}
 
 
 @pytest.mark.parametrize(

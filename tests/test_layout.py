@@ -32,7 +32,7 @@ LEVELS = (
     {"ops_decoding", "ops_indexing"},
     {"compositions"},
     {"library", "library_choice", "library_decoding", "library_rotary"},
-    {"library_backward"},
+    {"library_at_once", "library_backward"},
     {"backends", "arguments"},
     {"kernels", "training"},
     {"sparse"},

@@ -13,7 +13,7 @@ from places import skip_unless_runs
 from torch import Tensor
 from torch.library import CustomOpDef
 
-from nsa_tutorial import backends, library, library_backward, ops
+from nsa_tutorial import backends, library, library_at_once, library_backward, ops
 from nsa_tutorial.runtime import devices
 
 HQ, H = 4, 2
@@ -106,7 +106,7 @@ def test_each_backends_function_runs_under_the_guard(
                  "compressed_attention")  # fmt: skip
     expected = {(name, is_backward) for name in attending for is_backward in (False, True)}
     if backend == "triton":
-        expected |= {("compress", True), ("gated_sum", True)}
+        expected |= {("compress", True), ("branches_at_once", False), ("branches_at_once", True)}
     else:  # where a window and a selection over the same keys are two operators
         expected |= {("select_blocks", False)}
     assert expected <= seen
@@ -114,7 +114,7 @@ def test_each_backends_function_runs_under_the_guard(
 
 def test_every_custom_operator_has_the_guard(guarded: list[Tensor]) -> None:
     """The guard is entered before an operator looks at anything but its first tensor."""
-    found = [x for m in (library, library_backward) for x in vars(m).values()
+    found = [x for m in (library, library_at_once, library_backward) for x in vars(m).values()
              if isinstance(x, CustomOpDef)]  # fmt: skip
     assert len({x._qualname for x in found}) >= 15
     for operator in found:
