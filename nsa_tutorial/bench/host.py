@@ -103,7 +103,8 @@ def add_command(operators: argparse._SubParsersAction) -> None:
                    default="triton" if on_gpu else "reference", help="of NSA")  # fmt: skip
     p.add_argument("--dtype", default="bfloat16" if on_gpu else "float32", choices=DTYPES)
     p.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
-    p.add_argument("--layer", action="store_true", help="measure steps of the layer, too")
+    p.add_argument("--layer", nargs="+", type=whole(), default=[], metavar="n",
+                   help="tokens with which to measure steps of the layer, too")  # fmt: skip
     p.add_argument("--seconds", type=seconds, metavar="s", default=0.3)
     p.add_argument("--output", type=Path, metavar="file", help=".json; without it rows are printed")
 
@@ -188,7 +189,7 @@ def row(call: Callable[[], object], options: argparse.Namespace, **known: object
 def layer_rows(options: argparse.Namespace) -> Iterator[Row]:
     """One training step of the layer with means for summaries, eager and compiled: a forward and
     its backward, from `x [1, tokens, MODEL_WIDTH]`."""
-    sizes = (options.tokens, options.kv_heads, options.group, options.width)
+    sizes = (options.layer, options.kv_heads, options.group, options.width)
     for (tokens, kv_heads, group, width), way in product(product(*sizes), ("eager", "compiled")):
         config = NativeSparseAttentionConfig(
             width=MODEL_WIDTH, query_heads=kv_heads * group, kv_heads=kv_heads, key_width=width,
@@ -214,7 +215,7 @@ def layer_rows(options: argparse.Namespace) -> Iterator[Row]:
 def main(options: argparse.Namespace, arguments: list[str]) -> None:
     """Measure, and write or print."""
     found = []
-    for measured in itertools.chain(rows(options), layer_rows(options) if options.layer else ()):
+    for measured in itertools.chain(rows(options), layer_rows(options)):
         found.append(measured)
         launches = "" if measured.kernels is None else f", {len(measured.kernels)} launches"
         print(
