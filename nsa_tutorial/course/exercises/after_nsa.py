@@ -1,0 +1,345 @@
+"""Exercises of chapter 19: scores of which a mean hides what a maximum finds, and an indexer that
+learns which blocks matter, built from an empty body."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nsa_tutorial.course.diffs import diffs
+from nsa_tutorial.course.exercises import Case, Double, Stage
+from nsa_tutorial.course.texts import Texts
+
+TEXTS = Texts(__name__)
+
+
+def _random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+# -- needle_scores --
+
+
+def needle_scores(block_size: int) -> Tensor:
+    """Scores [2 * block_size] of two blocks, from -4 to 4: the mean prefers block 0, and block 1
+    holds more than nine tenths of the attention."""
+    dull, needle = torch.full((block_size,), -3.0), torch.full((block_size,), -4.0)
+    needle[block_size // 2] = 4.0
+    return torch.cat([dull, needle])
+
+
+def _run_needle(solution: Callable, block_size: int) -> object:
+    """What holds of the scores: their shape, their bounds, the mean's choice, the attention."""
+    scores = solution(block_size)
+    if not isinstance(scores, Tensor) or scores.shape != (2 * block_size,):
+        return scores
+    scores = scores.detach().double()
+    mean = scores.view(2, -1).mean(1)
+    share = scores.softmax(0).view(2, -1).sum(1)[1]
+    bounded = scores.abs().max() <= 4 + 1e-6
+    return bool(bounded), bool(mean[0] > mean[1]), bool(share > 0.9)
+
+
+_NEEDLE = TEXTS.exercise(
+    "needle_scores", minutes=6, difficulty=1, solution=needle_scores, run=_run_needle,
+    returns=("within -4 and 4", "the mean prefers block 0", "block 1 holds nine tenths"),
+    misconceptions=diffs(needle_scores, [
+        ("needle[block_size // 2] = 4.0", "needle[block_size // 2] = 5.0",
+         "scores beyond the bounds",
+         "No score may be above 4 or below -4. How low can the rest of the needle's block go?"),
+        ("-3.0", "-4.0", "a mean that finds the needle",
+         "Block 1 has one large score, which lifts its mean a little. What has to hold of all of "
+         "block 0, so that its mean is higher still?"),
+        ("-3.0", "0.0", "a dull block that holds attention, too",
+         "Each of its tokens gets little, but there are many. How low may they all be, with a "
+         "mean above that of block 1?"),
+        ("torch.cat([dull, needle])", "torch.cat([needle, dull])", "the two blocks exchanged",
+         "Block 0 comes first, and it is the dull one."),
+    ], pairs=False),
+    cases=(
+        Case("two blocks of 16 tokens", lambda: (16,)),
+        Case("two blocks of 32 tokens", lambda: (32,)),
+    ),
+)  # fmt: skip
+
+
+# -- learned_index --
+
+
+def learned_index(
+    q: Tensor, k: Tensor, q_idx: Tensor, k_idx: Tensor, w: Tensor, top_n: int, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """The blocks [N, top_n] that the indexer lists for each query, and the loss it learns by."""
+    (N, HQ, D), DI, t = q.shape, k_idx.shape[1], torch.arange(len(q))
+    is_hidden = t > t[:, None]
+
+    # what the indexer thinks of each token
+    products = torch.einsum("njd,md->njm", q_idx, k_idx) * DI**-0.5
+    score = (w[..., None] * products.relu()).sum(1)  # [N, N]
+
+    # the best visible token of each block, and the best blocks
+    visible = score.detach().masked_fill(is_hidden, -torch.inf)
+    visible = F.pad(visible, (0, -N % block_size), value=-torch.inf)
+    of_block = visible.unflatten(1, (-1, block_size)).amax(-1)  # [N, NB]
+    NB = of_block.shape[1]
+    best, ids = of_block.sort(dim=-1, descending=True, stable=True)
+    ids = ids.masked_fill(best == -torch.inf, NB)[:, :top_n].sort(-1).values
+    ids = F.pad(ids, (0, top_n - ids.shape[1]), value=NB)
+    ids = ids.masked_fill(ids == NB, -1)
+
+    # the attention that it is to foresee, and how far it is from that
+    with torch.no_grad():
+        s = torch.einsum("nhd,md->nhm", q, k) * D**-0.5
+        p = s.masked_fill(is_hidden[:, None], -torch.inf).softmax(-1)
+        target = p.sum(1) / HQ
+    log_p = score.masked_fill(is_hidden, -torch.inf).log_softmax(-1)
+    log_p = log_p.masked_fill(is_hidden, 0)
+    loss = (torch.xlogy(target, target) - target * log_p).sum(-1).mean()
+    return ids, loss
+
+
+def _run_index(solution: Callable, what: str, since: int, *arguments: object) -> object:
+    """Of an answer, what a stage asks for: the lists of the queries from `since` on, the loss, or
+    the loss and its gradients."""
+    *tensors, top_n, block_size = arguments
+    if what == "gradients":
+        tensors = [x.clone().requires_grad_() for x in tensors]
+    got = solution(*tensors, top_n, block_size)
+    ids, loss = got if isinstance(got, tuple) and len(got) == 2 else (got, None)
+    if what == "ids":
+        is_whole = isinstance(ids, Tensor) and ids.ndim > 0 and len(ids) == len(tensors[0])
+        return ids[since:] if is_whole else ids
+    if what == "loss" or not isinstance(loss, Tensor):
+        return loss.detach() if isinstance(loss, Tensor) else loss
+    if not loss.requires_grad:
+        return loss, False, *[torch.zeros(1)] * 3
+    found = torch.autograd.grad(loss, tensors, allow_unused=True)
+    is_main = any(d is not None and bool(d.any()) for d in found[:2])
+    return loss.detach(), is_main, *(torch.zeros(1) if d is None else d for d in found[2:])
+
+
+def _index(
+    name: str, N: int, top_n: int, block_size: int, *, HI: int = 1, HQ: int = 1, D: int = 4,
+    DI: int = 4, what: str = "ids", since: int = -1, seed: int = 0, sign: float = 0.0,
+) -> Case:  # fmt: skip
+    """A case for `N` tokens. `sign` is that of all weights, 0 for weights of both signs; `since` is
+    the first query whose list counts, -1 the last one alone."""
+
+    def arguments() -> tuple:
+        shapes = ((N, HQ, D), (N, D), (N, HI, DI), (N, DI), (N, HI))
+        tensors = [_random(*shape, seed=10 * seed + i) for i, shape in enumerate(shapes)]
+        if sign:
+            tensors[4] = sign * (tensors[4].abs() + 0.2)
+        return what, since % N, *(2 * x for x in tensors[:2]), *tensors[2:], top_n, block_size
+
+    return Case(name, arguments)
+
+
+def _no_opinion() -> tuple:
+    """Weights of 0: every visible token has a score of 0."""
+    q, k, q_idx, k_idx, w = (_random(*s, seed=i) for i, s in enumerate(
+        ((24, 1, 4), (24, 4), (24, 2, 4), (24, 4), (24, 2))))  # fmt: skip
+    return "ids", 12, q, k, q_idx, k_idx, 0 * w, 2, 4
+
+
+_SCORE = "(w[..., None] * products.relu()).sum(1)"
+_MAXIMUM = "visible.unflatten(1, (-1, block_size)).amax(-1)  # [N, NB]"
+_MASKED = "score.detach().masked_fill(is_hidden, -torch.inf)"
+_TARGET = "p.sum(1) / HQ"
+_P = "s.masked_fill(is_hidden[:, None], -torch.inf).softmax(-1)"
+_LOG_P = "score.masked_fill(is_hidden, -torch.inf).log_softmax(-1)"
+_LOSS = "(torch.xlogy(target, target) - target * log_p).sum(-1).mean()"
+_OWN = (  # future blocks hidden, and the rest of the own block not
+    "visible.unflatten(1, (-1, block_size)).amax(-1); of_block = of_block.masked_fill("
+    "torch.arange(of_block.shape[1]) > t[:, None] // block_size, -torch.inf)"
+)
+
+
+def _mean_of_visible(visible: Tensor, block_size: int) -> Tensor:
+    """A block's mean over its visible tokens; -inf without any."""
+    x = visible.unflatten(1, (-1, block_size))
+    is_seen = x != -torch.inf
+    mean = x.masked_fill(~is_seen, 0).sum(-1) / is_seen.sum(-1).clamp(min=1)
+    return mean.masked_fill(~is_seen.any(-1), -torch.inf)
+
+
+def _sum_of_visible(visible: Tensor, block_size: int) -> Tensor:
+    """A block's sum over its visible tokens; -inf without any."""
+    count = (visible.unflatten(1, (-1, block_size)) != -torch.inf).sum(-1)
+    return _mean_of_visible(visible, block_size) * count.clamp(min=1)
+
+
+def _blocks_of_best_tokens(visible: Tensor, top_n: int, block_size: int) -> Tensor:
+    """A block counts if one of the `top_n` best tokens is in it, and the best one first."""
+    order = visible.sort(dim=-1, descending=True, stable=True).indices
+    is_best = torch.zeros_like(visible, dtype=torch.bool).scatter_(1, order[:, :top_n], True)
+    chosen = visible.masked_fill(~is_best, -torch.inf)
+    return chosen.unflatten(1, (-1, block_size)).amax(-1)
+
+
+_INDEX = TEXTS.exercise(
+    "learned_index", minutes=34, difficulty=3, solution=learned_index, run=_run_index,
+    tolerance=1e-9, forbidden=(("nsa_tutorial", "the course's own indexer"),),
+    stages=(
+        Stage("one head", (
+            _index("the last of 12 queries, blocks of one token, 3 slots", 12, 3, 1, seed=1,
+                   sign=1.0),
+            _index("the last of 20 queries, 4 slots", 20, 4, 1, seed=2, sign=1.0),
+        )),
+        Stage("heads and weights", (
+            _index("three heads with weights of both signs", 24, 4, 1, HI=3, seed=3),
+            _index("five heads", 40, 6, 1, HI=5, seed=4),
+            _index("four heads, all weights negative", 40, 6, 1, HI=4, seed=5, sign=-1.0),
+        )),
+        Stage("the best of a block", (
+            _index("8 blocks of 4, 3 slots", 32, 3, 4, HI=3, seed=6),
+            _index("10 blocks of 8, 3 slots", 80, 3, 8, HI=3, seed=7),
+            _index("12 blocks of 8, 5 slots", 96, 5, 8, HI=2, seed=8),
+            _index("30 tokens: the last block has 2, and all scores are negative", 30, 3, 4, HI=3,
+                   seed=9, sign=-1.0),
+        )),
+        Stage("causal", (
+            _index("queries 16 to 39, blocks of 4", 40, 3, 4, HI=3, since=16, seed=10),
+            _index("queries 40 to 61, blocks of 8", 62, 4, 8, HI=2, since=40, seed=11),
+            _index("all weights negative, queries 16 to 39", 40, 3, 4, HI=3, since=16, seed=12,
+                   sign=-1.0),
+        )),
+        Stage("short lists and ties", (
+            _index("all queries of 20, 3 slots", 20, 3, 4, HI=2, since=0, seed=13),
+            _index("more slots than blocks", 22, 8, 4, HI=2, since=0, seed=14),
+            Case("an indexer without an opinion: all scores are 0", _no_opinion),
+        )),
+        Stage("the loss", (
+            _index("six tokens, one head", 6, 2, 2, HI=2, what="loss", seed=15),
+            _index("twenty tokens, one head", 20, 2, 4, HI=3, DI=9, what="loss", seed=16),
+        )),
+        Stage("a group's attention", (
+            _index("three heads in the group", 10, 2, 2, HI=2, HQ=3, what="loss", seed=17),
+            _index("four heads in the group", 24, 2, 4, HI=3, HQ=4, what="loss", seed=18),
+        )),
+        Stage("who learns", (
+            _index("its gradients, two heads in the group", 10, 2, 2, HI=2, HQ=2,
+                   what="gradients", seed=19),
+            _index("its gradients, four heads in the group", 21, 2, 4, HI=3, HQ=4,
+                   what="gradients", seed=20),
+        )),
+    ),
+    misconceptions=diffs(learned_index, [
+        # -- scores --
+        ("products.relu()", "products", "scores without the relu",
+         "A head with a negative product then speaks against a token. What does each head's "
+         "product become before it is weighted?"),
+        (_SCORE, "(w[..., None] * products).sum(1).relu()", "a relu after the sum over heads",
+         "Each head decides alone whether it sees anything in a token. Where does the relu stand, "
+         "before the sum or after it?"),
+        (_SCORE, "products.relu().sum(1)", "heads without their weights",
+         "Which argument says how much each query trusts each of the heads?"),
+        (_SCORE, "(w[..., None] * products).relu().sum(1)", "a relu around the weighted products",
+         "A weight may be negative. What should a head with a negative weight do to a token's "
+         "score?"),
+        # -- from tokens to blocks --
+        (_MAXIMUM, "_mean_of_visible(visible, block_size)", "a mean or a sum in place of the maximum",
+         "One token that matters is lost among many that do not. What does a block's best token "
+         "say?"),
+        (_MAXIMUM, "_sum_of_visible(visible, block_size)",
+         "a mean or a sum in place of the maximum"),
+        (_MAXIMUM, "_blocks_of_best_tokens(visible, top_n, block_size)",
+         "choosing tokens first, and then their blocks",
+         "Two of the best tokens may share a block, and then a slot stays empty. Of what are the "
+         "best `top_n` asked for?"),
+        ("(0, -N % block_size), value=-torch.inf", "(0, -N % block_size)",
+         "a filled-up token that wins",
+         "All scores may be negative, and then a 0 beats them. With what do you fill up the last "
+         "block?"),
+        # -- causal --
+        ({_MASKED: "score.detach()", _MAXIMUM: _OWN}, "the future of the own block in its maximum",
+         "The own block is past only up to the query itself. Over which of its tokens do you take "
+         "the maximum?"),
+        (_MASKED, "score.detach()", "blocks of the future",
+         "Query 16 must not know token 17. What do you do to scores of later tokens before you "
+         "take a maximum?"),
+        ("t > t[:, None]", "t >= t[:, None]", "a query that does not see itself",
+         "A query attends to its own token, too. Is a token at the query's position hidden?"),
+        # -- lists --
+        ("[:, :top_n].sort(-1).values", "[:, :top_n]", "a list in the order of its scores",
+         "Lists ascend, as in chapter 07. What is still to be done with the ids?"),
+        ("ids = ids.masked_fill(ids == NB, -1)", "ids = ids", "a block that does not exist",
+         "What stands in a slot that holds no block?"),
+        ("ids.masked_fill(best == -torch.inf, NB)[:, :top_n]", "ids[:, :top_n]",
+         "blocks of the future in slots that should be empty",
+         "Sorting puts hidden blocks last, but they still have ids. What are these to become?"),
+        ("value=NB)\n", "value=0)\n", "block 0 in the empty slots",
+         "What stands in a slot that holds no block?"),
+        ({"of_block.sort(dim": "of_block.flip(1).sort(dim",
+          "ids = ids.masked_fill(best": "ids = (NB - 1 - ids).masked_fill(best"},
+         "ties that go to the later block",
+         "After a relu, many scores are exactly 0. Which of two equal blocks comes first?"),
+        # -- the target --
+        (" * D**-0.5", "", "attention without its scale",
+         "The target is the attention of the main heads. Which factor have their scores?"),
+        (" * DI**-0.5", "", "products without the scale",
+         "It changes no list, but the loss. Which factor makes a product a score?"),
+        (_P, "s.softmax(-1).masked_fill(is_hidden[:, None], 0)",
+         "a target that gave some attention to the future",
+         "Then its visible part sums to less than 1. When do you hide the future, before the "
+         "softmax or after it?"),
+        (_TARGET, "p.sum(1)", "a target that is not normalised",
+         "Each head's attention sums to 1. To what does the sum over the group come?"),
+        (_TARGET, "p[:, 0]", "the attention of one head",
+         "All heads of the group read the list. Whose attention should it foresee?"),
+        (_TARGET, "s.mean(1).masked_fill(is_hidden, -torch.inf).softmax(-1)",
+         "adding up scores where attention is meant",
+         "A head with large scores then decides alone (chapter 07). In which order do softmax and "
+         "sum come?"),
+        (_TARGET, "p.amax(1) / p.amax(1).sum(-1, keepdim=True)",
+         "a maximum over the heads", "How do the heads of a group come to one target?"),
+        # -- the divergence --
+        ({_LOG_P: "score.log_softmax(-1)"}, "a softmax over hidden tokens",
+         "The indexer's probability that goes to the future is lost. Over which tokens is its "
+         "softmax?"),
+        (_LOSS, "(log_p.exp().masked_fill(is_hidden, 0) * (log_p - target.clamp(min=1e-30).log()))"
+         ".sum(-1).mean()", "the divergence the other way round",
+         "Of KL(target ‖ indexer), the target's probabilities are the weights. By whose do you "
+         "weigh?"),
+        (_LOSS, "-(target * log_p).sum(-1).mean()", "a cross-entropy",
+         "It has the same gradient, but a perfect indexer's loss would not be 0. What of the "
+         "target has to be added?"),
+        (_LOSS, "(torch.xlogy(target, target) - target * log_p).sum()", "a sum over the queries",
+         "A longer text must not count more. By what is the sum over the queries to be divided?"),
+        (_LOSS, "(torch.xlogy(target, target) - target * log_p).mean()",
+         "a mean over the tokens, too",
+         "A divergence is a *sum* over tokens. Over what is the mean?"),
+        # -- gradients --
+        ("with torch.no_grad():", "if True:", "a gradient into the main heads",
+         "Attention would learn to be easy to foresee. How do you stop the target's gradient?"),
+        ({_LOG_P: f"{_MASKED}.log_softmax(-1)"}, "a loss that teaches nothing",
+         "The list needs no gradient, but the loss does. From which scores do you compute it?"),
+    ], pairs=False),
+)  # fmt: skip
+
+
+EXERCISES = (_NEEDLE, _INDEX)
+
+
+# -- two mistakes at once --
+
+DOUBLES = (
+    Double("learned_index", names=("heads without their weights", "a cross-entropy")),
+)  # fmt: skip
+
+
+# -- what the chapter warns of --
+
+TRAPS = TEXTS.traps
+
+
+# -- predictions --
+
+PREDICTIONS = TEXTS.predictions(
+    globals(),
+    share_of_choosing={"unit": "%", "choices": (3, 24, 50, 94)},
+    who_finds={"choices": ("mean keys", "an indexer", "both alike")},
+)
