@@ -190,9 +190,9 @@ _INDEX = TEXTS.exercise(
             _index("the last of 20 queries, 4 slots", 20, 4, 1, seed=2, sign=1.0),
         )),
         Stage("heads and weights", (
+            _index("four heads, all weights negative", 20, 4, 1, HI=4, seed=5, sign=-1.0),
             _index("three heads with weights of both signs", 24, 4, 1, HI=3, seed=3),
             _index("five heads", 40, 6, 1, HI=5, seed=4),
-            _index("four heads, all weights negative", 40, 6, 1, HI=4, seed=5, sign=-1.0),
         )),
         Stage("the best of a block", (
             _index("8 blocks of 4, 3 slots", 32, 3, 4, HI=3, seed=6),
@@ -277,11 +277,17 @@ _INDEX = TEXTS.exercise(
           "ids = ids.masked_fill(best": "ids = (NB - 1 - ids).masked_fill(best"},
          "ties that go to the later block",
          "After a relu, many scores are exactly 0. Which of two equal blocks comes first?"),
-        # -- the target --
+    ], pairs=False) + diffs(learned_index, [
         (" * D**-0.5", "", "attention without its scale",
          "The target is the attention of the main heads. Which factor have their scores?"),
         (" * DI**-0.5", "", "products without the scale",
          "It changes no list, but the loss. Which factor makes a product a score?"),
+        ({_LOG_P: "score.log_softmax(-1)"}, "a softmax over hidden tokens",
+         "The indexer's probability that goes to the future is lost. Over which tokens is its "
+         "softmax?"),
+        (_LOSS, "(torch.xlogy(target, target) - target * log_p).sum()", "a sum over the queries",
+         "A longer text must not count more. By what is the sum over the queries to be divided?"),
+    ]) + diffs(learned_index, [
         (_P, "s.softmax(-1).masked_fill(is_hidden[:, None], 0)",
          "a target that gave some attention to the future",
          "Then its visible part sums to less than 1. When do you hide the future, before the "
@@ -296,10 +302,6 @@ _INDEX = TEXTS.exercise(
          "sum come?"),
         (_TARGET, "p.amax(1) / p.amax(1).sum(-1, keepdim=True)",
          "a maximum over the heads", "How do the heads of a group come to one target?"),
-        # -- the divergence --
-        ({_LOG_P: "score.log_softmax(-1)"}, "a softmax over hidden tokens",
-         "The indexer's probability that goes to the future is lost. Over which tokens is its "
-         "softmax?"),
         (_LOSS, "(log_p.exp().masked_fill(is_hidden, 0) * (log_p - target.clamp(min=1e-30).log()))"
          ".sum(-1).mean()", "the divergence the other way round",
          "Of KL(target ‖ indexer), the target's probabilities are the weights. By whose do you "
@@ -307,8 +309,6 @@ _INDEX = TEXTS.exercise(
         (_LOSS, "-(target * log_p).sum(-1).mean()", "a cross-entropy",
          "It has the same gradient, but a perfect indexer's loss would not be 0. What of the "
          "target has to be added?"),
-        (_LOSS, "(torch.xlogy(target, target) - target * log_p).sum()", "a sum over the queries",
-         "A longer text must not count more. By what is the sum over the queries to be divided?"),
         (_LOSS, "(torch.xlogy(target, target) - target * log_p).mean()",
          "a mean over the tokens, too",
          "A divergence is a *sum* over tokens. Over what is the mean?"),
@@ -327,7 +327,8 @@ EXERCISES = (_NEEDLE, _INDEX)
 # -- two mistakes at once --
 
 DOUBLES = (
-    Double("learned_index", names=("heads without their weights", "a cross-entropy")),
+    Double("learned_index", names=(
+        "a softmax over hidden tokens", "a sum over the queries")),
 )  # fmt: skip
 
 
