@@ -190,7 +190,7 @@ _INDEX = TEXTS.exercise(
             _index("the last of 20 queries, 4 slots", 20, 4, 1, seed=2, sign=1.0),
         )),
         Stage("heads and weights", (
-            _index("four heads, all weights negative", 20, 4, 1, HI=4, seed=5, sign=-1.0),
+            _index("four heads, 12 tokens, 9 slots", 12, 9, 1, HI=4, seed=5),
             _index("three heads with weights of both signs", 24, 4, 1, HI=3, seed=3),
             _index("five heads", 40, 6, 1, HI=5, seed=4),
         )),
@@ -241,7 +241,8 @@ _INDEX = TEXTS.exercise(
          "A weight may be negative. What should a head with a negative weight do to a token's "
          "score?"),
         # -- from tokens to blocks --
-        (_MAXIMUM, "_mean_of_visible(visible, block_size)", "a mean or a sum in place of the maximum",
+        (_MAXIMUM, "_mean_of_visible(visible, block_size)",
+         "a mean or a sum in place of the maximum",
          "One token that matters is lost among many that do not. What does a block's best token "
          "say?"),
         (_MAXIMUM, "_sum_of_visible(visible, block_size)",
