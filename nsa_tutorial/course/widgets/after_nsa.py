@@ -1,0 +1,383 @@
+"""Pictures of chapter 19: the masks of two dials, what a mean hides, what was found on the recall
+task by the position of the dials, and what choosing costs.
+
+Runs come from `python -m nsa_tutorial.training.capstone.record after`, which names its machine.
+`explore` is the interactive, `draw_position` its picture.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import ipywidgets
+import numpy as np
+import torch
+from torch import Tensor
+
+from nsa_tutorial.course import after_costs as costs
+from nsa_tutorial.course import heads
+from nsa_tutorial.course.figures import PALETTE, Picture, new_figure
+from nsa_tutorial.course.sheet import Place, Sheet, byte_colour
+from nsa_tutorial.course.widgets import Panel, panel
+from nsa_tutorial.sparse.block_selection import choose
+
+FILE = Path(__file__).resolve().parents[3] / "assets" / "after_nsa.json"
+CHOOSERS = ("mean keys", "an indexer")
+GROUP, LATER = 3, 256  # the KV head that looks far, and its first query that counts
+WHO = {("mean keys", 16): "NSA, MoBA", ("an indexer", 16): "MSA", ("mean keys", 1): "nobody",
+       ("an indexer", 1): "DSA"}  # fmt: skip
+
+# a variant of the recording, what a picture calls it, and its colour
+NAMES = {
+    "dense": ("dense", "key"),
+    "nsa": ("NSA, three branches", "own block"),
+    "top": ("tokens by all scores", "value"),
+    "dsa": ("tokens by an indexer", "window"),
+    "msa": ("blocks by an indexer", "selected"),
+    "moba": ("blocks by mean keys", "compressed"),
+    "any": ("blocks at random", "line"),
+}
+
+
+# -- one real group of heads --
+
+
+@functools.cache
+def _group() -> tuple[Tensor, Tensor, Tensor]:
+    """Scores `[G, N, N]` and the mean attention `[N, N]` of a group, and its keys `[N, D]`."""
+    h = heads.load()
+    q, k = h.q[0, :, GROUP * h.G : (GROUP + 1) * h.G], h.k[0, :, GROUP]
+    s = torch.einsum("nhd,md->hnm", q, k) * k.shape[-1] ** -0.5
+    is_hidden = torch.arange(len(k)) > torch.arange(len(k))[:, None]
+    return s, s.masked_fill(is_hidden, -torch.inf).softmax(-1).mean(0), k
+
+
+@functools.cache
+def mask(unit: int, chooser: str, budget: int = 64) -> tuple[Tensor, float]:
+    """The tokens `[N, N]` that the queries of the group read, and the share of their attention that
+    this holds, as a mean over the later half. The indexer is a perfect one: its scores are the
+    attention itself."""
+    s, p, _ = _group()
+    N = len(p)
+    is_past = torch.arange(N) <= torch.arange(N)[:, None]
+    own = torch.arange(N) // unit
+    if chooser == "an indexer":
+        score = p.masked_fill(~is_past, 0).unflatten(1, (-1, unit)).amax(-1)
+    else:
+        score = s.sum(0).unflatten(1, (-1, unit)).mean(-1)
+    ids = choose(score[None, :, None], own, top_n=budget // unit, num_initial=0, num_local=1)
+    ids = ids[0, :, 0].long()
+    listed = torch.zeros(N, N // unit + 1, dtype=torch.bool)
+    listed.scatter_(1, ids.where(ids >= 0, N // unit), True)
+    seen = listed[:, :-1].repeat_interleave(unit, 1) & is_past
+    return seen, (p * seen)[LATER:].sum(1).mean().item()
+
+
+def _image(unit: int, chooser: str) -> np.ndarray:
+    """A mask in the course's colours, `[queries of the later half, N, 3]`."""
+    seen = mask(unit, chooser)[0][LATER:]
+    t = torch.arange(LATER, LATER + len(seen))[:, None]
+    key = torch.arange(seen.shape[1])
+    image = np.full((*seen.shape, 3), 255, dtype=np.uint8)
+    image[(key <= t).numpy()] = byte_colour("masked")
+    image[seen.numpy()] = byte_colour("selected")
+    image[(seen & (key >= t // unit * unit)).numpy()] = byte_colour("own block")
+    return image
+
+
+def draw_dials() -> Picture:
+    """The two dials as four masks of one group of heads."""
+    figure, axes = new_figure(9.2, 5.0, columns=2, rows=2)
+    for row, unit in enumerate((16, 1)):
+        for column, chooser in enumerate(CHOOSERS):
+            axis = axes[row, column]
+            axis.imshow(_image(unit, chooser), interpolation="none", aspect="auto",
+                        extent=(0, 512, 512, LATER))  # fmt: skip
+            what = "4 blocks of 16" if unit == 16 else "64 tokens"
+            share = mask(unit, chooser)[1]
+            axis.set_title(
+                f"{WHO[chooser, unit]}: {what} by {chooser} hold {share:.0%}",
+                fontsize=10,
+            )
+            axis.set_xticks([] if row == 0 else [0, 256, 512])
+            axis.set_yticks([] if column else [256, 512])
+        axes[row, 0].set_ylabel("query", fontsize=9)
+    for axis in axes[1]:
+        axis.set_xlabel("key", fontsize=9)
+    blocks, tokens = (mask(unit, "an indexer")[1] for unit in (16, 1))
+    return Picture(
+        figure,
+        f"64 tokens as 4 blocks hold {mask(16, 'mean keys')[1]:.0%} to {blocks:.0%} of this "
+        f"group's attention, as single tokens {tokens:.0%}",
+    )
+
+
+# -- a maximum is not a mean --
+
+
+def needle(blocks: int = 8, block_size: int = 16, at: int = 41, height: float = 5.0) -> Tensor:
+    """Scores of tokens: noise, a needle, and around it a block of low scores."""
+    g = torch.Generator().manual_seed(3)
+    scores = 0.7 * torch.randn(blocks * block_size, generator=g)
+    first = at // block_size * block_size
+    scores[first : first + block_size] -= 0.9
+    scores[at] = height
+    return scores
+
+
+def draw_needle() -> Picture:
+    """Scores of tokens, and what a block's mean, maximum and attention say of them."""
+    scores = needle()
+    of_block = scores.view(8, 16)
+    share = scores.softmax(0).view(8, 16).sum(1)
+    figure, axes = new_figure(9.2, 3.6, columns=3, rows=2, height_ratios=(1.25, 1))
+    top = axes[0, 0].get_gridspec()
+    for axis in axes[0]:
+        axis.remove()
+    axis = figure.add_subplot(top[0, :])
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(labelsize=9, colors=PALETTE["text"])
+    colours = [PALETTE["query"] if i == 41 else PALETTE["key"] for i in range(128)]
+    axis.bar(range(128), scores, 0.9, color=colours)
+    for edge in range(16, 128, 16):
+        axis.axvline(edge - 0.5, color=PALETTE["faint"], linewidth=0.8, linestyle=":")
+    axis.set(ylabel="score", xlim=(-1, 128))
+    axis.set_xticks([16 * b + 7.5 for b in range(8)], [f"block {b}" for b in range(8)])
+    axis.text(42, 4.3, "needle", fontsize=9)
+    rows = {"mean": of_block.mean(1), "maximum": of_block.amax(1), "attention": share}
+    ranks = {}
+    for axis, (name, values) in zip(axes[1], rows.items(), strict=True):
+        best = int(values.argmax())
+        ranks[name] = int((values > values[2]).sum()) + 1
+        colours = [PALETTE["selected" if b == best else "masked"] for b in range(8)]
+        axis.bar(range(8), values, 0.8, color=colours)
+        axis.set_title(f"{name}: block {best} is best", fontsize=10)
+        axis.set_xticks(range(8))
+        axis.axhline(0, color=PALETTE["faint"], linewidth=0.8)
+    return Picture(
+        figure,
+        f"The block with the needle has rank {ranks['mean']} of 8 by its mean, rank "
+        f"{ranks['maximum']} by its maximum, and holds {share[2]:.0%} of the attention",
+    )
+
+
+# -- the recording --
+
+
+@functools.cache
+def recording() -> dict:
+    """What was recorded."""
+    return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+def rows(attention: str, blocks: int = 5) -> list[dict]:
+    """The runs of a variant with lists of so many blocks of 16, or as many tokens, by seed."""
+    found = [r for r in recording()["rows"] if (r["attention"], r["blocks"]) == (attention, blocks)]
+    return sorted(found, key=lambda r: r["seed"])
+
+
+def mean(attention: str, what: str, blocks: int = 5) -> float:
+    """A number that the runs of a variant found at their end, the mean over the seeds."""
+    values = [r["found"][what] for r in rows(attention, blocks)]
+    return sum(values) / len(values)
+
+
+def told() -> str:
+    """What the recording is."""
+    data = recording()
+    s, seeds = rows("msa")[0]["settings"], len(rows("msa"))
+    return (
+        f"{data['machine']}, PyTorch {data['versions']['torch']}: texts of {s['length']} tokens, "
+        f"{s['steps']} steps of {s['batch']} texts, {seeds} seed{'s' * (seeds > 1)}"
+    )
+
+
+def draw_race() -> Picture:
+    """Far answers found, by variant and by the tokens of a list, a dot for each seed."""
+    figure, axes = new_figure(9.2, 3.3, columns=2)
+    for axis, blocks in zip(axes[0], (5, 2), strict=True):
+        names = [name for name in NAMES if rows(name, blocks)]
+        for y, name in enumerate(names):
+            values, colour = [r["found"]["far"] for r in rows(name, blocks)], NAMES[name][1]
+            share = mean(name, "far", blocks)
+            axis.barh(y, share, 0.6, color=PALETTE[colour], alpha=0.45)
+            axis.plot(values, [y] * len(values), "o", color=PALETTE[colour], markersize=5.5,
+                      markeredgecolor=PALETTE["text"], markeredgewidth=0.6)  # fmt: skip
+            axis.text(max(values) + 0.03, y, f"{share:.0%}", va="center", fontsize=9.5)
+        axis.set_yticks(range(len(names)), [NAMES[n][0] for n in names], fontsize=9)
+        axis.set(ylim=(len(names) - 0.5, -0.5), xlim=(0, 1.18), xlabel="far answers found")
+        axis.set_xticks([0, 0.5, 1], ["0", "50 %", "100 %"])
+        axis.set_title(f"{blocks} blocks of 16, or {16 * blocks} tokens", fontsize=10)
+    shares = [f"{NAMES[n][0]} {mean(n, 'far'):.0%}" for n in ("dsa", "msa", "moba", "any")]
+    return Picture(figure, "Far answers found with 80 tokens: " + ", ".join(shares))
+
+
+def draw_learning(blocks: int = 5) -> Picture:
+    """Hits of the lists, and far answers found, as the variants learn."""
+    figure, axes = new_figure(9.2, 3.1, columns=2)
+    for axis, (place, name) in zip(
+        axes[0], ((2, "lists that hold the answer"), (1, "far answers found")), strict=True
+    ):
+        for variant in ("top", "dsa", "msa", "moba", "any"):
+            label, colour = NAMES[variant]
+            runs = rows(variant, blocks)
+            step = [point[0] for point in runs[0]["progress"]]
+            values = np.array([[point[place] for point in r["progress"]] for r in runs])
+            axis.fill_between(step, values.min(0), values.max(0), color=PALETTE[colour], alpha=0.2,
+                              linewidth=0)  # fmt: skip
+            axis.plot(step, values.mean(0), color=PALETTE[colour], linewidth=1.9, label=label)
+        axis.set(xlabel="step", ylim=(-0.03, 1.05), title=name)
+        axis.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])
+    axes[0, 0].legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(0, 0.98))
+    last = [np.mean([r["progress"][-1][2] for r in rows(v, blocks)]) for v in ("msa", "moba")]
+    return Picture(
+        figure,
+        f"An indexer's blocks come to hold {last[0]:.0%} of the far answers, those of mean keys "
+        f"{last[1]:.0%}",
+    )
+
+
+def draw_live(hits: dict[str, Sequence[float]], chance: float, every: int) -> Picture:
+    """Hits of short runs: by variant, after every so many steps."""
+    figure, axes = new_figure(7.6, 2.8)
+    axis = axes[0, 0]
+    for variant, values in hits.items():
+        label, colour = NAMES[variant]
+        axis.plot([every * i for i in range(len(values))], values, "o-", color=PALETTE[colour],
+                  markersize=4, label=label)  # fmt: skip
+    axis.axhline(chance, color=PALETTE["faint"], linestyle="--", linewidth=1)
+    axis.text(0, chance + 0.02, "chance, for blocks", fontsize=9)
+    axis.set(xlabel="step", ylim=(0, 1.05), ylabel="far questions whose list is a hit")
+    axis.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])
+    axis.legend(frameon=False, fontsize=9, loc="upper left")
+    said = ", ".join(f"{NAMES[v][0]} {values[-1]:.0%}" for v, values in hits.items())
+    return Picture(figure, f"Hits at the end: {said}")
+
+
+# -- costs --
+
+
+def _amount(x: float) -> str:
+    """Operations in words."""
+    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if x >= unit:
+            return f"{x / unit:.3g} {name}FLOP"
+    return f"{x:.0f} FLOP"
+
+
+def length_name(N: int) -> str:
+    """8k, 1M."""
+    return f"{N >> 10}k" if N < 1 << 20 else f"{N >> 20}M"
+
+
+def draw_costs() -> Picture:
+    """Operations of a text's last query, by its length: attending, choosing, and dense."""
+    figure, axes = new_figure(8.8, 3.5, columns=2, width_ratios=(1.7, 1))
+    axis, legend = axes[0]
+    lengths = [1 << e for e in range(13, 21)]
+    lines = {
+        "dense attention": ("key", "-", lambda N: costs.DENSE.query(N).attending),
+        "choosing tokens by their keys": (
+            "own block", "--", lambda N: costs.dials(1, "mean keys").query(N).choosing),
+        "choosing by an indexer": (
+            "selected", "-", lambda N: costs.dials(128, "an indexer").query(N).choosing),
+        "choosing blocks by mean keys": (
+            "compressed", "-", lambda N: costs.dials(128, "mean keys").query(N).choosing),
+        "attending to 2,048 tokens": (
+            "text", ":", lambda N: costs.dials(128, "mean keys").query(N).attending),
+    }  # fmt: skip
+    for i, (name, (colour, style, of)) in enumerate(lines.items()):
+        axis.plot(lengths, [of(N) / 1e6 for N in lengths], style, color=PALETTE[colour],
+                  linewidth=2)  # fmt: skip
+        legend.plot([0, 0.12], [-i, -i], style, color=PALETTE[colour], linewidth=2.4)
+        legend.text(0.17, -i, name, va="center", fontsize=9)
+    legend.axis("off")
+    legend.set(xlim=(0, 1.3), ylim=(-5.5, 1.5))
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    ticks = lengths[::2] + lengths[-1:]
+    axis.set_xticks(ticks, [length_name(N) for N in ticks])
+    axis.set(xlabel="tokens of the text", ylabel="MFLOP of the last query")
+    meet = next(
+        N for N in lengths if costs.dials(128, "an indexer").query(N).share_of_choosing > 0.5
+    )
+    last = indexed.query(1 << 20)
+    return Picture(
+        figure,
+        f"Past {length_name(meet)} tokens, an indexer works more than the attention that it "
+        f"serves; at 1M, {last.choosing / last.attending:.0f} times as much",
+    )
+
+
+# -- the panel --
+
+UNITS = {"blocks of 128": 128, "blocks of 64": 64, "tokens": 1}
+
+
+def sentence(unit: str, chooser: str, tokens: int) -> str:
+    """What the explorer says."""
+    q, dense = (m.query(tokens) for m in (costs.dials(UNITS[unit], chooser), costs.DENSE))
+    all_of = q.choosing + q.attending
+    return (
+        f"{length_name(tokens)} tokens, {unit} by {chooser}: choosing takes "
+        f"{_amount(q.choosing)}, attending {_amount(q.attending)}, so {q.share_of_choosing:.0%} is "
+        f"choice; dense attention would take {dense.attending / all_of:.1f} times as much. For "
+        f"each KV head, 2,048 keys lie in {q.runs:,} stretches of memory."
+    )
+
+
+def draw_position(
+    unit: str = "blocks of 128", chooser: str = "an indexer", tokens: int = 1 << 17
+) -> Picture:
+    """One position of the dials: a mask of the real group, operations and bytes."""
+    sheet, size = Sheet(9.0, 3.0), UNITS[unit]
+    small = {128: 32, 64: 16, 1: 1}[size]  # of the 512 tokens of the real text
+    place = Place(0.55, 0.62, 3.4, 1.7)
+    sheet.image(place, _image(small, chooser))
+    sheet.title(place, f"a real group: {'blocks of ' + str(small) if small > 1 else 'tokens'}, "
+                       f"64 of 512 tokens")  # fmt: skip
+    sheet.below(place, {0: 0, 0.5: 256, 1: 512}, "key")
+    sheet.beside(place, {0: 256, 1: 512}, "query")
+    q, dense = (m.query(tokens) for m in (costs.dials(size, chooser), costs.DENSE))
+    bars = (
+        ("FLOP of the last query", q.choosing, q.attending, dense.attending, _amount),
+        ("MiB read for it", q.read_to_choose / 2**20, q.read_to_attend / 2**20,
+         dense.read_to_attend / 2**20, lambda x: f"{x:.3g}"),
+    )  # fmt: skip
+    for i, (title, choosing, attending, whole, said) in enumerate(bars):
+        chart = sheet.chart(Place(5.35, 0.62 + 1.2 * i, 2.4, 0.72), (0, 8), (-0.5, 2.5))
+        chart.title(title)
+        names = (("choosing", choosing, "compressed"), ("attending", attending, "selected"),
+                 ("dense", whole, "key"))  # fmt: skip
+        smallest = min(x for _, x, _ in names) / 3
+        top = math.log10(max(x for _, x, _ in names) / smallest)
+        for y, (name, value, colour) in enumerate(names):
+            length = 8 * math.log10(value / smallest) / top
+            chart.boxes([(0, 2 - y - 0.36, length, 0.72)], colour)
+            chart.words([(0, 2 - y, f"{name} ")], size=8.5, ha="right")
+            chart.words([(length, 2 - y, f" {said(value)}")], size=8.5, ha="left")
+    sheet.words([(6.55, 2.9, "lengths of bars are logarithms")], size=8.5, colour="faint")
+    return Picture(sheet.figure, f"{unit} by {chooser}, {length_name(tokens)} tokens")
+
+
+def explore() -> Panel:
+    """The interactive: the two dials and the length → mask, operations, bytes."""
+
+    def render(unit: str, chooser: str, tokens: int) -> tuple[Picture, str]:
+        return draw_position(unit, chooser, tokens), sentence(unit, chooser, tokens)
+
+    return panel(
+        "two dials",
+        render,
+        unit=ipywidgets.ToggleButtons(options=tuple(UNITS), value="blocks of 128",
+                                      description="what"),
+        chooser=ipywidgets.ToggleButtons(options=CHOOSERS, value="an indexer", description="who"),
+        tokens=ipywidgets.SelectionSlider(
+            options=[(length_name(1 << e), 1 << e) for e in range(13, 21)], value=1 << 17,
+            description="tokens",
+        ),
+    )  # fmt: skip
