@@ -302,9 +302,8 @@ def draw_costs() -> Picture:
     ticks = lengths[::2] + lengths[-1:]
     axis.set_xticks(ticks, [length_name(N) for N in ticks])
     axis.set(xlabel="tokens of the text", ylabel="MFLOP of the last query")
-    meet = next(
-        N for N in lengths if costs.dials(128, "an indexer").query(N).share_of_choosing > 0.5
-    )
+    indexed = costs.dials(128, "an indexer")
+    meet = next(N for N in lengths if indexed.query(N).share_of_choosing > 0.5) // 2
     last = indexed.query(1 << 20)
     return Picture(
         figure,

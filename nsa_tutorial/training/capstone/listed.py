@@ -75,12 +75,16 @@ class ListedAttention(nn.Module):
         """All scores in memory, and each of them computed once."""
         s, N = masks.scores(q, k), q.shape[1]
         if indexed is not None:
-            score = indexer.token_scores(*indexed, kv_heads=k.shape[2]).transpose(1, 2)
-            self.loss = kl_of_scores(s, score)
-            lists = self._list(self._best(score.detach()))
+            lists, self.loss = self.index(q, k, indexed, s)
         else:
             lists = self._list(self._of_units(q, k))
+        self._keep(lists)
         return masks.mix(masks.weights(s, masks.tokens_seen(lists, N, self.unit)), v)
+
+    def index(self, q: Tensor, k: Tensor, indexed: Indexed, s: Tensor) -> tuple[Tensor, Tensor]:
+        """An indexer's lists `[B, N, H, slots]` and its loss; `s` are the scores of `q` with `k`."""
+        score = indexer.token_scores(*indexed, kv_heads=k.shape[2]).transpose(1, 2)
+        return self._list(self._best(score.detach())), kl_of_scores(s, score)
 
     def _by_operators(self, q: Tensor, k: Tensor, v: Tensor, indexed: Indexed | None) -> Tensor:
         backend, kv_heads = self.settings.backend, k.shape[2]
@@ -91,10 +95,10 @@ class ListedAttention(nn.Module):
                 *indexed, rows, kv_heads=kv_heads, top_n=self.slots, block_size=self.unit,
                 num_initial=0, num_local=1,
             )  # fmt: skip
-            self._keep(lists)
             self.loss = indexer.kl_loss(q, k, *indexed, kv_heads=kv_heads)
         else:
             lists = self._list(self._of_units(q, k))
+        self._keep(lists)
         return ops.selected_attention(
             q, k, v, block_indices=lists, block_size=self.unit, backend=backend
         )
@@ -122,9 +126,7 @@ class ListedAttention(nn.Module):
         """The lists `[B, N, H, slots]` of the best units."""
         own = torch.arange(of_unit.shape[2], device=of_unit.device) // self.unit
         score = of_unit.transpose(1, 2)
-        lists = choose(score, own, top_n=self.slots, num_initial=0, num_local=1)
-        self._keep(lists)
-        return lists
+        return choose(score, own, top_n=self.slots, num_initial=0, num_local=1)
 
     def _keep(self, lists: Tensor) -> None:
         if self.lists is not None:
